@@ -1,0 +1,2 @@
+//! Ebb command line.
+fn main() {}

@@ -1,0 +1,2 @@
+//! Guest agent.
+fn main() {}
