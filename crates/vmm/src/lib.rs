@@ -1,1 +1,4 @@
-//! placeholder
+//! The Ebb virtual machine monitor.
+
+pub mod api;
+pub mod size;
