@@ -1,0 +1,153 @@
+//! What can go wrong in the lab, said so that the reader knows what to do.
+
+use std::io;
+use std::path::PathBuf;
+
+/// An error of the lab.
+#[derive(Debug, thiserror::Error)]
+pub enum LabError {
+    /// No experiment has this name.
+    #[error("unknown experiment '{name}'; there are: {known}")]
+    UnknownExperiment {
+        /// The name asked for.
+        name: String,
+        /// The names there are.
+        known: String,
+    },
+    /// The experiment has no such series.
+    #[error("experiment '{experiment}' has no series '{name}'; there are: {known}")]
+    UnknownSeries {
+        /// The experiment.
+        experiment: String,
+        /// The name asked for.
+        name: String,
+        /// The names there are.
+        known: String,
+    },
+    /// The list of series names nothing.
+    #[error("no series to run: name at least one of {known}, or leave --series out")]
+    NoSeries {
+        /// The names there are.
+        known: String,
+    },
+    /// The directory for the results does not serve.
+    #[error("cannot write results to {directory}: {source}; give another directory with --out")]
+    Output {
+        /// The directory.
+        directory: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// Less memory than the scale takes.
+    #[error(
+        "{what} needs {needed_mib} MiB of available memory, this machine has {available_mib} MiB: free some, or \
+         take a smaller scale (--scale demo)"
+    )]
+    TooLittleMemory {
+        /// The experiment and its scale.
+        what: String,
+        /// What it needs.
+        needed_mib: u64,
+        /// `MemAvailable`.
+        available_mib: u64,
+    },
+    /// A file of `/proc` or `/sys` could not be read or written.
+    #[error("{path}: {source}")]
+    SystemFile {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// A file of the system has not what proc(5) says.
+    #[error("{path} has no field {field}")]
+    MissingField {
+        /// The file.
+        path: PathBuf,
+        /// The field.
+        field: &'static str,
+    },
+    /// A file that the guests need is missing.
+    #[error("{what} is missing: {path}; {remedy}")]
+    MissingFile {
+        /// What the file is.
+        what: &'static str,
+        /// Where it was looked for.
+        path: PathBuf,
+        /// What to do.
+        remedy: &'static str,
+    },
+    /// A monitor could not be started.
+    #[error("cannot start the monitor {program}: {source}")]
+    StartMonitor {
+        /// The program.
+        program: String,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// A guest did not do what it was asked for.
+    #[error("guest {guest}: {problem}{diagnostics}")]
+    Guest {
+        /// Number of the guest in its series.
+        guest: u32,
+        /// What happened.
+        problem: GuestProblem,
+        /// The last lines of its console and of its monitor, ready to be shown.
+        diagnostics: String,
+    },
+    /// Swap could not be emptied between two series.
+    #[error("cannot empty swap on {path}: {source}; the next series would start with a used host")]
+    EmptySwap {
+        /// The swap device.
+        path: String,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// Drawing a plot failed.
+    #[error("cannot draw the report: {0}")]
+    Plot(String),
+    /// The probe says that guests cannot run here, and the virtual host is not to be used.
+    #[error("guests cannot run directly on this machine: {0}; leave --where out to use the virtual host")]
+    NoDirectKvm(String),
+    /// The run inside the virtual host ended without a result.
+    #[error("the run inside the virtual host failed ({status}){output}")]
+    InnerRun {
+        /// How it ended.
+        status: String,
+        /// Its last lines.
+        output: String,
+    },
+    /// A line of the run inside the virtual host is not an event.
+    #[error("the run inside the virtual host wrote something that is no event ({source}): {line}")]
+    InnerProtocol {
+        /// The line.
+        line: String,
+        /// What the parser said.
+        source: serde_json::Error,
+    },
+}
+
+/// What a guest did not do.
+#[derive(Debug, thiserror::Error)]
+pub enum GuestProblem {
+    /// It ended by itself.
+    #[error("the monitor ended ({0}) while it was waited for {1}")]
+    Ended(String, &'static str),
+    /// It did not answer in time.
+    #[error("no {what} within {limit_s} s")]
+    TimeOut {
+        /// What was waited for.
+        what: &'static str,
+        /// How long, in seconds.
+        limit_s: u64,
+    },
+    /// The agent could not do it.
+    #[error("the command failed in the guest: {0}")]
+    Failed(String),
+    /// The agent said something else than it should.
+    #[error("unexpected answer: {0}")]
+    Protocol(String),
+    /// The command could not be sent.
+    #[error("cannot write to the guest's console: {0}")]
+    Console(io::Error),
+}

@@ -1,0 +1,231 @@
+//! Reading the files of `/proc`: pure parsers, documented in proc(5).
+
+use std::collections::BTreeMap;
+
+/// Fields of `/proc/meminfo` in kB (which are KiB), by name.
+///
+/// Lines that are not `Name: number kB` are left out; `HugePages_Total` and its like are counts, kept as they are.
+pub fn meminfo(text: &str) -> BTreeMap<&str, u64> {
+    text.lines().filter_map(field_kib).collect()
+}
+
+/// `Name:   123 kB` as a name and a number.
+fn field_kib(line: &str) -> Option<(&str, u64)> {
+    let (name, rest) = line.split_once(':')?;
+    let number = rest.split_ascii_whitespace().next()?.parse().ok()?;
+    Some((name.trim(), number))
+}
+
+/// What the kernel says of one process's memory in `/proc/PID/status`, in KiB.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct ProcessMemory {
+    /// Resident memory: anonymous, file and shared.
+    pub resident_kib: u64,
+    /// Anonymous memory in swap.
+    pub swapped_kib: u64,
+}
+
+impl ProcessMemory {
+    /// What the process occupies at the host, wherever it lies: swapping a page out does not give it back.
+    pub fn footprint_kib(self) -> u64 {
+        self.resident_kib + self.swapped_kib
+    }
+}
+
+/// `VmRSS` and `VmSwap` of `/proc/PID/status`; `None` for a process that has no memory any more (a zombie).
+pub fn status(text: &str) -> Option<ProcessMemory> {
+    let fields: BTreeMap<&str, u64> = text.lines().filter_map(field_kib).collect();
+    Some(ProcessMemory {
+        resident_kib: *fields.get("VmRSS")?,
+        swapped_kib: fields.get("VmSwap").copied().unwrap_or(0),
+    })
+}
+
+/// One mapping of `/proc/PID/smaps`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Mapping {
+    /// First address.
+    pub start: u64,
+    /// Length of the address range, KiB.
+    pub size_kib: u64,
+    /// Resident part, KiB.
+    pub resident_kib: u64,
+    /// File or name; empty for plain anonymous memory.
+    pub name: String,
+}
+
+/// The mappings of `/proc/PID/smaps` in the order of their addresses.
+pub fn smaps(text: &str) -> Vec<Mapping> {
+    let mut mappings: Vec<Mapping> = Vec::new();
+    for line in text.lines() {
+        if let Some(mapping) = mapping_header(line) {
+            mappings.push(mapping);
+        } else if let (Some(mapping), Some((name, number))) = (mappings.last_mut(), field_kib(line)) {
+            if name == "Rss" {
+                mapping.resident_kib = number;
+            }
+        }
+    }
+    mappings
+}
+
+/// `start-end perms offset dev inode   name`, the line that begins a mapping.
+fn mapping_header(line: &str) -> Option<Mapping> {
+    let mut words = line.split_ascii_whitespace();
+    let (start, end) = words.next()?.split_once('-')?;
+    let start = u64::from_str_radix(start, 16).ok()?;
+    let end = u64::from_str_radix(end, 16).ok()?;
+    let name = words.skip(4).collect::<Vec<_>>().join(" ");
+    Some(Mapping { start, size_kib: end.checked_sub(start)? / 1024, resident_kib: 0, name })
+}
+
+/// Resident memory of a monitor without the RAM of its guest, in KiB.
+///
+/// Guest RAM is what no other part of a monitor looks like: mappings of at least an eighth of the guest's size
+/// (RAM of a 5 GiB guest is one of 3 GiB below the hole and one of 2 GiB above 4 GiB).
+pub fn monitor_resident_kib(mappings: &[Mapping], guest_mib: u64) -> u64 {
+    let guest_ram_kib = guest_mib * 1024 / 8;
+    mappings
+        .iter()
+        .filter(|mapping| mapping.size_kib < guest_ram_kib)
+        .map(|mapping| mapping.resident_kib)
+        .sum()
+}
+
+/// The name of the first processor in `/proc/cpuinfo`.
+pub fn cpu_name(text: &str) -> Option<&str> {
+    text.lines().find_map(|line| {
+        let (name, value) = line.split_once(':')?;
+        (name.trim() == "model name").then(|| value.trim())
+    })
+}
+
+/// Swap devices and files of `/proc/swaps`, in the order of the file.
+pub fn swaps(text: &str) -> Vec<String> {
+    // The first line is a heading; blanks in a path are written \040, and are none of a device's.
+    text.lines()
+        .skip(1)
+        .filter_map(|line| line.split_ascii_whitespace().next())
+        .map(|path| path.replace("\\040", " "))
+        .collect()
+}
+
+/// How many entries a list such as `/sys/devices/system/node/has_memory` names: `0-1,4` are three.
+pub fn list_length(text: &str) -> u32 {
+    text.trim()
+        .split(',')
+        .filter_map(|part| {
+            let (first, last) = part.split_once('-').unwrap_or((part, part));
+            let (first, last) = (first.parse::<u32>().ok()?, last.parse::<u32>().ok()?);
+            Some(last.checked_sub(first)?.saturating_add(1))
+        })
+        .sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const SMAPS: &str = "\
+55d0a8c00000-55d0a8e00000 r-xp 00000000 00:01 1234                       /bin/ebb with blank
+Size:               2048 kB
+KernelPageSize:        4 kB
+Rss:                1500 kB
+VmFlags: rd ex mr mw me
+7f0000000000-7f0040000000 rw-p 00000000 00:00 0
+Size:            1048576 kB
+Rss:              204800 kB
+7ffc00000000-7ffc00021000 rw-p 00000000 00:00 0                          [stack]
+Size:                132 kB
+Rss:                  20 kB
+";
+
+    #[test]
+    fn meminfo_by_name() {
+        let fields =
+            meminfo("MemTotal:       16384 kB\nHugePages_Total:       3\nbroken line\nSwapFree: x kB\n");
+        assert_eq!(fields.get("MemTotal"), Some(&16384));
+        assert_eq!(fields.get("HugePages_Total"), Some(&3));
+        assert_eq!(fields.len(), 2);
+    }
+
+    #[test]
+    fn status_of_a_process_and_of_a_zombie() {
+        let memory = status("Name:\tebb\nVmRSS:\t  2048 kB\nVmSwap:\t    12 kB\n").unwrap();
+        assert_eq!(memory, ProcessMemory { resident_kib: 2048, swapped_kib: 12 });
+        assert_eq!(memory.footprint_kib(), 2060);
+        assert_eq!(status("Name:\tebb\nState:\tZ (zombie)\n"), None);
+    }
+
+    #[test]
+    fn smaps_mappings_with_names() {
+        let mappings = smaps(SMAPS);
+        assert_eq!(mappings.len(), 3);
+        assert_eq!(mappings[0].name, "/bin/ebb with blank");
+        assert_eq!(mappings[1].resident_kib, 204_800);
+        assert_eq!(mappings[1].name, "");
+        assert_eq!(mappings[2].start, 0x7ffc_0000_0000);
+    }
+
+    #[test]
+    fn the_monitor_is_what_is_not_guest_ram() {
+        assert_eq!(monitor_resident_kib(&smaps(SMAPS), 1024), 1520);
+        // A guest so large that the mapping cannot be its RAM: everything is the monitor's.
+        assert_eq!(monitor_resident_kib(&smaps(SMAPS), 16 * 1024), 206_320);
+    }
+
+    #[test]
+    fn swaps_and_lists_and_cpu_names() {
+        let text = "Filename\t\t\t\tType\t\tSize\n/dev/vda partition 1\n/a\\040b file 2\n";
+        assert_eq!(swaps(text), ["/dev/vda", "/a b"]);
+        assert_eq!(swaps(""), Vec::<String>::new());
+        assert_eq!(list_length("0\n"), 1);
+        assert_eq!(list_length("0-1,4"), 3);
+        assert_eq!(list_length(""), 0);
+        assert_eq!(cpu_name("processor : 0\nmodel name\t: AMD EPYC\nmodel name : other"), Some("AMD EPYC"));
+        assert_eq!(cpu_name("processor : 0\n"), None);
+    }
+
+    #[test]
+    fn the_files_of_this_very_process_parse() {
+        let own = status(&std::fs::read_to_string("/proc/self/status").unwrap()).unwrap();
+        assert!(own.resident_kib > 0);
+        let mappings = smaps(&std::fs::read_to_string("/proc/self/smaps").unwrap());
+        assert!(mappings.iter().any(|mapping| mapping.name == "[stack]" && mapping.resident_kib > 0));
+        assert!(meminfo(&std::fs::read_to_string("/proc/meminfo").unwrap())["MemTotal"] > 0);
+    }
+
+    proptest! {
+        #[test]
+        fn no_text_makes_a_parser_fail(text in "(\\PC{0,20}[:\\-\n ]){0,40}") {
+            meminfo(&text);
+            status(&text);
+            swaps(&text);
+            list_length(&text);
+            prop_assert!(smaps(&text).iter().all(|mapping| mapping.size_kib <= u64::MAX / 1024));
+        }
+
+        #[test]
+        fn written_fields_are_read_back(total in 0..u64::MAX, free in 0..u64::MAX) {
+            let text = format!("MemTotal: {total} kB\nMemFree:\t{free} kB\n");
+            let fields = meminfo(&text);
+            prop_assert_eq!(fields["MemTotal"], total);
+            prop_assert_eq!(fields["MemFree"], free);
+        }
+
+        #[test]
+        fn the_parts_of_a_process_add_up(sizes in prop::collection::vec((1..4096u64, 0..4096u64), 1..20)) {
+            let mappings: Vec<Mapping> = sizes
+                .iter()
+                .map(|&(size_mib, resident_kib)| Mapping {
+                    start: 0, size_kib: size_mib * 1024, resident_kib, name: String::new(),
+                })
+                .collect();
+            let all: u64 = mappings.iter().map(|mapping| mapping.resident_kib).sum();
+            let monitor = monitor_resident_kib(&mappings, 4096);
+            let guest: u64 = mappings.iter().filter(|m| m.size_kib >= 512 * 1024).map(|m| m.resident_kib).sum();
+            prop_assert_eq!(monitor + guest, all);
+        }
+    }
+}
