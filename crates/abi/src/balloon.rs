@@ -1,0 +1,28 @@
+//! virtio-balloon, "Traditional Memory Balloon Device" (virtio 1.3 section 5.5; Linux
+//! include/uapi/linux/virtio_balloon.h).
+
+mod config;
+mod features;
+mod hinting;
+mod queues;
+mod statistics;
+
+pub use config::{Config, Le32};
+pub use features::{Feature, Features};
+pub use hinting::{COMMAND_ID_BYTES, HintCommand};
+pub use queues::{MAX_QUEUES, Numbering, QueueIndexes, QueueKind, QueueMap, QueueMapError, QueueSet};
+pub use statistics::{StatisticsEntry, StatisticsTag};
+
+/// Device type number of the traditional memory balloon (virtio 1.3 section 5).
+pub const DEVICE_ID: u32 = 5;
+
+/// Entries that Linux asks of the reporting queue (`PAGE_REPORTING_CAPACITY`, include/linux/page_reporting.h); with
+/// fewer, its probe fails with ENOSPC.
+pub const REPORTING_QUEUE_MIN_ENTRIES: u16 = 32;
+
+/// Page frame numbers that Linux puts into one buffer of the inflate or deflate queue at most
+/// (`VIRTIO_BALLOON_ARRAY_PFNS_MAX`, drivers/virtio/virtio_balloon.c).
+pub const LINUX_PFNS_PER_BUFFER: usize = 256;
+
+/// Bytes of a page frame number on the inflate and deflate queues.
+pub const PFN_BYTES: usize = 4;

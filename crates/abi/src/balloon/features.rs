@@ -1,0 +1,138 @@
+//! Feature bits (virtio 1.3 section 5.5.3).
+
+use core::fmt;
+use core::ops::{BitAnd, BitOr};
+
+/// A feature that virtio-balloon or virtio itself defines and that this device knows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[repr(u8)]
+pub enum Feature {
+    /// The driver tells the device, and waits, before it uses a page of the balloon again.
+    MustTellHost = 0,
+    /// The statistics queue exists.
+    StatisticsQueue = 1,
+    /// The driver takes pages back by itself when the guest is out of memory.
+    DeflateOnOom = 2,
+    /// The free page hinting queue exists.
+    FreePageHint = 3,
+    /// The driver tells the pattern with which the guest fills freed pages.
+    PagePoison = 4,
+    /// The page reporting queue exists.
+    PageReporting = 5,
+    /// Compliance with virtio 1.0 or later (virtio 1.3 section 6).
+    Version1 = 32,
+}
+
+impl Feature {
+    /// All known features by bit.
+    pub const ALL: [Self; 7] = [
+        Self::MustTellHost,
+        Self::StatisticsQueue,
+        Self::DeflateOnOom,
+        Self::FreePageHint,
+        Self::PagePoison,
+        Self::PageReporting,
+        Self::Version1,
+    ];
+
+    /// The feature's mask in the 64-bit feature word.
+    pub const fn mask(self) -> u64 {
+        1 << self as u8
+    }
+
+    /// The specification's name without its prefix.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::MustTellHost => "MUST_TELL_HOST",
+            Self::StatisticsQueue => "STATS_VQ",
+            Self::DeflateOnOom => "DEFLATE_ON_OOM",
+            Self::FreePageHint => "FREE_PAGE_HINT",
+            Self::PagePoison => "PAGE_POISON",
+            Self::PageReporting => "PAGE_REPORTING",
+            Self::Version1 => "VERSION_1",
+        }
+    }
+}
+
+/// A set of feature bits; unknown bits are kept.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[repr(transparent)]
+pub struct Features(pub u64);
+
+impl Features {
+    /// No feature.
+    pub const NONE: Self = Self(0);
+
+    /// Every feature of virtio-balloon, bits 0 to 5.
+    pub const ALL_BALLOON: Self = Self(0x3f);
+
+    /// Whether the set has `feature`.
+    pub const fn contains(self, feature: Feature) -> bool {
+        self.0 & feature.mask() != 0
+    }
+
+    /// The set with `feature` added.
+    #[must_use]
+    pub const fn with(self, feature: Feature) -> Self {
+        Self(self.0 | feature.mask())
+    }
+
+    /// The set with `feature` taken out.
+    #[must_use]
+    pub const fn without(self, feature: Feature) -> Self {
+        Self(self.0 & !feature.mask())
+    }
+}
+
+impl From<Feature> for Features {
+    fn from(feature: Feature) -> Self {
+        Self(feature.mask())
+    }
+}
+
+impl BitOr for Features {
+    type Output = Self;
+
+    fn bitor(self, other: Self) -> Self {
+        Self(self.0 | other.0)
+    }
+}
+
+impl BitAnd for Features {
+    type Output = Self;
+
+    fn bitand(self, other: Self) -> Self {
+        Self(self.0 & other.0)
+    }
+}
+
+impl fmt::Display for Features {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "{:#x}", self.0)?;
+        for feature in Feature::ALL.into_iter().filter(|feature| self.contains(*feature)) {
+            write!(formatter, " {}", feature.name())?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::string::ToString;
+
+    #[test]
+    fn bits_are_those_of_the_specification() {
+        let bits = Feature::ALL.map(|feature| feature.mask().trailing_zeros());
+        assert_eq!(bits, [0, 1, 2, 3, 4, 5, 32]);
+        let balloon = Feature::ALL[..6].iter().fold(Features::NONE, |set, feature| set.with(*feature));
+        assert_eq!(balloon, Features::ALL_BALLOON);
+    }
+
+    #[test]
+    fn unknown_bits_are_kept_and_known_ones_named() {
+        let features = Features(1 << 50 | 1 << 5);
+        assert_eq!(features.to_string(), "0x4000000000020 PAGE_REPORTING");
+        assert_eq!(features.without(Feature::PageReporting).0, 1 << 50);
+    }
+}
