@@ -1,1 +1,29 @@
-//! placeholder
+//! Memory of a virtual machine: how it is mapped, and how pages that the guest does not use go back to the host.
+//!
+//! [`GuestRam`] owns the mappings, one a [`RegionSpec`]. What backs them decides how a page is given back, see
+//! [`Backing`]; callers need not care: they pass guest page ranges to [`GuestRam::discard`] (pages that may be in use
+//! again as soon as the call returns, as in page reporting) or [`GuestRam::discard_held`] (pages that stay out of use
+//! until [`GuestRam::reclaim`], as in a balloon).
+//!
+//! Guest memory is never a Rust reference: the guest writes to it at any time. It is read and written through
+//! [`vm_memory`]'s volatile accesses only.
+
+mod discard;
+mod error;
+mod held_pages;
+mod inhibit;
+mod mapping;
+mod numa;
+mod populate;
+mod ram;
+mod ranges;
+mod resident;
+
+pub use discard::{DiscardMethod, DiscardOutcome};
+pub use error::RamError;
+pub use inhibit::{InhibitGuard, InhibitReason};
+pub use ram::{Backing, GuestRam, HugePages, Populate, Region, RegionSpec};
+pub use ranges::{coalesce, huge_blocks_first};
+
+/// A contiguous range of guest pages, aligned to pages by construction.
+pub type GuestRange = ebb_abi::PageRange;

@@ -1,0 +1,225 @@
+//! Giving pages back to the host, by backing.
+//!
+//! | backing | call | why |
+//! | --- | --- | --- |
+//! | anonymous private | `madvise(MADV_DONTNEED)`, for several ranges `process_madvise` where the kernel allows it | the pages belong to the mapping alone |
+//! | shared memfd | `fallocate(FALLOC_FL_PUNCH_HOLE)` | `MADV_DONTNEED` on a shared file mapping only unmaps: it returns 0 and the file keeps its pages |
+//! | hugetlb memfd | the same, whole huge pages only | the file system zeroes parts of a huge page instead of freeing them |
+//!
+//! Each leaves the range reading as zeros: a hole punched into a file is also taken out of every mapping of it
+//! (mm/shmem.c, `shmem_fallocate`; fs/hugetlbfs/inode.c, `hugetlbfs_punch_hole`).
+
+use std::fs::File;
+use std::io;
+use std::ops::AddAssign;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::ptr;
+
+use ebb_abi::PAGE_SIZE_BYTES;
+use rustix::fs::{FallocateFlags, fallocate};
+use rustix::io::Errno;
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+use rustix::process::{PidfdFlags, getpid, pidfd_open};
+
+use crate::{GuestRange, RamError};
+
+/// Ranges that one `process_madvise` takes (`UIO_MAXIOV`).
+const MAX_VECTORS: usize = 1024;
+
+/// What a discard did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DiscardOutcome {
+    /// Bytes given back to the host.
+    pub bytes: u64,
+    /// Contiguous ranges that they were given back in.
+    pub ranges: u64,
+    /// System calls that it took.
+    pub syscalls: u64,
+    /// Bytes not given back because discards are inhibited.
+    pub inhibited_bytes: u64,
+    /// Bytes not given back because the rest of their huge page is in use.
+    pub deferred_bytes: u64,
+}
+
+impl AddAssign for DiscardOutcome {
+    fn add_assign(&mut self, other: Self) {
+        self.bytes += other.bytes;
+        self.ranges += other.ranges;
+        self.syscalls += other.syscalls;
+        self.inhibited_bytes += other.inhibited_bytes;
+        self.deferred_bytes += other.deferred_bytes;
+    }
+}
+
+/// How anonymous memory is discarded when there are several ranges.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DiscardMethod {
+    /// `process_madvise(MADV_DONTNEED)` on the process itself, up to 1024 ranges a call (Linux 6.13 and later).
+    Vectored,
+    /// One `madvise(MADV_DONTNEED)` a range.
+    Single,
+    /// One `fallocate(FALLOC_FL_PUNCH_HOLE)` a range; memory backed by files.
+    PunchHole,
+}
+
+/// Part of a range that lies within one region.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Piece<'a> {
+    /// Guest pages.
+    pub(crate) range: GuestRange,
+    /// Host address of the first page.
+    pub(crate) address: usize,
+    /// File and offset in bytes, unless the memory is anonymous.
+    pub(crate) file: Option<(&'a File, u64)>,
+}
+
+/// Discards pieces of guest memory that have been checked.
+#[derive(Debug)]
+pub(crate) struct Discarder {
+    /// The process itself, if `process_madvise` may discard its memory.
+    own_process: Option<OwnedFd>,
+}
+
+impl Discarder {
+    /// Finds out what the kernel can do.
+    pub(crate) fn probe() -> Self {
+        let own_process = probe_vectored().inspect_err(|error| {
+            tracing::debug!("process_madvise cannot discard own memory here ({error}); using madvise");
+        });
+        Self { own_process: own_process.ok() }
+    }
+
+    /// One that makes a call for each range, for comparison.
+    pub(crate) fn single() -> Self {
+        Self { own_process: None }
+    }
+
+    /// Whether several anonymous ranges go into one call.
+    pub(crate) fn is_vectored(&self) -> bool {
+        self.own_process.is_some()
+    }
+
+    /// Gives the pieces back to the host.
+    ///
+    /// # Safety
+    /// Each piece's address must be that of a live mapping of guest memory that covers the piece and to which no Rust
+    /// reference exists.
+    pub(crate) unsafe fn discard(&self, pieces: &[Piece<'_>]) -> Result<DiscardOutcome, RamError> {
+        let mut outcome = DiscardOutcome::default();
+        let mut rest = pieces;
+        while let Some((first, others)) = rest.split_first() {
+            let anonymous = rest.iter().take(MAX_VECTORS).take_while(|piece| piece.file.is_none()).count();
+            let done = match (&self.own_process, first.file) {
+                (Some(process), None) if anonymous > 1 => {
+                    // SAFETY: the caller vouches for the pieces, which are all anonymous.
+                    unsafe { discard_vectored(process, &rest[..anonymous]) }
+                }
+                _ => 0,
+            };
+            if done > 0 {
+                outcome.bytes += rest[..done].iter().map(|piece| piece.range.size_bytes()).sum::<u64>();
+                outcome.ranges += done as u64;
+                rest = &rest[done..];
+            } else {
+                // SAFETY: the caller vouches for the piece.
+                unsafe { discard_one(first) }?;
+                rest = others;
+                outcome.bytes += first.range.size_bytes();
+                outcome.ranges += 1;
+            }
+            outcome.syscalls += 1;
+        }
+        Ok(outcome)
+    }
+}
+
+/// Discards pieces with one call; returns how many were discarded entirely. Whoever calls goes on with the next one
+/// alone, so that an error, if there is one, shows with its range.
+///
+/// # Safety
+/// As for [`Discarder::discard`], and the pieces must be anonymous memory.
+unsafe fn discard_vectored(process: &OwnedFd, pieces: &[Piece<'_>]) -> usize {
+    let vectors: Vec<libc::iovec> = pieces
+        .iter()
+        .map(|piece| libc::iovec {
+            iov_base: piece.address as *mut _,
+            iov_len: piece.range.size_bytes() as usize,
+        })
+        .collect();
+    // SAFETY: the caller vouches that the addresses are guest memory without Rust references, whose content may
+    // vanish. `vectors` is an array of `vectors.len()` iovecs that lives until the call returns.
+    let discarded_bytes = unsafe { process_madvise(process, &vectors) }.unwrap_or(0);
+    let mut left_bytes = discarded_bytes;
+    pieces
+        .iter()
+        .take_while(|piece| {
+            let fits = piece.range.size_bytes() <= left_bytes;
+            left_bytes = left_bytes.saturating_sub(piece.range.size_bytes());
+            fits
+        })
+        .count()
+}
+
+/// Discards one piece.
+///
+/// # Safety
+/// As for [`Discarder::discard`].
+unsafe fn discard_one(piece: &Piece<'_>) -> Result<(), RamError> {
+    let size_bytes = piece.range.size_bytes();
+    loop {
+        let (call, result) = if let Some((file, offset)) = piece.file {
+            let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+            ("fallocate(FALLOC_FL_PUNCH_HOLE)", fallocate(file, mode, offset, size_bytes))
+        } else {
+            // SAFETY: the caller vouches that this is guest memory without Rust references, whose content may vanish;
+            // later reads see zeros.
+            let result =
+                unsafe { madvise(piece.address as *mut _, size_bytes as usize, Advice::LinuxDontNeed) };
+            ("madvise(MADV_DONTNEED)", result)
+        };
+        match result {
+            Ok(()) => return Ok(()),
+            Err(Errno::INTR) => {}
+            Err(error) => {
+                return Err(RamError::Discard { range: piece.range, call, source: error.into() });
+            }
+        }
+    }
+}
+
+/// `process_madvise(MADV_DONTNEED)`; returns the number of bytes discarded.
+///
+/// # Safety
+/// If `process` is this process, nothing may rely on the content of the memory that `vectors` describes.
+unsafe fn process_madvise(process: &OwnedFd, vectors: &[libc::iovec]) -> io::Result<u64> {
+    // SAFETY: the caller vouches for the memory that the vectors describe; the pointer and the count describe the
+    // slice, which outlives the call.
+    let result = unsafe {
+        libc::syscall(
+            libc::SYS_process_madvise,
+            process.as_raw_fd(),
+            vectors.as_ptr(),
+            vectors.len(),
+            libc::MADV_DONTNEED,
+            0,
+        )
+    };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as u64) }
+}
+
+/// Tries `process_madvise` on a page made for it. Linux before 6.13 refuses advice that destroys content, even for
+/// the process itself.
+fn probe_vectored() -> io::Result<OwnedFd> {
+    let process = pidfd_open(getpid(), PidfdFlags::empty())?;
+    let size_bytes = PAGE_SIZE_BYTES as usize;
+    // SAFETY: without MAP_FIXED the kernel chooses a free place, so no existing mapping is touched.
+    let page = unsafe {
+        mmap_anonymous(ptr::null_mut(), size_bytes, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
+    }?;
+    let vector = libc::iovec { iov_base: page, iov_len: size_bytes };
+    // SAFETY: the page was mapped above for this purpose; nobody else knows it.
+    let result = unsafe { process_madvise(&process, &[vector]) };
+    // SAFETY: the page was mapped above and is not used any more.
+    unsafe { munmap(page, size_bytes) }?;
+    if result? == PAGE_SIZE_BYTES { Ok(process) } else { Err(io::ErrorKind::Unsupported.into()) }
+}

@@ -1,0 +1,128 @@
+//! What can go wrong with guest memory.
+
+use std::io;
+
+use crate::GuestRange;
+
+/// An error of this crate.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RamError {
+    /// The list of regions was empty.
+    #[error("guest memory needs at least one region and none was given")]
+    NoRegions,
+
+    /// A region's start or size is not a multiple of the backing's page size, or the size is 0.
+    #[error(
+        "guest memory region at {start:#x} of {size_bytes} bytes: start and size must be multiples of {unit_bytes} \
+         bytes with this backing, and the size at least that; choose another size"
+    )]
+    UnalignedRegion {
+        /// Guest-physical address asked for.
+        start: u64,
+        /// Size asked for, in bytes.
+        size_bytes: u64,
+        /// What both must be multiples of, in bytes.
+        unit_bytes: u64,
+    },
+
+    /// Regions overlap, are not in ascending order, or exceed the address space.
+    #[error(
+        "guest memory region at {start:#x} of {size_bytes} bytes overlaps its predecessor or wraps around"
+    )]
+    OverlappingRegion {
+        /// Guest-physical address of the offending region.
+        start: u64,
+        /// Its size in bytes.
+        size_bytes: u64,
+    },
+
+    /// The pool of huge pages is too small.
+    #[error(
+        "guest memory needs {wanted_pages} huge pages of 2 MiB and {free_pages} are free; as root, write at least \
+         {missing_pages} more into /proc/sys/vm/nr_hugepages, or use another backing"
+    )]
+    TooFewHugePages {
+        /// Huge pages that the region needs.
+        wanted_pages: u64,
+        /// Huge pages that the host has free and unreserved.
+        free_pages: u64,
+        /// By how much the pool is short.
+        missing_pages: u64,
+    },
+
+    /// The memory could not be mapped or its file not created.
+    #[error(
+        "cannot {action} {size_bytes} bytes of guest memory: {source}; is there enough memory and address space?"
+    )]
+    Map {
+        /// The step that failed.
+        action: &'static str,
+        /// Size of the region in bytes.
+        size_bytes: u64,
+        /// The system's answer.
+        source: io::Error,
+    },
+
+    /// A policy for the mapping was refused.
+    #[error("cannot set {advice} on guest memory: {source}")]
+    Advise {
+        /// The `madvise` advice.
+        advice: &'static str,
+        /// The system's answer.
+        source: io::Error,
+    },
+
+    /// The memory could not be bound to a host node.
+    #[error(
+        "cannot bind guest memory to host node {node}: {source}; `ls /sys/devices/system/node` lists the nodes of \
+         this host"
+    )]
+    BindNode {
+        /// The host node asked for.
+        node: u32,
+        /// The system's answer.
+        source: io::Error,
+    },
+
+    /// The memory could not be allocated in advance.
+    #[error(
+        "cannot allocate {size_bytes} bytes of guest memory in advance: {source}; the host has too little free \
+         memory (of this kind or on this node), or a kernel older than 5.14"
+    )]
+    Populate {
+        /// Bytes that were to be allocated in the step that failed.
+        size_bytes: u64,
+        /// The system's answer.
+        source: io::Error,
+    },
+
+    /// A range is not, or not entirely, guest memory.
+    #[error("{range} is not within guest memory")]
+    OutsideRam {
+        /// The range asked for.
+        range: GuestRange,
+    },
+
+    /// The host refused to take pages back. Ranges before this one have been discarded.
+    #[error("cannot discard {range} with {call}: {source}")]
+    Discard {
+        /// The range asked for.
+        range: GuestRange,
+        /// The system call.
+        call: &'static str,
+        /// The system's answer.
+        source: io::Error,
+    },
+
+    /// The amount of resident memory could not be found out.
+    #[error("cannot find out how much guest memory is resident: {source}")]
+    Resident {
+        /// The system's answer.
+        source: io::Error,
+    },
+
+    /// vm-memory refused the regions.
+    #[error("cannot set up guest memory: {0}")]
+    Layout(String),
+}

@@ -1,0 +1,186 @@
+//! Mapping guest memory.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::ptr;
+
+use ebb_abi::{HUGE_PAGE_SIZE_BYTES, PAGE_SIZE_BYTES};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::io::Errno;
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
+
+use crate::ram::{Backing, HugePages, RegionSpec};
+use crate::{RamError, numa};
+
+const HUGE: usize = HUGE_PAGE_SIZE_BYTES as usize;
+const PAGE: usize = PAGE_SIZE_BYTES as usize;
+
+/// A region of guest memory in the process's address space, with an inaccessible page or more at either end.
+///
+/// Host and guest-physical address are congruent modulo 2 MiB, without which neither the host's transparent huge
+/// pages nor KVM's huge mappings can cover guest memory.
+#[derive(Debug)]
+pub(crate) struct Mapping {
+    reservation: Reservation,
+    address: usize,
+    size_bytes: usize,
+    file: Option<File>,
+}
+
+impl Mapping {
+    /// Maps a region that has been checked for alignment.
+    pub(crate) fn new(spec: &RegionSpec, backing: Backing, huge_pages: HugePages) -> Result<Self, RamError> {
+        let size_bytes = spec.size_bytes as usize;
+        let map_error = |action| move |source| RamError::Map { action, size_bytes: spec.size_bytes, source };
+        // A page of distance at either end and up to 2 MiB for alignment.
+        let reservation =
+            Reservation::new(size_bytes + HUGE + 2 * PAGE).map_err(map_error("reserve address space for"))?;
+        let offset = spec.start.0 as usize % HUGE;
+        let lowest = reservation.address + PAGE;
+        let address = lowest + (offset + HUGE - lowest % HUGE) % HUGE;
+
+        let file = match backing {
+            Backing::Anonymous => None,
+            Backing::Memfd => Some(create_file(size_bytes, MemfdFlags::empty())),
+            Backing::Hugetlb2M => Some(create_file(size_bytes, MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB)),
+        };
+        let file = file.transpose().map_err(map_error("create a memfd for"))?;
+        reservation.map(address, size_bytes, file.as_ref(), backing).map_err(|error| {
+            if backing == Backing::Hugetlb2M && error == Errno::NOMEM {
+                too_few_huge_pages(spec.size_bytes)
+            } else {
+                map_error("map")(error.into())
+            }
+        })?;
+
+        let mapping = Self { reservation, address, size_bytes, file };
+        mapping.set_policies(spec, backing, huge_pages)?;
+        Ok(mapping)
+    }
+
+    /// Policies that must be in force before the first page is allocated.
+    fn set_policies(
+        &self,
+        spec: &RegionSpec,
+        backing: Backing,
+        huge_pages: HugePages,
+    ) -> Result<(), RamError> {
+        if let Some(node) = spec.host_node {
+            numa::bind(self.address, self.size_bytes, node)
+                .map_err(|source| RamError::BindNode { node, source })?;
+        }
+        self.advise("MADV_DONTDUMP", Advice::LinuxDontDump)?;
+        if backing == Backing::Hugetlb2M {
+            return Ok(());
+        }
+        let (name, advice) = match huge_pages {
+            HugePages::On => ("MADV_HUGEPAGE", Advice::LinuxHugepage),
+            HugePages::Off => ("MADV_NOHUGEPAGE", Advice::LinuxNoHugepage),
+        };
+        match self.advise(name, advice) {
+            // A kernel without transparent huge pages does what HugePages::Off asks for, and the other is a wish.
+            Err(RamError::Advise { source, .. }) if source.raw_os_error() == Some(libc::EINVAL) => {
+                tracing::debug!("this kernel has no transparent huge pages");
+                Ok(())
+            }
+            other => other,
+        }
+    }
+
+    fn advise(&self, name: &'static str, advice: Advice) -> Result<(), RamError> {
+        // SAFETY: the range is this mapping's own. The advices given are policies: none changes the memory's content.
+        let result = unsafe { madvise(self.address as *mut _, self.size_bytes, advice) };
+        result.map_err(|error| RamError::Advise { advice: name, source: error.into() })
+    }
+
+    /// Host address of the first byte.
+    pub(crate) fn address(&self) -> usize {
+        self.address
+    }
+
+    /// Size in bytes.
+    pub(crate) fn size_bytes(&self) -> usize {
+        self.size_bytes
+    }
+
+    /// The file that is mapped, from its beginning, unless the memory is anonymous.
+    pub(crate) fn file(&self) -> Option<&File> {
+        self.file.as_ref()
+    }
+
+    /// Leaves the memory mapped for the rest of the process's life.
+    pub(crate) fn leak(self) {
+        std::mem::forget(self.reservation);
+    }
+}
+
+/// A part of the address space; unmapped when dropped.
+#[derive(Debug)]
+struct Reservation {
+    address: usize,
+    size_bytes: usize,
+}
+
+impl Reservation {
+    fn new(size_bytes: usize) -> io::Result<Self> {
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        // SAFETY: without MAP_FIXED the kernel chooses a free place, so no existing mapping is touched.
+        let address = unsafe { mmap_anonymous(ptr::null_mut(), size_bytes, ProtFlags::empty(), flags) }?;
+        Ok(Self { address: address as usize, size_bytes })
+    }
+
+    /// Replaces part of the reservation by memory.
+    fn map(
+        &self,
+        address: usize,
+        size_bytes: usize,
+        file: Option<&File>,
+        backing: Backing,
+    ) -> Result<(), Errno> {
+        assert!(address >= self.address && address + size_bytes <= self.address + self.size_bytes);
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        // Huge pages are reserved at once, so that too small a pool shows here and not as a SIGBUS in the guest.
+        let reserve = if backing == Backing::Hugetlb2M { MapFlags::empty() } else { MapFlags::NORESERVE };
+        if let Some(file) = file {
+            let flags = MapFlags::SHARED | MapFlags::FIXED | reserve;
+            // SAFETY: MAP_FIXED replaces only pages of this reservation, as asserted above, and nobody else uses them.
+            unsafe { mmap(address as *mut _, size_bytes, protection, flags, file, 0) }?;
+        } else {
+            let flags = MapFlags::PRIVATE | MapFlags::FIXED | reserve;
+            // SAFETY: MAP_FIXED replaces only pages of this reservation, as asserted above, and nobody else uses them.
+            unsafe { mmap_anonymous(address as *mut _, size_bytes, protection, flags) }?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        // SAFETY: the reservation owns this range. `GuestRam` drops it only after making sure that no handle to the
+        // memory is left, and leaks it otherwise; before that, during construction, no handle exists.
+        if let Err(error) = unsafe { munmap(self.address as *mut _, self.size_bytes) } {
+            tracing::error!("cannot unmap guest memory at {:#x}: {error}", self.address);
+        }
+    }
+}
+
+/// A memory file whose size can never change, so that no access to its mapping can fault for lack of file.
+fn create_file(size_bytes: usize, kind: MemfdFlags) -> io::Result<File> {
+    let fd: OwnedFd = memfd_create("ebb-guest-ram", kind | MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+    ftruncate(&fd, size_bytes as u64)?;
+    fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+    Ok(File::from(fd))
+}
+
+fn too_few_huge_pages(size_bytes: u64) -> RamError {
+    let read = |name: &str| {
+        let path = format!("/sys/kernel/mm/hugepages/hugepages-2048kB/{name}");
+        std::fs::read_to_string(path).ok().and_then(|text| text.trim().parse::<u64>().ok()).unwrap_or(0)
+    };
+    let wanted_pages = size_bytes.div_ceil(HUGE_PAGE_SIZE_BYTES);
+    let free_pages = read("free_hugepages").saturating_sub(read("resv_hugepages"));
+    // At least one: the pool changed between the refusal and this look at it.
+    let missing_pages = wanted_pages.saturating_sub(free_pages).max(1);
+    RamError::TooFewHugePages { wanted_pages, free_pages, missing_pages }
+}

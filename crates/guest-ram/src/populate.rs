@@ -1,0 +1,66 @@
+//! Allocating guest memory in advance.
+
+use std::io;
+use std::num::NonZero;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+
+use rustix::io::Errno;
+use rustix::mm::{Advice, madvise};
+
+use crate::RamError;
+use crate::mapping::Mapping;
+
+/// What a thread populates at a time, in bytes: enough to make the system call's cost vanish, small enough to share
+/// the work evenly.
+const CHUNK_BYTES: usize = 64 << 20;
+
+/// More threads than this contend for the host's zone locks without gain.
+const MAX_THREADS: usize = 8;
+
+/// Allocates every page of `mapping` (`MADV_POPULATE_WRITE`, Linux 5.14), with several threads if it is large.
+///
+/// # Errors
+/// [`RamError::Populate`] if the host cannot allocate a page. Pages that were allocated stay so.
+pub(crate) fn populate(mapping: &Mapping) -> Result<(), RamError> {
+    let chunks = mapping.size_bytes().div_ceil(CHUNK_BYTES);
+    let processors = thread::available_parallelism().map_or(1, NonZero::get);
+    let threads = processors.min(MAX_THREADS).min(chunks);
+    let next_chunk = AtomicUsize::new(0);
+    let work = || loop {
+        // Relaxed: the counter only hands out numbers, no data depends on it.
+        let chunk = next_chunk.fetch_add(1, Ordering::Relaxed);
+        if chunk >= chunks {
+            return Ok(());
+        }
+        let start = chunk * CHUNK_BYTES;
+        populate_chunk(mapping, start, CHUNK_BYTES.min(mapping.size_bytes() - start))?;
+    };
+    if threads <= 1 {
+        return work();
+    }
+    thread::scope(|scope| {
+        let helpers: Vec<_> = (1..threads).map(|_| scope.spawn(work)).collect();
+        let own = work();
+        helpers
+            .into_iter()
+            .map(|helper| helper.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            .fold(own, Result::and)
+    })
+}
+
+fn populate_chunk(mapping: &Mapping, start: usize, size_bytes: usize) -> Result<(), RamError> {
+    loop {
+        let address = (mapping.address() + start) as *mut _;
+        // SAFETY: the chunk lies within `mapping`, which stays mapped while it is borrowed. Populating allocates
+        // pages and changes no content.
+        match unsafe { madvise(address, size_bytes, Advice::LinuxPopulateWrite) } {
+            Ok(()) => return Ok(()),
+            Err(Errno::INTR | Errno::AGAIN) => {}
+            Err(error) => {
+                let source = io::Error::from(error);
+                return Err(RamError::Populate { size_bytes: size_bytes as u64, source });
+            }
+        }
+    }
+}

@@ -1,0 +1,357 @@
+//! Guest memory as a whole.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use ebb_abi::{HUGE_PAGE_SIZE_BYTES, PAGE_SIZE_BYTES, Pfn};
+use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionMmap, MmapRegion};
+
+use crate::discard::{DiscardMethod, DiscardOutcome, Discarder, Piece};
+use crate::held_pages::{HeldPages, Tenure};
+use crate::inhibit::{InhibitGuard, InhibitReason, Inhibitors};
+use crate::mapping::Mapping;
+use crate::resident::Meter;
+use crate::{GuestRange, RamError, populate};
+
+/// A contiguous piece of guest memory to be mapped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RegionSpec {
+    /// Guest-physical address of the first byte.
+    pub start: GuestAddress,
+    /// Size in bytes.
+    pub size_bytes: u64,
+    /// Node of the host that the memory must come from; any if `None`.
+    pub host_node: Option<u32>,
+}
+
+/// What backs guest memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Backing {
+    /// Private anonymous memory.
+    Anonymous,
+    /// A memory file that can be shared with other processes.
+    Memfd,
+    /// A memory file of 2 MiB pages from the host's pool. A huge page returns to the pool when all of it is
+    /// discarded, and is lost to others until then.
+    Hugetlb2M,
+}
+
+impl Backing {
+    /// What a region's start and size must be multiples of, in bytes.
+    pub const fn unit_bytes(self) -> u64 {
+        match self {
+            Self::Anonymous | Self::Memfd => PAGE_SIZE_BYTES,
+            Self::Hugetlb2M => HUGE_PAGE_SIZE_BYTES,
+        }
+    }
+}
+
+impl fmt::Display for Backing {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(match self {
+            Self::Anonymous => "anonymous memory",
+            Self::Memfd => "memfd",
+            Self::Hugetlb2M => "hugetlb memory of 2 MiB pages",
+        })
+    }
+}
+
+/// Whether the host may use transparent huge pages; without meaning for [`Backing::Hugetlb2M`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HugePages {
+    /// Wherever it can (`MADV_HUGEPAGE`).
+    On,
+    /// Never (`MADV_NOHUGEPAGE`): slower to access, and no page is held for a neighbour's sake.
+    Off,
+}
+
+/// When the host allocates memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Populate {
+    /// At the first access.
+    Lazy,
+    /// All of it before the guest starts.
+    Prealloc,
+}
+
+/// A mapped region.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Region {
+    /// Guest-physical address of the first byte.
+    pub start: GuestAddress,
+    /// Size in bytes.
+    pub size_bytes: u64,
+    /// Host address of the first byte, for KVM's memory slots. Valid as long as the [`GuestRam`].
+    pub host_address: u64,
+    /// Node of the host that the memory is bound to.
+    pub host_node: Option<u32>,
+}
+
+impl Region {
+    /// The region's guest pages.
+    pub const fn pages(&self) -> GuestRange {
+        GuestRange::new(Pfn::containing(self.start.0), self.size_bytes / PAGE_SIZE_BYTES)
+    }
+}
+
+/// The memory of a virtual machine.
+#[derive(Debug)]
+pub struct GuestRam {
+    memory: GuestMemoryMmap,
+    regions: Vec<Region>,
+    mappings: Vec<Mapping>,
+    backing: Backing,
+    discarder: Discarder,
+    inhibitors: Arc<Inhibitors>,
+    /// Only for backings that discard whole huge pages.
+    held: Option<Mutex<HeldPages>>,
+    meter: Meter,
+}
+
+impl GuestRam {
+    /// Maps guest memory. `regions` must be in ascending order; they may adjoin.
+    ///
+    /// # Errors
+    /// [`RamError`]: regions that overlap or are not aligned to the backing's pages, too few huge pages, an unknown
+    /// host node, not enough memory.
+    pub fn new(
+        regions: &[RegionSpec],
+        backing: Backing,
+        huge_pages: HugePages,
+        populate: Populate,
+    ) -> Result<Self, RamError> {
+        check(regions, backing)?;
+        let mappings = regions
+            .iter()
+            .map(|spec| Mapping::new(spec, backing, huge_pages))
+            .collect::<Result<Vec<_>, _>>()?;
+        if populate == Populate::Prealloc {
+            mappings.iter().try_for_each(populate::populate)?;
+        }
+        let memory = regions
+            .iter()
+            .zip(&mappings)
+            .map(|(spec, mapping)| region_of(spec, mapping))
+            .collect::<Result<Vec<_>, _>>()?;
+        let memory =
+            GuestMemoryMmap::from_regions(memory).map_err(|error| RamError::Layout(error.to_string()))?;
+        let regions = regions
+            .iter()
+            .zip(&mappings)
+            .map(|(spec, mapping)| Region {
+                start: spec.start,
+                size_bytes: spec.size_bytes,
+                host_address: mapping.address() as u64,
+                host_node: spec.host_node,
+            })
+            .collect();
+        Ok(Self {
+            memory,
+            regions,
+            mappings,
+            backing,
+            discarder: Discarder::probe(),
+            inhibitors: Arc::default(),
+            held: (backing == Backing::Hugetlb2M).then(Mutex::default),
+            meter: Meter::new(),
+        })
+    }
+
+    /// The same memory, discarded one range a system call, for benchmarks that compare.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn with_single_discards(mut self) -> Self {
+        self.discarder = Discarder::single();
+        self
+    }
+
+    /// Access to the memory's content.
+    pub fn memory(&self) -> &GuestMemoryMmap {
+        &self.memory
+    }
+
+    /// The regions in ascending order.
+    pub fn regions(&self) -> &[Region] {
+        &self.regions
+    }
+
+    /// What backs the memory.
+    pub fn backing(&self) -> Backing {
+        self.backing
+    }
+
+    /// Size of all regions in bytes.
+    pub fn size_bytes(&self) -> u64 {
+        self.regions.iter().map(|region| region.size_bytes).sum()
+    }
+
+    /// How ranges are given back to the host.
+    pub fn discard_method(&self) -> DiscardMethod {
+        match self.backing {
+            Backing::Memfd | Backing::Hugetlb2M => DiscardMethod::PunchHole,
+            Backing::Anonymous if self.discarder.is_vectored() => DiscardMethod::Vectored,
+            Backing::Anonymous => DiscardMethod::Single,
+        }
+    }
+
+    /// The parts of `range` that are guest memory, in ascending order, one a region at most.
+    pub fn clip(&self, range: GuestRange) -> impl Iterator<Item = GuestRange> {
+        let first = self.regions.partition_point(|region| region.pages().end() <= range.start);
+        self.regions[first..]
+            .iter()
+            .map(move |region| region.pages().intersection(range))
+            .take_while(|part| !part.is_empty())
+    }
+
+    /// Gives pages back to the host; they read as zeros afterwards. The guest may use them again as soon as this
+    /// returns, as with page reporting.
+    ///
+    /// With [`Backing::Hugetlb2M`], pages whose huge page is neither asked for in this call nor held are left as they
+    /// are and counted as deferred.
+    ///
+    /// # Errors
+    /// [`RamError::OutsideRam`] before anything is discarded; [`RamError::Discard`] if the host refuses, after which
+    /// earlier ranges have been discarded.
+    pub fn discard(&self, ranges: &[GuestRange]) -> Result<DiscardOutcome, RamError> {
+        self.discard_with(ranges, Tenure::Momentary)
+    }
+
+    /// As [`discard`](Self::discard), for pages that the guest leaves alone until it is told of
+    /// [`reclaim`](Self::reclaim), as with a balloon.
+    ///
+    /// With [`Backing::Hugetlb2M`], pages whose huge page is not complete are remembered and given back once it is.
+    pub fn discard_held(&self, ranges: &[GuestRange]) -> Result<DiscardOutcome, RamError> {
+        self.discard_with(ranges, Tenure::Held)
+    }
+
+    fn discard_with(&self, ranges: &[GuestRange], tenure: Tenure) -> Result<DiscardOutcome, RamError> {
+        for range in ranges {
+            let inside: u64 = self.clip(*range).map(|part| part.pages).sum();
+            if inside != range.pages {
+                return Err(RamError::OutsideRam { range: *range });
+            }
+        }
+        let Some(_permission) = self.inhibitors.permission() else {
+            let inhibited_bytes = ranges.iter().map(|range| range.size_bytes()).sum();
+            return Ok(DiscardOutcome { inhibited_bytes, ..DiscardOutcome::default() });
+        };
+        let Some(held) = &self.held else {
+            return self.discard_pieces(ranges);
+        };
+        // Kept until the pages are gone: a reclaim in between must wait.
+        let mut held = held.lock().unwrap_or_else(PoisonError::into_inner);
+        let plan = held.plan(ranges, tenure);
+        let mut outcome = self.discard_pieces(&plan.whole)?;
+        outcome.deferred_bytes += plan.deferred_pages * PAGE_SIZE_BYTES;
+        Ok(outcome)
+    }
+
+    fn discard_pieces(&self, ranges: &[GuestRange]) -> Result<DiscardOutcome, RamError> {
+        let pieces: Vec<Piece<'_>> =
+            ranges.iter().flat_map(|range| self.clip(*range)).filter_map(|part| self.piece(part)).collect();
+        // SAFETY: every piece was cut to a region's bounds, and the region's mapping lives as long as `self`. vm-memory
+        // hands out raw pointers and volatile slices only, so no Rust reference to guest memory exists.
+        unsafe { self.discarder.discard(&pieces) }
+    }
+
+    /// Where a range within one region is.
+    fn piece(&self, range: GuestRange) -> Option<Piece<'_>> {
+        let index = self.regions.iter().position(|region| region.pages().contains(range.start))?;
+        let (region, mapping) = (&self.regions[index], &self.mappings[index]);
+        let offset = range.start.address() - region.start.0;
+        Some(Piece {
+            range,
+            address: mapping.address() + offset as usize,
+            file: mapping.file().map(|file| (file, offset)),
+        })
+    }
+
+    /// The guest uses these pages again: they do not count as held any more. Parts outside guest memory are ignored.
+    pub fn reclaim(&self, ranges: &[GuestRange]) {
+        if let Some(held) = &self.held {
+            let mut held = held.lock().unwrap_or_else(PoisonError::into_inner);
+            for range in ranges {
+                held.reclaim(*range);
+            }
+        }
+    }
+
+    /// The guest uses all pages again, for example because it was reset.
+    pub fn reclaim_all(&self) {
+        self.reclaim(&[GuestRange::new(Pfn(0), u64::MAX)]);
+    }
+
+    /// Keeps all memory from being discarded as long as the guard lives. No discard is under way when this returns.
+    pub fn inhibit_discard(&self, reason: InhibitReason) -> InhibitGuard {
+        self.inhibitors.add(reason)
+    }
+
+    /// Why nothing is discarded at present; empty if discards work.
+    pub fn inhibit_reasons(&self) -> Vec<InhibitReason> {
+        self.inhibitors.reasons()
+    }
+
+    /// Bytes of guest memory that the host holds in memory. Pages that were swapped out do not count, except with the
+    /// file backings, whose files know only how much is allocated to them.
+    ///
+    /// # Errors
+    /// [`RamError::Resident`] if the host does not tell.
+    pub fn resident_bytes(&self) -> Result<u64, RamError> {
+        self.meter.resident_bytes(&self.mappings).map_err(|source| RamError::Resident { source })
+    }
+}
+
+impl Drop for GuestRam {
+    /// Unmaps the memory, except regions to which somebody still has a handle of vm-memory's, which can be cloned:
+    /// those stay mapped, since an access through such a handle must not hit someone else's memory.
+    fn drop(&mut self) {
+        let mut memory = std::mem::take(&mut self.memory);
+        for (region, mapping) in self.regions.iter().zip(self.mappings.drain(..)) {
+            let Ok((rest, handle)) = memory.remove_region(region.start, region.size_bytes) else {
+                mapping.leak();
+                continue;
+            };
+            memory = rest;
+            let unique = Arc::try_unwrap(handle).is_ok_and(|region| {
+                let inner = region.get_mmap();
+                drop(region);
+                Arc::into_inner(inner).is_some()
+            });
+            if !unique {
+                tracing::warn!("guest memory at {:#x} is still in use and stays mapped", region.start.0);
+                mapping.leak();
+            }
+        }
+    }
+}
+
+fn region_of(spec: &RegionSpec, mapping: &Mapping) -> Result<GuestRegionMmap, RamError> {
+    let (flags, protection) = (libc::MAP_NORESERVE, libc::PROT_READ | libc::PROT_WRITE);
+    let address = mapping.address() as *mut u8;
+    // SAFETY: the address and size are those of a live mapping. `GuestRam` owns it and unmaps it only when no handle to
+    // this region is left.
+    let region = unsafe { MmapRegion::build_raw(address, mapping.size_bytes(), protection, flags) }
+        .map_err(|error| RamError::Layout(error.to_string()))?;
+    GuestRegionMmap::new(region, spec.start)
+        .ok_or(RamError::OverlappingRegion { start: spec.start.0, size_bytes: spec.size_bytes })
+}
+
+/// Checks what a caller asks for before anything is mapped.
+fn check(regions: &[RegionSpec], backing: Backing) -> Result<(), RamError> {
+    if regions.is_empty() {
+        return Err(RamError::NoRegions);
+    }
+    let unit_bytes = backing.unit_bytes();
+    let mut previous_end = 0;
+    for RegionSpec { start: GuestAddress(start), size_bytes, .. } in regions.iter().copied() {
+        if size_bytes == 0 || !start.is_multiple_of(unit_bytes) || !size_bytes.is_multiple_of(unit_bytes) {
+            return Err(RamError::UnalignedRegion { start, size_bytes, unit_bytes });
+        }
+        let end = start.checked_add(size_bytes).filter(|_| start >= previous_end);
+        previous_end = end.ok_or(RamError::OverlappingRegion { start, size_bytes })?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,146 @@
+//! How much of guest memory the host holds.
+//!
+//! For file backings the file knows: it counts the pages allocated to it, mapped or not. For anonymous memory the
+//! kernel's per-mapping accounting (`Rss` in /proc/self/smaps) is right; mincore(2) also counts the shared zero page,
+//! which a mere read maps, and serves only where /proc is not available.
+
+use std::fs::File;
+use std::io::{self, Read, Seek};
+use std::sync::{Mutex, PoisonError};
+
+use ebb_abi::PAGE_SIZE_BYTES;
+
+use crate::mapping::Mapping;
+
+/// Unit of `st_blocks`, in bytes (stat(2)).
+const BLOCK_BYTES: u64 = 512;
+
+/// Pages that one mincore(2) asks for: a result of 64 KiB.
+const MINCORE_PAGES: usize = 64 << 10;
+
+/// Measures resident memory.
+#[derive(Debug)]
+pub(crate) struct Meter {
+    /// Kept open: a monitor may have no access to /proc later on.
+    smaps: Option<Mutex<File>>,
+}
+
+impl Meter {
+    pub(crate) fn new() -> Self {
+        Self { smaps: File::open("/proc/self/smaps").ok().map(Mutex::new) }
+    }
+
+    /// Bytes of the mappings that the host holds in memory.
+    pub(crate) fn resident_bytes(&self, mappings: &[Mapping]) -> io::Result<u64> {
+        let mut bytes = 0;
+        let mut anonymous = Vec::new();
+        for mapping in mappings {
+            match mapping.file() {
+                Some(file) => bytes += rustix::fs::fstat(file)?.st_blocks as u64 * BLOCK_BYTES,
+                None => anonymous.push(mapping),
+            }
+        }
+        if anonymous.is_empty() {
+            return Ok(bytes);
+        }
+        let from_smaps = self.smaps.as_ref().and_then(|smaps| {
+            let mut smaps = smaps.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut text = String::new();
+            smaps.rewind().ok()?;
+            smaps.read_to_string(&mut text).ok()?;
+            let ranges: Vec<_> = anonymous
+                .iter()
+                .map(|mapping| (mapping.address() as u64, mapping.size_bytes() as u64))
+                .collect();
+            rss_in(&text, &ranges)
+        });
+        match from_smaps {
+            Some(rss) => bytes += rss,
+            None => {
+                for mapping in anonymous {
+                    bytes += mincore_bytes(mapping)?;
+                }
+            }
+        }
+        Ok(bytes)
+    }
+}
+
+/// Sums `Rss` over the mappings in an smaps text that overlap one of `ranges` (address, size in bytes). `None` if the
+/// text names none of them.
+fn rss_in(smaps: &str, ranges: &[(u64, u64)]) -> Option<u64> {
+    let mut found = None;
+    let mut counts = false;
+    for line in smaps.lines() {
+        if let Some(kib) = line.strip_prefix("Rss:") {
+            if counts {
+                let kib: u64 = kib.trim().strip_suffix("kB")?.trim_end().parse().ok()?;
+                found = Some(found.unwrap_or(0) + kib * 1024);
+            }
+        } else if let Some((start, end)) = mapping_line(line) {
+            counts = ranges.iter().any(|(address, size)| start < address + size && *address < end);
+        }
+    }
+    found
+}
+
+/// Start and end address of a mapping's first line, for example `7f00-8f00 rw-p 00000000 00:00 0`.
+fn mapping_line(line: &str) -> Option<(u64, u64)> {
+    let (start, end) = line.split_ascii_whitespace().next()?.split_once('-')?;
+    Some((u64::from_str_radix(start, 16).ok()?, u64::from_str_radix(end, 16).ok()?))
+}
+
+fn mincore_bytes(mapping: &Mapping) -> io::Result<u64> {
+    let pages = mapping.size_bytes() / PAGE_SIZE_BYTES as usize;
+    let mut states = vec![0_u8; MINCORE_PAGES.min(pages)];
+    let mut resident = 0;
+    for first in (0..pages).step_by(MINCORE_PAGES) {
+        let count = MINCORE_PAGES.min(pages - first);
+        let address = mapping.address() + first * PAGE_SIZE_BYTES as usize;
+        let size_bytes = count * PAGE_SIZE_BYTES as usize;
+        // SAFETY: mincore writes `count` bytes, one a page of the range, into `states`, which has at least as many.
+        let result = unsafe { libc::mincore(address as *mut _, size_bytes, states.as_mut_ptr()) };
+        if result != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        resident += states[..count].iter().filter(|state| **state & 1 != 0).count() as u64;
+    }
+    Ok(resident * PAGE_SIZE_BYTES)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Backing, HugePages, RegionSpec};
+    use rustix::mm::{Advice, madvise};
+    use vm_memory::GuestAddress;
+
+    const SMAPS: &str = "\
+10000-20000 rw-p 00000000 00:00 0
+Size:                 64 kB
+Rss:                  16 kB
+Pss:                  16 kB
+20000-30000 r--p 00000000 fe:00 7   /usr/lib/a-b.so
+Rss:                   8 kB
+30000-50000 rw-p 00000000 00:00 0   [heap]
+Rss:                  12 kB
+";
+
+    #[test]
+    fn only_overlapping_mappings_count() {
+        assert_eq!(rss_in(SMAPS, &[(0x10000, 0x10000)]), Some(16 << 10));
+        assert_eq!(rss_in(SMAPS, &[(0x10000, 0x10000), (0x48000, 0x1000)]), Some(28 << 10));
+        assert_eq!(rss_in(SMAPS, &[(0x50000, 0x1000)]), None);
+    }
+
+    #[test]
+    fn mincore_agrees_with_the_accounting_for_written_memory() {
+        let spec = RegionSpec { start: GuestAddress(0), size_bytes: 4 << 20, host_node: None };
+        let mapping = Mapping::new(&spec, Backing::Anonymous, HugePages::Off).unwrap();
+        let address = (mapping.address() + (1 << 20)) as *mut _;
+        // SAFETY: the range lies within the mapping; populating changes no content.
+        unsafe { madvise(address, 64 << 10, Advice::LinuxPopulateWrite) }.unwrap();
+        assert_eq!(mincore_bytes(&mapping).unwrap(), 64 << 10);
+        assert_eq!(Meter::new().resident_bytes(&[mapping]).unwrap(), 64 << 10);
+    }
+}
