@@ -1,1 +1,40 @@
-//! placeholder
+//! A complete KVM host for machines whose KVM cannot run Linux: QEMU's emulator with nested SVM, Debian's cloud
+//! kernel, and an init that takes commands.
+//!
+//! [`VirtualHost::start`] boots one from a [`HostConfig`] in a few seconds; [`VirtualHost::run`] runs programs in it with
+//! live output. Nothing is written to disk: the root file system is a file in memory, a swap disk has no name, and the
+//! control channel is a socket pair. QEMU dies with the process that started it, whatever ends that.
+//!
+//! Inside are `/bin/ebb` (the program that started the host, also its init), busybox, the modules of KVM, and for guests
+//! `/ebb/vmlinuz`, `/ebb/vmlinux`, `/ebb/guest.cpio` and `/ebb/ebb-agent`.
+
+pub mod cache;
+pub mod channel;
+mod command;
+mod config;
+mod console;
+mod contents;
+mod elf;
+mod error;
+pub mod extract_vmlinux;
+pub mod guest_image;
+mod host;
+pub mod initramfs;
+pub mod inside;
+mod keeper;
+pub mod kernel;
+pub mod libraries;
+pub mod memory;
+pub mod modules;
+mod qemu;
+
+pub use channel::{ExitStatus, Hello, MemorySample};
+pub use command::{Captured, Command, Output};
+pub use config::{
+    HostConfig, HostFile, Inclusion, MINIMUM_MEMORY_MIB, NodeConfig, TransparentHugePages, parse_duration,
+    parse_size_mib,
+};
+pub use contents::vmlinux;
+pub use error::HostError;
+pub use host::VirtualHost;
+pub use libraries::program_with_libraries;

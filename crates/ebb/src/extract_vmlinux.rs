@@ -1,0 +1,29 @@
+//! `ebb extract-vmlinux`: takes the ELF kernel out of a bzImage.
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::Context;
+use ebb_virtual_host::extract_vmlinux::extract_vmlinux;
+
+use crate::guest_image::write_whole;
+
+/// Take the ELF kernel (vmlinux) out of a bzImage (gzip, xz, LZ4 or zstd).
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// The bzImage, such as /boot/vmlinuz-6.1.0-56-cloud-amd64.
+    #[arg(value_name = "IN")]
+    input: PathBuf,
+    /// File to write.
+    #[arg(value_name = "OUT")]
+    output: PathBuf,
+}
+
+/// Writes the kernel; it appears under its name when it is whole.
+pub fn run(args: Args) -> anyhow::Result<ExitCode> {
+    let image = fs::read(&args.input).with_context(|| format!("cannot read {}", args.input.display()))?;
+    let kernel = extract_vmlinux(&image).with_context(|| format!("{}", args.input.display()))?;
+    write_whole(&args.output, |writer| Ok(writer.write_all(&kernel)?))?;
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,81 @@
+//! `ebb guest-image`: writes the initramfs of a test guest.
+
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::Context;
+use ebb_virtual_host::guest_image::{GuestImage, build, find_agent};
+use ebb_virtual_host::kernel::Kernel;
+use ebb_virtual_host::{HostFile, Inclusion};
+
+/// Write an initramfs for test guests: the guest agent as init, and the virtio modules.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// File to write.
+    #[arg(long, value_name = "PATH")]
+    out: PathBuf,
+    /// Put Debian's memhog into it (package numactl).
+    #[arg(long)]
+    memhog: bool,
+    /// Load another module after the standard ones, with parameters after a space; repeat for more.
+    #[arg(long, value_name = "NAME [PARAMETERS]")]
+    module: Vec<String>,
+    /// Put a file into it; repeat for more.
+    #[arg(long, value_name = "SOURCE:TARGET")]
+    add: Vec<HostFile>,
+    /// Release of the kernel whose modules are used (default: EBB_KERNEL, else the newest cloud kernel in /boot).
+    #[arg(long, value_name = "RELEASE")]
+    kernel_version: Option<String>,
+    /// The guest agent (default: EBB_AGENT, else ebb-agent beside this program).
+    #[arg(long, value_name = "PATH")]
+    agent: Option<PathBuf>,
+    /// Print one JSON document with the path and size of the image.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Writes the image; it appears under its name when it is whole.
+pub fn run(args: Args) -> anyhow::Result<ExitCode> {
+    let kernel = match &args.kernel_version {
+        Some(release) => Kernel::of_release(release)?,
+        None => Kernel::find(None)?,
+    };
+    let agent = find_agent(args.agent.as_deref()).context(
+        "no guest agent: build it with `cargo build -p ebb-agent`, or name it with --agent or in EBB_AGENT",
+    )?;
+    let mut image = GuestImage::new(agent, kernel);
+    image.modules = args.module;
+    image.files = args.add;
+    image.memhog = if args.memhog { Inclusion::Included } else { Inclusion::Excluded };
+
+    let size_bytes = write_whole(&args.out, |writer| Ok(build(&image, writer).map(drop)?))?;
+    if args.json {
+        let release = &image.kernel.release;
+        println!("{}", serde_json::json!({ "path": args.out, "size_bytes": size_bytes, "kernel": release }));
+    } else {
+        println!("{}: {} KiB, kernel {}", args.out.display(), size_bytes / 1024, image.kernel.release);
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Writes a file through a temporary one beside it, so that a failure leaves nothing half-made; returns its length.
+pub(crate) fn write_whole(
+    path: &Path,
+    content: impl FnOnce(&mut dyn Write) -> anyhow::Result<()>,
+) -> anyhow::Result<u64> {
+    use std::os::unix::fs::PermissionsExt;
+    let describe = || format!("cannot write {}", path.display());
+    let directory = path.parent().filter(|path| !path.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let mut file = tempfile::Builder::new()
+        .permissions(std::fs::Permissions::from_mode(0o644))
+        .tempfile_in(directory)
+        .with_context(describe)?;
+    let mut writer = BufWriter::new(file.as_file_mut());
+    content(&mut writer)?;
+    writer.flush().with_context(describe)?;
+    drop(writer);
+    let length = file.as_file().metadata().with_context(describe)?.len();
+    file.persist(path).map_err(|error| error.error).with_context(describe)?;
+    Ok(length)
+}

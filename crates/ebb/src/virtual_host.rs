@@ -1,0 +1,172 @@
+//! `ebb virtual-host`: runs a command in a complete KVM host of its own.
+
+use std::io::{self, Write};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use ebb_virtual_host::{
+    Command, ExitStatus, HostConfig, HostError, HostFile, Inclusion, NodeConfig, Output, VirtualHost,
+    parse_duration, parse_size_mib,
+};
+
+const INSIDE: &str = "\
+Inside the virtual host:
+  /bin/ebb          this program; /dev/kvm is a genuine KVM with nested paging
+  /ebb/vmlinuz      kernel for guests (bzImage), /ebb/vmlinux the same as ELF
+  /ebb/guest.cpio   initramfs of test guests with the guest agent as init
+  /ebb/ebb-agent    the guest agent
+  /bin/*            busybox with all of its programs, /bin/sh among them
+  /tmp, /dev/shm    memory; /dev/hugepages takes 2 MiB pages (--huge-pages)
+Programs get an empty standard input. The file system is gone when the command ends.
+
+Examples:
+  ebb virtual-host -- uname -a
+  ebb virtual-host --memory 3G --swap 1G -- sh -c 'free -m; ls -l /dev/kvm'
+  ebb virtual-host --node size=1G,cpus=0 --node size=1G,cpus=1 -- ls /sys/devices/system/node";
+
+/// Run a command in a KVM host that works on any machine (QEMU with nested SVM).
+#[derive(Debug, clap::Args)]
+#[command(after_help = INSIDE, after_long_help = INSIDE)]
+pub struct Args {
+    /// Memory of the host (K, M, G, T).
+    #[arg(long, value_parser = parse_size_mib, default_value = "2G", value_name = "SIZE", conflicts_with = "node")]
+    memory: u64,
+    /// Processors of the host.
+    #[arg(long, default_value_t = 2, value_name = "NUMBER")]
+    cpus: u32,
+    /// NUMA node, such as `size=1G,cpus=0-1`; repeat for more. Replaces --memory.
+    #[arg(long, value_name = "size=SIZE[,cpus=FIRST-LAST]")]
+    node: Vec<NodeConfig>,
+    /// Swap of the host; a sparse file without a name on this machine.
+    #[arg(long, value_parser = parse_size_mib, default_value = "0", value_name = "SIZE")]
+    swap: u64,
+    /// Huge pages of 2 MiB to reserve inside.
+    #[arg(long, default_value_t = 0, value_name = "NUMBER")]
+    huge_pages: u64,
+    /// Put a file of this machine into the host; repeat for more.
+    #[arg(long, value_name = "SOURCE:TARGET")]
+    add: Vec<HostFile>,
+    /// Put an executable with its libraries into the host at its own path; repeat for more.
+    #[arg(long, value_name = "PATH")]
+    add_program: Vec<PathBuf>,
+    /// Put Debian's memhog into the host and into the test guests' initramfs.
+    #[arg(long)]
+    memhog: bool,
+    /// Put QEMU with its firmware into the host, to compare with.
+    #[arg(long)]
+    qemu: bool,
+    /// Copy a file out of the host after the command; repeat for more.
+    #[arg(long, value_name = "INSIDE:TARGET", value_parser = parse_fetch)]
+    fetch: Vec<(String, PathBuf)>,
+    /// Limit for everything, such as 90s or 10m.
+    #[arg(long, value_parser = parse_duration, default_value = "10m", value_name = "TIME")]
+    time_limit: Duration,
+    /// Kernel of the host and its guests (default: EBB_KERNEL, else the newest /boot/vmlinuz-*-cloud-amd64).
+    #[arg(long, value_name = "PATH")]
+    kernel: Option<PathBuf>,
+    /// Print one JSON document with the command's output, exit code and times.
+    #[arg(long)]
+    json: bool,
+    /// Command to run inside, with its arguments.
+    #[arg(trailing_var_arg = true, value_name = "COMMAND")]
+    command: Vec<String>,
+}
+
+/// Runs the command; its exit code becomes this program's.
+pub fn run(args: Args) -> anyhow::Result<ExitCode> {
+    let Some((program, arguments)) = args.command.split_first() else {
+        println!("{INSIDE}\n\nSee also: ebb virtual-host --help");
+        return Ok(ExitCode::SUCCESS);
+    };
+    let command = Command::new(program).args(arguments);
+    let started = Instant::now();
+    let host = VirtualHost::start(&config(&args))?;
+    for warning in &host.hello().warnings {
+        tracing::warn!("virtual host: {warning}");
+    }
+    let boot_ms = started.elapsed().as_millis() as u64;
+    tracing::info!(boot_ms, kernel = host.hello().kernel, "virtual host is ready");
+
+    let (status, document) = if args.json {
+        let captured = host.output(&command)?;
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        let document = serde_json::json!({
+            "command": args.command,
+            "exit": captured.status,
+            "stdout": text(&captured.stdout),
+            "stderr": text(&captured.stderr),
+            "kernel": host.hello().kernel,
+            "boot_ms": boot_ms,
+            "elapsed_ms": started.elapsed().as_millis() as u64,
+        });
+        (captured.status, Some(document))
+    } else {
+        (run_live(&host, &command)?, None)
+    };
+    for (inside, target) in &args.fetch {
+        host.get_file(inside, target)
+            .with_context(|| format!("cannot fetch {inside} to {}", target.display()))?;
+    }
+    // The command has done its work: a host that does not power off by itself is killed and no reason to fail.
+    if let Err(error) = host.shutdown() {
+        tracing::debug!(%error, "shutdown");
+    }
+    if let Some(document) = document {
+        println!("{document:#}");
+    }
+    Ok(ExitCode::from(u8::try_from(status.shell_code()).unwrap_or(1)))
+}
+
+fn run_live(host: &VirtualHost, command: &Command) -> Result<ExitStatus, HostError> {
+    let mut failed = None;
+    let status = host.run(command, &mut |output| {
+        let result = match output {
+            Output::Stdout(bytes) => write_now(io::stdout(), bytes),
+            Output::Stderr(bytes) => write_now(io::stderr(), bytes),
+        };
+        if let Err(error) = result {
+            failed.get_or_insert(error);
+        }
+    })?;
+    match failed {
+        // A reader such as `head` that has seen enough is no failure.
+        Some(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+            Err(HostError::Io { what: "cannot write the command's output".to_owned(), source: error })
+        }
+        _ => Ok(status),
+    }
+}
+
+fn write_now(mut stream: impl Write, bytes: &[u8]) -> io::Result<()> {
+    stream.write_all(bytes)?;
+    stream.flush()
+}
+
+fn config(args: &Args) -> HostConfig {
+    let inclusion = |wanted| if wanted { Inclusion::Included } else { Inclusion::Excluded };
+    HostConfig {
+        memory_mib: args.memory,
+        cpus: args.cpus,
+        nodes: args.node.clone(),
+        swap_mib: args.swap,
+        huge_pages: args.huge_pages,
+        files: args.add.clone(),
+        programs: args.add_program.clone(),
+        time_limit: args.time_limit,
+        kernel: args.kernel.clone(),
+        memhog: inclusion(args.memhog),
+        qemu: inclusion(args.qemu),
+        ..HostConfig::default()
+    }
+}
+
+fn parse_fetch(text: &str) -> Result<(String, PathBuf), String> {
+    match text.split_once(':') {
+        Some((inside, target)) if inside.starts_with('/') && !target.is_empty() => {
+            Ok((inside.to_owned(), target.into()))
+        }
+        _ => Err("expected INSIDE:TARGET with an absolute path INSIDE".to_owned()),
+    }
+}

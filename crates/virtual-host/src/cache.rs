@@ -1,0 +1,188 @@
+//! Keeps derived files (such as the extracted kernel) between runs.
+//!
+//! An entry's name holds a hash of everything it was made from, so it never goes stale; entries appear by rename, so
+//! that concurrent runs see whole ones only; each ends in a checksum, so that a damaged one is made anew. Without a
+//! writable cache directory everything works, only more slowly.
+
+use std::env;
+use std::fs;
+use std::io::{self, Write};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+/// Entries kept; the ones unused longest go first.
+const ENTRY_LIMIT: usize = 8;
+
+/// A directory of derived files.
+#[derive(Debug, Clone)]
+pub struct Cache {
+    directory: Option<PathBuf>,
+}
+
+/// What a derived file is made from; goes into its name.
+#[derive(Debug, Clone, Copy)]
+pub struct Key(u64);
+
+impl Key {
+    /// A key for this kind of derived file. Change `version` when the way of making it changes.
+    pub fn new(kind: &str, version: u32) -> Self {
+        Self(0xcbf2_9ce4_8422_2325).with_bytes(kind.as_bytes()).with_bytes(&version.to_le_bytes())
+    }
+
+    /// Adds bytes that the file depends on (FNV-1a, 64 bits).
+    #[must_use]
+    pub fn with_bytes(self, bytes: &[u8]) -> Self {
+        let length = (bytes.len() as u64).to_le_bytes();
+        Self(
+            length
+                .iter()
+                .chain(bytes)
+                .fold(self.0, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3)),
+        )
+    }
+
+    /// Adds a file that the derived one depends on: its path, size, inode and time of change.
+    pub fn with_file(self, path: &Path) -> io::Result<Self> {
+        let metadata = fs::metadata(path)?;
+        let numbers =
+            [metadata.size(), metadata.ino(), metadata.mtime() as u64, metadata.mtime_nsec() as u64];
+        Ok(numbers.iter().fold(self.with_bytes(path.as_os_str().as_encoded_bytes()), |key, number| {
+            key.with_bytes(&number.to_le_bytes())
+        }))
+    }
+}
+
+impl Cache {
+    /// The user's cache: `$XDG_CACHE_HOME/ebb` or `~/.cache/ebb`.
+    pub fn of_user() -> Self {
+        let absolute = |name| env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+        let base = absolute("XDG_CACHE_HOME").or_else(|| absolute("HOME").map(|home| home.join(".cache")));
+        Self { directory: base.map(|base| base.join("ebb")) }
+    }
+
+    /// A cache in this directory.
+    pub fn at(directory: &Path) -> Self {
+        Self { directory: Some(directory.to_owned()) }
+    }
+
+    /// The content under `key`: from the cache, or made by `make` and then kept.
+    pub fn get_or_make<E>(&self, key: Key, make: impl FnOnce() -> Result<Vec<u8>, E>) -> Result<Vec<u8>, E> {
+        let Some(directory) = &self.directory else { return make() };
+        let path = directory.join(format!("{:016x}", key.0));
+        if let Some(content) = read_entry(&path) {
+            return Ok(content);
+        }
+        let content = make()?;
+        if let Err(error) = write_entry(directory, &path, &content) {
+            tracing::debug!(path = %path.display(), %error, "not kept in the cache");
+        }
+        Ok(content)
+    }
+}
+
+fn checksum(content: &[u8]) -> [u8; 4] {
+    let mut crc = flate2::Crc::new();
+    crc.update(content);
+    crc.sum().to_le_bytes()
+}
+
+fn read_entry(path: &Path) -> Option<Vec<u8>> {
+    let mut content = fs::read(path).ok()?;
+    let end = content.len().checked_sub(4)?;
+    if content[end..] != checksum(&content[..end]) {
+        return None;
+    }
+    content.truncate(end);
+    Some(content)
+}
+
+fn write_entry(directory: &Path, path: &Path, content: &[u8]) -> io::Result<()> {
+    fs::create_dir_all(directory)?;
+    let mut file = tempfile::Builder::new().prefix(".new-").tempfile_in(directory)?;
+    file.write_all(content)?;
+    file.write_all(&checksum(content))?;
+    file.persist(path).map_err(|error| error.error)?;
+    prune(directory)
+}
+
+/// Removes the entries used longest ago beyond the limit, and left-overs of runs that were killed.
+fn prune(directory: &Path) -> io::Result<()> {
+    let mut entries: Vec<_> = fs::read_dir(directory)?
+        .flatten()
+        .filter_map(|entry| Some((entry.metadata().ok()?.modified().ok()?, entry)))
+        .collect();
+    entries.sort_by_key(|(changed, _)| std::cmp::Reverse(*changed));
+    for (index, (changed, entry)) in entries.into_iter().enumerate() {
+        let unfinished = entry.file_name().to_string_lossy().starts_with(".new-");
+        let abandoned = unfinished && changed.elapsed().is_ok_and(|age| age.as_secs() > 3600);
+        if abandoned || (index >= ENTRY_LIMIT && !unfinished) {
+            fs::remove_file(entry.path())?;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn get(cache: &Cache, key: Key, content: &[u8]) -> (Vec<u8>, bool) {
+        let mut made = false;
+        let result: Result<_, io::Error> = cache.get_or_make(key, || {
+            made = true;
+            Ok(content.to_vec())
+        });
+        (result.unwrap(), made)
+    }
+
+    #[test]
+    fn made_once_and_read_again() {
+        let directory = tempfile::tempdir().unwrap();
+        let cache = Cache::at(&directory.path().join("deep/er"));
+        let key = Key::new("test", 1);
+        assert_eq!(get(&cache, key, b"one"), (b"one".to_vec(), true));
+        assert_eq!(get(&cache, key, b"two"), (b"one".to_vec(), false));
+        assert_eq!(get(&cache, Key::new("test", 2), b"two"), (b"two".to_vec(), true));
+    }
+
+    #[test]
+    fn a_damaged_entry_is_made_anew() {
+        let directory = tempfile::tempdir().unwrap();
+        let cache = Cache::at(directory.path());
+        let key = Key::new("test", 1);
+        get(&cache, key, b"content");
+        let path = fs::read_dir(directory.path()).unwrap().next().unwrap().unwrap().path();
+        for damage in [b"Content\0\0\0\0".as_slice(), b"co", b""] {
+            fs::write(&path, damage).unwrap();
+            assert_eq!(get(&cache, key, b"content"), (b"content".to_vec(), true));
+        }
+    }
+
+    #[test]
+    fn a_changed_source_changes_the_key() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("source");
+        fs::write(&path, b"1").unwrap();
+        let before = Key::new("k", 1).with_file(&path).unwrap().0;
+        fs::write(&path, b"22").unwrap();
+        assert_ne!(before, Key::new("k", 1).with_file(&path).unwrap().0);
+        assert_ne!(Key::new("ab", 1).0, Key::new("a", 1).with_bytes(b"b").0);
+    }
+
+    #[test]
+    fn without_a_writable_directory_it_works_uncached() {
+        let cache = Cache::at(Path::new("/proc/no/such"));
+        assert_eq!(get(&cache, Key::new("k", 1), b"x"), (b"x".to_vec(), true));
+        assert_eq!(get(&cache, Key::new("k", 1), b"y"), (b"y".to_vec(), true));
+    }
+
+    #[test]
+    fn the_number_of_entries_is_bounded() {
+        let directory = tempfile::tempdir().unwrap();
+        let cache = Cache::at(directory.path());
+        for version in 0..20 {
+            get(&cache, Key::new("k", version), b"x");
+        }
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), ENTRY_LIMIT);
+    }
+}

@@ -1,0 +1,335 @@
+//! The shape of a virtual host: memory, processors, NUMA nodes, swap and files.
+
+use std::ops::RangeInclusive;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+
+use crate::error::HostError;
+
+/// Smallest host that boots with all of its files in its root file system.
+pub const MINIMUM_MEMORY_MIB: u64 = 768;
+/// Most processors a host may have; QEMU's own limit for q35 is higher, but each is a thread of this machine.
+pub const MAXIMUM_CPUS: u32 = 64;
+
+/// One NUMA node of the host.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NodeConfig {
+    /// Memory of the node in MiB.
+    pub memory_mib: u64,
+    /// Processors of the node; `None` for a node with memory only.
+    pub cpus: Option<RangeInclusive<u32>>,
+}
+
+impl FromStr for NodeConfig {
+    type Err = HostError;
+
+    /// Parses `size=1G,cpus=0-1`; `cpus` may be left out.
+    fn from_str(text: &str) -> Result<Self, HostError> {
+        let bad = |reason: &str| {
+            HostError::Configuration(format!("node `{text}`: {reason}; expected size=1G,cpus=0-1"))
+        };
+        let (mut memory_mib, mut cpus) = (None, None);
+        for part in text.split(',') {
+            match part.split_once('=') {
+                Some(("size", value)) => memory_mib = Some(parse_size_mib(value)?),
+                Some(("cpus", value)) => {
+                    let (first, last) = value.split_once('-').unwrap_or((value, value));
+                    let number =
+                        |digits: &str| digits.parse::<u32>().map_err(|_| bad("cpus is no range of numbers"));
+                    cpus = Some(number(first)?..=number(last)?);
+                }
+                _ => return Err(bad(&format!("`{part}` is unknown"))),
+            }
+        }
+        Ok(Self { memory_mib: memory_mib.ok_or_else(|| bad("size is missing"))?, cpus })
+    }
+}
+
+/// A file of this machine that is put into the host's root file system.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HostFile {
+    /// Path on this machine.
+    pub source: PathBuf,
+    /// Absolute path inside.
+    pub target: PathBuf,
+    /// Permission bits inside; `None` keeps those of the source.
+    pub mode: Option<u32>,
+}
+
+impl FromStr for HostFile {
+    type Err = HostError;
+
+    /// Parses `SOURCE:TARGET`.
+    fn from_str(text: &str) -> Result<Self, HostError> {
+        match text.split_once(':') {
+            Some((source, target)) if !source.is_empty() && target.starts_with('/') => {
+                Ok(Self { source: source.into(), target: target.into(), mode: None })
+            }
+            _ => Err(HostError::Configuration(format!(
+                "file `{text}`: expected SOURCE:TARGET with an absolute TARGET"
+            ))),
+        }
+    }
+}
+
+/// Policy for transparent huge pages inside.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum TransparentHugePages {
+    /// For all anonymous memory: Debian's default.
+    #[default]
+    Always,
+    /// Only where asked for with `madvise(MADV_HUGEPAGE)`.
+    Madvise,
+    /// Not at all.
+    Never,
+}
+
+impl TransparentHugePages {
+    /// The word that `/sys/kernel/mm/transparent_hugepage/enabled` takes.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Always => "always",
+            Self::Madvise => "madvise",
+            Self::Never => "never",
+        }
+    }
+}
+
+/// What a virtual host shall be like.
+#[derive(Debug, Clone)]
+pub struct HostConfig {
+    /// Memory in MiB. With `nodes` it is their sum that counts.
+    pub memory_mib: u64,
+    /// Number of processors.
+    pub cpus: u32,
+    /// NUMA nodes; none means one node with everything.
+    pub nodes: Vec<NodeConfig>,
+    /// Swap disk in MiB, 0 for none. The disk is a sparse file without a name, gone with the host.
+    pub swap_mib: u64,
+    /// Huge pages of 2 MiB to reserve at start.
+    pub huge_pages: u64,
+    /// Policy for transparent huge pages.
+    pub transparent_huge_pages: TransparentHugePages,
+    /// Files put into the root file system, beside the standard ones.
+    pub files: Vec<HostFile>,
+    /// Executables put into the root file system at their own paths, with the libraries they need.
+    pub programs: Vec<PathBuf>,
+    /// Limit for the life of the host.
+    pub time_limit: Duration,
+    /// Limit for the start.
+    pub boot_limit: Duration,
+    /// Kernel image; `None` takes `EBB_KERNEL` or the newest cloud kernel in `/boot`.
+    pub kernel: Option<PathBuf>,
+    /// Static executable that becomes init and `/bin/ebb`; `None` takes the running program.
+    pub init: Option<PathBuf>,
+    /// Guest agent for the test guests' initramfs; `None` takes `EBB_AGENT` or `ebb-agent` beside the running
+    /// program.
+    pub agent: Option<PathBuf>,
+    /// More words for the kernel's command line.
+    pub kernel_arguments: String,
+    /// Whether the real `memhog` goes into the host and into the test guests' initramfs.
+    pub memhog: Inclusion,
+    /// Whether QEMU with its firmware goes into the host, as a peer to compare with.
+    pub qemu: Inclusion,
+}
+
+/// Whether an optional program is put into an image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Inclusion {
+    /// Left out.
+    #[default]
+    Excluded,
+    /// Put in.
+    Included,
+}
+
+impl Default for HostConfig {
+    fn default() -> Self {
+        Self {
+            memory_mib: 2048,
+            cpus: 2,
+            nodes: Vec::new(),
+            swap_mib: 0,
+            huge_pages: 0,
+            transparent_huge_pages: TransparentHugePages::default(),
+            files: Vec::new(),
+            programs: Vec::new(),
+            time_limit: Duration::from_secs(600),
+            boot_limit: Duration::from_secs(90),
+            kernel: None,
+            init: None,
+            agent: None,
+            kernel_arguments: String::new(),
+            memhog: Inclusion::Excluded,
+            qemu: Inclusion::Excluded,
+        }
+    }
+}
+
+impl HostConfig {
+    /// Memory of the host in MiB: the sum of its nodes, or `memory_mib` without nodes.
+    pub fn total_memory_mib(&self) -> u64 {
+        if self.nodes.is_empty() {
+            self.memory_mib
+        } else {
+            self.nodes.iter().fold(0, |sum, node| sum.saturating_add(node.memory_mib))
+        }
+    }
+
+    /// Checks that the parts fit together.
+    pub fn validate(&self) -> Result<(), HostError> {
+        let bad = |text: String| Err(HostError::Configuration(text));
+        if self.cpus == 0 || self.cpus > MAXIMUM_CPUS {
+            return bad(format!("{} processors were asked for; 1 to {MAXIMUM_CPUS} are possible", self.cpus));
+        }
+        let total_mib = self.total_memory_mib();
+        if total_mib < MINIMUM_MEMORY_MIB {
+            return bad(format!("{total_mib} MiB of memory are too few; at least {MINIMUM_MEMORY_MIB} are needed"));
+        }
+        if let Some(file) = self.files.iter().find(|file| !file.target.is_absolute()) {
+            return bad(format!("file target {} is not absolute", file.target.display()));
+        }
+        self.validate_nodes()
+    }
+
+    fn validate_nodes(&self) -> Result<(), HostError> {
+        let bad = |text: String| Err(HostError::Configuration(text));
+        if self.nodes.is_empty() {
+            return Ok(());
+        }
+        let mut owner = vec![None; self.cpus as usize];
+        for (index, node) in self.nodes.iter().enumerate() {
+            if node.memory_mib == 0 {
+                return bad(format!("node {index} has no memory"));
+            }
+            for cpu in node.cpus.clone().into_iter().flatten() {
+                match owner.get_mut(cpu as usize) {
+                    None => {
+                        return bad(format!(
+                            "node {index} names processor {cpu}, but there are only {}",
+                            self.cpus
+                        ));
+                    }
+                    Some(Some(other)) => {
+                        return bad(format!("processor {cpu} is in node {other} and in node {index}"));
+                    }
+                    Some(slot) => *slot = Some(index),
+                }
+            }
+        }
+        match owner.iter().position(Option::is_none) {
+            Some(cpu) => bad(format!("processor {cpu} is in no node")),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Parses a size such as `512M`, `4G` or `1T` (powers of 1024; a plain number is bytes) into whole MiB.
+pub fn parse_size_mib(text: &str) -> Result<u64, HostError> {
+    let bad = |reason: &str| {
+        HostError::Configuration(format!("size `{text}`: {reason}; expected a number with K, M, G or T, such as 4G"))
+    };
+    let (digits, shift) = match text.trim().char_indices().last() {
+        Some((at, 'K' | 'k')) => (&text.trim()[..at], 10),
+        Some((at, 'M' | 'm')) => (&text.trim()[..at], 20),
+        Some((at, 'G' | 'g')) => (&text.trim()[..at], 30),
+        Some((at, 'T' | 't')) => (&text.trim()[..at], 40),
+        _ => (text.trim(), 0),
+    };
+    let number: u64 = digits.parse().map_err(|_| bad("not a number"))?;
+    let bytes = number.checked_mul(1_u64 << shift).ok_or_else(|| bad("too large"))?;
+    if bytes % (1 << 20) != 0 { Err(bad("not a whole number of MiB")) } else { Ok(bytes >> 20) }
+}
+
+/// Parses a time such as `90s`, `10m` or `2h`; a plain number is seconds.
+pub fn parse_duration(text: &str) -> Result<Duration, HostError> {
+    let bad = || HostError::Configuration(format!("time `{text}`: expected a number with s, m or h, such as 10m"));
+    let trimmed = text.trim();
+    let (digits, unit_s) = match trimmed.char_indices().last() {
+        Some((at, 's')) => (&trimmed[..at], 1),
+        Some((at, 'm')) => (&trimmed[..at], 60),
+        Some((at, 'h')) => (&trimmed[..at], 3600),
+        _ => (trimmed, 1),
+    };
+    let number: u64 = digits.parse().map_err(|_| bad())?;
+    match number.checked_mul(unit_s) {
+        Some(seconds) if seconds > 0 && seconds <= 30 * 86_400 => Ok(Duration::from_secs(seconds)),
+        _ => Err(bad()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_with_and_without_unit() {
+        assert_eq!(parse_size_mib("4G").ok(), Some(4096));
+        assert_eq!(parse_size_mib("512m").ok(), Some(512));
+        assert_eq!(parse_size_mib("1T").ok(), Some(1 << 20));
+        assert_eq!(parse_size_mib("2048K").ok(), Some(2));
+        assert_eq!(parse_size_mib("1048576").ok(), Some(1));
+        for bad in ["", "G", "1.5G", "-1G", "1000K", "99999999999T", "4GB", "4Ä"] {
+            assert!(parse_size_mib(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn durations_with_and_without_unit() {
+        assert_eq!(parse_duration("90").ok(), Some(Duration::from_secs(90)));
+        assert_eq!(parse_duration("10m").ok(), Some(Duration::from_secs(600)));
+        assert_eq!(parse_duration("2h").ok(), Some(Duration::from_secs(7200)));
+        for bad in ["", "m", "0", "-1s", "1d", "99999999999999999999h"] {
+            assert!(parse_duration(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn nodes_parse() {
+        let node: NodeConfig = "size=1G,cpus=0-1".parse().unwrap();
+        assert_eq!(node, NodeConfig { memory_mib: 1024, cpus: Some(0..=1) });
+        let node: NodeConfig = "cpus=3,size=512M".parse().unwrap();
+        assert_eq!(node, NodeConfig { memory_mib: 512, cpus: Some(3..=3) });
+        for bad in ["", "cpus=1", "size=1G,cpu=0", "size=1G,cpus=a-b"] {
+            assert!(bad.parse::<NodeConfig>().is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn files_parse() {
+        let file: HostFile = "a/b:/c".parse().unwrap();
+        assert_eq!((file.source, file.target), ("a/b".into(), "/c".into()));
+        for bad in ["", "a", "a:", "a:b", ":/c"] {
+            assert!(bad.parse::<HostFile>().is_err(), "{bad}");
+        }
+    }
+
+    fn with_nodes(cpus: u32, nodes: &[&str]) -> Result<(), HostError> {
+        let nodes = nodes.iter().map(|text| text.parse().unwrap()).collect();
+        HostConfig { cpus, nodes, ..HostConfig::default() }.validate()
+    }
+
+    #[test]
+    fn nodes_cover_each_processor_once() {
+        assert!(with_nodes(2, &["size=1G,cpus=0", "size=1G,cpus=1"]).is_ok());
+        assert!(with_nodes(2, &["size=1G,cpus=0-1", "size=1G"]).is_ok());
+        for (nodes, word) in [
+            (["size=1G,cpus=0", "size=1G,cpus=0-1"], "is in node 0 and in node 1"),
+            (["size=1G,cpus=0", "size=1G"], "is in no node"),
+            (["size=1G,cpus=0-1", "size=1G,cpus=2"], "only 2"),
+            (["size=1G,cpus=0-1", "size=0M"], "no memory"),
+        ] {
+            let error = with_nodes(2, &nodes).unwrap_err().to_string();
+            assert!(error.contains(word), "{error}");
+        }
+    }
+
+    #[test]
+    fn limits_are_checked() {
+        let small = HostConfig { memory_mib: 64, ..HostConfig::default() };
+        assert!(small.validate().unwrap_err().to_string().contains("too few"));
+        let none = HostConfig { cpus: 0, ..HostConfig::default() };
+        assert!(none.validate().unwrap_err().to_string().contains("processors"));
+    }
+}

@@ -1,0 +1,91 @@
+//! The last part of a console's output, kept for error messages.
+
+use std::collections::VecDeque;
+use std::io::Read;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+
+/// Bytes kept.
+const TAIL_BYTES: usize = 16 << 10;
+/// Lines shown in an error message.
+const TAIL_LINES: usize = 20;
+
+/// The tail of an output stream that is written by one thread and read when something went wrong.
+#[derive(Debug, Clone, Default)]
+pub struct Tail(Arc<Mutex<VecDeque<u8>>>);
+
+impl Tail {
+    /// Appends output; what exceeds the bound is forgotten from the front.
+    pub fn push(&self, bytes: &[u8]) {
+        let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let bytes = &bytes[bytes.len().saturating_sub(TAIL_BYTES)..];
+        let excess = (kept.len() + bytes.len()).saturating_sub(TAIL_BYTES);
+        kept.drain(..excess);
+        kept.extend(bytes);
+    }
+
+    /// Collects everything from `source` in a thread until its end.
+    pub fn collect(&self, mut source: impl Read + Send + 'static) -> std::io::Result<JoinHandle<()>> {
+        let tail = self.clone();
+        thread::Builder::new().name("console".to_owned()).spawn(move || {
+            let mut buffer = [0; 4096];
+            while let Ok(length @ 1..) = source.read(&mut buffer) {
+                tail.push(&buffer[..length]);
+            }
+        })
+    }
+
+    /// The last lines, without control characters.
+    pub fn lines(&self) -> Vec<String> {
+        let bytes: Vec<u8> =
+            self.0.lock().unwrap_or_else(PoisonError::into_inner).iter().copied().collect();
+        let text = String::from_utf8_lossy(&bytes);
+        let lines: Vec<String> = text
+            .lines()
+            .map(|line| {
+                line.chars().filter(|character| !character.is_control()).collect::<String>().trim().to_owned()
+            })
+            .filter(|line| !line.is_empty())
+            .collect();
+        lines[lines.len().saturating_sub(TAIL_LINES)..].to_vec()
+    }
+
+    /// The last lines as an addition to an error message; empty when there are none.
+    pub fn describe(&self) -> String {
+        let lines = self.lines();
+        if lines.is_empty() {
+            String::new()
+        } else {
+            format!("; last lines of its console:\n    {}", lines.join("\n    "))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_end_is_kept() {
+        let tail = Tail::default();
+        for number in 0..10_000 {
+            tail.push(format!("line {number}\r\n").as_bytes());
+        }
+        let lines = tail.lines();
+        assert_eq!(lines.len(), TAIL_LINES);
+        assert_eq!(lines.last().map(String::as_str), Some("line 9999"));
+        assert!(tail.0.lock().unwrap().len() <= TAIL_BYTES);
+    }
+
+    #[test]
+    fn a_single_large_push_is_bounded() {
+        let tail = Tail::default();
+        tail.push(&vec![b'x'; 10 * TAIL_BYTES]);
+        assert_eq!(tail.0.lock().unwrap().len(), TAIL_BYTES);
+    }
+
+    #[test]
+    fn nothing_is_said_about_nothing() {
+        assert_eq!(Tail::default().describe(), "");
+    }
+}

@@ -1,0 +1,206 @@
+//! What is in a virtual host's root file system, and the files it is made from.
+
+use std::env;
+use std::fs::{self, File};
+use std::io::{Seek, Write};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use serde::{Deserialize, Serialize};
+
+use crate::cache::{Cache, Key};
+use crate::config::{HostConfig, Inclusion};
+use crate::elf;
+use crate::error::HostError;
+use crate::extract_vmlinux::extract_vmlinux;
+use crate::guest_image::{self, GuestImage, MEMHOG, find_agent};
+use crate::initramfs::{Archive, add_skeleton, memory_file};
+use crate::kernel::Kernel;
+use crate::libraries::{program_with_libraries, qemu_with_firmware};
+use crate::modules::{ModuleIndex, uncompressed_path};
+use crate::qemu;
+
+/// Modules that the host loads at start: its own devices, and KVM for guests.
+const MODULES: [&str; 4] = ["virtio_pci", "virtio_console", "virtio_blk", "kvm_amd"];
+/// Names another busybox than the one in `/bin`.
+const BUSYBOX_VARIABLE: &str = "EBB_BUSYBOX";
+/// Where the init finds its settings.
+pub const SETTINGS_PATH: &str = "/etc/ebb/host.json";
+/// Page size of x86-64, the unit of a swap area.
+const PAGE_BYTES: u64 = 4096;
+
+/// Settings for the init inside.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Settings {
+    /// Paths of the modules to load, in order.
+    pub modules: Vec<String>,
+    /// Swap device, such as `/dev/vda`.
+    pub swap: Option<String>,
+    /// Word for `/sys/kernel/mm/transparent_hugepage/enabled`.
+    pub transparent_huge_pages: String,
+    /// Huge pages of 2 MiB to reserve.
+    pub huge_pages: u64,
+}
+
+/// Builds the initramfs in memory.
+pub fn build_initramfs(config: &HostConfig, kernel: &Kernel, cache: &Cache) -> Result<File, HostError> {
+    let init = match &config.init {
+        Some(path) => path.clone(),
+        None => env::current_exe().map_err(HostError::io("cannot find the running program's file"))?,
+    };
+    elf::require_static(&init)?;
+
+    let mut archive = Archive::new(memory_file("ebb-host-initramfs")?);
+    add_skeleton(&mut archive)?;
+    for directory in ["root", "sbin", "etc/ebb", "var", "mnt"] {
+        archive.directory(directory)?;
+    }
+    archive.copy("bin/ebb", Some(0o755), &init)?;
+    archive.link("init", "bin/ebb")?;
+    add_busybox(&mut archive)?;
+    archive.file("etc/passwd", 0o644, b"root:x:0:0:root:/root:/bin/sh\n")?;
+    archive.file("etc/group", 0o644, b"root:x:0:\n")?;
+
+    let modules = add_modules(&mut archive, kernel)?;
+    let settings = Settings {
+        modules,
+        swap: (config.swap_mib > 0).then(|| "/dev/vda".to_owned()),
+        transparent_huge_pages: config.transparent_huge_pages.word().to_owned(),
+        huge_pages: config.huge_pages,
+    };
+    let text = serde_json::to_vec(&settings)
+        .map_err(|error| HostError::Protocol(format!("settings of the host: {error}")))?;
+    archive.file(SETTINGS_PATH, 0o644, &text)?;
+
+    add_guest_files(&mut archive, config, kernel, cache)?;
+    add_programs(&mut archive, config)?;
+    let mut file = archive.finish()?;
+    file.rewind().map_err(HostError::io("cannot rewind the initramfs"))?;
+    Ok(file)
+}
+
+fn add_modules<W: Write>(archive: &mut Archive<W>, kernel: &Kernel) -> Result<Vec<String>, HostError> {
+    let index = ModuleIndex::read(&kernel.modules)?;
+    let mut paths = Vec::new();
+    for file in index.load_order(&MODULES)? {
+        let path = format!("/lib/modules/{}/{}", kernel.release, uncompressed_path(&file));
+        archive.file(&path, 0o644, &index.content(&file)?)?;
+        paths.push(path);
+    }
+    Ok(paths)
+}
+
+fn add_guest_files<W: Write>(
+    archive: &mut Archive<W>,
+    config: &HostConfig,
+    kernel: &Kernel,
+    cache: &Cache,
+) -> Result<(), HostError> {
+    archive.copy("ebb/vmlinuz", Some(0o644), &kernel.image)?;
+    archive.file("ebb/vmlinux", 0o644, &vmlinux(&kernel.image, cache)?)?;
+    let Some(agent) = find_agent(config.agent.as_deref()) else {
+        tracing::warn!("no ebb-agent beside this program: the virtual host gets no /ebb/guest.cpio");
+        return Ok(());
+    };
+    archive.copy("ebb/ebb-agent", Some(0o755), &agent)?;
+    let mut image = GuestImage::new(agent, kernel.clone());
+    image.memhog = config.memhog;
+    archive.file("ebb/guest.cpio", 0o644, &guest_image::build(&image, Vec::new())?)
+}
+
+fn add_programs<W: Write>(archive: &mut Archive<W>, config: &HostConfig) -> Result<(), HostError> {
+    let mut files = config.files.clone();
+    for program in &config.programs {
+        files.extend(program_with_libraries(program)?);
+    }
+    if config.memhog == Inclusion::Included {
+        files.extend(program_with_libraries(Path::new(MEMHOG))?);
+    }
+    if config.qemu == Inclusion::Included {
+        files.extend(qemu_with_firmware(&qemu::find()?)?);
+    }
+    let mut added = std::collections::BTreeSet::new();
+    for file in files {
+        if added.insert(file.target.clone()) {
+            archive.copy(&file.target, file.mode, &file.source)?;
+        }
+    }
+    Ok(())
+}
+
+/// The ELF kernel in a bzImage; extracted once and then kept in the cache.
+pub fn vmlinux(image: &Path, cache: &Cache) -> Result<Vec<u8>, HostError> {
+    let describe = || format!("cannot read {}", image.display());
+    let key = Key::new("vmlinux", 1).with_file(image).map_err(HostError::io(describe()))?;
+    cache.get_or_make(key, || {
+        let content = fs::read(image).map_err(HostError::io(describe()))?;
+        extract_vmlinux(&content)
+            .map_err(|error| HostError::KernelUnusable { path: image.to_owned(), reason: error.to_string() })
+    })
+}
+
+fn add_busybox<W: Write>(archive: &mut Archive<W>) -> Result<(), HostError> {
+    let path = env::var_os(BUSYBOX_VARIABLE).map_or_else(|| PathBuf::from("/bin/busybox"), PathBuf::from);
+    let unusable =
+        |reason: String| HostError::BusyboxUnusable { reason: format!("{}: {reason}", path.display()) };
+    elf::require_static(&path).map_err(|error| match error {
+        HostError::InitUnusable { reason, .. } => unusable(reason),
+        other => other,
+    })?;
+    let output = Command::new(&path)
+        .arg("--list")
+        .stdin(Stdio::null())
+        .output()
+        .map_err(|error| unusable(error.to_string()))?;
+    archive.copy("bin/busybox", Some(0o755), &path)?;
+    for applet in String::from_utf8_lossy(&output.stdout).lines() {
+        if !applet.is_empty() && applet != "busybox" && applet != "init" && !applet.contains('/') {
+            archive.link(format!("bin/{applet}"), "busybox")?;
+        }
+    }
+    Ok(())
+}
+
+/// A sparse file without a name that is a swap area of `size_mib`. It lies in `TMPDIR`, else in `/var/tmp`, which is a
+/// disk where `/tmp` may be memory.
+pub fn swap_disk(size_mib: u64) -> Result<File, HostError> {
+    let directory = env::var_os("TMPDIR").map_or_else(|| PathBuf::from("/var/tmp"), PathBuf::from);
+    let describe = || format!("cannot make a swap disk of {size_mib} MiB in {}", directory.display());
+    let file = tempfile::tempfile_in(&directory).map_err(HostError::io(describe()))?;
+    file.set_len(size_mib << 20).map_err(HostError::io(describe()))?;
+    file.write_all_at(&swap_header(size_mib << 20), 0).map_err(HostError::io(describe()))?;
+    Ok(file)
+}
+
+/// First page of a swap area (Linux include/linux/swap.h, `union swap_header`): version 1, the number of the last
+/// page, no bad pages, and the mark in the last ten bytes.
+fn swap_header(size_bytes: u64) -> Vec<u8> {
+    let mut page = vec![0_u8; PAGE_BYTES as usize];
+    page[1024..1028].copy_from_slice(&1_u32.to_le_bytes());
+    page[1028..1032].copy_from_slice(&((size_bytes / PAGE_BYTES - 1) as u32).to_le_bytes());
+    page[PAGE_BYTES as usize - 10..].copy_from_slice(b"SWAPSPACE2");
+    page
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_swap_header_is_that_of_linux() {
+        let page = swap_header(1 << 30);
+        assert_eq!(page.len(), 4096);
+        assert_eq!(page[1028..1032], ((1_u32 << 18) - 1).to_le_bytes());
+        assert!(page.ends_with(b"SWAPSPACE2"));
+    }
+
+    #[test]
+    fn a_swap_disk_is_sparse() {
+        use std::os::unix::fs::MetadataExt;
+        let metadata = swap_disk(256).unwrap().metadata().unwrap();
+        assert_eq!(metadata.len(), 256 << 20);
+        assert!(metadata.blocks() * 512 < 1 << 20);
+        assert_eq!(metadata.nlink(), 0);
+    }
+}

@@ -1,0 +1,100 @@
+//! The initramfs of test guests: the agent as init, the virtio modules, and optional programs.
+//!
+//! It is not compressed: the guest unpacks it at once, and the page cache of the host holds it anyway.
+
+use std::collections::BTreeSet;
+use std::env;
+use std::fmt::Write as _;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use crate::config::{HostFile, Inclusion};
+use crate::elf;
+use crate::error::HostError;
+use crate::initramfs::{Archive, add_skeleton};
+use crate::kernel::Kernel;
+use crate::libraries::program_with_libraries;
+use crate::modules::{ModuleIndex, uncompressed_path};
+
+/// Modules in every image, in load order: the transports before the devices.
+pub const STANDARD_MODULES: [&str; 5] =
+    ["virtio_pci", "virtio_mmio", "virtio_balloon", "virtio_blk", "virtio_rng"];
+/// Debian's memhog (package numactl).
+pub const MEMHOG: &str = "/usr/bin/memhog";
+/// Names another guest agent than the one beside the running program.
+pub const AGENT_VARIABLE: &str = "EBB_AGENT";
+
+/// What a test guest's initramfs holds.
+#[derive(Debug, Clone)]
+pub struct GuestImage {
+    /// The guest agent: a static executable that becomes `/init`.
+    pub agent: PathBuf,
+    /// Kernel whose modules are used.
+    pub kernel: Kernel,
+    /// Modules to load after the standard ones: names, each with its parameters after a space if any.
+    pub modules: Vec<String>,
+    /// Whether the real memhog is put in.
+    pub memhog: Inclusion,
+    /// More files.
+    pub files: Vec<HostFile>,
+}
+
+impl GuestImage {
+    /// An image with the standard modules of `kernel` and nothing else.
+    pub fn new(agent: PathBuf, kernel: Kernel) -> Self {
+        Self { agent, kernel, modules: Vec::new(), memhog: Inclusion::Excluded, files: Vec::new() }
+    }
+}
+
+/// Writes the initramfs to `writer`.
+pub fn build<W: Write>(image: &GuestImage, writer: W) -> Result<W, HostError> {
+    elf::require_static(&image.agent)?;
+    let index = ModuleIndex::read(&image.kernel.modules)?;
+    let mut archive = Archive::new(writer);
+    add_skeleton(&mut archive)?;
+    archive.copy("init", Some(0o755), &image.agent)?;
+
+    let mut list = String::new();
+    let mut loaded = BTreeSet::new();
+    let requested = STANDARD_MODULES.into_iter().chain(image.modules.iter().map(String::as_str));
+    for request in requested {
+        let (name, parameters) = request.split_once(' ').unwrap_or((request, ""));
+        let files = index.load_order(&[name])?;
+        let last = files.len().saturating_sub(1);
+        for (at, file) in files.iter().enumerate() {
+            if loaded.insert(file.clone()) {
+                let base = uncompressed_path(file).rsplit('/').next().unwrap_or(file);
+                let path = format!("/modules/{base}");
+                archive.file(&path, 0o644, &index.content(file)?)?;
+                // Parameters belong to the module that was asked for, not to its dependencies.
+                let parameters = if at == last { parameters } else { "" };
+                let _ = writeln!(list, "{}", format!("{path} {parameters}").trim_end());
+            }
+        }
+    }
+    archive.file("modules.list", 0o644, list.as_bytes())?;
+
+    let mut files = image.files.clone();
+    if image.memhog == Inclusion::Included {
+        files.extend(program_with_libraries(Path::new(MEMHOG))?);
+    }
+    for file in &files {
+        archive.copy(&file.target, file.mode, &file.source)?;
+    }
+    archive.finish()
+}
+
+/// The guest agent's executable: `chosen`, else `EBB_AGENT`, else `ebb-agent` beside the running program or in the
+/// directory above (where cargo puts it, seen from a test). `None` if there is none.
+pub fn find_agent(chosen: Option<&Path>) -> Option<PathBuf> {
+    let named = chosen.map(Path::to_owned).or_else(|| env::var_os(AGENT_VARIABLE).map(PathBuf::from));
+    named.or_else(|| {
+        let program = env::current_exe().ok()?;
+        let directory = program.parent()?;
+        [Some(directory), directory.parent()]
+            .into_iter()
+            .flatten()
+            .map(|directory| directory.join("ebb-agent"))
+            .find(|path| path.is_file())
+    })
+}

@@ -1,0 +1,90 @@
+//! Mounts, modules, swap and settings of the memory management.
+
+use std::ffi::CStr;
+use std::fs::{self, File};
+use std::path::Path;
+
+use rustix::mount::{MountFlags, mount};
+
+use crate::contents::{SETTINGS_PATH, Settings};
+
+/// Source, mount point, file system and options, in order.
+const MOUNTS: [(&str, &str, &str, Option<&CStr>); 9] = [
+    ("proc", "/proc", "proc", None),
+    ("sysfs", "/sys", "sysfs", None),
+    ("devtmpfs", "/dev", "devtmpfs", None),
+    ("devpts", "/dev/pts", "devpts", Some(c"mode=620,ptmxmode=666")),
+    ("tmpfs", "/dev/shm", "tmpfs", Some(c"mode=1777")),
+    ("tmpfs", "/run", "tmpfs", Some(c"mode=755")),
+    ("tmpfs", "/tmp", "tmpfs", Some(c"mode=1777")),
+    ("cgroup2", "/sys/fs/cgroup", "cgroup2", None),
+    ("hugetlbfs", "/dev/hugepages", "hugetlbfs", None),
+];
+
+/// Makes the machine usable; what fails is reported and left out.
+pub fn prepare() -> Vec<String> {
+    let mut warnings = Vec::new();
+    for (source, target, kind, options) in MOUNTS {
+        // Directories below /proc and /sys exist or cannot be made.
+        let _ = fs::create_dir_all(target);
+        if let Err(error) = mount(source, target, kind, MountFlags::empty(), options) {
+            warnings.push(format!("cannot mount {target}: {error}"));
+        }
+    }
+    for (link, target) in
+        [("fd", "/proc/self/fd"), ("stdin", "/proc/self/fd/0"), ("stdout", "/proc/self/fd/1"), ("stderr", "/proc/self/fd/2")]
+    {
+        let _ = std::os::unix::fs::symlink(target, Path::new("/dev").join(link));
+    }
+    match read_settings() {
+        Ok(settings) => apply(&settings, &mut warnings),
+        Err(error) => warnings.push(error),
+    }
+    warnings
+}
+
+fn read_settings() -> Result<Settings, String> {
+    let text =
+        fs::read(SETTINGS_PATH).map_err(|error| format!("cannot read {SETTINGS_PATH}: {error}"))?;
+    serde_json::from_slice(&text).map_err(|error| format!("{SETTINGS_PATH}: {error}"))
+}
+
+fn apply(settings: &Settings, warnings: &mut Vec<String>) {
+    for module in &settings.modules {
+        if let Err(error) = load_module(module) {
+            warnings.push(format!("cannot load {module}: {error}"));
+        }
+    }
+    let mut write = |path: &str, value: &str| {
+        if let Err(error) = fs::write(path, value) {
+            warnings.push(format!("cannot write {value} to {path}: {error}"));
+        }
+    };
+    write("/proc/sys/kernel/hostname", "ebb-virtual-host");
+    write("/sys/kernel/mm/transparent_hugepage/enabled", &settings.transparent_huge_pages);
+    if settings.huge_pages > 0 {
+        write("/proc/sys/vm/nr_hugepages", &settings.huge_pages.to_string());
+    }
+    if let Some(device) = &settings.swap
+        && let Err(error) = swap_on(device)
+    {
+        warnings.push(format!("cannot swap on {device}: {error}"));
+    }
+}
+
+fn load_module(path: &str) -> std::io::Result<()> {
+    let file = File::open(path)?;
+    match rustix::system::finit_module(file, c"", 0) {
+        Ok(()) | Err(rustix::io::Errno::EXIST) => Ok(()),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+fn swap_on(device: &str) -> std::io::Result<()> {
+    let path = std::ffi::CString::new(device)?;
+    // SAFETY: `path` is a string with an end mark that lives until the call returns.
+    match unsafe { libc::swapon(path.as_ptr(), 0) } {
+        0 => Ok(()),
+        _ => Err(std::io::Error::last_os_error()),
+    }
+}

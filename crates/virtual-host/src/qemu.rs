@@ -1,0 +1,152 @@
+//! QEMU's command line and its process: one emulator per virtual host, nothing of it on disk, nothing left behind.
+
+use std::env;
+use std::ffi::OsString;
+use std::fs::File;
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+use crate::channel::PORT_NAME;
+use crate::config::HostConfig;
+use crate::error::HostError;
+
+/// The emulator's program.
+pub const PROGRAM: &str = "qemu-system-x86_64";
+/// Words that every virtual host's kernel gets. Mitigations and address randomization cost start time and protect
+/// nothing here; the time stamp counter is the emulator's own and thus reliable, which Linux cannot see.
+/// The root stays in memory (ramfs), so that swap holds nothing but the memory of programs.
+const KERNEL_ARGUMENTS: &str =
+    "console=ttyS0 quiet panic=-1 rootfstype=ramfs mitigations=off nokaslr tsc=reliable";
+/// An AMD processor with nested paging, which QEMU emulates completely enough for KVM.
+const CPU_MODEL: &str = "EPYC,+svm,+npt";
+
+/// Open files that QEMU gets.
+#[derive(Debug)]
+pub struct Files {
+    /// Control channel, connected.
+    pub control: OwnedFd,
+    /// Serial console, connected.
+    pub console: OwnedFd,
+    /// The initramfs.
+    pub initramfs: File,
+    /// The swap disk.
+    pub swap: Option<File>,
+}
+
+/// Finds the emulator in `PATH`.
+pub fn find() -> Result<PathBuf, HostError> {
+    let missing = || HostError::QemuMissing { program: PROGRAM.to_owned() };
+    let path = env::var_os("PATH").ok_or_else(missing)?;
+    env::split_paths(&path).map(|dir| dir.join(PROGRAM)).find(|file| file.is_file()).ok_or_else(missing)
+}
+
+/// The emulator's arguments.
+pub fn arguments(config: &HostConfig, kernel: &Path, files: &Files) -> Vec<OsString> {
+    let mut list: Vec<OsString> = Vec::new();
+    let mut add = |words: &[&str]| list.extend(words.iter().map(OsString::from));
+    add(&["-name", "ebb-virtual-host", "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
+    add(&["-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny"]);
+    add(&["-M", "q35", "-accel", "tcg,thread=multi", "-cpu", CPU_MODEL]);
+    add(&["-smp", &format!("{0},sockets={0},cores=1,threads=1", config.cpus)]);
+    add(&["-m", &format!("{}M", config.total_memory_mib())]);
+    for (index, node) in config.nodes.iter().enumerate() {
+        add(&["-object", &format!("memory-backend-ram,id=memory{index},size={}M", node.memory_mib)]);
+        let cpus = node
+            .cpus
+            .as_ref()
+            .map_or_else(String::new, |range| format!(",cpus={}-{}", range.start(), range.end()));
+        add(&["-numa", &format!("node,nodeid={index},memdev=memory{index}{cpus}")]);
+    }
+    add(&["-chardev", &format!("socket,id=console,fd={}", files.console.as_raw_fd())]);
+    add(&["-serial", "chardev:console"]);
+    add(&["-device", "virtio-serial-pci"]);
+    add(&["-chardev", &format!("socket,id=control,fd={}", files.control.as_raw_fd())]);
+    add(&["-device", &format!("virtserialport,chardev=control,name={PORT_NAME}")]);
+    if let Some(swap) = &files.swap {
+        let path = format!("/proc/self/fd/{}", swap.as_raw_fd());
+        add(&[
+            "-drive",
+            &format!("file={path},format=raw,if=none,id=swap,cache=unsafe,aio=threads,file.locking=off"),
+        ]);
+        add(&["-device", "virtio-blk-pci,drive=swap,serial=ebb-swap"]);
+    }
+    add(&["-append", &format!("{KERNEL_ARGUMENTS} {}", config.kernel_arguments)]);
+    add(&["-initrd", &format!("/proc/self/fd/{}", files.initramfs.as_raw_fd())]);
+    list.push("-kernel".into());
+    list.push(kernel.into());
+    list
+}
+
+/// Starts the emulator. It dies with the calling *thread*, which must therefore outlive it.
+pub fn spawn(program: &Path, arguments: &[OsString], files: &Files) -> Result<Child, HostError> {
+    let mut kept: Vec<RawFd> =
+        vec![files.control.as_raw_fd(), files.console.as_raw_fd(), files.initramfs.as_raw_fd()];
+    kept.extend(files.swap.as_ref().map(AsRawFd::as_raw_fd));
+    let parent = rustix::process::getpid();
+    let mut command = Command::new(program);
+    command.args(arguments).env_clear().env("PATH", "/usr/bin:/bin").current_dir("/");
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).process_group(0);
+    let prepare = move || {
+        rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
+        // The parent may have ended before the line above took effect.
+        if rustix::process::getppid() != Some(parent) {
+            return Err(std::io::Error::other("the parent has ended"));
+        }
+        close_all_on_exec()?;
+        for descriptor in &kept {
+            // SAFETY: `files` outlives the call of `Command::spawn` in this function, so the descriptors are open.
+            let descriptor = unsafe { BorrowedFd::borrow_raw(*descriptor) };
+            rustix::io::fcntl_setfd(descriptor, rustix::io::FdFlags::empty())?;
+        }
+        Ok(())
+    };
+    // SAFETY: `prepare` runs between fork and exec and makes system calls only; it allocates nothing on success.
+    unsafe { command.pre_exec(prepare) };
+    command.spawn().map_err(HostError::io(format!("cannot start {}", program.display())))
+}
+
+/// Marks every descriptor above standard error to be closed by exec, also those inherited from this program's own
+/// parent.
+fn close_all_on_exec() -> std::io::Result<()> {
+    // SAFETY: close_range with CLOSE_RANGE_CLOEXEC takes numbers only and touches no memory of the process.
+    let result =
+        unsafe { libc::syscall(libc::SYS_close_range, 3, libc::c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC) };
+    if result == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn text(config: &HostConfig) -> String {
+        let null = || File::open("/dev/null").unwrap();
+        let files =
+            Files { control: null().into(), console: null().into(), initramfs: null(), swap: Some(null()) };
+        let list = arguments(config, Path::new("/boot/vmlinuz"), &files);
+        list.iter().map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ")
+    }
+
+    #[test]
+    fn memory_without_nodes_is_plain() {
+        let line = text(&HostConfig { memory_mib: 3000, cpus: 3, ..HostConfig::default() });
+        assert!(line.contains("-m 3000M") && line.contains("-smp 3,") && !line.contains("-numa"), "{line}");
+    }
+
+    #[test]
+    fn nodes_have_a_backend_each() {
+        let nodes = vec!["size=1G,cpus=0-1".parse().unwrap(), "size=512M".parse().unwrap()];
+        let line = text(&HostConfig { nodes, ..HostConfig::default() });
+        assert!(line.contains("-m 1536M"), "{line}");
+        assert!(line.contains("-numa node,nodeid=0,memdev=memory0,cpus=0-1 "), "{line}");
+        assert!(line.contains("-object memory-backend-ram,id=memory1,size=512M"), "{line}");
+        assert!(line.contains("-numa node,nodeid=1,memdev=memory1 "), "{line}");
+    }
+
+    #[test]
+    fn kernel_arguments_are_appended() {
+        let config = HostConfig { kernel_arguments: "isolcpus=1".to_owned(), ..HostConfig::default() };
+        assert!(text(&config).contains("tsc=reliable isolcpus=1"));
+    }
+}
