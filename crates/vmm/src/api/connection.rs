@@ -1,0 +1,294 @@
+//! One client: reading, waiting for the guest, writing, all without blocking.
+
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
+
+use rustix::event::PollFlags;
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, SendFlags, Shutdown};
+
+use super::control::VmControl;
+use super::execute::{Outcome, StatisticsWait, execute, poll_statistics};
+use super::http::{self, Parsed};
+use super::reply::{BodyMode, Persistence, Problem, Reply, Status};
+use super::route::route;
+use super::server::Limits;
+
+/// How long the rest of a refused request is read and thrown away, so that its sender comes to read the refusal.
+const LINGER_TIME_LIMIT: Duration = Duration::from_millis(500);
+
+/// Bytes read at a time.
+const CHUNK_BYTES: usize = 4096;
+
+/// A client's connection.
+pub(super) struct Connection {
+    socket: OwnedFd,
+    /// Received and not used yet: at most one incomplete request and a chunk.
+    input: Vec<u8>,
+    /// To be sent; empty when everything was.
+    output: Vec<u8>,
+    sent_bytes: usize,
+    phase: Phase,
+    input_end: InputEnd,
+    limits: Limits,
+    /// When the present phase has lasted too long.
+    deadline: Instant,
+}
+
+/// What a connection is doing.
+#[derive(Clone, Copy)]
+enum Phase {
+    /// Between requests or in one.
+    Reading(Leave),
+    /// The guest was asked for statistics.
+    Awaiting(StatisticsWait, Persistence, BodyMode),
+    /// Sending a reply.
+    Writing(AfterReply),
+    /// Throwing away the rest of a refused request.
+    Lingering,
+}
+
+/// Whether the leave to send a body (`100 Continue`) was given.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Leave {
+    NotGiven,
+    Given,
+}
+
+/// What happens when a reply is sent.
+#[derive(Clone, Copy)]
+enum AfterReply {
+    NextRequest,
+    Close,
+    Linger,
+}
+
+/// Whether the client may still send.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum InputEnd {
+    Open,
+    Reached,
+}
+
+/// Whether a connection lives on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Fate {
+    /// It does.
+    Keep,
+    /// It is to be dropped.
+    Close,
+}
+
+impl Connection {
+    pub(super) fn new(socket: OwnedFd, limits: Limits, now: Instant) -> Self {
+        Self {
+            socket,
+            input: Vec::new(),
+            output: Vec::new(),
+            sent_bytes: 0,
+            phase: Phase::Reading(Leave::NotGiven),
+            input_end: InputEnd::Open,
+            limits,
+            deadline: now + limits.idle,
+        }
+    }
+
+    pub(super) fn socket(&self) -> &OwnedFd {
+        &self.socket
+    }
+
+    /// What to poll for. A hang-up is always reported.
+    pub(super) fn interest(&self) -> PollFlags {
+        match self.phase {
+            Phase::Reading(_) | Phase::Lingering => PollFlags::IN,
+            Phase::Awaiting(..) => PollFlags::empty(),
+            Phase::Writing(_) => PollFlags::OUT,
+        }
+    }
+
+    /// When to call [`on_time`](Self::on_time) at the latest.
+    pub(super) fn deadline(&self) -> Instant {
+        self.deadline
+    }
+
+    /// Whether the guest's answer is to be looked for.
+    pub(super) fn awaits_guest(&self) -> bool {
+        matches!(self.phase, Phase::Awaiting(..))
+    }
+
+    /// Whether it is between two requests.
+    pub(super) fn is_idle(&self) -> bool {
+        matches!(self.phase, Phase::Reading(_)) && self.input.is_empty()
+    }
+
+    /// Handles what poll has reported.
+    pub(super) fn on_ready(&mut self, ready: PollFlags, vm: &dyn VmControl, now: Instant) -> Fate {
+        if ready.is_empty() {
+            return Fate::Keep;
+        }
+        match self.phase {
+            Phase::Reading(_) => self.receive(vm, now),
+            // Only a hang-up or an error is reported then: nobody is left to answer.
+            Phase::Awaiting(..) => Fate::Close,
+            Phase::Writing(_) => self.send(vm, now),
+            Phase::Lingering => self.throw_away(),
+        }
+    }
+
+    /// Handles the passing of time.
+    pub(super) fn on_time(&mut self, vm: &dyn VmControl, now: Instant) -> Fate {
+        if let Phase::Awaiting(wait, persistence, body) = self.phase {
+            return match poll_statistics(wait, vm) {
+                Some(reply) => {
+                    self.answer(&reply, persistence, body, now);
+                    self.send(vm, now)
+                }
+                None => Fate::Keep,
+            };
+        }
+        if now < self.deadline {
+            return Fate::Keep;
+        }
+        if matches!(self.phase, Phase::Reading(_)) && !self.input.is_empty() {
+            let message = format!(
+                "the request did not arrive completely within {} ms",
+                self.limits.request.as_millis()
+            );
+            self.refuse(Problem::new(Status::RequestTimeout, message), now);
+            return self.send(vm, now);
+        }
+        Fate::Close
+    }
+
+    /// Answers a client that waits for the guest, because the monitor ends. Returns whether anything is left to send.
+    pub(super) fn end(&mut self, now: Instant) -> bool {
+        if let Phase::Awaiting(_, _, body) = self.phase {
+            let problem = Problem::new(Status::ServiceUnavailable, "the machine has ended");
+            self.answer(&problem.into(), Persistence::Close, body, now);
+        }
+        matches!(self.phase, Phase::Writing(_))
+    }
+
+    fn receive(&mut self, vm: &dyn VmControl, now: Instant) -> Fate {
+        let mut chunk = [0; CHUNK_BYTES];
+        match rustix::net::recv(&self.socket, &mut chunk, RecvFlags::DONTWAIT) {
+            Ok((0, _)) => self.input_end = InputEnd::Reached,
+            Ok((length, _)) => {
+                if self.input.is_empty() {
+                    self.deadline = now + self.limits.request;
+                }
+                self.input.extend_from_slice(&chunk[..length]);
+            }
+            Err(Errno::AGAIN | Errno::INTR) => return Fate::Keep,
+            Err(_) => return Fate::Close,
+        }
+        self.serve(vm, now)
+    }
+
+    /// Carries out the requests that have arrived, until one has to wait or the reply cannot be sent at once.
+    fn serve(&mut self, vm: &dyn VmControl, now: Instant) -> Fate {
+        while let Phase::Reading(leave) = self.phase {
+            match http::parse(&self.input) {
+                Ok(Parsed::Complete { request, consumed_bytes }) => {
+                    let (persistence, body) = (request.persistence, request.reply_body());
+                    tracing::debug!(method = request.method, path = request.path, "API request");
+                    let outcome = match route(&request) {
+                        Ok(operation) => execute(operation, vm),
+                        Err(problem) => Outcome::Done(problem.into()),
+                    };
+                    self.input.drain(..consumed_bytes);
+                    match outcome {
+                        Outcome::Done(reply) => self.answer(&reply, persistence, body, now),
+                        Outcome::AwaitStatistics(wait) => {
+                            self.phase = Phase::Awaiting(wait, persistence, body);
+                        }
+                    }
+                }
+                Ok(Parsed::Incomplete { .. }) if self.input_end == InputEnd::Reached => return Fate::Close,
+                Ok(Parsed::Incomplete { wants_continue: true }) if leave == Leave::NotGiven => {
+                    self.phase = Phase::Reading(Leave::Given);
+                    // So few bytes fit into any socket buffer that is not already full of unread replies; a client
+                    // that does not get them sends the body anyway (RFC 9110 section 10.1.1).
+                    let leave = b"HTTP/1.1 100 Continue\r\n\r\n";
+                    let _ = rustix::net::send(&self.socket, leave, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
+                    return Fate::Keep;
+                }
+                Ok(Parsed::Incomplete { .. }) => return Fate::Keep,
+                Err(problem) => self.refuse(problem, now),
+            }
+            if let Phase::Writing(_) = self.phase
+                && self.send_some(now) == Fate::Close
+            {
+                return Fate::Close;
+            }
+        }
+        Fate::Keep
+    }
+
+    fn refuse(&mut self, problem: Problem, now: Instant) {
+        self.input = Vec::new();
+        self.answer(&problem.into(), Persistence::Close, BodyMode::Full, now);
+        self.phase = Phase::Writing(AfterReply::Linger);
+    }
+
+    fn answer(&mut self, reply: &Reply, persistence: Persistence, body: BodyMode, now: Instant) {
+        self.output = reply.encode(persistence, body);
+        self.sent_bytes = 0;
+        self.deadline = now + self.limits.reply;
+        self.phase = Phase::Writing(match persistence {
+            Persistence::KeepAlive => AfterReply::NextRequest,
+            Persistence::Close => AfterReply::Close,
+        });
+    }
+
+    /// Sends, then goes on with what the client has sent meanwhile.
+    fn send(&mut self, vm: &dyn VmControl, now: Instant) -> Fate {
+        match self.send_some(now) {
+            Fate::Keep => self.serve(vm, now),
+            Fate::Close => Fate::Close,
+        }
+    }
+
+    /// Sends as much as the socket takes, and leaves [`Phase::Writing`] when that was all.
+    pub(super) fn send_some(&mut self, now: Instant) -> Fate {
+        let Phase::Writing(after) = self.phase else {
+            return Fate::Keep;
+        };
+        while self.sent_bytes < self.output.len() {
+            let rest = &self.output[self.sent_bytes..];
+            match rustix::net::send(&self.socket, rest, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
+                Ok(length) => self.sent_bytes += length,
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return Fate::Keep,
+                Err(_) => return Fate::Close,
+            }
+        }
+        self.output = Vec::new();
+        match after {
+            AfterReply::NextRequest => {
+                self.phase = Phase::Reading(Leave::NotGiven);
+                let limit = if self.input.is_empty() { self.limits.idle } else { self.limits.request };
+                self.deadline = now + limit;
+                Fate::Keep
+            }
+            AfterReply::Close => Fate::Close,
+            AfterReply::Linger => {
+                self.phase = Phase::Lingering;
+                self.deadline = now + LINGER_TIME_LIMIT;
+                match rustix::net::shutdown(&self.socket, Shutdown::Write) {
+                    Ok(()) => Fate::Keep,
+                    Err(_) => Fate::Close,
+                }
+            }
+        }
+    }
+
+    fn throw_away(&mut self) -> Fate {
+        let mut chunk = [0; CHUNK_BYTES];
+        match rustix::net::recv(&self.socket, &mut chunk, RecvFlags::DONTWAIT) {
+            Ok((0, _)) => Fate::Close,
+            Ok(_) | Err(Errno::AGAIN | Errno::INTR) => Fate::Keep,
+            Err(_) => Fate::Close,
+        }
+    }
+}

@@ -1,0 +1,313 @@
+//! Replies: statuses, errors as JSON, and their bytes.
+
+use std::borrow::Cow;
+use std::io::Write as _;
+
+use serde::{Deserialize, Serialize};
+
+use super::control::{ControlError, StatisticsDocument};
+
+/// The statuses this server uses (RFC 9110 section 15, RFC 6585).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u16)]
+pub enum Status {
+    /// Done.
+    Ok = 200,
+    /// Passed on; the guest or the monitor acts on it in its own time.
+    Accepted = 202,
+    /// Not HTTP, not JSON, or an unknown query parameter.
+    BadRequest = 400,
+    /// No such path, or a device the machine does not have.
+    NotFound = 404,
+    /// The path exists, but not with this method.
+    MethodNotAllowed = 405,
+    /// The request did not arrive in time.
+    RequestTimeout = 408,
+    /// Not possible in the machine's present state.
+    Conflict = 409,
+    /// A body without Content-Length.
+    LengthRequired = 411,
+    /// The body is longer than [`MAX_BODY_BYTES`](super::http::MAX_BODY_BYTES).
+    ContentTooLarge = 413,
+    /// JSON, but not what this path takes: unknown field, wrong type, value out of range.
+    UnprocessableContent = 422,
+    /// Request line and headers are longer than [`MAX_HEAD_BYTES`](super::http::MAX_HEAD_BYTES).
+    HeadersTooLarge = 431,
+    /// It should have worked.
+    InternalServerError = 500,
+    /// Too many connections, or the monitor is about to exit.
+    ServiceUnavailable = 503,
+    /// The guest did not answer in time.
+    GatewayTimeout = 504,
+    /// Neither HTTP/1.0 nor HTTP/1.1.
+    VersionNotSupported = 505,
+}
+
+impl Status {
+    /// The number.
+    pub fn code(self) -> u16 {
+        self as u16
+    }
+
+    /// The words after the number.
+    pub fn reason(self) -> &'static str {
+        match self {
+            Self::Ok => "OK",
+            Self::Accepted => "Accepted",
+            Self::BadRequest => "Bad Request",
+            Self::NotFound => "Not Found",
+            Self::MethodNotAllowed => "Method Not Allowed",
+            Self::RequestTimeout => "Request Timeout",
+            Self::Conflict => "Conflict",
+            Self::LengthRequired => "Length Required",
+            Self::ContentTooLarge => "Content Too Large",
+            Self::UnprocessableContent => "Unprocessable Content",
+            Self::HeadersTooLarge => "Request Header Fields Too Large",
+            Self::InternalServerError => "Internal Server Error",
+            Self::ServiceUnavailable => "Service Unavailable",
+            Self::GatewayTimeout => "Gateway Timeout",
+            Self::VersionNotSupported => "HTTP Version Not Supported",
+        }
+    }
+}
+
+/// A request that was not carried out: what was asked, what was found, what to do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Problem {
+    /// The status of the reply.
+    pub status: Status,
+    /// The body of the reply.
+    pub detail: ErrorDetail,
+    /// The methods the path has, for the Allow header of [`Status::MethodNotAllowed`].
+    pub allow: Option<String>,
+}
+
+/// The JSON document of an error.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ErrorDocument {
+    /// The error.
+    pub error: ErrorDetail,
+}
+
+/// What an error says.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ErrorDetail {
+    /// What was asked and what was found.
+    pub message: String,
+    /// What to do.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub remedy: Option<String>,
+    /// The JSON field that is to blame.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub field: Option<String>,
+    /// The statistics received last, when fresh ones could not be had.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub last_known: Option<Box<StatisticsDocument>>,
+}
+
+impl Problem {
+    /// A problem with nothing but a message.
+    pub fn new(status: Status, message: impl Into<String>) -> Self {
+        let detail = ErrorDetail { message: message.into(), ..ErrorDetail::default() };
+        Self { status, detail, allow: None }
+    }
+
+    /// Adds what to do.
+    #[must_use]
+    pub fn with_remedy(mut self, remedy: impl Into<String>) -> Self {
+        self.detail.remedy = Some(remedy.into());
+        self
+    }
+
+    /// Adds the JSON field that is to blame.
+    #[must_use]
+    pub fn with_field(mut self, field: impl Into<String>) -> Self {
+        self.detail.field = Some(field.into());
+        self
+    }
+
+    /// Adds the statistics received last.
+    #[must_use]
+    pub fn with_last_known(mut self, last_known: StatisticsDocument) -> Self {
+        self.detail.last_known = Some(Box::new(last_known));
+        self
+    }
+}
+
+impl From<ControlError> for Problem {
+    fn from(error: ControlError) -> Self {
+        let message = error.to_string();
+        match error {
+            ControlError::NoBalloon => Self::new(Status::NotFound, message)
+                .with_remedy("start the machine with --balloon size=0,reporting=on to give it one"),
+            ControlError::WrongState { remedy, .. } => {
+                let mut problem = Self::new(Status::Conflict, message);
+                problem.detail.remedy = remedy;
+                problem
+            }
+            ControlError::Invalid { field, remedy, .. } => {
+                let mut problem = Self::new(Status::UnprocessableContent, message).with_field(field);
+                problem.detail.remedy = remedy;
+                problem
+            }
+            ControlError::Failed { .. } => Self::new(Status::InternalServerError, message),
+        }
+    }
+}
+
+/// What a body is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ContentType {
+    /// `application/json`
+    Json,
+    /// The Prometheus text exposition format, version 0.0.4.
+    Prometheus,
+}
+
+impl ContentType {
+    /// The header's value.
+    pub fn header_value(self) -> &'static str {
+        match self {
+            Self::Json => "application/json",
+            Self::Prometheus => "text/plain; version=0.0.4; charset=utf-8",
+        }
+    }
+}
+
+/// A reply before it becomes bytes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Reply {
+    /// The status.
+    pub status: Status,
+    /// What the body is.
+    pub content_type: ContentType,
+    /// The body. Borrowed for fixed documents, which then cost no memory.
+    pub body: Cow<'static, str>,
+    /// The Allow header.
+    pub allow: Option<String>,
+}
+
+/// Whether the connection is used for another request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Persistence {
+    /// The client may send another request.
+    KeepAlive,
+    /// The connection ends after this reply.
+    Close,
+}
+
+/// Whether the body is sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BodyMode {
+    /// Headers and body.
+    Full,
+    /// Headers only: the answer to a HEAD request (RFC 9110 section 9.3.2).
+    HeadersOnly,
+}
+
+impl Reply {
+    /// A reply with `document` as JSON.
+    pub fn json(status: Status, document: &impl Serialize) -> Self {
+        match serde_json::to_string(document) {
+            Ok(body) => Self { status, content_type: ContentType::Json, body: Cow::Owned(body), allow: None },
+            Err(error) => Self {
+                status: Status::InternalServerError,
+                content_type: ContentType::Json,
+                // Nothing in an error's text needs escaping in JSON but quotes and backslashes.
+                body: Cow::Owned(format!(
+                    "{{\"error\":{{\"message\":\"the reply cannot be written as JSON: {}\"}}}}",
+                    error.to_string().replace(['"', '\\'], "'")
+                )),
+                allow: None,
+            },
+        }
+    }
+
+    /// The bytes to send.
+    pub fn encode(&self, persistence: Persistence, body: BodyMode) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(256 + self.body.len());
+        let connection = match persistence {
+            Persistence::KeepAlive => "keep-alive",
+            Persistence::Close => "close",
+        };
+        // Writing into a Vec cannot fail.
+        let _ = write!(
+            bytes,
+            "HTTP/1.1 {} {}\r\nServer: ebb/{}\r\nContent-Type: {}\r\nContent-Length: {}\r\nConnection: {connection}\r\n",
+            self.status.code(),
+            self.status.reason(),
+            env!("CARGO_PKG_VERSION"),
+            self.content_type.header_value(),
+            self.body.len(),
+        );
+        if let Some(allow) = &self.allow {
+            let _ = write!(bytes, "Allow: {allow}\r\n");
+        }
+        bytes.extend_from_slice(b"\r\n");
+        if body == BodyMode::Full {
+            bytes.extend_from_slice(self.body.as_bytes());
+        }
+        bytes
+    }
+}
+
+impl From<Problem> for Reply {
+    fn from(problem: Problem) -> Self {
+        let document = ErrorDocument { error: problem.detail };
+        Self { allow: problem.allow, ..Self::json(problem.status, &document) }
+    }
+}
+
+impl<E: Into<Problem>> From<Result<Reply, E>> for Reply {
+    fn from(result: Result<Reply, E>) -> Self {
+        result.unwrap_or_else(|error| Self::from(error.into()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn encodes_status_headers_and_body() {
+        let reply = Reply::json(Status::Ok, &[1, 2]);
+        let text = String::from_utf8(reply.encode(Persistence::KeepAlive, BodyMode::Full)).unwrap();
+        assert!(text.starts_with("HTTP/1.1 200 OK\r\n"), "{text}");
+        assert!(text.contains("\r\nContent-Length: 5\r\n"), "{text}");
+        assert!(text.contains("\r\nConnection: keep-alive\r\n"), "{text}");
+        assert!(text.ends_with("\r\n\r\n[1,2]"), "{text}");
+    }
+
+    #[test]
+    fn a_head_reply_has_the_length_but_not_the_body() {
+        let text = String::from_utf8(
+            Reply::json(Status::Ok, &[1, 2]).encode(Persistence::Close, BodyMode::HeadersOnly),
+        )
+        .unwrap();
+        assert!(text.contains("Content-Length: 5\r\n"), "{text}");
+        assert!(text.contains("Connection: close\r\n"), "{text}");
+        assert!(text.ends_with("\r\n\r\n"), "{text}");
+    }
+
+    #[test]
+    fn control_errors_have_their_status_and_say_what_to_do() {
+        let invalid = ControlError::Invalid {
+            field: "target_bytes",
+            message: "too much".into(),
+            remedy: Some("ask for less".into()),
+        };
+        let wrong_state = ControlError::WrongState { message: "paused".into(), remedy: None };
+        let failed = ControlError::Failed { message: "EIO".into() };
+        let table = [
+            (ControlError::NoBalloon, 404, "no balloon"),
+            (wrong_state, 409, "paused"),
+            (invalid, 422, "\"field\":\"target_bytes\""),
+            (failed, 500, "EIO"),
+        ];
+        for (error, code, part) in table {
+            let reply = Reply::from(Problem::from(error));
+            assert_eq!(reply.status.code(), code);
+            assert!(reply.body.contains(part), "{}", reply.body);
+        }
+    }
+}

@@ -1,0 +1,420 @@
+//! What a request asks for: a pure function from [`Request`] to [`Operation`].
+
+use std::fmt;
+use std::time::Duration;
+
+use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
+use serde_json::Value;
+
+use super::http::Request;
+use super::reply::{Problem, Status};
+
+/// The longest interval between two requests for statistics: a day.
+pub const MAX_STATISTICS_INTERVAL_SECONDS: u64 = 24 * 60 * 60;
+
+/// Everything the API can do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Operation {
+    /// `GET /openapi.json`
+    OpenApi,
+    /// `GET /vm`
+    VmInfo,
+    /// `PUT /vm/pause`
+    Pause,
+    /// `PUT /vm/resume`
+    Resume,
+    /// `PUT /vm/power-button`
+    PowerButton,
+    /// `PUT /vm/kill`
+    Kill,
+    /// `GET /balloon`
+    Balloon,
+    /// `PUT /balloon`
+    SetBalloon {
+        /// The size the balloon should get to.
+        target_bytes: u64,
+    },
+    /// `GET /balloon/statistics`
+    Statistics {
+        /// Values at most this old will do without asking the guest.
+        max_age: Option<Duration>,
+    },
+    /// `PUT /balloon/statistics-interval`
+    SetStatisticsInterval {
+        /// Time between two requests; `None` ends them.
+        interval: Option<Duration>,
+    },
+    /// `GET /metrics`
+    Metrics,
+}
+
+/// The methods in use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Method {
+    /// Reads.
+    Get,
+    /// Changes; doing it twice is the same as doing it once.
+    Put,
+}
+
+impl Method {
+    /// The method's name in HTTP.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Get => "GET",
+            Self::Put => "PUT",
+        }
+    }
+}
+
+/// Turns a request whose method and path have matched into an operation.
+type Build = fn(&Request<'_>) -> Result<Operation, Problem>;
+
+/// One method of one path.
+pub struct Route {
+    /// The method.
+    pub method: Method,
+    /// The path.
+    pub path: &'static str,
+    build: Build,
+}
+
+const fn route_to(method: Method, path: &'static str, build: Build) -> Route {
+    Route { method, path, build }
+}
+
+/// Everything that is served.
+pub const ROUTES: [Route; 11] = [
+    route_to(Method::Get, "/openapi.json", |request| plain(request, Operation::OpenApi)),
+    route_to(Method::Get, "/vm", |request| plain(request, Operation::VmInfo)),
+    route_to(Method::Put, "/vm/pause", |request| plain(request, Operation::Pause)),
+    route_to(Method::Put, "/vm/resume", |request| plain(request, Operation::Resume)),
+    route_to(Method::Put, "/vm/power-button", |request| plain(request, Operation::PowerButton)),
+    route_to(Method::Put, "/vm/kill", |request| plain(request, Operation::Kill)),
+    route_to(Method::Get, "/balloon", |request| plain(request, Operation::Balloon)),
+    route_to(Method::Put, "/balloon", set_balloon),
+    route_to(Method::Get, "/balloon/statistics", statistics),
+    route_to(Method::Put, "/balloon/statistics-interval", set_statistics_interval),
+    route_to(Method::Get, "/metrics", |request| plain(request, Operation::Metrics)),
+];
+
+/// What `request` asks for, or why it cannot be done.
+pub fn route(request: &Request<'_>) -> Result<Operation, Problem> {
+    let mut allowed = Vec::new();
+    for candidate in ROUTES.iter().filter(|candidate| candidate.path == request.path) {
+        if candidate.method.name() == request.method {
+            return (candidate.build)(request);
+        }
+        allowed.push(candidate.method.name());
+    }
+    if allowed.is_empty() {
+        let message = format!("there is no '{}' in this API", request.path.escape_debug());
+        return Err(Problem::new(Status::NotFound, message)
+            .with_remedy("GET /openapi.json lists everything there is"));
+    }
+    let allow = allowed.join(", ");
+    let message = format!("{} is not a method of {}", request.method.escape_debug(), request.path);
+    let mut problem =
+        Problem::new(Status::MethodNotAllowed, message).with_remedy(format!("use {}", allowed.join(" or ")));
+    problem.allow = Some(allow);
+    Err(problem)
+}
+
+/// An operation without parameters.
+fn plain(request: &Request<'_>, operation: Operation) -> Result<Operation, Problem> {
+    Parameters::of_query(request, &[])?;
+    expect_no_fields(request)?;
+    Ok(operation)
+}
+
+/// A PUT without parameters may have an empty JSON object as its body, because some clients always send one. A GET with
+/// a body is most likely meant to be a PUT.
+fn expect_no_fields(request: &Request<'_>) -> Result<(), Problem> {
+    if request.body.trim_ascii().is_empty() {
+        return Ok(());
+    }
+    if request.method == Method::Get.name() {
+        let message = format!("GET {} takes no body", request.path);
+        return Err(Problem::new(Status::BadRequest, message).with_remedy("use PUT to change something"));
+    }
+    Fields::of_body(request, &[]).map(|_| ())
+}
+
+fn set_balloon(request: &Request<'_>) -> Result<Operation, Problem> {
+    Parameters::of_query(request, &[])?;
+    let fields = Fields::of_body(request, &["target_bytes"])?;
+    Ok(Operation::SetBalloon { target_bytes: fields.integer("target_bytes", "bytes", u64::MAX)? })
+}
+
+fn statistics(request: &Request<'_>) -> Result<Operation, Problem> {
+    let parameters = Parameters::of_query(request, &["max_age_ms"])?;
+    expect_no_fields(request)?;
+    let max_age = parameters.integer("max_age_ms")?.map(Duration::from_millis);
+    Ok(Operation::Statistics { max_age })
+}
+
+fn set_statistics_interval(request: &Request<'_>) -> Result<Operation, Problem> {
+    Parameters::of_query(request, &[])?;
+    let fields = Fields::of_body(request, &["interval_seconds"])?;
+    let seconds = fields.integer("interval_seconds", "seconds", MAX_STATISTICS_INTERVAL_SECONDS)?;
+    let interval = (seconds != 0).then(|| Duration::from_secs(seconds));
+    Ok(Operation::SetStatisticsInterval { interval })
+}
+
+/// The parameters of a query, all of them known.
+struct Parameters<'a>(Vec<(&'a str, &'a str)>);
+
+impl<'a> Parameters<'a> {
+    fn of_query(request: &Request<'a>, known: &[&str]) -> Result<Self, Problem> {
+        let pairs: Vec<_> = request
+            .query
+            .unwrap_or_default()
+            .split('&')
+            .filter(|pair| !pair.is_empty())
+            .map(|pair| pair.split_once('=').unwrap_or((pair, "")))
+            .collect();
+        for (index, (name, _)) in pairs.iter().enumerate() {
+            let shown = name.escape_debug();
+            if !known.contains(name) {
+                let message = format!("{} has no query parameter '{shown}'", request.path);
+                return Err(Problem::new(Status::BadRequest, message).with_remedy(one_of(known)));
+            }
+            if pairs[..index].iter().any(|(earlier, _)| earlier == name) {
+                let message = format!("the query parameter '{shown}' occurs twice");
+                return Err(Problem::new(Status::BadRequest, message));
+            }
+        }
+        Ok(Self(pairs))
+    }
+
+    fn integer(&self, name: &str) -> Result<Option<u64>, Problem> {
+        let Some((_, text)) = self.0.iter().find(|(key, _)| *key == name) else {
+            return Ok(None);
+        };
+        text.parse().map(Some).map_err(|_| {
+            let message =
+                format!("the query parameter '{name}' is '{}', not a whole number", text.escape_debug());
+            Problem::new(Status::BadRequest, message)
+        })
+    }
+}
+
+fn one_of(known: &[&str]) -> String {
+    match known {
+        [] => "send none".to_owned(),
+        known => format!("known: {}", known.join(", ")),
+    }
+}
+
+/// The members of a JSON object, all of them known and each there once.
+///
+/// Not a derived Deserialize: its messages name the position in the text but not the field of a wrong type.
+struct Fields(Vec<(String, Value)>);
+
+impl Fields {
+    fn of_body(request: &Request<'_>, known: &[&str]) -> Result<Self, Problem> {
+        if request.body.trim_ascii().is_empty() {
+            let message = format!("{} {} needs a JSON object as its body", request.method, request.path);
+            return Err(Problem::new(Status::BadRequest, message)
+                .with_remedy(format!("send an object with {}", known.join(", "))));
+        }
+        let fields: Self = serde_json::from_slice(request.body).map_err(|error| match error.classify() {
+            serde_json::error::Category::Data => {
+                Problem::new(Status::UnprocessableContent, format!("the body is not a JSON object: {error}"))
+            }
+            _ => Problem::new(Status::BadRequest, format!("the body is not JSON: {error}")),
+        })?;
+        for (index, (name, _)) in fields.0.iter().enumerate() {
+            let shown = name.escape_debug();
+            if !known.contains(&name.as_str()) {
+                let message = format!("unknown field '{shown}' for {} {}", request.method, request.path);
+                return Err(Problem::new(Status::UnprocessableContent, message)
+                    .with_field(name.as_str())
+                    .with_remedy(one_of(known)));
+            }
+            if fields.0[..index].iter().any(|(earlier, _)| earlier == name) {
+                let message = format!("the field '{shown}' occurs twice");
+                return Err(Problem::new(Status::UnprocessableContent, message).with_field(name.as_str()));
+            }
+        }
+        Ok(fields)
+    }
+
+    /// The required whole number `name`, from 0 to `maximum`, in `unit`.
+    fn integer(&self, name: &'static str, unit: &str, maximum: u64) -> Result<u64, Problem> {
+        let problem = |message: String| Problem::new(Status::UnprocessableContent, message).with_field(name);
+        let wanted = format!("send a whole number of {unit}, from 0 to {maximum}");
+        let Some((_, value)) = self.0.iter().find(|(key, _)| key == name) else {
+            return Err(problem(format!("the field '{name}' is missing")).with_remedy(wanted));
+        };
+        match value.as_u64() {
+            Some(number) if number <= maximum => Ok(number),
+            _ => Err(problem(format!("the field '{name}' is {}", describe(value))).with_remedy(wanted)),
+        }
+    }
+}
+
+/// A value as an error shows it: short, with its type.
+fn describe(value: &Value) -> String {
+    match value {
+        Value::Null => "null".to_owned(),
+        Value::Bool(value) => value.to_string(),
+        Value::Number(number) if number.is_f64() => {
+            format!("the number {number}, which is not a whole one in range")
+        }
+        Value::Number(number) => format!("{number}, which is out of range"),
+        Value::String(text) if text.len() <= 40 => format!("the string {text:?}"),
+        Value::String(_) => "a string".to_owned(),
+        Value::Array(_) => "an array".to_owned(),
+        Value::Object(_) => "an object".to_owned(),
+    }
+}
+
+impl<'de> Deserialize<'de> for Fields {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(FieldsVisitor)
+    }
+}
+
+struct FieldsVisitor;
+
+impl<'de> Visitor<'de> for FieldsVisitor {
+    type Value = Fields;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Fields, A::Error> {
+        let mut members = Vec::new();
+        while let Some(member) = map.next_entry()? {
+            members.push(member);
+        }
+        Ok(Fields(members))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::reply::Persistence;
+    use super::*;
+
+    fn ask(method: &str, target: &str, body: &str) -> Result<Operation, Problem> {
+        let (path, query) = match target.split_once('?') {
+            Some((path, query)) => (path, Some(query)),
+            None => (target, None),
+        };
+        let persistence = Persistence::KeepAlive;
+        route(&Request { method, path, query, body: body.as_bytes(), persistence })
+    }
+
+    fn refused(method: &str, target: &str, body: &str) -> (u16, String) {
+        let problem = ask(method, target, body).unwrap_err();
+        (problem.status.code(), problem.detail.message)
+    }
+
+    #[test]
+    fn finds_every_operation() {
+        let interval = Some(Duration::from_secs(5));
+        for (method, target, body, operation) in [
+            ("GET", "/openapi.json", "", Operation::OpenApi),
+            ("GET", "/vm", "", Operation::VmInfo),
+            ("PUT", "/vm/pause", "", Operation::Pause),
+            ("PUT", "/vm/resume", "{}", Operation::Resume),
+            ("PUT", "/vm/power-button", " { } ", Operation::PowerButton),
+            ("PUT", "/vm/kill", "\n", Operation::Kill),
+            ("GET", "/balloon", "", Operation::Balloon),
+            ("PUT", "/balloon", r#"{"target_bytes": 4096}"#, Operation::SetBalloon { target_bytes: 4096 }),
+            ("GET", "/balloon/statistics", "", Operation::Statistics { max_age: None }),
+            (
+                "GET",
+                "/balloon/statistics?max_age_ms=1500",
+                "",
+                Operation::Statistics { max_age: Some(Duration::from_millis(1500)) },
+            ),
+            (
+                "PUT",
+                "/balloon/statistics-interval",
+                r#"{"interval_seconds": 5}"#,
+                Operation::SetStatisticsInterval { interval },
+            ),
+            (
+                "PUT",
+                "/balloon/statistics-interval",
+                r#"{"interval_seconds": 0}"#,
+                Operation::SetStatisticsInterval { interval: None },
+            ),
+            ("GET", "/metrics", "", Operation::Metrics),
+        ] {
+            assert_eq!(ask(method, target, body), Ok(operation), "{method} {target}");
+        }
+    }
+
+    #[test]
+    fn paths_are_exact_and_methods_are_told() {
+        for path in ["", "/", "/VM", "/vm/", "//vm", "/vm/nope", "*", "/%76m"] {
+            assert_eq!(refused("GET", path, "").0, 404, "{path}");
+        }
+        for (method, path, allow) in [
+            ("POST", "/vm", "GET"),
+            ("get", "/vm", "GET"),
+            ("HEAD", "/balloon", "GET, PUT"),
+            ("GET", "/vm/pause", "PUT"),
+        ] {
+            let problem = ask(method, path, "").unwrap_err();
+            assert_eq!(problem.status, Status::MethodNotAllowed, "{method} {path}");
+            assert_eq!(problem.allow.as_deref(), Some(allow), "{method} {path}");
+        }
+    }
+
+    #[test]
+    fn bad_bodies_are_named() {
+        for (body, status, part) in [
+            ("", 400, "needs a JSON object"),
+            ("{", 400, "not JSON"),
+            ("{\"target_bytes\": 4096} x", 400, "not JSON"),
+            ("\u{0}", 400, "not JSON"),
+            ("[1]", 422, "not a JSON object"),
+            ("{}", 422, "'target_bytes' is missing"),
+            (r#"{"target": 1}"#, 422, "unknown field 'target'"),
+            (r#"{"target_bytes": 1, "actual": 2}"#, 422, "unknown field 'actual'"),
+            (r#"{"target_bytes": 1, "target_bytes": 2}"#, 422, "twice"),
+            (r#"{"target_bytes": "4G"}"#, 422, "'target_bytes' is the string \"4G\""),
+            (r#"{"target_bytes": -1}"#, 422, "-1, which is out of range"),
+            (r#"{"target_bytes": 1.5}"#, 422, "1.5"),
+            (r#"{"target_bytes": 18446744073709551616}"#, 422, "target_bytes"),
+            (r#"{"target_bytes": null}"#, 422, "is null"),
+            (r#"{"target_bytes": true}"#, 422, "is true"),
+            (r#"{"target_bytes": [4096]}"#, 422, "an array"),
+            (r#"{"target_bytes": {}}"#, 422, "an object"),
+        ] {
+            let (code, message) = refused("PUT", "/balloon", body);
+            assert_eq!(code, status, "{body}: {message}");
+            assert!(message.contains(part), "{body}: {message}");
+        }
+        let (code, message) =
+            refused("PUT", "/balloon/statistics-interval", r#"{"interval_seconds": 86401}"#);
+        assert_eq!(code, 422);
+        assert!(message.contains("86401"), "{message}");
+        assert_eq!(refused("PUT", "/vm/pause", r#"{"force": true}"#).0, 422);
+        assert_eq!(refused("GET", "/balloon", r#"{"target_bytes": 4096}"#).0, 400);
+        let deep = "[".repeat(10_000);
+        assert_eq!(refused("PUT", "/balloon", &format!("{{\"target_bytes\": {deep}")).0, 400);
+    }
+
+    #[test]
+    fn bad_queries_are_named() {
+        for (target, part) in [
+            ("/vm?x", "'x'"),
+            ("/balloon/statistics?max_age=5", "'max_age'"),
+            ("/balloon/statistics?max_age_ms=-5", "'-5'"),
+            ("/balloon/statistics?max_age_ms=", "''"),
+            ("/balloon/statistics?max_age_ms=1&max_age_ms=2", "twice"),
+        ] {
+            let (code, message) = refused("GET", target, "");
+            assert_eq!(code, 400, "{target}");
+            assert!(message.contains(part), "{target}: {message}");
+        }
+        assert_eq!(ask("GET", "/vm?", ""), Ok(Operation::VmInfo));
+    }
+}

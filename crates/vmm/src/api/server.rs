@@ -1,0 +1,332 @@
+//! The socket and its thread.
+//!
+//! System calls of the thread, for its seccomp list: `poll` or `ppoll`, `accept4`, `recvfrom`, `sendto`, `shutdown`,
+//! `close`, `clock_gettime`, memory allocation (`brk`, `mmap`, `munmap`, `mremap`, `madvise`), `futex`, the end of a
+//! thread, and whatever the [`VmControl`] does. The socket is bound and removed by the owner's thread.
+
+use std::fmt;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
+use rustix::net::{SendFlags, SocketFlags};
+
+use super::connection::{Connection, Fate};
+use super::control::VmControl;
+use super::reply::{BodyMode, Persistence, Problem, Reply, Status};
+
+mod socket;
+
+use socket::BoundSocket;
+
+/// How often the guest's answer is looked for while a client waits for it.
+const GUEST_POLL_INTERVAL: Duration = Duration::from_millis(5);
+
+/// How long new clients wait after an accept failed for lack of file descriptors or memory.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// How long replies are still sent when the server ends.
+const FINISH_TIME_LIMIT: Duration = Duration::from_millis(200);
+
+/// The thread needs little: requests are parsed from and replies written to the heap.
+const STACK_BYTES: usize = 256 << 10;
+
+/// Limits on clients, so that a slow or hostile one costs little and blocks nobody.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Most connections at a time. When they are used up, an idle one is closed for a new one.
+    pub connections: usize,
+    /// From the first byte of a request to its last.
+    pub request: Duration,
+    /// From the first byte of a reply to its last.
+    pub reply: Duration,
+    /// Between two requests.
+    pub idle: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            connections: 16,
+            request: Duration::from_secs(5),
+            reply: Duration::from_secs(5),
+            idle: Duration::from_secs(60),
+        }
+    }
+}
+
+/// Why the API cannot be served.
+#[derive(Debug, thiserror::Error)]
+pub enum ApiError {
+    /// The path does not fit into a socket address, or has a zero byte.
+    #[error(
+        "the API socket path {path:?} cannot be used: it has {length} bytes, and at most 107 without zeros are possible; choose a shorter one"
+    )]
+    BadPath {
+        /// What was asked.
+        path: PathBuf,
+        /// Its length in bytes.
+        length: usize,
+    },
+    /// The folder is not there.
+    #[error(
+        "the API socket {path:?} cannot be created: its folder does not exist; create it or choose another path"
+    )]
+    NoFolder {
+        /// What was asked.
+        path: PathBuf,
+    },
+    /// The folder may not be written.
+    #[error(
+        "the API socket {path:?} cannot be created: no permission; choose a folder that this user may write"
+    )]
+    PermissionDenied {
+        /// What was asked.
+        path: PathBuf,
+    },
+    /// Another monitor (or other program) listens there.
+    #[error(
+        "the API socket {path:?} is in use by another process; choose another path or end that process first"
+    )]
+    InUse {
+        /// What was asked.
+        path: PathBuf,
+    },
+    /// Something else has this name.
+    #[error(
+        "{path:?} exists and is not a socket; choose another path for the API socket or remove that file"
+    )]
+    NotASocket {
+        /// What was asked.
+        path: PathBuf,
+    },
+    /// Anything else.
+    #[error("cannot {what} for the API socket {path:?}: {source}")]
+    Io {
+        /// What was attempted.
+        what: &'static str,
+        /// What was asked.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+}
+
+/// The API of one machine: a thread behind a socket. Dropping it sends the replies that are under way, ends the thread
+/// and removes the socket.
+pub struct ApiServer {
+    socket: BoundSocket,
+    stop: Arc<OwnedFd>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl ApiServer {
+    /// Serves `vm` on the socket `path`, with mode 0600. A socket that nobody listens on any more is replaced.
+    pub fn start(path: &Path, vm: Arc<dyn VmControl>) -> Result<Self, ApiError> {
+        Self::start_with(path, vm, Limits::default(), || ())
+    }
+
+    /// Like [`start`](Self::start), with other limits and something to do on the new thread before it serves anybody,
+    /// for example to install a seccomp filter.
+    pub fn start_with(
+        path: &Path,
+        vm: Arc<dyn VmControl>,
+        limits: Limits,
+        on_thread_start: impl FnOnce() + Send + 'static,
+    ) -> Result<Self, ApiError> {
+        let io_error = |what| {
+            let path = path.to_owned();
+            move |source: io::Error| ApiError::Io { what, path, source }
+        };
+        let (socket, listener) = BoundSocket::bind(path)?;
+        let stop = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|errno| io_error("create an event")(errno.into()))?;
+        let stop = Arc::new(stop);
+        let service = Service {
+            listener,
+            stop: Arc::clone(&stop),
+            vm,
+            limits,
+            connections: Vec::new(),
+            accept_after: None,
+        };
+        let thread = std::thread::Builder::new()
+            .name("api".to_owned())
+            .stack_size(STACK_BYTES)
+            .spawn(move || {
+                on_thread_start();
+                service.run();
+            })
+            .map_err(io_error("start the thread"))?;
+        Ok(Self { socket, stop, thread: Some(thread) })
+    }
+
+    /// Where the socket is.
+    pub fn path(&self) -> &Path {
+        self.socket.path()
+    }
+}
+
+impl fmt::Debug for ApiServer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ApiServer").field("path", &self.path()).finish_non_exhaustive()
+    }
+}
+
+impl Drop for ApiServer {
+    fn drop(&mut self) {
+        // First, so that a client that comes from now on sees no socket rather than a dying one.
+        self.socket.remove();
+        // Adding one to a counter of zero cannot fail.
+        let _ = rustix::io::write(&*self.stop, &1_u64.to_ne_bytes());
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("the API thread has panicked");
+        }
+    }
+}
+
+/// What the thread owns.
+struct Service {
+    listener: OwnedFd,
+    stop: Arc<OwnedFd>,
+    vm: Arc<dyn VmControl>,
+    limits: Limits,
+    connections: Vec<Connection>,
+    /// No new clients before this time.
+    accept_after: Option<Instant>,
+}
+
+/// What poll has reported.
+struct Ready {
+    stop: PollFlags,
+    listener: PollFlags,
+    connections: Vec<PollFlags>,
+}
+
+impl Service {
+    fn run(mut self) {
+        loop {
+            let ready = match self.wait() {
+                Ok(ready) => ready,
+                Err(Errno::INTR | Errno::AGAIN) => continue,
+                Err(errno) => {
+                    tracing::error!("the API ends, because poll has failed: {errno}");
+                    return;
+                }
+            };
+            if !ready.stop.is_empty() {
+                break;
+            }
+            let now = Instant::now();
+            let vm = &*self.vm;
+            let mut events = ready.connections.into_iter();
+            self.connections.retain_mut(|connection| {
+                let ready = events.next().unwrap_or(PollFlags::empty());
+                connection.on_ready(ready, vm, now) == Fate::Keep && connection.on_time(vm, now) == Fate::Keep
+            });
+            if !ready.listener.is_empty() {
+                self.accept(now);
+            }
+        }
+        self.finish();
+    }
+
+    fn wait(&mut self) -> Result<Ready, Errno> {
+        let now = Instant::now();
+        self.accept_after = self.accept_after.filter(|after| now < *after);
+        let listen = if self.accept_after.is_some() { PollFlags::empty() } else { PollFlags::IN };
+        let mut descriptors = Vec::with_capacity(2 + self.connections.len());
+        descriptors.push(PollFd::new(&*self.stop, PollFlags::IN));
+        descriptors.push(PollFd::new(&self.listener, listen));
+        for connection in &self.connections {
+            descriptors.push(PollFd::new(connection.socket(), connection.interest()));
+        }
+        rustix::event::poll(&mut descriptors, self.timeout(now).map(to_timespec).as_ref())?;
+        Ok(Ready {
+            stop: descriptors[0].revents(),
+            listener: descriptors[1].revents(),
+            connections: descriptors[2..].iter().map(PollFd::revents).collect(),
+        })
+    }
+
+    /// Time until something has to be done without an event; `None` for never.
+    fn timeout(&self, now: Instant) -> Option<Duration> {
+        let connections = self.connections.iter().map(|connection| {
+            if connection.awaits_guest() {
+                GUEST_POLL_INTERVAL
+            } else {
+                connection.deadline().saturating_duration_since(now)
+            }
+        });
+        let accept = self.accept_after.map(|after| after.saturating_duration_since(now));
+        connections.chain(accept).min()
+    }
+
+    fn accept(&mut self, now: Instant) {
+        match rustix::net::accept_with(&self.listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+            Ok(socket) => self.admit(socket, now),
+            Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => {}
+            Err(errno) => {
+                tracing::warn!("cannot accept an API client: {errno}");
+                self.accept_after = Some(now + ACCEPT_PAUSE);
+            }
+        }
+    }
+
+    fn admit(&mut self, socket: OwnedFd, now: Instant) {
+        if self.connections.len() >= self.limits.connections {
+            // The idle one with the earliest deadline has been idle longest.
+            let idlest = (0..self.connections.len())
+                .filter(|index| self.connections[*index].is_idle())
+                .min_by_key(|index| self.connections[*index].deadline());
+            let Some(idlest) = idlest else {
+                let message = format!("all {} API connections are in use", self.limits.connections);
+                let problem =
+                    Problem::new(Status::ServiceUnavailable, message).with_remedy("try again in a moment");
+                let bytes = Reply::from(problem).encode(Persistence::Close, BodyMode::Full);
+                // It fits into the empty buffer of a new socket; a client that is gone already misses nothing.
+                let _ = rustix::net::send(&socket, &bytes, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
+                return;
+            };
+            self.connections.swap_remove(idlest);
+        }
+        self.connections.push(Connection::new(socket, self.limits, now));
+    }
+
+    /// Sends the replies that are under way, for a short while.
+    fn finish(mut self) {
+        let end = Instant::now() + FINISH_TIME_LIMIT;
+        loop {
+            let now = Instant::now();
+            self.connections.retain_mut(|connection| {
+                connection.end(now) && connection.send_some(now) == Fate::Keep && connection.end(now)
+            });
+            if self.connections.is_empty() || now >= end {
+                return;
+            }
+            let mut descriptors: Vec<_> = self
+                .connections
+                .iter()
+                .map(|connection| PollFd::new(connection.socket(), PollFlags::OUT))
+                .collect();
+            // Whatever it returns, the loop goes on until the time is up.
+            let _ = rustix::event::poll(&mut descriptors, Some(&to_timespec(end - now)));
+        }
+    }
+}
+
+fn to_timespec(duration: Duration) -> Timespec {
+    // Rounded up to a millisecond: waking up just before a deadline would cost another round.
+    let rounded = duration + Duration::from_millis(1);
+    Timespec {
+        tv_sec: i64::try_from(rounded.as_secs()).unwrap_or(i64::MAX),
+        tv_nsec: i64::from(rounded.subsec_nanos()),
+    }
+}

@@ -1,0 +1,194 @@
+//! The socket's file and the server's end.
+
+use std::fs;
+use std::io::Write as _;
+use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _, symlink};
+use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ebb_vmm::api::{ApiError, ApiServer, Client, ClientError, VmInfo};
+
+use crate::double::{Mood, TestVm};
+use crate::wire::{PATIENCE, read_answers, request, serve};
+
+fn start(path: &Path) -> Result<ApiServer, ApiError> {
+    ApiServer::start(path, Arc::new(TestVm::new(Mood::Willing)))
+}
+
+fn get(path: &Path) -> Result<VmInfo, ClientError> {
+    Client::new(path, PATIENCE).get("/vm")
+}
+
+#[test]
+fn only_its_owner_may_use_it_and_it_goes_with_the_server() {
+    let mut served = serve(Mood::Willing);
+    let metadata = fs::symlink_metadata(&served.path).unwrap();
+    assert!(metadata.file_type().is_socket());
+    assert_eq!(metadata.permissions().mode() & 0o777, 0o600);
+    assert_eq!(served.server.as_ref().unwrap().path(), served.path);
+    drop(served.server.take());
+    assert!(!served.path.exists());
+}
+
+#[test]
+fn a_live_socket_is_refused_and_lives_on() {
+    let served = serve(Mood::Willing);
+    let error = start(&served.path).unwrap_err();
+    assert!(matches!(&error, ApiError::InUse { path } if *path == served.path), "{error:?}");
+    assert!(error.to_string().contains("in use"), "{error}");
+    get(&served.path).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("datagram");
+    let _other = UnixDatagram::bind(&path).unwrap();
+    assert!(matches!(start(&path), Err(ApiError::InUse { .. })));
+    assert!(path.exists());
+}
+
+#[test]
+fn a_stale_socket_is_replaced() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("api.sock");
+    drop(UnixListener::bind(&path).unwrap());
+    assert!(path.exists());
+    let server = start(&path).unwrap();
+    get(&path).unwrap();
+    drop(server);
+    assert!(!path.exists());
+}
+
+#[test]
+fn other_files_are_left_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("file");
+    fs::write(&file, "precious").unwrap();
+    let link = folder.path().join("link");
+    symlink("nowhere", &link).unwrap();
+    for path in [&file, &link, &folder.path().to_owned()] {
+        let error = start(path).unwrap_err();
+        assert!(matches!(error, ApiError::NotASocket { .. }), "{error:?}");
+        assert!(error.to_string().contains(&format!("{path:?}")), "{error}");
+    }
+    assert_eq!(fs::read_to_string(&file).unwrap(), "precious");
+    assert_eq!(fs::read_link(&link).unwrap(), Path::new("nowhere"));
+}
+
+#[test]
+fn impossible_paths_are_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let missing = folder.path().join("missing/api.sock");
+    assert!(matches!(start(&missing), Err(ApiError::NoFolder { path }) if path == missing));
+    let long = folder.path().join("a".repeat(120));
+    assert!(matches!(start(&long), Err(ApiError::BadPath { length, .. }) if length > 120));
+    assert!(matches!(start(Path::new("")), Err(ApiError::BadPath { .. })));
+    assert!(matches!(start(Path::new("a\0b")), Err(ApiError::BadPath { .. })));
+}
+
+#[test]
+fn another_file_that_took_the_name_survives_the_server() {
+    let served = serve(Mood::Willing);
+    fs::remove_file(&served.path).unwrap();
+    fs::write(&served.path, "precious").unwrap();
+    let path = served.path.clone();
+    let mut served = served;
+    drop(served.server.take());
+    assert_eq!(fs::read_to_string(&path).unwrap(), "precious");
+}
+
+#[test]
+fn of_many_that_start_at_once_over_a_stale_socket_one_gets_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("api.sock");
+    drop(UnixListener::bind(&path).unwrap());
+    let servers: Vec<_> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..8).map(|_| scope.spawn(|| start(&path))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    assert_eq!(servers.iter().filter(|server| server.is_ok()).count(), 1);
+    get(&path).unwrap();
+}
+
+#[test]
+fn the_end_answers_those_who_wait_and_drops_the_idle() {
+    let mut served = serve(Mood::Silent);
+    let mut idle = served.connect();
+    let mut waiting = served.connect();
+    waiting.write_all(request("GET", "/balloon/statistics", "").as_bytes()).unwrap();
+    served.vm.wait_for_requests(1);
+    drop(served.server.take());
+    let answers = read_answers(&mut waiting);
+    assert_eq!(answers.len(), 1);
+    assert_eq!(answers[0].status, 503);
+    assert!(read_answers(&mut idle).is_empty());
+}
+
+#[test]
+fn the_thread_can_be_prepared_before_it_serves() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("api.sock");
+    let (sender, receiver) = std::sync::mpsc::channel();
+    let prepare = move || sender.send(std::thread::current().name().map(str::to_owned)).unwrap();
+    let vm = Arc::new(TestVm::new(Mood::Willing));
+    let _server = ApiServer::start_with(&path, vm, ebb_vmm::api::server::Limits::default(), prepare).unwrap();
+    assert_eq!(receiver.recv_timeout(PATIENCE).unwrap().as_deref(), Some("api"));
+}
+
+#[test]
+fn the_client_says_what_is_wrong_with_a_socket() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    let missing = path("missing");
+    let error = get(&missing).unwrap_err();
+    assert!(matches!(&error, ClientError::NoSocket { path } if *path == missing), "{error:?}");
+    assert!(error.to_string().contains("--api"), "{error}");
+    fs::write(path("file"), "").unwrap();
+    assert!(matches!(get(&path("file")), Err(ClientError::NotASocket { .. })));
+    assert!(matches!(get(folder.path()), Err(ClientError::NotASocket { .. })));
+    drop(UnixListener::bind(path("stale")).unwrap());
+    assert!(matches!(get(&path("stale")), Err(ClientError::NobodyListens { .. })));
+    assert!(matches!(get(&path(&"a".repeat(200))), Err(ClientError::PathTooLong { .. })));
+}
+
+/// Lets something that is not a monitor answer one client with `reply`.
+fn impostor(reply: &'static [u8]) -> ClientError {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("impostor");
+    let listener = UnixListener::bind(&path).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let (mut stream, _): (UnixStream, _) = listener.accept().unwrap();
+            let _ = std::io::Read::read(&mut stream, &mut [0; 4096]);
+            let _ = stream.write_all(reply);
+        });
+        get(&path).unwrap_err()
+    })
+}
+
+#[test]
+fn the_client_knows_an_impostor() {
+    for reply in [
+        &b""[..],
+        b"SSH-2.0-OpenSSH_9.2p1\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\nServer: nginx\r\nContent-Length: 2\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\nServer: ebb/9\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\nServer: ebb/9\r\nContent-Length: 99999999999\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\nServer: ebb/9\r\nContent-Length: 20\r\n\r\n{}",
+    ] {
+        let error = impostor(reply);
+        assert!(matches!(error, ClientError::NotEbb { .. }), "{}: {error:?}", reply.escape_ascii());
+    }
+    let other_version = impostor(b"HTTP/1.1 200 OK\r\nServer: ebb/9\r\nContent-Length: 2\r\n\r\n{}");
+    assert!(matches!(other_version, ClientError::Unexpected { .. }), "{other_version:?}");
+}
+
+#[test]
+fn the_client_gives_up_on_a_monitor_that_does_not_answer() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("stopped");
+    let _listener = UnixListener::bind(&path).unwrap();
+    let error = Client::new(&path, Duration::from_millis(50)).get::<VmInfo>("/vm").unwrap_err();
+    assert!(matches!(error, ClientError::TimedOut { .. }), "{error:?}");
+    assert!(error.to_string().contains("50 ms"), "{error}");
+}
