@@ -1,4 +1,30 @@
-//! The Ebb virtual machine monitor.
+//! The Ebb virtual machine monitor for x86_64 on KVM.
+//!
+//! [`vm::run`] takes a [`config::VmConfig`] and runs a guest to its end. The parts, from the guest's side outwards:
+//!
+//! | module | what |
+//! | --- | --- |
+//! | [`layout`] | where things are in guest-physical memory |
+//! | [`boot`] | kernel, initrd, command line, entry protocols |
+//! | [`acpi`] | the tables that announce devices, vCPUs, NUMA nodes |
+//! | [`cpu`] | CPUID, registers, vCPU threads |
+//! | [`devices`] | buses, serial line, platform registers, virtio over memory-mapped registers |
+//! | [`vm`] | the whole machine: built, run, paused, reset |
+//! | [`api`] | the control socket |
+//! | [`seccomp`] | system call filters |
+//! | [`probe`] | whether this machine's KVM can run guests |
 
+pub mod acpi;
 pub mod api;
+pub mod boot;
+pub mod config;
+pub mod cpu;
+pub mod devices;
+mod event;
+pub mod exit;
+pub mod guest_log;
+pub mod layout;
+// pub mod probe;
+pub mod seccomp;
 pub mod size;
+pub mod vm;

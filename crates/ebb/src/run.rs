@@ -1,0 +1,123 @@
+//! `ebb run`: a virtual machine in the foreground.
+
+use std::io::IsTerminal;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::ValueEnum;
+use ebb_vmm::config::options::{self, BALLOON_FORM, DISK_FORM, MEMORY_FORM, NUMA_FORM, SERIAL_FORM};
+use ebb_vmm::config::{
+    ConfigError, DiskConfig, MemoryConfig, NumaNodeConfig, RebootAction, SerialConfig, Switch, VmConfig,
+};
+
+const AFTER_HELP: &str = "\
+Sizes take K, M, G and T for powers of 1024.
+
+Exit codes: 0 the guest powered off, 1 it could not be started, 2 wrong usage, 3 it rebooted (with --on-reboot exit),
+4 it crashed (triple fault, or a kernel panic that the pvpanic driver told), 5 KVM or the monitor failed, 6 ended by
+SIGTERM, SIGINT, SIGHUP or Ctrl-A x, 7 killed through the API.
+
+Example: ebb run --kernel /boot/vmlinuz-6.1.0-amd64 --initrd guest.cpio --cmdline 'console=ttyS0' --memory 1G \\
+             --api /run/ebb.sock";
+
+/// Runs a virtual machine until its guest ends.
+#[derive(Debug, clap::Args)]
+#[command(after_help = AFTER_HELP)]
+pub struct Args {
+    /// Kernel: a bzImage (/boot/vmlinuz-*) or an ELF vmlinux; the latter starts faster (see `ebb extract-vmlinux`)
+    #[arg(long, value_name = "FILE")]
+    kernel: PathBuf,
+    /// Initial RAM file system
+    #[arg(long, value_name = "FILE")]
+    initrd: Option<PathBuf>,
+    /// Kernel command line
+    #[arg(long, value_name = "TEXT", default_value = "console=ttyS0")]
+    cmdline: String,
+    /// Number of vCPUs
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    cpus: u8,
+    /// Guest memory
+    #[arg(long, value_name = MEMORY_FORM, default_value = "512M")]
+    memory: MemoryConfig,
+    /// A NUMA node of the guest; give one for each node
+    #[arg(long, value_name = NUMA_FORM)]
+    numa: Vec<NumaNodeConfig>,
+    /// The balloon device
+    #[arg(long, value_name = BALLOON_FORM, default_value = "reporting=on")]
+    balloon: String,
+    /// A raw disk image; give one for each disk
+    #[arg(long, value_name = DISK_FORM)]
+    disk: Vec<DiskConfig>,
+    /// An entropy device
+    #[arg(long)]
+    rng: bool,
+    /// The guest's first serial line [default: tty on a terminal, else stdio]
+    #[arg(long, value_name = SERIAL_FORM)]
+    serial: Option<SerialConfig>,
+    /// Socket for `ebb ctl`
+    #[arg(long, value_name = "PATH")]
+    api: Option<PathBuf>,
+    /// System call filters
+    #[arg(long, value_enum, default_value_t = Toggle::On)]
+    seccomp: Toggle,
+    /// What a reboot of the guest does: start it again, or end the monitor
+    #[arg(long, value_enum, default_value_t = OnReboot::Reset)]
+    on_reboot: OnReboot,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum Toggle {
+    On,
+    Off,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum OnReboot {
+    Reset,
+    Exit,
+}
+
+impl Args {
+    fn into_config(self) -> Result<VmConfig, ConfigError> {
+        let switch = |on| if on { Switch::On } else { Switch::Off };
+        let interactive = std::io::stdin().is_terminal();
+        let config = VmConfig {
+            kernel: self.kernel,
+            initrd: self.initrd,
+            cmdline: self.cmdline,
+            cpus: self.cpus,
+            memory: self.memory,
+            numa: self.numa,
+            balloon: options::parse_balloon(&self.balloon)?,
+            disks: self.disk,
+            rng: switch(self.rng),
+            serial: self.serial.unwrap_or(if interactive { SerialConfig::Tty } else { SerialConfig::Stdio }),
+            api: self.api,
+            seccomp: switch(matches!(self.seccomp, Toggle::On)),
+            on_reboot: match self.on_reboot {
+                OnReboot::Reset => RebootAction::Reset,
+                OnReboot::Exit => RebootAction::Exit,
+            },
+        };
+        config.validate()?;
+        Ok(config)
+    }
+}
+
+/// Runs the guest; the exit code says how it ended.
+pub fn run(args: Args) -> anyhow::Result<ExitCode> {
+    let config = match args.into_config() {
+        Ok(config) => config,
+        Err(error) => {
+            eprintln!("ebb: {error}");
+            return Ok(ExitCode::from(2));
+        }
+    };
+    let exit = ebb_vmm::vm::run(config)?;
+    if exit.code() == 0 {
+        tracing::info!("{exit}");
+    } else {
+        eprintln!("ebb: {exit}");
+    }
+    Ok(ExitCode::from(exit.code()))
+}

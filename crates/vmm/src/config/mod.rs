@@ -1,0 +1,289 @@
+//! What a virtual machine is made of, as its owner asks for it.
+//!
+//! The types here are plain values: they are checked against each other by [`VmConfig::validate`] before anything is
+//! opened, mapped or started, so that a wrong request costs nothing. [`options`] reads them from `key=value` text.
+
+pub mod options;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use ebb_guest_ram::{Backing, HugePages, Populate};
+use thiserror::Error;
+
+use crate::size::ByteSize;
+
+/// Bytes in the smallest amount of RAM a guest can be given.
+pub const MIN_MEMORY_BYTES: u64 = 16 << 20;
+/// Granularity of guest RAM and of NUMA nodes, in bytes: one huge page, so that no huge page is shared by two nodes.
+pub const MEMORY_ALIGNMENT_BYTES: u64 = 2 << 20;
+/// Most vCPUs a guest can have: local APIC ids are 8 bits wide in the MADT entries and 255 is the broadcast id.
+pub const MAX_VCPUS: u8 = 254;
+
+/// A request that contradicts itself or that this monitor cannot fulfil.
+#[derive(Debug, Error, PartialEq, Eq)]
+#[error("{option}: {problem}; {remedy}")]
+pub struct ConfigError {
+    /// The option as it is written on the command line, `--memory` for example.
+    pub option: String,
+    /// What is wrong.
+    pub problem: String,
+    /// What to do about it.
+    pub remedy: String,
+}
+
+impl ConfigError {
+    pub(crate) fn new(option: &str, problem: impl Into<String>, remedy: impl Into<String>) -> Self {
+        Self { option: option.to_owned(), problem: problem.into(), remedy: remedy.into() }
+    }
+}
+
+/// A whole virtual machine.
+#[derive(Debug, Clone)]
+pub struct VmConfig {
+    /// bzImage, or ELF vmlinux (entered through its PVH note where it has one).
+    pub kernel: PathBuf,
+    /// Initial RAM file system.
+    pub initrd: Option<PathBuf>,
+    /// Kernel command line.
+    pub cmdline: String,
+    /// Number of vCPUs.
+    pub cpus: u8,
+    /// Guest RAM.
+    pub memory: MemoryConfig,
+    /// Guest NUMA nodes; empty for a guest without NUMA tables.
+    pub numa: Vec<NumaNodeConfig>,
+    /// The balloon device; `None` leaves it out.
+    pub balloon: Option<BalloonDeviceConfig>,
+    /// Block devices in the order in which the guest sees them.
+    pub disks: Vec<DiskConfig>,
+    /// Whether the guest gets a virtio entropy device.
+    pub rng: Switch,
+    /// Where the guest's first serial line goes.
+    pub serial: SerialConfig,
+    /// Path of the API socket.
+    pub api: Option<PathBuf>,
+    /// Whether system calls are filtered.
+    pub seccomp: Switch,
+    /// What a reboot of the guest does.
+    pub on_reboot: RebootAction,
+}
+
+/// On or off.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Switch {
+    /// The feature is in use.
+    On,
+    /// The feature is not in use.
+    #[default]
+    Off,
+}
+
+impl Switch {
+    /// `true` for [`Switch::On`].
+    pub fn is_on(self) -> bool {
+        self == Self::On
+    }
+}
+
+/// Guest RAM.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MemoryConfig {
+    /// Size in bytes.
+    pub size: ByteSize,
+    /// What the host backs it with.
+    pub backing: Backing,
+    /// Transparent huge pages; has no meaning for [`Backing::Hugetlb2M`].
+    pub huge_pages: HugePages,
+    /// Whether the host allocates all of it before the guest starts.
+    pub populate: Populate,
+}
+
+/// One NUMA node of the guest.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NumaNodeConfig {
+    /// RAM of the node, in bytes.
+    pub size: ByteSize,
+    /// vCPUs of the node.
+    pub cpus: Vec<u8>,
+    /// Host node that the RAM is bound to; `None` leaves it to the host.
+    pub host_node: Option<u32>,
+    /// Distance to every node in order, this one included (10); `None` means 10 to itself and 20 to others.
+    pub distances: Option<Vec<u8>>,
+}
+
+/// The balloon device (virtio 1.3 section 5.5).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BalloonDeviceConfig {
+    /// Balloon size to ask for at start, in bytes.
+    pub size: ByteSize,
+    /// Free page reporting.
+    pub reporting: Switch,
+    /// Free page hinting.
+    pub hinting: Switch,
+    /// Whether the guest may take pages back when it runs out of memory.
+    pub deflate_on_oom: Switch,
+    /// Whether the guest may announce a page poison value.
+    pub poison: Switch,
+    /// The statistics queue.
+    pub statistics: Switch,
+    /// How often statistics are asked for; `None`: only when somebody asks.
+    pub statistics_interval: Option<Duration>,
+}
+
+impl Default for BalloonDeviceConfig {
+    fn default() -> Self {
+        Self {
+            size: ByteSize::from_bytes(0),
+            reporting: Switch::On,
+            hinting: Switch::On,
+            deflate_on_oom: Switch::On,
+            poison: Switch::On,
+            statistics: Switch::On,
+            statistics_interval: None,
+        }
+    }
+}
+
+/// A raw disk image.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DiskConfig {
+    /// Image file or block device.
+    pub path: PathBuf,
+    /// Refuse the guest's writes.
+    pub readonly: Switch,
+}
+
+/// Where the guest's first serial line goes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum SerialConfig {
+    /// Standard input and output as they are, for programs.
+    Stdio,
+    /// The terminal on standard input and output, in raw mode until the monitor ends.
+    Tty,
+    /// Output into a file, no input.
+    File(PathBuf),
+    /// Nowhere.
+    Null,
+}
+
+/// What a reboot of the guest does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum RebootAction {
+    /// The guest starts again in the same process, with its memory given back to the host first.
+    #[default]
+    Reset,
+    /// The monitor ends with the exit code for a reboot.
+    Exit,
+}
+
+impl VmConfig {
+    /// Checks the request for contradictions. Files are not looked at.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        let size = self.memory.size.bytes();
+        if size < MIN_MEMORY_BYTES {
+            return Err(ConfigError::new(
+                "--memory",
+                format!("size={} is too little for a Linux guest", self.memory.size),
+                format!("give at least {}", ByteSize::from_bytes(MIN_MEMORY_BYTES)),
+            ));
+        }
+        check_alignment("--memory", self.memory.size)?;
+        if self.cpus == 0 || self.cpus > MAX_VCPUS {
+            return Err(ConfigError::new(
+                "--cpus",
+                format!("{} vCPUs cannot be made", self.cpus),
+                format!("give a number from 1 to {MAX_VCPUS}"),
+            ));
+        }
+        if self.cmdline.contains('\0') {
+            return Err(ConfigError::new("--cmdline", "it contains a NUL character", "remove it"));
+        }
+        if let Some(balloon) = &self.balloon
+            && balloon.size.bytes() > size
+        {
+            return Err(ConfigError::new(
+                "--balloon",
+                format!("size={} is larger than the guest's RAM of {}", balloon.size, self.memory.size),
+                "give a smaller balloon or more --memory",
+            ));
+        }
+        self.validate_numa()
+    }
+
+    fn validate_numa(&self) -> Result<(), ConfigError> {
+        if self.numa.is_empty() {
+            return Ok(());
+        }
+        let error = |problem: String, remedy: &str| Err(ConfigError::new("--numa", problem, remedy));
+        let mut total = 0u64;
+        let mut owner = vec![None; usize::from(self.cpus)];
+        for (node, config) in self.numa.iter().enumerate() {
+            check_alignment("--numa", config.size)?;
+            if config.size.bytes() == 0 {
+                return error(format!("node {node} has no memory"), "give each node a size above zero");
+            }
+            total = total.saturating_add(config.size.bytes());
+            for &cpu in &config.cpus {
+                match owner.get_mut(usize::from(cpu)) {
+                    None => {
+                        return error(
+                            format!("node {node} names vCPU {cpu}, but the guest has {} vCPUs", self.cpus),
+                            "number vCPUs from 0, or raise --cpus",
+                        );
+                    }
+                    Some(Some(first)) => {
+                        return error(
+                            format!("vCPU {cpu} is in node {first} and in node {node}"),
+                            "name each vCPU in one node only",
+                        );
+                    }
+                    Some(slot) => *slot = Some(node),
+                }
+            }
+            if let Some(distances) = &config.distances {
+                if distances.len() != self.numa.len() {
+                    return error(
+                        format!("node {node} has {} distances for {} nodes", distances.len(), self.numa.len()),
+                        "give one distance for each node, itself included",
+                    );
+                }
+                for (other, &distance) in distances.iter().enumerate() {
+                    if (other == node) != (distance == 10) || distance < 10 {
+                        return error(
+                            format!("distance {distance} from node {node} to node {other}"),
+                            "use 10 for the node itself and 11 to 254 for others",
+                        );
+                    }
+                }
+            }
+        }
+        if let Some(cpu) = owner.iter().position(Option::is_none) {
+            return error(format!("vCPU {cpu} is in no node"), "name each vCPU in one node");
+        }
+        if total != self.memory.size.bytes() {
+            return error(
+                format!("the nodes have {} together, the guest has {}", ByteSize::from_bytes(total), self.memory.size),
+                "make both equal",
+            );
+        }
+        Ok(())
+    }
+}
+
+fn check_alignment(option: &str, size: ByteSize) -> Result<(), ConfigError> {
+    if size.bytes().is_multiple_of(MEMORY_ALIGNMENT_BYTES) {
+        return Ok(());
+    }
+    Err(ConfigError::new(
+        option,
+        format!("size={size} is not a multiple of {}", ByteSize::from_bytes(MEMORY_ALIGNMENT_BYTES)),
+        format!(
+            "use {} for example",
+            ByteSize::from_bytes(size.bytes().next_multiple_of(MEMORY_ALIGNMENT_BYTES).max(MIN_MEMORY_BYTES))
+        ),
+    ))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,243 @@
+//! `key=value,key=value` options in the style of Cloud Hypervisor.
+
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+
+use ebb_guest_ram::{Backing, HugePages, Populate};
+
+use super::{
+    BalloonDeviceConfig, ConfigError, DiskConfig, MemoryConfig, NumaNodeConfig, SerialConfig, Switch,
+};
+use crate::size::ByteSize;
+
+/// The pairs of one option. Every key must be taken exactly once; what is left over is an error.
+struct Pairs<'a> {
+    option: &'static str,
+    valid: &'static str,
+    pairs: Vec<(&'a str, &'a str)>,
+}
+
+impl<'a> Pairs<'a> {
+    fn parse(option: &'static str, valid: &'static str, text: &'a str) -> Result<Self, ConfigError> {
+        let mut pairs: Vec<(&str, &str)> = Vec::new();
+        for part in text.split(',').filter(|part| !part.is_empty()) {
+            let Some((key, value)) = part.split_once('=') else {
+                return Err(ConfigError::new(
+                    option,
+                    format!("`{part}` is not of the form key=value"),
+                    format!("use {valid}"),
+                ));
+            };
+            if pairs.iter().any(|(known, _)| *known == key) {
+                return Err(ConfigError::new(option, format!("`{key}` is given twice"), "give it once"));
+            }
+            pairs.push((key, value));
+        }
+        Ok(Self { option, valid, pairs })
+    }
+
+    fn take(&mut self, key: &str) -> Option<&'a str> {
+        let index = self.pairs.iter().position(|(known, _)| *known == key)?;
+        Some(self.pairs.swap_remove(index).1)
+    }
+
+    fn error(&self, key: &str, value: &str, expected: &str) -> ConfigError {
+        ConfigError::new(self.option, format!("`{key}={value}` cannot be used"), format!("give {expected}"))
+    }
+
+    fn take_parsed<T: FromStr>(&mut self, key: &str, expected: &str) -> Result<Option<T>, ConfigError> {
+        match self.take(key) {
+            None => Ok(None),
+            Some(value) => value.parse().map(Some).map_err(|_| self.error(key, value, expected)),
+        }
+    }
+
+    fn take_size(&mut self, key: &str) -> Result<Option<ByteSize>, ConfigError> {
+        self.take_parsed(key, "a number of bytes, with K, M, G or T for powers of 1024")
+    }
+
+    fn take_required_size(&mut self, key: &str) -> Result<ByteSize, ConfigError> {
+        self.take_size(key)?.ok_or_else(|| {
+            ConfigError::new(self.option, format!("`{key}` is missing"), format!("use {}", self.valid))
+        })
+    }
+
+    fn take_choice<T: Copy>(&mut self, key: &str, choices: &[(&str, T)]) -> Result<Option<T>, ConfigError> {
+        let Some(value) = self.take(key) else { return Ok(None) };
+        if let Some((_, choice)) = choices.iter().find(|(name, _)| *name == value) {
+            return Ok(Some(*choice));
+        }
+        let names: Vec<_> = choices.iter().map(|(name, _)| *name).collect();
+        Err(self.error(key, value, &format!("one of {}", names.join(", "))))
+    }
+
+    fn take_switch(&mut self, key: &str, default: Switch) -> Result<Switch, ConfigError> {
+        Ok(self.take_choice(key, &[("on", Switch::On), ("off", Switch::Off)])?.unwrap_or(default))
+    }
+
+    fn finish(self) -> Result<(), ConfigError> {
+        match self.pairs.first() {
+            None => Ok(()),
+            Some((key, _)) => Err(ConfigError::new(
+                self.option,
+                format!("`{key}` is not known here"),
+                format!("use {}", self.valid),
+            )),
+        }
+    }
+}
+
+/// Form of `--memory`.
+pub const MEMORY_FORM: &str = "size=4G[,backing=anon|memfd|hugetlb][,thp=on|off][,prealloc=on|off]";
+/// Form of `--numa`.
+pub const NUMA_FORM: &str = "size=2G,cpus=0-1:4[,host_node=0][,distances=10:20]";
+/// Form of `--balloon`.
+pub const BALLOON_FORM: &str = "off, or [size=0][,reporting=on|off][,hinting=on|off][,deflate_on_oom=on|off]\
+    [,poison=on|off][,statistics=on|off|SECONDS]";
+/// Form of `--disk`.
+pub const DISK_FORM: &str = "path=FILE[,readonly=on|off]";
+/// Form of `--serial`.
+pub const SERIAL_FORM: &str = "tty, stdio, null or file=PATH";
+
+impl FromStr for MemoryConfig {
+    type Err = ConfigError;
+
+    fn from_str(text: &str) -> Result<Self, ConfigError> {
+        // A bare size is what people type first.
+        if !text.contains('=')
+            && let Ok(size) = text.parse()
+        {
+            return Ok(Self {
+                size,
+                backing: Backing::Anonymous,
+                huge_pages: HugePages::On,
+                populate: Populate::Lazy,
+            });
+        }
+        let mut pairs = Pairs::parse("--memory", MEMORY_FORM, text)?;
+        let config = Self {
+            size: pairs.take_required_size("size")?,
+            backing: pairs
+                .take_choice(
+                    "backing",
+                    &[("anon", Backing::Anonymous), ("memfd", Backing::Memfd), ("hugetlb", Backing::Hugetlb2M)],
+                )?
+                .unwrap_or(Backing::Anonymous),
+            huge_pages: pairs
+                .take_choice("thp", &[("on", HugePages::On), ("off", HugePages::Off)])?
+                .unwrap_or(HugePages::On),
+            populate: pairs
+                .take_choice("prealloc", &[("on", Populate::Prealloc), ("off", Populate::Lazy)])?
+                .unwrap_or(Populate::Lazy),
+        };
+        pairs.finish()?;
+        Ok(config)
+    }
+}
+
+impl FromStr for NumaNodeConfig {
+    type Err = ConfigError;
+
+    fn from_str(text: &str) -> Result<Self, ConfigError> {
+        let mut pairs = Pairs::parse("--numa", NUMA_FORM, text)?;
+        let size = pairs.take_required_size("size")?;
+        let cpus = match pairs.take("cpus") {
+            None => Vec::new(),
+            Some(list) => parse_cpu_list(list)
+                .ok_or_else(|| pairs.error("cpus", list, "vCPU numbers and ranges with `:` between, 0-1:4"))?,
+        };
+        let host_node = pairs.take_parsed("host_node", "the number of a host NUMA node")?;
+        let distances = match pairs.take("distances") {
+            None => None,
+            Some(list) => {
+                let parsed: Result<Vec<u8>, _> = list.split(':').map(str::parse).collect();
+                Some(parsed.map_err(|_| {
+                    pairs.error("distances", list, "a distance for each node with `:` between, 10:20")
+                })?)
+            }
+        };
+        pairs.finish()?;
+        Ok(Self { size, cpus, host_node, distances })
+    }
+}
+
+/// Parses `0-1:4` to `[0, 1, 4]`; `None` when the text is not such a list.
+fn parse_cpu_list(text: &str) -> Option<Vec<u8>> {
+    let mut cpus = Vec::new();
+    for part in text.split(':') {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        let (first, last) = (first.parse::<u8>().ok()?, last.parse::<u8>().ok()?);
+        if first > last {
+            return None;
+        }
+        cpus.extend(first..=last);
+    }
+    Some(cpus)
+}
+
+/// Parses the text of `--balloon`; `off` leaves the device out.
+pub fn parse_balloon(text: &str) -> Result<Option<BalloonDeviceConfig>, ConfigError> {
+    if text == "off" {
+        return Ok(None);
+    }
+    let mut pairs = Pairs::parse("--balloon", BALLOON_FORM, text)?;
+    let default = BalloonDeviceConfig::default();
+    let (statistics, statistics_interval) = match pairs.take("statistics") {
+        None | Some("on") => (Switch::On, None),
+        Some("off") => (Switch::Off, None),
+        Some(seconds) => {
+            let interval = seconds.strip_suffix('s').unwrap_or(seconds).parse::<u32>();
+            match interval {
+                Ok(seconds) if seconds > 0 => (Switch::On, Some(Duration::from_secs(u64::from(seconds)))),
+                _ => return Err(pairs.error("statistics", seconds, "on, off or a number of seconds")),
+            }
+        }
+    };
+    let config = BalloonDeviceConfig {
+        size: pairs.take_size("size")?.unwrap_or(default.size),
+        reporting: pairs.take_switch("reporting", default.reporting)?,
+        hinting: pairs.take_switch("hinting", default.hinting)?,
+        deflate_on_oom: pairs.take_switch("deflate_on_oom", default.deflate_on_oom)?,
+        poison: pairs.take_switch("poison", default.poison)?,
+        statistics,
+        statistics_interval,
+    };
+    pairs.finish()?;
+    Ok(Some(config))
+}
+
+impl FromStr for DiskConfig {
+    type Err = ConfigError;
+
+    fn from_str(text: &str) -> Result<Self, ConfigError> {
+        let mut pairs = Pairs::parse("--disk", DISK_FORM, text)?;
+        let path = pairs
+            .take("path")
+            .map(PathBuf::from)
+            .ok_or_else(|| ConfigError::new("--disk", "`path` is missing", format!("use {DISK_FORM}")))?;
+        let readonly = pairs.take_switch("readonly", Switch::Off)?;
+        pairs.finish()?;
+        Ok(Self { path, readonly })
+    }
+}
+
+impl FromStr for SerialConfig {
+    type Err = ConfigError;
+
+    fn from_str(text: &str) -> Result<Self, ConfigError> {
+        match text {
+            "tty" => Ok(Self::Tty),
+            "stdio" => Ok(Self::Stdio),
+            "null" => Ok(Self::Null),
+            _ => match text.strip_prefix("file=") {
+                Some(path) if !path.is_empty() => Ok(Self::File(PathBuf::from(path))),
+                _ => Err(ConfigError::new(
+                    "--serial",
+                    format!("`{text}` is not a place for the console"),
+                    format!("use {SERIAL_FORM}"),
+                )),
+            },
+        }
+    }
+}

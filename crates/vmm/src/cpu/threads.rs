@@ -1,0 +1,314 @@
+//! The threads that run vCPUs, and how they are stopped and continued.
+//!
+//! A thread in KVM_RUN is brought out with a signal. The signal's handler sets `immediate_exit` in the vCPU's run
+//! structure (Linux Documentation/virt/kvm/api.rst, section 5), so that a signal that comes just before KVM_RUN is not
+//! lost either.
+
+use std::cell::Cell;
+use std::io;
+use std::ptr;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+
+use kvm_ioctls::VcpuExit;
+use vmm_sys_util::signal::{Killable, SIGRTMIN, register_signal_handler};
+
+use super::{CpuError, Vcpu};
+use crate::devices::bus::Bus;
+use crate::exit::{ExitSignal, GuestExit};
+use crate::seccomp::{Filters, ThreadKind};
+
+/// Ports and memory-mapped registers of the guest.
+#[derive(Default)]
+pub struct Buses {
+    /// Port I/O.
+    pub ports: Bus,
+    /// Memory-mapped I/O.
+    pub memory: Bus,
+}
+
+/// Exits to the monitor by kind, all vCPUs together.
+#[derive(Debug, Default)]
+pub struct ExitCounters {
+    /// Port reads.
+    pub port_in: AtomicU64,
+    /// Port writes.
+    pub port_out: AtomicU64,
+    /// Reads of memory-mapped registers.
+    pub mmio_read: AtomicU64,
+    /// Writes of memory-mapped registers.
+    pub mmio_write: AtomicU64,
+    /// Interruptions by the monitor itself.
+    pub kicked: AtomicU64,
+}
+
+/// What the threads should be doing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Goal {
+    Run,
+    Pause,
+    Stop,
+}
+
+type Job = Arc<dyn Fn(&Vcpu) -> Result<(), CpuError> + Send + Sync>;
+
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+    exit: Arc<ExitSignal>,
+    counters: Arc<ExitCounters>,
+}
+
+struct State {
+    goal: Goal,
+    /// Threads that do not run their vCPU.
+    parked: usize,
+    /// Work for each parked thread, counted by generation so that each does it once.
+    job: Option<(u64, Job)>,
+    job_generation: u64,
+    job_done: usize,
+    job_error: Option<CpuError>,
+}
+
+/// All vCPU threads of a virtual machine; dropped, they end.
+pub struct VcpuThreads {
+    shared: Arc<Shared>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl VcpuThreads {
+    /// Starts a thread for each vCPU, all parked until [`resume`](Self::resume).
+    pub fn spawn(
+        vcpus: Vec<Vcpu>,
+        buses: &Arc<Buses>,
+        exit: &Arc<ExitSignal>,
+        counters: &Arc<ExitCounters>,
+        filters: &Filters,
+    ) -> io::Result<Self> {
+        register_signal_handler(SIGRTMIN(), on_kick).map_err(|error| io::Error::from_raw_os_error(error.errno()))?;
+        let state = State {
+            goal: Goal::Pause,
+            parked: 0,
+            job: None,
+            job_generation: 0,
+            job_done: 0,
+            job_error: None,
+        };
+        let shared = Arc::new(Shared {
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+            exit: exit.clone(),
+            counters: counters.clone(),
+        });
+        let mut result = Self { shared, threads: Vec::with_capacity(vcpus.len()) };
+        for mut vcpu in vcpus {
+            let (shared, buses) = (result.shared.clone(), buses.clone());
+            let filter = filters.for_thread(ThreadKind::Vcpu);
+            let name = format!("vcpu{}", vcpu.index);
+            result.threads.push(std::thread::Builder::new().name(name).spawn(move || {
+                install_kick_target(&mut vcpu);
+                match filter.apply() {
+                    Ok(()) => run(&shared, &buses, &mut vcpu),
+                    Err(error) => shared.exit.raise(GuestExit::Monitor { message: error.to_string() }),
+                }
+                KICK_TARGET.set(ptr::null_mut());
+                lock(&shared).parked += 1;
+                shared.changed.notify_all();
+            })?);
+        }
+        result.wait_until_parked();
+        Ok(result)
+    }
+
+    /// Stops all vCPUs; when it returns, none runs guest code.
+    pub fn pause(&self) {
+        self.set_goal(Goal::Pause);
+        self.wait_until_parked();
+    }
+
+    /// Lets all vCPUs run.
+    pub fn resume(&self) {
+        self.set_goal(Goal::Run);
+    }
+
+    /// Runs `job` on each vCPU's own thread. The vCPUs must be paused.
+    pub fn on_each(&self, job: impl Fn(&Vcpu) -> Result<(), CpuError> + Send + Sync + 'static) -> Result<(), CpuError> {
+        let mut state = lock(&self.shared);
+        state.job_generation += 1;
+        state.job = Some((state.job_generation, Arc::new(job)));
+        state.job_done = 0;
+        state.job_error = None;
+        self.shared.changed.notify_all();
+        while state.job_done < self.threads.len() {
+            state = self.shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        state.job = None;
+        state.job_error.take().map_or(Ok(()), Err)
+    }
+
+    fn set_goal(&self, goal: Goal) {
+        lock(&self.shared).goal = goal;
+        self.shared.changed.notify_all();
+        if goal != Goal::Run {
+            for thread in &self.threads {
+                // A thread that has ended cannot be signalled and need not be.
+                let _ = thread.kill(SIGRTMIN());
+            }
+        }
+    }
+
+    fn wait_until_parked(&self) {
+        let mut state = lock(&self.shared);
+        while state.parked < self.threads.len() {
+            state = self.shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+impl Drop for VcpuThreads {
+    fn drop(&mut self) {
+        self.set_goal(Goal::Stop);
+        for thread in self.threads.drain(..) {
+            // A panic of the thread has been printed where it happened.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn lock(shared: &Shared) -> MutexGuard<'_, State> {
+    shared.state.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+thread_local! {
+    /// `immediate_exit` of the vCPU that this thread runs; null on other threads.
+    static KICK_TARGET: Cell<*mut u8> = const { Cell::new(ptr::null_mut()) };
+}
+
+extern "C" fn on_kick(_signal: libc::c_int, _info: *mut libc::siginfo_t, _context: *mut libc::c_void) {
+    let target = KICK_TARGET.get();
+    if !target.is_null() {
+        // SAFETY: the pointer is set by the thread that this handler runs on, to a byte of the run structure, and
+        // cleared before the vCPU is dropped.
+        unsafe { target.write_volatile(1) };
+    }
+}
+
+fn install_kick_target(vcpu: &mut Vcpu) {
+    KICK_TARGET.set(&raw mut vcpu.fd.get_kvm_run().immediate_exit);
+}
+
+/// Whether the thread goes on.
+#[derive(PartialEq, Eq)]
+enum Next {
+    Run,
+    End,
+}
+
+/// Waits while the goal is to pause, and does the jobs that come meanwhile.
+fn wait_for_goal(shared: &Shared, vcpu: &Vcpu, done: &mut u64) -> Next {
+    let mut state = lock(shared);
+    if state.goal == Goal::Run {
+        return Next::Run;
+    }
+    state.parked += 1;
+    shared.changed.notify_all();
+    let was_paused = state.goal == Goal::Pause;
+    while state.goal == Goal::Pause {
+        if let Some((generation, job)) = state.job.clone()
+            && generation != *done
+        {
+            *done = generation;
+            drop(state);
+            let result = job(vcpu);
+            state = lock(shared);
+            state.job_done += 1;
+            if let Err(error) = result {
+                state.job_error.get_or_insert(error);
+            }
+            shared.changed.notify_all();
+            continue;
+        }
+        state = shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+    }
+    if state.goal == Goal::Stop {
+        return Next::End;
+    }
+    state.parked -= 1;
+    drop(state);
+    if was_paused {
+        // Tells the guest's watchdogs that time has passed without them. It fails while no guest clock is set up.
+        let _ = vcpu.fd.kvmclock_ctrl();
+    }
+    Next::Run
+}
+
+/// Parks this vCPU for good: it cannot go on until somebody resets or stops it.
+fn park_after(shared: &Shared, exit: GuestExit) {
+    let mut state = lock(shared);
+    if state.goal == Goal::Run {
+        state.goal = Goal::Pause;
+    }
+    drop(state);
+    shared.exit.raise(exit);
+}
+
+fn run(shared: &Shared, buses: &Buses, vcpu: &mut Vcpu) {
+    let mut done = 0;
+    let index = vcpu.index;
+    let count = |counter: &AtomicU64| {
+        counter.fetch_add(1, Ordering::Relaxed);
+    };
+    loop {
+        if wait_for_goal(shared, vcpu, &mut done) == Next::End {
+            // The count was raised by `wait_for_goal`; the caller raises it for a thread that ends.
+            lock(shared).parked -= 1;
+            return;
+        }
+        let kvm_error = |message: String| GuestExit::Kvm { message: format!("vCPU {index}: {message}") };
+        match vcpu.fd.run() {
+            Ok(VcpuExit::IoIn(port, data)) => {
+                count(&shared.counters.port_in);
+                buses.ports.read(u64::from(port), data);
+            }
+            Ok(VcpuExit::IoOut(port, data)) => {
+                count(&shared.counters.port_out);
+                buses.ports.write(u64::from(port), data);
+            }
+            Ok(VcpuExit::MmioRead(address, data)) => {
+                count(&shared.counters.mmio_read);
+                buses.memory.read(address, data);
+            }
+            Ok(VcpuExit::MmioWrite(address, data)) => {
+                count(&shared.counters.mmio_write);
+                buses.memory.write(address, data);
+            }
+            Ok(VcpuExit::Shutdown) => park_after(shared, GuestExit::TripleFault { vcpu: index }),
+            Ok(VcpuExit::SystemEvent(kind, _)) => {
+                let exit = match kind {
+                    kvm_bindings::KVM_SYSTEM_EVENT_SHUTDOWN => GuestExit::PowerOff,
+                    kvm_bindings::KVM_SYSTEM_EVENT_RESET => GuestExit::Reboot,
+                    kvm_bindings::KVM_SYSTEM_EVENT_CRASH => GuestExit::Panic,
+                    other => kvm_error(format!("unknown system event {other}")),
+                };
+                park_after(shared, exit);
+            }
+            Ok(VcpuExit::FailEntry(reason, cpu)) => {
+                park_after(shared, kvm_error(format!("entry failed on host CPU {cpu}, hardware reason {reason:#x}")));
+            }
+            Ok(VcpuExit::InternalError) => {
+                park_after(shared, kvm_error("internal error, mostly an instruction it cannot emulate".to_owned()));
+            }
+            Ok(VcpuExit::Hlt | VcpuExit::Intr | VcpuExit::IrqWindowOpen) => {}
+            Ok(other) => {
+                let message = format!("unexpected exit {other:?}");
+                park_after(shared, kvm_error(message));
+            }
+            Err(error) if matches!(error.errno(), libc::EINTR | libc::EAGAIN) => {
+                count(&shared.counters.kicked);
+                vcpu.fd.set_kvm_immediate_exit(0);
+            }
+            Err(error) => park_after(shared, kvm_error(error.to_string())),
+        }
+    }
+}

@@ -1,0 +1,110 @@
+//! Finds the device for an address.
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use thiserror::Error;
+
+/// A device that answers to a window of addresses.
+pub trait BusDevice: Send {
+    /// Fills `data` with what the guest reads at `offset` into the window.
+    fn read(&mut self, offset: u64, data: &mut [u8]);
+    /// Takes what the guest writes at `offset` into the window.
+    fn write(&mut self, offset: u64, data: &[u8]);
+}
+
+/// Two devices want the same addresses: a mistake in the monitor's layout.
+#[derive(Debug, Error, PartialEq, Eq)]
+#[error("two devices at {first:#x?} and {second:#x?}")]
+pub struct Overlap {
+    first: Range<u64>,
+    second: Range<u64>,
+}
+
+/// Devices by address. It is filled before the first vCPU runs and not changed afterwards, so that looking up takes no
+/// lock; each device has its own.
+#[derive(Default)]
+pub struct Bus {
+    devices: Vec<(Range<u64>, Arc<Mutex<dyn BusDevice>>)>,
+}
+
+impl Bus {
+    /// Puts `device` at `window`.
+    pub fn insert(&mut self, window: Range<u64>, device: Arc<Mutex<dyn BusDevice>>) -> Result<(), Overlap> {
+        let index = self.devices.partition_point(|(other, _)| other.start < window.start);
+        let before = index.checked_sub(1).and_then(|index| self.devices.get(index));
+        for (other, _) in before.into_iter().chain(self.devices.get(index)) {
+            if other.start < window.end && window.start < other.end {
+                return Err(Overlap { first: other.clone(), second: window });
+            }
+        }
+        self.devices.insert(index, (window, device));
+        Ok(())
+    }
+
+    fn find(&self, address: u64) -> Option<(u64, &Mutex<dyn BusDevice>)> {
+        let index = self.devices.partition_point(|(window, _)| window.start <= address).checked_sub(1)?;
+        let (window, device) = &self.devices[index];
+        window.contains(&address).then(|| (address - window.start, device.as_ref()))
+    }
+
+    /// Reads; without a device all bits are ones, as on a real bus.
+    pub fn read(&self, address: u64, data: &mut [u8]) {
+        match self.find(address) {
+            Some((offset, device)) => {
+                device.lock().unwrap_or_else(PoisonError::into_inner).read(offset, data);
+            }
+            None => data.fill(0xff),
+        }
+    }
+
+    /// Writes; without a device nothing happens.
+    pub fn write(&self, address: u64, data: &[u8]) {
+        if let Some((offset, device)) = self.find(address) {
+            device.lock().unwrap_or_else(PoisonError::into_inner).write(offset, data);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Latch(Vec<(u64, Vec<u8>)>);
+
+    impl BusDevice for Latch {
+        fn read(&mut self, offset: u64, data: &mut [u8]) {
+            data.fill(offset as u8);
+        }
+        fn write(&mut self, offset: u64, data: &[u8]) {
+            self.0.push((offset, data.to_vec()));
+        }
+    }
+
+    #[test]
+    fn addresses_reach_their_device_only() {
+        let latch = Arc::new(Mutex::new(Latch(Vec::new())));
+        let mut bus = Bus::default();
+        bus.insert(0x100..0x110, latch.clone()).unwrap();
+        bus.insert(0x90..0x100, Arc::new(Mutex::new(Latch(Vec::new())))).unwrap();
+        bus.write(0x10f, &[1, 2]);
+        bus.write(0x110, &[3]);
+        bus.write(0x8f, &[4]);
+        assert_eq!(latch.lock().unwrap().0, [(0xf, vec![1, 2])]);
+        let mut data = [0; 2];
+        bus.read(0x104, &mut data);
+        assert_eq!(data, [4, 4]);
+        bus.read(u64::MAX, &mut data);
+        assert_eq!(data, [0xff, 0xff]);
+    }
+
+    #[test]
+    fn overlaps_are_refused() {
+        let mut bus = Bus::default();
+        let device = || Arc::new(Mutex::new(Latch(Vec::new())));
+        bus.insert(0x100..0x110, device()).unwrap();
+        assert!(bus.insert(0x10f..0x120, device()).is_err());
+        assert!(bus.insert(0xf0..0x101, device()).is_err());
+        assert!(bus.insert(0x110..0x111, device()).is_ok());
+    }
+}

@@ -1,0 +1,108 @@
+//! The few registers of the platform itself: sleep and reset (ACPI), the keyboard controller's reset line, the panic
+//! notification, and the power button.
+
+use std::sync::Arc;
+
+use vmm_sys_util::eventfd::EventFd;
+
+use super::bus::BusDevice;
+use crate::acpi;
+use crate::exit::{ExitSignal, GuestExit};
+
+/// The ACPI registers at [`layout::ACPI_PORT`](crate::layout::ACPI_PORT).
+pub struct AcpiRegisters {
+    exit: Arc<ExitSignal>,
+    interrupt: EventFd,
+    events: u8,
+}
+
+impl AcpiRegisters {
+    /// `interrupt` raises the event device's line.
+    pub fn new(exit: Arc<ExitSignal>, interrupt: EventFd) -> Self {
+        Self { exit, interrupt, events: 0 }
+    }
+
+    /// Presses the power button. The guest decides what it does; Linux needs its `button` module to notice.
+    pub fn press_power_button(&mut self) -> std::io::Result<()> {
+        self.events |= acpi::EVENT_POWER_BUTTON;
+        self.interrupt.write(1)
+    }
+}
+
+impl BusDevice for AcpiRegisters {
+    fn read(&mut self, offset: u64, data: &mut [u8]) {
+        data.fill(0);
+        if offset == u64::from(acpi::EVENT_STATUS)
+            && let Some(first) = data.first_mut()
+        {
+            *first = std::mem::take(&mut self.events);
+        }
+    }
+
+    fn write(&mut self, offset: u64, data: &[u8]) {
+        let Some(&value) = data.first() else { return };
+        const SLEEP: u64 = acpi::SLEEP_CONTROL as u64;
+        const RESET: u64 = acpi::RESET as u64;
+        match offset {
+            SLEEP if value == (acpi::SLEEP_TYPE_S5 << 2) | acpi::SLEEP_ENABLE => {
+                self.exit.raise(GuestExit::PowerOff);
+            }
+            RESET if value == acpi::RESET_VALUE => self.exit.raise(GuestExit::Reboot),
+            _ => {}
+        }
+    }
+}
+
+/// Port 0x64 of the keyboard controller. There is no keyboard; the controller's pulse on the reset line is what
+/// kernels with `reboot=k` use.
+pub struct KeyboardReset {
+    exit: Arc<ExitSignal>,
+}
+
+/// The command that pulses the reset line.
+const PULSE_RESET: u8 = 0xfe;
+
+impl KeyboardReset {
+    /// The controller.
+    pub fn new(exit: Arc<ExitSignal>) -> Self {
+        Self { exit }
+    }
+}
+
+impl BusDevice for KeyboardReset {
+    fn read(&mut self, _offset: u64, data: &mut [u8]) {
+        data.fill(0);
+    }
+
+    fn write(&mut self, _offset: u64, data: &[u8]) {
+        if data.first() == Some(&PULSE_RESET) {
+            self.exit.raise(GuestExit::Reboot);
+        }
+    }
+}
+
+/// QEMU's pvpanic interface (QEMU docs/specs/pvpanic.rst): bit 0 is a panic, bit 1 a panic that a crash kernel handles.
+pub struct PanicNotifier {
+    exit: Arc<ExitSignal>,
+}
+
+const PANICKED: u8 = 1;
+
+impl PanicNotifier {
+    /// The notifier.
+    pub fn new(exit: Arc<ExitSignal>) -> Self {
+        Self { exit }
+    }
+}
+
+impl BusDevice for PanicNotifier {
+    fn read(&mut self, _offset: u64, data: &mut [u8]) {
+        data.fill(PANICKED);
+    }
+
+    fn write(&mut self, _offset: u64, data: &[u8]) {
+        if data.first().is_some_and(|events| events & PANICKED != 0) {
+            self.exit.raise(GuestExit::Panic);
+        }
+    }
+}

@@ -1,0 +1,336 @@
+//! The register window of a virtio device (virtio 1.3 section 4.2.2).
+//!
+//! Everything a driver may do in the wrong order is either refused without effect or answered with
+//! DEVICE_NEEDS_RESET; nothing here trusts the guest.
+
+use std::io;
+use std::sync::Arc;
+
+use virtio_bindings::virtio_config::{
+    VIRTIO_CONFIG_S_DRIVER_OK, VIRTIO_CONFIG_S_FAILED, VIRTIO_CONFIG_S_FEATURES_OK, VIRTIO_CONFIG_S_NEEDS_RESET,
+    VIRTIO_F_VERSION_1,
+};
+use virtio_bindings::virtio_mmio as reg;
+use virtio_queue::{Queue, QueueT};
+use vm_memory::GuestMemoryMmap;
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use super::{VirtioDevice, Work};
+use crate::devices::bus::BusDevice;
+
+const MAGIC: u32 = u32::from_le_bytes(*b"virt");
+/// Version 2 is the layout of virtio 1.0 and later.
+const VERSION: u32 = 2;
+const VENDOR: u32 = u32::from_le_bytes(*b"EBB ");
+const INTERRUPT_USED: u32 = reg::VIRTIO_MMIO_INT_VRING;
+const INTERRUPT_CONFIG: u32 = reg::VIRTIO_MMIO_INT_CONFIG;
+/// Offset of the device's own configuration space.
+const CONFIG_SPACE: u64 = reg::VIRTIO_MMIO_CONFIG as u64;
+
+/// Most queues any device here has: the five of the balloon, with room for an extension.
+const MAX_QUEUES: usize = 16;
+
+/// Eventfds that connect a device with KVM and with its worker thread.
+pub struct Wires {
+    /// Raises the device's interrupt line (irqfd).
+    pub interrupt: EventFd,
+    /// One for each queue, signalled by the driver's notification (ioeventfd).
+    pub kicks: Vec<Arc<EventFd>>,
+    /// Signalled by the transport when all queues should be looked at, or timers read again.
+    pub wake: Arc<EventFd>,
+}
+
+impl Wires {
+    /// New eventfds for a device with `queues` queues.
+    pub fn new(queues: usize) -> io::Result<Self> {
+        let kicks =
+            (0..queues.min(MAX_QUEUES)).map(|_| EventFd::new(EFD_NONBLOCK).map(Arc::new)).collect::<Result<_, _>>()?;
+        Ok(Self { interrupt: EventFd::new(EFD_NONBLOCK)?, kicks, wake: Arc::new(EventFd::new(EFD_NONBLOCK)?) })
+    }
+}
+
+/// A device behind its register window.
+pub struct MmioTransport<D> {
+    device: D,
+    memory: GuestMemoryMmap,
+    wires: Wires,
+    queues: Vec<Queue>,
+    features_page: u32,
+    driver_features_page: u32,
+    driver_features: u64,
+    queue_select: u32,
+    status: u32,
+    interrupt_status: u32,
+    config_generation: u32,
+    active: bool,
+}
+
+impl<D: VirtioDevice> MmioTransport<D> {
+    /// Puts `device` behind a register window. Rings are read from `memory`.
+    pub fn new(device: D, memory: GuestMemoryMmap, wires: Wires) -> Self {
+        let queues = new_queues(&device);
+        Self {
+            device,
+            memory,
+            wires,
+            queues,
+            features_page: 0,
+            driver_features_page: 0,
+            driver_features: 0,
+            queue_select: 0,
+            status: 0,
+            interrupt_status: 0,
+            config_generation: 0,
+            active: false,
+        }
+    }
+
+    /// The eventfds.
+    pub fn wires(&self) -> &Wires {
+        &self.wires
+    }
+
+    /// The device.
+    pub fn device(&self) -> &D {
+        &self.device
+    }
+
+    /// The device, to be changed by the monitor. Follow it with [`config_changed`](Self::config_changed) or
+    /// [`wake`](Self::wake) where the driver or the worker should notice.
+    pub fn device_mut(&mut self) -> &mut D {
+        &mut self.device
+    }
+
+    /// Whether a driver runs the device.
+    pub fn is_active(&self) -> bool {
+        self.active
+    }
+
+    /// Tells the driver that the configuration space has changed.
+    pub fn config_changed(&mut self) {
+        self.config_generation = self.config_generation.wrapping_add(1);
+        if self.active {
+            self.interrupt(INTERRUPT_CONFIG);
+        }
+    }
+
+    /// Wakes the worker thread.
+    pub fn wake(&self) {
+        let _ = self.wires.wake.write(1);
+    }
+
+    /// Works on a queue; called by the worker thread.
+    pub fn process_queue(&mut self, index: usize) -> Work {
+        if !self.active {
+            return Work::default();
+        }
+        let work = self.device.process_queue(index);
+        if work.interrupt {
+            self.interrupt(INTERRUPT_USED);
+        }
+        work
+    }
+
+    /// Lets the device do what is due; called by the worker thread.
+    pub fn on_timer(&mut self, now: std::time::Instant) -> Work {
+        if !self.active {
+            return Work::default();
+        }
+        let work = self.device.on_timer(now);
+        if work.interrupt {
+            self.interrupt(INTERRUPT_USED);
+        }
+        work
+    }
+
+    /// Back to the state after power-on.
+    pub fn reset(&mut self) {
+        if self.active {
+            self.active = false;
+            self.device.reset();
+        }
+        self.queues = new_queues(&self.device);
+        self.features_page = 0;
+        self.driver_features_page = 0;
+        self.driver_features = 0;
+        self.queue_select = 0;
+        self.status = 0;
+        self.interrupt_status = 0;
+    }
+
+    fn interrupt(&mut self, cause: u32) {
+        self.interrupt_status |= cause;
+        // A full counter means that an interrupt is on its way already.
+        let _ = self.wires.interrupt.write(1);
+    }
+
+    fn offered_features(&self) -> u64 {
+        self.device.features() | 1 << VIRTIO_F_VERSION_1
+    }
+
+    fn read_register(&mut self, offset: u64) -> u32 {
+        let Ok(offset) = u32::try_from(offset) else { return 0 };
+        match offset {
+            reg::VIRTIO_MMIO_MAGIC_VALUE => MAGIC,
+            reg::VIRTIO_MMIO_VERSION => VERSION,
+            reg::VIRTIO_MMIO_DEVICE_ID => self.device.device_id(),
+            reg::VIRTIO_MMIO_VENDOR_ID => VENDOR,
+            reg::VIRTIO_MMIO_DEVICE_FEATURES => match self.features_page {
+                0 => self.offered_features() as u32,
+                1 => (self.offered_features() >> 32) as u32,
+                _ => 0,
+            },
+            reg::VIRTIO_MMIO_QUEUE_NUM_MAX => self.selected().map_or(0, |queue| u32::from(queue.max_size())),
+            reg::VIRTIO_MMIO_QUEUE_READY => self.selected().map_or(0, |queue| u32::from(queue.ready())),
+            reg::VIRTIO_MMIO_INTERRUPT_STATUS => self.interrupt_status,
+            reg::VIRTIO_MMIO_STATUS => self.status,
+            reg::VIRTIO_MMIO_CONFIG_GENERATION => self.config_generation,
+            // Shared memory regions: none (length of all ones, section 4.2.2.1).
+            reg::VIRTIO_MMIO_SHM_LEN_LOW | reg::VIRTIO_MMIO_SHM_LEN_HIGH => u32::MAX,
+            _ => 0,
+        }
+    }
+
+    fn write_register(&mut self, offset: u64, value: u32) {
+        let Ok(offset) = u32::try_from(offset) else { return };
+        match offset {
+            reg::VIRTIO_MMIO_DEVICE_FEATURES_SEL => self.features_page = value,
+            reg::VIRTIO_MMIO_DRIVER_FEATURES_SEL => self.driver_features_page = value,
+            reg::VIRTIO_MMIO_DRIVER_FEATURES if self.status & VIRTIO_CONFIG_S_FEATURES_OK == 0 => {
+                let (shift, keep) = match self.driver_features_page {
+                    0 => (0, !0xffff_ffffu64),
+                    1 => (32, 0xffff_ffff),
+                    _ => return,
+                };
+                self.driver_features = (self.driver_features & keep) | u64::from(value) << shift;
+            }
+            reg::VIRTIO_MMIO_QUEUE_SEL => self.queue_select = value,
+            reg::VIRTIO_MMIO_QUEUE_NUM => {
+                // An invalid size leaves the old one, which the driver reads back as unchanged.
+                self.with_selected(|queue| queue.set_size(u16::try_from(value).unwrap_or(0)));
+            }
+            reg::VIRTIO_MMIO_QUEUE_READY => self.with_selected(|queue| queue.set_ready(value == 1)),
+            reg::VIRTIO_MMIO_QUEUE_DESC_LOW => {
+                self.with_selected(|queue| queue.set_desc_table_address(Some(value), None));
+            }
+            reg::VIRTIO_MMIO_QUEUE_DESC_HIGH => {
+                self.with_selected(|queue| queue.set_desc_table_address(None, Some(value)));
+            }
+            reg::VIRTIO_MMIO_QUEUE_AVAIL_LOW => {
+                self.with_selected(|queue| queue.set_avail_ring_address(Some(value), None));
+            }
+            reg::VIRTIO_MMIO_QUEUE_AVAIL_HIGH => {
+                self.with_selected(|queue| queue.set_avail_ring_address(None, Some(value)));
+            }
+            reg::VIRTIO_MMIO_QUEUE_USED_LOW => {
+                self.with_selected(|queue| queue.set_used_ring_address(Some(value), None));
+            }
+            reg::VIRTIO_MMIO_QUEUE_USED_HIGH => {
+                self.with_selected(|queue| queue.set_used_ring_address(None, Some(value)));
+            }
+            // With ioeventfd KVM answers this itself; it arrives here only for a queue that does not exist.
+            reg::VIRTIO_MMIO_QUEUE_NOTIFY => {
+                if let Some(kick) = self.wires.kicks.get(value as usize) {
+                    let _ = kick.write(1);
+                }
+            }
+            reg::VIRTIO_MMIO_INTERRUPT_ACK => self.interrupt_status &= !value,
+            reg::VIRTIO_MMIO_STATUS => self.write_status(value),
+            _ => {}
+        }
+    }
+
+    /// The queue the driver selected.
+    fn selected(&self) -> Option<&Queue> {
+        self.queues.get(self.queue_select as usize)
+    }
+
+    /// Changes the selected queue, as long as the driver has not finished (section 4.2.2.2).
+    fn with_selected(&mut self, change: impl FnOnce(&mut Queue)) {
+        if self.active {
+            return;
+        }
+        if let Some(queue) = self.queues.get_mut(self.queue_select as usize) {
+            change(queue);
+        }
+    }
+
+    fn write_status(&mut self, value: u32) {
+        if value == 0 {
+            self.reset();
+            return;
+        }
+        // Bits are only ever added until a reset (section 2.1.1).
+        let added = value & !self.status & 0xff;
+        if self.status & VIRTIO_CONFIG_S_FAILED != 0 {
+            return;
+        }
+        if added & VIRTIO_CONFIG_S_FEATURES_OK != 0 && !self.accept_features() {
+            // The driver reads back that the bit did not stay.
+            self.status |= added & !VIRTIO_CONFIG_S_FEATURES_OK;
+            return;
+        }
+        self.status |= added & !VIRTIO_CONFIG_S_NEEDS_RESET;
+        if added & VIRTIO_CONFIG_S_DRIVER_OK != 0 && !self.active {
+            self.activate();
+        }
+    }
+
+    fn accept_features(&self) -> bool {
+        let version_1 = 1 << VIRTIO_F_VERSION_1;
+        self.driver_features & !self.offered_features() == 0 && self.driver_features & version_1 != 0
+    }
+
+    fn activate(&mut self) {
+        let ready = self.status & VIRTIO_CONFIG_S_FEATURES_OK != 0
+            && self.queues.iter().all(|queue| !queue.ready() || queue.is_valid(&self.memory));
+        let result = if ready {
+            self.device.activate(self.driver_features, std::mem::take(&mut self.queues))
+        } else {
+            Err("the driver did not agree on features or set up an invalid queue".to_owned())
+        };
+        match result {
+            Ok(()) => {
+                self.active = true;
+                self.wake();
+            }
+            Err(problem) => {
+                crate::guest_log!("virtio device {}: not started: {problem}", self.device.device_id());
+                self.queues = new_queues(&self.device);
+                self.status |= VIRTIO_CONFIG_S_NEEDS_RESET;
+                self.interrupt(INTERRUPT_CONFIG);
+            }
+        }
+    }
+}
+
+fn new_queues(device: &impl VirtioDevice) -> Vec<Queue> {
+    device.queue_sizes().into_iter().take(MAX_QUEUES).filter_map(|size| Queue::new(size).ok()).collect()
+}
+
+impl<D: VirtioDevice> BusDevice for MmioTransport<D> {
+    fn read(&mut self, offset: u64, data: &mut [u8]) {
+        if let Some(offset) = offset.checked_sub(CONFIG_SPACE) {
+            data.fill(0);
+            self.device.read_config(offset, data);
+        } else if data.len() == 4 && offset.is_multiple_of(4) {
+            data.copy_from_slice(&self.read_register(offset).to_le_bytes());
+        } else {
+            data.fill(0);
+        }
+    }
+
+    fn write(&mut self, offset: u64, data: &[u8]) {
+        if let Some(offset) = offset.checked_sub(CONFIG_SPACE) {
+            self.device.write_config(offset, data);
+            self.wake();
+        } else if offset.is_multiple_of(4)
+            && let Ok(bytes) = data.try_into()
+        {
+            self.write_register(offset, u32::from_le_bytes(bytes));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

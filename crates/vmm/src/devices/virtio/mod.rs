@@ -1,0 +1,61 @@
+//! virtio devices over memory-mapped registers (virtio 1.3 section 4.2).
+
+pub mod balloon;
+pub mod block;
+pub mod mmio;
+pub mod rng;
+pub mod worker;
+
+use std::time::Instant;
+
+use virtio_queue::Queue;
+
+/// What a device did with a notification.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Work {
+    /// Buffers were used: interrupt the driver.
+    pub interrupt: bool,
+    /// The bound of one call was reached: call again.
+    pub more: bool,
+}
+
+/// A virtio device without its transport.
+///
+/// All methods are called under the transport's lock: by vCPU threads (registers), by the device's worker thread
+/// (queues and timers), by the API thread. Each call must be short; a device bounds the work of one call and asks to be
+/// called again.
+pub trait VirtioDevice: Send {
+    /// Device id (virtio 1.3 section 5).
+    fn device_id(&self) -> u32;
+
+    /// Device features; the transport adds VIRTIO_F_VERSION_1.
+    fn features(&self) -> u64;
+
+    /// Largest size of each queue.
+    fn queue_sizes(&self) -> Vec<u16>;
+
+    /// Reads the configuration space.
+    fn read_config(&self, offset: u64, data: &mut [u8]);
+
+    /// Writes the configuration space.
+    fn write_config(&mut self, offset: u64, data: &[u8]);
+
+    /// Takes the queues when the driver is ready. An error makes the device ask for a reset.
+    fn activate(&mut self, features: u64, queues: Vec<Queue>) -> Result<(), String>;
+
+    /// Works on a queue after the driver notified it.
+    fn process_queue(&mut self, index: usize) -> Work;
+
+    /// When the device wants [`on_timer`](Self::on_timer); asked after each call.
+    fn deadline(&self) -> Option<Instant> {
+        None
+    }
+
+    /// Work that is due by time.
+    fn on_timer(&mut self, _now: Instant) -> Work {
+        Work::default()
+    }
+
+    /// Goes back to the state before activation, at the driver's request.
+    fn reset(&mut self);
+}

@@ -1,0 +1,81 @@
+//! Entropy device (virtio 1.3 section 5.4): fills the driver's buffers from the host's random number generator.
+
+use vm_memory::{Bytes, GuestMemoryMmap};
+use virtio_queue::{Queue, QueueT};
+
+use super::{VirtioDevice, Work};
+
+const DEVICE_ID: u32 = 4;
+const QUEUE_SIZE: u16 = 64;
+/// Buffers filled in one call, and bytes in each: a guest cannot keep the thread busy with one notification.
+const BUFFERS_A_CALL: usize = 16;
+const BYTES_A_BUFFER: usize = 4096;
+
+/// The device.
+pub struct Rng {
+    memory: GuestMemoryMmap,
+    queue: Option<Queue>,
+}
+
+impl Rng {
+    /// A device whose buffers lie in `memory`.
+    pub fn new(memory: GuestMemoryMmap) -> Self {
+        Self { memory, queue: None }
+    }
+}
+
+impl VirtioDevice for Rng {
+    fn device_id(&self) -> u32 {
+        DEVICE_ID
+    }
+
+    fn features(&self) -> u64 {
+        0
+    }
+
+    fn queue_sizes(&self) -> Vec<u16> {
+        vec![QUEUE_SIZE]
+    }
+
+    fn read_config(&self, _offset: u64, _data: &mut [u8]) {}
+
+    fn write_config(&mut self, _offset: u64, _data: &[u8]) {}
+
+    fn activate(&mut self, _features: u64, queues: Vec<Queue>) -> Result<(), String> {
+        self.queue = queues.into_iter().next().filter(Queue::ready);
+        self.queue.as_ref().map(|_| ()).ok_or_else(|| "the request queue is not ready".to_owned())
+    }
+
+    fn process_queue(&mut self, _index: usize) -> Work {
+        let Some(queue) = &mut self.queue else { return Work::default() };
+        let mut work = Work::default();
+        for _ in 0..BUFFERS_A_CALL {
+            let Some(chain) = queue.pop_descriptor_chain(&self.memory) else { return work };
+            let head = chain.head_index();
+            let mut written = 0;
+            for descriptor in chain.writable() {
+                let length = (descriptor.len() as usize).min(BYTES_A_BUFFER - written);
+                let mut bytes = [0; BYTES_A_BUFFER];
+                let random = &mut bytes[..length];
+                if length == 0
+                    || rustix::rand::getrandom(&mut *random, rustix::rand::GetRandomFlags::empty()) != Ok(length)
+                    || self.memory.write_slice(random, descriptor.addr()).is_err()
+                {
+                    break;
+                }
+                written += length;
+            }
+            if queue.add_used(&self.memory, head, written as u32).is_err() {
+                crate::guest_log!("virtio-rng: the used ring cannot be written");
+                return work;
+            }
+            work.interrupt = true;
+        }
+        work.more = true;
+        work
+    }
+
+    fn reset(&mut self) {
+        self.queue = None;
+    }
+}

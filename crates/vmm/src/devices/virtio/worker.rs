@@ -1,0 +1,178 @@
+//! The thread of a device: waits for notifications and timers and lets the device work.
+
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use super::VirtioDevice;
+use super::mmio::MmioTransport;
+use crate::event::readable;
+use crate::exit::{ExitSignal, GuestExit};
+use crate::seccomp::{Filters, ThreadKind};
+
+/// Whether the device may work.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Mode {
+    Running,
+    Paused,
+    Stopping,
+}
+
+/// A running device thread; dropped, it ends.
+pub struct Worker {
+    control: Arc<Control>,
+    thread: Option<JoinHandle<()>>,
+}
+
+struct Control {
+    mode: Mutex<Mode>,
+    wake: Arc<EventFd>,
+    parked: EventFd,
+}
+
+impl Worker {
+    /// Starts the thread for `transport`.
+    pub fn spawn<D: VirtioDevice + 'static>(
+        name: &str,
+        transport: Arc<Mutex<MmioTransport<D>>>,
+        filters: &Filters,
+        exit: Arc<ExitSignal>,
+    ) -> io::Result<Self> {
+        let (kicks, wake) = {
+            let transport = lock(&transport);
+            (transport.wires().kicks.clone(), transport.wires().wake.clone())
+        };
+        let control = Arc::new(Control { mode: Mutex::new(Mode::Running), wake, parked: EventFd::new(EFD_NONBLOCK)? });
+        let (thread_control, filter) = (control.clone(), filters.for_thread(ThreadKind::Device));
+        let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || {
+            let result = filter
+                .apply()
+                .map_err(|error| error.to_string())
+                .and_then(|()| run(&transport, &kicks, &thread_control).map_err(|error| error.to_string()));
+            if let Err(error) = result {
+                exit.raise(GuestExit::Monitor { message: format!("device thread: {error}") });
+            }
+        })?;
+        Ok(Self { control, thread: Some(thread) })
+    }
+
+    /// Stops the device's work and returns when the thread has finished what it was doing.
+    pub fn pause(&self) -> io::Result<()> {
+        if self.set_mode(Mode::Paused) == Mode::Running {
+            let mut parked = [readable(&self.control.parked)];
+            loop {
+                match poll(&mut parked, None) {
+                    Ok(_) => break,
+                    Err(rustix::io::Errno::INTR) => {}
+                    Err(error) => return Err(error.into()),
+                }
+            }
+            self.control.parked.read()?;
+        }
+        Ok(())
+    }
+
+    /// Lets the device work again; notifications that came meanwhile are answered.
+    pub fn resume(&self) {
+        self.set_mode(Mode::Running);
+    }
+
+    fn set_mode(&self, mode: Mode) -> Mode {
+        let old = std::mem::replace(&mut *lock(&self.control.mode), mode);
+        let _ = self.control.wake.write(1);
+        old
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.set_mode(Mode::Stopping);
+        if let Some(thread) = self.thread.take() {
+            // A panic of the thread has been printed where it happened.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn run<D: VirtioDevice>(
+    transport: &Mutex<MmioTransport<D>>,
+    kicks: &[Arc<EventFd>],
+    control: &Control,
+) -> io::Result<()> {
+    // Queues to work on; one that was cut short stays set.
+    let mut pending = vec![true; kicks.len()];
+    let mut parked = false;
+    loop {
+        let mode = *lock(&control.mode);
+        match mode {
+            Mode::Stopping => return Ok(()),
+            Mode::Paused if !parked => {
+                parked = true;
+                control.parked.write(1)?;
+            }
+            Mode::Running => parked = false,
+            Mode::Paused => {}
+        }
+        let mut deadline = None;
+        if !parked {
+            for (index, pending) in pending.iter_mut().enumerate().filter(|(_, pending)| **pending) {
+                // The lock is taken for each call, so that the API and vCPUs come in between.
+                *pending = lock(transport).process_queue(index).more;
+            }
+            let now = Instant::now();
+            let mut transport = lock(transport);
+            if transport.is_active() && transport.device().deadline().is_some_and(|deadline| deadline <= now) {
+                transport.on_timer(now);
+            }
+            deadline = transport.is_active().then(|| transport.device().deadline()).flatten();
+        }
+        let timeout = if !parked && pending.contains(&true) {
+            Some(Timespec { tv_sec: 0, tv_nsec: 0 })
+        } else {
+            deadline.map(|deadline| {
+                let left = deadline.saturating_duration_since(Instant::now());
+                Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) }
+            })
+        };
+        wait(kicks, control, timeout, parked, &mut pending)?;
+    }
+}
+
+/// Waits for a notification, a wake-up or the timeout, and marks the queues to look at.
+fn wait(
+    kicks: &[Arc<EventFd>],
+    control: &Control,
+    timeout: Option<Timespec>,
+    parked: bool,
+    pending: &mut [bool],
+) -> io::Result<()> {
+    // While parked, notifications stay in their counters.
+    let watched = if parked { &[][..] } else { kicks };
+    let mut fds: Vec<PollFd<'_>> = Vec::with_capacity(watched.len() + 1);
+    fds.push(readable(&control.wake));
+    fds.extend(watched.iter().map(|kick| readable(kick)));
+    match poll(&mut fds, timeout.as_ref()) {
+        Ok(_) | Err(rustix::io::Errno::INTR) => {}
+        Err(error) => return Err(error.into()),
+    }
+    let ready: Vec<bool> = fds.iter().map(|fd| fd.revents().contains(PollFlags::IN)).collect();
+    if ready[0] {
+        let _ = control.wake.read();
+        pending.fill(true);
+    }
+    for (index, kick) in watched.iter().enumerate() {
+        if ready[index + 1] {
+            let _ = kick.read();
+            pending[index] = true;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,135 @@
+//! Why a virtual machine ended, and the one place where that is decided.
+
+use std::fmt;
+use std::sync::{Mutex, PoisonError};
+
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+/// Why the guest no longer runs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum GuestExit {
+    /// The guest switched itself off.
+    PowerOff,
+    /// The guest asked for a reset.
+    Reboot,
+    /// The guest's kernel panicked and said so.
+    Panic,
+    /// A vCPU could not even deliver an exception (triple fault).
+    TripleFault {
+        /// Which vCPU.
+        vcpu: u8,
+    },
+    /// KVM could not run a vCPU.
+    Kvm {
+        /// What it said.
+        message: String,
+    },
+    /// The monitor was told to end by a signal.
+    Signal {
+        /// Name of the signal.
+        name: &'static str,
+    },
+    /// The API was told to kill the guest.
+    Killed,
+    /// A part of the monitor failed.
+    Monitor {
+        /// What failed.
+        message: String,
+    },
+}
+
+impl GuestExit {
+    /// Exit code of the process; 1 and 2 are left to errors before the guest ran.
+    pub fn code(&self) -> u8 {
+        match self {
+            Self::PowerOff => 0,
+            Self::Reboot => 3,
+            Self::Panic | Self::TripleFault { .. } => 4,
+            Self::Kvm { .. } | Self::Monitor { .. } => 5,
+            Self::Signal { .. } => 6,
+            Self::Killed => 7,
+        }
+    }
+}
+
+impl fmt::Display for GuestExit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::PowerOff => f.write_str("the guest powered off"),
+            Self::Reboot => f.write_str("the guest rebooted"),
+            Self::Panic => f.write_str("the guest's kernel panicked"),
+            Self::TripleFault { vcpu } => write!(f, "the guest crashed: triple fault on vCPU {vcpu}"),
+            Self::Kvm { message } => write!(f, "KVM cannot run the guest: {message}"),
+            Self::Signal { name } => write!(f, "ended by {name}"),
+            Self::Killed => f.write_str("killed through the API"),
+            Self::Monitor { message } => write!(f, "the monitor failed: {message}"),
+        }
+    }
+}
+
+/// Carries the first reason to end from any thread to the main one.
+#[derive(Debug)]
+pub struct ExitSignal {
+    reason: Mutex<Option<GuestExit>>,
+    event: EventFd,
+}
+
+impl ExitSignal {
+    /// No reason yet.
+    pub fn new() -> std::io::Result<Self> {
+        Ok(Self { reason: Mutex::new(None), event: EventFd::new(EFD_NONBLOCK)? })
+    }
+
+    /// Gives a reason to end. The first one stays, whatever comes later.
+    pub fn raise(&self, exit: GuestExit) {
+        let mut reason = self.reason.lock().unwrap_or_else(PoisonError::into_inner);
+        if reason.is_none() {
+            *reason = Some(exit);
+            // A full counter is as good as a written one: the reader is woken either way.
+            let _ = self.event.write(1);
+        }
+    }
+
+    /// Takes the reason, so that a later one can be raised (after a reset, for example).
+    pub fn take(&self) -> Option<GuestExit> {
+        let mut reason = self.reason.lock().unwrap_or_else(PoisonError::into_inner);
+        let _ = self.event.read();
+        reason.take()
+    }
+
+    /// Readable while a reason waits.
+    pub fn event(&self) -> &EventFd {
+        &self.event
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_reason_wins_until_it_is_taken() {
+        let signal = ExitSignal::new().unwrap();
+        assert_eq!(signal.take(), None);
+        signal.raise(GuestExit::Reboot);
+        signal.raise(GuestExit::PowerOff);
+        assert_eq!(signal.take(), Some(GuestExit::Reboot));
+        assert_eq!(signal.take(), None);
+        signal.raise(GuestExit::PowerOff);
+        assert_eq!(signal.take(), Some(GuestExit::PowerOff));
+    }
+
+    #[test]
+    fn codes_are_distinct_by_kind() {
+        let exits = [
+            GuestExit::PowerOff,
+            GuestExit::Reboot,
+            GuestExit::Panic,
+            GuestExit::Kvm { message: String::new() },
+            GuestExit::Signal { name: "SIGTERM" },
+            GuestExit::Killed,
+        ];
+        let codes: std::collections::BTreeSet<_> = exits.iter().map(GuestExit::code).collect();
+        assert_eq!(codes.len(), exits.len());
+    }
+}

@@ -1,0 +1,283 @@
+//! System call filters, one list for each kind of thread.
+//!
+//! A guest that takes over a thread of the monitor can then do no more than that kind of thread has to do: there is no
+//! `execve`, no `socket`, no writable `open`, no executable mapping. A refused call ends the process with a line that
+//! names thread and call.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use libc::c_long;
+use seccompiler::{
+    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule, TargetArch,
+};
+use thiserror::Error;
+
+use crate::config::Switch;
+
+mod handler;
+
+pub use handler::EXIT_CODE;
+
+/// What a thread is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ThreadKind {
+    /// Waits for the end, feeds the console.
+    Main,
+    /// Serves the API socket.
+    Api,
+    /// Runs a vCPU.
+    Vcpu,
+    /// Works on a device's queues.
+    Device,
+}
+
+impl ThreadKind {
+    const ALL: [Self; 4] = [Self::Main, Self::Api, Self::Vcpu, Self::Device];
+}
+
+/// The filters could not be built or installed.
+#[derive(Debug, Error)]
+#[error("system call filter for {kind:?} threads: {problem}; start with --seccomp off to run without filters")]
+pub struct SeccompError {
+    kind: ThreadKind,
+    problem: String,
+}
+
+/// Compiled filters.
+#[derive(Debug, Clone)]
+pub struct Filters {
+    programs: Option<Arc<Vec<BpfProgram>>>,
+}
+
+/// The filter of one thread.
+#[derive(Debug, Clone)]
+pub struct ThreadFilter {
+    kind: ThreadKind,
+    programs: Option<Arc<Vec<BpfProgram>>>,
+}
+
+impl Filters {
+    /// Compiles all lists, or none.
+    pub fn new(switch: Switch) -> Result<Self, SeccompError> {
+        if !switch.is_on() {
+            return Ok(Self { programs: None });
+        }
+        let programs = ThreadKind::ALL.iter().map(|&kind| compile(kind)).collect::<Result<_, _>>()?;
+        Ok(Self { programs: Some(Arc::new(programs)) })
+    }
+
+    /// The filter for a thread of `kind`.
+    pub fn for_thread(&self, kind: ThreadKind) -> ThreadFilter {
+        ThreadFilter { kind, programs: self.programs.clone() }
+    }
+}
+
+impl ThreadFilter {
+    /// Restricts the calling thread for good: no capabilities (filters or not), and the filter of its kind.
+    pub fn apply(&self) -> Result<(), SeccompError> {
+        crate::vm::privileges::drop_all()
+            .map_err(|error| SeccompError { kind: self.kind, problem: format!("giving up capabilities: {error}") })?;
+        let Some(program) = self.programs.as_ref().and_then(|programs| programs.get(self.kind as usize)) else {
+            return Ok(());
+        };
+        handler::install().map_err(|error| SeccompError { kind: self.kind, problem: error.to_string() })?;
+        seccompiler::apply_filter(program)
+            .map_err(|error| SeccompError { kind: self.kind, problem: error.to_string() })
+    }
+}
+
+fn compile(kind: ThreadKind) -> Result<BpfProgram, SeccompError> {
+    let error = |problem: seccompiler::BackendError| SeccompError { kind, problem: problem.to_string() };
+    let rules = rules(kind).map_err(error)?;
+    SeccompFilter::new(rules, SeccompAction::Trap, SeccompAction::Allow, TargetArch::x86_64)
+        .and_then(TryInto::try_into)
+        .map_err(error)
+}
+
+/// What every Rust thread over glibc does: memory, locks, signals, time, ending.
+const COMMON: &[c_long] = &[
+    libc::SYS_brk,
+    libc::SYS_clock_gettime,
+    libc::SYS_clock_nanosleep,
+    libc::SYS_close,
+    libc::SYS_exit,
+    libc::SYS_exit_group,
+    libc::SYS_futex,
+    libc::SYS_getpid,
+    libc::SYS_getrandom,
+    libc::SYS_gettid,
+    libc::SYS_madvise,
+    libc::SYS_mremap,
+    libc::SYS_munmap,
+    libc::SYS_poll,
+    libc::SYS_ppoll,
+    libc::SYS_read,
+    libc::SYS_restart_syscall,
+    libc::SYS_rt_sigprocmask,
+    libc::SYS_rt_sigreturn,
+    libc::SYS_sched_yield,
+    libc::SYS_set_robust_list,
+    libc::SYS_rseq,
+    libc::SYS_sigaltstack,
+    libc::SYS_tgkill,
+    libc::SYS_write,
+    libc::SYS_writev,
+];
+
+/// What gives guest memory back.
+const DISCARD: &[c_long] = &[libc::SYS_fallocate, libc::SYS_process_madvise];
+
+/// What the API thread does beyond that: its socket, and sizes read from /proc.
+const API: &[c_long] = &[
+    libc::SYS_accept4,
+    libc::SYS_fcntl,
+    libc::SYS_fstat,
+    libc::SYS_getsockopt,
+    libc::SYS_lseek,
+    libc::SYS_mincore,
+    libc::SYS_newfstatat,
+    libc::SYS_recvfrom,
+    libc::SYS_sendto,
+    libc::SYS_setsockopt,
+    libc::SYS_shutdown,
+    libc::SYS_statx,
+    libc::SYS_pread64,
+];
+
+/// What a disk and the entropy device do.
+const DEVICE: &[c_long] =
+    &[libc::SYS_fdatasync, libc::SYS_fsync, libc::SYS_lseek, libc::SYS_pread64, libc::SYS_pwrite64];
+
+/// What the main thread does at the end and when the guest starts again: reload the images, remove the socket.
+const MAIN: &[c_long] = &[
+    libc::SYS_fcntl,
+    libc::SYS_fstat,
+    libc::SYS_lseek,
+    libc::SYS_mincore,
+    libc::SYS_newfstatat,
+    libc::SYS_pread64,
+    libc::SYS_readv,
+    libc::SYS_rt_sigaction,
+    libc::SYS_shutdown,
+    libc::SYS_statx,
+    libc::SYS_unlink,
+    libc::SYS_unlinkat,
+];
+
+type Rules = BTreeMap<c_long, Vec<SeccompRule>>;
+
+fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
+    let mut rules = Rules::new();
+    let mut allow = |calls: &[c_long]| rules.extend(calls.iter().map(|&call| (call, Vec::new())));
+    allow(COMMON);
+    match kind {
+        ThreadKind::Main => {
+            allow(DISCARD);
+            allow(MAIN);
+        }
+        ThreadKind::Api => {
+            allow(DISCARD);
+            allow(API);
+        }
+        ThreadKind::Vcpu => allow(DISCARD),
+        ThreadKind::Device => {
+            allow(DISCARD);
+            allow(DEVICE);
+        }
+    }
+    // No memory becomes executable.
+    let not_executable = || masked(2, libc::PROT_EXEC as u64, 0);
+    rules.insert(libc::SYS_mmap, vec![not_executable()?]);
+    rules.insert(libc::SYS_mprotect, vec![not_executable()?]);
+    // Files are opened for reading only.
+    if matches!(kind, ThreadKind::Api | ThreadKind::Main) {
+        let writable = (libc::O_ACCMODE | libc::O_CREAT | libc::O_TRUNC) as u64;
+        rules.insert(libc::SYS_openat, vec![masked(2, writable, libc::O_RDONLY as u64)?]);
+    }
+    let requests = ioctls(kind).iter().map(|&request| equal(1, request)).collect::<Result<Vec<_>, _>>()?;
+    rules.insert(libc::SYS_ioctl, requests);
+    // Names of threads and arenas, and nothing else of prctl.
+    rules.insert(libc::SYS_prctl, vec![equal(0, libc::PR_SET_NAME as u64)?, equal(0, libc::PR_GET_NAME as u64)?, equal(0, PR_SET_VMA)?]);
+    Ok(rules)
+}
+
+/// glibc names its arenas with it (include/uapi/linux/prctl.h).
+const PR_SET_VMA: u64 = 0x5356_4d41;
+
+/// `_IO`, `_IOR`, `_IOW` of KVM (type 0xae; Linux include/uapi/linux/kvm.h).
+const fn kvm(direction: u64, number: u64, bytes: u64) -> u64 {
+    direction << 30 | bytes << 16 | 0xae << 8 | number
+}
+
+const READ: u64 = 2;
+const WRITE: u64 = 1;
+const KVM_RUN: u64 = kvm(0, 0x80, 0);
+const KVM_KVMCLOCK_CTRL: u64 = kvm(0, 0xad, 0);
+const KVM_GET_REGS: u64 = kvm(READ, 0x81, size_of::<kvm_bindings::kvm_regs>() as u64);
+const KVM_SET_REGS: u64 = kvm(WRITE, 0x82, size_of::<kvm_bindings::kvm_regs>() as u64);
+const KVM_GET_SREGS: u64 = kvm(READ, 0x83, size_of::<kvm_bindings::kvm_sregs>() as u64);
+const KVM_SET_SREGS: u64 = kvm(WRITE, 0x84, size_of::<kvm_bindings::kvm_sregs>() as u64);
+const KVM_SET_MSRS: u64 = kvm(WRITE, 0x89, 8);
+const KVM_SET_FPU: u64 = kvm(WRITE, 0x8d, size_of::<kvm_bindings::kvm_fpu>() as u64);
+const KVM_GET_LAPIC: u64 = kvm(READ, 0x8e, size_of::<kvm_bindings::kvm_lapic_state>() as u64);
+const KVM_SET_LAPIC: u64 = kvm(WRITE, 0x8f, size_of::<kvm_bindings::kvm_lapic_state>() as u64);
+const KVM_SET_MP_STATE: u64 = kvm(WRITE, 0x99, size_of::<kvm_bindings::kvm_mp_state>() as u64);
+const KVM_SET_VCPU_EVENTS: u64 = kvm(WRITE, 0xa0, size_of::<kvm_bindings::kvm_vcpu_events>() as u64);
+const KVM_SET_DEBUGREGS: u64 = kvm(WRITE, 0xa2, size_of::<kvm_bindings::kvm_debugregs>() as u64);
+const KVM_SET_XCRS: u64 = kvm(WRITE, 0xa7, size_of::<kvm_bindings::kvm_xcrs>() as u64);
+// Declared as a read although it sets.
+const KVM_SET_IRQCHIP: u64 = kvm(READ, 0x63, size_of::<kvm_bindings::kvm_irqchip>() as u64);
+const KVM_SET_PIT2: u64 = kvm(WRITE, 0xa0, size_of::<kvm_bindings::kvm_pit_state2>() as u64);
+const KVM_SET_CLOCK: u64 = kvm(WRITE, 0x7b, size_of::<kvm_bindings::kvm_clock_data>() as u64);
+
+/// Linux's `PAGEMAP_SCAN` (6.7), which counts resident pages: `_IOWR('f', 16, struct pm_scan_arg)`.
+const PAGEMAP_SCAN: u64 = 3 << 30 | 96 << 16 | (b'f' as u64) << 8 | 16;
+
+fn ioctls(kind: ThreadKind) -> &'static [u64] {
+    match kind {
+        ThreadKind::Vcpu => &[
+            KVM_RUN,
+            KVM_KVMCLOCK_CTRL,
+            KVM_GET_REGS,
+            KVM_SET_REGS,
+            KVM_GET_SREGS,
+            KVM_SET_SREGS,
+            KVM_SET_MSRS,
+            KVM_SET_FPU,
+            KVM_GET_LAPIC,
+            KVM_SET_LAPIC,
+            KVM_SET_MP_STATE,
+            KVM_SET_VCPU_EVENTS,
+            KVM_SET_DEBUGREGS,
+            KVM_SET_XCRS,
+        ],
+        ThreadKind::Main => &[
+            KVM_SET_IRQCHIP,
+            KVM_SET_PIT2,
+            KVM_SET_CLOCK,
+            libc::TCGETS as u64,
+            libc::TCSETS as u64,
+            libc::TCSETSW as u64,
+            libc::TCSETSF as u64,
+            PAGEMAP_SCAN,
+        ],
+        ThreadKind::Api => &[libc::FIONBIO as u64, PAGEMAP_SCAN],
+        // Never issued; a list must not be empty, or every request would pass.
+        ThreadKind::Device => &[libc::FIONBIO as u64],
+    }
+}
+
+fn equal(argument: u8, value: u64) -> Result<SeccompRule, seccompiler::BackendError> {
+    let condition = SeccompCondition::new(argument, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, value)?;
+    SeccompRule::new(vec![condition])
+}
+
+fn masked(argument: u8, mask: u64, value: u64) -> Result<SeccompRule, seccompiler::BackendError> {
+    let condition =
+        SeccompCondition::new(argument, SeccompCmpArgLen::Dword, SeccompCmpOp::MaskedEq(mask), value)?;
+    SeccompRule::new(vec![condition])
+}
+
+#[cfg(test)]
+mod tests;

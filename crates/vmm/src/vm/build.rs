@@ -1,0 +1,286 @@
+//! Builds a virtual machine out of its configuration.
+
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+use ebb_guest_ram::{GuestRam, RegionSpec};
+use kvm_bindings::{KVM_PIT_SPEAKER_DUMMY, kvm_pit_config, kvm_userspace_memory_region};
+use kvm_ioctls::{Cap, IoEventAddress, Kvm, VmFd};
+use vm_memory::{GuestAddress, GuestMemoryMmap};
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use super::{InterruptControllers, ResetHook, Vm, VmError, lock};
+use crate::acpi::{MmioDevice, NumaNode, Platform};
+use crate::api::control::VmState;
+use crate::boot::BootImage;
+use crate::config::VmConfig;
+use crate::cpu::Vcpu;
+use crate::cpu::threads::{Buses, ExitCounters, VcpuThreads};
+use crate::devices::console::ConsoleOutput;
+use crate::devices::platform::{AcpiRegisters, KeyboardReset, PanicNotifier};
+use crate::devices::serial::Serial;
+use crate::devices::virtio::VirtioDevice;
+use crate::devices::virtio::balloon::BalloonDevice;
+use crate::devices::virtio::block::Block;
+use crate::devices::virtio::mmio::{MmioTransport, Wires};
+use crate::devices::virtio::rng::Rng;
+use crate::devices::virtio::worker::Worker;
+use crate::exit::ExitSignal;
+use crate::layout;
+use crate::seccomp::Filters;
+
+/// What the event loop needs besides the machine itself.
+pub(super) struct Built {
+    pub vm: Vm,
+    /// Signalled when the guest has read all console input.
+    pub input_read: EventFd,
+}
+
+/// Collects devices while they are connected.
+struct Assembly<'a> {
+    vm_fd: &'a VmFd,
+    memory: GuestMemoryMmap,
+    filters: &'a Filters,
+    exit: &'a Arc<ExitSignal>,
+    buses: Buses,
+    devices: Vec<MmioDevice>,
+    workers: Vec<Worker>,
+    reset_hooks: Vec<ResetHook>,
+}
+
+pub(super) fn build(config: VmConfig, filters: &Filters) -> Result<Built, VmError> {
+    config.validate()?;
+    // What costs nothing is tried first: files, then KVM, then memory.
+    let image = BootImage::open(&config.kernel, config.initrd.as_deref(), &config.cmdline)?;
+    let kvm = open_kvm()?;
+    let vm_fd = create_vm(&kvm)?;
+    let ram = Arc::new(GuestRam::new(
+        &regions(&config),
+        config.memory.backing,
+        config.memory.huge_pages,
+        config.memory.populate,
+    )?);
+    register_memory(&vm_fd, &ram)?;
+
+    let exit = Arc::new(ExitSignal::new().map_err(VmError::host("create an event"))?);
+    let mut assembly = Assembly {
+        vm_fd: &vm_fd,
+        memory: ram.memory().clone(),
+        filters,
+        exit: &exit,
+        buses: Buses::default(),
+        devices: Vec::new(),
+        workers: Vec::new(),
+        reset_hooks: Vec::new(),
+    };
+    let input_read = event()?;
+    let serial = assembly.add_serial(&config, &input_read)?;
+    let acpi = assembly.add_platform()?;
+    let balloon = match &config.balloon {
+        None => None,
+        Some(balloon) => Some(assembly.add_virtio("balloon", BalloonDevice::new(balloon, ram.clone())?)?),
+    };
+    for (index, disk) in config.disks.iter().enumerate() {
+        let block = Block::open(disk, index, ram.memory().clone())?;
+        assembly.add_virtio(&format!("disk{index}"), block)?;
+    }
+    if config.rng.is_on() {
+        assembly.add_virtio("rng", Rng::new(ram.memory().clone()))?;
+    }
+    let Assembly { buses, devices, workers, reset_hooks, .. } = assembly;
+
+    let vcpus = Vcpu::create_all(&kvm, &vm_fd, config.cpus)?;
+    let interrupt_controllers = InterruptControllers::capture(&vm_fd)?;
+    let counters = Arc::new(ExitCounters::default());
+    let vcpus = VcpuThreads::spawn(vcpus, &Arc::new(buses), &exit, &counters, filters)
+        .map_err(VmError::host("start the vCPU threads"))?;
+    let platform = Platform { cpus: config.cpus, devices, nodes: numa_nodes(&config) };
+    let vm = Vm {
+        config,
+        ram,
+        vm_fd,
+        interrupt_controllers,
+        platform,
+        image: Mutex::new(image),
+        balloon,
+        workers,
+        reset_hooks,
+        serial,
+        acpi,
+        exit,
+        counters,
+        vcpus,
+        state: Mutex::new(VmState::Starting),
+        started: Instant::now(),
+    };
+    vm.load_and_enter()?;
+    Ok(Built { vm, input_read })
+}
+
+fn event() -> Result<EventFd, VmError> {
+    EventFd::new(EFD_NONBLOCK).map_err(VmError::host("create an event"))
+}
+
+fn clone(event: &EventFd) -> Result<EventFd, VmError> {
+    event.try_clone().map_err(VmError::host("duplicate an event"))
+}
+
+fn open_kvm() -> Result<Kvm, VmError> {
+    let kvm = Kvm::new().map_err(|error| match error.errno() {
+        libc::EACCES | libc::EPERM => VmError::NoKvm {
+            problem: "no permission to open /dev/kvm".to_owned(),
+            remedy: "run as root or add your user to the group `kvm`".to_owned(),
+        },
+        libc::ENOENT | libc::ENODEV | libc::ENXIO => VmError::NoKvm {
+            problem: "this machine has no /dev/kvm".to_owned(),
+            remedy: "load kvm_intel or kvm_amd; `ebb doctor` says more, and `ebb virtual-host` brings a KVM of its own"
+                .to_owned(),
+        },
+        _ => VmError::NoKvm {
+            problem: format!("/dev/kvm cannot be opened: {error}"),
+            remedy: "run `ebb doctor`".to_owned(),
+        },
+    })?;
+    let needed = [
+        (Cap::Irqchip, "KVM_CAP_IRQCHIP"),
+        (Cap::Ioeventfd, "KVM_CAP_IOEVENTFD"),
+        (Cap::Irqfd, "KVM_CAP_IRQFD"),
+        (Cap::Pit2, "KVM_CAP_PIT2"),
+        (Cap::UserMemory, "KVM_CAP_USER_MEMORY"),
+        (Cap::ImmediateExit, "KVM_CAP_IMMEDIATE_EXIT"),
+    ];
+    for (capability, name) in needed {
+        if !kvm.check_extension(capability) {
+            return Err(VmError::NoKvm {
+                problem: format!("this KVM lacks {name}"),
+                remedy: "use a host kernel of 4.12 or later".to_owned(),
+            });
+        }
+    }
+    Ok(kvm)
+}
+
+fn create_vm(kvm: &Kvm) -> Result<VmFd, VmError> {
+    let vm = kvm.create_vm().map_err(VmError::kvm("create a virtual machine"))?;
+    vm.set_identity_map_address(layout::KVM_IDENTITY_MAP).map_err(VmError::kvm("place its identity map"))?;
+    vm.set_tss_address(layout::KVM_TSS as usize).map_err(VmError::kvm("place its task state segment"))?;
+    vm.create_irq_chip().map_err(VmError::kvm("create interrupt controllers"))?;
+    let timer = kvm_pit_config { flags: KVM_PIT_SPEAKER_DUMMY, ..Default::default() };
+    vm.create_pit2(timer).map_err(VmError::kvm("create a timer"))?;
+    Ok(vm)
+}
+
+/// Guest memory by region: pieces of nodes, or the whole on both sides of the hole.
+fn regions(config: &VmConfig) -> Vec<RegionSpec> {
+    let spec = |range: std::ops::Range<u64>, host_node| RegionSpec {
+        start: GuestAddress(range.start),
+        size_bytes: range.end - range.start,
+        host_node,
+    };
+    if config.numa.is_empty() {
+        return layout::ram_ranges(config.memory.size.bytes()).into_iter().map(|range| spec(range, None)).collect();
+    }
+    let sizes: Vec<u64> = config.numa.iter().map(|node| node.size.bytes()).collect();
+    layout::node_ranges(&sizes)
+        .into_iter()
+        .map(|(node, range)| spec(range, config.numa[node].host_node))
+        .collect()
+}
+
+fn numa_nodes(config: &VmConfig) -> Vec<NumaNode> {
+    let sizes: Vec<u64> = config.numa.iter().map(|node| node.size.bytes()).collect();
+    let pieces = layout::node_ranges(&sizes);
+    let default = |node: usize| (0..sizes.len()).map(|other| if other == node { 10 } else { 20 }).collect();
+    config
+        .numa
+        .iter()
+        .enumerate()
+        .map(|(node, config)| NumaNode {
+            cpus: config.cpus.clone(),
+            ranges: pieces.iter().filter(|(owner, _)| *owner == node).map(|(_, range)| range.clone()).collect(),
+            distances: config.distances.clone().unwrap_or_else(|| default(node)),
+        })
+        .collect()
+}
+
+fn register_memory(vm: &VmFd, ram: &GuestRam) -> Result<(), VmError> {
+    for (slot, region) in ram.regions().iter().enumerate() {
+        let slot = kvm_userspace_memory_region {
+            slot: slot as u32,
+            flags: 0,
+            guest_phys_addr: region.start.0,
+            memory_size: region.size_bytes,
+            userspace_addr: region.host_address,
+        };
+        // SAFETY: the region is mapped for as long as the `GuestRam` lives, which `Vm` keeps until after its `VmFd`
+        // and vCPU threads are gone; regions do not overlap, as `GuestRam::new` has checked.
+        unsafe { vm.set_user_memory_region(slot) }.map_err(VmError::kvm("take guest memory"))?;
+    }
+    Ok(())
+}
+
+impl Assembly<'_> {
+    /// An eventfd wired to an interrupt line.
+    fn interrupt(&self, gsi: u32) -> Result<EventFd, VmError> {
+        let line = event()?;
+        self.vm_fd.register_irqfd(&line, gsi).map_err(VmError::kvm("wire an interrupt line"))?;
+        Ok(line)
+    }
+
+    fn add_serial(&mut self, config: &VmConfig, input_read: &EventFd) -> Result<Arc<Mutex<Serial>>, VmError> {
+        let output = ConsoleOutput::open(&config.serial)
+            .map_err(|source| VmError::Console { console: format!("{:?}", config.serial), source })?;
+        let interrupt = self.interrupt(layout::SERIAL_GSI)?;
+        let serial = Arc::new(Mutex::new(Serial::new(interrupt, clone(input_read)?, output)));
+        let start = u64::from(layout::SERIAL_PORT);
+        self.buses.ports.insert(start..start + 8, serial.clone())?;
+        let hook = serial.clone();
+        self.reset_hooks.push(Box::new(move || lock(&hook).reset()));
+        Ok(serial)
+    }
+
+    fn add_platform(&mut self) -> Result<Arc<Mutex<AcpiRegisters>>, VmError> {
+        let interrupt = self.interrupt(layout::EVENT_DEVICE_GSI)?;
+        let acpi = Arc::new(Mutex::new(AcpiRegisters::new(self.exit.clone(), interrupt)));
+        let start = u64::from(layout::ACPI_PORT);
+        self.buses.ports.insert(start..start + 4, acpi.clone())?;
+        let keyboard = Arc::new(Mutex::new(KeyboardReset::new(self.exit.clone())));
+        self.buses.ports.insert(0x64..0x65, keyboard)?;
+        let panic = Arc::new(Mutex::new(PanicNotifier::new(self.exit.clone())));
+        let start = u64::from(layout::PANIC_PORT);
+        self.buses.ports.insert(start..start + 1, panic)?;
+        Ok(acpi)
+    }
+
+    /// Gives `device` a register window, an interrupt line, notification events and a thread.
+    fn add_virtio<D: VirtioDevice + 'static>(
+        &mut self,
+        name: &str,
+        device: D,
+    ) -> Result<Arc<Mutex<MmioTransport<D>>>, VmError> {
+        let slot = self.devices.len();
+        let limit = (layout::VIRTIO_LAST_GSI - layout::VIRTIO_FIRST_GSI + 1) as usize;
+        if slot >= limit {
+            return Err(VmError::TooManyDevices { count: slot + 1, limit });
+        }
+        let gsi = layout::VIRTIO_FIRST_GSI + slot as u32;
+        let address = layout::VIRTIO_MMIO_START + slot as u64 * layout::VIRTIO_MMIO_STRIDE;
+        let wires = Wires::new(device.queue_sizes().len()).map_err(VmError::host("create device events"))?;
+        self.vm_fd.register_irqfd(&wires.interrupt, gsi).map_err(VmError::kvm("wire an interrupt line"))?;
+        let notify = IoEventAddress::Mmio(address + u64::from(virtio_bindings::virtio_mmio::VIRTIO_MMIO_QUEUE_NOTIFY));
+        for (queue, kick) in wires.kicks.iter().enumerate() {
+            self.vm_fd
+                .register_ioevent(kick, &notify, queue as u32)
+                .map_err(VmError::kvm("wire a queue notification"))?;
+        }
+        let transport = Arc::new(Mutex::new(MmioTransport::new(device, self.memory.clone(), wires)));
+        self.buses.memory.insert(address..address + layout::VIRTIO_MMIO_STRIDE, transport.clone())?;
+        let worker = Worker::spawn(name, transport.clone(), self.filters, self.exit.clone())
+            .map_err(VmError::host("start a device thread"))?;
+        self.workers.push(worker);
+        let hook = transport.clone();
+        self.reset_hooks.push(Box::new(move || lock(&hook).reset()));
+        self.devices.push(MmioDevice { address, gsi });
+        Ok(transport)
+    }
+}

@@ -1,0 +1,170 @@
+//! What the API does to a virtual machine.
+
+use std::borrow::Cow;
+use std::time::Duration;
+
+use ebb_guest_ram::Backing;
+
+use super::{SharedTransport, Vm, lock, metrics};
+use crate::api::control::{
+    BalloonInfo, BalloonState, BalloonSummary, ControlError, DriverPresence, Metrics, RamBacking, StatisticsReading,
+    VmControl, VmInfo, VmState,
+};
+use crate::devices::virtio::balloon::BalloonDevice;
+use crate::devices::virtio::mmio::MmioTransport;
+use crate::exit::GuestExit;
+
+impl Vm {
+    fn balloon_transport(&self) -> Result<&SharedTransport, ControlError> {
+        self.balloon.as_ref().ok_or(ControlError::NoBalloon)
+    }
+
+    fn uptime_ms(&self) -> u64 {
+        match *lock(&self.state) {
+            VmState::Starting => 0,
+            _ => u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX),
+        }
+    }
+}
+
+fn driver(transport: &MmioTransport<BalloonDevice>) -> DriverPresence {
+    if transport.is_active() { DriverPresence::Present } else { DriverPresence::Absent }
+}
+
+fn summary(transport: &MmioTransport<BalloonDevice>) -> BalloonSummary {
+    let (target_bytes, actual_bytes) = transport.device().sizes_bytes();
+    let state = BalloonState::from_sizes(driver(transport), target_bytes, actual_bytes);
+    BalloonSummary { target_bytes, actual_bytes, state }
+}
+
+fn wrong_state(message: impl Into<String>, remedy: &str) -> ControlError {
+    ControlError::WrongState { message: message.into(), remedy: Some(remedy.to_owned()) }
+}
+
+impl VmControl for Vm {
+    fn info(&self) -> VmInfo {
+        VmInfo {
+            state: *lock(&self.state),
+            cpus: u32::from(self.config.cpus),
+            memory_bytes: self.ram.size_bytes(),
+            backing: match self.ram.backing() {
+                Backing::Anonymous => RamBacking::Anon,
+                Backing::Memfd => RamBacking::Memfd,
+                Backing::Hugetlb2M => RamBacking::Hugetlb,
+            },
+            resident_bytes: self.ram.resident_bytes().unwrap_or(0),
+            uptime_ms: self.uptime_ms(),
+            kernel: self.config.kernel.display().to_string(),
+            pid: std::process::id(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            balloon: self.balloon.as_ref().map(|balloon| summary(&lock(balloon))),
+        }
+    }
+
+    fn pause(&self) -> Result<(), ControlError> {
+        let mut state = lock(&self.state);
+        match *state {
+            VmState::Paused => Ok(()),
+            VmState::Running => {
+                self.stop_all().map_err(|error| ControlError::Failed { message: error.to_string() })?;
+                *state = VmState::Paused;
+                Ok(())
+            }
+            VmState::Starting | VmState::Stopping => {
+                Err(wrong_state("the virtual machine is not running", "wait until it runs"))
+            }
+        }
+    }
+
+    fn resume(&self) -> Result<(), ControlError> {
+        let mut state = lock(&self.state);
+        match *state {
+            VmState::Running => Ok(()),
+            VmState::Paused => {
+                *state = VmState::Running;
+                self.continue_all();
+                Ok(())
+            }
+            VmState::Starting | VmState::Stopping => {
+                Err(wrong_state("the virtual machine is not paused", "wait until it runs"))
+            }
+        }
+    }
+
+    fn power_button(&self) -> Result<(), ControlError> {
+        if *lock(&self.state) != VmState::Running {
+            return Err(wrong_state("a virtual machine that does not run cannot notice its power button", "resume it"));
+        }
+        let pressed = lock(&self.acpi).press_power_button();
+        pressed.map_err(|error| ControlError::Failed { message: format!("cannot interrupt the guest: {error}") })
+    }
+
+    fn kill(&self) -> Result<(), ControlError> {
+        *lock(&self.state) = VmState::Stopping;
+        self.exit.raise(GuestExit::Killed);
+        Ok(())
+    }
+
+    fn balloon(&self) -> Result<BalloonInfo, ControlError> {
+        let transport = lock(self.balloon_transport()?);
+        let BalloonSummary { target_bytes, actual_bytes, state } = summary(&transport);
+        let reasons = self.ram.inhibit_reasons();
+        let discard_inhibited =
+            reasons.iter().map(ToString::to_string).reduce(|all, reason| format!("{all}; {reason}"));
+        Ok(transport.device().describe(target_bytes, actual_bytes, state, discard_inhibited))
+    }
+
+    fn set_balloon_target(&self, target_bytes: u64) -> Result<(), ControlError> {
+        let mut transport = lock(self.balloon_transport()?);
+        let changed = transport.device_mut().set_target_bytes(target_bytes)?;
+        if changed {
+            transport.config_changed();
+        }
+        Ok(())
+    }
+
+    fn request_statistics(&self) -> Result<(), ControlError> {
+        if *lock(&self.state) != VmState::Running {
+            return Err(wrong_state("a virtual machine that does not run cannot tell statistics", "resume it"));
+        }
+        let mut transport = lock(self.balloon_transport()?);
+        if driver(&transport) == DriverPresence::Absent {
+            return Err(wrong_state("no driver in the guest runs the balloon", "load virtio_balloon in the guest"));
+        }
+        transport.request_statistics()
+    }
+
+    fn statistics(&self) -> Result<StatisticsReading, ControlError> {
+        Ok(lock(self.balloon_transport()?).device().statistics())
+    }
+
+    fn set_statistics_interval(&self, interval: Option<Duration>) -> Result<(), ControlError> {
+        let mut transport = lock(self.balloon_transport()?);
+        transport.device_mut().set_statistics_interval(interval);
+        transport.wake();
+        Ok(())
+    }
+
+    fn metrics(&self) -> Metrics {
+        use crate::api::control::KindCount;
+        use std::sync::atomic::Ordering::Relaxed;
+        let count = |kind: &'static str, counter: &std::sync::atomic::AtomicU64| {
+            KindCount::new(Cow::Borrowed(kind), counter.load(Relaxed))
+        };
+        let counters = &self.counters;
+        Metrics {
+            memory_bytes: self.ram.size_bytes(),
+            guest_resident_bytes: self.ram.resident_bytes().unwrap_or(0),
+            process_resident_bytes: metrics::process_resident_bytes().unwrap_or(0),
+            uptime_ms: self.uptime_ms(),
+            balloon: self.balloon.as_ref().map(|balloon| lock(balloon).device().metrics()),
+            vcpu_exits: vec![
+                count("port_in", &counters.port_in),
+                count("port_out", &counters.port_out),
+                count("mmio_read", &counters.mmio_read),
+                count("mmio_write", &counters.mmio_write),
+                count("kicked", &counters.kicked),
+            ],
+        }
+    }
+}

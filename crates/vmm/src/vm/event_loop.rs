@@ -1,0 +1,153 @@
+//! The main thread: waits for the guest's end, for signals and for console input.
+
+use std::io::{self, IsTerminal};
+use std::os::fd::AsFd;
+use std::path::Path;
+use std::sync::Arc;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use vmm_sys_util::eventfd::EventFd;
+
+use super::build::{Built, build};
+use super::terminal::{EscapeSequence, RawTerminal, Typed};
+use super::{Vm, VmError, lock};
+use crate::api::server::Limits;
+use crate::api::ApiServer;
+use crate::config::{RebootAction, SerialConfig, VmConfig};
+use crate::event::readable;
+use crate::exit::GuestExit;
+use crate::seccomp::{Filters, ThreadKind};
+
+mod signals;
+
+use signals::Signals;
+
+/// While output waits for a slow reader of the console, it is tried again after this time.
+const OUTPUT_RETRY: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
+
+/// Starts a virtual machine and runs it to its end.
+pub fn run(config: VmConfig) -> Result<GuestExit, VmError> {
+    let on_reboot = config.on_reboot;
+    // Before any thread starts: signals are for this one, and what a thread inherits is already little.
+    let signals = Signals::block().map_err(VmError::host("take over signals"))?;
+    let filters = Filters::new(config.seccomp)?;
+    let (serial, api) = (config.serial.clone(), config.api.clone());
+    let Built { vm, input_read } = build(config, &filters)?;
+    let vm = Arc::new(vm);
+    let _api = api.map(|path| start_api(&path, &vm, &filters)).transpose()?;
+    let console = ConsoleInput::open(&serial, input_read)?;
+    filters.for_thread(ThreadKind::Main).apply()?;
+    vm.start();
+    let exit = wait_for_end(&vm, &signals, console, on_reboot);
+    lock(&vm.serial).output().drain();
+    Ok(exit)
+}
+
+fn start_api(path: &Path, vm: &Arc<Vm>, filters: &Filters) -> Result<ApiServer, VmError> {
+    let (filter, exit) = (filters.for_thread(ThreadKind::Api), vm.exit.clone());
+    let restrict = move || {
+        if let Err(error) = filter.apply() {
+            exit.raise(GuestExit::Monitor { message: error.to_string() });
+        }
+    };
+    Ok(ApiServer::start_with(path, vm.clone(), Limits::default(), restrict)?)
+}
+
+fn wait_for_end(vm: &Vm, signals: &Signals, mut console: ConsoleInput, on_reboot: RebootAction) -> GuestExit {
+    loop {
+        if let Some(exit) = vm.take_exit() {
+            match exit {
+                GuestExit::Reboot if on_reboot == RebootAction::Reset => {
+                    tracing::info!("the guest rebooted");
+                    if let Err(error) = vm.reset() {
+                        return GuestExit::Monitor { message: format!("cannot start the guest again: {error}") };
+                    }
+                }
+                exit => return exit,
+            }
+        }
+        let backlog = {
+            let mut serial = lock(&vm.serial);
+            serial.output().drain();
+            serial.output().has_backlog()
+        };
+        let mut fds = vec![readable(vm.exit.event()), PollFd::new(signals, PollFlags::IN), readable(&console.input_read)];
+        if let Some(input) = console.wanted() {
+            fds.push(PollFd::new(input, PollFlags::IN));
+        }
+        match poll(&mut fds, backlog.then_some(&OUTPUT_RETRY)) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return GuestExit::Monitor { message: format!("cannot wait for events: {error}") },
+        }
+        let ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
+        if ready[1]
+            && let Some(name) = signals.take()
+        {
+            return GuestExit::Signal { name };
+        }
+        if ready[2] {
+            let _ = console.input_read.read();
+        }
+        if console.forward(vm, ready.get(3) == Some(&true)) == Wish::Quit {
+            return GuestExit::Signal { name: "Ctrl-A x" };
+        }
+    }
+}
+
+#[derive(PartialEq, Eq)]
+enum Wish {
+    GoOn,
+    Quit,
+}
+
+/// Standard input on its way to the guest's serial line, whose FIFO takes 64 bytes at a time.
+struct ConsoleInput {
+    source: Option<io::Stdin>,
+    terminal: Option<(RawTerminal, EscapeSequence)>,
+    input_read: EventFd,
+    pending: Vec<u8>,
+}
+
+impl ConsoleInput {
+    fn open(serial: &SerialConfig, input_read: EventFd) -> Result<Self, VmError> {
+        let console = |source| VmError::Console { console: "tty".to_owned(), source };
+        let terminal = match serial {
+            SerialConfig::Tty => Some((RawTerminal::enter().map_err(console)?, EscapeSequence::default())),
+            _ => None,
+        };
+        let source = matches!(serial, SerialConfig::Tty | SerialConfig::Stdio).then(io::stdin);
+        if terminal.is_some() && io::stderr().is_terminal() {
+            tracing::info!("press Ctrl-A x to end the guest");
+        }
+        Ok(Self { source, terminal, input_read, pending: Vec::new() })
+    }
+
+    /// Standard input, while the guest takes more of it.
+    fn wanted(&self) -> Option<&io::Stdin> {
+        self.source.as_ref().filter(|_| self.pending.is_empty())
+    }
+
+    fn forward(&mut self, vm: &Vm, readable: bool) -> Wish {
+        if readable && let Some(source) = &self.source {
+            let mut buffer = [0; 512];
+            match rustix::io::read(source.as_fd(), &mut buffer) {
+                // The end of input is no end of the guest.
+                Ok(0) => self.source = None,
+                Ok(length) => match &mut self.terminal {
+                    None => self.pending.extend_from_slice(&buffer[..length]),
+                    Some((_, escape)) => match escape.filter(&buffer[..length]) {
+                        Typed::Quit => return Wish::Quit,
+                        Typed::Input(bytes) => self.pending.extend(bytes),
+                    },
+                },
+                Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => {}
+                Err(_) => self.source = None,
+            }
+        }
+        if !self.pending.is_empty() {
+            let taken = lock(&vm.serial).input(&self.pending);
+            self.pending.drain(..taken);
+        }
+        Wish::GoOn
+    }
+}

@@ -1,0 +1,29 @@
+//! Sizes of the monitor's own process.
+
+use std::io;
+
+/// Resident memory of this process in bytes, guest memory included (Linux Documentation/filesystems/proc.rst, `statm`).
+pub(super) fn process_resident_bytes() -> io::Result<u64> {
+    let statm = std::fs::read_to_string("/proc/self/statm")?;
+    let pages: u64 = statm
+        .split_ascii_whitespace()
+        .nth(1)
+        .and_then(|field| field.parse().ok())
+        .ok_or_else(|| io::Error::other("/proc/self/statm has no second number"))?;
+    Ok(pages * rustix::param::page_size() as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn touched_memory_is_counted() {
+        const BYTES: usize = 32 << 20;
+        let before = process_resident_bytes().unwrap();
+        let touched = std::hint::black_box(vec![1u8; BYTES]);
+        let after = process_resident_bytes().unwrap();
+        assert!(after >= before + BYTES as u64 / 2, "{before} -> {after}");
+        drop(touched);
+    }
+}

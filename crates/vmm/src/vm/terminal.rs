@@ -1,0 +1,89 @@
+//! The terminal in raw mode, and back.
+
+use std::io::{self, IsTerminal};
+use std::os::fd::OwnedFd;
+
+use rustix::termios::{OptionalActions, OutputModes, Termios, tcgetattr, tcsetattr};
+
+/// A terminal that hands every key to the guest; dropped, it is as it was.
+#[derive(Debug)]
+pub struct RawTerminal {
+    terminal: OwnedFd,
+    before: Termios,
+}
+
+impl RawTerminal {
+    /// Puts the terminal on standard input into raw mode. Output processing stays on, so that the monitor's own lines
+    /// stay readable.
+    ///
+    /// # Errors
+    /// Standard input is no terminal, or the terminal refuses.
+    pub fn enter() -> io::Result<Self> {
+        let stdin = io::stdin();
+        if !stdin.is_terminal() {
+            return Err(io::Error::other("standard input is no terminal; use --serial stdio for pipes"));
+        }
+        let terminal = rustix::io::dup(&stdin)?;
+        let before = tcgetattr(&terminal)?;
+        let mut raw = before.clone();
+        raw.make_raw();
+        raw.output_modes |= before.output_modes & (OutputModes::OPOST | OutputModes::ONLCR);
+        tcsetattr(&terminal, OptionalActions::Now, &raw)?;
+        Ok(Self { terminal, before })
+    }
+}
+
+impl Drop for RawTerminal {
+    fn drop(&mut self) {
+        // Nothing can be done if the terminal is gone.
+        let _ = tcsetattr(&self.terminal, OptionalActions::Now, &self.before);
+    }
+}
+
+/// Finds the way out in what a person types: Ctrl-A x, as with QEMU; Ctrl-A twice is one Ctrl-A.
+#[derive(Debug, Default)]
+pub struct EscapeSequence {
+    pending: bool,
+}
+
+/// What to do with typed bytes.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Typed {
+    /// Hand these to the guest.
+    Input(Vec<u8>),
+    /// The person wants to end the monitor.
+    Quit,
+}
+
+const CTRL_A: u8 = 1;
+
+impl EscapeSequence {
+    /// Takes bytes as they were typed.
+    pub fn filter(&mut self, bytes: &[u8]) -> Typed {
+        let mut input = Vec::with_capacity(bytes.len());
+        for &byte in bytes {
+            match (std::mem::take(&mut self.pending), byte) {
+                (false, CTRL_A) => self.pending = true,
+                (true, b'x' | b'X') => return Typed::Quit,
+                (true, CTRL_A) | (false, _) => input.push(byte),
+                (true, _) => input.extend([CTRL_A, byte]),
+            }
+        }
+        Typed::Input(input)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_escape_sequence_is_taken_out() {
+        let mut escape = EscapeSequence::default();
+        assert_eq!(escape.filter(b"ls\r"), Typed::Input(b"ls\r".to_vec()));
+        assert_eq!(escape.filter(&[1, 1]), Typed::Input(vec![1]));
+        assert_eq!(escape.filter(&[1, b'b']), Typed::Input(vec![1, b'b']));
+        assert_eq!(escape.filter(&[1]), Typed::Input(Vec::new()));
+        assert_eq!(escape.filter(b"x"), Typed::Quit);
+    }
+}
