@@ -1,0 +1,323 @@
+//! Whether this machine's KVM can run guests, found out by running one.
+//!
+//! That `/dev/kvm` is there says little: some machines have a KVM that emulates every instruction of an ordinary guest,
+//! at 1 to 2 million a second, on which Linux does not boot in reasonable time. A loop of a million rounds in 64-bit
+//! mode takes about a millisecond on hardware, and over a second there.
+
+use std::ffi::CString;
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::Path;
+use std::time::Duration;
+
+use kvm_ioctls::{Cap, Kvm};
+use rustix::io::Errno;
+use serde::{Deserialize, Serialize};
+
+mod guest;
+mod kick;
+
+/// Rounds of the guest's loop; each is two instructions.
+pub const ITERATIONS: u64 = 1_000_000;
+
+/// From this on KVM is considered to be emulated. Hardware takes 0.2 to 3 ns, emulation over 1000 ns.
+pub const EMULATED_FROM_NS: f64 = 100.0;
+
+/// How long all runs may take together.
+pub const TIME_LIMIT: Duration = Duration::from_secs(2);
+
+/// Most runs. A busy machine may take the processor away in the middle of one, which makes it look slow.
+const RUNS: u32 = 5;
+
+/// The only KVM version there is (Linux Documentation/virt/kvm/api.rst, section 4.1).
+const API_VERSION: i32 = 12;
+
+/// What the monitor needs of KVM.
+const NEEDED: [(Cap, &str); 10] = [
+    (Cap::UserMemory, "KVM_CAP_USER_MEMORY"),
+    (Cap::Irqchip, "KVM_CAP_IRQCHIP"),
+    (Cap::Pit2, "KVM_CAP_PIT2"),
+    (Cap::SetTssAddr, "KVM_CAP_SET_TSS_ADDR"),
+    (Cap::ExtCpuid, "KVM_CAP_EXT_CPUID"),
+    (Cap::MpState, "KVM_CAP_MP_STATE"),
+    (Cap::Irqfd, "KVM_CAP_IRQFD"),
+    (Cap::Ioeventfd, "KVM_CAP_IOEVENTFD"),
+    (Cap::ImmediateExit, "KVM_CAP_IMMEDIATE_EXIT"),
+    (Cap::AdjustClock, "KVM_CAP_ADJUST_CLOCK"),
+];
+
+/// What KVM is worth here.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+pub enum KvmQuality {
+    /// The processor itself runs guests (or a fast emulator of a whole machine does, underneath).
+    Fast {
+        /// Time a round of the loop took, in the best run.
+        ns_per_iteration: f64,
+    },
+    /// Each instruction of a guest is emulated: Linux does not boot in reasonable time.
+    Emulated {
+        /// Time a round of the loop took, in the best run.
+        ns_per_iteration: f64,
+        /// Rounds done before the time was up.
+        iterations: u64,
+    },
+    /// There is no KVM that can be used.
+    Unavailable {
+        /// What is missing.
+        reason: String,
+        /// What to do.
+        remedy: String,
+    },
+    /// There is a KVM, but not for this user.
+    PermissionDenied {
+        /// What was refused.
+        reason: String,
+        /// What to do.
+        remedy: String,
+    },
+}
+
+impl KvmQuality {
+    /// The quality that follows from a run of `iterations` rounds in `elapsed`.
+    pub fn from_run(iterations: u64, elapsed: Duration) -> Self {
+        if iterations == 0 {
+            // Not even one: slower than anything that can be told.
+            return Self::Emulated { ns_per_iteration: elapsed.as_nanos() as f64, iterations };
+        }
+        let ns_per_iteration = elapsed.as_nanos() as f64 / iterations as f64;
+        if ns_per_iteration < EMULATED_FROM_NS {
+            Self::Fast { ns_per_iteration }
+        } else {
+            Self::Emulated { ns_per_iteration, iterations }
+        }
+    }
+
+    /// Whether Linux guests run on it.
+    pub fn runs_linux(&self) -> bool {
+        matches!(self, Self::Fast { .. })
+    }
+}
+
+/// The result of a probe.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct KvmProbe {
+    /// The device that was examined.
+    pub device: String,
+    /// What it is worth.
+    pub quality: KvmQuality,
+    /// The API version it has; `None` if it could not be opened.
+    pub api_version: Option<i32>,
+    /// What the monitor needs and this KVM does not have; empty if it was not opened.
+    pub missing_capabilities: Vec<String>,
+}
+
+/// Examines `/dev/kvm`. Takes a few milliseconds where KVM is fast, and about [`TIME_LIMIT`] where it is emulated.
+///
+/// It starts a thread and, for as long as it takes, handles the signal `SIGRTMIN + 7`. Any signal mask will do.
+pub fn probe() -> KvmProbe {
+    probe_device(Path::new("/dev/kvm"))
+}
+
+/// Like [`probe`], for another path.
+pub fn probe_device(device: &Path) -> KvmProbe {
+    let mut result = KvmProbe {
+        device: device.display().to_string(),
+        quality: KvmQuality::Unavailable { reason: String::new(), remedy: String::new() },
+        api_version: None,
+        missing_capabilities: Vec::new(),
+    };
+    result.quality = match examine(device, &mut result) {
+        Ok(run) => KvmQuality::from_run(run.iterations, run.elapsed),
+        Err(quality) => quality,
+    };
+    result
+}
+
+fn examine(device: &Path, result: &mut KvmProbe) -> Result<guest::Run, KvmQuality> {
+    let name = CString::new(device.as_os_str().as_bytes()).map_err(|_| KvmQuality::Unavailable {
+        reason: format!("'{}' has a zero byte", device.display()),
+        remedy: "give the path of a KVM device".to_owned(),
+    })?;
+    let kvm = Kvm::new_with_path(name)
+        .map_err(|error| cannot_open(device, Errno::from_raw_os_error(error.errno()), processor()))?;
+    let version = kvm.get_api_version();
+    if version != API_VERSION {
+        return Err(KvmQuality::Unavailable {
+            reason: format!("{} is not a KVM device of version {API_VERSION}", device.display()),
+            remedy: "see what /dev/kvm is (ls -l /dev/kvm): it should be a character device, major 10"
+                .to_owned(),
+        });
+    }
+    result.api_version = Some(version);
+    result.missing_capabilities = NEEDED
+        .iter()
+        .filter(|(capability, _)| !kvm.check_extension(*capability))
+        .map(|(_, name)| (*name).to_owned())
+        .collect();
+    if !result.missing_capabilities.is_empty() {
+        return Err(KvmQuality::Unavailable {
+            reason: format!("this KVM lacks {}", result.missing_capabilities.join(", ")),
+            remedy: "use a Linux kernel of version 5.10 or later as the host".to_owned(),
+        });
+    }
+    guest::best_run(&kvm, RUNS, TIME_LIMIT).map_err(|error| KvmQuality::Unavailable {
+        reason: error.to_string(),
+        remedy:
+            "see the kernel's log (dmesg); another hypervisor may be using the processor's virtualization"
+                .to_owned(),
+    })
+}
+
+/// Whether the processor says that it can virtualize.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Processor {
+    /// Intel VT-x.
+    Vmx,
+    /// AMD-V.
+    Svm,
+    /// Neither, or switched off, or hidden by the hypervisor that this machine runs on.
+    Neither,
+}
+
+fn processor() -> Processor {
+    let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    processor_of(&text)
+}
+
+fn processor_of(cpuinfo: &str) -> Processor {
+    let flags = cpuinfo.lines().find(|line| line.starts_with("flags")).unwrap_or_default();
+    let has = |flag| flags.split_whitespace().any(|word| word == flag);
+    if has("vmx") {
+        Processor::Vmx
+    } else if has("svm") {
+        Processor::Svm
+    } else {
+        Processor::Neither
+    }
+}
+
+/// What a failure to open the device means.
+fn cannot_open(device: &Path, errno: Errno, processor: Processor) -> KvmQuality {
+    let device = device.display();
+    match errno {
+        Errno::ACCESS | Errno::PERM => KvmQuality::PermissionDenied {
+            reason: format!("this user may not open {device}"),
+            remedy: format!(
+                "join the group that owns {device}, usually kvm, and log in again: sudo usermod -aG kvm $USER"
+            ),
+        },
+        Errno::NOENT | Errno::NODEV | Errno::NXIO => KvmQuality::Unavailable {
+            reason: format!("there is no {device}"),
+            remedy: match processor {
+                Processor::Vmx => "load the module: sudo modprobe kvm_intel".to_owned(),
+                Processor::Svm => "load the module: sudo modprobe kvm_amd".to_owned(),
+                Processor::Neither => {
+                    "switch on virtualization in the firmware's setup, or nested virtualization in the hypervisor that \
+                     this machine runs on; without it guests run in the virtual host"
+                        .to_owned()
+                }
+            },
+        },
+        errno => KvmQuality::Unavailable {
+            reason: format!("{device} cannot be opened: {errno}"),
+            remedy: "see the kernel's log (dmesg) for what KVM says".to_owned(),
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn speed_decides() {
+        let run = |iterations, ms| KvmQuality::from_run(iterations, Duration::from_millis(ms));
+        assert_eq!(run(ITERATIONS, 1), KvmQuality::Fast { ns_per_iteration: 1.0 });
+        assert!(run(ITERATIONS, 99).runs_linux());
+        assert!(!run(ITERATIONS, 100).runs_linux());
+        assert_eq!(
+            run(ITERATIONS, 1500),
+            KvmQuality::Emulated { ns_per_iteration: 1500.0, iterations: ITERATIONS }
+        );
+        assert!(!run(0, 2000).runs_linux());
+        assert!(!run(0, 0).runs_linux());
+    }
+
+    #[test]
+    fn each_obstacle_has_its_remedy() {
+        let open = |errno, processor| cannot_open(Path::new("/dev/kvm"), errno, processor);
+        match open(Errno::ACCESS, Processor::Vmx) {
+            KvmQuality::PermissionDenied { reason, remedy } => {
+                assert!(reason.contains("/dev/kvm"));
+                assert!(remedy.contains("usermod -aG kvm"));
+            }
+            other => panic!("{other:?}"),
+        }
+        for (errno, processor, part) in [
+            (Errno::NOENT, Processor::Vmx, "kvm_intel"),
+            (Errno::NODEV, Processor::Svm, "kvm_amd"),
+            (Errno::NOENT, Processor::Neither, "virtual host"),
+            (Errno::BUSY, Processor::Vmx, "dmesg"),
+        ] {
+            match open(errno, processor) {
+                KvmQuality::Unavailable { remedy, .. } => assert!(remedy.contains(part), "{remedy}"),
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn processor_flags_are_whole_words() {
+        assert_eq!(processor_of("model : vmx\nflags\t\t: fpu vmx_thing lm\n"), Processor::Neither);
+        assert_eq!(processor_of("flags\t\t: fpu vmx lm\n"), Processor::Vmx);
+        assert_eq!(processor_of("flags\t\t: fpu svm\n"), Processor::Svm);
+        assert_eq!(processor_of(""), Processor::Neither);
+    }
+
+    #[test]
+    fn what_is_not_kvm_is_unavailable() {
+        for path in ["/dev/null", "/nonexistent/kvm", "/dev", "/dev/kv\0m"] {
+            let result = probe_device(Path::new(path));
+            assert!(matches!(result.quality, KvmQuality::Unavailable { .. }), "{path}: {result:?}");
+            assert_eq!(result.api_version, None);
+        }
+    }
+
+    #[test]
+    fn results_survive_json() {
+        let probe = KvmProbe {
+            device: "/dev/kvm".into(),
+            quality: KvmQuality::Fast { ns_per_iteration: 0.5 },
+            api_version: Some(12),
+            missing_capabilities: vec!["KVM_CAP_IRQFD".into()],
+        };
+        let text = serde_json::to_string(&probe).unwrap();
+        assert!(text.contains(r#""quality":{"kind":"fast","ns_per_iteration":0.5}"#), "{text}");
+        assert_eq!(serde_json::from_str::<KvmProbe>(&text).unwrap(), probe);
+    }
+
+    #[test]
+    fn this_machine_is_judged_by_running_a_guest() {
+        let result = probe();
+        match result.quality {
+            KvmQuality::Fast { ns_per_iteration } => assert!(ns_per_iteration < EMULATED_FROM_NS),
+            KvmQuality::Emulated { ns_per_iteration, iterations } => {
+                assert!(ns_per_iteration >= EMULATED_FROM_NS);
+                assert!(iterations > 0, "the guest got nowhere");
+            }
+            // A machine without KVM, or a user without permission: nothing more can be said of it here.
+            KvmQuality::Unavailable { reason, remedy } | KvmQuality::PermissionDenied { reason, remedy } => {
+                assert!(!reason.is_empty() && !remedy.is_empty());
+            }
+        }
+    }
+
+    #[test]
+    fn several_probes_at_a_time_do_not_disturb_each_other() {
+        let kinds: Vec<_> = std::thread::scope(|scope| {
+            let threads = [scope.spawn(probe), scope.spawn(probe)];
+            threads.map(|thread| std::mem::discriminant(&thread.join().unwrap().quality)).to_vec()
+        });
+        assert_eq!(kinds[0], kinds[1]);
+    }
+}

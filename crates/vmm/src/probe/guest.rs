@@ -1,0 +1,228 @@
+//! A throw-away machine that counts down in 64-bit mode.
+
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, kvm_regs, kvm_segment, kvm_userspace_memory_region};
+use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
+
+use super::ITERATIONS;
+use super::kick::Kicker;
+
+/// All of the guest's memory.
+const MEMORY_BYTES: u64 = 64 << 10;
+const PAGE_MAP_LEVEL_4: u64 = 0x1000;
+const PAGE_DIRECTORY_POINTERS: u64 = 0x2000;
+const PAGE_DIRECTORY: u64 = 0x3000;
+const CODE: u64 = 0x4000;
+
+/// `loop: dec ecx; jnz loop; hlt`
+const PROGRAM: [u8; 5] = [0xff, 0xc9, 0x75, 0xfc, 0xf4];
+
+/// Where KVM on Intel processors may put a task state segment of its own: below 4 GiB, outside of guest memory.
+const TSS_ADDRESS: usize = 0xfffb_d000;
+
+/// Page table entry bits (Intel SDM volume 3, section 4.5): present, writable, accessed, dirty, large page.
+const PRESENT: u64 = 1 << 0;
+const WRITABLE: u64 = 1 << 1;
+const ACCESSED: u64 = 1 << 5;
+const DIRTY: u64 = 1 << 6;
+const LARGE: u64 = 1 << 7;
+
+/// Control register and EFER bits for 64-bit mode (Intel SDM volume 3, section 10.8.5).
+const CR0_PE: u64 = 1 << 0;
+const CR0_NE: u64 = 1 << 5;
+const CR0_PG: u64 = 1 << 31;
+const CR4_PAE: u64 = 1 << 5;
+const EFER_LME: u64 = 1 << 8;
+const EFER_LMA: u64 = 1 << 10;
+
+/// Bit 1 of RFLAGS is always set.
+const RFLAGS_RESERVED: u64 = 1 << 1;
+
+/// How long a guest that was told to stop may take to do so.
+const STOP_TIME_LIMIT: Duration = Duration::from_secs(3);
+/// Time between two attempts to stop it: the first may come just before the thread enters the guest.
+const STOP_INTERVAL: Duration = Duration::from_millis(5);
+
+/// What a run of the loop has shown.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Run {
+    /// Rounds done: [`ITERATIONS`], or fewer if the time was up.
+    pub(super) iterations: u64,
+    /// Time they took.
+    pub(super) elapsed: Duration,
+}
+
+/// Why there was no run.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum GuestError {
+    #[error("a test guest could not be set up: {what}: {source}")]
+    Kvm { what: &'static str, source: kvm_ioctls::Error },
+    #[error("a test guest could not be set up: memory: {0}")]
+    Memory(String),
+    #[error("the test guest's thread could not be started: {0}")]
+    Thread(std::io::Error),
+    #[error("the test guest stopped for an unexpected reason: {0}")]
+    Exit(String),
+    #[error("the test guest could not be stopped")]
+    Stuck,
+}
+
+fn kvm_error(what: &'static str) -> impl Fn(kvm_ioctls::Error) -> GuestError {
+    move |source| GuestError::Kvm { what, source }
+}
+
+/// A machine with one vCPU. Memory comes last, so that it is unmapped last.
+struct Guest {
+    vcpu: VcpuFd,
+    _vm: VmFd,
+    _memory: GuestMemoryMmap,
+}
+
+/// The best of up to `runs` runs that take `time_limit` together. Stops after the first that is slow by any measure.
+pub(super) fn best_run(kvm: &Kvm, runs: u32, time_limit: Duration) -> Result<Run, GuestError> {
+    let mut guest = Guest::new(kvm)?;
+    let kicker = Kicker::install().map_err(GuestError::Thread)?;
+    let (sender, receiver) = channel();
+    let thread = thread::Builder::new()
+        .name("kvm-probe".to_owned())
+        .spawn(move || {
+            Kicker::unblock();
+            // The receiver is gone only after it has given up on this thread.
+            let _ = sender.send(guest.best_run(runs, time_limit));
+        })
+        .map_err(GuestError::Thread)?;
+    let mut result = receiver.recv_timeout(time_limit);
+    let stop_deadline = Instant::now() + STOP_TIME_LIMIT;
+    while matches!(result, Err(RecvTimeoutError::Timeout)) && Instant::now() < stop_deadline {
+        kicker.kick(&thread);
+        result = receiver.recv_timeout(STOP_INTERVAL);
+    }
+    match result {
+        Ok(run) => {
+            // It has nothing left to do but to end; a kick that is still pending must find the handler.
+            let joined = thread.join();
+            drop(kicker);
+            joined.map_err(|_| GuestError::Stuck).and(run)
+        }
+        Err(RecvTimeoutError::Timeout) => {
+            // Were the handler removed, a late kick would end the process.
+            kicker.leave_installed();
+            Err(GuestError::Stuck)
+        }
+        Err(RecvTimeoutError::Disconnected) => Err(GuestError::Stuck),
+    }
+}
+
+impl Guest {
+    fn new(kvm: &Kvm) -> Result<Self, GuestError> {
+        let memory: GuestMemoryMmap =
+            GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_BYTES as usize)])
+                .map_err(|error| GuestError::Memory(error.to_string()))?;
+        let table = PRESENT | WRITABLE | ACCESSED;
+        for (address, entry) in [
+            (PAGE_MAP_LEVEL_4, PAGE_DIRECTORY_POINTERS | table),
+            (PAGE_DIRECTORY_POINTERS, PAGE_DIRECTORY | table),
+            (PAGE_DIRECTORY, table | DIRTY | LARGE),
+        ] {
+            memory
+                .write_obj(entry, GuestAddress(address))
+                .map_err(|error| GuestError::Memory(error.to_string()))?;
+        }
+        memory
+            .write_slice(&PROGRAM, GuestAddress(CODE))
+            .map_err(|error| GuestError::Memory(error.to_string()))?;
+        let host_address = memory
+            .get_host_address(GuestAddress(0))
+            .map_err(|error| GuestError::Memory(error.to_string()))?;
+
+        let vm = kvm.create_vm().map_err(kvm_error("create a machine"))?;
+        vm.set_tss_address(TSS_ADDRESS).map_err(kvm_error("set the TSS address"))?;
+        let region = kvm_userspace_memory_region {
+            slot: 0,
+            flags: 0,
+            guest_phys_addr: 0,
+            memory_size: MEMORY_BYTES,
+            userspace_addr: host_address as u64,
+        };
+        // SAFETY: the region is the mapping of `memory`, all of it, which lives in the same struct as the machine and
+        // is dropped after it. Rust code does not access it while the vCPU runs.
+        unsafe { vm.set_user_memory_region(region) }.map_err(kvm_error("set its memory"))?;
+        let vcpu = vm.create_vcpu(0).map_err(kvm_error("create a vCPU"))?;
+        let cpuid =
+            kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(kvm_error("read the supported CPUID"))?;
+        vcpu.set_cpuid2(&cpuid).map_err(kvm_error("set the CPUID"))?;
+        set_long_mode(&vcpu)?;
+        Ok(Self { vcpu, _vm: vm, _memory: memory })
+    }
+
+    fn best_run(&mut self, runs: u32, time_limit: Duration) -> Result<Run, GuestError> {
+        let begin = Instant::now();
+        let mut best = self.run()?;
+        for _ in 1..runs {
+            let fast = super::KvmQuality::from_run(best.iterations, best.elapsed).runs_linux();
+            // Another run as long as this one must fit into the time.
+            if fast || best.iterations < ITERATIONS || begin.elapsed() + best.elapsed > time_limit {
+                break;
+            }
+            let run = self.run()?;
+            if run.iterations == ITERATIONS && run.elapsed < best.elapsed {
+                best = run;
+            }
+        }
+        Ok(best)
+    }
+
+    /// Runs the loop once, to its end or to a kick.
+    fn run(&mut self) -> Result<Run, GuestError> {
+        let registers =
+            kvm_regs { rip: CODE, rcx: ITERATIONS, rflags: RFLAGS_RESERVED, ..kvm_regs::default() };
+        self.vcpu.set_regs(&registers).map_err(kvm_error("set registers"))?;
+        let begin = Instant::now();
+        let exit = self.vcpu.run();
+        let elapsed = begin.elapsed();
+        match exit {
+            Ok(VcpuExit::Hlt) => Ok(Run { iterations: ITERATIONS, elapsed }),
+            Ok(VcpuExit::Intr) => self.interrupted(elapsed),
+            Err(error) if error.errno() == libc::EINTR => self.interrupted(elapsed),
+            Ok(other) => Err(GuestError::Exit(format!("{other:?}"))),
+            Err(error) => Err(GuestError::Exit(error.to_string())),
+        }
+    }
+
+    fn interrupted(&self, elapsed: Duration) -> Result<Run, GuestError> {
+        let left = self.vcpu.get_regs().map_err(kvm_error("read registers"))?.rcx;
+        Ok(Run { iterations: ITERATIONS.saturating_sub(left), elapsed })
+    }
+}
+
+/// Puts the vCPU into 64-bit mode with the first 2 MiB mapped one to one, without a descriptor table: segments are
+/// loaded into their hidden parts directly, and the program never reloads them.
+fn set_long_mode(vcpu: &VcpuFd) -> Result<(), GuestError> {
+    let mut special = vcpu.get_sregs().map_err(kvm_error("read special registers"))?;
+    let data = kvm_segment {
+        base: 0,
+        limit: u32::MAX,
+        selector: 0x10,
+        type_: 3,
+        present: 1,
+        dpl: 0,
+        db: 1,
+        s: 1,
+        l: 0,
+        g: 1,
+        ..kvm_segment::default()
+    };
+    special.cs = kvm_segment { selector: 0x08, type_: 11, db: 0, l: 1, ..data };
+    for segment in [&mut special.ds, &mut special.es, &mut special.fs, &mut special.gs, &mut special.ss] {
+        *segment = data;
+    }
+    special.cr0 = CR0_PE | CR0_NE | CR0_PG;
+    special.cr3 = PAGE_MAP_LEVEL_4;
+    special.cr4 = CR4_PAE;
+    special.efer = EFER_LME | EFER_LMA;
+    vcpu.set_sregs(&special).map_err(kvm_error("set special registers"))
+}
