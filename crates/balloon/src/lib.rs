@@ -1,1 +1,60 @@
-//! placeholder
+//! A complete virtio-balloon device (virtio 1.3 section 5.5), independent of KVM and of the transport.
+//!
+//! [`Balloon`] takes virtqueues and guest memory. Page frame numbers and ranges that the driver sends are checked,
+//! sorted, freed of doubles and coalesced, and go to [`GuestRam`](ebb_guest_ram::GuestRam), which gives them back to
+//! the host.
+//!
+//! # Driving the device
+//!
+//! The owner keeps the device behind one lock. It calls [`Balloon::activate`] when the driver sets `DRIVER_OK`, then
+//! [`Balloon::process_queue`] once for every queue (Linux puts its first statistics buffer up and kicks before
+//! `DRIVER_OK`), and from then on for each queue that the driver kicks:
+//!
+//! ```text
+//! loop {
+//!     let progress = balloon.process_queue(index);
+//!     if progress.interrupt { raise the queue's interrupt }
+//!     if !progress.more { break }
+//! }
+//! if progress.pending { call balloon.flush() when nothing has happened for some milliseconds }
+//! ```
+//!
+//! A call does a bounded amount of work. What the driver does wrong is counted by kind ([`GuestError`]), logged at a
+//! limited rate, and never stops the device.
+//!
+//! # Why inflation is acknowledged first
+//!
+//! Linux sends at most 256 page frame numbers, 1 MiB, in a buffer and waits for the answer. Half of a transparent huge
+//! page cannot go back to the host at once: the host has to split it. When `MUST_TELL_HOST` was negotiated, the device
+//! may take pages of the balloon at any time until the driver asks for them back (section 5.5.6.2). So it answers
+//! first, gathers what arrives into whole huge pages, and discards those while the guest already looks for more
+//! pages. What does not form a whole huge page waits in a bounded set for [`Balloon::flush`].
+
+mod budget;
+mod chain;
+mod config;
+mod counters;
+mod device;
+mod error;
+mod hinting;
+mod inflate;
+mod pages;
+mod queue;
+mod reporting;
+mod state;
+mod statistics;
+
+#[cfg(any(test, feature = "testing"))]
+#[doc(hidden)]
+pub mod fuzzing;
+#[cfg(any(test, feature = "testing"))]
+#[doc(hidden)]
+pub mod testing;
+
+pub use config::BalloonConfig;
+pub use counters::{Counters, DiscardCounters, ErrorCounts, GuestError, QueueCounters};
+pub use device::{Balloon, Info, Progress};
+pub use error::BalloonError;
+pub use hinting::{HintEnd, HintPhase, HintSink};
+pub use state::{BalloonState, STATE_VERSION};
+pub use statistics::{Statistics, StatisticsBuffer, StatisticsPoll};

@@ -1,0 +1,106 @@
+//! Reading what a driver put into a chain.
+
+use ebb_abi::PageRange;
+use vm_memory::{Bytes, GuestMemoryBackend, GuestMemoryMmap};
+
+use crate::budget::Budget;
+use crate::counters::{Faults, GuestError};
+use crate::queue::Chain;
+
+/// Descriptors read of a chain. Linux uses 1 for page frame numbers and 32 for reports; the bound keeps indirect
+/// tables of 65535 entries from costing more than the driver paid for them.
+const MAX_DESCRIPTORS: usize = 4096;
+
+/// Where a buffer's bytes go: from driver to device or from device to driver.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Direction {
+    Readable,
+    Writable,
+}
+
+/// What the queues' descriptors are read with.
+pub(crate) struct ChainReader<'a> {
+    pub(crate) memory: &'a GuestMemoryMmap,
+    pub(crate) budget: &'a mut Budget,
+    pub(crate) faults: &'a mut Faults,
+}
+
+impl ChainReader<'_> {
+    /// Appends the bytes of the readable descriptors to `bytes`, at most `limit_bytes`, across descriptor borders.
+    pub(crate) fn read_bytes(&mut self, chain: Chain<'_>, limit_bytes: usize, bytes: &mut Vec<u8>) {
+        bytes.clear();
+        self.for_each(chain, Direction::Readable, |reader, address, length| {
+            let room = limit_bytes - bytes.len();
+            if length as usize > room {
+                reader.faults.count(GuestError::OversizedChain, format_args!("over {limit_bytes} bytes"));
+            }
+            let count = room.min(length as usize);
+            if !reader.memory.check_range(address, count) {
+                reader
+                    .faults
+                    .count(GuestError::BadAddress, format_args!("{count} bytes at {:#x}", address.0));
+                return false;
+            }
+            let start = bytes.len();
+            bytes.resize(start + count, 0);
+            if let Err(error) = reader.memory.read_slice(&mut bytes[start..], address) {
+                bytes.truncate(start);
+                reader.faults.count(GuestError::BadAddress, error);
+                return false;
+            }
+            count == length as usize
+        });
+    }
+
+    /// Appends the whole pages that the writable descriptors describe to `ranges`.
+    pub(crate) fn read_ranges(&mut self, chain: Chain<'_>, ranges: &mut Vec<PageRange>) {
+        ranges.clear();
+        self.for_each(chain, Direction::Writable, |reader, address, length| {
+            let Some(range) = PageRange::inside_bytes(address.0, u64::from(length)) else {
+                reader
+                    .faults
+                    .count(GuestError::OutsideRam, format_args!("{length} bytes at {:#x}", address.0));
+                return true;
+            };
+            if range.size_bytes() != u64::from(length) {
+                reader
+                    .faults
+                    .count(GuestError::UnalignedRange, format_args!("{length} bytes at {:#x}", address.0));
+            }
+            ranges.push(range);
+            true
+        });
+    }
+
+    /// Calls `visit` with address and length of each descriptor of a direction until it returns false.
+    fn for_each(
+        &mut self,
+        chain: Chain<'_>,
+        direction: Direction,
+        mut visit: impl FnMut(&mut Self, vm_memory::GuestAddress, u32) -> bool,
+    ) {
+        let mut descriptors = 0;
+        let mut usable = false;
+        for descriptor in chain {
+            if descriptors == MAX_DESCRIPTORS {
+                self.faults
+                    .count(GuestError::OversizedChain, format_args!("over {MAX_DESCRIPTORS} descriptors"));
+                break;
+            }
+            descriptors += 1;
+            let actual = if descriptor.is_write_only() { Direction::Writable } else { Direction::Readable };
+            if actual != direction {
+                self.faults.count(GuestError::WrongDirection, format_args!("{actual:?} descriptor"));
+                continue;
+            }
+            usable |= descriptor.len() > 0;
+            if !visit(self, descriptor.addr(), descriptor.len()) {
+                break;
+            }
+        }
+        self.budget.spend(descriptors);
+        if !usable {
+            self.faults.count(GuestError::EmptyChain, format_args!("{descriptors} descriptors"));
+        }
+    }
+}

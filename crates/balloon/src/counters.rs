@@ -1,0 +1,265 @@
+//! What the device has done and what the driver has done wrong.
+
+use std::fmt;
+use std::time::{Duration, Instant};
+
+use ebb_guest_ram::DiscardOutcome;
+use serde::Serialize;
+
+/// Log lines about a driver's mistakes in a period of [`LOG_PERIOD`].
+const LOG_LINES: u32 = 5;
+
+/// See [`LOG_LINES`].
+const LOG_PERIOD: Duration = Duration::from_secs(30);
+
+/// A driver's mistake.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[repr(u8)]
+pub enum GuestError {
+    /// The available ring is inconsistent; the queue is not looked at again until the device is reset.
+    BrokenQueue,
+    /// A chain starts at a descriptor that does not exist, so that it cannot be returned.
+    BadHead,
+    /// A chain has no usable descriptor.
+    EmptyChain,
+    /// A chain has more descriptors or bytes than the device reads; the rest of it was ignored.
+    OversizedChain,
+    /// A descriptor has the wrong direction for its queue; it was ignored.
+    WrongDirection,
+    /// A buffer is not in guest memory; the rest of its chain was ignored.
+    BadAddress,
+    /// A buffer ends within an entry; the incomplete entry was ignored.
+    PartialEntry,
+    /// Pages named are not guest memory; they were ignored.
+    OutsideRam,
+    /// A page was named twice in a buffer.
+    DoublePage,
+    /// A reported or hinted range is not made of whole pages; the whole pages in it were used.
+    UnalignedRange,
+    /// A statistics buffer came while the device held another one.
+    ExtraStatistics,
+    /// A hint came that belongs to no command in force; it was ignored.
+    StaleHint,
+    /// The driver wrote to a field of the configuration space that it may only read.
+    ReadOnlyConfig,
+}
+
+impl GuestError {
+    /// All kinds.
+    pub const ALL: [Self; 13] = [
+        Self::BrokenQueue,
+        Self::BadHead,
+        Self::EmptyChain,
+        Self::OversizedChain,
+        Self::WrongDirection,
+        Self::BadAddress,
+        Self::PartialEntry,
+        Self::OutsideRam,
+        Self::DoublePage,
+        Self::UnalignedRange,
+        Self::ExtraStatistics,
+        Self::StaleHint,
+        Self::ReadOnlyConfig,
+    ];
+
+    /// Name for people and for metrics.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::BrokenQueue => "broken_queue",
+            Self::BadHead => "bad_head",
+            Self::EmptyChain => "empty_chain",
+            Self::OversizedChain => "oversized_chain",
+            Self::WrongDirection => "wrong_direction",
+            Self::BadAddress => "bad_address",
+            Self::PartialEntry => "partial_entry",
+            Self::OutsideRam => "outside_ram",
+            Self::DoublePage => "double_page",
+            Self::UnalignedRange => "unaligned_range",
+            Self::ExtraStatistics => "extra_statistics",
+            Self::StaleHint => "stale_hint",
+            Self::ReadOnlyConfig => "read_only_config",
+        }
+    }
+}
+
+/// How often each mistake was made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ErrorCounts([u64; GuestError::ALL.len()]);
+
+impl ErrorCounts {
+    /// How often `error` was made.
+    pub const fn get(&self, error: GuestError) -> u64 {
+        self.0[error as usize]
+    }
+
+    /// All kinds with their counts, those never made included.
+    pub fn iter(&self) -> impl Iterator<Item = (GuestError, u64)> {
+        GuestError::ALL.into_iter().zip(self.0)
+    }
+
+    /// How many mistakes were made.
+    pub fn total(&self) -> u64 {
+        self.0.iter().sum()
+    }
+}
+
+impl Serialize for ErrorCounts {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(self.iter().map(|(error, count)| (error.name(), count)))
+    }
+}
+
+/// What came over a queue.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct QueueCounters {
+    /// Chains taken from the queue.
+    pub buffers: u64,
+    /// Bytes of guest memory named in them, without doubles within a buffer and without what is not memory.
+    pub bytes: u64,
+    /// Contiguous ranges that these bytes formed.
+    pub ranges: u64,
+}
+
+/// What went back to the host.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct DiscardCounters {
+    /// Bytes given back.
+    pub bytes: u64,
+    /// Ranges they were given back in.
+    pub ranges: u64,
+    /// System calls it took.
+    pub syscalls: u64,
+    /// Bytes kept because discards were inhibited.
+    pub inhibited_bytes: u64,
+    /// Bytes kept because the rest of their hugetlb page was in use.
+    pub deferred_bytes: u64,
+    /// Bytes kept because the guest fills free pages with a pattern.
+    pub poisoned_bytes: u64,
+    /// Bytes kept because the driver was reset before their turn came.
+    pub dropped_bytes: u64,
+    /// Discards that the host refused.
+    pub failures: u64,
+}
+
+impl DiscardCounters {
+    pub(crate) fn add(&mut self, outcome: DiscardOutcome) {
+        self.bytes += outcome.bytes;
+        self.ranges += outcome.ranges;
+        self.syscalls += outcome.syscalls;
+        self.inhibited_bytes += outcome.inhibited_bytes;
+        self.deferred_bytes += outcome.deferred_bytes;
+    }
+}
+
+/// Everything that is counted. Never reset.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Counters {
+    /// Pages that went into the balloon.
+    pub inflate: QueueCounters,
+    /// Pages that left the balloon.
+    pub deflate: QueueCounters,
+    /// Free pages reported.
+    pub reporting: QueueCounters,
+    /// Free pages hinted at.
+    pub hinting: QueueCounters,
+    /// Statistics buffers; their `bytes` and `ranges` stay 0.
+    pub statistics: QueueCounters,
+    /// What inflation and reporting gave back to the host.
+    pub discard: DiscardCounters,
+    /// Pages named by the driver that are not guest memory.
+    pub rejected_pages: u64,
+    /// Activations by a driver.
+    pub activations: u64,
+    /// The driver's mistakes.
+    pub errors: ErrorCounts,
+}
+
+/// Counts a driver's mistakes and logs some of them.
+#[derive(Debug, Default)]
+pub(crate) struct Faults {
+    counts: ErrorCounts,
+    limit: LogLimit,
+}
+
+impl Faults {
+    /// Counts a mistake; logs it with `detail` unless too many have been logged of late.
+    pub(crate) fn count(&mut self, error: GuestError, detail: impl fmt::Display) {
+        self.counts.0[error as usize] += 1;
+        if let Some(suppressed) = self.limit.permit(Instant::now()) {
+            tracing::warn!(suppressed, "balloon driver: {}: {detail}", error.name());
+        }
+    }
+
+    /// Logs that the host refused something; a driver can bring that about as often as it likes.
+    pub(crate) fn log_host_error(&mut self, error: &dyn std::error::Error) {
+        if let Some(suppressed) = self.limit.permit(Instant::now()) {
+            tracing::error!(suppressed, "balloon: {error}");
+        }
+    }
+
+    pub(crate) fn counts(&self) -> ErrorCounts {
+        self.counts
+    }
+}
+
+/// Allows [`LOG_LINES`] lines in each [`LOG_PERIOD`].
+#[derive(Debug, Default)]
+pub(crate) struct LogLimit {
+    period_start: Option<Instant>,
+    lines: u32,
+    suppressed: u64,
+}
+
+impl LogLimit {
+    /// Whether a line may be logged at `now`; if so, how many have been left out since the last one.
+    pub(crate) fn permit(&mut self, now: Instant) -> Option<u64> {
+        let expired =
+            self.period_start.is_none_or(|start| now.saturating_duration_since(start) >= LOG_PERIOD);
+        if expired {
+            self.period_start = Some(now);
+            self.lines = 0;
+        }
+        if self.lines == LOG_LINES {
+            self.suppressed += 1;
+            return None;
+        }
+        self.lines += 1;
+        Some(std::mem::take(&mut self.suppressed))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn error_kinds_are_numbered_and_named_uniquely() {
+        for (index, error) in GuestError::ALL.into_iter().enumerate() {
+            assert_eq!(error as usize, index);
+        }
+        let names: BTreeSet<_> = GuestError::ALL.map(GuestError::name).into_iter().collect();
+        assert_eq!(names.len(), GuestError::ALL.len());
+    }
+
+    #[test]
+    fn a_flood_of_mistakes_is_counted_and_not_logged() {
+        let mut limit = LogLimit::default();
+        let start = Instant::now();
+        let permitted = (0..1000).filter(|_| limit.permit(start).is_some()).count();
+        assert_eq!(permitted, LOG_LINES as usize);
+        assert_eq!(limit.permit(start + LOG_PERIOD), Some(1000 - u64::from(LOG_LINES)));
+        assert_eq!(limit.permit(start + LOG_PERIOD), Some(0));
+    }
+
+    #[test]
+    fn counters_serialize_with_errors_by_name() {
+        let mut faults = Faults::default();
+        faults.count(GuestError::BadAddress, "test");
+        let counters = Counters { errors: faults.counts(), ..Counters::default() };
+        let json = serde_json::to_value(counters).unwrap();
+        assert_eq!(json["errors"]["bad_address"], 1);
+        assert_eq!(json["errors"]["stale_hint"], 0);
+        assert_eq!(counters.errors.total(), 1);
+    }
+}

@@ -1,0 +1,354 @@
+//! The device as its owner sees it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use ebb_abi::PAGE_SIZE_BYTES;
+use ebb_abi::balloon::{Feature, Features, MAX_QUEUES, QueueIndexes, QueueKind, QueueMap};
+use ebb_guest_ram::{DiscardOutcome, GuestRam, RamError};
+use serde::Serialize;
+use virtio_queue::{Queue, QueueT};
+
+use crate::config::ConfigSpace;
+use crate::counters::{Counters, Faults, GuestError};
+use crate::hinting::{HintPhase, Hinting};
+use crate::inflate::{Pending, Scratch};
+use crate::queue::{DeviceQueue, DeviceQueues};
+use crate::state::{BalloonState, STATE_VERSION};
+use crate::statistics::Collector;
+use crate::{BalloonConfig, BalloonError, StatisticsBuffer};
+
+/// Entries that each queue may have. Reporting needs 32 at least.
+const QUEUE_SIZE: u16 = 128;
+
+/// What a call did, and what its caller must do.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[must_use = "the driver may wait for an interrupt"]
+pub struct Progress {
+    /// Raise the queue's interrupt.
+    pub interrupt: bool,
+    /// Call [`Balloon::process_queue`] with this queue again, after the interrupt.
+    pub more: bool,
+    /// Pages of the balloon wait to be discarded: call [`Balloon::flush`] once nothing has come for some milliseconds.
+    pub pending: bool,
+}
+
+/// The device's state for people and for the API.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Info {
+    /// Size that the balloon is to have, in bytes.
+    pub target_bytes: u64,
+    /// Size that the driver says it has, in bytes. A driver can say anything.
+    pub actual_bytes: u64,
+    /// Pages of the balloon that wait to be discarded, in bytes.
+    pub pending_bytes: u64,
+    /// Whether a driver is active.
+    pub active: bool,
+    /// Features offered.
+    pub offered_features: u64,
+    /// Features negotiated; 0 without a driver.
+    pub negotiated_features: u64,
+    /// Names of the negotiated features.
+    pub features: Vec<&'static str>,
+    /// Pattern with which the guest fills free pages, if it told one that keeps pages from being discarded.
+    pub poison_value: Option<u32>,
+    /// How far free page hinting is.
+    pub hinting: HintPhase,
+    /// Where the statistics buffer is.
+    pub statistics_buffer: StatisticsBuffer,
+    /// Why nothing is discarded at present.
+    pub inhibited: Vec<String>,
+}
+
+/// What a driver set up.
+#[derive(Debug)]
+pub(crate) struct Active {
+    negotiated: Features,
+    queues: DeviceQueues,
+}
+
+impl Active {
+    pub(crate) fn has_queue(&self, kind: QueueKind) -> bool {
+        self.queues.map.index(kind).is_some()
+    }
+
+    pub(crate) fn queue_mut(&mut self, kind: QueueKind) -> Option<&mut DeviceQueue> {
+        let index = self.queues.map.index(kind)?;
+        self.queues.queues.get_mut(index)
+    }
+}
+
+/// A virtio-balloon device.
+#[derive(Debug)]
+pub struct Balloon {
+    pub(crate) ram: Arc<GuestRam>,
+    offered: Features,
+    pub(crate) space: ConfigSpace,
+    pub(crate) active: Option<Active>,
+    pub(crate) pending: Pending,
+    pub(crate) statistics: Collector,
+    pub(crate) hinting: Hinting,
+    pub(crate) counters: Counters,
+    pub(crate) faults: Faults,
+    pub(crate) scratch: Scratch,
+}
+
+impl Balloon {
+    /// A device for this memory.
+    ///
+    /// # Errors
+    /// [`BalloonError::TargetTooLarge`].
+    pub fn new(config: BalloonConfig, ram: Arc<GuestRam>) -> Result<Self, BalloonError> {
+        let mut balloon = Self {
+            ram,
+            offered: config.features & Features::ALL_BALLOON,
+            space: ConfigSpace::default(),
+            active: None,
+            pending: Pending::default(),
+            statistics: Collector::new(config.statistics_interval),
+            hinting: Hinting::default(),
+            counters: Counters::default(),
+            faults: Faults::default(),
+            scratch: Scratch::default(),
+        };
+        balloon.set_target_bytes(config.target_bytes)?;
+        Ok(balloon)
+    }
+
+    /// Feature bits that the device offers. The transport adds those of virtio and of the rings.
+    pub fn device_features(&self) -> u64 {
+        self.offered.0
+    }
+
+    /// Features that the driver accepted, of those that virtio-balloon defines; none without a driver.
+    pub fn negotiated(&self) -> Features {
+        self.active.as_ref().map_or(Features::NONE, |active| active.negotiated)
+    }
+
+    /// Largest size of each queue, by transport index.
+    ///
+    /// Indexes that a declined or unoffered queue leaves unused are there nevertheless, because drivers number the
+    /// queues in different ways, see [`QueueMap`].
+    pub fn queue_max_sizes(&self) -> Vec<u16> {
+        vec![QUEUE_SIZE; MAX_QUEUES]
+    }
+
+    /// Reads from the configuration space.
+    pub fn read_config(&self, offset: u64, data: &mut [u8]) {
+        self.space.read(offset, data);
+    }
+
+    /// The driver writes to the configuration space. Writes to fields that are not the driver's have no effect.
+    pub fn write_config(&mut self, offset: u64, data: &[u8]) {
+        let write = self.space.write(offset, data);
+        if write.read_only {
+            self.faults.count(GuestError::ReadOnlyConfig, format_args!("{} bytes at {offset}", data.len()));
+        }
+        if write.actual && self.space.actual_pages() == self.space.target_pages() {
+            // The driver is through: nothing will come to complete the huge pages that wait.
+            self.flush();
+        }
+    }
+
+    /// Generation of the configuration space, for the transport's register.
+    pub fn config_generation(&self) -> u32 {
+        self.space.generation()
+    }
+
+    /// The driver is ready. `queues` are all queues by transport index, whether the driver made them ready or not;
+    /// `negotiated_features` may contain the transport's bits.
+    ///
+    /// [`process_queue`](Self::process_queue) must be called once for every queue after this.
+    ///
+    /// # Errors
+    /// [`BalloonError`] if the driver cannot be served with this. The transport should set `DEVICE_NEEDS_RESET`.
+    pub fn activate(&mut self, negotiated_features: u64, queues: Vec<Queue>) -> Result<(), BalloonError> {
+        if self.active.is_some() {
+            return Err(BalloonError::AlreadyActive);
+        }
+        let negotiated = Features(negotiated_features) & Features::ALL_BALLOON;
+        if negotiated.0 & !self.offered.0 != 0 {
+            return Err(BalloonError::FeaturesNotOffered { negotiated, offered: self.offered });
+        }
+        let mut ready = QueueIndexes::NONE;
+        for (index, queue) in queues.iter().enumerate().filter(|(_, queue)| queue.ready()) {
+            if !queue.is_valid(self.ram.memory()) {
+                return Err(BalloonError::InvalidQueue { index });
+            }
+            ready = ready.with(index);
+        }
+        let map = QueueMap::resolve(self.offered, negotiated, ready)?;
+        let queues = queues.into_iter().map(DeviceQueue::new).collect();
+        self.active = Some(Active { negotiated, queues: DeviceQueues { map, queues } });
+        self.counters.activations += 1;
+        tracing::debug!("balloon active with features {negotiated}");
+        Ok(())
+    }
+
+    /// Transport index of a queue, if a driver is active and uses it.
+    pub fn queue_index(&self, kind: QueueKind) -> Option<usize> {
+        self.active.as_ref()?.queues.map.index(kind)
+    }
+
+    /// Does a bounded amount of work on the queue with this transport index. Without a driver, or with a queue that
+    /// has no meaning, there is nothing to do.
+    pub fn process_queue(&mut self, index: usize) -> Progress {
+        // Taken out so that the handlers can borrow the device and the queue.
+        let Some(mut active) = self.active.take() else { return Progress::default() };
+        let negotiated = active.negotiated;
+        let kind = active.queues.map.kind(index);
+        let mut progress = match (kind, active.queues.queues.get_mut(index)) {
+            (Some(kind), Some(queue)) => match kind {
+                QueueKind::Inflate => self.process_inflate(queue, negotiated),
+                QueueKind::Deflate => self.process_deflate(queue),
+                QueueKind::Statistics => self.process_statistics(queue),
+                QueueKind::FreePageHint => self.process_hinting(queue),
+                QueueKind::Reporting => self.process_reporting(queue, negotiated),
+            },
+            _ => Progress::default(),
+        };
+        self.active = Some(active);
+        progress.pending = self.pending.bytes() > 0;
+        progress
+    }
+
+    /// The driver reset the device, or the guest was reset: the balloon is empty, all pages are the guest's, and
+    /// nothing that the driver left behind is looked at again. The target stays.
+    pub fn reset(&mut self) {
+        self.active = None;
+        self.counters.discard.dropped_bytes += self.pending.bytes();
+        self.pending = Pending::default();
+        self.ram.reclaim_all();
+        self.statistics.reset();
+        Self::reset_hinting(&mut self.hinting, &mut self.space);
+        self.space.reset();
+    }
+
+    /// Sets the size that the balloon is to have, in bytes, rounded down to pages. Returns whether that changed the
+    /// configuration, that is whether its interrupt is to be raised.
+    ///
+    /// # Errors
+    /// [`BalloonError::TargetTooLarge`].
+    pub fn set_target_bytes(&mut self, target_bytes: u64) -> Result<bool, BalloonError> {
+        let ram_bytes = self.ram.size_bytes();
+        let pages = u32::try_from(target_bytes / PAGE_SIZE_BYTES).ok().filter(|_| target_bytes <= ram_bytes);
+        let pages = pages.ok_or(BalloonError::TargetTooLarge { target_bytes, ram_bytes })?;
+        Ok(self.space.set_target_pages(pages))
+    }
+
+    /// Size that the balloon is to have, in bytes.
+    pub fn target_bytes(&self) -> u64 {
+        self.space.target_bytes()
+    }
+
+    /// Size that the driver says the balloon has, in bytes.
+    pub fn actual_bytes(&self) -> u64 {
+        u64::from(self.space.actual_pages()) * PAGE_SIZE_BYTES
+    }
+
+    /// Everything that was counted since the device was made.
+    pub fn counters(&self) -> Counters {
+        Counters { errors: self.faults.counts(), ..self.counters }
+    }
+
+    /// The device's state for people.
+    pub fn info(&self) -> Info {
+        let negotiated = self.negotiated();
+        Info {
+            target_bytes: self.target_bytes(),
+            actual_bytes: self.actual_bytes(),
+            pending_bytes: self.pending.bytes(),
+            active: self.active.is_some(),
+            offered_features: self.offered.0,
+            negotiated_features: negotiated.0,
+            features: Feature::ALL
+                .into_iter()
+                .filter(|feature| negotiated.contains(*feature))
+                .map(Feature::name)
+                .collect(),
+            poison_value: self.is_poisoned(negotiated).then(|| self.space.poison_value()),
+            hinting: self.hinting.phase(),
+            statistics_buffer: self.statistics_buffer(),
+            inhibited: self.ram.inhibit_reasons().iter().map(ToString::to_string).collect(),
+        }
+    }
+
+    /// Whether the guest expects a pattern in free pages, which a discarded page would not have (virtio 1.3 section
+    /// 5.5.6.5).
+    pub(crate) fn is_poisoned(&self, negotiated: Features) -> bool {
+        negotiated.contains(Feature::PagePoison) && self.space.poison_value() != 0
+    }
+
+    /// Accounts for a discard.
+    pub(crate) fn account(&mut self, result: Result<DiscardOutcome, RamError>) {
+        match result {
+            Ok(outcome) => self.counters.discard.add(outcome),
+            Err(error) => {
+                self.counters.discard.failures += 1;
+                self.faults.log_host_error(&error);
+            }
+        }
+    }
+
+    /// The state for a snapshot. Pages that wait are discarded first; hinting must have been finished.
+    pub fn save(&mut self) -> BalloonState {
+        self.flush();
+        BalloonState {
+            version: STATE_VERSION,
+            offered: self.offered.0,
+            negotiated: self.active.as_ref().map(|active| active.negotiated.0),
+            config: self.space.save(),
+            last_hint_id: self.hinting.last_id,
+            unstopped_hint_id: self.hinting.unstopped_id,
+            statistics_head: self.statistics.held,
+            statistics_interval_ms: self
+                .statistics
+                .interval()
+                .map(|interval| u64::try_from(interval.as_millis()).unwrap_or(u64::MAX)),
+        }
+    }
+
+    /// A device in a saved state. `queues` must be where they were when the state was taken.
+    ///
+    /// # Errors
+    /// [`BalloonError`] if the state does not fit this version, this memory or these queues.
+    pub fn restore(
+        state: &BalloonState,
+        ram: Arc<GuestRam>,
+        queues: Vec<Queue>,
+    ) -> Result<Self, BalloonError> {
+        if state.version != STATE_VERSION {
+            return Err(BalloonError::State(
+                "it was written by an incompatible version; take a new snapshot",
+            ));
+        }
+        let config = BalloonConfig {
+            features: state.offered_features(),
+            target_bytes: 0,
+            statistics_interval: state.statistics_interval_ms.map(Duration::from_millis),
+        };
+        let mut balloon = Self::new(config, ram)?;
+        balloon.space.restore(state.config);
+        balloon.set_target_bytes(balloon.target_bytes())?;
+        balloon.hinting.last_id = state.last_hint_id;
+        balloon.hinting.unstopped_id = state.unstopped_hint_id;
+        if let Some(negotiated) = state.negotiated {
+            balloon.activate(negotiated, queues)?;
+        }
+        if let Some(head) = state.statistics_head {
+            let queue = balloon.active.as_mut().and_then(|active| active.queue_mut(QueueKind::Statistics));
+            if queue.is_none_or(|queue| head >= queue.size()) {
+                return Err(BalloonError::State("it holds a statistics buffer that does not exist"));
+            }
+            balloon.statistics.held = Some(head);
+        }
+        Ok(balloon)
+    }
+
+    /// Pages that wait to be discarded.
+    #[cfg(any(test, feature = "testing"))]
+    #[doc(hidden)]
+    pub fn pending_ranges(&self) -> Vec<ebb_abi::PageRange> {
+        self.pending.ranges()
+    }
+}

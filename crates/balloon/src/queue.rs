@@ -1,0 +1,128 @@
+//! A virtqueue of the device: taking chains from it and giving them back, whatever the driver does to its rings.
+
+use ebb_abi::balloon::QueueMap;
+use virtio_queue::{DescriptorChain, Queue, QueueOwnedT, QueueT};
+use vm_memory::GuestMemoryMmap;
+
+use crate::Progress;
+use crate::budget::Budget;
+use crate::counters::{Faults, GuestError};
+
+/// A descriptor chain in guest memory.
+pub(crate) type Chain<'a> = DescriptorChain<&'a GuestMemoryMmap>;
+
+/// A queue and what is known of its health.
+#[derive(Debug)]
+pub(crate) struct DeviceQueue {
+    queue: Queue,
+    health: Health,
+    /// Whether a chain has been given back since the last [`finish_round`](Self::finish_round).
+    completed: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Health {
+    Good,
+    /// The last round found nothing to take although the ring says that there is something.
+    Suspicious,
+    /// Not looked at any more.
+    Broken,
+}
+
+impl DeviceQueue {
+    pub(crate) fn new(queue: Queue) -> Self {
+        Self { queue, health: Health::Good, completed: false }
+    }
+
+    /// Entries in the queue's rings.
+    pub(crate) fn size(&self) -> u16 {
+        self.queue.size()
+    }
+
+    /// The next chain that the driver made available, unless the budget is used up.
+    pub(crate) fn next_chain<'a>(
+        &mut self,
+        memory: &'a GuestMemoryMmap,
+        budget: &mut Budget,
+        faults: &mut Faults,
+    ) -> Option<Chain<'a>> {
+        if self.health == Health::Broken || budget.is_exhausted() {
+            return None;
+        }
+        match self.queue.iter(memory) {
+            Ok(mut available) => {
+                let chain = available.next()?;
+                budget.spend_chain();
+                Some(chain)
+            }
+            Err(error) => {
+                self.break_down(faults, &error);
+                None
+            }
+        }
+    }
+
+    /// Gives a chain back to the driver. The device writes into no buffer, so the length used is 0.
+    pub(crate) fn complete(&mut self, memory: &GuestMemoryMmap, head: u16, faults: &mut Faults) {
+        if head >= self.queue.size() {
+            faults.count(GuestError::BadHead, format_args!("descriptor {head} does not exist"));
+            return;
+        }
+        match self.queue.add_used(memory, head, 0) {
+            Ok(()) => self.completed = true,
+            Err(error) => self.break_down(faults, &error),
+        }
+    }
+
+    /// Ends a call's work on the queue: asks for notifications and finds out whether there is more to do.
+    pub(crate) fn finish_round(
+        &mut self,
+        memory: &GuestMemoryMmap,
+        budget: &Budget,
+        faults: &mut Faults,
+    ) -> Progress {
+        if self.health == Health::Broken {
+            return Progress { interrupt: std::mem::take(&mut self.completed), ..Progress::default() };
+        }
+        let more = budget.is_exhausted()
+            || match self.queue.enable_notification(memory) {
+                Ok(waiting) => self.believe(waiting, budget, faults),
+                Err(error) => {
+                    self.break_down(faults, &error);
+                    false
+                }
+            };
+        Progress { interrupt: self.wants_interrupt(memory), more, pending: false }
+    }
+
+    /// Whether to come back for chains that the ring announces. An announcement that twice in a row leads to no chain
+    /// would keep the device spinning.
+    fn believe(&mut self, waiting: bool, budget: &Budget, faults: &mut Faults) -> bool {
+        if !waiting || budget.is_touched() {
+            self.health = Health::Good;
+        } else if self.health == Health::Suspicious {
+            self.break_down(faults, &"the available ring announces chains that cannot be read");
+        } else {
+            self.health = Health::Suspicious;
+        }
+        waiting && self.health != Health::Broken
+    }
+
+    /// Whether the driver wants an interrupt for the chains given back since this was last asked.
+    pub(crate) fn wants_interrupt(&mut self, memory: &GuestMemoryMmap) -> bool {
+        // An interrupt too many is harmless.
+        std::mem::take(&mut self.completed) && self.queue.needs_notification(memory).unwrap_or(true)
+    }
+
+    fn break_down(&mut self, faults: &mut Faults, reason: &dyn std::fmt::Display) {
+        self.health = Health::Broken;
+        faults.count(GuestError::BrokenQueue, reason);
+    }
+}
+
+/// The queues of an active device by transport index.
+#[derive(Debug)]
+pub(crate) struct DeviceQueues {
+    pub(crate) map: QueueMap,
+    pub(crate) queues: Vec<DeviceQueue>,
+}

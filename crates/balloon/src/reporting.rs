@@ -1,0 +1,50 @@
+//! The page reporting queue (virtio 1.3 section 5.5.6.6; Linux mm/page_reporting.c).
+//!
+//! The guest keeps reported pages isolated until the device gives the buffer back. So they are discarded before that,
+//! and never remembered: a moment later they may be in use.
+
+use ebb_abi::balloon::Features;
+
+use crate::budget::Budget;
+use crate::chain::ChainReader;
+use crate::inflate::count;
+use crate::queue::{Chain, DeviceQueue};
+use crate::{Balloon, Progress};
+
+impl Balloon {
+    pub(crate) fn process_reporting(&mut self, queue: &mut DeviceQueue, negotiated: Features) -> Progress {
+        let poisoned = self.is_poisoned(negotiated);
+        let ram = self.ram.clone();
+        let mut budget = Budget::new();
+        while let Some(chain) = queue.next_chain(ram.memory(), &mut budget, &mut self.faults) {
+            let head = chain.head_index();
+            self.read_ranges(chain, &mut budget);
+            let ranges = std::mem::take(&mut self.scratch.ranges);
+            for range in &ranges {
+                count(&mut self.counters.reporting, *range);
+                if poisoned {
+                    self.counters.discard.poisoned_bytes += range.size_bytes();
+                }
+            }
+            if !poisoned {
+                self.discard(&ranges);
+            }
+            self.scratch.ranges = ranges;
+            self.counters.reporting.buffers += 1;
+            queue.complete(ram.memory(), head, &mut self.faults);
+        }
+        queue.finish_round(ram.memory(), &budget, &mut self.faults)
+    }
+
+    /// Reads the ranges of a chain's writable descriptors into `scratch.ranges`: sorted, disjoint, inside guest
+    /// memory.
+    pub(crate) fn read_ranges(&mut self, chain: Chain<'_>, budget: &mut Budget) {
+        let mut ranges = std::mem::take(&mut self.scratch.ranges);
+        let mut reader = ChainReader { memory: self.ram.memory(), budget, faults: &mut self.faults };
+        reader.read_ranges(chain, &mut ranges);
+        ebb_guest_ram::coalesce(&mut ranges);
+        let asked = ranges.iter().map(|range| range.pages).sum();
+        self.scratch.ranges.extend(ranges.iter().flat_map(|range| self.ram.clip(*range)));
+        self.reject_outside(asked);
+    }
+}

@@ -1,0 +1,221 @@
+//! The statistics queue (virtio 1.3 section 5.5.6.3).
+//!
+//! There is one buffer. The driver fills it and hands it over; the device keeps it until it wants newer values, and
+//! gives it back to ask for them.
+
+use std::time::{Duration, Instant};
+
+use ebb_abi::balloon::{QueueKind, StatisticsEntry, StatisticsTag};
+use serde::Serialize;
+
+use crate::budget::Budget;
+use crate::chain::ChainReader;
+use crate::counters::GuestError;
+use crate::queue::DeviceQueue;
+use crate::{Balloon, Progress};
+
+/// Entries read from a buffer; Linux sends up to 16.
+const MAX_ENTRIES: usize = 256;
+
+/// A guest's memory statistics; what the guest did not tell is `None`, never 0.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Statistics {
+    /// Bytes swapped in since boot.
+    pub swap_in_bytes: Option<u64>,
+    /// Bytes swapped out since boot.
+    pub swap_out_bytes: Option<u64>,
+    /// Page faults that needed disk I/O, since boot.
+    pub major_faults: Option<u64>,
+    /// Page faults that needed none, since boot.
+    pub minor_faults: Option<u64>,
+    /// Bytes not used for anything.
+    pub free_bytes: Option<u64>,
+    /// Bytes of memory that the guest manages.
+    pub total_bytes: Option<u64>,
+    /// Estimate of the bytes available to new programs without swapping.
+    pub available_bytes: Option<u64>,
+    /// Bytes in caches that can be reclaimed quickly.
+    pub disk_caches_bytes: Option<u64>,
+    /// Successful hugetlb page allocations.
+    pub hugetlb_allocations: Option<u64>,
+    /// Failed hugetlb page allocations.
+    pub hugetlb_failures: Option<u64>,
+    /// Processes killed for lack of memory.
+    pub oom_kills: Option<u64>,
+    /// Allocations that had to reclaim memory themselves.
+    pub allocation_stalls: Option<u64>,
+    /// Pages scanned in the background.
+    pub async_scans: Option<u64>,
+    /// Pages scanned directly by allocations.
+    pub direct_scans: Option<u64>,
+    /// Pages reclaimed in the background.
+    pub async_reclaims: Option<u64>,
+    /// Pages reclaimed directly by allocations.
+    pub direct_reclaims: Option<u64>,
+    /// Time since the values arrived, in milliseconds; `None` if none ever did.
+    pub age_ms: Option<u64>,
+    /// How many times values have arrived. Whoever asks for new ones waits for this to grow.
+    pub updates: u64,
+}
+
+/// Where the statistics buffer is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum StatisticsBuffer {
+    /// There is none: the feature was not negotiated or no driver is loaded.
+    Absent,
+    /// The driver has it, and new values will come with it.
+    WithDriver,
+    /// The device has it.
+    WithDevice,
+}
+
+/// What became of a poll.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StatisticsPoll {
+    /// Whether the statistics queue's interrupt is to be raised.
+    pub interrupt: bool,
+    /// When to poll again; `None` while there is no interval.
+    pub next: Option<Instant>,
+}
+
+/// The latest values and the buffer.
+#[derive(Debug, Default)]
+pub(crate) struct Collector {
+    values: [Option<u64>; StatisticsTag::COUNT],
+    received: Option<Instant>,
+    updates: u64,
+    /// Head of the chain that the device holds.
+    pub(crate) held: Option<u16>,
+    interval: Option<Duration>,
+    next_poll: Option<Instant>,
+}
+
+impl Collector {
+    pub(crate) fn new(interval: Option<Duration>) -> Self {
+        Self { interval, ..Self::default() }
+    }
+
+    pub(crate) fn interval(&self) -> Option<Duration> {
+        self.interval
+    }
+
+    /// Takes in a buffer's content. Whatever it does not name is unknown from now on, and unknown tags are skipped.
+    fn receive(&mut self, entries: &[[u8; StatisticsEntry::SIZE_BYTES]], now: Instant) {
+        self.values = [None; StatisticsTag::COUNT];
+        for entry in entries.iter().map(|bytes| StatisticsEntry::from_bytes(*bytes)) {
+            if let Some(tag) = StatisticsTag::from_number(entry.tag) {
+                self.values[usize::from(tag.number())] = Some(entry.value);
+            }
+        }
+        self.received = Some(now);
+        self.updates += 1;
+    }
+
+    /// The driver is gone, and its values with it.
+    pub(crate) fn reset(&mut self) {
+        *self = Self { interval: self.interval, updates: self.updates, ..Self::default() };
+    }
+
+    fn report(&self, now: Instant) -> Statistics {
+        let value = |tag: StatisticsTag| self.values[usize::from(tag.number())];
+        let age = self.received.map(|received| now.saturating_duration_since(received));
+        Statistics {
+            swap_in_bytes: value(StatisticsTag::SwapIn),
+            swap_out_bytes: value(StatisticsTag::SwapOut),
+            major_faults: value(StatisticsTag::MajorFaults),
+            minor_faults: value(StatisticsTag::MinorFaults),
+            free_bytes: value(StatisticsTag::FreeMemory),
+            total_bytes: value(StatisticsTag::TotalMemory),
+            available_bytes: value(StatisticsTag::AvailableMemory),
+            disk_caches_bytes: value(StatisticsTag::DiskCaches),
+            hugetlb_allocations: value(StatisticsTag::HugetlbAllocations),
+            hugetlb_failures: value(StatisticsTag::HugetlbFailures),
+            oom_kills: value(StatisticsTag::OomKills),
+            allocation_stalls: value(StatisticsTag::AllocationStalls),
+            async_scans: value(StatisticsTag::AsyncScans),
+            direct_scans: value(StatisticsTag::DirectScans),
+            async_reclaims: value(StatisticsTag::AsyncReclaims),
+            direct_reclaims: value(StatisticsTag::DirectReclaims),
+            age_ms: age.map(|age| u64::try_from(age.as_millis()).unwrap_or(u64::MAX)),
+            updates: self.updates,
+        }
+    }
+}
+
+impl Balloon {
+    pub(crate) fn process_statistics(&mut self, queue: &mut DeviceQueue) -> Progress {
+        let ram = self.ram.clone();
+        let mut budget = Budget::new();
+        while let Some(chain) = queue.next_chain(ram.memory(), &mut budget, &mut self.faults) {
+            let head = chain.head_index();
+            let mut reader =
+                ChainReader { memory: ram.memory(), budget: &mut budget, faults: &mut self.faults };
+            reader.read_bytes(chain, MAX_ENTRIES * StatisticsEntry::SIZE_BYTES, &mut self.scratch.bytes);
+            let (entries, rest) = self.scratch.bytes.as_chunks::<{ StatisticsEntry::SIZE_BYTES }>();
+            if !rest.is_empty() {
+                self.faults.count(GuestError::PartialEntry, format_args!("{} bytes too many", rest.len()));
+            }
+            self.statistics.receive(entries, Instant::now());
+            self.counters.statistics.buffers += 1;
+            if head >= queue.size() {
+                // A chain that can never be given back must not take the place of one that can.
+                queue.complete(ram.memory(), head, &mut self.faults);
+            } else if let Some(former) = self.statistics.held.replace(head) {
+                self.faults.count(GuestError::ExtraStatistics, "a second statistics buffer");
+                queue.complete(ram.memory(), former, &mut self.faults);
+            }
+        }
+        queue.finish_round(ram.memory(), &budget, &mut self.faults)
+    }
+
+    /// Asks the driver for new values by giving its buffer back, if the device has it. Returns whether the statistics
+    /// queue's interrupt is to be raised.
+    ///
+    /// The values come when the guest gets to it, which may be never; [`Statistics::updates`] tells when they have.
+    pub fn request_statistics(&mut self) -> bool {
+        let memory = self.ram.memory();
+        let Some(active) = &mut self.active else { return false };
+        let Some(queue) = active.queue_mut(QueueKind::Statistics) else { return false };
+        let Some(head) = self.statistics.held.take() else { return false };
+        queue.complete(memory, head, &mut self.faults);
+        queue.wants_interrupt(memory)
+    }
+
+    /// The latest values.
+    pub fn statistics(&self) -> Statistics {
+        self.statistics.report(Instant::now())
+    }
+
+    /// Where the statistics buffer is.
+    pub fn statistics_buffer(&self) -> StatisticsBuffer {
+        let exists = self.active.as_ref().is_some_and(|active| active.has_queue(QueueKind::Statistics));
+        match self.statistics.held {
+            Some(_) => StatisticsBuffer::WithDevice,
+            None if exists => StatisticsBuffer::WithDriver,
+            None => StatisticsBuffer::Absent,
+        }
+    }
+
+    /// Sets how often [`poll_statistics`](Self::poll_statistics) asks for new values; `None` for never.
+    pub fn set_statistics_interval(&mut self, interval: Option<Duration>) {
+        self.statistics.interval = interval.filter(|interval| !interval.is_zero());
+        self.statistics.next_poll = None;
+    }
+
+    /// How often statistics are asked for.
+    pub fn statistics_interval(&self) -> Option<Duration> {
+        self.statistics.interval
+    }
+
+    /// Asks for new values if it is time to. The owner calls this when the time in the result has come, and after the
+    /// interval was changed. A guest that does not answer is not asked again before it has.
+    pub fn poll_statistics(&mut self, now: Instant) -> StatisticsPoll {
+        let Some(interval) = self.statistics.interval else { return StatisticsPoll::default() };
+        let due = self.statistics.next_poll.is_none_or(|next| now >= next);
+        if due {
+            self.statistics.next_poll = Some(now + interval);
+        }
+        StatisticsPoll { interrupt: due && self.request_statistics(), next: self.statistics.next_poll }
+    }
+}
