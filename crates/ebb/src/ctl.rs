@@ -1,0 +1,368 @@
+//! `ebb ctl`: looks at and changes a running machine through its API socket.
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use ebb_vmm::api::route::MAX_STATISTICS_INTERVAL_SECONDS;
+use ebb_vmm::api::{
+    BalloonFeature, BalloonInfo, BalloonState, Client, ClientError, RamBacking, StatisticsDocument, VmInfo,
+    VmState, prometheus,
+};
+use ebb_vmm::size::ByteSize;
+use serde::Serialize;
+use serde_json::json;
+
+#[cfg(test)]
+mod tests;
+
+const EXAMPLES: &str = "\
+Examples:
+  ebb ctl /tmp/vm.sock vm
+  ebb ctl /tmp/vm.sock balloon set 1G
+  ebb ctl /tmp/vm.sock statistics --json
+The same with curl: curl --unix-socket /tmp/vm.sock http://localhost/vm
+What the socket offers: curl --unix-socket /tmp/vm.sock http://localhost/openapi.json";
+
+/// Look at and change a running virtual machine.
+#[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES, after_long_help = EXAMPLES)]
+pub struct Args {
+    /// Socket that the machine was started with (ebb run --api PATH)
+    #[arg(value_name = "SOCKET")]
+    socket: PathBuf,
+    /// Print one JSON document instead of a table
+    #[arg(long, global = true)]
+    json: bool,
+    /// How long the monitor may take to answer
+    #[arg(long, global = true, value_name = "SECONDS", default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=3600))]
+    timeout: u64,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum Command {
+    /// Show the machine
+    Vm,
+    /// Stop its vCPUs
+    Pause,
+    /// Let its vCPUs run again
+    Resume,
+    /// Press its power button; the guest decides what to do
+    PowerButton,
+    /// End it at once, like pulling the plug
+    Kill,
+    /// Show the balloon, or set its size
+    Balloon(BalloonArgs),
+    /// Show what the guest says about its memory
+    Statistics {
+        /// Accept values at most this old without asking the guest
+        #[arg(long, value_name = "MILLISECONDS")]
+        max_age: Option<u64>,
+    },
+    /// Ask the guest for statistics regularly
+    StatisticsInterval {
+        /// Seconds between two questions, 0 for never
+        #[arg(value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(0..=MAX_STATISTICS_INTERVAL_SECONDS))]
+        seconds: u64,
+    },
+    /// Show all counters
+    Metrics,
+}
+
+#[derive(Debug, clap::Args)]
+struct BalloonArgs {
+    #[command(subcommand)]
+    action: Option<BalloonAction>,
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum BalloonAction {
+    /// Show the balloon
+    Show,
+    /// Set the size the balloon should get to; the guest follows in its own time
+    Set {
+        /// Size, with K, M, G or T for powers of 1024
+        size: ByteSize,
+    },
+}
+
+/// Carries out the command.
+pub fn run(args: Args) -> anyhow::Result<ExitCode> {
+    let mut text = Vec::new();
+    let result = execute(args, &mut text);
+    std::io::stdout().lock().write_all(&text).context("cannot write to standard output")?;
+    result.map(|()| ExitCode::SUCCESS)
+}
+
+/// How results are written.
+#[derive(Clone, Copy)]
+enum Form {
+    Table,
+    Json,
+}
+
+fn execute(args: Args, out: &mut Vec<u8>) -> anyhow::Result<()> {
+    let client = Client::new(args.socket, Duration::from_secs(args.timeout));
+    let form = if args.json { Form::Json } else { Form::Table };
+    match args.command {
+        Command::Vm => show(out, form, &client.get("/vm")?, vm_rows),
+        Command::Pause => show(out, form, &client.put("/vm/pause")?, state_row),
+        Command::Resume => show(out, form, &client.put("/vm/resume")?, state_row),
+        Command::PowerButton => show(out, form, &client.put("/vm/power-button")?, state_row),
+        Command::Kill => show(out, form, &client.put("/vm/kill")?, state_row),
+        Command::Balloon(BalloonArgs { action: None | Some(BalloonAction::Show) }) => {
+            show(out, form, &client.get("/balloon")?, balloon_rows)
+        }
+        Command::Balloon(BalloonArgs { action: Some(BalloonAction::Set { size }) }) => {
+            let body = json!({ "target_bytes": size.bytes() });
+            show(out, form, &client.put_json("/balloon", &body)?, balloon_rows)
+        }
+        Command::Statistics { max_age } => {
+            let target = match max_age {
+                Some(age) => format!("/balloon/statistics?max_age_ms={age}"),
+                None => "/balloon/statistics".to_owned(),
+            };
+            let document = client.get::<StatisticsDocument>(&target).map_err(explain_statistics)?;
+            show(out, form, &document, statistics_rows)
+        }
+        Command::StatisticsInterval { seconds } => {
+            let body = json!({ "interval_seconds": seconds });
+            show(out, form, &client.put_json("/balloon/statistics-interval", &body)?, interval_row)
+        }
+        Command::Metrics => metrics(out, form, &client),
+    }
+}
+
+/// Says in this program's words how to get at old values.
+fn explain_statistics(error: ClientError) -> anyhow::Error {
+    let age_ms = match &error {
+        ClientError::Refused { detail, .. } => detail.last_known.as_ref().and_then(|known| known.age_ms),
+        _ => None,
+    };
+    match (age_ms, error) {
+        (Some(age_ms), ClientError::Refused { detail, .. }) => anyhow::anyhow!(
+            "{}; its last answer is {} old (--max-age {} accepts it)",
+            detail.message,
+            duration(age_ms),
+            age_ms.saturating_add(60_000).next_multiple_of(1000),
+        ),
+        (_, error) => error.into(),
+    }
+}
+
+fn show<T: Serialize>(
+    out: &mut Vec<u8>,
+    form: Form,
+    document: &T,
+    rows: impl Fn(&T) -> Vec<Row>,
+) -> anyhow::Result<()> {
+    match form {
+        Form::Json => {
+            serde_json::to_writer_pretty(&mut *out, document)?;
+            out.push(b'\n');
+        }
+        Form::Table => write_table(out, &rows(document))?,
+    }
+    Ok(())
+}
+
+/// A line of a table: what, and its value.
+struct Row(String, String);
+
+fn row(what: &str, value: impl Into<String>) -> Row {
+    Row(what.to_owned(), value.into())
+}
+
+fn write_table(out: &mut Vec<u8>, rows: &[Row]) -> std::io::Result<()> {
+    let width = rows.iter().map(|Row(what, _)| what.chars().count()).max().unwrap_or(0);
+    for Row(what, value) in rows {
+        writeln!(out, "{what:<width$}  {value}")?;
+    }
+    Ok(())
+}
+
+fn bytes(number: u64) -> String {
+    ByteSize::from_bytes(number).rounded().to_string()
+}
+
+/// Milliseconds as people say them.
+fn duration(ms: u64) -> String {
+    let seconds = ms / 1000;
+    match seconds {
+        0 => format!("{ms} ms"),
+        1..60 => format!("{}.{} s", seconds, ms % 1000 / 100),
+        60..3600 => format!("{} min {} s", seconds / 60, seconds % 60),
+        3600..86400 => format!("{} h {} min", seconds / 3600, seconds / 60 % 60),
+        _ => format!("{} d {} h", seconds / 86400, seconds / 3600 % 24),
+    }
+}
+
+fn vm_state(state: VmState) -> &'static str {
+    match state {
+        VmState::Starting => "starting",
+        VmState::Running => "running",
+        VmState::Paused => "paused",
+        VmState::Stopping => "stopping",
+    }
+}
+
+fn balloon_state(state: BalloonState) -> &'static str {
+    match state {
+        BalloonState::DriverAbsent => "no driver in the guest",
+        BalloonState::Idle => "idle",
+        BalloonState::Inflating => "inflating",
+        BalloonState::Deflating => "deflating",
+    }
+}
+
+fn state_row(info: &VmInfo) -> Vec<Row> {
+    vec![row("state", vm_state(info.state))]
+}
+
+fn vm_rows(info: &VmInfo) -> Vec<Row> {
+    let backing = match info.backing {
+        RamBacking::Anon => "anonymous",
+        RamBacking::Memfd => "shared memfd",
+        RamBacking::Hugetlb => "2 MiB huge pages",
+    };
+    let mut rows = vec![
+        row("state", vm_state(info.state)),
+        row("vCPUs", info.cpus.to_string()),
+        row("memory", format!("{}, {backing}", bytes(info.memory_bytes))),
+        row("held by the host", bytes(info.resident_bytes)),
+        row("uptime", duration(info.uptime_ms)),
+        row("kernel", info.kernel.as_str()),
+        row("monitor", format!("ebb {}, process {}", info.version, info.pid)),
+    ];
+    rows.push(match &info.balloon {
+        Some(balloon) => row(
+            "balloon",
+            format!(
+                "{} of {}, {}",
+                bytes(balloon.actual_bytes),
+                bytes(balloon.target_bytes),
+                balloon_state(balloon.state)
+            ),
+        ),
+        None => row("balloon", "none"),
+    });
+    rows
+}
+
+fn feature(feature: BalloonFeature) -> &'static str {
+    match feature {
+        BalloonFeature::MustTellHost => "must tell host",
+        BalloonFeature::Statistics => "statistics",
+        BalloonFeature::DeflateOnOom => "deflate on OOM",
+        BalloonFeature::FreePageHint => "free page hint",
+        BalloonFeature::PagePoison => "page poison",
+        BalloonFeature::PageReporting => "page reporting",
+    }
+}
+
+fn features(list: &[BalloonFeature]) -> String {
+    if list.is_empty() {
+        return "none".to_owned();
+    }
+    list.iter().copied().map(feature).collect::<Vec<_>>().join(", ")
+}
+
+fn interval(info: &BalloonInfo) -> String {
+    match info.statistics_interval_seconds {
+        0 => "on demand".to_owned(),
+        seconds => format!("every {seconds} s"),
+    }
+}
+
+fn interval_row(info: &BalloonInfo) -> Vec<Row> {
+    vec![row("statistics", interval(info))]
+}
+
+fn balloon_rows(info: &BalloonInfo) -> Vec<Row> {
+    let mut rows = vec![
+        row("state", balloon_state(info.state)),
+        row("target", bytes(info.target_bytes)),
+        row("actual", bytes(info.actual_bytes)),
+        row("offered", features(&info.offered_features)),
+        row("negotiated", features(&info.negotiated_features)),
+        row("statistics", interval(info)),
+    ];
+    if let Some(poison) = info.poison {
+        rows.push(row("poison", format!("{poison:#010x}")));
+    }
+    if let Some(reason) = &info.discard_inhibited {
+        rows.push(row("memory is kept", reason.as_str()));
+    }
+    rows
+}
+
+fn statistics_rows(document: &StatisticsDocument) -> Vec<Row> {
+    let values = &document.statistics;
+    let size = |value: Option<u64>| value.map_or_else(|| "not told".to_owned(), bytes);
+    let count = |value: Option<u64>| value.map_or_else(|| "not told".to_owned(), |value| value.to_string());
+    vec![
+        row("age", document.age_ms.map_or_else(|| "never received".to_owned(), duration)),
+        row("total memory", size(values.total_memory_bytes)),
+        row("free memory", size(values.free_memory_bytes)),
+        row("available memory", size(values.available_memory_bytes)),
+        row("disk caches", size(values.disk_caches_bytes)),
+        row("swapped in", size(values.swap_in_bytes)),
+        row("swapped out", size(values.swap_out_bytes)),
+        row("major faults", count(values.major_faults)),
+        row("minor faults", count(values.minor_faults)),
+        row("huge page allocations", count(values.hugetlb_allocations)),
+        row("huge page failures", count(values.hugetlb_failures)),
+        row("OOM kills", count(values.oom_kills)),
+        row("allocation stalls", count(values.allocation_stalls)),
+        row("scanned in background", size(values.async_scan_bytes)),
+        row("scanned directly", size(values.direct_scan_bytes)),
+        row("reclaimed in background", size(values.async_reclaim_bytes)),
+        row("reclaimed directly", size(values.direct_reclaim_bytes)),
+    ]
+}
+
+fn metrics(out: &mut Vec<u8>, form: Form, client: &Client) -> anyhow::Result<()> {
+    let reply = client.request("GET", "/metrics", "")?;
+    let samples = prometheus::parse(&reply.body)
+        .map_err(|line| anyhow::anyhow!("the monitor sent a metric of unknown form: '{line}'"))?;
+    match form {
+        Form::Json => {
+            let list: Vec<_> = samples
+                .iter()
+                .map(|sample| json!({ "name": sample.name, "kind": sample.kind, "value": number(sample.value) }))
+                .collect();
+            serde_json::to_writer_pretty(&mut *out, &json!({ "metrics": list }))?;
+            out.push(b'\n');
+        }
+        Form::Table => {
+            let rows: Vec<Row> = samples
+                .iter()
+                .map(|sample| {
+                    let name = sample.name.strip_prefix("ebb_").unwrap_or(&sample.name);
+                    let what = match &sample.kind {
+                        Some(kind) => format!("{name} {kind}"),
+                        None => name.to_owned(),
+                    };
+                    let value = if name.contains("_bytes") {
+                        format!("{} ({})", sample.value, bytes(sample.value as u64))
+                    } else {
+                        sample.value.to_string()
+                    };
+                    Row(what, value)
+                })
+                .collect();
+            write_table(out, &rows)?;
+        }
+    }
+    Ok(())
+}
+
+/// Whole numbers without a decimal point.
+fn number(value: f64) -> serde_json::Value {
+    // Beyond 2^53 a float has no fraction but is not exact either.
+    if value.fract() == 0.0 && (0.0..9e15).contains(&value) { json!(value as u64) } else { json!(value) }
+}

@@ -1,0 +1,177 @@
+//! `ebb ctl` against the real API server, on the stand-in for a machine that the server's own tests use.
+
+use std::sync::Arc;
+
+use clap::Parser;
+use double::{MEMORY_BYTES, Mood, TestVm};
+use ebb_vmm::api::ApiServer;
+use serde_json::Value;
+
+use super::*;
+
+#[path = "../../../vmm/tests/api/double.rs"]
+#[allow(dead_code)]
+mod double;
+
+#[derive(Debug, Parser)]
+struct Cli {
+    #[command(flatten)]
+    args: Args,
+}
+
+struct Machine {
+    vm: Arc<TestVm>,
+    _server: ApiServer,
+    folder: tempfile::TempDir,
+}
+
+fn machine(mood: Mood) -> Machine {
+    let folder = tempfile::tempdir().unwrap();
+    let vm = Arc::new(TestVm::new(mood));
+    let server = ApiServer::start(&folder.path().join("vm.sock"), vm.clone()).unwrap();
+    Machine { vm, _server: server, folder }
+}
+
+fn parse(socket: &str, words: &str) -> Result<Args, clap::Error> {
+    Cli::try_parse_from(["ctl", socket].into_iter().chain(words.split_whitespace())).map(|cli| cli.args)
+}
+
+impl Machine {
+    fn try_ctl(&self, words: &str) -> anyhow::Result<String> {
+        let socket = self.folder.path().join("vm.sock");
+        let args = parse(socket.to_str().unwrap(), words)?;
+        let mut out = Vec::new();
+        execute(args, &mut out).map(|()| String::from_utf8(out).unwrap())
+    }
+
+    fn ctl(&self, words: &str) -> String {
+        self.try_ctl(words).unwrap()
+    }
+
+    fn json(&self, words: &str) -> Value {
+        serde_json::from_str(&self.ctl(&format!("{words} --json"))).unwrap()
+    }
+
+    fn error(&self, words: &str) -> String {
+        format!("{:#}", self.try_ctl(words).unwrap_err())
+    }
+}
+
+fn value<'a>(table: &'a str, what: &str) -> &'a str {
+    let line = table.lines().find(|line| line.starts_with(&format!("{what}  ")));
+    line.unwrap_or_else(|| panic!("no '{what}' in\n{table}"))[what.len()..].trim()
+}
+
+#[test]
+fn the_machine_is_shown_and_changed() {
+    let machine = machine(Mood::Willing);
+    let table = machine.ctl("vm");
+    assert_eq!(value(&table, "state"), "running");
+    assert_eq!(value(&table, "memory"), "4.0 GiB, anonymous");
+    assert_eq!(value(&table, "held by the host"), "123.0 MiB");
+    assert_eq!(value(&table, "uptime"), "1.2 s");
+    assert_eq!(value(&machine.ctl("pause"), "state"), "paused");
+    assert_eq!(machine.json("vm")["state"], "paused");
+    assert_eq!(machine.json("resume")["state"], "running");
+    machine.ctl("power-button");
+    assert_eq!(value(&machine.ctl("kill"), "state"), "stopping");
+    assert_eq!(machine.vm.state().kills, 1);
+}
+
+#[test]
+fn the_balloon_takes_sizes_as_people_write_them() {
+    let machine = machine(Mood::Willing);
+    let table = machine.ctl("balloon set 1536M");
+    assert_eq!(machine.vm.state().target_bytes, 1536 << 20);
+    assert_eq!(value(&table, "target"), "1.5 GiB");
+    assert_eq!(value(&table, "state"), "inflating");
+    assert_eq!(value(&table, "negotiated"), "statistics, deflate on OOM, page reporting");
+    assert_eq!(value(&table, "memory is kept"), "a migration is coming in");
+    assert_eq!(machine.ctl("balloon"), machine.ctl("balloon show"));
+    assert_eq!(machine.json("balloon set 0")["target_bytes"], 0);
+    for (text, part) in [("1.5G", "1536M"), ("4GB", "'4G'"), ("much", "'much'"), ("", "required")] {
+        let error = machine.error(&format!("balloon set {text}"));
+        assert!(error.contains(part), "{error}");
+    }
+    let error = machine.error("balloon set 5G");
+    assert!(error.contains(&format!("at most {MEMORY_BYTES}")), "{error}");
+}
+
+#[test]
+fn statistics_show_what_was_told_and_what_was_not() {
+    let machine = machine(Mood::Willing);
+    let table = machine.ctl("statistics");
+    assert_eq!(value(&table, "free memory"), "1.0 GiB");
+    assert_eq!(value(&table, "OOM kills"), "0");
+    assert_eq!(value(&table, "swapped in"), "not told");
+    assert_eq!(machine.json("statistics")["statistics"]["swap_in_bytes"], Value::Null);
+    assert_eq!(value(&machine.ctl("statistics-interval 5"), "statistics"), "every 5 s");
+    assert_eq!(value(&machine.ctl("statistics-interval 0"), "statistics"), "on demand");
+    for bad in [
+        "statistics-interval -1",
+        "statistics-interval 86401",
+        "statistics-interval x",
+        "statistics-interval",
+    ] {
+        machine.error(bad);
+    }
+    machine.vm.state().mood = Mood::Silent;
+    machine.ctl("statistics --max-age 3600000");
+    let error = machine.error("statistics");
+    assert!(error.contains("within 1000 ms") && error.contains("--max-age"), "{error}");
+}
+
+#[test]
+fn metrics_are_shown_by_name_and_kind() {
+    let machine = machine(Mood::Willing);
+    let table = machine.ctl("metrics");
+    assert_eq!(value(&table, "balloon_reported_bytes_total"), "2097152 (2.0 MiB)");
+    assert_eq!(value(&table, "balloon_errors_total bad_address"), "3");
+    let json = machine.json("metrics");
+    let list = json["metrics"].as_array().unwrap();
+    let overhead = list.iter().find(|sample| sample["name"] == "ebb_overhead_resident_bytes").unwrap();
+    assert_eq!(overhead["value"], 5 << 20);
+}
+
+#[test]
+fn refusals_and_dead_sockets_are_explained() {
+    let machine_without = machine(Mood::NoBalloon);
+    assert_eq!(value(&machine_without.ctl("vm"), "balloon"), "none");
+    for words in ["balloon", "balloon set 1G", "statistics", "statistics-interval 1"] {
+        let error = machine_without.error(words);
+        assert!(error.contains("no balloon device") && error.contains("--balloon"), "{words}: {error}");
+    }
+    let paused = machine(Mood::WrongState);
+    assert!(paused.error("power-button").contains("paused (resume it)"));
+    let folder = tempfile::tempdir().unwrap();
+    let missing = folder.path().join("missing");
+    let args = parse(missing.to_str().unwrap(), "vm").unwrap();
+    let error = execute(args, &mut Vec::new()).unwrap_err().to_string();
+    assert!(error.contains("there is no socket") && error.contains("missing"), "{error}");
+}
+
+#[test]
+fn the_command_line_is_checked() {
+    assert!(parse("s", "").is_err());
+    assert!(parse("s", "explode").is_err());
+    assert!(parse("s", "vm --timeout 0").is_err());
+    assert!(parse("s", "balloon set").is_err());
+    assert!(parse("s", "vm extra").is_err());
+    assert!(parse("s", "--json vm").unwrap().json);
+    assert!(parse("s", "vm --json").unwrap().json);
+}
+
+#[test]
+fn durations_are_readable() {
+    for (ms, text) in [
+        (0, "0 ms"),
+        (999, "999 ms"),
+        (1250, "1.2 s"),
+        (59_999, "59.9 s"),
+        (61_000, "1 min 1 s"),
+        (3_660_000, "1 h 1 min"),
+        (90_000_000, "1 d 1 h"),
+    ] {
+        assert_eq!(duration(ms), text);
+    }
+}

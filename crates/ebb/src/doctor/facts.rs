@@ -1,0 +1,198 @@
+//! What the doctor reads off the machine, without judging it.
+
+use std::env;
+use std::fs;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+
+use ebb_virtual_host::kernel::Kernel;
+use ebb_virtual_host::modules::ModuleIndex;
+use ebb_virtual_host::program_with_libraries;
+use ebb_vmm::probe::{KvmProbe, probe};
+use ebb_vmm::size::ByteSize;
+use rustix::io::Errno;
+use rustix::mm::UserfaultfdFlags;
+
+/// The program that the virtual host runs in.
+pub(super) const QEMU: &str = "qemu-system-x86_64";
+
+/// Modules that the virtual host and the guests in it load.
+const MODULES: [&str; 7] =
+    ["kvm_amd", "virtio_pci", "virtio_mmio", "virtio_balloon", "virtio_blk", "virtio_console", "virtio_rng"];
+
+/// Whether a process here may handle another's page faults.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Userfaultfd {
+    /// It may.
+    Available,
+    /// Only with more privileges.
+    Restricted,
+    /// The kernel does not have it.
+    Missing,
+}
+
+/// Memory of this machine.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Memory {
+    pub(super) total: ByteSize,
+    pub(super) available: ByteSize,
+    pub(super) swap: ByteSize,
+}
+
+/// 2 MiB pages of the hugetlb pool.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct HugePages {
+    pub(super) total: u64,
+    pub(super) free: u64,
+}
+
+/// The machine as it was found. `Err` holds what is wrong, with its remedy.
+#[derive(Clone, Debug)]
+pub(super) struct Facts {
+    pub(super) kvm: KvmProbe,
+    /// The mode in brackets in `/sys/kernel/mm/transparent_hugepage/enabled`.
+    pub(super) transparent_huge_pages: Option<String>,
+    pub(super) huge_pages: Option<HugePages>,
+    /// The content of `/sys/kernel/mm/ksm/run`.
+    pub(super) ksm: Option<String>,
+    pub(super) userfaultfd: Userfaultfd,
+    pub(super) memory: Option<Memory>,
+    /// The first line of `qemu-system-x86_64 --version`.
+    pub(super) qemu: Result<String, String>,
+    /// The kernel's image.
+    pub(super) kernel: Result<String, String>,
+    /// Where its modules are.
+    pub(super) modules: Result<String, String>,
+    pub(super) busybox: Result<String, String>,
+}
+
+impl Facts {
+    /// Looks at everything. Takes up to two seconds where KVM is emulated.
+    pub(super) fn collect() -> Self {
+        let kernel = Kernel::find(None).map_err(|error| error.to_string());
+        let modules = match &kernel {
+            Ok(kernel) => ModuleIndex::read(&kernel.modules)
+                .and_then(|index| index.load_order(&MODULES))
+                .map(|_| kernel.modules.display().to_string())
+                .map_err(|error| error.to_string()),
+            Err(_) => Err("they belong to the kernel, which is missing".to_owned()),
+        };
+        Self {
+            kvm: probe(),
+            transparent_huge_pages: read("/sys/kernel/mm/transparent_hugepage/enabled")
+                .and_then(|text| selected(&text)),
+            huge_pages: huge_pages(),
+            ksm: read("/sys/kernel/mm/ksm/run"),
+            userfaultfd: userfaultfd(),
+            memory: read("/proc/meminfo").and_then(|text| memory(&text)),
+            qemu: qemu_version(),
+            kernel: kernel.map(|kernel| kernel.image.display().to_string()),
+            modules,
+            busybox: busybox(),
+        }
+    }
+}
+
+fn read(path: &str) -> Option<String> {
+    fs::read_to_string(path).ok().map(|text| text.trim().to_owned())
+}
+
+/// The word in brackets of a line such as `always [madvise] never`.
+fn selected(line: &str) -> Option<String> {
+    let (_, rest) = line.split_once('[')?;
+    rest.split_once(']').map(|(word, _)| word.to_owned())
+}
+
+fn huge_pages() -> Option<HugePages> {
+    let number =
+        |name: &str| read(&format!("/sys/kernel/mm/hugepages/hugepages-2048kB/{name}"))?.parse().ok();
+    Some(HugePages { total: number("nr_hugepages")?, free: number("free_hugepages")? })
+}
+
+fn memory(meminfo: &str) -> Option<Memory> {
+    let size = |name: &str| {
+        let line = meminfo.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+        let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+        kib.checked_mul(1024).map(ByteSize::from_bytes)
+    };
+    Some(Memory { total: size("MemTotal")?, available: size("MemAvailable")?, swap: size("SwapTotal")? })
+}
+
+fn userfaultfd() -> Userfaultfd {
+    // The device needs no privilege but its own permissions (Linux 6.1 and later).
+    if fs::OpenOptions::new().read(true).write(true).open("/dev/userfaultfd").is_ok() {
+        return Userfaultfd::Available;
+    }
+    // SAFETY: the descriptor is closed at once and no memory is ever registered with it.
+    match unsafe { rustix::mm::userfaultfd(UserfaultfdFlags::CLOEXEC) } {
+        Ok(_) => Userfaultfd::Available,
+        Err(Errno::PERM | Errno::ACCESS) => Userfaultfd::Restricted,
+        Err(_) => Userfaultfd::Missing,
+    }
+}
+
+fn qemu_version() -> Result<String, String> {
+    let install = "install it: sudo apt-get install --no-install-recommends qemu-system-x86";
+    let output = Command::new(QEMU).arg("--version").stdin(Stdio::null()).output().map_err(|error| {
+        match error.kind() {
+            std::io::ErrorKind::NotFound => format!("{QEMU} is not installed; {install}"),
+            _ => format!("{QEMU} cannot be run: {error}; {install}"),
+        }
+    })?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    match text.lines().next() {
+        Some(line) if output.status.success() => Ok(line.trim().to_owned()),
+        _ => Err(format!("{QEMU} --version fails ({}); {install}", output.status)),
+    }
+}
+
+fn busybox() -> Result<String, String> {
+    let path = env::var_os("EBB_BUSYBOX").map_or_else(|| PathBuf::from("/bin/busybox"), PathBuf::from);
+    let install = "install it: sudo apt-get install busybox-static";
+    if !path.exists() {
+        return Err(format!("there is no {}; {install}", path.display()));
+    }
+    // A static program comes without libraries.
+    match program_with_libraries(&path) {
+        Ok(files) if files.len() == 1 => Ok(path.display().to_string()),
+        Ok(_) => Err(format!("{} is not static; {install}", path.display())),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_of_the_kernel_are_understood() {
+        assert_eq!(selected("always [madvise] never").as_deref(), Some("madvise"));
+        assert_eq!(selected("[always] madvise never").as_deref(), Some("always"));
+        assert_eq!(selected("strange"), None);
+        let text =
+            "MemTotal:       24623456 kB\nMemFree: 1 kB\nMemAvailable:   20000000 kB\nSwapTotal:  0 kB\n";
+        assert_eq!(
+            memory(text),
+            Some(Memory {
+                total: ByteSize::from_bytes(24_623_456 << 10),
+                available: ByteSize::from_bytes(20_000_000 << 10),
+                swap: ByteSize::default(),
+            })
+        );
+        for broken in ["", "MemTotal: x kB\n", "MemTotal: 5\n", "MemTotal: 5 kB\nSwapTotal: 0 kB\n"] {
+            assert_eq!(memory(broken), None, "{broken:?}");
+        }
+    }
+
+    #[test]
+    fn this_machine_has_memory_and_every_lack_has_a_remedy() {
+        let facts = Facts::collect();
+        let memory = facts.memory.unwrap();
+        assert!(memory.total >= memory.available && memory.available.bytes() > 0);
+        for lack in
+            [&facts.qemu, &facts.kernel, &facts.busybox].into_iter().filter_map(|fact| fact.as_ref().err())
+        {
+            assert!(lack.contains("install"), "{lack}");
+        }
+    }
+}
