@@ -152,11 +152,14 @@ fn busybox() -> Result<String, String> {
     if !path.exists() {
         return Err(format!("there is no {}; {install}", path.display()));
     }
-    // A static program comes without libraries.
+    let listed = Command::new(&path).arg("--list").stdin(Stdio::null()).output();
+    if !listed.is_ok_and(|output| output.status.success()) {
+        return Err(format!("{} does not run; {install}", path.display()));
+    }
+    // A static program comes without libraries. Without ldd, which finds them, it is given the benefit of the doubt.
     match program_with_libraries(&path) {
-        Ok(files) if files.len() == 1 => Ok(path.display().to_string()),
-        Ok(_) => Err(format!("{} is not static; {install}", path.display())),
-        Err(error) => Err(error.to_string()),
+        Ok(files) if files.len() > 1 => Err(format!("{} is not static; {install}", path.display())),
+        Ok(_) | Err(_) => Ok(path.display().to_string()),
     }
 }
 
