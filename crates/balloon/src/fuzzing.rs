@@ -1,1 +1,226 @@
-//! placeholder
+//! Bodies of the fuzz targets: each takes any bytes, does with them what a hostile driver could do, and panics if the
+//! device misbehaves. They also run as ordinary tests.
+//!
+//! A new target is a function here, a line in [`TARGETS`], and a file of three lines in `fuzz/fuzz_targets`.
+
+use std::time::{Duration, Instant};
+
+use ebb_abi::PageRange;
+use ebb_abi::balloon::{Config, Feature, Features, Numbering, QueueKind};
+
+use crate::testing::{Buffer, Guest, Setup};
+use crate::{GuestError, HintEnd, HintSink};
+
+/// A fuzz target by name.
+pub type Target = (&'static str, fn(&[u8]));
+
+/// All targets.
+pub const TARGETS: [Target; 6] = [
+    ("balloon_inflate", inflate),
+    ("balloon_deflate", deflate),
+    ("balloon_statistics", statistics),
+    ("balloon_hinting", hinting),
+    ("balloon_reporting", reporting),
+    ("balloon_config", config),
+];
+
+/// Memory of a fuzzed guest: small, since each run maps it anew.
+const REGION_BYTES: u64 = 4 << 20;
+
+/// Steps of one run, so that long inputs do not take long.
+const MAX_STEPS: usize = 64;
+
+/// The inflate queue.
+pub fn inflate(data: &[u8]) {
+    run(QueueKind::Inflate, data);
+}
+
+/// The deflate queue. Nothing may vanish.
+pub fn deflate(data: &[u8]) {
+    run(QueueKind::Deflate, data);
+}
+
+/// The statistics queue. Nothing may vanish.
+pub fn statistics(data: &[u8]) {
+    run(QueueKind::Statistics, data);
+}
+
+/// The free page hinting queue. Nothing may vanish.
+pub fn hinting(data: &[u8]) {
+    run(QueueKind::FreePageHint, data);
+}
+
+/// The page reporting queue.
+pub fn reporting(data: &[u8]) {
+    run(QueueKind::Reporting, data);
+}
+
+/// The configuration space: what the device wants must not change.
+pub fn config(data: &[u8]) {
+    let mut input = Input(data);
+    let mut guest = Guest::new(Setup { region_bytes: REGION_BYTES, ..Setup::default() });
+    let target_bytes = input.number(2) * 4096 % (REGION_BYTES * 2);
+    let changed = guest.balloon.set_target_bytes(target_bytes);
+    assert_eq!(changed, Ok(target_bytes != 0));
+    for _ in 0..MAX_STEPS {
+        if input.is_empty() {
+            break;
+        }
+        let offset = input.number(1).wrapping_sub(8) % 32;
+        let length = input.number(1) as usize % 40;
+        let bytes = input.bytes(length);
+        guest.balloon.write_config(offset, bytes);
+        let mut back = vec![0; length];
+        guest.balloon.read_config(offset, &mut back);
+        let mut config = [0; Config::SIZE_BYTES];
+        guest.balloon.read_config(0, &mut config);
+        let config = Config::from_bytes(config);
+        assert_eq!(u64::from(config.num_pages.get()) * 4096, target_bytes);
+        assert_eq!(config.free_page_hint_command_id.get(), 0);
+        assert_eq!(guest.balloon.config_generation(), u32::from(target_bytes != 0));
+    }
+}
+
+/// Plays a driver that does to one queue whatever `data` says.
+fn run(kind: QueueKind, data: &[u8]) {
+    let mut input = Input(data);
+    let chosen = Features(input.number(1)) & Features::ALL_BALLOON;
+    let negotiated = kind.feature().map_or(chosen, |feature| chosen.with(feature));
+    let numbering = Numbering::ALL[input.number(1) as usize % Numbering::ALL.len()];
+    let setup = Setup { negotiated, numbering, region_bytes: REGION_BYTES, ..Setup::default() };
+    let mut guest = Guest::new(setup);
+    let canary = guest.high_pages();
+    guest.mark(canary);
+
+    for _ in 0..MAX_STEPS {
+        if input.is_empty() {
+            break;
+        }
+        step(&mut guest, kind, &mut input);
+    }
+    let _ = guest.kick(kind);
+    guest.balloon.flush();
+
+    let counters = guest.balloon.counters();
+    let may_discard = matches!(kind, QueueKind::Inflate | QueueKind::Reporting);
+    assert!(may_discard || counters.discard.bytes == 0);
+    let lost = guest.unmarked(canary).len() as u64;
+    assert!(lost * 4096 <= counters.discard.bytes);
+    assert_eq!(counters.discard.failures, 0);
+    assert_eq!(guest.balloon.info().pending_bytes, 0);
+    if !negotiated.contains(Feature::StatisticsQueue) {
+        assert_eq!(counters.errors.get(GuestError::ExtraStatistics), 0);
+    }
+}
+
+/// One thing that a driver, or the device's owner, can do.
+fn step(guest: &mut Guest, kind: QueueKind, input: &mut Input<'_>) {
+    match input.number(1) % 12 {
+        // A sound chain with any content.
+        0..4 => {
+            let count = 1 + input.number(1) as usize % 4;
+            let chain: Vec<Buffer> = (0..count)
+                .map(|_| {
+                    let shape = input.number(1);
+                    let length = input.number(1) as usize;
+                    let content = input.bytes(length);
+                    Buffer { writable: shape & 1 != 0, ..guest.buffer(content) }
+                })
+                .collect();
+            guest.offer(kind, &chain);
+        }
+        // A chain of any ranges in or near memory.
+        4 | 5 => {
+            let page = input.number(2) % 0x500;
+            let address = page * 4096 + input.number(1) % 2 * input.number(2) + (page & 1) * (4 << 30);
+            let length = (input.number(2) * 512) as u32;
+            guest.offer(kind, &[Buffer { address, length, writable: !input.number(1).is_multiple_of(4) }]);
+        }
+        // Any descriptor anywhere, with any head.
+        6 => {
+            let (index, flags, next) =
+                (input.number(1) as u16, input.number(1) as u16, input.number(1) as u16);
+            let (address, length) = (input.number(8), input.number(4) as u32);
+            guest.store_descriptor(kind, index, address, length, flags, next);
+            let head = input.number(1) as u16;
+            guest.publish(kind, head);
+        }
+        7 => guest.set_available_index(kind, input.number(2) as u16),
+        8 => owner_step(guest, input),
+        9 => {
+            let mut bytes = input.bytes(4).to_vec();
+            bytes.resize(4, 0);
+            guest.balloon.write_config([4, 12][input.number(1) as usize % 2], &bytes);
+        }
+        10 if input.number(1).is_multiple_of(8) => {
+            guest.balloon.reset();
+            guest.activate();
+        }
+        _ => {
+            let _ = guest.kick(kind);
+        }
+    }
+}
+
+/// Something that the device's owner does.
+fn owner_step(guest: &mut Guest, input: &mut Input<'_>) {
+    let balloon = &mut guest.balloon;
+    match input.number(1) % 6 {
+        0 => balloon.flush(),
+        1 => {
+            balloon.request_statistics();
+        }
+        2 => {
+            let phase_allows = balloon.negotiated().contains(Feature::FreePageHint);
+            let started = balloon.start_hinting(Box::new(CheckingSink { ended: false }));
+            assert!(phase_allows || started.is_err());
+        }
+        3 => {
+            balloon.stop_hinting();
+        }
+        4 => {
+            balloon.finish_hinting();
+        }
+        _ => {
+            balloon.set_statistics_interval(Some(Duration::from_millis(input.number(1))));
+            balloon.poll_statistics(Instant::now());
+        }
+    }
+}
+
+/// Checks that hints are ranges in order, and that none follows the end.
+struct CheckingSink {
+    ended: bool,
+}
+
+impl HintSink for CheckingSink {
+    fn hint(&mut self, ranges: &[PageRange]) {
+        assert!(!self.ended && !ranges.is_empty());
+        assert!(ranges.iter().all(|range| !range.is_empty()));
+        assert!(ranges.windows(2).all(|pair| pair[0].end() <= pair[1].start));
+    }
+
+    fn ended(&mut self, _end: HintEnd) {
+        assert!(!std::mem::replace(&mut self.ended, true));
+    }
+}
+
+/// Bytes to be consumed from the front; zeros once they are used up.
+struct Input<'a>(&'a [u8]);
+
+impl<'a> Input<'a> {
+    fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    fn bytes(&mut self, count: usize) -> &'a [u8] {
+        let (front, rest) = self.0.split_at(count.min(self.0.len()));
+        self.0 = rest;
+        front
+    }
+
+    /// A little-endian number of up to 8 bytes.
+    fn number(&mut self, size_bytes: usize) -> u64 {
+        self.bytes(size_bytes).iter().rev().fold(0, |number, byte| number << 8 | u64::from(*byte))
+    }
+}

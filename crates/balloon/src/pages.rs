@@ -73,6 +73,9 @@ impl PageSet {
 
     /// Takes pages out, whether they are in the set or not.
     pub(crate) fn remove(&mut self, range: PageRange) {
+        if range.is_empty() {
+            return;
+        }
         let (start, end) = (range.start.0, range.end().0);
         while let Some((&last, &last_end)) = self.ranges.range(..end).next_back()
             && last_end > start

@@ -1,0 +1,13 @@
+//! The device driven over real rings in real guest memory. Tests read like a protocol: what the driver sends, what
+//! comes back, what became of memory.
+
+#![allow(clippy::unwrap_used, reason = "clippy.toml allows it in test functions, but not in their helpers")]
+
+mod hinting;
+mod inflate;
+mod lifecycle;
+mod malformed;
+mod ordering;
+mod properties;
+mod reporting;
+mod statistics;
