@@ -1,8 +1,9 @@
 //! The socket and its thread.
 //!
-//! System calls of the thread, for its seccomp list: `poll` or `ppoll`, `accept4`, `recvfrom`, `sendto`, `shutdown`,
-//! `close`, `clock_gettime`, memory allocation (`brk`, `mmap`, `munmap`, `mremap`, `madvise`), `futex`, the end of a
-//! thread, and whatever the [`VmControl`] does. The socket is bound and removed by the owner's thread.
+//! System calls of the thread after `on_thread_start`, for its seccomp list: `ppoll`, `accept4`, `recvfrom`, `sendto`,
+//! `shutdown`, `close` (and `fcntl` with F_GETFD before it in debug builds of the standard library's owners), `write` for
+//! logs, memory allocation, `futex`, the end of a thread, and whatever the [`VmControl`] does. The socket is bound and
+//! removed by the owner's thread.
 
 use std::fmt;
 use std::io;
