@@ -24,7 +24,7 @@ mod event;
 pub mod exit;
 pub mod guest_log;
 pub mod layout;
-// pub mod probe;
+pub mod probe;
 pub mod seccomp;
 pub mod size;
 pub mod vm;
