@@ -1,0 +1,167 @@
+//! Pages a second through the device, from a driver's buffers to discarded memory, and system calls for each GiB.
+//!
+//! Each iteration touches the pages first (not timed), so that every discard has memory to give back. Linux's driver
+//! is imitated: 256 page frame numbers a buffer, one buffer at a time; reports of 32 ranges.
+
+#![allow(clippy::unwrap_used, missing_docs, reason = "a benchmark")]
+
+use std::time::{Duration, Instant};
+
+use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use ebb_abi::balloon::{Feature, Features, LINUX_PFNS_PER_BUFFER, QueueKind};
+use ebb_abi::{HUGE_PAGE_SIZE_BYTES, PAGE_SIZE_BYTES, Pfn};
+use ebb_balloon::testing::{Buffer, DRIVER_BYTES, Guest, Setup};
+use ebb_guest_ram::HugePages;
+use rustix::mm::{Advice, madvise};
+
+/// Size of each of the guest's regions; the first one is worked on.
+const REGION_BYTES: u64 = 258 << 20;
+
+/// Pages of an iteration: 256 MiB.
+const PAGES: u32 = 64 << 10;
+
+/// First of them.
+const FIRST: u32 = (DRIVER_BYTES / PAGE_SIZE_BYTES) as u32;
+
+fn guest(negotiated: Features, huge_pages: HugePages) -> Guest {
+    Guest::new(Setup { negotiated, region_bytes: REGION_BYTES, huge_pages, ..Setup::default() })
+}
+
+/// Makes the pages of an iteration resident.
+fn touch(guest: &Guest) {
+    let address = guest.ram.regions()[0].host_address + DRIVER_BYTES;
+    let size_bytes = PAGES as usize * PAGE_SIZE_BYTES as usize;
+    // SAFETY: the range lies within the first region, which lives as long as `guest`; populating changes no content.
+    unsafe { madvise(address as *mut _, size_bytes, Advice::LinuxPopulateWrite) }.unwrap();
+}
+
+/// The page numbers of an iteration in some order.
+fn numbers(order: &str) -> Vec<u32> {
+    let all = FIRST..FIRST + PAGES;
+    match order {
+        // Every other page first, then those between.
+        "strided" => all.clone().step_by(2).chain(all.skip(1).step_by(2)).collect(),
+        // A fixed permutation: neighbours land far apart.
+        "random" => (0..PAGES).map(|index| FIRST + (index.wrapping_mul(40503) ^ 0x5a5a) % PAGES).collect(),
+        _ => all.collect(),
+    }
+}
+
+/// Sends the numbers as Linux does; returns the time that the device took.
+fn inflate(guest: &mut Guest, numbers: &[u32]) -> Duration {
+    let mut elapsed = Duration::ZERO;
+    for chunk in numbers.chunks(LINUX_PFNS_PER_BUFFER) {
+        let buffer = guest.pfns(chunk.iter().copied());
+        guest.offer(QueueKind::Inflate, &[buffer]);
+        let start = Instant::now();
+        let _ = guest.kick(QueueKind::Inflate);
+        elapsed += start.elapsed();
+    }
+    let start = Instant::now();
+    guest.balloon.flush();
+    elapsed + start.elapsed()
+}
+
+/// Reports blocks, 32 a chain; returns the time that the device took.
+fn report(guest: &mut Guest, block_bytes: u64) -> Duration {
+    let mut elapsed = Duration::ZERO;
+    let end = DRIVER_BYTES + u64::from(PAGES) * PAGE_SIZE_BYTES;
+    // Every other block first, as fragments of free memory are.
+    let blocks = (DRIVER_BYTES..end).step_by(2 * block_bytes as usize);
+    let blocks: Vec<u64> = blocks.clone().chain(blocks.map(|address| address + block_bytes)).collect();
+    for chunk in blocks.chunks(32) {
+        let chain: Vec<_> = chunk
+            .iter()
+            .map(|address| Buffer { address: *address, length: block_bytes as u32, writable: true })
+            .collect();
+        guest.offer(QueueKind::Reporting, &chain);
+        let start = Instant::now();
+        let _ = guest.kick(QueueKind::Reporting);
+        elapsed += start.elapsed();
+    }
+    elapsed
+}
+
+/// Times `work` on freshly touched pages and prints the system calls it took.
+fn measure(
+    criterion: &mut Criterion,
+    group: &str,
+    id: &str,
+    guest: &mut Guest,
+    mut work: impl FnMut(&mut Guest) -> Duration,
+) {
+    let mut group = criterion.benchmark_group(group);
+    group.sample_size(10).warm_up_time(Duration::from_millis(300)).measurement_time(Duration::from_secs(2));
+    group.throughput(Throughput::Elements(u64::from(PAGES)));
+    group.bench_function(BenchmarkId::from_parameter(id), |bencher| {
+        bencher.iter_custom(|iterations| {
+            (0..iterations)
+                .map(|_| {
+                    touch(guest);
+                    work(guest)
+                })
+                .sum()
+        });
+    });
+    let discard = guest.balloon.counters().discard;
+    let gib = discard.bytes as f64 / f64::from(1 << 30);
+    println!(
+        "{id}: {:.1} system calls, {:.1} ranges a GiB",
+        discard.syscalls as f64 / gib,
+        discard.ranges as f64 / gib
+    );
+}
+
+fn inflation(criterion: &mut Criterion) {
+    for (backing, huge_pages) in [("4k", HugePages::Off), ("thp", HugePages::On)] {
+        for (mode, features) in [
+            ("ack_first", Features::ALL_BALLOON),
+            ("ack_last", Features::ALL_BALLOON.without(Feature::MustTellHost)),
+        ] {
+            for order in ["contiguous", "strided", "random"] {
+                let numbers = numbers(order);
+                let mut guest = guest(features, huge_pages);
+                let id = format!("{order}/{mode}/{backing}");
+                measure(criterion, "inflate_pages", &id, &mut guest, |guest| inflate(guest, &numbers));
+            }
+        }
+    }
+}
+
+fn reports(criterion: &mut Criterion) {
+    for (backing, huge_pages) in [("4k", HugePages::Off), ("thp", HugePages::On)] {
+        for block_bytes in [64 << 10, HUGE_PAGE_SIZE_BYTES, 2 * HUGE_PAGE_SIZE_BYTES] {
+            let mut guest = guest(Features::ALL_BALLOON, huge_pages);
+            let id = format!("{}KiB/{backing}", block_bytes >> 10);
+            measure(criterion, "report_pages", &id, &mut guest, |guest| report(guest, block_bytes));
+        }
+    }
+}
+
+/// The core alone: page numbers to ranges, with no memory behind them.
+fn core_only(criterion: &mut Criterion) {
+    for order in ["contiguous", "strided", "random"] {
+        let numbers = numbers(order);
+        let mut guest = guest(Features::ALL_BALLOON, HugePages::Off);
+        let _guard = guest.ram.inhibit_discard(ebb_guest_ram::InhibitReason::Operator);
+        let mut group = criterion.benchmark_group("core_pages");
+        group
+            .sample_size(10)
+            .warm_up_time(Duration::from_millis(300))
+            .measurement_time(Duration::from_secs(1));
+        group.throughput(Throughput::Elements(u64::from(PAGES)));
+        group.bench_function(order, |bencher| {
+            bencher.iter_custom(|iterations| (0..iterations).map(|_| inflate(&mut guest, &numbers)).sum());
+        });
+    }
+    let last = Pfn::from(FIRST + PAGES - 1);
+    println!(
+        "pages {} to {}, {} bytes an iteration",
+        Pfn::from(FIRST),
+        last,
+        u64::from(PAGES) * PAGE_SIZE_BYTES
+    );
+}
+
+criterion_group!(benches, core_only, inflation, reports);
+criterion_main!(benches);
