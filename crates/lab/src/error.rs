@@ -1,7 +1,12 @@
 //! What can go wrong in the lab, said so that the reader knows what to do.
+//!
+//! Each message has its cause in it, so none is told twice as the source of another.
 
 use std::io;
 use std::path::PathBuf;
+use std::time::Duration;
+
+use crate::monitor::Missing;
 
 /// An error of the lab.
 #[derive(Debug, thiserror::Error)]
@@ -31,12 +36,12 @@ pub enum LabError {
         known: String,
     },
     /// The directory for the results does not serve.
-    #[error("cannot write results to {directory}: {source}; give another directory with --out")]
+    #[error("cannot write results to {directory}: {cause}; give another directory with --out")]
     Output {
         /// The directory.
         directory: PathBuf,
         /// What the system said.
-        source: io::Error,
+        cause: io::Error,
     },
     /// Less memory than the scale takes.
     #[error(
@@ -52,12 +57,12 @@ pub enum LabError {
         available_mib: u64,
     },
     /// A file of `/proc` or `/sys` could not be read or written.
-    #[error("{path}: {source}")]
+    #[error("{path}: {cause}")]
     SystemFile {
         /// The file.
         path: PathBuf,
         /// What the system said.
-        source: io::Error,
+        cause: io::Error,
     },
     /// A file of the system has not what proc(5) says.
     #[error("{path} has no field {field}")]
@@ -77,13 +82,16 @@ pub enum LabError {
         /// What to do.
         remedy: &'static str,
     },
+    /// A series needs something that the host does not have.
+    #[error("this series cannot run here: {0}")]
+    Missing(#[from] Missing),
     /// A monitor could not be started.
-    #[error("cannot start the monitor {program}: {source}")]
+    #[error("cannot start the monitor {program}: {cause}")]
     StartMonitor {
         /// The program.
         program: String,
         /// What the system said.
-        source: io::Error,
+        cause: io::Error,
     },
     /// A guest did not do what it was asked for.
     #[error("guest {guest}: {problem}{diagnostics}")]
@@ -96,19 +104,22 @@ pub enum LabError {
         diagnostics: String,
     },
     /// Swap could not be emptied between two series.
-    #[error("cannot empty swap on {path}: {source}; the next series would start with a used host")]
+    #[error("cannot empty swap on {path}: {cause}; the next series would start with a used host")]
     EmptySwap {
         /// The swap device.
         path: String,
         /// What the system said.
-        source: io::Error,
+        cause: io::Error,
     },
     /// Drawing a plot failed.
     #[error("cannot draw the report: {0}")]
     Plot(String),
-    /// The probe says that guests cannot run here, and the virtual host is not to be used.
-    #[error("guests cannot run directly on this machine: {0}; leave --where out to use the virtual host")]
+    /// KVM does not serve here, and the virtual host is not to be used.
+    #[error("guests cannot run directly on this machine: {0}; with --where virtual-host they can")]
     NoDirectKvm(String),
+    /// The virtual host, or what its guests are made from, failed.
+    #[error(transparent)]
+    VirtualHost(Box<ebb_virtual_host::HostError>),
     /// The run inside the virtual host ended without a result.
     #[error("the run inside the virtual host failed ({status}){output}")]
     InnerRun {
@@ -118,12 +129,12 @@ pub enum LabError {
         output: String,
     },
     /// A line of the run inside the virtual host is not an event.
-    #[error("the run inside the virtual host wrote something that is no event ({source}): {line}")]
+    #[error("the run inside the virtual host wrote something that is no event ({cause}): {line}")]
     InnerProtocol {
         /// The line.
         line: String,
         /// What the parser said.
-        source: serde_json::Error,
+        cause: serde_json::Error,
     },
 }
 
@@ -134,12 +145,12 @@ pub enum GuestProblem {
     #[error("the monitor ended ({0}) while it was waited for {1}")]
     Ended(String, &'static str),
     /// It did not answer in time.
-    #[error("no {what} within {limit_s} s")]
+    #[error("no {what} within {limit:?}")]
     TimeOut {
         /// What was waited for.
         what: &'static str,
-        /// How long, in seconds.
-        limit_s: u64,
+        /// How long.
+        limit: Duration,
     },
     /// The agent could not do it.
     #[error("the command failed in the guest: {0}")]

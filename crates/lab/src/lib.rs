@@ -4,13 +4,30 @@
 //! It runs the same code directly on a machine whose KVM serves, or in the virtual host (crate `ebb-virtual-host`)
 //! elsewhere. What it finds is one document ([`results::Results`]) with a table and a page made from it.
 
+pub mod assets;
+pub mod bench;
+pub mod console;
+pub mod density;
+pub mod direct;
 pub mod error;
+pub mod event;
+pub mod experiment;
+pub mod guest;
+pub mod host;
+pub mod in_virtual_host;
+pub mod memhog;
+pub mod monitor;
 pub mod output;
+pub mod place;
 pub mod plot;
 pub mod proc;
+pub mod progress;
 pub mod report;
 pub mod results;
+pub mod run;
+pub mod sampler;
 pub mod statistics;
 pub mod table;
+pub mod watch;
 
 pub use error::LabError;

@@ -15,36 +15,23 @@ pub const REPORT_FILE: &str = "report.html";
 /// What a run at full scale may write; asked for before the run, because afterwards it is too late.
 const RESERVE_BYTES: usize = 8 << 20;
 
-/// A directory that was there or was made for the results.
-///
-/// Dropped without [`OutputDirectory::write`], it removes the directories that it made.
+/// A directory that results can be written to.
 #[derive(Debug)]
 pub struct OutputDirectory {
     path: PathBuf,
-    /// Directories made for this run, outermost first.
-    made: Vec<PathBuf>,
 }
 
 impl OutputDirectory {
-    /// Makes the directory if need be, and makes sure that results can be written there.
+    /// Makes sure that results can be written to the directory, and leaves everything as it was: a directory that is
+    /// not there yet appears with the results only.
     ///
     /// # Errors
     /// [`LabError::Output`] when it cannot be made, is not writable, or its file system has no room.
-    pub fn prepare(path: &Path) -> Result<Self, LabError> {
-        let failed = |source| LabError::Output { directory: path.to_owned(), source };
-        let mut missing: Vec<PathBuf> = path
-            .ancestors()
-            .take_while(|ancestor| !ancestor.as_os_str().is_empty() && !ancestor.exists())
-            .map(Path::to_owned)
-            .collect();
-        missing.reverse();
-        let mut output = Self { path: path.to_owned(), made: Vec::new() };
-        for directory in missing {
-            fs::create_dir(&directory).map_err(failed)?;
-            output.made.push(directory);
-        }
-        let mut probe = Temporary::create(&path.join(RESULTS_FILE)).map_err(failed)?;
-        probe.write(&vec![0; RESERVE_BYTES]).map_err(failed)?;
+    pub fn check(path: &Path) -> Result<Self, LabError> {
+        let output = Self { path: path.to_owned() };
+        let _made = output.make()?;
+        let mut probe = Temporary::create(&path.join(RESULTS_FILE)).map_err(|cause| output.failed(cause))?;
+        probe.write(&vec![0; RESERVE_BYTES]).map_err(|cause| output.failed(cause))?;
         Ok(output)
     }
 
@@ -57,11 +44,12 @@ impl OutputDirectory {
     ///
     /// # Errors
     /// [`LabError::Output`] when the file system refuses, [`LabError::Plot`] when the report cannot be drawn.
-    pub fn write(mut self, results: &Results) -> Result<(), LabError> {
-        let failed = |source| LabError::Output { directory: self.path.clone(), source };
+    pub fn write(&self, results: &Results) -> Result<(), LabError> {
+        let failed = |cause| self.failed(cause);
         let page = report::render(results)?;
         let mut document = serde_json::to_vec_pretty(results).map_err(|error| failed(error.into()))?;
         document.push(b'\n');
+        let mut made = self.make()?;
         let mut files = Vec::new();
         for (name, content) in [(RESULTS_FILE, document.as_slice()), (REPORT_FILE, page.as_bytes())] {
             let mut file = Temporary::create(&self.path.join(name)).map_err(failed)?;
@@ -71,14 +59,36 @@ impl OutputDirectory {
         for file in files {
             file.keep().map_err(failed)?;
         }
-        self.made.clear();
+        made.0.clear();
         Ok(())
+    }
+
+    /// Makes the directory and those above it that are missing.
+    fn make(&self) -> Result<MadeDirectories, LabError> {
+        let missing: Vec<&Path> = self
+            .path
+            .ancestors()
+            .take_while(|ancestor| !ancestor.as_os_str().is_empty() && !ancestor.exists())
+            .collect();
+        let mut made = MadeDirectories(Vec::new());
+        for directory in missing.into_iter().rev() {
+            fs::create_dir(directory).map_err(|cause| self.failed(cause))?;
+            made.0.push(directory.to_owned());
+        }
+        Ok(made)
+    }
+
+    fn failed(&self, cause: io::Error) -> LabError {
+        LabError::Output { directory: self.path.clone(), cause }
     }
 }
 
-impl Drop for OutputDirectory {
+/// Directories that were made, outermost first; removed when dropped.
+struct MadeDirectories(Vec<PathBuf>);
+
+impl Drop for MadeDirectories {
     fn drop(&mut self) {
-        for directory in self.made.iter().rev() {
+        for directory in self.0.iter().rev() {
             // A directory that somebody else has put something into stays.
             let _ = fs::remove_dir(directory);
         }
@@ -88,7 +98,7 @@ impl Drop for OutputDirectory {
 /// A file under another name until it is complete; removed when it does not get that far.
 struct Temporary {
     file: File,
-    temporary: PathBuf,
+    path: PathBuf,
     target: PathBuf,
     kept: bool,
 }
@@ -96,9 +106,9 @@ struct Temporary {
 impl Temporary {
     fn create(target: &Path) -> io::Result<Self> {
         let name = target.file_name().unwrap_or_default().to_string_lossy();
-        let temporary = target.with_file_name(format!(".{name}.{}", std::process::id()));
-        let file = File::create(&temporary)?;
-        Ok(Self { file, temporary, target: target.to_owned(), kept: false })
+        let path = target.with_file_name(format!(".{name}.{}", std::process::id()));
+        let file = File::create(&path)?;
+        Ok(Self { file, path, target: target.to_owned(), kept: false })
     }
 
     /// Writes all of it through to the file system, which may find only then that it is full.
@@ -108,7 +118,7 @@ impl Temporary {
     }
 
     fn keep(mut self) -> io::Result<()> {
-        fs::rename(&self.temporary, &self.target)?;
+        fs::rename(&self.path, &self.target)?;
         self.kept = true;
         Ok(())
     }
@@ -117,7 +127,7 @@ impl Temporary {
 impl Drop for Temporary {
     fn drop(&mut self) {
         if !self.kept {
-            let _ = fs::remove_file(&self.temporary);
+            let _ = fs::remove_file(&self.path);
         }
     }
 }
@@ -143,7 +153,7 @@ mod tests {
         for elapsed_s in [1.0, 2.0] {
             let mut results = example();
             results.elapsed_s = elapsed_s;
-            OutputDirectory::prepare(&directory).unwrap().write(&results).unwrap();
+            OutputDirectory::check(&directory).unwrap().write(&results).unwrap();
             assert_eq!(names(&directory), [REPORT_FILE, RESULTS_FILE]);
             let text = fs::read_to_string(directory.join(RESULTS_FILE)).unwrap();
             assert_eq!(serde_json::from_str::<Results>(&text).unwrap(), results);
@@ -151,9 +161,9 @@ mod tests {
     }
 
     #[test]
-    fn a_run_that_fails_leaves_no_directory() {
+    fn a_check_leaves_no_directory() {
         let top = tempfile::tempdir().unwrap();
-        drop(OutputDirectory::prepare(&top.path().join("a/b/c")).unwrap());
+        OutputDirectory::check(&top.path().join("a/b/c")).unwrap();
         assert!(names(top.path()).is_empty());
     }
 
@@ -161,7 +171,7 @@ mod tests {
     fn a_directory_that_was_there_stays_as_it_was() {
         let top = tempfile::tempdir().unwrap();
         fs::write(top.path().join(RESULTS_FILE), "older").unwrap();
-        drop(OutputDirectory::prepare(top.path()).unwrap());
+        OutputDirectory::check(top.path()).unwrap();
         assert_eq!(fs::read_to_string(top.path().join(RESULTS_FILE)).unwrap(), "older");
         assert_eq!(names(top.path()), [RESULTS_FILE]);
     }
@@ -171,9 +181,9 @@ mod tests {
         let top = tempfile::tempdir().unwrap();
         let file = top.path().join("file");
         fs::write(&file, "").unwrap();
-        let message = OutputDirectory::prepare(&file).unwrap_err().to_string();
+        let message = OutputDirectory::check(&file).unwrap_err().to_string();
         assert!(message.contains(file.to_str().unwrap()) && message.contains("--out"), "{message}");
-        assert!(OutputDirectory::prepare(&file.join("below")).is_err());
+        assert!(OutputDirectory::check(&file.join("below")).is_err());
     }
 
     #[test]
@@ -181,7 +191,7 @@ mod tests {
         // /dev/full answers each write with ENOSPC, as a full disk does.
         let mut file = Temporary {
             file: File::options().write(true).open("/dev/full").unwrap(),
-            temporary: PathBuf::from("/nonexistent/temporary"),
+            path: PathBuf::from("/nonexistent/temporary"),
             target: PathBuf::from("/nonexistent/target"),
             kept: false,
         };

@@ -60,10 +60,8 @@ pub fn smaps(text: &str) -> Vec<Mapping> {
     for line in text.lines() {
         if let Some(mapping) = mapping_header(line) {
             mappings.push(mapping);
-        } else if let (Some(mapping), Some((name, number))) = (mappings.last_mut(), field_kib(line)) {
-            if name == "Rss" {
-                mapping.resident_kib = number;
-            }
+        } else if let (Some(mapping), Some(("Rss", number))) = (mappings.last_mut(), field_kib(line)) {
+            mapping.resident_kib = number;
         }
     }
     mappings

@@ -1,4 +1,4 @@
-//! The results as a table for a terminal.
+//! The results as a table for a terminal, in a form that Markdown understands as well.
 
 use std::fmt::Write as _;
 
@@ -43,7 +43,7 @@ pub fn origin(results: &Results) -> String {
 /// Metrics as rows, series as columns, then the notes of each series.
 pub fn render(results: &Results) -> String {
     let mut table = Table::new();
-    table.load_style(presets::UTF8_HORIZONTAL_ONLY);
+    table.load_style(presets::ASCII_MARKDOWN);
     let mut header = vec![Cell::new("")];
     header.extend(
         results.series.iter().map(|series| Cell::new(&series.name).set_alignment(CellAlignment::Right)),
@@ -87,7 +87,7 @@ mod tests {
         let header = text.lines().find(|line| line.contains("no-reporting")).unwrap();
         assert!(header.find("no-reporting").unwrap() < header.rfind(" reporting").unwrap());
         let row = text.lines().find(|line| line.contains("90 % returned after, s")).unwrap();
-        let values: Vec<&str> = row.split_whitespace().rev().take(2).collect();
+        let values: Vec<&str> = row.split([' ', '|']).filter(|word| !word.is_empty()).rev().take(2).collect();
         assert_eq!(values, ["4.25", "-"]);
     }
 

@@ -1,0 +1,188 @@
+//! `ebb lab`: experiments on real guests.
+
+use std::io::{self, Write};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::Context;
+use ebb_lab::direct::{Chosen, Selection};
+use ebb_lab::experiment::{self, Experiment, Runs};
+use ebb_lab::output::{OutputDirectory, REPORT_FILE, RESULTS_FILE};
+use ebb_lab::progress::Progress;
+use ebb_lab::results::Scale;
+use ebb_lab::run::{self, Request, Wanted};
+use ebb_lab::{LabError, table};
+use serde_json::json;
+
+/// Exit code for a command line that cannot be meant.
+const USAGE: u8 = 2;
+
+/// Arguments of `ebb lab`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum Command {
+    /// List the experiments and their series
+    List(ListArgs),
+    /// Run an experiment; writes results.json and report.html, and prints a table
+    Run(RunArgs),
+}
+
+#[derive(Debug, clap::Args)]
+struct ListArgs {
+    /// Print one JSON document
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, clap::Args)]
+struct RunArgs {
+    /// Experiment (see `ebb lab list`)
+    name: String,
+    /// Size: demo takes minutes on two cores, full is the published experiment's
+    #[arg(long, value_enum, default_value = "demo")]
+    scale: ScaleArg,
+    /// Series to run instead of the default ones, with commas between
+    #[arg(long, value_name = "NAME,NAME", value_delimiter = ',')]
+    series: Option<Vec<String>>,
+    /// Directory for results.json and report.html [default: lab-results/NAME-SCALE]
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+    /// Print results.json on standard output instead of the table
+    #[arg(long)]
+    json: bool,
+    /// Where the guests run: auto takes this machine if Linux guests run on its KVM, else the virtual host
+    #[arg(long = "where", value_enum, default_value = "auto")]
+    place: PlaceArg,
+    /// Print events as JSON lines and write no files: how a run inside the virtual host talks to the one outside
+    #[arg(long, hide = true, conflicts_with_all = ["json", "out"])]
+    json_events: bool,
+}
+
+#[derive(Debug, Clone, Copy, clap::ValueEnum)]
+enum ScaleArg {
+    Demo,
+    Full,
+}
+
+#[derive(Debug, Clone, Copy, clap::ValueEnum)]
+enum PlaceArg {
+    Auto,
+    Direct,
+    VirtualHost,
+}
+
+/// Runs the subcommand.
+///
+/// # Errors
+/// What went wrong, with what to do about it.
+pub fn run(args: Args) -> anyhow::Result<ExitCode> {
+    match args.command {
+        Command::List(args) => list(&args),
+        Command::Run(args) => match request(&args) {
+            Ok(request) if args.json_events => {
+                run::run_inside(&request, io::stdout())?;
+                Ok(ExitCode::SUCCESS)
+            }
+            Ok(request) => run_and_report(&request, &args),
+            Err(error) => {
+                eprintln!("ebb: {error}");
+                Ok(ExitCode::from(USAGE))
+            }
+        },
+    }
+}
+
+/// What the command line asks for; an error is the command line's fault.
+fn request(args: &RunArgs) -> Result<Request, LabError> {
+    let experiment = experiment::find(&args.name)?;
+    let chosen = if args.series.is_some() { Chosen::ByName } else { Chosen::ByDefault };
+    let plans = experiment::choose(experiment, args.series.as_deref())?;
+    Ok(Request {
+        experiment,
+        scale: match args.scale {
+            ScaleArg::Demo => Scale::Demo,
+            ScaleArg::Full => Scale::Full,
+        },
+        selection: Selection { plans, chosen },
+        place: match args.place {
+            PlaceArg::Auto => Wanted::Auto,
+            PlaceArg::Direct => Wanted::Direct,
+            PlaceArg::VirtualHost => Wanted::VirtualHost,
+        },
+    })
+}
+
+fn run_and_report(request: &Request, args: &RunArgs) -> anyhow::Result<ExitCode> {
+    let directory = args.out.clone().unwrap_or_else(|| {
+        PathBuf::from("lab-results").join(format!("{}-{}", request.experiment.name(), request.scale))
+    });
+    let output = OutputDirectory::check(&directory)?;
+    let results = run::run(request, &mut Progress::on_stderr())?;
+    output.write(&results)?;
+    let text = if args.json {
+        serde_json::to_string_pretty(&results).context("cannot write the results as JSON")? + "\n"
+    } else {
+        table::render(&results)
+    };
+    io::stdout().write_all(text.as_bytes()).context("cannot write to standard output")?;
+    let directory = directory.display();
+    eprintln!("written: {directory}/{RESULTS_FILE}, {directory}/{REPORT_FILE}");
+    match results.first_error() {
+        None => Ok(ExitCode::SUCCESS),
+        Some((series, error)) => {
+            eprintln!("ebb: series {series} ended early: {error}");
+            Ok(ExitCode::FAILURE)
+        }
+    }
+}
+
+fn list(args: &ListArgs) -> anyhow::Result<ExitCode> {
+    let text = if args.json {
+        let all: Vec<_> = experiment::all().into_iter().map(describe).collect();
+        serde_json::to_string_pretty(&json!({ "experiments": all })).context("cannot write JSON")? + "\n"
+    } else {
+        experiment::all().map(listing).join("\n")
+    };
+    io::stdout().write_all(text.as_bytes()).context("cannot write to standard output")?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn describe(experiment: &dyn Experiment) -> serde_json::Value {
+    let series: Vec<_> = experiment
+        .series()
+        .into_iter()
+        .map(|plan| {
+            json!({ "name": plan.name, "summary": plan.summary, "default": plan.runs == Runs::ByDefault })
+        })
+        .collect();
+    json!({
+        "name": experiment.name(),
+        "summary": experiment.summary(),
+        "series": series,
+        "metrics": experiment.metrics(),
+        "scales": {
+            "demo": experiment.parameters(Scale::Demo),
+            "full": experiment.parameters(Scale::Full),
+        },
+    })
+}
+
+fn listing(experiment: &dyn Experiment) -> String {
+    let mut text = format!("{}: {}\n", experiment.name(), experiment.summary());
+    for scale in [Scale::Demo, Scale::Full] {
+        let parameters: Vec<String> =
+            experiment.parameters(scale).into_iter().map(|(name, value)| format!("{name} {value}")).collect();
+        text.push_str(&format!("  {:<6} {}\n", scale.name(), parameters.join(", ")));
+    }
+    for plan in experiment.series() {
+        let mark = if plan.runs == Runs::ByDefault { ' ' } else { '-' };
+        text.push_str(&format!("  {mark} {:<18} {}\n", plan.name, plan.summary));
+    }
+    text.push_str("  (series with - run when named with --series)\n");
+    text
+}

@@ -1,0 +1,139 @@
+//! A guest's serial console: events of its agent between lines of its kernel.
+
+use std::collections::VecDeque;
+use std::io::{self, BufRead};
+
+use ebb_agent::protocol::Event;
+
+/// The longest line that is kept; a guest may send as much as it likes without an end of line.
+const LONGEST_LINE_BYTES: usize = 1 << 20;
+/// Lines kept to explain a failure.
+const TAIL_LINES: usize = 12;
+
+/// One line of a console.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Line {
+    /// An event of the agent.
+    Event(Box<Event>),
+    /// Anything else, damaged events too.
+    Text(String),
+}
+
+/// Sorts a line without its end.
+fn classify(line: &[u8]) -> Line {
+    match Event::from_line(line) {
+        Some(event) => Line::Event(Box::new(event)),
+        None => Line::Text(String::from_utf8_lossy(line).trim_end().to_owned()),
+    }
+}
+
+/// Reads the next line; `None` at the end. What is longer than the limit is cut into several.
+///
+/// # Errors
+/// Those of the reader.
+pub fn read_line(reader: &mut impl BufRead) -> io::Result<Option<Line>> {
+    let mut line = Vec::new();
+    loop {
+        let available = reader.fill_buf()?;
+        if available.is_empty() {
+            return Ok((!line.is_empty()).then(|| classify(&line)));
+        }
+        let room = LONGEST_LINE_BYTES - line.len();
+        let end = available.iter().take(room).position(|&byte| byte == b'\n');
+        let taken = end.unwrap_or(available.len().min(room));
+        line.extend_from_slice(&available[..taken]);
+        reader.consume(taken + usize::from(end.is_some()));
+        if end.is_some() || line.len() == LONGEST_LINE_BYTES {
+            return Ok(Some(classify(&line)));
+        }
+    }
+}
+
+/// The last lines of a console or a log.
+#[derive(Debug, Default)]
+pub struct Tail(VecDeque<String>);
+
+impl Tail {
+    /// Takes a line; the oldest one goes when there are too many. Empty lines say nothing.
+    pub fn push(&mut self, line: String) {
+        if line.is_empty() {
+            return;
+        }
+        if self.0.len() == TAIL_LINES {
+            self.0.pop_front();
+        }
+        self.0.push_back(line);
+    }
+
+    /// The lines under a heading, each on a line of its own; nothing when there are none.
+    pub fn show(&self, heading: &str) -> String {
+        if self.0.is_empty() {
+            return String::new();
+        }
+        let lines: Vec<String> = self.0.iter().map(|line| format!("\n    {line}")).collect();
+        format!("\n  {heading}:{}", lines.concat())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn lines(bytes: &[u8]) -> Vec<Line> {
+        let mut reader = bytes;
+        std::iter::from_fn(|| read_line(&mut reader).unwrap()).collect()
+    }
+
+    #[test]
+    fn events_are_told_from_text() {
+        let event = Event::Started { id: 7 };
+        let mut bytes = b"[0.1] Linux\r\n[0.2] half a line".to_vec();
+        bytes.extend(event.to_line().unwrap());
+        bytes.extend(b"\x1e{\"damaged\nlast words");
+        assert_eq!(
+            lines(&bytes),
+            [
+                Line::Text("[0.1] Linux".to_owned()),
+                Line::Event(Box::new(event)),
+                Line::Text("\u{1e}{\"damaged".to_owned()),
+                Line::Text("last words".to_owned())
+            ]
+        );
+    }
+
+    #[test]
+    fn a_line_without_end_is_cut() {
+        let endless = vec![b'x'; LONGEST_LINE_BYTES + 10];
+        let cut = lines(&endless);
+        assert_eq!(cut.len(), 2);
+        assert_eq!(cut[1], Line::Text("x".repeat(10)));
+    }
+
+    #[test]
+    fn the_tail_keeps_the_last_lines() {
+        let mut tail = Tail::default();
+        assert_eq!(tail.show("console"), "");
+        for number in 0..TAIL_LINES + 3 {
+            tail.push(format!("line {number}"));
+            tail.push(String::new());
+        }
+        let shown = tail.show("console");
+        assert!(shown.starts_with("\n  console:\n    line 3\n"), "{shown}");
+        assert_eq!(shown.lines().count(), TAIL_LINES + 2);
+    }
+
+    proptest! {
+        #[test]
+        fn every_line_arrives_whatever_the_reads_are_like(
+            texts in prop::collection::vec("[a-z\u{1e}]{1,30}", 0..20),
+            capacity in 1..40_usize,
+        ) {
+            let bytes: Vec<u8> = texts.iter().flat_map(|text| [text.as_bytes(), b"\n"].concat()).collect();
+            let mut reader = io::BufReader::with_capacity(capacity, bytes.as_slice());
+            let read: Vec<Line> = std::iter::from_fn(|| read_line(&mut reader).unwrap()).collect();
+            let expected: Vec<Line> = texts.iter().map(|text| classify(text.as_bytes())).collect();
+            prop_assert_eq!(read, expected);
+        }
+    }
+}

@@ -1,0 +1,255 @@
+//! How many guests fit on a host without swap, when each has used most of its memory once and is idle since.
+//!
+//! The procedure of the page hinting series for Linux (v8 and v10, 2019): guests are started one after another; in
+//! each a program allocates and writes four fifths of the guest's memory and exits; the guest stays; the next one is
+//! started. It ends when the host swaps.
+
+use std::collections::BTreeMap;
+
+use ebb_agent::protocol::Command;
+
+use crate::LabError;
+use crate::bench::Bench;
+use crate::experiment::{Experiment, HostShape, Runs, SeriesPlan};
+use crate::monitor::{GuestSize, HugePages, KernelImage, MonitorKind, Reporting, Setup};
+use crate::results::{Better, GuestRecord, MetricInfo, Scale, Series, rounded};
+use crate::statistics::{median, median_or_never};
+
+/// The experiment.
+#[derive(Debug, Clone, Copy)]
+pub struct Density;
+
+/// Sizes of one scale.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Sizes {
+    host: HostShape,
+    guest: GuestSize,
+    program_mib: u64,
+    /// The series ends with so many guests even if the host has room for more.
+    most_guests: u32,
+}
+
+fn sizes(scale: Scale) -> Sizes {
+    match scale {
+        Scale::Demo => Sizes {
+            host: HostShape { memory_mib: 1792, swap_mib: 1024 },
+            guest: GuestSize { memory_mib: 512, cpus: 1 },
+            program_mib: 400,
+            most_guests: 8,
+        },
+        Scale::Full => Sizes {
+            host: HostShape { memory_mib: 15 * 1024, swap_mib: 4096 },
+            guest: GuestSize { memory_mib: 5 * 1024, cpus: 1 },
+            program_mib: 4096,
+            most_guests: 32,
+        },
+    }
+}
+
+impl Experiment for Density {
+    fn name(&self) -> &'static str {
+        "density"
+    }
+
+    fn summary(&self) -> &'static str {
+        "How many guests fit on a host without swap when each has once used four fifths of its memory and is idle \
+         since"
+    }
+
+    fn host(&self, scale: Scale) -> HostShape {
+        sizes(scale).host
+    }
+
+    fn parameters(&self, scale: Scale) -> BTreeMap<String, u64> {
+        let sizes = sizes(scale);
+        BTreeMap::from([
+            ("host_mib".to_owned(), sizes.host.memory_mib),
+            ("swap_mib".to_owned(), sizes.host.swap_mib),
+            ("guest_mib".to_owned(), sizes.guest.memory_mib),
+            ("guest_cpus".to_owned(), u64::from(sizes.guest.cpus)),
+            ("program_mib".to_owned(), sizes.program_mib),
+            ("most_guests".to_owned(), u64::from(sizes.most_guests)),
+        ])
+    }
+
+    fn metrics(&self) -> Vec<MetricInfo> {
+        vec![
+            MetricInfo::new("guests_without_swap", "Guests without swap", "", Better::Higher),
+            MetricInfo::new("swap_used_mib", "Swap used at the end", "MiB", Better::Lower),
+            MetricInfo::new("idle_guest_rss_mib", "Left at the host by an idle guest", "MiB", Better::Lower),
+            MetricInfo::new("booted_rss_mib", "Memory of a guest after boot", "MiB", Better::Lower),
+            MetricInfo::new("return_90_s", "90 % of the program's memory is back after", "s", Better::Lower),
+            MetricInfo::new("start_to_init_s", "Start to the guest's init", "s", Better::Lower),
+            MetricInfo::new("program_s", "Program's run", "s", Better::Lower),
+            MetricInfo::new("monitor_rss_mib", "Monitor without guest RAM", "MiB", Better::Lower),
+        ]
+    }
+
+    fn series(&self) -> Vec<SeriesPlan> {
+        let plan = |name, summary, runs, setup| SeriesPlan { name, summary, runs, setup };
+        vec![
+            plan(
+                "no-reporting",
+                "Ebb, the balloon offers no free page reporting",
+                Runs::ByDefault,
+                Setup { reporting: Reporting::Off, ..Setup::EBB },
+            ),
+            plan("reporting", "Ebb with free page reporting", Runs::ByDefault, Setup::EBB),
+            plan(
+                "qemu-reporting",
+                "the same guest under QEMU with free page reporting",
+                Runs::ByDefault,
+                Setup { monitor: MonitorKind::Qemu, ..Setup::EBB },
+            ),
+            plan(
+                "reporting-order-5",
+                "the guest reports blocks of 128 KiB and up",
+                Runs::WhenNamed,
+                Setup { reporting_order: Some(5), ..Setup::EBB },
+            ),
+            plan(
+                "reporting-order-0",
+                "the guest reports every free page",
+                Runs::WhenNamed,
+                Setup { reporting_order: Some(0), ..Setup::EBB },
+            ),
+            plan(
+                "no-thp",
+                "guest memory without transparent huge pages",
+                Runs::WhenNamed,
+                Setup { huge_pages: HugePages::Off, ..Setup::EBB },
+            ),
+            plan(
+                "no-thp-order-0",
+                "both: no huge pages, and every free page reported",
+                Runs::WhenNamed,
+                Setup { huge_pages: HugePages::Off, reporting_order: Some(0), ..Setup::EBB },
+            ),
+            plan(
+                "vmlinux-pvh",
+                "an uncompressed kernel, entered through its PVH note",
+                Runs::WhenNamed,
+                Setup { kernel: KernelImage::Elf, ..Setup::EBB },
+            ),
+        ]
+    }
+
+    fn guests(&self, scale: Scale) -> u32 {
+        sizes(scale).most_guests
+    }
+
+    fn run(&self, bench: &mut Bench<'_>, series: &mut Series) -> Result<(), LabError> {
+        let sizes = sizes(bench.scale());
+        let filled = fill(bench, series, sizes);
+        // What has been measured is worth keeping even if a guest failed in the end.
+        let measured = filled.and_then(|()| bench.measure_idle(&mut series.guests, sizes.guest));
+        let swap_used_mib = bench.usage()?.swap_used_mib;
+        summarize(series, bench.swap_threshold_mib(), swap_used_mib);
+        measured
+    }
+}
+
+/// Starts guests until the host swaps or there are enough.
+fn fill(bench: &mut Bench<'_>, series: &mut Series, sizes: Sizes) -> Result<(), LabError> {
+    let threshold_mib = bench.swap_threshold_mib();
+    while (series.guests.len() as u32) < sizes.most_guests {
+        let mut record = bench.start_guest(sizes.guest)?;
+        let command = Command::AllocTouchExit { bytes: sizes.program_mib << 20 };
+        let ran = bench.run_program(&mut record, command, sizes.program_mib);
+        let full = record.swap_used_mib.is_some_and(|swap_mib| swap_mib > threshold_mib);
+        // A host that swaps has shown what it should; what comes back now says nothing any more.
+        let settled = match ran {
+            Ok(_) if !full => bench.wait_for_return(&mut record, sizes.program_mib),
+            Ok(_) => Ok(()),
+            Err(error) => Err(error),
+        };
+        let guest = record.guest;
+        series.guests.push(record);
+        settled?;
+        if full {
+            series.notes.push(format!("ended when the host swapped while guest {guest} ran its program"));
+            return Ok(());
+        }
+    }
+    series.notes.push(format!("ended with {} guests, the most this scale starts", sizes.most_guests));
+    Ok(())
+}
+
+/// Fills in the metrics from the guests' records.
+fn summarize(series: &mut Series, threshold_mib: f64, swap_used_mib: f64) {
+    let guests = &series.guests;
+    let fits = |guest: &&GuestRecord| guest.swap_used_mib.is_some_and(|swap_mib| swap_mib <= threshold_mib);
+    let present = |value: fn(&GuestRecord) -> Option<f64>| median(guests.iter().filter_map(value));
+    let metrics = [
+        ("guests_without_swap", Some(guests.iter().take_while(fits).count() as f64)),
+        ("swap_used_mib", Some(swap_used_mib)),
+        ("idle_guest_rss_mib", present(|guest| guest.idle_rss_mib)),
+        ("booted_rss_mib", present(|guest| guest.booted_rss_mib)),
+        // A guest at whose program the host was full was not waited for.
+        ("return_90_s", median_or_never(guests.iter().take_while(fits).map(|guest| guest.return_90_s))),
+        ("start_to_init_s", present(|guest| guest.start_to_init_s)),
+        ("program_s", present(|guest| guest.program_s)),
+        ("monitor_rss_mib", present(|guest| guest.monitor_rss_mib)),
+    ];
+    series.metrics = metrics.map(|(name, value)| (name.to_owned(), value.map(rounded))).into();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn guest(number: u32, swap_used_mib: Option<f64>, return_90_s: Option<f64>) -> GuestRecord {
+        GuestRecord { guest: number, swap_used_mib, return_90_s, ..GuestRecord::default() }
+    }
+
+    fn summarized(guests: Vec<GuestRecord>) -> BTreeMap<String, Option<f64>> {
+        let mut series = Series {
+            name: "reporting".to_owned(),
+            setup: String::new(),
+            metrics: BTreeMap::new(),
+            guests,
+            notes: Vec::new(),
+            error: None,
+        };
+        summarize(&mut series, 10.0, 321.0);
+        series.metrics
+    }
+
+    #[test]
+    fn guests_count_until_the_host_swaps() {
+        let metrics = summarized(vec![
+            guest(1, Some(0.0), Some(4.0)),
+            guest(2, Some(9.0), Some(6.0)),
+            guest(3, Some(300.0), None),
+        ]);
+        assert_eq!(metrics["guests_without_swap"], Some(2.0));
+        assert_eq!(metrics["return_90_s"], Some(5.0));
+        assert_eq!(metrics["swap_used_mib"], Some(321.0));
+        assert_eq!(metrics["monitor_rss_mib"], None);
+    }
+
+    #[test]
+    fn a_guest_whose_program_failed_does_not_count() {
+        let metrics = summarized(vec![guest(1, Some(0.0), None), guest(2, None, None)]);
+        assert_eq!(metrics["guests_without_swap"], Some(1.0));
+        assert_eq!(metrics["return_90_s"], None);
+    }
+
+    #[test]
+    fn every_metric_that_is_described_is_measured() {
+        let described: Vec<String> = Density.metrics().into_iter().map(|info| info.name).collect();
+        let metrics = summarized(Vec::new());
+        assert_eq!(metrics.len(), described.len());
+        assert!(described.iter().all(|name| metrics.contains_key(name)));
+    }
+
+    #[test]
+    fn a_program_fits_into_its_guest_and_three_guests_do_not_fit_beside_their_host() {
+        for scale in [Scale::Demo, Scale::Full] {
+            let sizes = sizes(scale);
+            assert!(sizes.program_mib * 10 <= sizes.guest.memory_mib * 8);
+            assert!(sizes.program_mib * 4 + 300 > sizes.host.memory_mib, "swap would never be used");
+            assert!(sizes.most_guests > 4);
+        }
+    }
+}

@@ -1,0 +1,157 @@
+//! Running the series of an experiment on the host that this process is on.
+
+use std::collections::BTreeMap;
+
+use crate::LabError;
+use crate::bench::Bench;
+use crate::event::{Event, Events};
+use crate::experiment::{Experiment, SeriesPlan};
+use crate::host::{self, Gauge, MemoryState};
+use crate::monitor::Assets;
+use crate::results::{MemoryLimit, Place, Scale, Series};
+
+/// Which series, and whether somebody asked for them by name.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Selection {
+    /// The series, in order.
+    pub plans: Vec<SeriesPlan>,
+    /// How they were chosen.
+    pub chosen: Chosen,
+}
+
+/// How series were chosen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Chosen {
+    /// The experiment's default: what cannot run here is left out.
+    ByDefault,
+    /// By their names: what cannot run here is an error.
+    ByName,
+}
+
+impl Selection {
+    /// Leaves out, or refuses, what needs something that is not here; the reasons for what is left out.
+    ///
+    /// # Errors
+    /// [`LabError::Missing`] for a series that was asked for by its name, or when nothing is left.
+    pub fn keep_possible(&mut self, assets: &Assets) -> Result<Vec<String>, LabError> {
+        let mut left_out = Vec::new();
+        let mut kept = Vec::new();
+        let mut last = None;
+        for plan in self.plans.drain(..) {
+            match assets.missing(&plan.setup) {
+                None => kept.push(plan),
+                Some(missing) if self.chosen == Chosen::ByName => return Err(missing.into()),
+                Some(missing) => {
+                    left_out.push(format!("series {} is left out: {missing}", plan.name));
+                    last = Some(missing);
+                }
+            }
+        }
+        self.plans = kept;
+        match last {
+            Some(missing) if self.plans.is_empty() => Err(missing.into()),
+            _ => Ok(left_out),
+        }
+    }
+}
+
+/// Runs the series one after another and tells what happens.
+///
+/// All series share the host. Between them all guests are killed, swap is emptied, caches are dropped and free memory
+/// is compacted, so that each finds the host as the first one did. A series that fails is told with its error; the
+/// others run all the same.
+///
+/// # Errors
+/// What concerns the host and so every series.
+pub fn run(
+    experiment: &dyn Experiment,
+    scale: Scale,
+    mut selection: Selection,
+    place: Place,
+    assets: &Assets,
+    events: &Events,
+) -> Result<(), LabError> {
+    let shape = experiment.host(scale);
+    let gauge = Gauge::new(shape.memory_mib, shape.swap_mib)?;
+    let host = host::describe(place, &gauge)?;
+    let available_mib = MemoryState::read()?.available_kib / 1024;
+    if gauge.limit() == MemoryLimit::Budget && available_mib < shape.memory_mib {
+        return Err(LabError::TooLittleMemory {
+            what: format!("{} at {scale} scale", experiment.name()),
+            needed_mib: shape.memory_mib,
+            available_mib,
+        });
+    }
+    let host_memory_mib = host.memory_mib;
+    events.tell(Event::Host(host));
+    for reason in selection.keep_possible(assets)? {
+        events.step(0, reason);
+    }
+    events.step(0, "touches the host's memory once");
+    host::warm_up(&gauge)?;
+    for plan in &selection.plans {
+        host::reset(&gauge)?;
+        events.tell(Event::SeriesBegins { series: plan.name.to_owned(), guests: experiment.guests(scale) });
+        let mut series = Series {
+            name: plan.name.to_owned(),
+            setup: plan.setup.describe(),
+            metrics: BTreeMap::new(),
+            guests: Vec::new(),
+            notes: Vec::new(),
+            error: None,
+        };
+        let mut bench =
+            Bench::new(plan.name, scale, plan.setup, assets, gauge, host_memory_mib, events.clone());
+        if let Err(error) = experiment.run(&mut bench, &mut series) {
+            series.error = Some(error.to_string());
+        }
+        drop(bench);
+        events.tell(Event::SeriesEnds(series));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::experiment;
+
+    fn selection(names: &[&str], chosen: Chosen) -> Selection {
+        let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
+        let experiment = experiment::find("density").unwrap();
+        Selection { plans: experiment::choose(experiment, Some(&names)).unwrap(), chosen }
+    }
+
+    fn bare() -> Assets {
+        Assets {
+            ebb: "ebb".into(),
+            qemu: None,
+            bzimage: "vmlinuz".into(),
+            elf: None,
+            initrd: "guest.cpio".into(),
+        }
+    }
+
+    #[test]
+    fn a_default_series_that_cannot_run_is_left_out_with_its_reason() {
+        let mut chosen = selection(&["reporting", "qemu-reporting"], Chosen::ByDefault);
+        let reasons = chosen.keep_possible(&bare()).unwrap();
+        assert_eq!(chosen.plans.len(), 1);
+        assert!(
+            reasons[0].contains("qemu-reporting") && reasons[0].contains("apt-get install"),
+            "{reasons:?}"
+        );
+    }
+
+    #[test]
+    fn a_series_asked_for_by_name_is_refused_with_its_reason() {
+        let mut chosen = selection(&["vmlinux-pvh"], Chosen::ByName);
+        assert!(matches!(chosen.keep_possible(&bare()), Err(LabError::Missing(_))));
+    }
+
+    #[test]
+    fn nothing_left_is_an_error() {
+        let mut chosen = selection(&["qemu-reporting"], Chosen::ByDefault);
+        assert!(chosen.keep_possible(&bare()).is_err());
+    }
+}

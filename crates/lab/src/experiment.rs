@@ -1,0 +1,168 @@
+//! What an experiment is, and which there are.
+
+use std::collections::BTreeMap;
+
+use crate::LabError;
+use crate::bench::Bench;
+use crate::monitor::Setup;
+use crate::results::{MetricInfo, Scale, Series};
+use crate::{density, memhog};
+
+/// The host that an experiment is made for: one NUMA node.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HostShape {
+    /// RAM in MiB.
+    pub memory_mib: u64,
+    /// Swap in MiB.
+    pub swap_mib: u64,
+}
+
+/// When a series runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Runs {
+    /// Always, unless others are asked for.
+    ByDefault,
+    /// Only when its name is given to `--series`.
+    WhenNamed,
+}
+
+/// Whether the guests of an experiment need the real `memhog`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NeedsMemhog {
+    /// It is put into their image where this machine has it.
+    Yes,
+    /// Their image stays small.
+    No,
+}
+
+/// One series that an experiment offers.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SeriesPlan {
+    /// Name for `--series` and for documents.
+    pub name: &'static str,
+    /// What it shows, in a few words.
+    pub summary: &'static str,
+    /// When it runs.
+    pub runs: Runs,
+    /// How its guests are run.
+    pub setup: Setup,
+}
+
+/// An experiment: a host shape, series that do the same work on it, and measures.
+pub trait Experiment: Sync {
+    /// Name for the command line and documents.
+    fn name(&self) -> &'static str;
+    /// What it does and measures, in a sentence.
+    fn summary(&self) -> &'static str;
+    /// The host it needs.
+    fn host(&self, scale: Scale) -> HostShape;
+    /// Its sizes by name with unit, for the document.
+    fn parameters(&self, scale: Scale) -> BTreeMap<String, u64>;
+    /// What it measures, in the order of a table.
+    fn metrics(&self) -> Vec<MetricInfo>;
+    /// The series it offers.
+    fn series(&self) -> Vec<SeriesPlan>;
+    /// Whether its guests need the real `memhog`.
+    fn needs_memhog(&self) -> NeedsMemhog {
+        NeedsMemhog::No
+    }
+    /// How many guests a series may come to, for the progress bar.
+    fn guests(&self, scale: Scale) -> u32;
+    /// Runs one series, and fills in its metrics, guests and notes as they become known.
+    ///
+    /// # Errors
+    /// What ended the series early; what `series` holds by then is kept.
+    fn run(&self, bench: &mut Bench<'_>, series: &mut Series) -> Result<(), LabError>;
+}
+
+/// All experiments, in the order of `ebb lab list`.
+pub fn all() -> [&'static dyn Experiment; 2] {
+    [&density::Density, &memhog::Memhog]
+}
+
+/// The experiment of this name.
+///
+/// # Errors
+/// [`LabError::UnknownExperiment`] with the names there are.
+pub fn find(name: &str) -> Result<&'static dyn Experiment, LabError> {
+    all().into_iter().find(|experiment| experiment.name() == name).ok_or_else(|| {
+        LabError::UnknownExperiment { name: name.to_owned(), known: all().map(Experiment::name).join(", ") }
+    })
+}
+
+/// The series to run: those named, in the order of the experiment and each once, or the default ones.
+///
+/// # Errors
+/// [`LabError::UnknownSeries`] and [`LabError::NoSeries`] with the names there are.
+pub fn choose(experiment: &dyn Experiment, names: Option<&[String]>) -> Result<Vec<SeriesPlan>, LabError> {
+    let plans = experiment.series();
+    let Some(names) = names else {
+        return Ok(plans.into_iter().filter(|plan| plan.runs == Runs::ByDefault).collect());
+    };
+    let known = || plans.iter().map(|plan| plan.name).collect::<Vec<_>>().join(", ");
+    if let Some(name) = names.iter().find(|name| plans.iter().all(|plan| plan.name != **name)) {
+        return Err(LabError::UnknownSeries {
+            experiment: experiment.name().to_owned(),
+            name: name.clone(),
+            known: known(),
+        });
+    }
+    if names.is_empty() {
+        return Err(LabError::NoSeries { known: known() });
+    }
+    Ok(plans.into_iter().filter(|plan| names.iter().any(|name| name == plan.name)).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    fn names(plans: &[SeriesPlan]) -> Vec<&str> {
+        plans.iter().map(|plan| plan.name).collect()
+    }
+
+    #[test]
+    fn experiments_are_found_by_name_and_others_are_answered_with_the_list() {
+        assert_eq!(find("density").unwrap().name(), "density");
+        let message = find("densitiy").err().unwrap().to_string();
+        assert_eq!(message, "unknown experiment 'densitiy'; there are: density, memhog");
+    }
+
+    #[test]
+    fn series_come_in_the_order_of_the_experiment() {
+        let experiment = find("density").unwrap();
+        let chosen = ["reporting", "no-reporting", "reporting"].map(str::to_owned);
+        assert_eq!(names(&choose(experiment, Some(&chosen)).unwrap()), ["no-reporting", "reporting"]);
+        let default = choose(experiment, None).unwrap();
+        assert_eq!(names(&default), ["no-reporting", "reporting", "qemu-reporting"]);
+    }
+
+    #[test]
+    fn unknown_and_missing_series_are_answered_with_the_list() {
+        let experiment = find("memhog").unwrap();
+        let unknown = choose(experiment, Some(&["fast".to_owned()])).unwrap_err().to_string();
+        assert!(
+            unknown.contains("'memhog' has no series 'fast'; there are: no-reporting, reporting"),
+            "{unknown}"
+        );
+        assert!(matches!(choose(experiment, Some(&[])), Err(LabError::NoSeries { .. })));
+    }
+
+    #[test]
+    fn each_experiment_is_consistent() {
+        for experiment in all() {
+            let plans = experiment.series();
+            assert_eq!(plans.iter().map(|plan| plan.name).collect::<BTreeSet<_>>().len(), plans.len());
+            let metrics = experiment.metrics();
+            assert_eq!(metrics.iter().map(|info| &info.name).collect::<BTreeSet<_>>().len(), metrics.len());
+            let (demo, full) = (experiment.host(Scale::Demo), experiment.host(Scale::Full));
+            assert!(demo.memory_mib < full.memory_mib && demo.swap_mib < full.swap_mib);
+            assert!(experiment.guests(Scale::Demo) > 0);
+            assert_eq!(
+                experiment.parameters(Scale::Demo).into_keys().collect::<Vec<_>>(),
+                experiment.parameters(Scale::Full).into_keys().collect::<Vec<_>>()
+            );
+        }
+    }
+}

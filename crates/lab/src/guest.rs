@@ -1,0 +1,266 @@
+//! A running guest: its monitor as a child process, its agent on the serial console.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::process::{Child, ChildStdin, Command as Program, ExitStatus, Stdio};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use ebb_agent::protocol::{Command, Event, Request};
+use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
+
+use crate::LabError;
+use crate::console::{self, Line, Tail};
+use crate::error::GuestProblem;
+
+/// How often a waiting caller is asked to look around.
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
+/// How long a monitor that has closed its console may take to end.
+const END_LIMIT: Duration = Duration::from_secs(5);
+
+/// A guest; killed with its monitor when dropped, and when this process ends in whatever way.
+#[derive(Debug)]
+pub struct Guest {
+    number: u32,
+    process: Child,
+    input: Option<ChildStdin>,
+    events: Receiver<(Instant, Event)>,
+    console: SharedTail,
+    log: SharedTail,
+    started: Instant,
+    next_id: u64,
+}
+
+/// What a command came to.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Answer {
+    /// Time it took by the guest's clock.
+    pub elapsed: Duration,
+    /// Time from sending the command to its answer by the host's clock.
+    pub waited: Duration,
+    /// What the agent found.
+    pub result: serde_json::Value,
+}
+
+type SharedTail = Arc<Mutex<Tail>>;
+
+fn push(tail: &SharedTail, line: String) {
+    // Each line is whole, whatever happened to another holder of the lock.
+    tail.lock().unwrap_or_else(PoisonError::into_inner).push(line);
+}
+
+fn show(tail: &SharedTail, heading: &str) -> String {
+    tail.lock().unwrap_or_else(PoisonError::into_inner).show(heading)
+}
+
+impl Guest {
+    /// Starts a monitor whose guest has its serial console on the monitor's standard input and output.
+    ///
+    /// The thread that calls this must outlive the guest: the kernel ends the guest together with it.
+    ///
+    /// # Errors
+    /// [`LabError::StartMonitor`] when the program cannot be run.
+    pub fn start(number: u32, mut monitor: Program) -> Result<Self, LabError> {
+        monitor.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        end_with_parent(&mut monitor);
+        let started = Instant::now();
+        let mut process = monitor.spawn().map_err(|cause| LabError::StartMonitor {
+            program: monitor.get_program().to_string_lossy().into_owned(),
+            cause,
+        })?;
+        let (sender, events) = mpsc::channel();
+        let (console, log) = (SharedTail::default(), SharedTail::default());
+        if let Some(output) = process.stdout.take() {
+            let console = console.clone();
+            thread::spawn(move || read_console(BufReader::new(output), &sender, &console));
+        }
+        if let Some(errors) = process.stderr.take() {
+            let log = log.clone();
+            thread::spawn(move || {
+                BufReader::new(errors).lines().map_while(Result::ok).for_each(|line| push(&log, line));
+            });
+        }
+        let input = process.stdin.take();
+        Ok(Self { number, process, input, events, console, log, started, next_id: 1 })
+    }
+
+    /// Number of the guest in its series.
+    pub fn number(&self) -> u32 {
+        self.number
+    }
+
+    /// Process of its monitor.
+    pub fn pid(&self) -> u32 {
+        self.process.id()
+    }
+
+    /// Waits for the agent's first event; the time from the start of the monitor until then.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`] when the monitor ends first, or the limit passes.
+    pub fn wait_ready(&mut self, limit: Duration) -> Result<Duration, LabError> {
+        const WHAT: &str = "sign of its agent";
+        let deadline = self.started + limit;
+        loop {
+            let (at, event) = self.next_event(WHAT, deadline, limit, &mut || {})?;
+            if let Event::Ready { .. } = event {
+                return Ok(at - self.started);
+            }
+        }
+    }
+
+    /// Sends a command and waits for its end; `look` is called a few times a second meanwhile.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`] when the command fails, the monitor ends, or the limit passes.
+    pub fn command(
+        &mut self,
+        command: Command,
+        limit: Duration,
+        look: &mut dyn FnMut(),
+    ) -> Result<Answer, LabError> {
+        const WHAT: &str = "end of its command";
+        let id = self.next_id;
+        self.next_id += 1;
+        self.send(&Request { id, command })?;
+        let sent = Instant::now();
+        loop {
+            let (at, event) = self.next_event(WHAT, sent + limit, limit, look)?;
+            match event {
+                Event::Done { id: of, elapsed_ms, result } if of == id => {
+                    return Ok(Answer {
+                        elapsed: Duration::from_millis(elapsed_ms),
+                        waited: at - sent,
+                        result,
+                    });
+                }
+                Event::Failed { id: of, error } if of == id => {
+                    return Err(self.failed(GuestProblem::Failed(error)));
+                }
+                // A second Ready means that the guest has started anew, and forgotten the command.
+                Event::Ready { .. } => {
+                    return Err(self.failed(GuestProblem::Protocol("the guest restarted".to_owned())));
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// Sends the signal that no process survives, and does not wait.
+    pub fn kill(&mut self) {
+        // It may have ended already.
+        let _ = self.process.kill();
+    }
+
+    fn send(&mut self, request: &Request) -> Result<(), LabError> {
+        let line = request.to_line().map_err(|error| self.failed(GuestProblem::Console(error.into())))?;
+        let sent = match &mut self.input {
+            Some(input) => input.write_all(&line).and_then(|()| input.flush()),
+            None => Err(std::io::ErrorKind::NotConnected.into()),
+        };
+        match sent {
+            Ok(()) => Ok(()),
+            // A console that nobody reads any more: how the monitor ended says more than the broken pipe.
+            Err(error) => Err(match self.ended() {
+                Some(status) => self.failed(GuestProblem::Ended(describe(status), "the next command")),
+                None => self.failed(GuestProblem::Console(error)),
+            }),
+        }
+    }
+
+    fn next_event(
+        &mut self,
+        what: &'static str,
+        deadline: Instant,
+        limit: Duration,
+        look: &mut dyn FnMut(),
+    ) -> Result<(Instant, Event), LabError> {
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            match self.events.recv_timeout(left.min(POLL_INTERVAL)) {
+                Ok(event) => return Ok(event),
+                Err(RecvTimeoutError::Timeout) if left.is_zero() => {
+                    return Err(self.failed(GuestProblem::TimeOut { what, limit }));
+                }
+                Err(RecvTimeoutError::Timeout) => look(),
+                Err(RecvTimeoutError::Disconnected) => {
+                    let end = self.ended().map_or_else(|| "its console is closed".to_owned(), describe);
+                    return Err(self.failed(GuestProblem::Ended(end, what)));
+                }
+            }
+        }
+    }
+
+    /// How the monitor ended; `None` when it has not within a short time.
+    fn ended(&mut self) -> Option<ExitStatus> {
+        let deadline = Instant::now() + END_LIMIT;
+        loop {
+            match self.process.try_wait() {
+                Ok(Some(status)) => return Some(status),
+                Ok(None) if Instant::now() < deadline => thread::sleep(Duration::from_millis(10)),
+                _ => return None,
+            }
+        }
+    }
+
+    /// The error for a guest that was found to have ended while something was measured.
+    pub fn lost(&mut self, what: &'static str) -> LabError {
+        let end = self.ended().map_or_else(|| "it has no memory".to_owned(), describe);
+        self.failed(GuestProblem::Ended(end, what))
+    }
+
+    fn failed(&self, problem: GuestProblem) -> LabError {
+        let diagnostics = format!(
+            "{}{}",
+            show(&self.console, "last lines of its console"),
+            show(&self.log, "last lines of its monitor")
+        );
+        LabError::Guest { guest: self.number, problem, diagnostics }
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        self.kill();
+        // Its memory is the host's again only when it has been waited for.
+        let _ = self.process.wait();
+    }
+}
+
+/// An exit status as people say it.
+fn describe(status: ExitStatus) -> String {
+    match (status.code(), status.signal()) {
+        (Some(code), _) => format!("exit code {code}"),
+        (None, Some(signal)) => format!("signal {signal}"),
+        (None, None) => status.to_string(),
+    }
+}
+
+/// Sorts a console until its end.
+fn read_console(mut output: impl BufRead, events: &Sender<(Instant, Event)>, tail: &SharedTail) {
+    while let Ok(Some(line)) = console::read_line(&mut output) {
+        match line {
+            Line::Text(text) => push(tail, text),
+            // A receiver that is gone is a guest that is being dropped.
+            Line::Event(event) => drop(events.send((Instant::now(), *event))),
+        }
+    }
+}
+
+/// Makes the kernel kill the program when this thread ends, so that no guest outlives the lab.
+fn end_with_parent(program: &mut Program) {
+    let parent = getpid();
+    let in_child = move || {
+        set_parent_process_death_signal(Some(Signal::KILL))?;
+        // The parent may have ended before the request was made.
+        if getppid() == Some(parent) { Ok(()) } else { Err(std::io::ErrorKind::BrokenPipe.into()) }
+    };
+    // SAFETY: between fork and exec only async-signal-safe functions may be called. The closure makes two system
+    // calls (prctl, getppid) through rustix, takes no lock and allocates nothing; `ErrorKind` to `Error` is a value.
+    unsafe { program.pre_exec(in_child) };
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,184 @@
+//! A run of an experiment from its beginning to its document.
+
+use std::io::{self, Write};
+use std::panic::resume_unwind;
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use crate::LabError;
+use crate::assets::{FoundAssets, memhog_here};
+use crate::direct::{self, Selection};
+use crate::event::{Collector, Event, Events};
+use crate::experiment::{Experiment, NeedsMemhog};
+use crate::host;
+use crate::in_virtual_host;
+use crate::place;
+use crate::progress::Progress;
+use crate::results::{Place, Results, SCHEMA_VERSION, Scale};
+
+/// What to run, and where.
+#[derive(Clone)]
+pub struct Request {
+    /// The experiment.
+    pub experiment: &'static dyn Experiment,
+    /// Its size.
+    pub scale: Scale,
+    /// The series.
+    pub selection: Selection,
+    /// Where the user wants it.
+    pub place: Wanted,
+}
+
+/// Where a run shall take place.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Wanted {
+    /// Directly if KVM serves here, else in the virtual host.
+    #[default]
+    Auto,
+    /// Directly, whatever KVM is like.
+    Direct,
+    /// In the virtual host.
+    VirtualHost,
+}
+
+/// Runs an experiment and shows its progress; its document.
+///
+/// A series that failed has its error in the document ([`Results::first_error`]).
+///
+/// # Errors
+/// What kept the run from taking place or from ending.
+pub fn run(request: &Request, progress: &mut Progress) -> Result<Results, LabError> {
+    let begin = Instant::now();
+    let started_unix_s = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+    let machine = host::machine()?;
+    let place = place::choose(request.place, progress)?;
+    let mut collector = Collector::default();
+    follow(
+        |events| match place {
+            Place::Direct => {
+                let memhog = match request.experiment.needs_memhog() {
+                    NeedsMemhog::Yes => memhog_here(),
+                    NeedsMemhog::No => ebb_virtual_host::Inclusion::Excluded,
+                };
+                run_here(request, Place::Direct, &FoundAssets::on_this_machine(memhog)?, events)
+            }
+            Place::VirtualHost => in_virtual_host::run(
+                request.experiment,
+                request.scale,
+                &request.selection,
+                machine.cpus,
+                events,
+            ),
+        },
+        |event| {
+            progress.show(&event);
+            collector.take(event);
+        },
+    )?;
+    let host = collector.host.ok_or_else(|| LabError::InnerRun {
+        status: "it never described its host".to_owned(),
+        output: String::new(),
+    })?;
+    Ok(Results {
+        schema: SCHEMA_VERSION,
+        experiment: request.experiment.name().to_owned(),
+        summary: request.experiment.summary().to_owned(),
+        scale: request.scale,
+        parameters: request.experiment.parameters(request.scale),
+        ebb_version: env!("CARGO_PKG_VERSION").to_owned(),
+        started_unix_s,
+        elapsed_s: begin.elapsed().as_secs_f64().round(),
+        machine,
+        host,
+        metrics: request.experiment.metrics(),
+        series: collector.series,
+        samples: collector.samples,
+    })
+}
+
+/// The part of a run that takes place inside of the virtual host: events as JSON, one a line.
+///
+/// # Errors
+/// What kept the run from taking place or from ending.
+pub fn run_inside(request: &Request, mut output: impl Write) -> Result<(), LabError> {
+    let assets = FoundAssets::in_virtual_host()?;
+    let mut written: io::Result<()> = Ok(());
+    follow(
+        |events| run_here(request, Place::VirtualHost, &assets, events),
+        |event| {
+            if written.is_ok() {
+                written = write_line(&mut output, &event);
+            }
+        },
+    )?;
+    written.map_err(|cause| LabError::SystemFile { path: "/dev/stdout".into(), cause })
+}
+
+fn write_line(output: &mut impl Write, event: &Event) -> io::Result<()> {
+    let mut line = serde_json::to_vec(event)?;
+    line.push(b'\n');
+    output.write_all(&line)?;
+    output.flush()
+}
+
+fn run_here(request: &Request, place: Place, found: &FoundAssets, events: &Events) -> Result<(), LabError> {
+    direct::run(request.experiment, request.scale, request.selection.clone(), place, &found.assets, events)
+}
+
+/// Lets the work happen on a thread of its own, which its guests are tied to, and hands on its events meanwhile.
+fn follow(
+    work: impl FnOnce(&Events) -> Result<(), LabError> + Send,
+    mut take: impl FnMut(Event),
+) -> Result<(), LabError> {
+    let (sender, receiver) = mpsc::channel();
+    thread::scope(|scope| {
+        let worker = scope.spawn(move || work(&Events::new(sender)));
+        receiver.iter().for_each(&mut take);
+        worker.join().unwrap_or_else(|panic| resume_unwind(panic))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_events_are_taken_before_the_work_is_over() {
+        let mut taken = Vec::new();
+        follow(
+            |events| {
+                (1..=3).for_each(|guest| events.step(guest, "starts"));
+                Ok(())
+            },
+            |event| taken.push(event),
+        )
+        .unwrap();
+        assert_eq!(taken.len(), 3);
+    }
+
+    #[test]
+    fn an_error_comes_after_the_events_before_it() {
+        let mut taken = 0;
+        let outcome = follow(
+            |events| {
+                events.step(0, "begins");
+                Err(LabError::NoDirectKvm("for a test".to_owned()))
+            },
+            |_| taken += 1,
+        );
+        assert!(outcome.is_err());
+        assert_eq!(taken, 1);
+    }
+
+    #[test]
+    fn events_are_lines_of_json() {
+        let mut output = Vec::new();
+        let event = Event::Step { guest: 1, text: "starts\nagain".to_owned() };
+        write_line(&mut output, &event).unwrap();
+        write_line(&mut output, &event).unwrap();
+        let text = String::from_utf8(output).unwrap();
+        assert_eq!(text.lines().count(), 2);
+        assert!(text.lines().all(|line| serde_json::from_str::<Event>(line).unwrap() == event));
+    }
+}
