@@ -1,1 +1,8 @@
-//! placeholder
+//! The guest agent: init of test guests. It loads modules, runs workloads and reports over the serial console.
+//!
+//! This library holds the protocol, which the host's side uses too, and the parts that do not need to be process 1.
+
+pub mod input;
+pub mod meminfo;
+pub mod memory;
+pub mod protocol;

@@ -1,2 +1,36 @@
-//! Guest agent.
-fn main() {}
+//! Init of test guests: mounts, loads modules, then takes commands on the console.
+//!
+//! As an ordinary process (any other process id than 1) it speaks the same protocol on standard input and output and
+//! leaves the system alone, which is how its tests run it.
+
+mod agent;
+mod commands;
+mod console;
+mod jobs;
+mod setup;
+
+use std::process::ExitCode;
+
+use console::{Console, Place};
+
+fn main() -> ExitCode {
+    let place = if std::process::id() == 1 { Place::Init } else { Place::Process };
+    let warnings = match place {
+        Place::Init => setup::prepare(),
+        Place::Process => Vec::new(),
+    };
+    let console = match Console::open(place) {
+        Ok(console) => console,
+        Err(error) => {
+            eprintln!("ebb-agent: cannot open the console: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
+    match agent::Agent::new(console, place).run(warnings) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("ebb-agent: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}

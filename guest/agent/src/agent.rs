@@ -1,0 +1,262 @@
+//! The agent's loop: commands come in, jobs run, events go out.
+
+use std::fs;
+use std::io;
+use std::time::{Duration, Instant};
+
+use ebb_agent::input::{Line, Lines};
+use ebb_agent::meminfo::MemInfo;
+use ebb_agent::memory::Mapping;
+use ebb_agent::protocol::{COMMAND_LIMIT_BYTES, Command, Crash, Event, JOB_LIMIT, Request};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{WaitOptions, wait};
+use rustix::system::{RebootCommand, reboot};
+use serde_json::{Value, json};
+
+use crate::commands::{self, Outcome, describe};
+use crate::console::{Console, Place};
+use crate::jobs::Job;
+use crate::setup;
+
+/// Memory that is kept on the host's behalf, with the seed of its pattern.
+struct Held {
+    mapping: Mapping,
+    seed: u64,
+}
+
+/// State of the agent.
+pub struct Agent {
+    console: Console,
+    place: Place,
+    jobs: Vec<Job>,
+    held: Vec<Held>,
+    /// Interval of samples and the time of the next.
+    samples: Option<(Duration, Instant)>,
+    over: bool,
+}
+
+/// What the loop found to do.
+enum Wake {
+    Input,
+    Job(usize),
+    Sample,
+}
+
+impl Agent {
+    /// An agent that talks over `console`.
+    pub fn new(console: Console, place: Place) -> Self {
+        Self { console, place, jobs: Vec::new(), held: Vec::new(), samples: None, over: false }
+    }
+
+    /// Announces itself and serves until the guest is to end, or the input ends in an ordinary process.
+    pub fn run(mut self, warnings: Vec<String>) -> io::Result<()> {
+        let ready = Event::Ready {
+            uptime_ms: uptime_ms(),
+            kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
+            cpus: cpus_online(),
+            memory: MemInfo::read().unwrap_or_default(),
+            warnings,
+        };
+        self.console.send(&ready)?;
+        let mut lines = Lines::new(COMMAND_LIMIT_BYTES);
+        let mut buffer = [0; 4096];
+        while !self.over {
+            match self.wait()? {
+                Wake::Input => {
+                    let length = self.console.read(&mut buffer)?;
+                    if length == 0 && self.place == Place::Process {
+                        return Ok(());
+                    }
+                    let mut found = Vec::new();
+                    lines.push(&buffer[..length], |line| found.push(line));
+                    for line in found {
+                        self.take(line)?;
+                    }
+                }
+                Wake::Job(index) => {
+                    let job = self.jobs.swap_remove(index);
+                    let id = job.id;
+                    let end = job.finish();
+                    self.answer(id, end.elapsed_ms, end.result)?;
+                }
+                Wake::Sample => {
+                    let memory = MemInfo::read().unwrap_or_default();
+                    self.console.send(&Event::Sample { uptime_ms: uptime_ms(), memory })?;
+                }
+            }
+            if self.place == Place::Init && self.jobs.is_empty() {
+                collect_orphans();
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits for input, the end of a job or the time of a sample.
+    fn wait(&mut self) -> io::Result<Wake> {
+        loop {
+            let timeout = self.samples.map(|(_, next)| {
+                let left = next.saturating_duration_since(Instant::now());
+                Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) }
+            });
+            let jobs = self.jobs.iter().map(|job| PollFd::from_borrowed_fd(job.descriptor(), PollFlags::IN));
+            let mut events = vec![PollFd::from_borrowed_fd(self.console.input(), PollFlags::IN)];
+            events.extend(jobs);
+            match poll(&mut events, timeout.as_ref()) {
+                Err(rustix::io::Errno::INTR) => continue,
+                Err(errno) => return Err(errno.into()),
+                Ok(_) => {}
+            }
+            let ready = events.iter().rposition(|event| !event.revents().is_empty());
+            match (ready, self.samples) {
+                (Some(0), _) => return Ok(Wake::Input),
+                (Some(index), _) => return Ok(Wake::Job(index - 1)),
+                (None, Some((interval, next))) if next <= Instant::now() => {
+                    self.samples = Some((interval, Instant::now() + interval));
+                    return Ok(Wake::Sample);
+                }
+                (None, _) => {}
+            }
+        }
+    }
+
+    fn answer(&mut self, id: u64, elapsed_ms: u64, outcome: Outcome) -> io::Result<()> {
+        self.console.send(&match outcome {
+            Ok(result) => Event::Done { id, elapsed_ms, result },
+            Err(error) => Event::Failed { id, error },
+        })
+    }
+
+    fn take(&mut self, line: Line) -> io::Result<()> {
+        let request = match line {
+            Line::TooLong => Err(format!("a command is longer than {COMMAND_LIMIT_BYTES} bytes")),
+            Line::Whole(text) => serde_json::from_slice::<Request>(&text)
+                .map_err(|error| format!("not a command ({error}): {}", start_of(&text))),
+        };
+        match request {
+            Ok(Request { id, command }) => {
+                self.console.send(&Event::Started { id })?;
+                self.execute(id, command)
+            }
+            Err(error) => self.console.send(&Event::Failed { id: 0, error }),
+        }
+    }
+
+    fn execute(&mut self, id: u64, command: Command) -> io::Result<()> {
+        let started = Instant::now();
+        let outcome = match command {
+            Command::AllocTouchExit { bytes } => return self.job(id, || commands::alloc_touch(bytes)),
+            Command::Memhog { bytes } => return self.job(id, || commands::memhog(bytes)),
+            Command::FillUntilOom { leave_bytes } => return self.job(id, || commands::fill_until(leave_bytes)),
+            Command::TouchFile { path, bytes } => return self.job(id, || commands::touch_file(&path, bytes)),
+            Command::Sleep { ms } => return self.job(id, || commands::sleep(ms)),
+            Command::Exec { argv } => return self.job(id, || commands::exec(&argv)),
+            Command::DropCaches => return self.job(id, || commands::write_file("/proc/sys/vm/drop_caches", "3")),
+            Command::Compact => {
+                return self.job(id, || commands::write_file("/proc/sys/vm/compact_memory", "1"));
+            }
+            Command::Hold { bytes, pattern } => self.hold(bytes, pattern),
+            Command::Release => {
+                let released_bytes = self.held_bytes();
+                self.held.clear();
+                Ok(json!({ "released_bytes": released_bytes }))
+            }
+            Command::VerifyHeld => {
+                let wrong: usize = self.held.iter().map(|held| held.mapping.wrong_pages(held.seed)).sum();
+                Ok(json!({ "held_bytes": self.held_bytes(), "wrong_pages": wrong }))
+            }
+            Command::MemInfo => commands::counters("/proc/meminfo"),
+            Command::VmStat => commands::counters("/proc/vmstat"),
+            Command::ReadFile { path } => commands::read_file(&path),
+            Command::WriteFile { path, text } => commands::write_file(&path, &text),
+            Command::LoadModule { path, parameters } => {
+                setup::load_module(&path, &parameters).map(|()| Value::Null).map_err(describe(path))
+            }
+            Command::UnloadModule { name } => {
+                setup::unload_module(&name).map(|()| Value::Null).map_err(describe(name))
+            }
+            Command::Cancel { id: other } => self.cancel(other),
+            Command::Samples { interval_ms } => {
+                let interval = Duration::from_millis(interval_ms);
+                self.samples = (interval_ms > 0).then(|| (interval, Instant::now() + interval));
+                Ok(Value::Null)
+            }
+            Command::PowerOff => self.end(|| Ok(reboot(RebootCommand::PowerOff)?)),
+            Command::Reboot => self.end(|| Ok(reboot(RebootCommand::Restart)?)),
+            Command::Crash { how } => self.end(|| crash(how)),
+        };
+        if self.over {
+            return Ok(());
+        }
+        self.answer(id, started.elapsed().as_millis() as u64, outcome)
+    }
+
+    /// Runs a command in a process of its own; its end is answered by the loop.
+    fn job(&mut self, id: u64, work: impl FnOnce() -> Outcome) -> io::Result<()> {
+        if self.jobs.len() >= JOB_LIMIT {
+            return self.answer(id, 0, Err(format!("{JOB_LIMIT} commands run already")));
+        }
+        match Job::start(id, work) {
+            Ok(job) => {
+                self.jobs.push(job);
+                Ok(())
+            }
+            Err(error) => self.answer(id, 0, Err(format!("cannot start a process: {error}"))),
+        }
+    }
+
+    fn cancel(&self, id: u64) -> Outcome {
+        let job = self.jobs.iter().find(|job| job.id == id).ok_or("no such command runs")?;
+        job.kill();
+        Ok(Value::Null)
+    }
+
+    fn hold(&mut self, bytes: u64, seed: u64) -> Outcome {
+        let mut mapping = Mapping::new(bytes).map_err(describe(format!("{bytes} bytes")))?;
+        mapping.fill_pattern(seed);
+        self.held.push(Held { mapping, seed });
+        Ok(json!({ "held_bytes": self.held_bytes() }))
+    }
+
+    fn held_bytes(&self) -> u64 {
+        self.held.iter().map(|held| held.mapping.len_bytes() as u64).sum()
+    }
+
+    /// Ends the guest; an ordinary process just ends.
+    fn end(&mut self, how: impl FnOnce() -> io::Result<()>) -> Outcome {
+        if self.place == Place::Process {
+            self.over = true;
+            return Ok(Value::Null);
+        }
+        // On success the call does not return, or the machine ends a moment later.
+        how().map(|()| Value::Null).map_err(describe("cannot end the guest"))
+    }
+}
+
+fn crash(how: Crash) -> io::Result<()> {
+    match how {
+        Crash::Panic => fs::write("/proc/sysrq-trigger", "c"),
+        Crash::TripleFault => {
+            // The way Linux restarts a machine can be chosen (Documentation/ABI/testing/sysfs-kernel-reboot).
+            fs::write("/sys/kernel/reboot/type", "triple")?;
+            Ok(reboot(RebootCommand::Restart)?)
+        }
+    }
+}
+
+/// Collects processes whose parents have ended. Only called without jobs, whose ends are waited for by number.
+fn collect_orphans() {
+    while let Ok(Some(_)) = wait(WaitOptions::NOHANG) {}
+}
+
+fn start_of(text: &[u8]) -> String {
+    String::from_utf8_lossy(&text[..text.len().min(100)]).into_owned()
+}
+
+fn uptime_ms() -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+    now.tv_sec as u64 * 1000 + now.tv_nsec as u64 / 1_000_000
+}
+
+fn cpus_online() -> u32 {
+    std::thread::available_parallelism().map_or(1, |count| count.get() as u32)
+}

@@ -1,0 +1,175 @@
+//! Runs the real agent as an ordinary process and talks to it over its standard streams.
+
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, ChildStdout, Command as Program, Stdio};
+
+use ebb_agent::protocol::{COMMAND_LIMIT_BYTES, Command, Event, JOB_LIMIT, Request};
+use serde_json::Value;
+
+struct Agent {
+    process: Child,
+    input: Option<ChildStdin>,
+    output: BufReader<ChildStdout>,
+}
+
+impl Agent {
+    fn start() -> Self {
+        let mut process = Program::new(env!("CARGO_BIN_EXE_ebb-agent"))
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let input = process.stdin.take();
+        let output = BufReader::new(process.stdout.take().unwrap());
+        let mut agent = Self { process, input, output };
+        match agent.event() {
+            Event::Ready { cpus, memory, kernel, .. } => {
+                assert!(cpus > 0 && memory.total_bytes > 0 && !kernel.is_empty());
+            }
+            other => panic!("{other:?}"),
+        }
+        agent
+    }
+
+    fn send(&mut self, id: u64, command: Command) {
+        self.write(&Request { id, command }.to_line().unwrap());
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        self.input.as_mut().unwrap().write_all(bytes).unwrap();
+    }
+
+    fn event(&mut self) -> Event {
+        let mut line = Vec::new();
+        self.output.read_until(b'\n', &mut line).unwrap();
+        Event::from_line(&line).unwrap_or_else(|| panic!("{:?}", String::from_utf8_lossy(&line)))
+    }
+
+    fn run(&mut self, command: Command) -> Result<Value, String> {
+        self.send(7, command);
+        assert_eq!(self.event(), Event::Started { id: 7 });
+        match self.event() {
+            Event::Done { id: 7, result, .. } => Ok(result),
+            Event::Failed { id: 7, error } => Err(error),
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+impl Drop for Agent {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+#[test]
+fn workloads_run_and_report() {
+    let mut agent = Agent::start();
+    for command in [Command::AllocTouchExit { bytes: 20 << 20 }, Command::Memhog { bytes: 25 << 20 }] {
+        agent.run(command).unwrap();
+    }
+    assert!(agent.run(Command::AllocTouchExit { bytes: u64::MAX }).unwrap_err().contains("bytes"));
+    let text = agent.run(Command::Exec { argv: vec!["/bin/sh".into(), "-c".into(), "echo x; exit 3".into()] });
+    let result = text.unwrap();
+    assert_eq!((result["stdout"].as_str(), result["code"].as_i64()), (Some("x\n"), Some(3)));
+    assert!(agent.run(Command::Exec { argv: vec!["/no/such".into()] }).unwrap_err().contains("/no/such"));
+}
+
+#[test]
+fn held_memory_is_kept_and_verified() {
+    let mut agent = Agent::start();
+    for pattern in [1, u64::MAX] {
+        agent.run(Command::Hold { bytes: 4 << 20, pattern }).unwrap();
+    }
+    let verified = agent.run(Command::VerifyHeld).unwrap();
+    assert_eq!((verified["held_bytes"].as_u64(), verified["wrong_pages"].as_u64()), (Some(8 << 20), Some(0)));
+    let released = agent.run(Command::Release).unwrap();
+    assert_eq!(released["released_bytes"].as_u64(), Some(8 << 20));
+    assert_eq!(agent.run(Command::VerifyHeld).unwrap()["held_bytes"].as_u64(), Some(0));
+}
+
+#[test]
+fn files_and_counters() {
+    let mut agent = Agent::start();
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("file").to_string_lossy().into_owned();
+    agent.run(Command::WriteFile { path: path.clone(), text: "täxt\n\u{1e}".to_owned() }).unwrap();
+    let read = agent.run(Command::ReadFile { path: path.clone() }).unwrap();
+    assert_eq!(read["text"].as_str(), Some("täxt\n\u{1e}"));
+    assert_eq!(agent.run(Command::TouchFile { path, bytes: 3 }).unwrap()["read_bytes"].as_u64(), Some(3));
+    assert!(agent.run(Command::MemInfo).unwrap()["MemTotal"].as_u64() > Some(0));
+    assert!(agent.run(Command::VmStat).unwrap()["pgfault"].as_u64() > Some(0));
+    assert!(agent.run(Command::ReadFile { path: "/no/such".to_owned() }).unwrap_err().contains("/no/such"));
+}
+
+#[test]
+fn bad_lines_are_answered_and_do_no_harm() {
+    let mut agent = Agent::start();
+    let long = vec![b'x'; COMMAND_LIMIT_BYTES + 1];
+    for (line, word) in [
+        (b"rubbish".as_slice(), "not a command"),
+        (b"{\"id\":1,\"command\":\"dance\"}", "dance"),
+        (b"{\"id\":-1,\"command\":\"mem_info\"}", "not a command"),
+        (&long, "longer than"),
+    ] {
+        agent.write(line);
+        agent.write(b"\n");
+        match agent.event() {
+            Event::Failed { id: 0, error } => assert!(error.contains(word), "{error}"),
+            other => panic!("{other:?}"),
+        }
+    }
+    agent.run(Command::MemInfo).unwrap();
+}
+
+#[test]
+fn commands_run_side_by_side_up_to_a_limit_and_can_be_cancelled() {
+    let mut agent = Agent::start();
+    let count = JOB_LIMIT as u64;
+    for id in 1..=count + 1 {
+        agent.send(id, Command::Sleep { ms: 600_000 });
+        assert_eq!(agent.event(), Event::Started { id });
+    }
+    match agent.event() {
+        Event::Failed { id, error } => assert!(id == count + 1 && error.contains("run already"), "{error}"),
+        other => panic!("{other:?}"),
+    }
+    agent.send(100, Command::Cancel { id: 5 });
+    assert_eq!(agent.event(), Event::Started { id: 100 });
+    let mut ended = [agent.event(), agent.event()].map(|event| match event {
+        Event::Done { id, .. } => id,
+        Event::Failed { id, error } => {
+            assert!(error.contains("signal 9"), "{error}");
+            id
+        }
+        other => panic!("{other:?}"),
+    });
+    ended.sort_unstable();
+    assert_eq!(ended, [5, 100]);
+    for id in (1..=count).filter(|id| *id != 5) {
+        agent.send(200 + id, Command::Cancel { id });
+    }
+}
+
+#[test]
+fn samples_come_until_they_are_stopped() {
+    let mut agent = Agent::start();
+    agent.run(Command::Samples { interval_ms: 5 }).unwrap();
+    for _ in 0..3 {
+        assert!(matches!(agent.event(), Event::Sample { .. }));
+    }
+    agent.send(9, Command::Samples { interval_ms: 0 });
+    while !matches!(agent.event(), Event::Done { id: 9, .. }) {}
+    agent.run(Command::MemInfo).unwrap();
+}
+
+#[test]
+fn the_end_of_input_and_power_off_end_an_ordinary_process() {
+    let mut agent = Agent::start();
+    agent.send(1, Command::PowerOff);
+    assert!(agent.process.wait().unwrap().success());
+    let mut other = Agent::start();
+    other.input.take();
+    assert!(other.process.wait().unwrap().success());
+}
