@@ -1,2 +1,71 @@
-//! Ebb command line.
-fn main() {}
+//! The command line of Ebb.
+
+mod ctl;
+mod doctor;
+mod extract_vmlinux;
+mod guest_image;
+mod lab;
+mod run;
+mod virtual_host;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use tracing_subscriber::EnvFilter;
+
+/// Returns the memory that virtual machines do not use to their host, at once and safely
+#[derive(Debug, Parser)]
+#[command(name = "ebb", version, propagate_version = true, subcommand_required = true, arg_required_else_help = true)]
+struct Cli {
+    /// What to log on standard error: error, warn, info, debug, trace, or a filter such as ebb_vmm=debug
+    #[arg(long, global = true, value_name = "FILTER", default_value = "warn", env = "EBB_LOG")]
+    log: String,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Run a virtual machine
+    Run(Box<run::Args>),
+    /// Look at and change a running virtual machine through its API socket
+    Ctl(ctl::Args),
+    /// Say whether this machine can run guests, and what to do if not
+    Doctor(doctor::Args),
+    /// Run experiments on real guests
+    Lab(lab::Args),
+    /// Run a command in a KVM host of our own, on machines whose KVM cannot run Linux
+    VirtualHost(virtual_host::Args),
+    /// Build the initial RAM file system of test guests
+    GuestImage(guest_image::Args),
+    /// Unpack the ELF kernel out of a bzImage
+    ExtractVmlinux(extract_vmlinux::Args),
+}
+
+fn main() -> ExitCode {
+    if std::process::id() == 1 {
+        ebb_virtual_host::inside::init_main();
+    }
+    let cli = Cli::parse();
+    let filter = match EnvFilter::try_new(&cli.log) {
+        Ok(filter) => filter,
+        Err(error) => {
+            eprintln!("ebb: --log {}: {error}; use a level such as info", cli.log);
+            return ExitCode::from(2);
+        }
+    };
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).without_time().init();
+    let result = match cli.command {
+        Command::Run(args) => run::run(*args),
+        Command::Ctl(args) => ctl::run(args),
+        Command::Doctor(args) => doctor::run(args),
+        Command::Lab(args) => lab::run(args),
+        Command::VirtualHost(args) => virtual_host::run(args),
+        Command::GuestImage(args) => guest_image::run(args),
+        Command::ExtractVmlinux(args) => extract_vmlinux::run(args),
+    };
+    result.unwrap_or_else(|error| {
+        eprintln!("ebb: {error:#}");
+        ExitCode::FAILURE
+    })
+}

@@ -107,11 +107,7 @@ impl VmControl for Vm {
 
     fn balloon(&self) -> Result<BalloonInfo, ControlError> {
         let transport = lock(self.balloon_transport()?);
-        let BalloonSummary { target_bytes, actual_bytes, state } = summary(&transport);
-        let reasons = self.ram.inhibit_reasons();
-        let discard_inhibited =
-            reasons.iter().map(ToString::to_string).reduce(|all, reason| format!("{all}; {reason}"));
-        Ok(transport.device().describe(target_bytes, actual_bytes, state, discard_inhibited))
+        Ok(transport.device().describe(summary(&transport).state))
     }
 
     fn set_balloon_target(&self, target_bytes: u64) -> Result<(), ControlError> {
@@ -131,7 +127,10 @@ impl VmControl for Vm {
         if driver(&transport) == DriverPresence::Absent {
             return Err(wrong_state("no driver in the guest runs the balloon", "load virtio_balloon in the guest"));
         }
-        transport.request_statistics()
+        if transport.device_mut().request_statistics()? {
+            transport.interrupt_used();
+        }
+        Ok(())
     }
 
     fn statistics(&self) -> Result<StatisticsReading, ControlError> {

@@ -68,6 +68,9 @@ pub enum VmError {
     /// A vCPU could not be made.
     #[error(transparent)]
     Cpu(#[from] CpuError),
+    /// The balloon could not be made.
+    #[error(transparent)]
+    Balloon(#[from] ebb_balloon::BalloonError),
     /// A disk could not be used.
     #[error(transparent)]
     Disk(#[from] DiskError),

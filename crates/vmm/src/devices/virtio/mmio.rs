@@ -106,6 +106,11 @@ impl<D: VirtioDevice> MmioTransport<D> {
         self.active
     }
 
+    /// Tells the driver that buffers were used, outside of a queue's processing.
+    pub fn interrupt_used(&mut self) {
+        self.interrupt(INTERRUPT_USED);
+    }
+
     /// Tells the driver that the configuration space has changed.
     pub fn config_changed(&mut self) {
         self.config_generation = self.config_generation.wrapping_add(1);

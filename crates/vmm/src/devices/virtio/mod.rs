@@ -56,6 +56,9 @@ pub trait VirtioDevice: Send {
         Work::default()
     }
 
+    /// Finishes what waits for a timer, before the virtual machine is paused.
+    fn quiesce(&mut self) {}
+
     /// Goes back to the state before activation, at the driver's request.
     fn reset(&mut self);
 }

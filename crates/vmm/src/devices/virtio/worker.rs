@@ -116,6 +116,7 @@ fn run<D: VirtioDevice>(
             Mode::Stopping => return Ok(()),
             Mode::Paused if !parked => {
                 parked = true;
+                lock(transport).device_mut().quiesce();
                 control.parked.write(1)?;
             }
             Mode::Running => parked = false,

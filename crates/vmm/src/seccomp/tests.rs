@@ -1,0 +1,89 @@
+use super::*;
+
+/// Runs `action` in a child process behind the filter of `kind`, and returns how the child ended.
+fn in_child(kind: ThreadKind, action: fn()) -> i32 {
+    let filters = Filters::new(Switch::On).unwrap();
+    // SAFETY: the child only installs the filter, runs `action`, which makes plain system calls, and leaves with _exit.
+    let pid = unsafe { libc::fork() };
+    assert!(pid >= 0);
+    if pid == 0 {
+        let status = if filters.for_thread(kind).apply().is_ok() {
+            action();
+            0
+        } else {
+            1
+        };
+        // SAFETY: ends the child without running the parent's cleanup.
+        unsafe { libc::_exit(status) };
+    }
+    let mut status = 0;
+    // SAFETY: `pid` is our child, and `status` a valid place for its status.
+    assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
+    assert!(libc::WIFEXITED(status), "status {status:#x}");
+    libc::WEXITSTATUS(status)
+}
+
+fn open_for_writing() {
+    // SAFETY: a constant path and flags.
+    unsafe { libc::openat(libc::AT_FDCWD, c"/dev/null".as_ptr(), libc::O_WRONLY) };
+}
+
+fn open_for_reading() {
+    // SAFETY: a constant path and flags.
+    unsafe { libc::openat(libc::AT_FDCWD, c"/dev/null".as_ptr(), libc::O_RDONLY) };
+}
+
+fn execute() {
+    let argv = [c"/bin/true".as_ptr(), std::ptr::null()];
+    // SAFETY: both arrays end with a null pointer.
+    unsafe { libc::execve(argv[0], argv.as_ptr(), argv[1..].as_ptr()) };
+}
+
+fn make_executable_memory() {
+    // SAFETY: an anonymous mapping at an address of the kernel's choice.
+    unsafe {
+        libc::mmap(
+            std::ptr::null_mut(),
+            4096,
+            libc::PROT_READ | libc::PROT_EXEC,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+            -1,
+            0,
+        )
+    };
+}
+
+fn allocate() {
+    drop(std::hint::black_box(vec![1u8; 8 << 20]));
+}
+
+fn create_a_vm() {
+    const KVM_CREATE_VM: u64 = kvm(0, 0x01, 0);
+    // SAFETY: the descriptor is no KVM one: without a filter the call only fails.
+    unsafe { libc::ioctl(0, KVM_CREATE_VM, 0) };
+}
+
+#[test]
+fn threads_may_do_what_they_need() {
+    for kind in ThreadKind::ALL {
+        assert_eq!(in_child(kind, allocate), 0, "{kind:?}");
+    }
+    assert_eq!(in_child(ThreadKind::Api, open_for_reading), 0);
+}
+
+#[test]
+fn threads_may_do_nothing_else() {
+    for kind in ThreadKind::ALL {
+        assert_eq!(in_child(kind, execute), EXIT_CODE, "{kind:?}");
+        assert_eq!(in_child(kind, open_for_writing), EXIT_CODE, "{kind:?}");
+        assert_eq!(in_child(kind, make_executable_memory), EXIT_CODE, "{kind:?}");
+        assert_eq!(in_child(kind, create_a_vm), EXIT_CODE, "{kind:?}");
+    }
+    assert_eq!(in_child(ThreadKind::Vcpu, open_for_reading), EXIT_CODE);
+}
+
+#[test]
+fn filters_can_be_left_out() {
+    let filters = Filters::new(Switch::Off).unwrap();
+    assert!(filters.for_thread(ThreadKind::Vcpu).programs.is_none());
+}
