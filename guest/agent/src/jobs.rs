@@ -33,12 +33,13 @@ impl Job {
     pub fn start(id: u64, work: impl FnOnce() -> Result<Value, String>) -> io::Result<Self> {
         let (result, sender) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
         let started = Instant::now();
+        let parent = rustix::process::getpid();
         // SAFETY: the agent has a single thread, so that the child finds no lock held by another.
         match unsafe { libc::fork() } {
             -1 => Err(io::Error::last_os_error()),
             0 => {
                 drop(result);
-                run_child(sender, work)
+                run_child(parent, sender, work)
             }
             pid => {
                 let pid = Pid::from_raw(pid).ok_or(io::ErrorKind::InvalidData)?;
@@ -83,13 +84,21 @@ impl Job {
 }
 
 /// Does the work and ends the process, without running anything that belongs to the parent.
-fn run_child(sender: OwnedFd, work: impl FnOnce() -> Result<Value, String>) -> ! {
+fn run_child(parent: Pid, sender: OwnedFd, work: impl FnOnce() -> Result<Value, String>) -> ! {
     // A workload shall not outlive the agent where that is an ordinary process.
     let _ = rustix::process::set_parent_process_death_signal(Some(Signal::KILL));
+    // The agent may have ended before the line above took effect.
+    if rustix::process::getppid() != Some(parent) {
+        end_child(1);
+    }
     // The out-of-memory killer shall take the workload; process 1 cannot be taken.
     let _ = std::fs::write("/proc/self/oom_score_adj", "1000");
     let result = work();
     let sent = serde_json::to_vec(&result).map(|text| File::from(sender).write_all(&text));
+    end_child(i32::from(!matches!(sent, Ok(Ok(())))))
+}
+
+fn end_child(code: i32) -> ! {
     // SAFETY: ends the process at once; the parent's exit handlers and buffers stay untouched.
-    unsafe { libc::_exit(i32::from(!matches!(sent, Ok(Ok(()))))) }
+    unsafe { libc::_exit(code) }
 }

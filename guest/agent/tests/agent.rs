@@ -149,6 +149,10 @@ fn commands_run_side_by_side_up_to_a_limit_and_can_be_cancelled() {
     assert_eq!(ended, [5, 100]);
     for id in (1..=count).filter(|id| *id != 5) {
         agent.send(200 + id, Command::Cancel { id });
+        let mut gone = false;
+        while !gone {
+            gone = matches!(agent.event(), Event::Failed { id: ended, .. } if ended == id);
+        }
     }
 }
 
