@@ -197,9 +197,8 @@ pub fn read_frame<T: DeserializeOwned>(mut reader: impl Read) -> io::Result<Opti
         0 => return Ok(None),
         _ => reader.read_exact(&mut lengths[1..])?,
     }
-    let [a, b, c, d, e, f, g, h] = lengths;
-    let header_len = u32::from_le_bytes([a, b, c, d]) as usize;
-    let payload_len = u32::from_le_bytes([e, f, g, h]) as usize;
+    let lengths = u64::from_le_bytes(lengths);
+    let (header_len, payload_len) = ((lengths as u32) as usize, (lengths >> 32) as usize);
     if header_len > HEADER_LIMIT || payload_len > PAYLOAD_LIMIT {
         let text = format!("frame of {header_len} + {payload_len} bytes exceeds the channel's limit");
         return Err(io::Error::new(io::ErrorKind::InvalidData, text));

@@ -185,7 +185,9 @@ impl HostConfig {
         }
         let total_mib = self.total_memory_mib();
         if total_mib < MINIMUM_MEMORY_MIB {
-            return bad(format!("{total_mib} MiB of memory are too few; at least {MINIMUM_MEMORY_MIB} are needed"));
+            return bad(format!(
+                "{total_mib} MiB of memory are too few; at least {MINIMUM_MEMORY_MIB} are needed"
+            ));
         }
         if let Some(file) = self.files.iter().find(|file| !file.target.is_absolute()) {
             return bad(format!("file target {} is not absolute", file.target.display()));
@@ -228,7 +230,9 @@ impl HostConfig {
 /// Parses a size such as `512M`, `4G` or `1T` (powers of 1024; a plain number is bytes) into whole MiB.
 pub fn parse_size_mib(text: &str) -> Result<u64, HostError> {
     let bad = |reason: &str| {
-        HostError::Configuration(format!("size `{text}`: {reason}; expected a number with K, M, G or T, such as 4G"))
+        HostError::Configuration(format!(
+            "size `{text}`: {reason}; expected a number with K, M, G or T, such as 4G"
+        ))
     };
     let (digits, shift) = match text.trim().char_indices().last() {
         Some((at, 'K' | 'k')) => (&text.trim()[..at], 10),
@@ -244,7 +248,8 @@ pub fn parse_size_mib(text: &str) -> Result<u64, HostError> {
 
 /// Parses a time such as `90s`, `10m` or `2h`; a plain number is seconds.
 pub fn parse_duration(text: &str) -> Result<Duration, HostError> {
-    let bad = || HostError::Configuration(format!("time `{text}`: expected a number with s, m or h, such as 10m"));
+    let bad =
+        || HostError::Configuration(format!("time `{text}`: expected a number with s, m or h, such as 10m"));
     let trimmed = text.trim();
     let (digits, unit_s) = match trimmed.char_indices().last() {
         Some((at, 's')) => (&trimmed[..at], 1),

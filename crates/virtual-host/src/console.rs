@@ -37,8 +37,7 @@ impl Tail {
 
     /// The last lines, without control characters.
     pub fn lines(&self) -> Vec<String> {
-        let bytes: Vec<u8> =
-            self.0.lock().unwrap_or_else(PoisonError::into_inner).iter().copied().collect();
+        let bytes: Vec<u8> = self.0.lock().unwrap_or_else(PoisonError::into_inner).iter().copied().collect();
         let text = String::from_utf8_lossy(&bytes);
         let lines: Vec<String> = text
             .lines()

@@ -35,7 +35,9 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 /// Time for an orderly power-off before QEMU is killed.
 const SHUTDOWN_LIMIT: Duration = Duration::from_secs(10);
 
-type Waiting = Arc<Mutex<HashMap<u64, SyncSender<(Reply, Vec<u8>)>>>>;
+type Answer = (Reply, Vec<u8>);
+type Waiters = HashMap<u64, SyncSender<Answer>>;
+type Waiting = Arc<Mutex<Waiters>>;
 
 /// A virtual host. Dropping it ends QEMU at once.
 #[derive(Debug)]
@@ -88,12 +90,7 @@ impl VirtualHost {
             waiting,
             next_id: AtomicU64::new(1),
             console: tail,
-            hello: Hello {
-                version: 0,
-                kernel: String::new(),
-                uptime_ms: 0,
-                warnings: Vec::new(),
-            },
+            hello: Hello { version: 0, kernel: String::new(), uptime_ms: 0, warnings: Vec::new() },
             time_limit: config.time_limit,
         };
         host.hello = host.wait_for_hello(&hello, config.boot_limit)?;
@@ -105,11 +102,7 @@ impl VirtualHost {
         Ok(host)
     }
 
-    fn wait_for_hello(
-        &self,
-        hello: &Receiver<(Reply, Vec<u8>)>,
-        limit: Duration,
-    ) -> Result<Hello, HostError> {
+    fn wait_for_hello(&self, hello: &Receiver<Answer>, limit: Duration) -> Result<Hello, HostError> {
         match hello.recv_timeout(limit) {
             Ok((Reply::Hello(hello), _)) if hello.version == PROTOCOL_VERSION => Ok(hello),
             Ok((Reply::Hello(hello), _)) => {
@@ -204,9 +197,7 @@ impl VirtualHost {
         }
         match self.answer(&request)? {
             (Reply::FileDone { size_bytes: arrived }, _) if arrived == size_bytes => Ok(()),
-            (other, _) => {
-                Err(HostError::Protocol(format!("{other:?} for a file of {size_bytes} bytes")))
-            }
+            (other, _) => Err(HostError::Protocol(format!("{other:?} for a file of {size_bytes} bytes"))),
         }
     }
 
@@ -293,7 +284,7 @@ impl VirtualHost {
         }
     }
 
-    fn answer(&self, request: &Pending<'_>) -> Result<(Reply, Vec<u8>), HostError> {
+    fn answer(&self, request: &Pending<'_>) -> Result<Answer, HostError> {
         match request.answers.recv_timeout(ANSWER_LIMIT) {
             Ok((Reply::Failed { error }, _)) => Err(HostError::Inside(error)),
             Ok(answer) => Ok(answer),
@@ -323,7 +314,7 @@ impl VirtualHost {
 struct Pending<'host> {
     waiting: &'host Waiting,
     id: u64,
-    answers: Receiver<(Reply, Vec<u8>)>,
+    answers: Receiver<Answer>,
 }
 
 impl Drop for Pending<'_> {
@@ -332,7 +323,7 @@ impl Drop for Pending<'_> {
     }
 }
 
-fn lock(waiting: &Waiting) -> std::sync::MutexGuard<'_, HashMap<u64, SyncSender<(Reply, Vec<u8>)>>> {
+fn lock(waiting: &Waiting) -> std::sync::MutexGuard<'_, Waiters> {
     waiting.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

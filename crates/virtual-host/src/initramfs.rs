@@ -101,8 +101,8 @@ impl<W: Write> Archive<W> {
         let invalid =
             |text: &str| HostError::io(describe())(io::Error::new(io::ErrorKind::InvalidInput, text));
         let name = path.to_str().ok_or_else(|| invalid("the path is not UTF-8"))?;
-        let size =
-            u32::try_from(content.len()).map_err(|_| invalid("the file is larger than the format's 4 GiB"))?;
+        let size = u32::try_from(content.len())
+            .map_err(|_| invalid("the file is larger than the format's 4 GiB"))?;
         let (major, minor) = device.unwrap_or((0, 0));
         let builder =
             Builder::new(name).mode(mode).set_mode_file_type(kind).rdev_major(major).rdev_minor(minor);

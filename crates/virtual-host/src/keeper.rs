@@ -144,10 +144,10 @@ fn keep(mut child: Child, pidfd: &OwnedFd, stop: &OwnedFd, deadline: Instant) ->
         let timeout = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
         match poll(&mut events, Some(&timeout)) {
             Err(rustix::io::Errno::INTR) => {}
-            Err(_) => break End::Killed,
             Ok(0) => break End::TimeLimit,
             Ok(_) if !events[0].revents().is_empty() => break End::Exited(ExitStatus::default()),
-            Ok(_) => break End::Killed,
+            // The other end of the pipe is closed: the host was dropped.
+            Ok(_) | Err(_) => break End::Killed,
         }
     };
     if !matches!(how, End::Exited(_)) {

@@ -8,14 +8,8 @@ use crate::config::HostFile;
 use crate::error::HostError;
 
 /// Firmware that QEMU's q35 and microvm machines load for a direct kernel boot.
-const QEMU_FIRMWARE: [&str; 6] = [
-    "bios-256k.bin",
-    "linuxboot_dma.bin",
-    "pvh.bin",
-    "kvmvapic.bin",
-    "bios-microvm.bin",
-    "efi-virtio.rom",
-];
+const QEMU_FIRMWARE: [&str; 6] =
+    ["bios-256k.bin", "linuxboot_dma.bin", "pvh.bin", "kvmvapic.bin", "bios-microvm.bin", "efi-virtio.rom"];
 /// Where Debian's packages seabios and qemu-system-data keep it.
 const QEMU_FIRMWARE_DIRECTORIES: [&str; 2] = ["/usr/share/seabios", "/usr/share/qemu"];
 
@@ -40,7 +34,8 @@ pub fn program_with_libraries(path: &Path) -> Result<Vec<HostFile>, HostError> {
     } else {
         return Err(fail(message.trim().to_owned()));
     };
-    let whole = |path: &Path| HostFile { source: path.to_owned(), target: path.to_owned(), mode: Some(0o755) };
+    let whole =
+        |path: &Path| HostFile { source: path.to_owned(), target: path.to_owned(), mode: Some(0o755) };
     Ok(std::iter::once(whole(path)).chain(libraries.iter().map(|library| whole(library))).collect())
 }
 
@@ -48,9 +43,14 @@ pub fn program_with_libraries(path: &Path) -> Result<Vec<HostFile>, HostError> {
 pub fn qemu_with_firmware(path: &Path) -> Result<Vec<HostFile>, HostError> {
     let mut files = program_with_libraries(path)?;
     for name in QEMU_FIRMWARE {
-        let found = QEMU_FIRMWARE_DIRECTORIES.iter().map(|dir| Path::new(dir).join(name)).find(|p| p.exists());
+        let found =
+            QEMU_FIRMWARE_DIRECTORIES.iter().map(|dir| Path::new(dir).join(name)).find(|p| p.exists());
         if let Some(source) = found {
-            files.push(HostFile { source, target: Path::new("/usr/share/qemu").join(name), mode: Some(0o644) });
+            files.push(HostFile {
+                source,
+                target: Path::new("/usr/share/qemu").join(name),
+                mode: Some(0o644),
+            });
         }
     }
     Ok(files)

@@ -38,7 +38,8 @@ mod tests {
 
     #[test]
     fn both_forms_of_meminfo() {
-        let values = parse_meminfo("MemTotal:  100 kB\nHugePages_Total:   3\nNode 1 MemFree: 7 kB\nrubbish\n");
+        let values =
+            parse_meminfo("MemTotal:  100 kB\nHugePages_Total:   3\nNode 1 MemFree: 7 kB\nrubbish\n");
         let expected = [("HugePages_Total", 3), ("MemFree", 7), ("MemTotal", 100)];
         assert_eq!(values, expected.into_iter().map(|(name, value)| (name.to_owned(), value)).collect());
     }

@@ -43,11 +43,7 @@ impl ModuleIndex {
                 (module_name(file), order)
             })
             .collect();
-        Self {
-            directory: directory.to_owned(),
-            files,
-            builtin: builtin.lines().map(module_name).collect(),
-        }
+        Self { directory: directory.to_owned(), files, builtin: builtin.lines().map(module_name).collect() }
     }
 
     /// Files (relative to the directory) to load for `modules` in this order, each once. Built-in modules need none.

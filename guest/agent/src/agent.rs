@@ -146,11 +146,20 @@ impl Agent {
         let outcome = match command {
             Command::AllocTouchExit { bytes } => return self.job(id, || commands::alloc_touch(bytes)),
             Command::Memhog { bytes } => return self.job(id, || commands::memhog(bytes)),
-            Command::FillUntilOom { leave_bytes } => return self.job(id, || commands::fill_until(leave_bytes)),
+            Command::FillUntilOom { leave_bytes } => {
+                return self.job(id, || commands::fill_until(leave_bytes));
+            }
             Command::TouchFile { path, bytes } => return self.job(id, || commands::touch_file(&path, bytes)),
-            Command::Sleep { ms } => return self.job(id, || commands::sleep(ms)),
+            Command::Sleep { ms } => {
+                return self.job(id, || {
+                    std::thread::sleep(Duration::from_millis(ms));
+                    Ok(Value::Null)
+                });
+            }
             Command::Exec { argv } => return self.job(id, || commands::exec(&argv)),
-            Command::DropCaches => return self.job(id, || commands::write_file("/proc/sys/vm/drop_caches", "3")),
+            Command::DropCaches => {
+                return self.job(id, || commands::write_file("/proc/sys/vm/drop_caches", "3"));
+            }
             Command::Compact => {
                 return self.job(id, || commands::write_file("/proc/sys/vm/compact_memory", "1"));
             }

@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::io::{self, Read};
 use std::path::Path;
 use std::process::{Command as Program, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use ebb_agent::meminfo::{MemInfo, lines};
 use ebb_agent::memory::{MEMHOG_STEP_BYTES, Mapping};
@@ -91,18 +91,11 @@ pub fn touch_file(path: &str, bytes: u64) -> Outcome {
     }
 }
 
-/// Waits.
-pub fn sleep(ms: u64) -> Outcome {
-    std::thread::sleep(Duration::from_millis(ms));
-    Ok(Value::Null)
-}
-
 /// Runs a program and returns its end and output.
 pub fn exec(argv: &[String]) -> Outcome {
     use std::os::unix::process::ExitStatusExt;
     let (name, arguments) = argv.split_first().ok_or("no program is named")?;
-    let output =
-        Program::new(name).args(arguments).stdin(Stdio::null()).output().map_err(describe(name))?;
+    let output = Program::new(name).args(arguments).stdin(Stdio::null()).output().map_err(describe(name))?;
     let text = |bytes: &[u8]| {
         String::from_utf8_lossy(&bytes[..bytes.len().min(TEXT_LIMIT_BYTES as usize)]).into_owned()
     };

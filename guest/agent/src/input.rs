@@ -68,11 +68,10 @@ mod tests {
 
     #[test]
     fn a_long_line_is_dropped_and_the_next_one_is_not() {
-        assert_eq!(split(3, &[b"abc\nabcd\nx\n"]), [
-            Line::Whole(b"abc".to_vec()),
-            Line::TooLong,
-            Line::Whole(b"x".to_vec())
-        ]);
+        assert_eq!(
+            split(3, &[b"abc\nabcd\nx\n"]),
+            [Line::Whole(b"abc".to_vec()), Line::TooLong, Line::Whole(b"x".to_vec())]
+        );
     }
 
     proptest! {

@@ -24,8 +24,10 @@ impl Mapping {
     /// Maps `bytes`, rounded up to whole pages; nothing is touched yet.
     pub fn new(bytes: u64) -> io::Result<Self> {
         let invalid = || io::Error::new(io::ErrorKind::InvalidInput, format!("cannot map {bytes} bytes"));
-        let len_bytes =
-            usize::try_from(bytes).ok().and_then(|len| len.checked_next_multiple_of(PAGE_BYTES)).ok_or_else(invalid)?;
+        let len_bytes = usize::try_from(bytes)
+            .ok()
+            .and_then(|len| len.checked_next_multiple_of(PAGE_BYTES))
+            .ok_or_else(invalid)?;
         if len_bytes == 0 {
             return Err(invalid());
         }

@@ -1,5 +1,7 @@
 //! Runs the real agent as an ordinary process and talks to it over its standard streams.
 
+#![allow(clippy::unwrap_used)]
+
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command as Program, Stdio};
 
@@ -70,7 +72,8 @@ fn workloads_run_and_report() {
         agent.run(command).unwrap();
     }
     assert!(agent.run(Command::AllocTouchExit { bytes: u64::MAX }).unwrap_err().contains("bytes"));
-    let text = agent.run(Command::Exec { argv: vec!["/bin/sh".into(), "-c".into(), "echo x; exit 3".into()] });
+    let text =
+        agent.run(Command::Exec { argv: vec!["/bin/sh".into(), "-c".into(), "echo x; exit 3".into()] });
     let result = text.unwrap();
     assert_eq!((result["stdout"].as_str(), result["code"].as_i64()), (Some("x\n"), Some(3)));
     assert!(agent.run(Command::Exec { argv: vec!["/no/such".into()] }).unwrap_err().contains("/no/such"));

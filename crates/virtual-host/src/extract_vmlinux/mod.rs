@@ -21,7 +21,6 @@ const PAYLOAD_LENGTH: usize = 0x24c;
 /// First protocol version with the payload's place in the header.
 const PROTOCOL_2_08: u16 = 0x208;
 const SECTOR_BYTES: usize = 512;
-const LZ4_LEGACY_MAGIC: [u8; 4] = [0x02, 0x21, 0x4c, 0x18];
 /// LZ4's legacy format compresses blocks of this size.
 const LZ4_BLOCK_BYTES: usize = 8 << 20;
 const ELF_MAGIC: [u8; 4] = [0x7f, b'E', b'L', b'F'];
@@ -37,7 +36,9 @@ pub enum ExtractError {
         major = .0 >> 8, minor = .0 & 0xff)]
     OldProtocol(u16),
     /// The payload lies outside the file.
-    #[error("the payload (offset {offset}, {length} bytes) is not inside the image of {image} bytes: it is cut off")]
+    #[error(
+        "the payload (offset {offset}, {length} bytes) is not inside the image of {image} bytes: it is cut off"
+    )]
     PayloadOutside {
         /// Offset in the file.
         offset: usize,
@@ -91,7 +92,7 @@ pub fn kernel_release(image: &[u8]) -> Result<String, ExtractError> {
         .iter()
         .copied()
         .take(256)
-        .take_while(|byte| byte.is_ascii_graphic())
+        .take_while(u8::is_ascii_graphic)
         .collect();
     if text.is_empty() { Err(cut) } else { Ok(String::from_utf8_lossy(&text).into_owned()) }
 }
@@ -127,32 +128,57 @@ fn payload(image: &[u8]) -> Result<&[u8], ExtractError> {
     }
 }
 
+/// The compressions that Linux's build knows and distributions use.
+#[derive(Debug, Clone, Copy)]
+enum Format {
+    Gzip,
+    Xz,
+    Zstd,
+    Lz4,
+}
+
+impl Format {
+    fn of(payload: &[u8]) -> Result<Self, ExtractError> {
+        match *payload {
+            [0x1f, 0x8b, ..] => Ok(Self::Gzip),
+            [0xfd, b'7', b'z', b'X', ..] => Ok(Self::Xz),
+            [0x28, 0xb5, 0x2f, 0xfd, ..] => Ok(Self::Zstd),
+            [0x02, 0x21, 0x4c, 0x18, ..] => Ok(Self::Lz4),
+            _ => Err(ExtractError::UnknownCompression(payload.first_chunk().copied().unwrap_or_default())),
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Gzip => "gzip",
+            Self::Xz => "xz",
+            Self::Zstd => "zstd",
+            Self::Lz4 => "LZ4",
+        }
+    }
+}
+
 fn decompress(payload: &[u8]) -> Result<Vec<u8>, ExtractError> {
+    let format = Format::of(payload)?;
     let (data, size) = payload.split_at(payload.len() - 4);
     let claimed = read_u32(size, 0).unwrap_or(0);
     if claimed > KERNEL_LIMIT_BYTES {
         return Err(ExtractError::TooLarge { claimed });
     }
-    let (format, result) = match *payload {
-        [0x1f, 0x8b, ..] => ("gzip", bounded(flate2::read::GzDecoder::new(payload), claimed)),
-        [0xfd, b'7', b'z', b'X', ..] => ("xz", bounded(lzma_rust2::XzReader::new(data, false), claimed)),
-        [0x28, 0xb5, 0x2f, 0xfd, ..] => (
-            "zstd",
-            ruzstd::decoding::StreamingDecoder::new(data)
-                .map_err(|error| error.to_string())
-                .and_then(|decoder| bounded(decoder, claimed)),
-        ),
-        [a, b, c, d, ..] if [a, b, c, d] == LZ4_LEGACY_MAGIC => ("LZ4", lz4_legacy(&data[4..], claimed)),
-        [a, b, c, d, ..] => return Err(ExtractError::UnknownCompression([a, b, c, d])),
-        _ => return Err(ExtractError::UnknownCompression([0; 4])),
+    let result = match format {
+        // The size at the end is part of the format, so the decoder gets it too.
+        Format::Gzip => bounded(flate2::read::GzDecoder::new(payload), claimed),
+        Format::Xz => bounded(lzma_rust2::XzReader::new(data, false), claimed),
+        Format::Zstd => ruzstd::decoding::StreamingDecoder::new(data)
+            .map_err(|error| error.to_string())
+            .and_then(|decoder| bounded(decoder, claimed)),
+        Format::Lz4 => lz4_legacy(&data[4..], claimed),
     };
+    let damaged = |reason| ExtractError::Damaged { format: format.name(), reason };
     match result {
         Ok(kernel) if kernel.len() == claimed => Ok(kernel),
-        Ok(kernel) => {
-            let reason = format!("{} bytes came out, {claimed} were announced", kernel.len());
-            Err(ExtractError::Damaged { format, reason })
-        }
-        Err(reason) => Err(ExtractError::Damaged { format, reason }),
+        Ok(kernel) => Err(damaged(format!("{} bytes came out, {claimed} were announced", kernel.len()))),
+        Err(reason) => Err(damaged(reason)),
     }
 }
 

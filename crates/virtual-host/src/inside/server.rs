@@ -16,6 +16,8 @@ use crate::channel::{
 use crate::inside::programs::Programs;
 use crate::memory::parse_meminfo;
 
+/// Most NUMA nodes that are looked for; Linux's own limit on x86-64.
+const NODE_LIMIT: u32 = 1024;
 /// Time for the port to appear after its module was loaded.
 const PORT_LIMIT: Duration = Duration::from_secs(20);
 
@@ -33,8 +35,8 @@ impl Replies {
     }
 
     /// Says that request `id` failed.
-    pub fn fail(&self, id: u64, error: impl ToString) {
-        self.send(id, Reply::Failed { error: error.to_string() }, &[]);
+    pub fn fail(&self, id: u64, error: String) {
+        self.send(id, Reply::Failed { error }, &[]);
     }
 }
 
@@ -183,12 +185,10 @@ fn uptime_ms() -> u64 {
 fn sample() -> MemorySample {
     let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
     let counter = |text: &str, name: &str| {
-        text.lines()
-            .find_map(|line| line.strip_prefix(name)?.trim().parse().ok())
-            .unwrap_or(0)
+        text.lines().find_map(|line| line.strip_prefix(name)?.trim().parse().ok()).unwrap_or(0)
     };
     let vmstat = read("/proc/vmstat");
-    let nodes = (0..)
+    let nodes = (0..NODE_LIMIT)
         .map(|node| format!("/sys/devices/system/node/node{node}/meminfo"))
         .take_while(|path| Path::new(path).exists())
         .map(|path| parse_meminfo(&read(&path)))

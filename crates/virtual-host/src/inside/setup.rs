@@ -31,9 +31,12 @@ pub fn prepare() -> Vec<String> {
             warnings.push(format!("cannot mount {target}: {error}"));
         }
     }
-    for (link, target) in
-        [("fd", "/proc/self/fd"), ("stdin", "/proc/self/fd/0"), ("stdout", "/proc/self/fd/1"), ("stderr", "/proc/self/fd/2")]
-    {
+    for (link, target) in [
+        ("fd", "/proc/self/fd"),
+        ("stdin", "/proc/self/fd/0"),
+        ("stdout", "/proc/self/fd/1"),
+        ("stderr", "/proc/self/fd/2"),
+    ] {
         let _ = std::os::unix::fs::symlink(target, Path::new("/dev").join(link));
     }
     match read_settings() {
@@ -44,8 +47,7 @@ pub fn prepare() -> Vec<String> {
 }
 
 fn read_settings() -> Result<Settings, String> {
-    let text =
-        fs::read(SETTINGS_PATH).map_err(|error| format!("cannot read {SETTINGS_PATH}: {error}"))?;
+    let text = fs::read(SETTINGS_PATH).map_err(|error| format!("cannot read {SETTINGS_PATH}: {error}"))?;
     serde_json::from_slice(&text).map_err(|error| format!("{SETTINGS_PATH}: {error}"))
 }
 

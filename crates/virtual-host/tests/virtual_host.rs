@@ -1,0 +1,286 @@
+//! Boots virtual hosts for real and uses them as `ebb` and the lab do.
+//!
+//! They need QEMU and Debian's cloud kernel (`scripts/install-deps.sh`). A start takes a few seconds, so tests that can
+//! share a host do. Only one host runs at a time: each emulated processor takes one of this machine.
+
+#![allow(clippy::unwrap_used)]
+
+use std::fs;
+use std::path::Path;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use ebb_virtual_host::{Command, ExitStatus, HostConfig, HostError, HostFile, Output, VirtualHost};
+
+static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+
+fn alone() -> MutexGuard<'static, ()> {
+    ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn config() -> HostConfig {
+    HostConfig {
+        memory_mib: 1024,
+        init: Some(env!("CARGO_BIN_EXE_ebb-host-init").into()),
+        time_limit: Duration::from_secs(240),
+        ..HostConfig::default()
+    }
+}
+
+fn shell(host: &VirtualHost, line: &str) -> String {
+    let captured = host.output(&Command::shell(line).time_limit(Duration::from_secs(60))).unwrap();
+    assert!(captured.status.success(), "{line}: {captured:?}");
+    captured.text()
+}
+
+fn alive(process_id: u32) -> bool {
+    // A process that was killed but not yet collected by init has no command line any more.
+    fs::read(format!("/proc/{process_id}/cmdline")).is_ok_and(|line| !line.is_empty())
+}
+
+#[test]
+fn commands_files_and_devices() {
+    let _alone = alone();
+    let directory = tempfile::tempdir().unwrap();
+    let added = directory.path().join("added");
+    fs::write(&added, "from outside").unwrap();
+    let file = HostFile { source: added, target: "/opt/deep/added".into(), mode: Some(0o600) };
+    let mut config = HostConfig { swap_mib: 256, huge_pages: 16, files: vec![file], ..config() };
+    config.programs.push("/bin/ls".into());
+    let host = VirtualHost::start(&config).unwrap();
+    assert_eq!(host.hello().warnings, [] as [&str; 0]);
+
+    exit_codes(&host);
+    output_streams(&host);
+    files_cross_both_ways(&host, directory.path());
+    limits(&host);
+    side_by_side(&host);
+
+    assert_eq!(shell(&host, "cat /opt/deep/added"), "from outside");
+    assert_eq!(shell(&host, "stat -c %a /opt/deep/added"), "600\n");
+    assert_eq!(shell(&host, "cat /sys/kernel/mm/transparent_hugepage/enabled"), "[always] madvise never\n");
+    // A dynamic program of this machine runs with its libraries.
+    assert!(shell(&host, "busybox rm /bin/ls; ls --version || /usr/bin/ls --version").contains("coreutils"));
+    assert_eq!(shell(&host, "cat /proc/sys/vm/nr_hugepages"), "16\n");
+    assert_eq!(shell(&host, "head -c 4 /ebb/vmlinux | od -An -c | tr -d ' '"), "177ELF\n");
+    assert_eq!(
+        shell(&host, "cat /sys/devices/system/clocksource/clocksource0/current_clocksource | cut -c1-3"),
+        "tsc\n"
+    );
+    let sample = host.sample().unwrap();
+    assert_eq!(sample.meminfo["SwapTotal"], 256 * 1024 - 4);
+    assert_eq!(sample.swap_used_kib(), 0);
+    assert_eq!(sample.nodes.len(), 1);
+    // Orphans are collected by process 1.
+    shell(&host, "(sleep 0.1 &) ; sleep 0.5; ! grep -l '^State:.*Z' /proc/[0-9]*/status");
+
+    let process_id = host.process_id();
+    assert!(alive(process_id));
+    host.shutdown().unwrap();
+    assert!(!alive(process_id));
+}
+
+fn exit_codes(host: &VirtualHost) {
+    let status = |line: &str| host.output(&Command::shell(line)).unwrap().status;
+    assert_eq!(status("true"), ExitStatus::Code(0));
+    assert_eq!(status("exit 37"), ExitStatus::Code(37));
+    assert_eq!(status("kill -TERM $$"), ExitStatus::Signal(15));
+    let error = host.output(&Command::new("no-such-program")).unwrap_err().to_string();
+    assert!(error.contains("no-such-program"), "{error}");
+    let command = Command::new("sh").args(["-c", "echo $A:$PWD"]).env("A", "b c").directory("/tmp");
+    assert_eq!(host.output(&command).unwrap().text(), "b c:/tmp\n");
+}
+
+fn output_streams(host: &VirtualHost) {
+    // The second line is written only after the first has arrived here and been answered with a file: output is live.
+    let line = "echo first; while [ ! -e /tmp/go ]; do sleep 0.05; done; echo second; echo third >&2";
+    let mut seen = Vec::new();
+    let command = Command::shell(line).time_limit(Duration::from_secs(60));
+    let status = host
+        .run(&command, &mut |output| {
+            if output == Output::Stdout(b"first\n") {
+                host.put("/tmp/go", 0o644, 0, &[][..]).unwrap();
+            }
+            seen.push(match output {
+                Output::Stdout(bytes) => ("out", String::from_utf8_lossy(bytes).into_owned()),
+                Output::Stderr(bytes) => ("err", String::from_utf8_lossy(bytes).into_owned()),
+            });
+        })
+        .unwrap();
+    assert!(status.success());
+    seen[1..].sort();
+    let text = |stream, line: &str| (stream, line.to_owned());
+    assert_eq!(seen, [text("out", "first\n"), text("err", "third\n"), text("out", "second\n")]);
+
+    // More than all buffers on the way hold, from both streams, none of it lost.
+    let captured = host.output(&Command::shell("seq 300000; seq 100000 >&2")).unwrap();
+    assert_eq!(captured.text().lines().count(), 300_000);
+    assert!(captured.stdout.ends_with(b"\n300000\n") && captured.stderr.ends_with(b"\n100000\n"));
+}
+
+fn files_cross_both_ways(host: &VirtualHost, directory: &Path) {
+    let content: Vec<u8> = (0..3_000_000_u32).map(|index| (index * 7 / 3) as u8).collect();
+    let (source, back) = (directory.join("source"), directory.join("back"));
+    fs::write(&source, &content).unwrap();
+    host.put_file(&source, "/root/new/place/file", 0o750).unwrap();
+    assert_eq!(shell(host, "stat -c '%a %s' /root/new/place/file"), "750 3000000\n");
+    assert_eq!(host.get_file("/root/new/place/file", &back).unwrap(), 3_000_000);
+    assert!(fs::read(&back).unwrap() == content);
+
+    // Files of /proc have no length of their own.
+    let mut version = Vec::new();
+    host.get("/proc/version", &mut version).unwrap();
+    assert!(version.starts_with(b"Linux version"));
+    let error = host.get_file("/no/such", &directory.join("none")).unwrap_err().to_string();
+    assert!(error.contains("/no/such") && !directory.join("none").exists(), "{error}");
+    let error = host.put("/proc/no/such", 0o644, 3, &b"abc"[..]).unwrap_err().to_string();
+    assert!(error.contains("/proc/no/such"), "{error}");
+    assert_eq!(shell(host, "echo fine"), "fine\n");
+}
+
+fn limits(host: &VirtualHost) {
+    let command = Command::shell("sleep 1000 & sleep 1000").time_limit(Duration::from_millis(300));
+    let error = host.output(&command).unwrap_err();
+    assert!(matches!(error, HostError::CommandTimeLimit { .. }), "{error}");
+    assert!(error.to_string().contains("sleep 1000"), "{error}");
+    assert_eq!(shell(host, "pidof sleep || echo none"), "none\n", "the whole process group is gone");
+
+    // A background process that keeps the output open does not keep the command from ending.
+    let started = Instant::now();
+    host.output(&Command::shell("sleep 1000 & echo started")).unwrap();
+    assert!(started.elapsed() < Duration::from_secs(500));
+    shell(host, "killall sleep");
+}
+
+fn side_by_side(host: &VirtualHost) {
+    std::thread::scope(|scope| {
+        let waiting =
+            scope.spawn(|| shell(host, "while [ ! -e /tmp/second ]; do sleep 0.05; done; echo one"));
+        assert_eq!(shell(host, "touch /tmp/second; echo two"), "two\n");
+        assert_eq!(waiting.join().unwrap(), "one\n");
+    });
+}
+
+/// `KVM_CREATE_VM` works, a guest's processor runs in it, and both happen at the nested level.
+#[test]
+fn kvm_is_genuine_and_nodes_are_as_asked() {
+    let _alone = alone();
+    let nodes = vec!["size=700M,cpus=0".parse().unwrap(), "size=500M,cpus=1".parse().unwrap()];
+    let host = VirtualHost::start(&HostConfig { nodes, ..config() }).unwrap();
+    assert_eq!(shell(&host, "cat /sys/devices/system/node/online"), "0-1\n");
+    assert_eq!(shell(&host, "cat /sys/devices/system/node/node1/cpulist"), "1\n");
+    let sample = host.sample().unwrap();
+    let total_mib = |node: usize| sample.nodes[node]["MemTotal"] / 1024;
+    assert!((500..700).contains(&total_mib(0)) && (400..500).contains(&total_mib(1)), "{sample:?}");
+
+    // This test program is static too: it goes inside and runs the ignored test below there.
+    host.put_file(&std::env::current_exe().unwrap(), "/tmp/test", 0o755).unwrap();
+    let inner = Command::new("/tmp/test").args(["--ignored", "--exact", "inside_a_guest_computes"]);
+    let captured = host.output(&inner.time_limit(Duration::from_secs(60))).unwrap();
+    assert!(captured.status.success() && captured.text().contains("1 passed"), "{captured:?}");
+}
+
+#[test]
+#[ignore = "runs inside the virtual host"]
+fn inside_a_guest_computes() {
+    use kvm_bindings::kvm_userspace_memory_region;
+    use kvm_ioctls::{Kvm, VcpuExit};
+
+    // Real mode: ecx = 1000000; eax = sum of ecx, ecx - 1, … 1; out 0x10, eax; hlt
+    let code: [u8; 24] = [
+        0x66, 0xb9, 0x40, 0x42, 0x0f, 0x00, 0x66, 0x31, 0xc0, 0x66, 0x01, 0xc8, 0x67, 0xe2, 0xfa, 0x66, 0xe7,
+        0x10, 0xf4, 0, 0, 0, 0, 0,
+    ];
+    let mut memory = ebb_agent::memory::Mapping::new(4096).unwrap();
+    for (word, bytes) in memory.words_mut().iter_mut().zip(code.as_chunks::<8>().0) {
+        *word = u64::from_le_bytes(*bytes);
+    }
+    let vm = Kvm::new().unwrap().create_vm().unwrap();
+    let region = kvm_userspace_memory_region {
+        guest_phys_addr: 0x1000,
+        memory_size: 4096,
+        userspace_addr: memory.words().as_ptr() as u64,
+        ..Default::default()
+    };
+    // SAFETY: `memory` is mapped, page-aligned, and outlives the machine.
+    unsafe { vm.set_user_memory_region(region) }.unwrap();
+    let mut vcpu = vm.create_vcpu(0).unwrap();
+    let mut special = vcpu.get_sregs().unwrap();
+    (special.cs.base, special.cs.selector) = (0, 0);
+    vcpu.set_sregs(&special).unwrap();
+    vcpu.set_regs(&kvm_bindings::kvm_regs { rip: 0x1000, rflags: 2, ..Default::default() }).unwrap();
+    match vcpu.run().unwrap() {
+        VcpuExit::IoOut(0x10, data) => {
+            let sum = (1..=1_000_000_u32).fold(0, u32::wrapping_add);
+            assert_eq!(data, sum.to_le_bytes());
+        }
+        other => panic!("{other:?}"),
+    }
+    assert!(matches!(vcpu.run().unwrap(), VcpuExit::Hlt));
+}
+
+#[test]
+fn dropping_a_host_leaves_nothing_behind() {
+    let _alone = alone();
+    let before = descriptors();
+    let host = VirtualHost::start(&HostConfig { swap_mib: 64, ..config() }).unwrap();
+    let process_id = host.process_id();
+    std::thread::scope(|scope| {
+        // A host that dies under a command gives an error and no hang.
+        let running = scope.spawn(|| host.output(&Command::shell("sleep 1000")));
+        let crash = host.output(&Command::shell("sleep 0.3; echo c > /proc/sysrq-trigger"));
+        for result in [crash, running.join().unwrap()] {
+            let error = result.unwrap_err();
+            assert!(matches!(error, HostError::Ended { .. }), "{error}");
+        }
+    });
+    let error = host.sample().unwrap_err().to_string();
+    assert!(error.contains("sysrq"), "the console explains the end: {error}");
+    drop(host);
+    assert!(!alive(process_id));
+
+    let host = VirtualHost::start(&config()).unwrap();
+    let process_id = host.process_id();
+    drop(host);
+    assert!(!alive(process_id));
+    assert_eq!(descriptors(), before);
+}
+
+fn descriptors() -> usize {
+    // Reader threads close their ends a moment after QEMU's; wait until the number is stable.
+    let count = || fs::read_dir("/proc/self/fd").unwrap().count();
+    let mut last = count();
+    loop {
+        std::thread::sleep(Duration::from_millis(100));
+        let now = count();
+        if now == last {
+            return now;
+        }
+        last = now;
+    }
+}
+
+#[test]
+fn limits_of_the_host_and_failures_at_start() {
+    let _alone = alone();
+    let host = VirtualHost::start(&HostConfig { time_limit: Duration::from_secs(20), ..config() }).unwrap();
+    let error = host.output(&Command::shell("sleep 1000")).unwrap_err();
+    assert!(matches!(error, HostError::HostTimeLimit { .. }), "{error}");
+    let process_id = host.process_id();
+    drop(host);
+    assert!(!alive(process_id));
+
+    let never = HostConfig { boot_limit: Duration::from_millis(50), ..config() };
+    assert!(matches!(VirtualHost::start(&never).unwrap_err(), HostError::BootTimeout { .. }));
+
+    // An init that ends at once makes the kernel panic; the console's end says so.
+    let broken = HostConfig { init: Some("/bin/busybox".into()), ..config() };
+    let error = VirtualHost::start(&broken).unwrap_err();
+    assert!(matches!(error, HostError::EndedAtStart { .. }), "{error}");
+    assert!(error.to_string().to_lowercase().contains("panic"), "{error}");
+
+    let dynamic = HostConfig { init: Some("/bin/sh".into()), ..config() };
+    assert!(matches!(VirtualHost::start(&dynamic).unwrap_err(), HostError::InitUnusable { .. }));
+    let large = HostConfig { memory_mib: 1 << 40, ..config() };
+    assert!(matches!(VirtualHost::start(&large).unwrap_err(), HostError::TooLittleMemory { .. }));
+}
