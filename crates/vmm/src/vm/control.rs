@@ -19,8 +19,12 @@ impl Vm {
         self.balloon.as_ref().ok_or(ControlError::NoBalloon)
     }
 
+    fn state(&self) -> VmState {
+        *lock(&self.state)
+    }
+
     fn uptime_ms(&self) -> u64 {
-        match *lock(&self.state) {
+        match self.state() {
             VmState::Starting => 0,
             _ => u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX),
         }
@@ -44,7 +48,7 @@ fn wrong_state(message: impl Into<String>, remedy: &str) -> ControlError {
 impl VmControl for Vm {
     fn info(&self) -> VmInfo {
         VmInfo {
-            state: *lock(&self.state),
+            state: self.state(),
             cpus: u32::from(self.config.cpus),
             memory_bytes: self.ram.size_bytes(),
             backing: match self.ram.backing() {
@@ -92,7 +96,7 @@ impl VmControl for Vm {
     }
 
     fn power_button(&self) -> Result<(), ControlError> {
-        if *lock(&self.state) != VmState::Running {
+        if self.state() != VmState::Running {
             return Err(wrong_state("a virtual machine that does not run cannot notice its power button", "resume it"));
         }
         let pressed = lock(&self.acpi).press_power_button();
@@ -120,7 +124,7 @@ impl VmControl for Vm {
     }
 
     fn request_statistics(&self) -> Result<(), ControlError> {
-        if *lock(&self.state) != VmState::Running {
+        if self.state() != VmState::Running {
             return Err(wrong_state("a virtual machine that does not run cannot tell statistics", "resume it"));
         }
         let mut transport = lock(self.balloon_transport()?);
