@@ -9,6 +9,10 @@ use std::thread::{self, JoinHandle};
 const TAIL_BYTES: usize = 16 << 10;
 /// Lines shown in an error message.
 const TAIL_LINES: usize = 20;
+/// What QEMU says about every feature of the processor model that its emulator lacks; none of them matters.
+const NOISE: &str = "TCG doesn't support requested feature";
+/// How Linux begins to report that it gives up.
+const PANIC: &str = "Kernel panic";
 
 /// The tail of an output stream that is written by one thread and read when something went wrong.
 #[derive(Debug, Clone, Default)]
@@ -35,7 +39,8 @@ impl Tail {
         })
     }
 
-    /// The last lines, without control characters.
+    /// The lines that explain an end best: those from a kernel panic on, else the last ones. Without control
+    /// characters.
     pub fn lines(&self) -> Vec<String> {
         let bytes: Vec<u8> = self.0.lock().unwrap_or_else(PoisonError::into_inner).iter().copied().collect();
         let text = String::from_utf8_lossy(&bytes);
@@ -44,9 +49,11 @@ impl Tail {
             .map(|line| {
                 line.chars().filter(|character| !character.is_control()).collect::<String>().trim().to_owned()
             })
-            .filter(|line| !line.is_empty())
+            .filter(|line| !line.is_empty() && !line.contains(NOISE))
             .collect();
-        lines[lines.len().saturating_sub(TAIL_LINES)..].to_vec()
+        let panic = lines.iter().rposition(|line| line.contains(PANIC));
+        let first = panic.unwrap_or_else(|| lines.len().saturating_sub(TAIL_LINES));
+        lines.into_iter().skip(first).take(TAIL_LINES).collect()
     }
 
     /// The last lines as an addition to an error message; empty when there are none.
@@ -81,6 +88,18 @@ mod tests {
         let tail = Tail::default();
         tail.push(&vec![b'x'; 10 * TAIL_BYTES]);
         assert_eq!(tail.0.lock().unwrap().len(), TAIL_BYTES);
+    }
+
+    #[test]
+    fn a_panic_is_shown_from_its_beginning_and_noise_is_not() {
+        let tail = Tail::default();
+        tail.push(b"boot\n[    3.1] Kernel panic - not syncing: why\n");
+        for number in 0..100 {
+            tail.push(format!("trace {number}\nqemu: warning: {NOISE}: x\n").as_bytes());
+        }
+        let lines = tail.lines();
+        assert_eq!(lines.len(), TAIL_LINES);
+        assert!(lines[0].ends_with("why") && lines[1] == "trace 0" && lines[2] == "trace 1", "{lines:?}");
     }
 
     #[test]
