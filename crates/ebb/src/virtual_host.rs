@@ -66,6 +66,9 @@ pub struct Args {
     /// Kernel of the host and its guests (default: EBB_KERNEL, else the newest /boot/vmlinuz-*-cloud-amd64).
     #[arg(long, value_name = "PATH")]
     kernel: Option<PathBuf>,
+    /// Further words for the kernel of the host.
+    #[arg(long, default_value = "", value_name = "TEXT")]
+    kernel_arguments: String,
     /// Print one JSON document with the command's output, exit code and times.
     #[arg(long)]
     json: bool,
@@ -156,6 +159,7 @@ fn config(args: &Args) -> HostConfig {
         programs: args.add_program.clone(),
         time_limit: args.time_limit,
         kernel: args.kernel.clone(),
+        kernel_arguments: args.kernel_arguments.clone(),
         memhog: inclusion(args.memhog),
         qemu: inclusion(args.qemu),
         ..HostConfig::default()
