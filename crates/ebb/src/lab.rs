@@ -6,7 +6,7 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 use ebb_lab::direct::{Chosen, Selection};
-use ebb_lab::experiment::{self, Experiment, Runs};
+use ebb_lab::experiment::{self, Experiment, RunSize, Runs};
 use ebb_lab::output::{OutputDirectory, REPORT_FILE, RESULTS_FILE};
 use ebb_lab::progress::Progress;
 use ebb_lab::results::Scale;
@@ -49,6 +49,9 @@ struct RunArgs {
     /// Series to run instead of the default ones, with commas between
     #[arg(long, value_name = "NAME,NAME", value_delimiter = ',')]
     series: Option<Vec<String>>,
+    /// Start no more than this many guests in a series
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    guests: Option<u32>,
     /// Directory for results.json and report.html [default: lab-results/NAME-SCALE]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
@@ -102,12 +105,13 @@ fn request(args: &RunArgs) -> Result<Request, LabError> {
     let experiment = experiment::find(&args.name)?;
     let chosen = if args.series.is_some() { Chosen::ByName } else { Chosen::ByDefault };
     let plans = experiment::choose(experiment, args.series.as_deref())?;
+    let scale = match args.scale {
+        ScaleArg::Demo => Scale::Demo,
+        ScaleArg::Full => Scale::Full,
+    };
     Ok(Request {
         experiment,
-        scale: match args.scale {
-            ScaleArg::Demo => Scale::Demo,
-            ScaleArg::Full => Scale::Full,
-        },
+        size: RunSize { scale, most_guests: args.guests },
         selection: Selection { plans, chosen },
         place: match args.place {
             PlaceArg::Auto => Wanted::Auto,
@@ -119,7 +123,7 @@ fn request(args: &RunArgs) -> Result<Request, LabError> {
 
 fn run_and_report(request: &Request, args: &RunArgs) -> anyhow::Result<ExitCode> {
     let directory = args.out.clone().unwrap_or_else(|| {
-        PathBuf::from("lab-results").join(format!("{}-{}", request.experiment.name(), request.scale))
+        PathBuf::from("lab-results").join(format!("{}-{}", request.experiment.name(), request.size.scale))
     });
     let output = OutputDirectory::check(&directory)?;
     let results = run::run(request, &mut Progress::on_stderr())?;

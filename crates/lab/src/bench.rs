@@ -1,13 +1,16 @@
 //! The bench of one series: it starts guests, lets them work, and watches the host meanwhile.
 
+use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use ebb_agent::protocol::Command;
 
 use crate::LabError;
+use crate::balloon::{Balloon, BalloonError};
 use crate::error::GuestProblem;
 use crate::event::Events;
+use crate::experiment::RunSize;
 use crate::guest::{Answer, Guest};
 use crate::host::{self, Gauge, Usage};
 use crate::monitor::{Assets, GuestSize, Setup};
@@ -27,13 +30,26 @@ const SLOWEST_MIB_PER_S: u64 = 4;
 /// not used since boot before it is short of memory.
 const SWAP_THRESHOLD_PART: f64 = 1.0 / 200.0;
 
+/// A balloon that is not there by then does not get there.
+const BALLOON_LIMIT: Duration = Duration::from_secs(600);
+/// How often a balloon's size is asked for.
+const BALLOON_INTERVAL: Duration = Duration::from_millis(20);
+
+/// The way to one guest's balloon; the socket's directory goes with it.
+struct Control {
+    guest: u32,
+    balloon: Balloon,
+    _directory: tempfile::TempDir,
+}
+
 /// What a series has at hand.
 pub struct Bench<'a> {
     // Dropped in this order: no sample is taken of guests that are gone.
     sampler: Option<Sampler>,
+    controls: Vec<Control>,
     guests: Vec<Guest>,
     processes: GuestProcesses,
-    scale: Scale,
+    size: RunSize,
     setup: Setup,
     assets: &'a Assets,
     gauge: Gauge,
@@ -45,14 +61,14 @@ impl<'a> Bench<'a> {
     /// Sets up for a series, and starts sampling.
     pub fn new(
         series: &str,
-        scale: Scale,
+        size: RunSize,
         setup: Setup,
         assets: &'a Assets,
         gauge: Gauge,
         host_memory_mib: u64,
         events: Events,
     ) -> Self {
-        let interval = match scale {
+        let interval = match size.scale {
             Scale::Demo => Duration::from_millis(500),
             Scale::Full => Duration::from_secs(2),
         };
@@ -60,9 +76,10 @@ impl<'a> Bench<'a> {
         let sampler = Sampler::start(series.to_owned(), interval, gauge, processes.clone(), events.clone());
         Self {
             sampler: Some(sampler),
+            controls: Vec::new(),
             guests: Vec::new(),
             processes,
-            scale,
+            size,
             setup,
             assets,
             gauge,
@@ -73,7 +90,12 @@ impl<'a> Bench<'a> {
 
     /// The scale of the run.
     pub fn scale(&self) -> Scale {
-        self.scale
+        self.size.scale
+    }
+
+    /// How many guests to start when the experiment itself would start `planned`.
+    pub fn guests(&self, planned: u32) -> u32 {
+        self.size.guests(planned)
     }
 
     /// The host's present use.
@@ -91,9 +113,28 @@ impl<'a> Bench<'a> {
     /// # Errors
     /// [`LabError::StartMonitor`], [`LabError::Missing`] and [`LabError::Guest`].
     pub fn start_guest(&mut self, size: GuestSize) -> Result<GuestRecord, LabError> {
+        self.start(size, None)
+    }
+
+    /// As [`Bench::start_guest`], with a control socket, so that the guest's balloon can be changed.
+    ///
+    /// # Errors
+    /// As [`Bench::start_guest`], and [`LabError::SystemFile`] when there is no place for the socket.
+    pub fn start_controlled_guest(&mut self, size: GuestSize) -> Result<GuestRecord, LabError> {
+        let directory = tempfile::tempdir()
+            .map_err(|cause| LabError::SystemFile { path: std::env::temp_dir(), cause })?;
+        let socket = directory.path().join("control");
+        let record = self.start(size, Some(&socket))?;
+        let balloon = Balloon::open(self.setup.monitor, &socket, size.memory_mib)
+            .map_err(|error| balloon_failed(record.guest, &error))?;
+        self.controls.push(Control { guest: record.guest, balloon, _directory: directory });
+        Ok(record)
+    }
+
+    fn start(&mut self, size: GuestSize, control: Option<&Path>) -> Result<GuestRecord, LabError> {
         let number = self.guests.len() as u32 + 1;
         self.events.step(number, "starts");
-        let command = self.assets.command(&self.setup, size)?;
+        let command = self.assets.command(&self.setup, size, control)?;
         let mut guest = Guest::start(number, command)?;
         self.processes.add(guest.pid());
         let ready = guest.wait_ready(BOOT_LIMIT);
@@ -138,7 +179,7 @@ impl<'a> Bench<'a> {
     pub fn wait_for_return(&mut self, record: &mut GuestRecord, program_mib: u64) -> Result<(), LabError> {
         let ended = Instant::now();
         self.events.step(record.guest, "gives its memory back");
-        let patience = patience(self.scale);
+        let patience = patience(self.size.scale);
         let guest = self.guest(record.guest)?;
         let mut watch = ReturnWatch::new(record.peak_mib.unwrap_or(0.0), program_mib as f64, patience);
         loop {
@@ -161,7 +202,7 @@ impl<'a> Bench<'a> {
         self.events.step(0, "waits until the guests are quiet");
         let pids: Vec<u32> = self.guests.iter().map(Guest::pid).collect();
         let total = || pids.iter().filter_map(|&pid| footprint_mib(pid)).sum::<f64>();
-        let patience = Patience { after_return: AfterReturn::UntilQuiet, ..patience(self.scale) };
+        let patience = Patience { after_return: AfterReturn::UntilQuiet, ..patience(self.size.scale) };
         let begin = Instant::now();
         let mut watch = ReturnWatch::new(total(), size.memory_mib as f64, patience);
         while watch.observe(begin.elapsed().as_secs_f64(), total()) == Verdict::Continue {
@@ -175,6 +216,41 @@ impl<'a> Bench<'a> {
             record.monitor_rss_mib = host::monitor_rss_mib(pid, size.memory_mib).map(rounded);
         }
         Ok(())
+    }
+
+    /// Sets the target of a guest's balloon and waits until it is there; the seconds that took.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`] when the monitor refuses, the guest ends, or it takes too long.
+    pub fn balloon_to(&mut self, guest: u32, target_mib: u64, what: &str) -> Result<f64, LabError> {
+        self.events.step(guest, what);
+        let missing = || LabError::Guest {
+            guest,
+            problem: GuestProblem::Protocol("it has no control socket".to_owned()),
+            diagnostics: String::new(),
+        };
+        let control = self.controls.iter_mut().find(|control| control.guest == guest).ok_or_else(missing)?;
+        let begin = Instant::now();
+        let failed = |error| balloon_failed(guest, &error);
+        control.balloon.set_target_mib(target_mib).map_err(failed)?;
+        while control.balloon.actual_mib().map_err(failed)? != target_mib {
+            if begin.elapsed() > BALLOON_LIMIT {
+                let problem =
+                    GuestProblem::TimeOut { what: "balloon of its target size", limit: BALLOON_LIMIT };
+                return Err(LabError::Guest { guest, problem, diagnostics: String::new() });
+            }
+            thread::sleep(BALLOON_INTERVAL);
+        }
+        Ok(begin.elapsed().as_secs_f64())
+    }
+
+    /// What a guest occupies at the host, resident and swapped, MiB.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`] when it has ended.
+    pub fn footprint_mib(&mut self, number: u32) -> Result<f64, LabError> {
+        let guest = self.guest(number)?;
+        footprint_mib(guest.pid()).ok_or_else(|| guest.lost("its memory"))
     }
 
     fn guest(&mut self, number: u32) -> Result<&mut Guest, LabError> {
@@ -194,6 +270,11 @@ impl Drop for Bench<'_> {
     }
 }
 
+fn balloon_failed(guest: u32, error: &BalloonError) -> LabError {
+    let problem = GuestProblem::Protocol(error.to_string());
+    LabError::Guest { guest, problem, diagnostics: String::new() }
+}
+
 /// What a guest occupies at the host, resident and swapped; `None` when it has ended.
 fn footprint_mib(pid: u32) -> Option<f64> {
     host::process_memory(pid).map(|memory| host::mib(memory.footprint_kib()))
@@ -204,7 +285,7 @@ fn footprint_mib(pid: u32) -> Option<f64> {
 fn patience(scale: Scale) -> Patience {
     match scale {
         Scale::Demo => {
-            Patience { beginning_s: 5.0, quiet_s: 4.5, whole_s: 30.0, after_return: AfterReturn::Stop }
+            Patience { beginning_s: 4.0, quiet_s: 4.5, whole_s: 30.0, after_return: AfterReturn::Stop }
         }
         Scale::Full => {
             Patience { beginning_s: 12.0, quiet_s: 6.0, whole_s: 60.0, after_return: AfterReturn::UntilQuiet }

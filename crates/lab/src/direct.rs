@@ -5,10 +5,10 @@ use std::collections::BTreeMap;
 use crate::LabError;
 use crate::bench::Bench;
 use crate::event::{Event, Events};
-use crate::experiment::{Experiment, SeriesPlan};
+use crate::experiment::{Experiment, RunSize, SeriesPlan};
 use crate::host::{self, Gauge, MemoryState};
 use crate::monitor::Assets;
-use crate::results::{MemoryLimit, Place, Scale, Series};
+use crate::results::{MemoryLimit, Place, Series};
 
 /// Which series, and whether somebody asked for them by name.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -65,19 +65,19 @@ impl Selection {
 /// What concerns the host and so every series.
 pub fn run(
     experiment: &dyn Experiment,
-    scale: Scale,
+    size: RunSize,
     mut selection: Selection,
     place: Place,
     assets: &Assets,
     events: &Events,
 ) -> Result<(), LabError> {
-    let shape = experiment.host(scale);
+    let shape = experiment.host(size.scale);
     let gauge = Gauge::new(shape.memory_mib, shape.swap_mib)?;
     let host = host::describe(place, &gauge)?;
     let available_mib = MemoryState::read()?.available_kib / 1024;
     if gauge.limit() == MemoryLimit::Budget && available_mib < shape.memory_mib {
         return Err(LabError::TooLittleMemory {
-            what: format!("{} at {scale} scale", experiment.name()),
+            what: format!("{} at {} scale", experiment.name(), size.scale),
             needed_mib: shape.memory_mib,
             available_mib,
         });
@@ -91,7 +91,10 @@ pub fn run(
     host::warm_up(&gauge)?;
     for plan in &selection.plans {
         host::reset(&gauge)?;
-        events.tell(Event::SeriesBegins { series: plan.name.to_owned(), guests: experiment.guests(scale) });
+        events.tell(Event::SeriesBegins {
+            series: plan.name.to_owned(),
+            guests: size.guests(experiment.guests(size.scale)),
+        });
         let mut series = Series {
             name: plan.name.to_owned(),
             setup: plan.setup.describe(),
@@ -101,7 +104,7 @@ pub fn run(
             error: None,
         };
         let mut bench =
-            Bench::new(plan.name, scale, plan.setup, assets, gauge, host_memory_mib, events.clone());
+            Bench::new(plan.name, size, plan.setup, assets, gauge, host_memory_mib, events.clone());
         if let Err(error) = experiment.run(&mut bench, &mut series) {
             series.error = Some(error.to_string());
         }

@@ -6,7 +6,7 @@ use crate::LabError;
 use crate::bench::Bench;
 use crate::monitor::Setup;
 use crate::results::{MetricInfo, Scale, Series};
-use crate::{density, memhog};
+use crate::{density, inflate, memhog};
 
 /// The host that an experiment is made for: one NUMA node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -15,6 +15,22 @@ pub struct HostShape {
     pub memory_mib: u64,
     /// Swap in MiB.
     pub swap_mib: u64,
+}
+
+/// How large a run is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RunSize {
+    /// The experiment's size.
+    pub scale: Scale,
+    /// The most guests that somebody wants in a series; `None` leaves it to the experiment.
+    pub most_guests: Option<u32>,
+}
+
+impl RunSize {
+    /// How many guests there may be when the experiment itself would start `planned`.
+    pub fn guests(&self, planned: u32) -> u32 {
+        self.most_guests.map_or(planned, |most| most.min(planned))
+    }
 }
 
 /// When a series runs.
@@ -76,8 +92,8 @@ pub trait Experiment: Sync {
 }
 
 /// All experiments, in the order of `ebb lab list`.
-pub fn all() -> [&'static dyn Experiment; 2] {
-    [&density::Density, &memhog::Memhog]
+pub fn all() -> [&'static dyn Experiment; 3] {
+    [&density::Density, &memhog::Memhog, &inflate::Inflate]
 }
 
 /// The experiment of this name.
@@ -126,7 +142,7 @@ mod tests {
     fn experiments_are_found_by_name_and_others_are_answered_with_the_list() {
         assert_eq!(find("density").unwrap().name(), "density");
         let message = find("densitiy").err().unwrap().to_string();
-        assert_eq!(message, "unknown experiment 'densitiy'; there are: density, memhog");
+        assert_eq!(message, "unknown experiment 'densitiy'; there are: density, memhog, inflate");
     }
 
     #[test]

@@ -9,7 +9,7 @@ use crate::assets::memhog_here;
 use crate::console::Tail;
 use crate::direct::Selection;
 use crate::event::{Event, Events};
-use crate::experiment::{Experiment, NeedsMemhog};
+use crate::experiment::{Experiment, NeedsMemhog, RunSize};
 use crate::host::MemoryState;
 use crate::monitor::MonitorKind;
 use crate::results::Scale;
@@ -26,16 +26,16 @@ const EMULATOR_MIB: u64 = 768;
 /// [`LabError::InnerProtocol`].
 pub fn run(
     experiment: &dyn Experiment,
-    scale: Scale,
+    size: RunSize,
     selection: &Selection,
     cpus: u32,
     events: &Events,
 ) -> Result<(), LabError> {
-    let shape = experiment.host(scale);
+    let shape = experiment.host(size.scale);
     let needed_mib = shape.memory_mib + EMULATOR_MIB;
     let available_mib = MemoryState::read()?.available_kib / 1024;
     if available_mib < needed_mib {
-        let what = format!("{} at {scale} scale in the virtual host", experiment.name());
+        let what = format!("{} at {} scale in the virtual host", experiment.name(), size.scale);
         return Err(LabError::TooLittleMemory { what, needed_mib, available_mib });
     }
     events.step(0, format!("starts the virtual host: {} MiB, {} MiB swap", shape.memory_mib, shape.swap_mib));
@@ -44,7 +44,7 @@ pub fn run(
         memory_mib: shape.memory_mib,
         swap_mib: shape.swap_mib,
         cpus: cpus.clamp(1, MOST_CPUS),
-        time_limit: time_limit(scale),
+        time_limit: time_limit(size.scale),
         memhog: match experiment.needs_memhog() {
             NeedsMemhog::Yes => memhog_here(),
             NeedsMemhog::No => Inclusion::Excluded,
@@ -53,7 +53,7 @@ pub fn run(
         ..HostConfig::default()
     })?;
     let mut inner = InnerRun::new(events);
-    let status = host.run(&command(experiment, scale, selection), &mut |output| inner.take(output))?;
+    let status = host.run(&command(experiment, size, selection), &mut |output| inner.take(output))?;
     inner.finish(status)?;
     host.shutdown()?;
     Ok(())
@@ -68,11 +68,15 @@ fn time_limit(scale: Scale) -> Duration {
 }
 
 /// The same experiment as it is run inside.
-fn command(experiment: &dyn Experiment, scale: Scale, selection: &Selection) -> Command {
+fn command(experiment: &dyn Experiment, size: RunSize, selection: &Selection) -> Command {
     let series: Vec<&str> = selection.plans.iter().map(|plan| plan.name).collect();
-    Command::new("/bin/ebb")
+    let command = Command::new("/bin/ebb")
         .args(["lab", "run", experiment.name(), "--where", "direct", "--json-events"])
-        .args(["--scale", scale.name(), "--series", &series.join(",")])
+        .args(["--scale", size.scale.name(), "--series", &series.join(",")]);
+    match size.most_guests {
+        None => command,
+        Some(most) => command.arg("--guests").arg(most.to_string()),
+    }
 }
 
 /// Takes the output of the run inside: events line by line, and messages for the case of failure.
@@ -193,19 +197,13 @@ mod tests {
     fn the_command_inside_is_this_program_with_the_same_series() {
         let experiment = experiment::find("memhog").unwrap();
         let plans = experiment::choose(experiment, None).unwrap();
-        let command = command(experiment, Scale::Full, &Selection { plans, chosen: Chosen::ByDefault });
-        let expected = Command::new("/bin/ebb").args([
-            "lab",
-            "run",
-            "memhog",
-            "--where",
-            "direct",
-            "--json-events",
-            "--scale",
-            "full",
-            "--series",
-            "no-reporting,reporting,qemu-reporting",
-        ]);
-        assert_eq!(command, expected);
+        let selection = Selection { plans, chosen: Chosen::ByDefault };
+        let words = "lab run memhog --where direct --json-events --scale full --series \
+                     no-reporting,reporting,qemu-reporting";
+        let expected = Command::new("/bin/ebb").args(words.split(' '));
+        let size = RunSize { scale: Scale::Full, most_guests: None };
+        assert_eq!(command(experiment, size, &selection), expected);
+        let size = RunSize { most_guests: Some(2), ..size };
+        assert_eq!(command(experiment, size, &selection), expected.args(["--guests", "2"]));
     }
 }

@@ -5,6 +5,7 @@
 //! elsewhere. What it finds is one document ([`results::Results`]) with a table and a page made from it.
 
 pub mod assets;
+pub mod balloon;
 pub mod bench;
 pub mod console;
 pub mod density;
@@ -15,6 +16,7 @@ pub mod experiment;
 pub mod guest;
 pub mod host;
 pub mod in_virtual_host;
+pub mod inflate;
 pub mod memhog;
 pub mod monitor;
 pub mod output;

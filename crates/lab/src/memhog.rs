@@ -107,7 +107,7 @@ impl Experiment for Memhog {
         let sizes = sizes(bench.scale());
         series.metrics = metric_names().map(|name| (name, None)).collect();
         let mut records = Vec::new();
-        for _ in 0..GUESTS {
+        for _ in 0..bench.guests(GUESTS) {
             records.push(bench.start_guest(sizes.guest)?);
         }
         let mut outcome = Ok(());
@@ -135,6 +135,9 @@ fn hog(
     let answer = bench.run_program(record, command, sizes.memhog_mib)?;
     // The host's clock: a guest that waits for its host's swap need not notice.
     series.metrics.insert(metric(record.guest), Some(rounded(answer.waited.as_secs_f64())));
+    if let (1, Some(program)) = (record.guest, answer.result["program"].as_str()) {
+        series.notes.push(format!("program: {program} {}m", sizes.memhog_mib));
+    }
     bench.wait_for_return(record, sizes.memhog_mib)
 }
 

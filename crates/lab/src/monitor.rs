@@ -1,7 +1,7 @@
 //! The monitors that guests run under: Ebb, and QEMU as its peer, each as a process with the same guest.
 
 use std::fmt::Write as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Words that every guest's kernel gets: a quiet serial console, and an end instead of a hang after a crash.
@@ -156,11 +156,17 @@ impl Assets {
         None
     }
 
-    /// The command that runs a guest with its serial console on standard input and output.
+    /// The command that runs a guest with its serial console on standard input and output, and with the monitor's
+    /// control socket at `control` if there shall be one.
     ///
     /// # Errors
     /// [`Missing`], what is not there.
-    pub fn command(&self, setup: &Setup, size: GuestSize) -> Result<Command, Missing> {
+    pub fn command(
+        &self,
+        setup: &Setup,
+        size: GuestSize,
+        control: Option<&Path>,
+    ) -> Result<Command, Missing> {
         let kernel = match setup.kernel {
             KernelImage::BzImage => &self.bzimage,
             KernelImage::Elf => self.elf.as_ref().ok_or(Missing::Elf)?,
@@ -179,6 +185,15 @@ impl Assets {
             .arg(initrd_option)
             .arg(&self.initrd)
             .args([arguments_option, &setup.kernel_arguments()]);
+        match (control, setup.monitor) {
+            (None, _) => {}
+            (Some(socket), MonitorKind::Ebb) => {
+                command.arg("--api").arg(socket);
+            }
+            (Some(socket), MonitorKind::Qemu) => {
+                command.arg("-qmp").arg(format!("unix:{},server=on,wait=off", socket.display()));
+            }
+        }
         Ok(command)
     }
 
@@ -226,7 +241,7 @@ mod tests {
     }
 
     fn line(setup: &Setup) -> String {
-        let command = assets().command(setup, SIZE).unwrap();
+        let command = assets().command(setup, SIZE, Some(Path::new("/tmp/c"))).unwrap();
         let words = std::iter::once(command.get_program()).chain(command.get_args());
         words.map(|word| word.to_str().unwrap()).collect::<Vec<_>>().join(" ")
     }
@@ -255,7 +270,7 @@ mod tests {
         );
         assert!(line(&Setup { kernel: KernelImage::Elf, ..Setup::EBB }).contains("--kernel /ebb/vmlinux "));
         let ordered = line(&Setup { reporting_order: Some(4), ..Setup::EBB });
-        assert!(ordered.ends_with(" page_reporting.page_reporting_order=4"));
+        assert!(ordered.ends_with(" page_reporting.page_reporting_order=4 --api /tmp/c"), "{ordered}");
     }
 
     #[test]
@@ -266,6 +281,7 @@ mod tests {
             line.contains("-kernel /ebb/vmlinuz -initrd /ebb/guest.cpio -append console=ttyS0"),
             "{line}"
         );
+        assert!(line.ends_with("-qmp unix:/tmp/c,server=on,wait=off"), "{line}");
     }
 
     #[test]
@@ -275,8 +291,8 @@ mod tests {
         let elf = Setup { kernel: KernelImage::Elf, ..Setup::EBB };
         assert_eq!(bare.missing(&Setup::EBB), None);
         assert_eq!(bare.missing(&qemu), Some(Missing::Qemu));
-        assert_eq!(bare.command(&qemu, SIZE).unwrap_err(), Missing::Qemu);
-        assert_eq!(bare.command(&elf, SIZE).unwrap_err(), Missing::Elf);
+        assert_eq!(bare.command(&qemu, SIZE, None).unwrap_err(), Missing::Qemu);
+        assert_eq!(bare.command(&elf, SIZE, None).unwrap_err(), Missing::Elf);
     }
 
     #[test]

@@ -10,12 +10,12 @@ use crate::LabError;
 use crate::assets::{FoundAssets, memhog_here};
 use crate::direct::{self, Selection};
 use crate::event::{Collector, Event, Events};
-use crate::experiment::{Experiment, NeedsMemhog};
+use crate::experiment::{Experiment, NeedsMemhog, RunSize};
 use crate::host;
 use crate::in_virtual_host;
 use crate::place;
 use crate::progress::Progress;
-use crate::results::{Place, Results, SCHEMA_VERSION, Scale};
+use crate::results::{Place, Results, SCHEMA_VERSION};
 
 /// What to run, and where.
 #[derive(Clone)]
@@ -23,7 +23,7 @@ pub struct Request {
     /// The experiment.
     pub experiment: &'static dyn Experiment,
     /// Its size.
-    pub scale: Scale,
+    pub size: RunSize,
     /// The series.
     pub selection: Selection,
     /// Where the user wants it.
@@ -65,7 +65,7 @@ pub fn run(request: &Request, progress: &mut Progress) -> Result<Results, LabErr
             }
             Place::VirtualHost => in_virtual_host::run(
                 request.experiment,
-                request.scale,
+                request.size,
                 &request.selection,
                 machine.cpus,
                 events,
@@ -84,8 +84,8 @@ pub fn run(request: &Request, progress: &mut Progress) -> Result<Results, LabErr
         schema: SCHEMA_VERSION,
         experiment: request.experiment.name().to_owned(),
         summary: request.experiment.summary().to_owned(),
-        scale: request.scale,
-        parameters: request.experiment.parameters(request.scale),
+        scale: request.size.scale,
+        parameters: request.experiment.parameters(request.size.scale),
         ebb_version: env!("CARGO_PKG_VERSION").to_owned(),
         started_unix_s,
         elapsed_s: begin.elapsed().as_secs_f64().round(),
@@ -123,7 +123,7 @@ fn write_line(output: &mut impl Write, event: &Event) -> io::Result<()> {
 }
 
 fn run_here(request: &Request, place: Place, found: &FoundAssets, events: &Events) -> Result<(), LabError> {
-    direct::run(request.experiment, request.scale, request.selection.clone(), place, &found.assets, events)
+    direct::run(request.experiment, request.size, request.selection.clone(), place, &found.assets, events)
 }
 
 /// Lets the work happen on a thread of its own, which its guests are tied to, and hands on its events meanwhile.
