@@ -43,8 +43,30 @@ pub struct Settings {
     pub huge_pages: u64,
 }
 
-/// Builds the initramfs in memory.
-pub fn build_initramfs(config: &HostConfig, kernel: &Kernel, cache: &Cache) -> Result<File, HostError> {
+/// The files that a host boots from, in memory.
+pub struct BootFiles {
+    /// ELF kernel with a PVH entry, or the bzImage of a kernel without.
+    pub kernel: File,
+    /// The root file system.
+    pub initramfs: File,
+}
+
+/// Builds what a host boots from.
+pub fn build(config: &HostConfig, kernel: &Kernel, cache: &Cache) -> Result<BootFiles, HostError> {
+    let vmlinux = vmlinux(&kernel.image, cache)?;
+    let initramfs = build_initramfs(config, kernel, &vmlinux)?;
+    // The emulator is slow at decompressing: an entry behind that saves a third of a second.
+    let kernel = if elf::has_pvh_entry(&vmlinux) {
+        let mut file = memory_file("ebb-host-kernel")?;
+        file.write_all(&vmlinux).map_err(HostError::io("cannot write the kernel to memory"))?;
+        file
+    } else {
+        File::open(&kernel.image).map_err(HostError::io(format!("cannot open {}", kernel.image.display())))?
+    };
+    Ok(BootFiles { kernel, initramfs })
+}
+
+fn build_initramfs(config: &HostConfig, kernel: &Kernel, vmlinux: &[u8]) -> Result<File, HostError> {
     let init = match &config.init {
         Some(path) => path.clone(),
         None => env::current_exe().map_err(HostError::io("cannot find the running program's file"))?,
@@ -73,7 +95,7 @@ pub fn build_initramfs(config: &HostConfig, kernel: &Kernel, cache: &Cache) -> R
         .map_err(|error| HostError::Protocol(format!("settings of the host: {error}")))?;
     archive.file(SETTINGS_PATH, 0o644, &text)?;
 
-    add_guest_files(&mut archive, config, kernel, cache)?;
+    add_guest_files(&mut archive, config, kernel, vmlinux)?;
     add_programs(&mut archive, config)?;
     let mut file = archive.finish()?;
     file.rewind().map_err(HostError::io("cannot rewind the initramfs"))?;
@@ -95,10 +117,10 @@ fn add_guest_files<W: Write>(
     archive: &mut Archive<W>,
     config: &HostConfig,
     kernel: &Kernel,
-    cache: &Cache,
+    vmlinux: &[u8],
 ) -> Result<(), HostError> {
     archive.copy("ebb/vmlinuz", Some(0o644), &kernel.image)?;
-    archive.file("ebb/vmlinux", 0o644, &vmlinux(&kernel.image, cache)?)?;
+    archive.file("ebb/vmlinux", 0o644, vmlinux)?;
     let Some(agent) = find_agent(config.agent.as_deref()) else {
         tracing::warn!("no ebb-agent beside this program: the virtual host gets no /ebb/guest.cpio");
         return Ok(());

@@ -1,4 +1,4 @@
-//! As much of ELF as is needed to say whether an executable is static.
+//! As much of ELF as is needed: whether an executable is static, and whether a kernel has a PVH entry.
 
 use std::fs::File;
 use std::io::Read;
@@ -8,6 +8,10 @@ use crate::error::HostError;
 
 /// Program header type of an interpreter (the dynamic loader).
 const PT_INTERP: u32 = 3;
+/// Program header type of notes.
+const PT_NOTE: u32 = 4;
+/// Note of the name "Xen" that holds the 32-bit PVH entry point (Xen public/elfnote.h, XEN_ELFNOTE_PHYS32_ENTRY).
+const PHYS32_ENTRY: usize = 18;
 /// Program headers lie within this many bytes of the start in all that linkers write.
 const HEAD_BYTES: u64 = 64 << 10;
 
@@ -22,22 +26,52 @@ pub enum Linkage {
     NotElf,
 }
 
+/// The little-endian number of `length` bytes at `at`.
+fn number(bytes: &[u8], at: usize, length: usize) -> Option<usize> {
+    let bytes = bytes.get(at..at.checked_add(length)?)?;
+    Some(bytes.iter().rev().fold(0, |value, byte| (value << 8) | usize::from(*byte)))
+}
+
+/// Where the program headers are, those of type `kind` only; `None` if this is no 64-bit little-endian ELF file.
+fn program_headers(file: &[u8], kind: u32) -> Option<Vec<usize>> {
+    // EI_CLASS 2 is 64 bits, EI_DATA 1 is little-endian.
+    if file.get(..6) != Some(&[0x7f, b'E', b'L', b'F', 2, 1]) {
+        return None;
+    }
+    let (table, size, count) = (number(file, 0x20, 8)?, number(file, 0x36, 2)?, number(file, 0x38, 2)?);
+    let places = (0..count).filter_map(|index| table.checked_add(index * size));
+    Some(places.filter(|at| number(file, *at, 4) == Some(kind as usize)).collect())
+}
+
 /// The linkage of the executable whose first bytes are `head`.
 pub fn linkage(head: &[u8]) -> Linkage {
-    let number = |at: usize, length: usize| -> Option<usize> {
-        let bytes = head.get(at..at.checked_add(length)?)?;
-        Some(bytes.iter().rev().fold(0, |value, byte| (value << 8) | usize::from(*byte)))
-    };
-    // EI_CLASS 2 is 64 bits, EI_DATA 1 is little-endian.
-    if head.get(..6) != Some(&[0x7f, b'E', b'L', b'F', 2, 1]) {
-        return Linkage::NotElf;
+    match program_headers(head, PT_INTERP) {
+        None => Linkage::NotElf,
+        Some(interpreters) if interpreters.is_empty() => Linkage::Static,
+        Some(_) => Linkage::Dynamic,
     }
-    let (Some(table), Some(size), Some(count)) = (number(0x20, 8), number(0x36, 2), number(0x38, 2)) else {
-        return Linkage::NotElf;
+}
+
+/// Whether the ELF kernel `file` can be entered the PVH way, which needs no decompression in the machine.
+pub fn has_pvh_entry(file: &[u8]) -> bool {
+    let notes = |header: usize| {
+        let (offset, length) = (number(file, header + 8, 8)?, number(file, header + 32, 8)?);
+        file.get(offset..offset.checked_add(length)?)
     };
-    let kind = |index: usize| table.checked_add(index * size).and_then(|at| number(at, 4));
-    let interpreted = (0..count).any(|index| kind(index) == Some(PT_INTERP as usize));
-    if interpreted { Linkage::Dynamic } else { Linkage::Static }
+    let headers = program_headers(file, PT_NOTE).unwrap_or_default();
+    headers.into_iter().filter_map(notes).any(|notes| notes_have_pvh_entry(notes).is_some())
+}
+
+/// Walks notes: lengths of name and content, type, then both, padded to 4 bytes.
+fn notes_have_pvh_entry(mut notes: &[u8]) -> Option<()> {
+    loop {
+        let (name, content, kind) = (number(notes, 0, 4)?, number(notes, 4, 4)?, number(notes, 8, 4)?);
+        if kind == PHYS32_ENTRY && notes.get(12..16) == Some(b"Xen\0") {
+            return Some(());
+        }
+        let length = 12 + name.next_multiple_of(4) + content.next_multiple_of(4);
+        notes = notes.get(length..)?;
+    }
 }
 
 /// Checks that `path` can be an init: a static executable.
@@ -68,12 +102,35 @@ mod tests {
         assert!(text.contains("no x86-64 ELF"), "{text}");
     }
 
+    /// An ELF head with one program header of notes at 64, the notes at 120.
+    fn with_notes(notes: &[u8]) -> Vec<u8> {
+        let mut file = vec![0; 120];
+        file[..6].copy_from_slice(&[0x7f, b'E', b'L', b'F', 2, 1]);
+        (file[0x20], file[0x36], file[0x38]) = (64, 56, 1);
+        (file[64], file[64 + 8], file[64 + 32]) = (PT_NOTE as u8, 120, notes.len() as u8);
+        file.extend_from_slice(notes);
+        file
+    }
+
+    #[test]
+    fn the_entry_is_found_behind_other_notes() {
+        let note = |kind: u8, name: &[u8]| [&[4, 0, 0, 0, 5, 0, 0, 0, kind, 0, 0, 0], name, &[0; 8]].concat();
+        let entry = note(18, b"Xen\0");
+        assert!(has_pvh_entry(&with_notes(&entry)));
+        assert!(has_pvh_entry(&with_notes(&[note(18, b"GNU\0"), note(6, b"Xen\0"), entry.clone()].concat())));
+        assert!(!has_pvh_entry(&with_notes(&note(6, b"Xen\0"))));
+        assert!(!has_pvh_entry(&with_notes(&entry[..11])));
+        assert!(!has_pvh_entry(b"no kernel"));
+    }
+
     proptest! {
         #[test]
-        fn any_bytes_are_judged(tail: Vec<u8>) {
+        fn any_bytes_are_judged(tail: Vec<u8>, notes in proptest::collection::vec(any::<u8>(), 0..100)) {
             let mut head = vec![0x7f, b'E', b'L', b'F', 2, 1];
             head.extend(tail);
             linkage(&head);
+            has_pvh_entry(&head);
+            has_pvh_entry(&with_notes(&notes));
         }
     }
 }

@@ -59,16 +59,21 @@ impl VirtualHost {
         let kernel = Kernel::find(config.kernel.as_deref())?;
         memory::check_available(config.total_memory_mib())?;
         let started = Instant::now();
-        let initramfs = contents::build_initramfs(config, &kernel, &Cache::of_user())?;
-        tracing::debug!(elapsed_ms = started.elapsed().as_millis(), "initramfs built");
+        let boot = contents::build(config, &kernel, &Cache::of_user())?;
+        tracing::debug!(elapsed_ms = started.elapsed().as_millis(), "boot files built");
         let swap = if config.swap_mib > 0 { Some(contents::swap_disk(config.swap_mib)?) } else { None };
 
         let socket_error = "cannot make a socket pair";
         let (control, control_inside) = UnixStream::pair().map_err(HostError::io(socket_error))?;
         let (console, console_inside) = UnixStream::pair().map_err(HostError::io(socket_error))?;
-        let files =
-            qemu::Files { control: control_inside.into(), console: console_inside.into(), initramfs, swap };
-        let arguments = qemu::arguments(config, &kernel.image, &files);
+        let files = qemu::Files {
+            control: control_inside.into(),
+            console: console_inside.into(),
+            kernel: boot.kernel,
+            initramfs: boot.initramfs,
+            swap,
+        };
+        let arguments = qemu::arguments(config, &files);
         let tail = Tail::default();
         tail.collect(console).map_err(HostError::io("cannot start a thread"))?;
         let keeper = Keeper::start(program, arguments, files, tail.clone(), config.time_limit)?;

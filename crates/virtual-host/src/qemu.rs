@@ -29,6 +29,8 @@ pub struct Files {
     pub control: OwnedFd,
     /// Serial console, connected.
     pub console: OwnedFd,
+    /// The kernel: ELF with a PVH entry, or a bzImage.
+    pub kernel: File,
     /// The initramfs.
     pub initramfs: File,
     /// The swap disk.
@@ -43,7 +45,7 @@ pub fn find() -> Result<PathBuf, HostError> {
 }
 
 /// The emulator's arguments.
-pub fn arguments(config: &HostConfig, kernel: &Path, files: &Files) -> Vec<OsString> {
+pub fn arguments(config: &HostConfig, files: &Files) -> Vec<OsString> {
     let mut list: Vec<OsString> = Vec::new();
     let mut add = |words: &[&str]| list.extend(words.iter().map(OsString::from));
     add(&["-name", "ebb-virtual-host", "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
@@ -74,15 +76,14 @@ pub fn arguments(config: &HostConfig, kernel: &Path, files: &Files) -> Vec<OsStr
     }
     add(&["-append", &format!("{KERNEL_ARGUMENTS} {}", config.kernel_arguments)]);
     add(&["-initrd", &format!("/proc/self/fd/{}", files.initramfs.as_raw_fd())]);
-    list.push("-kernel".into());
-    list.push(kernel.into());
+    add(&["-kernel", &format!("/proc/self/fd/{}", files.kernel.as_raw_fd())]);
     list
 }
 
 /// Starts the emulator. It dies with the calling *thread*, which must therefore outlive it.
 pub fn spawn(program: &Path, arguments: &[OsString], files: &Files) -> Result<Child, HostError> {
-    let mut kept: Vec<RawFd> =
-        vec![files.control.as_raw_fd(), files.console.as_raw_fd(), files.initramfs.as_raw_fd()];
+    let mut kept: Vec<RawFd> = vec![files.control.as_raw_fd(), files.console.as_raw_fd()];
+    kept.extend([&files.kernel, &files.initramfs].map(AsRawFd::as_raw_fd));
     kept.extend(files.swap.as_ref().map(AsRawFd::as_raw_fd));
     let parent = rustix::process::getpid();
     let mut command = Command::new(program);
@@ -122,9 +123,14 @@ mod tests {
 
     fn text(config: &HostConfig) -> String {
         let null = || File::open("/dev/null").unwrap();
-        let files =
-            Files { control: null().into(), console: null().into(), initramfs: null(), swap: Some(null()) };
-        let list = arguments(config, Path::new("/boot/vmlinuz"), &files);
+        let files = Files {
+            control: null().into(),
+            console: null().into(),
+            kernel: null(),
+            initramfs: null(),
+            swap: Some(null()),
+        };
+        let list = arguments(config, &files);
         list.iter().map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ")
     }
 
