@@ -149,6 +149,19 @@ impl DiscardCounters {
         self.inhibited_bytes += outcome.inhibited_bytes;
         self.deferred_bytes += outcome.deferred_bytes;
     }
+
+    pub(crate) fn sum(self, other: Self) -> Self {
+        Self {
+            bytes: self.bytes + other.bytes,
+            ranges: self.ranges + other.ranges,
+            syscalls: self.syscalls + other.syscalls,
+            inhibited_bytes: self.inhibited_bytes + other.inhibited_bytes,
+            deferred_bytes: self.deferred_bytes + other.deferred_bytes,
+            poisoned_bytes: self.poisoned_bytes + other.poisoned_bytes,
+            dropped_bytes: self.dropped_bytes + other.dropped_bytes,
+            failures: self.failures + other.failures,
+        }
+    }
 }
 
 /// Everything that is counted. Never reset.
@@ -190,11 +203,9 @@ impl Faults {
         }
     }
 
-    /// Logs that the host refused something; a driver can bring that about as often as it likes.
+    /// Logs that the host refused something.
     pub(crate) fn log_host_error(&mut self, error: &dyn std::error::Error) {
-        if let Some(suppressed) = self.limit.permit(Instant::now()) {
-            tracing::error!(suppressed, "balloon: {error}");
-        }
+        self.limit.log_host_error(error);
     }
 
     pub(crate) fn counts(&self) -> ErrorCounts {
@@ -211,6 +222,13 @@ pub(crate) struct LogLimit {
 }
 
 impl LogLimit {
+    /// Logs that the host refused something; a driver can bring that about as often as it likes.
+    pub(crate) fn log_host_error(&mut self, error: &dyn std::error::Error) {
+        if let Some(suppressed) = self.permit(Instant::now()) {
+            tracing::error!(suppressed, "balloon: {error}");
+        }
+    }
+
     /// Whether a line may be logged at `now`; if so, how many have been left out since the last one.
     pub(crate) fn permit(&mut self, now: Instant) -> Option<u64> {
         let expired =

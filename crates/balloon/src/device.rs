@@ -12,7 +12,8 @@ use virtio_queue::{Queue, QueueT};
 use crate::config::ConfigSpace;
 use crate::counters::{Counters, Faults, GuestError};
 use crate::hinting::{HintPhase, Hinting};
-use crate::inflate::{Pending, Scratch};
+use crate::inflate::Scratch;
+use crate::pending::Discarder;
 use crate::queue::{DeviceQueue, DeviceQueues};
 use crate::state::{BalloonState, STATE_VERSION};
 use crate::statistics::Collector;
@@ -29,7 +30,9 @@ pub struct Progress {
     pub interrupt: bool,
     /// Call [`Balloon::process_queue`] with this queue again, after the interrupt.
     pub more: bool,
-    /// Pages of the balloon wait to be discarded: call [`Balloon::flush`] once nothing has come for some milliseconds.
+    /// Whole huge pages wait to be discarded: call [`Discarder::discard_due`], best without the device's lock.
+    pub due: bool,
+    /// Pages of the balloon wait to be discarded: call [`Discarder::flush`] once nothing has come for some milliseconds.
     pub pending: bool,
 }
 
@@ -85,7 +88,7 @@ pub struct Balloon {
     offered: Features,
     pub(crate) space: ConfigSpace,
     pub(crate) active: Option<Active>,
-    pub(crate) pending: Pending,
+    pub(crate) discarder: Discarder,
     pub(crate) statistics: Collector,
     pub(crate) hinting: Hinting,
     pub(crate) counters: Counters,
@@ -100,11 +103,11 @@ impl Balloon {
     /// [`BalloonError::TargetTooLarge`].
     pub fn new(config: BalloonConfig, ram: Arc<GuestRam>) -> Result<Self, BalloonError> {
         let mut balloon = Self {
+            discarder: Discarder::new(ram.clone()),
             ram,
             offered: config.features & Features::ALL_BALLOON,
             space: ConfigSpace::default(),
             active: None,
-            pending: Pending::default(),
             statistics: Collector::new(config.statistics_interval),
             hinting: Hinting::default(),
             counters: Counters::default(),
@@ -113,6 +116,11 @@ impl Balloon {
         };
         balloon.set_target_bytes(config.target_bytes)?;
         Ok(balloon)
+    }
+
+    /// Discards pages of this balloon without the lock that guards the device.
+    pub fn discarder(&self) -> Discarder {
+        self.discarder.clone()
     }
 
     /// Feature bits that the device offers. The transport adds those of virtio and of the rings.
@@ -208,7 +216,8 @@ impl Balloon {
             _ => Progress::default(),
         };
         self.active = Some(active);
-        progress.pending = self.pending.bytes() > 0;
+        progress.due = self.discarder.is_due();
+        progress.pending = self.discarder.pending_bytes() > 0;
         progress
     }
 
@@ -216,8 +225,7 @@ impl Balloon {
     /// nothing that the driver left behind is looked at again. The target stays.
     pub fn reset(&mut self) {
         self.active = None;
-        self.counters.discard.dropped_bytes += self.pending.bytes();
-        self.pending = Pending::default();
+        self.discarder.clear();
         self.ram.reclaim_all();
         self.statistics.reset();
         Self::reset_hinting(&mut self.hinting, &mut self.space);
@@ -248,7 +256,8 @@ impl Balloon {
 
     /// Everything that was counted since the device was made.
     pub fn counters(&self) -> Counters {
-        Counters { errors: self.faults.counts(), ..self.counters }
+        let discard = self.counters.discard.sum(self.discarder.counters());
+        Counters { errors: self.faults.counts(), discard, ..self.counters }
     }
 
     /// The device's state for people.
@@ -257,7 +266,7 @@ impl Balloon {
         Info {
             target_bytes: self.target_bytes(),
             actual_bytes: self.actual_bytes(),
-            pending_bytes: self.pending.bytes(),
+            pending_bytes: self.discarder.pending_bytes(),
             active: self.active.is_some(),
             offered_features: self.offered.0,
             negotiated_features: negotiated.0,
@@ -349,6 +358,6 @@ impl Balloon {
     #[cfg(any(test, feature = "testing"))]
     #[doc(hidden)]
     pub fn pending_ranges(&self) -> Vec<ebb_abi::PageRange> {
-        self.pending.ranges()
+        self.discarder.ranges()
     }
 }

@@ -14,9 +14,10 @@
 //! loop {
 //!     let progress = balloon.process_queue(index);
 //!     if progress.interrupt { raise the queue's interrupt }
+//!     if progress.due { release the lock; discarder.discard_due(); take the lock }
 //!     if !progress.more { break }
 //! }
-//! if progress.pending { call balloon.flush() when nothing has happened for some milliseconds }
+//! if progress.pending { call discarder.flush() when nothing has happened for some milliseconds }
 //! ```
 //!
 //! A call does a bounded amount of work. What the driver does wrong is counted by kind ([`GuestError`]), logged at a
@@ -27,8 +28,8 @@
 //! Linux sends at most 256 page frame numbers, 1 MiB, in a buffer and waits for the answer. Half of a transparent huge
 //! page cannot go back to the host at once: the host has to split it. When `MUST_TELL_HOST` was negotiated, the device
 //! may take pages of the balloon at any time until the driver asks for them back (section 5.5.6.2). So it answers
-//! first, gathers what arrives into whole huge pages, and discards those while the guest already looks for more
-//! pages. What does not form a whole huge page waits in a bounded set for [`Balloon::flush`].
+//! first, gathers what arrives into whole huge pages, and discards several of those at a time while the guest already
+//! looks for more pages. What does not form a whole huge page waits in a bounded set for [`Discarder::flush`].
 
 mod budget;
 mod chain;
@@ -39,6 +40,7 @@ mod error;
 mod hinting;
 mod inflate;
 mod pages;
+mod pending;
 mod queue;
 mod reporting;
 mod state;
@@ -55,6 +57,7 @@ pub use config::BalloonConfig;
 pub use counters::{Counters, DiscardCounters, ErrorCounts, GuestError, QueueCounters};
 pub use device::{Balloon, Info, Progress};
 pub use error::BalloonError;
+pub use pending::Discarder;
 pub use hinting::{HintEnd, HintPhase, HintSink};
 pub use state::{BalloonState, STATE_VERSION};
 pub use statistics::{Statistics, StatisticsBuffer, StatisticsPoll};

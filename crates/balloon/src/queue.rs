@@ -92,7 +92,7 @@ impl DeviceQueue {
                     false
                 }
             };
-        Progress { interrupt: self.wants_interrupt(memory), more, pending: false }
+        Progress { interrupt: self.wants_interrupt(memory), more, ..Progress::default() }
     }
 
     /// Whether to come back for chains that the ring announces. An announcement that twice in a row leads to no chain

@@ -5,12 +5,30 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use thiserror::Error;
 
-/// A device that answers to a window of addresses.
-pub trait BusDevice: Send {
+/// A device that answers to a window of addresses, from several vCPUs at once.
+pub trait BusDevice: Send + Sync {
     /// Fills `data` with what the guest reads at `offset` into the window.
-    fn read(&mut self, offset: u64, data: &mut [u8]);
+    fn read(&self, offset: u64, data: &mut [u8]);
     /// Takes what the guest writes at `offset` into the window.
+    fn write(&self, offset: u64, data: &[u8]);
+}
+
+/// A device that one vCPU accesses at a time; behind a [`Mutex`] it is a [`BusDevice`].
+pub trait ExclusiveDevice: Send {
+    /// As [`BusDevice::read`].
+    fn read(&mut self, offset: u64, data: &mut [u8]);
+    /// As [`BusDevice::write`].
     fn write(&mut self, offset: u64, data: &[u8]);
+}
+
+impl<D: ExclusiveDevice> BusDevice for Mutex<D> {
+    fn read(&self, offset: u64, data: &mut [u8]) {
+        self.lock().unwrap_or_else(PoisonError::into_inner).read(offset, data);
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) {
+        self.lock().unwrap_or_else(PoisonError::into_inner).write(offset, data);
+    }
 }
 
 /// Two devices want the same addresses: a mistake in the monitor's layout.
@@ -22,15 +40,15 @@ pub struct Overlap {
 }
 
 /// Devices by address. It is filled before the first vCPU runs and not changed afterwards, so that looking up takes no
-/// lock; each device has its own.
+/// lock.
 #[derive(Default)]
 pub struct Bus {
-    devices: Vec<(Range<u64>, Arc<Mutex<dyn BusDevice>>)>,
+    devices: Vec<(Range<u64>, Arc<dyn BusDevice>)>,
 }
 
 impl Bus {
     /// Puts `device` at `window`.
-    pub fn insert(&mut self, window: Range<u64>, device: Arc<Mutex<dyn BusDevice>>) -> Result<(), Overlap> {
+    pub fn insert(&mut self, window: Range<u64>, device: Arc<dyn BusDevice>) -> Result<(), Overlap> {
         let index = self.devices.partition_point(|(other, _)| other.start < window.start);
         let before = index.checked_sub(1).and_then(|index| self.devices.get(index));
         for (other, _) in before.into_iter().chain(self.devices.get(index)) {
@@ -42,7 +60,7 @@ impl Bus {
         Ok(())
     }
 
-    fn find(&self, address: u64) -> Option<(u64, &Mutex<dyn BusDevice>)> {
+    fn find(&self, address: u64) -> Option<(u64, &dyn BusDevice)> {
         let index = self.devices.partition_point(|(window, _)| window.start <= address).checked_sub(1)?;
         let (window, device) = &self.devices[index];
         window.contains(&address).then(|| (address - window.start, device.as_ref()))
@@ -51,9 +69,7 @@ impl Bus {
     /// Reads; without a device all bits are ones, as on a real bus.
     pub fn read(&self, address: u64, data: &mut [u8]) {
         match self.find(address) {
-            Some((offset, device)) => {
-                device.lock().unwrap_or_else(PoisonError::into_inner).read(offset, data);
-            }
+            Some((offset, device)) => device.read(offset, data),
             None => data.fill(0xff),
         }
     }
@@ -61,7 +77,7 @@ impl Bus {
     /// Writes; without a device nothing happens.
     pub fn write(&self, address: u64, data: &[u8]) {
         if let Some((offset, device)) = self.find(address) {
-            device.lock().unwrap_or_else(PoisonError::into_inner).write(offset, data);
+            device.write(offset, data);
         }
     }
 }
@@ -72,7 +88,7 @@ mod tests {
 
     struct Latch(Vec<(u64, Vec<u8>)>);
 
-    impl BusDevice for Latch {
+    impl ExclusiveDevice for Latch {
         fn read(&mut self, offset: u64, data: &mut [u8]) {
             data.fill(offset as u8);
         }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use vmm_sys_util::eventfd::EventFd;
 
-use super::bus::BusDevice;
+use super::bus::ExclusiveDevice;
 use crate::acpi;
 use crate::exit::{ExitSignal, GuestExit};
 
@@ -29,7 +29,7 @@ impl AcpiRegisters {
     }
 }
 
-impl BusDevice for AcpiRegisters {
+impl ExclusiveDevice for AcpiRegisters {
     fn read(&mut self, offset: u64, data: &mut [u8]) {
         data.fill(0);
         if offset == u64::from(acpi::EVENT_STATUS)
@@ -69,7 +69,7 @@ impl KeyboardReset {
     }
 }
 
-impl BusDevice for KeyboardReset {
+impl ExclusiveDevice for KeyboardReset {
     fn read(&mut self, _offset: u64, data: &mut [u8]) {
         data.fill(0);
     }
@@ -95,7 +95,7 @@ impl PanicNotifier {
     }
 }
 
-impl BusDevice for PanicNotifier {
+impl ExclusiveDevice for PanicNotifier {
     fn read(&mut self, _offset: u64, data: &mut [u8]) {
         data.fill(PANICKED);
     }

@@ -6,7 +6,7 @@ use vm_superio::Trigger;
 use vm_superio::serial::SerialEvents;
 use vmm_sys_util::eventfd::EventFd;
 
-use super::bus::BusDevice;
+use super::bus::ExclusiveDevice;
 use super::console::ConsoleOutput;
 
 /// The line's interrupt.
@@ -83,7 +83,7 @@ impl Serial {
     }
 }
 
-impl BusDevice for Serial {
+impl ExclusiveDevice for Serial {
     fn read(&mut self, offset: u64, data: &mut [u8]) {
         data.fill(0);
         if let Some(first) = data.first_mut() {

@@ -22,7 +22,7 @@ use crate::devices::serial::Serial;
 use crate::devices::virtio::VirtioDevice;
 use crate::devices::virtio::balloon::BalloonDevice;
 use crate::devices::virtio::block::Block;
-use crate::devices::virtio::mmio::{MmioTransport, Wires};
+use crate::devices::virtio::mmio::{MmioTransport, MmioWindow, Wires};
 use crate::devices::virtio::rng::Rng;
 use crate::devices::virtio::worker::Worker;
 use crate::exit::ExitSignal;
@@ -273,8 +273,9 @@ impl Assembly<'_> {
                 .register_ioevent(kick, &notify, queue as u32)
                 .map_err(VmError::kvm("wire a queue notification"))?;
         }
-        let transport = Arc::new(Mutex::new(MmioTransport::new(device, self.memory.clone(), wires)));
-        self.buses.memory.insert(address..address + layout::VIRTIO_MMIO_STRIDE, transport.clone())?;
+        let window = Arc::new(MmioWindow::new(MmioTransport::new(device, self.memory.clone(), wires)));
+        let transport = window.transport().clone();
+        self.buses.memory.insert(address..address + layout::VIRTIO_MMIO_STRIDE, window)?;
         let worker = Worker::spawn(name, transport.clone(), self.filters, self.exit.clone())
             .map_err(VmError::host("start a device thread"))?;
         self.workers.push(worker);

@@ -8,7 +8,7 @@ use ebb_balloon::{Balloon, BalloonConfig, BalloonError, Statistics};
 use ebb_guest_ram::GuestRam;
 use virtio_queue::Queue;
 
-use super::{VirtioDevice, Work};
+use super::{DeferredWork, VirtioDevice, Work};
 use crate::api::control::{
     BalloonFeature, BalloonInfo, BalloonMetrics, BalloonState, ControlError, KindCount, StatisticsReading,
     StatisticsValues,
@@ -180,7 +180,12 @@ impl VirtioDevice for BalloonDevice {
     fn process_queue(&mut self, index: usize) -> Work {
         let progress = self.balloon.process_queue(index);
         self.flush_at = progress.pending.then(|| Instant::now() + FLUSH_AFTER);
-        Work { interrupt: progress.interrupt, more: progress.more }
+        Work { interrupt: progress.interrupt, more: progress.more, deferred: progress.due }
+    }
+
+    fn deferred_work(&self) -> Option<DeferredWork> {
+        let discarder = self.balloon.discarder();
+        Some(Box::new(move || discarder.discard_due()))
     }
 
     fn deadline(&self) -> Option<Instant> {

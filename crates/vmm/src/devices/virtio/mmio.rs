@@ -4,7 +4,8 @@
 //! DEVICE_NEEDS_RESET; nothing here trusts the guest.
 
 use std::io;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
 
 use virtio_bindings::virtio_config::{
     VIRTIO_CONFIG_S_DRIVER_OK, VIRTIO_CONFIG_S_FAILED, VIRTIO_CONFIG_S_FEATURES_OK, VIRTIO_CONFIG_S_NEEDS_RESET,
@@ -16,7 +17,7 @@ use vm_memory::GuestMemoryMmap;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::{VirtioDevice, Work};
-use crate::devices::bus::BusDevice;
+use crate::devices::bus::{BusDevice, ExclusiveDevice};
 
 const MAGIC: u32 = u32::from_le_bytes(*b"virt");
 /// Version 2 is the layout of virtio 1.0 and later.
@@ -60,7 +61,7 @@ pub struct MmioTransport<D> {
     driver_features: u64,
     queue_select: u32,
     status: u32,
-    interrupt_status: u32,
+    interrupt_status: Arc<AtomicU32>,
     config_generation: u32,
     active: bool,
 }
@@ -79,7 +80,7 @@ impl<D: VirtioDevice> MmioTransport<D> {
             driver_features: 0,
             queue_select: 0,
             status: 0,
-            interrupt_status: 0,
+            interrupt_status: Arc::default(),
             config_generation: 0,
             active: false,
         }
@@ -160,11 +161,11 @@ impl<D: VirtioDevice> MmioTransport<D> {
         self.driver_features = 0;
         self.queue_select = 0;
         self.status = 0;
-        self.interrupt_status = 0;
+        self.interrupt_status.store(0, Ordering::Release);
     }
 
     fn interrupt(&mut self, cause: u32) {
-        self.interrupt_status |= cause;
+        self.interrupt_status.fetch_or(cause, Ordering::AcqRel);
         // A full counter means that an interrupt is on its way already.
         let _ = self.wires.interrupt.write(1);
     }
@@ -187,7 +188,6 @@ impl<D: VirtioDevice> MmioTransport<D> {
             },
             reg::VIRTIO_MMIO_QUEUE_NUM_MAX => self.selected().map_or(0, |queue| u32::from(queue.max_size())),
             reg::VIRTIO_MMIO_QUEUE_READY => self.selected().map_or(0, |queue| u32::from(queue.ready())),
-            reg::VIRTIO_MMIO_INTERRUPT_STATUS => self.interrupt_status,
             reg::VIRTIO_MMIO_STATUS => self.status,
             reg::VIRTIO_MMIO_CONFIG_GENERATION => self.config_generation,
             // Shared memory regions: none (length of all ones, section 4.2.2.1).
@@ -239,7 +239,6 @@ impl<D: VirtioDevice> MmioTransport<D> {
                     let _ = kick.write(1);
                 }
             }
-            reg::VIRTIO_MMIO_INTERRUPT_ACK => self.interrupt_status &= !value,
             reg::VIRTIO_MMIO_STATUS => self.write_status(value),
             _ => {}
         }
@@ -309,11 +308,55 @@ impl<D: VirtioDevice> MmioTransport<D> {
     }
 }
 
+/// The register window as vCPUs see it.
+///
+/// The two interrupt registers are answered without the transport's lock: a driver touches them at every interrupt, and
+/// must not wait there for a device that is busy with its next buffer.
+pub struct MmioWindow<D> {
+    transport: Arc<Mutex<MmioTransport<D>>>,
+    interrupt_status: Arc<AtomicU32>,
+}
+
+impl<D: VirtioDevice> MmioWindow<D> {
+    /// The window of `transport`.
+    pub fn new(transport: MmioTransport<D>) -> Self {
+        let interrupt_status = transport.interrupt_status.clone();
+        Self { transport: Arc::new(Mutex::new(transport)), interrupt_status }
+    }
+
+    /// What is behind the window.
+    pub fn transport(&self) -> &Arc<Mutex<MmioTransport<D>>> {
+        &self.transport
+    }
+}
+
+impl<D: VirtioDevice> BusDevice for MmioWindow<D> {
+    fn read(&self, offset: u64, data: &mut [u8]) {
+        const STATUS: u64 = reg::VIRTIO_MMIO_INTERRUPT_STATUS as u64;
+        match (offset, &mut *data) {
+            (STATUS, [_, _, _, _]) => {
+                data.copy_from_slice(&self.interrupt_status.load(Ordering::Acquire).to_le_bytes());
+            }
+            _ => BusDevice::read(&*self.transport, offset, data),
+        }
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) {
+        const ACK: u64 = reg::VIRTIO_MMIO_INTERRUPT_ACK as u64;
+        match (offset, <[u8; 4]>::try_from(data)) {
+            (ACK, Ok(bytes)) => {
+                self.interrupt_status.fetch_and(!u32::from_le_bytes(bytes), Ordering::AcqRel);
+            }
+            _ => BusDevice::write(&*self.transport, offset, data),
+        }
+    }
+}
+
 fn new_queues(device: &impl VirtioDevice) -> Vec<Queue> {
     device.queue_sizes().into_iter().take(MAX_QUEUES).filter_map(|size| Queue::new(size).ok()).collect()
 }
 
-impl<D: VirtioDevice> BusDevice for MmioTransport<D> {
+impl<D: VirtioDevice> ExclusiveDevice for MmioTransport<D> {
     fn read(&mut self, offset: u64, data: &mut [u8]) {
         if let Some(offset) = offset.checked_sub(CONFIG_SPACE) {
             data.fill(0);

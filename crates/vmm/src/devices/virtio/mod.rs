@@ -17,7 +17,12 @@ pub struct Work {
     pub interrupt: bool,
     /// The bound of one call was reached: call again.
     pub more: bool,
+    /// Do the [deferred work](VirtioDevice::deferred_work).
+    pub deferred: bool,
 }
+
+/// Work that takes long and does not need the transport's lock.
+pub type DeferredWork = Box<dyn Fn() + Send>;
 
 /// A virtio device without its transport.
 ///
@@ -45,6 +50,11 @@ pub trait VirtioDevice: Send {
 
     /// Works on a queue after the driver notified it.
     fn process_queue(&mut self, index: usize) -> Work;
+
+    /// What the worker thread does after [`Work::deferred`], without the transport's lock. Asked once.
+    fn deferred_work(&self) -> Option<DeferredWork> {
+        None
+    }
 
     /// When the device wants [`on_timer`](Self::on_timer); asked after each call.
     fn deadline(&self) -> Option<Instant> {

@@ -107,6 +107,7 @@ fn run<D: VirtioDevice>(
     kicks: &[Arc<EventFd>],
     control: &Control,
 ) -> io::Result<()> {
+    let deferred_work = lock(transport).device().deferred_work();
     // Queues to work on; one that was cut short stays set.
     let mut pending = vec![true; kicks.len()];
     let mut parked = false;
@@ -126,7 +127,11 @@ fn run<D: VirtioDevice>(
         if !parked {
             for (index, pending) in pending.iter_mut().enumerate().filter(|(_, pending)| **pending) {
                 // The lock is taken for each call, so that the API and vCPUs come in between.
-                *pending = lock(transport).process_queue(index).more;
+                let work = lock(transport).process_queue(index);
+                *pending = work.more;
+                if work.deferred && let Some(deferred_work) = &deferred_work {
+                    deferred_work();
+                }
             }
             let now = Instant::now();
             let mut transport = lock(transport);

@@ -1,3 +1,5 @@
+use std::sync::MutexGuard;
+
 use proptest::prelude::*;
 use vm_memory::GuestAddress;
 
@@ -41,7 +43,7 @@ impl VirtioDevice for Probe {
     }
     fn process_queue(&mut self, index: usize) -> Work {
         self.processed.push(index);
-        Work { interrupt: true, more: false }
+        Work { interrupt: true, ..Work::default() }
     }
     fn reset(&mut self) {
         self.resets += 1;
@@ -49,139 +51,143 @@ impl VirtioDevice for Probe {
     }
 }
 
-fn transport() -> MmioTransport<Probe> {
+fn window() -> MmioWindow<Probe> {
     let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
-    MmioTransport::new(Probe::default(), memory, Wires::new(2).unwrap())
+    MmioWindow::new(MmioTransport::new(Probe::default(), memory, Wires::new(2).unwrap()))
 }
 
-fn read(transport: &mut MmioTransport<Probe>, register: u32) -> u32 {
+fn behind(window: &MmioWindow<Probe>) -> MutexGuard<'_, MmioTransport<Probe>> {
+    window.transport().lock().unwrap()
+}
+
+fn read(window: &MmioWindow<Probe>, register: u32) -> u32 {
     let mut data = [0; 4];
-    transport.read(u64::from(register), &mut data);
+    window.read(u64::from(register), &mut data);
     u32::from_le_bytes(data)
 }
 
-fn write(transport: &mut MmioTransport<Probe>, register: u32, value: u32) {
-    BusDevice::write(transport, u64::from(register), &value.to_le_bytes());
+fn write(window: &MmioWindow<Probe>, register: u32, value: u32) {
+    window.write(u64::from(register), &value.to_le_bytes());
 }
 
 /// What a driver does (virtio 1.3 section 3.1.1).
-fn initialize(transport: &mut MmioTransport<Probe>) {
+fn initialize(window: &MmioWindow<Probe>) {
     for status in [1, 3] {
-        write(transport, reg::VIRTIO_MMIO_STATUS, status);
+        write(window, reg::VIRTIO_MMIO_STATUS, status);
     }
     for (page, features) in [(0, FEATURE as u32), (1, 1)] {
-        write(transport, reg::VIRTIO_MMIO_DRIVER_FEATURES_SEL, page);
-        write(transport, reg::VIRTIO_MMIO_DRIVER_FEATURES, features);
+        write(window, reg::VIRTIO_MMIO_DRIVER_FEATURES_SEL, page);
+        write(window, reg::VIRTIO_MMIO_DRIVER_FEATURES, features);
     }
-    write(transport, reg::VIRTIO_MMIO_STATUS, 11);
+    write(window, reg::VIRTIO_MMIO_STATUS, 11);
     for queue in 0..2 {
-        write(transport, reg::VIRTIO_MMIO_QUEUE_SEL, queue);
-        write(transport, reg::VIRTIO_MMIO_QUEUE_NUM, 16);
-        write(transport, reg::VIRTIO_MMIO_QUEUE_DESC_LOW, 0x1000 + queue * 0x4000);
-        write(transport, reg::VIRTIO_MMIO_QUEUE_AVAIL_LOW, 0x2000 + queue * 0x4000);
-        write(transport, reg::VIRTIO_MMIO_QUEUE_USED_LOW, 0x3000 + queue * 0x4000);
-        write(transport, reg::VIRTIO_MMIO_QUEUE_READY, 1);
+        write(window, reg::VIRTIO_MMIO_QUEUE_SEL, queue);
+        write(window, reg::VIRTIO_MMIO_QUEUE_NUM, 16);
+        write(window, reg::VIRTIO_MMIO_QUEUE_DESC_LOW, 0x1000 + queue * 0x4000);
+        write(window, reg::VIRTIO_MMIO_QUEUE_AVAIL_LOW, 0x2000 + queue * 0x4000);
+        write(window, reg::VIRTIO_MMIO_QUEUE_USED_LOW, 0x3000 + queue * 0x4000);
+        write(window, reg::VIRTIO_MMIO_QUEUE_READY, 1);
     }
-    write(transport, reg::VIRTIO_MMIO_STATUS, 15);
+    write(window, reg::VIRTIO_MMIO_STATUS, 15);
 }
 
 #[test]
 fn a_well_behaved_driver_gets_its_device() {
-    let mut transport = transport();
-    assert_eq!(read(&mut transport, reg::VIRTIO_MMIO_MAGIC_VALUE), 0x7472_6976);
-    assert_eq!(read(&mut transport, reg::VIRTIO_MMIO_VERSION), 2);
-    assert_eq!(read(&mut transport, reg::VIRTIO_MMIO_DEVICE_ID), 5);
-    write(&mut transport, reg::VIRTIO_MMIO_DEVICE_FEATURES_SEL, 1);
-    assert_eq!(read(&mut transport, reg::VIRTIO_MMIO_DEVICE_FEATURES), 1);
-    initialize(&mut transport);
-    assert!(transport.is_active());
-    assert_eq!(transport.device().activated, Some(FEATURE | 1 << 32));
-    assert_eq!(transport.wires().wake.read().unwrap(), 1);
+    let window = window();
+    assert_eq!(read(&window, reg::VIRTIO_MMIO_MAGIC_VALUE), 0x7472_6976);
+    assert_eq!(read(&window, reg::VIRTIO_MMIO_VERSION), 2);
+    assert_eq!(read(&window, reg::VIRTIO_MMIO_DEVICE_ID), 5);
+    write(&window, reg::VIRTIO_MMIO_DEVICE_FEATURES_SEL, 1);
+    assert_eq!(read(&window, reg::VIRTIO_MMIO_DEVICE_FEATURES), 1);
+    initialize(&window);
+    assert!(behind(&window).is_active());
+    assert_eq!(behind(&window).device().activated, Some(FEATURE | 1 << 32));
+    assert_eq!(behind(&window).wires().wake.read().unwrap(), 1);
 
-    assert!(transport.process_queue(1).interrupt);
-    assert_eq!(read(&mut transport, reg::VIRTIO_MMIO_INTERRUPT_STATUS), INTERRUPT_USED);
-    assert_eq!(transport.wires().interrupt.read().unwrap(), 1);
-    write(&mut transport, reg::VIRTIO_MMIO_INTERRUPT_ACK, INTERRUPT_USED);
-    assert_eq!(read(&mut transport, reg::VIRTIO_MMIO_INTERRUPT_STATUS), 0);
+    assert!(behind(&window).process_queue(1).interrupt);
+    assert_eq!(read(&window, reg::VIRTIO_MMIO_INTERRUPT_STATUS), INTERRUPT_USED);
+    assert_eq!(behind(&window).wires().interrupt.read().unwrap(), 1);
+    write(&window, reg::VIRTIO_MMIO_INTERRUPT_ACK, INTERRUPT_USED);
+    assert_eq!(read(&window, reg::VIRTIO_MMIO_INTERRUPT_STATUS), 0);
 
-    let generation = read(&mut transport, reg::VIRTIO_MMIO_CONFIG_GENERATION);
-    transport.config_changed();
-    assert_ne!(read(&mut transport, reg::VIRTIO_MMIO_CONFIG_GENERATION), generation);
-    assert_eq!(read(&mut transport, reg::VIRTIO_MMIO_INTERRUPT_STATUS), INTERRUPT_CONFIG);
+    let generation = read(&window, reg::VIRTIO_MMIO_CONFIG_GENERATION);
+    behind(&window).config_changed();
+    assert_ne!(read(&window, reg::VIRTIO_MMIO_CONFIG_GENERATION), generation);
+    assert_eq!(read(&window, reg::VIRTIO_MMIO_INTERRUPT_STATUS), INTERRUPT_CONFIG);
 
     let mut byte = [0];
-    transport.read(0x103, &mut byte);
+    window.read(0x103, &mut byte);
     assert_eq!(byte, [4]);
-    BusDevice::write(&mut transport, 0x104, &[1, 2]);
-    assert_eq!(transport.device().config, [(4, vec![1, 2])]);
+    window.write(0x104, &[1, 2]);
+    assert_eq!(behind(&window).device().config, [(4, vec![1, 2])]);
 }
 
 #[test]
 fn a_reset_brings_everything_back() {
-    let mut transport = transport();
-    initialize(&mut transport);
-    write(&mut transport, reg::VIRTIO_MMIO_STATUS, 0);
-    assert!(!transport.is_active());
-    assert_eq!(transport.device().resets, 1);
-    assert_eq!(read(&mut transport, reg::VIRTIO_MMIO_STATUS), 0);
-    assert_eq!(transport.process_queue(0), Work::default());
-    initialize(&mut transport);
-    assert!(transport.is_active());
+    let window = window();
+    initialize(&window);
+    write(&window, reg::VIRTIO_MMIO_STATUS, 0);
+    assert!(!behind(&window).is_active());
+    assert_eq!(behind(&window).device().resets, 1);
+    assert_eq!(read(&window, reg::VIRTIO_MMIO_STATUS), 0);
+    assert_eq!(behind(&window).process_queue(0), Work::default());
+    initialize(&window);
+    assert!(behind(&window).is_active());
 }
 
 #[test]
 fn features_that_were_not_offered_are_refused() {
-    let mut transport = transport();
-    write(&mut transport, reg::VIRTIO_MMIO_STATUS, 3);
-    write(&mut transport, reg::VIRTIO_MMIO_DRIVER_FEATURES_SEL, 1);
-    write(&mut transport, reg::VIRTIO_MMIO_DRIVER_FEATURES, 3);
-    write(&mut transport, reg::VIRTIO_MMIO_STATUS, 11);
-    assert_eq!(read(&mut transport, reg::VIRTIO_MMIO_STATUS), 3);
+    let window = window();
+    write(&window, reg::VIRTIO_MMIO_STATUS, 3);
+    write(&window, reg::VIRTIO_MMIO_DRIVER_FEATURES_SEL, 1);
+    write(&window, reg::VIRTIO_MMIO_DRIVER_FEATURES, 3);
+    write(&window, reg::VIRTIO_MMIO_STATUS, 11);
+    assert_eq!(read(&window, reg::VIRTIO_MMIO_STATUS), 3);
 }
 
 #[test]
 fn drivers_before_version_1_are_refused() {
-    let mut transport = transport();
-    write(&mut transport, reg::VIRTIO_MMIO_STATUS, 3);
-    write(&mut transport, reg::VIRTIO_MMIO_DRIVER_FEATURES, FEATURE as u32);
-    write(&mut transport, reg::VIRTIO_MMIO_STATUS, 11);
-    assert_eq!(read(&mut transport, reg::VIRTIO_MMIO_STATUS), 3);
+    let window = window();
+    write(&window, reg::VIRTIO_MMIO_STATUS, 3);
+    write(&window, reg::VIRTIO_MMIO_DRIVER_FEATURES, FEATURE as u32);
+    write(&window, reg::VIRTIO_MMIO_STATUS, 11);
+    assert_eq!(read(&window, reg::VIRTIO_MMIO_STATUS), 3);
 }
 
 #[test]
 fn an_invalid_queue_asks_for_a_reset() {
-    let mut transport = transport();
-    write(&mut transport, reg::VIRTIO_MMIO_STATUS, 3);
-    write(&mut transport, reg::VIRTIO_MMIO_DRIVER_FEATURES_SEL, 1);
-    write(&mut transport, reg::VIRTIO_MMIO_DRIVER_FEATURES, 1);
-    write(&mut transport, reg::VIRTIO_MMIO_STATUS, 11);
-    write(&mut transport, reg::VIRTIO_MMIO_QUEUE_DESC_HIGH, 0xffff_ffff);
-    write(&mut transport, reg::VIRTIO_MMIO_QUEUE_READY, 1);
-    write(&mut transport, reg::VIRTIO_MMIO_STATUS, 15);
-    assert!(!transport.is_active());
-    assert_ne!(read(&mut transport, reg::VIRTIO_MMIO_STATUS) & VIRTIO_CONFIG_S_NEEDS_RESET, 0);
-    write(&mut transport, reg::VIRTIO_MMIO_STATUS, 0);
-    initialize(&mut transport);
-    assert!(transport.is_active());
+    let window = window();
+    write(&window, reg::VIRTIO_MMIO_STATUS, 3);
+    write(&window, reg::VIRTIO_MMIO_DRIVER_FEATURES_SEL, 1);
+    write(&window, reg::VIRTIO_MMIO_DRIVER_FEATURES, 1);
+    write(&window, reg::VIRTIO_MMIO_STATUS, 11);
+    write(&window, reg::VIRTIO_MMIO_QUEUE_DESC_HIGH, 0xffff_ffff);
+    write(&window, reg::VIRTIO_MMIO_QUEUE_READY, 1);
+    write(&window, reg::VIRTIO_MMIO_STATUS, 15);
+    assert!(!behind(&window).is_active());
+    assert_ne!(read(&window, reg::VIRTIO_MMIO_STATUS) & VIRTIO_CONFIG_S_NEEDS_RESET, 0);
+    write(&window, reg::VIRTIO_MMIO_STATUS, 0);
+    initialize(&window);
+    assert!(behind(&window).is_active());
 }
 
 #[test]
 fn a_device_that_refuses_asks_for_a_reset() {
-    let mut transport = transport();
-    transport.device_mut().refuse = true;
-    initialize(&mut transport);
-    assert!(!transport.is_active());
-    assert_ne!(read(&mut transport, reg::VIRTIO_MMIO_STATUS) & VIRTIO_CONFIG_S_NEEDS_RESET, 0);
+    let window = window();
+    behind(&window).device_mut().refuse = true;
+    initialize(&window);
+    assert!(!behind(&window).is_active());
+    assert_ne!(read(&window, reg::VIRTIO_MMIO_STATUS) & VIRTIO_CONFIG_S_NEEDS_RESET, 0);
 }
 
 #[test]
 fn queues_cannot_be_moved_while_the_device_runs() {
-    let mut transport = transport();
-    initialize(&mut transport);
-    write(&mut transport, reg::VIRTIO_MMIO_QUEUE_READY, 0);
-    write(&mut transport, reg::VIRTIO_MMIO_QUEUE_DESC_LOW, 0x9000);
-    assert!(transport.is_active());
-    assert!(transport.process_queue(0).interrupt);
+    let window = window();
+    initialize(&window);
+    write(&window, reg::VIRTIO_MMIO_QUEUE_READY, 0);
+    write(&window, reg::VIRTIO_MMIO_QUEUE_DESC_LOW, 0x9000);
+    assert!(behind(&window).is_active());
+    assert!(behind(&window).process_queue(0).interrupt);
 }
 
 proptest! {
@@ -190,15 +196,15 @@ proptest! {
     fn no_sequence_of_writes_breaks_the_window(
         writes in prop::collection::vec((0u64..0x200, any::<u64>(), 0usize..9), 0..200)
     ) {
-        let mut transport = transport();
+        let window = window();
         for (offset, value, length) in writes {
             let bytes = value.to_le_bytes();
-            BusDevice::write(&mut transport, offset, &bytes[..length.min(8)]);
+            window.write(offset, &bytes[..length.min(8)]);
             let mut data = [0; 8];
-            transport.read(offset, &mut data[..length.min(8)]);
+            window.read(offset, &mut data[..length.min(8)]);
         }
-        write(&mut transport, reg::VIRTIO_MMIO_STATUS, 0);
-        initialize(&mut transport);
-        prop_assert!(transport.is_active());
+        write(&window, reg::VIRTIO_MMIO_STATUS, 0);
+        initialize(&window);
+        prop_assert!(behind(&window).is_active());
     }
 }

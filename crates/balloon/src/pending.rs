@@ -1,0 +1,145 @@
+//! Pages of the balloon that wait to be discarded, and who discards them.
+//!
+//! Discarding takes long: about a millisecond for a few huge pages. It happens outside of the lock that guards the
+//! device, through a [`Discarder`], so that neither the driver's register accesses nor the API wait for it. The set has a
+//! lock of its own, which is held while its pages are being discarded: whoever takes pages out of the balloon waits there.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use ebb_abi::{PAGE_SIZE_BYTES, PageRange};
+use ebb_guest_ram::GuestRam;
+
+use crate::counters::{DiscardCounters, LogLimit};
+use crate::pages::PageSet;
+
+/// Pages that may wait for the rest of their huge pages: 64 MiB.
+const MAX_PENDING_PAGES: u64 = 16 << 10;
+
+/// Ranges that may wait; as many as go into one `process_madvise`.
+const MAX_PENDING_RANGES: usize = 1024;
+
+/// Whole huge pages are discarded when there are this many pages of them, 8 MiB: each discard interrupts the vCPUs to
+/// flush their address translations, however much it takes away.
+const DUE_PAGES: u64 = 2 << 10;
+
+/// Pages that are in the balloon and have not been discarded.
+///
+/// Invariant: the driver has named each of them on the inflate queue and not, since, on the deflate queue.
+#[derive(Debug, Default)]
+struct Pending {
+    pages: PageSet,
+    /// Pages that were added since whole huge pages were last taken out.
+    fresh_pages: u64,
+    counters: DiscardCounters,
+    limit: LogLimit,
+}
+
+impl Pending {
+    /// Takes out the whole huge pages.
+    fn take_huge_blocks(&mut self) -> Vec<PageRange> {
+        self.fresh_pages = 0;
+        let blocks: Vec<_> =
+            self.pages.iter().map(PageRange::whole_huge_blocks).filter(|blocks| !blocks.is_empty()).collect();
+        for range in &blocks {
+            self.pages.remove(*range);
+        }
+        blocks
+    }
+
+    fn take_all(&mut self) -> Vec<PageRange> {
+        self.fresh_pages = 0;
+        self.pages.take_all()
+    }
+
+    fn discard(&mut self, ram: &GuestRam, ranges: &[PageRange]) {
+        if ranges.is_empty() {
+            return;
+        }
+        match ram.discard_held(ranges) {
+            Ok(outcome) => self.counters.add(outcome),
+            Err(error) => {
+                self.counters.failures += 1;
+                self.limit.log_host_error(&error);
+            }
+        }
+    }
+}
+
+/// Discards the pages of a balloon, from any thread and without the lock that guards the device.
+#[derive(Clone, Debug)]
+pub struct Discarder {
+    ram: Arc<GuestRam>,
+    pending: Arc<Mutex<Pending>>,
+}
+
+impl Discarder {
+    pub(crate) fn new(ram: Arc<GuestRam>) -> Self {
+        Self { ram, pending: Arc::default() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Pending> {
+        self.pending.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Discards whole huge pages. To be called after [`Progress::due`](crate::Progress::due).
+    pub fn discard_due(&self) {
+        let mut pending = self.lock();
+        let blocks = pending.take_huge_blocks();
+        pending.discard(&self.ram, &blocks);
+    }
+
+    /// Discards everything that waits. To be called when nothing has come for some milliseconds after
+    /// [`Progress::pending`](crate::Progress::pending), and before the virtual machine is paused.
+    pub fn flush(&self) {
+        let mut pending = self.lock();
+        let ranges = pending.take_all();
+        pending.discard(&self.ram, &ranges);
+    }
+
+    /// Adds pages that came on the inflate queue. What exceeds the bounds is discarded at once.
+    pub(crate) fn insert(&self, ranges: &[PageRange]) {
+        let mut pending = self.lock();
+        for range in ranges {
+            pending.pages.insert(*range);
+            pending.fresh_pages += range.pages;
+        }
+        if pending.pages.pages() > MAX_PENDING_PAGES || pending.pages.range_count() > MAX_PENDING_RANGES {
+            let ranges = pending.take_all();
+            pending.discard(&self.ram, &ranges);
+        }
+    }
+
+    /// Takes out pages that came on the deflate queue.
+    pub(crate) fn remove(&self, ranges: &[PageRange]) {
+        let mut pending = self.lock();
+        for range in ranges {
+            pending.pages.remove(*range);
+        }
+    }
+
+    /// Forgets everything: the pages are the guest's again.
+    pub(crate) fn clear(&self) {
+        let mut pending = self.lock();
+        pending.counters.dropped_bytes += pending.pages.pages() * PAGE_SIZE_BYTES;
+        pending.take_all();
+    }
+
+    /// Bytes that wait.
+    pub fn pending_bytes(&self) -> u64 {
+        self.lock().pages.pages() * PAGE_SIZE_BYTES
+    }
+
+    /// Whether enough came for [`discard_due`](Self::discard_due).
+    pub(crate) fn is_due(&self) -> bool {
+        self.lock().fresh_pages >= DUE_PAGES
+    }
+
+    pub(crate) fn counters(&self) -> DiscardCounters {
+        self.lock().counters
+    }
+
+    #[cfg(any(test, feature = "testing"))]
+    pub(crate) fn ranges(&self) -> Vec<PageRange> {
+        self.lock().pages.iter().collect()
+    }
+}
