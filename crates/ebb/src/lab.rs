@@ -1,5 +1,6 @@
 //! `ebb lab`: experiments on real guests.
 
+use std::fmt::Write as _;
 use std::io::{self, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -181,12 +182,72 @@ fn listing(experiment: &dyn Experiment) -> String {
     for scale in [Scale::Demo, Scale::Full] {
         let parameters: Vec<String> =
             experiment.parameters(scale).into_iter().map(|(name, value)| format!("{name} {value}")).collect();
-        text.push_str(&format!("  {:<6} {}\n", scale.name(), parameters.join(", ")));
+        // Writing to a String cannot fail, here and below.
+        let _ = writeln!(text, "  {:<6} {}", scale.name(), parameters.join(", "));
     }
     for plan in experiment.series() {
         let mark = if plan.runs == Runs::ByDefault { ' ' } else { '-' };
-        text.push_str(&format!("  {mark} {:<18} {}\n", plan.name, plan.summary));
+        let _ = writeln!(text, "  {mark} {:<18} {}", plan.name, plan.summary);
     }
     text.push_str("  (series with - run when named with --series)\n");
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser as _;
+
+    #[derive(Debug, clap::Parser)]
+    struct Cli {
+        #[command(flatten)]
+        args: Args,
+    }
+
+    fn run_args(words: &str) -> Result<RunArgs, clap::Error> {
+        let line = ["lab", "run"].into_iter().chain(words.split_whitespace());
+        match Cli::try_parse_from(line)?.args.command {
+            Command::Run(args) => Ok(args),
+            Command::List(_) => unreachable!("the words begin with run"),
+        }
+    }
+
+    #[test]
+    fn the_command_line_becomes_a_request() {
+        let args = run_args("density --scale full --series reporting,no-reporting --guests 2").unwrap();
+        let request = request(&args).unwrap();
+        assert_eq!(request.experiment.name(), "density");
+        assert_eq!(request.size, RunSize { scale: Scale::Full, most_guests: Some(2) });
+        assert_eq!(request.selection.chosen, Chosen::ByName);
+        assert_eq!(request.selection.plans.len(), 2);
+        assert_eq!(request.place, Wanted::Auto);
+    }
+
+    #[test]
+    fn what_cannot_be_meant_is_refused_with_what_can() {
+        let message = |words: &str| request(&run_args(words).unwrap()).err().unwrap().to_string();
+        assert!(message("densty").contains("there are: density"));
+        assert!(message("memhog --series fast").contains("there are: no-reporting"));
+        for words in ["", "density --scale huge", "density --guests 0", "density --where moon"] {
+            assert!(run_args(words).is_err(), "{words}");
+        }
+    }
+
+    #[test]
+    fn the_list_has_every_experiment_with_its_series() {
+        for experiment in experiment::all() {
+            let text = listing(experiment);
+            let document = describe(experiment);
+            assert!(text.starts_with(&format!("{}: ", experiment.name())));
+            assert_eq!(document["name"], experiment.name());
+            for plan in experiment.series() {
+                assert!(text.contains(plan.name));
+            }
+            assert_eq!(document["series"].as_array().unwrap().len(), experiment.series().len());
+            assert!(
+                document["scales"]["demo"]["host_mib"].as_u64()
+                    < document["scales"]["full"]["host_mib"].as_u64()
+            );
+        }
+    }
 }

@@ -14,6 +14,7 @@ use crate::experiment::RunSize;
 use crate::guest::{Answer, Guest};
 use crate::host::{self, Gauge, Usage};
 use crate::monitor::{Assets, GuestSize, Setup};
+use crate::proc;
 use crate::results::{GuestRecord, Scale, rounded};
 use crate::sampler::{GuestProcesses, Sampler};
 use crate::watch::{AfterReturn, Patience, ReturnWatch, Verdict};
@@ -30,6 +31,10 @@ const SLOWEST_MIB_PER_S: u64 = 4;
 /// not used since boot before it is short of memory.
 const SWAP_THRESHOLD_PART: f64 = 1.0 / 200.0;
 
+/// A guest with nothing to do answers by then.
+const ANSWER_LIMIT: Duration = Duration::from_secs(60);
+/// Order of the smallest blocks that Linux reports by default on x86: 2 MiB (`pageblock_order`).
+const PAGEBLOCK_ORDER: usize = 9;
 /// A balloon that is not there by then does not get there.
 const BALLOON_LIMIT: Duration = Duration::from_secs(600);
 /// How often a balloon's size is asked for.
@@ -214,6 +219,26 @@ impl<'a> Bench<'a> {
             let footprint = footprint_mib(pid);
             record.idle_rss_mib = Some(rounded(footprint.ok_or_else(|| guest.lost(lost))?));
             record.monitor_rss_mib = host::monitor_rss_mib(pid, size.memory_mib).map(rounded);
+        }
+        Ok(())
+    }
+
+    /// Asks the idle guests what they use themselves, which explains what they leave at the host.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`] when a guest does not answer.
+    pub fn ask_idle(&mut self, records: &mut [GuestRecord], size: GuestSize) -> Result<(), LabError> {
+        for record in records {
+            let guest = self.guest(record.guest)?;
+            let memory = guest.command(Command::MemInfo, ANSWER_LIMIT, &mut || {})?.result;
+            let free_kib = memory["MemFree"].as_u64();
+            record.guest_in_use_mib =
+                free_kib.map(|free_kib| rounded(size.memory_mib as f64 - host::mib(free_kib)));
+            let command = Command::ReadFile { path: "/proc/buddyinfo".to_owned() };
+            let blocks = guest.command(command, ANSWER_LIMIT, &mut || {})?.result;
+            record.guest_fragments_mib = blocks["text"]
+                .as_str()
+                .map(|text| rounded(host::mib(proc::free_below_order_kib(text, PAGEBLOCK_ORDER))));
         }
         Ok(())
     }

@@ -77,6 +77,13 @@ impl Experiment for Density {
             MetricInfo::new("guests_without_swap", "Guests without swap", "", Better::Higher),
             MetricInfo::new("swap_used_mib", "Swap used at the end", "MiB", Better::Lower),
             MetricInfo::new("idle_guest_rss_mib", "Left at the host by an idle guest", "MiB", Better::Lower),
+            MetricInfo::new("guest_in_use_mib", "In use in an idle guest", "MiB", Better::Lower),
+            MetricInfo::new(
+                "guest_fragments_mib",
+                "Free in an idle guest, in pieces below 2 MiB",
+                "MiB",
+                Better::Lower,
+            ),
             MetricInfo::new("booted_rss_mib", "Memory of a guest after boot", "MiB", Better::Lower),
             MetricInfo::new("return_90_s", "90 % of the program's memory is back after", "s", Better::Lower),
             MetricInfo::new("start_to_init_s", "Start to the guest's init", "s", Better::Lower),
@@ -142,7 +149,9 @@ impl Experiment for Density {
         let sizes = sizes(bench.scale());
         let filled = fill(bench, series, sizes);
         // What has been measured is worth keeping even if a guest failed in the end.
-        let measured = filled.and_then(|()| bench.measure_idle(&mut series.guests, sizes.guest));
+        let measured = filled
+            .and_then(|()| bench.measure_idle(&mut series.guests, sizes.guest))
+            .and_then(|()| bench.ask_idle(&mut series.guests, sizes.guest));
         let swap_used_mib = bench.usage()?.swap_used_mib;
         summarize(series, bench.swap_threshold_mib(), swap_used_mib);
         measured
@@ -187,6 +196,8 @@ fn summarize(series: &mut Series, threshold_mib: f64, swap_used_mib: f64) {
         ("guests_without_swap", Some(guests.iter().take_while(fits).count() as f64)),
         ("swap_used_mib", Some(swap_used_mib)),
         ("idle_guest_rss_mib", present(|guest| guest.idle_rss_mib)),
+        ("guest_in_use_mib", present(|guest| guest.guest_in_use_mib)),
+        ("guest_fragments_mib", present(|guest| guest.guest_fragments_mib)),
         ("booted_rss_mib", present(|guest| guest.booted_rss_mib)),
         // A guest at whose program the host was full was not waited for.
         ("return_90_s", median_or_never(guests.iter().take_while(fits).map(|guest| guest.return_90_s))),

@@ -90,6 +90,16 @@ pub fn monitor_resident_kib(mappings: &[Mapping], guest_mib: u64) -> u64 {
         .sum()
 }
 
+/// Free memory of `/proc/buddyinfo` in blocks below an order, in KiB: what is free, but in pieces too small for it.
+pub fn free_below_order_kib(text: &str, order: usize) -> u64 {
+    const PAGE_KIB: u64 = 4;
+    text.lines()
+        .filter_map(|line| line.split_once(", zone "))
+        .flat_map(|(_node, rest)| rest.split_ascii_whitespace().skip(1).take(order).enumerate())
+        .filter_map(|(order, count)| count.parse::<u64>().ok()?.checked_mul(PAGE_KIB << order))
+        .fold(0, u64::saturating_add)
+}
+
 /// The name of the first processor in `/proc/cpuinfo`.
 pub fn cpu_name(text: &str) -> Option<&str> {
     text.lines().find_map(|line| {
@@ -174,6 +184,15 @@ Rss:                  20 kB
     }
 
     #[test]
+    fn fragments_are_the_free_blocks_below_an_order() {
+        let text = "Node 0, zone      DMA      1      0      2      5\nNode 0, zone   Normal     10      1      0      0\n";
+        assert_eq!(free_below_order_kib(text, 0), 0);
+        assert_eq!(free_below_order_kib(text, 1), 44);
+        assert_eq!(free_below_order_kib(text, 3), 44 + 8 + 32);
+        assert_eq!(free_below_order_kib("rubbish", 9), 0);
+    }
+
+    #[test]
     fn swaps_and_lists_and_cpu_names() {
         let text = "Filename\t\t\t\tType\t\tSize\n/dev/vda partition 1\n/a\\040b file 2\n";
         assert_eq!(swaps(text), ["/dev/vda", "/a b"]);
@@ -201,6 +220,7 @@ Rss:                  20 kB
             status(&text);
             swaps(&text);
             list_length(&text);
+            free_below_order_kib(&text, 9);
             prop_assert!(smaps(&text).iter().all(|mapping| mapping.size_kib <= u64::MAX / 1024));
         }
 

@@ -157,6 +157,13 @@ pub struct GuestRecord {
     pub idle_rss_mib: Option<f64>,
     /// Resident memory of its monitor without the guest's RAM, MiB.
     pub monitor_rss_mib: Option<f64>,
+    /// Memory that the guest itself has in use when the series ended: its RAM without what its kernel counts as free,
+    /// so kernel, page structures and programs, MiB.
+    #[serde(default)]
+    pub guest_in_use_mib: Option<f64>,
+    /// Memory that is free in the guest then, but in pieces below 2 MiB, which Linux does not report by default, MiB.
+    #[serde(default)]
+    pub guest_fragments_mib: Option<f64>,
     /// Swap the host had in use after this guest's program, MiB.
     pub swap_used_mib: Option<f64>,
 }

@@ -36,7 +36,7 @@ pub enum Wanted {
     /// Directly if KVM serves here, else in the virtual host.
     #[default]
     Auto,
-    /// Directly, whatever KVM is like.
+    /// Directly, or not at all.
     Direct,
     /// In the virtual host.
     VirtualHost,
