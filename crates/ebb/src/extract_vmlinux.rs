@@ -22,8 +22,9 @@ pub struct Args {
 
 /// Writes the kernel; it appears under its name when it is whole.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
-    let image = fs::read(&args.input).with_context(|| format!("cannot read {}", args.input.display()))?;
-    let kernel = extract_vmlinux(&image).with_context(|| format!("{}", args.input.display()))?;
-    write_whole(&args.output, |writer| Ok(writer.write_all(&kernel)?))?;
+    let Args { input, output } = args;
+    let image = fs::read(&input).with_context(|| format!("cannot read {}", input.display()))?;
+    let kernel = extract_vmlinux(&image).with_context(|| format!("{}", input.display()))?;
+    write_whole(&output, |writer| Ok(writer.write_all(&kernel)?))?;
     Ok(ExitCode::SUCCESS)
 }

@@ -11,6 +11,9 @@ use ebb_virtual_host::{
     parse_duration, parse_size_mib,
 };
 
+/// Exit code of a program that SIGPIPE has ended, as a shell reports it.
+const BROKEN_PIPE_CODE: i32 = 141;
+
 const INSIDE: &str = "\
 Inside the virtual host:
   /bin/ebb          this program; /dev/kvm is a genuine KVM with nested paging
@@ -85,7 +88,20 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     };
     let command = Command::new(program).args(arguments);
     let started = Instant::now();
-    let host = VirtualHost::start(&config(&args))?;
+    let host = VirtualHost::start(&HostConfig {
+        memory_mib: args.memory,
+        cpus: args.cpus,
+        nodes: args.node,
+        swap_mib: args.swap,
+        huge_pages: args.huge_pages,
+        files: args.add,
+        programs: args.add_program,
+        time_limit: args.time_limit,
+        kernel: args.kernel,
+        memhog: inclusion(args.memhog),
+        qemu: inclusion(args.qemu),
+        ..HostConfig::default()
+    })?;
     for warning in &host.hello().warnings {
         tracing::warn!("virtual host: {warning}");
     }
@@ -129,16 +145,18 @@ fn run_live(host: &VirtualHost, command: &Command) -> Result<ExitStatus, HostErr
             Output::Stdout(bytes) => write_now(io::stdout(), bytes),
             Output::Stderr(bytes) => write_now(io::stderr(), bytes),
         };
-        if let Err(error) = result {
-            failed.get_or_insert(error);
+        match result {
+            // A reader such as `head` has seen enough: end as by SIGPIPE; QEMU ends with this process.
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => std::process::exit(BROKEN_PIPE_CODE),
+            Err(error) => {
+                failed.get_or_insert(error);
+            }
+            Ok(()) => {}
         }
     })?;
     match failed {
-        // A reader such as `head` that has seen enough is no failure.
-        Some(error) if error.kind() != io::ErrorKind::BrokenPipe => {
-            Err(HostError::Io { what: "cannot write the command's output".to_owned(), source: error })
-        }
-        _ => Ok(status),
+        Some(error) => Err(HostError::Io { what: "cannot write the command's output".to_owned(), error }),
+        None => Ok(status),
     }
 }
 
@@ -147,23 +165,8 @@ fn write_now(mut stream: impl Write, bytes: &[u8]) -> io::Result<()> {
     stream.flush()
 }
 
-fn config(args: &Args) -> HostConfig {
-    let inclusion = |wanted| if wanted { Inclusion::Included } else { Inclusion::Excluded };
-    HostConfig {
-        memory_mib: args.memory,
-        cpus: args.cpus,
-        nodes: args.node.clone(),
-        swap_mib: args.swap,
-        huge_pages: args.huge_pages,
-        files: args.add.clone(),
-        programs: args.add_program.clone(),
-        time_limit: args.time_limit,
-        kernel: args.kernel.clone(),
-        kernel_arguments: args.kernel_arguments.clone(),
-        memhog: inclusion(args.memhog),
-        qemu: inclusion(args.qemu),
-        ..HostConfig::default()
-    }
+fn inclusion(wanted: bool) -> Inclusion {
+    if wanted { Inclusion::Included } else { Inclusion::Excluded }
 }
 
 fn parse_fetch(text: &str) -> Result<(String, PathBuf), String> {

@@ -95,12 +95,12 @@ pub enum HostError {
         available_mib: u64,
     },
     /// Input or output failed.
-    #[error("{what}: {source}")]
+    #[error("{what}: {error}")]
     Io {
         /// What was being done, with the path.
         what: String,
         /// The system's error.
-        source: io::Error,
+        error: io::Error,
     },
     /// QEMU ended, or the kernel inside panicked, before the host was ready.
     #[error("the virtual host ended while it started ({status}){console}")]
@@ -163,6 +163,6 @@ impl HostError {
     /// An `Io` error with a description of what was being done.
     pub(crate) fn io(what: impl Into<String>) -> impl FnOnce(io::Error) -> Self {
         let what = what.into();
-        move |source| Self::Io { what, source }
+        move |error| Self::Io { what, error }
     }
 }
