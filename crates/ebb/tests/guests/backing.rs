@@ -1,0 +1,105 @@
+//! What guest memory can be made of.
+
+use std::fs;
+
+use ebb_agent::protocol::Command;
+
+use crate::guest::{Guest, MIB, Setup};
+use crate::harness::{Scene, Test, eventually, when};
+
+/// The tests.
+pub const TESTS: &[Test] = &[
+    Test::new("backing::anonymous_with_huge_pages", 120, anonymous_with_huge_pages),
+    Test::new("backing::anonymous_without_huge_pages", 120, anonymous_without_huge_pages),
+    Test::new("backing::memfd", 120, memfd),
+    Test::new("backing::hugetlb", 150, hugetlb),
+    Test::new("backing::preallocated", 120, preallocated),
+];
+
+/// Memory of each guest.
+const RAM_BYTES: u64 = 512 * MIB;
+/// Size that its balloon gets to.
+const BALLOON_BYTES: u64 = 320 * MIB;
+
+/// Inflates, deflates and reports on a guest with all of its free memory touched; content is checked throughout.
+///
+/// Of the balloon, at least `at_least` bytes must become the host's.
+fn check_balloon(guest: &Guest, at_least: u64) {
+    guest.run(Command::Hold { bytes: 48 * MIB, pattern: 11 });
+    guest.run(Command::AllocTouchExit { bytes: 360 * MIB });
+    let (resident, process) = (guest.resident(), guest.process_bytes());
+    let must_fall = at_least.saturating_sub(RAM_BYTES - resident);
+    assert!(must_fall >= at_least / 2, "only {resident} bytes were touched");
+    guest.inflate_to(BALLOON_BYTES);
+    eventually("the balloon's pages are the host's", 20, || {
+        let (now, process_now) = (guest.resident(), guest.process_bytes());
+        when(now + must_fall <= resident && process_now + must_fall <= process + 4 * MIB, || {
+            format!("{resident} -> {now}, process {process} -> {process_now}, {must_fall} must be less")
+        })
+    });
+    assert_eq!(guest.wrong_pages(), 0);
+    guest.inflate_to(0);
+    guest.run(Command::AllocTouchExit { bytes: 300 * MIB });
+    assert_eq!(guest.wrong_pages(), 0);
+    assert_eq!(guest.metric("ebb_balloon_errors_total{kind=\"discard_failed\"}"), 0.0);
+}
+
+/// Huge pages of anonymous memory in the monitor.
+fn anonymous_huge_bytes(guest: &Guest) -> u64 {
+    let text = fs::read_to_string(format!("/proc/{}/smaps_rollup", guest.pid())).unwrap();
+    let line = text.lines().find(|line| line.starts_with("AnonHugePages:")).expect("AnonHugePages");
+    line.split_ascii_whitespace().nth(1).and_then(|number| number.parse::<u64>().ok()).unwrap() * 1024
+}
+
+fn anonymous_with_huge_pages(scene: &Scene) {
+    let guest = Setup::new(scene).memory("size=512M,backing=anon,thp=on").start();
+    let policy = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
+    if !policy.contains("[never]") {
+        assert!(anonymous_huge_bytes(&guest) > 0);
+    }
+    check_balloon(&guest, BALLOON_BYTES);
+}
+
+fn anonymous_without_huge_pages(scene: &Scene) {
+    let guest = Setup::new(scene).memory("size=512M,backing=anon,thp=off").start();
+    check_balloon(&guest, BALLOON_BYTES);
+    assert_eq!(anonymous_huge_bytes(&guest), 0);
+}
+
+fn memfd(scene: &Scene) {
+    let guest = Setup::new(scene).memory("size=512M,backing=memfd").start();
+    check_balloon(&guest, BALLOON_BYTES);
+}
+
+fn pool_free() -> u64 {
+    let text = fs::read_to_string("/proc/meminfo").unwrap();
+    ebb_lab::proc::meminfo(&text)["HugePages_Free"]
+}
+
+fn hugetlb(scene: &Scene) {
+    let before = pool_free();
+    let setup = Setup::new(scene).memory("size=512M,backing=hugetlb");
+    if before < RAM_BYTES / (2 * MIB) {
+        // A machine without a pool: the monitor has to say so.
+        let mut guest = setup.spawn();
+        let (code, log) = guest.wait_end();
+        assert_eq!(code, Some(1), "{log}");
+        assert!(log.contains("huge"), "{log}");
+        return;
+    }
+    let guest = setup.start();
+    // Only whole huge pages go back: the driver's pages are single ones, and some of its huge pages are shared with
+    // others.
+    check_balloon(&guest, BALLOON_BYTES / 10 * 8);
+    drop(guest);
+    assert_eq!(pool_free(), before, "the pool has all its pages again");
+}
+
+fn preallocated(scene: &Scene) {
+    for backing in ["anon", "memfd"] {
+        let setup = Setup::new(scene).memory(&format!("size=512M,backing={backing},prealloc=on"));
+        let guest = setup.balloon("reporting=off").start();
+        assert!(guest.resident() >= RAM_BYTES - 2 * MIB, "{backing}: {}", guest.resident());
+        check_balloon(&guest, BALLOON_BYTES);
+    }
+}

@@ -1,0 +1,161 @@
+//! Requests that cannot be fulfilled: a message that names the thing and the remedy, an exit code, nothing left behind.
+
+use std::fs::{self, File};
+use std::io::Read;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command as Program, Stdio};
+use std::thread;
+
+use ebb_agent::protocol::Command;
+
+use crate::guest::Setup;
+use crate::harness::{Scene, Test, eventually};
+
+/// The tests.
+pub const TESTS: &[Test] = &[
+    Test::new("bad_input::kernels_and_images", 120, kernels_and_images),
+    Test::new("bad_input::sizes_and_options", 120, sizes_and_options),
+    Test::new("bad_input::sockets", 120, sockets),
+    Test::new("bad_input::disks", 120, disks),
+    Test::new("bad_input::kvm_without_permission", 60, kvm_without_permission),
+];
+
+/// Runs a program that must end by itself with this code, and say all of these words; returns what it said.
+#[track_caller]
+fn expect_failure(mut program: Program, code: i32, words: &[&str]) -> String {
+    program.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+    let mut process = program.spawn().unwrap();
+    let mut errors = process.stderr.take().unwrap();
+    let reader = thread::spawn(move || {
+        let mut text = String::new();
+        let _ = errors.read_to_string(&mut text);
+        text
+    });
+    let status = eventually("the monitor refuses", 20, || {
+        process.try_wait().unwrap().ok_or_else(|| format!("it runs: {program:?}"))
+    });
+    let text = reader.join().unwrap();
+    assert_eq!(status.code(), Some(code), "{program:?}\n{text}");
+    for word in words {
+        assert!(text.contains(word), "'{word}' is missing for {program:?}:\n{text}");
+    }
+    assert!(!text.contains("panicked"), "{text}");
+    text
+}
+
+/// The same for a setup whose socket must not be left behind.
+#[track_caller]
+fn refuse(scene: &Scene, setup: &Setup<'_>, code: i32, words: &[&str]) {
+    expect_failure(setup.program(), code, words);
+    assert!(!scene.path("api").exists(), "the socket is left behind");
+}
+
+fn kernels_and_images(scene: &Scene) {
+    let setup = || Setup::new(scene);
+    let missing = scene.path("missing");
+    refuse(scene, &setup().kernel(&missing), 1, &["missing", "No such file"]);
+    refuse(scene, &setup().initrd(&missing), 1, &["missing", "No such file"]);
+    refuse(scene, &setup().kernel(&scene.path("")), 1, &["directory"]);
+
+    let text = scene.path("text");
+    fs::write(&text, "This is no kernel. ".repeat(1000)).unwrap();
+    refuse(scene, &setup().kernel(&text), 1, &["text", "bzImage"]);
+    let empty = scene.path("empty");
+    fs::write(&empty, "").unwrap();
+    refuse(scene, &setup().kernel(&empty), 1, &["empty"]);
+    // A kernel that was cut off while it was copied.
+    for kernel in [&scene.world.bzimage, &scene.world.vmlinux] {
+        let cut = scene.path("cut");
+        let whole = fs::read(kernel).unwrap();
+        fs::write(&cut, &whole[..whole.len() / 2]).unwrap();
+        refuse(scene, &setup().kernel(&cut), 1, &["cut"]);
+    }
+    // A program of this machine is an ELF file, but no kernel.
+    refuse(scene, &setup().kernel(&scene.world.busybox), 1, &["busybox"]);
+
+    let large = scene.path("large");
+    File::create(&large).unwrap().set_len(600 << 20).unwrap();
+    refuse(scene, &setup().initrd(&large), 1, &["large", "--memory"]);
+    refuse(scene, &setup().memory("size=16M"), 1, &["memory"]);
+    refuse(scene, &setup().words(&"x".repeat(5000)), 1, &["command line"]);
+}
+
+fn sizes_and_options(scene: &Scene) {
+    let setup = || Setup::new(scene);
+    for (memory, words) in [
+        ("size=1M", ["--memory", "16M"]),
+        ("size=513M", ["--memory", "514M"]),
+        ("size=100", ["--memory", "16M"]),
+        ("size=12X", ["--memory", "12X"]),
+        ("size=512M,backing=paper", ["paper", "hugetlb"]),
+        ("size=512M,colour=red", ["colour", "backing"]),
+        ("backing=anon", ["size", "--memory"]),
+        ("size=512M,size=1G", ["size", "twice"]),
+    ] {
+        refuse(scene, &setup().memory(memory), 2, &words);
+    }
+    refuse(scene, &setup().balloon("size=1G"), 2, &["--balloon", "1G", "512M"]);
+    refuse(scene, &setup().balloon("reporting=perhaps"), 2, &["perhaps", "on"]);
+    refuse(scene, &setup().args(["--cpus", "0"]), 2, &["--cpus"]);
+    refuse(scene, &setup().args(["--cpus", "255"]), 2, &["--cpus", "254"]);
+    refuse(scene, &setup().args(["--colour", "red"]), 2, &["--colour"]);
+    refuse(scene, &setup().args(["--numa", "size=256M,cpus=0"]), 2, &["--numa", "256M", "512M"]);
+    refuse(scene, &setup().args(["--numa", "size=512M,cpus=0-1"]), 2, &["--numa", "vCPU 1"]);
+    refuse(scene, &setup().args(["--numa", "size=512M,cpus=0,host_node=63"]), 1, &["63"]);
+    // More than any machine has.
+    refuse(scene, &setup().memory("size=64T,prealloc=on"), 1, &["memory"]);
+    refuse(scene, &setup().memory("size=1T,backing=hugetlb"), 1, &["huge"]);
+}
+
+fn sockets(scene: &Scene) {
+    let guest = Setup::new(scene).start();
+    // The socket of a machine that runs is not taken away from it.
+    let socket = guest.socket().display().to_string();
+    expect_failure(Setup::new(scene).program(), 1, &[&socket]);
+    assert_eq!(guest.vm().pid, guest.pid());
+    guest.run(Command::MemInfo);
+
+    let file = scene.path("file");
+    fs::write(&file, "precious").unwrap();
+    expect_failure(Setup::new(scene).socket("file").program(), 1, &["file"]);
+    assert_eq!(fs::read_to_string(&file).unwrap(), "precious");
+    expect_failure(Setup::new(scene).socket("no/such/api").program(), 1, &["no/such/api"]);
+    expect_failure(Setup::new(scene).socket(&"long".repeat(30)).program(), 1, &["long", "107"]);
+}
+
+fn disks(scene: &Scene) {
+    let setup = || Setup::new(scene);
+    let path = scene.path("disk");
+    let disk = format!("path={}", path.display());
+    refuse(scene, &setup().args(["--disk", &disk]), 1, &["disk", "No such file"]);
+    fs::write(&path, vec![0; 1000]).unwrap();
+    refuse(scene, &setup().args(["--disk", &disk]), 1, &["disk", "512"]);
+    fs::write(&path, vec![0; 4096]).unwrap();
+    let guest = setup().args(["--disk", &disk]).start();
+    let name = path.display().to_string();
+    for second in [disk.clone(), format!("{disk},readonly=on")] {
+        let other = setup().socket("other").args(["--disk", &second]);
+        expect_failure(other.program(), 1, &[&name, "in use", "readonly"]);
+        assert!(!scene.path("other").exists());
+    }
+    guest.run(Command::MemInfo);
+}
+
+/// User "nobody" of Linux.
+const NOBODY: u32 = 65534;
+
+fn kvm_without_permission(scene: &Scene) {
+    let mode = fs::metadata("/dev/kvm").unwrap().permissions().mode();
+    if !rustix::process::geteuid().is_root() || mode & 0o006 == 0o006 {
+        // Nobody can be locked out here: this user cannot become another one, or everybody may use the device.
+        return;
+    }
+    fs::set_permissions(scene.path(""), fs::Permissions::from_mode(0o777)).unwrap();
+    let mut program = Setup::new(scene).program();
+    program.uid(NOBODY).gid(NOBODY);
+    expect_failure(program, 1, &["/dev/kvm", "permission", "group"]);
+    assert!(!scene.path("api").exists());
+    assert!(Path::new("/dev/kvm").exists());
+}

@@ -1,0 +1,84 @@
+//! The other devices: disks and entropy.
+
+use std::fs;
+
+use ebb_agent::protocol::Command;
+
+use crate::guest::{Guest, MIB, Setup};
+use crate::harness::{Scene, Test};
+
+/// The tests.
+pub const TESTS: &[Test] = &[
+    Test::new("devices::disk_writes_and_reads", 90, disk_writes_and_reads),
+    Test::new("devices::readonly_disk_refuses", 90, readonly_disk_refuses),
+    Test::new("devices::entropy", 90, entropy),
+];
+
+fn run_shell(guest: &Guest, line: &str) -> serde_json::Value {
+    guest.run(Command::Exec { argv: ["/bin/busybox", "sh", "-c", line].map(str::to_owned).to_vec() })
+}
+
+fn disk_writes_and_reads(scene: &Scene) {
+    let path = scene.path("disk");
+    let content: Vec<u8> = (0..8 * MIB as u32).map(|index| (index * 7 / 3) as u8).collect();
+    fs::write(&path, &content).unwrap();
+    let guest = Setup::new(scene).args(["--disk", &format!("path={}", path.display())]).start();
+    assert_eq!(guest.read_file("/sys/block/vda/size").trim(), (8 * MIB / 512).to_string());
+    assert_eq!(guest.read_file("/sys/block/vda/serial").trim(), "ebb-disk-0");
+
+    // The guest turns the second half into the first one, and both sides see it.
+    let copied = run_shell(&guest, "dd if=/dev/vda of=/dev/vda bs=1M count=4 seek=4 conv=notrunc,fsync");
+    assert_eq!(copied["code"], 0, "{copied}");
+    let changed = fs::read(&path).unwrap();
+    assert_eq!(changed.len(), content.len());
+    assert!(changed[..4 << 20] == content[..4 << 20] && changed[4 << 20..] == content[..4 << 20]);
+    guest.run(Command::DropCaches);
+    let same =
+        run_shell(&guest, "head -c 4194304 /dev/vda > /tmp/a && tail -c 4194304 /dev/vda | cmp - /tmp/a");
+    assert_eq!(same["code"], 0, "{same}");
+    // The last sector, and not one more.
+    let last = run_shell(&guest, "dd if=/dev/zero of=/dev/vda bs=512 seek=16383 count=1 conv=notrunc,fsync");
+    assert_eq!(last["code"], 0, "{last}");
+    let beyond =
+        run_shell(&guest, "dd if=/dev/zero of=/dev/vda bs=512 seek=16384 count=1 conv=notrunc,fsync");
+    assert_ne!(beyond["code"], 0, "{beyond}");
+    let changed = fs::read(&path).unwrap();
+    assert_eq!(changed.len(), content.len());
+    assert!(changed[changed.len() - 512..].iter().all(|byte| *byte == 0));
+}
+
+fn readonly_disk_refuses(scene: &Scene) {
+    let path = scene.path("disk");
+    fs::write(&path, vec![0x5a; MIB as usize]).unwrap();
+    let disk = format!("path={},readonly=on", path.display());
+    let guest = Setup::new(scene).args(["--disk", &disk]).start();
+    assert_eq!(guest.read_file("/sys/block/vda/ro").trim(), "1");
+    let written = run_shell(&guest, "dd if=/dev/zero of=/dev/vda bs=512 count=1 conv=notrunc,fsync");
+    assert_ne!(written["code"], 0, "{written}");
+    // A driver that does not care either: the flag is taken away in the guest, the device stays firm.
+    run_shell(
+        &guest,
+        "blockdev --setrw /dev/vda; dd if=/dev/zero of=/dev/vda bs=512 count=1 conv=notrunc,fsync",
+    );
+    assert!(fs::read(&path).unwrap().iter().all(|byte| *byte == 0x5a));
+    assert_eq!(run_shell(&guest, "head -c 3 /dev/vda")["stdout"], "ZZZ");
+    // Two machines may read the same image.
+    let other = Setup::new(scene).socket("other").args(["--disk", &disk]).start();
+    assert_eq!(run_shell(&other, "head -c 3 /dev/vda")["stdout"], "ZZZ");
+}
+
+fn entropy(scene: &Scene) {
+    let guest = Setup::new(scene).args(["--rng"]).start();
+    let current = guest.read_file("/sys/class/misc/hw_random/rng_current");
+    assert!(current.starts_with("virtio_rng"), "{current}");
+    let read = || {
+        let result = run_shell(&guest, "head -c 512 /dev/hwrng | hexdump -v -e '1/1 \"%02x\"'");
+        result["stdout"].as_str().unwrap().to_owned()
+    };
+    let (first, second) = (read(), read());
+    assert_eq!((first.len(), second.len()), (1024, 1024), "{first}");
+    assert_ne!(first, second);
+    // 512 random bytes have about 221 different values.
+    let distinct = |text: &str| text.as_bytes().chunks(2).collect::<std::collections::BTreeSet<_>>().len();
+    assert!(distinct(&first) > 150, "{first}");
+}

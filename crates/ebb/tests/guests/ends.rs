@@ -1,0 +1,97 @@
+//! How a machine ends: exit code, one line that says why, nothing left behind.
+
+use ebb_agent::protocol::{Command, Crash};
+use rustix::process::Signal;
+
+use crate::guest::{Guest, Setup};
+use crate::harness::{Scene, Test, eventually, when};
+
+/// The tests.
+pub const TESTS: &[Test] = &[
+    Test::new("ends::power_off", 90, power_off),
+    Test::new("ends::power_button", 90, power_button),
+    Test::new("ends::reboot", 90, reboot),
+    Test::new("ends::panic", 90, panic),
+    Test::new("ends::triple_fault", 90, triple_fault),
+    Test::new("ends::signals", 120, signals),
+    Test::new("ends::api_kill_while_paused", 90, api_kill_while_paused),
+];
+
+/// Waits for the end, which must have this code and say this.
+#[track_caller]
+fn expect_end(mut guest: Guest, code: i32, words: &str) {
+    let (found, log) = guest.wait_end();
+    assert_eq!(found, Some(code), "{log}");
+    let lines: Vec<_> = log.lines().collect();
+    if code == 0 {
+        assert_eq!(lines, [] as [&str; 0], "a guest that powers off is nothing to complain about");
+    } else {
+        assert_eq!(lines.len(), 1, "{log}");
+        assert!(lines[0].contains(words), "{log}");
+    }
+    assert!(!guest.socket().exists(), "the socket is left behind");
+}
+
+fn power_off(scene: &Scene) {
+    let guest = Setup::new(scene).args(["--cpus", "2"]).start();
+    guest.send(Command::PowerOff);
+    expect_end(guest, 0, "");
+}
+
+fn power_button(scene: &Scene) {
+    let guest = Setup::new(scene).start();
+    // What acpid does: wait for KEY_POWER (116) pressed (1) at the input device (Linux include/uapi/linux/input.h).
+    let script = "head -c 24 /dev/input/event0 | hexdump -v -e '1/1 \"%02x\"'";
+    let argv = ["/bin/busybox", "sh", "-c", script].map(str::to_owned).to_vec();
+    let id = guest.send(Command::Exec { argv });
+    // The program must be waiting when the button is pressed.
+    eventually("the input device is open", 20, || {
+        let handlers = guest.read_file("/proc/bus/input/devices");
+        when(handlers.contains("Power Button") && handlers.contains("event0"), || handlers.clone())?;
+        let count = guest.run(Command::Exec {
+            argv: ["/bin/busybox", "sh", "-c", "ls -l /proc/[0-9]*/fd 2>/dev/null | grep -c input/event0"]
+                .map(str::to_owned)
+                .to_vec(),
+        });
+        when(count["stdout"].as_str().is_some_and(|text| text.trim() != "0"), || count.to_string())
+    });
+    guest.put("/vm/power-button");
+    let result = guest.outcome(id).unwrap();
+    let bytes = result["stdout"].as_str().unwrap();
+    assert!(bytes.ends_with("0100740001000000"), "{result}");
+    guest.send(Command::PowerOff);
+    expect_end(guest, 0, "");
+}
+
+fn reboot(scene: &Scene) {
+    let guest = Setup::new(scene).args(["--on-reboot", "exit"]).start();
+    guest.send(Command::Reboot);
+    expect_end(guest, 3, "the guest rebooted");
+}
+
+fn panic(scene: &Scene) {
+    let guest = Setup::new(scene).start();
+    guest.send(Command::Crash { how: Crash::Panic });
+    expect_end(guest, 4, "panicked");
+}
+
+fn triple_fault(scene: &Scene) {
+    let guest = Setup::new(scene).start();
+    guest.send(Command::Crash { how: Crash::TripleFault });
+    expect_end(guest, 4, "triple fault");
+}
+
+fn signals(scene: &Scene) {
+    for (signal, name) in [(Signal::TERM, "SIGTERM"), (Signal::INT, "SIGINT")] {
+        let guest = Setup::new(scene).start();
+        guest.signal(signal);
+        expect_end(guest, 6, name);
+    }
+}
+
+fn api_kill_while_paused(scene: &Scene) {
+    let guest = Setup::new(scene).start();
+    guest.put("/vm/pause");
+    guest.put("/vm/kill");
+    expect_end(guest, 7, "killed through the API");
+}

@@ -1,0 +1,520 @@
+//! A guest under test: `ebb run` as a child, its agent on the serial console, its API socket.
+
+use std::collections::VecDeque;
+use std::ffi::{OsStr, OsString};
+use std::fmt::Write as _;
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::PathBuf;
+use std::process::{Child, ChildStdin, Command as Program, ExitStatus, Stdio};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use ebb_agent::protocol::{Command, Event, Request};
+use ebb_lab::console::{self, Line};
+use ebb_vmm::api::{BalloonInfo, Client, ClientError, StatisticsDocument, VmInfo};
+use rustix::process::{Pid, Signal, getpid, getppid, kill_process, set_parent_process_death_signal};
+use serde_json::Value;
+
+use crate::harness::{Guests, Scene, eventually, when};
+
+/// From the start of the monitor to the agent's first word; about 2 s in a virtual host on an idle machine.
+const BOOT_LIMIT_S: u64 = 60;
+/// For a command of the agent.
+const COMMAND_LIMIT: Duration = Duration::from_secs(60);
+/// For an answer of the API.
+const API_LIMIT: Duration = Duration::from_secs(10);
+/// For the end of a monitor whose guest has ended.
+const END_LIMIT_S: u64 = 20;
+/// Lines kept of a console and of a log.
+const KEPT_LINES: usize = 200;
+/// The fastest way up, and an end instead of a hang after a crash.
+pub const CMDLINE: &str = "console=ttyS0 quiet loglevel=1 panic=-1 mitigations=off nokaslr tsc=reliable";
+/// One MiB in bytes.
+pub const MIB: u64 = 1 << 20;
+/// One GiB in bytes.
+pub const GIB: u64 = 1 << 30;
+
+/// How a guest is to be started; the defaults are one vCPU, 512 MiB and an ELF kernel.
+pub struct Setup<'a> {
+    scene: &'a Scene,
+    kernel: PathBuf,
+    initrd: PathBuf,
+    cmdline: String,
+    memory: String,
+    balloon: String,
+    arguments: Vec<OsString>,
+    socket: PathBuf,
+}
+
+impl<'a> Setup<'a> {
+    /// The defaults.
+    pub fn new(scene: &'a Scene) -> Self {
+        let world = &scene.world;
+        Self {
+            scene,
+            kernel: world.vmlinux.clone(),
+            initrd: world.initrd.clone(),
+            cmdline: CMDLINE.to_owned(),
+            memory: "size=512M".to_owned(),
+            balloon: "reporting=off".to_owned(),
+            arguments: Vec::new(),
+            socket: scene.path("api"),
+        }
+    }
+
+    /// Another kernel.
+    pub fn kernel(mut self, path: &std::path::Path) -> Self {
+        self.kernel = path.to_owned();
+        self
+    }
+
+    /// Another initramfs.
+    pub fn initrd(mut self, path: &std::path::Path) -> Self {
+        self.initrd = path.to_owned();
+        self
+    }
+
+    /// More words for the kernel.
+    pub fn words(mut self, words: &str) -> Self {
+        let _ = write!(self.cmdline, " {words}");
+        self
+    }
+
+    /// The text of `--memory`.
+    pub fn memory(mut self, text: &str) -> Self {
+        self.memory = text.to_owned();
+        self
+    }
+
+    /// The text of `--balloon`.
+    pub fn balloon(mut self, text: &str) -> Self {
+        self.balloon = text.to_owned();
+        self
+    }
+
+    /// More arguments.
+    pub fn args<S: AsRef<OsStr>>(mut self, arguments: impl IntoIterator<Item = S>) -> Self {
+        self.arguments.extend(arguments.into_iter().map(|argument| argument.as_ref().to_owned()));
+        self
+    }
+
+    /// Another name for the API socket, for a second guest in a test.
+    pub fn socket(mut self, name: &str) -> Self {
+        self.socket = self.scene.path(name);
+        self
+    }
+
+    /// The command line.
+    pub fn program(&self) -> Program {
+        let mut program = Program::new(&self.scene.world.ebb);
+        program.arg("run").arg("--kernel").arg(&self.kernel).arg("--initrd").arg(&self.initrd);
+        program.args(["--cmdline", &self.cmdline, "--memory", &self.memory, "--balloon", &self.balloon]);
+        program.args(["--serial", "stdio", "--api"]).arg(&self.socket).args(&self.arguments);
+        program
+    }
+
+    /// Starts the monitor and does not wait for anything.
+    pub fn spawn(self) -> Guest {
+        Guest::spawn(self.program(), self.socket, &self.scene.guests())
+    }
+
+    /// Starts the monitor and waits for the agent.
+    #[track_caller]
+    pub fn start(self) -> Guest {
+        let guest = self.spawn();
+        guest.wait_ready(1);
+        guest
+    }
+}
+
+/// What the console and the log have said.
+#[derive(Default)]
+struct Said {
+    events: Vec<Event>,
+    console: VecDeque<String>,
+    log: VecDeque<String>,
+    log_bytes: u64,
+    console_closed: bool,
+}
+
+#[derive(Default)]
+struct Shared {
+    said: Mutex<Said>,
+    changed: Condvar,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Said> {
+        self.said.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn update(&self, change: impl FnOnce(&mut Said)) {
+        change(&mut self.lock());
+        self.changed.notify_all();
+    }
+}
+
+fn keep(lines: &mut VecDeque<String>, line: String) {
+    if lines.len() == KEPT_LINES {
+        lines.pop_front();
+    }
+    lines.push_back(line);
+}
+
+/// What is left of a guest for those who have to end it or to say how it was.
+#[derive(Clone)]
+pub struct Handle {
+    shared: Arc<Shared>,
+    /// `None` from when the process was waited for: its number may be somebody else's then.
+    pid: Arc<Mutex<Option<Pid>>>,
+    socket: PathBuf,
+    command: String,
+}
+
+impl Handle {
+    /// Sends SIGKILL.
+    pub fn kill(&self) {
+        if let Some(pid) = *self.pid.lock().unwrap_or_else(PoisonError::into_inner) {
+            let _ = kill_process(pid, Signal::KILL);
+        }
+    }
+
+    /// Command, state, console and log.
+    pub fn diagnose(&self) -> String {
+        let mut text = format!("\n--- {}\n", self.command);
+        let pid = *self.pid.lock().unwrap_or_else(PoisonError::into_inner);
+        match pid {
+            None => text.push_str("it has ended\n"),
+            Some(pid) => {
+                let pid = pid.as_raw_nonzero();
+                let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+                let wanted = ["State:", "VmRSS:", "RssShmem:", "HugetlbPages:", "Threads:"];
+                for line in status.lines().filter(|line| wanted.iter().any(|name| line.starts_with(name))) {
+                    let _ = writeln!(text, "{line}");
+                }
+                let client = Client::new(&self.socket, Duration::from_secs(2));
+                for target in ["/vm", "/balloon"] {
+                    match client.request("GET", target, "") {
+                        Ok(reply) => drop(writeln!(text, "{target}: {}", reply.body)),
+                        Err(error) => drop(writeln!(text, "{target}: {error}")),
+                    }
+                }
+            }
+        }
+        let said = self.shared.lock();
+        for (name, lines) in [("console", &said.console), ("log", &said.log)] {
+            let _ = writeln!(text, "{name}:");
+            for line in lines.iter().rev().take(25).rev() {
+                let _ = writeln!(text, "    {line}");
+            }
+        }
+        let events: Vec<_> = said.events.iter().rev().take(3).rev().collect();
+        let _ = writeln!(text, "last events: {events:?}");
+        text
+    }
+}
+
+/// A running guest. Dropped, it is killed and waited for.
+pub struct Guest {
+    process: Child,
+    input: Mutex<(Option<ChildStdin>, u64)>,
+    handle: Handle,
+    guests: Arc<Guests>,
+    status: Option<ExitStatus>,
+    readers: Vec<JoinHandle<()>>,
+}
+
+impl Guest {
+    fn spawn(mut program: Program, socket: PathBuf, guests: &Arc<Guests>) -> Self {
+        program.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        end_with_parent(&mut program);
+        let command = format!("{program:?}");
+        let mut process = program.spawn().unwrap_or_else(|error| panic!("{command}: {error}"));
+        let shared = Arc::new(Shared::default());
+        let (output, errors) = (process.stdout.take().unwrap(), process.stderr.take().unwrap());
+        let (console, log) = (shared.clone(), shared.clone());
+        let readers = vec![
+            thread::spawn(move || read_console(output, &console)),
+            thread::spawn(move || read_log(errors, &log)),
+        ];
+        let pid = Pid::from_raw(process.id().cast_signed());
+        let handle = Handle { shared, pid: Arc::new(Mutex::new(pid)), socket, command };
+        guests.add(handle.clone());
+        let input = Mutex::new((process.stdin.take(), 1));
+        Self { process, input, handle, guests: guests.clone(), status: None, readers }
+    }
+
+    /// The monitor's process.
+    pub fn pid(&self) -> u32 {
+        self.process.id()
+    }
+
+    /// The API socket's path.
+    pub fn socket(&self) -> &PathBuf {
+        &self.handle.socket
+    }
+
+    /// A client of the API.
+    pub fn client(&self) -> Client {
+        Client::new(&self.handle.socket, API_LIMIT)
+    }
+
+    /// Waits until the agent has said "ready" for the `count`th time; what it said then.
+    #[track_caller]
+    pub fn wait_ready(&self, count: usize) -> Event {
+        self.wait(Duration::from_secs(BOOT_LIMIT_S), &format!("start number {count} of the agent"), |said| {
+            said.events.iter().filter(|event| matches!(event, Event::Ready { .. })).nth(count - 1).cloned()
+        })
+    }
+
+    /// Waits until `look` finds something in what was said.
+    #[track_caller]
+    fn wait<T>(&self, limit: Duration, what: &str, mut look: impl FnMut(&Said) -> Option<T>) -> T {
+        let deadline = Instant::now() + limit;
+        let mut said = self.handle.shared.lock();
+        loop {
+            if let Some(found) = look(&said) {
+                return found;
+            }
+            let closed = said.console_closed;
+            let left = deadline.saturating_duration_since(Instant::now());
+            if closed || left.is_zero() {
+                drop(said);
+                assert!(!closed, "the monitor has ended before this: {what}");
+                panic!("not within {} s: {what}", limit.as_secs());
+            }
+            said =
+                self.handle.shared.changed.wait_timeout(said, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Sends a command to the agent; returns its number.
+    #[track_caller]
+    pub fn send(&self, command: Command) -> u64 {
+        let mut input = self.input.lock().unwrap_or_else(PoisonError::into_inner);
+        let id = input.1;
+        input.1 += 1;
+        let line = Request { id, command }.to_line().unwrap();
+        let sent = input.0.as_mut().expect("the console is open").write_all(&line);
+        drop(input);
+        sent.expect("the monitor reads its standard input");
+        id
+    }
+
+    /// The end of a command, if it has come.
+    pub fn poll(&self, id: u64) -> Option<Result<Value, String>> {
+        end_of(&self.handle.shared.lock(), id)
+    }
+
+    /// Waits for the end of a command.
+    #[track_caller]
+    pub fn outcome(&self, id: u64) -> Result<Value, String> {
+        self.wait(COMMAND_LIMIT, &format!("the end of command {id}"), |said| end_of(said, id))
+    }
+
+    /// Runs a command of the agent, which must end well.
+    #[track_caller]
+    pub fn run(&self, command: Command) -> Value {
+        let text = format!("{command:?}");
+        let id = self.send(command);
+        self.outcome(id).unwrap_or_else(|error| panic!("{text}: {error}"))
+    }
+
+    /// Text of a file in the guest.
+    #[track_caller]
+    pub fn read_file(&self, path: &str) -> String {
+        let result = self.run(Command::ReadFile { path: path.to_owned() });
+        result["text"].as_str().expect("text").to_owned()
+    }
+
+    /// Writes a file in the guest.
+    #[track_caller]
+    pub fn write_file(&self, path: &str, text: &str) {
+        self.run(Command::WriteFile { path: path.to_owned(), text: text.to_owned() });
+    }
+
+    /// A field of the guest's `/proc/meminfo`, in bytes.
+    #[track_caller]
+    pub fn meminfo(&self, name: &str) -> u64 {
+        let all = self.run(Command::MemInfo);
+        all[name].as_u64().unwrap_or_else(|| panic!("no {name} in {all}")) * 1024
+    }
+
+    /// Number of pages that do not hold what [`Command::Hold`] put there.
+    #[track_caller]
+    pub fn wrong_pages(&self) -> u64 {
+        self.run(Command::VerifyHeld)["wrong_pages"].as_u64().expect("a number")
+    }
+
+    /// `GET /vm`.
+    #[track_caller]
+    pub fn vm(&self) -> VmInfo {
+        self.client().get("/vm").unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    /// `GET /balloon`.
+    #[track_caller]
+    pub fn balloon(&self) -> BalloonInfo {
+        self.client().get("/balloon").unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    /// Fresh statistics.
+    pub fn statistics(&self) -> Result<StatisticsDocument, ClientError> {
+        self.client().get("/balloon/statistics")
+    }
+
+    /// An empty PUT.
+    #[track_caller]
+    pub fn put(&self, target: &str) {
+        self.client().request("PUT", target, "").unwrap_or_else(|error| panic!("{target}: {error}"));
+    }
+
+    /// The status and message of a request that must be refused.
+    #[track_caller]
+    pub fn refused(&self, method: &str, target: &str, body: &str) -> (u16, String) {
+        match self.client().request(method, target, body) {
+            Err(ClientError::Refused { status, detail }) => {
+                let remedy = detail.remedy.unwrap_or_default();
+                (status, format!("{} {remedy}", detail.message))
+            }
+            other => panic!("{method} {target} {body}: {other:?} instead of a refusal"),
+        }
+    }
+
+    /// Sets the balloon's target and returns at once.
+    #[track_caller]
+    pub fn set_target(&self, target_bytes: u64) {
+        let body = serde_json::json!({ "target_bytes": target_bytes });
+        let info: BalloonInfo =
+            self.client().put_json("/balloon", &body).unwrap_or_else(|error| panic!("{error}"));
+        assert_eq!(info.target_bytes, target_bytes);
+    }
+
+    /// Sets the balloon's target and waits until the guest is there.
+    #[track_caller]
+    pub fn inflate_to(&self, target_bytes: u64) {
+        self.set_target(target_bytes);
+        eventually("the balloon gets to its target", 60, || {
+            let info = self.balloon();
+            when(info.actual_bytes == target_bytes, || format!("{info:?}"))
+        });
+    }
+
+    /// Guest memory that the host holds, as the API says.
+    #[track_caller]
+    pub fn resident(&self) -> u64 {
+        self.vm().resident_bytes
+    }
+
+    /// Memory of the monitor's whole process at the host, as Linux says.
+    pub fn process_bytes(&self) -> u64 {
+        let text = fs::read_to_string(format!("/proc/{}/status", self.pid())).expect("the monitor runs");
+        let field = |name: &str| {
+            let line = text.lines().find(|line| line.starts_with(name)).unwrap_or_default();
+            line.split_ascii_whitespace().nth(1).and_then(|number| number.parse::<u64>().ok()).unwrap_or(0)
+        };
+        (field("VmRSS:") + field("VmSwap:") + field("HugetlbPages:")) * 1024
+    }
+
+    /// A counter of `GET /metrics`, such as `name` or `name{kind="x"}`.
+    #[track_caller]
+    pub fn metric(&self, name: &str) -> f64 {
+        let reply = self.client().request("GET", "/metrics", "").unwrap_or_else(|error| panic!("{error}"));
+        let line = reply.body.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+        line.unwrap_or_else(|| panic!("no metric {name} in:\n{}", reply.body)).parse().expect("a number")
+    }
+
+    /// Sends a signal to the monitor.
+    pub fn signal(&self, signal: Signal) {
+        let pid = Pid::from_raw(self.pid().cast_signed()).expect("a process has a number");
+        kill_process(pid, signal).expect("the monitor runs");
+    }
+
+    /// Waits for the end of the monitor by itself; exit code or `None` for a signal, and all it logged last.
+    #[track_caller]
+    pub fn wait_end(&mut self) -> (Option<i32>, String) {
+        let status = eventually("the monitor ends", END_LIMIT_S, || {
+            self.process.try_wait().unwrap().ok_or_else(|| "it still runs".to_owned())
+        });
+        self.ended(status);
+        let said = self.handle.shared.lock();
+        let log = said.log.iter().map(|line| format!("{line}\n")).collect();
+        (status.code(), log)
+    }
+
+    /// Signal that has ended the monitor.
+    pub fn end_signal(&self) -> Option<i32> {
+        self.status.and_then(|status| status.signal())
+    }
+
+    /// Bytes the monitor has logged.
+    pub fn log_bytes(&self) -> u64 {
+        self.handle.shared.lock().log_bytes
+    }
+
+    fn ended(&mut self, status: ExitStatus) {
+        *self.handle.pid.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        self.status = Some(status);
+        for reader in self.readers.drain(..) {
+            let _ = reader.join();
+        }
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            self.guests.report(&self.handle.diagnose());
+        }
+        if self.status.is_none() {
+            self.handle.kill();
+            if let Ok(status) = self.process.wait() {
+                self.ended(status);
+            }
+        }
+    }
+}
+
+fn end_of(said: &Said, id: u64) -> Option<Result<Value, String>> {
+    said.events.iter().find_map(|event| match event {
+        Event::Done { id: of, result, .. } if *of == id => Some(Ok(result.clone())),
+        Event::Failed { id: of, error } if *of == id => Some(Err(error.clone())),
+        _ => None,
+    })
+}
+
+fn read_console(output: impl Read, shared: &Shared) {
+    let mut output = BufReader::new(output);
+    while let Ok(Some(line)) = console::read_line(&mut output) {
+        shared.update(|said| match line {
+            Line::Event(event) => said.events.push(*event),
+            Line::Text(text) => keep(&mut said.console, text),
+        });
+    }
+    shared.update(|said| said.console_closed = true);
+}
+
+fn read_log(errors: impl Read, shared: &Shared) {
+    for line in BufReader::new(errors).lines().map_while(Result::ok) {
+        shared.update(|said| {
+            said.log_bytes += line.len() as u64 + 1;
+            keep(&mut said.log, line);
+        });
+    }
+}
+
+/// Makes the kernel kill the program when this thread ends, so that no guest outlives its test.
+fn end_with_parent(program: &mut Program) {
+    let parent = getpid();
+    let in_child = move || {
+        set_parent_process_death_signal(Some(Signal::KILL))?;
+        // The parent may have ended before the request was made.
+        if getppid() == Some(parent) { Ok(()) } else { Err(std::io::ErrorKind::BrokenPipe.into()) }
+    };
+    // SAFETY: between fork and exec only async-signal-safe functions may be called. The closure makes two system
+    // calls (prctl, getppid) through rustix, takes no lock and allocates nothing.
+    unsafe { program.pre_exec(in_child) };
+}

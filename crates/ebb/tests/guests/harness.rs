@@ -1,0 +1,188 @@
+//! Running one test: a time limit, a directory of its own, and an end of all its guests whatever happens.
+
+use std::cell::RefCell;
+use std::fmt::Write as _;
+use std::panic::{self, AssertUnwindSafe};
+use std::path::PathBuf;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Arc, Mutex, Once, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use libtest_mimic::{Failed, Trial};
+
+use crate::guest::Handle;
+
+/// How long a test may take to end after its guests were killed.
+const GRACE: Duration = Duration::from_secs(5);
+/// Pause between two looks at something that is awaited.
+const POLL: Duration = Duration::from_millis(30);
+
+/// A test with its time limit.
+pub struct Test {
+    name: &'static str,
+    limit_s: u64,
+    body: fn(&Scene),
+}
+
+/// Programs and files that guests are made from.
+#[derive(Debug, Clone)]
+pub struct World {
+    /// The `ebb` program.
+    pub ebb: PathBuf,
+    /// Debian's kernel as bzImage.
+    pub bzimage: PathBuf,
+    /// The same kernel as ELF.
+    pub vmlinux: PathBuf,
+    /// Initramfs with the agent, the test modules and busybox.
+    pub initrd: PathBuf,
+    /// The same with this program in it, as `/bin/guests`.
+    pub hostile_initrd: PathBuf,
+    /// Busybox on the host.
+    pub busybox: PathBuf,
+}
+
+/// What one test has to itself.
+pub struct Scene {
+    /// The files.
+    pub world: World,
+    directory: tempfile::TempDir,
+    guests: Arc<Guests>,
+}
+
+/// The guests of a test, and what they left behind when it failed.
+#[derive(Default)]
+pub struct Guests {
+    handles: Mutex<Vec<Handle>>,
+    report: Mutex<String>,
+}
+
+impl Guests {
+    /// Takes note of a guest, to be ended with the test.
+    pub fn add(&self, handle: Handle) {
+        self.handles.lock().unwrap_or_else(PoisonError::into_inner).push(handle);
+    }
+
+    /// Adds to what is said about the failure.
+    pub fn report(&self, text: &str) {
+        self.report.lock().unwrap_or_else(PoisonError::into_inner).push_str(text);
+    }
+
+    fn take_report(&self) -> String {
+        std::mem::take(&mut *self.report.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Kills what still runs; says what it was doing.
+    fn end_all(&self) -> String {
+        let mut text = String::new();
+        for handle in self.handles.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
+            text.push_str(&handle.diagnose());
+            handle.kill();
+        }
+        text
+    }
+}
+
+impl Scene {
+    /// A path in the test's own directory.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    /// The guests of this test.
+    pub fn guests(&self) -> Arc<Guests> {
+        self.guests.clone()
+    }
+}
+
+thread_local! {
+    static PANIC: RefCell<Option<String>> = const { RefCell::new(None) };
+}
+
+/// Keeps what a panic says for the result of its test, instead of printing it between the others.
+fn keep_panics() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        panic::set_hook(Box::new(|info| {
+            let text = info.to_string();
+            // The first one is the cause; one in a destructor is a consequence.
+            PANIC.with(|kept| kept.borrow_mut().get_or_insert(text).truncate(16 << 10));
+        }));
+    });
+}
+
+impl Test {
+    /// A test that must end within `limit_s` seconds.
+    pub const fn new(name: &'static str, limit_s: u64, body: fn(&Scene)) -> Self {
+        Self { name, limit_s, body }
+    }
+
+    /// The test for libtest-mimic; without a world it can only be listed.
+    pub fn trial(&self, world: Option<World>) -> Trial {
+        let (body, limit) = (self.body, Duration::from_secs(self.limit_s));
+        Trial::test(self.name, move || match world {
+            Some(world) => run(body, limit, world),
+            None => Err("there are no guests to test".into()),
+        })
+    }
+}
+
+fn run(body: fn(&Scene), limit: Duration, world: World) -> Result<(), Failed> {
+    keep_panics();
+    let guests = Arc::new(Guests::default());
+    let scene = Scene {
+        world,
+        directory: tempfile::Builder::new().prefix("ebb-").tempdir()?,
+        guests: guests.clone(),
+    };
+    let (sender, end) = mpsc::channel();
+    let thread = thread::Builder::new().spawn(move || {
+        let result = panic::catch_unwind(AssertUnwindSafe(|| body(&scene)));
+        let panic = PANIC.with(|kept| kept.borrow_mut().take());
+        drop(scene);
+        let _ =
+            sender.send(result.map_err(|_| panic.unwrap_or_else(|| "a panic without a message".to_owned())));
+    })?;
+    let mut message = match end.recv_timeout(limit) {
+        Ok(Ok(())) => {
+            let _ = thread.join();
+            return Ok(());
+        }
+        Ok(Err(panic)) => panic,
+        Err(RecvTimeoutError::Disconnected) => "the test's thread has ended without a result".to_owned(),
+        Err(RecvTimeoutError::Timeout) => {
+            let mut message = format!("not at its end after {} s", limit.as_secs());
+            message.push_str(&guests.end_all());
+            if let Ok(Err(panic)) = end.recv_timeout(GRACE) {
+                let _ = write!(message, "\nthen: {panic}");
+            }
+            message
+        }
+    };
+    message.push_str(&guests.take_report());
+    guests.end_all();
+    Err(message.into())
+}
+
+/// Looks until `look` finds something; fails with what it said last when that takes longer than `limit_s` seconds.
+#[track_caller]
+pub fn eventually<T>(what: &str, limit_s: u64, mut look: impl FnMut() -> Result<T, String>) -> T {
+    let started = Instant::now();
+    loop {
+        match look() {
+            Ok(found) => return found,
+            Err(state) => {
+                assert!(
+                    started.elapsed() < Duration::from_secs(limit_s),
+                    "{what}: not within {limit_s} s: {state}"
+                );
+            }
+        }
+        thread::sleep(POLL);
+    }
+}
+
+/// `Ok` when `condition` holds, else what `state` says.
+pub fn when(condition: bool, state: impl FnOnce() -> String) -> Result<(), String> {
+    if condition { Ok(()) } else { Err(state()) }
+}

@@ -1,0 +1,106 @@
+//! The balloon goes up and down, and what the guest keeps in its memory stays.
+
+use ebb_agent::protocol::Command;
+use ebb_vmm::api::BalloonState;
+
+use crate::guest::{GIB, MIB, Setup};
+use crate::harness::{Scene, Test, eventually, when};
+
+/// The tests.
+pub const TESTS: &[Test] = &[
+    Test::new("inflate::to_a_target_and_back", 150, to_a_target_and_back),
+    Test::new("inflate::content_survives", 150, content_survives),
+    Test::new("inflate::deflates_on_oom", 150, deflates_on_oom),
+    Test::new("inflate::initial_size", 90, initial_size),
+];
+
+fn to_a_target_and_back(scene: &Scene) {
+    // Without deflate on OOM the driver takes the balloon out of the guest's total (Linux virtio_balloon.c,
+    // adjust_managed_page_count).
+    let guest = Setup::new(scene).memory("size=1G").balloon("reporting=off,deflate_on_oom=off").start();
+    guest.run(Command::AllocTouchExit { bytes: 800 * MIB });
+    let (resident_before, process_before) = (guest.resident(), guest.process_bytes());
+    assert!(resident_before > 800 * MIB, "{resident_before}");
+    let total_before = guest.meminfo("MemTotal");
+
+    let size = 640 * MIB;
+    guest.inflate_to(size);
+    assert_eq!(guest.balloon().state, BalloonState::Idle);
+    assert_eq!(guest.meminfo("MemTotal"), total_before - size);
+    // Of what the program touched at least this lies in the balloon; the driver's choice is not ours.
+    let must_fall = size - (GIB - resident_before);
+    eventually("the balloon's pages are the host's", 20, || {
+        let (resident, process) = (guest.resident(), guest.process_bytes());
+        when(
+            resident + must_fall <= resident_before && process + must_fall <= process_before + 4 * MIB,
+            || {
+                format!(
+                    "{resident_before} -> {resident}, process {process_before} -> {process}, asked for {must_fall}"
+                )
+            },
+        )
+    });
+    assert!(guest.resident() <= GIB - size + 4 * MIB);
+
+    guest.inflate_to(0);
+    assert_eq!(guest.meminfo("MemTotal"), total_before);
+    let bytes = |name: &str| guest.metric(&format!("ebb_balloon_{name}_bytes_total"));
+    assert!(bytes("inflated") >= size as f64 && bytes("deflated") >= size as f64);
+    assert!(bytes("discarded") >= size as f64 && bytes("discarded") <= 1.1 * size as f64);
+    // All of it can be used again.
+    guest.run(Command::AllocTouchExit { bytes: 800 * MIB });
+    assert!(guest.resident() > 800 * MIB);
+    for kind in ["outside_ram", "double_page", "broken_queue", "discard_failed", "bad_address"] {
+        assert_eq!(guest.metric(&format!("ebb_balloon_errors_total{{kind=\"{kind}\"}}")), 0.0, "{kind}");
+    }
+}
+
+fn content_survives(scene: &Scene) {
+    let guest = Setup::new(scene).memory("size=1G").balloon("reporting=on").start();
+    for pattern in 1..=4 {
+        // In between, memory is freed, so that held pages and free ones lie side by side.
+        guest.run(Command::Hold { bytes: 48 * MIB, pattern });
+        guest.run(Command::AllocTouchExit { bytes: 64 * MIB });
+    }
+    for target in [500 * MIB, 100 * MIB, 640 * MIB, 0] {
+        guest.inflate_to(target);
+        assert_eq!(guest.wrong_pages(), 0, "with a balloon of {target} bytes");
+        guest.run(Command::AllocTouchExit { bytes: 128 * MIB });
+        assert_eq!(guest.wrong_pages(), 0, "after work beside a balloon of {target} bytes");
+    }
+    let reported = guest.metric("ebb_balloon_reported_bytes_total");
+    guest.run(Command::AllocTouchExit { bytes: 400 * MIB });
+    eventually("free memory is reported", 60, || {
+        let now = guest.metric("ebb_balloon_reported_bytes_total");
+        when(now > reported + (200 * MIB) as f64, || format!("{reported} -> {now} bytes"))
+    });
+    assert_eq!(guest.wrong_pages(), 0, "after reports");
+}
+
+fn deflates_on_oom(scene: &Scene) {
+    let guest = Setup::new(scene).balloon("reporting=off,deflate_on_oom=on").start();
+    let target = guest.meminfo("MemAvailable") - 24 * MIB;
+    guest.inflate_to(target / (4 * MIB) * (4 * MIB));
+    let full = guest.balloon().actual_bytes;
+    // Four times what is left: it has to come out of the balloon.
+    guest.run(Command::AllocTouchExit { bytes: 160 * MIB });
+    assert!(guest.metric("ebb_balloon_deflated_bytes_total") >= (100 * MIB) as f64);
+    eventually("the guest says that the balloon is smaller", 20, || {
+        let info = guest.balloon();
+        when(info.actual_bytes + 100 * MIB <= full, || format!("{full} -> {info:?}"))
+    });
+    let counters = guest.run(Command::VmStat);
+    assert_eq!(counters["oom_kill"], 0, "nobody had to be killed");
+    // A new target puts the driver to work again.
+    guest.inflate_to(16 * MIB);
+    assert!(guest.meminfo("MemAvailable") > 300 * MIB);
+}
+
+fn initial_size(scene: &Scene) {
+    let guest = Setup::new(scene).balloon("size=128M,reporting=off,deflate_on_oom=off").start();
+    eventually("the balloon has the size it was started with", 30, || {
+        let info = guest.balloon();
+        when(info.actual_bytes == 128 * MIB && info.state == BalloonState::Idle, || format!("{info:?}"))
+    });
+    assert!(guest.resident() <= (512 - 128 + 4) * MIB);
+}

@@ -1,0 +1,77 @@
+//! Tests of `ebb run` on real Linux guests.
+//!
+//! Where KVM runs Linux well, the tests run right there. Elsewhere this program boots one virtual host (crate
+//! `ebb-virtual-host`), copies itself into it and runs itself again with the same arguments. The guests' kernel is
+//! Debian's stock one, their init is the guest agent (crate `ebb-agent`).
+//!
+//! `cargo test -p ebb --test guests -- NAME` runs the tests whose names contain NAME; `--list` lists them. The agent
+//! is a program of its own: `cargo build -p ebb-agent` first.
+
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+mod api;
+mod backing;
+mod bad_input;
+mod boot;
+mod devices;
+mod driver;
+mod ends;
+mod guest;
+mod harness;
+mod inflate;
+mod lifecycle;
+mod place;
+mod reporting;
+mod statistics;
+
+use std::process::ExitCode;
+
+use libtest_mimic::{Arguments, Trial};
+
+use harness::{Test, World};
+
+/// All tests, file by file.
+const TESTS: [&[Test]; 11] = [
+    boot::TESTS,
+    inflate::TESTS,
+    reporting::TESTS,
+    backing::TESTS,
+    statistics::TESTS,
+    lifecycle::TESTS,
+    ends::TESTS,
+    devices::TESTS,
+    driver::TESTS,
+    api::TESTS,
+    bad_input::TESTS,
+];
+
+fn main() -> ExitCode {
+    let mut arguments = Arguments::from_args();
+    let selected = trials(|| None).iter().any(|trial| is_selected(&arguments, trial.name()));
+    if arguments.list || !selected {
+        return libtest_mimic::run(&arguments, trials(|| None)).exit_code();
+    }
+    match place::choose() {
+        Ok(place::Place::Here(world)) => {
+            // Guests that boot at the same time take the processors from each other, and tests have time limits.
+            arguments.test_threads.get_or_insert(1);
+            libtest_mimic::run(&arguments, trials(|| Some(world.clone()))).exit_code()
+        }
+        Ok(place::Place::VirtualHost(host)) => host.run_again(),
+        Err(problem) => {
+            eprintln!("guests: {problem}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn trials(world: impl Fn() -> Option<World>) -> Vec<Trial> {
+    TESTS.into_iter().flatten().map(|test| test.trial(world())).collect()
+}
+
+/// Whether libtest-mimic would run the test: no start of a virtual host when it would not.
+fn is_selected(arguments: &Arguments, name: &str) -> bool {
+    let matches =
+        |pattern: &String| if arguments.exact { name == pattern } else { name.contains(pattern.as_str()) };
+    arguments.filter.as_ref().is_none_or(matches) && !arguments.skip.iter().any(matches)
+}

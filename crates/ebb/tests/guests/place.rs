@@ -1,0 +1,176 @@
+//! Where the tests run: here, or in a virtual host that is started for them.
+
+use std::env;
+use std::fmt::Display;
+use std::io::{self, BufWriter, Write};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use ebb_virtual_host::guest_image::{self, GuestImage};
+use ebb_virtual_host::kernel::Kernel;
+use ebb_virtual_host::{Command, HostConfig, HostFile, NodeConfig, Output, VirtualHost};
+use ebb_vmm::probe::probe;
+use tempfile::TempDir;
+
+use crate::harness::World;
+
+/// Set in the virtual host.
+const INSIDE: &str = "EBB_GUEST_TESTS_INSIDE";
+/// This program in the virtual host, and the images made for it.
+const PROGRAM_INSIDE: &str = "/opt/guests";
+const INITRD_INSIDE: &str = "/opt/guest.cpio";
+const HOSTILE_INITRD_INSIDE: &str = "/opt/hostile.cpio";
+/// This program in a guest of the hostile image.
+pub const PROGRAM_IN_GUEST: &str = "/bin/guests";
+/// Static busybox, as Debian installs it.
+const BUSYBOX: &str = "/bin/busybox";
+/// Beside the standard modules: the power button and those who hear of it, and the one that tells of a panic.
+const MODULES: [&str; 3] = ["button", "evdev", "pvpanic-mmio"];
+/// All tests take a few minutes; this is for a host that hangs.
+const HOST_LIMIT: Duration = Duration::from_secs(30 * 60);
+
+/// Where to run.
+pub enum Place {
+    /// On this machine.
+    Here(World),
+    /// In a virtual host.
+    VirtualHost(Outside),
+}
+
+/// What a virtual host is started with.
+pub struct Outside {
+    files: TempDir,
+}
+
+/// Decides by running a loop on KVM, and prepares the guests' files.
+pub fn choose() -> Result<Place, String> {
+    if env::var_os(INSIDE).is_some() {
+        return Ok(Place::Here(World {
+            ebb: "/bin/ebb".into(),
+            bzimage: "/ebb/vmlinuz".into(),
+            vmlinux: "/ebb/vmlinux".into(),
+            initrd: INITRD_INSIDE.into(),
+            hostile_initrd: HOSTILE_INITRD_INSIDE.into(),
+            busybox: BUSYBOX.into(),
+        }));
+    }
+    let agent = agent()?;
+    let kernel = Kernel::find(None).map_err(text)?;
+    let files = tempfile::Builder::new().prefix("ebb-guests-").tempdir().map_err(text)?;
+    let path = |name: &str| files.path().join(name);
+    write_image(&agent, &kernel, &[], &path("guest.cpio"))?;
+    let program = file(env::current_exe().map_err(text)?, PROGRAM_IN_GUEST);
+    write_image(&agent, &kernel, &[program], &path("hostile.cpio"))?;
+
+    let probed = probe();
+    if !probed.quality.runs_linux() || !probed.missing_capabilities.is_empty() {
+        return Ok(Place::VirtualHost(Outside { files }));
+    }
+    let vmlinux =
+        ebb_virtual_host::vmlinux(&kernel.image, &ebb_virtual_host::cache::Cache::of_user()).map_err(text)?;
+    std::fs::write(path("vmlinux"), vmlinux).map_err(text)?;
+    let world = World {
+        ebb: env!("CARGO_BIN_EXE_ebb").into(),
+        bzimage: kernel.image,
+        vmlinux: path("vmlinux"),
+        initrd: path("guest.cpio"),
+        hostile_initrd: path("hostile.cpio"),
+        busybox: BUSYBOX.into(),
+    };
+    // The files are needed until the process ends, which happens without a return to here.
+    let _ = files.keep();
+    Ok(Place::Here(world))
+}
+
+fn text(error: impl Display) -> String {
+    error.to_string()
+}
+
+fn file(source: PathBuf, target: &str) -> HostFile {
+    HostFile { source, target: target.into(), mode: Some(0o755) }
+}
+
+/// The agent beside `ebb`: cargo puts both there.
+fn agent() -> Result<PathBuf, String> {
+    let beside = Path::new(env!("CARGO_BIN_EXE_ebb")).with_file_name("ebb-agent");
+    let chosen = env::var_os(guest_image::AGENT_VARIABLE).map_or(beside, PathBuf::from);
+    if chosen.is_file() {
+        return Ok(chosen);
+    }
+    Err(format!(
+        "there is no guest agent at {}; build it with `cargo build -p ebb-agent` (with --release if the tests are)",
+        chosen.display()
+    ))
+}
+
+fn write_image(agent: &Path, kernel: &Kernel, files: &[HostFile], path: &Path) -> Result<(), String> {
+    let mut image = GuestImage::new(agent.to_owned(), kernel.clone());
+    image.modules = MODULES.map(str::to_owned).to_vec();
+    image.files = [files, &[file(BUSYBOX.into(), BUSYBOX)]].concat();
+    let output = std::fs::File::create(path).map_err(text)?;
+    guest_image::build(&image, BufWriter::new(output)).map_err(text)?.flush().map_err(text)
+}
+
+impl Outside {
+    /// Runs this program again in a virtual host, with the same arguments.
+    pub fn run_again(&self) -> ExitCode {
+        match self.run() {
+            Ok(code) => code,
+            Err(problem) => {
+                eprintln!("guests: {problem}");
+                ExitCode::FAILURE
+            }
+        }
+    }
+
+    fn run(&self) -> Result<ExitCode, String> {
+        let image = |name: &str, target: &str| HostFile {
+            source: self.files.path().join(name),
+            target: target.into(),
+            mode: Some(0o644),
+        };
+        let host = VirtualHost::start(&HostConfig {
+            cpus: 2,
+            nodes: vec![
+                NodeConfig { memory_mib: 2560, cpus: Some(0..=0) },
+                NodeConfig { memory_mib: 2048, cpus: Some(1..=1) },
+            ],
+            swap_mib: 1024,
+            huge_pages: 320,
+            files: vec![
+                file(env::current_exe().map_err(text)?, PROGRAM_INSIDE),
+                image("guest.cpio", INITRD_INSIDE),
+                image("hostile.cpio", HOSTILE_INITRD_INSIDE),
+            ],
+            time_limit: HOST_LIMIT,
+            init: Some(env!("CARGO_BIN_EXE_ebb").into()),
+            agent: Some(agent()?),
+            ..HostConfig::default()
+        })
+        .map_err(text)?;
+        let command = Command::new(PROGRAM_INSIDE).args(env::args().skip(1)).env(INSIDE, "1");
+        let mut broken = None;
+        let status = host
+            .run(&command, &mut |output| {
+                let written = match output {
+                    Output::Stdout(bytes) => write_now(io::stdout(), bytes),
+                    Output::Stderr(bytes) => write_now(io::stderr(), bytes),
+                };
+                if let Err(error) = written {
+                    broken.get_or_insert(error);
+                }
+            })
+            .map_err(text)?;
+        host.shutdown().map_err(text)?;
+        match broken {
+            Some(error) => Err(format!("cannot print the results: {error}")),
+            None => Ok(ExitCode::from(u8::try_from(status.shell_code()).unwrap_or(1))),
+        }
+    }
+}
+
+fn write_now(mut stream: impl Write, bytes: &[u8]) -> io::Result<()> {
+    stream.write_all(bytes)?;
+    stream.flush()
+}

@@ -1,0 +1,88 @@
+//! Free page reporting gives memory back without being asked.
+
+use ebb_agent::protocol::Command;
+use ebb_vmm::api::BalloonFeature;
+
+use crate::guest::{Guest, MIB, Setup};
+use crate::harness::{Scene, Test, eventually, when};
+
+/// The tests.
+pub const TESTS: &[Test] = &[
+    Test::new("reporting::returns_memory", 150, returns_memory),
+    Test::new("reporting::off_keeps_memory", 120, off_keeps_memory),
+    Test::new("reporting::with_init_on_free", 150, with_init_on_free),
+    Test::new("reporting::needs_the_poison_feature", 120, needs_the_poison_feature),
+];
+
+/// What the program writes to.
+const PROGRAM_BYTES: u64 = 600 * MIB;
+
+/// Resident memory right after the program.
+fn after_program(guest: &Guest) -> u64 {
+    guest.run(Command::AllocTouchExit { bytes: PROGRAM_BYTES });
+    guest.resident()
+}
+
+/// Runs the program and waits until at least 80 % of its memory are the host's again.
+fn check_returns(guest: &Guest) {
+    // A guest reports what it has freed at boot as well; the peak is taken while the program holds its memory.
+    guest.run(Command::Hold { bytes: PROGRAM_BYTES, pattern: 3 });
+    let (peak, process_peak) = (guest.resident(), guest.process_bytes());
+    assert!(peak > PROGRAM_BYTES, "{peak}");
+    guest.run(Command::Release);
+    let must_fall = PROGRAM_BYTES / 10 * 8;
+    // Linux starts after 2 s and takes at most a sixteenth of a list every 2 s.
+    eventually("reported memory is the host's", 90, || {
+        let (resident, process) = (guest.resident(), guest.process_bytes());
+        when(resident + must_fall <= peak && process + must_fall <= process_peak, || {
+            format!("{peak} -> {resident} bytes, process {process_peak} -> {process}")
+        })
+    });
+    assert!(guest.metric("ebb_balloon_reported_bytes_total") >= must_fall as f64);
+    // What was given back can be used again.
+    assert!(after_program(guest) > must_fall);
+}
+
+fn returns_memory(scene: &Scene) {
+    let guest = Setup::new(scene).memory("size=1G").balloon("reporting=on").start();
+    assert!(guest.balloon().negotiated_features.contains(&BalloonFeature::PageReporting));
+    check_returns(&guest);
+}
+
+fn off_keeps_memory(scene: &Scene) {
+    let guest = Setup::new(scene).memory("size=1G").balloon("reporting=off").start();
+    let info = guest.balloon();
+    assert!(!info.offered_features.contains(&BalloonFeature::PageReporting), "{info:?}");
+    assert!(!info.negotiated_features.contains(&BalloonFeature::PageReporting), "{info:?}");
+    let peak = after_program(&guest);
+    assert!(peak > PROGRAM_BYTES, "{peak}");
+    // Two passes of a guest that reports.
+    guest.run(Command::Sleep { ms: 4500 });
+    assert!(guest.resident() >= peak - 8 * MIB, "{peak} -> {}", guest.resident());
+    assert_eq!(guest.metric("ebb_balloon_reported_bytes_total"), 0.0);
+    assert_eq!(guest.metric("ebb_balloon_discarded_bytes_total"), 0.0);
+}
+
+fn with_init_on_free(scene: &Scene) {
+    let guest =
+        Setup::new(scene).memory("size=1G").words("init_on_free=1").balloon("reporting=on,poison=on").start();
+    let info = guest.balloon();
+    for feature in [BalloonFeature::PageReporting, BalloonFeature::PagePoison] {
+        assert!(info.negotiated_features.contains(&feature), "{info:?}");
+    }
+    // Free pages are zero, and so are discarded ones: nothing is kept back.
+    assert_eq!(info.poison, None);
+    check_returns(&guest);
+}
+
+fn needs_the_poison_feature(scene: &Scene) {
+    // Linux declines reporting when it initializes freed pages and cannot say so (virtballoon_validate).
+    let guest = Setup::new(scene).words("init_on_free=1").balloon("reporting=on,poison=off").start();
+    let info = guest.balloon();
+    assert!(info.offered_features.contains(&BalloonFeature::PageReporting), "{info:?}");
+    assert!(!info.negotiated_features.contains(&BalloonFeature::PageReporting), "{info:?}");
+    // The other queues work, although a queue before them is missing.
+    guest.inflate_to(64 * MIB);
+    guest.inflate_to(0);
+    assert!(guest.statistics().unwrap().statistics.total_memory_bytes.is_some());
+}
