@@ -97,6 +97,18 @@ pub enum RamError {
         source: io::Error,
     },
 
+    /// More memory than the host has was to be allocated in advance.
+    #[error(
+        "cannot allocate {size_bytes} bytes of guest memory in advance: the host has {host_bytes} bytes in all; ask \
+         for less, or let the guest's use allocate it"
+    )]
+    LargerThanHost {
+        /// Size of all regions in bytes.
+        size_bytes: u64,
+        /// RAM of the host in bytes.
+        host_bytes: u64,
+    },
+
     /// A range is not, or not entirely, guest memory.
     #[error("{range} is not within guest memory")]
     OutsideRam {

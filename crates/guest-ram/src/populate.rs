@@ -18,6 +18,16 @@ const CHUNK_BYTES: usize = 64 << 20;
 /// More threads than this contend for the host's zone locks without gain.
 const MAX_THREADS: usize = 8;
 
+/// Refuses what cannot succeed: the kernel would find out page by page, and kill processes for lack of memory on the way.
+///
+/// # Errors
+/// [`RamError::LargerThanHost`] if `size_bytes` is more than all RAM of the host.
+pub(crate) fn check_possible(size_bytes: u64) -> Result<(), RamError> {
+    let info = rustix::system::sysinfo();
+    let host_bytes = (info.totalram as u64).saturating_mul(u64::from(info.mem_unit));
+    if size_bytes > host_bytes { Err(RamError::LargerThanHost { size_bytes, host_bytes }) } else { Ok(()) }
+}
+
 /// Allocates every page of `mapping` (`MADV_POPULATE_WRITE`, Linux 5.14), with several threads if it is large.
 ///
 /// # Errors
@@ -62,5 +72,17 @@ fn populate_chunk(mapping: &Mapping, start: usize, size_bytes: usize) -> Result<
                 return Err(RamError::Populate { size_bytes: size_bytes as u64, source });
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn more_than_the_host_has_is_refused_at_once() {
+        assert!(check_possible(4096).is_ok());
+        let error = check_possible(1 << 60).unwrap_err();
+        assert!(matches!(error, RamError::LargerThanHost { size_bytes, .. } if size_bytes == 1 << 60), "{error}");
     }
 }

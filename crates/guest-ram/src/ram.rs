@@ -121,6 +121,10 @@ impl GuestRam {
         populate: Populate,
     ) -> Result<Self, RamError> {
         check(regions, backing)?;
+        // Huge pages of the pool are taken when it is mapped: there the pool's size says what is possible.
+        if populate == Populate::Prealloc && backing != Backing::Hugetlb2M {
+            populate::check_possible(regions.iter().map(|spec| spec.size_bytes).sum())?;
+        }
         let mappings = regions
             .iter()
             .map(|spec| Mapping::new(spec, backing, huge_pages))

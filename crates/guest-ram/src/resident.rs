@@ -1,8 +1,13 @@
 //! How much of guest memory the host holds.
 //!
-//! For file backings the file knows: it counts the pages allocated to it, mapped or not. For anonymous memory the
-//! kernel's per-mapping accounting (`Rss` in /proc/self/smaps) is right; mincore(2) also counts the shared zero page,
-//! which a mere read maps, and serves only where /proc is not available.
+//! For file backings the file knows: it counts the pages allocated to it, mapped or not. For anonymous memory there are
+//! three sources:
+//!
+//! - `anon=` in /proc/self/numa_maps (kernels with CONFIG_NUMA) is right.
+//! - `Rss` in /proc/self/smaps leaves out huge pages that automatic NUMA balancing has made inaccessible to learn who
+//!   uses them (Linux mm/huge_memory.c, `follow_trans_huge_pmd`): up to all of them, on hosts with several nodes. It
+//!   serves kernels without numa_maps, where there is no balancing either.
+//! - mincore(2) also counts the shared zero page, which a mere read maps, and serves only without /proc.
 
 use std::fs::File;
 use std::io::{self, Read, Seek};
@@ -22,12 +27,32 @@ const MINCORE_PAGES: usize = 64 << 10;
 #[derive(Debug)]
 pub(crate) struct Meter {
     /// Kept open: a monitor may have no access to /proc later on.
-    smaps: Option<Mutex<File>>,
+    accounting: Option<(Accounting, Mutex<File>)>,
+}
+
+/// A file in which the kernel accounts for each mapping.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Accounting {
+    NumaMaps,
+    Smaps,
+}
+
+impl Accounting {
+    /// Resident bytes of the mappings that overlap one of `ranges` (address, size in bytes); `None` if `text` names
+    /// none of them.
+    fn bytes_in(self, text: &str, ranges: &[(u64, u64)]) -> Option<u64> {
+        match self {
+            Self::NumaMaps => anonymous_in(text, ranges),
+            Self::Smaps => rss_in(text, ranges),
+        }
+    }
 }
 
 impl Meter {
     pub(crate) fn new() -> Self {
-        Self { smaps: File::open("/proc/self/smaps").ok().map(Mutex::new) }
+        let open = |accounting, path| Some((accounting, Mutex::new(File::open(path).ok()?)));
+        let numa_maps = open(Accounting::NumaMaps, "/proc/self/numa_maps");
+        Self { accounting: numa_maps.or_else(|| open(Accounting::Smaps, "/proc/self/smaps")) }
     }
 
     /// Bytes of the mappings that the host holds in memory.
@@ -43,19 +68,19 @@ impl Meter {
         if anonymous.is_empty() {
             return Ok(bytes);
         }
-        let from_smaps = self.smaps.as_ref().and_then(|smaps| {
-            let mut smaps = smaps.lock().unwrap_or_else(PoisonError::into_inner);
+        let accounted = self.accounting.as_ref().and_then(|(accounting, file)| {
+            let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
             let mut text = String::new();
-            smaps.rewind().ok()?;
-            smaps.read_to_string(&mut text).ok()?;
+            file.rewind().ok()?;
+            file.read_to_string(&mut text).ok()?;
             let ranges: Vec<_> = anonymous
                 .iter()
                 .map(|mapping| (mapping.address() as u64, mapping.size_bytes() as u64))
                 .collect();
-            rss_in(&text, &ranges)
+            accounting.bytes_in(&text, &ranges)
         });
-        match from_smaps {
-            Some(rss) => bytes += rss,
+        match accounted {
+            Some(accounted) => bytes += accounted,
             None => {
                 for mapping in anonymous {
                     bytes += mincore_bytes(mapping)?;
@@ -79,6 +104,22 @@ fn rss_in(smaps: &str, ranges: &[(u64, u64)]) -> Option<u64> {
             }
         } else if let Some((start, end)) = mapping_line(line) {
             counts = ranges.iter().any(|(address, size)| start < address + size && *address < end);
+        }
+    }
+    found
+}
+
+/// Sums `anon` over the mappings in a numa_maps text that begin in one of `ranges` (address, size in bytes). `None` if
+/// the text names none of them. A mapping without pages has no `anon`.
+fn anonymous_in(numa_maps: &str, ranges: &[(u64, u64)]) -> Option<u64> {
+    let mut found = None;
+    for line in numa_maps.lines() {
+        let mut words = line.split_ascii_whitespace();
+        let Some(start) = words.next().and_then(|word| u64::from_str_radix(word, 16).ok()) else { continue };
+        // Guest memory has guard pages at either end, so no mapping begins before it and reaches into it.
+        if ranges.iter().any(|(address, size)| (*address..address + size).contains(&start)) {
+            let pages = words.find_map(|word| word.strip_prefix("anon=")).map_or(Ok(0), str::parse::<u64>).ok()?;
+            found = Some(found.unwrap_or(0) + pages * PAGE_SIZE_BYTES);
         }
     }
     found
@@ -131,6 +172,17 @@ Rss:                  12 kB
         assert_eq!(rss_in(SMAPS, &[(0x10000, 0x10000)]), Some(16 << 10));
         assert_eq!(rss_in(SMAPS, &[(0x10000, 0x10000), (0x48000, 0x1000)]), Some(28 << 10));
         assert_eq!(rss_in(SMAPS, &[(0x50000, 0x1000)]), None);
+    }
+
+    #[test]
+    fn only_mappings_in_a_range_count() {
+        let text = "10000 default anon=4 dirty=4 active=0 N0=1 N1=3 kernelpagesize_kB=4\n\
+            14000 bind:1 anon=2 dirty=2 N1=2 kernelpagesize_kB=4\n\
+            20000 default file=/usr/lib/a mapped=4 N0=4 kernelpagesize_kB=4\n30000 default\n";
+        assert_eq!(anonymous_in(text, &[(0x10000, 0x10000)]), Some(6 * 4096));
+        assert_eq!(anonymous_in(text, &[(0x30000, 0x1000)]), Some(0));
+        assert_eq!(anonymous_in(text, &[(0x20000, 0x11000), (0x14000, 0x1000)]), Some(2 * 4096));
+        assert_eq!(anonymous_in(text, &[(0x40000, 0x1000)]), None);
     }
 
     #[test]
