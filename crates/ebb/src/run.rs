@@ -113,7 +113,8 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
             return Ok(ExitCode::from(2));
         }
     };
-    let exit = ebb_vmm::vm::run(config)?;
+    // The message has its causes in it already.
+    let exit = ebb_vmm::vm::run(config).map_err(|error| anyhow::anyhow!("{error}"))?;
     if exit.code() == 0 {
         tracing::info!("{exit}");
     } else {

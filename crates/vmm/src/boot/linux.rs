@@ -23,6 +23,20 @@ pub(super) fn header_for_elf() -> bootparam::setup_header {
     }
 }
 
+/// Length of a bzImage in bytes by its own header: setup sectors, then the kernel in units of 16 bytes (Linux
+/// Documentation/arch/x86/boot.rst, `setup_sects` and `syssize`). `head` is the start of the file; what is missing of it
+/// counts as zeros.
+pub(super) fn image_bytes(head: &[u8]) -> u64 {
+    const SETUP_SECTORS: usize = 0x1f1;
+    const KERNEL_SIZE: usize = 0x1f4;
+    let sectors = match head.get(SETUP_SECTORS).copied().unwrap_or(0) {
+        0 => 4,
+        sectors => u64::from(sectors),
+    };
+    let units = head.get(KERNEL_SIZE..).and_then(|rest| rest.first_chunk()).map_or(0, |bytes| u32::from_le_bytes(*bytes));
+    (sectors + 1) * 512 + u64::from(units) * 16
+}
+
 /// Writes the zero page: the kernel's own setup header, command line, initrd, memory map, ACPI root pointer.
 pub(super) fn write_zero_page(
     memory: &GuestMemoryMmap,

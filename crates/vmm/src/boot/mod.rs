@@ -211,6 +211,12 @@ fn load_kernel(
         let problem = if head.is_empty() { "the file is empty" } else { "neither ELF nor bzImage magic" };
         return Err(not_a_kernel(problem.to_owned()));
     }
+    let announced_bytes = linux::image_bytes(&head);
+    if file_bytes < announced_bytes {
+        return Err(not_a_kernel(format!(
+            "it has {file_bytes} of the {announced_bytes} bytes that its header announces; copy it again"
+        )));
+    }
     if layout::HIGH_RAM_START + file_bytes > low_ram_end(ram_bytes) {
         return Err(does_not_fit(layout::HIGH_RAM_START + file_bytes));
     }

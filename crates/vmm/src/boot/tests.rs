@@ -58,6 +58,7 @@ fn elf(memory_bytes: u64, pvh: bool) -> Vec<u8> {
 fn bzimage(init_bytes: u32) -> Vec<u8> {
     let mut bytes = vec![0u8; 1024 + 4096];
     bytes[0x1f1] = 1;
+    bytes[0x1f4..0x1f8].copy_from_slice(&(4096u32 / 16).to_le_bytes());
     bytes[0x1fe..0x200].copy_from_slice(&[0x55, 0xaa]);
     bytes[0x202..0x206].copy_from_slice(b"HdrS");
     bytes[0x206..0x208].copy_from_slice(&0x020fu16.to_le_bytes());
@@ -107,6 +108,16 @@ fn elf_with_note_is_entered_through_pvh() {
     let mut cmdline = [0; 6];
     memory.read_slice(&mut cmdline, GuestAddress(u64_at(&memory, info + 24))).unwrap();
     assert_eq!(&cmdline, b"quiet\0");
+}
+
+#[test]
+fn a_bzimage_that_was_cut_off_is_refused() {
+    let whole = bzimage(1 << 20);
+    for length in [0x260, 1024, whole.len() - 1] {
+        let error = load(&whole[..length], None, "", &memory()).unwrap_err();
+        assert!(matches!(error, BootError::NotAKernel { .. }), "{error}");
+        assert!(error.to_string().contains(&format!("{length} of the {} bytes", whole.len())), "{error}");
+    }
 }
 
 #[test]

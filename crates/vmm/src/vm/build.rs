@@ -214,7 +214,11 @@ fn register_memory(vm: &VmFd, ram: &GuestRam) -> Result<(), VmError> {
         };
         // SAFETY: the region is mapped for as long as the `GuestRam` lives, which `Vm` keeps until after its `VmFd`
         // and vCPU threads are gone; regions do not overlap, as `GuestRam::new` has checked.
-        unsafe { vm.set_user_memory_region(slot) }.map_err(VmError::kvm("take guest memory"))?;
+        unsafe { vm.set_user_memory_region(slot) }.map_err(|source| VmError::MemorySlot {
+            start: region.start.0,
+            size_bytes: region.size_bytes,
+            source,
+        })?;
     }
     Ok(())
 }

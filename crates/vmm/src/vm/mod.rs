@@ -56,6 +56,16 @@ pub enum VmError {
         /// Its answer.
         source: kvm_ioctls::Error,
     },
+    /// KVM refused guest memory.
+    #[error("KVM does not take {size_bytes} bytes of guest memory at {start:#x}: {source}; give less --memory")]
+    MemorySlot {
+        /// Guest-physical address.
+        start: u64,
+        /// Size in bytes.
+        size_bytes: u64,
+        /// Its answer.
+        source: kvm_ioctls::Error,
+    },
     /// Guest memory could not be had.
     #[error(transparent)]
     Ram(#[from] RamError),
