@@ -199,6 +199,23 @@ impl<'a> Bench<'a> {
         }
     }
 
+    /// Looks for guests that have ended by themselves while they had nothing to do, and notes it in their records.
+    ///
+    /// What they had is the host's again, so that they must not count as guests that fit.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`] for the first of them, with its last words.
+    pub fn find_ended(&mut self, records: &mut [GuestRecord]) -> Result<(), LabError> {
+        let mut first = Ok(());
+        for record in records {
+            if let Some(error) = self.guest(record.guest)?.ended_by_itself() {
+                record.ended = Some(error.to_string());
+                first = first.and(Err(error));
+            }
+        }
+        first
+    }
+
     /// Waits until the idle guests give back nothing more, and notes what each of them still has.
     ///
     /// # Errors
@@ -213,7 +230,7 @@ impl<'a> Bench<'a> {
         while watch.observe(begin.elapsed().as_secs_f64(), total()) == Verdict::Continue {
             thread::sleep(LOOK_INTERVAL);
         }
-        for record in records {
+        for record in running(records) {
             let guest = self.guest(record.guest)?;
             let (pid, lost) = (guest.pid(), "its idle memory");
             let footprint = footprint_mib(pid);
@@ -228,7 +245,7 @@ impl<'a> Bench<'a> {
     /// # Errors
     /// [`LabError::Guest`] when a guest does not answer.
     pub fn ask_idle(&mut self, records: &mut [GuestRecord], size: GuestSize) -> Result<(), LabError> {
-        for record in records {
+        for record in running(records) {
             let guest = self.guest(record.guest)?;
             let memory = guest.command(Command::MemInfo, ANSWER_LIMIT, &mut || {})?.result;
             let free_kib = memory["MemFree"].as_u64();
@@ -293,6 +310,11 @@ impl Drop for Bench<'_> {
         // All at once: each takes a while to give its memory back.
         self.guests.iter_mut().for_each(Guest::kill);
     }
+}
+
+/// The records of guests that have not ended.
+fn running(records: &mut [GuestRecord]) -> impl Iterator<Item = &mut GuestRecord> {
+    records.iter_mut().filter(|record| record.ended.is_none())
 }
 
 fn balloon_failed(guest: u32, error: &BalloonError) -> LabError {

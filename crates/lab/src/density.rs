@@ -149,9 +149,11 @@ impl Experiment for Density {
         let sizes = sizes(bench.scale());
         let filled = fill(bench, series, sizes);
         // What has been measured is worth keeping even if a guest failed in the end.
+        let ended = bench.find_ended(&mut series.guests);
         let measured = filled
             .and_then(|()| bench.measure_idle(&mut series.guests, sizes.guest))
-            .and_then(|()| bench.ask_idle(&mut series.guests, sizes.guest));
+            .and_then(|()| bench.ask_idle(&mut series.guests, sizes.guest))
+            .and(ended);
         let swap_used_mib = bench.usage()?.swap_used_mib;
         summarize(series, bench.swap_threshold_mib(), swap_used_mib);
         measured
@@ -193,7 +195,7 @@ fn summarize(series: &mut Series, threshold_mib: f64, swap_used_mib: f64) {
     let fits = |guest: &&GuestRecord| guest.swap_used_mib.is_some_and(|swap_mib| swap_mib <= threshold_mib);
     let present = |value: fn(&GuestRecord) -> Option<f64>| median(guests.iter().filter_map(value));
     let metrics = [
-        ("guests_without_swap", Some(guests.iter().take_while(fits).count() as f64)),
+        ("guests_without_swap", Some(alive(guests.iter().take_while(fits)) as f64)),
         ("swap_used_mib", Some(swap_used_mib)),
         ("idle_guest_rss_mib", present(|guest| guest.idle_rss_mib)),
         ("guest_in_use_mib", present(|guest| guest.guest_in_use_mib)),
@@ -206,6 +208,11 @@ fn summarize(series: &mut Series, threshold_mib: f64, swap_used_mib: f64) {
         ("monitor_rss_mib", present(|guest| guest.monitor_rss_mib)),
     ];
     series.metrics = metrics.map(|(name, value)| (name.to_owned(), value.map(rounded))).into();
+}
+
+/// How many of these guests have stayed.
+fn alive<'a>(guests: impl Iterator<Item = &'a GuestRecord>) -> usize {
+    guests.filter(|guest| guest.ended.is_none()).count()
 }
 
 #[cfg(test)]
@@ -247,6 +254,13 @@ mod tests {
         let metrics = summarized(vec![guest(1, Some(0.0), None), guest(2, None, None)]);
         assert_eq!(metrics["guests_without_swap"], Some(1.0));
         assert_eq!(metrics["return_90_s"], None);
+    }
+
+    #[test]
+    fn a_guest_that_ended_by_itself_does_not_count() {
+        let ended = GuestRecord { ended: Some("triple fault".to_owned()), ..guest(2, Some(0.0), Some(1.0)) };
+        let metrics = summarized(vec![guest(1, Some(0.0), Some(1.0)), ended, guest(3, Some(0.0), Some(1.0))]);
+        assert_eq!(metrics["guests_without_swap"], Some(2.0));
     }
 
     #[test]

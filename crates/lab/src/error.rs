@@ -144,6 +144,9 @@ pub enum GuestProblem {
     /// It ended by itself.
     #[error("the monitor ended ({0}) while it was waited for {1}")]
     Ended(String, &'static str),
+    /// It ended by itself while it had nothing to do.
+    #[error("the monitor of the idle guest ended ({0})")]
+    EndedIdle(String),
     /// It did not answer in time.
     #[error("no {what} within {limit:?}")]
     TimeOut {

@@ -148,6 +148,14 @@ impl Guest {
         }
     }
 
+    /// The error for a guest that has ended by itself; `None` while it runs.
+    pub fn ended_by_itself(&mut self) -> Option<LabError> {
+        match self.process.try_wait() {
+            Ok(Some(status)) => Some(self.failed(GuestProblem::EndedIdle(describe(status)))),
+            _ => None,
+        }
+    }
+
     /// Sends the signal that no process survives, and does not wait.
     pub fn kill(&mut self) {
         // It may have ended already.

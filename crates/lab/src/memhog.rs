@@ -118,7 +118,8 @@ impl Experiment for Memhog {
         }
         let swap_used_mib = bench.usage()?.swap_used_mib;
         series.metrics.insert("swap_used_mib".to_owned(), Some(rounded(swap_used_mib)));
-        let measured = outcome.and_then(|()| bench.measure_idle(&mut records, sizes.guest));
+        let ended = bench.find_ended(&mut records);
+        let measured = outcome.and_then(|()| bench.measure_idle(&mut records, sizes.guest)).and(ended);
         series.guests = records;
         measured
     }

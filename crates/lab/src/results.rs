@@ -164,6 +164,9 @@ pub struct GuestRecord {
     /// Memory that is free in the guest then, but in pieces below 2 MiB, which Linux does not report by default, MiB.
     #[serde(default)]
     pub guest_fragments_mib: Option<f64>,
+    /// How the guest ended by itself before its series did; it counts for nothing then.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ended: Option<String>,
     /// Swap the host had in use after this guest's program, MiB.
     pub swap_used_mib: Option<f64>,
 }

@@ -109,6 +109,16 @@ fn answers_to_other_commands_are_not_taken_for_this_one() {
 }
 
 #[test]
+fn a_guest_that_ends_while_idle_is_noticed() {
+    let mut guest = script("read line; exit 4");
+    assert!(guest.ended_by_itself().is_none());
+    guest.input = None;
+    guest.ended();
+    let text = message(&guest.ended_by_itself().unwrap());
+    assert!(text.contains("exit code 4"), "{text}");
+}
+
+#[test]
 fn a_program_that_is_not_there_is_named() {
     let text = message(&Guest::start(1, Program::new("/no/such/monitor")).unwrap_err());
     assert!(text.contains("/no/such/monitor"), "{text}");
