@@ -1,16 +1,12 @@
 //! What the device has done and what the driver has done wrong.
 
 use std::fmt;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use ebb_guest_ram::DiscardOutcome;
 use serde::Serialize;
 
-/// Log lines about a driver's mistakes in a period of [`LOG_PERIOD`].
-const LOG_LINES: u32 = 5;
-
-/// See [`LOG_LINES`].
-const LOG_PERIOD: Duration = Duration::from_secs(30);
+use crate::log_limit::LogLimit;
 
 /// A driver's mistake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -213,39 +209,6 @@ impl Faults {
     }
 }
 
-/// Allows [`LOG_LINES`] lines in each [`LOG_PERIOD`].
-#[derive(Debug, Default)]
-pub(crate) struct LogLimit {
-    period_start: Option<Instant>,
-    lines: u32,
-    suppressed: u64,
-}
-
-impl LogLimit {
-    /// Logs that the host refused something; a driver can bring that about as often as it likes.
-    pub(crate) fn log_host_error(&mut self, error: &dyn std::error::Error) {
-        if let Some(suppressed) = self.permit(Instant::now()) {
-            tracing::error!(suppressed, "balloon: {error}");
-        }
-    }
-
-    /// Whether a line may be logged at `now`; if so, how many have been left out since the last one.
-    pub(crate) fn permit(&mut self, now: Instant) -> Option<u64> {
-        let expired =
-            self.period_start.is_none_or(|start| now.saturating_duration_since(start) >= LOG_PERIOD);
-        if expired {
-            self.period_start = Some(now);
-            self.lines = 0;
-        }
-        if self.lines == LOG_LINES {
-            self.suppressed += 1;
-            return None;
-        }
-        self.lines += 1;
-        Some(std::mem::take(&mut self.suppressed))
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -258,16 +221,6 @@ mod tests {
         }
         let names: BTreeSet<_> = GuestError::ALL.map(GuestError::name).into_iter().collect();
         assert_eq!(names.len(), GuestError::ALL.len());
-    }
-
-    #[test]
-    fn a_flood_of_mistakes_is_counted_and_not_logged() {
-        let mut limit = LogLimit::default();
-        let start = Instant::now();
-        let permitted = (0..1000).filter(|_| limit.permit(start).is_some()).count();
-        assert_eq!(permitted, LOG_LINES as usize);
-        assert_eq!(limit.permit(start + LOG_PERIOD), Some(1000 - u64::from(LOG_LINES)));
-        assert_eq!(limit.permit(start + LOG_PERIOD), Some(0));
     }
 
     #[test]

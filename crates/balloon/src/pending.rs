@@ -9,7 +9,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use ebb_abi::{PAGE_SIZE_BYTES, PageRange};
 use ebb_guest_ram::GuestRam;
 
-use crate::counters::{DiscardCounters, LogLimit};
+use crate::counters::DiscardCounters;
+use crate::log_limit::LogLimit;
 use crate::pages::PageSet;
 
 /// Pages that may wait for the rest of their huge pages: 64 MiB.

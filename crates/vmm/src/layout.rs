@@ -130,7 +130,10 @@ mod tests {
     #[test]
     fn a_node_across_the_hole_has_two_pieces() {
         let pieces = node_ranges(&[2 << 30, 2 << 30]);
-        assert_eq!(pieces, vec![(0, 0..2 << 30), (1, 2 << 30..HOLE_START), (1, HOLE_END..HOLE_END + (1 << 30))]);
+        assert_eq!(
+            pieces,
+            vec![(0, 0..2 << 30), (1, 2 << 30..HOLE_START), (1, HOLE_END..HOLE_END + (1 << 30))]
+        );
     }
 
     proptest! {

@@ -9,7 +9,8 @@ use std::sync::Arc;
 
 use libc::c_long;
 use seccompiler::{
-    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule, TargetArch,
+    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
+    TargetArch,
 };
 use thiserror::Error;
 
@@ -38,7 +39,9 @@ impl ThreadKind {
 
 /// The filters could not be built or installed.
 #[derive(Debug, Error)]
-#[error("system call filter for {kind:?} threads: {problem}; start with --seccomp off to run without filters")]
+#[error(
+    "system call filter for {kind:?} threads: {problem}; start with --seccomp off to run without filters"
+)]
 pub struct SeccompError {
     kind: ThreadKind,
     problem: String,
@@ -76,9 +79,12 @@ impl Filters {
 impl ThreadFilter {
     /// Restricts the calling thread for good: no capabilities (filters or not), and the filter of its kind.
     pub fn apply(&self) -> Result<(), SeccompError> {
-        crate::vm::privileges::drop_all()
-            .map_err(|error| SeccompError { kind: self.kind, problem: format!("giving up capabilities: {error}") })?;
-        let Some(program) = self.programs.as_ref().and_then(|programs| programs.get(self.kind as usize)) else {
+        crate::vm::privileges::drop_all().map_err(|error| SeccompError {
+            kind: self.kind,
+            problem: format!("giving up capabilities: {error}"),
+        })?;
+        let Some(program) = self.programs.as_ref().and_then(|programs| programs.get(self.kind as usize))
+        else {
             return Ok(());
         };
         handler::install().map_err(|error| SeccompError { kind: self.kind, problem: error.to_string() })?;
@@ -196,9 +202,15 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
     let requests = ioctls(kind).iter().map(|&request| equal(1, request)).collect::<Result<Vec<_>, _>>()?;
     rules.insert(libc::SYS_ioctl, requests);
     // Builds with debug assertions look whether a descriptor is open before they close it.
-    rules.insert(libc::SYS_fcntl, vec![equal(1, libc::F_GETFD as u64)?, equal(1, libc::F_DUPFD_CLOEXEC as u64)?]);
+    rules.insert(
+        libc::SYS_fcntl,
+        vec![equal(1, libc::F_GETFD as u64)?, equal(1, libc::F_DUPFD_CLOEXEC as u64)?],
+    );
     // Names of threads and arenas, and nothing else of prctl.
-    rules.insert(libc::SYS_prctl, vec![equal(0, libc::PR_SET_NAME as u64)?, equal(0, libc::PR_GET_NAME as u64)?, equal(0, PR_SET_VMA)?]);
+    rules.insert(
+        libc::SYS_prctl,
+        vec![equal(0, libc::PR_SET_NAME as u64)?, equal(0, libc::PR_GET_NAME as u64)?, equal(0, PR_SET_VMA)?],
+    );
     Ok(rules)
 }
 
@@ -256,15 +268,15 @@ fn ioctls(kind: ThreadKind) -> &'static [u64] {
             KVM_SET_IRQCHIP,
             KVM_SET_PIT2,
             KVM_SET_CLOCK,
-            libc::TCGETS as u64,
-            libc::TCSETS as u64,
-            libc::TCSETSW as u64,
-            libc::TCSETSF as u64,
+            libc::TCGETS,
+            libc::TCSETS,
+            libc::TCSETSW,
+            libc::TCSETSF,
             PAGEMAP_SCAN,
         ],
-        ThreadKind::Api => &[libc::FIONBIO as u64, PAGEMAP_SCAN],
+        ThreadKind::Api => &[libc::FIONBIO, PAGEMAP_SCAN],
         // Never issued; a list must not be empty, or every request would pass.
-        ThreadKind::Device => &[libc::FIONBIO as u64],
+        ThreadKind::Device => &[libc::FIONBIO],
     }
 }
 

@@ -2,9 +2,9 @@
 
 use acpi_tables::Aml;
 use acpi_tables::aml::{
-    Device, EISAName, Equal, Field, FieldAccessType, FieldEntry, FieldLockRule,
-    FieldUpdateRule, IO, If, Interrupt, Local, Memory32Fixed, Method, Name, Notify, OpRegion, OpRegionSpace, Package,
-    Path, ResourceTemplate, Scope, Store,
+    Device, EISAName, Equal, Field, FieldAccessType, FieldEntry, FieldLockRule, FieldUpdateRule, IO, If,
+    Interrupt, Local, Memory32Fixed, Method, Name, Notify, OpRegion, OpRegionSpace, Package, Path,
+    ResourceTemplate, Scope, Store,
 };
 
 use super::{EVENT_POWER_BUTTON, EVENT_STATUS, MmioDevice, SLEEP_TYPE_S5};
@@ -73,10 +73,7 @@ fn power_button(aml: &mut Vec<u8>) {
     let notify = Notify::new(&button, &NOTIFY_BUTTON_PRESSED);
     let handle = If::new(&pressed, vec![&notify]);
     let method = Method::new("_EVT".into(), 1, true, vec![&read, &handle]);
-    in_system_bus(
-        aml,
-        vec![&Device::new("EVT0".into(), vec![&hid, &uid, &crs, &region, &field, &method])],
-    );
+    in_system_bus(aml, vec![&Device::new("EVT0".into(), vec![&hid, &uid, &crs, &region, &field, &method])]);
 }
 
 /// QEMU's pvpanic interface (QEMU docs/specs/pvpanic.rst): the guest's panic becomes an exit code of its own.

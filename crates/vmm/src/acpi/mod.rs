@@ -43,7 +43,9 @@ pub const EVENT_POWER_BUTTON: u8 = 1;
 
 /// The tables did not fit into their window.
 #[derive(Debug, Error)]
-#[error("the ACPI tables need {needed_bytes} bytes, there is room for {room_bytes}; use fewer vCPUs, nodes or devices")]
+#[error(
+    "the ACPI tables need {needed_bytes} bytes, there is room for {room_bytes}; use fewer vCPUs, nodes or devices"
+)]
 pub struct AcpiError {
     /// Bytes needed.
     pub needed_bytes: u64,
@@ -83,8 +85,10 @@ impl Writer<'_> {
         table.to_aml_bytes(&mut bytes);
         let address = self.next;
         let end = address + bytes.len() as u64;
-        let overflow =
-            AcpiError { needed_bytes: end - layout::ACPI_START, room_bytes: layout::ACPI_END - layout::ACPI_START };
+        let overflow = AcpiError {
+            needed_bytes: end - layout::ACPI_START,
+            room_bytes: layout::ACPI_END - layout::ACPI_START,
+        };
         if end > layout::ACPI_END {
             return Err(overflow);
         }
@@ -120,13 +124,7 @@ pub fn write_tables(memory: &GuestMemoryMmap, platform: &Platform) -> Result<Gue
 
 fn fadt(dsdt: u64) -> acpi_tables::fadt::FADT {
     let register = |offset: u16| {
-        GAS::new(
-            AddressSpace::SystemIo,
-            8,
-            0,
-            AccessSize::ByteAccess,
-            u64::from(layout::ACPI_PORT + offset),
-        )
+        GAS::new(AddressSpace::SystemIo, 8, 0, AccessSize::ByteAccess, u64::from(layout::ACPI_PORT + offset))
     };
     let mut fadt = FADTBuilder::new(OEM_ID, TABLE_ID, REVISION)
         .dsdt_64(dsdt)
@@ -209,8 +207,9 @@ mod tests {
 
     #[test]
     fn the_largest_platform_fits() {
-        let devices =
-            (0..18).map(|slot| MmioDevice { address: 0xd000_0000 + slot * 0x1000, gsi: 5 + slot as u32 }).collect();
+        let devices = (0..18)
+            .map(|slot| MmioDevice { address: 0xd000_0000 + slot * 0x1000, gsi: 5 + slot as u32 })
+            .collect();
         let nodes = (0..8)
             .map(|node| NumaNode {
                 cpus: (node * 31..node * 31 + 31).collect(),

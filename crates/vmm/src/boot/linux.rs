@@ -33,7 +33,10 @@ pub(super) fn image_bytes(head: &[u8]) -> u64 {
         0 => 4,
         sectors => u64::from(sectors),
     };
-    let units = head.get(KERNEL_SIZE..).and_then(|rest| rest.first_chunk()).map_or(0, |bytes| u32::from_le_bytes(*bytes));
+    let units = head
+        .get(KERNEL_SIZE..)
+        .and_then(|rest| rest.first_chunk())
+        .map_or(0, |bytes| u32::from_le_bytes(*bytes));
     (sectors + 1) * 512 + u64::from(units) * 16
 }
 

@@ -123,7 +123,12 @@ impl BootImage {
 
     /// Loads everything into `memory` (of `ram_bytes` RAM) and writes the boot structures. `rsdp` is the address of the
     /// ACPI root pointer.
-    pub fn load(&mut self, memory: &GuestMemoryMmap, ram_bytes: u64, rsdp: GuestAddress) -> Result<Entry, BootError> {
+    pub fn load(
+        &mut self,
+        memory: &GuestMemoryMmap,
+        ram_bytes: u64,
+        rsdp: GuestAddress,
+    ) -> Result<Entry, BootError> {
         let path = self.kernel.path.clone();
         let loaded = load_kernel(&mut self.kernel.file, &path, memory, ram_bytes)?;
         let limit = loaded.cmdline_limit().min(layout::CMDLINE_MAX_BYTES - 1);
@@ -173,7 +178,9 @@ impl LoadedKernel {
     /// Highest address at which the kernel accepts its initrd.
     fn initrd_limit(&self) -> u64 {
         match self.kind {
-            Kind::Linux64 { header, .. } if header.initrd_addr_max > 0 => u64::from(header.initrd_addr_max) + 1,
+            Kind::Linux64 { header, .. } if header.initrd_addr_max > 0 => {
+                u64::from(header.initrd_addr_max) + 1
+            }
             _ => layout::HOLE_START,
         }
     }
@@ -200,8 +207,10 @@ fn load_kernel(
     file.rewind().map_err(read)?;
 
     if head.starts_with(b"\x7fELF") {
-        let result = Elf::load(memory, None, file, Some(GuestAddress(layout::HIGH_RAM_START)))
-            .map_err(|error| elf_error(&error, &not_a_kernel, || does_not_fit(layout::HIGH_RAM_START + file_bytes)))?;
+        let result =
+            Elf::load(memory, None, file, Some(GuestAddress(layout::HIGH_RAM_START))).map_err(|error| {
+                elf_error(&error, &not_a_kernel, || does_not_fit(layout::HIGH_RAM_START + file_bytes))
+            })?;
         if result.kernel_end > low_ram_end(ram_bytes) {
             return Err(does_not_fit(result.kernel_end));
         }

@@ -36,15 +36,16 @@ fn elf(memory_bytes: u64, pvh: bool) -> Vec<u8> {
     bytes[52..54].copy_from_slice(&64u16.to_le_bytes());
     bytes[54..56].copy_from_slice(&(PROGRAM_HEADER as u16).to_le_bytes());
     bytes[56..58].copy_from_slice(&(1 + u16::from(pvh)).to_le_bytes());
-    let mut program_header = |index: usize, kind: u32, offset: usize, address: u64, in_file: u64, in_memory: u64| {
-        let header = &mut bytes[HEADER + index * PROGRAM_HEADER..][..PROGRAM_HEADER];
-        header[..4].copy_from_slice(&kind.to_le_bytes());
-        header[8..16].copy_from_slice(&(offset as u64).to_le_bytes());
-        header[24..32].copy_from_slice(&address.to_le_bytes());
-        header[32..40].copy_from_slice(&in_file.to_le_bytes());
-        header[40..48].copy_from_slice(&in_memory.to_le_bytes());
-        header[48..56].copy_from_slice(&4u64.to_le_bytes());
-    };
+    let mut program_header =
+        |index: usize, kind: u32, offset: usize, address: u64, in_file: u64, in_memory: u64| {
+            let header = &mut bytes[HEADER + index * PROGRAM_HEADER..][..PROGRAM_HEADER];
+            header[..4].copy_from_slice(&kind.to_le_bytes());
+            header[8..16].copy_from_slice(&(offset as u64).to_le_bytes());
+            header[24..32].copy_from_slice(&address.to_le_bytes());
+            header[32..40].copy_from_slice(&in_file.to_le_bytes());
+            header[40..48].copy_from_slice(&in_memory.to_le_bytes());
+            header[48..56].copy_from_slice(&4u64.to_le_bytes());
+        };
     program_header(0, 1, text_offset, 0x0100_0000, 4096, memory_bytes);
     if pvh {
         program_header(1, 4, note_offset, 0, note.len() as u64, note.len() as u64);
@@ -72,10 +73,16 @@ fn bzimage(init_bytes: u32) -> Vec<u8> {
     bytes
 }
 
-fn load(kernel: &[u8], initrd: Option<&[u8]>, cmdline: &str, memory: &GuestMemoryMmap) -> Result<Entry, BootError> {
+fn load(
+    kernel: &[u8],
+    initrd: Option<&[u8]>,
+    cmdline: &str,
+    memory: &GuestMemoryMmap,
+) -> Result<Entry, BootError> {
     let kernel = file(kernel);
     let initrd = initrd.map(file);
-    let mut image = BootImage::open(kernel.path(), initrd.as_ref().map(tempfile::NamedTempFile::path), cmdline)?;
+    let mut image =
+        BootImage::open(kernel.path(), initrd.as_ref().map(tempfile::NamedTempFile::path), cmdline)?;
     image.load(memory, RAM_BYTES, GuestAddress(layout::ACPI_START))
 }
 
@@ -123,7 +130,10 @@ fn a_bzimage_that_was_cut_off_is_refused() {
 #[test]
 fn elf_without_note_and_bzimage_are_entered_in_64_bit_mode() {
     let memory = memory();
-    assert_eq!(load(&elf(4096, false), None, "", &memory).unwrap(), Entry::Linux64(GuestAddress(0x0100_0000)));
+    assert_eq!(
+        load(&elf(4096, false), None, "", &memory).unwrap(),
+        Entry::Linux64(GuestAddress(0x0100_0000))
+    );
     let entry = load(&bzimage(1 << 20), Some(&[1; 100]), "root=/dev/vda", &memory).unwrap();
     assert_eq!(entry, Entry::Linux64(GuestAddress(layout::HIGH_RAM_START + 0x200)));
     let zero_page = layout::ZERO_PAGE;

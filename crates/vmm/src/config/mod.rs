@@ -244,7 +244,11 @@ impl VmConfig {
             if let Some(distances) = &config.distances {
                 if distances.len() != self.numa.len() {
                     return error(
-                        format!("node {node} has {} distances for {} nodes", distances.len(), self.numa.len()),
+                        format!(
+                            "node {node} has {} distances for {} nodes",
+                            distances.len(),
+                            self.numa.len()
+                        ),
                         "give one distance for each node, itself included",
                     );
                 }
@@ -263,7 +267,11 @@ impl VmConfig {
         }
         if total != self.memory.size.bytes() {
             return error(
-                format!("the nodes have {} together, the guest has {}", ByteSize::from_bytes(total), self.memory.size),
+                format!(
+                    "the nodes have {} together, the guest has {}",
+                    ByteSize::from_bytes(total),
+                    self.memory.size
+                ),
                 "make both equal",
             );
         }

@@ -15,12 +15,12 @@ use crate::size::ByteSize;
 struct Pairs<'a> {
     option: &'static str,
     valid: &'static str,
-    pairs: Vec<(&'a str, &'a str)>,
+    entries: Vec<(&'a str, &'a str)>,
 }
 
 impl<'a> Pairs<'a> {
     fn parse(option: &'static str, valid: &'static str, text: &'a str) -> Result<Self, ConfigError> {
-        let mut pairs: Vec<(&str, &str)> = Vec::new();
+        let mut entries: Vec<(&str, &str)> = Vec::new();
         for part in text.split(',').filter(|part| !part.is_empty()) {
             let Some((key, value)) = part.split_once('=') else {
                 return Err(ConfigError::new(
@@ -29,17 +29,17 @@ impl<'a> Pairs<'a> {
                     format!("use {valid}"),
                 ));
             };
-            if pairs.iter().any(|(known, _)| *known == key) {
+            if entries.iter().any(|(known, _)| *known == key) {
                 return Err(ConfigError::new(option, format!("`{key}` is given twice"), "give it once"));
             }
-            pairs.push((key, value));
+            entries.push((key, value));
         }
-        Ok(Self { option, valid, pairs })
+        Ok(Self { option, valid, entries })
     }
 
     fn take(&mut self, key: &str) -> Option<&'a str> {
-        let index = self.pairs.iter().position(|(known, _)| *known == key)?;
-        Some(self.pairs.swap_remove(index).1)
+        let index = self.entries.iter().position(|(known, _)| *known == key)?;
+        Some(self.entries.swap_remove(index).1)
     }
 
     fn error(&self, key: &str, value: &str, expected: &str) -> ConfigError {
@@ -77,7 +77,7 @@ impl<'a> Pairs<'a> {
     }
 
     fn finish(self) -> Result<(), ConfigError> {
-        match self.pairs.first() {
+        match self.entries.first() {
             None => Ok(()),
             Some((key, _)) => Err(ConfigError::new(
                 self.option,
@@ -121,7 +121,11 @@ impl FromStr for MemoryConfig {
             backing: pairs
                 .take_choice(
                     "backing",
-                    &[("anon", Backing::Anonymous), ("memfd", Backing::Memfd), ("hugetlb", Backing::Hugetlb2M)],
+                    &[
+                        ("anon", Backing::Anonymous),
+                        ("memfd", Backing::Memfd),
+                        ("hugetlb", Backing::Hugetlb2M),
+                    ],
                 )?
                 .unwrap_or(Backing::Anonymous),
             huge_pages: pairs
@@ -144,8 +148,9 @@ impl FromStr for NumaNodeConfig {
         let size = pairs.take_required_size("size")?;
         let cpus = match pairs.take("cpus") {
             None => Vec::new(),
-            Some(list) => parse_cpu_list(list)
-                .ok_or_else(|| pairs.error("cpus", list, "vCPU numbers and ranges with `:` between, 0-1:4"))?,
+            Some(list) => parse_cpu_list(list).ok_or_else(|| {
+                pairs.error("cpus", list, "vCPU numbers and ranges with `:` between, 0-1:4")
+            })?,
         };
         let host_node = pairs.take_parsed("host_node", "the number of a host NUMA node")?;
         let distances = match pairs.take("distances") {

@@ -68,7 +68,8 @@ fn contradictions_are_refused() {
     assert!(problem(config("67108865", 1, &[])).contains("multiple"));
     assert!(problem(config("64M", 0, &[])).contains("--cpus"));
     let mut large_balloon = config("64M", 1, &[]);
-    large_balloon.balloon = Some(BalloonDeviceConfig { size: ByteSize::from_bytes(1 << 30), ..Default::default() });
+    large_balloon.balloon =
+        Some(BalloonDeviceConfig { size: ByteSize::from_bytes(1 << 30), ..Default::default() });
     assert!(problem(large_balloon).contains("larger than the guest's RAM"));
 }
 
@@ -76,7 +77,8 @@ fn contradictions_are_refused() {
 fn numa_nodes_must_add_up() {
     let two = ["size=1G,cpus=0", "size=1G,cpus=1"];
     assert_eq!(config("2G", 2, &two).validate(), Ok(()));
-    let problem = |memory, cpus, numa: &[&str]| config(memory, cpus, numa).validate().unwrap_err().to_string();
+    let problem =
+        |memory, cpus, numa: &[&str]| config(memory, cpus, numa).validate().unwrap_err().to_string();
     assert!(problem("3G", 2, &two).contains("together"));
     assert!(problem("2G", 3, &two).contains("vCPU 2 is in no node"));
     assert!(problem("2G", 1, &two).contains("names vCPU 1"));

@@ -4,7 +4,6 @@ use kvm_bindings::{CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
 
 const LEAF_FEATURES: u32 = 0x1;
 const LEAF_CACHE_INTEL: u32 = 0x4;
-const LEAF_EXTENDED_FEATURES: u32 = 0x7;
 const LEAF_PERFORMANCE: u32 = 0xa;
 const LEAF_TOPOLOGY: u32 = 0xb;
 const LEAF_TOPOLOGY_V2: u32 = 0x1f;
@@ -57,7 +56,6 @@ pub fn for_vcpu(supported: &CpuId, index: u8, count: u8, deadline: DeadlineTimer
                 entry.edx = if count > 1 { entry.edx | HTT } else { entry.edx & !HTT };
             }
             LEAF_CACHE_INTEL | LEAF_AMD_CACHE => set_cache_sharing(entry, count),
-            LEAF_EXTENDED_FEATURES => {}
             LEAF_PERFORMANCE | LEAF_AMD_PERFORMANCE => clear(entry),
             LEAF_TOPOLOGY | LEAF_TOPOLOGY_V2 => set_topology(entry, index, count),
             LEAF_AMD_FEATURES => entry.ecx &= !(SVM | AMD_PERFORMANCE | AMD_TOPOLOGY),

@@ -61,7 +61,9 @@ impl Vcpu {
         } else {
             DeadlineTimer::Missing
         };
-        (0..count).map(|index| Self::create(vm, index, &cpuid::for_vcpu(&supported, index, count, deadline))).collect()
+        (0..count)
+            .map(|index| Self::create(vm, index, &cpuid::for_vcpu(&supported, index, count, deadline)))
+            .collect()
     }
 
     fn create(vm: &VmFd, index: u8, cpuid: &CpuId) -> Result<Self, CpuError> {

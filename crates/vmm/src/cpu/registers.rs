@@ -111,7 +111,9 @@ fn write_page_tables(memory: &GuestMemoryMmap) -> Result<(), CpuError> {
 
 fn write_table(memory: &GuestMemoryMmap, address: u64, entries: &[u64]) -> Result<(), CpuError> {
     let bytes: Vec<u8> = entries.iter().flat_map(|entry| entry.to_le_bytes()).collect();
-    memory.write_slice(&bytes, GuestAddress(address)).map_err(|_| CpuError::Layout("descriptor and page tables"))
+    memory
+        .write_slice(&bytes, GuestAddress(address))
+        .map_err(|_| CpuError::Layout("descriptor and page tables"))
 }
 
 /// Selectors of the PVH and Linux boot protocols: code 0x10, data 0x18.

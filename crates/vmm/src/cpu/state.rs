@@ -1,8 +1,8 @@
 //! The state of a vCPU as far as a reset has to put it back.
 
 use kvm_bindings::{
-    Msrs, kvm_debugregs, kvm_fpu, kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_sregs, kvm_vcpu_events,
-    kvm_xcrs,
+    Msrs, kvm_debugregs, kvm_fpu, kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_sregs,
+    kvm_vcpu_events, kvm_xcrs,
 };
 use kvm_ioctls::VcpuFd;
 

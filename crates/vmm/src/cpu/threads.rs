@@ -86,7 +86,8 @@ impl VcpuThreads {
         counters: &Arc<ExitCounters>,
         filters: &Filters,
     ) -> io::Result<Self> {
-        register_signal_handler(SIGRTMIN(), on_kick).map_err(|error| io::Error::from_raw_os_error(error.errno()))?;
+        register_signal_handler(SIGRTMIN(), on_kick)
+            .map_err(|error| io::Error::from_raw_os_error(error.errno()))?;
         let state = State {
             goal: Goal::Pause,
             parked: 0,
@@ -133,7 +134,10 @@ impl VcpuThreads {
     }
 
     /// Runs `job` on each vCPU's own thread. The vCPUs must be paused.
-    pub fn on_each(&self, job: impl Fn(&Vcpu) -> Result<(), CpuError> + Send + Sync + 'static) -> Result<(), CpuError> {
+    pub fn on_each(
+        &self,
+        job: impl Fn(&Vcpu) -> Result<(), CpuError> + Send + Sync + 'static,
+    ) -> Result<(), CpuError> {
         let mut state = lock(&self.shared);
         state.job_generation += 1;
         state.job = Some((state.job_generation, Arc::new(job)));
@@ -294,10 +298,16 @@ fn run(shared: &Shared, buses: &Buses, vcpu: &mut Vcpu) {
                 park_after(shared, exit);
             }
             Ok(VcpuExit::FailEntry(reason, cpu)) => {
-                park_after(shared, kvm_error(format!("entry failed on host CPU {cpu}, hardware reason {reason:#x}")));
+                park_after(
+                    shared,
+                    kvm_error(format!("entry failed on host CPU {cpu}, hardware reason {reason:#x}")),
+                );
             }
             Ok(VcpuExit::InternalError) => {
-                park_after(shared, kvm_error("internal error, mostly an instruction it cannot emulate".to_owned()));
+                park_after(
+                    shared,
+                    kvm_error("internal error, mostly an instruction it cannot emulate".to_owned()),
+                );
             }
             Ok(VcpuExit::Hlt | VcpuExit::Intr | VcpuExit::IrqWindowOpen) => {}
             Ok(other) => {

@@ -59,7 +59,9 @@ impl ConsoleOutput {
         while !self.backlog.is_empty() {
             let mut ready = [PollFd::new(target, PollFlags::OUT)];
             let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-            if !matches!(poll(&mut ready, Some(&now)), Ok(1..)) || !ready[0].revents().contains(PollFlags::OUT) {
+            if !matches!(poll(&mut ready, Some(&now)), Ok(1..))
+                || !ready[0].revents().contains(PollFlags::OUT)
+            {
                 return;
             }
             let (front, _) = self.backlog.as_slices();

@@ -40,9 +40,9 @@ impl ExclusiveDevice for AcpiRegisters {
     }
 
     fn write(&mut self, offset: u64, data: &[u8]) {
-        let Some(&value) = data.first() else { return };
         const SLEEP: u64 = acpi::SLEEP_CONTROL as u64;
         const RESET: u64 = acpi::RESET as u64;
+        let Some(&value) = data.first() else { return };
         match offset {
             SLEEP if value == (acpi::SLEEP_TYPE_S5 << 2) | acpi::SLEEP_ENABLE => {
                 self.exit.raise(GuestExit::PowerOff);

@@ -42,8 +42,7 @@ pub struct Serial {
 impl Serial {
     /// A line that writes to `output`, raises `interrupt`, and signals `input_read` when the guest has taken all input.
     pub fn new(interrupt: EventFd, input_read: EventFd, output: ConsoleOutput) -> Self {
-        let line =
-            vm_superio::Serial::with_events(SerialInterrupt(interrupt), InputRead(input_read), output);
+        let line = vm_superio::Serial::with_events(SerialInterrupt(interrupt), InputRead(input_read), output);
         Self { line }
     }
 

@@ -20,8 +20,9 @@ extern "C" fn on_refused_call(_signal: libc::c_int, info: *mut libc::siginfo_t, 
     // `si_syscall` follows the call address in the SIGSYS variant of siginfo (Linux asm-generic/siginfo.h): 16 bytes of
     // header, 8 of address.
     const SYSCALL_OFFSET: usize = 24;
-    // SAFETY: the kernel passes a valid siginfo of 128 bytes, and offset 24 lies inside, aligned for an i32.
-    let call = unsafe { info.cast::<u8>().add(SYSCALL_OFFSET).cast::<i32>().read() };
+    let call = info.cast::<u8>().wrapping_add(SYSCALL_OFFSET).cast::<[u8; 4]>();
+    // SAFETY: the kernel passes a valid siginfo of 128 bytes, and four bytes at offset 24 lie inside.
+    let call = i32::from_ne_bytes(unsafe { call.read() });
     let mut name = [0u8; 16];
     // SAFETY: PR_GET_NAME writes at most 16 bytes to the buffer, which has 16.
     unsafe { libc::prctl(libc::PR_GET_NAME, name.as_mut_ptr()) };

@@ -98,7 +98,7 @@ pub(super) fn build(config: VmConfig, filters: &Filters) -> Result<Built, VmErro
     let vm = Vm {
         config,
         ram,
-        vm_fd,
+        kvm: vm_fd,
         interrupt_controllers,
         platform,
         image: Mutex::new(image),
@@ -178,7 +178,10 @@ fn regions(config: &VmConfig) -> Vec<RegionSpec> {
         host_node,
     };
     if config.numa.is_empty() {
-        return layout::ram_ranges(config.memory.size.bytes()).into_iter().map(|range| spec(range, None)).collect();
+        return layout::ram_ranges(config.memory.size.bytes())
+            .into_iter()
+            .map(|range| spec(range, None))
+            .collect();
     }
     let sizes: Vec<u64> = config.numa.iter().map(|node| node.size.bytes()).collect();
     layout::node_ranges(&sizes)
@@ -197,7 +200,11 @@ fn numa_nodes(config: &VmConfig) -> Vec<NumaNode> {
         .enumerate()
         .map(|(node, config)| NumaNode {
             cpus: config.cpus.clone(),
-            ranges: pieces.iter().filter(|(owner, _)| *owner == node).map(|(_, range)| range.clone()).collect(),
+            ranges: pieces
+                .iter()
+                .filter(|(owner, _)| *owner == node)
+                .map(|(_, range)| range.clone())
+                .collect(),
             distances: config.distances.clone().unwrap_or_else(|| default(node)),
         })
         .collect()
@@ -271,7 +278,8 @@ impl Assembly<'_> {
         let address = layout::VIRTIO_MMIO_START + slot as u64 * layout::VIRTIO_MMIO_STRIDE;
         let wires = Wires::new(device.queue_sizes().len()).map_err(VmError::host("create device events"))?;
         self.vm_fd.register_irqfd(&wires.interrupt, gsi).map_err(VmError::kvm("wire an interrupt line"))?;
-        let notify = IoEventAddress::Mmio(address + u64::from(virtio_bindings::virtio_mmio::VIRTIO_MMIO_QUEUE_NOTIFY));
+        let notify =
+            IoEventAddress::Mmio(address + u64::from(virtio_bindings::virtio_mmio::VIRTIO_MMIO_QUEUE_NOTIFY));
         for (queue, kick) in wires.kicks.iter().enumerate() {
             self.vm_fd
                 .register_ioevent(kick, &notify, queue as u32)

@@ -7,8 +7,8 @@ use ebb_guest_ram::Backing;
 
 use super::{SharedTransport, Vm, lock, metrics};
 use crate::api::control::{
-    BalloonInfo, BalloonState, BalloonSummary, ControlError, DriverPresence, Metrics, RamBacking, StatisticsReading,
-    VmControl, VmInfo, VmState,
+    BalloonInfo, BalloonState, BalloonSummary, ControlError, DriverPresence, Metrics, RamBacking,
+    StatisticsReading, VmControl, VmInfo, VmState,
 };
 use crate::devices::virtio::balloon::BalloonDevice;
 use crate::devices::virtio::mmio::MmioTransport;
@@ -97,10 +97,14 @@ impl VmControl for Vm {
 
     fn power_button(&self) -> Result<(), ControlError> {
         if self.state() != VmState::Running {
-            return Err(wrong_state("a virtual machine that does not run cannot notice its power button", "resume it"));
+            return Err(wrong_state(
+                "a virtual machine that does not run cannot notice its power button",
+                "resume it",
+            ));
         }
         let pressed = lock(&self.acpi).press_power_button();
-        pressed.map_err(|error| ControlError::Failed { message: format!("cannot interrupt the guest: {error}") })
+        pressed
+            .map_err(|error| ControlError::Failed { message: format!("cannot interrupt the guest: {error}") })
     }
 
     fn kill(&self) -> Result<(), ControlError> {
@@ -125,11 +129,17 @@ impl VmControl for Vm {
 
     fn request_statistics(&self) -> Result<(), ControlError> {
         if self.state() != VmState::Running {
-            return Err(wrong_state("a virtual machine that does not run cannot tell statistics", "resume it"));
+            return Err(wrong_state(
+                "a virtual machine that does not run cannot tell statistics",
+                "resume it",
+            ));
         }
         let mut transport = lock(self.balloon_transport()?);
         if driver(&transport) == DriverPresence::Absent {
-            return Err(wrong_state("no driver in the guest runs the balloon", "load virtio_balloon in the guest"));
+            return Err(wrong_state(
+                "no driver in the guest runs the balloon",
+                "load virtio_balloon in the guest",
+            ));
         }
         if transport.device_mut().request_statistics()? {
             transport.interrupt_used();

@@ -11,8 +11,8 @@ use vmm_sys_util::eventfd::EventFd;
 use super::build::{Built, build};
 use super::terminal::{EscapeSequence, RawTerminal, Typed};
 use super::{Vm, VmError, lock};
-use crate::api::server::Limits;
 use crate::api::ApiServer;
+use crate::api::server::Limits;
 use crate::config::{RebootAction, SerialConfig, VmConfig};
 use crate::event::readable;
 use crate::exit::GuestExit;
@@ -60,7 +60,9 @@ fn wait_for_end(vm: &Vm, signals: &Signals, mut console: ConsoleInput, on_reboot
                 GuestExit::Reboot if on_reboot == RebootAction::Reset => {
                     tracing::info!("the guest rebooted");
                     if let Err(error) = vm.reset() {
-                        return GuestExit::Monitor { message: format!("cannot start the guest again: {error}") };
+                        return GuestExit::Monitor {
+                            message: format!("cannot start the guest again: {error}"),
+                        };
                     }
                 }
                 exit => return exit,
@@ -71,7 +73,11 @@ fn wait_for_end(vm: &Vm, signals: &Signals, mut console: ConsoleInput, on_reboot
             serial.output().drain();
             serial.output().has_backlog()
         };
-        let mut fds = vec![readable(vm.exit.event()), PollFd::new(signals, PollFlags::IN), readable(&console.input_read)];
+        let mut fds = vec![
+            readable(vm.exit.event()),
+            PollFd::new(signals, PollFlags::IN),
+            readable(&console.input_read),
+        ];
         if let Some(input) = console.wanted() {
             fds.push(PollFd::new(input, PollFlags::IN));
         }

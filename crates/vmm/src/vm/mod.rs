@@ -11,7 +11,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use ebb_guest_ram::{GuestRam, RamError};
-use kvm_bindings::{KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, kvm_irqchip, kvm_pit_state2};
+use kvm_bindings::{
+    KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, kvm_irqchip, kvm_pit_state2,
+};
 use kvm_ioctls::VmFd;
 use thiserror::Error;
 
@@ -57,7 +59,9 @@ pub enum VmError {
         source: kvm_ioctls::Error,
     },
     /// KVM refused guest memory.
-    #[error("KVM does not take {size_bytes} bytes of guest memory at {start:#x}: {source}; give less --memory")]
+    #[error(
+        "KVM does not take {size_bytes} bytes of guest memory at {start:#x}: {source}; give less --memory"
+    )]
     MemorySlot {
         /// Guest-physical address.
         start: u64,
@@ -140,7 +144,7 @@ pub struct Vm {
     // Fields are dropped from top to bottom: threads end before what they use goes away, guest memory goes last.
     vcpus: VcpuThreads,
     workers: Vec<Worker>,
-    vm_fd: VmFd,
+    kvm: VmFd,
     config: VmConfig,
     interrupt_controllers: InterruptControllers,
     platform: Platform,
@@ -223,7 +227,7 @@ impl Vm {
             hook();
         }
         self.vcpus.on_each(super::cpu::Vcpu::reset)?;
-        self.interrupt_controllers.apply(&self.vm_fd)?;
+        self.interrupt_controllers.apply(&self.kvm)?;
         self.ram.reclaim_all();
         let all: Vec<_> = self.ram.regions().iter().map(ebb_guest_ram::Region::pages).collect();
         self.ram.discard(&all)?;

@@ -84,8 +84,11 @@ impl BalloonDevice {
     pub fn request_statistics(&mut self) -> Result<bool, ControlError> {
         if self.balloon.queue_index(QueueKind::Statistics).is_none() {
             return Err(ControlError::WrongState {
-                message: "the guest's balloon driver and this device have not agreed on statistics".to_owned(),
-                remedy: Some("start with --balloon statistics=on and use a driver that tells them".to_owned()),
+                message: "the guest's balloon driver and this device have not agreed on statistics"
+                    .to_owned(),
+                remedy: Some(
+                    "start with --balloon statistics=on and use a driver that tells them".to_owned(),
+                ),
             });
         }
         Ok(self.balloon.request_statistics())

@@ -99,7 +99,8 @@ impl Block {
             Err(error) => return Err(open(error.into())),
         }
         // Seeking to the end works for block devices too, whose metadata say 0.
-        let bytes = rustix::fs::seek(&file, rustix::fs::SeekFrom::End(0)).map_err(|error| open(error.into()))?;
+        let bytes =
+            rustix::fs::seek(&file, rustix::fs::SeekFrom::End(0)).map_err(|error| open(error.into()))?;
         if !bytes.is_multiple_of(SECTOR_BYTES) {
             return Err(DiskError::OddSize { path: path.clone(), bytes });
         }

@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
 use virtio_bindings::virtio_config::{
-    VIRTIO_CONFIG_S_DRIVER_OK, VIRTIO_CONFIG_S_FAILED, VIRTIO_CONFIG_S_FEATURES_OK, VIRTIO_CONFIG_S_NEEDS_RESET,
-    VIRTIO_F_VERSION_1,
+    VIRTIO_CONFIG_S_DRIVER_OK, VIRTIO_CONFIG_S_FAILED, VIRTIO_CONFIG_S_FEATURES_OK,
+    VIRTIO_CONFIG_S_NEEDS_RESET, VIRTIO_F_VERSION_1,
 };
 use virtio_bindings::virtio_mmio as reg;
 use virtio_queue::{Queue, QueueT};
@@ -44,9 +44,14 @@ pub struct Wires {
 impl Wires {
     /// New eventfds for a device with `queues` queues.
     pub fn new(queues: usize) -> io::Result<Self> {
-        let kicks =
-            (0..queues.min(MAX_QUEUES)).map(|_| EventFd::new(EFD_NONBLOCK).map(Arc::new)).collect::<Result<_, _>>()?;
-        Ok(Self { interrupt: EventFd::new(EFD_NONBLOCK)?, kicks, wake: Arc::new(EventFd::new(EFD_NONBLOCK)?) })
+        let kicks = (0..queues.min(MAX_QUEUES))
+            .map(|_| EventFd::new(EFD_NONBLOCK).map(Arc::new))
+            .collect::<Result<_, _>>()?;
+        Ok(Self {
+            interrupt: EventFd::new(EFD_NONBLOCK)?,
+            kicks,
+            wake: Arc::new(EventFd::new(EFD_NONBLOCK)?),
+        })
     }
 }
 

@@ -1,7 +1,7 @@
 //! Entropy device (virtio 1.3 section 5.4): fills the driver's buffers from the host's random number generator.
 
-use vm_memory::{Bytes, GuestMemoryMmap};
 use virtio_queue::{Queue, QueueT};
+use vm_memory::{Bytes, GuestMemoryMmap};
 
 use super::{VirtioDevice, Work};
 
@@ -58,7 +58,8 @@ impl VirtioDevice for Rng {
                 let mut bytes = [0; BYTES_A_BUFFER];
                 let random = &mut bytes[..length];
                 if length == 0
-                    || rustix::rand::getrandom(&mut *random, rustix::rand::GetRandomFlags::empty()) != Ok(length)
+                    || rustix::rand::getrandom(&mut *random, rustix::rand::GetRandomFlags::empty())
+                        != Ok(length)
                     || self.memory.write_slice(random, descriptor.addr()).is_err()
                 {
                     break;

@@ -46,7 +46,8 @@ impl Worker {
             let transport = lock(&transport);
             (transport.wires().kicks.clone(), transport.wires().wake.clone())
         };
-        let control = Arc::new(Control { mode: Mutex::new(Mode::Running), wake, parked: EventFd::new(EFD_NONBLOCK)? });
+        let control =
+            Arc::new(Control { mode: Mutex::new(Mode::Running), wake, parked: EventFd::new(EFD_NONBLOCK)? });
         let (thread_control, filter) = (control.clone(), filters.for_thread(ThreadKind::Device));
         let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || {
             let result = filter
@@ -129,13 +130,16 @@ fn run<D: VirtioDevice>(
                 // The lock is taken for each call, so that the API and vCPUs come in between.
                 let work = lock(transport).process_queue(index);
                 *pending = work.more;
-                if work.deferred && let Some(deferred_work) = &deferred_work {
+                if work.deferred
+                    && let Some(deferred_work) = &deferred_work
+                {
                     deferred_work();
                 }
             }
             let now = Instant::now();
             let mut transport = lock(transport);
-            if transport.is_active() && transport.device().deadline().is_some_and(|deadline| deadline <= now) {
+            if transport.is_active() && transport.device().deadline().is_some_and(|deadline| deadline <= now)
+            {
                 transport.on_timer(now);
             }
             deadline = transport.is_active().then(|| transport.device().deadline()).flatten();
