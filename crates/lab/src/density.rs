@@ -11,7 +11,7 @@ use ebb_agent::protocol::Command;
 use crate::LabError;
 use crate::bench::Bench;
 use crate::experiment::{Experiment, HostShape, Runs, SeriesPlan};
-use crate::monitor::{GuestSize, HugePages, KernelImage, MonitorKind, Reporting, Setup};
+use crate::monitor::{BounceBuffer, GuestSize, HugePages, KernelImage, MonitorKind, Reporting, Setup};
 use crate::results::{Better, GuestRecord, MetricInfo, Scale, Series, rounded};
 use crate::statistics::{median, median_or_never};
 
@@ -131,6 +131,18 @@ impl Experiment for Density {
                 "both: no huge pages, and every free page reported",
                 Runs::WhenNamed,
                 Setup { huge_pages: HugePages::Off, reporting_order: Some(0), ..Setup::EBB },
+            ),
+            plan(
+                "no-swiotlb",
+                "the guest has no bounce buffer, which it needs for none of its devices",
+                Runs::WhenNamed,
+                Setup { bounce_buffer: BounceBuffer::Off, ..Setup::EBB },
+            ),
+            plan(
+                "lean",
+                "no bounce buffer, and blocks of 128 KiB and up reported",
+                Runs::WhenNamed,
+                Setup { bounce_buffer: BounceBuffer::Off, reporting_order: Some(5), ..Setup::EBB },
             ),
             plan(
                 "vmlinux-pvh",

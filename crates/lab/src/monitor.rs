@@ -52,6 +52,16 @@ pub enum KernelImage {
     Elf,
 }
 
+/// The bounce buffer that Linux sets up when a machine has memory above 4 GiB (kernel/dma/swiotlb.c), for devices that
+/// cannot reach there. Virtio devices of a monitor reach everywhere.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BounceBuffer {
+    /// As the kernel does by itself: 64 MiB, written with zeros at boot.
+    Default,
+    /// None (`swiotlb=noforce`).
+    Off,
+}
+
 /// How the guests of a series are run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Setup {
@@ -66,6 +76,8 @@ pub struct Setup {
     /// Smallest block that the guest reports, as the exponent of its number of 4 KiB pages; `None` leaves the
     /// kernel's default (`pageblock_order`, 9 on x86). Linux `mm/page_reporting.c`, parameter `page_reporting_order`.
     pub reporting_order: Option<u32>,
+    /// With or without the guest's bounce buffer.
+    pub bounce_buffer: BounceBuffer,
 }
 
 impl Setup {
@@ -76,6 +88,7 @@ impl Setup {
         huge_pages: HugePages::Default,
         kernel: KernelImage::BzImage,
         reporting_order: None,
+        bounce_buffer: BounceBuffer::Default,
     };
 
     /// In words, for a document.
@@ -95,6 +108,9 @@ impl Setup {
         if self.huge_pages == HugePages::Off {
             text.push_str(", guest memory without transparent huge pages");
         }
+        if self.bounce_buffer == BounceBuffer::Off {
+            text.push_str(", guest without a bounce buffer");
+        }
         if self.kernel == KernelImage::Elf {
             text.push_str(", uncompressed kernel (PVH)");
         }
@@ -102,10 +118,15 @@ impl Setup {
     }
 
     fn kernel_arguments(&self) -> String {
-        match self.reporting_order {
-            None => KERNEL_ARGUMENTS.to_owned(),
-            Some(order) => format!("{KERNEL_ARGUMENTS} page_reporting.page_reporting_order={order}"),
+        let mut arguments = KERNEL_ARGUMENTS.to_owned();
+        if let Some(order) = self.reporting_order {
+            // Writing to a String cannot fail.
+            let _ = write!(arguments, " page_reporting.page_reporting_order={order}");
         }
+        if self.bounce_buffer == BounceBuffer::Off {
+            arguments.push_str(" swiotlb=noforce");
+        }
+        arguments
     }
 }
 
@@ -269,6 +290,8 @@ mod tests {
                 .contains("size=512M,backing=anon,thp=off")
         );
         assert!(line(&Setup { kernel: KernelImage::Elf, ..Setup::EBB }).contains("--kernel /ebb/vmlinux "));
+        let lean = line(&Setup { bounce_buffer: BounceBuffer::Off, ..Setup::EBB });
+        assert!(lean.contains("reboot=t swiotlb=noforce"), "{lean}");
         let ordered = line(&Setup { reporting_order: Some(4), ..Setup::EBB });
         assert!(ordered.ends_with(" page_reporting.page_reporting_order=4 --api /tmp/c"), "{ordered}");
     }
