@@ -83,6 +83,9 @@ mod tests {
     fn more_than_the_host_has_is_refused_at_once() {
         assert!(check_possible(4096).is_ok());
         let error = check_possible(1 << 60).unwrap_err();
-        assert!(matches!(error, RamError::LargerThanHost { size_bytes, .. } if size_bytes == 1 << 60), "{error}");
+        assert!(
+            matches!(error, RamError::LargerThanHost { size_bytes, .. } if size_bytes == 1 << 60),
+            "{error}"
+        );
     }
 }

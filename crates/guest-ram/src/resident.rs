@@ -118,7 +118,8 @@ fn anonymous_in(numa_maps: &str, ranges: &[(u64, u64)]) -> Option<u64> {
         let Some(start) = words.next().and_then(|word| u64::from_str_radix(word, 16).ok()) else { continue };
         // Guest memory has guard pages at either end, so no mapping begins before it and reaches into it.
         if ranges.iter().any(|(address, size)| (*address..address + size).contains(&start)) {
-            let pages = words.find_map(|word| word.strip_prefix("anon=")).map_or(Ok(0), str::parse::<u64>).ok()?;
+            let pages =
+                words.find_map(|word| word.strip_prefix("anon=")).map_or(Ok(0), str::parse::<u64>).ok()?;
             found = Some(found.unwrap_or(0) + pages * PAGE_SIZE_BYTES);
         }
     }
