@@ -16,6 +16,9 @@ pub const LOW_RAM_END: u64 = 0x9_fc00;
 pub const ACPI_START: u64 = 0xe_0000;
 /// End of the window for ACPI tables.
 pub const ACPI_END: u64 = 0x10_0000;
+/// Where a processor begins after a reset, and where kernels jump that restart through the firmware; the last bytes of
+/// the window for ACPI tables.
+pub const RESET_VECTOR: u64 = 0xf_fff0;
 /// Start of the RAM above 1 MiB.
 pub const HIGH_RAM_START: u64 = 0x10_0000;
 /// Start of the hole below 4 GiB.

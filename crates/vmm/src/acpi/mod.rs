@@ -87,9 +87,9 @@ impl Writer<'_> {
         let end = address + bytes.len() as u64;
         let overflow = AcpiError {
             needed_bytes: end - layout::ACPI_START,
-            room_bytes: layout::ACPI_END - layout::ACPI_START,
+            room_bytes: layout::RESET_VECTOR - layout::ACPI_START,
         };
-        if end > layout::ACPI_END {
+        if end > layout::RESET_VECTOR {
             return Err(overflow);
         }
         self.memory.write_slice(&bytes, GuestAddress(address)).map_err(|_| overflow)?;

@@ -3,6 +3,7 @@
 //! Two entry protocols are used: the 64-bit entry of the Linux boot protocol (Linux Documentation/arch/x86/boot.rst)
 //! for bzImages and for ELF kernels without a PVH note, and PVH (Xen docs/misc/pvh.pandoc) for ELF kernels with one.
 
+mod elf;
 mod linux;
 mod pvh;
 
@@ -16,6 +17,7 @@ use linux_loader::loader::{BzImage, Elf, KernelLoader, KernelLoaderResult, bootp
 use thiserror::Error;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap, ReadVolatile};
 
+use crate::acpi;
 use crate::layout;
 use crate::size::ByteSize;
 
@@ -135,6 +137,7 @@ impl BootImage {
         if self.cmdline.len() > limit {
             return Err(BootError::CmdlineTooLong { length: self.cmdline.len(), limit });
         }
+        write(memory, "the reset code", layout::RESET_VECTOR, &RESET_CODE)?;
         let mut cmdline = self.cmdline.clone().into_bytes();
         cmdline.push(0);
         write(memory, "the command line", layout::CMDLINE_START, &cmdline)?;
@@ -154,6 +157,15 @@ impl BootImage {
         }
     }
 }
+
+/// Real-mode code at the reset vector: writes the ACPI reset register, then halts. Linux on hardware-reduced ACPI takes it
+/// that it was started by UEFI, does not find its services and falls back to the BIOS, which is this (Linux
+/// arch/x86/kernel/reboot.c, `reboot_init` and `native_machine_emergency_restart`).
+const RESET_CODE: [u8; 9] = {
+    let [low, high] = (layout::ACPI_PORT + acpi::RESET).to_le_bytes();
+    // mov dx, port; mov al, value; out dx, al; hlt; jmp to the hlt
+    [0xba, low, high, 0xb0, acpi::RESET_VALUE, 0xee, 0xf4, 0xeb, 0xfd]
+};
 
 struct LoadedKernel {
     /// Everything below is taken by the kernel while it starts, in bytes from address 0.
@@ -207,6 +219,9 @@ fn load_kernel(
     file.rewind().map_err(read)?;
 
     if head.starts_with(b"\x7fELF") {
+        if elf::is_program(file).map_err(read)? {
+            return Err(not_a_kernel("it is a program that runs on an operating system".to_owned()));
+        }
         let result =
             Elf::load(memory, None, file, Some(GuestAddress(layout::HIGH_RAM_START))).map_err(|error| {
                 elf_error(&error, &not_a_kernel, || does_not_fit(layout::HIGH_RAM_START + file_bytes))

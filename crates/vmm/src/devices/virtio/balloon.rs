@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ebb_abi::PAGE_SIZE_BYTES;
 use ebb_abi::balloon::{DEVICE_ID, Feature, Features, QueueKind};
 use ebb_balloon::{Balloon, BalloonConfig, BalloonError, Statistics};
 use ebb_guest_ram::GuestRam;
@@ -73,11 +74,15 @@ impl BalloonDevice {
 
     /// Sets the size asked for; `true` when the driver has to be told.
     pub fn set_target_bytes(&mut self, target_bytes: u64) -> Result<bool, ControlError> {
-        self.balloon.set_target_bytes(target_bytes).map_err(|error| ControlError::Invalid {
+        let invalid = |message: String| ControlError::Invalid {
             field: "target_bytes",
-            message: error.to_string(),
+            message,
             remedy: Some("ask for a multiple of 4096 that is at most the guest's memory".to_owned()),
-        })
+        };
+        if !target_bytes.is_multiple_of(PAGE_SIZE_BYTES) {
+            return Err(invalid(format!("a balloon of {target_bytes} bytes is not made of whole pages")));
+        }
+        self.balloon.set_target_bytes(target_bytes).map_err(|error| invalid(error.to_string()))
     }
 
     /// Asks the guest for statistics; `true` when the driver has to be interrupted for that.
