@@ -41,7 +41,7 @@ fn check_balloon(guest: &Guest, at_least: u64) {
     guest.inflate_to(0);
     guest.run(Command::AllocTouchExit { bytes: 300 * MIB });
     assert_eq!(guest.wrong_pages(), 0);
-    assert_eq!(guest.metric("ebb_balloon_errors_total{kind=\"discard_failed\"}"), 0.0);
+    assert_eq!(guest.metric("ebb_balloon_errors_total{kind=\"discard_failed\"}"), 0);
 }
 
 /// Huge pages of anonymous memory in the monitor.

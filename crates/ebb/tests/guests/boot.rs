@@ -35,7 +35,7 @@ fn bzimage_on_one_vcpu(scene: &Scene) {
     let guest = Setup::new(scene).kernel(&scene.world.bzimage).words("ebb.word=\"a b\"").start();
     let (cpus, total_bytes) = greeting(&guest);
     assert_eq!(cpus, 1);
-    assert!(total_bytes <= 512 * MIB && total_bytes >= 512 * MIB - KERNEL_SHARE, "{total_bytes}");
+    assert!((512 * MIB - KERNEL_SHARE..=512 * MIB).contains(&total_bytes), "{total_bytes}");
     assert!(guest.read_file("/proc/cmdline").trim_end().ends_with("ebb.word=\"a b\""));
     let vm = guest.vm();
     assert_eq!((vm.state, vm.cpus, vm.memory_bytes), (VmState::Running, 1, 512 * MIB));

@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command as Program, ExitStatus, Stdio};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
@@ -66,14 +66,14 @@ impl<'a> Setup<'a> {
     }
 
     /// Another kernel.
-    pub fn kernel(mut self, path: &std::path::Path) -> Self {
-        self.kernel = path.to_owned();
+    pub fn kernel(mut self, path: &Path) -> Self {
+        path.clone_into(&mut self.kernel);
         self
     }
 
     /// Another initramfs.
-    pub fn initrd(mut self, path: &std::path::Path) -> Self {
-        self.initrd = path.to_owned();
+    pub fn initrd(mut self, path: &Path) -> Self {
+        path.clone_into(&mut self.initrd);
         self
     }
 
@@ -85,13 +85,13 @@ impl<'a> Setup<'a> {
 
     /// The text of `--memory`.
     pub fn memory(mut self, text: &str) -> Self {
-        self.memory = text.to_owned();
+        text.clone_into(&mut self.memory);
         self
     }
 
     /// The text of `--balloon`.
     pub fn balloon(mut self, text: &str) -> Self {
-        self.balloon = text.to_owned();
+        text.clone_into(&mut self.balloon);
         self
     }
 
@@ -421,7 +421,7 @@ impl Guest {
 
     /// A counter of `GET /metrics`, such as `name` or `name{kind="x"}`.
     #[track_caller]
-    pub fn metric(&self, name: &str) -> f64 {
+    pub fn metric(&self, name: &str) -> u64 {
         let reply = self.client().request("GET", "/metrics", "").unwrap_or_else(|error| panic!("{error}"));
         let line = reply.body.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
         line.unwrap_or_else(|| panic!("no metric {name} in:\n{}", reply.body)).parse().expect("a number")
@@ -441,8 +441,8 @@ impl Guest {
         });
         self.ended(status);
         let said = self.handle.shared.lock();
-        let log = said.log.iter().map(|line| format!("{line}\n")).collect();
-        (status.code(), log)
+        let log: Vec<_> = said.log.iter().map(String::as_str).collect();
+        (status.code(), log.join("\n"))
     }
 
     /// Signal that has ended the monitor.

@@ -45,13 +45,13 @@ fn to_a_target_and_back(scene: &Scene) {
     guest.inflate_to(0);
     assert_eq!(guest.meminfo("MemTotal"), total_before);
     let bytes = |name: &str| guest.metric(&format!("ebb_balloon_{name}_bytes_total"));
-    assert!(bytes("inflated") >= size as f64 && bytes("deflated") >= size as f64);
-    assert!(bytes("discarded") >= size as f64 && bytes("discarded") <= 1.1 * size as f64);
+    assert!(bytes("inflated") >= size && bytes("deflated") >= size);
+    assert!(bytes("discarded") >= size && bytes("discarded") <= size / 10 * 11);
     // All of it can be used again.
     guest.run(Command::AllocTouchExit { bytes: 800 * MIB });
     assert!(guest.resident() > 800 * MIB);
     for kind in ["outside_ram", "double_page", "broken_queue", "discard_failed", "bad_address"] {
-        assert_eq!(guest.metric(&format!("ebb_balloon_errors_total{{kind=\"{kind}\"}}")), 0.0, "{kind}");
+        assert_eq!(guest.metric(&format!("ebb_balloon_errors_total{{kind=\"{kind}\"}}")), 0, "{kind}");
     }
 }
 
@@ -72,7 +72,7 @@ fn content_survives(scene: &Scene) {
     guest.run(Command::AllocTouchExit { bytes: 400 * MIB });
     eventually("free memory is reported", 60, || {
         let now = guest.metric("ebb_balloon_reported_bytes_total");
-        when(now > reported + (200 * MIB) as f64, || format!("{reported} -> {now} bytes"))
+        when(now > reported + 200 * MIB, || format!("{reported} -> {now} bytes"))
     });
     assert_eq!(guest.wrong_pages(), 0, "after reports");
 }
@@ -84,7 +84,7 @@ fn deflates_on_oom(scene: &Scene) {
     let full = guest.balloon().actual_bytes;
     // Four times what is left: it has to come out of the balloon.
     guest.run(Command::AllocTouchExit { bytes: 160 * MIB });
-    assert!(guest.metric("ebb_balloon_deflated_bytes_total") >= (100 * MIB) as f64);
+    assert!(guest.metric("ebb_balloon_deflated_bytes_total") >= 100 * MIB);
     eventually("the guest says that the balloon is smaller", 20, || {
         let info = guest.balloon();
         when(info.actual_bytes + 100 * MIB <= full, || format!("{full} -> {info:?}"))

@@ -18,6 +18,8 @@ mod driver;
 mod ends;
 mod guest;
 mod harness;
+mod hostile;
+mod hostile_driver;
 mod inflate;
 mod lifecycle;
 mod place;
@@ -31,7 +33,7 @@ use libtest_mimic::{Arguments, Trial};
 use harness::{Test, World};
 
 /// All tests, file by file.
-const TESTS: [&[Test]; 11] = [
+const TESTS: [&[Test]; 12] = [
     boot::TESTS,
     inflate::TESTS,
     reporting::TESTS,
@@ -43,9 +45,16 @@ const TESTS: [&[Test]; 11] = [
     driver::TESTS,
     api::TESTS,
     bad_input::TESTS,
+    hostile::TESTS,
 ];
 
 fn main() -> ExitCode {
+    let words: Vec<String> = std::env::args().collect();
+    if let [_, hostile_driver::ARGUMENT, seed, rounds] =
+        words.iter().map(String::as_str).collect::<Vec<_>>()[..]
+    {
+        return hostile_driver::main(seed, rounds);
+    }
     let mut arguments = Arguments::from_args();
     let selected = trials(|| None).iter().any(|trial| is_selected(&arguments, trial.name()));
     if arguments.list || !selected {

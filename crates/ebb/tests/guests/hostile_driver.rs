@@ -1,0 +1,220 @@
+//! A balloon driver that breaks every rule. It runs as a program in a guest and drives the device's registers and rings
+//! through `/dev/mem`, after the kernel's own driver was taken off the device.
+//!
+//! It harms only the monitor, if anybody: page frames that it names are its own or no memory at all, and its rings lie
+//! in pages of its own. Otherwise it would bring down the guest that it runs in, which is every driver's right and
+//! proves nothing.
+
+mod chaos;
+mod memory;
+mod mistakes;
+mod window;
+
+use std::process::ExitCode;
+use std::sync::atomic::{Ordering, fence};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use memory::Memory;
+use window::{Register, Window};
+
+/// First argument that makes this program the hostile driver.
+pub const ARGUMENT: &str = "--hostile-driver";
+/// Entries of each ring. All three rings of this size fit into a page.
+const QUEUE_SIZE: u16 = 128;
+/// Offsets of the rings in their page.
+const AVAILABLE_OFFSET: usize = 2048;
+const USED_OFFSET: usize = 2560;
+/// virtio 1.3 section 5.5.2: inflate, deflate, statistics, free page hints, reports.
+const QUEUES: usize = 5;
+/// The bits of virtio 1.3 section 2.1.
+const ACKNOWLEDGE: u32 = 1;
+const DRIVER: u32 = 2;
+const DRIVER_OK: u32 = 4;
+const FEATURES_OK: u32 = 8;
+/// Descriptor flags (section 2.7.5).
+const NEXT: u16 = 1;
+const WRITE: u16 = 2;
+const INDIRECT: u16 = 4;
+/// The device answers within microseconds; a chain that it refuses is never answered.
+const ANSWER_LIMIT: Duration = Duration::from_millis(100);
+
+/// A queue as this driver sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Queue {
+    Inflate,
+    Deflate,
+    Statistics,
+    Hints,
+    Reports,
+}
+
+impl Queue {
+    const ALL: [Self; QUEUES] = [Self::Inflate, Self::Deflate, Self::Statistics, Self::Hints, Self::Reports];
+}
+
+/// A descriptor (section 2.7.5).
+#[derive(Clone, Copy, Debug, Default)]
+struct Descriptor {
+    address: u64,
+    length: u32,
+    flags: u16,
+    next: u16,
+}
+
+impl Descriptor {
+    fn readable(address: u64, length: u32) -> Self {
+        Self { address, length, ..Self::default() }
+    }
+
+    fn writable(address: u64, length: u32) -> Self {
+        Self { address, length, flags: WRITE, next: 0 }
+    }
+
+    fn to_bytes(self) -> [u8; 16] {
+        let mut bytes = [0; 16];
+        bytes[..8].copy_from_slice(&self.address.to_le_bytes());
+        bytes[8..12].copy_from_slice(&self.length.to_le_bytes());
+        bytes[12..14].copy_from_slice(&self.flags.to_le_bytes());
+        bytes[14..].copy_from_slice(&self.next.to_le_bytes());
+        bytes
+    }
+}
+
+/// The device and the memory it is driven with.
+struct Device {
+    window: Window,
+    memory: Memory,
+    /// Next index of each available ring.
+    next: [u16; QUEUES],
+}
+
+impl Device {
+    fn open() -> Result<Self, String> {
+        let window = Window::open()?;
+        Ok(Self { window, memory: Memory::allocate(QUEUES)?, next: [0; QUEUES] })
+    }
+
+    /// Resets the device and accepts these features; `true` if the device agrees.
+    fn negotiate(&mut self, features: u64) -> bool {
+        let window = &self.window;
+        window.set(Register::Status, 0);
+        window.set(Register::Status, ACKNOWLEDGE | DRIVER);
+        for (page, bits) in [(0, features as u32), (1, (features >> 32) as u32)] {
+            window.set(Register::DriverFeaturesSelect, page);
+            window.set(Register::DriverFeatures, bits);
+        }
+        window.set(Register::Status, ACKNOWLEDGE | DRIVER | FEATURES_OK);
+        window.get(Register::Status) & FEATURES_OK != 0
+    }
+
+    /// All features that the device offers.
+    fn offered(&self) -> u64 {
+        let page = |number| {
+            self.window.set(Register::DeviceFeaturesSelect, number);
+            u64::from(self.window.get(Register::DeviceFeatures))
+        };
+        page(0) | page(1) << 32
+    }
+
+    /// Makes a queue ready, its rings empty and in the page that belongs to it.
+    fn prepare(&mut self, index: usize) {
+        self.memory.ring_mut(index).fill(0);
+        self.next[index] = 0;
+        let page = self.memory.ring_address(index);
+        self.place(
+            index,
+            QUEUE_SIZE.into(),
+            [page, page + AVAILABLE_OFFSET as u64, page + USED_OFFSET as u64],
+        );
+        self.window.set(Register::QueueReady, 1);
+    }
+
+    /// Selects a queue and tells where its rings are.
+    fn place(&self, index: usize, size: u32, rings: [u64; 3]) {
+        self.window.set(Register::QueueSelect, index as u32);
+        self.window.set(Register::QueueSize, size);
+        let low = [Register::DescriptorsLow, Register::AvailableLow, Register::UsedLow];
+        for (register, address) in low.into_iter().zip(rings) {
+            self.window.set(register, address as u32);
+            self.window.write32(register as usize + 4, (address >> 32) as u32);
+        }
+    }
+
+    /// A well-behaved start with all features and queues.
+    fn start(&mut self) {
+        let offered = self.offered();
+        self.negotiate(offered);
+        for index in 0..QUEUES {
+            self.prepare(index);
+        }
+        self.window.set(Register::Status, ACKNOWLEDGE | DRIVER | FEATURES_OK | DRIVER_OK);
+    }
+
+    fn set_descriptor(&mut self, index: usize, at: u16, descriptor: Descriptor) {
+        let start = usize::from(at % QUEUE_SIZE) * 16;
+        self.memory.ring_mut(index)[start..start + 16].copy_from_slice(&descriptor.to_bytes());
+    }
+
+    /// Makes the chain that begins at `head` available and notifies the device.
+    fn offer(&mut self, index: usize, head: u16) {
+        let slot = AVAILABLE_OFFSET + 4 + usize::from(self.next[index] % QUEUE_SIZE) * 2;
+        self.memory.ring_mut(index)[slot..slot + 2].copy_from_slice(&head.to_le_bytes());
+        let next = self.next[index].wrapping_add(1);
+        self.publish(index, next);
+    }
+
+    /// Sets the available index and notifies the device.
+    fn publish(&mut self, index: usize, next: u16) {
+        self.next[index] = next;
+        // The device must see entries before their index, and the index before the notification.
+        fence(Ordering::SeqCst);
+        self.memory.ring_mut(index)[AVAILABLE_OFFSET + 2..AVAILABLE_OFFSET + 4]
+            .copy_from_slice(&next.to_le_bytes());
+        fence(Ordering::SeqCst);
+        self.window.set(Register::QueueNotify, index as u32);
+    }
+
+    /// Chains the descriptors from slot 0 on, makes them available, and waits for the answer, or for its time to pass.
+    fn send(&mut self, queue: Queue, descriptors: &[Descriptor]) {
+        let index = queue as usize;
+        for (at, descriptor) in descriptors.iter().enumerate() {
+            let mut descriptor = *descriptor;
+            if at + 1 < descriptors.len() {
+                descriptor.flags |= NEXT;
+                descriptor.next = at as u16 + 1;
+            }
+            self.set_descriptor(index, at as u16, descriptor);
+        }
+        let before = self.memory.used_index(index);
+        self.offer(index, 0);
+        let deadline = Instant::now() + ANSWER_LIMIT;
+        while self.memory.used_index(index) == before && Instant::now() < deadline {
+            thread::sleep(Duration::from_micros(200));
+        }
+    }
+}
+
+/// Makes every mistake once, then `rounds` times anything. Prints what it has done.
+pub fn main(seed: &str, rounds: &str) -> ExitCode {
+    let done = || -> Result<(u64, u64), String> {
+        let seed: u64 = seed.parse().map_err(|_| format!("no seed: {seed}"))?;
+        let rounds: u64 = rounds.parse().map_err(|_| format!("no number of rounds: {rounds}"))?;
+        let mut device = Device::open()?;
+        let mistakes = mistakes::make_all(&mut device);
+        let chains = chaos::run(&mut device, seed, rounds);
+        // Whoever comes next finds the device as after power-on.
+        device.window.set(Register::Status, 0);
+        Ok((mistakes, chains))
+    };
+    match done() {
+        Ok((mistakes, chains)) => {
+            println!("{{\"mistakes\":{mistakes},\"chains\":{chains}}}");
+            ExitCode::SUCCESS
+        }
+        Err(problem) => {
+            eprintln!("{problem}");
+            ExitCode::FAILURE
+        }
+    }
+}

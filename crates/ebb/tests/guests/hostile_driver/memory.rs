@@ -1,0 +1,161 @@
+//! Pages with known guest-physical addresses: one a queue for its rings, one for tables of descriptors, and a huge page
+//! whose parts are named to the device and lost.
+
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::ptr::NonNull;
+
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mlock, mmap_anonymous};
+
+use super::USED_OFFSET;
+
+/// Size of a page in bytes.
+pub const PAGE_BYTES: usize = 4096;
+/// Size of a huge page in bytes.
+pub const HUGE_BYTES: usize = 2 << 20;
+/// Huge pages are few in a small guest; one of these is one.
+const ATTEMPTS: usize = 16;
+
+/// Locked memory; it is never given back.
+#[derive(Clone, Copy)]
+struct Area {
+    start: NonNull<u8>,
+    bytes: usize,
+    /// Guest-physical address of the start.
+    address: u64,
+}
+
+impl Area {
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: the area is mapped and readable until the process ends, and reached through this value alone. The
+        // device writes used rings and zeroes pages behind the compiler's back, as far as the host is concerned at any
+        // time; what is read here is used for nothing that memory safety depends on, and rings are read with volatile
+        // accesses.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.bytes) }
+    }
+}
+
+/// All memory of the driver.
+pub struct Memory {
+    rings: Vec<Area>,
+    table: Area,
+    prey: Area,
+}
+
+impl Memory {
+    /// Finds memory for `queues` queues.
+    pub fn allocate(queues: usize) -> Result<Self, String> {
+        // Locked pages are not swapped, but may be moved to make room for huge pages: not from now on.
+        fs::write("/proc/sys/vm/compact_unevictable_allowed", "0")
+            .map_err(|error| format!("compaction: {error}"))?;
+        // Linux switches huge pages off in small guests (mm/huge_memory.c, hugepage_init).
+        fs::write("/sys/kernel/mm/transparent_hugepage/enabled", "madvise")
+            .map_err(|error| format!("huge pages: {error}"))?;
+        let rings = (0..queues).map(|_| page()).collect::<Result<_, _>>()?;
+        Ok(Self { rings, table: page()?, prey: huge_page()? })
+    }
+
+    /// The page of a queue's rings.
+    pub fn ring_mut(&mut self, queue: usize) -> &mut [u8] {
+        self.rings[queue].bytes_mut()
+    }
+
+    /// Its guest-physical address.
+    pub fn ring_address(&self, queue: usize) -> u64 {
+        self.rings[queue].address
+    }
+
+    /// The index of a queue's used ring, which the device writes.
+    pub fn used_index(&self, queue: usize) -> u16 {
+        // A page is aligned for any integer.
+        let words: NonNull<u16> = self.rings[queue].start.cast();
+        // SAFETY: the index lies inside the ring's page.
+        let index = unsafe { words.add(USED_OFFSET / 2 + 1) };
+        // SAFETY: the page is mapped until the process ends.
+        unsafe { index.read_volatile() }
+    }
+
+    /// A page for tables of indirect descriptors.
+    pub fn table_mut(&mut self) -> (&mut [u8], u64) {
+        let address = self.table.address;
+        (self.table.bytes_mut(), address)
+    }
+
+    /// Guest-physical address of the huge page.
+    pub fn prey(&self) -> u64 {
+        self.prey.address
+    }
+
+    /// First page frame of the huge page.
+    pub fn prey_frame(&self) -> u32 {
+        (self.prey.address / PAGE_BYTES as u64) as u32
+    }
+
+    /// The huge page's content.
+    pub fn prey_mut(&mut self) -> &mut [u8] {
+        self.prey.bytes_mut()
+    }
+
+    /// Writes 32-bit words into the huge page.
+    pub fn write_words(&mut self, offset: usize, words: impl IntoIterator<Item = u32>) {
+        let bytes = &mut self.prey.bytes_mut()[offset..];
+        for (place, word) in bytes.chunks_exact_mut(4).zip(words) {
+            place.copy_from_slice(&word.to_le_bytes());
+        }
+    }
+}
+
+fn map(bytes: usize) -> Result<NonNull<u8>, String> {
+    let protection = ProtFlags::READ | ProtFlags::WRITE;
+    // SAFETY: the kernel chooses an unused place.
+    let mapped = unsafe { mmap_anonymous(std::ptr::null_mut(), bytes, protection, MapFlags::PRIVATE) };
+    let start = mapped.map_err(|error| format!("{bytes} bytes: {error}"))?;
+    NonNull::new(start.cast()).ok_or_else(|| "mapped at 0".to_owned())
+}
+
+fn lock(start: NonNull<u8>, bytes: usize) -> Result<(), String> {
+    // SAFETY: locking changes no content; the range is a mapping of ours.
+    unsafe { mlock(start.as_ptr().cast(), bytes) }
+        .map_err(|error| format!("cannot lock {bytes} bytes: {error}"))
+}
+
+fn page() -> Result<Area, String> {
+    let start = map(PAGE_BYTES)?;
+    lock(start, PAGE_BYTES)?;
+    let address = physical(start)?;
+    Ok(Area { start, bytes: PAGE_BYTES, address })
+}
+
+fn huge_page() -> Result<Area, String> {
+    for _ in 0..ATTEMPTS {
+        let start = map(2 * HUGE_BYTES)?;
+        let offset = start.as_ptr().align_offset(HUGE_BYTES);
+        // SAFETY: an offset below 2 MiB is inside the mapping of 4 MiB.
+        let aligned = unsafe { start.add(offset) };
+        // SAFETY: advice changes no content; the range is a mapping of ours.
+        unsafe { madvise(aligned.as_ptr().cast(), HUGE_BYTES, Advice::LinuxHugepage) }
+            .map_err(|error| format!("MADV_HUGEPAGE: {error}"))?;
+        lock(aligned, HUGE_BYTES)?;
+        let first = physical(aligned)?;
+        // SAFETY: the last page of the huge page is inside the mapping.
+        let last = physical(unsafe { aligned.add(HUGE_BYTES - PAGE_BYTES) })?;
+        if first.is_multiple_of(HUGE_BYTES as u64) && last - first == (HUGE_BYTES - PAGE_BYTES) as u64 {
+            return Ok(Area { start: aligned, bytes: HUGE_BYTES, address: first });
+        }
+    }
+    Err("the guest has no huge page".to_owned())
+}
+
+/// Guest-physical address of a locked page (Linux Documentation/admin-guide/mm/pagemap.rst).
+fn physical(start: NonNull<u8>) -> Result<u64, String> {
+    let page = start.as_ptr() as u64 / PAGE_BYTES as u64;
+    let mut entry = [0; 8];
+    let file = File::open("/proc/self/pagemap").map_err(|error| format!("pagemap: {error}"))?;
+    file.read_exact_at(&mut entry, page * 8).map_err(|error| format!("pagemap: {error}"))?;
+    let entry = u64::from_le_bytes(entry);
+    let frame = entry & ((1 << 55) - 1);
+    if entry >> 63 == 0 || frame == 0 {
+        return Err(format!("page {page:#x} has no frame: {entry:#x}"));
+    }
+    Ok(frame * PAGE_BYTES as u64)
+}

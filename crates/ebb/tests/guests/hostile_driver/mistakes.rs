@@ -1,0 +1,263 @@
+//! Each mistake that the device tells apart, once.
+
+use super::memory::PAGE_BYTES;
+use super::window::{CONFIG, Register};
+use super::{
+    ACKNOWLEDGE, DRIVER, DRIVER_OK, Descriptor, Device, FEATURES_OK, INDIRECT, NEXT, QUEUE_SIZE, Queue,
+};
+
+/// Above all RAM of the guest, and below 2^44, which page frame numbers reach.
+const NO_MEMORY: u64 = 0x8_0000_0000;
+
+/// A mistake; the device has been started well before it.
+type Mistake = fn(&mut Device);
+
+const MISTAKES: [Mistake; 20] = [
+    head_that_does_not_exist,
+    chain_of_nothing,
+    chain_that_loops,
+    buffer_without_end,
+    wrong_directions,
+    buffer_outside_memory,
+    part_of_an_entry,
+    frames_outside_memory,
+    frames_named_twice,
+    crooked_report,
+    report_that_wraps_around,
+    two_statistics_buffers,
+    flood_of_statistics,
+    hint_without_command,
+    read_only_fields,
+    index_from_nowhere,
+    table_in_a_table,
+    rings_outside_memory,
+    rings_of_impossible_sizes,
+    queue_moved_while_in_use,
+];
+
+/// Makes all mistakes, each on a device that was started anew; their number.
+pub fn make_all(device: &mut Device) -> u64 {
+    for mistake in MISTAKES {
+        device.start();
+        mistake(device);
+    }
+    MISTAKES.len() as u64
+}
+
+fn head_that_does_not_exist(device: &mut Device) {
+    for head in [QUEUE_SIZE, u16::MAX] {
+        device.offer(Queue::Inflate as usize, head);
+    }
+    let frame = device.memory.prey_frame();
+    device.memory.write_words(0, [frame]);
+    let address = device.memory.prey();
+    device.send(Queue::Inflate, &[Descriptor::readable(address, 4)]);
+}
+
+fn chain_of_nothing(device: &mut Device) {
+    for queue in Queue::ALL {
+        device.send(queue, &[Descriptor::default()]);
+    }
+}
+
+fn chain_that_loops(device: &mut Device) {
+    let address = device.memory.prey();
+    device.memory.write_words(0, [device.memory.prey_frame()]);
+    for queue in Queue::ALL {
+        let index = queue as usize;
+        for at in 0..QUEUE_SIZE {
+            let next = (at + 1) % QUEUE_SIZE;
+            device.set_descriptor(index, at, Descriptor { address, length: 4, flags: NEXT, next });
+        }
+        device.offer(index, 0);
+    }
+    // Wait for the last queue through an honest chain behind it.
+    device.send(Queue::Deflate, &[Descriptor::readable(address, 4)]);
+}
+
+fn buffer_without_end(device: &mut Device) {
+    let (first, address) = (device.memory.prey_frame(), device.memory.prey());
+    // Frames of the huge page only, over and over: whatever the device reads of it is one of them.
+    device.memory.write_words(0, (0..512 * 1024).map(|index| first + index % 512));
+    for queue in [Queue::Inflate, Queue::Deflate, Queue::Statistics] {
+        device.send(queue, &[Descriptor::readable(address, u32::MAX)]);
+    }
+}
+
+fn wrong_directions(device: &mut Device) {
+    let address = device.memory.prey();
+    device.memory.write_words(0, [device.memory.prey_frame()]);
+    for queue in [Queue::Inflate, Queue::Deflate, Queue::Statistics] {
+        device.send(queue, &[Descriptor::writable(address, 64)]);
+    }
+    device.send(Queue::Reports, &[Descriptor::readable(address, PAGE_BYTES as u32)]);
+    let mixed = [Descriptor::readable(address, 4), Descriptor::writable(address, 4)];
+    device.send(Queue::Inflate, &mixed);
+}
+
+fn buffer_outside_memory(device: &mut Device) {
+    for address in [NO_MEMORY, u64::MAX - 2, 0xd000_0000] {
+        for queue in [Queue::Inflate, Queue::Deflate, Queue::Statistics, Queue::Hints] {
+            device.send(queue, &[Descriptor::readable(address, 64)]);
+        }
+    }
+}
+
+fn part_of_an_entry(device: &mut Device) {
+    let address = device.memory.prey();
+    device.memory.write_words(0, [device.memory.prey_frame(), 0x1_0000]);
+    for length in [1, 3, 5] {
+        device.send(Queue::Inflate, &[Descriptor::readable(address, length)]);
+        device.send(Queue::Deflate, &[Descriptor::readable(address, length)]);
+        device.send(Queue::Statistics, &[Descriptor::readable(address, length)]);
+    }
+}
+
+fn frames_outside_memory(device: &mut Device) {
+    let address = device.memory.prey();
+    for frame in [u32::MAX, (NO_MEMORY / PAGE_BYTES as u64) as u32, 0xd_0000] {
+        device.memory.write_words(0, [frame, frame.wrapping_add(1), frame ^ 1]);
+        device.send(Queue::Inflate, &[Descriptor::readable(address, 12)]);
+        device.send(Queue::Deflate, &[Descriptor::readable(address, 12)]);
+    }
+}
+
+fn frames_named_twice(device: &mut Device) {
+    let (first, address) = (device.memory.prey_frame(), device.memory.prey());
+    device.memory.write_words(0, [first + 9, first + 9, first + 8, first + 9]);
+    device.send(Queue::Inflate, &[Descriptor::readable(address, 16)]);
+    // Out again, without ever having been in.
+    device.memory.write_words(0, [first + 100]);
+    device.send(Queue::Deflate, &[Descriptor::readable(address, 4)]);
+}
+
+fn crooked_report(device: &mut Device) {
+    let address = device.memory.prey();
+    let crooked = [
+        Descriptor::writable(address + 17, 3 * PAGE_BYTES as u32),
+        Descriptor::writable(address + 1, 100),
+        Descriptor::writable(address, 2 * PAGE_BYTES as u32 - 1),
+    ];
+    device.send(Queue::Reports, &crooked);
+}
+
+fn report_that_wraps_around(device: &mut Device) {
+    let impossible = [
+        Descriptor::writable(u64::MAX - 4095, u32::MAX),
+        Descriptor::writable(NO_MEMORY, u32::MAX),
+        Descriptor::writable(u64::MAX, 1),
+    ];
+    device.send(Queue::Reports, &impossible);
+}
+
+fn two_statistics_buffers(device: &mut Device) {
+    let address = device.memory.prey();
+    device.memory.write_words(0, [0; 64]);
+    for at in 0..4 {
+        device.set_descriptor(Queue::Statistics as usize, at, Descriptor::readable(address, 20));
+    }
+    for at in 0..4 {
+        device.offer(Queue::Statistics as usize, at);
+    }
+    device.send(Queue::Deflate, &[Descriptor::readable(address, 4)]);
+}
+
+fn flood_of_statistics(device: &mut Device) {
+    let address = device.memory.prey();
+    device.memory.prey_mut().fill(0xa5);
+    for _ in 0..100 {
+        device.send(Queue::Statistics, &[Descriptor::readable(address, 1 << 20)]);
+        // A device that holds the buffer is started anew to get rid of it.
+        device.start();
+    }
+    device.memory.prey_mut().fill(0);
+}
+
+fn hint_without_command(device: &mut Device) {
+    let address = device.memory.prey();
+    for id in [0, 1, 2, u32::MAX] {
+        device.memory.write_words(0, [id]);
+        device.send(Queue::Hints, &[Descriptor::readable(address, 4)]);
+        device.send(Queue::Hints, &[Descriptor::writable(address, PAGE_BYTES as u32)]);
+    }
+}
+
+fn read_only_fields(device: &mut Device) {
+    // num_pages and free_page_hint_cmd_id are the device's (section 5.5.4).
+    for offset in [0, 8] {
+        device.window.write32(CONFIG + offset, u32::MAX);
+        device.window.write16(CONFIG + offset + 2, 0x5555);
+        device.window.write8(CONFIG + offset + 3, 0xff);
+    }
+    device.window.write32(CONFIG + 4, u32::MAX);
+    device.window.write32(CONFIG + 12, 0xaaaa_aaaa);
+    device.window.write32(0xffc, 1);
+}
+
+fn index_from_nowhere(device: &mut Device) {
+    for index in 0..super::QUEUES {
+        device.publish(index, 0x8000);
+        device.publish(index, QUEUE_SIZE + 1);
+    }
+    device.window.set(Register::QueueNotify, u32::MAX);
+    let address = device.memory.prey();
+    device.send(Queue::Deflate, &[Descriptor::readable(address, 4)]);
+}
+
+fn table_in_a_table(device: &mut Device) {
+    let (table, at) = device.memory.table_mut();
+    let nested = Descriptor { address: at, length: PAGE_BYTES as u32, flags: INDIRECT | NEXT, next: 1 };
+    for place in table.chunks_exact_mut(16) {
+        place.copy_from_slice(&nested.to_bytes());
+    }
+    for queue in Queue::ALL {
+        for length in [PAGE_BYTES as u32, 16, 15, 0] {
+            device.send(queue, &[Descriptor { address: at, length, flags: INDIRECT, next: 0 }]);
+        }
+        device.send(queue, &[Descriptor { address: NO_MEMORY, length: 32, flags: INDIRECT, next: 0 }]);
+    }
+}
+
+/// Starts the device with one queue as told; it must refuse or live with it.
+fn start_with(device: &mut Device, size: u32, rings: [u64; 3]) {
+    let offered = device.offered();
+    device.negotiate(offered);
+    for index in 0..super::QUEUES {
+        device.prepare(index);
+    }
+    device.window.set(Register::QueueSelect, 0);
+    device.window.set(Register::QueueReady, 0);
+    device.place(0, size, rings);
+    device.window.set(Register::QueueReady, 1);
+    device.window.set(Register::Status, ACKNOWLEDGE | DRIVER | FEATURES_OK | DRIVER_OK);
+    device.publish(0, 1);
+}
+
+fn rings_outside_memory(device: &mut Device) {
+    let page = device.memory.ring_address(0);
+    let good = [page, page + super::AVAILABLE_OFFSET as u64, page + super::USED_OFFSET as u64];
+    for bad in [NO_MEMORY, !15, 0xd000_0000, page + 1] {
+        for ring in 0..3 {
+            let mut rings = good;
+            rings[ring] = bad;
+            start_with(device, QUEUE_SIZE.into(), rings);
+        }
+    }
+}
+
+fn rings_of_impossible_sizes(device: &mut Device) {
+    let page = device.memory.ring_address(0);
+    let rings = [page, page + super::AVAILABLE_OFFSET as u64, page + super::USED_OFFSET as u64];
+    for size in [0, 3, 127, 256, 0x8000, 0xffff, 0x1_0080, u32::MAX] {
+        start_with(device, size, rings);
+    }
+}
+
+fn queue_moved_while_in_use(device: &mut Device) {
+    device.place(0, 8, [NO_MEMORY; 3]);
+    device.window.set(Register::QueueReady, 0);
+    device.window.set(Register::DriverFeatures, u32::MAX);
+    device.memory.write_words(0, [device.memory.prey_frame()]);
+    let address = device.memory.prey();
+    device.send(Queue::Inflate, &[Descriptor::readable(address, 4)]);
+}

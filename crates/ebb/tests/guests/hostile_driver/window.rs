@@ -1,0 +1,113 @@
+//! The device's registers, mapped from `/dev/mem`.
+
+use std::fs::{self, OpenOptions};
+use std::os::unix::fs::OpenOptionsExt;
+use std::ptr::NonNull;
+
+use rustix::mm::{MapFlags, ProtFlags, mmap};
+
+/// Size of a register window in bytes.
+const WINDOW_BYTES: usize = 4096;
+/// "virt" (virtio 1.3 section 4.2.2).
+const MAGIC: u32 = 0x7472_6976;
+/// The balloon (section 5.5.1).
+const BALLOON: u32 = 5;
+/// Start of the device's own configuration space.
+pub const CONFIG: usize = 0x100;
+
+/// Registers of section 4.2.2; those of an address are followed by its upper half.
+#[derive(Clone, Copy, Debug)]
+#[repr(usize)]
+pub enum Register {
+    Magic = 0x0,
+    DeviceId = 0x8,
+    DeviceFeatures = 0x10,
+    DeviceFeaturesSelect = 0x14,
+    DriverFeatures = 0x20,
+    DriverFeaturesSelect = 0x24,
+    QueueSelect = 0x30,
+    QueueSize = 0x38,
+    QueueReady = 0x44,
+    QueueNotify = 0x50,
+    Status = 0x70,
+    DescriptorsLow = 0x80,
+    AvailableLow = 0x90,
+    UsedLow = 0xa0,
+}
+
+/// A mapped register window; it stays mapped until the process ends.
+pub struct Window(NonNull<u8>);
+
+impl Window {
+    /// Finds the balloon among the devices that ACPI announced.
+    pub fn open() -> Result<Self, String> {
+        let map = fs::read_to_string("/proc/iomem").map_err(|error| format!("/proc/iomem: {error}"))?;
+        let starts = map
+            .lines()
+            .filter(|line| line.contains("LNRO0005"))
+            .filter_map(|line| u64::from_str_radix(line.trim_start().split('-').next()?, 16).ok());
+        for start in starts {
+            let window = Self::map(start)?;
+            if window.get(Register::Magic) == MAGIC && window.get(Register::DeviceId) == BALLOON {
+                return Ok(window);
+            }
+        }
+        Err(format!("no balloon in /proc/iomem:\n{map}"))
+    }
+
+    fn map(start: u64) -> Result<Self, String> {
+        let memory = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .custom_flags(rustix::fs::OFlags::SYNC.bits().cast_signed())
+            .open("/dev/mem")
+            .map_err(|error| format!("/dev/mem: {error}"))?;
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: the kernel chooses an unused place; what is mapped is a device's registers, not memory of Rust's.
+        let mapped =
+            unsafe { mmap(std::ptr::null_mut(), WINDOW_BYTES, protection, MapFlags::SHARED, &memory, start) };
+        let address = mapped.map_err(|error| format!("/dev/mem at {start:#x}: {error}"))?;
+        NonNull::new(address.cast()).map(Self).ok_or_else(|| "mapped at 0".to_owned())
+    }
+
+    /// Reads a register.
+    pub fn get(&self, register: Register) -> u32 {
+        self.read32(register as usize)
+    }
+
+    /// Writes a register.
+    pub fn set(&self, register: Register, value: u32) {
+        self.write32(register as usize, value);
+    }
+
+    fn at<T>(&self, offset: usize) -> *mut T {
+        assert!(offset + size_of::<T>() <= WINDOW_BYTES, "{offset:#x}");
+        // SAFETY: the assertion keeps the result inside the window.
+        unsafe { self.0.as_ptr().add(offset) }.cast()
+    }
+
+    /// Reads 32 bits at an offset that is a multiple of 4.
+    pub fn read32(&self, offset: usize) -> u32 {
+        // SAFETY: the address is inside the window, which stays mapped, and aligned for the type; a device register is
+        // read with one access.
+        unsafe { self.at::<u32>(offset & !3).read_volatile() }
+    }
+
+    /// Writes 32 bits at an offset that is a multiple of 4.
+    pub fn write32(&self, offset: usize, value: u32) {
+        // SAFETY: as in `read32`.
+        unsafe { self.at::<u32>(offset & !3).write_volatile(value) }
+    }
+
+    /// Writes 16 bits at an even offset.
+    pub fn write16(&self, offset: usize, value: u16) {
+        // SAFETY: as in `read32`.
+        unsafe { self.at::<u16>(offset & !1).write_volatile(value) }
+    }
+
+    /// Writes a byte.
+    pub fn write8(&self, offset: usize, value: u8) {
+        // SAFETY: as in `read32`.
+        unsafe { self.at::<u8>(offset).write_volatile(value) }
+    }
+}
