@@ -2,8 +2,9 @@
 
 use ebb_vmm::api::VmInfo;
 
-use crate::guest::{MIB, Setup};
+use crate::guest::MIB;
 use crate::harness::{Scene, Test};
+use crate::setup::Setup;
 
 /// The tests.
 pub const TESTS: &[Test] = &[

@@ -10,8 +10,8 @@ use std::thread;
 
 use ebb_agent::protocol::Command;
 
-use crate::guest::Setup;
 use crate::harness::{Scene, Test, eventually};
+use crate::setup::Setup;
 
 /// The tests.
 pub const TESTS: &[Test] = &[

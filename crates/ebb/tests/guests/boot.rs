@@ -6,8 +6,9 @@ use std::path::Path;
 use ebb_agent::protocol::{Command, Event};
 use ebb_vmm::api::{RamBacking, VmState};
 
-use crate::guest::{GIB, Guest, MIB, Setup};
+use crate::guest::{GIB, Guest, MIB};
 use crate::harness::{Scene, Test, eventually, when};
+use crate::setup::Setup;
 
 /// The tests.
 pub const TESTS: &[Test] = &[

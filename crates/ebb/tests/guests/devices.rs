@@ -4,8 +4,9 @@ use std::fs;
 
 use ebb_agent::protocol::Command;
 
-use crate::guest::{Guest, MIB, Setup};
+use crate::guest::{Guest, MIB};
 use crate::harness::{Scene, Test};
+use crate::setup::Setup;
 
 /// The tests.
 pub const TESTS: &[Test] = &[

@@ -3,8 +3,9 @@
 use ebb_agent::protocol::{Command, Crash};
 use rustix::process::Signal;
 
-use crate::guest::{Guest, Setup};
+use crate::guest::Guest;
 use crate::harness::{Scene, Test, eventually, when};
+use crate::setup::Setup;
 
 /// The tests.
 pub const TESTS: &[Test] = &[

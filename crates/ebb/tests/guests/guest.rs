@@ -1,12 +1,11 @@
 //! A guest under test: `ebb run` as a child, its agent on the serial console, its API socket.
 
 use std::collections::VecDeque;
-use std::ffi::{OsStr, OsString};
 use std::fmt::Write as _;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Child, ChildStdin, Command as Program, ExitStatus, Stdio};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
@@ -18,7 +17,7 @@ use ebb_vmm::api::{BalloonInfo, Client, ClientError, StatisticsDocument, VmInfo}
 use rustix::process::{Pid, Signal, getpid, getppid, kill_process, set_parent_process_death_signal};
 use serde_json::Value;
 
-use crate::harness::{Guests, Scene, eventually, when};
+use crate::harness::{Guests, eventually, when};
 
 /// From the start of the monitor to the agent's first word; about 2 s in a virtual host on an idle machine.
 const BOOT_LIMIT_S: u64 = 60;
@@ -30,105 +29,10 @@ const API_LIMIT: Duration = Duration::from_secs(10);
 const END_LIMIT_S: u64 = 20;
 /// Lines kept of a console and of a log.
 const KEPT_LINES: usize = 200;
-/// The fastest way up, and an end instead of a hang after a crash.
-pub const CMDLINE: &str = "console=ttyS0 quiet loglevel=1 panic=-1 mitigations=off nokaslr tsc=reliable";
 /// One MiB in bytes.
 pub const MIB: u64 = 1 << 20;
 /// One GiB in bytes.
 pub const GIB: u64 = 1 << 30;
-
-/// How a guest is to be started; the defaults are one vCPU, 512 MiB and an ELF kernel.
-pub struct Setup<'a> {
-    scene: &'a Scene,
-    kernel: PathBuf,
-    initrd: PathBuf,
-    cmdline: String,
-    memory: String,
-    balloon: String,
-    arguments: Vec<OsString>,
-    socket: PathBuf,
-}
-
-impl<'a> Setup<'a> {
-    /// The defaults.
-    pub fn new(scene: &'a Scene) -> Self {
-        let world = &scene.world;
-        Self {
-            scene,
-            kernel: world.vmlinux.clone(),
-            initrd: world.initrd.clone(),
-            cmdline: CMDLINE.to_owned(),
-            memory: "size=512M".to_owned(),
-            balloon: "reporting=off".to_owned(),
-            arguments: Vec::new(),
-            socket: scene.path("api"),
-        }
-    }
-
-    /// Another kernel.
-    pub fn kernel(mut self, path: &Path) -> Self {
-        path.clone_into(&mut self.kernel);
-        self
-    }
-
-    /// Another initramfs.
-    pub fn initrd(mut self, path: &Path) -> Self {
-        path.clone_into(&mut self.initrd);
-        self
-    }
-
-    /// More words for the kernel.
-    pub fn words(mut self, words: &str) -> Self {
-        let _ = write!(self.cmdline, " {words}");
-        self
-    }
-
-    /// The text of `--memory`.
-    pub fn memory(mut self, text: &str) -> Self {
-        text.clone_into(&mut self.memory);
-        self
-    }
-
-    /// The text of `--balloon`.
-    pub fn balloon(mut self, text: &str) -> Self {
-        text.clone_into(&mut self.balloon);
-        self
-    }
-
-    /// More arguments.
-    pub fn args<S: AsRef<OsStr>>(mut self, arguments: impl IntoIterator<Item = S>) -> Self {
-        self.arguments.extend(arguments.into_iter().map(|argument| argument.as_ref().to_owned()));
-        self
-    }
-
-    /// Another name for the API socket, for a second guest in a test.
-    pub fn socket(mut self, name: &str) -> Self {
-        self.socket = self.scene.path(name);
-        self
-    }
-
-    /// The command line.
-    pub fn program(&self) -> Program {
-        let mut program = Program::new(&self.scene.world.ebb);
-        program.arg("run").arg("--kernel").arg(&self.kernel).arg("--initrd").arg(&self.initrd);
-        program.args(["--cmdline", &self.cmdline, "--memory", &self.memory, "--balloon", &self.balloon]);
-        program.args(["--serial", "stdio", "--api"]).arg(&self.socket).args(&self.arguments);
-        program
-    }
-
-    /// Starts the monitor and does not wait for anything.
-    pub fn spawn(self) -> Guest {
-        Guest::spawn(self.program(), self.socket, &self.scene.guests())
-    }
-
-    /// Starts the monitor and waits for the agent.
-    #[track_caller]
-    pub fn start(self) -> Guest {
-        let guest = self.spawn();
-        guest.wait_ready(1);
-        guest
-    }
-}
 
 /// What the console and the log have said.
 #[derive(Default)]
@@ -228,7 +132,8 @@ pub struct Guest {
 }
 
 impl Guest {
-    fn spawn(mut program: Program, socket: PathBuf, guests: &Arc<Guests>) -> Self {
+    /// Runs a monitor whose guest has its console on standard input and output.
+    pub fn spawn(mut program: Program, socket: PathBuf, guests: &Arc<Guests>) -> Self {
         program.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         end_with_parent(&mut program);
         let command = format!("{program:?}");

@@ -6,10 +6,11 @@ use std::time::{Duration, Instant};
 use ebb_agent::protocol::Command;
 use ebb_vmm::api::{BalloonState, VmState};
 
-use crate::guest::{Guest, MIB, Setup};
+use crate::guest::{Guest, MIB};
 use crate::harness::{Scene, Test};
 use crate::hostile_driver;
 use crate::place::PROGRAM_IN_GUEST;
+use crate::setup::Setup;
 
 /// The tests.
 pub const TESTS: &[Test] = &[

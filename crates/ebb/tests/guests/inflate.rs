@@ -3,8 +3,9 @@
 use ebb_agent::protocol::Command;
 use ebb_vmm::api::BalloonState;
 
-use crate::guest::{GIB, MIB, Setup};
+use crate::guest::{GIB, MIB};
 use crate::harness::{Scene, Test, eventually, when};
+use crate::setup::Setup;
 
 /// The tests.
 pub const TESTS: &[Test] = &[

@@ -7,8 +7,9 @@ use ebb_agent::protocol::{Command, Event};
 use ebb_vmm::api::VmState;
 use rustix::process::Signal;
 
-use crate::guest::{GIB, Guest, MIB, Setup};
+use crate::guest::{GIB, Guest, MIB};
 use crate::harness::{Scene, Test, eventually, when};
+use crate::setup::Setup;
 
 /// The tests.
 pub const TESTS: &[Test] = &[

@@ -24,6 +24,7 @@ mod inflate;
 mod lifecycle;
 mod place;
 mod reporting;
+mod setup;
 mod statistics;
 
 use std::process::ExitCode;
@@ -61,7 +62,7 @@ fn main() -> ExitCode {
         return libtest_mimic::run(&arguments, trials(|| None)).exit_code();
     }
     match place::choose() {
-        Ok(place::Place::Here(world)) => {
+        Ok(place::Place::Here(world, _files)) => {
             // Guests that boot at the same time take the processors from each other, and tests have time limits.
             arguments.test_threads.get_or_insert(1);
             libtest_mimic::run(&arguments, trials(|| Some(world.clone()))).exit_code()

@@ -32,8 +32,8 @@ const HOST_LIMIT: Duration = Duration::from_secs(30 * 60);
 
 /// Where to run.
 pub enum Place {
-    /// On this machine.
-    Here(World),
+    /// On this machine; the guests' files last as long as the directory, if they are not there anyway.
+    Here(World, Option<TempDir>),
     /// In a virtual host.
     VirtualHost(Outside),
 }
@@ -46,14 +46,15 @@ pub struct Outside {
 /// Decides by running a loop on KVM, and prepares the guests' files.
 pub fn choose() -> Result<Place, String> {
     if env::var_os(INSIDE).is_some() {
-        return Ok(Place::Here(World {
+        let world = World {
             ebb: "/bin/ebb".into(),
             bzimage: "/ebb/vmlinuz".into(),
             vmlinux: "/ebb/vmlinux".into(),
             initrd: INITRD_INSIDE.into(),
             hostile_initrd: HOSTILE_INITRD_INSIDE.into(),
             busybox: BUSYBOX.into(),
-        }));
+        };
+        return Ok(Place::Here(world, None));
     }
     let agent = agent()?;
     let kernel = Kernel::find(None).map_err(text)?;
@@ -78,9 +79,7 @@ pub fn choose() -> Result<Place, String> {
         hostile_initrd: path("hostile.cpio"),
         busybox: BUSYBOX.into(),
     };
-    // The files are needed until the process ends, which happens without a return to here.
-    let _ = files.keep();
-    Ok(Place::Here(world))
+    Ok(Place::Here(world, Some(files)))
 }
 
 fn text(error: impl Display) -> String {

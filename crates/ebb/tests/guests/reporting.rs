@@ -3,8 +3,9 @@
 use ebb_agent::protocol::Command;
 use ebb_vmm::api::BalloonFeature;
 
-use crate::guest::{Guest, MIB, Setup};
+use crate::guest::{Guest, MIB};
 use crate::harness::{Scene, Test, eventually, when};
+use crate::setup::Setup;
 
 /// The tests.
 pub const TESTS: &[Test] = &[

@@ -5,8 +5,9 @@ use std::time::{Duration, Instant};
 use ebb_agent::protocol::{Command, Crash};
 use ebb_vmm::api::{ClientError, StatisticsDocument};
 
-use crate::guest::{Guest, MIB, Setup};
+use crate::guest::{Guest, MIB};
 use crate::harness::{Scene, Test, eventually, when};
+use crate::setup::Setup;
 
 /// The tests.
 pub const TESTS: &[Test] = &[

@@ -1,0 +1,105 @@
+//! What a guest is to be like, as a command line of `ebb run`.
+
+use std::ffi::{OsStr, OsString};
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::Command as Program;
+
+use crate::guest::Guest;
+use crate::harness::Scene;
+
+/// The fastest way up, and an end instead of a hang after a crash.
+const CMDLINE: &str = "console=ttyS0 quiet loglevel=1 panic=-1 mitigations=off nokaslr tsc=reliable";
+
+/// How a guest is to be started; the defaults are one vCPU, 512 MiB and an ELF kernel.
+pub struct Setup<'a> {
+    scene: &'a Scene,
+    kernel: PathBuf,
+    initrd: PathBuf,
+    cmdline: String,
+    memory: String,
+    balloon: String,
+    arguments: Vec<OsString>,
+    socket: PathBuf,
+}
+
+impl<'a> Setup<'a> {
+    /// The defaults.
+    pub fn new(scene: &'a Scene) -> Self {
+        let world = &scene.world;
+        Self {
+            scene,
+            kernel: world.vmlinux.clone(),
+            initrd: world.initrd.clone(),
+            cmdline: CMDLINE.to_owned(),
+            memory: "size=512M".to_owned(),
+            balloon: "reporting=off".to_owned(),
+            arguments: Vec::new(),
+            socket: scene.path("api"),
+        }
+    }
+
+    /// Another kernel.
+    pub fn kernel(mut self, path: &Path) -> Self {
+        path.clone_into(&mut self.kernel);
+        self
+    }
+
+    /// Another initramfs.
+    pub fn initrd(mut self, path: &Path) -> Self {
+        path.clone_into(&mut self.initrd);
+        self
+    }
+
+    /// More words for the kernel.
+    pub fn words(mut self, words: &str) -> Self {
+        let _ = write!(self.cmdline, " {words}");
+        self
+    }
+
+    /// The text of `--memory`.
+    pub fn memory(mut self, text: &str) -> Self {
+        text.clone_into(&mut self.memory);
+        self
+    }
+
+    /// The text of `--balloon`.
+    pub fn balloon(mut self, text: &str) -> Self {
+        text.clone_into(&mut self.balloon);
+        self
+    }
+
+    /// More arguments.
+    pub fn args<S: AsRef<OsStr>>(mut self, arguments: impl IntoIterator<Item = S>) -> Self {
+        self.arguments.extend(arguments.into_iter().map(|argument| argument.as_ref().to_owned()));
+        self
+    }
+
+    /// Another name for the API socket, for a second guest in a test.
+    pub fn socket(mut self, name: &str) -> Self {
+        self.socket = self.scene.path(name);
+        self
+    }
+
+    /// The command line.
+    pub fn program(&self) -> Program {
+        let mut program = Program::new(&self.scene.world.ebb);
+        program.arg("run").arg("--kernel").arg(&self.kernel).arg("--initrd").arg(&self.initrd);
+        program.args(["--cmdline", &self.cmdline, "--memory", &self.memory, "--balloon", &self.balloon]);
+        program.args(["--serial", "stdio", "--api"]).arg(&self.socket).args(&self.arguments);
+        program
+    }
+
+    /// Starts the monitor and does not wait for anything.
+    pub fn spawn(self) -> Guest {
+        Guest::spawn(self.program(), self.socket, &self.scene.guests())
+    }
+
+    /// Starts the monitor and waits for the agent.
+    #[track_caller]
+    pub fn start(self) -> Guest {
+        let guest = self.spawn();
+        guest.wait_ready(1);
+        guest
+    }
+}
