@@ -8,8 +8,8 @@ use std::time::Duration;
 use anyhow::Context as _;
 use ebb_vmm::api::route::MAX_STATISTICS_INTERVAL_SECONDS;
 use ebb_vmm::api::{
-    BalloonFeature, BalloonInfo, BalloonState, Client, ClientError, RamBacking, StatisticsDocument, VmInfo,
-    VmState, prometheus,
+    BalloonFeature, BalloonInfo, BalloonState, Client, ClientError, RamBacking, StatisticsDocument,
+    TrimReport, VmInfo, VmState, prometheus,
 };
 use ebb_vmm::size::ByteSize;
 use serde::Serialize;
@@ -53,6 +53,8 @@ enum Command {
     Resume,
     /// Press its power button; the guest decides what to do
     PowerButton,
+    /// Give back guest memory that holds nothing but zeros; a running guest is stopped for milliseconds at a time
+    Trim,
     /// End it at once, like pulling the plug
     Kill,
     /// Show the balloon, or set its size
@@ -113,6 +115,7 @@ fn execute(args: Args, out: &mut Vec<u8>) -> anyhow::Result<()> {
         Command::Pause => show(out, form, &client.put("/vm/pause")?, state_row),
         Command::Resume => show(out, form, &client.put("/vm/resume")?, state_row),
         Command::PowerButton => show(out, form, &client.put("/vm/power-button")?, state_row),
+        Command::Trim => show(out, form, &trim(&client)?, trim_rows),
         Command::Kill => show(out, form, &client.put("/vm/kill")?, state_row),
         Command::Balloon(BalloonArgs { action: None | Some(BalloonAction::Show) }) => {
             show(out, form, &client.get("/balloon")?, balloon_rows)
@@ -217,6 +220,29 @@ fn balloon_state(state: BalloonState) -> &'static str {
         BalloonState::Inflating => "inflating",
         BalloonState::Deflating => "deflating",
     }
+}
+
+/// Asks until all of guest memory has been looked at.
+fn trim(client: &Client) -> anyhow::Result<TrimReport> {
+    let mut total = TrimReport::default();
+    while !total.complete {
+        let part: TrimReport = client.put("/vm/trim")?;
+        total.scanned_bytes += part.scanned_bytes;
+        total.returned_bytes += part.returned_bytes;
+        total.pauses += part.pauses;
+        total.longest_pause_us = total.longest_pause_us.max(part.longest_pause_us);
+        total.complete = part.complete;
+    }
+    Ok(total)
+}
+
+fn trim_rows(report: &TrimReport) -> Vec<Row> {
+    vec![
+        row("looked at", bytes(report.scanned_bytes)),
+        row("given back", bytes(report.returned_bytes)),
+        row("pauses", report.pauses.to_string()),
+        row("longest pause", format!("{:.1} ms", report.longest_pause_us as f64 / 1000.0)),
+    ]
 }
 
 fn state_row(info: &VmInfo) -> Vec<Row> {

@@ -18,12 +18,14 @@ mod populate;
 mod ram;
 mod ranges;
 mod resident;
+mod zeros;
 
 pub use discard::{DiscardMethod, DiscardOutcome};
 pub use error::RamError;
 pub use inhibit::{InhibitGuard, InhibitReason};
 pub use ram::{Backing, GuestRam, HugePages, Populate, Region, RegionSpec};
 pub use ranges::{coalesce, huge_blocks_first};
+pub use zeros::ZeroScan;
 
 /// A contiguous range of guest pages, aligned to pages by construction.
 pub type GuestRange = ebb_abi::PageRange;

@@ -270,6 +270,11 @@ impl GuestRam {
         })
     }
 
+    /// Host address of a range that lies within one region.
+    pub(crate) fn host_address(&self, range: GuestRange) -> Option<usize> {
+        self.piece(range).map(|piece| piece.address)
+    }
+
     /// The guest uses these pages again: they do not count as held any more. Parts outside guest memory are ignored.
     pub fn reclaim(&self, ranges: &[GuestRange]) {
         if let Some(held) = &self.held {

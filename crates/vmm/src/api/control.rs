@@ -26,6 +26,10 @@ pub trait VmControl: Send + Sync {
     /// Presses the power button (ACPI): the guest decides what to do. A paused machine is the wrong state.
     fn power_button(&self) -> Result<(), ControlError>;
 
+    /// Gives back guest memory that holds nothing but zeros. A running machine is stopped for it, a few milliseconds at a
+    /// time. It works for about a second; the next call goes on where this one ended.
+    fn trim(&self) -> Result<TrimReport, ControlError>;
+
     /// Asks the monitor to end the machine at once, like pulling the plug. It must return without waiting for the end:
     /// the reply is sent afterwards, at the latest when the [`ApiServer`](super::ApiServer) is dropped.
     fn kill(&self) -> Result<(), ControlError>;
@@ -132,6 +136,21 @@ pub struct VmInfo {
     pub version: String,
     /// The balloon in short; `None` if the machine has none.
     pub balloon: Option<BalloonSummary>,
+}
+
+/// What `PUT /vm/trim` did.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TrimReport {
+    /// Guest memory that the host held and that was looked at, in bytes.
+    pub scanned_bytes: u64,
+    /// Memory of it that was zero and was given back, in bytes.
+    pub returned_bytes: u64,
+    /// How often the machine was stopped.
+    pub pauses: u64,
+    /// The longest time it was stopped, in microseconds.
+    pub longest_pause_us: u64,
+    /// Whether all of guest memory has been looked at; if not, the next call goes on.
+    pub complete: bool,
 }
 
 /// The balloon in short.

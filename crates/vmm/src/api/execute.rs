@@ -51,6 +51,7 @@ fn try_execute(operation: Operation, vm: &dyn VmControl) -> Result<Outcome, Prob
             vm.power_button()?;
             Reply::json(Status::Accepted, &vm.info())
         }
+        Operation::Trim => Reply::json(Status::Ok, &vm.trim()?),
         Operation::Kill => {
             vm.kill()?;
             Reply::json(Status::Accepted, &vm.info())

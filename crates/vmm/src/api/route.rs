@@ -25,6 +25,8 @@ pub enum Operation {
     Resume,
     /// `PUT /vm/power-button`
     PowerButton,
+    /// `PUT /vm/trim`
+    Trim,
     /// `PUT /vm/kill`
     Kill,
     /// `GET /balloon`
@@ -84,12 +86,13 @@ const fn route_to(method: Method, path: &'static str, build: Build) -> Route {
 }
 
 /// Everything that is served.
-pub const ROUTES: [Route; 11] = [
+pub const ROUTES: [Route; 12] = [
     route_to(Method::Get, "/openapi.json", |request| plain(request, Operation::OpenApi)),
     route_to(Method::Get, "/vm", |request| plain(request, Operation::VmInfo)),
     route_to(Method::Put, "/vm/pause", |request| plain(request, Operation::Pause)),
     route_to(Method::Put, "/vm/resume", |request| plain(request, Operation::Resume)),
     route_to(Method::Put, "/vm/power-button", |request| plain(request, Operation::PowerButton)),
+    route_to(Method::Put, "/vm/trim", |request| plain(request, Operation::Trim)),
     route_to(Method::Put, "/vm/kill", |request| plain(request, Operation::Kill)),
     route_to(Method::Get, "/balloon", |request| plain(request, Operation::Balloon)),
     route_to(Method::Put, "/balloon", set_balloon),
@@ -322,6 +325,7 @@ mod tests {
             ("PUT", "/vm/pause", "", Operation::Pause),
             ("PUT", "/vm/resume", "{}", Operation::Resume),
             ("PUT", "/vm/power-button", " { } ", Operation::PowerButton),
+            ("PUT", "/vm/trim", "", Operation::Trim),
             ("PUT", "/vm/kill", "\n", Operation::Kill),
             ("GET", "/balloon", "", Operation::Balloon),
             ("PUT", "/balloon", r#"{"target_bytes": 4096}"#, Operation::SetBalloon { target_bytes: 4096 }),

@@ -112,6 +112,7 @@ pub(super) fn build(config: VmConfig, filters: &Filters) -> Result<Built, VmErro
         vcpus,
         state: Mutex::new(VmState::Starting),
         started: Instant::now(),
+        trim_cursor: Mutex::new(0),
     };
     vm.load_and_enter()?;
     Ok(Built { vm, input_read })

@@ -8,7 +8,7 @@ use ebb_guest_ram::Backing;
 use super::{SharedTransport, Vm, lock, metrics};
 use crate::api::control::{
     BalloonInfo, BalloonState, BalloonSummary, ControlError, DriverPresence, Metrics, RamBacking,
-    StatisticsReading, VmControl, VmInfo, VmState,
+    StatisticsReading, TrimReport, VmControl, VmInfo, VmState,
 };
 use crate::devices::virtio::balloon::BalloonDevice;
 use crate::devices::virtio::mmio::MmioTransport;
@@ -105,6 +105,16 @@ impl VmControl for Vm {
         let pressed = lock(&self.acpi).press_power_button();
         pressed
             .map_err(|error| ControlError::Failed { message: format!("cannot interrupt the guest: {error}") })
+    }
+
+    fn trim(&self) -> Result<TrimReport, ControlError> {
+        match self.state() {
+            VmState::Running | VmState::Paused => {}
+            VmState::Starting | VmState::Stopping => {
+                return Err(wrong_state("the virtual machine is not running", "wait until it runs"));
+            }
+        }
+        self.trim_some().map_err(|error| ControlError::Failed { message: error.to_string() })
     }
 
     fn kill(&self) -> Result<(), ControlError> {

@@ -6,6 +6,7 @@ mod event_loop;
 mod metrics;
 pub mod privileges;
 pub mod terminal;
+mod trim;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -138,7 +139,7 @@ type ResetHook = Box<dyn Fn() + Send + Sync>;
 
 /// A built virtual machine: everything that the main thread and the API thread share.
 ///
-/// Lock order: `state` before `image` before a device's transport. No lock is held while a vCPU is waited for except
+/// Lock order: `trim_cursor` before `state` before `image` before a device's transport. No lock is held while a vCPU is waited for except
 /// `state`, which no vCPU thread takes.
 pub struct Vm {
     // Fields are dropped from top to bottom: threads end before what they use goes away, guest memory goes last.
@@ -157,6 +158,8 @@ pub struct Vm {
     counters: Arc<ExitCounters>,
     state: Mutex<VmState>,
     started: Instant,
+    /// First page that the next trim looks at.
+    trim_cursor: Mutex<u64>,
     ram: Arc<GuestRam>,
 }
 

@@ -125,6 +125,17 @@ impl VmControl for TestVm {
         self.change(Needs::Nothing).map(|_| ())
     }
 
+    fn trim(&self) -> Result<TrimReport, ControlError> {
+        self.change(Needs::Nothing)?;
+        Ok(TrimReport {
+            scanned_bytes: 4 << 20,
+            returned_bytes: 1 << 20,
+            pauses: 1,
+            longest_pause_us: 900,
+            complete: true,
+        })
+    }
+
     fn kill(&self) -> Result<(), ControlError> {
         let mut state = self.change(Needs::Nothing)?;
         state.kills += 1;

@@ -1,0 +1,178 @@
+//! Giving back pages that the guest has touched but that hold nothing but zeros.
+//!
+//! A guest that touches one byte of a huge page makes the host hold 2 MiB; kernels clear large areas that they never use
+//! (bounce buffers, hash tables). Such pages read the same after a discard.
+
+use ebb_abi::{HUGE_PAGE_SIZE_PAGES, PAGE_SIZE_BYTES, PageRange, Pfn};
+use rustix::mm::{Advice, madvise};
+use vm_memory::{Bytes, GuestAddress};
+
+use crate::{DiscardOutcome, GuestRam, GuestRange, RamError};
+
+/// Zero pages that a block of 2 MiB must have for it to be taken apart, if not all of it is zero: a huge page that is
+/// mostly used serves the guest better whole.
+const MIN_PAGES_TO_SPLIT: usize = 64;
+
+const PAGE: usize = PAGE_SIZE_BYTES as usize;
+
+/// What a search for zero pages found.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ZeroScan {
+    /// Bytes that the host held and that were looked at.
+    pub scanned_bytes: u64,
+    /// Bytes of them that were zero and were given back.
+    pub returned_bytes: u64,
+    /// What giving them back did.
+    pub outcome: DiscardOutcome,
+}
+
+impl GuestRam {
+    /// Gives back the pages of `range` that the host holds and that are all zero. Pages that the host does not hold are not
+    /// touched.
+    ///
+    /// Nobody may write to the range meanwhile: vCPUs and devices must be stopped, or a write between look and discard
+    /// would be lost.
+    ///
+    /// # Errors
+    /// [`RamError::Resident`] if the host does not tell what it holds, [`RamError::Discard`] if it refuses to take pages.
+    pub fn discard_zeros(&self, range: GuestRange) -> Result<ZeroScan, RamError> {
+        let mut scan = ZeroScan::default();
+        let mut zeros = Vec::new();
+        let parts: Vec<_> = self.clip(range).collect();
+        for part in parts {
+            let mut start = part.start.0;
+            while start < part.end().0 {
+                let end = (start + 1).next_multiple_of(HUGE_PAGE_SIZE_PAGES).min(part.end().0);
+                self.scan_block(PageRange::new(Pfn(start), end - start), &mut scan, &mut zeros)?;
+                start = end;
+            }
+        }
+        scan.outcome = self.discard(&zeros)?;
+        scan.returned_bytes = scan.outcome.bytes;
+        Ok(scan)
+    }
+
+    /// Looks at the pages of one block of at most 2 MiB.
+    fn scan_block(
+        &self,
+        block: GuestRange,
+        scan: &mut ZeroScan,
+        zeros: &mut Vec<GuestRange>,
+    ) -> Result<(), RamError> {
+        let Some(address) = self.host_address(block) else { return Ok(()) };
+        let mut held = [0u8; HUGE_PAGE_SIZE_PAGES as usize];
+        let held = &mut held[..block.pages as usize];
+        // SAFETY: the block lies inside one region (it was cut to its bounds), whose mapping lives as long as `self`, and
+        // `held` has a byte for each of its pages.
+        let result =
+            unsafe { libc::mincore(address as *mut libc::c_void, held.len() * PAGE, held.as_mut_ptr()) };
+        if result != 0 {
+            return Err(RamError::Resident { source: std::io::Error::last_os_error() });
+        }
+        let held_pages = held.iter().filter(|state| **state & 1 != 0).count();
+        if held_pages == 0 {
+            return Ok(());
+        }
+        scan.scanned_bytes += (held_pages * PAGE) as u64;
+        let found: Vec<u64> = (0..block.pages)
+            .filter(|&page| held[page as usize] & 1 != 0 && self.is_zero(Pfn(block.start.0 + page)))
+            .collect();
+        let whole = found.len() == held_pages && held_pages == block.pages as usize;
+        if !whole {
+            if found.len() < MIN_PAGES_TO_SPLIT {
+                return Ok(());
+            }
+            split_huge_page(address + found[0] as usize * PAGE);
+        }
+        for page in found {
+            let page = PageRange::new(Pfn(block.start.0 + page), 1);
+            match zeros.last_mut() {
+                Some(last) if last.end() == page.start => last.pages += 1,
+                _ => zeros.push(page),
+            }
+        }
+        Ok(())
+    }
+
+    fn is_zero(&self, pfn: Pfn) -> bool {
+        // Most pages in use show it in their first bytes.
+        const HEAD: usize = 64;
+        let address = GuestAddress(pfn.address());
+        let mut head = [0u8; HEAD];
+        let mut page = [0u8; PAGE];
+        self.memory().read_slice(&mut head, address).is_ok()
+            && head == [0; HEAD]
+            && self.memory().read_slice(&mut page, address).is_ok()
+            && page == [0; PAGE]
+    }
+}
+
+/// Makes the host take a transparent huge page apart. Discarding some of its pages alone would only unmap them: the
+/// memory would stay in use until the host is short of it. Advice for a part of a huge page splits it (Linux
+/// mm/madvise.c, `madvise_cold_or_pageout_pte_range`).
+fn split_huge_page(page_address: usize) {
+    // SAFETY: the page lies inside a live mapping of the caller's; this advice changes no content.
+    let result = unsafe { madvise(page_address as *mut std::ffi::c_void, PAGE, Advice::LinuxCold) };
+    if let Err(error) = result {
+        tracing::debug!("a huge page was not split: {error}");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Backing, HugePages, Populate, RegionSpec};
+
+    const BLOCK_BYTES: u64 = HUGE_PAGE_SIZE_PAGES * PAGE_SIZE_BYTES;
+
+    fn ram(backing: Backing) -> GuestRam {
+        let spec = RegionSpec { start: GuestAddress(0), size_bytes: 8 * BLOCK_BYTES, host_node: None };
+        GuestRam::new(&[spec], backing, HugePages::On, Populate::Lazy).unwrap()
+    }
+
+    fn all(ram: &GuestRam) -> GuestRange {
+        ram.regions()[0].pages()
+    }
+
+    #[test]
+    fn zero_pages_go_and_others_stay() {
+        for backing in [Backing::Anonymous, Backing::Memfd] {
+            let ram = ram(backing);
+            // Block 0: written and cleared again. Block 1: one byte in the last page. Block 2: every page in use.
+            ram.memory().write_slice(&vec![1; BLOCK_BYTES as usize], GuestAddress(0)).unwrap();
+            ram.memory().write_slice(&vec![0; BLOCK_BYTES as usize], GuestAddress(0)).unwrap();
+            ram.memory().write_slice(&vec![0; BLOCK_BYTES as usize], GuestAddress(BLOCK_BYTES)).unwrap();
+            ram.memory().write_obj(7u8, GuestAddress(2 * BLOCK_BYTES - 1)).unwrap();
+            let used = vec![3; BLOCK_BYTES as usize];
+            ram.memory().write_slice(&used, GuestAddress(2 * BLOCK_BYTES)).unwrap();
+
+            let scan = ram.discard_zeros(all(&ram)).unwrap();
+            assert_eq!(scan.scanned_bytes, 3 * BLOCK_BYTES, "{backing}");
+            assert_eq!(scan.returned_bytes, 2 * BLOCK_BYTES - PAGE_SIZE_BYTES, "{backing}");
+            assert_eq!(ram.resident_bytes().unwrap(), BLOCK_BYTES + PAGE_SIZE_BYTES, "{backing}");
+            let mut bytes = vec![9; BLOCK_BYTES as usize];
+            ram.memory().read_slice(&mut bytes, GuestAddress(2 * BLOCK_BYTES)).unwrap();
+            assert_eq!(bytes, used);
+            assert_eq!(ram.memory().read_obj::<u8>(GuestAddress(2 * BLOCK_BYTES - 1)).unwrap(), 7);
+            assert_eq!(ram.memory().read_obj::<u8>(GuestAddress(12)).unwrap(), 0);
+        }
+    }
+
+    #[test]
+    fn memory_that_was_never_touched_stays_so() {
+        let ram = ram(Backing::Anonymous);
+        assert_eq!(ram.discard_zeros(all(&ram)).unwrap(), ZeroScan::default());
+        assert_eq!(ram.resident_bytes().unwrap(), 0);
+    }
+
+    #[test]
+    fn a_huge_page_with_few_zeros_stays_whole() {
+        let ram = ram(Backing::Anonymous);
+        ram.memory().write_slice(&vec![1; BLOCK_BYTES as usize], GuestAddress(0)).unwrap();
+        let few = (MIN_PAGES_TO_SPLIT - 1) * PAGE;
+        ram.memory().write_slice(&vec![0; few], GuestAddress(0)).unwrap();
+        assert_eq!(ram.discard_zeros(all(&ram)).unwrap().returned_bytes, 0);
+        ram.memory().write_slice(&vec![0; few + PAGE], GuestAddress(0)).unwrap();
+        assert_eq!(ram.discard_zeros(all(&ram)).unwrap().returned_bytes, (few + PAGE) as u64);
+    }
+}
