@@ -15,7 +15,13 @@ use tracing_subscriber::EnvFilter;
 
 /// Returns the memory that virtual machines do not use to their host, at once and safely
 #[derive(Debug, Parser)]
-#[command(name = "ebb", version, propagate_version = true, subcommand_required = true, arg_required_else_help = true)]
+#[command(
+    name = "ebb",
+    version,
+    propagate_version = true,
+    subcommand_required = true,
+    arg_required_else_help = true
+)]
 struct Cli {
     /// What to log on standard error: error, warn, info, debug, trace, or a filter such as ebb_vmm=debug
     #[arg(long, global = true, value_name = "FILTER", default_value = "warn", env = "EBB_LOG")]

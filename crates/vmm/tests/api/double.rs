@@ -126,7 +126,7 @@ impl VmControl for TestVm {
     }
 
     fn trim(&self) -> Result<TrimReport, ControlError> {
-        self.change(Needs::Nothing)?;
+        let _state = self.change(Needs::Nothing)?;
         Ok(TrimReport {
             scanned_bytes: 4 << 20,
             returned_bytes: 1 << 20,
