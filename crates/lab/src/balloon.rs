@@ -5,7 +5,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use ebb_vmm::api::{BalloonInfo, Client, ClientError};
+use ebb_vmm::api::{BalloonInfo, Client, ClientError, TrimReport};
 use serde_json::{Value, json};
 
 use crate::monitor::MonitorKind;
@@ -75,6 +75,22 @@ impl Balloon {
                 qmp.call("balloon", &json!({ "value": left })).map(drop)
             }
         }
+    }
+
+    /// Gives back what is all zero, as a whole.
+    ///
+    /// # Errors
+    /// [`BalloonError`]; QEMU has no such thing.
+    pub fn trim(&mut self) -> Result<TrimReport, BalloonError> {
+        let Self::Ebb(client) = self else {
+            return Err(BalloonError::Refused { command: "trim", answer: "only Ebb trims".to_owned() });
+        };
+        let mut total = TrimReport::default();
+        while !total.complete {
+            let part: TrimReport = client.put("/vm/trim").map_err(BalloonError::Api)?;
+            total.add(&part);
+        }
+        Ok(total)
     }
 
     /// Size that the guest says its balloon has, MiB.

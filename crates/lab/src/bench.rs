@@ -5,6 +5,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ebb_agent::protocol::Command;
+use ebb_vmm::api::TrimReport;
 
 use crate::LabError;
 use crate::balloon::{Balloon, BalloonError};
@@ -13,7 +14,7 @@ use crate::event::Events;
 use crate::experiment::RunSize;
 use crate::guest::{Answer, Guest};
 use crate::host::{self, Gauge, Usage};
-use crate::monitor::{Assets, GuestSize, Setup};
+use crate::monitor::{Assets, GuestSize, Setup, Trim};
 use crate::proc;
 use crate::results::{GuestRecord, Scale, rounded};
 use crate::sampler::{GuestProcesses, Sampler};
@@ -113,12 +114,15 @@ impl<'a> Bench<'a> {
         self.host_memory_mib as f64 * SWAP_THRESHOLD_PART
     }
 
-    /// Starts the next guest and waits until its agent is ready.
+    /// Starts the next guest and waits until its agent is ready; with a control socket if the series needs one.
     ///
     /// # Errors
     /// [`LabError::StartMonitor`], [`LabError::Missing`] and [`LabError::Guest`].
     pub fn start_guest(&mut self, size: GuestSize) -> Result<GuestRecord, LabError> {
-        self.start(size, None)
+        match self.setup.trim {
+            Trim::Never => self.start(size, None),
+            Trim::WhenIdle => self.start_controlled_guest(size),
+        }
     }
 
     /// As [`Bench::start_guest`], with a control socket, so that the guest's balloon can be changed.
@@ -134,6 +138,27 @@ impl<'a> Bench<'a> {
             .map_err(|error| balloon_failed(record.guest, &error))?;
         self.controls.push(Control { guest: record.guest, balloon, _directory: directory });
         Ok(record)
+    }
+
+    /// Trims a guest, if the series says so; returns what that did.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`] when the monitor refuses or the guest has no control socket.
+    pub fn trim(&mut self, guest: u32) -> Result<Option<TrimReport>, LabError> {
+        if self.setup.trim == Trim::Never {
+            return Ok(None);
+        }
+        self.events.step(guest, "is trimmed");
+        let report = self.control(guest)?.balloon.trim();
+        report.map(Some).map_err(|error| balloon_failed(guest, &error))
+    }
+
+    fn control(&mut self, guest: u32) -> Result<&mut Control, LabError> {
+        self.controls.iter_mut().find(|control| control.guest == guest).ok_or_else(|| LabError::Guest {
+            guest,
+            problem: GuestProblem::Protocol("it has no control socket".to_owned()),
+            diagnostics: String::new(),
+        })
     }
 
     fn start(&mut self, size: GuestSize, control: Option<&Path>) -> Result<GuestRecord, LabError> {
@@ -266,12 +291,7 @@ impl<'a> Bench<'a> {
     /// [`LabError::Guest`] when the monitor refuses, the guest ends, or it takes too long.
     pub fn balloon_to(&mut self, guest: u32, target_mib: u64, what: &str) -> Result<f64, LabError> {
         self.events.step(guest, what);
-        let missing = || LabError::Guest {
-            guest,
-            problem: GuestProblem::Protocol("it has no control socket".to_owned()),
-            diagnostics: String::new(),
-        };
-        let control = self.controls.iter_mut().find(|control| control.guest == guest).ok_or_else(missing)?;
+        let control = self.control(guest)?;
         let begin = Instant::now();
         let failed = |error| balloon_failed(guest, &error);
         control.balloon.set_target_mib(target_mib).map_err(failed)?;

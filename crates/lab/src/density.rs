@@ -7,11 +7,12 @@
 use std::collections::BTreeMap;
 
 use ebb_agent::protocol::Command;
+use ebb_vmm::api::TrimReport;
 
 use crate::LabError;
 use crate::bench::Bench;
 use crate::experiment::{Experiment, HostShape, Runs, SeriesPlan};
-use crate::monitor::{BounceBuffer, GuestSize, HugePages, KernelImage, MonitorKind, Reporting, Setup};
+use crate::monitor::{BounceBuffer, GuestSize, HugePages, KernelImage, MonitorKind, Reporting, Setup, Trim};
 use crate::results::{Better, GuestRecord, MetricInfo, Scale, Series, rounded};
 use crate::statistics::{median, median_or_never};
 
@@ -109,6 +110,12 @@ impl Experiment for Density {
                 Setup { monitor: MonitorKind::Qemu, ..Setup::EBB },
             ),
             plan(
+                "reporting-trim",
+                "and the monitor looks once for memory that is all zero",
+                Runs::WhenNamed,
+                Setup { trim: Trim::WhenIdle, ..Setup::EBB },
+            ),
+            plan(
                 "reporting-order-5",
                 "the guest reports blocks of 128 KiB and up",
                 Runs::WhenNamed,
@@ -176,6 +183,7 @@ impl Experiment for Density {
 fn fill(bench: &mut Bench<'_>, series: &mut Series, sizes: Sizes) -> Result<(), LabError> {
     let threshold_mib = bench.swap_threshold_mib();
     let most_guests = bench.guests(sizes.most_guests);
+    let mut trims = Vec::new();
     while (series.guests.len() as u32) < most_guests {
         let mut record = bench.start_guest(sizes.guest)?;
         let command = Command::AllocTouchExit { bytes: sizes.program_mib << 20 };
@@ -190,15 +198,29 @@ fn fill(bench: &mut Bench<'_>, series: &mut Series, sizes: Sizes) -> Result<(), 
         let guest = record.guest;
         series.guests.push(record);
         settled?;
+        trims.extend(bench.trim(guest)?);
         if full {
             series.notes.push(format!("ended when the host swapped while guest {guest} ran its program"));
+            series.notes.extend(trim_note(&trims));
             return Ok(());
         }
     }
     series
         .notes
         .push(format!("ended with {most_guests} guests, the most of this run; the host had not swapped"));
+    series.notes.extend(trim_note(&trims));
     Ok(())
+}
+
+/// What trimming gave and what it cost.
+fn trim_note(trims: &[TrimReport]) -> Option<String> {
+    let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+    let returned = median(trims.iter().map(|trim| mib(trim.returned_bytes)))?;
+    let longest_us = trims.iter().map(|trim| trim.longest_pause_us).max()?;
+    let longest_ms = longest_us as f64 / 1000.0;
+    Some(format!(
+        "a trim gave back {returned:.0} MiB (median); the longest pause of a guest was {longest_ms:.1} ms"
+    ))
 }
 
 /// Fills in the metrics from the guests' records.

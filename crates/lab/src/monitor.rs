@@ -62,6 +62,15 @@ pub enum BounceBuffer {
     Off,
 }
 
+/// Whether an idle guest's monitor looks for memory that is all zero (`PUT /vm/trim`, Ebb only).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Trim {
+    /// Never.
+    Never,
+    /// Once, when the guest's memory has come back after its program.
+    WhenIdle,
+}
+
 /// How the guests of a series are run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Setup {
@@ -78,6 +87,8 @@ pub struct Setup {
     pub reporting_order: Option<u32>,
     /// With or without the guest's bounce buffer.
     pub bounce_buffer: BounceBuffer,
+    /// With or without a trim.
+    pub trim: Trim,
 }
 
 impl Setup {
@@ -89,6 +100,7 @@ impl Setup {
         kernel: KernelImage::BzImage,
         reporting_order: None,
         bounce_buffer: BounceBuffer::Default,
+        trim: Trim::Never,
     };
 
     /// In words, for a document.
@@ -110,6 +122,9 @@ impl Setup {
         }
         if self.bounce_buffer == BounceBuffer::Off {
             text.push_str(", guest without a bounce buffer");
+        }
+        if self.trim == Trim::WhenIdle {
+            text.push_str(", trimmed when idle");
         }
         if self.kernel == KernelImage::Elf {
             text.push_str(", uncompressed kernel (PVH)");
