@@ -226,12 +226,7 @@ fn balloon_state(state: BalloonState) -> &'static str {
 fn trim(client: &Client) -> anyhow::Result<TrimReport> {
     let mut total = TrimReport::default();
     while !total.complete {
-        let part: TrimReport = client.put("/vm/trim")?;
-        total.scanned_bytes += part.scanned_bytes;
-        total.returned_bytes += part.returned_bytes;
-        total.pauses += part.pauses;
-        total.longest_pause_us = total.longest_pause_us.max(part.longest_pause_us);
-        total.complete = part.complete;
+        total.add(&client.put::<TrimReport>("/vm/trim")?);
     }
     Ok(total)
 }

@@ -153,6 +153,17 @@ pub struct TrimReport {
     pub complete: bool,
 }
 
+impl TrimReport {
+    /// Adds what a further call did.
+    pub fn add(&mut self, part: &Self) {
+        self.scanned_bytes += part.scanned_bytes;
+        self.returned_bytes += part.returned_bytes;
+        self.pauses += part.pauses;
+        self.longest_pause_us = self.longest_pause_us.max(part.longest_pause_us);
+        self.complete = part.complete;
+    }
+}
+
 /// The balloon in short.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BalloonSummary {
