@@ -70,7 +70,7 @@ impl VmControl for Vm {
         match *state {
             VmState::Paused => Ok(()),
             VmState::Running => {
-                self.stop_all().map_err(|error| ControlError::Failed { message: error.to_string() })?;
+                self.stop_all();
                 *state = VmState::Paused;
                 Ok(())
             }

@@ -205,12 +205,11 @@ impl Vm {
     }
 
     /// Stops vCPUs, then devices: a vCPU could give a device new work, a device cannot start a vCPU.
-    fn stop_all(&self) -> Result<(), VmError> {
+    fn stop_all(&self) {
         self.vcpus.pause();
         for worker in &self.workers {
-            worker.pause().map_err(VmError::host("stop a device thread"))?;
+            worker.pause();
         }
-        Ok(())
     }
 
     /// Devices first, so that nothing the guest does waits for them.
@@ -225,7 +224,7 @@ impl Vm {
     /// the host does not keep what the old one had touched.
     fn reset(&self) -> Result<(), VmError> {
         let mut state = lock(&self.state);
-        self.stop_all()?;
+        self.stop_all();
         for hook in &self.reset_hooks {
             hook();
         }

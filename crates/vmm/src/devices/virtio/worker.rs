@@ -1,12 +1,12 @@
 //! The thread of a device: waits for notifications and timers and lets the device work.
 
 use std::io;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+use vmm_sys_util::eventfd::EventFd;
 
 use super::VirtioDevice;
 use super::mmio::MmioTransport;
@@ -29,9 +29,16 @@ pub struct Worker {
 }
 
 struct Control {
-    mode: Mutex<Mode>,
+    state: Mutex<State>,
+    changed: Condvar,
     wake: Arc<EventFd>,
-    parked: EventFd,
+}
+
+struct State {
+    mode: Mode,
+    /// The thread has seen that it must not work. It stays set from then until the thread sees that it may: a pause right
+    /// after a resume finds a thread that has not woken up yet, and need not wait for it.
+    parked: bool,
 }
 
 impl Worker {
@@ -46,14 +53,15 @@ impl Worker {
             let transport = lock(&transport);
             (transport.wires().kicks.clone(), transport.wires().wake.clone())
         };
-        let control =
-            Arc::new(Control { mode: Mutex::new(Mode::Running), wake, parked: EventFd::new(EFD_NONBLOCK)? });
+        let state = State { mode: Mode::Running, parked: false };
+        let control = Arc::new(Control { state: Mutex::new(state), changed: Condvar::new(), wake });
         let (thread_control, filter) = (control.clone(), filters.for_thread(ThreadKind::Device));
         let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || {
             let result = filter
                 .apply()
                 .map_err(|error| error.to_string())
                 .and_then(|()| run(&transport, &kicks, &thread_control).map_err(|error| error.to_string()));
+            thread_control.end();
             if let Err(error) = result {
                 exit.raise(GuestExit::Monitor { message: format!("device thread: {error}") });
             }
@@ -61,20 +69,13 @@ impl Worker {
         Ok(Self { control, thread: Some(thread) })
     }
 
-    /// Stops the device's work and returns when the thread has finished what it was doing.
-    pub fn pause(&self) -> io::Result<()> {
-        if self.set_mode(Mode::Paused) == Mode::Running {
-            let mut parked = [readable(&self.control.parked)];
-            loop {
-                match poll(&mut parked, None) {
-                    Ok(_) => break,
-                    Err(rustix::io::Errno::INTR) => {}
-                    Err(error) => return Err(error.into()),
-                }
-            }
-            self.control.parked.read()?;
+    /// Stops the device's work and returns when the thread has finished what it was doing, or has ended.
+    pub fn pause(&self) {
+        self.set_mode(Mode::Paused);
+        let mut state = lock(&self.control.state);
+        while !state.parked {
+            state = self.control.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
-        Ok(())
     }
 
     /// Lets the device work again; notifications that came meanwhile are answered.
@@ -82,10 +83,31 @@ impl Worker {
         self.set_mode(Mode::Running);
     }
 
-    fn set_mode(&self, mode: Mode) -> Mode {
-        let old = std::mem::replace(&mut *lock(&self.control.mode), mode);
+    fn set_mode(&self, mode: Mode) {
+        lock(&self.control.state).mode = mode;
+        // A full counter has woken the thread already.
         let _ = self.control.wake.write(1);
-        old
+    }
+}
+
+impl Control {
+    /// What the thread is to do now; notes that it knows. `quiesce` is called before it counts as parked.
+    fn observe(&self, quiesce: impl FnOnce()) -> Mode {
+        let mut state = lock(&self.state);
+        if state.mode == Mode::Paused && !state.parked {
+            drop(state);
+            quiesce();
+            state = lock(&self.state);
+        }
+        state.parked = state.mode != Mode::Running;
+        self.changed.notify_all();
+        state.mode
+    }
+
+    /// The thread will never work again, so nobody has to wait for it.
+    fn end(&self) {
+        lock(&self.state).parked = true;
+        self.changed.notify_all();
     }
 }
 
@@ -111,19 +133,12 @@ fn run<D: VirtioDevice>(
     let deferred_work = lock(transport).device().deferred_work();
     // Queues to work on; one that was cut short stays set.
     let mut pending = vec![true; kicks.len()];
-    let mut parked = false;
     loop {
-        let mode = *lock(&control.mode);
-        match mode {
-            Mode::Stopping => return Ok(()),
-            Mode::Paused if !parked => {
-                parked = true;
-                lock(transport).device_mut().quiesce();
-                control.parked.write(1)?;
-            }
-            Mode::Running => parked = false,
-            Mode::Paused => {}
+        let mode = control.observe(|| lock(transport).device_mut().quiesce());
+        if mode == Mode::Stopping {
+            return Ok(());
         }
+        let parked = mode == Mode::Paused;
         let mut deadline = None;
         if !parked {
             for (index, pending) in pending.iter_mut().enumerate().filter(|(_, pending)| **pending) {
@@ -186,3 +201,6 @@ fn wait(
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests;

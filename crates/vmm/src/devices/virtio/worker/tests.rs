@@ -1,0 +1,81 @@
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use virtio_queue::Queue;
+use vm_memory::{GuestAddress, GuestMemoryMmap};
+
+use super::*;
+use crate::config::Switch;
+use crate::devices::virtio::Work;
+use crate::devices::virtio::mmio::Wires;
+
+/// Counts when it is told to finish its work.
+struct Idle {
+    quiesced: Arc<AtomicUsize>,
+}
+
+impl VirtioDevice for Idle {
+    fn device_id(&self) -> u32 {
+        4
+    }
+    fn features(&self) -> u64 {
+        0
+    }
+    fn queue_sizes(&self) -> Vec<u16> {
+        vec![16]
+    }
+    fn read_config(&self, _offset: u64, _data: &mut [u8]) {}
+    fn write_config(&mut self, _offset: u64, _data: &[u8]) {}
+    fn activate(&mut self, _features: u64, _queues: Vec<Queue>) -> Result<(), String> {
+        Ok(())
+    }
+    fn process_queue(&mut self, _index: usize) -> Work {
+        Work::default()
+    }
+    fn quiesce(&mut self) {
+        self.quiesced.fetch_add(1, Ordering::SeqCst);
+    }
+    fn reset(&mut self) {}
+}
+
+fn worker() -> (Worker, Arc<AtomicUsize>) {
+    let quiesced = Arc::new(AtomicUsize::new(0));
+    let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
+    let device = Idle { quiesced: quiesced.clone() };
+    let transport = Arc::new(Mutex::new(MmioTransport::new(device, memory, Wires::new(1).unwrap())));
+    let exit = Arc::new(ExitSignal::new().unwrap());
+    (Worker::spawn("test", transport, &Filters::new(Switch::Off).unwrap(), exit).unwrap(), quiesced)
+}
+
+/// Fails instead of hanging.
+fn within_a_minute(action: impl FnOnce() + Send + 'static) {
+    let (done, wait) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        action();
+        let _ = done.send(());
+    });
+    assert_eq!(wait.recv_timeout(Duration::from_secs(60)), Ok(()));
+}
+
+#[test]
+fn a_pause_right_after_a_resume_does_not_wait_for_ever() {
+    within_a_minute(|| {
+        let (worker, quiesced) = worker();
+        for _ in 0..20_000 {
+            worker.pause();
+            worker.resume();
+        }
+        assert!(quiesced.load(Ordering::SeqCst) > 0);
+    });
+}
+
+#[test]
+fn work_is_finished_before_a_pause_returns() {
+    within_a_minute(|| {
+        let (worker, quiesced) = worker();
+        worker.pause();
+        assert_eq!(quiesced.load(Ordering::SeqCst), 1);
+        worker.pause();
+        assert_eq!(quiesced.load(Ordering::SeqCst), 1);
+    });
+}
