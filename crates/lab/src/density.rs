@@ -36,7 +36,7 @@ fn sizes(scale: Scale) -> Sizes {
             host: HostShape { memory_mib: 2048, swap_mib: 1024 },
             guest: GuestSize { memory_mib: 512, cpus: 1 },
             program_mib: 400,
-            most_guests: 7,
+            most_guests: 6,
         },
         Scale::Full => Sizes {
             host: HostShape { memory_mib: 15 * 1024, swap_mib: 4096 },
