@@ -1,6 +1,7 @@
 //! What guest memory can be made of.
 
 use std::fs;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use ebb_agent::protocol::Command;
 
@@ -72,12 +73,22 @@ fn memfd(scene: &Scene) {
     check_balloon(&guest, BALLOON_BYTES);
 }
 
-fn pool_free() -> u64 {
+/// Held by a test that uses huge pages of the pool: there are enough for one guest.
+static POOL: Mutex<()> = Mutex::new(());
+
+/// Waits for the pool of huge pages to be this test's alone.
+pub fn use_pool() -> MutexGuard<'static, ()> {
+    POOL.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Free huge pages in the pool.
+pub fn pool_free() -> u64 {
     let text = fs::read_to_string("/proc/meminfo").unwrap();
     ebb_lab::proc::meminfo(&text)["HugePages_Free"]
 }
 
 fn hugetlb(scene: &Scene) {
+    let _pool = use_pool();
     let before = pool_free();
     let setup = Setup::new(scene).memory("size=512M,backing=hugetlb");
     if before < RAM_BYTES / (2 * MIB) {

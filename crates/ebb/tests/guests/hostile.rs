@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use ebb_agent::protocol::Command;
 use ebb_vmm::api::{BalloonState, VmState};
 
+use crate::backing;
 use crate::guest::{Guest, MIB};
 use crate::harness::{Scene, Test};
 use crate::hostile_driver;
@@ -114,8 +115,8 @@ fn every_mistake_and_then_anything(scene: &Scene) {
 }
 
 fn with_hugetlb(scene: &Scene) {
-    let text = std::fs::read_to_string("/proc/meminfo").unwrap();
-    if ebb_lab::proc::meminfo(&text)["HugePages_Free"] < 256 {
+    let _pool = backing::use_pool();
+    if backing::pool_free() < 256 {
         // `backing::hugetlb` says what the monitor does on such a machine.
         return;
     }

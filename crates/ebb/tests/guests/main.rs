@@ -63,8 +63,9 @@ fn main() -> ExitCode {
     }
     match place::choose() {
         Ok(place::Place::Here(world, _files)) => {
-            // Guests that boot at the same time take the processors from each other, and tests have time limits.
-            arguments.test_threads.get_or_insert(1);
+            // Most tests wait half of their time, for a guest to report or to start. More than two at a time take the
+            // processors and the memory of a small machine from each other.
+            arguments.test_threads.get_or_insert(2);
             libtest_mimic::run(&arguments, trials(|| Some(world.clone()))).exit_code()
         }
         Ok(place::Place::VirtualHost(host)) => host.run_again(),
