@@ -277,6 +277,11 @@ impl Guest {
         self.client().request("PUT", target, "").unwrap_or_else(|error| panic!("{target}: {error}"));
     }
 
+    /// A PUT without a body that answers with a document.
+    pub fn put_for<T: serde::de::DeserializeOwned>(&self, target: &str) -> T {
+        self.client().put(target).unwrap_or_else(|error| panic!("{target}: {error}"))
+    }
+
     /// The status and message of a request that must be refused.
     #[track_caller]
     pub fn refused(&self, method: &str, target: &str, body: &str) -> (u16, String) {

@@ -26,6 +26,7 @@ mod place;
 mod reporting;
 mod setup;
 mod statistics;
+mod trim;
 
 use std::process::ExitCode;
 
@@ -34,10 +35,11 @@ use libtest_mimic::{Arguments, Trial};
 use harness::{Test, World};
 
 /// All tests, file by file.
-const TESTS: [&[Test]; 12] = [
+const TESTS: [&[Test]; 13] = [
     boot::TESTS,
     inflate::TESTS,
     reporting::TESTS,
+    trim::TESTS,
     backing::TESTS,
     statistics::TESTS,
     lifecycle::TESTS,
