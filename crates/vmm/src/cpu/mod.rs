@@ -1,4 +1,4 @@
-//! vCPUs: what they say of themselves ([`cpuid`]), how they start ([`registers`]), their threads ([`threads`]).
+//! vCPUs: what they say of themselves ([`cpuid`]), how they start (`registers`), their threads ([`threads`]).
 
 pub mod cpuid;
 mod registers;
