@@ -9,6 +9,7 @@ use ebb_vmm::config::options::{self, BALLOON_FORM, DISK_FORM, MEMORY_FORM, NUMA_
 use ebb_vmm::config::{
     ConfigError, DiskConfig, MemoryConfig, NumaNodeConfig, RebootAction, SerialConfig, Switch, VmConfig,
 };
+use ebb_vmm::probe::{self, KvmQuality};
 
 const AFTER_HELP: &str = "\
 Sizes take K, M, G and T for powers of 1024.
@@ -60,6 +61,9 @@ pub struct Args {
     /// System call filters
     #[arg(long, value_enum, default_value_t = Toggle::On)]
     seccomp: Toggle,
+    /// A KVM that emulates each instruction of its guests: refuse it, or use it all the same
+    #[arg(long, value_enum, default_value_t = EmulatedKvm::Refuse)]
+    emulated_kvm: EmulatedKvm,
     /// What a reboot of the guest does: start it again, or end the monitor
     #[arg(long, value_enum, default_value_t = OnReboot::Reset)]
     on_reboot: OnReboot,
@@ -69,6 +73,12 @@ pub struct Args {
 enum Toggle {
     On,
     Off,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum EmulatedKvm {
+    Refuse,
+    Use,
 }
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
@@ -104,8 +114,28 @@ impl Args {
     }
 }
 
+/// Refuses a KVM on which Linux does not boot in reasonable time. A processor that virtualizes is believed; anything else
+/// is tried with a loop, which takes up to two seconds.
+fn check_kvm() -> anyhow::Result<()> {
+    let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let virtualizes = |line: &str| {
+        line.starts_with("flags") && line.split_ascii_whitespace().any(|flag| matches!(flag, "vmx" | "svm"))
+    };
+    if cpuinfo.lines().any(virtualizes) {
+        return Ok(());
+    }
+    // Other faults are told when KVM is opened.
+    let KvmQuality::Emulated { ns_per_iteration, .. } = probe::probe().quality else { return Ok(()) };
+    anyhow::bail!(
+        "/dev/kvm emulates its guests on this machine: {ns_per_iteration:.0} ns for a round of a loop that takes hardware \
+         about 1 ns, so that Linux would boot for many minutes; run the same command in a KVM host of Ebb's own, \
+         `ebb virtual-host -- ebb run …`, or give --emulated-kvm use"
+    )
+}
+
 /// Runs the guest; the exit code says how it ended.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
+    let emulated_kvm = args.emulated_kvm;
     let config = match args.into_config() {
         Ok(config) => config,
         Err(error) => {
@@ -113,6 +143,9 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
             return Ok(ExitCode::from(2));
         }
     };
+    if emulated_kvm == EmulatedKvm::Refuse {
+        check_kvm()?;
+    }
     // The message has its causes in it already.
     let exit = ebb_vmm::vm::run(config).map_err(|error| anyhow::anyhow!("{error}"))?;
     if exit.code() == 0 {

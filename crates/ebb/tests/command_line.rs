@@ -1,0 +1,53 @@
+//! The command line where no guest is needed.
+
+#![allow(clippy::expect_used)]
+
+use std::process::{Command, Output};
+
+use ebb_vmm::probe::{self, KvmQuality};
+
+fn ebb(arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_ebb")).args(arguments).output().expect("ebb runs")
+}
+
+fn errors(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+#[test]
+fn wrong_usage_is_told_with_exit_code_2() {
+    for arguments in [
+        &["run"][..],
+        &["run", "--kernel", "vmlinuz", "--memory", "size=4Q"],
+        &["run", "--kernel", "vmlinuz", "--memory", "size=4G,colour=red"],
+        &["run", "--kernel", "vmlinuz", "--cpus", "0"],
+        &["run", "--kernel", "vmlinuz", "--no-such-option"],
+        &["no-such-command"],
+        &["--log", "=loud=", "doctor"],
+    ] {
+        let output = ebb(arguments);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {}", errors(&output));
+        assert!(!errors(&output).is_empty(), "{arguments:?}");
+    }
+}
+
+#[test]
+fn a_kvm_that_emulates_is_refused() {
+    let emulated = matches!(probe::probe().quality, KvmQuality::Emulated { .. });
+    let output = ebb(&["run", "--kernel", "/nonexistent/vmlinuz", "--serial", "null"]);
+    assert_eq!(output.status.code(), Some(1), "{}", errors(&output));
+    // Elsewhere the missing kernel is what is wrong.
+    let expected = if emulated { "ebb virtual-host" } else { "/nonexistent/vmlinuz" };
+    assert!(errors(&output).contains(expected), "{}", errors(&output));
+    let output = ebb(&["run", "--kernel", "/nonexistent/vmlinuz", "--serial", "null", "--emulated-kvm", "use"]);
+    assert!(errors(&output).contains("/nonexistent/vmlinuz"), "{}", errors(&output));
+}
+
+#[test]
+fn every_command_has_help() {
+    for command in ["run", "ctl", "doctor", "lab", "virtual-host", "guest-image", "extract-vmlinux"] {
+        let output = ebb(&[command, "--help"]);
+        assert!(output.status.success(), "{command}");
+        assert!(output.stdout.len() > 200, "{command}");
+    }
+}
