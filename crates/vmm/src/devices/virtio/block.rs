@@ -163,7 +163,7 @@ impl Block {
         let count = bytes as u64 / SECTOR_BYTES;
         let inside = sector.checked_add(count).is_some_and(|end| end <= self.sectors);
         let whole = (bytes as u64).is_multiple_of(SECTOR_BYTES);
-        (inside && whole && bytes <= MAX_TRANSFER_BYTES).then_some(sector * SECTOR_BYTES)
+        (inside && whole && bytes <= MAX_TRANSFER_BYTES).then(|| sector * SECTOR_BYTES)
     }
 }
 

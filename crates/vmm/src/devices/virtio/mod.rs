@@ -72,3 +72,6 @@ pub trait VirtioDevice: Send {
     /// Goes back to the state before activation, at the driver's request.
     fn reset(&mut self);
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,194 @@
+//! The disk and the entropy device as drivers use and misuse them, on rings in plain memory.
+
+use std::io::Write;
+
+use proptest::prelude::*;
+use virtio_bindings::virtio_blk as blk;
+use virtio_queue::{Queue, QueueT};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+
+use super::block::Block;
+use super::rng::Rng;
+use super::{VirtioDevice, Work};
+use crate::config::{DiskConfig, Switch};
+
+const MEMORY_BYTES: u64 = 1 << 20;
+const RING_SIZE: u16 = 16;
+const DESCRIPTORS: u64 = 0x1000;
+const AVAILABLE: u64 = 0x2000;
+const USED: u64 = 0x3000;
+const DATA: u64 = 0x10000;
+const DISK_SECTORS: usize = 8;
+
+const NEXT: u16 = 1;
+const WRITE: u16 = 2;
+
+/// One descriptor (virtio 1.3 section 2.7.5).
+#[derive(Debug, Clone, Copy)]
+struct Descriptor {
+    address: u64,
+    length: u32,
+    flags: u16,
+    next: u16,
+}
+
+fn memory(descriptors: &[Descriptor], heads: &[u16]) -> GuestMemoryMmap {
+    let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_BYTES as usize)]).unwrap();
+    for (index, descriptor) in descriptors.iter().enumerate() {
+        let mut bytes = descriptor.address.to_le_bytes().to_vec();
+        bytes.extend(descriptor.length.to_le_bytes());
+        bytes.extend(descriptor.flags.to_le_bytes());
+        bytes.extend(descriptor.next.to_le_bytes());
+        memory.write_slice(&bytes, GuestAddress(DESCRIPTORS + 16 * index as u64)).unwrap();
+    }
+    memory.write_obj(heads.len() as u16, GuestAddress(AVAILABLE + 2)).unwrap();
+    for (index, head) in heads.iter().enumerate() {
+        memory.write_obj(*head, GuestAddress(AVAILABLE + 4 + 2 * index as u64)).unwrap();
+    }
+    memory
+}
+
+fn queue() -> Queue {
+    let mut queue = Queue::new(128).unwrap();
+    queue.set_size(RING_SIZE);
+    queue.set_desc_table_address(Some(DESCRIPTORS as u32), None);
+    queue.set_avail_ring_address(Some(AVAILABLE as u32), None);
+    queue.set_used_ring_address(Some(USED as u32), None);
+    queue.set_ready(true);
+    queue
+}
+
+/// Lets the device work until it has nothing more to do; a device that never comes to rest fails.
+fn drive(device: &mut impl VirtioDevice) -> Work {
+    device.activate(0, vec![queue()]).unwrap();
+    let mut all = Work::default();
+    for _ in 0..64 {
+        let work = device.process_queue(0);
+        all.interrupt |= work.interrupt;
+        if !work.more {
+            return all;
+        }
+    }
+    panic!("the device never comes to rest");
+}
+
+fn image() -> tempfile::NamedTempFile {
+    let mut image = tempfile::NamedTempFile::new().unwrap();
+    for sector in 0..DISK_SECTORS {
+        image.write_all(&[sector as u8 + 1; 512]).unwrap();
+    }
+    image
+}
+
+fn disk(image: &tempfile::NamedTempFile, readonly: Switch, memory: &GuestMemoryMmap) -> Block {
+    let config = DiskConfig { path: image.path().to_owned(), readonly };
+    Block::open(&config, 0, memory.clone()).unwrap()
+}
+
+/// A request of a header, `length` bytes of data and a status byte.
+fn request(kind: u32, sector: u64, length: u32) -> GuestMemoryMmap {
+    let data_flags = if kind == blk::VIRTIO_BLK_T_OUT { NEXT } else { NEXT | WRITE };
+    let memory = memory(
+        &[
+            Descriptor { address: DATA, length: 16, flags: NEXT, next: 1 },
+            Descriptor { address: DATA + 0x1000, length, flags: data_flags, next: 2 },
+            Descriptor { address: DATA + 0x100, length: 1, flags: WRITE, next: 0 },
+        ],
+        &[0],
+    );
+    memory.write_obj(kind, GuestAddress(DATA)).unwrap();
+    memory.write_obj(sector, GuestAddress(DATA + 8)).unwrap();
+    memory.write_obj(0xaau8, GuestAddress(DATA + 0x100)).unwrap();
+    memory
+}
+
+fn status(memory: &GuestMemoryMmap) -> u32 {
+    u32::from(memory.read_obj::<u8>(GuestAddress(DATA + 0x100)).unwrap())
+}
+
+#[test]
+fn sectors_are_read_and_written() {
+    let image = image();
+    let memory = request(blk::VIRTIO_BLK_T_IN, 2, 1024);
+    assert!(drive(&mut disk(&image, Switch::Off, &memory)).interrupt);
+    assert_eq!(status(&memory), blk::VIRTIO_BLK_S_OK);
+    assert_eq!(memory.read_obj::<u8>(GuestAddress(DATA + 0x1000)).unwrap(), 3);
+    assert_eq!(memory.read_obj::<u8>(GuestAddress(DATA + 0x1000 + 1023)).unwrap(), 4);
+    assert_eq!(memory.read_obj::<u32>(GuestAddress(USED + 8)).unwrap(), 1025);
+
+    let memory = request(blk::VIRTIO_BLK_T_OUT, 7, 512);
+    memory.write_slice(&[9; 512], GuestAddress(DATA + 0x1000)).unwrap();
+    drive(&mut disk(&image, Switch::Off, &memory));
+    assert_eq!(status(&memory), blk::VIRTIO_BLK_S_OK);
+    assert_eq!(std::fs::read(image.path()).unwrap()[7 * 512..], [9; 512]);
+}
+
+#[test]
+fn requests_that_cannot_be_are_answered_with_an_error() {
+    let image = image();
+    let before = std::fs::read(image.path()).unwrap();
+    let cases = [
+        (blk::VIRTIO_BLK_T_IN, 8, 512, blk::VIRTIO_BLK_S_IOERR),
+        (blk::VIRTIO_BLK_T_IN, u64::MAX, 512, blk::VIRTIO_BLK_S_IOERR),
+        (blk::VIRTIO_BLK_T_IN, 0, 100, blk::VIRTIO_BLK_S_IOERR),
+        (blk::VIRTIO_BLK_T_OUT, 7, 1024, blk::VIRTIO_BLK_S_IOERR),
+        (77, 0, 512, blk::VIRTIO_BLK_S_UNSUPP),
+    ];
+    for (kind, sector, length, expected) in cases {
+        let memory = request(kind, sector, length);
+        drive(&mut disk(&image, Switch::Off, &memory));
+        assert_eq!(status(&memory), expected, "{kind} {sector} {length}");
+    }
+    let memory = request(blk::VIRTIO_BLK_T_OUT, 0, 512);
+    drive(&mut disk(&image, Switch::On, &memory));
+    assert_eq!(status(&memory), blk::VIRTIO_BLK_S_IOERR);
+    assert_eq!(std::fs::read(image.path()).unwrap(), before);
+}
+
+#[test]
+fn a_disk_has_one_writer() {
+    let image = image();
+    let memory = request(blk::VIRTIO_BLK_T_IN, 0, 512);
+    let first = disk(&image, Switch::Off, &memory);
+    let config = DiskConfig { path: image.path().to_owned(), readonly: Switch::On };
+    let error = Block::open(&config, 1, memory.clone()).err().unwrap().to_string();
+    assert!(error.contains("in use"), "{error}");
+    drop(first);
+    let _readers = [disk(&image, Switch::On, &memory), disk(&image, Switch::On, &memory)];
+}
+
+#[test]
+fn entropy_fills_what_may_be_written() {
+    let memory = memory(&[Descriptor { address: DATA, length: 64, flags: WRITE, next: 0 }], &[0]);
+    assert!(drive(&mut Rng::new(memory.clone())).interrupt);
+    assert_eq!(memory.read_obj::<u32>(GuestAddress(USED + 8)).unwrap(), 64);
+    let mut bytes = [0; 64];
+    memory.read_slice(&mut bytes, GuestAddress(DATA)).unwrap();
+    assert_ne!(bytes, [0; 64]);
+}
+
+fn descriptor() -> impl Strategy<Value = Descriptor> {
+    let address = prop_oneof![0..MEMORY_BYTES + 0x2000, any::<u64>()];
+    let length = prop_oneof![0u32..2048, any::<u32>()];
+    (address, length, 0u16..8, 0..RING_SIZE + 2).prop_map(|(address, length, flags, next)| Descriptor {
+        address,
+        length,
+        flags,
+        next,
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+
+    #[test]
+    fn no_ring_stops_a_device_or_makes_a_disk_grow(
+        descriptors in prop::collection::vec(descriptor(), 1..RING_SIZE as usize),
+        heads in prop::collection::vec(0..RING_SIZE + 2, 0..RING_SIZE as usize),
+    ) {
+        let image = image();
+        drive(&mut disk(&image, Switch::Off, &memory(&descriptors, &heads)));
+        prop_assert_eq!(image.as_file().metadata().unwrap().len(), (DISK_SECTORS * 512) as u64);
+        drive(&mut Rng::new(memory(&descriptors, &heads)));
+    }
+}
