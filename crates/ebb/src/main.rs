@@ -71,7 +71,33 @@ fn main() -> ExitCode {
         Command::ExtractVmlinux(args) => extract_vmlinux::run(args),
     };
     result.unwrap_or_else(|error| {
-        eprintln!("ebb: {error:#}");
+        eprintln!("ebb: {}", describe(&error));
         ExitCode::FAILURE
     })
+}
+
+/// An error with its causes, each told once: many errors have their cause in their own words already.
+fn describe(error: &anyhow::Error) -> String {
+    let mut text = error.to_string();
+    for cause in error.chain().skip(1).map(ToString::to_string) {
+        if !text.contains(&cause) {
+            text = format!("{text}: {cause}");
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use anyhow::Context;
+
+    #[test]
+    fn causes_are_told_once() {
+        let error = Err::<(), _>(anyhow::anyhow!("no such file")).context("cannot read x").unwrap_err();
+        assert_eq!(describe(&error), "cannot read x: no such file");
+        let error =
+            Err::<(), _>(anyhow::anyhow!("no such file")).context("cannot read x: no such file").unwrap_err();
+        assert_eq!(describe(&error), "cannot read x: no such file");
+    }
 }

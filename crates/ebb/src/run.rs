@@ -146,8 +146,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     if emulated_kvm == EmulatedKvm::Refuse {
         check_kvm()?;
     }
-    // The message has its causes in it already.
-    let exit = ebb_vmm::vm::run(config).map_err(|error| anyhow::anyhow!("{error}"))?;
+    let exit = ebb_vmm::vm::run(config)?;
     if exit.code() == 0 {
         tracing::info!("{exit}");
     } else {

@@ -39,7 +39,8 @@ fn a_kvm_that_emulates_is_refused() {
     // Elsewhere the missing kernel is what is wrong.
     let expected = if emulated { "ebb virtual-host" } else { "/nonexistent/vmlinuz" };
     assert!(errors(&output).contains(expected), "{}", errors(&output));
-    let output = ebb(&["run", "--kernel", "/nonexistent/vmlinuz", "--serial", "null", "--emulated-kvm", "use"]);
+    let output =
+        ebb(&["run", "--kernel", "/nonexistent/vmlinuz", "--serial", "null", "--emulated-kvm", "use"]);
     assert!(errors(&output).contains("/nonexistent/vmlinuz"), "{}", errors(&output));
 }
 

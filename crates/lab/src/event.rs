@@ -2,10 +2,12 @@
 //!
 //! In the virtual host they cross the border as JSON, one a line on standard output (`--json-events`).
 
+use std::collections::BTreeMap;
 use std::sync::mpsc::Sender;
 
 use serde::{Deserialize, Serialize};
 
+use crate::LabError;
 use crate::results::{Host, Sample, Series};
 
 /// One thing that happened in a run.
@@ -64,6 +66,8 @@ pub struct Collector {
     pub series: Vec<Series>,
     /// All samples.
     pub samples: Vec<Sample>,
+    /// The series that has begun and is not over.
+    running: Option<String>,
 }
 
 impl Collector {
@@ -71,9 +75,35 @@ impl Collector {
     pub fn take(&mut self, event: Event) {
         match event {
             Event::Host(host) => self.host = Some(host),
-            Event::SeriesEnds(series) => self.series.push(series),
+            Event::SeriesBegins { series, .. } => self.running = Some(series),
+            Event::SeriesEnds(series) => {
+                self.running = None;
+                self.series.push(series);
+            }
             Event::Sample(sample) => self.samples.push(sample),
-            Event::SeriesBegins { .. } | Event::Step { .. } => {}
+            Event::Step { .. } => {}
+        }
+    }
+
+    /// The run ended in the middle of a series. What was measured before is worth keeping: the series is noted with its
+    /// error. An error before the first result is returned as it is.
+    ///
+    /// # Errors
+    /// The one given.
+    pub fn interrupted(&mut self, error: LabError) -> Result<(), LabError> {
+        match self.running.take() {
+            Some(name) if self.host.is_some() && !self.series.is_empty() => {
+                self.series.push(Series {
+                    name,
+                    setup: String::new(),
+                    metrics: BTreeMap::new(),
+                    guests: Vec::new(),
+                    notes: Vec::new(),
+                    error: Some(error.to_string()),
+                });
+                Ok(())
+            }
+            _ => Err(error),
         }
     }
 }
@@ -103,6 +133,23 @@ mod tests {
             assert!(!line.contains('\n'));
             assert_eq!(serde_json::from_str::<Event>(&line).unwrap(), event);
         }
+    }
+
+    #[test]
+    fn a_host_that_dies_takes_only_its_series_with_it() {
+        let lost = || LabError::InnerRun { status: "gone".to_owned(), output: String::new() };
+        let begins = Event::SeriesBegins { series: "second".to_owned(), guests: 2 };
+        let mut collector = Collector::default();
+        collector.take(begins.clone());
+        assert!(collector.interrupted(lost()).is_err());
+        let mut collector = Collector::default();
+        events().into_iter().chain([begins]).for_each(|event| collector.take(event));
+        let before = collector.series.len();
+        collector.interrupted(lost()).unwrap();
+        assert_eq!(collector.series.len(), before + 1);
+        let last = collector.series.last().unwrap();
+        assert_eq!(last.name, "second");
+        assert!(last.error.as_ref().is_some_and(|error| error.contains("gone")));
     }
 
     #[test]

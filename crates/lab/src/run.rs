@@ -54,7 +54,7 @@ pub fn run(request: &Request, progress: &mut Progress) -> Result<Results, LabErr
     let machine = host::machine()?;
     let place = place::choose(request.place, progress)?;
     let mut collector = Collector::default();
-    follow(
+    let ended = follow(
         |events| match place {
             Place::Direct => {
                 let memhog = match request.experiment.needs_memhog() {
@@ -75,7 +75,10 @@ pub fn run(request: &Request, progress: &mut Progress) -> Result<Results, LabErr
             progress.show(&event);
             collector.take(event);
         },
-    )?;
+    );
+    if let Err(error) = ended {
+        collector.interrupted(error)?;
+    }
     let host = collector.host.ok_or_else(|| LabError::InnerRun {
         status: "it never described its host".to_owned(),
         output: String::new(),
