@@ -272,6 +272,9 @@ fn ioctls(kind: ThreadKind) -> &'static [u64] {
             libc::TCSETS,
             libc::TCSETSW,
             libc::TCSETSF,
+            // With speeds: what rustix uses.
+            libc::TCGETS2,
+            libc::TCSETS2,
             PAGEMAP_SCAN,
         ],
         ThreadKind::Api => &[libc::FIONBIO, PAGEMAP_SCAN],

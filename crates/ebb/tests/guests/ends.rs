@@ -1,7 +1,12 @@
 //! How a machine ends: exit code, one line that says why, nothing left behind.
 
+use std::fs::File;
+use std::process::Stdio;
+
 use ebb_agent::protocol::{Command, Crash};
 use rustix::process::Signal;
+use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
+use rustix::termios::{LocalModes, tcgetattr};
 
 use crate::guest::Guest;
 use crate::harness::{Scene, Test, eventually, when};
@@ -16,6 +21,7 @@ pub const TESTS: &[Test] = &[
     Test::new("ends::triple_fault", 90, triple_fault),
     Test::new("ends::signals", 120, signals),
     Test::new("ends::api_kill_while_paused", 90, api_kill_while_paused),
+    Test::new("ends::from_a_terminal", 60, from_a_terminal),
 ];
 
 /// Waits for the end, which must have this code and say this.
@@ -95,4 +101,30 @@ fn api_kill_while_paused(scene: &Scene) {
     guest.put("/vm/pause");
     guest.put("/vm/kill");
     expect_end(guest, 7, "killed through the API");
+}
+
+fn from_a_terminal(scene: &Scene) {
+    let keyboard = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
+    grantpt(&keyboard).unwrap();
+    unlockpt(&keyboard).unwrap();
+    let path = ptsname(&keyboard, Vec::new()).unwrap().into_string().unwrap();
+    let terminal = File::options().read(true).write(true).open(path).unwrap();
+    let modes = || tcgetattr(&terminal).unwrap().local_modes;
+    let before = modes();
+    assert!(before.contains(LocalModes::ICANON | LocalModes::ECHO));
+
+    let mut program = Setup::new(scene).serial("tty").program();
+    let stream = || terminal.try_clone().unwrap();
+    program.stdin(stream()).stdout(stream()).stderr(Stdio::null());
+    let mut process = program.spawn().unwrap();
+    eventually("the terminal is raw", 30, || {
+        when(!modes().intersects(LocalModes::ICANON | LocalModes::ECHO), || format!("{:?}", modes()))
+    });
+    rustix::io::write(&keyboard, b"\x01x").unwrap();
+    let status = eventually("the monitor ends", 30, || {
+        process.try_wait().unwrap().ok_or_else(|| "it runs".to_owned())
+    });
+    assert_eq!(status.code(), Some(6));
+    assert_eq!(modes(), before, "the terminal is not as it was");
+    assert!(!scene.path("api").exists(), "the socket is left behind");
 }

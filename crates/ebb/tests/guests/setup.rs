@@ -19,6 +19,7 @@ pub struct Setup<'a> {
     cmdline: String,
     memory: String,
     balloon: String,
+    serial: &'static str,
     arguments: Vec<OsString>,
     socket: PathBuf,
 }
@@ -34,6 +35,7 @@ impl<'a> Setup<'a> {
             cmdline: CMDLINE.to_owned(),
             memory: "size=512M".to_owned(),
             balloon: "reporting=off".to_owned(),
+            serial: "stdio",
             arguments: Vec::new(),
             socket: scene.path("api"),
         }
@@ -69,6 +71,12 @@ impl<'a> Setup<'a> {
         self
     }
 
+    /// The text of `--serial`.
+    pub fn serial(mut self, text: &'static str) -> Self {
+        self.serial = text;
+        self
+    }
+
     /// More arguments.
     pub fn args<S: AsRef<OsStr>>(mut self, arguments: impl IntoIterator<Item = S>) -> Self {
         self.arguments.extend(arguments.into_iter().map(|argument| argument.as_ref().to_owned()));
@@ -86,7 +94,7 @@ impl<'a> Setup<'a> {
         let mut program = Program::new(&self.scene.world.ebb);
         program.arg("run").arg("--kernel").arg(&self.kernel).arg("--initrd").arg(&self.initrd);
         program.args(["--cmdline", &self.cmdline, "--memory", &self.memory, "--balloon", &self.balloon]);
-        program.args(["--serial", "stdio", "--api"]).arg(&self.socket).args(&self.arguments);
+        program.args(["--serial", self.serial, "--api"]).arg(&self.socket).args(&self.arguments);
         program
     }
 
