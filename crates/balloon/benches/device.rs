@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use ebb_abi::balloon::{Feature, Features, LINUX_PFNS_PER_BUFFER, QueueKind};
 use ebb_abi::{HUGE_PAGE_SIZE_BYTES, PAGE_SIZE_BYTES, Pfn};
-use ebb_balloon::testing::{Buffer, DRIVER_BYTES, Guest, Setup};
+use ebb_balloon::testing::{Buffer, DRIVER_BYTES, Discards, Guest, Setup};
 use ebb_guest_ram::HugePages;
 use rustix::mm::{Advice, madvise};
 
@@ -24,7 +24,8 @@ const PAGES: u32 = 64 << 10;
 const FIRST: u32 = (DRIVER_BYTES / PAGE_SIZE_BYTES) as u32;
 
 fn guest(negotiated: Features, huge_pages: HugePages) -> Guest {
-    Guest::new(Setup { negotiated, region_bytes: REGION_BYTES, huge_pages, ..Setup::default() })
+    let setup = Setup { negotiated, region_bytes: REGION_BYTES, huge_pages, ..Setup::default() };
+    Guest::new(Setup { discards: Discards::WhenDue, ..setup })
 }
 
 /// Makes the pages of an iteration resident.

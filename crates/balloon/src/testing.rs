@@ -67,6 +67,8 @@ pub struct Setup {
     pub region_bytes: u64,
     /// Whether the host may use transparent huge pages.
     pub huge_pages: HugePages,
+    /// When huge pages are discarded.
+    pub discards: Discards,
 }
 
 impl Default for Setup {
@@ -78,8 +80,18 @@ impl Default for Setup {
             backing: Backing::Anonymous,
             region_bytes: REGION_BYTES,
             huge_pages: HugePages::Off,
+            discards: Discards::AfterEachBuffer,
         }
     }
+}
+
+/// When whole huge pages of the balloon are discarded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Discards {
+    /// More often than an owner must, so that tests of a few pages see theirs.
+    AfterEachBuffer,
+    /// As an owner does.
+    WhenDue,
 }
 
 /// The driver's view of a ring.
@@ -252,8 +264,9 @@ impl Guest {
         for _ in 0..MAX_ROUNDS {
             let progress = self.balloon.process_queue(index);
             all.interrupt |= progress.interrupt;
-            // More often than an owner must, so that tests of a few pages see their discards.
-            self.balloon.discarder().discard_due();
+            if progress.due || self.setup.discards == Discards::AfterEachBuffer {
+                self.balloon.discarder().discard_due();
+            }
             all.pending = self.balloon.discarder().pending_bytes() > 0;
             if !progress.more {
                 return all;
