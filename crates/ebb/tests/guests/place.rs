@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use ebb_virtual_host::guest_image::{self, GuestImage};
 use ebb_virtual_host::kernel::Kernel;
-use ebb_virtual_host::{Command, HostConfig, HostFile, NodeConfig, Output, VirtualHost};
+use ebb_virtual_host::{Command, HostConfig, HostError, HostFile, NodeConfig, Output, VirtualHost};
 use ebb_vmm::probe::probe;
 use tempfile::TempDir;
 
@@ -111,19 +111,52 @@ fn write_image(agent: &Path, kernel: &Kernel, files: &[HostFile], path: &Path) -
     guest_image::build(&image, BufWriter::new(output)).map_err(text)?.flush().map_err(text)
 }
 
+/// Why the tests have no result.
+enum Failure {
+    /// The virtual host ended by itself.
+    HostEnded(String),
+    /// Something else.
+    Other(String),
+}
+
+impl From<HostError> for Failure {
+    fn from(error: HostError) -> Self {
+        match error {
+            HostError::Ended { .. } => Self::HostEnded(error.to_string()),
+            other => Self::Other(other.to_string()),
+        }
+    }
+}
+
+impl From<String> for Failure {
+    fn from(problem: String) -> Self {
+        Self::Other(problem)
+    }
+}
+
 impl Outside {
     /// Runs this program again in a virtual host, with the same arguments.
+    ///
+    /// The host is emulated down to its processor's virtualization, and its kernel is known to die now and then under any
+    /// monitor. A host that is gone is no result of a test, so it gets one more chance; failed tests get none.
     pub fn run_again(&self) -> ExitCode {
-        match self.run() {
+        let result = match self.run() {
+            Err(Failure::HostEnded(problem)) => {
+                eprintln!("guests: {problem}\nguests: all tests once more, in a new virtual host");
+                self.run()
+            }
+            result => result,
+        };
+        match result {
             Ok(code) => code,
-            Err(problem) => {
+            Err(Failure::HostEnded(problem) | Failure::Other(problem)) => {
                 eprintln!("guests: {problem}");
                 ExitCode::FAILURE
             }
         }
     }
 
-    fn run(&self) -> Result<ExitCode, String> {
+    fn run(&self) -> Result<ExitCode, Failure> {
         let image = |name: &str, target: &str| HostFile {
             source: self.files.path().join(name),
             target: target.into(),
@@ -146,24 +179,21 @@ impl Outside {
             init: Some(env!("CARGO_BIN_EXE_ebb").into()),
             agent: Some(agent()?),
             ..HostConfig::default()
-        })
-        .map_err(text)?;
+        })?;
         let command = Command::new(PROGRAM_INSIDE).args(env::args().skip(1)).env(INSIDE, "1");
         let mut broken = None;
-        let status = host
-            .run(&command, &mut |output| {
-                let written = match output {
-                    Output::Stdout(bytes) => write_now(io::stdout(), bytes),
-                    Output::Stderr(bytes) => write_now(io::stderr(), bytes),
-                };
-                if let Err(error) = written {
-                    broken.get_or_insert(error);
-                }
-            })
-            .map_err(text)?;
-        host.shutdown().map_err(text)?;
+        let status = host.run(&command, &mut |output| {
+            let written = match output {
+                Output::Stdout(bytes) => write_now(io::stdout(), bytes),
+                Output::Stderr(bytes) => write_now(io::stderr(), bytes),
+            };
+            if let Err(error) = written {
+                broken.get_or_insert(error);
+            }
+        })?;
+        host.shutdown()?;
         match broken {
-            Some(error) => Err(format!("cannot print the results: {error}")),
+            Some(error) => Err(format!("cannot print the results: {error}").into()),
             None => Ok(ExitCode::from(u8::try_from(status.shell_code()).unwrap_or(1))),
         }
     }
