@@ -18,13 +18,19 @@ pub struct Args {
     /// File to write.
     #[arg(value_name = "OUT")]
     output: PathBuf,
+    /// Print path and size of the kernel as JSON.
+    #[arg(long)]
+    json: bool,
 }
 
 /// Writes the kernel; it appears under its name when it is whole.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
-    let Args { input, output } = args;
+    let Args { input, output, json } = args;
     let image = fs::read(&input).with_context(|| format!("cannot read {}", input.display()))?;
     let kernel = extract_vmlinux(&image).with_context(|| format!("{}", input.display()))?;
     write_whole(&output, |writer| Ok(writer.write_all(&kernel)?))?;
+    if json {
+        println!("{}", serde_json::json!({ "path": output, "size_bytes": kernel.len() }));
+    }
     Ok(ExitCode::SUCCESS)
 }

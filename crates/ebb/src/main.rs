@@ -24,7 +24,14 @@ use tracing_subscriber::EnvFilter;
 )]
 struct Cli {
     /// What to log on standard error: error, warn, info, debug, trace, or a filter such as ebb_vmm=debug
-    #[arg(long, global = true, value_name = "FILTER", default_value = "warn", env = "EBB_LOG")]
+    #[arg(
+        long,
+        global = true,
+        value_name = "FILTER",
+        default_value = "warn",
+        env = "EBB_LOG",
+        hide_env_values = true
+    )]
     log: String,
     #[command(subcommand)]
     command: Command,

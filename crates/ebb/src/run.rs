@@ -23,7 +23,7 @@ Example: ebb run --kernel /boot/vmlinuz-6.1.0-amd64 --initrd guest.cpio --cmdlin
 
 /// Runs a virtual machine until its guest ends.
 #[derive(Debug, clap::Args)]
-#[command(after_help = AFTER_HELP)]
+#[command(after_help = AFTER_HELP, next_line_help = true)]
 pub struct Args {
     /// Kernel: a bzImage (/boot/vmlinuz-*) or an ELF vmlinux; the latter starts faster (see `ebb extract-vmlinux`)
     #[arg(long, value_name = "FILE")]
@@ -64,6 +64,9 @@ pub struct Args {
     /// A KVM that emulates each instruction of its guests: refuse it, or use it all the same
     #[arg(long, value_enum, default_value_t = EmulatedKvm::Refuse)]
     emulated_kvm: EmulatedKvm,
+    /// Say how the guest ended as one JSON line on standard error (standard output may be the guest's console)
+    #[arg(long)]
+    json: bool,
     /// What a reboot of the guest does: start it again, or end the monitor
     #[arg(long, value_enum, default_value_t = OnReboot::Reset)]
     on_reboot: OnReboot,
@@ -135,7 +138,7 @@ fn check_kvm() -> anyhow::Result<()> {
 
 /// Runs the guest; the exit code says how it ended.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
-    let emulated_kvm = args.emulated_kvm;
+    let (emulated_kvm, json) = (args.emulated_kvm, args.json);
     let config = match args.into_config() {
         Ok(config) => config,
         Err(error) => {
@@ -147,7 +150,11 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
         check_kvm()?;
     }
     let exit = ebb_vmm::vm::run(config)?;
-    if exit.code() == 0 {
+    if json {
+        let document =
+            serde_json::json!({ "end": exit.kind(), "code": exit.code(), "message": exit.to_string() });
+        eprintln!("{document}");
+    } else if exit.code() == 0 {
         tracing::info!("{exit}");
     } else {
         eprintln!("ebb: {exit}");

@@ -45,6 +45,25 @@ fn a_kvm_that_emulates_is_refused() {
 }
 
 #[test]
+fn a_kernel_can_be_unpacked_once_it_is_one() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let output_path = directory.path().join("vmlinux");
+    let unpack =
+        |input: &str| ebb(&["extract-vmlinux", "--json", input, output_path.to_str().expect("a path")]);
+    let output = unpack(env!("CARGO_BIN_EXE_ebb"));
+    // An ELF file is taken as it is.
+    assert!(output.status.success(), "{}", errors(&output));
+    let document: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let written = std::fs::metadata(&output_path).expect("a file").len();
+    assert_eq!(document["size_bytes"], written);
+    std::fs::remove_file(&output_path).expect("the file can be removed");
+    let output = unpack("/etc/hostname");
+    assert_eq!(output.status.code(), Some(1));
+    assert!(errors(&output).contains("/etc/hostname"), "{}", errors(&output));
+    assert!(!output_path.exists(), "something half-made is left");
+}
+
+#[test]
 fn every_command_has_help() {
     for command in ["run", "ctl", "doctor", "lab", "virtual-host", "guest-image", "extract-vmlinux"] {
         let output = ebb(&[command, "--help"]);

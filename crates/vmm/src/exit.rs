@@ -39,6 +39,20 @@ pub enum GuestExit {
 }
 
 impl GuestExit {
+    /// A word for programs.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::PowerOff => "power_off",
+            Self::Reboot => "reboot",
+            Self::Panic => "panic",
+            Self::TripleFault { .. } => "triple_fault",
+            Self::Kvm { .. } => "kvm_error",
+            Self::Signal { .. } => "signal",
+            Self::Killed => "killed",
+            Self::Monitor { .. } => "monitor_error",
+        }
+    }
+
     /// Exit code of the process; 1 and 2 are left to errors before the guest ran.
     pub fn code(&self) -> u8 {
         match self {
@@ -131,5 +145,7 @@ mod tests {
         ];
         let codes: std::collections::BTreeSet<_> = exits.iter().map(GuestExit::code).collect();
         assert_eq!(codes.len(), exits.len());
+        let kinds: std::collections::BTreeSet<_> = exits.iter().map(GuestExit::kind).collect();
+        assert_eq!(kinds.len(), exits.len());
     }
 }
