@@ -8,9 +8,9 @@ use crate::setup::Setup;
 
 /// The tests.
 pub const TESTS: &[Test] = &[
-    Test::new("api::refusals", 90, refusals),
-    Test::new("api::machine_without_balloon", 90, machine_without_balloon),
-    Test::new("api::ctl", 90, ctl),
+    Test::new("api::refusals", 180, refusals),
+    Test::new("api::machine_without_balloon", 180, machine_without_balloon),
+    Test::new("api::ctl", 180, ctl),
 ];
 
 fn refusals(scene: &Scene) {

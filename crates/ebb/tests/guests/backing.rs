@@ -11,11 +11,11 @@ use crate::setup::Setup;
 
 /// The tests.
 pub const TESTS: &[Test] = &[
-    Test::new("backing::anonymous_with_huge_pages", 120, anonymous_with_huge_pages),
-    Test::new("backing::anonymous_without_huge_pages", 120, anonymous_without_huge_pages),
-    Test::new("backing::memfd", 120, memfd),
-    Test::new("backing::hugetlb", 150, hugetlb),
-    Test::new("backing::preallocated", 120, preallocated),
+    Test::new("backing::anonymous_with_huge_pages", 240, anonymous_with_huge_pages),
+    Test::new("backing::anonymous_without_huge_pages", 240, anonymous_without_huge_pages),
+    Test::new("backing::memfd", 240, memfd),
+    Test::new("backing::hugetlb", 300, hugetlb),
+    Test::new("backing::preallocated", 240, preallocated),
 ];
 
 /// Memory of each guest.

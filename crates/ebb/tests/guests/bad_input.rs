@@ -15,11 +15,11 @@ use crate::setup::Setup;
 
 /// The tests.
 pub const TESTS: &[Test] = &[
-    Test::new("bad_input::kernels_and_images", 120, kernels_and_images),
-    Test::new("bad_input::sizes_and_options", 120, sizes_and_options),
-    Test::new("bad_input::sockets", 120, sockets),
-    Test::new("bad_input::disks", 120, disks),
-    Test::new("bad_input::kvm_without_permission", 60, kvm_without_permission),
+    Test::new("bad_input::kernels_and_images", 240, kernels_and_images),
+    Test::new("bad_input::sizes_and_options", 240, sizes_and_options),
+    Test::new("bad_input::sockets", 240, sockets),
+    Test::new("bad_input::disks", 240, disks),
+    Test::new("bad_input::kvm_without_permission", 120, kvm_without_permission),
 ];
 
 /// Runs a program that must end by itself with this code, and say all of these words.

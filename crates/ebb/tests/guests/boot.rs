@@ -12,10 +12,10 @@ use crate::setup::Setup;
 
 /// The tests.
 pub const TESTS: &[Test] = &[
-    Test::new("boot::bzimage_on_one_vcpu", 90, bzimage_on_one_vcpu),
-    Test::new("boot::vmlinux_on_two_vcpus", 90, vmlinux_on_two_vcpus),
-    Test::new("boot::memory_above_4_gib", 120, memory_above_4_gib),
-    Test::new("boot::numa_nodes", 90, numa_nodes),
+    Test::new("boot::bzimage_on_one_vcpu", 180, bzimage_on_one_vcpu),
+    Test::new("boot::vmlinux_on_two_vcpus", 180, vmlinux_on_two_vcpus),
+    Test::new("boot::memory_above_4_gib", 240, memory_above_4_gib),
+    Test::new("boot::numa_nodes", 180, numa_nodes),
 ];
 
 /// What the kernel keeps of 512 MiB for itself: page structures, its own image, the initramfs.

@@ -10,9 +10,9 @@ use crate::setup::Setup;
 
 /// The tests.
 pub const TESTS: &[Test] = &[
-    Test::new("devices::disk_writes_and_reads", 90, disk_writes_and_reads),
-    Test::new("devices::readonly_disk_refuses", 90, readonly_disk_refuses),
-    Test::new("devices::entropy", 90, entropy),
+    Test::new("devices::disk_writes_and_reads", 180, disk_writes_and_reads),
+    Test::new("devices::readonly_disk_refuses", 180, readonly_disk_refuses),
+    Test::new("devices::entropy", 180, entropy),
 ];
 
 fn run_shell(guest: &Guest, line: &str) -> serde_json::Value {

@@ -9,7 +9,7 @@ use crate::setup::Setup;
 
 /// The tests.
 pub const TESTS: &[Test] =
-    &[Test::new("driver::reload_with_a_full_balloon", 150, reload_with_a_full_balloon)];
+    &[Test::new("driver::reload_with_a_full_balloon", 300, reload_with_a_full_balloon)];
 
 fn unload(guest: &Guest) {
     guest.run(Command::UnloadModule { name: "virtio_balloon".to_owned() });

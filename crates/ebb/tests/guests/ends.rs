@@ -14,14 +14,14 @@ use crate::setup::Setup;
 
 /// The tests.
 pub const TESTS: &[Test] = &[
-    Test::new("ends::power_off", 90, power_off),
-    Test::new("ends::power_button", 90, power_button),
-    Test::new("ends::reboot", 90, reboot),
-    Test::new("ends::panic", 90, panic),
-    Test::new("ends::triple_fault", 90, triple_fault),
-    Test::new("ends::signals", 120, signals),
-    Test::new("ends::api_kill_while_paused", 90, api_kill_while_paused),
-    Test::new("ends::from_a_terminal", 60, from_a_terminal),
+    Test::new("ends::power_off", 180, power_off),
+    Test::new("ends::power_button", 180, power_button),
+    Test::new("ends::reboot", 180, reboot),
+    Test::new("ends::panic", 180, panic),
+    Test::new("ends::triple_fault", 180, triple_fault),
+    Test::new("ends::signals", 240, signals),
+    Test::new("ends::api_kill_while_paused", 180, api_kill_while_paused),
+    Test::new("ends::from_a_terminal", 120, from_a_terminal),
 ];
 
 /// Waits for the end, which must have this code and say this.

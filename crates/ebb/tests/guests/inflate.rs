@@ -9,10 +9,10 @@ use crate::setup::Setup;
 
 /// The tests.
 pub const TESTS: &[Test] = &[
-    Test::new("inflate::to_a_target_and_back", 150, to_a_target_and_back),
-    Test::new("inflate::content_survives", 150, content_survives),
-    Test::new("inflate::deflates_on_oom", 150, deflates_on_oom),
-    Test::new("inflate::initial_size", 90, initial_size),
+    Test::new("inflate::to_a_target_and_back", 300, to_a_target_and_back),
+    Test::new("inflate::content_survives", 300, content_survives),
+    Test::new("inflate::deflates_on_oom", 300, deflates_on_oom),
+    Test::new("inflate::initial_size", 180, initial_size),
 ];
 
 fn to_a_target_and_back(scene: &Scene) {

@@ -13,11 +13,11 @@ use crate::setup::Setup;
 
 /// The tests.
 pub const TESTS: &[Test] = &[
-    Test::new("lifecycle::pause_and_resume", 120, pause_and_resume),
-    Test::new("lifecycle::pause_while_inflating", 120, pause_while_inflating),
-    Test::new("lifecycle::sigkill_while_inflating", 120, sigkill_while_inflating),
-    Test::new("lifecycle::api_kill_while_inflating", 120, api_kill_while_inflating),
-    Test::new("lifecycle::restart_in_place", 150, restart_in_place),
+    Test::new("lifecycle::pause_and_resume", 240, pause_and_resume),
+    Test::new("lifecycle::pause_while_inflating", 300, pause_while_inflating),
+    Test::new("lifecycle::sigkill_while_inflating", 300, sigkill_while_inflating),
+    Test::new("lifecycle::api_kill_while_inflating", 300, api_kill_while_inflating),
+    Test::new("lifecycle::restart_in_place", 300, restart_in_place),
 ];
 
 /// Time that a paused guest is given to betray itself.

@@ -9,10 +9,10 @@ use crate::setup::Setup;
 
 /// The tests.
 pub const TESTS: &[Test] = &[
-    Test::new("reporting::returns_memory", 150, returns_memory),
-    Test::new("reporting::off_keeps_memory", 120, off_keeps_memory),
-    Test::new("reporting::with_init_on_free", 150, with_init_on_free),
-    Test::new("reporting::needs_the_poison_feature", 120, needs_the_poison_feature),
+    Test::new("reporting::returns_memory", 300, returns_memory),
+    Test::new("reporting::off_keeps_memory", 240, off_keeps_memory),
+    Test::new("reporting::with_init_on_free", 300, with_init_on_free),
+    Test::new("reporting::needs_the_poison_feature", 240, needs_the_poison_feature),
 ];
 
 /// What the program writes to.

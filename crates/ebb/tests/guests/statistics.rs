@@ -11,9 +11,9 @@ use crate::setup::Setup;
 
 /// The tests.
 pub const TESTS: &[Test] = &[
-    Test::new("statistics::fresh_and_plausible", 90, fresh_and_plausible),
-    Test::new("statistics::at_an_interval", 90, at_an_interval),
-    Test::new("statistics::of_a_guest_that_cannot_answer", 120, of_a_guest_that_cannot_answer),
+    Test::new("statistics::fresh_and_plausible", 180, fresh_and_plausible),
+    Test::new("statistics::at_an_interval", 180, at_an_interval),
+    Test::new("statistics::of_a_guest_that_cannot_answer", 240, of_a_guest_that_cannot_answer),
 ];
 
 /// Asks until the guest answers within the API's second, which a busy machine may not grant it at once.

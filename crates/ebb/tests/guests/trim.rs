@@ -9,8 +9,8 @@ use crate::setup::Setup;
 
 /// The tests.
 pub const TESTS: &[Test] = &[
-    Test::new("trim::returns_zeros", 120, returns_zeros),
-    Test::new("trim::beside_a_busy_guest", 150, beside_a_busy_guest),
+    Test::new("trim::returns_zeros", 240, returns_zeros),
+    Test::new("trim::beside_a_busy_guest", 300, beside_a_busy_guest),
 ];
 
 /// Trims all of the guest's memory.
