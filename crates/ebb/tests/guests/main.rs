@@ -65,9 +65,9 @@ fn main() -> ExitCode {
     }
     match place::choose() {
         Ok(place::Place::Here(world, _files)) => {
-            // Most tests wait half of their time, for a guest to report or to start. More than two at a time take the
-            // processors and the memory of a small machine from each other.
-            arguments.test_threads.get_or_insert(2);
+            // In an emulated host, tests that run side by side take the processors and the memory from each other and run into
+            // their limits. `--test-threads 2` is for a machine that is fast.
+            arguments.test_threads.get_or_insert(1);
             libtest_mimic::run(&arguments, trials(|| Some(world.clone()))).exit_code()
         }
         Ok(place::Place::VirtualHost(host)) => host.run_again(),

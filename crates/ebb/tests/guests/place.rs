@@ -165,8 +165,8 @@ impl Outside {
         let host = VirtualHost::start(&HostConfig {
             cpus: 2,
             nodes: vec![
-                NodeConfig { memory_mib: 1792, cpus: Some(0..=0) },
-                NodeConfig { memory_mib: 1408, cpus: Some(1..=1) },
+                NodeConfig { memory_mib: 2304, cpus: Some(0..=0) },
+                NodeConfig { memory_mib: 1920, cpus: Some(1..=1) },
             ],
             swap_mib: 1024,
             huge_pages: 320,
