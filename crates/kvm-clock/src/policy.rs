@@ -1,0 +1,344 @@
+//! What a guest's clocks have to be after a pause or a restore.
+//!
+//! A virtual machine that has been stopped has two clocks to be set before it runs: KVM's clock (`KVM_SET_CLOCK`), which its
+//! pvclock pages are made from, and the TSC of each vCPU. Both stand for the same time, so that both must be moved by
+//! the same amount, on the new host's terms: its TSC has another value, and perhaps another frequency. Here is the
+//! arithmetic, free of I/O; the monitor makes the readings and writes the result.
+//!
+//! # The way of a clock
+//!
+//! To save, after all vCPUs have stopped:
+//! 1. `KVM_GET_CLOCK`: clock, `CLOCK_REALTIME` and host TSC of one instant. The latter two only where the flags
+//!    `KVM_CLOCK_REALTIME` and `KVM_CLOCK_HOST_TSC` say so (Linux 5.16, host clock source TSC). Where the real time is
+//!    missing, read `CLOCK_REALTIME` directly before or after: the error is the time between both calls.
+//! 2. For each vCPU: its offset (`KVM_VCPU_TSC_OFFSET` of group `KVM_VCPU_TSC_CTRL`), and [`SavedClock::from_offsets`]; or, where
+//!    the kernel has no host TSC or no offsets, `MSR_IA32_TSC`, right after step 1.
+//!
+//! To resume or to restore, before any vCPU runs:
+//! 1. A [`HostReading`] of now, in the same way: from `KVM_GET_CLOCK` of the VM that is about to run.
+//! 2. [`SavedClock::plan`].
+//! 3. In this order: `KVM_SET_TSC_KHZ` on each vCPU if [`ClockPlan::tsc_rate`] wants it, each vCPU's TSC (its offset where the
+//!    plan has one, else `MSR_IA32_TSC`), the TSC deadline MSR, `KVM_SET_CLOCK`, `KVMCLOCK_CTRL` on each vCPU, run.
+//!
+//! `KVM_SET_CLOCK` gets [`ClockPlan::clock_ns`], and [`ClockPlan::realtime_ns`] with `KVM_CLOCK_REALTIME` where the kernel has
+//! it, **with both policies**: the kernel then adds the time that went by between the reading and the call, so that clock
+//! and TSC offsets mean the same instant. This is the procedure of Linux, Documentation/virt/kvm/devices/vcpu.rst
+//! section 4.1, with the elapsed time taken out for [`ClockPolicy::Continue`].
+//!
+//! A vCPU's TSC by `MSR_IA32_TSC` has a trap: KVM takes a value within a second of the one it expects for an attempt to
+//! synchronize vCPUs, and keeps the running counter (`kvm_synchronize_tsc`). After a pause of less than a
+//! second the counter so stays where it is, ahead of the clock; the offset has no such trap.
+//!
+//! # Example
+//!
+//! ```
+//! use ebb_kvm_clock::Kilohertz;
+//! use ebb_kvm_clock::policy::{ClockPolicy, HostReading, SavedClock, TscScaling};
+//!
+//! let khz = Kilohertz::new(2_600_000).unwrap();
+//! let saved = SavedClock {
+//!     clock_ns: 5_000_000_000,
+//!     host_realtime_ns: Some(1_000_000_000_000),
+//!     host_tsc: Some(70_000_000_000),
+//!     tsc_khz: khz,
+//!     guest_tsc: vec![13_000_000_000],
+//! };
+//! // Ten seconds later, on a machine that has just been started.
+//! let now = HostReading {
+//!     realtime_ns: Some(1_010_000_000_000),
+//!     host_tsc: Some(2_600_000_000),
+//!     tsc_khz: khz,
+//!     scaling: TscScaling::Unavailable,
+//! };
+//! let plan = saved.plan(ClockPolicy::CatchUp, &now).unwrap();
+//! assert_eq!(plan.clock_ns, 15_000_000_000);
+//! assert_eq!(plan.vcpus[0].guest_tsc, 39_000_000_000);
+//! assert_eq!(plan.vcpus[0].offset, Some(36_400_000_000));
+//! ```
+
+use alloc::vec::Vec;
+use core::fmt;
+use core::str::FromStr;
+
+use crate::guest_tsc::{FractionBits, TscRatio};
+use crate::units::Kilohertz;
+
+#[cfg(test)]
+mod tests;
+
+/// How far a guest's TSC frequency may be from the host's for KVM to run it unscaled, in parts per million (parameter
+/// `tsc_tolerance_ppm` of Linux's module `kvm`; its default).
+pub const TSC_TOLERANCE_PPM: u64 = 250;
+
+/// What a guest's clocks do while it does not run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(rename_all = "kebab-case"))]
+pub enum ClockPolicy {
+    /// They stand still: the guest does not notice the time it did not run. Its wall clock is late afterwards, by that
+    /// time, until something sets it.
+    #[default]
+    Continue,
+    /// They go on: the guest sees the real time pass. Its timers that are due all fire at once.
+    CatchUp,
+}
+
+impl ClockPolicy {
+    /// All policies.
+    pub const ALL: [Self; 2] = [Self::Continue, Self::CatchUp];
+
+    /// The policy's name: `continue` or `catch-up`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Continue => "continue",
+            Self::CatchUp => "catch-up",
+        }
+    }
+}
+
+impl fmt::Display for ClockPolicy {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.pad(self.name())
+    }
+}
+
+/// A name that is no clock policy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "no such clock policy: use `continue` (the guest does not notice) or `catch-up` (it sees real time pass)"
+)]
+pub struct UnknownPolicy;
+
+impl FromStr for ClockPolicy {
+    type Err = UnknownPolicy;
+
+    fn from_str(name: &str) -> Result<Self, UnknownPolicy> {
+        Self::ALL.into_iter().find(|policy| policy.name() == name).ok_or(UnknownPolicy)
+    }
+}
+
+/// Why no clock can be computed for a guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ClockError {
+    /// The guest cannot be told how much time went by.
+    #[error(
+        "clock policy `catch-up` needs the real time of both the save and the restore, and the {missing} has none: \
+         read CLOCK_REALTIME there, or use the policy `continue`"
+    )]
+    NoRealtime {
+        /// Which of both has none.
+        missing: Missing,
+    },
+    /// The guest's TSC has another frequency than the host's, and the host cannot scale.
+    #[error(
+        "the guest's TSC runs at {guest} and this host's at {host}, which differ by more than {TSC_TOLERANCE_PPM} ppm, and \
+         this host has no TSC scaling (KVM_CAP_TSC_CONTROL): restore on a host with that or with the same frequency"
+    )]
+    NoScaling {
+        /// The guest's frequency.
+        guest: Kilohertz,
+        /// The host's frequency.
+        host: Kilohertz,
+    },
+    /// The hardware's ratio register is too small.
+    #[error(
+        "this host cannot scale its TSC of {host} to the guest's {guest}: the ratio is beyond its hardware"
+    )]
+    RatioOutOfRange {
+        /// The guest's frequency.
+        guest: Kilohertz,
+        /// The host's frequency.
+        host: Kilohertz,
+    },
+    /// The clock would be beyond 2^64 ns, 584 years.
+    #[error(
+        "a clock of {clock_ns} ns cannot be advanced by {elapsed_ns} ns: the result is beyond 64 bits; the real time of \
+         the save or of this host is wrong"
+    )]
+    OutOfRange {
+        /// The saved clock.
+        clock_ns: u64,
+        /// The time elapsed.
+        elapsed_ns: u64,
+    },
+}
+
+/// Where a reading was missing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Missing {
+    /// In the saved clock.
+    SavedClock,
+    /// In the reading of the present host.
+    PresentHost,
+}
+
+impl fmt::Display for Missing {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(match self {
+            Self::SavedClock => "saved clock",
+            Self::PresentHost => "present host's reading",
+        })
+    }
+}
+
+/// The clocks of a virtual machine at the instant at which it was saved. All fields mean the same instant.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+pub struct SavedClock {
+    /// KVM's clock, from `KVM_GET_CLOCK`.
+    pub clock_ns: u64,
+    /// The host's `CLOCK_REALTIME`, from `KVM_GET_CLOCK` where it has it, else read beside it.
+    pub host_realtime_ns: Option<u64>,
+    /// The host's TSC, from `KVM_GET_CLOCK` where it has it. Not needed to restore; for diagnosis.
+    pub host_tsc: Option<u64>,
+    /// Frequency of the guest's TSC, from `KVM_GET_TSC_KHZ` on a vCPU.
+    pub tsc_khz: Kilohertz,
+    /// What each vCPU's TSC read, by vCPU number.
+    pub guest_tsc: Vec<u64>,
+}
+
+impl SavedClock {
+    /// The saved clock from a host TSC and the vCPUs' offsets (`KVM_VCPU_TSC_OFFSET`), which is exact: no time goes by
+    /// between two readings. `ratio` is how the host that is being left runs the guest: [`TscRatio::ONE`] unless it scales
+    /// (see [`TscRate::between`]).
+    pub fn from_offsets(
+        clock_ns: u64,
+        host_realtime_ns: Option<u64>,
+        host_tsc: u64,
+        tsc_khz: Kilohertz,
+        ratio: TscRatio,
+        offsets: &[u64],
+    ) -> Self {
+        Self {
+            clock_ns,
+            host_realtime_ns,
+            host_tsc: Some(host_tsc),
+            tsc_khz,
+            guest_tsc: offsets.iter().map(|&offset| ratio.guest_tsc(host_tsc, offset)).collect(),
+        }
+    }
+
+    /// What has to be set for this guest to go on at the instant of `now`.
+    ///
+    /// Exact: KVM's clock advances by the whole nanoseconds between both real times, 0 if the real time went backwards, and
+    /// every vCPU's TSC by the whole ticks in them, so that differences between vCPUs stay what they were.
+    pub fn plan(&self, policy: ClockPolicy, now: &HostReading) -> Result<ClockPlan, ClockError> {
+        let tsc_rate = TscRate::between(self.tsc_khz, now.tsc_khz, now.scaling)?;
+        let elapsed_ns = match policy {
+            ClockPolicy::Continue => 0,
+            ClockPolicy::CatchUp => self.elapsed_ns(now)?,
+        };
+        let beyond = ClockError::OutOfRange { clock_ns: self.clock_ns, elapsed_ns };
+        let clock_ns = self.clock_ns.checked_add(elapsed_ns).ok_or(beyond)?;
+        let elapsed_ticks = self.tsc_khz.ticks_in_ns(elapsed_ns).ok_or(beyond)?;
+        let ratio = tsc_rate.ratio();
+        let vcpus = self
+            .guest_tsc
+            .iter()
+            .map(|&saved| {
+                // Wraps like the counter itself.
+                let guest_tsc = saved.wrapping_add(elapsed_ticks);
+                VcpuTsc { guest_tsc, offset: now.host_tsc.map(|host| ratio.offset_for(guest_tsc, host)) }
+            })
+            .collect();
+        Ok(ClockPlan { clock_ns, realtime_ns: now.realtime_ns, elapsed_ns, elapsed_ticks, tsc_rate, vcpus })
+    }
+
+    /// Real time from the save to `now`; 0 if it went backwards.
+    fn elapsed_ns(&self, now: &HostReading) -> Result<u64, ClockError> {
+        let saved = self.host_realtime_ns.ok_or(ClockError::NoRealtime { missing: Missing::SavedClock })?;
+        let present = now.realtime_ns.ok_or(ClockError::NoRealtime { missing: Missing::PresentHost })?;
+        Ok(present.saturating_sub(saved))
+    }
+}
+
+/// Whether a host can run a guest's TSC at another frequency than its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TscScaling {
+    /// No (`KVM_CAP_TSC_CONTROL` is missing).
+    Unavailable,
+    /// Yes, with these fraction bits, which follow from the processor's maker.
+    Available(FractionBits),
+}
+
+/// A host at the instant at which a guest shall go on. All values mean the same instant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HostReading {
+    /// `CLOCK_REALTIME`, from `KVM_GET_CLOCK` where it has it, else read beside it.
+    pub realtime_ns: Option<u64>,
+    /// The TSC, from `KVM_GET_CLOCK`; `None` where that has none.
+    pub host_tsc: Option<u64>,
+    /// Frequency of the host's TSC, from `KVM_GET_TSC_KHZ` on the VM or on a vCPU that has not been given another one.
+    pub tsc_khz: Kilohertz,
+    /// Whether it can scale.
+    pub scaling: TscScaling,
+}
+
+/// How a guest's TSC runs on a host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TscRate {
+    /// Both have the same frequency. `KVM_SET_TSC_KHZ` is not needed.
+    Same,
+    /// Both differ by at most [`TSC_TOLERANCE_PPM`], and the host does not scale: the guest's TSC runs at the host's
+    /// frequency. `KVM_SET_TSC_KHZ` takes the guest's frequency and corrects the pvclock pages for it.
+    Tolerated,
+    /// The hardware scales. `KVM_SET_TSC_KHZ` with the guest's frequency is needed before the TSC is set.
+    Scaled(TscRatio),
+}
+
+impl TscRate {
+    /// How KVM runs a guest of `guest` on a host of `host` (Linux `kvm_set_tsc_khz`).
+    ///
+    /// KVM's tolerance comes first: a host that could scale does not when both are close to each other.
+    pub fn between(guest: Kilohertz, host: Kilohertz, scaling: TscScaling) -> Result<Self, ClockError> {
+        if guest == host {
+            return Ok(Self::Same);
+        }
+        // Cut down like Linux's `adjust_tsc_khz`.
+        let bound = |ppm: u64| u64::from(host.get()) * ppm / 1_000_000;
+        let tolerated = bound(1_000_000 - TSC_TOLERANCE_PPM)..=bound(1_000_000 + TSC_TOLERANCE_PPM);
+        if tolerated.contains(&u64::from(guest.get())) {
+            return Ok(Self::Tolerated);
+        }
+        match scaling {
+            TscScaling::Unavailable => Err(ClockError::NoScaling { guest, host }),
+            TscScaling::Available(fraction) => TscRatio::new(guest, host, fraction)
+                .map(Self::Scaled)
+                .ok_or(ClockError::RatioOutOfRange { guest, host }),
+        }
+    }
+
+    /// The ratio by which the hardware multiplies.
+    pub const fn ratio(self) -> TscRatio {
+        match self {
+            Self::Same | Self::Tolerated => TscRatio::ONE,
+            Self::Scaled(ratio) => ratio,
+        }
+    }
+}
+
+/// What a monitor has to set before a guest runs. All values mean the instant of the [`HostReading`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ClockPlan {
+    /// KVM's clock, for `KVM_SET_CLOCK`.
+    pub clock_ns: u64,
+    /// The instant's `CLOCK_REALTIME`: goes beside [`Self::clock_ns`] with `KVM_CLOCK_REALTIME`, with both policies, so that the
+    /// kernel adds what goes by until the call. `None` if the reading had none.
+    pub realtime_ns: Option<u64>,
+    /// The time by which the guest's clocks have been advanced; 0 with [`ClockPolicy::Continue`].
+    pub elapsed_ns: u64,
+    /// The same in ticks of the guest's TSC, rounded down.
+    pub elapsed_ticks: u64,
+    /// How the guest's TSC runs here.
+    pub tsc_rate: TscRate,
+    /// The TSC of each vCPU, by vCPU number.
+    pub vcpus: Vec<VcpuTsc>,
+}
+
+/// A vCPU's TSC after a resume or a restore.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct VcpuTsc {
+    /// What it reads at the instant of the plan; for `MSR_IA32_TSC` where there is no offset.
+    pub guest_tsc: u64,
+    /// The offset to be set by `KVM_VCPU_TSC_OFFSET`; `None` if the host's TSC is not known.
+    pub offset: Option<u64>,
+}
