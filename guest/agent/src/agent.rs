@@ -4,6 +4,8 @@ use std::fs;
 use std::io;
 use std::time::{Duration, Instant};
 
+use ebb_agent::clock::ClockReading;
+use ebb_agent::clock_watch::{ClockWatch, Rhythm};
 use ebb_agent::input::{Line, Lines};
 use ebb_agent::meminfo::MemInfo;
 use ebb_agent::memory::Mapping;
@@ -32,6 +34,7 @@ pub struct Agent {
     held: Vec<Held>,
     /// Interval of samples and the time of the next.
     samples: Option<(Duration, Instant)>,
+    watch: Option<ClockWatch>,
     over: bool,
 }
 
@@ -45,7 +48,7 @@ enum Wake {
 impl Agent {
     /// An agent that talks over `console`.
     pub fn new(console: Console, place: Place) -> Self {
-        Self { console, place, jobs: Vec::new(), held: Vec::new(), samples: None, over: false }
+        Self { console, place, jobs: Vec::new(), held: Vec::new(), samples: None, watch: None, over: false }
     }
 
     /// Announces itself and serves until the guest is to end, or the input ends in an ordinary process.
@@ -84,7 +87,7 @@ impl Agent {
                     self.console.send(&Event::Sample { uptime_ms: uptime_ms(), memory })?;
                 }
             }
-            if self.place == Place::Init && self.jobs.is_empty() {
+            if self.place == Place::Init && self.jobs.is_empty() && self.watch.is_none() {
                 collect_orphans();
             }
         }
@@ -189,6 +192,17 @@ impl Agent {
                 self.samples = (interval_ms > 0).then(|| (interval, Instant::now() + interval));
                 Ok(Value::Null)
             }
+            Command::Clock => document(&ClockReading::take()),
+            Command::ClockWatchStart { burst_readings, pause_us } => {
+                self.start_watch(Rhythm { burst_readings, pause: Duration::from_micros(pause_us) })
+            }
+            Command::ClockWatchRead => self.read_watch(),
+            Command::ClockWatchStop => {
+                let report = self.read_watch();
+                self.watch = None;
+                report
+            }
+            Command::KernelLog { words } => commands::kernel_log(&words),
             Command::PowerOff => self.end(|| Ok(reboot(RebootCommand::PowerOff)?)),
             Command::Reboot => self.end(|| Ok(reboot(RebootCommand::Restart)?)),
             Command::Crash { how } => self.end(|| crash(how)),
@@ -226,6 +240,21 @@ impl Agent {
         Ok(json!({ "held_bytes": self.held_bytes() }))
     }
 
+    fn start_watch(&mut self, rhythm: Rhythm) -> Outcome {
+        if self.watch.is_some() {
+            return Err("the clocks are watched already".to_owned());
+        }
+        let watch = ClockWatch::start(rhythm).map_err(describe("cannot watch the clocks"))?;
+        let cpus = json!({ "cpus": watch.cpus() });
+        self.watch = Some(watch);
+        Ok(cpus)
+    }
+
+    fn read_watch(&self) -> Outcome {
+        let watch = self.watch.as_ref().ok_or("the clocks are not watched")?;
+        document(&watch.report().map_err(describe("watch of the clocks"))?)
+    }
+
     fn held_bytes(&self) -> u64 {
         self.held.iter().map(|held| held.mapping.len_bytes() as u64).sum()
     }
@@ -252,9 +281,14 @@ fn crash(how: Crash) -> io::Result<()> {
     }
 }
 
-/// Collects processes whose parents have ended. Only called without jobs, whose ends are waited for by number.
+/// Collects processes whose parents have ended. Only called without jobs and without readers of clocks, whose
+/// ends are waited for by number.
 fn collect_orphans() {
     while let Ok(Some(_)) = wait(WaitOptions::NOHANG) {}
+}
+
+fn document(value: &impl serde::Serialize) -> Outcome {
+    serde_json::to_value(value).map_err(|error| format!("result: {error}"))
 }
 
 fn start_of(text: &[u8]) -> String {

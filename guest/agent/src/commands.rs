@@ -6,6 +6,7 @@ use std::path::Path;
 use std::process::{Command as Program, Stdio};
 use std::time::Instant;
 
+use ebb_agent::kernel_log;
 use ebb_agent::meminfo::{MemInfo, lines};
 use ebb_agent::memory::{MEMHOG_STEP_BYTES, Mapping};
 use serde_json::{Map, Value, json};
@@ -128,4 +129,10 @@ pub fn read_file(path: &str) -> Outcome {
 pub fn write_file(path: &str, text: &str) -> Outcome {
     fs::write(path, text).map_err(describe(path))?;
     Ok(Value::Null)
+}
+
+/// Lines of the kernel's log, the last ones if there are many.
+pub fn kernel_log(words: &[String]) -> Outcome {
+    let log = kernel_log::read().map_err(describe("the kernel's log"))?;
+    Ok(json!({ "text": kernel_log::select(&log, words, TEXT_LIMIT_BYTES as usize) }))
 }

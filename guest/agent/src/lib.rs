@@ -2,7 +2,10 @@
 //!
 //! This library holds the protocol, which the host's side uses too, and the parts that do not need to be process 1.
 
+pub mod clock;
+pub mod clock_watch;
 pub mod input;
+pub mod kernel_log;
 pub mod meminfo;
 pub mod memory;
 pub mod protocol;

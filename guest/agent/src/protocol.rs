@@ -116,6 +116,25 @@ pub enum Command {
         /// Interval in ms.
         interval_ms: u64,
     },
+    /// Reads all clocks once. Result: a [`crate::clock::ClockReading`].
+    Clock,
+    /// Starts one reader of the clocks on each processor. Only one such watch runs at a time; it goes on until it is
+    /// stopped, also over a pause of the guest, and over its being saved and restored. Result: `cpus`, their numbers.
+    ClockWatchStart {
+        /// Readings in a row.
+        burst_readings: u32,
+        /// Sleep between two bursts in µs.
+        pause_us: u64,
+    },
+    /// What the readers have seen; they go on. Result: a [`crate::clock_watch::WatchReport`].
+    ClockWatchRead,
+    /// Stops the readers. Result: what they have seen, as for `ClockWatchRead`.
+    ClockWatchStop,
+    /// Lines of the kernel's ring buffer, the last 64 KiB at most. Result: `text`.
+    KernelLog {
+        /// Only lines that hold one of these, in upper or lower case; empty for all lines.
+        words: Vec<String>,
+    },
     /// Powers the guest off. No answer but `Started`.
     PowerOff,
     /// Restarts the guest. No answer but `Started`.

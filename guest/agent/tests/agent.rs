@@ -5,6 +5,8 @@
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command as Program, Stdio};
 
+use ebb_agent::clock::ClockReading;
+use ebb_agent::clock_watch::WatchReport;
 use ebb_agent::protocol::{COMMAND_LIMIT_BYTES, Command, Event, JOB_LIMIT, Request};
 use serde_json::Value;
 
@@ -169,6 +171,67 @@ fn samples_come_until_they_are_stopped() {
     agent.send(9, Command::Samples { interval_ms: 0 });
     while !matches!(agent.event(), Event::Done { id: 9, .. }) {}
     agent.run(Command::MemInfo).unwrap();
+}
+
+#[test]
+fn clocks_are_read() {
+    let mut agent = Agent::start();
+    let mut read = || serde_json::from_value::<ClockReading>(agent.run(Command::Clock).unwrap()).unwrap();
+    let (first, second) = (read(), read());
+    assert!(first.monotonic_ns < second.monotonic_ns && first.tsc_after < second.tsc, "{first:?} {second:?}");
+    assert!(!first.clocksource.is_empty());
+}
+
+#[test]
+fn clocks_are_watched_while_commands_run() {
+    let mut agent = Agent::start();
+    assert!(agent.run(Command::ClockWatchRead).unwrap_err().contains("not watched"));
+    let start = |burst_readings| Command::ClockWatchStart { burst_readings, pause_us: 500 };
+    assert!(agent.run(start(0)).unwrap_err().contains("burst of 0"));
+    let cpus = agent.run(start(100)).unwrap()["cpus"].as_array().unwrap().len();
+    assert!(agent.run(start(100)).unwrap_err().contains("already"));
+
+    let report = |value| serde_json::from_value::<WatchReport>(value).unwrap();
+    let mut last = report(agent.run(Command::ClockWatchRead).unwrap());
+    assert_eq!(last.cpus.len(), cpus);
+    for _ in 0..3 {
+        // Each reader goes on, however busy this machine is.
+        loop {
+            let next = report(agent.run(Command::ClockWatchRead).unwrap());
+            let grows = last.cpus.iter().zip(&next.cpus).all(|(last, next)| {
+                next.readings > last.readings && next.monotonic_ns > last.monotonic_ns && next.tsc > last.tsc
+            });
+            if grows {
+                last = next;
+                break;
+            }
+        }
+        agent.run(Command::MemInfo).unwrap();
+    }
+    for cpu in &last.cpus {
+        // Real time may be set by others, the monotonic clock by nobody.
+        assert_eq!((cpu.backward.count, cpu.warps.count), (0, 0), "{cpu:?}");
+        assert!(cpu.largest_gap_ns >= cpu.largest_burst_gap_ns.max(500_000), "{cpu:?}");
+    }
+    let end = report(agent.run(Command::ClockWatchStop).unwrap());
+    assert!(end.readings() >= last.readings());
+    assert!(agent.run(Command::ClockWatchStop).unwrap_err().contains("not watched"));
+    agent.run(start(1)).unwrap();
+}
+
+#[test]
+fn the_kernels_log_is_read_or_refused() {
+    let mut agent = Agent::start();
+    // The log may be empty and reading it may be forbidden, but nothing else can happen.
+    let nowhere = Command::KernelLog { words: vec!["no such \u{1} words".to_owned()] };
+    match (agent.run(Command::KernelLog { words: Vec::new() }), agent.run(nowhere)) {
+        (Ok(all), Ok(none)) => {
+            assert!(all["text"].is_string());
+            assert_eq!(none["text"].as_str(), Some(""));
+        }
+        (Err(first), Err(second)) => assert!(first.contains("kernel's log") && first == second, "{first}"),
+        other => panic!("{other:?}"),
+    }
 }
 
 #[test]
