@@ -4,6 +4,7 @@
 //! | --- | --- | --- |
 //! | anonymous private | `madvise(MADV_DONTNEED)`, for several ranges `process_madvise` where the kernel allows it | the pages belong to the mapping alone |
 //! | shared memfd | `fallocate(FALLOC_FL_PUNCH_HOLE)` | `MADV_DONTNEED` on a shared file mapping only unmaps: it returns 0 and the file keeps its pages |
+//! | private mapping of a file (restored memory) | replaced by anonymous memory, see [`restored`](crate::restored) | `MADV_DONTNEED` would bring back what the file holds |
 //! | hugetlb memfd | the same, whole huge pages only | the file system zeroes parts of a huge page instead of freeing them |
 //!
 //! Each leaves the range reading as zeros: a hole punched into a file is also taken out of every mapping of it
@@ -37,7 +38,8 @@ pub struct DiscardOutcome {
     pub syscalls: u64,
     /// Bytes not given back because discards are inhibited.
     pub inhibited_bytes: u64,
-    /// Bytes not given back because the rest of their huge page is in use.
+    /// Bytes not given back because the rest of their huge page is in use, or, in restored memory, because the file's
+    /// mapping around them cannot be cut any more. They read as before.
     pub deferred_bytes: u64,
 }
 
@@ -65,6 +67,8 @@ pub enum DiscardMethod {
 /// Part of a range that lies within one region.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Piece<'a> {
+    /// Number of the region.
+    pub(crate) region: usize,
     /// Guest pages.
     pub(crate) range: GuestRange,
     /// Host address of the first page.

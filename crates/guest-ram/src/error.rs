@@ -2,7 +2,7 @@
 
 use std::io;
 
-use crate::GuestRange;
+use crate::{GuestRange, ImageError};
 
 /// An error of this crate.
 #[derive(Debug, thiserror::Error)]
@@ -133,6 +133,49 @@ pub enum RamError {
         /// The system's answer.
         source: io::Error,
     },
+
+    /// There is no room for the memory that was to be saved.
+    #[error(
+        "no room to save guest memory: {source}, after {written_bytes} bytes of at most {needed_bytes}; free at least \
+         the difference, or save to another disk"
+    )]
+    DiskFull {
+        /// Bytes written until then.
+        written_bytes: u64,
+        /// Bytes that all of it takes at most; pages that are not written yet may turn out to be zero.
+        needed_bytes: u64,
+        /// The system's answer.
+        source: io::Error,
+    },
+
+    /// Memory could not be written to a file.
+    #[error("cannot write guest memory to its file at offset {offset_bytes}: {source}")]
+    WriteImage {
+        /// Offset in the file, in bytes.
+        offset_bytes: u64,
+        /// The system's answer.
+        source: io::Error,
+    },
+
+    /// Saved memory could not be read.
+    #[error("cannot read saved guest memory from its file at offset {offset_bytes}: {source}")]
+    ReadImage {
+        /// Offset in the file, in bytes.
+        offset_bytes: u64,
+        /// The system's answer.
+        source: io::Error,
+    },
+
+    /// Memory was to be saved to the file that it was restored from and still uses.
+    #[error(
+        "guest memory cannot be saved to the file that it was restored from, which is in use; save it to another file \
+         and rename that one"
+    )]
+    SaveOntoSource,
+
+    /// Saved memory is not what it must be.
+    #[error(transparent)]
+    Image(#[from] ImageError),
 
     /// vm-memory refused the regions.
     #[error("cannot set up guest memory: {0}")]

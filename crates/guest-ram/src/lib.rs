@@ -5,26 +5,36 @@
 //! again as soon as the call returns, as in page reporting) or [`GuestRam::discard_held`] (pages that stay out of use
 //! until [`GuestRam::reclaim`], as in a balloon).
 //!
+//! [`GuestRam::save`] writes memory to a sparse file, and [`GuestRam::restore`] starts from one, reading what is touched.
+//!
 //! Guest memory is never a Rust reference: the guest writes to it at any time. It is read and written through
 //! [`vm_memory`]'s volatile accesses only.
 
 mod discard;
 mod error;
+mod held;
 mod held_pages;
+mod holes;
+mod image;
 mod inhibit;
 mod mapping;
 mod numa;
+mod pagemap;
 mod populate;
 mod ram;
 mod ranges;
 mod resident;
+mod restored;
+mod save;
 mod zeros;
 
 pub use discard::{DiscardMethod, DiscardOutcome};
 pub use error::RamError;
+pub use image::{CHUNK_BYTES, Extent, ImageError, ImageRegion, MAX_EXTENTS, RAM_IMAGE_VERSION, RamImage};
 pub use inhibit::{InhibitGuard, InhibitReason};
 pub use ram::{Backing, GuestRam, HugePages, Populate, Region, RegionSpec};
 pub use ranges::{coalesce, huge_blocks_first};
+pub use resident::Residency;
 pub use zeros::ZeroScan;
 
 /// A contiguous range of guest pages, aligned to pages by construction.

@@ -8,7 +8,9 @@ use std::ptr;
 use ebb_abi::{HUGE_PAGE_SIZE_BYTES, PAGE_SIZE_BYTES};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::io::Errno;
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
+use rustix::mm::{
+    Advice, MapFlags, MremapFlags, ProtFlags, madvise, mmap, mmap_anonymous, mremap_fixed, munmap,
+};
 
 use crate::ram::{Backing, HugePages, RegionSpec};
 use crate::{RamError, numa};
@@ -66,10 +68,7 @@ impl Mapping {
         backing: Backing,
         huge_pages: HugePages,
     ) -> Result<(), RamError> {
-        if let Some(node) = spec.host_node {
-            numa::bind(self.address, self.size_bytes, node)
-                .map_err(|source| RamError::BindNode { node, source })?;
-        }
+        self.bind(spec)?;
         self.advise("MADV_DONTDUMP", Advice::LinuxDontDump)?;
         if backing == Backing::Hugetlb2M {
             return Ok(());
@@ -88,10 +87,65 @@ impl Mapping {
         }
     }
 
+    fn bind(&self, spec: &RegionSpec) -> Result<(), RamError> {
+        let Some(node) = spec.host_node else { return Ok(()) };
+        numa::bind(self.address, self.size_bytes, node).map_err(|source| RamError::BindNode { node, source })
+    }
+
     fn advise(&self, name: &'static str, advice: Advice) -> Result<(), RamError> {
         // SAFETY: the range is this mapping's own. The advices given are policies: none changes the memory's content.
         let result = unsafe { madvise(self.address as *mut _, self.size_bytes, advice) };
         result.map_err(|error| RamError::Advise { advice: name, source: error.into() })
+    }
+
+    /// Maps part of `file` over part of this mapping, privately: writes do not reach the file.
+    pub(crate) fn map_privately(
+        &self,
+        offset_bytes: usize,
+        size_bytes: usize,
+        file: &File,
+        file_offset_bytes: u64,
+    ) -> Result<(), RamError> {
+        assert!(offset_bytes.checked_add(size_bytes).is_some_and(|end| end <= self.size_bytes));
+        let address = (self.address + offset_bytes) as *mut _;
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        let flags = MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE;
+        // SAFETY: MAP_FIXED replaces only pages of this mapping, as asserted above, which is not yet handed out.
+        let result = unsafe { mmap(address, size_bytes, protection, flags, file, file_offset_bytes) };
+        result.map(drop).map_err(|error| RamError::Map {
+            action: "map from its file",
+            size_bytes: size_bytes as u64,
+            source: error.into(),
+        })
+    }
+
+    /// Sets the policies that parts mapped with [`map_privately`](Self::map_privately) need.
+    pub(crate) fn set_file_policies(&self, spec: &RegionSpec) -> Result<(), RamError> {
+        self.bind(spec)?;
+        self.advise("MADV_DONTDUMP", Advice::LinuxDontDump)
+    }
+
+    /// Replaces memory elsewhere by memory like this mapping's, which must be anonymous and never have been touched. Returns the
+    /// number of system calls. After an error, part of the memory may have been replaced, and all of it is mapped.
+    ///
+    /// # Safety
+    /// The memory at `address` must be guest memory, nobody may rely on its content, and it must not overlap this
+    /// mapping.
+    pub(crate) unsafe fn copy_over(&self, address: usize, size_bytes: usize) -> io::Result<u64> {
+        let mut syscalls = 0;
+        for done in (0..size_bytes).step_by(self.size_bytes) {
+            let (to, part_bytes) = ((address + done) as *mut _, self.size_bytes.min(size_bytes - done));
+            let flags = MremapFlags::MAYMOVE | MremapFlags::DONTUNMAP;
+            // SAFETY: MREMAP_DONTUNMAP leaves this mapping in place. What it replaces is guest memory whose content
+            // nobody relies on, as the caller vouches, and stays guest memory.
+            let result = unsafe { mremap_fixed(self.address as *mut _, part_bytes, part_bytes, flags, to) };
+            syscalls += 1;
+            if let Err(error) = result {
+                abort_unless_mapped(to, part_bytes, error);
+                return Err(error.into());
+            }
+        }
+        Ok(syscalls)
     }
 
     /// Host address of the first byte.
@@ -162,6 +216,19 @@ impl Drop for Reservation {
         if let Err(error) = unsafe { munmap(self.address as *mut _, self.size_bytes) } {
             tracing::error!("cannot unmap guest memory at {:#x}: {error}", self.address);
         }
+    }
+}
+
+/// Ends the process if guest memory was lost. The kernel takes the old mapping away before it makes the new one, and can
+/// lack memory for that (a cgroup's limit). Another thread could then map something of its own there, for the guest to
+/// write to.
+fn abort_unless_mapped(address: *mut std::ffi::c_void, size_bytes: usize, error: Errno) {
+    // SAFETY: normal access is what all guest memory is advised, and the advice changes no content. The range was guest
+    // memory, and nobody unmaps guest memory while it is being discarded.
+    let result = unsafe { madvise(address, size_bytes, Advice::Normal) };
+    if result == Err(Errno::NOMEM) {
+        tracing::error!("guest memory at {address:p} was lost while it was replaced: {error}");
+        std::process::abort();
     }
 }
 

@@ -10,7 +10,9 @@ use crate::discard::{DiscardMethod, DiscardOutcome, Discarder, Piece};
 use crate::held_pages::{HeldPages, Tenure};
 use crate::inhibit::{InhibitGuard, InhibitReason, Inhibitors};
 use crate::mapping::Mapping;
-use crate::resident::Meter;
+use crate::pagemap::Pagemap;
+use crate::resident::{Meter, Residency};
+use crate::restored::Restored;
 use crate::{GuestRange, RamError, populate};
 
 /// A contiguous piece of guest memory to be mapped.
@@ -106,6 +108,8 @@ pub struct GuestRam {
     /// Only for backings that discard whole huge pages.
     held: Option<Mutex<HeldPages>>,
     meter: Meter,
+    pub(crate) pagemap: Option<Pagemap>,
+    pub(crate) restored: Option<Restored>,
 }
 
 impl GuestRam {
@@ -132,6 +136,16 @@ impl GuestRam {
         if populate == Populate::Prealloc {
             mappings.iter().try_for_each(populate::populate)?;
         }
+        Self::assemble(regions, mappings, backing, None)
+    }
+
+    /// Puts mapped regions together.
+    pub(crate) fn assemble(
+        regions: &[RegionSpec],
+        mappings: Vec<Mapping>,
+        backing: Backing,
+        restored: Option<Restored>,
+    ) -> Result<Self, RamError> {
         let memory = regions
             .iter()
             .zip(&mappings)
@@ -158,6 +172,8 @@ impl GuestRam {
             inhibitors: Arc::default(),
             held: (backing == Backing::Hugetlb2M).then(Mutex::default),
             meter: Meter::new(),
+            pagemap: Pagemap::open(),
+            restored,
         })
     }
 
@@ -210,8 +226,12 @@ impl GuestRam {
     /// Gives pages back to the host; they read as zeros afterwards. The guest may use them again as soon as this
     /// returns, as with page reporting.
     ///
-    /// With [`Backing::Hugetlb2M`], pages whose huge page is neither asked for in this call nor held are left as they
-    /// are and counted as deferred.
+    /// Some pages may be left as they are, and are counted as deferred: with [`Backing::Hugetlb2M`] those whose huge page
+    /// is neither asked for in this call nor held, and in [restored](Self::restore) memory those in the middle of a part
+    /// of the file that cannot be cut any more, because the process may have no more mappings. To leave a page unchanged is
+    /// always right for who gave it away: a guest that expects zeros or a pattern in its free pages (Linux with
+    /// `init_on_free` or page poisoning) has put them there. Memory that is discarded as a whole is never
+    /// left.
     ///
     /// # Errors
     /// [`RamError::OutsideRam`] before anything is discarded; [`RamError::Discard`] if the host refuses, after which
@@ -251,23 +271,43 @@ impl GuestRam {
     }
 
     fn discard_pieces(&self, ranges: &[GuestRange]) -> Result<DiscardOutcome, RamError> {
-        let pieces: Vec<Piece<'_>> =
+        let mut pieces: Vec<Piece<'_>> =
             ranges.iter().flat_map(|range| self.clip(*range)).filter_map(|part| self.piece(part)).collect();
+        let mut outcome = DiscardOutcome::default();
+        if let Some(restored) = &self.restored {
+            // SAFETY: every piece was cut to a region's bounds, and its content may vanish since its pages are to be
+            // discarded.
+            outcome += unsafe { restored.replace(&mut pieces) }?;
+        }
         // SAFETY: every piece was cut to a region's bounds, and the region's mapping lives as long as `self`. vm-memory
         // hands out raw pointers and volatile slices only, so no Rust reference to guest memory exists.
-        unsafe { self.discarder.discard(&pieces) }
+        outcome += unsafe { self.discarder.discard(&pieces) }?;
+        Ok(outcome)
     }
 
     /// Where a range within one region is.
-    fn piece(&self, range: GuestRange) -> Option<Piece<'_>> {
+    pub(crate) fn piece(&self, range: GuestRange) -> Option<Piece<'_>> {
         let index = self.regions.iter().position(|region| region.pages().contains(range.start))?;
         let (region, mapping) = (&self.regions[index], &self.mappings[index]);
         let offset = range.start.address() - region.start.0;
         Some(Piece {
+            region: index,
             range,
             address: mapping.address() + offset as usize,
             file: mapping.file().map(|file| (file, offset)),
         })
+    }
+
+    /// RAM offset of a page: its place in memory if the regions were one after the other, in bytes.
+    pub(crate) fn ram_offset_bytes(&self, pfn: Pfn) -> u64 {
+        let mut before_bytes = 0;
+        for region in &self.regions {
+            if region.pages().contains(pfn) {
+                return before_bytes + (pfn.address() - region.start.0);
+            }
+            before_bytes += region.size_bytes;
+        }
+        before_bytes
     }
 
     /// Host address of a range that lies within one region.
@@ -301,12 +341,21 @@ impl GuestRam {
     }
 
     /// Bytes of guest memory that the host holds in memory. Pages that were swapped out do not count, except with the
-    /// file backings, whose files know only how much is allocated to them.
+    /// file backings, whose files know only how much is allocated to them. Pages that restored memory shares with the page
+    /// cache do not count either.
     ///
     /// # Errors
     /// [`RamError::Resident`] if the host does not tell.
     pub fn resident_bytes(&self) -> Result<u64, RamError> {
-        self.meter.resident_bytes(&self.mappings).map_err(|source| RamError::Resident { source })
+        Ok(self.residency()?.private_bytes)
+    }
+
+    /// As [`resident_bytes`](Self::resident_bytes), with the pages that restored memory shares with the page cache.
+    ///
+    /// # Errors
+    /// [`RamError::Resident`] if the host does not tell.
+    pub fn residency(&self) -> Result<Residency, RamError> {
+        self.meter.residency(&self.mappings).map_err(|source| RamError::Resident { source })
     }
 }
 

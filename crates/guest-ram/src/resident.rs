@@ -4,13 +4,19 @@
 //! three sources:
 //!
 //! - `anon=` in /proc/self/numa_maps (kernels with CONFIG_NUMA) is right.
-//! - `Rss` in /proc/self/smaps leaves out huge pages that automatic NUMA balancing has made inaccessible to learn who
+//! - `Anonymous` in /proc/self/smaps leaves out huge pages that automatic NUMA balancing has made inaccessible to learn who
 //!   uses them (Linux mm/huge_memory.c, `follow_trans_huge_pmd`): up to all of them, on hosts with several nodes. It
 //!   serves kernels without numa_maps, where there is no balancing either.
 //! - mincore(2) also counts the shared zero page, which a mere read maps, and serves only without /proc.
+//!
+//! Restored memory also has pages of the file that it is from. As long as nobody writes to them they are the page cache's:
+//! shared with all machines from the same file, and given up by the host when it needs memory. They are counted apart
+//! (numa_maps: what is mapped and not `anon`; smaps: `Rss` without `Anonymous`); mincore would count all of the
+//! file that is cached.
 
 use std::fs::File;
 use std::io::{self, Read, Seek};
+use std::ops::AddAssign;
 use std::sync::{Mutex, PoisonError};
 
 use ebb_abi::PAGE_SIZE_BYTES;
@@ -22,6 +28,23 @@ const BLOCK_BYTES: u64 = 512;
 
 /// Pages that one mincore(2) asks for: a result of 64 KiB.
 const MINCORE_PAGES: usize = 64 << 10;
+
+/// Guest memory that the host holds in memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Residency {
+    /// Bytes of pages that are there for this memory alone.
+    pub private_bytes: u64,
+    /// Bytes of pages of the file that the memory was restored from, mapped and not written to. They belong to the page
+    /// cache, and several machines may share them.
+    pub file_bytes: u64,
+}
+
+impl AddAssign for Residency {
+    fn add_assign(&mut self, other: Self) {
+        self.private_bytes += other.private_bytes;
+        self.file_bytes += other.file_bytes;
+    }
+}
 
 /// Measures resident memory.
 #[derive(Debug)]
@@ -38,12 +61,12 @@ enum Accounting {
 }
 
 impl Accounting {
-    /// Resident bytes of the mappings that overlap one of `ranges` (address, size in bytes); `None` if `text` names
+    /// What is resident of the mappings that overlap one of `ranges` (address, size in bytes); `None` if `text` names
     /// none of them.
-    fn bytes_in(self, text: &str, ranges: &[(u64, u64)]) -> Option<u64> {
+    fn residency_in(self, text: &str, ranges: &[(u64, u64)]) -> Option<Residency> {
         match self {
-            Self::NumaMaps => anonymous_in(text, ranges),
-            Self::Smaps => rss_in(text, ranges),
+            Self::NumaMaps => numa_maps_residency(text, ranges),
+            Self::Smaps => smaps_residency(text, ranges),
         }
     }
 }
@@ -55,18 +78,20 @@ impl Meter {
         Self { accounting: numa_maps.or_else(|| open(Accounting::Smaps, "/proc/self/smaps")) }
     }
 
-    /// Bytes of the mappings that the host holds in memory.
-    pub(crate) fn resident_bytes(&self, mappings: &[Mapping]) -> io::Result<u64> {
-        let mut bytes = 0;
+    /// What the host holds of the mappings in memory.
+    pub(crate) fn residency(&self, mappings: &[Mapping]) -> io::Result<Residency> {
+        let mut sum = Residency::default();
         let mut anonymous = Vec::new();
         for mapping in mappings {
             match mapping.file() {
-                Some(file) => bytes += rustix::fs::fstat(file)?.st_blocks as u64 * BLOCK_BYTES,
+                Some(file) => {
+                    sum.private_bytes += rustix::fs::fstat(file)?.st_blocks as u64 * BLOCK_BYTES;
+                }
                 None => anonymous.push(mapping),
             }
         }
         if anonymous.is_empty() {
-            return Ok(bytes);
+            return Ok(sum);
         }
         let accounted = self.accounting.as_ref().and_then(|(accounting, file)| {
             let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
@@ -77,51 +102,72 @@ impl Meter {
                 .iter()
                 .map(|mapping| (mapping.address() as u64, mapping.size_bytes() as u64))
                 .collect();
-            accounting.bytes_in(&text, &ranges)
+            accounting.residency_in(&text, &ranges)
         });
         match accounted {
-            Some(accounted) => bytes += accounted,
+            Some(accounted) => sum += accounted,
             None => {
                 for mapping in anonymous {
-                    bytes += mincore_bytes(mapping)?;
+                    sum.private_bytes += mincore_bytes(mapping)?;
                 }
             }
         }
-        Ok(bytes)
+        Ok(sum)
     }
 }
 
-/// Sums `Rss` over the mappings in an smaps text that overlap one of `ranges` (address, size in bytes). `None` if the
-/// text names none of them.
-fn rss_in(smaps: &str, ranges: &[(u64, u64)]) -> Option<u64> {
+/// Sums up the mappings in an smaps text that overlap one of `ranges` (address, size in bytes). `None` if the text
+/// names none of them.
+fn smaps_residency(smaps: &str, ranges: &[(u64, u64)]) -> Option<Residency> {
     let mut found = None;
     let mut counts = false;
     for line in smaps.lines() {
-        if let Some(kib) = line.strip_prefix("Rss:") {
-            if counts {
-                let kib: u64 = kib.trim().strip_suffix("kB")?.trim_end().parse().ok()?;
-                found = Some(found.unwrap_or(0) + kib * 1024);
-            }
-        } else if let Some((start, end)) = mapping_line(line) {
+        if let Some((start, end)) = mapping_line(line) {
             counts = ranges.iter().any(|(address, size)| start < address + size && *address < end);
+            continue;
+        }
+        let Some((name, kib)) = line.split_once(':').filter(|_| counts) else { continue };
+        if !matches!(name, "Rss" | "Anonymous") {
+            continue;
+        }
+        let kib: u64 = kib.trim().strip_suffix("kB")?.trim_end().parse().ok()?;
+        let residency: &mut Residency = found.get_or_insert_default();
+        if name == "Rss" {
+            residency.file_bytes += kib * 1024;
+        } else {
+            // The kernel writes `Rss` first.
+            residency.file_bytes = residency.file_bytes.saturating_sub(kib * 1024);
+            residency.private_bytes += kib * 1024;
         }
     }
     found
 }
 
-/// Sums `anon` over the mappings in a numa_maps text that begin in one of `ranges` (address, size in bytes). `None` if
-/// the text names none of them. A mapping without pages has no `anon`.
-fn anonymous_in(numa_maps: &str, ranges: &[(u64, u64)]) -> Option<u64> {
+/// Sums up the mappings in a numa_maps text that begin in one of `ranges` (address, size in bytes). `None` if the text
+/// names none of them. A mapping without pages has no numbers.
+fn numa_maps_residency(numa_maps: &str, ranges: &[(u64, u64)]) -> Option<Residency> {
     let mut found = None;
     for line in numa_maps.lines() {
         let mut words = line.split_ascii_whitespace();
         let Some(start) = words.next().and_then(|word| u64::from_str_radix(word, 16).ok()) else { continue };
         // Guest memory has guard pages at either end, so no mapping begins before it and reaches into it.
-        if ranges.iter().any(|(address, size)| (*address..address + size).contains(&start)) {
-            let pages =
-                words.find_map(|word| word.strip_prefix("anon=")).map_or(Ok(0), str::parse::<u64>).ok()?;
-            found = Some(found.unwrap_or(0) + pages * PAGE_SIZE_BYTES);
+        if !ranges.iter().any(|(address, size)| (*address..address + size).contains(&start)) {
+            continue;
         }
+        let (mut anonymous, mut dirty, mut mapped) = (0, 0, None);
+        for (name, number) in words.filter_map(|word| word.split_once('=')) {
+            match name {
+                "anon" => anonymous = number.parse::<u64>().ok()?,
+                "dirty" => dirty = number.parse::<u64>().ok()?,
+                "mapped" => mapped = Some(number.parse::<u64>().ok()?),
+                _ => {}
+            }
+        }
+        // Left out where it equals one of the others (Linux fs/proc/task_mmu.c, `show_numa_map`).
+        let mapped = mapped.unwrap_or(anonymous.max(dirty));
+        let residency: &mut Residency = found.get_or_insert_default();
+        residency.private_bytes += anonymous * PAGE_SIZE_BYTES;
+        residency.file_bytes += mapped.saturating_sub(anonymous) * PAGE_SIZE_BYTES;
     }
     found
 }
@@ -162,28 +208,40 @@ mod tests {
 Size:                 64 kB
 Rss:                  16 kB
 Pss:                  16 kB
+Anonymous:            16 kB
+AnonHugePages:         0 kB
 20000-30000 r--p 00000000 fe:00 7   /usr/lib/a-b.so
 Rss:                   8 kB
-30000-50000 rw-p 00000000 00:00 0   [heap]
-Rss:                  12 kB
+Anonymous:             0 kB
+30000-50000 rw-p 00000000 fe:00 9   /snapshot
+Rss:                  20 kB
+Anonymous:            12 kB
 ";
+
+    fn kib(private: u64, file: u64) -> Residency {
+        Residency { private_bytes: private << 10, file_bytes: file << 10 }
+    }
 
     #[test]
     fn only_overlapping_mappings_count() {
-        assert_eq!(rss_in(SMAPS, &[(0x10000, 0x10000)]), Some(16 << 10));
-        assert_eq!(rss_in(SMAPS, &[(0x10000, 0x10000), (0x48000, 0x1000)]), Some(28 << 10));
-        assert_eq!(rss_in(SMAPS, &[(0x50000, 0x1000)]), None);
+        assert_eq!(smaps_residency(SMAPS, &[(0x10000, 0x10000)]), Some(kib(16, 0)));
+        assert_eq!(smaps_residency(SMAPS, &[(0x10000, 0x10000), (0x48000, 0x1000)]), Some(kib(28, 8)));
+        assert_eq!(smaps_residency(SMAPS, &[(0x50000, 0x1000)]), None);
     }
 
     #[test]
     fn only_mappings_in_a_range_count() {
         let text = "10000 default anon=4 dirty=4 active=0 N0=1 N1=3 kernelpagesize_kB=4\n\
             14000 bind:1 anon=2 dirty=2 N1=2 kernelpagesize_kB=4\n\
-            20000 default file=/usr/lib/a mapped=4 N0=4 kernelpagesize_kB=4\n30000 default\n";
-        assert_eq!(anonymous_in(text, &[(0x10000, 0x10000)]), Some(6 * 4096));
-        assert_eq!(anonymous_in(text, &[(0x30000, 0x1000)]), Some(0));
-        assert_eq!(anonymous_in(text, &[(0x20000, 0x11000), (0x14000, 0x1000)]), Some(2 * 4096));
-        assert_eq!(anonymous_in(text, &[(0x40000, 0x1000)]), None);
+            20000 default file=/usr/lib/a mapped=4 N0=4 kernelpagesize_kB=4\n30000 default\n\
+            50000 default file=/snapshot anon=3 dirty=3 mapped=9 N0=9 kernelpagesize_kB=4\n\
+            60000 default file=/snapshot anon=3 dirty=5 N0=5 kernelpagesize_kB=4\n";
+        assert_eq!(numa_maps_residency(text, &[(0x10000, 0x10000)]), Some(kib(24, 0)));
+        assert_eq!(numa_maps_residency(text, &[(0x30000, 0x1000)]), Some(kib(0, 0)));
+        assert_eq!(numa_maps_residency(text, &[(0x20000, 0x11000), (0x14000, 0x1000)]), Some(kib(8, 16)));
+        assert_eq!(numa_maps_residency(text, &[(0x40000, 0x1000)]), None);
+        assert_eq!(numa_maps_residency(text, &[(0x50000, 0x1000)]), Some(kib(12, 24)));
+        assert_eq!(numa_maps_residency(text, &[(0x60000, 0x1000)]), Some(kib(12, 8)));
     }
 
     #[test]
@@ -194,6 +252,7 @@ Rss:                  12 kB
         // SAFETY: the range lies within the mapping; populating changes no content.
         unsafe { madvise(address, 64 << 10, Advice::LinuxPopulateWrite) }.unwrap();
         assert_eq!(mincore_bytes(&mapping).unwrap(), 64 << 10);
-        assert_eq!(Meter::new().resident_bytes(&[mapping]).unwrap(), 64 << 10);
+        let residency = Residency { private_bytes: 64 << 10, file_bytes: 0 };
+        assert_eq!(Meter::new().residency(&[mapping]).unwrap(), residency);
     }
 }

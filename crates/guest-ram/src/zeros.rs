@@ -15,6 +15,10 @@ const MIN_PAGES_TO_SPLIT: usize = 64;
 
 const PAGE: usize = PAGE_SIZE_BYTES as usize;
 
+/// Length that a run of zero pages in the middle of a mapped file must have to be worth two more mappings, see
+/// [`restored`](crate::restored).
+const MIN_PAGES_TO_CUT: u64 = 16;
+
 /// What a search for zero pages found.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ZeroScan {
@@ -69,6 +73,11 @@ impl GuestRam {
         if result != 0 {
             return Err(RamError::Resident { source: std::io::Error::last_os_error() });
         }
+        let file_backed = self.restored.as_ref().map_or(Vec::new(), |restored| restored.file_backed(block));
+        for part in &file_backed {
+            let first = (part.start.0 - block.start.0) as usize;
+            self.only_private(address + first * PAGE, &mut held[first..first + part.pages as usize]);
+        }
         let held_pages = held.iter().filter(|state| **state & 1 != 0).count();
         if held_pages == 0 {
             return Ok(());
@@ -82,16 +91,38 @@ impl GuestRam {
             if found.len() < MIN_PAGES_TO_SPLIT {
                 return Ok(());
             }
-            split_huge_page(address + found[0] as usize * PAGE);
-        }
-        for page in found {
-            let page = PageRange::new(Pfn(block.start.0 + page), 1);
-            match zeros.last_mut() {
-                Some(last) if last.end() == page.start => last.pages += 1,
-                _ => zeros.push(page),
+            if file_backed.is_empty() {
+                split_huge_page(address + found[0] as usize * PAGE);
             }
         }
+        let mut runs: Vec<GuestRange> = Vec::new();
+        for page in found {
+            let page = PageRange::new(Pfn(block.start.0 + page), 1);
+            match runs.last_mut() {
+                Some(last) if last.end() == page.start => last.pages += 1,
+                _ => runs.push(page),
+            }
+        }
+        if !file_backed.is_empty() {
+            let touches_file =
+                |run: &GuestRange| file_backed.iter().any(|part| !part.intersection(*run).is_empty());
+            runs.retain(|run| run.pages >= MIN_PAGES_TO_CUT || !touches_file(run));
+        }
+        zeros.append(&mut runs);
         Ok(())
+    }
+
+    /// Makes `held`, mincore's answer for pages of the file that the memory was restored from, say which pages the guest has
+    /// written to. For the others mincore tells of the page cache, of which there is nothing to give back.
+    fn only_private(&self, address: usize, held: &mut [u8]) {
+        let states = self.pagemap.as_ref().and_then(|pagemap| pagemap.read(address, held.len()).ok());
+        let Some(states) = states else {
+            held.fill(0);
+            return;
+        };
+        for (held, state) in held.iter_mut().zip(states) {
+            *held = u8::from(state.is_private_in_memory());
+        }
     }
 
     fn is_zero(&self, pfn: Pfn) -> bool {

@@ -1,0 +1,99 @@
+//! Which parts of guest memory may hold something other than zeros, and from where they are best read.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+
+use ebb_abi::{PAGE_SIZE_BYTES, Pfn};
+
+use crate::holes::data_segments;
+use crate::{GuestRam, GuestRange};
+
+/// A run of pages that may hold something.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct HeldRun<'a> {
+    /// Guest pages, within one region.
+    pub(crate) range: GuestRange,
+    /// Where their content is.
+    pub(crate) source: Source<'a>,
+}
+
+/// Where the content of pages is.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Source<'a> {
+    /// In memory or swap space.
+    Memory,
+    /// In a file, from this offset in bytes on. Read from there, pages need not be mapped, and holes of the file get no
+    /// page: a mere read of a hole through a mapping would allocate one (hugetlbfs, tmpfs).
+    File(&'a File, u64),
+}
+
+/// What is to be done with a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum PageSource {
+    Nothing,
+    Memory,
+    Snapshot,
+}
+
+impl GuestRam {
+    /// The runs of `range`, which must lie within one region, that may hold something, in ascending order. Pages in none of them
+    /// are zero.
+    pub(crate) fn held_runs(&self, range: GuestRange) -> io::Result<Vec<HeldRun<'_>>> {
+        let Some(piece) = self.piece(range) else { return Ok(Vec::new()) };
+        if let Some((file, offset)) = piece.file {
+            return runs_of_file(file, offset, range);
+        }
+        let states = self.pagemap.as_ref().and_then(|pagemap| {
+            let states = pagemap.read(piece.address, range.pages as usize);
+            states
+                .inspect_err(|error| tracing::warn!("/proc/self/pagemap: {error}; looking at all pages"))
+                .ok()
+        });
+        let Some(states) = states else {
+            // Nothing else tells of pages in swap space: each must be looked at, which costs time and page tables.
+            return Ok(vec![HeldRun { range, source: Source::Memory }]);
+        };
+        let mut sources: Vec<_> = states
+            .iter()
+            .map(|state| if state.is_private() { PageSource::Memory } else { PageSource::Nothing })
+            .collect();
+        if let Some(restored) = &self.restored {
+            for part in restored.file_backed(range) {
+                let first = (part.start.0 - range.start.0) as usize;
+                for source in &mut sources[first..first + part.pages as usize] {
+                    if *source == PageSource::Nothing {
+                        *source = PageSource::Snapshot;
+                    }
+                }
+            }
+        }
+        let mut runs = Vec::new();
+        let mut first = range.start;
+        for same in sources.chunk_by(PartialEq::eq) {
+            let part = GuestRange::new(first, same.len() as u64);
+            first = part.end();
+            match (same[0], &self.restored) {
+                (PageSource::Memory, _) => runs.push(HeldRun { range: part, source: Source::Memory }),
+                (PageSource::Snapshot, Some(restored)) => {
+                    let (file, offset) = restored.in_file(self.ram_offset_bytes(part.start));
+                    runs.append(&mut runs_of_file(file, offset, part)?);
+                }
+                _ => {}
+            }
+        }
+        Ok(runs)
+    }
+}
+
+/// The runs of `range` for which `file`, from `offset` on, has data.
+fn runs_of_file(file: &File, offset: u64, range: GuestRange) -> io::Result<Vec<HeldRun<'_>>> {
+    let run = |segment: Range<u64>| HeldRun {
+        range: GuestRange::new(
+            Pfn(range.start.0 + (segment.start - offset) / PAGE_SIZE_BYTES),
+            (segment.end - segment.start) / PAGE_SIZE_BYTES,
+        ),
+        source: Source::File(file, segment.start),
+    };
+    Ok(data_segments(file, offset..offset + range.size_bytes())?.into_iter().map(run).collect())
+}

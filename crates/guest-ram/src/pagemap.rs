@@ -1,0 +1,73 @@
+//! What the host holds for each page of private memory, from /proc/self/pagemap.
+//!
+//! mincore(2) would not do: for a page that was swapped out it answers no, and for a private mapping of a file it tells
+//! of the page cache.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+
+use ebb_abi::PAGE_SIZE_BYTES;
+
+/// Bytes of an entry (Linux Documentation/admin-guide/mm/pagemap.rst).
+const ENTRY_BYTES: usize = 8;
+
+/// Kept open: a monitor may have no access to /proc later on.
+#[derive(Debug)]
+pub(crate) struct Pagemap(File);
+
+/// What is known of a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct PageState(u64);
+
+impl PageState {
+    const PRESENT: u64 = 1 << 63;
+    const SWAPPED: u64 = 1 << 62;
+    /// A page of a file, or shared.
+    const FILE: u64 = 1 << 61;
+
+    /// Whether the host keeps content for the page that belongs to the process alone, in memory or in swap space. The
+    /// shared page of zeros, which a mere read maps, counts too.
+    pub(crate) const fn is_private(self) -> bool {
+        self.0 & (Self::PRESENT | Self::SWAPPED) != 0 && self.0 & Self::FILE == 0
+    }
+
+    /// Whether the page is private and in memory.
+    pub(crate) const fn is_private_in_memory(self) -> bool {
+        self.is_private() && self.0 & Self::PRESENT != 0
+    }
+}
+
+impl Pagemap {
+    /// `None` if /proc is not there or does not let the process look.
+    pub(crate) fn open() -> Option<Self> {
+        let file = File::open("/proc/self/pagemap")
+            .inspect_err(|error| tracing::debug!("/proc/self/pagemap cannot be read: {error}"));
+        file.ok().map(Self)
+    }
+
+    /// States of the `pages` pages from `address` on.
+    pub(crate) fn read(&self, address: usize, pages: usize) -> io::Result<Vec<PageState>> {
+        let mut entries = vec![0; pages * ENTRY_BYTES];
+        let first = address as u64 / PAGE_SIZE_BYTES;
+        self.0.read_exact_at(&mut entries, first * ENTRY_BYTES as u64)?;
+        let (entries, _) = entries.as_chunks::<ENTRY_BYTES>();
+        Ok(entries.iter().map(|entry| PageState(u64::from_ne_bytes(*entry))).collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_in_memory_and_in_swap_space_are_held_and_those_of_files_are_not() {
+        let swapped = PageState(PageState::SWAPPED | 0x1234);
+        assert!(swapped.is_private() && !swapped.is_private_in_memory());
+        let present = PageState(PageState::PRESENT | 0x1234);
+        assert!(present.is_private() && present.is_private_in_memory());
+        for bits in [0, PageState::PRESENT | PageState::FILE, PageState::FILE] {
+            assert!(!PageState(bits).is_private() && !PageState(bits).is_private_in_memory(), "{bits:#x}");
+        }
+    }
+}

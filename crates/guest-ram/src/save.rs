@@ -1,0 +1,202 @@
+//! Writing guest memory to a sparse file.
+
+use std::fs::File;
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::FileExt;
+
+use ebb_abi::{PAGE_SIZE_BYTES, Pfn};
+use rustix::fs::{FallocateFlags, FileType, fallocate, fstat};
+use vm_memory::{Bytes, GuestAddress};
+
+use crate::held::{HeldRun, Source};
+use crate::image::{
+    CHUNK_BYTES, ChunkHasher, ExtentList, ImageRegion, RAM_IMAGE_VERSION, end_in_file, nonzero_runs,
+};
+use crate::{GuestRam, GuestRange, RamError, RamImage};
+
+/// What is copied at a time, in bytes: stays in the processor's cache while it is searched for zeros, hashed and written.
+const BUFFER_BYTES: u64 = 512 << 10;
+
+impl GuestRam {
+    /// Writes the memory to `file`, from `file_offset_bytes` (a multiple of 4096) on: pages that the host holds, in memory
+    /// or in swap space, and that are not all zero. All others become holes. The file is made long enough for the whole
+    /// memory. What it held there before is discarded.
+    ///
+    /// Nobody may write to the memory meanwhile: vCPUs and devices must be stopped. `progress` is told after each 64 MiB
+    /// of guest memory how many bytes of [`size_bytes`](Self::size_bytes) are done. Nothing is synchronized: who relies
+    /// on the file calls `fsync`.
+    ///
+    /// Opens no file. System calls: `fstat`, `fallocate`, `ftruncate`, `pread64`, `lseek`, `pwrite64`, and what memory of the heap
+    /// needs.
+    ///
+    /// # Errors
+    /// [`RamError::DiskFull`]; [`RamError::WriteImage`] and [`RamError::ReadImage`] for other refusals;
+    /// [`RamError::SaveOntoSource`] if the memory was restored from that file; [`RamError::Image`] for an offset that
+    /// cannot be. The file is then not complete.
+    pub fn save(
+        &self,
+        file: &File,
+        file_offset_bytes: u64,
+        progress: &mut dyn FnMut(u64),
+    ) -> Result<RamImage, RamError> {
+        let end_bytes = end_in_file(file_offset_bytes, self.size_bytes())?;
+        self.prepare_file(file, file_offset_bytes)?;
+        let mut writer =
+            Writer { ram: self, file, file_offset_bytes, extents: ExtentList::default(), data_bytes: 0 };
+        let mut buffer = vec![0; BUFFER_BYTES as usize];
+        let mut checksums = Vec::new();
+        for start in (0..self.size_bytes()).step_by(CHUNK_BYTES as usize) {
+            checksums.push(writer.write_chunk(start, &mut buffer)?);
+            progress((start + CHUNK_BYTES).min(self.size_bytes()));
+        }
+        let stat = fstat(file).map_err(write_error(file_offset_bytes))?;
+        if (stat.st_size as u64) < end_bytes {
+            rustix::fs::ftruncate(file, end_bytes).map_err(write_error(file_offset_bytes))?;
+        }
+        let region =
+            |region: &crate::Region| ImageRegion { start: region.start.0, size_bytes: region.size_bytes };
+        Ok(RamImage {
+            version: RAM_IMAGE_VERSION,
+            regions: self.regions().iter().map(region).collect(),
+            data_bytes: writer.data_bytes,
+            extents: writer.extents.finish(),
+            chunk_bytes: CHUNK_BYTES,
+            checksums,
+        })
+    }
+
+    /// Makes sure that what is not written reads as zeros, and that the memory's own source stays as it is.
+    fn prepare_file(&self, file: &File, file_offset_bytes: u64) -> Result<(), RamError> {
+        let stat = fstat(file).map_err(write_error(file_offset_bytes))?;
+        if let Some(restored) = &self.restored
+            && restored.is_from(&stat).map_err(write_error(file_offset_bytes))?
+        {
+            return Err(RamError::SaveOntoSource);
+        }
+        if FileType::from_raw_mode(stat.st_mode).is_file() && stat.st_size as u64 > file_offset_bytes {
+            let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+            fallocate(file, mode, file_offset_bytes, self.size_bytes())
+                .map_err(write_error(file_offset_bytes))?;
+        }
+        Ok(())
+    }
+
+    /// The parts of the memory between two RAM offsets, one a region at most, each with its RAM offset.
+    fn parts(&self, start: u64, end: u64) -> Vec<(GuestRange, u64)> {
+        let mut region_start = 0;
+        let mut parts = Vec::new();
+        for region in self.regions() {
+            let (from, to) = (start.max(region_start), end.min(region_start + region.size_bytes));
+            if from < to {
+                let first = Pfn(region.pages().start.0 + (from - region_start) / PAGE_SIZE_BYTES);
+                parts.push((GuestRange::new(first, (to - from) / PAGE_SIZE_BYTES), from));
+            }
+            region_start += region.size_bytes;
+        }
+        parts
+    }
+}
+
+/// A save under way.
+struct Writer<'a> {
+    ram: &'a GuestRam,
+    file: &'a File,
+    file_offset_bytes: u64,
+    extents: ExtentList,
+    data_bytes: u64,
+}
+
+impl<'a> Writer<'a> {
+    /// Writes the chunk at a RAM offset; returns its checksum.
+    fn write_chunk(&mut self, start: u64, buffer: &mut [u8]) -> Result<u64, RamError> {
+        let mut hasher = ChunkHasher::new();
+        for (part, part_offset) in self.ram.parts(start, start + CHUNK_BYTES) {
+            let runs = self.held_runs(part)?;
+            for run in runs {
+                let offset_bytes = part_offset + (run.range.start.0 - part.start.0) * PAGE_SIZE_BYTES;
+                self.write_run(run, offset_bytes, buffer, &mut hasher)?;
+            }
+        }
+        Ok(hasher.finish())
+    }
+
+    fn held_runs(&self, part: GuestRange) -> Result<Vec<HeldRun<'a>>, RamError> {
+        self.ram.held_runs(part).map_err(|source| RamError::Resident { source })
+    }
+
+    fn write_run(
+        &mut self,
+        run: HeldRun<'_>,
+        offset_bytes: u64,
+        buffer: &mut [u8],
+        hasher: &mut ChunkHasher,
+    ) -> Result<(), RamError> {
+        let mut done_bytes = 0;
+        while done_bytes < run.range.size_bytes() {
+            let size_bytes = (run.range.size_bytes() - done_bytes).min(buffer.len() as u64);
+            let content = &mut buffer[..size_bytes as usize];
+            match run.source {
+                Source::Memory => {
+                    let address = GuestAddress(run.range.start.address() + done_bytes);
+                    // A volatile copy: from here on the content cannot change between its hash and its writing.
+                    self.ram
+                        .memory()
+                        .read_slice(content, address)
+                        .map_err(|error| RamError::Layout(error.to_string()))?;
+                }
+                Source::File(file, file_offset) => {
+                    let offset_bytes = file_offset + done_bytes;
+                    file.read_exact_at(content, offset_bytes)
+                        .map_err(|source| RamError::ReadImage { offset_bytes, source })?;
+                }
+            }
+            for data in nonzero_runs(content) {
+                let data_offset = offset_bytes + done_bytes + data.start as u64;
+                let data_bytes = data.len() as u64;
+                let data = &content[data];
+                hasher.add(data_offset, data);
+                self.file
+                    .write_all_at(data, self.file_offset_bytes + data_offset)
+                    .map_err(|source| self.refused(data_offset, source))?;
+                self.extents.push(data_offset, data_bytes);
+                self.data_bytes += data_bytes;
+            }
+            done_bytes += size_bytes;
+        }
+        Ok(())
+    }
+
+    /// The error for a write that was refused at a RAM offset.
+    fn refused(&self, offset_bytes: u64, source: io::Error) -> RamError {
+        match source.kind() {
+            ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
+                let rest_bytes = self.held_bytes_from(offset_bytes);
+                RamError::DiskFull {
+                    written_bytes: self.data_bytes,
+                    needed_bytes: self.data_bytes + rest_bytes,
+                    source,
+                }
+            }
+            _ => RamError::WriteImage { offset_bytes: self.file_offset_bytes + offset_bytes, source },
+        }
+    }
+
+    /// Bytes that may be data from a RAM offset on: what is still to be written at most.
+    fn held_bytes_from(&self, offset_bytes: u64) -> u64 {
+        let chunks = (offset_bytes..self.ram.size_bytes()).step_by(CHUNK_BYTES as usize);
+        let parts = chunks.flat_map(|start| self.ram.parts(start, start + CHUNK_BYTES));
+        parts
+            .map(|(part, _)| match self.held_runs(part) {
+                Ok(runs) => runs.iter().map(|run| run.range.size_bytes()).sum(),
+                Err(_) => part.size_bytes(),
+            })
+            .sum()
+    }
+}
+
+fn write_error<E: Into<io::Error>>(offset_bytes: u64) -> impl Fn(E) -> RamError {
+    move |error| RamError::WriteImage { offset_bytes, source: error.into() }
+}
+
+#[cfg(test)]
+mod tests;
