@@ -59,6 +59,16 @@ impl TscRatio {
         Some(Self { ratio: ratio as u64, fraction_bits: fraction.get() })
     }
 
+    /// The ratio in units of 2^-n, n being [`Self::fraction_bits`].
+    pub const fn raw(self) -> u64 {
+        self.ratio
+    }
+
+    /// Digits behind the binary point; 0 for [`Self::ONE`].
+    pub const fn fraction_bits(self) -> u32 {
+        self.fraction_bits
+    }
+
     /// Guest ticks for a host's TSC value of `host_tsc`, without the offset; modulo 2^64, as in hardware.
     pub const fn scale(self, host_tsc: u64) -> u64 {
         ((host_tsc as u128 * self.ratio as u128) >> self.fraction_bits) as u64
@@ -73,5 +83,62 @@ impl TscRatio {
     /// `KVM_VCPU_TSC_OFFSET` takes it.
     pub const fn offset_for(self, guest_tsc: u64, host_tsc: u64) -> u64 {
         guest_tsc.wrapping_sub(self.scale(host_tsc))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn khz(khz: u32) -> Kilohertz {
+        Kilohertz::new(khz).unwrap()
+    }
+
+    #[test]
+    fn ratios_are_what_the_registers_hold() {
+        let ratio = |fraction| TscRatio::new(khz(3_000_000), khz(2_000_000), fraction).unwrap().raw();
+        assert_eq!(ratio(FractionBits::Amd32), 3 << 31);
+        assert_eq!(ratio(FractionBits::Intel48), 3 << 47);
+        assert_eq!(TscRatio::ONE.scale(u64::MAX), u64::MAX);
+    }
+
+    #[test]
+    fn ratios_that_the_registers_cannot_hold_are_refused() {
+        assert_eq!(TscRatio::new(khz(256), khz(1), FractionBits::Amd32), None);
+        assert!(TscRatio::new(khz(255), khz(1), FractionBits::Amd32).is_some());
+        assert!(TscRatio::new(khz(65_535), khz(1), FractionBits::Intel48).is_some());
+        assert_eq!(TscRatio::new(khz(65_536), khz(1), FractionBits::Intel48), None);
+    }
+
+    proptest! {
+        #[test]
+        fn offsets_put_the_guest_where_it_is_wanted(
+            guest in 1_000u32..10_000_000,
+            host in 1_000_000u32..10_000_000,
+            host_tsc in any::<u64>(),
+            wanted in any::<u64>(),
+        ) {
+            for fraction in [FractionBits::Amd32, FractionBits::Intel48] {
+                let ratio = TscRatio::new(khz(guest), khz(host), fraction).unwrap();
+                prop_assert_eq!(ratio.guest_tsc(host_tsc, ratio.offset_for(wanted, host_tsc)), wanted);
+            }
+        }
+
+        /// Scaling is never ahead of the wanted frequency, and behind by at most 2^-n of the host's ticks and one tick.
+        #[test]
+        fn scaling_has_the_stated_error(
+            guest in 100_000u32..10_000_000,
+            host in 100_000u32..10_000_000,
+            host_tsc in 0u64..1 << 57,
+        ) {
+            for fraction in [FractionBits::Amd32, FractionBits::Intel48] {
+                let ratio = TscRatio::new(khz(guest), khz(host), fraction).unwrap();
+                let exact = u128::from(host_tsc) * u128::from(guest) / u128::from(host);
+                let scaled = u128::from(ratio.scale(host_tsc));
+                prop_assert!(scaled <= exact);
+                prop_assert!(exact - scaled <= (u128::from(host_tsc) >> fraction.get()) + 1);
+            }
+        }
     }
 }

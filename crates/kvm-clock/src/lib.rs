@@ -9,10 +9,15 @@ extern crate alloc;
 extern crate std;
 
 pub mod guest_tsc;
+pub mod page;
 #[cfg(feature = "alloc")]
 pub mod policy;
+pub mod protocol;
+pub mod reader;
+pub mod scale;
 pub mod units;
 
 #[cfg(feature = "alloc")]
 pub use policy::{ClockError, ClockPlan, ClockPolicy, HostReading, SavedClock, TscScaling};
+pub use reader::Reader;
 pub use units::{Hertz, Kilohertz};
