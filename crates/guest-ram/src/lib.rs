@@ -12,6 +12,8 @@
 
 mod discard;
 mod error;
+#[doc(hidden)]
+pub mod fuzzing;
 mod held;
 mod held_pages;
 mod holes;

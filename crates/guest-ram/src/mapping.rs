@@ -125,27 +125,24 @@ impl Mapping {
         self.advise("MADV_DONTDUMP", Advice::LinuxDontDump)
     }
 
-    /// Replaces memory elsewhere by memory like this mapping's, which must be anonymous and never have been touched. Returns the
-    /// number of system calls. After an error, part of the memory may have been replaced, and all of it is mapped.
+    /// Replaces memory elsewhere, no larger than this mapping, by memory like this mapping's, which must be anonymous and
+    /// never have been touched.
     ///
     /// # Safety
     /// The memory at `address` must be guest memory, nobody may rely on its content, and it must not overlap this
     /// mapping.
-    pub(crate) unsafe fn copy_over(&self, address: usize, size_bytes: usize) -> io::Result<u64> {
-        let mut syscalls = 0;
-        for done in (0..size_bytes).step_by(self.size_bytes) {
-            let (to, part_bytes) = ((address + done) as *mut _, self.size_bytes.min(size_bytes - done));
-            let flags = MremapFlags::MAYMOVE | MremapFlags::DONTUNMAP;
-            // SAFETY: MREMAP_DONTUNMAP leaves this mapping in place. What it replaces is guest memory whose content
-            // nobody relies on, as the caller vouches, and stays guest memory.
-            let result = unsafe { mremap_fixed(self.address as *mut _, part_bytes, part_bytes, flags, to) };
-            syscalls += 1;
-            if let Err(error) = result {
-                abort_unless_mapped(to, part_bytes, error);
-                return Err(error.into());
-            }
+    pub(crate) unsafe fn copy_over(&self, address: usize, size_bytes: usize) -> io::Result<()> {
+        assert!(size_bytes <= self.size_bytes);
+        let flags = MremapFlags::MAYMOVE | MremapFlags::DONTUNMAP;
+        let (from, to) = (self.address as *mut _, address as *mut _);
+        // SAFETY: MREMAP_DONTUNMAP leaves this mapping in place. What it replaces is guest memory whose content nobody
+        // relies on, as the caller vouches, and stays guest memory.
+        let result = unsafe { mremap_fixed(from, size_bytes, size_bytes, flags, to) };
+        if let Err(error) = result {
+            abort_unless_mapped(to, size_bytes, error);
+            return Err(error.into());
         }
-        Ok(syscalls)
+        Ok(())
     }
 
     /// Host address of the first byte.

@@ -178,28 +178,44 @@ impl Restored {
                 Verdict::Anonymous => return true,
                 Verdict::Keep => outcome.deferred_bytes += piece.range.size_bytes(),
                 Verdict::Replace => {
-                    // SAFETY: the caller vouches that the piece is guest memory whose content nobody relies on.
-                    match unsafe {
-                        self.templates[piece.region]
-                            .copy_over(piece.address, piece.range.size_bytes() as usize)
-                    } {
-                        Ok(syscalls) => {
-                            runs.remove(piece.range);
-                            outcome.bytes += piece.range.size_bytes();
-                            outcome.ranges += 1;
-                            outcome.syscalls += syscalls;
-                        }
-                        Err(source) => {
-                            let call = "mremap(MREMAP_DONTUNMAP)";
-                            result = Err(RamError::Discard { range: piece.range, call, source });
-                        }
-                    }
+                    // SAFETY: the caller vouches for the piece.
+                    result = unsafe { self.replace_piece(piece, &mut runs, &mut outcome) };
                 }
             }
             false
         });
         self.file_pages.store(runs.pages(), Ordering::Release);
         result.map(|()| outcome)
+    }
+
+    /// Replaces one piece, as much at a time as there is of the template.
+    ///
+    /// # Safety
+    /// As for [`replace`](Self::replace).
+    unsafe fn replace_piece(
+        &self,
+        piece: &Piece<'_>,
+        runs: &mut FileRuns,
+        outcome: &mut DiscardOutcome,
+    ) -> Result<(), RamError> {
+        let template = &self.templates[piece.region];
+        let step_pages = template.size_bytes() as u64 / PAGE_SIZE_BYTES;
+        outcome.ranges += 1;
+        for done in (0..piece.range.pages).step_by(step_pages as usize) {
+            let part =
+                GuestRange::new(Pfn(piece.range.start.0 + done), step_pages.min(piece.range.pages - done));
+            let address = piece.address + (done * PAGE_SIZE_BYTES) as usize;
+            // SAFETY: the part is guest memory whose content nobody relies on, as the caller vouches, and the template
+            // is a mapping of its own.
+            unsafe { template.copy_over(address, part.size_bytes() as usize) }.map_err(|source| {
+                RamError::Discard { range: part, call: "mremap(MREMAP_DONTUNMAP)", source }
+            })?;
+            // At once: whoever asks next must not take the part for the file's if a later one fails.
+            runs.remove(part);
+            outcome.bytes += part.size_bytes();
+            outcome.syscalls += 1;
+        }
+        Ok(())
     }
 
     fn is_anonymous(&self) -> bool {

@@ -10,7 +10,6 @@ use proptest::prelude::*;
 use vm_memory::{Bytes, GuestAddress};
 
 const PAGE: u64 = 4096;
-const MIB: u64 = 1 << 20;
 /// Where memory lies in its file in these tests.
 const FILE_OFFSET: u64 = 3 * PAGE;
 /// First pages and sizes in pages of the regions: two that adjoin, and one far away.

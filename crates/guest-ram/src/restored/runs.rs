@@ -47,6 +47,12 @@ impl FileRuns {
         Self { runs, pages, borders: 0, max_mappings, regions }
     }
 
+    /// Another bound, for tests.
+    #[cfg(test)]
+    pub(crate) fn set_max_mappings(&mut self, max_mappings: u64) {
+        self.max_mappings = max_mappings;
+    }
+
     /// Number of pages that are the file's.
     pub(crate) fn pages(&self) -> u64 {
         self.pages
