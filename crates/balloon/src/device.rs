@@ -299,6 +299,12 @@ impl Balloon {
         }
     }
 
+    /// The queues as they stand, by transport index; empty without a driver.
+    pub fn queue_states(&self) -> Vec<virtio_queue::QueueState> {
+        let active = self.active.as_ref();
+        active.map_or_else(Vec::new, |active| active.queues.queues.iter().map(DeviceQueue::state).collect())
+    }
+
     /// The state for a snapshot. Pages that wait are discarded first; hinting must have been finished.
     pub fn save(&mut self) -> BalloonState {
         self.flush();

@@ -34,6 +34,11 @@ impl DeviceQueue {
         Self { queue, health: Health::Good, completed: false }
     }
 
+    /// Where the device stands in the rings.
+    pub(crate) fn state(&self) -> virtio_queue::QueueState {
+        self.queue.state()
+    }
+
     /// Entries in the queue's rings.
     pub(crate) fn size(&self) -> u16 {
         self.queue.size()
