@@ -9,7 +9,9 @@
 //! | [`acpi`] | the tables that announce devices, vCPUs, NUMA nodes |
 //! | [`cpu`] | CPUID, registers, vCPU threads |
 //! | [`devices`] | buses, serial line, platform registers, virtio over memory-mapped registers |
-//! | [`vm`] | the whole machine: built, run, paused, reset |
+//! | [`clock`] | the guest's clocks over pause, snapshot and restore |
+//! | [`snapshot`] | a virtual machine in a file |
+//! | [`vm`] | the whole machine: built, run, paused, reset, saved, restored |
 //! | [`api`] | the control socket |
 //! | [`seccomp`] | system call filters |
 //! | [`probe`] | whether this machine's KVM can run guests |
@@ -17,6 +19,7 @@
 pub mod acpi;
 pub mod api;
 pub mod boot;
+pub mod clock;
 pub mod config;
 pub mod cpu;
 pub mod devices;
@@ -27,4 +30,5 @@ pub mod layout;
 pub mod probe;
 pub mod seccomp;
 pub mod size;
+pub mod snapshot;
 pub mod vm;

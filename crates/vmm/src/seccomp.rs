@@ -15,6 +15,7 @@ use seccompiler::{
 use thiserror::Error;
 
 use crate::config::Switch;
+use crate::cpu::tsc;
 
 mod handler;
 
@@ -134,10 +135,12 @@ const COMMON: &[c_long] = &[
 /// What gives guest memory back.
 const DISCARD: &[c_long] = &[libc::SYS_fallocate, libc::SYS_process_madvise];
 
-/// What the API thread does beyond that: its socket, and sizes read from /proc.
+/// What the API thread does beyond that: its socket, sizes read from /proc, and the files of snapshots.
 const API: &[c_long] = &[
     libc::SYS_accept4,
     libc::SYS_fstat,
+    libc::SYS_fsync,
+    libc::SYS_ftruncate,
     libc::SYS_getsockopt,
     libc::SYS_lseek,
     libc::SYS_mincore,
@@ -148,6 +151,9 @@ const API: &[c_long] = &[
     libc::SYS_shutdown,
     libc::SYS_statx,
     libc::SYS_pread64,
+    libc::SYS_pwrite64,
+    libc::SYS_rename,
+    libc::SYS_unlink,
 ];
 
 /// What a disk and the entropy device do.
@@ -194,10 +200,14 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
     let not_executable = || masked(2, libc::PROT_EXEC as u64, 0);
     rules.insert(libc::SYS_mmap, vec![not_executable()?]);
     rules.insert(libc::SYS_mprotect, vec![not_executable()?]);
-    // Files are opened for reading only.
+    // Files are opened for reading only; the API thread, which no guest talks to, also makes new files for snapshots.
     if matches!(kind, ThreadKind::Api | ThreadKind::Main) {
-        let writable = (libc::O_ACCMODE | libc::O_CREAT | libc::O_TRUNC) as u64;
-        rules.insert(libc::SYS_openat, vec![masked(2, writable, libc::O_RDONLY as u64)?]);
+        let writable = (libc::O_ACCMODE | libc::O_CREAT | libc::O_EXCL | libc::O_TRUNC) as u64;
+        let mut opens = vec![masked(2, writable, libc::O_RDONLY as u64)?];
+        if kind == ThreadKind::Api {
+            opens.push(masked(2, writable, (libc::O_WRONLY | libc::O_CREAT | libc::O_EXCL) as u64)?);
+        }
+        rules.insert(libc::SYS_openat, opens);
     }
     let requests = ioctls(kind).iter().map(|&request| equal(1, request)).collect::<Result<Vec<_>, _>>()?;
     rules.insert(libc::SYS_ioctl, requests);
@@ -230,8 +240,17 @@ const KVM_GET_REGS: u64 = kvm(READ, 0x81, size_of::<kvm_bindings::kvm_regs>() as
 const KVM_SET_REGS: u64 = kvm(WRITE, 0x82, size_of::<kvm_bindings::kvm_regs>() as u64);
 const KVM_GET_SREGS: u64 = kvm(READ, 0x83, size_of::<kvm_bindings::kvm_sregs>() as u64);
 const KVM_SET_SREGS: u64 = kvm(WRITE, 0x84, size_of::<kvm_bindings::kvm_sregs>() as u64);
+const KVM_GET_MSRS: u64 = kvm(READ | WRITE, 0x88, 8);
+const KVM_GET_MP_STATE: u64 = kvm(READ, 0x98, size_of::<kvm_bindings::kvm_mp_state>() as u64);
+const KVM_GET_VCPU_EVENTS: u64 = kvm(READ, 0x9f, size_of::<kvm_bindings::kvm_vcpu_events>() as u64);
+const KVM_GET_DEBUGREGS: u64 = kvm(READ, 0xa1, size_of::<kvm_bindings::kvm_debugregs>() as u64);
+const KVM_GET_XSAVE: u64 = kvm(READ, 0xa4, size_of::<kvm_bindings::kvm_xsave>() as u64);
+const KVM_SET_XSAVE: u64 = kvm(WRITE, 0xa5, size_of::<kvm_bindings::kvm_xsave>() as u64);
+const KVM_GET_XCRS: u64 = kvm(READ, 0xa6, size_of::<kvm_bindings::kvm_xcrs>() as u64);
+const KVM_GET_IRQCHIP: u64 = kvm(READ | WRITE, 0x62, size_of::<kvm_bindings::kvm_irqchip>() as u64);
+const KVM_GET_PIT2: u64 = kvm(READ, 0x9f, size_of::<kvm_bindings::kvm_pit_state2>() as u64);
+const KVM_GET_CLOCK: u64 = kvm(READ, 0x7c, size_of::<kvm_bindings::kvm_clock_data>() as u64);
 const KVM_SET_MSRS: u64 = kvm(WRITE, 0x89, 8);
-const KVM_SET_FPU: u64 = kvm(WRITE, 0x8d, size_of::<kvm_bindings::kvm_fpu>() as u64);
 const KVM_GET_LAPIC: u64 = kvm(READ, 0x8e, size_of::<kvm_bindings::kvm_lapic_state>() as u64);
 const KVM_SET_LAPIC: u64 = kvm(WRITE, 0x8f, size_of::<kvm_bindings::kvm_lapic_state>() as u64);
 const KVM_SET_MP_STATE: u64 = kvm(WRITE, 0x99, size_of::<kvm_bindings::kvm_mp_state>() as u64);
@@ -255,18 +274,27 @@ fn ioctls(kind: ThreadKind) -> &'static [u64] {
             KVM_SET_REGS,
             KVM_GET_SREGS,
             KVM_SET_SREGS,
+            KVM_GET_MSRS,
             KVM_SET_MSRS,
-            KVM_SET_FPU,
+            KVM_GET_XSAVE,
+            KVM_SET_XSAVE,
             KVM_GET_LAPIC,
             KVM_SET_LAPIC,
+            KVM_GET_MP_STATE,
             KVM_SET_MP_STATE,
+            KVM_GET_VCPU_EVENTS,
             KVM_SET_VCPU_EVENTS,
+            KVM_GET_DEBUGREGS,
             KVM_SET_DEBUGREGS,
+            KVM_GET_XCRS,
             KVM_SET_XCRS,
+            tsc::KVM_SET_DEVICE_ATTR,
+            tsc::KVM_GET_DEVICE_ATTR,
         ],
         ThreadKind::Main => &[
             KVM_SET_IRQCHIP,
             KVM_SET_PIT2,
+            KVM_GET_CLOCK,
             KVM_SET_CLOCK,
             libc::TCGETS,
             libc::TCSETS,
@@ -277,7 +305,9 @@ fn ioctls(kind: ThreadKind) -> &'static [u64] {
             libc::TCSETS2,
             PAGEMAP_SCAN,
         ],
-        ThreadKind::Api => &[libc::FIONBIO, PAGEMAP_SCAN],
+        ThreadKind::Api => {
+            &[libc::FIONBIO, PAGEMAP_SCAN, KVM_GET_IRQCHIP, KVM_GET_PIT2, KVM_GET_CLOCK, KVM_SET_CLOCK]
+        }
         // Never issued; a list must not be empty, or every request would pass.
         ThreadKind::Device => &[libc::FIONBIO],
     }

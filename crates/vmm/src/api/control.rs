@@ -4,8 +4,10 @@
 //! those of the JSON documents, which `docs/openapi.json` describes.
 
 use std::borrow::Cow;
+use std::path::Path;
 use std::time::Duration;
 
+use ebb_guest_ram::Backing;
 use serde::{Deserialize, Serialize};
 
 /// The virtual machine as the API sees it.
@@ -29,6 +31,10 @@ pub trait VmControl: Send + Sync {
     /// Gives back guest memory that holds nothing but zeros. A running machine is stopped for it, a few milliseconds at a
     /// time. It works for about a second; the next call goes on where this one ended.
     fn trim(&self) -> Result<TrimReport, ControlError>;
+
+    /// Writes the machine to the file `path`, which must be absolute. A running machine is stopped meanwhile. On any error the
+    /// machine is as before, and there is no file of that name that was not there before.
+    fn snapshot(&self, path: &Path) -> Result<SnapshotReport, ControlError>;
 
     /// Asks the monitor to end the machine at once, like pulling the plug. It must return without waiting for the end:
     /// the reply is sent afterwards, at the latest when the [`ApiServer`](super::ApiServer) is dropped.
@@ -99,6 +105,16 @@ pub enum VmState {
     Paused,
     /// The guest has ended or is being ended; the monitor is about to exit.
     Stopping,
+}
+
+impl From<Backing> for RamBacking {
+    fn from(backing: Backing) -> Self {
+        match backing {
+            Backing::Anonymous => Self::Anon,
+            Backing::Memfd => Self::Memfd,
+            Backing::Hugetlb2M => Self::Hugetlb,
+        }
+    }
 }
 
 /// What guest memory is made of.
@@ -354,6 +370,23 @@ impl From<StatisticsReading> for StatisticsDocument {
         let age_ms = reading.age.map(|age| u64::try_from(age.as_millis()).unwrap_or(u64::MAX));
         Self { age_ms, statistics: reading.values }
     }
+}
+
+/// `PUT /vm/snapshot`: what was written.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SnapshotReport {
+    /// The file.
+    pub path: String,
+    /// Its size in bytes, holes included.
+    pub file_bytes: u64,
+    /// What it takes of its disk, in bytes.
+    pub stored_bytes: u64,
+    /// Guest memory in it, in bytes: pages that are not all zero.
+    pub ram_bytes: u64,
+    /// How long it took, in milliseconds.
+    pub elapsed_ms: u64,
+    /// How long a running machine was stopped for it, in milliseconds.
+    pub paused_ms: u64,
 }
 
 /// Counters for `GET /metrics`.

@@ -52,6 +52,7 @@ fn try_execute(operation: Operation, vm: &dyn VmControl) -> Result<Outcome, Prob
             Reply::json(Status::Accepted, &vm.info())
         }
         Operation::Trim => Reply::json(Status::Ok, &vm.trim()?),
+        Operation::Snapshot { path } => Reply::json(Status::Ok, &vm.snapshot(&path)?),
         Operation::Kill => {
             vm.kill()?;
             Reply::json(Status::Accepted, &vm.info())

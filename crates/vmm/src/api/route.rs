@@ -1,6 +1,7 @@
 //! What a request asks for: a pure function from [`Request`] to [`Operation`].
 
 use std::fmt;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
@@ -13,7 +14,7 @@ use super::reply::{Problem, Status};
 pub const MAX_STATISTICS_INTERVAL_SECONDS: u64 = 24 * 60 * 60;
 
 /// Everything the API can do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Operation {
     /// `GET /openapi.json`
     OpenApi,
@@ -27,6 +28,11 @@ pub enum Operation {
     PowerButton,
     /// `PUT /vm/trim`
     Trim,
+    /// `PUT /vm/snapshot`
+    Snapshot {
+        /// The file to write.
+        path: PathBuf,
+    },
     /// `PUT /vm/kill`
     Kill,
     /// `GET /balloon`
@@ -86,13 +92,14 @@ const fn route_to(method: Method, path: &'static str, build: Build) -> Route {
 }
 
 /// Everything that is served.
-pub const ROUTES: [Route; 12] = [
+pub const ROUTES: [Route; 13] = [
     route_to(Method::Get, "/openapi.json", |request| plain(request, Operation::OpenApi)),
     route_to(Method::Get, "/vm", |request| plain(request, Operation::VmInfo)),
     route_to(Method::Put, "/vm/pause", |request| plain(request, Operation::Pause)),
     route_to(Method::Put, "/vm/resume", |request| plain(request, Operation::Resume)),
     route_to(Method::Put, "/vm/power-button", |request| plain(request, Operation::PowerButton)),
     route_to(Method::Put, "/vm/trim", |request| plain(request, Operation::Trim)),
+    route_to(Method::Put, "/vm/snapshot", snapshot),
     route_to(Method::Put, "/vm/kill", |request| plain(request, Operation::Kill)),
     route_to(Method::Get, "/balloon", |request| plain(request, Operation::Balloon)),
     route_to(Method::Put, "/balloon", set_balloon),
@@ -141,6 +148,12 @@ fn expect_no_fields(request: &Request<'_>) -> Result<(), Problem> {
         return Err(Problem::new(Status::BadRequest, message).with_remedy("use PUT to change something"));
     }
     Fields::of_body(request, &[]).map(|_| ())
+}
+
+fn snapshot(request: &Request<'_>) -> Result<Operation, Problem> {
+    Parameters::of_query(request, &[])?;
+    let path = Fields::of_body(request, &["path"])?.path("path")?;
+    Ok(Operation::Snapshot { path })
 }
 
 fn set_balloon(request: &Request<'_>) -> Result<Operation, Problem> {
@@ -243,6 +256,24 @@ impl Fields {
         Ok(fields)
     }
 
+    /// The required absolute path `name`.
+    fn path(&self, name: &'static str) -> Result<PathBuf, Problem> {
+        let problem = |message: String| {
+            Problem::new(Status::UnprocessableContent, message)
+                .with_field(name)
+                .with_remedy("send the path of a file of the monitor's machine, from the root on")
+        };
+        let Some((_, value)) = self.0.iter().find(|(key, _)| key == name) else {
+            return Err(problem(format!("the field '{name}' is missing")));
+        };
+        match value.as_str() {
+            Some(text) if text.starts_with('/') && !text.contains('\0') => Ok(PathBuf::from(text)),
+            _ => {
+                Err(problem(format!("the field '{name}' is {}, which is no absolute path", describe(value))))
+            }
+        }
+    }
+
     /// The required whole number `name`, from 0 to `maximum`, in `unit`.
     fn integer(&self, name: &'static str, unit: &str, maximum: u64) -> Result<u64, Problem> {
         let problem = |message: String| Problem::new(Status::UnprocessableContent, message).with_field(name);
@@ -326,6 +357,7 @@ mod tests {
             ("PUT", "/vm/resume", "{}", Operation::Resume),
             ("PUT", "/vm/power-button", " { } ", Operation::PowerButton),
             ("PUT", "/vm/trim", "", Operation::Trim),
+            ("PUT", "/vm/snapshot", r#"{"path": "/a b/c"}"#, Operation::Snapshot { path: "/a b/c".into() }),
             ("PUT", "/vm/kill", "\n", Operation::Kill),
             ("GET", "/balloon", "", Operation::Balloon),
             ("PUT", "/balloon", r#"{"target_bytes": 4096}"#, Operation::SetBalloon { target_bytes: 4096 }),
@@ -402,6 +434,11 @@ mod tests {
         assert!(message.contains("86401"), "{message}");
         assert_eq!(refused("PUT", "/vm/pause", r#"{"force": true}"#).0, 422);
         assert_eq!(refused("GET", "/balloon", r#"{"target_bytes": 4096}"#).0, 400);
+        for path in ["1", "null", "\"\"", "\"vm.snapshot\"", "\"./x\"", "\"/a\\u0000b\""] {
+            let (code, message) = refused("PUT", "/vm/snapshot", &format!("{{\"path\": {path}}}"));
+            assert_eq!(code, 422, "{path}: {message}");
+        }
+        assert_eq!(refused("PUT", "/vm/snapshot", "").0, 400);
         let deep = "[".repeat(10_000);
         assert_eq!(refused("PUT", "/balloon", &format!("{{\"target_bytes\": {deep}")).0, 400);
     }

@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use ebb_guest_ram::{Backing, HugePages, Populate};
+use ebb_kvm_clock::ClockPolicy;
 use thiserror::Error;
 
 use crate::size::ByteSize;
@@ -67,6 +68,8 @@ pub struct VmConfig {
     pub seccomp: Switch,
     /// What a reboot of the guest does.
     pub on_reboot: RebootAction,
+    /// What the guest's clocks do while it is paused or lies in a snapshot.
+    pub clock: ClockPolicy,
 }
 
 /// On or off.

@@ -17,6 +17,7 @@ fn config(memory: &str, cpus: u8, numa: &[&str]) -> VmConfig {
         api: None,
         seccomp: Switch::On,
         on_reboot: RebootAction::Reset,
+        clock: ClockPolicy::Continue,
     }
 }
 

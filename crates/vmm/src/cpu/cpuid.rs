@@ -39,26 +39,40 @@ pub enum DeadlineTimer {
     Missing,
 }
 
-/// CPUID for vCPU `index` of `count`: every vCPU is one core of one package, its APIC id is its index.
+/// What guests get of the processor that KVM supports, apart from the vCPU's place in it.
 ///
 /// The KVM leaves at 0x40000000 (kvmclock among them) pass as KVM offers them. Performance counters and nested
 /// virtualization are taken out: both cost exits or memory in guests that never use them.
-pub fn for_vcpu(supported: &CpuId, index: u8, count: u8, deadline: DeadlineTimer) -> CpuId {
+pub fn offered(supported: &CpuId, deadline: DeadlineTimer) -> CpuId {
     let mut cpuid = supported.clone();
     for entry in cpuid.as_mut_slice() {
         match entry.function {
             LEAF_FEATURES => {
-                entry.ebx = (entry.ebx & 0x0000_ffff) | (u32::from(count) << 16) | (u32::from(index) << 24);
                 entry.ecx = (entry.ecx | X2APIC | HYPERVISOR) & !VMX;
                 if deadline == DeadlineTimer::Available {
                     entry.ecx |= TSC_DEADLINE;
                 }
+            }
+            LEAF_PERFORMANCE | LEAF_AMD_PERFORMANCE => clear(entry),
+            LEAF_AMD_FEATURES => entry.ecx &= !(SVM | AMD_PERFORMANCE | AMD_TOPOLOGY),
+            _ => {}
+        }
+    }
+    cpuid
+}
+
+/// CPUID for vCPU `index` of `count`, out of [`offered`] or of what another vCPU got: every vCPU is one core of one package,
+/// its APIC id is its index.
+pub fn for_vcpu(offered: &CpuId, index: u8, count: u8) -> CpuId {
+    let mut cpuid = offered.clone();
+    for entry in cpuid.as_mut_slice() {
+        match entry.function {
+            LEAF_FEATURES => {
+                entry.ebx = (entry.ebx & 0x0000_ffff) | (u32::from(count) << 16) | (u32::from(index) << 24);
                 entry.edx = if count > 1 { entry.edx | HTT } else { entry.edx & !HTT };
             }
             LEAF_CACHE_INTEL | LEAF_AMD_CACHE => set_cache_sharing(entry, count),
-            LEAF_PERFORMANCE | LEAF_AMD_PERFORMANCE => clear(entry),
             LEAF_TOPOLOGY | LEAF_TOPOLOGY_V2 => set_topology(entry, index, count),
-            LEAF_AMD_FEATURES => entry.ecx &= !(SVM | AMD_PERFORMANCE | AMD_TOPOLOGY),
             LEAF_AMD_CAPACITY => {
                 // ECX 7:0 is the number of threads in the package less one, 15:12 the width of its APIC ids.
                 entry.ecx = (u32::from(count) - 1) | (apic_id_bits(count) << 12);
@@ -146,7 +160,7 @@ mod tests {
     #[test]
     fn each_vcpu_has_its_own_apic_id() {
         for index in 0..4 {
-            let cpuid = for_vcpu(&supported(), index, 4, DeadlineTimer::Available);
+            let cpuid = for_vcpu(&offered(&supported(), DeadlineTimer::Available), index, 4);
             let features = leaf(&cpuid, 1, 0);
             assert_eq!(features.ebx >> 24, u32::from(index));
             assert_eq!((features.ebx >> 16) & 0xff, 4);
@@ -158,7 +172,7 @@ mod tests {
 
     #[test]
     fn nested_virtualization_and_counters_are_hidden_and_kvm_leaves_kept() {
-        let cpuid = for_vcpu(&supported(), 0, 1, DeadlineTimer::Missing);
+        let cpuid = for_vcpu(&offered(&supported(), DeadlineTimer::Missing), 0, 1);
         let features = leaf(&cpuid, 1, 0);
         assert_eq!(features.ecx & VMX, 0);
         assert_eq!(features.ecx & (HYPERVISOR | X2APIC), HYPERVISOR | X2APIC);
@@ -170,8 +184,17 @@ mod tests {
     }
 
     #[test]
+    fn any_vcpus_answers_serve_to_make_the_others() {
+        let offered = offered(&supported(), DeadlineTimer::Available);
+        let first = for_vcpu(&offered, 0, 4);
+        for index in 0..4 {
+            assert_eq!(for_vcpu(&first, index, 4).as_slice(), for_vcpu(&offered, index, 4).as_slice());
+        }
+    }
+
+    #[test]
     fn caches_are_shared_from_level_three() {
-        let cpuid = for_vcpu(&supported(), 0, 4, DeadlineTimer::Available);
+        let cpuid = for_vcpu(&offered(&supported(), DeadlineTimer::Available), 0, 4);
         assert_eq!((leaf(&cpuid, 4, 0).eax >> 14) & 0xfff, 0);
         assert_eq!((leaf(&cpuid, 4, 3).eax >> 14) & 0xfff, 3);
     }

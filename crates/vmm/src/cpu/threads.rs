@@ -51,7 +51,7 @@ enum Goal {
     Stop,
 }
 
-type Job = Arc<dyn Fn(&Vcpu) -> Result<(), CpuError> + Send + Sync>;
+type Job = Arc<dyn Fn(&mut Vcpu) -> Result<(), CpuError> + Send + Sync>;
 
 struct Shared {
     state: Mutex<State>,
@@ -122,7 +122,12 @@ impl VcpuThreads {
         Ok(result)
     }
 
-    /// Stops all vCPUs; when it returns, none runs guest code.
+    /// Number of vCPUs.
+    pub fn count(&self) -> usize {
+        self.threads.len()
+    }
+
+    /// Stops all vCPUs; when it returns, none runs guest code, and none is in the middle of an access to a device.
     pub fn pause(&self) {
         self.set_goal(Goal::Pause);
         self.wait_until_parked();
@@ -136,7 +141,7 @@ impl VcpuThreads {
     /// Runs `job` on each vCPU's own thread. The vCPUs must be paused.
     pub fn on_each(
         &self,
-        job: impl Fn(&Vcpu) -> Result<(), CpuError> + Send + Sync + 'static,
+        job: impl Fn(&mut Vcpu) -> Result<(), CpuError> + Send + Sync + 'static,
     ) -> Result<(), CpuError> {
         let mut state = lock(&self.shared);
         state.job_generation += 1;
@@ -149,6 +154,23 @@ impl VcpuThreads {
         }
         state.job = None;
         state.job_error.take().map_or(Ok(()), Err)
+    }
+
+    /// As [`on_each`](Self::on_each), for jobs with a result; the results come in the order of the vCPUs.
+    pub fn collect<T: Send + 'static>(
+        &self,
+        job: impl Fn(&mut Vcpu) -> Result<T, CpuError> + Send + Sync + 'static,
+    ) -> Result<Vec<T>, CpuError> {
+        let results: Arc<Mutex<Vec<(u8, T)>>> = Arc::default();
+        let sink = results.clone();
+        self.on_each(move |vcpu| {
+            let result = job(vcpu)?;
+            sink.lock().unwrap_or_else(PoisonError::into_inner).push((vcpu.index, result));
+            Ok(())
+        })?;
+        let mut results = std::mem::take(&mut *results.lock().unwrap_or_else(PoisonError::into_inner));
+        results.sort_by_key(|(index, _)| *index);
+        Ok(results.into_iter().map(|(_, result)| result).collect())
     }
 
     fn set_goal(&self, goal: Goal) {
@@ -210,7 +232,7 @@ enum Next {
 }
 
 /// Waits while the goal is to pause, and does the jobs that come meanwhile.
-fn wait_for_goal(shared: &Shared, vcpu: &Vcpu, done: &mut u64) -> Next {
+fn wait_for_goal(shared: &Shared, vcpu: &mut Vcpu, done: &mut u64) -> Next {
     let mut state = lock(shared);
     if state.goal == Goal::Run {
         return Next::Run;
@@ -259,18 +281,29 @@ fn park_after(shared: &Shared, exit: GuestExit) {
 
 fn run(shared: &Shared, buses: &Buses, vcpu: &mut Vcpu) {
     let mut done = 0;
+    // KVM finishes an access to a device only when it is entered again: until then, the vCPU's registers are those of an
+    // instruction half done, and must not be saved.
+    let mut unfinished = false;
     let index = vcpu.index;
     let count = |counter: &AtomicU64| {
         counter.fetch_add(1, Ordering::Relaxed);
     };
     loop {
-        if wait_for_goal(shared, vcpu, &mut done) == Next::End {
+        if unfinished && lock(shared).goal != Goal::Run {
+            // Comes back before it runs anything of the guest, with EINTR or with the instruction's next access.
+            vcpu.fd.set_kvm_immediate_exit(1);
+        } else if wait_for_goal(shared, vcpu, &mut done) == Next::End {
             // The count was raised by `wait_for_goal`; the caller raises it for a thread that ends.
             lock(shared).parked -= 1;
             return;
         }
         let kvm_error = |message: String| GuestExit::Kvm { message: format!("vCPU {index}: {message}") };
-        match vcpu.fd.run() {
+        let exit = vcpu.fd.run();
+        unfinished = matches!(
+            exit,
+            Ok(VcpuExit::IoIn(..) | VcpuExit::IoOut(..) | VcpuExit::MmioRead(..) | VcpuExit::MmioWrite(..))
+        );
+        match exit {
             Ok(VcpuExit::IoIn(port, data)) => {
                 count(&shared.counters.port_in);
                 buses.ports.read(u64::from(port), data);

@@ -22,6 +22,17 @@ impl AcpiRegisters {
         Self { exit, interrupt, events: 0 }
     }
 
+    /// Events that the guest has not asked for yet, for snapshots.
+    pub fn pending_events(&self) -> u8 {
+        self.events
+    }
+
+    /// Takes saved events, and interrupts the guest if there are any.
+    pub fn restore(&mut self, events: u8) -> std::io::Result<()> {
+        self.events = events & acpi::EVENT_POWER_BUTTON;
+        if self.events == 0 { Ok(()) } else { self.interrupt.write(1) }
+    }
+
     /// Presses the power button. The guest decides what it does; Linux needs its `button` module to notice.
     pub fn press_power_button(&mut self) -> std::io::Result<()> {
         self.events |= acpi::EVENT_POWER_BUTTON;

@@ -2,8 +2,9 @@
 
 use std::io;
 
+use serde::{Deserialize, Serialize};
 use vm_superio::Trigger;
-use vm_superio::serial::SerialEvents;
+use vm_superio::serial::{SerialEvents, SerialState};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::bus::ExclusiveDevice;
@@ -34,6 +35,29 @@ impl SerialEvents for InputRead {
     }
 }
 
+/// The line's registers and the input that the guest has not read, for snapshots. Output has been written.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SavedSerial {
+    /// Divisor latch: low and high byte.
+    pub divisor: [u8; 2],
+    /// Interrupt enable register.
+    pub interrupt_enable: u8,
+    /// Interrupt identification register.
+    pub interrupt_identification: u8,
+    /// Line control register.
+    pub line_control: u8,
+    /// Line status register.
+    pub line_status: u8,
+    /// Modem control register.
+    pub modem_control: u8,
+    /// Modem status register.
+    pub modem_status: u8,
+    /// Scratch register.
+    pub scratch: u8,
+    /// Bytes that wait in the receiver.
+    pub input: Vec<u8>,
+}
+
 /// The serial line as a device.
 pub struct Serial {
     line: vm_superio::Serial<SerialInterrupt, InputRead, ConsoleOutput>,
@@ -44,6 +68,60 @@ impl Serial {
     pub fn new(interrupt: EventFd, input_read: EventFd, output: ConsoleOutput) -> Self {
         let line = vm_superio::Serial::with_events(SerialInterrupt(interrupt), InputRead(input_read), output);
         Self { line }
+    }
+
+    /// A line in a saved state.
+    ///
+    /// # Errors
+    /// What does not fit.
+    pub fn restore(
+        saved: &SavedSerial,
+        interrupt: EventFd,
+        input_read: EventFd,
+        output: ConsoleOutput,
+    ) -> Result<Self, String> {
+        let state = SerialState {
+            baud_divisor_low: saved.divisor[0],
+            baud_divisor_high: saved.divisor[1],
+            interrupt_enable: saved.interrupt_enable,
+            interrupt_identification: saved.interrupt_identification,
+            line_control: saved.line_control,
+            line_status: saved.line_status,
+            modem_control: saved.modem_control,
+            modem_status: saved.modem_status,
+            scratch: saved.scratch,
+            in_buffer: saved.input.clone(),
+        };
+        let (trigger, events) = (SerialInterrupt(interrupt), InputRead(input_read));
+        let line = vm_superio::Serial::from_state(&state, trigger, events, output)
+            .map_err(|error| error.to_string())?;
+        Ok(Self { line })
+    }
+
+    /// The state for a snapshot.
+    pub fn save(&self) -> SavedSerial {
+        let state = self.line.state();
+        SavedSerial {
+            divisor: [state.baud_divisor_low, state.baud_divisor_high],
+            interrupt_enable: state.interrupt_enable,
+            interrupt_identification: state.interrupt_identification,
+            line_control: state.line_control,
+            line_status: state.line_status,
+            modem_control: state.modem_control,
+            modem_status: state.modem_status,
+            scratch: state.scratch,
+            input: state.in_buffer,
+        }
+    }
+
+    /// Raises the interrupt if one is pending: it may have been on its way when the interrupt controllers were saved.
+    pub fn interrupt_again(&self) {
+        /// Transmitter empty and received data, in the identification register.
+        const CAUSES: u8 = 0b110;
+        if self.line.state().interrupt_identification & CAUSES != 0 {
+            // A counter that is full has raised it already.
+            let _ = self.line.interrupt_evt().trigger();
+        }
     }
 
     /// Bytes of input the guest can take at present.

@@ -1,33 +1,37 @@
-//! Builds a virtual machine out of its configuration.
+//! Builds a virtual machine out of its configuration or of a snapshot.
 
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use ebb_guest_ram::{GuestRam, RegionSpec};
-use kvm_bindings::{KVM_PIT_SPEAKER_DUMMY, kvm_pit_config, kvm_userspace_memory_region};
+use kvm_bindings::{CpuId, KVM_PIT_SPEAKER_DUMMY, kvm_pit_config, kvm_userspace_memory_region};
 use kvm_ioctls::{Cap, IoEventAddress, Kvm, VmFd};
 use vm_memory::{GuestAddress, GuestMemoryMmap};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use super::{InterruptControllers, ResetHook, Vm, VmError, lock};
+use super::{Vm, VmError, interrupts};
 use crate::acpi::{MmioDevice, NumaNode, Platform};
 use crate::api::control::VmState;
 use crate::boot::BootImage;
-use crate::config::VmConfig;
-use crate::cpu::Vcpu;
+use crate::clock::{GuestClockError, TscFrequencies};
+use crate::config::{RebootAction, VmConfig};
 use crate::cpu::threads::{Buses, ExitCounters, VcpuThreads};
+use crate::cpu::{self, Vcpu};
 use crate::devices::console::ConsoleOutput;
 use crate::devices::platform::{AcpiRegisters, KeyboardReset, PanicNotifier};
-use crate::devices::serial::Serial;
+use crate::devices::serial::{SavedSerial, Serial};
 use crate::devices::virtio::VirtioDevice;
 use crate::devices::virtio::balloon::BalloonDevice;
 use crate::devices::virtio::block::Block;
-use crate::devices::virtio::mmio::{MmioTransport, MmioWindow, Wires};
+use crate::devices::virtio::mmio::{ManagedDevice, MmioTransport, MmioWindow, Wires};
 use crate::devices::virtio::rng::Rng;
 use crate::devices::virtio::worker::Worker;
 use crate::exit::ExitSignal;
 use crate::layout;
 use crate::seccomp::Filters;
+use crate::snapshot::file::RAM_OFFSET_BYTES;
+use crate::snapshot::processor::Processor;
+use crate::snapshot::{MachineState, SnapshotError, SnapshotFile};
 
 /// What the event loop needs besides the machine itself.
 pub(super) struct Built {
@@ -45,21 +49,23 @@ struct Assembly<'a> {
     buses: Buses,
     devices: Vec<MmioDevice>,
     workers: Vec<Worker>,
-    reset_hooks: Vec<ResetHook>,
+    managed: Vec<Arc<Mutex<dyn ManagedDevice>>>,
 }
 
-pub(super) fn build(config: VmConfig, filters: &Filters) -> Result<Built, VmError> {
+/// Builds a machine that starts its kernel, or one that goes on from a snapshot.
+pub(super) fn build(
+    config: VmConfig,
+    snapshot: Option<SnapshotFile>,
+    filters: &Filters,
+) -> Result<Built, VmError> {
     config.validate()?;
     // What costs nothing is tried first: files, then KVM, then memory.
-    let image = BootImage::open(&config.kernel, config.initrd.as_deref(), &config.cmdline)?;
+    let image = open_image(&config, snapshot.is_some())?;
     let kvm = open_kvm()?;
+    let saved = snapshot.as_ref().map(|snapshot| &snapshot.state);
+    let cpuid = processor(&kvm, config.cpus, saved)?;
     let vm_fd = create_vm(&kvm)?;
-    let ram = Arc::new(GuestRam::new(
-        &regions(&config),
-        config.memory.backing,
-        config.memory.huge_pages,
-        config.memory.populate,
-    )?);
+    let ram = Arc::new(guest_ram(&config, snapshot.as_ref())?);
     register_memory(&vm_fd, &ram)?;
 
     let exit = Arc::new(ExitSignal::new().map_err(VmError::host("create an event"))?);
@@ -71,10 +77,10 @@ pub(super) fn build(config: VmConfig, filters: &Filters) -> Result<Built, VmErro
         buses: Buses::default(),
         devices: Vec::new(),
         workers: Vec::new(),
-        reset_hooks: Vec::new(),
+        managed: Vec::new(),
     };
     let input_read = event()?;
-    let serial = assembly.add_serial(&config, &input_read)?;
+    let serial = assembly.add_serial(&config, &input_read, saved.map(|saved| &saved.serial))?;
     let acpi = assembly.add_platform()?;
     let balloon = match &config.balloon {
         None => None,
@@ -87,10 +93,11 @@ pub(super) fn build(config: VmConfig, filters: &Filters) -> Result<Built, VmErro
     if config.rng.is_on() {
         assembly.add_virtio("rng", Rng::new(ram.memory().clone()))?;
     }
-    let Assembly { buses, devices, workers, reset_hooks, .. } = assembly;
+    let Assembly { buses, devices, workers, managed, .. } = assembly;
 
-    let vcpus = Vcpu::create_all(&kvm, &vm_fd, config.cpus)?;
-    let interrupt_controllers = InterruptControllers::capture(&vm_fd)?;
+    let vcpus = Vcpu::create_all(&vm_fd, &cpuid, config.cpus)?;
+    let tsc = set_tsc_frequency(&kvm, &vcpus, &Processor::of(&cpuid).vendor(), saved)?;
+    let interrupt_controllers = interrupts::capture(&vm_fd)?;
     let counters = Arc::new(ExitCounters::default());
     let vcpus = VcpuThreads::spawn(vcpus, &Arc::new(buses), &exit, &counters, filters)
         .map_err(VmError::host("start the vCPU threads"))?;
@@ -101,10 +108,14 @@ pub(super) fn build(config: VmConfig, filters: &Filters) -> Result<Built, VmErro
         kvm: vm_fd,
         interrupt_controllers,
         platform,
-        image: Mutex::new(image),
+        image: image.map(Mutex::new),
         balloon,
         workers,
-        reset_hooks,
+        devices: managed,
+        cpuid,
+        msrs: cpu::saved_msrs(&kvm)?.into(),
+        tsc,
+        frozen: Mutex::new(None),
         serial,
         acpi,
         exit,
@@ -114,8 +125,69 @@ pub(super) fn build(config: VmConfig, filters: &Filters) -> Result<Built, VmErro
         started: Instant::now(),
         trim_cursor: Mutex::new(0),
     };
-    vm.load_and_enter()?;
+    match snapshot {
+        None => vm.load_and_enter()?,
+        Some(snapshot) => vm.restore(snapshot.state)?,
+    }
     Ok(Built { vm, input_read })
+}
+
+/// The files that the guest starts from. A machine out of a snapshot needs them for a reboot only.
+fn open_image(config: &VmConfig, restored: bool) -> Result<Option<BootImage>, VmError> {
+    let open = || BootImage::open(&config.kernel, config.initrd.as_deref(), &config.cmdline);
+    if !restored {
+        return Ok(Some(open()?));
+    }
+    match config.on_reboot {
+        RebootAction::Exit => Ok(None),
+        RebootAction::Reset => open().map(Some).map_err(VmError::RebootImage),
+    }
+}
+
+/// The processor for the guest: this host's, or the one that the guest in the snapshot knows, if this host can be that.
+fn processor(kvm: &Kvm, cpus: u8, saved: Option<&MachineState>) -> Result<CpuId, VmError> {
+    let host = cpu::host_cpuid(kvm, cpus)?;
+    let Some(saved) = saved.map(|saved| &saved.processor) else { return Ok(host) };
+    let host = Processor::of(&host);
+    if saved.vendor() != host.vendor() {
+        return Err(SnapshotError::Vendor { saved: saved.vendor(), host: host.vendor() }.into());
+    }
+    let missing = saved.missing_in(&host);
+    if !missing.is_empty() {
+        return Err(SnapshotError::Processor { missing: missing.join(", ") }.into());
+    }
+    saved.to_cpuid().ok_or_else(|| {
+        let missing = format!("{} CPUID leaves", saved.cpuid.len());
+        SnapshotError::Processor { missing }.into()
+    })
+}
+
+fn guest_ram(config: &VmConfig, snapshot: Option<&SnapshotFile>) -> Result<GuestRam, VmError> {
+    let (regions, memory) = (regions(config), &config.memory);
+    let Some(snapshot) = snapshot else {
+        return Ok(GuestRam::new(&regions, memory.backing, memory.huge_pages, memory.populate)?);
+    };
+    let file = snapshot.file.try_clone().map_err(VmError::host("duplicate the snapshot's descriptor"))?;
+    Ok(GuestRam::restore(&regions, memory.huge_pages, file, RAM_OFFSET_BYTES, &snapshot.state.ram)?)
+}
+
+fn set_tsc_frequency(
+    kvm: &Kvm,
+    vcpus: &[Vcpu],
+    vendor: &str,
+    saved: Option<&MachineState>,
+) -> Result<Option<TscFrequencies>, VmError> {
+    let wanted = saved.map(|saved| saved.clock.tsc_khz);
+    let mut frequencies = None;
+    for vcpu in vcpus {
+        match TscFrequencies::set(kvm, &vcpu.fd, vendor, wanted) {
+            Ok(set) => frequencies = Some(set),
+            // A KVM that does not know its counter's frequency can run guests, but not take them to another time.
+            Err(GuestClockError::NoFrequency) if saved.is_none() => return Ok(None),
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(frequencies)
 }
 
 fn event() -> Result<EventFd, VmError> {
@@ -239,15 +311,24 @@ impl Assembly<'_> {
         Ok(line)
     }
 
-    fn add_serial(&mut self, config: &VmConfig, input_read: &EventFd) -> Result<Arc<Mutex<Serial>>, VmError> {
+    fn add_serial(
+        &mut self,
+        config: &VmConfig,
+        input_read: &EventFd,
+        saved: Option<&SavedSerial>,
+    ) -> Result<Arc<Mutex<Serial>>, VmError> {
         let output = ConsoleOutput::open(&config.serial)
             .map_err(|source| VmError::Console { console: format!("{:?}", config.serial), source })?;
         let interrupt = self.interrupt(layout::SERIAL_GSI)?;
-        let serial = Arc::new(Mutex::new(Serial::new(interrupt, clone(input_read)?, output)));
+        let input_read = clone(input_read)?;
+        let serial = match saved {
+            None => Serial::new(interrupt, input_read, output),
+            Some(saved) => Serial::restore(saved, interrupt, input_read, output)
+                .map_err(|problem| SnapshotError::Device { device: "serial line".to_owned(), problem })?,
+        };
+        let serial = Arc::new(Mutex::new(serial));
         let start = u64::from(layout::SERIAL_PORT);
         self.buses.ports.insert(start..start + 8, serial.clone())?;
-        let hook = serial.clone();
-        self.reset_hooks.push(Box::new(move || lock(&hook).reset()));
         Ok(serial)
     }
 
@@ -292,8 +373,7 @@ impl Assembly<'_> {
         let worker = Worker::spawn(name, transport.clone(), self.filters, self.exit.clone())
             .map_err(VmError::host("start a device thread"))?;
         self.workers.push(worker);
-        let hook = transport.clone();
-        self.reset_hooks.push(Box::new(move || lock(&hook).reset()));
+        self.managed.push(transport.clone());
         self.devices.push(MmioDevice { address, gsi });
         Ok(transport)
     }

@@ -1,18 +1,18 @@
 //! What the API does to a virtual machine.
 
 use std::borrow::Cow;
+use std::path::Path;
 use std::time::Duration;
 
-use ebb_guest_ram::Backing;
-
-use super::{SharedTransport, Vm, lock, metrics};
+use super::{SharedTransport, Vm, VmError, lock, metrics};
 use crate::api::control::{
-    BalloonInfo, BalloonState, BalloonSummary, ControlError, DriverPresence, Metrics, RamBacking,
+    BalloonInfo, BalloonState, BalloonSummary, ControlError, DriverPresence, Metrics, SnapshotReport,
     StatisticsReading, TrimReport, VmControl, VmInfo, VmState,
 };
 use crate::devices::virtio::balloon::BalloonDevice;
 use crate::devices::virtio::mmio::MmioTransport;
 use crate::exit::GuestExit;
+use crate::snapshot::SnapshotError;
 
 impl Vm {
     fn balloon_transport(&self) -> Result<&SharedTransport, ControlError> {
@@ -45,17 +45,27 @@ fn wrong_state(message: impl Into<String>, remedy: &str) -> ControlError {
     ControlError::WrongState { message: message.into(), remedy: Some(remedy.to_owned()) }
 }
 
+fn failed(error: impl std::fmt::Display) -> ControlError {
+    ControlError::Failed { message: error.to_string() }
+}
+
+/// What is wrong with the path is the client's to mend; what the disk says is not.
+fn snapshot_error(error: VmError) -> ControlError {
+    match error {
+        VmError::Snapshot(problem @ (SnapshotError::Path { .. } | SnapshotError::Exists { .. })) => {
+            ControlError::Invalid { field: "path", message: problem.to_string(), remedy: None }
+        }
+        error => failed(error),
+    }
+}
+
 impl VmControl for Vm {
     fn info(&self) -> VmInfo {
         VmInfo {
             state: self.state(),
             cpus: u32::from(self.config.cpus),
             memory_bytes: self.ram.size_bytes(),
-            backing: match self.ram.backing() {
-                Backing::Anonymous => RamBacking::Anon,
-                Backing::Memfd => RamBacking::Memfd,
-                Backing::Hugetlb2M => RamBacking::Hugetlb,
-            },
+            backing: self.ram.backing().into(),
             resident_bytes: self.ram.resident_bytes().unwrap_or(0),
             uptime_ms: self.uptime_ms(),
             kernel: self.config.kernel.display().to_string(),
@@ -70,7 +80,7 @@ impl VmControl for Vm {
         match *state {
             VmState::Paused => Ok(()),
             VmState::Running => {
-                self.stop_all();
+                self.freeze().map_err(failed)?;
                 *state = VmState::Paused;
                 Ok(())
             }
@@ -85,8 +95,8 @@ impl VmControl for Vm {
         match *state {
             VmState::Running => Ok(()),
             VmState::Paused => {
+                self.thaw().map_err(failed)?;
                 *state = VmState::Running;
-                self.continue_all();
                 Ok(())
             }
             VmState::Starting | VmState::Stopping => {
@@ -114,7 +124,17 @@ impl VmControl for Vm {
                 return Err(wrong_state("the virtual machine is not running", "wait until it runs"));
             }
         }
-        self.trim_some().map_err(|error| ControlError::Failed { message: error.to_string() })
+        self.trim_some().map_err(failed)
+    }
+
+    fn snapshot(&self, path: &Path) -> Result<SnapshotReport, ControlError> {
+        let state = lock(&self.state);
+        match *state {
+            VmState::Running | VmState::Paused => self.write_snapshot(path, *state).map_err(snapshot_error),
+            VmState::Starting | VmState::Stopping => {
+                Err(wrong_state("the virtual machine is not running", "wait until it runs"))
+            }
+        }
     }
 
     fn kill(&self) -> Result<(), ControlError> {

@@ -17,6 +17,7 @@ use crate::config::{RebootAction, SerialConfig, VmConfig};
 use crate::event::readable;
 use crate::exit::GuestExit;
 use crate::seccomp::{Filters, ThreadKind};
+use crate::snapshot::{Overrides, SnapshotFile};
 
 mod signals;
 
@@ -25,19 +26,41 @@ use signals::Signals;
 /// While output waits for a slow reader of the console, it is tried again after this time.
 const OUTPUT_RETRY: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
 
+/// Whether a restored machine runs at once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Start {
+    /// It does.
+    Running,
+    /// It waits for somebody to resume it.
+    Paused,
+}
+
 /// Starts a virtual machine and runs it to its end.
 pub fn run(config: VmConfig) -> Result<GuestExit, VmError> {
+    run_from(config, None, Start::Running)
+}
+
+/// Lets the machine of a snapshot go on, and runs it to its end.
+pub fn restore(snapshot: SnapshotFile, overrides: Overrides, start: Start) -> Result<GuestExit, VmError> {
+    let config = snapshot.state.machine.clone().into_vm_config(overrides)?;
+    run_from(config, Some(snapshot), start)
+}
+
+fn run_from(config: VmConfig, snapshot: Option<SnapshotFile>, start: Start) -> Result<GuestExit, VmError> {
     let on_reboot = config.on_reboot;
     // Before any thread starts: signals are for this one, and what a thread inherits is already little.
     let signals = Signals::block().map_err(VmError::host("take over signals"))?;
     let filters = Filters::new(config.seccomp)?;
     let (serial, api) = (config.serial.clone(), config.api.clone());
-    let Built { vm, input_read } = build(config, &filters)?;
+    let Built { vm, input_read } = build(config, snapshot, &filters)?;
     let vm = Arc::new(vm);
     let _api = api.map(|path| start_api(&path, &vm, &filters)).transpose()?;
     let console = ConsoleInput::open(&serial, input_read)?;
     filters.for_thread(ThreadKind::Main).apply()?;
-    vm.start();
+    match start {
+        Start::Running => vm.start()?,
+        Start::Paused => vm.start_paused(),
+    }
     let exit = wait_for_end(&vm, &signals, console, on_reboot);
     lock(&vm.serial).output().drain();
     Ok(exit)

@@ -1,10 +1,12 @@
-//! A whole virtual machine: built from its [`VmConfig`], run until it ends.
+//! A whole virtual machine: built from its [`VmConfig`] or from a snapshot, run until it ends.
 
 mod build;
 mod control;
 mod event_loop;
+mod interrupts;
 mod metrics;
 pub mod privileges;
+mod snapshot;
 pub mod terminal;
 mod trim;
 
@@ -12,9 +14,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use ebb_guest_ram::{GuestRam, RamError};
-use kvm_bindings::{
-    KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, kvm_irqchip, kvm_pit_state2,
-};
+use ebb_kvm_clock::{ClockPolicy, SavedClock};
+use kvm_bindings::CpuId;
 use kvm_ioctls::VmFd;
 use thiserror::Error;
 
@@ -22,6 +23,7 @@ use crate::acpi::{AcpiError, Platform};
 use crate::api::ApiError;
 use crate::api::control::VmState;
 use crate::boot::{BootError, BootImage};
+use crate::clock::{self, GuestClockError, TscFrequencies};
 use crate::config::{ConfigError, VmConfig};
 use crate::cpu::CpuError;
 use crate::cpu::threads::{ExitCounters, VcpuThreads};
@@ -30,12 +32,14 @@ use crate::devices::platform::AcpiRegisters;
 use crate::devices::serial::Serial;
 use crate::devices::virtio::balloon::BalloonDevice;
 use crate::devices::virtio::block::DiskError;
-use crate::devices::virtio::mmio::MmioTransport;
+use crate::devices::virtio::mmio::{ManagedDevice, MmioTransport};
 use crate::devices::virtio::worker::Worker;
 use crate::exit::{ExitSignal, GuestExit};
 use crate::seccomp::SeccompError;
+use crate::snapshot::SnapshotError;
+use crate::snapshot::state::InterruptControllers;
 
-pub use event_loop::run;
+pub use event_loop::{Start, restore, run};
 
 /// Why a virtual machine could not be started or run.
 #[derive(Debug, Error)]
@@ -77,6 +81,17 @@ pub enum VmError {
     /// Kernel or initrd could not be loaded.
     #[error(transparent)]
     Boot(#[from] BootError),
+    /// The files for a reboot of a restored machine.
+    #[error(
+        "{0}; the guest would start again from there after a reboot: with --on-reboot exit it is not needed"
+    )]
+    RebootImage(BootError),
+    /// A snapshot.
+    #[error(transparent)]
+    Snapshot(#[from] SnapshotError),
+    /// The guest's clocks.
+    #[error("the guest's clocks cannot be kept: {0}")]
+    Clock(#[from] GuestClockError),
     /// The ACPI tables could not be made.
     #[error(transparent)]
     Acpi(#[from] AcpiError),
@@ -135,11 +150,10 @@ impl VmError {
 }
 
 type SharedTransport = Arc<Mutex<MmioTransport<BalloonDevice>>>;
-type ResetHook = Box<dyn Fn() + Send + Sync>;
 
 /// A built virtual machine: everything that the main thread and the API thread share.
 ///
-/// Lock order: `trim_cursor` before `state` before `image` before a device's transport. No lock is held while a vCPU is waited for except
+/// Lock order: `trim_cursor` before `state` before `frozen` before `image` before a device's transport. No lock is held while a vCPU is waited for except
 /// `state`, which no vCPU thread takes.
 pub struct Vm {
     // Fields are dropped from top to bottom: threads end before what they use goes away, guest memory goes last.
@@ -149,9 +163,19 @@ pub struct Vm {
     config: VmConfig,
     interrupt_controllers: InterruptControllers,
     platform: Platform,
-    image: Mutex<BootImage>,
+    /// `None` for a restored machine that ends when its guest reboots.
+    image: Option<Mutex<BootImage>>,
     balloon: Option<SharedTransport>,
-    reset_hooks: Vec<ResetHook>,
+    /// All virtio devices in the order of their places.
+    devices: Vec<Arc<Mutex<dyn ManagedDevice>>>,
+    /// The processor as vCPU 0 sees it.
+    cpuid: CpuId,
+    /// Model specific registers that KVM can save.
+    msrs: Arc<[u32]>,
+    /// `None` if KVM does not know how fast the time stamp counter counts.
+    tsc: Option<TscFrequencies>,
+    /// The guest's clocks at the moment at which it was paused or saved.
+    frozen: Mutex<Option<SavedClock>>,
     serial: Arc<Mutex<Serial>>,
     acpi: Arc<Mutex<AcpiRegisters>>,
     exit: Arc<ExitSignal>,
@@ -163,45 +187,65 @@ pub struct Vm {
     ram: Arc<GuestRam>,
 }
 
-/// KVM's interrupt controllers and timer as they were before the first vCPU ran.
-struct InterruptControllers {
-    chips: Vec<kvm_irqchip>,
-    timer: kvm_pit_state2,
-}
-
-impl InterruptControllers {
-    fn capture(vm: &VmFd) -> Result<Self, VmError> {
-        let chips = [KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_IRQCHIP_IOAPIC]
-            .into_iter()
-            .map(|chip_id| {
-                let mut chip = kvm_irqchip { chip_id, ..Default::default() };
-                vm.get_irqchip(&mut chip).map(|()| chip)
-            })
-            .collect::<Result<_, _>>()
-            .map_err(VmError::kvm("read its interrupt controllers"))?;
-        Ok(Self { chips, timer: vm.get_pit2().map_err(VmError::kvm("read its timer"))? })
-    }
-
-    fn apply(&self, vm: &VmFd) -> Result<(), VmError> {
-        for chip in &self.chips {
-            vm.set_irqchip(chip).map_err(VmError::kvm("set its interrupt controllers"))?;
-        }
-        vm.set_pit2(&self.timer).map_err(VmError::kvm("set its timer"))
-    }
-}
-
 fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Vm {
-    /// Lets the vCPUs run for the first time.
-    pub fn start(&self) {
+    /// Lets the vCPUs run for the first time, from the kernel's entry or from where the snapshot was taken.
+    pub fn start(&self) -> Result<(), VmError> {
         let mut state = lock(&self.state);
         if *state == VmState::Starting {
+            self.thaw_clocks()?;
             *state = VmState::Running;
-            self.vcpus.resume();
+            self.continue_all();
         }
+        Ok(())
+    }
+
+    /// Leaves a restored machine as if it had been paused before its first instruction.
+    pub fn start_paused(&self) {
+        let mut state = lock(&self.state);
+        if *state == VmState::Starting {
+            *state = VmState::Paused;
+        }
+    }
+
+    /// Stops everything, and notes what the guest's clocks say. If they cannot be read, everything runs on.
+    fn freeze(&self) -> Result<(), VmError> {
+        self.stop_all();
+        // Without a known frequency, the clocks go on as they always did: with the host's.
+        let saved = self.tsc.map(|tsc| clock::save(&self.kvm, &self.vcpus, tsc)).transpose();
+        match saved {
+            Ok(saved) => {
+                *lock(&self.frozen) = saved;
+                Ok(())
+            }
+            Err(error) => {
+                self.continue_all();
+                Err(error.into())
+            }
+        }
+    }
+
+    /// Lets everything run on, with the clocks as the policy wants them. If they cannot be set, everything stays stopped.
+    fn thaw(&self) -> Result<(), VmError> {
+        self.thaw_clocks()?;
+        self.continue_all();
+        Ok(())
+    }
+
+    /// Puts the clocks back to where they were when the machine was stopped. KVM's own go on all the time, so there is
+    /// nothing to do for a guest that is to catch up.
+    fn thaw_clocks(&self) -> Result<(), VmError> {
+        let mut frozen = lock(&self.frozen);
+        if let (Some(saved), Some(tsc), ClockPolicy::Continue) = (&*frozen, self.tsc, self.config.clock) {
+            let plan = clock::plan(saved, ClockPolicy::Continue, &self.kvm, &self.vcpus, tsc)?;
+            clock::set_counters_and_timers(&self.vcpus, &plan)?;
+            clock::set(&self.kvm, &plan)?;
+        }
+        *frozen = None;
+        Ok(())
     }
 
     /// Stops vCPUs, then devices: a vCPU could give a device new work, a device cannot start a vCPU.
@@ -225,11 +269,12 @@ impl Vm {
     fn reset(&self) -> Result<(), VmError> {
         let mut state = lock(&self.state);
         self.stop_all();
-        for hook in &self.reset_hooks {
-            hook();
+        lock(&self.serial).reset();
+        for device in &self.devices {
+            lock(device).reset();
         }
-        self.vcpus.on_each(super::cpu::Vcpu::reset)?;
-        self.interrupt_controllers.apply(&self.kvm)?;
+        self.vcpus.on_each(|vcpu| vcpu.reset())?;
+        interrupts::apply(&self.interrupt_controllers, &self.kvm)?;
         self.ram.reclaim_all();
         let all: Vec<_> = self.ram.regions().iter().map(ebb_guest_ram::Region::pages).collect();
         self.ram.discard(&all)?;
@@ -242,8 +287,9 @@ impl Vm {
     /// Loads kernel, initrd and tables, and points vCPU 0 at the kernel.
     fn load_and_enter(&self) -> Result<(), VmError> {
         let memory = self.ram.memory().clone();
+        let Some(image) = &self.image else { return Ok(()) };
         let rsdp = crate::acpi::write_tables(&memory, &self.platform)?;
-        let entry = lock(&self.image).load(&memory, self.ram.size_bytes(), rsdp)?;
+        let entry = lock(image).load(&memory, self.ram.size_bytes(), rsdp)?;
         self.vcpus.on_each(move |vcpu| if vcpu.index == 0 { vcpu.enter(&memory, entry) } else { Ok(()) })?;
         Ok(())
     }

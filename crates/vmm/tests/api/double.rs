@@ -1,5 +1,6 @@
 //! A stand-in for a virtual machine. The server under test is the real one.
 
+use std::path::Path;
 use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
@@ -123,6 +124,18 @@ impl VmControl for TestVm {
 
     fn power_button(&self) -> Result<(), ControlError> {
         self.change(Needs::Nothing).map(|_| ())
+    }
+
+    fn snapshot(&self, path: &Path) -> Result<SnapshotReport, ControlError> {
+        let _state = self.change(Needs::Nothing)?;
+        Ok(SnapshotReport {
+            path: path.display().to_string(),
+            file_bytes: 1 << 30,
+            stored_bytes: 100 << 20,
+            ram_bytes: 99 << 20,
+            elapsed_ms: 700,
+            paused_ms: 600,
+        })
     }
 
     fn trim(&self) -> Result<TrimReport, ControlError> {

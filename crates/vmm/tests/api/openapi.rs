@@ -57,6 +57,7 @@ fn validate(document: &Value, schema: &Value, instance: &Value) {
 fn provocation(method: &str, path: &str, status: &str) -> (Mood, &'static str, &'static str) {
     let good_body = match (method, path) {
         ("PUT", "/balloon") => r#"{"target_bytes": 4096}"#,
+        ("PUT", "/vm/snapshot") => r#"{"path": "/tmp/x"}"#,
         ("PUT", "/balloon/statistics-interval") => r#"{"interval_seconds": 1}"#,
         _ => "",
     };

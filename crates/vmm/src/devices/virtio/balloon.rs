@@ -7,8 +7,9 @@ use ebb_abi::PAGE_SIZE_BYTES;
 use ebb_abi::balloon::{DEVICE_ID, Feature, Features, QueueKind};
 use ebb_balloon::{Balloon, BalloonConfig, BalloonError, Statistics};
 use ebb_guest_ram::GuestRam;
-use virtio_queue::Queue;
+use virtio_queue::{Queue, QueueState};
 
+use super::state::DeviceState;
 use super::{DeferredWork, VirtioDevice, Work};
 use crate::api::control::{
     BalloonFeature, BalloonInfo, BalloonMetrics, BalloonState, ControlError, KindCount, StatisticsReading,
@@ -22,6 +23,7 @@ const FLUSH_AFTER: Duration = Duration::from_millis(10);
 /// The device with its timers.
 pub struct BalloonDevice {
     balloon: Balloon,
+    ram: Arc<GuestRam>,
     flush_at: Option<Instant>,
     poll_at: Option<Instant>,
 }
@@ -48,7 +50,7 @@ impl BalloonDevice {
             target_bytes: config.size.bytes(),
             statistics_interval: config.statistics_interval,
         };
-        Ok(Self { balloon: Balloon::new(config, ram)?, flush_at: None, poll_at: None })
+        Ok(Self { balloon: Balloon::new(config, ram.clone())?, ram, flush_at: None, poll_at: None })
     }
 
     /// Target and actual size in bytes.
@@ -221,5 +223,24 @@ impl VirtioDevice for BalloonDevice {
         self.balloon.reset();
         self.flush_at = None;
         self.poll_at = None;
+    }
+
+    fn queue_states(&self) -> Vec<QueueState> {
+        self.balloon.queue_states()
+    }
+
+    fn save(&mut self) -> DeviceState {
+        DeviceState::Balloon(self.balloon.save())
+    }
+
+    fn restore(&mut self, state: &DeviceState, driver: Option<(u64, Vec<Queue>)>) -> Result<(), String> {
+        let DeviceState::Balloon(state) = state else {
+            return Err("its state is that of another device".to_owned());
+        };
+        let queues = driver.map(|(_, queues)| queues).unwrap_or_default();
+        self.balloon =
+            Balloon::restore(state, self.ram.clone(), queues).map_err(|error| error.to_string())?;
+        self.poll_at = self.balloon.statistics_interval().map(|_| Instant::now());
+        Ok(())
     }
 }

@@ -8,9 +8,10 @@ use std::path::PathBuf;
 use rustix::fs::FlockOperation;
 use thiserror::Error;
 use virtio_bindings::virtio_blk as blk;
-use virtio_queue::{DescriptorChain, Queue, QueueT, Reader, Writer};
+use virtio_queue::{DescriptorChain, Queue, QueueState, QueueT, Reader, Writer};
 use vm_memory::{ByteValued, GuestMemoryMmap};
 
+use super::state::DeviceState;
 use super::{VirtioDevice, Work};
 use crate::config::DiskConfig;
 
@@ -237,5 +238,27 @@ impl VirtioDevice for Block {
 
     fn reset(&mut self) {
         self.queue = None;
+    }
+
+    fn queue_states(&self) -> Vec<QueueState> {
+        self.queue.iter().map(Queue::state).collect()
+    }
+
+    fn save(&mut self) -> DeviceState {
+        DeviceState::Disk { sectors: self.sectors }
+    }
+
+    fn restore(&mut self, state: &DeviceState, driver: Option<(u64, Vec<Queue>)>) -> Result<(), String> {
+        match state {
+            DeviceState::Disk { sectors } if *sectors == self.sectors => {
+                driver.map_or(Ok(()), |(features, queues)| self.activate(features, queues))
+            }
+            DeviceState::Disk { sectors } => Err(format!(
+                "the disk has {} bytes now and had {} when the snapshot was taken; use the disk that belongs to it",
+                self.sectors * SECTOR_BYTES,
+                sectors.saturating_mul(SECTOR_BYTES)
+            )),
+            _ => Err("its state is that of another device".to_owned()),
+        }
     }
 }

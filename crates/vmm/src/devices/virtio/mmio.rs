@@ -16,6 +16,7 @@ use virtio_queue::{Queue, QueueT};
 use vm_memory::GuestMemoryMmap;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
+use super::state::{SavedQueue, TransportState};
 use super::{VirtioDevice, Work};
 use crate::devices::bus::{BusDevice, ExclusiveDevice};
 
@@ -309,6 +310,98 @@ impl<D: VirtioDevice> MmioTransport<D> {
                 self.status |= VIRTIO_CONFIG_S_NEEDS_RESET;
                 self.interrupt(INTERRUPT_CONFIG);
             }
+        }
+    }
+}
+
+/// A device as its machine handles it, whatever it is.
+pub trait ManagedDevice: Send {
+    /// Back to the state after power-on.
+    fn reset(&mut self);
+
+    /// The state for a snapshot. The worker must be paused.
+    fn save(&mut self) -> TransportState;
+
+    /// Takes a saved state. The device must be new, and nobody may run it yet. An error says what does not fit.
+    fn restore(&mut self, state: &TransportState) -> Result<(), String>;
+
+    /// Raises the interrupt if the driver has causes to look at. An interrupt may be on its way to the interrupt controller
+    /// when that is saved, and would be lost; one too many does no harm.
+    fn interrupt_again(&self);
+}
+
+impl<D: VirtioDevice> ManagedDevice for MmioTransport<D> {
+    fn reset(&mut self) {
+        Self::reset(self);
+    }
+
+    fn save(&mut self) -> TransportState {
+        let queues = if self.active {
+            self.device.queue_states()
+        } else {
+            self.queues.iter().map(Queue::state).collect()
+        };
+        TransportState {
+            device_id: self.device.device_id(),
+            features_page: self.features_page,
+            driver_features_page: self.driver_features_page,
+            driver_features: self.driver_features,
+            queue_select: self.queue_select,
+            status: self.status,
+            interrupt_status: self.interrupt_status.load(Ordering::Acquire),
+            config_generation: self.config_generation,
+            active: self.active,
+            queues: queues.into_iter().map(SavedQueue::from).collect(),
+            device: self.device.save(),
+        }
+    }
+
+    fn restore(&mut self, state: &TransportState) -> Result<(), String> {
+        if state.device_id != self.device.device_id() {
+            return Err(format!("it is device {}, not {}", self.device.device_id(), state.device_id));
+        }
+        if state.driver_features & !self.offered_features() != 0 {
+            return Err(format!(
+                "the guest uses features {:#x} that this device does not have",
+                state.driver_features & !self.offered_features()
+            ));
+        }
+        let limits: Vec<u16> = new_queues(&self.device).iter().map(QueueT::max_size).collect();
+        let saved = &state.queues;
+        if saved.len() > limits.len()
+            || saved.iter().zip(&limits).any(|(queue, &limit)| queue.max_size != limit)
+            || (!state.active && saved.len() != limits.len())
+        {
+            return Err("its queues are not those of this device".to_owned());
+        }
+        let queues = saved
+            .iter()
+            .map(|&queue| Queue::try_from(queue).map_err(|error| format!("a queue cannot be: {error}")))
+            .collect::<Result<Vec<_>, _>>()?;
+        if queues.iter().any(|queue| state.active && queue.ready() && !queue.is_valid(&self.memory)) {
+            return Err("a queue lies outside of guest memory".to_owned());
+        }
+        if state.active {
+            self.device.restore(&state.device, Some((state.driver_features, queues)))?;
+            self.queues.clear();
+        } else {
+            self.device.restore(&state.device, None)?;
+            self.queues = queues;
+        }
+        self.active = state.active;
+        self.features_page = state.features_page;
+        self.driver_features_page = state.driver_features_page;
+        self.driver_features = state.driver_features;
+        self.queue_select = state.queue_select;
+        self.status = state.status;
+        self.config_generation = state.config_generation;
+        self.interrupt_status.store(state.interrupt_status, Ordering::Release);
+        Ok(())
+    }
+
+    fn interrupt_again(&self) {
+        if self.interrupt_status.load(Ordering::Acquire) != 0 {
+            let _ = self.wires.interrupt.write(1);
         }
     }
 }

@@ -4,11 +4,14 @@ pub mod balloon;
 pub mod block;
 pub mod mmio;
 pub mod rng;
+pub mod state;
 pub mod worker;
 
 use std::time::Instant;
 
-use virtio_queue::Queue;
+use virtio_queue::{Queue, QueueState};
+
+use state::DeviceState;
 
 /// What a device did with a notification.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -71,6 +74,23 @@ pub trait VirtioDevice: Send {
 
     /// Goes back to the state before activation, at the driver's request.
     fn reset(&mut self);
+
+    /// The queues as they stand, in order; empty before activation.
+    fn queue_states(&self) -> Vec<QueueState>;
+
+    /// What a snapshot must keep besides the queues. Called while the worker is paused.
+    fn save(&mut self) -> DeviceState {
+        DeviceState::Queues
+    }
+
+    /// Takes a saved state, with what `activate` got if a driver was active. Called on a new device. An error says what does
+    /// not fit.
+    fn restore(&mut self, state: &DeviceState, driver: Option<(u64, Vec<Queue>)>) -> Result<(), String> {
+        if *state != DeviceState::Queues {
+            return Err("its state is that of another device".to_owned());
+        }
+        driver.map_or(Ok(()), |(features, queues)| self.activate(features, queues))
+    }
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! Entropy device (virtio 1.3 section 5.4): fills the driver's buffers from the host's random number generator.
 
-use virtio_queue::{Queue, QueueT};
+use virtio_queue::{Queue, QueueState, QueueT};
 use vm_memory::{Bytes, GuestMemoryMmap};
 
 use super::{VirtioDevice, Work};
@@ -78,5 +78,9 @@ impl VirtioDevice for Rng {
 
     fn reset(&mut self) {
         self.queue = None;
+    }
+
+    fn queue_states(&self) -> Vec<QueueState> {
+        self.queue.iter().map(Queue::state).collect()
     }
 }

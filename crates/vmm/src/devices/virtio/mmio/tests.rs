@@ -1,6 +1,7 @@
 use std::sync::MutexGuard;
 
 use proptest::prelude::*;
+use virtio_queue::QueueState;
 use vm_memory::GuestAddress;
 
 use super::*;
@@ -13,6 +14,7 @@ struct Probe {
     resets: usize,
     config: Vec<(u64, Vec<u8>)>,
     refuse: bool,
+    queues: Vec<Queue>,
 }
 
 const FEATURE: u64 = 1 << 5;
@@ -39,6 +41,7 @@ impl VirtioDevice for Probe {
             return Err("refused".to_owned());
         }
         self.activated = Some(features);
+        self.queues = queues;
         Ok(())
     }
     fn process_queue(&mut self, index: usize) -> Work {
@@ -48,6 +51,10 @@ impl VirtioDevice for Probe {
     fn reset(&mut self) {
         self.resets += 1;
         self.activated = None;
+        self.queues.clear();
+    }
+    fn queue_states(&self) -> Vec<QueueState> {
+        self.queues.iter().map(Queue::state).collect()
     }
 }
 

@@ -1,7 +1,7 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use virtio_queue::Queue;
+use virtio_queue::{Queue, QueueState};
 use vm_memory::{GuestAddress, GuestMemoryMmap};
 
 use super::*;
@@ -36,6 +36,9 @@ impl VirtioDevice for Idle {
         self.quiesced.fetch_add(1, Ordering::SeqCst);
     }
     fn reset(&mut self) {}
+    fn queue_states(&self) -> Vec<QueueState> {
+        Vec::new()
+    }
 }
 
 fn worker() -> (Worker, Arc<AtomicUsize>) {

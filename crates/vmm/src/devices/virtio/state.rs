@@ -1,0 +1,105 @@
+//! The state of virtio devices in snapshots.
+
+use ebb_balloon::BalloonState;
+use serde::{Deserialize, Serialize};
+use virtio_queue::{Queue, QueueState};
+
+/// A device behind its register window.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TransportState {
+    /// Device id (virtio 1.3 section 5), so that a state cannot go to another device.
+    pub device_id: u32,
+    /// Register `DeviceFeaturesSel`.
+    pub features_page: u32,
+    /// Register `DriverFeaturesSel`.
+    pub driver_features_page: u32,
+    /// What the driver has accepted so far.
+    pub driver_features: u64,
+    /// Register `QueueSel`.
+    pub queue_select: u32,
+    /// Register `Status`.
+    pub status: u32,
+    /// Register `InterruptStatus`.
+    pub interrupt_status: u32,
+    /// Register `ConfigGeneration`.
+    pub config_generation: u32,
+    /// Whether a driver runs the device.
+    pub active: bool,
+    /// The queues in order.
+    pub queues: Vec<SavedQueue>,
+    /// What the device itself keeps.
+    pub device: DeviceState,
+}
+
+/// A virtqueue: where it lies and where the device stands in it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SavedQueue {
+    /// Most entries it can have.
+    pub max_size: u16,
+    /// Entries.
+    pub size: u16,
+    /// Whether the driver has made it ready.
+    pub ready: bool,
+    /// Next entry of the available ring that the device takes.
+    pub next_avail: u16,
+    /// Next entry of the used ring that it fills.
+    pub next_used: u16,
+    /// Whether VIRTIO_F_EVENT_IDX was negotiated.
+    pub event_idx: bool,
+    /// Guest-physical address of the descriptor table.
+    pub desc_table: u64,
+    /// Guest-physical address of the available ring.
+    pub avail_ring: u64,
+    /// Guest-physical address of the used ring.
+    pub used_ring: u64,
+}
+
+impl From<QueueState> for SavedQueue {
+    fn from(state: QueueState) -> Self {
+        Self {
+            max_size: state.max_size,
+            size: state.size,
+            ready: state.ready,
+            next_avail: state.next_avail,
+            next_used: state.next_used,
+            event_idx: state.event_idx_enabled,
+            desc_table: state.desc_table,
+            avail_ring: state.avail_ring,
+            used_ring: state.used_ring,
+        }
+    }
+}
+
+impl TryFrom<SavedQueue> for Queue {
+    type Error = virtio_queue::Error;
+
+    fn try_from(saved: SavedQueue) -> Result<Self, Self::Error> {
+        QueueState {
+            max_size: saved.max_size,
+            next_avail: saved.next_avail,
+            next_used: saved.next_used,
+            event_idx_enabled: saved.event_idx,
+            size: saved.size,
+            ready: saved.ready,
+            desc_table: saved.desc_table,
+            avail_ring: saved.avail_ring,
+            used_ring: saved.used_ring,
+        }
+        .try_into()
+    }
+}
+
+/// What a device keeps besides its queues.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum DeviceState {
+    /// Nothing.
+    Queues,
+    /// The balloon device.
+    Balloon(BalloonState),
+    /// A disk.
+    Disk {
+        /// Its size, in sectors of 512 bytes.
+        sectors: u64,
+    },
+}

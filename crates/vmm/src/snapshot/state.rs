@@ -1,0 +1,83 @@
+//! Everything of a machine except the content of its RAM.
+
+use ebb_guest_ram::RamImage;
+use ebb_kvm_clock::SavedClock;
+use kvm_bindings::{kvm_irqchip, kvm_pit_state2};
+use serde::{Deserialize, Serialize};
+
+use super::MachineConfig;
+use super::processor::Processor;
+use crate::cpu::state::VcpuState;
+use crate::devices::serial::SavedSerial;
+use crate::devices::virtio::state::TransportState;
+
+/// A machine that stands still.
+#[derive(Serialize, Deserialize)]
+pub struct MachineState {
+    /// Version of the monitor that wrote it, for people.
+    pub monitor: String,
+    /// When it was written, in milliseconds since 1970.
+    pub created_unix_ms: u64,
+    /// What the machine is made of.
+    pub machine: MachineConfig,
+    /// The processor that the guest knows.
+    pub processor: Processor,
+    /// vCPUs by number.
+    pub vcpus: Vec<VcpuState>,
+    /// KVM's clock and the time stamp counters at the moment at which the vCPUs stopped.
+    pub clock: SavedClock,
+    /// KVM's interrupt controllers and timer.
+    pub interrupts: InterruptControllers,
+    /// The serial line.
+    pub serial: SavedSerial,
+    /// ACPI events that the guest has not asked for.
+    pub acpi_events: u8,
+    /// virtio devices in the order of their places.
+    pub devices: Vec<TransportState>,
+    /// Where the RAM's content is in the file.
+    pub ram: RamImage,
+}
+
+/// KVM's two interrupt controllers of the PC (one of them in two halves) and its timer.
+#[derive(Clone, Serialize, Deserialize)]
+pub struct InterruptControllers {
+    /// Master and slave 8259 and the I/O APIC.
+    pub chips: Vec<kvm_irqchip>,
+    /// The 8254.
+    pub timer: kvm_pit_state2,
+}
+
+impl std::fmt::Debug for MachineState {
+    /// Registers are not for people.
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter
+            .debug_struct("MachineState")
+            .field("monitor", &self.monitor)
+            .field("machine", &self.machine)
+            .finish_non_exhaustive()
+    }
+}
+
+impl MachineState {
+    /// Checks what does not need a machine: the parts against each other and against the `ram_bytes` of the header. Returns
+    /// what does not fit.
+    pub(super) fn validate(&self, ram_bytes: u64) -> Result<(), String> {
+        if self.vcpus.len() != usize::from(self.machine.cpus)
+            || self.clock.guest_tsc.len() != self.vcpus.len()
+        {
+            return Err(format!(
+                "it has {} vCPUs and {} time stamp counters for a machine of {}",
+                self.vcpus.len(),
+                self.clock.guest_tsc.len(),
+                self.machine.cpus
+            ));
+        }
+        if self.machine.memory_bytes != ram_bytes {
+            return Err(format!("it has {ram_bytes} bytes of RAM for {}", self.machine.memory_bytes));
+        }
+        if self.ram.ram_bytes() != ram_bytes {
+            return Err(format!("it describes {} bytes of RAM and has {ram_bytes}", self.ram.ram_bytes()));
+        }
+        self.ram.validate().map_err(|error| error.to_string())
+    }
+}
