@@ -1,15 +1,15 @@
 //! `ebb ctl`: looks at and changes a running machine through its API socket.
 
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::Context as _;
 use ebb_vmm::api::route::MAX_STATISTICS_INTERVAL_SECONDS;
 use ebb_vmm::api::{
-    BalloonFeature, BalloonInfo, BalloonState, Client, ClientError, RamBacking, StatisticsDocument,
-    TrimReport, VmInfo, VmState, prometheus,
+    BalloonFeature, BalloonInfo, BalloonState, Client, ClientError, RamBacking, SnapshotReport,
+    StatisticsDocument, TrimReport, VmInfo, VmState, prometheus,
 };
 use ebb_vmm::size::ByteSize;
 use serde::Serialize;
@@ -23,6 +23,7 @@ Examples:
   ebb ctl /tmp/vm.sock vm
   ebb ctl /tmp/vm.sock balloon set 1G
   ebb ctl /tmp/vm.sock statistics --json
+  ebb ctl /tmp/vm.sock snapshot /tmp/vm.snapshot
 The same with curl: curl --unix-socket /tmp/vm.sock http://localhost/vm
 What the socket offers: curl --unix-socket /tmp/vm.sock http://localhost/openapi.json";
 
@@ -36,9 +37,9 @@ pub struct Args {
     /// Print one JSON document instead of a table
     #[arg(long, global = true)]
     json: bool,
-    /// How long the monitor may take to answer
-    #[arg(long, global = true, value_name = "SECONDS", default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=3600))]
-    timeout: u64,
+    /// How long the monitor may take to answer [default: 5; 600 for a snapshot]
+    #[arg(long, global = true, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=3600))]
+    timeout: Option<u64>,
     #[command(subcommand)]
     command: Command,
 }
@@ -55,6 +56,12 @@ enum Command {
     PowerButton,
     /// Give back guest memory that holds nothing but zeros; a running guest is stopped for milliseconds at a time
     Trim,
+    /// Write the machine to a file, from which `ebb restore` runs it; a running guest stands still meanwhile
+    Snapshot {
+        /// The file; one that exists is replaced if it is a snapshot
+        #[arg(value_name = "FILE")]
+        file: PathBuf,
+    },
     /// End it at once, like pulling the plug
     Kill,
     /// Show the balloon, or set its size
@@ -108,7 +115,8 @@ enum Form {
 }
 
 fn execute(args: Args, out: &mut Vec<u8>) -> anyhow::Result<()> {
-    let client = Client::new(args.socket, Duration::from_secs(args.timeout));
+    let usual = if matches!(args.command, Command::Snapshot { .. }) { 600 } else { 5 };
+    let client = Client::new(args.socket, Duration::from_secs(args.timeout.unwrap_or(usual)));
     let form = if args.json { Form::Json } else { Form::Table };
     match args.command {
         Command::Vm => show(out, form, &client.get("/vm")?, vm_rows),
@@ -116,6 +124,7 @@ fn execute(args: Args, out: &mut Vec<u8>) -> anyhow::Result<()> {
         Command::Resume => show(out, form, &client.put("/vm/resume")?, state_row),
         Command::PowerButton => show(out, form, &client.put("/vm/power-button")?, state_row),
         Command::Trim => show(out, form, &trim(&client)?, trim_rows),
+        Command::Snapshot { file } => show(out, form, &snapshot(&client, &file)?, snapshot_rows),
         Command::Kill => show(out, form, &client.put("/vm/kill")?, state_row),
         Command::Balloon(BalloonArgs { action: None | Some(BalloonAction::Show) }) => {
             show(out, form, &client.get("/balloon")?, balloon_rows)
@@ -229,6 +238,25 @@ fn trim(client: &Client) -> anyhow::Result<TrimReport> {
         total.add(&client.put::<TrimReport>("/vm/trim")?);
     }
     Ok(total)
+}
+
+/// The monitor may have another working directory, so it gets an absolute path.
+fn snapshot(client: &Client, file: &Path) -> anyhow::Result<SnapshotReport> {
+    let path =
+        std::path::absolute(file).with_context(|| format!("cannot use the path {}", file.display()))?;
+    let path = path.to_str().with_context(|| format!("the path {} is not Unicode", path.display()))?;
+    Ok(client.put_json("/vm/snapshot", &json!({ "path": path }))?)
+}
+
+fn snapshot_rows(report: &SnapshotReport) -> Vec<Row> {
+    let seconds = |ms: u64| format!("{:.2} s", ms as f64 / 1000.0);
+    vec![
+        row("file", report.path.as_str()),
+        row("guest memory in it", bytes(report.ram_bytes)),
+        row("on disk", bytes(report.stored_bytes)),
+        row("took", seconds(report.elapsed_ms)),
+        row("guest stood still", seconds(report.paused_ms)),
+    ]
 }
 
 fn trim_rows(report: &TrimReport) -> Vec<Row> {

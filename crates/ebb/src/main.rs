@@ -5,7 +5,9 @@ mod doctor;
 mod extract_vmlinux;
 mod guest_image;
 mod lab;
+mod restore;
 mod run;
+mod snapshot;
 mod virtual_host;
 
 use std::process::ExitCode;
@@ -41,6 +43,10 @@ struct Cli {
 enum Command {
     /// Run a virtual machine
     Run(Box<run::Args>),
+    /// Run the virtual machine of a snapshot
+    Restore(Box<restore::Args>),
+    /// Say what is in a snapshot, and whether it is whole
+    Snapshot(snapshot::Args),
     /// Look at and change a running virtual machine through its API socket
     Ctl(ctl::Args),
     /// Say whether this machine can run guests, and what to do if not
@@ -70,6 +76,8 @@ fn main() -> ExitCode {
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).without_time().init();
     let result = match cli.command {
         Command::Run(args) => run::run(*args),
+        Command::Restore(args) => restore::run(*args),
+        Command::Snapshot(args) => snapshot::run(args),
         Command::Ctl(args) => ctl::run(args),
         Command::Doctor(args) => doctor::run(args),
         Command::Lab(args) => lab::run(args),

@@ -5,11 +5,14 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::ValueEnum;
+use ebb_kvm_clock::ClockPolicy;
 use ebb_vmm::config::options::{self, BALLOON_FORM, DISK_FORM, MEMORY_FORM, NUMA_FORM, SERIAL_FORM};
 use ebb_vmm::config::{
     ConfigError, DiskConfig, MemoryConfig, NumaNodeConfig, RebootAction, SerialConfig, Switch, VmConfig,
 };
+use ebb_vmm::exit::GuestExit;
 use ebb_vmm::probe::{self, KvmQuality};
+use ebb_vmm::vm::VmError;
 
 const AFTER_HELP: &str = "\
 Sizes take K, M, G and T for powers of 1024.
@@ -70,23 +73,38 @@ pub struct Args {
     /// What a reboot of the guest does: start it again, or end the monitor
     #[arg(long, value_enum, default_value_t = OnReboot::Reset)]
     on_reboot: OnReboot,
+    /// What the guest's clocks do while it is paused: stand still, or catch up with real time
+    #[arg(long, value_name = CLOCK_FORM, default_value_t)]
+    clock: ClockPolicy,
 }
 
+/// How a clock policy is given.
+pub const CLOCK_FORM: &str = "continue|catch-up";
+
+/// On or off.
 #[derive(Debug, Clone, Copy, ValueEnum)]
-enum Toggle {
+pub enum Toggle {
+    /// On.
     On,
+    /// Off.
     Off,
 }
 
+/// What to do about a KVM that emulates its guests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum EmulatedKvm {
+pub enum EmulatedKvm {
+    /// Refuse it.
     Refuse,
+    /// Use it.
     Use,
 }
 
+/// What a reboot of the guest does.
 #[derive(Debug, Clone, Copy, ValueEnum)]
-enum OnReboot {
+pub enum OnReboot {
+    /// Start the guest again.
     Reset,
+    /// End the monitor.
     Exit,
 }
 
@@ -111,6 +129,7 @@ impl Args {
                 OnReboot::Reset => RebootAction::Reset,
                 OnReboot::Exit => RebootAction::Exit,
             },
+            clock: self.clock,
         };
         config.validate()?;
         Ok(config)
@@ -146,10 +165,19 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
             return Ok(ExitCode::from(2));
         }
     };
+    run_machine(emulated_kvm, json, || ebb_vmm::vm::run(config))
+}
+
+/// Runs a machine to its end and says how it ended.
+pub fn run_machine(
+    emulated_kvm: EmulatedKvm,
+    json: bool,
+    machine: impl FnOnce() -> Result<GuestExit, VmError>,
+) -> anyhow::Result<ExitCode> {
     if emulated_kvm == EmulatedKvm::Refuse {
         check_kvm()?;
     }
-    let exit = ebb_vmm::vm::run(config)?;
+    let exit = machine()?;
     if json {
         let document =
             serde_json::json!({ "end": exit.kind(), "code": exit.code(), "message": exit.to_string() });
