@@ -7,11 +7,12 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::PathBuf;
 use std::process::{Child, ChildStdin, Command as Program, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use ebb_agent::protocol::{Command, Event, Request};
+use ebb_agent::protocol::{Command, Crash, Event, Request};
 use ebb_lab::console::{self, Line};
 use ebb_vmm::api::{BalloonInfo, Client, ClientError, StatisticsDocument, VmInfo};
 use rustix::process::{Pid, Signal, getpid, getppid, kill_process, set_parent_process_death_signal};
@@ -29,6 +30,10 @@ const API_LIMIT: Duration = Duration::from_secs(10);
 const END_LIMIT_S: u64 = 20;
 /// Lines kept of a console and of a log.
 const KEPT_LINES: usize = 200;
+/// What the monitor says before the number of a vCPU that could not go on.
+const TRIPLE_FAULT: &str = "the guest crashed: triple fault on vCPU ";
+/// Number of the next command, of whatever guest: a restored one must not be asked under a number that it has answered.
+static NEXT_COMMAND: AtomicU64 = AtomicU64::new(1);
 /// One MiB in bytes.
 pub const MIB: u64 = 1 << 20;
 /// One GiB in bytes.
@@ -76,6 +81,8 @@ pub struct Handle {
     pid: Arc<Mutex<Option<Pid>>>,
     socket: PathBuf,
     command: String,
+    /// Whether the guest was told to end with a triple fault.
+    triple_fault_asked: Arc<AtomicBool>,
 }
 
 impl Handle {
@@ -84,6 +91,15 @@ impl Handle {
         if let Some(pid) = *self.pid.lock().unwrap_or_else(PoisonError::into_inner) {
             let _ = kill_process(pid, Signal::KILL);
         }
+    }
+
+    /// The vCPU on which the guest has ended with a triple fault without being told to.
+    pub fn unasked_triple_fault(&self) -> Option<u32> {
+        if self.triple_fault_asked.load(Ordering::Relaxed) {
+            return None;
+        }
+        let number = |line: &String| line.split_once(TRIPLE_FAULT)?.1.trim().parse().ok();
+        self.shared.lock().log.iter().find_map(number)
     }
 
     /// Command, state, console and log.
@@ -124,7 +140,7 @@ impl Handle {
 /// A running guest. Dropped, it is killed and waited for.
 pub struct Guest {
     process: Child,
-    input: Mutex<(Option<ChildStdin>, u64)>,
+    input: Mutex<Option<ChildStdin>>,
     handle: Handle,
     guests: Arc<Guests>,
     status: Option<ExitStatus>,
@@ -146,9 +162,10 @@ impl Guest {
             thread::spawn(move || read_log(errors, &log)),
         ];
         let pid = Pid::from_raw(process.id().cast_signed());
-        let handle = Handle { shared, pid: Arc::new(Mutex::new(pid)), socket, command };
+        let triple_fault_asked = Arc::new(AtomicBool::new(false));
+        let handle = Handle { shared, pid: Arc::new(Mutex::new(pid)), socket, command, triple_fault_asked };
         guests.add(handle.clone());
-        let input = Mutex::new((process.stdin.take(), 1));
+        let input = Mutex::new(process.stdin.take());
         Self { process, input, handle, guests: guests.clone(), status: None, readers }
     }
 
@@ -199,11 +216,13 @@ impl Guest {
     /// Sends a command to the agent; returns its number.
     #[track_caller]
     pub fn send(&self, command: Command) -> u64 {
+        if command == (Command::Crash { how: Crash::TripleFault }) {
+            self.handle.triple_fault_asked.store(true, Ordering::Relaxed);
+        }
         let mut input = self.input.lock().unwrap_or_else(PoisonError::into_inner);
-        let id = input.1;
-        input.1 += 1;
+        let id = NEXT_COMMAND.fetch_add(1, Ordering::Relaxed);
         let line = Request { id, command }.to_line().unwrap();
-        let sent = input.0.as_mut().expect("the console is open").write_all(&line);
+        let sent = input.as_mut().expect("the console is open").write_all(&line);
         drop(input);
         sent.expect("the monitor reads its standard input");
         id
@@ -377,6 +396,10 @@ impl Guest {
 impl Drop for Guest {
     fn drop(&mut self) {
         if thread::panicking() {
+            // With its last words, if there are any.
+            if let (None, Ok(Some(status))) = (self.status, self.process.try_wait()) {
+                self.ended(status);
+            }
             self.guests.report(&self.handle.diagnose());
         }
         if self.status.is_none() {

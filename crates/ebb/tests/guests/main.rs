@@ -26,6 +26,7 @@ mod place;
 mod reporting;
 mod setup;
 mod statistics;
+mod trace;
 mod trim;
 
 use std::process::ExitCode;
@@ -68,7 +69,9 @@ fn main() -> ExitCode {
             // In an emulated host, tests that run side by side take the processors and the memory from each other and run into
             // their limits. `--test-threads 2` is for a machine that is fast.
             arguments.test_threads.get_or_insert(1);
-            libtest_mimic::run(&arguments, trials(|| Some(world.clone()))).exit_code()
+            let conclusion = libtest_mimic::run(&arguments, trials(|| Some(world.clone())));
+            print!("{}", harness::tried_again());
+            conclusion.exit_code()
         }
         Ok(place::Place::VirtualHost(host)) => host.run_again(),
         Err(problem) => {

@@ -13,7 +13,8 @@ use ebb_virtual_host::{Command, HostConfig, HostError, HostFile, NodeConfig, Out
 use ebb_vmm::probe::probe;
 use tempfile::TempDir;
 
-use crate::harness::World;
+use crate::harness::{Machine, World};
+use crate::trace::Trace;
 
 /// Set in the virtual host.
 const INSIDE: &str = "EBB_GUEST_TESTS_INSIDE";
@@ -46,7 +47,10 @@ pub struct Outside {
 /// Decides by running a loop on KVM, and prepares the guests' files.
 pub fn choose() -> Result<Place, String> {
     if env::var_os(INSIDE).is_some() {
+        let trace =
+            Trace::start().inspect_err(|problem| eprintln!("guests: no trace of KVM: {problem}")).ok();
         let world = World {
+            machine: Machine::Emulated(trace),
             ebb: "/bin/ebb".into(),
             bzimage: "/ebb/vmlinuz".into(),
             vmlinux: "/ebb/vmlinux".into(),
@@ -72,6 +76,7 @@ pub fn choose() -> Result<Place, String> {
         ebb_virtual_host::vmlinux(&kernel.image, &ebb_virtual_host::cache::Cache::of_user()).map_err(text)?;
     std::fs::write(path("vmlinux"), vmlinux).map_err(text)?;
     let world = World {
+        machine: Machine::Real,
         ebb: env!("CARGO_BIN_EXE_ebb").into(),
         bzimage: kernel.image,
         vmlinux: path("vmlinux"),

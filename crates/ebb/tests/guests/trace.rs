@@ -1,0 +1,96 @@
+//! What KVM did just before a guest ended in a way that it should not: the kernel's trace buffer, always on, small.
+//!
+//! The events cost a few microseconds each in an emulated host; a test takes as long with them as without.
+
+use std::ffi::CStr;
+use std::fmt::Write as _;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use rustix::mount::{MountFlags, mount};
+
+/// Where tracefs is mounted (Linux Documentation/trace/ftrace.rst).
+const TRACEFS: &str = "/sys/kernel/tracing";
+/// Size of the buffer of each processor: some thousand events.
+const BUFFER_KIB: &str = "256";
+/// Events of the group `kvm`; a kernel may lack some.
+const EVENTS: [&str; 4] = ["kvm_exit", "kvm_inj_exception", "kvm_inj_virq", "kvm_page_fault"];
+/// Lines that a report holds.
+const REPORT_LINES: usize = 80;
+
+/// A trace that runs.
+#[derive(Debug, Clone)]
+pub struct Trace {
+    directory: PathBuf,
+}
+
+impl Trace {
+    /// Mounts tracefs where it is not and begins to record; says why if it cannot.
+    pub fn start() -> Result<Self, String> {
+        let directory = PathBuf::from(TRACEFS);
+        if !directory.join("trace").exists() {
+            mount("tracefs", TRACEFS, "tracefs", MountFlags::empty(), None::<&CStr>)
+                .map_err(|error| format!("cannot mount {TRACEFS}: {error}"))?;
+        }
+        let write = |name: &str, text: &str| {
+            let path = directory.join(name);
+            fs::write(&path, text).map_err(|error| format!("cannot write {}: {error}", path.display()))
+        };
+        write("buffer_size_kb", BUFFER_KIB)?;
+        for event in EVENTS {
+            let switch = format!("events/kvm/{event}/enable");
+            if directory.join(&switch).exists() {
+                write(&switch, "1")?;
+            }
+        }
+        write("tracing_on", "1")?;
+        Ok(Self { directory })
+    }
+
+    /// The last events of a vCPU whose guest has ended with a triple fault, that one being the last.
+    pub fn before_triple_fault(&self, vcpu: u32) -> String {
+        report(&self.directory, vcpu)
+    }
+}
+
+fn report(directory: &Path, vcpu: u32) -> String {
+    let path = directory.join("trace");
+    let text = match fs::read(&path) {
+        Ok(bytes) => String::from_utf8_lossy(&bytes).into_owned(),
+        Err(error) => return format!("\nno trace: {}: {error}\n", path.display()),
+    };
+    let lines = select(&text, vcpu);
+    let mut report = format!("\n--- last {} events of KVM for vCPU {vcpu}\n", lines.len());
+    for line in lines {
+        let _ = writeln!(report, "{line}");
+    }
+    report
+}
+
+/// The lines of the thread that saw a shutdown last, up to there; without a shutdown those of the thread of this vCPU
+/// that was seen last.
+fn select(text: &str, vcpu: u32) -> Vec<&str> {
+    let events: Vec<(&str, &str)> = text
+        .lines()
+        .filter(|line| !line.starts_with('#'))
+        .filter_map(|line| Some((line.split_once('[')?.0.trim(), line)))
+        .collect();
+    let is_shutdown = |line: &str| line.contains("kvm_exit:") && line.contains("reason shutdown");
+    let of_vcpu =
+        |thread: &str| thread.rsplit_once('-').is_some_and(|(name, _)| name == format!("vcpu{vcpu}"));
+    let last = events
+        .iter()
+        .rposition(|(_, line)| is_shutdown(line))
+        .or_else(|| events.iter().rposition(|(thread, _)| of_vcpu(thread)));
+    let Some(last) = last else { return Vec::new() };
+    let thread = events[last].0;
+    let mut lines: Vec<&str> = events[..=last]
+        .iter()
+        .rev()
+        .filter(|(of, _)| *of == thread)
+        .map(|(_, line)| *line)
+        .take(REPORT_LINES)
+        .collect();
+    lines.reverse();
+    lines
+}
