@@ -165,6 +165,12 @@ impl Machine {
         self.vms[id.0].set_clock(&self.host, clock_ns, realtime_ns);
     }
 
+    /// KVM takes the master clock's instant anew and writes the page, as it does when a vCPU is created or the host's timekeeping
+    /// changes. What the page's factor has lost since its last write is made good.
+    pub fn renew_clock(&mut self, id: VmId) {
+        self.vms[id.0].update(&self.host);
+    }
+
     /// The vCPUs' TSCs have been set alike, or apart: the master clock goes on or off.
     pub fn set_vcpu_tscs(&mut self, id: VmId, tscs: VcpuTscs) {
         self.vms[id.0].set_vcpu_tscs(&self.host, tscs);

@@ -11,7 +11,7 @@ use ebb_vmm::api::TrimReport;
 
 use crate::LabError;
 use crate::bench::Bench;
-use crate::experiment::{Experiment, HostShape, Runs, SeriesPlan};
+use crate::experiment::{Experiment, HostShape, Runs, SeriesPlan, Subject};
 use crate::monitor::{BounceBuffer, GuestSize, HugePages, KernelImage, MonitorKind, Reporting, Setup, Trim};
 use crate::results::{Better, GuestRecord, MetricInfo, Scale, Series, rounded};
 use crate::statistics::{median, median_or_never};
@@ -94,7 +94,8 @@ impl Experiment for Density {
     }
 
     fn series(&self) -> Vec<SeriesPlan> {
-        let plan = |name, summary, runs, setup| SeriesPlan { name, summary, runs, setup };
+        let plan =
+            |name, summary, runs, setup| SeriesPlan { name, summary, runs, subject: Subject::Guests(setup) };
         vec![
             plan(
                 "no-reporting",
@@ -258,14 +259,7 @@ mod tests {
     }
 
     fn summarized(guests: Vec<GuestRecord>) -> BTreeMap<String, Option<f64>> {
-        let mut series = Series {
-            name: "reporting".to_owned(),
-            setup: String::new(),
-            metrics: BTreeMap::new(),
-            guests,
-            notes: Vec::new(),
-            error: None,
-        };
+        let mut series = Series { guests, ..Series::new("reporting", String::new()) };
         summarize(&mut series, 10.0, 321.0);
         series.metrics
     }

@@ -1,11 +1,9 @@
-//! Running the series of an experiment on the host that this process is on.
-
-use std::collections::BTreeMap;
+//! Running the series of an experiment on the host, or the machine, that this process is on.
 
 use crate::LabError;
 use crate::bench::Bench;
 use crate::event::{Event, Events};
-use crate::experiment::{Experiment, RunSize, SeriesPlan};
+use crate::experiment::{Experiment, RunSize, SeriesPlan, Subject};
 use crate::host::{self, Gauge, MemoryState};
 use crate::monitor::Assets;
 use crate::results::{MemoryLimit, Place, Series};
@@ -29,6 +27,12 @@ pub enum Chosen {
 }
 
 impl Selection {
+    /// The series about the machine itself, and those about guests.
+    pub fn by_subject(self) -> (Vec<SeriesPlan>, Self) {
+        let (machine, guests) = self.plans.into_iter().partition(|plan| plan.subject == Subject::Machine);
+        (machine, Self { plans: guests, chosen: self.chosen })
+    }
+
     /// Leaves out, or refuses, what needs something that is not here; the reasons for what is left out.
     ///
     /// # Errors
@@ -38,7 +42,11 @@ impl Selection {
         let mut kept = Vec::new();
         let mut last = None;
         for plan in self.plans.drain(..) {
-            match assets.missing(&plan.setup) {
+            let Subject::Guests(setup) = plan.subject else {
+                kept.push(plan);
+                continue;
+            };
+            match assets.missing(&setup) {
                 None => kept.push(plan),
                 Some(missing) if self.chosen == Chosen::ByName => return Err(missing.into()),
                 Some(missing) => {
@@ -90,25 +98,43 @@ pub fn run(
     events.step(0, "touches the host's memory once");
     host::warm_up(&gauge)?;
     for plan in &selection.plans {
+        let Subject::Guests(setup) = plan.subject else { continue };
         host::reset(&gauge)?;
         events.tell(Event::SeriesBegins {
             series: plan.name.to_owned(),
             guests: size.guests(experiment.guests(size.scale)),
         });
-        let mut series = Series {
-            name: plan.name.to_owned(),
-            setup: plan.setup.describe(),
-            metrics: BTreeMap::new(),
-            guests: Vec::new(),
-            notes: Vec::new(),
-            error: None,
-        };
-        let mut bench =
-            Bench::new(plan.name, size, plan.setup, assets, gauge, host_memory_mib, events.clone());
+        let mut series = Series::new(plan.name, setup.describe());
+        let mut bench = Bench::new(plan.name, size, setup, assets, gauge, host_memory_mib, events.clone());
         if let Err(error) = experiment.run(&mut bench, &mut series) {
             series.error = Some(error.to_string());
         }
         drop(bench);
+        events.tell(Event::SeriesEnds(series));
+    }
+    Ok(())
+}
+
+/// Runs the series that are about the machine itself, one after another; others are left out. A series that fails is told
+/// with its error; the others run all the same.
+///
+/// # Errors
+/// What concerns the machine and so every series.
+pub fn run_on_machine(
+    experiment: &dyn Experiment,
+    size: RunSize,
+    plans: &[SeriesPlan],
+    place: Place,
+    events: &Events,
+) -> Result<(), LabError> {
+    let shape = experiment.host(size.scale);
+    events.tell(Event::Host(host::describe(place, &Gauge::new(shape.memory_mib, shape.swap_mib)?)?));
+    for plan in plans.iter().filter(|plan| plan.subject == Subject::Machine) {
+        events.tell(Event::SeriesBegins { series: plan.name.to_owned(), guests: 1 });
+        let mut series = Series::new(plan.name, plan.summary.to_owned());
+        if let Err(error) = experiment.run_on_machine(size, events, &mut series) {
+            series.error = Some(error.to_string());
+        }
         events.tell(Event::SeriesEnds(series));
     }
     Ok(())

@@ -35,6 +35,14 @@ pub enum LabError {
         /// The names there are.
         known: String,
     },
+    /// A series about the machine of an experiment that is about guests only.
+    #[error("experiment '{experiment}' cannot run its series '{series}' without guests")]
+    NoMachineSeries {
+        /// The experiment.
+        experiment: &'static str,
+        /// The series.
+        series: String,
+    },
     /// The directory for the results does not serve.
     #[error("cannot write results to {directory}: {cause}; give another directory with --out")]
     Output {
@@ -114,6 +122,17 @@ pub enum LabError {
     /// Drawing a plot failed.
     #[error("cannot draw the report: {0}")]
     Plot(String),
+    /// KVM refused something.
+    #[error("KVM cannot {action}: {cause}")]
+    Kvm {
+        /// What was asked.
+        action: &'static str,
+        /// What it said.
+        cause: kvm_ioctls::Error,
+    },
+    /// A small guest of the lab itself did something else than it should.
+    #[error("the test guest {0}")]
+    TestGuest(String),
     /// KVM does not serve here, and the virtual host is not to be used.
     #[error("guests cannot run directly on this machine: {0}; with --where virtual-host they can")]
     NoDirectKvm(String),

@@ -2,7 +2,6 @@
 //!
 //! In the virtual host they cross the border as JSON, one a line on standard output (`--json-events`).
 
-use std::collections::BTreeMap;
 use std::sync::mpsc::Sender;
 
 use serde::{Deserialize, Serialize};
@@ -14,7 +13,8 @@ use crate::results::{Host, Sample, Series};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "kebab-case")]
 pub enum Event {
-    /// The host is ready; sent once, first.
+    /// The host is ready; sent before the first series. If it is sent again, for the host of the guests after series without
+    /// guests, that one is the run's.
     Host(Host),
     /// A series begins.
     SeriesBegins {
@@ -93,14 +93,8 @@ impl Collector {
     pub fn interrupted(&mut self, error: LabError) -> Result<(), LabError> {
         match self.running.take() {
             Some(name) if self.host.is_some() && !self.series.is_empty() => {
-                self.series.push(Series {
-                    name,
-                    setup: String::new(),
-                    metrics: BTreeMap::new(),
-                    guests: Vec::new(),
-                    notes: Vec::new(),
-                    error: Some(error.to_string()),
-                });
+                let error = Some(error.to_string());
+                self.series.push(Series { error, ..Series::new(&name, String::new()) });
                 Ok(())
             }
             _ => Err(error),

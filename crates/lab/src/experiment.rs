@@ -4,9 +4,10 @@ use std::collections::BTreeMap;
 
 use crate::LabError;
 use crate::bench::Bench;
+use crate::event::Events;
 use crate::monitor::Setup;
 use crate::results::{MetricInfo, Scale, Series};
-use crate::{density, inflate, memhog};
+use crate::{clock, density, inflate, memhog};
 
 /// The host that an experiment is made for: one NUMA node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -51,6 +52,15 @@ pub enum NeedsMemhog {
     No,
 }
 
+/// What a series is about.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Subject {
+    /// Guests that are run like this, on a host of the experiment's shape.
+    Guests(Setup),
+    /// The machine itself, or a calculation: no guest is started, and no host is needed for one.
+    Machine,
+}
+
 /// One series that an experiment offers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SeriesPlan {
@@ -60,8 +70,8 @@ pub struct SeriesPlan {
     pub summary: &'static str,
     /// When it runs.
     pub runs: Runs,
-    /// How its guests are run.
-    pub setup: Setup,
+    /// What it is about.
+    pub subject: Subject,
 }
 
 /// An experiment: a host shape, series that do the same work on it, and measures.
@@ -84,16 +94,24 @@ pub trait Experiment: Sync {
     }
     /// How many guests a series may come to, for the progress bar.
     fn guests(&self, scale: Scale) -> u32;
-    /// Runs one series, and fills in its metrics, guests and notes as they become known.
+    /// Runs one series about guests, and fills in its metrics, guests and notes as they become known.
     ///
     /// # Errors
     /// What ended the series early; what `series` holds by then is kept.
     fn run(&self, bench: &mut Bench<'_>, series: &mut Series) -> Result<(), LabError>;
+    /// Runs one series about the machine ([`Subject::Machine`]), which `series` has the name of, like [`Self::run`].
+    ///
+    /// # Errors
+    /// As [`Self::run`]. Experiments that have no such series are never asked.
+    fn run_on_machine(&self, size: RunSize, events: &Events, series: &mut Series) -> Result<(), LabError> {
+        let (_, _) = (size, events);
+        Err(LabError::NoMachineSeries { experiment: self.name(), series: series.name.clone() })
+    }
 }
 
 /// All experiments, in the order of `ebb lab list`.
-pub fn all() -> [&'static dyn Experiment; 3] {
-    [&density::Density, &memhog::Memhog, &inflate::Inflate]
+pub fn all() -> [&'static dyn Experiment; 4] {
+    [&density::Density, &memhog::Memhog, &inflate::Inflate, &clock::Clock]
 }
 
 /// The experiment of this name.
@@ -142,7 +160,7 @@ mod tests {
     fn experiments_are_found_by_name_and_others_are_answered_with_the_list() {
         assert_eq!(find("density").unwrap().name(), "density");
         let message = find("densitiy").err().unwrap().to_string();
-        assert_eq!(message, "unknown experiment 'densitiy'; there are: density, memhog, inflate");
+        assert_eq!(message, "unknown experiment 'densitiy'; there are: density, memhog, inflate, clock");
     }
 
     #[test]

@@ -9,7 +9,7 @@ use crate::assets::memhog_here;
 use crate::console::Tail;
 use crate::direct::Selection;
 use crate::event::{Event, Events};
-use crate::experiment::{Experiment, NeedsMemhog, RunSize};
+use crate::experiment::{Experiment, NeedsMemhog, RunSize, Subject};
 use crate::host::MemoryState;
 use crate::monitor::MonitorKind;
 use crate::results::Scale;
@@ -39,7 +39,10 @@ pub fn run(
         return Err(LabError::TooLittleMemory { what, needed_mib, available_mib });
     }
     events.step(0, format!("starts the virtual host: {} MiB, {} MiB swap", shape.memory_mib, shape.swap_mib));
-    let wants_qemu = selection.plans.iter().any(|plan| plan.setup.monitor == MonitorKind::Qemu);
+    let wants_qemu = selection
+        .plans
+        .iter()
+        .any(|plan| matches!(plan.subject, Subject::Guests(setup) if setup.monitor == MonitorKind::Qemu));
     let host = VirtualHost::start(&HostConfig {
         memory_mib: shape.memory_mib,
         swap_mib: shape.swap_mib,

@@ -10,7 +10,7 @@ use ebb_agent::protocol::Command;
 
 use crate::LabError;
 use crate::bench::Bench;
-use crate::experiment::{Experiment, HostShape, Runs, SeriesPlan};
+use crate::experiment::{Experiment, HostShape, Runs, SeriesPlan, Subject};
 use crate::monitor::{GuestSize, HugePages, MonitorKind, Reporting, Setup};
 use crate::results::{Better, GuestRecord, MetricInfo, Scale, Series, rounded};
 use crate::statistics::median;
@@ -87,7 +87,8 @@ impl Experiment for Inflate {
 
     fn series(&self) -> Vec<SeriesPlan> {
         let quiet = Setup { reporting: Reporting::Off, ..Setup::EBB };
-        let plan = |name, summary, runs, setup| SeriesPlan { name, summary, runs, setup };
+        let plan =
+            |name, summary, runs, setup| SeriesPlan { name, summary, runs, subject: Subject::Guests(setup) };
         vec![
             plan("ebb", "Ebb", Runs::ByDefault, quiet),
             plan(
@@ -180,14 +181,7 @@ mod tests {
 
     #[test]
     fn every_metric_that_is_described_is_measured() {
-        let mut series = Series {
-            name: "ebb".to_owned(),
-            setup: String::new(),
-            metrics: BTreeMap::new(),
-            guests: Vec::new(),
-            notes: Vec::new(),
-            error: None,
-        };
+        let mut series = Series::new("ebb", String::new());
         let found = Found { inflate_s: vec![3.0, 1.0, 2.0], ..Found::default() };
         found.summarize(&mut series);
         let described: Vec<String> = Inflate.metrics().into_iter().map(|info| info.name).collect();

@@ -1,4 +1,4 @@
-//! The lab: experiments on real guests.
+//! The lab: experiments on real guests, and on the machine itself.
 //!
 //! An experiment gives a host its shape, starts guests on it, lets them work and measures what the host has left.
 //! It runs the same code directly on a machine whose KVM serves, or in the virtual host (crate `ebb-virtual-host`)
@@ -7,12 +7,15 @@
 pub mod assets;
 pub mod balloon;
 pub mod bench;
+pub mod clock;
 pub mod console;
 pub mod density;
 pub mod direct;
+pub mod drawing;
 pub mod error;
 pub mod event;
 pub mod experiment;
+pub mod figures;
 pub mod guest;
 pub mod host;
 pub mod in_virtual_host;

@@ -9,7 +9,7 @@ use ebb_agent::protocol::Command;
 
 use crate::LabError;
 use crate::bench::Bench;
-use crate::experiment::{Experiment, HostShape, NeedsMemhog, Runs, SeriesPlan};
+use crate::experiment::{Experiment, HostShape, NeedsMemhog, Runs, SeriesPlan, Subject};
 use crate::monitor::{GuestSize, MonitorKind, Reporting, Setup};
 use crate::results::{Better, GuestRecord, MetricInfo, Scale, Series, rounded};
 
@@ -79,7 +79,12 @@ impl Experiment for Memhog {
     }
 
     fn series(&self) -> Vec<SeriesPlan> {
-        let plan = |name, summary, setup| SeriesPlan { name, summary, runs: Runs::ByDefault, setup };
+        let plan = |name, summary, setup| SeriesPlan {
+            name,
+            summary,
+            runs: Runs::ByDefault,
+            subject: Subject::Guests(setup),
+        };
         vec![
             plan(
                 "no-reporting",

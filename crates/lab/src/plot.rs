@@ -16,7 +16,7 @@ const TIMELINE_SIZE: (u32, u32) = (880, 300);
 const BARS_WIDTH: u32 = 430;
 const BAR_HEIGHT: u32 = 26;
 /// Axes and texts; the style sheet replaces it by the page's text colour.
-const NEUTRAL: RGBColor = RGBColor(0x80, 0x80, 0x80);
+pub(crate) const NEUTRAL: RGBColor = RGBColor(0x80, 0x80, 0x80);
 /// The host's own memory, at the bottom of the stack.
 const HOST: RGBColor = RGBColor(0x9a, 0xa0, 0xa6);
 /// Swap: the one thing that must catch the eye.
@@ -182,7 +182,7 @@ fn draw_bars(
 }
 
 /// Makes the picture scale with the page and tells screen readers what it is.
-fn labelled(svg: &str, title: &str) -> String {
+pub(crate) fn labelled(svg: &str, title: &str) -> String {
     let attributes = format!("<svg role=\"img\" aria-label=\"{}\" ", crate::report::escaped(title));
     svg.replacen("<svg ", &attributes, 1)
 }

@@ -3,6 +3,8 @@
 use std::fmt::Write as _;
 
 use crate::LabError;
+use crate::drawing;
+use crate::figures::DataTable;
 use crate::plot::{self, Extent};
 use crate::results::{Better, MemoryLimit, Results, Sample, Series};
 use crate::table;
@@ -43,9 +45,15 @@ pub fn render(results: &Results) -> Result<String, LabError> {
         escaped(&table::origin(results)),
     );
     metrics_table(&mut page, results);
+    data_tables(&mut page, results);
+    drawings(&mut page, results)?;
     metrics_bars(&mut page, results)?;
-    timelines(&mut page, results)?;
-    guests(&mut page, results);
+    if !results.samples.is_empty() {
+        timelines(&mut page, results)?;
+    }
+    if results.series.iter().any(|series| !series.guests.is_empty()) {
+        guests(&mut page, results);
+    }
     setting(&mut page, results);
     page.push_str("</body>\n</html>\n");
     Ok(page)
@@ -76,6 +84,52 @@ fn metrics_table(page: &mut String, results: &Results) {
         }
     }
     page.push_str("</ul>\n");
+}
+
+fn data_tables(page: &mut String, results: &Results) {
+    for series in &results.series {
+        for table in &series.tables {
+            let _ = writeln!(page, "<h2>{}: {}</h2>", escaped(&series.name), escaped(&table.title));
+            data_table(page, table);
+        }
+        for table in &series.details {
+            let title = format!("{}: {}", series.name, table.title);
+            let _ = writeln!(page, "<details><summary>{}</summary>", escaped(&title));
+            data_table(page, table);
+            page.push_str("</details>\n");
+        }
+    }
+}
+
+fn data_table(page: &mut String, table: &DataTable) {
+    page.push_str("<table>\n<tr>");
+    for column in &table.columns {
+        let _ = write!(page, "<th class=\"n\">{}</th>", escaped(column));
+    }
+    page.push_str("</tr>\n");
+    for row in &table.rows {
+        page.push_str("<tr>");
+        for value in row {
+            let _ = write!(page, "<td class=\"n\">{}</td>", escaped(&value.shown()));
+        }
+        page.push_str("</tr>\n");
+    }
+    page.push_str("</table>\n");
+}
+
+fn drawings(page: &mut String, results: &Results) -> Result<(), LabError> {
+    for series in &results.series {
+        for drawing in &series.drawings {
+            let _ = writeln!(
+                page,
+                "<figure><figcaption>{}: {}</figcaption>\n{}</figure>",
+                escaped(&series.name),
+                escaped(&drawing.title),
+                drawing::lines(drawing)?,
+            );
+        }
+    }
+    Ok(())
 }
 
 fn metrics_bars(page: &mut String, results: &Results) -> Result<(), LabError> {
@@ -156,7 +210,9 @@ fn guests(page: &mut String, results: &Results) {
 }
 
 fn setting(page: &mut String, results: &Results) {
+    let with_guests = results.series.iter().any(|series| !series.guests.is_empty());
     let limit = match results.host.limit {
+        _ if !with_guests => "no guest of the lab ran",
         MemoryLimit::HostMemory => "the host has the experiment's size; it is full when it swaps",
         MemoryLimit::Budget => {
             "the host has another size; it counts as full when its use has grown by the experiment's size"

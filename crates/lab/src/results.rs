@@ -7,6 +7,8 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use crate::figures::{DataTable, Drawing};
+
 /// Version of the document's shape; raised when a reader of an older document would misread a newer one.
 pub const SCHEMA_VERSION: u32 = 1;
 
@@ -130,12 +132,38 @@ pub struct Series {
     pub metrics: BTreeMap<String, Option<f64>>,
     /// What each guest showed, in the order the guests were started.
     pub guests: Vec<GuestRecord>,
+    /// Tables of what the metrics are made from, to be read beside them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub tables: Vec<DataTable>,
+    /// Longer ones, to be looked up.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub details: Vec<DataTable>,
+    /// Curves to be drawn.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub drawings: Vec<Drawing>,
     /// Why the series ended, and what a reader of its numbers should know.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub notes: Vec<String>,
     /// The error that ended the series early; its metrics cover what had been measured until then.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
+}
+
+impl Series {
+    /// A series in which nothing has been measured yet.
+    pub fn new(name: &str, setup: String) -> Self {
+        Self {
+            name: name.to_owned(),
+            setup,
+            metrics: BTreeMap::new(),
+            guests: Vec::new(),
+            tables: Vec::new(),
+            details: Vec::new(),
+            drawings: Vec::new(),
+            notes: Vec::new(),
+            error: None,
+        }
+    }
 }
 
 /// What one guest of a series showed.
@@ -245,15 +273,13 @@ pub(crate) mod tests {
     /// A document with two series, used by the tests of the table and the report as well.
     pub(crate) fn example() -> Results {
         let series = |name: &str, guests: f64, returned: Option<f64>| Series {
-            name: name.to_owned(),
-            setup: format!("ebb, {name}"),
             metrics: BTreeMap::from([
                 ("guests_without_swap".to_owned(), Some(guests)),
                 ("return_90_s".to_owned(), returned),
             ]),
             guests: vec![GuestRecord { guest: 1, return_90_s: returned, ..GuestRecord::default() }],
             notes: vec!["swap was used <by> guest 4".to_owned()],
-            error: None,
+            ..Series::new(name, format!("ebb, {name}"))
         };
         let sample = |series: &str, t_ms: u64, rss: &[f64], swap: f64| Sample {
             series: series.to_owned(),

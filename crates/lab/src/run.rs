@@ -52,24 +52,37 @@ pub fn run(request: &Request, progress: &mut Progress) -> Result<Results, LabErr
     let begin = Instant::now();
     let started_unix_s = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
     let machine = host::machine()?;
-    let place = place::choose(request.place, progress)?;
+    // Series about the machine run on the machine, unless all shall run in the virtual host.
+    let (on_machine, with_guests) = match request.place {
+        Wanted::VirtualHost => (Vec::new(), request.selection.clone()),
+        Wanted::Auto | Wanted::Direct => request.selection.clone().by_subject(),
+    };
+    let place = match with_guests.plans.is_empty() {
+        true => Place::Direct,
+        false => place::choose(request.place, progress)?,
+    };
     let mut collector = Collector::default();
     let ended = follow(
-        |events| match place {
-            Place::Direct => {
-                let memhog = match request.experiment.needs_memhog() {
-                    NeedsMemhog::Yes => memhog_here(),
-                    NeedsMemhog::No => ebb_virtual_host::Inclusion::Excluded,
-                };
-                run_here(request, Place::Direct, &FoundAssets::on_this_machine(memhog)?, events)
+        |events| {
+            if !on_machine.is_empty() {
+                direct::run_on_machine(request.experiment, request.size, &on_machine, Place::Direct, events)?;
             }
-            Place::VirtualHost => in_virtual_host::run(
-                request.experiment,
-                request.size,
-                &request.selection,
-                machine.cpus,
-                events,
-            ),
+            if with_guests.plans.is_empty() {
+                return Ok(());
+            }
+            match place {
+                Place::Direct => {
+                    let memhog = match request.experiment.needs_memhog() {
+                        NeedsMemhog::Yes => memhog_here(),
+                        NeedsMemhog::No => ebb_virtual_host::Inclusion::Excluded,
+                    };
+                    let found = FoundAssets::on_this_machine(memhog)?;
+                    run_guests(request, with_guests, Place::Direct, &found, events)
+                }
+                Place::VirtualHost => {
+                    in_virtual_host::run(request.experiment, request.size, &with_guests, machine.cpus, events)
+                }
+            }
         },
         |event| {
             progress.show(&event);
@@ -105,10 +118,19 @@ pub fn run(request: &Request, progress: &mut Progress) -> Result<Results, LabErr
 /// # Errors
 /// What kept the run from taking place or from ending.
 pub fn run_inside(request: &Request, mut output: impl Write) -> Result<(), LabError> {
-    let assets = FoundAssets::in_virtual_host()?;
+    let (on_machine, with_guests) = request.selection.clone().by_subject();
     let mut written: io::Result<()> = Ok(());
     follow(
-        |events| run_here(request, Place::VirtualHost, &assets, events),
+        |events| {
+            if !on_machine.is_empty() {
+                let place = Place::VirtualHost;
+                direct::run_on_machine(request.experiment, request.size, &on_machine, place, events)?;
+            }
+            if with_guests.plans.is_empty() {
+                return Ok(());
+            }
+            run_guests(request, with_guests, Place::VirtualHost, &FoundAssets::in_virtual_host()?, events)
+        },
         |event| {
             if written.is_ok() {
                 written = write_line(&mut output, &event);
@@ -125,8 +147,14 @@ fn write_line(output: &mut impl Write, event: &Event) -> io::Result<()> {
     output.flush()
 }
 
-fn run_here(request: &Request, place: Place, found: &FoundAssets, events: &Events) -> Result<(), LabError> {
-    direct::run(request.experiment, request.size, request.selection.clone(), place, &found.assets, events)
+fn run_guests(
+    request: &Request,
+    selection: Selection,
+    place: Place,
+    found: &FoundAssets,
+    events: &Events,
+) -> Result<(), LabError> {
+    direct::run(request.experiment, request.size, selection, place, &found.assets, events)
 }
 
 /// Lets the work happen on a thread of its own, which its guests are tied to, and hands on its events meanwhile.

@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 
 use comfy_table::{Cell, CellAlignment, Table, presets};
 
+use crate::figures::DataTable;
 use crate::results::{Place, Results};
 
 /// A value as people read it: as many decimals as it is worth, a dash for what was not measured.
@@ -57,14 +58,30 @@ pub fn render(results: &Results) -> String {
         }));
         table.add_row(row);
     }
+    // Writing to a String cannot fail.
     let mut text = format!("{}\n{table}\n", origin(results));
     for series in &results.series {
+        for data in &series.tables {
+            let _ = writeln!(text, "\n{}: {}\n{}", series.name, data.title, data_table(data));
+        }
+    }
+    for series in &results.series {
         for note in series.notes.iter().chain(series.error.as_ref()) {
-            // Writing to a String cannot fail.
             let _ = writeln!(text, "{}: {note}", series.name);
         }
     }
     text
+}
+
+fn data_table(data: &DataTable) -> Table {
+    let mut table = Table::new();
+    table.load_style(presets::ASCII_MARKDOWN);
+    let cell = |text: String| Cell::new(text).set_alignment(CellAlignment::Right);
+    table.set_header(data.columns.iter().map(|column| cell(column.clone())));
+    for row in &data.rows {
+        table.add_row(row.iter().map(|value| cell(value.shown())));
+    }
+    table
 }
 
 #[cfg(test)]

@@ -73,7 +73,7 @@ fn master_clock_flips_jump_by_the_drift_in_mixed_mode_only() {
             ] {
                 machine.advance(days * DAY_NS);
                 // The jump of the switch alone, without what the factor has lost in days.
-                machine.vms[vm.0].update(&machine.host);
+                machine.renew_clock(vm);
                 let before_ns = machine.clock(vm).clock_ns;
                 machine.set_vcpu_tscs(vm, tscs);
                 let jump_ns = machine.clock(vm).clock_ns - before_ns;
@@ -92,7 +92,7 @@ fn the_wall_clock_is_wrong_by_the_drift_in_mixed_mode_only() {
         mixed.advance(10 * DAY_NS);
         let vm = mixed.create_vm();
         mixed.advance(DAY_NS);
-        mixed.vms[vm.0].update(&mixed.host);
+        mixed.renew_clock(vm);
         assert_eq!(mixed.host().drift_ns(), slew_ppm * 11 * 86_400 * PPM);
         assert_eq!(mixed.wall_error_ns(vm), -mixed.host().drift_ns());
         let mut raw = machine(KernelMode::Raw, slew_ppm);

@@ -1,0 +1,165 @@
+//! KVM's clock: what happens to guests whose host mixes clocks that drift apart, and what the real one counts by.
+//!
+//! In January 2020 a kernel took the base of KVM's clock from `CLOCK_MONOTONIC_RAW` and its offset from the clock that NTP
+//! slews; after two weeks of uptime a fresh guest could read a negative time and hang (Linux commit 53fafdbb8b21f and
+//! "KVM: x86: do not mix raw and monotonic clocks in kvmclock"). The series:
+//!
+//! - `mixed`, `raw`: both kernels in a model of a host (`ebb_kvm_clock::model`), over uptimes and slews;
+//! - `kvm`: the `/dev/kvm` of this machine, whose clock is real however slow its guests are.
+
+use std::collections::BTreeMap;
+
+use ebb_kvm_clock::model::KernelMode;
+
+use crate::LabError;
+use crate::bench::Bench;
+use crate::event::Events;
+use crate::experiment::{Experiment, HostShape, RunSize, Runs, SeriesPlan, Subject};
+use crate::results::{Better, MetricInfo, Scale, Series};
+
+mod checks;
+mod kvm;
+mod live;
+mod model;
+
+/// The experiment.
+#[derive(Debug, Clone, Copy)]
+pub struct Clock;
+
+/// Sizes of one scale.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Sizes {
+    host: HostShape,
+    /// How long the real clocks are watched.
+    watch_s: u64,
+    /// The longest uptime of the model.
+    uptime_days: u64,
+}
+
+fn sizes(scale: Scale) -> Sizes {
+    match scale {
+        Scale::Demo => {
+            Sizes { host: HostShape { memory_mib: 1024, swap_mib: 256 }, watch_s: 10, uptime_days: 60 }
+        }
+        Scale::Full => {
+            Sizes { host: HostShape { memory_mib: 2048, swap_mib: 512 }, watch_s: 120, uptime_days: 60 }
+        }
+    }
+}
+
+/// Series about the real KVM.
+const KVM: &str = "kvm";
+
+impl Experiment for Clock {
+    fn name(&self) -> &'static str {
+        "clock"
+    }
+
+    fn summary(&self) -> &'static str {
+        "What a guest's clock shows on a host whose clocks drift apart, in a model and on this machine's KVM"
+    }
+
+    fn host(&self, scale: Scale) -> HostShape {
+        sizes(scale).host
+    }
+
+    fn parameters(&self, scale: Scale) -> BTreeMap<String, u64> {
+        let sizes = sizes(scale);
+        BTreeMap::from([
+            ("host_mib".to_owned(), sizes.host.memory_mib),
+            ("swap_mib".to_owned(), sizes.host.swap_mib),
+            ("watch_s".to_owned(), sizes.watch_s),
+            ("uptime_days".to_owned(), sizes.uptime_days),
+        ])
+    }
+
+    fn metrics(&self) -> Vec<MetricInfo> {
+        vec![
+            MetricInfo::new("min_system_time_ns", "Smallest time of a fresh guest", "ns", Better::Higher),
+            MetricInfo::new("max_jump_ns", "Largest jump at a master clock flip", "ns", Better::Lower),
+            MetricInfo::new("wall_error_ns", "Largest error of the wall clock", "ns", Better::Lower),
+            MetricInfo::new(
+                "raw_deviation_ns",
+                "KVM's clock against CLOCK_MONOTONIC_RAW",
+                "ns",
+                Better::Lower,
+            ),
+            MetricInfo::new(
+                "monotonic_deviation_ns",
+                "KVM's clock against CLOCK_MONOTONIC",
+                "ns",
+                Better::Lower,
+            ),
+            MetricInfo::new(
+                "boottime_deviation_ns",
+                "KVM's clock against CLOCK_BOOTTIME",
+                "ns",
+                Better::Lower,
+            ),
+            MetricInfo::new("drift_ns", "CLOCK_MONOTONIC ahead of raw since boot", "ns", Better::Lower),
+            MetricInfo::new("failed_checks", "Failed checks of KVM's clock", "", Better::Lower),
+        ]
+    }
+
+    fn series(&self) -> Vec<SeriesPlan> {
+        let plan =
+            |name, summary| SeriesPlan { name, summary, runs: Runs::ByDefault, subject: Subject::Machine };
+        vec![
+            plan(KernelMode::Mixed.name(), "model of a kernel between 53fafdbb8b21f and its fix"),
+            plan(KernelMode::Raw.name(), "model of a kernel that uses raw clocks only"),
+            plan(KVM, "the KVM of this machine against its clocks, and checks of its clock page"),
+        ]
+    }
+
+    fn guests(&self, _scale: Scale) -> u32 {
+        1
+    }
+
+    fn run(&self, _bench: &mut Bench<'_>, series: &mut Series) -> Result<(), LabError> {
+        // All series are about the machine.
+        Err(LabError::UnknownSeries {
+            experiment: self.name().to_owned(),
+            name: series.name.clone(),
+            known: self.series().iter().map(|plan| plan.name).collect::<Vec<_>>().join(", "),
+        })
+    }
+
+    fn run_on_machine(&self, size: RunSize, events: &Events, series: &mut Series) -> Result<(), LabError> {
+        let sizes = sizes(size.scale);
+        for metric in self.metrics() {
+            series.metrics.insert(metric.name, None);
+        }
+        match KernelMode::ALL.into_iter().find(|mode| mode.name() == series.name) {
+            Some(mode) => {
+                events.step(1, "runs weeks of host time in the model");
+                model::sweep(mode, sizes.uptime_days).tell(series);
+                Ok(())
+            }
+            None => live::run(sizes.watch_s, events, series),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc;
+
+    #[test]
+    fn the_models_fill_the_metrics_that_are_theirs() {
+        let (sender, _receiver) = mpsc::channel();
+        let events = Events::new(sender);
+        let size = RunSize { scale: Scale::Demo, most_guests: None };
+        for mode in KernelMode::ALL {
+            let mut series = Series::new(mode.name(), String::new());
+            Clock.run_on_machine(size, &events, &mut series).unwrap();
+            let described: Vec<String> = Clock.metrics().into_iter().map(|info| info.name).collect();
+            assert_eq!(series.metrics.len(), described.len());
+            for name in ["min_system_time_ns", "max_jump_ns", "wall_error_ns"] {
+                assert!(series.metrics[name].is_some(), "{name}");
+            }
+            assert!(series.metrics["drift_ns"].is_none());
+            assert!(!series.tables.is_empty() && !series.drawings.is_empty());
+        }
+    }
+}

@@ -1,0 +1,193 @@
+//! A guest of seven bytes with a clock page: what KVM writes there, and the guest's own TSC.
+//!
+//! The guest reads its TSC and halts, over and over, in real mode, so that it runs on any KVM, also on one that emulates
+//! every instruction. Each run makes KVM bring the page up to date.
+
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+
+use ebb_kvm_clock::Reader;
+use ebb_kvm_clock::page::{MSR_SYSTEM_TIME, SYSTEM_TIME_ENABLE, TIME_PAGE_BYTES, VcpuTimeInfo};
+use ebb_kvm_clock::protocol::{SharedWords, take_stop_notice, try_read_time};
+use ebb_kvm_clock::reader::Reading;
+use kvm_bindings::{Msrs, kvm_clock_data, kvm_msr_entry, kvm_regs, kvm_userspace_memory_region};
+use kvm_ioctls::{Cap, Kvm, VcpuExit, VcpuFd, VmFd};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, VolatileMemory};
+
+use crate::LabError;
+
+/// `again: rdtsc; hlt; jmp again`
+const PROGRAM: [u8; 5] = [0x0f, 0x31, 0xf4, 0xeb, 0xfb];
+/// All of the guest's memory.
+const MEMORY_BYTES: usize = 64 << 10;
+/// Where the program is.
+const CODE: u64 = 0x4000;
+/// Where the clock page is.
+const PAGE: u64 = 0x5000;
+/// Where KVM on Intel processors may put a task state segment of its own: below 4 GiB, outside of guest memory.
+const TSS_ADDRESS: usize = 0xfffb_d000;
+/// Bit 1 of RFLAGS is always set.
+const RFLAGS_RESERVED: u64 = 1 << 1;
+/// A read is tried so often: nobody writes the page while the guest does not run.
+const READ_ATTEMPTS: u32 = 3;
+
+fn refused(action: &'static str) -> impl FnOnce(kvm_ioctls::Error) -> LabError {
+    move |cause| LabError::Kvm { action, cause }
+}
+
+/// What KVM's clock can do here (`KVM_CHECK_EXTENSION` of `KVM_CAP_ADJUST_CLOCK`: the flags that it knows).
+pub(super) fn clock_flags(kvm: &Kvm) -> u32 {
+    kvm.check_extension_int(Cap::AdjustClock).unsigned_abs()
+}
+
+/// A machine with one vCPU and a clock page. Memory comes last, so that it is unmapped last.
+pub(super) struct ClockGuest {
+    vcpu: VcpuFd,
+    vm: VmFd,
+    memory: GuestMemoryMmap,
+    latest_ns: AtomicU64,
+}
+
+impl ClockGuest {
+    /// Makes one, with a TSC of `tsc_khz` or of the host's frequency.
+    ///
+    /// # Errors
+    /// [`LabError::Kvm`], also when KVM cannot give it that frequency, and [`LabError::TestGuest`] without memory.
+    pub(super) fn new(kvm: &Kvm, tsc_khz: Option<u32>) -> Result<Self, LabError> {
+        let no_memory =
+            |error: &dyn std::fmt::Display| LabError::TestGuest(format!("has no memory: {error}"));
+        let memory: GuestMemoryMmap = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_BYTES)])
+            .map_err(|error| no_memory(&error))?;
+        memory.write_slice(&PROGRAM, GuestAddress(CODE)).map_err(|error| no_memory(&error))?;
+        let host_address = memory.get_host_address(GuestAddress(0)).map_err(|error| no_memory(&error))?;
+        let vm = kvm.create_vm().map_err(refused("create a machine"))?;
+        vm.set_tss_address(TSS_ADDRESS).map_err(refused("set the TSS address"))?;
+        let region = kvm_userspace_memory_region {
+            slot: 0,
+            flags: 0,
+            guest_phys_addr: 0,
+            memory_size: MEMORY_BYTES as u64,
+            userspace_addr: host_address as u64,
+        };
+        // SAFETY: the range is a mapping of `memory`, which is dropped after the machine, by the order of the fields.
+        unsafe { vm.set_user_memory_region(region) }.map_err(refused("give a machine its memory"))?;
+        let vcpu = vm.create_vcpu(0).map_err(refused("create a vCPU"))?;
+        if let Some(khz) = tsc_khz {
+            vcpu.set_tsc_khz(khz).map_err(refused("give a vCPU another TSC frequency"))?;
+        }
+        let mut segments = vcpu.get_sregs().map_err(refused("read segments"))?;
+        segments.cs.base = 0;
+        segments.cs.selector = 0;
+        vcpu.set_sregs(&segments).map_err(refused("set segments"))?;
+        let registers = kvm_regs { rip: CODE, rflags: RFLAGS_RESERVED, ..kvm_regs::default() };
+        vcpu.set_regs(&registers).map_err(refused("set registers"))?;
+        let guest = Self { vcpu, vm, memory, latest_ns: AtomicU64::new(0) };
+        guest.enable_page()?;
+        Ok(guest)
+    }
+
+    /// Tells KVM where the page is, as a guest's kernel does.
+    fn enable_page(&self) -> Result<(), LabError> {
+        let entry = kvm_msr_entry {
+            index: MSR_SYSTEM_TIME,
+            data: PAGE | SYSTEM_TIME_ENABLE,
+            ..kvm_msr_entry::default()
+        };
+        let list = Msrs::from_entries(&[entry])
+            .map_err(|error| LabError::TestGuest(format!("has no room for a register: {error:?}")))?;
+        match self.vcpu.set_msrs(&list).map_err(refused("set the register of the clock page"))? {
+            1 => Ok(()),
+            _ => Err(LabError::TestGuest(
+                "cannot have a clock page: KVM does not know its register".to_owned(),
+            )),
+        }
+    }
+
+    /// Lets the guest read its TSC: what it read. The page is up to date afterwards.
+    pub(super) fn run(&mut self) -> Result<u64, LabError> {
+        match self.vcpu.run().map_err(refused("run a vCPU"))? {
+            VcpuExit::Hlt => {}
+            exit => return Err(LabError::TestGuest(format!("stopped for an unexpected reason: {exit:?}"))),
+        }
+        let registers = self.vcpu.get_regs().map_err(refused("read registers"))?;
+        let low = |register: u64| register & u64::from(u32::MAX);
+        Ok(low(registers.rdx) << 32 | low(registers.rax))
+    }
+
+    /// What a guest's kernel computes from its page and from a TSC that it read.
+    pub(super) fn reading(&self, tsc: u64) -> Result<Reading, LabError> {
+        let reader = Reader::new(self.page()?, &self.latest_ns);
+        (0..READ_ATTEMPTS).find_map(|_| reader.try_read(|| tsc)).ok_or_else(being_written)
+    }
+
+    /// The page itself.
+    pub(super) fn info(&self) -> Result<VcpuTimeInfo, LabError> {
+        let page = self.page()?;
+        (0..READ_ATTEMPTS)
+            .find_map(|_| try_read_time(&page, || 0))
+            .map(|(info, _)| info)
+            .ok_or_else(being_written)
+    }
+
+    /// Takes the notice that the guest was stopped, as its kernel does; whether there was one.
+    pub(super) fn take_stop_notice(&self) -> Result<bool, LabError> {
+        Ok(take_stop_notice(&self.page()?))
+    }
+
+    /// Tells KVM that the guest was stopped (`KVM_KVMCLOCK_CTRL`).
+    pub(super) fn give_stop_notice(&self) -> Result<(), LabError> {
+        self.vcpu.kvmclock_ctrl().map_err(refused("give notice that a vCPU was stopped"))
+    }
+
+    /// `KVM_GET_CLOCK`.
+    pub(super) fn clock(&self) -> Result<kvm_clock_data, LabError> {
+        self.vm.get_clock().map_err(refused("read its clock"))
+    }
+
+    /// `KVM_SET_CLOCK`.
+    pub(super) fn set_clock(&self, clock: &kvm_clock_data) -> Result<(), LabError> {
+        self.vm.set_clock(clock).map_err(refused("set its clock"))
+    }
+
+    /// Frequency of the guest's TSC in kHz, as KVM has it.
+    pub(super) fn tsc_khz(&self) -> Result<u32, LabError> {
+        self.vcpu.get_tsc_khz().map_err(refused("tell the frequency of a vCPU's TSC"))
+    }
+
+    fn page(&self) -> Result<GuestPage<'_>, LabError> {
+        let missing =
+            |error: &dyn std::fmt::Display| LabError::TestGuest(format!("has no clock page: {error}"));
+        let region =
+            self.memory.find_region(GuestAddress(0)).ok_or_else(|| missing(&"its memory is gone"))?;
+        let mut words = Vec::with_capacity(TIME_PAGE_BYTES / 4);
+        for offset in (0..TIME_PAGE_BYTES).step_by(4) {
+            let place = PAGE as usize + offset;
+            words.push(region.get_atomic_ref(place).map_err(|error| missing(&error))?);
+        }
+        Ok(GuestPage(words))
+    }
+}
+
+fn being_written() -> LabError {
+    LabError::TestGuest("has a clock page that KVM did not finish".to_owned())
+}
+
+/// The page in the guest's memory.
+struct GuestPage<'a>(Vec<&'a AtomicU32>);
+
+impl SharedWords for GuestPage<'_> {
+    fn load(&self, index: usize, ordering: Ordering) -> u32 {
+        self.0[index].load(ordering)
+    }
+
+    fn store(&self, index: usize, value: u32, ordering: Ordering) {
+        self.0[index].store(value, ordering);
+    }
+
+    fn fetch_and(&self, index: usize, mask: u32, ordering: Ordering) -> u32 {
+        self.0[index].fetch_and(mask, ordering)
+    }
+
+    fn fence(&self, ordering: Ordering) {
+        fence(ordering);
+    }
+}

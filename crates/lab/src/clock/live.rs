@@ -1,0 +1,343 @@
+//! The clock of this machine's KVM against the machine's own, and what a kernel that mixes them would do here now.
+
+use std::thread;
+use std::time::Duration;
+
+use kvm_bindings::KVM_CLOCK_TSC_STABLE;
+use kvm_ioctls::Kvm;
+use rustix::time::{ClockId, clock_gettime};
+
+use super::checks;
+use super::kvm::ClockGuest;
+use crate::LabError;
+use crate::event::Events;
+use crate::figures::{Curve, DataTable, Drawing, Value};
+use crate::results::Series;
+
+/// Time between two samples.
+const INTERVAL: Duration = Duration::from_millis(500);
+/// Attempts at each sample, of which the one that took the shortest time counts.
+const ATTEMPTS: u32 = 50;
+const NS_PER_SECOND: f64 = 1e9;
+
+/// A clock of the host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum HostClock {
+    Raw,
+    Monotonic,
+    Boottime,
+}
+
+impl HostClock {
+    const ALL: [Self; 3] = [Self::Raw, Self::Monotonic, Self::Boottime];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Raw => "CLOCK_MONOTONIC_RAW",
+            Self::Monotonic => "CLOCK_MONOTONIC",
+            Self::Boottime => "CLOCK_BOOTTIME",
+        }
+    }
+
+    fn metric(self) -> &'static str {
+        match self {
+            Self::Raw => "raw_deviation_ns",
+            Self::Monotonic => "monotonic_deviation_ns",
+            Self::Boottime => "boottime_deviation_ns",
+        }
+    }
+
+    fn now_ns(self) -> i64 {
+        let now = clock_gettime(match self {
+            Self::Raw => ClockId::MonotonicRaw,
+            Self::Monotonic => ClockId::Monotonic,
+            Self::Boottime => ClockId::Boottime,
+        });
+        now.tv_sec * NS_PER_SECOND as i64 + now.tv_nsec
+    }
+}
+
+/// How far a clock is ahead of another one, and how well that is known.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Ahead {
+    ns: i64,
+    /// The truth is within this of `ns`: half of the time between the two looks at the other clock.
+    uncertainty_ns: i64,
+}
+
+impl Ahead {
+    /// From a value read between two looks at the other clock.
+    fn between(before_ns: i64, value_ns: i64, after_ns: i64) -> Self {
+        let uncertainty_ns = (after_ns - before_ns + 1) / 2;
+        Self { ns: value_ns - (before_ns + uncertainty_ns), uncertainty_ns }
+    }
+
+    /// The best of several attempts at reading `value` between two looks at `clock`.
+    fn of<E>(clock: HostClock, mut value: impl FnMut() -> Result<i64, E>) -> Result<Self, E> {
+        let mut once = || {
+            let before_ns = clock.now_ns();
+            let value_ns = value()?;
+            Ok(Self::between(before_ns, value_ns, clock.now_ns()))
+        };
+        let mut best = once()?;
+        for _ in 1..ATTEMPTS {
+            let next = once()?;
+            if next.uncertainty_ns < best.uncertainty_ns {
+                best = next;
+            }
+        }
+        Ok(best)
+    }
+
+    /// How much further ahead it is than it was.
+    fn since(self, earlier: Self) -> Self {
+        Self { ns: self.ns - earlier.ns, uncertainty_ns: self.uncertainty_ns + earlier.uncertainty_ns }
+    }
+
+    fn shown(self) -> String {
+        format!("{:+} ns (to within {} ns)", self.ns, self.uncertainty_ns)
+    }
+}
+
+/// One look at all clocks.
+#[derive(Debug, Clone, Copy)]
+struct Sample {
+    raw_ns: i64,
+    /// KVM's clock ahead of each of the host's.
+    kvm: [Ahead; 3],
+    /// `CLOCK_MONOTONIC` ahead of `CLOCK_MONOTONIC_RAW`.
+    drift: Ahead,
+}
+
+impl Sample {
+    fn take(guest: &ClockGuest) -> Result<Self, LabError> {
+        let look = |clock| Ahead::of(clock, || guest.clock().map(|clock| clock.clock.cast_signed()));
+        let kvm = [look(HostClock::Raw)?, look(HostClock::Monotonic)?, look(HostClock::Boottime)?];
+        let Ok(drift) =
+            Ahead::of(HostClock::Raw, || Ok::<_, std::convert::Infallible>(HostClock::Monotonic.now_ns()));
+        Ok(Self { raw_ns: HostClock::Raw.now_ns(), kvm, drift })
+    }
+}
+
+/// Watches KVM's clock for `watch_s` seconds, and checks its page. Without a KVM that can be used it says so and measures what
+/// it can.
+///
+/// # Errors
+/// [`LabError::Kvm`] and [`LabError::TestGuest`] when a KVM that is there fails.
+pub(super) fn run(watch_s: u64, events: &Events, series: &mut Series) -> Result<(), LabError> {
+    mixed_kernel(series);
+    let kvm = match Kvm::new() {
+        Ok(kvm) => kvm,
+        Err(cause) => {
+            series.notes.push(format!(
+                "KVM's clock was not measured: /dev/kvm cannot be opened ({cause}); `ebb doctor` says what to do, and \
+                 --where virtual-host measures the virtual host's"
+            ));
+            return Ok(());
+        }
+    };
+    events.step(1, "checks the clock page of a small guest");
+    checks::run(&kvm)?.tell(series);
+    events.step(1, format!("watches KVM's clock for {watch_s} s"));
+    let mut guest = ClockGuest::new(&kvm, None)?;
+    guest.run()?;
+    let stable = guest.clock()?.flags & KVM_CLOCK_TSC_STABLE != 0;
+    series.notes.push(format!(
+        "the host's clock source is {}; KVM's master clock is {}",
+        clock_source(),
+        if stable { "on" } else { "off" }
+    ));
+    let rounds = Duration::from_secs(watch_s).as_millis() / INTERVAL.as_millis();
+    let mut samples = vec![Sample::take(&guest)?];
+    for _ in 0..rounds {
+        thread::sleep(INTERVAL);
+        samples.push(Sample::take(&guest)?);
+    }
+    tell(&samples, series);
+    Ok(())
+}
+
+fn clock_source() -> String {
+    let path = "/sys/devices/system/clocksource/clocksource0/current_clocksource";
+    std::fs::read_to_string(path).map_or_else(|_| "unknown".to_owned(), |name| name.trim().to_owned())
+}
+
+/// What a kernel that mixed raw and slewed clocks would do on this host now.
+fn mixed_kernel(series: &mut Series) {
+    let Ok(drift) =
+        Ahead::of(HostClock::Raw, || Ok::<_, std::convert::Infallible>(HostClock::Monotonic.now_ns()));
+    let age_ns = HostClock::Raw.now_ns();
+    series.metrics.insert("drift_ns".to_owned(), Some(drift.ns as f64));
+    series.notes.push(forecast(drift, age_ns));
+}
+
+/// In words: the error now, and the age of the host from which on a guest one second old reads a negative time.
+fn forecast(drift: Ahead, host_age_ns: i64) -> String {
+    let seconds = |ns: i64| ns as f64 / NS_PER_SECOND;
+    let rate = drift.ns as f64 / host_age_ns.max(1) as f64;
+    let mut text = format!(
+        "{} is {} ahead of raw after {:.0} s ({:+.3} ppm on average): a mixed kernel would give a guest that is one \
+         second old {:.3} s here now, jump by {:.3} s when the master clock goes off, and be {:+.3} s off with the wall clock",
+        HostClock::Monotonic.name(),
+        drift.shown(),
+        seconds(host_age_ns),
+        rate * 1e6,
+        1.0 - seconds(drift.ns),
+        seconds(drift.ns),
+        -seconds(drift.ns),
+    );
+    if drift.ns > NS_PER_SECOND as i64 {
+        text.push_str("; the guest's time is negative");
+    } else if rate > 0.0 {
+        text += &format!(
+            "; at this average the time is negative on a host older than {:.1} days",
+            1.0 / rate / 86_400.0
+        );
+    } else {
+        text.push_str("; time is never negative while the slewed clock is behind");
+    }
+    text
+}
+
+fn tell(samples: &[Sample], series: &mut Series) {
+    let (Some(first), Some(last)) = (samples.first(), samples.last()) else { return };
+    let elapsed_ns = last.raw_ns - first.raw_ns;
+    let deviations: Vec<(HostClock, Ahead)> = HostClock::ALL
+        .into_iter()
+        .enumerate()
+        .map(|(index, clock)| (clock, last.kvm[index].since(first.kvm[index])))
+        .collect();
+    for (clock, deviation) in &deviations {
+        series.metrics.insert(clock.metric().to_owned(), Some(deviation.ns.unsigned_abs() as f64));
+    }
+    series.notes.push(judged(&deviations, elapsed_ns));
+    let slewed = last.drift.since(first.drift);
+    series.notes.push(format!(
+        "{} gained {} on raw in that time: {:+.3} ppm now",
+        HostClock::Monotonic.name(),
+        slewed.shown(),
+        slewed.ns as f64 / elapsed_ns.max(1) as f64 * 1e6
+    ));
+    series.tables.push(DataTable {
+        title: format!("KVM's clock over {:.1} s", elapsed_ns as f64 / NS_PER_SECOND),
+        columns: ["against", "gained, ns", "known to within, ns", "ppb"].map(str::to_owned).to_vec(),
+        rows: deviations
+            .iter()
+            .map(|(clock, deviation)| {
+                vec![
+                    Value::from(clock.name()),
+                    Value::from(deviation.ns),
+                    Value::from(deviation.uncertainty_ns),
+                    Value::from((deviation.ns as f64 / elapsed_ns.max(1) as f64 * 1e9).round()),
+                ]
+            })
+            .collect(),
+    });
+    let curve = |name: &str, of: &dyn Fn(&Sample) -> Ahead| Curve {
+        name: name.to_owned(),
+        points: samples
+            .iter()
+            .map(|sample| {
+                let x = (sample.raw_ns - first.raw_ns) as f64 / NS_PER_SECOND;
+                (x, of(sample).since(of(first)).ns as f64 / 1e3)
+            })
+            .collect(),
+    };
+    series.drawings.push(Drawing {
+        title: "what KVM's clock gains on the host's clocks".to_owned(),
+        x: "s".to_owned(),
+        y: "us".to_owned(),
+        curves: HostClock::ALL
+            .into_iter()
+            .enumerate()
+            .map(|(index, clock)| curve(clock.name(), &|sample| sample.kvm[index]))
+            .collect(),
+    });
+}
+
+/// Which clocks KVM's clock advances with: the one with the least deviation, and those that cannot be told from it.
+fn judged(deviations: &[(HostClock, Ahead)], elapsed_ns: i64) -> String {
+    let Some((_, least)) = deviations.iter().min_by_key(|(_, deviation)| deviation.ns.abs()) else {
+        return "nothing was measured".to_owned();
+    };
+    let (near, far): (Vec<_>, Vec<_>) = deviations.iter().partition(|(_, deviation)| {
+        deviation.ns.abs() - least.ns.abs() <= deviation.uncertainty_ns + least.uncertainty_ns
+    });
+    let list = |clocks: &[&(HostClock, Ahead)], and: &str| {
+        clocks
+            .iter()
+            .map(|(clock, deviation)| format!("{}: {}", clock.name(), deviation.shown()))
+            .collect::<Vec<_>>()
+            .join(and)
+    };
+    let mut text = format!(
+        "over {:.1} s KVM's clock advances with {}",
+        elapsed_ns as f64 / NS_PER_SECOND,
+        list(&near, ", or with ")
+    );
+    if far.is_empty() {
+        text.push_str("; the host's clocks run too much alike now to tell which");
+    } else {
+        text += &format!("; not with {}", list(&far, ", nor with "));
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ahead(ns: i64, uncertainty_ns: i64) -> Ahead {
+        Ahead { ns, uncertainty_ns }
+    }
+
+    #[test]
+    fn a_value_read_between_two_looks_is_known_to_half_the_time_between() {
+        let read = Ahead::between(1000, 5060, 1100);
+        assert_eq!(read, ahead(4010, 50));
+        assert_eq!(ahead(4100, 30).since(read), ahead(90, 80));
+    }
+
+    #[test]
+    fn the_clock_with_the_least_deviation_is_named_and_others_excluded() {
+        let text = judged(
+            &[
+                (HostClock::Raw, ahead(-120, 300)),
+                (HostClock::Monotonic, ahead(-17_000, 300)),
+                (HostClock::Boottime, ahead(-17_050, 300)),
+            ],
+            10_000_000_000,
+        );
+        assert!(
+            text.starts_with("over 10.0 s KVM's clock advances with CLOCK_MONOTONIC_RAW: -120 ns"),
+            "{text}"
+        );
+        assert!(text.contains("; not with CLOCK_MONOTONIC: -17000 ns"), "{text}");
+        assert!(text.contains("nor with CLOCK_BOOTTIME"), "{text}");
+    }
+
+    #[test]
+    fn clocks_that_run_alike_are_not_told_apart() {
+        let same = HostClock::ALL.map(|clock| (clock, ahead(100, 300)));
+        assert!(judged(&same, 1).ends_with("too much alike now to tell which"));
+    }
+
+    #[test]
+    fn the_forecast_follows_the_drift() {
+        let day_ns = 86_400_000_000_000;
+        // 1 ppm: a second after 11.6 days.
+        let young = forecast(ahead(86_400_000, 100), day_ns);
+        assert!(young.contains("older than 11.6 days") && young.contains("0.914 s here now"), "{young}");
+        let old = forecast(ahead(14 * 86_400_000, 100), 14 * day_ns);
+        assert!(old.contains("-0.210 s here now") && old.ends_with("time is negative"), "{old}");
+        let slow = forecast(ahead(-86_400_000, 100), day_ns);
+        assert!(slow.contains("1.086 s here now") && slow.contains("never negative"), "{slow}");
+    }
+
+    #[test]
+    fn the_drift_of_this_machine_can_be_read() {
+        let mut series = Series::new("kvm", String::new());
+        mixed_kernel(&mut series);
+        assert!(series.metrics["drift_ns"].is_some());
+    }
+}
