@@ -113,10 +113,7 @@ impl VcpuState {
         vcpu.set_mp_state(self.mp).map_err(CpuError::kvm("set the run state"))?;
         vcpu.set_regs(&self.regs).map_err(CpuError::kvm("set the registers"))?;
         vcpu.set_sregs(&self.sregs).map_err(CpuError::kvm("set the system registers"))?;
-        // SAFETY: KVM reads as many bytes as its XSAVE area has, which is the 4096 of the structure unless the process has
-        // asked for more with arch_prctl. It never does.
-        unsafe { vcpu.set_xsave(&self.xsave) }
-            .map_err(CpuError::kvm("set the floating point and vector state"))?;
+        set_xsave(vcpu, &self.xsave)?;
         vcpu.set_xcrs(&self.xcrs).map_err(CpuError::kvm("set the extended control registers"))?;
         vcpu.set_debug_regs(&self.debug).map_err(CpuError::kvm("set the debug registers"))?;
         vcpu.set_lapic(&self.lapic).map_err(CpuError::kvm("set the local APIC"))?;
@@ -154,6 +151,12 @@ impl VcpuState {
         }
         Ok(())
     }
+}
+
+fn set_xsave(vcpu: &VcpuFd, xsave: &kvm_xsave) -> Result<(), CpuError> {
+    // SAFETY: KVM reads as many bytes as its XSAVE area has, which is the 4096 of the structure unless the process has
+    // asked for more with arch_prctl. It never does.
+    unsafe { vcpu.set_xsave(xsave) }.map_err(CpuError::kvm("set the floating point and vector state"))
 }
 
 /// One register; `None` if this vCPU does not have it.

@@ -15,6 +15,8 @@ pub mod config;
 pub mod file;
 pub mod processor;
 pub mod state;
+#[cfg(test)]
+mod tests;
 
 use std::path::PathBuf;
 
@@ -154,7 +156,7 @@ pub fn fuzz_snapshot(bytes: &[u8]) {
         && state.validate(state.ram.ram_bytes()).is_ok()
     {
         let _ = state.processor.to_cpuid();
-        let _ = state.processor.missing_in(&state.processor);
+        let _ = state.processor.check(&state.processor);
         if let Ok(config) = state.machine.into_vm_config(Overrides::default()) {
             let _ = config.validate();
         }

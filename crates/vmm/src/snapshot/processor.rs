@@ -3,6 +3,8 @@
 use kvm_bindings::{CpuId, kvm_cpuid_entry2};
 use serde::{Deserialize, Serialize};
 
+use super::SnapshotError;
+
 /// One CPUID leaf.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CpuidLeaf {
@@ -81,8 +83,23 @@ impl Processor {
         found.map_or([0; 4], |leaf| leaf.registers)
     }
 
+    /// Whether a guest that knows this processor can go on with `host`.
+    ///
+    /// # Errors
+    /// [`SnapshotError::Vendor`], [`SnapshotError::Processor`].
+    pub fn check(&self, host: &Self) -> Result<(), SnapshotError> {
+        if self.vendor() != host.vendor() {
+            return Err(SnapshotError::Vendor { saved: self.vendor(), host: host.vendor() });
+        }
+        let missing = self.missing_in(host);
+        if missing.is_empty() {
+            return Ok(());
+        }
+        Err(SnapshotError::Processor { missing: missing.join(", ") })
+    }
+
     /// Features of this processor that `other` does not have, for example `leaf 0x7.0 EBX bits 0x20`.
-    pub fn missing_in(&self, other: &Self) -> Vec<String> {
+    fn missing_in(&self, other: &Self) -> Vec<String> {
         let mut missing = Vec::new();
         for &(function, index, registers) in FEATURES {
             let (own, others) = (self.registers(function, index), other.registers(function, index));
@@ -113,6 +130,20 @@ mod tests {
         let amd = processor(&[(0, [16, name(b"Auth"), name(b"cAMD"), name(b"enti")])]);
         assert_eq!(amd.vendor(), "AuthenticAMD");
         assert_eq!(processor(&[(0, [0, 7, 0, 0])]).vendor(), "????????????");
+    }
+
+    #[test]
+    fn another_maker_and_missing_features_are_refused() {
+        let maker = |text: &[u8; 4]| (0, [1, u32::from_le_bytes(*text), 0, 0]);
+        let amd = processor(&[maker(b"Auth"), (1, [0, 0, 0b11, 0])]);
+        let old = processor(&[maker(b"Auth"), (1, [0, 0, 0b01, 0])]);
+        let intel = processor(&[maker(b"Genu"), (1, [0, 0, 0b11, 0])]);
+        assert!(amd.check(&amd).is_ok());
+        assert!(old.check(&amd).is_ok());
+        let error = amd.check(&intel).unwrap_err();
+        assert!(matches!(error, SnapshotError::Vendor { .. }), "{error}");
+        let error = amd.check(&old).unwrap_err();
+        assert!(error.to_string().contains("leaf 0x1.0 ECX bits 0x2"), "{error}");
     }
 
     #[test]

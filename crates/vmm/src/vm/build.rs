@@ -148,14 +148,7 @@ fn open_image(config: &VmConfig, restored: bool) -> Result<Option<BootImage>, Vm
 fn processor(kvm: &Kvm, cpus: u8, saved: Option<&MachineState>) -> Result<CpuId, VmError> {
     let host = cpu::host_cpuid(kvm, cpus)?;
     let Some(saved) = saved.map(|saved| &saved.processor) else { return Ok(host) };
-    let host = Processor::of(&host);
-    if saved.vendor() != host.vendor() {
-        return Err(SnapshotError::Vendor { saved: saved.vendor(), host: host.vendor() }.into());
-    }
-    let missing = saved.missing_in(&host);
-    if !missing.is_empty() {
-        return Err(SnapshotError::Processor { missing: missing.join(", ") }.into());
-    }
+    saved.check(&Processor::of(&host))?;
     saved.to_cpuid().ok_or_else(|| {
         let missing = format!("{} CPUID leaves", saved.cpuid.len());
         SnapshotError::Processor { missing }.into()

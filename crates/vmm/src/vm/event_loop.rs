@@ -4,6 +4,7 @@ use std::io::{self, IsTerminal};
 use std::os::fd::AsFd;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::{Duration, UNIX_EPOCH};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use vmm_sys_util::eventfd::EventFd;
@@ -43,7 +44,25 @@ pub fn run(config: VmConfig) -> Result<GuestExit, VmError> {
 /// Lets the machine of a snapshot go on, and runs it to its end.
 pub fn restore(snapshot: SnapshotFile, overrides: Overrides, start: Start) -> Result<GuestExit, VmError> {
     let config = snapshot.state.machine.clone().into_vm_config(overrides)?;
+    warn_of_newer_disks(&config, snapshot.state.created_unix_ms);
     run_from(config, Some(snapshot), start)
+}
+
+/// A guest keeps in memory what it knows of its file systems, so a disk must be as it was when the snapshot was taken.
+fn warn_of_newer_disks(config: &VmConfig, created_unix_ms: u64) {
+    let written_after = |path: &Path| -> Option<bool> {
+        let modified = path.metadata().ok()?.modified().ok()?;
+        let created = UNIX_EPOCH + Duration::from_millis(created_unix_ms);
+        // Times of files are coarser than clocks.
+        Some(modified > created + Duration::from_secs(2))
+    };
+    for disk in config.disks.iter().filter(|disk| written_after(&disk.path) == Some(true)) {
+        tracing::warn!(
+            "the disk {} was written after the snapshot was taken; the guest may damage its file systems: use a copy made \
+             together with the snapshot",
+            disk.path.display()
+        );
+    }
 }
 
 fn run_from(config: VmConfig, snapshot: Option<SnapshotFile>, start: Start) -> Result<GuestExit, VmError> {

@@ -360,7 +360,9 @@ impl<D: VirtioDevice> ManagedDevice for MmioTransport<D> {
         if state.device_id != self.device.device_id() {
             return Err(format!("it is device {}, not {}", self.device.device_id(), state.device_id));
         }
-        if state.driver_features & !self.offered_features() != 0 {
+        // Before they are agreed on, a driver may have written anything.
+        let agreed = state.active || state.status & VIRTIO_CONFIG_S_FEATURES_OK != 0;
+        if agreed && state.driver_features & !self.offered_features() != 0 {
             return Err(format!(
                 "the guest uses features {:#x} that this device does not have",
                 state.driver_features & !self.offered_features()

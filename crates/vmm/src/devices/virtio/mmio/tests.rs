@@ -197,7 +197,79 @@ fn queues_cannot_be_moved_while_the_device_runs() {
     assert!(behind(&window).process_queue(0).interrupt);
 }
 
+fn saved(window: &MmioWindow<Probe>) -> TransportState {
+    ManagedDevice::save(&mut *behind(window))
+}
+
+#[test]
+fn a_running_device_goes_on_from_its_saved_state() {
+    let old = window();
+    initialize(&old);
+    behind(&old).device_mut().queues[1].set_next_avail(7);
+    behind(&old).process_queue(1);
+    let state = saved(&old);
+    assert!(state.active);
+
+    let new = window();
+    ManagedDevice::restore(&mut *behind(&new), &state).unwrap();
+    assert!(behind(&new).is_active());
+    assert_eq!(behind(&new).device().activated, Some(FEATURE | 1 << 32));
+    assert_eq!(behind(&new).device().queues[1].next_avail(), 7);
+    assert_eq!(read(&new, reg::VIRTIO_MMIO_INTERRUPT_STATUS), INTERRUPT_USED);
+    behind(&new).interrupt_again();
+    assert_eq!(behind(&new).wires().interrupt.read().unwrap(), 1);
+    assert_eq!(saved(&new), state);
+}
+
+#[test]
+fn states_that_cannot_be_are_refused() {
+    let old = window();
+    initialize(&old);
+    let good = saved(&old);
+    let wrong: [fn(&mut TransportState); 7] = [
+        |state| state.device_id = 2,
+        |state| state.driver_features |= 1 << 40,
+        |state| state.queues[0].max_size = 8,
+        |state| state.queues[0].size = 3,
+        |state| state.queues[1].used_ring = 1 << 30,
+        |state| state.queues.push(state.queues[0]),
+        |state| state.device = super::super::state::DeviceState::Disk { sectors: 1 },
+    ];
+    for (index, spoil) in wrong.into_iter().enumerate() {
+        let mut state = good.clone();
+        spoil(&mut state);
+        let new = window();
+        assert!(ManagedDevice::restore(&mut *behind(&new), &state).is_err(), "{index}");
+        assert!(!behind(&new).is_active(), "{index}");
+    }
+}
+
 proptest! {
+    /// Wherever a driver stands in its set-up, it finds the same registers after a restore.
+    #[test]
+    fn a_saved_state_is_the_whole_state(
+        initialized: bool,
+        writes in prop::collection::vec((0u64..0x40, any::<u32>()), 0..40)
+    ) {
+        let old = window();
+        if initialized {
+            initialize(&old);
+        }
+        for (register, value) in writes {
+            // Small numbers mean something to most registers.
+            for value in [value, value % 16] {
+                old.write(register * 4, &value.to_le_bytes());
+            }
+        }
+        let text = serde_json::to_string(&saved(&old)).unwrap();
+        let new = window();
+        ManagedDevice::restore(&mut *behind(&new), &serde_json::from_str(&text).unwrap()).unwrap();
+        prop_assert_eq!(saved(&new), saved(&old));
+        for register in 0..0x40 {
+            prop_assert_eq!(read(&new, register * 4), read(&old, register * 4), "{:#x}", register * 4);
+        }
+    }
+
     /// Whatever a driver writes wherever: nothing panics, and after a reset the device works.
     #[test]
     fn no_sequence_of_writes_breaks_the_window(

@@ -1,0 +1,260 @@
+use std::fs;
+use std::path::Path;
+
+use ebb_guest_ram::{Backing, GuestRam, HugePages, Populate, RegionSpec};
+use ebb_kvm_clock::{ClockPolicy, Kilohertz, SavedClock};
+use kvm_bindings::kvm_pit_state2;
+use proptest::prelude::*;
+use tempfile::TempDir;
+use vm_memory::{Bytes, GuestAddress};
+
+use super::file::{FORMAT_VERSION, NewSnapshot, RAM_OFFSET_BYTES, Written};
+use super::processor::Processor;
+use super::state::InterruptControllers;
+use super::*;
+use crate::config::{DiskConfig, RebootAction, Switch, VmConfig};
+use crate::devices::serial::SavedSerial;
+
+const RAM_BYTES: u64 = 32 << 20;
+
+fn config() -> VmConfig {
+    VmConfig {
+        kernel: "/boot/vmlinuz".into(),
+        initrd: Some("/boot/initrd".into()),
+        cmdline: "quiet".to_owned(),
+        cpus: 0,
+        memory: "size=32M,thp=off".parse().unwrap(),
+        numa: vec![
+            "size=16M,cpus=0,host_node=1".parse().unwrap(),
+            "size=16M,cpus=1,distances=20:10".parse().unwrap(),
+        ],
+        balloon: crate::config::options::parse_balloon("hinting=off,poison=off").unwrap(),
+        disks: vec!["path=/disk,readonly=on".parse().unwrap()],
+        rng: Switch::On,
+        serial: crate::config::SerialConfig::Null,
+        api: Some("/run/api".into()),
+        seccomp: Switch::Off,
+        on_reboot: RebootAction::Exit,
+        clock: ClockPolicy::CatchUp,
+    }
+}
+
+/// A machine without vCPUs, whose state needs no KVM.
+fn write(path: &Path) -> Result<Written, SnapshotError> {
+    let spec = RegionSpec { start: GuestAddress(0), size_bytes: RAM_BYTES, host_node: None };
+    let ram = GuestRam::new(&[spec], Backing::Anonymous, HugePages::Off, Populate::Lazy).unwrap();
+    ram.memory().write_slice(b"guest memory", GuestAddress(5 << 20)).unwrap();
+    let new = NewSnapshot::create(path)?;
+    let state = MachineState {
+        monitor: "0".to_owned(),
+        created_unix_ms: 1,
+        machine: MachineConfig::of(&config()),
+        processor: Processor { cpuid: Vec::new() },
+        vcpus: Vec::new(),
+        clock: SavedClock {
+            clock_ns: 7,
+            host_realtime_ns: None,
+            host_tsc: None,
+            tsc_khz: Kilohertz::new(2_000_000).unwrap(),
+            guest_tsc: Vec::new(),
+        },
+        interrupts: InterruptControllers { chips: Vec::new(), timer: kvm_pit_state2::default() },
+        serial: SavedSerial {
+            divisor: [1, 0],
+            interrupt_enable: 0,
+            interrupt_identification: 1,
+            line_control: 3,
+            line_status: 0x60,
+            modem_control: 8,
+            modem_status: 0,
+            scratch: 0,
+            input: vec![b'x'],
+        },
+        acpi_events: 0,
+        devices: Vec::new(),
+        ram: ram.save(new.file(), RAM_OFFSET_BYTES, &mut |_| {})?,
+    };
+    new.finish(&state, RAM_BYTES)
+}
+
+fn names(directory: &TempDir) -> Vec<String> {
+    let mut names: Vec<_> = fs::read_dir(directory)
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn what_is_written_can_be_read() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("a");
+    let written = write(&path).unwrap();
+    assert_eq!(names(&directory), ["a"]);
+    assert_eq!(written.file_bytes, fs::metadata(&path).unwrap().len());
+    assert!(written.file_bytes > RAM_OFFSET_BYTES + RAM_BYTES);
+    assert!(written.stored_bytes < 1 << 20, "{} bytes", written.stored_bytes);
+
+    let snapshot = SnapshotFile::open(&path).unwrap();
+    assert_eq!(snapshot.state.clock.clock_ns, 7);
+    assert_eq!(snapshot.state.serial.input, [b'x']);
+    let mut done = Vec::new();
+    snapshot.verify_ram(&mut |bytes| done.push(bytes)).unwrap();
+    assert_eq!(done, [RAM_BYTES]);
+    let spec = RegionSpec { start: GuestAddress(0), size_bytes: RAM_BYTES, host_node: None };
+    let ram =
+        GuestRam::restore(&[spec], HugePages::Off, snapshot.file, RAM_OFFSET_BYTES, &snapshot.state.ram)
+            .unwrap();
+    let mut bytes = [0; 12];
+    ram.memory().read_slice(&mut bytes, GuestAddress(5 << 20)).unwrap();
+    assert_eq!(&bytes, b"guest memory");
+}
+
+#[test]
+fn the_machine_is_the_same_again() {
+    let saved = MachineConfig::of(&config());
+    let text = serde_json::to_string(&saved).unwrap();
+    let read: MachineConfig = serde_json::from_str(&text).unwrap();
+    let config = read.into_vm_config(Overrides::default()).unwrap();
+    assert_eq!(MachineConfig::of(&config), saved);
+    assert_eq!(config.on_reboot, RebootAction::Exit);
+
+    let disk = |path: &str| DiskConfig { path: path.into(), readonly: Switch::Off };
+    let disks = |disks| saved.clone().into_vm_config(Overrides { disks, ..Overrides::default() });
+    assert_eq!(disks(vec![disk("/copy")]).unwrap().disks, [disk("/copy")]);
+    let error = disks(vec![disk("/copy"), disk("/other")]).unwrap_err();
+    assert!(error.to_string().contains("1 disks, --disk was given 2 times"), "{error}");
+    let overrides = Overrides {
+        clock: Some(ClockPolicy::Continue),
+        on_reboot: Some(RebootAction::Reset),
+        ..Overrides::default()
+    };
+    let config = saved.into_vm_config(overrides).unwrap();
+    assert_eq!((config.clock, config.on_reboot), (ClockPolicy::Continue, RebootAction::Reset));
+}
+
+#[test]
+fn an_unfinished_snapshot_leaves_nothing() {
+    let directory = tempfile::tempdir().unwrap();
+    let new = NewSnapshot::create(&directory.path().join("a")).unwrap();
+    assert_eq!(names(&directory).len(), 1);
+    drop(new);
+    assert!(names(&directory).is_empty());
+}
+
+#[test]
+fn only_snapshots_are_replaced() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("a");
+    write(&path).unwrap();
+    write(&path).unwrap();
+    assert_eq!(names(&directory), ["a"]);
+    for precious in ["", "short", "a longer text"] {
+        fs::write(&path, precious).unwrap();
+        let error = write(&path).unwrap_err();
+        assert!(matches!(error, SnapshotError::Exists { .. }), "{error}");
+        assert_eq!(fs::read_to_string(&path).unwrap(), precious);
+    }
+    for path in ["relative", "/", "/nowhere/at/all"] {
+        assert!(NewSnapshot::create(Path::new(path)).is_err(), "{path}");
+    }
+    assert!(NewSnapshot::create(directory.path()).is_err());
+}
+
+#[test]
+fn a_disk_that_fills_up_leaves_nothing() {
+    let directory = tempfile::tempdir().unwrap();
+    let new = NewSnapshot::create(&directory.path().join("a")).unwrap();
+    // /dev/full answers every write so.
+    let full = fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let spec = RegionSpec { start: GuestAddress(0), size_bytes: RAM_BYTES, host_node: None };
+    let ram = GuestRam::new(&[spec], Backing::Anonymous, HugePages::Off, Populate::Lazy).unwrap();
+    ram.memory().write_obj(1u8, GuestAddress(0)).unwrap();
+    assert!(ram.save(&full, RAM_OFFSET_BYTES, &mut |_| {}).is_err());
+    drop(new);
+    assert!(names(&directory).is_empty());
+}
+
+#[test]
+fn another_version_is_named() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("a");
+    write(&path).unwrap();
+    let mut bytes = fs::read(&path).unwrap();
+    bytes[8..12].copy_from_slice(&(FORMAT_VERSION + 1).to_le_bytes());
+    fs::write(&path, bytes).unwrap();
+    let error = SnapshotFile::open(&path).unwrap_err();
+    assert!(matches!(error, SnapshotError::Version { found, .. } if found == FORMAT_VERSION + 1), "{error}");
+}
+
+#[test]
+fn files_that_are_no_snapshots_are_refused() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("a");
+    let open = || SnapshotFile::open(&path).unwrap_err();
+    assert!(matches!(open(), SnapshotError::Read { .. }));
+    for content in
+        ["", "EBB-VM", "a text of a certain length that is no snapshot at all, whatever its name says"]
+    {
+        fs::write(&path, content).unwrap();
+        assert!(matches!(open(), SnapshotError::NotASnapshot { .. }), "{content}");
+    }
+    assert!(matches!(SnapshotFile::open(directory.path()), Err(SnapshotError::Read { .. })));
+}
+
+proptest! {
+    /// The body of the fuzz target, on what a damaged state looks like: single bytes of a real one changed.
+    #[test]
+    fn no_state_makes_the_reader_fail(changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..8)) {
+        static STATE: std::sync::OnceLock<Vec<u8>> = std::sync::OnceLock::new();
+        let state = STATE.get_or_init(|| {
+            let directory = tempfile::tempdir().unwrap();
+            let path = directory.path().join("a");
+            write(&path).unwrap();
+            fs::read(&path).unwrap().split_off((RAM_OFFSET_BYTES + RAM_BYTES) as usize)
+        });
+        let mut bytes = state.clone();
+        for (index, byte) in changes {
+            let index = index.index(bytes.len());
+            bytes[index] = byte;
+        }
+        fuzz_snapshot(&bytes);
+    }
+
+    /// The same on any header.
+    #[test]
+    fn no_header_makes_the_reader_fail(bytes in prop::collection::vec(any::<u8>(), 0..128), magic: bool) {
+        let mut bytes = bytes;
+        if magic && bytes.len() > 12 {
+            bytes[..12].copy_from_slice(b"EBB-VM\r\n\x01\0\0\0");
+        }
+        fuzz_snapshot(&bytes);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    /// A file that was cut short or in which a byte of header, state or memory has changed is never taken for whole.
+    #[test]
+    fn damage_is_found(place in 0usize..3, position: prop::sample::Index, bit in 0u8..8, cut: bool) {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("a");
+        write(&path).unwrap();
+        let mut bytes = fs::read(&path).unwrap();
+        let state = (RAM_OFFSET_BYTES + RAM_BYTES) as usize;
+        let memory = (RAM_OFFSET_BYTES + (5 << 20)) as usize;
+        let range = [0..64, state..bytes.len(), memory..memory + 4096][place].clone();
+        let position = range.start + position.index(range.len());
+        if cut {
+            bytes.truncate(position);
+        } else {
+            bytes[position] ^= 1 << bit;
+        }
+        fs::write(&path, bytes).unwrap();
+        let sound = SnapshotFile::open(&path)
+            .is_ok_and(|snapshot| snapshot.verify_ram(&mut |_| {}).is_ok());
+        prop_assert!(!sound);
+    }
+}
