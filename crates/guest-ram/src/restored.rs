@@ -16,7 +16,6 @@
 //! allocates single pages on writes in any case, and `MADV_HUGEPAGE` would make the first touch of a page read 2 MiB.
 
 use std::fs::File;
-use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -28,7 +27,7 @@ use crate::discard::{DiscardOutcome, Piece};
 use crate::image::{Extent, MAX_EXTENTS, merge_across_gaps};
 use crate::mapping::Mapping;
 use crate::ram::{Backing, GuestRam, HugePages, RegionSpec};
-use crate::{GuestRange, RamError, RamImage};
+use crate::{GuestRange, ImageError, RamError, RamImage};
 use runs::{FileRuns, Verdict};
 
 mod runs;
@@ -56,12 +55,28 @@ impl GuestRam {
     /// is [`Backing::Anonymous`]; the regions must be those that were saved, but may come from other nodes.
     ///
     /// Nothing is read now, apart from the file's size: pages are read when they are first touched. [`RamImage::verify`]
-    /// reads and compares all.
+    /// reads and compares all. Pages that are only read stay in the page cache, wherever that has them; only copies
+    /// come from the node asked for.
     ///
     /// The file must stay as it is as long as the memory lives. Pages that were not yet written to would show changes to
     /// it, and if it were cut short, an access to them would end the process with SIGBUS; after a read
     /// error of the disk too. Replacing it under its name (rename) or removing it is harmless. Who can write to the file
     /// can write to the machine's memory.
+    ///
+    /// ```
+    /// use ebb_guest_ram::{Backing, GuestRam, HugePages, Populate, RegionSpec};
+    /// use vm_memory::{Bytes, GuestAddress};
+    ///
+    /// let regions = [RegionSpec { start: GuestAddress(0), size_bytes: 1 << 20, host_node: None }];
+    /// let ram = GuestRam::new(&regions, Backing::Anonymous, HugePages::Off, Populate::Lazy)?;
+    /// ram.memory().write_obj(42_u64, GuestAddress(4096))?;
+    /// let file = tempfile::tempfile()?;
+    /// let image = ram.save(&file, 0, &mut |_| {})?;
+    ///
+    /// let same = GuestRam::restore(&regions, HugePages::Off, file, 0, &image)?;
+    /// assert_eq!(same.memory().read_obj::<u64>(GuestAddress(4096))?, 42);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     ///
     /// # Errors
     /// As for [`GuestRam::new`]; [`RamError::Image`] if the image is damaged, that of another machine, or longer than the
@@ -150,10 +165,21 @@ impl Restored {
         (&self.file, self.file_offset_bytes + ram_offset_bytes)
     }
 
-    /// Whether `other` is the file that the memory is from.
-    pub(crate) fn is_from(&self, other: &Stat) -> io::Result<bool> {
-        let own = fstat(&self.file)?;
-        Ok((own.st_dev, own.st_ino) == (other.st_dev, other.st_ino))
+    /// Checks that the memory can be saved to the file `target`: it must be another one than its source, which must
+    /// still be as long as it was. What is missing would look like a hole.
+    pub(crate) fn check_target(&self, target: &Stat, ram_bytes: u64) -> Result<(), RamError> {
+        let own = fstat(&self.file).map_err(|error| RamError::ReadImage {
+            offset_bytes: self.file_offset_bytes,
+            source: error.into(),
+        })?;
+        if (own.st_dev, own.st_ino) == (target.st_dev, target.st_ino) {
+            return Err(RamError::SaveOntoSource);
+        }
+        let (file_bytes, needed_bytes) = (own.st_size as u64, self.file_offset_bytes + ram_bytes);
+        if file_bytes < needed_bytes && !self.is_anonymous() {
+            return Err(ImageError::FileTooShort { file_bytes, needed_bytes }.into());
+        }
+        Ok(())
     }
 
     /// Makes `pieces` read as zeros as far as they have pages of the file, by replacing them. What is left for an

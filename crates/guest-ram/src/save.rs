@@ -24,7 +24,7 @@ impl GuestRam {
     ///
     /// Nobody may write to the memory meanwhile: vCPUs and devices must be stopped. `progress` is told after each 64 MiB
     /// of guest memory how many bytes of [`size_bytes`](Self::size_bytes) are done. Nothing is synchronized: who relies
-    /// on the file calls `fsync`.
+    /// on the file calls `fsync`, which can also tell of a full disk.
     ///
     /// Opens no file. System calls: `fstat`, `fallocate`, `ftruncate`, `pread64`, `lseek`, `pwrite64`, and what memory of the heap
     /// needs.
@@ -32,7 +32,7 @@ impl GuestRam {
     /// # Errors
     /// [`RamError::DiskFull`]; [`RamError::WriteImage`] and [`RamError::ReadImage`] for other refusals;
     /// [`RamError::SaveOntoSource`] if the memory was restored from that file; [`RamError::Image`] for an offset that
-    /// cannot be. The file is then not complete.
+    /// cannot be, or if the file that the memory was restored from has been cut short. The file is then not complete.
     pub fn save(
         &self,
         file: &File,
@@ -68,10 +68,8 @@ impl GuestRam {
     /// Makes sure that what is not written reads as zeros, and that the memory's own source stays as it is.
     fn prepare_file(&self, file: &File, file_offset_bytes: u64) -> Result<(), RamError> {
         let stat = fstat(file).map_err(write_error(file_offset_bytes))?;
-        if let Some(restored) = &self.restored
-            && restored.is_from(&stat).map_err(write_error(file_offset_bytes))?
-        {
-            return Err(RamError::SaveOntoSource);
+        if let Some(restored) = &self.restored {
+            restored.check_target(&stat, self.size_bytes())?;
         }
         if FileType::from_raw_mode(stat.st_mode).is_file() && stat.st_size as u64 > file_offset_bytes {
             let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;

@@ -263,6 +263,19 @@ fn restored_memory_is_not_saved_onto_its_source() {
 }
 
 #[test]
+fn a_source_that_was_cut_short_is_not_saved_as_zeros() {
+    let (file, image) = first_region_full();
+    let ram = restore(&file, &image);
+    file.set_len(FILE_OFFSET + 4 * MIB).unwrap();
+    let again = tempfile::tempfile().unwrap();
+    let error = ram.save(&again, FILE_OFFSET, &mut |_| {}).unwrap_err();
+    assert!(matches!(error, RamError::Image(ImageError::FileTooShort { .. })), "{error}");
+    // Without pages of the file its length is of no interest.
+    ram.discard(&all(&ram)).unwrap();
+    assert_eq!(ram.save(&again, FILE_OFFSET, &mut |_| {}).unwrap().data_bytes(), 0);
+}
+
+#[test]
 fn saving_again_reads_the_file_and_maps_nothing() {
     let (file, image) = first_region_full();
     let ram = restore(&file, &image);
@@ -276,8 +289,8 @@ fn a_file_without_a_name_is_enough_and_no_mapping_of_it_outlives_the_memory() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("ram-without-a-name");
     let (mut source, image) = first_region_full();
-    io::Seek::rewind(&mut source).unwrap();
-    io::copy(&mut source, &mut File::create(&path).unwrap()).unwrap();
+    std::io::Seek::rewind(&mut source).unwrap();
+    std::io::copy(&mut source, &mut File::create(&path).unwrap()).unwrap();
     let ram = restore(&File::open(&path).unwrap(), &image);
     std::fs::remove_file(&path).unwrap();
     assert_eq!(read(&ram, 5 * PAGE), value(5 * PAGE));

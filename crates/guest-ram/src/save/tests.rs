@@ -22,6 +22,15 @@ fn ram() -> GuestRam {
     ram_of(Backing::Anonymous, 4 * MIB).unwrap()
 }
 
+fn specs(ram: &GuestRam) -> Vec<RegionSpec> {
+    let spec = |region: &crate::Region| RegionSpec {
+        start: region.start,
+        size_bytes: region.size_bytes,
+        host_node: None,
+    };
+    ram.regions().iter().map(spec).collect()
+}
+
 fn write(ram: &GuestRam, address: u64, pages: u64) {
     let content: Vec<u8> = (0..pages * PAGE).map(|index| (address / PAGE + index % 251) as u8 | 1).collect();
     ram.memory().write_slice(&content, GuestAddress(address)).unwrap();
@@ -95,18 +104,38 @@ fn memory_that_was_only_read_is_not_looked_at() {
     assert_eq!(file.metadata().unwrap().blocks(), 0);
 }
 
+/// Sends all memory to swap space, where there is some; checks that it went there.
+fn page_out(ram: &GuestRam, held_pages: usize) {
+    let region = ram.regions()[0];
+    // SAFETY: the range is the region's, which lives as long as `ram`; paging out changes no content.
+    unsafe { madvise(region.host_address as *mut _, region.size_bytes as usize, Advice::LinuxPageOut) }
+        .unwrap();
+    let pages = (region.size_bytes / PAGE) as usize;
+    let states = ram.pagemap.as_ref().unwrap().read(region.host_address as usize, pages).unwrap();
+    let private = states.iter().filter(|state| state.is_private()).count();
+    let in_memory = states.iter().filter(|state| state.is_private_in_memory()).count();
+    assert_eq!(private, held_pages);
+    let swaps = std::fs::read_to_string("/proc/swaps").unwrap_or_default();
+    assert!(swaps.lines().count() < 2 || in_memory < held_pages, "{in_memory} of {held_pages} in memory");
+}
+
 #[test]
 fn pages_are_saved_wherever_the_host_keeps_them() {
     let ram = ram();
     write(&ram, MIB, 256);
-    let region = ram.regions()[0];
-    // Into swap space, where there is some.
-    // SAFETY: the range is the region's, which lives as long as `ram`; paging out changes no content.
-    unsafe { madvise(region.host_address as *mut _, region.size_bytes as usize, Advice::LinuxPageOut) }
-        .unwrap();
+    page_out(&ram, 256);
     let file = tempfile::tempfile().unwrap();
-    assert_eq!(save(&ram, &file).data_bytes(), MIB);
+    let image = save(&ram, &file);
+    assert_eq!(image.data_bytes(), MIB);
     assert!(content_of(&file, &ram) == content(&ram));
+
+    // The same for copies of pages of a file.
+    let restored = GuestRam::restore(&specs(&ram), HugePages::Off, file, OFFSET, &image).unwrap();
+    write(&restored, MIB + PAGE, 100);
+    page_out(&restored, 100);
+    let file = tempfile::tempfile().unwrap();
+    assert_eq!(save(&restored, &file).data_bytes(), MIB);
+    assert!(content_of(&file, &restored) == content(&restored));
 }
 
 #[test]
@@ -126,13 +155,8 @@ fn without_a_pagemap_everything_is_looked_at_and_the_result_is_the_same() {
     assert_eq!(images[0].0, images[1].0);
 
     // The same for memory that is still the file's.
-    let specs: Vec<_> = ram
-        .regions()
-        .iter()
-        .map(|region| RegionSpec { start: region.start, size_bytes: region.size_bytes, host_node: None })
-        .collect();
     let [(image, file), _] = images;
-    let mut restored = GuestRam::restore(&specs, HugePages::Off, file, OFFSET, &image).unwrap();
+    let mut restored = GuestRam::restore(&specs(&ram), HugePages::Off, file, OFFSET, &image).unwrap();
     write(&restored, MIB + PAGE, 1);
     let with = save(&restored, &tempfile::tempfile().unwrap());
     restored.pagemap = None;
