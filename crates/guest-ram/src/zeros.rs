@@ -74,9 +74,8 @@ impl GuestRam {
             return Err(RamError::Resident { source: std::io::Error::last_os_error() });
         }
         let file_backed = self.restored.as_ref().map_or(Vec::new(), |restored| restored.file_backed(block));
-        for part in &file_backed {
-            let first = (part.start.0 - block.start.0) as usize;
-            self.only_private(address + first * PAGE, &mut held[first..first + part.pages as usize]);
+        if !file_backed.is_empty() && !self.only_private(address, held) {
+            return Ok(());
         }
         let held_pages = held.iter().filter(|state| **state & 1 != 0).count();
         if held_pages == 0 {
@@ -112,17 +111,16 @@ impl GuestRam {
         Ok(())
     }
 
-    /// Makes `held`, mincore's answer for pages of the file that the memory was restored from, say which pages the guest has
-    /// written to. For the others mincore tells of the page cache, of which there is nothing to give back.
-    fn only_private(&self, address: usize, held: &mut [u8]) {
+    /// Makes `held`, mincore's answer for a block with pages of the file that the memory was restored from, say which pages are
+    /// there for this memory alone. Of pages that the guest has not written to, mincore tells whether they are in the page
+    /// cache, and there is nothing to give back. False if the kernel does not tell.
+    fn only_private(&self, address: usize, held: &mut [u8]) -> bool {
         let states = self.pagemap.as_ref().and_then(|pagemap| pagemap.read(address, held.len()).ok());
-        let Some(states) = states else {
-            held.fill(0);
-            return;
-        };
+        let Some(states) = states else { return false };
         for (held, state) in held.iter_mut().zip(states) {
             *held = u8::from(state.is_private_in_memory());
         }
+        true
     }
 
     fn is_zero(&self, pfn: Pfn) -> bool {
