@@ -70,7 +70,7 @@ fn save(criterion: &mut Criterion) {
     for (name, backing, huge_pages, content) in cases {
         let ram = fresh(backing, huge_pages);
         fill(&ram, content);
-        // Into a file that has its pages already: their allocation is the file system's, not ours.
+        // The file's pages are allocated anew each time, since saving begins with taking out what it held.
         let file = target();
         group.bench_function(name, |bencher| {
             bencher.iter_custom(|iterations| {
