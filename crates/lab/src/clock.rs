@@ -18,8 +18,10 @@ use crate::experiment::{Experiment, HostShape, RunSize, Runs, SeriesPlan, Subjec
 use crate::results::{Better, MetricInfo, Scale, Series};
 
 mod checks;
+mod host_clock;
 mod kvm;
 mod live;
+mod mixed;
 mod model;
 
 /// The experiment.

@@ -38,11 +38,11 @@ pub fn lines(drawing: &Drawing) -> Result<String, LabError> {
 fn extent(values: impl Iterator<Item = f64>) -> std::ops::Range<f64> {
     let (low, high) = values
         .fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), value| (low.min(value), high.max(value)));
-    match low <= high {
-        true if high - low > 0.0 => low - (high - low) * 0.04..high + (high - low) * 0.04,
-        true => low - 1.0..high + 1.0,
-        false => 0.0..1.0,
+    if low > high {
+        return 0.0..1.0;
     }
+    let room = if high > low { (high - low) * 0.04 } else { 1.0 };
+    low - room..high + room
 }
 
 fn draw(

@@ -57,10 +57,8 @@ pub fn run(request: &Request, progress: &mut Progress) -> Result<Results, LabErr
         Wanted::VirtualHost => (Vec::new(), request.selection.clone()),
         Wanted::Auto | Wanted::Direct => request.selection.clone().by_subject(),
     };
-    let place = match with_guests.plans.is_empty() {
-        true => Place::Direct,
-        false => place::choose(request.place, progress)?,
-    };
+    let place =
+        if with_guests.plans.is_empty() { Place::Direct } else { place::choose(request.place, progress)? };
     let mut collector = Collector::default();
     let ended = follow(
         |events| {

@@ -5,6 +5,7 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use ebb_kvm_clock::Kilohertz;
 use ebb_kvm_clock::page::TimeFlags;
 use ebb_kvm_clock::protocol::Stability;
 use kvm_bindings::{KVM_CLOCK_REALTIME, kvm_clock_data};
@@ -231,7 +232,7 @@ fn other_frequency(kvm: &Kvm, khz: u32) -> Result<Outcome, LabError> {
     };
     let outcome = between_two_clocks(&mut guest, &mut None)?;
     let Outcome::Passed(seen) = outcome else { return Ok(outcome) };
-    let in_page = guest.info()?.scale().kilohertz().map_or(0, |khz| khz.get());
+    let in_page = guest.info()?.scale().kilohertz().map_or(0, Kilohertz::get);
     if !scales {
         // Without scaling KVM takes frequencies above the host's, and moves the TSC on at each entry instead.
         return Ok(Outcome::Passed(format!("{seen}; without TSC scaling, factor of {in_page} kHz")));

@@ -6,7 +6,11 @@
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 use ebb_kvm_clock::Reader;
-use ebb_kvm_clock::page::{MSR_SYSTEM_TIME, SYSTEM_TIME_ENABLE, TIME_PAGE_BYTES, VcpuTimeInfo};
+use ebb_kvm_clock::model::VcpuTscs;
+use ebb_kvm_clock::page::{
+    MSR_SYSTEM_TIME, MSR_WALL_CLOCK, SYSTEM_TIME_ENABLE, TIME_PAGE_BYTES, VcpuTimeInfo, WALL_CLOCK_BYTES,
+    WallClock,
+};
 use ebb_kvm_clock::protocol::{SharedWords, take_stop_notice, try_read_time};
 use ebb_kvm_clock::reader::Reading;
 use kvm_bindings::{Msrs, kvm_clock_data, kvm_msr_entry, kvm_regs, kvm_userspace_memory_region};
@@ -25,6 +29,12 @@ const CODE: u64 = 0x4000;
 const PAGE: u64 = 0x5000;
 /// Where KVM on Intel processors may put a task state segment of its own: below 4 GiB, outside of guest memory.
 const TSS_ADDRESS: usize = 0xfffb_d000;
+/// Where the wall clock is.
+const WALL_CLOCK: u64 = 0x6000;
+/// `IA32_TIME_STAMP_COUNTER`.
+const MSR_TSC: u32 = 0x10;
+/// Minutes, on any processor.
+const APART_TICKS: u64 = 1 << 42;
 /// Bit 1 of RFLAGS is always set.
 const RFLAGS_RESERVED: u64 = 1 << 1;
 /// A read is tried so often: nobody writes the page while the guest does not run.
@@ -39,9 +49,11 @@ pub(super) fn clock_flags(kvm: &Kvm) -> u32 {
     kvm.check_extension_int(Cap::AdjustClock).unsigned_abs()
 }
 
-/// A machine with one vCPU and a clock page. Memory comes last, so that it is unmapped last.
+/// A machine with a vCPU and its clock page. Memory comes last, so that it is unmapped last.
 pub(super) struct ClockGuest {
     vcpu: VcpuFd,
+    /// A second vCPU without a page, whose TSC can be set apart.
+    second: Option<VcpuFd>,
     vm: VmFd,
     memory: GuestMemoryMmap,
     latest_ns: AtomicU64,
@@ -74,40 +86,49 @@ impl ClockGuest {
         if let Some(khz) = tsc_khz {
             vcpu.set_tsc_khz(khz).map_err(refused("give a vCPU another TSC frequency"))?;
         }
-        let mut segments = vcpu.get_sregs().map_err(refused("read segments"))?;
-        segments.cs.base = 0;
-        segments.cs.selector = 0;
-        vcpu.set_sregs(&segments).map_err(refused("set segments"))?;
-        let registers = kvm_regs { rip: CODE, rflags: RFLAGS_RESERVED, ..kvm_regs::default() };
-        vcpu.set_regs(&registers).map_err(refused("set registers"))?;
-        let guest = Self { vcpu, vm, memory, latest_ns: AtomicU64::new(0) };
-        guest.enable_page()?;
-        Ok(guest)
+        start(&vcpu)?;
+        // Tells KVM where the page is, as a guest's kernel does.
+        write_register(&vcpu, MSR_SYSTEM_TIME, PAGE | SYSTEM_TIME_ENABLE)?;
+        Ok(Self { vcpu, second: None, vm, memory, latest_ns: AtomicU64::new(0) })
     }
 
-    /// Tells KVM where the page is, as a guest's kernel does.
-    fn enable_page(&self) -> Result<(), LabError> {
-        let entry = kvm_msr_entry {
-            index: MSR_SYSTEM_TIME,
-            data: PAGE | SYSTEM_TIME_ENABLE,
-            ..kvm_msr_entry::default()
-        };
-        let list = Msrs::from_entries(&[entry])
-            .map_err(|error| LabError::TestGuest(format!("has no room for a register: {error:?}")))?;
-        match self.vcpu.set_msrs(&list).map_err(refused("set the register of the clock page"))? {
-            1 => Ok(()),
-            _ => Err(LabError::TestGuest(
-                "cannot have a clock page: KVM does not know its register".to_owned(),
-            )),
+    /// Adds a second vCPU.
+    pub(super) fn add_vcpu(&mut self) -> Result<(), LabError> {
+        let vcpu = self.vm.create_vcpu(1).map_err(refused("create a second vCPU"))?;
+        start(&vcpu)?;
+        self.second = Some(vcpu);
+        Ok(())
+    }
+
+    /// Sets the TSCs of both vCPUs to the same value, or far apart, and lets both run so that KVM acts on it: with TSCs that do not
+    /// match it does without its master clock.
+    pub(super) fn set_tscs(&mut self, tscs: VcpuTscs) -> Result<(), LabError> {
+        let now = self.run()?;
+        let Some(second) = &mut self.second else { return Ok(()) };
+        // Further from the present than the second within which KVM takes a value for the present one.
+        let other = now.wrapping_add(APART_TICKS);
+        if tscs == VcpuTscs::Matched {
+            write_register(&self.vcpu, MSR_TSC, other)?;
         }
+        write_register(second, MSR_TSC, other)?;
+        halt(second)?;
+        self.run()?;
+        Ok(())
+    }
+
+    /// The wall clock, as KVM writes it when a guest's kernel asks for it.
+    pub(super) fn wall_clock(&self) -> Result<WallClock, LabError> {
+        write_register(&self.vcpu, MSR_WALL_CLOCK, WALL_CLOCK)?;
+        let mut bytes = [0; WALL_CLOCK_BYTES];
+        self.memory
+            .read_slice(&mut bytes, GuestAddress(WALL_CLOCK))
+            .map_err(|error| LabError::TestGuest(format!("has no wall clock: {error}")))?;
+        Ok(WallClock::from_bytes(&bytes))
     }
 
     /// Lets the guest read its TSC: what it read. The page is up to date afterwards.
     pub(super) fn run(&mut self) -> Result<u64, LabError> {
-        match self.vcpu.run().map_err(refused("run a vCPU"))? {
-            VcpuExit::Hlt => {}
-            exit => return Err(LabError::TestGuest(format!("stopped for an unexpected reason: {exit:?}"))),
-        }
+        halt(&mut self.vcpu)?;
         let registers = self.vcpu.get_regs().map_err(refused("read registers"))?;
         let low = |register: u64| register & u64::from(u32::MAX);
         Ok(low(registers.rdx) << 32 | low(registers.rax))
@@ -164,6 +185,34 @@ impl ClockGuest {
             words.push(region.get_atomic_ref(place).map_err(|error| missing(&error))?);
         }
         Ok(GuestPage(words))
+    }
+}
+
+/// Puts a vCPU at the beginning of the program.
+fn start(vcpu: &VcpuFd) -> Result<(), LabError> {
+    let mut segments = vcpu.get_sregs().map_err(refused("read segments"))?;
+    segments.cs.base = 0;
+    segments.cs.selector = 0;
+    vcpu.set_sregs(&segments).map_err(refused("set segments"))?;
+    let registers = kvm_regs { rip: CODE, rflags: RFLAGS_RESERVED, ..kvm_regs::default() };
+    vcpu.set_regs(&registers).map_err(refused("set registers"))
+}
+
+/// Runs a vCPU until it halts.
+fn halt(vcpu: &mut VcpuFd) -> Result<(), LabError> {
+    match vcpu.run().map_err(refused("run a vCPU"))? {
+        VcpuExit::Hlt => Ok(()),
+        exit => Err(LabError::TestGuest(format!("stopped for an unexpected reason: {exit:?}"))),
+    }
+}
+
+fn write_register(vcpu: &VcpuFd, index: u32, data: u64) -> Result<(), LabError> {
+    let entry = kvm_msr_entry { index, data, ..kvm_msr_entry::default() };
+    let list = Msrs::from_entries(&[entry])
+        .map_err(|error| LabError::TestGuest(format!("has no room for a register: {error:?}")))?;
+    match vcpu.set_msrs(&list).map_err(refused("set a model-specific register"))? {
+        1 => Ok(()),
+        _ => Err(LabError::TestGuest(format!("has no register {index:#x}: KVM does not know it"))),
     }
 }
 

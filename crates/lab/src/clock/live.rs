@@ -1,14 +1,15 @@
 //! The clock of this machine's KVM against the machine's own, and what a kernel that mixes them would do here now.
 
+use std::fmt::Write as _;
 use std::thread;
 use std::time::Duration;
 
 use kvm_bindings::KVM_CLOCK_TSC_STABLE;
 use kvm_ioctls::Kvm;
-use rustix::time::{ClockId, clock_gettime};
 
-use super::checks;
+use super::host_clock::{Ahead, HostClock};
 use super::kvm::ClockGuest;
+use super::{checks, mixed};
 use crate::LabError;
 use crate::event::Events;
 use crate::figures::{Curve, DataTable, Drawing, Value};
@@ -16,88 +17,7 @@ use crate::results::Series;
 
 /// Time between two samples.
 const INTERVAL: Duration = Duration::from_millis(500);
-/// Attempts at each sample, of which the one that took the shortest time counts.
-const ATTEMPTS: u32 = 50;
 const NS_PER_SECOND: f64 = 1e9;
-
-/// A clock of the host.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum HostClock {
-    Raw,
-    Monotonic,
-    Boottime,
-}
-
-impl HostClock {
-    const ALL: [Self; 3] = [Self::Raw, Self::Monotonic, Self::Boottime];
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::Raw => "CLOCK_MONOTONIC_RAW",
-            Self::Monotonic => "CLOCK_MONOTONIC",
-            Self::Boottime => "CLOCK_BOOTTIME",
-        }
-    }
-
-    fn metric(self) -> &'static str {
-        match self {
-            Self::Raw => "raw_deviation_ns",
-            Self::Monotonic => "monotonic_deviation_ns",
-            Self::Boottime => "boottime_deviation_ns",
-        }
-    }
-
-    fn now_ns(self) -> i64 {
-        let now = clock_gettime(match self {
-            Self::Raw => ClockId::MonotonicRaw,
-            Self::Monotonic => ClockId::Monotonic,
-            Self::Boottime => ClockId::Boottime,
-        });
-        now.tv_sec * NS_PER_SECOND as i64 + now.tv_nsec
-    }
-}
-
-/// How far a clock is ahead of another one, and how well that is known.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Ahead {
-    ns: i64,
-    /// The truth is within this of `ns`: half of the time between the two looks at the other clock.
-    uncertainty_ns: i64,
-}
-
-impl Ahead {
-    /// From a value read between two looks at the other clock.
-    fn between(before_ns: i64, value_ns: i64, after_ns: i64) -> Self {
-        let uncertainty_ns = (after_ns - before_ns + 1) / 2;
-        Self { ns: value_ns - (before_ns + uncertainty_ns), uncertainty_ns }
-    }
-
-    /// The best of several attempts at reading `value` between two looks at `clock`.
-    fn of<E>(clock: HostClock, mut value: impl FnMut() -> Result<i64, E>) -> Result<Self, E> {
-        let mut once = || {
-            let before_ns = clock.now_ns();
-            let value_ns = value()?;
-            Ok(Self::between(before_ns, value_ns, clock.now_ns()))
-        };
-        let mut best = once()?;
-        for _ in 1..ATTEMPTS {
-            let next = once()?;
-            if next.uncertainty_ns < best.uncertainty_ns {
-                best = next;
-            }
-        }
-        Ok(best)
-    }
-
-    /// How much further ahead it is than it was.
-    fn since(self, earlier: Self) -> Self {
-        Self { ns: self.ns - earlier.ns, uncertainty_ns: self.uncertainty_ns + earlier.uncertainty_ns }
-    }
-
-    fn shown(self) -> String {
-        format!("{:+} ns (to within {} ns)", self.ns, self.uncertainty_ns)
-    }
-}
 
 /// One look at all clocks.
 #[derive(Debug, Clone, Copy)]
@@ -113,8 +33,7 @@ impl Sample {
     fn take(guest: &ClockGuest) -> Result<Self, LabError> {
         let look = |clock| Ahead::of(clock, || guest.clock().map(|clock| clock.clock.cast_signed()));
         let kvm = [look(HostClock::Raw)?, look(HostClock::Monotonic)?, look(HostClock::Boottime)?];
-        let Ok(drift) =
-            Ahead::of(HostClock::Raw, || Ok::<_, std::convert::Infallible>(HostClock::Monotonic.now_ns()));
+        let drift = Ahead::of_monotonic();
         Ok(Self { raw_ns: HostClock::Raw.now_ns(), kvm, drift })
     }
 }
@@ -138,6 +57,8 @@ pub(super) fn run(watch_s: u64, events: &Events, series: &mut Series) -> Result<
     };
     events.step(1, "checks the clock page of a small guest");
     checks::run(&kvm)?.tell(series);
+    events.step(1, "looks for what a mixed kernel would do");
+    mixed::look(&kvm)?.tell(series);
     events.step(1, format!("watches KVM's clock for {watch_s} s"));
     let mut guest = ClockGuest::new(&kvm, None)?;
     guest.run()?;
@@ -157,6 +78,16 @@ pub(super) fn run(watch_s: u64, events: &Events, series: &mut Series) -> Result<
     Ok(())
 }
 
+/// Name of the metric of a deviation.
+fn metric(clock: HostClock) -> &'static str {
+    match clock {
+        HostClock::Raw => "raw_deviation_ns",
+        HostClock::Monotonic => "monotonic_deviation_ns",
+        HostClock::Boottime => "boottime_deviation_ns",
+        HostClock::Realtime => "realtime_deviation_ns",
+    }
+}
+
 fn clock_source() -> String {
     let path = "/sys/devices/system/clocksource/clocksource0/current_clocksource";
     std::fs::read_to_string(path).map_or_else(|_| "unknown".to_owned(), |name| name.trim().to_owned())
@@ -164,8 +95,7 @@ fn clock_source() -> String {
 
 /// What a kernel that mixed raw and slewed clocks would do on this host now.
 fn mixed_kernel(series: &mut Series) {
-    let Ok(drift) =
-        Ahead::of(HostClock::Raw, || Ok::<_, std::convert::Infallible>(HostClock::Monotonic.now_ns()));
+    let drift = Ahead::of_monotonic();
     let age_ns = HostClock::Raw.now_ns();
     series.metrics.insert("drift_ns".to_owned(), Some(drift.ns as f64));
     series.notes.push(forecast(drift, age_ns));
@@ -189,7 +119,9 @@ fn forecast(drift: Ahead, host_age_ns: i64) -> String {
     if drift.ns > NS_PER_SECOND as i64 {
         text.push_str("; the guest's time is negative");
     } else if rate > 0.0 {
-        text += &format!(
+        // Writing to a String cannot fail, here and below.
+        let _ = write!(
+            text,
             "; at this average the time is negative on a host older than {:.1} days",
             1.0 / rate / 86_400.0
         );
@@ -208,7 +140,7 @@ fn tell(samples: &[Sample], series: &mut Series) {
         .map(|(index, clock)| (clock, last.kvm[index].since(first.kvm[index])))
         .collect();
     for (clock, deviation) in &deviations {
-        series.metrics.insert(clock.metric().to_owned(), Some(deviation.ns.unsigned_abs() as f64));
+        series.metrics.insert(metric(*clock).to_owned(), Some(deviation.ns.unsigned_abs() as f64));
     }
     series.notes.push(judged(&deviations, elapsed_ns));
     let slewed = last.drift.since(first.drift);
@@ -278,7 +210,7 @@ fn judged(deviations: &[(HostClock, Ahead)], elapsed_ns: i64) -> String {
     if far.is_empty() {
         text.push_str("; the host's clocks run too much alike now to tell which");
     } else {
-        text += &format!("; not with {}", list(&far, ", nor with "));
+        let _ = write!(text, "; not with {}", list(&far, ", nor with "));
     }
     text
 }
@@ -289,13 +221,6 @@ mod tests {
 
     fn ahead(ns: i64, uncertainty_ns: i64) -> Ahead {
         Ahead { ns, uncertainty_ns }
-    }
-
-    #[test]
-    fn a_value_read_between_two_looks_is_known_to_half_the_time_between() {
-        let read = Ahead::between(1000, 5060, 1100);
-        assert_eq!(read, ahead(4010, 50));
-        assert_eq!(ahead(4100, 30).since(read), ahead(90, 80));
     }
 
     #[test]
