@@ -287,6 +287,9 @@ fn vm_rows(info: &VmInfo) -> Vec<Row> {
         row("kernel", info.kernel.as_str()),
         row("monitor", format!("ebb {}, process {}", info.version, info.pid)),
     ];
+    if let Some(read) = info.snapshot_bytes {
+        rows.push(row("read from snapshot", bytes(read)));
+    }
     rows.push(match &info.balloon {
         Some(balloon) => row(
             "balloon",

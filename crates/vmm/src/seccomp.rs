@@ -115,7 +115,6 @@ const COMMON: &[c_long] = &[
     libc::SYS_getrandom,
     libc::SYS_gettid,
     libc::SYS_madvise,
-    libc::SYS_mremap,
     libc::SYS_munmap,
     libc::SYS_poll,
     libc::SYS_ppoll,
@@ -200,6 +199,10 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
     let not_executable = || masked(2, libc::PROT_EXEC as u64, 0);
     rules.insert(libc::SYS_mmap, vec![not_executable()?]);
     rules.insert(libc::SYS_mprotect, vec![not_executable()?]);
+    // The allocator moves its mappings; a discard of memory that is mapped from a snapshot moves fresh memory over it.
+    let moves = libc::MREMAP_MAYMOVE as u64;
+    let replaces = moves | (libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP) as u64;
+    rules.insert(libc::SYS_mremap, vec![equal(3, moves)?, equal(3, replaces)?]);
     // Files are opened for reading only; the API thread, which no guest talks to, also makes new files for snapshots.
     if matches!(kind, ThreadKind::Api | ThreadKind::Main) {
         let writable = (libc::O_ACCMODE | libc::O_CREAT | libc::O_EXCL | libc::O_TRUNC) as u64;

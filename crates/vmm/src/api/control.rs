@@ -142,6 +142,9 @@ pub struct VmInfo {
     pub backing: RamBacking,
     /// Guest memory that the host holds at present, in bytes.
     pub resident_bytes: u64,
+    /// Memory that a restored machine reads from its snapshot and has not written, in bytes: it is in the host's page
+    /// cache once for all machines that read it. `None` for a machine that was not restored.
+    pub snapshot_bytes: Option<u64>,
     /// Milliseconds since the vCPUs were started; 0 before.
     pub uptime_ms: u64,
     /// Path of the kernel image.

@@ -33,6 +33,13 @@ fn open_for_reading() {
     unsafe { libc::openat(libc::AT_FDCWD, c"/dev/null".as_ptr(), libc::O_RDONLY) };
 }
 
+fn create_new() {
+    let flags = libc::O_WRONLY | libc::O_CREAT | libc::O_EXCL;
+    // It exists, so the call fails without a filter as well.
+    // SAFETY: a constant path and flags.
+    unsafe { libc::openat(libc::AT_FDCWD, c"/dev/null".as_ptr(), flags, 0o600) };
+}
+
 fn execute() {
     let argv = [c"/bin/true".as_ptr(), std::ptr::null()];
     // SAFETY: both arrays end with a null pointer.
@@ -80,6 +87,10 @@ fn threads_may_do_nothing_else() {
         assert_eq!(in_child(kind, create_a_vm), EXIT_CODE, "{kind:?}");
     }
     assert_eq!(in_child(ThreadKind::Vcpu, open_for_reading), EXIT_CODE);
+    for kind in ThreadKind::ALL {
+        let expected = if kind == ThreadKind::Api { 0 } else { EXIT_CODE };
+        assert_eq!(in_child(kind, create_new), expected, "{kind:?}");
+    }
 }
 
 #[test]

@@ -67,6 +67,7 @@ impl VmControl for Vm {
             memory_bytes: self.ram.size_bytes(),
             backing: self.ram.backing().into(),
             resident_bytes: self.ram.resident_bytes().unwrap_or(0),
+            snapshot_bytes: self.ram.is_restored().then(|| self.ram.residency().map_or(0, |r| r.file_bytes)),
             uptime_ms: self.uptime_ms(),
             kernel: self.config.kernel.display().to_string(),
             pid: std::process::id(),

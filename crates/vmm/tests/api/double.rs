@@ -104,6 +104,7 @@ impl VmControl for TestVm {
             memory_bytes: MEMORY_BYTES,
             backing: RamBacking::Anon,
             resident_bytes: 123 << 20,
+            snapshot_bytes: None,
             uptime_ms: 1234,
             kernel: "/boot/vmlinuz".into(),
             pid: std::process::id(),
