@@ -1,4 +1,4 @@
-//! A guest of seven bytes with a clock page: what KVM writes there, and the guest's own TSC.
+//! A guest of eight bytes with a clock page: what KVM writes there, and the guest's own TSC.
 //!
 //! The guest reads its TSC and halts, over and over, in real mode, so that it runs on any KVM, also on one that emulates
 //! every instruction. Each run makes KVM bring the page up to date.
@@ -6,7 +6,6 @@
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 use ebb_kvm_clock::Reader;
-use ebb_kvm_clock::model::VcpuTscs;
 use ebb_kvm_clock::page::{
     MSR_SYSTEM_TIME, MSR_WALL_CLOCK, SYSTEM_TIME_ENABLE, TIME_PAGE_BYTES, VcpuTimeInfo, WALL_CLOCK_BYTES,
     WallClock,
@@ -19,22 +18,22 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, Volati
 
 use crate::LabError;
 
-/// `again: rdtsc; hlt; jmp again`
-const PROGRAM: [u8; 5] = [0x0f, 0x31, 0xf4, 0xeb, 0xfb];
+/// `wrmsr; hlt; again: rdtsc; hlt; jmp again`
+const PROGRAM: [u8; 8] = [0x0f, 0x30, 0xf4, 0x0f, 0x31, 0xf4, 0xeb, 0xfb];
 /// All of the guest's memory.
 const MEMORY_BYTES: usize = 64 << 10;
-/// Where the program is.
-const CODE: u64 = 0x4000;
+/// Where the program is, which begins with the write of a register.
+const WRITE_REGISTER: u64 = 0x4000;
+/// Where it reads its TSC.
+const READ_TSC: u64 = WRITE_REGISTER + 3;
 /// Where the clock page is.
 const PAGE: u64 = 0x5000;
 /// Where KVM on Intel processors may put a task state segment of its own: below 4 GiB, outside of guest memory.
 const TSS_ADDRESS: usize = 0xfffb_d000;
 /// Where the wall clock is.
 const WALL_CLOCK: u64 = 0x6000;
-/// `IA32_TIME_STAMP_COUNTER`.
-const MSR_TSC: u32 = 0x10;
-/// Minutes, on any processor.
-const APART_TICKS: u64 = 1 << 42;
+/// The register of the clock page before there was a flag for stable clocks (`MSR_KVM_SYSTEM_TIME`).
+const MSR_OLD_SYSTEM_TIME: u32 = 0x12;
 /// Bit 1 of RFLAGS is always set.
 const RFLAGS_RESERVED: u64 = 1 << 1;
 /// A read is tried so often: nobody writes the page while the guest does not run.
@@ -49,11 +48,18 @@ pub(super) fn clock_flags(kvm: &Kvm) -> u32 {
     kvm.check_extension_int(Cap::AdjustClock).unsigned_abs()
 }
 
+/// Whether KVM may use its master clock for a guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum MasterClock {
+    /// It may.
+    Allowed,
+    /// It may not.
+    Refused,
+}
+
 /// A machine with a vCPU and its clock page. Memory comes last, so that it is unmapped last.
 pub(super) struct ClockGuest {
     vcpu: VcpuFd,
-    /// A second vCPU without a page, whose TSC can be set apart.
-    second: Option<VcpuFd>,
     vm: VmFd,
     memory: GuestMemoryMmap,
     latest_ns: AtomicU64,
@@ -69,7 +75,7 @@ impl ClockGuest {
             |error: &dyn std::fmt::Display| LabError::TestGuest(format!("has no memory: {error}"));
         let memory: GuestMemoryMmap = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_BYTES)])
             .map_err(|error| no_memory(&error))?;
-        memory.write_slice(&PROGRAM, GuestAddress(CODE)).map_err(|error| no_memory(&error))?;
+        memory.write_slice(&PROGRAM, GuestAddress(WRITE_REGISTER)).map_err(|error| no_memory(&error))?;
         let host_address = memory.get_host_address(GuestAddress(0)).map_err(|error| no_memory(&error))?;
         let vm = kvm.create_vm().map_err(refused("create a machine"))?;
         vm.set_tss_address(TSS_ADDRESS).map_err(refused("set the TSS address"))?;
@@ -89,31 +95,27 @@ impl ClockGuest {
         start(&vcpu)?;
         // Tells KVM where the page is, as a guest's kernel does.
         write_register(&vcpu, MSR_SYSTEM_TIME, PAGE | SYSTEM_TIME_ENABLE)?;
-        Ok(Self { vcpu, second: None, vm, memory, latest_ns: AtomicU64::new(0) })
+        Ok(Self { vcpu, vm, memory, latest_ns: AtomicU64::new(0) })
     }
 
-    /// Adds a second vCPU.
-    pub(super) fn add_vcpu(&mut self) -> Result<(), LabError> {
-        let vcpu = self.vm.create_vcpu(1).map_err(refused("create a second vCPU"))?;
-        start(&vcpu)?;
-        self.second = Some(vcpu);
-        Ok(())
-    }
-
-    /// Sets the TSCs of both vCPUs to the same value, or far apart, and lets both run so that KVM acts on it: with TSCs that do not
-    /// match it does without its master clock.
-    pub(super) fn set_tscs(&mut self, tscs: VcpuTscs) -> Result<(), LabError> {
-        let now = self.run()?;
-        let Some(second) = &mut self.second else { return Ok(()) };
-        // Further from the present than the second within which KVM takes a value for the present one.
-        let other = now.wrapping_add(APART_TICKS);
-        if tscs == VcpuTscs::Matched {
-            write_register(&self.vcpu, MSR_TSC, other)?;
-        }
-        write_register(second, MSR_TSC, other)?;
-        halt(second)?;
-        self.run()?;
-        Ok(())
+    /// Makes KVM do with or without its master clock for this guest: a first vCPU that enables its page by the old register gets
+    /// none (Linux `kvm_write_system_time`). Only a write by the guest itself counts.
+    pub(super) fn set_master_clock(&mut self, clock: MasterClock) -> Result<(), LabError> {
+        let index = match clock {
+            MasterClock::Allowed => MSR_SYSTEM_TIME,
+            MasterClock::Refused => MSR_OLD_SYSTEM_TIME,
+        };
+        let registers = kvm_regs {
+            rip: WRITE_REGISTER,
+            rcx: u64::from(index),
+            rax: PAGE | SYSTEM_TIME_ENABLE,
+            rflags: RFLAGS_RESERVED,
+            ..kvm_regs::default()
+        };
+        self.vcpu.set_regs(&registers).map_err(refused("set registers"))?;
+        // The program goes on after its halt.
+        self.halt()?;
+        self.run().map(drop)
     }
 
     /// The wall clock, as KVM writes it when a guest's kernel asks for it.
@@ -128,7 +130,7 @@ impl ClockGuest {
 
     /// Lets the guest read its TSC: what it read. The page is up to date afterwards.
     pub(super) fn run(&mut self) -> Result<u64, LabError> {
-        halt(&mut self.vcpu)?;
+        self.halt()?;
         let registers = self.vcpu.get_regs().map_err(refused("read registers"))?;
         let low = |register: u64| register & u64::from(u32::MAX);
         Ok(low(registers.rdx) << 32 | low(registers.rax))
@@ -174,6 +176,14 @@ impl ClockGuest {
         self.vcpu.get_tsc_khz().map_err(refused("tell the frequency of a vCPU's TSC"))
     }
 
+    /// Runs until the guest halts.
+    fn halt(&mut self) -> Result<(), LabError> {
+        match self.vcpu.run().map_err(refused("run a vCPU"))? {
+            VcpuExit::Hlt => Ok(()),
+            exit => Err(LabError::TestGuest(format!("stopped for an unexpected reason: {exit:?}"))),
+        }
+    }
+
     fn page(&self) -> Result<GuestPage<'_>, LabError> {
         let missing =
             |error: &dyn std::fmt::Display| LabError::TestGuest(format!("has no clock page: {error}"));
@@ -188,22 +198,14 @@ impl ClockGuest {
     }
 }
 
-/// Puts a vCPU at the beginning of the program.
+/// Puts a vCPU where it reads its TSC.
 fn start(vcpu: &VcpuFd) -> Result<(), LabError> {
     let mut segments = vcpu.get_sregs().map_err(refused("read segments"))?;
     segments.cs.base = 0;
     segments.cs.selector = 0;
     vcpu.set_sregs(&segments).map_err(refused("set segments"))?;
-    let registers = kvm_regs { rip: CODE, rflags: RFLAGS_RESERVED, ..kvm_regs::default() };
+    let registers = kvm_regs { rip: READ_TSC, rflags: RFLAGS_RESERVED, ..kvm_regs::default() };
     vcpu.set_regs(&registers).map_err(refused("set registers"))
-}
-
-/// Runs a vCPU until it halts.
-fn halt(vcpu: &mut VcpuFd) -> Result<(), LabError> {
-    match vcpu.run().map_err(refused("run a vCPU"))? {
-        VcpuExit::Hlt => Ok(()),
-        exit => Err(LabError::TestGuest(format!("stopped for an unexpected reason: {exit:?}"))),
-    }
 }
 
 fn write_register(vcpu: &VcpuFd, index: u32, data: u64) -> Result<(), LabError> {

@@ -3,12 +3,11 @@
 //!
 //! Unlike the rates of the clocks these can be seen at once, however the clocks are slewed at the moment.
 
-use ebb_kvm_clock::model::VcpuTscs;
 use kvm_bindings::KVM_CLOCK_TSC_STABLE;
 use kvm_ioctls::Kvm;
 
 use super::host_clock::{Ahead, HostClock};
-use super::kvm::ClockGuest;
+use super::kvm::{ClockGuest, MasterClock};
 use crate::LabError;
 use crate::figures::{DataTable, Value};
 use crate::results::Series;
@@ -48,13 +47,11 @@ pub(super) fn look(kvm: &Kvm) -> Result<Signs, LabError> {
     let wall_ns = guest.wall_clock()?.ns().cast_signed() + self::time_ns(&mut guest)?;
     let wall = Ahead::between(before_ns, wall_ns, HostClock::Realtime.now_ns());
     let mut signs = Signs { drift, fresh, off_jumps: Vec::new(), on_jumps: Vec::new(), wall };
-    guest.add_vcpu()?;
-    guest.set_tscs(VcpuTscs::Matched)?;
     for _ in 0..FLIPS {
-        for tscs in [VcpuTscs::Unmatched, VcpuTscs::Matched] {
+        for clock in [MasterClock::Refused, MasterClock::Allowed] {
             let was_on = has_master_clock(&guest)?;
             let before = ahead_of_raw(&guest)?;
-            guest.set_tscs(tscs)?;
+            guest.set_master_clock(clock)?;
             let jump = ahead_of_raw(&guest)?.since(before);
             match (was_on, has_master_clock(&guest)?) {
                 (true, false) => signs.off_jumps.push(jump),
