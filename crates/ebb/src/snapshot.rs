@@ -1,5 +1,6 @@
 //! `ebb snapshot`: what is in a snapshot.
 
+use std::io::IsTerminal;
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -44,11 +45,10 @@ struct Description {
 
 /// Opens, checks and describes the snapshot.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
-    let snapshot = SnapshotFile::open(&args.snapshot)?;
-    if args.verify {
-        snapshot
-            .verify_ram(&mut |_| {})
-            .with_context(|| format!("{} is damaged", args.snapshot.display()))?;
+    let Args { snapshot: path, verify: verified, json } = args;
+    let snapshot = SnapshotFile::open(&path)?;
+    if verified {
+        verify(&snapshot)?;
     }
     let metadata = snapshot.file.metadata().context("cannot read the size of the snapshot")?;
     let state = snapshot.state;
@@ -65,14 +65,29 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
         tsc_khz: state.clock.tsc_khz.get(),
         clock_ns: state.clock.clock_ns,
         machine: state.machine,
-        verified: args.verify,
+        verified,
     };
-    if args.json {
+    if json {
         println!("{}", serde_json::to_string_pretty(&description)?);
     } else {
         print(&description);
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Compares the snapshot's memory with its checksums; shows how far it has got on a terminal.
+pub fn verify(snapshot: &SnapshotFile) -> anyhow::Result<()> {
+    let shows = std::io::stderr().is_terminal();
+    let total = snapshot.header.ram_bytes.max(1);
+    let result = snapshot.verify_ram(&mut |done| {
+        if shows {
+            eprint!("\rverifying memory: {:3} %", done.saturating_mul(100) / total);
+        }
+    });
+    if shows {
+        eprintln!();
+    }
+    result.with_context(|| format!("the snapshot {} is damaged", snapshot.path.display()))
 }
 
 fn print(description: &Description) {
