@@ -4,7 +4,6 @@ use std::io::IsTerminal;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use anyhow::Context as _;
 use ebb_kvm_clock::ClockPolicy;
 use ebb_vmm::config::options::{DISK_FORM, SERIAL_FORM};
 use ebb_vmm::config::{DiskConfig, RebootAction, SerialConfig, Switch};
@@ -66,9 +65,7 @@ pub struct Args {
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     let snapshot = SnapshotFile::open(&args.snapshot)?;
     if args.verify {
-        snapshot
-            .verify_ram(&mut |_| {})
-            .with_context(|| format!("cannot use {}", args.snapshot.display()))?;
+        crate::snapshot::verify(&snapshot)?;
     }
     let interactive = std::io::stdin().is_terminal();
     let overrides = Overrides {
