@@ -8,7 +8,7 @@ use kvm_bindings::KVM_CLOCK_TSC_STABLE;
 use kvm_ioctls::Kvm;
 
 use super::host_clock::{Ahead, HostClock};
-use super::kvm::ClockGuest;
+use super::kvm::{ClockGuest, MasterClock};
 use super::{checks, mixed};
 use crate::LabError;
 use crate::event::Events;
@@ -19,22 +19,41 @@ use crate::results::Series;
 const INTERVAL: Duration = Duration::from_millis(500);
 const NS_PER_SECOND: f64 = 1e9;
 
+/// Two guests: one with KVM's master clock, if there is one, and one without.
+struct Guests {
+    master: ClockGuest,
+    plain: ClockGuest,
+}
+
+impl Guests {
+    fn new(kvm: &Kvm) -> Result<Self, LabError> {
+        let mut guests = Self { master: ClockGuest::new(kvm, None)?, plain: ClockGuest::new(kvm, None)? };
+        guests.master.run()?;
+        guests.plain.set_master_clock(MasterClock::Refused)?;
+        Ok(guests)
+    }
+}
+
 /// One look at all clocks.
 #[derive(Debug, Clone, Copy)]
 struct Sample {
     raw_ns: i64,
-    /// KVM's clock ahead of each of the host's.
-    kvm: [Ahead; 3],
+    /// KVM's clock ahead of each of the host's, with the master clock and without.
+    master: [Ahead; 3],
+    plain: [Ahead; 3],
     /// `CLOCK_MONOTONIC` ahead of `CLOCK_MONOTONIC_RAW`.
     drift: Ahead,
 }
 
 impl Sample {
-    fn take(guest: &ClockGuest) -> Result<Self, LabError> {
-        let look = |clock| Ahead::of(clock, || guest.clock().map(|clock| clock.clock.cast_signed()));
-        let kvm = [look(HostClock::Raw)?, look(HostClock::Monotonic)?, look(HostClock::Boottime)?];
+    fn take(guests: &Guests) -> Result<Self, LabError> {
+        let all = |guest: &ClockGuest| -> Result<[Ahead; 3], LabError> {
+            let look = |clock| Ahead::of(clock, || guest.clock().map(|clock| clock.clock.cast_signed()));
+            Ok([look(HostClock::Raw)?, look(HostClock::Monotonic)?, look(HostClock::Boottime)?])
+        };
+        let (master, plain) = (all(&guests.master)?, all(&guests.plain)?);
         let drift = Ahead::of_monotonic();
-        Ok(Self { raw_ns: HostClock::Raw.now_ns(), kvm, drift })
+        Ok(Self { raw_ns: HostClock::Raw.now_ns(), master, plain, drift })
     }
 }
 
@@ -60,19 +79,18 @@ pub(super) fn run(watch_s: u64, events: &Events, series: &mut Series) -> Result<
     events.step(1, "looks for what a mixed kernel would do");
     mixed::look(&kvm)?.tell(series);
     events.step(1, format!("watches KVM's clock for {watch_s} s"));
-    let mut guest = ClockGuest::new(&kvm, None)?;
-    guest.run()?;
-    let stable = guest.clock()?.flags & KVM_CLOCK_TSC_STABLE != 0;
+    let guests = Guests::new(&kvm)?;
+    let stable = guests.master.clock()?.flags & KVM_CLOCK_TSC_STABLE != 0;
     series.notes.push(format!(
         "the host's clock source is {}; KVM's master clock is {}",
         clock_source(),
         if stable { "on" } else { "off" }
     ));
     let rounds = Duration::from_secs(watch_s).as_millis() / INTERVAL.as_millis();
-    let mut samples = vec![Sample::take(&guest)?];
+    let mut samples = vec![Sample::take(&guests)?];
     for _ in 0..rounds {
         thread::sleep(INTERVAL);
-        samples.push(Sample::take(&guest)?);
+        samples.push(Sample::take(&guests)?);
     }
     tell(&samples, series);
     Ok(())
@@ -134,15 +152,16 @@ fn forecast(drift: Ahead, host_age_ns: i64) -> String {
 fn tell(samples: &[Sample], series: &mut Series) {
     let (Some(first), Some(last)) = (samples.first(), samples.last()) else { return };
     let elapsed_ns = last.raw_ns - first.raw_ns;
-    let deviations: Vec<(HostClock, Ahead)> = HostClock::ALL
-        .into_iter()
-        .enumerate()
-        .map(|(index, clock)| (clock, last.kvm[index].since(first.kvm[index])))
-        .collect();
-    for (clock, deviation) in &deviations {
+    let gained = |of: fn(&Sample) -> [Ahead; 3]| -> Vec<(HostClock, Ahead)> {
+        let pairs = of(last).into_iter().zip(of(first)).map(|(last, first)| last.since(first));
+        HostClock::ALL.into_iter().zip(pairs).collect()
+    };
+    let plain = gained(|sample| sample.plain);
+    let master = gained(|sample| sample.master);
+    for (clock, deviation) in &plain {
         series.metrics.insert(metric(*clock).to_owned(), Some(deviation.ns.unsigned_abs() as f64));
     }
-    series.notes.push(judged(&deviations, elapsed_ns));
+    series.notes.push(judged(&plain, elapsed_ns));
     let slewed = last.drift.since(first.drift);
     series.notes.push(format!(
         "{} gained {} on raw in that time: {:+.3} ppm now",
@@ -150,23 +169,23 @@ fn tell(samples: &[Sample], series: &mut Series) {
         slewed.shown(),
         slewed.ns as f64 / elapsed_ns.max(1) as f64 * 1e6
     ));
+    let row = |(kind, (clock, deviation)): (&str, &(HostClock, Ahead))| {
+        vec![
+            Value::from(kind),
+            Value::from(clock.name()),
+            Value::from(deviation.ns),
+            Value::from(deviation.uncertainty_ns),
+            Value::from((deviation.ns as f64 / elapsed_ns.max(1) as f64 * 1e9).round()),
+        ]
+    };
+    let rows = plain.iter().map(|pair| ("off", pair)).chain(master.iter().map(|pair| ("on", pair)));
     series.tables.push(DataTable {
-        title: format!("KVM's clock over {:.1} s", elapsed_ns as f64 / NS_PER_SECOND),
-        columns: ["against", "gained, ns", "known to within, ns", "ppb"].map(str::to_owned).to_vec(),
-        rows: deviations
-            .iter()
-            .map(|(clock, deviation)| {
-                vec![
-                    Value::from(clock.name()),
-                    Value::from(deviation.ns),
-                    Value::from(deviation.uncertainty_ns),
-                    Value::from((deviation.ns as f64 / elapsed_ns.max(1) as f64 * 1e9).round()),
-                ]
-            })
-            .collect(),
+        title: format!("what KVM's clock gained in {:.1} s", elapsed_ns as f64 / NS_PER_SECOND),
+        columns: ["master clock", "on", "ns", "known to within, ns", "ppb"].map(str::to_owned).to_vec(),
+        rows: rows.map(row).collect(),
     });
-    let curve = |name: &str, of: &dyn Fn(&Sample) -> Ahead| Curve {
-        name: name.to_owned(),
+    let curve = |name: String, of: &dyn Fn(&Sample) -> Ahead| Curve {
+        name,
         points: samples
             .iter()
             .map(|sample| {
@@ -175,15 +194,17 @@ fn tell(samples: &[Sample], series: &mut Series) {
             })
             .collect(),
     };
+    let mut curves: Vec<Curve> = HostClock::ALL
+        .into_iter()
+        .enumerate()
+        .map(|(index, clock)| curve(format!("on {}", clock.name()), &|sample| sample.plain[index]))
+        .collect();
+    curves.push(curve(format!("on {}, master clock", HostClock::Raw.name()), &|sample| sample.master[0]));
     series.drawings.push(Drawing {
         title: "what KVM's clock gains on the host's clocks".to_owned(),
         x: "s".to_owned(),
         y: "us".to_owned(),
-        curves: HostClock::ALL
-            .into_iter()
-            .enumerate()
-            .map(|(index, clock)| curve(clock.name(), &|sample| sample.kvm[index]))
-            .collect(),
+        curves,
     });
 }
 
@@ -208,7 +229,7 @@ fn judged(deviations: &[(HostClock, Ahead)], elapsed_ns: i64) -> String {
         list(&near, ", or with ")
     );
     if far.is_empty() {
-        text.push_str("; the host's clocks run too much alike now to tell which");
+        text.push_str("; the host's clocks run too much alike now to tell which by their rates");
     } else {
         let _ = write!(text, "; not with {}", list(&far, ", nor with "));
     }
@@ -244,7 +265,7 @@ mod tests {
     #[test]
     fn clocks_that_run_alike_are_not_told_apart() {
         let same = HostClock::ALL.map(|clock| (clock, ahead(100, 300)));
-        assert!(judged(&same, 1).ends_with("too much alike now to tell which"));
+        assert!(judged(&same, 1).ends_with("too much alike now to tell which by their rates"));
     }
 
     #[test]
