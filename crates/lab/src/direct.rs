@@ -179,6 +179,18 @@ mod tests {
     }
 
     #[test]
+    fn series_about_the_machine_need_no_files_of_guests() {
+        let experiment = experiment::find("clock").unwrap();
+        let plans = experiment::choose(experiment, Some(&["raw".to_owned()])).unwrap();
+        let mut chosen = Selection { plans, chosen: Chosen::ByName };
+        assert!(chosen.keep_possible(&bare()).unwrap().is_empty());
+        let (machine, guests) = chosen.by_subject();
+        assert_eq!((machine.len(), guests.plans.len()), (1, 0));
+        let (machine, guests) = selection(&["reporting", "no-reporting"], Chosen::ByName).by_subject();
+        assert_eq!((machine.len(), guests.plans.len()), (0, 2));
+    }
+
+    #[test]
     fn nothing_left_is_an_error() {
         let mut chosen = selection(&["qemu-reporting"], Chosen::ByDefault);
         assert!(chosen.keep_possible(&bare()).is_err());

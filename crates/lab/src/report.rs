@@ -240,6 +240,7 @@ fn setting(page: &mut String, results: &Results) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::figures::{Curve, Drawing};
     use crate::results::tests::example;
 
     #[test]
@@ -261,6 +262,29 @@ mod tests {
         assert_eq!(page.matches("aria-label=\"Host memory over time").count(), results.series.len());
         assert_eq!(page.matches("<svg").count(), results.series.len() + results.metrics.len());
         assert!(page.contains("<td class=\"n\">4.25</td>"));
+    }
+
+    #[test]
+    fn tables_and_curves_are_shown_and_guests_that_were_not_there_are_not() {
+        let mut results = example();
+        results.samples.clear();
+        for series in &mut results.series {
+            series.guests.clear();
+        }
+        let rows = vec![vec!["14 d".into(), u64::MAX.into()]];
+        let columns = ["uptime", "seen, ns"].map(str::to_owned).to_vec();
+        let table = DataTable { title: "time <of> a guest".to_owned(), columns, rows };
+        results.series[0].tables.push(table.clone());
+        results.series[1].details.push(table);
+        let curves = vec![Curve { name: "+1 ppm".to_owned(), points: vec![(0.0, 1.0), (14.0, -0.2)] }];
+        let [title, x, y] = ["drift", "days", "s"].map(str::to_owned);
+        results.series[0].drawings.push(Drawing { title, x, y, curves });
+        let page = render(&results).unwrap();
+        assert_eq!(page.matches("<td class=\"n\">18446744073709551615</td>").count(), 2);
+        assert_eq!(page.matches("time &lt;of&gt; a guest").count(), 2);
+        assert!(page.contains("aria-label=\"drift\"") && page.contains("+1 ppm"));
+        assert!(!page.contains("Host memory over time") && !page.contains("Each guest"));
+        assert!(page.contains("no guest of the lab ran"));
     }
 
     #[test]

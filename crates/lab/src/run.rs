@@ -200,6 +200,38 @@ mod tests {
         assert_eq!(taken, 1);
     }
 
+    /// A run about the machine, which needs neither KVM nor the virtual host nor files of guests.
+    fn request(place: Wanted) -> Request {
+        let experiment = crate::experiment::find("clock").unwrap();
+        let plans = crate::experiment::choose(experiment, Some(&["raw".to_owned()])).unwrap();
+        Request {
+            experiment,
+            size: RunSize { scale: crate::results::Scale::Demo, most_guests: None },
+            selection: Selection { plans, chosen: direct::Chosen::ByName },
+            place,
+        }
+    }
+
+    #[test]
+    fn series_about_the_machine_run_on_it() {
+        let results = run(&request(Wanted::Auto), &mut Progress::Silent).unwrap();
+        assert_eq!(results.host.place, Place::Direct);
+        assert_eq!(results.first_error(), None);
+        assert_eq!(results.series.len(), 1);
+        assert_eq!(results.series[0].metrics["max_jump_ns"], Some(0.0));
+    }
+
+    #[test]
+    fn inside_the_virtual_host_they_are_told_as_events() {
+        let mut output = Vec::new();
+        run_inside(&request(Wanted::Direct), &mut output).unwrap();
+        let text = String::from_utf8(output).unwrap();
+        let events: Vec<Event> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        assert!(matches!(&events[0], Event::Host(host) if host.place == Place::VirtualHost));
+        assert!(matches!(&events[1], Event::SeriesBegins { series, .. } if series == "raw"));
+        assert!(matches!(events.last(), Some(Event::SeriesEnds(series)) if series.error.is_none()));
+    }
+
     #[test]
     fn events_are_lines_of_json() {
         let mut output = Vec::new();

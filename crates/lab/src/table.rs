@@ -109,6 +109,22 @@ mod tests {
     }
 
     #[test]
+    fn tables_of_a_series_follow_and_details_do_not() {
+        let mut results = example();
+        let table = |title: &str| DataTable {
+            title: title.to_owned(),
+            columns: vec!["uptime".to_owned(), "+1 ppm".to_owned()],
+            rows: vec![vec!["14 d".into(), "-0.210".into()]],
+        };
+        results.series[0].tables.push(table("fresh guests"));
+        results.series[0].details.push(table("everything"));
+        let text = render(&results);
+        assert!(text.contains("\nno-reporting: fresh guests\n"), "{text}");
+        assert!(text.contains("|   14 d | -0.210 |"), "{text}");
+        assert!(!text.contains("everything"));
+    }
+
+    #[test]
     fn notes_and_errors_are_told_with_their_series() {
         let mut results = example();
         results.series[1].error = Some("guest 2 died".to_owned());

@@ -114,39 +114,54 @@ fn clock_source() -> String {
 /// What a kernel that mixed raw and slewed clocks would do on this host now.
 fn mixed_kernel(series: &mut Series) {
     let drift = Ahead::of_monotonic();
-    let age_ns = HostClock::Raw.now_ns();
     series.metrics.insert("drift_ns".to_owned(), Some(drift.ns as f64));
-    series.notes.push(forecast(drift, age_ns));
+    series.notes.push(error_now(drift, HostClock::Raw.now_ns()));
 }
 
-/// In words: the error now, and the age of the host from which on a guest one second old reads a negative time.
-fn forecast(drift: Ahead, host_age_ns: i64) -> String {
-    let seconds = |ns: i64| ns as f64 / NS_PER_SECOND;
-    let rate = drift.ns as f64 / host_age_ns.max(1) as f64;
-    let mut text = format!(
-        "{} is {} ahead of raw after {:.0} s ({:+.3} ppm on average): a mixed kernel would give a guest that is one \
-         second old {:.3} s here now, jump by {:.3} s when the master clock goes off, and be {:+.3} s off with the wall clock",
+/// In words: the error of a mixed kernel now.
+fn error_now(drift: Ahead, host_age_ns: i64) -> String {
+    let drift_s = seconds(drift.ns);
+    format!(
+        "{} is {} ahead of raw on this host, which is {:.0} s old: a mixed kernel would now give a guest that is one second \
+         old {:.3} s{}, jump by {drift_s:+.3} s when the master clock goes off, and be {:+.3} s off with the wall clock",
         HostClock::Monotonic.name(),
         drift.shown(),
         seconds(host_age_ns),
-        rate * 1e6,
-        1.0 - seconds(drift.ns),
-        seconds(drift.ns),
-        -seconds(drift.ns),
+        1.0 - drift_s,
+        if drift.ns > NS_PER_SECOND as i64 { ", which is negative" } else { "" },
+        -drift_s,
+    )
+}
+
+/// In words: the slew now, and how old the host will be when a guest that is one second old gets a negative time from a mixed kernel.
+fn forecast(drift: Ahead, slewed: Ahead, elapsed_ns: i64, host_age_ns: i64) -> String {
+    let slew = slewed.ns as f64 / elapsed_ns.max(1) as f64;
+    let mut text = format!(
+        "{} gained {} on raw in {:.1} s: {:+.3} ppm now",
+        HostClock::Monotonic.name(),
+        slewed.shown(),
+        seconds(elapsed_ns),
+        slew * 1e6,
     );
-    if drift.ns > NS_PER_SECOND as i64 {
-        text.push_str("; the guest's time is negative");
-    } else if rate > 0.0 {
-        // Writing to a String cannot fail, here and below.
-        let _ = write!(
-            text,
-            "; at this average the time is negative on a host older than {:.1} days",
-            1.0 / rate / 86_400.0
-        );
+    // Writing to a String cannot fail, here and below.
+    let _ = if slewed.ns.abs() <= slewed.uncertainty_ns {
+        write!(text, ", which is none that can be seen: the error stays what it is")
+    } else if drift.ns > NS_PER_SECOND as i64 {
+        write!(text, "; the guest's time is negative already")
+    } else if slew < 0.0 {
+        write!(text, "; at this rate the guest's time never becomes negative")
     } else {
-        text.push_str("; time is never negative while the slewed clock is behind");
-    }
+        let days = (seconds(host_age_ns) + (1.0 - seconds(drift.ns)) / slew) / 86_400.0;
+        write!(
+            text,
+            "; at this rate the guest's time is negative on this host from an age of {days:.1} days on"
+        )
+    };
     text
+}
+
+fn seconds(ns: i64) -> f64 {
+    ns as f64 / NS_PER_SECOND
 }
 
 fn tell(samples: &[Sample], series: &mut Series) {
@@ -163,12 +178,7 @@ fn tell(samples: &[Sample], series: &mut Series) {
     }
     series.notes.push(judged(&plain, elapsed_ns));
     let slewed = last.drift.since(first.drift);
-    series.notes.push(format!(
-        "{} gained {} on raw in that time: {:+.3} ppm now",
-        HostClock::Monotonic.name(),
-        slewed.shown(),
-        slewed.ns as f64 / elapsed_ns.max(1) as f64 * 1e6
-    ));
+    series.notes.push(forecast(last.drift, slewed, elapsed_ns, last.raw_ns));
     let row = |(kind, (clock, deviation)): (&str, &(HostClock, Ahead))| {
         vec![
             Value::from(kind),
@@ -180,7 +190,7 @@ fn tell(samples: &[Sample], series: &mut Series) {
     };
     let rows = plain.iter().map(|pair| ("off", pair)).chain(master.iter().map(|pair| ("on", pair)));
     series.tables.push(DataTable {
-        title: format!("what KVM's clock gained in {:.1} s", elapsed_ns as f64 / NS_PER_SECOND),
+        title: format!("what KVM's clock gained in {:.1} s", seconds(elapsed_ns)),
         columns: ["master clock", "on", "ns", "known to within, ns", "ppb"].map(str::to_owned).to_vec(),
         rows: rows.map(row).collect(),
     });
@@ -189,7 +199,7 @@ fn tell(samples: &[Sample], series: &mut Series) {
         points: samples
             .iter()
             .map(|sample| {
-                let x = (sample.raw_ns - first.raw_ns) as f64 / NS_PER_SECOND;
+                let x = seconds(sample.raw_ns - first.raw_ns);
                 (x, of(sample).since(of(first)).ns as f64 / 1e3)
             })
             .collect(),
@@ -223,11 +233,8 @@ fn judged(deviations: &[(HostClock, Ahead)], elapsed_ns: i64) -> String {
             .collect::<Vec<_>>()
             .join(and)
     };
-    let mut text = format!(
-        "over {:.1} s KVM's clock advances with {}",
-        elapsed_ns as f64 / NS_PER_SECOND,
-        list(&near, ", or with ")
-    );
+    let mut text =
+        format!("over {:.1} s KVM's clock advances with {}", seconds(elapsed_ns), list(&near, ", or with "));
     if far.is_empty() {
         text.push_str("; the host's clocks run too much alike now to tell which by their rates");
     } else {
@@ -269,15 +276,26 @@ mod tests {
     }
 
     #[test]
-    fn the_forecast_follows_the_drift() {
-        let day_ns = 86_400_000_000_000;
-        // 1 ppm: a second after 11.6 days.
-        let young = forecast(ahead(86_400_000, 100), day_ns);
-        assert!(young.contains("older than 11.6 days") && young.contains("0.914 s here now"), "{young}");
-        let old = forecast(ahead(14 * 86_400_000, 100), 14 * day_ns);
-        assert!(old.contains("-0.210 s here now") && old.ends_with("time is negative"), "{old}");
-        let slow = forecast(ahead(-86_400_000, 100), day_ns);
-        assert!(slow.contains("1.086 s here now") && slow.contains("never negative"), "{slow}");
+    fn the_error_is_the_drift() {
+        let young = error_now(ahead(86_400_000, 100), 86_400 * NS_PER_SECOND as i64);
+        assert!(young.contains("one second old 0.914 s, jump by +0.086 s"), "{young}");
+        let old = error_now(ahead(1_209_600_000, 100), 14 * 86_400 * NS_PER_SECOND as i64);
+        assert!(old.contains("old -0.210 s, which is negative, jump by +1.210 s"), "{old}");
+        assert!(old.ends_with("-1.210 s off with the wall clock"), "{old}");
+    }
+
+    #[test]
+    fn the_forecast_follows_the_slew_of_now() {
+        let (day_ns, second_ns) = (86_400 * NS_PER_SECOND as i64, NS_PER_SECOND as i64);
+        let says = |drift_ns, slewed_ns| {
+            forecast(ahead(drift_ns, 50), ahead(slewed_ns, 100), 10 * second_ns, day_ns)
+        };
+        // 1 ppm since boot and now: a second after 11.6 days.
+        assert!(says(86_400_000, 10_000).ends_with("from an age of 11.6 days on"));
+        // The drift may be there since boot, and not grow.
+        assert!(says(248_000_000, 40).ends_with("the error stays what it is"));
+        assert!(says(86_400_000, -10_000).ends_with("never becomes negative"));
+        assert!(says(1_500_000_000, 10_000).ends_with("negative already"));
     }
 
     #[test]

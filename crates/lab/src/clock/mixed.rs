@@ -138,7 +138,8 @@ fn verdict(signs: &[(&str, Option<Ahead>, i64)]) -> String {
     }
     match (raw, mixed) {
         (0, 0) => {
-            "this host's clocks are too close to each other to tell mixed clocks from raw ones".to_owned()
+            "this host's clocks are too close to each other to tell from which of them KVM makes its clock"
+                .to_owned()
         }
         (signs, 0) => {
             format!("{signs} of {signs} signs say that this kernel makes KVM's clock from raw clocks only")
@@ -178,6 +179,19 @@ mod tests {
         assert!(
             verdict(&[("fresh", Some(ahead(0)), 0), ("off", Some(ahead(0)), 900_000)]).contains("too close")
         );
+    }
+
+    /// The signs themselves, where there is a KVM: kernels since Linux 5.6 do not mix.
+    #[test]
+    fn this_machines_kvm_does_not_mix_its_clocks() {
+        let Ok(kvm) = Kvm::new() else {
+            eprintln!("skipped: /dev/kvm cannot be opened");
+            return;
+        };
+        let mut series = Series::new("kvm", String::new());
+        look(&kvm).unwrap().tell(&mut series);
+        assert!(series.metrics["wall_error_ns"].is_some());
+        assert!(!series.notes.iter().any(|note| note.contains("mix")), "{:?}", series.notes);
     }
 
     #[test]
