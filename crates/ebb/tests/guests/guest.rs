@@ -115,8 +115,9 @@ impl Handle {
                 for line in status.lines().filter(|line| wanted.iter().any(|name| line.starts_with(name))) {
                     let _ = writeln!(text, "{line}");
                 }
+                text.push_str(&threads(pid));
                 let client = Client::new(&self.socket, Duration::from_secs(2));
-                for target in ["/vm", "/balloon"] {
+                for target in ["/vm", "/balloon", "/balloon/statistics"] {
                     match client.request("GET", target, "") {
                         Ok(reply) => drop(writeln!(text, "{target}: {}", reply.body)),
                         Err(error) => drop(writeln!(text, "{target}: {error}")),
@@ -231,6 +232,15 @@ impl Guest {
     /// The end of a command, if it has come.
     pub fn poll(&self, id: u64) -> Option<Result<Value, String>> {
         end_of(&self.handle.shared.lock(), id)
+    }
+
+    /// Waits until the agent has taken a command: what is on its way to the guest is in no snapshot.
+    #[track_caller]
+    pub fn wait_started(&self, id: u64) {
+        self.wait(COMMAND_LIMIT, &format!("the start of command {id}"), |said| {
+            let started = |event: &Event| matches!(event, Event::Started { id: of } if *of == id);
+            said.events.iter().any(started).then_some(())
+        });
     }
 
     /// Waits for the end of a command.
@@ -374,6 +384,11 @@ impl Guest {
         (status.code(), log.join("\n"))
     }
 
+    /// Whether the monitor has not ended.
+    pub fn is_running(&mut self) -> bool {
+        self.status.is_none() && matches!(self.process.try_wait(), Ok(None))
+    }
+
     /// Signal that has ended the monitor.
     pub fn end_signal(&self) -> Option<i32> {
         self.status.and_then(|status| status.signal())
@@ -417,6 +432,21 @@ fn end_of(said: &Said, id: u64) -> Option<Result<Value, String>> {
         Event::Failed { id: of, error } if *of == id => Some(Err(error.clone())),
         _ => None,
     })
+}
+
+/// Name, processor time and place in the kernel of each thread.
+fn threads(pid: impl std::fmt::Display) -> String {
+    let read = |path: PathBuf| fs::read_to_string(path).unwrap_or_default().trim().to_owned();
+    let tasks = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+    let mut text = String::new();
+    for task in tasks {
+        let [name, stat, place] = ["comm", "stat", "wchan"].map(|name| read(task.path().join(name)));
+        // utime and stime in ticks of 10 ms: proc(5), fields 14 and 15, counted behind the name in parentheses.
+        let fields: Vec<&str> = stat.rsplit(") ").next().unwrap_or_default().split(' ').collect();
+        let ticks = |index: usize| fields.get(index).copied().unwrap_or("?");
+        let _ = writeln!(text, "thread {name}: {} + {} ticks, {place}", ticks(11), ticks(12));
+    }
+    text
 }
 
 fn read_console(output: impl Read, shared: &Shared) {

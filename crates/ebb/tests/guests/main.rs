@@ -13,6 +13,8 @@ mod api;
 mod backing;
 mod bad_input;
 mod boot;
+mod clock;
+mod clocks;
 mod devices;
 mod driver;
 mod ends;
@@ -24,7 +26,9 @@ mod inflate;
 mod lifecycle;
 mod place;
 mod reporting;
+mod saved;
 mod setup;
+mod snapshot;
 mod statistics;
 mod trace;
 mod trim;
@@ -36,7 +40,7 @@ use libtest_mimic::{Arguments, Trial};
 use harness::{Test, World};
 
 /// All tests, file by file.
-const TESTS: [&[Test]; 13] = [
+const TESTS: [&[Test]; 15] = [
     boot::TESTS,
     inflate::TESTS,
     reporting::TESTS,
@@ -50,6 +54,8 @@ const TESTS: [&[Test]; 13] = [
     api::TESTS,
     bad_input::TESTS,
     hostile::TESTS,
+    snapshot::TESTS,
+    clock::TESTS,
 ];
 
 fn main() -> ExitCode {

@@ -9,7 +9,26 @@ use crate::guest::Guest;
 use crate::harness::Scene;
 
 /// The fastest way up, and an end instead of a hang after a crash.
-const CMDLINE: &str = "console=ttyS0 quiet loglevel=1 panic=-1 mitigations=off nokaslr tsc=reliable";
+const CMDLINE: &str = "console=ttyS0 quiet loglevel=1 panic=-1 mitigations=off nokaslr";
+
+/// What the guest's kernel reads the time from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Clocksource {
+    /// What KVM writes for it.
+    KvmClock,
+    /// The time stamp counter alone.
+    Tsc,
+}
+
+impl Clocksource {
+    /// Its name in Linux.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::KvmClock => "kvm-clock",
+            Self::Tsc => "tsc",
+        }
+    }
+}
 
 /// How a guest is to be started; the defaults are one vCPU, 512 MiB and an ELF kernel.
 pub struct Setup<'a> {
@@ -17,6 +36,7 @@ pub struct Setup<'a> {
     kernel: PathBuf,
     initrd: PathBuf,
     cmdline: String,
+    clocksource: Option<Clocksource>,
     memory: String,
     balloon: String,
     serial: &'static str,
@@ -33,6 +53,7 @@ impl<'a> Setup<'a> {
             kernel: world.vmlinux.clone(),
             initrd: world.initrd.clone(),
             cmdline: CMDLINE.to_owned(),
+            clocksource: None,
             memory: "size=512M".to_owned(),
             balloon: "reporting=off".to_owned(),
             serial: "stdio",
@@ -56,6 +77,12 @@ impl<'a> Setup<'a> {
     /// More words for the kernel.
     pub fn words(mut self, words: &str) -> Self {
         let _ = write!(self.cmdline, " {words}");
+        self
+    }
+
+    /// This clock source instead of the one that Linux thinks best.
+    pub fn clocksource(mut self, clocksource: Clocksource) -> Self {
+        self.clocksource = Some(clocksource);
         self
     }
 
@@ -92,8 +119,15 @@ impl<'a> Setup<'a> {
     /// The command line.
     pub fn program(&self) -> Program {
         let mut program = Program::new(&self.scene.world.ebb);
+        // Linux trusts the time stamp counter of a virtual machine only when it is told to.
+        let clock = match self.clocksource {
+            None => "tsc=reliable",
+            Some(Clocksource::KvmClock) => "clocksource=kvm-clock",
+            Some(Clocksource::Tsc) => "clocksource=tsc tsc=reliable",
+        };
+        let cmdline = format!("{} {clock}", self.cmdline);
         program.arg("run").arg("--kernel").arg(&self.kernel).arg("--initrd").arg(&self.initrd);
-        program.args(["--cmdline", &self.cmdline, "--memory", &self.memory, "--balloon", &self.balloon]);
+        program.args(["--cmdline", &cmdline, "--memory", &self.memory, "--balloon", &self.balloon]);
         program.args(["--serial", self.serial, "--api"]).arg(&self.socket).args(&self.arguments);
         program
     }

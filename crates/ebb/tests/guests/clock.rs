@@ -1,0 +1,212 @@
+//! The guest's clocks over pauses, snapshots and restores: what kvm-unit-tests' kvmclock_test, Linux' kvm_clock_test and
+//! Firecracker's snapshot tests look for, in a real guest.
+//!
+//! A guest runs in seconds that are slow here, so tests look at the order of readings, which must be right at each of them,
+//! and compare times with margins that are wide; how far off they were is printed.
+
+use std::thread;
+use std::time::Duration;
+
+use ebb_agent::protocol::Command;
+
+use crate::clocks::{Distribution, Look, complaints, watch, watched, watched_since};
+use crate::guest::Guest;
+use crate::harness::{Scene, Test};
+use crate::saved::Restore;
+use crate::setup::{Clocksource, Setup};
+
+/// The tests.
+pub const TESTS: &[Test] = &[
+    Test::new("clock::readers_over_pauses", 240, readers_over_pauses),
+    Test::new("clock::pauses_with_kvm_clock", 240, |scene| pauses(scene, Clocksource::KvmClock)),
+    Test::new("clock::pauses_with_tsc", 240, |scene| pauses(scene, Clocksource::Tsc)),
+    Test::new("clock::long_pause", 300, long_pause),
+    Test::new("clock::readers_over_restores", 600, readers_over_restores),
+    Test::new("clock::restores_catch_up", 400, restores_catch_up),
+    Test::new("clock::old_snapshot", 400, old_snapshot),
+];
+
+/// Pauses that no reader may notice.
+const PAUSES: usize = 100;
+/// Snapshots that no reader may notice.
+const RESTORES: usize = 20;
+/// The same with clocks that catch up, where the readers see gaps.
+const RESTORES_THAT_CATCH_UP: usize = 5;
+/// A pause that is long against what the emulated host loses by itself.
+const PAUSE: Duration = Duration::from_secs(2);
+/// Longer than the watchdogs of a guest's kernel wait: 20 s for a soft lockup, 21 s for a stall.
+const LONG_PAUSE: Duration = Duration::from_secs(60);
+/// Age of an old snapshot; its guest waits for one second only.
+const AGE: Duration = Duration::from_secs(20);
+/// What the host may take longer, or a guest may have gained, in these tests. Half a pause.
+const MARGIN_NS: i64 = 1_000_000_000;
+
+/// Both policies, by the word for `--clock`.
+const POLICIES: [&str; 2] = ["continue", "catch-up"];
+
+/// A small guest with two vCPUs and a policy, and what its kernel has complained about already.
+fn guest(scene: &Scene, clocksource: Clocksource, policy: &str) -> (Guest, String) {
+    let guest = Setup::new(scene)
+        .clocksource(clocksource)
+        .memory("size=256M")
+        .args(["--cpus", "2", "--clock", policy])
+        .socket(policy)
+        .start();
+    assert_eq!(Look::at(&guest).guest.clocksource, clocksource.name());
+    let complaints = complaints(&guest);
+    (guest, complaints)
+}
+
+fn readers_over_pauses(scene: &Scene) {
+    let (guest, before) = guest(scene, Clocksource::KvmClock, "continue");
+    watch(&guest);
+    let mut last = watched(&guest);
+    for cycle in 0..PAUSES {
+        guest.put("/vm/pause");
+        guest.put("/vm/resume");
+        if cycle % 10 == 9 {
+            last = watched_since(&guest, &last);
+        }
+    }
+    println!("    {} readings over {PAUSES} pauses, the last {:?}", last.readings(), last.cpus);
+    assert_eq!(complaints(&guest), before);
+}
+
+/// Nanoseconds of a time that is known to be short.
+fn ns(time: Duration) -> i64 {
+    i64::try_from(time.as_nanos()).unwrap()
+}
+
+/// Fails unless the guest's time has gone on as the policy says, over a time of which the guest stood still for at least
+/// `stopped`. Returns how far it is behind the host, in ns.
+#[track_caller]
+fn assert_policy(policy: &str, before: &Look, after: &Look, stopped: Duration) -> i64 {
+    let advance = after.since(before);
+    let behind_ns = advance.host_most_ns - advance.guest_ns;
+    let what = format!("{policy}: {advance:?}");
+    assert!(advance.guest_ns > 0, "{what}");
+    assert!(advance.guest_ns < advance.host_most_ns + MARGIN_NS / 10, "faster than the host's: {what}");
+    match policy {
+        "continue" => assert!(behind_ns > ns(stopped) - MARGIN_NS / 10, "{what}"),
+        _ => assert!(advance.guest_ns > advance.host_least_ns - MARGIN_NS, "{what}"),
+    }
+    behind_ns
+}
+
+/// Pauses of guests with both policies: what their clocks have made of it.
+fn pauses(scene: &Scene, clocksource: Clocksource) {
+    let guests = POLICIES.map(|policy| (policy, guest(scene, clocksource, policy)));
+    for (policy, (guest, silence)) in &guests {
+        watch(guest);
+        let (readers, before) = (watched(guest), Look::at(guest));
+        guest.put("/vm/pause");
+        thread::sleep(PAUSE);
+        guest.put("/vm/resume");
+        let after = Look::at(guest);
+        let behind_ns = assert_policy(policy, &before, &after, PAUSE);
+        let readers = watched_since(guest, &readers);
+        // A pause that catches up is a gap for each reader; one that the guest does not notice is none.
+        let gaps_ns = readers.cpus.iter().map(|cpu| cpu.largest_gap_ns.cast_signed());
+        println!(
+            "    {policy}, {}: {} ms behind after {} ms, real time {} ms off, readers' largest gaps {}",
+            clocksource.name(),
+            behind_ns / 1_000_000,
+            PAUSE.as_millis(),
+            after.real_time_error_ns / 1_000_000,
+            Distribution::of(gaps_ns)
+        );
+        assert_eq!(complaints(guest), *silence);
+        guest.run(Command::ClockWatchStop);
+    }
+}
+
+fn long_pause(scene: &Scene) {
+    let guests = POLICIES.map(|policy| guest(scene, Clocksource::KvmClock, policy));
+    let before = guests.each_ref().map(|(guest, _)| {
+        watch(guest);
+        (watched(guest), Look::at(guest))
+    });
+    for (guest, _) in &guests {
+        guest.put("/vm/pause");
+    }
+    thread::sleep(LONG_PAUSE);
+    for ((guest, _), (policy, (readers, look))) in guests.iter().zip(POLICIES.iter().zip(&before)) {
+        guest.put("/vm/resume");
+        assert_policy(policy, look, &Look::at(guest), LONG_PAUSE);
+        watched_since(guest, readers);
+    }
+    // The watchdogs of both kernels look once more before they are asked.
+    for (guest, silence) in &guests {
+        guest.run(Command::Sleep { ms: 5000 });
+        assert_eq!(complaints(guest), *silence);
+    }
+}
+
+fn readers_over_restores(scene: &Scene) {
+    let file = scene.path("vm.snapshot");
+    let (mut guest, silence) = guest(scene, Clocksource::KvmClock, "continue");
+    watch(&guest);
+    let mut readers = watched(&guest);
+    let (mut behind, mut real_time) = (Vec::new(), Vec::new());
+    for _ in 0..RESTORES {
+        let before = Look::at(&guest);
+        guest.save_and_end(&file);
+        guest = Restore::new(scene, &file).start();
+        let after = Look::at(&guest);
+        behind.push(assert_policy("continue", &before, &after, Duration::ZERO));
+        real_time.push(after.real_time_error_ns);
+        readers = watched_since(&guest, &readers);
+    }
+    println!("    {} readings over {RESTORES} restores that go on", readers.readings());
+    println!("    behind the host by {}", Distribution::of(behind));
+    println!("    real time off by {}", Distribution::of(real_time));
+    assert_eq!(complaints(&guest), silence);
+}
+
+fn restores_catch_up(scene: &Scene) {
+    for clocksource in [Clocksource::KvmClock, Clocksource::Tsc] {
+        let file = scene.path("vm.snapshot");
+        let (mut guest, silence) = guest(scene, clocksource, "catch-up");
+        watch(&guest);
+        let mut readers = watched(&guest);
+        let (mut behind, mut real_time) = (Vec::new(), Vec::new());
+        for _ in 0..RESTORES_THAT_CATCH_UP {
+            let before = Look::at(&guest);
+            guest.save_and_end(&file);
+            thread::sleep(PAUSE);
+            guest = Restore::new(scene, &file).start();
+            let after = Look::at(&guest);
+            behind.push(assert_policy("catch-up", &before, &after, PAUSE));
+            real_time.push(after.real_time_error_ns);
+            readers = watched_since(&guest, &readers);
+        }
+        println!("    {}: behind the host by {}", clocksource.name(), Distribution::of(behind));
+        println!("    {}: real time off by {}", clocksource.name(), Distribution::of(real_time));
+        assert_eq!(complaints(&guest), silence);
+        guest.end();
+    }
+}
+
+/// A guest that is told at once when it stands still, restored from a snapshot that is old for it: its kernel must hear that
+/// it was stopped (KVMCLOCK_CTRL), or it blames its programs.
+fn old_snapshot(scene: &Scene) {
+    let file = scene.path("vm.snapshot");
+    let (guest, silence) = guest(scene, Clocksource::KvmClock, "catch-up");
+    guest.write_file("/proc/sys/kernel/watchdog_thresh", "1");
+    guest.write_file("/sys/module/rcupdate/parameters/rcu_cpu_stall_timeout", "3");
+    watch(&guest);
+    let (readers, before) = (watched(&guest), Look::at(&guest));
+    guest.save_and_end(&file);
+    thread::sleep(AGE);
+    // The policy may be another one than the saved one, each time.
+    for policy in POLICIES {
+        let guest = Restore::new(scene, &file).args(["--clock", policy]).start();
+        let after = Look::at(&guest);
+        assert_policy(policy, &before, &after, AGE);
+        watched_since(&guest, &readers);
+        guest.run(Command::Sleep { ms: 3000 });
+        assert_eq!(complaints(&guest), silence);
+        assert_eq!(guest.read_file("/proc/sys/kernel/watchdog_thresh").trim(), "1");
+        guest.end();
+    }
+}

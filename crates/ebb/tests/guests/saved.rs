@@ -1,0 +1,117 @@
+//! Guests in files: saving one, and going on with it in another monitor.
+
+use std::ffi::{OsStr, OsString};
+use std::path::{Path, PathBuf};
+use std::process::Command as Program;
+use std::time::Duration;
+
+use ebb_vmm::api::{Client, SnapshotReport};
+use serde_json::{Value, json};
+
+use crate::guest::Guest;
+use crate::harness::{Scene, eventually};
+
+/// For writing a snapshot in an emulated host.
+const SAVE_LIMIT: Duration = Duration::from_secs(120);
+
+impl Guest {
+    /// Writes a snapshot; the guest goes on afterwards, or stays paused.
+    #[track_caller]
+    pub fn save(&self, path: &Path) -> SnapshotReport {
+        self.try_save(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+    }
+
+    /// Writes a snapshot, or says why it was refused.
+    pub fn try_save(&self, path: &Path) -> Result<SnapshotReport, String> {
+        let client = Client::new(self.socket(), SAVE_LIMIT);
+        client.put_json("/vm/snapshot", &json!({ "path": path })).map_err(|error| error.to_string())
+    }
+
+    /// Writes a snapshot of a guest that is paused for it and ends its monitor: what runs afterwards comes from the file.
+    #[track_caller]
+    pub fn save_and_end(self, path: &Path) -> SnapshotReport {
+        self.put("/vm/pause");
+        let report = self.save(path);
+        self.end();
+        report
+    }
+
+    /// Ends the monitor without a word to the guest.
+    #[track_caller]
+    pub fn end(mut self) {
+        self.put("/vm/kill");
+        let (code, log) = self.wait_end();
+        assert_eq!(code, Some(7), "{log}");
+    }
+}
+
+/// How a saved guest is to go on, as a command line of `ebb restore`.
+pub struct Restore<'a> {
+    scene: &'a Scene,
+    file: PathBuf,
+    socket: PathBuf,
+    arguments: Vec<OsString>,
+}
+
+impl<'a> Restore<'a> {
+    /// The guest in `file`, as it was.
+    pub fn new(scene: &'a Scene, file: &Path) -> Self {
+        Self { scene, file: file.to_owned(), socket: scene.path("api"), arguments: Vec::new() }
+    }
+
+    /// Another name for the API socket, for a second guest in a test.
+    pub fn socket(mut self, name: &str) -> Self {
+        self.socket = self.scene.path(name);
+        self
+    }
+
+    /// More arguments.
+    pub fn args<S: AsRef<OsStr>>(mut self, arguments: impl IntoIterator<Item = S>) -> Self {
+        self.arguments.extend(arguments.into_iter().map(|argument| argument.as_ref().to_owned()));
+        self
+    }
+
+    /// The command line.
+    pub fn program(&self) -> Program {
+        let mut program = Program::new(&self.scene.world.ebb);
+        program.arg("restore").arg(&self.file).args(["--serial", "stdio", "--api"]).arg(&self.socket);
+        program.args(&self.arguments);
+        program
+    }
+
+    /// Starts the monitor and does not wait for anything.
+    fn spawn(self) -> Guest {
+        Guest::spawn(self.program(), self.socket, &self.scene.guests())
+    }
+
+    /// Starts the monitor and waits for its API. The guest's agent runs already: it does not say that it is ready, it takes
+    /// commands.
+    #[track_caller]
+    pub fn start(self) -> Guest {
+        let mut guest = self.spawn();
+        eventually("the API is there", 30, || match guest.client().request("GET", "/vm", "") {
+            Ok(_) => Ok(()),
+            Err(error) if guest.is_running() => Err(error.to_string()),
+            Err(_) => panic!("the monitor has ended: {:?}", guest.wait_end()),
+        });
+        guest
+    }
+
+    /// The exit code and the log of a monitor that must refuse the file.
+    #[track_caller]
+    pub fn refused(self) -> (Option<i32>, String) {
+        let socket = self.socket.clone();
+        let end = self.spawn().wait_end();
+        assert!(!socket.exists(), "the socket is left behind");
+        end
+    }
+}
+
+/// What `ebb snapshot --json` says of a file.
+#[track_caller]
+pub fn describe(scene: &Scene, file: &Path) -> Value {
+    let mut program = Program::new(&scene.world.ebb);
+    let output = program.arg("snapshot").arg(file).args(["--json", "--verify"]).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
