@@ -25,6 +25,10 @@
 //! and TSC offsets mean the same instant. This is the procedure of Linux, Documentation/virt/kvm/devices/vcpu.rst
 //! section 4.1, with the elapsed time taken out for [`ClockPolicy::Continue`].
 //!
+//! The kernel takes the instant that its clock counts from a little before it looks at the real time
+//! (`kvm_vm_ioctl_set_clock`), so that the clock is ahead of the plan by up to the time of the call, about a microsecond, and never
+//! behind.
+//!
 //! A vCPU's TSC by `MSR_IA32_TSC` has a trap: KVM takes a value within a second of the one it expects for an attempt to
 //! synchronize vCPUs, and keeps the running counter (`kvm_synchronize_tsc`). After a pause of less than a
 //! second the counter so stays where it is, ahead of the clock; the offset has no such trap.

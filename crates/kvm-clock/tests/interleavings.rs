@@ -19,7 +19,7 @@ use loom::thread;
 /// Index of the version in a page.
 const VERSION: usize = 0;
 /// The words whose accesses loom orders: the version, and the first, a middle and the last word of what it guards. A page of
-/// all eight takes minutes and behaves alike.
+/// all eight takes a good part of a minute and behaves alike.
 const SEARCHED: [usize; 4] = [VERSION, 2, 6, 7];
 
 /// A time page on loom's atomics; of the words that are not searched stores get lost, and loads give 0.

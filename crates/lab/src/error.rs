@@ -133,6 +133,9 @@ pub enum LabError {
     /// A small guest of the lab itself did something else than it should.
     #[error("the test guest {0}")]
     TestGuest(String),
+    /// KVM's clock is not what it should be.
+    #[error("checks of KVM's clock failed: {0}")]
+    ChecksFailed(String),
     /// KVM does not serve here, and the virtual host is not to be used.
     #[error("guests cannot run directly on this machine: {0}; with --where virtual-host they can")]
     NoDirectKvm(String),

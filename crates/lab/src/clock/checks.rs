@@ -89,10 +89,21 @@ impl Checks {
         self.all.push(Check { name, outcome });
     }
 
+    /// The names of those that failed.
+    fn failed(&self) -> Vec<&str> {
+        let failed = self.all.iter().filter(|check| matches!(check.outcome, Outcome::Failed(_)));
+        failed.map(|check| check.name.as_str()).collect()
+    }
+
+    /// An error that names those that failed.
+    pub(super) fn verdict(&self) -> Result<(), LabError> {
+        let failed = self.failed();
+        if failed.is_empty() { Ok(()) } else { Err(LabError::ChecksFailed(failed.join("; "))) }
+    }
+
     /// Puts them into the document.
-    pub(super) fn tell(self, series: &mut Series) {
-        let failed = self.all.iter().filter(|check| matches!(check.outcome, Outcome::Failed(_))).count();
-        series.metrics.insert("failed_checks".to_owned(), Some(failed as f64));
+    pub(super) fn tell(&self, series: &mut Series) {
+        series.metrics.insert("failed_checks".to_owned(), Some(self.failed().len() as f64));
         series
             .metrics
             .insert("min_system_time_ns".to_owned(), self.smallest_ns.map(|ns| ns.cast_signed() as f64));
@@ -259,6 +270,7 @@ mod tests {
         checks.add("b".to_owned(), Outcome::Failed("badly".to_owned()));
         checks.add("c".to_owned(), Outcome::Skipped("no scaling".to_owned()));
         let mut series = Series::new("kvm", String::new());
+        assert!(checks.verdict().is_err_and(|error| error.to_string().ends_with("failed: b")));
         checks.tell(&mut series);
         assert_eq!(series.metrics["failed_checks"], Some(1.0));
         assert_eq!(series.metrics["min_system_time_ns"], Some(17.0));
@@ -274,9 +286,7 @@ mod tests {
             return;
         };
         let checks = run(&kvm).unwrap();
-        let failed: Vec<&Check> =
-            checks.all.iter().filter(|check| matches!(check.outcome, Outcome::Failed(_))).collect();
-        assert!(failed.is_empty(), "{failed:?}");
+        assert!(checks.verdict().is_ok(), "{:?}", checks.all);
         assert!(checks.smallest_ns.unwrap() < 1 << 62, "negative: {:?}", checks.smallest_ns);
     }
 }
