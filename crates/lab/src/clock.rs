@@ -5,7 +5,8 @@
 //! "KVM: x86: do not mix raw and monotonic clocks in kvmclock"). The series:
 //!
 //! - `mixed`, `raw`: both kernels in a model of a host (`ebb_kvm_clock::model`), over uptimes and slews;
-//! - `kvm`: the `/dev/kvm` of this machine, whose clock is real however slow its guests are.
+//! - `kvm`: the `/dev/kvm` of this machine, whose clock is real however slow its guests are;
+//! - `kvm-slewed`: the same in the virtual host, whose clock is slewed meanwhile, so that rates tell the clocks apart.
 
 use std::collections::BTreeMap;
 
@@ -13,9 +14,9 @@ use ebb_kvm_clock::model::KernelMode;
 
 use crate::LabError;
 use crate::bench::Bench;
-use crate::event::Events;
-use crate::experiment::{Experiment, HostShape, RunSize, Runs, SeriesPlan, Subject};
-use crate::results::{Better, MetricInfo, Scale, Series};
+use crate::experiment::{Experiment, HostShape, OnMachine, Runs, SeriesPlan, Subject};
+use crate::results::{Better, MetricInfo, Place, Scale, Series};
+use slew::Slew;
 
 mod checks;
 mod host_clock;
@@ -23,6 +24,7 @@ mod kvm;
 mod live;
 mod mixed;
 mod model;
+mod slew;
 
 /// The experiment.
 #[derive(Debug, Clone, Copy)]
@@ -51,6 +53,8 @@ fn sizes(scale: Scale) -> Sizes {
 
 /// Series about the real KVM.
 const KVM: &str = "kvm";
+/// The same, with a slew.
+const KVM_SLEWED: &str = "kvm-slewed";
 
 impl Experiment for Clock {
     fn name(&self) -> &'static str {
@@ -104,12 +108,24 @@ impl Experiment for Clock {
     }
 
     fn series(&self) -> Vec<SeriesPlan> {
-        let plan =
-            |name, summary| SeriesPlan { name, summary, runs: Runs::ByDefault, subject: Subject::Machine };
+        let plan = |name, summary, runs| SeriesPlan { name, summary, runs, subject: Subject::Machine };
         vec![
-            plan(KernelMode::Mixed.name(), "model of a kernel between 53fafdbb8b21f and its fix"),
-            plan(KernelMode::Raw.name(), "model of a kernel that uses raw clocks only"),
-            plan(KVM, "the KVM of this machine against its clocks, and checks of its clock page"),
+            plan(
+                KernelMode::Mixed.name(),
+                "model of a kernel between 53fafdbb8b21f and its fix",
+                Runs::ByDefault,
+            ),
+            plan(KernelMode::Raw.name(), "model of a kernel that uses raw clocks only", Runs::ByDefault),
+            plan(
+                KVM,
+                "the KVM of this machine against its clocks, and checks of its clock page",
+                Runs::ByDefault,
+            ),
+            plan(
+                KVM_SLEWED,
+                "the same with a clock slewed by 100 ppm; in the virtual host only",
+                Runs::WhenNamed,
+            ),
         ]
     }
 
@@ -126,25 +142,33 @@ impl Experiment for Clock {
         })
     }
 
-    fn run_on_machine(&self, size: RunSize, events: &Events, series: &mut Series) -> Result<(), LabError> {
+    fn run_on_machine(&self, machine: OnMachine<'_>, series: &mut Series) -> Result<(), LabError> {
+        let OnMachine { size, place, events } = machine;
         let sizes = sizes(size.scale);
         for metric in self.metrics() {
             series.metrics.insert(metric.name, None);
         }
-        match KernelMode::ALL.into_iter().find(|mode| mode.name() == series.name) {
-            Some(mode) => {
-                events.step(1, "runs weeks of host time in the model");
-                model::sweep(mode, sizes.uptime_days).tell(series);
-                Ok(())
-            }
-            None => live::run(sizes.watch_s, events, series),
+        if let Some(mode) = KernelMode::ALL.into_iter().find(|mode| mode.name() == series.name) {
+            events.step(1, "runs weeks of host time in the model");
+            model::sweep(mode, sizes.uptime_days).tell(series);
+            return Ok(());
         }
+        let slew = match (series.name == KVM_SLEWED, place) {
+            (false, _) => None,
+            (true, Place::VirtualHost) => Some(Slew::start()?),
+            (true, Place::Direct) => return Err(LabError::SlewsHost(series.name.clone())),
+        };
+        let outcome = live::run(sizes.watch_s, events, series);
+        drop(slew);
+        outcome
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::event::Events;
+    use crate::experiment::RunSize;
     use std::sync::mpsc;
 
     #[test]
@@ -152,9 +176,10 @@ mod tests {
         let (sender, _receiver) = mpsc::channel();
         let events = Events::new(sender);
         let size = RunSize { scale: Scale::Demo, most_guests: None };
+        let machine = OnMachine { size, place: Place::Direct, events: &events };
         for mode in KernelMode::ALL {
             let mut series = Series::new(mode.name(), String::new());
-            Clock.run_on_machine(size, &events, &mut series).unwrap();
+            Clock.run_on_machine(machine, &mut series).unwrap();
             let described: Vec<String> = Clock.metrics().into_iter().map(|info| info.name).collect();
             assert_eq!(series.metrics.len(), described.len());
             for name in ["min_system_time_ns", "max_jump_ns", "wall_error_ns"] {
@@ -163,5 +188,16 @@ mod tests {
             assert!(series.metrics["drift_ns"].is_none());
             assert!(!series.tables.is_empty() && !series.drawings.is_empty());
         }
+    }
+
+    #[test]
+    fn the_clock_of_the_machine_itself_is_not_slewed() {
+        let (sender, _receiver) = mpsc::channel();
+        let events = Events::new(sender);
+        let size = RunSize { scale: Scale::Demo, most_guests: None };
+        let machine = OnMachine { size, place: Place::Direct, events: &events };
+        let mut series = Series::new(KVM_SLEWED, String::new());
+        let outcome = Clock.run_on_machine(machine, &mut series);
+        assert!(matches!(outcome, Err(LabError::SlewsHost(_))));
     }
 }

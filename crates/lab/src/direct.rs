@@ -3,7 +3,7 @@
 use crate::LabError;
 use crate::bench::Bench;
 use crate::event::{Event, Events};
-use crate::experiment::{Experiment, RunSize, SeriesPlan, Subject};
+use crate::experiment::{Experiment, OnMachine, RunSize, SeriesPlan, Subject};
 use crate::host::{self, Gauge, MemoryState};
 use crate::monitor::Assets;
 use crate::results::{MemoryLimit, Place, Series};
@@ -132,7 +132,7 @@ pub fn run_on_machine(
     for plan in plans.iter().filter(|plan| plan.subject == Subject::Machine) {
         events.tell(Event::SeriesBegins { series: plan.name.to_owned(), guests: 1 });
         let mut series = Series::new(plan.name, plan.summary.to_owned());
-        if let Err(error) = experiment.run_on_machine(size, events, &mut series) {
+        if let Err(error) = experiment.run_on_machine(OnMachine { size, place, events }, &mut series) {
             series.error = Some(error.to_string());
         }
         events.tell(Event::SeriesEnds(series));

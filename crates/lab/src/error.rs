@@ -133,6 +133,14 @@ pub enum LabError {
     /// A small guest of the lab itself did something else than it should.
     #[error("the test guest {0}")]
     TestGuest(String),
+    /// A series that changes the machine's clock, outside of the virtual host.
+    #[error(
+        "series '{0}' slews the clock of its host, which is done in the virtual host only: add --where virtual-host"
+    )]
+    SlewsHost(String),
+    /// The clock could not be slewed.
+    #[error("cannot slew the clock: {0}")]
+    Slew(String),
     /// KVM's clock is not what it should be.
     #[error("checks of KVM's clock failed: {0}")]
     ChecksFailed(String),

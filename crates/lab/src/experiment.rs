@@ -6,7 +6,7 @@ use crate::LabError;
 use crate::bench::Bench;
 use crate::event::Events;
 use crate::monitor::Setup;
-use crate::results::{MetricInfo, Scale, Series};
+use crate::results::{MetricInfo, Place, Scale, Series};
 use crate::{clock, density, inflate, memhog};
 
 /// The host that an experiment is made for: one NUMA node.
@@ -50,6 +50,17 @@ pub enum NeedsMemhog {
     Yes,
     /// Their image stays small.
     No,
+}
+
+/// What a series about the machine has at hand.
+#[derive(Debug, Clone, Copy)]
+pub struct OnMachine<'a> {
+    /// The size of the run.
+    pub size: RunSize,
+    /// The machine: the one the run was started on, or the virtual host.
+    pub place: Place,
+    /// Where to tell what goes on.
+    pub events: &'a Events,
 }
 
 /// What a series is about.
@@ -103,8 +114,8 @@ pub trait Experiment: Sync {
     ///
     /// # Errors
     /// As [`Self::run`]. Experiments that have no such series are never asked.
-    fn run_on_machine(&self, size: RunSize, events: &Events, series: &mut Series) -> Result<(), LabError> {
-        let (_, _) = (size, events);
+    fn run_on_machine(&self, machine: OnMachine<'_>, series: &mut Series) -> Result<(), LabError> {
+        let _ = machine;
         Err(LabError::NoMachineSeries { experiment: self.name(), series: series.name.clone() })
     }
 }

@@ -187,7 +187,7 @@ fn tell(samples: &[Sample], series: &mut Series) {
             Value::from(clock.name()),
             Value::from(deviation.ns),
             Value::from(deviation.uncertainty_ns),
-            Value::from((deviation.ns as f64 / elapsed_ns.max(1) as f64 * 1e9).round()),
+            Value::from(deviation.ns * NS_PER_SECOND as i64 / elapsed_ns.max(1)),
         ]
     };
     let rows = plain.iter().map(|pair| ("off", pair)).chain(master.iter().map(|pair| ("on", pair)));
