@@ -53,7 +53,8 @@ pub fn never_backwards(last: &impl LastTime, time_ns: u64) -> u64 {
 /// A time with what is known about it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reading {
-    /// The clock, modulo 2^64 as guests have it; never less than an earlier reading if the clock is not stable.
+    /// The clock, modulo 2^64 as guests have it. Of a clock that is not stable it is never less than an earlier reading of any
+    /// vCPU; stable readings are not held back, nor remembered for later ones, as in Linux.
     pub time_ns: u64,
     /// Whether it can be compared with other vCPUs' readings without being held back.
     pub stability: Stability,

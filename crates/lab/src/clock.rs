@@ -149,7 +149,7 @@ impl Experiment for Clock {
             series.metrics.insert(metric.name, None);
         }
         if let Some(mode) = KernelMode::ALL.into_iter().find(|mode| mode.name() == series.name) {
-            events.step(1, "runs weeks of host time in the model");
+            events.step(0, "runs weeks of host time in the model");
             model::sweep(mode, sizes.uptime_days).tell(series);
             return Ok(());
         }

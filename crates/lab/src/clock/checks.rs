@@ -11,7 +11,7 @@ use ebb_kvm_clock::protocol::Stability;
 use kvm_bindings::{KVM_CLOCK_REALTIME, kvm_clock_data};
 use kvm_ioctls::{Cap, Kvm};
 
-use super::kvm::{ClockGuest, clock_flags};
+use super::kvm::{ClockGuest, MasterClock, clock_flags};
 use crate::LabError;
 use crate::figures::{DataTable, Value};
 use crate::results::Series;
@@ -75,6 +75,10 @@ pub(super) fn run(kvm: &Kvm) -> Result<Checks, LabError> {
         };
         checks.add(name, outcome);
     }
+    guest.set_master_clock(MasterClock::Refused)?;
+    let without = between_two_clocks(&mut guest, &mut None)?;
+    checks.add("the page is between two KVM_GET_CLOCKs without master clock".to_owned(), without);
+    guest.set_master_clock(MasterClock::Allowed)?;
     checks.add("a clock that is taken and set again goes on".to_owned(), continuation(&mut guest)?);
     checks.add("a stop notice stays until it is taken".to_owned(), stop_notice(&mut guest)?);
     for khz in TSC_KHZ {

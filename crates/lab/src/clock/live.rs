@@ -75,12 +75,12 @@ pub(super) fn run(watch_s: u64, events: &Events, series: &mut Series) -> Result<
             return Ok(());
         }
     };
-    events.step(1, "checks the clock page of a small guest");
+    events.step(0, "checks the clock page of a small guest");
     let checks = checks::run(&kvm)?;
     checks.tell(series);
-    events.step(1, "looks for what a mixed kernel would do");
+    events.step(0, "looks for what a mixed kernel would do");
     mixed::look(&kvm)?.tell(series);
-    events.step(1, format!("watches KVM's clock for {watch_s} s"));
+    events.step(0, format!("watches KVM's clock for {watch_s} s"));
     let guests = Guests::new(&kvm)?;
     let stable = guests.master.clock()?.flags & KVM_CLOCK_TSC_STABLE != 0;
     series.notes.push(format!(
