@@ -3,7 +3,7 @@
 //! A guest has two clocks, KVM's (from which its pvclock pages are made) and the time stamp counters of its vCPUs. Both
 //! are read for one instant, and set for one instant, so that they go on meaning the same time.
 
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use ebb_kvm_clock::guest_tsc::FractionBits;
 use ebb_kvm_clock::policy::{TscRate, TscScaling};
@@ -91,7 +91,11 @@ impl TscFrequencies {
 
 /// Fraction bits of the scaling register of processors that `vendor` makes.
 fn fraction_bits(vendor: &str) -> FractionBits {
-    if vendor == "GenuineIntel" { FractionBits::Intel48 } else { FractionBits::Amd32 }
+    match vendor {
+        // The latter two make processors with VMX.
+        "GenuineIntel" | "CentaurHauls" | "??Shanghai??" => FractionBits::Intel48,
+        _ => FractionBits::Amd32,
+    }
 }
 
 /// One instant: KVM's clock, the real time, the host's counter where it can be known.
@@ -103,7 +107,7 @@ struct Reading {
 
 impl Reading {
     fn of(vm: &VmFd, vcpus: &VcpuThreads, frequencies: TscFrequencies) -> Result<Self, GuestClockError> {
-        let before = realtime_ns();
+        let (start, before) = (Instant::now(), realtime_ns());
         let data = vm.get_clock().map_err(kvm("read the guest's clock"))?;
         if data.flags & KVM_CLOCK_REALTIME != 0 && data.flags & KVM_CLOCK_HOST_TSC != 0 {
             let (clock_ns, realtime_ns) = (data.clock, data.realtime);
@@ -113,13 +117,18 @@ impl Reading {
         // is scaled; the readings are then some microseconds apart.
         let mut host_tsc = None;
         if frequencies.rate()? == TscRate::Same {
-            let counters = vcpus.collect(|vcpu| match (vcpu.index, tsc::offset(&vcpu.fd)) {
-                (0, Some(offset)) => Ok(Some((tsc::read(&vcpu.fd)?.wrapping_sub(offset), realtime_ns()))),
+            let counters = vcpus.collect(move |vcpu| match (vcpu.index, tsc::offset(&vcpu.fd)) {
+                (0, Some(offset)) => {
+                    // The time comes first: the counter is then rather too late, and what the guest has read is before it.
+                    let elapsed = start.elapsed();
+                    Ok(Some((elapsed, tsc::read(&vcpu.fd)?.wrapping_sub(offset))))
+                }
                 _ => Ok(None),
             })?;
-            if let Some((counter, at_ns)) = counters.into_iter().flatten().next() {
+            if let Some((elapsed, counter)) = counters.into_iter().flatten().next() {
                 // Brought back to the instant of the clock.
-                let ticks = frequencies.host.ticks_in_ns(at_ns.saturating_sub(before)).unwrap_or(0);
+                let elapsed_ns = u64::try_from(elapsed.as_nanos()).unwrap_or(0);
+                let ticks = frequencies.host.ticks_in_ns(elapsed_ns).unwrap_or(0);
                 host_tsc = Some(counter.wrapping_sub(ticks));
             }
         }

@@ -94,14 +94,21 @@ impl ExitSignal {
         Ok(Self { reason: Mutex::new(None), event: EventFd::new(EFD_NONBLOCK)? })
     }
 
-    /// Gives a reason to end. The first one stays, whatever comes later.
+    /// Gives a reason to end. The first one stays, whatever comes later, except that being killed goes before a reboot: nobody
+    /// would come to see it after that.
     pub fn raise(&self, exit: GuestExit) {
         let mut reason = self.reason.lock().unwrap_or_else(PoisonError::into_inner);
-        if reason.is_none() {
+        let replaces = exit == GuestExit::Killed && *reason == Some(GuestExit::Reboot);
+        if reason.is_none() || replaces {
             *reason = Some(exit);
             // A full counter is as good as a written one: the reader is woken either way.
             let _ = self.event.write(1);
         }
+    }
+
+    /// The reason, which stays.
+    pub fn pending(&self) -> Option<GuestExit> {
+        self.reason.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Takes the reason, so that a later one can be raised (after a reset, for example).
@@ -130,7 +137,18 @@ mod tests {
         assert_eq!(signal.take(), Some(GuestExit::Reboot));
         assert_eq!(signal.take(), None);
         signal.raise(GuestExit::PowerOff);
+        assert_eq!(signal.pending(), Some(GuestExit::PowerOff));
+        signal.raise(GuestExit::Killed);
         assert_eq!(signal.take(), Some(GuestExit::PowerOff));
+        assert_eq!(signal.pending(), None);
+    }
+
+    #[test]
+    fn a_reboot_does_not_save_from_being_killed() {
+        let signal = ExitSignal::new().unwrap();
+        signal.raise(GuestExit::Reboot);
+        signal.raise(GuestExit::Killed);
+        assert_eq!(signal.take(), Some(GuestExit::Killed));
     }
 
     #[test]

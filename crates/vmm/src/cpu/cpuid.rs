@@ -4,6 +4,7 @@ use kvm_bindings::{CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
 
 const LEAF_FEATURES: u32 = 0x1;
 const LEAF_CACHE_INTEL: u32 = 0x4;
+const LEAF_EXTENDED_FEATURES: u32 = 0x7;
 const LEAF_PERFORMANCE: u32 = 0xa;
 const LEAF_TOPOLOGY: u32 = 0xb;
 const LEAF_TOPOLOGY_V2: u32 = 0x1f;
@@ -21,6 +22,10 @@ const X2APIC: u32 = 1 << 21;
 const HYPERVISOR: u32 = 1 << 31;
 /// Leaf 1 ECX: VMX. Nested guests are out of scope.
 const VMX: u32 = 1 << 5;
+/// Leaf 7 ECX: shadow stacks. Their pointer is in no register that can be saved by its number.
+const SHADOW_STACKS: u32 = 1 << 7;
+/// Leaf 7 EDX: indirect branch tracking, the other half of the same extension.
+const BRANCH_TRACKING: u32 = 1 << 20;
 /// Leaf 1 EDX: more than one logical processor in the package.
 const HTT: u32 = 1 << 28;
 /// Leaf 0x80000001 ECX: SVM.
@@ -42,7 +47,8 @@ pub enum DeadlineTimer {
 /// What guests get of the processor that KVM supports, apart from the vCPU's place in it.
 ///
 /// The KVM leaves at 0x40000000 (kvmclock among them) pass as KVM offers them. Performance counters and nested
-/// virtualization are taken out: both cost exits or memory in guests that never use them.
+/// virtualization are taken out: both cost exits or memory in guests that never use them; shadow stacks, because a snapshot
+/// could not hold them.
 pub fn offered(supported: &CpuId, deadline: DeadlineTimer) -> CpuId {
     let mut cpuid = supported.clone();
     for entry in cpuid.as_mut_slice() {
@@ -52,6 +58,10 @@ pub fn offered(supported: &CpuId, deadline: DeadlineTimer) -> CpuId {
                 if deadline == DeadlineTimer::Available {
                     entry.ecx |= TSC_DEADLINE;
                 }
+            }
+            LEAF_EXTENDED_FEATURES if entry.index == 0 => {
+                entry.ecx &= !SHADOW_STACKS;
+                entry.edx &= !BRANCH_TRACKING;
             }
             LEAF_PERFORMANCE | LEAF_AMD_PERFORMANCE => clear(entry),
             LEAF_AMD_FEATURES => entry.ecx &= !(SVM | AMD_PERFORMANCE | AMD_TOPOLOGY),

@@ -6,6 +6,8 @@ pub mod state;
 pub mod threads;
 pub mod tsc;
 
+use std::sync::Arc;
+
 use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES};
 use kvm_ioctls::{Cap, Kvm, VcpuFd, VmFd};
 use thiserror::Error;
@@ -13,7 +15,7 @@ use vm_memory::GuestMemoryMmap;
 
 use crate::boot::Entry;
 use cpuid::DeadlineTimer;
-use state::{RESET_MSRS, VcpuState};
+use state::{MsrList, VcpuState};
 
 /// A vCPU could not be set up.
 #[derive(Debug, Error)]
@@ -27,11 +29,25 @@ pub enum CpuError {
         source: kvm_ioctls::Error,
     },
     /// KVM does not know a model specific register that every guest needs.
-    #[error("KVM refuses the model specific register {index:#x}; this host's KVM is too old")]
-    Msr {
+    #[error("KVM has no model specific register {index:#x}; this host's KVM is too old")]
+    NoMsr {
         /// The register.
         index: u32,
     },
+    /// KVM does not take the content that a register had.
+    #[error(
+        "KVM refuses the value {value:#x} for the model specific register {index:#x}, which the guest had where it comes \
+         from; this host's processor or KVM is another one"
+    )]
+    MsrValue {
+        /// The register.
+        index: u32,
+        /// Its content.
+        value: u64,
+    },
+    /// A vCPU's thread is gone.
+    #[error("a vCPU thread has ended")]
+    ThreadEnded,
     /// Boot structures did not fit where they belong.
     #[error("cannot place {0}; this is a fault of the monitor")]
     Layout(&'static str),
@@ -55,40 +71,47 @@ pub fn host_cpuid(kvm: &Kvm, count: u8) -> Result<CpuId, CpuError> {
     Ok(cpuid::for_vcpu(&cpuid::offered(&supported, deadline), 0, count))
 }
 
-/// The model specific registers that KVM can save.
-pub fn saved_msrs(kvm: &Kvm) -> Result<Vec<u32>, CpuError> {
-    let list = kvm.get_msr_index_list().map_err(CpuError::kvm("list its model specific registers"))?;
-    Ok(list.as_slice().to_vec())
-}
-
 /// A vCPU with the state in which it came out of its factory: what a reset puts back.
 pub struct Vcpu {
     /// Number, and APIC id.
     pub index: u8,
     /// KVM's handle.
     pub fd: VcpuFd,
+    msrs: Arc<MsrList>,
     pristine: VcpuState,
 }
 
 impl Vcpu {
     /// Makes all vCPUs of a virtual machine, with the processor `cpuid` as vCPU 0 sees it.
-    pub fn create_all(vm: &VmFd, cpuid: &CpuId, count: u8) -> Result<Vec<Self>, CpuError> {
-        (0..count).map(|index| Self::create(vm, index, &cpuid::for_vcpu(cpuid, index, count))).collect()
+    pub fn create_all(kvm: &Kvm, vm: &VmFd, cpuid: &CpuId, count: u8) -> Result<Vec<Self>, CpuError> {
+        let mut msrs = None;
+        (0..count)
+            .map(|index| {
+                let fd = vm.create_vcpu(u64::from(index)).map_err(CpuError::kvm("create a vCPU"))?;
+                fd.set_cpuid2(&cpuid::for_vcpu(cpuid, index, count))
+                    .map_err(CpuError::kvm("set the CPUID leaves"))?;
+                registers::initialize(&fd)?;
+                // What one vCPU has, all have.
+                let msrs = match &msrs {
+                    Some(list) => Arc::clone(list),
+                    None => Arc::clone(msrs.insert(Arc::new(MsrList::probe(kvm, &fd)?))),
+                };
+                let pristine = VcpuState::capture(&fd, &msrs)?;
+                Ok(Self { index, fd, msrs, pristine })
+            })
+            .collect()
     }
 
-    fn create(vm: &VmFd, index: u8, cpuid: &CpuId) -> Result<Self, CpuError> {
-        let fd = vm.create_vcpu(u64::from(index)).map_err(CpuError::kvm("create a vCPU"))?;
-        fd.set_cpuid2(cpuid).map_err(CpuError::kvm("set the CPUID leaves"))?;
-        registers::initialize(&fd)?;
-        let pristine = VcpuState::capture(&fd, RESET_MSRS)?;
-        Ok(Self { index, fd, pristine })
+    /// The state for a snapshot.
+    pub fn capture(&self) -> Result<VcpuState, CpuError> {
+        VcpuState::capture(&self.fd, &self.msrs)
     }
 
     /// Back to the state after creation.
     pub fn reset(&self) -> Result<(), CpuError> {
         self.pristine.apply(&self.fd)?;
         self.pristine.apply_deadline(&self.fd)?;
-        self.pristine.apply_clocks(&self.fd)
+        self.pristine.apply_clock(&self.fd)
     }
 
     /// Makes this the vCPU that starts the kernel.

@@ -45,7 +45,7 @@ pub(super) fn initialize(vcpu: &VcpuFd) -> Result<(), CpuError> {
     let msrs = Msrs::from_entries(&entries).map_err(|_| CpuError::Layout("a list of two MSRs"))?;
     let written = vcpu.set_msrs(&msrs).map_err(CpuError::kvm("set the model specific registers"))?;
     if written != entries.len() {
-        return Err(CpuError::Msr { index: entries[written].index });
+        return Err(CpuError::NoMsr { index: entries[written].index });
     }
 
     let mut lapic = vcpu.get_lapic().map_err(CpuError::kvm("read the local APIC"))?;

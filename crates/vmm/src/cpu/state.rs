@@ -4,7 +4,7 @@ use kvm_bindings::{
     Msrs, kvm_debugregs, kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_sregs, kvm_vcpu_events,
     kvm_xcrs, kvm_xsave,
 };
-use kvm_ioctls::VcpuFd;
+use kvm_ioctls::{Kvm, VcpuFd};
 use serde::{Deserialize, Serialize};
 
 use super::CpuError;
@@ -12,33 +12,60 @@ use super::CpuError;
 pub(super) const IA32_TSC: u32 = 0x10;
 pub(super) const IA32_TSC_DEADLINE: u32 = 0x6e0;
 
-/// MSRs that a guest changes and that a reset clears: system call entry points, time, paravirtual clock and wake-up
-/// registrations. KVM would go on writing to the memory of the old guest if the last were left.
-pub const RESET_MSRS: &[u32] = &[
-    0x174,       // IA32_SYSENTER_CS
-    0x175,       // IA32_SYSENTER_ESP
-    0x176,       // IA32_SYSENTER_EIP
-    0x277,       // IA32_PAT
-    0xc000_0081, // STAR
-    0xc000_0082, // LSTAR
-    0xc000_0083, // CSTAR
-    0xc000_0084, // SYSCALL_MASK
-    0xc000_0102, // KERNEL_GS_BASE
-    0xc000_0103, // TSC_AUX
-    IA32_TSC_DEADLINE,
-    0x1a0,       // IA32_MISC_ENABLE
-    0x2ff,       // MTRR default type
-    0x4b56_4d00, // MSR_KVM_WALL_CLOCK_NEW
-    0x4b56_4d01, // MSR_KVM_SYSTEM_TIME_NEW
-    0x4b56_4d02, // MSR_KVM_ASYNC_PF_EN
-    0x4b56_4d03, // MSR_KVM_STEAL_TIME
-    0x4b56_4d04, // MSR_KVM_PV_EOI_EN
-    0x4b56_4d05, // MSR_KVM_POLL_CONTROL
-];
+/// Registers that are left out. The counter goes on between reading and setting (see [`clock`](crate::clock)). Writing one of
+/// the other two, old number and new, is a command: KVM writes the wall clock to the address in it (Linux
+/// Documentation/virt/kvm/x86/msr.rst).
+const LEFT_OUT: [u32; 3] = [IA32_TSC, 0x11, 0x4b56_4d00];
 
-/// Registrations of the paravirtual clock (Linux arch/x86/include/uapi/asm/kvm_para.h), old numbers and new: KVM takes
-/// the clock's value when they are written, so they come after everything else about time.
-const CLOCK_MSRS: [u32; 4] = [0x11, 0x12, 0x4b56_4d00, 0x4b56_4d01];
+/// Where the guest has its pvclock page, old number and new. KVM takes the clock when it is written, so it comes after
+/// everything else about time.
+const CLOCK_MSRS: [u32; 2] = [0x12, 0x4b56_4d01];
+
+/// Memory type ranges: KVM has them, and does not list them.
+fn memory_type_ranges() -> impl Iterator<Item = u32> {
+    (0x200..=0x20f).chain([0x250, 0x258, 0x259]).chain(0x268..=0x26f).chain([0x2ff])
+}
+
+/// The model specific registers that a vCPU has and that can be read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MsrList(Vec<u32>);
+
+impl MsrList {
+    /// Tries what KVM lists on a vCPU.
+    pub fn probe(kvm: &Kvm, vcpu: &VcpuFd) -> Result<Self, CpuError> {
+        let listed = kvm.get_msr_index_list().map_err(CpuError::kvm("list its model specific registers"))?;
+        let mut indices: Vec<u32> = listed.as_slice().to_vec();
+        indices.extend(memory_type_ranges().filter(|index| !listed.as_slice().contains(index)));
+        indices.retain(|index| !LEFT_OUT.contains(index));
+        let mut readable = Vec::with_capacity(indices.len());
+        for index in indices {
+            if read_msr(vcpu, index)?.is_some() {
+                readable.push(index);
+            }
+        }
+        Ok(Self(readable))
+    }
+
+    fn read(&self, vcpu: &VcpuFd) -> Result<Vec<Msr>, CpuError> {
+        let mut msrs = Vec::with_capacity(self.0.len());
+        for chunk in self.0.chunks(MAX_IO_MSRS) {
+            let entries: Vec<_> =
+                chunk.iter().map(|&index| kvm_msr_entry { index, ..Default::default() }).collect();
+            let mut list = Msrs::from_entries(&entries).map_err(|_| CpuError::Layout("the list of MSRs"))?;
+            let read =
+                vcpu.get_msrs(&mut list).map_err(CpuError::kvm("read the model specific registers"))?;
+            if let Some(&index) = chunk.get(read) {
+                return Err(CpuError::NoMsr { index });
+            }
+            let read = list.as_slice().iter();
+            msrs.extend(read.map(|entry| Msr { index: entry.index, value: entry.data }));
+        }
+        Ok(msrs)
+    }
+}
+
+/// Registers that KVM takes at a time (Linux arch/x86/kvm/x86.c).
+const MAX_IO_MSRS: usize = 255;
 
 /// A model specific register with its content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -49,8 +76,7 @@ pub struct Msr {
     pub value: u64,
 }
 
-/// When a model specific register is set, in the order of the steps. The time stamp counter itself is in none of them: it
-/// goes on counting between reading and setting (see [`clock`](crate::clock)).
+/// When a model specific register is set, in the order of the steps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum MsrStep {
     /// With the other registers.
@@ -84,15 +110,18 @@ pub struct VcpuState {
 }
 
 impl VcpuState {
-    /// Reads the state with those of the registers `msrs` that this vCPU has.
+    /// Reads the state.
     ///
     /// The extended state is the 4 KiB of `KVM_GET_XSAVE`: KVM offers state beyond that to guests only if the process has
     /// asked for it (arch_prctl), which this monitor never does.
-    pub fn capture(vcpu: &VcpuFd, msrs: &[u32]) -> Result<Self, CpuError> {
+    pub fn capture(vcpu: &VcpuFd, msrs: &MsrList) -> Result<Self, CpuError> {
         // First, since it lets KVM finish what it has begun (INIT and start-up signals).
         let mp = vcpu.get_mp_state().map_err(CpuError::kvm("read the run state"))?;
-        let wanted = msrs.iter().filter(|&&index| index != IA32_TSC);
-        let msrs = wanted.filter_map(|&index| read_msr(vcpu, index).transpose()).collect::<Result<_, _>>()?;
+        // Before the registers: reading the events puts a pending page fault's address into CR2, a debug exception's
+        // cause into DR6 (`kvm_deliver_exception_payload`).
+        let events = vcpu.get_vcpu_events().map_err(CpuError::kvm("read the pending events"))?;
+        // Before the local APIC: a timer that fires in between is then in both and not in neither.
+        let msrs = msrs.read(vcpu)?;
         Ok(Self {
             regs: vcpu.get_regs().map_err(CpuError::kvm("read the registers"))?,
             sregs: vcpu.get_sregs().map_err(CpuError::kvm("read the system registers"))?,
@@ -100,8 +129,7 @@ impl VcpuState {
             xcrs: vcpu.get_xcrs().map_err(CpuError::kvm("read the extended control registers"))?,
             xsave: vcpu.get_xsave().map_err(CpuError::kvm("read the floating point and vector state"))?,
             lapic: vcpu.get_lapic().map_err(CpuError::kvm("read the local APIC"))?,
-            // Last: reading other state may turn a pending exception into an injected one.
-            events: vcpu.get_vcpu_events().map_err(CpuError::kvm("read the pending events"))?,
+            events,
             mp,
             msrs,
         })
@@ -126,8 +154,8 @@ impl VcpuState {
         self.set_msrs(vcpu, MsrStep::Deadline)
     }
 
-    /// Registers the guest's clocks again; the clock must be right.
-    pub fn apply_clocks(&self, vcpu: &VcpuFd) -> Result<(), CpuError> {
+    /// Tells KVM again where the guest's clock page is; the clock must be right.
+    pub fn apply_clock(&self, vcpu: &VcpuFd) -> Result<(), CpuError> {
         self.set_msrs(vcpu, MsrStep::Clock)
     }
 
@@ -135,8 +163,7 @@ impl VcpuState {
         let msrs: Vec<Msr> = self.msrs.iter().copied().filter(|msr| step(msr.index) == wanted).collect();
         let mut left = &msrs[..];
         while !left.is_empty() {
-            // KVM takes 255 at a time (MAX_IO_MSRS in Linux arch/x86/kvm/x86.c).
-            let chunk = &left[..left.len().min(255)];
+            let chunk = &left[..left.len().min(MAX_IO_MSRS)];
             let written = write_msrs(vcpu, chunk)?;
             let Some(refused) = chunk.get(written) else {
                 left = &left[chunk.len()..];
@@ -145,7 +172,7 @@ impl VcpuState {
             // Some registers can be read but not written, or not with every processor: that is no loss if the content is
             // right already.
             if read_msr(vcpu, refused.index)? != Some(*refused) {
-                return Err(CpuError::Msr { index: refused.index });
+                return Err(CpuError::MsrValue { index: refused.index, value: refused.value });
             }
             left = &left[written + 1..];
         }

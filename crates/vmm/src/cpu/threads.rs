@@ -69,6 +69,8 @@ struct State {
     job_generation: u64,
     job_done: usize,
     job_error: Option<CpuError>,
+    /// Threads that are gone; they count as parked.
+    ended: usize,
 }
 
 /// All vCPU threads of a virtual machine; dropped, they end.
@@ -95,6 +97,7 @@ impl VcpuThreads {
             job_generation: 0,
             job_done: 0,
             job_error: None,
+            ended: 0,
         };
         let shared = Arc::new(Shared {
             state: Mutex::new(state),
@@ -108,14 +111,13 @@ impl VcpuThreads {
             let filter = filters.for_thread(ThreadKind::Vcpu);
             let name = format!("vcpu{}", vcpu.index);
             result.threads.push(std::thread::Builder::new().name(name).spawn(move || {
+                let _ended = Ended(&shared);
                 install_kick_target(&mut vcpu);
                 match filter.apply() {
                     Ok(()) => run(&shared, &buses, &mut vcpu),
                     Err(error) => shared.exit.raise(GuestExit::Monitor { message: error.to_string() }),
                 }
                 KICK_TARGET.set(ptr::null_mut());
-                lock(&shared).parked += 1;
-                shared.changed.notify_all();
             })?);
         }
         result.wait_until_parked();
@@ -149,10 +151,13 @@ impl VcpuThreads {
         state.job_done = 0;
         state.job_error = None;
         self.shared.changed.notify_all();
-        while state.job_done < self.threads.len() {
+        while state.job_done + state.ended < self.threads.len() {
             state = self.shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
         state.job = None;
+        if state.ended > 0 {
+            return Err(state.job_error.take().unwrap_or(CpuError::ThreadEnded));
+        }
         state.job_error.take().map_or(Ok(()), Err)
     }
 
@@ -189,6 +194,18 @@ impl VcpuThreads {
         while state.parked < self.threads.len() {
             state = self.shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
+    }
+}
+
+/// Tells that a thread ends, also when it panics: nobody must wait for it.
+struct Ended<'a>(&'a Shared);
+
+impl Drop for Ended<'_> {
+    fn drop(&mut self) {
+        let mut state = lock(self.0);
+        state.parked += 1;
+        state.ended += 1;
+        self.0.changed.notify_all();
     }
 }
 

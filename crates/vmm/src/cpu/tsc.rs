@@ -40,7 +40,7 @@ pub fn offset(vcpu: &VcpuFd) -> Option<u64> {
 
 /// What the guest would read at present.
 pub fn read(vcpu: &VcpuFd) -> Result<u64, CpuError> {
-    read_msr(vcpu, IA32_TSC)?.map(|msr| msr.value).ok_or(CpuError::Msr { index: IA32_TSC })
+    read_msr(vcpu, IA32_TSC)?.map(|msr| msr.value).ok_or(CpuError::NoMsr { index: IA32_TSC })
 }
 
 /// Sets the counter: by its offset where this kernel has it, which is exact, else by its value.
@@ -69,7 +69,7 @@ pub fn set_deadline(vcpu: &VcpuFd, deadline: u64) -> Result<(), CpuError> {
 
 fn write(vcpu: &VcpuFd, msr: Msr) -> Result<(), CpuError> {
     match write_msrs(vcpu, &[msr])? {
-        0 => Err(CpuError::Msr { index: msr.index }),
+        0 => Err(CpuError::MsrValue { index: msr.index, value: msr.value }),
         _ => Ok(()),
     }
 }

@@ -1,7 +1,7 @@
 use super::*;
 
 /// Runs `action` in a child process behind the filter of `kind`, and returns how the child ended.
-fn in_child(kind: ThreadKind, action: fn()) -> i32 {
+fn in_child(kind: ThreadKind, action: impl Fn()) -> i32 {
     let filters = Filters::new(Switch::On).unwrap();
     // SAFETY: the child only installs the filter, runs `action`, which makes plain system calls, and leaves with _exit.
     let pid = unsafe { libc::fork() };
@@ -91,6 +91,28 @@ fn threads_may_do_nothing_else() {
         let expected = if kind == ThreadKind::Api { 0 } else { EXIT_CODE };
         assert_eq!(in_child(kind, create_new), expected, "{kind:?}");
     }
+}
+
+/// Writes a snapshot, replaces it, and lets one be unfinished.
+fn write_snapshots(ram: &ebb_guest_ram::GuestRam) {
+    use crate::snapshot::file::NewSnapshot;
+    use crate::snapshot::tests::write_machine;
+    let path = std::path::PathBuf::from(format!("/tmp/ebb-filter-test-{}", std::process::id()));
+    let done =
+        (0..2).all(|_| write_machine(&path, ram).is_ok()) && NewSnapshot::create(&path).map(drop).is_ok();
+    let removed = std::fs::remove_file(&path).is_ok();
+    // A refused call ends the process with another code.
+    if !(done && removed) {
+        // SAFETY: ends the child without running the parent's cleanup.
+        unsafe { libc::_exit(1) };
+    }
+}
+
+#[test]
+fn the_api_thread_may_write_snapshots() {
+    let ram = crate::snapshot::tests::ram();
+    assert_eq!(in_child(ThreadKind::Api, || write_snapshots(&ram)), 0);
+    assert_eq!(in_child(ThreadKind::Main, || write_snapshots(&ram)), EXIT_CODE);
 }
 
 #[test]

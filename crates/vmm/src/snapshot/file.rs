@@ -123,10 +123,10 @@ impl SnapshotFile {
     pub fn open(path: &Path) -> Result<Self, SnapshotError> {
         let read = |source| SnapshotError::Read { path: path.to_owned(), source };
         let damaged = |problem: String| SnapshotError::Damaged { path: path.to_owned(), problem };
-        let file = File::open(path).map_err(read)?;
+        let file = open_to_read(path).map_err(read)?;
         let metadata = file.metadata().map_err(read)?;
-        if metadata.is_dir() {
-            return Err(read(io::ErrorKind::IsADirectory.into()));
+        if !metadata.is_file() {
+            return Err(SnapshotError::NotASnapshot { path: path.to_owned() });
         }
         let mut head = [0; HEADER_BYTES];
         let length = read_some(&file, &mut head).map_err(read)?;
@@ -149,6 +149,11 @@ impl SnapshotFile {
     pub fn verify_ram(&self, progress: &mut dyn FnMut(u64)) -> Result<(), SnapshotError> {
         Ok(self.state.ram.verify(&self.file, RAM_OFFSET_BYTES, progress)?)
     }
+}
+
+/// Opens what may be anything: a pipe that nobody writes to does not block.
+fn open_to_read(path: &Path) -> io::Result<File> {
+    OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)
 }
 
 fn read_some(file: &File, buffer: &mut [u8]) -> io::Result<usize> {
@@ -195,10 +200,11 @@ impl NewSnapshot {
             return Err(wrong());
         }
         let create = |source| SnapshotError::Create { path: path.to_owned(), source };
-        match File::open(path) {
+        match open_to_read(path) {
             Ok(file) => {
                 let mut magic = [0; MAGIC.len()];
-                if read_some(&file, &mut magic).ok() != Some(MAGIC.len()) || magic != *MAGIC {
+                let is_file = file.metadata().is_ok_and(|metadata| metadata.is_file());
+                if !is_file || read_some(&file, &mut magic).ok() != Some(MAGIC.len()) || magic != *MAGIC {
                     return Err(SnapshotError::Exists { path: path.to_owned() });
                 }
             }
@@ -207,17 +213,14 @@ impl NewSnapshot {
         }
         let mut temporary = std::ffi::OsString::from(".");
         temporary.push(name);
-        temporary.push(format!(".{}.partial", std::process::id()));
+        // By chance and not by process: those of two containers may have the same number.
+        let mut chance = [0; 8];
+        let read = rustix::rand::getrandom(&mut chance, rustix::rand::GetRandomFlags::empty());
+        read.map_err(|error| create(error.into()))?;
+        temporary.push(format!(".{:016x}.partial", u64::from_ne_bytes(chance)));
         let temporary = directory.join(temporary);
-        // Guest memory is the guest's secret. A file that an earlier process of this number left behind is in the way.
-        let open = || OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary);
-        let file = match open() {
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                std::fs::remove_file(&temporary).map_err(create)?;
-                open()
-            }
-            result => result,
-        };
+        // Guest memory is the guest's secret.
+        let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary);
         let file = file.map_err(create)?;
         Ok(Self { path: path.to_owned(), temporary, file, finished: false })
     }

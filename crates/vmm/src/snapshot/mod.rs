@@ -16,7 +16,7 @@ pub mod file;
 pub mod processor;
 pub mod state;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 use std::path::PathBuf;
 

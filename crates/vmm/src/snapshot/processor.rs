@@ -37,13 +37,17 @@ const EDX: usize = 3;
 const FEATURES: &[(u32, u32, &[usize])] = &[
     (0x1, 0, &[ECX, EDX]),
     (0x7, 0, &[EBX, ECX, EDX]),
-    (0x7, 1, &[EAX]),
+    (0x7, 1, &[EAX, EBX, ECX, EDX]),
+    (0x7, 2, &[EDX]),
     // State components, whose places the guest's kernel knows.
     (0xd, 0, &[EAX, EDX]),
-    (0xd, 1, &[EAX]),
+    (0xd, 1, &[EAX, ECX, EDX]),
+    (0x24, 0, &[EBX]),
     (0x4000_0001, 0, &[EAX]),
     (0x8000_0001, 0, &[ECX, EDX]),
+    (0x8000_0007, 0, &[EDX]),
     (0x8000_0008, 0, &[EBX]),
+    (0x8000_0021, 0, &[EAX]),
 ];
 
 impl Processor {
@@ -98,6 +102,11 @@ impl Processor {
         Err(SnapshotError::Processor { missing: missing.join(", ") })
     }
 
+    /// Width of physical addresses (leaf 0x80000008 EAX 7:0).
+    fn address_bits(&self) -> u32 {
+        self.registers(0x8000_0008, 0)[EAX] & 0xff
+    }
+
     /// Features of this processor that `other` does not have, for example `leaf 0x7.0 EBX bits 0x20`.
     fn missing_in(&self, other: &Self) -> Vec<String> {
         let mut missing = Vec::new();
@@ -109,6 +118,10 @@ impl Processor {
                     missing.push(format!("leaf {function:#x}.{index} {} bits {bits:#x}", NAMES[register]));
                 }
             }
+        }
+        let (own, others) = (self.address_bits(), other.address_bits());
+        if own > others {
+            missing.push(format!("physical addresses of {own} bits instead of {others}"));
         }
         missing
     }

@@ -39,11 +39,20 @@ fn config() -> VmConfig {
     }
 }
 
-/// A machine without vCPUs, whose state needs no KVM.
-fn write(path: &Path) -> Result<Written, SnapshotError> {
+/// Guest memory with little in it.
+pub(crate) fn ram() -> GuestRam {
     let spec = RegionSpec { start: GuestAddress(0), size_bytes: RAM_BYTES, host_node: None };
     let ram = GuestRam::new(&[spec], Backing::Anonymous, HugePages::Off, Populate::Lazy).unwrap();
     ram.memory().write_slice(b"guest memory", GuestAddress(5 << 20)).unwrap();
+    ram
+}
+
+fn write(path: &Path) -> Result<Written, SnapshotError> {
+    write_machine(path, &ram())
+}
+
+/// A machine without vCPUs, whose state needs no KVM.
+pub(crate) fn write_machine(path: &Path, ram: &GuestRam) -> Result<Written, SnapshotError> {
     let new = NewSnapshot::create(path)?;
     let state = MachineState {
         monitor: "0".to_owned(),
@@ -168,9 +177,7 @@ fn a_disk_that_fills_up_leaves_nothing() {
     let new = NewSnapshot::create(&directory.path().join("a")).unwrap();
     // /dev/full answers every write so.
     let full = fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
-    let spec = RegionSpec { start: GuestAddress(0), size_bytes: RAM_BYTES, host_node: None };
-    let ram = GuestRam::new(&[spec], Backing::Anonymous, HugePages::Off, Populate::Lazy).unwrap();
-    ram.memory().write_obj(1u8, GuestAddress(0)).unwrap();
+    let ram = ram();
     assert!(ram.save(&full, RAM_OFFSET_BYTES, &mut |_| {}).is_err());
     drop(new);
     assert!(names(&directory).is_empty());
@@ -200,7 +207,14 @@ fn files_that_are_no_snapshots_are_refused() {
         fs::write(&path, content).unwrap();
         assert!(matches!(open(), SnapshotError::NotASnapshot { .. }), "{content}");
     }
-    assert!(matches!(SnapshotFile::open(directory.path()), Err(SnapshotError::Read { .. })));
+    let pipe = directory.path().join("pipe");
+    rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
+    for path in [directory.path(), &pipe, Path::new("/dev/zero")] {
+        let error = SnapshotFile::open(path).unwrap_err();
+        assert!(matches!(error, SnapshotError::NotASnapshot { .. }), "{error}");
+        let error = NewSnapshot::create(path).unwrap_err();
+        assert!(matches!(error, SnapshotError::Exists { .. }), "{error}");
+    }
 }
 
 proptest! {

@@ -95,7 +95,7 @@ pub(super) fn build(
     }
     let Assembly { buses, devices, workers, managed, .. } = assembly;
 
-    let vcpus = Vcpu::create_all(&vm_fd, &cpuid, config.cpus)?;
+    let vcpus = Vcpu::create_all(&kvm, &vm_fd, &cpuid, config.cpus)?;
     let tsc = set_tsc_frequency(&kvm, &vcpus, &Processor::of(&cpuid).vendor(), saved)?;
     let interrupt_controllers = interrupts::capture(&vm_fd)?;
     let counters = Arc::new(ExitCounters::default());
@@ -113,7 +113,6 @@ pub(super) fn build(
         workers,
         devices: managed,
         cpuid,
-        msrs: cpu::saved_msrs(&kvm)?.into(),
         tsc,
         frozen: Mutex::new(None),
         serial,

@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::path::Path;
 use std::time::Duration;
 
+use super::snapshot::WriteError;
 use super::{SharedTransport, Vm, VmError, lock, metrics};
 use crate::api::control::{
     BalloonInfo, BalloonState, BalloonSummary, ControlError, DriverPresence, Metrics, SnapshotReport,
@@ -129,13 +130,10 @@ impl VmControl for Vm {
     }
 
     fn snapshot(&self, path: &Path) -> Result<SnapshotReport, ControlError> {
-        let state = lock(&self.state);
-        match *state {
-            VmState::Running | VmState::Paused => self.write_snapshot(path, *state).map_err(snapshot_error),
-            VmState::Starting | VmState::Stopping => {
-                Err(wrong_state("the virtual machine is not running", "wait until it runs"))
-            }
-        }
+        self.write_snapshot(path).map_err(|error| match error {
+            WriteError::State(problem) => wrong_state(problem, "wait until it runs"),
+            WriteError::Vm(error) => snapshot_error(error),
+        })
     }
 
     fn kill(&self) -> Result<(), ControlError> {

@@ -97,18 +97,15 @@ fn start_api(path: &Path, vm: &Arc<Vm>, filters: &Filters) -> Result<ApiServer, 
 
 fn wait_for_end(vm: &Vm, signals: &Signals, mut console: ConsoleInput, on_reboot: RebootAction) -> GuestExit {
     loop {
-        if let Some(exit) = vm.take_exit() {
-            match exit {
-                GuestExit::Reboot if on_reboot == RebootAction::Reset => {
-                    tracing::info!("the guest rebooted");
-                    if let Err(error) = vm.reset() {
-                        return GuestExit::Monitor {
-                            message: format!("cannot start the guest again: {error}"),
-                        };
-                    }
+        match vm.pending_exit() {
+            None => {}
+            Some(GuestExit::Reboot) if on_reboot == RebootAction::Reset => {
+                tracing::info!("the guest rebooted");
+                if let Err(error) = vm.reset() {
+                    return GuestExit::Monitor { message: format!("cannot start the guest again: {error}") };
                 }
-                exit => return exit,
             }
+            Some(exit) => return exit,
         }
         let backlog = {
             let mut serial = lock(&vm.serial);

@@ -154,7 +154,7 @@ type SharedTransport = Arc<Mutex<MmioTransport<BalloonDevice>>>;
 /// A built virtual machine: everything that the main thread and the API thread share.
 ///
 /// Lock order: `trim_cursor` before `state` before `frozen` before `image` before a device's transport. No lock is held while a vCPU is waited for except
-/// `state`, which no vCPU thread takes.
+/// `state` and `frozen`, which no vCPU thread takes.
 pub struct Vm {
     // Fields are dropped from top to bottom: threads end before what they use goes away, guest memory goes last.
     vcpus: VcpuThreads,
@@ -170,8 +170,6 @@ pub struct Vm {
     devices: Vec<Arc<Mutex<dyn ManagedDevice>>>,
     /// The processor as vCPU 0 sees it.
     cpuid: CpuId,
-    /// Model specific registers that KVM can save.
-    msrs: Arc<[u32]>,
     /// `None` if KVM does not know how fast the time stamp counter counts.
     tsc: Option<TscFrequencies>,
     /// The guest's clocks at the moment at which it was paused or saved.
@@ -267,7 +265,12 @@ impl Vm {
     /// Starts the guest anew after a reboot. Its memory is given back to the host first: the new kernel finds zeros, and
     /// the host does not keep what the old one had touched.
     fn reset(&self) -> Result<(), VmError> {
-        let mut state = lock(&self.state);
+        let state = lock(&self.state);
+        if *state == VmState::Stopping {
+            return Ok(());
+        }
+        // Only now: whoever had the state before saw that a reboot is due.
+        self.exit.take();
         self.stop_all();
         lock(&self.serial).reset();
         for device in &self.devices {
@@ -279,8 +282,9 @@ impl Vm {
         let all: Vec<_> = self.ram.regions().iter().map(ebb_guest_ram::Region::pages).collect();
         self.ram.discard(&all)?;
         self.load_and_enter()?;
-        *state = VmState::Running;
-        self.continue_all();
+        if *state == VmState::Running {
+            self.continue_all();
+        }
         Ok(())
     }
 
@@ -295,7 +299,7 @@ impl Vm {
     }
 
     /// Why the guest ended, if it has.
-    pub fn take_exit(&self) -> Option<GuestExit> {
-        self.exit.take()
+    pub fn pending_exit(&self) -> Option<GuestExit> {
+        self.exit.pending()
     }
 }

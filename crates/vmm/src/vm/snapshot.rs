@@ -2,7 +2,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use super::{Vm, VmError, interrupts, lock};
 use crate::api::control::{SnapshotReport, VmState};
@@ -12,38 +12,79 @@ use crate::snapshot::file::{NewSnapshot, RAM_OFFSET_BYTES};
 use crate::snapshot::processor::Processor;
 use crate::snapshot::{MachineConfig, MachineState, SnapshotError};
 
+const ENDED: WriteError = WriteError::State("the guest has ended or is about to start again");
+
+/// Why no snapshot was written.
+#[derive(Debug)]
+pub(super) enum WriteError {
+    /// The machine does not run, or is about to end.
+    State(&'static str),
+    /// Something failed.
+    Vm(VmError),
+}
+
+impl<E: Into<VmError>> From<E> for WriteError {
+    fn from(error: E) -> Self {
+        Self::Vm(error.into())
+    }
+}
+
+fn milliseconds(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
+
 impl Vm {
-    /// Writes a snapshot to `path`. `state` is the machine's state: one that runs is stopped while its memory is copied.
-    pub(super) fn write_snapshot(&self, path: &Path, state: VmState) -> Result<SnapshotReport, VmError> {
+    /// Writes a snapshot to `path`. A machine that runs is stopped while its memory is copied.
+    pub(super) fn write_snapshot(&self, path: &Path) -> Result<SnapshotReport, WriteError> {
         let started = Instant::now();
         let new = NewSnapshot::create(path)?;
-        let running = state == VmState::Running;
-        if running {
-            self.freeze()?;
-        }
-        let stopped = Instant::now();
-        let captured = self.capture(&new);
-        let thawed = if running { self.thaw() } else { Ok(()) };
-        let paused = if running { stopped.elapsed() } else { std::time::Duration::ZERO };
-        let (captured, ()) = (captured?, thawed?);
+        let (captured, paused) = self.stop_and_capture(&new)?;
         let ram_bytes = captured.ram.data_bytes();
         let written = new.finish(&captured, self.ram.size_bytes())?;
-        let ms = |duration: std::time::Duration| u64::try_from(duration.as_millis()).unwrap_or(u64::MAX);
         Ok(SnapshotReport {
             path: path.to_string_lossy().into_owned(),
             file_bytes: written.file_bytes,
             stored_bytes: written.stored_bytes,
             ram_bytes,
-            elapsed_ms: ms(started.elapsed()),
-            paused_ms: ms(paused),
+            elapsed_ms: milliseconds(started.elapsed()),
+            paused_ms: milliseconds(paused),
         })
+    }
+
+    /// Copies memory and state, and says how long a running machine stood still for it.
+    fn stop_and_capture(&self, new: &NewSnapshot) -> Result<(MachineState, Duration), WriteError> {
+        let mut state = lock(&self.state);
+        if self.exit.pending().is_some() {
+            // It would never go on from here: nobody answers the access with which it ended itself.
+            return Err(ENDED);
+        }
+        match *state {
+            VmState::Starting | VmState::Stopping => {
+                Err(WriteError::State("the virtual machine is not running"))
+            }
+            VmState::Paused => Ok((self.capture(new)?, Duration::ZERO)),
+            VmState::Running => {
+                self.freeze()?;
+                let stopped = Instant::now();
+                // A vCPU may have ended the guest on its way out.
+                let captured = match self.exit.pending() {
+                    None => self.capture(new).map_err(WriteError::Vm),
+                    Some(_) => Err(ENDED),
+                };
+                if let Err(error) = self.thaw() {
+                    // It can be resumed when what is in the way is gone.
+                    *state = VmState::Paused;
+                    return Err(error.into());
+                }
+                Ok((captured?, stopped.elapsed()))
+            }
+        }
     }
 
     /// Everything of a machine that stands still; its RAM goes into the file. RAM comes last: reading the devices' state makes
     /// them finish what they have begun.
     fn capture(&self, new: &NewSnapshot) -> Result<MachineState, VmError> {
-        let msrs = self.msrs.clone();
-        let vcpus = self.vcpus.collect(move |vcpu| VcpuState::capture(&vcpu.fd, &msrs))?;
+        let vcpus = self.vcpus.collect(|vcpu| vcpu.capture())?;
         let interrupts = interrupts::capture(&self.kvm)?;
         let clock = lock(&self.frozen).clone().ok_or(GuestClockError::NoFrequency)?;
         let devices = self.devices.iter().map(|device| lock(device).save()).collect();
@@ -98,7 +139,7 @@ impl Vm {
         let states = vcpus.clone();
         self.vcpus.on_each(move |vcpu| states[usize::from(vcpu.index)].apply_deadline(&vcpu.fd))?;
         clock::set(&self.kvm, &plan)?;
-        self.vcpus.on_each(move |vcpu| vcpus[usize::from(vcpu.index)].apply_clocks(&vcpu.fd))?;
+        self.vcpus.on_each(move |vcpu| vcpus[usize::from(vcpu.index)].apply_clock(&vcpu.fd))?;
         *lock(&self.frozen) = Some(saved.clock);
 
         for device in &self.devices {

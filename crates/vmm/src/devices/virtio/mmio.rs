@@ -336,6 +336,8 @@ impl<D: VirtioDevice> ManagedDevice for MmioTransport<D> {
     }
 
     fn save(&mut self) -> TransportState {
+        // The device finishes what it has begun before its queues are looked at.
+        let device = self.device.save();
         let queues = if self.active {
             self.device.queue_states()
         } else {
@@ -352,7 +354,7 @@ impl<D: VirtioDevice> ManagedDevice for MmioTransport<D> {
             config_generation: self.config_generation,
             active: self.active,
             queues: queues.into_iter().map(SavedQueue::from).collect(),
-            device: self.device.save(),
+            device,
         }
     }
 

@@ -54,7 +54,7 @@ pub trait VirtioDevice: Send {
     /// Works on a queue after the driver notified it.
     fn process_queue(&mut self, index: usize) -> Work;
 
-    /// What the worker thread does after [`Work::deferred`], without the transport's lock. Asked once.
+    /// What the worker thread does after [`Work::deferred`], without the transport's lock.
     fn deferred_work(&self) -> Option<DeferredWork> {
         None
     }

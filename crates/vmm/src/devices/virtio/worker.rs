@@ -130,7 +130,6 @@ fn run<D: VirtioDevice>(
     kicks: &[Arc<EventFd>],
     control: &Control,
 ) -> io::Result<()> {
-    let deferred_work = lock(transport).device().deferred_work();
     // Queues to work on; one that was cut short stays set.
     let mut pending = vec![true; kicks.len()];
     loop {
@@ -143,11 +142,13 @@ fn run<D: VirtioDevice>(
         if !parked {
             for (index, pending) in pending.iter_mut().enumerate().filter(|(_, pending)| **pending) {
                 // The lock is taken for each call, so that the API and vCPUs come in between.
-                let work = lock(transport).process_queue(index);
+                let (work, deferred_work) = {
+                    let mut transport = lock(transport);
+                    let work = transport.process_queue(index);
+                    (work, work.deferred.then(|| transport.device().deferred_work()).flatten())
+                };
                 *pending = work.more;
-                if work.deferred
-                    && let Some(deferred_work) = &deferred_work
-                {
+                if let Some(deferred_work) = deferred_work {
                     deferred_work();
                 }
             }
