@@ -1,6 +1,7 @@
 //! The bench of one series: it starts guests, lets them work, and watches the host meanwhile.
 
 use std::path::Path;
+use std::process::Command as Program;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -102,6 +103,34 @@ impl<'a> Bench<'a> {
     /// How many guests to start when the experiment itself would start `planned`.
     pub fn guests(&self, planned: u32) -> u32 {
         self.size.guests(planned)
+    }
+
+    /// How the guests of this series are run.
+    pub fn setup(&self) -> Setup {
+        self.setup
+    }
+
+    /// Where to tell what goes on.
+    pub fn events(&self) -> &Events {
+        &self.events
+    }
+
+    /// The command that runs a guest of this series, for an experiment that keeps its guests itself.
+    ///
+    /// # Errors
+    /// [`LabError::Missing`].
+    pub fn command(&self, size: GuestSize, control: Option<&Path>) -> Result<Program, LabError> {
+        Ok(self.assets.command(&self.setup, size, control)?)
+    }
+
+    /// The command that lets a guest of this series go on from its snapshot.
+    pub fn restore_command(&self, snapshot: &Path, control: &Path) -> Program {
+        self.assets.restore_command(&self.setup, snapshot, control)
+    }
+
+    /// Shows the process of the only guest that an experiment keeps itself in the samples, in the place of an earlier one.
+    pub fn show(&self, pid: u32) {
+        self.processes.only(pid);
     }
 
     /// The host's present use.

@@ -6,19 +6,23 @@
 //!
 //! - `mixed`, `raw`: both kernels in a model of a host (`ebb_kvm_clock::model`), over uptimes and slews;
 //! - `kvm`: the `/dev/kvm` of this machine, whose clock is real however slow its guests are;
-//! - `kvm-slewed`: the same in the virtual host, whose clock is slewed meanwhile, so that rates tell the clocks apart.
+//! - `kvm-slewed`: the same in the virtual host, whose clock is slewed meanwhile, so that rates tell the clocks apart;
+//! - `guest-continue`, `guest-catch-up`: the clocks of a real Linux guest over pauses, snapshots and restores, by clock policy.
 
 use std::collections::BTreeMap;
 
+use ebb_kvm_clock::ClockPolicy;
 use ebb_kvm_clock::model::KernelMode;
 
 use crate::LabError;
 use crate::bench::Bench;
 use crate::experiment::{Experiment, HostShape, OnMachine, Runs, SeriesPlan, Subject};
+use crate::monitor::Setup;
 use crate::results::{Better, MetricInfo, Place, Scale, Series};
 use slew::Slew;
 
 mod checks;
+mod guests;
 mod host_clock;
 mod kvm;
 mod live;
@@ -43,7 +47,7 @@ struct Sizes {
 fn sizes(scale: Scale) -> Sizes {
     match scale {
         Scale::Demo => {
-            Sizes { host: HostShape { memory_mib: 1024, swap_mib: 256 }, watch_s: 10, uptime_days: 60 }
+            Sizes { host: HostShape { memory_mib: 1536, swap_mib: 256 }, watch_s: 10, uptime_days: 60 }
         }
         Scale::Full => {
             Sizes { host: HostShape { memory_mib: 2048, swap_mib: 512 }, watch_s: 120, uptime_days: 60 }
@@ -70,17 +74,21 @@ impl Experiment for Clock {
     }
 
     fn parameters(&self, scale: Scale) -> BTreeMap<String, u64> {
-        let sizes = sizes(scale);
+        let (sizes, stops) = (sizes(scale), guests::stops(scale));
         BTreeMap::from([
             ("host_mib".to_owned(), sizes.host.memory_mib),
             ("swap_mib".to_owned(), sizes.host.swap_mib),
             ("watch_s".to_owned(), sizes.watch_s),
             ("uptime_days".to_owned(), sizes.uptime_days),
+            ("guest_mib".to_owned(), guests::SIZE.memory_mib),
+            ("guest_cpus".to_owned(), u64::from(guests::SIZE.cpus)),
+            ("pauses".to_owned(), stops.pauses as u64),
+            ("restores".to_owned(), stops.restores as u64),
         ])
     }
 
     fn metrics(&self) -> Vec<MetricInfo> {
-        vec![
+        let mut metrics = vec![
             MetricInfo::new("min_system_time_ns", "Smallest time of a fresh guest", "ns", Better::Higher),
             MetricInfo::new("max_jump_ns", "Largest jump at a master clock flip", "ns", Better::Lower),
             MetricInfo::new("wall_error_ns", "Largest error of the wall clock", "ns", Better::Lower),
@@ -104,11 +112,19 @@ impl Experiment for Clock {
             ),
             MetricInfo::new("drift_ns", "CLOCK_MONOTONIC ahead of raw since boot", "ns", Better::Lower),
             MetricInfo::new("failed_checks", "Failed checks of KVM's clock", "", Better::Lower),
-        ]
+        ];
+        metrics.extend(guests::metrics());
+        metrics
     }
 
     fn series(&self) -> Vec<SeriesPlan> {
         let plan = |name, summary, runs| SeriesPlan { name, summary, runs, subject: Subject::Machine };
+        let guest = |name, summary, clock| SeriesPlan {
+            name,
+            summary,
+            runs: Runs::ByDefault,
+            subject: Subject::Guests(Setup { clock, ..Setup::EBB }),
+        };
         vec![
             plan(
                 KernelMode::Mixed.name(),
@@ -126,6 +142,16 @@ impl Experiment for Clock {
                 "the same with a clock slewed by 100 ppm; in the virtual host only",
                 Runs::WhenNamed,
             ),
+            guest(
+                "guest-continue",
+                "a Linux guest over pauses and restores that it does not notice",
+                ClockPolicy::Continue,
+            ),
+            guest(
+                "guest-catch-up",
+                "a Linux guest over pauses and restores in which its clock goes on",
+                ClockPolicy::CatchUp,
+            ),
         ]
     }
 
@@ -133,13 +159,11 @@ impl Experiment for Clock {
         1
     }
 
-    fn run(&self, _bench: &mut Bench<'_>, series: &mut Series) -> Result<(), LabError> {
-        // All series are about the machine.
-        Err(LabError::UnknownSeries {
-            experiment: self.name().to_owned(),
-            name: series.name.clone(),
-            known: self.series().iter().map(|plan| plan.name).collect::<Vec<_>>().join(", "),
-        })
+    fn run(&self, bench: &mut Bench<'_>, series: &mut Series) -> Result<(), LabError> {
+        for metric in self.metrics() {
+            series.metrics.insert(metric.name, None);
+        }
+        guests::run(bench, series)
     }
 
     fn run_on_machine(&self, machine: OnMachine<'_>, series: &mut Series) -> Result<(), LabError> {

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::io::{self, BufRead};
 
-use ebb_agent::protocol::Event;
+use ebb_agent::protocol::{Event, RECORD_SEPARATOR};
 
 /// The longest line that is kept; a guest may send as much as it likes without an end of line.
 const LONGEST_LINE_BYTES: usize = 1 << 20;
@@ -27,11 +27,12 @@ fn classify(line: &[u8]) -> Line {
     }
 }
 
-/// Reads the next line; `None` at the end. What is longer than the limit is cut into several.
+/// Reads the next line; `None` at the end. What is longer than the limit is cut into several. `marked` is called as soon as
+/// the mark of an event has arrived, which may be long before its end.
 ///
 /// # Errors
 /// Those of the reader.
-pub fn read_line(reader: &mut impl BufRead) -> io::Result<Option<Line>> {
+pub fn read_line(reader: &mut impl BufRead, marked: &mut impl FnMut()) -> io::Result<Option<Line>> {
     let mut line = Vec::new();
     loop {
         let available = reader.fill_buf()?;
@@ -41,6 +42,9 @@ pub fn read_line(reader: &mut impl BufRead) -> io::Result<Option<Line>> {
         let room = LONGEST_LINE_BYTES - line.len();
         let end = available.iter().take(room).position(|&byte| byte == b'\n');
         let taken = end.unwrap_or(available.len().min(room));
+        if available[..taken].contains(&RECORD_SEPARATOR) {
+            marked();
+        }
         line.extend_from_slice(&available[..taken]);
         reader.consume(taken + usize::from(end.is_some()));
         if end.is_some() || line.len() == LONGEST_LINE_BYTES {
@@ -82,7 +86,7 @@ mod tests {
 
     fn lines(bytes: &[u8]) -> Vec<Line> {
         let mut reader = bytes;
-        std::iter::from_fn(|| read_line(&mut reader).unwrap()).collect()
+        std::iter::from_fn(|| read_line(&mut reader, &mut || {}).unwrap()).collect()
     }
 
     #[test]
@@ -100,6 +104,22 @@ mod tests {
                 Line::Text("last words".to_owned())
             ]
         );
+    }
+
+    #[test]
+    fn the_mark_of_an_event_is_noticed_when_it_arrives() {
+        let event = Event::Started { id: 7 };
+        let bytes = [b"[0.1] Linux\n[0.2]".as_slice(), &event.to_line().unwrap()].concat();
+        // A chunk is a read: the mark is in the third of seven bytes.
+        let mut reader = io::BufReader::with_capacity(7, bytes.as_slice());
+        let mut marks = 0;
+        assert_eq!(
+            read_line(&mut reader, &mut || marks += 1).unwrap(),
+            Some(Line::Text("[0.1] Linux".to_owned()))
+        );
+        assert_eq!(marks, 0);
+        assert_eq!(read_line(&mut reader, &mut || marks += 1).unwrap(), Some(Line::Event(Box::new(event))));
+        assert_eq!(marks, 1);
     }
 
     #[test]
@@ -131,7 +151,7 @@ mod tests {
         ) {
             let bytes: Vec<u8> = texts.iter().flat_map(|text| [text.as_bytes(), b"\n"].concat()).collect();
             let mut reader = io::BufReader::with_capacity(capacity, bytes.as_slice());
-            let read: Vec<Line> = std::iter::from_fn(|| read_line(&mut reader).unwrap()).collect();
+            let read: Vec<Line> = std::iter::from_fn(|| read_line(&mut reader, &mut || {}).unwrap()).collect();
             let expected: Vec<Line> = texts.iter().map(|text| classify(text.as_bytes())).collect();
             prop_assert_eq!(read, expected);
         }

@@ -19,6 +19,8 @@ use crate::error::GuestProblem;
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 /// How long a monitor that has closed its console may take to end.
 const END_LIMIT: Duration = Duration::from_secs(5);
+/// A guest has taken a command's text from its console by then.
+const BEFORE_END: Duration = Duration::from_millis(4);
 
 /// A guest; killed with its monitor when dropped, and when this process ends in whatever way.
 #[derive(Debug)]
@@ -26,16 +28,40 @@ pub struct Guest {
     number: u32,
     process: Child,
     input: Option<ChildStdin>,
-    events: Receiver<(Instant, Event)>,
+    events: Receiver<Arrival>,
     console: SharedTail,
     log: SharedTail,
     started: Instant,
     next_id: u64,
 }
 
+/// An event of the agent, and when it came.
+#[derive(Debug)]
+struct Arrival {
+    /// When its first byte was here.
+    begun: Instant,
+    /// When all of it was here.
+    at: Instant,
+    event: Event,
+}
+
+/// How a command is sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Sending {
+    /// At once.
+    AtOnce,
+    /// The end of its line a moment after the rest, when the guest has taken that: from the end to the answer is all that the
+    /// command takes, without the way of its text over the console.
+    EndLast,
+}
+
 /// What a command came to.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Answer {
+    /// Right before the end of the command's line was sent: the guest did not do it earlier.
+    pub sent: Instant,
+    /// When the first byte of the answer came: the guest did not do it later.
+    pub answered: Instant,
     /// Time it took by the guest's clock.
     pub elapsed: Duration,
     /// Time from sending the command to its answer by the host's clock.
@@ -86,6 +112,11 @@ impl Guest {
         Ok(Self { number, process, input, events, console, log, started, next_id: 1 })
     }
 
+    /// The guest of `earlier` in another monitor: its agent goes on with the commands' numbers.
+    pub fn goes_on_from(&mut self, earlier: &Self) {
+        self.next_id = earlier.next_id;
+    }
+
     /// Number of the guest in its series.
     pub fn number(&self) -> u32 {
         self.number
@@ -104,7 +135,7 @@ impl Guest {
         const WHAT: &str = "sign of its agent";
         let deadline = self.started + limit;
         loop {
-            let (at, event) = self.next_event(WHAT, deadline, limit, &mut || {})?;
+            let Arrival { at, event, .. } = self.next_event(WHAT, deadline, limit, &mut || {})?;
             if let Event::Ready { .. } = event {
                 return Ok(at - self.started);
             }
@@ -121,16 +152,31 @@ impl Guest {
         limit: Duration,
         look: &mut dyn FnMut(),
     ) -> Result<Answer, LabError> {
+        self.exchange(command, Sending::AtOnce, limit, look)
+    }
+
+    /// As [`Self::command`], with a choice of how it is sent.
+    ///
+    /// # Errors
+    /// As [`Self::command`].
+    pub fn exchange(
+        &mut self,
+        command: Command,
+        sending: Sending,
+        limit: Duration,
+        look: &mut dyn FnMut(),
+    ) -> Result<Answer, LabError> {
         const WHAT: &str = "end of its command";
         let id = self.next_id;
         self.next_id += 1;
-        self.send(&Request { id, command })?;
-        let sent = Instant::now();
+        let sent = self.send(&Request { id, command }, sending)?;
         loop {
-            let (at, event) = self.next_event(WHAT, sent + limit, limit, look)?;
+            let Arrival { begun, at, event } = self.next_event(WHAT, sent + limit, limit, look)?;
             match event {
                 Event::Done { id: of, elapsed_ms, result } if of == id => {
                     return Ok(Answer {
+                        sent,
+                        answered: begun,
                         elapsed: Duration::from_millis(elapsed_ms),
                         waited: at - sent,
                         result,
@@ -162,14 +208,15 @@ impl Guest {
         let _ = self.process.kill();
     }
 
-    fn send(&mut self, request: &Request) -> Result<(), LabError> {
+    /// Sends a command; the time right before its end was sent.
+    fn send(&mut self, request: &Request, sending: Sending) -> Result<Instant, LabError> {
         let line = request.to_line().map_err(|error| self.failed(GuestProblem::Console(error.into())))?;
         let sent = match &mut self.input {
-            Some(input) => input.write_all(&line).and_then(|()| input.flush()),
+            Some(input) => write_line(input, &line, sending),
             None => Err(std::io::ErrorKind::NotConnected.into()),
         };
         match sent {
-            Ok(()) => Ok(()),
+            Ok(at) => Ok(at),
             // A console that nobody reads any more: how the monitor ended says more than the broken pipe.
             Err(error) => Err(match self.ended() {
                 Some(status) => self.failed(GuestProblem::Ended(describe(status), "the next command")),
@@ -184,11 +231,11 @@ impl Guest {
         deadline: Instant,
         limit: Duration,
         look: &mut dyn FnMut(),
-    ) -> Result<(Instant, Event), LabError> {
+    ) -> Result<Arrival, LabError> {
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             match self.events.recv_timeout(left.min(POLL_INTERVAL)) {
-                Ok(event) => return Ok(event),
+                Ok(arrival) => return Ok(arrival),
                 Err(RecvTimeoutError::Timeout) if left.is_zero() => {
                     return Err(self.failed(GuestProblem::TimeOut { what, limit }));
                 }
@@ -219,7 +266,8 @@ impl Guest {
         self.failed(GuestProblem::Ended(end, what))
     }
 
-    fn failed(&self, problem: GuestProblem) -> LabError {
+    /// The error for a guest with this problem.
+    pub fn failed(&self, problem: GuestProblem) -> LabError {
         let diagnostics = format!(
             "{}{}",
             show(&self.console, "last lines of its console"),
@@ -247,14 +295,32 @@ fn describe(status: ExitStatus) -> String {
 }
 
 /// Sorts a console until its end.
-fn read_console(mut output: impl BufRead, events: &Sender<(Instant, Event)>, tail: &SharedTail) {
-    while let Ok(Some(line)) = console::read_line(&mut output) {
+fn read_console(mut output: impl BufRead, events: &Sender<Arrival>, tail: &SharedTail) {
+    let mut begun = Instant::now();
+    while let Ok(Some(line)) = console::read_line(&mut output, &mut || begun = Instant::now()) {
         match line {
             Line::Text(text) => push(tail, text),
             // A receiver that is gone is a guest that is being dropped.
-            Line::Event(event) => drop(events.send((Instant::now(), *event))),
+            Line::Event(event) => drop(events.send(Arrival { begun, at: Instant::now(), event: *event })),
         }
     }
+}
+
+/// Writes a line, which has an end; the time right before the end was written.
+fn write_line(input: &mut impl Write, line: &[u8], sending: Sending) -> std::io::Result<Instant> {
+    let (before, end) = match sending {
+        Sending::AtOnce => (&[][..], line),
+        Sending::EndLast => line.split_at(line.len().saturating_sub(1)),
+    };
+    if !before.is_empty() {
+        input.write_all(before)?;
+        input.flush()?;
+        thread::sleep(BEFORE_END);
+    }
+    let sent = Instant::now();
+    input.write_all(end)?;
+    input.flush()?;
+    Ok(sent)
 }
 
 /// Makes the kernel kill the program when this thread ends, so that no guest outlives the lab.

@@ -4,6 +4,8 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use ebb_kvm_clock::ClockPolicy;
+
 /// Words that every guest's kernel gets: a quiet serial console, and an end instead of a hang after a crash.
 const KERNEL_ARGUMENTS: &str = "console=ttyS0 quiet loglevel=1 panic=-1 reboot=t";
 
@@ -89,6 +91,8 @@ pub struct Setup {
     pub bounce_buffer: BounceBuffer,
     /// With or without a trim.
     pub trim: Trim,
+    /// What the guest's clocks do over pauses and restores; Ebb only.
+    pub clock: ClockPolicy,
 }
 
 impl Setup {
@@ -101,6 +105,7 @@ impl Setup {
         reporting_order: None,
         bounce_buffer: BounceBuffer::Default,
         trim: Trim::Never,
+        clock: ClockPolicy::Continue,
     };
 
     /// In words, for a document.
@@ -125,6 +130,10 @@ impl Setup {
         }
         if self.trim == Trim::WhenIdle {
             text.push_str(", trimmed when idle");
+        }
+        if self.clock != ClockPolicy::Continue {
+            // Writing to a String cannot fail.
+            let _ = write!(text, ", --clock {}", self.clock.name());
         }
         if self.kernel == KernelImage::Elf {
             text.push_str(", uncompressed kernel (PVH)");
@@ -233,6 +242,17 @@ impl Assets {
         Ok(command)
     }
 
+    /// The command that lets the guest of a snapshot go on, with its serial console and control socket like [`Self::command`].
+    pub fn restore_command(&self, setup: &Setup, snapshot: &Path, control: &Path) -> Command {
+        let mut command = Command::new(&self.ebb);
+        command
+            .arg("restore")
+            .arg(snapshot)
+            .args(["--serial", "stdio", "--on-reboot", "exit", "--clock", setup.clock.name(), "--api"])
+            .arg(control);
+        command
+    }
+
     fn ebb_command(&self, setup: &Setup, size: GuestSize) -> Command {
         let mut memory = format!("size={}M,backing=anon", size.memory_mib);
         if setup.huge_pages == HugePages::Off {
@@ -240,7 +260,7 @@ impl Assets {
         }
         let mut command = Command::new(&self.ebb);
         command
-            .args(["run", "--serial", "stdio", "--on-reboot", "exit"])
+            .args(["run", "--serial", "stdio", "--on-reboot", "exit", "--clock", setup.clock.name()])
             .args(["--cpus", &size.cpus.to_string()])
             .args(["--memory", &memory])
             .args(["--balloon", &format!("size=0,reporting={},deflate_on_oom=on", setup.reporting.word())]);
@@ -307,8 +327,19 @@ mod tests {
         assert!(line(&Setup { kernel: KernelImage::Elf, ..Setup::EBB }).contains("--kernel /ebb/vmlinux "));
         let lean = line(&Setup { bounce_buffer: BounceBuffer::Off, ..Setup::EBB });
         assert!(lean.contains("reboot=t swiotlb=noforce"), "{lean}");
+        let late = line(&Setup { clock: ClockPolicy::CatchUp, ..Setup::EBB });
+        assert!(late.contains(" --clock catch-up "), "{late}");
         let ordered = line(&Setup { reporting_order: Some(4), ..Setup::EBB });
         assert!(ordered.ends_with(" page_reporting.page_reporting_order=4 --api /tmp/c"), "{ordered}");
+    }
+
+    #[test]
+    fn a_restored_guest_has_the_console_and_the_clock_of_its_series() {
+        let setup = Setup { clock: ClockPolicy::CatchUp, ..Setup::EBB };
+        let command = assets().restore_command(&setup, Path::new("/tmp/s"), Path::new("/tmp/c"));
+        let words: Vec<_> = command.get_args().map(|word| word.to_str().unwrap()).collect();
+        let expected = "restore /tmp/s --serial stdio --on-reboot exit --clock catch-up --api /tmp/c";
+        assert_eq!(words.join(" "), expected);
     }
 
     #[test]

@@ -21,6 +21,11 @@ impl GuestProcesses {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).push(pid);
     }
 
+    /// Makes this process the only one: a guest that goes on in another process.
+    pub fn only(&self, pid: u32) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = vec![pid];
+    }
+
     fn list(&self) -> Vec<u32> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }

@@ -22,6 +22,16 @@ pub fn median_or_never(values: impl IntoIterator<Item = Option<f64>>) -> Option<
     median(values.into_iter().map(|value| value.unwrap_or(f64::INFINITY))).filter(|value| value.is_finite())
 }
 
+/// The smallest value that at least this part (0 to 1) of all values does not exceed: 1 for the largest. `None` without values.
+///
+/// Values that are not numbers (NaN) are left out.
+pub fn quantile(values: impl IntoIterator<Item = f64>, part: f64) -> Option<f64> {
+    let mut sorted: Vec<f64> = values.into_iter().filter(|value| !value.is_nan()).collect();
+    sorted.sort_by(f64::total_cmp);
+    let rank = (part * sorted.len() as f64).ceil().max(1.0) as usize;
+    sorted.get(rank.min(sorted.len()).checked_sub(1)?).copied()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -42,6 +52,16 @@ mod tests {
         assert_eq!(median_or_never([Some(1.0), None, None]), None);
         assert_eq!(median_or_never([Some(1.0), None]), None);
         assert_eq!(median_or_never([]), None);
+    }
+
+    #[test]
+    fn quantiles_are_values_that_were_there() {
+        let values = || (1..=20).map(f64::from);
+        assert_eq!(quantile(values(), 0.95), Some(19.0));
+        assert_eq!(quantile(values(), 1.0), Some(20.0));
+        assert_eq!(quantile(values(), 0.0), Some(1.0));
+        assert_eq!(quantile([3.0, f64::NAN], 0.5), Some(3.0));
+        assert_eq!(quantile([], 0.5), None);
     }
 
     proptest! {

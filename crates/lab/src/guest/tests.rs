@@ -46,6 +46,9 @@ fn the_real_agent_answers() {
     let slept = guest.command(Command::Sleep { ms: 700 }, LIMIT, &mut || looks += 1).unwrap();
     assert!(slept.waited >= slept.elapsed.saturating_sub(Duration::from_millis(1)));
     assert!(looks >= 1, "the caller looks around while it waits");
+    let split = guest.exchange(Command::MemInfo, Sending::EndLast, LIMIT, &mut || {}).unwrap();
+    assert!(split.result["MemTotal"].as_u64().unwrap() > 0);
+    assert!(split.sent <= split.answered && split.answered <= split.sent + split.waited);
 }
 
 #[test]
