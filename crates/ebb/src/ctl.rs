@@ -284,6 +284,7 @@ fn vm_rows(info: &VmInfo) -> Vec<Row> {
         row("memory", format!("{}, {backing}", bytes(info.memory_bytes))),
         row("held by the host", bytes(info.resident_bytes)),
         row("uptime", duration(info.uptime_ms)),
+        row("clock", format!("{} over pauses", info.clock.policy)),
         row("kernel", info.kernel.as_str()),
         row("monitor", format!("ebb {}, process {}", info.version, info.pid)),
     ];

@@ -12,6 +12,7 @@ use kvm_bindings::{KVM_CLOCK_HOST_TSC, KVM_CLOCK_REALTIME, kvm_clock_data};
 use kvm_ioctls::{Cap, Kvm, VcpuFd, VmFd};
 use thiserror::Error;
 
+use crate::api::control::ClockInstant;
 use crate::cpu::threads::VcpuThreads;
 use crate::cpu::{CpuError, tsc};
 
@@ -139,6 +140,16 @@ impl Reading {
 fn realtime_ns() -> u64 {
     let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since_1970.as_nanos()).unwrap_or(u64::MAX)
+}
+
+/// KVM's clock and the real time of now. The vCPUs must be paused.
+pub fn now(
+    vm: &VmFd,
+    vcpus: &VcpuThreads,
+    frequencies: TscFrequencies,
+) -> Result<ClockInstant, GuestClockError> {
+    let reading = Reading::of(vm, vcpus, frequencies)?;
+    Ok(ClockInstant { clock_ns: reading.clock_ns, realtime_ns: reading.realtime_ns })
 }
 
 /// Reads the clocks of a guest whose vCPUs are paused.

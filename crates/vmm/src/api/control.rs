@@ -8,6 +8,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use ebb_guest_ram::Backing;
+use ebb_kvm_clock::ClockPolicy;
 use serde::{Deserialize, Serialize};
 
 /// The virtual machine as the API sees it.
@@ -129,6 +130,27 @@ pub enum RamBacking {
     Hugetlb,
 }
 
+/// What the guest's clocks do while it stands still, and what they said when it last did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ClockInfo {
+    /// Whether they stand still or catch up.
+    pub policy: ClockPolicy,
+    /// When the machine was last stopped; for a restored machine that has not been stopped since, when the snapshot was
+    /// taken. `None` if it never was.
+    pub stopped: Option<ClockInstant>,
+    /// When it last went on. `None` if it never did.
+    pub started: Option<ClockInstant>,
+}
+
+/// One instant on two clocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ClockInstant {
+    /// KVM's clock, which the guest's monotonic clock follows, in nanoseconds.
+    pub clock_ns: u64,
+    /// The host's real time, in nanoseconds since 1970.
+    pub realtime_ns: u64,
+}
+
 /// `GET /vm`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VmInfo {
@@ -147,6 +169,8 @@ pub struct VmInfo {
     pub snapshot_bytes: Option<u64>,
     /// Milliseconds since the vCPUs were started; 0 before.
     pub uptime_ms: u64,
+    /// The guest's clocks over pauses.
+    pub clock: ClockInfo,
     /// Path of the kernel image.
     pub kernel: String,
     /// Process id of the monitor.

@@ -11,7 +11,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::{Vm, VmError, interrupts};
 use crate::acpi::{MmioDevice, NumaNode, Platform};
-use crate::api::control::VmState;
+use crate::api::control::{ClockInfo, VmState};
 use crate::boot::BootImage;
 use crate::clock::{GuestClockError, TscFrequencies};
 use crate::config::{RebootAction, VmConfig};
@@ -101,6 +101,7 @@ pub(super) fn build(
     let counters = Arc::new(ExitCounters::default());
     let vcpus = VcpuThreads::spawn(vcpus, &Arc::new(buses), &exit, &counters, filters)
         .map_err(VmError::host("start the vCPU threads"))?;
+    let policy = config.clock;
     let platform = Platform { cpus: config.cpus, devices, nodes: numa_nodes(&config) };
     let vm = Vm {
         config,
@@ -115,6 +116,7 @@ pub(super) fn build(
         cpuid,
         tsc,
         frozen: Mutex::new(None),
+        clock_info: Mutex::new(ClockInfo { policy, ..ClockInfo::default() }),
         serial,
         acpi,
         exit,

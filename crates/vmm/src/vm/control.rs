@@ -70,6 +70,7 @@ impl VmControl for Vm {
             resident_bytes: self.ram.resident_bytes().unwrap_or(0),
             snapshot_bytes: self.ram.is_restored().then(|| self.ram.residency().map_or(0, |r| r.file_bytes)),
             uptime_ms: self.uptime_ms(),
+            clock: *lock(&self.clock_info),
             kernel: self.config.kernel.display().to_string(),
             pid: std::process::id(),
             version: env!("CARGO_PKG_VERSION").to_owned(),

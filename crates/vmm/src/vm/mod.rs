@@ -21,7 +21,7 @@ use thiserror::Error;
 
 use crate::acpi::{AcpiError, Platform};
 use crate::api::ApiError;
-use crate::api::control::VmState;
+use crate::api::control::{ClockInfo, ClockInstant, VmState};
 use crate::boot::{BootError, BootImage};
 use crate::clock::{self, GuestClockError, TscFrequencies};
 use crate::config::{ConfigError, VmConfig};
@@ -174,6 +174,8 @@ pub struct Vm {
     tsc: Option<TscFrequencies>,
     /// The guest's clocks at the moment at which it was paused or saved.
     frozen: Mutex<Option<SavedClock>>,
+    /// What the clocks said when the machine was last stopped and started, for the API.
+    clock_info: Mutex<ClockInfo>,
     serial: Arc<Mutex<Serial>>,
     acpi: Arc<Mutex<AcpiRegisters>>,
     exit: Arc<ExitSignal>,
@@ -183,6 +185,10 @@ pub struct Vm {
     /// First page that the next trim looks at.
     trim_cursor: Mutex<u64>,
     ram: Arc<GuestRam>,
+}
+
+fn saved_instant(saved: &SavedClock) -> Option<ClockInstant> {
+    saved.host_realtime_ns.map(|realtime_ns| ClockInstant { clock_ns: saved.clock_ns, realtime_ns })
 }
 
 fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -216,6 +222,7 @@ impl Vm {
         let saved = self.tsc.map(|tsc| clock::save(&self.kvm, &self.vcpus, tsc)).transpose();
         match saved {
             Ok(saved) => {
+                lock(&self.clock_info).stopped = saved.as_ref().and_then(saved_instant);
                 *lock(&self.frozen) = saved;
                 Ok(())
             }
@@ -237,10 +244,17 @@ impl Vm {
     /// nothing to do for a guest that is to catch up.
     fn thaw_clocks(&self) -> Result<(), VmError> {
         let mut frozen = lock(&self.frozen);
-        if let (Some(saved), Some(tsc), ClockPolicy::Continue) = (&*frozen, self.tsc, self.config.clock) {
-            let plan = clock::plan(saved, ClockPolicy::Continue, &self.kvm, &self.vcpus, tsc)?;
-            clock::set_counters_and_timers(&self.vcpus, &plan)?;
-            clock::set(&self.kvm, &plan)?;
+        if let (Some(saved), Some(tsc)) = (&*frozen, self.tsc) {
+            let started = match self.config.clock {
+                ClockPolicy::Continue => {
+                    let plan = clock::plan(saved, ClockPolicy::Continue, &self.kvm, &self.vcpus, tsc)?;
+                    clock::set_counters_and_timers(&self.vcpus, &plan)?;
+                    clock::set(&self.kvm, &plan)?;
+                    plan.realtime_ns.map(|realtime_ns| ClockInstant { clock_ns: plan.clock_ns, realtime_ns })
+                }
+                ClockPolicy::CatchUp => Some(clock::now(&self.kvm, &self.vcpus, tsc)?),
+            };
+            lock(&self.clock_info).started = started;
         }
         *frozen = None;
         Ok(())

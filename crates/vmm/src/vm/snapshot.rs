@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use super::{Vm, VmError, interrupts, lock};
+use super::{Vm, VmError, interrupts, lock, saved_instant};
 use crate::api::control::{SnapshotReport, VmState};
 use crate::clock::{self, GuestClockError};
 use crate::cpu::state::VcpuState;
@@ -140,6 +140,7 @@ impl Vm {
         self.vcpus.on_each(move |vcpu| states[usize::from(vcpu.index)].apply_deadline(&vcpu.fd))?;
         clock::set(&self.kvm, &plan)?;
         self.vcpus.on_each(move |vcpu| vcpus[usize::from(vcpu.index)].apply_clock(&vcpu.fd))?;
+        lock(&self.clock_info).stopped = saved_instant(&saved.clock);
         *lock(&self.frozen) = Some(saved.clock);
 
         for device in &self.devices {

@@ -105,6 +105,10 @@ impl VmControl for TestVm {
             backing: RamBacking::Anon,
             resident_bytes: 123 << 20,
             snapshot_bytes: None,
+            clock: ClockInfo {
+                stopped: Some(ClockInstant { clock_ns: 7, realtime_ns: 1_800_000_000_000_000_000 }),
+                ..ClockInfo::default()
+            },
             uptime_ms: 1234,
             kernel: "/boot/vmlinuz".into(),
             pid: std::process::id(),
