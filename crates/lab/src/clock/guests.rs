@@ -14,9 +14,11 @@ use crate::LabError;
 use crate::bench::Bench;
 use crate::results::{Scale, Series};
 use interval::{Interval, Look};
-use subject::Subject;
+use subject::{Stop, Subject};
 
+mod board;
 mod interval;
+mod memory;
 mod subject;
 mod tell;
 
@@ -77,6 +79,41 @@ struct Cost {
     first_answer_ms: f64,
 }
 
+/// How long a guest stood still, by the host's clock.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Stopped {
+    time: Interval,
+    /// How far KVM's clock is off the promise, by what the monitor says of both ends of the stop.
+    kvm_error_ns: Option<i64>,
+    /// Whether that agrees with when the monitor was asked.
+    agrees: bool,
+}
+
+impl Stopped {
+    /// Not at all.
+    const NOT: Self = Self { time: Interval::ZERO, kvm_error_ns: None, agrees: true };
+
+    /// What the monitor says, unless it cannot be.
+    fn by(stop: &Stop, policy: ClockPolicy) -> Self {
+        let asked = Self { time: stop.asked, kvm_error_ns: None, agrees: true };
+        let (Some(stopped), Some(started)) = (stop.told.stopped, stop.told.started) else { return asked };
+        let time_ns = started.realtime_ns.cast_signed() - stopped.realtime_ns.cast_signed();
+        if !stop.asked.holds(time_ns) {
+            return Self { agrees: false, ..asked };
+        }
+        let promised_ns = match policy {
+            ClockPolicy::Continue => 0,
+            ClockPolicy::CatchUp => time_ns,
+        };
+        let advance_ns = started.clock_ns.cast_signed() - stopped.clock_ns.cast_signed();
+        Self {
+            time: Interval::between(time_ns, time_ns),
+            kvm_error_ns: Some(advance_ns - promised_ns),
+            agrees: true,
+        }
+    }
+}
+
 /// Two looks and what happened in between.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Cycle {
@@ -85,8 +122,8 @@ struct Cycle {
     planned: Duration,
     before: Look,
     after: Look,
-    /// How long it stood still, by the host's raw clock.
-    stopped: Interval,
+    /// How long it stood still.
+    stopped: Stopped,
     /// The largest difference between two readings of a reader over the stop.
     gap_ns: u64,
     cost: Option<Cost>,
@@ -95,14 +132,14 @@ struct Cycle {
 impl Cycle {
     /// How far the guest's monotonic clock has gone ahead of the policy's promise.
     fn error(&self, policy: ClockPolicy) -> Interval {
-        self.after.monotonic.minus(self.before.monotonic).plus(lost(policy, self.stopped))
+        self.after.monotonic.minus(self.before.monotonic).plus(lost(policy, self.stopped.time))
     }
 
     /// How much larger a reader's gap was than the stop that it has to see.
     fn gap_beyond_ns(&self, policy: ClockPolicy) -> i64 {
         let promised_ns = match policy {
             ClockPolicy::Continue => 0,
-            ClockPolicy::CatchUp => self.stopped.low_ns,
+            ClockPolicy::CatchUp => self.stopped.time.low_ns,
         };
         self.gap_ns.cast_signed() - promised_ns
     }
@@ -124,6 +161,8 @@ struct Record {
     /// What the readers have seen, last.
     watched: WatchReport,
     clock_source: String,
+    /// Why the guest's clock was read over the console only, if it was.
+    console_only: Option<String>,
     /// Lines of the guest's kernel that were not there when it had booted.
     complaints: Vec<String>,
 }
@@ -139,6 +178,7 @@ pub(super) fn run(bench: &mut Bench<'_>, series: &mut Series) -> Result<(), LabE
         cycles: Vec::new(),
         watched: WatchReport::default(),
         clock_source: String::new(),
+        console_only: None,
         complaints: Vec::new(),
     };
     let outcome = watch(bench, stops, &mut record);
@@ -155,9 +195,11 @@ fn watch(bench: &mut Bench<'_>, stops: Stops, record: &mut Record) -> Result<(),
     for (kind, count) in Kind::ALL.into_iter().zip(counts) {
         subject.step(format!("{} x {count}", kind.name()));
         for number in 0..count {
-            let cycle = cycle(&mut subject, kind, planned(kind, number), last, &mut record.watched)?;
+            let plan = (kind, planned(kind, number));
+            let cycle = cycle(&mut subject, record.policy, plan, last, &mut record.watched)?;
             last = cycle.after;
             record.cycles.push(cycle);
+            record.console_only = subject.console_only().map(str::to_owned);
         }
     }
     record.complaints = subject.complaints()?.into_iter().filter(|line| !before.contains(line)).collect();
@@ -175,8 +217,8 @@ fn planned(kind: Kind, number: usize) -> Duration {
 
 fn cycle(
     subject: &mut Subject<'_, '_>,
-    kind: Kind,
-    planned: Duration,
+    policy: ClockPolicy,
+    (kind, planned): (Kind, Duration),
     before: Look,
     watched: &mut WatchReport,
 ) -> Result<Cycle, LabError> {
@@ -185,20 +227,20 @@ fn cycle(
     let (stopped, cost) = match kind {
         Kind::Unstopped => {
             thread::sleep(planned);
-            (Interval::ZERO, None)
+            (Stopped::NOT, None)
         }
-        Kind::Pause => (subject.pause(planned)?, None),
+        Kind::Pause => (Stopped::by(&subject.pause(planned)?, policy), None),
         Kind::Restore => {
             let saved = subject.save_and_end()?;
             thread::sleep(planned);
-            let restored = subject.restore()?;
+            let restored = subject.restore(&saved)?;
             let cost = Cost {
                 save_ms: saved.report.elapsed_ms,
                 stored_bytes: saved.report.stored_bytes,
                 ram_bytes: saved.report.ram_bytes,
                 first_answer_ms: restored.first_answer.as_secs_f64() * 1e3,
             };
-            (restored.resumed.minus(saved.stopped), Some(cost))
+            (Stopped::by(&restored.stop, policy), Some(cost))
         }
     };
     let after = subject.look()?;

@@ -31,9 +31,9 @@ impl Interval {
         Self { low_ns: self.low_ns - other.high_ns, high_ns: self.high_ns - other.low_ns }
     }
 
-    /// What is known from both. If they contradict each other, the clock was not steady: then it was everywhere between them.
-    pub(super) fn and(self, other: Self) -> Self {
-        Self::between(self.low_ns.max(other.low_ns), self.high_ns.min(other.high_ns))
+    /// Whether this may be the time.
+    pub(super) fn holds(self, ns: i64) -> bool {
+        self.low_ns <= ns && ns <= self.high_ns
     }
 
     /// The best guess.
@@ -54,6 +54,23 @@ impl Interval {
     /// How far from zero it is at most.
     pub(super) fn at_most_ns(self) -> i64 {
         self.high_ns.max(-self.low_ns)
+    }
+}
+
+/// What many intervals say together of the same time.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Known(Option<(i64, i64)>);
+
+impl Known {
+    /// Takes one more.
+    pub(super) fn add(&mut self, next: Interval) {
+        let (low_ns, high_ns) = self.0.unwrap_or((next.low_ns, next.high_ns));
+        self.0 = Some((low_ns.max(next.low_ns), high_ns.min(next.high_ns)));
+    }
+
+    /// Where the time is. If some contradict others, it was not steady: then it was everywhere between them. `None` for nothing known.
+    pub(super) fn interval(self) -> Option<Interval> {
+        self.0.map(|(low_ns, high_ns)| Interval::between(low_ns, high_ns))
     }
 }
 
@@ -106,28 +123,40 @@ pub(super) struct Look {
 }
 
 impl Look {
-    /// From readings and the times between which each of them was made: what all of them together leave possible. `None`
-    /// without readings.
-    pub(super) fn from(host: HostTimes, readings: &[(ClockReading, Answer)]) -> Option<Self> {
-        let known = |clock: fn(&ClockReading) -> u64| {
-            let one = |(reading, answer): &(ClockReading, Answer)| {
-                let guest_ns = clock(reading).cast_signed();
-                Interval::between(
-                    guest_ns - ns_between(host.base, answer.answered),
-                    guest_ns - ns_between(host.base, answer.sent),
-                )
-            };
-            readings.iter().map(one).reduce(Interval::and)
-        };
-        let monotonic_ns = |reading: &ClockReading| reading.monotonic_ns;
-        let last = readings.last()?;
+    /// From readings over the console, with the times between which each was made, and from what was seen in the guest's memory if it
+    /// could be. `None` without readings.
+    pub(super) fn from(
+        host: HostTimes,
+        readings: &[(ClockReading, Answer)],
+        seen: Option<Interval>,
+    ) -> Option<Self> {
+        let mut asked = Known::default();
+        for (reading, answer) in readings {
+            let guest_ns = reading.monotonic_ns.cast_signed();
+            asked.add(Interval::between(
+                guest_ns - ns_between(host.base, answer.answered),
+                guest_ns - ns_between(host.base, answer.sent),
+            ));
+        }
+        let ahead = seen.or_else(|| asked.interval())?;
+        let (last, real) = (readings.last()?, readings.iter().map(|(reading, _)| real_time(reading)));
         Some(Self {
             at_s: ns_between(host.base, last.1.answered) as f64 / 1e9,
-            monotonic: known(monotonic_ns)?.plus(bounds(host.raw)),
-            real: known(|reading| reading.realtime_ns)?.plus(bounds(host.real)),
-            smallest_ns: readings.iter().map(|(reading, _)| monotonic_ns(reading).cast_signed()).min()?,
+            monotonic: ahead.plus(bounds(host.raw)),
+            real: ahead.plus(real.min_by_key(|ahead| ahead.high_ns)?).plus(bounds(host.real)),
+            smallest_ns: readings.iter().map(|(reading, _)| reading.monotonic_ns.cast_signed()).min()?,
         })
     }
+}
+
+/// How far a guest's real time is ahead of its monotonic time, which was read before: less by no more than the reading took.
+fn real_time(reading: &ClockReading) -> Interval {
+    let ahead_ns = reading.realtime_ns.cast_signed() - reading.monotonic_ns.cast_signed();
+    let ticks = reading.tsc_after.saturating_sub(reading.tsc);
+    // No processor of today counts slower.
+    let khz = reading.tsc_khz.unwrap_or(1_000_000).max(1);
+    let took_ns = ticks.saturating_mul(1_000_000) / khz;
+    Interval::between(ahead_ns - took_ns.cast_signed(), ahead_ns)
 }
 
 #[cfg(test)]
@@ -140,7 +169,9 @@ mod tests {
     fn reading(base: Instant, guest_ns: i64, sent_us: u64, answered_us: u64) -> (ClockReading, Answer) {
         let clock = ClockReading {
             monotonic_ns: guest_ns.cast_unsigned(),
-            realtime_ns: guest_ns.cast_unsigned(),
+            realtime_ns: guest_ns.cast_unsigned() + 1_000,
+            tsc: 10,
+            tsc_after: 10,
             ..ClockReading::take()
         };
         let answer = Answer {
@@ -164,19 +195,22 @@ mod tests {
         // The guest is 5 ms ahead. One command was slow on its way in, one answer on its way out.
         let slow_in = reading(base, 5_000_000 + 3_000_000, 0, 3_100);
         let slow_out = reading(base, 5_000_000 + 10_200_000, 10_000, 14_000);
-        let look = Look::from(exact(base), &[slow_in, slow_out]).unwrap();
+        let look = Look::from(exact(base), &[slow_in, slow_out], None).unwrap();
         assert_eq!(look.monotonic, Interval { low_ns: 4_900_000, high_ns: 5_200_000 });
         assert_eq!(look.monotonic.uncertainty_ns(), 150_000);
-        assert_eq!(look.real, look.monotonic);
-        assert_eq!(Look::from(exact(base), &[]), None);
+        assert_eq!(look.real.minus(look.monotonic).middle_ns(), 1_000);
+        let seen = Interval { low_ns: 4_990_000, high_ns: 5_010_000 };
+        let readings = [reading(base, 8_000_000, 0, 4_000)];
+        assert_eq!(Look::from(exact(base), &readings, Some(seen)).unwrap().monotonic, seen);
+        assert_eq!(Look::from(exact(base), &[], Some(seen)), None);
     }
 
     #[test]
     fn a_clock_that_is_not_steady_is_everywhere_between() {
         let base = Instant::now();
         let readings = [reading(base, 1_000_000, 0, 100), reading(base, 3_000_000, 1_000, 1_100)];
-        let look = Look::from(exact(base), &readings).unwrap();
-        assert_eq!(look.monotonic, Interval { low_ns: 1_000_000, high_ns: 1_900_000 });
+        let look = Look::from(exact(base), &readings, None).unwrap();
+        assert_eq!(look.monotonic, Interval { low_ns: 1_000_000, high_ns: 2_000_000 });
     }
 
     #[test]
@@ -221,7 +255,7 @@ mod tests {
                 let guest_ns = ahead_ns + 1_000 * (sent_us + there_us).cast_signed();
                 reading(base, guest_ns, sent_us, sent_us + there_us + back_us)
             }).collect();
-            let found = Look::from(exact(base), &readings).unwrap().monotonic;
+            let found = Look::from(exact(base), &readings, None).unwrap().monotonic;
             prop_assert!(found.low_ns <= ahead_ns && ahead_ns <= found.high_ns, "{found:?}");
         }
     }

@@ -7,11 +7,12 @@ use std::time::{Duration, Instant};
 use ebb_agent::clock::ClockReading;
 use ebb_agent::clock_watch::WatchReport;
 use ebb_agent::protocol::Command;
-use ebb_kvm_clock::ClockPolicy;
-use ebb_vmm::api::{Client, ClientError, SnapshotReport, VmInfo};
+use ebb_vmm::api::{Client, ClientError, ClockInfo, SnapshotReport, VmInfo};
 use serde_json::{Value, json};
 
+use super::board::Board;
 use super::interval::{HostTimes, Interval, Look};
+use super::memory::GuestMemory;
 use crate::LabError;
 use crate::bench::Bench;
 use crate::error::GuestProblem;
@@ -30,10 +31,12 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 const API_LIMIT: Duration = Duration::from_secs(30);
 /// For writing a snapshot.
 const SAVE_LIMIT: Duration = Duration::from_secs(120);
-/// How often the socket of a monitor that starts is looked for.
-const API_INTERVAL: Duration = Duration::from_millis(2);
-/// Readings in a look; together they say more than the best of them.
+/// Readings over the console in a look; together they say more than the best of them.
 const READINGS: usize = 12;
+/// The same if the guest's memory says more.
+const READINGS_BESIDE: usize = 2;
+/// Attempts at finding the readers' board: the gaps that tell it from the rest of memory grow.
+const SEARCHES: u32 = 5;
 /// The readers' rhythm: a quarter of a processor in an emulated host.
 const WATCH: Command = Command::ClockWatchStart { burst_readings: 50, pause_us: 3000 };
 /// Lines of a kernel's log that tell of a guest that has stood still without knowing, or of a clock that it distrusts.
@@ -48,20 +51,37 @@ pub(super) struct Subject<'a, 'b> {
     directory: tempfile::TempDir,
     restores: u32,
     began: Instant,
+    view: View,
+}
+
+/// How the guest's clock is read.
+enum View {
+    /// In the guest's memory.
+    Memory(GuestMemory, Board),
+    /// Over the console only, and why.
+    Console(String),
 }
 
 /// A guest that has been saved: its monitor has ended.
 pub(super) struct Saved {
     /// What its monitor said.
     pub(super) report: SnapshotReport,
-    /// When it was stopped, by the host's raw clock.
-    pub(super) stopped: Interval,
+    /// When it was asked to stop and had stopped, by the host's raw clock.
+    stopped: Interval,
 }
 
-/// A guest that goes on.
+/// A stop of the guest.
+pub(super) struct Stop {
+    /// The host's time for which it stood still at least and at most, by the requests to its monitor.
+    pub(super) asked: Interval,
+    /// What the monitor says of when it stopped and went on.
+    pub(super) told: ClockInfo,
+}
+
+/// A guest that goes on in another monitor.
 pub(super) struct Restored {
-    /// When its clock went on, by the host's raw clock.
-    pub(super) resumed: Interval,
+    /// Its stop.
+    pub(super) stop: Stop,
     /// From the start of the monitor to the guest's first answer.
     pub(super) first_answer: Duration,
 }
@@ -76,19 +96,45 @@ impl<'a, 'b> Subject<'a, 'b> {
         let control = directory.path().join("control-0");
         let guest = Guest::start(NUMBER, bench.command(SIZE, Some(&control))?)?;
         bench.show(guest.pid());
-        let mut subject = Self { guest, bench, directory, restores: 0, began };
+        let view = View::Console(String::new());
+        let mut subject = Self { guest, bench, directory, restores: 0, began, view };
         subject.guest.wait_ready(BOOT_LIMIT)?;
         subject.command(WATCH)?;
+        subject.view = subject.find_board()?;
         Ok(subject)
+    }
+
+    fn find_board(&mut self) -> Result<View, LabError> {
+        let memory = match self.memory() {
+            Ok(memory) => memory,
+            Err(error) => return Ok(View::Console(error.to_string())),
+        };
+        for _ in 0..SEARCHES {
+            let report = self.watched()?;
+            match Board::find(&memory, &report) {
+                Ok(Some(board)) => return Ok(View::Memory(memory, board)),
+                Ok(None) => {}
+                Err(error) => return Ok(View::Console(error.to_string())),
+            }
+        }
+        Ok(View::Console("the readers' board was not found in the guest's memory".to_owned()))
+    }
+
+    fn memory(&self) -> std::io::Result<GuestMemory> {
+        GuestMemory::open(self.guest.pid(), SIZE.memory_mib << 20)
+    }
+
+    /// Why the guest's clock is read over the console only; `None` if it is not.
+    pub(super) fn console_only(&self) -> Option<&str> {
+        match &self.view {
+            View::Memory(..) => None,
+            View::Console(why) => Some(why),
+        }
     }
 
     /// Tells what begins now.
     pub(super) fn step(&self, text: impl Into<String>) {
         self.bench.events().step(NUMBER, text);
-    }
-
-    fn policy(&self) -> ClockPolicy {
-        self.bench.setup().clock
     }
 
     fn command(&mut self, command: Command) -> Result<Value, LabError> {
@@ -111,14 +157,30 @@ impl<'a, 'b> Subject<'a, 'b> {
 
     /// Looks at the guest's clocks.
     pub(super) fn look(&mut self) -> Result<Look, LabError> {
+        let seen = match &self.view {
+            View::Console(_) => None,
+            View::Memory(memory, board) => match board.look(memory, self.began) {
+                Ok(Some(seen)) => Some(seen),
+                Ok(None) => {
+                    // The guest's kernel may have moved the page.
+                    self.view = self.find_board()?;
+                    None
+                }
+                Err(error) => {
+                    self.view = View::Console(error.to_string());
+                    None
+                }
+            },
+        };
         let host = self.host();
-        let mut readings = Vec::with_capacity(READINGS);
-        for _ in 0..READINGS {
+        let count = if seen.is_some() { READINGS_BESIDE } else { READINGS };
+        let mut readings = Vec::with_capacity(count);
+        for _ in 0..count {
             let answer = self.guest.exchange(Command::Clock, Sending::EndLast, ANSWER_LIMIT, &mut || {})?;
             let reading = serde_json::from_value(answer.result.clone());
             readings.push((reading.map_err(|error| self.unexpected(&error))?, answer));
         }
-        Look::from(host, &readings).ok_or_else(|| self.unexpected(&"there was no reading"))
+        Look::from(host, &readings, seen).ok_or_else(|| self.unexpected(&"there was no reading"))
     }
 
     /// What the readers have seen since the boot.
@@ -133,11 +195,12 @@ impl<'a, 'b> Subject<'a, 'b> {
         Ok(log["text"].as_str().unwrap_or_default().lines().map(str::to_owned).collect())
     }
 
-    /// Stops the guest for a while: the host's time for which it stood still.
-    pub(super) fn pause(&mut self, pause: Duration) -> Result<Interval, LabError> {
+    /// Stops the guest for a while.
+    pub(super) fn pause(&mut self, pause: Duration) -> Result<Stop, LabError> {
         let stopped = self.put("/vm/pause")?;
         thread::sleep(pause);
-        Ok(self.put("/vm/resume")?.minus(stopped))
+        let asked = self.put("/vm/resume")?.minus(stopped);
+        Ok(Stop { asked, told: self.clock()? })
     }
 
     /// Saves the guest and kills its monitor: what goes on afterwards comes from the file.
@@ -150,50 +213,33 @@ impl<'a, 'b> Subject<'a, 'b> {
         Ok(Saved { report, stopped })
     }
 
-    /// Lets the saved guest go on in a new monitor. With `continue`, when its clock goes on is part of the promise, and a resume
-    /// through the API tells that better than a start; with `catch-up` it starts at once.
-    pub(super) fn restore(&mut self) -> Result<Restored, LabError> {
+    /// Lets the saved guest go on in a new monitor.
+    pub(super) fn restore(&mut self, saved: &Saved) -> Result<Restored, LabError> {
         self.restores += 1;
-        let mut command = self.bench.restore_command(&self.snapshot(), &self.control());
-        if self.policy() == ClockPolicy::Continue {
-            command.arg("--paused");
-        }
+        let command = self.bench.restore_command(&self.snapshot(), &self.control());
         let started = Instant::now();
         let mut guest = Guest::start(NUMBER, command)?;
         guest.goes_on_from(&self.guest);
         self.bench.show(guest.pid());
+        // The earlier process is waited for here.
         self.guest = guest;
-        let resumed = match self.policy() {
-            ClockPolicy::Continue => {
-                self.wait_for_api(started)?;
-                self.put("/vm/resume")?
-            }
-            ClockPolicy::CatchUp => Interval::ZERO,
-        };
         self.command(Command::MemInfo)?;
         let first_answer = started.elapsed();
-        let resumed = if self.policy() == ClockPolicy::CatchUp {
-            let host = self.host();
-            let (from, to) = (host.raw(started), host.raw(started + first_answer));
-            Interval::between(from.low_ns, to.high_ns)
-        } else {
-            resumed
-        };
-        Ok(Restored { resumed, first_answer })
+        let host = self.host();
+        let resumed = Interval::between(host.raw(started).low_ns, host.raw(started + first_answer).high_ns);
+        if let View::Memory(memory, _) = &mut self.view {
+            match GuestMemory::open(self.guest.pid(), SIZE.memory_mib << 20) {
+                Ok(now) => *memory = now,
+                Err(error) => self.view = View::Console(error.to_string()),
+            }
+        }
+        Ok(Restored { stop: Stop { asked: resumed.minus(saved.stopped), told: self.clock()? }, first_answer })
     }
 
-    fn wait_for_api(&mut self, started: Instant) -> Result<(), LabError> {
-        loop {
-            match self.client(API_LIMIT).get::<VmInfo>("/vm") {
-                Ok(_) => return Ok(()),
-                Err(error) if started.elapsed() > API_LIMIT => return Err(self.refused(&error)),
-                Err(_) => {}
-            }
-            if let Some(error) = self.guest.ended_by_itself() {
-                return Err(error);
-            }
-            thread::sleep(API_INTERVAL);
-        }
+    /// What the monitor says of the guest's clocks.
+    fn clock(&mut self) -> Result<ClockInfo, LabError> {
+        let info = self.client(API_LIMIT).get::<VmInfo>("/vm");
+        Ok(info.map_err(|error| self.refused(&error))?.clock)
     }
 
     /// Sends an empty request: the time by the host's raw clock at which it was carried out.

@@ -33,6 +33,7 @@ pub(in crate::clock) fn metrics() -> Vec<MetricInfo> {
         }
     }
     metrics.extend([
+        lower("kvm_error_ns", "Largest error of KVM's clock over a stop", "ns"),
         lower("gap_ns", "Largest gap of a reader beyond the stop", "ns"),
         lower("snapshot_ms", "Time to write a snapshot", "ms"),
         lower("snapshot_mib", "Snapshot on the disk", "MiB"),
@@ -139,7 +140,7 @@ impl Record {
         let mut late = Interval::ZERO;
         let first = self.cycles.first().map(|cycle| cycle.before.real);
         let later = self.cycles.iter().map(|cycle| {
-            late = late.plus(lost(self.policy, cycle.stopped));
+            late = late.plus(lost(self.policy, cycle.stopped.time));
             cycle.after.real.plus(late)
         });
         first.into_iter().chain(later).collect()
@@ -175,6 +176,8 @@ impl Record {
         }
         let gap = self.stops().map(|cycle| cycle.gap_beyond_ns(self.policy)).max();
         put("gap_ns", gap.map(|ns| ns as f64));
+        let kvm = self.stops().filter_map(|cycle| cycle.stopped.kvm_error_ns).map(i64::unsigned_abs).max();
+        put("kvm_error_ns", kvm.map(|ns| ns as f64));
         let costs = || self.cycles.iter().filter_map(|cycle| cycle.cost);
         put("snapshot_ms", median(costs().map(|cost| cost.save_ms as f64)));
         put("snapshot_mib", median(costs().map(|cost| rounded(cost.stored_bytes as f64 / MIB))));
@@ -199,15 +202,26 @@ impl Record {
             ClockPolicy::CatchUp => "the host's time",
         };
         series.notes.push(format!(
-            "the guest's clock source is {}; the policy promises {promise}; a stop counts from and to the middle of the \
-             requests that stop the guest and let it go on",
+            "the guest's clock source is {}; the policy promises {promise}; a stop lasts from and to the instants for which the \
+             monitor read and set KVM's clock",
             self.clock_source
         ));
-        series.notes.push(format!(
-            "an error is known to within what the ways of commands and answers over the console leave open, and the requests to the \
-             monitor; the same without a stop shows what the looks are worth. {} readings by the readers in the guest",
-            self.watched.readings()
-        ));
+        series.notes.push(match &self.console_only {
+            None => "the guest's clock was read in its memory, where readers on its vCPUs write it; an error is known to within the time \
+                     between two looks of the host at it, before and after. The same without a stop shows what that is worth"
+                .to_owned(),
+            Some(why) => format!(
+                "the guest's clock was read over its console ({why}); an error is known to within what the ways of commands and \
+                 answers leave open. The same without a stop shows what that is worth"
+            ),
+        });
+        let disagree = self.cycles.iter().filter(|cycle| !cycle.stopped.agrees).count();
+        if disagree > 0 {
+            series.notes.push(format!(
+                "what the monitor says of {disagree} stops cannot be, by when it was asked for them; they count by that"
+            ));
+        }
+        series.notes.push(format!("the readers in the guest made {} readings", self.watched.readings()));
         let gap = |cycle: &Cycle| cycle.gap_beyond_ns(self.policy);
         let unstopped = self.cycles.iter().filter(|cycle| cycle.kind == Kind::Unstopped).map(gap).max();
         if let Some(unstopped_ns) = unstopped {
@@ -228,8 +242,9 @@ impl Record {
                 Value::from(number as u64 + 1),
                 Value::from(cycle.kind.name()),
                 Value::from(cycle.planned.as_millis() as u64),
-                Value::from(cycle.stopped.middle_ns()),
-                Value::from(cycle.stopped.uncertainty_ns()),
+                Value::from(cycle.stopped.time.middle_ns()),
+                Value::from(cycle.stopped.time.uncertainty_ns()),
+                cycle.stopped.kvm_error_ns.map_or(Value::from(""), Value::from),
                 Value::from(error.middle_ns()),
                 Value::from(error.uncertainty_ns()),
                 Value::from(cycle.after.monotonic.uncertainty_ns()),
@@ -247,6 +262,7 @@ impl Record {
             "planned, ms",
             "stopped, ns",
             "to within, ns",
+            "error of KVM's clock, ns",
             "error, ns",
             "to within, ns",
             "a look is good to, ns",
@@ -272,7 +288,7 @@ impl Record {
             .cycles
             .iter()
             .map(|cycle| {
-                late = late.plus(lost(self.policy, cycle.stopped));
+                late = late.plus(lost(self.policy, cycle.stopped.time));
                 cycle.after.monotonic.minus(first).plus(late)
             })
             .collect();

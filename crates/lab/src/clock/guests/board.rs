@@ -1,0 +1,182 @@
+//! The readers' board in the guest's memory, where the host can see each reading of the guest's clock as it is made.
+//!
+//! Over the console a reading comes with the delays of commands and answers, tens of milliseconds in an emulated host. The
+//! readers of the clock watch write each reading to memory; the host looks there as fast as it can.
+
+use std::io;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use ebb_agent::clock_watch::WatchReport;
+
+use super::interval::{Interval, Known, ns_between};
+use super::memory::GuestMemory;
+
+/// How long the board is looked at.
+const LOOK: Duration = Duration::from_millis(150);
+/// The same when nothing was seen until then.
+const LONG_LOOK: Duration = Duration::from_secs(2);
+/// Between two looks at words that may be readings: several bursts of the readers.
+const ADVANCE: Duration = Duration::from_millis(60);
+/// What a report may be older than the words that are compared with it.
+const REPORT_AGE_NS: u64 = 1_500_000_000;
+
+/// Where two readers write their last readings of `CLOCK_MONOTONIC`, as places in guest memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Board {
+    words: [u64; 2],
+}
+
+impl Board {
+    /// Looks for the board of the readers that have just made this report; `None` if there is none that is sure.
+    pub(super) fn find(memory: &GuestMemory, report: &WatchReport) -> io::Result<Option<Self>> {
+        let [first, second, ..] = report.cpus.as_slice() else { return Ok(None) };
+        let marks = [first, second].map(|cpu| [cpu.largest_gap_ns, cpu.largest_burst_gap_ns]);
+        let from_ns = first.monotonic_ns.min(second.monotonic_ns);
+        let pages = memory.find(|words| marks.iter().flatten().all(|mark| words.contains(mark)))?;
+        let before: Vec<_> = pages.iter().map(|at| memory.page(*at)).collect::<io::Result<_>>()?;
+        thread::sleep(ADVANCE);
+        for (at, before) in pages.iter().zip(before) {
+            let after = memory.page(*at)?;
+            let readings = from_ns..from_ns.saturating_add(REPORT_AGE_NS);
+            if let Some(words) = readers(&before, &after, marks.map(|[gap, _]| gap), readings) {
+                return Ok(Some(Self { words: words.map(|word| at + 8 * word as u64) }));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Watches the readings as they are made: how far the guest's clock is ahead of the time since `base`. `None` when the
+    /// readers do not go on.
+    pub(super) fn look(self, memory: &GuestMemory, base: Instant) -> io::Result<Option<Interval>> {
+        let begin = Instant::now();
+        let mut sightings = [Sightings::default(); 2];
+        let mut known = Known::default();
+        while begin.elapsed() < if known.interval().is_some() { LOOK } else { LONG_LOOK } {
+            for (word, sightings) in self.words.iter().zip(&mut sightings) {
+                let before_ns = ns_between(base, Instant::now());
+                let Some(value) = memory.word(*word)? else { continue };
+                let after_ns = ns_between(base, Instant::now());
+                if let Some(seen) = sightings.see(value.cast_signed(), before_ns, after_ns) {
+                    known.add(seen);
+                }
+            }
+        }
+        Ok(known.interval())
+    }
+}
+
+/// The words of a page that are the last readings of two readers. Their records are alike, so that they are as far apart as the
+/// gaps that the readers have told; of pairs that fit, the one beside the gaps is it.
+fn readers(
+    before: &[u64],
+    after: &[u64],
+    gaps: [u64; 2],
+    readings: std::ops::Range<u64>,
+) -> Option<[usize; 2]> {
+    let place = |gap| before.iter().position(|word| *word == gap);
+    let (first, second) = (place(gaps[0])?, place(gaps[1])?);
+    let apart = second.checked_sub(first)?;
+    let advances = |word: usize| match (before.get(word), after.get(word)) {
+        (Some(before), Some(after)) => {
+            readings.contains(before) && readings.contains(after) && before < after
+        }
+        _ => false,
+    };
+    let pairs = (0..before.len()).filter(|word| advances(*word) && advances(word + apart));
+    pairs.min_by_key(|word| word.abs_diff(first)).map(|word| [word, word + apart])
+}
+
+/// What was seen of one reader.
+#[derive(Debug, Clone, Copy, Default)]
+struct Sightings {
+    /// The value seen last, and a time at which it was not yet replaced.
+    last: Option<(i64, i64)>,
+    /// The same of the value before it.
+    earlier: Option<(i64, i64)>,
+}
+
+impl Sightings {
+    /// Takes a value that was there at some time between `before_ns` and `after_ns`; what that says of the clock.
+    ///
+    /// A reader reads its clock, stores the value, and begins anew. When the value u was seen, the next one that was seen, v, had not been
+    /// stored; the one seen after v was therefore read after that time, and before it was seen itself.
+    fn see(&mut self, value_ns: i64, before_ns: i64, after_ns: i64) -> Option<Interval> {
+        match self.last {
+            Some((last, _)) if last == value_ns => {
+                self.last = Some((value_ns, before_ns));
+                None
+            }
+            last => {
+                let since = self.earlier;
+                self.earlier = last;
+                self.last = Some((value_ns, before_ns));
+                since.map(|(_, since_ns)| Interval::between(value_ns - after_ns, value_ns - since_ns))
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// A page with two records: gap, burst gap, reading; and the largest of all readings before them.
+    fn page(readings: [u64; 2]) -> Vec<u64> {
+        let mut words = vec![0; 512];
+        words[16] = readings[0].max(readings[1]);
+        for (record, reading) in readings.into_iter().enumerate() {
+            let at = 48 + 32 * record;
+            words[at] = 1_000 + reading;
+            words[at + 1] = reading;
+            words[at + 12] = 90 + record as u64;
+        }
+        words
+    }
+
+    #[test]
+    fn the_readers_words_are_told_from_others_that_advance() {
+        let find = |before, after| readers(&before, &after, [90, 91], 500..600);
+        assert_eq!(find(page([500, 501]), page([510, 511])), Some([49, 81]));
+        assert_eq!(find(page([500, 501]), page([510, 501])), None, "a reader that stands still");
+        assert_eq!(find(page([500, 501]), page([510, 700])), None, "a value that is no reading");
+        assert_eq!(readers(&page([500, 501]), &page([510, 511]), [90, 93], 500..600), None);
+    }
+
+    #[test]
+    fn a_reading_lies_between_two_looks() {
+        let mut sightings = Sightings::default();
+        assert_eq!(sightings.see(1_000, 10, 12), None);
+        assert_eq!(sightings.see(1_000, 20, 22), None);
+        assert_eq!(sightings.see(1_025, 30, 32), None);
+        // Read after 20, when 1025 was not there yet, and before 42.
+        assert_eq!(sightings.see(1_035, 40, 42), Some(Interval { low_ns: 993, high_ns: 1_015 }));
+    }
+
+    proptest! {
+        /// A reader that reads and stores whenever it likes, a host that looks whenever it likes.
+        #[test]
+        fn a_clock_is_where_the_sightings_say(
+            ahead_ns in -1_000_000_i64..1_000_000,
+            reader in prop::collection::vec((1_i64..100, 1_i64..100), 1..200),
+            looks in prop::collection::vec((1_i64..60, 0_i64..30, 0_i64..30), 1..300),
+        ) {
+            let (mut now, mut stores) = (0, vec![(0, ahead_ns)]);
+            for (to_reading, to_store) in reader {
+                let value_ns = now + to_reading + ahead_ns;
+                now += to_reading + to_store;
+                stores.push((now, value_ns));
+            }
+            let (mut sightings, mut now) = (Sightings::default(), 0);
+            for (to_look, to_load, to_end) in looks {
+                let (before_ns, load_ns) = (now + to_look, now + to_look + to_load);
+                now = load_ns + to_end;
+                let Some((_, value_ns)) = stores.iter().rev().find(|(at, _)| *at <= load_ns) else { continue };
+                if let Some(seen) = sightings.see(*value_ns, before_ns, now) {
+                    prop_assert!(seen.low_ns <= ahead_ns && ahead_ns <= seen.high_ns, "{seen:?} {ahead_ns}");
+                }
+            }
+        }
+    }
+}

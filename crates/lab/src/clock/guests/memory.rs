@@ -1,0 +1,161 @@
+//! A guest's memory, read from outside through its monitor's `/proc/PID/mem`.
+
+use std::fs::{self, File};
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+
+/// Bytes of a page.
+pub(super) const PAGE_BYTES: usize = 4096;
+/// Bytes of an entry of `/proc/PID/pagemap` (Linux Documentation/admin-guide/mm/pagemap.rst).
+const ENTRY_BYTES: usize = 8;
+/// The page is in memory.
+const PRESENT: u64 = 1 << 63;
+/// Pages that are read at a time.
+const CHUNK_PAGES: usize = 256;
+
+/// The memory of the guest in a monitor. Reading it needs what ptrace(2) needs: a monitor that is a child of this process, or root.
+#[derive(Debug)]
+pub(super) struct GuestMemory {
+    memory: File,
+    pagemap: File,
+    /// Where guest memory begins in the monitor.
+    start: u64,
+    pages: usize,
+}
+
+impl GuestMemory {
+    /// Opens the memory of a guest that has `bytes` of it.
+    pub(super) fn open(pid: u32, bytes: u64) -> io::Result<Self> {
+        let maps = fs::read_to_string(format!("/proc/{pid}/maps"))?;
+        let start = start_of(&maps, bytes).ok_or_else(|| {
+            io::Error::new(io::ErrorKind::NotFound, format!("no mapping of {bytes} bytes in process {pid}"))
+        })?;
+        Ok(Self {
+            memory: File::open(format!("/proc/{pid}/mem"))?,
+            pagemap: File::open(format!("/proc/{pid}/pagemap"))?,
+            start,
+            pages: bytes as usize / PAGE_BYTES,
+        })
+    }
+
+    /// A word, which the guest may be writing: what is half written is not told.
+    pub(super) fn word(&self, at: u64) -> io::Result<Option<u64>> {
+        let once = || {
+            let mut bytes = [0; 8];
+            self.memory.read_exact_at(&mut bytes, self.start + at).map(|()| u64::from_ne_bytes(bytes))
+        };
+        // A copy need not be made in one piece; the same halves do not come twice.
+        let (first, second) = (once()?, once()?);
+        Ok((first == second).then_some(first))
+    }
+
+    /// The words of the page at this place.
+    pub(super) fn page(&self, at: u64) -> io::Result<Vec<u64>> {
+        let mut bytes = vec![0; PAGE_BYTES];
+        self.memory.read_exact_at(&mut bytes, self.start + at)?;
+        Ok(words(&bytes))
+    }
+
+    /// Places of the pages that `wanted` says yes to, among those that are in the host's memory.
+    pub(super) fn find(&self, wanted: impl Fn(&[u64]) -> bool) -> io::Result<Vec<u64>> {
+        let mut found = Vec::new();
+        let mut bytes = vec![0; CHUNK_PAGES * PAGE_BYTES];
+        for pages in self.present()? {
+            for first in pages.clone().step_by(CHUNK_PAGES) {
+                let chunk = &mut bytes[..(pages.end - first).min(CHUNK_PAGES) * PAGE_BYTES];
+                self.memory.read_exact_at(chunk, self.start + (first * PAGE_BYTES) as u64)?;
+                let places = (first..).zip(chunk.chunks(PAGE_BYTES));
+                found.extend(
+                    places
+                        .filter(|(_, page)| wanted(&words(page)))
+                        .map(|(page, _)| (page * PAGE_BYTES) as u64),
+                );
+            }
+        }
+        Ok(found)
+    }
+
+    /// Runs of pages that are in the host's memory: reading others would bring them there.
+    fn present(&self) -> io::Result<Vec<Range<usize>>> {
+        let mut entries = vec![0; self.pages * ENTRY_BYTES];
+        self.pagemap.read_exact_at(&mut entries, self.start / PAGE_BYTES as u64 * ENTRY_BYTES as u64)?;
+        let mut runs: Vec<Range<usize>> = Vec::new();
+        for (page, _) in words(&entries).into_iter().enumerate().filter(|(_, entry)| entry & PRESENT != 0) {
+            match runs.last_mut() {
+                Some(run) if run.end == page => run.end += 1,
+                _ => runs.push(page..page + 1),
+            }
+        }
+        Ok(runs)
+    }
+}
+
+fn words(bytes: &[u8]) -> Vec<u64> {
+    let (words, _) = bytes.as_chunks::<8>();
+    words.iter().map(|word| u64::from_ne_bytes(*word)).collect()
+}
+
+/// Where memory of this size begins, by the text of `/proc/PID/maps`: writable mappings side by side. The monitor keeps
+/// inaccessible pages at both ends of guest memory.
+fn start_of(maps: &str, bytes: u64) -> Option<u64> {
+    let mut run: Option<Range<u64>> = None;
+    for line in maps.lines() {
+        let (addresses, rest) = line.split_once(' ')?;
+        let (start, end) = addresses.split_once('-')?;
+        let (start, end) = (u64::from_str_radix(start, 16).ok()?, u64::from_str_radix(end, 16).ok()?);
+        if !rest.starts_with("rw") {
+            continue;
+        }
+        let joined = match run.take() {
+            Some(run) if run.end == start => run.start..end,
+            _ => start..end,
+        };
+        if joined.end - joined.start == bytes {
+            return Some(joined.start);
+        }
+        run = Some(joined);
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn guest_memory_is_found_also_in_parts() {
+        let maps = "\
+7f0000000000-7f0000001000 rw-p 00000000 00:00 0\n\
+7f0000001000-7f0000200000 ---p 00000000 00:00 0\n\
+7f0000200000-7f0000300000 rw-p 00200000 00:01 42 /tmp/vm.snapshot\n\
+7f0000300000-7f0000400000 rw-p 00000000 00:00 0\n\
+7f0000400000-7f0000401000 ---p 00000000 00:00 0\n";
+        assert_eq!(start_of(maps, 2 << 20), Some(0x7f00_0020_0000));
+        assert_eq!(start_of(maps, 3 << 20), None);
+    }
+
+    #[test]
+    fn words_of_this_process_are_found() {
+        // Memory of its own, with a value that is nowhere else.
+        let value = std::hint::black_box(0x1bad_c0de_u64) << 32 | u64::from(std::process::id());
+        let mut own = vec![0_u64; 16 * PAGE_BYTES / 8];
+        let at = 5 * PAGE_BYTES / 8 + 3;
+        own[at] = value;
+        let start = own.as_ptr() as u64;
+        let skipped = start.next_multiple_of(PAGE_BYTES as u64) - start;
+        let open = |name: &str| File::open(format!("/proc/self/{name}")).unwrap();
+        let memory =
+            GuestMemory { memory: open("mem"), pagemap: open("pagemap"), start: start + skipped, pages: 15 };
+        let place = at as u64 * 8 - skipped;
+        assert_eq!(memory.word(place).unwrap(), Some(value));
+        let found = memory.find(|words| words.contains(&value)).unwrap();
+        assert_eq!(found, [place / PAGE_BYTES as u64 * PAGE_BYTES as u64]);
+        assert!(memory.page(found[0]).unwrap().contains(&value));
+    }
+
+    #[test]
+    fn a_process_that_is_not_there_has_no_memory() {
+        assert!(GuestMemory::open(u32::MAX, 4096).is_err());
+    }
+}
