@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use ebb_agent::protocol::Command;
 
-use crate::clocks::{Distribution, Look, complaints, watch, watched, watched_since};
+use crate::clocks::{Advance, Distribution, Look, complaints, watch, watched, watched_since};
 use crate::guest::Guest;
 use crate::harness::{Scene, Test};
 use crate::saved::Restore;
@@ -68,7 +68,7 @@ fn readers_over_pauses(scene: &Scene) {
             last = watched_since(&guest, &last);
         }
     }
-    println!("    {} readings over {PAUSES} pauses, the last {:?}", last.readings(), last.cpus);
+    println!("    {} readings over {PAUSES} pauses, none of them backward", last.readings());
     assert_eq!(complaints(&guest), before);
 }
 
@@ -78,19 +78,31 @@ fn ns(time: Duration) -> i64 {
 }
 
 /// Fails unless the guest's time has gone on as the policy says, over a time of which the guest stood still for at least
-/// `stopped`. Returns how far it is behind the host, in ns.
+/// `stopped`.
 #[track_caller]
-fn assert_policy(policy: &str, before: &Look, after: &Look, stopped: Duration) -> i64 {
+fn assert_policy(policy: &str, before: &Look, after: &Look, stopped: Duration) -> Advance {
     let advance = after.since(before);
-    let behind_ns = advance.host_most_ns - advance.guest_ns;
     let what = format!("{policy}: {advance:?}");
     assert!(advance.guest_ns > 0, "{what}");
-    assert!(advance.guest_ns < advance.host_most_ns + MARGIN_NS / 10, "faster than the host's: {what}");
+    assert!(advance.lag_most_ns() > -MARGIN_NS / 10, "faster than the host's: {what}");
     match policy {
-        "continue" => assert!(behind_ns > ns(stopped) - MARGIN_NS / 10, "{what}"),
-        _ => assert!(advance.guest_ns > advance.host_least_ns - MARGIN_NS, "{what}"),
+        "continue" => assert!(advance.lag_most_ns() > ns(stopped) - MARGIN_NS / 10, "{what}"),
+        _ => assert!(advance.lag_least_ns() < MARGIN_NS, "{what}"),
     }
-    behind_ns
+    advance
+}
+
+/// Prints how far guests have fallen behind the host's time, over one pause or restore each.
+fn print_lags(what: &str, advances: &[Advance]) {
+    println!("    {what}: behind the host's time");
+    println!("        at least {}", Distribution::of(advances.iter().map(Advance::lag_least_ns)));
+    println!("        at most  {}", Distribution::of(advances.iter().map(Advance::lag_most_ns)));
+}
+
+/// Prints how far the guests' real time was off, after one restore after the other.
+fn print_real_time(what: &str, errors_ns: &[i64]) {
+    let (first, last) = (errors_ns.first().unwrap_or(&0), errors_ns.last().unwrap_or(&0));
+    println!("    {what}: real time {} ms off at first, {} ms at last", first / 1_000_000, last / 1_000_000);
 }
 
 /// Pauses of guests with both policies: what their clocks have made of it.
@@ -103,18 +115,14 @@ fn pauses(scene: &Scene, clocksource: Clocksource) {
         thread::sleep(PAUSE);
         guest.put("/vm/resume");
         let after = Look::at(guest);
-        let behind_ns = assert_policy(policy, &before, &after, PAUSE);
+        let advance = assert_policy(policy, &before, &after, PAUSE);
         let readers = watched_since(guest, &readers);
+        let what = format!("{policy}, {}, paused for {} ms", clocksource.name(), PAUSE.as_millis());
+        print_lags(&what, &[advance]);
+        print_real_time(&what, &[before.real_time_error_ns, after.real_time_error_ns]);
         // A pause that catches up is a gap for each reader; one that the guest does not notice is none.
         let gaps_ns = readers.cpus.iter().map(|cpu| cpu.largest_gap_ns.cast_signed());
-        println!(
-            "    {policy}, {}: {} ms behind after {} ms, real time {} ms off, readers' largest gaps {}",
-            clocksource.name(),
-            behind_ns / 1_000_000,
-            PAUSE.as_millis(),
-            after.real_time_error_ns / 1_000_000,
-            Distribution::of(gaps_ns)
-        );
+        println!("    {what}: the readers' largest gaps {}", Distribution::of(gaps_ns));
         assert_eq!(complaints(guest), *silence);
         guest.run(Command::ClockWatchStop);
     }
@@ -147,19 +155,19 @@ fn readers_over_restores(scene: &Scene) {
     let (mut guest, silence) = guest(scene, Clocksource::KvmClock, "continue");
     watch(&guest);
     let mut readers = watched(&guest);
-    let (mut behind, mut real_time) = (Vec::new(), Vec::new());
+    let (mut advances, mut real_time) = (Vec::new(), Vec::new());
     for _ in 0..RESTORES {
         let before = Look::at(&guest);
         guest.save_and_end(&file);
         guest = Restore::new(scene, &file).start();
         let after = Look::at(&guest);
-        behind.push(assert_policy("continue", &before, &after, Duration::ZERO));
+        advances.push(assert_policy("continue", &before, &after, Duration::ZERO));
         real_time.push(after.real_time_error_ns);
         readers = watched_since(&guest, &readers);
     }
     println!("    {} readings over {RESTORES} restores that go on", readers.readings());
-    println!("    behind the host by {}", Distribution::of(behind));
-    println!("    real time off by {}", Distribution::of(real_time));
+    print_lags("monitors that go on", &advances);
+    print_real_time("monitors that go on", &real_time);
     assert_eq!(complaints(&guest), silence);
 }
 
@@ -169,19 +177,19 @@ fn restores_catch_up(scene: &Scene) {
         let (mut guest, silence) = guest(scene, clocksource, "catch-up");
         watch(&guest);
         let mut readers = watched(&guest);
-        let (mut behind, mut real_time) = (Vec::new(), Vec::new());
+        let (mut advances, mut real_time) = (Vec::new(), Vec::new());
         for _ in 0..RESTORES_THAT_CATCH_UP {
             let before = Look::at(&guest);
             guest.save_and_end(&file);
             thread::sleep(PAUSE);
             guest = Restore::new(scene, &file).start();
             let after = Look::at(&guest);
-            behind.push(assert_policy("catch-up", &before, &after, PAUSE));
+            advances.push(assert_policy("catch-up", &before, &after, PAUSE));
             real_time.push(after.real_time_error_ns);
             readers = watched_since(&guest, &readers);
         }
-        println!("    {}: behind the host by {}", clocksource.name(), Distribution::of(behind));
-        println!("    {}: real time off by {}", clocksource.name(), Distribution::of(real_time));
+        print_lags(&format!("catch-up, {}", clocksource.name()), &advances);
+        print_real_time(&format!("catch-up, {}", clocksource.name()), &real_time);
         assert_eq!(complaints(&guest), silence);
         guest.end();
     }

@@ -451,7 +451,7 @@ fn threads(pid: impl std::fmt::Display) -> String {
 
 fn read_console(output: impl Read, shared: &Shared) {
     let mut output = BufReader::new(output);
-    while let Ok(Some(line)) = console::read_line(&mut output) {
+    while let Ok(Some(line)) = console::read_line(&mut output, &mut || ()) {
         shared.update(|said| match line {
             Line::Event(event) => said.events.push(*event),
             Line::Text(text) => keep(&mut said.console, text),
