@@ -1,16 +1,21 @@
 //! virtio-balloon, "Traditional Memory Balloon Device" (virtio 1.3 section 5.5; Linux
-//! include/uapi/linux/virtio_balloon.h).
+//! include/uapi/linux/virtio_balloon.h), and Ebb's [`extension`] of it.
 
 mod config;
+pub mod extension;
 mod features;
 mod hinting;
+mod le;
 mod queues;
 mod statistics;
 
-pub use config::{Config, Le32};
+pub use config::Config;
 pub use features::{Feature, Features};
 pub use hinting::{COMMAND_ID_BYTES, HintCommand};
-pub use queues::{MAX_QUEUES, Numbering, QueueIndexes, QueueKind, QueueMap, QueueMapError, QueueSet};
+pub use le::{Le16, Le32, Le64};
+pub use queues::{
+    MAX_QUEUES, Numbering, QueueIndexes, QueueKind, QueueMap, QueueMapError, QueueSet, STANDARD_QUEUES,
+};
 pub use statistics::{StatisticsEntry, StatisticsTag};
 
 /// Device type number of the traditional memory balloon (virtio 1.3 section 5).

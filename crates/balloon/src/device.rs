@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ebb_abi::PAGE_SIZE_BYTES;
-use ebb_abi::balloon::{Feature, Features, MAX_QUEUES, QueueIndexes, QueueKind, QueueMap};
+use ebb_abi::balloon::{Feature, Features, MAX_QUEUES, QueueIndexes, QueueKind, QueueMap, STANDARD_QUEUES};
 use ebb_guest_ram::{DiscardOutcome, GuestRam, RamError};
 use serde::Serialize;
 use virtio_queue::{Queue, QueueT};
@@ -138,7 +138,8 @@ impl Balloon {
     /// Indexes that a declined or unoffered queue leaves unused are there nevertheless, because drivers number the
     /// queues in different ways, see [`QueueMap`].
     pub fn queue_max_sizes(&self) -> Vec<u16> {
-        vec![QUEUE_SIZE; MAX_QUEUES]
+        let extended = self.offered.contains(Feature::HostRequest);
+        vec![QUEUE_SIZE; if extended { MAX_QUEUES } else { STANDARD_QUEUES }]
     }
 
     /// Reads from the configuration space.
@@ -212,6 +213,7 @@ impl Balloon {
                 QueueKind::Statistics => self.process_statistics(queue),
                 QueueKind::FreePageHint => self.process_hinting(queue),
                 QueueKind::Reporting => self.process_reporting(queue, negotiated),
+                QueueKind::HostRequest => Progress::default(),
             },
             _ => Progress::default(),
         };

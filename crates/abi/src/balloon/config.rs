@@ -3,22 +3,7 @@
 use core::mem::{align_of, offset_of, size_of};
 use core::ops::Range;
 
-/// A 32-bit number in little-endian byte order with the alignment of a byte.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[repr(transparent)]
-pub struct Le32([u8; 4]);
-
-impl Le32 {
-    /// The number in wire order.
-    pub const fn new(value: u32) -> Self {
-        Self(value.to_le_bytes())
-    }
-
-    /// The number in the machine's order.
-    pub const fn get(self) -> u32 {
-        u32::from_le_bytes(self.0)
-    }
-}
+use super::le::Le32;
 
 /// `struct virtio_balloon_config`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]

@@ -1,4 +1,8 @@
-//! Feature bits (virtio 1.3 section 5.5.3).
+//! Feature bits (virtio 1.3 section 5.5.3, and Ebb's extension, docs/extension.md).
+//!
+//! The extension's bits are above 49: bits 0 to 23 and 50 to 127 are the device type's (virtio 1.3 section 2.2), and the low
+//! ones are given out by the specification. Bits 3 and 4, which a series of 2016 proposed for what the extension does, mean
+//! something else since.
 
 use core::fmt;
 use core::ops::{BitAnd, BitOr};
@@ -21,11 +25,17 @@ pub enum Feature {
     PageReporting = 5,
     /// Compliance with virtio 1.0 or later (virtio 1.3 section 6).
     Version1 = 32,
+    /// Extension: messages may name pages by a bitmap.
+    PageBitmap = 50,
+    /// Extension: messages may name pages by ranges.
+    PageRanges = 51,
+    /// Extension: the host request queue exists.
+    HostRequest = 52,
 }
 
 impl Feature {
     /// All known features by bit.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 10] = [
         Self::MustTellHost,
         Self::StatisticsQueue,
         Self::DeflateOnOom,
@@ -33,6 +43,9 @@ impl Feature {
         Self::PagePoison,
         Self::PageReporting,
         Self::Version1,
+        Self::PageBitmap,
+        Self::PageRanges,
+        Self::HostRequest,
     ];
 
     /// The feature's mask in the 64-bit feature word.
@@ -40,7 +53,7 @@ impl Feature {
         1 << self as u8
     }
 
-    /// The specification's name without its prefix.
+    /// The specification's name without its prefix; for the extension, docs/extension.md's.
     pub const fn name(self) -> &'static str {
         match self {
             Self::MustTellHost => "MUST_TELL_HOST",
@@ -50,6 +63,9 @@ impl Feature {
             Self::PagePoison => "PAGE_POISON",
             Self::PageReporting => "PAGE_REPORTING",
             Self::Version1 => "VERSION_1",
+            Self::PageBitmap => "PAGE_BITMAP",
+            Self::PageRanges => "PAGE_RANGES",
+            Self::HostRequest => "HOST_REQUEST_VQ",
         }
     }
 }
@@ -63,12 +79,24 @@ impl Features {
     /// No feature.
     pub const NONE: Self = Self(0);
 
-    /// Every feature of virtio-balloon, bits 0 to 5.
+    /// Every feature of virtio-balloon in the specification, bits 0 to 5.
     pub const ALL_BALLOON: Self = Self(0x3f);
+
+    /// Every feature of the extension, bits 50 to 52.
+    pub const EXTENSION: Self = Self(0b111 << 50);
+
+    /// Every feature of the balloon, those of the extension included.
+    pub const ALL_WITH_EXTENSION: Self = Self(Self::ALL_BALLOON.0 | Self::EXTENSION.0);
 
     /// Whether the set has `feature`.
     pub const fn contains(self, feature: Feature) -> bool {
         self.0 & feature.mask() != 0
+    }
+
+    /// Whether buffers of the inflate and deflate queues begin with a message header: if at least one of the encodings was
+    /// negotiated (docs/extension.md, "Messages").
+    pub const fn has_messages(self) -> bool {
+        self.contains(Feature::PageBitmap) || self.contains(Feature::PageRanges)
     }
 
     /// The set with `feature` added.
@@ -124,15 +152,28 @@ mod tests {
     #[test]
     fn bits_are_those_of_the_specification() {
         let bits = Feature::ALL.map(|feature| feature.mask().trailing_zeros());
-        assert_eq!(bits, [0, 1, 2, 3, 4, 5, 32]);
+        assert_eq!(bits, [0, 1, 2, 3, 4, 5, 32, 50, 51, 52]);
         let balloon = Feature::ALL[..6].iter().fold(Features::NONE, |set, feature| set.with(*feature));
         assert_eq!(balloon, Features::ALL_BALLOON);
+        let extension = Feature::ALL[7..].iter().fold(Features::NONE, |set, feature| set.with(*feature));
+        assert_eq!(extension, Features::EXTENSION);
+        assert_eq!(
+            Features::ALL_WITH_EXTENSION.without(Feature::HostRequest) & Features::ALL_BALLOON,
+            balloon
+        );
     }
 
     #[test]
     fn unknown_bits_are_kept_and_known_ones_named() {
-        let features = Features(1 << 50 | 1 << 5);
-        assert_eq!(features.to_string(), "0x4000000000020 PAGE_REPORTING");
-        assert_eq!(features.without(Feature::PageReporting).0, 1 << 50);
+        let features = Features(1 << 60 | 1 << 5 | 1 << 51);
+        assert_eq!(features.to_string(), "0x1008000000000020 PAGE_REPORTING PAGE_RANGES");
+        assert_eq!(features.without(Feature::PageReporting).0, 1 << 60 | 1 << 51);
+    }
+
+    #[test]
+    fn an_encoding_makes_messages_and_the_queue_does_not() {
+        assert!(!Features::ALL_BALLOON.with(Feature::HostRequest).has_messages());
+        assert!(Features::from(Feature::PageBitmap).has_messages());
+        assert!(Features::from(Feature::PageRanges).has_messages());
     }
 }

@@ -13,7 +13,10 @@
 use super::features::{Feature, Features};
 
 /// Queues that the specification defines.
-pub const MAX_QUEUES: usize = 5;
+pub const STANDARD_QUEUES: usize = 5;
+
+/// Queues of a balloon with the extension, which has one more.
+pub const MAX_QUEUES: usize = STANDARD_QUEUES + 1;
 
 /// The meaning of a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -29,12 +32,20 @@ pub enum QueueKind {
     FreePageHint = 3,
     /// Page reporting.
     Reporting = 4,
+    /// Requests of the host and the driver's answers (docs/extension.md).
+    HostRequest = 5,
 }
 
 impl QueueKind {
     /// All kinds in the order of every numbering scheme.
-    pub const ALL: [Self; MAX_QUEUES] =
-        [Self::Inflate, Self::Deflate, Self::Statistics, Self::FreePageHint, Self::Reporting];
+    pub const ALL: [Self; MAX_QUEUES] = [
+        Self::Inflate,
+        Self::Deflate,
+        Self::Statistics,
+        Self::FreePageHint,
+        Self::Reporting,
+        Self::HostRequest,
+    ];
 
     /// The feature that the queue depends on; `None` if it always exists.
     pub const fn feature(self) -> Option<Feature> {
@@ -43,10 +54,11 @@ impl QueueKind {
             Self::Statistics => Some(Feature::StatisticsQueue),
             Self::FreePageHint => Some(Feature::FreePageHint),
             Self::Reporting => Some(Feature::PageReporting),
+            Self::HostRequest => Some(Feature::HostRequest),
         }
     }
 
-    /// The queue's number in the specification.
+    /// The queue's number in the specification; that of the host request queue follows them.
     pub const fn specification_index(self) -> usize {
         self as usize
     }
@@ -59,6 +71,7 @@ impl QueueKind {
             Self::Statistics => "statistics",
             Self::FreePageHint => "hinting",
             Self::Reporting => "reporting",
+            Self::HostRequest => "host_request",
         }
     }
 }
@@ -258,10 +271,14 @@ mod tests {
 
     /// Every pair of offered features and a subset of them that the driver accepted.
     fn offers_and_answers() -> impl Iterator<Item = (Features, Features)> {
-        (0..64_u64).flat_map(|offered| {
-            (0..64_u64)
-                .filter(move |negotiated| negotiated & !offered == 0)
-                .map(move |negotiated| (Features(offered), Features(negotiated)))
+        // Bits 6 to 8 stand for the extension's.
+        let features = |bits: u64| Features(bits & 0x3f | (bits >> 6) << 50);
+        (0..512_u64).flat_map(move |offered| {
+            // Each subset once: counting downwards within the mask.
+            core::iter::successors(Some(offered), move |subset| {
+                (*subset != 0).then(|| (subset - 1) & offered)
+            })
+            .map(move |negotiated| (features(offered), features(negotiated)))
         })
     }
 
@@ -287,27 +304,31 @@ mod tests {
 
     #[test]
     fn the_schemes_differ_as_soon_as_an_earlier_queue_is_declined() {
-        let offered = QueueSet::of(Features::ALL_BALLOON);
-        let negotiated = QueueSet::of(Feature::PageReporting.into());
-        let indexes: Vec<_> = Numbering::ALL
-            .into_iter()
-            .map(|numbering| numbering.index(QueueKind::Reporting, offered, negotiated))
-            .collect();
-        assert_eq!(indexes, [2, 4, 4]);
+        let indexes = |kind: QueueKind, offered, negotiated| -> Vec<_> {
+            let (offered, negotiated) = (QueueSet::of(offered), QueueSet::of(negotiated));
+            Numbering::ALL.into_iter().map(|numbering| numbering.index(kind, offered, negotiated)).collect()
+        };
+        let reporting = Features::from(Feature::PageReporting);
+        assert_eq!(indexes(QueueKind::Reporting, Features::ALL_BALLOON, reporting), [2, 4, 4]);
+        let offered = Features::ALL_WITH_EXTENSION.without(Feature::FreePageHint);
+        assert_eq!(indexes(QueueKind::HostRequest, offered, reporting.with(Feature::HostRequest)), [3, 5, 4]);
+        // The standard's queues stay where they are.
+        assert_eq!(indexes(QueueKind::Reporting, Features::ALL_WITH_EXTENSION, reporting), [2, 4, 4]);
     }
 
     #[test]
     fn a_negotiated_queue_that_is_not_ready_is_absent() {
         for numbering in Numbering::ALL {
-            let all = QueueSet::of(Features::ALL_BALLOON);
-            for missing in [QueueKind::Statistics, QueueKind::FreePageHint, QueueKind::Reporting] {
+            let features = Features::ALL_WITH_EXTENSION;
+            let all = QueueSet::of(features);
+            for missing in QueueKind::ALL.into_iter().skip(2) {
                 let ready = all
                     .iter()
                     .filter(|kind| *kind != missing)
                     .map(|kind| numbering.index(kind, all, all))
                     .collect();
-                let map = QueueMap::resolve(Features::ALL_BALLOON, Features::ALL_BALLOON, ready)
-                    .expect("inflate and deflate are ready");
+                let map =
+                    QueueMap::resolve(features, features, ready).expect("inflate and deflate are ready");
                 assert_eq!(map.index(missing), None);
                 assert_eq!(map.count(), MAX_QUEUES - 1);
             }

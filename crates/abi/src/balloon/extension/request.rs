@@ -1,0 +1,115 @@
+//! What the host asks of the driver.
+
+use core::fmt;
+use core::mem::{align_of, offset_of, size_of};
+
+use super::header::{FREE_PAGES, field};
+use super::{MAX_PAGE_SHIFT, REQUEST_BYTES};
+use crate::PAGE_SHIFT;
+use crate::balloon::{Le16, Le32, Le64};
+
+/// `struct virtio_balloon_host_request` as it lies in the buffer.
+#[repr(C)]
+struct Wire {
+    command: Le16,
+    page_shift: Le16,
+    reserved: Le32,
+    request_id: Le64,
+}
+
+const _: () = {
+    assert!(size_of::<Wire>() == REQUEST_BYTES && align_of::<Wire>() == 1);
+    assert!(offset_of!(Wire, page_shift) == 2 && offset_of!(Wire, reserved) == 4);
+    assert!(offset_of!(Wire, request_id) == 8);
+};
+
+const CANCEL: u16 = 4;
+
+/// A request of the host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum HostRequest {
+    /// Tell which pages are free.
+    FreePages {
+        /// Number that every message of the answer carries; not 0.
+        request_id: u64,
+        /// Binary logarithm of the smallest block, in bytes, that the host wants to know of.
+        page_shift: u32,
+    },
+    /// Send no more of the answer to this request.
+    Cancel {
+        /// The request's number.
+        request_id: u64,
+    },
+}
+
+/// Why a request is not legal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RequestError {
+    /// No request has this command.
+    Command(u16),
+    /// The number of a request is never 0.
+    RequestId,
+    /// Blocks have another size than 4 KiB to 1 GiB, or it is given where there is none.
+    PageShift(u16),
+    /// The reserved field is not 0.
+    Reserved(u32),
+}
+
+impl fmt::Display for RequestError {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Command(number) => write!(formatter, "no request has the command {number}"),
+            Self::RequestId => formatter.write_str("request number 0"),
+            Self::PageShift(shift) => write!(formatter, "page shift {shift} does not go with the request"),
+            Self::Reserved(value) => write!(formatter, "reserved field is {value}"),
+        }
+    }
+}
+
+impl core::error::Error for RequestError {}
+
+impl HostRequest {
+    /// The request's number.
+    pub const fn request_id(self) -> u64 {
+        match self {
+            Self::FreePages { request_id, .. } | Self::Cancel { request_id } => request_id,
+        }
+    }
+
+    /// Encodes the request.
+    pub fn to_bytes(self) -> [u8; REQUEST_BYTES] {
+        let (command, page_shift) = match self {
+            Self::FreePages { page_shift, .. } => (FREE_PAGES, page_shift as u16),
+            Self::Cancel { .. } => (CANCEL, 0),
+        };
+        let mut bytes = [0; REQUEST_BYTES];
+        bytes[offset_of!(Wire, command)..][..2].copy_from_slice(&command.to_le_bytes());
+        bytes[offset_of!(Wire, page_shift)..][..2].copy_from_slice(&page_shift.to_le_bytes());
+        bytes[offset_of!(Wire, request_id)..][..8].copy_from_slice(&self.request_id().to_le_bytes());
+        bytes
+    }
+
+    /// Decodes a request, as a driver does.
+    ///
+    /// # Errors
+    /// [`RequestError`] names the first field with a value that is not legal.
+    pub fn from_bytes(bytes: [u8; REQUEST_BYTES]) -> Result<Self, RequestError> {
+        let page_shift = u16::from_le_bytes(field(&bytes, offset_of!(Wire, page_shift)));
+        let reserved = u32::from_le_bytes(field(&bytes, offset_of!(Wire, reserved)));
+        let request_id = u64::from_le_bytes(field(&bytes, offset_of!(Wire, request_id)));
+        let request = match u16::from_le_bytes(field(&bytes, offset_of!(Wire, command))) {
+            FREE_PAGES if !(PAGE_SHIFT..=MAX_PAGE_SHIFT).contains(&page_shift.into()) => {
+                return Err(RequestError::PageShift(page_shift));
+            }
+            FREE_PAGES => Self::FreePages { request_id, page_shift: page_shift.into() },
+            CANCEL if page_shift != 0 => return Err(RequestError::PageShift(page_shift)),
+            CANCEL => Self::Cancel { request_id },
+            other => return Err(RequestError::Command(other)),
+        };
+        match (reserved, request_id) {
+            (1.., _) => Err(RequestError::Reserved(reserved)),
+            (_, 0) => Err(RequestError::RequestId),
+            _ => Ok(request),
+        }
+    }
+}
