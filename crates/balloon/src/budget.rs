@@ -3,8 +3,8 @@
 /// Chains that one call takes at most.
 const CHAINS: u32 = 128;
 
-/// Units of work that one call does at most, apart from the chain under way: a unit is a descriptor or a page frame
-/// number. This many page frame numbers stand for 256 MiB.
+/// Units of work that one call does at most, apart from the chain or portion under way: a unit is a descriptor, an entry
+/// that is read, 64 bits of a bitmap, or a page or range that is dealt with. This many pages are 256 MiB.
 const UNITS: u32 = 64 << 10;
 
 /// What a call may still do.
@@ -24,9 +24,14 @@ impl Budget {
         self.chains = self.chains.saturating_sub(1);
     }
 
-    /// Pays for descriptors or page frame numbers.
+    /// Pays for units.
     pub(crate) fn spend(&mut self, units: usize) {
         self.units = self.units.saturating_sub(u32::try_from(units).unwrap_or(u32::MAX));
+    }
+
+    /// Ends the call's work: the rest waits for the next call.
+    pub(crate) fn exhaust(&mut self) {
+        self.units = 0;
     }
 
     /// Whether no further chain may be taken.

@@ -72,6 +72,30 @@ impl ChainReader<'_> {
         });
     }
 
+    /// Where the first `wanted_bytes` bytes of the writable descriptors are, in at most `limit` pieces; fewer if there are not
+    /// that many in guest memory.
+    pub(crate) fn read_space(
+        &mut self,
+        chain: Chain<'_>,
+        wanted_bytes: u32,
+        limit: usize,
+    ) -> Vec<(u64, u32)> {
+        let mut pieces: Vec<(u64, u32)> = Vec::new();
+        let mut room = wanted_bytes;
+        self.for_each(chain, Direction::Writable, |reader, address, length| {
+            let taken = room.min(length);
+            if pieces.len() == limit || !reader.memory.check_range(address, taken as usize) {
+                return false;
+            }
+            if taken > 0 {
+                pieces.push((address.0, taken));
+            }
+            room -= taken;
+            room > 0
+        });
+        pieces
+    }
+
     /// Calls `visit` with address and length of each descriptor of a direction until it returns false.
     fn for_each(
         &mut self,

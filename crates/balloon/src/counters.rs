@@ -3,6 +3,7 @@
 use std::fmt;
 use std::time::Instant;
 
+use ebb_abi::balloon::QueueKind;
 use ebb_guest_ram::DiscardOutcome;
 use serde::Serialize;
 
@@ -38,11 +39,25 @@ pub enum GuestError {
     StaleHint,
     /// The driver wrote to a field of the configuration space that it may only read.
     ReadOnlyConfig,
+    /// A message's header is incomplete, has an illegal value or is another queue's; the message was refused.
+    BadMessage,
+    /// A message's payload is not as long as its header says; the message was refused.
+    MessageLength,
+    /// A message is in an encoding that was not negotiated; it was refused.
+    ForbiddenEncoding,
+    /// A range of a message is empty or ends beyond the address space; the message was refused.
+    BadRange,
+    /// An answer came that belongs to no request in force; it was ignored.
+    StaleAnswer,
+    /// A buffer for a request came while the device held another one, which was returned.
+    ExtraRequestBuffer,
+    /// A buffer for a request is too short or not in guest memory; it was returned.
+    ShortRequestBuffer,
 }
 
 impl GuestError {
     /// All kinds.
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 20] = [
         Self::BrokenQueue,
         Self::BadHead,
         Self::EmptyChain,
@@ -56,6 +71,13 @@ impl GuestError {
         Self::ExtraStatistics,
         Self::StaleHint,
         Self::ReadOnlyConfig,
+        Self::BadMessage,
+        Self::MessageLength,
+        Self::ForbiddenEncoding,
+        Self::BadRange,
+        Self::StaleAnswer,
+        Self::ExtraRequestBuffer,
+        Self::ShortRequestBuffer,
     ];
 
     /// Name for people and for metrics.
@@ -74,6 +96,13 @@ impl GuestError {
             Self::ExtraStatistics => "extra_statistics",
             Self::StaleHint => "stale_hint",
             Self::ReadOnlyConfig => "read_only_config",
+            Self::BadMessage => "bad_message",
+            Self::MessageLength => "message_length",
+            Self::ForbiddenEncoding => "forbidden_encoding",
+            Self::BadRange => "bad_range",
+            Self::StaleAnswer => "stale_answer",
+            Self::ExtraRequestBuffer => "extra_request_buffer",
+            Self::ShortRequestBuffer => "short_request_buffer",
         }
     }
 }
@@ -114,6 +143,49 @@ pub struct QueueCounters {
     pub bytes: u64,
     /// Contiguous ranges that these bytes formed.
     pub ranges: u64,
+    /// Bytes of the arrays and messages that named pages; 0 for queues whose descriptors do that.
+    pub message_bytes: u64,
+    /// Time it took to read them and to find their ranges, in nanoseconds; discards are not in it.
+    pub translate_ns: u64,
+}
+
+impl QueueCounters {
+    /// Accounts for the time since `started`.
+    pub(crate) fn translated(&mut self, started: Instant) {
+        self.translate_ns += elapsed_ns(started);
+    }
+}
+
+fn elapsed_ns(started: Instant) -> u64 {
+    u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX)
+}
+
+/// How buffers of the inflate, deflate and host request queues named pages. Refused messages do not count.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct EncodingCounters {
+    /// Bare arrays of page frame numbers, as the standard has them.
+    pub arrays: u64,
+    /// Messages with page frame numbers.
+    pub pfns: u64,
+    /// Messages with a bitmap.
+    pub bitmaps: u64,
+    /// Messages with ranges.
+    pub ranges: u64,
+}
+
+/// Requests for free pages.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct RequestCounters {
+    /// Requests that the driver was sent.
+    pub sent: u64,
+    /// Requests that it answered completely.
+    pub completed: u64,
+    /// Requests that it gave up.
+    pub aborted: u64,
+    /// Requests that the owner cancelled.
+    pub cancelled: u64,
+    /// Bytes named in answers and not passed on because the guest fills free pages with a pattern.
+    pub poisoned_bytes: u64,
 }
 
 /// What went back to the host.
@@ -125,6 +197,8 @@ pub struct DiscardCounters {
     pub ranges: u64,
     /// System calls it took.
     pub syscalls: u64,
+    /// Time it took, in nanoseconds.
+    pub elapsed_ns: u64,
     /// Bytes kept because discards were inhibited.
     pub inhibited_bytes: u64,
     /// Bytes kept because the rest of their hugetlb page was in use.
@@ -138,6 +212,11 @@ pub struct DiscardCounters {
 }
 
 impl DiscardCounters {
+    /// Accounts for the time since `started`.
+    pub(crate) fn took(&mut self, started: Instant) {
+        self.elapsed_ns += elapsed_ns(started);
+    }
+
     pub(crate) fn add(&mut self, outcome: DiscardOutcome) {
         self.bytes += outcome.bytes;
         self.ranges += outcome.ranges;
@@ -151,6 +230,7 @@ impl DiscardCounters {
             bytes: self.bytes + other.bytes,
             ranges: self.ranges + other.ranges,
             syscalls: self.syscalls + other.syscalls,
+            elapsed_ns: self.elapsed_ns + other.elapsed_ns,
             inhibited_bytes: self.inhibited_bytes + other.inhibited_bytes,
             deferred_bytes: self.deferred_bytes + other.deferred_bytes,
             poisoned_bytes: self.poisoned_bytes + other.poisoned_bytes,
@@ -173,6 +253,12 @@ pub struct Counters {
     pub hinting: QueueCounters,
     /// Statistics buffers; their `bytes` and `ranges` stay 0.
     pub statistics: QueueCounters,
+    /// Free pages named in answers to requests, stale ones included.
+    pub host_request: QueueCounters,
+    /// Requests for free pages.
+    pub requests: RequestCounters,
+    /// How pages were named.
+    pub encodings: EncodingCounters,
     /// What inflation and reporting gave back to the host.
     pub discard: DiscardCounters,
     /// Pages named by the driver that are not guest memory.
@@ -181,6 +267,19 @@ pub struct Counters {
     pub activations: u64,
     /// The driver's mistakes.
     pub errors: ErrorCounts,
+}
+
+impl Counters {
+    pub(crate) fn queue_mut(&mut self, kind: QueueKind) -> &mut QueueCounters {
+        match kind {
+            QueueKind::Inflate => &mut self.inflate,
+            QueueKind::Deflate => &mut self.deflate,
+            QueueKind::Statistics => &mut self.statistics,
+            QueueKind::FreePageHint => &mut self.hinting,
+            QueueKind::Reporting => &mut self.reporting,
+            QueueKind::HostRequest => &mut self.host_request,
+        }
+    }
 }
 
 /// Counts a driver's mistakes and logs some of them.

@@ -12,10 +12,11 @@ use virtio_queue::{Queue, QueueT};
 use crate::config::ConfigSpace;
 use crate::counters::{Counters, Faults, GuestError};
 use crate::hinting::{HintPhase, Hinting};
+use crate::host_request::{HostRequests, RequestPhase};
 use crate::inflate::Scratch;
 use crate::pending::Discarder;
 use crate::queue::{DeviceQueue, DeviceQueues};
-use crate::state::{BalloonState, STATE_VERSION};
+use crate::state::{BalloonState, READABLE_VERSIONS, STATE_VERSION};
 use crate::statistics::Collector;
 use crate::{BalloonConfig, BalloonError, StatisticsBuffer};
 
@@ -57,6 +58,8 @@ pub struct Info {
     pub poison_value: Option<u32>,
     /// How far free page hinting is.
     pub hinting: HintPhase,
+    /// How far the request for free pages is.
+    pub free_pages: RequestPhase,
     /// Where the statistics buffer is.
     pub statistics_buffer: StatisticsBuffer,
     /// Why nothing is discarded at present.
@@ -91,6 +94,7 @@ pub struct Balloon {
     pub(crate) discarder: Discarder,
     pub(crate) statistics: Collector,
     pub(crate) hinting: Hinting,
+    pub(crate) requests: HostRequests,
     pub(crate) counters: Counters,
     pub(crate) faults: Faults,
     pub(crate) scratch: Scratch,
@@ -105,11 +109,12 @@ impl Balloon {
         let mut balloon = Self {
             discarder: Discarder::new(ram.clone()),
             ram,
-            offered: config.features & Features::ALL_BALLOON,
+            offered: config.features & Features::ALL_WITH_EXTENSION,
             space: ConfigSpace::default(),
             active: None,
             statistics: Collector::new(config.statistics_interval),
             hinting: Hinting::default(),
+            requests: HostRequests::default(),
             counters: Counters::default(),
             faults: Faults::default(),
             scratch: Scratch::default(),
@@ -175,7 +180,7 @@ impl Balloon {
         if self.active.is_some() {
             return Err(BalloonError::AlreadyActive);
         }
-        let negotiated = Features(negotiated_features) & Features::ALL_BALLOON;
+        let negotiated = Features(negotiated_features) & Features::ALL_WITH_EXTENSION;
         if negotiated.0 & !self.offered.0 != 0 {
             return Err(BalloonError::FeaturesNotOffered { negotiated, offered: self.offered });
         }
@@ -209,11 +214,11 @@ impl Balloon {
         let mut progress = match (kind, active.queues.queues.get_mut(index)) {
             (Some(kind), Some(queue)) => match kind {
                 QueueKind::Inflate => self.process_inflate(queue, negotiated),
-                QueueKind::Deflate => self.process_deflate(queue),
+                QueueKind::Deflate => self.process_deflate(queue, negotiated),
                 QueueKind::Statistics => self.process_statistics(queue),
                 QueueKind::FreePageHint => self.process_hinting(queue),
                 QueueKind::Reporting => self.process_reporting(queue, negotiated),
-                QueueKind::HostRequest => Progress::default(),
+                QueueKind::HostRequest => self.process_host_requests(queue, negotiated),
             },
             _ => Progress::default(),
         };
@@ -231,6 +236,7 @@ impl Balloon {
         self.ram.reclaim_all();
         self.statistics.reset();
         Self::reset_hinting(&mut self.hinting, &mut self.space);
+        self.requests.reset();
         self.space.reset();
     }
 
@@ -279,6 +285,7 @@ impl Balloon {
                 .collect(),
             poison_value: self.is_poisoned(negotiated).then(|| self.space.poison_value()),
             hinting: self.hinting.phase(),
+            free_pages: self.requests.phase(),
             statistics_buffer: self.statistics_buffer(),
             inhibited: self.ram.inhibit_reasons().iter().map(ToString::to_string).collect(),
         }
@@ -307,7 +314,8 @@ impl Balloon {
         active.map_or_else(Vec::new, |active| active.queues.queues.iter().map(DeviceQueue::state).collect())
     }
 
-    /// The state for a snapshot. Pages that wait are discarded first; hinting must have been finished.
+    /// The state for a snapshot. Pages that wait are discarded first; hinting must have been finished. A request for free
+    /// pages goes on here, and is not part of the state.
     pub fn save(&mut self) -> BalloonState {
         self.flush();
         BalloonState {
@@ -317,6 +325,8 @@ impl Balloon {
             config: self.space.save(),
             last_hint_id: self.hinting.last_id,
             unstopped_hint_id: self.hinting.unstopped_id,
+            last_request_id: self.requests.last_id,
+            request_buffer: self.requests.buffer.clone(),
             statistics_head: self.statistics.held,
             statistics_interval_ms: self
                 .statistics
@@ -334,7 +344,7 @@ impl Balloon {
         ram: Arc<GuestRam>,
         queues: Vec<Queue>,
     ) -> Result<Self, BalloonError> {
-        if state.version != STATE_VERSION {
+        if !READABLE_VERSIONS.contains(&state.version) {
             return Err(BalloonError::State(
                 "it was written by an incompatible version; take a new snapshot",
             ));
@@ -349,6 +359,7 @@ impl Balloon {
         balloon.set_target_bytes(balloon.target_bytes())?;
         balloon.hinting.last_id = state.last_hint_id;
         balloon.hinting.unstopped_id = state.unstopped_hint_id;
+        balloon.requests.last_id = state.last_request_id;
         if let Some(negotiated) = state.negotiated {
             balloon.activate(negotiated, queues)?;
         }
@@ -358,6 +369,14 @@ impl Balloon {
                 return Err(BalloonError::State("it holds a statistics buffer that does not exist"));
             }
             balloon.statistics.held = Some(head);
+        }
+        if let Some(buffer) = &state.request_buffer {
+            let queue = balloon.active.as_mut().and_then(|active| active.queue_mut(QueueKind::HostRequest));
+            let exists = queue.is_some_and(|queue| buffer.head < queue.size());
+            if !exists || !buffer.is_usable(balloon.ram.memory()) {
+                return Err(BalloonError::State("it holds a buffer for requests that does not exist"));
+            }
+            balloon.requests.buffer = Some(buffer.clone());
         }
         Ok(balloon)
     }

@@ -53,6 +53,10 @@ pub enum BalloonError {
     #[error("free page hinting is under way already; finish it first")]
     HintingActive,
 
+    /// Free pages were asked for while that was under way.
+    #[error("the guest is being asked for its free pages already; wait for the answer or cancel it")]
+    RequestActive,
+
     /// A saved state cannot be used.
     #[error("cannot restore the balloon: {0}")]
     State(&'static str),

@@ -17,12 +17,17 @@ use crate::inflate::count;
 use crate::queue::DeviceQueue;
 use crate::{Balloon, BalloonError, Progress};
 
-/// Receives hints. Called with the device locked: it must not call the device and should be quick.
+/// Receives hints: of free page hinting, and of the answers to requests for free pages. Called with the device locked: it
+/// must not call the device and should be quick.
+///
+/// A migration may leave hinted pages out unless they were written to since the command or request was issued, whether
+/// it has found out about the write already or not. Nothing else may be done with them: the guest may use them by now.
 pub trait HintSink: Send {
-    /// The content of these pages did not matter when the command was issued. Sorted, disjoint, inside guest memory.
+    /// The content of these pages did not matter when the command or request was issued. Sorted, disjoint, inside guest
+    /// memory; further calls may name the same pages again.
     fn hint(&mut self, ranges: &[PageRange]);
 
-    /// No more hints will come for this command, for the given reason.
+    /// No more hints will come for this command or request, for the given reason.
     fn ended(&mut self, end: HintEnd);
 }
 
@@ -31,7 +36,9 @@ pub trait HintSink: Send {
 pub enum HintEnd {
     /// The driver has told of all its free pages.
     Complete,
-    /// The owner stopped or finished hinting before the driver was through.
+    /// The driver has given up. What it told is valid, but not everything.
+    Aborted,
+    /// The owner stopped or finished before the driver was through.
     Cancelled,
     /// The driver reset the device.
     Reset,

@@ -1,17 +1,16 @@
-//! The inflate and deflate queues (virtio 1.3 sections 5.5.6.1 and 5.5.6.2).
+//! The inflate and deflate queues (virtio 1.3 sections 5.5.6.1 and 5.5.6.2; docs/extension.md, "Inflate and deflate").
 
-use ebb_abi::balloon::{Feature, Features, PFN_BYTES};
-use ebb_abi::{PageRange, Pfn};
+use std::time::Instant;
+
+use ebb_abi::PageRange;
+use ebb_abi::balloon::{Feature, Features, QueueKind};
 
 use crate::budget::Budget;
-use crate::chain::ChainReader;
 use crate::counters::{GuestError, QueueCounters};
+use crate::message::{Message, Verdict};
 use crate::pages::RunBuilder;
 use crate::queue::{Chain, DeviceQueue};
 use crate::{Balloon, Progress};
-
-/// Page frame numbers read from a chain; Linux sends 256.
-pub(crate) const MAX_PFNS_PER_CHAIN: usize = 64 << 10;
 
 /// Buffers that are reused from chain to chain.
 #[derive(Debug, Default)]
@@ -28,19 +27,22 @@ impl Balloon {
         let ram = self.ram.clone();
         let mut budget = Budget::new();
         let mut unanswered = Vec::new();
-        while let Some(chain) = queue.next_chain(ram.memory(), &mut budget, &mut self.faults) {
-            let head = chain.head_index();
-            self.read_pfns(chain, &mut budget);
-            for range in &self.scratch.ranges {
-                count(&mut self.counters.inflate, *range);
+        while let Some(mut message) = self.next_message(queue, QueueKind::Inflate, negotiated, &mut budget) {
+            while self.next_portion(&mut message, QueueKind::Inflate, &mut budget) {
+                self.inflate(poisoned);
+                // Best discarded before more comes, by someone who does not hold the device's lock.
+                let pause = budget.is_exhausted() || (may_discard_later && self.discarder.is_due());
+                if pause && !message.is_finished() {
+                    break;
+                }
             }
-            self.counters.inflate.buffers += 1;
-            if poisoned {
-                let bytes: u64 = self.scratch.ranges.iter().map(|range| range.size_bytes()).sum();
-                self.counters.discard.poisoned_bytes += bytes;
-            } else {
-                self.discarder.insert(&self.scratch.ranges);
+            if !message.is_finished() {
+                budget.exhaust();
+                queue.keep(message);
+                break;
             }
+            let head = message.head;
+            self.finish_message(message);
             if may_discard_later {
                 queue.complete(ram.memory(), head, &mut self.faults);
             } else {
@@ -57,55 +59,101 @@ impl Balloon {
         queue.finish_round(ram.memory(), &budget, &mut self.faults)
     }
 
-    pub(crate) fn process_deflate(&mut self, queue: &mut DeviceQueue) -> Progress {
+    pub(crate) fn process_deflate(&mut self, queue: &mut DeviceQueue, negotiated: Features) -> Progress {
         let ram = self.ram.clone();
         let mut budget = Budget::new();
-        while let Some(chain) = queue.next_chain(ram.memory(), &mut budget, &mut self.faults) {
-            let head = chain.head_index();
-            self.read_pfns(chain, &mut budget);
-            for range in &self.scratch.ranges {
-                count(&mut self.counters.deflate, *range);
+        while let Some(mut message) = self.next_message(queue, QueueKind::Deflate, negotiated, &mut budget) {
+            while self.next_portion(&mut message, QueueKind::Deflate, &mut budget) {
+                self.discarder.remove(&self.scratch.ranges);
+                ram.reclaim(&self.scratch.ranges);
+                if budget.is_exhausted() {
+                    break;
+                }
             }
-            self.discarder.remove(&self.scratch.ranges);
-            ram.reclaim(&self.scratch.ranges);
-            self.counters.deflate.buffers += 1;
+            if !message.is_finished() {
+                queue.keep(message);
+                break;
+            }
+            if message.verdict == Verdict::Refused {
+                self.settle_balloon();
+            }
+            let head = message.head;
+            self.finish_message(message);
             // From here on the driver uses the pages.
             queue.complete(ram.memory(), head, &mut self.faults);
         }
         queue.finish_round(ram.memory(), &budget, &mut self.faults)
     }
 
-    /// Reads the page frame numbers of a chain into `scratch.ranges`: sorted, disjoint, inside guest memory.
-    fn read_pfns(&mut self, chain: Chain<'_>, budget: &mut Budget) {
-        let scratch = &mut self.scratch;
-        let mut reader = ChainReader { memory: self.ram.memory(), budget, faults: &mut self.faults };
-        reader.read_bytes(chain, MAX_PFNS_PER_CHAIN * PFN_BYTES, &mut scratch.bytes);
-        let (numbers, rest) = scratch.bytes.as_chunks::<PFN_BYTES>();
-        if !rest.is_empty() {
-            self.faults.count(GuestError::PartialEntry, format_args!("{} bytes too many", rest.len()));
+    /// The message under way, or the next one.
+    pub(crate) fn next_message(
+        &mut self,
+        queue: &mut DeviceQueue,
+        kind: QueueKind,
+        negotiated: Features,
+        budget: &mut Budget,
+    ) -> Option<Message> {
+        if let Some(message) = queue.take_message() {
+            return Some(message);
         }
-        budget.spend(numbers.len());
-        scratch.runs.clear();
-        for number in numbers {
-            scratch.runs.push(Pfn::from(u32::from_le_bytes(*number)));
-        }
-        let (runs, doubles) = scratch.runs.finish();
-        if doubles > 0 {
-            self.faults.count(GuestError::DoublePage, format_args!("{doubles} pages"));
-        }
-        scratch.ranges.clear();
-        let asked: u64 = runs.iter().map(|run| run.pages).sum();
-        scratch.ranges.extend(runs.iter().flat_map(|run| self.ram.clip(*run)));
-        self.reject_outside(asked);
+        let ram = self.ram.clone();
+        let chain = queue.next_chain(ram.memory(), budget, &mut self.faults)?;
+        Some(self.read_timed_message(chain, kind, negotiated, budget))
     }
 
-    /// Accounts for pages asked for that are not in `scratch.ranges`, which holds those that are guest memory.
-    pub(crate) fn reject_outside(&mut self, asked_pages: u64) {
-        let inside: u64 = self.scratch.ranges.iter().map(|range| range.pages).sum();
-        let outside = asked_pages - inside;
-        if outside > 0 {
-            self.counters.rejected_pages += outside;
-            self.faults.count(GuestError::OutsideRam, format_args!("{outside} pages"));
+    /// Reads a message and accounts for the time it took.
+    pub(crate) fn read_timed_message(
+        &mut self,
+        chain: Chain<'_>,
+        kind: QueueKind,
+        negotiated: Features,
+        budget: &mut Budget,
+    ) -> Message {
+        let started = Instant::now();
+        let message = self.read_message(chain, kind, negotiated, budget);
+        self.counters.queue_mut(kind).translated(started);
+        message
+    }
+
+    /// Puts the next pages of a message into `scratch.ranges` and counts them; returns whether there were any.
+    pub(crate) fn next_portion(
+        &mut self,
+        message: &mut Message,
+        kind: QueueKind,
+        budget: &mut Budget,
+    ) -> bool {
+        let started = Instant::now();
+        let any = self.read_portion(message, budget);
+        let counters = self.counters.queue_mut(kind);
+        counters.translated(started);
+        for range in &self.scratch.ranges {
+            count(counters, *range);
+        }
+        any
+    }
+
+    /// The pages in `scratch.ranges` go into the balloon.
+    fn inflate(&mut self, poisoned: bool) {
+        if poisoned {
+            let bytes: u64 = self.scratch.ranges.iter().map(|range| range.size_bytes()).sum();
+            self.counters.discard.poisoned_bytes += bytes;
+        } else {
+            self.discarder.insert(&self.scratch.ranges);
+        }
+    }
+
+    /// The driver is about to use pages of the balloon that nobody knows: nothing that came before may be discarded
+    /// later on.
+    fn settle_balloon(&mut self) {
+        self.discarder.flush();
+        self.ram.reclaim_all();
+    }
+
+    /// Accounts for pages asked for that are not guest memory.
+    pub(crate) fn reject_outside(&mut self, pages: u64) {
+        if pages > 0 {
+            self.counters.rejected_pages = self.counters.rejected_pages.saturating_add(pages);
+            self.faults.count(GuestError::OutsideRam, format_args!("{pages} pages"));
         }
     }
 
@@ -117,7 +165,9 @@ impl Balloon {
     /// Discards pages that the driver may use again at once.
     pub(crate) fn discard(&mut self, ranges: &[PageRange]) {
         if !ranges.is_empty() {
+            let started = Instant::now();
             let result = self.ram.discard(ranges);
+            self.counters.discard.took(started);
             self.account(result);
         }
     }

@@ -38,8 +38,10 @@ mod counters;
 mod device;
 mod error;
 mod hinting;
+mod host_request;
 mod inflate;
 mod log_limit;
+mod message;
 mod pages;
 mod pending;
 mod queue;
@@ -55,10 +57,13 @@ pub mod fuzzing;
 pub mod testing;
 
 pub use config::BalloonConfig;
-pub use counters::{Counters, DiscardCounters, ErrorCounts, GuestError, QueueCounters};
+pub use counters::{
+    Counters, DiscardCounters, EncodingCounters, ErrorCounts, GuestError, QueueCounters, RequestCounters,
+};
 pub use device::{Balloon, Info, Progress};
 pub use error::BalloonError;
 pub use hinting::{HintEnd, HintPhase, HintSink};
+pub use host_request::{RequestBuffer, RequestPhase};
 pub use log_limit::LogLimit;
 pub use pending::Discarder;
 pub use state::{BalloonState, STATE_VERSION};

@@ -5,6 +5,7 @@
 //! lock of its own, which is held while its pages are being discarded: whoever takes pages out of the balloon waits there.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use ebb_abi::{PAGE_SIZE_BYTES, PageRange};
 use ebb_guest_ram::GuestRam;
@@ -56,7 +57,10 @@ impl Pending {
         if ranges.is_empty() {
             return;
         }
-        match ram.discard_held(ranges) {
+        let started = Instant::now();
+        let result = ram.discard_held(ranges);
+        self.counters.took(started);
+        match result {
             Ok(outcome) => self.counters.add(outcome),
             Err(error) => {
                 self.counters.failures += 1;

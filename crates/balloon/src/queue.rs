@@ -7,6 +7,7 @@ use vm_memory::GuestMemoryMmap;
 use crate::Progress;
 use crate::budget::Budget;
 use crate::counters::{Faults, GuestError};
+use crate::message::Message;
 
 /// A descriptor chain in guest memory.
 pub(crate) type Chain<'a> = DescriptorChain<&'a GuestMemoryMmap>;
@@ -18,6 +19,8 @@ pub(crate) struct DeviceQueue {
     health: Health,
     /// Whether a chain has been given back since the last [`finish_round`](Self::finish_round).
     completed: bool,
+    /// The message under way: its chain is the latest one taken.
+    message: Option<Message>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,12 +34,25 @@ enum Health {
 
 impl DeviceQueue {
     pub(crate) fn new(queue: Queue) -> Self {
-        Self { queue, health: Health::Good, completed: false }
+        Self { queue, health: Health::Good, completed: false, message: None }
     }
 
-    /// Where the device stands in the rings.
+    /// Where the device stands in the rings. A message under way counts as not taken yet: it is read again from its
+    /// beginning, which does no harm because the driver has not got it back.
     pub(crate) fn state(&self) -> virtio_queue::QueueState {
-        self.queue.state()
+        let mut state = self.queue.state();
+        state.next_avail = state.next_avail.wrapping_sub(u16::from(self.message.is_some()));
+        state
+    }
+
+    /// Keeps a message for the next call.
+    pub(crate) fn keep(&mut self, message: Message) {
+        self.message = Some(message);
+    }
+
+    /// The message under way.
+    pub(crate) fn take_message(&mut self) -> Option<Message> {
+        self.message.take()
     }
 
     /// Entries in the queue's rings.
@@ -67,13 +83,24 @@ impl DeviceQueue {
         }
     }
 
-    /// Gives a chain back to the driver. The device writes into no buffer, so the length used is 0.
+    /// Gives a chain back to the driver in which the device has written nothing.
     pub(crate) fn complete(&mut self, memory: &GuestMemoryMmap, head: u16, faults: &mut Faults) {
+        self.complete_written(memory, head, 0, faults);
+    }
+
+    /// Gives a chain back to the driver after the device has written into its first `written_bytes` bytes.
+    pub(crate) fn complete_written(
+        &mut self,
+        memory: &GuestMemoryMmap,
+        head: u16,
+        written_bytes: u32,
+        faults: &mut Faults,
+    ) {
         if head >= self.queue.size() {
             faults.count(GuestError::BadHead, format_args!("descriptor {head} does not exist"));
             return;
         }
-        match self.queue.add_used(memory, head, 0) {
+        match self.queue.add_used(memory, head, written_bytes) {
             Ok(()) => self.completed = true,
             Err(error) => self.break_down(faults, &error),
         }

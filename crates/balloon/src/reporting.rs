@@ -3,6 +3,9 @@
 //! The guest keeps reported pages isolated until the device gives the buffer back. So they are discarded before that,
 //! and never remembered: a moment later they may be in use.
 
+use std::time::Instant;
+
+use ebb_abi::PageRange;
 use ebb_abi::balloon::Features;
 
 use crate::budget::Budget;
@@ -18,7 +21,9 @@ impl Balloon {
         let mut budget = Budget::new();
         while let Some(chain) = queue.next_chain(ram.memory(), &mut budget, &mut self.faults) {
             let head = chain.head_index();
+            let started = Instant::now();
             self.read_ranges(chain, &mut budget);
+            self.counters.reporting.translated(started);
             let ranges = std::mem::take(&mut self.scratch.ranges);
             for range in &ranges {
                 count(&mut self.counters.reporting, *range);
@@ -43,8 +48,8 @@ impl Balloon {
         let mut reader = ChainReader { memory: self.ram.memory(), budget, faults: &mut self.faults };
         reader.read_ranges(chain, &mut ranges);
         ebb_guest_ram::coalesce(&mut ranges);
-        let asked = ranges.iter().map(|range| range.pages).sum();
+        let pages = |ranges: &[PageRange]| -> u64 { ranges.iter().map(|range| range.pages).sum() };
         self.scratch.ranges.extend(ranges.iter().flat_map(|range| self.ram.clip(*range)));
-        self.reject_outside(asked);
+        self.reject_outside(pages(&ranges) - pages(&self.scratch.ranges));
     }
 }

@@ -86,7 +86,10 @@ fn only_balloon_features_are_offered() {
     let guest = Guest::with_all_features();
     let config = BalloonConfig { features: Features(u64::MAX), ..BalloonConfig::default() };
     let balloon = Balloon::new(config, Arc::clone(&guest.ram)).unwrap();
-    assert_eq!(balloon.device_features(), 0x3f);
+    assert_eq!(balloon.device_features(), 0x3f | 0b111 << 50);
+    // The extension has to be asked for.
+    assert_eq!(guest.balloon.device_features(), 0x3f);
+    assert_eq!((guest.balloon.queue_max_sizes().len(), balloon.queue_max_sizes().len()), (5, 6));
 }
 
 #[test]

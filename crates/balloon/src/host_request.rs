@@ -1,0 +1,328 @@
+//! The host request queue (docs/extension.md, "Host requests").
+//!
+//! The driver leaves a buffer with the device. When the owner wants to know which pages are free, the device writes a
+//! numbered request into it and gives it back; the driver answers with messages. As with free page hinting, the pages
+//! named may be in use again by the time they are read, so they go to a [`HintSink`] and are never discarded.
+
+use ebb_abi::balloon::extension::{AnswerStatus, HostRequest, MAX_PAGE_SHIFT, Purpose, REQUEST_BYTES};
+use ebb_abi::balloon::{Feature, Features, QueueKind};
+use ebb_abi::{Order, PAGE_SHIFT};
+use serde::{Deserialize, Serialize};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
+
+use crate::budget::Budget;
+use crate::chain::ChainReader;
+use crate::counters::GuestError;
+use crate::message::{Message, Verdict};
+use crate::queue::{Chain, DeviceQueue};
+use crate::{Balloon, BalloonError, HintEnd, HintSink, Progress};
+
+/// Pieces of a request buffer at most: one for each byte.
+const MAX_PIECES: usize = REQUEST_BYTES;
+
+/// How far a request is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RequestPhase {
+    /// Nothing is asked for.
+    #[default]
+    Idle,
+    /// The driver has not left a buffer for the request yet.
+    Waiting,
+    /// The driver has been asked and has not begun to answer.
+    Sent,
+    /// The answer is coming.
+    Answering,
+}
+
+/// Where in guest memory a request can be written.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RequestBuffer {
+    /// Head of the chain.
+    pub head: u16,
+    /// Guest-physical addresses and lengths in bytes of the pieces of the buffer's first [`REQUEST_BYTES`].
+    pub pieces: Vec<(u64, u32)>,
+}
+
+impl RequestBuffer {
+    /// Whether all of a request can be written.
+    pub(crate) fn is_usable(&self, memory: &GuestMemoryMmap) -> bool {
+        let inside =
+            |(address, length): &(u64, u32)| memory.check_range(GuestAddress(*address), *length as usize);
+        let bytes: u64 = self.pieces.iter().map(|(_, length)| u64::from(*length)).sum();
+        self.pieces.len() <= MAX_PIECES && bytes == REQUEST_BYTES as u64 && self.pieces.iter().all(inside)
+    }
+
+    fn write(
+        &self,
+        memory: &GuestMemoryMmap,
+        request: HostRequest,
+    ) -> Result<(), vm_memory::GuestMemoryError> {
+        let bytes = request.to_bytes();
+        let mut rest = &bytes[..];
+        for (address, length) in &self.pieces {
+            let (piece, after) = rest.split_at((*length as usize).min(rest.len()));
+            memory.write_slice(piece, GuestAddress(*address))?;
+            rest = after;
+        }
+        Ok(())
+    }
+}
+
+/// The state machine.
+#[derive(Default)]
+pub(crate) struct HostRequests {
+    phase: RequestPhase,
+    /// Number of the latest request.
+    pub(crate) last_id: u64,
+    page_shift: u32,
+    /// The buffer that the driver left.
+    pub(crate) buffer: Option<RequestBuffer>,
+    /// A request that the owner gave up and that the driver may still be answering.
+    withdrawn: Option<u64>,
+    sink: Option<Box<dyn HintSink>>,
+}
+
+impl std::fmt::Debug for HostRequests {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter
+            .debug_struct("HostRequests")
+            .field("phase", &self.phase)
+            .field("last_id", &self.last_id)
+            .field("buffer", &self.buffer)
+            .field("withdrawn", &self.withdrawn)
+            .finish_non_exhaustive()
+    }
+}
+
+impl HostRequests {
+    pub(crate) fn phase(&self) -> RequestPhase {
+        self.phase
+    }
+
+    /// What is to be sent when there is a buffer for it.
+    fn wanted(&self) -> Option<HostRequest> {
+        let withdrawn = self.withdrawn.map(|request_id| HostRequest::Cancel { request_id });
+        match self.phase {
+            RequestPhase::Waiting => {
+                Some(HostRequest::FreePages { request_id: self.last_id, page_shift: self.page_shift })
+            }
+            RequestPhase::Idle => withdrawn,
+            RequestPhase::Sent | RequestPhase::Answering => None,
+        }
+    }
+
+    /// A request was sent. It ends earlier answers.
+    fn sent(&mut self) {
+        self.withdrawn = None;
+        if self.phase == RequestPhase::Waiting {
+            self.phase = RequestPhase::Sent;
+        }
+    }
+
+    /// Whether this is the request in force; from its first message on it is being answered.
+    fn accept(&mut self, request_id: u64) -> bool {
+        let in_force = matches!(self.phase, RequestPhase::Sent | RequestPhase::Answering);
+        let accepted = in_force && request_id == self.last_id;
+        if accepted {
+            self.phase = RequestPhase::Answering;
+        }
+        accepted
+    }
+
+    fn end(&mut self, end: HintEnd) {
+        self.phase = RequestPhase::Idle;
+        if let Some(mut sink) = self.sink.take() {
+            sink.ended(end);
+        }
+    }
+
+    /// The driver is gone. Numbers go on.
+    pub(crate) fn reset(&mut self) {
+        self.buffer = None;
+        self.withdrawn = None;
+        self.end(HintEnd::Reset);
+    }
+}
+
+impl Balloon {
+    /// Asks the driver which blocks of at least this order are free; `sink` is told. Returns whether the interrupt of the host
+    /// request queue is to be raised.
+    ///
+    /// The answer comes when the guest gets to it, which may be never: whoever asks sets a time limit and calls
+    /// [`cancel_free_pages`](Self::cancel_free_pages). Writes to memory must be recorded from before this call on if pages
+    /// are to be left out of a migration because of the answer.
+    ///
+    /// # Errors
+    /// [`BalloonError::NotNegotiated`], [`BalloonError::RequestActive`].
+    pub fn request_free_pages(
+        &mut self,
+        smallest: Order,
+        sink: Box<dyn HintSink>,
+    ) -> Result<bool, BalloonError> {
+        if self.queue_index(QueueKind::HostRequest).is_none() {
+            return Err(BalloonError::NotNegotiated { feature: Feature::HostRequest.name() });
+        }
+        let requests = &mut self.requests;
+        if requests.phase != RequestPhase::Idle {
+            return Err(BalloonError::RequestActive);
+        }
+        requests.last_id += 1;
+        requests.page_shift = (PAGE_SHIFT + u32::from(smallest.0)).min(MAX_PAGE_SHIFT);
+        requests.phase = RequestPhase::Waiting;
+        requests.sink = Some(sink);
+        Ok(self.send_request_now())
+    }
+
+    /// Gives up a request, if there is one: what the driver still answers is ignored. To be called at the end of a time limit,
+    /// and when whatever wanted to know has ended. Returns whether the interrupt of the host request queue is to be
+    /// raised.
+    pub fn cancel_free_pages(&mut self) -> bool {
+        let requests = &mut self.requests;
+        match requests.phase {
+            RequestPhase::Idle => return false,
+            RequestPhase::Waiting => {}
+            RequestPhase::Sent | RequestPhase::Answering => requests.withdrawn = Some(requests.last_id),
+        }
+        requests.end(HintEnd::Cancelled);
+        self.counters.requests.cancelled += 1;
+        self.send_request_now()
+    }
+
+    /// How far the request for free pages is.
+    pub fn request_phase(&self) -> RequestPhase {
+        self.requests.phase()
+    }
+
+    /// Sends what is to be sent, from outside of the queue's processing; returns whether its interrupt is to be raised.
+    fn send_request_now(&mut self) -> bool {
+        let Some(mut active) = self.active.take() else { return false };
+        let mut interrupt = false;
+        if let Some(queue) = active.queue_mut(QueueKind::HostRequest) {
+            self.send_request(queue);
+            interrupt = queue.wants_interrupt(self.ram.memory());
+        }
+        self.active = Some(active);
+        interrupt
+    }
+
+    /// Sends what is to be sent if the driver left a buffer for it.
+    fn send_request(&mut self, queue: &mut DeviceQueue) {
+        let Some(request) = self.requests.wanted() else { return };
+        let Some(buffer) = self.requests.buffer.take() else { return };
+        let memory = self.ram.memory();
+        if let Err(error) = buffer.write(memory, request) {
+            self.faults.count(GuestError::ShortRequestBuffer, error);
+            queue.complete(memory, buffer.head, &mut self.faults);
+            return;
+        }
+        queue.complete_written(memory, buffer.head, REQUEST_BYTES as u32, &mut self.faults);
+        self.requests.sent();
+        self.counters.requests.sent += u64::from(matches!(request, HostRequest::FreePages { .. }));
+    }
+
+    pub(crate) fn process_host_requests(
+        &mut self,
+        queue: &mut DeviceQueue,
+        negotiated: Features,
+    ) -> Progress {
+        let ram = self.ram.clone();
+        let mut budget = Budget::new();
+        loop {
+            let mut message = if let Some(message) = queue.take_message() {
+                message
+            } else {
+                let next = queue.next_chain(ram.memory(), &mut budget, &mut self.faults);
+                let Some(chain) = next else { break };
+                // A chain is a buffer or a message, told apart by the first descriptor's direction.
+                if chain.clone().next().is_some_and(|descriptor| descriptor.is_write_only()) {
+                    self.receive_buffer(chain, queue, &mut budget);
+                    continue;
+                }
+                self.read_timed_message(chain, QueueKind::HostRequest, negotiated, &mut budget)
+            };
+            self.receive_answer(&mut message, negotiated, &mut budget);
+            if !message.is_finished() {
+                queue.keep(message);
+                break;
+            }
+            let head = message.head;
+            self.finish_answer(message);
+            queue.complete(ram.memory(), head, &mut self.faults);
+        }
+        queue.finish_round(ram.memory(), &budget, &mut self.faults)
+    }
+
+    /// The driver left a buffer for a request.
+    fn receive_buffer(&mut self, chain: Chain<'_>, queue: &mut DeviceQueue, budget: &mut Budget) {
+        let ram = self.ram.clone();
+        let head = chain.head_index();
+        let mut reader = ChainReader { memory: ram.memory(), budget, faults: &mut self.faults };
+        let buffer =
+            RequestBuffer { head, pieces: reader.read_space(chain, REQUEST_BYTES as u32, MAX_PIECES) };
+        self.counters.host_request.buffers += 1;
+        if !buffer.is_usable(ram.memory()) {
+            self.faults.count(GuestError::ShortRequestBuffer, format_args!("{} pieces", buffer.pieces.len()));
+            queue.complete(ram.memory(), head, &mut self.faults);
+        } else if head >= queue.size() {
+            // A chain that can never be given back must not take the place of one that can.
+            queue.complete(ram.memory(), head, &mut self.faults);
+        } else {
+            if let Some(former) = self.requests.buffer.replace(buffer) {
+                self.faults.count(GuestError::ExtraRequestBuffer, "a second buffer for requests");
+                queue.complete(ram.memory(), former.head, &mut self.faults);
+            }
+            self.send_request(queue);
+        }
+    }
+
+    /// Passes the pages of a message on, as far as the budget goes.
+    fn receive_answer(&mut self, message: &mut Message, negotiated: Features, budget: &mut Budget) {
+        let poisoned = self.is_poisoned(negotiated);
+        let accepted = match message.verdict {
+            Verdict::Accepted(Purpose::FreePages { request_id, .. }) => self.requests.accept(request_id),
+            _ => false,
+        };
+        while self.next_portion(message, QueueKind::HostRequest, budget) {
+            if accepted && poisoned {
+                // Whoever leaves such a page out would have to put the pattern in its place.
+                let bytes: u64 = self.scratch.ranges.iter().map(|range| range.size_bytes()).sum();
+                self.counters.requests.poisoned_bytes += bytes;
+            } else if accepted && let Some(sink) = &mut self.requests.sink {
+                sink.hint(&self.scratch.ranges);
+            }
+            if budget.is_exhausted() {
+                break;
+            }
+        }
+    }
+
+    /// A message is through; it may have been the answer's last.
+    fn finish_answer(&mut self, message: Message) {
+        let verdict = message.verdict;
+        self.finish_message(message);
+        let Verdict::Accepted(Purpose::FreePages { request_id, status }) = verdict else { return };
+        let is_last = status != AnswerStatus::More;
+        if is_last && self.requests.withdrawn == Some(request_id) {
+            self.requests.withdrawn = None;
+        }
+        if !self.requests.accept(request_id) {
+            self.faults.count(
+                GuestError::StaleAnswer,
+                format_args!("{status:?} of request {request_id} while {:?}", self.requests.phase),
+            );
+            return;
+        }
+        match status {
+            AnswerStatus::More => {}
+            AnswerStatus::Done => {
+                self.counters.requests.completed += 1;
+                self.requests.end(HintEnd::Complete);
+            }
+            AnswerStatus::Aborted => {
+                self.counters.requests.aborted += 1;
+                self.requests.end(HintEnd::Aborted);
+            }
+        }
+    }
+}

@@ -1,0 +1,309 @@
+//! Messages of the inflate, deflate and host request queues while they are being worked on.
+//!
+//! A message is a bare array of page frame numbers, as in the standard, or a header and a payload (docs/extension.md). It
+//! can name far more than one call should deal with, so it is worked on in portions, and kept between calls.
+
+use ebb_abi::PageRange;
+use ebb_abi::balloon::Features;
+use ebb_abi::balloon::extension::{
+    Bitmap, HEADER_BYTES, Header, Layout, MAX_MESSAGE_BYTES, MAX_PFNS, Pfns, Purpose, Ranges,
+};
+use ebb_abi::balloon::{PFN_BYTES, QueueKind};
+use ebb_guest_ram::GuestRam;
+
+use crate::Balloon;
+use crate::budget::Budget;
+use crate::chain::ChainReader;
+use crate::counters::{EncodingCounters, GuestError};
+use crate::pages::RunBuilder;
+use crate::queue::Chain;
+
+/// Pages of a portion at most, 32 MiB: half of what may wait to be discarded, so that a portion and what waited before it
+/// fit.
+const PORTION_PAGES: u64 = 8 << 10;
+
+/// Ranges of a portion at most.
+const PORTION_RANGES: usize = 1024;
+
+/// Bits of a bitmap that are looked at in one go: half as many ranges can come of them, as many as of the largest array.
+const BITS_AT_ONCE: u32 = 128 << 10;
+
+/// Bytes for which a driver pays one unit of the budget.
+const BYTES_PER_UNIT: usize = 16;
+
+/// Whether what a message says can be used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Verdict {
+    /// It can, for this.
+    Accepted(Purpose),
+    /// It breaks the rules: it is only given back.
+    Refused,
+}
+
+/// A message that was read and has not been given back.
+#[derive(Debug)]
+pub(crate) struct Message {
+    /// Head of its chain.
+    pub(crate) head: u16,
+    pub(crate) verdict: Verdict,
+    /// Sorted, disjoint, inside guest memory.
+    ranges: Vec<PageRange>,
+    next_range: usize,
+    bits: Bits,
+    /// Pages named that are not guest memory.
+    pub(crate) outside_pages: u64,
+}
+
+/// The rest of a bitmap.
+#[derive(Debug)]
+struct Bits {
+    /// Header and payload.
+    bytes: Vec<u8>,
+    layout: Layout,
+    next: u32,
+}
+
+impl Message {
+    fn new(head: u16, verdict: Verdict) -> Self {
+        let bits = Bits { bytes: Vec::new(), layout: Layout::Pfns { count: 0 }, next: 0 };
+        Self { head, verdict, ranges: Vec::new(), next_range: 0, bits, outside_pages: 0 }
+    }
+
+    /// Whether there is nothing left to do but to give it back.
+    pub(crate) fn is_finished(&self) -> bool {
+        self.next_range == self.ranges.len() && self.bits.is_used_up()
+    }
+
+    /// Fills `portion` with the next pages; empty at the end, or if the budget was used up by what came to nothing.
+    fn next_portion(&mut self, ram: &GuestRam, budget: &mut Budget, portion: &mut Vec<PageRange>) {
+        portion.clear();
+        let mut room = PORTION_PAGES;
+        let mut has_read = false;
+        while room > 0 && portion.len() < PORTION_RANGES && !self.is_finished() {
+            let Some(range) = self.ranges.get_mut(self.next_range) else {
+                if has_read && budget.is_exhausted() {
+                    break;
+                }
+                self.read_bits(ram, budget);
+                has_read = true;
+                continue;
+            };
+            let taken = PageRange::new(range.start, range.pages.min(room));
+            *range = PageRange::new(taken.end(), range.pages - taken.pages);
+            self.next_range += usize::from(range.is_empty());
+            room -= taken.pages;
+            portion.push(taken);
+        }
+        budget.spend(portion.len() + (PORTION_PAGES - room) as usize);
+    }
+
+    /// Replaces the ranges, which are used up, by those of the next part of the bitmap.
+    fn read_bits(&mut self, ram: &GuestRam, budget: &mut Budget) {
+        self.ranges.clear();
+        self.next_range = 0;
+        let Bits { bytes, layout, next } = &mut self.bits;
+        let end = next.saturating_add(BITS_AT_ONCE).min(layout.count());
+        let payload = bytes.get(HEADER_BYTES..).unwrap_or_default();
+        let runs =
+            Bitmap::new(payload, layout.count()).into_iter().flat_map(|bitmap| bitmap.runs(*next..end));
+        budget.spend((end - *next) as usize / 64);
+        for run in runs {
+            budget.spend(1);
+            let pages = layout.pages_of_bits(run.first, run.bits);
+            let known = self.ranges.len();
+            self.ranges.extend(ram.clip(pages));
+            let inside: u64 = self.ranges[known..].iter().map(|range| range.pages).sum();
+            self.outside_pages = self.outside_pages.saturating_add(pages.pages - inside);
+        }
+        *next = end;
+    }
+
+    /// Takes in ranges that are sorted and disjoint.
+    fn set_ranges(&mut self, ranges: &[PageRange], ram: &GuestRam) {
+        self.ranges.extend(ranges.iter().flat_map(|range| ram.clip(*range)));
+        let asked: u64 = ranges.iter().map(|range| range.pages).sum();
+        let inside: u64 = self.ranges.iter().map(|range| range.pages).sum();
+        self.outside_pages = asked - inside;
+    }
+}
+
+impl Bits {
+    fn is_used_up(&self) -> bool {
+        !matches!(self.layout, Layout::Bitmap { bits, .. } if self.next < bits)
+    }
+}
+
+/// Why a message is refused.
+struct Refusal(GuestError, String);
+
+/// Whether a message with this header may come on this queue.
+fn belongs(header: &Header, kind: QueueKind) -> bool {
+    matches!(
+        (kind, header.purpose()),
+        (QueueKind::Inflate, Purpose::Inflate)
+            | (QueueKind::Deflate, Purpose::Deflate)
+            | (QueueKind::HostRequest, Purpose::FreePages { .. })
+    )
+}
+
+/// Checks everything about a message but its entries.
+fn check(bytes: &[u8], kind: QueueKind, negotiated: Features) -> Result<Header, Refusal> {
+    let Some(header) = bytes.first_chunk() else {
+        return Err(Refusal(GuestError::BadMessage, format!("{} bytes of header", bytes.len())));
+    };
+    let header = Header::from_bytes(*header)
+        .map_err(|error| Refusal(GuestError::BadMessage, format!("{} queue: {error}", kind.name())))?;
+    if !belongs(&header, kind) {
+        return Err(Refusal(
+            GuestError::BadMessage,
+            format!("{:?} on {} queue", header.purpose(), kind.name()),
+        ));
+    }
+    let encoding = header.layout().encoding();
+    if !encoding.is_allowed(negotiated) {
+        return Err(Refusal(GuestError::ForbiddenEncoding, encoding.name().to_owned()));
+    }
+    let (said, found) = (header.layout().payload_bytes(), bytes.len() - HEADER_BYTES);
+    if said != found {
+        return Err(Refusal(GuestError::MessageLength, format!("{found} bytes instead of {said}")));
+    }
+    Ok(header)
+}
+
+/// The ranges of a payload, sorted and disjoint, and how many pages were named twice.
+fn read_ranges(payload: &[u8]) -> Result<(Vec<PageRange>, u64), Refusal> {
+    let ranges: Result<Vec<_>, _> = Ranges::new(payload).collect();
+    let mut ranges = ranges.map_err(|error| Refusal(GuestError::BadRange, error.to_string()))?;
+    let sum = |ranges: &[PageRange]| ranges.iter().fold(0_u64, |sum, range| sum.saturating_add(range.pages));
+    let named = sum(&ranges);
+    ebb_guest_ram::coalesce(&mut ranges);
+    let doubles = named - sum(&ranges);
+    Ok((ranges, doubles))
+}
+
+impl Balloon {
+    /// Reads a message from a chain of this queue. What is wrong with it is counted.
+    pub(crate) fn read_message(
+        &mut self,
+        chain: Chain<'_>,
+        kind: QueueKind,
+        negotiated: Features,
+        budget: &mut Budget,
+    ) -> Message {
+        let head = chain.head_index();
+        let bare = match kind {
+            QueueKind::Inflate if !negotiated.has_messages() => Some(Purpose::Inflate),
+            QueueKind::Deflate if !negotiated.has_messages() => Some(Purpose::Deflate),
+            _ => None,
+        };
+        let limit_bytes = if bare.is_some() { MAX_PFNS as usize * PFN_BYTES } else { MAX_MESSAGE_BYTES };
+        let mut reader = ChainReader { memory: self.ram.memory(), budget, faults: &mut self.faults };
+        reader.read_bytes(chain, limit_bytes, &mut self.scratch.bytes);
+        let queue = self.counters.queue_mut(kind);
+        queue.buffers += 1;
+        queue.message_bytes += self.scratch.bytes.len() as u64;
+        let result = match bare {
+            Some(purpose) => Ok(self.read_array(head, purpose, budget)),
+            None => self.read_payload(head, kind, negotiated, budget),
+        };
+        result.unwrap_or_else(|Refusal(error, detail)| {
+            // A chain without bytes has been counted already.
+            if !self.scratch.bytes.is_empty() {
+                self.faults.count(error, detail);
+            }
+            Message::new(head, Verdict::Refused)
+        })
+    }
+
+    /// Reads the array of page frame numbers in `scratch.bytes`.
+    fn read_array(&mut self, head: u16, purpose: Purpose, budget: &mut Budget) -> Message {
+        let rest = self.scratch.bytes.len() % PFN_BYTES;
+        if rest > 0 {
+            self.faults.count(GuestError::PartialEntry, format_args!("{rest} bytes too many"));
+        }
+        self.counters.encodings.arrays += 1;
+        let mut message = Message::new(head, Verdict::Accepted(purpose));
+        let mut runs = std::mem::take(&mut self.scratch.runs);
+        let doubles = self.read_pfns(0, &mut runs, &mut message, budget);
+        self.scratch.runs = runs;
+        self.count_doubles(doubles);
+        message
+    }
+
+    /// Reads the message in `scratch.bytes`.
+    fn read_payload(
+        &mut self,
+        head: u16,
+        kind: QueueKind,
+        negotiated: Features,
+        budget: &mut Budget,
+    ) -> Result<Message, Refusal> {
+        let header = check(&self.scratch.bytes, kind, negotiated)?;
+        let mut message = Message::new(head, Verdict::Accepted(header.purpose()));
+        let mut doubles = 0;
+        let EncodingCounters { pfns, bitmaps, ranges, .. } = &mut self.counters.encodings;
+        match header.layout() {
+            Layout::Pfns { .. } => {
+                *pfns += 1;
+                let mut runs = std::mem::take(&mut self.scratch.runs);
+                doubles = self.read_pfns(HEADER_BYTES, &mut runs, &mut message, budget);
+                self.scratch.runs = runs;
+            }
+            Layout::Ranges { count } => {
+                budget.spend(count as usize);
+                let (sorted, named_twice) = read_ranges(&self.scratch.bytes[HEADER_BYTES..])?;
+                *ranges += 1;
+                doubles = named_twice;
+                message.set_ranges(&sorted, &self.ram);
+            }
+            layout @ Layout::Bitmap { .. } => {
+                *bitmaps += 1;
+                budget.spend(self.scratch.bytes.len() / BYTES_PER_UNIT);
+                message.bits = Bits { bytes: std::mem::take(&mut self.scratch.bytes), layout, next: 0 };
+            }
+        }
+        if kind != QueueKind::HostRequest {
+            // Free lists change while a driver walks them.
+            self.count_doubles(doubles);
+        }
+        Ok(message)
+    }
+
+    /// Reads page frame numbers from this offset of `scratch.bytes` on; returns how many were doubles.
+    fn read_pfns(
+        &self,
+        offset: usize,
+        runs: &mut RunBuilder,
+        message: &mut Message,
+        budget: &mut Budget,
+    ) -> u64 {
+        let bytes = &self.scratch.bytes[offset..];
+        budget.spend(bytes.len() / PFN_BYTES);
+        runs.clear();
+        Pfns::new(bytes).for_each(|pfn| runs.push(pfn));
+        let (ranges, doubles) = runs.finish();
+        message.set_ranges(ranges, &self.ram);
+        doubles
+    }
+
+    fn count_doubles(&mut self, doubles: u64) {
+        if doubles > 0 {
+            self.faults.count(GuestError::DoublePage, format_args!("{doubles} pages"));
+        }
+    }
+
+    /// Puts the next pages of a message into `scratch.ranges`: sorted, disjoint, inside guest memory. Returns whether there
+    /// were any.
+    pub(crate) fn read_portion(&mut self, message: &mut Message, budget: &mut Budget) -> bool {
+        message.next_portion(&self.ram, budget, &mut self.scratch.ranges);
+        !self.scratch.ranges.is_empty()
+    }
+
+    /// A message is through: accounts for what was wrong with its pages and takes its memory back.
+    pub(crate) fn finish_message(&mut self, message: Message) {
+        self.reject_outside(message.outside_pages);
+        if self.scratch.bytes.capacity() == 0 {
+            self.scratch.bytes = message.bits.bytes;
+        }
+    }
+}
