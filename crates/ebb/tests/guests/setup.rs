@@ -35,7 +35,7 @@ pub struct Setup<'a> {
     scene: &'a Scene,
     kernel: PathBuf,
     initrd: PathBuf,
-    cmdline: String,
+    words: String,
     clocksource: Option<Clocksource>,
     memory: String,
     balloon: String,
@@ -52,7 +52,7 @@ impl<'a> Setup<'a> {
             scene,
             kernel: world.vmlinux.clone(),
             initrd: world.initrd.clone(),
-            cmdline: CMDLINE.to_owned(),
+            words: String::new(),
             clocksource: None,
             memory: "size=512M".to_owned(),
             balloon: "reporting=off".to_owned(),
@@ -76,7 +76,7 @@ impl<'a> Setup<'a> {
 
     /// More words for the kernel.
     pub fn words(mut self, words: &str) -> Self {
-        let _ = write!(self.cmdline, " {words}");
+        let _ = write!(self.words, " {words}");
         self
     }
 
@@ -125,7 +125,7 @@ impl<'a> Setup<'a> {
             Some(Clocksource::KvmClock) => "clocksource=kvm-clock",
             Some(Clocksource::Tsc) => "clocksource=tsc tsc=reliable",
         };
-        let cmdline = format!("{} {clock}", self.cmdline);
+        let cmdline = format!("{CMDLINE} {clock}{}", self.words);
         program.arg("run").arg("--kernel").arg(&self.kernel).arg("--initrd").arg(&self.initrd);
         program.args(["--cmdline", &cmdline, "--memory", &self.memory, "--balloon", &self.balloon]);
         program.args(["--serial", self.serial, "--api"]).arg(&self.socket).args(&self.arguments);
