@@ -248,3 +248,6 @@ fn cycle(
     let gap_ns = watched.cpus.iter().map(|cpu| cpu.largest_gap_since_report_ns).max().unwrap_or(0);
     Ok(Cycle { kind, planned, before, after, stopped, gap_ns, cost })
 }
+
+#[cfg(test)]
+mod tests;

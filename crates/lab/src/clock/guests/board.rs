@@ -16,10 +16,16 @@ use super::memory::GuestMemory;
 const LOOK: Duration = Duration::from_millis(150);
 /// The same when nothing was seen until then.
 const LONG_LOOK: Duration = Duration::from_secs(2);
-/// Between two looks at words that may be readings: several bursts of the readers.
-const ADVANCE: Duration = Duration::from_millis(60);
-/// What a report may be older than the words that are compared with it.
-const REPORT_AGE_NS: u64 = 1_500_000_000;
+/// Between two looks at words that may be readings.
+const ADVANCE: Duration = Duration::from_millis(50);
+/// So often they are looked at: readers may wait for their processors.
+const ADVANCES: u32 = 10;
+/// Smaller numbers are in too many pages: the readers have only just begun.
+const LEAST_MARK_NS: u64 = 1_000;
+/// The board, and copies of reports in the agent's memory.
+const MOST_PAGES: usize = 8;
+/// Readings may be so much later than the host's time says: its clock and the guest's differ.
+const SLACK_NS: u64 = 100_000_000;
 
 /// Where two readers write their last readings of `CLOCK_MONOTONIC`, as places in guest memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,19 +34,30 @@ pub(super) struct Board {
 }
 
 impl Board {
-    /// Looks for the board of the readers that have just made this report; `None` if there is none that is sure.
-    pub(super) fn find(memory: &GuestMemory, report: &WatchReport) -> io::Result<Option<Self>> {
+    /// Looks for the board of the readers that made this report, which was asked for at `asked`; `None` if there is none that is sure.
+    pub(super) fn find(
+        memory: &GuestMemory,
+        report: &WatchReport,
+        asked: Instant,
+    ) -> io::Result<Option<Self>> {
         let [first, second, ..] = report.cpus.as_slice() else { return Ok(None) };
-        let marks = [first, second].map(|cpu| [cpu.largest_gap_ns, cpu.largest_burst_gap_ns]);
+        let gaps = [first.largest_gap_ns, second.largest_gap_ns];
+        let marks = [gaps[0], first.largest_burst_gap_ns, gaps[1], second.largest_burst_gap_ns];
+        if marks.iter().any(|mark| *mark < LEAST_MARK_NS) {
+            return Ok(None);
+        }
         let from_ns = first.monotonic_ns.min(second.monotonic_ns);
-        let pages = memory.find(|words| marks.iter().flatten().all(|mark| words.contains(mark)))?;
-        let before: Vec<_> = pages.iter().map(|at| memory.page(*at)).collect::<io::Result<_>>()?;
-        thread::sleep(ADVANCE);
-        for (at, before) in pages.iter().zip(before) {
-            let after = memory.page(*at)?;
-            let readings = from_ns..from_ns.saturating_add(REPORT_AGE_NS);
-            if let Some(words) = readers(&before, &after, marks.map(|[gap, _]| gap), readings) {
-                return Ok(Some(Self { words: words.map(|word| at + 8 * word as u64) }));
+        let latest_ns = first.monotonic_ns.max(second.monotonic_ns);
+        for at in memory.find(&marks)?.into_iter().take(MOST_PAGES) {
+            let before = memory.page(at)?;
+            for _ in 0..ADVANCES {
+                thread::sleep(ADVANCE);
+                let after = memory.page(at)?;
+                let elapsed_ns = ns_between(asked, Instant::now()).unsigned_abs();
+                let readings = from_ns..latest_ns + elapsed_ns + SLACK_NS;
+                if let Some(words) = readers(&before, &after, gaps, readings) {
+                    return Ok(Some(Self { words: words.map(|word| at + 8 * word as u64) }));
+                }
             }
         }
         Ok(None)
@@ -137,7 +154,7 @@ mod tests {
 
     #[test]
     fn the_readers_words_are_told_from_others_that_advance() {
-        let find = |before, after| readers(&before, &after, [90, 91], 500..600);
+        let find = |before: Vec<u64>, after: Vec<u64>| readers(&before, &after, [90, 91], 500..600);
         assert_eq!(find(page([500, 501]), page([510, 511])), Some([49, 81]));
         assert_eq!(find(page([500, 501]), page([510, 501])), None, "a reader that stands still");
         assert_eq!(find(page([500, 501]), page([510, 700])), None, "a value that is no reading");

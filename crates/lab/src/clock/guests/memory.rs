@@ -57,8 +57,13 @@ impl GuestMemory {
         Ok(words(&bytes))
     }
 
-    /// Places of the pages that `wanted` says yes to, among those that are in the host's memory.
-    pub(super) fn find(&self, wanted: impl Fn(&[u64]) -> bool) -> io::Result<Vec<u64>> {
+    /// Places of the pages that hold all of these words, among those that are in the host's memory.
+    pub(super) fn find(&self, wanted: &[u64]) -> io::Result<Vec<u64>> {
+        let wanted: Vec<[u8; 8]> = wanted.iter().map(|word| word.to_ne_bytes()).collect();
+        let holds_all = |page: &[u8]| {
+            let (words, _) = page.as_chunks::<8>();
+            wanted.iter().all(|word| words.contains(word))
+        };
         let mut found = Vec::new();
         let mut bytes = vec![0; CHUNK_PAGES * PAGE_BYTES];
         for pages in self.present()? {
@@ -67,9 +72,7 @@ impl GuestMemory {
                 self.memory.read_exact_at(chunk, self.start + (first * PAGE_BYTES) as u64)?;
                 let places = (first..).zip(chunk.chunks(PAGE_BYTES));
                 found.extend(
-                    places
-                        .filter(|(_, page)| wanted(&words(page)))
-                        .map(|(page, _)| (page * PAGE_BYTES) as u64),
+                    places.filter(|(_, page)| holds_all(page)).map(|(page, _)| (page * PAGE_BYTES) as u64),
                 );
             }
         }
@@ -149,7 +152,7 @@ mod tests {
             GuestMemory { memory: open("mem"), pagemap: open("pagemap"), start: start + skipped, pages: 15 };
         let place = at as u64 * 8 - skipped;
         assert_eq!(memory.word(place).unwrap(), Some(value));
-        let found = memory.find(|words| words.contains(&value)).unwrap();
+        let found = memory.find(&[value, 0]).unwrap();
         assert_eq!(found, [place / PAGE_BYTES as u64 * PAGE_BYTES as u64]);
         assert!(memory.page(found[0]).unwrap().contains(&value));
     }

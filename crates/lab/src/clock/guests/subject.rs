@@ -37,6 +37,8 @@ const READINGS: usize = 12;
 const READINGS_BESIDE: usize = 2;
 /// Attempts at finding the readers' board: the gaps that tell it from the rest of memory grow.
 const SEARCHES: u32 = 5;
+/// Between two of them.
+const SEARCH_INTERVAL: Duration = Duration::from_millis(500);
 /// The readers' rhythm: a quarter of a processor in an emulated host.
 const WATCH: Command = Command::ClockWatchStart { burst_readings: 50, pause_us: 3000 };
 /// Lines of a kernel's log that tell of a guest that has stood still without knowing, or of a clock that it distrusts.
@@ -110,8 +112,11 @@ impl<'a, 'b> Subject<'a, 'b> {
             Err(error) => return Ok(View::Console(error.to_string())),
         };
         for _ in 0..SEARCHES {
+            // By then the readers have seen gaps that tell their board from other memory.
+            thread::sleep(SEARCH_INTERVAL);
+            let asked = Instant::now();
             let report = self.watched()?;
-            match Board::find(&memory, &report) {
+            match Board::find(&memory, &report, asked) {
                 Ok(Some(board)) => return Ok(View::Memory(memory, board)),
                 Ok(None) => {}
                 Err(error) => return Ok(View::Console(error.to_string())),

@@ -3,7 +3,7 @@
 use ebb_agent::clock_watch::{CpuReport, Steps};
 use ebb_kvm_clock::ClockPolicy;
 
-use super::interval::Interval;
+use super::interval::{Interval, Look};
 use super::{Cycle, Kind, Record, lost};
 use crate::figures::{Curve, DataTable, Drawing, Value};
 use crate::results::{Better, MetricInfo, Series, rounded};
@@ -134,16 +134,16 @@ impl Record {
         })
     }
 
-    /// The error of the guest's real time against the promise, at the end of each cycle: with `continue` it may be late by all
-    /// stops so far.
-    fn wall_errors(&self) -> Vec<Interval> {
+    /// What a clock of the guest has gained on the promise since the first look, at the end of each cycle: with `continue` it
+    /// is to lose all stops so far.
+    fn gained(&self, clock: fn(&Look) -> Interval) -> Vec<Interval> {
+        let Some(first) = self.cycles.first() else { return Vec::new() };
         let mut late = Interval::ZERO;
-        let first = self.cycles.first().map(|cycle| cycle.before.real);
-        let later = self.cycles.iter().map(|cycle| {
+        let since_first = self.cycles.iter().map(|cycle| {
             late = late.plus(lost(self.policy, cycle.stopped.time));
-            cycle.after.real.plus(late)
+            clock(&cycle.after).minus(clock(&first.before)).plus(late)
         });
-        first.into_iter().chain(later).collect()
+        since_first.collect()
     }
 
     pub(super) fn tell(&self, series: &mut Series) {
@@ -161,7 +161,8 @@ impl Record {
             let forward = self.cycles.iter().map(|cycle| cycle.error(self.policy).low_ns).max().unwrap_or(0);
             let steps = [backward.largest, real.largest, warps.largest, forward.max(0).unsigned_abs()];
             put("max_jump_ns", steps.into_iter().max().map(|ns| ns as f64));
-            let wall = self.wall_errors().into_iter().map(|error| error.middle_ns().unsigned_abs());
+            let wall =
+                self.gained(|look| look.real).into_iter().map(|error| error.middle_ns().unsigned_abs());
             put("wall_error_ns", wall.max().map(|ns| ns as f64));
         }
         let mut rows = Vec::new();
@@ -188,7 +189,17 @@ impl Record {
             rows,
         });
         series.details.push(self.details());
-        series.drawings.extend([self.accumulated(), self.errors(), self.real_time()]);
+        series.drawings.extend([
+            drawing(
+                "guest's monotonic time less the promise, since the first look",
+                &self.gained(|look| look.monotonic),
+            ),
+            self.errors(),
+            drawing(
+                "guest's real time less the promise, since the first look",
+                &self.gained(|look| look.real),
+            ),
+        ]);
         self.note(series);
     }
 
@@ -222,6 +233,12 @@ impl Record {
             ));
         }
         series.notes.push(format!("the readers in the guest made {} readings", self.watched.readings()));
+        if let Some(first) = self.cycles.first() {
+            series.notes.push(format!(
+                "the guest's real time was {:+.1} ms ahead of the host's when it was looked at first; its error counts from there",
+                ms(first.before.real.middle_ns())
+            ));
+        }
         let gap = |cycle: &Cycle| cycle.gap_beyond_ns(self.policy);
         let unstopped = self.cycles.iter().filter(|cycle| cycle.kind == Kind::Unstopped).map(gap).max();
         if let Some(unstopped_ns) = unstopped {
@@ -278,25 +295,6 @@ impl Record {
             columns: columns.map(str::to_owned).to_vec(),
             rows: self.cycles.iter().enumerate().map(row).collect(),
         }
-    }
-
-    /// The guest's time less the promise since the first look.
-    fn accumulated(&self) -> Drawing {
-        let mut late = Interval::ZERO;
-        let first = self.cycles.first().map_or(Interval::ZERO, |cycle| cycle.before.monotonic);
-        let errors: Vec<Interval> = self
-            .cycles
-            .iter()
-            .map(|cycle| {
-                late = late.plus(lost(self.policy, cycle.stopped.time));
-                cycle.after.monotonic.minus(first).plus(late)
-            })
-            .collect();
-        drawing("guest's monotonic time less the promise, since the first look", &errors)
-    }
-
-    fn real_time(&self) -> Drawing {
-        drawing("guest's real time less the promise", self.wall_errors().get(1..).unwrap_or_default())
     }
 
     /// The error of each cycle.
