@@ -6,6 +6,8 @@
 #![allow(clippy::expect_used, reason = "a driver for tests should fail loudly")]
 #![allow(clippy::missing_panics_doc, reason = "it panics whenever the device misbehaves")]
 
+mod messages;
+
 use std::sync::Arc;
 
 use ebb_abi::balloon::{Features, MAX_QUEUES, Numbering, QueueKind, QueueSet};
@@ -13,6 +15,8 @@ use ebb_abi::{PAGE_SIZE_BYTES, PageRange, Pfn};
 use ebb_guest_ram::{Backing, GuestRam, HugePages, Populate, RegionSpec};
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, GuestAddress};
+
+pub use messages::message;
 
 use crate::{Balloon, BalloonConfig, Progress};
 
@@ -252,14 +256,16 @@ impl Guest {
         self.write(self.rings[kind as usize].base + AVAILABLE_OFFSET + 2, &index.to_le_bytes());
     }
 
+    /// Transport index of a queue.
+    pub fn index(&self, kind: QueueKind) -> usize {
+        let (offered, negotiated) = (QueueSet::of(self.setup.offered), QueueSet::of(self.setup.negotiated));
+        self.setup.numbering.index(kind, offered, negotiated)
+    }
+
     /// Kicks a queue and does what the device's owner does, apart from the flush. Panics if the device does not come
     /// to an end.
     pub fn kick(&mut self, kind: QueueKind) -> Progress {
-        let index = self.setup.numbering.index(
-            kind,
-            QueueSet::of(self.setup.offered),
-            QueueSet::of(self.setup.negotiated),
-        );
+        let index = self.index(kind);
         let mut all = Progress::default();
         for _ in 0..MAX_ROUNDS {
             let progress = self.balloon.process_queue(index);
@@ -300,13 +306,19 @@ impl Guest {
 
     /// Heads that the device has given back since this was last asked.
     pub fn used(&mut self, kind: QueueKind) -> Vec<u32> {
+        self.used_with_lengths(kind).into_iter().map(|(head, _)| head).collect()
+    }
+
+    /// Heads that the device has given back since this was last asked, with the bytes it says it has written.
+    pub fn used_with_lengths(&mut self, kind: QueueKind) -> Vec<(u32, u32)> {
         let ring = self.rings[kind as usize];
         let index = self.read_u16(self.used_index_address(kind));
         let count = index.wrapping_sub(ring.used);
         let heads = (0..count).map(|position| {
             let entry = u64::from(ring.used.wrapping_add(position) % QUEUE_SIZE);
             let address = GuestAddress(ring.base + USED_OFFSET + 4 + 8 * entry);
-            self.ram.memory().read_obj(address).expect("a used ring in memory")
+            let entry = self.ram.memory().read_obj::<u64>(address).expect("a used ring in memory");
+            (entry as u32, (entry >> 32) as u32)
         });
         let heads = heads.collect();
         self.rings[kind as usize].used = index;

@@ -7,6 +7,7 @@ mod hinting;
 mod inflate;
 mod lifecycle;
 mod malformed;
+mod messages;
 mod ordering;
 mod properties;
 mod reporting;
