@@ -11,7 +11,7 @@ const MIB: u64 = 1 << 20;
 
 /// What a sink was told.
 #[derive(Clone, Debug, Default)]
-struct Log(Arc<Mutex<(Vec<PageRange>, Vec<HintEnd>)>>);
+pub(crate) struct Log(Arc<Mutex<(Vec<PageRange>, Vec<HintEnd>)>>);
 
 impl HintSink for Log {
     fn hint(&mut self, ranges: &[PageRange]) {
@@ -24,11 +24,11 @@ impl HintSink for Log {
 }
 
 impl Log {
-    fn hinted_pages(&self) -> u64 {
+    pub(crate) fn hinted_pages(&self) -> u64 {
         self.0.lock().unwrap().0.iter().map(|range| range.pages).sum()
     }
 
-    fn ends(&self) -> Vec<HintEnd> {
+    pub(crate) fn ends(&self) -> Vec<HintEnd> {
         self.0.lock().unwrap().1.clone()
     }
 }

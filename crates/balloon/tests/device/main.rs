@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used, reason = "clippy.toml allows it in test functions, but not in their helpers")]
 
 mod hinting;
+mod host_request;
 mod inflate;
 mod lifecycle;
 mod malformed;
