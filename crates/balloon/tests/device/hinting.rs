@@ -1,5 +1,6 @@
 //! Free page hinting.
 
+use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 
 use ebb_abi::PageRange;
@@ -26,6 +27,11 @@ impl HintSink for Log {
 impl Log {
     pub(crate) fn hinted_pages(&self) -> u64 {
         self.0.lock().unwrap().0.iter().map(|range| range.pages).sum()
+    }
+
+    pub(crate) fn hinted(&self) -> BTreeSet<u64> {
+        let ranges = &self.0.lock().unwrap().0;
+        ranges.iter().flat_map(|range| range.start.0..range.end().0).collect()
     }
 
     pub(crate) fn ends(&self) -> Vec<HintEnd> {

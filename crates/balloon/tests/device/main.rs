@@ -8,6 +8,7 @@ mod host_request;
 mod inflate;
 mod lifecycle;
 mod malformed;
+mod message_properties;
 mod messages;
 mod ordering;
 mod properties;
