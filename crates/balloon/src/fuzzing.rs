@@ -3,25 +3,31 @@
 //!
 //! A new target is a function here, a line in [`TARGETS`], and a file of three lines in `fuzz/fuzz_targets`.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ebb_abi::PageRange;
+use ebb_abi::balloon::extension::{HEADER_BYTES, REQUEST_BYTES};
 use ebb_abi::balloon::{Config, Feature, Features, Numbering, QueueKind};
+use ebb_abi::{Order, PageRange};
+use virtio_queue::Queue;
 
 use crate::testing::{Buffer, Guest, Setup};
-use crate::{GuestError, HintEnd, HintSink};
+use crate::{Balloon, GuestError, HintEnd, HintSink};
 
 /// A fuzz target by name.
 pub type Target = (&'static str, fn(&[u8]));
 
 /// All targets.
-pub const TARGETS: [Target; 6] = [
+pub const TARGETS: [Target; 9] = [
     ("balloon_inflate", inflate),
     ("balloon_deflate", deflate),
     ("balloon_statistics", statistics),
     ("balloon_hinting", hinting),
     ("balloon_reporting", reporting),
     ("balloon_config", config),
+    ("balloon_inflate_message", inflate_message),
+    ("balloon_deflate_message", deflate_message),
+    ("balloon_host_request", host_request),
 ];
 
 /// Memory of a fuzzed guest: small, since each run maps it anew.
@@ -55,6 +61,21 @@ pub fn reporting(data: &[u8]) {
     run(QueueKind::Reporting, data);
 }
 
+/// The inflate queue with messages.
+pub fn inflate_message(data: &[u8]) {
+    run_extended(QueueKind::Inflate, data);
+}
+
+/// The deflate queue with messages. Nothing may vanish.
+pub fn deflate_message(data: &[u8]) {
+    run_extended(QueueKind::Deflate, data);
+}
+
+/// The host request queue. Nothing may vanish.
+pub fn host_request(data: &[u8]) {
+    run_extended(QueueKind::HostRequest, data);
+}
+
 /// The configuration space: what the device wants must not change.
 pub fn config(data: &[u8]) {
     let mut input = Input(data);
@@ -85,9 +106,21 @@ pub fn config(data: &[u8]) {
 fn run(kind: QueueKind, data: &[u8]) {
     let mut input = Input(data);
     let chosen = Features(input.number(1)) & Features::ALL_BALLOON;
+    play(kind, Features::ALL_BALLOON, chosen, input);
+}
+
+/// As [`run`], with the extension.
+fn run_extended(kind: QueueKind, data: &[u8]) {
+    let mut input = Input(data);
+    let encodings = [0b01, 0b10, 0b11][input.number(1) as usize % 3];
+    let chosen = Features(input.number(1) & Features::ALL_BALLOON.0 | encodings << 50);
+    play(kind, Features::ALL_WITH_EXTENSION, chosen, input);
+}
+
+fn play(kind: QueueKind, offered: Features, chosen: Features, mut input: Input<'_>) {
     let negotiated = kind.feature().map_or(chosen, |feature| chosen.with(feature));
     let numbering = Numbering::ALL[input.number(1) as usize % Numbering::ALL.len()];
-    let setup = Setup { negotiated, numbering, region_bytes: REGION_BYTES, ..Setup::default() };
+    let setup = Setup { offered, negotiated, numbering, region_bytes: REGION_BYTES, ..Setup::default() };
     let mut guest = Guest::new(setup);
     // Few: marking them is most of a run's time.
     let canary = PageRange::new(guest.high_pages().start, 64);
@@ -106,7 +139,9 @@ fn run(kind: QueueKind, data: &[u8]) {
     let may_discard = matches!(kind, QueueKind::Inflate | QueueKind::Reporting);
     assert!(may_discard || counters.discard.bytes == 0);
     let lost = guest.unmarked(canary).len() as u64;
-    assert!(lost * 4096 <= counters.discard.bytes);
+    // A driver can have a request written over any of its pages, in pieces.
+    let requests = counters.requests.sent + counters.requests.cancelled;
+    assert!(lost <= counters.discard.bytes / 4096 + requests * 2 * REQUEST_BYTES as u64);
     assert_eq!(counters.discard.failures, 0);
     assert_eq!(guest.balloon.info().pending_bytes, 0);
     if !negotiated.contains(Feature::StatisticsQueue) {
@@ -116,6 +151,9 @@ fn run(kind: QueueKind, data: &[u8]) {
 
 /// One thing that a driver, or the device's owner, can do.
 fn step(guest: &mut Guest, kind: QueueKind, input: &mut Input<'_>) {
+    if guest.balloon.negotiated().0 & Features::EXTENSION.0 != 0 && input.number(1) % 4 < 3 {
+        return extension_step(guest, kind, input);
+    }
     match input.number(1) % 12 {
         // A sound chain with any content.
         0..4 => {
@@ -161,6 +199,86 @@ fn step(guest: &mut Guest, kind: QueueKind, input: &mut Input<'_>) {
             let _ = guest.kick(kind);
         }
     }
+}
+
+/// Something that a driver with the extension does, or the owner of its device.
+fn extension_step(guest: &mut Guest, kind: QueueKind, input: &mut Input<'_>) {
+    match input.number(1) % 8 {
+        // A message that is nearly sound.
+        0..5 => {
+            let bytes = near_message(kind, input);
+            let (head, tail) = bytes.split_at(input.number(1) as usize % bytes.len());
+            let chain = [guest.buffer(head), guest.buffer(tail)];
+            guest.offer(kind, &chain);
+        }
+        5 => {
+            let length = input.number(1) as u32 % 24;
+            let buffer = guest.buffer(&vec![0xee; length as usize]);
+            guest.offer(kind, &[Buffer { writable: true, ..buffer }]);
+        }
+        6 => {
+            let sink = Box::new(CheckingSink { ended: false });
+            let allowed = guest.balloon.negotiated().contains(Feature::HostRequest);
+            let order = Order(input.number(1) as u8);
+            assert!(guest.balloon.request_free_pages(order, sink).is_err() || allowed);
+        }
+        _ if input.number(1).is_multiple_of(2) => {
+            guest.balloon.cancel_free_pages();
+        }
+        _ => {
+            let state = guest.balloon.save();
+            let queues = guest.balloon.queue_states().into_iter().map(Queue::try_from);
+            if let Ok(queues) = queues.collect() {
+                let _ = Balloon::restore(&state, Arc::clone(&guest.ram), queues);
+            }
+        }
+    }
+}
+
+/// A message of which each field is probably legal.
+fn near_message(kind: QueueKind, input: &mut Input<'_>) -> Vec<u8> {
+    let command = match kind {
+        QueueKind::Inflate => 1,
+        QueueKind::Deflate => 2,
+        _ => 3,
+    };
+    let is_answer = u64::from(command == 3);
+    let likely = |value: u64, input: &mut Input<'_>| {
+        if input.number(1).is_multiple_of(16) { input.number(8) } else { value }
+    };
+    let command = likely(command, input);
+    let status = likely(is_answer * (1 + input.number(1) % 3), input);
+    let encoding = likely(1 + input.number(1) % 3, input);
+    let is_bitmap = u64::from(encoding == 2);
+    let order = is_bitmap * (input.number(1) % 20);
+    let page_shift = likely(12 + order, input);
+    let request_id = likely(is_answer * (input.number(1) % 4), input);
+    let start =
+        likely(is_bitmap * ((input.number(2) + ((input.number(1) % 2) << 20)) >> order << order), input);
+    let entries = input.number(1) as usize % 40;
+    let length = match encoding {
+        1 => entries * 4,
+        2 => entries.div_ceil(8),
+        _ => entries * 16,
+    };
+    let count = likely(entries as u64, input);
+    let mut bytes: Vec<u8> = [command, page_shift, status, encoding]
+        .into_iter()
+        .flat_map(|field| (field as u16).to_le_bytes())
+        .chain([request_id, start, count].into_iter().flat_map(u64::to_le_bytes))
+        .collect();
+    if encoding == 3 {
+        // Ranges near memory; any bytes are hardly ever legal.
+        for _ in 0..entries {
+            let first = likely(input.number(2) % 0x500 + ((input.number(1) % 2) << 20), input);
+            let pages = likely(input.number(1), input);
+            bytes.extend(first.to_le_bytes().into_iter().chain(pages.to_le_bytes()));
+        }
+    } else {
+        bytes.extend(input.bytes(length));
+        bytes.resize(HEADER_BYTES + length, 0);
+    }
+    bytes
 }
 
 /// Something that the device's owner does.
