@@ -1,16 +1,18 @@
 //! Pages a second through the device, from a driver's buffers to discarded memory, and system calls for each GiB.
 //!
 //! Each iteration touches the pages first (not timed), so that every discard has memory to give back. Linux's driver
-//! is imitated: 256 page frame numbers a buffer, one buffer at a time; reports of 32 ranges.
+//! is imitated: 256 page frame numbers a buffer, one buffer at a time; reports of 32 ranges. Beside it a driver with the
+//! extension, which sends the same pages in messages of each encoding.
 
 #![allow(clippy::unwrap_used, missing_docs, reason = "a benchmark")]
 
 use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use ebb_abi::balloon::extension::{Encoding, Purpose};
 use ebb_abi::balloon::{Feature, Features, LINUX_PFNS_PER_BUFFER, QueueKind};
-use ebb_abi::{HUGE_PAGE_SIZE_BYTES, PAGE_SIZE_BYTES, Pfn};
-use ebb_balloon::testing::{Buffer, DRIVER_BYTES, Discards, Guest, Setup};
+use ebb_abi::{HUGE_PAGE_SIZE_BYTES, Order, PAGE_SIZE_BYTES, PageRange, Pfn};
+use ebb_balloon::testing::{Buffer, DRIVER_BYTES, Discards, Guest, Setup, message};
 use ebb_guest_ram::HugePages;
 use rustix::mm::{Advice, madvise};
 
@@ -24,7 +26,8 @@ const PAGES: u32 = 64 << 10;
 const FIRST: u32 = (DRIVER_BYTES / PAGE_SIZE_BYTES) as u32;
 
 fn guest(negotiated: Features, huge_pages: HugePages) -> Guest {
-    let setup = Setup { negotiated, region_bytes: REGION_BYTES, huge_pages, ..Setup::default() };
+    let offered = Features::ALL_WITH_EXTENSION;
+    let setup = Setup { offered, negotiated, region_bytes: REGION_BYTES, huge_pages, ..Setup::default() };
     Guest::new(Setup { discards: Discards::WhenDue, ..setup })
 }
 
@@ -139,6 +142,76 @@ fn reports(criterion: &mut Criterion) {
     }
 }
 
+/// How the same pages are told.
+#[derive(Clone, Copy)]
+enum Told {
+    /// As Linux does: bare arrays of 256 numbers.
+    Arrays,
+    /// In messages of up to this many blocks.
+    Messages(Encoding, usize),
+}
+
+/// Sends blocks; returns the time that the device took.
+fn inflate_blocks(guest: &mut Guest, told: Told, blocks: &[PageRange]) -> Duration {
+    let Told::Messages(encoding, blocks_each) = told else {
+        let pages: Vec<u32> =
+            blocks.iter().flat_map(|block| block.start.0..block.end().0).map(|page| page as u32).collect();
+        return inflate(guest, &pages);
+    };
+    let mut elapsed = Duration::ZERO;
+    for chunk in blocks.chunks(blocks_each) {
+        let bytes = message(Purpose::Inflate, encoding, chunk);
+        let buffer = guest.buffer(&bytes);
+        guest.offer(QueueKind::Inflate, &[buffer]);
+        let start = Instant::now();
+        let _ = guest.kick(QueueKind::Inflate);
+        elapsed += start.elapsed();
+    }
+    let start = Instant::now();
+    guest.balloon.flush();
+    elapsed + start.elapsed()
+}
+
+/// Blocks of one order: every other one first, then those between, as an allocator may hand them out.
+fn blocks(order: Order) -> Vec<PageRange> {
+    let all = (FIRST..FIRST + PAGES).step_by(order.pages() as usize);
+    let all: Vec<_> = all.map(|start| PageRange::new(Pfn::from(start), order.pages())).collect();
+    all.iter().step_by(2).chain(all.iter().skip(1).step_by(2)).copied().collect()
+}
+
+fn encodings(criterion: &mut Criterion) {
+    for order in [Order::PAGE, Order(4), Order::HUGE] {
+        let blocks = blocks(order);
+        // 64 MiB a message, or what fits into one.
+        let each = (16 << 10) / order.pages() as usize;
+        for (name, told) in [
+            ("arrays", Told::Arrays),
+            ("pfns", Told::Messages(Encoding::Pfns, each)),
+            ("bitmap", Told::Messages(Encoding::Bitmap, each)),
+            ("ranges", Told::Messages(Encoding::Ranges, each)),
+        ] {
+            let negotiated = match told {
+                Told::Arrays => Features::ALL_BALLOON,
+                Told::Messages(..) => Features::ALL_WITH_EXTENSION,
+            };
+            let mut guest = guest(negotiated, HugePages::On);
+            let id = format!("{}KiB/{name}/thp", order.bytes() >> 10);
+            measure(criterion, "encoded_pages", &id, &mut guest, |guest| {
+                inflate_blocks(guest, told, &blocks)
+            });
+            let counters = guest.balloon.counters();
+            let gib = counters.inflate.bytes as f64 / f64::from(1 << 30);
+            println!(
+                "{id}: {:.0} buffers, {:.0} KiB on the queue a GiB; translate {:.2} ms, discard {:.2} ms a GiB",
+                counters.inflate.buffers as f64 / gib,
+                counters.inflate.message_bytes as f64 / 1024.0 / gib,
+                counters.inflate.translate_ns as f64 / 1e6 / gib,
+                counters.discard.elapsed_ns as f64 / 1e6 / gib,
+            );
+        }
+    }
+}
+
 /// The core alone: page numbers to ranges, with no memory behind them.
 fn core_only(criterion: &mut Criterion) {
     for order in ["contiguous", "strided", "random"] {
@@ -164,5 +237,5 @@ fn core_only(criterion: &mut Criterion) {
     );
 }
 
-criterion_group!(benches, core_only, inflation, reports);
+criterion_group!(benches, core_only, inflation, encodings, reports);
 criterion_main!(benches);
