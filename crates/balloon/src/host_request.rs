@@ -291,9 +291,6 @@ impl Balloon {
             } else if accepted && let Some(sink) = &mut self.requests.sink {
                 sink.hint(&self.scratch.ranges);
             }
-            if budget.is_exhausted() {
-                break;
-            }
         }
     }
 

@@ -9,6 +9,7 @@ use crate::budget::Budget;
 use crate::counters::{GuestError, QueueCounters};
 use crate::message::{Message, Verdict};
 use crate::pages::RunBuilder;
+use crate::pending::Inserted;
 use crate::queue::{Chain, DeviceQueue};
 use crate::{Balloon, Progress};
 
@@ -29,15 +30,18 @@ impl Balloon {
         let mut unanswered = Vec::new();
         while let Some(mut message) = self.next_message(queue, QueueKind::Inflate, negotiated, &mut budget) {
             while self.next_portion(&mut message, QueueKind::Inflate, &mut budget) {
-                self.inflate(poisoned);
-                // Best discarded before more comes, by someone who does not hold the device's lock.
-                let pause = budget.is_exhausted() || (may_discard_later && self.discarder.is_due());
-                if pause && !message.is_finished() {
-                    break;
+                let inserted = self.inflate(poisoned);
+                // What is due is best discarded before more comes, by someone who does not hold the device's lock; what
+                // was discarded here held it long enough.
+                let is_enough = match inserted {
+                    Inserted::Waiting => self.discarder.is_due(),
+                    Inserted::Discarded => true,
+                };
+                if is_enough && may_discard_later && !message.is_finished() {
+                    budget.exhaust();
                 }
             }
             if !message.is_finished() {
-                budget.exhaust();
                 queue.keep(message);
                 break;
             }
@@ -66,9 +70,6 @@ impl Balloon {
             while self.next_portion(&mut message, QueueKind::Deflate, &mut budget) {
                 self.discarder.remove(&self.scratch.ranges);
                 ram.reclaim(&self.scratch.ranges);
-                if budget.is_exhausted() {
-                    break;
-                }
             }
             if !message.is_finished() {
                 queue.keep(message);
@@ -115,31 +116,35 @@ impl Balloon {
         message
     }
 
-    /// Puts the next pages of a message into `scratch.ranges` and counts them; returns whether there were any.
+    /// Puts the next pages of a message into `scratch.ranges` and counts them. Returns whether there were any; if not, the
+    /// message is through or the budget used up.
     pub(crate) fn next_portion(
         &mut self,
         message: &mut Message,
         kind: QueueKind,
         budget: &mut Budget,
     ) -> bool {
+        if message.is_finished() || budget.is_exhausted() {
+            return false;
+        }
         let started = Instant::now();
-        let any = self.read_portion(message, budget);
+        message.next_portion(&self.ram, budget, &mut self.scratch.ranges);
         let counters = self.counters.queue_mut(kind);
         counters.translated(started);
         for range in &self.scratch.ranges {
             count(counters, *range);
         }
-        any
+        !self.scratch.ranges.is_empty()
     }
 
     /// The pages in `scratch.ranges` go into the balloon.
-    fn inflate(&mut self, poisoned: bool) {
+    fn inflate(&mut self, poisoned: bool) -> Inserted {
         if poisoned {
             let bytes: u64 = self.scratch.ranges.iter().map(|range| range.size_bytes()).sum();
             self.counters.discard.poisoned_bytes += bytes;
-        } else {
-            self.discarder.insert(&self.scratch.ranges);
+            return Inserted::Waiting;
         }
+        self.discarder.insert(&self.scratch.ranges)
     }
 
     /// The driver is about to use pages of the balloon that nobody knows: nothing that came before may be discarded

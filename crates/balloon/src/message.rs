@@ -75,7 +75,7 @@ impl Message {
     }
 
     /// Fills `portion` with the next pages; empty at the end, or if the budget was used up by what came to nothing.
-    fn next_portion(&mut self, ram: &GuestRam, budget: &mut Budget, portion: &mut Vec<PageRange>) {
+    pub(crate) fn next_portion(&mut self, ram: &GuestRam, budget: &mut Budget, portion: &mut Vec<PageRange>) {
         portion.clear();
         let mut room = PORTION_PAGES;
         let mut has_read = false;
@@ -290,13 +290,6 @@ impl Balloon {
         if doubles > 0 {
             self.faults.count(GuestError::DoublePage, format_args!("{doubles} pages"));
         }
-    }
-
-    /// Puts the next pages of a message into `scratch.ranges`: sorted, disjoint, inside guest memory. Returns whether there
-    /// were any.
-    pub(crate) fn read_portion(&mut self, message: &mut Message, budget: &mut Budget) -> bool {
-        message.next_portion(&self.ram, budget, &mut self.scratch.ranges);
-        !self.scratch.ranges.is_empty()
     }
 
     /// A message is through: accounts for what was wrong with its pages and takes its memory back.

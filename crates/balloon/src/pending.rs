@@ -70,6 +70,16 @@ impl Pending {
     }
 }
 
+/// What became of pages that were added.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub(crate) enum Inserted {
+    /// They wait.
+    Waiting,
+    /// They were too many, and everything that waited has been discarded.
+    Discarded,
+}
+
 /// Discards the pages of a balloon, from any thread and without the lock that guards the device.
 #[derive(Clone, Debug)]
 pub struct Discarder {
@@ -101,8 +111,8 @@ impl Discarder {
         pending.discard(&self.ram, &ranges);
     }
 
-    /// Adds pages that came on the inflate queue. What exceeds the bounds is discarded at once.
-    pub(crate) fn insert(&self, ranges: &[PageRange]) {
+    /// Adds pages that came on the inflate queue. If that exceeds the bounds, everything is discarded at once.
+    pub(crate) fn insert(&self, ranges: &[PageRange]) -> Inserted {
         let mut pending = self.lock();
         for range in ranges {
             pending.pages.insert(*range);
@@ -111,7 +121,9 @@ impl Discarder {
         if pending.pages.pages() > MAX_PENDING_PAGES || pending.pages.range_count() > MAX_PENDING_RANGES {
             let ranges = pending.take_all();
             pending.discard(&self.ram, &ranges);
+            return Inserted::Discarded;
         }
+        Inserted::Waiting
     }
 
     /// Takes out pages that came on the deflate queue.
