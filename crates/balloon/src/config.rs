@@ -9,7 +9,7 @@ use ebb_abi::balloon::{Config, Features, HintCommand, Le32};
 /// How the device is to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BalloonConfig {
-    /// Features to offer; bits that virtio-balloon does not define are left out.
+    /// Features to offer; bits that neither virtio-balloon nor the extension (docs/extension.md) defines are left out.
     ///
     /// Page poison should always be among them: Linux guests that fill free pages with a pattern give up page
     /// reporting when it is not (drivers/virtio/virtio_balloon.c, `virtballoon_validate`).
@@ -21,7 +21,7 @@ pub struct BalloonConfig {
 }
 
 impl Default for BalloonConfig {
-    /// All features, an empty balloon, statistics on request.
+    /// All features of the specification and none of the extension, an empty balloon, statistics on request.
     fn default() -> Self {
         Self { features: Features::ALL_BALLOON, target_bytes: 0, statistics_interval: None }
     }

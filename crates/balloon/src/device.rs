@@ -360,6 +360,9 @@ impl Balloon {
         balloon.hinting.last_id = state.last_hint_id;
         balloon.hinting.unstopped_id = state.unstopped_hint_id;
         balloon.requests.last_id = state.last_request_id;
+        if balloon.requests.last_id == u64::MAX {
+            return Err(BalloonError::State("it has used up the numbers of requests"));
+        }
         if let Some(negotiated) = state.negotiated {
             balloon.activate(negotiated, queues)?;
         }

@@ -167,7 +167,7 @@ impl Balloon {
         if requests.phase != RequestPhase::Idle {
             return Err(BalloonError::RequestActive);
         }
-        requests.last_id += 1;
+        requests.last_id = requests.last_id.saturating_add(1);
         requests.page_shift = (PAGE_SHIFT + u32::from(smallest.0)).min(MAX_PAGE_SHIFT);
         requests.phase = RequestPhase::Waiting;
         requests.sink = Some(sink);

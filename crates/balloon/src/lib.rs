@@ -30,6 +30,14 @@
 //! may take pages of the balloon at any time until the driver asks for them back (section 5.5.6.2). So it answers
 //! first, gathers what arrives into whole huge pages, and discards several of those at a time while the guest already
 //! looks for more pages. What does not form a whole huge page waits in a bounded set for [`Discarder::flush`].
+//!
+//! # The extension
+//!
+//! With features 50 to 52 (docs/extension.md), which are offered only if [`BalloonConfig::features`] has them, buffers are
+//! messages that name pages by numbers, a bitmap or ranges, and the owner can ask for the guest's free pages with
+//! [`Balloon::request_free_pages`]. The answer goes to the same [`HintSink`] as hints, under the same rule. A message can
+//! name all of memory: it is worked on in portions, so that a call stays short and what becomes due is discarded between
+//! two calls.
 
 mod budget;
 mod chain;

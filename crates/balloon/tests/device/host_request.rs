@@ -358,6 +358,7 @@ fn a_state_with_an_impossible_buffer_is_refused() {
         let state = BalloonState { request_buffer: Some(buffer), ..state.clone() };
         assert!(restored(&mut guest, &state).is_err(), "{state:?}");
     }
+    assert!(restored(&mut guest, &BalloonState { last_request_id: u64::MAX, ..state.clone() }).is_err());
     let state = BalloonState { request_buffer: Some(good), negotiated: Some(0x3f), ..state };
     assert!(restored(&mut guest, &state).is_err());
 }

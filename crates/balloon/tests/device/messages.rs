@@ -245,6 +245,31 @@ fn all_of_memory_in_one_range_is_discarded_in_steps_outside_of_the_lock() {
 }
 
 #[test]
+fn fragments_are_discarded_a_bounded_number_at_a_time() {
+    let mut guest = Guest::with_extension(ALL);
+    let index = guest.index(QueueKind::Inflate);
+    // Every other page of both regions: nothing ever forms a range.
+    let pages: Vec<_> = (FIRST / 2..2048)
+        .map(|page| range(2 * page, 1))
+        .chain((0..2048).map(|page| range(0x10_0000 + 2 * page, 1)))
+        .collect();
+    let buffer = guest.buffer(&message(Purpose::Inflate, Encoding::Ranges, &pages));
+    guest.offer(QueueKind::Inflate, &[buffer]);
+    let mut most = 0;
+    loop {
+        let before = guest.balloon.counters().discard.ranges;
+        let more = guest.balloon.process_queue(index).more;
+        most = most.max(guest.balloon.counters().discard.ranges - before);
+        if !more {
+            break;
+        }
+    }
+    assert!((1..=2048).contains(&most), "{most}");
+    guest.balloon.flush();
+    assert_eq!(guest.balloon.counters().discard.bytes, pages.len() as u64 * 4096);
+}
+
+#[test]
 fn without_must_tell_host_the_answer_comes_after_the_last_step() {
     let setup = Setup { region_bytes: 512 << 20, offered: ALL, ..Setup::default() };
     let mut guest = Guest::new(Setup { negotiated: ALL.without(Feature::MustTellHost), ..setup });

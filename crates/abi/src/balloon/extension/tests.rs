@@ -33,6 +33,27 @@ fn fields_lie_where_the_specification_says() {
     assert_eq!(encode_range(range(0x0201, 0x0403)), [1, 2, 0, 0, 0, 0, 0, 0, 3, 4, 0, 0, 0, 0, 0, 0]);
 }
 
+/// The two messages that the specification shows (section "Names for C").
+#[test]
+fn the_examples_are_right() {
+    let text = include_str!("../../../../../docs/extension.md");
+    let hex: Vec<Vec<u8>> = text
+        .lines()
+        .map(str::trim)
+        .filter(|line| line.len() >= 2 && line.split_whitespace().all(|byte| byte.len() == 2))
+        .filter_map(|line| line.split_whitespace().map(|byte| u8::from_str_radix(byte, 16).ok()).collect())
+        .collect();
+    let layout = Layout::Ranges { count: 1 };
+    assert_eq!(hex[0], Header::new(Purpose::Inflate, layout).unwrap().to_bytes());
+    assert_eq!(hex[1], encode_range(range((4 << 30 | 2 << 20) >> 12, 512)));
+    let purpose = Purpose::FreePages { request_id: 7, status: AnswerStatus::Done };
+    let layout = Layout::Bitmap { start: Pfn::containing(4 << 30), page_shift: 21, bits: 4 };
+    assert_eq!(hex[2], Header::new(purpose, layout).unwrap().to_bytes());
+    let runs: Vec<_> = Bitmap::new(&hex[3], 4).unwrap().runs(0..4).map(|run| (run.first, run.bits)).collect();
+    assert_eq!(runs, [(0, 1), (3, 1)]);
+    assert_eq!(hex.len(), 4);
+}
+
 /// A header with one field of a legal one changed.
 fn broken(offset: usize, value: u64, width: usize) -> Result<Header, HeaderError> {
     let layout = Layout::Bitmap { start: Pfn(512), page_shift: 21, bits: 64 };
