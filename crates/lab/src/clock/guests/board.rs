@@ -21,7 +21,7 @@ const ADVANCE: Duration = Duration::from_millis(50);
 /// So often they are looked at: readers may wait for their processors.
 const ADVANCES: u32 = 10;
 /// Smaller numbers are in too many pages: the readers have only just begun.
-const LEAST_MARK_NS: u64 = 1_000;
+const LEAST_MARK_NS: u64 = 50_000;
 /// The board, and copies of reports in the agent's memory.
 const MOST_PAGES: usize = 8;
 /// Readings may be so much later than the host's time says: its clock and the guest's differ.
@@ -41,21 +41,22 @@ impl Board {
         asked: Instant,
     ) -> io::Result<Option<Self>> {
         let [first, second, ..] = report.cpus.as_slice() else { return Ok(None) };
-        let gaps = [first.largest_gap_ns, second.largest_gap_ns];
-        let marks = [gaps[0], first.largest_burst_gap_ns, gaps[1], second.largest_burst_gap_ns];
-        if marks.iter().any(|mark| *mark < LEAST_MARK_NS) {
+        let marks = [first, second].map(|cpu| [cpu.largest_burst_gap_ns, cpu.largest_gap_ns]);
+        if marks.iter().flatten().any(|mark| *mark < LEAST_MARK_NS) {
             return Ok(None);
         }
         let from_ns = first.monotonic_ns.min(second.monotonic_ns);
         let latest_ns = first.monotonic_ns.max(second.monotonic_ns);
-        for at in memory.find(&marks)?.into_iter().take(MOST_PAGES) {
-            let before = memory.page(at)?;
-            for _ in 0..ADVANCES {
-                thread::sleep(ADVANCE);
-                let after = memory.page(at)?;
+        let pages = memory.find(&marks)?;
+        let pages = pages.into_iter().take(MOST_PAGES).map(|at| Ok((at, memory.page(at)?)));
+        let pages: Vec<(u64, Vec<u64>)> = pages.collect::<io::Result<_>>()?;
+        for _ in 0..ADVANCES {
+            thread::sleep(ADVANCE);
+            for (at, before) in &pages {
+                let after = memory.page(*at)?;
                 let elapsed_ns = ns_between(asked, Instant::now()).unsigned_abs();
                 let readings = from_ns..latest_ns + elapsed_ns + SLACK_NS;
-                if let Some(words) = readers(&before, &after, gaps, readings) {
+                if let Some(words) = readers(before, &after, marks, readings) {
                     return Ok(Some(Self { words: words.map(|word| at + 8 * word as u64) }));
                 }
             }
@@ -84,24 +85,32 @@ impl Board {
 }
 
 /// The words of a page that are the last readings of two readers. Their records are alike, so that they are as far apart as the
-/// gaps that the readers have told; of pairs that fit, the one beside the gaps is it.
+/// gaps that the readers have told, of which one may have grown since; of pairs that fit, the one beside the gaps is it.
 fn readers(
     before: &[u64],
     after: &[u64],
-    gaps: [u64; 2],
+    marks: [[u64; 2]; 2],
     readings: std::ops::Range<u64>,
 ) -> Option<[usize; 2]> {
-    let place = |gap| before.iter().position(|word| *word == gap);
-    let (first, second) = (place(gaps[0])?, place(gaps[1])?);
-    let apart = second.checked_sub(first)?;
+    let places = |mark| (0..before.len()).filter(move |word| before[*word] == mark);
     let advances = |word: usize| match (before.get(word), after.get(word)) {
         (Some(before), Some(after)) => {
             readings.contains(before) && readings.contains(after) && before < after
         }
         _ => false,
     };
-    let pairs = (0..before.len()).filter(|word| advances(*word) && advances(word + apart));
-    pairs.min_by_key(|word| word.abs_diff(first)).map(|word| [word, word + apart])
+    // A number may be there twice: for the largest gap of all and for that since the last report.
+    let aparts = (0..2).flat_map(|mark| {
+        let seconds = move |first| {
+            places(marks[1][mark]).filter_map(move |second: usize| Some((first, second.checked_sub(first)?)))
+        };
+        places(marks[0][mark]).flat_map(seconds)
+    });
+    let pairs = aparts.filter(|(_, apart)| *apart > 0).flat_map(|(first, apart)| {
+        let words = (0..before.len()).filter(move |word| advances(*word) && advances(word + apart));
+        words.map(move |word| (word.abs_diff(first), [word, word + apart]))
+    });
+    pairs.min().map(|(_, words)| words)
 }
 
 /// What was seen of one reader.
@@ -139,6 +148,9 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    /// Gaps in bursts, of which one has grown, and gaps.
+    const MARKS: [[u64; 2]; 2] = [[7, 90], [8, 91]];
+
     /// A page with two records: gap, burst gap, reading; and the largest of all readings before them.
     fn page(readings: [u64; 2]) -> Vec<u64> {
         let mut words = vec![0; 512];
@@ -154,11 +166,11 @@ mod tests {
 
     #[test]
     fn the_readers_words_are_told_from_others_that_advance() {
-        let find = |before: Vec<u64>, after: Vec<u64>| readers(&before, &after, [90, 91], 500..600);
+        let find = |before: Vec<u64>, after: Vec<u64>| readers(&before, &after, MARKS, 500..600);
         assert_eq!(find(page([500, 501]), page([510, 511])), Some([49, 81]));
         assert_eq!(find(page([500, 501]), page([510, 501])), None, "a reader that stands still");
         assert_eq!(find(page([500, 501]), page([510, 700])), None, "a value that is no reading");
-        assert_eq!(readers(&page([500, 501]), &page([510, 511]), [90, 93], 500..600), None);
+        assert_eq!(readers(&page([500, 501]), &page([510, 511]), [[7, 90], [8, 93]], 500..600), None);
     }
 
     #[test]

@@ -57,12 +57,12 @@ impl GuestMemory {
         Ok(words(&bytes))
     }
 
-    /// Places of the pages that hold all of these words, among those that are in the host's memory.
-    pub(super) fn find(&self, wanted: &[u64]) -> io::Result<Vec<u64>> {
-        let wanted: Vec<[u8; 8]> = wanted.iter().map(|word| word.to_ne_bytes()).collect();
+    /// Places of the pages that hold a word of each of these, among those that are in the host's memory.
+    pub(super) fn find(&self, wanted: &[[u64; 2]]) -> io::Result<Vec<u64>> {
+        let wanted: Vec<_> = wanted.iter().map(|words| words.map(u64::to_ne_bytes)).collect();
         let holds_all = |page: &[u8]| {
             let (words, _) = page.as_chunks::<8>();
-            wanted.iter().all(|word| words.contains(word))
+            wanted.iter().all(|any| words.iter().any(|word| any.contains(word)))
         };
         let mut found = Vec::new();
         let mut bytes = vec![0; CHUNK_PAGES * PAGE_BYTES];
@@ -152,7 +152,7 @@ mod tests {
             GuestMemory { memory: open("mem"), pagemap: open("pagemap"), start: start + skipped, pages: 15 };
         let place = at as u64 * 8 - skipped;
         assert_eq!(memory.word(place).unwrap(), Some(value));
-        let found = memory.find(&[value, 0]).unwrap();
+        let found = memory.find(&[[value, 1], [0, 0]]).unwrap();
         assert_eq!(found, [place / PAGE_BYTES as u64 * PAGE_BYTES as u64]);
         assert!(memory.page(found[0]).unwrap().contains(&value));
     }
