@@ -184,7 +184,7 @@ pub struct RequestCounters {
     pub aborted: u64,
     /// Requests that the owner cancelled.
     pub cancelled: u64,
-    /// Bytes named in answers and not passed on because the guest fills free pages with a pattern.
+    /// Bytes named in answers and not passed on because the guest relies on the content of free pages.
     pub poisoned_bytes: u64,
 }
 

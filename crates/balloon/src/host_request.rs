@@ -278,14 +278,15 @@ impl Balloon {
 
     /// Passes the pages of a message on, as far as the budget goes.
     fn receive_answer(&mut self, message: &mut Message, negotiated: Features, budget: &mut Budget) {
-        let poisoned = self.is_poisoned(negotiated);
+        // A free page is not allocated as a hinted one is: the guest expects its pattern there, or zeros, when it next
+        // takes the page, and whoever left the page out would have to see to that.
+        let poisoned = negotiated.contains(Feature::PagePoison);
         let accepted = match message.verdict {
             Verdict::Accepted(Purpose::FreePages { request_id, .. }) => self.requests.accept(request_id),
             _ => false,
         };
         while self.next_portion(message, QueueKind::HostRequest, budget) {
             if accepted && poisoned {
-                // Whoever leaves such a page out would have to put the pattern in its place.
                 let bytes: u64 = self.scratch.ranges.iter().map(|range| range.size_bytes()).sum();
                 self.counters.requests.poisoned_bytes += bytes;
             } else if accepted && let Some(sink) = &mut self.requests.sink {

@@ -13,7 +13,10 @@ use virtio_queue::Queue;
 
 use crate::hinting::Log;
 
-const ALL: Features = Features::ALL_WITH_EXTENSION;
+const OFFERED: Features = Features::ALL_WITH_EXTENSION;
+
+/// What a driver accepts whose guest does not care for the content of free pages.
+const ALL: Features = OFFERED.without(Feature::PagePoison);
 const QUEUE: QueueKind = QueueKind::HostRequest;
 
 fn range(start: u64, pages: u64) -> PageRange {
@@ -269,18 +272,24 @@ fn a_reset_ends_the_request() {
 }
 
 #[test]
-fn pages_with_a_pattern_are_not_passed_on() {
-    let (mut guest, id, log) = asked();
-    guest.balloon.write_config(12, &0xaa_u32.to_le_bytes());
-    let _ = answer(&mut guest, id, AnswerStatus::Done, &[range(1024, 8)]);
-    assert_eq!((log.hinted_pages(), log.ends()), (0, vec![HintEnd::Complete]));
-    assert_eq!(guest.balloon.counters().requests.poisoned_bytes, 8 * 4096);
+fn free_pages_with_a_content_that_matters_are_not_passed_on() {
+    // A pattern, or the zeros of Linux's init_on_free.
+    for poison_value in [0xaa_u32, 0] {
+        let mut guest = Guest::with_extension(OFFERED);
+        guest.balloon.write_config(12, &poison_value.to_le_bytes());
+        guest.leave_request_buffer();
+        let log = ask(&mut guest);
+        let _ = answer(&mut guest, 1, AnswerStatus::Done, &[range(1024, 8)]);
+        assert_eq!((log.hinted_pages(), log.ends()), (0, vec![HintEnd::Complete]));
+        let counters = guest.balloon.counters();
+        assert_eq!((counters.host_request.bytes, counters.requests.poisoned_bytes), (8 * 4096, 8 * 4096));
+    }
 }
 
 #[test]
 fn a_large_answer_is_worked_on_in_steps_and_a_cancellation_comes_between() {
     let region_bytes = 512 << 20;
-    let mut guest = Guest::new(Setup { offered: ALL, negotiated: ALL, region_bytes, ..Setup::default() });
+    let mut guest = Guest::new(Setup { offered: OFFERED, negotiated: ALL, region_bytes, ..Setup::default() });
     guest.leave_request_buffer();
     let log = ask(&mut guest);
     let purpose = Purpose::FreePages { request_id: 1, status: AnswerStatus::Done };
