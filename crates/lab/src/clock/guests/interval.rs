@@ -118,6 +118,8 @@ pub(super) struct Look {
     pub(super) monotonic: Interval,
     /// How far the guest's `CLOCK_REALTIME` is ahead of the host's.
     pub(super) real: Interval,
+    /// Whether that was seen in the guest's memory, not asked for over its console.
+    pub(super) seen: bool,
     /// The smallest reading of the guest's `CLOCK_MONOTONIC`.
     pub(super) smallest_ns: i64,
 }
@@ -144,6 +146,7 @@ impl Look {
             at_s: ns_between(host.base, last.1.answered) as f64 / 1e9,
             monotonic: ahead.plus(bounds(host.raw)),
             real: ahead.plus(real.min_by_key(|ahead| ahead.high_ns)?).plus(bounds(host.real)),
+            seen: seen.is_some(),
             smallest_ns: readings.iter().map(|(reading, _)| reading.monotonic_ns.cast_signed()).min()?,
         })
     }

@@ -100,26 +100,33 @@ fn words(bytes: &[u8]) -> Vec<u64> {
 }
 
 /// Where memory of this size begins, by the text of `/proc/PID/maps`: writable mappings side by side. The monitor keeps
-/// inaccessible pages at both ends of guest memory.
+/// inaccessible pages at both ends of guest memory. Memory of a restored guest is partly that of a file; the monitor then has
+/// a range of that size without one beside it.
 fn start_of(maps: &str, bytes: u64) -> Option<u64> {
-    let mut run: Option<Range<u64>> = None;
+    struct Run {
+        range: Range<u64>,
+        has_file: bool,
+    }
+    let mut runs: Vec<Run> = Vec::new();
     for line in maps.lines() {
-        let (addresses, rest) = line.split_once(' ')?;
-        let (start, end) = addresses.split_once('-')?;
+        let mut words = line.split_ascii_whitespace();
+        let (start, end) = words.next()?.split_once('-')?;
         let (start, end) = (u64::from_str_radix(start, 16).ok()?, u64::from_str_radix(end, 16).ok()?);
-        if !rest.starts_with("rw") {
+        let writable = words.next()?.starts_with("rw");
+        let has_file = words.nth(2)? != "0";
+        if !writable {
             continue;
         }
-        let joined = match run.take() {
-            Some(run) if run.end == start => run.start..end,
-            _ => start..end,
-        };
-        if joined.end - joined.start == bytes {
-            return Some(joined.start);
+        match runs.last_mut() {
+            Some(run) if run.range.end == start => {
+                run.range.end = end;
+                run.has_file |= has_file;
+            }
+            _ => runs.push(Run { range: start..end, has_file }),
         }
-        run = Some(joined);
     }
-    None
+    runs.retain(|run| run.range.end - run.range.start == bytes);
+    runs.iter().find(|run| run.has_file).or(runs.first()).map(|run| run.range.start)
 }
 
 #[cfg(test)]
@@ -129,12 +136,15 @@ mod tests {
     #[test]
     fn guest_memory_is_found_also_in_parts() {
         let maps = "\
+7e0000000000-7e0000200000 rw-p 00000000 00:00 0\n\
 7f0000000000-7f0000001000 rw-p 00000000 00:00 0\n\
 7f0000001000-7f0000200000 ---p 00000000 00:00 0\n\
 7f0000200000-7f0000300000 rw-p 00200000 00:01 42 /tmp/vm.snapshot\n\
 7f0000300000-7f0000400000 rw-p 00000000 00:00 0\n\
 7f0000400000-7f0000401000 ---p 00000000 00:00 0\n";
         assert_eq!(start_of(maps, 2 << 20), Some(0x7f00_0020_0000));
+        let fresh = &maps[..maps.find("7f00").unwrap()];
+        assert_eq!(start_of(fresh, 2 << 20), Some(0x7e00_0000_0000));
         assert_eq!(start_of(maps, 3 << 20), None);
     }
 

@@ -40,7 +40,7 @@ const SEARCHES: u32 = 5;
 /// Between two of them.
 const SEARCH_INTERVAL: Duration = Duration::from_millis(500);
 /// The readers' rhythm: a quarter of a processor in an emulated host.
-const WATCH: Command = Command::ClockWatchStart { burst_readings: 50, pause_us: 3000 };
+const WATCH: Command = Command::ClockWatchStart { burst_readings: 300, pause_us: 5000 };
 /// Lines of a kernel's log that tell of a guest that has stood still without knowing, or of a clock that it distrusts.
 const COMPLAINTS: [&str; 7] =
     ["soft lockup", "stall", "hung task", "blocked for more than", "unstable", "time jump", "clock skew"];

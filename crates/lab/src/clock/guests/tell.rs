@@ -217,15 +217,14 @@ impl Record {
              monitor read and set KVM's clock",
             self.clock_source
         ));
-        series.notes.push(match &self.console_only {
-            None => "the guest's clock was read in its memory, where readers on its vCPUs write it; an error is known to within the time \
-                     between two looks of the host at it, before and after. The same without a stop shows what that is worth"
-                .to_owned(),
-            Some(why) => format!(
-                "the guest's clock was read over its console ({why}); an error is known to within what the ways of commands and \
-                 answers leave open. The same without a stop shows what that is worth"
-            ),
-        });
+        let seen = self.cycles.iter().filter(|cycle| cycle.after.seen).count();
+        series.notes.push(format!(
+            "{seen} of {} looks saw the guest's clock in its memory, where readers on its vCPUs write it, and are known to within the \
+             time between the host's looks there; others went over the console{}, and are known to within the ways of commands and answers. \
+             The same without a stop shows what that is worth",
+            self.cycles.len(),
+            self.console_only.as_ref().map(|why| format!(" ({why})")).unwrap_or_default(),
+        ));
         let disagree = self.cycles.iter().filter(|cycle| !cycle.stopped.agrees).count();
         if disagree > 0 {
             series.notes.push(format!(

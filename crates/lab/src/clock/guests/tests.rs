@@ -13,7 +13,7 @@ fn known(low_ns: i64, high_ns: i64) -> Interval {
 /// A look at a guest whose clocks are so far ahead of the host's, known to within a tenth of a millisecond.
 fn look(at_s: f64, ahead_ns: i64) -> Look {
     let ahead = known(ahead_ns - MS / 10, ahead_ns + MS / 10);
-    Look { at_s, monotonic: ahead, real: ahead, smallest_ns: 5_000 * MS + (at_s * 1e9) as i64 }
+    Look { at_s, monotonic: ahead, real: ahead, seen: true, smallest_ns: 5_000 * MS + (at_s * 1e9) as i64 }
 }
 
 fn stop(asked: Interval, stopped: (u64, u64), started: (u64, u64)) -> Stop {
