@@ -411,7 +411,11 @@ impl Guest {
 impl Drop for Guest {
     fn drop(&mut self) {
         if thread::panicking() {
-            // With its last words, if there are any.
+            // With its last words, if there are any: a monitor removes its socket first and says then why it ends.
+            let deadline = Instant::now() + Duration::from_secs(5);
+            while self.is_running() && !self.socket().exists() && Instant::now() < deadline {
+                thread::sleep(Duration::from_millis(50));
+            }
             if let (None, Ok(Some(status))) = (self.status, self.process.try_wait()) {
                 self.ended(status);
             }
