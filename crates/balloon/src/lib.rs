@@ -35,9 +35,9 @@
 //!
 //! With features 50 to 52 (docs/extension.md), which are offered only if [`BalloonConfig::features`] has them, buffers are
 //! messages that name pages by numbers, a bitmap or ranges, and the owner can ask for the guest's free pages with
-//! [`Balloon::request_free_pages`]. The answer goes to the same [`HintSink`] as hints, under the same rule. A message can
-//! name all of memory: it is worked on in portions, so that a call stays short and what becomes due is discarded between
-//! two calls.
+//! [`Balloon::request_free_pages`]. The answer goes to the same [`HintSink`] as hints, under the same rule;
+//! [`FreePageCollector`] is one. A message can name all of memory: it is worked on in portions, so that a call stays
+//! short and what becomes due is discarded between two calls.
 
 mod budget;
 mod chain;
@@ -45,6 +45,7 @@ mod config;
 mod counters;
 mod device;
 mod error;
+mod free_pages;
 mod hinting;
 mod host_request;
 mod inflate;
@@ -70,6 +71,7 @@ pub use counters::{
 };
 pub use device::{Balloon, Info, Progress};
 pub use error::BalloonError;
+pub use free_pages::{FreePageCollector, FreePageMap, FreePageSummary};
 pub use hinting::{HintEnd, HintPhase, HintSink};
 pub use host_request::{RequestBuffer, RequestPhase};
 pub use log_limit::LogLimit;

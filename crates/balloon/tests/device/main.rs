@@ -3,6 +3,7 @@
 
 #![allow(clippy::unwrap_used, reason = "clippy.toml allows it in test functions, but not in their helpers")]
 
+mod free_pages;
 mod hinting;
 mod host_request;
 mod inflate;

@@ -1,0 +1,167 @@
+//! What a driver told of its free pages, collected.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use ebb_abi::balloon::extension::Bitmap;
+use ebb_abi::{PageRange, Pfn};
+use ebb_guest_ram::GuestRam;
+use serde::Serialize;
+
+use crate::{HintEnd, HintSink};
+
+/// Free pages in figures.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct FreePageSummary {
+    /// Bytes named, each page once.
+    pub bytes: u64,
+    /// Contiguous ranges that they form.
+    pub ranges: u64,
+    /// Bytes of them in whole blocks of 2 MiB.
+    pub huge_block_bytes: u64,
+    /// The largest range in bytes.
+    pub largest_range_bytes: u64,
+}
+
+/// A set of pages of guest memory: a bit for each page, so that its size does not depend on what the driver says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FreePageMap {
+    regions: Vec<Region>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Region {
+    pages: PageRange,
+    bits: Vec<u8>,
+}
+
+impl FreePageMap {
+    /// The empty set of pages of this memory.
+    pub fn new(ram: &GuestRam) -> Self {
+        let region = |region: &ebb_guest_ram::Region| {
+            let pages = PageRange::inside_bytes(region.start.0, region.size_bytes).unwrap_or_default();
+            Region { pages, bits: vec![0; pages.pages.div_ceil(8) as usize] }
+        };
+        Self { regions: ram.regions().iter().map(region).collect() }
+    }
+
+    /// Adds those of the pages that are guest memory.
+    pub fn insert(&mut self, range: PageRange) {
+        for region in &mut self.regions {
+            region.insert(range.intersection(region.pages));
+        }
+    }
+
+    /// Takes pages out, for example because they were written to.
+    pub fn remove(&mut self, range: PageRange) {
+        for region in &mut self.regions {
+            region.remove(range.intersection(region.pages));
+        }
+    }
+
+    /// The pages as ranges in ascending order; one that crosses from a region to the next is two.
+    pub fn ranges(&self) -> impl Iterator<Item = PageRange> {
+        self.regions.iter().flat_map(Region::ranges)
+    }
+
+    /// The set in figures.
+    pub fn summary(&self) -> FreePageSummary {
+        self.ranges().fold(FreePageSummary::default(), |summary, range| FreePageSummary {
+            bytes: summary.bytes + range.size_bytes(),
+            ranges: summary.ranges + 1,
+            huge_block_bytes: summary.huge_block_bytes + range.whole_huge_blocks().size_bytes(),
+            largest_range_bytes: summary.largest_range_bytes.max(range.size_bytes()),
+        })
+    }
+}
+
+impl Region {
+    /// Calls `change` with each byte of the bits of `inside` and the mask of those in it.
+    fn for_each_byte(&mut self, inside: PageRange, mut change: impl FnMut(&mut u8, u8)) {
+        let (mut bit, end) = (inside.start.0 - self.pages.start.0, inside.end().0 - self.pages.start.0);
+        while bit < end {
+            let count = (8 - bit % 8).min(end - bit);
+            let mask = (u8::MAX >> (8 - count)) << (bit % 8);
+            change(&mut self.bits[(bit / 8) as usize], mask);
+            bit += count;
+        }
+    }
+
+    fn insert(&mut self, inside: PageRange) {
+        if !inside.is_empty() {
+            self.for_each_byte(inside, |byte, mask| *byte |= mask);
+        }
+    }
+
+    fn remove(&mut self, inside: PageRange) {
+        if !inside.is_empty() {
+            self.for_each_byte(inside, |byte, mask| *byte &= !mask);
+        }
+    }
+
+    fn ranges(&self) -> impl Iterator<Item = PageRange> {
+        let bits = u32::try_from(self.pages.pages).unwrap_or(u32::MAX);
+        let runs = Bitmap::new(&self.bits, bits).into_iter().flat_map(move |bitmap| bitmap.runs(0..bits));
+        runs.map(|run| PageRange::new(Pfn(self.pages.start.0 + u64::from(run.first)), run.bits.into()))
+    }
+}
+
+/// A [`HintSink`] that collects: one half goes to the device, the clone waits for the end.
+#[derive(Clone, Debug)]
+pub struct FreePageCollector(Arc<(Mutex<Collected>, Condvar)>);
+
+#[derive(Debug)]
+struct Collected {
+    map: FreePageMap,
+    end: Option<HintEnd>,
+}
+
+impl FreePageCollector {
+    /// Nothing was told yet.
+    pub fn new(ram: &GuestRam) -> Self {
+        let collected = Collected { map: FreePageMap::new(ram), end: None };
+        Self(Arc::new((Mutex::new(collected), Condvar::new())))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Collected> {
+        self.0.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until no more will come, but not beyond `deadline`; then, `None`. Must not be called with the device locked.
+    pub fn wait(&self, deadline: Instant) -> Option<HintEnd> {
+        let mut collected = self.lock();
+        while collected.end.is_none() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            let result = self.0.1.wait_timeout(collected, left);
+            collected = result.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        collected.end
+    }
+
+    /// What was told so far.
+    pub fn map(&self) -> FreePageMap {
+        self.lock().map.clone()
+    }
+
+    /// What was told so far, in figures.
+    pub fn summary(&self) -> FreePageSummary {
+        self.lock().map.summary()
+    }
+}
+
+impl HintSink for FreePageCollector {
+    fn hint(&mut self, ranges: &[PageRange]) {
+        let mut collected = self.lock();
+        for range in ranges {
+            collected.map.insert(*range);
+        }
+    }
+
+    fn ended(&mut self, end: HintEnd) {
+        self.lock().end = Some(end);
+        self.0.1.notify_all();
+    }
+}
