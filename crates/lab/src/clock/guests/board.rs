@@ -12,10 +12,12 @@ use ebb_agent::clock_watch::WatchReport;
 use super::interval::{Interval, Known, ns_between};
 use super::memory::GuestMemory;
 
-/// How long the board is looked at.
-const LOOK: Duration = Duration::from_millis(150);
-/// The same when nothing was seen until then.
-const LONG_LOOK: Duration = Duration::from_secs(2);
+/// How long the board is looked at, at least.
+const LOOK: Duration = Duration::from_millis(50);
+/// The same at most: a host with other work seldom runs a reader and the lab at the same time.
+const LONG_LOOK: Duration = Duration::from_secs(3);
+/// What is known to within this is known well enough.
+const WELL_KNOWN_NS: i64 = 40_000;
 /// Between two looks at words that may be readings.
 const ADVANCE: Duration = Duration::from_millis(50);
 /// So often they are looked at: readers may wait for their processors.
@@ -70,10 +72,13 @@ impl Board {
         let begin = Instant::now();
         let mut sightings = [Sightings::default(); 2];
         let mut known = Known::default();
-        while begin.elapsed() < if known.interval().is_some() { LOOK } else { LONG_LOOK } {
+        let well_known = |known: Known| {
+            known.interval().is_some_and(|interval| interval.uncertainty_ns() <= WELL_KNOWN_NS)
+        };
+        while begin.elapsed() < if well_known(known) { LOOK } else { LONG_LOOK } {
             for (word, sightings) in self.words.iter().zip(&mut sightings) {
                 let before_ns = ns_between(base, Instant::now());
-                let Some(value) = memory.word(*word)? else { continue };
+                let value = memory.word(*word)?;
                 let after_ns = ns_between(base, Instant::now());
                 if let Some(seen) = sightings.see(value.cast_signed(), before_ns, after_ns) {
                     known.add(seen);
