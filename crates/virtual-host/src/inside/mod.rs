@@ -3,6 +3,7 @@
 mod programs;
 mod server;
 mod setup;
+mod steady;
 
 use std::process;
 
@@ -13,7 +14,10 @@ use rustix::system::{RebootCommand, reboot};
 ///
 /// Process 1 itself only collects orphans: the server is its child, so that both can wait for children of their own.
 pub fn init_main() -> ! {
-    let warnings = setup::prepare();
+    let mut warnings = setup::prepare();
+    // Kept by process 1, whose end is the machine's.
+    let _steady = steady::SteadyMachine::create()
+        .inspect_err(|error| warnings.push(format!("cannot keep a virtual machine of KVM: {error}")));
     for warning in &warnings {
         eprintln!("ebb init: {warning}");
     }
