@@ -73,7 +73,16 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).without_time().init();
+    let subscriber = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .without_time()
+        .finish();
+    // Not `init`: depending on features that other crates choose, it would also print what libraries say through the crate
+    // `log`. virtio-queue says a line there for each register that a guest writes wrongly, without a limit.
+    if let Err(error) = tracing::subscriber::set_global_default(subscriber) {
+        eprintln!("ebb: cannot log: {error}");
+    }
     let result = match cli.command {
         Command::Run(args) => run::run(*args),
         Command::Restore(args) => restore::run(*args),
