@@ -153,8 +153,9 @@ type SharedTransport = Arc<Mutex<MmioTransport<BalloonDevice>>>;
 
 /// A built virtual machine: everything that the main thread and the API thread share.
 ///
-/// Lock order: `trim_cursor` before `state` before `frozen` before `image` before a device's transport. No lock is held while a vCPU is waited for except
-/// `state` and `frozen`, which no vCPU thread takes.
+/// Lock order: `trim_cursor` before `state` before `frozen` before `image` before a device's transport; `clock_info` is
+/// taken last and held for an assignment only. No lock is held while a vCPU is waited for except `trim_cursor`, `state` and
+/// `frozen`, which no vCPU thread takes.
 pub struct Vm {
     // Fields are dropped from top to bottom: threads end before what they use goes away, guest memory goes last.
     vcpus: VcpuThreads,
