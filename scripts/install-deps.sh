@@ -6,13 +6,20 @@
 #   scripts/install-deps.sh --check         only say what is missing (exit code 1 if anything is)
 set -eu
 
-# qemu-system-x86        the virtual host, on machines whose KVM cannot run Linux; also a peer to compare with
 # linux-image-cloud-...  kernel and modules of the virtual host and of the test guests
+# linux-headers-cloud-.. what the guests' kernel module (guest/linux) is built with
 # busybox-static         programs inside the virtual host
 # numactl                the real memhog
 # gcc libc6-dev make     linking the static binaries, and the Makefile
 # ca-certificates        cargo fetches crates over TLS
-packages="qemu-system-x86 linux-image-cloud-amd64 busybox-static numactl gcc libc6-dev make ca-certificates"
+packages="linux-image-cloud-amd64 linux-headers-cloud-amd64 busybox-static numactl gcc libc6-dev make ca-certificates"
+
+# QEMU is the virtual host, on machines whose KVM cannot run Linux, and a peer to compare with. It has to be 8.1 or newer:
+# older emulators may go on with a translation of code that another processor has just changed, and Linux changes its own
+# code all the time, so that guests hang or crash once in a few hundred boots. Debian 12 has 7.2, its backports have 10.0.
+emulator=qemu-system-x86
+emulator_needed=1:8.1
+backports=${EBB_BACKPORTS:-http://deb.debian.org/debian}
 
 say() { printf 'install-deps: %s\n' "$*"; }
 fail() { printf 'install-deps: %s\n' "$*" >&2; exit 1; }
@@ -31,15 +38,60 @@ installed() {
     [ "$(dpkg-query -W -f '${db:Status-Status}' "$1" 2>/dev/null)" = installed ]
 }
 
+emulator_is_new() {
+    installed "$emulator" &&
+        dpkg --compare-versions "$(dpkg-query -W -f '${Version}' "$emulator")" ge "$emulator_needed"
+}
+
+# Whether the machine's own sources have an emulator that is new enough, as Debian 13 has.
+candidate_is_new() {
+    candidate=$(apt-cache policy "$emulator" | sed -n 's/^  Candidate: //p')
+    case "$candidate" in '' | '(none)') return 1 ;; esac
+    dpkg --compare-versions "$candidate" ge "$emulator_needed"
+}
+
+# From Debian 12's backports, with lists of sources of its own, so that the machine's stay as they are.
+install_from_backports() {
+    own=$(mktemp -d) || return 1
+    # Apart from the sources: apt removes what it does not know from its lists.
+    mkdir -p "$own/lists/partial"
+    key=/usr/share/keyrings/debian-archive-keyring.gpg
+    for suite in bookworm bookworm-backports; do
+        printf 'deb [signed-by=%s] %s %s main\n' "$key" "$backports" "$suite"
+    done >"$own/sources.list"
+    # apt reads lists as a user of its own.
+    chmod -R a+rX "$own"
+    set -- -q -o Dir::Etc::sourcelist="$own/sources.list" -o Dir::Etc::sourceparts="$own/none" \
+        -o Dir::State::lists="$own/lists"
+    mkdir "$own/none"
+    result=0
+    apt-get "$@" update &&
+        apt-get "$@" install -y --no-install-recommends -t bookworm-backports "$emulator" || result=1
+    rm -rf "$own"
+    return "$result"
+}
+
+install_emulator() {
+    if ! candidate_is_new && grep -q '^VERSION_CODENAME=bookworm' /etc/os-release; then
+        say "installing: $emulator, from backports"
+        install_from_backports && return
+        say "warning: no $emulator from backports at $backports (EBB_BACKPORTS names another mirror); Debian 12's own" \
+            "loses changes of code now and then: tests on real guests may hang or crash without Ebb's doing"
+    fi
+    installed "$emulator" || apt-get install -q -y --no-install-recommends "$emulator" ||
+        fail "apt-get could not install: $emulator (see above)"
+}
+
 missing=
 for package in $packages; do
     if ! installed "$package"; then
         missing="$missing $package"
     fi
 done
+emulator_is_new || missing="$missing $emulator"
 
 if [ -z "$missing" ]; then
-    say "everything is installed:" $packages
+    say "everything is installed:" $packages $emulator
 elif [ "$check_only" = yes ]; then
     fail "missing:$missing (install with: sudo $0)"
 else
@@ -48,9 +100,15 @@ else
     export DEBIAN_FRONTEND=noninteractive
     # The lists of a fresh machine are missing or old: packages they name may be gone from the mirror.
     apt-get update -q || fail "apt-get update failed: is there a network, and are the sources in /etc/apt right?"
-    # shellcheck disable=SC2086 # the list is split into words on purpose
-    apt-get install -q -y --no-install-recommends $missing ||
-        fail "apt-get could not install:$missing (see above)"
+    others=${missing% "$emulator"}
+    if [ -n "$others" ]; then
+        # Headers fit one kernel only: an older kernel that is there already gets a newer one beside it.
+        case "$others" in *linux-headers*) others="$others linux-image-cloud-amd64" ;; esac
+        # shellcheck disable=SC2086 # the list is split into words on purpose
+        apt-get install -q -y --no-install-recommends $others ||
+            fail "apt-get could not install:$others (see above)"
+    fi
+    emulator_is_new || install_emulator
 fi
 
 # What the packages are for must really be there.
