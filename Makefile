@@ -5,12 +5,21 @@ EBB = target/x86_64-unknown-linux-gnu/release/ebb
 FUZZ_SECONDS ?= 60
 SCALE ?= demo
 
-.PHONY: help deps build demo test bench lint fmt doc fuzz clean
+# The guest's driver as a module: for the kernel that the virtual host and its guests run, which is EBB_KERNEL's or the
+# newest cloud kernel in /boot. The sources are linked into the build's own folder, because Kbuild writes beside them.
+MODULE_KERNEL ?= $(patsubst vmlinuz-%,%,$(notdir $(or $(EBB_KERNEL),$(lastword $(shell ls /boot/vmlinuz-*-cloud-amd64 | sort -V)))))
+MODULE_HEADERS = /lib/modules/$(MODULE_KERNEL)/build
+MODULE_SOURCES = $(wildcard $(addprefix guest/linux/ebb_balloon/,*.c *.h Kbuild))
+MODULE_DIRECTORY = target/ebb_balloon/$(MODULE_KERNEL)
+MODULE = $(MODULE_DIRECTORY)/ebb_balloon.ko
+
+.PHONY: help deps build module module-of-kernel demo test bench lint fmt doc fuzz clean
 
 help:
 	@echo 'make demo    install what is needed, build, and run the main experiment on real Linux guests (minutes)'
 	@echo 'make test    install what is needed and run all tests, those on real guests included'
-	@echo 'make build   the release programs: $(EBB) and ebb-agent beside it'
+	@echo 'make build   the release programs: $(EBB) and ebb-agent beside it, and the module'
+	@echo 'make module  the balloon driver for guests: target/ebb_balloon/RELEASE/ebb_balloon.ko (MODULE_KERNEL=RELEASE)'
 	@echo 'make bench   benchmarks of the balloon device and of discarding'
 	@echo 'make lint    formatting, clippy with warnings as errors, licences'
 	@echo 'make doc     the documentation of all crates, with warnings as errors'
@@ -20,8 +29,27 @@ help:
 deps:
 	scripts/install-deps.sh
 
-build:
+build: module
 	$(CARGO) build --release --locked -p ebb -p ebb-agent
+
+# In a make of its own: `deps` may have installed the kernel after this file was read.
+module:
+	@$(MAKE) --no-print-directory module-of-kernel
+
+module-of-kernel: $(MODULE)
+
+$(MODULE_HEADERS)/Module.symvers:
+	@echo 'module: no headers of kernel $(MODULE_KERNEL): run make deps, or apt-get install linux-headers-$(MODULE_KERNEL)' >&2
+	@exit 1
+
+# Parts of the folder that have no source any more would be built on; so it begins with the links of today. Object files
+# stay, and Kbuild makes new only what has changed.
+$(MODULE): $(MODULE_SOURCES) $(MODULE_HEADERS)/Module.symvers
+	@mkdir -p $(MODULE_DIRECTORY)/build
+	@find $(MODULE_DIRECTORY)/build -type l -delete
+	@ln -s $(abspath $(MODULE_SOURCES)) $(MODULE_DIRECTORY)/build
+	$(MAKE) -C $(MODULE_HEADERS) M=$(abspath $(MODULE_DIRECTORY)/build) modules
+	@strip --strip-debug -o $@ $(MODULE_DIRECTORY)/build/ebb_balloon.ko
 
 demo: deps build
 	@echo 'demo: what this machine can do'
@@ -29,7 +57,7 @@ demo: deps build
 	@echo 'demo: guests on a host without swap, with and without free page reporting (a few minutes)'
 	$(EBB) lab run density --scale $(SCALE)
 
-test: deps
+test: deps module
 	@echo 'test: all crates, then real guests'
 	$(CARGO) build --locked -p ebb -p ebb-agent
 	$(CARGO) test --locked --workspace

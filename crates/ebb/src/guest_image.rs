@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::Context;
+use ebb_virtual_host::balloon_module;
 use ebb_virtual_host::guest_image::{GuestImage, build, find_agent};
 use ebb_virtual_host::kernel::Kernel;
 use ebb_virtual_host::{HostFile, Inclusion};
@@ -21,6 +22,9 @@ pub struct Args {
     /// Load another module after the standard ones, with parameters after a space; repeat for more.
     #[arg(long, value_name = "NAME [PARAMETERS]")]
     module: Vec<String>,
+    /// Ebb's balloon driver for guests (default: EBB_BALLOON_MODULE, else what `make module` has built for the kernel).
+    #[arg(long, value_name = "PATH")]
+    balloon_module: Option<PathBuf>,
     /// Put a file into it; repeat for more.
     #[arg(long, value_name = "SOURCE:TARGET")]
     add: Vec<HostFile>,
@@ -47,6 +51,10 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     let mut image = GuestImage::new(agent, kernel);
     image.modules = args.module;
     image.files = args.add;
+    image.balloon_module = balloon_module::find(args.balloon_module.as_deref(), &image.kernel.release);
+    if image.balloon_module.is_none() {
+        tracing::warn!("no ebb_balloon.ko was built (`make module`): the guest has the stock balloon driver only");
+    }
     image.memhog = if args.memhog { Inclusion::Included } else { Inclusion::Excluded };
 
     let size_bytes = write_whole(&args.out, |writer| Ok(build(&image, writer).map(drop)?))?;

@@ -52,6 +52,19 @@ pub enum HostError {
         /// The `modules.dep` that was searched.
         path: PathBuf,
     },
+    /// The guest's balloon driver is not one for the guest's kernel.
+    #[error(
+        "{path} cannot be the balloon driver of guests with kernel {release}: {reason}; build it with \
+         `make module MODULE_KERNEL={release}`"
+    )]
+    BalloonModuleUnusable {
+        /// The file.
+        path: PathBuf,
+        /// Why it is not usable.
+        reason: String,
+        /// Release of the guests' kernel.
+        release: String,
+    },
     /// The program to run as init inside is not a static executable.
     #[error(
         "{path} cannot be the init of the virtual host: {reason}; build it with `-C target-feature=+crt-static` \

@@ -8,6 +8,7 @@ use std::fmt::Write as _;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
+use crate::balloon_module;
 use crate::config::{HostFile, Inclusion};
 use crate::elf;
 use crate::error::HostError;
@@ -33,6 +34,9 @@ pub struct GuestImage {
     pub kernel: Kernel,
     /// Modules to load after the standard ones: names, each with its parameters after a space if any.
     pub modules: Vec<String>,
+    /// Ebb's own balloon driver for this kernel; the agent loads it instead of the stock one when the guest's command
+    /// line says so.
+    pub balloon_module: Option<PathBuf>,
     /// Whether the real memhog is put in.
     pub memhog: Inclusion,
     /// More files.
@@ -40,9 +44,18 @@ pub struct GuestImage {
 }
 
 impl GuestImage {
-    /// An image with the standard modules of `kernel` and nothing else.
+    /// An image with the standard modules of `kernel`, Ebb's own balloon driver if it is found
+    /// ([`balloon_module::find`]), and nothing else.
     pub fn new(agent: PathBuf, kernel: Kernel) -> Self {
-        Self { agent, kernel, modules: Vec::new(), memhog: Inclusion::Excluded, files: Vec::new() }
+        let balloon_module = balloon_module::find(None, &kernel.release);
+        Self {
+            agent,
+            kernel,
+            modules: Vec::new(),
+            balloon_module,
+            memhog: Inclusion::Excluded,
+            files: Vec::new(),
+        }
     }
 }
 
@@ -73,6 +86,11 @@ pub fn build<W: Write>(image: &GuestImage, writer: W) -> Result<W, HostError> {
         }
     }
     archive.file("modules.list", 0o644, list.as_bytes())?;
+
+    if let Some(path) = &image.balloon_module {
+        let release = &image.kernel.release;
+        archive.file(balloon_module::path_in_guest(release), 0o644, &balloon_module::read(path, release)?)?;
+    }
 
     let mut files = image.files.clone();
     if image.memhog == Inclusion::Included {

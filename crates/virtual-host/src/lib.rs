@@ -8,6 +8,7 @@
 //! Inside are `/bin/ebb` (the program that started the host, also its init), busybox, the modules of KVM, and for guests
 //! `/ebb/vmlinuz`, `/ebb/vmlinux`, `/ebb/guest.cpio` and `/ebb/ebb-agent`.
 
+pub mod balloon_module;
 pub mod cache;
 pub mod channel;
 mod command;

@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 use crate::commands::{self, Outcome, describe};
 use crate::console::{Console, Place};
 use crate::jobs::Job;
-use crate::setup;
+use crate::setup::{self, Prepared};
 
 /// Memory that is kept on the host's behalf, with the seed of its pattern.
 struct Held {
@@ -52,13 +52,14 @@ impl Agent {
     }
 
     /// Announces itself and serves until the guest is to end, or the input ends in an ordinary process.
-    pub fn run(mut self, warnings: Vec<String>) -> io::Result<()> {
+    pub fn run(mut self, prepared: Prepared) -> io::Result<()> {
         let ready = Event::Ready {
             uptime_ms: uptime_ms(),
             kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
             cpus: cpus_online(),
             memory: MemInfo::read().unwrap_or_default(),
-            warnings,
+            balloon_driver: prepared.balloon_driver,
+            warnings: prepared.warnings,
         };
         self.console.send(&ready)?;
         let mut lines = Lines::new(COMMAND_LIMIT_BYTES);

@@ -4,6 +4,7 @@
 
 pub mod clock;
 pub mod clock_watch;
+pub mod command_line;
 pub mod input;
 pub mod kernel_log;
 pub mod meminfo;

@@ -11,13 +11,15 @@ mod setup;
 
 use std::process::ExitCode;
 
+use ebb_agent::command_line::BalloonDriver;
+
 use console::{Console, Place};
 
 fn main() -> ExitCode {
     let place = if std::process::id() == 1 { Place::Init } else { Place::Process };
-    let warnings = match place {
+    let prepared = match place {
         Place::Init => setup::prepare(),
-        Place::Process => Vec::new(),
+        Place::Process => setup::Prepared { balloon_driver: BalloonDriver::None, warnings: Vec::new() },
     };
     let console = match Console::open(place) {
         Ok(console) => console,
@@ -26,7 +28,7 @@ fn main() -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    match agent::Agent::new(console, place).run(warnings) {
+    match agent::Agent::new(console, place).run(prepared) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("ebb-agent: {error}");

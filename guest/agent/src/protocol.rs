@@ -7,6 +7,7 @@
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::command_line::BalloonDriver;
 use crate::meminfo::MemInfo;
 
 /// First byte of each event (RFC 7464, record separator).
@@ -170,6 +171,8 @@ pub enum Event {
         cpus: u32,
         /// Memory.
         memory: MemInfo,
+        /// The balloon driver that was loaded; `none` in an ordinary process.
+        balloon_driver: BalloonDriver,
         /// What went wrong on the way without making the guest unusable.
         warnings: Vec<String>,
     },

@@ -1,0 +1,103 @@
+//! Ebb's own balloon driver for guests: a kernel module that `make module` builds, for one kernel release.
+
+use std::env;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::error::HostError;
+
+/// Names another module file than the one beside the running program's build.
+pub const BALLOON_MODULE_VARIABLE: &str = "EBB_BALLOON_MODULE";
+/// Below the build's directory, before the kernel's release.
+const BUILD_DIRECTORY: &str = "ebb_balloon";
+/// The module's file.
+const FILE_NAME: &str = "ebb_balloon.ko";
+
+/// Where the module is in a guest.
+pub fn path_in_guest(release: &str) -> String {
+    format!("/lib/modules/{release}/extra/{FILE_NAME}")
+}
+
+/// The module for the kernel `release`: `chosen`, else `EBB_BALLOON_MODULE`, else `ebb_balloon/RELEASE/ebb_balloon.ko` in
+/// a directory that the running program is below, which is cargo's `target` for one that was built here. `None` if
+/// nothing is named and nothing was built.
+pub fn find(chosen: Option<&Path>, release: &str) -> Option<PathBuf> {
+    let named =
+        chosen.map(Path::to_owned).or_else(|| env::var_os(BALLOON_MODULE_VARIABLE).map(PathBuf::from));
+    named.or_else(|| beside(&env::current_exe().ok()?, release))
+}
+
+fn beside(program: &Path, release: &str) -> Option<PathBuf> {
+    program
+        .ancestors()
+        .skip(1)
+        .map(|directory| directory.join(BUILD_DIRECTORY).join(release).join(FILE_NAME))
+        .find(|path| path.is_file())
+}
+
+/// The module's content, if it is one for the kernel `release`.
+pub fn read(path: &Path, release: &str) -> Result<Vec<u8>, HostError> {
+    let content = fs::read(path).map_err(HostError::io(format!("cannot read {}", path.display())))?;
+    let unusable = |reason| HostError::BalloonModuleUnusable {
+        path: path.to_owned(),
+        reason,
+        release: release.to_owned(),
+    };
+    match release_of(&content) {
+        None => Err(unusable("it is no kernel module".to_owned())),
+        Some(found) if found == release.as_bytes() => Ok(content),
+        Some(found) => Err(unusable(format!("it is for kernel {}", String::from_utf8_lossy(found)))),
+    }
+}
+
+/// The kernel release that a module names in its section `.modinfo` (`vermagic=RELEASE WORDS`, Linux
+/// include/linux/vermagic.h).
+fn release_of(module: &[u8]) -> Option<&[u8]> {
+    const MARK: &[u8] = b"\0vermagic=";
+    let start = module.windows(MARK.len()).position(|window| window == MARK)? + MARK.len();
+    let rest = &module[start..];
+    Some(&rest[..rest.iter().position(|byte| *byte == b' ' || *byte == 0)?])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_build_beside_a_program_is_found() {
+        let directory = tempfile::tempdir().unwrap();
+        let built = directory.path().join("ebb_balloon/6.1.0-56-cloud-amd64");
+        fs::create_dir_all(&built).unwrap();
+        let program = directory.path().join("x86_64-unknown-linux-gnu/debug/deps/guests-1");
+        assert_eq!(beside(&program, "6.1.0-56-cloud-amd64"), None);
+        let module = built.join(FILE_NAME);
+        fs::write(&module, b"").unwrap();
+        assert_eq!(beside(&program, "6.1.0-56-cloud-amd64"), Some(module));
+        assert_eq!(beside(&program, "6.1.0-9-cloud-amd64"), None);
+    }
+
+    #[test]
+    fn what_is_named_comes_first() {
+        let named = Path::new("/no/such.ko");
+        assert_eq!(find(Some(named), "6.1"), Some(named.to_owned()));
+    }
+
+    #[test]
+    fn a_module_of_another_kernel_is_refused() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("x.ko");
+        let read = || read(&path, "6.1.0-56-cloud-amd64").map_err(|error| error.to_string());
+        assert!(read().unwrap_err().contains("x.ko"), "there is none");
+        fs::write(&path, b"\x7fELF\0depends=\0vermagic=6.1.0-56-cloud-amd64 SMP preempt \0").unwrap();
+        assert!(read().is_ok());
+        for (content, words) in [
+            (b"\0vermagic=6.1.0-5-cloud-amd64 SMP".as_slice(), "for kernel 6.1.0-5-cloud-amd64"),
+            (b"text", "no kernel module"),
+            (b"\0vermagic=6.1.0-56-cloud-amd64", "no kernel module"),
+        ] {
+            fs::write(&path, content).unwrap();
+            let error = read().unwrap_err();
+            assert!(error.contains(words) && error.contains("make module"), "{error}");
+        }
+    }
+}
