@@ -314,6 +314,9 @@ fn feature(feature: BalloonFeature) -> &'static str {
         BalloonFeature::FreePageHint => "free page hint",
         BalloonFeature::PagePoison => "page poison",
         BalloonFeature::PageReporting => "page reporting",
+        BalloonFeature::PageBitmap => "page bitmaps",
+        BalloonFeature::PageRanges => "page ranges",
+        BalloonFeature::HostRequests => "host requests",
     }
 }
 

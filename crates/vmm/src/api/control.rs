@@ -253,7 +253,7 @@ pub enum DriverPresence {
     Present,
 }
 
-/// A feature of the balloon device (virtio 1.3 section 5.5.3).
+/// A feature of the balloon device (virtio 1.3 section 5.5.3; docs/extension.md).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BalloonFeature {
@@ -269,22 +269,39 @@ pub enum BalloonFeature {
     PagePoison,
     /// Bit 5, VIRTIO_BALLOON_F_PAGE_REPORTING.
     PageReporting,
+    /// Bit 50 of the extension, VIRTIO_BALLOON_F_PAGE_BITMAP.
+    PageBitmap,
+    /// Bit 51 of the extension, VIRTIO_BALLOON_F_PAGE_RANGES.
+    PageRanges,
+    /// Bit 52 of the extension, VIRTIO_BALLOON_F_HOST_REQUEST_VQ.
+    HostRequests,
 }
 
 impl BalloonFeature {
     /// All features, by bit number.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 9] = [
         Self::MustTellHost,
         Self::Statistics,
         Self::DeflateOnOom,
         Self::FreePageHint,
         Self::PagePoison,
         Self::PageReporting,
+        Self::PageBitmap,
+        Self::PageRanges,
+        Self::HostRequests,
     ];
 
-    /// The features among `bits` (bit n is feature n); other bits are left out.
+    /// The bit of each of [`ALL`](Self::ALL).
+    const BITS: [u32; Self::ALL.len()] = [0, 1, 2, 3, 4, 5, 50, 51, 52];
+
+    /// The features among `bits`; bits that are none are left out.
     pub fn from_bits(bits: u64) -> Vec<Self> {
-        (0..).zip(Self::ALL).filter(|(bit, _)| bits >> bit & 1 != 0).map(|(_, feature)| feature).collect()
+        Self::BITS
+            .into_iter()
+            .zip(Self::ALL)
+            .filter(|(bit, _)| bits >> bit & 1 != 0)
+            .map(|(_, f)| f)
+            .collect()
     }
 }
 

@@ -130,6 +130,12 @@ pub struct BalloonDeviceConfig {
     pub poison: Switch,
     /// The statistics queue.
     pub statistics: Switch,
+    /// Messages of the extension (docs/extension.md) that name pages by bitmaps.
+    pub page_bitmap: Switch,
+    /// Messages of the extension that name pages by ranges.
+    pub page_ranges: Switch,
+    /// The extension's queue on which the host asks for free pages.
+    pub host_requests: Switch,
     /// How often statistics are asked for; `None`: only when somebody asks.
     pub statistics_interval: Option<Duration>,
 }
@@ -143,6 +149,10 @@ impl Default for BalloonDeviceConfig {
             deflate_on_oom: Switch::On,
             poison: Switch::On,
             statistics: Switch::On,
+            // A driver that does not know the extension does not accept it, and finds the standard's device.
+            page_bitmap: Switch::On,
+            page_ranges: Switch::On,
+            host_requests: Switch::On,
             statistics_interval: None,
         }
     }

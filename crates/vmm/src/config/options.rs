@@ -94,7 +94,7 @@ pub const MEMORY_FORM: &str = "size=4G[,backing=anon|memfd|hugetlb][,thp=on|off]
 pub const NUMA_FORM: &str = "size=2G,cpus=0-1:4[,host_node=0][,distances=10:20]";
 /// Form of `--balloon`.
 pub const BALLOON_FORM: &str = "off, or [size=0][,reporting=on|off][,hinting=on|off][,deflate_on_oom=on|off]\
-    [,poison=on|off][,statistics=on|off|SECONDS]";
+    [,poison=on|off][,statistics=on|off|SECONDS][,page_bitmap=on|off][,page_ranges=on|off][,host_requests=on|off]";
 /// Form of `--disk`.
 pub const DISK_FORM: &str = "path=FILE[,readonly=on|off]";
 /// Form of `--serial`.
@@ -206,6 +206,9 @@ pub fn parse_balloon(text: &str) -> Result<Option<BalloonDeviceConfig>, ConfigEr
         deflate_on_oom: pairs.take_switch("deflate_on_oom", default.deflate_on_oom)?,
         poison: pairs.take_switch("poison", default.poison)?,
         statistics,
+        page_bitmap: pairs.take_switch("page_bitmap", default.page_bitmap)?,
+        page_ranges: pairs.take_switch("page_ranges", default.page_ranges)?,
+        host_requests: pairs.take_switch("host_requests", default.host_requests)?,
         statistics_interval,
     };
     pairs.finish()?;

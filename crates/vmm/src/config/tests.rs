@@ -1,3 +1,4 @@
+use super::Switch::{Off, On};
 use super::options::parse_balloon;
 use super::*;
 use proptest::prelude::*;
@@ -12,10 +13,10 @@ fn config(memory: &str, cpus: u8, numa: &[&str]) -> VmConfig {
         numa: numa.iter().map(|node| node.parse().unwrap()).collect(),
         balloon: Some(BalloonDeviceConfig::default()),
         disks: Vec::new(),
-        rng: Switch::Off,
+        rng: Off,
         serial: SerialConfig::Null,
         api: None,
-        seccomp: Switch::On,
+        seccomp: On,
         on_reboot: RebootAction::Reset,
         clock: ClockPolicy::Continue,
     }
@@ -57,8 +58,15 @@ fn balloon_options() {
     assert_eq!(parse_balloon("").unwrap(), Some(BalloonDeviceConfig::default()));
     let balloon = parse_balloon("size=1G,reporting=off,statistics=2").unwrap().unwrap();
     assert_eq!(balloon.size.bytes(), 1 << 30);
-    assert_eq!(balloon.reporting, Switch::Off);
+    assert_eq!(balloon.reporting, Off);
     assert_eq!(balloon.statistics_interval, Some(Duration::from_secs(2)));
+    assert_eq!((balloon.page_bitmap, balloon.page_ranges, balloon.host_requests), (On, On, On));
+    let plain = parse_balloon("page_bitmap=off,page_ranges=off,host_requests=off").unwrap().unwrap();
+    assert_eq!((plain.page_bitmap, plain.page_ranges, plain.host_requests), (Off, Off, Off));
+    for text in ["page_bitmap=1", "page_ranges=", "host_requests=yes", "host_requests=on,host_requests=on"] {
+        let error = parse_balloon(text).unwrap_err().to_string();
+        assert!(error.contains("on, off") || error.contains("twice"), "{error}");
+    }
 }
 
 #[test]

@@ -60,7 +60,7 @@ pub struct NumaNode {
 
 /// What the balloon device offers. Its sizes are part of its state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[expect(clippy::struct_excessive_bools, reason = "five independent switches of a document")]
+#[expect(clippy::struct_excessive_bools, reason = "independent switches of a document")]
 pub struct BalloonOptions {
     /// Free page reporting.
     pub reporting: bool,
@@ -72,6 +72,15 @@ pub struct BalloonOptions {
     pub poison: bool,
     /// The statistics queue.
     pub statistics: bool,
+    /// Messages with bitmaps. Snapshots without this field are of machines that did not have them.
+    #[serde(default)]
+    pub page_bitmap: bool,
+    /// Messages with ranges; as above.
+    #[serde(default)]
+    pub page_ranges: bool,
+    /// The queue for requests of the host; as above.
+    #[serde(default)]
+    pub host_requests: bool,
 }
 
 /// A disk.
@@ -144,6 +153,9 @@ impl MachineConfig {
                 deflate_on_oom: balloon.deflate_on_oom.is_on(),
                 poison: balloon.poison.is_on(),
                 statistics: balloon.statistics.is_on(),
+                page_bitmap: balloon.page_bitmap.is_on(),
+                page_ranges: balloon.page_ranges.is_on(),
+                host_requests: balloon.host_requests.is_on(),
             }),
             disks: config
                 .disks
@@ -198,6 +210,9 @@ impl MachineConfig {
                 deflate_on_oom: switch(balloon.deflate_on_oom),
                 poison: switch(balloon.poison),
                 statistics: switch(balloon.statistics),
+                page_bitmap: switch(balloon.page_bitmap),
+                page_ranges: switch(balloon.page_ranges),
+                host_requests: switch(balloon.host_requests),
                 ..BalloonDeviceConfig::default()
             }),
             disks,

@@ -121,6 +121,19 @@ fn what_is_written_can_be_read() {
 }
 
 #[test]
+fn a_balloon_of_before_the_extension_does_not_get_it_over_a_restore() {
+    let mut document = serde_json::to_value(MachineConfig::of(&config())).unwrap();
+    let options = document["balloon"].as_object_mut().unwrap();
+    for field in ["page_bitmap", "page_ranges", "host_requests"] {
+        assert_eq!(options.remove(field), Some(true.into()));
+    }
+    let machine: MachineConfig = serde_json::from_value(document).unwrap();
+    let balloon = machine.into_vm_config(Overrides::default()).unwrap().balloon.unwrap();
+    let off = [balloon.page_bitmap, balloon.page_ranges, balloon.host_requests];
+    assert_eq!((off, balloon.reporting), ([Switch::Off; 3], Switch::On));
+}
+
+#[test]
 fn the_machine_is_the_same_again() {
     let saved = MachineConfig::of(&config());
     let text = serde_json::to_string(&saved).unwrap();

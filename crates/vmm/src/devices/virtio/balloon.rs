@@ -35,6 +35,9 @@ fn features(config: &BalloonDeviceConfig) -> Features {
         (Feature::FreePageHint, config.hinting),
         (Feature::PagePoison, config.poison),
         (Feature::PageReporting, config.reporting),
+        (Feature::PageBitmap, config.page_bitmap),
+        (Feature::PageRanges, config.page_ranges),
+        (Feature::HostRequest, config.host_requests),
     ];
     optional
         .into_iter()

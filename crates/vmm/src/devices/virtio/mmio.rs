@@ -29,7 +29,7 @@ const INTERRUPT_CONFIG: u32 = reg::VIRTIO_MMIO_INT_CONFIG;
 /// Offset of the device's own configuration space.
 const CONFIG_SPACE: u64 = reg::VIRTIO_MMIO_CONFIG as u64;
 
-/// Most queues any device here has: the five of the balloon, with room for an extension.
+/// Most queues any device here has: the balloon's six, with room for more.
 const MAX_QUEUES: usize = 16;
 
 /// Eventfds that connect a device with KVM and with its worker thread.
