@@ -7,10 +7,10 @@ use std::path::{Path, PathBuf};
 use ebb_virtual_host::cache::Cache;
 use ebb_virtual_host::guest_image::{self, GuestImage};
 use ebb_virtual_host::kernel::Kernel;
-use ebb_virtual_host::{HostError, Inclusion, vmlinux};
+use ebb_virtual_host::{HostError, Inclusion, balloon_module, vmlinux};
 
 use crate::LabError;
-use crate::monitor::Assets;
+use crate::monitor::{Assets, Presence};
 
 /// Name of the peer's program.
 const QEMU: &str = "qemu-system-x86_64";
@@ -45,6 +45,8 @@ impl FoundAssets {
             bzimage: present("the guest's kernel", "/ebb/vmlinuz")?,
             elf: elf.is_file().then_some(elf),
             initrd: present("the guest's initramfs", "/ebb/guest.cpio")?,
+            // The run outside has left out what needs it if it is not.
+            module: Presence::Present,
         };
         Ok(Self { assets, _directory: None })
     }
@@ -71,11 +73,25 @@ impl FoundAssets {
         let file = File::create(&initrd).map_err(failed(&initrd))?;
         let mut image = GuestImage::new(agent, kernel.clone());
         image.memhog = memhog;
+        let module = presence(image.balloon_module.is_some());
         guest_image::build(&image, file)?;
         let ebb = env::current_exe().map_err(failed(Path::new("/proc/self/exe")))?;
-        let assets = Assets { ebb, qemu: find_program(QEMU), bzimage: kernel.image, elf: Some(elf), initrd };
+        let assets =
+            Assets { ebb, qemu: find_program(QEMU), bzimage: kernel.image, elf: Some(elf), initrd, module };
         Ok(Self { assets, _directory: Some(directory) })
     }
+}
+
+fn presence(is_there: bool) -> Presence {
+    if is_there { Presence::Present } else { Presence::Absent }
+}
+
+/// The module `ebb_balloon` for the guests' kernel: it is in their image where it was built.
+///
+/// # Errors
+/// [`LabError::VirtualHost`] when there is no kernel.
+pub fn module_here() -> Result<Presence, LabError> {
+    Ok(presence(balloon_module::find(None, &Kernel::find(None)?.release).is_some()))
 }
 
 /// A program in `PATH`.

@@ -5,9 +5,10 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use ebb_vmm::api::{BalloonInfo, Client, ClientError, TrimReport};
+use ebb_vmm::api::{Client, ClientError, TrimReport};
 use serde_json::{Value, json};
 
+use crate::counters::Counters;
 use crate::monitor::MonitorKind;
 
 /// How long a monitor may take to answer.
@@ -36,6 +37,15 @@ pub enum BalloonError {
         /// The answer.
         answer: String,
     },
+}
+
+/// A balloon's size.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Reading {
+    /// What the guest says, in MiB.
+    pub actual_mib: u64,
+    /// How long the latest change took, if the monitor knows and it is over.
+    pub elapsed: Option<Duration>,
 }
 
 /// A way to one guest's balloon.
@@ -93,15 +103,34 @@ impl Balloon {
         Ok(total)
     }
 
-    /// Size that the guest says its balloon has, MiB.
+    /// The monitor's counters; QEMU has none.
     ///
     /// # Errors
     /// [`BalloonError`].
-    pub fn actual_mib(&mut self) -> Result<u64, BalloonError> {
+    pub fn counters(&mut self) -> Result<Option<Counters>, BalloonError> {
         match self {
             Self::Ebb(client) => {
-                let info: BalloonInfo = client.get("/balloon").map_err(BalloonError::Api)?;
-                Ok(info.actual_bytes / MIB)
+                let reply = client.request("GET", "/metrics", "").map_err(BalloonError::Api)?;
+                Ok(Some(Counters::of_monitor(&reply.body)))
+            }
+            Self::Qemu(_) => Ok(None),
+        }
+    }
+
+    /// Size that the guest says its balloon has.
+    ///
+    /// # Errors
+    /// [`BalloonError`].
+    pub fn read(&mut self) -> Result<Reading, BalloonError> {
+        match self {
+            Self::Ebb(client) => {
+                let info: Value = client.get("/balloon").map_err(BalloonError::Api)?;
+                let actual_bytes = info["actual_bytes"].as_u64().ok_or_else(|| BalloonError::Refused {
+                    command: "GET /balloon",
+                    answer: info.to_string(),
+                })?;
+                let elapsed = info["resize"]["elapsed_us"].as_u64().map(Duration::from_micros);
+                Ok(Reading { actual_mib: actual_bytes / MIB, elapsed })
             }
             Self::Qemu(qmp) => {
                 const COMMAND: &str = "query-balloon";
@@ -109,7 +138,7 @@ impl Balloon {
                 let left = answer["actual"]
                     .as_u64()
                     .ok_or_else(|| BalloonError::Refused { command: COMMAND, answer: answer.to_string() })?;
-                Ok(qmp.guest_mib.saturating_sub(left / MIB))
+                Ok(Reading { actual_mib: qmp.guest_mib.saturating_sub(left / MIB), elapsed: None })
             }
         }
     }
@@ -202,7 +231,7 @@ mod tests {
         );
         let mut balloon = Balloon::open(MonitorKind::Qemu, &socket, 1024).unwrap();
         balloon.set_target_mib(768).unwrap();
-        assert_eq!(balloon.actual_mib().unwrap(), 768);
+        assert_eq!(balloon.read().unwrap(), Reading { actual_mib: 768, elapsed: None });
         let sent = peer.join().unwrap();
         assert_eq!(sent[1], json!({ "execute": "balloon", "arguments": { "value": 268_435_456 } }));
     }
@@ -229,6 +258,6 @@ mod tests {
         let error = Balloon::open(MonitorKind::Qemu, Path::new("/no/such/socket"), 1).unwrap_err();
         assert!(error.to_string().contains("/no/such/socket"));
         let mut ebb = Balloon::open(MonitorKind::Ebb, Path::new("/no/such/socket"), 1).unwrap();
-        assert!(ebb.actual_mib().unwrap_err().to_string().contains("/no/such/socket"));
+        assert!(ebb.read().unwrap_err().to_string().contains("/no/such/socket"));
     }
 }

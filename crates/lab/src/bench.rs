@@ -6,10 +6,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ebb_agent::protocol::Command;
-use ebb_vmm::api::TrimReport;
+use serde_json::Value;
 
 use crate::LabError;
-use crate::balloon::{Balloon, BalloonError};
+use crate::counters::Counters;
+use crate::driver::Driver;
 use crate::error::GuestProblem;
 use crate::event::Events;
 use crate::experiment::RunSize;
@@ -20,6 +21,9 @@ use crate::proc;
 use crate::results::{GuestRecord, Scale, rounded};
 use crate::sampler::{GuestProcesses, Sampler};
 use crate::watch::{AfterReturn, Patience, ReturnWatch, Verdict};
+use control::Control;
+
+mod control;
 
 /// How often the memory of a guest is looked at while it comes back.
 const LOOK_INTERVAL: Duration = Duration::from_millis(200);
@@ -35,19 +39,10 @@ const SWAP_THRESHOLD_PART: f64 = 1.0 / 200.0;
 
 /// A guest with nothing to do answers by then.
 const ANSWER_LIMIT: Duration = Duration::from_secs(60);
+/// Counters of the module `ebb_balloon`, in lines of a name and a value.
+const DRIVER_COUNTERS: &str = "/sys/kernel/debug/ebb_balloon/counters";
 /// Order of the smallest blocks that Linux reports by default on x86: 2 MiB (`pageblock_order`).
 const PAGEBLOCK_ORDER: usize = 9;
-/// A balloon that is not there by then does not get there.
-const BALLOON_LIMIT: Duration = Duration::from_secs(600);
-/// How often a balloon's size is asked for.
-const BALLOON_INTERVAL: Duration = Duration::from_millis(20);
-
-/// The way to one guest's balloon; the socket's directory goes with it.
-struct Control {
-    guest: u32,
-    balloon: Balloon,
-    _directory: tempfile::TempDir,
-}
 
 /// What a series has at hand.
 pub struct Bench<'a> {
@@ -55,6 +50,8 @@ pub struct Bench<'a> {
     sampler: Option<Sampler>,
     controls: Vec<Control>,
     guests: Vec<Guest>,
+    /// How many guests were started.
+    started: u32,
     processes: GuestProcesses,
     size: RunSize,
     setup: Setup,
@@ -85,6 +82,7 @@ impl<'a> Bench<'a> {
             sampler: Some(sampler),
             controls: Vec::new(),
             guests: Vec::new(),
+            started: 0,
             processes,
             size,
             setup,
@@ -154,54 +152,21 @@ impl<'a> Bench<'a> {
         }
     }
 
-    /// As [`Bench::start_guest`], with a control socket, so that the guest's balloon can be changed.
-    ///
-    /// # Errors
-    /// As [`Bench::start_guest`], and [`LabError::SystemFile`] when there is no place for the socket.
-    pub fn start_controlled_guest(&mut self, size: GuestSize) -> Result<GuestRecord, LabError> {
-        let directory = tempfile::tempdir()
-            .map_err(|cause| LabError::SystemFile { path: std::env::temp_dir(), cause })?;
-        let socket = directory.path().join("control");
-        let record = self.start(size, Some(&socket))?;
-        let balloon = Balloon::open(self.setup.monitor, &socket, size.memory_mib)
-            .map_err(|error| balloon_failed(record.guest, &error))?;
-        self.controls.push(Control { guest: record.guest, balloon, _directory: directory });
-        Ok(record)
-    }
-
-    /// Trims a guest, if the series says so; returns what that did.
-    ///
-    /// # Errors
-    /// [`LabError::Guest`] when the monitor refuses or the guest has no control socket.
-    pub fn trim(&mut self, guest: u32) -> Result<Option<TrimReport>, LabError> {
-        if self.setup.trim == Trim::Never {
-            return Ok(None);
-        }
-        self.events.step(guest, "is trimmed");
-        let report = self.control(guest)?.balloon.trim();
-        report.map(Some).map_err(|error| balloon_failed(guest, &error))
-    }
-
-    fn control(&mut self, guest: u32) -> Result<&mut Control, LabError> {
-        self.controls.iter_mut().find(|control| control.guest == guest).ok_or_else(|| LabError::Guest {
-            guest,
-            problem: GuestProblem::Protocol("it has no control socket".to_owned()),
-            diagnostics: String::new(),
-        })
-    }
-
     fn start(&mut self, size: GuestSize, control: Option<&Path>) -> Result<GuestRecord, LabError> {
-        let number = self.guests.len() as u32 + 1;
+        self.started += 1;
+        let number = self.started;
         self.events.step(number, "starts");
         let command = self.assets.command(&self.setup, size, control)?;
         let mut guest = Guest::start(number, command)?;
         self.processes.add(guest.pid());
         let ready = guest.wait_ready(BOOT_LIMIT);
         let pid = guest.pid();
+        let ready = ready?;
+        guest.require_driver(self.setup.driver.in_guest())?;
         self.guests.push(guest);
         Ok(GuestRecord {
             guest: number,
-            start_to_init_s: Some(rounded(ready?.as_secs_f64())),
+            start_to_init_s: Some(rounded(ready.as_secs_f64())),
             booted_rss_mib: footprint_mib(pid).map(rounded),
             ..GuestRecord::default()
         })
@@ -229,6 +194,40 @@ impl<'a> Bench<'a> {
         record.program_s = Some(rounded(answer.elapsed.as_secs_f64()));
         record.swap_used_mib = Some(rounded(self.usage()?.swap_used_mib));
         Ok(answer)
+    }
+
+    /// Sends a command that takes next to no time; what it gave.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`].
+    pub fn ask(&mut self, guest: u32, command: Command) -> Result<Value, LabError> {
+        self.work(guest, command, ANSWER_LIMIT)
+    }
+
+    /// Sends a command that may take this long; what it gave.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`].
+    pub fn work(&mut self, guest: u32, command: Command, limit: Duration) -> Result<Value, LabError> {
+        Ok(self.guest(guest)?.command(command, limit, &mut || {})?.result)
+    }
+
+    /// The counters of the guest's balloon driver; `None` for Linux's own, which has none.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`].
+    pub fn driver_counters(&mut self, guest: u32) -> Result<Option<Counters>, LabError> {
+        if self.setup.driver == Driver::Stock {
+            return Ok(None);
+        }
+        let answer = self.ask(guest, Command::ReadFile { path: DRIVER_COUNTERS.to_owned() })?;
+        Ok(answer["text"].as_str().map(Counters::of_driver))
+    }
+
+    /// Ends a guest that nothing more is wanted of, and gives its memory back.
+    pub fn end_guest(&mut self, number: u32) {
+        self.controls.retain(|control| control.guest != number);
+        self.guests.retain(|guest| guest.number() != number);
     }
 
     /// Waits until the memory of a program that has just ended is back at the host, or nothing more comes.
@@ -300,39 +299,17 @@ impl<'a> Bench<'a> {
     /// [`LabError::Guest`] when a guest does not answer.
     pub fn ask_idle(&mut self, records: &mut [GuestRecord], size: GuestSize) -> Result<(), LabError> {
         for record in running(records) {
-            let guest = self.guest(record.guest)?;
-            let memory = guest.command(Command::MemInfo, ANSWER_LIMIT, &mut || {})?.result;
+            let memory = self.ask(record.guest, Command::MemInfo)?;
             let free_kib = memory["MemFree"].as_u64();
             record.guest_in_use_mib =
                 free_kib.map(|free_kib| rounded(size.memory_mib as f64 - host::mib(free_kib)));
             let command = Command::ReadFile { path: "/proc/buddyinfo".to_owned() };
-            let blocks = guest.command(command, ANSWER_LIMIT, &mut || {})?.result;
+            let blocks = self.ask(record.guest, command)?;
             record.guest_fragments_mib = blocks["text"]
                 .as_str()
                 .map(|text| rounded(host::mib(proc::free_below_order_kib(text, PAGEBLOCK_ORDER))));
         }
         Ok(())
-    }
-
-    /// Sets the target of a guest's balloon and waits until it is there; the seconds that took.
-    ///
-    /// # Errors
-    /// [`LabError::Guest`] when the monitor refuses, the guest ends, or it takes too long.
-    pub fn balloon_to(&mut self, guest: u32, target_mib: u64, what: &str) -> Result<f64, LabError> {
-        self.events.step(guest, what);
-        let control = self.control(guest)?;
-        let begin = Instant::now();
-        let failed = |error| balloon_failed(guest, &error);
-        control.balloon.set_target_mib(target_mib).map_err(failed)?;
-        while control.balloon.actual_mib().map_err(failed)? != target_mib {
-            if begin.elapsed() > BALLOON_LIMIT {
-                let problem =
-                    GuestProblem::TimeOut { what: "balloon of its target size", limit: BALLOON_LIMIT };
-                return Err(LabError::Guest { guest, problem, diagnostics: String::new() });
-            }
-            thread::sleep(BALLOON_INTERVAL);
-        }
-        Ok(begin.elapsed().as_secs_f64())
     }
 
     /// What a guest occupies at the host, resident and swapped, MiB.
@@ -364,11 +341,6 @@ impl Drop for Bench<'_> {
 /// The records of guests that have not ended.
 fn running(records: &mut [GuestRecord]) -> impl Iterator<Item = &mut GuestRecord> {
     records.iter_mut().filter(|record| record.ended.is_none())
-}
-
-fn balloon_failed(guest: u32, error: &BalloonError) -> LabError {
-    let problem = GuestProblem::Protocol(error.to_string());
-    LabError::Guest { guest, problem, diagnostics: String::new() }
 }
 
 /// What a guest occupies at the host, resident and swapped; `None` when it has ended.

@@ -11,7 +11,10 @@ use ebb_vmm::api::TrimReport;
 
 use crate::LabError;
 use crate::bench::Bench;
+use crate::counters::Counters;
+use crate::driver::{Driver, Tracker};
 use crate::experiment::{Experiment, HostShape, Runs, SeriesPlan, Subject};
+use crate::figures::{DataTable, Value};
 use crate::monitor::{BounceBuffer, GuestSize, HugePages, KernelImage, MonitorKind, Reporting, Setup, Trim};
 use crate::results::{Better, GuestRecord, MetricInfo, Scale, Series, rounded};
 use crate::statistics::{median, median_or_never};
@@ -85,6 +88,12 @@ impl Experiment for Density {
                 "MiB",
                 Better::Lower,
             ),
+            MetricInfo::new(
+                "uncaptured_mib",
+                "Free in an idle guest, and still at the host",
+                "MiB",
+                Better::Lower,
+            ),
             MetricInfo::new("booted_rss_mib", "Memory of a guest after boot", "MiB", Better::Lower),
             MetricInfo::new("return_90_s", "90 % of the program's memory is back after", "s", Better::Lower),
             MetricInfo::new("start_to_init_s", "Start to the guest's init", "s", Better::Lower),
@@ -105,10 +114,28 @@ impl Experiment for Density {
             ),
             plan("reporting", "Ebb with free page reporting", Runs::ByDefault, Setup::EBB),
             plan(
+                "bitmap",
+                "Ebb with its driver in the guest, which finds free blocks by a bitmap for each zone",
+                Runs::ByDefault,
+                Setup { driver: Driver::tracking(Tracker::Bitmap), ..Setup::EBB },
+            ),
+            plan(
                 "qemu-reporting",
                 "the same guest under QEMU with free page reporting",
                 Runs::ByDefault,
                 Setup { monitor: MonitorKind::Qemu, ..Setup::EBB },
+            ),
+            plan(
+                "percpu",
+                "Ebb with its driver in the guest, which finds free pages by an array for each CPU",
+                Runs::WhenNamed,
+                Setup { driver: Driver::tracking(Tracker::Percpu), ..Setup::EBB },
+            ),
+            plan(
+                "module-reporting",
+                "Ebb with its driver in the guest, which reports through the kernel's own page reporting",
+                Runs::WhenNamed,
+                Setup { driver: Driver::tracking(Tracker::Reporting), ..Setup::EBB },
             ),
             plan(
                 "reporting-trim",
@@ -173,11 +200,52 @@ impl Experiment for Density {
         let measured = filled
             .and_then(|()| bench.measure_idle(&mut series.guests, sizes.guest))
             .and_then(|()| bench.ask_idle(&mut series.guests, sizes.guest))
+            .and_then(|()| ask_drivers(bench, series))
             .and(ended);
         let swap_used_mib = bench.usage()?.swap_used_mib;
         summarize(series, bench.swap_threshold_mib(), swap_used_mib);
         measured
     }
+}
+
+/// Notes what the guests' drivers have counted, which explains what a tracker did not capture.
+fn ask_drivers(bench: &mut Bench<'_>, series: &mut Series) -> Result<(), LabError> {
+    let mut all = Vec::new();
+    for record in series.guests.iter().filter(|record| record.ended.is_none()) {
+        if let Some(counters) = bench.driver_counters(record.guest)? {
+            all.push((record.guest, counters));
+        }
+    }
+    series.details.extend(counters_table(&all));
+    Ok(())
+}
+
+/// The counters of each guest's driver: a row for each counter that any guest has used.
+fn counters_table(guests: &[(u32, Counters)]) -> Option<DataTable> {
+    let mut names: Vec<&str> = guests
+        .iter()
+        .flat_map(|(_, counters)| counters.iter().filter(|(_, value)| *value > 0.0).map(|(name, _)| name))
+        .collect();
+    names.sort_unstable();
+    names.dedup();
+    let mut columns = vec!["counter".to_owned()];
+    columns.extend(guests.iter().map(|(guest, _)| format!("guest {guest}")));
+    let row = |name: &&str| {
+        let values = guests.iter().map(|(_, counters)| Value::from(counters.get(name).unwrap_or(0.0)));
+        std::iter::once(Value::from(*name)).chain(values).collect()
+    };
+    let rows: Vec<Vec<Value>> = names.iter().map(row).collect();
+    (!rows.is_empty()).then(|| DataTable {
+        title: "what the guests' drivers counted".to_owned(),
+        columns,
+        rows,
+    })
+}
+
+/// Memory that is free in a guest and has not come back to the host: what its process occupies beyond the monitor and
+/// what the guest has in use. It is at least so much, since the guest has not touched all that it counts as in use.
+fn uncaptured_mib(guest: &GuestRecord) -> Option<f64> {
+    Some((guest.idle_rss_mib? - guest.monitor_rss_mib? - guest.guest_in_use_mib?).max(0.0))
 }
 
 /// Starts guests until the host swaps or there are enough.
@@ -235,6 +303,7 @@ fn summarize(series: &mut Series, threshold_mib: f64, swap_used_mib: f64) {
         ("idle_guest_rss_mib", present(|guest| guest.idle_rss_mib)),
         ("guest_in_use_mib", present(|guest| guest.guest_in_use_mib)),
         ("guest_fragments_mib", present(|guest| guest.guest_fragments_mib)),
+        ("uncaptured_mib", present(uncaptured_mib)),
         ("booted_rss_mib", present(|guest| guest.booted_rss_mib)),
         // A guest at whose program the host was full was not waited for.
         ("return_90_s", median_or_never(guests.iter().take_while(fits).map(|guest| guest.return_90_s))),
@@ -289,6 +358,33 @@ mod tests {
         let ended = GuestRecord { ended: Some("triple fault".to_owned()), ..guest(2, Some(0.0), Some(1.0)) };
         let metrics = summarized(vec![guest(1, Some(0.0), Some(1.0)), ended, guest(3, Some(0.0), Some(1.0))]);
         assert_eq!(metrics["guests_without_swap"], Some(2.0));
+    }
+
+    #[test]
+    fn what_was_not_captured_is_neither_the_monitors_nor_in_use() {
+        let record = GuestRecord {
+            idle_rss_mib: Some(120.0),
+            monitor_rss_mib: Some(5.0),
+            guest_in_use_mib: Some(95.0),
+            ..guest(1, Some(0.0), Some(1.0))
+        };
+        let more = GuestRecord { guest_in_use_mib: Some(130.0), ..record.clone() };
+        assert_eq!(uncaptured_mib(&more), Some(0.0), "memory in use need not have been touched");
+        let metrics = summarized(vec![record, guest(2, Some(0.0), None)]);
+        assert_eq!(metrics["uncaptured_mib"], Some(20.0));
+    }
+
+    #[test]
+    fn counters_are_told_by_guest_and_unused_ones_left_out() {
+        let guests = [
+            (1, Counters::of_driver("captured 4\nlost 0\n")),
+            (2, Counters::of_driver("captured 0\nlost 0\nframes 2\n")),
+        ];
+        let table = counters_table(&guests).unwrap();
+        assert_eq!(table.columns, ["counter", "guest 1", "guest 2"]);
+        assert_eq!(table.rows[0], [Value::from("captured"), Value::from(4.0), Value::from(0.0)]);
+        assert_eq!(table.rows.len(), 2);
+        assert_eq!(counters_table(&[]), None);
     }
 
     #[test]

@@ -5,7 +5,7 @@ use crate::bench::Bench;
 use crate::event::{Event, Events};
 use crate::experiment::{Experiment, OnMachine, RunSize, SeriesPlan, Subject};
 use crate::host::{self, Gauge, MemoryState};
-use crate::monitor::Assets;
+use crate::monitor::{Assets, Missing, Setup};
 use crate::results::{MemoryLimit, Place, Series};
 
 /// Which series, and whether somebody asked for them by name.
@@ -37,7 +37,10 @@ impl Selection {
     ///
     /// # Errors
     /// [`LabError::Missing`] for a series that was asked for by its name, or when nothing is left.
-    pub fn keep_possible(&mut self, assets: &Assets) -> Result<Vec<String>, LabError> {
+    pub fn keep_possible(
+        &mut self,
+        missing: impl Fn(&Setup) -> Option<Missing>,
+    ) -> Result<Vec<String>, LabError> {
         let mut left_out = Vec::new();
         let mut kept = Vec::new();
         let mut last = None;
@@ -46,7 +49,7 @@ impl Selection {
                 kept.push(plan);
                 continue;
             };
-            match assets.missing(&setup) {
+            match missing(&setup) {
                 None => kept.push(plan),
                 Some(missing) if self.chosen == Chosen::ByName => return Err(missing.into()),
                 Some(missing) => {
@@ -92,7 +95,7 @@ pub fn run(
     }
     let host_memory_mib = host.memory_mib;
     events.tell(Event::Host(host));
-    for reason in selection.keep_possible(assets)? {
+    for reason in selection.keep_possible(|setup| assets.missing(setup))? {
         events.step(0, reason);
     }
     events.step(0, "touches the host's memory once");
@@ -144,6 +147,7 @@ pub fn run_on_machine(
 mod tests {
     use super::*;
     use crate::experiment;
+    use crate::monitor::Presence;
 
     fn selection(names: &[&str], chosen: Chosen) -> Selection {
         let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
@@ -158,13 +162,14 @@ mod tests {
             bzimage: "vmlinuz".into(),
             elf: None,
             initrd: "guest.cpio".into(),
+            module: Presence::Absent,
         }
     }
 
     #[test]
     fn a_default_series_that_cannot_run_is_left_out_with_its_reason() {
         let mut chosen = selection(&["reporting", "qemu-reporting"], Chosen::ByDefault);
-        let reasons = chosen.keep_possible(&bare()).unwrap();
+        let reasons = chosen.keep_possible(|setup| bare().missing(setup)).unwrap();
         assert_eq!(chosen.plans.len(), 1);
         assert!(
             reasons[0].contains("qemu-reporting") && reasons[0].contains("apt-get install"),
@@ -175,7 +180,7 @@ mod tests {
     #[test]
     fn a_series_asked_for_by_name_is_refused_with_its_reason() {
         let mut chosen = selection(&["vmlinux-pvh"], Chosen::ByName);
-        assert!(matches!(chosen.keep_possible(&bare()), Err(LabError::Missing(_))));
+        assert!(matches!(chosen.keep_possible(|setup| bare().missing(setup)), Err(LabError::Missing(_))));
     }
 
     #[test]
@@ -183,7 +188,7 @@ mod tests {
         let experiment = experiment::find("clock").unwrap();
         let plans = experiment::choose(experiment, Some(&["raw".to_owned()])).unwrap();
         let mut chosen = Selection { plans, chosen: Chosen::ByName };
-        assert!(chosen.keep_possible(&bare()).unwrap().is_empty());
+        assert!(chosen.keep_possible(|setup| bare().missing(setup)).unwrap().is_empty());
         let (machine, guests) = chosen.by_subject();
         assert_eq!((machine.len(), guests.plans.len()), (1, 0));
         let (machine, guests) = selection(&["reporting", "no-reporting"], Chosen::ByName).by_subject();
@@ -193,6 +198,6 @@ mod tests {
     #[test]
     fn nothing_left_is_an_error() {
         let mut chosen = selection(&["qemu-reporting"], Chosen::ByDefault);
-        assert!(chosen.keep_possible(&bare()).is_err());
+        assert!(chosen.keep_possible(|setup| bare().missing(setup)).is_err());
     }
 }

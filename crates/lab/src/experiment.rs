@@ -110,6 +110,10 @@ pub trait Experiment: Sync {
     /// # Errors
     /// What ended the series early; what `series` holds by then is kept.
     fn run(&self, bench: &mut Bench<'_>, series: &mut Series) -> Result<(), LabError>;
+    /// Says of each series how it compares with the others, when all are over.
+    fn compare(&self, series: &mut [Series]) {
+        let _ = series;
+    }
     /// Runs one series about the machine ([`Subject::Machine`]), which `series` has the name of, like [`Self::run`].
     ///
     /// # Errors
@@ -180,7 +184,7 @@ mod tests {
         let chosen = ["reporting", "no-reporting", "reporting"].map(str::to_owned);
         assert_eq!(names(&choose(experiment, Some(&chosen)).unwrap()), ["no-reporting", "reporting"]);
         let default = choose(experiment, None).unwrap();
-        assert_eq!(names(&default), ["no-reporting", "reporting", "qemu-reporting"]);
+        assert_eq!(names(&default), ["no-reporting", "reporting", "bitmap", "qemu-reporting"]);
     }
 
     #[test]

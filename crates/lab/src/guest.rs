@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use ebb_agent::command_line::BalloonDriver;
 use ebb_agent::protocol::{Command, Event, Request};
 use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
 
@@ -33,6 +34,8 @@ pub struct Guest {
     log: SharedTail,
     started: Instant,
     next_id: u64,
+    /// What its agent said of its balloon driver, and what went wrong at its start.
+    driver: Option<(BalloonDriver, Vec<String>)>,
 }
 
 /// An event of the agent, and when it came.
@@ -109,7 +112,7 @@ impl Guest {
             });
         }
         let input = process.stdin.take();
-        Ok(Self { number, process, input, events, console, log, started, next_id: 1 })
+        Ok(Self { number, process, input, events, console, log, started, next_id: 1, driver: None })
     }
 
     /// The guest of `earlier` in another monitor: its agent goes on with the commands' numbers.
@@ -136,10 +139,25 @@ impl Guest {
         let deadline = self.started + limit;
         loop {
             let Arrival { at, event, .. } = self.next_event(WHAT, deadline, limit, &mut || {})?;
-            if let Event::Ready { .. } = event {
+            if let Event::Ready { balloon_driver, warnings, .. } = event {
+                self.driver = Some((balloon_driver, warnings));
                 return Ok(at - self.started);
             }
         }
+    }
+
+    /// Makes sure that the guest has this balloon driver.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`] with what its agent said when it was ready.
+    pub fn require_driver(&self, wanted: BalloonDriver) -> Result<(), LabError> {
+        let (loaded, warnings) = match &self.driver {
+            Some((loaded, _)) if *loaded == wanted => return Ok(()),
+            Some((loaded, warnings)) => (loaded.name(), warnings.join("; ")),
+            None => ("nothing yet", String::new()),
+        };
+        let text = format!("it should have {}, and has {loaded} ({warnings})", wanted.name());
+        Err(self.failed(GuestProblem::Protocol(text)))
     }
 
     /// Sends a command and waits for its end; `look` is called a few times a second meanwhile.

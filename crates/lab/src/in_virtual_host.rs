@@ -5,7 +5,7 @@ use std::time::Duration;
 use ebb_virtual_host::{Command, ExitStatus, HostConfig, Inclusion, Output, VirtualHost};
 
 use crate::LabError;
-use crate::assets::memhog_here;
+use crate::assets::{memhog_here, module_here};
 use crate::console::Tail;
 use crate::direct::Selection;
 use crate::event::{Event, Events};
@@ -31,6 +31,11 @@ pub fn run(
     cpus: u32,
     events: &Events,
 ) -> Result<(), LabError> {
+    let mut selection = selection.clone();
+    let module = module_here()?;
+    for reason in selection.keep_possible(|setup| setup.missing_in_guest(module))? {
+        events.step(0, reason);
+    }
     let shape = experiment.host(size.scale);
     let needed_mib = shape.memory_mib + EMULATOR_MIB;
     let available_mib = MemoryState::read()?.available_kib / 1024;
@@ -56,7 +61,7 @@ pub fn run(
         ..HostConfig::default()
     })?;
     let mut inner = InnerRun::new(events);
-    let status = host.run(&command(experiment, size, selection), &mut |output| inner.take(output))?;
+    let status = host.run(&command(experiment, size, &selection), &mut |output| inner.take(output))?;
     inner.finish(status)?;
     host.shutdown()?;
     Ok(())
@@ -202,7 +207,7 @@ mod tests {
         let plans = experiment::choose(experiment, None).unwrap();
         let selection = Selection { plans, chosen: Chosen::ByDefault };
         let words = "lab run memhog --where direct --json-events --scale full --series \
-                     no-reporting,reporting,qemu-reporting";
+                     no-reporting,reporting,bitmap,percpu,qemu-reporting";
         let expected = Command::new("/bin/ebb").args(words.split(' '));
         let size = RunSize { scale: Scale::Full, most_guests: None };
         assert_eq!(command(experiment, size, &selection), expected);

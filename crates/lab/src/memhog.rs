@@ -9,6 +9,7 @@ use ebb_agent::protocol::Command;
 
 use crate::LabError;
 use crate::bench::Bench;
+use crate::driver::{Driver, Tracker};
 use crate::experiment::{Experiment, HostShape, NeedsMemhog, Runs, SeriesPlan, Subject};
 use crate::monitor::{GuestSize, MonitorKind, Reporting, Setup};
 use crate::results::{Better, GuestRecord, MetricInfo, Scale, Series, rounded};
@@ -92,6 +93,16 @@ impl Experiment for Memhog {
                 Setup { reporting: Reporting::Off, ..Setup::EBB },
             ),
             plan("reporting", "Ebb with free page reporting", Setup::EBB),
+            plan(
+                "bitmap",
+                "Ebb with its driver in the guests, which finds free blocks by a bitmap for each zone",
+                Setup { driver: Driver::tracking(Tracker::Bitmap), ..Setup::EBB },
+            ),
+            plan(
+                "percpu",
+                "Ebb with its driver in the guests, which finds free pages by an array for each CPU",
+                Setup { driver: Driver::tracking(Tracker::Percpu), ..Setup::EBB },
+            ),
             plan(
                 "qemu-reporting",
                 "the same guests under QEMU with free page reporting",

@@ -6,6 +6,8 @@ use std::process::Command;
 
 use ebb_kvm_clock::ClockPolicy;
 
+use crate::driver::{Driver, Extension};
+
 /// Words that every guest's kernel gets: a quiet serial console, and an end instead of a hang after a crash.
 const KERNEL_ARGUMENTS: &str = "console=ttyS0 quiet loglevel=1 panic=-1 reboot=t";
 
@@ -73,6 +75,16 @@ pub enum Trim {
     WhenIdle,
 }
 
+/// Whether the guest's kernel writes zeros to pages that it allocates. Debian's does (`CONFIG_INIT_ON_ALLOC_DEFAULT_ON`), also to
+/// those that a driver takes for its balloon.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Clearing {
+    /// As the kernel was built.
+    Default,
+    /// Not (`init_on_alloc=0`).
+    Off,
+}
+
 /// How the guests of a series are run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Setup {
@@ -93,6 +105,12 @@ pub struct Setup {
     pub trim: Trim,
     /// What the guest's clocks do over pauses and restores; Ebb only.
     pub clock: ClockPolicy,
+    /// With which driver of the balloon.
+    pub driver: Driver,
+    /// With or without the extension of the balloon; Ebb only.
+    pub extension: Extension,
+    /// With or without clearing of allocated pages.
+    pub clearing: Clearing,
 }
 
 impl Setup {
@@ -106,6 +124,9 @@ impl Setup {
         bounce_buffer: BounceBuffer::Default,
         trim: Trim::Never,
         clock: ClockPolicy::Continue,
+        driver: Driver::Stock,
+        extension: Extension::Offered,
+        clearing: Clearing::Default,
     };
 
     /// In words, for a document.
@@ -121,6 +142,13 @@ impl Setup {
         if let Some(order) = self.reporting_order {
             // Writing to a String cannot fail.
             let _ = write!(text, ", guest reports blocks of order {order} and up");
+        }
+        text.push_str(&self.driver.describe());
+        if self.extension == Extension::Withheld {
+            text.push_str(", device without the extension");
+        }
+        if self.clearing == Clearing::Off {
+            text.push_str(", guest does not clear allocated pages");
         }
         if self.huge_pages == HugePages::Off {
             text.push_str(", guest memory without transparent huge pages");
@@ -141,6 +169,11 @@ impl Setup {
         text
     }
 
+    fn balloon_option(&self) -> String {
+        let extension = self.extension.option();
+        format!("size=0,reporting={},deflate_on_oom=on{extension}", self.reporting.word())
+    }
+
     fn kernel_arguments(&self) -> String {
         let mut arguments = KERNEL_ARGUMENTS.to_owned();
         if let Some(order) = self.reporting_order {
@@ -150,6 +183,10 @@ impl Setup {
         if self.bounce_buffer == BounceBuffer::Off {
             arguments.push_str(" swiotlb=noforce");
         }
+        if self.clearing == Clearing::Off {
+            arguments.push_str(" init_on_alloc=0");
+        }
+        arguments.push_str(&self.driver.kernel_arguments());
         arguments
     }
 }
@@ -176,6 +213,17 @@ pub struct Assets {
     pub elf: Option<PathBuf>,
     /// The guest's initramfs with the agent.
     pub initrd: PathBuf,
+    /// Whether the initramfs has the module `ebb_balloon`.
+    pub module: Presence,
+}
+
+/// Whether something is there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Presence {
+    /// It is.
+    Present,
+    /// It is not.
+    Absent,
 }
 
 /// What a setup needs and the host has not.
@@ -187,6 +235,16 @@ pub enum Missing {
     /// There is no uncompressed kernel.
     #[error("there is no uncompressed kernel (ebb extract-vmlinux makes one)")]
     Elf,
+    /// The module was not built.
+    #[error("there is no module ebb_balloon for the guest's kernel (make module builds it)")]
+    Module,
+}
+
+impl Setup {
+    /// What these guests need of their initramfs and do not find in it; `None` when they have all.
+    pub fn missing_in_guest(&self, module: Presence) -> Option<Missing> {
+        (self.driver != Driver::Stock && module == Presence::Absent).then_some(Missing::Module)
+    }
 }
 
 impl Assets {
@@ -198,7 +256,7 @@ impl Assets {
         if setup.kernel == KernelImage::Elf && self.elf.is_none() {
             return Some(Missing::Elf);
         }
-        None
+        setup.missing_in_guest(self.module)
     }
 
     /// The command that runs a guest with its serial console on standard input and output, and with the monitor's
@@ -263,7 +321,7 @@ impl Assets {
             .args(["run", "--serial", "stdio", "--on-reboot", "exit", "--clock", setup.clock.name()])
             .args(["--cpus", &size.cpus.to_string()])
             .args(["--memory", &memory])
-            .args(["--balloon", &format!("size=0,reporting={},deflate_on_oom=on", setup.reporting.word())]);
+            .args(["--balloon", &setup.balloon_option()]);
         command
     }
 }
@@ -283,6 +341,7 @@ fn qemu_command(qemu: &PathBuf, setup: &Setup, size: GuestSize) -> Command {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::driver::{Blocks, Module};
 
     const SIZE: GuestSize = GuestSize { memory_mib: 512, cpus: 2 };
 
@@ -293,6 +352,7 @@ mod tests {
             bzimage: "/ebb/vmlinuz".into(),
             elf: Some("/ebb/vmlinux".into()),
             initrd: "/ebb/guest.cpio".into(),
+            module: Presence::Present,
         }
     }
 
@@ -329,6 +389,11 @@ mod tests {
         assert!(lean.contains("reboot=t swiotlb=noforce"), "{lean}");
         let late = line(&Setup { clock: ClockPolicy::CatchUp, ..Setup::EBB });
         assert!(late.contains(" --clock catch-up "), "{late}");
+        let seed = Driver::Module(Module { blocks: Blocks::SinglePages, ..Module::DEFAULT });
+        let single = line(&Setup { driver: seed, clearing: Clearing::Off, ..Setup::EBB });
+        assert!(single.contains("init_on_alloc=0 ebb.balloon=ebb_balloon ebb_balloon.tracker="), "{single}");
+        let plain = line(&Setup { extension: Extension::Withheld, ..Setup::EBB });
+        assert!(plain.contains(",page_bitmap=off,page_ranges=off,host_requests=off "), "{plain}");
         let ordered = line(&Setup { reporting_order: Some(4), ..Setup::EBB });
         assert!(ordered.ends_with(" page_reporting.page_reporting_order=4 --api /tmp/c"), "{ordered}");
     }
@@ -355,7 +420,10 @@ mod tests {
 
     #[test]
     fn what_is_not_there_is_said_and_not_run() {
-        let bare = Assets { qemu: None, elf: None, ..assets() };
+        let bare = Assets { qemu: None, elf: None, module: Presence::Absent, ..assets() };
+        let module = Setup { driver: Driver::Module(Module::DEFAULT), ..Setup::EBB };
+        assert_eq!(bare.missing(&module), Some(Missing::Module));
+        assert_eq!(assets().missing(&module), None);
         let qemu = Setup { monitor: MonitorKind::Qemu, ..Setup::EBB };
         let elf = Setup { kernel: KernelImage::Elf, ..Setup::EBB };
         assert_eq!(bare.missing(&Setup::EBB), None);

@@ -90,6 +90,7 @@ pub fn run(request: &Request, progress: &mut Progress) -> Result<Results, LabErr
     if let Err(error) = ended {
         collector.interrupted(error)?;
     }
+    request.experiment.compare(&mut collector.series);
     let host = collector.host.ok_or_else(|| LabError::InnerRun {
         status: "it never described its host".to_owned(),
         output: String::new(),

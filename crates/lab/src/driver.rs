@@ -1,0 +1,179 @@
+//! The guest's driver of the balloon: Linux's own, or the module `ebb_balloon` with its settings.
+
+use ebb_agent::command_line::BalloonDriver;
+
+/// The driver that a guest loads for the balloon device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Driver {
+    /// `virtio_balloon` of the guest's kernel.
+    Stock,
+    /// `ebb_balloon` (guest/linux/ebb_balloon), which serves the same device and its extension.
+    Module(Module),
+}
+
+/// Settings of the module; its parameters on the guest's kernel command line.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Module {
+    /// How free pages are found and told to the host.
+    pub tracker: Tracker,
+    /// How pages of the balloon are named.
+    pub encoding: Encoding,
+    /// In what blocks the balloon takes memory.
+    pub blocks: Blocks,
+}
+
+impl Module {
+    /// The module with everything at its default.
+    pub const DEFAULT: Self =
+        Self { tracker: Tracker::Reporting, encoding: Encoding::Auto, blocks: Blocks::Largest };
+}
+
+/// How the module finds the pages that it reports.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Tracker {
+    /// Not at all.
+    Off,
+    /// An array for each CPU of what was freed on it, as in the page hinting patches v8 (2019).
+    Percpu,
+    /// A bitmap for each zone of the blocks that were freed, as in the page hinting patches v10 (2019).
+    Bitmap,
+    /// The kernel's own page reporting, as in the patches v16.1 (2020).
+    Reporting,
+}
+
+impl Tracker {
+    /// The value of the module's parameter `tracker`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Off => "none",
+            Self::Percpu => "percpu",
+            Self::Bitmap => "bitmap",
+            Self::Reporting => "reporting",
+        }
+    }
+}
+
+/// How the module names the pages that go into the balloon or out of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Encoding {
+    /// By whatever is shortest and was negotiated.
+    Auto,
+    /// By a bitmap with a start.
+    Bitmap,
+    /// By ranges.
+    Ranges,
+}
+
+impl Encoding {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Bitmap => "bitmap",
+            Self::Ranges => "ranges",
+        }
+    }
+}
+
+/// In what blocks the module takes memory for the balloon.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Blocks {
+    /// The largest that are free first.
+    Largest,
+    /// Single pages of 4 KiB, as the stock driver.
+    SinglePages,
+}
+
+/// Whether the device offers the extension (docs/extension.md).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Extension {
+    /// As the monitor does by itself.
+    Offered,
+    /// Not: the device is that of the standard.
+    Withheld,
+}
+
+impl Driver {
+    /// The module with this tracker.
+    pub const fn tracking(tracker: Tracker) -> Self {
+        Self::Module(Module { tracker, ..Module::DEFAULT })
+    }
+
+    /// What the guest's agent calls it.
+    pub fn in_guest(self) -> BalloonDriver {
+        match self {
+            Self::Stock => BalloonDriver::VirtioBalloon,
+            Self::Module(_) => BalloonDriver::EbbBalloon,
+        }
+    }
+
+    /// The words that choose the driver on the guest's kernel command line.
+    pub(crate) fn kernel_arguments(self) -> String {
+        let Self::Module(module) = self else { return String::new() };
+        let mut words = format!(" ebb.balloon=ebb_balloon ebb_balloon.tracker={}", module.tracker.name());
+        if module.encoding != Encoding::Auto {
+            words.push_str(" ebb_balloon.encoding=");
+            words.push_str(module.encoding.name());
+        }
+        if module.blocks == Blocks::SinglePages {
+            words.push_str(" ebb_balloon.max_order=0");
+        }
+        words
+    }
+
+    /// In words, for a document.
+    pub(crate) fn describe(self) -> String {
+        let Self::Module(module) = self else { return String::new() };
+        let mut words = format!(", driver ebb_balloon, tracker {}", module.tracker.name());
+        if module.encoding != Encoding::Auto {
+            words.push_str(", encoding ");
+            words.push_str(module.encoding.name());
+        }
+        if module.blocks == Blocks::SinglePages {
+            words.push_str(", single pages");
+        }
+        words
+    }
+}
+
+impl Extension {
+    /// What the monitor's option `--balloon` gets.
+    pub(crate) fn option(self) -> &'static str {
+        match self {
+            Self::Offered => "",
+            Self::Withheld => ",page_bitmap=off,page_ranges=off,host_requests=off",
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ebb_agent::command_line::CommandLine;
+
+    #[test]
+    fn the_stock_driver_needs_no_words() {
+        assert_eq!(Driver::Stock.kernel_arguments(), "");
+        assert_eq!(Driver::Stock.describe(), "");
+    }
+
+    #[test]
+    fn each_setting_of_the_module_is_a_word() {
+        assert_eq!(
+            Driver::Module(Module::DEFAULT).kernel_arguments(),
+            " ebb.balloon=ebb_balloon ebb_balloon.tracker=reporting"
+        );
+        let all =
+            Module { tracker: Tracker::Percpu, encoding: Encoding::Bitmap, blocks: Blocks::SinglePages };
+        assert_eq!(
+            Driver::Module(all).kernel_arguments(),
+            " ebb.balloon=ebb_balloon ebb_balloon.tracker=percpu ebb_balloon.encoding=bitmap \
+             ebb_balloon.max_order=0"
+        );
+        let read = CommandLine::new("quiet ebb.balloon=ebb_balloon ebb_balloon.tracker=percpu");
+        assert_eq!(read.balloon_driver(), Ok(Driver::Module(all).in_guest()));
+        assert_eq!(
+            Driver::Module(all).describe(),
+            ", driver ebb_balloon, tracker percpu, encoding bitmap, single pages"
+        );
+    }
+}
