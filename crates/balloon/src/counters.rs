@@ -4,6 +4,7 @@ use std::fmt;
 use std::time::Instant;
 
 use ebb_abi::balloon::QueueKind;
+use ebb_abi::balloon::extension::Encoding;
 use ebb_guest_ram::DiscardOutcome;
 use serde::Serialize;
 
@@ -150,9 +151,11 @@ pub struct QueueCounters {
 }
 
 impl QueueCounters {
-    /// Accounts for the time since `started`.
-    pub(crate) fn translated(&mut self, started: Instant) {
-        self.translate_ns += elapsed_ns(started);
+    /// Accounts for the time since `started`, and returns it in nanoseconds.
+    pub(crate) fn translated(&mut self, started: Instant) -> u64 {
+        let elapsed_ns = elapsed_ns(started);
+        self.translate_ns += elapsed_ns;
+        elapsed_ns
     }
 }
 
@@ -171,6 +174,17 @@ pub struct EncodingCounters {
     pub bitmaps: u64,
     /// Messages with ranges.
     pub ranges: u64,
+}
+
+impl EncodingCounters {
+    /// Counts a message.
+    pub(crate) fn count(&mut self, encoding: Encoding) {
+        *match encoding {
+            Encoding::Pfns => &mut self.pfns,
+            Encoding::Bitmap => &mut self.bitmaps,
+            Encoding::Ranges => &mut self.ranges,
+        } += 1;
+    }
 }
 
 /// Requests for free pages.
@@ -209,6 +223,8 @@ pub struct DiscardCounters {
     pub dropped_bytes: u64,
     /// Discards that the host refused.
     pub failures: u64,
+    /// Pages overwritten before they were discarded, see [`ReportCheck`](crate::ReportCheck).
+    pub verified_pages: u64,
 }
 
 impl DiscardCounters {
@@ -236,6 +252,7 @@ impl DiscardCounters {
             poisoned_bytes: self.poisoned_bytes + other.poisoned_bytes,
             dropped_bytes: self.dropped_bytes + other.dropped_bytes,
             failures: self.failures + other.failures,
+            verified_pages: self.verified_pages + other.verified_pages,
         }
     }
 }

@@ -18,6 +18,7 @@ use crate::pending::Discarder;
 use crate::queue::{DeviceQueue, DeviceQueues};
 use crate::state::{BalloonState, READABLE_VERSIONS, STATE_VERSION};
 use crate::statistics::Collector;
+use crate::verify::ReportCheck;
 use crate::{BalloonConfig, BalloonError, StatisticsBuffer};
 
 /// Entries that each queue may have. Reporting needs 32 at least.
@@ -98,6 +99,7 @@ pub struct Balloon {
     pub(crate) counters: Counters,
     pub(crate) faults: Faults,
     pub(crate) scratch: Scratch,
+    check: ReportCheck,
 }
 
 impl Balloon {
@@ -118,6 +120,7 @@ impl Balloon {
             counters: Counters::default(),
             faults: Faults::default(),
             scratch: Scratch::default(),
+            check: ReportCheck::None,
         };
         balloon.set_target_bytes(config.target_bytes)?;
         Ok(balloon)
@@ -126,6 +129,14 @@ impl Balloon {
     /// Discards pages of this balloon without the lock that guards the device.
     pub fn discarder(&self) -> Discarder {
         self.discarder.clone()
+    }
+
+    /// Overwrites pages from now on before they are discarded, or no more. Not those of a guest that has negotiated
+    /// `PAGE_POISON`: it relies on the content of pages that are not discarded after all.
+    pub fn set_report_check(&mut self, check: ReportCheck) {
+        self.check = check;
+        let relies_on_content = self.negotiated().contains(Feature::PagePoison);
+        self.discarder.set_check(if relies_on_content { ReportCheck::None } else { check });
     }
 
     /// Feature bits that the device offers. The transport adds those of virtio and of the rings.
@@ -194,6 +205,7 @@ impl Balloon {
         let map = QueueMap::resolve(self.offered, negotiated, ready)?;
         let queues = queues.into_iter().map(DeviceQueue::new).collect();
         self.active = Some(Active { negotiated, queues: DeviceQueues { map, queues } });
+        self.set_report_check(self.check);
         self.counters.activations += 1;
         tracing::debug!("balloon active with features {negotiated}");
         Ok(())

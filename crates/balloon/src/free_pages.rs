@@ -4,11 +4,14 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use ebb_abi::balloon::extension::Bitmap;
-use ebb_abi::{PageRange, Pfn};
+use ebb_abi::{Order, PageRange, Pfn};
 use ebb_guest_ram::GuestRam;
 use serde::Serialize;
 
-use crate::{HintEnd, HintSink};
+use crate::{AnswerMessage, EncodingCounters, HintEnd, HintSink};
+
+/// The largest block that Linux's allocator keeps on x86_64 by default: 4 MiB (include/linux/mmzone.h, `MAX_ORDER`).
+pub const LARGEST_BLOCK: Order = Order(10);
 
 /// Free pages in figures.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
@@ -17,6 +20,10 @@ pub struct FreePageSummary {
     pub bytes: u64,
     /// Contiguous ranges that they form.
     pub ranges: u64,
+    /// Blocks by order that these ranges are made of, as a buddy allocator would have them: aligned to their size, each as
+    /// large as possible and at most [`LARGEST_BLOCK`]. Where free neighbours were named in smaller blocks, the larger
+    /// one counts.
+    pub blocks: [u64; LARGEST_BLOCK.0 as usize + 1],
     /// Bytes of them in whole blocks of 2 MiB.
     pub huge_block_bytes: u64,
     /// The largest range in bytes.
@@ -66,12 +73,26 @@ impl FreePageMap {
 
     /// The set in figures.
     pub fn summary(&self) -> FreePageSummary {
-        self.ranges().fold(FreePageSummary::default(), |summary, range| FreePageSummary {
-            bytes: summary.bytes + range.size_bytes(),
-            ranges: summary.ranges + 1,
-            huge_block_bytes: summary.huge_block_bytes + range.whole_huge_blocks().size_bytes(),
-            largest_range_bytes: summary.largest_range_bytes.max(range.size_bytes()),
-        })
+        let mut summary = FreePageSummary::default();
+        for range in self.ranges() {
+            summary.bytes += range.size_bytes();
+            summary.ranges += 1;
+            summary.huge_block_bytes += range.whole_huge_blocks().size_bytes();
+            summary.largest_range_bytes = summary.largest_range_bytes.max(range.size_bytes());
+            count_blocks(range, &mut summary.blocks);
+        }
+        summary
+    }
+}
+
+/// Takes a range apart into blocks.
+fn count_blocks(range: PageRange, blocks: &mut [u64; LARGEST_BLOCK.0 as usize + 1]) {
+    let (mut first, end) = (range.start.0, range.end().0);
+    while first < end {
+        let alignment = first.trailing_zeros();
+        let order = alignment.min((end - first).ilog2()).min(u32::from(LARGEST_BLOCK.0));
+        blocks[order as usize] += 1;
+        first += 1 << order;
     }
 }
 
@@ -113,13 +134,29 @@ pub struct FreePageCollector(Arc<(Mutex<Collected>, Condvar)>);
 #[derive(Debug)]
 struct Collected {
     map: FreePageMap,
-    end: Option<HintEnd>,
+    answer: Answer,
+}
+
+/// What is known of an answer besides the pages in it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Answer {
+    /// How it ended, and when; `None` as long as more may come.
+    pub end: Option<(HintEnd, Instant)>,
+    /// How its messages named pages; it has no bare arrays.
+    pub encodings: EncodingCounters,
+    /// Length of all messages in bytes, headers included.
+    pub message_bytes: u64,
+    /// Time it took the device to read them and to find their ranges, in nanoseconds.
+    pub translate_ns: u64,
+    /// Memory named that is not in the map because the guest relies on the content of free pages, in bytes; a page that was
+    /// named twice counts twice.
+    pub poisoned_bytes: u64,
 }
 
 impl FreePageCollector {
     /// Nothing was told yet.
     pub fn new(ram: &GuestRam) -> Self {
-        let collected = Collected { map: FreePageMap::new(ram), end: None };
+        let collected = Collected { map: FreePageMap::new(ram), answer: Answer::default() };
         Self(Arc::new((Mutex::new(collected), Condvar::new())))
     }
 
@@ -130,7 +167,7 @@ impl FreePageCollector {
     /// Waits until no more will come, but not beyond `deadline`; then, `None`. Must not be called with the device locked.
     pub fn wait(&self, deadline: Instant) -> Option<HintEnd> {
         let mut collected = self.lock();
-        while collected.end.is_none() {
+        while collected.answer.end.is_none() {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 break;
@@ -138,7 +175,12 @@ impl FreePageCollector {
             let result = self.0.1.wait_timeout(collected, left);
             collected = result.unwrap_or_else(PoisonError::into_inner).0;
         }
-        collected.end
+        collected.answer.end.map(|(end, _)| end)
+    }
+
+    /// What is known so far besides the pages.
+    pub fn answer(&self) -> Answer {
+        self.lock().answer
     }
 
     /// What was told so far.
@@ -160,8 +202,16 @@ impl HintSink for FreePageCollector {
         }
     }
 
+    fn answered(&mut self, message: AnswerMessage) {
+        let answer = &mut self.lock().answer;
+        answer.encodings.count(message.encoding);
+        answer.message_bytes += message.size_bytes;
+        answer.translate_ns += message.translate_ns;
+        answer.poisoned_bytes += message.poisoned_bytes;
+    }
+
     fn ended(&mut self, end: HintEnd) {
-        self.lock().end = Some(end);
+        self.lock().answer.end = Some((end, Instant::now()));
         self.0.1.notify_all();
     }
 }

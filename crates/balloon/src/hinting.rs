@@ -6,6 +6,7 @@
 //! [`HintSink`], such as a migration that skips those pages unless they are written to later.
 
 use ebb_abi::PageRange;
+use ebb_abi::balloon::extension::Encoding;
 use ebb_abi::balloon::{COMMAND_ID_BYTES, Feature, HintCommand};
 use serde::Serialize;
 
@@ -27,8 +28,24 @@ pub trait HintSink: Send {
     /// memory; further calls may name the same pages again.
     fn hint(&mut self, ranges: &[PageRange]);
 
+    /// A message of the answer to a request for free pages has been dealt with. Free page hinting has no messages.
+    fn answered(&mut self, _message: AnswerMessage) {}
+
     /// No more hints will come for this command or request, for the given reason.
     fn ended(&mut self, end: HintEnd);
+}
+
+/// A message of an answer to a request for free pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AnswerMessage {
+    /// How it named pages.
+    pub encoding: Encoding,
+    /// Its length in bytes, header included.
+    pub size_bytes: u64,
+    /// Time it took to read it and to find its ranges, in nanoseconds.
+    pub translate_ns: u64,
+    /// Memory that it named and that was not passed on because the guest relies on the content of free pages, in bytes.
+    pub poisoned_bytes: u64,
 }
 
 /// Why hints ended.

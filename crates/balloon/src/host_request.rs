@@ -15,7 +15,7 @@ use crate::chain::ChainReader;
 use crate::counters::GuestError;
 use crate::message::{Message, Verdict};
 use crate::queue::{Chain, DeviceQueue};
-use crate::{Balloon, BalloonError, HintEnd, HintSink, Progress};
+use crate::{AnswerMessage, Balloon, BalloonError, HintEnd, HintSink, Progress};
 
 /// Pieces of a request buffer at most: one for each byte.
 const MAX_PIECES: usize = REQUEST_BYTES;
@@ -189,6 +189,11 @@ impl Balloon {
         self.send_request_now()
     }
 
+    /// Number of the latest request, which may have ended; 0 if there never was one.
+    pub fn last_request_id(&self) -> u64 {
+        self.requests.last_id
+    }
+
     /// How far the request for free pages is.
     pub fn request_phase(&self) -> RequestPhase {
         self.requests.phase()
@@ -289,6 +294,7 @@ impl Balloon {
             if accepted && poisoned {
                 let bytes: u64 = self.scratch.ranges.iter().map(|range| range.size_bytes()).sum();
                 self.counters.requests.poisoned_bytes += bytes;
+                message.poisoned_bytes += bytes;
             } else if accepted && let Some(sink) = &mut self.requests.sink {
                 sink.hint(&self.scratch.ranges);
             }
@@ -298,6 +304,12 @@ impl Balloon {
     /// A message is through; it may have been the answer's last.
     fn finish_answer(&mut self, message: Message) {
         let verdict = message.verdict;
+        let answered = AnswerMessage {
+            encoding: message.encoding,
+            size_bytes: message.size_bytes,
+            translate_ns: message.translate_ns,
+            poisoned_bytes: message.poisoned_bytes,
+        };
         self.finish_message(message);
         let Verdict::Accepted(Purpose::FreePages { request_id, status }) = verdict else { return };
         let is_last = status != AnswerStatus::More;
@@ -310,6 +322,9 @@ impl Balloon {
                 format_args!("{status:?} of request {request_id} while {:?}", self.requests.phase),
             );
             return;
+        }
+        if let Some(sink) = &mut self.requests.sink {
+            sink.answered(answered);
         }
         match status {
             AnswerStatus::More => {}

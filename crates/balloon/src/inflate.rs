@@ -11,6 +11,7 @@ use crate::message::{Message, Verdict};
 use crate::pages::RunBuilder;
 use crate::pending::Inserted;
 use crate::queue::{Chain, DeviceQueue};
+use crate::verify::{ReportCheck, overwrite};
 use crate::{Balloon, Progress};
 
 /// Buffers that are reused from chain to chain.
@@ -111,8 +112,8 @@ impl Balloon {
         budget: &mut Budget,
     ) -> Message {
         let started = Instant::now();
-        let message = self.read_message(chain, kind, negotiated, budget);
-        self.counters.queue_mut(kind).translated(started);
+        let mut message = self.read_message(chain, kind, negotiated, budget);
+        message.translate_ns = self.counters.queue_mut(kind).translated(started);
         message
     }
 
@@ -130,7 +131,7 @@ impl Balloon {
         let started = Instant::now();
         message.next_portion(&self.ram, budget, &mut self.scratch.ranges);
         let counters = self.counters.queue_mut(kind);
-        counters.translated(started);
+        message.translate_ns += counters.translated(started);
         for range in &self.scratch.ranges {
             count(counters, *range);
         }
@@ -170,6 +171,9 @@ impl Balloon {
     /// Discards pages that the driver may use again at once.
     pub(crate) fn discard(&mut self, ranges: &[PageRange]) {
         if !ranges.is_empty() {
+            if self.discarder.check() == ReportCheck::Overwrite {
+                self.counters.discard.verified_pages += overwrite(&self.ram, ranges);
+            }
             let started = Instant::now();
             let result = self.ram.discard(ranges);
             self.counters.discard.took(started);

@@ -57,6 +57,7 @@ mod queue;
 mod reporting;
 mod state;
 mod statistics;
+mod verify;
 
 #[cfg(any(test, feature = "testing"))]
 #[doc(hidden)]
@@ -71,10 +72,11 @@ pub use counters::{
 };
 pub use device::{Balloon, Info, Progress};
 pub use error::BalloonError;
-pub use free_pages::{FreePageCollector, FreePageMap, FreePageSummary};
-pub use hinting::{HintEnd, HintPhase, HintSink};
+pub use free_pages::{Answer, FreePageCollector, FreePageMap, FreePageSummary, LARGEST_BLOCK};
+pub use hinting::{AnswerMessage, HintEnd, HintPhase, HintSink};
 pub use host_request::{RequestBuffer, RequestPhase};
 pub use log_limit::LogLimit;
 pub use pending::Discarder;
 pub use state::{BalloonState, STATE_VERSION};
 pub use statistics::{Statistics, StatisticsBuffer, StatisticsPoll};
+pub use verify::{ReportCheck, overwritten_word};

@@ -6,7 +6,7 @@
 use ebb_abi::PageRange;
 use ebb_abi::balloon::Features;
 use ebb_abi::balloon::extension::{
-    Bitmap, HEADER_BYTES, Header, Layout, MAX_MESSAGE_BYTES, MAX_PFNS, Pfns, Purpose, Ranges,
+    Bitmap, Encoding, HEADER_BYTES, Header, Layout, MAX_MESSAGE_BYTES, MAX_PFNS, Pfns, Purpose, Ranges,
 };
 use ebb_abi::balloon::{PFN_BYTES, QueueKind};
 use ebb_guest_ram::GuestRam;
@@ -14,7 +14,7 @@ use ebb_guest_ram::GuestRam;
 use crate::Balloon;
 use crate::budget::Budget;
 use crate::chain::ChainReader;
-use crate::counters::{EncodingCounters, GuestError};
+use crate::counters::GuestError;
 use crate::pages::RunBuilder;
 use crate::queue::Chain;
 
@@ -50,6 +50,12 @@ pub(crate) struct Message {
     ranges: Vec<PageRange>,
     next_range: usize,
     bits: Bits,
+    /// How it names pages, its length in bytes, and the time spent on reading it so far.
+    pub(crate) encoding: Encoding,
+    pub(crate) size_bytes: u64,
+    pub(crate) translate_ns: u64,
+    /// Memory that was named and not passed on, in bytes.
+    pub(crate) poisoned_bytes: u64,
     /// Pages named that are not guest memory.
     pub(crate) outside_pages: u64,
 }
@@ -66,7 +72,18 @@ struct Bits {
 impl Message {
     fn new(head: u16, verdict: Verdict) -> Self {
         let bits = Bits { bytes: Vec::new(), layout: Layout::Pfns { count: 0 }, next: 0 };
-        Self { head, verdict, ranges: Vec::new(), next_range: 0, bits, outside_pages: 0 }
+        Self {
+            head,
+            verdict,
+            ranges: Vec::new(),
+            next_range: 0,
+            bits,
+            encoding: Encoding::Pfns,
+            size_bytes: 0,
+            translate_ns: 0,
+            poisoned_bytes: 0,
+            outside_pages: 0,
+        }
     }
 
     /// Whether there is nothing left to do but to give it back.
@@ -202,17 +219,19 @@ impl Balloon {
         let queue = self.counters.queue_mut(kind);
         queue.buffers += 1;
         queue.message_bytes += self.scratch.bytes.len() as u64;
+        let size_bytes = self.scratch.bytes.len() as u64;
         let result = match bare {
             Some(purpose) => Ok(self.read_array(head, purpose, budget)),
             None => self.read_payload(head, kind, negotiated, budget),
         };
-        result.unwrap_or_else(|Refusal(error, detail)| {
+        let refuse = |Refusal(error, detail)| {
             // A chain without bytes has been counted already.
             if !self.scratch.bytes.is_empty() {
                 self.faults.count(error, detail);
             }
             Message::new(head, Verdict::Refused)
-        })
+        };
+        result.map_or_else(refuse, |message| Message { size_bytes, ..message })
     }
 
     /// Reads the array of page frame numbers in `scratch.bytes`.
@@ -240,11 +259,10 @@ impl Balloon {
     ) -> Result<Message, Refusal> {
         let header = check(&self.scratch.bytes, kind, negotiated)?;
         let mut message = Message::new(head, Verdict::Accepted(header.purpose()));
+        message.encoding = header.layout().encoding();
         let mut doubles = 0;
-        let EncodingCounters { pfns, bitmaps, ranges, .. } = &mut self.counters.encodings;
         match header.layout() {
             Layout::Pfns { .. } => {
-                *pfns += 1;
                 let mut runs = std::mem::take(&mut self.scratch.runs);
                 doubles = self.read_pfns(HEADER_BYTES, &mut runs, &mut message, budget);
                 self.scratch.runs = runs;
@@ -252,16 +270,15 @@ impl Balloon {
             Layout::Ranges { count } => {
                 budget.spend(count as usize);
                 let (sorted, named_twice) = read_ranges(&self.scratch.bytes[HEADER_BYTES..])?;
-                *ranges += 1;
                 doubles = named_twice;
                 message.set_ranges(&sorted, &self.ram);
             }
             layout @ Layout::Bitmap { .. } => {
-                *bitmaps += 1;
                 budget.spend(self.scratch.bytes.len() / BYTES_PER_UNIT);
                 message.bits = Bits { bytes: std::mem::take(&mut self.scratch.bytes), layout, next: 0 };
             }
         }
+        self.counters.encodings.count(message.encoding);
         if kind != QueueKind::HostRequest {
             // Free lists change while a driver walks them.
             self.count_doubles(doubles);

@@ -13,6 +13,7 @@ use ebb_guest_ram::GuestRam;
 use crate::counters::DiscardCounters;
 use crate::log_limit::LogLimit;
 use crate::pages::PageSet;
+use crate::verify::{ReportCheck, overwrite};
 
 /// Pages that may wait for the rest of their huge pages: 64 MiB.
 const MAX_PENDING_PAGES: u64 = 16 << 10;
@@ -32,6 +33,7 @@ struct Pending {
     pages: PageSet,
     /// Pages that were added since whole huge pages were last taken out.
     fresh_pages: u64,
+    check: ReportCheck,
     counters: DiscardCounters,
     limit: LogLimit,
 }
@@ -56,6 +58,9 @@ impl Pending {
     fn discard(&mut self, ram: &GuestRam, ranges: &[PageRange]) {
         if ranges.is_empty() {
             return;
+        }
+        if self.check == ReportCheck::Overwrite {
+            self.counters.verified_pages += overwrite(ram, ranges);
         }
         let started = Instant::now();
         let result = ram.discard_held(ranges);
@@ -94,6 +99,16 @@ impl Discarder {
 
     fn lock(&self) -> MutexGuard<'_, Pending> {
         self.pending.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sets what is done with pages before they are discarded.
+    pub(crate) fn set_check(&self, check: ReportCheck) {
+        self.lock().check = check;
+    }
+
+    /// What is done with pages before they are discarded.
+    pub(crate) fn check(&self) -> ReportCheck {
+        self.lock().check
     }
 
     /// Discards whole huge pages. To be called after [`Progress::due`](crate::Progress::due).

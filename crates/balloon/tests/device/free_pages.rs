@@ -39,11 +39,16 @@ fn whoever_asks_waits_for_the_whole_answer() {
         FreePageSummary {
             bytes: 2008 * 4096,
             ranges: 2,
+            // 8 at 1000, 16 at 1008, 1024 at 1024, 512 + 256 + 128 + 32 + 16 + 8 at 2048; and the other 8.
+            blocks: [0, 0, 0, 3, 2, 1, 0, 1, 1, 1, 1],
             huge_block_bytes: 3 * 512 * 4096,
             largest_range_bytes: 2000 * 4096,
         }
     );
     assert_eq!(collector.map().ranges().collect::<Vec<_>>(), [range(1000, 2000), range(0x10_0000, 8)]);
+    let answer = collector.answer();
+    assert_eq!((answer.encodings.ranges, answer.message_bytes, answer.poisoned_bytes), (2, 2 * 48, 0));
+    assert_eq!(answer.translate_ns, guest.balloon.counters().host_request.translate_ns);
 }
 
 #[test]
@@ -81,7 +86,9 @@ proptest! {
             }
         }
         let listed: BTreeSet<u64> = map.ranges().flat_map(|range| range.start.0..range.end().0).collect();
-        prop_assert_eq!(map.summary().bytes, model.len() as u64 * 4096);
+        let summary = map.summary();
+        let in_blocks: u64 = (0..).zip(summary.blocks).map(|(order, blocks)| blocks << order).sum();
+        prop_assert_eq!((summary.bytes, in_blocks), (model.len() as u64 * 4096, model.len() as u64));
         prop_assert_eq!(listed, model);
     }
 }

@@ -15,3 +15,4 @@ mod ordering;
 mod properties;
 mod reporting;
 mod statistics;
+mod verify;
