@@ -4,11 +4,13 @@ use std::fs;
 use std::io;
 use std::time::{Duration, Instant};
 
+use ebb_agent::churn::Churn;
 use ebb_agent::clock::ClockReading;
 use ebb_agent::clock_watch::{ClockWatch, Rhythm};
 use ebb_agent::input::{Line, Lines};
 use ebb_agent::meminfo::MemInfo;
 use ebb_agent::memory::Mapping;
+use ebb_agent::page_faults::PageFaults;
 use ebb_agent::protocol::{COMMAND_LIMIT_BYTES, Command, Crash, Event, JOB_LIMIT, Request};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{WaitOptions, wait};
@@ -152,6 +154,14 @@ impl Agent {
             Command::Memhog { bytes } => return self.job(id, || commands::memhog(bytes)),
             Command::FillUntilOom { leave_bytes } => {
                 return self.job(id, || commands::fill_until(leave_bytes));
+            }
+            Command::PageFaults { kind, tasks, threads: task_kind, seconds, mapping_bytes } => {
+                let run = PageFaults { kind, tasks, task_kind, seconds, mapping_bytes };
+                return self.job(id, || run.run().and_then(|report| document(&report)));
+            }
+            Command::Churn { bytes, tasks, seed, operations, seconds } => {
+                let churn = Churn { bytes, tasks, seed, operations, seconds };
+                return self.job(id, || churn.run().and_then(|report| document(&report)));
             }
             Command::TouchFile { path, bytes } => return self.job(id, || commands::touch_file(&path, bytes)),
             Command::Sleep { ms } => {

@@ -2,6 +2,8 @@
 //!
 //! This library holds the protocol, which the host's side uses too, and the parts that do not need to be process 1.
 
+pub mod child;
+pub mod churn;
 pub mod clock;
 pub mod clock_watch;
 pub mod command_line;
@@ -9,4 +11,6 @@ pub mod input;
 pub mod kernel_log;
 pub mod meminfo;
 pub mod memory;
+pub mod page_faults;
 pub mod protocol;
+pub mod random;

@@ -1,42 +1,114 @@
-//! Anonymous memory that is really written: the workloads' raw material.
+//! Memory that is really written: the workloads' raw material.
 
 use std::ffi::c_void;
+use std::fs::{self, File};
 use std::io;
+use std::ops::Range;
+use std::path::Path;
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
 
-use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 
 /// Page size of x86-64 in bytes.
 pub const PAGE_BYTES: usize = 4096;
+/// Words of a page.
+pub const PAGE_WORDS: usize = PAGE_BYTES / size_of::<u64>();
+/// Size of a transparent huge page of x86-64.
+pub const HUGE_PAGE_BYTES: usize = 2 << 20;
 /// Step in which numactl's memhog fills memory.
 pub const MEMHOG_STEP_BYTES: usize = 10 << 20;
 /// Spreads the word's index over all bits, so that pages differ from one another (2^64 divided by the golden ratio).
 const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// One private anonymous mapping; given back when dropped.
+/// One mapping; given back when dropped.
 #[derive(Debug)]
 pub struct Mapping {
     start: NonNull<u64>,
     len_bytes: usize,
 }
 
+/// Who sees what is written to a mapping of a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Sharing {
+    /// All that map the file (MAP_SHARED).
+    Shared,
+    /// This mapping alone (MAP_PRIVATE).
+    Private,
+}
+
 impl Mapping {
-    /// Maps `bytes`, rounded up to whole pages; nothing is touched yet.
+    /// Maps `bytes` of private anonymous memory, rounded up to whole pages; nothing is touched yet.
     pub fn new(bytes: u64) -> io::Result<Self> {
-        let invalid = || io::Error::new(io::ErrorKind::InvalidInput, format!("cannot map {bytes} bytes"));
-        let len_bytes = usize::try_from(bytes)
-            .ok()
-            .and_then(|len| len.checked_next_multiple_of(PAGE_BYTES))
-            .ok_or_else(invalid)?;
-        if len_bytes == 0 {
-            return Err(invalid());
-        }
-        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        let len_bytes = whole_pages(bytes)?;
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
         // SAFETY: the kernel chooses an unused place, so that no memory in use is replaced.
-        let start = unsafe { mmap_anonymous(std::ptr::null_mut(), len_bytes, protection, flags) }?;
-        let start = NonNull::new(start.cast()).ok_or_else(invalid)?;
+        let start = unsafe { mmap_anonymous(std::ptr::null_mut(), len_bytes, PROTECTION, flags) }?;
+        Self::at(start, len_bytes)
+    }
+
+    /// Private anonymous memory that begins at a huge page's boundary and asks for huge pages; `bytes` are rounded up to
+    /// whole huge pages.
+    pub fn huge(bytes: u64) -> io::Result<Self> {
+        let len_bytes =
+            whole_pages(bytes)?.checked_next_multiple_of(HUGE_PAGE_BYTES).ok_or_else(|| cannot_map(bytes))?;
+        let around = Self::new((len_bytes + HUGE_PAGE_BYTES) as u64)?;
+        let before = around.start.as_ptr().cast::<u8>().align_offset(HUGE_PAGE_BYTES);
+        let mut mapping = around.cut(before, len_bytes);
+        mapping.advise(0..mapping.pages(), Advice::LinuxHugepage)?;
+        Ok(mapping)
+    }
+
+    /// Maps the first `bytes` of a file, rounded up to whole pages.
+    pub fn of_file(file: &File, bytes: u64, sharing: Sharing) -> io::Result<Self> {
+        let len_bytes = whole_pages(bytes)?;
+        let flags = match sharing {
+            Sharing::Shared => MapFlags::SHARED,
+            Sharing::Private => MapFlags::PRIVATE,
+        };
+        // SAFETY: as in `new`. Nobody but this process and its children has the file (`unnamed_file`), and none of them
+        // makes it shorter.
+        let start = unsafe { mmap(std::ptr::null_mut(), len_bytes, PROTECTION, flags, file, 0) }?;
+        Self::at(start, len_bytes)
+    }
+
+    fn at(start: *mut c_void, len_bytes: usize) -> io::Result<Self> {
+        let start = NonNull::new(start.cast()).ok_or_else(|| cannot_map(len_bytes as u64))?;
         Ok(Self { start, len_bytes })
+    }
+
+    /// Keeps `len_bytes` from `before` on, both whole pages, and gives the rest back.
+    fn cut(self, before: usize, len_bytes: usize) -> Self {
+        let start = self.start.cast::<u8>();
+        let end = before + len_bytes;
+        // SAFETY: `huge` has mapped a huge page more than it keeps, so `before` is inside the mapping.
+        let kept = unsafe { start.add(before) }.cast();
+        // SAFETY: and `end` is not beyond its end.
+        let behind = unsafe { start.add(end) }.cast();
+        let behind_bytes = self.len_bytes - end;
+        // Whole, when it is dropped: the kernel unmaps any part of a mapping.
+        let ends = [(start.cast(), before), (behind, behind_bytes)];
+        std::mem::forget(self);
+        for (start, len_bytes) in ends.into_iter().filter(|(_, len_bytes)| *len_bytes > 0) {
+            drop(Self { start, len_bytes });
+        }
+        Self { start: kept, len_bytes }
+    }
+
+    /// Tells the kernel something about a range of pages, which may change their content.
+    pub fn advise(&mut self, pages: Range<usize>, advice: Advice) -> io::Result<()> {
+        if pages.start > pages.end || pages.end > self.pages() {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        // SAFETY: the range was checked to be inside the mapping.
+        let start = unsafe { self.start.as_ptr().cast::<u8>().add(pages.start * PAGE_BYTES) };
+        // SAFETY: the range is this value's own, and `&mut self` says that nobody has a reference into it.
+        unsafe { madvise(start.cast(), pages.len() * PAGE_BYTES, advice) }.map_err(Into::into)
+    }
+
+    /// Address of the first byte.
+    pub fn address(&self) -> usize {
+        self.start.as_ptr() as usize
     }
 
     /// Length in bytes, whole pages.
@@ -71,16 +143,37 @@ impl Mapping {
 
     /// Number of pages that do not hold the pattern of `seed`.
     pub fn wrong_pages(&self, seed: u64) -> usize {
-        let words_a_page = PAGE_BYTES / size_of::<u64>();
         let page_is_wrong = |page: usize, words: &[u64]| {
-            let first = page * words_a_page;
+            let first = page * PAGE_WORDS;
             words.iter().enumerate().any(|(index, word)| *word != pattern_word(seed, first + index))
         };
         self.words()
-            .chunks(words_a_page)
+            .chunks(PAGE_WORDS)
             .enumerate()
             .filter(|(page, words)| page_is_wrong(*page, words))
             .count()
+    }
+
+    /// Writes one byte at `offset`, for the page fault alone: nothing keeps the compiler from leaving out others.
+    pub fn write_byte(&mut self, offset: usize) {
+        let word = &mut self.words_mut()[offset / size_of::<u64>()];
+        // SAFETY: the pointer is that of a reference, so it is valid, and one byte has no alignment.
+        unsafe { std::ptr::from_mut(word).cast::<u8>().write_volatile(1) };
+    }
+
+    /// Number of pages.
+    pub fn pages(&self) -> usize {
+        self.len_bytes / PAGE_BYTES
+    }
+
+    /// The words of a page.
+    pub fn page(&self, page: usize) -> &[u64] {
+        &self.words()[page * PAGE_WORDS..][..PAGE_WORDS]
+    }
+
+    /// The words of a page, to be written.
+    pub fn page_mut(&mut self, page: usize) -> &mut [u64] {
+        &mut self.words_mut()[page * PAGE_WORDS..][..PAGE_WORDS]
     }
 
     /// All words.
@@ -104,7 +197,34 @@ impl Drop for Mapping {
     }
 }
 
-fn pattern_word(seed: u64, index: usize) -> u64 {
+const PROTECTION: ProtFlags = ProtFlags::READ.union(ProtFlags::WRITE);
+
+fn cannot_map(bytes: u64) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidInput, format!("cannot map {bytes} bytes"))
+}
+
+fn whole_pages(bytes: u64) -> io::Result<usize> {
+    usize::try_from(bytes)
+        .ok()
+        .and_then(|len| len.checked_next_multiple_of(PAGE_BYTES))
+        .filter(|len| *len > 0)
+        .ok_or_else(|| cannot_map(bytes))
+}
+
+/// A file of `bytes` zeros in `/tmp` that has no name any more.
+pub fn unnamed_file(bytes: u64) -> io::Result<File> {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    let number = NEXT.fetch_add(1, Ordering::Relaxed);
+    let path = format!("/tmp/ebb-agent-{}-{number}", std::process::id());
+    let path = Path::new(&path);
+    let file = File::options().read(true).write(true).create_new(true).open(path)?;
+    fs::remove_file(path)?;
+    file.set_len(bytes)?;
+    Ok(file)
+}
+
+/// Word number `index` of the pattern of `seed`.
+pub fn pattern_word(seed: u64, index: usize) -> u64 {
     seed ^ (index as u64 + 1).wrapping_mul(SPREAD)
 }
 
@@ -139,6 +259,32 @@ mod tests {
         let mut mapping = Mapping::new(1 << 20).unwrap();
         assert_eq!(mapping.fill(1, PAGE_BYTES, |done| done < 3 * PAGE_BYTES), 3 * PAGE_BYTES);
         assert_eq!(mapping.words()[3 * PAGE_BYTES / 8], 0);
+    }
+
+    #[test]
+    fn huge_mappings_are_aligned_and_whole() {
+        for bytes in [1, HUGE_PAGE_BYTES as u64, 5 << 20] {
+            let mut mapping = Mapping::huge(bytes).unwrap();
+            assert_eq!(mapping.address() % HUGE_PAGE_BYTES, 0);
+            assert_eq!(mapping.len_bytes() as u64, bytes.next_multiple_of(HUGE_PAGE_BYTES as u64));
+            mapping.fill_pattern(bytes);
+            assert_eq!(mapping.wrong_pages(bytes), 0);
+        }
+        assert!(Mapping::huge(0).is_err() && Mapping::huge(u64::MAX).is_err());
+    }
+
+    #[test]
+    fn mappings_of_files_share_what_is_written_or_do_not() {
+        let file = unnamed_file(2 * PAGE_BYTES as u64).unwrap();
+        let map = |sharing| Mapping::of_file(&file, 2 * PAGE_BYTES as u64, sharing).unwrap();
+        let (mut private, mut shared) = (map(Sharing::Private), map(Sharing::Shared));
+        private.page_mut(0).fill(1);
+        shared.page_mut(1).fill(2);
+        drop(shared);
+        assert_eq!((private.page(0)[7], private.page(1)[511]), (1, 2));
+        private.advise(0..1, Advice::LinuxDontNeed).unwrap();
+        assert_eq!((private.page(0)[7], private.page(1)[511]), (0, 2));
+        assert!(private.advise(1..3, Advice::LinuxDontNeed).is_err());
     }
 
     proptest! {

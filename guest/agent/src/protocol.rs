@@ -9,6 +9,7 @@ use serde_json::Value;
 
 use crate::command_line::BalloonDriver;
 use crate::meminfo::MemInfo;
+use crate::page_faults::{FaultKind, TaskKind};
 
 /// First byte of each event (RFC 7464, record separator).
 pub const RECORD_SEPARATOR: u8 = 0x1e;
@@ -90,6 +91,34 @@ pub enum Command {
     FillUntilOom {
         /// Memory to leave available.
         leave_bytes: u64,
+    },
+    /// Page faults as fast as they come, counted: see [`crate::page_faults`]. Result: a
+    /// [`crate::page_faults::FaultReport`].
+    PageFaults {
+        /// What is mapped.
+        kind: FaultKind,
+        /// How many tasks.
+        tasks: u32,
+        /// What they are: processes or threads.
+        threads: TaskKind,
+        /// Seconds that count; the run takes one more.
+        seconds: u32,
+        /// Size of each mapping; 128 MiB in will-it-scale.
+        mapping_bytes: u64,
+    },
+    /// Memory is mapped, written, checked and given back in many ways: see [`crate::churn`]. Ends after `operations` or
+    /// `seconds`, whatever comes first; one of them must be given. Result: a [`crate::churn::ChurnReport`].
+    Churn {
+        /// Memory that all tasks together use at most.
+        bytes: u64,
+        /// Processes.
+        tasks: u32,
+        /// What the sequence of operations depends on.
+        seed: u64,
+        /// Operations of all tasks together.
+        operations: Option<u64>,
+        /// Time limit.
+        seconds: Option<u64>,
     },
     /// Reads a file or block device into the page cache. Result: `read_bytes`.
     TouchFile {

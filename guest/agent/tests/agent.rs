@@ -5,8 +5,10 @@
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command as Program, Stdio};
 
+use ebb_agent::churn::ChurnReport;
 use ebb_agent::clock::ClockReading;
 use ebb_agent::clock_watch::WatchReport;
+use ebb_agent::page_faults::{FaultKind, FaultReport, TaskKind};
 use ebb_agent::protocol::{COMMAND_LIMIT_BYTES, Command, Event, JOB_LIMIT, Request};
 use serde_json::Value;
 
@@ -79,6 +81,48 @@ fn workloads_run_and_report() {
     let result = text.unwrap();
     assert_eq!((result["stdout"].as_str(), result["code"].as_i64()), (Some("x\n"), Some(3)));
     assert!(agent.run(Command::Exec { argv: vec!["/no/such".into()] }).unwrap_err().contains("/no/such"));
+}
+
+#[test]
+fn page_faults_are_counted() {
+    let mut agent = Agent::start();
+    let faults = |kind, tasks| Command::PageFaults {
+        kind,
+        tasks,
+        threads: TaskKind::Processes,
+        seconds: 1,
+        mapping_bytes: 1 << 20,
+    };
+    for kind in [FaultKind::Fault1, FaultKind::Fault3] {
+        let report: FaultReport = serde_json::from_value(agent.run(faults(kind, 2)).unwrap()).unwrap();
+        assert_eq!((report.samples.len(), report.tasks.len()), (1, 2), "{report:?}");
+        assert_eq!(report.tasks.iter().sum::<u64>(), report.ops_total, "{report:?}");
+        assert!(report.ops_per_s > 0.0, "{report:?}");
+    }
+    assert!(agent.run(faults(FaultKind::Fault2, 65)).unwrap_err().contains("1 to 64"));
+    // None is left behind when the command is cancelled: their pipe would keep the agent from answering.
+    agent.send(8, faults(FaultKind::Fault1, 3));
+    assert_eq!(agent.event(), Event::Started { id: 8 });
+    agent.send(9, Command::Cancel { id: 8 });
+    let mut failed = false;
+    while !failed {
+        failed = matches!(agent.event(), Event::Failed { id: 8, .. });
+    }
+}
+
+#[test]
+fn memory_is_churned_and_right() {
+    let mut agent = Agent::start();
+    let churn =
+        |operations, seconds| Command::Churn { bytes: 24 << 20, tasks: 2, seed: 9, operations, seconds };
+    let mut run = |command| serde_json::from_value::<ChurnReport>(agent.run(command).unwrap()).unwrap();
+    let first = run(churn(Some(501), None));
+    assert_eq!((first.operations, first.wrong_pages, first.refused), (501, 0, 0), "{first:?}");
+    assert!(first.forks > 0 && first.pages_verified > first.pages_written, "{first:?}");
+    assert_eq!(run(churn(Some(501), None)), first, "a seed says what is done");
+    let timed = run(churn(None, Some(1)));
+    assert!(timed.operations > 0 && timed.wrong_pages == 0, "{timed:?}");
+    assert!(agent.run(churn(None, None)).unwrap_err().contains("never end"));
 }
 
 #[test]

@@ -1,0 +1,114 @@
+//! Work in a process of its own, so that its memory is really freed at the end.
+
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::marker::PhantomData;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::pipe::{PipeFlags, pipe_with};
+use rustix::process::{Pid, Signal, WaitOptions, getpid, getppid, kill_process, waitpid};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+/// Longest result in bytes.
+const RESULT_LIMIT_BYTES: u64 = 1 << 20;
+
+/// A process that works for a result. It ends with this one, and when this value is dropped.
+#[derive(Debug)]
+pub struct Child<T> {
+    /// `None` after it was waited for.
+    pid: Option<Pid>,
+    result: File,
+    of: PhantomData<T>,
+}
+
+impl<T: Serialize + DeserializeOwned> Child<T> {
+    /// Runs `work` in a child process. The calling process must have a single thread.
+    pub fn start(work: impl FnOnce() -> Result<T, String>) -> io::Result<Self> {
+        let (result, sender) = pipe_with(PipeFlags::CLOEXEC)?;
+        let parent = getpid();
+        // SAFETY: the process has a single thread (required above), so that the child finds no lock held by another.
+        match unsafe { libc::fork() } {
+            -1 => Err(io::Error::last_os_error()),
+            0 => {
+                drop(result);
+                run(parent, sender, work)
+            }
+            pid => Ok(Self { pid: Pid::from_raw(pid), result: File::from(result), of: PhantomData }),
+        }
+    }
+
+    /// Readable when the child is about to end.
+    pub fn descriptor(&self) -> BorrowedFd<'_> {
+        self.result.as_fd()
+    }
+
+    /// Whether the child has a result, or has ended without one.
+    pub fn has_ended(&self) -> bool {
+        let mut events = [PollFd::new(&self.result, PollFlags::IN)];
+        poll(&mut events, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok_and(|ready| ready > 0)
+    }
+
+    /// Kills the process; its end is still to be waited for.
+    pub fn kill(&self) {
+        if let Some(pid) = self.pid {
+            let _ = kill_process(pid, Signal::KILL);
+        }
+    }
+
+    /// Waits for the child's end; its result, or why there is none.
+    pub fn finish(mut self) -> Result<T, String> {
+        let mut text = Vec::new();
+        let read = (&self.result).take(RESULT_LIMIT_BYTES).read_to_end(&mut text);
+        match self.pid.take().map(wait) {
+            Some(Ok(Some((_, status)))) => match status.terminating_signal() {
+                Some(signal) => Err(format!("its process was ended by signal {signal}")),
+                None => match read.map(|_| serde_json::from_slice::<Result<T, String>>(&text)) {
+                    Ok(Ok(result)) => result,
+                    _ => Err("its process ended without a result".to_owned()),
+                },
+            },
+            _ => Err("its process cannot be waited for".to_owned()),
+        }
+    }
+}
+
+impl<T> Drop for Child<T> {
+    fn drop(&mut self) {
+        if let Some(pid) = self.pid.take() {
+            let _ = kill_process(pid, Signal::KILL);
+            let _ = wait(pid);
+        }
+    }
+}
+
+fn wait(pid: Pid) -> rustix::io::Result<Option<(Pid, rustix::process::WaitStatus)>> {
+    loop {
+        match waitpid(Some(pid), WaitOptions::empty()) {
+            Err(rustix::io::Errno::INTR) => {}
+            other => return other,
+        }
+    }
+}
+
+/// Does the work and ends the process, without running anything that belongs to the parent.
+fn run<T: Serialize>(parent: Pid, sender: OwnedFd, work: impl FnOnce() -> Result<T, String>) -> ! {
+    // A workload shall not outlive its parent where that is an ordinary process.
+    let _ = rustix::process::set_parent_process_death_signal(Some(Signal::KILL));
+    // The parent may have ended before the line above took effect.
+    if getppid() != Some(parent) {
+        end(1);
+    }
+    // The out-of-memory killer shall take the workload; process 1 cannot be taken.
+    let _ = std::fs::write("/proc/self/oom_score_adj", "1000");
+    let result = catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| Err("it has panicked".to_owned()));
+    let sent = serde_json::to_vec(&result).map(|text| File::from(sender).write_all(&text));
+    end(i32::from(!matches!(sent, Ok(Ok(())))))
+}
+
+fn end(code: i32) -> ! {
+    // SAFETY: ends the process at once; the parent's exit handlers and buffers stay untouched.
+    unsafe { libc::_exit(code) }
+}

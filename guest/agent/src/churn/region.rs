@@ -1,0 +1,239 @@
+//! A piece of memory whose content is known page by page.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+
+use rustix::mm::Advice;
+use serde::{Deserialize, Serialize};
+
+use crate::memory::{Mapping, PAGE_BYTES, PAGE_WORDS, Sharing, pattern_word, unnamed_file};
+use crate::random::mix;
+
+/// Words of a wrong page that are told.
+const SHOWN_WORDS: usize = 4;
+/// Bits of an entry of `/proc/PID/pagemap` that are the page's number (Linux Documentation/admin-guide/mm/pagemap.rst).
+const PAGEMAP_PFN: u64 = (1 << 55) - 1;
+
+/// Where a region's pages come from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Source {
+    /// Private anonymous memory.
+    Anonymous,
+    /// The same in huge pages.
+    Huge,
+    /// A file in `/tmp`, mapped shared.
+    SharedFile,
+    /// A file in `/tmp`, mapped privately.
+    PrivateFile,
+}
+
+/// A page that does not hold what was written to it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WrongPage {
+    /// Where the page comes from.
+    pub source: Source,
+    /// Address in the process, in hexadecimal.
+    pub address: String,
+    /// Number of the guest's page frame, in hexadecimal, if it could be found out.
+    pub pfn: Option<String>,
+    /// Index of the first wrong word of 8 bytes.
+    pub word: usize,
+    /// Number of wrong words.
+    pub wrong_words: usize,
+    /// What the words from there on should be, in hexadecimal.
+    pub expected: Vec<String>,
+    /// What they are.
+    pub found: Vec<String>,
+}
+
+/// Memory of which every page's content is known. A page was never written, or holds the pattern of its version.
+#[derive(Debug)]
+pub struct Region {
+    source: Source,
+    mapping: Mapping,
+    file: Option<File>,
+    seed: u64,
+    /// Version of each page; 0 for zeros.
+    versions: Vec<u32>,
+    /// Version of a page whose copy was given back.
+    base: u32,
+}
+
+impl Region {
+    /// Maps a region; a privately mapped file is written in full, everything else is zeros.
+    pub fn map(source: Source, pages: usize, seed: u64) -> io::Result<Self> {
+        let bytes = (pages * PAGE_BYTES) as u64;
+        let (file, mapping) = match source {
+            Source::Anonymous => (None, Mapping::new(bytes)?),
+            Source::Huge => (None, Mapping::huge(bytes)?),
+            Source::SharedFile | Source::PrivateFile => {
+                let file = unnamed_file(bytes)?;
+                let sharing = if source == Source::SharedFile { Sharing::Shared } else { Sharing::Private };
+                let mapping = Mapping::of_file(&file, bytes, sharing)?;
+                (Some(file), mapping)
+            }
+        };
+        let base = u32::from(source == Source::PrivateFile);
+        let versions = vec![base; mapping.pages()];
+        let region = Self { source, mapping, file, seed, versions, base };
+        if let Some(file) = region.file.as_ref().filter(|_| base > 0) {
+            for page in 0..region.pages() {
+                let words: Vec<u8> = region.content(page).flat_map(u64::to_ne_bytes).collect();
+                file.write_all_at(&words, (page * PAGE_BYTES) as u64)?;
+            }
+        }
+        Ok(region)
+    }
+
+    /// Number of pages.
+    pub fn pages(&self) -> usize {
+        self.mapping.pages()
+    }
+
+    /// Pages of memory that the region takes when all of it was written.
+    pub fn cost_pages(&self) -> usize {
+        if self.source == Source::PrivateFile { 2 * self.pages() } else { self.pages() }
+    }
+
+    /// Whether other processes see what is written.
+    pub fn is_shared(&self) -> bool {
+        self.source == Source::SharedFile
+    }
+
+    /// Writes a new version of these pages.
+    pub fn write(&mut self, pages: Range<usize>) {
+        for page in pages {
+            self.versions[page] = self.versions[page].wrapping_add(1).max(1);
+            self.restore(page);
+        }
+    }
+
+    /// Gives these pages back: they become what they are without a copy, which is zeros or the file's content.
+    pub fn give_back(&mut self, pages: Range<usize>) -> io::Result<()> {
+        // A shared file's pages would stay in the page cache; removal takes them from there too.
+        let advice = if self.is_shared() { Advice::LinuxRemove } else { Advice::LinuxDontNeed };
+        self.mapping.advise(pages.clone(), advice)?;
+        self.versions[pages].fill(self.base);
+        Ok(())
+    }
+
+    /// Checks these pages; tells each that is wrong, and writes it again, so that it is told once.
+    pub fn verify(&mut self, pages: Range<usize>, mut tell: impl FnMut(WrongPage)) {
+        for page in pages {
+            if !self.mapping.page(page).iter().copied().eq(self.content(page)) {
+                tell(self.describe(page));
+                self.restore(page);
+            }
+        }
+    }
+
+    /// What a page should hold.
+    fn content(&self, page: usize) -> impl Iterator<Item = u64> + use<> {
+        let version = self.versions[page];
+        let seed = mix(self.seed ^ mix(page as u64) ^ (u64::from(version) << 32));
+        (0..PAGE_WORDS).map(move |index| if version == 0 { 0 } else { pattern_word(seed, index) })
+    }
+
+    fn restore(&mut self, page: usize) {
+        let content = self.content(page);
+        self.mapping.page_mut(page).iter_mut().zip(content).for_each(|(word, content)| *word = content);
+    }
+
+    fn describe(&self, page: usize) -> WrongPage {
+        let pairs = || self.mapping.page(page).iter().copied().zip(self.content(page)).enumerate();
+        let wrong = || pairs().filter(|(_, (found, expected))| found != expected);
+        let word = wrong().next().map_or(0, |(index, _)| index);
+        let shown = |choose: fn((u64, u64)) -> u64| {
+            pairs().skip(word).take(SHOWN_WORDS).map(|(_, pair)| hex(choose(pair))).collect()
+        };
+        let address = (self.mapping.address() + page * PAGE_BYTES) as u64;
+        WrongPage {
+            source: self.source,
+            address: hex(address),
+            pfn: pfn_of(address).map(hex),
+            word,
+            wrong_words: wrong().count(),
+            expected: shown(|(_, expected)| expected),
+            found: shown(|(found, _)| found),
+        }
+    }
+}
+
+fn hex(number: u64) -> String {
+    format!("{number:#x}")
+}
+
+/// Number of the page frame at an address of this process. The kernel tells it to privileged processes only.
+fn pfn_of(address: u64) -> Option<u64> {
+    let mut entry = [0; 8];
+    let page = address / PAGE_BYTES as u64;
+    File::open("/proc/self/pagemap").ok()?.read_exact_at(&mut entry, page * 8).ok()?;
+    Some(u64::from_ne_bytes(entry) & PAGEMAP_PFN).filter(|pfn| *pfn > 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ALL: [Source; 4] = [Source::Anonymous, Source::Huge, Source::SharedFile, Source::PrivateFile];
+
+    fn wrong(region: &mut Region) -> Vec<WrongPage> {
+        let mut wrong = Vec::new();
+        region.verify(0..region.pages(), |page| wrong.push(page));
+        wrong
+    }
+
+    #[test]
+    fn what_is_written_and_given_back_is_known() {
+        for source in ALL {
+            let mut region = Region::map(source, 512, 7).unwrap();
+            assert_eq!(wrong(&mut region), [], "{source:?} as mapped");
+            region.write(0..100);
+            region.write(50..60);
+            assert_eq!(wrong(&mut region), [], "{source:?} as written");
+            region.give_back(40..55).unwrap();
+            assert_eq!(wrong(&mut region), [], "{source:?} with a part given back");
+            region.write(45..50);
+            assert_eq!(wrong(&mut region), [], "{source:?} as written again");
+        }
+    }
+
+    #[test]
+    fn a_changed_page_is_told_once() {
+        for source in ALL {
+            let mut region = Region::map(source, 512, 7).unwrap();
+            region.write(0..10);
+            region.mapping.page_mut(3)[5..8].fill(0xeb_eb);
+            let told = wrong(&mut region);
+            assert_eq!(told.len(), 1, "{source:?}");
+            let page = &told[0];
+            assert_eq!((page.source, page.word, page.wrong_words), (source, 5, 3));
+            assert_eq!(page.address, hex((region.mapping.address() + 3 * PAGE_BYTES) as u64));
+            assert_eq!(page.found[..3], ["0xebeb", "0xebeb", "0xebeb"]);
+            assert_eq!(page.found[3], page.expected[3]);
+            assert_eq!(wrong(&mut region), []);
+        }
+    }
+
+    #[test]
+    fn lost_and_exchanged_pages_are_noticed() {
+        let mut region = Region::map(Source::Anonymous, 4, 1).unwrap();
+        region.write(0..4);
+        region.mapping.advise(1..2, Advice::LinuxDontNeed).unwrap();
+        let other = region.mapping.page(2).to_vec();
+        region.mapping.page_mut(3).copy_from_slice(&other);
+        assert_eq!(wrong(&mut region).len(), 2);
+        // An older version of the same page, too.
+        let old = region.mapping.page(0).to_vec();
+        region.write(0..1);
+        region.mapping.page_mut(0).copy_from_slice(&old);
+        assert_eq!(wrong(&mut region).len(), 1);
+        // And what should be zeros and is not.
+        region.give_back(0..1).unwrap();
+        region.mapping.page_mut(0)[511] = 1;
+        assert_eq!(wrong(&mut region)[0].word, 511);
+    }
+}
