@@ -13,6 +13,7 @@
 
 struct dentry;
 struct ebb_balloon;
+struct mutex;
 struct seq_file;
 
 /* Blocks in one report: PAGE_REPORTING_CAPACITY of the kernel's own reporting. */
@@ -103,13 +104,25 @@ void ebb_debugfs_remove(struct dentry *dir);
  * @start: hooks up; -EOPNOTSUPP if the kernel lacks what it needs
  * @stop: unhooks; afterwards nothing is isolated. Only after a good @start.
  * @show: writes further "name value" lines; may be NULL
+ * @online: memory was added to a zone; may be NULL
+ * @offline: memory has left; forget its page frames, their struct pages go next.
+ *	May be NULL. This and @online run under ebb_memory_mutex.
  */
 struct ebb_tracker_ops {
 	const char *name;
 	int (*start)(struct ebb_balloon *eb);
 	void (*stop)(void);
 	void (*show)(struct seq_file *m);
+	void (*online)(unsigned long pfn, unsigned long pages);
+	void (*offline)(unsigned long pfn, unsigned long pages);
 };
+
+/*
+ * Held while a tracker looks at page frames that it wrote down some time ago:
+ * memory that is taken offline meanwhile stays until then. Not held while
+ * waiting for the host.
+ */
+extern struct mutex ebb_memory_mutex;
 
 extern const struct ebb_tracker_ops ebb_tracker_percpu;
 extern const struct ebb_tracker_ops ebb_tracker_bitmap;

@@ -1,0 +1,20 @@
+/* SPDX-License-Identifier: GPL-2.0-only */
+/*
+ * What differs between the kernels that the module is built for (6.1, 6.12).
+ */
+#ifndef EBB_BALLOON_COMPAT_H
+#define EBB_BALLOON_COMPAT_H
+
+#include <linux/mmzone.h>
+#include <linux/version.h>
+
+/* Order of the largest blocks that the page allocator has. */
+#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 8, 0)
+#define EBB_LARGEST_ORDER MAX_PAGE_ORDER
+#elif LINUX_VERSION_CODE >= KERNEL_VERSION(6, 4, 0)
+#define EBB_LARGEST_ORDER MAX_ORDER
+#else
+#define EBB_LARGEST_ORDER (MAX_ORDER - 1)
+#endif
+
+#endif

@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * Taking free blocks out of the page allocator, reporting them, putting them back.
+ *
+ * What makes a report safe is that nobody can allocate a block while the host
+ * may still take its memory away: it is off the free lists from before the
+ * host is told until after the host has answered.
+ */
+#include <linux/mm.h>
+#include <linux/page-flags.h>
+#include <linux/spinlock.h>
+#include <linux/vmstat.h>
+
+#include "counts.h"
+#include "isolate.h"
+#include "symbols.h"
+
+bool ebb_find_free(unsigned long pfn, unsigned int least_order, struct ebb_block *found)
+{
+	unsigned int order;
+
+	/* A block begins where its own size divides; its first page knows its order. */
+	for (order = least_order; order <= EBB_LARGEST_ORDER; order++) {
+		unsigned long first = ALIGN_DOWN(pfn, 1UL << order);
+		struct page *page = pfn_to_page(first);
+		unsigned long actual;
+
+		if (!PageBuddy(page))
+			continue;
+		actual = READ_ONCE(page->private);
+		if (actual < order || actual > EBB_LARGEST_ORDER)
+			continue;
+		found->pfn = first;
+		found->order = actual;
+		return true;
+	}
+	return false;
+}
+
+bool ebb_zone_has_room(struct zone *zone, unsigned int order)
+{
+	unsigned long needed = low_wmark_pages(zone) + ((unsigned long)EBB_REPORT_MAX << order);
+
+	if (zone_page_state(zone, NR_FREE_PAGES) > needed)
+		return true;
+	atomic64_inc(&ebb_counts.low_memory);
+	return false;
+}
+
+enum ebb_hold ebb_batch_hold(struct ebb_batch *batch, const struct ebb_block *block)
+{
+	struct page *page = pfn_to_page(block->pfn);
+
+	lockdep_assert_held(&batch->zone->lock);
+
+	if (!PageBuddy(page) || page_private(page) != block->order ||
+	    page_zone(page) != batch->zone)
+		return EBB_NOT_FREE;
+	if (PageReported(page))
+		return EBB_REPORTED;
+	if (ebb_migratetype(page) == MIGRATE_ISOLATE)
+		return EBB_OFFLIMITS;
+	if (!ebb_symbols.isolate_free_page(page, block->order))
+		return EBB_LOW_MEMORY;
+
+	batch->held[batch->held_count++] = *block;
+	atomic64_inc(&ebb_counts.isolated_now);
+	atomic64_inc(&ebb_counts.isolated_blocks);
+	atomic64_add(1UL << block->order, &ebb_counts.isolated_pages);
+	return EBB_HELD;
+}
+
+void ebb_batch_name(struct ebb_batch *batch, unsigned long pfn, unsigned int order)
+{
+	batch->named[batch->named_count++] = (struct ebb_block){ .pfn = pfn, .order = order };
+}
+
+static void ebb_batch_putback(struct ebb_batch *batch)
+{
+	unsigned int i;
+
+	spin_lock_irq(&batch->zone->lock);
+	for (i = 0; i < batch->held_count; i++) {
+		struct page *page = pfn_to_page(batch->held[i].pfn);
+
+		ebb_symbols.putback_isolated_page(page, batch->held[i].order,
+						  ebb_migratetype(page));
+	}
+	spin_unlock_irq(&batch->zone->lock);
+	atomic64_sub(batch->held_count, &ebb_counts.isolated_now);
+}
+
+int ebb_batch_report(struct ebb_balloon *eb, struct ebb_batch *batch)
+{
+	int err = 0;
+
+	if (batch->named_count)
+		err = ebb_report_blocks(eb, batch->named, batch->named_count);
+	if (batch->held_count)
+		ebb_batch_putback(batch);
+
+	if (err) {
+		atomic64_inc(&ebb_counts.report_errors);
+	} else {
+		unsigned int i;
+
+		for (i = 0; i < batch->named_count; i++)
+			atomic64_add(1UL << batch->named[i].order, &ebb_counts.reported_pages);
+		atomic64_add(batch->named_count, &ebb_counts.reported_blocks);
+	}
+	batch->held_count = 0;
+	batch->named_count = 0;
+	return err;
+}

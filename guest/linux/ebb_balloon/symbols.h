@@ -1,0 +1,51 @@
+/* SPDX-License-Identifier: GPL-2.0-only */
+/*
+ * Kernel functions that are global but not exported, and tracepoints.
+ */
+#ifndef EBB_BALLOON_SYMBOLS_H
+#define EBB_BALLOON_SYMBOLS_H
+
+#include <linux/mm.h>
+#include <linux/mmzone.h>
+
+struct tracepoint;
+
+/**
+ * struct ebb_symbols - functions of mm/page_alloc.c
+ * @isolate_free_page: __isolate_free_page(): takes a whole free block off its
+ *	list. Under the zone's lock. 0 if the zone is short of memory.
+ * @putback_isolated_page: __putback_isolated_page(): the way back. Under the
+ *	zone's lock, with the migrate type that the page block has then.
+ * @pageblock_flags: get_pfnblock_flags_mask()
+ */
+struct ebb_symbols {
+	int (*isolate_free_page)(struct page *page, unsigned int order);
+	void (*putback_isolated_page)(struct page *page, unsigned int order, int mt);
+	typeof(get_pfnblock_flags_mask) *pageblock_flags;
+};
+
+/* Filled in by ebb_symbols_find(); all or nothing. */
+extern struct ebb_symbols ebb_symbols;
+
+/**
+ * ebb_symbols_find() - look the functions up, once
+ *
+ * May sleep. Return: 0, or -EOPNOTSUPP after a line in the log about what is missing.
+ */
+int ebb_symbols_find(void);
+
+/**
+ * ebb_tracepoint_find() - look up a tracepoint of the kernel itself
+ * @name: its name, without the subsystem
+ *
+ * May sleep. Return: the tracepoint, or NULL after a line in the log.
+ */
+struct tracepoint *ebb_tracepoint_find(const char *name);
+
+/* Migrate type of the page block that @page is in. After ebb_symbols_find(). */
+static inline int ebb_migratetype(const struct page *page)
+{
+	return ebb_symbols.pageblock_flags(page, page_to_pfn(page), MIGRATETYPE_MASK);
+}
+
+#endif

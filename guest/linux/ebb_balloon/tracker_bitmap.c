@@ -1,0 +1,635 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * Tracker "bitmap": one bit for each large block, set when it becomes free.
+ *
+ * The design of the series "mm: Support for page hinting", v10 (2019). A block
+ * is one order below the largest that the allocator has: 2 MiB on x86. Its bit
+ * is set after the allocator has merged a freed page with its neighbours, when
+ * the result is at least a block. Bits are cleared when blocks are reported,
+ * not when they are allocated again. Once bitmap_threshold bits of a zone are
+ * set, a work item walks the bitmaps bitmap_delay_ms later, takes out of the
+ * allocator what is still free, at most 16 at a time, reports it and puts it
+ * back.
+ *
+ * The hook is the tracepoint mm_page_pcpu_drain. It is behind the call of
+ * __free_one_page() for each page that leaves a per-CPU list, under the zone's
+ * lock: the moment "after merging" that v10 patched a call into, and most pages
+ * come this way. (__free_one_page() itself is inline and therefore has no
+ * ftrace entry; a kprobe there costs many times what a tracepoint does.) Blocks
+ * of orders that do not use per-CPU lists are seen by mm_page_free shortly
+ * before they are free. Their bits are set on suspicion.
+ *
+ * What is never captured: blocks that only become free by pages that bypass
+ * the per-CPU lists, which happens when the list is locked by somebody or the
+ * page block is being emptied; free memory in smaller blocks; and zones with
+ * less free memory than their low watermark and a full batch.
+ *
+ * What was criticised in v10, and is different here:
+ * - Bits behind the cursor of a walk waited for the next free. Here a walk
+ *   that leaves bits behind queues the next one: after bitmap_delay_ms if they
+ *   are as many as the threshold, else after bitmap_leftover_ms. So no bit
+ *   waits forever, and an allocator that is never quiet cannot keep a walk
+ *   going, either.
+ * - Zones with holes: a bit for 2 MiB is 64 KiB of bitmap for 1 TiB of span,
+ *   and a walk jumps from set bit to set bit.
+ */
+#define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
+
+#include <linux/bitmap.h>
+#include <linux/memory_hotplug.h>
+#include <linux/mm.h>
+#include <linux/module.h>
+#include <linux/rcupdate.h>
+#include <linux/seq_file.h>
+#include <linux/slab.h>
+#include <linux/tracepoint.h>
+#include <linux/workqueue.h>
+
+#include "counts.h"
+#include "isolate.h"
+#include "symbols.h"
+#include "tracker.h"
+
+#define EBB_BLOCK_ORDER		(EBB_LARGEST_ORDER - 1)
+#define EBB_BLOCK_PAGES		(1UL << EBB_BLOCK_ORDER)
+/* Blocks out of the allocator at the same time. */
+#define EBB_BITMAP_HELD		16
+/* Set bits looked at under a zone's lock at a time. */
+#define EBB_BITMAP_STEP		64
+/* Blocks looked at before others may run, without a lock. */
+#define EBB_BITMAP_SEED_STEP	4096
+
+/* A held block of the largest order is two bits, and may be named as two blocks. */
+static_assert(EBB_BITMAP_HELD * 2 <= EBB_REPORT_MAX);
+
+/*
+ * struct ebb_zone_map - the bitmap of a zone
+ * @zone: the zone
+ * @first: number of the block that bit 0 stands for; block n begins at page
+ *	frame n << EBB_BLOCK_ORDER
+ * @blocks: number of bits
+ * @set: number of set bits
+ * @bits: the bitmap; bits are cleared under the zone's lock
+ */
+struct ebb_zone_map {
+	struct zone *zone;
+	unsigned long first;
+	unsigned long blocks;
+	atomic_t set;
+	unsigned long bits[];
+};
+
+static unsigned int bitmap_threshold = 16;
+static unsigned int bitmap_delay_ms = 2000;
+static unsigned int bitmap_leftover_ms = 10000;
+
+static int ebb_uint_set(const char *value, const struct kernel_param *kp, unsigned int least,
+			unsigned int most)
+{
+	unsigned int number;
+
+	if (kstrtouint(value, 0, &number) || number < least || number > most) {
+		pr_err("%s=%s: legal values are %u to %u\n", kp->name, value, least, most);
+		return -EINVAL;
+	}
+	WRITE_ONCE(*(unsigned int *)kp->arg, number);
+	return 0;
+}
+
+static int ebb_threshold_set(const char *value, const struct kernel_param *kp)
+{
+	return ebb_uint_set(value, kp, 1, 4096);
+}
+
+static int ebb_delay_set(const char *value, const struct kernel_param *kp)
+{
+	return ebb_uint_set(value, kp, 1, 3600 * 1000);
+}
+
+static const struct kernel_param_ops ebb_threshold_ops = {
+	.set = ebb_threshold_set,
+	.get = param_get_uint,
+};
+
+static const struct kernel_param_ops ebb_delay_ops = {
+	.set = ebb_delay_set,
+	.get = param_get_uint,
+};
+
+module_param_cb(bitmap_threshold, &ebb_threshold_ops, &bitmap_threshold, 0644);
+MODULE_PARM_DESC(bitmap_threshold,
+		 "tracker=bitmap: free blocks of a zone that start a walk (1 to 4096, default 16)");
+module_param_cb(bitmap_delay_ms, &ebb_delay_ops, &bitmap_delay_ms, 0644);
+MODULE_PARM_DESC(bitmap_delay_ms,
+		 "tracker=bitmap: time from the threshold to the walk (default 2000)");
+module_param_cb(bitmap_leftover_ms, &ebb_delay_ops, &bitmap_leftover_ms, 0644);
+MODULE_PARM_DESC(bitmap_leftover_ms,
+		 "tracker=bitmap: time to the walk for blocks below the threshold (default 10000)");
+
+/* One of each zone of each node. Read by hooks with preemption off. */
+static struct ebb_zone_map __rcu **ebb_maps;
+static unsigned int ebb_map_count;
+
+static struct ebb_balloon *ebb_bitmap_eb;
+static struct tracepoint *ebb_drain_tracepoint;
+static struct tracepoint *ebb_free_tracepoint;
+static bool ebb_bitmap_stopping;
+static atomic64_t ebb_bitmap_seeded;
+
+static void ebb_bitmap_walk(struct work_struct *work);
+static DECLARE_DELAYED_WORK(ebb_threshold_work, ebb_bitmap_walk);
+static DECLARE_DELAYED_WORK(ebb_leftover_work, ebb_bitmap_walk);
+/* The two work items do the same, one at a time. */
+static DEFINE_MUTEX(ebb_walk_mutex);
+
+static unsigned int ebb_map_index(struct zone *zone)
+{
+	return zone_to_nid(zone) * MAX_NR_ZONES + zone_idx(zone);
+}
+
+/*
+ * Queues a walk if a zone with @set bits needs one. Called under a zone's lock,
+ * where nothing may be woken: with a delay of at least a jiffy this only arms a
+ * timer (the kernel's own reporting does the same there).
+ */
+static void ebb_bitmap_queue(int set)
+{
+	unsigned long ms;
+
+	if (set <= 0 || READ_ONCE(ebb_bitmap_stopping))
+		return;
+	if (set >= READ_ONCE(bitmap_threshold)) {
+		ms = READ_ONCE(bitmap_delay_ms);
+		queue_delayed_work(system_freezable_wq, &ebb_threshold_work,
+				   max(msecs_to_jiffies(ms), 1UL));
+	} else {
+		ms = READ_ONCE(bitmap_leftover_ms);
+		queue_delayed_work(system_freezable_wq, &ebb_leftover_work,
+				   max(msecs_to_jiffies(ms), 1UL));
+	}
+}
+
+enum ebb_mark {
+	EBB_MARK_NEW,
+	EBB_MARK_OLD,
+	EBB_MARK_OUTSIDE,
+};
+
+/* Sets the bit of the block that a page is in. Preemption is off, or maps cannot change. */
+static enum ebb_mark ebb_bitmap_mark(const struct page *page, unsigned long pfn)
+{
+	struct ebb_zone_map *map;
+	unsigned long bit;
+
+	map = rcu_dereference_sched(ebb_maps[ebb_map_index(page_zone(page))]);
+	if (!map)
+		return EBB_MARK_OUTSIDE;
+	bit = (pfn >> EBB_BLOCK_ORDER) - map->first;
+	if (bit >= map->blocks)
+		return EBB_MARK_OUTSIDE;
+	if (test_bit(bit, map->bits) || test_and_set_bit(bit, map->bits))
+		return EBB_MARK_OLD;
+	ebb_bitmap_queue(atomic_inc_return(&map->set));
+	return EBB_MARK_NEW;
+}
+
+static __always_inline void ebb_bitmap_capture(const struct page *page, unsigned long pfn)
+{
+	switch (ebb_bitmap_mark(page, pfn)) {
+	case EBB_MARK_NEW:
+		this_cpu_inc(ebb_hot.captured);
+		break;
+	case EBB_MARK_OUTSIDE:
+		this_cpu_inc(ebb_hot.lost);
+		break;
+	case EBB_MARK_OLD:
+		break;
+	}
+}
+
+/* A page went from a per-CPU list to the free lists and was merged. The zone's lock is held. */
+static void ebb_bitmap_drained(void *unused, struct page *page, unsigned int order,
+			       int migratetype)
+{
+	unsigned long pfn = page_to_pfn(page);
+	u64 entered = ebb_hook_enter();
+	struct ebb_block found;
+
+	if (ebb_find_free(pfn, EBB_BLOCK_ORDER, &found))
+		ebb_bitmap_capture(page, pfn);
+	ebb_hook_leave(entered);
+}
+
+/*
+ * Pages are going to be free. Those that are kept in per-CPU lists first, which
+ * is nearly all, are seen in ebb_bitmap_drained() when they leave them.
+ */
+static void ebb_bitmap_freed(void *unused, struct page *page, unsigned int order)
+{
+	if (likely(order <= PAGE_ALLOC_COSTLY_ORDER || order == pageblock_order))
+		return;
+	ebb_bitmap_capture(page, page_to_pfn(page));
+	if (order > EBB_BLOCK_ORDER)
+		ebb_bitmap_capture(page, page_to_pfn(page) + EBB_BLOCK_PAGES);
+}
+
+/* Takes back a bit. Return: whether it was set. The zone's lock is held. */
+static bool ebb_bitmap_clear(struct ebb_zone_map *map, unsigned long bit)
+{
+	if (bit >= map->blocks || !test_and_clear_bit(bit, map->bits))
+		return false;
+	atomic_dec(&map->set);
+	return true;
+}
+
+/*
+ * Adds what is to be reported of a block that is held: those of its parts that
+ * have become free since they were last reported.
+ */
+static void ebb_bitmap_name(struct ebb_zone_map *map, struct ebb_batch *batch,
+			    const struct ebb_block *block)
+{
+	unsigned long bit = (block->pfn >> EBB_BLOCK_ORDER) - map->first;
+	bool low = ebb_bitmap_clear(map, bit);
+	bool high = block->order > EBB_BLOCK_ORDER && ebb_bitmap_clear(map, bit + 1);
+
+	if (low && high)
+		ebb_batch_name(batch, block->pfn, block->order);
+	else if (low)
+		ebb_batch_name(batch, block->pfn, EBB_BLOCK_ORDER);
+	else if (high)
+		ebb_batch_name(batch, block->pfn + EBB_BLOCK_PAGES, EBB_BLOCK_ORDER);
+}
+
+/*
+ * Fills a batch from the bits at @bit and above. The zone's lock is held.
+ * Return: the bit to go on with.
+ */
+static unsigned long ebb_bitmap_fill(struct ebb_zone_map *map, struct ebb_batch *batch,
+				     unsigned long bit)
+{
+	unsigned int looked;
+
+	for (looked = 0; looked < EBB_BITMAP_STEP; looked++) {
+		struct ebb_block block;
+
+		if (batch->held_count == EBB_BITMAP_HELD)
+			break;
+		bit = find_next_bit(map->bits, map->blocks, bit);
+		if (bit >= map->blocks)
+			break;
+		if (!ebb_find_free((map->first + bit) << EBB_BLOCK_ORDER, EBB_BLOCK_ORDER,
+				   &block)) {
+			atomic64_inc(&ebb_counts.false_isolations);
+			ebb_bitmap_clear(map, bit++);
+			continue;
+		}
+		switch (ebb_batch_hold(batch, &block)) {
+		case EBB_HELD:
+			ebb_bitmap_name(map, batch, &block);
+			break;
+		case EBB_NOT_FREE:
+			atomic64_inc(&ebb_counts.false_isolations);
+			fallthrough;
+		case EBB_REPORTED:
+			ebb_bitmap_clear(map, bit);
+			break;
+		case EBB_OFFLIMITS:
+			/* Its bit stays, for a later walk. */
+			break;
+		case EBB_LOW_MEMORY:
+			return map->blocks;
+		}
+		bit++;
+	}
+	return bit;
+}
+
+/* The host was not told: the bits are set again. */
+static void ebb_bitmap_restore(struct ebb_zone_map *map, const struct ebb_block *named,
+			       unsigned int count)
+{
+	unsigned int i;
+
+	for (i = 0; i < count; i++) {
+		unsigned long bit = (named[i].pfn >> EBB_BLOCK_ORDER) - map->first;
+		unsigned long end = bit + (1UL << (named[i].order - EBB_BLOCK_ORDER));
+
+		for (; bit < end; bit++) {
+			if (!test_and_set_bit(bit, map->bits))
+				atomic_inc(&map->set);
+		}
+	}
+}
+
+static struct ebb_zone_map *ebb_map_get(unsigned int index)
+{
+	/* Maps are replaced under ebb_walk_mutex only. */
+	return rcu_dereference_protected(ebb_maps[index], lockdep_is_held(&ebb_walk_mutex));
+}
+
+static int ebb_bitmap_walk_zone(struct ebb_zone_map *map)
+{
+	/* Protected by ebb_walk_mutex; too large for a stack. */
+	static struct ebb_batch batch;
+	static struct ebb_block named[EBB_REPORT_MAX];
+	struct zone *zone = map->zone;
+	unsigned long bit = 0;
+
+	while (bit < map->blocks && !READ_ONCE(ebb_bitmap_stopping)) {
+		unsigned int count;
+		int err;
+
+		if (!atomic_read(&map->set) || !ebb_zone_has_room(zone, EBB_BLOCK_ORDER))
+			return 0;
+
+		batch.zone = zone;
+		spin_lock_irq(&zone->lock);
+		bit = ebb_bitmap_fill(map, &batch, bit);
+		spin_unlock_irq(&zone->lock);
+
+		count = batch.named_count;
+		memcpy(named, batch.named, count * sizeof(*named));
+		err = ebb_batch_report(ebb_bitmap_eb, &batch);
+		if (err) {
+			ebb_bitmap_restore(map, named, count);
+			return err;
+		}
+		cond_resched();
+	}
+	return 0;
+}
+
+static void ebb_bitmap_walk(struct work_struct *work)
+{
+	unsigned int i;
+	int most = 0;
+
+	mutex_lock(&ebb_walk_mutex);
+	atomic64_inc(&ebb_counts.passes);
+	for (i = 0; i < ebb_map_count; i++) {
+		struct ebb_zone_map *map = ebb_map_get(i);
+
+		if (map && atomic_read(&map->set) && ebb_bitmap_walk_zone(map))
+			break;
+	}
+	for (i = 0; i < ebb_map_count; i++) {
+		struct ebb_zone_map *map = ebb_map_get(i);
+
+		if (map)
+			most = max(most, atomic_read(&map->set));
+	}
+	mutex_unlock(&ebb_walk_mutex);
+	ebb_bitmap_queue(most);
+}
+
+static struct ebb_zone_map *ebb_map_alloc(struct zone *zone)
+{
+	unsigned long first = zone->zone_start_pfn >> EBB_BLOCK_ORDER;
+	unsigned long end = DIV_ROUND_UP(zone_end_pfn(zone), EBB_BLOCK_PAGES);
+	struct ebb_zone_map *map;
+
+	map = kvzalloc(struct_size(map, bits, BITS_TO_LONGS(end - first)), GFP_KERNEL);
+	if (!map)
+		return NULL;
+	map->zone = zone;
+	map->first = first;
+	map->blocks = end - first;
+	return map;
+}
+
+/*
+ * Marks what is free already. Looks at the first page of each block instead of
+ * walking free lists, which could not be left and gone back to. Memory may not
+ * go offline meanwhile.
+ */
+static void ebb_bitmap_seed(unsigned long pfn, unsigned long end)
+{
+	unsigned long looked = 0;
+
+	for (pfn = ALIGN_DOWN(pfn, EBB_BLOCK_PAGES); pfn < end; pfn += EBB_BLOCK_PAGES) {
+		struct page *page = pfn_to_online_page(pfn);
+		struct ebb_block found;
+
+		if (page && ebb_find_free(pfn, EBB_BLOCK_ORDER, &found) &&
+		    !PageReported(pfn_to_page(found.pfn))) {
+			preempt_disable();
+			if (ebb_bitmap_mark(page, pfn) == EBB_MARK_NEW)
+				atomic64_inc(&ebb_bitmap_seeded);
+			preempt_enable();
+		}
+		if (++looked % EBB_BITMAP_SEED_STEP == 0)
+			cond_resched();
+	}
+}
+
+/* Memory came online: zones that have outgrown their bitmaps get larger ones. */
+static void ebb_bitmap_online(unsigned long pfn, unsigned long pages)
+{
+	struct zone *zone = page_zone(pfn_to_page(pfn));
+	unsigned int index = ebb_map_index(zone);
+	struct ebb_zone_map *old, *new;
+	unsigned long bit;
+
+	if (!ebb_maps)
+		return;
+
+	mutex_lock(&ebb_walk_mutex);
+	old = ebb_map_get(index);
+	new = ebb_map_alloc(zone);
+	if (!new) {
+		pr_warn("no memory for a larger bitmap: blocks from page frame %#lx on are not tracked\n",
+			pfn);
+		goto out;
+	}
+
+	spin_lock_irq(&zone->lock);
+	for (bit = 0; old && bit < old->blocks; bit++) {
+		unsigned long moved = old->first + bit - new->first;
+
+		if (test_bit(bit, old->bits) && moved < new->blocks) {
+			__set_bit(moved, new->bits);
+			atomic_inc(&new->set);
+		}
+	}
+	rcu_assign_pointer(ebb_maps[index], new);
+	spin_unlock_irq(&zone->lock);
+	synchronize_rcu();
+	kvfree(old);
+	ebb_bitmap_seed(pfn, pfn + pages);
+out:
+	mutex_unlock(&ebb_walk_mutex);
+}
+
+/*
+ * Memory is offline and its struct pages may go. Its bits are cleared; from now
+ * on none of its pages can be freed, which would set them again.
+ */
+static void ebb_bitmap_offline(unsigned long pfn, unsigned long pages)
+{
+	unsigned int i;
+
+	for (i = 0; ebb_maps && i < ebb_map_count; i++) {
+		unsigned long block = pfn >> EBB_BLOCK_ORDER;
+		unsigned long end = (pfn + pages) >> EBB_BLOCK_ORDER;
+		struct ebb_zone_map *map;
+
+		/* Maps are replaced under ebb_memory_mutex, too. */
+		map = rcu_dereference_protected(ebb_maps[i], lockdep_is_held(&ebb_memory_mutex));
+		if (!map)
+			continue;
+		spin_lock_irq(&map->zone->lock);
+		for (; block < end; block++) {
+			if (block >= map->first)
+				ebb_bitmap_clear(map, block - map->first);
+		}
+		spin_unlock_irq(&map->zone->lock);
+	}
+}
+
+static void ebb_bitmap_free_maps(void)
+{
+	unsigned int i;
+
+	mutex_lock(&ebb_memory_mutex);
+	for (i = 0; i < ebb_map_count; i++)
+		kvfree(rcu_dereference_protected(ebb_maps[i], true));
+	kvfree(ebb_maps);
+	ebb_maps = NULL;
+	ebb_map_count = 0;
+	mutex_unlock(&ebb_memory_mutex);
+}
+
+static int ebb_bitmap_alloc_maps(void)
+{
+	int nid, i, err = 0;
+
+	mutex_lock(&ebb_memory_mutex);
+	ebb_map_count = nr_node_ids * MAX_NR_ZONES;
+	ebb_maps = kvcalloc(ebb_map_count, sizeof(*ebb_maps), GFP_KERNEL);
+	if (!ebb_maps) {
+		ebb_map_count = 0;
+		err = -ENOMEM;
+		goto out;
+	}
+	for_each_online_node(nid) {
+		for (i = 0; i < MAX_NR_ZONES; i++) {
+			struct zone *zone = &NODE_DATA(nid)->node_zones[i];
+			struct ebb_zone_map *map;
+
+			if (!zone->spanned_pages)
+				continue;
+			map = ebb_map_alloc(zone);
+			if (!map) {
+				err = -ENOMEM;
+				goto out;
+			}
+			RCU_INIT_POINTER(ebb_maps[ebb_map_index(zone)], map);
+		}
+	}
+out:
+	mutex_unlock(&ebb_memory_mutex);
+	return err;
+}
+
+static void ebb_bitmap_seed_all(void)
+{
+	unsigned int i;
+
+	for (i = 0; i < ebb_map_count; i++) {
+		unsigned long pfn, end;
+		struct ebb_zone_map *map;
+
+		mutex_lock(&ebb_memory_mutex);
+		map = rcu_dereference_protected(ebb_maps[i], lockdep_is_held(&ebb_memory_mutex));
+		if (map) {
+			pfn = map->zone->zone_start_pfn;
+			end = zone_end_pfn(map->zone);
+			ebb_bitmap_seed(pfn, end);
+		}
+		mutex_unlock(&ebb_memory_mutex);
+	}
+}
+
+/* Only the work items queue each other any more, and stop to do so, too. */
+static void ebb_bitmap_cancel(void)
+{
+	cancel_delayed_work_sync(&ebb_threshold_work);
+	cancel_delayed_work_sync(&ebb_leftover_work);
+	/* The second one may have been about to queue the first. */
+	cancel_delayed_work_sync(&ebb_threshold_work);
+}
+
+static int ebb_bitmap_start(struct ebb_balloon *eb)
+{
+	int err;
+
+	err = ebb_symbols_find();
+	if (err)
+		return err;
+	ebb_drain_tracepoint = ebb_tracepoint_find("mm_page_pcpu_drain");
+	ebb_free_tracepoint = ebb_tracepoint_find("mm_page_free");
+	if (!ebb_drain_tracepoint || !ebb_free_tracepoint)
+		return -EOPNOTSUPP;
+
+	ebb_bitmap_eb = eb;
+	WRITE_ONCE(ebb_bitmap_stopping, false);
+	atomic64_set(&ebb_bitmap_seeded, 0);
+	err = ebb_bitmap_alloc_maps();
+	if (err)
+		goto free_maps;
+	err = tracepoint_probe_register(ebb_drain_tracepoint, ebb_bitmap_drained, NULL);
+	if (err)
+		goto free_maps;
+	err = tracepoint_probe_register(ebb_free_tracepoint, ebb_bitmap_freed, NULL);
+	if (err)
+		goto unregister;
+	ebb_bitmap_seed_all();
+	return 0;
+
+unregister:
+	tracepoint_probe_unregister(ebb_drain_tracepoint, ebb_bitmap_drained, NULL);
+	tracepoint_synchronize_unregister();
+	WRITE_ONCE(ebb_bitmap_stopping, true);
+	ebb_bitmap_cancel();
+free_maps:
+	ebb_bitmap_free_maps();
+	return err;
+}
+
+static void ebb_bitmap_stop(void)
+{
+	WRITE_ONCE(ebb_bitmap_stopping, true);
+	tracepoint_probe_unregister(ebb_free_tracepoint, ebb_bitmap_freed, NULL);
+	tracepoint_probe_unregister(ebb_drain_tracepoint, ebb_bitmap_drained, NULL);
+	tracepoint_synchronize_unregister();
+	ebb_bitmap_cancel();
+	ebb_bitmap_free_maps();
+}
+
+static void ebb_bitmap_show(struct seq_file *m)
+{
+	unsigned long set = 0;
+	unsigned int i;
+
+	mutex_lock(&ebb_memory_mutex);
+	for (i = 0; i < ebb_map_count; i++) {
+		struct ebb_zone_map *map;
+
+		map = rcu_dereference_protected(ebb_maps[i], lockdep_is_held(&ebb_memory_mutex));
+		if (map)
+			set += atomic_read(&map->set);
+	}
+	mutex_unlock(&ebb_memory_mutex);
+	seq_printf(m, "bitmap_set %lu\n", set);
+	seq_printf(m, "bitmap_seeded %lld\n", (long long)atomic64_read(&ebb_bitmap_seeded));
+}
+
+const struct ebb_tracker_ops ebb_tracker_bitmap = {
+	.name = "bitmap",
+	.start = ebb_bitmap_start,
+	.stop = ebb_bitmap_stop,
+	.show = ebb_bitmap_show,
+	.online = ebb_bitmap_online,
+	.offline = ebb_bitmap_offline,
+};

@@ -1,0 +1,472 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * Tracker "percpu": an array of freed pages for each CPU, and a thread for each.
+ *
+ * The design of the series "KVM: Guest Free Page Hinting", v8 (2019). Each free
+ * is written into the CPU's array. When that is full it is scanned in place and
+ * only pages stay that are in the allocator's free lists; when it is full of
+ * those, the CPU's thread takes over: it looks again which pages are free, takes
+ * their blocks out of the allocator, reports them and puts them back.
+ *
+ * The hook is the tracepoint mm_page_free, at the place in the allocator where
+ * v8 had arch_free_page(). The page is not free yet at that moment: it goes to
+ * a per-CPU list first, and is found in the free lists once that is drained.
+ *
+ * As v8 says of itself, a fixed array loses pages. What is never captured:
+ * - frees while the thread has the array (counted as lost): with few large
+ *   frees, nearly all of a program that exits;
+ * - pages that at the scan are still in a per-CPU list (percpu_dropped), if no
+ *   later free in the same block is captured;
+ * - blocks smaller than percpu_order at the thread's turn (percpu_small);
+ * - what was free before the tracker started.
+ *
+ * What differs from v8:
+ * - An array is full when the scan frees less than 1/8 of it. A scan for every
+ *   single free would be the end of a nearly full array otherwise.
+ * - The thread sorts what it has: one block is reported once, however many of
+ *   its pages were freed, and a zone's lock is taken for blocks of one zone (a
+ *   rework that v8 had planned).
+ * - Blocks below percpu_order are not reported: a host takes memory away in
+ *   pages of its own, and huge ones would be torn apart. 0 is v8's behaviour.
+ * - A batch of at most 32 blocks is out of the allocator at a time, not all.
+ * - An array that is not full is handed over after percpu_flush_ms all the
+ *   same. 0 is v8's behaviour: it waits until it is full.
+ */
+#define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
+
+#include <linux/irq_work.h>
+#include <linux/memory_hotplug.h>
+#include <linux/mm.h>
+#include <linux/module.h>
+#include <linux/percpu.h>
+#include <linux/seq_file.h>
+#include <linux/slab.h>
+#include <linux/smp.h>
+#include <linux/smpboot.h>
+#include <linux/sort.h>
+#include <linux/tracepoint.h>
+#include <linux/workqueue.h>
+
+#include "counts.h"
+#include "isolate.h"
+#include "symbols.h"
+#include "tracker.h"
+
+/* Entries that the thread looks at under a zone's lock at a time. */
+#define EBB_PERCPU_STEP 64
+
+/**
+ * struct ebb_array - freed pages of one CPU
+ * @used: number of entries; of the hook's side while @handed is false
+ * @handed: the thread has the array
+ * @entries: page frame numbers
+ * @wake: wakes the thread, which the hook cannot do under whatever lock it is
+ * @batch: the second array: blocks that are out of the allocator
+ */
+struct ebb_array {
+	unsigned int used;
+	bool handed;
+	unsigned long *entries;
+	struct irq_work wake;
+	struct ebb_batch batch;
+};
+
+static unsigned int percpu_entries = 1000;
+static unsigned int percpu_order = EBB_LARGEST_ORDER - 1;
+static unsigned int percpu_flush_ms = 2000;
+
+static int ebb_percpu_param_set(const char *value, const struct kernel_param *kp,
+				unsigned int least, unsigned int most)
+{
+	unsigned int number;
+
+	if (kstrtouint(value, 0, &number) || number < least || number > most) {
+		pr_err("%s=%s: legal values are %u to %u\n", kp->name, value, least, most);
+		return -EINVAL;
+	}
+	WRITE_ONCE(*(unsigned int *)kp->arg, number);
+	return 0;
+}
+
+static int ebb_entries_set(const char *value, const struct kernel_param *kp)
+{
+	return ebb_percpu_param_set(value, kp, 64, 65536);
+}
+
+static int ebb_order_set(const char *value, const struct kernel_param *kp)
+{
+	return ebb_percpu_param_set(value, kp, 0, EBB_LARGEST_ORDER);
+}
+
+static int ebb_flush_set(const char *value, const struct kernel_param *kp)
+{
+	return ebb_percpu_param_set(value, kp, 0, 3600 * 1000);
+}
+
+static const struct kernel_param_ops ebb_entries_ops = {
+	.set = ebb_entries_set,
+	.get = param_get_uint,
+};
+
+static const struct kernel_param_ops ebb_order_ops = {
+	.set = ebb_order_set,
+	.get = param_get_uint,
+};
+
+static const struct kernel_param_ops ebb_flush_ops = {
+	.set = ebb_flush_set,
+	.get = param_get_uint,
+};
+
+module_param_cb(percpu_entries, &ebb_entries_ops, &percpu_entries, 0444);
+MODULE_PARM_DESC(percpu_entries,
+		 "tracker=percpu: entries of each CPU's array (64 to 65536, default 1000)");
+module_param_cb(percpu_order, &ebb_order_ops, &percpu_order, 0644);
+MODULE_PARM_DESC(percpu_order, "tracker=percpu: smallest order of blocks to report");
+module_param_cb(percpu_flush_ms, &ebb_flush_ops, &percpu_flush_ms, 0444);
+MODULE_PARM_DESC(percpu_flush_ms,
+		 "tracker=percpu: hand over arrays that are not full this often (default 2000, 0: never)");
+
+static DEFINE_PER_CPU(struct ebb_array, ebb_arrays);
+static DEFINE_PER_CPU(struct task_struct *, ebb_percpu_thread);
+
+static struct ebb_balloon *ebb_percpu_eb;
+static struct tracepoint *ebb_percpu_tracepoint;
+static bool ebb_percpu_stopping;
+static atomic64_t ebb_percpu_dropped;
+static atomic64_t ebb_percpu_small;
+
+static void ebb_percpu_flush(struct work_struct *work);
+static DECLARE_DELAYED_WORK(ebb_flush_work, ebb_percpu_flush);
+
+/* Interrupts are off on the array's CPU. */
+static void ebb_array_hand_over(struct ebb_array *array)
+{
+	array->handed = true;
+	irq_work_queue(&array->wake);
+}
+
+static void ebb_array_wake(struct irq_work *work)
+{
+	wake_up_process(__this_cpu_read(ebb_percpu_thread));
+}
+
+/* The array is full: keeps what is free by now. Interrupts are off. */
+static void ebb_array_scan(struct ebb_array *array)
+{
+	unsigned int i, kept = 0;
+	struct ebb_block found;
+
+	for (i = 0; i < array->used; i++) {
+		if (ebb_find_free(array->entries[i], 0, &found))
+			array->entries[kept++] = array->entries[i];
+	}
+	atomic64_add(array->used - kept, &ebb_percpu_dropped);
+	array->used = kept;
+	if (kept > percpu_entries - percpu_entries / 8)
+		ebb_array_hand_over(array);
+}
+
+/* Pages are going to be free. Preemption is off, interrupts may be on. */
+static void ebb_percpu_freed(void *unused, struct page *page, unsigned int order)
+{
+	u64 entered = ebb_hook_enter();
+	struct ebb_array *array;
+	unsigned long flags;
+
+	local_irq_save(flags);
+	array = this_cpu_ptr(&ebb_arrays);
+	if (unlikely(array->handed)) {
+		this_cpu_inc(ebb_hot.lost);
+	} else {
+		array->entries[array->used++] = page_to_pfn(page);
+		this_cpu_inc(ebb_hot.captured);
+		if (unlikely(array->used == percpu_entries))
+			ebb_array_scan(array);
+	}
+	local_irq_restore(flags);
+	ebb_hook_leave(entered);
+}
+
+static int ebb_pfn_compare(const void *a, const void *b)
+{
+	unsigned long left = *(const unsigned long *)a;
+	unsigned long right = *(const unsigned long *)b;
+
+	return left < right ? -1 : left > right;
+}
+
+/* Replaces pages by the blocks that they are in, each once, in order. */
+static void ebb_array_settle(struct ebb_array *array)
+{
+	unsigned int least = READ_ONCE(percpu_order);
+	unsigned int i, kept = 0;
+	struct ebb_block found;
+
+	for (i = 0; i < array->used; i++) {
+		if (!ebb_find_free(array->entries[i], 0, &found))
+			atomic64_inc(&ebb_counts.false_isolations);
+		else if (found.order < least)
+			atomic64_inc(&ebb_percpu_small);
+		else
+			array->entries[kept++] = found.pfn;
+	}
+	array->used = kept;
+
+	sort(array->entries, array->used, sizeof(*array->entries), ebb_pfn_compare, NULL);
+	for (i = 0, kept = 0; i < array->used; i++) {
+		if (!kept || array->entries[kept - 1] != array->entries[i])
+			array->entries[kept++] = array->entries[i];
+	}
+	array->used = kept;
+}
+
+/*
+ * Moves blocks from the array's end to the batch. Return: false if the zone is
+ * short of memory and the array is not worth going on with.
+ */
+static bool ebb_array_fill_batch(struct ebb_array *array)
+{
+	struct zone *zone = page_zone(pfn_to_page(array->entries[array->used - 1]));
+	unsigned int least = READ_ONCE(percpu_order);
+	struct ebb_batch *batch = &array->batch;
+	unsigned int looked;
+	bool room = ebb_zone_has_room(zone, least);
+
+	batch->zone = zone;
+	spin_lock_irq(&zone->lock);
+	for (looked = 0; room && looked < EBB_PERCPU_STEP; looked++) {
+		struct ebb_block block;
+		unsigned long pfn;
+
+		if (!array->used || batch->held_count == EBB_REPORT_MAX)
+			break;
+		pfn = array->entries[array->used - 1];
+		if (page_zone(pfn_to_page(pfn)) != zone)
+			break;
+		array->used--;
+		if (!ebb_find_free(pfn, least, &block)) {
+			atomic64_inc(&ebb_counts.false_isolations);
+			continue;
+		}
+		switch (ebb_batch_hold(batch, &block)) {
+		case EBB_HELD:
+			ebb_batch_name(batch, block.pfn, block.order);
+			break;
+		case EBB_NOT_FREE:
+			atomic64_inc(&ebb_counts.false_isolations);
+			break;
+		case EBB_REPORTED:
+		case EBB_OFFLIMITS:
+			break;
+		case EBB_LOW_MEMORY:
+			room = false;
+			break;
+		}
+	}
+	spin_unlock_irq(&zone->lock);
+	return room;
+}
+
+static int ebb_percpu_should_run(unsigned int cpu)
+{
+	return READ_ONCE(per_cpu(ebb_arrays, cpu).handed);
+}
+
+/* Reports what is in the array, and gives it back empty. */
+static void ebb_percpu_run(unsigned int cpu)
+{
+	struct ebb_array *array = per_cpu_ptr(&ebb_arrays, cpu);
+
+	if (!READ_ONCE(array->handed))
+		return;
+	atomic64_inc(&ebb_counts.passes);
+
+	mutex_lock(&ebb_memory_mutex);
+	ebb_array_settle(array);
+	mutex_unlock(&ebb_memory_mutex);
+
+	while (!READ_ONCE(ebb_percpu_stopping)) {
+		bool go_on = false;
+
+		mutex_lock(&ebb_memory_mutex);
+		if (array->used)
+			go_on = ebb_array_fill_batch(array);
+		mutex_unlock(&ebb_memory_mutex);
+		if (ebb_batch_report(ebb_percpu_eb, &array->batch) || !go_on)
+			break;
+		cond_resched();
+	}
+
+	if (array->used)
+		this_cpu_add(ebb_hot.lost, array->used);
+	array->used = 0;
+	smp_store_release(&array->handed, false);
+}
+
+static bool ebb_array_has_entries(int cpu, void *unused)
+{
+	return READ_ONCE(per_cpu(ebb_arrays, cpu).used);
+}
+
+static void ebb_array_flush(void *unused)
+{
+	struct ebb_array *array = this_cpu_ptr(&ebb_arrays);
+
+	if (array->used && !array->handed)
+		ebb_array_hand_over(array);
+}
+
+static void ebb_percpu_flush(struct work_struct *work)
+{
+	on_each_cpu_cond(ebb_array_has_entries, ebb_array_flush, NULL, true);
+	queue_delayed_work(system_freezable_wq, &ebb_flush_work,
+			   msecs_to_jiffies(percpu_flush_ms));
+}
+
+struct ebb_pfn_range {
+	unsigned long pfn;
+	unsigned long pages;
+};
+
+static void ebb_array_forget(struct ebb_array *array, const struct ebb_pfn_range *range)
+{
+	unsigned int i, kept = 0;
+
+	for (i = 0; i < array->used; i++) {
+		if (array->entries[i] - range->pfn >= range->pages)
+			array->entries[kept++] = array->entries[i];
+	}
+	array->used = kept;
+}
+
+/* An array that the thread has is its own, which needs ebb_memory_mutex to look at it. */
+static void ebb_array_forget_local(void *range)
+{
+	ebb_array_forget(this_cpu_ptr(&ebb_arrays), range);
+}
+
+/* Memory is offline and its struct pages may go: no array may name it any more. */
+static void ebb_percpu_offline(unsigned long pfn, unsigned long pages)
+{
+	struct ebb_pfn_range range = { .pfn = pfn, .pages = pages };
+	int cpu;
+
+	cpus_read_lock();
+	on_each_cpu(ebb_array_forget_local, &range, 1);
+	for_each_possible_cpu(cpu) {
+		if (!cpu_online(cpu))
+			ebb_array_forget(per_cpu_ptr(&ebb_arrays, cpu), &range);
+	}
+	cpus_read_unlock();
+}
+
+static struct smp_hotplug_thread ebb_percpu_threads = {
+	.store = &ebb_percpu_thread,
+	.thread_should_run = ebb_percpu_should_run,
+	.thread_fn = ebb_percpu_run,
+	.thread_comm = "ebb_percpu/%u",
+};
+
+static void ebb_arrays_free(void)
+{
+	int cpu;
+
+	for_each_possible_cpu(cpu) {
+		struct ebb_array *array = per_cpu_ptr(&ebb_arrays, cpu);
+
+		kvfree(array->entries);
+		array->entries = NULL;
+		array->used = 0;
+		array->handed = false;
+	}
+}
+
+static int ebb_arrays_alloc(void)
+{
+	int cpu;
+
+	for_each_possible_cpu(cpu) {
+		struct ebb_array *array = per_cpu_ptr(&ebb_arrays, cpu);
+
+		array->entries = kvmalloc_array(percpu_entries, sizeof(*array->entries),
+						GFP_KERNEL);
+		if (!array->entries) {
+			ebb_arrays_free();
+			return -ENOMEM;
+		}
+		init_irq_work(&array->wake, ebb_array_wake);
+	}
+	return 0;
+}
+
+static int ebb_percpu_start(struct ebb_balloon *eb)
+{
+	int err;
+
+	err = ebb_symbols_find();
+	if (err)
+		return err;
+	ebb_percpu_tracepoint = ebb_tracepoint_find("mm_page_free");
+	if (!ebb_percpu_tracepoint)
+		return -EOPNOTSUPP;
+
+	ebb_percpu_eb = eb;
+	WRITE_ONCE(ebb_percpu_stopping, false);
+	atomic64_set(&ebb_percpu_dropped, 0);
+	atomic64_set(&ebb_percpu_small, 0);
+	err = ebb_arrays_alloc();
+	if (err)
+		return err;
+	err = smpboot_register_percpu_thread(&ebb_percpu_threads);
+	if (err)
+		goto free_arrays;
+	err = tracepoint_probe_register(ebb_percpu_tracepoint, ebb_percpu_freed, NULL);
+	if (err)
+		goto unregister_threads;
+	if (percpu_flush_ms)
+		queue_delayed_work(system_freezable_wq, &ebb_flush_work,
+				   msecs_to_jiffies(percpu_flush_ms));
+	return 0;
+
+unregister_threads:
+	smpboot_unregister_percpu_thread(&ebb_percpu_threads);
+free_arrays:
+	ebb_arrays_free();
+	return err;
+}
+
+static void ebb_percpu_stop(void)
+{
+	int cpu;
+
+	WRITE_ONCE(ebb_percpu_stopping, true);
+	tracepoint_probe_unregister(ebb_percpu_tracepoint, ebb_percpu_freed, NULL);
+	tracepoint_synchronize_unregister();
+	cancel_delayed_work_sync(&ebb_flush_work);
+	/* Nobody hands an array over any more: the last wake-ups, then the threads. */
+	for_each_possible_cpu(cpu)
+		irq_work_sync(&per_cpu_ptr(&ebb_arrays, cpu)->wake);
+	smpboot_unregister_percpu_thread(&ebb_percpu_threads);
+	ebb_arrays_free();
+}
+
+static void ebb_percpu_show(struct seq_file *m)
+{
+	unsigned long waiting = 0;
+	int cpu;
+
+	for_each_possible_cpu(cpu)
+		waiting += READ_ONCE(per_cpu(ebb_arrays, cpu).used);
+	seq_printf(m, "percpu_waiting %lu\n", waiting);
+	seq_printf(m, "percpu_dropped %lld\n", (long long)atomic64_read(&ebb_percpu_dropped));
+	seq_printf(m, "percpu_small %lld\n", (long long)atomic64_read(&ebb_percpu_small));
+}
+
+const struct ebb_tracker_ops ebb_tracker_percpu = {
+	.name = "percpu",
+	.start = ebb_percpu_start,
+	.stop = ebb_percpu_stop,
+	.show = ebb_percpu_show,
+	.offline = ebb_percpu_offline,
+};

@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * Tracker "reporting": the kernel's own free page reporting.
+ *
+ * mm/page_reporting.c does the work, with the parameters of the series it is
+ * from ("mm / virtio: Provide support for free page reporting", v16.1, 2020):
+ * 2 s after a block of at least the reporting order was freed it walks the free
+ * lists, takes at most 1/16 of each and one batch, in batches of 32, and marks
+ * what it reported in the page flags. There is no hook of ours, so frees,
+ * captured and lost stay 0.
+ *
+ * It never reports blocks smaller than the reporting order, nor zones that are
+ * short of memory.
+ */
+#define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
+
+#include <linux/mm.h>
+#include <linux/module.h>
+#include <linux/page_reporting.h>
+#include <linux/scatterlist.h>
+
+#include "compat.h"
+#include "counts.h"
+#include "tracker.h"
+
+static int reporting_order = -1;
+
+static int ebb_reporting_order_set(const char *value, const struct kernel_param *kp)
+{
+	int order, err;
+
+	err = kstrtoint(value, 0, &order);
+	if (err || (order != -1 && (order < 1 || order > EBB_LARGEST_ORDER))) {
+		pr_err("reporting_order=%s: legal values are -1 (the kernel's default) and 1 to %d\n",
+		       value, EBB_LARGEST_ORDER);
+		return -EINVAL;
+	}
+	reporting_order = order;
+	return 0;
+}
+
+static const struct kernel_param_ops ebb_reporting_order_ops = {
+	.set = ebb_reporting_order_set,
+	.get = param_get_int,
+};
+module_param_cb(reporting_order, &ebb_reporting_order_ops, &reporting_order, 0444);
+MODULE_PARM_DESC(reporting_order,
+		 "smallest order of blocks that tracker=reporting reports (default -1: the kernel's)");
+
+static_assert(PAGE_REPORTING_CAPACITY == EBB_REPORT_MAX);
+
+static struct ebb_balloon *ebb_reporting_eb;
+
+/*
+ * The blocks are off the free lists from before this call until after it; the
+ * caller does that, one call at a time.
+ */
+static int ebb_reporting_report(struct page_reporting_dev_info *info, struct scatterlist *sgl,
+				unsigned int count)
+{
+	struct ebb_block blocks[EBB_REPORT_MAX];
+	struct scatterlist *sg;
+	unsigned long pages = 0;
+	unsigned int i;
+	int err;
+
+	for_each_sg(sgl, sg, count, i) {
+		blocks[i].pfn = page_to_pfn(sg_page(sg));
+		blocks[i].order = get_order(sg->length);
+		pages += 1UL << blocks[i].order;
+	}
+
+	atomic64_inc(&ebb_counts.passes);
+	atomic64_add(count, &ebb_counts.isolated_now);
+	atomic64_add(count, &ebb_counts.isolated_blocks);
+	atomic64_add(pages, &ebb_counts.isolated_pages);
+	err = ebb_report_blocks(ebb_reporting_eb, blocks, count);
+	atomic64_sub(count, &ebb_counts.isolated_now);
+
+	if (err) {
+		atomic64_inc(&ebb_counts.report_errors);
+	} else {
+		atomic64_add(count, &ebb_counts.reported_blocks);
+		atomic64_add(pages, &ebb_counts.reported_pages);
+	}
+	return err;
+}
+
+static struct page_reporting_dev_info ebb_reporting_info = {
+	.report = ebb_reporting_report,
+};
+
+static int ebb_reporting_start(struct ebb_balloon *eb)
+{
+	int err;
+
+	if (!IS_ENABLED(CONFIG_PAGE_REPORTING)) {
+		pr_warn("this kernel is built without free page reporting\n");
+		return -EOPNOTSUPP;
+	}
+	ebb_reporting_eb = eb;
+	/* 0 stands for the kernel's default, the order of a page block */
+	ebb_reporting_info.order = reporting_order < 0 ? 0 : reporting_order;
+	err = page_reporting_register(&ebb_reporting_info);
+	if (err == -EBUSY)
+		pr_warn("free page reporting is in use by another device\n");
+	return err;
+}
+
+static void ebb_reporting_stop(void)
+{
+	/* waits for a pass that is under way; it puts its pages back itself */
+	if (IS_ENABLED(CONFIG_PAGE_REPORTING))
+		page_reporting_unregister(&ebb_reporting_info);
+}
+
+const struct ebb_tracker_ops ebb_tracker_reporting = {
+	.name = "reporting",
+	.start = ebb_reporting_start,
+	.stop = ebb_reporting_stop,
+};
