@@ -53,7 +53,9 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     image.files = args.add;
     image.balloon_module = balloon_module::find(args.balloon_module.as_deref(), &image.kernel.release);
     if image.balloon_module.is_none() {
-        tracing::warn!("no ebb_balloon.ko was built (`make module`): the guest has the stock balloon driver only");
+        tracing::warn!(
+            "no ebb_balloon.ko was built (`make module`): the guest has the stock balloon driver only"
+        );
     }
     image.memhog = if args.memhog { Inclusion::Included } else { Inclusion::Excluded };
 
