@@ -61,7 +61,8 @@ pub struct ChurnReport {
 }
 
 impl ChurnReport {
-    fn add(&mut self, other: Self) {
+    /// Adds what another one has done and found.
+    pub fn add(&mut self, other: Self) {
         self.operations += other.operations;
         self.pages_written += other.pages_written;
         self.pages_verified += other.pages_verified;
