@@ -3,7 +3,7 @@
 use crate::LabError;
 use crate::bench::Bench;
 use crate::event::{Event, Events};
-use crate::experiment::{Experiment, OnMachine, RunSize, SeriesPlan, Subject};
+use crate::experiment::{Experiment, Grouping, OnMachine, RunSize, SeriesPlan, Subject};
 use crate::host::{self, Gauge, MemoryState};
 use crate::monitor::{Assets, Missing, Setup};
 use crate::results::{MemoryLimit, Place, Series};
@@ -100,22 +100,61 @@ pub fn run(
     }
     events.step(0, "touches the host's memory once");
     host::warm_up(&gauge)?;
-    for plan in &selection.plans {
-        let Subject::Guests(setup) = plan.subject else { continue };
-        host::reset(&gauge)?;
-        events.tell(Event::SeriesBegins {
-            series: plan.name.to_owned(),
-            guests: size.guests(experiment.guests(size.scale)),
-        });
-        let mut series = Series::new(plan.name, setup.describe());
-        let mut bench = Bench::new(plan.name, size, setup, assets, gauge, host_memory_mib, events.clone());
-        if let Err(error) = experiment.run(&mut bench, &mut series) {
-            series.error = Some(error.to_string());
-        }
-        drop(bench);
-        events.tell(Event::SeriesEnds(series));
+    let hosting = Hosting { experiment, size, assets, gauge, host_memory_mib, events };
+    match experiment.grouping() {
+        Grouping::OneByOne => selection.plans.iter().try_for_each(|plan| match plan.subject {
+            Subject::Guests(setup) => hosting.run(setup, std::slice::from_ref(plan)),
+            Subject::Machine => Ok(()),
+        }),
+        Grouping::Together(setup) => hosting.run(setup, &selection.plans),
     }
-    Ok(())
+}
+
+/// What all series of a run have in common.
+struct Hosting<'a> {
+    experiment: &'a dyn Experiment,
+    size: RunSize,
+    assets: &'a Assets,
+    gauge: Gauge,
+    host_memory_mib: u64,
+    events: &'a Events,
+}
+
+impl Hosting<'_> {
+    /// Runs these series in the same guests, with their error if they fail.
+    fn run(&self, setup: Setup, plans: &[SeriesPlan]) -> Result<(), LabError> {
+        host::reset(&self.gauge)?;
+        let series = plans.iter().filter_map(|plan| match plan.subject {
+            Subject::Guests(setup) => Some(Series::new(plan.name, setup.describe())),
+            Subject::Machine => None,
+        });
+        let mut series: Vec<Series> = series.collect();
+        let Some(first) = series.first() else { return Ok(()) };
+        let names: Vec<&str> = series.iter().map(|series| series.name.as_str()).collect();
+        self.events.tell(Event::SeriesBegins {
+            series: names.join("+"),
+            guests: self.size.guests(self.experiment.guests(self.size.scale)),
+        });
+        let mut bench = Bench::new(
+            &first.name,
+            self.size,
+            setup,
+            self.assets,
+            self.gauge,
+            self.host_memory_mib,
+            self.events.clone(),
+        );
+        let outcome = match series.as_mut_slice() {
+            [only] => self.experiment.run(&mut bench, only),
+            all => self.experiment.run_together(&mut bench, all),
+        };
+        drop(bench);
+        for mut series in series {
+            series.error = outcome.as_ref().err().map(ToString::to_string);
+            self.events.tell(Event::SeriesEnds(series));
+        }
+        Ok(())
+    }
 }
 
 /// Runs the series that are about the machine itself, one after another; others are left out. A series that fails is told

@@ -32,6 +32,8 @@ pub enum Event {
     },
     /// The state of the host.
     Sample(Sample),
+    /// What a series has found until now, in case that it does not come to its end.
+    SeriesSoFar(Series),
     /// A series is over.
     SeriesEnds(Series),
 }
@@ -68,6 +70,8 @@ pub struct Collector {
     pub samples: Vec<Sample>,
     /// The series that has begun and is not over.
     running: Option<String>,
+    /// What series that are not over have found until now.
+    so_far: Vec<Series>,
 }
 
 impl Collector {
@@ -76,8 +80,13 @@ impl Collector {
         match event {
             Event::Host(host) => self.host = Some(host),
             Event::SeriesBegins { series, .. } => self.running = Some(series),
+            Event::SeriesSoFar(series) => {
+                self.so_far.retain(|earlier| earlier.name != series.name);
+                self.so_far.push(series);
+            }
             Event::SeriesEnds(series) => {
                 self.running = None;
+                self.so_far.retain(|earlier| earlier.name != series.name);
                 self.series.push(series);
             }
             Event::Sample(sample) => self.samples.push(sample),
@@ -91,6 +100,13 @@ impl Collector {
     /// # Errors
     /// The one given.
     pub fn interrupted(&mut self, error: LabError) -> Result<(), LabError> {
+        if self.host.is_some() && !self.so_far.is_empty() {
+            self.running = None;
+            let text = error.to_string();
+            let failed = |series| Series { error: Some(text.clone()), ..series };
+            self.series.extend(self.so_far.drain(..).map(failed));
+            return Ok(());
+        }
         match self.running.take() {
             Some(name) if self.host.is_some() && !self.series.is_empty() => {
                 let error = Some(error.to_string());
@@ -144,6 +160,30 @@ mod tests {
         let last = collector.series.last().unwrap();
         assert_eq!(last.name, "second");
         assert!(last.error.as_ref().is_some_and(|error| error.contains("gone")));
+    }
+
+    #[test]
+    fn what_a_series_had_found_is_kept_when_its_host_dies() {
+        let mut collector = Collector::default();
+        collector.take(Event::Host(example().host));
+        collector.take(Event::SeriesBegins { series: "none+bitmap".to_owned(), guests: 2 });
+        for notes in [1, 2] {
+            let notes = vec!["a guest".to_owned(); notes];
+            for name in ["none", "bitmap"] {
+                let series = Series { notes: notes.clone(), ..Series::new(name, String::new()) };
+                collector.take(Event::SeriesSoFar(series));
+            }
+        }
+        collector.take(Event::SeriesEnds(Series::new("none", String::new())));
+        collector
+            .interrupted(LabError::InnerRun { status: "gone".to_owned(), output: String::new() })
+            .unwrap();
+        let found: Vec<(&str, usize, bool)> = collector
+            .series
+            .iter()
+            .map(|series| (series.name.as_str(), series.notes.len(), series.error.is_some()))
+            .collect();
+        assert_eq!(found, [("none", 0, false), ("bitmap", 2, true)]);
     }
 
     #[test]

@@ -7,7 +7,7 @@ use crate::bench::Bench;
 use crate::event::Events;
 use crate::monitor::Setup;
 use crate::results::{MetricInfo, Place, Scale, Series};
-use crate::{clock, density, inflate, memhog};
+use crate::{clock, density, faults, inflate, memhog};
 
 /// The host that an experiment is made for: one NUMA node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -72,6 +72,15 @@ pub enum Subject {
     Machine,
 }
 
+/// How the series about guests of an experiment are run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Grouping {
+    /// Each with guests of its own, on a host that is as if it were fresh.
+    OneByOne,
+    /// All in the same guests, which are run like this, since they are to be compared within a guest.
+    Together(Setup),
+}
+
 /// One series that an experiment offers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SeriesPlan {
@@ -110,6 +119,17 @@ pub trait Experiment: Sync {
     /// # Errors
     /// What ended the series early; what `series` holds by then is kept.
     fn run(&self, bench: &mut Bench<'_>, series: &mut Series) -> Result<(), LabError>;
+    /// Whether the series about guests run one by one.
+    fn grouping(&self) -> Grouping {
+        Grouping::OneByOne
+    }
+    /// Runs all series at once if [`Self::grouping`] says so, like [`Self::run`].
+    ///
+    /// # Errors
+    /// As [`Self::run`].
+    fn run_together(&self, bench: &mut Bench<'_>, series: &mut [Series]) -> Result<(), LabError> {
+        series.iter_mut().try_for_each(|series| self.run(bench, series))
+    }
     /// Says of each series how it compares with the others, when all are over.
     fn compare(&self, series: &mut [Series]) {
         let _ = series;
@@ -125,8 +145,8 @@ pub trait Experiment: Sync {
 }
 
 /// All experiments, in the order of `ebb lab list`.
-pub fn all() -> [&'static dyn Experiment; 4] {
-    [&density::Density, &memhog::Memhog, &inflate::Inflate, &clock::Clock]
+pub fn all() -> [&'static dyn Experiment; 5] {
+    [&density::Density, &memhog::Memhog, &inflate::Inflate, &faults::Faults, &clock::Clock]
 }
 
 /// The experiment of this name.
@@ -175,7 +195,10 @@ mod tests {
     fn experiments_are_found_by_name_and_others_are_answered_with_the_list() {
         assert_eq!(find("density").unwrap().name(), "density");
         let message = find("densitiy").err().unwrap().to_string();
-        assert_eq!(message, "unknown experiment 'densitiy'; there are: density, memhog, inflate, clock");
+        assert_eq!(
+            message,
+            "unknown experiment 'densitiy'; there are: density, memhog, inflate, faults, clock"
+        );
     }
 
     #[test]

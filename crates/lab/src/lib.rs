@@ -17,6 +17,7 @@ pub mod driver;
 pub mod error;
 pub mod event;
 pub mod experiment;
+pub mod faults;
 pub mod figures;
 pub mod guest;
 pub mod host;

@@ -66,7 +66,7 @@ impl Progress {
                         bar.println(line);
                     }
                 }
-                Event::Host(_) | Event::Sample(_) => {}
+                Event::Host(_) | Event::Sample(_) | Event::SeriesSoFar(_) => {}
             },
             Self::Lines => {
                 if let Some(line) = line(event) {
@@ -115,7 +115,7 @@ fn line(event: &Event) -> Option<String> {
             let ending = series.error.as_deref().map_or_else(String::new, |error| format!("; {error}"));
             Some(format!("{}: {}{ending}", series.name, metrics.join(", ")))
         }
-        Event::Host(_) | Event::Sample(_) => None,
+        Event::Host(_) | Event::Sample(_) | Event::SeriesSoFar(_) => None,
     }
 }
 

@@ -32,6 +32,48 @@ pub fn quantile(values: impl IntoIterator<Item = f64>, part: f64) -> Option<f64>
     sorted.get(rank.min(sorted.len()).checked_sub(1)?).copied()
 }
 
+/// How often values are drawn again for an interval.
+const DRAWS: usize = 2000;
+
+/// An interval that holds the true median with this confidence (0 to 1), found by drawing again with replacement (bootstrap): groups
+/// first, then as many values of each as it has. Groups are what varies as a whole, for example the guests that values were measured
+/// in. `None` without values. The same values give the same interval.
+pub fn median_interval(groups: &[Vec<f64>], confidence: f64) -> Option<(f64, f64)> {
+    let groups: Vec<&[f64]> = groups.iter().map(Vec::as_slice).filter(|group| !group.is_empty()).collect();
+    let mut draw = Draw(0);
+    let mut medians = Vec::with_capacity(DRAWS);
+    for _ in 0..DRAWS {
+        let mut values = Vec::new();
+        for _ in 0..groups.len() {
+            let group = draw.one_of(&groups)?;
+            for _ in 0..group.len() {
+                values.push(*draw.one_of(group)?);
+            }
+        }
+        medians.push(median(values)?);
+    }
+    let outside = (1.0 - confidence) / 2.0;
+    Some((quantile(medians.iter().copied(), outside)?, quantile(medians, 1.0 - outside)?))
+}
+
+/// Numbers that look random and are the same each time (SplitMix64: G. Steele, D. Lea and C. Flood, "Fast splittable pseudorandom
+/// number generators", 2014).
+struct Draw(u64);
+
+impl Draw {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+
+    fn one_of<'a, T>(&mut self, all: &'a [T]) -> Option<&'a T> {
+        let count = u64::try_from(all.len()).ok().filter(|count| *count > 0)?;
+        all.get(usize::try_from(self.next() % count).ok()?)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -62,6 +104,21 @@ mod tests {
         assert_eq!(quantile(values(), 0.0), Some(1.0));
         assert_eq!(quantile([3.0, f64::NAN], 0.5), Some(3.0));
         assert_eq!(quantile([], 0.5), None);
+    }
+
+    #[test]
+    fn an_interval_is_narrow_for_many_values_that_agree() {
+        assert_eq!(median_interval(&[], 0.95), None);
+        assert_eq!(median_interval(&[vec![2.0], Vec::new()], 0.95), Some((2.0, 2.0)));
+        let values = |count: u32| (0..count).map(|at| f64::from(at % 10)).collect::<Vec<_>>();
+        let width = |groups: &[Vec<f64>]| {
+            let (low, high) = median_interval(groups, 0.95).unwrap();
+            high - low
+        };
+        assert!(width(&[values(1000)]) < width(&[values(20)]));
+        // Values that agree within their groups say only as much as there are groups.
+        let groups: Vec<Vec<f64>> = (0..10).map(|at| vec![f64::from(at); 100]).collect();
+        assert!(width(&groups) > width(&[values(1000)]));
     }
 
     proptest! {

@@ -26,7 +26,7 @@ fn ready() -> String {
         kernel: "6.1".to_owned(),
         cpus: 1,
         memory: ebb_agent::meminfo::MemInfo::default(),
-        balloon_driver: ebb_agent::command_line::BalloonDriver::None,
+        balloon_driver: BalloonDriver::None,
         warnings: Vec::new(),
     };
     let line = String::from_utf8(event.to_line().unwrap()).unwrap();

@@ -45,7 +45,7 @@ const STAGES: [Stage; 7] = [
         name: "translate_ms",
         title: "host: reading and finding ranges",
         unit: "ms",
-        of: |round| Some(round.queue("ebb_balloon_queue_translate_nanoseconds_total")? / NS_PER_MS),
+        of: |round| Some(round.queue("ebb_balloon_translate_nanoseconds_total")? / NS_PER_MS),
     },
     Stage {
         name: "discard_ms",
@@ -69,7 +69,7 @@ const STAGES: [Stage; 7] = [
         name: "queue_kib",
         title: "page names on the queue",
         unit: "KiB",
-        of: |round| Some(round.queue("ebb_balloon_queue_message_bytes_total")? / 1024.0),
+        of: |round| Some(round.queue("ebb_balloon_queue_bytes_total")? / 1024.0),
     },
 ];
 
@@ -209,9 +209,7 @@ mod tests {
             returned_mib: 700.0,
             left_mib: 80.0,
             driver: Some(Counters::of_driver("allocate_ns 2000000\norder_0 3\norder_10 5\norder_4 0\n")),
-            monitor: Some(Counters::of_monitor(
-                "ebb_balloon_queue_message_bytes_total{kind=\"inflate\"} 2048\n",
-            )),
+            monitor: Some(Counters::of_monitor("ebb_balloon_queue_bytes_total{kind=\"inflate\"} 2048\n")),
         }
     }
 
