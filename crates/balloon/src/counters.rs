@@ -287,6 +287,18 @@ pub struct Counters {
 }
 
 impl Counters {
+    /// What came over a queue.
+    pub fn queue(&self, kind: QueueKind) -> &QueueCounters {
+        match kind {
+            QueueKind::Inflate => &self.inflate,
+            QueueKind::Deflate => &self.deflate,
+            QueueKind::Statistics => &self.statistics,
+            QueueKind::FreePageHint => &self.hinting,
+            QueueKind::Reporting => &self.reporting,
+            QueueKind::HostRequest => &self.host_request,
+        }
+    }
+
     pub(crate) fn queue_mut(&mut self, kind: QueueKind) -> &mut QueueCounters {
         match kind {
             QueueKind::Inflate => &mut self.inflate,

@@ -6,15 +6,18 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use ebb_vmm::api::route::MAX_STATISTICS_INTERVAL_SECONDS;
+use ebb_vmm::api::route::{
+    FREE_PAGES_TIME_LIMIT_MS, MAX_FREE_PAGES_TIME_LIMIT_MS, MAX_STATISTICS_INTERVAL_SECONDS,
+};
 use ebb_vmm::api::{
-    BalloonFeature, BalloonInfo, BalloonState, Client, ClientError, RamBacking, SnapshotReport,
-    StatisticsDocument, TrimReport, VmInfo, VmState, prometheus,
+    BalloonFeature, BalloonInfo, BalloonState, Client, ClientError, MAX_FREE_PAGES_ORDER, RamBacking,
+    SnapshotReport, StatisticsDocument, TrimReport, VmInfo, VmState, prometheus,
 };
 use ebb_vmm::size::ByteSize;
 use serde::Serialize;
 use serde_json::json;
 
+mod free_pages;
 #[cfg(test)]
 mod tests;
 
@@ -23,6 +26,7 @@ Examples:
   ebb ctl /tmp/vm.sock vm
   ebb ctl /tmp/vm.sock balloon set 1G
   ebb ctl /tmp/vm.sock statistics --json
+  ebb ctl /tmp/vm.sock free-pages --min-order 9
   ebb ctl /tmp/vm.sock snapshot /tmp/vm.snapshot
 The same with curl: curl --unix-socket /tmp/vm.sock http://localhost/vm
 What the socket offers: curl --unix-socket /tmp/vm.sock http://localhost/openapi.json";
@@ -37,7 +41,7 @@ pub struct Args {
     /// Print one JSON document instead of a table
     #[arg(long, global = true)]
     json: bool,
-    /// How long the monitor may take to answer [default: 5; 600 for a snapshot]
+    /// How long the monitor may take to answer [default: 5; 600 for a snapshot; 5 more than the guest's for free-pages]
     #[arg(long, global = true, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=3600))]
     timeout: Option<u64>,
     #[command(subcommand)]
@@ -78,6 +82,15 @@ enum Command {
         #[arg(value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(0..=MAX_STATISTICS_INTERVAL_SECONDS))]
         seconds: u64,
     },
+    /// Ask the guest which of its pages are free; its balloon driver must know Ebb's extension
+    FreePages {
+        /// Leave out blocks smaller than 2^N pages [default: 0]
+        #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(0..=i64::from(MAX_FREE_PAGES_ORDER)))]
+        min_order: Option<u8>,
+        /// How long the guest may take
+        #[arg(long, value_name = "MILLISECONDS", default_value_t = FREE_PAGES_TIME_LIMIT_MS, value_parser = clap::value_parser!(u64).range(1..=MAX_FREE_PAGES_TIME_LIMIT_MS))]
+        timeout_ms: u64,
+    },
     /// Show all counters
     Metrics,
 }
@@ -115,7 +128,11 @@ enum Form {
 }
 
 fn execute(args: Args, out: &mut Vec<u8>) -> anyhow::Result<()> {
-    let usual = if matches!(args.command, Command::Snapshot { .. }) { 600 } else { 5 };
+    let usual = match args.command {
+        Command::Snapshot { .. } => 600,
+        Command::FreePages { timeout_ms, .. } => 5 + timeout_ms / 1000,
+        _ => 5,
+    };
     let client = Client::new(args.socket, Duration::from_secs(args.timeout.unwrap_or(usual)));
     let form = if args.json { Form::Json } else { Form::Table };
     match args.command {
@@ -144,6 +161,10 @@ fn execute(args: Args, out: &mut Vec<u8>) -> anyhow::Result<()> {
         Command::StatisticsInterval { seconds } => {
             let body = json!({ "interval_seconds": seconds });
             show(out, form, &client.put_json("/balloon/statistics-interval", &body)?, interval_row)
+        }
+        Command::FreePages { min_order, timeout_ms } => {
+            let body = json!({ "min_order": min_order.unwrap_or(0), "timeout_ms": timeout_ms });
+            show(out, form, &client.put_json("/balloon/free-pages", &body)?, free_pages::rows)
         }
         Command::Metrics => metrics(out, form, &client),
     }

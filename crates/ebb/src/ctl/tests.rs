@@ -134,10 +134,29 @@ fn metrics_are_shown_by_name_and_kind() {
 }
 
 #[test]
+fn free_pages_are_shown_by_size() {
+    let machine = machine(Mood::Willing);
+    let table = machine.ctl("free-pages --min-order 9");
+    assert_eq!(value(&table, "request"), "7: done");
+    assert_eq!(value(&table, "free"), "6.0 MiB of 4.0 GiB");
+    assert_eq!(value(&table, "took"), "12.3 ms");
+    assert_eq!(value(&table, "named"), "75.0 % of the 8.0 MiB that its statistics (3 ms old) say");
+    assert_eq!(value(&table, "  of order 9 (2.0 MiB)"), "3 = 6.0 MiB");
+    let json = machine.json("free-pages --min-order 9 --timeout-ms 100");
+    assert_eq!((&json["status"], &json["min_order"]), (&"done".into(), &9.into()));
+    assert_eq!(json["by_order"][0]["block_bytes"], 2 << 20);
+    machine.vm.state().mood = Mood::Silent;
+    assert_eq!(machine.json("free-pages --timeout-ms 20")["status"], "timeout");
+    for bad in ["--min-order 19", "--min-order -1", "--timeout-ms 0", "--timeout-ms 60001", "9"] {
+        assert!(parse("s", &format!("free-pages {bad}")).is_err(), "{bad}");
+    }
+}
+
+#[test]
 fn refusals_and_dead_sockets_are_explained() {
     let machine_without = machine(Mood::NoBalloon);
     assert_eq!(value(&machine_without.ctl("vm"), "balloon"), "none");
-    for words in ["balloon", "balloon set 1G", "statistics", "statistics-interval 1"] {
+    for words in ["balloon", "balloon set 1G", "statistics", "statistics-interval 1", "free-pages"] {
         let error = machine_without.error(words);
         assert!(error.contains("no balloon device") && error.contains("--balloon"), "{words}: {error}");
     }

@@ -8,7 +8,7 @@ use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, Shutdown};
 
 use super::control::VmControl;
-use super::execute::{Outcome, StatisticsWait, execute, poll_statistics};
+use super::execute::{Outcome, Wait, execute};
 use super::http::{self, Parsed};
 use super::reply::{BodyMode, Persistence, Problem, Reply, Status};
 use super::route::route;
@@ -36,12 +36,11 @@ pub(super) struct Connection {
 }
 
 /// What a connection is doing.
-#[derive(Clone, Copy)]
 enum Phase {
     /// Between requests or in one.
     Reading(Leave),
-    /// The guest was asked for statistics.
-    Awaiting(StatisticsWait, Persistence, BodyMode),
+    /// The guest was asked for something.
+    Awaiting(Wait, Persistence, BodyMode),
     /// Sending a reply.
     Writing(AfterReply),
     /// Throwing away the rest of a refused request.
@@ -137,8 +136,9 @@ impl Connection {
 
     /// Handles the passing of time.
     pub(super) fn on_time(&mut self, vm: &dyn VmControl, now: Instant) -> Fate {
-        if let Phase::Awaiting(wait, persistence, body) = self.phase {
-            return match poll_statistics(wait, vm) {
+        if let Phase::Awaiting(wait, persistence, body) = &self.phase {
+            let (persistence, body) = (*persistence, *body);
+            return match wait.poll(vm) {
                 Some(reply) => {
                     self.answer(&reply, persistence, body, now);
                     self.send(vm, now)
@@ -199,7 +199,7 @@ impl Connection {
                     self.input.drain(..consumed_bytes);
                     match outcome {
                         Outcome::Done(reply) => self.answer(&reply, persistence, body, now),
-                        Outcome::AwaitStatistics(wait) => {
+                        Outcome::Await(wait) => {
                             self.phase = Phase::Awaiting(wait, persistence, body);
                         }
                     }

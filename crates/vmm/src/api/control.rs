@@ -11,10 +11,13 @@ use ebb_guest_ram::Backing;
 use ebb_kvm_clock::ClockPolicy;
 use serde::{Deserialize, Serialize};
 
+use super::free_pages::{FreePagesAnswer, FreePagesRequest};
+
 /// The virtual machine as the API sees it.
 ///
 /// One thread serves all clients, therefore no method may wait for the guest: statistics are asked for with
-/// [`request_statistics`](Self::request_statistics) and polled with [`statistics`](Self::statistics). Waiting for
+/// [`request_statistics`](Self::request_statistics) and polled with [`statistics`](Self::statistics), free pages are asked
+/// for with [`request_free_pages`](Self::request_free_pages), whose result is polled. Waiting for
 /// vCPU threads to leave the guest (pause) is fine.
 pub trait VmControl: Send + Sync {
     /// The state of the machine. It answers in every state.
@@ -57,6 +60,12 @@ pub trait VmControl: Send + Sync {
 
     /// Asks the guest for statistics regularly from now on; `None` stops that.
     fn set_statistics_interval(&self, interval: Option<Duration>) -> Result<(), ControlError>;
+
+    /// Asks the guest which of its pages are free, and returns at once; one question at a time.
+    /// [`ControlError::WrongState`] when the guest cannot answer: paused, no driver, host requests not negotiated, or
+    /// another question is under way.
+    fn request_free_pages(&self, request: FreePagesRequest)
+    -> Result<Box<dyn FreePagesAnswer>, ControlError>;
 
     /// All counters, for monitoring.
     fn metrics(&self) -> Metrics;
@@ -469,6 +478,22 @@ pub struct BalloonMetrics {
     pub discarded_ranges: u64,
     /// System calls that gave memory back.
     pub discard_syscalls: u64,
+    /// Time the host took for that, in nanoseconds.
+    pub discard_ns: u64,
+    /// Memory that was not given back although the guest gave it away, by reason.
+    pub kept_bytes: Vec<KindCount>,
+    /// Pages that were overwritten before they were given back, to check the guest.
+    pub verified_pages: u64,
+    /// Time it took to read what came on each queue and to find its ranges, in nanoseconds.
+    pub translate_ns: Vec<KindCount>,
+    /// Buffers that came on each queue.
+    pub queue_buffers: Vec<KindCount>,
+    /// Bytes of the arrays and messages that came on each queue.
+    pub queue_bytes: Vec<KindCount>,
+    /// Arrays and messages by the way in which they named pages.
+    pub messages: Vec<KindCount>,
+    /// Requests for free pages, by what became of them.
+    pub requests: Vec<KindCount>,
     /// Mistakes of the guest and failures of the host, by kind.
     pub errors: Vec<KindCount>,
 }

@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::time::{Duration, Instant};
 
 use super::control::{StatisticsDocument, VmControl};
+use super::free_pages::{FreePagesAnswer, FreePagesRequest};
 use super::prometheus;
 use super::reply::{ContentType, Problem, Reply, Status};
 use super::route::Operation;
@@ -13,18 +14,41 @@ use super::route::Operation;
 pub const STATISTICS_TIME_LIMIT: Duration = Duration::from_secs(1);
 
 /// What became of an operation.
-#[derive(Debug)]
 pub enum Outcome {
     /// It is done.
     Done(Reply),
-    /// The guest was asked for statistics; see [`poll_statistics`].
-    AwaitStatistics(StatisticsWait),
+    /// The guest was asked for something.
+    Await(Wait),
 }
 
-/// A request for statistics that the guest has not answered yet.
-#[derive(Clone, Copy, Debug)]
-pub struct StatisticsWait {
-    asked_at: Instant,
+/// A question that the guest has not answered yet. Whoever loses interest drops it.
+pub enum Wait {
+    /// For statistics.
+    Statistics {
+        /// When it was asked.
+        asked_at: Instant,
+    },
+    /// For its free pages.
+    FreePages {
+        /// The question.
+        answer: Box<dyn FreePagesAnswer>,
+        /// When it is to be withdrawn.
+        deadline: Instant,
+    },
+}
+
+impl Wait {
+    /// The reply, as soon as the guest has answered or its time is up; `None` before.
+    pub fn poll(&self, vm: &dyn VmControl) -> Option<Reply> {
+        match self {
+            Self::Statistics { asked_at } => poll_statistics(*asked_at, vm),
+            Self::FreePages { answer, deadline } => {
+                let is_late = Instant::now() >= *deadline;
+                let report = answer.report().or_else(|| is_late.then(|| answer.give_up()))?;
+                Some(Reply::json(Status::Ok, &report))
+            }
+        }
+    }
 }
 
 /// Carries out `operation` without waiting for the guest.
@@ -67,6 +91,11 @@ fn try_execute(operation: Operation, vm: &dyn VmControl) -> Result<Outcome, Prob
             vm.set_statistics_interval(interval)?;
             Reply::json(Status::Ok, &vm.balloon()?)
         }
+        Operation::FreePages { min_order, time_limit } => {
+            let answer = vm.request_free_pages(FreePagesRequest { min_order })?;
+            let deadline = Instant::now() + time_limit;
+            return Ok(Outcome::Await(Wait::FreePages { answer, deadline }));
+        }
         Operation::Metrics => Reply {
             status: Status::Ok,
             content_type: ContentType::Prometheus,
@@ -93,18 +122,17 @@ fn statistics(max_age: Option<Duration>, vm: &dyn VmControl) -> Result<Outcome, 
     // Before the question, so that an answer cannot be older.
     let asked_at = Instant::now();
     match vm.request_statistics() {
-        Ok(()) => Ok(Outcome::AwaitStatistics(StatisticsWait { asked_at })),
+        Ok(()) => Ok(Outcome::Await(Wait::Statistics { asked_at })),
         Err(error) => Err(Problem::from(error).with_last_known(reading.into())),
     }
 }
 
-/// The reply, as soon as the guest has answered or its time is up; `None` before.
-pub fn poll_statistics(wait: StatisticsWait, vm: &dyn VmControl) -> Option<Reply> {
+fn poll_statistics(asked_at: Instant, vm: &dyn VmControl) -> Option<Reply> {
     let reading = match vm.statistics() {
         Ok(reading) => reading,
         Err(error) => return Some(Problem::from(error).into()),
     };
-    let waited = wait.asked_at.elapsed();
+    let waited = asked_at.elapsed();
     if reading.age.is_some_and(|age| age <= waited) {
         return Some(Reply::json(Status::Ok, &StatisticsDocument::from(reading)));
     }

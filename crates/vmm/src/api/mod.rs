@@ -6,6 +6,7 @@
 //! | module | what |
 //! | --- | --- |
 //! | [`control`] | the [`VmControl`] trait and the documents |
+//! | [`free_pages`] | a question to the guest that takes a while, and its document |
 //! | [`http`] | bytes -> [`http::Request`], pure |
 //! | [`route`] | [`http::Request`] -> [`route::Operation`], pure |
 //! | [`reply`] | statuses, errors and replies -> bytes, pure |
@@ -17,6 +18,7 @@
 pub mod client;
 pub mod control;
 pub mod execute;
+pub mod free_pages;
 pub mod http;
 pub mod prometheus;
 pub mod reply;
@@ -27,6 +29,7 @@ mod connection;
 
 pub use client::{Client, ClientError};
 pub use control::*;
+pub use free_pages::*;
 pub use server::{ApiError, ApiServer};
 
 /// The OpenAPI 3.1 description of everything this module serves; also at `GET /openapi.json`.

@@ -80,9 +80,46 @@ pub fn render(metrics: &Metrics) -> String {
             "System calls that gave memory back to the host.",
             balloon.discard_syscalls,
         ),
+        (
+            "ebb_balloon_discard_nanoseconds_total",
+            "Time the host took to take memory back.",
+            balloon.discard_ns,
+        ),
+        (
+            "ebb_balloon_verified_pages_total",
+            "Pages overwritten before they were given back, to check the guest.",
+            balloon.verified_pages,
+        ),
     ];
     for (name, help, value) in counters {
         text.value(Kind::Counter, name, help, value);
+    }
+    let by_kind = [
+        ("ebb_balloon_kept_bytes_total", "Memory given away and kept, by reason.", &balloon.kept_bytes),
+        (
+            "ebb_balloon_translate_nanoseconds_total",
+            "Time it took to read what came on a queue and to find its ranges.",
+            &balloon.translate_ns,
+        ),
+        ("ebb_balloon_queue_buffers_total", "Buffers that came on a queue.", &balloon.queue_buffers),
+        (
+            "ebb_balloon_queue_bytes_total",
+            "Bytes of the arrays and messages that came on a queue.",
+            &balloon.queue_bytes,
+        ),
+        (
+            "ebb_balloon_messages_total",
+            "Arrays and messages that named pages, by the way they did.",
+            &balloon.messages,
+        ),
+        (
+            "ebb_balloon_free_page_requests_total",
+            "Requests for free pages, by what became of them.",
+            &balloon.requests,
+        ),
+    ];
+    for (name, help, counts) in by_kind {
+        text.kinds(name, help, counts);
     }
     text.kinds(
         "ebb_balloon_errors_total",

@@ -1,17 +1,25 @@
 //! What a request asks for: a pure function from [`Request`] to [`Operation`].
 
 use std::fmt;
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
 use serde_json::Value;
 
+use super::free_pages::MAX_FREE_PAGES_ORDER;
 use super::http::Request;
 use super::reply::{Problem, Status};
 
 /// The longest interval between two requests for statistics: a day.
 pub const MAX_STATISTICS_INTERVAL_SECONDS: u64 = 24 * 60 * 60;
+
+/// How long a guest may take to name its free pages, unless the request says otherwise.
+pub const FREE_PAGES_TIME_LIMIT_MS: u64 = 5000;
+
+/// The longest that can be asked for: a minute.
+pub const MAX_FREE_PAGES_TIME_LIMIT_MS: u64 = 60 * 1000;
 
 /// Everything the API can do.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -51,6 +59,13 @@ pub enum Operation {
     SetStatisticsInterval {
         /// Time between two requests; `None` ends them.
         interval: Option<Duration>,
+    },
+    /// `PUT /balloon/free-pages`
+    FreePages {
+        /// The smallest order of interest.
+        min_order: u8,
+        /// How long the guest may take.
+        time_limit: Duration,
     },
     /// `GET /metrics`
     Metrics,
@@ -92,7 +107,7 @@ const fn route_to(method: Method, path: &'static str, build: Build) -> Route {
 }
 
 /// Everything that is served.
-pub const ROUTES: [Route; 13] = [
+pub const ROUTES: [Route; 14] = [
     route_to(Method::Get, "/openapi.json", |request| plain(request, Operation::OpenApi)),
     route_to(Method::Get, "/vm", |request| plain(request, Operation::VmInfo)),
     route_to(Method::Put, "/vm/pause", |request| plain(request, Operation::Pause)),
@@ -105,6 +120,7 @@ pub const ROUTES: [Route; 13] = [
     route_to(Method::Put, "/balloon", set_balloon),
     route_to(Method::Get, "/balloon/statistics", statistics),
     route_to(Method::Put, "/balloon/statistics-interval", set_statistics_interval),
+    route_to(Method::Put, "/balloon/free-pages", free_pages),
     route_to(Method::Get, "/metrics", |request| plain(request, Operation::Metrics)),
 ];
 
@@ -175,6 +191,19 @@ fn set_statistics_interval(request: &Request<'_>) -> Result<Operation, Problem> 
     let seconds = fields.integer("interval_seconds", "seconds", MAX_STATISTICS_INTERVAL_SECONDS)?;
     let interval = (seconds != 0).then(|| Duration::from_secs(seconds));
     Ok(Operation::SetStatisticsInterval { interval })
+}
+
+fn free_pages(request: &Request<'_>) -> Result<Operation, Problem> {
+    Parameters::of_query(request, &[])?;
+    let fields = Fields::of_optional_body(request, &["min_order", "timeout_ms"])?;
+    let orders = 0..=u64::from(MAX_FREE_PAGES_ORDER);
+    let limits = 1..=MAX_FREE_PAGES_TIME_LIMIT_MS;
+    let min_order = fields.optional_integer("min_order", "binary orders of pages", orders)?.unwrap_or(0);
+    let limit_ms = fields.optional_integer("timeout_ms", "milliseconds", limits)?;
+    Ok(Operation::FreePages {
+        min_order: u8::try_from(min_order).unwrap_or(MAX_FREE_PAGES_ORDER),
+        time_limit: Duration::from_millis(limit_ms.unwrap_or(FREE_PAGES_TIME_LIMIT_MS)),
+    })
 }
 
 /// The parameters of a query, all of them known.
@@ -256,6 +285,15 @@ impl Fields {
         Ok(fields)
     }
 
+    /// The same where no body says as much as an empty object.
+    fn of_optional_body(request: &Request<'_>, known: &[&str]) -> Result<Self, Problem> {
+        if request.body.trim_ascii().is_empty() {
+            Ok(Self(Vec::new()))
+        } else {
+            Self::of_body(request, known)
+        }
+    }
+
     /// The required absolute path `name`.
     fn path(&self, name: &'static str) -> Result<PathBuf, Problem> {
         let problem = |message: String| {
@@ -276,16 +314,35 @@ impl Fields {
 
     /// The required whole number `name`, from 0 to `maximum`, in `unit`.
     fn integer(&self, name: &'static str, unit: &str, maximum: u64) -> Result<u64, Problem> {
-        let problem = |message: String| Problem::new(Status::UnprocessableContent, message).with_field(name);
-        let wanted = format!("send a whole number of {unit}, from 0 to {maximum}");
-        let Some((_, value)) = self.0.iter().find(|(key, _)| key == name) else {
-            return Err(problem(format!("the field '{name}' is missing")).with_remedy(wanted));
-        };
+        self.optional_integer(name, unit, 0..=maximum)?.ok_or_else(|| {
+            Problem::new(Status::UnprocessableContent, format!("the field '{name}' is missing"))
+                .with_field(name)
+                .with_remedy(wanted(unit, &(0..=maximum)))
+        })
+    }
+
+    /// The whole number `name` in `unit`, if it is there.
+    fn optional_integer(
+        &self,
+        name: &'static str,
+        unit: &str,
+        range: RangeInclusive<u64>,
+    ) -> Result<Option<u64>, Problem> {
+        let Some((_, value)) = self.0.iter().find(|(key, _)| key == name) else { return Ok(None) };
         match value.as_u64() {
-            Some(number) if number <= maximum => Ok(number),
-            _ => Err(problem(format!("the field '{name}' is {}", describe(value))).with_remedy(wanted)),
+            Some(number) if range.contains(&number) => Ok(Some(number)),
+            _ => {
+                let message = format!("the field '{name}' is {}", describe(value));
+                Err(Problem::new(Status::UnprocessableContent, message)
+                    .with_field(name)
+                    .with_remedy(wanted(unit, &range)))
+            }
         }
     }
+}
+
+fn wanted(unit: &str, range: &RangeInclusive<u64>) -> String {
+    format!("send a whole number of {unit}, from {} to {}", range.start(), range.end())
 }
 
 /// A value as an error shows it: short, with its type.
@@ -350,6 +407,10 @@ mod tests {
     #[test]
     fn finds_every_operation() {
         let interval = Some(Duration::from_secs(5));
+        let free_pages = |min_order, limit_ms| Operation::FreePages {
+            min_order,
+            time_limit: Duration::from_millis(limit_ms),
+        };
         for (method, target, body, operation) in [
             ("GET", "/openapi.json", "", Operation::OpenApi),
             ("GET", "/vm", "", Operation::VmInfo),
@@ -379,6 +440,14 @@ mod tests {
                 "/balloon/statistics-interval",
                 r#"{"interval_seconds": 0}"#,
                 Operation::SetStatisticsInterval { interval: None },
+            ),
+            ("PUT", "/balloon/free-pages", "", free_pages(0, 5000)),
+            ("PUT", "/balloon/free-pages", "{}", free_pages(0, 5000)),
+            (
+                "PUT",
+                "/balloon/free-pages",
+                r#"{"min_order": 18, "timeout_ms": 60000}"#,
+                free_pages(18, 60_000),
             ),
             ("GET", "/metrics", "", Operation::Metrics),
         ] {
@@ -439,6 +508,18 @@ mod tests {
             assert_eq!(code, 422, "{path}: {message}");
         }
         assert_eq!(refused("PUT", "/vm/snapshot", "").0, 400);
+        for (body, part) in [
+            (r#"{"min_order": 19}"#, "from 0 to 18"),
+            (r#"{"min_order": -1}"#, "from 0 to 18"),
+            (r#"{"min_order": "9"}"#, "from 0 to 18"),
+            (r#"{"timeout_ms": 0}"#, "from 1 to 60000"),
+            (r#"{"timeout_ms": 60001}"#, "from 1 to 60000"),
+            (r#"{"order": 9}"#, "min_order"),
+        ] {
+            let problem = ask("PUT", "/balloon/free-pages", body).unwrap_err();
+            assert_eq!(problem.status, Status::UnprocessableContent, "{body}");
+            assert!(problem.detail.remedy.unwrap().contains(part), "{body}");
+        }
         let deep = "[".repeat(10_000);
         assert_eq!(refused("PUT", "/balloon", &format!("{{\"target_bytes\": {deep}")).0, 400);
     }

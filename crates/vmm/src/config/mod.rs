@@ -136,6 +136,8 @@ pub struct BalloonDeviceConfig {
     pub page_ranges: Switch,
     /// The extension's queue on which the host asks for free pages.
     pub host_requests: Switch,
+    /// Whether pages that the guest gives away are overwritten before they go to the host: a slow check of guests.
+    pub verify_reports: Switch,
     /// How often statistics are asked for; `None`: only when somebody asks.
     pub statistics_interval: Option<Duration>,
 }
@@ -153,6 +155,7 @@ impl Default for BalloonDeviceConfig {
             page_bitmap: Switch::On,
             page_ranges: Switch::On,
             host_requests: Switch::On,
+            verify_reports: Switch::Off,
             statistics_interval: None,
         }
     }

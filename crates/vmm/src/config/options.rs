@@ -94,7 +94,7 @@ pub const MEMORY_FORM: &str = "size=4G[,backing=anon|memfd|hugetlb][,thp=on|off]
 pub const NUMA_FORM: &str = "size=2G,cpus=0-1:4[,host_node=0][,distances=10:20]";
 /// Form of `--balloon`.
 pub const BALLOON_FORM: &str = "off, or [size=0][,reporting=on|off][,hinting=on|off][,deflate_on_oom=on|off]\
-    [,poison=on|off][,statistics=on|off|SECONDS][,page_bitmap=on|off][,page_ranges=on|off][,host_requests=on|off]";
+    [,poison=on|off][,statistics=on|off|SECONDS][,page_bitmap=on|off][,page_ranges=on|off][,host_requests=on|off][,verify_reports=on|off]";
 /// Form of `--disk`.
 pub const DISK_FORM: &str = "path=FILE[,readonly=on|off]";
 /// Form of `--serial`.
@@ -209,6 +209,7 @@ pub fn parse_balloon(text: &str) -> Result<Option<BalloonDeviceConfig>, ConfigEr
         page_bitmap: pairs.take_switch("page_bitmap", default.page_bitmap)?,
         page_ranges: pairs.take_switch("page_ranges", default.page_ranges)?,
         host_requests: pairs.take_switch("host_requests", default.host_requests)?,
+        verify_reports: pairs.take_switch("verify_reports", default.verify_reports)?,
         statistics_interval,
     };
     pairs.finish()?;

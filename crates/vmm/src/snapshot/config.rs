@@ -81,6 +81,9 @@ pub struct BalloonOptions {
     /// The queue for requests of the host; as above.
     #[serde(default)]
     pub host_requests: bool,
+    /// Whether pages are overwritten before they are discarded; as above.
+    #[serde(default)]
+    pub verify_reports: bool,
 }
 
 /// A disk.
@@ -156,6 +159,7 @@ impl MachineConfig {
                 page_bitmap: balloon.page_bitmap.is_on(),
                 page_ranges: balloon.page_ranges.is_on(),
                 host_requests: balloon.host_requests.is_on(),
+                verify_reports: balloon.verify_reports.is_on(),
             }),
             disks: config
                 .disks
@@ -213,6 +217,7 @@ impl MachineConfig {
                 page_bitmap: switch(balloon.page_bitmap),
                 page_ranges: switch(balloon.page_ranges),
                 host_requests: switch(balloon.host_requests),
+                verify_reports: switch(balloon.verify_reports),
                 ..BalloonDeviceConfig::default()
             }),
             disks,

@@ -4,12 +4,14 @@ use std::borrow::Cow;
 use std::path::Path;
 use std::time::Duration;
 
+use super::free_pages::Question;
 use super::snapshot::WriteError;
 use super::{SharedTransport, Vm, VmError, lock, metrics};
 use crate::api::control::{
     BalloonInfo, BalloonState, BalloonSummary, ControlError, DriverPresence, Metrics, SnapshotReport,
     StatisticsReading, TrimReport, VmControl, VmInfo, VmState,
 };
+use crate::api::free_pages::{FreePagesAnswer, FreePagesRequest};
 use crate::devices::virtio::balloon::BalloonDevice;
 use crate::devices::virtio::mmio::MmioTransport;
 use crate::exit::GuestExit;
@@ -18,6 +20,20 @@ use crate::snapshot::SnapshotError;
 impl Vm {
     fn balloon_transport(&self) -> Result<&SharedTransport, ControlError> {
         self.balloon.as_ref().ok_or(ControlError::NoBalloon)
+    }
+
+    /// The balloon, if a driver in the guest can answer a question for `what` now.
+    fn answering_balloon(&self, what: &str) -> Result<&SharedTransport, ControlError> {
+        let transport = self.balloon_transport()?;
+        if self.state() != VmState::Running {
+            let message = format!("a virtual machine that does not run cannot tell {what}");
+            return Err(wrong_state(message, "resume it"));
+        }
+        if driver(&lock(transport)) == DriverPresence::Absent {
+            let remedy = "load virtio_balloon or ebb_balloon in the guest";
+            return Err(wrong_state("no driver in the guest runs the balloon", remedy));
+        }
+        Ok(transport)
     }
 
     fn state(&self) -> VmState {
@@ -158,19 +174,7 @@ impl VmControl for Vm {
     }
 
     fn request_statistics(&self) -> Result<(), ControlError> {
-        if self.state() != VmState::Running {
-            return Err(wrong_state(
-                "a virtual machine that does not run cannot tell statistics",
-                "resume it",
-            ));
-        }
-        let mut transport = lock(self.balloon_transport()?);
-        if driver(&transport) == DriverPresence::Absent {
-            return Err(wrong_state(
-                "no driver in the guest runs the balloon",
-                "load virtio_balloon in the guest",
-            ));
-        }
+        let mut transport = lock(self.answering_balloon("statistics")?);
         if transport.device_mut().request_statistics()? {
             transport.interrupt_used();
         }
@@ -186,6 +190,14 @@ impl VmControl for Vm {
         transport.device_mut().set_statistics_interval(interval);
         transport.wake();
         Ok(())
+    }
+
+    fn request_free_pages(
+        &self,
+        request: FreePagesRequest,
+    ) -> Result<Box<dyn FreePagesAnswer>, ControlError> {
+        let transport = self.answering_balloon("its free pages")?;
+        Ok(Box::new(Question::ask(request, transport, &self.ram)?))
     }
 
     fn metrics(&self) -> Metrics {

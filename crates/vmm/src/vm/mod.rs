@@ -3,6 +3,7 @@
 mod build;
 mod control;
 mod event_loop;
+mod free_pages;
 mod interrupts;
 mod metrics;
 pub mod privileges;

@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use crate::double::{MEMORY_BYTES, Mood};
-use crate::wire::{read_answer, read_answers, request, serve};
+use crate::wire::{Served, read_answer, read_answers, request, serve};
 
 #[test]
 fn the_own_client_reads_every_document() {
@@ -104,6 +104,44 @@ fn a_client_that_leaves_while_the_guest_is_asked_does_no_harm() {
         served.vm.wait_for_requests(round);
     }
     let _: VmInfo = served.client().get("/vm").unwrap();
+}
+
+#[test]
+fn free_pages_are_named_and_a_silent_guest_is_told_to_stop() {
+    let served = serve(Mood::Willing);
+    let report: FreePagesReport = served.client().put("/balloon/free-pages").unwrap();
+    assert_eq!((report.status, report.min_order, report.bytes), (FreePagesStatus::Done, 0, 6 << 20));
+    served.vm.state().mood = Mood::Silent;
+    let body = json!({ "min_order": 9, "timeout_ms": 20 });
+    let report: FreePagesReport = served.client().put_json("/balloon/free-pages", &body).unwrap();
+    assert_eq!((report.status, report.min_order), (FreePagesStatus::Timeout, 9));
+    served.vm.wait_for_questions(0);
+}
+
+#[test]
+fn one_client_asks_for_free_pages_at_a_time_and_withdraws_by_leaving() {
+    let served = serve(Mood::Silent);
+    let question = request("PUT", "/balloon/free-pages", r#"{"timeout_ms": 60000}"#);
+    for round in 1..=5 {
+        let mut first = served.connect();
+        first.write_all(question.as_bytes()).unwrap();
+        served.vm.wait_for_questions(1);
+        let info: VmInfo = served.client().get("/vm").unwrap();
+        assert_eq!(info.state, VmState::Running, "nobody else waits");
+        let second = served.ask("PUT", "/balloon/free-pages", "");
+        assert_eq!((second.status, second.body.contains("already")), (409, true), "{}", second.body);
+        drop(first);
+        served.vm.wait_for_questions(0);
+        assert_eq!(served.vm.state().withdrawn, round);
+    }
+    // The monitor's end withdraws as well.
+    let mut stream = served.connect();
+    stream.write_all(question.as_bytes()).unwrap();
+    served.vm.wait_for_questions(1);
+    let Served { vm, server, .. } = served;
+    drop(server);
+    assert_eq!(read_answer(&mut stream).status, 503);
+    vm.wait_for_questions(0);
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! A stand-in for a virtual machine. The server under test is the real one.
 
 use std::path::Path;
-use std::sync::{Condvar, Mutex, MutexGuard};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use ebb_vmm::api::*;
@@ -38,11 +38,79 @@ pub struct State {
     pub statistics_at: Option<Instant>,
     pub requests: u32,
     pub kills: u32,
+    /// Questions for free pages that are under way.
+    pub questions: u32,
+    /// Questions that were withdrawn.
+    pub withdrawn: u32,
+}
+
+struct Shared {
+    state: Mutex<State>,
+    asked: Condvar,
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap()
+    }
+
+    fn wait_until(&self, what: &str, reached: impl Fn(&State) -> bool) {
+        let result =
+            self.asked.wait_timeout_while(self.state(), Duration::from_secs(20), |state| !reached(state));
+        assert!(!result.unwrap().1.timed_out(), "{what}");
+    }
 }
 
 pub struct TestVm {
-    state: Mutex<State>,
-    asked: Condvar,
+    shared: Arc<Shared>,
+}
+
+/// A question for free pages: in a silent machine it is never answered.
+struct Question(Arc<Shared>, FreePagesRequest);
+
+impl Question {
+    fn describe(&self, status: FreePagesStatus) -> FreePagesReport {
+        let block = FreeBlocks { order: 9, block_bytes: 2 << 20, blocks: 3, bytes: 6 << 20 };
+        FreePagesReport {
+            request_id: 7,
+            status,
+            min_order: self.1.min_order,
+            bytes: block.bytes,
+            blocks: 3,
+            ranges: 2,
+            largest_range_bytes: 4 << 20,
+            by_order: vec![block],
+            poisoned_bytes: 0,
+            memory_bytes: MEMORY_BYTES,
+            free_memory_bytes: Some(8 << 20),
+            free_memory_age_ms: Some(3),
+            coverage_percent: Some(75.0),
+            messages: 1,
+            encodings: MessageEncodings { bitmaps: 1, ..MessageEncodings::default() },
+            message_bytes: 33,
+            translate_ns: 500_000,
+            elapsed_us: 12_345,
+        }
+    }
+}
+
+impl FreePagesAnswer for Question {
+    fn report(&self) -> Option<FreePagesReport> {
+        (self.0.state().mood == Mood::Willing).then(|| self.describe(FreePagesStatus::Done))
+    }
+
+    fn give_up(&self) -> FreePagesReport {
+        self.describe(FreePagesStatus::Timeout)
+    }
+}
+
+impl Drop for Question {
+    fn drop(&mut self) {
+        let mut state = self.0.state();
+        state.questions -= 1;
+        state.withdrawn += u32::from(state.mood == Mood::Silent);
+        self.0.asked.notify_all();
+    }
 }
 
 impl TestVm {
@@ -55,20 +123,24 @@ impl TestVm {
             statistics_at: None,
             requests: 0,
             kills: 0,
+            questions: 0,
+            withdrawn: 0,
         };
-        Self { state: Mutex::new(state), asked: Condvar::new() }
+        Self { shared: Arc::new(Shared { state: Mutex::new(state), asked: Condvar::new() }) }
     }
 
     pub fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap()
+        self.shared.state()
     }
 
     /// Waits until statistics have been asked for `count` times.
     pub fn wait_for_requests(&self, count: u32) {
-        let state = self.state();
-        let result =
-            self.asked.wait_timeout_while(state, Duration::from_secs(20), |state| state.requests < count);
-        assert!(!result.unwrap().1.timed_out(), "nobody asked for statistics");
+        self.shared.wait_until("nobody asked for statistics", |state| state.requests >= count);
+    }
+
+    /// Waits until this many questions for free pages are under way.
+    pub fn wait_for_questions(&self, count: u32) {
+        self.shared.wait_until("another number of questions", |state| state.questions == count);
     }
 
     fn change(&self, needs: Needs) -> Result<MutexGuard<'_, State>, ControlError> {
@@ -196,7 +268,7 @@ impl VmControl for TestVm {
     fn request_statistics(&self) -> Result<(), ControlError> {
         let mut state = self.change(Needs::Balloon)?;
         state.requests += 1;
-        self.asked.notify_all();
+        self.shared.asked.notify_all();
         if state.mood == Mood::Willing {
             state.statistics_at = Some(Instant::now());
         }
@@ -221,14 +293,41 @@ impl VmControl for TestVm {
         Ok(())
     }
 
+    fn request_free_pages(
+        &self,
+        request: FreePagesRequest,
+    ) -> Result<Box<dyn FreePagesAnswer>, ControlError> {
+        let mut state = self.change(Needs::Balloon)?;
+        if state.questions > 0 {
+            return Err(ControlError::WrongState {
+                message: "the guest is being asked already".into(),
+                remedy: Some("wait".into()),
+            });
+        }
+        state.questions += 1;
+        self.shared.asked.notify_all();
+        Ok(Box::new(Question(self.shared.clone(), request)))
+    }
+
     fn metrics(&self) -> Metrics {
         let errors = vec![KindCount::new("bad_address", 3)];
+        let kinds = |kind: &'static str| vec![KindCount::new(kind, 1)];
         Metrics {
             memory_bytes: MEMORY_BYTES,
             guest_resident_bytes: 123 << 20,
             process_resident_bytes: 128 << 20,
             uptime_ms: 1234,
-            balloon: Some(BalloonMetrics { reported_bytes: 2 << 20, errors, ..BalloonMetrics::default() }),
+            balloon: Some(BalloonMetrics {
+                reported_bytes: 2 << 20,
+                kept_bytes: kinds("inhibited"),
+                translate_ns: kinds("inflate"),
+                queue_buffers: kinds("inflate"),
+                queue_bytes: kinds("inflate"),
+                messages: kinds("bitmaps"),
+                requests: kinds("sent"),
+                errors,
+                ..BalloonMetrics::default()
+            }),
             vcpu_exits: vec![KindCount::new("io", 17)],
         }
     }

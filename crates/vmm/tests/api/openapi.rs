@@ -113,6 +113,8 @@ fn no_status_is_undocumented() {
         r#"{"target_bytes": 0}"#,
         r#"{"target_bytes": 1e30}"#,
         r#"{"interval_seconds": -1}"#,
+        r#"{"min_order": 19}"#,
+        r#"{"min_order": 18, "timeout_ms": 0}"#,
     ];
     for mood in [Mood::Willing, Mood::WrongState, Mood::Broken, Mood::NoBalloon] {
         let served = serve(mood);

@@ -3,9 +3,11 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ebb_abi::PAGE_SIZE_BYTES;
 use ebb_abi::balloon::{DEVICE_ID, Feature, Features, QueueKind};
-use ebb_balloon::{Balloon, BalloonConfig, BalloonError, Statistics};
+use ebb_abi::{Order, PAGE_SIZE_BYTES};
+use ebb_balloon::{
+    Balloon, BalloonConfig, BalloonError, Counters, HintSink, QueueCounters, ReportCheck, Statistics,
+};
 use ebb_guest_ram::GuestRam;
 use virtio_queue::{Queue, QueueState};
 
@@ -26,6 +28,7 @@ pub struct BalloonDevice {
     ram: Arc<GuestRam>,
     flush_at: Option<Instant>,
     poll_at: Option<Instant>,
+    check: ReportCheck,
 }
 
 fn features(config: &BalloonDeviceConfig) -> Features {
@@ -48,12 +51,15 @@ fn features(config: &BalloonDeviceConfig) -> Features {
 impl BalloonDevice {
     /// A balloon over `ram`.
     pub fn new(config: &BalloonDeviceConfig, ram: Arc<GuestRam>) -> Result<Self, BalloonError> {
+        let check = if config.verify_reports.is_on() { ReportCheck::Overwrite } else { ReportCheck::None };
         let config = BalloonConfig {
             features: features(config),
             target_bytes: config.size.bytes(),
             statistics_interval: config.statistics_interval,
         };
-        Ok(Self { balloon: Balloon::new(config, ram.clone())?, ram, flush_at: None, poll_at: None })
+        let mut balloon = Balloon::new(config, ram.clone())?;
+        balloon.set_report_check(check);
+        Ok(Self { balloon, ram, flush_at: None, poll_at: None, check })
     }
 
     /// Target and actual size in bytes.
@@ -104,6 +110,34 @@ impl BalloonDevice {
         Ok(self.balloon.request_statistics())
     }
 
+    /// Asks the guest for its free pages; the sink is told. Returns the number of the request, and `true` when the driver has
+    /// to be interrupted for it.
+    pub fn request_free_pages(
+        &mut self,
+        smallest: Order,
+        sink: Box<dyn HintSink>,
+    ) -> Result<(u64, bool), ControlError> {
+        let wrong_state = |message: String, remedy: &str| ControlError::WrongState {
+            message,
+            remedy: Some(remedy.to_owned()),
+        };
+        match self.balloon.request_free_pages(smallest, sink) {
+            Ok(interrupt) => Ok((self.balloon.last_request_id(), interrupt)),
+            Err(error @ BalloonError::RequestActive) => {
+                Err(wrong_state(error.to_string(), "ask again when it has answered"))
+            }
+            Err(_) => Err(wrong_state(
+                "the guest's balloon driver and this device have not agreed on host requests".to_owned(),
+                "start with --balloon host_requests=on and use a driver that knows them, such as ebb_balloon",
+            )),
+        }
+    }
+
+    /// Withdraws the request with this number, unless it has ended; `true` when the driver has to be interrupted.
+    pub fn cancel_free_pages(&mut self, request_id: u64) -> bool {
+        self.balloon.last_request_id() == request_id && self.balloon.cancel_free_pages()
+    }
+
     /// The statistics received last.
     pub fn statistics(&self) -> StatisticsReading {
         let statistics = self.balloon.statistics();
@@ -137,9 +171,42 @@ impl BalloonDevice {
             discarded_bytes: counters.discard.bytes,
             discarded_ranges: counters.discard.ranges,
             discard_syscalls: counters.discard.syscalls,
+            discard_ns: counters.discard.elapsed_ns,
+            kept_bytes: kinds([
+                ("inhibited", counters.discard.inhibited_bytes),
+                ("deferred", counters.discard.deferred_bytes),
+                ("poisoned", counters.discard.poisoned_bytes),
+                ("dropped", counters.discard.dropped_bytes),
+            ]),
+            verified_pages: counters.discard.verified_pages,
+            translate_ns: queues(&counters, |queue| queue.translate_ns),
+            queue_buffers: queues(&counters, |queue| queue.buffers),
+            queue_bytes: queues(&counters, |queue| queue.message_bytes),
+            messages: kinds([
+                ("arrays", counters.encodings.arrays),
+                ("pfns", counters.encodings.pfns),
+                ("bitmaps", counters.encodings.bitmaps),
+                ("ranges", counters.encodings.ranges),
+            ]),
+            requests: kinds([
+                ("sent", counters.requests.sent),
+                ("completed", counters.requests.completed),
+                ("aborted", counters.requests.aborted),
+                ("cancelled", counters.requests.cancelled),
+            ]),
             errors,
         }
     }
+}
+
+fn kinds<const N: usize>(counts: [(&'static str, u64); N]) -> Vec<KindCount> {
+    counts.into_iter().map(|(kind, count)| KindCount::new(kind, count)).collect()
+}
+
+/// A counter of each queue.
+fn queues(counters: &Counters, value: impl Fn(&QueueCounters) -> u64) -> Vec<KindCount> {
+    let count = |kind: QueueKind| KindCount::new(kind.name(), value(counters.queue(kind)));
+    QueueKind::ALL.into_iter().map(count).collect()
 }
 
 fn values(statistics: &Statistics) -> StatisticsValues {
@@ -243,6 +310,7 @@ impl VirtioDevice for BalloonDevice {
         let queues = driver.map(|(_, queues)| queues).unwrap_or_default();
         self.balloon =
             Balloon::restore(state, self.ram.clone(), queues).map_err(|error| error.to_string())?;
+        self.balloon.set_report_check(self.check);
         self.poll_at = self.balloon.statistics_interval().map(|_| Instant::now());
         Ok(())
     }

@@ -1,0 +1,52 @@
+//! What a guest has said about its free pages, as a table.
+
+use ebb_vmm::api::{FreePagesReport, FreePagesStatus};
+
+use super::{Row, bytes, duration, row};
+
+fn status(status: FreePagesStatus) -> &'static str {
+    match status {
+        FreePagesStatus::Done => "done",
+        FreePagesStatus::Aborted => "the guest has given up",
+        FreePagesStatus::Timeout => "not answered completely in time",
+        FreePagesStatus::Reset => "the guest's driver is gone",
+    }
+}
+
+/// The table.
+pub(super) fn rows(report: &FreePagesReport) -> Vec<Row> {
+    let encodings = report.encodings;
+    let mut rows = vec![
+        row("request", format!("{}: {}", report.request_id, status(report.status))),
+        row("free", format!("{} of {}", bytes(report.bytes), bytes(report.memory_bytes))),
+        row("ranges", format!("{}, the largest {}", report.ranges, bytes(report.largest_range_bytes))),
+        row(
+            "messages",
+            format!(
+                "{} ({} of numbers, {} bitmaps, {} of ranges), {}",
+                report.messages,
+                encodings.pfns,
+                encodings.bitmaps,
+                encodings.ranges,
+                bytes(report.message_bytes)
+            ),
+        ),
+        row("took", format!("{:.1} ms", report.elapsed_us as f64 / 1000.0)),
+        row("reading it took", format!("{:.1} ms", report.translate_ns as f64 / 1e6)),
+    ];
+    if let (Some(free), Some(percent)) = (report.free_memory_bytes, report.coverage_percent) {
+        let age = duration(report.free_memory_age_ms.unwrap_or(0));
+        let text = format!("{percent:.1} % of the {} that its statistics ({age} old) say", bytes(free));
+        rows.push(row("named", text));
+    }
+    if report.poisoned_bytes > 0 {
+        let text = format!("{}: the guest relies on the content of free pages", bytes(report.poisoned_bytes));
+        rows.push(row("not to be used", text));
+    }
+    rows.push(row("blocks", report.blocks.to_string()));
+    for blocks in report.by_order.iter().rev() {
+        let what = format!("  of order {} ({})", blocks.order, bytes(blocks.block_bytes));
+        rows.push(row(&what, format!("{} = {}", blocks.blocks, bytes(blocks.bytes))));
+    }
+    rows
+}
