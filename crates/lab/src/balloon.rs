@@ -5,7 +5,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use ebb_vmm::api::{Client, ClientError, TrimReport};
+use ebb_vmm::api::{Client, ClientError, FreePagesReport, TrimReport};
 use serde_json::{Value, json};
 
 use crate::counters::Counters;
@@ -13,6 +13,8 @@ use crate::monitor::MonitorKind;
 
 /// How long a monitor may take to answer.
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);
+/// How long a guest may take to name its free pages.
+const FREE_PAGES_LIMIT_MS: u64 = 20_000;
 const MIB: u64 = 1 << 20;
 
 /// Why a balloon could not be changed or read.
@@ -115,6 +117,18 @@ impl Balloon {
             }
             Self::Qemu(_) => Ok(None),
         }
+    }
+
+    /// Asks the guest for its free blocks of at least this order.
+    ///
+    /// # Errors
+    /// [`BalloonError`]; QEMU has no such thing.
+    pub fn free_pages(&mut self, min_order: u8) -> Result<FreePagesReport, BalloonError> {
+        let Self::Ebb(client) = self else {
+            return Err(BalloonError::Refused { command: "free-pages", answer: "only Ebb asks".to_owned() });
+        };
+        let body = json!({ "min_order": min_order, "timeout_ms": FREE_PAGES_LIMIT_MS });
+        client.put_json("/balloon/free-pages", &body).map_err(BalloonError::Api)
     }
 
     /// Size that the guest says its balloon has.

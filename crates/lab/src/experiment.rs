@@ -7,7 +7,7 @@ use crate::bench::Bench;
 use crate::event::Events;
 use crate::monitor::Setup;
 use crate::results::{MetricInfo, Place, Scale, Series};
-use crate::{clock, density, faults, inflate, memhog};
+use crate::{clock, density, faults, free_pages, inflate, memhog};
 
 /// The host that an experiment is made for: one NUMA node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -145,8 +145,15 @@ pub trait Experiment: Sync {
 }
 
 /// All experiments, in the order of `ebb lab list`.
-pub fn all() -> [&'static dyn Experiment; 5] {
-    [&density::Density, &memhog::Memhog, &inflate::Inflate, &faults::Faults, &clock::Clock]
+pub fn all() -> [&'static dyn Experiment; 6] {
+    [
+        &density::Density,
+        &memhog::Memhog,
+        &inflate::Inflate,
+        &free_pages::FreePages,
+        &faults::Faults,
+        &clock::Clock,
+    ]
 }
 
 /// The experiment of this name.
@@ -197,7 +204,7 @@ mod tests {
         let message = find("densitiy").err().unwrap().to_string();
         assert_eq!(
             message,
-            "unknown experiment 'densitiy'; there are: density, memhog, inflate, faults, clock"
+            "unknown experiment 'densitiy'; there are: density, memhog, inflate, free-pages, faults, clock"
         );
     }
 

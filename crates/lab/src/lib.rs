@@ -19,6 +19,7 @@ pub mod event;
 pub mod experiment;
 pub mod faults;
 pub mod figures;
+pub mod free_pages;
 pub mod guest;
 pub mod host;
 pub mod in_virtual_host;

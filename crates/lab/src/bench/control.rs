@@ -3,7 +3,7 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ebb_vmm::api::TrimReport;
+use ebb_vmm::api::{FreePagesReport, TrimReport};
 
 use super::Bench;
 use crate::LabError;
@@ -77,6 +77,14 @@ impl Bench<'_> {
     /// [`LabError::Guest`].
     pub fn monitor_counters(&mut self, guest: u32) -> Result<Option<Counters>, LabError> {
         self.through(guest, Balloon::counters)
+    }
+
+    /// Asks a guest for its free blocks of at least this order.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`] when the monitor refuses, as it does without Ebb's driver in the guest.
+    pub fn free_pages(&mut self, guest: u32, min_order: u8) -> Result<FreePagesReport, LabError> {
+        self.through(guest, |balloon| balloon.free_pages(min_order))
     }
 
     /// Sets the target of a guest's balloon, and waits until it is there and the guest's memory has come to rest.

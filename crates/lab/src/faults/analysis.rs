@@ -85,6 +85,7 @@ mod tests {
             ops_per_s,
             seconds: 2,
             driver: Counters::default(),
+            free_ns: None,
         }
     }
 

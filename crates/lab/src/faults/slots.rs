@@ -72,6 +72,8 @@ pub(super) struct Slot {
     pub(super) seconds: u32,
     /// What the guest's driver counted meanwhile.
     pub(super) driver: Counters,
+    /// What a call of the tracker's hook took on the average, in ns, if any was timed.
+    pub(super) free_ns: Option<f64>,
 }
 
 /// Runs all guests; what was measured is in `series` even if some failed.
@@ -148,15 +150,31 @@ fn rounds(
                 let row = (boot / CPUS.len() as u32 * sizes.rounds + round) as usize + kind_at + 2 * task_at;
                 for (place, at) in order(row, turns.len()).into_iter().enumerate() {
                     let turn = turns[at];
-                    let (report, driver) = take_turn(bench, sizes, record.guest, workload, turn)?;
-                    let ops_per_s = report.ops_per_s;
-                    let seconds = sizes.seconds;
-                    slots.push(Slot { boot, workload, round, turn, place, ops_per_s, seconds, driver });
+                    let taken = take_turn(bench, sizes, record.guest, workload, turn)?;
+                    slots.push(Slot {
+                        boot,
+                        workload,
+                        round,
+                        turn,
+                        place,
+                        ops_per_s: taken.report.ops_per_s,
+                        seconds: sizes.seconds,
+                        // The driver's value is a mean since the tracker was switched on, which was for this turn.
+                        free_ns: taken.after.get("free_ns").filter(|free_ns| *free_ns > 0.0),
+                        driver: taken.after.since(&taken.before),
+                    });
                 }
             }
         }
     }
     Ok(slots)
+}
+
+/// What a turn came to.
+struct Taken {
+    report: FaultReport,
+    before: Counters,
+    after: Counters,
 }
 
 fn take_turn(
@@ -165,7 +183,7 @@ fn take_turn(
     guest: u32,
     workload: Workload,
     turn: Turn,
-) -> Result<(FaultReport, Counters), LabError> {
+) -> Result<Taken, LabError> {
     switch(bench, guest, turn.tracker())?;
     let before = bench.driver_counters(guest)?.unwrap_or_default();
     let command = Command::PageFaults {
@@ -177,8 +195,9 @@ fn take_turn(
     };
     let limit = TURN_LIMIT + Duration::from_secs(u64::from(sizes.seconds));
     let report = bench.work(guest, command, limit)?;
-    let driver = bench.driver_counters(guest)?.unwrap_or_default().since(&before);
-    Ok((serde_json::from_value(report).map_err(|error| unexpected(guest, &error.to_string()))?, driver))
+    let after = bench.driver_counters(guest)?.unwrap_or_default();
+    let report = serde_json::from_value(report).map_err(|error| unexpected(guest, &error.to_string()))?;
+    Ok(Taken { report, before, after })
 }
 
 /// Makes this tracker the one that is on.
