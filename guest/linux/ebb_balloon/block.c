@@ -1,0 +1,248 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * The balloon's memory: blocks of the page allocator.
+ *
+ * A block of a whole pageblock or more stays one block: the work is per block
+ * then, and not per page, on both sides. Compaction has no use for the pages
+ * of such a block. Smaller blocks are split into pages that compaction can
+ * move, as those of the stock driver.
+ */
+#include <linux/delay.h>
+#include <linux/pagemap.h>
+
+#include "ebb_balloon.h"
+
+/* Without reclaim: other blocks are tried before anything is taken from anyone. */
+#define BLOCK_FLAGS	(__GFP_NORETRY | __GFP_NOWARN | __GFP_NOMEMALLOC)
+
+static bool is_kept_whole(unsigned int order)
+{
+	return order && order >= pageblock_order;
+}
+
+static struct page *allocate(unsigned int order)
+{
+	gfp_t flags = balloon_mapping_gfp_mask() | BLOCK_FLAGS;
+
+	if (is_kept_whole(order))
+		flags = GFP_HIGHUSER | BLOCK_FLAGS;
+	if (order)
+		flags &= ~__GFP_RECLAIM;
+	return alloc_pages(flags, order);
+}
+
+/**
+ * ebb_block_allocate() - take a block out of the guest
+ * @eb: the device; its @order is what worked last
+ * @units: at most so many
+ * @order: order of the block
+ *
+ * Tries smaller and smaller blocks. Only for single pages anything is
+ * reclaimed.
+ *
+ * Return: the first page, or NULL.
+ */
+struct page *ebb_block_allocate(struct ebb_balloon *eb, u64 units, unsigned int *order)
+{
+	u64 pages = units >> EBB_UNIT_SHIFT;
+	unsigned int try;
+
+	if (!pages)
+		return NULL;
+	try = min_t(unsigned int, eb->order, __fls(pages));
+	for (;;) {
+		struct page *page = allocate(try);
+
+		if (page) {
+			*order = try;
+			if (!eb->deflate_on_oom)
+				adjust_managed_page_count(page, -(1L << try));
+			atomic64_inc(&eb->order_blocks[try]);
+			return page;
+		}
+		if (!try)
+			return NULL;
+		eb->order = --try;
+	}
+}
+
+/**
+ * ebb_block_free() - give a block back to the guest
+ * @eb: the device
+ * @page: first page
+ * @order: its order
+ */
+void ebb_block_free(struct ebb_balloon *eb, struct page *page, unsigned int order)
+{
+	if (!eb->deflate_on_oom)
+		adjust_managed_page_count(page, 1L << order);
+	set_page_private(page, 0);
+	__free_pages(page, order);
+}
+
+void ebb_blocks_free(struct ebb_balloon *eb, struct list_head *pages)
+{
+	struct page *page, *next;
+
+	list_for_each_entry_safe(page, next, pages, lru) {
+		list_del(&page->lru);
+		ebb_block_free(eb, page, page_private(page));
+	}
+}
+
+static void split_block(struct page *page, struct list_head *pages)
+{
+	unsigned int order = page_private(page);
+	unsigned long i;
+
+	set_page_private(page, 0);
+	if (order)
+		split_page(page, order);
+	for (i = 0; i < 1UL << order; i++)
+		list_add_tail(&page[i].lru, pages);
+}
+
+/**
+ * ebb_blocks_keep() - put blocks into the balloon
+ * @eb: the device
+ * @pages: blocks that the host knows about
+ */
+void ebb_blocks_keep(struct ebb_balloon *eb, struct list_head *pages)
+{
+	struct page *page, *next;
+	unsigned long flags;
+	LIST_HEAD(single);
+	LIST_HEAD(whole);
+
+	list_for_each_entry_safe(page, next, pages, lru) {
+		list_del(&page->lru);
+		if (is_kept_whole(page_private(page)))
+			list_add(&page->lru, &whole);
+		else
+			split_block(page, &single);
+	}
+	balloon_page_list_enqueue(&eb->info, &single);
+	spin_lock_irqsave(&eb->lock, flags);
+	list_splice(&whole, &eb->blocks);
+	spin_unlock_irqrestore(&eb->lock, flags);
+}
+
+static u64 first_unit(struct page *page)
+{
+	return (u64)page_to_pfn(page) << EBB_UNIT_SHIFT;
+}
+
+/* Moves single pages of the balloon into a message; returns whether there is room for more. */
+static bool take_pages(struct ebb_balloon *eb, struct ebb_message *message,
+		       const struct ebb_format *format, u64 units)
+{
+	u64 room = min_t(u64, units, ebb_set_room(&message->set, format));
+	struct page *page, *next;
+	bool fits = true;
+	LIST_HEAD(pages);
+
+	room = min_t(u64, room >> EBB_UNIT_SHIFT, EBB_SET_RANGES);
+	if (!room)
+		return false;
+	balloon_page_list_dequeue(&eb->info, &pages, room);
+	list_for_each_entry_safe(page, next, &pages, lru) {
+		if (!ebb_set_add(&message->set, format, first_unit(page), 1 << EBB_UNIT_SHIFT)) {
+			fits = false;
+			break;
+		}
+		list_move_tail(&page->lru, &message->pages);
+	}
+	balloon_page_list_enqueue(&eb->info, &pages);
+	return fits;
+}
+
+/**
+ * ebb_blocks_take() - take the latest blocks out of the balloon
+ * @eb: the device
+ * @message: an empty message that is to name them
+ * @units: how many at most; the message of last resort may take a whole block
+ *
+ * Only what the host knows about is in the balloon. Allocates nothing.
+ */
+void ebb_blocks_take(struct ebb_balloon *eb, struct ebb_message *message, u64 units)
+{
+	struct ebb_format format = ebb_message_format(eb, message);
+	struct ebb_set *set = &message->set;
+
+	while (set->units < units) {
+		u64 left = units - set->units;
+		struct page *page;
+		unsigned long flags;
+		u64 size;
+
+		if (!take_pages(eb, message, &format, left))
+			break;
+		left = units - set->units;
+		if (!left)
+			break;
+
+		spin_lock_irqsave(&eb->lock, flags);
+		page = list_first_entry_or_null(&eb->blocks, struct page, lru);
+		if (page)
+			list_del(&page->lru);
+		spin_unlock_irqrestore(&eb->lock, flags);
+		if (!page)
+			break;
+
+		size = 1ULL << page_private(page) << EBB_UNIT_SHIFT;
+		if ((size <= left || (message->use == EBB_USE_OOM && !set->units)) &&
+		    size <= ebb_set_room(set, &format) &&
+		    ebb_set_add(set, &format, first_unit(page), size)) {
+			list_add_tail(&page->lru, &message->pages);
+		} else if (size > left || !set->units) {
+			/* A part is wanted, or a part is what a message can name. */
+			LIST_HEAD(pages);
+
+			split_block(page, &pages);
+			balloon_page_list_enqueue(&eb->info, &pages);
+			ebb_count(eb, EBB_SPLIT_BLOCKS, 1);
+		} else {
+			spin_lock_irqsave(&eb->lock, flags);
+			list_add(&page->lru, &eb->blocks);
+			spin_unlock_irqrestore(&eb->lock, flags);
+			break;
+		}
+	}
+
+	spin_lock_irq(&eb->lock);
+	eb->units -= set->units;
+	spin_unlock_irq(&eb->lock);
+}
+
+/* Waits for pages that compaction has in its hands at the moment; it is told to let go of them. */
+static bool has_single_pages(struct ebb_balloon *eb)
+{
+	bool any;
+
+	spin_lock_irq(&eb->info.pages_lock);
+	any = !list_empty(&eb->info.pages) || eb->info.isolated_pages;
+	spin_unlock_irq(&eb->info.pages_lock);
+	return any;
+}
+
+/**
+ * ebb_blocks_free_all() - give all of the balloon back without telling the host
+ * @eb: a device that was reset, with no message under way
+ */
+void ebb_blocks_free_all(struct ebb_balloon *eb)
+{
+	LIST_HEAD(pages);
+
+	spin_lock_irq(&eb->lock);
+	list_splice_init(&eb->blocks, &pages);
+	eb->units = 0;
+	spin_unlock_irq(&eb->lock);
+	ebb_blocks_free(eb, &pages);
+
+	while (has_single_pages(eb)) {
+		if (!balloon_page_list_dequeue(&eb->info, &pages, EBB_SET_RANGES))
+			usleep_range(1000, 2000);
+		ebb_blocks_free(eb, &pages);
+		cond_resched();
+	}
+}

@@ -1,0 +1,363 @@
+/* SPDX-License-Identifier: GPL-2.0-only */
+/*
+ * The driver's state, and what its files have of each other.
+ *
+ * Units: "pages" are pages of the kernel (PAGE_SIZE), "units" are the 4 KiB
+ * pages in which a balloon device counts.
+ */
+#ifndef EBB_BALLOON_H
+#define EBB_BALLOON_H
+
+#include <linux/atomic.h>
+#include <linux/balloon_compaction.h>
+#include <linux/ktime.h>
+#include <linux/list.h>
+#include <linux/memory.h>
+#include <linux/mm.h>
+#include <linux/mutex.h>
+#include <linux/notifier.h>
+#include <linux/scatterlist.h>
+#include <linux/shrinker.h>
+#include <linux/spinlock.h>
+#include <linux/types.h>
+#include <linux/version.h>
+#include <linux/virtio.h>
+#include <linux/virtio_balloon.h>
+#include <linux/virtio_config.h>
+#include <linux/wait.h>
+#include <linux/workqueue.h>
+
+#include "compat.h"
+#include "protocol.h"
+#include "tracker.h"
+
+/* Units of the device in a page of the kernel. */
+#define EBB_UNIT_SHIFT		(PAGE_SHIFT - VIRTIO_BALLOON_PFN_SHIFT)
+
+/* Most units in one message: 256 MiB. More would keep the next ones waiting. */
+#define EBB_MESSAGE_UNITS	(1U << 16)
+/* Ranges that a set can have; a message on one page has 254 at most, a bitmap can name more. */
+#define EBB_SET_RANGES		1024
+/* Numbers in a buffer where messages were not negotiated, as the stock driver has them. */
+#define EBB_BARE_PFNS		256
+/* Messages of inflation and deflation that can be under way at the same time. */
+#define EBB_BULK_MESSAGES	4
+/* Messages of compaction: two for each page that is being moved. */
+#define EBB_MOVE_MESSAGES	64
+/* Bytes of a message that names one page. */
+#define EBB_MOVE_BYTES		(sizeof(struct virtio_balloon_msg_hdr) + (sizeof(__le32) << EBB_UNIT_SHIFT))
+
+enum ebb_queue {
+	EBB_VQ_INFLATE,
+	EBB_VQ_DEFLATE,
+	EBB_VQ_STATS,
+	EBB_VQ_FREE_PAGE,
+	EBB_VQ_REPORTING,
+	EBB_VQ_HOST_REQUEST,
+	EBB_VQS
+};
+
+enum ebb_counter {
+	EBB_INFLATED_PAGES,
+	EBB_DEFLATED_PAGES,
+	EBB_OOM_PAGES,
+	EBB_MOVED_PAGES,
+	EBB_MESSAGES,
+	EBB_MESSAGE_BYTES,
+	EBB_MESSAGES_BARE,
+	EBB_MESSAGES_PFNS,
+	EBB_MESSAGES_BITMAP,
+	EBB_MESSAGES_RANGES,
+	EBB_ALLOCATE_NS,
+	EBB_SEND_NS,
+	EBB_RELEASE_NS,
+	EBB_SPLIT_BLOCKS,
+	EBB_REPORTS,
+	EBB_REPORT_BLOCKS,
+	EBB_HINTED_BLOCKS,
+	EBB_REQUESTS,
+	EBB_BAD_REQUESTS,
+	EBB_CANCELS,
+	EBB_ANSWERS_DONE,
+	EBB_ANSWERS_ABORTED,
+	EBB_ANSWERS_SUPERSEDED,
+	EBB_ANSWER_MESSAGES,
+	EBB_ANSWER_BYTES,
+	EBB_BLOCKS_NAMED,
+	EBB_PAGES_NAMED,
+	EBB_WALK_NS,
+	EBB_LONGEST_LOCK_NS,
+	EBB_LOCKS,
+	EBB_COUNTERS
+};
+
+/**
+ * struct ebb_range - contiguous memory
+ * @start: first unit
+ * @units: how many
+ */
+struct ebb_range {
+	u64 start;
+	u64 units;
+};
+
+/**
+ * struct ebb_set - memory that one message is to name
+ * @ranges: the ranges, neighbours that came one after the other merged
+ * @nr: how many
+ * @max: room in @ranges
+ * @units: units in all of them
+ * @first: lowest unit
+ * @end: the one after the highest unit
+ * @alignment: all bits that are set in any start or end
+ */
+struct ebb_set {
+	struct ebb_range *ranges;
+	unsigned int nr;
+	unsigned int max;
+	u64 units;
+	u64 first;
+	u64 end;
+	u64 alignment;
+};
+
+/**
+ * struct ebb_format - how sets may be written
+ * @bare: as an array of numbers without a header, for devices without messages
+ * @encodings: bits of the encodings that are allowed
+ * @bytes: room for the message
+ */
+struct ebb_format {
+	bool bare;
+	u8 encodings;
+	u32 bytes;
+};
+
+enum ebb_message_use { EBB_USE_BULK, EBB_USE_OOM, EBB_USE_MOVE };
+enum ebb_message_state { EBB_IDLE, EBB_SENT, EBB_DONE };
+
+/**
+ * struct ebb_message - a message on inflateq or deflateq and its pages
+ * @node: in a list of idle messages, or in the list of those that came back
+ * @use: which of the lists of idle messages it belongs to
+ * @state: where it is; protected by the device's lock
+ * @command: INFLATE or DEFLATE
+ * @pages: first pages of the blocks, linked by lru, their order in private
+ * @set: the same blocks
+ * @buffer: where the message is written
+ * @move: of messages of compaction: @buffer, @set's ranges, and the page, whose
+ *	lru is not the driver's
+ */
+struct ebb_message {
+	struct list_head node;
+	enum ebb_message_use use;
+	enum ebb_message_state state;
+	u16 command;
+	struct list_head pages;
+	struct ebb_set set;
+	void *buffer;
+	struct {
+		struct page *page;
+		struct ebb_range range;
+		u8 bytes[EBB_MOVE_BYTES];
+	} move;
+};
+
+enum ebb_hinting_phase {
+	/* Nothing to do. */
+	EBB_HINTING_IDLE,
+	/* The number of the command is to be sent. */
+	EBB_HINTING_BEGIN,
+	/* Blocks are being sent. */
+	EBB_HINTING_BLOCKS,
+	/* The end is to be sent. */
+	EBB_HINTING_END,
+};
+
+/**
+ * struct ebb_hinting - free page hinting
+ * @work: takes free blocks and hints them
+ * @phase: what it does next
+ * @lock: protects the queue, @blocks and what the device has of the driver's
+ * @blocks: hinted blocks, kept until the host is done or memory is short
+ * @nr_blocks: how many
+ * @changed: the command in the configuration is to be read
+ * @command: the last command that was read
+ * @answered: number of the command that is or was answered
+ * @begin: @answered, for the device
+ * @end: the end of an answer, for the device
+ * @begin_sent: the device has @begin
+ * @end_sent: the device has @end
+ * @shrinker: gives blocks back when memory is short
+ * @registered: it was registered
+ */
+struct ebb_hinting {
+	struct work_struct work;
+	enum ebb_hinting_phase phase;
+	spinlock_t lock;
+	struct list_head blocks;
+	unsigned long nr_blocks;
+	atomic_t changed;
+	u32 command;
+	u32 answered;
+	__virtio32 begin;
+	__virtio32 end;
+	bool begin_sent;
+	bool end_sent;
+#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 7, 0)
+	struct shrinker *shrinker;
+#else
+	struct shrinker shrinker;
+#endif
+	bool registered;
+};
+
+/* A statistic as the device sees it; the kernel's header may end at tag 9. */
+#define EBB_STATS	16
+
+struct ebb_host_requests;
+
+struct ebb_balloon {
+	struct virtio_device *vdev;
+	struct virtqueue *vqs[EBB_VQS];
+	struct workqueue_struct *wq;
+	struct dentry *debugfs;
+
+	/* Messages were negotiated, at most these encodings. */
+	u8 negotiated;
+	bool deflate_on_oom;
+
+	/*
+	 * Protects the queues inflateq and deflateq, lists of messages, @blocks,
+	 * the numbers of units, and @stopping. Taken in interrupts.
+	 */
+	spinlock_t lock;
+	/* No new work. */
+	bool stopping;
+	/* The device was reset: nobody waits for it any more. */
+	bool broken;
+	struct work_struct failed_work;
+	/* One at a time stops the device. */
+	struct mutex stop_mutex;
+	bool stopped;
+
+	/* Moves the balloon towards the target. */
+	struct delayed_work size_work;
+	atomic_t config_changed;
+	u64 target;
+	unsigned int order;
+	struct page *pending;
+	bool shortage_told;
+	ktime_t waiting_since;
+
+	/* Units in the balloon, also those that messages of DEFLATE under way name. */
+	u64 units;
+	/* Units in messages under way. */
+	u64 inflating;
+	u64 deflating;
+	struct mutex actual_mutex;
+	u32 actual;
+
+	/* Whole blocks, the latest first; single pages are in @info. */
+	struct list_head blocks;
+	struct balloon_dev_info info;
+
+	struct list_head idle_bulk;
+	struct list_head idle_move;
+	struct list_head done;
+	wait_queue_head_t acked;
+	struct ebb_message bulk[EBB_BULK_MESSAGES];
+	struct ebb_message oom;
+	struct ebb_message *moves;
+	struct notifier_block oom_notifier;
+
+	struct work_struct stats_work;
+	struct virtio_balloon_stat stats[EBB_STATS];
+
+	struct ebb_hinting hinting;
+
+	/* Reports: one at a time. */
+	wait_queue_head_t report_wait;
+	unsigned long report_busy;
+	spinlock_t report_lock;
+	bool report_done;
+	struct scatterlist report_sg[EBB_REPORT_MAX];
+
+	struct ebb_host_requests *requests;
+
+	atomic64_t counters[EBB_COUNTERS];
+	atomic64_t order_blocks[EBB_LARGEST_ORDER + 1];
+};
+
+static inline void ebb_count(struct ebb_balloon *eb, enum ebb_counter counter, u64 by)
+{
+	atomic64_add(by, &eb->counters[counter]);
+}
+
+static inline bool ebb_offers(struct ebb_balloon *eb, unsigned int feature)
+{
+	return virtio_has_feature(eb->vdev, feature);
+}
+
+/* main.c */
+void ebb_device_failed(struct ebb_balloon *eb);
+extern unsigned int ebb_max_order;
+u8 ebb_encodings(struct ebb_balloon *eb);
+
+/* message.c */
+void ebb_set_clear(struct ebb_set *set);
+bool ebb_set_add(struct ebb_set *set, const struct ebb_format *format, u64 start, u64 units);
+u32 ebb_set_room(const struct ebb_set *set, const struct ebb_format *format);
+u32 ebb_set_write(const struct ebb_set *set, const struct ebb_format *format,
+		  const struct virtio_balloon_msg_hdr *like, void *buffer, u8 *encoding);
+struct ebb_format ebb_message_format(struct ebb_balloon *eb, const struct ebb_message *message);
+int ebb_messages_init(struct ebb_balloon *eb);
+void ebb_messages_exit(struct ebb_balloon *eb);
+int ebb_messages_start(struct ebb_balloon *eb);
+struct ebb_message *ebb_message_get(struct ebb_balloon *eb, enum ebb_message_use use);
+void ebb_message_put(struct ebb_balloon *eb, struct ebb_message *message);
+int ebb_message_send(struct ebb_balloon *eb, struct ebb_message *message, u16 command);
+void ebb_messages_returned(struct virtqueue *vq);
+void ebb_messages_take_back(struct ebb_balloon *eb);
+
+/* block.c */
+struct page *ebb_block_allocate(struct ebb_balloon *eb, u64 units, unsigned int *order);
+void ebb_block_free(struct ebb_balloon *eb, struct page *page, unsigned int order);
+void ebb_blocks_keep(struct ebb_balloon *eb, struct list_head *pages);
+void ebb_blocks_take(struct ebb_balloon *eb, struct ebb_message *message, u64 units);
+void ebb_blocks_free(struct ebb_balloon *eb, struct list_head *pages);
+void ebb_blocks_free_all(struct ebb_balloon *eb);
+
+/* move.c */
+void ebb_move_init(struct ebb_balloon *eb);
+bool ebb_move_end(struct ebb_balloon *eb, struct ebb_message *message);
+
+/* inflate.c */
+void ebb_size_init(struct ebb_balloon *eb);
+int ebb_size_start(struct ebb_balloon *eb);
+void ebb_size_kick(struct ebb_balloon *eb);
+void ebb_size_release(struct ebb_balloon *eb);
+int ebb_oom_register(struct ebb_balloon *eb);
+void ebb_oom_unregister(struct ebb_balloon *eb);
+
+/* hinting.c */
+int ebb_hinting_init(struct ebb_balloon *eb);
+void ebb_hinting_exit(struct ebb_balloon *eb);
+void ebb_hinting_start(struct ebb_balloon *eb);
+void ebb_hinting_changed(struct ebb_balloon *eb);
+void ebb_hinting_returned(struct virtqueue *vq);
+void ebb_hinting_release(struct ebb_balloon *eb);
+
+/* statistics.c */
+void ebb_stats_init(struct ebb_balloon *eb);
+int ebb_stats_start(struct ebb_balloon *eb);
+void ebb_stats_requested(struct virtqueue *vq);
+
+/* host_request.c */
+int ebb_requests_init(struct ebb_balloon *eb);
+void ebb_requests_exit(struct ebb_balloon *eb);
+void ebb_requests_start(struct ebb_balloon *eb);
+void ebb_requests_stop(struct ebb_balloon *eb);
+void ebb_requests_returned(struct virtqueue *vq);
+
+#endif

@@ -1,0 +1,395 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * The balloon's size.
+ *
+ * One work item moves the balloon towards its target. It never waits: it sends
+ * as many messages as are idle, and when one comes back it runs again. So a
+ * host that is slow costs no time, and one that never answers blocks nothing.
+ *
+ * When nothing can be allocated any more, the out-of-memory notifier takes
+ * blocks back by itself, with a message that is kept for that.
+ */
+#include <linux/delay.h>
+#include <linux/oom.h>
+
+#include "ebb_balloon.h"
+
+/* Longest time that the work item goes on before others have their turn. */
+#define TURN_MS			50
+/* Time until the next attempt when no memory could be had. */
+#define SHORTAGE_MS		200
+/* Time until the next attempt when compaction has the last pages. */
+#define ISOLATED_MS		20
+/* Units that are taken back on an out-of-memory condition, as by the stock driver. */
+#define OOM_UNITS		256
+/* Called before notifiers of priority 0, as the stock driver's. */
+#define OOM_PRIORITY		80
+/* How long the out-of-memory notifier waits for a host that has to be told. */
+#define OOM_WAIT_MS		1000
+
+enum step { STEP_ON, STEP_WAIT, STEP_SHORTAGE, STEP_ISOLATED };
+
+/* What has come back is dealt with: inflated blocks enter the balloon, deflated ones are free. */
+static bool finish(struct ebb_balloon *eb, struct ebb_message *message)
+{
+	u64 units = message->set.units;
+	ktime_t start;
+
+	if (message->use == EBB_USE_MOVE) {
+		if (!ebb_move_end(eb, message))
+			return false;
+	} else if (message->command == VIRTIO_BALLOON_CMD_INFLATE) {
+		ebb_blocks_keep(eb, &message->pages);
+		spin_lock_irq(&eb->lock);
+		eb->inflating -= units;
+		eb->units += units;
+		spin_unlock_irq(&eb->lock);
+		ebb_count(eb, EBB_INFLATED_PAGES, units >> EBB_UNIT_SHIFT);
+	} else {
+		start = ktime_get();
+		ebb_blocks_free(eb, &message->pages);
+		ebb_count(eb, EBB_RELEASE_NS, ktime_to_ns(ktime_sub(ktime_get(), start)));
+		spin_lock_irq(&eb->lock);
+		eb->deflating -= units;
+		spin_unlock_irq(&eb->lock);
+		ebb_count(eb, EBB_DEFLATED_PAGES, units >> EBB_UNIT_SHIFT);
+	}
+	ebb_message_put(eb, message);
+	return true;
+}
+
+/* Returns whether all messages that have come back could be dealt with. */
+static bool finish_all(struct ebb_balloon *eb)
+{
+	struct ebb_message *message;
+	LIST_HEAD(later);
+	bool all;
+
+	for (;;) {
+		spin_lock_irq(&eb->lock);
+		message = list_first_entry_or_null(&eb->done, struct ebb_message, node);
+		if (message)
+			list_del_init(&message->node);
+		spin_unlock_irq(&eb->lock);
+		if (!message)
+			break;
+		if (!finish(eb, message))
+			list_add_tail(&message->node, &later);
+	}
+	all = list_empty(&later);
+	spin_lock_irq(&eb->lock);
+	list_splice(&later, &eb->done);
+	spin_unlock_irq(&eb->lock);
+	return all;
+}
+
+static enum step inflate(struct ebb_balloon *eb, u64 units)
+{
+	struct ebb_message *message = ebb_message_get(eb, EBB_USE_BULK);
+	struct ebb_format format;
+	ktime_t start;
+
+	if (!message)
+		return STEP_WAIT;
+	format = ebb_message_format(eb, message);
+	start = ktime_get();
+	units = min_t(u64, units, EBB_MESSAGE_UNITS);
+	while (message->set.units < units) {
+		u64 room = min_t(u64, units - message->set.units,
+				 ebb_set_room(&message->set, &format));
+		struct page *page = eb->pending;
+		unsigned int order;
+		u64 first, size;
+
+		eb->pending = NULL;
+		if (page)
+			order = page_private(page);
+		else
+			page = ebb_block_allocate(eb, room, &order);
+		if (!page)
+			break;
+		set_page_private(page, order);
+		first = (u64)page_to_pfn(page) << EBB_UNIT_SHIFT;
+		size = 1ULL << order << EBB_UNIT_SHIFT;
+		if (size > room || !ebb_set_add(&message->set, &format, first, size)) {
+			/* A block that this message cannot name begins the next one. */
+			if (message->set.units)
+				eb->pending = page;
+			else
+				ebb_block_free(eb, page, order);
+			break;
+		}
+		list_add_tail(&page->lru, &message->pages);
+		cond_resched();
+	}
+	ebb_count(eb, EBB_ALLOCATE_NS, ktime_to_ns(ktime_sub(ktime_get(), start)));
+
+	if (!message->set.units) {
+		ebb_message_put(eb, message);
+		return STEP_SHORTAGE;
+	}
+	if (ebb_message_send(eb, message, VIRTIO_BALLOON_CMD_INFLATE)) {
+		/* Nobody was told: the blocks are the guest's. */
+		ebb_blocks_free(eb, &message->pages);
+		ebb_message_put(eb, message);
+		return STEP_WAIT;
+	}
+	return STEP_ON;
+}
+
+/* The message was not sent: its blocks are still the host's. */
+static void keep_again(struct ebb_balloon *eb, struct ebb_message *message)
+{
+	ebb_blocks_keep(eb, &message->pages);
+	spin_lock_irq(&eb->lock);
+	eb->units += message->set.units;
+	spin_unlock_irq(&eb->lock);
+	ebb_message_put(eb, message);
+}
+
+static enum step deflate(struct ebb_balloon *eb, u64 units)
+{
+	struct ebb_message *message = ebb_message_get(eb, EBB_USE_BULK);
+
+	if (!message)
+		return STEP_WAIT;
+	ebb_blocks_take(eb, message, min_t(u64, units, EBB_MESSAGE_UNITS));
+	if (!message->set.units) {
+		ebb_message_put(eb, message);
+		return STEP_ISOLATED;
+	}
+	if (ebb_message_send(eb, message, VIRTIO_BALLOON_CMD_DEFLATE)) {
+		keep_again(eb, message);
+		return STEP_WAIT;
+	}
+	return STEP_ON;
+}
+
+static void write_actual(struct ebb_balloon *eb)
+{
+	u32 actual;
+
+	mutex_lock(&eb->actual_mutex);
+	spin_lock_irq(&eb->lock);
+	actual = eb->units + eb->deflating;
+	spin_unlock_irq(&eb->lock);
+	if (actual != eb->actual && !READ_ONCE(eb->stopping)) {
+		virtio_cwrite_le(eb->vdev, struct virtio_balloon_config, actual, &actual);
+		eb->actual = actual;
+	}
+	mutex_unlock(&eb->actual_mutex);
+}
+
+static void read_target(struct ebb_balloon *eb)
+{
+	u32 target;
+
+	if (!atomic_xchg(&eb->config_changed, 0))
+		return;
+	virtio_cread_le(eb->vdev, struct virtio_balloon_config, num_pages, &target);
+	if (target != eb->target) {
+		eb->shortage_told = false;
+		eb->order = min_t(unsigned int, READ_ONCE(ebb_max_order), EBB_LARGEST_ORDER);
+	}
+	/* Part of a page cannot be inflated. */
+	eb->target = round_down(target, 1U << EBB_UNIT_SHIFT);
+}
+
+static enum step step(struct ebb_balloon *eb, bool *idle)
+{
+	s64 distance;
+
+	spin_lock_irq(&eb->lock);
+	distance = eb->target - eb->units - eb->inflating;
+	*idle = !eb->inflating && !eb->deflating;
+	spin_unlock_irq(&eb->lock);
+
+	if (distance > 0)
+		return inflate(eb, distance);
+	if (eb->pending) {
+		ebb_block_free(eb, eb->pending, page_private(eb->pending));
+		eb->pending = NULL;
+	}
+	return distance < 0 ? deflate(eb, -distance) : STEP_WAIT;
+}
+
+static void again(struct ebb_balloon *eb, unsigned int delay_ms)
+{
+	spin_lock_irq(&eb->lock);
+	if (!eb->stopping)
+		queue_delayed_work(eb->wq, &eb->size_work, msecs_to_jiffies(delay_ms));
+	spin_unlock_irq(&eb->lock);
+}
+
+static void size_work(struct work_struct *work)
+{
+	struct ebb_balloon *eb = container_of(to_delayed_work(work), struct ebb_balloon, size_work);
+	unsigned long end = jiffies + msecs_to_jiffies(TURN_MS);
+	enum step next;
+	bool idle;
+
+	if (eb->waiting_since) {
+		ebb_count(eb, EBB_SEND_NS, ktime_to_ns(ktime_sub(ktime_get(), eb->waiting_since)));
+		eb->waiting_since = 0;
+	}
+	do {
+		if (READ_ONCE(eb->stopping))
+			return;
+		if (!finish_all(eb))
+			again(eb, 1);
+		read_target(eb);
+		next = step(eb, &idle);
+	} while (next == STEP_ON && time_before(jiffies, end));
+
+	write_actual(eb);
+	switch (next) {
+	case STEP_ON:
+		again(eb, 0);
+		break;
+	case STEP_WAIT:
+		/* Nothing to do, or everything is under way. */
+		if (!idle)
+			eb->waiting_since = ktime_get();
+		break;
+	case STEP_SHORTAGE:
+		if (!eb->shortage_told)
+			dev_info(&eb->vdev->dev, "no memory for the balloon at the moment, %llu KiB short\n",
+				 (eb->target - eb->units - eb->inflating) << 2);
+		eb->shortage_told = true;
+		eb->order = min_t(unsigned int, READ_ONCE(ebb_max_order), EBB_LARGEST_ORDER);
+		again(eb, SHORTAGE_MS);
+		break;
+	case STEP_ISOLATED:
+		/* With messages of INFLATE under way, the next one that comes back starts this again. */
+		if (idle)
+			again(eb, ISOLATED_MS);
+		break;
+	}
+}
+
+/**
+ * ebb_size_kick() - look at the balloon's size soon
+ * @eb: the device
+ *
+ * For interrupts.
+ */
+void ebb_size_kick(struct ebb_balloon *eb)
+{
+	unsigned long flags;
+
+	spin_lock_irqsave(&eb->lock, flags);
+	if (!eb->stopping)
+		mod_delayed_work(eb->wq, &eb->size_work, 0);
+	spin_unlock_irqrestore(&eb->lock, flags);
+}
+
+void ebb_size_init(struct ebb_balloon *eb)
+{
+	INIT_DELAYED_WORK(&eb->size_work, size_work);
+	mutex_init(&eb->actual_mutex);
+	INIT_LIST_HEAD(&eb->blocks);
+}
+
+/**
+ * ebb_size_start() - make an empty balloon ready
+ * @eb: a device with queues
+ *
+ * Return: 0, or an error if the queues cannot be used.
+ */
+int ebb_size_start(struct ebb_balloon *eb)
+{
+	eb->units = 0;
+	eb->inflating = 0;
+	eb->deflating = 0;
+	eb->actual = 0;
+	eb->target = 0;
+	eb->waiting_since = 0;
+	atomic_set(&eb->config_changed, 1);
+	return ebb_messages_start(eb);
+}
+
+/**
+ * ebb_size_release() - give everything back
+ * @eb: a device that was reset, whose work item does not run any more
+ */
+void ebb_size_release(struct ebb_balloon *eb)
+{
+	ebb_messages_take_back(eb);
+	/* Compaction holds its pages for a moment only. */
+	while (!finish_all(eb))
+		usleep_range(1000, 2000);
+	if (eb->pending)
+		ebb_block_free(eb, eb->pending, page_private(eb->pending));
+	eb->pending = NULL;
+	ebb_blocks_free_all(eb);
+}
+
+/* Takes the message out of those that came back, if it is there. */
+static bool catch_oom_message(struct ebb_balloon *eb)
+{
+	bool caught;
+
+	spin_lock_irq(&eb->lock);
+	caught = eb->oom.state == EBB_DONE && !list_empty(&eb->oom.node);
+	if (caught)
+		list_del_init(&eb->oom.node);
+	spin_unlock_irq(&eb->lock);
+	return caught;
+}
+
+static bool oom_message_is_back(struct ebb_balloon *eb)
+{
+	wait_event_idle_timeout(eb->acked, READ_ONCE(eb->oom.state) != EBB_SENT ||
+				READ_ONCE(eb->broken), msecs_to_jiffies(OOM_WAIT_MS));
+	if (catch_oom_message(eb))
+		finish(eb, &eb->oom);
+	return READ_ONCE(eb->oom.state) == EBB_IDLE;
+}
+
+static int oom_notify(struct notifier_block *notifier, unsigned long unused, void *data)
+{
+	struct ebb_balloon *eb = container_of(notifier, struct ebb_balloon, oom_notifier);
+	unsigned long *freed = data;
+	struct ebb_message *message;
+	unsigned long pages;
+
+	if (READ_ONCE(eb->stopping) || (eb->oom.state != EBB_IDLE && !oom_message_is_back(eb)))
+		return NOTIFY_OK;
+	message = ebb_message_get(eb, EBB_USE_OOM);
+	if (!message)
+		return NOTIFY_OK;
+	ebb_blocks_take(eb, message, OOM_UNITS);
+	pages = message->set.units >> EBB_UNIT_SHIFT;
+	if (!pages) {
+		ebb_message_put(eb, message);
+		return NOTIFY_OK;
+	}
+	if (ebb_message_send(eb, message, VIRTIO_BALLOON_CMD_DEFLATE)) {
+		keep_again(eb, message);
+		return NOTIFY_OK;
+	}
+	/*
+	 * The answer is waited for even if it need not be: nearly every host
+	 * gives one at once. One that does not must not stop a guest that is
+	 * out of memory; the pages come when the message does.
+	 */
+	if (oom_message_is_back(eb)) {
+		*freed += pages;
+		ebb_count(eb, EBB_OOM_PAGES, pages);
+	}
+	write_actual(eb);
+	return NOTIFY_OK;
+}
+
+int ebb_oom_register(struct ebb_balloon *eb)
+{
+	eb->oom_notifier.notifier_call = oom_notify;
+	eb->oom_notifier.priority = OOM_PRIORITY;
+	return eb->deflate_on_oom ? register_oom_notifier(&eb->oom_notifier) : 0;
+}
+
+void ebb_oom_unregister(struct ebb_balloon *eb)
+{
+	if (eb->deflate_on_oom)
+		unregister_oom_notifier(&eb->oom_notifier);
+}

@@ -1,0 +1,549 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * ebb_balloon: a driver for the virtio memory balloon, with the extension that
+ * docs/extension.md specifies and with trackers of free pages.
+ *
+ * Lock order: the page lock of a balloon page, then balloon_dev_info's
+ * pages_lock; the device's lock, hinting's, the reports' and the requests' are
+ * taken alone. All of them are taken in interrupts or around memory that is
+ * being allocated, so nothing is allocated under them.
+ */
+#define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
+
+#include <linux/module.h>
+#include <linux/poison.h>
+#include <linux/seq_file.h>
+#include <linux/slab.h>
+
+#include "ebb_balloon.h"
+
+/* 0: the shortest one that was negotiated. */
+static u8 forced_encoding;
+/* Encodings of the device that was started last, 0 without one. */
+static u8 device_encodings;
+
+static const char * const encoding_names[] = { "auto", "pfns", "bitmap", "ranges" };
+
+static int encoding_set(const char *text, const struct kernel_param *param)
+{
+	int encoding = sysfs_match_string(encoding_names, text);
+	u8 offered = READ_ONCE(device_encodings);
+
+	if (encoding < 0) {
+		pr_err("encoding=%s: legal values are auto, pfns, bitmap and ranges\n", text);
+		return -EINVAL;
+	}
+	if (encoding && offered && !(offered & BIT(encoding))) {
+		pr_err("encoding=%s: was not negotiated with the device\n",
+		       encoding_names[encoding]);
+		return -EOPNOTSUPP;
+	}
+	WRITE_ONCE(forced_encoding, encoding);
+	return 0;
+}
+
+static int encoding_get(char *text, const struct kernel_param *param)
+{
+	return sysfs_emit(text, "%s\n", encoding_names[READ_ONCE(forced_encoding)]);
+}
+
+static const struct kernel_param_ops encoding_ops = { .set = encoding_set, .get = encoding_get };
+module_param_cb(encoding, &encoding_ops, NULL, 0644);
+MODULE_PARM_DESC(encoding,
+		 "how messages name pages: auto (the shortest way, default), pfns, bitmap, ranges");
+
+unsigned int ebb_max_order = EBB_LARGEST_ORDER;
+
+static int max_order_set(const char *text, const struct kernel_param *param)
+{
+	unsigned int order;
+
+	if (kstrtouint(text, 0, &order) || order > EBB_LARGEST_ORDER) {
+		pr_err("max_order=%s: legal values are 0 to %u\n", text, EBB_LARGEST_ORDER);
+		return -EINVAL;
+	}
+	WRITE_ONCE(ebb_max_order, order);
+	return 0;
+}
+
+static const struct kernel_param_ops max_order_ops = {
+	.set = max_order_set,
+	.get = param_get_uint,
+};
+module_param_cb(max_order, &max_order_ops, &ebb_max_order, 0644);
+MODULE_PARM_DESC(max_order, "largest blocks of an inflation, as log2 of pages");
+
+static const char * const counter_names[EBB_COUNTERS] = {
+	[EBB_INFLATED_PAGES] = "inflated_pages",
+	[EBB_DEFLATED_PAGES] = "deflated_pages",
+	[EBB_OOM_PAGES] = "oom_pages",
+	[EBB_MOVED_PAGES] = "moved_pages",
+	[EBB_MESSAGES] = "messages",
+	[EBB_MESSAGE_BYTES] = "message_bytes",
+	[EBB_MESSAGES_BARE] = "messages_bare",
+	[EBB_MESSAGES_PFNS] = "messages_pfns",
+	[EBB_MESSAGES_BITMAP] = "messages_bitmap",
+	[EBB_MESSAGES_RANGES] = "messages_ranges",
+	[EBB_ALLOCATE_NS] = "allocate_ns",
+	[EBB_SEND_NS] = "send_ns",
+	[EBB_RELEASE_NS] = "release_ns",
+	[EBB_SPLIT_BLOCKS] = "split_blocks",
+	[EBB_REPORTS] = "reports",
+	[EBB_REPORT_BLOCKS] = "report_blocks",
+	[EBB_HINTED_BLOCKS] = "hinted_blocks",
+	[EBB_REQUESTS] = "requests",
+	[EBB_BAD_REQUESTS] = "bad_requests",
+	[EBB_CANCELS] = "cancels",
+	[EBB_ANSWERS_DONE] = "answers_done",
+	[EBB_ANSWERS_ABORTED] = "answers_aborted",
+	[EBB_ANSWERS_SUPERSEDED] = "answers_superseded",
+	[EBB_ANSWER_MESSAGES] = "answer_messages",
+	[EBB_ANSWER_BYTES] = "answer_bytes",
+	[EBB_BLOCKS_NAMED] = "blocks_named",
+	[EBB_PAGES_NAMED] = "pages_named",
+	[EBB_WALK_NS] = "walk_ns",
+	[EBB_LONGEST_LOCK_NS] = "longest_lock_ns",
+	[EBB_LOCKS] = "locks",
+};
+
+void ebb_balloon_show(struct ebb_balloon *eb, struct seq_file *m)
+{
+	u64 units, inflating, deflating;
+	unsigned int i;
+
+	spin_lock_irq(&eb->lock);
+	units = eb->units;
+	inflating = eb->inflating;
+	deflating = eb->deflating;
+	spin_unlock_irq(&eb->lock);
+	seq_printf(m, "balloon_pages %llu\n", units >> EBB_UNIT_SHIFT);
+	seq_printf(m, "inflating_pages %llu\n", inflating >> EBB_UNIT_SHIFT);
+	seq_printf(m, "deflating_pages %llu\n", deflating >> EBB_UNIT_SHIFT);
+	for (i = 0; i < EBB_COUNTERS; i++)
+		seq_printf(m, "%s %lld\n", counter_names[i], atomic64_read(&eb->counters[i]));
+	for (i = 0; i <= EBB_LARGEST_ORDER; i++)
+		seq_printf(m, "order_%u %lld\n", i, atomic64_read(&eb->order_blocks[i]));
+}
+
+/**
+ * ebb_encodings() - the encodings that a message may have now
+ * @eb: the device
+ *
+ * Return: bits of them.
+ */
+u8 ebb_encodings(struct ebb_balloon *eb)
+{
+	u8 forced = READ_ONCE(forced_encoding);
+
+	if (!eb->negotiated)
+		return BIT(VIRTIO_BALLOON_ENC_PFNS);
+	if (forced && eb->negotiated & BIT(forced))
+		return BIT(forced);
+	return eb->negotiated;
+}
+
+static void report_returned(struct virtqueue *vq)
+{
+	struct ebb_balloon *eb = vq->vdev->priv;
+	unsigned long flags;
+	unsigned int len;
+
+	spin_lock_irqsave(&eb->report_lock, flags);
+	while (virtqueue_get_buf(vq, &len))
+		WRITE_ONCE(eb->report_done, true);
+	spin_unlock_irqrestore(&eb->report_lock, flags);
+	wake_up_all(&eb->report_wait);
+	if (virtqueue_is_broken(vq))
+		ebb_device_failed(eb);
+}
+
+static int report(struct ebb_balloon *eb, const struct ebb_block *blocks, unsigned int count)
+{
+	struct virtqueue *vq = eb->vqs[EBB_VQ_REPORTING];
+	unsigned int i;
+	int err;
+
+	sg_init_table(eb->report_sg, count);
+	for (i = 0; i < count; i++)
+		sg_set_page(&eb->report_sg[i], pfn_to_page(blocks[i].pfn),
+			    PAGE_SIZE << blocks[i].order, 0);
+
+	spin_lock_irq(&eb->report_lock);
+	eb->report_done = false;
+	err = READ_ONCE(eb->stopping) ? -EIO :
+	      virtqueue_add_inbuf(vq, eb->report_sg, count, eb, GFP_ATOMIC | __GFP_NOWARN);
+	if (!err)
+		virtqueue_kick(vq);
+	spin_unlock_irq(&eb->report_lock);
+	if (err)
+		return -EIO;
+
+	/* A broken device was reset, so the host has nothing to do with the pages any more. */
+	wait_event_idle(eb->report_wait, READ_ONCE(eb->report_done) || READ_ONCE(eb->broken));
+	if (!READ_ONCE(eb->report_done))
+		return -EIO;
+	ebb_count(eb, EBB_REPORTS, 1);
+	ebb_count(eb, EBB_REPORT_BLOCKS, count);
+	return 0;
+}
+
+int ebb_report_blocks(struct ebb_balloon *eb, const struct ebb_block *blocks, unsigned int count)
+{
+	struct virtqueue *vq = eb->vqs[EBB_VQ_REPORTING];
+	unsigned int room;
+	int err = 0;
+
+	if (!vq)
+		return -EIO;
+	/* A mutex would have those complain who wait for a host that never answers. */
+	for (;;) {
+		if (READ_ONCE(eb->broken))
+			return -EIO;
+		if (!test_and_set_bit_lock(0, &eb->report_busy))
+			break;
+		wait_event_idle(eb->report_wait, READ_ONCE(eb->broken) ||
+				!test_bit(0, &eb->report_busy));
+	}
+	room = min_t(unsigned int, virtqueue_get_vring_size(vq), EBB_REPORT_MAX);
+	while (count && !err) {
+		unsigned int part = min(count, room);
+
+		err = report(eb, blocks, part);
+		blocks += part;
+		count -= part;
+	}
+	clear_bit_unlock(0, &eb->report_busy);
+	wake_up_all(&eb->report_wait);
+	return err;
+}
+
+static int find_queues(struct ebb_balloon *eb)
+{
+	static const struct {
+		const char *name;
+		vq_callback_t *callback;
+		int feature;
+	} queues[EBB_VQS] = {
+		[EBB_VQ_INFLATE] = { "inflate", ebb_messages_returned, -1 },
+		[EBB_VQ_DEFLATE] = { "deflate", ebb_messages_returned, -1 },
+		[EBB_VQ_STATS] = { "stats", ebb_stats_requested, VIRTIO_BALLOON_F_STATS_VQ },
+		[EBB_VQ_FREE_PAGE] = { "free_page", ebb_hinting_returned,
+				       VIRTIO_BALLOON_F_FREE_PAGE_HINT },
+		[EBB_VQ_REPORTING] = { "reporting", report_returned, VIRTIO_BALLOON_F_REPORTING },
+		[EBB_VQ_HOST_REQUEST] = { "host_request", ebb_requests_returned,
+					  VIRTIO_BALLOON_F_HOST_REQUEST_VQ },
+	};
+	unsigned int i;
+#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 11, 0)
+	struct virtqueue_info info[EBB_VQS] = {};
+
+	for (i = 0; i < EBB_VQS; i++) {
+		if (queues[i].feature >= 0 && !ebb_offers(eb, queues[i].feature))
+			continue;
+		info[i].name = queues[i].name;
+		info[i].callback = queues[i].callback;
+	}
+	return virtio_find_vqs(eb->vdev, EBB_VQS, eb->vqs, info, NULL);
+#else
+	vq_callback_t *callbacks[EBB_VQS] = {};
+	const char *names[EBB_VQS] = {};
+
+	for (i = 0; i < EBB_VQS; i++) {
+		if (queues[i].feature >= 0 && !ebb_offers(eb, queues[i].feature))
+			continue;
+		names[i] = queues[i].name;
+		callbacks[i] = queues[i].callback;
+	}
+	return virtio_find_vqs(eb->vdev, EBB_VQS, eb->vqs, callbacks, names, NULL);
+#endif
+}
+
+/* What the host has to know before it may discard anything: what free pages hold. */
+static void tell_poison(struct ebb_balloon *eb)
+{
+	u32 value = 0;
+
+	if (!ebb_offers(eb, VIRTIO_BALLOON_F_PAGE_POISON))
+		return;
+	if (!want_init_on_free())
+		memset(&value, PAGE_POISON, sizeof(value));
+	virtio_cwrite_le(eb->vdev, struct virtio_balloon_config, poison_val, &value);
+}
+
+/* Queues and an empty balloon; for a new device and for one that was reset. */
+static int start_device(struct ebb_balloon *eb)
+{
+	int err = find_queues(eb);
+
+	if (err)
+		return err;
+	eb->stopping = false;
+	eb->broken = false;
+	eb->stopped = false;
+	err = ebb_size_start(eb);
+	if (err) {
+		eb->vdev->config->del_vqs(eb->vdev);
+		return err;
+	}
+	ebb_hinting_start(eb);
+	tell_poison(eb);
+	virtio_device_ready(eb->vdev);
+
+	if (ebb_stats_start(eb))
+		dev_warn(&eb->vdev->dev, "the device's queue has no room for statistics\n");
+	ebb_requests_start(eb);
+	ebb_hinting_changed(eb);
+	ebb_size_kick(eb);
+	return 0;
+}
+
+/* Nobody sends anything any more, nobody waits any more, and the host has forgotten the balloon. */
+static void stop_device(struct ebb_balloon *eb)
+{
+	u32 actual = 0;
+
+	mutex_lock(&eb->stop_mutex);
+	if (!eb->stopped) {
+		spin_lock_irq(&eb->lock);
+		eb->stopping = true;
+		spin_unlock_irq(&eb->lock);
+		mutex_lock(&eb->actual_mutex);
+		virtio_cwrite_le(eb->vdev, struct virtio_balloon_config, actual, &actual);
+		mutex_unlock(&eb->actual_mutex);
+		virtio_reset_device(eb->vdev);
+		WRITE_ONCE(eb->broken, true);
+		wake_up_all(&eb->acked);
+		wake_up_all(&eb->report_wait);
+		eb->stopped = true;
+	}
+	mutex_unlock(&eb->stop_mutex);
+}
+
+/* All memory is the guest's again. */
+static void release_memory(struct ebb_balloon *eb)
+{
+	cancel_delayed_work_sync(&eb->size_work);
+	cancel_work_sync(&eb->stats_work);
+	cancel_work_sync(&eb->hinting.work);
+	ebb_requests_stop(eb);
+	ebb_hinting_release(eb);
+	ebb_size_release(eb);
+}
+
+static void failed_work(struct work_struct *work)
+{
+	struct ebb_balloon *eb = container_of(work, struct ebb_balloon, failed_work);
+
+	dev_err(&eb->vdev->dev,
+		"the device returned a buffer that it did not have: it is reset, its memory comes back\n");
+	stop_device(eb);
+	release_memory(eb);
+}
+
+/**
+ * ebb_device_failed() - stop using a device that breaks the rules of its queues
+ * @eb: the device
+ *
+ * For interrupts.
+ */
+void ebb_device_failed(struct ebb_balloon *eb)
+{
+	unsigned long flags;
+
+	spin_lock_irqsave(&eb->lock, flags);
+	if (!eb->stopping)
+		schedule_work(&eb->failed_work);
+	spin_unlock_irqrestore(&eb->lock, flags);
+}
+
+static void config_changed(struct virtio_device *vdev)
+{
+	struct ebb_balloon *eb = vdev->priv;
+
+	atomic_set(&eb->config_changed, 1);
+	ebb_size_kick(eb);
+	ebb_hinting_changed(eb);
+}
+
+static void note_features(struct ebb_balloon *eb)
+{
+	u8 forced = READ_ONCE(forced_encoding);
+
+	eb->deflate_on_oom = ebb_offers(eb, VIRTIO_BALLOON_F_DEFLATE_ON_OOM);
+	eb->negotiated = 0;
+	if (ebb_offers(eb, VIRTIO_BALLOON_F_PAGE_BITMAP))
+		eb->negotiated |= BIT(VIRTIO_BALLOON_ENC_BITMAP);
+	if (ebb_offers(eb, VIRTIO_BALLOON_F_PAGE_RANGES))
+		eb->negotiated |= BIT(VIRTIO_BALLOON_ENC_RANGES);
+	/* Numbers are always allowed in messages, if there are messages. */
+	if (eb->negotiated)
+		eb->negotiated |= BIT(VIRTIO_BALLOON_ENC_PFNS);
+	WRITE_ONCE(device_encodings, ebb_encodings(eb) | eb->negotiated);
+	if (forced && !(device_encodings & BIT(forced)))
+		dev_err(&eb->vdev->dev, "encoding=%s: was not negotiated, auto is used\n",
+			encoding_names[forced]);
+}
+
+static int probe(struct virtio_device *vdev)
+{
+	struct ebb_balloon *eb;
+	int err;
+
+	if (!vdev->config->get) {
+		dev_err(&vdev->dev, "the device has no configuration that can be read\n");
+		return -EINVAL;
+	}
+	eb = kzalloc(sizeof(*eb), GFP_KERNEL);
+	if (!eb)
+		return -ENOMEM;
+	vdev->priv = eb;
+	eb->vdev = vdev;
+	spin_lock_init(&eb->lock);
+	spin_lock_init(&eb->report_lock);
+	mutex_init(&eb->stop_mutex);
+	init_waitqueue_head(&eb->acked);
+	init_waitqueue_head(&eb->report_wait);
+	INIT_WORK(&eb->failed_work, failed_work);
+	ebb_move_init(eb);
+	ebb_size_init(eb);
+	ebb_stats_init(eb);
+	note_features(eb);
+
+	eb->wq = alloc_workqueue("ebb_balloon", WQ_FREEZABLE | WQ_MEM_RECLAIM | WQ_UNBOUND, 0);
+	err = eb->wq ? ebb_messages_init(eb) : -ENOMEM;
+	if (err)
+		goto free;
+	err = ebb_requests_init(eb);
+	if (err)
+		goto free;
+	err = ebb_hinting_init(eb);
+	if (err)
+		goto free;
+	err = start_device(eb);
+	if (err)
+		goto hinting;
+	err = ebb_oom_register(eb);
+	if (err)
+		goto stop;
+	if (eb->vqs[EBB_VQ_REPORTING])
+		ebb_trackers_init(eb);
+	eb->debugfs = ebb_debugfs_add(eb);
+	return 0;
+
+stop:
+	stop_device(eb);
+	cancel_work_sync(&eb->failed_work);
+	release_memory(eb);
+	vdev->config->del_vqs(vdev);
+hinting:
+	ebb_hinting_exit(eb);
+free:
+	ebb_requests_exit(eb);
+	ebb_messages_exit(eb);
+	if (eb->wq)
+		destroy_workqueue(eb->wq);
+	vdev->priv = NULL;
+	kfree(eb);
+	return err;
+}
+
+static void remove(struct virtio_device *vdev)
+{
+	struct ebb_balloon *eb = vdev->priv;
+
+	ebb_debugfs_remove(eb->debugfs);
+	stop_device(eb);
+	cancel_work_sync(&eb->failed_work);
+	ebb_trackers_exit(eb);
+	ebb_oom_unregister(eb);
+	release_memory(eb);
+	ebb_hinting_exit(eb);
+	vdev->config->del_vqs(vdev);
+	destroy_workqueue(eb->wq);
+	ebb_requests_exit(eb);
+	ebb_messages_exit(eb);
+	WRITE_ONCE(device_encodings, 0);
+	kfree(eb);
+}
+
+#ifdef CONFIG_PM_SLEEP
+static int freeze(struct virtio_device *vdev)
+{
+	struct ebb_balloon *eb = vdev->priv;
+
+	stop_device(eb);
+	cancel_work_sync(&eb->failed_work);
+	ebb_trackers_pause(eb);
+	release_memory(eb);
+	vdev->config->del_vqs(vdev);
+	return 0;
+}
+
+static int restore(struct virtio_device *vdev)
+{
+	struct ebb_balloon *eb = vdev->priv;
+	int err;
+
+	note_features(eb);
+	err = start_device(eb);
+	if (!err)
+		ebb_trackers_resume(eb);
+	return err;
+}
+#endif
+
+static int validate(struct virtio_device *vdev)
+{
+	/* A page that the host has discarded reads as zeros: is that what the guest left in it? */
+	if (!want_init_on_free() && !page_poisoning_enabled_static())
+		__virtio_clear_bit(vdev, VIRTIO_BALLOON_F_PAGE_POISON);
+	else if (!virtio_has_feature(vdev, VIRTIO_BALLOON_F_PAGE_POISON))
+		__virtio_clear_bit(vdev, VIRTIO_BALLOON_F_REPORTING);
+
+	if (!virtio_has_feature(vdev, VIRTIO_F_VERSION_1)) {
+		__virtio_clear_bit(vdev, VIRTIO_BALLOON_F_PAGE_BITMAP);
+		__virtio_clear_bit(vdev, VIRTIO_BALLOON_F_PAGE_RANGES);
+		__virtio_clear_bit(vdev, VIRTIO_BALLOON_F_HOST_REQUEST_VQ);
+	}
+	/* Page frame numbers are the guest's own addresses in any case. */
+	__virtio_clear_bit(vdev, VIRTIO_F_ACCESS_PLATFORM);
+	return 0;
+}
+
+static const unsigned int features[] = {
+	VIRTIO_BALLOON_F_MUST_TELL_HOST,
+	VIRTIO_BALLOON_F_STATS_VQ,
+	VIRTIO_BALLOON_F_DEFLATE_ON_OOM,
+	VIRTIO_BALLOON_F_FREE_PAGE_HINT,
+	VIRTIO_BALLOON_F_PAGE_POISON,
+	VIRTIO_BALLOON_F_REPORTING,
+	VIRTIO_BALLOON_F_PAGE_BITMAP,
+	VIRTIO_BALLOON_F_PAGE_RANGES,
+	VIRTIO_BALLOON_F_HOST_REQUEST_VQ,
+};
+
+static const struct virtio_device_id ids[] = {
+	{ VIRTIO_ID_BALLOON, VIRTIO_DEV_ANY_ID },
+	{ 0 },
+};
+MODULE_DEVICE_TABLE(virtio, ids);
+
+static struct virtio_driver ebb_driver = {
+	.driver.name = KBUILD_MODNAME,
+	.driver.owner = THIS_MODULE,
+	.id_table = ids,
+	.feature_table = features,
+	.feature_table_size = ARRAY_SIZE(features),
+	.validate = validate,
+	.probe = probe,
+	.remove = remove,
+	.config_changed = config_changed,
+#ifdef CONFIG_PM_SLEEP
+	.freeze = freeze,
+	.restore = restore,
+#endif
+};
+module_virtio_driver(ebb_driver);
+
+MODULE_DESCRIPTION("virtio memory balloon with blocks, host requests and free page trackers");
+MODULE_LICENSE("GPL");
