@@ -19,6 +19,7 @@
 
 DEFINE_PER_CPU(struct ebb_hot_counts, ebb_hot);
 struct ebb_counts ebb_counts;
+/* See tracker.h. */
 DEFINE_MUTEX(ebb_memory_mutex);
 
 static const struct ebb_tracker_ops ebb_tracker_none = {

@@ -17,7 +17,8 @@
  * come this way. (__free_one_page() itself is inline and therefore has no
  * ftrace entry; a kprobe there costs many times what a tracepoint does.) Blocks
  * of orders that do not use per-CPU lists are seen by mm_page_free shortly
- * before they are free. Their bits are set on suspicion.
+ * before they are free. They are marked as coming, too: a walk that does not
+ * find them leaves their bits to the next one, which is long enough after.
  *
  * What is never captured: blocks that only become free by pages that bypass
  * the per-CPU lists, which happens when the list is locked by somebody or the
@@ -52,6 +53,12 @@
 
 #define EBB_BLOCK_ORDER		(EBB_LARGEST_ORDER - 1)
 #define EBB_BLOCK_PAGES		(1UL << EBB_BLOCK_ORDER)
+/* The order above PAGE_ALLOC_COSTLY_ORDER that per-CPU lists are used for as well. */
+#ifdef CONFIG_TRANSPARENT_HUGEPAGE
+#define EBB_LISTED_ORDER	pageblock_order
+#else
+#define EBB_LISTED_ORDER	0
+#endif
 /* Blocks out of the allocator at the same time. */
 #define EBB_BITMAP_HELD		16
 /* Set bits looked at under a zone's lock at a time. */
@@ -69,6 +76,7 @@ static_assert(EBB_BITMAP_HELD * 2 <= EBB_REPORT_MAX);
  *	frame n << EBB_BLOCK_ORDER
  * @blocks: number of bits
  * @set: number of set bits
+ * @coming: bits of blocks that were marked before they were free
  * @bits: the bitmap; bits are cleared under the zone's lock
  */
 struct ebb_zone_map {
@@ -76,6 +84,7 @@ struct ebb_zone_map {
 	unsigned long first;
 	unsigned long blocks;
 	atomic_t set;
+	unsigned long *coming;
 	unsigned long bits[];
 };
 
@@ -169,14 +178,23 @@ static void ebb_bitmap_queue(int set)
 	}
 }
 
+/* When a page is marked. */
+enum ebb_moment {
+	EBB_COMING,
+	EBB_MERGED,
+};
+
 enum ebb_mark {
 	EBB_MARK_NEW,
 	EBB_MARK_OLD,
 	EBB_MARK_OUTSIDE,
 };
 
-/* Sets the bit of the block that a page is in. Preemption is off, or maps cannot change. */
-static enum ebb_mark ebb_bitmap_mark(const struct page *page, unsigned long pfn)
+/*
+ * Sets the bit of the block that a page is in. Preemption is off.
+ */
+static __always_inline enum ebb_mark ebb_bitmap_mark(const struct page *page, unsigned long pfn,
+						     enum ebb_moment moment)
 {
 	struct ebb_zone_map *map;
 	unsigned long bit;
@@ -187,15 +205,18 @@ static enum ebb_mark ebb_bitmap_mark(const struct page *page, unsigned long pfn)
 	bit = (pfn >> EBB_BLOCK_ORDER) - map->first;
 	if (bit >= map->blocks)
 		return EBB_MARK_OUTSIDE;
+	if (moment == EBB_COMING)
+		set_bit(bit, map->coming);
 	if (test_bit(bit, map->bits) || test_and_set_bit(bit, map->bits))
 		return EBB_MARK_OLD;
 	ebb_bitmap_queue(atomic_inc_return(&map->set));
 	return EBB_MARK_NEW;
 }
 
-static __always_inline void ebb_bitmap_capture(const struct page *page, unsigned long pfn)
+static __always_inline void ebb_bitmap_capture(const struct page *page, unsigned long pfn,
+					       enum ebb_moment moment)
 {
-	switch (ebb_bitmap_mark(page, pfn)) {
+	switch (ebb_bitmap_mark(page, pfn, moment)) {
 	case EBB_MARK_NEW:
 		this_cpu_inc(ebb_hot.captured);
 		break;
@@ -216,7 +237,7 @@ static void ebb_bitmap_drained(void *unused, struct page *page, unsigned int ord
 	struct ebb_block found;
 
 	if (ebb_find_free(pfn, EBB_BLOCK_ORDER, &found))
-		ebb_bitmap_capture(page, pfn);
+		ebb_bitmap_capture(page, pfn, EBB_MERGED);
 	ebb_hook_leave(entered);
 }
 
@@ -226,11 +247,11 @@ static void ebb_bitmap_drained(void *unused, struct page *page, unsigned int ord
  */
 static void ebb_bitmap_freed(void *unused, struct page *page, unsigned int order)
 {
-	if (likely(order <= PAGE_ALLOC_COSTLY_ORDER || order == pageblock_order))
+	if (likely(order <= PAGE_ALLOC_COSTLY_ORDER || order == EBB_LISTED_ORDER))
 		return;
-	ebb_bitmap_capture(page, page_to_pfn(page));
+	ebb_bitmap_capture(page, page_to_pfn(page), EBB_COMING);
 	if (order > EBB_BLOCK_ORDER)
-		ebb_bitmap_capture(page, page_to_pfn(page) + EBB_BLOCK_PAGES);
+		ebb_bitmap_capture(page, page_to_pfn(page) + EBB_BLOCK_PAGES, EBB_COMING);
 }
 
 /* Takes back a bit. Return: whether it was set. The zone's lock is held. */
@@ -280,8 +301,11 @@ static unsigned long ebb_bitmap_fill(struct ebb_zone_map *map, struct ebb_batch 
 			break;
 		if (!ebb_find_free((map->first + bit) << EBB_BLOCK_ORDER, EBB_BLOCK_ORDER,
 				   &block)) {
-			atomic64_inc(&ebb_counts.false_isolations);
-			ebb_bitmap_clear(map, bit++);
+			if (!test_and_clear_bit(bit, map->coming)) {
+				atomic64_inc(&ebb_counts.false_isolations);
+				ebb_bitmap_clear(map, bit);
+			}
+			bit++;
 			continue;
 		}
 		switch (ebb_batch_hold(batch, &block)) {
@@ -387,11 +411,14 @@ static struct ebb_zone_map *ebb_map_alloc(struct zone *zone)
 {
 	unsigned long first = zone->zone_start_pfn >> EBB_BLOCK_ORDER;
 	unsigned long end = DIV_ROUND_UP(zone_end_pfn(zone), EBB_BLOCK_PAGES);
+	unsigned long words = BITS_TO_LONGS(end - first);
 	struct ebb_zone_map *map;
 
-	map = kvzalloc(struct_size(map, bits, BITS_TO_LONGS(end - first)), GFP_KERNEL);
+	/* Two bitmaps of the same size, one behind the other. */
+	map = kvzalloc(struct_size(map, bits, 2 * words), GFP_KERNEL);
 	if (!map)
 		return NULL;
+	map->coming = &map->bits[words];
 	map->zone = zone;
 	map->first = first;
 	map->blocks = end - first;
@@ -414,7 +441,7 @@ static void ebb_bitmap_seed(unsigned long pfn, unsigned long end)
 		if (page && ebb_find_free(pfn, EBB_BLOCK_ORDER, &found) &&
 		    !PageReported(pfn_to_page(found.pfn))) {
 			preempt_disable();
-			if (ebb_bitmap_mark(page, pfn) == EBB_MARK_NEW)
+			if (ebb_bitmap_mark(page, pfn, EBB_MERGED) == EBB_MARK_NEW)
 				atomic64_inc(&ebb_bitmap_seeded);
 			preempt_enable();
 		}

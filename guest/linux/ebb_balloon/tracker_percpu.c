@@ -176,7 +176,8 @@ static void ebb_percpu_freed(void *unused, struct page *page, unsigned int order
 
 	local_irq_save(flags);
 	array = this_cpu_ptr(&ebb_arrays);
-	if (unlikely(array->handed)) {
+	/* Pairs with the release at the end of ebb_percpu_run(). */
+	if (unlikely(smp_load_acquire(&array->handed))) {
 		this_cpu_inc(ebb_hot.lost);
 	} else {
 		array->entries[array->used++] = page_to_pfn(page);
@@ -287,13 +288,20 @@ static void ebb_percpu_run(unsigned int cpu)
 	mutex_unlock(&ebb_memory_mutex);
 
 	while (!READ_ONCE(ebb_percpu_stopping)) {
+		unsigned int named;
 		bool go_on = false;
 
 		mutex_lock(&ebb_memory_mutex);
 		if (array->used)
 			go_on = ebb_array_fill_batch(array);
 		mutex_unlock(&ebb_memory_mutex);
-		if (ebb_batch_report(ebb_percpu_eb, &array->batch) || !go_on)
+
+		named = array->batch.named_count;
+		if (ebb_batch_report(ebb_percpu_eb, &array->batch)) {
+			this_cpu_add(ebb_hot.lost, named);
+			break;
+		}
+		if (!go_on)
 			break;
 		cond_resched();
 	}
@@ -301,6 +309,7 @@ static void ebb_percpu_run(unsigned int cpu)
 	if (array->used)
 		this_cpu_add(ebb_hot.lost, array->used);
 	array->used = 0;
+	/* The hook sees an empty array, in case it runs on another CPU than this. */
 	smp_store_release(&array->handed, false);
 }
 
