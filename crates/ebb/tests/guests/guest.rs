@@ -116,6 +116,7 @@ impl Handle {
                     let _ = writeln!(text, "{line}");
                 }
                 text.push_str(&threads(pid));
+                text.push_str(&crate::trace::moment());
                 let client = Client::new(&self.socket, Duration::from_secs(2));
                 for target in ["/vm", "/balloon", "/balloon/statistics"] {
                     match client.request("GET", target, "") {

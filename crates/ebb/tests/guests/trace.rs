@@ -3,10 +3,12 @@
 //! Events cost microseconds in an emulated host: all exits of a test that writes much to its console take a third of its time.
 //! What is recorded here is rare, so that a test takes as long with it as without.
 
+use std::collections::BTreeMap;
 use std::ffi::CStr;
 use std::fmt::Write as _;
-use std::fs;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
+use std::{fs, thread};
 
 use rustix::mount::{MountFlags, mount};
 
@@ -21,6 +23,11 @@ const EVENTS: [(&str, &str); 3] =
     [("kvm_exit", "exit_reason == 0x7f"), ("kvm_inj_exception", "0"), ("kvm_page_fault", "0")];
 /// Lines that a report holds.
 const REPORT_LINES: usize = 80;
+
+/// How long a guest that does not answer is looked at.
+const MOMENT: Duration = Duration::from_millis(300);
+/// Lines on what it did.
+const MOMENT_LINES: usize = 24;
 
 /// A trace that runs.
 #[derive(Debug, Clone)]
@@ -57,6 +64,36 @@ impl Trace {
     pub fn before_triple_fault(&self, vcpu: u32) -> String {
         report(&self.directory, vcpu)
     }
+}
+
+/// What the vCPUs of all guests do right now: how often each left the guest in a moment, why and from where. Without KVM's
+/// events, as anywhere but in a virtual host, nothing.
+pub fn moment() -> String {
+    let directory = Path::new(TRACEFS).join("instances/ebb-moment");
+    if fs::create_dir(&directory).is_err() {
+        return String::new();
+    }
+    let write = |name: &str, text: &str| fs::write(directory.join(name), text);
+    let recorded = write("events/kvm/kvm_exit/enable", "1").map(|()| thread::sleep(MOMENT));
+    let _ = write("tracing_on", "0");
+    let text = recorded.and_then(|()| fs::read(directory.join("trace"))).unwrap_or_default();
+    let _ = fs::remove_dir(&directory);
+    let text = String::from_utf8_lossy(&text);
+    let mut exits: BTreeMap<(&str, &str), usize> = BTreeMap::new();
+    for line in text.lines().filter(|line| !line.starts_with('#')) {
+        let (thread, exit) = (line.split_once('['), line.split_once("kvm_exit: "));
+        if let (Some((thread, _)), Some((_, exit))) = (thread, exit) {
+            let reason = exit.split_once(" info1").map_or(exit, |(reason, _)| reason);
+            *exits.entry((thread.trim(), reason)).or_default() += 1;
+        }
+    }
+    let mut exits: Vec<_> = exits.into_iter().collect();
+    exits.sort_by_key(|(_, count)| std::cmp::Reverse(*count));
+    let mut report = format!("exits of {} ms, the most frequent ones:\n", MOMENT.as_millis());
+    for ((thread, reason), count) in exits.into_iter().take(MOMENT_LINES) {
+        let _ = writeln!(report, "{count:6} {thread} {reason}");
+    }
+    report
 }
 
 fn report(directory: &Path, vcpu: u32) -> String {
