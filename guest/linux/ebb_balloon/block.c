@@ -8,9 +8,13 @@
  * move, as those of the stock driver.
  */
 #include <linux/delay.h>
+#include <linux/mmzone.h>
+#include <linux/page_ref.h>
 #include <linux/pagemap.h>
+#include <linux/vmstat.h>
 
 #include "ebb_balloon.h"
+#include "symbols.h"
 
 /* Without reclaim: other blocks are tried before anything is taken from anyone. */
 #define BLOCK_FLAGS	(__GFP_NORETRY | __GFP_NOWARN | __GFP_NOMEMALLOC)
@@ -20,12 +24,126 @@ static bool is_kept_whole(unsigned int order)
 	return order && order >= pageblock_order;
 }
 
-static struct page *allocate(unsigned int order)
+/*
+ * Blocks are taken directly off the allocator's lists, as compaction does it:
+ * alloc_pages() would clear them first (init_on_alloc is on in many kernels),
+ * and to clear memory that is to be given away costs more than all the rest,
+ * for the host as well, which has to provide it for that.
+ *
+ * Where the kernel relies on what its free pages hold, the host has to know it.
+ */
+void ebb_blocks_start(struct ebb_balloon *eb)
+{
+	bool content_matters = want_init_on_free() || page_poisoning_enabled_static();
+
+	eb->direct = !IS_ENABLED(CONFIG_KASAN) && !IS_ENABLED(CONFIG_PAGE_OWNER) &&
+		     !debug_pagealloc_enabled() &&
+		     (!content_matters || ebb_offers(eb, VIRTIO_BALLOON_F_PAGE_POISON)) &&
+		     !ebb_symbols_find();
+}
+
+/* The first block on one of a zone's lists that can be moved to any use; the zone's lock must be held. */
+static struct page *first_free(struct zone *zone, unsigned int order)
+{
+	static const int types[] = { MIGRATE_MOVABLE, MIGRATE_UNMOVABLE, MIGRATE_RECLAIMABLE };
+	struct page *page;
+	unsigned int i;
+
+	for (i = 0; i < ARRAY_SIZE(types); i++) {
+		page = list_first_entry_or_null(&zone->free_area[order].free_list[types[i]],
+						struct page, lru);
+		if (page)
+			return page;
+	}
+	return NULL;
+}
+
+static struct page *take_from_zone(struct zone *zone, unsigned int order)
+{
+	unsigned long reserve = low_wmark_pages(zone) + zone->lowmem_reserve[ZONE_NORMAL];
+	struct page *page = NULL;
+	unsigned long flags;
+
+	if (!populated_zone(zone) || !READ_ONCE(zone->free_area[order].nr_free))
+		return NULL;
+	spin_lock_irqsave(&zone->lock, flags);
+	/* As an allocation that does not reclaim. */
+	if (zone_page_state(zone, NR_FREE_PAGES) > reserve + (1UL << order))
+		page = first_free(zone, order);
+	if (page && !ebb_symbols.isolate_free_page(page, order))
+		page = NULL;
+	spin_unlock_irqrestore(&zone->lock, flags);
+	/* What an allocated block looks like: its first page has one reference. */
+	if (page)
+		init_page_count(page);
+	return page;
+}
+
+/* From this processor's node first; not from memory that must stay movable. */
+static struct page *take_directly(unsigned int order)
+{
+	int first = numa_mem_id();
+	int node = first;
+
+	do {
+		struct pglist_data *data = NODE_DATA(node);
+		struct page *page;
+		int zone;
+
+		for (zone = ZONE_NORMAL; zone >= 0; zone--) {
+			page = take_from_zone(&data->node_zones[zone], order);
+			if (page)
+				return page;
+		}
+		node = next_online_node(node);
+		if (node >= MAX_NUMNODES)
+			node = first_online_node;
+	} while (node != first);
+	return NULL;
+}
+
+/**
+ * ebb_whole_take() - take a block that will stay whole
+ * @eb: the device
+ * @order: order of a pageblock or more
+ *
+ * Return: the block, or NULL if it cannot be had without reclaim. What it
+ * holds is not defined.
+ */
+struct page *ebb_whole_take(struct ebb_balloon *eb, unsigned int order)
+{
+	if (eb->direct)
+		return take_directly(order);
+	return alloc_pages((GFP_HIGHUSER | BLOCK_FLAGS) & ~__GFP_RECLAIM, order);
+}
+
+/**
+ * ebb_whole_give() - give a block back
+ * @eb: the device
+ * @page: what ebb_whole_take() returned
+ * @order: its order
+ */
+void ebb_whole_give(struct ebb_balloon *eb, struct page *page, unsigned int order)
+{
+	struct zone *zone = page_zone(page);
+	unsigned long flags;
+
+	/* Someone who looks at all page structures may have taken a reference. */
+	if (!eb->direct || !page_ref_freeze(page, 1)) {
+		__free_pages(page, order);
+		return;
+	}
+	spin_lock_irqsave(&zone->lock, flags);
+	ebb_symbols.putback_isolated_page(page, order, ebb_migratetype(page));
+	spin_unlock_irqrestore(&zone->lock, flags);
+}
+
+static struct page *allocate(struct ebb_balloon *eb, unsigned int order)
 {
 	gfp_t flags = balloon_mapping_gfp_mask() | BLOCK_FLAGS;
 
 	if (is_kept_whole(order))
-		flags = GFP_HIGHUSER | BLOCK_FLAGS;
+		return ebb_whole_take(eb, order);
 	if (order)
 		flags &= ~__GFP_RECLAIM;
 	return alloc_pages(flags, order);
@@ -51,7 +169,7 @@ struct page *ebb_block_allocate(struct ebb_balloon *eb, u64 units, unsigned int 
 		return NULL;
 	try = min_t(unsigned int, eb->order, __fls(pages));
 	for (;;) {
-		struct page *page = allocate(try);
+		struct page *page = allocate(eb, try);
 
 		if (page) {
 			*order = try;
@@ -77,7 +195,10 @@ void ebb_block_free(struct ebb_balloon *eb, struct page *page, unsigned int orde
 	if (!eb->deflate_on_oom)
 		adjust_managed_page_count(page, 1L << order);
 	set_page_private(page, 0);
-	__free_pages(page, order);
+	if (is_kept_whole(order))
+		ebb_whole_give(eb, page, order);
+	else
+		__free_pages(page, order);
 }
 
 void ebb_blocks_free(struct ebb_balloon *eb, struct list_head *pages)

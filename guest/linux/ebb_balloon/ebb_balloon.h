@@ -226,6 +226,8 @@ struct ebb_balloon {
 	/* Messages were negotiated, at most these encodings. */
 	u8 negotiated;
 	bool deflate_on_oom;
+	/* Whole blocks are taken off the allocator's lists as they are. */
+	bool direct;
 
 	/*
 	 * Protects the queues inflateq and deflateq, lists of messages, @blocks,
@@ -321,6 +323,9 @@ void ebb_messages_returned(struct virtqueue *vq);
 void ebb_messages_take_back(struct ebb_balloon *eb);
 
 /* block.c */
+void ebb_blocks_start(struct ebb_balloon *eb);
+struct page *ebb_whole_take(struct ebb_balloon *eb, unsigned int order);
+void ebb_whole_give(struct ebb_balloon *eb, struct page *page, unsigned int order);
 struct page *ebb_block_allocate(struct ebb_balloon *eb, u64 units, unsigned int *order);
 void ebb_block_free(struct ebb_balloon *eb, struct page *page, unsigned int order);
 void ebb_blocks_keep(struct ebb_balloon *eb, struct list_head *pages);

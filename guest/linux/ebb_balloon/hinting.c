@@ -8,8 +8,7 @@
 #include "ebb_balloon.h"
 
 #define HINT_ORDER	EBB_LARGEST_ORDER
-#define HINT_PAGES	(1UL << HINT_ORDER)
-#define HINT_FLAGS	(__GFP_NORETRY | __GFP_NOWARN | __GFP_NOMEMALLOC)
+#define HINT_PAGES	BIT(HINT_ORDER)
 /* Longest time that the work item goes on before others have their turn. */
 #define TURN_MS		50
 
@@ -34,7 +33,7 @@ static unsigned long release_blocks(struct ebb_hinting *h, unsigned long count)
 		spin_unlock_irq(&h->lock);
 		if (!page)
 			break;
-		__free_pages(page, HINT_ORDER);
+		ebb_whole_give(device_of(h), page, HINT_ORDER);
 		released++;
 	}
 	return released;
@@ -105,7 +104,7 @@ static int send_block(struct ebb_hinting *h)
 	if (err)
 		return err;
 
-	page = alloc_pages(HINT_FLAGS, HINT_ORDER);
+	page = ebb_whole_take(eb, HINT_ORDER);
 	if (!page)
 		return -ENOMEM;
 	sg_init_table(&sg, 1);
@@ -120,7 +119,7 @@ static int send_block(struct ebb_hinting *h)
 	}
 	spin_unlock_irq(&h->lock);
 	if (err) {
-		__free_pages(page, HINT_ORDER);
+		ebb_whole_give(eb, page, HINT_ORDER);
 		return -EAGAIN;
 	}
 	ebb_count(eb, EBB_HINTED_BLOCKS, 1);

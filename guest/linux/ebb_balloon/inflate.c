@@ -260,7 +260,7 @@ static void size_work(struct work_struct *work)
 		again(eb, SHORTAGE_MS);
 		break;
 	case STEP_ISOLATED:
-		/* With messages of INFLATE under way, the next one that comes back starts this again. */
+		/* What is under way starts this again when it comes back. */
 		if (idle)
 			again(eb, ISOLATED_MS);
 		break;

@@ -116,6 +116,7 @@ void ebb_balloon_show(struct ebb_balloon *eb, struct seq_file *m)
 	inflating = eb->inflating;
 	deflating = eb->deflating;
 	spin_unlock_irq(&eb->lock);
+	seq_printf(m, "direct %d\n", eb->direct);
 	seq_printf(m, "balloon_pages %llu\n", units >> EBB_UNIT_SHIFT);
 	seq_printf(m, "inflating_pages %llu\n", inflating >> EBB_UNIT_SHIFT);
 	seq_printf(m, "deflating_pages %llu\n", deflating >> EBB_UNIT_SHIFT);
@@ -285,6 +286,7 @@ static int start_device(struct ebb_balloon *eb)
 		eb->vdev->config->del_vqs(eb->vdev);
 		return err;
 	}
+	ebb_blocks_start(eb);
 	ebb_hinting_start(eb);
 	tell_poison(eb);
 	virtio_device_ready(eb->vdev);
