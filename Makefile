@@ -32,9 +32,10 @@ deps:
 build: module
 	$(CARGO) build --release --locked -p ebb -p ebb-agent
 
-# In a make of its own: `deps` may have installed the kernel after this file was read.
+# In a make of its own: `deps` may have installed the kernel after this file was read. One at a time: Kbuild has no lock.
 module:
-	@$(MAKE) --no-print-directory module-of-kernel
+	@mkdir -p target/ebb_balloon
+	@flock target/ebb_balloon $(MAKE) --no-print-directory module-of-kernel
 
 module-of-kernel: $(MODULE)
 

@@ -24,6 +24,9 @@ mod hostile;
 mod hostile_driver;
 mod inflate;
 mod lifecycle;
+mod module;
+mod module_support;
+mod module_trackers;
 mod place;
 mod reporting;
 mod saved;
@@ -40,7 +43,7 @@ use libtest_mimic::{Arguments, Trial};
 use harness::{Test, World};
 
 /// All tests, file by file.
-const TESTS: [&[Test]; 15] = [
+const TESTS: [&[Test]; 17] = [
     boot::TESTS,
     inflate::TESTS,
     reporting::TESTS,
@@ -51,6 +54,8 @@ const TESTS: [&[Test]; 15] = [
     ends::TESTS,
     devices::TESTS,
     driver::TESTS,
+    module::TESTS,
+    module_trackers::TESTS,
     api::TESTS,
     bad_input::TESTS,
     hostile::TESTS,
@@ -76,8 +81,13 @@ fn main() -> ExitCode {
             // their limits. `--test-threads 2` is for a machine that is fast.
             arguments.test_threads.get_or_insert(1);
             let conclusion = libtest_mimic::run(&arguments, trials(|| Some(world.clone())));
-            print!("{}", harness::tried_again());
-            conclusion.exit_code()
+            match place::note_failures(&harness::failed()) {
+                Ok(()) => conclusion.exit_code(),
+                Err(problem) => {
+                    eprintln!("guests: {problem}");
+                    ExitCode::FAILURE
+                }
+            }
         }
         Ok(place::Place::VirtualHost(host)) => host.run_again(),
         Err(problem) => {
@@ -88,7 +98,10 @@ fn main() -> ExitCode {
 }
 
 fn trials(world: impl Fn() -> Option<World>) -> Vec<Trial> {
-    TESTS.into_iter().flatten().map(|test| test.trial(world())).collect()
+    let only = place::only();
+    let wanted =
+        |test: &&Test| only.as_ref().is_none_or(|names| names.iter().any(|name| name == test.name()));
+    TESTS.into_iter().flatten().filter(wanted).map(|test| test.trial(world())).collect()
 }
 
 /// Whether libtest-mimic would run the test: no start of a virtual host when it would not.

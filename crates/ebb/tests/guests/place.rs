@@ -14,10 +14,17 @@ use ebb_vmm::probe::probe;
 use tempfile::TempDir;
 
 use crate::harness::{Machine, World};
+use crate::module_trackers::SOAK_VARIABLE;
 use crate::trace::Trace;
 
 /// Set in the virtual host.
 const INSIDE: &str = "EBB_GUEST_TESTS_INSIDE";
+/// Names of tests, with commas between them: only these are run in the virtual host.
+const ONLY: &str = "EBB_GUEST_TESTS_ONLY";
+/// Where the tests in the virtual host leave the names of those that failed.
+const FAILED_INSIDE: &str = "/tmp/failed-tests";
+/// So many failed tests have a second try at most; more are no accident.
+const MOST_TRIED_AGAIN: usize = 4;
 /// This program in the virtual host, and the images made for it.
 const PROGRAM_INSIDE: &str = "/opt/guests";
 const INITRD_INSIDE: &str = "/opt/guest.cpio";
@@ -30,6 +37,8 @@ const BUSYBOX: &str = "/bin/busybox";
 const MODULES: [&str; 3] = ["button", "evdev", "pvpanic-mmio"];
 /// All tests take a few minutes; this is for a host that hangs.
 const HOST_LIMIT: Duration = Duration::from_secs(30 * 60);
+/// For a soak of a length that was asked for.
+const LONG_HOST_LIMIT: Duration = Duration::from_secs(6 * 3600);
 
 /// Where to run.
 pub enum Place {
@@ -87,6 +96,21 @@ pub fn choose() -> Result<Place, String> {
     Ok(Place::Here(world, Some(files)))
 }
 
+/// Names of the tests to which the run is limited, if it is.
+pub fn only() -> Option<Vec<String>> {
+    let names = env::var(ONLY).ok()?;
+    Some(names.split(',').map(str::to_owned).collect())
+}
+
+/// Leaves the names of failed tests where [`Outside`] finds them.
+pub fn note_failures(names: &[&str]) -> Result<(), String> {
+    if env::var_os(INSIDE).is_none() {
+        return Ok(());
+    }
+    let lines: String = names.iter().flat_map(|name| [name, "\n"]).collect();
+    std::fs::write(FAILED_INSIDE, lines).map_err(|error| format!("cannot write {FAILED_INSIDE}: {error}"))
+}
+
 fn text(error: impl Display) -> String {
     error.to_string()
 }
@@ -139,21 +163,38 @@ impl From<String> for Failure {
     }
 }
 
+/// What came of the tests in a virtual host.
+struct Outcome {
+    code: ExitCode,
+    /// Names of those that failed.
+    failed: Vec<String>,
+}
+
 impl Outside {
     /// Runs this program again in a virtual host, with the same arguments.
     ///
-    /// The host is emulated down to its processor's virtualization, and its kernel is known to die now and then under any
-    /// monitor. A host that is gone is no result of a test, so it gets one more chance; failed tests get none.
+    /// The host is emulated down to its processor's virtualization. Its kernel and its guests are known to hang or to die
+    /// now and then under any monitor (CONTRIBUTING.md), more often the busier the machine is. So a few failed tests are
+    /// run once more, in a new virtual host; their first failure has been told in full. What fails twice has failed.
     pub fn run_again(&self) -> ExitCode {
-        let result = match self.run() {
+        let result = match self.run(&[]) {
             Err(Failure::HostEnded(problem)) => {
                 eprintln!("guests: {problem}\nguests: all tests once more, in a new virtual host");
-                self.run()
+                self.run(&[])
+            }
+            Ok(Outcome { failed, .. }) if !failed.is_empty() && failed.len() <= MOST_TRIED_AGAIN => {
+                let names = failed.join(", ");
+                println!("guests: once more, in a new virtual host: {names}");
+                self.run(&failed).inspect(|again| {
+                    let still =
+                        if again.failed.is_empty() { "none".to_owned() } else { again.failed.join(", ") };
+                    println!("guests: failed at first: {names}; failed again: {still}");
+                })
             }
             result => result,
         };
         match result {
-            Ok(code) => code,
+            Ok(outcome) => outcome.code,
             Err(Failure::HostEnded(problem) | Failure::Other(problem)) => {
                 eprintln!("guests: {problem}");
                 ExitCode::FAILURE
@@ -161,7 +202,8 @@ impl Outside {
         }
     }
 
-    fn run(&self) -> Result<ExitCode, Failure> {
+    /// All tests that the arguments select, or only those with these names.
+    fn run(&self, only: &[String]) -> Result<Outcome, Failure> {
         let image = |name: &str, target: &str| HostFile {
             source: self.files.path().join(name),
             target: target.into(),
@@ -180,12 +222,18 @@ impl Outside {
                 image("guest.cpio", INITRD_INSIDE),
                 image("hostile.cpio", HOSTILE_INITRD_INSIDE),
             ],
-            time_limit: HOST_LIMIT,
+            time_limit: if env::var_os(SOAK_VARIABLE).is_some() { LONG_HOST_LIMIT } else { HOST_LIMIT },
             init: Some(env!("CARGO_BIN_EXE_ebb").into()),
             agent: Some(agent()?),
             ..HostConfig::default()
         })?;
-        let command = Command::new(PROGRAM_INSIDE).args(env::args().skip(1)).env(INSIDE, "1");
+        let mut command = Command::new(PROGRAM_INSIDE).args(env::args().skip(1)).env(INSIDE, "1");
+        if let Ok(operations) = env::var(SOAK_VARIABLE) {
+            command = command.env(SOAK_VARIABLE, operations);
+        }
+        if !only.is_empty() {
+            command = command.env(ONLY, only.join(","));
+        }
         let mut broken = None;
         let status = host.run(&command, &mut |output| {
             let written = match output {
@@ -196,10 +244,15 @@ impl Outside {
                 broken.get_or_insert(error);
             }
         })?;
+        let names = self.files.path().join("failed-tests");
+        host.get_file(FAILED_INSIDE, &names)?;
         host.shutdown()?;
+        let failed = std::fs::read_to_string(&names).map_err(text)?.lines().map(str::to_owned).collect();
         match broken {
             Some(error) => Err(format!("cannot print the results: {error}").into()),
-            None => Ok(ExitCode::from(u8::try_from(status.shell_code()).unwrap_or(1))),
+            None => {
+                Ok(Outcome { code: ExitCode::from(u8::try_from(status.shell_code()).unwrap_or(1)), failed })
+            }
         }
     }
 }

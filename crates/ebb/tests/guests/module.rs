@@ -1,0 +1,255 @@
+//! Ebb's own balloon driver: what the stock one does, and the extension.
+
+use ebb_agent::protocol::Command;
+use ebb_vmm::api::{BalloonFeature, BalloonState, FreeBlocks, FreePagesReport, FreePagesStatus};
+use serde_json::json;
+
+use crate::guest::{Guest, MIB};
+use crate::harness::{Scene, Test, eventually, when};
+use crate::module_support::Module;
+use crate::setup::Setup;
+
+/// The tests.
+pub const TESTS: &[Test] = &[
+    Test::new("module::encodings", 300, encodings),
+    Test::new("module::free_pages", 240, free_pages),
+    Test::new("module::plain_device_and_wrong_parameters", 300, plain_device_and_wrong_parameters),
+];
+
+/// The extension's features.
+const EXTENSION: [BalloonFeature; 3] =
+    [BalloonFeature::PageBitmap, BalloonFeature::PageRanges, BalloonFeature::HostRequests];
+/// Target of the balloon.
+const SIZE: u64 = 320 * MIB;
+
+/// Messages that the device has got, by encoding.
+fn messages(guest: &Guest, encoding: &str) -> u64 {
+    guest.metric(&format!("ebb_balloon_messages_total{{kind=\"{encoding}\"}}"))
+}
+
+/// Encodings: parameter, name at the host, counter of the driver, most bytes a page of inflation takes.
+const ENCODINGS: [(&str, &str, &str); 3] = [
+    ("pfns", "pfns", "messages_pfns"),
+    ("bitmap", "bitmaps", "messages_bitmap"),
+    ("ranges", "ranges", "messages_ranges"),
+];
+
+fn encodings(scene: &Scene) {
+    let setup = Setup::new(scene).args(["--cpus", "2"]).balloon("reporting=on,deflate_on_oom=off");
+    let module = Module::start(setup, &["tracker=none"]);
+    let guest = &module.guest;
+    let negotiated = guest.balloon().negotiated_features;
+    for feature in EXTENSION {
+        assert!(negotiated.contains(&feature), "{negotiated:?}");
+    }
+    guest.run(Command::Hold { bytes: 48 * MIB, pattern: 5 });
+    let total = guest.meminfo("MemTotal");
+
+    for (encoding, _, counter) in ENCODINGS {
+        module.set("encoding", encoding);
+        let counts = || {
+            let of = |(_, at_host, counter): &(&str, &str, &str)| {
+                (messages(guest, at_host), module.counter(counter))
+            };
+            ENCODINGS.each_ref().map(of)
+        };
+        let (before, bytes) = (counts(), guest.metric("ebb_balloon_discarded_bytes_total"));
+        guest.inflate_to(SIZE);
+        assert_eq!(guest.meminfo("MemTotal"), total - SIZE, "{encoding}");
+        assert_eq!(guest.wrong_pages(), 0, "{encoding}");
+        assert!(guest.metric("ebb_balloon_discarded_bytes_total") >= bytes + SIZE, "{encoding}");
+        guest.inflate_to(0);
+        assert_eq!(guest.meminfo("MemTotal"), total, "{encoding}");
+        for ((before, after), (_, _, of)) in before.into_iter().zip(counts()).zip(ENCODINGS) {
+            let (at_host, in_guest) = (after.0 - before.0, after.1 - before.1);
+            assert_eq!(at_host, in_guest, "{of} with encoding={encoding}: host and guest count the same");
+            assert_eq!(at_host > 0, of == counter, "{of} with encoding={encoding}");
+        }
+        assert_eq!(guest.wrong_pages(), 0, "{encoding}");
+    }
+    module.set_refused("encoding", "morse");
+    module.set("encoding", "auto");
+
+    // There and back by way of the other driver, with a balloon that is being worked on.
+    guest.set_target(SIZE);
+    module.unload();
+    assert_eq!(guest.balloon().state, BalloonState::DriverAbsent);
+    assert_eq!(guest.meminfo("MemTotal"), total);
+    let stock = |command: fn(String) -> Command, text: &str| guest.run(command(text.to_owned()));
+    stock(|path| Command::LoadModule { path, parameters: String::new() }, "/modules/virtio_balloon.ko");
+    guest.inflate_to(SIZE / 2);
+    assert!(EXTENSION.iter().all(|feature| !guest.balloon().negotiated_features.contains(feature)));
+    stock(|name| Command::UnloadModule { name }, "virtio_balloon");
+    module.load("tracker=none max_order=0");
+    guest.inflate_to(SIZE);
+    assert_eq!(guest.meminfo("MemTotal"), total - SIZE);
+    assert!(module.counter("inflated_pages") >= SIZE / 4096);
+    guest.inflate_to(0);
+    assert_eq!(guest.meminfo("MemTotal"), total);
+    module.check_well();
+}
+
+/// Asks the guest for its free pages.
+fn ask(guest: &Guest, min_order: u8) -> FreePagesReport {
+    let body = json!({ "min_order": min_order, "timeout_ms": 8000 });
+    guest.client().put_json("/balloon/free-pages", &body).unwrap_or_else(|error| panic!("{error}"))
+}
+
+fn free_pages(scene: &Scene) {
+    let setup = Setup::new(scene).args(["--cpus", "2"]).balloon("reporting=on,deflate_on_oom=off");
+    let module = Module::start(setup, &["tracker=none"]);
+    let guest = &module.guest;
+    guest.run(Command::Hold { bytes: 32 * MIB, pattern: 7 });
+    let check = |what: &str| {
+        let free = guest.meminfo("MemFree");
+        let report = ask(guest, 0);
+        assert_eq!(report.status, FreePagesStatus::Done, "{what}: {report:?}");
+        // The kernel itself takes and frees a little between the two looks, and single pages that wait on a processor's own
+        // list are not on the allocator's.
+        assert!(report.bytes <= free + 8 * MIB, "{what}: {free} bytes are free; {report:?}");
+        assert!(report.bytes + 16 * MIB >= free, "{what}: {free} bytes are free; {report:?}");
+        let sum = |value: fn(&FreeBlocks) -> u64| report.by_order.iter().map(value).sum::<u64>();
+        assert_eq!(
+            (sum(|of| of.blocks), sum(|of| of.bytes)),
+            (report.blocks, report.bytes),
+            "{what}: {report:?}"
+        );
+        report
+    };
+    let idle = check("idle");
+    assert!(idle.messages > 0 && idle.message_bytes < idle.bytes / 4096, "{idle:?}");
+    let large = ask(guest, 9);
+    assert!(large.bytes > 0 && large.bytes <= idle.bytes + 8 * MIB, "{large:?}");
+    assert!(large.by_order.iter().all(|of| of.order >= 9), "{large:?}");
+
+    guest.run(Command::Hold { bytes: 128 * MIB, pattern: 8 });
+    check("with a program");
+    guest.inflate_to(128 * MIB);
+    let with_balloon = check("with a balloon");
+    assert!(with_balloon.bytes + 256 * MIB <= idle.bytes + 24 * MIB, "{idle:?} {with_balloon:?}");
+    let numbers = [idle.request_id, large.request_id, with_balloon.request_id];
+    assert!(numbers.is_sorted_by(|a, b| a < b), "{numbers:?}");
+
+    // While memory comes and goes; and nothing is taken away because of an answer.
+    let discarded = guest.metric("ebb_balloon_discarded_bytes_total");
+    let work = guest.send(Command::Churn {
+        bytes: 96 * MIB,
+        tasks: 2,
+        seed: 4,
+        operations: Some(150),
+        seconds: None,
+    });
+    let mut answers = 0;
+    while guest.poll(work).is_none() || answers < 5 {
+        assert_eq!(ask(guest, answers % 3 * 3).status, FreePagesStatus::Done);
+        answers += 1;
+    }
+    module.churned(work);
+    assert_eq!(guest.metric("ebb_balloon_discarded_bytes_total"), discarded);
+
+    // A guest that does not answer, and one whose driver goes in the middle.
+    guest.put("/vm/pause");
+    let silent: Result<FreePagesReport, _> =
+        guest.client().put_json("/balloon/free-pages", &json!({ "timeout_ms": 300 }));
+    assert!(
+        !silent.as_ref().is_ok_and(|report| report.status == FreePagesStatus::Done),
+        "a guest that stands still has answered: {silent:?}"
+    );
+    guest.put("/vm/resume");
+    for _ in 0..4 {
+        std::thread::scope(|threads| {
+            let asking = threads.spawn(|| {
+                let body = json!({ "timeout_ms": 5000 });
+                guest.client().put_json::<FreePagesReport>("/balloon/free-pages", &body)
+            });
+            module.unload();
+            // Whatever came of it: it has come to an end.
+            drop(asking.join());
+        });
+        module.load("tracker=none");
+        eventually("the new driver answers", 20, || {
+            let body = json!({ "timeout_ms": 5000 });
+            let answer = guest.client().put_json::<FreePagesReport>("/balloon/free-pages", &body);
+            let done = answer.as_ref().is_ok_and(|report| report.status == FreePagesStatus::Done);
+            when(done, || format!("{answer:?}"))
+        });
+    }
+    guest.inflate_to(0);
+    module.check_well();
+}
+
+/// What must not be given, and words of the line in the kernel's log that says what may be.
+const WRONG_PARAMETERS: [(&str, &str); 6] = [
+    ("tracker=sonar", "none, percpu, bitmap and reporting"),
+    ("encoding=morse", "pfns"),
+    ("percpu_entries=63", "64 to 65536"),
+    ("bitmap_threshold=0", "1 to 4096"),
+    ("bitmap_threshold=4097", "1 to 4096"),
+    ("max_order=99", "0 to"),
+];
+
+fn plain_device_and_wrong_parameters(scene: &Scene) {
+    let setup = Setup::new(scene)
+        .balloon("reporting=on,deflate_on_oom=on,page_bitmap=off,page_ranges=off,host_requests=off");
+    let module = Module::start_without(setup);
+    let guest = &module.guest;
+    assert_eq!(guest.balloon().state, BalloonState::DriverAbsent);
+    for (parameters, words) in WRONG_PARAMETERS {
+        let error = module.try_load(parameters).expect_err(parameters);
+        assert!(error.contains("nvalid argument"), "{parameters}: {error}");
+        let name = parameters.split('=').next().unwrap_or_default();
+        let log = module.kernel_log(&[parameters]);
+        assert!(log.contains(words), "{parameters}: the log should tell the legal values of {name}: {log:?}");
+    }
+    assert_eq!(guest.balloon().state, BalloonState::DriverAbsent);
+
+    // A device as everybody else's, and what the stock driver does with it.
+    module.load("tracker=reporting");
+    eventually("the driver is there", 20, || {
+        let info = guest.balloon();
+        when(info.negotiated_features.contains(&BalloonFeature::PageReporting), || format!("{info:?}"))
+    });
+    let info = guest.balloon();
+    assert!(EXTENSION.iter().all(|feature| !info.offered_features.contains(feature)), "{info:?}");
+    guest.run(Command::Hold { bytes: 32 * MIB, pattern: 6 });
+    guest.inflate_to(128 * MIB);
+    assert!(messages(guest, "arrays") > 0 && module.counter("messages_bare") > 0);
+    let statistics = eventually("statistics", 30, || guest.statistics().map_err(|error| error.to_string()));
+    let values = statistics.statistics;
+    assert_eq!(values.total_memory_bytes, Some(guest.meminfo("MemTotal")));
+    assert!(
+        [
+            values.free_memory_bytes,
+            values.available_memory_bytes,
+            values.minor_faults,
+            values.disk_caches_bytes
+        ]
+        .iter()
+        .all(Option::is_some)
+    );
+
+    deflates_on_oom(&module);
+    assert_eq!(
+        ["pfns", "bitmaps", "ranges"].map(|encoding| messages(guest, encoding)),
+        [0, 0, 0],
+        "no messages for a device without them"
+    );
+    module.check_well();
+}
+
+/// A program gets its memory out of the balloon instead of being killed.
+fn deflates_on_oom(module: &Module) {
+    let guest = &module.guest;
+    guest.inflate_to(0);
+    let target = guest.meminfo("MemAvailable") - 24 * MIB;
+    guest.inflate_to(target / (4 * MIB) * (4 * MIB));
+    let full = guest.balloon().actual_bytes;
+    guest.run(Command::AllocTouchExit { bytes: 160 * MIB });
+    eventually("the guest says that the balloon is smaller", 20, || {
+        let info = guest.balloon();
+        when(info.actual_bytes + 100 * MIB <= full, || format!("{full} -> {info:?}"))
+    });
+    assert_eq!(guest.run(Command::VmStat)["oom_kill"], 0, "nobody had to be killed");
+    assert!(module.counter("oom_pages") >= 100 * MIB / 4096);
+    guest.inflate_to(16 * MIB);
+}

@@ -1,0 +1,159 @@
+//! Ebb's own balloon driver in a guest: loading, parameters, counters, and what the kernel says about it.
+
+use ebb_agent::churn::ChurnReport;
+use ebb_agent::command_line::BalloonDriver;
+use ebb_agent::meminfo::lines;
+use ebb_agent::protocol::{Command, Event};
+
+use crate::guest::Guest;
+use crate::harness::{eventually, when};
+use crate::setup::Setup;
+
+/// All its trackers.
+pub const TRACKERS: [&str; 4] = ["percpu", "bitmap", "reporting", "none"];
+/// What the kernel's log must not hold, in lower case: warnings, bugs, lockups, blocked tasks and their traces.
+const COMPLAINTS: [&str; 6] = ["warning:", "bug:", "oops", "call trace", "blocked for more than", "bad page"];
+/// Where its counters are.
+const COUNTERS: &str = "/sys/kernel/debug/ebb_balloon/counters";
+
+/// A guest with Ebb's driver.
+pub struct Module {
+    /// The guest.
+    pub guest: Guest,
+}
+
+impl Module {
+    /// Starts a guest that loads the driver with these parameters (`NAME=VALUE`).
+    #[track_caller]
+    pub fn start(setup: Setup<'_>, parameters: &[&str]) -> Self {
+        let words: Vec<String> = parameters.iter().map(|word| format!("ebb_balloon.{word}")).collect();
+        let module = Self::boot(setup, "ebb_balloon", &words.join(" "));
+        let Event::Ready { balloon_driver, warnings, .. } = module.guest.wait_ready(1) else {
+            unreachable!()
+        };
+        assert_eq!(
+            (balloon_driver, warnings.as_slice()),
+            (BalloonDriver::EbbBalloon, [].as_slice()),
+            "is the module built? `make module`"
+        );
+        module
+    }
+
+    /// Starts a guest without any balloon driver.
+    #[track_caller]
+    pub fn start_without(setup: Setup<'_>) -> Self {
+        Self::boot(setup, "none", "")
+    }
+
+    #[track_caller]
+    fn boot(setup: Setup<'_>, driver: &str, words: &str) -> Self {
+        Self { guest: setup.words(&format!("ebb.balloon={driver} {words}")).start() }
+    }
+
+    /// Loads the driver, or says why it cannot be loaded.
+    #[track_caller]
+    pub fn try_load(&self, parameters: &str) -> Result<(), String> {
+        let Event::Ready { kernel, .. } = self.guest.wait_ready(1) else { unreachable!() };
+        let path = ebb_virtual_host::balloon_module::path_in_guest(&kernel);
+        let id = self.guest.send(Command::LoadModule { path, parameters: parameters.to_owned() });
+        self.guest.outcome(id).map(drop)
+    }
+
+    /// Loads the driver.
+    #[track_caller]
+    pub fn load(&self, parameters: &str) {
+        self.try_load(parameters).unwrap_or_else(|error| panic!("{parameters}: {error}"));
+    }
+
+    /// Unloads it.
+    #[track_caller]
+    pub fn unload(&self) {
+        self.guest.run(Command::UnloadModule { name: BalloonDriver::EbbBalloon.name().to_owned() });
+    }
+
+    /// Sets a parameter at run time.
+    #[track_caller]
+    pub fn set(&self, name: &str, value: &str) {
+        self.guest.write_file(&parameter(name), value);
+        assert_eq!(self.guest.read_file(&parameter(name)).trim(), value, "{name}");
+    }
+
+    /// Sets a parameter at run time, which must be refused.
+    #[track_caller]
+    pub fn set_refused(&self, name: &str, value: &str) {
+        let command = Command::WriteFile { path: parameter(name), text: value.to_owned() };
+        let id = self.guest.send(command);
+        self.guest.outcome(id).expect_err("it is refused");
+    }
+
+    /// One of its counters.
+    #[track_caller]
+    pub fn counter(&self, name: &str) -> u64 {
+        let text = self.guest.read_file(COUNTERS);
+        let found = lines(&text).find_map(|(of, number)| (of == name).then_some(number));
+        found.unwrap_or_else(|| panic!("no counter {name} in:\n{text}"))
+    }
+
+    /// Lines of the kernel's log that hold one of these words.
+    #[track_caller]
+    pub fn kernel_log(&self, words: &[&str]) -> String {
+        let words = words.iter().map(|word| (*word).to_owned()).collect();
+        self.guest.run(Command::KernelLog { words })["text"].as_str().expect("text").to_owned()
+    }
+
+    /// Checks that neither the kernel nor the device has complained, and that no page is wrong.
+    #[track_caller]
+    pub fn check_well(&self) {
+        let complaints = self.kernel_log(&COMPLAINTS);
+        assert!(
+            complaints.is_empty(),
+            "the guest's kernel complains:\n{complaints}\n{}",
+            self.kernel_log(&[])
+        );
+        assert_eq!(self.guest.wrong_pages(), 0);
+        for kind in [
+            "broken_queue",
+            "outside_ram",
+            "bad_address",
+            "double_page",
+            "discard_failed",
+            "extra_statistics",
+            "bad_message",
+            "message_length",
+            "forbidden_encoding",
+            "bad_range",
+            "extra_request_buffer",
+            "short_request_buffer",
+        ] {
+            assert_eq!(
+                self.guest.metric(&format!("ebb_balloon_errors_total{{kind=\"{kind}\"}}")),
+                0,
+                "{kind}"
+            );
+        }
+    }
+
+    /// Waits until nothing is isolated and the guest's free memory is at least this.
+    #[track_caller]
+    pub fn wait_free(&self, least_free_bytes: u64) {
+        eventually("free memory is back", 30, || {
+            let free = self.guest.meminfo("MemFree");
+            when(free >= least_free_bytes, || format!("{free} of {least_free_bytes} bytes"))
+        });
+    }
+
+    /// The end of a churn: everything was right.
+    #[track_caller]
+    pub fn churned(&self, id: u64) -> ChurnReport {
+        let result = self.guest.outcome(id).unwrap_or_else(|error| panic!("churn: {error}"));
+        let report: ChurnReport = serde_json::from_value(result).expect("a report");
+        assert_eq!(report.wrong_pages, 0, "{report:#?}");
+        assert!(report.pages_verified > 0, "{report:#?}");
+        report
+    }
+}
+
+/// The file of a parameter.
+fn parameter(name: &str) -> String {
+    format!("/sys/module/ebb_balloon/parameters/{name}")
+}
