@@ -137,47 +137,32 @@ impl Test {
     }
 
     /// The test for libtest-mimic; without a world it can only be listed.
-    ///
-    /// About one in 250 guests ends with a triple fault in an emulated host, whatever its test does; QEMU's own guests do
-    /// so there too. Such a test has one more try, and the first one is told in full ([`tried_again`]).
     pub fn trial(&self, world: Option<World>) -> Trial {
         let (name, body, limit) = (self.name, self.body, Duration::from_secs(self.limit_s));
         Trial::test(name, move || {
             let world = world.ok_or("there are no guests to test")?;
-            match run(body, limit, world.clone()) {
-                Ok(()) => Ok(()),
-                Err(Failure { message, triple_fault: Some(vcpu) })
-                    if let Machine::Emulated(trace) = &world.machine =>
-                {
-                    let events = trace.as_ref().map(|trace| trace.before_triple_fault(vcpu));
-                    eprintln!(
-                        "\n{name}: a guest has ended with a triple fault that was not asked for; the test is run once more. \
-                         {message}{}",
-                        events.unwrap_or_default()
-                    );
-                    TRIED_AGAIN.lock().unwrap_or_else(PoisonError::into_inner).push(name);
-                    run(body, limit, world).map_err(|failure| failure.message.into())
+            run(body, limit, world.clone()).map_err(|Failure { mut message, triple_fault }| {
+                if let (Some(vcpu), Machine::Emulated(Some(trace))) = (triple_fault, &world.machine) {
+                    message.push_str(&trace.before_triple_fault(vcpu));
                 }
-                Err(failure) => Err(failure.message.into()),
-            }
+                FAILED.lock().unwrap_or_else(PoisonError::into_inner).push(name);
+                message.into()
+            })
         })
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &'static str {
+        self.name
     }
 }
 
-/// Names of the tests that were run twice.
-static TRIED_AGAIN: Mutex<Vec<&str>> = Mutex::new(Vec::new());
+/// Names of the tests that have failed.
+static FAILED: Mutex<Vec<&str>> = Mutex::new(Vec::new());
 
-/// A line about the tests that were run twice; empty if there are none.
-pub fn tried_again() -> String {
-    let names = TRIED_AGAIN.lock().unwrap_or_else(PoisonError::into_inner);
-    if names.is_empty() {
-        return String::new();
-    }
-    format!(
-        "guests: {} run twice because a guest had ended with a triple fault that was not asked for: {}\n",
-        names.len(),
-        names.join(", ")
-    )
+/// Names of the tests that have failed so far.
+pub fn failed() -> Vec<&'static str> {
+    FAILED.lock().unwrap_or_else(PoisonError::into_inner).clone()
 }
 
 /// Why a test has failed.
