@@ -91,6 +91,7 @@ impl Experiment for Inflate {
         let plain = Module { tracker: Tracker::Off, ..Module::DEFAULT };
         let pages = Module { blocks: Blocks::SinglePages, ..plain };
         let pfn = Setup { extension: Extension::Withheld, ..module(pages) };
+        let bitmap_pages = module(Module { encoding: Encoding::Bitmap, ..pages });
         let plan =
             |name, summary, runs, setup| SeriesPlan { name, summary, runs, subject: Subject::Guests(setup) };
         vec![
@@ -103,9 +104,9 @@ impl Experiment for Inflate {
             ),
             plan(
                 "bitmap",
-                "ebb_balloon, bitmaps of single pages",
+                "ebb_balloon, bitmaps of the largest free blocks",
                 Runs::ByDefault,
-                module(Module { encoding: Encoding::Bitmap, ..pages }),
+                module(Module { encoding: Encoding::Bitmap, ..plain }),
             ),
             plan(
                 "ranges",
@@ -120,10 +121,10 @@ impl Experiment for Inflate {
                 Setup { monitor: MonitorKind::Qemu, ..quiet },
             ),
             plan(
-                "bitmap-blocks",
-                "ebb_balloon, bitmaps of the largest free blocks",
+                "bitmap-pages",
+                "ebb_balloon, bitmaps of single pages, as in the patch series",
                 Runs::WhenNamed,
-                module(Module { encoding: Encoding::Bitmap, ..plain }),
+                bitmap_pages,
             ),
             plan(
                 "ranges-pages",
@@ -144,16 +145,10 @@ impl Experiment for Inflate {
                 Setup { clearing: Clearing::Off, ..pfn },
             ),
             plan(
-                "bitmap-uncleared",
+                "bitmap-pages-uncleared",
                 "ebb_balloon, bitmaps of single pages, in such a guest",
                 Runs::WhenNamed,
-                Setup { clearing: Clearing::Off, ..module(Module { encoding: Encoding::Bitmap, ..pages }) },
-            ),
-            plan(
-                "ranges-uncleared",
-                "ebb_balloon, ranges of the largest free blocks, in such a guest",
-                Runs::WhenNamed,
-                Setup { clearing: Clearing::Off, ..module(Module { encoding: Encoding::Ranges, ..plain }) },
+                Setup { clearing: Clearing::Off, ..bitmap_pages },
             ),
             plan(
                 "stock-no-thp",
