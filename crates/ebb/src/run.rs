@@ -47,6 +47,11 @@ pub struct Args {
     #[arg(long, value_name = NUMA_FORM)]
     numa: Vec<NumaNodeConfig>,
     /// The balloon device
+    ///
+    /// page_bitmap, page_ranges and host_requests are features of Ebb's extension; Linux's own driver leaves them out.
+    /// verify_reports=on is a slow check of guests under test: each page that the guest gives away, by reporting or by the
+    /// balloon, is overwritten with a pattern before it is discarded, so that a guest that still uses it notices. It does
+    /// nothing where the guest has negotiated page poison.
     #[arg(long, value_name = BALLOON_FORM, default_value = "reporting=on")]
     balloon: String,
     /// A raw disk image; give one for each disk

@@ -1,6 +1,6 @@
 //! What the API refuses on a real machine, and that a refusal changes nothing.
 
-use ebb_vmm::api::VmInfo;
+use ebb_vmm::api::{BalloonFeature, VmInfo};
 
 use crate::guest::MIB;
 use crate::harness::{Scene, Test};
@@ -38,12 +38,28 @@ fn refusals(scene: &Scene) {
         assert_eq!(found, status, "{method} {target} {body}: {message}");
         assert!(message.contains(word), "{method} {target} {body}: {message}");
     }
+    for (body, status, word) in [
+        ("{\"min_order\":19}", 422, "min_order"),
+        ("{\"timeout_ms\":0}", 422, "timeout_ms"),
+        ("{\"order\":9}", 422, "order"),
+        // Linux's own driver does not know the question.
+        ("", 409, "host requests"),
+        ("{\"min_order\":9,\"timeout_ms\":100}", 409, "host requests"),
+    ] {
+        let (found, message) = guest.refused("PUT", "/balloon/free-pages", body);
+        assert_eq!(found, status, "{body}: {message}");
+        assert!(message.contains(word), "{body}: {message}");
+    }
     let info = guest.balloon();
     assert_eq!((info.target_bytes, info.actual_bytes), (32 * MIB, 32 * MIB));
+    assert!(info.offered_features.contains(&BalloonFeature::HostRequests), "{info:?}");
+    assert!(!info.negotiated_features.contains(&BalloonFeature::HostRequests), "{info:?}");
 
     guest.put("/vm/pause");
-    let (status, message) = guest.refused("PUT", "/vm/power-button", "");
-    assert_eq!(status, 409, "{message}");
+    for target in ["/vm/power-button", "/balloon/free-pages"] {
+        let (status, message) = guest.refused("PUT", target, "");
+        assert_eq!(status, 409, "{message}");
+    }
     guest.put("/vm/resume");
 }
 
@@ -55,6 +71,7 @@ fn machine_without_balloon(scene: &Scene) {
         ("PUT", "/balloon", "{\"target_bytes\":4096}"),
         ("GET", "/balloon/statistics", ""),
         ("PUT", "/balloon/statistics-interval", "{\"interval_seconds\":1}"),
+        ("PUT", "/balloon/free-pages", ""),
     ] {
         let (status, message) = guest.refused(method, target, body);
         assert_eq!(status, 404, "{method} {target}: {message}");
@@ -81,4 +98,8 @@ fn ctl(scene: &Scene) {
     assert_eq!(code, Some(1));
     assert!(stderr.contains("1073741824") || stderr.contains("1G"), "{stderr}");
     assert_eq!(ctl(&["balloon", "set", "much"]).0, Some(2));
+    let (code, _, stderr) = ctl(&["free-pages", "--min-order", "9"]);
+    assert_eq!(code, Some(1));
+    assert!(stderr.contains("ebb_balloon"), "the remedy is missing: {stderr}");
+    assert_eq!(ctl(&["free-pages", "--min-order", "19"]).0, Some(2));
 }

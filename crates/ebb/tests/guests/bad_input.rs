@@ -99,6 +99,9 @@ fn sizes_and_options(scene: &Scene) {
     }
     refuse(scene, &setup().balloon("size=1G"), 2, &["--balloon", "1G", "512M"]);
     refuse(scene, &setup().balloon("reporting=perhaps"), 2, &["perhaps", "on"]);
+    for option in ["page_bitmap", "page_ranges", "host_requests", "verify_reports"] {
+        refuse(scene, &setup().balloon(&format!("{option}=perhaps")), 2, &[option, "perhaps", "on, off"]);
+    }
     refuse(scene, &setup().args(["--cpus", "0"]), 2, &["--cpus"]);
     refuse(scene, &setup().args(["--cpus", "255"]), 2, &["--cpus", "254"]);
     refuse(scene, &setup().args(["--colour", "red"]), 2, &["--colour"]);

@@ -7,6 +7,7 @@
 
 mod chaos;
 mod memory;
+mod messages;
 mod mistakes;
 mod window;
 
@@ -25,8 +26,15 @@ const QUEUE_SIZE: u16 = 128;
 /// Offsets of the rings in their page.
 const AVAILABLE_OFFSET: usize = 2048;
 const USED_OFFSET: usize = 2560;
-/// virtio 1.3 section 5.5.2: inflate, deflate, statistics, free page hints, reports.
-const QUEUES: usize = 5;
+/// virtio 1.3 section 5.5.2: inflate, deflate, statistics, free page hints, reports; docs/extension.md: host requests.
+const QUEUES: usize = 6;
+/// Queues of a driver that does not know the extension.
+const STANDARD_QUEUES: usize = 5;
+/// Bits of the extension.
+const PAGE_BITMAP: u64 = 1 << 50;
+const PAGE_RANGES: u64 = 1 << 51;
+const HOST_REQUESTS: u64 = 1 << 52;
+const EXTENSION: u64 = PAGE_BITMAP | PAGE_RANGES | HOST_REQUESTS;
 /// The bits of virtio 1.3 section 2.1.
 const ACKNOWLEDGE: u32 = 1;
 const DRIVER: u32 = 2;
@@ -38,6 +46,8 @@ const WRITE: u16 = 2;
 const INDIRECT: u16 = 4;
 /// The device answers within microseconds; a chain that it refuses is never answered.
 const ANSWER_LIMIT: Duration = Duration::from_millis(100);
+/// The same where many chains are refused.
+const SHORT_LIMIT: Duration = Duration::from_millis(2);
 
 /// A queue as this driver sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,10 +57,12 @@ enum Queue {
     Statistics,
     Hints,
     Reports,
+    Requests,
 }
 
 impl Queue {
-    const ALL: [Self; QUEUES] = [Self::Inflate, Self::Deflate, Self::Statistics, Self::Hints, Self::Reports];
+    const STANDARD: [Self; STANDARD_QUEUES] =
+        [Self::Inflate, Self::Deflate, Self::Statistics, Self::Hints, Self::Reports];
 }
 
 /// A descriptor (section 2.7.5).
@@ -141,11 +153,11 @@ impl Device {
         }
     }
 
-    /// A well-behaved start with all features and queues.
-    fn start(&mut self) {
-        let offered = self.offered();
-        self.negotiate(offered);
-        for index in 0..QUEUES {
+    /// A well-behaved start with these features and their queues, which must be the first ones.
+    fn start_with(&mut self, features: u64) {
+        self.negotiate(features);
+        let queues = if features & HOST_REQUESTS == 0 { STANDARD_QUEUES } else { QUEUES };
+        for index in 0..queues {
             self.prepare(index);
         }
         self.window.set(Register::Status, ACKNOWLEDGE | DRIVER | FEATURES_OK | DRIVER_OK);
@@ -177,6 +189,11 @@ impl Device {
 
     /// Chains the descriptors from slot 0 on, makes them available, and waits for the answer, or for its time to pass.
     fn send(&mut self, queue: Queue, descriptors: &[Descriptor]) {
+        self.send_within(queue, descriptors, ANSWER_LIMIT);
+    }
+
+    /// The same with another time limit.
+    fn send_within(&mut self, queue: Queue, descriptors: &[Descriptor], limit: Duration) {
         let index = queue as usize;
         for (at, descriptor) in descriptors.iter().enumerate() {
             let mut descriptor = *descriptor;
@@ -188,7 +205,7 @@ impl Device {
         }
         let before = self.memory.used_index(index);
         self.offer(index, 0);
-        let deadline = Instant::now() + ANSWER_LIMIT;
+        let deadline = Instant::now() + limit;
         while self.memory.used_index(index) == before && Instant::now() < deadline {
             thread::sleep(Duration::from_micros(200));
         }

@@ -3,36 +3,37 @@
 use super::memory::{HUGE_BYTES, PAGE_BYTES};
 use super::window::{CONFIG, Register};
 use super::{
-    ACKNOWLEDGE, AVAILABLE_OFFSET, DRIVER, DRIVER_OK, Descriptor, Device, FEATURES_OK, INDIRECT, NEXT,
-    QUEUE_SIZE, QUEUES, USED_OFFSET, WRITE,
+    ACKNOWLEDGE, AVAILABLE_OFFSET, DRIVER, DRIVER_OK, Descriptor, Device, EXTENSION, FEATURES_OK, INDIRECT,
+    NEXT, PAGE_BITMAP, PAGE_RANGES, QUEUE_SIZE, QUEUES, Queue, USED_OFFSET, WRITE, messages,
 };
 
-/// Where the device's writes may go in the huge page: its last page, which no buffer reaches. What the device writes into
-/// a used ring would be page frame numbers of the guest's first memory.
-const USED_IN_PREY: u64 = (HUGE_BYTES - PAGE_BYTES) as u64;
-/// Bound of a buffer's start in the huge page and of its length.
-const SAFE_BYTES: u64 = USED_IN_PREY / 2;
+/// Bound of a buffer's start in the huge page and of its length: none reaches the page that the device writes to.
+const SAFE_BYTES: u64 = (HUGE_BYTES - PAGE_BYTES) as u64 / 2;
 
 /// xorshift64* (Vigna, "An experimental exploration of Marsaglia's xorshift generators, scrambled", 2016).
-struct Dice(u64);
+pub struct Dice(u64);
 
 impl Dice {
-    fn any(&mut self) -> u64 {
+    /// Any number.
+    pub fn any(&mut self) -> u64 {
         self.0 ^= self.0 >> 12;
         self.0 ^= self.0 << 25;
         self.0 ^= self.0 >> 27;
         self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
     }
 
-    fn below(&mut self, limit: u64) -> u64 {
+    /// A number below `limit`.
+    pub fn below(&mut self, limit: u64) -> u64 {
         (self.any() >> 16) % limit
     }
 
-    fn one_in(&mut self, chances: u64) -> bool {
+    /// Whether something rare happens.
+    pub fn one_in(&mut self, chances: u64) -> bool {
         self.below(chances) == 0
     }
 
-    fn pick<T: Copy>(&mut self, from: &[T]) -> T {
+    /// One of these.
+    pub fn pick<T: Copy>(&mut self, from: &[T]) -> T {
         from[self.below(from.len() as u64) as usize]
     }
 }
@@ -43,9 +44,14 @@ pub fn run(device: &mut Device, seed: u64, rounds: u64) -> u64 {
     let mut chains = 0;
     for _ in 0..rounds {
         fill_prey(device, &mut dice);
-        start(device, &mut dice);
+        let features = start(device, &mut dice);
         for _ in 0..=dice.below(40) {
             match dice.below(10) {
+                // Elsewhere its words would be page frame numbers.
+                _ if features & (PAGE_BITMAP | PAGE_RANGES) != 0 && dice.one_in(2) => {
+                    messages::send_any(device, &mut dice);
+                    chains += 1;
+                }
                 0 => poke(device, &mut dice),
                 1 => {
                     let index = dice.below(QUEUES as u64) as usize;
@@ -76,11 +82,13 @@ fn fill_prey(device: &mut Device, dice: &mut Dice) {
     device.memory.write_words(0, words);
 }
 
-fn start(device: &mut Device, dice: &mut Dice) {
+/// Starts the device, well or not; returns the features that it was told.
+fn start(device: &mut Device, dice: &mut Dice) -> u64 {
     let offered = device.offered();
     let features = match dice.below(8) {
         0 => dice.any(),
         1 => offered & dice.any(),
+        2 | 3 => offered & !EXTENSION & (dice.any() | 1 << 32),
         _ => offered & (dice.any() | 1 << 32),
     };
     device.negotiate(features);
@@ -99,7 +107,7 @@ fn start(device: &mut Device, dice: &mut Dice) {
                 );
                 // The device's writes go into memory that is named to it as well.
                 if dice.one_in(2) {
-                    let used = device.memory.prey() + USED_IN_PREY;
+                    let used = device.memory.written_by_device();
                     device.place(index, size, [page, page + AVAILABLE_OFFSET as u64, used]);
                 }
                 device.window.set(Register::QueueReady, 1);
@@ -108,6 +116,7 @@ fn start(device: &mut Device, dice: &mut Dice) {
     }
     let ready = ACKNOWLEDGE | DRIVER | DRIVER_OK;
     device.window.set(Register::Status, if dice.one_in(10) { ready } else { ready | FEATURES_OK });
+    features
 }
 
 /// A value for the address of a buffer or ring: memory of ours, or none.
@@ -122,7 +131,7 @@ fn address(device: &Device, dice: &mut Dice) -> u64 {
     }
 }
 
-fn descriptor(device: &Device, dice: &mut Dice) -> Descriptor {
+fn descriptor(device: &Device, dice: &mut Dice, index: usize) -> Descriptor {
     let length = match dice.below(6) {
         0 => 0,
         1 => dice.below(64) as u32,
@@ -140,19 +149,24 @@ fn descriptor(device: &Device, dice: &mut Dice) -> Descriptor {
         _ => 0,
     };
     let next = if dice.one_in(5) { dice.any() as u16 } else { dice.below(u64::from(QUEUE_SIZE)) as u16 };
-    Descriptor { address: address(device, dice), length, flags, next }
+    // What the device writes for a request.
+    let is_written = index == Queue::Requests as usize && flags & WRITE != 0;
+    let address =
+        if is_written { device.memory.written_by_device() + dice.below(1024) } else { address(device, dice) };
+    Descriptor { address, length, flags, next }
 }
 
 fn chain(device: &mut Device, dice: &mut Dice) {
     let index = dice.below(QUEUES as u64) as usize;
-    if dice.one_in(4) {
-        let descriptors: Vec<_> = (0..PAGE_BYTES / 16).map(|_| descriptor(device, dice).to_bytes()).collect();
+    if dice.one_in(4) || index == Queue::Requests as usize {
+        let descriptors: Vec<_> =
+            (0..PAGE_BYTES / 16).map(|_| descriptor(device, dice, index).to_bytes()).collect();
         let (table, _) = device.memory.table_mut();
         table.copy_from_slice(descriptors.as_flattened());
     }
     for _ in 0..=dice.below(12) {
         let at = dice.below(u64::from(QUEUE_SIZE)) as u16;
-        let mut one = descriptor(device, dice);
+        let mut one = descriptor(device, dice, index);
         if one.flags & INDIRECT != 0 && dice.one_in(2) {
             one.address = device.memory.table_mut().1;
             one.length = one.length.min(PAGE_BYTES as u32);
@@ -175,7 +189,7 @@ fn poke(device: &mut Device, dice: &mut Dice) {
     if RINGS.contains(&offset) {
         let ring = device.memory.ring_address(dice.below(QUEUES as u64) as usize);
         let target =
-            if offset == Register::UsedLow as usize { device.memory.prey() + USED_IN_PREY } else { ring };
+            if offset == Register::UsedLow as usize { device.memory.written_by_device() } else { ring };
         device.window.write32(offset, target as u32);
         device.window.write32(offset + 4, if dice.one_in(2) { 0 } else { value as u32 });
         return;

@@ -13,6 +13,8 @@ use super::USED_OFFSET;
 pub const PAGE_BYTES: usize = 4096;
 /// Size of a huge page in bytes.
 pub const HUGE_BYTES: usize = 2 << 20;
+/// Offset in the huge page of the page that the device writes to.
+const WRITTEN_OFFSET: usize = HUGE_BYTES - PAGE_BYTES;
 /// Huge pages are few in a small guest; one of these is one.
 const ATTEMPTS: usize = 16;
 
@@ -89,6 +91,18 @@ impl Memory {
     /// First page frame of the huge page.
     pub fn prey_frame(&self) -> u32 {
         (self.prey.address / PAGE_BYTES as u64) as u32
+    }
+
+    /// Where the device may write: the huge page's last page, which nothing is read from. What it writes would be page frame
+    /// numbers of the guest's first memory.
+    pub fn written_by_device(&self) -> u64 {
+        self.prey.address + WRITTEN_OFFSET as u64
+    }
+
+    /// The number of the request that the device wrote there; 0 if it did not.
+    pub fn request_id(&mut self) -> u64 {
+        let bytes = &self.prey.bytes_mut()[WRITTEN_OFFSET + 8..];
+        bytes.first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes))
     }
 
     /// The huge page's content.

@@ -3,13 +3,15 @@
 use super::memory::PAGE_BYTES;
 use super::window::{CONFIG, Register};
 use super::{
-    ACKNOWLEDGE, DRIVER, DRIVER_OK, Descriptor, Device, FEATURES_OK, INDIRECT, NEXT, QUEUE_SIZE, Queue,
+    ACKNOWLEDGE, DRIVER, DRIVER_OK, Descriptor, Device, EXTENSION, FEATURES_OK, INDIRECT, NEXT, QUEUE_SIZE,
+    Queue, STANDARD_QUEUES, messages,
 };
 
 /// Above all RAM of the guest, and below 2^44, which page frame numbers reach.
 const NO_MEMORY: u64 = 0x8_0000_0000;
 
-/// A mistake; the device has been started well before it.
+/// A mistake; the device has been started well before it, with all of the standard's features, or with the extension's as
+/// well.
 type Mistake = fn(&mut Device);
 
 const MISTAKES: [Mistake; 20] = [
@@ -35,13 +37,31 @@ const MISTAKES: [Mistake; 20] = [
     queue_moved_while_in_use,
 ];
 
+const MISTAKES_IN_MESSAGES: [Mistake; 10] = [
+    messages::headers_that_cannot_be,
+    messages::payloads_of_other_lengths,
+    messages::encodings_not_agreed_on,
+    messages::ranges_that_cannot_be,
+    messages::frames_of_all_kinds_in_messages,
+    messages::request_buffers_too_many_and_too_short,
+    messages::answers_to_nothing,
+    messages::answers_without_end_or_truth,
+    chain_of_nothing,
+    index_from_nowhere,
+];
+
 /// Makes all mistakes, each on a device that was started anew; their number.
 pub fn make_all(device: &mut Device) -> u64 {
+    let offered = device.offered();
     for mistake in MISTAKES {
-        device.start();
+        device.start_with(offered & !EXTENSION);
         mistake(device);
     }
-    MISTAKES.len() as u64
+    for mistake in MISTAKES_IN_MESSAGES {
+        device.start_with(offered);
+        mistake(device);
+    }
+    (MISTAKES.len() + MISTAKES_IN_MESSAGES.len()) as u64
 }
 
 fn head_that_does_not_exist(device: &mut Device) {
@@ -55,7 +75,7 @@ fn head_that_does_not_exist(device: &mut Device) {
 }
 
 fn chain_of_nothing(device: &mut Device) {
-    for queue in Queue::ALL {
+    for queue in Queue::STANDARD {
         device.send(queue, &[Descriptor::default()]);
     }
 }
@@ -63,7 +83,7 @@ fn chain_of_nothing(device: &mut Device) {
 fn chain_that_loops(device: &mut Device) {
     let address = device.memory.prey();
     device.memory.write_words(0, [device.memory.prey_frame()]);
-    for queue in Queue::ALL {
+    for queue in Queue::STANDARD {
         let index = queue as usize;
         for at in 0..QUEUE_SIZE {
             let next = (at + 1) % QUEUE_SIZE;
@@ -168,7 +188,7 @@ fn flood_of_statistics(device: &mut Device) {
     for _ in 0..100 {
         device.send(Queue::Statistics, &[Descriptor::readable(address, 1 << 20)]);
         // A device that holds the buffer is started anew to get rid of it.
-        device.start();
+        device.start_with(device.offered() & !EXTENSION);
     }
     device.memory.prey_mut().fill(0);
 }
@@ -210,7 +230,7 @@ fn table_in_a_table(device: &mut Device) {
     for place in table.chunks_exact_mut(16) {
         place.copy_from_slice(&nested.to_bytes());
     }
-    for queue in Queue::ALL {
+    for queue in Queue::STANDARD {
         for length in [PAGE_BYTES as u32, 16, 15, 0] {
             device.send(queue, &[Descriptor { address: at, length, flags: INDIRECT, next: 0 }]);
         }
@@ -221,8 +241,8 @@ fn table_in_a_table(device: &mut Device) {
 /// Starts the device with one queue as told; it must refuse or live with it.
 fn start_with(device: &mut Device, size: u32, rings: [u64; 3]) {
     let offered = device.offered();
-    device.negotiate(offered);
-    for index in 0..super::QUEUES {
+    device.negotiate(offered & !EXTENSION);
+    for index in 0..STANDARD_QUEUES {
         device.prepare(index);
     }
     device.window.set(Register::QueueSelect, 0);
