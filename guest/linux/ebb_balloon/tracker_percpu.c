@@ -13,24 +13,29 @@
  * a per-CPU list first, and is found in the free lists once that is drained.
  *
  * As v8 says of itself, a fixed array loses pages. What is never captured:
- * - frees while the thread has the array (counted as lost): with few large
- *   frees, nearly all of a program that exits;
+ * - frees between the moment that the array is full and the thread's turn
+ *   (counted as lost). With a few large frees, that can be nearly all of a
+ *   program that exits;
  * - pages that at the scan are still in a per-CPU list (percpu_dropped), if no
  *   later free in the same block is captured;
  * - blocks smaller than percpu_order at the thread's turn (percpu_small);
  * - what was free before the tracker started.
  *
  * What differs from v8:
+ * - A scan leaves one entry for each free block, not one for each page in it
+ *   (percpu_merge=0 is v8's behaviour). A thousand pages are two huge pages,
+ *   and v8 was full of them all the time.
+ * - So it takes long until the array is full, and it is handed over after
+ *   percpu_flush_ms in any case. 0 is v8's behaviour.
  * - An array is full when the scan frees less than 1/8 of it. A scan for every
  *   single free would be the end of a nearly full array otherwise.
- * - The thread sorts what it has: one block is reported once, however many of
- *   its pages were freed, and a zone's lock is taken for blocks of one zone (a
- *   rework that v8 had planned).
+ * - The thread gives the hook another array at once. v8's thread kept it until
+ *   the host had answered to all of it, and all frees in that time were lost.
+ * - The thread sorts what it has, so that one block is reported once and a
+ *   zone's lock is taken for blocks of one zone (a rework that v8 had planned).
  * - Blocks below percpu_order are not reported: a host takes memory away in
  *   pages of its own, and huge ones would be torn apart. 0 is v8's behaviour.
  * - A batch of at most 32 blocks is out of the allocator at a time, not all.
- * - An array that is not full is handed over after percpu_flush_ms all the
- *   same. 0 is v8's behaviour: it waits until it is full.
  */
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
 
@@ -57,16 +62,21 @@
 
 /**
  * struct ebb_array - freed pages of one CPU
- * @used: number of entries; of the hook's side while @handed is false
- * @handed: the thread has the array
- * @entries: page frame numbers
+ * @used: number of @entries
+ * @full: the thread has to take @entries before there is room again
+ * @entries: page frame numbers. These three are touched by their own CPU with
+ *	interrupts off.
+ * @taken_count: number of @taken
+ * @taken: what the thread has taken. These two are under ebb_memory_mutex.
  * @wake: wakes the thread, which the hook cannot do under whatever lock it is
- * @batch: the second array: blocks that are out of the allocator
+ * @batch: the second array of v8: blocks that are out of the allocator
  */
 struct ebb_array {
 	unsigned int used;
-	bool handed;
+	bool full;
 	unsigned long *entries;
+	unsigned int taken_count;
+	unsigned long *taken;
 	struct irq_work wake;
 	struct ebb_batch batch;
 };
@@ -74,6 +84,7 @@ struct ebb_array {
 static unsigned int percpu_entries = 1000;
 static unsigned int percpu_order = EBB_LARGEST_ORDER - 1;
 static unsigned int percpu_flush_ms = 2000;
+static bool percpu_merge = true;
 
 static int ebb_percpu_param_set(const char *value, const struct kernel_param *kp,
 				unsigned int least, unsigned int most)
@@ -126,6 +137,9 @@ MODULE_PARM_DESC(percpu_order, "tracker=percpu: smallest order of blocks to repo
 module_param_cb(percpu_flush_ms, &ebb_flush_ops, &percpu_flush_ms, 0444);
 MODULE_PARM_DESC(percpu_flush_ms,
 		 "tracker=percpu: hand over arrays that are not full this often (default 2000, 0: never)");
+module_param(percpu_merge, bool, 0644);
+MODULE_PARM_DESC(percpu_merge,
+		 "tracker=percpu: keep one entry for each free block instead of each page (default Y)");
 
 static DEFINE_PER_CPU(struct ebb_array, ebb_arrays);
 static DEFINE_PER_CPU(struct task_struct *, ebb_percpu_thread);
@@ -142,7 +156,7 @@ static DECLARE_DELAYED_WORK(ebb_flush_work, ebb_percpu_flush);
 /* Interrupts are off on the array's CPU. */
 static void ebb_array_hand_over(struct ebb_array *array)
 {
-	array->handed = true;
+	array->full = true;
 	irq_work_queue(&array->wake);
 }
 
@@ -154,14 +168,19 @@ static void ebb_array_wake(struct irq_work *work)
 /* The array is full: keeps what is free by now. Interrupts are off. */
 static void ebb_array_scan(struct ebb_array *array)
 {
-	unsigned int i, kept = 0;
+	bool merge = READ_ONCE(percpu_merge);
+	unsigned int i, kept = 0, dropped = 0;
 	struct ebb_block found;
 
 	for (i = 0; i < array->used; i++) {
-		if (ebb_find_free(array->entries[i], 0, &found))
+		if (!ebb_find_free(array->entries[i], 0, &found))
+			dropped++;
+		else if (!merge)
 			array->entries[kept++] = array->entries[i];
+		else if (!kept || array->entries[kept - 1] != found.pfn)
+			array->entries[kept++] = found.pfn;
 	}
-	atomic64_add(array->used - kept, &ebb_percpu_dropped);
+	atomic64_add(dropped, &ebb_percpu_dropped);
 	array->used = kept;
 	if (kept > percpu_entries - percpu_entries / 8)
 		ebb_array_hand_over(array);
@@ -176,8 +195,7 @@ static void ebb_percpu_freed(void *unused, struct page *page, unsigned int order
 
 	local_irq_save(flags);
 	array = this_cpu_ptr(&ebb_arrays);
-	/* Pairs with the release at the end of ebb_percpu_run(). */
-	if (unlikely(smp_load_acquire(&array->handed))) {
+	if (unlikely(array->full)) {
 		this_cpu_inc(ebb_hot.lost);
 	} else {
 		array->entries[array->used++] = page_to_pfn(page);
@@ -187,6 +205,19 @@ static void ebb_percpu_freed(void *unused, struct page *page, unsigned int order
 	}
 	local_irq_restore(flags);
 	ebb_hook_leave(entered);
+}
+
+/* The thread takes what the hook has written, and leaves it an empty array. */
+static void ebb_array_take(struct ebb_array *array)
+{
+	lockdep_assert_held(&ebb_memory_mutex);
+
+	local_irq_disable();
+	swap(array->entries, array->taken);
+	array->taken_count = array->used;
+	array->used = 0;
+	array->full = false;
+	local_irq_enable();
 }
 
 static int ebb_pfn_compare(const void *a, const void *b)
@@ -201,38 +232,39 @@ static int ebb_pfn_compare(const void *a, const void *b)
 static void ebb_array_settle(struct ebb_array *array)
 {
 	unsigned int least = READ_ONCE(percpu_order);
+	unsigned long *taken = array->taken;
 	unsigned int i, kept = 0;
 	struct ebb_block found;
 
-	for (i = 0; i < array->used; i++) {
-		if (!ebb_find_free(array->entries[i], 0, &found))
+	for (i = 0; i < array->taken_count; i++) {
+		if (!ebb_find_free(taken[i], 0, &found))
 			atomic64_inc(&ebb_counts.false_isolations);
 		else if (found.order < least)
 			atomic64_inc(&ebb_percpu_small);
 		else
-			array->entries[kept++] = found.pfn;
+			taken[kept++] = found.pfn;
 	}
-	array->used = kept;
+	array->taken_count = kept;
 
-	sort(array->entries, array->used, sizeof(*array->entries), ebb_pfn_compare, NULL);
-	for (i = 0, kept = 0; i < array->used; i++) {
-		if (!kept || array->entries[kept - 1] != array->entries[i])
-			array->entries[kept++] = array->entries[i];
+	sort(taken, array->taken_count, sizeof(*taken), ebb_pfn_compare, NULL);
+	for (i = 0, kept = 0; i < array->taken_count; i++) {
+		if (!kept || taken[kept - 1] != taken[i])
+			taken[kept++] = taken[i];
 	}
-	array->used = kept;
+	array->taken_count = kept;
 }
 
 /*
- * Moves blocks from the array's end to the batch. Return: false if the zone is
- * short of memory and the array is not worth going on with.
+ * Moves blocks from the end of what was taken to the batch. Return: false if the
+ * zone is short of memory and the rest is not worth going on with.
  */
 static bool ebb_array_fill_batch(struct ebb_array *array)
 {
-	struct zone *zone = page_zone(pfn_to_page(array->entries[array->used - 1]));
+	struct zone *zone = page_zone(pfn_to_page(array->taken[array->taken_count - 1]));
 	unsigned int least = READ_ONCE(percpu_order);
 	struct ebb_batch *batch = &array->batch;
-	unsigned int looked;
 	bool room = ebb_zone_has_room(zone, least);
+	unsigned int looked;
 
 	batch->zone = zone;
 	spin_lock_irq(&zone->lock);
@@ -240,12 +272,12 @@ static bool ebb_array_fill_batch(struct ebb_array *array)
 		struct ebb_block block;
 		unsigned long pfn;
 
-		if (!array->used || batch->held_count == EBB_REPORT_MAX)
+		if (!array->taken_count || batch->held_count == EBB_REPORT_MAX)
 			break;
-		pfn = array->entries[array->used - 1];
+		pfn = array->taken[array->taken_count - 1];
 		if (page_zone(pfn_to_page(pfn)) != zone)
 			break;
-		array->used--;
+		array->taken_count--;
 		if (!ebb_find_free(pfn, least, &block)) {
 			atomic64_inc(&ebb_counts.false_isolations);
 			continue;
@@ -261,6 +293,7 @@ static bool ebb_array_fill_batch(struct ebb_array *array)
 		case EBB_OFFLIMITS:
 			break;
 		case EBB_LOW_MEMORY:
+			this_cpu_inc(ebb_hot.lost);
 			room = false;
 			break;
 		}
@@ -271,29 +304,26 @@ static bool ebb_array_fill_batch(struct ebb_array *array)
 
 static int ebb_percpu_should_run(unsigned int cpu)
 {
-	return READ_ONCE(per_cpu(ebb_arrays, cpu).handed);
+	return READ_ONCE(per_cpu(ebb_arrays, cpu).full);
 }
 
-/* Reports what is in the array, and gives it back empty. */
+/* Reports what is in the array. */
 static void ebb_percpu_run(unsigned int cpu)
 {
 	struct ebb_array *array = per_cpu_ptr(&ebb_arrays, cpu);
+	bool go_on = true;
 
-	if (!READ_ONCE(array->handed))
-		return;
 	atomic64_inc(&ebb_counts.passes);
-
 	mutex_lock(&ebb_memory_mutex);
+	ebb_array_take(array);
 	ebb_array_settle(array);
 	mutex_unlock(&ebb_memory_mutex);
 
-	while (!READ_ONCE(ebb_percpu_stopping)) {
+	while (go_on && !READ_ONCE(ebb_percpu_stopping)) {
 		unsigned int named;
-		bool go_on = false;
 
 		mutex_lock(&ebb_memory_mutex);
-		if (array->used)
-			go_on = ebb_array_fill_batch(array);
+		go_on = array->taken_count && ebb_array_fill_batch(array);
 		mutex_unlock(&ebb_memory_mutex);
 
 		named = array->batch.named_count;
@@ -301,16 +331,13 @@ static void ebb_percpu_run(unsigned int cpu)
 			this_cpu_add(ebb_hot.lost, named);
 			break;
 		}
-		if (!go_on)
-			break;
 		cond_resched();
 	}
 
-	if (array->used)
-		this_cpu_add(ebb_hot.lost, array->used);
-	array->used = 0;
-	/* The hook sees an empty array, in case it runs on another CPU than this. */
-	smp_store_release(&array->handed, false);
+	mutex_lock(&ebb_memory_mutex);
+	this_cpu_add(ebb_hot.lost, array->taken_count);
+	array->taken_count = 0;
+	mutex_unlock(&ebb_memory_mutex);
 }
 
 static bool ebb_array_has_entries(int cpu, void *unused)
@@ -322,7 +349,7 @@ static void ebb_array_flush(void *unused)
 {
 	struct ebb_array *array = this_cpu_ptr(&ebb_arrays);
 
-	if (array->used && !array->handed)
+	if (array->used && !array->full)
 		ebb_array_hand_over(array);
 }
 
@@ -338,18 +365,23 @@ struct ebb_pfn_range {
 	unsigned long pages;
 };
 
-static void ebb_array_forget(struct ebb_array *array, const struct ebb_pfn_range *range)
+static unsigned int ebb_pfns_forget(unsigned long *pfns, unsigned int count,
+				    const struct ebb_pfn_range *range)
 {
 	unsigned int i, kept = 0;
 
-	for (i = 0; i < array->used; i++) {
-		if (array->entries[i] - range->pfn >= range->pages)
-			array->entries[kept++] = array->entries[i];
+	for (i = 0; i < count; i++) {
+		if (pfns[i] - range->pfn >= range->pages)
+			pfns[kept++] = pfns[i];
 	}
-	array->used = kept;
+	return kept;
 }
 
-/* An array that the thread has is its own, which needs ebb_memory_mutex to look at it. */
+static void ebb_array_forget(struct ebb_array *array, const struct ebb_pfn_range *range)
+{
+	array->used = ebb_pfns_forget(array->entries, array->used, range);
+}
+
 static void ebb_array_forget_local(void *range)
 {
 	ebb_array_forget(this_cpu_ptr(&ebb_arrays), range);
@@ -364,8 +396,11 @@ static void ebb_percpu_offline(unsigned long pfn, unsigned long pages)
 	cpus_read_lock();
 	on_each_cpu(ebb_array_forget_local, &range, 1);
 	for_each_possible_cpu(cpu) {
+		struct ebb_array *array = per_cpu_ptr(&ebb_arrays, cpu);
+
 		if (!cpu_online(cpu))
-			ebb_array_forget(per_cpu_ptr(&ebb_arrays, cpu), &range);
+			ebb_array_forget(array, &range);
+		array->taken_count = ebb_pfns_forget(array->taken, array->taken_count, &range);
 	}
 	cpus_read_unlock();
 }
@@ -381,14 +416,19 @@ static void ebb_arrays_free(void)
 {
 	int cpu;
 
+	mutex_lock(&ebb_memory_mutex);
 	for_each_possible_cpu(cpu) {
 		struct ebb_array *array = per_cpu_ptr(&ebb_arrays, cpu);
 
 		kvfree(array->entries);
+		kvfree(array->taken);
 		array->entries = NULL;
+		array->taken = NULL;
 		array->used = 0;
-		array->handed = false;
+		array->taken_count = 0;
+		array->full = false;
 	}
+	mutex_unlock(&ebb_memory_mutex);
 }
 
 static int ebb_arrays_alloc(void)
@@ -400,7 +440,8 @@ static int ebb_arrays_alloc(void)
 
 		array->entries = kvmalloc_array(percpu_entries, sizeof(*array->entries),
 						GFP_KERNEL);
-		if (!array->entries) {
+		array->taken = kvmalloc_array(percpu_entries, sizeof(*array->taken), GFP_KERNEL);
+		if (!array->entries || !array->taken) {
 			ebb_arrays_free();
 			return -ENOMEM;
 		}
