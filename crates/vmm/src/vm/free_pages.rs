@@ -128,3 +128,6 @@ impl Drop for Question {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;
