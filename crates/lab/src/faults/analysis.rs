@@ -1,8 +1,9 @@
-//! From turns to overheads: each turn is compared with the baseline of its own round.
+//! From turns to overheads: each turn is compared with those without a tracker in its own round.
 
 use std::collections::BTreeMap;
 
 use super::slots::{Slot, Turn, Workload};
+use crate::driver::Tracker;
 use crate::statistics::{self, median};
 
 /// The part of cases in which the true value shall lie in the interval.
@@ -10,31 +11,33 @@ const CONFIDENCE: f64 = 0.95;
 /// Fewer guests than this say nothing of how guests differ.
 const FEWEST_BOOTS: usize = 3;
 
-/// One turn against the baseline of its round.
+/// One turn against those without a tracker in its round.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Comparison {
     pub(super) boot: u32,
     pub(super) workload: Workload,
-    /// By how much fewer operations were done than in the baseline, in percent.
+    /// By how much fewer operations were done than without a tracker, in percent.
     pub(super) overhead_percent: f64,
 }
 
-/// All comparisons of a turn.
+/// All comparisons of a turn: with the mean of the turns without a tracker in its round, but for itself.
 pub(super) fn comparisons(slots: &[Slot], turn: Turn) -> Vec<Comparison> {
-    let of = |wanted: Turn| slots.iter().filter(move |slot| slot.turn == wanted);
-    of(turn)
-        .filter_map(|slot| {
-            let same = |other: &&Slot| {
-                (other.boot, other.workload, other.round) == (slot.boot, slot.workload, slot.round)
-            };
-            let baseline = of(Turn::Baseline).find(same).filter(|baseline| baseline.ops_per_s > 0.0)?;
-            Some(Comparison {
-                boot: slot.boot,
-                workload: slot.workload,
-                overhead_percent: (1.0 - slot.ops_per_s / baseline.ops_per_s) * 100.0,
-            })
+    let compare = |slot: &Slot| {
+        let round = |of: &Slot| (of.boot, of.workload, of.round);
+        let without: Vec<f64> = slots
+            .iter()
+            .filter(|other| other.turn != turn && other.turn.tracker() == Tracker::Off)
+            .filter(|other| round(other) == round(slot))
+            .map(|other| other.ops_per_s)
+            .collect();
+        let mean = without.iter().sum::<f64>() / without.len() as f64;
+        (mean > 0.0).then(|| Comparison {
+            boot: slot.boot,
+            workload: slot.workload,
+            overhead_percent: (1.0 - slot.ops_per_s / mean) * 100.0,
         })
-        .collect()
+    };
+    slots.iter().filter(|slot| slot.turn == turn).filter_map(compare).collect()
 }
 
 /// What comparisons come to.
@@ -70,7 +73,6 @@ pub(super) fn overhead(comparisons: &[Comparison]) -> Option<Overhead> {
 mod tests {
     use super::*;
     use crate::counters::Counters;
-    use crate::driver::Tracker;
     use ebb_agent::page_faults::{FaultKind, TaskKind};
 
     const WORKLOAD: Workload = Workload { cpus: 1, kind: FaultKind::Fault1, tasks: TaskKind::Processes };
@@ -104,6 +106,15 @@ mod tests {
             comparisons(&slots, bitmap).into_iter().map(|found| found.overhead_percent).collect();
         assert_eq!(found.len(), 2, "a turn without its baseline says nothing");
         assert!(found.iter().all(|percent| (percent - 2.0).abs() < 1e-9), "{found:?}");
+    }
+
+    #[test]
+    fn both_turns_without_a_tracker_are_what_others_are_compared_with() {
+        let (none, percpu) = (Turn::Of(Tracker::Off), Turn::Of(Tracker::Percpu));
+        let slots = [slot(0, 0, Turn::Baseline, 1000.0), slot(0, 0, percpu, 990.0), slot(0, 0, none, 1200.0)];
+        let percent = |turn| comparisons(&slots, turn)[0].overhead_percent;
+        assert!((percent(percpu) - 10.0).abs() < 1e-9);
+        assert!((percent(none) + 20.0).abs() < 1e-9);
     }
 
     fn comparison(boot: u32, overhead_percent: f64) -> Comparison {

@@ -7,7 +7,7 @@ use ebb_agent::protocol::Command;
 use serde_json::Value;
 
 use super::order::order;
-use super::{CPUS, KINDS, Sizes, TRACKERS, tell};
+use super::{CPUS, SETTLE_S, Sizes, TRACKERS, tell};
 use crate::LabError;
 use crate::bench::Bench;
 use crate::counters::Counters;
@@ -34,7 +34,7 @@ pub(super) enum Turn {
 
 impl Turn {
     /// The tracker that is on meanwhile.
-    fn tracker(self) -> Tracker {
+    pub(super) fn tracker(self) -> Tracker {
         match self {
             Self::Baseline => Tracker::Off,
             Self::Of(tracker) => tracker,
@@ -138,7 +138,7 @@ fn rounds(
 ) -> Result<Vec<Slot>, LabError> {
     let mut slots = Vec::new();
     for round in 0..sizes.rounds {
-        for (kind_at, (kind, name, _)) in KINDS.into_iter().enumerate() {
+        for (kind_at, (kind, name, _)) in sizes.kinds.iter().copied().enumerate() {
             for (task_at, tasks) in sizes.task_kinds.iter().copied().enumerate() {
                 let what = match tasks {
                     TaskKind::Processes => "processes",
@@ -157,7 +157,7 @@ fn rounds(
                         round,
                         turn,
                         place,
-                        ops_per_s: taken.report.ops_per_s,
+                        ops_per_s: taken.ops_per_s,
                         seconds: sizes.seconds,
                         // The driver's value is a mean since the tracker was switched on, which was for this turn.
                         free_ns: taken.after.get("free_ns").filter(|free_ns| *free_ns > 0.0),
@@ -172,7 +172,7 @@ fn rounds(
 
 /// What a turn came to.
 struct Taken {
-    report: FaultReport,
+    ops_per_s: f64,
     before: Counters,
     after: Counters,
 }
@@ -190,14 +190,25 @@ fn take_turn(
         kind: workload.kind,
         tasks: workload.cpus,
         threads: workload.tasks,
-        seconds: sizes.seconds,
+        // The first second is left out by the agent.
+        seconds: SETTLE_S - 1 + sizes.seconds,
         mapping_bytes: sizes.mapping_mib << 20,
     };
     let limit = TURN_LIMIT + Duration::from_secs(u64::from(sizes.seconds));
     let report = bench.work(guest, command, limit)?;
     let after = bench.driver_counters(guest)?.unwrap_or_default();
-    let report = serde_json::from_value(report).map_err(|error| unexpected(guest, &error.to_string()))?;
-    Ok(Taken { report, before, after })
+    let report: FaultReport =
+        serde_json::from_value(report).map_err(|error| unexpected(guest, &error.to_string()))?;
+    let ops_per_s = settled_rate(&report.samples)
+        .ok_or_else(|| unexpected(guest, &format!("{} samples of a turn", report.samples.len())))?;
+    Ok(Taken { ops_per_s, before, after })
+}
+
+/// The mean of those seconds that count, of which the agent has left out the first. Not a median: passes over memory come every
+/// two seconds, and are what costs.
+fn settled_rate(samples: &[f64]) -> Option<f64> {
+    let counted = samples.get(SETTLE_S as usize - 1..).filter(|counted| !counted.is_empty())?;
+    Some(counted.iter().sum::<f64>() / counted.len() as f64)
 }
 
 /// Makes this tracker the one that is on.
@@ -219,6 +230,13 @@ fn unexpected(guest: u32, what: &str) -> LabError {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_first_seconds_do_not_count() {
+        assert_eq!(settled_rate(&[1.0, 1.0, 30.0, 50.0]), Some(40.0));
+        assert_eq!(settled_rate(&[1.0, 1.0]), None);
+        assert_eq!(settled_rate(&[]), None);
+    }
 
     #[test]
     fn every_series_has_a_turn_and_the_baseline_always() {

@@ -4,7 +4,7 @@ use ebb_agent::page_faults::{FaultKind, TaskKind};
 
 use super::analysis::{Comparison, Overhead, comparisons, overhead};
 use super::slots::{Slot, Turn, Workload};
-use super::{CPUS, KINDS, TRACKERS};
+use super::{CPUS, KINDS, SETTLE_S, TRACKERS};
 use crate::figures::{DataTable, Value};
 use crate::results::{Better, MetricInfo, Series, rounded};
 use crate::statistics::{median, quantile};
@@ -72,7 +72,10 @@ fn one(slots: &[Slot], turn: Turn, series: &mut Series) {
     for (kind, name, _) in KINDS {
         tell(name, overhead(&of_kind(kind)));
     }
-    metrics.push(("ops_per_s".to_owned(), geometric_mean(KINDS.map(|(kind, ..)| rate(kind)))));
+    metrics.push((
+        "ops_per_s".to_owned(),
+        geometric_mean(KINDS.into_iter().filter_map(|(kind, ..)| rate(kind))),
+    ));
     metrics.extend(KINDS.map(|(kind, name, _)| (named(name, "ops_per_s"), rate(kind))));
     series.metrics = metrics.into_iter().map(|(name, value)| (name, value.map(rounded))).collect();
     series.tables = vec![workloads(&own, &compared)];
@@ -80,10 +83,9 @@ fn one(slots: &[Slot], turn: Turn, series: &mut Series) {
     series.details.extend(activity(&own));
 }
 
-/// `None` if one of them is not known.
-fn geometric_mean<const N: usize>(values: [Option<f64>; N]) -> Option<f64> {
-    let logarithms: Option<Vec<f64>> = values.into_iter().map(|value| value.map(f64::ln)).collect();
-    Some((logarithms?.iter().sum::<f64>() / N as f64).exp())
+fn geometric_mean(values: impl Iterator<Item = f64>) -> Option<f64> {
+    let logarithms: Vec<f64> = values.map(f64::ln).collect();
+    (!logarithms.is_empty()).then(|| (logarithms.iter().sum::<f64>() / logarithms.len() as f64).exp())
 }
 
 fn title_of(kind: FaultKind) -> &'static str {
@@ -201,11 +203,11 @@ fn activity(own: &[&Slot]) -> Option<DataTable> {
             .map(|slot| slot.driver.get(name).unwrap_or(0.0))
             .sum()
     };
-    // A turn's first second is not in what its workload counts, but in what the driver does.
+    // The time in which a turn settles is not in what its workload counts, but in what the driver does.
     let seconds = |kind: FaultKind| -> f64 {
         own.iter()
             .filter(|slot| slot.workload.kind == kind)
-            .map(|slot| f64::from(slot.seconds) + 1.0)
+            .map(|slot| f64::from(slot.seconds + SETTLE_S))
             .sum::<f64>()
             .max(1.0)
     };
@@ -298,7 +300,7 @@ mod tests {
     fn the_drivers_counters_explain_what_a_free_costs() {
         let told = told("percpu");
         let activity = &told.details[1];
-        assert_eq!(activity.rows[0][..2], [Value::from("frees a second"), Value::from(50.0)]);
+        assert_eq!(activity.rows[0][..2], [Value::from("frees a second"), Value::from(25.0)]);
         assert_eq!(activity.rows.last().unwrap()[1], Value::from(25.0));
     }
 }
