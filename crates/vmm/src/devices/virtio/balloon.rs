@@ -315,3 +315,6 @@ impl VirtioDevice for BalloonDevice {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests;
