@@ -237,10 +237,13 @@ void ebb_blocks_keep(struct ebb_balloon *eb, struct list_head *pages)
 
 	list_for_each_entry_safe(page, next, pages, lru) {
 		list_del(&page->lru);
-		if (is_kept_whole(page_private(page)))
+		if (is_kept_whole(page_private(page))) {
+			/* Whoever looks at all pages knows by the first one what this is. */
+			__SetPageOffline(page);
 			list_add(&page->lru, &whole);
-		else
+		} else {
 			split_block(page, &single);
+		}
 	}
 	balloon_page_list_enqueue(&eb->info, &single);
 	spin_lock_irqsave(&eb->lock, flags);
@@ -299,7 +302,7 @@ void ebb_blocks_take(struct ebb_balloon *eb, struct ebb_message *message, u64 un
 		if (!take_pages(eb, message, &format, left))
 			break;
 		left = units - set->units;
-		if (!left)
+		if (!left || (set->units && message->use == EBB_USE_OOM))
 			break;
 
 		spin_lock_irqsave(&eb->lock, flags);
@@ -309,9 +312,10 @@ void ebb_blocks_take(struct ebb_balloon *eb, struct ebb_message *message, u64 un
 		spin_unlock_irqrestore(&eb->lock, flags);
 		if (!page)
 			break;
+		__ClearPageOffline(page);
 
 		size = 1ULL << page_private(page) << EBB_UNIT_SHIFT;
-		if ((size <= left || (message->use == EBB_USE_OOM && !set->units)) &&
+		if ((size <= left || message->use == EBB_USE_OOM) &&
 		    size <= ebb_set_room(set, &format) &&
 		    ebb_set_add(set, &format, first_unit(page), size)) {
 			list_add_tail(&page->lru, &message->pages);
@@ -323,6 +327,7 @@ void ebb_blocks_take(struct ebb_balloon *eb, struct ebb_message *message, u64 un
 			balloon_page_list_enqueue(&eb->info, &pages);
 			ebb_count(eb, EBB_SPLIT_BLOCKS, 1);
 		} else {
+			__SetPageOffline(page);
 			spin_lock_irqsave(&eb->lock, flags);
 			list_add(&page->lru, &eb->blocks);
 			spin_unlock_irqrestore(&eb->lock, flags);
@@ -352,12 +357,15 @@ static bool has_single_pages(struct ebb_balloon *eb)
  */
 void ebb_blocks_free_all(struct ebb_balloon *eb)
 {
+	struct page *page;
 	LIST_HEAD(pages);
 
 	spin_lock_irq(&eb->lock);
 	list_splice_init(&eb->blocks, &pages);
 	eb->units = 0;
 	spin_unlock_irq(&eb->lock);
+	list_for_each_entry(page, &pages, lru)
+		__ClearPageOffline(page);
 	ebb_blocks_free(eb, &pages);
 
 	while (has_single_pages(eb)) {

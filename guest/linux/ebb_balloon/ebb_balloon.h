@@ -248,8 +248,11 @@ struct ebb_balloon {
 	atomic_t config_changed;
 	u64 target;
 	unsigned int order;
-	struct page *pending;
+	/* Allocated, in no message yet, in the order of addresses. */
+	struct list_head pending;
 	bool shortage_told;
+	/* Memory was taken back for want of any other: no more goes in until the host writes. */
+	bool yielding;
 	ktime_t waiting_since;
 
 	/* Units in the balloon, also those that messages of DEFLATE under way name. */

@@ -10,6 +10,7 @@
  * blocks back by itself, with a message that is kept for that.
  */
 #include <linux/delay.h>
+#include <linux/list_sort.h>
 #include <linux/oom.h>
 
 #include "ebb_balloon.h"
@@ -83,50 +84,75 @@ static bool finish_all(struct ebb_balloon *eb)
 	return all;
 }
 
+static int by_address(void *unused, const struct list_head *left, const struct list_head *right)
+{
+	unsigned long a = page_to_pfn(list_entry(left, struct page, lru));
+	unsigned long b = page_to_pfn(list_entry(right, struct page, lru));
+
+	return a < b ? -1 : a > b;
+}
+
+/*
+ * Allocates what the next messages are to name, and sorts it: neighbours make
+ * one range, and a bitmap does not have to span all of memory for few pages.
+ */
+static void gather(struct ebb_balloon *eb, u64 units, const struct ebb_format *format)
+{
+	unsigned long end = jiffies + msecs_to_jiffies(TURN_MS);
+	ktime_t start = ktime_get();
+	u64 most = EBB_MESSAGE_UNITS;
+
+	/* Numbers of larger blocks would not fit. */
+	if (format->encodings == BIT(VIRTIO_BALLOON_ENC_PFNS))
+		most = EBB_BARE_PFNS;
+	units = min_t(u64, units, EBB_MESSAGE_UNITS);
+	while (units && time_before(jiffies, end)) {
+		unsigned int order;
+		struct page *page = ebb_block_allocate(eb, min(units, most), &order);
+
+		if (!page)
+			break;
+		set_page_private(page, order);
+		list_add(&page->lru, &eb->pending);
+		units -= 1ULL << order << EBB_UNIT_SHIFT;
+		cond_resched();
+	}
+	list_sort(NULL, &eb->pending, by_address);
+	ebb_count(eb, EBB_ALLOCATE_NS, ktime_to_ns(ktime_sub(ktime_get(), start)));
+}
+
 static enum step inflate(struct ebb_balloon *eb, u64 units)
 {
 	struct ebb_message *message = ebb_message_get(eb, EBB_USE_BULK);
+	struct page *page, *next;
 	struct ebb_format format;
-	ktime_t start;
+	bool fresh;
 
 	if (!message)
 		return STEP_WAIT;
 	format = ebb_message_format(eb, message);
-	start = ktime_get();
-	units = min_t(u64, units, EBB_MESSAGE_UNITS);
-	while (message->set.units < units) {
-		u64 room = min_t(u64, units - message->set.units,
-				 ebb_set_room(&message->set, &format));
-		struct page *page = eb->pending;
-		unsigned int order;
-		u64 first, size;
-
-		eb->pending = NULL;
-		if (page)
-			order = page_private(page);
-		else
-			page = ebb_block_allocate(eb, room, &order);
-		if (!page)
-			break;
-		set_page_private(page, order);
-		first = (u64)page_to_pfn(page) << EBB_UNIT_SHIFT;
-		size = 1ULL << order << EBB_UNIT_SHIFT;
-		if (size > room || !ebb_set_add(&message->set, &format, first, size)) {
-			/* A block that this message cannot name begins the next one. */
-			if (message->set.units)
-				eb->pending = page;
-			else
-				ebb_block_free(eb, page, order);
-			break;
-		}
-		list_add_tail(&page->lru, &message->pages);
-		cond_resched();
-	}
-	ebb_count(eb, EBB_ALLOCATE_NS, ktime_to_ns(ktime_sub(ktime_get(), start)));
-
-	if (!message->set.units) {
+	fresh = list_empty(&eb->pending);
+	if (fresh)
+		gather(eb, units, &format);
+	if (list_empty(&eb->pending)) {
 		ebb_message_put(eb, message);
 		return STEP_SHORTAGE;
+	}
+
+	list_for_each_entry_safe(page, next, &eb->pending, lru) {
+		u64 size = 1ULL << page_private(page) << EBB_UNIT_SHIFT;
+
+		if (message->set.units + size > units ||
+		    !ebb_set_add(&message->set, &format,
+				 (u64)page_to_pfn(page) << EBB_UNIT_SHIFT, size))
+			break;
+		list_move_tail(&page->lru, &message->pages);
+	}
+	if (!message->set.units) {
+		/* Gathered for another target or encoding; or numbers do not reach that far. */
+		ebb_blocks_free(eb, &eb->pending);
+		ebb_message_put(eb, message);
+		return fresh ? STEP_SHORTAGE : STEP_ON;
 	}
 	if (ebb_message_send(eb, message, VIRTIO_BALLOON_CMD_INFLATE)) {
 		/* Nobody was told: the blocks are the guest's. */
@@ -187,6 +213,7 @@ static void read_target(struct ebb_balloon *eb)
 	if (!atomic_xchg(&eb->config_changed, 0))
 		return;
 	virtio_cread_le(eb->vdev, struct virtio_balloon_config, num_pages, &target);
+	WRITE_ONCE(eb->yielding, false);
 	if (target != eb->target) {
 		eb->shortage_told = false;
 		eb->order = min_t(unsigned int, READ_ONCE(ebb_max_order), EBB_LARGEST_ORDER);
@@ -204,12 +231,10 @@ static enum step step(struct ebb_balloon *eb, bool *idle)
 	*idle = !eb->inflating && !eb->deflating;
 	spin_unlock_irq(&eb->lock);
 
-	if (distance > 0)
+	/* What the guest could not do without is not taken again before the host says something. */
+	if (distance > 0 && !READ_ONCE(eb->yielding))
 		return inflate(eb, distance);
-	if (eb->pending) {
-		ebb_block_free(eb, eb->pending, page_private(eb->pending));
-		eb->pending = NULL;
-	}
+	ebb_blocks_free(eb, &eb->pending);
 	return distance < 0 ? deflate(eb, -distance) : STEP_WAIT;
 }
 
@@ -288,6 +313,7 @@ void ebb_size_init(struct ebb_balloon *eb)
 	INIT_DELAYED_WORK(&eb->size_work, size_work);
 	mutex_init(&eb->actual_mutex);
 	INIT_LIST_HEAD(&eb->blocks);
+	INIT_LIST_HEAD(&eb->pending);
 }
 
 /**
@@ -304,6 +330,7 @@ int ebb_size_start(struct ebb_balloon *eb)
 	eb->actual = 0;
 	eb->target = 0;
 	eb->waiting_since = 0;
+	eb->yielding = false;
 	atomic_set(&eb->config_changed, 1);
 	return ebb_messages_start(eb);
 }
@@ -318,9 +345,7 @@ void ebb_size_release(struct ebb_balloon *eb)
 	/* Compaction holds its pages for a moment only. */
 	while (!finish_all(eb))
 		usleep_range(1000, 2000);
-	if (eb->pending)
-		ebb_block_free(eb, eb->pending, page_private(eb->pending));
-	eb->pending = NULL;
+	ebb_blocks_free(eb, &eb->pending);
 	ebb_blocks_free_all(eb);
 }
 
@@ -358,6 +383,7 @@ static int oom_notify(struct notifier_block *notifier, unsigned long unused, voi
 	message = ebb_message_get(eb, EBB_USE_OOM);
 	if (!message)
 		return NOTIFY_OK;
+	WRITE_ONCE(eb->yielding, true);
 	ebb_blocks_take(eb, message, OOM_UNITS);
 	pages = message->set.units >> EBB_UNIT_SHIFT;
 	if (!pages) {
