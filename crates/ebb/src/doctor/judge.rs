@@ -13,6 +13,9 @@ const DEMO_MEMORY: ByteSize = ByteSize::from_mib(3 << 10);
 /// The experiments at full size have a host of 15 GiB.
 const FULL_MEMORY: ByteSize = ByteSize::from_mib(16 << 10);
 
+/// QEMU before this one may run stale translations of code that a processor of the guest has changed.
+const SOUND_QEMU: (u32, u32) = (8, 1);
+
 pub(super) fn judge(facts: &Facts) -> Report {
     let verdict = verdict(facts);
     let mut checks = kvm_checks(facts, &verdict);
@@ -23,8 +26,8 @@ pub(super) fn judge(facts: &Facts) -> Report {
     checks.push(memory(facts));
     // Where KVM runs guests nobody needs the virtual host; where it does not, everything hangs on it.
     let lack = if verdict == Verdict::Direct { Grade::Warning } else { Grade::Problem };
+    checks.push(qemu(facts, lack));
     for (name, fact) in [
-        ("QEMU for the virtual host", &facts.qemu),
         ("kernel for guests", &facts.kernel),
         ("modules for guests", &facts.modules),
         ("busybox", &facts.busybox),
@@ -206,6 +209,32 @@ fn memory(facts: &Facts) -> Check {
     }
 }
 
+fn qemu(facts: &Facts, lack: Grade) -> Check {
+    const NAME: &str = "QEMU for the virtual host";
+    match &facts.qemu {
+        Ok(found) if qemu_version(found).is_some_and(|version| version < SOUND_QEMU) => check(
+            NAME,
+            Grade::Warning,
+            format!(
+                "{found}: it may go on with stale translations of code that another processor has changed"
+            ),
+            Some(
+                "guests may hang or crash at random; install 8.1 or newer, on Debian 12 from bookworm-backports",
+            ),
+        ),
+        fact => part(NAME, fact, lack),
+    }
+}
+
+/// Major and minor version in the first line of `--version`.
+fn qemu_version(line: &str) -> Option<(u32, u32)> {
+    let version =
+        line.split_ascii_whitespace().find(|word| word.starts_with(|c: char| c.is_ascii_digit()))?;
+    let mut numbers = version.split('.');
+    let major = numbers.next()?.parse().ok()?;
+    Some((major, numbers.next().and_then(|minor| minor.parse().ok()).unwrap_or(0)))
+}
+
 fn part(name: &'static str, fact: &Result<String, String>, lack: Grade) -> Check {
     match fact {
         Ok(found) => check(name, Grade::Ok, found.clone(), None),
@@ -263,7 +292,7 @@ mod tests {
             ksm: Some("0".into()),
             userfaultfd: Userfaultfd::Available,
             memory: Some(memory_of(20 << 10)),
-            qemu: Ok("QEMU emulator version 7.2".into()),
+            qemu: Ok("QEMU emulator version 10.0.2 (Debian 1:10.0.2+ds-2~bpo12+1)".into()),
             kernel: Ok("/boot/vmlinuz".into()),
             modules: Ok("/lib/modules/6.1".into()),
             busybox: Ok("/bin/busybox".into()),
@@ -365,6 +394,24 @@ mod tests {
         let report = judge(&facts);
         assert_eq!(grade(&report, "KVM"), Grade::Ok);
         assert_eq!(grade(&report, "capabilities of KVM"), Grade::Warning);
+    }
+
+    #[test]
+    fn an_old_qemu_is_named_and_used_all_the_same() {
+        let with = |line: &str| Facts { qemu: Ok(line.into()), ..facts(absent()) };
+        let grade = |line| {
+            let report = judge(&with(line));
+            assert_eq!(report.verdict, Verdict::VirtualHost, "{line}");
+            report.checks.iter().find(|check| check.name.starts_with("QEMU")).unwrap().grade
+        };
+        for line in
+            ["QEMU emulator version 7.2.22 (Debian 1:7.2+dfsg-7+deb12u18)", "QEMU emulator version 8.0"]
+        {
+            assert_eq!(grade(line), Grade::Warning, "{line}");
+        }
+        for line in ["QEMU emulator version 8.1.0", "QEMU emulator version 10.0.2", "a QEMU of tomorrow"] {
+            assert_eq!(grade(line), Grade::Ok, "{line}");
+        }
     }
 
     #[test]

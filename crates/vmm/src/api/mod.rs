@@ -7,6 +7,7 @@
 //! | --- | --- |
 //! | [`control`] | the [`VmControl`] trait and the documents |
 //! | [`free_pages`] | a question to the guest that takes a while, and its document |
+//! | [`metrics`] | counters |
 //! | [`http`] | bytes -> [`http::Request`], pure |
 //! | [`route`] | [`http::Request`] -> [`route::Operation`], pure |
 //! | [`reply`] | statuses, errors and replies -> bytes, pure |
@@ -20,6 +21,7 @@ pub mod control;
 pub mod execute;
 pub mod free_pages;
 pub mod http;
+pub mod metrics;
 pub mod prometheus;
 pub mod reply;
 pub mod route;

@@ -1,0 +1,146 @@
+//! What is asked for, and what is refused.
+
+use super::super::reply::Persistence;
+use super::*;
+
+fn ask(method: &str, target: &str, body: &str) -> Result<Operation, Problem> {
+    let (path, query) = match target.split_once('?') {
+        Some((path, query)) => (path, Some(query)),
+        None => (target, None),
+    };
+    let persistence = Persistence::KeepAlive;
+    route(&Request { method, path, query, body: body.as_bytes(), persistence })
+}
+
+fn refused(method: &str, target: &str, body: &str) -> (u16, String) {
+    let problem = ask(method, target, body).unwrap_err();
+    (problem.status.code(), problem.detail.message)
+}
+
+#[test]
+fn finds_every_operation() {
+    let interval = Some(Duration::from_secs(5));
+    let free_pages =
+        |min_order, limit_ms| Operation::FreePages { min_order, time_limit: Duration::from_millis(limit_ms) };
+    for (method, target, body, operation) in [
+        ("GET", "/openapi.json", "", Operation::OpenApi),
+        ("GET", "/vm", "", Operation::VmInfo),
+        ("PUT", "/vm/pause", "", Operation::Pause),
+        ("PUT", "/vm/resume", "{}", Operation::Resume),
+        ("PUT", "/vm/power-button", " { } ", Operation::PowerButton),
+        ("PUT", "/vm/trim", "", Operation::Trim),
+        ("PUT", "/vm/snapshot", r#"{"path": "/a b/c"}"#, Operation::Snapshot { path: "/a b/c".into() }),
+        ("PUT", "/vm/kill", "\n", Operation::Kill),
+        ("GET", "/balloon", "", Operation::Balloon),
+        ("PUT", "/balloon", r#"{"target_bytes": 4096}"#, Operation::SetBalloon { target_bytes: 4096 }),
+        ("GET", "/balloon/statistics", "", Operation::Statistics { max_age: None }),
+        (
+            "GET",
+            "/balloon/statistics?max_age_ms=1500",
+            "",
+            Operation::Statistics { max_age: Some(Duration::from_millis(1500)) },
+        ),
+        (
+            "PUT",
+            "/balloon/statistics-interval",
+            r#"{"interval_seconds": 5}"#,
+            Operation::SetStatisticsInterval { interval },
+        ),
+        (
+            "PUT",
+            "/balloon/statistics-interval",
+            r#"{"interval_seconds": 0}"#,
+            Operation::SetStatisticsInterval { interval: None },
+        ),
+        ("PUT", "/balloon/free-pages", "", free_pages(0, 5000)),
+        ("PUT", "/balloon/free-pages", "{}", free_pages(0, 5000)),
+        ("PUT", "/balloon/free-pages", r#"{"min_order": 18, "timeout_ms": 60000}"#, free_pages(18, 60_000)),
+        ("GET", "/metrics", "", Operation::Metrics),
+    ] {
+        assert_eq!(ask(method, target, body), Ok(operation), "{method} {target}");
+    }
+}
+
+#[test]
+fn paths_are_exact_and_methods_are_told() {
+    for path in ["", "/", "/VM", "/vm/", "//vm", "/vm/nope", "*", "/%76m"] {
+        assert_eq!(refused("GET", path, "").0, 404, "{path}");
+    }
+    for (method, path, allow) in [
+        ("POST", "/vm", "GET"),
+        ("get", "/vm", "GET"),
+        ("HEAD", "/balloon", "GET, PUT"),
+        ("GET", "/vm/pause", "PUT"),
+    ] {
+        let problem = ask(method, path, "").unwrap_err();
+        assert_eq!(problem.status, Status::MethodNotAllowed, "{method} {path}");
+        assert_eq!(problem.allow.as_deref(), Some(allow), "{method} {path}");
+    }
+}
+
+#[test]
+fn bad_bodies_are_named() {
+    for (body, status, part) in [
+        ("", 400, "needs a JSON object"),
+        ("{", 400, "not JSON"),
+        ("{\"target_bytes\": 4096} x", 400, "not JSON"),
+        ("\u{0}", 400, "not JSON"),
+        ("[1]", 422, "not a JSON object"),
+        ("{}", 422, "'target_bytes' is missing"),
+        (r#"{"target": 1}"#, 422, "unknown field 'target'"),
+        (r#"{"target_bytes": 1, "actual": 2}"#, 422, "unknown field 'actual'"),
+        (r#"{"target_bytes": 1, "target_bytes": 2}"#, 422, "twice"),
+        (r#"{"target_bytes": "4G"}"#, 422, "'target_bytes' is the string \"4G\""),
+        (r#"{"target_bytes": -1}"#, 422, "-1, which is out of range"),
+        (r#"{"target_bytes": 1.5}"#, 422, "1.5"),
+        (r#"{"target_bytes": 18446744073709551616}"#, 422, "target_bytes"),
+        (r#"{"target_bytes": null}"#, 422, "is null"),
+        (r#"{"target_bytes": true}"#, 422, "is true"),
+        (r#"{"target_bytes": [4096]}"#, 422, "an array"),
+        (r#"{"target_bytes": {}}"#, 422, "an object"),
+    ] {
+        let (code, message) = refused("PUT", "/balloon", body);
+        assert_eq!(code, status, "{body}: {message}");
+        assert!(message.contains(part), "{body}: {message}");
+    }
+    let (code, message) = refused("PUT", "/balloon/statistics-interval", r#"{"interval_seconds": 86401}"#);
+    assert_eq!(code, 422);
+    assert!(message.contains("86401"), "{message}");
+    assert_eq!(refused("PUT", "/vm/pause", r#"{"force": true}"#).0, 422);
+    assert_eq!(refused("GET", "/balloon", r#"{"target_bytes": 4096}"#).0, 400);
+    for path in ["1", "null", "\"\"", "\"vm.snapshot\"", "\"./x\"", "\"/a\\u0000b\""] {
+        let (code, message) = refused("PUT", "/vm/snapshot", &format!("{{\"path\": {path}}}"));
+        assert_eq!(code, 422, "{path}: {message}");
+    }
+    assert_eq!(refused("PUT", "/vm/snapshot", "").0, 400);
+    for (body, part) in [
+        (r#"{"min_order": 19}"#, "from 0 to 18"),
+        (r#"{"min_order": -1}"#, "from 0 to 18"),
+        (r#"{"min_order": "9"}"#, "from 0 to 18"),
+        (r#"{"timeout_ms": 0}"#, "from 1 to 60000"),
+        (r#"{"timeout_ms": 60001}"#, "from 1 to 60000"),
+        (r#"{"order": 9}"#, "min_order"),
+    ] {
+        let problem = ask("PUT", "/balloon/free-pages", body).unwrap_err();
+        assert_eq!(problem.status, Status::UnprocessableContent, "{body}");
+        assert!(problem.detail.remedy.unwrap().contains(part), "{body}");
+    }
+    let deep = "[".repeat(10_000);
+    assert_eq!(refused("PUT", "/balloon", &format!("{{\"target_bytes\": {deep}")).0, 400);
+}
+
+#[test]
+fn bad_queries_are_named() {
+    for (target, part) in [
+        ("/vm?x", "'x'"),
+        ("/balloon/statistics?max_age=5", "'max_age'"),
+        ("/balloon/statistics?max_age_ms=-5", "'-5'"),
+        ("/balloon/statistics?max_age_ms=", "''"),
+        ("/balloon/statistics?max_age_ms=1&max_age_ms=2", "twice"),
+    ] {
+        let (code, message) = refused("GET", target, "");
+        assert_eq!(code, 400, "{target}");
+        assert!(message.contains(part), "{target}: {message}");
+    }
+    assert_eq!(ask("GET", "/vm?", ""), Ok(Operation::VmInfo));
+}
