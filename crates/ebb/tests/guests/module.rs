@@ -1,6 +1,7 @@
 //! Ebb's own balloon driver: what the stock one does, and the extension.
 
-use ebb_agent::protocol::Command;
+use ebb_agent::command_line::BalloonDriver;
+use ebb_agent::protocol::{Command, Event};
 use ebb_vmm::api::{BalloonFeature, BalloonState, FreeBlocks, FreePagesReport, FreePagesStatus};
 use serde_json::json;
 
@@ -13,6 +14,7 @@ use crate::setup::Setup;
 pub const TESTS: &[Test] = &[
     Test::new("module::encodings", 300, encodings),
     Test::new("module::free_pages", 240, free_pages),
+    Test::new("module::saved_and_rebooted", 300, saved_and_rebooted),
     Test::new("module::plain_device_and_wrong_parameters", 300, plain_device_and_wrong_parameters),
 ];
 
@@ -175,6 +177,48 @@ fn free_pages(scene: &Scene) {
         });
     }
     guest.inflate_to(0);
+    module.check_well();
+}
+
+fn saved_and_rebooted(scene: &Scene) {
+    let setup = Setup::new(scene)
+        .args(["--cpus", "2", "--on-reboot", "reset"])
+        .balloon("reporting=on,deflate_on_oom=off,verify_reports=on");
+    let module = Module::start(setup, &["tracker=bitmap", "bitmap_threshold=1"]);
+    module.guest.run(Command::Hold { bytes: 48 * MIB, pattern: 11 });
+    let total = module.guest.meminfo("MemTotal");
+    let last_number = ask(&module.guest, 0).request_id;
+    let churn = Command::Churn { bytes: 96 * MIB, tasks: 2, seed: 6, operations: Some(400), seconds: None };
+    let work = module.guest.send(churn);
+    module.guest.wait_started(work);
+    module.guest.set_target(128 * MIB);
+
+    // In the middle of an inflation, of reports, and of work.
+    let module = module.save_and_restore(scene);
+    let guest = &module.guest;
+    module.churned(work);
+    guest.inflate_to(128 * MIB);
+    assert_eq!(guest.meminfo("MemTotal"), total - 128 * MIB);
+    let answer = ask(guest, 0);
+    assert_eq!(answer.status, FreePagesStatus::Done, "{answer:?}");
+    assert!(answer.request_id > last_number, "{last_number}, then {answer:?}");
+    let reported = guest.metric("ebb_balloon_reported_bytes_total");
+    guest.run(Command::AllocTouchExit { bytes: 96 * MIB });
+    eventually("the tracker goes on", 30, || {
+        let now = guest.metric("ebb_balloon_reported_bytes_total");
+        when(now > reported + 64 * MIB, || format!("{reported} -> {now} bytes"))
+    });
+    module.check_well();
+
+    // A new kernel finds the target that the old one had got to.
+    guest.send(Command::Reboot);
+    let Event::Ready { balloon_driver, warnings, .. } = guest.wait_ready(1) else { unreachable!() };
+    assert_eq!((balloon_driver, warnings), (BalloonDriver::EbbBalloon, Vec::new()));
+    guest.run(Command::Hold { bytes: 48 * MIB, pattern: 12 });
+    guest.inflate_to(128 * MIB);
+    assert!(ask(guest, 0).request_id > answer.request_id);
+    guest.inflate_to(0);
+    assert_eq!(guest.meminfo("MemTotal"), total);
     module.check_well();
 }
 

@@ -6,7 +6,8 @@ use ebb_agent::meminfo::lines;
 use ebb_agent::protocol::{Command, Event};
 
 use crate::guest::Guest;
-use crate::harness::{eventually, when};
+use crate::harness::{Scene, eventually, when};
+use crate::saved::Restore;
 use crate::setup::Setup;
 
 /// All its trackers.
@@ -20,6 +21,8 @@ const COUNTERS: &str = "/sys/kernel/debug/ebb_balloon/counters";
 pub struct Module {
     /// The guest.
     pub guest: Guest,
+    /// Its kernel's release.
+    release: String,
 }
 
 impl Module {
@@ -47,14 +50,23 @@ impl Module {
 
     #[track_caller]
     fn boot(setup: Setup<'_>, driver: &str, words: &str) -> Self {
-        Self { guest: setup.words(&format!("ebb.balloon={driver} {words}")).start() }
+        let guest = setup.words(&format!("ebb.balloon={driver} {words}")).start();
+        let Event::Ready { kernel: release, .. } = guest.wait_ready(1) else { unreachable!() };
+        Self { guest, release }
+    }
+
+    /// Saves the guest to a file and goes on with it in another monitor.
+    #[track_caller]
+    pub fn save_and_restore(self, scene: &Scene) -> Self {
+        let file = scene.path("vm.snapshot");
+        self.guest.save_and_end(&file);
+        Self { guest: Restore::new(scene, &file).start(), release: self.release }
     }
 
     /// Loads the driver, or says why it cannot be loaded.
     #[track_caller]
     pub fn try_load(&self, parameters: &str) -> Result<(), String> {
-        let Event::Ready { kernel, .. } = self.guest.wait_ready(1) else { unreachable!() };
-        let path = ebb_virtual_host::balloon_module::path_in_guest(&kernel);
+        let path = ebb_virtual_host::balloon_module::path_in_guest(&self.release);
         let id = self.guest.send(Command::LoadModule { path, parameters: parameters.to_owned() });
         self.guest.outcome(id).map(drop)
     }
