@@ -24,6 +24,8 @@ pub struct Setup {
     pub batch_blocks: usize,
     /// `percpu`: entries of the array.
     pub entries: usize,
+    /// `percpu`: entries that a scan may leave without the array being full.
+    pub full_above: usize,
     /// `bitmap`: bits that start a walk.
     pub threshold: usize,
     /// `reporting`: batches of a pass.
@@ -218,7 +220,9 @@ impl Machine {
             return;
         }
         self.tracker = Some(match self.setup.kind {
-            Kind::Percpu => Box::new(Percpu::new(self.setup.entries, batch_blocks, flaw)),
+            Kind::Percpu => {
+                Box::new(Percpu::new(self.setup.entries, self.setup.full_above, batch_blocks, flaw))
+            }
             Kind::Bitmap => {
                 Box::new(Bitmap::new(pages, self.setup.threshold, batch_blocks, flaw, &self.allocator))
             }

@@ -7,36 +7,48 @@ use crate::units::{Block, Order, Pfn};
 /// The tracker's state.
 #[derive(Clone, Debug)]
 pub struct Percpu {
+    /// The hook's array.
     entries: Vec<Pfn>,
     size: usize,
+    full_above: usize,
     batch_blocks: usize,
-    /// The thread has the array.
-    handed: bool,
-    /// The thread has found out which blocks the entries are in.
-    settled: bool,
+    /// There is no room before the thread's turn.
+    full: bool,
+    /// The thread's array.
+    taken: Vec<Pfn>,
     losses: Losses,
     flaw: Flaw,
 }
 
 impl Percpu {
-    /// A tracker with an array of `size` entries.
-    pub fn new(size: usize, batch_blocks: usize, flaw: Flaw) -> Self {
+    /// A tracker with an array of `size` entries that is full if a scan leaves more than `full_above`.
+    pub fn new(size: usize, full_above: usize, batch_blocks: usize, flaw: Flaw) -> Self {
         Self {
             entries: Vec::new(),
             size,
+            full_above,
             batch_blocks,
-            handed: false,
-            settled: false,
+            full: false,
+            taken: Vec::new(),
             losses: Losses::default(),
             flaw,
         }
     }
 
-    /// Replaces pages by the blocks that they are in, each once.
+    /// The array is full: keeps the blocks that are free by now.
+    fn scan(&mut self, allocator: &Allocator) {
+        let found: Vec<Option<Block>> =
+            self.entries.drain(..).map(|page| allocator.find(page, Order(0))).collect();
+        self.losses.not_free += found.iter().filter(|block| block.is_none()).count() as u32;
+        self.entries = found.into_iter().flatten().map(|block| block.first).collect();
+        self.entries.dedup();
+        self.full = self.entries.len() > self.full_above;
+    }
+
+    /// Replaces the pages that the thread has by the blocks that they are in, each once.
     fn settle(&mut self, allocator: &Allocator) {
-        self.settled = true;
         let mut blocks = Vec::new();
-        for page in self.entries.drain(..) {
+        for page in self.taken.drain(..) {
             match allocator.find(page, Order(0)) {
                 Some(block) if block.order >= Order::BLOCK => blocks.push(block.first),
                 Some(_) => self.losses.small += 1,
@@ -45,14 +57,14 @@ impl Percpu {
         }
         blocks.sort_unstable();
         blocks.dedup();
-        self.entries = blocks;
+        self.taken = blocks;
     }
 }
 
 impl Tracker for Percpu {
     fn freed(&mut self, block: Block, allocator: &Allocator) {
         self.losses.frees += 1;
-        if self.handed {
+        if self.full {
             if self.flaw != Flaw::LossUncounted {
                 self.losses.lost += 1;
             }
@@ -61,28 +73,26 @@ impl Tracker for Percpu {
         self.losses.captured += 1;
         self.entries.push(block.first);
         if self.entries.len() == self.size {
-            self.entries.retain(|&page| allocator.find(page, Order(0)).is_some());
-            self.losses.not_free += (self.size - self.entries.len()) as u32;
-            self.handed = self.entries.len() > self.size - self.size / 8;
+            self.scan(allocator);
         }
     }
 
     fn merged(&mut self, _block: Block, _into: Block, _path: Path) {}
 
-    fn begin(&mut self, _allocator: &Allocator) -> bool {
-        // Full, or flushed by the timer.
-        self.handed = !self.entries.is_empty();
-        self.settled = false;
-        self.handed
+    fn begin(&mut self, allocator: &Allocator) -> bool {
+        // The array is full, or a timer hands it over.
+        self.taken = std::mem::take(&mut self.entries);
+        self.full = false;
+        if self.flaw != Flaw::IsolateUnchecked {
+            self.settle(allocator);
+        }
+        !self.taken.is_empty()
     }
 
     fn fill(&mut self, allocator: &mut Allocator) -> Option<Batch> {
-        if !self.settled && self.flaw != Flaw::IsolateUnchecked {
-            self.settle(allocator);
-        }
         let mut batch = Batch::default();
         while batch.named.len() < self.batch_blocks {
-            let Some(page) = self.entries.pop() else { break };
+            let Some(page) = self.taken.pop() else { break };
             if self.flaw == Flaw::IsolateUnchecked {
                 batch.named.push(Block { first: page, order: Order(0) });
                 continue;
@@ -95,21 +105,17 @@ impl Tracker for Percpu {
                 batch.named.push(block);
             } else {
                 // Memory is short: the rest is given up.
-                self.losses.lost += 1 + self.entries.len() as u32;
-                self.entries.clear();
+                self.losses.lost += 1 + self.taken.len() as u32;
+                self.taken.clear();
             }
         }
-        if batch.named.is_empty() {
-            self.handed = false;
-            return None;
-        }
-        Some(batch)
+        (!batch.named.is_empty()).then_some(batch)
     }
 
     fn answered(&mut self, named: &[Block], answer: Answer) {
         if answer == Answer::Failed {
-            self.losses.lost += (named.len() + self.entries.len()) as u32;
-            self.entries.clear();
+            self.losses.lost += (named.len() + self.taken.len()) as u32;
+            self.taken.clear();
         }
     }
 

@@ -14,9 +14,26 @@ use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 /// Four blocks of the largest order, and an end that is no multiple of anything.
 const PAGES: u32 = 4 * 1024 + 512 + 256 + 7;
 const CASES: u32 = 400;
+/// Entries of the array of `percpu`.
+const ENTRIES: usize = 6;
 
 fn setup(kind: Kind, flaw: Flaw, watermark_pages: u32) -> Setup {
-    Setup { kind, flaw, pages: PAGES, watermark_pages, batch_blocks: 2, entries: 16, threshold: 3, budget: 1 }
+    Setup {
+        kind,
+        flaw,
+        pages: PAGES,
+        watermark_pages,
+        batch_blocks: 2,
+        entries: ENTRIES,
+        full_above: ENTRIES / 2,
+        threshold: 3,
+        budget: 1,
+    }
+}
+
+/// Any free block fills the array of `percpu`.
+fn full_soon(flaw: Flaw) -> Setup {
+    Setup { entries: 3, full_above: 0, ..setup(Kind::Percpu, flaw, 0) }
 }
 
 /// Orders of programs' blocks: single pages, small blocks, huge pages, and those that use no per-CPU list.
@@ -146,7 +163,9 @@ fn reporting_reports_all_that_is_free_long_enough() {
 
 #[test]
 fn percpu_counts_what_it_loses() {
-    assert_eq!(search(setup(Kind::Percpu, Flaw::None, 0), undisturbed(1), reports_or_counts), None);
+    for setup in [setup(Kind::Percpu, Flaw::None, 0), full_soon(Flaw::None)] {
+        assert_eq!(search(setup, undisturbed(1), reports_or_counts), None);
+    }
 }
 
 /// One block in the array and nothing lost: the property above does not hold for want of cases.
@@ -163,20 +182,26 @@ fn percpu_reports_a_block_that_was_freed() {
     assert_eq!((machine.losses().frees, machine.losses().captured), (1, 1));
 }
 
-/// More frees than there are entries, while the thread has the array.
+/// Free blocks that cannot be merged fill the array, and the thread does not get its turn.
 #[test]
-fn percpu_loses_frees_while_the_thread_has_the_array() {
+fn percpu_loses_frees_between_a_full_array_and_its_thread() {
     let mut machine = Machine::new(setup(Kind::Percpu, Flaw::None, 0));
-    for _ in 0..3 {
-        machine.step(Step::Allocate { order: Order::BLOCK, from_top: false }).unwrap();
+    machine.step(Step::Allocate { order: Order::BLOCK, from_top: false }).unwrap();
+    for _ in 0..2 * ENTRIES {
+        machine.step(Step::Allocate { order: Order(0), from_top: false }).unwrap();
     }
+    // Pages are taken in ascending order. Every second one, so that none of them finds its buddy free.
+    for index in (0..ENTRIES).rev().map(|nth| 2 * nth + 1) {
+        machine.step(Step::Free { index }).unwrap();
+        machine.step(Step::Drain { blocks: 1 }).unwrap();
+    }
+    assert_eq!((machine.losses().captured, machine.losses().lost), (6, 0));
     machine.step(Step::Free { index: 0 }).unwrap();
     machine.step(Step::Drain { blocks: 1 }).unwrap();
-    machine.step(Step::Advance { answer: Answer::Discarded }).unwrap();
-    machine.step(Step::Free { index: 0 }).unwrap();
-    machine.step(Step::Free { index: 0 }).unwrap();
+    assert_eq!((machine.losses().captured, machine.losses().lost), (6, 1));
     machine.settle().unwrap();
-    assert_eq!(machine.losses().lost, 2);
+    // The last one was not in the free lists yet when it filled the array.
+    assert_eq!((machine.losses().small, machine.losses().not_free), (5, 1));
     assert!(matches!(machine.check_reported(Expected::UsedSinceStart), Err(Violation::NeverReported(_))));
 }
 
@@ -238,6 +263,6 @@ fn what_never_gets_reported_is_found() {
 
 #[test]
 fn uncounted_losses_are_found() {
-    let found = search(setup(Kind::Percpu, Flaw::LossUncounted, 0), undisturbed(1), reports_or_counts);
+    let found = search(full_soon(Flaw::LossUncounted), undisturbed(1), reports_or_counts);
     assert!(matches!(found, Some((Violation::LossesUncounted(_), _))), "{found:?}");
 }
