@@ -8,6 +8,7 @@
  * move, as those of the stock driver.
  */
 #include <linux/delay.h>
+#include <linux/list_sort.h>
 #include <linux/mmzone.h>
 #include <linux/page_ref.h>
 #include <linux/pagemap.h>
@@ -42,7 +43,7 @@ void ebb_blocks_start(struct ebb_balloon *eb)
 		     !ebb_symbols_find();
 }
 
-/* The first block on one of a zone's lists that can be moved to any use; the zone's lock must be held. */
+/* The first block on those of a zone's lists that anyone may use; the zone's lock must be held. */
 static struct page *first_free(struct zone *zone, unsigned int order)
 {
 	static const int types[] = { MIGRATE_MOVABLE, MIGRATE_UNMOVABLE, MIGRATE_RECLAIMABLE };
@@ -251,6 +252,15 @@ void ebb_blocks_keep(struct ebb_balloon *eb, struct list_head *pages)
 	spin_unlock_irqrestore(&eb->lock, flags);
 }
 
+/* For list_sort() of pages. */
+int ebb_by_address(void *unused, const struct list_head *left, const struct list_head *right)
+{
+	unsigned long a = page_to_pfn(list_entry(left, struct page, lru));
+	unsigned long b = page_to_pfn(list_entry(right, struct page, lru));
+
+	return a < b ? -1 : a > b;
+}
+
 static u64 first_unit(struct page *page)
 {
 	return (u64)page_to_pfn(page) << EBB_UNIT_SHIFT;
@@ -265,10 +275,14 @@ static bool take_pages(struct ebb_balloon *eb, struct ebb_message *message,
 	bool fits = true;
 	LIST_HEAD(pages);
 
-	room = min_t(u64, room >> EBB_UNIT_SHIFT, EBB_SET_RANGES);
+	/* More to choose from makes fewer bitmaps: each of them has one window. */
+	room = min_t(u64, room >> EBB_UNIT_SHIFT,
+		     format->encodings == BIT(VIRTIO_BALLOON_ENC_BITMAP) ?
+		     4 * EBB_SET_RANGES : EBB_SET_RANGES);
 	if (!room)
 		return false;
 	balloon_page_list_dequeue(&eb->info, &pages, room);
+	list_sort(NULL, &pages, ebb_by_address);
 	list_for_each_entry_safe(page, next, &pages, lru) {
 		if (!ebb_set_add(&message->set, format, first_unit(page), 1 << EBB_UNIT_SHIFT)) {
 			fits = false;

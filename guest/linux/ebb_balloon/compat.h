@@ -17,4 +17,14 @@
 #define EBB_LARGEST_ORDER (MAX_ORDER - 1)
 #endif
 
+/* Shrinkers are allocated by the kernel. */
+#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 7, 0)
+#define EBB_ALLOCATED_SHRINKER
+#endif
+
+/* Names and callbacks of virtqueues are in one structure. */
+#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 11, 0)
+#define EBB_VIRTQUEUE_INFO
+#endif
+
 #endif

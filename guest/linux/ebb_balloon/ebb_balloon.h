@@ -20,7 +20,6 @@
 #include <linux/shrinker.h>
 #include <linux/spinlock.h>
 #include <linux/types.h>
-#include <linux/version.h>
 #include <linux/virtio.h>
 #include <linux/virtio_balloon.h>
 #include <linux/virtio_config.h>
@@ -35,8 +34,8 @@
 #define EBB_UNIT_SHIFT		(PAGE_SHIFT - VIRTIO_BALLOON_PFN_SHIFT)
 
 /* Most units in one message: 256 MiB. More would keep the next ones waiting. */
-#define EBB_MESSAGE_UNITS	(1U << 16)
-/* Ranges that a set can have; a message on one page has 254 at most, a bitmap can name more. */
+#define EBB_MESSAGE_UNITS	65536U
+/* Ranges that a set can have; a message on one page has 254 at most, a bitmap more. */
 #define EBB_SET_RANGES		1024
 /* Numbers in a buffer where messages were not negotiated, as the stock driver has them. */
 #define EBB_BARE_PFNS		256
@@ -45,7 +44,8 @@
 /* Messages of compaction: two for each page that is being moved. */
 #define EBB_MOVE_MESSAGES	64
 /* Bytes of a message that names one page. */
-#define EBB_MOVE_BYTES		(sizeof(struct virtio_balloon_msg_hdr) + (sizeof(__le32) << EBB_UNIT_SHIFT))
+#define EBB_MOVE_BYTES \
+	(sizeof(struct virtio_balloon_msg_hdr) + (sizeof(__le32) << EBB_UNIT_SHIFT))
 
 enum ebb_queue {
 	EBB_VQ_INFLATE,
@@ -87,6 +87,7 @@ enum ebb_counter {
 	EBB_PAGES_NAMED,
 	EBB_WALK_NS,
 	EBB_LONGEST_LOCK_NS,
+	EBB_LONGEST_LOCK_EVER_NS,
 	EBB_LOCKS,
 	EBB_COUNTERS
 };
@@ -194,6 +195,7 @@ enum ebb_hinting_phase {
 struct ebb_hinting {
 	struct work_struct work;
 	enum ebb_hinting_phase phase;
+	/* Taken by the work item and by the shrinker. */
 	spinlock_t lock;
 	struct list_head blocks;
 	unsigned long nr_blocks;
@@ -204,7 +206,7 @@ struct ebb_hinting {
 	__virtio32 end;
 	bool begin_sent;
 	bool end_sent;
-#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 7, 0)
+#ifdef EBB_ALLOCATED_SHRINKER
 	struct shrinker *shrinker;
 #else
 	struct shrinker shrinker;
@@ -260,6 +262,7 @@ struct ebb_balloon {
 	/* Units in messages under way. */
 	u64 inflating;
 	u64 deflating;
+	/* Writers of the configuration. */
 	struct mutex actual_mutex;
 	u32 actual;
 
@@ -284,6 +287,7 @@ struct ebb_balloon {
 	/* Reports: one at a time. */
 	wait_queue_head_t report_wait;
 	unsigned long report_busy;
+	/* The queue, and @report_done. */
 	spinlock_t report_lock;
 	bool report_done;
 	struct scatterlist report_sg[EBB_REPORT_MAX];
@@ -333,6 +337,7 @@ struct page *ebb_block_allocate(struct ebb_balloon *eb, u64 units, unsigned int 
 void ebb_block_free(struct ebb_balloon *eb, struct page *page, unsigned int order);
 void ebb_blocks_keep(struct ebb_balloon *eb, struct list_head *pages);
 void ebb_blocks_take(struct ebb_balloon *eb, struct ebb_message *message, u64 units);
+int ebb_by_address(void *unused, const struct list_head *left, const struct list_head *right);
 void ebb_blocks_free(struct ebb_balloon *eb, struct list_head *pages);
 void ebb_blocks_free_all(struct ebb_balloon *eb);
 
@@ -355,6 +360,9 @@ void ebb_hinting_start(struct ebb_balloon *eb);
 void ebb_hinting_changed(struct ebb_balloon *eb);
 void ebb_hinting_returned(struct virtqueue *vq);
 void ebb_hinting_release(struct ebb_balloon *eb);
+
+/* report.c */
+void ebb_report_returned(struct virtqueue *vq);
 
 /* statistics.c */
 void ebb_stats_init(struct ebb_balloon *eb);

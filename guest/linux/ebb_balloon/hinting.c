@@ -209,15 +209,17 @@ void ebb_hinting_returned(struct virtqueue *vq)
  */
 void ebb_hinting_changed(struct ebb_balloon *eb)
 {
+	struct ebb_hinting *h = &eb->hinting;
+
 	if (!eb->vqs[EBB_VQ_FREE_PAGE])
 		return;
-	atomic_set(&eb->hinting.changed, 1);
+	atomic_set(&h->changed, 1);
 	queue_hinting(eb);
 }
 
 static struct ebb_hinting *hinting_of(struct shrinker *shrinker)
 {
-#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 7, 0)
+#ifdef EBB_ALLOCATED_SHRINKER
 	return shrinker->private_data;
 #else
 	return container_of(shrinker, struct ebb_hinting, shrinker);
@@ -238,7 +240,7 @@ static unsigned long shrink_scan(struct shrinker *shrinker, struct shrink_contro
 
 static int register_hinting_shrinker(struct ebb_hinting *h)
 {
-#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 7, 0)
+#ifdef EBB_ALLOCATED_SHRINKER
 	h->shrinker = shrinker_alloc(0, "ebb_balloon");
 	if (!h->shrinker)
 		return -ENOMEM;
@@ -257,7 +259,7 @@ static int register_hinting_shrinker(struct ebb_hinting *h)
 
 static void unregister_hinting_shrinker(struct ebb_hinting *h)
 {
-#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 7, 0)
+#ifdef EBB_ALLOCATED_SHRINKER
 	shrinker_free(h->shrinker);
 #else
 	unregister_shrinker(&h->shrinker);

@@ -23,7 +23,7 @@
 #define LOCK_NS		(50 * NSEC_PER_USEC)
 /* Longest time that the work item goes on before others have their turn. */
 #define TURN_MS		20
-/* Time until the buffer is there again after an illegal request: nothing the device does keeps the guest busy. */
+/* Time until the buffer is there again after an illegal request: those keep nobody busy. */
 #define PENALTY_MS	100
 
 /**
@@ -55,6 +55,7 @@ struct ebb_host_requests {
 	struct ebb_balloon *eb;
 	struct work_struct work;
 	struct delayed_work post;
+	/* Taken in interrupts. */
 	spinlock_t lock;
 	struct virtio_balloon_host_request buffer;
 	unsigned int buffer_bytes;
@@ -71,6 +72,7 @@ struct ebb_host_requests {
 	unsigned int found_at;
 	struct ebb_set set;
 	void *message;
+	/* Around each step, so that memory can be seen to go away. */
 	struct mutex walking;
 	struct notifier_block notifier;
 	bool notified;
@@ -94,6 +96,12 @@ static void post_work(struct work_struct *work)
 	post_buffer(container_of(to_delayed_work(work), struct ebb_host_requests, post));
 }
 
+static void note_longest(struct ebb_balloon *eb, enum ebb_counter counter, s64 ns)
+{
+	if (ns > atomic64_read(&eb->counters[counter]))
+		atomic64_set(&eb->counters[counter], ns);
+}
+
 /*
  * Pages that can be passed over together with one that is not free: a large
  * page of somebody, or a block of the balloon. Nothing keeps them as they are;
@@ -110,7 +118,7 @@ static unsigned long used_pages(struct page *page)
 	return order <= EBB_LARGEST_ORDER ? 1UL << order : 1;
 }
 
-/* Looks for blocks in one stretch of memory; the page structures must stay. Returns where it ended. */
+/* Looks for blocks in memory whose page structures must stay. Returns where it ended. */
 static unsigned long walk_locked(struct ebb_host_requests *r, struct zone *zone,
 				 unsigned long pfn, unsigned long end)
 {
@@ -151,8 +159,8 @@ static unsigned long walk_locked(struct ebb_host_requests *r, struct zone *zone,
 	spin_unlock_irqrestore(&zone->lock, flags);
 
 	ebb_count(r->eb, EBB_LOCKS, 1);
-	if (held > atomic64_read(&r->eb->counters[EBB_LONGEST_LOCK_NS]))
-		atomic64_set(&r->eb->counters[EBB_LONGEST_LOCK_NS], held);
+	note_longest(r->eb, EBB_LONGEST_LOCK_NS, held);
+	note_longest(r->eb, EBB_LONGEST_LOCK_EVER_NS, held);
 	return pfn;
 }
 
@@ -208,7 +216,7 @@ static bool send_answer(struct ebb_host_requests *r, u16 status)
 		return false;
 	bytes = ebb_set_write(&r->set, &format, &like, r->message, &encoding);
 	if (!bytes) {
-		/* The parameter "encoding" has changed in the meantime: what is in the set is left out. */
+		/* The parameter "encoding" has changed: what is in the set is left out. */
 		r->incomplete = true;
 		ebb_set_clear(&r->set);
 		bytes = ebb_set_write(&r->set, &format, &like, r->message, &encoding);
@@ -246,9 +254,10 @@ static bool collect(struct ebb_host_requests *r)
 		if (units && ebb_set_add(&r->set, &format, found->start, units)) {
 			found->start += units;
 			found->units -= units;
-		} else if (r->set.nr) {
-			return false;
 		} else {
+			if (r->set.nr)
+				return false;
+			/* Numbers do not reach that far. */
 			r->incomplete = true;
 			found->units = 0;
 		}
@@ -262,7 +271,7 @@ static bool collect(struct ebb_host_requests *r)
 	return true;
 }
 
-/* One step of an answer. Returns false when there is nothing to do until the device has done something. */
+/* One step of an answer. Returns false when the device has to do something first. */
 static bool answer(struct ebb_host_requests *r)
 {
 	if (!collect(r))
@@ -284,6 +293,8 @@ static void begin_answer(struct ebb_host_requests *r, u64 id, unsigned int page_
 	if (r->id)
 		ebb_count(r->eb, EBB_ANSWERS_SUPERSEDED, 1);
 	ebb_count(r->eb, EBB_REQUESTS, 1);
+	/* Of each answer by itself: it also has what the host did to the processor meanwhile. */
+	atomic64_set(&r->eb->counters[EBB_LONGEST_LOCK_NS], 0);
 	r->id = id;
 	r->order = page_shift > PAGE_SHIFT ? page_shift - PAGE_SHIFT : 0;
 	r->order = min_t(unsigned int, r->order, EBB_LARGEST_ORDER);

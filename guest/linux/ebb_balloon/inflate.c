@@ -17,6 +17,8 @@
 
 /* Longest time that the work item goes on before others have their turn. */
 #define TURN_MS			50
+/* Longest time that is spent on what the next messages are to name. */
+#define GATHER_MS		200
 /* Time until the next attempt when no memory could be had. */
 #define SHORTAGE_MS		200
 /* Time until the next attempt when compaction has the last pages. */
@@ -84,21 +86,13 @@ static bool finish_all(struct ebb_balloon *eb)
 	return all;
 }
 
-static int by_address(void *unused, const struct list_head *left, const struct list_head *right)
-{
-	unsigned long a = page_to_pfn(list_entry(left, struct page, lru));
-	unsigned long b = page_to_pfn(list_entry(right, struct page, lru));
-
-	return a < b ? -1 : a > b;
-}
-
 /*
  * Allocates what the next messages are to name, and sorts it: neighbours make
  * one range, and a bitmap does not have to span all of memory for few pages.
  */
 static void gather(struct ebb_balloon *eb, u64 units, const struct ebb_format *format)
 {
-	unsigned long end = jiffies + msecs_to_jiffies(TURN_MS);
+	unsigned long end = jiffies + msecs_to_jiffies(GATHER_MS);
 	ktime_t start = ktime_get();
 	u64 most = EBB_MESSAGE_UNITS;
 
@@ -106,7 +100,7 @@ static void gather(struct ebb_balloon *eb, u64 units, const struct ebb_format *f
 	if (format->encodings == BIT(VIRTIO_BALLOON_ENC_PFNS))
 		most = EBB_BARE_PFNS;
 	units = min_t(u64, units, EBB_MESSAGE_UNITS);
-	while (units && time_before(jiffies, end)) {
+	while (units && time_before(jiffies, end) && !READ_ONCE(eb->stopping)) {
 		unsigned int order;
 		struct page *page = ebb_block_allocate(eb, min(units, most), &order);
 
@@ -117,7 +111,7 @@ static void gather(struct ebb_balloon *eb, u64 units, const struct ebb_format *f
 		units -= 1ULL << order << EBB_UNIT_SHIFT;
 		cond_resched();
 	}
-	list_sort(NULL, &eb->pending, by_address);
+	list_sort(NULL, &eb->pending, ebb_by_address);
 	ebb_count(eb, EBB_ALLOCATE_NS, ktime_to_ns(ktime_sub(ktime_get(), start)));
 }
 

@@ -5,6 +5,7 @@
 #ifndef EBB_BALLOON_PROTOCOL_H
 #define EBB_BALLOON_PROTOCOL_H
 
+#include <linux/bits.h>
 #include <linux/build_bug.h>
 #include <linux/types.h>
 
@@ -35,7 +36,7 @@
 #define VIRTIO_BALLOON_MAX_PAGE_SHIFT		30
 
 /* Page frame numbers of 4 KiB that fit into 32 bits. */
-#define VIRTIO_BALLOON_PFNS_END			(1ULL << 32)
+#define VIRTIO_BALLOON_PFNS_END			BIT_ULL(32)
 
 /**
  * struct virtio_balloon_msg_hdr - what every message begins with
