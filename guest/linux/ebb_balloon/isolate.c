@@ -37,11 +37,14 @@ bool ebb_find_free(unsigned long pfn, unsigned int least_order, struct ebb_block
 	return false;
 }
 
+bool ebb_zone_has_room_for(struct zone *zone, unsigned long free_pages, unsigned int order)
+{
+	return free_pages > low_wmark_pages(zone) + ((unsigned long)EBB_REPORT_MAX << order);
+}
+
 bool ebb_zone_has_room(struct zone *zone, unsigned int order)
 {
-	unsigned long needed = low_wmark_pages(zone) + ((unsigned long)EBB_REPORT_MAX << order);
-
-	if (zone_page_state(zone, NR_FREE_PAGES) > needed)
+	if (ebb_zone_has_room_for(zone, zone_page_state(zone, NR_FREE_PAGES), order))
 		return true;
 	atomic64_inc(&ebb_counts.low_memory);
 	return false;

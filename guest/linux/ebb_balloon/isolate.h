@@ -70,6 +70,9 @@ void ebb_batch_name(struct ebb_batch *batch, unsigned long pfn, unsigned int ord
  */
 int ebb_batch_report(struct ebb_balloon *eb, struct ebb_batch *batch);
 
+/* Whether a zone with so many free pages could do without a full batch of blocks. */
+bool ebb_zone_has_room_for(struct zone *zone, unsigned long free_pages, unsigned int order);
+
 /*
  * Whether a zone can do without a full batch for a while: the kernel's own
  * reporting asks the same (mm/page_reporting.c).

@@ -37,12 +37,9 @@
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
 
 #include <linux/bitmap.h>
-#include <linux/memory_hotplug.h>
 #include <linux/mm.h>
 #include <linux/module.h>
-#include <linux/rcupdate.h>
 #include <linux/seq_file.h>
-#include <linux/slab.h>
 #include <linux/tracepoint.h>
 #include <linux/workqueue.h>
 
@@ -50,9 +47,8 @@
 #include "isolate.h"
 #include "symbols.h"
 #include "tracker.h"
+#include "zone_map.h"
 
-#define EBB_BLOCK_ORDER		(EBB_LARGEST_ORDER - 1)
-#define EBB_BLOCK_PAGES		(1UL << EBB_BLOCK_ORDER)
 /* The order above PAGE_ALLOC_COSTLY_ORDER that per-CPU lists are used for as well. */
 #ifdef CONFIG_TRANSPARENT_HUGEPAGE
 #define EBB_LISTED_ORDER	pageblock_order
@@ -63,30 +59,8 @@
 #define EBB_BITMAP_HELD		16
 /* Set bits looked at under a zone's lock at a time. */
 #define EBB_BITMAP_STEP		64
-/* Blocks looked at before others may run, without a lock. */
-#define EBB_BITMAP_SEED_STEP	4096
-
 /* A held block of the largest order is two bits, and may be named as two blocks. */
 static_assert(EBB_BITMAP_HELD * 2 <= EBB_REPORT_MAX);
-
-/*
- * struct ebb_zone_map - the bitmap of a zone
- * @zone: the zone
- * @first: number of the block that bit 0 stands for; block n begins at page
- *	frame n << EBB_BLOCK_ORDER
- * @blocks: number of bits
- * @set: number of set bits
- * @coming: bits of blocks that were marked before they were free
- * @bits: the bitmap; bits are cleared under the zone's lock
- */
-struct ebb_zone_map {
-	struct zone *zone;
-	unsigned long first;
-	unsigned long blocks;
-	atomic_t set;
-	unsigned long *coming;
-	unsigned long bits[];
-};
 
 static unsigned int bitmap_threshold = 16;
 static unsigned int bitmap_delay_ms = 2000;
@@ -135,27 +109,15 @@ module_param_cb(bitmap_leftover_ms, &ebb_delay_ops, &bitmap_leftover_ms, 0644);
 MODULE_PARM_DESC(bitmap_leftover_ms,
 		 "tracker=bitmap: time to the walk for blocks below the threshold (default 10000)");
 
-/* One of each zone of each node. Read by hooks with preemption off. */
-static struct ebb_zone_map __rcu **ebb_maps;
-static unsigned int ebb_map_count;
-
 static struct ebb_balloon *ebb_bitmap_eb;
 static struct tracepoint *ebb_drain_tracepoint;
 static struct tracepoint *ebb_free_tracepoint;
 static bool ebb_bitmap_stopping;
-static atomic64_t ebb_bitmap_seeded;
+static unsigned long ebb_bitmap_seeded;
 
 static void ebb_bitmap_walk(struct work_struct *work);
 static DECLARE_DELAYED_WORK(ebb_threshold_work, ebb_bitmap_walk);
 static DECLARE_DELAYED_WORK(ebb_leftover_work, ebb_bitmap_walk);
-/* The two work items do the same, one at a time. */
-static DEFINE_MUTEX(ebb_walk_mutex);
-
-static unsigned int ebb_map_index(struct zone *zone)
-{
-	return zone_to_nid(zone) * MAX_NR_ZONES + zone_idx(zone);
-}
-
 /*
  * Queues a walk if a zone with @set bits needs one. Called under a zone's lock,
  * where nothing may be woken: with a delay of at least a jiffy this only arms a
@@ -178,54 +140,18 @@ static void ebb_bitmap_queue(int set)
 	}
 }
 
-/* When a page is marked. */
-enum ebb_moment {
-	EBB_COMING,
-	EBB_MERGED,
-};
-
-enum ebb_mark {
-	EBB_MARK_NEW,
-	EBB_MARK_OLD,
-	EBB_MARK_OUTSIDE,
-};
-
-/*
- * Sets the bit of the block that a page is in. Preemption is off.
- */
-static __always_inline enum ebb_mark ebb_bitmap_mark(const struct page *page, unsigned long pfn,
-						     enum ebb_moment moment)
+static void ebb_bitmap_capture(struct page *page, unsigned long pfn, enum ebb_moment moment)
 {
-	struct ebb_zone_map *map;
-	unsigned long bit;
+	int set = ebb_zone_maps_mark(page, pfn, moment);
 
-	map = rcu_dereference_sched(ebb_maps[ebb_map_index(page_zone(page))]);
-	if (!map)
-		return EBB_MARK_OUTSIDE;
-	bit = (pfn >> EBB_BLOCK_ORDER) - map->first;
-	if (bit >= map->blocks)
-		return EBB_MARK_OUTSIDE;
-	if (moment == EBB_COMING)
-		set_bit(bit, map->coming);
-	if (test_bit(bit, map->bits) || test_and_set_bit(bit, map->bits))
-		return EBB_MARK_OLD;
-	ebb_bitmap_queue(atomic_inc_return(&map->set));
-	return EBB_MARK_NEW;
-}
-
-static __always_inline void ebb_bitmap_capture(const struct page *page, unsigned long pfn,
-					       enum ebb_moment moment)
-{
-	switch (ebb_bitmap_mark(page, pfn, moment)) {
-	case EBB_MARK_NEW:
-		this_cpu_inc(ebb_hot.captured);
-		break;
-	case EBB_MARK_OUTSIDE:
+	if (set == EBB_MARKED_BEFORE)
+		return;
+	if (set == EBB_OUTSIDE) {
 		this_cpu_inc(ebb_hot.lost);
-		break;
-	case EBB_MARK_OLD:
-		break;
+		return;
 	}
+	this_cpu_inc(ebb_hot.captured);
+	ebb_bitmap_queue(set);
 }
 
 /* A page went from a per-CPU list to the free lists and was merged. The zone's lock is held. */
@@ -254,15 +180,6 @@ static void ebb_bitmap_freed(void *unused, struct page *page, unsigned int order
 		ebb_bitmap_capture(page, page_to_pfn(page) + EBB_BLOCK_PAGES, EBB_COMING);
 }
 
-/* Takes back a bit. Return: whether it was set. The zone's lock is held. */
-static bool ebb_bitmap_clear(struct ebb_zone_map *map, unsigned long bit)
-{
-	if (bit >= map->blocks || !test_and_clear_bit(bit, map->bits))
-		return false;
-	atomic_dec(&map->set);
-	return true;
-}
-
 /*
  * Adds what is to be reported of a block that is held: those of its parts that
  * have become free since they were last reported.
@@ -271,8 +188,8 @@ static void ebb_bitmap_name(struct ebb_zone_map *map, struct ebb_batch *batch,
 			    const struct ebb_block *block)
 {
 	unsigned long bit = (block->pfn >> EBB_BLOCK_ORDER) - map->first;
-	bool low = ebb_bitmap_clear(map, bit);
-	bool high = block->order > EBB_BLOCK_ORDER && ebb_bitmap_clear(map, bit + 1);
+	bool low = ebb_zone_map_clear(map, bit);
+	bool high = block->order > EBB_BLOCK_ORDER && ebb_zone_map_clear(map, bit + 1);
 
 	if (low && high)
 		ebb_batch_name(batch, block->pfn, block->order);
@@ -303,7 +220,7 @@ static unsigned long ebb_bitmap_fill(struct ebb_zone_map *map, struct ebb_batch 
 				   &block)) {
 			if (!test_and_clear_bit(bit, map->coming)) {
 				atomic64_inc(&ebb_counts.false_isolations);
-				ebb_bitmap_clear(map, bit);
+				ebb_zone_map_clear(map, bit);
 			}
 			bit++;
 			continue;
@@ -316,7 +233,7 @@ static unsigned long ebb_bitmap_fill(struct ebb_zone_map *map, struct ebb_batch 
 			atomic64_inc(&ebb_counts.false_isolations);
 			fallthrough;
 		case EBB_REPORTED:
-			ebb_bitmap_clear(map, bit);
+			ebb_zone_map_clear(map, bit);
 			break;
 		case EBB_OFFLIMITS:
 			/* Its bit stays, for a later walk. */
@@ -329,32 +246,9 @@ static unsigned long ebb_bitmap_fill(struct ebb_zone_map *map, struct ebb_batch 
 	return bit;
 }
 
-/* The host was not told: the bits are set again. */
-static void ebb_bitmap_restore(struct ebb_zone_map *map, const struct ebb_block *named,
-			       unsigned int count)
-{
-	unsigned int i;
-
-	for (i = 0; i < count; i++) {
-		unsigned long bit = (named[i].pfn >> EBB_BLOCK_ORDER) - map->first;
-		unsigned long end = bit + (1UL << (named[i].order - EBB_BLOCK_ORDER));
-
-		for (; bit < end; bit++) {
-			if (!test_and_set_bit(bit, map->bits))
-				atomic_inc(&map->set);
-		}
-	}
-}
-
-static struct ebb_zone_map *ebb_map_get(unsigned int index)
-{
-	/* Maps are replaced under ebb_walk_mutex only. */
-	return rcu_dereference_protected(ebb_maps[index], lockdep_is_held(&ebb_walk_mutex));
-}
-
 static int ebb_bitmap_walk_zone(struct ebb_zone_map *map)
 {
-	/* Protected by ebb_walk_mutex; too large for a stack. */
+	/* Protected by ebb_zone_maps_mutex; too large for a stack. */
 	static struct ebb_batch batch;
 	static struct ebb_block named[EBB_REPORT_MAX];
 	struct zone *zone = map->zone;
@@ -376,7 +270,7 @@ static int ebb_bitmap_walk_zone(struct ebb_zone_map *map)
 		memcpy(named, batch.named, count * sizeof(*named));
 		err = ebb_batch_report(ebb_bitmap_eb, &batch);
 		if (err) {
-			ebb_bitmap_restore(map, named, count);
+			ebb_zone_map_restore(map, named, count);
 			return err;
 		}
 		cond_resched();
@@ -384,198 +278,36 @@ static int ebb_bitmap_walk_zone(struct ebb_zone_map *map)
 	return 0;
 }
 
-static void ebb_bitmap_walk(struct work_struct *work)
+/* How many bits of the zone that has most of them are set. */
+static int ebb_bitmap_most(void)
 {
 	unsigned int i;
 	int most = 0;
 
-	mutex_lock(&ebb_walk_mutex);
-	atomic64_inc(&ebb_counts.passes);
-	for (i = 0; i < ebb_map_count; i++) {
-		struct ebb_zone_map *map = ebb_map_get(i);
-
-		if (map && atomic_read(&map->set) && ebb_bitmap_walk_zone(map))
-			break;
-	}
-	for (i = 0; i < ebb_map_count; i++) {
-		struct ebb_zone_map *map = ebb_map_get(i);
+	for (i = 0; i < ebb_zone_maps_count(); i++) {
+		struct ebb_zone_map *map = ebb_zone_maps_get(i);
 
 		if (map)
 			most = max(most, atomic_read(&map->set));
 	}
-	mutex_unlock(&ebb_walk_mutex);
-	ebb_bitmap_queue(most);
+	return most;
 }
 
-static struct ebb_zone_map *ebb_map_alloc(struct zone *zone)
-{
-	unsigned long first = zone->zone_start_pfn >> EBB_BLOCK_ORDER;
-	unsigned long end = DIV_ROUND_UP(zone_end_pfn(zone), EBB_BLOCK_PAGES);
-	unsigned long words = BITS_TO_LONGS(end - first);
-	struct ebb_zone_map *map;
-
-	/* Two bitmaps of the same size, one behind the other. */
-	map = kvzalloc(struct_size(map, bits, 2 * words), GFP_KERNEL);
-	if (!map)
-		return NULL;
-	map->coming = &map->bits[words];
-	map->zone = zone;
-	map->first = first;
-	map->blocks = end - first;
-	return map;
-}
-
-/*
- * Marks what is free already. Looks at the first page of each block instead of
- * walking free lists, which could not be left and gone back to. Memory may not
- * go offline meanwhile.
- */
-static void ebb_bitmap_seed(unsigned long pfn, unsigned long end)
-{
-	unsigned long looked = 0;
-
-	for (pfn = ALIGN_DOWN(pfn, EBB_BLOCK_PAGES); pfn < end; pfn += EBB_BLOCK_PAGES) {
-		struct page *page = pfn_to_online_page(pfn);
-		struct ebb_block found;
-
-		if (page && ebb_find_free(pfn, EBB_BLOCK_ORDER, &found) &&
-		    !PageReported(pfn_to_page(found.pfn))) {
-			preempt_disable();
-			if (ebb_bitmap_mark(page, pfn, EBB_MERGED) == EBB_MARK_NEW)
-				atomic64_inc(&ebb_bitmap_seeded);
-			preempt_enable();
-		}
-		if (++looked % EBB_BITMAP_SEED_STEP == 0)
-			cond_resched();
-	}
-}
-
-/* Memory came online: zones that have outgrown their bitmaps get larger ones. */
-static void ebb_bitmap_online(unsigned long pfn, unsigned long pages)
-{
-	struct zone *zone = page_zone(pfn_to_page(pfn));
-	unsigned int index = ebb_map_index(zone);
-	struct ebb_zone_map *old, *new;
-	unsigned long bit;
-
-	if (!ebb_maps)
-		return;
-
-	mutex_lock(&ebb_walk_mutex);
-	old = ebb_map_get(index);
-	new = ebb_map_alloc(zone);
-	if (!new) {
-		pr_warn("no memory for a larger bitmap: blocks from page frame %#lx on are not tracked\n",
-			pfn);
-		goto out;
-	}
-
-	spin_lock_irq(&zone->lock);
-	for (bit = 0; old && bit < old->blocks; bit++) {
-		unsigned long moved = old->first + bit - new->first;
-
-		if (test_bit(bit, old->bits) && moved < new->blocks) {
-			__set_bit(moved, new->bits);
-			atomic_inc(&new->set);
-		}
-	}
-	rcu_assign_pointer(ebb_maps[index], new);
-	spin_unlock_irq(&zone->lock);
-	synchronize_rcu();
-	kvfree(old);
-	ebb_bitmap_seed(pfn, pfn + pages);
-out:
-	mutex_unlock(&ebb_walk_mutex);
-}
-
-/*
- * Memory is offline and its struct pages may go. Its bits are cleared; from now
- * on none of its pages can be freed, which would set them again.
- */
-static void ebb_bitmap_offline(unsigned long pfn, unsigned long pages)
+/* Both work items do this, one at a time. */
+static void ebb_bitmap_walk(struct work_struct *work)
 {
 	unsigned int i;
 
-	for (i = 0; ebb_maps && i < ebb_map_count; i++) {
-		unsigned long block = pfn >> EBB_BLOCK_ORDER;
-		unsigned long end = (pfn + pages) >> EBB_BLOCK_ORDER;
-		struct ebb_zone_map *map;
+	atomic64_inc(&ebb_counts.passes);
+	mutex_lock(&ebb_zone_maps_mutex);
+	for (i = 0; i < ebb_zone_maps_count(); i++) {
+		struct ebb_zone_map *map = ebb_zone_maps_get(i);
 
-		/* Maps are replaced under ebb_memory_mutex, too. */
-		map = rcu_dereference_protected(ebb_maps[i], lockdep_is_held(&ebb_memory_mutex));
-		if (!map)
-			continue;
-		spin_lock_irq(&map->zone->lock);
-		for (; block < end; block++) {
-			if (block >= map->first)
-				ebb_bitmap_clear(map, block - map->first);
-		}
-		spin_unlock_irq(&map->zone->lock);
+		if (map && atomic_read(&map->set) && ebb_bitmap_walk_zone(map))
+			break;
 	}
-}
-
-static void ebb_bitmap_free_maps(void)
-{
-	unsigned int i;
-
-	mutex_lock(&ebb_memory_mutex);
-	for (i = 0; i < ebb_map_count; i++)
-		kvfree(rcu_dereference_protected(ebb_maps[i], true));
-	kvfree(ebb_maps);
-	ebb_maps = NULL;
-	ebb_map_count = 0;
-	mutex_unlock(&ebb_memory_mutex);
-}
-
-static int ebb_bitmap_alloc_maps(void)
-{
-	int nid, i, err = 0;
-
-	mutex_lock(&ebb_memory_mutex);
-	ebb_map_count = nr_node_ids * MAX_NR_ZONES;
-	ebb_maps = kvcalloc(ebb_map_count, sizeof(*ebb_maps), GFP_KERNEL);
-	if (!ebb_maps) {
-		ebb_map_count = 0;
-		err = -ENOMEM;
-		goto out;
-	}
-	for_each_online_node(nid) {
-		for (i = 0; i < MAX_NR_ZONES; i++) {
-			struct zone *zone = &NODE_DATA(nid)->node_zones[i];
-			struct ebb_zone_map *map;
-
-			if (!zone->spanned_pages)
-				continue;
-			map = ebb_map_alloc(zone);
-			if (!map) {
-				err = -ENOMEM;
-				goto out;
-			}
-			RCU_INIT_POINTER(ebb_maps[ebb_map_index(zone)], map);
-		}
-	}
-out:
-	mutex_unlock(&ebb_memory_mutex);
-	return err;
-}
-
-static void ebb_bitmap_seed_all(void)
-{
-	unsigned int i;
-
-	for (i = 0; i < ebb_map_count; i++) {
-		unsigned long pfn, end;
-		struct ebb_zone_map *map;
-
-		mutex_lock(&ebb_memory_mutex);
-		map = rcu_dereference_protected(ebb_maps[i], lockdep_is_held(&ebb_memory_mutex));
-		if (map) {
-			pfn = map->zone->zone_start_pfn;
-			end = zone_end_pfn(map->zone);
-			ebb_bitmap_seed(pfn, end);
-		}
-		mutex_unlock(&ebb_memory_mutex);
-	}
+	ebb_bitmap_queue(ebb_bitmap_most());
+	mutex_unlock(&ebb_zone_maps_mutex);
 }
 
 /* Only the work items queue each other any more, and stop to do so, too. */
@@ -601,8 +333,8 @@ static int ebb_bitmap_start(struct ebb_balloon *eb)
 
 	ebb_bitmap_eb = eb;
 	WRITE_ONCE(ebb_bitmap_stopping, false);
-	atomic64_set(&ebb_bitmap_seeded, 0);
-	err = ebb_bitmap_alloc_maps();
+	ebb_bitmap_seeded = 0;
+	err = ebb_zone_maps_alloc();
 	if (err)
 		goto free_maps;
 	err = tracepoint_probe_register(ebb_drain_tracepoint, ebb_bitmap_drained, NULL);
@@ -611,7 +343,12 @@ static int ebb_bitmap_start(struct ebb_balloon *eb)
 	err = tracepoint_probe_register(ebb_free_tracepoint, ebb_bitmap_freed, NULL);
 	if (err)
 		goto unregister;
-	ebb_bitmap_seed_all();
+	mutex_lock(&ebb_memory_mutex);
+	ebb_bitmap_seeded = ebb_zone_maps_seed();
+	mutex_unlock(&ebb_memory_mutex);
+	mutex_lock(&ebb_zone_maps_mutex);
+	ebb_bitmap_queue(ebb_bitmap_most());
+	mutex_unlock(&ebb_zone_maps_mutex);
 	return 0;
 
 unregister:
@@ -620,7 +357,7 @@ unregister:
 	WRITE_ONCE(ebb_bitmap_stopping, true);
 	ebb_bitmap_cancel();
 free_maps:
-	ebb_bitmap_free_maps();
+	ebb_zone_maps_free();
 	return err;
 }
 
@@ -631,7 +368,7 @@ static void ebb_bitmap_stop(void)
 	tracepoint_probe_unregister(ebb_drain_tracepoint, ebb_bitmap_drained, NULL);
 	tracepoint_synchronize_unregister();
 	ebb_bitmap_cancel();
-	ebb_bitmap_free_maps();
+	ebb_zone_maps_free();
 }
 
 static void ebb_bitmap_show(struct seq_file *m)
@@ -639,17 +376,25 @@ static void ebb_bitmap_show(struct seq_file *m)
 	unsigned long set = 0;
 	unsigned int i;
 
+	/* Of a walk that waits for its host, this does not wait: maps change under either mutex. */
 	mutex_lock(&ebb_memory_mutex);
-	for (i = 0; i < ebb_map_count; i++) {
-		struct ebb_zone_map *map;
+	for (i = 0; i < ebb_zone_maps_count(); i++) {
+		struct ebb_zone_map *map = ebb_zone_maps_get(i);
 
-		map = rcu_dereference_protected(ebb_maps[i], lockdep_is_held(&ebb_memory_mutex));
 		if (map)
 			set += atomic_read(&map->set);
 	}
 	mutex_unlock(&ebb_memory_mutex);
 	seq_printf(m, "bitmap_set %lu\n", set);
-	seq_printf(m, "bitmap_seeded %lld\n", (long long)atomic64_read(&ebb_bitmap_seeded));
+	seq_printf(m, "bitmap_seeded %lu\n", ebb_bitmap_seeded);
+}
+
+static void ebb_bitmap_online(unsigned long pfn, unsigned long pages)
+{
+	ebb_zone_maps_online(pfn, pages);
+	mutex_lock(&ebb_zone_maps_mutex);
+	ebb_bitmap_queue(ebb_bitmap_most());
+	mutex_unlock(&ebb_zone_maps_mutex);
 }
 
 const struct ebb_tracker_ops ebb_tracker_bitmap = {
@@ -658,5 +403,5 @@ const struct ebb_tracker_ops ebb_tracker_bitmap = {
 	.stop = ebb_bitmap_stop,
 	.show = ebb_bitmap_show,
 	.online = ebb_bitmap_online,
-	.offline = ebb_bitmap_offline,
+	.offline = ebb_zone_maps_offline,
 };
