@@ -6,7 +6,7 @@ use ebb_agent::meminfo::lines;
 use ebb_agent::protocol::{Command, Event};
 
 use crate::guest::Guest;
-use crate::harness::{Scene, eventually, when};
+use crate::harness::{Scene, WRONG_CONTENT, eventually, when};
 use crate::saved::Restore;
 use crate::setup::Setup;
 
@@ -122,7 +122,8 @@ impl Module {
             "the guest's kernel complains:\n{complaints}\n{}",
             self.kernel_log(&[])
         );
-        assert_eq!(self.guest.wrong_pages(), 0);
+        let wrong = self.guest.wrong_pages();
+        assert!(wrong == 0, "{WRONG_CONTENT}: {wrong} held pages");
         for kind in [
             "broken_queue",
             "outside_ram",
@@ -159,7 +160,7 @@ impl Module {
     pub fn churned(&self, id: u64) -> ChurnReport {
         let result = self.guest.outcome(id).unwrap_or_else(|error| panic!("churn: {error}"));
         let report: ChurnReport = serde_json::from_value(result).expect("a report");
-        assert_eq!(report.wrong_pages, 0, "{report:#?}");
+        assert!(report.wrong_pages == 0, "{WRONG_CONTENT}: {report:#?}");
         assert!(report.pages_verified > 0, "{report:#?}");
         report
     }

@@ -145,6 +145,8 @@ fn soak_operations() -> u64 {
 }
 
 /// All trackers in turn, with memory pressure and compaction, until enough was done: no page may be wrong.
+///
+/// `EBB_SOAK_OPERATIONS=600000 cargo test -p ebb --test guests -- module::soak` is about an hour.
 fn soak(scene: &Scene) {
     let module = churned_guest(scene);
     let guest = &module.guest;
