@@ -224,15 +224,6 @@ impl<'a> Bench<'a> {
         Ok(answer["text"].as_str().map(Counters::of_driver))
     }
 
-    /// Lets the guest's driver forget the largest values that it has seen; its counters go on.
-    ///
-    /// # Errors
-    /// [`LabError::Guest`], also with Linux's own driver.
-    pub fn reset_driver_maxima(&mut self, guest: u32) -> Result<(), LabError> {
-        let (path, text) = (DRIVER_COUNTERS.to_owned(), "0\n".to_owned());
-        self.ask(guest, Command::WriteFile { path, text }).map(drop)
-    }
-
     /// Ends a guest that nothing more is wanted of, and gives its memory back.
     pub fn end_guest(&mut self, number: u32) {
         self.controls.retain(|control| control.guest != number);

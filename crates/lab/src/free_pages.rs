@@ -195,7 +195,6 @@ fn ask_all(
 
 fn ask(bench: &mut Bench<'_>, guest: u32, memory: Memory, min_order: u8) -> Result<Question, LabError> {
     let free_bytes = bench.ask(guest, Command::MemInfo)?["MemFree"].as_u64().map(|kib| kib << 10);
-    bench.reset_driver_maxima(guest)?;
     let before = bench.driver_counters(guest)?.unwrap_or_default();
     let report = bench.free_pages(guest, min_order)?;
     let now = bench.driver_counters(guest)?.unwrap_or_default();
@@ -203,6 +202,7 @@ fn ask(bench: &mut Bench<'_>, guest: u32, memory: Memory, min_order: u8) -> Resu
         let problem = GuestProblem::Protocol(format!("its answer ended as {:?}", report.status));
         return Err(LabError::Guest { guest, problem, diagnostics: String::new() });
     }
+    // Unlike the other counters this one begins anew with each request.
     let longest_lock_ns = now.get("longest_lock_ns");
     Ok(Question { memory, report, driver: now.since(&before), longest_lock_ns, free_bytes })
 }
