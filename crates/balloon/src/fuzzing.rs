@@ -12,7 +12,7 @@ use ebb_abi::{Order, PageRange};
 use virtio_queue::Queue;
 
 use crate::testing::{Buffer, Guest, Setup};
-use crate::{Balloon, GuestError, HintEnd, HintSink};
+use crate::{Balloon, GuestError, HintEnd, HintSink, ReportCheck};
 
 /// A fuzz target by name.
 pub type Target = (&'static str, fn(&[u8]));
@@ -143,6 +143,8 @@ fn play(kind: QueueKind, offered: Features, chosen: Features, mut input: Input<'
     let requests = counters.requests.sent + counters.requests.cancelled;
     assert!(lost <= counters.discard.bytes / 4096 + requests * 2 * REQUEST_BYTES as u64);
     assert_eq!(counters.discard.failures, 0);
+    let relies_on_content = negotiated.contains(Feature::PagePoison);
+    assert!(counters.discard.verified_pages * 4096 <= counters.discard.bytes * u64::from(!relies_on_content));
     assert_eq!(guest.balloon.info().pending_bytes, 0);
     if !negotiated.contains(Feature::StatisticsQueue) {
         assert_eq!(counters.errors.get(GuestError::ExtraStatistics), 0);
@@ -284,8 +286,10 @@ fn near_message(kind: QueueKind, input: &mut Input<'_>) -> Vec<u8> {
 /// Something that the device's owner does.
 fn owner_step(guest: &mut Guest, input: &mut Input<'_>) {
     let balloon = &mut guest.balloon;
-    match input.number(1) % 6 {
+    match input.number(1) % 7 {
         0 => balloon.flush(),
+        5 => balloon
+            .set_report_check([ReportCheck::Overwrite, ReportCheck::None][input.number(1) as usize % 2]),
         1 => {
             balloon.request_statistics();
         }

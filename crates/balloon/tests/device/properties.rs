@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 
 use ebb_abi::balloon::{Feature, Features, QueueKind};
 use ebb_abi::{PageRange, Pfn};
+use ebb_balloon::ReportCheck;
 use ebb_balloon::testing::{Buffer, Guest, Setup};
 use proptest::prelude::*;
 
@@ -69,14 +70,13 @@ fn in_memory(numbers: &[u32]) -> BTreeSet<u64> {
     numbers.iter().filter(|number| is_memory(number)).map(|number| u64::from(*number)).collect()
 }
 
+/// A guest whose pages are overwritten before they are discarded, so that a page that should not have been touched tells.
 fn guest(must_tell_host: bool) -> Guest {
-    let negotiated = if must_tell_host {
-        Features::ALL_BALLOON
-    } else {
-        Features::ALL_BALLOON.without(Feature::MustTellHost)
-    };
-    let guest =
+    let all = Features::ALL_BALLOON.without(Feature::PagePoison);
+    let negotiated = if must_tell_host { all } else { all.without(Feature::MustTellHost) };
+    let mut guest =
         Guest::new(Setup { negotiated, region_bytes: u64::from(REGION_PAGES) * 4096, ..Setup::default() });
+    guest.balloon.set_report_check(ReportCheck::Overwrite);
     guest.mark(guest.low_pages());
     guest.mark(guest.high_pages());
     guest
@@ -141,6 +141,8 @@ proptest! {
             prop_assert!(unmarked(&guest).is_subset(&balloon));
         }
         guest.balloon.flush();
+        let discard = guest.balloon.counters().discard;
+        prop_assert_eq!(discard.verified_pages * 4096, discard.bytes);
         prop_assert_eq!(unmarked(&guest), balloon);
         prop_assert_eq!(guest.used(QueueKind::Inflate).len(), sent[0]);
         prop_assert_eq!(guest.used(QueueKind::Deflate).len(), sent[1]);
