@@ -17,24 +17,30 @@
 
 bool ebb_find_free(unsigned long pfn, unsigned int least_order, struct ebb_block *found)
 {
-	unsigned int order;
+	unsigned long first = ALIGN_DOWN(pfn, 1UL << least_order);
 
-	/* A block begins where its own size divides; its first page knows its order. */
-	for (order = least_order; order <= EBB_LARGEST_ORDER; order++) {
-		unsigned long first = ALIGN_DOWN(pfn, 1UL << order);
+	/*
+	 * A block begins where its own size divides, and its first page knows its
+	 * order. So its beginning is the page's number with some low bits cleared:
+	 * half as many places to look at as there are orders.
+	 */
+	for (;;) {
 		struct page *page = pfn_to_page(first);
-		unsigned long actual;
 
-		if (!PageBuddy(page))
-			continue;
-		actual = READ_ONCE(page->private);
-		if (actual < order || actual > EBB_LARGEST_ORDER)
-			continue;
-		found->pfn = first;
-		found->order = actual;
-		return true;
+		if (PageBuddy(page)) {
+			unsigned long order = READ_ONCE(page->private);
+
+			if (order >= least_order && order <= EBB_LARGEST_ORDER &&
+			    pfn - first < 1UL << order) {
+				found->pfn = first;
+				found->order = order;
+				return true;
+			}
+		}
+		if (!first || __ffs(first) >= EBB_LARGEST_ORDER)
+			return false;
+		first &= first - 1;
 	}
-	return false;
 }
 
 bool ebb_zone_has_room_for(struct zone *zone, unsigned long free_pages, unsigned int order)
