@@ -6,7 +6,8 @@
 //! control channel is a socket pair. QEMU dies with the process that started it, whatever ends that.
 //!
 //! Inside are `/bin/ebb` (the program that started the host, also its init), busybox, the modules of KVM, and for guests
-//! `/ebb/vmlinuz`, `/ebb/vmlinux`, `/ebb/guest.cpio` and `/ebb/ebb-agent`.
+//! `/ebb/vmlinuz`, `/ebb/vmlinux`, `/ebb/guest.cpio` and `/ebb/ebb-agent`. Guests have Ebb's own balloon driver too if it
+//! was built ([`balloon_module`]).
 
 pub mod balloon_module;
 pub mod cache;

@@ -1,5 +1,9 @@
 //! Init of test guests: mounts, loads modules, then takes commands on the console.
 //!
+//! The kernel's command line tells it which balloon driver to load (`ebb.balloon=virtio_balloon`, which is the default,
+//! `ebb.balloon=ebb_balloon` or `ebb.balloon=none`) and with which parameters (`ebb_balloon.tracker=bitmap`; the same for
+//! every other module that it loads).
+//!
 //! As an ordinary process (any other process id than 1) it speaks the same protocol on standard input and output and
 //! leaves the system alone, which is how its tests run it.
 
