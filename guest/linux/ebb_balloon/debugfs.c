@@ -2,8 +2,8 @@
 /*
  * /sys/kernel/debug/ebb_balloon/counters: all counters, as lines of "name value".
  *
- * Writing anything to the file sets longest_lock_ns, the only maximum among
- * them, to 0. Of all others differences can be taken.
+ * Writing anything to the file sets longest_lock_ns, a maximum, to 0. Of counts
+ * and sums, differences can be taken.
  */
 #include <linux/debugfs.h>
 #include <linux/err.h>
