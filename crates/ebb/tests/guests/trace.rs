@@ -74,6 +74,7 @@ pub fn moment() -> String {
         return String::new();
     }
     let write = |name: &str, text: &str| fs::write(directory.join(name), text);
+    let _ = write("events/kvm/kvm_page_fault/enable", "1");
     let recorded = write("events/kvm/kvm_exit/enable", "1").map(|()| thread::sleep(MOMENT));
     let _ = write("tracing_on", "0");
     let text = recorded.and_then(|()| fs::read(directory.join("trace"))).unwrap_or_default();
@@ -81,10 +82,10 @@ pub fn moment() -> String {
     let text = String::from_utf8_lossy(&text);
     let mut exits: BTreeMap<(&str, &str), usize> = BTreeMap::new();
     for line in text.lines().filter(|line| !line.starts_with('#')) {
-        let (thread, exit) = (line.split_once('['), line.split_once("kvm_exit: "));
-        if let (Some((thread, _)), Some((_, exit))) = (thread, exit) {
-            let reason = exit.split_once(" info1").map_or(exit, |(reason, _)| reason);
-            *exits.entry((thread.trim(), reason)).or_default() += 1;
+        let (thread, event) = (line.split_once('['), line.split_once("kvm_"));
+        if let (Some((thread, _)), Some((_, event))) = (thread, event) {
+            let event = event.split_once(" info1").map_or(event, |(event, _)| event);
+            *exits.entry((thread.trim(), event)).or_default() += 1;
         }
     }
     let mut exits: Vec<_> = exits.into_iter().collect();
