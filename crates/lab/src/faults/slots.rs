@@ -100,10 +100,12 @@ pub(super) fn run(bench: &mut Bench<'_>, sizes: Sizes, series: &mut [Series]) ->
                 Err(error) => outcome = outcome.and(Err(error)),
             }
         }
-        tell::series(&slots, series);
         for series in series.iter_mut() {
             series.guests.clone_from(&records);
             series.notes.clone_from(&notes);
+        }
+        tell::series(&slots, series);
+        for series in series.iter() {
             bench.events().tell(Event::SeriesSoFar(series.clone()));
         }
     }

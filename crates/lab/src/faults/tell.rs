@@ -5,6 +5,7 @@ use ebb_agent::page_faults::{FaultKind, TaskKind};
 use super::analysis::{Comparison, Overhead, comparisons, overhead};
 use super::slots::{Slot, Turn, Workload};
 use super::{CPUS, KINDS, SETTLE_S, TRACKERS};
+use crate::driver::Tracker;
 use crate::figures::{DataTable, Value};
 use crate::results::{Better, MetricInfo, Series, rounded};
 use crate::statistics::{median, quantile};
@@ -43,12 +44,24 @@ fn named(group: &str, metric: &str) -> String {
 
 /// Fills in metrics and tables of all series from the turns so far.
 pub(super) fn series(slots: &[Slot], all: &mut [Series]) {
+    let noise = noise(slots);
     for series in all {
         let Some(tracker) = TRACKERS.into_iter().find(|tracker| tracker.name() == series.name) else {
             continue;
         };
         one(slots, Turn::Of(tracker), series);
+        series.notes.extend(noise.clone());
     }
+}
+
+/// What the comparison of two turns is worth on this host, if there were two without a tracker.
+fn noise(slots: &[Slot]) -> Option<String> {
+    let same = comparisons(slots, Turn::Of(Tracker::Off));
+    let percent = median(same.iter().map(|comparison| comparison.overhead_percent.abs()))?;
+    Some(format!(
+        "two turns without a tracker differed by {} % (median); anything else that the machine does goes into that",
+        crate::table::number(Some(percent))
+    ))
 }
 
 fn one(slots: &[Slot], turn: Turn, series: &mut Series) {
@@ -185,12 +198,12 @@ fn turns(slots: &[Slot], turn: Turn) -> DataTable {
 
 /// What the guests' driver counted in a second of each workload, and what a free cost by its own clock.
 fn activity(own: &[&Slot]) -> Option<DataTable> {
-    /// A mean, which does not grow.
-    const FREE_NS: &str = "free_ns";
+    /// A mean and numbers of the moment, which do not grow.
+    const NO_COUNTERS: [&str; 4] = ["free_ns", "bitmap_set", "percpu_waiting", "isolated_now"];
     let mut names: Vec<&str> = own
         .iter()
         .flat_map(|slot| slot.driver.iter().filter(|(_, value)| *value > 0.0).map(|(name, _)| name))
-        .filter(|name| *name != FREE_NS)
+        .filter(|name| !NO_COUNTERS.contains(name))
         .collect();
     names.sort_unstable();
     names.dedup();
@@ -211,9 +224,10 @@ fn activity(own: &[&Slot]) -> Option<DataTable> {
             .sum::<f64>()
             .max(1.0)
     };
+    let kinds = || KINDS.into_iter().filter(|(kind, ..)| own.iter().any(|slot| slot.workload.kind == *kind));
     let row = |name: String, value: &dyn Fn(FaultKind) -> f64| -> Vec<Value> {
         std::iter::once(Value::from(name))
-            .chain(KINDS.map(|(kind, ..)| Value::from(rounded(value(kind)))))
+            .chain(kinds().map(|(kind, ..)| Value::from(rounded(value(kind)))))
             .collect()
     };
     let mut rows: Vec<Vec<Value>> = names
@@ -225,7 +239,7 @@ fn activity(own: &[&Slot]) -> Option<DataTable> {
         median(of_kind(kind).filter_map(|slot| slot.free_ns)).unwrap_or(0.0)
     }));
     let mut columns = vec!["the driver's counters".to_owned()];
-    columns.extend(KINDS.map(|(_, _, title)| title.to_owned()));
+    columns.extend(kinds().map(|(_, _, title)| title.to_owned()));
     Some(DataTable { title: "what the driver did".to_owned(), columns, rows })
 }
 
@@ -233,7 +247,6 @@ fn activity(own: &[&Slot]) -> Option<DataTable> {
 mod tests {
     use super::*;
     use crate::counters::Counters;
-    use crate::driver::Tracker;
 
     /// Guests of both sizes in which percpu costs 4 % with page_fault1 and nothing else costs anything.
     fn slots() -> Vec<Slot> {
@@ -294,6 +307,7 @@ mod tests {
         let told = told("none");
         assert_eq!(told.metrics["overhead_percent"], Some(0.0));
         assert!(told.details[0].rows.iter().any(|row| row.contains(&Value::from("baseline"))));
+        assert!(told.notes[0].contains("differed by 0 %"), "{:?}", told.notes);
     }
 
     #[test]
