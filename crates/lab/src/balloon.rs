@@ -5,7 +5,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use ebb_vmm::api::{Client, ClientError, FreePagesReport, TrimReport};
+use ebb_vmm::api::{BalloonInfo, Client, ClientError, FreePagesReport, TrimReport};
 use serde_json::{Value, json};
 
 use crate::counters::Counters;
@@ -39,15 +39,6 @@ pub enum BalloonError {
         /// The answer.
         answer: String,
     },
-}
-
-/// A balloon's size.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Reading {
-    /// What the guest says, in MiB.
-    pub actual_mib: u64,
-    /// How long the latest change took, if the monitor knows and it is over.
-    pub elapsed: Option<Duration>,
 }
 
 /// A way to one guest's balloon.
@@ -131,20 +122,15 @@ impl Balloon {
         client.put_json("/balloon/free-pages", &body).map_err(BalloonError::Api)
     }
 
-    /// Size that the guest says its balloon has.
+    /// Size that the guest says its balloon has, MiB.
     ///
     /// # Errors
     /// [`BalloonError`].
-    pub fn read(&mut self) -> Result<Reading, BalloonError> {
+    pub fn actual_mib(&mut self) -> Result<u64, BalloonError> {
         match self {
             Self::Ebb(client) => {
-                let info: Value = client.get("/balloon").map_err(BalloonError::Api)?;
-                let actual_bytes = info["actual_bytes"].as_u64().ok_or_else(|| BalloonError::Refused {
-                    command: "GET /balloon",
-                    answer: info.to_string(),
-                })?;
-                let elapsed = info["resize"]["elapsed_us"].as_u64().map(Duration::from_micros);
-                Ok(Reading { actual_mib: actual_bytes / MIB, elapsed })
+                let info: BalloonInfo = client.get("/balloon").map_err(BalloonError::Api)?;
+                Ok(info.actual_bytes / MIB)
             }
             Self::Qemu(qmp) => {
                 const COMMAND: &str = "query-balloon";
@@ -152,7 +138,7 @@ impl Balloon {
                 let left = answer["actual"]
                     .as_u64()
                     .ok_or_else(|| BalloonError::Refused { command: COMMAND, answer: answer.to_string() })?;
-                Ok(Reading { actual_mib: qmp.guest_mib.saturating_sub(left / MIB), elapsed: None })
+                Ok(qmp.guest_mib.saturating_sub(left / MIB))
             }
         }
     }
@@ -245,7 +231,7 @@ mod tests {
         );
         let mut balloon = Balloon::open(MonitorKind::Qemu, &socket, 1024).unwrap();
         balloon.set_target_mib(768).unwrap();
-        assert_eq!(balloon.read().unwrap(), Reading { actual_mib: 768, elapsed: None });
+        assert_eq!(balloon.actual_mib().unwrap(), 768);
         let sent = peer.join().unwrap();
         assert_eq!(sent[1], json!({ "execute": "balloon", "arguments": { "value": 268_435_456 } }));
     }
@@ -272,6 +258,6 @@ mod tests {
         let error = Balloon::open(MonitorKind::Qemu, Path::new("/no/such/socket"), 1).unwrap_err();
         assert!(error.to_string().contains("/no/such/socket"));
         let mut ebb = Balloon::open(MonitorKind::Ebb, Path::new("/no/such/socket"), 1).unwrap();
-        assert!(ebb.read().unwrap_err().to_string().contains("/no/such/socket"));
+        assert!(ebb.actual_mib().unwrap_err().to_string().contains("/no/such/socket"));
     }
 }
