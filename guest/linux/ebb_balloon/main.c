@@ -15,6 +15,7 @@
 #include <linux/seq_file.h>
 #include <linux/slab.h>
 
+#include "bounded.h"
 #include "ebb_balloon.h"
 
 /* 0: the shortest one that was negotiated. */
@@ -54,23 +55,7 @@ MODULE_PARM_DESC(encoding,
 
 unsigned int ebb_max_order = EBB_LARGEST_ORDER;
 
-static int max_order_set(const char *text, const struct kernel_param *param)
-{
-	unsigned int order;
-
-	if (kstrtouint(text, 0, &order) || order > EBB_LARGEST_ORDER) {
-		pr_err("max_order=%s: legal values are 0 to %u\n", text, EBB_LARGEST_ORDER);
-		return -EINVAL;
-	}
-	WRITE_ONCE(ebb_max_order, order);
-	return 0;
-}
-
-static const struct kernel_param_ops max_order_ops = {
-	.set = max_order_set,
-	.get = param_get_uint,
-};
-module_param_cb(max_order, &max_order_ops, &ebb_max_order, 0644);
+ebb_bounded_param(max_order, ebb_max_order, 0, EBB_LARGEST_ORDER, 0644);
 MODULE_PARM_DESC(max_order, "largest blocks of an inflation, as log2 of pages");
 
 static const char * const counter_names[EBB_COUNTERS] = {

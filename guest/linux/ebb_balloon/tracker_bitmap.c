@@ -43,6 +43,7 @@
 #include <linux/tracepoint.h>
 #include <linux/workqueue.h>
 
+#include "bounded.h"
 #include "counts.h"
 #include "isolate.h"
 #include "symbols.h"
@@ -66,46 +67,13 @@ static unsigned int bitmap_threshold = 16;
 static unsigned int bitmap_delay_ms = 2000;
 static unsigned int bitmap_leftover_ms = 10000;
 
-static int ebb_uint_set(const char *value, const struct kernel_param *kp, unsigned int least,
-			unsigned int most)
-{
-	unsigned int number;
-
-	if (kstrtouint(value, 0, &number) || number < least || number > most) {
-		pr_err("%s=%s: legal values are %u to %u\n", kp->name, value, least, most);
-		return -EINVAL;
-	}
-	WRITE_ONCE(*(unsigned int *)kp->arg, number);
-	return 0;
-}
-
-static int ebb_threshold_set(const char *value, const struct kernel_param *kp)
-{
-	return ebb_uint_set(value, kp, 1, 4096);
-}
-
-static int ebb_delay_set(const char *value, const struct kernel_param *kp)
-{
-	return ebb_uint_set(value, kp, 1, 3600 * 1000);
-}
-
-static const struct kernel_param_ops ebb_threshold_ops = {
-	.set = ebb_threshold_set,
-	.get = param_get_uint,
-};
-
-static const struct kernel_param_ops ebb_delay_ops = {
-	.set = ebb_delay_set,
-	.get = param_get_uint,
-};
-
-module_param_cb(bitmap_threshold, &ebb_threshold_ops, &bitmap_threshold, 0644);
+ebb_bounded_param(bitmap_threshold, bitmap_threshold, 1, 4096, 0644);
 MODULE_PARM_DESC(bitmap_threshold,
 		 "tracker=bitmap: free blocks of a zone that start a walk (1 to 4096, default 16)");
-module_param_cb(bitmap_delay_ms, &ebb_delay_ops, &bitmap_delay_ms, 0644);
+ebb_bounded_param(bitmap_delay_ms, bitmap_delay_ms, 1, 3600 * 1000, 0644);
 MODULE_PARM_DESC(bitmap_delay_ms,
 		 "tracker=bitmap: time from the threshold to the walk (default 2000)");
-module_param_cb(bitmap_leftover_ms, &ebb_delay_ops, &bitmap_leftover_ms, 0644);
+ebb_bounded_param(bitmap_leftover_ms, bitmap_leftover_ms, 1, 3600 * 1000, 0644);
 MODULE_PARM_DESC(bitmap_leftover_ms,
 		 "tracker=bitmap: time to the walk for blocks below the threshold (default 10000)");
 

@@ -52,6 +52,7 @@
 #include <linux/tracepoint.h>
 #include <linux/workqueue.h>
 
+#include "bounded.h"
 #include "counts.h"
 #include "isolate.h"
 #include "symbols.h"
@@ -86,55 +87,12 @@ static unsigned int percpu_order = EBB_LARGEST_ORDER - 1;
 static unsigned int percpu_flush_ms = 2000;
 static bool percpu_merge = true;
 
-static int ebb_percpu_param_set(const char *value, const struct kernel_param *kp,
-				unsigned int least, unsigned int most)
-{
-	unsigned int number;
-
-	if (kstrtouint(value, 0, &number) || number < least || number > most) {
-		pr_err("%s=%s: legal values are %u to %u\n", kp->name, value, least, most);
-		return -EINVAL;
-	}
-	WRITE_ONCE(*(unsigned int *)kp->arg, number);
-	return 0;
-}
-
-static int ebb_entries_set(const char *value, const struct kernel_param *kp)
-{
-	return ebb_percpu_param_set(value, kp, 64, 65536);
-}
-
-static int ebb_order_set(const char *value, const struct kernel_param *kp)
-{
-	return ebb_percpu_param_set(value, kp, 0, EBB_LARGEST_ORDER);
-}
-
-static int ebb_flush_set(const char *value, const struct kernel_param *kp)
-{
-	return ebb_percpu_param_set(value, kp, 0, 3600 * 1000);
-}
-
-static const struct kernel_param_ops ebb_entries_ops = {
-	.set = ebb_entries_set,
-	.get = param_get_uint,
-};
-
-static const struct kernel_param_ops ebb_order_ops = {
-	.set = ebb_order_set,
-	.get = param_get_uint,
-};
-
-static const struct kernel_param_ops ebb_flush_ops = {
-	.set = ebb_flush_set,
-	.get = param_get_uint,
-};
-
-module_param_cb(percpu_entries, &ebb_entries_ops, &percpu_entries, 0444);
+ebb_bounded_param(percpu_entries, percpu_entries, 64, 65536, 0444);
 MODULE_PARM_DESC(percpu_entries,
 		 "tracker=percpu: entries of each CPU's array (64 to 65536, default 1000)");
-module_param_cb(percpu_order, &ebb_order_ops, &percpu_order, 0644);
+ebb_bounded_param(percpu_order, percpu_order, 0, EBB_LARGEST_ORDER, 0644);
 MODULE_PARM_DESC(percpu_order, "tracker=percpu: smallest order of blocks to report");
-module_param_cb(percpu_flush_ms, &ebb_flush_ops, &percpu_flush_ms, 0444);
+ebb_bounded_param(percpu_flush_ms, percpu_flush_ms, 0, 3600 * 1000, 0444);
 MODULE_PARM_DESC(percpu_flush_ms,
 		 "tracker=percpu: hand over arrays that are not full this often (default 2000, 0: never)");
 module_param(percpu_merge, bool, 0644);
