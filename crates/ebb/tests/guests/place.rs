@@ -24,7 +24,7 @@ const ONLY: &str = "EBB_GUEST_TESTS_ONLY";
 /// Where the tests in the virtual host leave the names of those that failed.
 const FAILED_INSIDE: &str = "/tmp/failed-tests";
 /// So many failed tests have a second try at most; more are no accident.
-const MOST_TRIED_AGAIN: usize = 4;
+const MOST_TRIED_AGAIN: usize = 6;
 /// This program in the virtual host, and the images made for it.
 const PROGRAM_INSIDE: &str = "/opt/guests";
 const INITRD_INSIDE: &str = "/opt/guest.cpio";
