@@ -10,6 +10,7 @@ use crate::LabError;
 use crate::balloon::{Balloon, BalloonError};
 use crate::counters::Counters;
 use crate::error::GuestProblem;
+use crate::guest::Guest;
 use crate::monitor::{GuestSize, Trim};
 use crate::results::GuestRecord;
 
@@ -135,7 +136,12 @@ impl Bench<'_> {
             let problem = GuestProblem::Protocol("it has no control socket".to_owned());
             LabError::Guest { guest, problem, diagnostics: String::new() }
         })?;
-        action(&mut control.balloon).map_err(|error| balloon_failed(guest, &error))
+        action(&mut control.balloon).map_err(|error| {
+            // That a monitor does not answer is not the news if it has ended; it closes its socket first.
+            thread::sleep(REST);
+            let ended = self.guest(guest).ok().and_then(Guest::ended_by_itself);
+            ended.unwrap_or_else(|| balloon_failed(guest, &error))
+        })
     }
 }
 
