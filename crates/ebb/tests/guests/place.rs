@@ -166,7 +166,7 @@ impl From<String> for Failure {
 /// What came of the tests in a virtual host.
 struct Outcome {
     code: ExitCode,
-    /// Names of those that failed.
+    /// Names of those that failed, if all of them may be tried again.
     failed: Vec<String>,
 }
 
@@ -174,8 +174,9 @@ impl Outside {
     /// Runs this program again in a virtual host, with the same arguments.
     ///
     /// The host is emulated down to its processor's virtualization. Its kernel and its guests are known to hang or to die
-    /// now and then under any monitor (CONTRIBUTING.md), more often the busier the machine is. So a few failed tests are
-    /// run once more, in a new virtual host; their first failure has been told in full. What fails twice has failed.
+    /// now and then under any monitor (CONTRIBUTING.md), more often the busier the machine is. So a few tests that failed
+    /// with a sign of that are run once more, in a new virtual host; their first failure has been told in full. What fails
+    /// without such a sign, or twice, has failed.
     pub fn run_again(&self) -> ExitCode {
         let result = match self.run(&[]) {
             Err(Failure::HostEnded(problem)) => {

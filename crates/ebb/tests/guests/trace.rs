@@ -29,6 +29,17 @@ const MOMENT: Duration = Duration::from_millis(300);
 /// Lines on what it did.
 const MOMENT_LINES: usize = 24;
 
+/// Begins a line that tells that the emulated host has failed, and neither a guest nor its monitor.
+pub const HOST_FAILED: &str = "the emulated host has failed: ";
+/// Bits of a nested page fault's code (AMD64 Architecture Programmer's Manual, volume 2, section 15.25.6): a reserved bit was
+/// set, and the access was one of a walk through the guest's own page tables.
+const RESERVED_BIT: u64 = 1 << 3;
+const GUEST_TABLE_WALK: u64 = 1 << 33;
+/// So many of the same such fault in a moment are no accident of one.
+const FAULTS_WITHOUT_END: usize = 100;
+/// A processor of the host that counts no time for so long does nothing any more.
+const STILL: Duration = Duration::from_secs(2);
+
 /// A trace that runs.
 #[derive(Debug, Clone)]
 pub struct Trace {
@@ -91,10 +102,41 @@ pub fn moment() -> String {
     let mut exits: Vec<_> = exits.into_iter().collect();
     exits.sort_by_key(|(_, count)| std::cmp::Reverse(*count));
     let mut report = format!("exits of {} ms, the most frequent ones:\n", MOMENT.as_millis());
-    for ((thread, reason), count) in exits.into_iter().take(MOMENT_LINES) {
+    for ((thread, reason), count) in exits.iter().take(MOMENT_LINES) {
         let _ = writeln!(report, "{count:6} {thread} {reason}");
     }
+    if exits.iter().any(|((_, event), count)| *count >= FAULTS_WITHOUT_END && walks_foreign_tables(event)) {
+        let _ =
+            writeln!(report, "{HOST_FAILED}a guest's processor walks page tables that are not the guest's");
+    }
+    if let Some(processor) = still_processor() {
+        let _ = writeln!(report, "{HOST_FAILED}{processor} counts no time any more");
+    }
     report
+}
+
+/// Whether this is a fault at a page table of the guest that lies outside of its memory, where no guest puts one.
+fn walks_foreign_tables(event: &str) -> bool {
+    const BITS: u64 = RESERVED_BIT | GUEST_TABLE_WALK;
+    let code = event.strip_prefix("page_fault:").and_then(|event| event.rsplit_once("error_code 0x"));
+    code.and_then(|(_, code)| u64::from_str_radix(code.trim(), 16).ok())
+        .is_some_and(|code| code & BITS == BITS)
+}
+
+/// A processor of the host for which no time is counted, neither busy nor idle (proc_stat(5)), while it is for others.
+fn still_processor() -> Option<String> {
+    let times = || -> Vec<(String, u64)> {
+        let text = fs::read_to_string("/proc/stat").unwrap_or_default();
+        let lines = text.lines().filter(|line| line.starts_with("cpu") && !line.starts_with("cpu "));
+        let sum = |line: &str| line.split(' ').skip(1).filter_map(|word| word.parse::<u64>().ok()).sum();
+        lines.map(|line| (line.split(' ').next().unwrap_or_default().to_owned(), sum(line))).collect()
+    };
+    let before = times();
+    thread::sleep(STILL);
+    let after = times();
+    let moved = |name: &str, time: u64| after.iter().any(|(of, now)| of == name && *now > time);
+    let still = before.iter().find(|(name, time)| !moved(name, *time))?;
+    before.iter().any(|(name, time)| moved(name, *time)).then(|| still.0.clone())
 }
 
 fn report(directory: &Path, vcpu: u32) -> String {
