@@ -1,0 +1,1 @@
+//! The connection of two monitors.
