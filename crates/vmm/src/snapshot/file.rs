@@ -5,6 +5,7 @@ use std::io::{self, Write as _};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
+use ebb_guest_ram::RamImage;
 use twox_hash::XxHash3_64;
 
 use super::{MachineState, SnapshotError};
@@ -111,8 +112,10 @@ pub struct SnapshotFile {
     pub file: File,
     /// Its header.
     pub header: Header,
-    /// What it says.
+    /// What it says of everything but RAM.
     pub state: MachineState,
+    /// Where the RAM's content is.
+    pub ram: RamImage,
 }
 
 impl SnapshotFile {
@@ -136,10 +139,11 @@ impl SnapshotFile {
         if XxHash3_64::oneshot(&text) != header.state_checksum {
             return Err(damaged("the checksum of its state is wrong".to_owned()));
         }
-        let state: MachineState = serde_json::from_slice(&text)
+        let mut state: MachineState = serde_json::from_slice(&text)
             .map_err(|error| damaged(format!("its state cannot be understood: {error}")))?;
         state.validate(header.ram_bytes).map_err(damaged)?;
-        Ok(Self { path: path.to_owned(), file, header, state })
+        let ram = state.take_ram(header.ram_bytes).map_err(damaged)?;
+        Ok(Self { path: path.to_owned(), file, header, state, ram })
     }
 
     /// Reads all of RAM and compares it with its checksums; `progress` is told how many bytes of it are done.
@@ -147,7 +151,7 @@ impl SnapshotFile {
     /// # Errors
     /// [`SnapshotError`] at the first difference.
     pub fn verify_ram(&self, progress: &mut dyn FnMut(u64)) -> Result<(), SnapshotError> {
-        Ok(self.state.ram.verify(&self.file, RAM_OFFSET_BYTES, progress)?)
+        Ok(self.ram.verify(&self.file, RAM_OFFSET_BYTES, progress)?)
     }
 }
 

@@ -152,9 +152,11 @@ pub fn fuzz_snapshot(bytes: &[u8]) {
     if let Ok(header) = file::Header::parse(path, bytes, u64::MAX) {
         assert!(header.state_offset.checked_add(header.state_bytes).is_some());
     }
-    if let Ok(state) = serde_json::from_slice::<MachineState>(bytes)
-        && state.validate(state.ram.ram_bytes()).is_ok()
+    if let Ok(mut state) = serde_json::from_slice::<MachineState>(bytes)
+        && let ram_bytes = state.machine.memory_bytes
+        && state.validate(ram_bytes).is_ok()
     {
+        let _ = state.take_ram(ram_bytes);
         let _ = state.processor.to_cpuid();
         let _ = state.processor.check(&state.processor);
         if let Ok(config) = state.machine.into_vm_config(Overrides::default()) {

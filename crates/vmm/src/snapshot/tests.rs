@@ -81,7 +81,7 @@ pub(crate) fn write_machine(path: &Path, ram: &GuestRam) -> Result<Written, Snap
         },
         acpi_events: 0,
         devices: Vec::new(),
-        ram: ram.save(new.file(), RAM_OFFSET_BYTES, &mut |_| {})?,
+        ram: Some(ram.save(new.file(), RAM_OFFSET_BYTES, &mut |_| {})?),
     };
     new.finish(&state, RAM_BYTES)
 }
@@ -113,7 +113,7 @@ fn what_is_written_can_be_read() {
     assert_eq!(done, [RAM_BYTES]);
     let spec = RegionSpec { start: GuestAddress(0), size_bytes: RAM_BYTES, host_node: None };
     let ram =
-        GuestRam::restore(&[spec], HugePages::Off, snapshot.file, RAM_OFFSET_BYTES, &snapshot.state.ram)
+        GuestRam::restore(&[spec], HugePages::Off, snapshot.file, RAM_OFFSET_BYTES, &snapshot.ram)
             .unwrap();
     let mut bytes = [0; 12];
     ram.memory().read_slice(&mut bytes, GuestAddress(5 << 20)).unwrap();

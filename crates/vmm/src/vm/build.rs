@@ -162,7 +162,7 @@ fn guest_ram(config: &VmConfig, snapshot: Option<&SnapshotFile>) -> Result<Guest
         return Ok(GuestRam::new(&regions, memory.backing, memory.huge_pages, memory.populate)?);
     };
     let file = snapshot.file.try_clone().map_err(VmError::host("duplicate the snapshot's descriptor"))?;
-    Ok(GuestRam::restore(&regions, memory.huge_pages, file, RAM_OFFSET_BYTES, &snapshot.state.ram)?)
+    Ok(GuestRam::restore(&regions, memory.huge_pages, file, RAM_OFFSET_BYTES, &snapshot.ram)?)
 }
 
 fn set_tsc_frequency(

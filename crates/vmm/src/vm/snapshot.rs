@@ -39,7 +39,7 @@ impl Vm {
         let started = Instant::now();
         let new = NewSnapshot::create(path)?;
         let (captured, paused) = self.stop_and_capture(&new)?;
-        let ram_bytes = captured.ram.data_bytes();
+        let ram_bytes = captured.ram.as_ref().map_or(0, ebb_guest_ram::RamImage::data_bytes);
         let written = new.finish(&captured, self.ram.size_bytes())?;
         Ok(SnapshotReport {
             path: path.to_string_lossy().into_owned(),
@@ -62,13 +62,13 @@ impl Vm {
             VmState::Starting | VmState::Stopping => {
                 Err(WriteError::State("the virtual machine is not running"))
             }
-            VmState::Paused => Ok((self.capture(new)?, Duration::ZERO)),
+            VmState::Paused => Ok((self.capture_with_ram(new)?, Duration::ZERO)),
             VmState::Running => {
                 self.freeze()?;
                 let stopped = Instant::now();
                 // A vCPU may have ended the guest on its way out.
                 let captured = match self.exit.pending() {
-                    None => self.capture(new).map_err(WriteError::Vm),
+                    None => self.capture_with_ram(new).map_err(WriteError::Vm),
                     Some(_) => Err(ENDED),
                 };
                 if let Err(error) = self.thaw() {
@@ -83,7 +83,14 @@ impl Vm {
 
     /// Everything of a machine that stands still; its RAM goes into the file. RAM comes last: reading the devices' state makes
     /// them finish what they have begun.
-    fn capture(&self, new: &NewSnapshot) -> Result<MachineState, VmError> {
+    fn capture_with_ram(&self, new: &NewSnapshot) -> Result<MachineState, VmError> {
+        let mut state = self.capture()?;
+        state.ram = Some(self.ram.save(new.file(), RAM_OFFSET_BYTES, &mut |_| {})?);
+        Ok(state)
+    }
+
+    /// Everything of a machine that stands still, except its RAM, which the devices may write to meanwhile.
+    pub(super) fn capture(&self) -> Result<MachineState, VmError> {
         let vcpus = self.vcpus.collect(|vcpu| vcpu.capture())?;
         let interrupts = interrupts::capture(&self.kvm)?;
         let clock = lock(&self.frozen).clone().ok_or(GuestClockError::NoFrequency)?;
@@ -100,7 +107,7 @@ impl Vm {
             serial: lock(&self.serial).save(),
             acpi_events: lock(&self.acpi).pending_events(),
             devices,
-            ram: self.ram.save(new.file(), RAM_OFFSET_BYTES, &mut |_| {})?,
+            ram: None,
         })
     }
 
