@@ -1,7 +1,8 @@
 //! Reading what a driver put into a chain.
 
 use ebb_abi::PageRange;
-use vm_memory::{Bytes, GuestMemoryBackend, GuestMemoryMmap};
+use ebb_guest_ram::GuestMemory;
+use vm_memory::{Bytes, GuestMemoryBackend};
 
 use crate::budget::Budget;
 use crate::counters::{Faults, GuestError};
@@ -20,7 +21,7 @@ enum Direction {
 
 /// What the queues' descriptors are read with.
 pub(crate) struct ChainReader<'a> {
-    pub(crate) memory: &'a GuestMemoryMmap,
+    pub(crate) memory: &'a GuestMemory,
     pub(crate) budget: &'a mut Budget,
     pub(crate) faults: &'a mut Faults,
 }

@@ -7,8 +7,9 @@
 use ebb_abi::balloon::extension::{AnswerStatus, HostRequest, MAX_PAGE_SHIFT, Purpose, REQUEST_BYTES};
 use ebb_abi::balloon::{Feature, Features, QueueKind};
 use ebb_abi::{Order, PAGE_SHIFT};
+use ebb_guest_ram::GuestMemory;
 use serde::{Deserialize, Serialize};
-use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 
 use crate::budget::Budget;
 use crate::chain::ChainReader;
@@ -46,18 +47,14 @@ pub struct RequestBuffer {
 
 impl RequestBuffer {
     /// Whether all of a request can be written.
-    pub(crate) fn is_usable(&self, memory: &GuestMemoryMmap) -> bool {
+    pub(crate) fn is_usable(&self, memory: &GuestMemory) -> bool {
         let inside =
             |(address, length): &(u64, u32)| memory.check_range(GuestAddress(*address), *length as usize);
         let bytes: u64 = self.pieces.iter().map(|(_, length)| u64::from(*length)).sum();
         self.pieces.len() <= MAX_PIECES && bytes == REQUEST_BYTES as u64 && self.pieces.iter().all(inside)
     }
 
-    fn write(
-        &self,
-        memory: &GuestMemoryMmap,
-        request: HostRequest,
-    ) -> Result<(), vm_memory::GuestMemoryError> {
+    fn write(&self, memory: &GuestMemory, request: HostRequest) -> Result<(), vm_memory::GuestMemoryError> {
         let bytes = request.to_bytes();
         let mut rest = &bytes[..];
         for (address, length) in &self.pieces {

@@ -1,8 +1,8 @@
 //! A virtqueue of the device: taking chains from it and giving them back, whatever the driver does to its rings.
 
 use ebb_abi::balloon::QueueMap;
+use ebb_guest_ram::GuestMemory;
 use virtio_queue::{DescriptorChain, Queue, QueueOwnedT, QueueT};
-use vm_memory::GuestMemoryMmap;
 
 use crate::Progress;
 use crate::budget::Budget;
@@ -10,7 +10,7 @@ use crate::counters::{Faults, GuestError};
 use crate::message::Message;
 
 /// A descriptor chain in guest memory.
-pub(crate) type Chain<'a> = DescriptorChain<&'a GuestMemoryMmap>;
+pub(crate) type Chain<'a> = DescriptorChain<&'a GuestMemory>;
 
 /// A queue and what is known of its health.
 #[derive(Debug)]
@@ -63,7 +63,7 @@ impl DeviceQueue {
     /// The next chain that the driver made available, unless the budget is used up.
     pub(crate) fn next_chain<'a>(
         &mut self,
-        memory: &'a GuestMemoryMmap,
+        memory: &'a GuestMemory,
         budget: &mut Budget,
         faults: &mut Faults,
     ) -> Option<Chain<'a>> {
@@ -84,14 +84,14 @@ impl DeviceQueue {
     }
 
     /// Gives a chain back to the driver in which the device has written nothing.
-    pub(crate) fn complete(&mut self, memory: &GuestMemoryMmap, head: u16, faults: &mut Faults) {
+    pub(crate) fn complete(&mut self, memory: &GuestMemory, head: u16, faults: &mut Faults) {
         self.complete_written(memory, head, 0, faults);
     }
 
     /// Gives a chain back to the driver after the device has written into its first `written_bytes` bytes.
     pub(crate) fn complete_written(
         &mut self,
-        memory: &GuestMemoryMmap,
+        memory: &GuestMemory,
         head: u16,
         written_bytes: u32,
         faults: &mut Faults,
@@ -109,7 +109,7 @@ impl DeviceQueue {
     /// Ends a call's work on the queue: asks for notifications and finds out whether there is more to do.
     pub(crate) fn finish_round(
         &mut self,
-        memory: &GuestMemoryMmap,
+        memory: &GuestMemory,
         budget: &Budget,
         faults: &mut Faults,
     ) -> Progress {
@@ -141,7 +141,7 @@ impl DeviceQueue {
     }
 
     /// Whether the driver wants an interrupt for the chains given back since this was last asked.
-    pub(crate) fn wants_interrupt(&mut self, memory: &GuestMemoryMmap) -> bool {
+    pub(crate) fn wants_interrupt(&mut self, memory: &GuestMemory) -> bool {
         // An interrupt too many is harmless.
         std::mem::take(&mut self.completed) && self.queue.needs_notification(memory).unwrap_or(true)
     }

@@ -134,6 +134,16 @@ pub enum RamError {
         source: io::Error,
     },
 
+    /// The kernel cannot make all threads of the process execute a memory barrier.
+    #[error(
+        "cannot start to note writes to guest memory: {source}; this takes the system call membarrier with private \
+         expedited barriers (Linux 4.14, CONFIG_MEMBARRIER)"
+    )]
+    Barrier {
+        /// The system's answer.
+        source: io::Error,
+    },
+
     /// There is no room for the memory that was to be saved.
     #[error(
         "no room to save guest memory: {source}, after {written_bytes} bytes of at most {needed_bytes}; free at least \

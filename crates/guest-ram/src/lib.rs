@@ -21,6 +21,7 @@ mod image;
 mod inhibit;
 mod mapping;
 mod numa;
+mod page_set;
 mod pagemap;
 mod populate;
 mod ram;
@@ -28,15 +29,18 @@ mod ranges;
 mod resident;
 mod restored;
 mod save;
+mod write_log;
 mod zeros;
 
 pub use discard::{DiscardMethod, DiscardOutcome};
 pub use error::RamError;
 pub use image::{CHUNK_BYTES, Extent, ImageError, ImageRegion, MAX_EXTENTS, RAM_IMAGE_VERSION, RamImage};
 pub use inhibit::{InhibitGuard, InhibitReason};
+pub use page_set::PageSet;
 pub use ram::{Backing, GuestRam, HugePages, Populate, Region, RegionSpec};
 pub use ranges::{coalesce, huge_blocks_first};
 pub use resident::Residency;
+pub use write_log::{GuestMemory, WriteLog, WriteLogSlice};
 pub use zeros::ZeroScan;
 
 /// A contiguous range of guest pages, aligned to pages by construction.

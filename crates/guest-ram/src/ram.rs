@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use ebb_abi::{HUGE_PAGE_SIZE_BYTES, PAGE_SIZE_BYTES, Pfn};
-use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionMmap, MmapRegion};
+use vm_memory::{GuestAddress, GuestRegionMmap, MmapRegion};
 
 use crate::discard::{DiscardMethod, DiscardOutcome, Discarder, Piece};
 use crate::held_pages::{HeldPages, Tenure};
@@ -13,7 +13,7 @@ use crate::mapping::Mapping;
 use crate::pagemap::Pagemap;
 use crate::resident::{Meter, Residency};
 use crate::restored::Restored;
-use crate::{GuestRange, RamError, populate};
+use crate::{GuestMemory, GuestRange, RamError, WriteLog, populate};
 
 /// A contiguous piece of guest memory to be mapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -99,7 +99,7 @@ impl Region {
 /// The memory of a virtual machine.
 #[derive(Debug)]
 pub struct GuestRam {
-    memory: GuestMemoryMmap,
+    memory: GuestMemory,
     regions: Vec<Region>,
     mappings: Vec<Mapping>,
     backing: Backing,
@@ -152,7 +152,7 @@ impl GuestRam {
             .map(|(spec, mapping)| region_of(spec, mapping))
             .collect::<Result<Vec<_>, _>>()?;
         let memory =
-            GuestMemoryMmap::from_regions(memory).map_err(|error| RamError::Layout(error.to_string()))?;
+            GuestMemory::from_regions(memory).map_err(|error| RamError::Layout(error.to_string()))?;
         let regions = regions
             .iter()
             .zip(&mappings)
@@ -186,13 +186,18 @@ impl GuestRam {
     }
 
     /// Access to the memory's content.
-    pub fn memory(&self) -> &GuestMemoryMmap {
+    pub fn memory(&self) -> &GuestMemory {
         &self.memory
     }
 
     /// The regions in ascending order.
     pub fn regions(&self) -> &[Region] {
         &self.regions
+    }
+
+    /// Pages of the regions, in ascending order: what a [`PageSet`](crate::PageSet) is made for.
+    pub fn page_ranges(&self) -> Vec<GuestRange> {
+        self.regions.iter().map(Region::pages).collect()
     }
 
     /// What backs the memory.
@@ -271,6 +276,14 @@ impl GuestRam {
     }
 
     fn discard_pieces(&self, ranges: &[GuestRange]) -> Result<DiscardOutcome, RamError> {
+        let outcome = self.discard_unnoted(ranges);
+        // Behind the discard: noted before, it could be taken for done by who reads the page before it is gone. In case of an
+        // error too, since then some pages are gone.
+        self.note_changed(ranges);
+        outcome
+    }
+
+    fn discard_unnoted(&self, ranges: &[GuestRange]) -> Result<DiscardOutcome, RamError> {
         let mut pieces: Vec<Piece<'_>> =
             ranges.iter().flat_map(|range| self.clip(*range)).filter_map(|part| self.piece(part)).collect();
         let mut outcome = DiscardOutcome::default();
@@ -383,7 +396,7 @@ impl Drop for GuestRam {
     }
 }
 
-fn region_of(spec: &RegionSpec, mapping: &Mapping) -> Result<GuestRegionMmap, RamError> {
+fn region_of(spec: &RegionSpec, mapping: &Mapping) -> Result<GuestRegionMmap<WriteLog>, RamError> {
     let (flags, protection) = (libc::MAP_NORESERVE, libc::PROT_READ | libc::PROT_WRITE);
     let address = mapping.address() as *mut u8;
     // SAFETY: the address and size are those of a live mapping. `GuestRam` owns it and unmaps it only when no handle to

@@ -13,8 +13,9 @@ use acpi_tables::madt::{EnabledStatus, IoApic, LocalInterruptController, MADT, P
 use acpi_tables::rsdp::Rsdp;
 use acpi_tables::xsdt::XSDT;
 use acpi_tables::{Aml, sdt::Sdt};
+use ebb_guest_ram::GuestMemory;
 use thiserror::Error;
-use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+use vm_memory::{Bytes, GuestAddress};
 
 use crate::layout;
 
@@ -75,7 +76,7 @@ pub struct Platform {
 
 /// Puts tables one behind the other.
 struct Writer<'a> {
-    memory: &'a GuestMemoryMmap,
+    memory: &'a GuestMemory,
     next: u64,
 }
 
@@ -99,7 +100,7 @@ impl Writer<'_> {
 }
 
 /// Writes all tables into `memory` and returns the address of the root pointer (RSDP).
-pub fn write_tables(memory: &GuestMemoryMmap, platform: &Platform) -> Result<GuestAddress, AcpiError> {
+pub fn write_tables(memory: &GuestMemory, platform: &Platform) -> Result<GuestAddress, AcpiError> {
     // The root pointer comes first: its place does not depend on the rest.
     let rsdp_address = layout::ACPI_START;
     let mut writer = Writer { memory, next: rsdp_address + (Rsdp::len() as u64).next_multiple_of(16) };
@@ -157,7 +158,7 @@ mod tests {
         bytes.iter().fold(0u8, |sum, byte| sum.wrapping_add(*byte))
     }
 
-    fn table(memory: &GuestMemoryMmap, address: u64) -> Vec<u8> {
+    fn table(memory: &GuestMemory, address: u64) -> Vec<u8> {
         let length: u32 = memory.read_obj(GuestAddress(address + 4)).unwrap();
         let mut bytes = vec![0; length as usize];
         memory.read_slice(&mut bytes, GuestAddress(address)).unwrap();
@@ -165,7 +166,7 @@ mod tests {
     }
 
     fn tables(platform: &Platform) -> Vec<(String, Vec<u8>)> {
-        let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 2 << 20)]).unwrap();
+        let memory = GuestMemory::from_ranges(&[(GuestAddress(0), 2 << 20)]).unwrap();
         let rsdp = write_tables(&memory, platform).unwrap();
         let mut root = [0u8; 36];
         memory.read_slice(&mut root, rsdp).unwrap();

@@ -2,8 +2,9 @@
 
 use std::ops::Range;
 
+use ebb_guest_ram::GuestMemory;
 use linux_loader::loader::bootparam;
-use vm_memory::{ByteValued, GuestAddress, GuestMemoryMmap};
+use vm_memory::{ByteValued, GuestAddress};
 
 use super::{BootError, write};
 use crate::layout;
@@ -42,7 +43,7 @@ pub(super) fn image_bytes(head: &[u8]) -> u64 {
 
 /// Writes the zero page: the kernel's own setup header, command line, initrd, memory map, ACPI root pointer.
 pub(super) fn write_zero_page(
-    memory: &GuestMemoryMmap,
+    memory: &GuestMemory,
     ram_bytes: u64,
     header: bootparam::setup_header,
     cmdline_bytes: usize,

@@ -12,10 +12,11 @@ use std::io::{Read, Seek, SeekFrom};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use ebb_guest_ram::GuestMemory;
 use linux_loader::loader::elf::PvhBootCapability;
 use linux_loader::loader::{BzImage, Elf, KernelLoader, KernelLoaderResult, bootparam};
 use thiserror::Error;
-use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap, ReadVolatile};
+use vm_memory::{Bytes, GuestAddress, ReadVolatile};
 
 use crate::acpi;
 use crate::layout;
@@ -127,7 +128,7 @@ impl BootImage {
     /// ACPI root pointer.
     pub fn load(
         &mut self,
-        memory: &GuestMemoryMmap,
+        memory: &GuestMemory,
         ram_bytes: u64,
         rsdp: GuestAddress,
     ) -> Result<Entry, BootError> {
@@ -201,7 +202,7 @@ impl LoadedKernel {
 fn load_kernel(
     file: &mut (impl Read + Seek + ReadVolatile),
     path: &Path,
-    memory: &GuestMemoryMmap,
+    memory: &GuestMemory,
     ram_bytes: u64,
 ) -> Result<LoadedKernel, BootError> {
     let read = |source| BootError::Read { what: "kernel", path: path.to_owned(), source };
@@ -300,7 +301,7 @@ fn low_ram_end(ram_bytes: u64) -> u64 {
 /// Loads the initrd as high as the kernel accepts it, on a page boundary.
 fn load_initrd(
     initrd: &mut NamedFile,
-    memory: &GuestMemoryMmap,
+    memory: &GuestMemory,
     ram_bytes: u64,
     kernel: &LoadedKernel,
 ) -> Result<Range<u64>, BootError> {
@@ -325,7 +326,7 @@ fn load_initrd(
     Ok(start..start + size)
 }
 
-fn write(memory: &GuestMemoryMmap, what: &'static str, address: u64, bytes: &[u8]) -> Result<(), BootError> {
+fn write(memory: &GuestMemory, what: &'static str, address: u64, bytes: &[u8]) -> Result<(), BootError> {
     memory.write_slice(bytes, GuestAddress(address)).map_err(|source| BootError::Write { what, source })
 }
 
@@ -333,7 +334,7 @@ fn write(memory: &GuestMemoryMmap, what: &'static str, address: u64, bytes: &[u8
 #[doc(hidden)]
 pub fn fuzz_kernel(bytes: &[u8]) {
     const RAM_BYTES: u64 = 64 << 20;
-    let Ok(memory) = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), RAM_BYTES as usize)]) else { return };
+    let Ok(memory) = GuestMemory::from_ranges(&[(GuestAddress(0), RAM_BYTES as usize)]) else { return };
     let mut file = std::io::Cursor::new(bytes);
     let _ = load_kernel(&mut file, Path::new("fuzz"), &memory, RAM_BYTES);
 }

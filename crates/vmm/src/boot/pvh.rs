@@ -2,10 +2,11 @@
 
 use std::ops::Range;
 
+use ebb_guest_ram::GuestMemory;
 use linux_loader::start_info::{
     XEN_HVM_MEMMAP_TYPE_RAM, XEN_HVM_MEMMAP_TYPE_RESERVED, XEN_HVM_START_MAGIC_VALUE,
 };
-use vm_memory::{GuestAddress, GuestMemoryMmap};
+use vm_memory::GuestAddress;
 
 use super::{BootError, write};
 use crate::layout;
@@ -28,7 +29,7 @@ impl Fields {
 
 /// Writes `hvm_start_info` (version 1), the module list with the initrd, and the memory map.
 pub(super) fn write_start_info(
-    memory: &GuestMemoryMmap,
+    memory: &GuestMemory,
     ram_bytes: u64,
     initrd: &Range<u64>,
     rsdp: GuestAddress,

@@ -8,8 +8,8 @@ use super::*;
 const RAM_BYTES: u64 = 64 << 20;
 const ENTRY: u32 = 0x0100_0200;
 
-fn memory() -> GuestMemoryMmap {
-    GuestMemoryMmap::from_ranges(&[(GuestAddress(0), RAM_BYTES as usize)]).unwrap()
+fn memory() -> GuestMemory {
+    GuestMemory::from_ranges(&[(GuestAddress(0), RAM_BYTES as usize)]).unwrap()
 }
 
 fn file(bytes: &[u8]) -> tempfile::NamedTempFile {
@@ -77,7 +77,7 @@ fn load(
     kernel: &[u8],
     initrd: Option<&[u8]>,
     cmdline: &str,
-    memory: &GuestMemoryMmap,
+    memory: &GuestMemory,
 ) -> Result<Entry, BootError> {
     let kernel = file(kernel);
     let initrd = initrd.map(file);
@@ -86,11 +86,11 @@ fn load(
     image.load(memory, RAM_BYTES, GuestAddress(layout::ACPI_START))
 }
 
-fn u32_at(memory: &GuestMemoryMmap, address: u64) -> u32 {
+fn u32_at(memory: &GuestMemory, address: u64) -> u32 {
     memory.read_obj(GuestAddress(address)).unwrap()
 }
 
-fn u64_at(memory: &GuestMemoryMmap, address: u64) -> u64 {
+fn u64_at(memory: &GuestMemory, address: u64) -> u64 {
     memory.read_obj(GuestAddress(address)).unwrap()
 }
 
@@ -181,7 +181,7 @@ fn an_image_can_be_loaded_twice() {
     assert_eq!(memory_byte(&second, module), 9);
 }
 
-fn memory_byte(memory: &GuestMemoryMmap, address: u64) -> u8 {
+fn memory_byte(memory: &GuestMemory, address: u64) -> u8 {
     memory.read_obj(GuestAddress(address)).unwrap()
 }
 

@@ -8,10 +8,10 @@ pub mod tsc;
 
 use std::sync::Arc;
 
+use ebb_guest_ram::GuestMemory;
 use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES};
 use kvm_ioctls::{Cap, Kvm, VcpuFd, VmFd};
 use thiserror::Error;
-use vm_memory::GuestMemoryMmap;
 
 use crate::boot::Entry;
 use cpuid::DeadlineTimer;
@@ -115,7 +115,7 @@ impl Vcpu {
     }
 
     /// Makes this the vCPU that starts the kernel.
-    pub fn enter(&self, memory: &GuestMemoryMmap, entry: Entry) -> Result<(), CpuError> {
+    pub fn enter(&self, memory: &GuestMemory, entry: Entry) -> Result<(), CpuError> {
         registers::enter(&self.fd, memory, entry)
     }
 }

@@ -1,8 +1,9 @@
 //! The state in which a vCPU starts: registers, segments, page tables and MSRs for each entry protocol.
 
+use ebb_guest_ram::GuestMemory;
 use kvm_bindings::{Msrs, kvm_fpu, kvm_lapic_state, kvm_msr_entry, kvm_regs, kvm_segment};
 use kvm_ioctls::VcpuFd;
-use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+use vm_memory::{Bytes, GuestAddress};
 
 use super::CpuError;
 use crate::boot::Entry;
@@ -60,7 +61,7 @@ fn set_delivery(lapic: &mut kvm_lapic_state, register: usize, mode: u32) {
 }
 
 /// Points the boot vCPU at the kernel, and writes the descriptor and page tables that it needs into `memory`.
-pub(super) fn enter(vcpu: &VcpuFd, memory: &GuestMemoryMmap, entry: Entry) -> Result<(), CpuError> {
+pub(super) fn enter(vcpu: &VcpuFd, memory: &GuestMemory, entry: Entry) -> Result<(), CpuError> {
     let mut sregs = vcpu.get_sregs().map_err(CpuError::kvm("read the system registers"))?;
     let long_mode = matches!(entry, Entry::Linux64(_));
     let (code, data) = (code_segment(long_mode), data_segment());
@@ -95,7 +96,7 @@ pub(super) fn enter(vcpu: &VcpuFd, memory: &GuestMemoryMmap, entry: Entry) -> Re
 }
 
 /// Maps the first 4 GiB one to one with 2 MiB pages.
-fn write_page_tables(memory: &GuestMemoryMmap) -> Result<(), CpuError> {
+fn write_page_tables(memory: &GuestMemory) -> Result<(), CpuError> {
     const TABLE_BYTES: u64 = 4096;
     const ENTRIES: u64 = 512;
     let pdpt = layout::PAGE_TABLES + TABLE_BYTES;
@@ -109,7 +110,7 @@ fn write_page_tables(memory: &GuestMemoryMmap) -> Result<(), CpuError> {
     write_table(memory, directories, &pages)
 }
 
-fn write_table(memory: &GuestMemoryMmap, address: u64, entries: &[u64]) -> Result<(), CpuError> {
+fn write_table(memory: &GuestMemory, address: u64, entries: &[u64]) -> Result<(), CpuError> {
     let bytes: Vec<u8> = entries.iter().flat_map(|entry| entry.to_le_bytes()).collect();
     memory
         .write_slice(&bytes, GuestAddress(address))
@@ -180,7 +181,7 @@ mod tests {
 
     #[test]
     fn page_tables_map_four_gib_one_to_one() {
-        let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
+        let memory = GuestMemory::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
         write_page_tables(&memory).unwrap();
         let read = |address: u64| memory.read_obj::<u64>(GuestAddress(address)).unwrap();
         for address in [0u64, 0x20_0000, 0x3fff_ffff, 0xc000_0000, 0xffff_ffff] {

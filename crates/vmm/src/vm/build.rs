@@ -3,10 +3,10 @@
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use ebb_guest_ram::{GuestRam, RegionSpec};
+use ebb_guest_ram::{GuestMemory, GuestRam, RegionSpec};
 use kvm_bindings::{CpuId, KVM_PIT_SPEAKER_DUMMY, kvm_pit_config, kvm_userspace_memory_region};
 use kvm_ioctls::{Cap, IoEventAddress, Kvm, VmFd};
-use vm_memory::{GuestAddress, GuestMemoryMmap};
+use vm_memory::GuestAddress;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::{Vm, VmError, interrupts};
@@ -43,7 +43,7 @@ pub(super) struct Built {
 /// Collects devices while they are connected.
 struct Assembly<'a> {
     vm_fd: &'a VmFd,
-    memory: GuestMemoryMmap,
+    memory: GuestMemory,
     filters: &'a Filters,
     exit: &'a Arc<ExitSignal>,
     buses: Buses,

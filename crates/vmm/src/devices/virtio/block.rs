@@ -5,11 +5,12 @@ use std::io::{self, Read, Write};
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
+use ebb_guest_ram::{GuestMemory, WriteLogSlice};
 use rustix::fs::FlockOperation;
 use thiserror::Error;
 use virtio_bindings::virtio_blk as blk;
 use virtio_queue::{DescriptorChain, Queue, QueueState, QueueT, Reader, Writer};
-use vm_memory::{ByteValued, GuestMemoryMmap};
+use vm_memory::ByteValued;
 
 use super::state::DeviceState;
 use super::{VirtioDevice, Work};
@@ -58,7 +59,7 @@ pub struct Block {
     sectors: u64,
     readonly: bool,
     serial: [u8; blk::VIRTIO_BLK_ID_BYTES as usize],
-    memory: GuestMemoryMmap,
+    memory: GuestMemory,
     queue: Option<Queue>,
 }
 
@@ -84,7 +85,7 @@ enum Status {
 
 impl Block {
     /// Opens and locks the image; requests lie in `memory`.
-    pub fn open(config: &DiskConfig, index: usize, memory: GuestMemoryMmap) -> Result<Self, DiskError> {
+    pub fn open(config: &DiskConfig, index: usize, memory: GuestMemory) -> Result<Self, DiskError> {
         let readonly = config.readonly.is_on();
         let path = &config.path;
         let open = |source| DiskError::Open { path: path.clone(), source };
@@ -111,9 +112,9 @@ impl Block {
         Ok(Self { file, sectors: bytes / SECTOR_BYTES, readonly, serial, memory, queue: None })
     }
 
-    fn serve(&self, chain: &DescriptorChain<&GuestMemoryMmap>) -> u32 {
+    fn serve(&self, chain: &DescriptorChain<&GuestMemory>) -> u32 {
         let (Ok(mut reader), Ok(mut writer)) =
-            (chain.clone().reader::<()>(&self.memory), chain.clone().writer::<()>(&self.memory))
+            (chain.clone().reader(&self.memory), chain.clone().writer(&self.memory))
         else {
             return 0;
         };
@@ -131,7 +132,12 @@ impl Block {
         }
     }
 
-    fn transfer(&self, header: RequestHeader, reader: &mut Reader<'_>, writer: &mut Writer<'_>) -> Status {
+    fn transfer<'a>(
+        &self,
+        header: RequestHeader,
+        reader: &mut Reader<'a, WriteLogSlice<'a>>,
+        writer: &mut Writer<'a, WriteLogSlice<'a>>,
+    ) -> Status {
         let result = match header.kind {
             blk::VIRTIO_BLK_T_IN => self.position(header.sector, writer.available_bytes()).map(|start| {
                 copy(writer.available_bytes(), |done, buffer| {

@@ -7,13 +7,13 @@ use std::io;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
+use ebb_guest_ram::GuestMemory;
 use virtio_bindings::virtio_config::{
     VIRTIO_CONFIG_S_DRIVER_OK, VIRTIO_CONFIG_S_FAILED, VIRTIO_CONFIG_S_FEATURES_OK,
     VIRTIO_CONFIG_S_NEEDS_RESET, VIRTIO_F_VERSION_1,
 };
 use virtio_bindings::virtio_mmio as reg;
 use virtio_queue::{Queue, QueueT};
-use vm_memory::GuestMemoryMmap;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::state::{SavedQueue, TransportState};
@@ -59,7 +59,7 @@ impl Wires {
 /// A device behind its register window.
 pub struct MmioTransport<D> {
     device: D,
-    memory: GuestMemoryMmap,
+    memory: GuestMemory,
     wires: Wires,
     queues: Vec<Queue>,
     features_page: u32,
@@ -74,7 +74,7 @@ pub struct MmioTransport<D> {
 
 impl<D: VirtioDevice> MmioTransport<D> {
     /// Puts `device` behind a register window. Rings are read from `memory`.
-    pub fn new(device: D, memory: GuestMemoryMmap, wires: Wires) -> Self {
+    pub fn new(device: D, memory: GuestMemory, wires: Wires) -> Self {
         let queues = new_queues(&device);
         Self {
             device,

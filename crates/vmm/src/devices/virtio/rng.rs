@@ -1,7 +1,8 @@
 //! Entropy device (virtio 1.3 section 5.4): fills the driver's buffers from the host's random number generator.
 
+use ebb_guest_ram::GuestMemory;
 use virtio_queue::{Queue, QueueState, QueueT};
-use vm_memory::{Bytes, GuestMemoryMmap};
+use vm_memory::Bytes;
 
 use super::{VirtioDevice, Work};
 
@@ -13,13 +14,13 @@ const BYTES_A_BUFFER: usize = 4096;
 
 /// The device.
 pub struct Rng {
-    memory: GuestMemoryMmap,
+    memory: GuestMemory,
     queue: Option<Queue>,
 }
 
 impl Rng {
     /// A device whose buffers lie in `memory`.
-    pub fn new(memory: GuestMemoryMmap) -> Self {
+    pub fn new(memory: GuestMemory) -> Self {
         Self { memory, queue: None }
     }
 }

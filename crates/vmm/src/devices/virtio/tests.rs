@@ -2,10 +2,11 @@
 
 use std::io::Write;
 
+use ebb_guest_ram::GuestMemory;
 use proptest::prelude::*;
 use virtio_bindings::virtio_blk as blk;
 use virtio_queue::{Queue, QueueT};
-use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+use vm_memory::{Bytes, GuestAddress};
 
 use super::block::Block;
 use super::rng::Rng;
@@ -32,8 +33,8 @@ struct Descriptor {
     next: u16,
 }
 
-fn memory(descriptors: &[Descriptor], heads: &[u16]) -> GuestMemoryMmap {
-    let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_BYTES as usize)]).unwrap();
+fn memory(descriptors: &[Descriptor], heads: &[u16]) -> GuestMemory {
+    let memory = GuestMemory::from_ranges(&[(GuestAddress(0), MEMORY_BYTES as usize)]).unwrap();
     for (index, descriptor) in descriptors.iter().enumerate() {
         let mut bytes = descriptor.address.to_le_bytes().to_vec();
         bytes.extend(descriptor.length.to_le_bytes());
@@ -80,13 +81,13 @@ fn image() -> tempfile::NamedTempFile {
     image
 }
 
-fn disk(image: &tempfile::NamedTempFile, readonly: Switch, memory: &GuestMemoryMmap) -> Block {
+fn disk(image: &tempfile::NamedTempFile, readonly: Switch, memory: &GuestMemory) -> Block {
     let config = DiskConfig { path: image.path().to_owned(), readonly };
     Block::open(&config, 0, memory.clone()).unwrap()
 }
 
 /// A request of a header, `length` bytes of data and a status byte.
-fn request(kind: u32, sector: u64, length: u32) -> GuestMemoryMmap {
+fn request(kind: u32, sector: u64, length: u32) -> GuestMemory {
     let data_flags = if kind == blk::VIRTIO_BLK_T_OUT { NEXT } else { NEXT | WRITE };
     let memory = memory(
         &[
@@ -102,7 +103,7 @@ fn request(kind: u32, sector: u64, length: u32) -> GuestMemoryMmap {
     memory
 }
 
-fn status(memory: &GuestMemoryMmap) -> u32 {
+fn status(memory: &GuestMemory) -> u32 {
     u32::from(memory.read_obj::<u8>(GuestAddress(DATA + 0x100)).unwrap())
 }
 

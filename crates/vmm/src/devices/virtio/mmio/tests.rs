@@ -59,7 +59,7 @@ impl VirtioDevice for Probe {
 }
 
 fn window() -> MmioWindow<Probe> {
-    let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
+    let memory = GuestMemory::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
     MmioWindow::new(MmioTransport::new(Probe::default(), memory, Wires::new(2).unwrap()))
 }
 

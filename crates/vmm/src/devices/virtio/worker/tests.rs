@@ -1,8 +1,9 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use ebb_guest_ram::GuestMemory;
 use virtio_queue::{Queue, QueueState};
-use vm_memory::{GuestAddress, GuestMemoryMmap};
+use vm_memory::GuestAddress;
 
 use super::*;
 use crate::config::Switch;
@@ -43,7 +44,7 @@ impl VirtioDevice for Idle {
 
 fn worker() -> (Worker, Arc<AtomicUsize>) {
     let quiesced = Arc::new(AtomicUsize::new(0));
-    let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
+    let memory = GuestMemory::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
     let device = Idle { quiesced: quiesced.clone() };
     let transport = Arc::new(Mutex::new(MmioTransport::new(device, memory, Wires::new(1).unwrap())));
     let exit = Arc::new(ExitSignal::new().unwrap());
