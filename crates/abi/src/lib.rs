@@ -5,6 +5,7 @@
 //!
 //! - [`units`]: page frame numbers, orders, page ranges.
 //! - [`balloon`]: virtio-balloon as in virtio 1.3 section 5.5.
+//! - [`migration`]: the data streams of a live migration.
 
 #![no_std]
 #![forbid(unsafe_code)]
@@ -13,6 +14,7 @@
 extern crate std;
 
 pub mod balloon;
+pub mod migration;
 pub mod units;
 
 pub use units::{
