@@ -10,9 +10,10 @@ set -eu
 # linux-headers-cloud-.. what the guests' kernel module (guest/linux) is built with
 # busybox-static         programs inside the virtual host
 # numactl                the real memhog
+# iproute2               shaped links between network namespaces of the virtual host
 # gcc libc6-dev make     linking the static binaries, and the Makefile
 # ca-certificates        cargo fetches crates over TLS
-packages="linux-image-cloud-amd64 linux-headers-cloud-amd64 busybox-static numactl gcc libc6-dev make ca-certificates"
+packages="linux-image-cloud-amd64 linux-headers-cloud-amd64 busybox-static numactl iproute2 gcc libc6-dev make ca-certificates"
 
 # QEMU is the virtual host, on machines whose KVM cannot run Linux, and a peer to compare with. It has to be 8.1 or newer:
 # older emulators may go on with a translation of code that another processor has just changed, and Linux changes its own
@@ -112,7 +113,7 @@ else
 fi
 
 # What the packages are for must really be there.
-for program in qemu-system-x86_64 busybox memhog gcc make; do
+for program in qemu-system-x86_64 busybox memhog ip tc gcc make; do
     command -v "$program" >/dev/null 2>&1 || fail "$program is not in PATH although its package is installed"
 done
 kernel=
