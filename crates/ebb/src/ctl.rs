@@ -237,8 +237,10 @@ fn duration(ms: u64) -> String {
 fn vm_state(state: VmState) -> &'static str {
     match state {
         VmState::Starting => "starting",
+        VmState::Receiving => "receiving",
         VmState::Running => "running",
         VmState::Paused => "paused",
+        VmState::Migrating => "going to another monitor",
         VmState::Stopping => "stopping",
     }
 }

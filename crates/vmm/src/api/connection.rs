@@ -161,10 +161,13 @@ impl Connection {
     }
 
     /// Answers a client that waits for the guest, because the monitor ends. Returns whether anything is left to send.
-    pub(super) fn end(&mut self, now: Instant) -> bool {
-        if let Phase::Awaiting(_, _, body) = self.phase {
-            let problem = Problem::new(Status::ServiceUnavailable, "the machine has ended");
-            self.answer(&problem.into(), Persistence::Close, body, now);
+    pub(super) fn end(&mut self, vm: &dyn VmControl, now: Instant) -> bool {
+        if let Phase::Awaiting(wait, _, body) = &self.phase {
+            let body = *body;
+            let reply = wait.poll(vm).unwrap_or_else(|| {
+                Problem::new(Status::ServiceUnavailable, "the machine has ended").into()
+            });
+            self.answer(&reply, Persistence::Close, body, now);
         }
         matches!(self.phase, Phase::Writing(_))
     }

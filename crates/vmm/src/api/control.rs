@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use super::free_pages::{FreePagesAnswer, FreePagesRequest};
 pub use super::metrics::{BalloonMetrics, KindCount, Metrics};
+use super::migration::{MigrationRequest, MigrationStatus};
 
 /// The virtual machine as the API sees it.
 ///
@@ -39,6 +40,17 @@ pub trait VmControl: Send + Sync {
     /// Writes the machine to the file `path`, which must be absolute. A running machine is stopped meanwhile. On any error the
     /// machine is as before, and there is no file of that name that was not there before.
     fn snapshot(&self, path: &Path) -> Result<SnapshotReport, ControlError>;
+
+    /// Begins to move the machine to another monitor, and returns at once. [`ControlError::WrongState`] when a migration is
+    /// under way already.
+    fn migrate(&self, request: MigrationRequest) -> Result<(), ControlError>;
+
+    /// How far the migration under way is, or what the last one has come to.
+    fn migration(&self) -> MigrationStatus;
+
+    /// Asks for the end of the migration under way, without waiting for it. [`ControlError::WrongState`] if there is none,
+    /// or if the machine has been given away already.
+    fn cancel_migration(&self) -> Result<(), ControlError>;
 
     /// Asks the monitor to end the machine at once, like pulling the plug. It must return without waiting for the end:
     /// the reply is sent afterwards, at the latest when the [`ApiServer`](super::ApiServer) is dropped.
@@ -109,10 +121,14 @@ pub enum ControlError {
 pub enum VmState {
     /// Being set up; no vCPU has run yet.
     Starting,
+    /// Waiting for another monitor to send the machine, or receiving it.
+    Receiving,
     /// vCPUs run.
     Running,
     /// vCPUs are stopped until resumed.
     Paused,
+    /// vCPUs are stopped while the rest of the machine goes to another monitor.
+    Migrating,
     /// The guest has ended or is being ended; the monitor is about to exit.
     Stopping,
 }

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::control::{StatisticsDocument, VmControl};
 use super::free_pages::{FreePagesAnswer, FreePagesRequest};
+use super::migration::MigrationStatus;
 use super::prometheus;
 use super::reply::{ContentType, Problem, Reply, Status};
 use super::route::Operation;
@@ -28,6 +29,11 @@ pub enum Wait {
         /// When it was asked.
         asked_at: Instant,
     },
+    /// For the end of a migration, which is told as soon as it comes.
+    Migration {
+        /// When its state is told in any case.
+        deadline: Instant,
+    },
     /// For its free pages.
     FreePages {
         /// The question.
@@ -42,6 +48,10 @@ impl Wait {
     pub fn poll(&self, vm: &dyn VmControl) -> Option<Reply> {
         match self {
             Self::Statistics { asked_at } => poll_statistics(*asked_at, vm),
+            Self::Migration { deadline } => {
+                let status = vm.migration();
+                (status.phase.is_end() || Instant::now() >= *deadline).then(|| migration_reply(&status))
+            }
             Self::FreePages { answer, deadline } => {
                 let is_late = Instant::now() >= *deadline;
                 let report = answer.report().or_else(|| is_late.then(|| answer.give_up()))?;
@@ -77,6 +87,24 @@ fn try_execute(operation: Operation, vm: &dyn VmControl) -> Result<Outcome, Prob
         }
         Operation::Trim => Reply::json(Status::Ok, &vm.trim()?),
         Operation::Snapshot { path } => Reply::json(Status::Ok, &vm.snapshot(&path)?),
+        Operation::Migrate(request) => {
+            vm.migrate(*request)?;
+            Reply::json(Status::Accepted, &vm.migration())
+        }
+        Operation::Migration { wait } => {
+            let status = vm.migration();
+            match wait {
+                Some(wait) if status.phase.is_active() => {
+                    let deadline = Instant::now() + wait;
+                    return Ok(Outcome::Await(Wait::Migration { deadline }));
+                }
+                _ => migration_reply(&status),
+            }
+        }
+        Operation::CancelMigration => {
+            vm.cancel_migration()?;
+            Reply::json(Status::Accepted, &vm.migration())
+        }
         Operation::Kill => {
             vm.kill()?;
             Reply::json(Status::Accepted, &vm.info())
@@ -104,6 +132,10 @@ fn try_execute(operation: Operation, vm: &dyn VmControl) -> Result<Outcome, Prob
         },
     };
     Ok(Outcome::Done(reply))
+}
+
+fn migration_reply(status: &MigrationStatus) -> Reply {
+    Reply::json(Status::Ok, status)
 }
 
 fn fixed(content_type: ContentType, body: &'static str) -> Reply {

@@ -7,6 +7,7 @@
 //! | --- | --- |
 //! | [`control`] | the [`VmControl`] trait and the documents |
 //! | [`free_pages`] | a question to the guest that takes a while, and its document |
+//! | [`migration`] | moving the machine to another monitor: documents |
 //! | [`metrics`] | counters |
 //! | [`http`] | bytes -> [`http::Request`], pure |
 //! | [`route`] | [`http::Request`] -> [`route::Operation`], pure |
@@ -22,6 +23,7 @@ pub mod execute;
 pub mod free_pages;
 pub mod http;
 pub mod metrics;
+pub mod migration;
 pub mod prometheus;
 pub mod reply;
 pub mod route;
@@ -32,6 +34,7 @@ mod connection;
 pub use client::{Client, ClientError};
 pub use control::*;
 pub use free_pages::*;
+pub use migration::*;
 pub use server::{ApiError, ApiServer};
 
 /// The OpenAPI 3.1 description of everything this module serves; also at `GET /openapi.json`.

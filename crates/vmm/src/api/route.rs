@@ -10,6 +10,10 @@ use serde_json::Value;
 
 use super::free_pages::MAX_FREE_PAGES_ORDER;
 use super::http::Request;
+use super::migration::{
+    DEFAULT_DOWNTIME_MS, FreePageChoice, MAX_DOWNTIME_MS, MAX_MIGRATION_SECONDS, MAX_MIGRATION_STREAMS,
+    MAX_MIGRATION_WAIT_MS, MigrationRequest, OnTimeout, TlsPaths,
+};
 use super::reply::{Problem, Status};
 
 /// The longest interval between two requests for statistics: a day.
@@ -41,6 +45,15 @@ pub enum Operation {
         /// The file to write.
         path: PathBuf,
     },
+    /// `PUT /vm/migrate`
+    Migrate(Box<MigrationRequest>),
+    /// `GET /vm/migration`
+    Migration {
+        /// How long to wait for its end.
+        wait: Option<Duration>,
+    },
+    /// `PUT /vm/migration/cancel`
+    CancelMigration,
     /// `PUT /vm/kill`
     Kill,
     /// `GET /balloon`
@@ -107,7 +120,7 @@ const fn route_to(method: Method, path: &'static str, build: Build) -> Route {
 }
 
 /// Everything that is served.
-pub const ROUTES: [Route; 14] = [
+pub const ROUTES: [Route; 17] = [
     route_to(Method::Get, "/openapi.json", |request| plain(request, Operation::OpenApi)),
     route_to(Method::Get, "/vm", |request| plain(request, Operation::VmInfo)),
     route_to(Method::Put, "/vm/pause", |request| plain(request, Operation::Pause)),
@@ -115,6 +128,9 @@ pub const ROUTES: [Route; 14] = [
     route_to(Method::Put, "/vm/power-button", |request| plain(request, Operation::PowerButton)),
     route_to(Method::Put, "/vm/trim", |request| plain(request, Operation::Trim)),
     route_to(Method::Put, "/vm/snapshot", snapshot),
+    route_to(Method::Put, "/vm/migrate", migrate),
+    route_to(Method::Get, "/vm/migration", migration),
+    route_to(Method::Put, "/vm/migration/cancel", |request| plain(request, Operation::CancelMigration)),
     route_to(Method::Put, "/vm/kill", |request| plain(request, Operation::Kill)),
     route_to(Method::Get, "/balloon", |request| plain(request, Operation::Balloon)),
     route_to(Method::Put, "/balloon", set_balloon),
@@ -170,6 +186,77 @@ fn snapshot(request: &Request<'_>) -> Result<Operation, Problem> {
     Parameters::of_query(request, &[])?;
     let path = Fields::of_body(request, &["path"])?.path("path")?;
     Ok(Operation::Snapshot { path })
+}
+
+fn migrate(request: &Request<'_>) -> Result<Operation, Problem> {
+    Parameters::of_query(request, &[])?;
+    let fields = Fields::of_body(request, &MIGRATION_FIELDS)?;
+    let mut migration = MigrationRequest::new(fields.text("to", "tcp:HOST:PORT or unix:PATH")?);
+    if let Some(streams) = fields.optional_integer("streams", "streams", 1..=MAX_MIGRATION_STREAMS)? {
+        migration.streams = u16::try_from(streams).unwrap_or(1);
+    }
+    let downtime = fields.optional_integer("downtime_ms", "milliseconds", 1..=MAX_DOWNTIME_MS)?;
+    migration.downtime_ms = downtime.unwrap_or(DEFAULT_DOWNTIME_MS);
+    let rates = MIN_BANDWIDTH_BYTES..=u64::MAX;
+    migration.bandwidth_bytes_per_s = fields.optional_integer("bandwidth_bytes_per_s", "bytes", rates)?;
+    let seconds = 1..=MAX_MIGRATION_SECONDS;
+    migration.timeout_seconds = fields.optional_integer("timeout_seconds", "seconds", seconds)?;
+    if let Some(action) = fields.optional_word("on_timeout", &OnTimeout::ALL, OnTimeout::name)? {
+        migration.on_timeout = action;
+    }
+    if let Some(choice) = fields.optional_word("free_pages", &FreePageChoice::ALL, FreePageChoice::name)? {
+        migration.free_pages = choice;
+    }
+    for (name, switch) in [
+        ("auto_converge", &mut migration.auto_converge),
+        ("zero_pages", &mut migration.zero_pages),
+        ("holes", &mut migration.holes),
+        ("insecure", &mut migration.insecure),
+        ("share_memory", &mut migration.share_memory),
+    ] {
+        *switch = fields.optional_switch(name)?.unwrap_or(*switch);
+    }
+    migration.tls = tls_paths(&fields)?;
+    Ok(Operation::Migrate(Box::new(migration)))
+}
+
+/// All fields of a migration's request.
+const MIGRATION_FIELDS: [&str; 15] = [
+    "to",
+    "streams",
+    "downtime_ms",
+    "bandwidth_bytes_per_s",
+    "timeout_seconds",
+    "on_timeout",
+    "auto_converge",
+    "free_pages",
+    "zero_pages",
+    "holes",
+    "tls_cert",
+    "tls_key",
+    "tls_ca",
+    "insecure",
+    "share_memory",
+];
+
+/// The slowest rate that can be asked for: below, not even the state of a machine gets through in reasonable time.
+pub const MIN_BANDWIDTH_BYTES: u64 = 64 << 10;
+
+/// All three files, or none.
+fn tls_paths(fields: &Fields) -> Result<Option<TlsPaths>, Problem> {
+    let names = ["tls_cert", "tls_key", "tls_ca"];
+    if !names.iter().any(|name| fields.has(name)) {
+        return Ok(None);
+    }
+    let [cert, key, ca] = names.map(|name| fields.path(name));
+    Ok(Some(TlsPaths { cert: cert?, key: key?, ca: ca? }))
+}
+
+fn migration(request: &Request<'_>) -> Result<Operation, Problem> {
+    let parameters = Parameters::of_query(request, &["wait_ms"])?;
+    expect_no_fields(request)?;
+    let wait_ms = parameters.integer("wait_ms")?.map(|wait_ms| wait_ms.min(MAX_MIGRATION_WAIT_MS));
+    Ok(Operation::Migration { wait: wait_ms.map(Duration::from_millis) })
 }
 
 fn set_balloon(request: &Request<'_>) -> Result<Operation, Problem> {
@@ -292,6 +379,53 @@ impl Fields {
         } else {
             Self::of_body(request, known)
         }
+    }
+
+    fn has(&self, name: &str) -> bool {
+        self.0.iter().any(|(key, _)| key == name)
+    }
+
+    /// The required text `name`, of the form `form`.
+    fn text(&self, name: &'static str, form: &str) -> Result<String, Problem> {
+        let problem = |message: String| {
+            Problem::new(Status::UnprocessableContent, message)
+                .with_field(name)
+                .with_remedy(format!("send {form}"))
+        };
+        let Some((_, value)) = self.0.iter().find(|(key, _)| key == name) else {
+            return Err(problem(format!("the field '{name}' is missing")));
+        };
+        match value.as_str() {
+            Some(text) if !text.is_empty() && !text.contains('\0') => Ok(text.to_owned()),
+            _ => Err(problem(format!("the field '{name}' is {}", describe(value)))),
+        }
+    }
+
+    /// One of the words that `name_of` gives to `choices`, if `name` is there.
+    fn optional_word<T: Copy>(
+        &self,
+        name: &'static str,
+        choices: &[T],
+        name_of: impl Fn(T) -> &'static str,
+    ) -> Result<Option<T>, Problem> {
+        let Some((_, value)) = self.0.iter().find(|(key, _)| key == name) else { return Ok(None) };
+        let choice = choices.iter().copied().find(|choice| value.as_str() == Some(name_of(*choice)));
+        choice.map(Some).ok_or_else(|| {
+            let words: Vec<_> = choices.iter().map(|choice| name_of(*choice)).collect();
+            Problem::new(Status::UnprocessableContent, format!("the field '{name}' is {}", describe(value)))
+                .with_field(name)
+                .with_remedy(format!("send one of {}", words.join(", ")))
+        })
+    }
+
+    /// The truth value `name`, if it is there.
+    fn optional_switch(&self, name: &'static str) -> Result<Option<bool>, Problem> {
+        let Some((_, value)) = self.0.iter().find(|(key, _)| key == name) else { return Ok(None) };
+        value.as_bool().map(Some).ok_or_else(|| {
+            Problem::new(Status::UnprocessableContent, format!("the field '{name}' is {}", describe(value)))
+                .with_field(name)
+                .with_remedy("send true or false")
+        })
     }
 
     /// The required absolute path `name`.

@@ -304,10 +304,11 @@ impl Service {
     /// Sends the replies that are under way, for a short while.
     fn finish(mut self) {
         let end = Instant::now() + FINISH_TIME_LIMIT;
+        let vm = &*self.vm;
         loop {
             let now = Instant::now();
             self.connections.retain_mut(|connection| {
-                connection.end(now) && connection.send_some(now) == Fate::Keep && connection.end(now)
+                connection.end(vm, now) && connection.send_some(now) == Fate::Keep && connection.end(vm, now)
             });
             if self.connections.is_empty() || now >= end {
                 return;

@@ -36,6 +36,11 @@ impl ConsoleOutput {
         Ok(Self::new(target))
     }
 
+    /// An output that goes nowhere.
+    pub fn nowhere() -> Self {
+        Self::new(None)
+    }
+
     fn new(target: Option<OwnedFd>) -> Self {
         Self { target, backlog: VecDeque::new(), dropped_bytes: 0 }
     }

@@ -70,16 +70,11 @@ impl Serial {
         Self { line }
     }
 
-    /// A line in a saved state.
+    /// Takes a saved state.
     ///
     /// # Errors
-    /// What does not fit.
-    pub fn restore(
-        saved: &SavedSerial,
-        interrupt: EventFd,
-        input_read: EventFd,
-        output: ConsoleOutput,
-    ) -> Result<Self, String> {
+    /// What does not fit. The line is of no use then.
+    pub fn restore(&mut self, saved: &SavedSerial) -> Result<(), String> {
         let state = SerialState {
             baud_divisor_low: saved.divisor[0],
             baud_divisor_high: saved.divisor[1],
@@ -92,10 +87,13 @@ impl Serial {
             scratch: saved.scratch,
             in_buffer: saved.input.clone(),
         };
-        let (trigger, events) = (SerialInterrupt(interrupt), InputRead(input_read));
-        let line = vm_superio::Serial::from_state(&state, trigger, events, output)
+        let clone = |event: &EventFd| event.try_clone().map_err(|error| error.to_string());
+        let interrupt = SerialInterrupt(clone(&self.line.interrupt_evt().0)?);
+        let input_read = InputRead(clone(&self.line.events().0)?);
+        let output = std::mem::replace(self.line.writer_mut(), ConsoleOutput::nowhere());
+        self.line = vm_superio::Serial::from_state(&state, interrupt, input_read, output)
             .map_err(|error| error.to_string())?;
-        Ok(Self { line })
+        Ok(())
     }
 
     /// The state for a snapshot.

@@ -4,11 +4,13 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use ebb_guest_ram::{GuestMemory, GuestRam, RegionSpec};
+use ebb_kvm_clock::Kilohertz;
 use kvm_bindings::{CpuId, KVM_PIT_SPEAKER_DUMMY, kvm_pit_config, kvm_userspace_memory_region};
 use kvm_ioctls::{Cap, IoEventAddress, Kvm, VmFd};
 use vm_memory::GuestAddress;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
+use super::migrate::Migrations;
 use super::{Vm, VmError, interrupts};
 use crate::acpi::{MmioDevice, NumaNode, Platform};
 use crate::api::control::{ClockInfo, VmState};
@@ -19,10 +21,10 @@ use crate::cpu::threads::{Buses, ExitCounters, VcpuThreads};
 use crate::cpu::{self, Vcpu};
 use crate::devices::console::ConsoleOutput;
 use crate::devices::platform::{AcpiRegisters, KeyboardReset, PanicNotifier};
-use crate::devices::serial::{SavedSerial, Serial};
+use crate::devices::serial::Serial;
 use crate::devices::virtio::VirtioDevice;
 use crate::devices::virtio::balloon::BalloonDevice;
-use crate::devices::virtio::block::Block;
+use crate::devices::virtio::block::{Block, DiskLock};
 use crate::devices::virtio::mmio::{ManagedDevice, MmioTransport, MmioWindow, Wires};
 use crate::devices::virtio::rng::Rng;
 use crate::devices::virtio::worker::Worker;
@@ -31,7 +33,7 @@ use crate::layout;
 use crate::seccomp::Filters;
 use crate::snapshot::file::RAM_OFFSET_BYTES;
 use crate::snapshot::processor::Processor;
-use crate::snapshot::{MachineState, SnapshotError, SnapshotFile};
+use crate::snapshot::{SnapshotError, SnapshotFile};
 
 /// What the event loop needs besides the machine itself.
 pub(super) struct Built {
@@ -52,42 +54,84 @@ struct Assembly<'a> {
     managed: Vec<Arc<Mutex<dyn ManagedDevice>>>,
 }
 
-/// Builds a machine that starts its kernel, or one that goes on from a snapshot.
+/// Where a machine comes from.
+pub(super) enum Origin {
+    /// Its kernel is to be started.
+    Kernel,
+    /// It goes on from a snapshot.
+    Snapshot(Box<SnapshotFile>),
+    /// Another monitor will send its memory and its state.
+    Migration(Box<Arriving>),
+}
+
+/// What has to be known of a machine that another monitor sends before it can be built.
+pub(super) struct Arriving {
+    /// The processor that the guest knows.
+    pub processor: Processor,
+    /// Frequency of the guest's time stamp counters.
+    pub tsc_khz: Kilohertz,
+}
+
+impl Origin {
+    fn is_kernel(&self) -> bool {
+        matches!(self, Self::Kernel)
+    }
+
+    /// The processor that the guest knows already.
+    fn processor(&self) -> Option<&Processor> {
+        match self {
+            Self::Kernel => None,
+            Self::Snapshot(snapshot) => Some(&snapshot.state.processor),
+            Self::Migration(arriving) => Some(&arriving.processor),
+        }
+    }
+
+    /// The frequency at which the guest's time stamp counters count already.
+    fn tsc_khz(&self) -> Option<Kilohertz> {
+        match self {
+            Self::Kernel => None,
+            Self::Snapshot(snapshot) => Some(snapshot.state.clock.tsc_khz),
+            Self::Migration(arriving) => Some(arriving.tsc_khz),
+        }
+    }
+}
+
+/// Builds a machine that starts its kernel, or one that goes on. `exit` is where it tells its end.
 pub(super) fn build(
     config: VmConfig,
-    snapshot: Option<SnapshotFile>,
+    origin: Origin,
     filters: &Filters,
+    exit: &Arc<ExitSignal>,
 ) -> Result<Built, VmError> {
     config.validate()?;
     // What costs nothing is tried first: files, then KVM, then memory.
-    let image = open_image(&config, snapshot.is_some())?;
+    let image = open_image(&config, &origin)?;
     let kvm = open_kvm()?;
-    let saved = snapshot.as_ref().map(|snapshot| &snapshot.state);
-    let cpuid = processor(&kvm, config.cpus, saved)?;
+    let cpuid = processor(&kvm, config.cpus, origin.processor())?;
     let vm_fd = create_vm(&kvm)?;
-    let ram = Arc::new(guest_ram(&config, snapshot.as_ref())?);
+    let ram = Arc::new(guest_ram(&config, &origin)?);
     register_memory(&vm_fd, &ram)?;
 
-    let exit = Arc::new(ExitSignal::new().map_err(VmError::host("create an event"))?);
     let mut assembly = Assembly {
         vm_fd: &vm_fd,
         memory: ram.memory().clone(),
         filters,
-        exit: &exit,
+        exit,
         buses: Buses::default(),
         devices: Vec::new(),
         workers: Vec::new(),
         managed: Vec::new(),
     };
     let input_read = event()?;
-    let serial = assembly.add_serial(&config, &input_read, saved.map(|saved| &saved.serial))?;
+    let serial = assembly.add_serial(&config, &input_read)?;
     let acpi = assembly.add_platform()?;
     let balloon = match &config.balloon {
         None => None,
         Some(balloon) => Some(assembly.add_virtio("balloon", BalloonDevice::new(balloon, ram.clone())?)?),
     };
     for (index, disk) in config.disks.iter().enumerate() {
-        let block = Block::open(disk, index, ram.memory().clone())?;
+        let lock = if matches!(origin, Origin::Migration(_)) { DiskLock::Later } else { DiskLock::Now };
+        let block = Block::open(disk, index, ram.memory().clone(), lock)?;
         assembly.add_virtio(&format!("disk{index}"), block)?;
     }
     if config.rng.is_on() {
@@ -96,12 +140,14 @@ pub(super) fn build(
     let Assembly { buses, devices, workers, managed, .. } = assembly;
 
     let vcpus = Vcpu::create_all(&kvm, &vm_fd, &cpuid, config.cpus)?;
-    let tsc = set_tsc_frequency(&kvm, &vcpus, &Processor::of(&cpuid).vendor(), saved)?;
+    let tsc = set_tsc_frequency(&kvm, &vcpus, &Processor::of(&cpuid).vendor(), origin.tsc_khz())?;
     let interrupt_controllers = interrupts::capture(&vm_fd)?;
     let counters = Arc::new(ExitCounters::default());
-    let vcpus = VcpuThreads::spawn(vcpus, &Arc::new(buses), &exit, &counters, filters)
+    let vcpus = VcpuThreads::spawn(vcpus, &Arc::new(buses), exit, &counters, filters)
         .map_err(VmError::host("start the vCPU threads"))?;
     let policy = config.clock;
+    let state =
+        if matches!(origin, Origin::Migration(_)) { VmState::Receiving } else { VmState::Starting };
     let platform = Platform { cpus: config.cpus, devices, nodes: numa_nodes(&config) };
     let vm = Vm {
         config,
@@ -119,24 +165,26 @@ pub(super) fn build(
         clock_info: Mutex::new(ClockInfo { policy, ..ClockInfo::default() }),
         serial,
         acpi,
-        exit,
+        exit: exit.clone(),
         counters,
         vcpus,
-        state: Mutex::new(VmState::Starting),
+        state: Mutex::new(state),
+        migrations: Migrations::default(),
         started: Instant::now(),
         trim_cursor: Mutex::new(0),
     };
-    match snapshot {
-        None => vm.load_and_enter()?,
-        Some(snapshot) => vm.restore(snapshot.state)?,
+    match origin {
+        Origin::Kernel => vm.load_and_enter()?,
+        Origin::Snapshot(snapshot) => vm.restore(snapshot.state)?,
+        Origin::Migration(_) => {}
     }
     Ok(Built { vm, input_read })
 }
 
-/// The files that the guest starts from. A machine out of a snapshot needs them for a reboot only.
-fn open_image(config: &VmConfig, restored: bool) -> Result<Option<BootImage>, VmError> {
+/// The files that the guest starts from. A machine that goes on needs them for a reboot only.
+fn open_image(config: &VmConfig, origin: &Origin) -> Result<Option<BootImage>, VmError> {
     let open = || BootImage::open(&config.kernel, config.initrd.as_deref(), &config.cmdline);
-    if !restored {
+    if origin.is_kernel() {
         return Ok(Some(open()?));
     }
     match config.on_reboot {
@@ -145,10 +193,10 @@ fn open_image(config: &VmConfig, restored: bool) -> Result<Option<BootImage>, Vm
     }
 }
 
-/// The processor for the guest: this host's, or the one that the guest in the snapshot knows, if this host can be that.
-fn processor(kvm: &Kvm, cpus: u8, saved: Option<&MachineState>) -> Result<CpuId, VmError> {
+/// The processor for the guest: this host's, or the one that the guest knows already, if this host can be that.
+fn processor(kvm: &Kvm, cpus: u8, saved: Option<&Processor>) -> Result<CpuId, VmError> {
     let host = cpu::host_cpuid(kvm, cpus)?;
-    let Some(saved) = saved.map(|saved| &saved.processor) else { return Ok(host) };
+    let Some(saved) = saved else { return Ok(host) };
     saved.check(&Processor::of(&host))?;
     saved.to_cpuid().ok_or_else(|| {
         let missing = format!("{} CPUID leaves", saved.cpuid.len());
@@ -156,9 +204,9 @@ fn processor(kvm: &Kvm, cpus: u8, saved: Option<&MachineState>) -> Result<CpuId,
     })
 }
 
-fn guest_ram(config: &VmConfig, snapshot: Option<&SnapshotFile>) -> Result<GuestRam, VmError> {
+fn guest_ram(config: &VmConfig, origin: &Origin) -> Result<GuestRam, VmError> {
     let (regions, memory) = (regions(config), &config.memory);
-    let Some(snapshot) = snapshot else {
+    let Origin::Snapshot(snapshot) = origin else {
         return Ok(GuestRam::new(&regions, memory.backing, memory.huge_pages, memory.populate)?);
     };
     let file = snapshot.file.try_clone().map_err(VmError::host("duplicate the snapshot's descriptor"))?;
@@ -169,15 +217,14 @@ fn set_tsc_frequency(
     kvm: &Kvm,
     vcpus: &[Vcpu],
     vendor: &str,
-    saved: Option<&MachineState>,
+    wanted: Option<Kilohertz>,
 ) -> Result<Option<TscFrequencies>, VmError> {
-    let wanted = saved.map(|saved| saved.clock.tsc_khz);
     let mut frequencies = None;
     for vcpu in vcpus {
         match TscFrequencies::set(kvm, &vcpu.fd, vendor, wanted) {
             Ok(set) => frequencies = Some(set),
             // A KVM that does not know its counter's frequency can run guests, but not take them to another time.
-            Err(GuestClockError::NoFrequency) if saved.is_none() => return Ok(None),
+            Err(GuestClockError::NoFrequency) if wanted.is_none() => return Ok(None),
             Err(error) => return Err(error.into()),
         }
     }
@@ -309,18 +356,12 @@ impl Assembly<'_> {
         &mut self,
         config: &VmConfig,
         input_read: &EventFd,
-        saved: Option<&SavedSerial>,
     ) -> Result<Arc<Mutex<Serial>>, VmError> {
         let output = ConsoleOutput::open(&config.serial)
             .map_err(|source| VmError::Console { console: format!("{:?}", config.serial), source })?;
         let interrupt = self.interrupt(layout::SERIAL_GSI)?;
         let input_read = clone(input_read)?;
-        let serial = match saved {
-            None => Serial::new(interrupt, input_read, output),
-            Some(saved) => Serial::restore(saved, interrupt, input_read, output)
-                .map_err(|problem| SnapshotError::Device { device: "serial line".to_owned(), problem })?,
-        };
-        let serial = Arc::new(Mutex::new(serial));
+        let serial = Arc::new(Mutex::new(Serial::new(interrupt, input_read, output)));
         let start = u64::from(layout::SERIAL_PORT);
         self.buses.ports.insert(start..start + 8, serial.clone())?;
         Ok(serial)

@@ -5,6 +5,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::free_pages::Question;
+use super::migrate::BEING_MOVED;
 use super::snapshot::WriteError;
 use super::{SharedTransport, Vm, VmError, lock, metrics};
 use crate::api::control::{
@@ -12,6 +13,7 @@ use crate::api::control::{
     StatisticsReading, TrimReport, VmControl, VmInfo, VmState,
 };
 use crate::api::free_pages::{FreePagesAnswer, FreePagesRequest};
+use crate::api::migration::{MigrationRequest, MigrationStatus};
 use crate::devices::virtio::balloon::BalloonDevice;
 use crate::devices::virtio::mmio::MmioTransport;
 use crate::exit::GuestExit;
@@ -36,13 +38,21 @@ impl Vm {
         Ok(transport)
     }
 
-    fn state(&self) -> VmState {
+    /// Refuses to change what has been saved for another monitor.
+    fn not_given_away(&self) -> Result<(), ControlError> {
+        match self.state() {
+            state @ (VmState::Migrating | VmState::Receiving) => Err(standing_still(state)),
+            _ => Ok(()),
+        }
+    }
+
+    pub(super) fn state(&self) -> VmState {
         *lock(&self.state)
     }
 
     fn uptime_ms(&self) -> u64 {
         match self.state() {
-            VmState::Starting => 0,
+            VmState::Starting | VmState::Receiving => 0,
             _ => u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX),
         }
     }
@@ -58,7 +68,18 @@ fn summary(transport: &MmioTransport<BalloonDevice>) -> BalloonSummary {
     BalloonSummary { target_bytes, actual_bytes, state }
 }
 
-fn wrong_state(message: impl Into<String>, remedy: &str) -> ControlError {
+/// What is to be said of a machine that neither runs nor is paused.
+fn standing_still(state: VmState) -> ControlError {
+    match state {
+        VmState::Migrating => wrong_state(BEING_MOVED, "wait for the end of the migration, or cancel it"),
+        VmState::Receiving => {
+            wrong_state("the virtual machine has not arrived here yet", "wait until it runs")
+        }
+        _ => wrong_state("the virtual machine is not running", "wait until it runs"),
+    }
+}
+
+pub(super) fn wrong_state(message: impl Into<String>, remedy: &str) -> ControlError {
     ControlError::WrongState { message: message.into(), remedy: Some(remedy.to_owned()) }
 }
 
@@ -103,9 +124,7 @@ impl VmControl for Vm {
                 *state = VmState::Paused;
                 Ok(())
             }
-            VmState::Starting | VmState::Stopping => {
-                Err(wrong_state("the virtual machine is not running", "wait until it runs"))
-            }
+            state => Err(standing_still(state)),
         }
     }
 
@@ -118,9 +137,7 @@ impl VmControl for Vm {
                 *state = VmState::Running;
                 Ok(())
             }
-            VmState::Starting | VmState::Stopping => {
-                Err(wrong_state("the virtual machine is not paused", "wait until it runs"))
-            }
+            state => Err(standing_still(state)),
         }
     }
 
@@ -139,9 +156,7 @@ impl VmControl for Vm {
     fn trim(&self) -> Result<TrimReport, ControlError> {
         match self.state() {
             VmState::Running | VmState::Paused => {}
-            VmState::Starting | VmState::Stopping => {
-                return Err(wrong_state("the virtual machine is not running", "wait until it runs"));
-            }
+            state => return Err(standing_still(state)),
         }
         self.trim_some().map_err(failed)
     }
@@ -151,6 +166,21 @@ impl VmControl for Vm {
             WriteError::State(problem) => wrong_state(problem, "wait until it runs"),
             WriteError::Vm(error) => snapshot_error(error),
         })
+    }
+
+    fn migrate(&self, request: MigrationRequest) -> Result<(), ControlError> {
+        match self.state() {
+            VmState::Running | VmState::Paused => self.migrations.ask(request),
+            state => Err(standing_still(state)),
+        }
+    }
+
+    fn migration(&self) -> MigrationStatus {
+        self.migrations.status()
+    }
+
+    fn cancel_migration(&self) -> Result<(), ControlError> {
+        self.migrations.cancel()
     }
 
     fn kill(&self) -> Result<(), ControlError> {
@@ -165,6 +195,7 @@ impl VmControl for Vm {
     }
 
     fn set_balloon_target(&self, target_bytes: u64) -> Result<(), ControlError> {
+        self.not_given_away()?;
         let mut transport = lock(self.balloon_transport()?);
         let changed = transport.device_mut().set_target_bytes(target_bytes)?;
         if changed {
@@ -186,6 +217,7 @@ impl VmControl for Vm {
     }
 
     fn set_statistics_interval(&self, interval: Option<Duration>) -> Result<(), ControlError> {
+        self.not_given_away()?;
         let mut transport = lock(self.balloon_transport()?);
         transport.device_mut().set_statistics_interval(interval);
         transport.wake();

@@ -9,14 +9,14 @@ use std::time::{Duration, UNIX_EPOCH};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use vmm_sys_util::eventfd::EventFd;
 
-use super::build::{Built, build};
+use super::build::{Built, Origin, build};
 use super::terminal::{EscapeSequence, RawTerminal, Typed};
 use super::{Vm, VmError, lock};
 use crate::api::ApiServer;
 use crate::api::server::Limits;
 use crate::config::{RebootAction, SerialConfig, VmConfig};
 use crate::event::readable;
-use crate::exit::GuestExit;
+use crate::exit::{ExitSignal, GuestExit};
 use crate::seccomp::{Filters, ThreadKind};
 use crate::snapshot::{Overrides, SnapshotFile};
 
@@ -38,14 +38,14 @@ pub enum Start {
 
 /// Starts a virtual machine and runs it to its end.
 pub fn run(config: VmConfig) -> Result<GuestExit, VmError> {
-    run_from(config, None, Start::Running)
+    run_from(config, Origin::Kernel, Start::Running)
 }
 
 /// Lets the machine of a snapshot go on, and runs it to its end.
 pub fn restore(snapshot: SnapshotFile, overrides: Overrides, start: Start) -> Result<GuestExit, VmError> {
     let config = snapshot.state.machine.clone().into_vm_config(overrides)?;
     warn_of_newer_disks(&config, snapshot.state.created_unix_ms);
-    run_from(config, Some(snapshot), start)
+    run_from(config, Origin::Snapshot(Box::new(snapshot)), start)
 }
 
 /// A guest keeps in memory what it knows of its file systems, so a disk must be as it was when the snapshot was taken.
@@ -65,13 +65,14 @@ fn warn_of_newer_disks(config: &VmConfig, created_unix_ms: u64) {
     }
 }
 
-fn run_from(config: VmConfig, snapshot: Option<SnapshotFile>, start: Start) -> Result<GuestExit, VmError> {
+fn run_from(config: VmConfig, origin: Origin, start: Start) -> Result<GuestExit, VmError> {
     let on_reboot = config.on_reboot;
     // Before any thread starts: signals are for this one, and what a thread inherits is already little.
     let signals = Signals::block().map_err(VmError::host("take over signals"))?;
     let filters = Filters::new(config.seccomp)?;
     let (serial, api) = (config.serial.clone(), config.api.clone());
-    let Built { vm, input_read } = build(config, snapshot, &filters)?;
+    let exit = Arc::new(ExitSignal::new().map_err(VmError::host("create an event"))?);
+    let Built { vm, input_read } = build(config, origin, &filters, &exit)?;
     let vm = Arc::new(vm);
     let _api = api.map(|path| start_api(&path, &vm, &filters)).transpose()?;
     let console = ConsoleInput::open(&serial, input_read)?;

@@ -6,6 +6,7 @@ mod event_loop;
 mod free_pages;
 mod interrupts;
 mod metrics;
+mod migrate;
 pub mod privileges;
 mod snapshot;
 pub mod terminal;
@@ -39,6 +40,8 @@ use crate::exit::{ExitSignal, GuestExit};
 use crate::seccomp::SeccompError;
 use crate::snapshot::SnapshotError;
 use crate::snapshot::state::InterruptControllers;
+
+use migrate::Migrations;
 
 pub use event_loop::{Start, restore, run};
 
@@ -183,6 +186,7 @@ pub struct Vm {
     exit: Arc<ExitSignal>,
     counters: Arc<ExitCounters>,
     state: Mutex<VmState>,
+    migrations: Migrations,
     started: Instant,
     /// First page that the next trim looks at.
     trim_cursor: Mutex<u64>,
@@ -201,7 +205,7 @@ impl Vm {
     /// Lets the vCPUs run for the first time, from the kernel's entry or from where the snapshot was taken.
     pub fn start(&self) -> Result<(), VmError> {
         let mut state = lock(&self.state);
-        if *state == VmState::Starting {
+        if matches!(*state, VmState::Starting | VmState::Receiving) {
             self.thaw_clocks()?;
             *state = VmState::Running;
             self.continue_all();
@@ -212,7 +216,7 @@ impl Vm {
     /// Leaves a restored machine as if it had been paused before its first instruction.
     pub fn start_paused(&self) {
         let mut state = lock(&self.state);
-        if *state == VmState::Starting {
+        if matches!(*state, VmState::Starting | VmState::Receiving) {
             *state = VmState::Paused;
         }
     }

@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use super::migrate::BEING_MOVED;
 use super::{Vm, VmError, interrupts, lock, saved_instant};
 use crate::api::control::{SnapshotReport, VmState};
 use crate::clock::{self, GuestClockError};
@@ -54,14 +55,19 @@ impl Vm {
     /// Copies memory and state, and says how long a running machine stood still for it.
     fn stop_and_capture(&self, new: &NewSnapshot) -> Result<(MachineState, Duration), WriteError> {
         let mut state = lock(&self.state);
+        if self.migrations.is_active() {
+            // The guest must not stand still for long while it is sent, and nobody knows which of both would be the newer one.
+            return Err(WriteError::State(BEING_MOVED));
+        }
         if self.exit.pending().is_some() {
             // It would never go on from here: nobody answers the access with which it ended itself.
             return Err(ENDED);
         }
         match *state {
-            VmState::Starting | VmState::Stopping => {
+            VmState::Starting | VmState::Receiving | VmState::Stopping => {
                 Err(WriteError::State("the virtual machine is not running"))
             }
+            VmState::Migrating => Err(WriteError::State(BEING_MOVED)),
             VmState::Paused => Ok((self.capture_with_ram(new)?, Duration::ZERO)),
             VmState::Running => {
                 self.freeze()?;
@@ -111,8 +117,8 @@ impl Vm {
         })
     }
 
-    /// Takes a saved state, before anything has run. The serial line has its state already, and RAM its content. Devices stand
-    /// still afterwards, until the machine is started.
+    /// Takes a saved state, before anything has run; RAM has its content already. Devices stand still afterwards, until the
+    /// machine is started.
     pub(super) fn restore(&self, saved: MachineState) -> Result<(), VmError> {
         for worker in &self.workers {
             worker.pause();
@@ -134,6 +140,9 @@ impl Vm {
                 problem,
             })?;
         }
+        lock(&self.serial)
+            .restore(&saved.serial)
+            .map_err(|problem| SnapshotError::Device { device: "serial line".to_owned(), problem })?;
         let vcpus: Arc<[VcpuState]> = saved.vcpus.into();
         let states = vcpus.clone();
         self.vcpus.on_each(move |vcpu| states[usize::from(vcpu.index)].apply(&vcpu.fd))?;

@@ -44,7 +44,12 @@ impl Vm {
     /// Looks at one slice; returns how long a running machine was stopped for it.
     fn trim_slice(&self, slice: PageRange, report: &mut TrimReport) -> Result<Duration, VmError> {
         let state = lock(&self.state);
-        let running = *state == VmState::Running;
+        let running = match *state {
+            VmState::Running => true,
+            VmState::Paused => false,
+            // Somebody else has it, or will have it at once.
+            _ => return Ok(Duration::ZERO),
+        };
         let stopped = Instant::now();
         if running {
             self.stop_all();

@@ -42,6 +42,8 @@ pub struct State {
     pub questions: u32,
     /// Questions that were withdrawn.
     pub withdrawn: u32,
+    /// The migration asked for last.
+    pub migration: Option<MigrationRequest>,
 }
 
 struct Shared {
@@ -125,6 +127,7 @@ impl TestVm {
             kills: 0,
             questions: 0,
             withdrawn: 0,
+            migration: None,
         };
         Self { shared: Arc::new(Shared { state: Mutex::new(state), asked: Condvar::new() }) }
     }
@@ -224,6 +227,32 @@ impl VmControl for TestVm {
             longest_pause_us: 900,
             complete: true,
         })
+    }
+
+    fn migrate(&self, request: MigrationRequest) -> Result<(), ControlError> {
+        self.change(Needs::Nothing)?.migration = Some(request);
+        Ok(())
+    }
+
+    fn migration(&self) -> MigrationStatus {
+        let state = self.state();
+        let Some(request) = &state.migration else { return MigrationStatus::default() };
+        let report = MigrationReport {
+            status: MigrationPhase::Completed,
+            rounds_detail: vec![MigrationRound { round: 1, ..MigrationRound::default() }],
+            ..MigrationReport::default()
+        };
+        MigrationStatus {
+            phase: MigrationPhase::Completed,
+            to: Some(request.to.clone()),
+            expected_downtime_ms: Some(12),
+            report: Some(report),
+            ..MigrationStatus::default()
+        }
+    }
+
+    fn cancel_migration(&self) -> Result<(), ControlError> {
+        self.change(Needs::Nothing).map(|_| ())
     }
 
     fn kill(&self) -> Result<(), ControlError> {

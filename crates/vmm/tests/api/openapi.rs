@@ -58,6 +58,7 @@ fn provocation(method: &str, path: &str, status: &str) -> (Mood, &'static str, &
     let good_body = match (method, path) {
         ("PUT", "/balloon") => r#"{"target_bytes": 4096}"#,
         ("PUT", "/vm/snapshot") => r#"{"path": "/tmp/x"}"#,
+        ("PUT", "/vm/migrate") => r#"{"to": "unix:/tmp/x"}"#,
         ("PUT", "/balloon/statistics-interval") => r#"{"interval_seconds": 1}"#,
         _ => "",
     };
@@ -115,6 +116,9 @@ fn no_status_is_undocumented() {
         r#"{"interval_seconds": -1}"#,
         r#"{"min_order": 19}"#,
         r#"{"min_order": 18, "timeout_ms": 0}"#,
+        r#"{"to": ""}"#,
+        r#"{"to": "unix:/x", "holes": 1}"#,
+        r#"{"to": "unix:/x", "tls_key": "/k"}"#,
     ];
     for mood in [Mood::Willing, Mood::WrongState, Mood::Broken, Mood::NoBalloon] {
         let served = serve(mood);

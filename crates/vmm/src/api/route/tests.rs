@@ -31,6 +31,14 @@ fn finds_every_operation() {
         ("PUT", "/vm/trim", "", Operation::Trim),
         ("PUT", "/vm/snapshot", r#"{"path": "/a b/c"}"#, Operation::Snapshot { path: "/a b/c".into() }),
         ("PUT", "/vm/kill", "\n", Operation::Kill),
+        ("GET", "/vm/migration", "", Operation::Migration { wait: None }),
+        (
+            "GET",
+            "/vm/migration?wait_ms=70000",
+            "",
+            Operation::Migration { wait: Some(Duration::from_secs(10)) },
+        ),
+        ("PUT", "/vm/migration/cancel", "", Operation::CancelMigration),
         ("GET", "/balloon", "", Operation::Balloon),
         ("PUT", "/balloon", r#"{"target_bytes": 4096}"#, Operation::SetBalloon { target_bytes: 4096 }),
         ("GET", "/balloon/statistics", "", Operation::Statistics { max_age: None }),
@@ -143,4 +151,53 @@ fn bad_queries_are_named() {
         assert!(message.contains(part), "{target}: {message}");
     }
     assert_eq!(ask("GET", "/vm?", ""), Ok(Operation::VmInfo));
+}
+
+#[test]
+fn a_migration_has_defaults_and_every_field_can_be_set() {
+    let plain = MigrationRequest::new("tcp:127.0.0.1:4000");
+    let asked = |body: &str| ask("PUT", "/vm/migrate", body);
+    let migrate = |request: MigrationRequest| Ok(Operation::Migrate(Box::new(request)));
+    assert_eq!(asked(r#"{"to": "tcp:127.0.0.1:4000"}"#), migrate(plain.clone()));
+    let full = MigrationRequest {
+        streams: 16,
+        downtime_ms: 1,
+        bandwidth_bytes_per_s: Some(1 << 30),
+        timeout_seconds: Some(60),
+        on_timeout: OnTimeout::Force,
+        auto_converge: true,
+        free_pages: FreePageChoice::Query,
+        zero_pages: false,
+        holes: false,
+        tls: Some(TlsPaths { cert: "/c".into(), key: "/k".into(), ca: "/a".into() }),
+        insecure: true,
+        share_memory: true,
+        ..plain.clone()
+    };
+    let body = full.to_body();
+    assert_eq!(body.as_object().unwrap().len(), MIGRATION_FIELDS.len());
+    assert_eq!(asked(&body.to_string()), migrate(full));
+    assert_eq!(asked(&plain.to_body().to_string()), migrate(plain));
+}
+
+#[test]
+fn a_wrong_migration_names_its_field() {
+    for (body, field) in [
+        (r#"{}"#, "to"),
+        (r#"{"to": 3}"#, "to"),
+        (r#"{"to": ""}"#, "to"),
+        (r#"{"to": "unix:/x", "streams": 17}"#, "streams"),
+        (r#"{"to": "unix:/x", "streams": 0}"#, "streams"),
+        (r#"{"to": "unix:/x", "bandwidth_bytes_per_s": 1}"#, "bandwidth_bytes_per_s"),
+        (r#"{"to": "unix:/x", "on_timeout": "stop"}"#, "on_timeout"),
+        (r#"{"to": "unix:/x", "free_pages": true}"#, "free_pages"),
+        (r#"{"to": "unix:/x", "holes": "on"}"#, "holes"),
+        (r#"{"to": "unix:/x", "tls_ca": "/a"}"#, "tls_cert"),
+        (r#"{"to": "unix:/x", "tls_cert": "a", "tls_key": "/k", "tls_ca": "/a"}"#, "tls_cert"),
+        (r#"{"to": "unix:/x", "speed": 1}"#, "speed"),
+    ] {
+        let problem = ask("PUT", "/vm/migrate", body).unwrap_err();
+        assert_eq!((problem.status, problem.detail.field.as_deref()), (Status::UnprocessableContent, Some(field)));
+        assert!(problem.detail.message.contains(field) && problem.detail.remedy.is_some(), "{problem:?}");
+    }
 }

@@ -3,7 +3,7 @@
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::FileExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use ebb_guest_ram::{GuestMemory, WriteLogSlice};
 use rustix::fs::FlockOperation;
@@ -14,7 +14,7 @@ use vm_memory::ByteValued;
 
 use super::state::DeviceState;
 use super::{VirtioDevice, Work};
-use crate::config::DiskConfig;
+use crate::config::{DiskConfig, Switch};
 
 const DEVICE_ID: u32 = 2;
 const QUEUE_SIZE: u16 = 128;
@@ -53,11 +53,21 @@ pub enum DiskError {
     },
 }
 
+/// When a disk is locked against other processes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DiskLock {
+    /// When it is opened.
+    Now,
+    /// When the machine [takes it over](VirtioDevice::take_over): until then it belongs to the monitor that sends the machine.
+    Later,
+}
+
 /// The device.
 pub struct Block {
     file: File,
     sectors: u64,
     readonly: bool,
+    path: PathBuf,
     serial: [u8; blk::VIRTIO_BLK_ID_BYTES as usize],
     memory: GuestMemory,
     queue: Option<Queue>,
@@ -84,21 +94,14 @@ enum Status {
 }
 
 impl Block {
-    /// Opens and locks the image; requests lie in `memory`.
-    pub fn open(config: &DiskConfig, index: usize, memory: GuestMemory) -> Result<Self, DiskError> {
+    /// Opens the image; requests lie in `memory`.
+    pub fn open(config: &DiskConfig, index: usize, memory: GuestMemory, when: DiskLock) -> Result<Self, DiskError> {
         let readonly = config.readonly.is_on();
         let path = &config.path;
         let open = |source| DiskError::Open { path: path.clone(), source };
         let file = OpenOptions::new().read(true).write(!readonly).open(path).map_err(open)?;
-        let lock = if readonly {
-            FlockOperation::NonBlockingLockShared
-        } else {
-            FlockOperation::NonBlockingLockExclusive
-        };
-        match rustix::fs::flock(&file, lock) {
-            Ok(()) => {}
-            Err(rustix::io::Errno::WOULDBLOCK) => return Err(DiskError::InUse { path: path.clone() }),
-            Err(error) => return Err(open(error.into())),
+        if when == DiskLock::Now {
+            lock(&file, path, config.readonly)?;
         }
         // Seeking to the end works for block devices too, whose metadata say 0.
         let bytes =
@@ -109,7 +112,8 @@ impl Block {
         let mut serial = [0; blk::VIRTIO_BLK_ID_BYTES as usize];
         let name = format!("ebb-disk-{index}");
         serial[..name.len().min(20)].copy_from_slice(&name.as_bytes()[..name.len().min(20)]);
-        Ok(Self { file, sectors: bytes / SECTOR_BYTES, readonly, serial, memory, queue: None })
+        let (sectors, path) = (bytes / SECTOR_BYTES, path.clone());
+        Ok(Self { file, sectors, readonly, path, serial, memory, queue: None })
     }
 
     fn serve(&self, chain: &DescriptorChain<&GuestMemory>) -> u32 {
@@ -171,6 +175,19 @@ impl Block {
         let inside = sector.checked_add(count).is_some_and(|end| end <= self.sectors);
         let whole = (bytes as u64).is_multiple_of(SECTOR_BYTES);
         (inside && whole && bytes <= MAX_TRANSFER_BYTES).then(|| sector * SECTOR_BYTES)
+    }
+}
+
+/// Locks an image, so that no two machines write to it, or write where another one reads.
+fn lock(file: &File, path: &Path, readonly: Switch) -> Result<(), DiskError> {
+    let operation = match readonly {
+        Switch::On => FlockOperation::NonBlockingLockShared,
+        Switch::Off => FlockOperation::NonBlockingLockExclusive,
+    };
+    match rustix::fs::flock(file, operation) {
+        Ok(()) => Ok(()),
+        Err(rustix::io::Errno::WOULDBLOCK) => Err(DiskError::InUse { path: path.to_owned() }),
+        Err(error) => Err(DiskError::Open { path: path.to_owned(), source: error.into() }),
     }
 }
 
@@ -252,6 +269,19 @@ impl VirtioDevice for Block {
 
     fn save(&mut self) -> DeviceState {
         DeviceState::Disk { sectors: self.sectors }
+    }
+
+    fn give_away(&mut self) -> Result<(), String> {
+        let failed = |error: &dyn std::fmt::Display| format!("the disk {}: {error}", self.path.display());
+        if !self.readonly {
+            self.file.sync_data().map_err(|error| failed(&error))?;
+        }
+        rustix::fs::flock(&self.file, FlockOperation::Unlock).map_err(|error| failed(&error))
+    }
+
+    fn take_over(&mut self) -> Result<(), String> {
+        let readonly = if self.readonly { Switch::On } else { Switch::Off };
+        lock(&self.file, &self.path, readonly).map_err(|error| error.to_string())
     }
 
     fn restore(&mut self, state: &DeviceState, driver: Option<(u64, Vec<Queue>)>) -> Result<(), String> {

@@ -325,6 +325,12 @@ pub trait ManagedDevice: Send {
     /// Takes a saved state. The device must be new, and nobody may run it yet. An error says what does not fit.
     fn restore(&mut self, state: &TransportState) -> Result<(), String>;
 
+    /// As [`VirtioDevice::give_away`].
+    fn give_away(&mut self) -> Result<(), String>;
+
+    /// As [`VirtioDevice::take_over`].
+    fn take_over(&mut self) -> Result<(), String>;
+
     /// Raises the interrupt if the driver has causes to look at. An interrupt may be on its way to the interrupt controller
     /// when that is saved, and would be lost; one too many does no harm.
     fn interrupt_again(&self);
@@ -401,6 +407,14 @@ impl<D: VirtioDevice> ManagedDevice for MmioTransport<D> {
         self.config_generation = state.config_generation;
         self.interrupt_status.store(state.interrupt_status, Ordering::Release);
         Ok(())
+    }
+
+    fn give_away(&mut self) -> Result<(), String> {
+        self.device.give_away()
+    }
+
+    fn take_over(&mut self) -> Result<(), String> {
+        self.device.take_over()
     }
 
     fn interrupt_again(&self) {

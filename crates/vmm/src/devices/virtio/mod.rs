@@ -83,6 +83,17 @@ pub trait VirtioDevice: Send {
         DeviceState::Queues
     }
 
+    /// Lets go of what only one monitor may have at a time, because another one goes on with the machine. Called while the
+    /// worker is paused. An error says what cannot be let go.
+    fn give_away(&mut self) -> Result<(), String> {
+        Ok(())
+    }
+
+    /// Takes what only one monitor may have, before the machine goes on here. An error says what somebody else has.
+    fn take_over(&mut self) -> Result<(), String> {
+        Ok(())
+    }
+
     /// Takes a saved state, with what `activate` got if a driver was active. Called on a new device. An error says what does
     /// not fit.
     fn restore(&mut self, state: &DeviceState, driver: Option<(u64, Vec<Queue>)>) -> Result<(), String> {

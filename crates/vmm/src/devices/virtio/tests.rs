@@ -8,7 +8,7 @@ use virtio_bindings::virtio_blk as blk;
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, GuestAddress};
 
-use super::block::Block;
+use super::block::{Block, DiskLock};
 use super::rng::Rng;
 use super::{VirtioDevice, Work};
 use crate::config::{DiskConfig, Switch};
@@ -83,7 +83,7 @@ fn image() -> tempfile::NamedTempFile {
 
 fn disk(image: &tempfile::NamedTempFile, readonly: Switch, memory: &GuestMemory) -> Block {
     let config = DiskConfig { path: image.path().to_owned(), readonly };
-    Block::open(&config, 0, memory.clone()).unwrap()
+    Block::open(&config, 0, memory.clone(), DiskLock::Now).unwrap()
 }
 
 /// A request of a header, `length` bytes of data and a status byte.
@@ -152,7 +152,7 @@ fn a_disk_has_one_writer() {
     let memory = request(blk::VIRTIO_BLK_T_IN, 0, 512);
     let first = disk(&image, Switch::Off, &memory);
     let config = DiskConfig { path: image.path().to_owned(), readonly: Switch::On };
-    let error = Block::open(&config, 1, memory.clone()).err().unwrap().to_string();
+    let error = Block::open(&config, 1, memory.clone(), DiskLock::Now).err().unwrap().to_string();
     assert!(error.contains("in use"), "{error}");
     drop(first);
     let _readers = [disk(&image, Switch::On, &memory), disk(&image, Switch::On, &memory)];
