@@ -1,6 +1,45 @@
 //! Live migration of a virtual machine's memory: pre-copy that skips what the guest does not use.
 //!
-//! The crate knows neither KVM nor a particular monitor. [`session`] is how two monitors find, trust and understand each
-//! other.
+//! The crate knows neither KVM nor a particular monitor. It works on traits: [`SourceMemory`] and [`TargetMemory`],
+//! [`DirtySource`], [`Guest`], [`FreePageSource`]. [`Precopy`] sends memory, [`Receiver`] takes it in, [`Tracker`] holds the rule
+//! that makes hints of free pages safe. [`session`] is how two monitors find, trust and understand each other.
+//!
+//! ```text
+//! arm -> window { ask the guest | send what it has not named } -> look at the log
+//!     -> send, look; send, look; ... -> stop the guest -> look -> send the rest
+//! ```
 
+mod batch;
+mod cancel;
+mod config;
+mod decision;
+mod dirty;
+mod error;
+mod guest;
+mod guest_ram;
+mod memory;
+mod parser;
+mod precopy;
+mod progress;
+mod rate;
+mod receiver;
+mod send_set;
+mod sender;
 pub mod session;
+mod switchover;
+mod tracker;
+mod zero;
+
+pub use cancel::Cancel;
+pub use config::{AtTimeLimit, AutoConverge, Config, HintRounds, Holes, TimeLimit, ZeroPages};
+pub use dirty::DirtySource;
+pub use error::{Failure, MigrationError, ReceiveError, StreamError};
+pub use guest::{FreePageSource, Guest, RoundSync};
+pub use guest_ram::WithWriteLog;
+pub use memory::{BoxError, SourceMemory, TargetMemory};
+pub use precopy::Precopy;
+pub use progress::{PageCounters, Phase, Progress, Report, RoundReport};
+pub use receiver::{ReceiveReport, Receiver};
+pub use switchover::Switchover;
+pub use tracker::{ClearingRound, HintReceiver, HintWindow, LastRound, PageFeed, Tracker};
+pub use zero::is_zero_page;

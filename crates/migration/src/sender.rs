@@ -1,0 +1,213 @@
+//! Sending one round over several streams.
+
+use std::io::Write;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use ebb_abi::migration::RoundKind;
+use ebb_abi::{PageRange, Pfn};
+
+use crate::batch::Batch;
+use crate::progress::PageCounters;
+use crate::rate::RateLimiter;
+use crate::{Cancel, Config, Holes, MigrationError, PageFeed, SourceMemory};
+
+/// How often somebody looks at a round that is going on.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// How long the other streams may take after one has failed before they are cut.
+const FAILURE_GRACE: Duration = Duration::from_secs(2);
+
+/// A data stream with what is on its way to it.
+pub(crate) struct Stream<'a> {
+    writer: Box<dyn Write + Send + 'a>,
+    batch: Batch,
+    taken: Vec<PageRange>,
+    held: Vec<PageRange>,
+}
+
+impl<'a> Stream<'a> {
+    pub(crate) fn new(writer: Box<dyn Write + Send + 'a>) -> Self {
+        Self { writer, batch: Batch::new(), taken: Vec::new(), held: Vec::new() }
+    }
+}
+
+/// What a round needs.
+pub(crate) struct Round<'a> {
+    pub(crate) number: u32,
+    pub(crate) kind: RoundKind,
+    pub(crate) config: &'a Config,
+    pub(crate) memory: &'a dyn SourceMemory,
+    pub(crate) feed: &'a dyn PageFeed,
+    pub(crate) limiter: &'a RateLimiter,
+    pub(crate) cancel: &'a Cancel,
+    /// Bytes sent so far, in all rounds.
+    pub(crate) sent_bytes: &'a AtomicU64,
+}
+
+/// Whether a round is to go on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Look {
+    GoOn,
+    /// It is to end with pages left.
+    EndEarly,
+}
+
+impl Round<'_> {
+    /// Sends what the feed has. `look` is called every now and then; returns what became of the pages.
+    pub(crate) fn send(
+        &self,
+        streams: &mut [Stream<'_>],
+        look: &mut dyn FnMut() -> Result<Look, MigrationError>,
+    ) -> Result<PageCounters, MigrationError> {
+        let stop = AtomicBool::new(false);
+        let (sender, results) = channel();
+        thread::scope(|scope| {
+            let mut running = streams.len();
+            for (index, stream) in streams.iter_mut().enumerate() {
+                let (sender, stop): (Sender<_>, _) = (sender.clone(), &stop);
+                scope.spawn(move || {
+                    let result = self.send_on(index, stream, stop);
+                    // Nobody listens only if this thread's scope is being left by a panic.
+                    let _ = sender.send(result);
+                });
+            }
+            drop(sender);
+            let (mut pages, mut failure) = (PageCounters::default(), None);
+            let mut cut_at = None;
+            while running > 0 {
+                match results.recv_timeout(LOOK) {
+                    Ok(Ok(counters)) => {
+                        running -= 1;
+                        pages += counters;
+                    }
+                    Ok(Err(error)) => {
+                        running -= 1;
+                        failure.get_or_insert(error);
+                    }
+                    // A stream's thread has panicked; leaving the scope passes that on.
+                    Err(RecvTimeoutError::Disconnected) => break,
+                    Err(RecvTimeoutError::Timeout) => {}
+                }
+                if failure.is_none() {
+                    match look() {
+                        Ok(Look::GoOn) => {}
+                        Ok(Look::EndEarly) => stop.store(true, Ordering::Relaxed),
+                        Err(error) => failure = Some(error),
+                    }
+                }
+                if failure.is_some() {
+                    stop.store(true, Ordering::Relaxed);
+                    let cut_at = *cut_at.get_or_insert_with(|| Instant::now() + FAILURE_GRACE);
+                    if Instant::now() >= cut_at {
+                        self.cancel.cancel();
+                    }
+                }
+            }
+            failure.map_or(Ok(pages), Err)
+        })
+    }
+
+    fn send_on(
+        &self,
+        index: usize,
+        stream: &mut Stream<'_>,
+        stop: &AtomicBool,
+    ) -> Result<PageCounters, MigrationError> {
+        let mut taken = std::mem::take(&mut stream.taken);
+        loop {
+            if self.cancel.is_cancelled() {
+                return Err(MigrationError::Cancelled);
+            }
+            if stop.load(Ordering::Relaxed) {
+                break;
+            }
+            taken.clear();
+            self.feed.take(self.config.chunk_pages, &mut taken)?;
+            if taken.is_empty() {
+                break;
+            }
+            for range in &taken {
+                self.send_range(index, stream, *range)?;
+            }
+        }
+        stream.taken = taken;
+        stream.batch.end_round(self.number, self.kind);
+        self.write(index, stream)?;
+        stream.writer.flush().map_err(|source| MigrationError::Stream { stream: index, source })?;
+        Ok(std::mem::take(&mut stream.batch.pages))
+    }
+
+    fn send_range(
+        &self,
+        index: usize,
+        stream: &mut Stream<'_>,
+        range: PageRange,
+    ) -> Result<(), MigrationError> {
+        let mut held = std::mem::take(&mut stream.held);
+        held.clear();
+        match self.config.holes {
+            Holes::Read => held.push(range),
+            Holes::Skip => self.memory.held(range, &mut held).map_err(|source| MigrationError::Memory {
+                action: "find out what is held of",
+                range,
+                source,
+            })?,
+        }
+        let mut next = range.start;
+        for part in &held {
+            let part = part.intersection(range);
+            if part.is_empty() {
+                continue;
+            }
+            if part.start > next {
+                stream.batch.discard(PageRange::new(next, part.start.0 - next.0));
+            }
+            self.send_held(index, stream, part)?;
+            next = part.end();
+        }
+        if next < range.end() {
+            stream.batch.discard(PageRange::new(next, range.end().0 - next.0));
+        }
+        stream.held = held;
+        Ok(())
+    }
+
+    fn send_held(
+        &self,
+        index: usize,
+        stream: &mut Stream<'_>,
+        range: PageRange,
+    ) -> Result<(), MigrationError> {
+        let mut next = range.start.0;
+        while next < range.end().0 {
+            if stream.batch.is_full() {
+                self.write(index, stream)?;
+            }
+            let pages = (range.end().0 - next).min(stream.batch.room_pages());
+            let piece = PageRange::new(Pfn(next), pages);
+            stream
+                .batch
+                .read(self.memory, piece, self.config.zero_pages)
+                .map_err(|source| MigrationError::Memory { action: "read", range: piece, source })?;
+            next += pages;
+        }
+        Ok(())
+    }
+
+    fn write(&self, index: usize, stream: &mut Stream<'_>) -> Result<(), MigrationError> {
+        let bytes = stream.batch.size_bytes();
+        self.limiter.wait(bytes, &|| self.cancel.is_cancelled());
+        stream.batch.write(&mut *stream.writer).map_err(|source| {
+            if self.cancel.is_cancelled() {
+                MigrationError::Cancelled
+            } else {
+                MigrationError::Stream { stream: index, source }
+            }
+        })?;
+        self.sent_bytes.fetch_add(bytes, Ordering::Relaxed);
+        Ok(())
+    }
+}
