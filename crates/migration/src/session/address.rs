@@ -1,0 +1,182 @@
+//! Where a destination listens: `tcp:HOST:PORT` or `unix:PATH`.
+
+use std::fmt;
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs};
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use thiserror::Error;
+
+/// Longest path of a unix socket: `sun_path` without its closing zero (unix(7)).
+pub const LONGEST_UNIX_PATH_BYTES: usize = 107;
+
+/// Longest name of a host (RFC 1035 section 2.3.4).
+const LONGEST_HOST_BYTES: usize = 253;
+
+/// What to write, for messages.
+const SYNTAX: &str = "write tcp:HOST:PORT, tcp:[IPV6]:PORT or unix:PATH";
+
+/// Where a destination listens.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum Address {
+    /// `tcp:HOST:PORT`.
+    Tcp {
+        /// A name or a numeric address, without brackets.
+        host: String,
+        /// The port; 0 means any when listening.
+        port: u16,
+    },
+    /// `unix:PATH`.
+    Unix {
+        /// The socket's path.
+        path: PathBuf,
+    },
+}
+
+/// What was written is no address.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum AddressError {
+    /// Neither `tcp:` nor `unix:`.
+    #[error("the address {text:?} begins with neither tcp: nor unix:; {SYNTAX}")]
+    Kind {
+        /// What was written.
+        text: String,
+    },
+    /// No port after the host.
+    #[error("the address {text:?} has no port; {SYNTAX}")]
+    NoPort {
+        /// What was written.
+        text: String,
+    },
+    /// The port is not a number from 0 to 65535.
+    #[error("the port {port:?} in {text:?} is not a number from 0 to 65535; {SYNTAX}")]
+    Port {
+        /// What was written.
+        text: String,
+        /// Its port.
+        port: String,
+    },
+    /// The host is empty, too long, or has characters that no host has.
+    #[error("the host {host:?} in {text:?} cannot be one: {problem}; {SYNTAX}")]
+    Host {
+        /// What was written.
+        text: String,
+        /// Its host.
+        host: String,
+        /// Why.
+        problem: &'static str,
+    },
+    /// The path is empty, too long, or has a zero byte.
+    #[error("the path in {text:?} cannot be that of a socket: {problem}; choose another one")]
+    Path {
+        /// What was written.
+        text: String,
+        /// Why.
+        problem: &'static str,
+    },
+}
+
+impl Address {
+    /// The socket addresses behind a TCP address. Numbers and `localhost` are known without a resolver, and so without
+    /// a system call.
+    pub(super) fn resolve(host: &str, port: u16) -> io::Result<Vec<SocketAddr>> {
+        if let Ok(ip) = host.parse::<IpAddr>() {
+            return Ok(vec![SocketAddr::new(ip, port)]);
+        }
+        if host.eq_ignore_ascii_case("localhost") {
+            let both = [IpAddr::V4(Ipv4Addr::LOCALHOST), IpAddr::V6(Ipv6Addr::LOCALHOST)];
+            return Ok(both.map(|ip| SocketAddr::new(ip, port)).to_vec());
+        }
+        let found: Vec<_> = (host, port).to_socket_addrs()?.collect();
+        if found.is_empty() {
+            return Err(io::Error::new(io::ErrorKind::NotFound, "the name has no address"));
+        }
+        Ok(found)
+    }
+
+    /// The address of a TCP socket.
+    pub(super) fn of_socket(address: SocketAddr) -> Self {
+        Self::Tcp { host: address.ip().to_string(), port: address.port() }
+    }
+
+    /// The path of a unix address, made absolute with `folder` if it is relative; other addresses as they are. For a
+    /// client that hands an address to a process with another working folder.
+    #[must_use]
+    pub fn absolute(self, folder: &Path) -> Self {
+        match self {
+            Self::Unix { path } => Self::Unix { path: folder.join(path) },
+            tcp @ Self::Tcp { .. } => tcp,
+        }
+    }
+}
+
+impl FromStr for Address {
+    type Err = AddressError;
+
+    fn from_str(text: &str) -> Result<Self, AddressError> {
+        if let Some(rest) = text.strip_prefix("tcp:") {
+            parse_tcp(text, rest)
+        } else if let Some(path) = text.strip_prefix("unix:") {
+            parse_unix(text, path)
+        } else {
+            Err(AddressError::Kind { text: text.to_owned() })
+        }
+    }
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Tcp { host, port } if host.contains(':') => write!(f, "tcp:[{host}]:{port}"),
+            Self::Tcp { host, port } => write!(f, "tcp:{host}:{port}"),
+            Self::Unix { path } => write!(f, "unix:{}", path.display()),
+        }
+    }
+}
+
+fn parse_tcp(text: &str, rest: &str) -> Result<Address, AddressError> {
+    let no_port = || AddressError::NoPort { text: text.to_owned() };
+    let bad_host =
+        |host: &str, problem| AddressError::Host { text: text.to_owned(), host: host.to_owned(), problem };
+    let (host, port) = if let Some(bracketed) = rest.strip_prefix('[') {
+        let (host, after) = bracketed.split_once(']').ok_or_else(|| bad_host(rest, "a ] is missing"))?;
+        host.parse::<Ipv6Addr>().map_err(|_| bad_host(host, "in brackets belongs an IPv6 address"))?;
+        (host, after.strip_prefix(':').ok_or_else(no_port)?)
+    } else {
+        let (host, port) = rest.rsplit_once(':').ok_or_else(no_port)?;
+        if host.contains(':') {
+            return Err(bad_host(host, "an IPv6 address belongs in brackets"));
+        }
+        (host, port)
+    };
+    if host.is_empty() {
+        return Err(bad_host(host, "it is empty"));
+    }
+    if host.len() > LONGEST_HOST_BYTES {
+        return Err(bad_host(host, "it is longer than 253 bytes"));
+    }
+    let fits = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_' | ':');
+    if !host.chars().all(fits) {
+        return Err(bad_host(host, "it has characters other than letters, digits, dots, dashes"));
+    }
+    // `parse` would take a plus sign.
+    let number = Some(port).filter(|port| port.bytes().all(|byte| byte.is_ascii_digit()));
+    let port = number
+        .and_then(|port| port.parse().ok())
+        .ok_or_else(|| AddressError::Port { text: text.to_owned(), port: port.to_owned() })?;
+    Ok(Address::Tcp { host: host.to_owned(), port })
+}
+
+fn parse_unix(text: &str, path: &str) -> Result<Address, AddressError> {
+    let problem = if path.is_empty() {
+        "it is empty"
+    } else if path.len() > LONGEST_UNIX_PATH_BYTES {
+        "it is longer than 107 bytes"
+    } else if path.contains('\0') {
+        "it has a zero byte"
+    } else {
+        return Ok(Address::Unix { path: path.into() });
+    };
+    Err(AddressError::Path { text: text.to_owned(), problem })
+}

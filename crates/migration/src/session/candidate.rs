@@ -1,0 +1,135 @@
+//! A connection that has not introduced itself yet.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::time::Instant;
+
+use rustix::event::PollFlags;
+
+use super::error::Reason;
+use super::intake::{Arrival, Intake, Unwanted, examine};
+use super::message::Message;
+use super::preamble::{PreambleError, Role};
+use super::tls;
+use super::wire::Wire;
+
+/// Somebody who has connected to the destination, until it is known who.
+#[derive(Debug)]
+pub(super) struct Candidate {
+    wire: Wire,
+    peer: String,
+    deadline: Instant,
+    /// `None` once the connection is refused: it only has to read why.
+    received: Option<Vec<u8>>,
+}
+
+/// What has become of a candidate.
+pub(super) enum Step {
+    /// More must come.
+    Wait(Candidate),
+    /// It has introduced itself.
+    Arrived(Wire, String, Arrival),
+    /// It is refused, for this reason, and is kept until it has read that.
+    Refused(Candidate, String),
+    /// The connection is over; a reason if it was not refused before.
+    Gone(Option<String>),
+}
+
+impl Candidate {
+    pub(super) fn new(
+        socket: OwnedFd,
+        tls: Option<rustls::Connection>,
+        peer: String,
+        deadline: Instant,
+    ) -> Self {
+        Self { wire: Wire::new(socket, tls), peer, deadline, received: Some(Vec::new()) }
+    }
+
+    pub(super) fn wire(&self) -> &Wire {
+        &self.wire
+    }
+
+    pub(super) fn peer(&self) -> &str {
+        &self.peer
+    }
+
+    pub(super) const fn deadline(&self) -> Instant {
+        self.deadline
+    }
+
+    pub(super) fn interest(&self) -> PollFlags {
+        self.wire.interest()
+    }
+
+    /// Goes as far as possible without waiting.
+    pub(super) fn step(mut self, now: Instant) -> Step {
+        if now >= self.deadline {
+            let late = self.received.is_some();
+            return Step::Gone(late.then(|| "it did not introduce itself in time".to_owned()));
+        }
+        if self.received.is_none() {
+            return if self.wire.drain() { Step::Wait(self) } else { Step::Gone(None) };
+        }
+        match self.introduce() {
+            Ok(Ok(arrival)) => Step::Arrived(self.wire, self.peer, arrival),
+            Ok(Err(unwanted)) => {
+                // A source of another version can say so only if it learns ours.
+                let answers = matches!(unwanted, Unwanted::Preamble(PreambleError::Version(_)));
+                let answer = if answers { Role::Control.preamble().to_vec() } else { Vec::new() };
+                self.refuse(&answer, unwanted.problem())
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Step::Wait(self),
+            Err(error) => {
+                let problem = match error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>()) {
+                    Some(error) => tls::explain(error, self.peer.clone()).to_string(),
+                    None if error.kind() == io::ErrorKind::UnexpectedEof => {
+                        "it went away before it had introduced itself".to_owned()
+                    }
+                    None => error.to_string(),
+                };
+                self.refuse(&[], problem)
+            }
+        }
+    }
+
+    /// Lets the other side read why it is not wanted, if it is Ebb.
+    pub(super) fn refuse_with_reason(mut self, problem: String) -> Step {
+        let mut answer = Role::Control.preamble().to_vec();
+        // A reason is far shorter than a frame may be.
+        answer.extend(Message::Abort(Reason::from(problem.clone())).encode().unwrap_or_default());
+        self.received = None;
+        self.refuse(&answer, problem)
+    }
+
+    /// Somebody who has introduced himself and is not wanted.
+    pub(super) fn unwanted(wire: Wire, peer: String, deadline: Instant) -> Self {
+        Self { wire, peer, deadline, received: None }
+    }
+
+    fn refuse(mut self, answer: &[u8], problem: String) -> Step {
+        self.received = None;
+        // A new connection takes the few bytes at once, or it does not matter.
+        let _ = self.wire.try_write(answer);
+        self.wire.end_of_output();
+        Step::Refused(self, problem)
+    }
+
+    fn introduce(&mut self) -> io::Result<Result<Arrival, Unwanted>> {
+        self.wire.try_handshake()?;
+        let received = self.received.get_or_insert_default();
+        loop {
+            let missing = match examine(received) {
+                Ok(Intake::More(missing)) => missing,
+                Ok(Intake::Done(arrival)) => return Ok(Ok(arrival)),
+                Err(unwanted) => return Ok(Err(unwanted)),
+            };
+            // Never more than is missing: what follows is not for here.
+            let mut piece = [0; 4096];
+            let wanted = missing.min(piece.len());
+            match self.wire.try_read(&mut piece[..wanted])? {
+                0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+                count => received.extend(&piece[..count]),
+            }
+        }
+    }
+}

@@ -1,0 +1,366 @@
+//! Where the destination listens, and how it finds its source among all who connect.
+
+use std::io::Write;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
+use rustix::net::SocketFlags;
+
+use super::address::Address;
+use super::cancel::CancelHandle;
+use super::candidate::{Candidate, Step};
+use super::connection::{Connection, Limit, poll_until};
+use super::control::Control;
+use super::destination::DestinationSession;
+use super::error::SessionError;
+use super::intake::Arrival;
+use super::limits::TimeLimits;
+use super::message::{Greeting, Message, MessageKind};
+use super::preamble::{Role, SessionId};
+use super::protocol::Side;
+use super::refusals::Refusals;
+use super::security::{Security, Transport};
+use super::socket_file::SocketFile;
+use super::tls::TlsServer;
+use super::users;
+use super::wire::{self, Wire};
+
+/// Connections that may wait to be accepted.
+const BACKLOG: i32 = 64;
+
+/// Connections that have not introduced themselves. The oldest has to go for one more.
+const MOST_CANDIDATES: usize = 32;
+
+/// How long nobody is accepted after the system had no descriptor or memory for one more connection.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// A wait without any other end.
+const LONGEST_WAIT: Duration = Duration::from_secs(3600);
+
+/// A destination that waits for its source.
+///
+/// Whoever connects has [`TimeLimits::greeting`] to show a certificate (with TLS) and to say hello. Until one has, many can
+/// try at the same time: who stalls, sends garbage or has no accepted certificate is refused, logged at a limited rate and
+/// keeps nobody else waiting.
+#[derive(Debug)]
+pub struct Listener {
+    socket: OwnedFd,
+    address: Address,
+    /// Removes the socket's file at the end.
+    _file: Option<SocketFile>,
+    tls: Option<TlsServer>,
+    candidates: Vec<Candidate>,
+    refusals: Refusals,
+    accept_after: Option<Instant>,
+    pub(super) greeting: Greeting,
+    pub(super) limits: TimeLimits,
+    pub(super) cancel: CancelHandle,
+}
+
+/// How a wait for connections ended without one.
+pub(super) enum NoArrival {
+    /// The time is over.
+    Late,
+    /// The watched connection has something to say.
+    Watched,
+    Failed(SessionError),
+}
+
+impl Listener {
+    /// Listens at `address`; port 0 stands for any.
+    ///
+    /// System calls: `socket`, `setsockopt`, `bind`, `listen`, `getsockname`; for a unix socket also `fchmod`, `flock`, `openat`,
+    /// `lstat`, `connect`, `unlink`; for TLS what reading the files takes (`openat`, `fstat`, `statx`, `lseek`, `read`). All later
+    /// steps: `poll`, `accept4`, `getsockopt`, `setsockopt`, `sendto`, `recvfrom`, `recvmsg` (descriptors only), `getrandom`,
+    /// `shutdown`, `close`, and `lstat`, `unlink` when a unix socket is removed.
+    pub fn bind(
+        address: &Address,
+        security: &Security,
+        greeting: &Greeting,
+        limits: &TimeLimits,
+        cancel: &CancelHandle,
+    ) -> Result<Self, SessionError> {
+        let transport = security.transport(address)?;
+        let (socket, address, file) = match address {
+            Address::Unix { path } => {
+                let (file, socket) = SocketFile::listen(path, BACKLOG)?;
+                (socket, address.clone(), Some(file))
+            }
+            Address::Tcp { host, port } => {
+                let (socket, address) = listen_tcp(address, host, *port, security)?;
+                (socket, address, None)
+            }
+        };
+        let tls = match (transport, security) {
+            (Transport::Tls, Security::Tls(files)) => Some(TlsServer::load(files)?),
+            _ => None,
+        };
+        Ok(Self {
+            socket,
+            address,
+            _file: file,
+            tls,
+            candidates: Vec::new(),
+            refusals: Refusals::default(),
+            accept_after: None,
+            greeting: greeting.clone(),
+            limits: *limits,
+            cancel: cancel.clone(),
+        })
+    }
+
+    /// Where it listens, with the port that it really has.
+    pub const fn address(&self) -> &Address {
+        &self.address
+    }
+
+    /// Who has been refused so far.
+    pub const fn refusals(&self) -> &Refusals {
+        &self.refusals
+    }
+
+    /// Waits until a source has said hello, at most for `limit`.
+    pub fn accept(&mut self, limit: Option<Duration>) -> Result<DestinationSession, SessionError> {
+        let deadline = limit.and_then(|limit| Instant::now().checked_add(limit));
+        let wanted = |arrival: &Arrival| match arrival {
+            Arrival::Control(_) => Ok(()),
+            Arrival::Data { .. } => Err("it is a data stream of no session"),
+        };
+        loop {
+            let (wire, peer, arrival) =
+                self.next(wanted, deadline, None).map_err(|reason| match (reason, limit) {
+                    (NoArrival::Failed(error), _) => error,
+                    (_, limit) => SessionError::NobodyCame {
+                        address: self.address.to_string(),
+                        limit: limit.unwrap_or_default(),
+                    },
+                })?;
+            let Arrival::Control(source) = arrival else { continue };
+            match self.welcome(wire, &peer) {
+                Ok(control) => return Ok(DestinationSession::new(control, source)),
+                // It has gone away in the meantime; there may be another.
+                Err(error) => self.refusals.note(&peer, &error.to_string()),
+            }
+        }
+    }
+
+    /// Says hello to a source that has.
+    fn welcome(&self, wire: Wire, peer: &str) -> Result<Control, SessionError> {
+        const DOING: &str = "while it was greeted";
+        let connection = self.connection(wire, peer);
+        let mut control = Control::new(connection, Side::Destination, self.limits, self.cancel.clone());
+        let answered = control.connection.write_all(&Role::Control.preamble());
+        answered.map_err(|error| control.connection.explain(&error, DOING))?;
+        control.note_received(MessageKind::Hello, DOING)?;
+        control.send(&Message::Hello(self.greeting.clone()), DOING)?;
+        Ok(control)
+    }
+
+    /// One more connection that knows the session's id. `missing` says which streams have not come.
+    pub(super) fn next_stream(
+        &mut self,
+        session: SessionId,
+        missing: &[bool],
+        deadline: Instant,
+        watched: BorrowedFd<'_>,
+    ) -> Result<(Connection, u16), NoArrival> {
+        let wanted = |arrival: &Arrival| match arrival {
+            Arrival::Control(_) => Err("another migration is under way here"),
+            Arrival::Data { session: theirs, stream } => {
+                let known =
+                    *theirs == session && missing.get(usize::from(*stream)).is_some_and(|&missing| missing);
+                known.then_some(()).ok_or("it is a data stream of another session")
+            }
+        };
+        loop {
+            let (wire, peer, arrival) = self.next(wanted, Some(deadline), Some(watched))?;
+            let Arrival::Data { stream, .. } = arrival else { continue };
+            let mut connection = self.connection(wire, &peer);
+            let answer = Role::Data { session, stream }.preamble();
+            match connection.write_all(&answer) {
+                Ok(()) => return Ok((connection, stream)),
+                Err(error) => self.refusals.note(&peer, &error.to_string()),
+            }
+        }
+    }
+
+    fn connection(&self, wire: Wire, peer: &str) -> Connection {
+        let limit = Limit::from_now(self.limits.greeting);
+        Connection::new(wire, format!("the source {peer}"), limit, self.cancel.clone())
+    }
+
+    /// Lets everybody introduce themselves until one does whom `wanted` accepts.
+    fn next(
+        &mut self,
+        wanted: impl Fn(&Arrival) -> Result<(), &'static str>,
+        deadline: Option<Instant>,
+        watched: Option<BorrowedFd<'_>>,
+    ) -> Result<(Wire, String, Arrival), NoArrival> {
+        loop {
+            let now = Instant::now();
+            if let Some(arrived) = self.step_candidates(&wanted, now) {
+                return Ok(arrived);
+            }
+            if deadline.is_some_and(|deadline| now >= deadline) {
+                return Err(NoArrival::Late);
+            }
+            self.wait(deadline, watched, now)?;
+        }
+    }
+
+    /// Goes on with everybody, up to the first who is wanted.
+    fn step_candidates(
+        &mut self,
+        wanted: impl Fn(&Arrival) -> Result<(), &'static str>,
+        now: Instant,
+    ) -> Option<(Wire, String, Arrival)> {
+        let mut index = 0;
+        while index < self.candidates.len() {
+            let candidate = self.candidates.remove(index);
+            let peer = candidate.peer().to_owned();
+            let step = match candidate.step(now) {
+                Step::Arrived(wire, peer, arrival) => match wanted(&arrival) {
+                    Ok(()) => return Some((wire, peer, arrival)),
+                    Err(problem) => Candidate::unwanted(wire, peer, now + self.limits.greeting)
+                        .refuse_with_reason(problem.to_owned()),
+                },
+                step => step,
+            };
+            let (kept, problem) = match step {
+                Step::Wait(candidate) => (Some(candidate), None),
+                Step::Refused(candidate, problem) => (Some(candidate), Some(problem)),
+                Step::Gone(problem) => (None, problem),
+                // Taken care of above.
+                Step::Arrived(..) => (None, None),
+            };
+            if let Some(problem) = problem {
+                self.refusals.note(&peer, &problem);
+            }
+            if let Some(candidate) = kept {
+                self.candidates.insert(index, candidate);
+                index += 1;
+            }
+        }
+        None
+    }
+
+    /// Waits until anybody has done something or is late, and takes new connections.
+    fn wait(
+        &mut self,
+        deadline: Option<Instant>,
+        watched: Option<BorrowedFd<'_>>,
+        now: Instant,
+    ) -> Result<(), NoArrival> {
+        self.accept_after = self.accept_after.filter(|after| now < *after);
+        let times = [deadline, self.accept_after, Some(now + LONGEST_WAIT)];
+        let until = times.into_iter().flatten().chain(self.candidates.iter().map(Candidate::deadline)).min();
+        let accepts = if self.accept_after.is_some() { PollFlags::empty() } else { PollFlags::IN };
+        let mut descriptors = vec![
+            PollFd::new(&self.socket, accepts),
+            PollFd::from_borrowed_fd(self.cancel.event(), PollFlags::IN),
+        ];
+        descriptors.extend(watched.map(|watched| PollFd::from_borrowed_fd(watched, PollFlags::IN)));
+        descriptors.extend(
+            self.candidates.iter().map(|candidate| PollFd::new(candidate.wire(), candidate.interest())),
+        );
+        poll_until(&mut descriptors, until.unwrap_or(now)).map_err(|source| {
+            NoArrival::Failed(SessionError::System { what: "wait for connections", source })
+        })?;
+        let happened = |index: usize| !descriptors[index].revents().is_empty();
+        if happened(1) {
+            return Err(NoArrival::Failed(SessionError::Cancelled));
+        }
+        if watched.is_some() && happened(2) {
+            return Err(NoArrival::Watched);
+        }
+        if happened(0) {
+            self.take_one();
+        }
+        Ok(())
+    }
+
+    /// Takes one new connection.
+    fn take_one(&mut self) {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = match rustix::net::accept_with(&self.socket, flags) {
+            Ok(socket) => socket,
+            Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => return,
+            Err(errno) => {
+                self.refusals.note("somebody", &format!("the connection cannot be accepted: {errno}"));
+                self.accept_after = Some(Instant::now() + ACCEPT_PAUSE);
+                return;
+            }
+        };
+        if self.candidates.len() == MOST_CANDIDATES {
+            let oldest = self.candidates.remove(0);
+            self.refusals.note(oldest.peer(), "too many connections; the oldest had to go");
+        }
+        let deadline = Instant::now() + self.limits.greeting;
+        let step = match &self.address {
+            Address::Unix { .. } => {
+                let peer = self.address.to_string();
+                let trusted = users::check(&socket, &peer);
+                let candidate = Candidate::new(socket, None, peer, deadline);
+                match trusted {
+                    Ok(()) => Step::Wait(candidate),
+                    Err(error) => candidate.refuse_with_reason(error.to_string()),
+                }
+            }
+            Address::Tcp { .. } => match self.new_tcp(socket, deadline) {
+                Ok(candidate) => Step::Wait(candidate),
+                Err(problem) => Step::Gone(Some(problem)),
+            },
+        };
+        match step {
+            Step::Refused(candidate, problem) => {
+                self.refusals.note(candidate.peer(), &problem);
+                self.candidates.push(candidate);
+            }
+            Step::Gone(Some(problem)) => self.refusals.note("somebody", &problem),
+            Step::Wait(candidate) => self.candidates.push(candidate),
+            Step::Gone(None) | Step::Arrived(..) => {}
+        }
+    }
+
+    fn new_tcp(&self, socket: OwnedFd, deadline: Instant) -> Result<Candidate, String> {
+        let prepared = wire::tune_tcp(&socket).and_then(|()| rustix::net::getpeername(&socket));
+        let peer = prepared.map_err(|errno| errno.to_string())?;
+        let peer = peer.and_then(|peer| std::net::SocketAddr::try_from(peer).ok());
+        let peer = peer.map_or_else(|| "tcp".to_owned(), |peer| Address::of_socket(peer).to_string());
+        let tls = self.tls.as_ref().map(TlsServer::connection).transpose();
+        Ok(Candidate::new(socket, tls.map_err(|error| error.to_string())?, peer, deadline))
+    }
+}
+
+fn listen_tcp(
+    address: &Address,
+    host: &str,
+    port: u16,
+    security: &Security,
+) -> Result<(OwnedFd, Address), SessionError> {
+    let failed = |what| {
+        move |errno: Errno| SessionError::Listen { address: address.to_string(), what, source: errno.into() }
+    };
+    let found = Address::resolve(host, port)
+        .map_err(|source| SessionError::NotFound { address: address.to_string(), source })?;
+    // A name can stand for several addresses; the first that this host has is taken.
+    let mut failure = None;
+    for socket_address in found {
+        security.check(socket_address)?;
+        let socket = wire::stream_socket(wire::family(socket_address)).map_err(failed("create a socket"))?;
+        // Connections of an ended process must not keep its port.
+        rustix::net::sockopt::set_socket_reuseaddr(&socket, true).map_err(failed("prepare the socket"))?;
+        match rustix::net::bind(&socket, &socket_address) {
+            Ok(()) => {
+                rustix::net::listen(&socket, BACKLOG).map_err(failed("listen"))?;
+                let bound = rustix::net::getsockname(&socket).map_err(failed("find out the port"))?;
+                let bound = std::net::SocketAddr::try_from(bound).map_err(failed("find out the port"))?;
+                return Ok((socket, Address::of_socket(bound)));
+            }
+            Err(errno) => failure = Some(errno),
+        }
+    }
+    Err(failed("bind the address")(failure.unwrap_or(Errno::ADDRNOTAVAIL)))
+}

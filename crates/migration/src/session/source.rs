@@ -1,0 +1,438 @@
+//! The source's side of a session, one type for each step.
+
+use std::io::{Read, Write};
+use std::net::SocketAddr;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix};
+use serde::Serialize;
+
+use super::address::Address;
+use super::cancel::CancelHandle;
+use super::connection::{Connection, Limit, poll_until, wait};
+use super::control::Control;
+use super::descriptors;
+use super::error::{Reason, SessionError};
+use super::limits::TimeLimits;
+use super::message::{Acceptance, Greeting, MOST_DESCRIPTORS, Message, SetupBody};
+use super::preamble::{MOST_STREAMS, PREAMBLE_BYTES, PreambleError, Role};
+use super::protocol::{End, Side, Stage};
+use super::security::{Security, Transport};
+use super::tls::TlsClient;
+use super::users;
+use super::wire::{self, Wire};
+
+const GREETING: &str = "while its hello was awaited";
+const ANSWER: &str = "while its answer to the setup was awaited";
+const ROUND: &str = "while the end of a round was awaited";
+const RESTORING: &str = "while it restored the machine";
+const DECISION: &str = "after this side had decided that the guest moves";
+
+/// How often a unix socket with a full queue is tried again.
+const RETRY: Duration = Duration::from_millis(20);
+
+/// Where the destination is, once a connection has stood.
+#[derive(Debug, Clone)]
+enum Endpoint {
+    Tcp(SocketAddr),
+    Unix(PathBuf),
+}
+
+/// What every connection of a session needs.
+#[derive(Debug)]
+struct Dialer {
+    endpoint: Endpoint,
+    tls: Option<TlsClient>,
+    peer: String,
+    limits: TimeLimits,
+    cancel: CancelHandle,
+}
+
+/// Who runs the guest after the source has decided.
+#[derive(Debug)]
+#[must_use = "the guest runs on exactly one side, and this says on which"]
+pub enum Outcome {
+    /// The destination. The source must never run it again.
+    Moved,
+    /// The source: the destination has ended and never will.
+    RunsOn(SessionError),
+    /// Perhaps the destination. The source keeps the guest paused; only an operator who has made sure that it does not
+    /// run there may resume it here.
+    Unknown(SessionError),
+}
+
+/// A destination that has said hello.
+#[derive(Debug)]
+pub struct SourceSession {
+    control: Control,
+    dialer: Dialer,
+    destination: Greeting,
+}
+
+/// A destination that takes the machine.
+#[derive(Debug)]
+pub struct SourceAccepted {
+    control: Control,
+    dialer: Dialer,
+    acceptance: Acceptance,
+}
+
+/// Data streams stand; memory is transferred.
+#[derive(Debug)]
+pub struct SourceStreaming {
+    control: Control,
+}
+
+/// The destination could start the guest; the decision is the source's.
+#[derive(Debug)]
+pub struct SourcePrepared {
+    control: Control,
+}
+
+/// Connects to a destination that listens at `address` and exchanges hellos. Over TCP all addresses of a name are tried in
+/// turn.
+///
+/// System calls, with those of all later steps: `socket`, `connect`, `poll`, `getsockopt`, `setsockopt`, `sendto`,
+/// `recvfrom`, `sendmsg` (descriptors only), `shutdown`, `close`, `getrandom` (TLS); reading certificates takes `openat`,
+/// `fstat`, `statx`, `lseek`, `read`; a name other than `localhost` takes what the resolver does.
+pub fn connect(
+    address: &Address,
+    security: &Security,
+    greeting: &Greeting,
+    limits: &TimeLimits,
+    cancel: &CancelHandle,
+) -> Result<SourceSession, SessionError> {
+    let transport = security.transport(address)?;
+    let (endpoints, tls) = match address {
+        Address::Unix { path } => (vec![Endpoint::Unix(path.clone())], None),
+        Address::Tcp { host, port } => {
+            let tls = match (transport, security) {
+                (Transport::Tls, Security::Tls(files)) => Some(TlsClient::load(files, host)?),
+                _ => None,
+            };
+            let found = Address::resolve(host, *port)
+                .map_err(|source| SessionError::NotFound { address: address.to_string(), source })?;
+            found.iter().try_for_each(|&address| security.check(address))?;
+            (found.into_iter().map(Endpoint::Tcp).collect(), tls)
+        }
+    };
+    let peer = format!("the destination {address}");
+    let mut failure = None;
+    for endpoint in endpoints {
+        let dialer = Dialer {
+            endpoint,
+            tls: tls.clone(),
+            peer: peer.clone(),
+            limits: *limits,
+            cancel: cancel.clone(),
+        };
+        match dialer.socket() {
+            Ok(socket) => return greet(dialer, socket, greeting),
+            Err(error @ SessionError::Unreachable { .. }) => failure = Some(error),
+            Err(error) => return Err(error),
+        }
+    }
+    // A resolver that answers has at least one address.
+    Err(failure.unwrap_or(SessionError::Cancelled))
+}
+
+fn greet(dialer: Dialer, socket: OwnedFd, greeting: &Greeting) -> Result<SourceSession, SessionError> {
+    let connection = dialer.connection(socket)?;
+    let mut control = Control::new(connection, Side::Source, dialer.limits, dialer.cancel.clone());
+    let hello = Message::Hello(greeting.clone());
+    let send_preamble = control.connection.write_all(&Role::Control.preamble());
+    send_preamble.map_err(|error| control.connection.explain(&error, GREETING))?;
+    // Another program may close the connection at the sight of the preamble; what it has sent says more than that.
+    let sent = control.send(&hello, GREETING);
+    control.connection.set_limit(Limit::from_now(dialer.limits.greeting));
+    read_answer(&mut control.connection, Role::Control)?;
+    sent?;
+    match control.receive(dialer.limits.greeting, GREETING) {
+        Ok(Message::Hello(destination)) => Ok(SourceSession { control, dialer, destination }),
+        Ok(other) => {
+            let error = control.unexpected(other.kind(), GREETING);
+            Err(control.end(error))
+        }
+        Err(error) => Err(control.end(error)),
+    }
+}
+
+/// The destination's preamble. Anything else is noticed at the first byte that differs.
+fn read_answer(connection: &mut Connection, expected: Role) -> Result<(), SessionError> {
+    let mut bytes = [0; PREAMBLE_BYTES];
+    let mut filled = 0;
+    loop {
+        let count =
+            connection.read(&mut bytes[filled..]).map_err(|error| connection.explain(&error, GREETING))?;
+        let peer = || connection.peer().to_owned();
+        if count == 0 {
+            let problem = "it was closed there without an answer; the log there may say why".to_owned();
+            return Err(SessionError::Cut { peer: peer(), doing: GREETING, problem });
+        }
+        filled += count;
+        match Role::parse(&bytes[..filled]) {
+            Ok(None) => {}
+            Ok(Some(role)) if role == expected => return Ok(()),
+            Ok(Some(_)) => {
+                let problem = "the data stream was refused; the log there says why".to_owned();
+                return Err(SessionError::Cut { peer: peer(), doing: GREETING, problem });
+            }
+            Err(PreambleError::Foreign(found)) => return Err(SessionError::NotEbb { peer: peer(), found }),
+            Err(PreambleError::Version(theirs)) => {
+                let ours = super::preamble::PROTOCOL_VERSION;
+                return Err(SessionError::Version { peer: peer(), theirs, ours });
+            }
+        }
+    }
+}
+
+impl Dialer {
+    /// A connected socket.
+    fn socket(&self) -> Result<OwnedFd, SessionError> {
+        let limit = self.limits.connect;
+        let deadline = (Instant::now() + limit, limit);
+        let address = match &self.endpoint {
+            Endpoint::Tcp(address) => Address::of_socket(*address),
+            Endpoint::Unix(path) => Address::Unix { path: path.clone() },
+        }
+        .to_string();
+        let connected = match &self.endpoint {
+            Endpoint::Tcp(tcp) => self.connect_tcp(*tcp, deadline),
+            Endpoint::Unix(path) => self.connect_unix(path, deadline),
+        };
+        let socket = connected.map_err(|error| {
+            if self.cancel.is_cancelled() {
+                SessionError::Cancelled
+            } else {
+                SessionError::Unreachable { address: address.clone(), source: error }
+            }
+        })?;
+        if matches!(self.endpoint, Endpoint::Unix(_)) {
+            users::check(&socket, &address)?;
+        }
+        Ok(socket)
+    }
+
+    fn connect_tcp(&self, address: SocketAddr, deadline: (Instant, Duration)) -> std::io::Result<OwnedFd> {
+        let socket = wire::stream_socket(wire::family(address))?;
+        wire::tune_tcp(&socket)?;
+        match rustix::net::connect(&socket, &address) {
+            Ok(()) => return Ok(socket),
+            Err(Errno::INPROGRESS | Errno::INTR) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+        let fd = std::os::fd::AsFd::as_fd(&socket);
+        loop {
+            let mut ready = [PollFd::from_borrowed_fd(fd, PollFlags::OUT)];
+            poll_until(&mut ready, Instant::now())?;
+            if !ready[0].revents().is_empty() {
+                break;
+            }
+            wait(fd, PollFlags::OUT, Some(&self.cancel), deadline)?;
+        }
+        rustix::net::sockopt::socket_error(&socket)??;
+        Ok(socket)
+    }
+
+    fn connect_unix(&self, path: &PathBuf, deadline: (Instant, Duration)) -> std::io::Result<OwnedFd> {
+        let address = SocketAddrUnix::new(path)?;
+        loop {
+            let socket = wire::stream_socket(AddressFamily::UNIX)?;
+            match rustix::net::connect(&socket, &address) {
+                Ok(()) => return Ok(socket),
+                // Its queue is full (Linux net/unix/af_unix.c, unix_stream_connect).
+                Err(Errno::AGAIN | Errno::INTR) if Instant::now() < deadline.0 => {}
+                Err(errno) => return Err(errno.into()),
+            }
+            let mut cancelled = [PollFd::from_borrowed_fd(self.cancel.event(), PollFlags::IN)];
+            poll_until(&mut cancelled, (Instant::now() + RETRY).min(deadline.0))?;
+            if self.cancel.is_cancelled() {
+                return Err(Errno::CANCELED.into());
+            }
+        }
+    }
+
+    /// A connection over a connected socket, after its TLS handshake.
+    fn connection(&self, socket: OwnedFd) -> Result<Connection, SessionError> {
+        let tls = self.tls.as_ref().map(TlsClient::connection).transpose()?;
+        let limit = Limit::from_now(self.limits.greeting);
+        let mut connection =
+            Connection::new(Wire::new(socket, tls), self.peer.clone(), limit, self.cancel.clone());
+        connection
+            .handshake()
+            .map_err(|error| connection.explain(&error, "while certificates were exchanged"))?;
+        Ok(connection)
+    }
+}
+
+impl SourceSession {
+    /// Who the destination says it is.
+    pub const fn destination(&self) -> &Greeting {
+        &self.destination
+    }
+
+    /// Describes the machine, in the monitor's own words, and waits for the destination's answer. Up to `streams` data
+    /// streams are asked for. A destination that does not take the machine is [`SessionError::Refused`].
+    pub fn setup<T: Serialize>(mut self, machine: &T, streams: u16) -> Result<SourceAccepted, SessionError> {
+        match self.negotiate(machine, streams) {
+            Ok(acceptance) => Ok(SourceAccepted { control: self.control, dialer: self.dialer, acceptance }),
+            Err(error) => Err(self.control.end(error)),
+        }
+    }
+
+    fn negotiate<T: Serialize>(&mut self, machine: &T, streams: u16) -> Result<Acceptance, SessionError> {
+        if !(1..=MOST_STREAMS).contains(&streams) {
+            return Err(SessionError::Streams { asked: streams, most: MOST_STREAMS });
+        }
+        let body = serde_json::to_vec(&SetupBody { streams, machine }).map_err(|error| {
+            SessionError::Malformed { peer: "this side".to_owned(), problem: error.to_string() }
+        })?;
+        self.control.send(&Message::Setup(body), "while it was told of the machine")?;
+        match self.control.receive(self.control.limits.setup, ANSWER)? {
+            Message::Accept(acceptance) if (1..=streams).contains(&acceptance.streams) => Ok(acceptance),
+            Message::Accept(acceptance) => {
+                let problem = format!("it wants {} data streams of {streams}", acceptance.streams);
+                Err(self.control.malformed(problem))
+            }
+            other => Err(self.control.unexpected(other.kind(), ANSWER)),
+        }
+    }
+
+    /// Ends the session. What the destination had said to the same effect before comes back.
+    pub fn abort(self, reason: impl Into<Reason>) -> Option<SessionError> {
+        self.control.abort(reason.into())
+    }
+}
+
+impl SourceAccepted {
+    /// How many data streams there will be.
+    pub const fn streams(&self) -> u16 {
+        self.acceptance.streams
+    }
+
+    /// Hands file descriptors to a destination on the same host. It has to expect them: the setup must say so.
+    pub fn send_descriptors(&mut self, descriptors: &[BorrowedFd<'_>]) -> Result<(), SessionError> {
+        const DOING: &str = "while it was handed file descriptors";
+        if !matches!(self.dialer.endpoint, Endpoint::Unix(_)) {
+            return Err(SessionError::NoDescriptors { peer: self.dialer.peer.clone() });
+        }
+        let count = u16::try_from(descriptors.len()).ok().filter(|&count| count <= MOST_DESCRIPTORS);
+        let count = count.ok_or_else(|| SessionError::System {
+            what: "hand over file descriptors",
+            source: std::io::Error::other(format!("{} are more than {MOST_DESCRIPTORS}", descriptors.len())),
+        })?;
+        self.control.send(&Message::Descriptors(count), DOING)?;
+        let limit = self.control.limits.progress;
+        let deadline = (Instant::now() + limit, limit);
+        let connection = &self.control.connection;
+        descriptors
+            .iter()
+            .try_for_each(|&descriptor| {
+                descriptors::send(connection, descriptor, &self.control.cancel, deadline)
+            })
+            .map_err(|error| connection.explain(&error, DOING))
+    }
+
+    /// Opens the data streams. Each one is a connection of its own, in order of their numbers.
+    pub fn open_streams(self) -> Result<(SourceStreaming, Vec<Connection>), SessionError> {
+        match self.open() {
+            Ok(streams) => Ok((SourceStreaming { control: self.control }, streams)),
+            Err(error) => Err(self.control.end(error)),
+        }
+    }
+
+    fn open(&self) -> Result<Vec<Connection>, SessionError> {
+        let session = self.acceptance.session;
+        let mut streams: Vec<Connection> = Vec::new();
+        for stream in 0..self.acceptance.streams {
+            let mut connection = self.dialer.connection(self.dialer.socket()?)?;
+            let preamble = Role::Data { session, stream }.preamble();
+            connection.write_all(&preamble).map_err(|error| connection.explain(&error, GREETING))?;
+            streams.push(connection);
+        }
+        for (number, connection) in (0..).zip(&mut streams) {
+            connection.set_limit(Limit::from_now(self.control.limits.streams));
+            read_answer(connection, Role::Data { session, stream: number })?;
+            connection.set_progress_limit(self.control.limits.progress);
+        }
+        Ok(streams)
+    }
+
+    /// Ends the session. What the destination had said to the same effect before comes back.
+    pub fn abort(self, reason: impl Into<Reason>) -> Option<SessionError> {
+        self.control.abort(reason.into())
+    }
+}
+
+impl SourceStreaming {
+    /// Waits until the destination has everything of `round`, the next one that it has not acknowledged.
+    pub fn wait_round_done(&mut self, round: u32) -> Result<(), SessionError> {
+        match self.control.receive(self.control.limits.progress, ROUND)? {
+            Message::RoundDone(done) if done == round => Ok(()),
+            Message::RoundDone(done) => {
+                self.control.protocol.lost();
+                Err(self.control.malformed(format!("round {done} is done where {round} should be")))
+            }
+            other => Err(self.control.unexpected(other.kind(), ROUND)),
+        }
+    }
+
+    /// Sends what is left besides memory, once all rounds are acknowledged and the guest is paused, and waits until the
+    /// destination could start the guest.
+    pub fn send_state(mut self, state: Vec<u8>) -> Result<SourcePrepared, SessionError> {
+        let answer = self
+            .control
+            .send(&Message::State(state), "while it was sent the state")
+            .and_then(|()| self.control.receive(self.control.limits.restore, RESTORING));
+        match answer {
+            Ok(Message::Ready) => Ok(SourcePrepared { control: self.control }),
+            Ok(other) => {
+                let error = self.control.unexpected(other.kind(), RESTORING);
+                Err(self.control.end(error))
+            }
+            Err(error) => Err(self.control.end(error)),
+        }
+    }
+
+    /// Ends the session. What the destination had said to the same effect before comes back: it is the better reason for
+    /// a data stream that has failed.
+    pub fn abort(self, reason: impl Into<Reason>) -> Option<SessionError> {
+        self.control.abort(reason.into())
+    }
+}
+
+impl SourcePrepared {
+    /// Decides that the guest moves. From here on the session cannot be cancelled, and the source does not run the guest
+    /// again unless the outcome says so.
+    pub fn commit(mut self) -> Outcome {
+        if !self.control.cancel.decide() {
+            return Outcome::RunsOn(self.control.end(SessionError::Cancelled));
+        }
+        self.control.connection.ignore_cancel();
+        let error = match self.control.send(&Message::Commit, DECISION) {
+            Ok(()) => match self.control.receive(self.control.limits.running, DECISION) {
+                Ok(Message::Running) => {
+                    self.control.connection.close(self.control.limits.farewell);
+                    return Outcome::Moved;
+                }
+                Ok(other) => self.control.unexpected(other.kind(), DECISION),
+                Err(error) => error,
+            },
+            Err(error) => error,
+        };
+        match self.control.stage() {
+            Stage::Over(End::Moved) => Outcome::Moved,
+            Stage::Over(End::Stays) => Outcome::RunsOn(self.control.end(error)),
+            _ => Outcome::Unknown(error),
+        }
+    }
+
+    /// Ends the session. What the destination had said to the same effect before comes back.
+    pub fn abort(self, reason: impl Into<Reason>) -> Option<SessionError> {
+        self.control.abort(reason.into())
+    }
+}

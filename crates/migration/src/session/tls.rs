@@ -1,0 +1,211 @@
+//! TLS 1.3 with certificates on both sides (RFC 8446), by rustls with the ring provider.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use rustls::crypto::CryptoProvider;
+use rustls::server::WebPkiClientVerifier;
+use rustls::{AlertDescription, CertificateError, ClientConfig, RootCertStore, ServerConfig};
+use rustls_pki_types::pem::{Error as PemError, PemObject};
+use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+
+use super::error::SessionError;
+use super::security::TlsFiles;
+
+/// A server of something else, or a client that takes this port for another service, is found out in the handshake.
+const ALPN: &[u8] = b"ebb-migration";
+
+/// What the source needs for each of its connections.
+#[derive(Debug, Clone)]
+pub(super) struct TlsClient {
+    config: Arc<ClientConfig>,
+    name: ServerName<'static>,
+}
+
+/// What the destination needs for each of its connections.
+#[derive(Debug, Clone)]
+pub(super) struct TlsServer {
+    config: Arc<ServerConfig>,
+}
+
+impl TlsClient {
+    /// Reads the files. The destination must show a certificate for `host`, or for the name that the files say.
+    pub(super) fn load(files: &TlsFiles, host: &str) -> Result<Self, SessionError> {
+        let (name, option) = files.server_name.as_deref().map_or((host, "--to"), |name| (name, "--tls-name"));
+        let name = ServerName::try_from(name.to_owned()).map_err(|_| SessionError::TlsFile {
+            option,
+            path: name.into(),
+            problem: "it is neither a name nor an address that a certificate could be for".to_owned(),
+        })?;
+        let mut config = ClientConfig::builder_with_provider(provider())
+            .with_protocol_versions(&[&rustls::version::TLS13])
+            .map_err(|error| unusable("--tls-cert", &files.certificate, error))?
+            .with_root_certificates(authorities(&files.authorities)?)
+            .with_client_auth_cert(certificates(&files.certificate)?, key(&files.key)?)
+            .map_err(|error| pair_unusable(files, &error))?;
+        config.alpn_protocols = vec![ALPN.to_vec()];
+        config.resumption = rustls::client::Resumption::disabled();
+        Ok(Self { config: Arc::new(config), name })
+    }
+
+    pub(super) fn connection(&self) -> Result<rustls::Connection, SessionError> {
+        let failed = |error| explain(&error, format!("the destination {}", self.name.to_str()));
+        let connection = rustls::ClientConnection::new(Arc::clone(&self.config), self.name.clone());
+        connection.map(Into::into).map_err(failed)
+    }
+}
+
+impl TlsServer {
+    /// Reads the files. Each source must show a certificate of the authorities.
+    pub(super) fn load(files: &TlsFiles) -> Result<Self, SessionError> {
+        let authorities = Arc::new(authorities(&files.authorities)?);
+        let verifier = WebPkiClientVerifier::builder_with_provider(authorities, provider())
+            .build()
+            .map_err(|error| unusable("--tls-ca", &files.authorities, error))?;
+        let mut config = ServerConfig::builder_with_provider(provider())
+            .with_protocol_versions(&[&rustls::version::TLS13])
+            .map_err(|error| unusable("--tls-cert", &files.certificate, error))?
+            .with_client_cert_verifier(verifier)
+            .with_single_cert(certificates(&files.certificate)?, key(&files.key)?)
+            .map_err(|error| pair_unusable(files, &error))?;
+        config.alpn_protocols = vec![ALPN.to_vec()];
+        // Every connection shows its certificate anew.
+        config.send_tls13_tickets = 0;
+        Ok(Self { config: Arc::new(config) })
+    }
+
+    pub(super) fn connection(&self) -> Result<rustls::Connection, rustls::Error> {
+        rustls::ServerConnection::new(Arc::clone(&self.config)).map(Into::into)
+    }
+}
+
+fn provider() -> Arc<CryptoProvider> {
+    Arc::new(rustls::crypto::ring::default_provider())
+}
+
+fn unusable(option: &'static str, path: &Path, problem: impl ToString) -> SessionError {
+    SessionError::TlsFile { option, path: path.to_owned(), problem: problem.to_string() }
+}
+
+fn pair_unusable(files: &TlsFiles, error: &rustls::Error) -> SessionError {
+    let problem = match error {
+        rustls::Error::InconsistentKeys(_) => {
+            format!(
+                "it does not belong to the certificate in {:?}; give the key that it was made with",
+                files.certificate
+            )
+        }
+        error => error.to_string(),
+    };
+    unusable("--tls-key", &files.key, problem)
+}
+
+fn pem_problem(error: &PemError, wanted: &str) -> String {
+    match error {
+        PemError::Io(error) => error.to_string(),
+        PemError::NoItemsFound => format!("there is no {wanted} in it; a PEM file is needed"),
+        error => format!("{error}; a PEM file is needed"),
+    }
+}
+
+fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, SessionError> {
+    read_certificates("--tls-cert", path)
+}
+
+fn read_certificates(
+    option: &'static str,
+    path: &Path,
+) -> Result<Vec<CertificateDer<'static>>, SessionError> {
+    let failed = |error: PemError| unusable(option, path, pem_problem(&error, "certificate"));
+    let certificates = CertificateDer::pem_file_iter(path)
+        .map_err(failed)?
+        .collect::<Result<Vec<_>, _>>()
+        .map_err(failed)?;
+    if certificates.is_empty() {
+        return Err(failed(PemError::NoItemsFound));
+    }
+    Ok(certificates)
+}
+
+fn authorities(path: &Path) -> Result<RootCertStore, SessionError> {
+    let mut store = RootCertStore::empty();
+    for certificate in read_certificates("--tls-ca", path)? {
+        store.add(certificate).map_err(|error| unusable("--tls-ca", path, error))?;
+    }
+    Ok(store)
+}
+
+fn key(path: &Path) -> Result<PrivateKeyDer<'static>, SessionError> {
+    PrivateKeyDer::from_pem_file(path)
+        .map_err(|error| unusable("--tls-key", path, pem_problem(&error, "unencrypted private key")))
+}
+
+/// What a failure of TLS means to the operator, and which side it was that refused.
+pub(super) fn explain(error: &rustls::Error, peer: String) -> SessionError {
+    match error {
+        rustls::Error::InvalidCertificate(error) => {
+            SessionError::CertificateRefusedHere { peer, problem: refused_here(error) }
+        }
+        rustls::Error::NoCertificatesPresented => SessionError::CertificateRefusedHere {
+            peer,
+            problem: "it showed none; give it --tls-cert and --tls-key".to_owned(),
+        },
+        rustls::Error::AlertReceived(alert) => match refused_there(*alert) {
+            Some(problem) => SessionError::CertificateRefusedThere { peer, problem: problem.to_owned() },
+            None if *alert == AlertDescription::NoApplicationProtocol => {
+                SessionError::NotEbb { peer, found: "its TLS is for another service".to_owned() }
+            }
+            None => SessionError::Tls { peer, problem: format!("it sent the alert {alert:?}") },
+        },
+        rustls::Error::NoApplicationProtocol => {
+            SessionError::NotEbb { peer, found: "its TLS is for another service".to_owned() }
+        }
+        rustls::Error::InvalidMessage(_) => {
+            SessionError::NotEbb { peer, found: "what it sent is not TLS".to_owned() }
+        }
+        error => SessionError::Tls { peer, problem: error.to_string() },
+    }
+}
+
+fn refused_here(error: &CertificateError) -> String {
+    let advice = match error {
+        CertificateError::Expired | CertificateError::ExpiredContext { .. } => {
+            "renew it, or correct the clock of this host"
+        }
+        CertificateError::NotValidYet | CertificateError::NotValidYetContext { .. } => {
+            "correct the clock of this host"
+        }
+        CertificateError::UnknownIssuer | CertificateError::BadSignature => {
+            "it does not come from the authorities in --tls-ca: give the one that has signed it"
+        }
+        CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. } => {
+            "write the name that the certificate is for into --to, or give it with --tls-name"
+        }
+        _ => "make a new one",
+    };
+    format!("{error}; {advice}")
+}
+
+/// RFC 8446 section 6.2.
+fn refused_there(alert: AlertDescription) -> Option<&'static str> {
+    Some(match alert {
+        AlertDescription::UnknownCA => {
+            "it does not come from the authorities in its --tls-ca; give it the one that has signed this side's"
+        }
+        AlertDescription::CertificateExpired => {
+            "it has expired, or is not valid yet by its clock; renew it, or correct the clock of that host"
+        }
+        AlertDescription::CertificateRequired => "none was shown; give --tls-cert and --tls-key",
+        AlertDescription::CertificateRevoked => "it has been revoked; make a new one",
+        AlertDescription::BadCertificate => {
+            "it is not for the name by which that side asked for it, or is damaged; see the message there"
+        }
+        AlertDescription::UnsupportedCertificate => {
+            "it is of a kind that the other side cannot use; make a new one"
+        }
+        AlertDescription::CertificateUnknown
+        | AlertDescription::AccessDenied
+        | AlertDescription::DecryptError => "see the message there",
+        _ => return None,
+    })
+}
