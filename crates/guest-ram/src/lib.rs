@@ -10,6 +10,7 @@
 //! Guest memory is never a Rust reference: the guest writes to it at any time. It is read and written through
 //! [`vm_memory`]'s volatile accesses only.
 
+mod access;
 mod discard;
 mod error;
 #[doc(hidden)]
@@ -19,6 +20,8 @@ mod held_pages;
 mod holes;
 mod image;
 mod inhibit;
+#[cfg(feature = "kvm")]
+pub mod kvm_dirty;
 mod mapping;
 mod numa;
 mod page_set;

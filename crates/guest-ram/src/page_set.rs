@@ -93,6 +93,31 @@ impl PageSet {
         }
     }
 
+    /// Replaces `words` by bits that tell which pages of `window` are in the set, the lowest bit of the first word its first
+    /// page; bits behind its last page are 0. Returns whether any bit is 1.
+    ///
+    /// Quickest if `window` lies in one region and begins a multiple of 64 pages behind its start.
+    ///
+    /// # Panics
+    /// If there are not as many words as the window takes.
+    pub fn copy_words(&self, window: PageRange, words: &mut [u64]) -> bool {
+        assert_eq!(words.len() as u64, window.pages.div_ceil(64), "words for {window}");
+        let region = self.regions.get(self.first_region(window.start)).filter(|region| {
+            window.intersection(region.pages) == window
+                && (window.start.0 - region.pages.start.0).is_multiple_of(64)
+        });
+        if let Some(region) = region {
+            let (first, end) = region.bits_of(window);
+            return region.bits.copy_words(first, end, words);
+        }
+        let mut bits = Bits::new(window.pages);
+        for found in self.ranges_in(window) {
+            let first = found.start.0 - window.start.0;
+            bits.set(first, first + found.pages);
+        }
+        bits.copy_words(0, window.pages, words)
+    }
+
     /// Whether the page is in the set.
     pub fn contains(&self, page: Pfn) -> bool {
         self.regions.get(self.first_region(page)).is_some_and(|region| {

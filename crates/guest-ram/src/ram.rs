@@ -255,10 +255,7 @@ impl GuestRam {
 
     fn discard_with(&self, ranges: &[GuestRange], tenure: Tenure) -> Result<DiscardOutcome, RamError> {
         for range in ranges {
-            let inside: u64 = self.clip(*range).map(|part| part.pages).sum();
-            if inside != range.pages {
-                return Err(RamError::OutsideRam { range: *range });
-            }
+            self.parts_of(*range).map(drop)?;
         }
         let Some(_permission) = self.inhibitors.permission() else {
             let inhibited_bytes = ranges.iter().map(|range| range.size_bytes()).sum();

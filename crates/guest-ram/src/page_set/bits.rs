@@ -39,6 +39,16 @@ impl Bits {
         self.0[index as usize] |= word;
     }
 
+    /// Copies the bits from `first`, the first of a word, to before `end`. Returns whether any of them is 1.
+    pub(super) fn copy_words(&self, first: u64, end: u64, words: &mut [u64]) -> bool {
+        let mut any = 0;
+        for ((word, mask), copy) in masks(first, end).zip(words) {
+            *copy = self.0[word] & mask;
+            any |= *copy;
+        }
+        any != 0
+    }
+
     /// How many of the bits from `first` to before `end` are 1.
     pub(super) fn count(&self, first: u64, end: u64) -> u64 {
         masks(first, end).map(|(word, mask)| u64::from((self.0[word] & mask).count_ones())).sum()

@@ -145,6 +145,18 @@ proptest! {
         prop_assert_eq!(&pages(set.ranges_in(window)), &inside);
         prop_assert_eq!(set.count_in(window), inside.len() as u64);
         prop_assert_eq!(set.next_range(window), set.ranges_in(window).next());
+        // The same, as bits. No list can be as long as the longest windows.
+        let short = range(window.start.0, window.pages.min(400));
+        for window in [short, range(300, 201), range(364, 70)] {
+            let mut words = vec![u64::MAX; window.pages.div_ceil(64) as usize];
+            let any = set.copy_words(window, &mut words);
+            let mut copy = PageSet::new(&[window]);
+            copy.insert_words(window.start, words.iter().copied());
+            prop_assert_eq!(pages(copy.ranges()), pages(set.ranges_in(window)));
+            prop_assert_eq!(any, words.iter().any(|word| *word != 0));
+            let ones: u32 = words.iter().map(|word| word.count_ones()).sum();
+            prop_assert_eq!(u64::from(ones), set.count_in(window));
+        }
     }
 }
 

@@ -1,0 +1,115 @@
+//! Whole pages: which ones the host holds, their content out and in.
+
+use std::io;
+use std::os::unix::fs::FileExt;
+
+use ebb_abi::{PAGE_SIZE_BYTES, Pfn};
+use vm_memory::{Bytes, GuestAddress};
+
+use crate::{GuestRam, GuestRange, RamError};
+
+/// What is looked at in one go, in pages: the host's answer for 64 MiB takes 128 KiB.
+const LOOK_PAGES: u64 = (64 << 20) / PAGE_SIZE_BYTES;
+
+impl GuestRam {
+    /// Adds to `held` the parts of `range` that the host holds content for: in memory, in swap space, in the memory's file, or in the
+    /// file that it was [restored](Self::restore) from. All other pages read as zeros, and reading them would make the
+    /// host allocate some of them.
+    ///
+    /// The parts are in ascending order, as long as they can be, and do not cross regions. If others write to the memory meanwhile, a
+    /// page is told as it was at some moment of the call. If the host does not tell of single pages, all count as
+    /// held.
+    ///
+    /// Opens no file. System calls: `pread64`, `lseek`, and what memory of the heap needs.
+    ///
+    /// # Errors
+    /// [`RamError::OutsideRam`] if not all of the range is guest memory, [`RamError::Resident`] if the host refuses to tell.
+    pub fn held_ranges(&self, range: GuestRange, held: &mut Vec<GuestRange>) -> Result<(), RamError> {
+        for part in self.parts_of(range)? {
+            // No range of this part is joined with one from before.
+            let first_of_part = held.len();
+            for start in (part.start.0..part.end().0).step_by(LOOK_PAGES as usize) {
+                let look = GuestRange::new(Pfn(start), LOOK_PAGES).intersection(part);
+                let runs = self.held_runs(look).map_err(|source| RamError::Resident { source })?;
+                for run in runs {
+                    match held[first_of_part..].last_mut() {
+                        Some(last) if last.end() == run.range.start => last.pages += run.range.pages,
+                        _ => held.push(run.range),
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether the host holds content for a page, as [`held_ranges`](Self::held_ranges) tells it.
+    ///
+    /// # Errors
+    /// Those of [`held_ranges`](Self::held_ranges).
+    pub fn is_held(&self, page: Pfn) -> Result<bool, RamError> {
+        let mut held = Vec::new();
+        self.held_ranges(GuestRange::new(page, 1), &mut held)?;
+        Ok(!held.is_empty())
+    }
+
+    /// Copies the pages of `range` into `content`. The guest may write meanwhile: then some bytes are from before a write
+    /// and others from after it, even within a page.
+    ///
+    /// Meant for pages that are [held](Self::held_ranges). Others are zeros, and anonymous memory gets an entry in its page
+    /// tables for each. System calls: `pread64`.
+    ///
+    /// # Errors
+    /// [`RamError::OutsideRam`] if not all of the range is guest memory; [`RamError::ReadPages`] if the memory's file
+    /// cannot be read.
+    ///
+    /// # Panics
+    /// If `content` has another size than the range.
+    pub fn read_pages(&self, range: GuestRange, content: &mut [u8]) -> Result<(), RamError> {
+        assert_eq!(content.len() as u64, range.size_bytes(), "a buffer of the size of {range}");
+        let mut rest = content;
+        for part in self.parts_of(range)? {
+            let (content, behind) = rest.split_at_mut(part.size_bytes() as usize);
+            rest = behind;
+            // A mere read of a hole through a mapping would allocate a page, so files are read as such.
+            let file = self.piece(part).and_then(|piece| piece.file);
+            let result = match file {
+                Some((file, offset)) => file.read_exact_at(content, offset),
+                None => self
+                    .memory()
+                    .read_slice(content, GuestAddress(part.start.address()))
+                    .map_err(io::Error::other),
+            };
+            result.map_err(|source| RamError::ReadPages { range: part, source })?;
+        }
+        Ok(())
+    }
+
+    /// Replaces the content of the pages of `range`. No system calls.
+    ///
+    /// # Errors
+    /// [`RamError::OutsideRam`] if not all of the range is guest memory; nothing is written then.
+    ///
+    /// # Panics
+    /// If `content` has another size than the range.
+    pub fn write_pages(&self, range: GuestRange, content: &[u8]) -> Result<(), RamError> {
+        assert_eq!(content.len() as u64, range.size_bytes(), "content of the size of {range}");
+        let mut rest = content;
+        for part in self.parts_of(range)? {
+            let (content, behind) = rest.split_at(part.size_bytes() as usize);
+            rest = behind;
+            self.memory()
+                .write_slice(content, GuestAddress(part.start.address()))
+                .map_err(|error| RamError::Layout(error.to_string()))?;
+        }
+        Ok(())
+    }
+
+    /// The parts of a range, one a region, all of which must be guest memory.
+    pub(crate) fn parts_of(&self, range: GuestRange) -> Result<impl Iterator<Item = GuestRange>, RamError> {
+        let inside: u64 = self.clip(range).map(|part| part.pages).sum();
+        if inside == range.pages { Ok(self.clip(range)) } else { Err(RamError::OutsideRam { range }) }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,117 @@
+//! A guest that writes one byte to each of a row of pages.
+
+use std::cell::RefCell;
+
+use ebb_abi::PAGE_SIZE_BYTES;
+use ebb_guest_ram::{Backing, GuestRam, GuestRange, HugePages, PageSet, Populate, RegionSpec};
+use kvm_bindings::{kvm_regs, kvm_segment, kvm_userspace_memory_region};
+use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
+use vm_memory::{Bytes, GuestAddress};
+
+/// `next: mov [eax], bl; add eax, edx; dec ecx; jnz next; hlt`, in 32-bit mode.
+const PROGRAM: [u8; 8] = [0x88, 0x18, 0x01, 0xd0, 0x49, 0x75, 0xf9, 0xf4];
+
+/// First pages and sizes of the regions, in pages: the first two adjoin, no size is a multiple of 64 pages, and the last has more
+/// pages than a small ring has entries.
+pub const REGIONS: [(u64, u64); 3] = [(0, 70), (70, 130), (4096, 2000)];
+
+/// Protected mode (Intel SDM volume 3, section 2.5).
+const CR0_PE: u64 = 1;
+/// Bit 1 of RFLAGS is always set.
+const RFLAGS_RESERVED: u64 = 1 << 1;
+/// `KVM_EXIT_DIRTY_RING_FULL`, which kvm-ioctls does not know.
+const EXIT_DIRTY_RING_FULL: u32 = 31;
+
+/// A machine with one vCPU. Memory comes last, so that it is unmapped last.
+pub struct Guest {
+    pub vcpu: RefCell<VcpuFd>,
+    pub vm: VmFd,
+    pub ram: GuestRam,
+}
+
+/// Why the guest stopped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stop {
+    Done,
+    RingFull,
+}
+
+/// KVM; `None`, with a message, where there is none.
+pub fn kvm() -> Option<Kvm> {
+    if !std::path::Path::new("/dev/kvm").exists() {
+        eprintln!("skipped: this machine has no /dev/kvm");
+        return None;
+    }
+    Some(Kvm::new().unwrap())
+}
+
+impl Guest {
+    /// `before_vcpu` sees the machine before its vCPU is made.
+    pub fn new(kvm: &Kvm, before_vcpu: impl FnOnce(&VmFd)) -> Self {
+        let specs = REGIONS.map(|(first, pages)| RegionSpec {
+            start: GuestAddress(first * PAGE_SIZE_BYTES),
+            size_bytes: pages * PAGE_SIZE_BYTES,
+            host_node: None,
+        });
+        let ram = GuestRam::new(&specs, Backing::Anonymous, HugePages::On, Populate::Lazy).unwrap();
+        ram.memory().write_slice(&PROGRAM, GuestAddress(0)).unwrap();
+        let vm = kvm.create_vm().unwrap();
+        vm.set_tss_address(0xfffb_d000).unwrap();
+        for (slot, region) in ram.regions().iter().enumerate() {
+            let slot = kvm_userspace_memory_region {
+                slot: slot as u32,
+                flags: 0,
+                guest_phys_addr: region.start.0,
+                memory_size: region.size_bytes,
+                userspace_addr: region.host_address,
+            };
+            // SAFETY: the memory lives in the same struct as the machine and is dropped after it.
+            unsafe { vm.set_user_memory_region(slot) }.unwrap();
+        }
+        before_vcpu(&vm);
+        let vcpu = vm.create_vcpu(0).unwrap();
+        let mut registers = vcpu.get_sregs().unwrap();
+        let flat =
+            kvm_segment { base: 0, limit: u32::MAX, present: 1, s: 1, db: 1, g: 1, ..kvm_segment::default() };
+        registers.cs = kvm_segment { selector: 8, type_: 0xb, ..flat };
+        let data = kvm_segment { selector: 16, type_: 3, ..flat };
+        (registers.ds, registers.es, registers.ss) = (data, data, data);
+        registers.cr0 |= CR0_PE;
+        vcpu.set_sregs(&registers).unwrap();
+        Self { vcpu: RefCell::new(vcpu), vm, ram }
+    }
+
+    /// Has the guest write to `count` pages from page `first` on, each `step` pages behind the one before.
+    pub fn write(&self, first: u64, step: u64, count: u64) -> Stop {
+        let registers = kvm_regs {
+            rip: 0,
+            rax: first * PAGE_SIZE_BYTES,
+            rbx: 0x5a,
+            rcx: count,
+            rdx: step * PAGE_SIZE_BYTES,
+            rflags: RFLAGS_RESERVED,
+            ..kvm_regs::default()
+        };
+        self.vcpu.borrow().set_regs(&registers).unwrap();
+        self.go_on()
+    }
+
+    /// Has the guest go on after a stop.
+    pub fn go_on(&self) -> Stop {
+        match self.vcpu.borrow_mut().run().unwrap() {
+            VcpuExit::Hlt => Stop::Done,
+            VcpuExit::Unsupported(EXIT_DIRTY_RING_FULL) => Stop::RingFull,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// An empty set of the guest's pages.
+    pub fn no_pages(&self) -> PageSet {
+        PageSet::new(&self.ram.page_ranges())
+    }
+}
+
+/// Pages as numbers.
+pub fn numbers(pages: &PageSet) -> Vec<u64> {
+    pages.ranges().flat_map(|range: GuestRange| range.start.0..range.end().0).collect()
+}

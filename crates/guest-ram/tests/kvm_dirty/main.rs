@@ -1,0 +1,7 @@
+//! KVM's logs of dirty pages with a guest that writes to pages it is told.
+
+#![allow(clippy::unwrap_used, reason = "a test")]
+
+mod bitmap;
+mod guest;
+mod ring;
