@@ -1,7 +1,7 @@
 //! A connection to the other side: reads and writes that end after a time limit and when the session is cancelled.
 
 use std::fmt;
-use std::io::{self, Read, Write};
+use std::io::{self, IoSlice, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -238,20 +238,26 @@ impl Connection {
         }
     }
 
-    fn write_some(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let deadline = self.limit.deadline();
-        loop {
-            match self.wire.try_write(bytes) {
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    self.wait(PollFlags::OUT, deadline)?;
-                }
-                Ok(taken) => {
-                    self.push()?;
-                    return Ok(taken);
-                }
-                Err(error) => return Err(error),
-            }
+    /// One write up to the point where the system has what was taken.
+    fn write_with(&mut self, mut attempt: impl FnMut(&mut Wire) -> io::Result<usize>) -> io::Result<usize> {
+        if self.broken {
+            return Err(Trouble::Broken.into());
         }
+        self.check_cancelled()?;
+        let deadline = self.limit.deadline();
+        let result = loop {
+            match attempt(&mut self.wire) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    if let Err(error) = self.wait(PollFlags::OUT, deadline) {
+                        break Err(error);
+                    }
+                }
+                Ok(taken) => break self.push().map(|()| taken),
+                Err(error) => break Err(error),
+            }
+        };
+        self.broken = result.is_err();
+        result
     }
 }
 
@@ -275,13 +281,11 @@ impl Read for Connection {
 
 impl Write for Connection {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        if self.broken {
-            return Err(Trouble::Broken.into());
-        }
-        self.check_cancelled()?;
-        let result = self.write_some(bytes);
-        self.broken = result.is_err();
-        result
+        self.write_with(|wire| wire.try_write(bytes))
+    }
+
+    fn write_vectored(&mut self, buffers: &[IoSlice<'_>]) -> io::Result<usize> {
+        self.write_with(|wire| wire.try_write_vectored(buffers))
     }
 
     fn flush(&mut self) -> io::Result<()> {

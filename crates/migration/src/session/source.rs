@@ -11,6 +11,8 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix};
 use serde::Serialize;
 
+use crate::{BoxError, RoundSync};
+
 use super::address::Address;
 use super::cancel::CancelHandle;
 use super::connection::{Connection, Limit, poll_until, wait};
@@ -434,5 +436,11 @@ impl SourcePrepared {
     /// Ends the session. What the destination had said to the same effect before comes back.
     pub fn abort(self, reason: impl Into<Reason>) -> Option<SessionError> {
         self.control.abort(reason.into())
+    }
+}
+
+impl RoundSync for SourceStreaming {
+    fn wait_round_done(&mut self, round: u32) -> Result<(), BoxError> {
+        Self::wait_round_done(self, round).map_err(Into::into)
     }
 }

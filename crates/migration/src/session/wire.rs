@@ -1,6 +1,6 @@
 //! A non-blocking socket, with TLS or without.
 
-use std::io::{self, Read, Write};
+use std::io::{self, IoSlice, Read, Write};
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use rustix::event::PollFlags;
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
+use rustix::net::{AddressFamily, RecvFlags, SendAncillaryBuffer, SendFlags, SocketFlags, SocketType};
 
 /// A dead host is noticed after about this time even if nothing is to be sent.
 const KEEP_ALIVE: Duration = Duration::from_secs(5);
@@ -19,6 +19,9 @@ const USER_TIMEOUT_MS: u32 = 25_000;
 
 /// Plaintext that TLS takes at a time: some records, so that a call for each is saved.
 const TLS_BUFFER_BYTES: usize = 256 << 10;
+
+/// Buffers that the system takes at a time (`UIO_MAXIOV`, Linux include/uapi/linux/uio.h).
+const MOST_BUFFERS: usize = 1024;
 
 /// A connected socket. `WouldBlock` means: wait for [`interest`](Self::interest) and call again.
 #[derive(Debug)]
@@ -108,6 +111,22 @@ impl Wire {
                 Ok(0) if !bytes.is_empty() => Err(io::ErrorKind::WouldBlock.into()),
                 result => result,
             },
+        }
+    }
+
+    /// Like [`try_write`](Self::try_write), from several buffers.
+    pub(super) fn try_write_vectored(&mut self, buffers: &[IoSlice<'_>]) -> io::Result<usize> {
+        let Some(tls) = &mut self.tls else {
+            let buffers = &buffers[..buffers.len().min(MOST_BUFFERS)];
+            let send = || {
+                let mut nothing = SendAncillaryBuffer::default();
+                rustix::net::sendmsg(&self.socket, buffers, &mut nothing, SendFlags::NOSIGNAL)
+            };
+            return Ok(rustix::io::retry_on_intr(send)?);
+        };
+        match tls.writer().write_vectored(buffers) {
+            Ok(0) if buffers.iter().any(|buffer| !buffer.is_empty()) => Err(io::ErrorKind::WouldBlock.into()),
+            result => result,
         }
     }
 

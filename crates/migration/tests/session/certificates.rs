@@ -1,0 +1,71 @@
+//! Certificates for tests, made on the spot.
+
+use std::path::{Path, PathBuf};
+
+use ebb_migration::session::{Security, TlsFiles};
+use rcgen::{
+    BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa, KeyPair,
+    KeyUsagePurpose, date_time_ymd,
+};
+use tempfile::TempDir;
+
+/// An authority and the certificates that it has given out, as files.
+pub struct Authority {
+    folder: TempDir,
+    issuer: CertifiedIssuer<'static, KeyPair>,
+}
+
+/// When a certificate is valid.
+pub enum Validity {
+    Now,
+    Past,
+    Future,
+}
+
+impl Authority {
+    pub fn new(name: &str) -> Self {
+        let mut params = CertificateParams::new(Vec::new()).unwrap();
+        params.distinguished_name.push(DnType::CommonName, name);
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
+        let issuer = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("ca.pem"), issuer.pem()).unwrap();
+        Self { folder, issuer }
+    }
+
+    pub fn path(&self) -> PathBuf {
+        self.folder.path().join("ca.pem")
+    }
+
+    /// A certificate for `name` (a host's name or address) with its key; both trust this authority.
+    pub fn files(&self, name: &str, validity: &Validity) -> TlsFiles {
+        let mut params = CertificateParams::new(vec![name.to_owned()]).unwrap();
+        params.distinguished_name.push(DnType::CommonName, name);
+        params.extended_key_usages =
+            vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+        match validity {
+            Validity::Now => {}
+            Validity::Past => params.not_after = date_time_ymd(2020, 1, 1),
+            Validity::Future => params.not_before = date_time_ymd(4000, 1, 1),
+        }
+        let key = KeyPair::generate().unwrap();
+        let certificate = params.signed_by(&key, &self.issuer).unwrap();
+        let serial = std::fs::read_dir(self.folder.path()).unwrap().count();
+        let certificate_path = self.write(&format!("{serial}.pem"), &certificate.pem());
+        let key_path = self.write(&format!("{serial}.key"), &key.serialize_pem());
+        TlsFiles { certificate: certificate_path, key: key_path, authorities: self.path(), server_name: None }
+    }
+
+    pub fn write(&self, name: &str, text: &str) -> PathBuf {
+        let path: &Path = self.folder.path();
+        let path = path.join(name);
+        std::fs::write(&path, text).unwrap();
+        path
+    }
+}
+
+/// Security by these files.
+pub fn tls(files: TlsFiles) -> Security {
+    Security::Tls(files)
+}

@@ -1,0 +1,199 @@
+//! Sessions over mutual TLS, accepted and refused.
+
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use ebb_migration::session::{Address, Listener, Security, SessionError, TimeLimits, TlsFiles, connect};
+
+use crate::certificates::{Authority, Validity, tls};
+use crate::drive::{self, DestinationEnd, SourceEnd, both, greeting, handle, listen};
+
+/// What a source meets at a destination, and what the destination has logged of it.
+fn refused(at_destination: &Security, at_source: &Security) -> (SessionError, String) {
+    let limits = TimeLimits::default();
+    let mut listener = listen(&drive::loopback(), at_destination, &limits);
+    let address = listener.address().clone();
+    let destination: JoinHandle<Listener> = std::thread::spawn(move || {
+        while listener.refusals().count() == 0 {
+            let error = listener.accept(Some(Duration::from_millis(10))).unwrap_err();
+            assert!(matches!(error, SessionError::NobodyCame { .. }), "{error}");
+        }
+        listener
+    });
+    let error = connect(&address, at_source, &greeting("source 1"), &limits, &handle()).unwrap_err();
+    let listener = destination.join().unwrap();
+    (error, listener.refusals().last().unwrap().to_owned())
+}
+
+#[test]
+fn a_machine_moves_over_tls() {
+    let authority = Authority::new("authority");
+    let security = tls(authority.files("127.0.0.1", &Validity::Now));
+    let ends = both(&drive::loopback(), &security);
+    assert!(matches!(ends, (SourceEnd::Moved, DestinationEnd::Runs)), "{ends:?}");
+}
+
+#[test]
+fn the_name_of_a_certificate_is_the_host_or_what_the_source_says() {
+    let authority = Authority::new("authority");
+    let limits = TimeLimits::default();
+    for (host, name) in [("localhost", None), ("127.0.0.1", Some("b.example"))] {
+        let certificate = authority.files(name.unwrap_or(host), &Validity::Now);
+        let listener = listen(&drive::loopback(), &tls(certificate), &limits);
+        let Address::Tcp { port, .. } = *listener.address() else { panic!("not TCP") };
+        let destination = drive::spawn(listener);
+        let files = authority.files("a.example", &Validity::Now);
+        let files = TlsFiles { server_name: name.map(str::to_owned), ..files };
+        let end = drive::source(&Address::Tcp { host: host.to_owned(), port }, &tls(files), &limits);
+        assert!(matches!(end, SourceEnd::Moved), "{end:?}");
+        assert!(matches!(destination.join().unwrap(), DestinationEnd::Runs));
+    }
+}
+
+#[test]
+fn a_source_of_another_authority_is_refused_there() {
+    let (ours, other) = (Authority::new("ours"), Authority::new("other"));
+    let mut source = other.files("a.example", &Validity::Now);
+    source.authorities = ours.path();
+    let (error, logged) = refused(&tls(ours.files("127.0.0.1", &Validity::Now)), &tls(source));
+    assert!(matches!(error, SessionError::CertificateRefusedThere { .. }), "{error:?}");
+    assert!(error.to_string().contains("--tls-ca"), "{error}");
+    assert!(logged.contains("this side refuses the certificate") && logged.contains("--tls-ca"), "{logged}");
+}
+
+#[test]
+fn a_destination_of_another_authority_is_refused_here() {
+    let (ours, other) = (Authority::new("ours"), Authority::new("other"));
+    let mut destination = other.files("127.0.0.1", &Validity::Now);
+    destination.authorities = ours.path();
+    let (error, logged) = refused(&tls(destination), &tls(ours.files("a.example", &Validity::Now)));
+    assert!(matches!(error, SessionError::CertificateRefusedHere { .. }), "{error:?}");
+    assert!(error.to_string().contains("--tls-ca"), "{error}");
+    assert!(logged.contains("refuses the certificate of this side"), "{logged}");
+}
+
+#[test]
+fn an_expired_certificate_is_refused_on_either_side() {
+    let authority = Authority::new("authority");
+    let good = |name| tls(authority.files(name, &Validity::Now));
+    let expired = |name| tls(authority.files(name, &Validity::Past));
+    let (error, logged) = refused(&expired("127.0.0.1"), &good("a.example"));
+    assert!(matches!(error, SessionError::CertificateRefusedHere { .. }), "{error:?}");
+    assert!(error.to_string().contains("expired") && error.to_string().contains("renew"), "{error}");
+    assert!(logged.contains("expired"), "{logged}");
+    let (error, logged) = refused(&good("127.0.0.1"), &expired("a.example"));
+    assert!(matches!(error, SessionError::CertificateRefusedThere { .. }), "{error:?}");
+    assert!(error.to_string().contains("expired"), "{error}");
+    assert!(logged.contains("expired"), "{logged}");
+}
+
+#[test]
+fn a_certificate_of_the_future_points_to_the_clock() {
+    let authority = Authority::new("authority");
+    let future = tls(authority.files("127.0.0.1", &Validity::Future));
+    let (error, _) = refused(&future, &tls(authority.files("a.example", &Validity::Now)));
+    assert!(matches!(error, SessionError::CertificateRefusedHere { .. }), "{error:?}");
+    assert!(error.to_string().contains("clock"), "{error}");
+}
+
+#[test]
+fn a_certificate_for_another_name_is_refused_here() {
+    let authority = Authority::new("authority");
+    let destination = tls(authority.files("b.example", &Validity::Now));
+    let (error, _) = refused(&destination, &tls(authority.files("a.example", &Validity::Now)));
+    assert!(matches!(error, SessionError::CertificateRefusedHere { .. }), "{error:?}");
+    let text = error.to_string();
+    assert!(text.contains("--tls-name") && text.contains("b.example"), "{text}");
+}
+
+#[test]
+fn a_source_without_a_certificate_is_refused() {
+    use std::io::{Read, Write};
+    use std::sync::Arc;
+
+    let authority = Authority::new("authority");
+    let mut listener = listen(
+        &drive::loopback(),
+        &tls(authority.files("127.0.0.1", &Validity::Now)),
+        &TimeLimits::default(),
+    );
+    let Address::Tcp { port, .. } = *listener.address() else { panic!("not TCP") };
+    // Ebb's own source always shows one, so this is another client.
+    let client = std::thread::spawn(move || {
+        use rustls_pki_types::pem::PemObject;
+        let mut roots = rustls::RootCertStore::empty();
+        roots.add(rustls_pki_types::CertificateDer::from_pem_file(authority.path()).unwrap()).unwrap();
+        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let mut config = rustls::ClientConfig::builder_with_provider(provider)
+            .with_protocol_versions(&[&rustls::version::TLS13])
+            .unwrap()
+            .with_root_certificates(roots)
+            .with_no_client_auth();
+        config.alpn_protocols = vec![b"ebb-migration".to_vec()];
+        let name = rustls_pki_types::ServerName::try_from("127.0.0.1").unwrap();
+        let tls = rustls::ClientConnection::new(Arc::new(config), name).unwrap();
+        let socket = std::net::TcpStream::connect(("127.0.0.1", port)).unwrap();
+        let mut stream = rustls::StreamOwned::new(tls, socket);
+        stream.write_all(b"EBB-MIG\n").unwrap();
+        stream.read_exact(&mut [0]).unwrap_err().to_string()
+    });
+    while listener.refusals().count() == 0 {
+        listener.accept(Some(Duration::from_millis(10))).unwrap_err();
+    }
+    let logged = listener.refusals().last().unwrap().to_owned();
+    assert!(logged.contains("it showed none"), "{logged}");
+    drop(listener);
+    let seen = client.join().unwrap();
+    assert!(seen.contains("CertificateRequired"), "{seen}");
+}
+
+#[test]
+fn one_side_with_tls_and_one_without_is_told_as_that() {
+    let authority = Authority::new("authority");
+    let security = tls(authority.files("127.0.0.1", &Validity::Now));
+    let (error, logged) = refused(&Security::Local, &security);
+    assert!(matches!(error, SessionError::NotEbb { .. } | SessionError::Cut { .. }), "{error:?}");
+    assert!(logged.contains("it speaks TLS"), "{logged}");
+    let (error, logged) = refused(&security, &Security::Local);
+    assert!(matches!(&error, SessionError::NotEbb { found, .. } if found == "it speaks TLS"), "{error:?}");
+    assert!(error.to_string().contains("whether both sides use TLS"), "{error}");
+    assert!(logged.contains("not TLS"), "{logged}");
+}
+
+#[test]
+fn files_that_cannot_be_used_are_named_with_their_option() {
+    let authority = Authority::new("authority");
+    let good = || authority.files("127.0.0.1", &Validity::Now);
+    let problem = |files: TlsFiles| {
+        let address = drive::loopback();
+        let limits = TimeLimits::default();
+        let destination =
+            Listener::bind(&address, &tls(files.clone()), &greeting("d"), &limits, &handle()).unwrap_err();
+        let address = "tcp:127.0.0.1:1".parse().unwrap();
+        let source = connect(&address, &tls(files), &greeting("s"), &limits, &handle()).unwrap_err();
+        assert!(matches!(source, SessionError::TlsFile { .. }), "{source:?}");
+        assert_eq!(source.to_string(), destination.to_string());
+        source.to_string()
+    };
+    let text = problem(TlsFiles { certificate: "/nowhere/cert.pem".into(), ..good() });
+    assert!(
+        text.contains("--tls-cert") && text.contains("/nowhere/cert.pem") && text.contains("No such file"),
+        "{text}"
+    );
+    let text = problem(TlsFiles { key: authority.path(), ..good() });
+    assert!(text.contains("--tls-key") && text.contains("no unencrypted private key"), "{text}");
+    let text = problem(TlsFiles { authorities: authority.write("empty.pem", "nothing"), ..good() });
+    assert!(text.contains("--tls-ca") && text.contains("no certificate"), "{text}");
+    let text = problem(TlsFiles { key: good().key, ..good() });
+    assert!(text.contains("does not belong to the certificate"), "{text}");
+}
+
+#[test]
+fn tls_is_not_for_unix_sockets() {
+    let authority = Authority::new("authority");
+    let security = tls(authority.files("127.0.0.1", &Validity::Now));
+    let address = drive::unix("/tmp/never-made.sock".into());
+    let error =
+        Listener::bind(&address, &security, &greeting("d"), &TimeLimits::default(), &handle()).unwrap_err();
+    assert!(matches!(error, SessionError::TlsOverUnix { .. }), "{error}");
+}

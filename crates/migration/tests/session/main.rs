@@ -1,0 +1,6 @@
+//! Sessions over real sockets on this host.
+
+mod certificates;
+mod drive;
+mod encrypted;
+mod local;
