@@ -134,6 +134,20 @@ pub enum RamError {
         source: io::Error,
     },
 
+    /// Memory that another process handed over is not what it must be.
+    #[error("cannot take over guest memory of another process: {problem}")]
+    Adopt {
+        /// What was found, and what must be.
+        problem: String,
+    },
+
+    /// The descriptor of a memory file could not be duplicated.
+    #[error("cannot duplicate the descriptor of guest memory's file: {source}")]
+    Share {
+        /// The system's answer.
+        source: io::Error,
+    },
+
     /// The kernel cannot make all threads of the process execute a memory barrier.
     #[error(
         "cannot start to note writes to guest memory: {source}; this takes the system call membarrier with private \

@@ -32,6 +32,7 @@ mod ranges;
 mod resident;
 mod restored;
 mod save;
+mod share;
 mod write_log;
 mod zeros;
 
@@ -43,6 +44,7 @@ pub use page_set::PageSet;
 pub use ram::{Backing, GuestRam, HugePages, Populate, Region, RegionSpec};
 pub use ranges::{coalesce, huge_blocks_first};
 pub use resident::Residency;
+pub use share::{SHARED_LAYOUT_VERSION, SharedLayout, SharedRam};
 pub use write_log::{GuestMemory, WriteLog, WriteLogSlice};
 pub use zeros::ZeroScan;
 

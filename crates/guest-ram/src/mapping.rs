@@ -33,6 +33,27 @@ pub(crate) struct Mapping {
 impl Mapping {
     /// Maps a region that has been checked for alignment.
     pub(crate) fn new(spec: &RegionSpec, backing: Backing, huge_pages: HugePages) -> Result<Self, RamError> {
+        let kind = match backing {
+            Backing::Anonymous => return Self::map(spec, backing, huge_pages, None),
+            Backing::Memfd => MemfdFlags::empty(),
+            Backing::Hugetlb2M => MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB,
+        };
+        let file = create_file(spec.size_bytes as usize, kind).map_err(|source| RamError::Map {
+            action: "create a memfd for",
+            size_bytes: spec.size_bytes,
+            source,
+        })?;
+        Self::map(spec, backing, huge_pages, Some(file))
+    }
+
+    /// Maps a region that has been checked for alignment, from its file if it has one, whose size must be the region's and
+    /// must not be able to change.
+    pub(crate) fn map(
+        spec: &RegionSpec,
+        backing: Backing,
+        huge_pages: HugePages,
+        file: Option<File>,
+    ) -> Result<Self, RamError> {
         let size_bytes = spec.size_bytes as usize;
         let map_error = |action| move |source| RamError::Map { action, size_bytes: spec.size_bytes, source };
         // A page of distance at either end and up to 2 MiB for alignment.
@@ -42,12 +63,6 @@ impl Mapping {
         let lowest = reservation.address + PAGE;
         let address = lowest + (offset + HUGE - lowest % HUGE) % HUGE;
 
-        let file = match backing {
-            Backing::Anonymous => None,
-            Backing::Memfd => Some(create_file(size_bytes, MemfdFlags::empty())),
-            Backing::Hugetlb2M => Some(create_file(size_bytes, MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB)),
-        };
-        let file = file.transpose().map_err(map_error("create a memfd for"))?;
         reservation.map(address, size_bytes, file.as_ref(), backing).map_err(|error| {
             if backing == Backing::Hugetlb2M && error == Errno::NOMEM {
                 too_few_huge_pages(spec.size_bytes)

@@ -4,6 +4,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use ebb_abi::{HUGE_PAGE_SIZE_BYTES, PAGE_SIZE_BYTES, Pfn};
+use serde::{Deserialize, Serialize};
 use vm_memory::{GuestAddress, GuestRegionMmap, MmapRegion};
 
 use crate::discard::{DiscardMethod, DiscardOutcome, Discarder, Piece};
@@ -27,7 +28,8 @@ pub struct RegionSpec {
 }
 
 /// What backs guest memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Backing {
     /// Private anonymous memory.
     Anonymous,
@@ -35,6 +37,7 @@ pub enum Backing {
     Memfd,
     /// A memory file of 2 MiB pages from the host's pool. A huge page returns to the pool when all of it is
     /// discarded, and is lost to others until then.
+    #[serde(rename = "hugetlb-2M")]
     Hugetlb2M,
 }
 
@@ -101,7 +104,7 @@ impl Region {
 pub struct GuestRam {
     memory: GuestMemory,
     regions: Vec<Region>,
-    mappings: Vec<Mapping>,
+    pub(crate) mappings: Vec<Mapping>,
     backing: Backing,
     discarder: Discarder,
     inhibitors: Arc<Inhibitors>,
@@ -405,7 +408,7 @@ fn region_of(spec: &RegionSpec, mapping: &Mapping) -> Result<GuestRegionMmap<Wri
 }
 
 /// Checks what a caller asks for before anything is mapped.
-fn check(regions: &[RegionSpec], backing: Backing) -> Result<(), RamError> {
+pub(crate) fn check(regions: &[RegionSpec], backing: Backing) -> Result<(), RamError> {
     if regions.is_empty() {
         return Err(RamError::NoRegions);
     }
