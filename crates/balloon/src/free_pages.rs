@@ -3,9 +3,8 @@
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use ebb_abi::balloon::extension::Bitmap;
-use ebb_abi::{Order, PageRange, Pfn};
-use ebb_guest_ram::GuestRam;
+use ebb_abi::{Order, PageRange};
+use ebb_guest_ram::{GuestRam, PageSet};
 use serde::Serialize;
 
 use crate::{AnswerMessage, EncodingCounters, HintEnd, HintSink};
@@ -30,45 +29,34 @@ pub struct FreePageSummary {
     pub largest_range_bytes: u64,
 }
 
-/// A set of pages of guest memory: a bit for each page, so that its size does not depend on what the driver says.
+/// The pages of guest memory that a driver told of.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct FreePageMap {
-    regions: Vec<Region>,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Region {
-    pages: PageRange,
-    bits: Vec<u8>,
-}
+pub struct FreePageMap(PageSet);
 
 impl FreePageMap {
     /// The empty set of pages of this memory.
     pub fn new(ram: &GuestRam) -> Self {
-        let region = |region: &ebb_guest_ram::Region| {
-            let pages = PageRange::inside_bytes(region.start.0, region.size_bytes).unwrap_or_default();
-            Region { pages, bits: vec![0; pages.pages.div_ceil(8) as usize] }
-        };
-        Self { regions: ram.regions().iter().map(region).collect() }
+        Self(PageSet::new(&ram.page_ranges()))
     }
 
     /// Adds those of the pages that are guest memory.
     pub fn insert(&mut self, range: PageRange) {
-        for region in &mut self.regions {
-            region.insert(range.intersection(region.pages));
-        }
+        self.0.insert(range);
     }
 
     /// Takes pages out, for example because they were written to.
     pub fn remove(&mut self, range: PageRange) {
-        for region in &mut self.regions {
-            region.remove(range.intersection(region.pages));
-        }
+        self.0.remove(range);
     }
 
     /// The pages as ranges in ascending order; one that crosses from a region to the next is two.
     pub fn ranges(&self) -> impl Iterator<Item = PageRange> {
-        self.regions.iter().flat_map(Region::ranges)
+        self.0.ranges()
+    }
+
+    /// The pages.
+    pub fn pages(&self) -> &PageSet {
+        &self.0
     }
 
     /// The set in figures.
@@ -93,37 +81,6 @@ fn count_blocks(range: PageRange, blocks: &mut [u64; LARGEST_BLOCK.0 as usize + 
         let order = alignment.min((end - first).ilog2()).min(u32::from(LARGEST_BLOCK.0));
         blocks[order as usize] += 1;
         first += 1 << order;
-    }
-}
-
-impl Region {
-    /// Calls `change` with each byte of the bits of `inside` and the mask of those in it.
-    fn for_each_byte(&mut self, inside: PageRange, mut change: impl FnMut(&mut u8, u8)) {
-        let (mut bit, end) = (inside.start.0 - self.pages.start.0, inside.end().0 - self.pages.start.0);
-        while bit < end {
-            let count = (8 - bit % 8).min(end - bit);
-            let mask = (u8::MAX >> (8 - count)) << (bit % 8);
-            change(&mut self.bits[(bit / 8) as usize], mask);
-            bit += count;
-        }
-    }
-
-    fn insert(&mut self, inside: PageRange) {
-        if !inside.is_empty() {
-            self.for_each_byte(inside, |byte, mask| *byte |= mask);
-        }
-    }
-
-    fn remove(&mut self, inside: PageRange) {
-        if !inside.is_empty() {
-            self.for_each_byte(inside, |byte, mask| *byte &= !mask);
-        }
-    }
-
-    fn ranges(&self) -> impl Iterator<Item = PageRange> {
-        let bits = u32::try_from(self.pages.pages).unwrap_or(u32::MAX);
-        let runs = Bitmap::new(&self.bits, bits).into_iter().flat_map(move |bitmap| bitmap.runs(0..bits));
-        runs.map(|run| PageRange::new(Pfn(self.pages.start.0 + u64::from(run.first)), run.bits.into()))
     }
 }
 
