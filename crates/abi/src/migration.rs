@@ -1,4 +1,4 @@
-//! What is on a data stream of a live migration: a [`StreamHello`], then rounds of records.
+//! What is on a data stream of a live migration: rounds of records.
 //!
 //! All numbers are little-endian. A record is a header of [`HEADER_BYTES`]; the content of its pages follows a
 //! [`Record::Data`], and an [`EndOfRound`] a [`Record::EndOfRound`]:
@@ -14,12 +14,6 @@
 
 use crate::{PAGE_SHIFT, PageRange, Pfn};
 
-/// What a data stream begins with.
-pub const MAGIC: [u8; 8] = *b"EBB-MIG\n";
-
-/// Version of the records. One that a reader of this version would misunderstand is a higher one.
-pub const VERSION: u32 = 1;
-
 /// Size of a record's header in bytes.
 pub const HEADER_BYTES: usize = 16;
 
@@ -31,70 +25,6 @@ pub const MAX_DATA_PAGES: u32 = 512;
 
 /// Page numbers end here: the address space of 64 bits.
 const PFN_LIMIT: u64 = 1 << (64 - PAGE_SHIFT);
-
-/// Size of a [`StreamHello`] in bytes.
-pub const STREAM_HELLO_BYTES: usize = 32;
-
-/// The first bytes of a data stream: which of a session's streams it is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct StreamHello {
-    /// The session's random number, which the destination has chosen and nobody else can know.
-    pub session: [u8; 16],
-    /// Number of the stream, from 0.
-    pub stream: u32,
-}
-
-impl StreamHello {
-    /// As bytes: magic, version, number of the stream, session.
-    pub fn to_bytes(self) -> [u8; STREAM_HELLO_BYTES] {
-        let mut bytes = [0; STREAM_HELLO_BYTES];
-        bytes[..8].copy_from_slice(&MAGIC);
-        bytes[8..12].copy_from_slice(&VERSION.to_le_bytes());
-        bytes[12..16].copy_from_slice(&self.stream.to_le_bytes());
-        bytes[16..].copy_from_slice(&self.session);
-        bytes
-    }
-
-    /// From bytes.
-    ///
-    /// # Errors
-    /// [`HelloError`] if another program or version speaks.
-    pub fn from_bytes(bytes: &[u8; STREAM_HELLO_BYTES]) -> Result<Self, HelloError> {
-        if bytes[..8] != MAGIC {
-            return Err(HelloError::Magic);
-        }
-        match word(bytes, 8) {
-            VERSION => {
-                let session = core::array::from_fn(|index| bytes[16 + index]);
-                Ok(Self { session, stream: word(bytes, 12) })
-            }
-            version => Err(HelloError::Version(version)),
-        }
-    }
-}
-
-/// Why the beginning of a stream was refused.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum HelloError {
-    /// It is not a stream of a migration.
-    Magic,
-    /// It is one of another version.
-    Version(u32),
-}
-
-impl core::error::Error for HelloError {}
-
-impl core::fmt::Display for HelloError {
-    fn fmt(&self, formatter: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        match self {
-            Self::Magic => write!(formatter, "not a data stream of a migration"),
-            Self::Version(version) => write!(
-                formatter,
-                "a data stream of version {version}, and this monitor understands version {VERSION}"
-            ),
-        }
-    }
-}
 
 /// Whether the guest runs on after a round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -275,17 +205,6 @@ mod tests {
         end[4] = 0;
         end[15] = 1;
         assert_eq!(Record::from_bytes(&end), Err(RecordError::Round(1 << 56 | 1)));
-    }
-
-    #[test]
-    fn a_hello_of_another_version_or_program_is_refused() {
-        let hello = StreamHello { session: *b"0123456789abcdef", stream: 3 };
-        let mut bytes = hello.to_bytes();
-        assert_eq!(StreamHello::from_bytes(&bytes), Ok(hello));
-        bytes[8] = 9;
-        assert_eq!(StreamHello::from_bytes(&bytes), Err(HelloError::Version(9)));
-        bytes[0] = b'X';
-        assert_eq!(StreamHello::from_bytes(&bytes), Err(HelloError::Magic));
     }
 
     proptest! {

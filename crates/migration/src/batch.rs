@@ -210,7 +210,7 @@ impl Batch {
 
 /// Whether a record can grow by a range.
 fn joins(open: PageRange, range: PageRange) -> bool {
-    open.end() == range.start && open.pages + range.pages <= u64::from(u32::MAX)
+    open.end() == range.start && u32::try_from(open.pages + range.pages).is_ok()
 }
 
 fn write_all(stream: &mut dyn Write, mut slices: &mut [IoSlice<'_>]) -> io::Result<()> {

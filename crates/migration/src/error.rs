@@ -18,8 +18,9 @@ pub enum MigrationError {
 
     /// The time limit has passed.
     #[error(
-        "the migration was not done within {limit:?}: {remaining_bytes} bytes were left to send; the guest runs on here. \
-         Allow more time, a longer downtime, more bandwidth, or let the guest be slowed down or be stopped at the limit"
+        "the migration was not done within {} s: {remaining_bytes} bytes were left to send; the guest runs on here. \
+         Allow more time, a longer downtime, more bandwidth, or let the guest be slowed down or be stopped at the limit",
+        limit.as_secs_f64()
     )]
     TimeLimit {
         /// The limit.

@@ -1,11 +1,11 @@
-//! The monitor's guest memory as a source.
+//! The monitor's guest memory at both ends.
 
 use std::sync::Arc;
 
-use ebb_abi::PageRange;
+use ebb_abi::{PAGE_SIZE_BYTES, PageRange};
 use ebb_guest_ram::{GuestRam, PageSet};
 
-use crate::{BoxError, DirtySource};
+use crate::{BoxError, DirtySource, SourceMemory, TargetMemory};
 
 /// A dirty source for what vCPUs write, together with the memory's log of what the monitor itself writes and
 /// discards.
@@ -48,5 +48,127 @@ impl<D: DirtySource> DirtySource for WithWriteLog<D> {
     fn disarm(&mut self) -> Result<(), BoxError> {
         self.ram.stop_write_log();
         self.vcpus.disarm()
+    }
+}
+
+impl SourceMemory for GuestRam {
+    fn regions(&self) -> Vec<PageRange> {
+        self.page_ranges()
+    }
+
+    fn held(&self, range: PageRange, held: &mut Vec<PageRange>) -> Result<(), BoxError> {
+        Ok(self.held_ranges(range, held)?)
+    }
+
+    fn read(&self, range: PageRange, bytes: &mut [u8]) -> Result<(), BoxError> {
+        Ok(self.read_pages(range, bytes)?)
+    }
+}
+
+impl TargetMemory for GuestRam {
+    fn regions(&self) -> Vec<PageRange> {
+        self.page_ranges()
+    }
+
+    fn write(&self, range: PageRange, bytes: &[u8]) -> Result<(), BoxError> {
+        Ok(self.write_pages(range, bytes)?)
+    }
+
+    /// Pages of zeros need no memory.
+    fn zero(&self, range: PageRange) -> Result<(), BoxError> {
+        TargetMemory::discard(self, range)
+    }
+
+    fn discard(&self, range: PageRange) -> Result<(), BoxError> {
+        let outcome = GuestRam::discard(self, &[range])?;
+        if outcome.bytes < range.size_bytes() {
+            // Part of a huge page that can only go as a whole, or somebody needs the memory to stay.
+            let zeros = vec![0; PAGE_SIZE_BYTES as usize];
+            for page in range.start.0..range.end().0 {
+                self.write_pages(PageRange::new(ebb_abi::Pfn(page), 1), &zeros)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ebb_abi::Pfn;
+    use ebb_guest_ram::{Backing, HugePages, InhibitReason, Populate, RegionSpec};
+
+    fn ram(backing: Backing) -> GuestRam {
+        let spec = RegionSpec { start: Default::default(), size_bytes: 4 << 20, host_node: None };
+        GuestRam::new(&[spec], backing, HugePages::Off, Populate::Lazy).unwrap()
+    }
+
+    #[test]
+    fn pages_are_held_when_written_and_gone_when_discarded() {
+        for backing in [Backing::Anonymous, Backing::Memfd] {
+            let ram = ram(backing);
+            let (range, content) = (PageRange::new(Pfn(5), 3), vec![7; 3 * 4096]);
+            ram.write(range, &content).unwrap();
+            let mut back = vec![0; content.len()];
+            ram.read(range, &mut back).unwrap();
+            assert_eq!(back, content);
+            TargetMemory::discard(&ram, PageRange::new(Pfn(6), 1)).unwrap();
+            let mut held = Vec::new();
+            ram.held(PageRange::new(Pfn(0), 1024), &mut held).unwrap();
+            assert_eq!(held, [PageRange::new(Pfn(5), 1), PageRange::new(Pfn(7), 1)], "{backing}");
+        }
+    }
+
+    #[test]
+    fn pages_that_cannot_be_given_back_are_cleared() {
+        let ram = ram(Backing::Anonymous);
+        let range = PageRange::new(Pfn(9), 2);
+        ram.write(range, &[1; 2 * 4096]).unwrap();
+        let _guard = ram.inhibit_discard(InhibitReason::PinnedMemory);
+        ram.zero(range).unwrap();
+        let mut back = vec![1; 2 * 4096];
+        ram.read(range, &mut back).unwrap();
+        assert_eq!(back, vec![0; 2 * 4096]);
+    }
+
+    /// A source for vCPUs that never write.
+    struct Idle;
+
+    impl DirtySource for Idle {
+        fn arm(&mut self) -> Result<(), BoxError> {
+            Ok(())
+        }
+
+        fn sync(&mut self, _found: &mut PageSet) -> Result<(), BoxError> {
+            Ok(())
+        }
+
+        fn clear(&mut self, _range: PageRange) -> Result<(), BoxError> {
+            Ok(())
+        }
+
+        fn disarm(&mut self) -> Result<(), BoxError> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn what_the_monitor_changes_is_found_once() {
+        let ram = Arc::new(ram(Backing::Anonymous));
+        let mut dirty = WithWriteLog::new(Idle, Arc::clone(&ram));
+        ram.write(PageRange::new(Pfn(1), 1), &[1; 4096]).unwrap();
+        dirty.arm().unwrap();
+        ram.write(PageRange::new(Pfn(2), 1), &[1; 4096]).unwrap();
+        GuestRam::discard(&ram, &[PageRange::new(Pfn(1), 1)]).unwrap();
+        let look = |dirty: &mut WithWriteLog<Idle>| {
+            let mut found = PageSet::new(&ram.page_ranges());
+            dirty.sync(&mut found).unwrap();
+            found.ranges().collect::<Vec<_>>()
+        };
+        assert_eq!(look(&mut dirty), [PageRange::new(Pfn(1), 2)]);
+        assert_eq!(look(&mut dirty), []);
+        dirty.disarm().unwrap();
+        ram.write(PageRange::new(Pfn(3), 1), &[1; 4096]).unwrap();
+        assert_eq!(look(&mut dirty), []);
     }
 }

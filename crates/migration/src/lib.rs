@@ -27,6 +27,9 @@ mod send_set;
 mod sender;
 pub mod session;
 mod switchover;
+#[cfg(feature = "testing")]
+#[doc(hidden)]
+pub mod testing;
 mod tracker;
 mod zero;
 

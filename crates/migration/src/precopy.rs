@@ -178,16 +178,12 @@ impl<'a> Engine<'a> {
         };
         let asks = round == 0 || self.config.hint_rounds == HintRounds::Every;
         let hinted = if asks { self.hinted_round(tracker, round)? } else { None };
-        let hint_wait = match hinted {
-            Some((pages, hint_wait)) => {
-                detail.pages = pages;
-                hint_wait
-            }
-            None => {
-                detail.pages = self.send(round, RoundKind::More, &tracker.round())?;
-                Duration::ZERO
-            }
+        let (pages, hint_wait) = if let Some(hinted) = hinted {
+            hinted
+        } else {
+            (self.send(round, RoundKind::More, &tracker.round())?, Duration::ZERO)
         };
+        detail.pages = pages;
         self.confirm(round, tracker.remaining_pages())?;
         let elapsed = started.elapsed();
         detail.pages_written = tracker.sync()?;

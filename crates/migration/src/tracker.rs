@@ -114,8 +114,9 @@ impl<'d> Tracker<'d> {
     /// [`MigrationError::Dirty`].
     pub fn hint_window(&mut self) -> Result<HintWindow<'_>, MigrationError> {
         if self.marks == Marks::OfPagesToSend {
-            let set = self.shared.set();
-            self.dirty.clear_all(set.pages()).map_err(clear_error)?;
+            // A copy: a hint that comes too late must not wait for this with its device locked.
+            let pages = self.shared.set().pages().clone();
+            self.dirty.clear_all(&pages).map_err(clear_error)?;
             self.marks = Marks::Taken;
         }
         let window = self.shared.set().open();

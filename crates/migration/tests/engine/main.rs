@@ -1,0 +1,7 @@
+//! Migrations of a simulated guest over real sockets: whatever the guest does meanwhile, what it uses arrives, or it runs on at
+//! the source.
+
+mod broken;
+mod move_it;
+mod moved;
+mod policy;

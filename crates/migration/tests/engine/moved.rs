@@ -1,0 +1,100 @@
+//! Migrations that succeed.
+
+use ebb_migration::testing::Activity;
+use ebb_migration::{AutoConverge, Config, HintRounds, Holes, Phase, ZeroPages};
+use proptest::prelude::*;
+
+use crate::move_it::{Hints, REGIONS, Trial};
+
+fn config() -> impl Strategy<Value = Config> {
+    let chunk_pages = prop_oneof![1..9_u64, Just(64), Just(512)];
+    (any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>(), chunk_pages).prop_map(
+        |(zeros, holes, every, converge, chunk_pages)| Config {
+            zero_pages: if zeros { ZeroPages::Detect } else { ZeroPages::Send },
+            holes: if holes { Holes::Skip } else { Holes::Read },
+            hint_rounds: if every { HintRounds::Every } else { HintRounds::First },
+            auto_converge: if converge { AutoConverge::On } else { AutoConverge::Off },
+            chunk_pages,
+            ..Trial::default().config
+        },
+    )
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
+
+    #[test]
+    fn every_page_in_use_arrives(
+        seed: u64,
+        config in config(),
+        streams in 1..4_usize,
+        steps in 0..3000_u64,
+        burst in 1..6_u64,
+        asked: bool,
+    ) {
+        let activity = Activity { steps, burst, cancel_after: None };
+        let hints = if asked { Hints::Asked } else { Hints::Off };
+        let outcome = Trial { seed, config, activity, streams, hints, cut: None }.run();
+        let report = outcome.sent.as_ref().unwrap();
+        let received = outcome.received.as_ref().unwrap();
+        outcome.check_moved();
+        prop_assert_eq!(report.bytes_sent, received.bytes_received);
+        prop_assert_eq!(report.rounds, received.rounds);
+        prop_assert_eq!(report.rounds as usize, report.rounds_detail.len());
+        for round in &report.rounds_detail {
+            let pages = round.pages;
+            let dealt_with = pages.data + pages.zero + pages.discarded + pages.skipped;
+            prop_assert_eq!(dealt_with, round.pages_to_send, "round {}", round.round);
+            prop_assert!(asked || pages.skipped == 0);
+        }
+        let (sent, came) = (report.pages, received.pages);
+        prop_assert_eq!((sent.data, sent.zero, sent.discarded), (came.data, came.zero, came.discarded));
+    }
+}
+
+#[test]
+fn an_idle_guest_is_sent_once() {
+    let trial = Trial { activity: Activity { steps: 0, burst: 1, cancel_after: None }, ..Trial::default() };
+    let outcome = trial.run();
+    let report = outcome.sent.as_ref().unwrap();
+    let pages: u64 = REGIONS.iter().map(|region| region.pages).sum();
+    assert_eq!(report.rounds, 2);
+    assert_eq!(report.rounds_detail[0].pages_to_send, pages);
+    assert_eq!(report.rounds_detail[1].pages_to_send, 0);
+    assert_eq!(report.memory_bytes, pages * 4096);
+    assert_eq!(outcome.target.held_pages(), report.pages.data);
+    let phases: Vec<_> = outcome.progress.iter().map(|step| step.phase).collect();
+    for phase in
+        [Phase::Arming, Phase::Hints, Phase::Sending, Phase::Acknowledging, Phase::Final, Phase::Sent]
+    {
+        assert!(phases.contains(&phase), "{phase:?} in {phases:?}");
+    }
+}
+
+/// A page that is discarded at the source after it was sent takes no room at the destination.
+#[test]
+fn what_the_source_gave_back_does_not_stay_at_the_destination() {
+    let mut discarded_later = 0;
+    for seed in 0..20 {
+        let activity = Activity { steps: 2000, burst: 6, cancel_after: None };
+        let outcome = Trial { seed, activity, hints: Hints::Off, ..Trial::default() }.run();
+        let report = outcome.sent.as_ref().unwrap();
+        outcome.check_moved();
+        discarded_later += report.rounds_detail[1..].iter().map(|round| round.pages.discarded).sum::<u64>();
+        assert!(outcome.target.held_pages() <= outcome.hooks.world().held_pages());
+    }
+    assert!(discarded_later > 0);
+}
+
+/// Hints save pages, and some of those pages are used again and sent all the same.
+#[test]
+fn hinted_pages_are_skipped() {
+    let mut skipped = 0;
+    for seed in 0..20 {
+        let activity = Activity { steps: 2000, burst: 6, cancel_after: None };
+        let outcome = Trial { seed, activity, ..Trial::default() }.run();
+        skipped += outcome.sent.as_ref().unwrap().pages.skipped;
+        outcome.check_moved();
+    }
+    assert!(skipped > 20, "{skipped}");
+}
