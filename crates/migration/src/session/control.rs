@@ -8,7 +8,7 @@ use super::connection::{Connection, Limit};
 use super::error::{Reason, SessionError};
 use super::limits::TimeLimits;
 use super::message::{FrameError, HEADER_BYTES, Message, MessageKind, parse_header};
-use super::protocol::{Protocol, Side, Stage};
+use super::protocol::{Protocol, Side};
 
 /// What is read of a body at a time, so that a length that is a lie costs no memory.
 const PIECE_BYTES: usize = 64 << 10;
@@ -51,13 +51,7 @@ impl Control {
     /// Waits for the next message. That the other side has ended the session is an error. `doing` completes a sentence:
     /// "while its hello was awaited".
     pub(super) fn receive(&mut self, limit: Duration, doing: &'static str) -> Result<Message, SessionError> {
-        let message = match self.read(Limit::from_now(limit), doing) {
-            Ok(message) => message,
-            Err(error) => {
-                self.protocol.lost();
-                return Err(error);
-            }
-        };
+        let message = self.read(Limit::from_now(limit), doing)?;
         let peer = self.connection.peer().to_owned();
         let found = message.kind();
         if self.protocol.receive(found).is_err() {
@@ -82,16 +76,16 @@ impl Control {
     }
 
     /// A message that the protocol allows at this place and that this side does not expect.
-    pub(super) fn unexpected(&mut self, found: MessageKind, doing: &'static str) -> SessionError {
-        self.protocol.lost();
+    pub(super) fn unexpected(&self, found: MessageKind, doing: &'static str) -> SessionError {
         SessionError::Unexpected { peer: self.connection.peer().to_owned(), found, doing }
     }
 
-    pub(super) fn malformed(&mut self, problem: impl ToString) -> SessionError {
+    pub(super) fn malformed(&self, problem: impl ToString) -> SessionError {
         SessionError::Malformed { peer: self.connection.peer().to_owned(), problem: problem.to_string() }
     }
 
-    /// Ends the session because of `error`, which this side has met: the other side is told unless it knows.
+    /// Ends the session because of `error`, which this side has met: the other side is told unless it knows. If the
+    /// connection is cut and the other side had given a reason, that comes back instead.
     pub(super) fn end(self, error: SessionError) -> SessionError {
         let known_there = matches!(
             error,
@@ -119,6 +113,7 @@ impl Control {
             // If it cannot be told, the end of the connection says the same.
             let _ = self.send(&message, "while it was told that this side gives up");
         }
+        self.protocol.lost();
         self.connection.end_of_output();
         let word = self.last_word();
         self.connection.close(self.limits.farewell);
@@ -159,10 +154,5 @@ impl Control {
 
     fn fill(&mut self, buffer: &mut [u8], doing: &'static str) -> Result<(), SessionError> {
         self.connection.read_exact(buffer).map_err(|error| self.connection.explain(&error, doing))
-    }
-
-    /// Whether the decision has been taken, as far as this side knows.
-    pub(super) fn stage(&self) -> Stage {
-        self.protocol.stage()
     }
 }

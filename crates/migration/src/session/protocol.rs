@@ -100,19 +100,13 @@ impl Protocol {
         }
     }
 
-    /// A whole message has come.
+    /// A whole message has come. One that has no place here changes nothing; this side has to give up.
     pub(super) fn receive(&mut self, kind: MessageKind) -> Result<(), Misplaced> {
-        if let Some(stage) = next(self.stage, self.side.other(), kind) {
-            self.stage = stage;
-            Ok(())
-        } else {
-            self.lost();
-            Err(Misplaced)
-        }
+        self.stage = next(self.stage, self.side.other(), kind).ok_or(Misplaced)?;
+        Ok(())
     }
 
-    /// No more messages: the connection is cut, a wait has lasted too long, the other side made no sense, or this side
-    /// gives up without a word.
+    /// No more messages: this side has given up, after a word of failure if one had a place.
     pub(super) fn lost(&mut self) {
         self.stage = match (self.stage, self.side) {
             (over @ Stage::Over(_), _) => over,
@@ -133,7 +127,7 @@ impl Protocol {
         }
     }
 
-    /// With what this side tells the other that it gives up, if it still may.
+    /// With what this side tells the other that it gives up, where that has a place.
     pub(super) fn word_of_failure(&self) -> Option<MessageKind> {
         [MessageKind::Abort, MessageKind::Failed]
             .into_iter()
@@ -164,3 +158,6 @@ fn next(stage: Stage, sender: Side, kind: MessageKind) -> Option<Stage> {
         _ => return None,
     })
 }
+
+#[cfg(test)]
+mod tests;

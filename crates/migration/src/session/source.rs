@@ -376,7 +376,6 @@ impl SourceStreaming {
         match self.control.receive(self.control.limits.progress, ROUND)? {
             Message::RoundDone(done) if done == round => Ok(()),
             Message::RoundDone(done) => {
-                self.control.protocol.lost();
                 Err(self.control.malformed(format!("round {done} is done where {round} should be")))
             }
             other => Err(self.control.unexpected(other.kind(), ROUND)),
@@ -426,8 +425,8 @@ impl SourcePrepared {
             },
             Err(error) => error,
         };
-        match self.control.stage() {
-            Stage::Over(End::Moved) => Outcome::Moved,
+        self.control.protocol.lost();
+        match self.control.protocol.stage() {
             Stage::Over(End::Stays) => Outcome::RunsOn(self.control.end(error)),
             _ => Outcome::Unknown(error),
         }

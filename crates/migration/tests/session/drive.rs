@@ -41,7 +41,7 @@ pub fn machine() -> Machine {
 }
 
 pub fn state() -> Vec<u8> {
-    (0..200_000_u32).flat_map(u32::to_le_bytes).collect()
+    (0..20_000_u32).flat_map(u32::to_le_bytes).collect()
 }
 
 pub fn greeting(monitor: &str) -> Greeting {
@@ -108,15 +108,20 @@ pub fn source_with(
 }
 
 /// The whole way of a destination.
-pub fn destination(mut listener: Listener) -> DestinationEnd {
-    match receive(&mut listener) {
+pub fn destination(listener: Listener) -> DestinationEnd {
+    destination_within(listener, Duration::from_secs(60))
+}
+
+/// Like [`destination`], waiting for a source for so long.
+pub fn destination_within(mut listener: Listener, limit: Duration) -> DestinationEnd {
+    match receive(&mut listener, limit) {
         Ok(()) => DestinationEnd::Runs,
         Err(error) => DestinationEnd::Ends(error),
     }
 }
 
-fn receive(listener: &mut Listener) -> Result<(), SessionError> {
-    let session = listener.accept(Some(Duration::from_secs(60)))?;
+fn receive(listener: &mut Listener, limit: Duration) -> Result<(), SessionError> {
+    let session = listener.accept(Some(limit))?;
     assert_eq!(session.source(), &greeting("source 1"));
     let (setup, received) = session.setup::<Machine>()?;
     assert_eq!(received, machine());

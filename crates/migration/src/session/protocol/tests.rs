@@ -1,0 +1,272 @@
+//! All interleavings of a source and a destination, over connections that are cut at every place.
+
+use std::collections::{HashSet, VecDeque};
+
+use super::*;
+
+/// Messages on their way in one direction at a time.
+const LONGEST_QUEUE: usize = 3;
+
+/// One direction of the control connection.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
+struct Line {
+    under_way: Vec<MessageKind>,
+    /// Nothing that is sent from now on arrives.
+    cut: bool,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct World {
+    source: Protocol,
+    destination: Protocol,
+    to_destination: Line,
+    to_source: Line,
+    /// A write of the side has failed.
+    source_broken: bool,
+    destination_broken: bool,
+    /// The destination has started the guest.
+    started: bool,
+    /// The destination's process was killed.
+    killed: bool,
+}
+
+/// Ways to get it wrong. The search must find each of them out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Mistake {
+    None,
+    /// The source takes silence after its decision for a failure.
+    SilenceIsFailure,
+    /// The destination takes silence before the decision for one.
+    SilenceIsDecision,
+    /// What is left of an unsent decision is sent later.
+    RestIsSent,
+    /// The destination starts the guest and then says that it has failed.
+    FailedAfterStart,
+    /// The destination may still give up with a word that the source believes after its decision, and starts all the
+    /// same when the decision comes.
+    GivesUpAndReads,
+    /// The destination reports the guest before it starts it.
+    RunningBeforeStart,
+}
+
+impl World {
+    fn new() -> Self {
+        Self {
+            source: Protocol::new(Side::Source),
+            destination: Protocol::new(Side::Destination),
+            to_destination: Line::default(),
+            to_source: Line::default(),
+            source_broken: false,
+            destination_broken: false,
+            started: false,
+            killed: false,
+        }
+    }
+
+    fn side(&mut self, side: Side) -> (&mut Protocol, &mut Line, &mut Line, &mut bool) {
+        match side {
+            Side::Source => {
+                (&mut self.source, &mut self.to_destination, &mut self.to_source, &mut self.source_broken)
+            }
+            Side::Destination => (
+                &mut self.destination,
+                &mut self.to_source,
+                &mut self.to_destination,
+                &mut self.destination_broken,
+            ),
+        }
+    }
+
+    fn destination_may_run(&self) -> bool {
+        !self.killed && self.destination.may_run()
+    }
+
+    /// What the destination may send depends on whether the guest runs there: see `DestinationCommitted`.
+    fn may_send(&self, side: Side, kind: MessageKind, mistake: Mistake) -> bool {
+        match (side, kind) {
+            (Side::Destination, MessageKind::Running) => {
+                self.started || mistake == Mistake::RunningBeforeStart
+            }
+            (Side::Destination, MessageKind::Failed) => !self.started || mistake == Mistake::FailedAfterStart,
+            _ => true,
+        }
+    }
+
+    /// Everything that can happen next.
+    fn successors(&self, mistake: Mistake) -> Vec<Self> {
+        let mut next = Vec::new();
+        for side in [Side::Source, Side::Destination] {
+            if side == Side::Destination && self.killed {
+                continue;
+            }
+            for kind in MessageKind::ALL {
+                next.extend(self.sends(side, kind, mistake));
+            }
+            next.extend(self.receives(side));
+            let mut gives_up = self.clone();
+            let (protocol, ..) = gives_up.side(side);
+            let decided = protocol.stage() == Stage::Committed;
+            let prepared = protocol.stage() == Stage::Prepared;
+            protocol.lost();
+            if side == Side::Source && decided && mistake == Mistake::SilenceIsFailure {
+                protocol.stage = Stage::Over(End::Stays);
+            }
+            if side == Side::Destination && prepared && mistake == Mistake::SilenceIsDecision {
+                protocol.stage = Stage::Committed;
+            }
+            next.push(gives_up);
+        }
+        if !self.killed && !self.started && self.destination.stage() == Stage::Committed {
+            next.push(Self { started: true, ..self.clone() });
+        }
+        // A guest that dies with its monitor is not the protocol's business.
+        if !self.killed && !self.started {
+            let mut killed = Self { killed: true, ..self.clone() };
+            killed.to_source.cut = true;
+            killed.to_destination = Line { under_way: Vec::new(), cut: true };
+            next.push(killed);
+        }
+        for side in [Side::Source, Side::Destination] {
+            let mut copy = self.clone();
+            let (_, line, ..) = copy.side(side);
+            for kept in 0..=line.under_way.len() {
+                let mut cut = self.clone();
+                let (_, line, ..) = cut.side(side);
+                line.under_way.truncate(kept);
+                line.cut = true;
+                next.push(cut);
+            }
+        }
+        next
+    }
+
+    fn sends(&self, side: Side, kind: MessageKind, mistake: Mistake) -> Vec<Self> {
+        let mut world = self.clone();
+        let (protocol, line, _, broken) = world.side(side);
+        let stage = protocol.stage();
+        if *broken || line.under_way.len() == LONGEST_QUEUE || protocol.send(kind).is_err() {
+            return Vec::new();
+        }
+        if !self.may_send(side, kind, mistake) {
+            return Vec::new();
+        }
+        if !line.cut {
+            line.under_way.push(kind);
+        }
+        let gives_up_and_reads = mistake == Mistake::GivesUpAndReads && kind == MessageKind::Failed;
+        if side == Side::Destination && gives_up_and_reads {
+            protocol.stage = stage;
+        }
+        let mut unsent = self.clone();
+        let (protocol, line, _, broken) = unsent.side(side);
+        // It was possible above.
+        let _ = protocol.send(kind);
+        protocol.unsent(kind);
+        *broken = true;
+        if mistake == Mistake::RestIsSent && !line.cut {
+            line.under_way.push(kind);
+        }
+        vec![world, unsent]
+    }
+
+    fn receives(&self, side: Side) -> Option<Self> {
+        let mut world = self.clone();
+        let (protocol, _, line, _) = world.side(side);
+        if line.under_way.is_empty() || matches!(protocol.stage(), Stage::Over(_)) {
+            return None;
+        }
+        // One without a place is dropped; giving up is a step of its own.
+        let _ = protocol.receive(line.under_way.remove(0));
+        Some(world)
+    }
+
+    /// What must hold at every moment.
+    fn is_safe(&self) -> bool {
+        let source = self.source.may_run();
+        let both = source && self.destination_may_run();
+        let started_under_source = source && self.started;
+        let moved_nowhere = self.source.stage() == Stage::Over(End::Moved) && !self.started;
+        // If neither may, an operator is told, or somebody still waits for a word or a time limit.
+        let neither = !source && !self.destination_may_run() && !self.started;
+        let known = matches!(self.source.stage(), Stage::Over(End::Unknown) | Stage::Committed);
+        !both && !started_under_source && !moved_nowhere && (!neither || known)
+    }
+
+    /// Nobody does anything any more.
+    fn is_over(&self) -> bool {
+        let over = |protocol: &Protocol| matches!(protocol.stage(), Stage::Over(_));
+        over(&self.source) && (self.killed || over(&self.destination))
+    }
+}
+
+/// Visits every world. The number of worlds and how they end, or the first bad one.
+fn explore(mistake: Mistake) -> Result<(usize, HashSet<(Stage, bool)>), Box<World>> {
+    let mut seen = HashSet::from([World::new()]);
+    let mut queue = VecDeque::from([World::new()]);
+    let mut ends = HashSet::new();
+    while let Some(world) = queue.pop_front() {
+        if !world.is_safe() {
+            return Err(Box::new(world));
+        }
+        if world.is_over() {
+            ends.insert((world.source.stage(), world.started));
+        }
+        for next in world.successors(mistake) {
+            if seen.insert(next.clone()) {
+                queue.push_back(next);
+            }
+        }
+    }
+    Ok((seen.len(), ends))
+}
+
+#[test]
+fn never_both_run_and_never_neither_unless_the_source_knows_that_it_does_not_know() {
+    let (worlds, ends) = explore(Mistake::None).unwrap();
+    assert!(worlds > 1000, "only {worlds} worlds");
+    let expected = HashSet::from([
+        (Stage::Over(End::Stays), false),
+        (Stage::Over(End::Moved), true),
+        (Stage::Over(End::Unknown), true),
+        (Stage::Over(End::Unknown), false),
+    ]);
+    assert_eq!(ends, expected);
+}
+
+#[test]
+fn the_search_finds_mistakes() {
+    for mistake in [
+        Mistake::SilenceIsFailure,
+        Mistake::SilenceIsDecision,
+        Mistake::RestIsSent,
+        Mistake::FailedAfterStart,
+        Mistake::GivesUpAndReads,
+        Mistake::RunningBeforeStart,
+    ] {
+        assert!(explore(mistake).is_err(), "{mistake:?} goes unnoticed");
+    }
+}
+
+#[test]
+fn from_ready_on_the_destination_fails_and_does_not_abort() {
+    let mut destination = Protocol::new(Side::Destination);
+    assert_eq!(destination.word_of_failure(), Some(MessageKind::Abort));
+    for (sender, kind) in [
+        (Side::Source, MessageKind::Hello),
+        (Side::Destination, MessageKind::Hello),
+        (Side::Source, MessageKind::Setup),
+        (Side::Destination, MessageKind::Accept),
+        (Side::Source, MessageKind::State),
+        (Side::Destination, MessageKind::Ready),
+    ] {
+        let step = if sender == Side::Source { Protocol::receive } else { Protocol::send };
+        step(&mut destination, kind).unwrap();
+    }
+    assert_eq!(destination.word_of_failure(), Some(MessageKind::Failed));
+    destination.receive(MessageKind::Commit).unwrap();
+    assert_eq!(destination.word_of_failure(), Some(MessageKind::Failed));
+    assert!(destination.may_run());
+    destination.send(MessageKind::Failed).unwrap();
+    assert_eq!(destination.word_of_failure(), None);
+    assert!(!destination.may_run());
+}

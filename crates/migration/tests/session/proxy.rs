@@ -1,0 +1,215 @@
+//! Stands between source and destination, and breaks the control connection at a chosen place.
+
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::{Arc, Mutex};
+
+use ebb_migration::session::Address;
+
+/// Length of what each side sends before its first frame.
+const PREAMBLE_BYTES: usize = 32;
+/// Length of a frame's header: 32 bits of length, kind.
+const HEADER_BYTES: usize = 5;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Direction {
+    ToDestination,
+    ToSource,
+}
+
+/// Which part of the bytes still passes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Place {
+    /// All up to the frame with this number.
+    Before(usize),
+    /// That frame's first half as well.
+    Inside(usize),
+    /// All of that frame as well.
+    After(usize),
+    /// So many bytes, frames or not.
+    Byte(usize),
+    Nowhere,
+}
+
+/// What happens there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Manner {
+    /// Both directions end; what is written from then on is taken and goes nowhere.
+    End,
+    /// Both ends are reset.
+    Reset,
+    /// This direction stands still.
+    Stall,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Fault {
+    pub direction: Direction,
+    pub place: Place,
+    pub manner: Manner,
+}
+
+/// A proxy that is there until it is dropped.
+pub struct Proxy {
+    pub address: Address,
+    shared: Arc<Shared>,
+}
+
+#[derive(Default)]
+struct Shared {
+    /// Every socket, so that none is closed before the end.
+    sockets: Mutex<Vec<TcpStream>>,
+    /// Bytes that came from the source on the control connection.
+    from_source: Mutex<usize>,
+}
+
+impl Proxy {
+    pub fn new(destination: &Address, fault: Fault) -> Self {
+        let Address::Tcp { port, .. } = *destination else { panic!("not TCP") };
+        let destination = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let shared = Arc::new(Shared::default());
+        let state = Arc::clone(&shared);
+        // Ends with the process: nothing waits for it.
+        std::thread::spawn(move || {
+            for (number, source) in listener.incoming().enumerate() {
+                let (Ok(source), Ok(destination)) = (source, TcpStream::connect(destination)) else { return };
+                // The control connection comes first.
+                let fault = (number == 0).then_some(fault);
+                state.relay(&source, &destination, fault);
+            }
+        });
+        Self { address: Address::Tcp { host: "127.0.0.1".to_owned(), port }, shared }
+    }
+
+    /// How much the source has sent on the control connection.
+    pub fn from_source(&self) -> usize {
+        *self.shared.from_source.lock().unwrap()
+    }
+}
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        for socket in self.shared.sockets.lock().unwrap().drain(..) {
+            let _ = socket.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+impl Shared {
+    fn relay(self: &Arc<Self>, source: &TcpStream, destination: &TcpStream, fault: Option<Fault>) {
+        for socket in [source, destination] {
+            self.sockets.lock().unwrap().push(socket.try_clone().unwrap());
+        }
+        for (direction, from, to) in
+            [(Direction::ToDestination, source, destination), (Direction::ToSource, destination, source)]
+        {
+            let pump = Pump {
+                from: from.try_clone().unwrap(),
+                to: to.try_clone().unwrap(),
+                fault: fault.filter(|fault| fault.direction == direction),
+                counts: fault.is_some() && direction == Direction::ToDestination,
+                shared: Arc::clone(self),
+            };
+            std::thread::spawn(move || pump.run());
+        }
+    }
+}
+
+struct Pump {
+    from: TcpStream,
+    to: TcpStream,
+    fault: Option<Fault>,
+    counts: bool,
+    shared: Arc<Shared>,
+}
+
+impl Pump {
+    fn run(mut self) {
+        if self.forward().is_none() {
+            // An end on this side is one on the other, and what cannot be delivered is taken all the same.
+            let _ = self.to.shutdown(Shutdown::Write);
+            let _ = std::io::copy(&mut self.from, &mut std::io::sink());
+        }
+    }
+
+    /// Returns at the end of the connection, or `Some` after the fault.
+    fn forward(&mut self) -> Option<()> {
+        let place = self.fault.map_or(Place::Nowhere, |fault| fault.place);
+        if let Place::Byte(bytes) = place {
+            for _ in 0..bytes {
+                self.pass(1)?;
+            }
+            return self.fail();
+        }
+        if place == Place::Nowhere {
+            let mut buffer = [0; 4096];
+            loop {
+                let count = self.from.read(&mut buffer).ok().filter(|&count| count > 0)?;
+                self.deliver(&buffer[..count])?;
+            }
+        }
+        self.pass(PREAMBLE_BYTES)?;
+        for number in 0.. {
+            let mut header = [0; HEADER_BYTES];
+            self.from.read_exact(&mut header).ok()?;
+            self.count(HEADER_BYTES);
+            if place == Place::Before(number) {
+                return self.fail();
+            }
+            let body = u32::from_le_bytes([header[0], header[1], header[2], header[3]]) as usize;
+            if place == Place::Inside(number) {
+                // A frame without a body is its header.
+                let half = if body == 0 { &header[..HEADER_BYTES / 2] } else { &header };
+                self.to.write_all(half).ok()?;
+                self.pass(body / 2)?;
+                return self.fail();
+            }
+            self.to.write_all(&header).ok()?;
+            self.pass(body)?;
+            if place == Place::After(number) {
+                return self.fail();
+            }
+        }
+        None
+    }
+
+    fn pass(&mut self, bytes: usize) -> Option<()> {
+        let mut buffer = vec![0; bytes];
+        self.from.read_exact(&mut buffer).ok()?;
+        self.deliver(&buffer)
+    }
+
+    fn deliver(&mut self, bytes: &[u8]) -> Option<()> {
+        self.count(bytes.len());
+        self.to.write_all(bytes).ok()
+    }
+
+    fn count(&self, bytes: usize) {
+        if self.counts {
+            *self.shared.from_source.lock().unwrap() += bytes;
+        }
+    }
+
+    fn fail(&mut self) -> Option<()> {
+        match self.fault.map(|fault| fault.manner) {
+            Some(Manner::End) => {
+                for socket in [&self.from, &self.to] {
+                    let _ = socket.shutdown(Shutdown::Write);
+                }
+                let _ = std::io::copy(&mut self.from, &mut std::io::sink());
+            }
+            Some(Manner::Reset) => {
+                for socket in [&self.from, &self.to] {
+                    // An abort of the connection (RFC 9293 section 3.10.5), while others still hold the socket.
+                    let _ = rustix::net::connect_unspec(socket);
+                }
+            }
+            Some(Manner::Stall) | None => {
+                let _ = std::io::copy(&mut self.from, &mut std::io::sink());
+            }
+        }
+        Some(())
+    }
+}
