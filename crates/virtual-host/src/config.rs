@@ -101,7 +101,8 @@ impl TransparentHugePages {
 pub struct HostConfig {
     /// Memory in MiB. With `nodes` it is their sum that counts.
     pub memory_mib: u64,
-    /// Number of processors.
+    /// Number of processors for programs and guests. If it is not 1, the kernel has one more, number 0, which is kept
+    /// free, and number `cpus` is the one that stands for 0 in `nodes`.
     pub cpus: u32,
     /// NUMA nodes; none means one node with everything.
     pub nodes: Vec<NodeConfig>,

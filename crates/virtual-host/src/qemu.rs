@@ -21,6 +21,8 @@ const KERNEL_ARGUMENTS: &str =
     "console=ttyS0 quiet panic=-1 rootfstype=ramfs mitigations=off nokaslr tsc=reliable";
 /// An AMD processor with nested paging, which QEMU emulates completely enough for KVM.
 const CPU_MODEL: &str = "EPYC,+svm,+npt";
+/// Keeps programs, and so the processors of guests, off QEMU's first processor; see [`emulated_processors`].
+const SPARE_FIRST_PROCESSOR: &str = "isolcpus=0";
 
 /// Open files that QEMU gets.
 #[derive(Debug)]
@@ -51,7 +53,8 @@ pub fn arguments(config: &HostConfig, files: &Files) -> Vec<OsString> {
     add(&["-name", "ebb-virtual-host", "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
     add(&["-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny"]);
     add(&["-M", "q35", "-accel", "tcg,thread=multi", "-cpu", CPU_MODEL]);
-    add(&["-smp", &format!("{0},sockets={0},cores=1,threads=1", config.cpus)]);
+    let processors = emulated_processors(config);
+    add(&["-smp", &format!("{processors},sockets={processors},cores=1,threads=1")]);
     add(&["-m", &format!("{}M", config.total_memory_mib())]);
     for (index, node) in config.nodes.iter().enumerate() {
         add(&["-object", &format!("memory-backend-ram,id=memory{index},size={}M", node.memory_mib)]);
@@ -59,6 +62,9 @@ pub fn arguments(config: &HostConfig, files: &Files) -> Vec<OsString> {
             .cpus
             .as_ref()
             .map_or_else(String::new, |range| format!(",cpus={}-{}", range.start(), range.end()));
+        // The one that stands in for the first processor is in its node.
+        let first = node.cpus.as_ref().is_some_and(|range| range.contains(&0));
+        let cpus = if first && has_spare(config) { format!("{cpus},cpus={}", config.cpus) } else { cpus };
         add(&["-numa", &format!("node,nodeid={index},memdev=memory{index}{cpus}")]);
     }
     add(&["-chardev", &format!("socket,id=console,fd={}", files.console.as_raw_fd())]);
@@ -74,10 +80,29 @@ pub fn arguments(config: &HostConfig, files: &Files) -> Vec<OsString> {
         ]);
         add(&["-device", "virtio-blk-pci,drive=swap,serial=ebb-swap"]);
     }
-    add(&["-append", &format!("{KERNEL_ARGUMENTS} {}", config.kernel_arguments)]);
+    let spare = if has_spare(config) { SPARE_FIRST_PROCESSOR } else { "" };
+    add(&["-append", &format!("{KERNEL_ARGUMENTS} {spare} {}", config.kernel_arguments)]);
     add(&["-initrd", &format!("/proc/self/fd/{}", files.initramfs.as_raw_fd())]);
     add(&["-kernel", &format!("/proc/self/fd/{}", files.kernel.as_raw_fd())]);
     list
+}
+
+/// How many processors QEMU has: where several are wanted one more, so that no guest runs on QEMU's first one, number 0.
+/// The last one, number `config.cpus`, stands in for it; the others have the numbers asked for.
+///
+/// An emulated FXRSTOR or XRSTOR, hence nearly each switch between programs, clears a flag of QEMU's *first* processor,
+/// whichever processor it runs on (QEMU 10.0.2, `cpu_clear_ignne` in `target/i386/tcg/system/fpu_helper.c`). It reads and
+/// writes the word `hflags2` without a lock, so that what the first processor's own thread changes there meanwhile is
+/// lost. The word also says whether nested paging is on and whether interrupts are, which each VMRUN and #VMEXIT changes:
+/// the host then goes on with nested paging, which leaves its own state in its guest's, or the guest without, on the
+/// host's memory, or the processor takes no interrupts any more. Where no guest runs, nothing in that word changes.
+fn emulated_processors(config: &HostConfig) -> u32 {
+    config.cpus + u32::from(has_spare(config))
+}
+
+/// Whether QEMU's first processor is kept free: nobody else could write to its flags if it were the only one.
+fn has_spare(config: &HostConfig) -> bool {
+    config.cpus > 1
 }
 
 /// Starts the emulator. It dies with the calling *thread*, which must therefore outlive it.
@@ -137,7 +162,15 @@ mod tests {
     #[test]
     fn memory_without_nodes_is_plain() {
         let line = text(&HostConfig { memory_mib: 3000, cpus: 3, ..HostConfig::default() });
-        assert!(line.contains("-m 3000M") && line.contains("-smp 3,") && !line.contains("-numa"), "{line}");
+        assert!(line.contains("-m 3000M") && line.contains("-smp 4,") && !line.contains("-numa"), "{line}");
+    }
+
+    #[test]
+    fn programs_leave_the_first_of_several_processors_alone() {
+        let several = text(&HostConfig::default());
+        assert!(several.contains("-smp 3,") && several.contains(" isolcpus=0 "), "{several}");
+        let one = text(&HostConfig { cpus: 1, ..HostConfig::default() });
+        assert!(one.contains("-smp 1,") && !one.contains("isolcpus"), "{one}");
     }
 
     #[test]
@@ -145,14 +178,14 @@ mod tests {
         let nodes = vec!["size=1G,cpus=0-1".parse().unwrap(), "size=512M".parse().unwrap()];
         let line = text(&HostConfig { nodes, ..HostConfig::default() });
         assert!(line.contains("-m 1536M"), "{line}");
-        assert!(line.contains("-numa node,nodeid=0,memdev=memory0,cpus=0-1 "), "{line}");
+        assert!(line.contains("-numa node,nodeid=0,memdev=memory0,cpus=0-1,cpus=2 "), "{line}");
         assert!(line.contains("-object memory-backend-ram,id=memory1,size=512M"), "{line}");
         assert!(line.contains("-numa node,nodeid=1,memdev=memory1 "), "{line}");
     }
 
     #[test]
     fn kernel_arguments_are_appended() {
-        let config = HostConfig { kernel_arguments: "isolcpus=1".to_owned(), ..HostConfig::default() };
-        assert!(text(&config).contains("tsc=reliable isolcpus=1"));
+        let config = HostConfig { kernel_arguments: "loglevel=7".to_owned(), ..HostConfig::default() };
+        assert!(text(&config).contains("tsc=reliable isolcpus=0 loglevel=7"));
     }
 }
