@@ -1,8 +1,6 @@
 //! Changing a guest's balloon through its monitor: Ebb's API, or QEMU's machine protocol.
 
-use std::io::{self, BufRead, BufReader, Write};
-use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 use ebb_vmm::api::{BalloonInfo, Client, ClientError, FreePagesReport, TrimReport};
@@ -10,6 +8,7 @@ use serde_json::{Value, json};
 
 use crate::counters::Counters;
 use crate::monitor::MonitorKind;
+use crate::qmp::{Qmp, QmpError};
 
 /// How long a monitor may take to answer.
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);
@@ -23,22 +22,12 @@ pub enum BalloonError {
     /// Ebb's API.
     #[error("{0}")]
     Api(ClientError),
-    /// The connection to QEMU.
-    #[error("QEMU's control socket {path}: {cause}")]
-    Socket {
-        /// The socket.
-        path: PathBuf,
-        /// What the system said.
-        cause: io::Error,
-    },
-    /// QEMU refused, or said something unexpected.
-    #[error("QEMU answered {command} with {answer}")]
-    Refused {
-        /// The command.
-        command: &'static str,
-        /// The answer.
-        answer: String,
-    },
+    /// QEMU's machine protocol.
+    #[error(transparent)]
+    Qemu(#[from] QmpError),
+    /// The monitor has no such thing.
+    #[error("only Ebb can do that: {0}")]
+    OnlyEbb(&'static str),
 }
 
 /// A way to one guest's balloon.
@@ -46,8 +35,8 @@ pub enum BalloonError {
 pub enum Balloon {
     /// Through Ebb's API.
     Ebb(Client),
-    /// Through QEMU's machine protocol.
-    Qemu(Box<Qmp>),
+    /// Through QEMU's machine protocol, for a guest of so many MiB.
+    Qemu(Box<Qmp>, u64),
 }
 
 impl Balloon {
@@ -58,7 +47,7 @@ impl Balloon {
     pub fn open(monitor: MonitorKind, socket: &Path, guest_mib: u64) -> Result<Self, BalloonError> {
         Ok(match monitor {
             MonitorKind::Ebb => Self::Ebb(Client::new(socket, ANSWER_LIMIT)),
-            MonitorKind::Qemu => Self::Qemu(Box::new(Qmp::connect(socket, guest_mib)?)),
+            MonitorKind::Qemu => Self::Qemu(Box::new(Qmp::connect(socket)?), guest_mib),
         })
     }
 
@@ -72,10 +61,10 @@ impl Balloon {
                 let body = json!({ "target_bytes": target_mib * MIB });
                 client.put_json::<Value>("/balloon", &body).map(drop).map_err(BalloonError::Api)
             }
-            Self::Qemu(qmp) => {
+            Self::Qemu(qmp, guest_mib) => {
                 // QEMU counts what is left to the guest.
-                let left = qmp.guest_mib.saturating_sub(target_mib) * MIB;
-                qmp.call("balloon", &json!({ "value": left })).map(drop)
+                let left = guest_mib.saturating_sub(target_mib) * MIB;
+                Ok(qmp.call("balloon", &json!({ "value": left })).map(drop)?)
             }
         }
     }
@@ -86,7 +75,7 @@ impl Balloon {
     /// [`BalloonError`]; QEMU has no such thing.
     pub fn trim(&mut self) -> Result<TrimReport, BalloonError> {
         let Self::Ebb(client) = self else {
-            return Err(BalloonError::Refused { command: "trim", answer: "only Ebb trims".to_owned() });
+            return Err(BalloonError::OnlyEbb("trim"));
         };
         let mut total = TrimReport::default();
         while !total.complete {
@@ -106,7 +95,7 @@ impl Balloon {
                 let reply = client.request("GET", "/metrics", "").map_err(BalloonError::Api)?;
                 Ok(Some(Counters::of_monitor(&reply.body)))
             }
-            Self::Qemu(_) => Ok(None),
+            Self::Qemu(..) => Ok(None),
         }
     }
 
@@ -116,7 +105,7 @@ impl Balloon {
     /// [`BalloonError`]; QEMU has no such thing.
     pub fn free_pages(&mut self, min_order: u8) -> Result<FreePagesReport, BalloonError> {
         let Self::Ebb(client) = self else {
-            return Err(BalloonError::Refused { command: "free-pages", answer: "only Ebb asks".to_owned() });
+            return Err(BalloonError::OnlyEbb("free pages"));
         };
         let body = json!({ "min_order": min_order, "timeout_ms": FREE_PAGES_LIMIT_MS });
         client.put_json("/balloon/free-pages", &body).map_err(BalloonError::Api)
@@ -132,90 +121,22 @@ impl Balloon {
                 let info: BalloonInfo = client.get("/balloon").map_err(BalloonError::Api)?;
                 Ok(info.actual_bytes / MIB)
             }
-            Self::Qemu(qmp) => {
+            Self::Qemu(qmp, guest_mib) => {
                 const COMMAND: &str = "query-balloon";
                 let answer = qmp.call(COMMAND, &json!({}))?;
                 let left = answer["actual"]
                     .as_u64()
-                    .ok_or_else(|| BalloonError::Refused { command: COMMAND, answer: answer.to_string() })?;
-                Ok(qmp.guest_mib.saturating_sub(left / MIB))
+                    .ok_or_else(|| QmpError::Refused { command: COMMAND, answer: answer.to_string() })?;
+                Ok(guest_mib.saturating_sub(left / MIB))
             }
         }
-    }
-}
-
-/// A connection to QEMU's machine protocol (QEMU docs/interop/qmp-spec.rst): JSON documents, one a line.
-#[derive(Debug)]
-pub struct Qmp {
-    path: PathBuf,
-    stream: BufReader<UnixStream>,
-    guest_mib: u64,
-}
-
-impl Qmp {
-    fn connect(path: &Path, guest_mib: u64) -> Result<Self, BalloonError> {
-        let failed = |cause| BalloonError::Socket { path: path.to_owned(), cause };
-        let stream = UnixStream::connect(path).map_err(failed)?;
-        stream.set_read_timeout(Some(ANSWER_LIMIT)).map_err(failed)?;
-        let mut qmp = Self { path: path.to_owned(), stream: BufReader::new(stream), guest_mib };
-        // The greeting says what it can do; nothing of it matters here.
-        qmp.read()?;
-        qmp.call("qmp_capabilities", &json!({}))?;
-        Ok(qmp)
-    }
-
-    fn call(&mut self, command: &'static str, arguments: &Value) -> Result<Value, BalloonError> {
-        let line = format!("{}\n", json!({ "execute": command, "arguments": arguments }));
-        self.stream.get_mut().write_all(line.as_bytes()).map_err(|cause| self.failed(cause))?;
-        loop {
-            let mut answer = self.read()?;
-            if let Some(value) = answer.get_mut("return") {
-                return Ok(value.take());
-            }
-            // Events such as BALLOON_CHANGE come between a command and its answer.
-            if answer.get("event").is_none() {
-                return Err(BalloonError::Refused { command, answer: answer.to_string() });
-            }
-        }
-    }
-
-    fn read(&mut self) -> Result<Value, BalloonError> {
-        let mut line = String::new();
-        let length = self.stream.read_line(&mut line).map_err(|cause| self.failed(cause))?;
-        if length == 0 {
-            return Err(self.failed(io::ErrorKind::UnexpectedEof.into()));
-        }
-        serde_json::from_str(&line).map_err(|error| self.failed(error.into()))
-    }
-
-    fn failed(&self, cause: io::Error) -> BalloonError {
-        BalloonError::Socket { path: self.path.clone(), cause }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::os::unix::net::UnixListener;
-    use std::thread;
-
-    /// A peer that greets, then answers each line with the next of these texts; what it was sent.
-    fn peer(path: &Path, answers: Vec<&'static str>) -> thread::JoinHandle<Vec<Value>> {
-        let listener = UnixListener::bind(path).unwrap();
-        thread::spawn(move || {
-            let mut stream = BufReader::new(listener.accept().unwrap().0);
-            stream.get_mut().write_all(b"{\"QMP\": {\"capabilities\": []}}\n").unwrap();
-            answers
-                .into_iter()
-                .map(|answer| {
-                    let mut line = String::new();
-                    stream.read_line(&mut line).unwrap();
-                    stream.get_mut().write_all(answer.as_bytes()).unwrap();
-                    serde_json::from_str(&line).unwrap()
-                })
-                .collect()
-        })
-    }
+    use crate::qmp::tests::peer;
 
     #[test]
     fn qemu_is_told_what_is_left_and_tells_what_is_left() {
@@ -234,23 +155,6 @@ mod tests {
         assert_eq!(balloon.actual_mib().unwrap(), 768);
         let sent = peer.join().unwrap();
         assert_eq!(sent[1], json!({ "execute": "balloon", "arguments": { "value": 268_435_456 } }));
-    }
-
-    #[test]
-    fn a_refusal_names_the_command_and_the_answer() {
-        let directory = tempfile::tempdir().unwrap();
-        let socket = directory.path().join("qmp");
-        let peer = peer(
-            &socket,
-            vec![
-                "{\"return\": {}}\n",
-                "{\"error\": {\"class\": \"DeviceNotActive\", \"desc\": \"no balloon\"}}\n",
-            ],
-        );
-        let mut balloon = Balloon::open(MonitorKind::Qemu, &socket, 1024).unwrap();
-        let message = balloon.set_target_mib(1).unwrap_err().to_string();
-        assert!(message.contains("balloon with") && message.contains("DeviceNotActive"), "{message}");
-        peer.join().unwrap();
     }
 
     #[test]

@@ -126,9 +126,27 @@ impl<'a> Bench<'a> {
         self.assets.restore_command(&self.setup, snapshot, control)
     }
 
-    /// Shows the process of the only guest that an experiment keeps itself in the samples, in the place of an earlier one.
-    pub fn show(&self, pid: u32) {
-        self.processes.only(pid);
+    /// The command of a monitor that takes over a guest of this series.
+    ///
+    /// # Errors
+    /// [`LabError::Missing`].
+    pub fn receive_command(
+        &self,
+        size: GuestSize,
+        address: &str,
+        control: &Path,
+    ) -> Result<Program, LabError> {
+        Ok(self.assets.receive_command(&self.setup, size, address, control)?)
+    }
+
+    /// The program `ebb`.
+    pub fn ebb(&self) -> Program {
+        Program::new(&self.assets.ebb)
+    }
+
+    /// Shows the processes of the only guest that an experiment keeps itself in the samples, in the place of earlier ones.
+    pub fn show(&self, pids: &[u32]) {
+        self.processes.only(pids);
     }
 
     /// The host's present use.
@@ -344,13 +362,13 @@ fn running(records: &mut [GuestRecord]) -> impl Iterator<Item = &mut GuestRecord
 }
 
 /// What a guest occupies at the host, resident and swapped; `None` when it has ended.
-fn footprint_mib(pid: u32) -> Option<f64> {
+pub(crate) fn footprint_mib(pid: u32) -> Option<f64> {
     host::process_memory(pid).map(|memory| host::mib(memory.footprint_kib()))
 }
 
 /// How long memory may take to come back. Linux reports 2 s after a page was freed, then every 2 s a sixteenth of
 /// what is free and a batch (`mm/page_reporting.c`): quiet for more than two such passes means that all is reported.
-fn patience(scale: Scale) -> Patience {
+pub(crate) fn patience(scale: Scale) -> Patience {
     match scale {
         Scale::Demo => {
             Patience { beginning_s: 4.0, quiet_s: 4.5, whole_s: 30.0, after_return: AfterReturn::Stop }

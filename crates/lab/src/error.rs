@@ -119,6 +119,16 @@ pub enum LabError {
         /// What the system said.
         cause: io::Error,
     },
+    /// A network link could not be set up.
+    #[error(
+        "cannot set up a network link: {command}: {reason} (it takes root's rights and the kernel's modules veth and sch_tbf)"
+    )]
+    Network {
+        /// What was asked of iproute2.
+        command: String,
+        /// What it said.
+        reason: String,
+    },
     /// Drawing a plot failed.
     #[error("cannot draw the report: {0}")]
     Plot(String),
@@ -191,6 +201,12 @@ pub enum GuestProblem {
     /// The agent said something else than it should.
     #[error("unexpected answer: {0}")]
     Protocol(String),
+    /// It could not be moved to another monitor.
+    #[error("it could not be moved: {0}")]
+    Migration(String),
+    /// Its memory does not hold what was written to it.
+    #[error("its memory is damaged: {0}")]
+    Damaged(String),
     /// The command could not be sent.
     #[error("cannot write to the guest's console: {0}")]
     Console(io::Error),

@@ -7,7 +7,7 @@ use crate::bench::Bench;
 use crate::event::Events;
 use crate::monitor::Setup;
 use crate::results::{MetricInfo, Place, Scale, Series};
-use crate::{clock, density, faults, free_pages, inflate, memhog};
+use crate::{clock, density, faults, free_pages, inflate, memhog, migrate};
 
 /// The host that an experiment is made for: one NUMA node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -49,6 +49,15 @@ pub enum NeedsMemhog {
     /// It is put into their image where this machine has it.
     Yes,
     /// Their image stays small.
+    No,
+}
+
+/// Whether an experiment sets up network links.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NeedsNetwork {
+    /// The programs for that are put into the virtual host; without them it cannot run.
+    Yes,
+    /// It does not.
     No,
 }
 
@@ -112,6 +121,10 @@ pub trait Experiment: Sync {
     fn needs_memhog(&self) -> NeedsMemhog {
         NeedsMemhog::No
     }
+    /// Whether it sets up network links.
+    fn needs_network(&self) -> NeedsNetwork {
+        NeedsNetwork::No
+    }
     /// How many guests a series may come to, for the progress bar.
     fn guests(&self, scale: Scale) -> u32;
     /// Runs one series about guests, and fills in its metrics, guests and notes as they become known.
@@ -145,12 +158,13 @@ pub trait Experiment: Sync {
 }
 
 /// All experiments, in the order of `ebb lab list`.
-pub fn all() -> [&'static dyn Experiment; 6] {
+pub fn all() -> [&'static dyn Experiment; 7] {
     [
         &density::Density,
         &memhog::Memhog,
         &inflate::Inflate,
         &free_pages::FreePages,
+        &migrate::Migrate,
         &faults::Faults,
         &clock::Clock,
     ]
@@ -204,7 +218,7 @@ mod tests {
         let message = find("densitiy").err().unwrap().to_string();
         assert_eq!(
             message,
-            "unknown experiment 'densitiy'; there are: density, memhog, inflate, free-pages, faults, clock"
+            "unknown experiment 'densitiy'; there are: density, memhog, inflate, free-pages, migrate, faults, clock"
         );
     }
 

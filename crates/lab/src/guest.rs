@@ -34,6 +34,9 @@ pub struct Guest {
     log: SharedTail,
     started: Instant,
     next_id: u64,
+    /// Commands that were begun and not waited for yet, and the ends of those of them that are over.
+    begun: Vec<u64>,
+    ends: Vec<Arrival>,
     /// What its agent said of its balloon driver, and what went wrong at its start.
     driver: Option<(BalloonDriver, Vec<String>)>,
 }
@@ -71,6 +74,13 @@ pub struct Answer {
     pub waited: Duration,
     /// What the agent found.
     pub result: serde_json::Value,
+}
+
+/// A command that was begun.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Begun {
+    id: u64,
+    sent: Instant,
 }
 
 type SharedTail = Arc<Mutex<Tail>>;
@@ -112,12 +122,33 @@ impl Guest {
             });
         }
         let input = process.stdin.take();
-        Ok(Self { number, process, input, events, console, log, started, next_id: 1, driver: None })
+        Ok(Self {
+            number,
+            process,
+            input,
+            events,
+            console,
+            log,
+            started,
+            next_id: 1,
+            begun: Vec::new(),
+            ends: Vec::new(),
+            driver: None,
+        })
     }
 
-    /// The guest of `earlier` in another monitor: its agent goes on with the commands' numbers.
-    pub fn goes_on_from(&mut self, earlier: &Self) {
+    /// The guest of `earlier` in another monitor: its agent goes on with the commands' numbers, and with those that were begun.
+    pub fn goes_on_from(&mut self, earlier: &mut Self) {
         self.next_id = earlier.next_id;
+        // A command may have ended before the guest was moved.
+        let begun = &earlier.begun;
+        let ends = earlier
+            .events
+            .try_iter()
+            .filter(|arrival| ended_command(&arrival.event).is_some_and(|command| begun.contains(&command)));
+        earlier.ends.extend(ends);
+        self.begun.append(&mut earlier.begun);
+        self.ends.append(&mut earlier.ends);
     }
 
     /// Number of the guest in its series.
@@ -184,12 +215,53 @@ impl Guest {
         limit: Duration,
         look: &mut dyn FnMut(),
     ) -> Result<Answer, LabError> {
-        const WHAT: &str = "end of its command";
         let id = self.next_id;
         self.next_id += 1;
         let sent = self.send(&Request { id, command }, sending)?;
+        self.await_end(Begun { id, sent }, sent + limit, limit, look)
+    }
+
+    /// Begins a command that is waited for later, by [`Self::finish`]; other commands may come in between.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`] when the command cannot be sent.
+    pub fn begin(&mut self, command: Command) -> Result<Begun, LabError> {
+        let id = self.next_id;
+        self.next_id += 1;
+        let sent = self.send(&Request { id, command }, Sending::AtOnce)?;
+        self.begun.push(id);
+        Ok(Begun { id, sent })
+    }
+
+    /// Waits for the end of a command that was begun.
+    ///
+    /// # Errors
+    /// As [`Self::command`]; the limit counts from now.
+    pub fn finish(&mut self, begun: Begun, limit: Duration) -> Result<Answer, LabError> {
+        self.begun.retain(|id| *id != begun.id);
+        self.await_end(begun, Instant::now() + limit, limit, &mut || {})
+    }
+
+    fn await_end(
+        &mut self,
+        Begun { id, sent }: Begun,
+        deadline: Instant,
+        limit: Duration,
+        look: &mut dyn FnMut(),
+    ) -> Result<Answer, LabError> {
+        const WHAT: &str = "end of its command";
         loop {
-            let Arrival { begun, at, event } = self.next_event(WHAT, sent + limit, limit, look)?;
+            let early = self.ends.iter().position(|arrival| ended_command(&arrival.event) == Some(id));
+            let arrival = match early {
+                Some(index) => self.ends.swap_remove(index),
+                None => self.next_event(WHAT, deadline, limit, look)?,
+            };
+            let of = ended_command(&arrival.event);
+            if of.is_some_and(|of| self.begun.contains(&of)) {
+                self.ends.push(arrival);
+                continue;
+            }
+            let Arrival { begun, at, event } = arrival;
             match event {
                 Event::Done { id: of, elapsed_ms, result } if of == id => {
                     return Ok(Answer {
@@ -300,6 +372,14 @@ impl Drop for Guest {
         self.kill();
         // Its memory is the host's again only when it has been waited for.
         let _ = self.process.wait();
+    }
+}
+
+/// The command whose end an event tells.
+fn ended_command(event: &Event) -> Option<u64> {
+    match event {
+        Event::Done { id, .. } | Event::Failed { id, .. } => Some(*id),
+        _ => None,
     }
 }
 

@@ -145,6 +145,29 @@ pub fn monitor_rss_mib(pid: u32, guest_mib: u64) -> Option<f64> {
     Some(mib(proc::monitor_resident_kib(&proc::smaps(&text), guest_mib)))
 }
 
+/// Processor time of a monitor without its vCPUs, ms; `None` when it has ended.
+///
+/// Threads of vCPUs are known by their names: `vcpu0` under Ebb, `CPU 0/KVM` under QEMU with `debug-threads=on`.
+pub fn monitor_cpu_ms(pid: u32) -> Option<f64> {
+    let process = PathBuf::from(format!("/proc/{pid}"));
+    let total_ms = proc::process_cpu_ms(&fs::read_to_string(process.join("stat")).ok()?)?;
+    let threads = fs::read_dir(process.join("task")).ok()?.flatten();
+    let vcpus_ns = threads.filter_map(|thread| {
+        let name = fs::read_to_string(thread.path().join("comm")).ok()?;
+        if !name.starts_with("vcpu") && !name.starts_with("CPU ") {
+            return None;
+        }
+        let times = fs::read_to_string(thread.path().join("schedstat")).ok()?;
+        times.split_ascii_whitespace().next()?.parse::<f64>().ok()
+    });
+    Some((total_ms - vcpus_ns.sum::<f64>() / 1e6).max(0.0))
+}
+
+/// Whether a process, or its network namespace, has something that listens on a TCP port.
+pub fn listens(pid: u32, port: u16) -> bool {
+    fs::read_to_string(format!("/proc/{pid}/net/tcp")).is_ok_and(|text| proc::listens(&text, port))
+}
+
 fn cpus() -> u32 {
     thread::available_parallelism().map_or(1, |count| count.get() as u32)
 }
@@ -274,5 +297,11 @@ mod tests {
         assert!(process_memory(std::process::id()).unwrap().resident_kib > 0);
         assert!(monitor_rss_mib(std::process::id(), 1 << 20).unwrap() > 0.0);
         assert!(process_memory(u32::MAX).is_none());
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        assert!(listens(std::process::id(), port));
+        drop(listener);
+        assert!(!listens(std::process::id(), port) && !listens(u32::MAX, port));
+        assert!(monitor_cpu_ms(std::process::id()).is_some() && monitor_cpu_ms(u32::MAX).is_none());
     }
 }

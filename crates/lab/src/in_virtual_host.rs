@@ -9,8 +9,9 @@ use crate::assets::{memhog_here, module_here};
 use crate::console::Tail;
 use crate::direct::Selection;
 use crate::event::{Event, Events};
-use crate::experiment::{Experiment, NeedsMemhog, RunSize, Subject};
+use crate::experiment::{Experiment, NeedsMemhog, NeedsNetwork, RunSize, Subject};
 use crate::host::MemoryState;
+use crate::link::Tools;
 use crate::monitor::MonitorKind;
 use crate::results::Scale;
 
@@ -48,6 +49,13 @@ pub fn run(
         .plans
         .iter()
         .any(|plan| matches!(plan.subject, Subject::Guests(setup) if setup.monitor == MonitorKind::Qemu));
+    let programs = match experiment.needs_network() {
+        NeedsNetwork::Yes => {
+            let tools = Tools::find()?;
+            vec![tools.ip, tools.tc]
+        }
+        NeedsNetwork::No => Vec::new(),
+    };
     let host = VirtualHost::start(&HostConfig {
         memory_mib: shape.memory_mib,
         swap_mib: shape.swap_mib,
@@ -57,6 +65,7 @@ pub fn run(
             NeedsMemhog::Yes => memhog_here(),
             NeedsMemhog::No => Inclusion::Excluded,
         },
+        programs,
         qemu: if wants_qemu { Inclusion::Included } else { Inclusion::Excluded },
         ..HostConfig::default()
     })?;

@@ -85,6 +85,15 @@ pub enum Clearing {
     Off,
 }
 
+/// Free page hinting of the balloon: what a guest says is free while it is moved to another host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Hinting {
+    /// As the monitor does by itself: Ebb offers it, QEMU does not.
+    Default,
+    /// Offered.
+    On,
+}
+
 /// How the guests of a series are run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Setup {
@@ -111,6 +120,8 @@ pub struct Setup {
     pub extension: Extension,
     /// With or without clearing of allocated pages.
     pub clearing: Clearing,
+    /// With or without free page hinting.
+    pub hinting: Hinting,
 }
 
 impl Setup {
@@ -127,6 +138,7 @@ impl Setup {
         driver: Driver::Stock,
         extension: Extension::Offered,
         clearing: Clearing::Default,
+        hinting: Hinting::Default,
     };
 
     /// In words, for a document.
@@ -139,6 +151,9 @@ impl Setup {
             Reporting::On => ", free page reporting on",
             Reporting::Off => ", free page reporting off",
         });
+        if self.hinting == Hinting::On {
+            text.push_str(", free page hinting on");
+        }
         if let Some(order) = self.reporting_order {
             // Writing to a String cannot fail.
             let _ = write!(text, ", guest reports blocks of order {order} and up");
@@ -311,6 +326,35 @@ impl Assets {
         command
     }
 
+    /// The command of a monitor that takes a guest of this kind over from another one, which connects to `address` (`HOST:PORT`);
+    /// with the guest's serial console and the control socket like [`Self::command`].
+    ///
+    /// # Errors
+    /// As [`Self::command`].
+    pub fn receive_command(
+        &self,
+        setup: &Setup,
+        size: GuestSize,
+        address: &str,
+        control: &Path,
+    ) -> Result<Command, Missing> {
+        match setup.monitor {
+            MonitorKind::Ebb => {
+                let mut command = Command::new(&self.ebb);
+                command
+                    .args(["receive", "--listen", &format!("tcp:{address}"), "--insecure"])
+                    .args(["--serial", "stdio", "--clock", setup.clock.name(), "--api"])
+                    .arg(control);
+                Ok(command)
+            }
+            MonitorKind::Qemu => {
+                let mut command = self.command(setup, size, Some(control))?;
+                command.args(["-incoming", &format!("tcp:{address}")]);
+                Ok(command)
+            }
+        }
+    }
+
     fn ebb_command(&self, setup: &Setup, size: GuestSize) -> Command {
         let mut memory = format!("size={}M,backing=anon", size.memory_mib);
         if setup.huge_pages == HugePages::Off {
@@ -327,10 +371,16 @@ impl Assets {
 }
 
 fn qemu_command(qemu: &PathBuf, setup: &Setup, size: GuestSize) -> Command {
-    let balloon =
+    let mut balloon =
         format!("virtio-balloon-pci,free-page-reporting={},deflate-on-oom=on", setup.reporting.word());
     let mut command = Command::new(qemu);
+    if setup.hinting == Hinting::On {
+        balloon.push_str(",free-page-hint=on,iothread=hints");
+        command.args(["-object", "iothread,id=hints"]);
+    }
     command
+        // Threads have names then, by which those of vCPUs are told from the rest.
+        .args(["-name", "ebb-lab,debug-threads=on"])
         .args(["-accel", "kvm", "-M", "q35", "-cpu", "host", "-nodefaults", "-no-user-config", "-no-reboot"])
         .args(["-display", "none", "-monitor", "none", "-serial", "stdio"])
         .args(["-smp", &size.cpus.to_string(), "-m", &format!("{}M", size.memory_mib)])
@@ -339,106 +389,4 @@ fn qemu_command(qemu: &PathBuf, setup: &Setup, size: GuestSize) -> Command {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::driver::{Blocks, Module};
-
-    const SIZE: GuestSize = GuestSize { memory_mib: 512, cpus: 2 };
-
-    fn assets() -> Assets {
-        Assets {
-            ebb: "/bin/ebb".into(),
-            qemu: Some("/usr/bin/qemu-system-x86_64".into()),
-            bzimage: "/ebb/vmlinuz".into(),
-            elf: Some("/ebb/vmlinux".into()),
-            initrd: "/ebb/guest.cpio".into(),
-            module: Presence::Present,
-        }
-    }
-
-    fn line(setup: &Setup) -> String {
-        let command = assets().command(setup, SIZE, Some(Path::new("/tmp/c"))).unwrap();
-        let words = std::iter::once(command.get_program()).chain(command.get_args());
-        words.map(|word| word.to_str().unwrap()).collect::<Vec<_>>().join(" ")
-    }
-
-    #[test]
-    fn ebb_is_run_as_its_users_would() {
-        let line = line(&Setup::EBB);
-        assert!(line.starts_with("/bin/ebb run --serial stdio "), "{line}");
-        assert!(
-            line.contains("--cpus 2 --memory size=512M,backing=anon --balloon size=0,reporting=on"),
-            "{line}"
-        );
-        assert!(
-            line.contains("--kernel /ebb/vmlinuz --initrd /ebb/guest.cpio --cmdline console=ttyS0"),
-            "{line}"
-        );
-    }
-
-    #[test]
-    fn each_setting_of_a_series_reaches_the_command() {
-        let off = line(&Setup { reporting: Reporting::Off, ..Setup::EBB });
-        assert!(off.contains("reporting=off") && !off.contains("reporting=on"));
-        assert!(
-            line(&Setup { huge_pages: HugePages::Off, ..Setup::EBB })
-                .contains("size=512M,backing=anon,thp=off")
-        );
-        assert!(line(&Setup { kernel: KernelImage::Elf, ..Setup::EBB }).contains("--kernel /ebb/vmlinux "));
-        let lean = line(&Setup { bounce_buffer: BounceBuffer::Off, ..Setup::EBB });
-        assert!(lean.contains("reboot=t swiotlb=noforce"), "{lean}");
-        let late = line(&Setup { clock: ClockPolicy::CatchUp, ..Setup::EBB });
-        assert!(late.contains(" --clock catch-up "), "{late}");
-        let seed = Driver::Module(Module { blocks: Blocks::SinglePages, ..Module::DEFAULT });
-        let single = line(&Setup { driver: seed, clearing: Clearing::Off, ..Setup::EBB });
-        assert!(single.contains("init_on_alloc=0 ebb.balloon=ebb_balloon ebb_balloon.tracker="), "{single}");
-        let plain = line(&Setup { extension: Extension::Withheld, ..Setup::EBB });
-        assert!(plain.contains(",page_bitmap=off,page_ranges=off,host_requests=off "), "{plain}");
-        let ordered = line(&Setup { reporting_order: Some(4), ..Setup::EBB });
-        assert!(ordered.ends_with(" page_reporting.page_reporting_order=4 --api /tmp/c"), "{ordered}");
-    }
-
-    #[test]
-    fn a_restored_guest_has_the_console_and_the_clock_of_its_series() {
-        let setup = Setup { clock: ClockPolicy::CatchUp, ..Setup::EBB };
-        let command = assets().restore_command(&setup, Path::new("/tmp/s"), Path::new("/tmp/c"));
-        let words: Vec<_> = command.get_args().map(|word| word.to_str().unwrap()).collect();
-        let expected = "restore /tmp/s --serial stdio --on-reboot exit --clock catch-up --api /tmp/c";
-        assert_eq!(words.join(" "), expected);
-    }
-
-    #[test]
-    fn qemu_gets_the_same_guest() {
-        let line = line(&Setup { monitor: MonitorKind::Qemu, ..Setup::EBB });
-        assert!(line.contains("-smp 2 -m 512M -device virtio-balloon-pci,free-page-reporting=on"), "{line}");
-        assert!(
-            line.contains("-kernel /ebb/vmlinuz -initrd /ebb/guest.cpio -append console=ttyS0"),
-            "{line}"
-        );
-        assert!(line.ends_with("-qmp unix:/tmp/c,server=on,wait=off"), "{line}");
-    }
-
-    #[test]
-    fn what_is_not_there_is_said_and_not_run() {
-        let bare = Assets { qemu: None, elf: None, module: Presence::Absent, ..assets() };
-        let module = Setup { driver: Driver::Module(Module::DEFAULT), ..Setup::EBB };
-        assert_eq!(bare.missing(&module), Some(Missing::Module));
-        assert_eq!(assets().missing(&module), None);
-        let qemu = Setup { monitor: MonitorKind::Qemu, ..Setup::EBB };
-        let elf = Setup { kernel: KernelImage::Elf, ..Setup::EBB };
-        assert_eq!(bare.missing(&Setup::EBB), None);
-        assert_eq!(bare.missing(&qemu), Some(Missing::Qemu));
-        assert_eq!(bare.command(&qemu, SIZE, None).unwrap_err(), Missing::Qemu);
-        assert_eq!(bare.command(&elf, SIZE, None).unwrap_err(), Missing::Elf);
-    }
-
-    #[test]
-    fn setups_are_described_by_what_makes_them_differ() {
-        let text = Setup { huge_pages: HugePages::Off, reporting_order: Some(0), ..Setup::EBB }.describe();
-        assert_eq!(
-            text,
-            "ebb run, free page reporting on, guest reports blocks of order 0 and up, guest memory without \
-             transparent huge pages"
-        );
-    }
-}
+mod tests;

@@ -100,6 +100,29 @@ pub fn free_below_order_kib(text: &str, order: usize) -> u64 {
         .fold(0, u64::saturating_add)
 }
 
+/// Whether something listens on a TCP port, in the text of `/proc/PID/net/tcp` (IPv4).
+pub fn listens(text: &str, port: u16) -> bool {
+    // Number, local address and port in hexadecimal digits, the remote ones, state: 0A is LISTEN (include/net/tcp_states.h).
+    const LISTEN: &str = "0A";
+    let port = format!(":{port:04X}");
+    text.lines().any(|line| {
+        let mut words = line.split_ascii_whitespace().skip(1);
+        let local = words.next().unwrap_or_default();
+        local.ends_with(&port) && words.nth(1) == Some(LISTEN)
+    })
+}
+
+/// Processor time of a process in `/proc/PID/stat`, threads that have ended included, in ms.
+pub fn process_cpu_ms(text: &str) -> Option<f64> {
+    /// Clock ticks of user space on x86 are hundredths of a second (USER_HZ).
+    const TICK_MS: f64 = 10.0;
+    // The name, in brackets, may have brackets in it; behind it come the state, which is field 3, and the rest.
+    let (_, fields) = text.rsplit_once(')')?;
+    let mut times = fields.split_ascii_whitespace().skip(11).map(str::parse::<f64>);
+    let (user, system) = (times.next()?.ok()?, times.next()?.ok()?);
+    Some((user + system) * TICK_MS)
+}
+
 /// The name of the first processor in `/proc/cpuinfo`.
 pub fn cpu_name(text: &str) -> Option<&str> {
     text.lines().find_map(|line| {
@@ -205,6 +228,22 @@ Rss:                  20 kB
     }
 
     #[test]
+    fn a_port_is_listened_on_or_used_otherwise() {
+        let text = "  sl  local_address rem_address   st tx_queue\n\
+                    \x20  0: 020012C6:115C 00000000:0000 0A 00000000:00000000\n\
+                    \x20  1: 020012C6:115D 010012C6:9C40 01 00000000:00000000\n";
+        assert!(listens(text, 0x115c));
+        assert!(!listens(text, 0x115d) && !listens(text, 0x15c) && !listens("rubbish", 1));
+    }
+
+    #[test]
+    fn processor_time_is_found_behind_any_name() {
+        let text = "12 (a) b) S 1 2 3 4 5 6 7 8 9 10 250 50 0 0 20 0";
+        assert_eq!(process_cpu_ms(text), Some(3000.0));
+        assert_eq!(process_cpu_ms("12 (a) S 1"), None);
+    }
+
+    #[test]
     fn the_files_of_this_very_process_parse() {
         let own = status(&std::fs::read_to_string("/proc/self/status").unwrap()).unwrap();
         assert!(own.resident_kib > 0);
@@ -220,6 +259,8 @@ Rss:                  20 kB
             status(&text);
             swaps(&text);
             list_length(&text);
+            listens(&text, 80);
+            process_cpu_ms(&text);
             free_below_order_kib(&text, 9);
             prop_assert!(smaps(&text).iter().all(|mapping| mapping.size_kib <= u64::MAX / 1024));
         }

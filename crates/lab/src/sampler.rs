@@ -21,9 +21,9 @@ impl GuestProcesses {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).push(pid);
     }
 
-    /// Makes this process the only one: a guest that goes on in another process.
-    pub fn only(&self, pid: u32) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = vec![pid];
+    /// Makes these processes the only ones: a guest that goes on in another process.
+    pub fn only(&self, pids: &[u32]) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = pids.to_vec();
     }
 
     fn list(&self) -> Vec<u32> {

@@ -23,6 +23,8 @@ use crate::qemu;
 
 /// Modules that the host loads at start: its own devices, and KVM for guests.
 const MODULES: [&str; 4] = ["virtio_pci", "virtio_console", "virtio_blk", "kvm_amd"];
+/// Modules that the host loads where the kernel has them: a link between network namespaces, and what slows it down.
+const NETWORK_MODULES: [&str; 2] = ["veth", "sch_tbf"];
 /// Names another busybox than the one in `/bin`.
 const BUSYBOX_VARIABLE: &str = "EBB_BUSYBOX";
 /// Where the init finds its settings.
@@ -104,8 +106,11 @@ fn build_initramfs(config: &HostConfig, kernel: &Kernel, vmlinux: &[u8]) -> Resu
 
 fn add_modules<W: Write>(archive: &mut Archive<W>, kernel: &Kernel) -> Result<Vec<String>, HostError> {
     let index = ModuleIndex::read(&kernel.modules)?;
+    let mut files = index.load_order(&MODULES)?;
+    // Only one experiment needs them: a kernel of one's own may be without.
+    files.extend(index.load_order(&NETWORK_MODULES).unwrap_or_default());
     let mut paths = Vec::new();
-    for file in index.load_order(&MODULES)? {
+    for file in files {
         let path = format!("/lib/modules/{}/{}", kernel.release, uncompressed_path(&file));
         archive.file(&path, 0o644, &index.content(&file)?)?;
         paths.push(path);

@@ -113,6 +113,22 @@ fn answers_to_other_commands_are_not_taken_for_this_one() {
 }
 
 #[test]
+fn a_command_that_was_begun_is_waited_for_later_and_elsewhere() {
+    let done = |id: u64| {
+        format!("printf '\\036%s\\n' '{{\"done\":{{\"id\":{id},\"elapsed_ms\":{id},\"result\":null}}}}'")
+    };
+    let mut source = script(&format!("{}; read line; read line; {}; read forever", ready(), done(3)));
+    source.wait_ready(LIMIT).unwrap();
+    let (first, second) = (source.begin(Command::MemInfo).unwrap(), source.begin(Command::VmStat).unwrap());
+    let mut destination = script(&format!("read line; {}; {}; {}; read forever", done(2), done(3), done(1)));
+    destination.goes_on_from(&mut source);
+    destination.command(Command::MemInfo, LIMIT, &mut || {}).unwrap();
+    for (begun, ms) in [(first, 1), (second, 2)] {
+        assert_eq!(destination.finish(begun, LIMIT).unwrap().elapsed, Duration::from_millis(ms));
+    }
+}
+
+#[test]
 fn a_guest_that_ends_while_idle_is_noticed() {
     let mut guest = script("read line; exit 4");
     assert!(guest.ended_by_itself().is_none());

@@ -97,7 +97,7 @@ impl<'a, 'b> Subject<'a, 'b> {
         let began = Instant::now();
         let control = directory.path().join("control-0");
         let guest = Guest::start(NUMBER, bench.command(SIZE, Some(&control))?)?;
-        bench.show(guest.pid());
+        bench.show(&[guest.pid()]);
         let view = View::Console(String::new());
         let mut subject = Self { guest, bench, directory, restores: 0, began, view };
         subject.guest.wait_ready(BOOT_LIMIT)?;
@@ -224,8 +224,8 @@ impl<'a, 'b> Subject<'a, 'b> {
         let command = self.bench.restore_command(&self.snapshot(), &self.control());
         let started = Instant::now();
         let mut guest = Guest::start(NUMBER, command)?;
-        guest.goes_on_from(&self.guest);
-        self.bench.show(guest.pid());
+        guest.goes_on_from(&mut self.guest);
+        self.bench.show(&[guest.pid()]);
         // The earlier process is waited for here.
         self.guest = guest;
         self.command(Command::MemInfo)?;
