@@ -180,3 +180,6 @@ fn parse_unix(text: &str, path: &str) -> Result<Address, AddressError> {
     };
     Err(AddressError::Path { text: text.to_owned(), problem })
 }
+
+#[cfg(test)]
+mod tests;

@@ -70,3 +70,6 @@ impl Unwanted {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

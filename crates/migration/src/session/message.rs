@@ -244,3 +244,6 @@ impl Greeting {
         Self { monitor: super::error::printable(&self.monitor, 80), ..self }
     }
 }
+
+#[cfg(test)]
+mod tests;

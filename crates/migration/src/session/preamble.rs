@@ -59,11 +59,6 @@ impl SessionId {
         rustix::rand::getrandom(&mut bytes, flags).map_err(SessionError::system("get random numbers"))?;
         Ok(Self(bytes))
     }
-
-    #[cfg(test)]
-    pub(super) const fn from_bytes(bytes: [u8; 16]) -> Self {
-        Self(bytes)
-    }
 }
 
 impl From<SessionId> for String {
@@ -161,3 +156,6 @@ fn describe(bytes: &[u8]) -> String {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

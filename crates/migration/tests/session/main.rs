@@ -6,3 +6,5 @@ mod drive;
 mod encrypted;
 mod local;
 mod proxy;
+mod reasons;
+mod strangers;
