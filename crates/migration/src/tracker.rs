@@ -37,6 +37,10 @@ pub trait PageFeed: Sync {
     fn skipped_pages(&self) -> u64 {
         0
     }
+
+    /// The pages that are left in this round, for the model check.
+    #[cfg(feature = "testing")]
+    fn pages_to_send(&self) -> PageSet;
 }
 
 /// The send set with the lock under which workers and hints change it.
@@ -103,6 +107,12 @@ impl<'d> Tracker<'d> {
         self.shared.set().pages().count()
     }
 
+    /// The pages to be sent, for the model check.
+    #[cfg(feature = "testing")]
+    pub fn pages_to_send(&self) -> PageSet {
+        self.shared.set().pages().clone()
+    }
+
     /// Begins a round without hints.
     pub fn round(&mut self) -> ClearingRound<'_> {
         ClearingRound { shared: &self.shared, dirty: Mutex::new(&mut *self.dirty) }
@@ -166,6 +176,11 @@ impl PageFeed for ClearingRound<'_> {
     fn remaining_pages(&self) -> u64 {
         self.shared.set().pages().count()
     }
+
+    #[cfg(feature = "testing")]
+    fn pages_to_send(&self) -> PageSet {
+        self.shared.set().pages().clone()
+    }
 }
 
 /// A round in which the guest stands still: marks do not matter any more.
@@ -181,6 +196,11 @@ impl PageFeed for LastRound<'_> {
 
     fn remaining_pages(&self) -> u64 {
         self.shared.set().pages().count()
+    }
+
+    #[cfg(feature = "testing")]
+    fn pages_to_send(&self) -> PageSet {
+        self.shared.set().pages().clone()
     }
 }
 
@@ -237,6 +257,11 @@ impl PageFeed for HintWindow<'_> {
 
     fn remaining_pages(&self) -> u64 {
         self.shared.set().pages().count()
+    }
+
+    #[cfg(feature = "testing")]
+    fn pages_to_send(&self) -> PageSet {
+        self.shared.set().pages().clone()
     }
 
     fn skipped_pages(&self) -> u64 {
