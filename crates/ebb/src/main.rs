@@ -5,6 +5,8 @@ mod doctor;
 mod extract_vmlinux;
 mod guest_image;
 mod lab;
+mod migrate;
+mod receive;
 mod restore;
 mod run;
 mod snapshot;
@@ -45,6 +47,10 @@ enum Command {
     Run(Box<run::Args>),
     /// Run the virtual machine of a snapshot
     Restore(Box<restore::Args>),
+    /// Move a running virtual machine to another monitor
+    Migrate(Box<migrate::Args>),
+    /// Wait for the virtual machine of another monitor, and run it
+    Receive(Box<receive::Args>),
     /// Say what is in a snapshot, and whether it is whole
     Snapshot(snapshot::Args),
     /// Look at and change a running virtual machine through its API socket
@@ -86,6 +92,8 @@ fn main() -> ExitCode {
     let result = match cli.command {
         Command::Run(args) => run::run(*args),
         Command::Restore(args) => restore::run(*args),
+        Command::Migrate(args) => migrate::run(*args),
+        Command::Receive(args) => receive::run(*args),
         Command::Snapshot(args) => snapshot::run(args),
         Command::Ctl(args) => ctl::run(args),
         Command::Doctor(args) => doctor::run(args),

@@ -19,7 +19,7 @@ Sizes take K, M, G and T for powers of 1024.
 
 Exit codes: 0 the guest powered off, 1 it could not be started, 2 wrong usage, 3 it rebooted (with --on-reboot exit),
 4 it crashed (triple fault, or a kernel panic that the pvpanic driver told), 5 KVM or the monitor failed, 6 ended by
-SIGTERM, SIGINT, SIGHUP or Ctrl-A x, 7 killed through the API.
+SIGTERM, SIGINT, SIGHUP or Ctrl-A x, 7 killed through the API, 8 it has migrated to another monitor.
 
 Example: ebb run --kernel /boot/vmlinuz-6.1.0-amd64 --initrd guest.cpio --cmdline 'console=ttyS0' --memory 1G \\
              --api /run/ebb.sock";

@@ -31,6 +31,11 @@ pub enum GuestExit {
     },
     /// The API was told to kill the guest.
     Killed,
+    /// The machine runs in another monitor now.
+    Migrated {
+        /// Where.
+        to: String,
+    },
     /// A part of the monitor failed.
     Monitor {
         /// What failed.
@@ -49,6 +54,7 @@ impl GuestExit {
             Self::Kvm { .. } => "kvm_error",
             Self::Signal { .. } => "signal",
             Self::Killed => "killed",
+            Self::Migrated { .. } => "migrated",
             Self::Monitor { .. } => "monitor_error",
         }
     }
@@ -62,6 +68,7 @@ impl GuestExit {
             Self::Kvm { .. } | Self::Monitor { .. } => 5,
             Self::Signal { .. } => 6,
             Self::Killed => 7,
+            Self::Migrated { .. } => 8,
         }
     }
 }
@@ -76,6 +83,7 @@ impl fmt::Display for GuestExit {
             Self::Kvm { message } => write!(f, "KVM cannot run the guest: {message}"),
             Self::Signal { name } => write!(f, "ended by {name}"),
             Self::Killed => f.write_str("killed through the API"),
+            Self::Migrated { to } => write!(f, "the virtual machine has migrated to {to}"),
             Self::Monitor { message } => write!(f, "the monitor failed: {message}"),
         }
     }
@@ -160,6 +168,7 @@ mod tests {
             GuestExit::Kvm { message: String::new() },
             GuestExit::Signal { name: "SIGTERM" },
             GuestExit::Killed,
+            GuestExit::Migrated { to: String::new() },
         ];
         let codes: std::collections::BTreeSet<_> = exits.iter().map(GuestExit::code).collect();
         assert_eq!(codes.len(), exits.len());

@@ -11,7 +11,8 @@
 //! | [`devices`] | buses, serial line, platform registers, virtio over memory-mapped registers |
 //! | [`clock`] | the guest's clocks over pause, snapshot and restore |
 //! | [`snapshot`] | a virtual machine in a file |
-//! | [`vm`] | the whole machine: built, run, paused, reset, saved, restored |
+//! | [`migration`] | what two monitors tell each other of a machine that is moved |
+//! | [`vm`] | the whole machine: built, run, paused, reset, saved, restored, moved |
 //! | [`api`] | the control socket |
 //! | [`seccomp`] | system call filters |
 //! | [`probe`] | whether this machine's KVM can run guests |
@@ -27,6 +28,7 @@ mod event;
 pub mod exit;
 pub mod guest_log;
 pub mod layout;
+pub mod migration;
 pub mod probe;
 pub mod seccomp;
 pub mod size;

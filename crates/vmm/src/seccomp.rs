@@ -32,10 +32,12 @@ pub enum ThreadKind {
     Vcpu,
     /// Works on a device's queues.
     Device,
+    /// Moves the machine to another monitor, or receives one; its data streams' threads inherit the list.
+    Migrate,
 }
 
 impl ThreadKind {
-    const ALL: [Self; 4] = [Self::Main, Self::Api, Self::Vcpu, Self::Device];
+    const ALL: [Self; 5] = [Self::Main, Self::Api, Self::Vcpu, Self::Device, Self::Migrate];
 }
 
 /// The filters could not be built or installed.
@@ -174,6 +176,42 @@ const MAIN: &[c_long] = &[
     libc::SYS_unlinkat,
 ];
 
+/// What a migration does: connections, certificates (read only), the logs of what was written, what the host holds, threads for
+/// data streams, the locks of disks.
+const MIGRATE: &[c_long] = &[
+    libc::SYS_accept4,
+    libc::SYS_clone,
+    libc::SYS_clone3,
+    libc::SYS_connect,
+    libc::SYS_eventfd2,
+    libc::SYS_fdatasync,
+    libc::SYS_flock,
+    libc::SYS_fstat,
+    libc::SYS_getegid,
+    libc::SYS_geteuid,
+    libc::SYS_getgid,
+    libc::SYS_getpeername,
+    libc::SYS_getsockname,
+    libc::SYS_getsockopt,
+    libc::SYS_getuid,
+    libc::SYS_lseek,
+    libc::SYS_membarrier,
+    libc::SYS_mincore,
+    libc::SYS_newfstatat,
+    libc::SYS_pread64,
+    libc::SYS_readv,
+    libc::SYS_recvfrom,
+    libc::SYS_recvmsg,
+    libc::SYS_sched_getaffinity,
+    libc::SYS_sendmsg,
+    libc::SYS_sendto,
+    libc::SYS_setsockopt,
+    libc::SYS_shutdown,
+    libc::SYS_socket,
+    libc::SYS_statx,
+    libc::SYS_unlink,
+];
+
 type Rules = BTreeMap<c_long, Vec<SeccompRule>>;
 
 fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
@@ -194,6 +232,10 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
             allow(DISCARD);
             allow(DEVICE);
         }
+        ThreadKind::Migrate => {
+            allow(DISCARD);
+            allow(MIGRATE);
+        }
     }
     // No memory becomes executable.
     let not_executable = || masked(2, libc::PROT_EXEC as u64, 0);
@@ -204,7 +246,7 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
     let replaces = moves | (libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP) as u64;
     rules.insert(libc::SYS_mremap, vec![equal(3, moves)?, equal(3, replaces)?]);
     // Files are opened for reading only; the API thread, which no guest talks to, also makes new files for snapshots.
-    if matches!(kind, ThreadKind::Api | ThreadKind::Main) {
+    if matches!(kind, ThreadKind::Api | ThreadKind::Main | ThreadKind::Migrate) {
         let writable = (libc::O_ACCMODE | libc::O_CREAT | libc::O_EXCL | libc::O_TRUNC) as u64;
         let mut opens = vec![masked(2, writable, libc::O_RDONLY as u64)?];
         if kind == ThreadKind::Api {
@@ -265,6 +307,14 @@ const KVM_SET_IRQCHIP: u64 = kvm(READ, 0x63, size_of::<kvm_bindings::kvm_irqchip
 const KVM_SET_PIT2: u64 = kvm(WRITE, 0xa0, size_of::<kvm_bindings::kvm_pit_state2>() as u64);
 const KVM_SET_CLOCK: u64 = kvm(WRITE, 0x7b, size_of::<kvm_bindings::kvm_clock_data>() as u64);
 
+const KVM_CHECK_EXTENSION: u64 = kvm(0, 0x03, 0);
+const KVM_GET_DIRTY_LOG: u64 = kvm(WRITE, 0x42, size_of::<kvm_bindings::kvm_dirty_log>() as u64);
+const KVM_SET_USER_MEMORY_REGION: u64 =
+    kvm(WRITE, 0x46, size_of::<kvm_bindings::kvm_userspace_memory_region>() as u64);
+const KVM_ENABLE_CAP: u64 = kvm(WRITE, 0xa3, size_of::<kvm_bindings::kvm_enable_cap>() as u64);
+const KVM_CLEAR_DIRTY_LOG: u64 =
+    kvm(READ | WRITE, 0xc0, size_of::<kvm_bindings::kvm_clear_dirty_log>() as u64);
+
 /// Linux's `PAGEMAP_SCAN` (6.7), which counts resident pages: `_IOWR('f', 16, struct pm_scan_arg)`.
 const PAGEMAP_SCAN: u64 = 3 << 30 | 96 << 16 | (b'f' as u64) << 8 | 16;
 
@@ -307,6 +357,21 @@ fn ioctls(kind: ThreadKind) -> &'static [u64] {
             libc::TCGETS2,
             libc::TCSETS2,
             PAGEMAP_SCAN,
+        ],
+        ThreadKind::Migrate => &[
+            libc::FIONBIO,
+            PAGEMAP_SCAN,
+            KVM_GET_IRQCHIP,
+            KVM_SET_IRQCHIP,
+            KVM_GET_PIT2,
+            KVM_SET_PIT2,
+            KVM_GET_CLOCK,
+            KVM_SET_CLOCK,
+            KVM_SET_USER_MEMORY_REGION,
+            KVM_GET_DIRTY_LOG,
+            KVM_CLEAR_DIRTY_LOG,
+            KVM_ENABLE_CAP,
+            KVM_CHECK_EXTENSION,
         ],
         ThreadKind::Api => {
             &[libc::FIONBIO, PAGEMAP_SCAN, KVM_GET_IRQCHIP, KVM_GET_PIT2, KVM_GET_CLOCK, KVM_SET_CLOCK]

@@ -164,9 +164,9 @@ impl Connection {
     pub(super) fn end(&mut self, vm: &dyn VmControl, now: Instant) -> bool {
         if let Phase::Awaiting(wait, _, body) = &self.phase {
             let body = *body;
-            let reply = wait.poll(vm).unwrap_or_else(|| {
-                Problem::new(Status::ServiceUnavailable, "the machine has ended").into()
-            });
+            let reply = wait
+                .poll(vm)
+                .unwrap_or_else(|| Problem::new(Status::ServiceUnavailable, "the machine has ended").into());
             self.answer(&reply, Persistence::Close, body, now);
         }
         matches!(self.phase, Phase::Writing(_))

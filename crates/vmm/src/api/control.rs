@@ -133,6 +133,16 @@ pub enum VmState {
     Stopping,
 }
 
+impl From<RamBacking> for Backing {
+    fn from(backing: RamBacking) -> Self {
+        match backing {
+            RamBacking::Anon => Self::Anonymous,
+            RamBacking::Memfd => Self::Memfd,
+            RamBacking::Hugetlb => Self::Hugetlb2M,
+        }
+    }
+}
+
 impl From<Backing> for RamBacking {
     fn from(backing: Backing) -> Self {
         match backing {

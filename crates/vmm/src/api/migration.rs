@@ -18,7 +18,7 @@ pub const MAX_MIGRATION_WAIT_MS: u64 = 10 * 1000;
 /// `PUT /vm/migrate`: where to, and how.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MigrationRequest {
-    /// Where the receiver listens: `tcp:HOST:PORT` or `unix:PATH`.
+    /// Where the receiver listens: `tcp:HOST:PORT` with the host in numbers, or `unix:PATH`.
     pub to: String,
     /// Number of data streams.
     pub streams: u16,
@@ -78,11 +78,7 @@ impl MigrationRequest {
         set("to", self.to.as_str().into(), false);
         set("streams", self.streams.into(), self.streams == default.streams);
         set("downtime_ms", self.downtime_ms.into(), self.downtime_ms == default.downtime_ms);
-        set(
-            "bandwidth_bytes_per_s",
-            self.bandwidth_bytes_per_s.into(),
-            self.bandwidth_bytes_per_s.is_none(),
-        );
+        set("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s.into(), self.bandwidth_bytes_per_s.is_none());
         set("timeout_seconds", self.timeout_seconds.into(), self.timeout_seconds.is_none());
         set("on_timeout", self.on_timeout.name().into(), self.on_timeout == default.on_timeout);
         set("auto_converge", self.auto_converge.into(), !self.auto_converge);
@@ -91,7 +87,8 @@ impl MigrationRequest {
         set("holes", self.holes.into(), self.holes);
         set("insecure", self.insecure.into(), !self.insecure);
         set("share_memory", self.share_memory.into(), !self.share_memory);
-        if let Some(TlsPaths { cert, key, ca }) = &self.tls {
+        if let Some(TlsPaths { cert, key, ca, name }) = &self.tls {
+            set("tls_name", name.as_deref().into(), name.is_none());
             for (name, path) in [("tls_cert", cert), ("tls_key", key), ("tls_ca", ca)] {
                 set(name, path.to_string_lossy().into(), false);
             }
@@ -109,6 +106,8 @@ pub struct TlsPaths {
     pub key: PathBuf,
     /// Certificates of the authorities that the other side's certificate must come from.
     pub ca: PathBuf,
+    /// Name in the receiver's certificate, where that is not the host of the address.
+    pub name: Option<String>,
 }
 
 /// What happens when the time limit of a migration is reached.
@@ -273,6 +272,8 @@ pub struct MigrationReport {
     pub bandwidth_bytes_per_s: u64,
     /// Who was asked for free pages: `hints`, `query` or `off`.
     pub free_pages: FreePageChoice,
+    /// Why nobody was asked, if somebody was to be.
+    pub free_pages_error: Option<String>,
     /// Whether memory was handed over instead of sent.
     pub shared_memory: bool,
     /// Each round.
@@ -296,6 +297,12 @@ pub struct MigrationRound {
     pub pages_skipped: u64,
     /// Bytes sent.
     pub bytes_sent: u64,
+    /// Pages that were written meanwhile.
+    pub pages_written: u64,
+    /// How long nothing was sent because the guest was naming its free pages.
+    pub hint_wait_ms: u64,
+    /// By how much the vCPUs were slowed down, in percent.
+    pub throttle_percent: u8,
 }
 
 #[cfg(test)]

@@ -221,7 +221,7 @@ fn migrate(request: &Request<'_>) -> Result<Operation, Problem> {
 }
 
 /// All fields of a migration's request.
-const MIGRATION_FIELDS: [&str; 15] = [
+const MIGRATION_FIELDS: [&str; 16] = [
     "to",
     "streams",
     "downtime_ms",
@@ -235,6 +235,7 @@ const MIGRATION_FIELDS: [&str; 15] = [
     "tls_cert",
     "tls_key",
     "tls_ca",
+    "tls_name",
     "insecure",
     "share_memory",
 ];
@@ -245,11 +246,12 @@ pub const MIN_BANDWIDTH_BYTES: u64 = 64 << 10;
 /// All three files, or none.
 fn tls_paths(fields: &Fields) -> Result<Option<TlsPaths>, Problem> {
     let names = ["tls_cert", "tls_key", "tls_ca"];
-    if !names.iter().any(|name| fields.has(name)) {
+    if !names.iter().chain(&["tls_name"]).any(|name| fields.has(name)) {
         return Ok(None);
     }
+    let name = fields.has("tls_name").then(|| fields.text("tls_name", "the name in a certificate"));
     let [cert, key, ca] = names.map(|name| fields.path(name));
-    Ok(Some(TlsPaths { cert: cert?, key: key?, ca: ca? }))
+    Ok(Some(TlsPaths { cert: cert?, key: key?, ca: ca?, name: name.transpose()? }))
 }
 
 fn migration(request: &Request<'_>) -> Result<Operation, Problem> {

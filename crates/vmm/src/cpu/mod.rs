@@ -102,6 +102,11 @@ impl Vcpu {
             .collect()
     }
 
+    /// The model specific registers that this vCPU has; its state has them all.
+    pub fn msrs(&self) -> Arc<MsrList> {
+        self.msrs.clone()
+    }
+
     /// The state for a snapshot.
     pub fn capture(&self) -> Result<VcpuState, CpuError> {
         VcpuState::capture(&self.fd, &self.msrs)

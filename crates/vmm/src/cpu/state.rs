@@ -27,7 +27,7 @@ fn memory_type_ranges() -> impl Iterator<Item = u32> {
 }
 
 /// The model specific registers that a vCPU has and that can be read.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct MsrList(Vec<u32>);
 
 impl MsrList {
@@ -44,6 +44,11 @@ impl MsrList {
             }
         }
         Ok(Self(readable))
+    }
+
+    /// Their numbers.
+    pub fn numbers(&self) -> &[u32] {
+        &self.0
     }
 
     fn read(&self, vcpu: &VcpuFd) -> Result<Vec<Msr>, CpuError> {

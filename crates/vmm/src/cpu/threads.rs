@@ -6,10 +6,12 @@
 
 use std::cell::Cell;
 use std::io;
+use std::os::unix::thread::JoinHandleExt;
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use kvm_ioctls::VcpuExit;
 use vmm_sys_util::signal::{Killable, SIGRTMIN, register_signal_handler};
@@ -71,6 +73,9 @@ struct State {
     job_error: Option<CpuError>,
     /// Threads that are gone; they count as parked.
     ended: usize,
+    /// How long each vCPU is to stand still, once for each generation.
+    rest: Duration,
+    rest_generation: u64,
 }
 
 /// All vCPU threads of a virtual machine; dropped, they end.
@@ -98,6 +103,8 @@ impl VcpuThreads {
             job_done: 0,
             job_error: None,
             ended: 0,
+            rest: Duration::ZERO,
+            rest_generation: 0,
         };
         let shared = Arc::new(Shared {
             state: Mutex::new(state),
@@ -178,14 +185,33 @@ impl VcpuThreads {
         Ok(results.into_iter().map(|(_, result)| result).collect())
     }
 
+    /// Lets each vCPU that runs stand still for this long, once; it can be paused meanwhile. Returns at once.
+    pub fn rest(&self, time: Duration) {
+        let mut state = lock(&self.shared);
+        state.rest_generation += 1;
+        state.rest = time;
+        drop(state);
+        self.kick();
+    }
+
+    /// Processor time that the threads have used.
+    pub fn processor_time(&self) -> Duration {
+        self.threads.iter().map(processor_time).sum()
+    }
+
     fn set_goal(&self, goal: Goal) {
         lock(&self.shared).goal = goal;
         self.shared.changed.notify_all();
         if goal != Goal::Run {
-            for thread in &self.threads {
-                // A thread that has ended cannot be signalled and need not be.
-                let _ = thread.kill(SIGRTMIN());
-            }
+            self.kick();
+        }
+    }
+
+    /// Brings all threads out of KVM_RUN.
+    fn kick(&self) {
+        for thread in &self.threads {
+            // A thread that has ended cannot be signalled and need not be.
+            let _ = thread.kill(SIGRTMIN());
         }
     }
 
@@ -286,6 +312,38 @@ fn wait_for_goal(shared: &Shared, vcpu: &mut Vcpu, done: &mut u64) -> Next {
     Next::Run
 }
 
+/// Lets the vCPU stand still if that was asked for since the last time, unless it is to be stopped.
+fn rest(shared: &Shared, rested: &mut u64) {
+    let mut state = lock(shared);
+    if state.rest_generation == *rested {
+        return;
+    }
+    *rested = state.rest_generation;
+    let end = Instant::now() + state.rest;
+    while state.goal == Goal::Run {
+        let left = end.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return;
+        }
+        state = shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+    }
+}
+
+/// Processor time of a thread; zero if the system does not tell.
+fn processor_time(thread: &JoinHandle<()>) -> Duration {
+    let mut clock = 0;
+    // SAFETY: the thread has not been joined, so its handle is valid, and `clock` is a place for the result.
+    if unsafe { libc::pthread_getcpuclockid(thread.as_pthread_t(), &raw mut clock) } != 0 {
+        return Duration::ZERO;
+    }
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the clock's number is the system's own, and `time` a place for the result.
+    if unsafe { libc::clock_gettime(clock, &raw mut time) } != 0 {
+        return Duration::ZERO;
+    }
+    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
+}
+
 /// Parks this vCPU for good: it cannot go on until somebody resets or stops it.
 fn park_after(shared: &Shared, exit: GuestExit) {
     let mut state = lock(shared);
@@ -297,7 +355,7 @@ fn park_after(shared: &Shared, exit: GuestExit) {
 }
 
 fn run(shared: &Shared, buses: &Buses, vcpu: &mut Vcpu) {
-    let mut done = 0;
+    let (mut done, mut rested) = (0, 0);
     // KVM finishes an access to a device only when it is entered again: until then, the vCPU's registers are those of an
     // instruction half done, and must not be saved.
     let mut unfinished = false;
@@ -367,6 +425,7 @@ fn run(shared: &Shared, buses: &Buses, vcpu: &mut Vcpu) {
             Err(error) if matches!(error.errno(), libc::EINTR | libc::EAGAIN) => {
                 count(&shared.counters.kicked);
                 vcpu.fd.set_kvm_immediate_exit(0);
+                rest(shared, &mut rested);
             }
             Err(error) => park_after(shared, kvm_error(error.to_string())),
         }

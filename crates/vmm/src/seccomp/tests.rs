@@ -115,6 +115,39 @@ fn the_api_thread_may_write_snapshots() {
     assert_eq!(in_child(ThreadKind::Main, || write_snapshots(&ram)), EXIT_CODE);
 }
 
+/// Connects, sends from a thread of its own and reads a file, as a migration does.
+fn send_over(path: &std::path::Path) {
+    use std::io::Write;
+    let connected = std::os::unix::net::UnixStream::connect(path).and_then(|mut stream| {
+        let sent = std::thread::scope(|scope| {
+            scope
+                .spawn(|| stream.write_all(b"memory"))
+                .join()
+                .unwrap_or_else(|_| Err(std::io::ErrorKind::Other.into()))
+        });
+        sent.and_then(|()| std::fs::read("/proc/self/statm")).and_then(|_| stream.set_nonblocking(true))
+    });
+    if connected.is_err() {
+        // SAFETY: ends the child without running the parent's cleanup.
+        unsafe { libc::_exit(1) };
+    }
+}
+
+#[test]
+fn only_the_migration_thread_may_connect() {
+    use std::io::Read;
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("socket");
+    let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+    assert_eq!(in_child(ThreadKind::Migrate, || send_over(&path)), 0);
+    let mut received = String::new();
+    listener.accept().unwrap().0.read_to_string(&mut received).unwrap();
+    assert_eq!(received, "memory");
+    for kind in ThreadKind::ALL.into_iter().filter(|kind| *kind != ThreadKind::Migrate) {
+        assert_eq!(in_child(kind, || send_over(&path)), EXIT_CODE, "{kind:?}");
+    }
+}
+
 #[test]
 fn filters_can_be_left_out() {
     let filters = Filters::new(Switch::Off).unwrap();

@@ -12,6 +12,7 @@
 //! has the name is whole. RAM is read lazily when the machine is restored, so its checksum is only looked at on request.
 
 pub mod config;
+mod features;
 pub mod file;
 pub mod processor;
 pub mod state;
@@ -76,8 +77,8 @@ pub enum SnapshotError {
     },
     /// The guest runs on another kind of processor.
     #[error(
-        "the snapshot comes from a {saved} processor, this machine has a {host} one; a running guest cannot change that: \
-         restore it on a machine like the one it comes from"
+        "the virtual machine comes from a {saved} processor, this machine has a {host} one; a running guest cannot change \
+         that: use a machine like the one it comes from"
     )]
     Vendor {
         /// Vendor in the snapshot.
@@ -87,8 +88,8 @@ pub enum SnapshotError {
     },
     /// The guest uses what this processor does not have.
     #[error(
-        "this machine's processor or its KVM lacks features that the guest was started with ({missing}); restore it on a \
-         machine that has them"
+        "this machine's processor or its KVM lacks features that the guest was started with: {missing}; use a machine that \
+         has them"
     )]
     Processor {
         /// Which, as CPUID leaf, register and bits.

@@ -3,7 +3,7 @@
 use kvm_bindings::{CpuId, kvm_cpuid_entry2};
 use serde::{Deserialize, Serialize};
 
-use super::SnapshotError;
+use super::{SnapshotError, features};
 
 /// One CPUID leaf.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -107,7 +107,7 @@ impl Processor {
         self.registers(0x8000_0008, 0)[EAX] & 0xff
     }
 
-    /// Features of this processor that `other` does not have, for example `leaf 0x7.0 EBX bits 0x20`.
+    /// Features of this processor that `other` does not have, for example `avx2 (leaf 0x7.0 EBX bits 0x20)`.
     fn missing_in(&self, other: &Self) -> Vec<String> {
         let mut missing = Vec::new();
         for &(function, index, registers) in FEATURES {
@@ -115,7 +115,13 @@ impl Processor {
             for &register in registers {
                 let bits = own[register] & !others[register];
                 if bits != 0 {
-                    missing.push(format!("leaf {function:#x}.{index} {} bits {bits:#x}", NAMES[register]));
+                    let place = format!("leaf {function:#x}.{index} {} bits {bits:#x}", NAMES[register]);
+                    let names = features::names(function, index, register, bits);
+                    missing.push(if names.is_empty() {
+                        place
+                    } else {
+                        format!("{} ({place})", names.join(" "))
+                    });
                 }
             }
         }
@@ -164,7 +170,8 @@ mod tests {
         let old = processor(&[(1, [1, 2, 0b1011, 0b1]), (7, [0, 0b100, 0, 0])]);
         let new = processor(&[(1, [9, 9, 0b1111, 0b1]), (7, [0, 0b110, 0, 0])]);
         assert_eq!(old.missing_in(&new), Vec::<String>::new());
-        assert_eq!(new.missing_in(&old), ["leaf 0x1.0 ECX bits 0x4", "leaf 0x7.0 EBX bits 0x2"]);
+        let missing = ["dtes64 (leaf 0x1.0 ECX bits 0x4)", "tsc_adjust (leaf 0x7.0 EBX bits 0x2)"];
+        assert_eq!(new.missing_in(&old), missing);
         assert_eq!(old.missing_in(&processor(&[])).len(), 3);
     }
 

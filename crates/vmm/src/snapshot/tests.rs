@@ -39,6 +39,11 @@ fn config() -> VmConfig {
     }
 }
 
+/// What a machine is made of.
+pub(crate) fn machine() -> MachineConfig {
+    MachineConfig::of(&config())
+}
+
 /// Guest memory with little in it.
 pub(crate) fn ram() -> GuestRam {
     let spec = RegionSpec { start: GuestAddress(0), size_bytes: RAM_BYTES, host_node: None };
@@ -113,8 +118,7 @@ fn what_is_written_can_be_read() {
     assert_eq!(done, [RAM_BYTES]);
     let spec = RegionSpec { start: GuestAddress(0), size_bytes: RAM_BYTES, host_node: None };
     let ram =
-        GuestRam::restore(&[spec], HugePages::Off, snapshot.file, RAM_OFFSET_BYTES, &snapshot.ram)
-            .unwrap();
+        GuestRam::restore(&[spec], HugePages::Off, snapshot.file, RAM_OFFSET_BYTES, &snapshot.ram).unwrap();
     let mut bytes = [0; 12];
     ram.memory().read_slice(&mut bytes, GuestAddress(5 << 20)).unwrap();
     assert_eq!(&bytes, b"guest memory");

@@ -1,5 +1,6 @@
 //! Builds a virtual machine out of its configuration or of a snapshot.
 
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
@@ -30,6 +31,7 @@ use crate::devices::virtio::rng::Rng;
 use crate::devices::virtio::worker::Worker;
 use crate::exit::ExitSignal;
 use crate::layout;
+use crate::migration::capabilities;
 use crate::seccomp::Filters;
 use crate::snapshot::file::RAM_OFFSET_BYTES;
 use crate::snapshot::processor::Processor;
@@ -141,13 +143,13 @@ pub(super) fn build(
 
     let vcpus = Vcpu::create_all(&kvm, &vm_fd, &cpuid, config.cpus)?;
     let tsc = set_tsc_frequency(&kvm, &vcpus, &Processor::of(&cpuid).vendor(), origin.tsc_khz())?;
+    let msrs = vcpus.first().map(Vcpu::msrs).unwrap_or_default();
     let interrupt_controllers = interrupts::capture(&vm_fd)?;
     let counters = Arc::new(ExitCounters::default());
     let vcpus = VcpuThreads::spawn(vcpus, &Arc::new(buses), exit, &counters, filters)
         .map_err(VmError::host("start the vCPU threads"))?;
     let policy = config.clock;
-    let state =
-        if matches!(origin, Origin::Migration(_)) { VmState::Receiving } else { VmState::Starting };
+    let state = if matches!(origin, Origin::Migration(_)) { VmState::Receiving } else { VmState::Starting };
     let platform = Platform { cpus: config.cpus, devices, nodes: numa_nodes(&config) };
     let vm = Vm {
         config,
@@ -160,6 +162,8 @@ pub(super) fn build(
         workers,
         devices: managed,
         cpuid,
+        msrs,
+        capabilities: capabilities(&kvm),
         tsc,
         frozen: Mutex::new(None),
         clock_info: Mutex::new(ClockInfo { policy, ..ClockInfo::default() }),
@@ -170,6 +174,7 @@ pub(super) fn build(
         vcpus,
         state: Mutex::new(state),
         migrations: Migrations::default(),
+        given_away: AtomicBool::new(false),
         started: Instant::now(),
         trim_cursor: Mutex::new(0),
     };
@@ -352,11 +357,7 @@ impl Assembly<'_> {
         Ok(line)
     }
 
-    fn add_serial(
-        &mut self,
-        config: &VmConfig,
-        input_read: &EventFd,
-    ) -> Result<Arc<Mutex<Serial>>, VmError> {
+    fn add_serial(&mut self, config: &VmConfig, input_read: &EventFd) -> Result<Arc<Mutex<Serial>>, VmError> {
         let output = ConsoleOutput::open(&config.serial)
             .map_err(|source| VmError::Console { console: format!("{:?}", config.serial), source })?;
         let interrupt = self.interrupt(layout::SERIAL_GSI)?;

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use super::free_pages::Question;
 use super::migrate::BEING_MOVED;
+use super::migrate::source::check_address;
 use super::snapshot::WriteError;
 use super::{SharedTransport, Vm, VmError, lock, metrics};
 use crate::api::control::{
@@ -69,7 +70,7 @@ fn summary(transport: &MmioTransport<BalloonDevice>) -> BalloonSummary {
 }
 
 /// What is to be said of a machine that neither runs nor is paused.
-fn standing_still(state: VmState) -> ControlError {
+pub(super) fn standing_still(state: VmState) -> ControlError {
     match state {
         VmState::Migrating => wrong_state(BEING_MOVED, "wait for the end of the migration, or cancel it"),
         VmState::Receiving => {
@@ -133,6 +134,8 @@ impl VmControl for Vm {
         match *state {
             VmState::Running => Ok(()),
             VmState::Paused => {
+                // After a migration whose end is unknown: a destination that runs has the disks.
+                self.take_devices_back().map_err(|problem| wrong_state(problem, "end the other one"))?;
                 self.thaw().map_err(failed)?;
                 *state = VmState::Running;
                 Ok(())
@@ -170,7 +173,10 @@ impl VmControl for Vm {
 
     fn migrate(&self, request: MigrationRequest) -> Result<(), ControlError> {
         match self.state() {
-            VmState::Running | VmState::Paused => self.migrations.ask(request),
+            VmState::Running | VmState::Paused => {
+                check_address(&request.to)?;
+                self.migrations.ask(request)
+            }
             state => Err(standing_still(state)),
         }
     }

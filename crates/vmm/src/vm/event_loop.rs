@@ -10,9 +10,11 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::build::{Built, Origin, build};
+use super::migrate::MigrationThread;
 use super::terminal::{EscapeSequence, RawTerminal, Typed};
 use super::{Vm, VmError, lock};
 use crate::api::ApiServer;
+use crate::api::control::{VmControl, VmState};
 use crate::api::server::Limits;
 use crate::config::{RebootAction, SerialConfig, VmConfig};
 use crate::event::readable;
@@ -20,7 +22,7 @@ use crate::exit::{ExitSignal, GuestExit};
 use crate::seccomp::{Filters, ThreadKind};
 use crate::snapshot::{Overrides, SnapshotFile};
 
-mod signals;
+pub(super) mod signals;
 
 use signals::Signals;
 
@@ -74,7 +76,9 @@ fn run_from(config: VmConfig, origin: Origin, start: Start) -> Result<GuestExit,
     let exit = Arc::new(ExitSignal::new().map_err(VmError::host("create an event"))?);
     let Built { vm, input_read } = build(config, origin, &filters, &exit)?;
     let vm = Arc::new(vm);
-    let _api = api.map(|path| start_api(&path, &vm, &filters)).transpose()?;
+    let _api = api.map(|path| start_api(&path, vm.clone(), &exit, &filters)).transpose()?;
+    // Ends before the API, which can then tell what has become of a migration.
+    let _migrations = vm.config.api.is_some().then(|| MigrationThread::start(&vm, &filters)).transpose()?;
     let console = ConsoleInput::open(&serial, input_read)?;
     filters.for_thread(ThreadKind::Main).apply()?;
     match start {
@@ -86,17 +90,29 @@ fn run_from(config: VmConfig, origin: Origin, start: Start) -> Result<GuestExit,
     Ok(exit)
 }
 
-fn start_api(path: &Path, vm: &Arc<Vm>, filters: &Filters) -> Result<ApiServer, VmError> {
-    let (filter, exit) = (filters.for_thread(ThreadKind::Api), vm.exit.clone());
+/// Serves the API for `vm`; `exit` is told if that cannot be.
+pub(super) fn start_api(
+    path: &Path,
+    vm: Arc<dyn VmControl>,
+    exit: &Arc<ExitSignal>,
+    filters: &Filters,
+) -> Result<ApiServer, VmError> {
+    let (filter, exit) = (filters.for_thread(ThreadKind::Api), exit.clone());
     let restrict = move || {
         if let Err(error) = filter.apply() {
             exit.raise(GuestExit::Monitor { message: error.to_string() });
         }
     };
-    Ok(ApiServer::start_with(path, vm.clone(), Limits::default(), restrict)?)
+    Ok(ApiServer::start_with(path, vm, Limits::default(), restrict)?)
 }
 
-fn wait_for_end(vm: &Vm, signals: &Signals, mut console: ConsoleInput, on_reboot: RebootAction) -> GuestExit {
+/// Looks after a machine until it ends.
+pub(super) fn wait_for_end(
+    vm: &Vm,
+    signals: &Signals,
+    mut console: ConsoleInput,
+    on_reboot: RebootAction,
+) -> GuestExit {
     loop {
         match vm.pending_exit() {
             None => {}
@@ -118,7 +134,10 @@ fn wait_for_end(vm: &Vm, signals: &Signals, mut console: ConsoleInput, on_reboot
             PollFd::new(signals, PollFlags::IN),
             readable(&console.input_read),
         ];
-        if let Some(input) = console.wanted() {
+        // A machine that has not arrived would lose what it is told.
+        if vm.state() != VmState::Receiving
+            && let Some(input) = console.wanted()
+        {
             fds.push(PollFd::new(input, PollFlags::IN));
         }
         match poll(&mut fds, backlog.then_some(&OUTPUT_RETRY)) {
@@ -147,7 +166,7 @@ enum Wish {
 }
 
 /// Standard input on its way to the guest's serial line, whose FIFO takes 64 bytes at a time.
-struct ConsoleInput {
+pub(super) struct ConsoleInput {
     source: Option<io::Stdin>,
     terminal: Option<(RawTerminal, EscapeSequence)>,
     input_read: EventFd,
@@ -155,7 +174,8 @@ struct ConsoleInput {
 }
 
 impl ConsoleInput {
-    fn open(serial: &SerialConfig, input_read: EventFd) -> Result<Self, VmError> {
+    /// Takes standard input over, if the serial line is there.
+    pub(super) fn open(serial: &SerialConfig, input_read: EventFd) -> Result<Self, VmError> {
         let console = |source| VmError::Console { console: "tty".to_owned(), source };
         let terminal = match serial {
             SerialConfig::Tty => Some((RawTerminal::enter().map_err(console)?, EscapeSequence::default())),

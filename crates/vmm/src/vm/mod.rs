@@ -8,10 +8,12 @@ mod interrupts;
 mod metrics;
 mod migrate;
 pub mod privileges;
+mod receive;
 mod snapshot;
 pub mod terminal;
 mod trim;
 
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -28,6 +30,7 @@ use crate::boot::{BootError, BootImage};
 use crate::clock::{self, GuestClockError, TscFrequencies};
 use crate::config::{ConfigError, VmConfig};
 use crate::cpu::CpuError;
+use crate::cpu::state::MsrList;
 use crate::cpu::threads::{ExitCounters, VcpuThreads};
 use crate::devices::bus::Overlap;
 use crate::devices::platform::AcpiRegisters;
@@ -37,6 +40,7 @@ use crate::devices::virtio::block::DiskError;
 use crate::devices::virtio::mmio::{ManagedDevice, MmioTransport};
 use crate::devices::virtio::worker::Worker;
 use crate::exit::{ExitSignal, GuestExit};
+use crate::migration::Incompatible;
 use crate::seccomp::SeccompError;
 use crate::snapshot::SnapshotError;
 use crate::snapshot::state::InterruptControllers;
@@ -44,6 +48,7 @@ use crate::snapshot::state::InterruptControllers;
 use migrate::Migrations;
 
 pub use event_loop::{Start, restore, run};
+pub use receive::{ReceiveConfig, receive};
 
 /// Why a virtual machine could not be started or run.
 #[derive(Debug, Error)]
@@ -133,6 +138,15 @@ pub enum VmError {
         /// The system's answer.
         source: std::io::Error,
     },
+    /// A machine that was to come from another monitor.
+    #[error("no virtual machine was received: {0}")]
+    NotReceived(String),
+    /// A machine that cannot be here what it was there.
+    #[error(transparent)]
+    Incompatible(#[from] Incompatible),
+    /// What only one monitor may have.
+    #[error("cannot take a device over: {0}")]
+    Device(String),
     /// A resource of the host.
     #[error("cannot {action}: {source}")]
     Host {
@@ -175,6 +189,10 @@ pub struct Vm {
     devices: Vec<Arc<Mutex<dyn ManagedDevice>>>,
     /// The processor as vCPU 0 sees it.
     cpuid: CpuId,
+    /// The model specific registers of each vCPU.
+    msrs: Arc<MsrList>,
+    /// What this host's KVM can do, by name.
+    capabilities: Vec<String>,
     /// `None` if KVM does not know how fast the time stamp counter counts.
     tsc: Option<TscFrequencies>,
     /// The guest's clocks at the moment at which it was paused or saved.
@@ -187,6 +205,8 @@ pub struct Vm {
     counters: Arc<ExitCounters>,
     state: Mutex<VmState>,
     migrations: Migrations,
+    /// Devices have let go of what only one monitor may have.
+    given_away: AtomicBool,
     started: Instant,
     /// First page that the next trim looks at.
     trim_cursor: Mutex<u64>,

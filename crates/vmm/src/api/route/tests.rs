@@ -169,7 +169,12 @@ fn a_migration_has_defaults_and_every_field_can_be_set() {
         free_pages: FreePageChoice::Query,
         zero_pages: false,
         holes: false,
-        tls: Some(TlsPaths { cert: "/c".into(), key: "/k".into(), ca: "/a".into() }),
+        tls: Some(TlsPaths {
+            cert: "/c".into(),
+            key: "/k".into(),
+            ca: "/a".into(),
+            name: Some("receiver.example".to_owned()),
+        }),
         insecure: true,
         share_memory: true,
         ..plain.clone()
@@ -197,7 +202,10 @@ fn a_wrong_migration_names_its_field() {
         (r#"{"to": "unix:/x", "speed": 1}"#, "speed"),
     ] {
         let problem = ask("PUT", "/vm/migrate", body).unwrap_err();
-        assert_eq!((problem.status, problem.detail.field.as_deref()), (Status::UnprocessableContent, Some(field)));
+        assert_eq!(
+            (problem.status, problem.detail.field.as_deref()),
+            (Status::UnprocessableContent, Some(field))
+        );
         assert!(problem.detail.message.contains(field) && problem.detail.remedy.is_some(), "{problem:?}");
     }
 }

@@ -138,6 +138,26 @@ impl BalloonDevice {
         self.balloon.last_request_id() == request_id && self.balloon.cancel_free_pages()
     }
 
+    /// Features that the driver has accepted; none without a driver.
+    pub fn negotiated(&self) -> Features {
+        self.balloon.negotiated()
+    }
+
+    /// Asks the driver for hints, which go to the sink. The configuration changes.
+    pub fn start_hinting(&mut self, sink: Box<dyn HintSink>) -> Result<(), BalloonError> {
+        self.balloon.start_hinting(sink)
+    }
+
+    /// No more hints are wanted; `true` when the configuration changes by that.
+    pub fn stop_hinting(&mut self) -> bool {
+        self.balloon.stop_hinting()
+    }
+
+    /// The driver may use the hinted pages again; `true` when the configuration changes by that.
+    pub fn finish_hinting(&mut self) -> bool {
+        self.balloon.finish_hinting()
+    }
+
     /// The statistics received last.
     pub fn statistics(&self) -> StatisticsReading {
         let statistics = self.balloon.statistics();

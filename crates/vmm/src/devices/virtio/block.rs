@@ -95,7 +95,12 @@ enum Status {
 
 impl Block {
     /// Opens the image; requests lie in `memory`.
-    pub fn open(config: &DiskConfig, index: usize, memory: GuestMemory, when: DiskLock) -> Result<Self, DiskError> {
+    pub fn open(
+        config: &DiskConfig,
+        index: usize,
+        memory: GuestMemory,
+        when: DiskLock,
+    ) -> Result<Self, DiskError> {
         let readonly = config.readonly.is_on();
         let path = &config.path;
         let open = |source| DiskError::Open { path: path.clone(), source };
@@ -218,6 +223,10 @@ impl VirtioDevice for Block {
 
     fn queue_sizes(&self) -> Vec<u16> {
         vec![QUEUE_SIZE]
+    }
+
+    fn disk_bytes(&self) -> Option<u64> {
+        Some(self.sectors * SECTOR_BYTES)
     }
 
     fn read_config(&self, offset: u64, data: &mut [u8]) {

@@ -19,6 +19,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use super::state::{SavedQueue, TransportState};
 use super::{VirtioDevice, Work};
 use crate::devices::bus::{BusDevice, ExclusiveDevice};
+use crate::migration::DeviceDescription;
 
 const MAGIC: u32 = u32::from_le_bytes(*b"virt");
 /// Version 2 is the layout of virtio 1.0 and later.
@@ -325,6 +326,9 @@ pub trait ManagedDevice: Send {
     /// Takes a saved state. The device must be new, and nobody may run it yet. An error says what does not fit.
     fn restore(&mut self, state: &TransportState) -> Result<(), String>;
 
+    /// The device for a monitor that it is to be moved to.
+    fn describe(&self) -> DeviceDescription;
+
     /// As [`VirtioDevice::give_away`].
     fn give_away(&mut self) -> Result<(), String>;
 
@@ -407,6 +411,15 @@ impl<D: VirtioDevice> ManagedDevice for MmioTransport<D> {
         self.config_generation = state.config_generation;
         self.interrupt_status.store(state.interrupt_status, Ordering::Release);
         Ok(())
+    }
+
+    fn describe(&self) -> DeviceDescription {
+        DeviceDescription {
+            device_id: self.device.device_id(),
+            features: self.offered_features(),
+            queue_sizes: self.device.queue_sizes(),
+            disk_bytes: self.device.disk_bytes(),
+        }
     }
 
     fn give_away(&mut self) -> Result<(), String> {

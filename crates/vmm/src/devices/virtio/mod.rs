@@ -42,6 +42,11 @@ pub trait VirtioDevice: Send {
     /// Largest size of each queue.
     fn queue_sizes(&self) -> Vec<u16>;
 
+    /// Size of its image, for a disk.
+    fn disk_bytes(&self) -> Option<u64> {
+        None
+    }
+
     /// Reads the configuration space.
     fn read_config(&self, offset: u64, data: &mut [u8]);
 

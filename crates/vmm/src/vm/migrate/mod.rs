@@ -3,15 +3,23 @@
 //! The API asks and looks ([`Migrations`]); a thread of its own ([`MigrationThread`]) does the work, because that takes system
 //! calls that no other thread may make, and waits for the network.
 
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+mod guest;
+mod hints;
+pub(super) mod source;
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::control::wrong_state;
-use crate::api::control::ControlError;
+use super::{Vm, VmError};
+use crate::api::control::{ControlError, VmState};
 use crate::api::migration::{MigrationPhase, MigrationReport, MigrationRequest, MigrationStatus};
+use crate::exit::GuestExit;
+use crate::seccomp::{Filters, ThreadKind};
 
 /// What is said when something does not go together with a migration.
-pub(super) const BEING_MOVED: &str = "the virtual machine is being moved to another monitor";
+pub(super) const BEING_MOVED: &str = "the virtual machine is migrating to another monitor";
 
 /// How long the monitor waits for somebody to read the report of a completed migration before it ends.
 const REPORT_TIME_LIMIT: Duration = Duration::from_secs(1);
@@ -186,6 +194,56 @@ impl Migrations {
     }
 }
 
+/// The thread that moves the machine when it is asked to; dropped, it ends.
+pub(super) struct MigrationThread {
+    vm: Arc<Vm>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl MigrationThread {
+    /// Starts the thread, which waits for a request.
+    pub(super) fn start(vm: &Arc<Vm>, filters: &Filters) -> Result<Self, VmError> {
+        let (machine, filter) = (vm.clone(), filters.for_thread(ThreadKind::Migrate));
+        let thread = std::thread::Builder::new()
+            .name("migrate".to_owned())
+            .spawn(move || match filter.apply() {
+                Ok(()) => work(&machine),
+                Err(error) => machine.exit.raise(GuestExit::Monitor { message: error.to_string() }),
+            })
+            .map_err(VmError::host("start the thread for migrations"))?;
+        Ok(Self { vm: vm.clone(), thread: Some(thread) })
+    }
+}
+
+impl Drop for MigrationThread {
+    fn drop(&mut self) {
+        self.vm.migrations.end();
+        if let Some(thread) = self.thread.take() {
+            // A panic of the thread has been printed where it happened.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn work(vm: &Arc<Vm>) {
+    while let Some(request) = vm.migrations.next_request() {
+        let report = source::migrate(vm, &request);
+        let status = report.status;
+        if let Some(problem) = &report.error {
+            tracing::warn!("the migration to {} has ended as {}: {problem}", request.to, status.name());
+        }
+        if status == MigrationPhase::Completed {
+            *super::lock(&vm.state) = VmState::Stopping;
+        }
+        vm.migrations.finish(report);
+        if status == MigrationPhase::Completed {
+            vm.migrations.wait_for_reader();
+            vm.exit.raise(GuestExit::Migrated { to: request.to });
+            return;
+        }
+    }
+}
+
 impl Slot {
     fn give_up(&mut self) {
         self.cancelled = true;
@@ -198,3 +256,6 @@ impl Slot {
 fn in_ms(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,144 @@
+//! The guest's balloon driver as a source of free pages.
+
+use ebb_abi::balloon::Feature;
+use ebb_abi::{Order, PageRange};
+use ebb_balloon::{HintEnd, HintSink};
+use ebb_migration::{BoxError, FreePageSource, HintReceiver};
+
+use crate::api::migration::FreePageChoice;
+use crate::vm::{SharedTransport, lock};
+
+/// How the driver is asked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Way {
+    /// Free page hinting (virtio 1.3 section 5.5.6.4).
+    Hints,
+    /// The extension's question (docs/extension.md, "Host requests").
+    Query,
+}
+
+/// The guest's driver can be asked in no way that was wanted.
+#[derive(Debug, thiserror::Error)]
+enum Unasked {
+    #[error("no driver in the guest has agreed on {0}")]
+    NotNegotiated(&'static str),
+    #[error("the guest relies on the content of its free pages (page poison)")]
+    Poisoned,
+    #[error("{0}")]
+    Refused(String),
+}
+
+/// Asks the driver, in the way that was chosen.
+pub(super) struct FreePages {
+    transport: SharedTransport,
+    choice: FreePageChoice,
+    /// What is under way, with the number of a question.
+    asked: Option<(Way, u64)>,
+    /// How it was asked last, for the report.
+    used: FreePageChoice,
+}
+
+impl FreePages {
+    /// By `choice`, which is not [`FreePageChoice::Off`].
+    pub(super) fn new(transport: SharedTransport, choice: FreePageChoice) -> Self {
+        Self { transport, choice, asked: None, used: FreePageChoice::Off }
+    }
+
+    /// How the driver was asked; off if it could not be.
+    pub(super) fn used(&self) -> FreePageChoice {
+        self.used
+    }
+
+    fn way(&self) -> Result<Way, Unasked> {
+        let negotiated = lock(&self.transport).device().negotiated();
+        // The guest finds zeros at the destination where its pattern was, or an older content where it has put zeros.
+        if negotiated.contains(Feature::PagePoison) {
+            return Err(Unasked::Poisoned);
+        }
+        let (hints, query) = (Feature::FreePageHint, Feature::HostRequest);
+        match self.choice {
+            FreePageChoice::Query | FreePageChoice::Auto if negotiated.contains(query) => Ok(Way::Query),
+            FreePageChoice::Hints | FreePageChoice::Auto if negotiated.contains(hints) => Ok(Way::Hints),
+            FreePageChoice::Query => Err(Unasked::NotNegotiated("host requests")),
+            FreePageChoice::Hints | FreePageChoice::Auto => Err(Unasked::NotNegotiated("free page hinting")),
+            FreePageChoice::Off => Err(Unasked::NotNegotiated("anything")),
+        }
+    }
+
+    /// Ends a question whose answer is not wanted any more.
+    fn withdraw(&mut self) {
+        if let Some((Way::Query, request_id)) = self.asked {
+            let mut transport = lock(&self.transport);
+            if transport.device_mut().cancel_free_pages(request_id) {
+                transport.interrupt_used();
+            }
+        }
+    }
+}
+
+impl FreePageSource for FreePages {
+    fn start(&mut self, hints: HintReceiver) -> Result<(), BoxError> {
+        let way = self.way()?;
+        let sink = Box::new(Sink(hints));
+        let mut transport = lock(&self.transport);
+        match way {
+            Way::Hints => {
+                let started = transport.device_mut().start_hinting(sink);
+                started.map_err(|error| Unasked::Refused(error.to_string()))?;
+                transport.config_changed();
+                self.asked = Some((Way::Hints, 0));
+                self.used = FreePageChoice::Hints;
+            }
+            Way::Query => {
+                let asked = transport.device_mut().request_free_pages(Order(0), sink);
+                let (request_id, interrupt) = asked.map_err(|error| Unasked::Refused(error.to_string()))?;
+                if interrupt {
+                    transport.interrupt_used();
+                }
+                self.asked = Some((Way::Query, request_id));
+                self.used = FreePageChoice::Query;
+            }
+        }
+        Ok(())
+    }
+
+    fn stop(&mut self) {
+        match self.asked {
+            Some((Way::Hints, _)) => {
+                let mut transport = lock(&self.transport);
+                if transport.device_mut().stop_hinting() {
+                    transport.config_changed();
+                }
+            }
+            Some((Way::Query, _)) => self.withdraw(),
+            None => {}
+        }
+    }
+
+    fn finish(&mut self) {
+        match self.asked {
+            Some((Way::Hints, _)) => {
+                let mut transport = lock(&self.transport);
+                if transport.device_mut().finish_hinting() {
+                    transport.config_changed();
+                }
+            }
+            Some((Way::Query, _)) => self.withdraw(),
+            None => {}
+        }
+        self.asked = None;
+    }
+}
+
+/// Passes the device's hints on to the engine.
+struct Sink(HintReceiver);
+
+impl HintSink for Sink {
+    fn hint(&mut self, ranges: &[PageRange]) {
+        self.0.hint(ranges);
+    }
+
+    fn ended(&mut self, _end: HintEnd) {
+        self.0.ended();
+    }
+}

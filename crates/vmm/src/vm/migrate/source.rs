@@ -1,0 +1,463 @@
+//! One migration, from the request to its end.
+
+use std::io::Write;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use ebb_guest_ram::PageSet;
+use ebb_guest_ram::kvm_dirty::DirtyBitmap;
+use ebb_migration::session::{
+    self, Address, CancelHandle, Cancellation, Greeting, Outcome, Security, SourcePrepared, SourceStreaming,
+    TimeLimits, TlsFiles,
+};
+use ebb_migration::{
+    AtTimeLimit, AutoConverge, BoxError, Cancel, Config, DirtySource, FreePageSource, Guest, Holes, Phase,
+    Precopy, Progress, Report, RoundSync, TimeLimit, WithWriteLog, ZeroPages,
+};
+use rustix::time::{ClockId, clock_gettime};
+
+use super::guest::{MovedGuest, Stopped};
+use super::hints::FreePages;
+use super::{Migrations, in_ms};
+use crate::api::control::{ControlError, VmState};
+use crate::api::migration::{
+    FreePageChoice, MigrationPhase, MigrationReport, MigrationRequest, MigrationRound, OnTimeout,
+};
+use crate::clock::GuestClockError;
+use crate::vm::{Vm, VmError, lock};
+
+/// A migration that has not come to its end.
+enum Broken {
+    /// The machine runs on here.
+    Failed(String),
+    /// Nobody here knows where it runs.
+    Unknown(String),
+}
+
+impl<E: std::error::Error> From<E> for Broken {
+    fn from(error: E) -> Self {
+        Self::Failed(with_causes(&error))
+    }
+}
+
+/// An error with its causes, each told once.
+fn with_causes(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut next = error.source();
+    while let Some(cause) = next {
+        let words = cause.to_string();
+        if !text.contains(&words) {
+            text = format!("{text}: {words}");
+        }
+        next = cause.source();
+    }
+    text
+}
+
+/// Refuses an address that cannot be used. Host names are not looked up here: a resolver needs system calls that a monitor
+/// does not make.
+pub(in crate::vm) fn check_address(text: &str) -> Result<(), ControlError> {
+    let invalid = |message: String, remedy: Option<&str>| ControlError::Invalid {
+        field: "to",
+        message,
+        remedy: remedy.map(str::to_owned),
+    };
+    match text.parse::<Address>().map_err(|error| invalid(error.to_string(), None))? {
+        Address::Tcp { host, .. }
+            if host.parse::<std::net::IpAddr>().is_err() && !host.eq_ignore_ascii_case("localhost") =>
+        {
+            let message =
+                format!("the host {host:?} in {text:?} is a name, and the monitor looks no names up");
+            Err(invalid(message, Some("write it in numbers; `ebb migrate` does that by itself")))
+        }
+        Address::Unix { path } if path.is_relative() => {
+            let message =
+                format!("the path in {text:?} is relative, and the monitor may have another folder");
+            Err(invalid(message, Some("write it from the root on; `ebb migrate` does that by itself")))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// What this monitor says of itself.
+pub(in crate::vm) fn greeting() -> Greeting {
+    Greeting { monitor: format!("ebb {}", env!("CARGO_PKG_VERSION")), capabilities: Vec::new() }
+}
+
+fn security(request: &MigrationRequest) -> Security {
+    match &request.tls {
+        Some(tls) => Security::Tls(TlsFiles {
+            certificate: tls.cert.clone(),
+            key: tls.key.clone(),
+            authorities: tls.ca.clone(),
+            server_name: tls.name.clone(),
+        }),
+        None if request.insecure => Security::Insecure,
+        None => Security::Local,
+    }
+}
+
+fn config(request: &MigrationRequest) -> Config {
+    let then = match request.on_timeout {
+        OnTimeout::Cancel => AtTimeLimit::Cancel,
+        OnTimeout::Force => AtTimeLimit::Force,
+    };
+    Config {
+        downtime_limit: Duration::from_millis(request.downtime_ms),
+        bandwidth_limit: request.bandwidth_bytes_per_s,
+        time_limit: request
+            .timeout_seconds
+            .map(|seconds| TimeLimit { after: Duration::from_secs(seconds), then }),
+        auto_converge: if request.auto_converge { AutoConverge::On } else { AutoConverge::Off },
+        zero_pages: if request.zero_pages { ZeroPages::Detect } else { ZeroPages::Send },
+        holes: if request.holes { Holes::Skip } else { Holes::Read },
+        ..Config::default()
+    }
+}
+
+/// Moves the machine; tells how that went.
+pub(super) fn migrate(vm: &Arc<Vm>, request: &MigrationRequest) -> MigrationReport {
+    let cpu_before = monitor_time(vm);
+    let mut report = MigrationReport { memory_bytes: vm.ram.size_bytes(), ..MigrationReport::default() };
+    let result = Migration { vm, migrations: &vm.migrations, request, report: &mut report }.run();
+    report.source_cpu_ms = in_ms(monitor_time(vm).saturating_sub(cpu_before));
+    (report.status, report.error) = match result {
+        Ok(()) => (MigrationPhase::Completed, None),
+        Err(Broken::Unknown(problem)) => (MigrationPhase::Unknown, Some(problem)),
+        Err(Broken::Failed(problem)) if vm.migrations.is_cancelled() => {
+            tracing::debug!("a cancelled migration ended so: {problem}");
+            (MigrationPhase::Cancelled, Some("it was cancelled".to_owned()))
+        }
+        Err(Broken::Failed(problem)) => (MigrationPhase::Failed, Some(problem)),
+    };
+    report
+}
+
+/// Processor time of this process without that of the vCPUs.
+fn monitor_time(vm: &Vm) -> Duration {
+    let all = clock_gettime(ClockId::ProcessCPUTime);
+    let all = Duration::new(all.tv_sec.unsigned_abs(), all.tv_nsec.unsigned_abs() as u32);
+    all.saturating_sub(vm.vcpus.processor_time())
+}
+
+struct Migration<'a> {
+    vm: &'a Arc<Vm>,
+    migrations: &'a Migrations,
+    request: &'a MigrationRequest,
+    report: &'a mut MigrationReport,
+}
+
+impl Migration<'_> {
+    fn run(&mut self) -> Result<(), Broken> {
+        let address: Address = self.request.to.parse()?;
+        let (cancel, cancel_session) = (Cancel::new(), CancelHandle::new()?);
+        let (session, engine) = (cancel_session.clone(), cancel.clone());
+        self.migrations.set_cancel(move || {
+            // The session first, which knows whether it is too late.
+            if session.cancel() == Cancellation::Cancelled {
+                engine.cancel();
+            }
+        });
+
+        let limits = TimeLimits::default();
+        let session =
+            session::connect(&address, &security(self.request), &greeting(), &limits, &cancel_session)?;
+        let description = self.vm.describe()?;
+        let accepted = session.setup(&description, self.request.streams)?;
+        let (streaming, streams) = accepted.open_streams()?;
+        self.report.setup_ms = in_ms(self.migrations.elapsed());
+        let streams = streams.into_iter().map(|stream| {
+            let connection = stream.shutdown_handle();
+            cancel.on_cancel(move || connection.shut_down());
+            Box::new(stream) as Box<dyn Write + Send>
+        });
+        let streams: Vec<_> = streams.collect();
+        self.send(streaming, streams, &cancel)
+    }
+
+    /// Sends memory, then the rest.
+    fn send(
+        &mut self,
+        streaming: SourceStreaming,
+        streams: Vec<Box<dyn Write + Send>>,
+        cancel: &Cancel,
+    ) -> Result<(), Broken> {
+        let vm = self.vm;
+        let streaming = Arc::new(Mutex::new(Some(streaming)));
+        let give_up = |problem: String| {
+            let said = lock(&streaming).take().and_then(|streaming| streaming.abort(problem.clone()));
+            // What the other side said first is the better reason.
+            Broken::Failed(said.map_or(problem, |said| with_causes(&said)))
+        };
+        // SAFETY: the regions of `vm.ram` are the memory slots of `vm.kvm` in their order, see `register_memory`; the machine
+        // keeps them mapped as long as it lives.
+        let log = unsafe { DirtyBitmap::new(&vm.kvm, &vm.ram) };
+        let log = log.map_err(|error| give_up(with_causes(&error)))?;
+        let mut dirty = WithWriteLog::new(GuestWrites(log), vm.ram.clone());
+        let stopped = Stopped::default();
+        let mut guest = MovedGuest::new(vm.clone(), stopped.clone());
+        let mut free_pages = self.free_pages();
+        let mut rounds = Rounds(streaming.clone());
+        let observer = Observer { migrations: self.migrations };
+        let precopy = Precopy {
+            config: config(self.request),
+            memory: &*vm.ram as &dyn ebb_migration::SourceMemory,
+            dirty: &mut dirty,
+            guest: &mut guest,
+            free_pages: free_pages.as_mut().map(|free_pages| free_pages as &mut dyn FreePageSource),
+            streams,
+            round_sync: &mut rounds,
+            observer: &mut |progress| observer.tell(progress),
+            cancel: cancel.clone(),
+        };
+        let switchover = match precopy.run() {
+            Ok(switchover) => switchover,
+            Err(failure) => {
+                fill(self.report, &failure.report);
+                return Err(give_up(with_causes(&failure.error)));
+            }
+        };
+        fill(self.report, switchover.report());
+        // All memory is there. From here on nothing is logged any more, and the guest stands still until somebody says so.
+        switchover.stay_paused();
+        drop(dirty);
+        if let Some(free_pages) = &free_pages {
+            self.report.free_pages = free_pages.used();
+        } else {
+            self.report.free_pages = FreePageChoice::Off;
+        }
+        self.hand_over(&mut guest, &stopped, &streaming)
+    }
+
+    /// Gives the machine away, or lets it run on here.
+    fn hand_over(
+        &mut self,
+        guest: &mut MovedGuest,
+        stopped: &Stopped,
+        streaming: &Mutex<Option<SourceStreaming>>,
+    ) -> Result<(), Broken> {
+        let run_on = |guest: &mut MovedGuest, problem: String| match guest.resume() {
+            Ok(()) => Broken::Failed(problem),
+            Err(error) => Broken::Failed(format!(
+                "{problem}; and the guest cannot go on, it stays paused: {}",
+                with_causes(&*error)
+            )),
+        };
+        let stopped_at = stopped.at();
+        let prepared = match self.prepare(stopped, streaming) {
+            Ok(prepared) => prepared,
+            Err(problem) => return Err(run_on(guest, problem)),
+        };
+        if let Err(problem) = self.vm.give_devices_away() {
+            prepared.abort(problem.as_str());
+            return Err(run_on(guest, problem));
+        }
+        if !self.migrations.commit() {
+            prepared.abort("it was cancelled");
+            return Err(run_on(guest, "it was cancelled".to_owned()));
+        }
+        match prepared.commit() {
+            Outcome::Moved => {
+                self.report.downtime_ms = stopped_at.map_or(0, |at| in_ms(at.elapsed()));
+                Ok(())
+            }
+            Outcome::RunsOn(error) => Err(run_on(guest, with_causes(&error))),
+            Outcome::Unknown(error) => {
+                let mut state = lock(&self.vm.state);
+                if *state == VmState::Migrating {
+                    *state = VmState::Paused;
+                }
+                self.report.downtime_ms = stopped_at.map_or(0, |at| in_ms(at.elapsed()));
+                Err(Broken::Unknown(format!(
+                    "{}; the virtual machine stays paused here: resume it only if it does not run at {}",
+                    with_causes(&error),
+                    self.request.to
+                )))
+            }
+        }
+    }
+
+    /// Sends the state, and waits until the destination could start the guest.
+    fn prepare(
+        &mut self,
+        stopped: &Stopped,
+        streaming: &Mutex<Option<SourceStreaming>>,
+    ) -> Result<SourcePrepared, String> {
+        let state = stopped.take_state().ok_or("the state of the machine is missing")?;
+        let bytes = serde_json::to_vec(&state).map_err(|error| error.to_string())?;
+        self.report.bytes_sent += bytes.len() as u64;
+        let streaming = lock(streaming).take().ok_or("the session has ended")?;
+        streaming.send_state(bytes).map_err(|error| with_causes(&error))
+    }
+
+    /// The guest's driver, if it is to be asked and can answer.
+    fn free_pages(&self) -> Option<FreePages> {
+        let balloon = self.vm.balloon.clone()?;
+        let asks = self.request.free_pages != FreePageChoice::Off && self.vm.state() == VmState::Running;
+        asks.then(|| FreePages::new(balloon, self.request.free_pages))
+    }
+}
+
+impl Vm {
+    /// The machine as its destination has to know it.
+    fn describe(&self) -> Result<crate::migration::Description, VmError> {
+        let tsc = self.tsc.ok_or(GuestClockError::NoFrequency)?;
+        let mut machine = crate::snapshot::MachineConfig::of(&self.config);
+        let absolute = |path: &mut std::path::PathBuf| {
+            std::path::absolute(&*path).map(|full| *path = full).map_err(VmError::host("find its own folder"))
+        };
+        absolute(&mut machine.kernel)?;
+        machine.initrd.as_mut().map(absolute).transpose()?;
+        machine.disks.iter_mut().try_for_each(|disk| absolute(&mut disk.path))?;
+        let here = self.here();
+        Ok(crate::migration::Description {
+            machine,
+            processor: crate::snapshot::processor::Processor::of(&self.cpuid),
+            tsc_khz: tsc.guest,
+            msrs: here.msrs,
+            capabilities: here.capabilities,
+            regions: here.regions,
+            devices: here.devices,
+            held_bytes: self.ram.resident_bytes()?,
+            paused: self.state() == VmState::Paused,
+            shares_memory: false,
+        })
+    }
+
+    /// What this monitor has built, to be compared with what another one has.
+    pub(in crate::vm) fn here(&self) -> crate::migration::Here {
+        let region = |region: &ebb_guest_ram::Region| crate::migration::MemoryRegion {
+            start: region.start.0,
+            size_bytes: region.size_bytes,
+        };
+        crate::migration::Here {
+            msrs: self.msrs.numbers().to_vec(),
+            capabilities: self.capabilities.clone(),
+            regions: self.ram.regions().iter().map(region).collect(),
+            devices: self.devices.iter().map(|device| lock(device).describe()).collect(),
+        }
+    }
+
+    /// Lets devices go of what only one monitor may have.
+    fn give_devices_away(&self) -> Result<(), String> {
+        self.given_away.store(true, Ordering::Relaxed);
+        self.devices.iter().try_for_each(|device| lock(device).give_away())
+    }
+
+    /// Takes what only one monitor may have, if devices have let go of it.
+    pub(in crate::vm) fn take_devices_back(&self) -> Result<(), String> {
+        if self.given_away.load(Ordering::Relaxed) {
+            self.take_devices()?;
+            self.given_away.store(false, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    /// Takes what only one monitor may have, for a machine that another one has given away.
+    pub(in crate::vm) fn take_devices(&self) -> Result<(), String> {
+        self.devices.iter().try_for_each(|device| lock(device).take_over())
+    }
+
+    /// Lets a machine that was stopped for a migration go on here.
+    pub(super) fn take_back(&self, was_paused: bool) -> Result<(), VmError> {
+        let mut state = lock(&self.state);
+        if *state != VmState::Migrating {
+            return Ok(());
+        }
+        *state = VmState::Paused;
+        self.take_devices_back().map_err(VmError::Device)?;
+        if !was_paused {
+            self.thaw()?;
+            *state = VmState::Running;
+        }
+        Ok(())
+    }
+}
+
+/// The session as the engine sees it.
+struct Rounds(Arc<Mutex<Option<SourceStreaming>>>);
+
+impl RoundSync for Rounds {
+    fn wait_round_done(&mut self, round: u32) -> Result<(), BoxError> {
+        let mut streaming = lock(&self.0);
+        let streaming = streaming.as_mut().ok_or("the session has ended")?;
+        Ok(streaming.wait_round_done(round)?)
+    }
+}
+
+/// KVM's log as the engine sees it.
+struct GuestWrites<'a>(DirtyBitmap<'a>);
+
+impl DirtySource for GuestWrites<'_> {
+    fn arm(&mut self) -> Result<(), BoxError> {
+        Ok(self.0.enable()?)
+    }
+
+    fn sync(&mut self, found: &mut PageSet) -> Result<(), BoxError> {
+        Ok(self.0.get(found)?)
+    }
+
+    fn clear(&mut self, range: ebb_abi::PageRange) -> Result<(), BoxError> {
+        Ok(self.0.clear(range)?)
+    }
+
+    fn clear_all(&mut self, pages: &PageSet) -> Result<(), BoxError> {
+        Ok(self.0.clear_all(pages)?)
+    }
+
+    fn disarm(&mut self) -> Result<(), BoxError> {
+        Ok(self.0.disable()?)
+    }
+}
+
+/// Passes progress on to the API.
+struct Observer<'a> {
+    migrations: &'a Migrations,
+}
+
+impl Observer<'_> {
+    fn tell(&self, progress: &Progress) {
+        self.migrations.update(|status| {
+            status.phase = match progress.phase {
+                Phase::Final | Phase::Sent => MigrationPhase::SwitchOver,
+                _ => MigrationPhase::Precopy,
+            };
+            status.round = u64::from(progress.round) + 1;
+            status.remaining_bytes = progress.remaining_bytes;
+            status.bytes_sent = progress.sent_bytes;
+            status.rate_bytes_per_s = progress.bandwidth_bytes_per_s.unwrap_or(0);
+            status.expected_downtime_ms = progress.expected_downtime.map(in_ms);
+            status.throttle_percent = progress.throttle_percent;
+        });
+    }
+}
+
+/// Takes over what the engine has counted.
+fn fill(report: &mut MigrationReport, engine: &Report) {
+    report.bytes_sent = engine.bytes_sent;
+    report.rounds = u64::from(engine.rounds);
+    report.pages_data = engine.pages.data;
+    report.pages_zero = engine.pages.zero;
+    report.pages_discarded = engine.pages.discarded;
+    report.pages_skipped = engine.pages.skipped;
+    report.downtime_ms = engine.downtime_ms;
+    report.bandwidth_bytes_per_s = engine.bandwidth_bytes_per_s.unwrap_or(0);
+    report.free_pages_error.clone_from(&engine.hints_error);
+    report.rounds_detail = engine
+        .rounds_detail
+        .iter()
+        .map(|round| MigrationRound {
+            round: u64::from(round.round) + 1,
+            elapsed_ms: round.total_ms,
+            pages_data: round.pages.data,
+            pages_zero: round.pages.zero,
+            pages_discarded: round.pages.discarded,
+            pages_skipped: round.pages.skipped,
+            bytes_sent: round.bytes_sent,
+            pages_written: round.pages_written,
+            hint_wait_ms: round.hint_wait_ms,
+            throttle_percent: round.throttle_percent,
+        })
+        .collect();
+}

@@ -1,0 +1,168 @@
+//! Taking a machine in, on a thread of its own.
+
+use std::io::Read;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver as Incoming, Sender};
+use std::time::Duration;
+
+use ebb_migration::session::{DestinationCommitted, DestinationSetup, DestinationStreaming, Listener};
+use ebb_migration::{BoxError, Cancel, Receiver, TargetMemory};
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::api::control::{VmControl, VmState};
+use crate::migration::Description;
+use crate::snapshot::MachineState;
+use crate::vm::Vm;
+
+/// Most data streams that are taken.
+const MAX_STREAMS: u16 = 16;
+
+/// What the main thread has made of a description.
+pub(super) enum Built {
+    /// A machine; `running` is signalled when it runs.
+    Vm { vm: Arc<Vm>, running: EventFd },
+    /// It cannot be built, for this reason.
+    Refused(String),
+}
+
+/// What the thread has.
+pub(super) struct Arrival {
+    pub listener: Listener,
+    pub time_limit: Option<Duration>,
+    pub cancel: Cancel,
+    pub descriptions: Sender<Box<Description>>,
+    pub answers: Incoming<Built>,
+    /// Wakes the main thread.
+    pub event: EventFd,
+}
+
+/// Why the machine does not come. The source has been told.
+type Problem = String;
+
+fn problem(error: impl std::fmt::Display) -> Problem {
+    error.to_string()
+}
+
+impl Arrival {
+    /// Waits for a source, takes its machine and lets it run.
+    pub(super) fn run(mut self) -> Result<(), Problem> {
+        let (setup, description) = self.meet()?;
+        let paused = description.paused;
+        let machine = description.machine.clone();
+        // The main thread waits for it, or has ended and closed its end.
+        let sent = self.descriptions.send(Box::new(description));
+        let _ = self.event.write(1);
+        let answer = sent.ok().and_then(|()| self.answers.recv().ok());
+        let (vm, running) = match answer {
+            Some(Built::Vm { vm, running }) => (vm, running),
+            Some(Built::Refused(reason)) => {
+                setup.refuse(reason.as_str());
+                return Err(reason);
+            }
+            None => {
+                let reason = "the receiver was told to end".to_owned();
+                setup.refuse(reason.as_str());
+                return Err(reason);
+            }
+        };
+        let streams = setup.streams().clamp(1, MAX_STREAMS);
+        let accepted = setup.accept(streams).map_err(problem)?;
+        let (streaming, streams) = accepted.join(&mut self.listener).map_err(problem)?;
+        // Its place in the file system is free again for the next one.
+        drop(self.listener);
+        let streams = streams.into_iter().map(|stream| {
+            let connection = stream.shutdown_handle();
+            self.cancel.on_cancel(move || connection.shut_down());
+            Box::new(stream) as Box<dyn Read + Send>
+        });
+        let streams = streams.collect();
+        let streaming = receive_memory(&vm, streaming, streams, &self.cancel)?;
+        let (restoring, bytes) = streaming.receive_state().map_err(problem)?;
+        if let Err(reason) = restore(&vm, &bytes, machine.cpus) {
+            restoring.fail(reason.as_str());
+            return Err(reason);
+        }
+        let committed = restoring.ready().map_err(problem)?;
+        start(&vm, committed, paused)?;
+        // The main thread looks for console input from now on.
+        let _ = running.write(1);
+        Ok(())
+    }
+
+    /// Waits for a source and what it says of its machine.
+    fn meet(&mut self) -> Result<(DestinationSetup, Description), Problem> {
+        let session = self.listener.accept(self.time_limit).map_err(problem)?;
+        session.setup::<Description>().map_err(problem)
+    }
+}
+
+/// Takes all memory in.
+fn receive_memory(
+    vm: &Arc<Vm>,
+    mut streaming: DestinationStreaming,
+    streams: Vec<Box<dyn Read + Send>>,
+    cancel: &Cancel,
+) -> Result<DestinationStreaming, Problem> {
+    let receiver = Receiver {
+        memory: &*vm.ram as &dyn TargetMemory,
+        streams,
+        round_done: &mut |round| streaming.round_done(round).map_err(|error| Box::new(error) as BoxError),
+        cancel: cancel.clone(),
+    };
+    match receiver.run() {
+        Ok(report) => {
+            tracing::debug!(
+                "{} bytes of memory have come in {} rounds",
+                report.bytes_received,
+                report.rounds
+            );
+            Ok(streaming)
+        }
+        Err(error) => {
+            let reason = error.to_string();
+            // What the source said first is the better reason.
+            let said = streaming.abort(reason.as_str());
+            Err(said.map_or(reason, |said| said.to_string()))
+        }
+    }
+}
+
+/// Puts the machine into the state that has come.
+fn restore(vm: &Vm, bytes: &[u8], cpus: u8) -> Result<(), Problem> {
+    let state: MachineState = serde_json::from_slice(bytes)
+        .map_err(|error| format!("the state of the machine cannot be understood: {error}"))?;
+    if state.machine.cpus != cpus {
+        return Err(format!("the state is that of {} vCPUs, and {cpus} were announced", state.machine.cpus));
+    }
+    state
+        .validate(vm.ram.size_bytes())
+        .map_err(|what| format!("the state of the machine cannot be: {what}"))?;
+    vm.restore(state).map_err(problem)
+}
+
+/// The source has given the machine away: lets it run here, or says that it never will.
+fn start(vm: &Arc<Vm>, committed: DestinationCommitted, paused: bool) -> Result<(), Problem> {
+    let started = vm.take_devices().and_then(|()| {
+        if paused {
+            vm.start_paused();
+            return Ok(());
+        }
+        vm.start().map_err(problem)
+    });
+    let wanted = if paused { VmState::Paused } else { VmState::Running };
+    match started {
+        Ok(()) if vm.info().state == wanted => {
+            committed.running();
+            Ok(())
+        }
+        Ok(()) => {
+            let reason = "the receiver was told to end".to_owned();
+            committed.failed(reason.as_str());
+            Err(reason)
+        }
+        Err(reason) => {
+            committed.failed(reason.as_str());
+            Err(reason)
+        }
+    }
+}

@@ -1,0 +1,249 @@
+//! A monitor that waits for a machine of another one, and goes on with it.
+//!
+//! The main thread builds the machine, since that takes system calls that no thread with a filter may make. What comes over
+//! the network is read by a thread with the filter for migrations ([`arrival`]), also before there is a machine.
+
+mod arrival;
+mod control;
+
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use ebb_guest_ram::Backing;
+use ebb_kvm_clock::ClockPolicy;
+use ebb_migration::Cancel;
+use ebb_migration::session::{Address, CancelHandle, Cancellation, Listener, Security, TimeLimits};
+use rustix::event::{PollFd, PollFlags, poll};
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use super::build::{Arriving, Built, Origin, build};
+use super::event_loop::signals::Signals;
+use super::event_loop::{ConsoleInput, start_api, wait_for_end};
+use super::migrate::MigrationThread;
+use super::migrate::source::greeting;
+use super::{Vm, VmError, lock};
+use crate::event::readable;
+use crate::exit::{ExitSignal, GuestExit};
+use crate::migration::Description;
+use crate::seccomp::{Filters, ThreadKind};
+use crate::snapshot::Overrides;
+use arrival::{Arrival, Built as Answer};
+use control::Expected;
+
+/// What a monitor that waits for a machine has to know.
+pub struct ReceiveConfig {
+    /// Where it listens.
+    pub listen: Address,
+    /// Whom it trusts.
+    pub security: Security,
+    /// How long it waits for a source; `None` for ever.
+    pub time_limit: Option<Duration>,
+    /// What is decided here and not by the source.
+    pub overrides: Overrides,
+    /// What backs guest memory; as at the source if `None`.
+    pub backing: Option<Backing>,
+}
+
+/// Waits for a machine, and runs it to its end. `on_listening` is told where it listens, as soon as it does.
+pub fn receive(config: ReceiveConfig, on_listening: impl FnOnce(&Address)) -> Result<GuestExit, VmError> {
+    // As for a machine that starts here: before any thread does.
+    let signals = Signals::block().map_err(VmError::host("take over signals"))?;
+    let filters = Filters::new(config.overrides.seccomp)?;
+    let exit = Arc::new(ExitSignal::new().map_err(VmError::host("create an event"))?);
+    let expected =
+        Arc::new(Expected::new(exit.clone(), config.overrides.clock.unwrap_or(ClockPolicy::Continue)));
+    let api = config.overrides.api.clone();
+    let _api = api.map(|path| start_api(&path, expected.clone(), &exit, &filters)).transpose()?;
+    let session = CancelHandle::new().map_err(VmError::host("create an event"))?;
+    let limits = TimeLimits::default();
+    let listener = Listener::bind(&config.listen, &config.security, &greeting(), &limits, &session)
+        .map_err(|error| VmError::NotReceived(error.to_string()))?;
+    on_listening(listener.address());
+    let mut waiting = Waiting::start(listener, config.time_limit, session, &exit, &filters)?;
+
+    // Until it is known what is to be built.
+    let description = match waiting.description(&exit, &signals)? {
+        Next::Description(description) => description,
+        Next::End(exit) => return Ok(exit),
+    };
+    let serial = config.overrides.serial.clone();
+    let Built { vm, input_read } = match build_for(&description, config, &filters, &exit) {
+        Ok(built) => built,
+        Err(error) => {
+            waiting.refuse(&error);
+            return Err(VmError::NotReceived(error.to_string()));
+        }
+    };
+    let on_reboot = vm.config.on_reboot;
+    let vm = Arc::new(vm);
+    expected.arrive(&vm);
+    let _migrations = vm.config.api.is_some().then(|| MigrationThread::start(&vm, &filters)).transpose()?;
+    let wake = input_read.try_clone().map_err(VmError::host("duplicate an event"))?;
+    let console = ConsoleInput::open(&serial, input_read)?;
+    filters.for_thread(ThreadKind::Main).apply()?;
+    waiting.go_on(&vm, wake);
+    let end = wait_for_end(&vm, &signals, console, on_reboot);
+    lock(&vm.serial).output().drain();
+    match waiting.end() {
+        Some(problem) if matches!(end, GuestExit::Monitor { .. }) => Err(VmError::NotReceived(problem)),
+        _ => Ok(end),
+    }
+}
+
+/// Builds the machine and compares it with what it has to be.
+fn build_for(
+    description: &Description,
+    config: ReceiveConfig,
+    filters: &Filters,
+    exit: &Arc<ExitSignal>,
+) -> Result<Built, VmError> {
+    let backing = config.backing.unwrap_or(description.machine.backing.into());
+    let mut machine = description.machine.clone().into_vm_config(config.overrides)?;
+    machine.memory.backing = backing;
+    if backing != Backing::Hugetlb2M
+        && let Some(available_bytes) = available_bytes()
+    {
+        description.check_memory(available_bytes)?;
+    }
+    let arriving = Arriving { processor: description.processor.clone(), tsc_khz: description.tsc_khz };
+    let built = build(machine, Origin::Migration(Box::new(arriving)), filters, exit)?;
+    description.check(&built.vm.here())?;
+    Ok(built)
+}
+
+/// `MemAvailable` of this host (Linux Documentation/filesystems/proc.rst, `meminfo`), in bytes.
+fn available_bytes() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kib: u64 = line.split_ascii_whitespace().next()?.parse().ok()?;
+    Some(kib << 10)
+}
+
+/// What the main thread does next.
+enum Next {
+    Description(Box<Description>),
+    End(GuestExit),
+}
+
+/// The thread that takes the machine in, as the main thread has it. Dropped, it gives up.
+struct Waiting {
+    session: CancelHandle,
+    cancel: Cancel,
+    /// Signalled when a description has come or the thread has ended.
+    event: EventFd,
+    descriptions: Receiver<Box<Description>>,
+    answers: Option<Sender<Answer>>,
+    /// Why the machine has not come.
+    problem: Arc<Mutex<Option<String>>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Waiting {
+    fn start(
+        listener: Listener,
+        time_limit: Option<Duration>,
+        session: CancelHandle,
+        exit: &Arc<ExitSignal>,
+        filters: &Filters,
+    ) -> Result<Self, VmError> {
+        let event = EventFd::new(EFD_NONBLOCK).map_err(VmError::host("create an event"))?;
+        let wake = event.try_clone().map_err(VmError::host("duplicate an event"))?;
+        let (descriptions_sender, descriptions) = mpsc::channel();
+        let (answers, answers_receiver) = mpsc::channel();
+        let (problem, cancel) = (Arc::new(Mutex::new(None)), Cancel::new());
+        let arrival = Arrival {
+            listener,
+            time_limit,
+            cancel: cancel.clone(),
+            descriptions: descriptions_sender,
+            answers: answers_receiver,
+            event: wake,
+        };
+        let (filter, exit, told) = (filters.for_thread(ThreadKind::Migrate), exit.clone(), problem.clone());
+        let thread = std::thread::Builder::new()
+            .name("receive".to_owned())
+            .spawn(move || {
+                let event = arrival.event.try_clone();
+                let result = filter.apply().map_err(|error| error.to_string()).and_then(|()| arrival.run());
+                if let Err(problem) = result {
+                    *lock(&told) = Some(problem.clone());
+                    exit.raise(GuestExit::Monitor { message: problem });
+                }
+                // A full counter has woken the main thread already.
+                let _ = event.map(|event| event.write(1));
+            })
+            .map_err(VmError::host("start the thread that receives"))?;
+        Ok(Self {
+            session,
+            cancel,
+            event,
+            descriptions,
+            answers: Some(answers),
+            problem,
+            thread: Some(thread),
+        })
+    }
+
+    /// Waits for what is to be built.
+    fn description(&mut self, exit: &ExitSignal, signals: &Signals) -> Result<Next, VmError> {
+        loop {
+            let mut fds =
+                [readable(exit.event()), PollFd::new(signals, PollFlags::IN), readable(&self.event)];
+            match poll(&mut fds, None) {
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return Err(VmError::host("wait for events")(error)),
+            }
+            let _ = self.event.read();
+            if let Some(name) = signals.take() {
+                self.end();
+                return Ok(Next::End(GuestExit::Signal { name }));
+            }
+            if let Ok(description) = self.descriptions.try_recv() {
+                return Ok(Next::Description(description));
+            }
+            if let Some(exit) = exit.pending() {
+                return match self.end() {
+                    Some(problem) if exit != GuestExit::Killed => Err(VmError::NotReceived(problem)),
+                    _ => Ok(Next::End(exit)),
+                };
+            }
+        }
+    }
+
+    /// The machine is built.
+    fn go_on(&mut self, vm: &Arc<Vm>, running: EventFd) {
+        // A thread that has ended has said why.
+        let _ = self.answers.take().map(|answers| answers.send(Answer::Vm { vm: vm.clone(), running }));
+    }
+
+    /// The machine cannot be built.
+    fn refuse(&mut self, error: &VmError) {
+        let _ = self.answers.take().map(|answers| answers.send(Answer::Refused(error.to_string())));
+        if let Some(thread) = self.thread.take() {
+            // A panic of the thread has been printed where it happened.
+            let _ = thread.join();
+        }
+    }
+
+    /// Gives up what has not come to its end; returns why the machine has not come, if it has not.
+    fn end(&mut self) -> Option<String> {
+        self.answers = None;
+        // The session first, which knows whether it is too late.
+        if self.session.cancel() == Cancellation::Cancelled {
+            self.cancel.cancel();
+        }
+        if let Some(thread) = self.thread.take() {
+            // A panic of the thread has been printed where it happened.
+            let _ = thread.join();
+        }
+        lock(&self.problem).take()
+    }
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
