@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use ebb_abi::{PAGE_SIZE_BYTES, Pfn};
 use vm_memory::{Bytes, GuestAddress};
 
-use crate::{GuestRam, GuestRange, RamError};
+use crate::{Backing, GuestRam, GuestRange, RamError};
 
 /// What is looked at in one go, in pages: the host's answer for 64 MiB takes 128 KiB.
 const LOOK_PAGES: u64 = (64 << 20) / PAGE_SIZE_BYTES;
@@ -84,10 +84,12 @@ impl GuestRam {
         Ok(())
     }
 
-    /// Replaces the content of the pages of `range`. No system calls.
+    /// Replaces the content of the pages of `range`. Pages of a memfd are written to the file: that takes half the time of
+    /// page faults for those that are not there yet. System call: `pwrite64`.
     ///
     /// # Errors
-    /// [`RamError::OutsideRam`] if not all of the range is guest memory; nothing is written then.
+    /// [`RamError::OutsideRam`] if not all of the range is guest memory, before anything is written;
+    /// [`RamError::WritePages`] if the memory's file cannot be written, for example because the host has no memory left.
     ///
     /// # Panics
     /// If `content` has another size than the range.
@@ -97,11 +99,26 @@ impl GuestRam {
         for part in self.parts_of(range)? {
             let (content, behind) = rest.split_at(part.size_bytes() as usize);
             rest = behind;
-            self.memory()
-                .write_slice(content, GuestAddress(part.start.address()))
-                .map_err(|error| RamError::Layout(error.to_string()))?;
+            self.write_part(part, content).map_err(|source| RamError::WritePages { range: part, source })?;
         }
         Ok(())
+    }
+
+    /// Replaces the content of pages of one region.
+    fn write_part(&self, part: GuestRange, content: &[u8]) -> io::Result<()> {
+        match self.piece(part).and_then(|piece| piece.file) {
+            // Files of huge pages cannot be written to.
+            Some((file, offset)) if self.backing() == Backing::Memfd => {
+                let result = file.write_all_at(content, offset);
+                // In case of an error too, since then a part has been written.
+                self.note_changed(&[part]);
+                result
+            }
+            _ => {
+                let address = GuestAddress(part.start.address());
+                self.memory().write_slice(content, address).map_err(io::Error::other)
+            }
+        }
     }
 
     /// The parts of a range, one a region, all of which must be guest memory.

@@ -199,6 +199,15 @@ pub enum RamError {
         source: io::Error,
     },
 
+    /// The content of pages could not be replaced.
+    #[error("cannot write guest memory at {range}: {source}")]
+    WritePages {
+        /// The range asked for.
+        range: GuestRange,
+        /// The system's answer.
+        source: io::Error,
+    },
+
     /// Memory was to be saved to the file that it was restored from and still uses.
     #[error(
         "guest memory cannot be saved to the file that it was restored from, which is in use; save it to another file \

@@ -6,8 +6,8 @@ use std::ops::Range;
 
 use ebb_abi::{PAGE_SIZE_BYTES, Pfn};
 
-use crate::holes::data_segments;
-use crate::{GuestRam, GuestRange};
+use crate::holes::{data_segments, mapped_data_segments};
+use crate::{Backing, GuestRam, GuestRange};
 
 /// A run of pages that may hold something.
 #[derive(Clone, Copy, Debug)]
@@ -42,7 +42,13 @@ impl GuestRam {
     pub(crate) fn held_runs(&self, range: GuestRange) -> io::Result<Vec<HeldRun<'_>>> {
         let Some(piece) = self.piece(range) else { return Ok(Vec::new()) };
         if let Some((file, offset)) = piece.file {
-            return runs_of_file(file, offset, range);
+            let in_file = offset..offset + range.size_bytes();
+            let segments = match self.backing() {
+                // mincore knows only of huge pages that are mapped.
+                Backing::Hugetlb2M => data_segments(file, in_file)?,
+                Backing::Memfd | Backing::Anonymous => mapped_data_segments(file, in_file, piece.address)?,
+            };
+            return Ok(runs_of_segments(file, offset, range, segments));
         }
         let states = self.pagemap.as_ref().and_then(|pagemap| {
             let states = pagemap.read(piece.address, range.pages as usize);
@@ -88,6 +94,17 @@ impl GuestRam {
 
 /// The runs of `range` for which `file`, from `offset` on, has data.
 fn runs_of_file(file: &File, offset: u64, range: GuestRange) -> io::Result<Vec<HeldRun<'_>>> {
+    let segments = data_segments(file, offset..offset + range.size_bytes())?;
+    Ok(runs_of_segments(file, offset, range, segments))
+}
+
+/// The runs of `range`, which is in `file` from `offset` on, that segments of the file are.
+fn runs_of_segments(
+    file: &File,
+    offset: u64,
+    range: GuestRange,
+    segments: Vec<Range<u64>>,
+) -> Vec<HeldRun<'_>> {
     let run = |segment: Range<u64>| HeldRun {
         range: GuestRange::new(
             Pfn(range.start.0 + (segment.start - offset) / PAGE_SIZE_BYTES),
@@ -95,5 +112,5 @@ fn runs_of_file(file: &File, offset: u64, range: GuestRange) -> io::Result<Vec<H
         ),
         source: Source::File(file, segment.start),
     };
-    Ok(data_segments(file, offset..offset + range.size_bytes())?.into_iter().map(run).collect())
+    segments.into_iter().map(run).collect()
 }

@@ -8,6 +8,8 @@ use ebb_abi::PAGE_SIZE_BYTES;
 use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
 
+use crate::mincore::{is_in_memory, mincore};
+
 /// The parts of `range`, which must begin and end at page borders, that may hold something other than zeros, in whole pages and
 /// ascending order (lseek(2), `SEEK_DATA`). A file system that does not know holes answers with the whole range; the
 /// file's end counts as a hole.
@@ -31,19 +33,77 @@ pub(crate) fn data_segments(file: &File, range: Range<u64>) -> io::Result<Vec<Ra
         // Blocks of a file system may be smaller than pages.
         let start = data / PAGE_SIZE_BYTES * PAGE_SIZE_BYTES;
         let end = hole.next_multiple_of(PAGE_SIZE_BYTES).min(range.end);
-        match segments.last_mut() {
-            Some(last) if start <= last.end => last.end = end,
-            _ => segments.push(start..end),
+        push(&mut segments, start..end);
+        next = end;
+    }
+    Ok(segments)
+}
+
+/// As [`data_segments`], for a memory file that is mapped at `address` from the range's start on.
+///
+/// The end of a segment is expensive to find with `SEEK_HOLE` in such a file: the kernel looks at each page up to there, and all
+/// of a guest's memory can be one segment. mincore(2) tells of a bounded number of pages, except of those in swap space;
+/// `SEEK_DATA` is cheap, and finds these.
+pub(crate) fn mapped_data_segments(
+    file: &File,
+    range: Range<u64>,
+    address: usize,
+) -> io::Result<Vec<Range<u64>>> {
+    let mut states = vec![0; ((range.end - range.start) / PAGE_SIZE_BYTES) as usize];
+    mincore(address, &mut states)?;
+    let mut segments = Vec::new();
+    let mut next = range.start;
+    for same in states.chunk_by(|one, other| is_in_memory(*one) == is_in_memory(*other)) {
+        let end = next + same.len() as u64 * PAGE_SIZE_BYTES;
+        if is_in_memory(same[0]) {
+            push(&mut segments, next..end);
+        } else {
+            for page in swapped_pages(file, next..end) {
+                let page = page?;
+                push(&mut segments, page..page + PAGE_SIZE_BYTES);
+            }
         }
         next = end;
     }
     Ok(segments)
 }
 
+/// Where the pages of a range are that are not in memory, and not holes of the file either.
+fn swapped_pages(file: &File, range: Range<u64>) -> impl Iterator<Item = io::Result<u64>> {
+    let mut next = range.start;
+    std::iter::from_fn(move || {
+        if next >= range.end {
+            return None;
+        }
+        let data = match seek(file, SeekFrom::Data(next)) {
+            Ok(data) if data < range.end => data / PAGE_SIZE_BYTES * PAGE_SIZE_BYTES,
+            // No data in the range.
+            Ok(_) | Err(Errno::NXIO) => return None,
+            Err(error) => {
+                next = range.end;
+                return Some(Err(error.into()));
+            }
+        };
+        next = data + PAGE_SIZE_BYTES;
+        Some(Ok(data))
+    })
+}
+
+/// Adds a segment behind the others.
+fn push(segments: &mut Vec<Range<u64>>, segment: Range<u64>) {
+    match segments.last_mut() {
+        Some(last) if segment.start <= last.end => last.end = segment.end,
+        _ => segments.push(segment),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::mapping::Mapping;
+    use crate::{Backing, HugePages, RegionSpec};
     use std::os::unix::fs::FileExt;
+    use vm_memory::GuestAddress;
 
     const PAGE: u64 = PAGE_SIZE_BYTES;
 
@@ -67,6 +127,26 @@ mod tests {
             assert_eq!(data_segments(&file, 128 * PAGE..256 * PAGE).unwrap(), []);
             assert_eq!(data_segments(&file, 5 * PAGE..5 * PAGE).unwrap(), []);
             assert_eq!(data_segments(&file, 1 << 20..2 << 20).unwrap(), []);
+        }
+    }
+
+    #[test]
+    fn a_mapped_file_has_the_same_segments() {
+        let spec = RegionSpec { start: GuestAddress(0), size_bytes: 1 << 20, host_node: None };
+        let mapping = Mapping::new(&spec, Backing::Memfd, HugePages::Off).unwrap();
+        let file = mapping.file().unwrap();
+        for page in [16, 17, 40, 255] {
+            file.write_all_at(&[1], page * PAGE + 5).unwrap();
+        }
+        for range in [0..256, 17..18, 17..41, 18..40, 200..256, 5..5] {
+            let range = range.start * PAGE..range.end * PAGE;
+            let address = mapping.address() + range.start as usize;
+            let found = mapped_data_segments(file, range.clone(), address).unwrap();
+            assert_eq!(found, data_segments(file, range.clone()).unwrap(), "{range:?}");
+            // What would be found if nothing of it were in memory.
+            let pages: Vec<_> = swapped_pages(file, range).map(Result::unwrap).collect();
+            let expected = found.into_iter().flat_map(|segment| segment.step_by(PAGE as usize));
+            assert_eq!(pages, expected.collect::<Vec<_>>());
         }
     }
 

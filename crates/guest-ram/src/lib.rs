@@ -23,6 +23,7 @@ mod inhibit;
 #[cfg(feature = "kvm")]
 pub mod kvm_dirty;
 mod mapping;
+mod mincore;
 mod numa;
 mod page_set;
 mod pagemap;

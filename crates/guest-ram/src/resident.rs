@@ -22,6 +22,7 @@ use std::sync::{Mutex, PoisonError};
 use ebb_abi::PAGE_SIZE_BYTES;
 
 use crate::mapping::Mapping;
+use crate::mincore::{is_in_memory, mincore};
 
 /// Unit of `st_blocks`, in bytes (stat(2)).
 const BLOCK_BYTES: u64 = 512;
@@ -185,13 +186,8 @@ fn mincore_bytes(mapping: &Mapping) -> io::Result<u64> {
     for first in (0..pages).step_by(MINCORE_PAGES) {
         let count = MINCORE_PAGES.min(pages - first);
         let address = mapping.address() + first * PAGE_SIZE_BYTES as usize;
-        let size_bytes = count * PAGE_SIZE_BYTES as usize;
-        // SAFETY: mincore writes `count` bytes, one a page of the range, into `states`, which has at least as many.
-        let result = unsafe { libc::mincore(address as *mut _, size_bytes, states.as_mut_ptr()) };
-        if result != 0 {
-            return Err(io::Error::last_os_error());
-        }
-        resident += states[..count].iter().filter(|state| **state & 1 != 0).count() as u64;
+        mincore(address, &mut states[..count])?;
+        resident += states[..count].iter().filter(|state| is_in_memory(**state)).count() as u64;
     }
     Ok(resident * PAGE_SIZE_BYTES)
 }

@@ -7,6 +7,7 @@ use ebb_abi::{HUGE_PAGE_SIZE_PAGES, PAGE_SIZE_BYTES, PageRange, Pfn};
 use rustix::mm::{Advice, madvise};
 use vm_memory::{Bytes, GuestAddress};
 
+use crate::mincore::{is_in_memory, mincore};
 use crate::{DiscardOutcome, GuestRam, GuestRange, RamError};
 
 /// Zero pages that a block of 2 MiB must have for it to be taken apart, if not all of it is zero: a huge page that is
@@ -66,24 +67,18 @@ impl GuestRam {
         let Some(address) = self.host_address(block) else { return Ok(()) };
         let mut held = [0u8; HUGE_PAGE_SIZE_PAGES as usize];
         let held = &mut held[..block.pages as usize];
-        // SAFETY: the block lies inside one region (it was cut to its bounds), whose mapping lives as long as `self`, and
-        // `held` has a byte for each of its pages.
-        let result =
-            unsafe { libc::mincore(address as *mut libc::c_void, held.len() * PAGE, held.as_mut_ptr()) };
-        if result != 0 {
-            return Err(RamError::Resident { source: std::io::Error::last_os_error() });
-        }
+        mincore(address, held).map_err(|source| RamError::Resident { source })?;
         let file_backed = self.restored.as_ref().map_or(Vec::new(), |restored| restored.file_backed(block));
         if !file_backed.is_empty() && !self.only_private(address, held) {
             return Ok(());
         }
-        let held_pages = held.iter().filter(|state| **state & 1 != 0).count();
+        let held_pages = held.iter().filter(|state| is_in_memory(**state)).count();
         if held_pages == 0 {
             return Ok(());
         }
         scan.scanned_bytes += (held_pages * PAGE) as u64;
         let found: Vec<u64> = (0..block.pages)
-            .filter(|&page| held[page as usize] & 1 != 0 && self.is_zero(Pfn(block.start.0 + page)))
+            .filter(|&page| is_in_memory(held[page as usize]) && self.is_zero(Pfn(block.start.0 + page)))
             .collect();
         let whole = found.len() == held_pages && held_pages == block.pages as usize;
         if !whole {

@@ -4,14 +4,26 @@
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Bits(Vec<u64>);
 
-/// The words that the bits from `first` to before `end` lie in, each with the mask of those in it.
-fn masks(first: u64, end: u64) -> impl Iterator<Item = (usize, u64)> {
-    let words = if first < end { first / 64..(end - 1) / 64 + 1 } else { 0..0 };
-    words.map(move |word| {
-        let low = first.saturating_sub(word * 64);
-        let high = (end - word * 64).min(64);
-        (word as usize, u64::MAX >> (64 - (high - low)) << low)
-    })
+/// The words of some bits in a row: the first and the last word with the masks of the bits in them, which are to be taken
+/// together if it is the same word.
+#[derive(Clone, Copy)]
+struct Span {
+    first: usize,
+    first_mask: u64,
+    last: usize,
+    last_mask: u64,
+}
+
+impl Span {
+    /// Of the bits from `first` to before `end`; `None` if there are none.
+    fn new(first: u64, end: u64) -> Option<Self> {
+        (first < end).then(|| Self {
+            first: (first / 64) as usize,
+            first_mask: u64::MAX << (first % 64),
+            last: ((end - 1) / 64) as usize,
+            last_mask: u64::MAX >> (63 - (end - 1) % 64),
+        })
+    }
 }
 
 impl Bits {
@@ -26,12 +38,24 @@ impl Bits {
 
     /// Makes the bits from `first` to before `end` 1.
     pub(super) fn set(&mut self, first: u64, end: u64) {
-        masks(first, end).for_each(|(word, mask)| self.0[word] |= mask);
+        self.change(first, end, u64::MAX, |word, mask| *word |= mask);
     }
 
     /// Makes the bits from `first` to before `end` 0.
     pub(super) fn clear(&mut self, first: u64, end: u64) {
-        masks(first, end).for_each(|(word, mask)| self.0[word] &= !mask);
+        self.change(first, end, 0, |word, mask| *word &= !mask);
+    }
+
+    /// Makes words all of whose bits are meant `whole`, and changes the bits of a mask in the others.
+    fn change(&mut self, first: u64, end: u64, whole: u64, partly: impl Fn(&mut u64, u64)) {
+        let Some(span) = Span::new(first, end) else { return };
+        if span.first == span.last {
+            partly(&mut self.0[span.first], span.first_mask & span.last_mask);
+            return;
+        }
+        partly(&mut self.0[span.first], span.first_mask);
+        self.0[span.first + 1..span.last].fill(whole);
+        partly(&mut self.0[span.last], span.last_mask);
     }
 
     /// Makes those bits of a word 1 that are 1 in `word`. All of the word's bits must exist.
@@ -41,17 +65,18 @@ impl Bits {
 
     /// Copies the bits from `first`, the first of a word, to before `end`. Returns whether any of them is 1.
     pub(super) fn copy_words(&self, first: u64, end: u64, words: &mut [u64]) -> bool {
-        let mut any = 0;
-        for ((word, mask), copy) in masks(first, end).zip(words) {
-            *copy = self.0[word] & mask;
-            any |= *copy;
-        }
-        any != 0
+        let Some(span) = Span::new(first, end) else { return false };
+        words.copy_from_slice(&self.0[span.first..=span.last]);
+        words[span.last - span.first] &= span.last_mask;
+        words.iter().any(|word| *word != 0)
     }
 
     /// How many of the bits from `first` to before `end` are 1.
     pub(super) fn count(&self, first: u64, end: u64) -> u64 {
-        masks(first, end).map(|(word, mask)| u64::from((self.0[word] & mask).count_ones())).sum()
+        let Some(span) = Span::new(first, end) else { return 0 };
+        let ones = |word: u64| u64::from(word.count_ones());
+        let all: u64 = self.0[span.first..=span.last].iter().map(|word| ones(*word)).sum();
+        all - ones(self.0[span.first] & !span.first_mask) - ones(self.0[span.last] & !span.last_mask)
     }
 
     pub(super) fn is_clear(&self) -> bool {
@@ -64,12 +89,19 @@ impl Bits {
         Some((start, self.find(start, end, u64::MAX).unwrap_or(end)))
     }
 
-    /// The first bit from `first` to before `end` that is 1 after all were changed where `inverted` is 1.
-    fn find(&self, first: u64, end: u64, inverted: u64) -> Option<u64> {
-        masks(first, end).find_map(|(word, mask)| {
-            let found = (self.0[word] ^ inverted) & mask;
-            (found != 0).then(|| word as u64 * 64 + u64::from(found.trailing_zeros()))
-        })
+    /// The first bit from `first` to before `end` that is not as those of `other`, a word of bits that are all the same.
+    fn find(&self, first: u64, end: u64, other: u64) -> Option<u64> {
+        let span = Span::new(first, end)?;
+        let bit = |index: usize, found: u64| index as u64 * 64 + u64::from(found.trailing_zeros());
+        let found = (self.0[span.first] ^ other) & span.first_mask;
+        let found = if found != 0 {
+            bit(span.first, found)
+        } else {
+            let rest = &self.0[span.first + 1..=span.last];
+            let index = span.first + 1 + rest.iter().position(|word| *word != other)?;
+            bit(index, self.0[index] ^ other)
+        };
+        (found < end).then_some(found)
     }
 
     /// Replaces each word by what `operation` makes of it and of the other's, which must have as many bits.

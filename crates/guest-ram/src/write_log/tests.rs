@@ -159,12 +159,23 @@ fn zero_pages_that_go_back_are_found() {
 }
 
 #[test]
+fn whole_pages_that_are_written_are_found() {
+    for backing in [Backing::Anonymous, Backing::Memfd] {
+        let ram = ram(backing);
+        ram.start_write_log().unwrap();
+        ram.write_pages(GuestRange::new(Pfn(79), 2), &[1; 2 * PAGE as usize]).unwrap();
+        assert_eq!(taken(&ram), [79, 80].into());
+    }
+}
+
+#[test]
 fn reads_are_not_found() {
     let ram = ram(Backing::Anonymous);
     ram.start_write_log().unwrap();
     let mut buffer = [0; 5000];
     ram.memory().read_slice(&mut buffer, GuestAddress(100)).unwrap();
     let _: u64 = ram.memory().read_obj(GuestAddress(0)).unwrap();
+    ram.read_pages(GuestRange::new(Pfn(0), 1), &mut [0; PAGE as usize]).unwrap();
     let _: u16 = ram.memory().load(GuestAddress(0), Ordering::Acquire).unwrap();
     let mut file = tempfile::tempfile().unwrap();
     ram.memory().write_all_volatile_to(GuestAddress(0), &mut file, 9000).unwrap();
