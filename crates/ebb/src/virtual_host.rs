@@ -98,6 +98,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
         programs: args.add_program,
         time_limit: args.time_limit,
         kernel: args.kernel,
+        kernel_arguments: args.kernel_arguments,
         memhog: inclusion(args.memhog),
         qemu: inclusion(args.qemu),
         ..HostConfig::default()
