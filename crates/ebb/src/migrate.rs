@@ -139,7 +139,11 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     }
     let request = args.into_request()?;
     let _: MigrationStatus = client.put_json("/vm/migrate", &request.to_body())?;
-    let report = watch(&client, &request.to)?;
+    let report = watch(&client, &request.to).unwrap_or_else(|error| MigrationReport {
+        status: MigrationPhase::Failed,
+        error: Some(format!("{error:#}")),
+        ..MigrationReport::default()
+    });
     if json {
         println!("{}", serde_json::to_string_pretty(&report)?);
     } else if report.status == MigrationPhase::Completed {
@@ -154,7 +158,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
         }
         status => {
             eprintln!(
-                "ebb: the migration was not completed ({}): {problem}; the machine runs on here",
+                "ebb: the migration was not completed ({}): {problem}",
                 status.name()
             );
             ExitCode::FAILURE
@@ -233,7 +237,7 @@ fn watch(client: &Client, to: &str) -> anyhow::Result<MigrationReport> {
     loop {
         let status: MigrationStatus =
             client.get(&format!("/vm/migration?wait_ms={WAIT_MS}")).with_context(|| {
-                format!("the machine's monitor has ended in the middle of the migration to {to}")
+                format!("the machine's monitor has ended during the migration to {to}")
             })?;
         if let (true, Some(report)) = (status.phase.is_end(), &status.report) {
             if shows {

@@ -177,7 +177,7 @@ const MAIN: &[c_long] = &[
 ];
 
 /// What a migration does: connections, certificates (read only), the logs of what was written, what the host holds, threads for
-/// data streams, the locks of disks.
+/// data streams, the locks of disks, the name of the socket that a receiver has listened on.
 const MIGRATE: &[c_long] = &[
     libc::SYS_accept4,
     libc::SYS_clone,
@@ -199,6 +199,7 @@ const MIGRATE: &[c_long] = &[
     libc::SYS_mincore,
     libc::SYS_newfstatat,
     libc::SYS_pread64,
+    libc::SYS_pwrite64,
     libc::SYS_readv,
     libc::SYS_recvfrom,
     libc::SYS_recvmsg,
@@ -210,6 +211,7 @@ const MIGRATE: &[c_long] = &[
     libc::SYS_socket,
     libc::SYS_statx,
     libc::SYS_unlink,
+    libc::SYS_unlinkat,
 ];
 
 type Rules = BTreeMap<c_long, Vec<SeccompRule>>;

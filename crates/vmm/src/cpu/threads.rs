@@ -329,6 +329,21 @@ fn rest(shared: &Shared, rested: &mut u64) {
     }
 }
 
+/// Processor time of the whole process.
+pub fn process_time() -> Duration {
+    clock_time(libc::CLOCK_PROCESS_CPUTIME_ID)
+}
+
+/// Not rustix's: the first use of that looks for the vDSO with a system call that threads may not make.
+fn clock_time(clock: libc::clockid_t) -> Duration {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: a clock that does not exist is an error, and `time` is a place for the result.
+    if unsafe { libc::clock_gettime(clock, &raw mut time) } != 0 {
+        return Duration::ZERO;
+    }
+    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
+}
+
 /// Processor time of a thread; zero if the system does not tell.
 fn processor_time(thread: &JoinHandle<()>) -> Duration {
     let mut clock = 0;
@@ -336,12 +351,7 @@ fn processor_time(thread: &JoinHandle<()>) -> Duration {
     if unsafe { libc::pthread_getcpuclockid(thread.as_pthread_t(), &raw mut clock) } != 0 {
         return Duration::ZERO;
     }
-    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: the clock's number is the system's own, and `time` a place for the result.
-    if unsafe { libc::clock_gettime(clock, &raw mut time) } != 0 {
-        return Duration::ZERO;
-    }
-    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
+    clock_time(clock)
 }
 
 /// Parks this vCPU for good: it cannot go on until somebody resets or stops it.

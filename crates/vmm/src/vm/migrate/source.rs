@@ -15,7 +15,6 @@ use ebb_migration::{
     AtTimeLimit, AutoConverge, BoxError, Cancel, Config, DirtySource, FreePageSource, Guest, Holes, Phase,
     Precopy, Progress, Report, RoundSync, TimeLimit, WithWriteLog, ZeroPages,
 };
-use rustix::time::{ClockId, clock_gettime};
 
 use super::guest::{MovedGuest, Stopped};
 use super::hints::FreePages;
@@ -25,6 +24,7 @@ use crate::api::migration::{
     FreePageChoice, MigrationPhase, MigrationReport, MigrationRequest, MigrationRound, OnTimeout,
 };
 use crate::clock::GuestClockError;
+use crate::cpu::threads::process_time;
 use crate::vm::{Vm, VmError, lock};
 
 /// A migration that has not come to its end.
@@ -136,9 +136,7 @@ pub(super) fn migrate(vm: &Arc<Vm>, request: &MigrationRequest) -> MigrationRepo
 
 /// Processor time of this process without that of the vCPUs.
 fn monitor_time(vm: &Vm) -> Duration {
-    let all = clock_gettime(ClockId::ProcessCPUTime);
-    let all = Duration::new(all.tv_sec.unsigned_abs(), all.tv_nsec.unsigned_abs() as u32);
-    all.saturating_sub(vm.vcpus.processor_time())
+    process_time().saturating_sub(vm.vcpus.processor_time())
 }
 
 struct Migration<'a> {
