@@ -15,6 +15,9 @@ mod config;
 mod decision;
 mod dirty;
 mod error;
+#[cfg(feature = "testing")]
+#[doc(hidden)]
+pub mod fuzzing;
 mod guest;
 mod guest_ram;
 mod memory;
