@@ -40,6 +40,14 @@ impl ShutdownHandle {
     }
 }
 
+/// Whether the system has been given anything of a frame that could not be written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Begun {
+    No,
+    /// Nothing can be written any more: it would be taken for the rest of the frame.
+    Perhaps,
+}
+
 /// When a wait ends.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Limit {
@@ -161,6 +169,22 @@ impl Connection {
         self.cancel = None;
     }
 
+    /// Writes all of `frame`. After a failure the other side cannot have it: the system has not taken its last byte.
+    pub(super) fn write_frame(&mut self, frame: &[u8]) -> Result<(), (io::Error, Begun)> {
+        let mut left = frame;
+        while !left.is_empty() {
+            match self.write(left) {
+                Ok(taken) => left = &left[taken..],
+                Err(error) => {
+                    // A cancelled session is noticed before anything is written, and perhaps between two writes.
+                    self.broken |= left.len() < frame.len();
+                    return Err((error, if self.broken { Begun::Perhaps } else { Begun::No }));
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// TLS up to its end.
     pub(super) fn handshake(&mut self) -> io::Result<()> {
         let deadline = self.limit.deadline();
@@ -176,10 +200,15 @@ impl Connection {
 
     /// Tells the other side that nothing follows, and waits a little until it has read everything.
     pub(super) fn close(mut self, limit: Duration) {
+        self.close_until((Instant::now() + limit, limit));
+    }
+
+    /// Like [`close`](Self::close), up to a time.
+    pub(super) fn close_until(&mut self, deadline: (Instant, Duration)) {
         self.ignore_cancel();
         self.end_of_output();
-        let deadline = (Instant::now() + limit, limit);
-        while self.wire.drain() {
+        // Whoever sends without end is not listened to for longer.
+        while self.wire.drain() && Instant::now() < deadline.0 {
             if self.wait(PollFlags::IN, deadline).is_err() {
                 return;
             }

@@ -1,10 +1,11 @@
 //! The control connection: messages over a [`Connection`], each one checked against the [`Protocol`].
 
-use std::io::{Read, Write};
-use std::time::Duration;
+use std::fmt::Display;
+use std::io::Read;
+use std::time::{Duration, Instant};
 
 use super::cancel::CancelHandle;
-use super::connection::{Connection, Limit};
+use super::connection::{Begun, Connection, Limit};
 use super::error::{Reason, SessionError};
 use super::limits::TimeLimits;
 use super::message::{FrameError, HEADER_BYTES, Message, MessageKind, parse_header};
@@ -30,8 +31,17 @@ impl Control {
         Self { connection, protocol: Protocol::new(side), limits, cancel }
     }
 
-    /// Sends a message. If that fails, the other side cannot have it, and nothing can be sent any more.
+    /// Sends a message. If that fails, the other side cannot have it.
     pub(super) fn send(&mut self, message: &Message, doing: &'static str) -> Result<(), SessionError> {
+        self.send_within(Limit::Progress(self.limits.progress), message, doing)
+    }
+
+    fn send_within(
+        &mut self,
+        limit: Limit,
+        message: &Message,
+        doing: &'static str,
+    ) -> Result<(), SessionError> {
         let kind = message.kind();
         let frame = message.encode().map_err(|error| match error {
             FrameError::Long { kind, bytes } => {
@@ -40,10 +50,15 @@ impl Control {
             error => SessionError::Malformed { peer: "this side".to_owned(), problem: error.to_string() },
         })?;
         let misplaced = |_| SessionError::Unexpected { peer: "this side".to_owned(), found: kind, doing };
+        let before = self.protocol;
         self.protocol.send(kind).map_err(misplaced)?;
-        self.connection.set_limit(Limit::Progress(self.limits.progress));
-        self.connection.write_all(&frame).map_err(|error| {
-            self.protocol.unsent(kind);
+        self.connection.set_limit(limit);
+        self.connection.write_frame(&frame).map_err(|(error, begun)| {
+            match begun {
+                // As if it had never been tried: another message may follow.
+                Begun::No => self.protocol = before,
+                Begun::Perhaps => self.protocol.unsent(kind),
+            }
             self.connection.explain(&error, doing)
         })
     }
@@ -51,7 +66,8 @@ impl Control {
     /// Waits for the next message. That the other side has ended the session is an error. `doing` completes a sentence:
     /// "while its hello was awaited".
     pub(super) fn receive(&mut self, limit: Duration, doing: &'static str) -> Result<Message, SessionError> {
-        let message = self.read(Limit::from_now(limit), doing)?;
+        // A large body takes its time: once it has begun, it only has to go on.
+        let message = self.read(Limit::from_now(limit), Limit::Progress(self.limits.progress), doing)?;
         let peer = self.connection.peer().to_owned();
         let found = message.kind();
         if self.protocol.receive(found).is_err() {
@@ -80,7 +96,7 @@ impl Control {
         SessionError::Unexpected { peer: self.connection.peer().to_owned(), found, doing }
     }
 
-    pub(super) fn malformed(&self, problem: impl ToString) -> SessionError {
+    pub(super) fn malformed(&self, problem: impl Display) -> SessionError {
         SessionError::Malformed { peer: self.connection.peer().to_owned(), problem: problem.to_string() }
     }
 
@@ -106,26 +122,28 @@ impl Control {
     /// Tells the other side that nothing comes of it, if it has not been told and the protocol still allows it. What the
     /// other side had said to the same effect before comes back.
     pub(super) fn abort(mut self, reason: Reason) -> Option<SessionError> {
+        let farewell = self.limits.farewell;
+        let deadline = (Instant::now() + farewell, farewell);
+        let limit = Limit::Until(deadline.0, farewell);
         self.connection.ignore_cancel();
         if let Some(kind) = self.protocol.word_of_failure() {
             let message =
                 if kind == MessageKind::Failed { Message::Failed(reason) } else { Message::Abort(reason) };
             // If it cannot be told, the end of the connection says the same.
-            let _ = self.send(&message, "while it was told that this side gives up");
+            let _ = self.send_within(limit, &message, "while it was told that this side gives up");
         }
         self.protocol.lost();
         self.connection.end_of_output();
-        let word = self.last_word();
-        self.connection.close(self.limits.farewell);
+        let word = self.last_word(limit);
+        self.connection.close_until(deadline);
         word
     }
 
     /// The reason that the other side gave before it ended.
-    fn last_word(&mut self) -> Option<SessionError> {
-        let limit = Limit::from_now(self.limits.farewell);
+    fn last_word(&mut self, limit: Limit) -> Option<SessionError> {
         for _ in 0..MOST_LATE_MESSAGES {
             let peer = self.connection.peer().to_owned();
-            match self.read(limit, "while it ended").ok()? {
+            match self.read(limit, limit, "while it ended").ok()? {
                 Message::Abort(reason) => return Some(SessionError::Aborted { peer, reason }),
                 Message::Failed(reason) => return Some(SessionError::Failed { peer, reason }),
                 Message::Refuse(reason) => return Some(SessionError::Refused { peer, reason }),
@@ -136,13 +154,17 @@ impl Control {
     }
 
     /// Reads one message, whatever its place.
-    fn read(&mut self, limit: Limit, doing: &'static str) -> Result<Message, SessionError> {
-        self.connection.set_limit(limit);
+    fn read(
+        &mut self,
+        header_limit: Limit,
+        body_limit: Limit,
+        doing: &'static str,
+    ) -> Result<Message, SessionError> {
+        self.connection.set_limit(header_limit);
         let mut header = [0; HEADER_BYTES];
         self.fill(&mut header, doing)?;
         let (kind, bytes) = parse_header(header).map_err(|error| self.malformed(error))?;
-        // A large body takes its time: from here on it only has to go on.
-        self.connection.set_limit(Limit::Progress(self.limits.progress));
+        self.connection.set_limit(body_limit);
         let mut body = Vec::new();
         while body.len() < bytes {
             let begin = body.len();

@@ -41,6 +41,9 @@ mod control;
 mod descriptors;
 mod destination;
 mod error;
+#[cfg(feature = "testing")]
+#[doc(hidden)]
+pub mod fuzzing;
 mod intake;
 mod limits;
 mod listener;

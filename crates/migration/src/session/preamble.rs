@@ -146,15 +146,12 @@ impl Role {
 
 /// What bytes that are not Ebb's look like.
 fn describe(bytes: &[u8]) -> String {
-    match bytes {
-        // The first byte of a TLS record (RFC 8446 section 5.1), and the high byte of its version.
-        [20..=23, 3, ..] => "it speaks TLS".to_owned(),
-        _ => {
-            let shown = &bytes[..bytes.len().min(24)];
-            let text = String::from_utf8_lossy(shown);
-            format!("it began with {:?}", printable(&text, 24))
-        }
+    // The first byte of a TLS record (RFC 8446 section 5.1), and the high byte of its version.
+    if let [20..=23, 3, ..] = bytes {
+        return "it speaks TLS".to_owned();
     }
+    let text = String::from_utf8_lossy(&bytes[..bytes.len().min(24)]);
+    format!("it began with {:?}", printable(&text, 24))
 }
 
 #[cfg(test)]

@@ -80,7 +80,7 @@ impl Protocol {
         Self { side, stage: Stage::Opening }
     }
 
-    pub(super) const fn stage(&self) -> Stage {
+    pub(super) const fn stage(self) -> Stage {
         self.stage
     }
 
@@ -128,7 +128,7 @@ impl Protocol {
     }
 
     /// With what this side tells the other that it gives up, where that has a place.
-    pub(super) fn word_of_failure(&self) -> Option<MessageKind> {
+    pub(super) fn word_of_failure(self) -> Option<MessageKind> {
         [MessageKind::Abort, MessageKind::Failed]
             .into_iter()
             .find(|&kind| next(self.stage, self.side, kind).is_some())
@@ -142,18 +142,17 @@ fn next(stage: Stage, sender: Side, kind: MessageKind) -> Option<Stage> {
         (Stage::Opening, Source, MessageKind::Hello) => Stage::Called,
         (Stage::Called, Destination, MessageKind::Hello) => Stage::Greeted,
         (Stage::Greeted, Source, MessageKind::Setup) => Stage::Asked,
-        (Stage::Asked, Destination, MessageKind::Accept) => Stage::Streaming,
-        (Stage::Asked, Destination, MessageKind::Refuse) => Stage::Over(End::Stays),
-        (Stage::Streaming, Source, MessageKind::Descriptors)
+        (Stage::Asked, Destination, MessageKind::Accept)
+        | (Stage::Streaming, Source, MessageKind::Descriptors)
         | (Stage::Streaming, Destination, MessageKind::RoundDone) => Stage::Streaming,
         (Stage::Streaming, Source, MessageKind::State) => Stage::Restoring,
         (Stage::Restoring, Destination, MessageKind::Ready) => Stage::Prepared,
         (Stage::Prepared, Source, MessageKind::Commit) => Stage::Committed,
         (Stage::Committed, Destination, MessageKind::Running) => Stage::Over(End::Moved),
-        (Stage::Prepared | Stage::Committed, Destination, MessageKind::Failed) => Stage::Over(End::Stays),
-        (Stage::Committed | Stage::Over(_), _, _) => return None,
-        // A decision may be on its way to the destination: see `Failed`.
-        (Stage::Prepared, Destination, _) => return None,
+        (Stage::Asked, Destination, MessageKind::Refuse)
+        | (Stage::Prepared | Stage::Committed, Destination, MessageKind::Failed) => Stage::Over(End::Stays),
+        // From `Ready` on a decision may be on its way to the destination: see `Failed`.
+        (Stage::Prepared, Destination, _) | (Stage::Committed | Stage::Over(_), _, _) => return None,
         (_, _, MessageKind::Abort) => Stage::Over(End::Stays),
         _ => return None,
     })

@@ -416,10 +416,8 @@ impl SourcePrepared {
         self.control.connection.ignore_cancel();
         let error = match self.control.send(&Message::Commit, DECISION) {
             Ok(()) => match self.control.receive(self.control.limits.running, DECISION) {
-                Ok(Message::Running) => {
-                    self.control.connection.close(self.control.limits.farewell);
-                    return Outcome::Moved;
-                }
+                // Nothing is left to say or to read, so the connection needs no farewell.
+                Ok(Message::Running) => return Outcome::Moved,
                 Ok(other) => self.control.unexpected(other.kind(), DECISION),
                 Err(error) => error,
             },

@@ -1,5 +1,6 @@
 //! TLS 1.3 with certificates on both sides (RFC 8446), by rustls with the ring provider.
 
+use std::fmt::Display;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -83,7 +84,7 @@ fn provider() -> Arc<CryptoProvider> {
     Arc::new(rustls::crypto::ring::default_provider())
 }
 
-fn unusable(option: &'static str, path: &Path, problem: impl ToString) -> SessionError {
+fn unusable(option: &'static str, path: &Path, problem: impl Display) -> SessionError {
     SessionError::TlsFile { option, path: path.to_owned(), problem: problem.to_string() }
 }
 
@@ -91,8 +92,8 @@ fn pair_unusable(files: &TlsFiles, error: &rustls::Error) -> SessionError {
     let problem = match error {
         rustls::Error::InconsistentKeys(_) => {
             format!(
-                "it does not belong to the certificate in {:?}; give the key that it was made with",
-                files.certificate
+                "it does not belong to the certificate in {}; give the key that it was made with",
+                files.certificate.display()
             )
         }
         error => error.to_string(),

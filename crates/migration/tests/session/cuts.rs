@@ -40,7 +40,7 @@ fn migrate(
     let destination =
         std::thread::spawn(move || drive::destination_within(listener, Duration::from_millis(1500)));
     let source = drive::source(&proxy.address, security, &limits());
-    (source, destination.join().unwrap(), proxy.from_source())
+    (source, destination.join().unwrap(), proxy.bytes_of_source())
 }
 
 fn name(end: &SourceEnd) -> &'static str {
@@ -95,8 +95,11 @@ fn check(message: usize, place: Place, delivered: bool, manner: Manner) {
     }
 }
 
+/// A place at the message with a number, and whether that message is delivered.
+type Cut = fn(usize) -> (Place, bool);
+
 /// All at once: most of the time is spent waiting.
-fn check_all(manner: Manner, places: &[fn(usize) -> (Place, bool)]) {
+fn check_all(manner: Manner, places: &[Cut]) {
     std::thread::scope(|scope| {
         for (message, &(_, number, _)) in MESSAGES.iter().enumerate() {
             for place in places {

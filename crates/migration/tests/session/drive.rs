@@ -6,8 +6,8 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use ebb_migration::session::{
-    Address, CancelHandle, Connection, Greeting, Listener, Outcome, Security, SessionError, TimeLimits,
-    connect,
+    Address, CancelHandle, Connection, Greeting, Listener, Outcome, Security, SessionError, SourcePrepared,
+    TimeLimits, connect,
 };
 use serde::{Deserialize, Serialize};
 
@@ -100,7 +100,7 @@ pub fn source_with(
         }
         streaming.send_state(state())
     };
-    match prepared().map(|prepared| prepared.commit()) {
+    match prepared().map(SourcePrepared::commit) {
         Ok(Outcome::Moved) => SourceEnd::Moved,
         Ok(Outcome::Unknown(error)) => SourceEnd::Unknown(error),
         Ok(Outcome::RunsOn(error)) | Err(error) => SourceEnd::RunsOn(error),

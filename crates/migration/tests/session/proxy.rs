@@ -84,7 +84,7 @@ impl Proxy {
     }
 
     /// How much the source has sent on the control connection.
-    pub fn from_source(&self) -> usize {
+    pub fn bytes_of_source(&self) -> usize {
         *self.shared.from_source.lock().unwrap()
     }
 }
@@ -141,7 +141,8 @@ impl Pump {
             for _ in 0..bytes {
                 self.pass(1)?;
             }
-            return self.fail();
+            self.fail();
+            return Some(());
         }
         if place == Place::Nowhere {
             let mut buffer = [0; 4096];
@@ -156,7 +157,8 @@ impl Pump {
             self.from.read_exact(&mut header).ok()?;
             self.count(HEADER_BYTES);
             if place == Place::Before(number) {
-                return self.fail();
+                self.fail();
+                return Some(());
             }
             let body = u32::from_le_bytes([header[0], header[1], header[2], header[3]]) as usize;
             if place == Place::Inside(number) {
@@ -164,12 +166,14 @@ impl Pump {
                 let half = if body == 0 { &header[..HEADER_BYTES / 2] } else { &header };
                 self.to.write_all(half).ok()?;
                 self.pass(body / 2)?;
-                return self.fail();
+                self.fail();
+                return Some(());
             }
             self.to.write_all(&header).ok()?;
             self.pass(body)?;
             if place == Place::After(number) {
-                return self.fail();
+                self.fail();
+                return Some(());
             }
         }
         None
@@ -192,7 +196,7 @@ impl Pump {
         }
     }
 
-    fn fail(&mut self) -> Option<()> {
+    fn fail(&mut self) {
         match self.fault.map(|fault| fault.manner) {
             Some(Manner::End) => {
                 for socket in [&self.from, &self.to] {
@@ -210,6 +214,5 @@ impl Pump {
                 let _ = std::io::copy(&mut self.from, &mut std::io::sink());
             }
         }
-        Some(())
     }
 }

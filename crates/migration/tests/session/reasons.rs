@@ -304,7 +304,9 @@ fn rounds_are_acknowledged_in_their_order() {
         error
     });
     let (mut streaming, _streams) = destination.join(&mut listener).unwrap();
-    [0, 1, 2, 7].into_iter().for_each(|round| streaming.round_done(round).unwrap());
+    for round in [0, 1, 2, 7] {
+        streaming.round_done(round).unwrap();
+    }
     let error = source.join().unwrap();
     assert!(error.to_string().contains("round 7 is done where 3 should be"), "{error}");
     assert!(reason(&streaming.receive_state().unwrap_err()).contains("round 7"));

@@ -152,7 +152,7 @@ fn a_source_that_fails_before_it_is_accepted_does_not_use_the_listener_up() {
     let limits = TimeLimits::default();
     let mut listener = listen(&drive::loopback(), &Security::Local, &limits);
     let address = listener.address().clone();
-    let first = connect_in_thread(&address, |session| drop(session));
+    let first = connect_in_thread(&address, drop);
     let error = listener.accept(None).unwrap().setup::<Machine>().unwrap_err();
     assert!(matches!(error, SessionError::Cut { .. }), "{error}");
     first.join().unwrap();

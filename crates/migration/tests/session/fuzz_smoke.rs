@@ -1,0 +1,53 @@
+//! Runs the bodies of the fuzz targets for a short while, without a fuzzer.
+
+use ebb_migration::session::fuzzing::TARGETS;
+use proptest::prelude::*;
+use proptest::test_runner::{Config, TestRunner};
+
+/// Pieces of what belongs on these connections, and anything else, so that inputs get somewhere.
+fn input() -> impl Strategy<Value = Vec<u8>> {
+    let frame = |kind: u8, body: &[u8]| {
+        let mut bytes = (body.len() as u32).to_le_bytes().to_vec();
+        bytes.push(kind);
+        bytes.extend(body);
+        bytes
+    };
+    let mut preamble = b"EBB-MIG\n\x01\x00\x01\x00".to_vec();
+    preamble.extend([0; 20]);
+    let pieces = vec![
+        preamble,
+        b"EBB-MIG\n\x01\x00\x02\x00".to_vec(),
+        frame(1, br#"{"monitor":"m","capabilities":[]}"#),
+        frame(2, br#"{"streams":1,"machine":7}"#),
+        frame(6, &[0; 4]),
+        frame(7, b"state"),
+        frame(8, b""),
+        frame(9, b""),
+        frame(10, b""),
+        frame(11, b"\"failed\""),
+        frame(12, b"\"aborted\""),
+        b"tcp:[::1]:44".to_vec(),
+        b"unix:/a".to_vec(),
+    ];
+    let piece = prop_oneof![
+        3 => prop::sample::select(pieces),
+        1 => prop::collection::vec(prop_oneof![any::<u8>(), 0..16_u8], 0..40),
+    ];
+    let first = prop_oneof![Just(Vec::new()), (0..8_u8).prop_map(|byte| vec![byte])];
+    (first, prop::collection::vec(piece, 0..6)).prop_map(|(mut bytes, pieces)| {
+        bytes.extend(pieces.concat());
+        bytes
+    })
+}
+
+#[test]
+fn no_input_makes_a_target_fail() {
+    for (name, body) in TARGETS {
+        let mut runner = TestRunner::new(Config { cases: 200, ..Config::default() });
+        let result = runner.run(&input(), |data| {
+            body(&data);
+            Ok(())
+        });
+        assert!(result.is_ok(), "{name}: {result:?}");
+    }
+}
