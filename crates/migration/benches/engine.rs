@@ -21,6 +21,7 @@ use ebb_migration::{
 };
 use rustix::time::{ClockId, clock_gettime};
 use twox_hash::XxHash3_64;
+use vm_memory::GuestAddress;
 
 const PAGE: usize = PAGE_SIZE_BYTES as usize;
 
@@ -109,7 +110,7 @@ fn processor_time(work: impl FnOnce()) -> Duration {
     };
     let start = now();
     work();
-    now() - start
+    now().saturating_sub(start)
 }
 
 /// What the source's memory holds.
@@ -225,7 +226,7 @@ fn migrate(source: &Source, target: &GuestRam, streams: usize, config: Config) -
 fn engine(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("engine");
     group.throughput(Throughput::Bytes(MEMORY_BYTES)).sample_size(10);
-    let spec = RegionSpec { start: Default::default(), size_bytes: MEMORY_BYTES, host_node: None };
+    let spec = RegionSpec { start: GuestAddress::default(), size_bytes: MEMORY_BYTES, host_node: None };
     // Populated, so that what is measured is the engine and not the host's page faults.
     let target = GuestRam::new(&[spec], Backing::Anonymous, HugePages::On, Populate::Prealloc).unwrap();
     for (name, content, zero_pages) in [

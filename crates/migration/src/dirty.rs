@@ -40,7 +40,8 @@ pub trait DirtySource: Send {
     /// If the log cannot be changed.
     fn clear(&mut self, range: PageRange) -> Result<(), BoxError>;
 
-    /// As [`clear`](Self::clear), for a whole set.
+    /// As [`clear`](Self::clear), for a whole set, which may be one of a small part of memory only. A source that can clear many
+    /// pages with one call does that here.
     ///
     /// # Errors
     /// If the log cannot be changed.

@@ -97,9 +97,10 @@ mod tests {
     use super::*;
     use ebb_abi::Pfn;
     use ebb_guest_ram::{Backing, HugePages, InhibitReason, Populate, RegionSpec};
+    use vm_memory::GuestAddress;
 
     fn ram(backing: Backing) -> GuestRam {
-        let spec = RegionSpec { start: Default::default(), size_bytes: 4 << 20, host_node: None };
+        let spec = RegionSpec { start: GuestAddress(0), size_bytes: 4 << 20, host_node: None };
         GuestRam::new(&[spec], backing, HugePages::Off, Populate::Lazy).unwrap()
     }
 

@@ -11,6 +11,7 @@
 
 mod batch;
 mod cancel;
+mod chunk;
 mod config;
 mod decision;
 mod dirty;

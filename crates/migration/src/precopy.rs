@@ -4,8 +4,8 @@ use std::io::Write;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use ebb_abi::PAGE_SIZE_BYTES;
 use ebb_abi::migration::RoundKind;
+use ebb_abi::{PAGE_SIZE_BYTES, PageRange};
 
 use crate::decision::{Next, Policy, RoundOutcome};
 use crate::progress::{PageCounters, Phase, Progress, Report, RoundReport};
@@ -61,6 +61,7 @@ impl<'a> Precopy<'a> {
         let mut engine = Engine {
             config: self.config,
             memory: self.memory,
+            regions,
             guest: self.guest,
             free_pages: self.free_pages,
             streams: self.streams.into_iter().map(Stream::new).collect(),
@@ -112,6 +113,7 @@ fn run_on(
 struct Engine<'a> {
     config: Config,
     memory: &'a dyn SourceMemory,
+    regions: Vec<PageRange>,
     guest: &'a mut dyn Guest,
     free_pages: Option<&'a mut dyn FreePageSource>,
     streams: Vec<Stream<'a>>,
@@ -136,7 +138,7 @@ impl<'a> Engine<'a> {
         }
         self.check_cancel()?;
         self.tell(Phase::Arming, 0, None);
-        let mut tracker = Tracker::arm(dirty, &self.memory.regions())?;
+        let mut tracker = Tracker::arm(dirty, &self.regions)?;
         self.report.setup_ms = milliseconds(self.started.elapsed());
 
         for round in 0.. {
@@ -279,6 +281,7 @@ impl<'a> Engine<'a> {
             kind,
             config: &self.config,
             memory: self.memory,
+            regions: &self.regions,
             feed,
             limiter: &self.limiter,
             cancel: &self.cancel,

@@ -10,6 +10,7 @@ use ebb_abi::migration::RoundKind;
 use ebb_abi::{PageRange, Pfn};
 
 use crate::batch::Batch;
+use crate::chunk::{by_region, span};
 use crate::progress::PageCounters;
 use crate::rate::RateLimiter;
 use crate::{Cancel, Config, Holes, MigrationError, PageFeed, SourceMemory};
@@ -40,6 +41,8 @@ pub(crate) struct Round<'a> {
     pub(crate) kind: RoundKind,
     pub(crate) config: &'a Config,
     pub(crate) memory: &'a dyn SourceMemory,
+    /// Its regions.
+    pub(crate) regions: &'a [PageRange],
     pub(crate) feed: &'a dyn PageFeed,
     pub(crate) limiter: &'a RateLimiter,
     pub(crate) cancel: &'a Cancel,
@@ -129,8 +132,8 @@ impl Round<'_> {
             if taken.is_empty() {
                 break;
             }
-            for range in &taken {
-                self.send_range(index, stream, *range)?;
+            for here in by_region(self.regions, &taken) {
+                self.send_pages(index, stream, here)?;
             }
         }
         stream.taken = taken;
@@ -140,14 +143,17 @@ impl Round<'_> {
         Ok(std::mem::take(&mut stream.batch.pages))
     }
 
-    fn send_range(
+    /// Sends pages of one region. The host is asked once what it holds: of pages that are all written somewhere in a
+    /// chunk, nearly all are held.
+    fn send_pages(
         &self,
         index: usize,
         stream: &mut Stream<'_>,
-        range: PageRange,
+        pages: &[PageRange],
     ) -> Result<(), MigrationError> {
         let mut held = std::mem::take(&mut stream.held);
         held.clear();
+        let range = span(pages);
         match self.config.holes {
             Holes::Read => held.push(range),
             Holes::Skip => self.memory.held(range, &mut held).map_err(|source| MigrationError::Memory {
@@ -156,20 +162,20 @@ impl Round<'_> {
                 source,
             })?,
         }
-        let mut next = range.start;
-        for part in &held {
-            let part = part.intersection(range);
-            if part.is_empty() {
-                continue;
+        for range in pages {
+            let first = held.partition_point(|part| part.end() <= range.start);
+            let parts = held[first..].iter().map(|part| part.intersection(*range));
+            let mut next = range.start;
+            for part in parts.take_while(|part| !part.is_empty()) {
+                if part.start > next {
+                    stream.batch.discard(PageRange::new(next, part.start.0 - next.0));
+                }
+                self.send_held(index, stream, part)?;
+                next = part.end();
             }
-            if part.start > next {
-                stream.batch.discard(PageRange::new(next, part.start.0 - next.0));
+            if next < range.end() {
+                stream.batch.discard(PageRange::new(next, range.end().0 - next.0));
             }
-            self.send_held(index, stream, part)?;
-            next = part.end();
-        }
-        if next < range.end() {
-            stream.batch.discard(PageRange::new(next, range.end().0 - next.0));
         }
         stream.held = held;
         Ok(())

@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 use ebb_abi::PageRange;
 use ebb_guest_ram::PageSet;
 
+use crate::chunk::{by_region, span};
 use crate::send_set::SendSet;
 use crate::{DirtySource, MigrationError};
 
@@ -59,6 +60,7 @@ impl Shared {
 /// Knows what is to be sent and owns the dirty source while it is armed.
 pub struct Tracker<'d> {
     dirty: &'d mut dyn DirtySource,
+    regions: Vec<PageRange>,
     shared: Arc<Shared>,
     found: PageSet,
     marks: Marks,
@@ -84,7 +86,8 @@ impl<'d> Tracker<'d> {
         }
         let shared =
             Arc::new(Shared { set: Mutex::new(SendSet::full(regions)), hints_ended: Condvar::new() });
-        Ok(Self { dirty, shared, found: PageSet::new(regions), marks: Marks::Taken })
+        let found = PageSet::new(regions);
+        Ok(Self { dirty, regions: regions.to_vec(), shared, found, marks: Marks::Taken })
     }
 
     /// Looks at what was written since the last time, and adds it to what is to be sent. Returns how many pages were
@@ -115,7 +118,8 @@ impl<'d> Tracker<'d> {
 
     /// Begins a round without hints.
     pub fn round(&mut self) -> ClearingRound<'_> {
-        ClearingRound { shared: &self.shared, dirty: Mutex::new(&mut *self.dirty) }
+        let Self { regions, shared, dirty, .. } = self;
+        ClearingRound { regions, shared, dirty: Mutex::new(&mut **dirty) }
     }
 
     /// Begins a round with hints.
@@ -156,8 +160,27 @@ fn clear_error(source: crate::BoxError) -> MigrationError {
     MigrationError::Dirty { action: "write-protect pages again", source }
 }
 
+/// Takes the marks of pages in one chunk, which are in ascending order: with one call for each region.
+fn clear(
+    dirty: &mut dyn DirtySource,
+    regions: &[PageRange],
+    pages: &[PageRange],
+) -> Result<(), crate::BoxError> {
+    by_region(regions, pages).try_for_each(|here| match here {
+        [only] => dirty.clear(*only),
+        several => {
+            let mut set = PageSet::new(&[span(several)]);
+            for range in several {
+                set.insert(*range);
+            }
+            dirty.clear_all(&set)
+        }
+    })
+}
+
 /// A round without hints: takes the marks of pages before they are read.
 pub struct ClearingRound<'t> {
+    regions: &'t [PageRange],
     shared: &'t Shared,
     dirty: Mutex<&'t mut dyn DirtySource>,
 }
@@ -170,7 +193,7 @@ impl PageFeed for ClearingRound<'_> {
             return Ok(());
         }
         let mut dirty = self.dirty.lock().unwrap_or_else(PoisonError::into_inner);
-        taken[first..].iter().try_for_each(|range| dirty.clear(*range)).map_err(clear_error)
+        clear(&mut **dirty, self.regions, &taken[first..]).map_err(clear_error)
     }
 
     fn remaining_pages(&self) -> u64 {

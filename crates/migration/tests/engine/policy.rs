@@ -12,13 +12,13 @@ fn busy(config: Config) -> Trial {
     Trial { config, activity: Activity { steps: u64::MAX, burst: 4, cancel_after: None }, ..Trial::default() }
 }
 
-fn limit(then: AtTimeLimit) -> Option<TimeLimit> {
-    Some(TimeLimit { after: Duration::from_millis(20), then })
+fn limit(then: AtTimeLimit) -> TimeLimit {
+    TimeLimit { after: Duration::from_millis(20), then }
 }
 
 #[test]
 fn it_runs_on_after_the_time_limit() {
-    let config = Config { time_limit: limit(AtTimeLimit::Cancel), ..Trial::default().config };
+    let config = Config { time_limit: Some(limit(AtTimeLimit::Cancel)), ..Trial::default().config };
     let outcome = busy(config).run();
     let failure = outcome.sent.as_ref().unwrap_err();
     assert!(matches!(failure.error, MigrationError::TimeLimit { .. }), "{failure}");
@@ -29,7 +29,7 @@ fn it_runs_on_after_the_time_limit() {
 
 #[test]
 fn it_is_stopped_at_the_time_limit() {
-    let config = Config { time_limit: limit(AtTimeLimit::Force), ..Trial::default().config };
+    let config = Config { time_limit: Some(limit(AtTimeLimit::Force)), ..Trial::default().config };
     let outcome = busy(config).run();
     let report = outcome.sent.as_ref().unwrap();
     assert!(report.rounds_detail.last().unwrap().pages_to_send > 0, "{report:?}");
@@ -39,7 +39,7 @@ fn it_is_stopped_at_the_time_limit() {
 /// The limit passes within the first round, which is ended early.
 #[test]
 fn a_slow_link_does_not_hold_up_the_time_limit() {
-    let time_limit = limit(AtTimeLimit::Force);
+    let time_limit = Some(limit(AtTimeLimit::Force));
     let slow = Config { time_limit, bandwidth_limit: Some(2 << 20), ..Trial::default().config };
     let outcome = busy(slow).run();
     let report = outcome.sent.as_ref().unwrap();
