@@ -11,7 +11,7 @@ fn range(start: u64, pages: u64) -> GuestRange {
     GuestRange::new(Pfn(start), pages)
 }
 
-fn log(guest: &Guest) -> DirtyBitmap<'_> {
+pub fn log(guest: &Guest) -> DirtyBitmap<'_> {
     // SAFETY: the guest has its memory in slots numbered by the regions' places, and drops its machine before its memory.
     unsafe { DirtyBitmap::new(&guest.vm, &guest.ram) }.unwrap()
 }

@@ -1,4 +1,4 @@
-//! A guest that writes one byte to each of a row of pages.
+//! A guest that increments the first byte of each of a row of pages.
 
 use std::cell::RefCell;
 
@@ -8,8 +8,10 @@ use kvm_bindings::{kvm_regs, kvm_segment, kvm_userspace_memory_region};
 use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
 use vm_memory::{Bytes, GuestAddress};
 
-/// `next: mov [eax], bl; add eax, edx; dec ecx; jnz next; hlt`, in 32-bit mode.
-const PROGRAM: [u8; 8] = [0x88, 0x18, 0x01, 0xd0, 0x49, 0x75, 0xf9, 0xf4];
+/// In 32-bit mode: `round: mov eax, esi; mov ecx, edi; next: inc byte [eax]; add eax, edx; dec ecx; jnz next; dec ebp;
+/// jnz round; hlt`
+const PROGRAM: [u8; 15] =
+    [0x89, 0xf0, 0x89, 0xf9, 0xfe, 0x00, 0x01, 0xd0, 0x49, 0x75, 0xf9, 0x4d, 0x75, 0xf2, 0xf4];
 
 /// First pages and sizes of the regions, in pages: the first two adjoin, no size is a multiple of 64 pages, and the last has more
 /// pages than a small ring has entries.
@@ -69,45 +71,62 @@ impl Guest {
             unsafe { vm.set_user_memory_region(slot) }.unwrap();
         }
         before_vcpu(&vm);
-        let vcpu = vm.create_vcpu(0).unwrap();
-        let mut registers = vcpu.get_sregs().unwrap();
-        let flat =
-            kvm_segment { base: 0, limit: u32::MAX, present: 1, s: 1, db: 1, g: 1, ..kvm_segment::default() };
-        registers.cs = kvm_segment { selector: 8, type_: 0xb, ..flat };
-        let data = kvm_segment { selector: 16, type_: 3, ..flat };
-        (registers.ds, registers.es, registers.ss) = (data, data, data);
-        registers.cr0 |= CR0_PE;
-        vcpu.set_sregs(&registers).unwrap();
+        let vcpu = create_vcpu(&vm, 0);
         Self { vcpu: RefCell::new(vcpu), vm, ram }
     }
 
     /// Has the guest write to `count` pages from page `first` on, each `step` pages behind the one before.
     pub fn write(&self, first: u64, step: u64, count: u64) -> Stop {
-        let registers = kvm_regs {
-            rip: 0,
-            rax: first * PAGE_SIZE_BYTES,
-            rbx: 0x5a,
-            rcx: count,
-            rdx: step * PAGE_SIZE_BYTES,
-            rflags: RFLAGS_RESERVED,
-            ..kvm_regs::default()
-        };
-        self.vcpu.borrow().set_regs(&registers).unwrap();
-        self.go_on()
+        let mut vcpu = self.vcpu.borrow_mut();
+        prepare(&vcpu, first, step, count, 1);
+        go_on(&mut vcpu)
     }
 
     /// Has the guest go on after a stop.
     pub fn go_on(&self) -> Stop {
-        match self.vcpu.borrow_mut().run().unwrap() {
-            VcpuExit::Hlt => Stop::Done,
-            VcpuExit::Unsupported(EXIT_DIRTY_RING_FULL) => Stop::RingFull,
-            other => panic!("{other:?}"),
-        }
+        go_on(&mut self.vcpu.borrow_mut())
     }
 
     /// An empty set of the guest's pages.
     pub fn no_pages(&self) -> PageSet {
         PageSet::new(&self.ram.page_ranges())
+    }
+}
+
+/// A vCPU in 32-bit mode that sees all memory as it is.
+pub fn create_vcpu(vm: &VmFd, number: u64) -> VcpuFd {
+    let vcpu = vm.create_vcpu(number).unwrap();
+    let mut registers = vcpu.get_sregs().unwrap();
+    let flat =
+        kvm_segment { base: 0, limit: u32::MAX, present: 1, s: 1, db: 1, g: 1, ..kvm_segment::default() };
+    registers.cs = kvm_segment { selector: 8, type_: 0xb, ..flat };
+    let data = kvm_segment { selector: 16, type_: 3, ..flat };
+    (registers.ds, registers.es, registers.ss) = (data, data, data);
+    registers.cr0 |= CR0_PE;
+    vcpu.set_sregs(&registers).unwrap();
+    vcpu
+}
+
+/// Prepares a vCPU to write to `count` pages from page `first` on, each `step` pages behind the one before, `rounds` times.
+pub fn prepare(vcpu: &VcpuFd, first: u64, step: u64, count: u64, rounds: u64) {
+    let registers = kvm_regs {
+        rip: 0,
+        rsi: first * PAGE_SIZE_BYTES,
+        rdi: count,
+        rdx: step * PAGE_SIZE_BYTES,
+        rbp: rounds,
+        rflags: RFLAGS_RESERVED,
+        ..kvm_regs::default()
+    };
+    vcpu.set_regs(&registers).unwrap();
+}
+
+/// Runs a vCPU until it stops.
+pub fn go_on(vcpu: &mut VcpuFd) -> Stop {
+    match vcpu.run().unwrap() {
+        VcpuExit::Hlt => Stop::Done,
+        VcpuExit::Unsupported(EXIT_DIRTY_RING_FULL) => Stop::RingFull,
+        other => panic!("{other:?}"),
     }
 }
 

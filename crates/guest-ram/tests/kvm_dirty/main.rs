@@ -3,5 +3,6 @@
 #![allow(clippy::unwrap_used, reason = "a test")]
 
 mod bitmap;
+mod copy;
 mod guest;
 mod ring;

@@ -5,8 +5,11 @@ use crate::guest::{Guest, Stop, kvm, numbers};
 /// More than a kernel keeps free for pages that a processor logs on its own (64, and 512 with page modification logging).
 const ENTRIES: u32 = 1024;
 
+/// Pages written to in one go, fewer than the kernel keeps free at least. Some KVMs emulate several instructions before they look at the ring again.
+pub const AT_ONCE: u64 = 50;
+
 /// A guest with rings; `None`, with a message, where there are none.
-fn guest() -> Option<(Guest, DirtyRing)> {
+pub fn guest() -> Option<(Guest, DirtyRing)> {
     let kvm = kvm()?;
     let mut ring = None;
     let guest = Guest::new(&kvm, |vm| match DirtyRing::enable(vm, ENTRIES) {
@@ -19,7 +22,7 @@ fn guest() -> Option<(Guest, DirtyRing)> {
     Some((guest, ring))
 }
 
-fn start(guest: &Guest, ring: &DirtyRing) {
+pub fn start(guest: &Guest, ring: &DirtyRing) {
     // SAFETY: the guest has its memory in slots numbered by the regions' places, and drops its machine before its memory.
     unsafe { ring.start(&guest.vm, &guest.ram) }.unwrap();
 }
@@ -59,15 +62,17 @@ fn what_the_guest_writes_while_the_log_is_on_is_found_once() {
 fn a_vcpu_whose_ring_is_full_goes_on_after_a_harvest() {
     let Some((guest, ring)) = guest() else { return };
     start(&guest, &ring);
-    let (mut stop, mut harvested, mut stops) = (guest.write(4096, 1, 2000), 0, 0);
-    while stop == Stop::RingFull {
-        harvested += ring.harvest(&guest.vm).unwrap();
-        stops += 1;
-        assert!(stops < 100, "the ring stays full");
-        stop = guest.go_on();
+    let mut stops = 0;
+    for first in (4096..6096).step_by(AT_ONCE as usize) {
+        let mut stop = guest.write(first, 1, AT_ONCE);
+        while stop == Stop::RingFull {
+            assert!(ring.harvest(&guest.vm).unwrap() > 0, "the ring is full of nothing");
+            stops += 1;
+            stop = guest.go_on();
+        }
     }
-    // It cannot have been written to without a stop.
-    assert!(stops >= 1 && harvested >= 1, "{stops} stops, {harvested} entries");
+    // The pages are more than the entries.
+    assert!(stops >= 1);
     assert_eq!(taken(&guest, &ring), (4096..6096).collect::<Vec<u64>>());
 }
 
