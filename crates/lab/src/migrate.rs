@@ -56,7 +56,7 @@ fn sizes(scale: Scale) -> Sizes {
             program_mib: 768,
             hold_mib: 32,
             working_set_mib: 32,
-            load_s: 8,
+            load_s: 12,
             repeats: 1,
         },
         Scale::Full => Sizes {
@@ -65,7 +65,7 @@ fn sizes(scale: Scale) -> Sizes {
             program_mib: 7 * 1024,
             hold_mib: 256,
             working_set_mib: 128,
-            load_s: 30,
+            load_s: 60,
             repeats: 2,
         },
     }

@@ -142,10 +142,13 @@ fn one<'a, 'b>(
     }
     let used_bytes = subject.used_bytes()?;
     subject.step(format!("moves over {}, {}", case.rate().describe(), case.load()));
-    let patience = if load.is_some() { lasts } else { PATIENCE };
+    let patience = if load.is_some() { lasts / 2 } else { PATIENCE };
     let (report, answered_ms) = subject.migrate(plan.way, patience)?;
     if report.forced {
         notes.push(format!("{}: stopped after {patience:?}, since it did not converge", case.load()));
+    }
+    if let Some(reason) = &report.not_asked {
+        notes.push(format!("the guest was not asked for its free pages: {reason}"));
     }
     if let Some(load) = load {
         if load.is_over() {

@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use ebb_vmm::api::MigrationRound;
+
 use super::ALL_PAGES;
 use super::link_check::Carried;
 use super::rounds::{Case, Moved};
@@ -153,6 +155,7 @@ pub(super) fn series(moved: &[Moved], carried: Carried, series: &mut Series) {
     ]);
     series.metrics = metrics;
     series.details.push(table(moved));
+    series.details.extend(rounds_table(moved));
 }
 
 /// Every migration by itself.
@@ -201,6 +204,44 @@ fn table(moved: &[Moved]) -> DataTable {
     }
 }
 
+/// Every round of every migration, where the monitor tells them.
+fn rounds_table(moved: &[Moved]) -> Option<DataTable> {
+    const COLUMNS: [&str; 11] = [
+        "link",
+        "guest",
+        "round",
+        "ms",
+        "of that waiting for the guest's free pages",
+        "pages of data",
+        "zero",
+        "not held",
+        "named free",
+        "sent, MiB",
+        "pages written meanwhile",
+    ];
+    let row = |moved: &Moved, round: &MigrationRound| {
+        vec![
+            Value::from(moved.case.rate().describe()),
+            Value::from(moved.case.load()),
+            Value::from(round.round),
+            Value::from(round.elapsed_ms),
+            Value::from(round.hint_wait_ms),
+            Value::from(round.pages_data),
+            Value::from(round.pages_zero),
+            Value::from(round.pages_discarded),
+            Value::from(round.pages_skipped),
+            Value::from(rounded(round.bytes_sent as f64 / f64::from(1 << 20))),
+            Value::from(round.pages_written),
+        ]
+    };
+    let rows: Vec<_> = moved
+        .iter()
+        .flat_map(|moved| moved.report.rounds_detail.iter().map(move |round| row(moved, round)))
+        .collect();
+    let columns = COLUMNS.map(str::to_owned).into();
+    (!rows.is_empty()).then(|| DataTable { title: "rounds of the migrations".to_owned(), columns, rows })
+}
+
 /// Says of each series how much better it is than sending all pages.
 pub(super) fn compare(all: &mut [Series]) {
     let Some(base) = all.iter().find(|series| series.name == ALL_PAGES) else { return };
@@ -229,6 +270,7 @@ mod tests {
             rounds: 2,
             pages_skipped: Some(7),
             source_cpu_ms: Some(80.0),
+            rounds_detail: vec![MigrationRound { round: 1, pages_data: 5, ..MigrationRound::default() }],
             ..Report::default()
         };
         Moved { case, report, answered_ms: total_ms + 20.0, used_bytes: 100_000 }
@@ -260,6 +302,10 @@ mod tests {
         assert_eq!((metrics["bytes_sent_load"], metrics["sent_to_used"]), (Some(200_000.0), Some(1.0)));
         assert_eq!((metrics["times_faster"], metrics["times_fewer_bytes"]), (Some(4.0), Some(4.0)));
         assert_eq!(all[1].details[0].rows.len(), 4);
+        assert_eq!(all[1].details[1].rows.len(), 4);
+        assert!(
+            all[1].details.iter().all(|table| table.rows.iter().all(|row| row.len() == table.columns.len()))
+        );
     }
 
     #[test]

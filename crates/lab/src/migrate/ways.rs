@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use serde::Deserialize;
+use ebb_vmm::api::{MigrationPhase, MigrationReport, MigrationRound};
 use serde_json::{Value, json};
 
 use crate::host;
@@ -123,6 +123,10 @@ pub(super) struct Report {
     pub(super) source_cpu_ms: Option<f64>,
     /// Whether the guest was stopped because it took too long.
     pub(super) forced: bool,
+    /// Why the guest was not asked for its free pages, if it was to be.
+    pub(super) not_asked: Option<String>,
+    /// Each round; QEMU does not tell them.
+    pub(super) rounds_detail: Vec<MigrationRound>,
 }
 
 /// Moves a guest; `ebb` is that program. What went wrong is told in words.
@@ -131,30 +135,6 @@ pub(super) fn run(way: Way, ebb: Command, order: &Order<'_>) -> Result<Report, S
         Way::Ebb(settings) => by_ebb(settings, ebb, order),
         Way::Qemu => by_qemu(order),
     }
-}
-
-/// What `ebb migrate --json` prints.
-#[derive(Debug, Deserialize)]
-struct EbbReport {
-    status: String,
-    error: Option<String>,
-    #[serde(default)]
-    total_ms: f64,
-    #[serde(default)]
-    downtime_ms: f64,
-    #[serde(default)]
-    bytes_sent: u64,
-    #[serde(default)]
-    rounds: u64,
-    #[serde(default)]
-    pages_data: u64,
-    #[serde(default)]
-    pages_zero: u64,
-    #[serde(default)]
-    pages_discarded: u64,
-    #[serde(default)]
-    pages_skipped: u64,
-    source_cpu_ms: Option<f64>,
 }
 
 fn by_ebb(settings: Settings, mut ebb: Command, order: &Order<'_>) -> Result<Report, String> {
@@ -167,23 +147,26 @@ fn by_ebb(settings: Settings, mut ebb: Command, order: &Order<'_>) -> Result<Rep
     }
     let output =
         output(ebb, order.patience + END_LIMIT).map_err(|error| format!("ebb migrate {words}: {error}"))?;
-    let report: EbbReport = serde_json::from_str(&output.stdout)
+    let report: MigrationReport = serde_json::from_str(&output.stdout)
         .map_err(|error| format!("ebb migrate {words}: {error} in '{}'\n{}", output.stdout, output.stderr))?;
-    if report.status != "completed" {
+    if report.status != MigrationPhase::Completed {
         let reason = report.error.unwrap_or(output.stderr);
-        return Err(format!("ebb migrate {words}: {}: {reason}", report.status));
+        return Err(format!("ebb migrate {words}: {}: {reason}", report.status.name()));
     }
+    let late = report.total_ms > order.patience.as_millis() as u64;
     Ok(Report {
-        total_ms: report.total_ms,
-        downtime_ms: report.downtime_ms,
+        total_ms: report.total_ms as f64,
+        downtime_ms: report.downtime_ms as f64,
         bytes_sent: report.bytes_sent,
         rounds: report.rounds,
         pages_skipped: Some(report.pages_skipped),
         pages_data: Some(report.pages_data),
         pages_zero: Some(report.pages_zero),
         pages_discarded: Some(report.pages_discarded),
-        source_cpu_ms: report.source_cpu_ms,
-        forced: report.total_ms > order.patience.as_secs_f64() * 1e3,
+        source_cpu_ms: Some(report.source_cpu_ms as f64),
+        forced: late && report.downtime_ms > DOWNTIME_LIMIT_MS,
+        not_asked: report.free_pages_error,
+        rounds_detail: report.rounds_detail,
     })
 }
 
@@ -257,13 +240,10 @@ fn of_qemu(answer: &Value) -> Report {
         downtime_ms: answer["downtime"].as_f64().unwrap_or_default(),
         bytes_sent: ram("transferred").unwrap_or_default(),
         rounds: ram("dirty-sync-count").unwrap_or_default(),
-        // It counts neither.
-        pages_skipped: None,
-        pages_discarded: None,
+        // It counts neither pages that the guest has named nor those that the host does not hold.
         pages_data: ram("normal"),
         pages_zero: ram("duplicate"),
-        source_cpu_ms: None,
-        forced: false,
+        ..Report::default()
     }
 }
 
@@ -316,20 +296,27 @@ mod tests {
     fn ebb_is_run_as_its_users_would_and_its_report_is_read() {
         let expected = "migrate /tmp/c --to tcp:198.18.0.2:4444 --insecure --json --downtime 300 --timeout 9 --on-timeout \
                         force --zero-pages on --holes off --free-pages query";
-        let report = script(&format!(
-            "test \"$*\" = '{expected}' && echo '{{\"status\": \"completed\", \"error\": null, \"total_ms\": 350, \
-             \"downtime_ms\": 7.5, \"bytes_sent\": 5, \"rounds\": 2, \"pages_data\": 1, \"pages_zero\": 2, \
-             \"pages_discarded\": 3, \"pages_skipped\": 4, \"source_cpu_ms\": 80, \"rounds_detail\": []}}'"
-        ))
-        .unwrap();
-        assert_eq!((report.downtime_ms, report.pages_skipped), (7.5, Some(4)));
+        let told = MigrationReport {
+            status: MigrationPhase::Completed,
+            total_ms: 350,
+            downtime_ms: 7,
+            pages_skipped: 4,
+            ..MigrationReport::default()
+        };
+        let told = serde_json::to_string(&told).unwrap();
+        let report = script(&format!("test \"$*\" = '{expected}' && echo '{told}'")).unwrap();
+        assert_eq!((report.downtime_ms, report.pages_skipped), (7.0, Some(4)));
         assert!(!report.forced);
     }
 
     #[test]
     fn a_migration_that_failed_is_told_with_its_reason() {
-        let text =
-            script("echo '{\"status\": \"failed\", \"error\": \"connection refused\"}'; exit 1").unwrap_err();
+        let told = MigrationReport {
+            status: MigrationPhase::Failed,
+            error: Some("connection refused".to_owned()),
+            ..MigrationReport::default()
+        };
+        let text = script(&format!("echo '{}'; exit 1", serde_json::to_string(&told).unwrap())).unwrap_err();
         assert!(text.ends_with("failed: connection refused"), "{text}");
         let text = script("echo no such option >&2; exit 2").unwrap_err();
         assert!(text.contains("no such option"), "{text}");
