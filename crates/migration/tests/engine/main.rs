@@ -4,6 +4,8 @@
 #![allow(clippy::unwrap_used, reason = "a failing helper is a failing test")]
 
 mod broken;
+mod faults;
 mod move_it;
 mod moved;
 mod policy;
+mod real_memory;
