@@ -118,7 +118,7 @@ pub(super) fn wait(
     Ok(())
 }
 
-/// poll(2) until `deadline`; a signal ends it early.
+/// ppoll(2) until `deadline`; a signal ends it early.
 pub(super) fn poll_until(descriptors: &mut [PollFd<'_>], deadline: Instant) -> io::Result<()> {
     let left = deadline.saturating_duration_since(Instant::now());
     let timeout = Timespec {
@@ -177,7 +177,9 @@ impl Connection {
                 Ok(taken) => left = &left[taken..],
                 Err(error) => {
                     // A cancelled session is noticed before anything is written, and perhaps between two writes.
-                    self.broken |= left.len() < frame.len();
+                    if left.len() < frame.len() {
+                        self.break_off();
+                    }
                     return Err((error, if self.broken { Begun::Perhaps } else { Begun::No }));
                 }
             }
@@ -218,11 +220,15 @@ impl Connection {
     /// Announces the end of what this side sends. What a failed write has left behind is not sent: it might complete a
     /// message that counts as unsent.
     pub(super) fn end_of_output(&mut self) {
-        if self.broken {
-            let _ = rustix::net::shutdown(self.wire.socket(), rustix::net::Shutdown::Write);
-        } else {
+        if !self.broken {
             self.wire.end_of_output();
         }
+    }
+
+    /// Nothing can be written any more.
+    fn break_off(&mut self) {
+        self.broken = true;
+        self.wire.seal();
     }
 
     /// What a failed read or write means to the operator. `doing` completes a sentence: "while its hello was awaited".
@@ -285,7 +291,9 @@ impl Connection {
                 Err(error) => break Err(error),
             }
         };
-        self.broken = result.is_err();
+        if result.is_err() {
+            self.break_off();
+        }
         result
     }
 }
@@ -336,3 +344,6 @@ impl fmt::Debug for Connection {
             .finish_non_exhaustive()
     }
 }
+
+#[cfg(test)]
+mod tests;

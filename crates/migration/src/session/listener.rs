@@ -73,7 +73,7 @@ impl Listener {
     ///
     /// System calls: `socket`, `setsockopt`, `bind`, `listen`, `getsockname`; for a unix socket also `fchmod`, `flock`, `openat`,
     /// `lstat`, `connect`, `unlink`; for TLS what reading the files takes (`openat`, `fstat`, `statx`, `lseek`, `read`). All later
-    /// steps: `poll`, `accept4`, `getsockopt`, `setsockopt`, `sendto`, `recvfrom`, `recvmsg` (descriptors only), `getrandom`,
+    /// steps: `ppoll`, `accept4`, `getsockopt`, `setsockopt`, `sendto`, `sendmsg`, `recvfrom`, `recvmsg` (descriptors only), `getrandom`,
     /// `shutdown`, `close`, and `lstat`, `unlink` when a unix socket is removed.
     pub fn bind(
         address: &Address,

@@ -31,7 +31,7 @@
 //! # Time
 //!
 //! Every wait has a limit ([`TimeLimits`]), and ends at once when the session is cancelled ([`CancelHandle`]). There is no
-//! runtime and no thread in here: sockets are non-blocking, and waits are poll(2) on the socket and the handle's event.
+//! runtime and no thread in here: sockets are non-blocking, and waits are ppoll(2) on the socket and the handle's event.
 
 mod address;
 mod cancel;

@@ -98,8 +98,8 @@ pub struct SourcePrepared {
 /// Connects to a destination that listens at `address` and exchanges hellos. Over TCP all addresses of a name are tried in
 /// turn.
 ///
-/// System calls, with those of all later steps: `socket`, `connect`, `poll`, `getsockopt`, `setsockopt`, `sendto`,
-/// `recvfrom`, `sendmsg` (descriptors only), `shutdown`, `close`, `getrandom` (TLS); reading certificates takes `openat`,
+/// System calls, with those of all later steps: `socket`, `connect`, `ppoll`, `getsockopt`, `setsockopt`, `sendto`,
+/// `recvfrom`, `sendmsg`, `shutdown`, `close`, `getrandom` (TLS); reading certificates takes `openat`,
 /// `fstat`, `statx`, `lseek`, `read`; a name other than `localhost` takes what the resolver does.
 pub fn connect(
     address: &Address,

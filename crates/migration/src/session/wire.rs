@@ -23,15 +23,37 @@ const TLS_BUFFER_BYTES: usize = 256 << 10;
 /// Buffers that the system takes at a time (`UIO_MAXIOV`, Linux include/uapi/linux/uio.h).
 const MOST_BUFFERS: usize = 1024;
 
+/// What is read ahead for TLS, which by itself would ask the system for 4 KiB at a time.
+const INBOX_BYTES: usize = 128 << 10;
+
 /// A connected socket. `WouldBlock` means: wait for [`interest`](Self::interest) and call again.
 #[derive(Debug)]
 pub(super) struct Wire {
     socket: Arc<OwnedFd>,
-    tls: Option<Box<rustls::Connection>>,
+    tls: Option<Box<Tls>>,
+}
+
+/// What TLS keeps of a connection.
+#[derive(Debug)]
+struct Tls {
+    connection: rustls::Connection,
+    inbox: Inbox,
+    /// What is encrypted and has not gone never will.
+    sealed: bool,
+}
+
+/// Encrypted bytes that the socket has given and TLS has not taken.
+#[derive(Debug, Default)]
+struct Inbox {
+    bytes: Vec<u8>,
+    taken: usize,
 }
 
 /// The socket itself, as the TLS library wants it.
 struct Raw<'a>(&'a OwnedFd);
+
+/// The same, for reading ahead.
+struct Ahead<'a>(&'a OwnedFd, &'a mut Inbox);
 
 impl Read for Raw<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
@@ -41,9 +63,34 @@ impl Read for Raw<'_> {
     }
 }
 
+impl Read for Ahead<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let Self(socket, inbox) = self;
+        if inbox.taken == inbox.bytes.len() {
+            inbox.taken = 0;
+            inbox.bytes.resize(INBOX_BYTES, 0);
+            let received = Raw(socket).read(&mut inbox.bytes);
+            inbox.bytes.truncate(*received.as_ref().unwrap_or(&0));
+            received?;
+        }
+        let bytes = (&inbox.bytes[inbox.taken..]).read(buffer)?;
+        inbox.taken += bytes;
+        Ok(bytes)
+    }
+}
+
 impl Write for Raw<'_> {
     fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
         Ok(rustix::io::retry_on_intr(|| rustix::net::send(self.0, buffer, SendFlags::NOSIGNAL))?)
+    }
+
+    fn write_vectored(&mut self, buffers: &[IoSlice<'_>]) -> io::Result<usize> {
+        let buffers = &buffers[..buffers.len().min(MOST_BUFFERS)];
+        let send = || {
+            let mut nothing = SendAncillaryBuffer::default();
+            rustix::net::sendmsg(self.0, buffers, &mut nothing, SendFlags::NOSIGNAL)
+        };
+        Ok(rustix::io::retry_on_intr(send)?)
     }
 
     fn flush(&mut self) -> io::Result<()> {
@@ -51,16 +98,53 @@ impl Write for Raw<'_> {
     }
 }
 
+impl Tls {
+    fn new(mut connection: rustls::Connection) -> Self {
+        match &mut connection {
+            rustls::Connection::Client(client) => client.set_buffer_limit(Some(TLS_BUFFER_BYTES)),
+            rustls::Connection::Server(server) => server.set_buffer_limit(Some(TLS_BUFFER_BYTES)),
+        }
+        Self { connection, inbox: Inbox::default(), sealed: false }
+    }
+
+    /// Gives the system what is encrypted and has not gone yet.
+    fn flush(&mut self, socket: &OwnedFd) -> io::Result<()> {
+        while self.wants_write() {
+            self.connection.write_tls(&mut Raw(socket))?;
+        }
+        Ok(())
+    }
+
+    fn wants_write(&self) -> bool {
+        self.connection.wants_write() && !self.sealed
+    }
+
+    /// Reads what the socket has and works on it. On failure the alert for the other side is sent at once.
+    fn receive(&mut self, socket: &OwnedFd) -> io::Result<usize> {
+        let bytes = self.connection.read_tls(&mut Ahead(socket, &mut self.inbox))?;
+        if let Err(error) = self.connection.process_new_packets() {
+            // If the alert does not go at once, the end of the connection has to be enough.
+            let _ = self.flush(socket);
+            return Err(io::Error::new(io::ErrorKind::InvalidData, error));
+        }
+        match self.flush(socket) {
+            Err(error) if error.kind() != io::ErrorKind::WouldBlock => Err(error),
+            _ => Ok(bytes),
+        }
+    }
+}
+
+/// An error of a write that would have no place for anything.
+fn full_or(result: io::Result<usize>, asked: bool) -> io::Result<usize> {
+    match result {
+        Ok(0) if asked => Err(io::ErrorKind::WouldBlock.into()),
+        result => result,
+    }
+}
+
 impl Wire {
     pub(super) fn new(socket: OwnedFd, tls: Option<rustls::Connection>) -> Self {
-        let tls = tls.map(|mut tls| {
-            match &mut tls {
-                rustls::Connection::Client(tls) => tls.set_buffer_limit(Some(TLS_BUFFER_BYTES)),
-                rustls::Connection::Server(tls) => tls.set_buffer_limit(Some(TLS_BUFFER_BYTES)),
-            }
-            Box::new(tls)
-        });
-        Self { socket: Arc::new(socket), tls }
+        Self { socket: Arc::new(socket), tls: tls.map(|connection| Box::new(Tls::new(connection))) }
     }
 
     pub(super) fn socket(&self) -> &Arc<OwnedFd> {
@@ -81,22 +165,22 @@ impl Wire {
     pub(super) fn try_read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let Some(tls) = &mut self.tls else { return Raw(&self.socket).read(buffer) };
         loop {
-            match tls.reader().read(buffer) {
+            match tls.connection.reader().read(buffer) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 result => return result,
             }
-            receive(tls, &self.socket)?;
+            tls.receive(&self.socket)?;
         }
     }
 
     /// One step of a TLS handshake.
     pub(super) fn try_handshake(&mut self) -> io::Result<()> {
         while let Some(tls) = &mut self.tls
-            && tls.is_handshaking()
+            && tls.connection.is_handshaking()
         {
             if tls.wants_write() {
-                tls.write_tls(&mut Raw(&self.socket))?;
-            } else if receive(tls, &self.socket)? == 0 {
+                tls.flush(&self.socket)?;
+            } else if tls.receive(&self.socket)? == 0 {
                 return Err(io::ErrorKind::UnexpectedEof.into());
             }
         }
@@ -107,43 +191,40 @@ impl Wire {
     pub(super) fn try_write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         match &mut self.tls {
             None => Raw(&self.socket).write(bytes),
-            Some(tls) => match tls.writer().write(bytes) {
-                Ok(0) if !bytes.is_empty() => Err(io::ErrorKind::WouldBlock.into()),
-                result => result,
-            },
+            Some(tls) => full_or(tls.connection.writer().write(bytes), !bytes.is_empty()),
         }
     }
 
     /// Like [`try_write`](Self::try_write), from several buffers.
     pub(super) fn try_write_vectored(&mut self, buffers: &[IoSlice<'_>]) -> io::Result<usize> {
-        let Some(tls) = &mut self.tls else {
-            let buffers = &buffers[..buffers.len().min(MOST_BUFFERS)];
-            let send = || {
-                let mut nothing = SendAncillaryBuffer::default();
-                rustix::net::sendmsg(&self.socket, buffers, &mut nothing, SendFlags::NOSIGNAL)
-            };
-            return Ok(rustix::io::retry_on_intr(send)?);
-        };
-        match tls.writer().write_vectored(buffers) {
-            Ok(0) if buffers.iter().any(|buffer| !buffer.is_empty()) => Err(io::ErrorKind::WouldBlock.into()),
-            result => result,
+        match &mut self.tls {
+            None => Raw(&self.socket).write_vectored(buffers),
+            Some(tls) => {
+                let asked = buffers.iter().any(|buffer| !buffer.is_empty());
+                full_or(tls.connection.writer().write_vectored(buffers), asked)
+            }
         }
     }
 
     /// Gives everything taken so far to the system.
     pub(super) fn try_flush(&mut self) -> io::Result<()> {
+        self.tls.as_mut().map_or(Ok(()), |tls| tls.flush(&self.socket))
+    }
+
+    /// Sends nothing any more, whatever is asked: a write has failed, and what is left of it might complete a message that
+    /// counts as unsent. Reading goes on, and TLS would send its rest at the next occasion.
+    pub(super) fn seal(&mut self) {
         if let Some(tls) = &mut self.tls {
-            while tls.wants_write() {
-                tls.write_tls(&mut Raw(&self.socket))?;
-            }
+            tls.sealed = true;
         }
-        Ok(())
+        // The system holds it as well. It fails only if the connection has ended.
+        let _ = rustix::net::shutdown(&*self.socket, rustix::net::Shutdown::Write);
     }
 
     /// Announces the end of what this side sends.
     pub(super) fn end_of_output(&mut self) {
         if let Some(tls) = &mut self.tls {
-            tls.send_close_notify();
+            tls.connection.send_close_notify();
         }
         // The other side sees the end in any case.
         let _ = self.try_flush();
@@ -169,23 +250,6 @@ impl AsFd for Wire {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
-}
-
-/// Reads what the socket has and lets TLS work on it. On failure the alert for the other side is sent at once.
-fn receive(tls: &mut rustls::Connection, socket: &OwnedFd) -> io::Result<usize> {
-    let bytes = tls.read_tls(&mut Raw(socket))?;
-    if let Err(error) = tls.process_new_packets() {
-        while tls.wants_write() && tls.write_tls(&mut Raw(socket)).is_ok_and(|bytes| bytes > 0) {}
-        return Err(io::Error::new(io::ErrorKind::InvalidData, error));
-    }
-    while tls.wants_write() {
-        match tls.write_tls(&mut Raw(socket)) {
-            Ok(_) => {}
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(bytes)
 }
 
 /// A new non-blocking stream socket.

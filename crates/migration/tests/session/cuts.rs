@@ -24,10 +24,17 @@ const READY: usize = 6;
 const COMMIT: usize = 7;
 const RUNNING: usize = 8;
 
-/// Short, but long enough for what is not broken.
-fn limits() -> TimeLimits {
-    // A destination that hears no decision gives up well before its source stops listening.
-    TimeLimits { running: Duration::from_secs(4), ..TimeLimits::all(Duration::from_secs(1)) }
+/// Short where the time limit itself is what ends a wait, and long where it must not.
+fn limits(manner: Manner) -> TimeLimits {
+    match manner {
+        // A destination that hears no decision gives up well before its source stops listening.
+        Manner::Stall => TimeLimits {
+            running: Duration::from_secs(5),
+            farewell: Duration::from_millis(500),
+            ..TimeLimits::all(Duration::from_millis(1500))
+        },
+        Manner::End | Manner::Reset => TimeLimits::all(Duration::from_secs(20)),
+    }
 }
 
 fn migrate(
@@ -35,11 +42,18 @@ fn migrate(
     security: &Security,
     at_destination: &Security,
 ) -> (SourceEnd, DestinationEnd, usize) {
-    let listener = drive::listen(&drive::loopback(), at_destination, &limits());
+    let limits = limits(fault.manner);
+    // A source that never comes is not waited for as long as one that is on its way.
+    let comes = match fault.place {
+        Place::Before(0) | Place::Inside(0) => fault.direction == Direction::ToSource,
+        Place::Byte(byte) => byte > 1000,
+        _ => true,
+    };
+    let limit = if comes { Duration::from_secs(20) } else { Duration::from_millis(500) };
+    let listener = drive::listen(&drive::loopback(), at_destination, &limits);
     let proxy = Proxy::new(listener.address(), fault);
-    let destination =
-        std::thread::spawn(move || drive::destination_within(listener, Duration::from_millis(1500)));
-    let source = drive::source(&proxy.address, security, &limits());
+    let destination = std::thread::spawn(move || drive::destination_within(listener, limit));
+    let source = drive::source(&proxy.address, security, &limits);
     (source, destination.join().unwrap(), proxy.bytes_of_source())
 }
 

@@ -61,6 +61,8 @@ struct Shared {
     sockets: Mutex<Vec<TcpStream>>,
     /// Bytes that came from the source on the control connection.
     from_source: Mutex<usize>,
+    /// The control connection has been cut behind a frame.
+    cut: Mutex<bool>,
 }
 
 impl Proxy {
@@ -109,7 +111,8 @@ impl Shared {
                 from: from.try_clone().unwrap(),
                 to: to.try_clone().unwrap(),
                 fault: fault.filter(|fault| fault.direction == direction),
-                counts: fault.is_some() && direction == Direction::ToDestination,
+                is_control: fault.is_some(),
+                direction,
                 shared: Arc::clone(self),
             };
             std::thread::spawn(move || pump.run());
@@ -121,7 +124,8 @@ struct Pump {
     from: TcpStream,
     to: TcpStream,
     fault: Option<Fault>,
-    counts: bool,
+    is_control: bool,
+    direction: Direction,
     shared: Arc<Shared>,
 }
 
@@ -148,50 +152,62 @@ impl Pump {
             let mut buffer = [0; 4096];
             loop {
                 let count = self.from.read(&mut buffer).ok().filter(|&count| count > 0)?;
+                self.count(count);
                 self.deliver(&buffer[..count])?;
             }
         }
         self.pass(PREAMBLE_BYTES)?;
         for number in 0.. {
-            let mut header = [0; HEADER_BYTES];
-            self.from.read_exact(&mut header).ok()?;
-            self.count(HEADER_BYTES);
+            let frame = self.read_frame()?;
             if place == Place::Before(number) {
                 self.fail();
                 return Some(());
             }
-            let body = u32::from_le_bytes([header[0], header[1], header[2], header[3]]) as usize;
             if place == Place::Inside(number) {
-                // A frame without a body is its header.
-                let half = if body == 0 { &header[..HEADER_BYTES / 2] } else { &header };
-                self.to.write_all(half).ok()?;
-                self.pass(body / 2)?;
+                self.deliver(&frame[..frame.len() / 2])?;
                 self.fail();
                 return Some(());
             }
-            self.to.write_all(&header).ok()?;
-            self.pass(body)?;
             if place == Place::After(number) {
+                // At the same moment for the other direction: an answer to this frame must not slip through.
+                let shared = Arc::clone(&self.shared);
+                let mut cut = shared.cut.lock().unwrap();
+                self.to.write_all(&frame).ok()?;
+                *cut = true;
+                drop(cut);
                 self.fail();
                 return Some(());
             }
+            self.deliver(&frame)?;
         }
         None
+    }
+
+    fn read_frame(&mut self) -> Option<Vec<u8>> {
+        let mut frame = vec![0; HEADER_BYTES];
+        self.from.read_exact(&mut frame).ok()?;
+        let body = u32::from_le_bytes([frame[0], frame[1], frame[2], frame[3]]) as usize;
+        frame.resize(HEADER_BYTES + body, 0);
+        self.from.read_exact(&mut frame[HEADER_BYTES..]).ok()?;
+        self.count(frame.len());
+        Some(frame)
     }
 
     fn pass(&mut self, bytes: usize) -> Option<()> {
         let mut buffer = vec![0; bytes];
         self.from.read_exact(&mut buffer).ok()?;
+        self.count(bytes);
         self.deliver(&buffer)
     }
 
     fn deliver(&mut self, bytes: &[u8]) -> Option<()> {
-        self.count(bytes.len());
-        self.to.write_all(bytes).ok()
+        let cut = self.shared.cut.lock().unwrap();
+        // What comes after the cut is taken and goes nowhere.
+        if self.is_control && *cut { Some(()) } else { self.to.write_all(bytes).ok() }
     }
 
     fn count(&self, bytes: usize) {
-        if self.counts {
+        if self.is_control && self.direction == Direction::ToDestination {
             *self.shared.from_source.lock().unwrap() += bytes;
         }
     }
