@@ -21,9 +21,12 @@ pub struct Config {
     pub holes: Holes,
     /// When the guest is asked for free pages.
     pub hint_rounds: HintRounds,
-    /// How long a round waits for hints to end before it sends what was not named. Pages sent before they are named are sent in
-    /// vain.
+    /// How long a round waits for hints, at most, before it sends what was not named. Pages that are sent before they are named
+    /// are sent in vain.
     pub hint_wait: Duration,
+    /// Bytes a second that the guest must name for the wait to go on; what the link carries, or less to save bandwidth rather
+    /// than time. Where [`bandwidth_limit`](Self::bandwidth_limit) is lower, that counts.
+    pub hint_rate: u64,
     /// Pages that a stream takes at a time.
     pub chunk_pages: u64,
 }
@@ -38,7 +41,8 @@ impl Default for Config {
             zero_pages: ZeroPages::Detect,
             holes: Holes::Skip,
             hint_rounds: HintRounds::First,
-            hint_wait: Duration::from_secs(1),
+            hint_wait: Duration::from_secs(20),
+            hint_rate: 128 << 20,
             chunk_pages: HUGE_PAGE_SIZE_PAGES,
         }
     }

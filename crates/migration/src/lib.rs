@@ -23,6 +23,7 @@ mod guest;
 mod guest_ram;
 mod memory;
 mod parser;
+mod patience;
 mod precopy;
 mod progress;
 mod rate;

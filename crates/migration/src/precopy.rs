@@ -8,6 +8,7 @@ use ebb_abi::migration::RoundKind;
 use ebb_abi::{PAGE_SIZE_BYTES, PageRange};
 
 use crate::decision::{Next, Policy, RoundOutcome};
+use crate::patience::Patience;
 use crate::progress::{PageCounters, Phase, Progress, Report, RoundReport};
 use crate::rate::{Bandwidth, RateLimiter};
 use crate::sender::{Look, Round, Stream};
@@ -230,13 +231,18 @@ impl<'a> Engine<'a> {
 
     fn wait_for_hints(&mut self, window: &HintWindow<'_>, round: u32) -> Result<Duration, MigrationError> {
         let started = Instant::now();
+        let mut patience = Patience::new(&self.config);
         loop {
             self.tell(Phase::Hints, round, Some(window));
-            let left = self.config.hint_wait.saturating_sub(started.elapsed());
-            if left.is_zero() || window.wait_for_end(left.min(HINT_LOOK)) {
+            let waited = started.elapsed();
+            let look = self.config.hint_wait.saturating_sub(waited).min(HINT_LOOK);
+            if !patience.goes_on(waited, window.skipped_pages()) || window.wait_for_end(look) {
                 return Ok(started.elapsed());
             }
             self.check_cancel()?;
+            if self.config.time_limit.is_some_and(|limit| self.started.elapsed() >= limit.after) {
+                return Ok(started.elapsed());
+            }
         }
     }
 
