@@ -194,6 +194,17 @@ fn the_log_tells_by_page_what_is_noted() {
     assert!(!log.dirty_at(69 * PAGE as usize) && !log.dirty_at(1 << 40));
 }
 
+#[test]
+fn what_cannot_be_is_cut_to_the_region() {
+    let ram = ram(Backing::Anonymous);
+    ram.start_write_log().unwrap();
+    let log = ram.logs().next().unwrap();
+    log.mark_dirty((REGION_PAGES * PAGE) as usize - 1, usize::MAX);
+    log.mark_dirty(usize::MAX - 10, 100);
+    log.mark_dirty(0, 0);
+    assert_eq!(taken(&ram), [REGION_PAGES - 1].into());
+}
+
 /// What a thread wrote before a look must be in the page once the look has found its bit: the order of the copy that is sent.
 #[test]
 fn what_is_found_has_been_written_even_by_other_threads() {

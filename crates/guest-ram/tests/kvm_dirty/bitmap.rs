@@ -75,6 +75,8 @@ fn logging_that_was_off_starts_anew() {
     assert_eq!(guest.write(30, 1, 2), Stop::Done);
     log.enable().unwrap();
     assert!(found(&guest, &log).is_empty());
+    assert_eq!(guest.write(31, 1, 2), Stop::Done);
+    assert_eq!(found(&guest, &log), [31, 32]);
     drop(log);
     assert_eq!(guest.vm.get_dirty_log(0, 4096).unwrap_err().errno(), libc::ENOENT);
 }

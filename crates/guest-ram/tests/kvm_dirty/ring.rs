@@ -56,6 +56,8 @@ fn what_the_guest_writes_while_the_log_is_on_is_found_once() {
     assert_eq!(guest.write(12, 1, 5), Stop::Done);
     start(&guest, &ring);
     assert!(taken(&guest, &ring).is_empty());
+    assert_eq!(guest.write(14, 1, 2), Stop::Done);
+    assert_eq!(taken(&guest, &ring), [14, 15]);
 }
 
 #[test]
