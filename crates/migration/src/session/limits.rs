@@ -10,9 +10,11 @@ pub struct TimeLimits {
     /// Either: from a connection to the other side's hello, TLS included. A stranger can hold one place of the
     /// destination for this long.
     pub greeting: Duration,
-    /// Destination: from the hello to the source's setup. Source: from the setup to the destination's answer, which
-    /// takes the building of a machine.
+    /// Destination: from the hello to the source's setup. Without TLS, whoever says hello can hold the destination for
+    /// this long.
     pub setup: Duration,
+    /// Source: from the setup to the destination's answer, which takes the building of a machine.
+    pub answer: Duration,
     /// Destination: from its acceptance until all data streams have come.
     pub streams: Duration,
     /// Either: the longest time without a byte while memory is transferred, on each stream and on the control
@@ -33,7 +35,8 @@ impl Default for TimeLimits {
         Self {
             connect: Duration::from_secs(10),
             greeting: Duration::from_secs(5),
-            setup: Duration::from_secs(60),
+            setup: Duration::from_secs(20),
+            answer: Duration::from_secs(60),
             streams: Duration::from_secs(20),
             progress: Duration::from_secs(60),
             restore: Duration::from_secs(60),
@@ -51,6 +54,7 @@ impl TimeLimits {
             connect: limit,
             greeting: limit,
             setup: limit,
+            answer: limit,
             streams: limit,
             progress: limit,
             restore: limit,

@@ -7,13 +7,14 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::SocketFlags;
+use serde::de::DeserializeOwned;
 
 use super::address::Address;
 use super::cancel::CancelHandle;
 use super::candidate::{Candidate, Step};
 use super::connection::{Connection, Limit, poll_until};
 use super::control::Control;
-use super::destination::DestinationSession;
+use super::destination::{DestinationSession, DestinationSetup};
 use super::error::SessionError;
 use super::intake::Arrival;
 use super::limits::TimeLimits;
@@ -142,6 +143,31 @@ impl Listener {
                 Ok(control) => return Ok(DestinationSession::new(control, source)),
                 // It has gone away in the meantime; there may be another.
                 Err(error) => self.refusals.note(&peer, &error.to_string()),
+            }
+        }
+    }
+
+    /// Waits until a source has described its machine, at most for `limit`. A source that says hello and then fails is
+    /// one of the refused, and the next one may come: until a machine is accepted, nobody can end the destination.
+    pub fn receive_setup<T: DeserializeOwned>(
+        &mut self,
+        limit: Option<Duration>,
+    ) -> Result<(DestinationSetup, T), SessionError> {
+        let begin = Instant::now();
+        loop {
+            let left = limit.map(|limit| limit.saturating_sub(begin.elapsed()));
+            let session = self.accept(left).map_err(|error| match (error, limit) {
+                (SessionError::NobodyCame { address, .. }, Some(limit)) => {
+                    SessionError::NobodyCame { address, limit }
+                }
+                (error, _) => error,
+            })?;
+            let peer = session.peer().to_owned();
+            match session.setup() {
+                Err(error) if !matches!(error, SessionError::Cancelled) => {
+                    self.refusals.note(&peer, &error.to_string());
+                }
+                result => return result,
             }
         }
     }

@@ -10,7 +10,7 @@
 //! | source | destination |
 //! | --- | --- |
 //! | [`connect`] | [`Listener::accept`] |
-//! | [`SourceSession::setup`] | [`DestinationSession::setup`], [`DestinationSetup::accept`] or [`refuse`](DestinationSetup::refuse) |
+//! | [`SourceSession::setup`] | [`DestinationSession::setup`] (both in [`Listener::receive_setup`]), [`DestinationSetup::accept`] or [`refuse`](DestinationSetup::refuse) |
 //! | [`SourceAccepted::send_descriptors`] (unix sockets) | [`DestinationAccepted::receive_descriptors`] |
 //! | [`SourceAccepted::open_streams`] | [`DestinationAccepted::join`] |
 //! | [`SourceStreaming::wait_round_done`] | [`DestinationStreaming::round_done`] |

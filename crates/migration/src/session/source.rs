@@ -294,7 +294,7 @@ impl SourceSession {
             SessionError::Malformed { peer: "this side".to_owned(), problem: error.to_string() }
         })?;
         self.control.send(&Message::Setup(body), "while it was told of the machine")?;
-        match self.control.receive(self.control.limits.setup, ANSWER)? {
+        match self.control.receive(self.control.limits.answer, ANSWER)? {
             Message::Accept(acceptance) if (1..=streams).contains(&acceptance.streams) => Ok(acceptance),
             Message::Accept(acceptance) => {
                 let problem = format!("it wants {} data streams of {streams}", acceptance.streams);

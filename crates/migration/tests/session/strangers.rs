@@ -169,6 +169,32 @@ fn a_source_that_fails_before_it_is_accepted_does_not_use_the_listener_up() {
     assert!(matches!(destination.join().unwrap(), DestinationEnd::Runs));
 }
 
+#[test]
+fn sources_that_fail_are_passed_over_until_one_describes_its_machine() {
+    let limits = TimeLimits { setup: Duration::from_millis(100), ..TimeLimits::default() };
+    let mut listener = listen(&drive::loopback(), &Security::Local, &limits);
+    let address = listener.address().clone();
+    let sources = std::thread::spawn(move || {
+        connect_in_thread(&address, drop).join().unwrap();
+        // This one says nothing more, and is told so.
+        let stalls = connect_in_thread(&address, |session| {
+            std::thread::sleep(Duration::from_secs(1));
+            session.setup(&machine(), 1).unwrap_err()
+        });
+        assert!(stalls.join().unwrap().to_string().contains("setup was awaited"));
+        let other = connect_in_thread(&address, |session| session.setup(&"other words", 1).unwrap_err());
+        assert!(matches!(other.join().unwrap(), SessionError::Aborted { .. }));
+        connect_in_thread(&address, |session| session.setup(&machine(), 1).unwrap_err()).join().unwrap()
+    });
+    let (setup, described) = listener.receive_setup::<Machine>(Some(Duration::from_secs(60))).unwrap();
+    assert_eq!((setup.streams(), described), (1, machine()));
+    assert_eq!(listener.refusals().count(), 3, "{:?}", listener.refusals());
+    setup.refuse("enough");
+    assert!(matches!(sources.join().unwrap(), SessionError::Refused { .. }));
+    let error = listener.receive_setup::<Machine>(Some(Duration::from_millis(20))).unwrap_err();
+    assert!(matches!(&error, SessionError::NobodyCame { .. }), "{error}");
+}
+
 fn connect_in_thread<T: Send + 'static>(
     address: &Address,
     then: impl FnOnce(ebb_migration::session::SourceSession) -> T + Send + 'static,
