@@ -20,7 +20,7 @@ impl GuestRam {
     /// page is told as it was at some moment of the call. If the host does not tell of single pages, all count as
     /// held.
     ///
-    /// Opens no file. System calls: `pread64`, `lseek`, and what memory of the heap needs.
+    /// Opens no file. System calls: `pread64`, `lseek`, `mincore`, and what memory of the heap needs.
     ///
     /// # Errors
     /// [`RamError::OutsideRam`] if not all of the range is guest memory, [`RamError::Resident`] if the host refuses to tell.

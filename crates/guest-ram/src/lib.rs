@@ -6,6 +6,11 @@
 //! until [`GuestRam::reclaim`], as in a balloon).
 //!
 //! [`GuestRam::save`] writes memory to a sparse file, and [`GuestRam::restore`] starts from one, reading what is touched.
+//! [`GuestRam::share`] and [`GuestRam::adopt`] hand memory over to another process.
+//!
+//! Who copies memory while it changes (a live migration) asks what is there with [`GuestRam::held_ranges`], and what has changed:
+//! the monitor's own doing with [`GuestRam::start_write_log`], what the guest writes with `kvm_dirty` (feature `kvm`). A
+//! [`PageSet`] holds the answers.
 //!
 //! Guest memory is never a Rust reference: the guest writes to it at any time. It is read and written through
 //! [`vm_memory`]'s volatile accesses only.

@@ -26,8 +26,8 @@ impl GuestRam {
     /// of guest memory how many bytes of [`size_bytes`](Self::size_bytes) are done. Nothing is synchronized: who relies
     /// on the file calls `fsync`, which can also tell of a full disk.
     ///
-    /// Opens no file. System calls: `fstat`, `fallocate`, `ftruncate`, `pread64`, `lseek`, `pwrite64`, and what memory of the heap
-    /// needs.
+    /// Opens no file. System calls: `fstat`, `fallocate`, `ftruncate`, `pread64`, `lseek`, `mincore`, `pwrite64`, and what memory
+    /// of the heap needs.
     ///
     /// # Errors
     /// [`RamError::DiskFull`]; [`RamError::WriteImage`] and [`RamError::ReadImage`] for other refusals;
