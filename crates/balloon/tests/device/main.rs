@@ -16,3 +16,4 @@ mod properties;
 mod reporting;
 mod statistics;
 mod verify;
+mod write_log;

@@ -2,7 +2,8 @@
 
 use std::io::Write;
 
-use ebb_guest_ram::GuestMemory;
+use ebb_abi::Pfn;
+use ebb_guest_ram::{Backing, GuestMemory, GuestRam, HugePages, PageSet, Populate, RegionSpec};
 use proptest::prelude::*;
 use virtio_bindings::virtio_blk as blk;
 use virtio_queue::{Queue, QueueT};
@@ -122,6 +123,43 @@ fn sectors_are_read_and_written() {
     drive(&mut disk(&image, Switch::Off, &memory));
     assert_eq!(status(&memory), blk::VIRTIO_BLK_S_OK);
     assert_eq!(std::fs::read(image.path()).unwrap()[7 * 512..], [9; 512]);
+}
+
+/// Pages that are not in a log do not reach the destination of a migration.
+#[test]
+fn pages_that_devices_write_to_are_in_the_memory_s_log() {
+    let image = image();
+    let read = || request(blk::VIRTIO_BLK_T_IN, 0, 4096);
+    let random =
+        || memory(&[Descriptor { address: DATA + 0xff0, length: 4096, flags: WRITE, next: 0 }], &[0]);
+    let written = |requested: GuestMemory, work: &dyn Fn(&GuestMemory) -> Work| {
+        let region = RegionSpec { start: GuestAddress(0), size_bytes: MEMORY_BYTES, host_node: None };
+        let ram = GuestRam::new(&[region], Backing::Anonymous, HugePages::Off, Populate::Lazy).unwrap();
+        let content = |memory: &GuestMemory| {
+            let mut content = vec![0_u8; MEMORY_BYTES as usize];
+            memory.read_slice(&mut content, GuestAddress(0)).unwrap();
+            content
+        };
+        let before = content(&requested);
+        ram.memory().write_slice(&before, GuestAddress(0)).unwrap();
+        ram.start_write_log().unwrap();
+        assert!(work(ram.memory()).interrupt);
+        let mut logged = PageSet::new(&ram.page_ranges());
+        ram.take_write_log(&mut logged);
+        let after = content(ram.memory());
+        let changed: Vec<u64> = (0..MEMORY_BYTES)
+            .filter(|address| before[*address as usize] != after[*address as usize])
+            .collect();
+        let missing: Vec<_> =
+            changed.iter().filter(|address| !logged.contains(Pfn::containing(**address))).collect();
+        assert!(missing.is_empty(), "{missing:#x?}");
+        logged.ranges().flat_map(|range| range.start.0..range.end().0).collect::<Vec<_>>()
+    };
+    // Used ring, status byte, data.
+    let disk_pages = written(read(), &|memory| drive(&mut disk(&image, Switch::Off, memory)));
+    assert_eq!(disk_pages, [0x3, 0x10, 0x11]);
+    let random_pages = written(random(), &|memory| drive(&mut Rng::new(memory.clone())));
+    assert_eq!(random_pages, [0x3, 0x10, 0x11]);
 }
 
 #[test]
