@@ -46,6 +46,12 @@ impl<'a> Switchover<'a> {
         self.report
     }
 
+    /// Leaves the guest to the caller, paused. The second part switches the dirty log off when it is dropped, which takes time that
+    /// the guest does not wait for if it is dropped after the guest goes on somewhere.
+    pub fn release(self) -> (Report, Tracker<'a>) {
+        (self.report, self.tracker)
+    }
+
     /// The destination does not run the guest and never will. It goes on here.
     ///
     /// # Errors

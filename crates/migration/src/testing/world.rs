@@ -296,6 +296,16 @@ impl World {
         panic!("{range} is not in one region of {:?}", self.regions);
     }
 
+    /// Whether the guest stands still.
+    pub fn is_paused(&self) -> bool {
+        self.paused
+    }
+
+    /// Whether writes are logged.
+    pub fn is_armed(&self) -> bool {
+        self.armed
+    }
+
     /// Pages that the source holds.
     pub fn held_pages(&self) -> u64 {
         self.pages.iter().filter(|page| page.held).count() as u64

@@ -5,6 +5,7 @@
 
 mod broken;
 mod faults;
+mod handed_over;
 mod move_it;
 mod moved;
 mod policy;
