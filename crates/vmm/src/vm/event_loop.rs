@@ -81,10 +81,11 @@ fn run_from(config: VmConfig, origin: Origin, start: Start) -> Result<GuestExit,
     let _migrations = vm.config.api.is_some().then(|| MigrationThread::start(&vm, &filters)).transpose()?;
     let console = ConsoleInput::open(&serial, input_read)?;
     filters.for_thread(ThreadKind::Main).apply()?;
-    match start {
+    // Nobody else starts it; it may have been killed already, which is seen below.
+    let _ = match start {
         Start::Running => vm.start()?,
         Start::Paused => vm.start_paused(),
-    }
+    };
     let exit = wait_for_end(&vm, &signals, console, on_reboot);
     lock(&vm.serial).output().drain();
     Ok(exit)

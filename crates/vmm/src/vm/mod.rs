@@ -213,6 +213,16 @@ pub struct Vm {
     ram: Arc<GuestRam>,
 }
 
+/// Whether a call has brought a machine to life.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[must_use]
+pub enum Started {
+    /// It has.
+    Yes,
+    /// Somebody was first, or has ended the machine: the call has done nothing.
+    No,
+}
+
 fn saved_instant(saved: &SavedClock) -> Option<ClockInstant> {
     saved.host_realtime_ns.map(|realtime_ns| ClockInstant { clock_ns: saved.clock_ns, realtime_ns })
 }
@@ -222,23 +232,27 @@ fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Vm {
-    /// Lets the vCPUs run for the first time, from the kernel's entry or from where the snapshot was taken.
-    pub fn start(&self) -> Result<(), VmError> {
+    /// Lets the vCPUs run for the first time, from the kernel's entry or from where they were saved. After an error they have
+    /// not run.
+    pub fn start(&self) -> Result<Started, VmError> {
         let mut state = lock(&self.state);
-        if matches!(*state, VmState::Starting | VmState::Receiving) {
-            self.thaw_clocks()?;
-            *state = VmState::Running;
-            self.continue_all();
+        if !matches!(*state, VmState::Starting | VmState::Receiving) {
+            return Ok(Started::No);
         }
-        Ok(())
+        self.thaw_clocks()?;
+        *state = VmState::Running;
+        self.continue_all();
+        Ok(Started::Yes)
     }
 
-    /// Leaves a restored machine as if it had been paused before its first instruction.
-    pub fn start_paused(&self) {
+    /// Leaves a machine as if it had been paused before its first instruction here.
+    pub fn start_paused(&self) -> Started {
         let mut state = lock(&self.state);
-        if matches!(*state, VmState::Starting | VmState::Receiving) {
-            *state = VmState::Paused;
+        if !matches!(*state, VmState::Starting | VmState::Receiving) {
+            return Started::No;
         }
+        *state = VmState::Paused;
+        Started::Yes
     }
 
     /// Stops everything, and notes what the guest's clocks say. If they cannot be read, everything runs on.

@@ -338,7 +338,7 @@ impl Vm {
     }
 
     /// Lets devices go of what only one monitor may have.
-    fn give_devices_away(&self) -> Result<(), String> {
+    pub(in crate::vm) fn give_devices_away(&self) -> Result<(), String> {
         self.given_away.store(true, Ordering::Relaxed);
         self.devices.iter().try_for_each(|device| lock(device).give_away())
     }

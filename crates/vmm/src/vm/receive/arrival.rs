@@ -9,10 +9,9 @@ use ebb_migration::session::{DestinationCommitted, DestinationSetup, Destination
 use ebb_migration::{BoxError, Cancel, Receiver, TargetMemory};
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::api::control::{VmControl, VmState};
 use crate::migration::Description;
 use crate::snapshot::MachineState;
-use crate::vm::Vm;
+use crate::vm::{Started, Vm};
 
 /// Most data streams that are taken.
 const MAX_STREAMS: u16 = 16;
@@ -91,8 +90,7 @@ impl Arrival {
 
     /// Waits for a source and what it says of its machine.
     fn meet(&mut self) -> Result<(DestinationSetup, Description), Problem> {
-        let session = self.listener.accept(self.time_limit).map_err(problem)?;
-        session.setup::<Description>().map_err(problem)
+        self.listener.receive_setup(self.time_limit).map_err(problem)
     }
 }
 
@@ -140,29 +138,24 @@ fn restore(vm: &Vm, bytes: &[u8], cpus: u8) -> Result<(), Problem> {
     vm.restore(state).map_err(problem)
 }
 
-/// The source has given the machine away: lets it run here, or says that it never will.
+/// The source has given the machine away: lets it run here, or says that it never will. The latter only while no vCPU has run:
+/// whatever becomes of a machine that was started, it was started here.
 fn start(vm: &Arc<Vm>, committed: DestinationCommitted, paused: bool) -> Result<(), Problem> {
-    let started = vm.take_devices().and_then(|()| {
-        if paused {
-            vm.start_paused();
+    let started = vm
+        .take_devices()
+        .and_then(|()| if paused { Ok(vm.start_paused()) } else { vm.start().map_err(problem) });
+    let reason = match started {
+        Ok(Started::Yes) => {
+            committed.running();
             return Ok(());
         }
-        vm.start().map_err(problem)
-    });
-    let wanted = if paused { VmState::Paused } else { VmState::Running };
-    match started {
-        Ok(()) if vm.info().state == wanted => {
-            committed.running();
-            Ok(())
-        }
-        Ok(()) => {
-            let reason = "the receiver was told to end".to_owned();
-            committed.failed(reason.as_str());
-            Err(reason)
-        }
-        Err(reason) => {
-            committed.failed(reason.as_str());
-            Err(reason)
-        }
+        Ok(Started::No) => "the receiver was told to end".to_owned(),
+        Err(reason) => reason,
+    };
+    // The source takes them back at once, perhaps before this process has ended.
+    if let Err(problem) = vm.give_devices_away() {
+        tracing::warn!("the source may not get its devices back: {problem}");
     }
+    committed.failed(reason.as_str());
+    Err(reason)
 }
