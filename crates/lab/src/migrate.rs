@@ -12,7 +12,7 @@ use crate::bench::Bench;
 use crate::driver::{Driver, Module, Tracker};
 use crate::experiment::{Experiment, HostShape, NeedsNetwork, Runs, SeriesPlan, Subject as Of};
 use crate::link::Rate;
-use crate::monitor::{GuestSize, Hinting, MonitorKind, Reporting, Setup};
+use crate::monitor::{Clearing, GuestSize, Hinting, MonitorKind, Reporting, Setup};
 use crate::results::{MetricInfo, Scale, Series};
 use rounds::Plan;
 use ways::{FreePages, Settings, Switch, Way};
@@ -75,6 +75,7 @@ fn sizes(scale: Scale) -> Sizes {
 struct Row {
     name: &'static str,
     summary: &'static str,
+    runs: Runs,
     setup: Setup,
     way: Way,
 }
@@ -83,13 +84,15 @@ struct Row {
 const ALL_PAGES: &str = "all-pages";
 
 /// All series.
-fn rows() -> [Row; 7] {
+fn rows() -> [Row; 9] {
     let quiet = Setup { reporting: Reporting::Off, ..Setup::EBB };
     let module = Driver::Module(Module { tracker: Tracker::Off, ..Module::DEFAULT });
     let qemu = Setup { monitor: MonitorKind::Qemu, ..quiet };
     let ebb = |zero_pages, holes, free_pages| Way::Ebb(Settings { zero_pages, holes, free_pages });
     let lean = |free_pages| ebb(Switch::On, Switch::On, free_pages);
-    let row = |name, summary, setup, way| Row { name, summary, setup, way };
+    let row = |name, summary, setup, way| Row { name, summary, runs: Runs::ByDefault, setup, way };
+    let named = |name, summary, setup, way| Row { runs: Runs::WhenNamed, ..row(name, summary, setup, way) };
+    let qemu_hints = Setup { hinting: Hinting::On, ..qemu };
     [
         row(
             ALL_PAGES,
@@ -122,10 +125,17 @@ fn rows() -> [Row; 7] {
             lean(FreePages::Off),
         ),
         row("qemu", "the same guest under QEMU", qemu, Way::Qemu),
-        row(
-            "qemu-hints",
-            "the same with free page hinting",
-            Setup { hinting: Hinting::On, ..qemu },
+        row("qemu-hints", "the same with free page hinting", qemu_hints, Way::Qemu),
+        named(
+            "hints-uncleared",
+            "as hints, in a guest that does not clear pages at their allocation, also those that it names",
+            Setup { clearing: Clearing::Off, ..quiet },
+            lean(FreePages::Hints),
+        ),
+        named(
+            "qemu-hints-uncleared",
+            "as qemu-hints, in such a guest",
+            Setup { clearing: Clearing::Off, ..qemu_hints },
             Way::Qemu,
         ),
     ]
@@ -174,7 +184,7 @@ impl Experiment for Migrate {
         let plan = |row: Row| SeriesPlan {
             name: row.name,
             summary: row.summary,
-            runs: Runs::ByDefault,
+            runs: row.runs,
             subject: Of::Guests(row.setup),
         };
         rows().map(plan).into()

@@ -71,6 +71,8 @@ fn commands_files_and_devices() {
     assert_eq!(sample.meminfo["SwapTotal"], 256 * 1024 - 4);
     assert_eq!(sample.swap_used_kib(), 0);
     assert_eq!(sample.nodes.len(), 1);
+    // Network namespaces can be joined by a link that is slowed down.
+    shell(&host, "ls -d /sys/module/veth /sys/module/sch_tbf");
     // Orphans are collected by process 1.
     shell(&host, "(sleep 0.1 &) ; sleep 0.5; ! grep -l '^State:.*Z' /proc/[0-9]*/status");
 

@@ -182,11 +182,12 @@ impl<'a, 'b> Subject<'a, 'b> {
             self.guest.failed(GuestProblem::Migration(reason + &other.unwrap_or_default()))
         })?;
         taking.goes_on_from(&mut self.guest);
-        // The earlier process is killed and waited for by this.
-        self.guest = taking;
+        let earlier = std::mem::replace(&mut self.guest, taking);
         self.end = to;
         self.command(Command::MemInfo, ANSWER_LIMIT)?;
         let answered_ms = begun.elapsed().as_secs_f64() * 1e3;
+        // It is killed and waited for by this, which takes a while if it holds much memory.
+        drop(earlier);
         self.bench.show(&[self.guest.pid()]);
         Ok((report, answered_ms))
     }
