@@ -24,8 +24,10 @@ pub struct Config {
     /// How long a round waits for hints, at most, before it sends what was not named. Pages that are sent before they are named
     /// are sent in vain.
     pub hint_wait: Duration,
-    /// Bytes a second that the guest must name for the wait to go on; what the link carries, or less to save bandwidth rather
-    /// than time. Where [`bandwidth_limit`](Self::bandwidth_limit) is lower, that counts.
+    /// Pages that are sent before the guest is asked for free ones, to find out how fast the link is: the wait for hints goes on
+    /// as long as they come at half of that or faster. A guest with less than four times as many is asked at once.
+    pub probe_pages: u64,
+    /// Bytes a second that the guest must name for the wait to go on where the link's speed is not known.
     pub hint_rate: u64,
     /// Pages that a stream takes at a time.
     pub chunk_pages: u64,
@@ -42,7 +44,8 @@ impl Default for Config {
             holes: Holes::Skip,
             hint_rounds: HintRounds::First,
             hint_wait: Duration::from_secs(20),
-            hint_rate: 128 << 20,
+            probe_pages: 8192,
+            hint_rate: 32 << 20,
             chunk_pages: HUGE_PAGE_SIZE_PAGES,
         }
     }
@@ -96,7 +99,7 @@ pub enum Holes {
 /// When the guest is asked for free pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HintRounds {
-    /// In the first round, in which all pages are sent.
+    /// In the round in which all pages are sent.
     First,
     /// In each round but the last.
     Every,

@@ -8,6 +8,7 @@ use std::time::Duration;
 use ebb_abi::PAGE_SIZE_BYTES;
 
 use crate::Config;
+use crate::rate::Bandwidth;
 
 /// How long the guest may take until it names its first page: its driver works in the background.
 const START: Duration = Duration::from_secs(2);
@@ -25,9 +26,11 @@ pub(crate) struct Patience {
 }
 
 impl Patience {
-    pub(crate) fn new(config: &Config) -> Self {
-        let link = config.bandwidth_limit.unwrap_or(u64::MAX);
-        Self { limit: config.hint_wait, min_bytes_per_s: config.hint_rate.min(link), window: None }
+    /// For a link of this measured bandwidth. Half of it is enough: what is not sent is worth something, too.
+    pub(crate) fn new(config: &Config, bandwidth: Bandwidth) -> Self {
+        let link = bandwidth.bytes_per_s().map_or(config.hint_rate, |bytes_per_s| bytes_per_s / 2);
+        let min_bytes_per_s = link.min(config.bandwidth_limit.unwrap_or(u64::MAX));
+        Self { limit: config.hint_wait, min_bytes_per_s, window: None }
     }
 
     /// Whether to go on, after so much time and with so many pages named.
@@ -61,26 +64,26 @@ mod tests {
         Duration::from_millis(number)
     }
 
-    fn patience(bandwidth_limit: Option<u64>) -> Patience {
-        let config = Config {
-            hint_rate: 100 << 20,
-            hint_wait: milliseconds(5000),
-            bandwidth_limit,
-            ..Config::default()
-        };
-        Patience::new(&config)
+    fn patience(bandwidth_limit: Option<u64>, bandwidth: Bandwidth) -> Patience {
+        let hint_wait = milliseconds(5000);
+        let config = Config { hint_rate: 100 << 20, hint_wait, bandwidth_limit, ..Config::default() };
+        Patience::new(&config, bandwidth)
+    }
+
+    fn unknown() -> Patience {
+        patience(None, Bandwidth::default())
     }
 
     #[test]
     fn a_guest_that_says_nothing_is_given_up_soon() {
-        let mut patience = patience(None);
+        let mut patience = unknown();
         assert!(patience.goes_on(milliseconds(1999), 0));
         assert!(!patience.goes_on(milliseconds(2000), 0));
     }
 
     #[test]
     fn fast_hints_are_waited_for_up_to_the_limit() {
-        let mut patience = patience(None);
+        let mut patience = unknown();
         for time in (20..5000).step_by(20) {
             assert!(patience.goes_on(milliseconds(time), time * MIB / 10), "{time}");
         }
@@ -89,7 +92,7 @@ mod tests {
 
     #[test]
     fn slow_hints_are_not() {
-        let mut patience = patience(None);
+        let mut patience = unknown();
         assert!(patience.goes_on(milliseconds(100), MIB));
         assert!(patience.goes_on(milliseconds(599), MIB));
         assert!(patience.goes_on(milliseconds(600), 50 * MIB));
@@ -98,9 +101,22 @@ mod tests {
 
     #[test]
     fn a_slow_link_makes_slow_hints_worth_it() {
-        let mut patience = patience(Some(10 << 20));
+        let mut measured = Bandwidth::default();
+        measured.observe(20 << 20, 20 << 20, milliseconds(1000));
+        let limited = patience(Some(10 << 20), Bandwidth::default());
+        for mut patience in [limited, patience(None, measured)] {
+            assert!(patience.goes_on(milliseconds(100), 1));
+            assert!(patience.goes_on(milliseconds(600), 5 * MIB));
+            assert!(!patience.goes_on(milliseconds(1100), 9 * MIB));
+        }
+    }
+
+    #[test]
+    fn a_fast_link_does_not_wait_for_slow_hints() {
+        let mut measured = Bandwidth::default();
+        measured.observe(1000 << 20, 1000 << 20, milliseconds(1000));
+        let mut patience = patience(None, measured);
         assert!(patience.goes_on(milliseconds(100), 1));
-        assert!(patience.goes_on(milliseconds(600), 5 * MIB));
-        assert!(!patience.goes_on(milliseconds(1100), 9 * MIB));
+        assert!(!patience.goes_on(milliseconds(600), 200 * MIB));
     }
 }

@@ -12,6 +12,7 @@ use crate::patience::Patience;
 use crate::progress::{PageCounters, Phase, Progress, Report, RoundReport};
 use crate::rate::{Bandwidth, RateLimiter};
 use crate::sender::{Look, Round, Stream};
+use crate::tracker::FirstPages;
 use crate::{
     AtTimeLimit, BoxError, Cancel, Config, DirtySource, Failure, FreePageSource, Guest, HintRounds,
     HintWindow, MigrationError, PageFeed, RoundSync, SourceMemory, Switchover, Tracker,
@@ -75,6 +76,7 @@ impl<'a> Precopy<'a> {
             policy: Policy::new(self.config),
             limiter: RateLimiter::new(self.config.bandwidth_limit),
             sent_bytes: AtomicU64::new(0),
+            asked: false,
             paused_at: None,
         };
         let result = engine.migrate(self.dirty);
@@ -127,6 +129,8 @@ struct Engine<'a> {
     policy: Policy,
     limiter: RateLimiter,
     sent_bytes: AtomicU64,
+    /// The guest has been asked for free pages.
+    asked: bool,
     /// When the guest was told to stop.
     paused_at: Option<Instant>,
 }
@@ -142,7 +146,8 @@ impl<'a> Engine<'a> {
         let mut tracker = Tracker::arm(dirty, &self.regions)?;
         self.report.setup_ms = milliseconds(self.started.elapsed());
 
-        for round in 0.. {
+        let first = self.probe(&mut tracker)?;
+        for round in first.. {
             let outcome = self.round_while_guest_runs(&mut tracker, round)?;
             match self.policy.after_round(outcome, self.bandwidth) {
                 Next::Round => {}
@@ -165,29 +170,46 @@ impl<'a> Engine<'a> {
         Err(MigrationError::Cancelled)
     }
 
+    /// Sends a little, to find out how fast that goes, if hints are to be waited for. Returns the number of the next
+    /// round.
+    fn probe(&mut self, tracker: &mut Tracker<'_>) -> Result<u32, MigrationError> {
+        let pages = self.config.probe_pages;
+        if self.free_pages.is_none() || tracker.remaining_pages() / 4 < pages || pages == 0 {
+            return Ok(0);
+        }
+        let begun = Begun::now(self, tracker, 0);
+        let feed = FirstPages { feed: tracker.round(), left: AtomicU64::new(pages) };
+        let sent = self.send(0, RoundKind::More, &feed)?;
+        self.end_round(tracker, begun, (sent, Duration::ZERO))?;
+        Ok(1)
+    }
+
     /// One round, its confirmation, and a look at what was written meanwhile.
     fn round_while_guest_runs(
         &mut self,
         tracker: &mut Tracker<'_>,
         round: u32,
     ) -> Result<RoundOutcome, MigrationError> {
-        let started = Instant::now();
-        let sent_before = self.sent_bytes.load(Ordering::Relaxed);
-        let mut detail = RoundReport {
-            round,
-            pages_to_send: tracker.remaining_pages(),
-            throttle_percent: self.policy.throttle_percent(),
-            ..RoundReport::default()
-        };
-        let asks = round == 0 || self.config.hint_rounds == HintRounds::Every;
+        let begun = Begun::now(self, tracker, round);
+        let asks = !self.asked || self.config.hint_rounds == HintRounds::Every;
         let hinted = if asks { self.hinted_round(tracker, round)? } else { None };
-        let (pages, hint_wait) = if let Some(hinted) = hinted {
+        let sent = if let Some(hinted) = hinted {
             hinted
         } else {
             (self.send(round, RoundKind::More, &tracker.round())?, Duration::ZERO)
         };
+        self.end_round(tracker, begun, sent)
+    }
+
+    /// The end of a round while the guest runs: its confirmation, and a look at what was written meanwhile.
+    fn end_round(
+        &mut self,
+        tracker: &mut Tracker<'_>,
+        Begun { started, sent_before, mut detail }: Begun,
+        (pages, hint_wait): (PageCounters, Duration),
+    ) -> Result<RoundOutcome, MigrationError> {
         detail.pages = pages;
-        self.confirm(round, tracker.remaining_pages())?;
+        self.confirm(detail.round, tracker.remaining_pages())?;
         let elapsed = started.elapsed();
         detail.pages_written = tracker.sync()?;
         detail.bytes_sent = self.sent_bytes.load(Ordering::Relaxed) - sent_before;
@@ -209,6 +231,7 @@ impl<'a> Engine<'a> {
         round: u32,
     ) -> Result<Option<(PageCounters, Duration)>, MigrationError> {
         let Some(source) = self.free_pages.take() else { return Ok(None) };
+        self.asked = true;
         let window = tracker.hint_window()?;
         let asked = Asked(&mut *source);
         let result = match asked.0.start(window.receiver()) {
@@ -231,7 +254,7 @@ impl<'a> Engine<'a> {
 
     fn wait_for_hints(&mut self, window: &HintWindow<'_>, round: u32) -> Result<Duration, MigrationError> {
         let started = Instant::now();
-        let mut patience = Patience::new(&self.config);
+        let mut patience = Patience::new(&self.config, self.bandwidth);
         loop {
             self.tell(Phase::Hints, round, Some(window));
             let waited = started.elapsed();
@@ -358,6 +381,26 @@ impl<'a> Engine<'a> {
     fn time_limit(&self, remaining_bytes: u64) -> MigrationError {
         let limit = self.config.time_limit.map_or(Duration::ZERO, |limit| limit.after);
         MigrationError::TimeLimit { limit, remaining_bytes }
+    }
+}
+
+/// A round that has begun.
+struct Begun {
+    started: Instant,
+    sent_before: u64,
+    detail: RoundReport,
+}
+
+impl Begun {
+    fn now(engine: &Engine<'_>, tracker: &Tracker<'_>, round: u32) -> Self {
+        let detail = RoundReport {
+            round,
+            pages_to_send: tracker.remaining_pages(),
+            throttle_percent: engine.policy.throttle_percent(),
+            ..RoundReport::default()
+        };
+        let sent_before = engine.sent_bytes.load(Ordering::Relaxed);
+        Self { started: Instant::now(), sent_before, detail }
     }
 }
 

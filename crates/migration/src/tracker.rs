@@ -12,6 +12,7 @@
 //! lives; a [`HintReceiver`] works under the lock that closes the window. Without hints, a [`ClearingRound`] takes marks of pages
 //! just before they are read, which is later and so finds fewer pages written twice.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -203,6 +204,31 @@ impl PageFeed for ClearingRound<'_> {
     #[cfg(feature = "testing")]
     fn pages_to_send(&self) -> PageSet {
         self.shared.set().pages().clone()
+    }
+}
+
+/// The first pages of a round, about as many as `left`.
+pub(crate) struct FirstPages<F> {
+    pub(crate) feed: F,
+    pub(crate) left: AtomicU64,
+}
+
+impl<F: PageFeed> PageFeed for FirstPages<F> {
+    fn take(&self, chunk_pages: u64, taken: &mut Vec<PageRange>) -> Result<(), MigrationError> {
+        let less = |left: u64| (left > 0).then(|| left.saturating_sub(chunk_pages));
+        if self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less).is_err() {
+            return Ok(());
+        }
+        self.feed.take(chunk_pages, taken)
+    }
+
+    fn remaining_pages(&self) -> u64 {
+        self.feed.remaining_pages()
+    }
+
+    #[cfg(feature = "testing")]
+    fn pages_to_send(&self) -> PageSet {
+        self.feed.pages_to_send()
     }
 }
 
