@@ -18,6 +18,8 @@ pub enum InhibitReason {
     IncomingPostcopy,
     /// A snapshot is being written while the guest runs.
     BackgroundSnapshot,
+    /// Another process has the memory, or is about to get it.
+    Migration,
     /// The operator asked for it.
     Operator,
 }
@@ -28,6 +30,7 @@ impl fmt::Display for InhibitReason {
             Self::PinnedMemory => "memory is pinned for a device",
             Self::IncomingPostcopy => "an incoming postcopy migration is under way",
             Self::BackgroundSnapshot => "a background snapshot is being written",
+            Self::Migration => "the memory is handed over to another process",
             Self::Operator => "the operator asked for it",
         })
     }

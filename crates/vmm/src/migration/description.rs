@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use ebb_guest_ram::SharedLayout;
 use ebb_kvm_clock::Kilohertz;
 use kvm_ioctls::{Cap, Kvm};
 use serde::{Deserialize, Serialize};
@@ -32,8 +33,8 @@ pub struct Description {
     pub held_bytes: u64,
     /// Whether it is paused, and stays so.
     pub paused: bool,
-    /// Whether its memory is handed over in files instead of being sent.
-    pub shares_memory: bool,
+    /// Its memory's files, if they are handed over instead of what is in them.
+    pub shared: Option<SharedLayout>,
 }
 
 /// A region of guest memory.
@@ -204,7 +205,7 @@ impl Description {
     /// # Errors
     /// [`Incompatible::Memory`].
     pub fn check_memory(&self, available_bytes: u64) -> Result<(), Incompatible> {
-        if self.held_bytes <= available_bytes || self.shares_memory {
+        if self.held_bytes <= available_bytes || self.shared.is_some() {
             return Ok(());
         }
         Err(Incompatible::Memory {

@@ -4,7 +4,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use ebb_guest_ram::{GuestMemory, GuestRam, RegionSpec};
+use ebb_guest_ram::{GuestMemory, GuestRam, RegionSpec, SharedRam};
 use ebb_kvm_clock::Kilohertz;
 use kvm_bindings::{CpuId, KVM_PIT_SPEAKER_DUMMY, kvm_pit_config, kvm_userspace_memory_region};
 use kvm_ioctls::{Cap, IoEventAddress, Kvm, VmFd};
@@ -72,6 +72,8 @@ pub(super) struct Arriving {
     pub processor: Processor,
     /// Frequency of the guest's time stamp counters.
     pub tsc_khz: Kilohertz,
+    /// Its memory, if that is handed over.
+    pub shared: Option<SharedRam>,
 }
 
 impl Origin {
@@ -101,7 +103,7 @@ impl Origin {
 /// Builds a machine that starts its kernel, or one that goes on. `exit` is where it tells its end.
 pub(super) fn build(
     config: VmConfig,
-    origin: Origin,
+    mut origin: Origin,
     filters: &Filters,
     exit: &Arc<ExitSignal>,
 ) -> Result<Built, VmError> {
@@ -111,7 +113,7 @@ pub(super) fn build(
     let kvm = open_kvm()?;
     let cpuid = processor(&kvm, config.cpus, origin.processor())?;
     let vm_fd = create_vm(&kvm)?;
-    let ram = Arc::new(guest_ram(&config, &origin)?);
+    let ram = Arc::new(guest_ram(&config, &mut origin)?);
     register_memory(&vm_fd, &ram)?;
 
     let mut assembly = Assembly {
@@ -174,6 +176,7 @@ pub(super) fn build(
         vcpus,
         state: Mutex::new(state),
         migrations: Migrations::default(),
+        handed_over: Mutex::new(None),
         given_away: AtomicBool::new(false),
         started: Instant::now(),
         trim_cursor: Mutex::new(0),
@@ -209,8 +212,13 @@ fn processor(kvm: &Kvm, cpus: u8, saved: Option<&Processor>) -> Result<CpuId, Vm
     })
 }
 
-fn guest_ram(config: &VmConfig, origin: &Origin) -> Result<GuestRam, VmError> {
+fn guest_ram(config: &VmConfig, origin: &mut Origin) -> Result<GuestRam, VmError> {
     let (regions, memory) = (regions(config), &config.memory);
+    if let Origin::Migration(arriving) = origin
+        && let Some(shared) = arriving.shared.take()
+    {
+        return Ok(GuestRam::adopt(&regions, memory.huge_pages, shared)?);
+    }
     let Origin::Snapshot(snapshot) = origin else {
         return Ok(GuestRam::new(&regions, memory.backing, memory.huge_pages, memory.populate)?);
     };

@@ -137,6 +137,7 @@ impl VmControl for Vm {
                 // After a migration whose end is unknown: a destination that runs has the disks.
                 self.take_devices_back().map_err(|problem| wrong_state(problem, "end the other one"))?;
                 self.thaw().map_err(failed)?;
+                *lock(&self.handed_over) = None;
                 *state = VmState::Running;
                 Ok(())
             }

@@ -17,7 +17,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use ebb_guest_ram::{GuestRam, RamError};
+use ebb_guest_ram::{GuestRam, InhibitGuard, RamError};
 use ebb_kvm_clock::{ClockPolicy, SavedClock};
 use kvm_bindings::CpuId;
 use kvm_ioctls::VmFd;
@@ -205,6 +205,8 @@ pub struct Vm {
     counters: Arc<ExitCounters>,
     state: Mutex<VmState>,
     migrations: Migrations,
+    /// Memory that another monitor may have now, after a migration whose end is unknown.
+    handed_over: Mutex<Option<InhibitGuard>>,
     /// Devices have let go of what only one monitor may have.
     given_away: AtomicBool,
     started: Instant,

@@ -16,7 +16,7 @@ fn description() -> Description {
         devices: vec![disk(1 << 20)],
         held_bytes: 20 << 20,
         paused: false,
-        shares_memory: false,
+        shared: None,
     }
 }
 
@@ -65,7 +65,8 @@ fn a_full_host_is_refused_unless_memory_is_handed_over() {
     assert_eq!(machine.check_memory(20 << 20), Ok(()));
     let error = machine.check_memory(19 << 20).unwrap_err().to_string();
     assert!(error.contains("19M") && error.contains("20M"), "{error}");
-    machine.shares_memory = true;
+    let regions = Vec::new();
+    machine.shared = Some(SharedLayout { version: 1, backing: ebb_guest_ram::Backing::Memfd, regions });
     assert_eq!(machine.check_memory(0), Ok(()));
 }
 

@@ -1,12 +1,13 @@
 //! One migration, from the request to its end.
 
 use std::io::Write;
+use std::os::fd::AsFd;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use ebb_guest_ram::PageSet;
 use ebb_guest_ram::kvm_dirty::DirtyBitmap;
+use ebb_guest_ram::{InhibitReason, PageSet, SharedRam};
 use ebb_migration::session::{
     self, Address, CancelHandle, Cancellation, Greeting, Outcome, Security, SourcePrepared, SourceStreaming,
     TimeLimits, TlsFiles,
@@ -161,10 +162,20 @@ impl Migration<'_> {
         let limits = TimeLimits::default();
         let session =
             session::connect(&address, &security(self.request), &greeting(), &limits, &cancel_session)?;
-        let description = self.vm.describe()?;
-        let accepted = session.setup(&description, self.request.streams)?;
+        let mut description = self.vm.describe()?;
+        let shared = self.shared(&address)?;
+        description.shared = shared.as_ref().map(|shared| shared.layout.clone());
+        let streams = if shared.is_some() { 1 } else { self.request.streams };
+        let mut accepted = session.setup(&description, streams)?;
+        if let Some(shared) = &shared {
+            let files: Vec<_> = shared.files.iter().map(AsFd::as_fd).collect();
+            accepted.send_descriptors(&files)?;
+        }
         let (streaming, streams) = accepted.open_streams()?;
         self.report.setup_ms = in_ms(self.migrations.elapsed());
+        if shared.is_some() {
+            return self.send_shared(streaming);
+        }
         let streams = streams.into_iter().map(|stream| {
             let connection = stream.shutdown_handle();
             cancel.on_cancel(move || connection.shut_down());
@@ -174,7 +185,48 @@ impl Migration<'_> {
         self.send(streaming, streams, &cancel)
     }
 
-    /// Sends memory, then the rest.
+    /// The files of the memory, if they are to be handed over.
+    fn shared(&self, address: &Address) -> Result<Option<SharedRam>, Broken> {
+        if !self.request.share_memory {
+            return Ok(None);
+        }
+        if !matches!(address, Address::Unix { .. }) {
+            return Err(Broken::Failed(format!(
+                "memory can only be handed over on the same machine, and {address} may be elsewhere; use a unix: address, or \
+                 leave --share-memory away"
+            )));
+        }
+        self.vm.ram.share()?.map(Some).ok_or_else(|| {
+            Broken::Failed(format!(
+                "this machine's memory is private to its monitor ({}), so it cannot be handed over; leave --share-memory away, \
+                 or start machines with --memory backing=memfd",
+                self.vm.ram.backing()
+            ))
+        })
+    }
+
+    /// Hands the rest over to a destination that has the memory already.
+    fn send_shared(&mut self, streaming: SourceStreaming) -> Result<(), Broken> {
+        self.report.shared_memory = true;
+        self.report.free_pages = FreePageChoice::Off;
+        let stopped = Stopped::default();
+        let mut guest = MovedGuest::new(self.vm.clone(), stopped.clone());
+        self.migrations.update(|status| status.phase = MigrationPhase::SwitchOver);
+        if let Err(error) = guest.pause_and_save() {
+            let problem = format!("the machine cannot be stopped: {}", with_causes(&*error));
+            streaming.abort(problem.as_str());
+            return Err(run_on(&mut guest, problem));
+        }
+        // What this monitor gave back to the host from now on would be gone at the destination.
+        let kept = self.vm.ram.inhibit_discard(InhibitReason::Migration);
+        let result = self.hand_over(&mut guest, &stopped, &Mutex::new(Some(streaming)));
+        if matches!(result, Err(Broken::Unknown(_))) {
+            *lock(&self.vm.handed_over) = Some(kept);
+        }
+        result
+    }
+
+    /// Sends memory, and then what else there is.
     fn send(
         &mut self,
         streaming: SourceStreaming,
@@ -235,13 +287,6 @@ impl Migration<'_> {
         stopped: &Stopped,
         streaming: &Mutex<Option<SourceStreaming>>,
     ) -> Result<(), Broken> {
-        let run_on = |guest: &mut MovedGuest, problem: String| match guest.resume() {
-            Ok(()) => Broken::Failed(problem),
-            Err(error) => Broken::Failed(format!(
-                "{problem}; and the guest cannot go on, it stays paused: {}",
-                with_causes(&*error)
-            )),
-        };
         let stopped_at = stopped.at();
         let prepared = match self.prepare(stopped, streaming) {
             Ok(prepared) => prepared,
@@ -297,6 +342,17 @@ impl Migration<'_> {
     }
 }
 
+/// Lets the machine go on here; what is to be told then.
+fn run_on(guest: &mut MovedGuest, problem: String) -> Broken {
+    match guest.resume() {
+        Ok(()) => Broken::Failed(problem),
+        Err(error) => Broken::Failed(format!(
+            "{problem}; and the guest cannot go on, it stays paused: {}",
+            with_causes(&*error)
+        )),
+    }
+}
+
 impl Vm {
     /// The machine as its destination has to know it.
     fn describe(&self) -> Result<crate::migration::Description, VmError> {
@@ -319,7 +375,7 @@ impl Vm {
             devices: here.devices,
             held_bytes: self.ram.resident_bytes()?,
             paused: self.state() == VmState::Paused,
-            shares_memory: false,
+            shared: None,
         })
     }
 

@@ -5,7 +5,10 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver as Incoming, Sender};
 use std::time::Duration;
 
-use ebb_migration::session::{DestinationCommitted, DestinationSetup, DestinationStreaming, Listener};
+use ebb_guest_ram::SharedRam;
+use ebb_migration::session::{
+    DestinationAccepted, DestinationCommitted, DestinationSetup, DestinationStreaming, Listener,
+};
 use ebb_migration::{BoxError, Cancel, Receiver, TargetMemory};
 use vmm_sys_util::eventfd::EventFd;
 
@@ -29,7 +32,7 @@ pub(super) struct Arrival {
     pub listener: Listener,
     pub time_limit: Option<Duration>,
     pub cancel: Cancel,
-    pub descriptions: Sender<Box<Description>>,
+    pub descriptions: Sender<Box<Announced>>,
     pub answers: Incoming<Built>,
     /// Wakes the main thread.
     pub event: EventFd,
@@ -42,42 +45,78 @@ fn problem(error: impl std::fmt::Display) -> Problem {
     error.to_string()
 }
 
+/// What the main thread builds a machine from.
+pub(super) struct Announced {
+    pub description: Description,
+    /// Its memory, if that is handed over.
+    pub shared: Option<SharedRam>,
+}
+
+/// A source that waits for an answer.
+enum Waiting {
+    /// Whether the machine is taken.
+    Answer(DestinationSetup),
+    /// It was taken for its memory's sake, and may still turn out not to be possible.
+    Taken(DestinationAccepted),
+}
+
+impl Waiting {
+    fn refuse(self, reason: &str) {
+        match self {
+            Self::Answer(setup) => setup.refuse(reason),
+            Self::Taken(accepted) => drop(accepted.abort(reason)),
+        }
+    }
+
+    fn accept(self) -> Result<DestinationAccepted, Problem> {
+        match self {
+            Self::Answer(setup) => {
+                let streams = setup.streams().clamp(1, MAX_STREAMS);
+                setup.accept(streams).map_err(problem)
+            }
+            Self::Taken(accepted) => Ok(accepted),
+        }
+    }
+}
+
 impl Arrival {
     /// Waits for a source, takes its machine and lets it run.
     pub(super) fn run(mut self) -> Result<(), Problem> {
-        let (setup, description) = self.meet()?;
-        let paused = description.paused;
-        let machine = description.machine.clone();
+        let (setup, description) =
+            self.listener.receive_setup::<Description>(self.time_limit).map_err(problem)?;
+        let (paused, shares, cpus) =
+            (description.paused, description.shared.is_some(), description.machine.cpus);
+        let (waiting, shared) = take_shared(setup, &description)?;
         // The main thread waits for it, or has ended and closed its end.
-        let sent = self.descriptions.send(Box::new(description));
+        let sent = self.descriptions.send(Box::new(Announced { description, shared }));
         let _ = self.event.write(1);
         let answer = sent.ok().and_then(|()| self.answers.recv().ok());
         let (vm, running) = match answer {
             Some(Built::Vm { vm, running }) => (vm, running),
             Some(Built::Refused(reason)) => {
-                setup.refuse(reason.as_str());
+                waiting.refuse(&reason);
                 return Err(reason);
             }
             None => {
-                let reason = "the receiver was told to end".to_owned();
-                setup.refuse(reason.as_str());
-                return Err(reason);
+                let reason = "the receiver was told to end";
+                waiting.refuse(reason);
+                return Err(reason.to_owned());
             }
         };
-        let streams = setup.streams().clamp(1, MAX_STREAMS);
-        let accepted = setup.accept(streams).map_err(problem)?;
-        let (streaming, streams) = accepted.join(&mut self.listener).map_err(problem)?;
+        let (mut streaming, streams) = waiting.accept()?.join(&mut self.listener).map_err(problem)?;
         // Its place in the file system is free again for the next one.
         drop(self.listener);
-        let streams = streams.into_iter().map(|stream| {
-            let connection = stream.shutdown_handle();
-            self.cancel.on_cancel(move || connection.shut_down());
-            Box::new(stream) as Box<dyn Read + Send>
-        });
-        let streams = streams.collect();
-        let streaming = receive_memory(&vm, streaming, streams, &self.cancel)?;
+        if !shares {
+            let streams = streams.into_iter().map(|stream| {
+                let connection = stream.shutdown_handle();
+                self.cancel.on_cancel(move || connection.shut_down());
+                Box::new(stream) as Box<dyn Read + Send>
+            });
+            let streams = streams.collect();
+            streaming = receive_memory(&vm, streaming, streams, &self.cancel)?;
+        }
         let (restoring, bytes) = streaming.receive_state().map_err(problem)?;
-        if let Err(reason) = restore(&vm, &bytes, machine.cpus) {
+        if let Err(reason) = restore(&vm, &bytes, cpus) {
             restoring.fail(reason.as_str());
             return Err(reason);
         }
@@ -87,10 +126,22 @@ impl Arrival {
         let _ = running.write(1);
         Ok(())
     }
+}
 
-    /// Waits for a source and what it says of its machine.
-    fn meet(&mut self) -> Result<(DestinationSetup, Description), Problem> {
-        self.listener.receive_setup(self.time_limit).map_err(problem)
+/// Takes memory that is handed over. The source sends it when the machine is accepted.
+fn take_shared(
+    setup: DestinationSetup,
+    description: &Description,
+) -> Result<(Waiting, Option<SharedRam>), Problem> {
+    let Some(layout) = description.shared.clone() else { return Ok((Waiting::Answer(setup), None)) };
+    let mut accepted = setup.accept(1).map_err(problem)?;
+    match accepted.receive_descriptors() {
+        Ok(files) => Ok((Waiting::Taken(accepted), Some(SharedRam { layout, files }))),
+        Err(error) => {
+            let reason = problem(error);
+            accepted.abort(reason.as_str());
+            Err(reason)
+        }
     }
 }
 

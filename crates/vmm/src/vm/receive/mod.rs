@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use ebb_guest_ram::Backing;
+use ebb_guest_ram::{Backing, SharedRam};
 use ebb_kvm_clock::ClockPolicy;
 use ebb_migration::Cancel;
 use ebb_migration::session::{Address, CancelHandle, Cancellation, Listener, Security, TimeLimits};
@@ -29,7 +29,7 @@ use crate::exit::{ExitSignal, GuestExit};
 use crate::migration::Description;
 use crate::seccomp::{Filters, ThreadKind};
 use crate::snapshot::Overrides;
-use arrival::{Arrival, Built as Answer};
+use arrival::{Announced, Arrival, Built as Answer};
 use control::Expected;
 
 /// What a monitor that waits for a machine has to know.
@@ -64,12 +64,12 @@ pub fn receive(config: ReceiveConfig, on_listening: impl FnOnce(&Address)) -> Re
     let mut waiting = Waiting::start(listener, config.time_limit, session, &exit, &filters)?;
 
     // Until it is known what is to be built.
-    let description = match waiting.description(&exit, &signals)? {
-        Next::Description(description) => description,
+    let Announced { description, shared } = match waiting.description(&exit, &signals)? {
+        Next::Announced(announced) => *announced,
         Next::End(exit) => return Ok(exit),
     };
     let serial = config.overrides.serial.clone();
-    let Built { vm, input_read } = match build_for(&description, config, &filters, &exit) {
+    let Built { vm, input_read } = match build_for(&description, shared, config, &filters, &exit) {
         Ok(built) => built,
         Err(error) => {
             waiting.refuse(&error);
@@ -95,19 +95,21 @@ pub fn receive(config: ReceiveConfig, on_listening: impl FnOnce(&Address)) -> Re
 /// Builds the machine and compares it with what it has to be.
 fn build_for(
     description: &Description,
+    shared: Option<SharedRam>,
     config: ReceiveConfig,
     filters: &Filters,
     exit: &Arc<ExitSignal>,
 ) -> Result<Built, VmError> {
     let backing = config.backing.unwrap_or(description.machine.backing.into());
     let mut machine = description.machine.clone().into_vm_config(config.overrides)?;
-    machine.memory.backing = backing;
+    machine.memory.backing = shared.as_ref().map_or(backing, |shared| shared.layout.backing);
     if backing != Backing::Hugetlb2M
         && let Some(available_bytes) = available_bytes()
     {
         description.check_memory(available_bytes)?;
     }
-    let arriving = Arriving { processor: description.processor.clone(), tsc_khz: description.tsc_khz };
+    let arriving =
+        Arriving { processor: description.processor.clone(), tsc_khz: description.tsc_khz, shared };
     let built = build(machine, Origin::Migration(Box::new(arriving)), filters, exit)?;
     description.check(&built.vm.here())?;
     Ok(built)
@@ -123,7 +125,7 @@ fn available_bytes() -> Option<u64> {
 
 /// What the main thread does next.
 enum Next {
-    Description(Box<Description>),
+    Announced(Box<Announced>),
     End(GuestExit),
 }
 
@@ -133,7 +135,7 @@ struct Waiting {
     cancel: Cancel,
     /// Signalled when a description has come or the thread has ended.
     event: EventFd,
-    descriptions: Receiver<Box<Description>>,
+    descriptions: Receiver<Box<Announced>>,
     answers: Option<Sender<Answer>>,
     /// Why the machine has not come.
     problem: Arc<Mutex<Option<String>>>,
@@ -201,7 +203,7 @@ impl Waiting {
                 return Ok(Next::End(GuestExit::Signal { name }));
             }
             if let Ok(description) = self.descriptions.try_recv() {
-                return Ok(Next::Description(description));
+                return Ok(Next::Announced(description));
             }
             if let Some(exit) = exit.pending() {
                 return match self.end() {
