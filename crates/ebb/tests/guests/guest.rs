@@ -395,6 +395,12 @@ impl Guest {
         self.status.and_then(|status| status.signal())
     }
 
+    /// What the monitor has logged, as far as it is kept.
+    pub fn log(&self) -> String {
+        let said = self.handle.shared.lock();
+        said.log.iter().map(String::as_str).collect::<Vec<_>>().join("\n")
+    }
+
     /// Bytes the monitor has logged.
     pub fn log_bytes(&self) -> u64 {
         self.handle.shared.lock().log_bytes

@@ -142,7 +142,10 @@ impl Test {
         let (name, body, limit) = (self.name, self.body, Duration::from_secs(self.limit_s));
         Trial::test(name, move || {
             let world = world.ok_or("there are no guests to test")?;
-            run(body, limit, world.clone()).map_err(|Failure { mut message, triple_fault }| {
+            let started = Instant::now();
+            let result = run(body, limit, world.clone());
+            TIMES.lock().unwrap_or_else(PoisonError::into_inner).push((started.elapsed(), name));
+            result.map_err(|Failure { mut message, triple_fault }| {
                 if let (Some(vcpu), Machine::Emulated(Some(trace))) = (triple_fault, &world.machine) {
                     message.push_str(&trace.before_triple_fault(vcpu));
                 }
@@ -160,6 +163,18 @@ impl Test {
     pub fn name(&self) -> &'static str {
         self.name
     }
+}
+
+/// How long each test took.
+static TIMES: Mutex<Vec<(Duration, &str)>> = Mutex::new(Vec::new());
+
+/// The `count` tests that took longest, for those who look where the time goes.
+pub fn slowest(count: usize) -> String {
+    let mut times = TIMES.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    times.sort_unstable_by(|one, other| other.cmp(one));
+    let words: Vec<_> =
+        times.iter().take(count).map(|(time, name)| format!("{name} {} s", time.as_secs())).collect();
+    words.join(", ")
 }
 
 /// Names of the tests that have failed.

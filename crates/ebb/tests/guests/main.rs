@@ -24,9 +24,12 @@ mod hostile;
 mod hostile_driver;
 mod inflate;
 mod lifecycle;
+mod migration;
+mod migration_refused;
 mod module;
 mod module_support;
 mod module_trackers;
+mod moved;
 mod place;
 mod reporting;
 mod saved;
@@ -43,7 +46,7 @@ use libtest_mimic::{Arguments, Trial};
 use harness::{Test, World};
 
 /// All tests, file by file.
-const TESTS: [&[Test]; 17] = [
+const TESTS: [&[Test]; 19] = [
     boot::TESTS,
     inflate::TESTS,
     reporting::TESTS,
@@ -61,7 +64,12 @@ const TESTS: [&[Test]; 17] = [
     hostile::TESTS,
     snapshot::TESTS,
     clock::TESTS,
+    migration::TESTS,
+    migration_refused::TESTS,
 ];
+
+/// So many tests are named with the time that they took.
+const SLOWEST: usize = 100;
 
 fn main() -> ExitCode {
     let words: Vec<String> = std::env::args().collect();
@@ -80,7 +88,12 @@ fn main() -> ExitCode {
             // In an emulated host, tests that run side by side take the processors and the memory from each other and run into
             // their limits. `--test-threads 2` is for a machine that is fast.
             arguments.test_threads.get_or_insert(1);
+            if let harness::Machine::Emulated(_) = world.machine {
+                // For monitors that reach each other over TCP; nobody else has done so in there.
+                let _ = std::process::Command::new(&world.busybox).args(["ifconfig", "lo", "up"]).status();
+            }
             let conclusion = libtest_mimic::run(&arguments, trials(|| Some(world.clone())));
+            println!("guests: slowest: {}", harness::slowest(SLOWEST));
             match place::note_failures(&harness::failed()) {
                 Ok(()) => conclusion.exit_code(),
                 Err(problem) => {

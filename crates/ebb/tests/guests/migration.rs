@@ -1,0 +1,221 @@
+//! Guests that move from monitor to monitor while they work: what arrives, what it costs, and what is not sent.
+
+use ebb_agent::clock_watch::WatchReport;
+use ebb_agent::protocol::Command;
+use ebb_vmm::api::VmState;
+use serde_json::Value;
+
+use crate::clocks::{complaints, watch, watched, watched_since};
+use crate::guest::{Guest, MIB};
+use crate::harness::{Scene, Test, WRONG_CONTENT, eventually, when};
+use crate::module_support::Module;
+use crate::moved::{Route, move_and_look_back, move_to, number};
+use crate::setup::Setup;
+
+/// The tests.
+pub const TESTS: &[Test] = &[
+    Test::new("migration::everything_goes_on", 300, everything_goes_on),
+    Test::new("migration::back_and_forth", 600, back_and_forth),
+    Test::new("migration::back_and_forth_with_two_processors", 600, back_and_forth_with_two_processors),
+    Test::new("migration::free_pages_are_not_sent", 400, free_pages_are_not_sent),
+    Test::new("migration::paused_stays_paused", 240, paused_stays_paused),
+    Test::new("migration::memory_is_handed_over", 240, memory_is_handed_over),
+    Test::new("migration::more_writing_than_sending", 300, more_writing_than_sending),
+];
+
+/// No options.
+const NONE: [&str; 0] = [];
+/// How often a guest moves in the long tests.
+const MOVES: usize = 20;
+
+/// Fails unless all held memory holds what was put there.
+#[track_caller]
+fn check_memory(guest: &Guest) {
+    let wrong = guest.wrong_pages();
+    assert_eq!(wrong, 0, "{WRONG_CONTENT}");
+}
+
+fn everything_goes_on(scene: &Scene) {
+    let disk = scene.path("disk");
+    std::fs::write(&disk, vec![0x5a; 8 << 20]).unwrap();
+    let guest = Setup::new(scene)
+        .memory("size=320M")
+        .balloon("reporting=on,hinting=on,statistics=1s")
+        .args(["--cpus", "2", "--disk", &format!("path={}", disk.display())])
+        .start();
+    guest.run(Command::Hold { bytes: 64 * MIB, pattern: 41 });
+    guest.write_file("/tmp/note", "written before");
+    guest.inflate_to(64 * MIB);
+    // A program that is under way all the time.
+    let argv = ["/bin/busybox", "sh", "-c", "sleep 25; echo still here"].map(str::to_owned).to_vec();
+    let program = guest.send(Command::Exec { argv });
+    guest.wait_started(program);
+    let memory_bytes = guest.vm().memory_bytes;
+
+    let (guest, report) = move_to(scene, guest, "second", Route::Unix, NONE);
+    assert_eq!(number(&report, "memory_bytes"), memory_bytes, "{report}");
+    // All that is held, and not much that is not: the balloon's 64 MiB and what was never touched are not there.
+    let sent = number(&report, "bytes_sent");
+    assert!((64 * MIB..256 * MIB).contains(&sent), "{report}");
+    assert_eq!(guest.outcome(program).unwrap()["stdout"], "still here\n");
+    assert_eq!(guest.read_file("/tmp/note"), "written before");
+    assert_eq!(guest.read_file("/sys/devices/system/cpu/online"), "0-1\n");
+    check_memory(&guest);
+    let moved = guest.vm();
+    assert_eq!((moved.memory_bytes, moved.state), (memory_bytes, VmState::Running));
+    let balloon = guest.balloon();
+    assert_eq!((balloon.target_bytes, balloon.actual_bytes), (64 * MIB, 64 * MIB));
+    eventually("statistics", 30, || guest.statistics().map_err(|error| error.to_string()));
+    guest.inflate_to(96 * MIB);
+    guest.inflate_to(0);
+    let script =
+        "dd if=/dev/vda bs=1M count=1 | md5sum && dd if=/dev/urandom of=/dev/vda bs=1M count=1 conv=fsync";
+    let argv = ["/bin/busybox", "sh", "-c", script].map(str::to_owned).to_vec();
+    assert_eq!(guest.run(Command::Exec { argv })["code"], 0);
+
+    // And on, by another way, with several streams.
+    let (mut guest, _) = move_to(scene, guest, "third", Route::Tcp, ["--streams", "3"]);
+    check_memory(&guest);
+    let reported = guest.metric("ebb_balloon_reported_bytes_total");
+    guest.run(Command::AllocTouchExit { bytes: 150 * MIB });
+    eventually("memory is reported", 60, || {
+        let now = guest.metric("ebb_balloon_reported_bytes_total");
+        when(now > reported + 64 * MIB, || format!("{reported} -> {now}"))
+    });
+    check_memory(&guest);
+    guest.send(Command::PowerOff);
+    let (code, log) = guest.wait_end();
+    assert_eq!(code, Some(0), "{log}");
+}
+
+/// Moves a guest whose programs check their memory and whose clocks are watched.
+fn move_often(scene: &Scene, cpus: &str) {
+    let mut guest = Setup::new(scene)
+        .memory("size=256M")
+        .balloon("reporting=on,hinting=on")
+        .args(["--cpus", cpus])
+        .start();
+    guest.run(Command::Hold { bytes: 32 * MIB, pattern: 43 });
+    watch(&guest);
+    let mut seen: WatchReport = watched(&guest);
+    let churn = Command::Churn { bytes: 64 * MIB, tasks: 2, seed: 44, operations: None, seconds: Some(40) };
+    let mut work = guest.send(churn.clone());
+    let (mut checked, mut moves_at_work) = (0, 0);
+    for round in 0..MOVES {
+        let route = [Route::Unix, Route::Tcp][round % 2];
+        let options: &[&str] = match round % 4 {
+            0 => &["--free-pages", "hints"],
+            1 => &["--free-pages", "off", "--streams", "2"],
+            2 => &["--free-pages", "auto", "--zero-pages", "off"],
+            _ => &["--free-pages", "hints", "--holes", "off"],
+        };
+        // The balloon moves, too.
+        guest.set_target([0, 48 * MIB, 16 * MIB][round % 3]);
+        let name = format!("monitor{round}");
+        let (moved, report, before) = move_and_look_back(scene, guest, &name, route, options);
+        guest = moved;
+        assert!(number(&report, "rounds") >= 2, "{report}");
+        seen = watched_since(&guest, &seen);
+        check_memory(&guest);
+        match before.poll(work).or_else(|| guest.poll(work)) {
+            None => moves_at_work += 1,
+            Some(outcome) => {
+                checked += checked_pages(&outcome.unwrap());
+                work = guest.send(churn.clone());
+            }
+        }
+    }
+    // It may have ended just now.
+    let _ = guest.outcome(guest.send(Command::Cancel { id: work }));
+    assert!(moves_at_work >= MOVES / 2, "{moves_at_work} moves while the workload ran");
+    assert!(checked > 0, "no workload came to its end");
+    assert_eq!(complaints(&guest), "");
+}
+
+/// Pages that a workload has checked; none may have been wrong.
+#[track_caller]
+fn checked_pages(report: &Value) -> u64 {
+    assert_eq!(report["wrong_pages"], 0, "{WRONG_CONTENT}: {report}");
+    number(report, "pages_verified")
+}
+
+fn back_and_forth(scene: &Scene) {
+    move_often(scene, "1");
+}
+
+fn back_and_forth_with_two_processors(scene: &Scene) {
+    move_often(scene, "2");
+}
+
+fn free_pages_are_not_sent(scene: &Scene) {
+    const FREED: u64 = 256 * MIB;
+    // Nothing is reported, so all that was touched is held by the host; clearing on allocation leaves no zeros behind.
+    let setup = || Setup::new(scene).memory("size=448M");
+    let touched_and_freed = |guest: &Guest| {
+        guest.run(Command::Hold { bytes: 32 * MIB, pattern: 45 });
+        guest.run(Command::Memhog { bytes: FREED });
+    };
+
+    let guest = setup().balloon("reporting=off,hinting=on").start();
+    touched_and_freed(&guest);
+    let (guest, all) = move_to(scene, guest, "all", Route::Unix, ["--free-pages", "off"]);
+    assert!(number(&all, "bytes_sent") > FREED, "{all}");
+    assert_eq!(number(&all, "pages_skipped"), 0, "{all}");
+    check_memory(&guest);
+    // What was not sent is not there, so the memory has to be touched again.
+    guest.run(Command::Memhog { bytes: FREED });
+    let (guest, hints) = move_to(scene, guest, "hints", Route::Unix, ["--free-pages", "hints"]);
+    check_memory(&guest);
+    assert!(number(&hints, "pages_skipped") * 4096 > FREED / 2, "{hints}");
+    assert!(number(&hints, "bytes_sent") * 2 < number(&all, "bytes_sent"), "{hints} {all}");
+    // The driver has its pages back.
+    guest.run(Command::AllocTouchExit { bytes: FREED });
+    check_memory(&guest);
+    guest.end();
+
+    let module = Module::start(setup().balloon("reporting=off").socket("module"), &["tracker=none"]);
+    let guest = module.guest;
+    touched_and_freed(&guest);
+    let (guest, query) = move_to(scene, guest, "query", Route::Unix, ["--free-pages", "query"]);
+    check_memory(&guest);
+    assert!(number(&query, "pages_skipped") * 4096 > FREED / 2, "{query}");
+    assert!(number(&query, "bytes_sent") * 2 < number(&all, "bytes_sent"), "{query} {all}");
+    guest.run(Command::AllocTouchExit { bytes: FREED });
+    check_memory(&guest);
+}
+
+fn paused_stays_paused(scene: &Scene) {
+    let guest = Setup::new(scene).memory("size=256M").start();
+    guest.run(Command::Hold { bytes: 32 * MIB, pattern: 46 });
+    guest.put("/vm/pause");
+    let (guest, _) = move_to(scene, guest, "second", Route::Unix, NONE);
+    assert_eq!(guest.vm().state, VmState::Paused);
+    guest.put("/vm/resume");
+    check_memory(&guest);
+}
+
+fn memory_is_handed_over(scene: &Scene) {
+    let guest = Setup::new(scene).memory("size=256M,backing=memfd").args(["--cpus", "2"]).start();
+    guest.run(Command::Hold { bytes: 64 * MIB, pattern: 47 });
+    watch(&guest);
+    let seen = watched(&guest);
+    let (guest, report) = move_to(scene, guest, "second", Route::Unix, ["--share-memory"]);
+    assert!(number(&report, "bytes_sent") < MIB, "{report}");
+    watched_since(&guest, &seen);
+    check_memory(&guest);
+    guest.run(Command::AllocTouchExit { bytes: 64 * MIB });
+    check_memory(&guest);
+    assert_eq!(complaints(&guest), "");
+}
+
+fn more_writing_than_sending(scene: &Scene) {
+    let guest = Setup::new(scene).memory("size=256M").start();
+    let churn = Command::Churn { bytes: 128 * MIB, tasks: 1, seed: 48, operations: None, seconds: Some(50) };
+    let work = guest.send(churn);
+    guest.wait_started(work);
+    // Much less than the guest writes: only the time limit ends it.
+    let options = ["--bandwidth", "4M", "--timeout", "8", "--on-timeout", "force", "--downtime", "20"];
+    let (guest, report) = move_to(scene, guest, "second", Route::Tcp, options);
+    assert!(number(&report, "rounds") >= 2, "{report}");
+    checked_pages(&guest.outcome(work).unwrap());
+}

@@ -1,0 +1,195 @@
+//! Migrations that do not come about: the guest runs on where it is, and the other monitor ends without a trace.
+
+use std::io::{Read, Write};
+use std::net::TcpListener;
+use std::os::unix::net::UnixListener;
+use std::thread;
+use std::time::Duration;
+
+use ebb_agent::protocol::Command;
+use ebb_vmm::api::VmState;
+use rustix::process::Signal;
+use serde_json::Value;
+
+use crate::clocks::{complaints, watch, watched, watched_since};
+use crate::guest::{Guest, MIB};
+use crate::harness::{Scene, Test, eventually, when};
+use crate::moved::{Migrate, Receive, Route, move_to, nobody, unix};
+use crate::setup::Setup;
+
+/// The tests.
+pub const TESTS: &[Test] = &[
+    Test::new("migration::nobody_there", 240, nobody_there),
+    Test::new("migration::cut_off", 400, cut_off),
+    Test::new("migration::cancelled_or_late", 300, cancelled_or_late),
+    Test::new("migration::strangers", 240, strangers),
+    Test::new("migration::does_not_fit", 240, does_not_fit),
+];
+
+const NONE: [&str; 0] = [];
+
+/// What a migration that fails says, after it was seen that the guest runs on.
+#[track_caller]
+fn refused(scene: &Scene, guest: &Guest, address: &str, options: &[&str]) -> String {
+    let seen = watched(guest);
+    let (code, report, said) = Migrate::new(scene, guest, address).args(options).run();
+    assert_ne!(code, Some(0), "{report} {said}");
+    runs_on(guest);
+    watched_since(guest, &seen);
+    let error = report["error"].as_str().unwrap_or_default();
+    format!("{error}\n{said}")
+}
+
+/// The guest is where it was, with its memory.
+#[track_caller]
+fn runs_on(guest: &Guest) {
+    assert_eq!(guest.vm().state, VmState::Running);
+    assert_eq!(guest.wrong_pages(), 0);
+}
+
+fn start(scene: &Scene) -> Guest {
+    let guest = Setup::new(scene).memory("size=256M").balloon("reporting=on,hinting=on").start();
+    guest.run(Command::Hold { bytes: 96 * MIB, pattern: 51 });
+    watch(&guest);
+    guest
+}
+
+/// Waits until a migration has sent memory.
+#[track_caller]
+fn wait_sending(guest: &Guest, least_bytes: u64) -> Value {
+    eventually("memory is sent", 60, || {
+        let status: Value = guest.client().get("/vm/migration").map_err(|error| error.to_string())?;
+        let sent = status["bytes_sent"].as_u64().unwrap_or(0);
+        // Not what the last one has sent.
+        when(status["phase"] == "precopy" && sent >= least_bytes, || status.to_string())?;
+        Ok(status)
+    })
+}
+
+fn nobody_there(scene: &Scene) {
+    let guest = start(scene);
+    let said = refused(scene, &guest, &nobody(), &[]);
+    assert!(said.contains("refused"), "{said}");
+    let said = refused(scene, &guest, &unix(&scene.path("nothing")), &[]);
+    assert!(said.contains("nothing"), "{said}");
+    let said = refused(scene, &guest, "tcp:127.0.0.1", &[]);
+    assert!(said.contains("HOST:PORT"), "{said}");
+    let said = refused(scene, &guest, "tcp:192.0.2.1:4444", &[]);
+    assert!(said.contains("--insecure") && said.contains("--tls-cert"), "{said}");
+    assert_eq!(complaints(&guest), "");
+}
+
+/// Either monitor is killed while memory is on its way.
+fn cut_off(scene: &Scene) {
+    let mut guest = start(scene);
+    for (round, sent) in [0, 8 * MIB, 40 * MIB].into_iter().enumerate() {
+        let (mut receiver, address) = Receive::new(scene, &format!("victim{round}"), Route::Unix).start();
+        let mut client = Migrate::new(scene, &guest, &address).args(["--bandwidth", "20M"]).spawn();
+        if sent > 0 {
+            wait_sending(&guest, sent);
+        }
+        receiver.signal(Signal::KILL);
+        receiver.wait_end();
+        assert_ne!(client.wait().unwrap().code(), Some(0));
+        runs_on(&guest);
+    }
+    // And a receiver whose source dies ends by itself.
+    let (mut receiver, address) = Receive::new(scene, "orphan", Route::Tcp).start();
+    let mut client = Migrate::new(scene, &guest, &address).args(["--bandwidth", "20M"]).spawn();
+    wait_sending(&guest, 8 * MIB);
+    guest.signal(Signal::KILL);
+    guest.wait_end();
+    assert_ne!(client.wait().unwrap().code(), Some(0));
+    let (code, log) = receiver.wait_end();
+    assert_eq!(code, Some(1), "{log}");
+    assert!(!receiver.socket().exists(), "the socket is left behind");
+}
+
+fn cancelled_or_late(scene: &Scene) {
+    let guest = start(scene);
+    let slow = ["--bandwidth", "10M"];
+    let (mut receiver, address) = Receive::new(scene, "cancelled", Route::Tcp).start();
+    let mut client = Migrate::new(scene, &guest, &address).args(slow).spawn();
+    wait_sending(&guest, MIB);
+    // One at a time, and nothing that needs the machine for itself.
+    let said = refused_while_moving(scene, &guest, &address);
+    assert!(said.contains("migrat"), "{said}");
+    let said = guest.try_save(&scene.path("no.snapshot")).unwrap_err();
+    assert!(said.contains("migrat"), "{said}");
+    // Pausing and going on is allowed.
+    guest.put("/vm/pause");
+    guest.put("/vm/resume");
+    guest.put("/vm/migration/cancel");
+    assert_ne!(client.wait().unwrap().code(), Some(0));
+    assert_eq!(receiver.wait_end().0, Some(1));
+    runs_on(&guest);
+
+    let (mut receiver, address) = Receive::new(scene, "late", Route::Tcp).start();
+    let said = refused(scene, &guest, &address, &["--bandwidth", "10M", "--timeout", "2"]);
+    assert!(said.contains("2 s"), "{said}");
+    assert_eq!(receiver.wait_end().0, Some(1));
+    // After all that it still moves.
+    let (guest, _) = move_to(scene, guest, "third", Route::Unix, NONE);
+    runs_on(&guest);
+    assert_eq!(complaints(&guest), "");
+}
+
+#[track_caller]
+fn refused_while_moving(scene: &Scene, guest: &Guest, address: &str) -> String {
+    let (code, report, said) = Migrate::new(scene, guest, address).run();
+    assert_ne!(code, Some(0), "{report} {said}");
+    format!("{report} {said}")
+}
+
+/// Whoever is at the other end says something else than Ebb would.
+fn strangers(scene: &Scene) {
+    let guest = start(scene);
+    let path = scene.path("stranger");
+    let listener = UnixListener::bind(&path).unwrap();
+    let stranger = thread::spawn(move || {
+        let (mut peer, _) = listener.accept().unwrap();
+        peer.write_all(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n").unwrap();
+        let _ = peer.read(&mut [0; 64]);
+    });
+    let said = refused(scene, &guest, &unix(&path), &[]);
+    assert!(said.contains("Ebb"), "{said}");
+    stranger.join().unwrap();
+    // One that takes the connection and hangs up.
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = format!("tcp:{}", listener.local_addr().unwrap());
+    let stranger = thread::spawn(move || drop(listener.accept()));
+    refused(scene, &guest, &address, &[]);
+    stranger.join().unwrap();
+
+    // Strangers at a receiver do not keep it from its guest.
+    let (receiver, address) = Receive::new(scene, "second", Route::Tcp).start();
+    let to = address.strip_prefix("tcp:").unwrap();
+    for garbage in [&b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"[..], &[0xff; 5000], b"EBB-MIG\n", b""] {
+        let mut peer = std::net::TcpStream::connect(to).unwrap();
+        let _ = peer.write_all(garbage);
+        thread::sleep(Duration::from_millis(20));
+    }
+    let (code, report, said) = Migrate::new(scene, &guest, &address).run();
+    assert_eq!(code, Some(0), "{report} {said} {}", receiver.log());
+    runs_on(&receiver);
+}
+
+/// A destination that lacks what the guest has.
+fn does_not_fit(scene: &Scene) {
+    let disk = scene.path("disk");
+    std::fs::write(&disk, vec![0; 1 << 20]).unwrap();
+    let guest =
+        Setup::new(scene).memory("size=256M").args(["--disk", &format!("path={}", disk.display())]).start();
+    guest.run(Command::Hold { bytes: 32 * MIB, pattern: 52 });
+    watch(&guest);
+    let other = scene.path("other");
+    std::fs::write(&other, vec![0; 2 << 20]).unwrap();
+    let wrong_disk = Receive::new(scene, "disk", Route::Unix);
+    let (mut receiver, address) = wrong_disk.args(["--disk", &format!("path={}", other.display())]).start();
+    let said = refused(scene, &guest, &address, &[]);
+    assert!(said.contains("disk"), "{said}");
+    let (code, log) = receiver.wait_end();
+    assert_eq!(code, Some(1), "{log}");
+    assert!(log.contains("disk"), "{log}");
+    assert!(!receiver.socket().exists(), "the socket is left behind");
+}

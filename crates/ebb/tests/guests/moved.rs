@@ -1,0 +1,148 @@
+//! Guests that move: a monitor that waits for one, and sending one there.
+
+use std::ffi::{OsStr, OsString};
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::{Command as Program, Output, Stdio};
+
+use serde_json::Value;
+
+use crate::guest::Guest;
+use crate::harness::{Scene, eventually};
+
+/// What `ebb receive` says before the address that it has come to listen on.
+const LISTENING: &str = "listening on ";
+/// Exit code of a monitor whose guest has moved away.
+pub const MIGRATED: i32 = 8;
+
+/// How two monitors reach each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Route {
+    /// A socket in the test's directory.
+    Unix,
+    /// The loopback interface, any free port.
+    Tcp,
+}
+
+/// A monitor that is to take a guest, as a command line of `ebb receive`.
+pub struct Receive<'a> {
+    scene: &'a Scene,
+    socket: PathBuf,
+    listen: String,
+    arguments: Vec<OsString>,
+}
+
+impl<'a> Receive<'a> {
+    /// Reached by `route`; `name` tells it from others in the test.
+    pub fn new(scene: &'a Scene, name: &str, route: Route) -> Self {
+        let listen = match route {
+            Route::Unix => format!("unix:{}", scene.path(&format!("{name}.migration")).display()),
+            Route::Tcp => "tcp:127.0.0.1:0".to_owned(),
+        };
+        Self { scene, socket: scene.path(name), listen, arguments: Vec::new() }
+    }
+
+    /// More arguments.
+    pub fn args<S: AsRef<OsStr>>(mut self, arguments: impl IntoIterator<Item = S>) -> Self {
+        self.arguments.extend(arguments.into_iter().map(|argument| argument.as_ref().to_owned()));
+        self
+    }
+
+    /// Starts the monitor; returns it with the address once it listens.
+    #[track_caller]
+    pub fn start(self) -> (Guest, String) {
+        let mut program = Program::new(&self.scene.world.ebb);
+        program.args(["receive", "--listen", &self.listen, "--serial", "stdio", "--api"]);
+        program.arg(&self.socket).args(&self.arguments);
+        let mut guest = Guest::spawn(program, self.socket, &self.scene.guests());
+        let address = eventually("the monitor listens", 30, || {
+            assert!(guest.is_running(), "the monitor has ended: {:?}", guest.wait_end());
+            let line = guest.log().lines().find_map(|line| Some(line.split_once(LISTENING)?.1.to_owned()));
+            line.ok_or_else(|| "it does not say so".to_owned())
+        });
+        (guest, address)
+    }
+}
+
+/// A client's `ebb migrate`.
+pub struct Migrate {
+    program: Program,
+}
+
+impl Migrate {
+    /// Of `guest` to `address`.
+    pub fn new(scene: &Scene, guest: &Guest, address: &str) -> Self {
+        let mut program = Program::new(&scene.world.ebb);
+        program.arg("migrate").arg(guest.socket()).args(["--to", address, "--json"]);
+        program.stdin(Stdio::null());
+        Self { program }
+    }
+
+    /// More arguments.
+    pub fn args<S: AsRef<OsStr>>(mut self, arguments: impl IntoIterator<Item = S>) -> Self {
+        self.program.args(arguments);
+        self
+    }
+
+    /// Runs it to its end; exit code, report (`null` if there is none) and what it said.
+    pub fn run(&mut self) -> (Option<i32>, Value, String) {
+        let Output { status, stdout, stderr } = self.program.output().expect("ebb runs");
+        let report = serde_json::from_slice(&stdout).unwrap_or(Value::Null);
+        (status.code(), report, String::from_utf8_lossy(&stderr).into_owned())
+    }
+
+    /// Starts it and does not wait.
+    pub fn spawn(&mut self) -> std::process::Child {
+        self.program.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("ebb runs")
+    }
+}
+
+/// Moves `guest` to a monitor named `name`. What it was is over, and says so.
+#[track_caller]
+pub fn move_to<S: AsRef<OsStr>>(
+    scene: &Scene,
+    guest: Guest,
+    name: &str,
+    route: Route,
+    arguments: impl IntoIterator<Item = S>,
+) -> (Guest, Value) {
+    let (receiver, report, _) = move_and_look_back(scene, guest, name, route, arguments);
+    (receiver, report)
+}
+
+/// As [`move_to`]; also returns what the guest was, with what it has said there: a command may have ended on the way.
+#[track_caller]
+pub fn move_and_look_back<S: AsRef<OsStr>>(
+    scene: &Scene,
+    mut guest: Guest,
+    name: &str,
+    route: Route,
+    arguments: impl IntoIterator<Item = S>,
+) -> (Guest, Value, Guest) {
+    let (receiver, address) = Receive::new(scene, name, route).start();
+    let (code, report, said) = Migrate::new(scene, &guest, &address).args(arguments).run();
+    assert_eq!(code, Some(0), "{report} {said}");
+    assert_eq!(report["status"], "completed", "{report}");
+    let (code, log) = guest.wait_end();
+    assert_eq!(code, Some(MIGRATED), "{log}");
+    assert!(!guest.socket().exists(), "the source's socket is left behind");
+    (receiver, report, guest)
+}
+
+/// A number of a report.
+#[track_caller]
+pub fn number(report: &Value, name: &str) -> u64 {
+    report[name].as_u64().unwrap_or_else(|| panic!("no {name} in {report}"))
+}
+
+/// An address of this machine at which nobody listens.
+pub fn nobody() -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let address = listener.local_addr().expect("an address");
+    format!("tcp:{address}")
+}
+
+/// The address of a socket in the test's directory.
+pub fn unix(path: &Path) -> String {
+    format!("unix:{}", path.display())
+}
