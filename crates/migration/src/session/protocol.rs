@@ -119,7 +119,7 @@ impl Protocol {
 
     /// Whether this side may run the guest. Between `Commit` and `Running` the destination starts it.
     #[cfg(test)]
-    pub(super) fn may_run(&self) -> bool {
+    pub(super) fn may_run(self) -> bool {
         match (self.side, self.stage) {
             (Side::Source, Stage::Committed | Stage::Over(End::Moved | End::Unknown)) => false,
             (Side::Source, _) | (Side::Destination, Stage::Committed | Stage::Over(End::Moved)) => true,

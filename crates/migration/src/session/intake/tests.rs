@@ -13,7 +13,7 @@ fn no_byte_beyond_the_hello_is_wanted() {
     for length in 0..bytes.len() {
         match examine(&bytes[..length]) {
             Ok(Intake::More(missing)) => {
-                assert!((1..=bytes.len() - length).contains(&missing), "at {length}")
+                assert!((1..=bytes.len() - length).contains(&missing), "at {length}");
             }
             other => panic!("at {length}: {other:?}"),
         }

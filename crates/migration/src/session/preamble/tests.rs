@@ -64,7 +64,8 @@ fn other_protocols_are_named() {
 #[test]
 fn ids_are_different_and_secret() {
     let (a, b) = (SessionId::random().unwrap(), SessionId::random().unwrap());
-    assert!(a != b && a == a.clone());
+    let copy = a;
+    assert!(a != b && a == copy);
     let text = String::from(a);
     assert_eq!(text.len(), 32);
     assert!(!format!("{a:?}").contains(&text[..4]));

@@ -199,8 +199,11 @@ impl World {
     }
 }
 
+/// Where the source has come to, and whether the destination has started the guest.
+type Ending = (Stage, bool);
+
 /// Visits every world. The number of worlds and how they end, or the first bad one.
-fn explore(mistake: Mistake) -> Result<(usize, HashSet<(Stage, bool)>), Box<World>> {
+fn explore(mistake: Mistake) -> Result<(usize, HashSet<Ending>), Box<World>> {
     let mut seen = HashSet::from([World::new()]);
     let mut queue = VecDeque::from([World::new()]);
     let mut ends = HashSet::new();
