@@ -143,6 +143,11 @@ impl BalloonDevice {
         self.balloon.negotiated()
     }
 
+    /// Whether a driver that relies on the content of its free pages could have said so.
+    pub fn asks_for_poison(&self) -> bool {
+        Features(self.balloon.info().offered_features).contains(Feature::PagePoison)
+    }
+
     /// Asks the driver for hints, which go to the sink. The configuration changes.
     pub fn start_hinting(&mut self, sink: Box<dyn HintSink>) -> Result<(), BalloonError> {
         self.balloon.start_hinting(sink)

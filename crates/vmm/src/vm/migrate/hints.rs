@@ -24,6 +24,11 @@ enum Unasked {
     NotNegotiated(&'static str),
     #[error("the guest relies on the content of its free pages (page poison)")]
     Poisoned,
+    #[error(
+        "the guest could not say whether it relies on the content of its free pages, since the device does not offer page \
+         poison; start it with --balloon poison=on"
+    )]
+    PoisonUnknown,
     #[error("{0}")]
     Refused(String),
 }
@@ -50,7 +55,12 @@ impl FreePages {
     }
 
     fn way(&self) -> Result<Way, Unasked> {
-        let negotiated = lock(&self.transport).device().negotiated();
+        let transport = lock(&self.transport);
+        let (negotiated, asked) = (transport.device().negotiated(), transport.device().asks_for_poison());
+        drop(transport);
+        if !asked {
+            return Err(Unasked::PoisonUnknown);
+        }
         // The guest finds zeros at the destination where its pattern was, or an older content where it has put zeros.
         if negotiated.contains(Feature::PagePoison) {
             return Err(Unasked::Poisoned);
