@@ -157,10 +157,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
             ExitCode::from(UNKNOWN)
         }
         status => {
-            eprintln!(
-                "ebb: the migration was not completed ({}): {problem}",
-                status.name()
-            );
+            eprintln!("ebb: the migration was not completed ({}): {problem}", status.name());
             ExitCode::FAILURE
         }
     })
@@ -235,10 +232,9 @@ fn in_numbers(address: Address, tls: Option<&mut TlsPaths>) -> anyhow::Result<Ad
 fn watch(client: &Client, to: &str) -> anyhow::Result<MigrationReport> {
     let shows = std::io::stderr().is_terminal();
     loop {
-        let status: MigrationStatus =
-            client.get(&format!("/vm/migration?wait_ms={WAIT_MS}")).with_context(|| {
-                format!("the machine's monitor has ended during the migration to {to}")
-            })?;
+        let status: MigrationStatus = client
+            .get(&format!("/vm/migration?wait_ms={WAIT_MS}"))
+            .with_context(|| format!("the machine's monitor has ended during the migration to {to}"))?;
         if let (true, Some(report)) = (status.phase.is_end(), &status.report) {
             if shows {
                 eprint!("\r\x1b[K");

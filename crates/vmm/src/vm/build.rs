@@ -184,7 +184,8 @@ pub(super) fn build(
     match origin {
         Origin::Kernel => vm.load_and_enter()?,
         Origin::Snapshot(snapshot) => vm.restore(snapshot.state)?,
-        Origin::Migration(_) => {}
+        // Its devices must not look at memory that has not come, and need not be waited for when the state has.
+        Origin::Migration(_) => vm.workers.iter().for_each(Worker::pause),
     }
     Ok(Built { vm, input_read })
 }

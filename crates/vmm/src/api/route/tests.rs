@@ -188,7 +188,7 @@ fn a_migration_has_defaults_and_every_field_can_be_set() {
 #[test]
 fn a_wrong_migration_names_its_field() {
     for (body, field) in [
-        (r#"{}"#, "to"),
+        ("{}", "to"),
         (r#"{"to": 3}"#, "to"),
         (r#"{"to": ""}"#, "to"),
         (r#"{"to": "unix:/x", "streams": 17}"#, "streams"),

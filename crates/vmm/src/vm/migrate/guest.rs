@@ -101,6 +101,9 @@ impl MovedGuest {
         drop(state);
         *lock(&self.stopped.0) = Saved { state: None, at, was_paused };
         lock(&self.stopped.0).state = Some(self.vm.capture()?);
+        if let Some(at) = at {
+            tracing::debug!("stopped and saved in {:?}", at.elapsed());
+        }
         Ok(Stop::Saved)
     }
 }

@@ -215,15 +215,15 @@ impl Migration<'_> {
         if let Err(error) = guest.pause_and_save() {
             let problem = format!("the machine cannot be stopped: {}", with_causes(&*error));
             streaming.abort(problem.as_str());
-            return Err(run_on(&mut guest, problem));
+            return Err(Kept::Stopped(problem).end(&mut guest));
         }
         // What this monitor gave back to the host from now on would be gone at the destination.
         let kept = self.vm.ram.inhibit_discard(InhibitReason::Migration);
-        let result = self.hand_over(&mut guest, &stopped, &Mutex::new(Some(streaming)));
-        if matches!(result, Err(Broken::Unknown(_))) {
+        let result = self.hand_over(&stopped, &Mutex::new(Some(streaming)));
+        if matches!(result, Err(Kept::Paused(_))) {
             *lock(&self.vm.handed_over) = Some(kept);
         }
-        result
+        result.map_err(|kept| kept.end(&mut guest))
     }
 
     /// Sends memory, and then what else there is.
@@ -269,50 +269,50 @@ impl Migration<'_> {
             }
         };
         fill(self.report, switchover.report());
-        // All memory is there. From here on nothing is logged any more, and the guest stands still until somebody says so.
+        if let Some(at) = stopped.at() {
+            tracing::debug!("all memory is there {:?} after the stop", at.elapsed());
+        }
+        // All memory is there. The log goes on until the machine is elsewhere: to switch it off takes time, and the guest stands
+        // still.
+        let result = self.hand_over(&stopped, &streaming);
         switchover.stay_paused();
         drop(dirty);
-        if let Some(free_pages) = &free_pages {
-            self.report.free_pages = free_pages.used();
-        } else {
-            self.report.free_pages = FreePageChoice::Off;
-        }
-        self.hand_over(&mut guest, &stopped, &streaming)
+        self.report.free_pages = free_pages.as_ref().map_or(FreePageChoice::Off, FreePages::used);
+        result.map_err(|kept| kept.end(&mut guest))
     }
 
-    /// Gives the machine away, or lets it run on here.
+    /// Gives the machine away, if the destination can run it.
     fn hand_over(
         &mut self,
-        guest: &mut MovedGuest,
         stopped: &Stopped,
         streaming: &Mutex<Option<SourceStreaming>>,
-    ) -> Result<(), Broken> {
+    ) -> Result<(), Kept> {
         let stopped_at = stopped.at();
-        let prepared = match self.prepare(stopped, streaming) {
-            Ok(prepared) => prepared,
-            Err(problem) => return Err(run_on(guest, problem)),
-        };
+        let prepared = self.prepare(stopped, streaming).map_err(Kept::Stopped)?;
         if let Err(problem) = self.vm.give_devices_away() {
             prepared.abort(problem.as_str());
-            return Err(run_on(guest, problem));
+            return Err(Kept::Stopped(problem));
         }
         if !self.migrations.commit() {
             prepared.abort("it was cancelled");
-            return Err(run_on(guest, "it was cancelled".to_owned()));
+            return Err(Kept::Stopped("it was cancelled".to_owned()));
+        }
+        if let Some(at) = stopped_at {
+            tracing::debug!("the destination is ready {:?} after the stop", at.elapsed());
         }
         match prepared.commit() {
             Outcome::Moved => {
                 self.report.downtime_ms = stopped_at.map_or(0, |at| in_ms(at.elapsed()));
                 Ok(())
             }
-            Outcome::RunsOn(error) => Err(run_on(guest, with_causes(&error))),
+            Outcome::RunsOn(error) => Err(Kept::Stopped(with_causes(&error))),
             Outcome::Unknown(error) => {
                 let mut state = lock(&self.vm.state);
                 if *state == VmState::Migrating {
                     *state = VmState::Paused;
                 }
                 self.report.downtime_ms = stopped_at.map_or(0, |at| in_ms(at.elapsed()));
-                Err(Broken::Unknown(format!(
+                Err(Kept::Paused(format!(
                     "{}; the virtual machine stays paused here: resume it only if it does not run at {}",
                     with_causes(&error),
                     self.request.to
@@ -342,14 +342,28 @@ impl Migration<'_> {
     }
 }
 
-/// Lets the machine go on here; what is to be told then.
-fn run_on(guest: &mut MovedGuest, problem: String) -> Broken {
-    match guest.resume() {
-        Ok(()) => Broken::Failed(problem),
-        Err(error) => Broken::Failed(format!(
-            "{problem}; and the guest cannot go on, it stays paused: {}",
-            with_causes(&*error)
-        )),
+/// A machine that was stopped and not given away, and why.
+enum Kept {
+    /// It is to go on here.
+    Stopped(String),
+    /// Perhaps it was given away after all: it must not go on here.
+    Paused(String),
+}
+
+impl Kept {
+    /// Lets the machine go on here if it may; what is to be told then.
+    fn end(self, guest: &mut MovedGuest) -> Broken {
+        let problem = match self {
+            Self::Paused(problem) => return Broken::Unknown(problem),
+            Self::Stopped(problem) => problem,
+        };
+        match guest.resume() {
+            Ok(()) => Broken::Failed(problem),
+            Err(error) => Broken::Failed(format!(
+                "{problem}; and the guest cannot go on, it stays paused: {}",
+                with_causes(&*error)
+            )),
+        }
     }
 }
 

@@ -3,7 +3,7 @@
 use std::io::Read;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver as Incoming, Sender};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ebb_guest_ram::SharedRam;
 use ebb_migration::session::{
@@ -178,8 +178,10 @@ fn receive_memory(
 
 /// Puts the machine into the state that has come.
 fn restore(vm: &Vm, bytes: &[u8], cpus: u8) -> Result<(), Problem> {
+    let begin = Instant::now();
     let state: MachineState = serde_json::from_slice(bytes)
         .map_err(|error| format!("the state of the machine cannot be understood: {error}"))?;
+    tracing::debug!("a state of {} bytes was read in {:?}", bytes.len(), begin.elapsed());
     if state.machine.cpus != cpus {
         return Err(format!("the state is that of {} vCPUs, and {cpus} were announced", state.machine.cpus));
     }
