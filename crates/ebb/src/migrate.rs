@@ -1,6 +1,7 @@
 //! `ebb migrate`: moves a running machine to another monitor.
 
-use std::io::{IsTerminal, Write};
+use std::fmt::Write as _;
+use std::io::{IsTerminal, Write as _};
 use std::net::{IpAddr, ToSocketAddrs};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -268,13 +269,13 @@ fn progress(status: &MigrationStatus) -> String {
         phase => return phase.name().to_owned(),
     };
     if status.rate_bytes_per_s > 0 {
-        text.push_str(&format!(", {}/s", size(status.rate_bytes_per_s)));
+        let _ = write!(text, ", {}/s", size(status.rate_bytes_per_s));
     }
     if let Some(ms) = status.expected_downtime_ms {
-        text.push_str(&format!(", downtime would be {ms} ms"));
+        let _ = write!(text, ", downtime would be {ms} ms");
     }
     if status.throttle_percent > 0 {
-        text.push_str(&format!(", guest slowed down by {} %", status.throttle_percent));
+        let _ = write!(text, ", guest slowed down by {} %", status.throttle_percent);
     }
     text
 }

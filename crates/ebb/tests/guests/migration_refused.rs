@@ -24,6 +24,7 @@ pub const TESTS: &[Test] = &[
     Test::new("migration::cancelled_or_late", 300, cancelled_or_late),
     Test::new("migration::strangers", 240, strangers),
     Test::new("migration::does_not_fit", 240, does_not_fit),
+    Test::new("migration::guest_ends_or_starts_again_on_the_way", 300, guest_ends_or_starts_again_on_the_way),
 ];
 
 const NONE: [&str; 0] = [];
@@ -191,5 +192,41 @@ fn does_not_fit(scene: &Scene) {
     let (code, log) = receiver.wait_end();
     assert_eq!(code, Some(1), "{log}");
     assert!(log.contains("disk"), "{log}");
+    assert!(!receiver.socket().exists(), "the socket is left behind");
+}
+
+/// A guest that switches itself off, or starts again, while its memory is sent.
+fn guest_ends_or_starts_again_on_the_way(scene: &Scene) {
+    let slow = ["--bandwidth", "10M"];
+    let guest = Setup::new(scene)
+        .memory("size=256M")
+        .balloon("reporting=on,hinting=on")
+        .args(["--on-reboot", "reset"])
+        .start();
+    guest.run(Command::Hold { bytes: 96 * MIB, pattern: 53 });
+    let (moved, address) = Receive::new(scene, "again", Route::Unix).start();
+    let mut client = Migrate::new(scene, &guest, &address).args(slow).spawn();
+    wait_sending(&guest, 16 * MIB);
+    guest.send(Command::Reboot);
+    guest.wait_ready(2);
+    // It may be anywhere by now, but in one place only.
+    assert_eq!(client.wait().unwrap().code(), Some(0));
+    eventually("the machine runs there", 60, || {
+        let state = moved.vm().state;
+        when(state == VmState::Running, || format!("{state:?}"))
+    });
+    moved.run(Command::Hold { bytes: 96 * MIB, pattern: 54 });
+    runs_on(&moved);
+
+    let (mut receiver, address) = Receive::new(scene, "never", Route::Unix).start();
+    let mut guest = moved;
+    let mut client = Migrate::new(scene, &guest, &address).args(slow).spawn();
+    wait_sending(&guest, MIB);
+    guest.send(Command::PowerOff);
+    let (code, log) = guest.wait_end();
+    assert_eq!(code, Some(0), "{log}");
+    assert_ne!(client.wait().unwrap().code(), Some(0));
+    let (code, log) = receiver.wait_end();
+    assert_eq!(code, Some(1), "{log}");
     assert!(!receiver.socket().exists(), "the socket is left behind");
 }
