@@ -44,7 +44,7 @@ impl Default for Config {
             holes: Holes::Skip,
             hint_rounds: HintRounds::First,
             hint_wait: Duration::from_secs(20),
-            probe_pages: 8192,
+            probe_pages: 2048,
             hint_rate: 32 << 20,
             chunk_pages: HUGE_PAGE_SIZE_PAGES,
         }
