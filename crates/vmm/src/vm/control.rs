@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::free_pages::Question;
 use super::migrate::BEING_MOVED;
-use super::migrate::source::check_address;
+use super::migrate::request::check_address;
 use super::snapshot::WriteError;
 use super::{SharedTransport, Vm, VmError, lock, metrics};
 use crate::api::control::{

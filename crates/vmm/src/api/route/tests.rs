@@ -1,7 +1,9 @@
 //! What is asked for, and what is refused.
 
 use super::super::reply::Persistence;
+use super::migration::MIGRATION_FIELDS;
 use super::*;
+use crate::api::migration::{FreePageChoice, OnTimeout, TlsPaths};
 
 fn ask(method: &str, target: &str, body: &str) -> Result<Operation, Problem> {
     let (path, query) = match target.split_once('?') {

@@ -5,6 +5,8 @@
 
 mod guest;
 mod hints;
+mod machine;
+pub(super) mod request;
 pub(super) mod source;
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};

@@ -2,31 +2,29 @@
 
 use std::io::Write;
 use std::os::fd::AsFd;
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use ebb_guest_ram::kvm_dirty::DirtyBitmap;
 use ebb_guest_ram::{InhibitReason, PageSet, SharedRam};
 use ebb_migration::session::{
-    self, Address, CancelHandle, Cancellation, Greeting, Outcome, Security, SourcePrepared, SourceStreaming,
-    TimeLimits, TlsFiles,
+    self, Address, CancelHandle, Cancellation, Greeting, Outcome, SourcePrepared, SourceStreaming, TimeLimits,
 };
 use ebb_migration::{
-    AtTimeLimit, AutoConverge, BoxError, Cancel, Config, DirtySource, FreePageSource, Guest, Holes, Phase,
-    Precopy, Progress, Report, RoundSync, TimeLimit, WithWriteLog, ZeroPages,
+    BoxError, Cancel, DirtySource, FreePageSource, Guest, Phase, Precopy, Progress, Report, RoundSync,
+    WithWriteLog,
 };
 
 use super::guest::{MovedGuest, Stopped};
 use super::hints::FreePages;
+use super::request::{config, security};
 use super::{Migrations, in_ms};
-use crate::api::control::{ControlError, VmState};
+use crate::api::control::VmState;
 use crate::api::migration::{
-    FreePageChoice, MigrationPhase, MigrationReport, MigrationRequest, MigrationRound, OnTimeout,
+    FreePageChoice, MigrationPhase, MigrationReport, MigrationRequest, MigrationRound,
 };
-use crate::clock::GuestClockError;
 use crate::cpu::threads::process_time;
-use crate::vm::{Vm, VmError, lock};
+use crate::vm::{Vm, lock};
 
 /// A migration that has not come to its end.
 enum Broken {
@@ -56,65 +54,9 @@ fn with_causes(error: &dyn std::error::Error) -> String {
     text
 }
 
-/// Refuses an address that cannot be used. Host names are not looked up here: a resolver needs system calls that a monitor
-/// does not make.
-pub(in crate::vm) fn check_address(text: &str) -> Result<(), ControlError> {
-    let invalid = |message: String, remedy: Option<&str>| ControlError::Invalid {
-        field: "to",
-        message,
-        remedy: remedy.map(str::to_owned),
-    };
-    match text.parse::<Address>().map_err(|error| invalid(error.to_string(), None))? {
-        Address::Tcp { host, .. }
-            if host.parse::<std::net::IpAddr>().is_err() && !host.eq_ignore_ascii_case("localhost") =>
-        {
-            let message =
-                format!("the host {host:?} in {text:?} is a name, and the monitor looks no names up");
-            Err(invalid(message, Some("write it in numbers; `ebb migrate` does that by itself")))
-        }
-        Address::Unix { path } if path.is_relative() => {
-            let message =
-                format!("the path in {text:?} is relative, and the monitor may have another folder");
-            Err(invalid(message, Some("write it from the root on; `ebb migrate` does that by itself")))
-        }
-        _ => Ok(()),
-    }
-}
-
 /// What this monitor says of itself.
 pub(in crate::vm) fn greeting() -> Greeting {
     Greeting { monitor: format!("ebb {}", env!("CARGO_PKG_VERSION")), capabilities: Vec::new() }
-}
-
-fn security(request: &MigrationRequest) -> Security {
-    match &request.tls {
-        Some(tls) => Security::Tls(TlsFiles {
-            certificate: tls.cert.clone(),
-            key: tls.key.clone(),
-            authorities: tls.ca.clone(),
-            server_name: tls.name.clone(),
-        }),
-        None if request.insecure => Security::Insecure,
-        None => Security::Local,
-    }
-}
-
-fn config(request: &MigrationRequest) -> Config {
-    let then = match request.on_timeout {
-        OnTimeout::Cancel => AtTimeLimit::Cancel,
-        OnTimeout::Force => AtTimeLimit::Force,
-    };
-    Config {
-        downtime_limit: Duration::from_millis(request.downtime_ms),
-        bandwidth_limit: request.bandwidth_bytes_per_s,
-        time_limit: request
-            .timeout_seconds
-            .map(|seconds| TimeLimit { after: Duration::from_secs(seconds), then }),
-        auto_converge: if request.auto_converge { AutoConverge::On } else { AutoConverge::Off },
-        zero_pages: if request.zero_pages { ZeroPages::Detect } else { ZeroPages::Send },
-        holes: if request.holes { Holes::Skip } else { Holes::Read },
-        ..Config::default()
-    }
 }
 
 /// Moves the machine; tells how that went.
@@ -364,82 +306,6 @@ impl Kept {
                 with_causes(&*error)
             )),
         }
-    }
-}
-
-impl Vm {
-    /// The machine as its destination has to know it.
-    fn describe(&self) -> Result<crate::migration::Description, VmError> {
-        let tsc = self.tsc.ok_or(GuestClockError::NoFrequency)?;
-        let mut machine = crate::snapshot::MachineConfig::of(&self.config);
-        let absolute = |path: &mut std::path::PathBuf| {
-            std::path::absolute(&*path).map(|full| *path = full).map_err(VmError::host("find its own folder"))
-        };
-        absolute(&mut machine.kernel)?;
-        machine.initrd.as_mut().map(absolute).transpose()?;
-        machine.disks.iter_mut().try_for_each(|disk| absolute(&mut disk.path))?;
-        let here = self.here();
-        Ok(crate::migration::Description {
-            machine,
-            processor: crate::snapshot::processor::Processor::of(&self.cpuid),
-            tsc_khz: tsc.guest,
-            msrs: here.msrs,
-            capabilities: here.capabilities,
-            regions: here.regions,
-            devices: here.devices,
-            held_bytes: self.ram.resident_bytes()?,
-            paused: self.state() == VmState::Paused,
-            shared: None,
-        })
-    }
-
-    /// What this monitor has built, to be compared with what another one has.
-    pub(in crate::vm) fn here(&self) -> crate::migration::Here {
-        let region = |region: &ebb_guest_ram::Region| crate::migration::MemoryRegion {
-            start: region.start.0,
-            size_bytes: region.size_bytes,
-        };
-        crate::migration::Here {
-            msrs: self.msrs.numbers().to_vec(),
-            capabilities: self.capabilities.clone(),
-            regions: self.ram.regions().iter().map(region).collect(),
-            devices: self.devices.iter().map(|device| lock(device).describe()).collect(),
-        }
-    }
-
-    /// Lets devices go of what only one monitor may have.
-    pub(in crate::vm) fn give_devices_away(&self) -> Result<(), String> {
-        self.given_away.store(true, Ordering::Relaxed);
-        self.devices.iter().try_for_each(|device| lock(device).give_away())
-    }
-
-    /// Takes what only one monitor may have, if devices have let go of it.
-    pub(in crate::vm) fn take_devices_back(&self) -> Result<(), String> {
-        if self.given_away.load(Ordering::Relaxed) {
-            self.take_devices()?;
-            self.given_away.store(false, Ordering::Relaxed);
-        }
-        Ok(())
-    }
-
-    /// Takes what only one monitor may have, for a machine that another one has given away.
-    pub(in crate::vm) fn take_devices(&self) -> Result<(), String> {
-        self.devices.iter().try_for_each(|device| lock(device).take_over())
-    }
-
-    /// Lets a machine that was stopped for a migration go on here.
-    pub(super) fn take_back(&self, was_paused: bool) -> Result<(), VmError> {
-        let mut state = lock(&self.state);
-        if *state != VmState::Migrating {
-            return Ok(());
-        }
-        *state = VmState::Paused;
-        self.take_devices_back().map_err(VmError::Device)?;
-        if !was_paused {
-            self.thaw()?;
-            *state = VmState::Running;
-        }
-        Ok(())
     }
 }
 

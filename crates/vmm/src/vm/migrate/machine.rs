@@ -1,0 +1,86 @@
+//! The machine that is moved: what is said of it, and what changes hands with it.
+
+use std::sync::atomic::Ordering;
+
+use crate::api::control::VmState;
+use crate::clock::GuestClockError;
+use crate::migration::{Description, Here, MemoryRegion};
+use crate::snapshot::MachineConfig;
+use crate::snapshot::processor::Processor;
+use crate::vm::{Vm, VmError, lock};
+
+impl Vm {
+    /// The machine as its destination has to know it.
+    pub(super) fn describe(&self) -> Result<Description, VmError> {
+        let tsc = self.tsc.ok_or(GuestClockError::NoFrequency)?;
+        let mut machine = MachineConfig::of(&self.config);
+        let absolute = |path: &mut std::path::PathBuf| {
+            std::path::absolute(&*path).map(|full| *path = full).map_err(VmError::host("find its own folder"))
+        };
+        absolute(&mut machine.kernel)?;
+        machine.initrd.as_mut().map(absolute).transpose()?;
+        machine.disks.iter_mut().try_for_each(|disk| absolute(&mut disk.path))?;
+        let here = self.here();
+        Ok(Description {
+            machine,
+            processor: Processor::of(&self.cpuid),
+            tsc_khz: tsc.guest,
+            msrs: here.msrs,
+            capabilities: here.capabilities,
+            regions: here.regions,
+            devices: here.devices,
+            held_bytes: self.ram.resident_bytes()?,
+            paused: self.state() == VmState::Paused,
+            shared: None,
+        })
+    }
+
+    /// What this monitor has built, to be compared with what another one has.
+    pub(in crate::vm) fn here(&self) -> Here {
+        let region = |region: &ebb_guest_ram::Region| MemoryRegion {
+            start: region.start.0,
+            size_bytes: region.size_bytes,
+        };
+        Here {
+            msrs: self.msrs.numbers().to_vec(),
+            capabilities: self.capabilities.clone(),
+            regions: self.ram.regions().iter().map(region).collect(),
+            devices: self.devices.iter().map(|device| lock(device).describe()).collect(),
+        }
+    }
+
+    /// Lets devices go of what only one monitor may have.
+    pub(in crate::vm) fn give_devices_away(&self) -> Result<(), String> {
+        self.given_away.store(true, Ordering::Relaxed);
+        self.devices.iter().try_for_each(|device| lock(device).give_away())
+    }
+
+    /// Takes what only one monitor may have, if devices have let go of it.
+    pub(in crate::vm) fn take_devices_back(&self) -> Result<(), String> {
+        if self.given_away.load(Ordering::Relaxed) {
+            self.take_devices()?;
+            self.given_away.store(false, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    /// Takes what only one monitor may have, for a machine that another one has given away.
+    pub(in crate::vm) fn take_devices(&self) -> Result<(), String> {
+        self.devices.iter().try_for_each(|device| lock(device).take_over())
+    }
+
+    /// Lets a machine that was stopped for a migration go on here.
+    pub(super) fn take_back(&self, was_paused: bool) -> Result<(), VmError> {
+        let mut state = lock(&self.state);
+        if *state != VmState::Migrating {
+            return Ok(());
+        }
+        *state = VmState::Paused;
+        self.take_devices_back().map_err(VmError::Device)?;
+        if !was_paused {
+            self.thaw()?;
+            *state = VmState::Running;
+        }
+        Ok(())
+    }
+}
