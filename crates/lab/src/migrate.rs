@@ -56,7 +56,7 @@ fn sizes(scale: Scale) -> Sizes {
             program_mib: 768,
             hold_mib: 32,
             working_set_mib: 32,
-            load_s: 12,
+            load_s: 10,
             repeats: 1,
         },
         Scale::Full => Sizes {
