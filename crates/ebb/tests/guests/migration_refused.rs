@@ -185,7 +185,7 @@ fn does_not_fit(scene: &Scene) {
     watch(&guest);
     let other = scene.path("other");
     std::fs::write(&other, vec![0; 2 << 20]).unwrap();
-    let wrong_disk = Receive::new(scene, "disk", Route::Unix);
+    let wrong_disk = Receive::new(scene, "smaller", Route::Unix);
     let (mut receiver, address) = wrong_disk.args(["--disk", &format!("path={}", other.display())]).start();
     let said = refused(scene, &guest, &address, &[]);
     assert!(said.contains("disk"), "{said}");
