@@ -13,7 +13,7 @@ MODULE_SOURCES = $(wildcard $(addprefix guest/linux/ebb_balloon/,*.c *.h Kbuild)
 MODULE_DIRECTORY = target/ebb_balloon/$(MODULE_KERNEL)
 MODULE = $(MODULE_DIRECTORY)/ebb_balloon.ko
 
-.PHONY: help deps build module module-of-kernel demo test bench lint fmt doc fuzz clean
+.PHONY: help deps build module module-of-kernel demo test bench lint style fmt doc fuzz clean
 
 help:
 	@echo 'make demo    install what is needed, build, and run the main experiment on real Linux guests (minutes)'
@@ -22,6 +22,7 @@ help:
 	@echo 'make module  the balloon driver for guests: target/ebb_balloon/RELEASE/ebb_balloon.ko (MODULE_KERNEL=RELEASE)'
 	@echo 'make bench   benchmarks of the balloon device and of discarding'
 	@echo 'make lint    formatting, clippy with warnings as errors, licences'
+	@echo 'make style   the same without the licences, which are among the tests'
 	@echo 'make doc     the documentation of all crates, with warnings as errors'
 	@echo 'make fuzz    each fuzz target for FUZZ_SECONDS=$(FUZZ_SECONDS) (needs a nightly compiler and cargo-fuzz)'
 	@echo 'make deps    only install what is needed, from Debian packages (as root)'
@@ -66,10 +67,12 @@ test: deps module
 bench:
 	$(CARGO) bench --locked -p ebb-balloon -p ebb-guest-ram
 
-lint:
+lint: style
+	$(CARGO) test --locked -p ebb --test licences
+
+style:
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
-	$(CARGO) test --locked -p ebb --test licences
 
 fmt:
 	$(CARGO) fmt --all

@@ -23,6 +23,14 @@ const INSIDE: &str = "EBB_GUEST_TESTS_INSIDE";
 const ONLY: &str = "EBB_GUEST_TESTS_ONLY";
 /// Where the tests in the virtual host leave the names of those that failed.
 const FAILED_INSIDE: &str = "/tmp/failed-tests";
+/// How many virtual hosts share the tests; by processors and memory if it is not set.
+const HOSTS: &str = "EBB_GUEST_TESTS_HOSTS";
+/// More hosts than this are not worth their start.
+const MOST_HOSTS: usize = 4;
+/// Fewer tests than this are not shared.
+const LEAST_TO_SHARE: usize = 8;
+/// Memory for each host: what it has, and the emulator's own.
+const HOST_NEEDS_MIB: usize = 5 << 10;
 /// So many failed tests have a second try at most; more are no accident.
 const MOST_TRIED_AGAIN: usize = 6;
 /// This program in the virtual host, and the images made for it.
@@ -165,28 +173,51 @@ impl From<String> for Failure {
 
 /// What came of the tests in a virtual host.
 struct Outcome {
-    code: ExitCode,
+    /// Exit code of the program in there.
+    code: u8,
     /// Names of those that failed, if all of them may be tried again.
     failed: Vec<String>,
 }
 
+impl Outcome {
+    /// That of several hosts. Nothing is tried again if one of them has failures that may not be.
+    fn of_all(outcomes: Vec<Self>) -> Self {
+        let final_failure = outcomes.iter().any(|outcome| outcome.code != 0 && outcome.failed.is_empty());
+        let code = outcomes.iter().map(|outcome| outcome.code).max().unwrap_or(0);
+        let failed = outcomes.into_iter().flat_map(|outcome| outcome.failed);
+        Self { code, failed: if final_failure { Vec::new() } else { failed.collect() } }
+    }
+}
+
+/// How many virtual hosts share the tests. A test keeps hardly more than one processor busy.
+fn hosts(tests: usize) -> usize {
+    if let Some(number) = env::var(HOSTS).ok().and_then(|text| text.parse().ok()) {
+        return usize::max(number, 1).min(tests);
+    }
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    let memory_mib = available_memory_mib().unwrap_or(0) / HOST_NEEDS_MIB;
+    if tests < LEAST_TO_SHARE { 1 } else { processors.min(memory_mib).clamp(1, MOST_HOSTS) }
+}
+
+/// `MemAvailable` of this machine.
+fn available_memory_mib() -> Option<usize> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    Some(line.split_ascii_whitespace().next()?.parse::<usize>().ok()? / 1024)
+}
+
 impl Outside {
-    /// Runs this program again in a virtual host, with the same arguments.
+    /// Runs this program again in a virtual host, or in several that share the tests, with the same arguments.
     ///
-    /// The host is emulated down to its processor's virtualization. Its kernel and its guests are known to hang or to die
-    /// now and then under any monitor (CONTRIBUTING.md), more often the busier the machine is. So a few tests that failed
-    /// with a sign of that are run once more, in a new virtual host; their first failure has been told in full. What fails
-    /// without such a sign, or twice, has failed.
-    pub fn run_again(&self) -> ExitCode {
-        let result = match self.run(&[]) {
-            Err(Failure::HostEnded(problem)) => {
-                eprintln!("guests: {problem}\nguests: all tests once more, in a new virtual host");
-                self.run(&[])
-            }
+    /// The host is emulated down to its processor's virtualization, and emulators have broken guests under any monitor
+    /// (CONTRIBUTING.md). So a few tests that failed with a sign of that are run once more, in a new virtual host; their first
+    /// failure has been told in full. What fails without such a sign, or twice, has failed.
+    pub fn run_again(&self, names: &[&str]) -> ExitCode {
+        let result = match self.run_shared(names) {
             Ok(Outcome { failed, .. }) if !failed.is_empty() && failed.len() <= MOST_TRIED_AGAIN => {
                 let names = failed.join(", ");
                 println!("guests: once more, in a new virtual host: {names}");
-                self.run(&failed).inspect(|again| {
+                self.run(0, &failed).inspect(|again| {
                     let still =
                         if again.failed.is_empty() { "none".to_owned() } else { again.failed.join(", ") };
                     println!("guests: failed at first: {names}; failed again: {still}");
@@ -195,7 +226,7 @@ impl Outside {
             result => result,
         };
         match result {
-            Ok(outcome) => outcome.code,
+            Ok(outcome) => ExitCode::from(outcome.code),
             Err(Failure::HostEnded(problem) | Failure::Other(problem)) => {
                 eprintln!("guests: {problem}");
                 ExitCode::FAILURE
@@ -203,8 +234,38 @@ impl Outside {
         }
     }
 
-    /// All tests that the arguments select, or only those with these names.
-    fn run(&self, only: &[String]) -> Result<Outcome, Failure> {
+    /// Deals the tests out to virtual hosts that run side by side. Neighbours in the list are of one kind and take about as
+    /// long, so they go to different ones.
+    fn run_shared(&self, names: &[&str]) -> Result<Outcome, Failure> {
+        let hosts = hosts(names.len());
+        let share = |host: usize| -> Vec<String> {
+            names.iter().skip(host).step_by(hosts).map(|name| (*name).to_owned()).collect()
+        };
+        let outcomes = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..hosts)
+                .map(|host| {
+                    let share = share(host);
+                    scope.spawn(move || match self.run(host, &share) {
+                        Err(Failure::HostEnded(problem)) => {
+                            eprintln!(
+                                "guests: {problem}\nguests: its tests once more, in a new virtual host"
+                            );
+                            self.run(host, &share)
+                        }
+                        result => result,
+                    })
+                })
+                .collect();
+            let join = |thread: std::thread::ScopedJoinHandle<'_, _>| {
+                thread.join().unwrap_or_else(|_| Err(Failure::Other("a thread has panicked".to_owned())))
+            };
+            threads.into_iter().map(join).collect::<Result<Vec<_>, _>>()
+        })?;
+        Ok(Outcome::of_all(outcomes))
+    }
+
+    /// The tests with these names, in virtual host number `number`.
+    fn run(&self, number: usize, names: &[String]) -> Result<Outcome, Failure> {
         let image = |name: &str, target: &str| HostFile {
             source: self.files.path().join(name),
             target: target.into(),
@@ -232,33 +293,39 @@ impl Outside {
         if let Ok(operations) = env::var(SOAK_VARIABLE) {
             command = command.env(SOAK_VARIABLE, operations);
         }
-        if !only.is_empty() {
-            command = command.env(ONLY, only.join(","));
-        }
+        command = command.env(ONLY, names.join(","));
         let mut broken = None;
+        let (mut results, mut words) = (Lines::default(), Lines::default());
         let status = host.run(&command, &mut |output| {
             let written = match output {
-                Output::Stdout(bytes) => write_now(io::stdout(), bytes),
-                Output::Stderr(bytes) => write_now(io::stderr(), bytes),
+                Output::Stdout(bytes) => results.write(io::stdout(), bytes),
+                Output::Stderr(bytes) => words.write(io::stderr(), bytes),
             };
             if let Err(error) = written {
                 broken.get_or_insert(error);
             }
         })?;
-        let names = self.files.path().join("failed-tests");
-        host.get_file(FAILED_INSIDE, &names)?;
+        let failures = self.files.path().join(format!("failed-tests.{number}"));
+        host.get_file(FAILED_INSIDE, &failures)?;
         host.shutdown()?;
-        let failed = std::fs::read_to_string(&names).map_err(text)?.lines().map(str::to_owned).collect();
+        let failed = std::fs::read_to_string(&failures).map_err(text)?.lines().map(str::to_owned).collect();
         match broken {
             Some(error) => Err(format!("cannot print the results: {error}").into()),
-            None => {
-                Ok(Outcome { code: ExitCode::from(u8::try_from(status.shell_code()).unwrap_or(1)), failed })
-            }
+            None => Ok(Outcome { code: u8::try_from(status.shell_code()).unwrap_or(1), failed }),
         }
     }
 }
 
-fn write_now(mut stream: impl Write, bytes: &[u8]) -> io::Result<()> {
-    stream.write_all(bytes)?;
-    stream.flush()
+/// What a host says, passed on in whole lines: several may talk at the same time.
+#[derive(Default)]
+struct Lines(Vec<u8>);
+
+impl Lines {
+    fn write(&mut self, mut stream: impl Write, bytes: &[u8]) -> io::Result<()> {
+        self.0.extend_from_slice(bytes);
+        let Some(end) = self.0.iter().rposition(|byte| *byte == b'\n') else { return Ok(()) };
+        let lines: Vec<u8> = self.0.drain(..=end).collect();
+        stream.write_all(&lines)?;
+        stream.flush()
+    }
 }
