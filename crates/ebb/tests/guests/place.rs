@@ -14,6 +14,7 @@ use ebb_vmm::probe::probe;
 use tempfile::TempDir;
 
 use crate::harness::{Machine, World};
+use crate::migration::MOVES_VARIABLE;
 use crate::module_trackers::SOAK_VARIABLE;
 use crate::trace::Trace;
 
@@ -290,8 +291,10 @@ impl Outside {
             ..HostConfig::default()
         })?;
         let mut command = Command::new(PROGRAM_INSIDE).args(env::args().skip(1)).env(INSIDE, "1");
-        if let Ok(operations) = env::var(SOAK_VARIABLE) {
-            command = command.env(SOAK_VARIABLE, operations);
+        for name in [SOAK_VARIABLE, MOVES_VARIABLE] {
+            if let Ok(number) = env::var(name) {
+                command = command.env(name, number);
+            }
         }
         command = command.env(ONLY, names.join(","));
         let mut broken = None;
