@@ -14,10 +14,10 @@ use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use ebb_abi::{PAGE_SIZE_BYTES, PageRange, Pfn};
-use ebb_guest_ram::{Backing, GuestRam, HugePages, PageSet, Populate, RegionSpec};
+use ebb_guest_ram::{Backing, GuestRam, HugePages, Populate, RegionSpec};
+use ebb_migration::testing::NoWrites;
 use ebb_migration::{
-    BoxError, Cancel, Config, DirtySource, Guest, Precopy, Receiver, RoundSync, SourceMemory, ZeroPages,
-    is_zero_page,
+    BoxError, Cancel, Config, Guest, Precopy, Receiver, RoundSync, SourceMemory, ZeroPages, is_zero_page,
 };
 use rustix::time::{ClockId, clock_gettime};
 use twox_hash::XxHash3_64;
@@ -139,26 +139,8 @@ impl SourceMemory for Source {
     }
 }
 
-/// A guest that writes nothing.
+/// A guest that does nothing.
 struct Idle;
-
-impl DirtySource for Idle {
-    fn arm(&mut self) -> Result<(), BoxError> {
-        Ok(())
-    }
-
-    fn sync(&mut self, _found: &mut PageSet) -> Result<(), BoxError> {
-        Ok(())
-    }
-
-    fn clear(&mut self, _range: PageRange) -> Result<(), BoxError> {
-        Ok(())
-    }
-
-    fn disarm(&mut self) -> Result<(), BoxError> {
-        Ok(())
-    }
-}
 
 impl Guest for Idle {
     fn pause_and_save(&mut self) -> Result<(), BoxError> {
@@ -210,7 +192,7 @@ fn migrate(source: &Source, target: &GuestRam, streams: usize, config: Config) -
         let precopy = Precopy {
             config,
             memory: source,
-            dirty: &mut Idle,
+            dirty: &mut NoWrites,
             guest: &mut Idle,
             free_pages: None,
             streams: send.into_iter().map(|stream| Box::new(stream) as Box<dyn Write + Send>).collect(),

@@ -95,6 +95,7 @@ impl TargetMemory for GuestRam {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::NoWrites;
     use ebb_abi::Pfn;
     use ebb_guest_ram::{Backing, HugePages, InhibitReason, Populate, RegionSpec};
     use vm_memory::GuestAddress;
@@ -132,36 +133,15 @@ mod tests {
         assert_eq!(back, vec![0; 2 * 4096]);
     }
 
-    /// A source for vCPUs that never write.
-    struct Idle;
-
-    impl DirtySource for Idle {
-        fn arm(&mut self) -> Result<(), BoxError> {
-            Ok(())
-        }
-
-        fn sync(&mut self, _found: &mut PageSet) -> Result<(), BoxError> {
-            Ok(())
-        }
-
-        fn clear(&mut self, _range: PageRange) -> Result<(), BoxError> {
-            Ok(())
-        }
-
-        fn disarm(&mut self) -> Result<(), BoxError> {
-            Ok(())
-        }
-    }
-
     #[test]
     fn what_the_monitor_changes_is_found_once() {
         let ram = Arc::new(ram(Backing::Anonymous));
-        let mut dirty = WithWriteLog::new(Idle, Arc::clone(&ram));
+        let mut dirty = WithWriteLog::new(NoWrites, Arc::clone(&ram));
         ram.write(PageRange::new(Pfn(1), 1), &[1; 4096]).unwrap();
         dirty.arm().unwrap();
         ram.write(PageRange::new(Pfn(2), 1), &[1; 4096]).unwrap();
         GuestRam::discard(&ram, &[PageRange::new(Pfn(1), 1)]).unwrap();
-        let look = |dirty: &mut WithWriteLog<Idle>| {
+        let look = |dirty: &mut WithWriteLog<NoWrites>| {
             let mut found = PageSet::new(&ram.page_ranges());
             dirty.sync(&mut found).unwrap();
             found.ranges().collect::<Vec<_>>()

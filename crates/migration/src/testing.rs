@@ -3,10 +3,12 @@
 //! [`World`] is the guest, its driver for free page hinting, its balloon, the dirty log and the monitor's devices. All of them do
 //! something whenever the engine looks at memory or at the log, in an order that a seed decides.
 
+mod dirty;
 mod link;
 mod target;
 mod world;
 
+pub use dirty::NoWrites;
 pub use link::{Cut, Link, Wire, link};
 pub use target::TestTarget;
 pub use world::{Activity, Hooks, Random, SimDirty, SimGuest, SimHints, SimMemory, Use, World, page_bytes};

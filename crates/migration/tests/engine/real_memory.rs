@@ -6,11 +6,11 @@ use std::sync::mpsc::{Receiver as Queue, Sender, channel};
 use std::sync::{Arc, Mutex, RwLock};
 
 use ebb_abi::{PAGE_SIZE_BYTES, PageRange, Pfn};
-use ebb_guest_ram::{Backing, GuestRam, HugePages, PageSet, Populate, RegionSpec};
-use ebb_migration::testing::{Link, Random, link};
+use ebb_guest_ram::{Backing, GuestRam, HugePages, Populate, RegionSpec};
+use ebb_migration::testing::{Link, NoWrites, Random, link};
 use ebb_migration::{
-    BoxError, Cancel, Config, DirtySource, FreePageSource, Guest, HintReceiver, HintRounds, Precopy,
-    Receiver, SourceMemory, Switchover, WithWriteLog,
+    BoxError, Cancel, Config, FreePageSource, Guest, HintReceiver, HintRounds, Precopy, Receiver,
+    SourceMemory, Switchover, WithWriteLog,
 };
 use vm_memory::GuestAddress;
 
@@ -25,27 +25,6 @@ fn ram(backing: Backing) -> Arc<GuestRam> {
         host_node: None,
     });
     Arc::new(GuestRam::new(&specs, backing, HugePages::Off, Populate::Lazy).unwrap())
-}
-
-/// vCPUs that write through the monitor's memory, so that its log has all writes.
-struct NoKvm;
-
-impl DirtySource for NoKvm {
-    fn arm(&mut self) -> Result<(), BoxError> {
-        Ok(())
-    }
-
-    fn sync(&mut self, _found: &mut PageSet) -> Result<(), BoxError> {
-        Ok(())
-    }
-
-    fn clear(&mut self, _range: PageRange) -> Result<(), BoxError> {
-        Ok(())
-    }
-
-    fn disarm(&mut self) -> Result<(), BoxError> {
-        Ok(())
-    }
 }
 
 /// What the threads share.
@@ -184,7 +163,7 @@ fn migrate(backing: Backing) {
         let precopy = Precopy {
             config,
             memory: &*machine.ram as &dyn SourceMemory,
-            dirty: &mut WithWriteLog::new(NoKvm, Arc::clone(&machine.ram)),
+            dirty: &mut WithWriteLog::new(NoWrites, Arc::clone(&machine.ram)),
             guest: &mut Stops(&machine, None),
             free_pages: Some(&mut Driver(&machine)),
             streams: send.into_iter().map(|wire| Box::new(wire) as Box<dyn Write + Send>).collect(),
