@@ -12,6 +12,7 @@ use ebb_agent::meminfo::MemInfo;
 use ebb_agent::memory::Mapping;
 use ebb_agent::page_faults::PageFaults;
 use ebb_agent::protocol::{COMMAND_LIMIT_BYTES, Command, Crash, Event, JOB_LIMIT, Request};
+use ebb_agent::timed_reads;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{WaitOptions, wait};
 use rustix::system::{RebootCommand, reboot};
@@ -186,6 +187,10 @@ impl Agent {
             Command::VerifyHeld => {
                 let wrong: usize = self.held.iter().map(|held| held.mapping.wrong_pages(held.seed)).sum();
                 Ok(json!({ "held_bytes": self.held_bytes(), "wrong_pages": wrong }))
+            }
+            Command::ReadHeld { passes, seed } => {
+                let mappings: Vec<&Mapping> = self.held.iter().map(|held| &held.mapping).collect();
+                timed_reads::run(&mappings, passes, seed).and_then(|report| document(&report))
             }
             Command::MemInfo => commands::counters("/proc/meminfo"),
             Command::VmStat => commands::counters("/proc/vmstat"),

@@ -14,3 +14,4 @@ pub mod memory;
 pub mod page_faults;
 pub mod protocol;
 pub mod random;
+pub mod timed_reads;

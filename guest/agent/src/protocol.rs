@@ -53,6 +53,14 @@ pub enum Command {
     Release,
     /// Reads all held memory. Result: `held_bytes`, `wrong_pages`.
     VerifyHeld,
+    /// Reads all held memory in random order, timed: see [`crate::timed_reads`]. Result: a
+    /// [`crate::timed_reads::ReadReport`].
+    ReadHeld {
+        /// How often all pages are read; one more pass before does not count.
+        passes: u32,
+        /// What the order depends on.
+        seed: u64,
+    },
     /// Result: all of `/proc/meminfo`, by name, in KiB.
     MemInfo,
     /// Result: all of `/proc/vmstat`, by name.

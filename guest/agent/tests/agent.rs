@@ -10,6 +10,7 @@ use ebb_agent::clock::ClockReading;
 use ebb_agent::clock_watch::WatchReport;
 use ebb_agent::page_faults::{FaultKind, FaultReport, TaskKind};
 use ebb_agent::protocol::{COMMAND_LIMIT_BYTES, Command, Event, JOB_LIMIT, Request};
+use ebb_agent::timed_reads::ReadReport;
 use serde_json::Value;
 
 struct Agent {
@@ -133,9 +134,13 @@ fn held_memory_is_kept_and_verified() {
     }
     let verified = agent.run(Command::VerifyHeld).unwrap();
     assert_eq!((verified["held_bytes"].as_u64(), verified["wrong_pages"].as_u64()), (Some(8 << 20), Some(0)));
+    let read = agent.run(Command::ReadHeld { passes: 3, seed: 1 }).unwrap();
+    let report: ReadReport = serde_json::from_value(read).unwrap();
+    assert_eq!((report.pages, report.ns_per_read.len()), (2048, 3));
     let released = agent.run(Command::Release).unwrap();
     assert_eq!(released["released_bytes"].as_u64(), Some(8 << 20));
     assert_eq!(agent.run(Command::VerifyHeld).unwrap()["held_bytes"].as_u64(), Some(0));
+    assert!(agent.run(Command::ReadHeld { passes: 3, seed: 1 }).unwrap_err().contains("no memory"));
 }
 
 #[test]
