@@ -4,6 +4,9 @@
 #
 #   sudo scripts/install-deps.sh            install what is missing
 #   scripts/install-deps.sh --check         only say what is missing (exit code 1 if anything is)
+#
+# Debian 12 has no kernel that can merge: one from its backports is unpacked into /var/lib/ebb/kernels, for virtual hosts only. This
+# machine goes on starting what it starts; to be rid of it, remove the directory.
 set -eu
 
 # linux-image-cloud-...  kernel and modules of the virtual host and of the test guests
@@ -21,6 +24,12 @@ packages="linux-image-cloud-amd64 linux-headers-cloud-amd64 busybox-static numac
 emulator=qemu-system-x86
 emulator_needed=1:8.1
 backports=${EBB_BACKPORTS:-http://deb.debian.org/debian}
+
+# Merging pages in the monitor's own memory needs Linux 6.8 or newer under the monitor (UFFDIO_MOVE). Guests stay with the
+# distribution's kernel, whose headers their module is built with. A newer one for virtual hosts is unpacked into a
+# place of its own: a package installed in the usual way would become what this machine itself starts next time.
+host_kernel_needed=6.8
+host_kernels=/var/lib/ebb/kernels
 
 say() { printf 'install-deps: %s\n' "$*"; }
 fail() { printf 'install-deps: %s\n' "$*" >&2; exit 1; }
@@ -51,8 +60,26 @@ candidate_is_new() {
     dpkg --compare-versions "$candidate" ge "$emulator_needed"
 }
 
-# From Debian 12's backports, with lists of sources of its own, so that the machine's stay as they are.
-install_from_backports() {
+is_bookworm() {
+    grep -q '^VERSION_CODENAME=bookworm' /etc/os-release
+}
+
+# Whether there is a kernel for virtual hosts that can merge: unpacked, or the distribution's own, as in Debian 13.
+host_kernel() {
+    for image in "$host_kernels"/*/boot/vmlinuz-* /boot/vmlinuz-*-cloud-amd64; do
+        release=${image##*/vmlinuz-}
+        if [ -r "$image" ] && [ -e "${image%/boot/*}/lib/modules/$release/modules.dep" ] &&
+            dpkg --compare-versions "$release" ge "$host_kernel_needed"; then
+            echo "$release"
+            return
+        fi
+    done
+    return 1
+}
+
+# Runs a function with apt-get's arguments for Debian 12's backports, with lists of sources of their own, so that the
+# machine's stay as they are.
+with_backports() {
     own=$(mktemp -d) || return 1
     # Apart from the sources: apt removes what it does not know from its lists.
     mkdir -p "$own/lists/partial"
@@ -62,25 +89,59 @@ install_from_backports() {
     done >"$own/sources.list"
     # apt reads lists as a user of its own.
     chmod -R a+rX "$own"
+    what=$1
+    # Where there is no way to the mirror, that is to be known soon: the next run asks again.
     set -- -q -o Dir::Etc::sourcelist="$own/sources.list" -o Dir::Etc::sourceparts="$own/none" \
-        -o Dir::State::lists="$own/lists"
+        -o Dir::State::lists="$own/lists" -o Acquire::http::Timeout=20
     mkdir "$own/none"
     result=0
-    apt-get "$@" update &&
-        apt-get "$@" install -y --no-install-recommends -t bookworm-backports "$emulator" || result=1
+    apt-get "$@" update && "$what" "$@" || result=1
     rm -rf "$own"
     return "$result"
 }
 
+emulator_from_backports() {
+    apt-get "$@" install -y --no-install-recommends -t bookworm-backports "$emulator"
+}
+
+# The package that the newest cloud kernel's name stands for, unpacked; there at once and as a whole, or not at all.
+kernel_from_backports() {
+    package=$(apt-cache "$@" depends -t bookworm-backports linux-image-cloud-amd64 |
+        sed -n 's/^  Depends: \(linux-image-.*-cloud-amd64\)$/\1/p' | head -n 1)
+    [ -n "$package" ] || return 1
+    release=${package#linux-image-}
+    mkdir -p "$own/package" "$host_kernels" && new=$(mktemp -d "$host_kernels/.new-XXXXXX") || return 1
+    # apt fetches as a user of its own if it may write here.
+    if id _apt >/dev/null 2>&1; then chown _apt "$own/package"; fi
+    (cd "$own/package" && apt-get "$@" download "$package") && dpkg-deb -x "$own"/package/*.deb "$new" &&
+        { [ -d "$new/lib/modules" ] || ln -s usr/lib "$new/lib"; } &&
+        depmod -b "$new" "$release" && chmod 755 "$new" && rm -rf "${host_kernels:?}/$release" &&
+        mv "$new" "$host_kernels/$release" && return
+    rm -rf "$new"
+    return 1
+}
+
 install_emulator() {
-    if ! candidate_is_new && grep -q '^VERSION_CODENAME=bookworm' /etc/os-release; then
+    if ! candidate_is_new && is_bookworm; then
         say "installing: $emulator, from backports"
-        install_from_backports && return
+        with_backports emulator_from_backports && return
         say "warning: no $emulator from backports at $backports (EBB_BACKPORTS names another mirror); Debian 12's own" \
             "loses changes of code now and then: tests on real guests may hang or crash without Ebb's doing"
     fi
     installed "$emulator" || apt-get install -q -y --no-install-recommends "$emulator" ||
         fail "apt-get could not install: $emulator (see above)"
+}
+
+install_host_kernel() {
+    if is_bookworm; then
+        say "unpacking: a kernel for virtual hosts, from backports, into $host_kernels"
+        with_backports kernel_from_backports && return
+        say "warning: no kernel for virtual hosts from backports at $backports (EBB_BACKPORTS names another mirror):" \
+            "tests and experiments on merging need Linux $host_kernel_needed or newer and will fail; nothing else does"
+    else
+        say "warning: the cloud kernel in /boot is older than Linux $host_kernel_needed: tests and experiments on merging" \
+            "will fail unless EBB_HOST_KERNEL names a newer one; nothing else does"
+    fi
 }
 
 missing=
@@ -90,13 +151,17 @@ for package in $packages; do
     fi
 done
 emulator_is_new || missing="$missing $emulator"
+newer=
+host_kernel >/dev/null || newer=" a kernel for virtual hosts (Linux $host_kernel_needed or newer)"
 
-if [ -z "$missing" ]; then
+if [ -z "$missing$newer" ]; then
     say "everything is installed:" $packages $emulator
 elif [ "$check_only" = yes ]; then
-    fail "missing:$missing (install with: sudo $0)"
-else
-    [ "$(id -u)" = 0 ] || fail "missing:$missing; run this script as root: sudo $0"
+    fail "missing:$missing$newer (install with: sudo $0)"
+elif [ "$(id -u)" != 0 ]; then
+    [ -z "$missing" ] || fail "missing:$missing; run this script as root: sudo $0"
+    say "warning: missing:$newer: tests and experiments on merging will fail; install it with: sudo $0"
+elif [ -n "$missing" ]; then
     say "installing:$missing"
     export DEBIAN_FRONTEND=noninteractive
     # The lists of a fresh machine are missing or old: packages they name may be gone from the mirror.
@@ -111,6 +176,10 @@ else
     fi
     emulator_is_new || install_emulator
 fi
+if [ -n "$newer" ] && [ "$(id -u)" = 0 ]; then
+    # What was just installed may be one.
+    host_kernel >/dev/null || install_host_kernel
+fi
 
 # What the packages are for must really be there.
 for program in qemu-system-x86_64 busybox memhog ip tc gcc make; do
@@ -124,7 +193,7 @@ for image in /boot/vmlinuz-*-cloud-amd64; do
     fi
 done
 [ -n "$kernel" ] || fail "no readable /boot/vmlinuz-*-cloud-amd64 with its /lib/modules directory"
-say "kernel for guests: $kernel"
+say "kernel for guests: $kernel; for virtual hosts that merge: $(host_kernel || echo none)"
 
 # rustc is not taken from Debian: bookworm's is too old.
 if ! command -v cargo >/dev/null 2>&1; then

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use ebb_virtual_host::{
-    Command, ExitStatus, HostConfig, HostError, HostFile, Inclusion, NodeConfig, Output, VirtualHost,
-    parse_duration, parse_size_mib,
+    Command, ExitStatus, HostConfig, HostError, HostFile, HostKernel, Inclusion, NodeConfig, Output,
+    VirtualHost, parse_duration, parse_size_mib,
 };
 
 /// Exit code of a program that SIGPIPE has ended, as a shell reports it.
@@ -27,7 +27,8 @@ Programs get an empty standard input. The file system is gone when the command e
 Examples:
   ebb virtual-host -- uname -a
   ebb virtual-host --memory 3G --swap 1G -- sh -c 'free -m; ls -l /dev/kvm'
-  ebb virtual-host --node size=1G,cpus=0 --node size=1G,cpus=1 -- ls /sys/devices/system/node";
+  ebb virtual-host --node size=1G,cpus=0 --node size=1G,cpus=1 -- ls /sys/devices/system/node
+  ebb virtual-host --host-kernel newest --nodes 4 -- uname -r";
 
 /// Run a command in a KVM host that works on any machine (QEMU with nested SVM).
 #[derive(Debug, clap::Args)]
@@ -42,6 +43,9 @@ pub struct Args {
     /// NUMA node, such as `size=1G,cpus=0-1`; repeat for more. Replaces --memory.
     #[arg(long, value_name = "size=SIZE[,cpus=FIRST-LAST]")]
     node: Vec<NodeConfig>,
+    /// So many NUMA nodes that share memory and processors evenly.
+    #[arg(long, value_name = "NUMBER", conflicts_with = "node", value_parser = clap::value_parser!(u32).range(1..=64))]
+    nodes: Option<u32>,
     /// Swap of the host; a sparse file without a name on this machine.
     #[arg(long, value_parser = parse_size_mib, default_value = "0", value_name = "SIZE")]
     swap: u64,
@@ -66,9 +70,14 @@ pub struct Args {
     /// Limit for everything, such as 90s or 10m.
     #[arg(long, value_parser = parse_duration, default_value = "10m", value_name = "TIME")]
     time_limit: Duration,
-    /// Kernel of the host and its guests (default: EBB_KERNEL, else the newest /boot/vmlinuz-*-cloud-amd64).
+    /// Kernel of guests, and of the host too unless --host-kernel is given (default: EBB_KERNEL, else the newest
+    /// /boot/vmlinuz-*-cloud-amd64).
     #[arg(long, value_name = "PATH")]
     kernel: Option<PathBuf>,
+    /// Kernel of the host: `guests` for the guests' one, `newest` for EBB_HOST_KERNEL or else the newest in
+    /// /var/lib/ebb/kernels, or the path of an image.
+    #[arg(long, value_name = "guests|newest|PATH", default_value = "guests")]
+    host_kernel: HostKernel,
     /// Further words for the kernel of the host.
     #[arg(long, default_value = "", value_name = "TEXT")]
     kernel_arguments: String,
@@ -91,13 +100,17 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     let host = VirtualHost::start(&HostConfig {
         memory_mib: args.memory,
         cpus: args.cpus,
-        nodes: args.node,
+        nodes: match args.nodes {
+            Some(nodes) => NodeConfig::even(nodes, args.memory, args.cpus),
+            None => args.node,
+        },
         swap_mib: args.swap,
         huge_pages: args.huge_pages,
         files: args.add,
         programs: args.add_program,
         time_limit: args.time_limit,
         kernel: args.kernel,
+        host_kernel: args.host_kernel,
         kernel_arguments: args.kernel_arguments,
         memhog: inclusion(args.memhog),
         qemu: inclusion(args.qemu),

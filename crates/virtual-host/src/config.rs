@@ -6,6 +6,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use crate::error::HostError;
+use crate::kernel::HostKernel;
 
 /// Smallest host that boots with all of its files in its root file system.
 pub const MINIMUM_MEMORY_MIB: u64 = 768;
@@ -19,6 +20,23 @@ pub struct NodeConfig {
     pub memory_mib: u64,
     /// Processors of the node; `None` for a node with memory only.
     pub cpus: Option<RangeInclusive<u32>>,
+}
+
+impl NodeConfig {
+    /// `nodes` nodes that share `memory_mib` and `cpus` processors as evenly as whole numbers do: the first ones get what is
+    /// left over. Nodes beyond the number of processors have memory only.
+    pub fn even(nodes: u32, memory_mib: u64, cpus: u32) -> Vec<Self> {
+        let (mut first_cpu, mut list) = (0, Vec::new());
+        for node in 0..nodes {
+            let share = cpus / nodes + u32::from(node < cpus % nodes);
+            let memory_mib =
+                memory_mib / u64::from(nodes) + u64::from(u64::from(node) < memory_mib % u64::from(nodes));
+            let cpus = (share > 0).then(|| first_cpu..=first_cpu + share - 1);
+            list.push(Self { memory_mib, cpus });
+            first_cpu += share;
+        }
+        list
+    }
 }
 
 impl FromStr for NodeConfig {
@@ -120,8 +138,10 @@ pub struct HostConfig {
     pub time_limit: Duration,
     /// Limit for the start.
     pub boot_limit: Duration,
-    /// Kernel image; `None` takes `EBB_KERNEL` or the newest cloud kernel in `/boot`.
+    /// Kernel image for guests; `None` takes `EBB_KERNEL` or the newest cloud kernel in `/boot`.
     pub kernel: Option<PathBuf>,
+    /// Kernel of the host itself.
+    pub host_kernel: HostKernel,
     /// Static executable that becomes init and `/bin/ebb`; `None` takes the running program.
     pub init: Option<PathBuf>,
     /// Guest agent for the test guests' initramfs; `None` takes `EBB_AGENT` or `ebb-agent` beside the running
@@ -159,6 +179,7 @@ impl Default for HostConfig {
             time_limit: Duration::from_secs(600),
             boot_limit: Duration::from_secs(90),
             kernel: None,
+            host_kernel: HostKernel::default(),
             init: None,
             agent: None,
             kernel_arguments: String::new(),
@@ -289,6 +310,23 @@ mod tests {
         for bad in ["", "m", "0", "-1s", "1d", "99999999999999999999h"] {
             assert!(parse_duration(bad).is_err(), "{bad}");
         }
+    }
+
+    #[test]
+    fn even_nodes_share_everything() {
+        for (nodes, memory_mib, cpus) in
+            [(1, 1024, 2), (2, 1024, 2), (4, 1027, 2), (8, 2048, 3), (4, 1024, 16)]
+        {
+            let list = NodeConfig::even(nodes, memory_mib, cpus);
+            let config = HostConfig { cpus, nodes: list.clone(), ..HostConfig::default() };
+            config.validate().unwrap();
+            assert_eq!((list.len(), config.total_memory_mib()), (nodes as usize, memory_mib));
+            let (least, most) = list.iter().fold((u64::MAX, 0), |(least, most), node| {
+                (least.min(node.memory_mib), most.max(node.memory_mib))
+            });
+            assert!(most - least <= 1, "{list:?}");
+        }
+        assert_eq!(NodeConfig::even(4, 1024, 2)[3].cpus, None);
     }
 
     #[test]

@@ -53,10 +53,21 @@ pub struct BootFiles {
     pub initramfs: File,
 }
 
+/// The kernels of a host and of its guests; they may be the same.
+#[derive(Debug, Clone)]
+pub struct Kernels {
+    /// That of the host itself.
+    pub host: Kernel,
+    /// That of its guests.
+    pub guests: Kernel,
+}
+
 /// Builds what a host boots from.
-pub fn build(config: &HostConfig, kernel: &Kernel, cache: &Cache) -> Result<BootFiles, HostError> {
-    let vmlinux = vmlinux(&kernel.image, cache)?;
-    let initramfs = build_initramfs(config, kernel, &vmlinux)?;
+pub fn build(config: &HostConfig, kernels: &Kernels, cache: &Cache) -> Result<BootFiles, HostError> {
+    let kernel = &kernels.host;
+    let for_guests = vmlinux(&kernels.guests.image, cache)?;
+    let initramfs = build_initramfs(config, kernels, &for_guests)?;
+    let vmlinux = if *kernel == kernels.guests { for_guests } else { vmlinux(&kernel.image, cache)? };
     // The emulator is slow at decompressing: an entry behind that saves a third of a second.
     let kernel = if elf::has_pvh_entry(&vmlinux) {
         let mut file = memory_file("ebb-host-kernel")?;
@@ -68,7 +79,7 @@ pub fn build(config: &HostConfig, kernel: &Kernel, cache: &Cache) -> Result<Boot
     Ok(BootFiles { kernel, initramfs })
 }
 
-fn build_initramfs(config: &HostConfig, kernel: &Kernel, vmlinux: &[u8]) -> Result<File, HostError> {
+fn build_initramfs(config: &HostConfig, kernels: &Kernels, vmlinux: &[u8]) -> Result<File, HostError> {
     let init = match &config.init {
         Some(path) => path.clone(),
         None => env::current_exe().map_err(HostError::io("cannot find the running program's file"))?,
@@ -86,7 +97,7 @@ fn build_initramfs(config: &HostConfig, kernel: &Kernel, vmlinux: &[u8]) -> Resu
     archive.file("etc/passwd", 0o644, b"root:x:0:0:root:/root:/bin/sh\n")?;
     archive.file("etc/group", 0o644, b"root:x:0:\n")?;
 
-    let modules = add_modules(&mut archive, kernel)?;
+    let modules = add_modules(&mut archive, &kernels.host)?;
     let settings = Settings {
         modules,
         swap: (config.swap_mib > 0).then(|| "/dev/vda".to_owned()),
@@ -97,7 +108,7 @@ fn build_initramfs(config: &HostConfig, kernel: &Kernel, vmlinux: &[u8]) -> Resu
         .map_err(|error| HostError::Protocol(format!("settings of the host: {error}")))?;
     archive.file(SETTINGS_PATH, 0o644, &text)?;
 
-    add_guest_files(&mut archive, config, kernel, vmlinux)?;
+    add_guest_files(&mut archive, config, &kernels.guests, vmlinux)?;
     add_programs(&mut archive, config)?;
     let mut file = archive.finish()?;
     file.rewind().map_err(HostError::io("cannot rewind the initramfs"))?;

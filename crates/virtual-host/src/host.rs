@@ -19,7 +19,7 @@ use crate::channel::{
 use crate::command::{Captured, Command, Output};
 use crate::config::HostConfig;
 use crate::console::Tail;
-use crate::contents;
+use crate::contents::{self, Kernels};
 use crate::error::HostError;
 use crate::keeper::{End, Keeper};
 use crate::kernel::Kernel;
@@ -56,10 +56,11 @@ impl VirtualHost {
     pub fn start(config: &HostConfig) -> Result<Self, HostError> {
         config.validate()?;
         let program = qemu::find()?;
-        let kernel = Kernel::find(config.kernel.as_deref())?;
+        let guests = Kernel::find(config.kernel.as_deref())?;
+        let kernels = Kernels { host: config.host_kernel.find(&guests)?, guests };
         memory::check_available(config.total_memory_mib())?;
         let started = Instant::now();
-        let boot = contents::build(config, &kernel, &Cache::of_user())?;
+        let boot = contents::build(config, &kernels, &Cache::of_user())?;
         tracing::debug!(elapsed_ms = started.elapsed().as_millis(), "boot files built");
         let swap = if config.swap_mib > 0 { Some(contents::swap_disk(config.swap_mib)?) } else { None };
 

@@ -1,9 +1,11 @@
-//! Finds the kernel that the virtual host and its guests run: Debian's cloud kernel package, or one that is named.
+//! Finds the kernels: that of guests, which is Debian's cloud kernel package or one that is named, and that of the virtual
+//! host, which may be a newer one in a place of its own.
 
 use std::cmp::Ordering;
 use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 
 use crate::error::HostError;
 use crate::extract_vmlinux::kernel_release;
@@ -12,6 +14,53 @@ use crate::extract_vmlinux::kernel_release;
 pub const KERNEL_VARIABLE: &str = "EBB_KERNEL";
 /// Names another modules directory than `/lib/modules/RELEASE`.
 pub const MODULES_VARIABLE: &str = "EBB_MODULES";
+/// Names another kernel image for virtual hosts than the newest one.
+pub const HOST_KERNEL_VARIABLE: &str = "EBB_HOST_KERNEL";
+/// Where `scripts/install-deps.sh` puts newer kernels for virtual hosts, out of the way of the machine's own start: a
+/// directory for each, with `boot` and `lib/modules` as in Debian's package.
+pub const KERNELS_DIRECTORY: &str = "/var/lib/ebb/kernels";
+
+/// Which kernel a virtual host runs.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum HostKernel {
+    /// The one that its guests run.
+    #[default]
+    OfGuests,
+    /// The one in `EBB_HOST_KERNEL`, else the newest in [`KERNELS_DIRECTORY`] if that is newer than the guests'.
+    Newest,
+    /// This image.
+    At(PathBuf),
+}
+
+impl FromStr for HostKernel {
+    type Err = HostError;
+
+    /// Parses `guests`, `newest` or an absolute path.
+    fn from_str(text: &str) -> Result<Self, HostError> {
+        match text {
+            "guests" => Ok(Self::OfGuests),
+            "newest" => Ok(Self::Newest),
+            path if path.contains('/') => Ok(Self::At(path.into())),
+            other => Err(HostError::Configuration(format!(
+                "host kernel `{other}`: expected `guests`, `newest` or the path of a kernel image"
+            ))),
+        }
+    }
+}
+
+impl HostKernel {
+    /// The kernel itself, where guests run `of_guests`.
+    pub fn find(&self, of_guests: &Kernel) -> Result<Kernel, HostError> {
+        match self {
+            Self::OfGuests => Ok(of_guests.clone()),
+            Self::At(image) => Kernel::in_tree(image),
+            Self::Newest => match env::var_os(HOST_KERNEL_VARIABLE) {
+                Some(image) => Kernel::in_tree(Path::new(&image)),
+                None => Ok(newest_of_hosts(Path::new(KERNELS_DIRECTORY), of_guests)),
+            },
+        }
+    }
+}
 
 /// An installed kernel.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -41,19 +90,56 @@ impl Kernel {
     }
 
     fn at(image: &Path) -> Result<Self, HostError> {
-        if !image.exists() {
-            return Err(HostError::KernelMissing { looked_for: image.display().to_string() });
-        }
-        let unusable = |reason: String| HostError::KernelUnusable { path: image.to_owned(), reason };
-        let head = read_head(image).map_err(|error| unusable(error.to_string()))?;
-        let release = kernel_release(&head).map_err(|error| unusable(error.to_string()))?;
+        let release = release_of(image)?;
         let modules = env::var_os(MODULES_VARIABLE)
             .map_or_else(|| Path::new("/lib/modules").join(&release), PathBuf::from);
+        Self::with_modules(image, release, modules)
+    }
+
+    /// The kernel `ROOT/boot/NAME` with the modules in `ROOT/lib/modules`, else in `/lib/modules`.
+    fn in_tree(image: &Path) -> Result<Self, HostError> {
+        let release = release_of(image)?;
+        let beside = image.parent().and_then(Path::parent).unwrap_or(Path::new("/"));
+        let beside = beside.join("lib/modules").join(&release);
+        let modules = if beside.is_dir() { beside } else { Path::new("/lib/modules").join(&release) };
+        Self::with_modules(image, release, modules)
+    }
+
+    fn with_modules(image: &Path, release: String, modules: PathBuf) -> Result<Self, HostError> {
         if !modules.join("modules.dep").exists() {
             return Err(HostError::ModulesMissing { release, path: modules });
         }
         Ok(Self { image: image.to_owned(), release, modules })
     }
+}
+
+/// The release that an image says it is.
+fn release_of(image: &Path) -> Result<String, HostError> {
+    if !image.exists() {
+        return Err(HostError::KernelMissing { looked_for: image.display().to_string() });
+    }
+    let unusable = |reason: String| HostError::KernelUnusable { path: image.to_owned(), reason };
+    let head = read_head(image).map_err(|error| unusable(error.to_string()))?;
+    kernel_release(&head).map_err(|error| unusable(error.to_string()))
+}
+
+/// The newest kernel below `kernels`, or `of_guests` if there is none or none newer.
+fn newest_of_hosts(kernels: &Path, of_guests: &Kernel) -> Kernel {
+    let mut newest = of_guests.clone();
+    for tree in fs::read_dir(kernels).into_iter().flatten().flatten() {
+        // One that is half there is none.
+        let found = self::newest(&tree.path().join("boot")).and_then(|image| Kernel::in_tree(&image));
+        let Ok(kernel) = found else { continue };
+        if compare_versions(&kernel.release, &newest.release) == Ordering::Greater {
+            newest = kernel;
+        }
+    }
+    newest
+}
+
+/// Whether `release`, as `uname -r` prints it, is Linux `major.minor` or newer.
+pub fn is_at_least(release: &str, major: u32, minor: u32) -> bool {
+    compare_versions(release, &format!("{major}.{minor}")) != Ordering::Less
 }
 
 /// The part of an image that holds the setup header and the version string.
@@ -137,6 +223,75 @@ mod tests {
         assert_eq!(pick_newest(&all), Some(&all[1]));
         assert_eq!(pick_newest(&all[2..]), Some(&all[2]));
         assert_eq!(pick_newest(&all[3..]), None);
+    }
+
+    #[test]
+    fn releases_are_compared_with_versions() {
+        for (release, at_least) in [
+            ("6.1.0-56-cloud-amd64", false),
+            ("5.19", false),
+            ("6.8", true),
+            ("6.8.0-1", true),
+            ("6.12.95+deb12-cloud-amd64", true),
+            ("7.0", true),
+        ] {
+            assert_eq!(is_at_least(release, 6, 8), at_least, "{release}");
+        }
+    }
+
+    /// As much of a bzImage as says its release.
+    fn image(release: &str) -> Vec<u8> {
+        let mut image = vec![0; 1024];
+        image[0x202..0x206].copy_from_slice(b"HdrS");
+        image[0x20e..0x210].copy_from_slice(&0x100_u16.to_le_bytes());
+        image[0x300..0x300 + release.len()].copy_from_slice(release.as_bytes());
+        image
+    }
+
+    fn install(root: &Path, release: &str) -> PathBuf {
+        let modules = root.join("lib/modules").join(release);
+        fs::create_dir_all(&modules).unwrap();
+        fs::create_dir_all(root.join("boot")).unwrap();
+        fs::write(modules.join("modules.dep"), "").unwrap();
+        let path = root.join("boot").join(format!("vmlinuz-{release}"));
+        fs::write(&path, image(release)).unwrap();
+        path
+    }
+
+    #[test]
+    fn hosts_get_the_newest_kernel_of_a_place_of_its_own_if_it_is_newer() {
+        let directory = tempfile::tempdir().unwrap();
+        let of_guests = |release: &str| Kernel {
+            image: "/boot/guests".into(),
+            release: release.to_owned(),
+            modules: "/lib/modules/guests".into(),
+        };
+        let newest = |guests: &str| newest_of_hosts(directory.path(), &of_guests(guests));
+        assert_eq!(newest("6.1.0-56-cloud-amd64").image, Path::new("/boot/guests"));
+        let [old, new] = ["6.9.1-cloud-amd64", "6.12.95+deb12-cloud-amd64"]
+            .map(|release| install(&directory.path().join(release), release));
+        // One that was not installed to its end.
+        let unfinished = install(&directory.path().join(".new"), "6.99-cloud-amd64");
+        fs::remove_file(unfinished.with_file_name("../lib/modules/6.99-cloud-amd64/modules.dep")).unwrap();
+        let found = newest("6.1.0-56-cloud-amd64");
+        assert_eq!(
+            (found.image.as_path(), found.release.as_str()),
+            (new.as_path(), "6.12.95+deb12-cloud-amd64")
+        );
+        assert!(found.modules.starts_with(directory.path()), "{found:?}");
+        assert_eq!(newest("6.13.0-1-cloud-amd64").image, Path::new("/boot/guests"));
+        let at = HostKernel::At(old.clone()).find(&of_guests("6.13")).unwrap();
+        assert_eq!((at.image, at.release.as_str()), (old, "6.9.1-cloud-amd64"));
+        assert_eq!(HostKernel::OfGuests.find(&of_guests("6.13")).unwrap(), of_guests("6.13"));
+    }
+
+    #[test]
+    fn host_kernels_parse() {
+        assert_eq!("guests".parse::<HostKernel>().unwrap(), HostKernel::OfGuests);
+        assert_eq!("newest".parse::<HostKernel>().unwrap(), HostKernel::Newest);
+        assert_eq!("./vmlinuz".parse::<HostKernel>().unwrap(), HostKernel::At("./vmlinuz".into()));
+        let error = "new".parse::<HostKernel>().unwrap_err().to_string();
+        assert!(error.contains("`new`") && error.contains("newest"), "{error}");
     }
 
     #[test]

@@ -39,4 +39,5 @@ pub use config::{
 pub use contents::vmlinux;
 pub use error::HostError;
 pub use host::VirtualHost;
+pub use kernel::HostKernel;
 pub use libraries::program_with_libraries;
