@@ -8,8 +8,12 @@
 //! through [`StableStore`] only.
 #![forbid(unsafe_code)]
 
+mod hash;
 pub mod memory;
+mod slots;
 pub mod store;
 
+pub use hash::PageHasher;
 pub use memory::{Content, Look, Memory, Node, PageHash, Replace, Replaced, Secret, Target};
-pub use store::{Answer, Slot, StableStore, StoreError};
+pub use slots::Slots;
+pub use store::{Answer, Slot, StableStore, StoreCounts, StoreError};

@@ -11,6 +11,21 @@ pub const BLOCK_PAGES: u64 = 512;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Node(pub u32);
 
+impl Node {
+    /// No node in particular: where pages of all nodes are merged, stable pages are asked for and made under this one.
+    pub const ANY: Self = Self(u32::MAX);
+}
+
+impl std::fmt::Display for Node {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        if *self == Self::ANY {
+            formatter.write_str("any node")
+        } else {
+            write!(formatter, "node {}", self.0)
+        }
+    }
+}
+
 /// Hash of a page's content under a [`Secret`]: equal contents have equal hashes, and nothing follows from equal hashes but that a
 /// comparison is worth its price. Only the low 48 bits are used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -136,12 +151,21 @@ pub trait Memory {
 
     /// Replaces pages (ascending): each is frozen, so that no processor and no device can change it, compared with its target, and
     /// only if it is the same, replaced. `replaced` gets an entry for each. Neighbours with neighbouring slots are replaced in
-    /// one go.
+    /// one go. The list may span several blocks, and several pages may have the same slot.
+    ///
+    /// After an error, what `replaced` holds is true, and all pages behind it are unchanged: a page that was replaced is
+    /// always told as [`Replaced::Done`], or else its slot could be given back while it is mapped.
     fn replace(&mut self, pages: &[Replace], replaced: &mut Vec<Replaced>) -> Result<(), Self::Error>;
 
     /// Gives every merged page of `range` a page of its own again, and appends the slots that have lost a share, once for each
     /// page.
     fn unmerge(&mut self, range: PageRange, released: &mut Vec<Slot>) -> Result<(), Self::Error>;
+
+    /// The memory is about to go away: appends the slots that its merged pages in `range` have shares of, as
+    /// [`unmerge`](Self::unmerge) does, but the pages need no content any more.
+    fn abandon(&mut self, range: PageRange, released: &mut Vec<Slot>) -> Result<(), Self::Error> {
+        self.unmerge(range, released)
+    }
 
     /// Slots that lost a share without a look, because the owner discarded pages; appended once for each page and then
     /// forgotten.

@@ -35,7 +35,7 @@ pub enum Answer {
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
     /// The memory file could not be made or made larger.
-    #[error("no room for another stable page on node {node}: {source}", node = node.0)]
+    #[error("no room for another stable page on {node}: {source}")]
     NoRoom {
         /// Where it should have been.
         node: Node,
@@ -47,15 +47,28 @@ pub enum StoreError {
     Gone(String),
 }
 
-/// Stable pages of one domain, by node.
+/// What there is in a store.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StoreCounts {
+    /// Stable pages with at least one sharer among the pages that use this store.
+    pub pages_shared: u64,
+    /// Contents that several stable pages have, because one has as many sharers as it may have.
+    pub stable_node_chains: u64,
+    /// Stable pages with such contents.
+    pub stable_node_dups: u64,
+    /// Memory that the store's own tables take up in this process.
+    pub metadata_bytes: u64,
+}
+
+/// Stable pages of one domain, by node ([`Node::ANY`] where nodes are not kept apart).
 pub trait StableStore {
     /// Appends an answer for each hash. With the answer [`Answer::Stable`] the slot is *reserved* for one more sharer until
-    /// [`shared`](Self::shared) or [`release`](Self::release) is called for it.
+    /// [`shared`](Self::shared) or [`unused`](Self::unused) is called for it.
     fn query(&mut self, node: Node, hashes: &[PageHash], answers: &mut Vec<Answer>)
     -> Result<(), StoreError>;
 
     /// Makes stable pages out of `contents` (4096 bytes for each hash), in neighbouring slots where there is room. Each slot is
-    /// reserved for one sharer, as with [`query`](Self::query).
+    /// reserved for one sharer, as with [`query`](Self::query). After an error nothing is published.
     fn publish(
         &mut self,
         node: Node,
@@ -67,8 +80,21 @@ pub trait StableStore {
     /// A page has this slot in its place now, under a reservation.
     fn shared(&mut self, slot: Slot);
 
-    /// A page has given up its share, or a reservation is not needed. Without sharers the slot is given back to the host.
+    /// A reservation is not needed. Without sharers and reservations the slot is given back to the host.
+    fn unused(&mut self, slot: Slot);
+
+    /// A page has given up its share. Without sharers and reservations the slot is given back to the host.
     fn release(&mut self, slot: Slot);
+
+    /// No more sharers for this slot: its page is not on the node that it should be on. The shares it has stay valid.
+    fn retire(&mut self, slot: Slot) {
+        let _ = slot;
+    }
+
+    /// What there is.
+    fn counts(&self) -> StoreCounts {
+        StoreCounts::default()
+    }
 
     /// Appends hashes that were [`Answer::Unknown`] once and have a stable page by now (for stores shared with others).
     fn news(&mut self, news: &mut Vec<(Node, PageHash)>);

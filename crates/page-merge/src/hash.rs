@@ -1,0 +1,100 @@
+//! Hash of a page under a domain's secret: XXH3 with a secret of its own, so that collisions cannot be prepared without knowing it.
+
+use ebb_abi::PAGE_SIZE_BYTES;
+use twox_hash::XxHash3_64;
+
+use crate::memory::{Content, PageHash, Secret};
+
+/// Bytes of the secret that XXH3 works with (its own default secret is as long; 136 are the least).
+const EXPANDED_BYTES: usize = 192;
+
+/// A page of zeros, to compare with.
+static ZEROS: [u8; PAGE_SIZE_BYTES as usize] = [0; PAGE_SIZE_BYTES as usize];
+
+impl PageHash {
+    /// Stands for pages of zeros where they are merged like any others.
+    pub const ZEROS: Self = Self::new(0);
+}
+
+/// Hashes pages. All who share stable pages must hash with the same function and the same [`Secret`].
+#[derive(Clone)]
+pub struct PageHasher {
+    seed: u64,
+    secret: [u8; EXPANDED_BYTES],
+}
+
+impl PageHasher {
+    /// A hasher under `secret`.
+    pub fn new(secret: &Secret) -> Self {
+        let mut expanded = [0; EXPANDED_BYTES];
+        for (number, chunk) in (0_u64..).zip(expanded.chunks_exact_mut(8)) {
+            // Short inputs under a seed: each chunk depends on all bytes of the domain's secret and on its place.
+            chunk.copy_from_slice(&XxHash3_64::oneshot_with_seed(number, &secret.0).to_le_bytes());
+        }
+        Self { seed: XxHash3_64::oneshot_with_seed(u64::MAX, &secret.0), secret: expanded }
+    }
+
+    /// What a page of 4096 bytes contains.
+    pub fn content(&self, page: &[u8]) -> Content {
+        if page == &ZEROS[..page.len().min(ZEROS.len())] {
+            return Content::Zero;
+        }
+        // The only error there is means that the secret is too short, which it is not; the seed alone is the next best.
+        let hash = XxHash3_64::oneshot_with_seed_and_secret(self.seed, &self.secret, page)
+            .unwrap_or_else(|_| XxHash3_64::oneshot_with_seed(self.seed, page));
+        Content::Hash(PageHash::new(hash))
+    }
+
+    /// The hash of a page of 4096 bytes; [`PageHash::ZEROS`] for zeros.
+    pub fn hash(&self, page: &[u8]) -> PageHash {
+        match self.content(page) {
+            Content::Zero => PageHash::ZEROS,
+            Content::Hash(hash) => hash,
+        }
+    }
+}
+
+impl std::fmt::Debug for PageHasher {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.write_str("PageHasher(..)")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn page(byte: u8) -> Vec<u8> {
+        vec![byte; 4096]
+    }
+
+    #[test]
+    fn zeros_are_known_without_a_hash() {
+        let hasher = PageHasher::new(&Secret([7; 32]));
+        assert_eq!(hasher.content(&page(0)), Content::Zero);
+        let mut last = page(0);
+        last[4095] = 1;
+        assert!(matches!(hasher.content(&last), Content::Hash(_)));
+    }
+
+    #[test]
+    fn every_byte_of_the_page_and_of_the_secret_counts() {
+        let hasher = PageHasher::new(&Secret([7; 32]));
+        let mut seen = vec![hasher.hash(&page(1))];
+        for place in [0, 17, 2047, 4095] {
+            let mut other = page(1);
+            other[place] = 2;
+            seen.push(hasher.hash(&other));
+        }
+        for place in [0, 8, 15, 31] {
+            let mut secret = [7; 32];
+            secret[place] = 8;
+            seen.push(PageHasher::new(&Secret(secret)).hash(&page(1)));
+        }
+        let all = seen.len();
+        seen.sort_unstable();
+        seen.dedup();
+        assert_eq!(seen.len(), all);
+        assert_eq!(hasher.hash(&page(1)), PageHasher::new(&Secret([7; 32])).hash(&page(1)));
+    }
+}
