@@ -28,6 +28,7 @@ mod inhibit;
 #[cfg(feature = "kvm")]
 pub mod kvm_dirty;
 mod mapping;
+pub mod merge;
 mod mincore;
 mod numa;
 mod page_set;
@@ -46,6 +47,7 @@ pub use discard::{DiscardMethod, DiscardOutcome};
 pub use error::RamError;
 pub use image::{CHUNK_BYTES, Extent, ImageError, ImageRegion, MAX_EXTENTS, RAM_IMAGE_VERSION, RamImage};
 pub use inhibit::{InhibitGuard, InhibitReason};
+pub use merge::{StableError, StableMemory, StableSegments, StableSlot};
 pub use page_set::PageSet;
 pub use ram::{Backing, GuestRam, HugePages, Populate, Region, RegionSpec};
 pub use ranges::{coalesce, huge_blocks_first};

@@ -1,0 +1,305 @@
+//! Making stable pages.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::ptr;
+use std::sync::Arc;
+
+use ebb_abi::PAGE_SIZE_BYTES;
+use rustix::fs::{
+    FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, ftruncate, memfd_create,
+};
+use rustix::mm::ProtFlags;
+
+use super::free_slots::FreeSlots;
+use super::segments::FileMapping;
+use super::{STABLE_FILE_NAME, StableError, StableSegments, StableSlot};
+use crate::numa;
+
+const PAGE: usize = PAGE_SIZE_BYTES as usize;
+
+/// Pages of a segment of one's own: 1 GiB, of which only what is in use takes memory.
+const OWN_PAGES: u32 = 1 << 18;
+
+/// Pages of a sealed segment: 32 MiB. Its free slots keep their memory until all of it is free.
+const SEALED_PAGES: u32 = 1 << 13;
+
+/// A sealed segment's free slots are given out in pieces of at least this many rather than take a new segment.
+const MIN_PIECE_PAGES: u32 = 16;
+
+/// Who maps the files.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Sharing {
+    /// This process only.
+    Own,
+    /// Other processes too, which get them for reading.
+    Sealed,
+}
+
+/// What became of a slot that was freed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Freed {
+    /// It keeps its memory until it is used again.
+    Kept,
+    /// Its memory is the host's again.
+    Punched,
+    /// It was the last one in use of this segment, which is closed. Who maps it should forget it.
+    Segment(u32),
+    /// It was not in use.
+    Unknown,
+}
+
+/// The files of stable pages and which of their slots are in use.
+#[derive(Debug)]
+pub struct StableMemory {
+    sharing: Sharing,
+    shared_with: Arc<StableSegments>,
+    segments: BTreeMap<u32, OwnedSegment>,
+    next_segment: u32,
+    in_use: u64,
+}
+
+#[derive(Debug)]
+struct OwnedSegment {
+    file: File,
+    mapping: FileMapping,
+    node: Option<u32>,
+    slots: FreeSlots,
+}
+
+impl StableMemory {
+    /// For the machines of this process. Each segment made is added to `segments`.
+    pub fn own(segments: Arc<StableSegments>) -> Self {
+        Self::new(Sharing::Own, segments)
+    }
+
+    /// For other processes: nobody who gets a segment's [`reader`](Self::reader) can change the stable pages. The price is that the
+    /// memory of a free slot cannot be given back alone, not even by the owner (Linux mm/shmem.c, `shmem_fallocate`, refuses
+    /// holes under F_SEAL_FUTURE_WRITE): it waits to be used again.
+    ///
+    /// Each segment made is added to `segments`, for the owner's own comparisons.
+    pub fn sealed(segments: Arc<StableSegments>) -> Self {
+        Self::new(Sharing::Sealed, segments)
+    }
+
+    fn new(sharing: Sharing, shared_with: Arc<StableSegments>) -> Self {
+        Self { sharing, shared_with, segments: BTreeMap::new(), next_segment: 0, in_use: 0 }
+    }
+
+    /// Appends `pages` slots on `node`, neighbours as far as possible. They are to be [written](Self::write) before
+    /// anybody else hears of them.
+    ///
+    /// # Errors
+    /// [`StableError::Create`], [`StableError::BindNode`], [`StableError::Map`]: a further segment is needed and cannot be
+    /// had. Then no slot was taken.
+    pub fn allocate(
+        &mut self,
+        node: Option<u32>,
+        pages: u32,
+        slots: &mut Vec<StableSlot>,
+    ) -> Result<(), StableError> {
+        let before = slots.len();
+        let mut left = pages;
+        while left > 0 {
+            let taken = self.take(node, left).map_or_else(|| self.grow(node, left), Ok);
+            match taken {
+                Ok((first, count)) => {
+                    slots.extend((0..count).map(|slot| first.offset(slot)));
+                    self.in_use += u64::from(count);
+                    left -= count;
+                }
+                Err(error) => {
+                    for slot in slots.drain(before..) {
+                        self.free(slot);
+                    }
+                    return Err(error);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes up to `pages` neighbours out of the segments there are.
+    fn take(&mut self, node: Option<u32>, pages: u32) -> Option<(StableSlot, u32)> {
+        let mut of_node = self.segments.iter_mut().filter(|(_, segment)| segment.node == node);
+        let whole = of_node.find_map(|(&number, segment)| {
+            let index = segment.slots.take(pages)?;
+            Some((StableSlot { segment: number, index }, pages))
+        });
+        if whole.is_some() || self.sharing == Sharing::Own {
+            return whole;
+        }
+        let longest = self.segments.iter_mut().filter(|(_, segment)| segment.node == node);
+        let (&number, segment) = longest.max_by_key(|(_, segment)| segment.slots.longest())?;
+        let count = segment.slots.longest();
+        (count >= MIN_PIECE_PAGES)
+            .then(|| segment.slots.take(count))
+            .flatten()
+            .map(|index| (StableSlot { segment: number, index }, count))
+    }
+
+    /// Makes one more segment, and takes up to `pages` out of it.
+    fn grow(&mut self, node: Option<u32>, pages: u32) -> Result<(StableSlot, u32), StableError> {
+        let number = self.next_segment;
+        let mut segment = OwnedSegment::new(self.sharing, number, node)?;
+        let count = pages.min(segment.slots.free());
+        let copy = segment.reader(self.sharing)?;
+        self.shared_with.add(number, File::from(copy))?;
+        // A segment without a slot in use has as many neighbours as it is long.
+        let index = segment.slots.take(count).unwrap_or_default();
+        self.segments.insert(number, segment);
+        self.next_segment = number.wrapping_add(1);
+        Ok((StableSlot { segment: number, index }, count))
+    }
+
+    /// Writes pages into neighbouring slots from `first` on, which must be allocated and known to nobody else.
+    ///
+    /// # Errors
+    /// [`StableError::NoSlot`]; [`StableError::Write`] if the host has no memory for them, possibly after some were
+    /// written.
+    ///
+    /// # Panics
+    /// If `contents` are not whole pages.
+    pub fn write(&self, first: StableSlot, contents: &[u8]) -> Result<(), StableError> {
+        assert!(contents.len().is_multiple_of(PAGE), "whole pages");
+        let no_slot = StableError::NoSlot { slot: first };
+        let Some(segment) = self.segments.get(&first.segment) else { return Err(no_slot) };
+        let offset = first.index as usize * PAGE;
+        if offset + contents.len() > segment.mapping.size_bytes {
+            return Err(no_slot);
+        }
+        match self.sharing {
+            Sharing::Own => segment
+                .file
+                .write_all_at(contents, offset as u64)
+                .map_err(|source| StableError::Write { slot: first, source }),
+            Sharing::Sealed => {
+                segment.write_through_mapping(offset, contents);
+                Ok(())
+            }
+        }
+    }
+
+    /// Gives back a slot that nobody maps any more or will map: its content changes when it is used again.
+    pub fn free(&mut self, slot: StableSlot) -> Freed {
+        let Some(segment) = self.segments.get_mut(&slot.segment) else { return Freed::Unknown };
+        if !segment.slots.give_back(slot.index) {
+            return Freed::Unknown;
+        }
+        self.in_use -= 1;
+        if segment.slots.is_all_free() {
+            self.segments.remove(&slot.segment);
+            self.shared_with.remove(slot.segment);
+            return Freed::Segment(slot.segment);
+        }
+        match self.sharing {
+            Sharing::Own => segment.punch(slot.index),
+            Sharing::Sealed => Freed::Kept,
+        }
+    }
+
+    /// A descriptor for reading of a segment, and its number of pages, for another process. Opens a file in /proc.
+    ///
+    /// # Errors
+    /// [`StableError::Create`]; [`StableError::NoSlot`] if there is no such segment.
+    pub fn reader(&self, segment: u32) -> Result<(OwnedFd, u32), StableError> {
+        let slot = StableSlot { segment, index: 0 };
+        let owned = self.segments.get(&segment).ok_or(StableError::NoSlot { slot })?;
+        Ok((owned.reader(Sharing::Sealed)?, (owned.mapping.size_bytes / PAGE) as u32))
+    }
+
+    /// Numbers of the segments.
+    pub fn segments(&self) -> impl Iterator<Item = u32> {
+        self.segments.keys().copied()
+    }
+
+    /// The node that a segment is bound to.
+    pub fn node(&self, segment: u32) -> Option<u32> {
+        self.segments.get(&segment)?.node
+    }
+
+    /// Number of slots in use.
+    pub fn pages_in_use(&self) -> u64 {
+        self.in_use
+    }
+
+    /// Number of free slots that may have memory nevertheless.
+    pub fn pages_kept(&self) -> u64 {
+        match self.sharing {
+            Sharing::Own => 0,
+            Sharing::Sealed => self.segments.values().map(|segment| u64::from(segment.slots.free())).sum(),
+        }
+    }
+}
+
+impl Drop for StableMemory {
+    /// Nobody compares with stable pages of a store that is gone. What is mapped stays.
+    fn drop(&mut self) {
+        for segment in self.segments.keys() {
+            self.shared_with.remove(*segment);
+        }
+    }
+}
+
+impl OwnedSegment {
+    fn new(sharing: Sharing, number: u32, node: Option<u32>) -> Result<Self, StableError> {
+        let create =
+            |action| move |error: rustix::io::Errno| StableError::Create { action, source: error.into() };
+        let pages = match sharing {
+            Sharing::Own => OWN_PAGES,
+            Sharing::Sealed => SEALED_PAGES,
+        };
+        let size_bytes = pages as usize * PAGE;
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let file = File::from(memfd_create(STABLE_FILE_NAME, flags).map_err(create("create"))?);
+        ftruncate(&file, size_bytes as u64).map_err(create("size"))?;
+        // Before the seal, which lets nobody make a mapping for writing any more.
+        let mapping = FileMapping::new(&file, size_bytes, ProtFlags::READ | ProtFlags::WRITE)
+            .map_err(|error| StableError::Map { segment: number, source: error.into() })?;
+        let mut seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+        if sharing == Sharing::Sealed {
+            seals |= SealFlags::FUTURE_WRITE;
+        }
+        fcntl_add_seals(&file, seals).map_err(create("seal"))?;
+        if let Some(node) = node {
+            // The policy of a shared mapping is the file's: it holds for pages that are allocated by write(2) too.
+            numa::bind(mapping.address, size_bytes, node)
+                .map_err(|source| StableError::BindNode { node, source })?;
+        }
+        Ok(Self { file, mapping, node, slots: FreeSlots::new(pages) })
+    }
+
+    fn reader(&self, sharing: Sharing) -> Result<OwnedFd, StableError> {
+        let copy = match sharing {
+            Sharing::Own => self.file.try_clone().map(OwnedFd::from),
+            Sharing::Sealed => {
+                File::open(format!("/proc/self/fd/{}", self.file.as_raw_fd())).map(OwnedFd::from)
+            }
+        };
+        copy.map_err(|source| StableError::Create { action: "open once more", source })
+    }
+
+    fn write_through_mapping(&self, offset: usize, contents: &[u8]) {
+        let address = (self.mapping.address + offset) as *mut u8;
+        // SAFETY: the caller has checked that the range lies within the mapping, which is this segment's own. Nobody relies
+        // on the content of a slot that is not yet given out, and no Rust reference to it exists.
+        unsafe { ptr::copy_nonoverlapping(contents.as_ptr(), address, contents.len()) };
+    }
+
+    fn punch(&self, index: u32) -> Freed {
+        let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        match fallocate(&self.file, mode, u64::from(index) * PAGE_SIZE_BYTES, PAGE_SIZE_BYTES) {
+            Ok(()) => Freed::Punched,
+            Err(error) => {
+                tracing::debug!(
+                    "a stable page that is not used any more keeps its memory: {}",
+                    io::Error::from(error)
+                );
+                Freed::Kept
+            }
+        }
+    }
+}

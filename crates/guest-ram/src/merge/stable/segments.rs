@@ -1,0 +1,145 @@
+//! The files of stable pages, as a process that maps them sees them.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::ptr;
+use std::sync::{Arc, PoisonError, RwLock};
+
+use ebb_abi::PAGE_SIZE_BYTES;
+use rustix::fs::{SealFlags, fcntl_get_seals, fstat};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
+
+use super::{StableError, StableSlot};
+
+const PAGE: usize = PAGE_SIZE_BYTES as usize;
+
+/// Segments by number. Shared between those who add and remove segments and those who map them.
+#[derive(Debug, Default)]
+pub struct StableSegments {
+    segments: RwLock<BTreeMap<u32, Arc<Segment>>>,
+}
+
+impl StableSegments {
+    /// None yet.
+    pub fn new() -> Arc<Self> {
+        Arc::default()
+    }
+
+    /// Adds a memory file as segment `segment`. It may be open for reading only.
+    ///
+    /// # Errors
+    /// [`StableError::Unfit`] if there is such a segment, or if the file's size is not a number of pages or can be made less;
+    /// [`StableError::Map`] if it cannot be mapped.
+    pub fn add(&self, segment: u32, file: File) -> Result<(), StableError> {
+        let new = Segment::new(segment, file)?;
+        let mut segments = self.segments.write().unwrap_or_else(PoisonError::into_inner);
+        if segments.contains_key(&segment) {
+            return Err(StableError::Unfit {
+                segment,
+                problem: "there is one with this number already".into(),
+            });
+        }
+        segments.insert(segment, Arc::new(new));
+        Ok(())
+    }
+
+    /// Forgets a segment; false if there was none. What is mapped of it in guest memory stays as it is.
+    pub fn remove(&self, segment: u32) -> bool {
+        self.segments.write().unwrap_or_else(PoisonError::into_inner).remove(&segment).is_some()
+    }
+
+    /// Number of pages of a segment; `None` if it is not there.
+    pub fn pages(&self, segment: u32) -> Option<u32> {
+        self.get(segment).map(|segment| segment.pages)
+    }
+
+    /// Copies a stable page, for which a slot must have been given out, into `content`.
+    ///
+    /// # Errors
+    /// [`StableError::NoSlot`]
+    ///
+    /// # Panics
+    /// If `content` is not one page.
+    pub fn read(&self, slot: StableSlot, content: &mut [u8]) -> Result<(), StableError> {
+        assert_eq!(content.len(), PAGE, "a buffer of one page");
+        let segment = self.get(slot.segment).ok_or(StableError::NoSlot { slot })?;
+        let address = segment.address(slot.index, 1).ok_or(StableError::NoSlot { slot })?;
+        // SAFETY: the page is in the segment's mapping, which `segment` keeps alive. The buffer is as long, and the two cannot
+        // overlap since nobody else knows the mapping.
+        unsafe { ptr::copy_nonoverlapping(address as *const u8, content.as_mut_ptr(), PAGE) };
+        Ok(())
+    }
+
+    /// A segment, which stays mapped as long as the answer lives.
+    pub(crate) fn get(&self, segment: u32) -> Option<Arc<Segment>> {
+        self.segments.read().unwrap_or_else(PoisonError::into_inner).get(&segment).cloned()
+    }
+}
+
+/// A segment, mapped for reading.
+#[derive(Debug)]
+pub(crate) struct Segment {
+    file: File,
+    pages: u32,
+    mapping: FileMapping,
+}
+
+impl Segment {
+    fn new(segment: u32, file: File) -> Result<Self, StableError> {
+        let unfit = |problem: String| StableError::Unfit { segment, problem };
+        let size_bytes = fstat(&file).map_err(|error| unfit(error.to_string()))?.st_size as u64;
+        let seals = fcntl_get_seals(&file).map_err(|_| unfit("it is no memory file".into()))?;
+        if !seals.contains(SealFlags::SHRINK) {
+            return Err(unfit("it can be made shorter; a seal must forbid that".into()));
+        }
+        let pages = u32::try_from(size_bytes / PAGE_SIZE_BYTES)
+            .ok()
+            .filter(|pages| *pages > 0 && size_bytes.is_multiple_of(PAGE_SIZE_BYTES))
+            .ok_or_else(|| unfit(format!("{size_bytes} bytes are no number of pages that can be counted")))?;
+        let mapping = FileMapping::new(&file, size_bytes as usize, ProtFlags::READ)
+            .map_err(|error| StableError::Map { segment, source: error.into() })?;
+        Ok(Self { file, pages, mapping })
+    }
+
+    /// The file, for mapping it elsewhere.
+    pub(crate) fn file(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+
+    /// Where `pages` slots from `index` on are mapped for reading; `None` if not all of them are in the segment.
+    pub(crate) fn address(&self, index: u32, pages: u32) -> Option<usize> {
+        let end = index.checked_add(pages)?;
+        (end <= self.pages).then(|| self.mapping.address + index as usize * PAGE)
+    }
+}
+
+/// A shared mapping of a whole file, whose size cannot become less; unmapped when dropped.
+#[derive(Debug)]
+pub(super) struct FileMapping {
+    pub(super) address: usize,
+    pub(super) size_bytes: usize,
+}
+
+impl FileMapping {
+    pub(super) fn new(file: &File, size_bytes: usize, protection: ProtFlags) -> rustix::io::Result<Self> {
+        let flags = MapFlags::SHARED | MapFlags::NORESERVE;
+        // SAFETY: without MAP_FIXED the kernel chooses a free place, so no existing mapping is touched.
+        let address = unsafe { mmap(ptr::null_mut(), size_bytes, protection, flags, file, 0) }?;
+        let mapping = Self { address: address as usize, size_bytes };
+        // SAFETY: the range is the new mapping's own; the advice only keeps it out of core dumps.
+        if let Err(error) = unsafe { madvise(address, size_bytes, Advice::LinuxDontDump) } {
+            tracing::debug!("stable pages will be part of core dumps: {error}");
+        }
+        Ok(mapping)
+    }
+}
+
+impl Drop for FileMapping {
+    fn drop(&mut self) {
+        // SAFETY: the mapping owns this range, and nobody keeps an address of it longer than it lives.
+        if let Err(error) = unsafe { munmap(self.address as *mut _, self.size_bytes) } {
+            tracing::error!("cannot unmap stable pages at {:#x}: {error}", self.address);
+        }
+    }
+}
