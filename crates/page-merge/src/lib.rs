@@ -9,6 +9,7 @@
 #![forbid(unsafe_code)]
 
 mod hash;
+pub mod kernel;
 pub mod memory;
 mod slots;
 pub mod store;

@@ -1,0 +1,78 @@
+//! In which order settings may be changed.
+
+use super::error::KsmError;
+use super::knobs::{ADVISOR_NONE, ADVISOR_SCAN_TIME, Knob, RUN_UNMERGE, Values};
+
+/// One step of a change.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// Write a value.
+    Write(Knob, u64),
+    /// Unmerge everything and wait until nothing is shared; `run` is 2 afterwards.
+    Unmerge,
+}
+
+/// The steps from `present` to `wanted`; what is not in `wanted` stays as it is.
+///
+/// - `merge_across_nodes` and `max_page_sharing` come after everything was unmerged; otherwise the kernel refuses them, or, worse,
+///   pages of the old trees would stay (patch "ksm: allow trees per NUMA node", 2013).
+/// - `advisor_mode` comes before `pages_to_scan`, which cannot be written while there is an advisor, and which the kernel sets
+///   anew when the advisor goes.
+/// - `run` comes last, so that no page is merged under a setting that is about to change.
+pub fn plan(present: &Values, wanted: &Values) -> Result<Vec<Step>, KsmError> {
+    if let Some((knob, _)) = wanted.iter().find(|(knob, _)| present.get(*knob).is_none()) {
+        return Err(KsmError::NoKnob { knob });
+    }
+    let mut steps = Vec::new();
+    let changes = |knob: Knob| wanted.get(knob).filter(|value| present.get(knob) != Some(*value));
+    let guarded: Vec<_> = Knob::ALL
+        .into_iter()
+        .filter(|knob| knob.needs_nothing_shared())
+        .filter_map(|knob| Some(Step::Write(knob, changes(knob)?)))
+        .collect();
+    let unmerges = !guarded.is_empty();
+    if unmerges {
+        steps.push(Step::Unmerge);
+        steps.extend(guarded);
+    }
+    let advisor = wanted.get(Knob::AdvisorMode).or(present.get(Knob::AdvisorMode)).unwrap_or(ADVISOR_NONE);
+    if let Some(mode) = changes(Knob::AdvisorMode) {
+        steps.push(Step::Write(Knob::AdvisorMode, mode));
+    }
+    for knob in Knob::ALL {
+        let value = match knob {
+            Knob::Run | Knob::AdvisorMode => None,
+            Knob::MergeAcrossNodes | Knob::MaxPageSharing => None,
+            Knob::PagesToScan if advisor == ADVISOR_SCAN_TIME => None,
+            // An advisor that goes leaves another value than the one that was read.
+            Knob::PagesToScan if present.get(Knob::AdvisorMode) != Some(advisor) => wanted.get(knob),
+            knob => changes(knob),
+        };
+        steps.extend(value.map(|value| Step::Write(knob, value)));
+    }
+    let run = wanted.get(Knob::Run).or(present.get(Knob::Run));
+    match run {
+        Some(RUN_UNMERGE) if unmerges => {}
+        Some(RUN_UNMERGE) if wanted.get(Knob::Run).is_some() => steps.push(Step::Unmerge),
+        Some(run) if unmerges || present.get(Knob::Run) != Some(run) => {
+            steps.push(Step::Write(Knob::Run, run));
+        }
+        _ => {}
+    }
+    Ok(steps)
+}
+
+/// The settings that `steps` change, `pages_to_scan` among them if an advisor changes it.
+pub fn touched(steps: &[Step]) -> Vec<Knob> {
+    let mut knobs: Vec<Knob> = steps
+        .iter()
+        .flat_map(|step| match step {
+            Step::Write(Knob::AdvisorMode, _) => vec![Knob::AdvisorMode, Knob::PagesToScan],
+            Step::Write(knob, _) => vec![*knob],
+            Step::Unmerge => vec![Knob::Run],
+        })
+        .collect();
+    knobs.sort_unstable();
+    knobs.dedup();
+    knobs
+}

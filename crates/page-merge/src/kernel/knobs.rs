@@ -1,0 +1,282 @@
+//! KSM's settings and counters by name (Linux Documentation/admin-guide/mm/ksm.rst, mm/ksm.c).
+
+use std::fmt;
+
+use serde::de::{Error as _, MapAccess, Visitor};
+use serde::ser::SerializeMap;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+/// A setting.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Knob {
+    /// 0: stop, what is merged stays so; 1: merge; 2: unmerge all, then stop.
+    Run,
+    /// Pages looked at before each rest.
+    PagesToScan,
+    /// Length of a rest.
+    SleepMillisecs,
+    /// 1: pages of all NUMA nodes are merged with each other; 0: only those of the same node.
+    MergeAcrossNodes,
+    /// How many pages share one at most.
+    MaxPageSharing,
+    /// How often lists of copies of a shared page are tidied up.
+    StableNodeChainsPruneMillisecs,
+    /// Whether pages of zeros are merged with the kernel's zero page.
+    UseZeroPages,
+    /// Whether pages that could not be merged are looked at less often.
+    SmartScan,
+    /// 0: none; 1: the kernel sets `pages_to_scan` itself so that a scan takes `advisor_target_scan_time`.
+    AdvisorMode,
+    /// Share of a processor that the advisor allows, in percent.
+    AdvisorMaxCpu,
+    /// The least that the advisor sets.
+    AdvisorMinPagesToScan,
+    /// The most that the advisor sets.
+    AdvisorMaxPagesToScan,
+    /// How long a scan of all pages is to take, in seconds.
+    AdvisorTargetScanTime,
+}
+
+/// Value of [`Knob::Run`]: nothing new is merged.
+pub const RUN_STOP: u64 = 0;
+/// Value of [`Knob::Run`]: pages are merged.
+pub const RUN_MERGE: u64 = 1;
+/// Value of [`Knob::Run`]: all pages get one of their own again.
+pub const RUN_UNMERGE: u64 = 2;
+/// Value of [`Knob::AdvisorMode`].
+pub const ADVISOR_NONE: u64 = 0;
+/// Value of [`Knob::AdvisorMode`].
+pub const ADVISOR_SCAN_TIME: u64 = 1;
+
+/// The words of `advisor_mode`, by value.
+const ADVISOR_WORDS: [&str; 2] = ["none", "scan-time"];
+
+impl Knob {
+    /// All of them.
+    pub const ALL: [Self; 13] = [
+        Self::Run,
+        Self::PagesToScan,
+        Self::SleepMillisecs,
+        Self::MergeAcrossNodes,
+        Self::MaxPageSharing,
+        Self::StableNodeChainsPruneMillisecs,
+        Self::UseZeroPages,
+        Self::SmartScan,
+        Self::AdvisorMode,
+        Self::AdvisorMaxCpu,
+        Self::AdvisorMinPagesToScan,
+        Self::AdvisorMaxPagesToScan,
+        Self::AdvisorTargetScanTime,
+    ];
+
+    /// Name of its file.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Run => "run",
+            Self::PagesToScan => "pages_to_scan",
+            Self::SleepMillisecs => "sleep_millisecs",
+            Self::MergeAcrossNodes => "merge_across_nodes",
+            Self::MaxPageSharing => "max_page_sharing",
+            Self::StableNodeChainsPruneMillisecs => "stable_node_chains_prune_millisecs",
+            Self::UseZeroPages => "use_zero_pages",
+            Self::SmartScan => "smart_scan",
+            Self::AdvisorMode => "advisor_mode",
+            Self::AdvisorMaxCpu => "advisor_max_cpu",
+            Self::AdvisorMinPagesToScan => "advisor_min_pages_to_scan",
+            Self::AdvisorMaxPagesToScan => "advisor_max_pages_to_scan",
+            Self::AdvisorTargetScanTime => "advisor_target_scan_time",
+        }
+    }
+
+    /// The first Linux that has it.
+    pub const fn since(self) -> &'static str {
+        match self {
+            Self::Run | Self::PagesToScan | Self::SleepMillisecs => "2.6.32",
+            Self::MergeAcrossNodes => "3.9 (on hosts with NUMA)",
+            Self::MaxPageSharing | Self::StableNodeChainsPruneMillisecs => "4.13",
+            Self::UseZeroPages => "4.12",
+            Self::SmartScan => "6.7",
+            Self::AdvisorMode
+            | Self::AdvisorMaxCpu
+            | Self::AdvisorMinPagesToScan
+            | Self::AdvisorMaxPagesToScan
+            | Self::AdvisorTargetScanTime => "6.8",
+        }
+    }
+
+    /// Whether it can only change while nothing is shared.
+    pub const fn needs_nothing_shared(self) -> bool {
+        matches!(self, Self::MergeAcrossNodes | Self::MaxPageSharing)
+    }
+
+    /// `value` as it is written.
+    pub fn text(self, value: u64) -> String {
+        match (self, ADVISOR_WORDS.get(usize::try_from(value).unwrap_or(usize::MAX))) {
+            (Self::AdvisorMode, Some(word)) => (*word).to_owned(),
+            _ => value.to_string(),
+        }
+    }
+
+    /// The value that the first line of its file says: a number, or for the advisor one word out of several, in brackets.
+    pub(super) fn parse(self, text: &str) -> Option<u64> {
+        let line = text.lines().next()?.trim();
+        if self != Self::AdvisorMode {
+            return line.parse().ok();
+        }
+        let word = match line.split_once('[') {
+            Some((_, rest)) => rest.split_once(']')?.0,
+            None => line,
+        };
+        ADVISOR_WORDS.iter().zip(0..).find(|(known, _)| **known == word).map(|(_, value)| value)
+    }
+
+    const fn index(self) -> usize {
+        self as usize
+    }
+}
+
+/// A counter of the whole host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Counter {
+    /// Pages that are shared.
+    PagesShared,
+    /// Further pages that share them: what is saved.
+    PagesSharing,
+    /// Pages without equal so far, looked at again and again.
+    PagesUnshared,
+    /// Pages that change too fast.
+    PagesVolatile,
+    /// Pages looked at so far (Linux 6.1).
+    PagesScanned,
+    /// Pages left out by smart scan (Linux 6.7).
+    PagesSkipped,
+    /// Scans of everything.
+    FullScans,
+    /// Pages merged with the zero page (Linux 6.5).
+    KsmZeroPages,
+    /// Bytes saved without the bytes that it costs (Linux 6.4).
+    GeneralProfit,
+    /// Pages with more sharers than one may have.
+    StableNodeChains,
+    /// Copies of those.
+    StableNodeDups,
+}
+
+impl Counter {
+    /// All of them.
+    pub const ALL: [Self; 11] = [
+        Self::PagesShared,
+        Self::PagesSharing,
+        Self::PagesUnshared,
+        Self::PagesVolatile,
+        Self::PagesScanned,
+        Self::PagesSkipped,
+        Self::FullScans,
+        Self::KsmZeroPages,
+        Self::GeneralProfit,
+        Self::StableNodeChains,
+        Self::StableNodeDups,
+    ];
+
+    /// Name of its file.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::PagesShared => "pages_shared",
+            Self::PagesSharing => "pages_sharing",
+            Self::PagesUnshared => "pages_unshared",
+            Self::PagesVolatile => "pages_volatile",
+            Self::PagesScanned => "pages_scanned",
+            Self::PagesSkipped => "pages_skipped",
+            Self::FullScans => "full_scans",
+            Self::KsmZeroPages => "ksm_zero_pages",
+            Self::GeneralProfit => "general_profit",
+            Self::StableNodeChains => "stable_node_chains",
+            Self::StableNodeDups => "stable_node_dups",
+        }
+    }
+}
+
+/// Values of some settings; the others are not there (the kernel does not have them), or are to stay as they are.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+pub struct Values([Option<u64>; Knob::ALL.len()]);
+
+impl Values {
+    /// No value.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// The value of `knob`.
+    pub fn get(&self, knob: Knob) -> Option<u64> {
+        self.0[knob.index()]
+    }
+
+    /// Sets the value of `knob`.
+    pub fn set(&mut self, knob: Knob, value: u64) {
+        self.0[knob.index()] = Some(value);
+    }
+
+    /// The same with a value for `knob`.
+    #[must_use]
+    pub fn with(mut self, knob: Knob, value: u64) -> Self {
+        self.set(knob, value);
+        self
+    }
+
+    /// All that are there.
+    pub fn iter(&self) -> impl Iterator<Item = (Knob, u64)> + '_ {
+        Knob::ALL.into_iter().filter_map(|knob| Some((knob, self.get(knob)?)))
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.0.iter().all(Option::is_none)
+    }
+}
+
+impl fmt::Debug for Values {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.debug_map().entries(self.iter().map(|(knob, value)| (knob.name(), value))).finish()
+    }
+}
+
+impl FromIterator<(Knob, u64)> for Values {
+    fn from_iter<I: IntoIterator<Item = (Knob, u64)>>(values: I) -> Self {
+        values.into_iter().fold(Self::new(), |all, (knob, value)| all.with(knob, value))
+    }
+}
+
+impl Serialize for Values {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(None)?;
+        for (knob, value) in self.iter() {
+            map.serialize_entry(knob.name(), &value)?;
+        }
+        map.end()
+    }
+}
+
+impl<'de> Deserialize<'de> for Values {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(ValuesVisitor)
+    }
+}
+
+struct ValuesVisitor;
+
+impl<'de> Visitor<'de> for ValuesVisitor {
+    type Value = Values;
+
+    fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("settings of KSM")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Values, A::Error> {
+        let mut values = Values::new();
+        while let Some((name, value)) = map.next_entry::<String, u64>()? {
+            let knob = Knob::ALL.into_iter().find(|knob| knob.name() == name);
+            values.set(knob.ok_or_else(|| A::Error::custom(format!("no setting '{name}'")))?, value);
+        }
+        Ok(values)
+    }
+}
