@@ -4,7 +4,7 @@
 //! | --- | --- | --- |
 //! | anonymous private | `madvise(MADV_DONTNEED)`, for several ranges `process_madvise` where the kernel allows it | the pages belong to the mapping alone |
 //! | shared memfd | `fallocate(FALLOC_FL_PUNCH_HOLE)` | `MADV_DONTNEED` on a shared file mapping only unmaps: it returns 0 and the file keeps its pages |
-//! | private mapping of a file (restored memory) | replaced by anonymous memory, see [`restored`](crate::restored) | `MADV_DONTNEED` would bring back what the file holds |
+//! | private mapping of a file (restored and merged memory) | replaced by anonymous memory, see [`restored`](crate::restored) and [`merged`](crate::merged) | `MADV_DONTNEED` would bring back what the file holds |
 //! | hugetlb memfd | the same, whole huge pages only | the file system zeroes parts of a huge page instead of freeing them |
 //!
 //! Each leaves the range reading as zeros: a hole punched into a file is also taken out of every mapping of it
@@ -38,8 +38,8 @@ pub struct DiscardOutcome {
     pub syscalls: u64,
     /// Bytes not given back because discards are inhibited.
     pub inhibited_bytes: u64,
-    /// Bytes not given back because the rest of their huge page is in use, or, in restored memory, because the file's
-    /// mapping around them cannot be cut any more. They read as before.
+    /// Bytes not given back because the rest of their huge page is in use, or, in restored and in merged memory, because the
+    /// file's mapping around them cannot be cut any more. They read as before.
     pub deferred_bytes: u64,
 }
 
@@ -75,6 +75,20 @@ pub(crate) struct Piece<'a> {
     pub(crate) address: usize,
     /// File and offset in bytes, unless the memory is anonymous.
     pub(crate) file: Option<(&'a File, u64)>,
+}
+
+impl Piece<'_> {
+    /// The part of this piece that `range` is; `None` if that is empty.
+    pub(crate) fn part(&self, range: GuestRange) -> Option<Self> {
+        let range = self.range.intersection(range);
+        let offset_bytes = range.start.address() - self.range.start.address();
+        (!range.is_empty()).then(|| Self {
+            region: self.region,
+            range,
+            address: self.address + offset_bytes as usize,
+            file: self.file.map(|(file, offset)| (file, offset + offset_bytes)),
+        })
+    }
 }
 
 /// Discards pieces of guest memory that have been checked.

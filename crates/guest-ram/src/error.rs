@@ -2,7 +2,7 @@
 
 use std::io;
 
-use crate::{GuestRange, ImageError};
+use crate::{Backing, GuestRange, ImageError};
 
 /// An error of this crate.
 #[derive(Debug, thiserror::Error)]
@@ -218,6 +218,22 @@ pub enum RamError {
     /// Saved memory is not what it must be.
     #[error(transparent)]
     Image(#[from] ImageError),
+
+    /// Pages of memory that belongs to a file were to be merged.
+    #[error(
+        "{backing} cannot be merged: it belongs to a file that other processes may share, whose view a merge would not \
+         change; use anonymous memory"
+    )]
+    NotMergeable {
+        /// What backs the memory.
+        backing: Backing,
+    },
+
+    /// The kernel cannot merge pages.
+    #[error(
+        "this kernel cannot merge guest memory: it was built without KSM (CONFIG_KSM), there is no /sys/kernel/mm/ksm"
+    )]
+    NoKernelMerging,
 
     /// vm-memory refused the regions.
     #[error("cannot set up guest memory: {0}")]

@@ -50,6 +50,8 @@ impl GuestRam {
             };
             return Ok(runs_of_segments(file, offset, range, segments));
         }
+        // Pages that are just being merged look as if they were not there.
+        let merged = self.lock_merged();
         let states = self.pagemap.as_ref().and_then(|pagemap| {
             let states = pagemap.read(piece.address, range.pages as usize);
             states
@@ -64,6 +66,14 @@ impl GuestRam {
             .iter()
             .map(|state| if state.is_private() { PageSource::Memory } else { PageSource::Nothing })
             .collect();
+        if let Some(merged) = &merged {
+            // Read from memory, whether or not the stable page was mapped by an access since it was put there.
+            for (part, _) in merged.stable_mapped(range) {
+                let first = (part.start.0 - range.start.0) as usize;
+                sources[first..first + part.pages as usize].fill(PageSource::Memory);
+            }
+        }
+        drop(merged);
         if let Some(restored) = &self.restored {
             for part in restored.file_backed(range) {
                 let first = (part.start.0 - range.start.0) as usize;

@@ -1,7 +1,7 @@
 //! Guest memory as a whole.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use ebb_abi::{HUGE_PAGE_SIZE_BYTES, PAGE_SIZE_BYTES, Pfn};
 use serde::{Deserialize, Serialize};
@@ -11,6 +11,7 @@ use crate::discard::{DiscardMethod, DiscardOutcome, Discarder, Piece};
 use crate::held_pages::{HeldPages, Tenure};
 use crate::inhibit::{InhibitGuard, InhibitReason, Inhibitors};
 use crate::mapping::Mapping;
+use crate::merged::Merged;
 use crate::pagemap::Pagemap;
 use crate::resident::{Meter, Residency};
 use crate::restored::Restored;
@@ -113,6 +114,9 @@ pub struct GuestRam {
     meter: Meter,
     pub(crate) pagemap: Option<Pagemap>,
     pub(crate) restored: Option<Restored>,
+    huge_pages: HugePages,
+    /// Once pages may be merged.
+    pub(crate) merged: OnceLock<Merged>,
 }
 
 impl GuestRam {
@@ -139,7 +143,7 @@ impl GuestRam {
         if populate == Populate::Prealloc {
             mappings.iter().try_for_each(populate::populate)?;
         }
-        Self::assemble(regions, mappings, backing, None)
+        Self::assemble(regions, mappings, backing, huge_pages, None)
     }
 
     /// Puts mapped regions together.
@@ -147,6 +151,7 @@ impl GuestRam {
         regions: &[RegionSpec],
         mappings: Vec<Mapping>,
         backing: Backing,
+        huge_pages: HugePages,
         restored: Option<Restored>,
     ) -> Result<Self, RamError> {
         let memory = regions
@@ -177,6 +182,8 @@ impl GuestRam {
             meter: Meter::new(),
             pagemap: Pagemap::open(),
             restored,
+            huge_pages,
+            merged: OnceLock::new(),
         })
     }
 
@@ -208,6 +215,11 @@ impl GuestRam {
         self.backing
     }
 
+    /// Whether the host was asked for huge pages.
+    pub(crate) fn huge_pages(&self) -> HugePages {
+        self.huge_pages
+    }
+
     /// Size of all regions in bytes.
     pub fn size_bytes(&self) -> u64 {
         self.regions.iter().map(|region| region.size_bytes).sum()
@@ -235,8 +247,8 @@ impl GuestRam {
     /// returns, as with page reporting.
     ///
     /// Some pages may be left as they are, and are counted as deferred: with [`Backing::Hugetlb2M`] those whose huge page
-    /// is neither asked for in this call nor held, and in [restored](Self::restore) memory those in the middle of a part
-    /// of the file that cannot be cut any more, because the process may have no more mappings. To leave a page unchanged is
+    /// is neither asked for in this call nor held, and in [restored](Self::restore) and in merged memory those in the middle of
+    /// a part of a file that cannot be cut any more, because the process may have no more mappings. To leave a page unchanged is
     /// always right for who gave it away: a guest that expects zeros or a pattern in its free pages (Linux with
     /// `init_on_free` or page poisoning) has put them there. Memory that is discarded as a whole is never
     /// left.
@@ -287,10 +299,23 @@ impl GuestRam {
         let mut pieces: Vec<Piece<'_>> =
             ranges.iter().flat_map(|range| self.clip(*range)).filter_map(|part| self.piece(part)).collect();
         let mut outcome = DiscardOutcome::default();
+        // Kept until all pages are gone, whether or not they are merged: one that is just being merged would come back.
+        let mut merged = self.lock_merged();
         if let Some(restored) = &self.restored {
+            let other_mappings = merged.as_ref().map_or(0, |runs| runs.own_mappings());
+            let mut replaced = Vec::new();
             // SAFETY: every piece was cut to a region's bounds, and its content may vanish since its pages are to be
             // discarded.
-            outcome += unsafe { restored.replace(&mut pieces) }?;
+            let result = unsafe { restored.replace(&mut pieces, other_mappings, &mut replaced) };
+            if let (Some(runs), false) = (&mut merged, replaced.is_empty()) {
+                replaced.into_iter().for_each(|part| runs.note_discarded(part));
+                runs.set_other_mappings(restored.mappings());
+            }
+            outcome += result?;
+        }
+        if let (Some(merged), Some(runs)) = (self.merged.get(), &mut merged) {
+            // SAFETY: as above.
+            outcome += unsafe { merged.replace(runs, &mut pieces) }?;
         }
         // SAFETY: every piece was cut to a region's bounds, and the region's mapping lives as long as `self`. vm-memory
         // hands out raw pointers and volatile slices only, so no Rust reference to guest memory exists.
@@ -355,7 +380,7 @@ impl GuestRam {
 
     /// Bytes of guest memory that the host holds in memory. Pages that were swapped out do not count, except with the
     /// file backings, whose files know only how much is allocated to them. Pages that restored memory shares with the page
-    /// cache do not count either.
+    /// cache, and merged pages, do not count either.
     ///
     /// # Errors
     /// [`RamError::Resident`] if the host does not tell.
@@ -363,12 +388,17 @@ impl GuestRam {
         Ok(self.residency()?.private_bytes)
     }
 
-    /// As [`resident_bytes`](Self::resident_bytes), with the pages that restored memory shares with the page cache.
+    /// As [`resident_bytes`](Self::resident_bytes), with the pages that are shared with others.
     ///
     /// # Errors
     /// [`RamError::Resident`] if the host does not tell.
     pub fn residency(&self) -> Result<Residency, RamError> {
         self.meter.residency(&self.mappings).map_err(|source| RamError::Resident { source })
+    }
+
+    /// From now on the kernel may have merged pages, to be counted apart.
+    pub(crate) fn count_kernel_merged(&self) {
+        self.meter.count_kernel_merged();
     }
 }
 

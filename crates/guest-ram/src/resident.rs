@@ -13,15 +13,20 @@
 //! shared with all machines from the same file, and given up by the host when it needs memory. They are counted apart
 //! (numa_maps: what is mapped and not `anon`; smaps: `Rss` without `Anonymous`); mincore would count all of the
 //! file that is cached.
+//!
+//! Merged memory has stable pages, mapped from files of a name of their own; they are counted apart too. The kernel's KSM leaves its
+//! pages among the anonymous ones, and tells their number for the process as a whole only (/proc/self/ksm_merging_pages,
+//! Linux 5.19).
 
 use std::fs::File;
 use std::io::{self, Read, Seek};
 use std::ops::AddAssign;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use ebb_abi::PAGE_SIZE_BYTES;
 
 use crate::mapping::Mapping;
+use crate::merge::STABLE_FILE_NAME;
 use crate::mincore::{is_in_memory, mincore};
 
 /// Unit of `st_blocks`, in bytes (stat(2)).
@@ -38,12 +43,16 @@ pub struct Residency {
     /// Bytes of pages of the file that the memory was restored from, mapped and not written to. They belong to the page
     /// cache, and several machines may share them.
     pub file_bytes: u64,
+    /// Bytes of stable pages that are mapped for this memory, and of pages that the kernel has merged (in all of the process): each
+    /// page counts as often as it is mapped, although it is there once.
+    pub merged_bytes: u64,
 }
 
 impl AddAssign for Residency {
     fn add_assign(&mut self, other: Self) {
         self.private_bytes += other.private_bytes;
         self.file_bytes += other.file_bytes;
+        self.merged_bytes += other.merged_bytes;
     }
 }
 
@@ -52,6 +61,8 @@ impl AddAssign for Residency {
 pub(crate) struct Meter {
     /// Kept open: a monitor may have no access to /proc later on.
     accounting: Option<(Accounting, Mutex<File>)>,
+    /// /proc/self/ksm_merging_pages, once it is of interest and if it is there.
+    kernel_merged: OnceLock<Option<Mutex<File>>>,
 }
 
 /// A file in which the kernel accounts for each mapping.
@@ -76,7 +87,28 @@ impl Meter {
     pub(crate) fn new() -> Self {
         let open = |accounting, path| Some((accounting, Mutex::new(File::open(path).ok()?)));
         let numa_maps = open(Accounting::NumaMaps, "/proc/self/numa_maps");
-        Self { accounting: numa_maps.or_else(|| open(Accounting::Smaps, "/proc/self/smaps")) }
+        Self {
+            accounting: numa_maps.or_else(|| open(Accounting::Smaps, "/proc/self/smaps")),
+            kernel_merged: OnceLock::new(),
+        }
+    }
+
+    /// From now on the kernel may have merged pages.
+    pub(crate) fn count_kernel_merged(&self) {
+        self.kernel_merged.get_or_init(|| {
+            let file = File::open("/proc/self/ksm_merging_pages");
+            file.inspect_err(|error| tracing::debug!("merged pages count as private ones: {error}"))
+                .ok()
+                .map(Mutex::new)
+        });
+    }
+
+    fn kernel_merged_bytes(&self) -> u64 {
+        let Some(Some(file)) = self.kernel_merged.get() else { return 0 };
+        let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut text = String::new();
+        let read = file.rewind().and_then(|()| file.read_to_string(&mut text));
+        read.ok().and_then(|_| text.trim().parse::<u64>().ok()).unwrap_or(0) * PAGE_SIZE_BYTES
     }
 
     /// What the host holds of the mappings in memory.
@@ -106,7 +138,12 @@ impl Meter {
             accounting.residency_in(&text, &ranges)
         });
         match accounted {
-            Some(accounted) => sum += accounted,
+            Some(mut accounted) => {
+                let merged_bytes = self.kernel_merged_bytes().min(accounted.private_bytes);
+                accounted.private_bytes -= merged_bytes;
+                accounted.merged_bytes += merged_bytes;
+                sum += accounted;
+            }
             None => {
                 for mapping in anonymous {
                     sum.private_bytes += mincore_bytes(mapping)?;
@@ -122,8 +159,10 @@ impl Meter {
 fn smaps_residency(smaps: &str, ranges: &[(u64, u64)]) -> Option<Residency> {
     let mut found = None;
     let mut counts = false;
+    let mut is_stable = false;
     for line in smaps.lines() {
         if let Some((start, end)) = mapping_line(line) {
+            is_stable = line.split_ascii_whitespace().nth(5).is_some_and(is_stable_file);
             counts = ranges.iter().any(|(address, size)| start < address + size && *address < end);
             continue;
         }
@@ -133,11 +172,12 @@ fn smaps_residency(smaps: &str, ranges: &[(u64, u64)]) -> Option<Residency> {
         }
         let kib: u64 = kib.trim().strip_suffix("kB")?.trim_end().parse().ok()?;
         let residency: &mut Residency = found.get_or_insert_default();
+        let shared_bytes = if is_stable { &mut residency.merged_bytes } else { &mut residency.file_bytes };
         if name == "Rss" {
-            residency.file_bytes += kib * 1024;
+            *shared_bytes += kib * 1024;
         } else {
             // The kernel writes `Rss` first.
-            residency.file_bytes = residency.file_bytes.saturating_sub(kib * 1024);
+            *shared_bytes = shared_bytes.saturating_sub(kib * 1024);
             residency.private_bytes += kib * 1024;
         }
     }
@@ -155,9 +195,10 @@ fn numa_maps_residency(numa_maps: &str, ranges: &[(u64, u64)]) -> Option<Residen
         if !ranges.iter().any(|(address, size)| (*address..address + size).contains(&start)) {
             continue;
         }
-        let (mut anonymous, mut dirty, mut mapped) = (0, 0, None);
+        let (mut anonymous, mut dirty, mut mapped, mut is_stable) = (0, 0, None, false);
         for (name, number) in words.filter_map(|word| word.split_once('=')) {
             match name {
+                "file" => is_stable = is_stable_file(number),
                 "anon" => anonymous = number.parse::<u64>().ok()?,
                 "dirty" => dirty = number.parse::<u64>().ok()?,
                 "mapped" => mapped = Some(number.parse::<u64>().ok()?),
@@ -168,9 +209,15 @@ fn numa_maps_residency(numa_maps: &str, ranges: &[(u64, u64)]) -> Option<Residen
         let mapped = mapped.unwrap_or(anonymous.max(dirty));
         let residency: &mut Residency = found.get_or_insert_default();
         residency.private_bytes += anonymous * PAGE_SIZE_BYTES;
-        residency.file_bytes += mapped.saturating_sub(anonymous) * PAGE_SIZE_BYTES;
+        let shared_bytes = if is_stable { &mut residency.merged_bytes } else { &mut residency.file_bytes };
+        *shared_bytes += u64::saturating_sub(mapped, anonymous) * PAGE_SIZE_BYTES;
     }
     found
+}
+
+/// Whether the path of a mapping is that of a memory file of stable pages.
+fn is_stable_file(path: &str) -> bool {
+    path.strip_prefix("/memfd:").is_some_and(|name| name.starts_with(STABLE_FILE_NAME))
 }
 
 /// Start and end address of a mapping's first line, for example `7f00-8f00 rw-p 00000000 00:00 0`.
@@ -215,7 +262,7 @@ Anonymous:            12 kB
 ";
 
     fn kib(private: u64, file: u64) -> Residency {
-        Residency { private_bytes: private << 10, file_bytes: file << 10 }
+        Residency { private_bytes: private << 10, file_bytes: file << 10, merged_bytes: 0 }
     }
 
     #[test]
@@ -248,7 +295,7 @@ Anonymous:            12 kB
         // SAFETY: the range lies within the mapping; populating changes no content.
         unsafe { madvise(address, 64 << 10, Advice::LinuxPopulateWrite) }.unwrap();
         assert_eq!(mincore_bytes(&mapping).unwrap(), 64 << 10);
-        let residency = Residency { private_bytes: 64 << 10, file_bytes: 0 };
+        let residency = Residency { private_bytes: 64 << 10, ..Residency::default() };
         assert_eq!(Meter::new().residency(&[mapping]).unwrap(), residency);
     }
 }

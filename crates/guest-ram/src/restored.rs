@@ -8,9 +8,7 @@
 //! had there. So a page that is discarded for the first time is replaced by anonymous memory, and from then on is like
 //! all other memory. [`FileRuns`] knows which pages still are the file's.
 //!
-//! The replacement is a piece of a *template*: a mapping that is never touched and has the same policies. `mremap` with
-//! `MREMAP_DONTUNMAP` (Linux 5.7) puts it in place in one step, so no page is ever allocated without the policies, and
-//! threads that could not set them (`mbind`) can discard.
+//! The replacement is a piece of a [template](crate::templates).
 //!
 //! Transparent huge pages are asked for in the anonymous parts only. In a private mapping of a file, Linux
 //! allocates single pages on writes in any case, and `MADV_HUGEPAGE` would make the first touch of a page read 2 MiB.
@@ -21,22 +19,16 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use ebb_abi::{PAGE_SIZE_BYTES, Pfn};
 use rustix::fs::{Stat, fstat};
-use vm_memory::GuestAddress;
 
 use crate::discard::{DiscardOutcome, Piece};
 use crate::image::{Extent, MAX_EXTENTS, merge_across_gaps};
 use crate::mapping::Mapping;
 use crate::ram::{Backing, GuestRam, HugePages, RegionSpec};
+use crate::templates::{Templates, max_mappings};
 use crate::{GuestRange, ImageError, RamError, RamImage};
 use runs::{FileRuns, Verdict};
 
 mod runs;
-
-/// Linux's default of `vm.max_map_count`.
-const DEFAULT_MAX_MAP_COUNT: u64 = 65530;
-
-/// Size of a template, in bytes: what one system call can replace.
-const TEMPLATE_BYTES: u64 = 1 << 30;
 
 /// What is special about memory that was restored.
 #[derive(Debug)]
@@ -46,8 +38,7 @@ pub(crate) struct Restored {
     runs: Mutex<FileRuns>,
     /// Pages in `runs`, so that discards need not lock once there are none.
     file_pages: AtomicU64,
-    /// One a region.
-    templates: Vec<Mapping>,
+    templates: Templates,
 }
 
 impl GuestRam {
@@ -96,19 +87,9 @@ impl GuestRam {
         let max_runs = (max_mappings / 4).min(MAX_EXTENTS as u64) as usize;
         let runs = file_runs(image, max_runs);
 
-        let mut templates = Vec::new();
         let mappings = regions
             .iter()
-            .map(|spec| {
-                let mapping = Mapping::new(spec, Backing::Anonymous, huge_pages)?;
-                let template = RegionSpec {
-                    start: GuestAddress(0),
-                    size_bytes: spec.size_bytes.min(TEMPLATE_BYTES),
-                    host_node: spec.host_node,
-                };
-                templates.push(Mapping::new(&template, Backing::Anonymous, huge_pages)?);
-                Ok(mapping)
-            })
+            .map(|spec| Mapping::new(spec, Backing::Anonymous, huge_pages))
             .collect::<Result<Vec<_>, RamError>>()?;
         let pages: Vec<GuestRange> = regions
             .iter()
@@ -135,9 +116,9 @@ impl GuestRam {
             file_offset_bytes,
             file_pages: AtomicU64::new(runs.pages()),
             runs: Mutex::new(runs),
-            templates,
+            templates: Templates::new(regions, huge_pages)?,
         };
-        Self::assemble(regions, mappings, Backing::Anonymous, Some(restored))
+        Self::assemble(regions, mappings, Backing::Anonymous, huge_pages, Some(restored))
     }
 
     /// Whether the memory came from a file ([`restore`](Self::restore)).
@@ -184,17 +165,24 @@ impl Restored {
 
     /// Makes `pieces` read as zeros as far as they have pages of the file, by replacing them. What is left for an
     /// ordinary discard stays in `pieces`. Pages for which no mappings are left stay as they are and are counted as
-    /// deferred.
+    /// deferred. `other_mappings` is how many mappings guest memory takes for other reasons. `replaced` gets what was
+    /// replaced, in case of an error too.
     ///
     /// # Safety
     /// Each piece must lie within one of the mappings that this was made with, and nobody may rely on its content.
-    pub(crate) unsafe fn replace(&self, pieces: &mut Vec<Piece<'_>>) -> Result<DiscardOutcome, RamError> {
+    pub(crate) unsafe fn replace(
+        &self,
+        pieces: &mut Vec<Piece<'_>>,
+        other_mappings: u64,
+        replaced: &mut Vec<GuestRange>,
+    ) -> Result<DiscardOutcome, RamError> {
         let mut outcome = DiscardOutcome::default();
         // Pages never become the file's again, so what is anonymous now stays so without the lock.
         if self.is_anonymous() {
             return Ok(outcome);
         }
         let mut runs = self.lock();
+        runs.set_other_mappings(other_mappings);
         let mut result = Ok(());
         pieces.retain(|piece| {
             if result.is_err() {
@@ -204,8 +192,15 @@ impl Restored {
                 Verdict::Anonymous => return true,
                 Verdict::Keep => outcome.deferred_bytes += piece.range.size_bytes(),
                 Verdict::Replace => {
+                    outcome.ranges += 1;
+                    let done = |part: GuestRange| {
+                        runs.remove(part);
+                        replaced.push(part);
+                        outcome.bytes += part.size_bytes();
+                        outcome.syscalls += 1;
+                    };
                     // SAFETY: the caller vouches for the piece.
-                    result = unsafe { self.replace_piece(piece, &mut runs, &mut outcome) };
+                    result = unsafe { self.templates.put_over(piece, done) };
                 }
             }
             false
@@ -214,34 +209,14 @@ impl Restored {
         result.map(|()| outcome)
     }
 
-    /// Replaces one piece, as much at a time as there is of the template.
-    ///
-    /// # Safety
-    /// As for [`replace`](Self::replace).
-    unsafe fn replace_piece(
-        &self,
-        piece: &Piece<'_>,
-        runs: &mut FileRuns,
-        outcome: &mut DiscardOutcome,
-    ) -> Result<(), RamError> {
-        let template = &self.templates[piece.region];
-        let step_pages = template.size_bytes() as u64 / PAGE_SIZE_BYTES;
-        outcome.ranges += 1;
-        for done in (0..piece.range.pages).step_by(step_pages as usize) {
-            let part =
-                GuestRange::new(Pfn(piece.range.start.0 + done), step_pages.min(piece.range.pages - done));
-            let address = piece.address + (done * PAGE_SIZE_BYTES) as usize;
-            // SAFETY: the part is guest memory whose content nobody relies on, as the caller vouches, and the template
-            // is a mapping of its own.
-            unsafe { template.copy_over(address, part.size_bytes() as usize) }.map_err(|source| {
-                RamError::Discard { range: part, call: "mremap(MREMAP_DONTUNMAP)", source }
-            })?;
-            // At once: whoever asks next must not take the part for the file's if a later one fails.
-            runs.remove(part);
-            outcome.bytes += part.size_bytes();
-            outcome.syscalls += 1;
-        }
-        Ok(())
+    /// Number of mappings that guest memory takes at most.
+    pub(crate) fn mappings(&self) -> u64 {
+        self.lock().mappings()
+    }
+
+    /// What replaces pages of the file.
+    pub(crate) fn templates(&self) -> &Templates {
+        &self.templates
     }
 
     fn is_anonymous(&self) -> bool {
@@ -312,12 +287,6 @@ pub(crate) fn file_runs(image: &RamImage, max_runs: usize) -> Vec<FileRun> {
         }
     };
     parts.iter().map(run).collect()
-}
-
-/// Mappings that guest memory may take: half of what the process may have.
-fn max_mappings() -> u64 {
-    let text = std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap_or_default();
-    text.trim().parse().unwrap_or(DEFAULT_MAX_MAP_COUNT) / 2
 }
 
 #[cfg(test)]

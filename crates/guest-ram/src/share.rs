@@ -103,7 +103,7 @@ impl GuestRam {
             .zip(files)
             .map(|(spec, file)| Mapping::map(spec, backing, huge_pages, Some(File::from(file))))
             .collect::<Result<Vec<_>, _>>()?;
-        Self::assemble(regions, mappings, backing, None)
+        Self::assemble(regions, mappings, backing, huge_pages, None)
     }
 }
 

@@ -17,7 +17,7 @@ const MIN_PAGES_TO_SPLIT: usize = 64;
 const PAGE: usize = PAGE_SIZE_BYTES as usize;
 
 /// Length that a run of zero pages in the middle of a mapped file must have to be worth two more mappings, see
-/// [`restored`](crate::restored).
+/// [`restored`](crate::restored) and [`merged`](crate::merged).
 const MIN_PAGES_TO_CUT: u64 = 16;
 
 /// What a search for zero pages found.
@@ -68,8 +68,8 @@ impl GuestRam {
         let mut held = [0u8; HUGE_PAGE_SIZE_PAGES as usize];
         let held = &mut held[..block.pages as usize];
         mincore(address, held).map_err(|source| RamError::Resident { source })?;
-        let file_backed = self.restored.as_ref().map_or(Vec::new(), |restored| restored.file_backed(block));
-        if !file_backed.is_empty() && !self.only_private(address, held) {
+        let file_mapped = self.file_mapped(block);
+        if !file_mapped.is_empty() && !self.only_private(address, held) {
             return Ok(());
         }
         let held_pages = held.iter().filter(|state| is_in_memory(**state)).count();
@@ -85,7 +85,7 @@ impl GuestRam {
             if found.len() < MIN_PAGES_TO_SPLIT {
                 return Ok(());
             }
-            if file_backed.is_empty() {
+            if file_mapped.is_empty() {
                 split_huge_page(address + found[0] as usize * PAGE);
             }
         }
@@ -97,18 +97,18 @@ impl GuestRam {
                 _ => runs.push(page),
             }
         }
-        if !file_backed.is_empty() {
+        if !file_mapped.is_empty() {
             let touches_file =
-                |run: &GuestRange| file_backed.iter().any(|part| !part.intersection(*run).is_empty());
+                |run: &GuestRange| file_mapped.iter().any(|part| !part.intersection(*run).is_empty());
             runs.retain(|run| run.pages >= MIN_PAGES_TO_CUT || !touches_file(run));
         }
         zeros.append(&mut runs);
         Ok(())
     }
 
-    /// Makes `held`, mincore's answer for a block with pages of the file that the memory was restored from, say which pages are
-    /// there for this memory alone. Of pages that the guest has not written to, mincore tells whether they are in the page
-    /// cache, and there is nothing to give back. False if the kernel does not tell.
+    /// Makes `held`, mincore's answer for a block with pages of the file that the memory was restored from, or with stable
+    /// pages, say which pages are there for this memory alone. Of pages that the guest has not written to, mincore tells
+    /// whether they are in the page cache, and there is nothing to give back. False if the kernel does not tell.
     fn only_private(&self, address: usize, held: &mut [u8]) -> bool {
         let states = self.pagemap.as_ref().and_then(|pagemap| pagemap.read(address, held.len()).ok());
         let Some(states) = states else { return false };

@@ -34,6 +34,8 @@ pub(crate) struct FileRuns {
     pages: u64,
     /// Borders between anonymous mappings that may not have been merged.
     borders: u64,
+    /// Mappings that guest memory takes for other reasons.
+    other_mappings: u64,
     /// Bound of mappings.
     max_mappings: u64,
     regions: Vec<GuestRange>,
@@ -44,7 +46,12 @@ impl FileRuns {
     pub(crate) fn new(runs: &[GuestRange], regions: Vec<GuestRange>, max_mappings: u64) -> Self {
         let pages = runs.iter().map(|run| run.pages).sum();
         let runs = runs.iter().map(|run| (run.start.0, run.end().0)).collect();
-        Self { runs, pages, borders: 0, max_mappings, regions }
+        Self { runs, pages, borders: 0, other_mappings: 0, max_mappings, regions }
+    }
+
+    /// Tells how many mappings guest memory takes for other reasons.
+    pub(crate) fn set_other_mappings(&mut self, mappings: u64) {
+        self.other_mappings = mappings;
     }
 
     /// Another bound, for tests.
@@ -58,7 +65,7 @@ impl FileRuns {
         self.pages
     }
 
-    /// Number of mappings that guest memory takes at most.
+    /// Number of mappings that guest memory takes at most, apart from those for other reasons.
     pub(crate) fn mappings(&self) -> u64 {
         2 * self.runs.len() as u64 + self.borders + self.regions.len() as u64
     }
@@ -91,7 +98,7 @@ impl FileRuns {
         // Half of the mappings are for whole huge pages, so that single pages do not keep large amounts from going back.
         let limit =
             if range.pages >= HUGE_PAGE_SIZE_PAGES { self.max_mappings } else { self.max_mappings / 2 };
-        if self.mappings() + 2 <= limit { Verdict::Replace } else { Verdict::Keep }
+        if self.mappings() + self.other_mappings + 2 <= limit { Verdict::Replace } else { Verdict::Keep }
     }
 
     /// Notes that `range`, which lies within a region, is anonymous now.

@@ -1,6 +1,6 @@
 use super::*;
 use crate::{Populate, Residency};
-use vm_memory::Bytes;
+use vm_memory::{Bytes, GuestAddress};
 
 const PAGE: u64 = PAGE_SIZE_BYTES;
 const MIB: u64 = 1 << 20;
@@ -86,7 +86,7 @@ fn nothing_is_in_memory_before_it_is_touched() {
     assert_eq!(ram.residency().unwrap(), Residency::default());
     // Reading maps pages of the page cache, with their neighbours.
     assert_eq!(read(&ram, MIB), value(MIB));
-    let Residency { private_bytes, file_bytes } = ram.residency().unwrap();
+    let Residency { private_bytes, file_bytes, .. } = ram.residency().unwrap();
     assert!(private_bytes == 0 && file_bytes >= PAGE, "{private_bytes} {file_bytes}");
     // Writing makes copies.
     fill(&ram, (2 * MIB..3 * MIB).step_by(4096));
