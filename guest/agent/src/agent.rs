@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use ebb_agent::churn::Churn;
 use ebb_agent::clock::ClockReading;
 use ebb_agent::clock_watch::{ClockWatch, Rhythm};
+use ebb_agent::count::Count;
 use ebb_agent::input::{Line, Lines};
 use ebb_agent::meminfo::MemInfo;
 use ebb_agent::memory::Mapping;
@@ -163,6 +164,10 @@ impl Agent {
             Command::Churn { bytes, tasks, seed, operations, seconds } => {
                 let churn = Churn { bytes, tasks, seed, operations, seconds };
                 return self.job(id, || churn.run().and_then(|report| document(&report)));
+            }
+            Command::Count { bytes, tasks, kinds, burst_pages, pause_us, seconds } => {
+                let count = Count { bytes, tasks, kinds, burst_pages, pause_us, seconds };
+                return self.job(id, || count.run().and_then(|report| document(&report)));
             }
             Command::TouchFile { path, bytes } => return self.job(id, || commands::touch_file(&path, bytes)),
             Command::Sleep { ms } => {

@@ -7,6 +7,7 @@ pub mod churn;
 pub mod clock;
 pub mod clock_watch;
 pub mod command_line;
+pub mod count;
 pub mod input;
 pub mod kernel_log;
 pub mod meminfo;

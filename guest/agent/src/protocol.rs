@@ -128,6 +128,21 @@ pub enum Command {
         /// Time limit.
         seconds: Option<u64>,
     },
+    /// Counters in all pages are counted up and checked: see [`crate::count`]. Result: a [`crate::count::CountReport`].
+    Count {
+        /// Memory of all tasks together.
+        bytes: u64,
+        /// Processes.
+        tasks: u32,
+        /// Different contents.
+        kinds: u32,
+        /// Pages between two pauses.
+        burst_pages: u32,
+        /// Length of a pause.
+        pause_us: u64,
+        /// How long it goes on.
+        seconds: u64,
+    },
     /// Reads a file or block device into the page cache. Result: `read_bytes`.
     TouchFile {
         /// Path in the guest.

@@ -8,6 +8,7 @@ use std::process::{Child, ChildStdin, ChildStdout, Command as Program, Stdio};
 use ebb_agent::churn::ChurnReport;
 use ebb_agent::clock::ClockReading;
 use ebb_agent::clock_watch::WatchReport;
+use ebb_agent::count::CountReport;
 use ebb_agent::page_faults::{FaultKind, FaultReport, TaskKind};
 use ebb_agent::protocol::{COMMAND_LIMIT_BYTES, Command, Event, JOB_LIMIT, Request};
 use ebb_agent::timed_reads::ReadReport;
@@ -124,6 +125,23 @@ fn memory_is_churned_and_right() {
     let timed = run(churn(None, Some(1)));
     assert!(timed.operations > 0 && timed.wrong_pages == 0, "{timed:?}");
     assert!(agent.run(churn(None, None)).unwrap_err().contains("never end"));
+}
+
+#[test]
+fn pages_are_counted_up_and_right() {
+    let mut agent = Agent::start();
+    let count = |tasks| Command::Count {
+        bytes: 2 << 20,
+        tasks,
+        kinds: 16,
+        burst_pages: 64,
+        pause_us: 100,
+        seconds: 1,
+    };
+    let report: CountReport = serde_json::from_value(agent.run(count(2)).unwrap()).unwrap();
+    assert!(report.sweeps > 0 && report.increments >= 512 * report.sweeps, "{report:?}");
+    assert_eq!((report.wrong_pages, report.first_wrong), (0, None));
+    assert!(agent.run(count(0)).unwrap_err().contains("tasks: 0"));
 }
 
 #[test]
