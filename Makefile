@@ -20,7 +20,7 @@ help:
 	@echo 'make test    install what is needed and run all tests, those on real guests included'
 	@echo 'make build   the release programs: $(EBB) and ebb-agent beside it, and the module'
 	@echo 'make module  the balloon driver for guests: target/ebb_balloon/RELEASE/ebb_balloon.ko (MODULE_KERNEL=RELEASE)'
-	@echo 'make bench   benchmarks of the balloon device, of guest memory and of the migration engine'
+	@echo 'make bench   benchmarks of the balloon device, of guest memory, of the migration engine and of merging'
 	@echo 'make lint    formatting, clippy with warnings as errors, licences'
 	@echo 'make style   the same without the licences, which are among the tests'
 	@echo 'make doc     the documentation of all crates, with warnings as errors'
@@ -65,7 +65,7 @@ test: deps module
 	$(CARGO) test --locked --workspace
 
 bench:
-	$(CARGO) bench --locked -p ebb-balloon -p ebb-guest-ram -p ebb-migration
+	$(CARGO) bench --locked -p ebb-balloon -p ebb-guest-ram -p ebb-migration -p ebb-page-merge
 
 lint: style
 	$(CARGO) test --locked -p ebb --test licences
