@@ -15,8 +15,8 @@
 //! file that is cached.
 //!
 //! Merged memory has stable pages, mapped from files of a name of their own; they are counted apart too. The kernel's KSM leaves its
-//! pages among the anonymous ones, and tells their number for the process as a whole only (/proc/self/ksm_merging_pages,
-//! Linux 5.19).
+//! pages among the anonymous ones. `KSM` in /proc/self/smaps (Linux 6.7) tells their number; /proc/self/ksm_merging_pages (Linux 5.19),
+//! for the process as a whole, also counts those that were written to since the kernel's last pass.
 
 use std::fs::File;
 use std::io::{self, Read, Seek};
@@ -61,8 +61,8 @@ impl AddAssign for Residency {
 pub(crate) struct Meter {
     /// Kept open: a monitor may have no access to /proc later on.
     accounting: Option<(Accounting, Mutex<File>)>,
-    /// /proc/self/ksm_merging_pages, once it is of interest and if it is there.
-    kernel_merged: OnceLock<Option<Mutex<File>>>,
+    /// Where the kernel tells of pages that it has merged, once that is of interest.
+    kernel_merged: OnceLock<KernelMerged>,
 }
 
 /// A file in which the kernel accounts for each mapping.
@@ -95,20 +95,14 @@ impl Meter {
 
     /// From now on the kernel may have merged pages.
     pub(crate) fn count_kernel_merged(&self) {
-        self.kernel_merged.get_or_init(|| {
-            let file = File::open("/proc/self/ksm_merging_pages");
-            file.inspect_err(|error| tracing::debug!("merged pages count as private ones: {error}"))
-                .ok()
-                .map(Mutex::new)
+        let open = |path| {
+            let file = File::open(path).inspect_err(|error| tracing::debug!("{path}: {error}"));
+            file.ok().map(Mutex::new)
+        };
+        self.kernel_merged.get_or_init(|| KernelMerged {
+            smaps: open("/proc/self/smaps"),
+            of_process: open("/proc/self/ksm_merging_pages"),
         });
-    }
-
-    fn kernel_merged_bytes(&self) -> u64 {
-        let Some(Some(file)) = self.kernel_merged.get() else { return 0 };
-        let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut text = String::new();
-        let read = file.rewind().and_then(|()| file.read_to_string(&mut text));
-        read.ok().and_then(|_| text.trim().parse::<u64>().ok()).unwrap_or(0) * PAGE_SIZE_BYTES
     }
 
     /// What the host holds of the mappings in memory.
@@ -126,20 +120,21 @@ impl Meter {
         if anonymous.is_empty() {
             return Ok(sum);
         }
+        let ranges: Vec<_> =
+            anonymous.iter().map(|mapping| (mapping.address() as u64, mapping.size_bytes() as u64)).collect();
         let accounted = self.accounting.as_ref().and_then(|(accounting, file)| {
             let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
             let mut text = String::new();
             file.rewind().ok()?;
             file.read_to_string(&mut text).ok()?;
-            let ranges: Vec<_> = anonymous
-                .iter()
-                .map(|mapping| (mapping.address() as u64, mapping.size_bytes() as u64))
-                .collect();
             accounting.residency_in(&text, &ranges)
         });
         match accounted {
             Some(mut accounted) => {
-                let merged_bytes = self.kernel_merged_bytes().min(accounted.private_bytes);
+                let merged_bytes = self
+                    .kernel_merged
+                    .get()
+                    .map_or(0, |merged| merged.bytes_in(&ranges).min(accounted.private_bytes));
                 accounted.private_bytes -= merged_bytes;
                 accounted.merged_bytes += merged_bytes;
                 sum += accounted;
@@ -152,6 +147,45 @@ impl Meter {
         }
         Ok(sum)
     }
+}
+
+/// Where the kernel tells of pages that it has merged.
+#[derive(Debug)]
+struct KernelMerged {
+    smaps: Option<Mutex<File>>,
+    of_process: Option<Mutex<File>>,
+}
+
+impl KernelMerged {
+    /// Bytes of merged pages in `ranges` (address, size in bytes), or, with older kernels, in the process.
+    fn bytes_in(&self, ranges: &[(u64, u64)]) -> u64 {
+        let read = |file: &Option<Mutex<File>>| {
+            let mut file = file.as_ref()?.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut text = String::new();
+            file.rewind().ok()?;
+            file.read_to_string(&mut text).ok()?;
+            Some(text)
+        };
+        let in_ranges = || ksm_bytes(&read(&self.smaps)?, ranges);
+        let of_process = || Some(read(&self.of_process)?.trim().parse::<u64>().ok()? * PAGE_SIZE_BYTES);
+        in_ranges().or_else(of_process).unwrap_or(0)
+    }
+}
+
+/// Sums up the pages merged by the kernel in those mappings of an smaps text that overlap one of `ranges` (address, size in bytes).
+/// `None` if the text does not tell.
+fn ksm_bytes(smaps: &str, ranges: &[(u64, u64)]) -> Option<u64> {
+    let mut sum = None;
+    let mut counts = false;
+    for line in smaps.lines() {
+        if let Some((start, end)) = mapping_line(line) {
+            counts = ranges.iter().any(|(address, size)| start < address + size && *address < end);
+        } else if let Some(kib) = line.strip_prefix("KSM:").filter(|_| counts) {
+            let kib: u64 = kib.trim().strip_suffix("kB")?.trim_end().parse().ok()?;
+            *sum.get_or_insert(0) += kib * 1024;
+        }
+    }
+    sum
 }
 
 /// Sums up the mappings in an smaps text that overlap one of `ranges` (address, size in bytes). `None` if the text
@@ -285,6 +319,27 @@ Anonymous:            12 kB
         assert_eq!(numa_maps_residency(text, &[(0x40000, 0x1000)]), None);
         assert_eq!(numa_maps_residency(text, &[(0x50000, 0x1000)]), Some(kib(12, 24)));
         assert_eq!(numa_maps_residency(text, &[(0x60000, 0x1000)]), Some(kib(12, 8)));
+    }
+
+    #[test]
+    fn stable_pages_are_told_from_those_of_other_files() {
+        let merged = |private: u64, file: u64, merged: u64| Residency {
+            merged_bytes: merged << 10,
+            ..kib(private, file)
+        };
+        let smaps = SMAPS.replace("fe:00 9   /snapshot", "00:01 9   /memfd:ebb-stable (deleted)");
+        assert_eq!(smaps_residency(&smaps, &[(0x10000, 0x40000)]), Some(merged(28, 8, 8)));
+        let numa_maps = "10000 default file=/memfd:ebb-stable\\040(deleted) anon=3 dirty=3 mapped=9 N0=9\n\
+            20000 default file=/memfd:stable mapped=2 N0=2\n30000 default anon=1\n";
+        assert_eq!(numa_maps_residency(numa_maps, &[(0x10000, 0x30000)]), Some(merged(16, 8, 24)));
+    }
+
+    #[test]
+    fn pages_merged_by_the_kernel_are_summed_where_it_tells() {
+        assert_eq!(ksm_bytes(SMAPS, &[(0x10000, 0x40000)]), None);
+        let smaps = SMAPS.replace("AnonHugePages:         0 kB", "KSM:                   8 kB");
+        assert_eq!(ksm_bytes(&smaps, &[(0x10000, 0x40000)]), Some(8 << 10));
+        assert_eq!(ksm_bytes(&smaps, &[(0x30000, 0x1000)]), None);
     }
 
     #[test]
