@@ -8,13 +8,41 @@
 //! through [`StableStore`] only.
 #![forbid(unsafe_code)]
 
+mod advisor;
+mod blocks;
+pub mod broker;
+mod control;
+mod domain;
 mod hash;
+mod join;
 pub mod kernel;
+mod local;
 pub mod memory;
+mod merger;
+pub mod owner;
+mod pace;
+mod record;
+mod replace;
+mod scan;
+mod settings;
 mod slots;
+mod statistics;
 pub mod store;
+mod table;
+#[cfg(feature = "testing")]
+#[allow(clippy::missing_panics_doc)]
+pub mod testing;
+mod worker;
 
+pub use advisor::Advisor;
+pub use control::{Control, Paused};
 pub use hash::PageHasher;
+pub use local::LocalStore;
 pub use memory::{Content, Look, Memory, Node, PageHash, Replace, Replaced, Secret, Target};
+pub use merger::{DomainId, MemberId, Merger, Step};
+pub use pace::Effort;
+pub use settings::{AdvisorMode, MAX_PAGE_SHARING, Nodes, Run, Settings, SettingsError};
 pub use slots::Slots;
+pub use statistics::Statistics;
 pub use store::{Answer, Slot, StableStore, StoreCounts, StoreError};
+pub use worker::{Clock, SystemClock, Worker};

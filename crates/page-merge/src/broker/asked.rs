@@ -1,0 +1,276 @@
+//! Hashes that clients have asked for and that have no stable page: eight bytes each, and no more than a limit for each client.
+
+use std::collections::BTreeMap;
+use std::hash::{BuildHasher, RandomState};
+
+use crate::memory::PageHash;
+
+/// Smallest table.
+const LEAST_PLACES: usize = 64;
+
+/// A client within one table. Numbers are given again when a client has been forgotten.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Asker(pub(super) u16);
+
+impl Asker {
+    /// One more than the largest number.
+    pub(super) const LIMIT: u16 = (1 << 15) - 1;
+}
+
+/// Nothing has been here.
+const EMPTY: u64 = 0;
+
+/// Something was here: whoever looks for what is behind it must go on.
+const REMOVED: u64 = u64::MAX;
+
+/// Bits above the hash: a bit for the half, and the client's number plus one, so that nothing looks like [`EMPTY`] or [`REMOVED`].
+const HALF: u64 = 1 << 63;
+
+/// An open-addressing table of hashes and the clients that asked for them.
+///
+/// A client's hashes are in two halves. When the newer one is full, the older one is forgotten: what a client asked for last is
+/// remembered at least until it has asked for half its limit of others.
+#[derive(Debug)]
+pub(super) struct Asked {
+    places: Vec<u64>,
+    /// Places that are not [`EMPTY`].
+    used: usize,
+    live: usize,
+    clients: BTreeMap<Asker, Halves>,
+    /// Clients choose the hashes; they must not choose the places.
+    keys: RandomState,
+}
+
+/// How many hashes of a client are remembered.
+#[derive(Clone, Copy, Debug, Default)]
+struct Halves {
+    newer: u32,
+    older: u32,
+    /// The bit of the newer half.
+    bit: u64,
+}
+
+/// Who has asked for a hash before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Before {
+    /// Nobody else.
+    Nobody,
+    /// Another client.
+    Another,
+}
+
+impl Asked {
+    pub(super) fn new() -> Self {
+        Self {
+            places: vec![EMPTY; LEAST_PLACES],
+            used: 0,
+            live: 0,
+            clients: BTreeMap::new(),
+            keys: RandomState::new(),
+        }
+    }
+
+    /// Remembers that `asker` asked for `hash`, forgetting what it asked for long ago beyond `limit` hashes.
+    pub(super) fn ask(&mut self, hash: PageHash, asker: Asker, limit: u32) -> Before {
+        self.make_room(asker, limit);
+        let mut before = Before::Nobody;
+        let mut free = None;
+        let mut own = None;
+        for place in self.chain(hash) {
+            match self.places[place] {
+                EMPTY => {
+                    free = free.or(Some(place));
+                    break;
+                }
+                REMOVED => free = free.or(Some(place)),
+                entry if hash_of(entry) != hash.get() => {}
+                entry if asker_of(entry) == asker => own = Some(place),
+                _ => before = Before::Another,
+            }
+        }
+        let halves = self.clients.entry(asker).or_default();
+        let entry = halves.bit | u64::from(asker.0 + 1) << PageHash::BITS | hash.get();
+        if let Some(place) = own {
+            if self.places[place] != entry {
+                halves.older -= 1;
+                halves.newer += 1;
+                self.places[place] = entry;
+            }
+        } else if let Some(place) = free {
+            halves.newer += 1;
+            self.live += 1;
+            self.used += usize::from(self.places[place] == EMPTY);
+            self.places[place] = entry;
+        }
+        before
+    }
+
+    /// Forgets a hash, and appends who had asked for it.
+    pub(super) fn take(&mut self, hash: PageHash, askers: &mut Vec<Asker>) {
+        for place in self.chain(hash) {
+            match self.places[place] {
+                EMPTY => break,
+                REMOVED => {}
+                entry if hash_of(entry) == hash.get() => {
+                    askers.push(asker_of(entry));
+                    self.remove(place);
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// Forgets a client.
+    pub(super) fn forget(&mut self, asker: Asker) {
+        if self.clients.remove(&asker).is_some() {
+            self.rebuild(|entry| asker_of(entry) != asker);
+        }
+    }
+
+    /// Number of hashes, counted for each client that asked.
+    pub(super) fn len(&self) -> usize {
+        self.live
+    }
+
+    /// Memory of the table.
+    #[cfg(test)]
+    fn bytes(&self) -> usize {
+        self.places.len() * size_of::<u64>()
+    }
+
+    /// The places where `hash` may be, in order.
+    fn chain(&self, hash: PageHash) -> impl Iterator<Item = usize> + use<> {
+        let mask = self.places.len() - 1;
+        let first = self.keys.hash_one(hash.get()) as usize;
+        (0..=mask).map(move |step| first.wrapping_add(step) & mask)
+    }
+
+    fn remove(&mut self, place: usize) {
+        let entry = std::mem::replace(&mut self.places[place], REMOVED);
+        self.live -= 1;
+        if let Some(halves) = self.clients.get_mut(&asker_of(entry)) {
+            if entry & HALF == halves.bit {
+                halves.newer -= 1;
+            } else {
+                halves.older -= 1;
+            }
+        }
+    }
+
+    fn make_room(&mut self, asker: Asker, limit: u32) {
+        let halves = self.clients.entry(asker).or_default();
+        if halves.newer >= (limit / 2).max(1) {
+            let old = halves.bit ^ HALF;
+            let any = halves.older > 0;
+            *halves = Halves { newer: 0, older: halves.newer, bit: old };
+            if any {
+                self.rebuild(|entry| asker_of(entry) != asker || entry & HALF != old);
+            }
+        }
+        // A quarter stays free, so that chains are short.
+        if (self.used + 1) * 4 > self.places.len() * 3 {
+            self.rebuild(|_| true);
+        }
+    }
+
+    /// Makes a table of the right size out of the entries that `keep` keeps.
+    fn rebuild(&mut self, keep: impl Fn(u64) -> bool) {
+        let keep = |entry: u64| entry != EMPTY && entry != REMOVED && keep(entry);
+        let live = self.places.iter().filter(|&&entry| keep(entry)).count();
+        let size = ((live + 1) * 2).next_power_of_two().max(LEAST_PLACES);
+        let old = std::mem::replace(&mut self.places, vec![EMPTY; size]);
+        for entry in old.into_iter().filter(|&entry| keep(entry)) {
+            let mut chain = self.chain(PageHash::new(entry));
+            if let Some(place) = chain.find(|&place| self.places[place] == EMPTY) {
+                self.places[place] = entry;
+            }
+        }
+        (self.live, self.used) = (live, live);
+    }
+}
+
+fn hash_of(entry: u64) -> u64 {
+    PageHash::new(entry).get()
+}
+
+fn asker_of(entry: u64) -> Asker {
+    Asker(((entry & !HALF) >> PageHash::BITS) as u16 - 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[derive(Clone, Copy, Debug)]
+    enum Step {
+        Ask(u64, u16),
+        Take(u64),
+        Forget(u16),
+    }
+
+    fn step() -> impl Strategy<Value = Step> {
+        let client = prop::sample::select(vec![0_u16, 1, 2, Asker::LIMIT - 1]);
+        // Hashes of all ones and of all zeros are like any others.
+        let hash = prop_oneof![0..40_u64, Just(PageHash::new(u64::MAX).get())];
+        prop_oneof![
+            20 => (hash.clone(), client.clone()).prop_map(|(hash, client)| Step::Ask(hash, client)),
+            5 => hash.prop_map(Step::Take),
+            1 => client.prop_map(Step::Forget),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn without_reaching_the_limit_it_is_a_set(steps in prop::collection::vec(step(), 0..400)) {
+            let mut asked = Asked::new();
+            let mut model = BTreeSet::new();
+            for step in steps {
+                match step {
+                    Step::Ask(hash, client) => {
+                        let others = model.iter().any(|&(h, c)| h == hash && c != client);
+                        let expected = if others { Before::Another } else { Before::Nobody };
+                        prop_assert_eq!(asked.ask(PageHash::new(hash), Asker(client), 1000), expected);
+                        model.insert((hash, client));
+                    }
+                    Step::Take(hash) => {
+                        let mut askers = Vec::new();
+                        asked.take(PageHash::new(hash), &mut askers);
+                        askers.sort();
+                        let expected: Vec<_> =
+                            model.iter().filter(|(h, _)| *h == hash).map(|&(_, c)| Asker(c)).collect();
+                        prop_assert_eq!(askers, expected);
+                        model.retain(|(h, _)| *h != hash);
+                    }
+                    Step::Forget(client) => {
+                        asked.forget(Asker(client));
+                        model.retain(|(_, c)| *c != client);
+                    }
+                }
+                prop_assert_eq!(asked.len(), model.len());
+            }
+        }
+    }
+
+    #[test]
+    fn the_oldest_are_forgotten_and_memory_stays_bounded() {
+        let mut asked = Asked::new();
+        let (flooding, other) = (Asker(0), Asker(1));
+        asked.ask(PageHash::new(1 << 40), other, 1000);
+        for hash in 0..100_000 {
+            asked.ask(PageHash::new(hash), flooding, 1000);
+            assert!(asked.len() <= 1001);
+        }
+        assert!(asked.bytes() <= 4096 * 8, "{} bytes", asked.bytes());
+        // The last half of its limit is remembered, the first hashes are not, and others lose nothing.
+        assert_eq!(asked.ask(PageHash::new(99_501), other, 1000), Before::Another);
+        assert_eq!(asked.ask(PageHash::new(5), other, 1000), Before::Nobody);
+        assert_eq!(asked.ask(PageHash::new(1 << 40), flooding, 1000), Before::Another);
+        asked.forget(flooding);
+        assert_eq!(asked.len(), 3);
+        assert_eq!(asked.bytes(), LEAST_PLACES * 8);
+    }
+}

@@ -1,0 +1,239 @@
+//! The domains of a broker, and what their clients may ask for. A client's requests reach the ledger of its domain only.
+
+use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
+
+use crate::hash::PageHasher;
+use crate::memory::{Node, Secret};
+use crate::store::{Answer, Slot};
+
+use super::error::Refusal;
+use super::hello::{Hello, Placement, Welcome};
+use super::ledger::{Ledger, MemberId, NoRoom};
+use super::limits::{BATCH_NEWS, Limits, ToldLimits};
+use super::message::{BATCH_CLOSED, Reply, Request};
+use super::name::{DomainName, DomainRule};
+use super::pages::SealedPages;
+use super::status::{DomainStatus, NodeStatus};
+
+/// All domains.
+#[derive(Debug)]
+pub(super) struct Domains {
+    rules: Vec<DomainRule>,
+    limits: Limits,
+    /// The host's nodes with memory.
+    nodes: Vec<u32>,
+    /// The broker's own user.
+    user: u32,
+    domains: BTreeMap<DomainName, Domain>,
+}
+
+#[derive(Debug)]
+struct Domain {
+    ledger: Ledger<SealedPages>,
+    secret: Secret,
+    placement: Placement,
+    clients: usize,
+    lost: usize,
+}
+
+/// A client, where it belongs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Membership {
+    domain: DomainName,
+    member: MemberId,
+}
+
+/// A message for a client, with the descriptor that goes with it.
+pub(super) type Parcel = (Vec<u8>, Option<OwnedFd>);
+
+/// What is left of a client that is not connected any more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Rest {
+    Nothing,
+    /// Its process has stable pages mapped.
+    Holds,
+}
+
+impl Domains {
+    /// With no rules, every domain is served, to the broker's own user.
+    pub(super) fn new(rules: Vec<DomainRule>, limits: Limits, nodes: Vec<u32>, user: u32) -> Self {
+        Self { rules, limits, nodes, user, domains: BTreeMap::new() }
+    }
+
+    /// Lets a client in, if its user may join the domain.
+    pub(super) fn join(&mut self, hello: Hello, user: u32) -> Result<(Membership, Parcel), Refusal> {
+        let Hello { domain: name, placement } = hello;
+        let allowed = if self.rules.is_empty() {
+            self.user
+        } else {
+            let rule = self.rules.iter().find(|rule| rule.name == name);
+            let rule = rule.ok_or_else(|| Refusal::Domain(name.clone()))?;
+            rule.user.unwrap_or(self.user)
+        };
+        if user != allowed && user != 0 {
+            return Err(Refusal::User { domain: name, user });
+        }
+        if let Some(domain) = self.domains.get(&name).filter(|domain| domain.placement != placement) {
+            let theirs = domain.placement;
+            return Err(Refusal::Placement { domain: name, theirs, wish: placement });
+        }
+        let domain = match self.domains.entry(name.clone()) {
+            std::collections::btree_map::Entry::Occupied(domain) => domain.into_mut(),
+            std::collections::btree_map::Entry::Vacant(place) => {
+                place.insert(Domain::new(placement, self.limits).map_err(Refusal::Random)?)
+            }
+        };
+        let member = domain.ledger.join().ok_or(Refusal::Clients(self.limits.clients))?;
+        domain.clients += 1;
+        let welcome = Welcome {
+            secret: domain.secret.0,
+            nodes: self.nodes.clone(),
+            limits: ToldLimits::from(&self.limits),
+        };
+        Ok((Membership { domain: name, member }, (Reply::Welcome(welcome).encode(), None)))
+    }
+
+    /// Does what a client asks for, and appends the answer.
+    pub(super) fn request(
+        &mut self,
+        membership: &Membership,
+        request: Request<'_>,
+        parcels: &mut Vec<Parcel>,
+    ) -> Result<(), Refusal> {
+        let Membership { domain: name, member } = membership;
+        let member = *member;
+        // A membership ends with its domain at the earliest.
+        let Some(domain) = self.domains.get_mut(name) else { return Err(Refusal::NoHello) };
+        let known_node = |node: Node| match domain.placement {
+            Placement::Across if node == Node::ANY => Ok(()),
+            Placement::Apart if self.nodes.contains(&node.0) => Ok(()),
+            _ => Err(Refusal::Node { node: node.0, nodes: self.nodes.clone() }),
+        };
+        let reply = match request {
+            Request::Hello(_) => return Err(Refusal::SecondHello),
+            Request::Updates(updates) => {
+                for (change, slot) in updates {
+                    domain.ledger.change(member, change, slot)?;
+                }
+                return Ok(());
+            }
+            Request::Query { node, hashes } => {
+                known_node(node)?;
+                let mut answers = Vec::with_capacity(hashes.len());
+                domain.ledger.query(member, node, &hashes, &mut answers);
+                let slots = answers.iter().filter_map(|answer| match answer {
+                    Answer::Stable(slot) => Some(*slot),
+                    Answer::Unknown | Answer::Wanted => None,
+                });
+                domain.announce(member, slots, parcels)?;
+                Reply::Answers(answers)
+            }
+            Request::Publish { node, contents } => {
+                known_node(node)?;
+                let mut slots = Vec::new();
+                match domain.ledger.publish(member, node, contents, &mut slots) {
+                    Ok(()) => {
+                        domain.announce(member, slots.iter().copied(), parcels)?;
+                        Reply::Slots(slots)
+                    }
+                    Err(error) => {
+                        let errno = match &error {
+                            NoRoom::Domain(_) | NoRoom::Client(_) => rustix::io::Errno::DQUOT,
+                            NoRoom::Reservations(_) => rustix::io::Errno::BUSY,
+                            NoRoom::System(_) => rustix::io::Errno::NOMEM,
+                        };
+                        Reply::NoRoom { errno: errno.raw_os_error(), reason: error.to_string() }
+                    }
+                }
+            }
+            Request::News => Reply::News(domain.ledger.take_news(member, BATCH_NEWS)),
+        };
+        let closed = domain.ledger.take_closed(member, BATCH_CLOSED);
+        if !closed.is_empty() {
+            parcels.push((Reply::Closed(closed).encode(), None));
+        }
+        parcels.push((reply.encode(), None));
+        Ok(())
+    }
+
+    /// A connection is over, and the process behind it may live.
+    pub(super) fn disconnect(&mut self, membership: &Membership) -> Rest {
+        let Some(domain) = self.domains.get_mut(&membership.domain) else { return Rest::Nothing };
+        domain.clients -= 1;
+        if domain.ledger.disconnect(membership.member) {
+            domain.lost += 1;
+            return Rest::Holds;
+        }
+        self.end_if_unused(&membership.domain);
+        Rest::Nothing
+    }
+
+    /// The process of a client that was [disconnected](Self::disconnect) and held something has ended.
+    pub(super) fn bury(&mut self, membership: &Membership) {
+        let Some(domain) = self.domains.get_mut(&membership.domain) else { return };
+        domain.lost -= 1;
+        domain.ledger.leave(membership.member);
+        self.end_if_unused(&membership.domain);
+    }
+
+    pub(super) fn status(&self) -> Vec<DomainStatus> {
+        self.domains.iter().map(|(name, domain)| domain.status(name)).collect()
+    }
+
+    /// The next clients of a domain may want another placement, and get another secret.
+    fn end_if_unused(&mut self, name: &DomainName) {
+        if self.domains.get(name).is_some_and(|domain| domain.clients == 0 && domain.lost == 0) {
+            self.domains.remove(name);
+        }
+    }
+}
+
+impl Domain {
+    fn new(placement: Placement, limits: Limits) -> rustix::io::Result<Self> {
+        let mut secret = [0; 32];
+        // getrandom(2) fills requests of up to 256 bytes completely.
+        rustix::rand::getrandom(&mut secret, rustix::rand::GetRandomFlags::empty())?;
+        let secret = Secret(secret);
+        let ledger = Ledger::new(SealedPages::new(), PageHasher::new(&secret), limits);
+        Ok(Self { ledger, secret, placement, clients: 0, lost: 0 })
+    }
+
+    /// Tells a client of segments that it has not heard of.
+    fn announce(
+        &mut self,
+        member: MemberId,
+        slots: impl Iterator<Item = Slot>,
+        parcels: &mut Vec<Parcel>,
+    ) -> Result<(), Refusal> {
+        for slot in slots {
+            if self.ledger.announce(member, slot.segment) {
+                let (descriptor, pages) =
+                    self.ledger.pages().reader(slot.segment).map_err(Refusal::Segment)?;
+                let announcement = Reply::Segment { number: slot.segment, pages };
+                parcels.push((announcement.encode(), Some(descriptor)));
+            }
+        }
+        Ok(())
+    }
+
+    fn status(&self, name: &DomainName) -> DomainStatus {
+        use super::ledger::Pages as _;
+        let node = |node: Node| (node != Node::ANY).then_some(node.0);
+        let nodes = self.ledger.counts().into_iter().map(|(number, counts)| NodeStatus {
+            node: node(number),
+            stable_pages: counts.pages,
+            sharers: counts.shares,
+            reservations: counts.reservations,
+            remembered_hashes: counts.asked,
+        });
+        DomainStatus {
+            name: name.clone(),
+            placement: self.placement,
+            clients: self.clients,
+            segments: self.ledger.pages().segments(),
+            segment_pages: self.ledger.pages().capacity(),
+            nodes: nodes.collect(),
+        }
+    }
+}

@@ -1,0 +1,488 @@
+//! Who has which stable page of a domain, and when a slot may be used again. No input or output: tests go through all orders of
+//! events.
+//!
+//! The rule that everything rests on: **the content of a slot never changes while anybody holds it**, be it by a share or by a
+//! reservation. A client may have a page mapped from its reservation on, and a client whose connection is lost has it mapped
+//! still; only the end of its process ends its holds.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::io;
+
+use crate::hash::PageHasher;
+use crate::memory::{Node, PageHash};
+use crate::store::{Answer, Slot};
+
+use super::asked::{Asked, Asker, Before};
+use super::limits::Limits;
+use super::message::{Change, PAGE};
+
+/// Memory files of a domain's stable pages.
+pub(super) trait Pages {
+    /// Appends free slots on `node`, neighbours as far as possible; none after an error.
+    fn allocate(&mut self, node: Node, pages: usize, slots: &mut Vec<Slot>) -> io::Result<()>;
+    /// Fills neighbouring slots from `first` on, which nobody else knows.
+    fn write(&mut self, first: Slot, contents: &[u8]) -> io::Result<()>;
+    /// Copies a page that was written.
+    fn read(&self, slot: Slot, content: &mut [u8]) -> io::Result<()>;
+    /// Gives back a slot that nobody holds. The segment that was closed with it, if it was its last one.
+    fn free(&mut self, slot: Slot) -> Option<u32>;
+    /// Pages that the segments may have memory for.
+    fn capacity(&self) -> u64;
+}
+
+/// A client of the domain. Numbers are given again.
+pub(super) type MemberId = u16;
+
+/// A client did what none does. Its connection ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("it changed slot {index} of segment {segment}, which it does not hold like that", segment = .0.segment, index = .0.index)]
+pub(super) struct NotHeld(Slot);
+
+/// Nothing was published.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum NoRoom {
+    #[error("the domain's quota of {0} stable pages is used up")]
+    Domain(u64),
+    #[error("one client may have published {0} of the stable pages at a time")]
+    Client(u64),
+    #[error("one client may have {0} reservations at a time")]
+    Reservations(u32),
+    #[error(transparent)]
+    System(#[from] io::Error),
+}
+
+/// What there is in a domain.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct NodeCounts {
+    /// Stable pages.
+    pub pages: u64,
+    /// Shares of them.
+    pub shares: u64,
+    /// Reservations.
+    pub reservations: u64,
+    /// Hashes that are remembered.
+    pub asked: u64,
+}
+
+/// The state of a domain.
+#[derive(Debug)]
+pub(super) struct Ledger<P> {
+    pages: P,
+    hasher: PageHasher,
+    limits: Limits,
+    shelves: BTreeMap<Node, Shelf>,
+    stable: HashMap<Slot, Page>,
+    members: BTreeMap<MemberId, Member>,
+}
+
+/// Stable pages and unanswered hashes of one node.
+#[derive(Debug)]
+struct Shelf {
+    index: HashMap<PageHash, Duplicates>,
+    asked: Asked,
+}
+
+/// Stable pages with one content.
+#[derive(Debug, Default)]
+struct Duplicates {
+    /// Those that may get more sharers; the last one does next.
+    roomy: Vec<Slot>,
+    /// Number of those that have as many as they may.
+    full: u32,
+}
+
+/// Where a stable page stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Standing {
+    Roomy,
+    Full,
+    Retired,
+}
+
+#[derive(Debug)]
+struct Page {
+    node: Node,
+    hash: PageHash,
+    holds: u32,
+    standing: Standing,
+    publisher: Option<MemberId>,
+}
+
+#[derive(Debug, Default)]
+struct Member {
+    holds: HashMap<Slot, Hold>,
+    reservations: u32,
+    published: u64,
+    segments: BTreeSet<u32>,
+    closed: Vec<u32>,
+    news: VecDeque<(Node, PageHash)>,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Hold {
+    reserved: u32,
+    shared: u32,
+}
+
+impl Hold {
+    const fn is_empty(self) -> bool {
+        self.reserved == 0 && self.shared == 0
+    }
+}
+
+impl<P: Pages> Ledger<P> {
+    pub(super) fn new(pages: P, hasher: PageHasher, limits: Limits) -> Self {
+        Self {
+            pages,
+            hasher,
+            limits,
+            shelves: BTreeMap::new(),
+            stable: HashMap::new(),
+            members: BTreeMap::new(),
+        }
+    }
+
+    pub(super) fn pages(&self) -> &P {
+        &self.pages
+    }
+
+    /// One more client; `None` if there are too many.
+    pub(super) fn join(&mut self) -> Option<MemberId> {
+        let id = (0..Asker::LIMIT).find(|id| !self.members.contains_key(id))?;
+        self.members.insert(id, Member::default());
+        Some(id)
+    }
+
+    /// Answers for each hash; a slot in them is reserved for the client.
+    pub(super) fn query(
+        &mut self,
+        member: MemberId,
+        node: Node,
+        hashes: &[PageHash],
+        answers: &mut Vec<Answer>,
+    ) {
+        for &hash in hashes {
+            let answer = self.answer(member, node, hash);
+            answers.push(answer);
+        }
+    }
+
+    fn answer(&mut self, member: MemberId, node: Node, hash: PageHash) -> Answer {
+        let shelf = self.shelves.entry(node).or_insert_with(Shelf::new);
+        if let Some(duplicates) = shelf.index.get(&hash) {
+            let Some(&slot) = duplicates.roomy.last() else { return Answer::Wanted };
+            if !self.may_reserve(member, 1) {
+                return Answer::Unknown;
+            }
+            self.reserve(member, slot);
+            return Answer::Stable(slot);
+        }
+        match shelf.asked.ask(hash, Asker(member), self.limits.remembered_hashes) {
+            Before::Nobody => Answer::Unknown,
+            Before::Another => Answer::Wanted,
+        }
+    }
+
+    /// Makes stable pages, or finds equal ones. Each page is found under its own hash, whatever the client thinks that is: a
+    /// client cannot make others look at pages that are not what they ask for.
+    pub(super) fn publish(
+        &mut self,
+        member: MemberId,
+        node: Node,
+        contents: &[u8],
+        slots: &mut Vec<Slot>,
+    ) -> Result<(), NoRoom> {
+        let pages: Vec<&[u8]> = contents.chunks_exact(PAGE).collect();
+        if !self.may_reserve(member, pages.len() as u32) {
+            return Err(NoRoom::Reservations(self.limits.reservations));
+        }
+        let hashes: Vec<PageHash> = pages.iter().map(|page| self.hasher.hash(page)).collect();
+        // What there is already is reserved before anything else, so that it has room for all of them.
+        let mut found = Vec::with_capacity(pages.len());
+        for (page, &hash) in pages.iter().zip(&hashes) {
+            let slot = self.find(node, hash, page);
+            if let Some(slot) = slot {
+                self.reserve(member, slot);
+            }
+            found.push(slot);
+        }
+        let missing = pages.iter().zip(&found).filter(|(_, slot)| slot.is_none());
+        let missing: Vec<&[u8]> = missing.map(|(page, _)| *page).collect();
+        let fresh = match self.make(member, node, &missing) {
+            Ok(fresh) => fresh,
+            Err(error) => {
+                found.into_iter().flatten().for_each(|slot| self.end_reservation(member, slot));
+                return Err(error);
+            }
+        };
+        let mut fresh = fresh.into_iter();
+        for (slot, hash) in found.into_iter().zip(hashes) {
+            let slot = match slot {
+                Some(slot) => slot,
+                None => {
+                    // There are as many as were missing.
+                    let Some(slot) = fresh.next() else { break };
+                    self.shelve(member, node, hash, slot);
+                    self.reserve(member, slot);
+                    slot
+                }
+            };
+            slots.push(slot);
+        }
+        Ok(())
+    }
+
+    /// What a client did with a slot that it holds.
+    pub(super) fn change(&mut self, member: MemberId, change: Change, slot: Slot) -> Result<(), NotHeld> {
+        let not_held = NotHeld(slot);
+        let state = self.members.get_mut(&member).ok_or(not_held)?;
+        let hold = state.holds.get_mut(&slot).ok_or(not_held)?;
+        match change {
+            Change::Shared if hold.reserved > 0 => {
+                hold.reserved -= 1;
+                state.reservations -= 1;
+                hold.shared += 1;
+            }
+            Change::Unused if hold.reserved > 0 => self.end_reservation(member, slot),
+            Change::Released if hold.shared > 0 => {
+                hold.shared -= 1;
+                if hold.is_empty() {
+                    state.holds.remove(&slot);
+                }
+                self.drop_holds(slot, 1);
+            }
+            Change::Retired => self.set_standing(slot, Standing::Retired),
+            _ => return Err(not_held),
+        }
+        Ok(())
+    }
+
+    /// The client is not there any more, but its process is: it gets no answers, and keeps what it holds. False if it holds
+    /// nothing; it is forgotten then.
+    pub(super) fn disconnect(&mut self, member: MemberId) -> bool {
+        self.shelves.values_mut().for_each(|shelf| shelf.asked.forget(Asker(member)));
+        let Some(state) = self.members.get_mut(&member) else { return false };
+        state.news = VecDeque::new();
+        state.closed = Vec::new();
+        state.segments = BTreeSet::new();
+        if state.holds.is_empty() {
+            self.leave(member);
+            return false;
+        }
+        true
+    }
+
+    /// The client's process has ended: everything it held is free for others.
+    pub(super) fn leave(&mut self, member: MemberId) {
+        self.shelves.values_mut().for_each(|shelf| shelf.asked.forget(Asker(member)));
+        let Some(state) = self.members.remove(&member) else { return };
+        for (slot, hold) in state.holds {
+            self.drop_holds(slot, hold.reserved + hold.shared);
+        }
+        for page in self.stable.values_mut().filter(|page| page.publisher == Some(member)) {
+            page.publisher = None;
+        }
+    }
+
+    /// Whether the client has not been told of this segment; it is taken as told then.
+    pub(super) fn announce(&mut self, member: MemberId, segment: u32) -> bool {
+        self.members.get_mut(&member).is_some_and(|state| state.segments.insert(segment))
+    }
+
+    /// Segments that were closed since the client was told of them, at most `most`.
+    pub(super) fn take_closed(&mut self, member: MemberId, most: usize) -> Vec<u32> {
+        let Some(state) = self.members.get_mut(&member) else { return Vec::new() };
+        let count = state.closed.len().min(most);
+        state.closed.drain(..count).collect()
+    }
+
+    /// News for the client, at most `most`.
+    pub(super) fn take_news(&mut self, member: MemberId, most: usize) -> Vec<(Node, PageHash)> {
+        let Some(state) = self.members.get_mut(&member) else { return Vec::new() };
+        let count = state.news.len().min(most);
+        state.news.drain(..count).collect()
+    }
+
+    /// What there is, by node.
+    pub(super) fn counts(&self) -> BTreeMap<Node, NodeCounts> {
+        let mut counts: BTreeMap<Node, NodeCounts> = BTreeMap::new();
+        for (&node, shelf) in &self.shelves {
+            counts.entry(node).or_default().asked = shelf.asked.len() as u64;
+        }
+        for page in self.stable.values() {
+            counts.entry(page.node).or_default().pages += 1;
+        }
+        for (slot, hold) in self.members.values().flat_map(|member| &member.holds) {
+            let Some(page) = self.stable.get(slot) else { continue };
+            let count = counts.entry(page.node).or_default();
+            count.shares += u64::from(hold.shared);
+            count.reservations += u64::from(hold.reserved);
+        }
+        counts
+    }
+
+    fn may_reserve(&self, member: MemberId, count: u32) -> bool {
+        let taken = self.members.get(&member).map_or(u32::MAX, |state| state.reservations);
+        taken.checked_add(count).is_some_and(|sum| sum <= self.limits.reservations)
+    }
+
+    /// A stable page with room for one more and this content.
+    fn find(&self, node: Node, hash: PageHash, content: &[u8]) -> Option<Slot> {
+        let slot = *self.shelves.get(&node)?.index.get(&hash)?.roomy.last()?;
+        let mut stable = [0; PAGE];
+        self.pages.read(slot, &mut stable).ok()?;
+        (stable == content).then_some(slot)
+    }
+
+    /// Slots with these contents, not yet in the index.
+    fn make(&mut self, member: MemberId, node: Node, contents: &[&[u8]]) -> Result<Vec<Slot>, NoRoom> {
+        let mut slots = Vec::with_capacity(contents.len());
+        if contents.is_empty() {
+            return Ok(slots);
+        }
+        let limit = self.limits.domain_pages;
+        if self.stable.len() as u64 + contents.len() as u64 > limit {
+            return Err(NoRoom::Domain(limit));
+        }
+        let published = self.members.get(&member).map_or(0, |state| state.published);
+        if published + contents.len() as u64 > self.limits.published_pages {
+            return Err(NoRoom::Client(self.limits.published_pages));
+        }
+        self.pages.allocate(node, contents.len(), &mut slots)?;
+        // Free slots between others keep their memory.
+        let nodes = self.shelves.len() as u64 + 1;
+        let result = if self.pages.capacity() > 2 * limit + nodes * SPARE_PAGES {
+            Err(NoRoom::Domain(limit))
+        } else {
+            self.write(&slots, contents).map_err(NoRoom::from)
+        };
+        if let Err(error) = result {
+            slots.into_iter().for_each(|slot| self.give_back(slot));
+            return Err(error);
+        }
+        Ok(slots)
+    }
+
+    /// Writes pages into slots, neighbours in one go.
+    fn write(&mut self, slots: &[Slot], pages: &[&[u8]]) -> io::Result<()> {
+        let mut done = 0;
+        while let Some(rest) = slots.get(done..).filter(|rest| !rest.is_empty()) {
+            let run = 1 + rest.windows(2).take_while(|pair| pair[0].is_followed_by(pair[1])).count();
+            self.pages.write(rest[0], &pages[done..done + run].concat())?;
+            done += run;
+        }
+        Ok(())
+    }
+
+    /// A stable page that was written gets into the index, and those who asked for it learn of it.
+    fn shelve(&mut self, member: MemberId, node: Node, hash: PageHash, slot: Slot) {
+        let shelf = self.shelves.entry(node).or_insert_with(Shelf::new);
+        shelf.index.entry(hash).or_default().roomy.push(slot);
+        let mut askers = Vec::new();
+        shelf.asked.take(hash, &mut askers);
+        let page = Page { node, hash, holds: 0, standing: Standing::Roomy, publisher: Some(member) };
+        self.stable.insert(slot, page);
+        if let Some(state) = self.members.get_mut(&member) {
+            state.published += 1;
+        }
+        for Asker(asker) in askers {
+            let Some(state) = self.members.get_mut(&asker).filter(|_| asker != member) else { continue };
+            if state.news.len() >= self.limits.news {
+                state.news.pop_front();
+            }
+            state.news.push_back((node, hash));
+        }
+    }
+
+    fn reserve(&mut self, member: MemberId, slot: Slot) {
+        let (Some(state), Some(page)) = (self.members.get_mut(&member), self.stable.get_mut(&slot)) else {
+            return;
+        };
+        page.holds += 1;
+        let full = page.holds >= self.limits.max_page_sharing && page.standing == Standing::Roomy;
+        state.holds.entry(slot).or_default().reserved += 1;
+        state.reservations += 1;
+        if full {
+            self.set_standing(slot, Standing::Full);
+        }
+    }
+
+    fn end_reservation(&mut self, member: MemberId, slot: Slot) {
+        let Some(state) = self.members.get_mut(&member) else { return };
+        let Some(hold) = state.holds.get_mut(&slot) else { return };
+        hold.reserved -= 1;
+        state.reservations -= 1;
+        if hold.is_empty() {
+            state.holds.remove(&slot);
+        }
+        self.drop_holds(slot, 1);
+    }
+
+    fn drop_holds(&mut self, slot: Slot, count: u32) {
+        let Some(page) = self.stable.get_mut(&slot) else { return };
+        page.holds -= count;
+        if page.holds == 0 {
+            self.remove(slot);
+        } else if page.standing == Standing::Full && page.holds < self.limits.max_page_sharing {
+            self.set_standing(slot, Standing::Roomy);
+        }
+    }
+
+    /// Nobody holds this page any more.
+    fn remove(&mut self, slot: Slot) {
+        self.set_standing(slot, Standing::Retired);
+        let Some(page) = self.stable.remove(&slot) else { return };
+        let publisher = page.publisher.and_then(|publisher| self.members.get_mut(&publisher));
+        if let Some(publisher) = publisher {
+            publisher.published -= 1;
+        }
+        self.give_back(slot);
+    }
+
+    fn give_back(&mut self, slot: Slot) {
+        let Some(segment) = self.pages.free(slot) else { return };
+        for state in self.members.values_mut() {
+            if state.segments.remove(&segment) {
+                state.closed.push(segment);
+            }
+        }
+    }
+
+    /// Moves a page between the lists of its content.
+    fn set_standing(&mut self, slot: Slot, standing: Standing) {
+        let Some(page) = self.stable.get_mut(&slot) else { return };
+        let was = std::mem::replace(&mut page.standing, standing);
+        if was == standing || was == Standing::Retired {
+            page.standing = was;
+            return;
+        }
+        let Some(shelf) = self.shelves.get_mut(&page.node) else { return };
+        let duplicates = shelf.index.entry(page.hash).or_default();
+        match was {
+            Standing::Full => duplicates.full -= 1,
+            _ => duplicates.roomy.retain(|&other| other != slot),
+        }
+        match standing {
+            Standing::Roomy => duplicates.roomy.push(slot),
+            Standing::Full => duplicates.full += 1,
+            Standing::Retired => {}
+        }
+        if duplicates.roomy.is_empty() && duplicates.full == 0 {
+            shelf.index.remove(&page.hash);
+        }
+    }
+}
+
+/// A segment of a node that is hardly used does not count against the quota.
+const SPARE_PAGES: u64 = 1 << 13;
+
+impl Shelf {
+    fn new() -> Self {
+        Self { index: HashMap::new(), asked: Asked::new() }
+    }
+}
+
+#[cfg(test)]
+mod sim;
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,102 @@
+//! Memory files that are not there, which notice what must never happen.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::rc::Rc;
+
+use super::*;
+
+/// Slots by number: their contents, while allocated.
+#[derive(Debug, Default)]
+pub(super) struct Files {
+    pub(super) contents: BTreeMap<Slot, Option<Vec<u8>>>,
+    pub(super) fail_next: bool,
+}
+
+/// Segments of few slots that are given out anew as soon as they are free, so that a mistake shows at once.
+#[derive(Clone, Debug)]
+pub(super) struct SimPages {
+    pub(super) files: Rc<RefCell<Files>>,
+    segment_slots: u32,
+}
+
+impl SimPages {
+    pub(super) fn new(segment_slots: u32) -> Self {
+        Self { files: Rc::default(), segment_slots }
+    }
+
+    /// What is in a slot, as whoever has it mapped sees it: an ended use leaves its content.
+    pub(super) fn content(&self, slot: Slot) -> Option<Vec<u8>> {
+        self.files.borrow().contents.get(&slot).cloned().flatten()
+    }
+
+    pub(super) fn in_use(&self) -> usize {
+        self.files.borrow().contents.values().flatten().count()
+    }
+}
+
+impl Pages for SimPages {
+    fn allocate(&mut self, node: Node, pages: usize, slots: &mut Vec<Slot>) -> io::Result<()> {
+        let mut files = self.files.borrow_mut();
+        if std::mem::take(&mut files.fail_next) {
+            return Err(io::ErrorKind::OutOfMemory.into());
+        }
+        // A node's segments have numbers of their own.
+        let base = node.0.wrapping_mul(1000);
+        let all = (0..).flat_map(|segment| (0..self.segment_slots).map(move |index| (segment, index)));
+        for (segment, index) in all {
+            let slot = Slot { segment: base + segment, index };
+            if slots.len() == pages {
+                return Ok(());
+            }
+            if files.contents.get(&slot).is_none_or(Option::is_none) {
+                files.contents.insert(slot, Some(Vec::new()));
+                slots.push(slot);
+            }
+        }
+        Ok(())
+    }
+
+    fn write(&mut self, first: Slot, contents: &[u8]) -> io::Result<()> {
+        let mut files = self.files.borrow_mut();
+        for (index, page) in (first.index..).zip(contents.chunks_exact(PAGE)) {
+            let slot = Slot { segment: first.segment, index };
+            let content = files.contents.get_mut(&slot).and_then(Option::as_mut);
+            *content.expect("only allocated slots are written to") = page.to_vec();
+        }
+        Ok(())
+    }
+
+    fn read(&self, slot: Slot, content: &mut [u8]) -> io::Result<()> {
+        content.copy_from_slice(&self.content(slot).expect("only stable pages are read"));
+        Ok(())
+    }
+
+    fn free(&mut self, slot: Slot) -> Option<u32> {
+        let mut files = self.files.borrow_mut();
+        let content = files.contents.get_mut(&slot).expect("a slot that was allocated");
+        content.take().expect("a slot is freed once");
+        let of_segment = files.contents.iter().filter(|(other, _)| other.segment == slot.segment);
+        let empty = of_segment.clone().all(|(_, content)| content.is_none());
+        empty.then_some(slot.segment)
+    }
+
+    fn capacity(&self) -> u64 {
+        self.in_use() as u64
+    }
+}
+
+/// A page with content that is told by a number.
+pub(super) fn page(number: u8) -> Vec<u8> {
+    let mut page = vec![0x5a; PAGE];
+    page[17] = number;
+    page
+}
+
+pub(super) fn hasher() -> PageHasher {
+    PageHasher::new(&crate::Secret([3; 32]))
+}
+
+pub(super) fn hash(number: u8) -> PageHash {
+    hasher().hash(&page(number))
+}

@@ -1,0 +1,351 @@
+//! The broker: one thread that listens, answers and watches the processes of its clients.
+
+use std::collections::BTreeMap;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags};
+use rustix::fs::Mode;
+use rustix::io::Errno;
+use rustix::net::SocketFlags;
+
+use super::connection::{Connection, Gone, Stage};
+use super::domains::{Domains, Membership, Rest};
+use super::error::{BrokerError, Refusal};
+use super::hello::Role;
+use super::limits::Limits;
+use super::message::{Reply, Request, split_frame};
+use super::name::DomainRule;
+use super::pages::host_nodes;
+use super::peer::Peer;
+use super::socket::{SocketFile, send, wait};
+use super::status::BrokerStatus;
+
+/// How long nobody is accepted after the system had no descriptor or memory for one more connection.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// Lines on refused connections in a period.
+const LINES: u32 = 5;
+const PERIOD: Duration = Duration::from_secs(10);
+
+/// What a broker is to do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BrokerConfig {
+    /// Where to listen.
+    pub path: PathBuf,
+    /// The domains to serve; all, for the broker's own user, if there are none.
+    pub domains: Vec<DomainRule>,
+    /// What clients may take.
+    pub limits: Limits,
+}
+
+/// A broker of stable pages.
+///
+/// It owns the stable pages of each domain and node in sealed memory files, hands out descriptors for reading, and knows
+/// which of its clients holds which page. A client is bound to one domain when it says hello; nothing of another domain ever
+/// reaches it.
+#[derive(Debug)]
+pub struct Broker {
+    listener: OwnedFd,
+    /// Removes the socket's file at the end.
+    file: SocketFile,
+    limits: Limits,
+    domains: Domains,
+    connections: BTreeMap<u64, Connection>,
+    next_connection: u64,
+    lost: Vec<(Membership, Arc<Peer>)>,
+    accept_after: Option<Instant>,
+    refused: u64,
+    /// Beginning of the period, and lines logged in it.
+    logged: Option<(Instant, u32)>,
+}
+
+impl Broker {
+    /// Listens. Only the broker's user and root can connect, unless a rule names another user: then the rules decide.
+    ///
+    /// System calls: `openat` of the folder and of /sys, `flock`, `socket`, `fchmod`, `bind`, `connect`, `unlink`, `lstat`, `listen`,
+    /// `geteuid`. Later ones: `ppoll`, `accept4`, `getsockopt`, `pidfd_open`, `recvfrom`, `sendmsg`, `close`, `getrandom`, and
+    /// what stable memory takes: `memfd_create`, `ftruncate`, `mmap`, `munmap`, `madvise`, `fcntl` for seals, `mbind`, `openat` of
+    /// /proc/self/fd for reading, `fstat`; at the end `lstat`, `unlink`.
+    pub fn bind(config: BrokerConfig) -> Result<Self, BrokerError> {
+        let BrokerConfig { path, domains: rules, limits } = config;
+        let mode = if rules.iter().any(|rule| rule.user.is_some()) {
+            Mode::RUSR | Mode::WUSR | Mode::RGRP | Mode::WGRP | Mode::ROTH | Mode::WOTH
+        } else {
+            Mode::RUSR | Mode::WUSR
+        };
+        let (file, listener) = SocketFile::listen(&path, mode)?;
+        let user = rustix::process::geteuid().as_raw();
+        Ok(Self {
+            listener,
+            file,
+            limits,
+            domains: Domains::new(rules, limits, host_nodes(), user),
+            connections: BTreeMap::new(),
+            next_connection: 0,
+            lost: Vec::new(),
+            accept_after: None,
+            refused: 0,
+            logged: None,
+        })
+    }
+
+    /// Where it listens.
+    pub fn path(&self) -> &Path {
+        self.file.path()
+    }
+
+    /// Serves until `stop` is readable. Clients keep what they have mapped.
+    pub fn run(&mut self, stop: BorrowedFd<'_>) -> Result<(), BrokerError> {
+        loop {
+            let now = Instant::now();
+            self.accept_after = self.accept_after.filter(|after| now < *after);
+            let accepts = if self.accept_after.is_some() { PollFlags::empty() } else { PollFlags::IN };
+            let mut descriptors =
+                vec![PollFd::from_borrowed_fd(stop, PollFlags::IN), PollFd::new(&self.listener, accepts)];
+            for connection in self.connections.values() {
+                descriptors.push(PollFd::new(connection, connection.interest()));
+                descriptors.push(PollFd::new(&*connection.peer, PollFlags::IN));
+            }
+            descriptors.extend(self.lost.iter().map(|(_, peer)| PollFd::new(&**peer, PollFlags::IN)));
+            let since = self.connections.values().filter_map(|connection| connection.waiting_since).min();
+            let late = since.map(|since| since + self.limits.patience);
+            let deadline = late.into_iter().chain(self.accept_after).min();
+            wait(&mut descriptors, deadline)
+                .map_err(|source| BrokerError::System { what: "wait for clients", source })?;
+            let happened: Vec<bool> = descriptors.iter().map(|entry| !entry.revents().is_empty()).collect();
+            drop(descriptors);
+            if happened[0] {
+                return Ok(());
+            }
+            self.serve(&happened[2..]);
+            if happened[1] {
+                self.accept();
+            }
+        }
+    }
+
+    /// What it knows of itself.
+    pub fn status(&self) -> BrokerStatus {
+        BrokerStatus {
+            clients: self.members(),
+            lost_clients: self.lost.len(),
+            refused: self.refused,
+            domains: self.domains.status(),
+        }
+    }
+
+    /// Goes on with everybody to whom something has happened: two entries for each connection, one for each lost client.
+    fn serve(&mut self, happened: &[bool]) {
+        let ids: Vec<u64> = self.connections.keys().copied().collect();
+        let (of_connections, of_lost) = happened.split_at(ids.len() * 2);
+        for index in (0..of_lost.len()).rev().filter(|&index| of_lost[index]) {
+            let (membership, _) = self.lost.swap_remove(index);
+            self.domains.bury(&membership);
+        }
+        let now = Instant::now();
+        for (id, events) in ids.into_iter().zip(of_connections.chunks_exact(2)) {
+            // It is out of the list while it is served, and goes back if it stays.
+            let Some(mut connection) = self.connections.remove(&id) else { continue };
+            let mut result = if events[0] { self.advance(&mut connection) } else { Ok(()) };
+            if result.is_ok() && events[1] {
+                // The process has ended. Whoever else has its socket is not the one that said hello.
+                result = Err(End::Gone);
+            }
+            connection.note_waiting(now);
+            if result.is_ok() && connection.is_late(now, self.limits.patience) {
+                let late = Refusal::Late { what: connection.expected(), limit: self.limits.patience };
+                // It does not read, or stopped in the middle of a message: there is nobody to tell.
+                self.note(&connection.peer, &late);
+                result = Err(End::Gone);
+            }
+            if let Err(End::Refused(refusal)) = result {
+                result = self.refuse(&mut connection, &refusal);
+            }
+            if result.is_ok() {
+                self.connections.insert(id, connection);
+            } else {
+                self.leave(&mut connection);
+            }
+        }
+    }
+
+    /// Takes what has come and answers it, as long as the other side reads the answers.
+    fn advance(&mut self, connection: &mut Connection) -> Result<(), End> {
+        connection.flush()?;
+        if connection.is_flushed() {
+            connection.read()?;
+        }
+        while connection.is_flushed() && self.take_one(connection)? {
+            connection.flush()?;
+        }
+        let done = connection.has_ended() || matches!(connection.stage, Stage::Leaving);
+        if done && connection.is_flushed() { Err(End::Gone) } else { Ok(()) }
+    }
+
+    /// Takes one message; false if no whole one has come.
+    fn take_one(&mut self, connection: &mut Connection) -> Result<bool, End> {
+        match &connection.stage {
+            Stage::Leaving => Ok(false),
+            Stage::Stranger => {
+                let Some(role) = connection.take_role().map_err(Refusal::from)? else { return Ok(false) };
+                connection.stage = Stage::Greeting;
+                if role == Role::Status {
+                    self.tell_status(connection)?;
+                }
+                Ok(true)
+            }
+            Stage::Greeting => {
+                let Some((kind, body, length)) = split_frame(connection.incoming()).map_err(Refusal::from)?
+                else {
+                    return Ok(false);
+                };
+                let Request::Hello(hello) = Request::decode(kind, body).map_err(Refusal::from)? else {
+                    return Err(Refusal::NoHello.into());
+                };
+                connection.take(length);
+                self.check_room(connection)?;
+                let (membership, welcome) = self.domains.join(hello, connection.peer.user)?;
+                connection.stage = Stage::Member(membership);
+                connection.push([welcome]);
+                Ok(true)
+            }
+            Stage::Member(membership) => {
+                let Some((kind, body, length)) = split_frame(connection.incoming()).map_err(Refusal::from)?
+                else {
+                    return Ok(false);
+                };
+                let request = Request::decode(kind, body).map_err(Refusal::from)?;
+                let mut parcels = Vec::new();
+                self.domains.request(membership, request, &mut parcels)?;
+                connection.take(length);
+                connection.push(parcels);
+                Ok(true)
+            }
+        }
+    }
+
+    fn tell_status(&self, connection: &mut Connection) -> Result<(), Refusal> {
+        let user = connection.peer.user;
+        if user != 0 && user != rustix::process::geteuid().as_raw() {
+            return Err(Refusal::StatusUser(user));
+        }
+        // Known types; writing them into memory cannot fail.
+        let document = serde_json::to_vec(&self.status()).unwrap_or_default();
+        connection.push([(Reply::Status(document).encode(), None)]);
+        connection.stage = Stage::Leaving;
+        Ok(())
+    }
+
+    /// Whether one more client may come.
+    fn check_room(&self, newcomer: &Connection) -> Result<(), Refusal> {
+        if self.members() + self.lost.len() >= self.limits.clients {
+            return Err(Refusal::Clients(self.limits.clients));
+        }
+        let peers = self.connections.values().filter(|connection| connection.membership().is_some());
+        let peers = peers.map(|connection| &connection.peer).chain(self.lost.iter().map(|(_, peer)| peer));
+        let same = peers.filter(|peer| peer.pid == newcomer.peer.pid).count();
+        if same >= self.limits.clients_of_process {
+            return Err(Refusal::Process(same));
+        }
+        Ok(())
+    }
+
+    fn members(&self) -> usize {
+        self.connections.values().filter(|connection| connection.membership().is_some()).count()
+    }
+
+    /// Says why, and lets the other side read it.
+    fn refuse(&mut self, connection: &mut Connection, refusal: &Refusal) -> Result<(), End> {
+        self.note(&connection.peer, refusal);
+        self.leave(connection);
+        connection.forget_incoming();
+        connection.push([(Reply::Refused(refusal.to_string()).encode(), None)]);
+        connection.flush()?;
+        if connection.is_flushed() { Err(End::Gone) } else { Ok(()) }
+    }
+
+    /// Ends what a connection was. Its shares end with its process only.
+    fn leave(&mut self, connection: &mut Connection) {
+        if let Stage::Member(membership) = std::mem::replace(&mut connection.stage, Stage::Leaving)
+            && self.domains.disconnect(&membership) == Rest::Holds
+        {
+            self.lost.push((membership, Arc::clone(&connection.peer)));
+        }
+    }
+
+    /// Takes one new connection.
+    fn accept(&mut self) {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = match rustix::net::accept_with(&self.listener, flags) {
+            Ok(socket) => socket,
+            Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => return,
+            Err(errno) => {
+                self.log(&format!("a connection cannot be accepted: {errno}"));
+                self.accept_after = Some(Instant::now() + ACCEPT_PAUSE);
+                return;
+            }
+        };
+        let peer = match Peer::of(&socket) {
+            Ok(peer) => peer,
+            Err(error) => {
+                let refusal = Refusal::Unwatched(error);
+                self.refused += 1;
+                self.log(&refusal.to_string());
+                // A new socket takes a few bytes at once, or it does not matter.
+                let _ = send(&socket, &Reply::Refused(refusal.to_string()).encode(), None);
+                return;
+            }
+        };
+        let is_stranger =
+            |connection: &Connection| matches!(connection.stage, Stage::Stranger | Stage::Greeting);
+        let strangers = self.connections.iter().filter(|(_, connection)| is_stranger(connection));
+        let oldest = strangers.clone().map(|(&id, _)| id).min();
+        if strangers.count() >= self.limits.strangers
+            && let Some(oldest) = oldest.and_then(|oldest| self.connections.remove(&oldest))
+        {
+            self.note(&oldest.peer, &Refusal::Crowded);
+        }
+        let connection = Connection::new(socket, Arc::new(peer), Instant::now());
+        self.connections.insert(self.next_connection, connection);
+        self.next_connection += 1;
+    }
+
+    fn note(&mut self, peer: &Peer, refusal: &Refusal) {
+        self.refused += 1;
+        self.log(&format!("process {} of user {} was refused: {refusal}", peer.pid, peer.user));
+    }
+
+    /// Logs at a limited rate: whoever can connect can be refused as often as he likes.
+    fn log(&mut self, line: &str) {
+        let now = Instant::now();
+        let (start, lines) = self
+            .logged
+            .filter(|(start, _)| now.saturating_duration_since(*start) < PERIOD)
+            .unwrap_or((now, 0));
+        if lines < LINES {
+            tracing::warn!("{line}");
+        }
+        self.logged = Some((start, lines.saturating_add(1)));
+    }
+}
+
+/// Why a connection ends.
+enum End {
+    Gone,
+    Refused(Refusal),
+}
+
+impl From<Gone> for End {
+    fn from(Gone: Gone) -> Self {
+        Self::Gone
+    }
+}
+
+impl From<Refusal> for End {
+    fn from(refusal: Refusal) -> Self {
+        Self::Refused(refusal)
+    }
+}
