@@ -46,12 +46,16 @@ struct Sizes {
 
 fn sizes(scale: Scale) -> Sizes {
     match scale {
-        Scale::Demo => {
-            Sizes { host: HostShape { memory_mib: 1536, swap_mib: 256 }, watch_s: 10, uptime_days: 60 }
-        }
-        Scale::Full => {
-            Sizes { host: HostShape { memory_mib: 2048, swap_mib: 512 }, watch_s: 120, uptime_days: 60 }
-        }
+        Scale::Demo => Sizes {
+            host: HostShape { memory_mib: 1536, swap_mib: 256, nodes: 1 },
+            watch_s: 10,
+            uptime_days: 60,
+        },
+        Scale::Full => Sizes {
+            host: HostShape { memory_mib: 2048, swap_mib: 512, nodes: 1 },
+            watch_s: 120,
+            uptime_days: 60,
+        },
     }
 }
 

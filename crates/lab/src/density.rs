@@ -36,13 +36,13 @@ struct Sizes {
 fn sizes(scale: Scale) -> Sizes {
     match scale {
         Scale::Demo => Sizes {
-            host: HostShape { memory_mib: 2048, swap_mib: 1024 },
+            host: HostShape { memory_mib: 2048, swap_mib: 1024, nodes: 1 },
             guest: GuestSize { memory_mib: 512, cpus: 1 },
             program_mib: 400,
             most_guests: 6,
         },
         Scale::Full => Sizes {
-            host: HostShape { memory_mib: 15 * 1024, swap_mib: 4096 },
+            host: HostShape { memory_mib: 15 * 1024, swap_mib: 4096, nodes: 1 },
             guest: GuestSize { memory_mib: 5 * 1024, cpus: 1 },
             program_mib: 4096,
             most_guests: 32,

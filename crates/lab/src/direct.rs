@@ -3,7 +3,7 @@
 use crate::LabError;
 use crate::bench::Bench;
 use crate::event::{Event, Events};
-use crate::experiment::{Experiment, Grouping, OnMachine, RunSize, SeriesPlan, Subject};
+use crate::experiment::{Experiment, Grouping, OnMachine, RunSize, SeriesPlan, Subject, Turns};
 use crate::host::{self, Gauge, MemoryState};
 use crate::monitor::{Assets, Missing, Setup};
 use crate::results::{MemoryLimit, Place, Series};
@@ -82,7 +82,10 @@ pub fn run(
     assets: &Assets,
     events: &Events,
 ) -> Result<(), LabError> {
-    let shape = experiment.host(size.scale);
+    let shape = selection
+        .plans
+        .first()
+        .map_or_else(|| experiment.host(size.scale), |plan| experiment.host_of(size.scale, plan));
     let gauge = Gauge::new(shape.memory_mib, shape.swap_mib)?;
     let host = host::describe(place, &gauge)?;
     let available_mib = MemoryState::read()?.available_kib / 1024;
@@ -171,13 +174,18 @@ pub fn run_on_machine(
 ) -> Result<(), LabError> {
     let shape = experiment.host(size.scale);
     events.tell(Event::Host(host::describe(place, &Gauge::new(shape.memory_mib, shape.swap_mib)?)?));
-    for plan in plans.iter().filter(|plan| plan.subject == Subject::Machine) {
-        events.tell(Event::SeriesBegins { series: plan.name.to_owned(), guests: 1 });
-        let mut series = Series::new(plan.name, plan.summary.to_owned());
-        if let Err(error) = experiment.run_on_machine(OnMachine { size, place, events }, &mut series) {
-            series.error = Some(error.to_string());
-        }
-        events.tell(Event::SeriesEnds(series));
+    let plans: Vec<&SeriesPlan> = plans.iter().filter(|plan| plan.subject == Subject::Machine).collect();
+    let together = match experiment.turns() {
+        Turns::OneByOne => 1,
+        Turns::InTurns => plans.len().max(1),
+    };
+    for plans in plans.chunks(together) {
+        let names: Vec<&str> = plans.iter().map(|plan| plan.name).collect();
+        events.tell(Event::SeriesBegins { series: names.join("+"), guests: 1 });
+        let series = plans.iter().map(|plan| Series::new(plan.name, plan.summary.to_owned()));
+        let mut series: Vec<Series> = series.collect();
+        experiment.run_in_turns(OnMachine { size, place, events }, &mut series);
+        series.into_iter().for_each(|series| events.tell(Event::SeriesEnds(series)));
     }
     Ok(())
 }

@@ -154,6 +154,20 @@ pub enum LabError {
     /// KVM's clock is not what it should be.
     #[error("checks of KVM's clock failed: {0}")]
     ChecksFailed(String),
+    /// This machine lacks what the series about it need.
+    #[error("this machine cannot be measured: {0}; with --where virtual-host another one is")]
+    MachineLacks(String),
+    /// The virtual host's kernel cannot do what an experiment on merging needs.
+    #[error(
+        "merging in the monitor needs Linux 6.8 under it, and the virtual host has {release}; scripts/install-deps.sh gets a newer one"
+    )]
+    OldKernel {
+        /// What it runs.
+        release: String,
+    },
+    /// Pages could not be merged, or not looked at.
+    #[error("merging pages: {0}")]
+    Merging(String),
     /// KVM does not serve here, and the virtual host is not to be used.
     #[error("guests cannot run directly on this machine: {0}; with --where virtual-host they can")]
     NoDirectKvm(String),

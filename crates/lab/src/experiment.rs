@@ -7,15 +7,17 @@ use crate::bench::Bench;
 use crate::event::Events;
 use crate::monitor::Setup;
 use crate::results::{MetricInfo, Place, Scale, Series};
-use crate::{clock, density, faults, free_pages, inflate, memhog, migrate};
+use crate::{clock, density, faults, free_pages, inflate, memhog, merge_speed, migrate};
 
-/// The host that an experiment is made for: one NUMA node.
+/// The host that an experiment is made for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HostShape {
     /// RAM in MiB.
     pub memory_mib: u64,
     /// Swap in MiB.
     pub swap_mib: u64,
+    /// NUMA nodes, which share everything evenly.
+    pub nodes: u32,
 }
 
 /// How large a run is.
@@ -59,6 +61,24 @@ pub enum NeedsNetwork {
     Yes,
     /// It does not.
     No,
+}
+
+/// What an experiment needs of the kernel under the monitors.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NeedsKernel {
+    /// Any that has KVM.
+    Any,
+    /// One under which a monitor can merge its guest's pages: Linux 6.8. A virtual host gets the newest there is.
+    Merging,
+}
+
+/// How the series about the machine of an experiment are run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Turns {
+    /// One after another.
+    OneByOne,
+    /// All at once: they take turns, since the machine changes from minute to minute.
+    InTurns,
 }
 
 /// What a series about the machine has at hand.
@@ -109,8 +129,13 @@ pub trait Experiment: Sync {
     fn name(&self) -> &'static str;
     /// What it does and measures, in a sentence.
     fn summary(&self) -> &'static str;
-    /// The host it needs.
+    /// The host it needs: the largest one, if series differ in that.
     fn host(&self, scale: Scale) -> HostShape;
+    /// The host that this series needs. Neighbours in the list of series with the same host share one.
+    fn host_of(&self, scale: Scale, plan: &SeriesPlan) -> HostShape {
+        let _ = plan;
+        self.host(scale)
+    }
     /// Its sizes by name with unit, for the document.
     fn parameters(&self, scale: Scale) -> BTreeMap<String, u64>;
     /// What it measures, in the order of a table.
@@ -124,6 +149,18 @@ pub trait Experiment: Sync {
     /// Whether it sets up network links.
     fn needs_network(&self) -> NeedsNetwork {
         NeedsNetwork::No
+    }
+    /// What it needs of the host's kernel.
+    fn needs_kernel(&self) -> NeedsKernel {
+        NeedsKernel::Any
+    }
+    /// Why its series about the machine cannot run on this one; then they run in the virtual host.
+    fn machine_lacks(&self) -> Option<String> {
+        None
+    }
+    /// How its series about the machine are run.
+    fn turns(&self) -> Turns {
+        Turns::OneByOne
     }
     /// How many guests a series may come to, for the progress bar.
     fn guests(&self, scale: Scale) -> u32;
@@ -155,10 +192,16 @@ pub trait Experiment: Sync {
         let _ = machine;
         Err(LabError::NoMachineSeries { experiment: self.name(), series: series.name.clone() })
     }
+    /// Runs all chosen series about the machine at once if [`Self::turns`] says so; one that fails gets its error.
+    fn run_in_turns(&self, machine: OnMachine<'_>, series: &mut [Series]) {
+        for series in series {
+            series.error = self.run_on_machine(machine, series).err().map(|error| error.to_string());
+        }
+    }
 }
 
 /// All experiments, in the order of `ebb lab list`.
-pub fn all() -> [&'static dyn Experiment; 7] {
+pub fn all() -> [&'static dyn Experiment; 8] {
     [
         &density::Density,
         &memhog::Memhog,
@@ -167,6 +210,7 @@ pub fn all() -> [&'static dyn Experiment; 7] {
         &migrate::Migrate,
         &faults::Faults,
         &clock::Clock,
+        &merge_speed::MergeSpeed,
     ]
 }
 
@@ -218,7 +262,8 @@ mod tests {
         let message = find("densitiy").err().unwrap().to_string();
         assert_eq!(
             message,
-            "unknown experiment 'densitiy'; there are: density, memhog, inflate, free-pages, migrate, faults, clock"
+            "unknown experiment 'densitiy'; there are: density, memhog, inflate, free-pages, migrate, faults, clock, \
+             merge-speed"
         );
     }
 

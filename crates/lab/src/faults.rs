@@ -67,7 +67,7 @@ const TRACKERS: [Tracker; 4] = [Tracker::Off, Tracker::Percpu, Tracker::Bitmap, 
 fn sizes(scale: Scale) -> Sizes {
     match scale {
         Scale::Demo => Sizes {
-            host: HostShape { memory_mib: 1792, swap_mib: 256 },
+            host: HostShape { memory_mib: 1792, swap_mib: 256, nodes: 1 },
             guest_mib: 1024,
             mapping_mib: 128,
             boots: 1,
@@ -77,7 +77,7 @@ fn sizes(scale: Scale) -> Sizes {
             task_kinds: &[TaskKind::Processes],
         },
         Scale::Full => Sizes {
-            host: HostShape { memory_mib: 3584, swap_mib: 512 },
+            host: HostShape { memory_mib: 3584, swap_mib: 512, nodes: 1 },
             guest_mib: 2048,
             mapping_mib: 128,
             boots: 5,

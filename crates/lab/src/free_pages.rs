@@ -38,13 +38,13 @@ struct Sizes {
 fn sizes(scale: Scale) -> Sizes {
     match scale {
         Scale::Demo => Sizes {
-            host: HostShape { memory_mib: 1792, swap_mib: 512 },
+            host: HostShape { memory_mib: 1792, swap_mib: 512, nodes: 1 },
             guest: GuestSize { memory_mib: 1024, cpus: 1 },
             program_mib: 768,
             questions: 5,
         },
         Scale::Full => Sizes {
-            host: HostShape { memory_mib: 10 * 1024, swap_mib: 1024 },
+            host: HostShape { memory_mib: 10 * 1024, swap_mib: 1024, nodes: 1 },
             guest: GuestSize { memory_mib: 8 * 1024, cpus: 1 },
             program_mib: 7 * 1024,
             questions: 10,

@@ -2,14 +2,17 @@
 
 use std::time::Duration;
 
-use ebb_virtual_host::{Command, ExitStatus, HostConfig, Inclusion, Output, VirtualHost};
+use ebb_virtual_host::kernel::is_at_least;
+use ebb_virtual_host::{
+    Command, ExitStatus, HostConfig, HostKernel, Inclusion, NodeConfig, Output, VirtualHost,
+};
 
 use crate::LabError;
 use crate::assets::{memhog_here, module_here};
 use crate::console::Tail;
 use crate::direct::Selection;
 use crate::event::{Event, Events};
-use crate::experiment::{Experiment, NeedsMemhog, NeedsNetwork, RunSize, Subject};
+use crate::experiment::{Experiment, NeedsKernel, NeedsMemhog, NeedsNetwork, RunSize, SeriesPlan, Subject};
 use crate::host::MemoryState;
 use crate::link::Tools;
 use crate::monitor::MonitorKind;
@@ -19,6 +22,8 @@ use crate::results::Scale;
 const MOST_CPUS: u32 = 4;
 /// What QEMU's emulator takes beside the memory of the host it runs: translated code above all.
 const EMULATOR_MIB: u64 = 768;
+/// The first Linux under which a monitor can merge its guest's pages (UFFDIO_MOVE).
+pub(crate) const MERGING_SINCE: (u32, u32) = (6, 8);
 
 /// Starts a host of the experiment's shape, runs the series in it and passes on what happens.
 ///
@@ -37,14 +42,37 @@ pub fn run(
     for reason in selection.keep_possible(|setup| setup.missing_in_guest(module))? {
         events.step(0, reason);
     }
-    let shape = experiment.host(size.scale);
+    let same_host = |one: &SeriesPlan, other: &SeriesPlan| {
+        experiment.host_of(size.scale, one) == experiment.host_of(size.scale, other)
+    };
+    for plans in selection.plans.chunk_by(same_host) {
+        let selection = Selection { plans: plans.to_vec(), chosen: selection.chosen };
+        run_in_one(experiment, size, &selection, cpus, events)?;
+    }
+    Ok(())
+}
+
+/// Runs series that share a host.
+fn run_in_one(
+    experiment: &dyn Experiment,
+    size: RunSize,
+    selection: &Selection,
+    cpus: u32,
+    events: &Events,
+) -> Result<(), LabError> {
+    let Some(first) = selection.plans.first() else { return Ok(()) };
+    let shape = experiment.host_of(size.scale, first);
     let needed_mib = shape.memory_mib + EMULATOR_MIB;
     let available_mib = MemoryState::read()?.available_kib / 1024;
     if available_mib < needed_mib {
         let what = format!("{} at {} scale in the virtual host", experiment.name(), size.scale);
         return Err(LabError::TooLittleMemory { what, needed_mib, available_mib });
     }
-    events.step(0, format!("starts the virtual host: {} MiB, {} MiB swap", shape.memory_mib, shape.swap_mib));
+    let nodes = if shape.nodes > 1 { format!(", {} nodes", shape.nodes) } else { String::new() };
+    events.step(
+        0,
+        format!("starts the virtual host: {} MiB, {} MiB swap{nodes}", shape.memory_mib, shape.swap_mib),
+    );
     let wants_qemu = selection
         .plans
         .iter()
@@ -56,10 +84,19 @@ pub fn run(
         }
         NeedsNetwork::No => Vec::new(),
     };
+    let cpus = cpus.clamp(1, MOST_CPUS);
     let host = VirtualHost::start(&HostConfig {
         memory_mib: shape.memory_mib,
         swap_mib: shape.swap_mib,
-        cpus: cpus.clamp(1, MOST_CPUS),
+        cpus,
+        nodes: match shape.nodes {
+            0 | 1 => Vec::new(),
+            nodes => NodeConfig::even(nodes, shape.memory_mib, cpus),
+        },
+        host_kernel: match experiment.needs_kernel() {
+            NeedsKernel::Any => HostKernel::OfGuests,
+            NeedsKernel::Merging => HostKernel::Newest,
+        },
         time_limit: time_limit(size.scale),
         memhog: match experiment.needs_memhog() {
             NeedsMemhog::Yes => memhog_here(),
@@ -69,8 +106,13 @@ pub fn run(
         qemu: if wants_qemu { Inclusion::Included } else { Inclusion::Excluded },
         ..HostConfig::default()
     })?;
+    let (major, minor) = MERGING_SINCE;
+    let release = &host.hello().kernel;
+    if experiment.needs_kernel() == NeedsKernel::Merging && !is_at_least(release, major, minor) {
+        return Err(LabError::OldKernel { release: release.clone() });
+    }
     let mut inner = InnerRun::new(events);
-    let status = host.run(&command(experiment, size, &selection), &mut |output| inner.take(output))?;
+    let status = host.run(&command(experiment, size, selection), &mut |output| inner.take(output))?;
     inner.finish(status)?;
     host.shutdown()?;
     Ok(())

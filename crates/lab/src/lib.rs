@@ -26,6 +26,7 @@ pub mod in_virtual_host;
 pub mod inflate;
 pub mod link;
 pub mod memhog;
+pub mod merge_speed;
 pub mod migrate;
 pub mod monitor;
 pub mod output;

@@ -33,12 +33,12 @@ struct Sizes {
 fn sizes(scale: Scale) -> Sizes {
     match scale {
         Scale::Demo => Sizes {
-            host: HostShape { memory_mib: 1792, swap_mib: 1024 },
+            host: HostShape { memory_mib: 1792, swap_mib: 1024, nodes: 1 },
             guest: GuestSize { memory_mib: 640, cpus: 1 },
             memhog_mib: 512,
         },
         Scale::Full => Sizes {
-            host: HostShape { memory_mib: 15 * 1024, swap_mib: 4096 },
+            host: HostShape { memory_mib: 15 * 1024, swap_mib: 4096, nodes: 1 },
             guest: GuestSize { memory_mib: 6 * 1024, cpus: 1 },
             memhog_mib: 5632,
         },

@@ -51,7 +51,7 @@ struct Sizes {
 fn sizes(scale: Scale) -> Sizes {
     match scale {
         Scale::Demo => Sizes {
-            host: HostShape { memory_mib: 2816, swap_mib: 256 },
+            host: HostShape { memory_mib: 2816, swap_mib: 256, nodes: 1 },
             guest: GuestSize { memory_mib: 1024, cpus: 1 },
             program_mib: 768,
             hold_mib: 32,
@@ -60,7 +60,7 @@ fn sizes(scale: Scale) -> Sizes {
             repeats: 1,
         },
         Scale::Full => Sizes {
-            host: HostShape { memory_mib: 17 * 1024 + 512, swap_mib: 512 },
+            host: HostShape { memory_mib: 17 * 1024 + 512, swap_mib: 512, nodes: 1 },
             guest: GuestSize { memory_mib: 8 * 1024, cpus: 1 },
             program_mib: 7 * 1024,
             hold_mib: 256,

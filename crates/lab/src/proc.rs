@@ -123,6 +123,29 @@ pub fn process_cpu_ms(text: &str) -> Option<f64> {
     Some((user + system) * TICK_MS)
 }
 
+/// Times of a thread in `/proc/PID/schedstat` (Linux Documentation/scheduler/sched-stats.rst).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ThreadTimes {
+    /// On a processor, ns.
+    pub running_ns: u64,
+    /// Waiting for a processor that others had, ns.
+    pub waiting_ns: u64,
+}
+
+/// The times in the text of `/proc/PID/schedstat`.
+pub fn schedstat(text: &str) -> Option<ThreadTimes> {
+    let mut times = text.split_ascii_whitespace().map(str::parse);
+    Some(ThreadTimes { running_ns: times.next()?.ok()?, waiting_ns: times.next()?.ok()? })
+}
+
+/// The number in a line `NAME NUMBER`, as in `/proc/PID/ksm_stat`.
+pub fn named_number(text: &str, name: &str) -> Option<u64> {
+    text.lines().find_map(|line| {
+        let mut words = line.split_ascii_whitespace();
+        (words.next()?.trim_end_matches(':') == name).then(|| words.next()?.parse().ok())?
+    })
+}
+
 /// The name of the first processor in `/proc/cpuinfo`.
 pub fn cpu_name(text: &str) -> Option<&str> {
     text.lines().find_map(|line| {
@@ -244,6 +267,16 @@ Rss:                  20 kB
     }
 
     #[test]
+    fn times_and_named_numbers() {
+        let times = ThreadTimes { running_ns: 2_035_816, waiting_ns: 71_964_035 };
+        assert_eq!(schedstat("2035816 71964035 188\n"), Some(times));
+        assert_eq!(schedstat("2035816"), None);
+        let text = "ksm_rmap_items 12\nksm_zero_pages 0\nksm_process_profit -768\n";
+        assert_eq!(named_number(text, "ksm_rmap_items"), Some(12));
+        assert_eq!((named_number(text, "ksm_process_profit"), named_number(text, "ksm")), (None, None));
+    }
+
+    #[test]
     fn the_files_of_this_very_process_parse() {
         let own = status(&std::fs::read_to_string("/proc/self/status").unwrap()).unwrap();
         assert!(own.resident_kib > 0);
@@ -262,6 +295,8 @@ Rss:                  20 kB
             listens(&text, 80);
             process_cpu_ms(&text);
             free_below_order_kib(&text, 9);
+            schedstat(&text);
+            named_number(&text, "x");
             prop_assert!(smaps(&text).iter().all(|mapping| mapping.size_kib <= u64::MAX / 1024));
         }
 

@@ -10,7 +10,7 @@ use crate::LabError;
 use crate::assets::{FoundAssets, memhog_here};
 use crate::direct::{self, Selection};
 use crate::event::{Collector, Event, Events};
-use crate::experiment::{Experiment, NeedsMemhog, RunSize};
+use crate::experiment::{Experiment, NeedsMemhog, RunSize, Subject};
 use crate::host;
 use crate::in_virtual_host;
 use crate::place;
@@ -53,12 +53,12 @@ pub fn run(request: &Request, progress: &mut Progress) -> Result<Results, LabErr
     let started_unix_s = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
     let machine = host::machine()?;
     // Series about the machine run on the machine, unless all shall run in the virtual host.
-    let (on_machine, with_guests) = match request.place {
+    let wanted = where_to_run(request)?;
+    let (on_machine, with_guests) = match wanted {
         Wanted::VirtualHost => (Vec::new(), request.selection.clone()),
         Wanted::Auto | Wanted::Direct => request.selection.clone().by_subject(),
     };
-    let place =
-        if with_guests.plans.is_empty() { Place::Direct } else { place::choose(request.place, progress)? };
+    let place = if with_guests.plans.is_empty() { Place::Direct } else { place::choose(wanted, progress)? };
     let mut collector = Collector::default();
     let ended = follow(
         |events| {
@@ -110,6 +110,16 @@ pub fn run(request: &Request, progress: &mut Progress) -> Result<Results, LabErr
         series: collector.series,
         samples: collector.samples,
     })
+}
+
+/// Where the run shall take place: in the virtual host too if this machine lacks what series about the machine need.
+fn where_to_run(request: &Request) -> Result<Wanted, LabError> {
+    let about_machine = request.selection.plans.iter().any(|plan| plan.subject == Subject::Machine);
+    match (request.place, request.experiment.machine_lacks()) {
+        (Wanted::Direct, Some(reason)) if about_machine => Err(LabError::MachineLacks(reason)),
+        (Wanted::Auto, Some(_)) if about_machine => Ok(Wanted::VirtualHost),
+        (place, _) => Ok(place),
+    }
 }
 
 /// The part of a run that takes place inside of the virtual host: events as JSON, one a line.

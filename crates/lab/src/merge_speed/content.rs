@@ -1,0 +1,247 @@
+//! What memory is filled with: which pages are alike, and where they are.
+
+/// Pages of a run of duplicates.
+pub(super) const RUN_PAGES: usize = 64;
+/// How often a content occurs that occurs more than once.
+pub(super) const COPIES: usize = 4;
+/// Pages of a clone that were written to since are together like this.
+const DIVERGED_RUN_PAGES: usize = 8;
+/// One in so many pages of a clone was written to.
+const DIVERGED_ONE_IN: usize = 10;
+/// Words of a page.
+const PAGE_WORDS: usize = PAGE_BYTES / size_of::<u64>();
+/// Size of a page.
+pub(super) const PAGE_BYTES: usize = 4096;
+
+/// A way in which pages of a memory are alike.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Shape {
+    /// No two pages are: what is scanned in vain.
+    Unique,
+    /// Half of the pages, single ones anywhere, have a content that occurs four times.
+    Scattered,
+    /// The same, but in runs of 64 pages.
+    Runs,
+    /// Four memories of the same origin, of which a tenth was written to since, in runs of eight pages.
+    Clones,
+}
+
+impl Shape {
+    /// All of them, in the order of tables.
+    pub(super) const ALL: [Self; 4] = [Self::Unique, Self::Scattered, Self::Runs, Self::Clones];
+
+    /// Its name in metrics.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Unique => "unique",
+            Self::Scattered => "scattered",
+            Self::Runs => "runs",
+            Self::Clones => "clones",
+        }
+    }
+
+    /// For people.
+    pub(super) fn title(self) -> &'static str {
+        match self {
+            Self::Unique => "unique pages",
+            Self::Scattered => "scattered duplicates",
+            Self::Runs => "duplicates in runs of 64",
+            Self::Clones => "four clones",
+        }
+    }
+}
+
+/// Number of a content: pages with the same number are the same.
+pub(super) type ContentId = u64;
+
+/// The contents of one or more memories.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Contents {
+    /// The pages of each memory.
+    pub(super) memories: Vec<Vec<ContentId>>,
+}
+
+impl Contents {
+    /// A shape of about so many pages, which depends on a seed.
+    pub(super) fn new(shape: Shape, pages: usize, seed: u64) -> Self {
+        let mut random = Random(seed);
+        let memories = match shape {
+            Shape::Unique => vec![(0..pages as u64).collect()],
+            Shape::Scattered => vec![duplicates(pages, 1, &mut random)],
+            Shape::Runs => vec![duplicates(pages, RUN_PAGES, &mut random)],
+            Shape::Clones => clones(pages / COPIES, &mut random),
+        };
+        // Contents of another seed are others, so that nothing is left over from an earlier memory.
+        let memories =
+            memories.into_iter().map(|ids: Vec<u64>| ids.into_iter().map(|id| id ^ (seed << 40)).collect());
+        Self { memories: memories.collect() }
+    }
+
+    /// All pages.
+    pub(super) fn pages(&self) -> u64 {
+        self.memories.iter().map(Vec::len).sum::<usize>() as u64
+    }
+
+    /// Pages that need not be there, since another one is like them.
+    pub(super) fn surplus(&self) -> u64 {
+        let mut all: Vec<ContentId> = self.memories.iter().flatten().copied().collect();
+        all.sort_unstable();
+        all.dedup();
+        self.pages() - all.len() as u64
+    }
+
+    /// The pages that another one is like, by memory and place.
+    pub(super) fn alike(&self) -> Vec<(usize, usize)> {
+        let mut all: Vec<(ContentId, usize, usize)> = Vec::new();
+        for (memory, ids) in self.memories.iter().enumerate() {
+            all.extend(ids.iter().enumerate().map(|(page, id)| (*id, memory, page)));
+        }
+        all.sort_unstable();
+        let mut alike: Vec<(usize, usize)> = all
+            .chunk_by(|one, other| one.0 == other.0)
+            .filter(|same| same.len() > 1)
+            .flatten()
+            .map(|(_, memory, page)| (*memory, *page))
+            .collect();
+        alike.sort_unstable();
+        alike
+    }
+}
+
+/// Half of the runs have contents that occur [`COPIES`] times, the others do not; in random order.
+fn duplicates(pages: usize, run_pages: usize, random: &mut Random) -> Vec<ContentId> {
+    let runs = pages / run_pages;
+    let originals = runs / 2 / COPIES;
+    let of_run = |run: usize| {
+        let original = if run < originals * COPIES { run % originals } else { run };
+        (original * run_pages) as ContentId
+    };
+    let mut order: Vec<ContentId> = (0..runs).map(of_run).collect();
+    random.shuffle(&mut order);
+    order.into_iter().flat_map(|first| first..first + run_pages as ContentId).collect()
+}
+
+/// [`COPIES`] memories that are the same but for what was written to since.
+fn clones(pages: usize, random: &mut Random) -> Vec<Vec<ContentId>> {
+    let mut next = pages as ContentId;
+    let mut clone = || {
+        let mut ids: Vec<ContentId> = (0..pages as ContentId).collect();
+        for run in ids.chunks_mut(DIVERGED_RUN_PAGES) {
+            if random.below(DIVERGED_ONE_IN) == 0 {
+                for id in run {
+                    *id = next;
+                    next += 1;
+                }
+            }
+        }
+        ids
+    };
+    (0..COPIES).map(|_| clone()).collect()
+}
+
+/// The content with this number: two contents differ in nearly all words.
+pub(super) fn page(id: ContentId) -> [u8; PAGE_BYTES] {
+    let mut random = Random(id.wrapping_mul(0x9fb2_1c65_1e98_df25));
+    let mut bytes = [0; PAGE_BYTES];
+    for word in bytes.as_chunks_mut::<{ PAGE_BYTES / PAGE_WORDS }>().0 {
+        *word = random.draw().to_ne_bytes();
+    }
+    bytes
+}
+
+/// Numbers that look random and are the same each time (SplitMix64: G. Steele, D. Lea and C. Flood, "Fast splittable pseudorandom
+/// number generators", 2014).
+#[derive(Debug, Clone)]
+pub(super) struct Random(pub(super) u64);
+
+impl Random {
+    /// The next number.
+    pub(super) fn draw(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+
+    /// A number below `limit`, which is not 0.
+    pub(super) fn below(&mut self, limit: usize) -> usize {
+        (self.draw() % limit as u64) as usize
+    }
+
+    /// Any order is as likely as any other (R. A. Fisher and F. Yates).
+    pub(super) fn shuffle<T>(&mut self, values: &mut [T]) {
+        for last in (1..values.len()).rev() {
+            values.swap(last, self.below(last + 1));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    const PAGES: usize = 8192;
+
+    fn contents(shape: Shape) -> Contents {
+        Contents::new(shape, PAGES, 3)
+    }
+
+    #[test]
+    fn each_shape_has_its_size_and_its_surplus() {
+        for shape in Shape::ALL {
+            assert_eq!(contents(shape).pages(), PAGES as u64, "{shape:?}");
+        }
+        assert_eq!(contents(Shape::Unique).surplus(), 0);
+        // Half of the pages, of which one in four stays.
+        let half_but_one_in_four = (PAGES / 2 * (COPIES - 1) / COPIES) as u64;
+        assert_eq!(contents(Shape::Scattered).surplus(), half_but_one_in_four);
+        assert_eq!(contents(Shape::Runs).surplus(), half_but_one_in_four);
+        // Three quarters, less about a tenth.
+        let clones = contents(Shape::Clones).surplus();
+        assert!((PAGES as u64 * 60 / 100..PAGES as u64 * 74 / 100).contains(&clones), "{clones}");
+    }
+
+    #[test]
+    fn duplicates_are_in_runs_where_the_shape_says_so() {
+        let neighbours = |shape| {
+            let contents = contents(shape);
+            let ids = &contents.memories[0];
+            contents.alike().iter().filter(|(_, page)| ids.get(page + 1) == Some(&(ids[*page] + 1))).count()
+        };
+        let alike = contents(Shape::Runs).alike().len();
+        assert_eq!(alike, PAGES / 2);
+        assert!(neighbours(Shape::Runs) >= alike * (RUN_PAGES - 1) / RUN_PAGES);
+        assert!(neighbours(Shape::Scattered) < alike / 20);
+    }
+
+    #[test]
+    fn pages_alike_are_those_that_occur_more_than_once() {
+        let contents = Contents { memories: vec![vec![1, 2, 3], vec![2, 4, 2]] };
+        assert_eq!(contents.alike(), [(0, 1), (1, 0), (1, 2)]);
+        assert_eq!((contents.surplus(), contents.pages()), (2, 6));
+    }
+
+    #[test]
+    fn clones_are_the_same_in_the_same_places() {
+        let contents = contents(Shape::Clones);
+        assert_eq!(contents.memories.len(), COPIES);
+        let (first, second) = (&contents.memories[0], &contents.memories[1]);
+        let same = first.iter().zip(second).filter(|(one, other)| one == other).count();
+        assert!(
+            (first.len() * 70 / 100..first.len() * 92 / 100).contains(&same),
+            "{same} of {}",
+            first.len()
+        );
+    }
+
+    #[test]
+    fn contents_differ_by_number_and_by_seed() {
+        let pages: BTreeSet<[u8; PAGE_BYTES]> = (0..100).map(page).collect();
+        assert_eq!(pages.len(), 100);
+        assert_eq!(page(7), page(7));
+        let ids = |seed| Contents::new(Shape::Scattered, PAGES, seed).memories.concat();
+        let first: BTreeSet<u64> = ids(1).into_iter().collect();
+        assert!(ids(2).iter().all(|id| !first.contains(id)));
+    }
+}

@@ -1,0 +1,142 @@
+//! Memory with a known content, and what the kernel says of the page frames behind it.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+
+use ebb_abi::{PageRange, Pfn};
+use ebb_guest_ram::{Backing, GuestRam, HugePages, Populate, RegionSpec};
+use rustix::time::{ClockId, clock_gettime};
+use vm_memory::{Bytes, GuestAddress};
+
+use super::content::{ContentId, Contents, PAGE_BYTES, page};
+use crate::LabError;
+
+/// Pages that are handled at a time.
+const CHUNK_PAGES: usize = 256;
+const PAGEMAP: &str = "/proc/self/pagemap";
+/// Bytes of an entry (Linux Documentation/admin-guide/mm/pagemap.rst): bit 63 says present, bits 0-54 have the page frame.
+const ENTRY_BYTES: usize = 8;
+const PRESENT: u64 = 1 << 63;
+const FRAME: u64 = (1 << 55) - 1;
+
+/// Memories of this process, written once with known contents.
+#[derive(Debug)]
+pub(super) struct Arena {
+    /// As a monitor has its guest's memory.
+    pub(super) rams: Vec<Arc<GuestRam>>,
+    contents: Contents,
+}
+
+fn failed(what: &'static str) -> impl Fn(&dyn std::fmt::Display) -> LabError {
+    move |cause| LabError::Merging(format!("{what}: {cause}"))
+}
+
+fn pages(first: usize, count: usize) -> PageRange {
+    PageRange::new(Pfn::containing((first * PAGE_BYTES) as u64), count as u64)
+}
+
+impl Arena {
+    /// Maps memory for these contents, lets `prepare` have it, and writes all of it.
+    ///
+    /// Without huge pages: what is compared is the merging of small pages, whoever breaks huge ones.
+    pub(super) fn new(
+        contents: Contents,
+        prepare: impl Fn(&GuestRam) -> Result<(), LabError>,
+    ) -> Result<Self, LabError> {
+        let cannot = failed("cannot make memory");
+        let mut rams = Vec::new();
+        for ids in &contents.memories {
+            let region = RegionSpec {
+                start: GuestAddress(0),
+                size_bytes: (ids.len() * PAGE_BYTES) as u64,
+                host_node: None,
+            };
+            let ram = GuestRam::new(&[region], Backing::Anonymous, HugePages::Off, Populate::Lazy)
+                .map_err(|error| cannot(&error))?;
+            prepare(&ram)?;
+            for (chunk, ids) in ids.chunks(CHUNK_PAGES).enumerate() {
+                let bytes: Vec<u8> = ids.iter().flat_map(|id| page(*id)).collect();
+                let range = pages(chunk * CHUNK_PAGES, ids.len());
+                ram.write_pages(range, &bytes).map_err(|error| cannot(&error))?;
+            }
+            rams.push(Arc::new(ram));
+        }
+        Ok(Self { rams, contents })
+    }
+
+    /// What was written.
+    pub(super) fn contents(&self) -> &Contents {
+        &self.contents
+    }
+
+    /// Counts the page frames behind all memory, each once however often it is mapped, after a read of each page: this is the
+    /// kernel's own account of what is shared, whoever shared it. Takes root's rights.
+    pub(super) fn frames(&self) -> Result<u64, LabError> {
+        let cannot = failed("cannot count page frames");
+        let pagemap = File::open(PAGEMAP).map_err(|error| cannot(&error))?;
+        let mut frames: Vec<u64> = Vec::new();
+        for (ram, ids) in self.rams.iter().zip(&self.contents.memories) {
+            for page in 0..ids.len() {
+                let address = GuestAddress((page * PAGE_BYTES) as u64);
+                let _: u64 = ram.memory().read_obj(address).map_err(|error| cannot(&error))?;
+            }
+            for region in ram.regions() {
+                let mut entries = vec![0; (region.size_bytes as usize / PAGE_BYTES) * ENTRY_BYTES];
+                let first = region.host_address / PAGE_BYTES as u64 * ENTRY_BYTES as u64;
+                pagemap.read_exact_at(&mut entries, first).map_err(|error| cannot(&error))?;
+                let entries = entries.as_chunks::<ENTRY_BYTES>().0;
+                frames.extend(
+                    entries
+                        .iter()
+                        .map(|entry| u64::from_ne_bytes(*entry))
+                        .filter(|entry| entry & PRESENT != 0)
+                        .map(|entry| entry & FRAME),
+                );
+            }
+        }
+        if frames.iter().all(|frame| *frame == 0) {
+            return Err(cannot(&"the kernel hides them from anybody but root"));
+        }
+        frames.sort_unstable();
+        frames.dedup();
+        Ok(frames.len() as u64)
+    }
+
+    /// Writes to each of these pages once; processor time for each, ns.
+    pub(super) fn write_to(&self, places: &[(usize, usize)]) -> Result<f64, LabError> {
+        let cannot = failed("cannot write to memory");
+        let begin = thread_cpu_ns();
+        for (memory, page) in places {
+            let ram = self.rams.get(*memory).ok_or_else(|| cannot(&"there is none"))?;
+            // The content stays the same: only the fault is wanted.
+            let address = GuestAddress((page * PAGE_BYTES) as u64);
+            let word: u64 = ram.memory().read_obj(address).map_err(|error| cannot(&error))?;
+            ram.memory().write_obj(word, address).map_err(|error| cannot(&error))?;
+        }
+        Ok((thread_cpu_ns() - begin) as f64 / places.len().max(1) as f64)
+    }
+
+    /// Pages that do not hold what was written to them.
+    pub(super) fn wrong_pages(&self) -> Result<u64, LabError> {
+        let cannot = failed("cannot read memory");
+        let mut wrong = 0;
+        for (ram, ids) in self.rams.iter().zip(&self.contents.memories) {
+            for (chunk, ids) in ids.chunks(CHUNK_PAGES).enumerate() {
+                let mut bytes = vec![0; ids.len() * PAGE_BYTES];
+                ram.read_pages(pages(chunk * CHUNK_PAGES, ids.len()), &mut bytes)
+                    .map_err(|error| cannot(&error))?;
+                let is_wrong = |(found, id): (&[u8], &ContentId)| found != page(*id);
+                wrong +=
+                    bytes.chunks(PAGE_BYTES).zip(ids).map(is_wrong).filter(|wrong| *wrong).count() as u64;
+            }
+        }
+        Ok(wrong)
+    }
+}
+
+/// Processor time of the calling thread.
+pub(super) fn thread_cpu_ns() -> u64 {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
+}
