@@ -18,6 +18,7 @@ use serde::Serialize;
 use serde_json::json;
 
 mod free_pages;
+mod merge;
 #[cfg(test)]
 mod tests;
 
@@ -27,6 +28,7 @@ Examples:
   ebb ctl /tmp/vm.sock balloon set 1G
   ebb ctl /tmp/vm.sock statistics --json
   ebb ctl /tmp/vm.sock free-pages --min-order 9
+  ebb ctl /tmp/vm.sock merge --run unmerge
   ebb ctl /tmp/vm.sock snapshot /tmp/vm.snapshot
 The same with curl: curl --unix-socket /tmp/vm.sock http://localhost/vm
 What the socket offers: curl --unix-socket /tmp/vm.sock http://localhost/openapi.json";
@@ -91,6 +93,8 @@ enum Command {
         #[arg(long, value_name = "MILLISECONDS", default_value_t = FREE_PAGES_TIME_LIMIT_MS, value_parser = clap::value_parser!(u64).range(1..=MAX_FREE_PAGES_TIME_LIMIT_MS))]
         timeout_ms: u64,
     },
+    /// Show how equal pages are merged, or change it
+    Merge(merge::Args),
     /// Show all counters
     Metrics,
 }
@@ -166,6 +170,7 @@ fn execute(args: Args, out: &mut Vec<u8>) -> anyhow::Result<()> {
             let body = json!({ "min_order": min_order.unwrap_or(0), "timeout_ms": timeout_ms });
             show(out, form, &client.put_json("/balloon/free-pages", &body)?, free_pages::rows)
         }
+        Command::Merge(args) => show(out, form, &args.execute(&client)?, merge::rows),
         Command::Metrics => metrics(out, form, &client),
     }
 }
@@ -311,6 +316,9 @@ fn vm_rows(info: &VmInfo) -> Vec<Row> {
         row("kernel", info.kernel.as_str()),
         row("monitor", format!("ebb {}, process {}", info.version, info.pid)),
     ];
+    if let Some(merged) = info.merged_bytes {
+        rows.push(row("shared", bytes(merged)));
+    }
     if let Some(read) = info.snapshot_bytes {
         rows.push(row("read from snapshot", bytes(read)));
     }

@@ -9,8 +9,9 @@ use clap::ValueEnum;
 use ebb_kvm_clock::ClockPolicy;
 use ebb_migration::session::{Address, Security, TlsFiles};
 use ebb_vmm::api::RamBacking;
+use ebb_vmm::config::merge::MERGE_FORM;
 use ebb_vmm::config::options::{DISK_FORM, SERIAL_FORM};
-use ebb_vmm::config::{DiskConfig, RebootAction, SerialConfig, Switch};
+use ebb_vmm::config::{DiskConfig, MergeOverrides, RebootAction, SerialConfig, Switch};
 use ebb_vmm::snapshot::Overrides;
 use ebb_vmm::vm::{self, ReceiveConfig};
 
@@ -52,6 +53,9 @@ pub struct Args {
     /// Another image for a disk of the machine; give all of them, in their order
     #[arg(long, value_name = DISK_FORM)]
     disk: Vec<DiskConfig>,
+    /// How equal pages of guest memory are merged from now on [default: as before]
+    #[arg(long, value_name = MERGE_FORM)]
+    memory: Option<MergeOverrides>,
     /// What backs guest memory [default: as before]
     #[arg(long, value_enum)]
     backing: Option<MemoryBacking>,
@@ -115,6 +119,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
             OnReboot::Exit => RebootAction::Exit,
         }),
         disks: args.disk,
+        merge: args.memory.unwrap_or_default(),
     };
     let security = match (args.tls_cert, args.tls_key, args.tls_ca) {
         (Some(certificate), Some(key), Some(authorities)) => {

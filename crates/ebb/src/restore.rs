@@ -5,8 +5,9 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use ebb_kvm_clock::ClockPolicy;
+use ebb_vmm::config::merge::MERGE_FORM;
 use ebb_vmm::config::options::{DISK_FORM, SERIAL_FORM};
-use ebb_vmm::config::{DiskConfig, RebootAction, SerialConfig, Switch};
+use ebb_vmm::config::{DiskConfig, MergeOverrides, RebootAction, SerialConfig, Switch};
 use ebb_vmm::snapshot::{Overrides, SnapshotFile};
 use ebb_vmm::vm::{self, Start};
 
@@ -41,6 +42,9 @@ pub struct Args {
     /// Another image for a disk of the machine; give all of them, in their order
     #[arg(long, value_name = DISK_FORM)]
     disk: Vec<DiskConfig>,
+    /// How equal pages of guest memory are merged from now on [default: as before]
+    #[arg(long, value_name = MERGE_FORM)]
+    memory: Option<MergeOverrides>,
     /// Do not run before `ebb ctl SOCKET resume`
     #[arg(long, requires = "api")]
     paused: bool,
@@ -78,6 +82,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
             OnReboot::Exit => RebootAction::Exit,
         }),
         disks: args.disk,
+        merge: args.memory.unwrap_or_default(),
     };
     let start = if args.paused { Start::Paused } else { Start::Running };
     run_machine(args.emulated_kvm, args.json, || vm::restore(snapshot, overrides, start))

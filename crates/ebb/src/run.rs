@@ -41,6 +41,10 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 1)]
     cpus: u8,
     /// Guest memory
+    ///
+    /// merge=owner lets the monitor merge equal pages of this machine, and with merge_broker also with those of other machines
+    /// of the same merge_domain; merge=kernel lets Linux's KSM do it, for machines of one trust domain only. Merging lets machines
+    /// of a domain find out what others have in memory (docs/merging.md), so it is off unless it is asked for.
     #[arg(long, value_name = MEMORY_FORM, default_value = "512M")]
     memory: MemoryConfig,
     /// A NUMA node of the guest; give one for each node

@@ -34,10 +34,15 @@ pub enum ThreadKind {
     Device,
     /// Moves the machine to another monitor, or receives one; its data streams' threads inherit the list.
     Migrate,
+    /// Merges equal pages of guest memory.
+    Merge,
+    /// Not a monitor's: the broker of shared pages.
+    Broker,
 }
 
 impl ThreadKind {
-    const ALL: [Self; 5] = [Self::Main, Self::Api, Self::Vcpu, Self::Device, Self::Migrate];
+    const ALL: [Self; 7] =
+        [Self::Main, Self::Api, Self::Vcpu, Self::Device, Self::Migrate, Self::Merge, Self::Broker];
 }
 
 /// The filters could not be built or installed.
@@ -161,13 +166,17 @@ const API: &[c_long] = &[
 const DEVICE: &[c_long] =
     &[libc::SYS_fdatasync, libc::SYS_fsync, libc::SYS_lseek, libc::SYS_pread64, libc::SYS_pwrite64];
 
-/// What the main thread does at the end and when the guest starts again: reload the images, remove the socket.
+/// What the main thread does at the end and when the guest starts again: reload the images, remove the socket, put KSM's settings
+/// back.
 const MAIN: &[c_long] = &[
+    libc::SYS_flock,
     libc::SYS_fstat,
+    libc::SYS_ftruncate,
     libc::SYS_lseek,
     libc::SYS_mincore,
     libc::SYS_newfstatat,
     libc::SYS_pread64,
+    libc::SYS_pwrite64,
     libc::SYS_readv,
     libc::SYS_rt_sigaction,
     libc::SYS_shutdown,
@@ -214,6 +223,46 @@ const MIGRATE: &[c_long] = &[
     libc::SYS_unlinkat,
 ];
 
+/// What merging does: shared pages in memory files, a broker's socket, KSM's settings and its users.
+const MERGE: &[c_long] = &[
+    libc::SYS_flock,
+    libc::SYS_fstat,
+    libc::SYS_ftruncate,
+    libc::SYS_lseek,
+    libc::SYS_pread64,
+    libc::SYS_pwrite64,
+    libc::SYS_recvfrom,
+    libc::SYS_recvmsg,
+    libc::SYS_sendmsg,
+    libc::SYS_sendto,
+    libc::SYS_shutdown,
+    libc::SYS_statx,
+];
+
+/// What the broker does: its clients' sockets and lives, memory files of shared pages on their nodes.
+const BROKER: &[c_long] = &[
+    libc::SYS_accept4,
+    libc::SYS_fallocate,
+    libc::SYS_fstat,
+    libc::SYS_ftruncate,
+    libc::SYS_getsockopt,
+    libc::SYS_lstat,
+    libc::SYS_mbind,
+    libc::SYS_memfd_create,
+    libc::SYS_newfstatat,
+    libc::SYS_pidfd_open,
+    libc::SYS_pread64,
+    libc::SYS_pwrite64,
+    libc::SYS_recvfrom,
+    libc::SYS_recvmsg,
+    libc::SYS_sendmsg,
+    libc::SYS_sendto,
+    libc::SYS_shutdown,
+    libc::SYS_statx,
+    libc::SYS_unlink,
+    libc::SYS_unlinkat,
+];
+
 type Rules = BTreeMap<c_long, Vec<SeccompRule>>;
 
 fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
@@ -238,6 +287,11 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
             allow(DISCARD);
             allow(MIGRATE);
         }
+        ThreadKind::Merge => {
+            allow(DISCARD);
+            allow(MERGE);
+        }
+        ThreadKind::Broker => allow(BROKER),
     }
     // No memory becomes executable.
     let not_executable = || masked(2, libc::PROT_EXEC as u64, 0);
@@ -248,7 +302,7 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
     let replaces = moves | (libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP) as u64;
     rules.insert(libc::SYS_mremap, vec![equal(3, moves)?, equal(3, replaces)?]);
     // Files are opened for reading only; the API thread, which no guest talks to, also makes new files for snapshots.
-    if matches!(kind, ThreadKind::Api | ThreadKind::Main | ThreadKind::Migrate) {
+    if !matches!(kind, ThreadKind::Vcpu | ThreadKind::Device) {
         let writable = (libc::O_ACCMODE | libc::O_CREAT | libc::O_EXCL | libc::O_TRUNC) as u64;
         let mut opens = vec![masked(2, writable, libc::O_RDONLY as u64)?];
         if kind == ThreadKind::Api {
@@ -259,10 +313,14 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
     let requests = ioctls(kind).iter().map(|&request| equal(1, request)).collect::<Result<Vec<_>, _>>()?;
     rules.insert(libc::SYS_ioctl, requests);
     // Builds with debug assertions look whether a descriptor is open before they close it.
-    rules.insert(
-        libc::SYS_fcntl,
-        vec![equal(1, libc::F_GETFD as u64)?, equal(1, libc::F_DUPFD_CLOEXEC as u64)?],
-    );
+    let mut controls = vec![libc::F_GETFD, libc::F_DUPFD_CLOEXEC];
+    match kind {
+        ThreadKind::Merge => controls.extend([libc::F_GETFL, libc::F_GET_SEALS]),
+        ThreadKind::Broker => controls.extend([libc::F_GETFL, libc::F_GET_SEALS, libc::F_ADD_SEALS]),
+        _ => {}
+    }
+    let controls = controls.into_iter().map(|control| equal(1, control as u64));
+    rules.insert(libc::SYS_fcntl, controls.collect::<Result<_, _>>()?);
     // Names of threads and arenas, and nothing else of prctl.
     rules.insert(
         libc::SYS_prctl,
@@ -378,8 +436,9 @@ fn ioctls(kind: ThreadKind) -> &'static [u64] {
         ThreadKind::Api => {
             &[libc::FIONBIO, PAGEMAP_SCAN, KVM_GET_IRQCHIP, KVM_GET_PIT2, KVM_GET_CLOCK, KVM_SET_CLOCK]
         }
+        ThreadKind::Merge => &[PAGEMAP_SCAN],
         // Never issued; a list must not be empty, or every request would pass.
-        ThreadKind::Device => &[libc::FIONBIO],
+        ThreadKind::Device | ThreadKind::Broker => &[libc::FIONBIO],
     }
 }
 

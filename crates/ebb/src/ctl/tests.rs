@@ -194,3 +194,31 @@ fn durations_are_readable() {
         assert_eq!(duration(ms), text);
     }
 }
+
+#[test]
+fn merging_is_shown_and_changed() {
+    let machine = machine(Mood::Willing);
+    let table = machine.ctl("merge");
+    assert_eq!(value(&table, "state"), "degraded");
+    assert_eq!(value(&table, "merged by"), "the monitor, trust domain 'red'");
+    assert_eq!(value(&table, "reason"), "the broker is gone");
+    assert_eq!(value(&table, "pages of different nodes"), "merged");
+    assert_eq!(value(&table, "pace"), "50000 pages/s");
+    assert_eq!(value(&table, "pages_sharing"), "2");
+    assert_eq!(value(&table, "general_profit"), "-9 B");
+    assert!(value(&table, "pages replaced").starts_with("17;"), "{table}");
+    assert_eq!(value(&machine.ctl("merge --run unmerge --cpu-percent 5"), "run"), "unmerge");
+    assert_eq!(machine.json("merge")["settings"]["run"], "unmerge");
+    assert_eq!(value(&machine.ctl("vm"), "shared"), "5.0 MiB");
+    for bad in [
+        "merge --run maybe",
+        "merge --cpu-percent 0",
+        "merge --pages-per-second 5 --target-scan-seconds 5",
+        "merge --merge-across-nodes yes",
+        "merge --max-page-sharing 1",
+    ] {
+        assert!(parse("socket", bad).is_err(), "{bad}");
+    }
+    let busy = self::machine(Mood::WrongState);
+    assert!(busy.error("merge --merge-across-nodes off").contains("resume it"));
+}

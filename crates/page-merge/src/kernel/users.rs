@@ -198,6 +198,14 @@ impl Membership {
         locked.change(&mut record, self.own, &self.ksm, wanted)
     }
 
+    /// How many other processes use KSM.
+    pub fn others(&self) -> Result<usize, KsmError> {
+        let locked = self.users.lock()?;
+        let mut record = locked.read()?;
+        record.forget_dead(&self.users.proc);
+        Ok(record.users.iter().filter(|user| **user != self.own).count())
+    }
+
     /// Leaves. The last one puts back what was changed.
     fn leave(&self) -> Result<(), KsmError> {
         let locked = self.users.lock()?;

@@ -11,6 +11,7 @@ use ebb_kvm_clock::ClockPolicy;
 use serde::{Deserialize, Serialize};
 
 use super::free_pages::{FreePagesAnswer, FreePagesRequest};
+use super::merge::{MergeChange, MergeInfo};
 pub use super::metrics::{BalloonMetrics, KindCount, Metrics};
 use super::migration::{MigrationRequest, MigrationStatus};
 
@@ -78,6 +79,13 @@ pub trait VmControl: Send + Sync {
     /// another question is under way.
     fn request_free_pages(&self, request: FreePagesRequest)
     -> Result<Box<dyn FreePagesAnswer>, ControlError>;
+
+    /// What same-page merging is doing.
+    fn merge(&self) -> Result<MergeInfo, ControlError>;
+
+    /// Changes how pages are merged. It waits for a change of settings to take effect, not for pages to be unmerged.
+    /// [`ControlError::WrongState`] when nobody merges, or when a setting can only change while nothing is merged.
+    fn set_merge(&self, change: &MergeChange) -> Result<(), ControlError>;
 
     /// All counters, for monitoring.
     fn metrics(&self) -> Metrics;
@@ -199,6 +207,9 @@ pub struct VmInfo {
     pub backing: RamBacking,
     /// Guest memory that the host holds at present, in bytes.
     pub resident_bytes: u64,
+    /// Memory that shares pages with other memory, in bytes; not part of `resident_bytes` if the monitor merges. `None` where
+    /// nobody merges.
+    pub merged_bytes: Option<u64>,
     /// Memory that a restored machine reads from its snapshot and has not written, in bytes: it is in the host's page
     /// cache once for all machines that read it. `None` for a machine that was not restored.
     pub snapshot_bytes: Option<u64>,

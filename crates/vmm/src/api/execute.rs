@@ -124,6 +124,11 @@ fn try_execute(operation: Operation, vm: &dyn VmControl) -> Result<Outcome, Prob
             let deadline = Instant::now() + time_limit;
             return Ok(Outcome::Await(Wait::FreePages { answer, deadline }));
         }
+        Operation::Merge => Reply::json(Status::Ok, &vm.merge()?),
+        Operation::SetMerge(change) => {
+            vm.set_merge(&change)?;
+            Reply::json(Status::Ok, &vm.merge()?)
+        }
         Operation::Metrics => Reply {
             status: Status::Ok,
             content_type: ContentType::Prometheus,

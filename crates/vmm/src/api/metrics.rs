@@ -2,6 +2,8 @@
 
 use std::borrow::Cow;
 
+use super::merge::MergeStatistics;
+
 /// Counters for `GET /metrics`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Metrics {
@@ -15,6 +17,8 @@ pub struct Metrics {
     pub uptime_ms: u64,
     /// The balloon's counters; `None` without a balloon.
     pub balloon: Option<BalloonMetrics>,
+    /// What same-page merging has counted; `None` where nobody merges.
+    pub merge: Option<MergeStatistics>,
     /// vCPU exits by kind, all vCPUs together; empty when they are not counted.
     pub vcpu_exits: Vec<KindCount>,
 }

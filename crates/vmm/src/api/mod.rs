@@ -7,6 +7,7 @@
 //! | --- | --- |
 //! | [`control`] | the [`VmControl`] trait and the documents |
 //! | [`free_pages`] | a question to the guest that takes a while, and its document |
+//! | [`merge`] | same-page merging: documents |
 //! | [`migration`] | moving the machine to another monitor: documents |
 //! | [`metrics`] | counters |
 //! | [`http`] | bytes -> [`http::Request`], pure |
@@ -22,6 +23,7 @@ pub mod control;
 pub mod execute;
 pub mod free_pages;
 pub mod http;
+pub mod merge;
 pub mod metrics;
 pub mod migration;
 pub mod prometheus;
@@ -34,6 +36,7 @@ mod connection;
 pub use client::{Client, ClientError};
 pub use control::*;
 pub use free_pages::*;
+pub use merge::*;
 pub use migration::*;
 pub use server::{ApiError, ApiServer};
 

@@ -4,6 +4,8 @@ use std::fmt::Write as _;
 
 use super::control::{KindCount, Metrics};
 
+mod merge;
+
 /// Whether a value may fall.
 #[derive(Clone, Copy)]
 enum Kind {
@@ -47,6 +49,9 @@ pub fn render(metrics: &Metrics) -> String {
         metrics.uptime_ms % 1000
     ));
     text.kinds("ebb_vcpu_exits_total", "vCPU exits to the monitor, by kind.", &metrics.vcpu_exits);
+    if let Some(merge) = &metrics.merge {
+        merge::render(&mut text, merge);
+    }
     let Some(balloon) = &metrics.balloon else {
         return text.0;
     };

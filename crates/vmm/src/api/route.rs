@@ -10,11 +10,14 @@ use serde_json::Value;
 
 use super::free_pages::MAX_FREE_PAGES_ORDER;
 use super::http::Request;
+use super::merge::MergeChange;
 use super::migration::MigrationRequest;
 use super::reply::{Problem, Status};
 
+mod merge;
 mod migration;
 
+use merge::set_merge;
 use migration::{migrate, migration};
 
 pub use migration::MIN_BANDWIDTH_BYTES;
@@ -83,6 +86,10 @@ pub enum Operation {
         /// How long the guest may take.
         time_limit: Duration,
     },
+    /// `GET /merge`
+    Merge,
+    /// `PUT /merge`
+    SetMerge(Box<MergeChange>),
     /// `GET /metrics`
     Metrics,
 }
@@ -123,7 +130,7 @@ const fn route_to(method: Method, path: &'static str, build: Build) -> Route {
 }
 
 /// Everything that is served.
-pub const ROUTES: [Route; 17] = [
+pub const ROUTES: [Route; 19] = [
     route_to(Method::Get, "/openapi.json", |request| plain(request, Operation::OpenApi)),
     route_to(Method::Get, "/vm", |request| plain(request, Operation::VmInfo)),
     route_to(Method::Put, "/vm/pause", |request| plain(request, Operation::Pause)),
@@ -140,6 +147,8 @@ pub const ROUTES: [Route; 17] = [
     route_to(Method::Get, "/balloon/statistics", statistics),
     route_to(Method::Put, "/balloon/statistics-interval", set_statistics_interval),
     route_to(Method::Put, "/balloon/free-pages", free_pages),
+    route_to(Method::Get, "/merge", |request| plain(request, Operation::Merge)),
+    route_to(Method::Put, "/merge", set_merge),
     route_to(Method::Get, "/metrics", |request| plain(request, Operation::Metrics)),
 ];
 

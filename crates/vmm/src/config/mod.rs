@@ -3,6 +3,7 @@
 //! The types here are plain values: they are checked against each other by [`VmConfig::validate`] before anything is
 //! opened, mapped or started, so that a wrong request costs nothing. [`options`] reads them from `key=value` text.
 
+pub mod merge;
 pub mod options;
 
 use std::path::PathBuf;
@@ -13,6 +14,8 @@ use ebb_kvm_clock::ClockPolicy;
 use thiserror::Error;
 
 use crate::size::ByteSize;
+
+pub use merge::{MergeBackend, MergeConfig, MergeOverrides};
 
 /// Bytes in the smallest amount of RAM a guest can be given.
 pub const MIN_MEMORY_BYTES: u64 = 16 << 20;
@@ -100,6 +103,8 @@ pub struct MemoryConfig {
     pub huge_pages: HugePages,
     /// Whether the host allocates all of it before the guest starts.
     pub populate: Populate,
+    /// Same-page merging.
+    pub merge: MergeConfig,
 }
 
 /// One NUMA node of the guest.
@@ -205,6 +210,7 @@ impl VmConfig {
             ));
         }
         check_alignment("--memory", self.memory.size)?;
+        self.memory.merge.validate()?;
         if self.cpus == 0 || self.cpus > MAX_VCPUS {
             return Err(ConfigError::new(
                 "--cpus",

@@ -7,19 +7,24 @@ use std::time::Duration;
 use ebb_guest_ram::{Backing, HugePages, Populate};
 
 use super::{
-    BalloonDeviceConfig, ConfigError, DiskConfig, MemoryConfig, NumaNodeConfig, SerialConfig, Switch,
+    BalloonDeviceConfig, ConfigError, DiskConfig, MemoryConfig, MergeConfig, MergeOverrides, NumaNodeConfig,
+    SerialConfig, Switch,
 };
 use crate::size::ByteSize;
 
 /// The pairs of one option. Every key must be taken exactly once; what is left over is an error.
-struct Pairs<'a> {
+pub(super) struct Pairs<'a> {
     option: &'static str,
     valid: &'static str,
     entries: Vec<(&'a str, &'a str)>,
 }
 
 impl<'a> Pairs<'a> {
-    fn parse(option: &'static str, valid: &'static str, text: &'a str) -> Result<Self, ConfigError> {
+    pub(super) fn parse(
+        option: &'static str,
+        valid: &'static str,
+        text: &'a str,
+    ) -> Result<Self, ConfigError> {
         let mut entries: Vec<(&str, &str)> = Vec::new();
         for part in text.split(',').filter(|part| !part.is_empty()) {
             let Some((key, value)) = part.split_once('=') else {
@@ -37,12 +42,12 @@ impl<'a> Pairs<'a> {
         Ok(Self { option, valid, entries })
     }
 
-    fn take(&mut self, key: &str) -> Option<&'a str> {
+    pub(super) fn take(&mut self, key: &str) -> Option<&'a str> {
         let index = self.entries.iter().position(|(known, _)| *known == key)?;
         Some(self.entries.swap_remove(index).1)
     }
 
-    fn error(&self, key: &str, value: &str, expected: &str) -> ConfigError {
+    pub(super) fn error(&self, key: &str, value: &str, expected: &str) -> ConfigError {
         ConfigError::new(self.option, format!("`{key}={value}` cannot be used"), format!("give {expected}"))
     }
 
@@ -63,7 +68,11 @@ impl<'a> Pairs<'a> {
         })
     }
 
-    fn take_choice<T: Copy>(&mut self, key: &str, choices: &[(&str, T)]) -> Result<Option<T>, ConfigError> {
+    pub(super) fn take_choice<T: Copy>(
+        &mut self,
+        key: &str,
+        choices: &[(&str, T)],
+    ) -> Result<Option<T>, ConfigError> {
         let Some(value) = self.take(key) else { return Ok(None) };
         if let Some((_, choice)) = choices.iter().find(|(name, _)| *name == value) {
             return Ok(Some(*choice));
@@ -76,7 +85,7 @@ impl<'a> Pairs<'a> {
         Ok(self.take_choice(key, &[("on", Switch::On), ("off", Switch::Off)])?.unwrap_or(default))
     }
 
-    fn finish(self) -> Result<(), ConfigError> {
+    pub(super) fn finish(self) -> Result<(), ConfigError> {
         match self.entries.first() {
             None => Ok(()),
             Some((key, _)) => Err(ConfigError::new(
@@ -89,7 +98,8 @@ impl<'a> Pairs<'a> {
 }
 
 /// Form of `--memory`.
-pub const MEMORY_FORM: &str = "size=4G[,backing=anon|memfd|hugetlb][,thp=on|off][,prealloc=on|off]";
+pub const MEMORY_FORM: &str = "size=4G[,backing=anon|memfd|hugetlb][,thp=on|off][,prealloc=on|off]\
+    [,merge=off|owner|kernel][,merge_domain=NAME][,merge_broker=PATH][,merge_across_nodes=on|off]";
 /// Form of `--numa`.
 pub const NUMA_FORM: &str = "size=2G,cpus=0-1:4[,host_node=0][,distances=10:20]";
 /// Form of `--balloon`.
@@ -113,6 +123,7 @@ impl FromStr for MemoryConfig {
                 backing: Backing::Anonymous,
                 huge_pages: HugePages::On,
                 populate: Populate::Lazy,
+                merge: MergeConfig::default(),
             });
         }
         let mut pairs = Pairs::parse("--memory", MEMORY_FORM, text)?;
@@ -134,6 +145,7 @@ impl FromStr for MemoryConfig {
             populate: pairs
                 .take_choice("prealloc", &[("on", Populate::Prealloc), ("off", Populate::Lazy)])?
                 .unwrap_or(Populate::Lazy),
+            merge: MergeOverrides::take(&mut pairs)?.apply(MergeConfig::default())?,
         };
         pairs.finish()?;
         Ok(config)

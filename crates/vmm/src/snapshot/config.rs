@@ -9,8 +9,8 @@ use serde::{Deserialize, Serialize};
 use super::SnapshotError;
 use crate::api::control::RamBacking;
 use crate::config::{
-    BalloonDeviceConfig, DiskConfig, MemoryConfig, NumaNodeConfig, RebootAction, SerialConfig, Switch,
-    VmConfig,
+    BalloonDeviceConfig, DiskConfig, MemoryConfig, MergeConfig, MergeOverrides, NumaNodeConfig, RebootAction,
+    SerialConfig, Switch, VmConfig,
 };
 use crate::size::ByteSize;
 
@@ -31,6 +31,9 @@ pub struct MachineConfig {
     pub backing: RamBacking,
     /// Whether the host may use transparent huge pages.
     pub huge_pages: bool,
+    /// Same-page merging. Snapshots without this field are of machines that did not have it.
+    #[serde(default, skip_serializing_if = "MergeConfig::is_off")]
+    pub merge: MergeConfig,
     /// NUMA nodes.
     pub numa: Vec<NumaNode>,
     /// The balloon device.
@@ -110,6 +113,8 @@ pub struct Overrides {
     pub on_reboot: Option<RebootAction>,
     /// Other paths of the disks: none, or one for each.
     pub disks: Vec<DiskConfig>,
+    /// What is different in merging.
+    pub merge: MergeOverrides,
 }
 
 impl Default for Overrides {
@@ -121,6 +126,7 @@ impl Default for Overrides {
             clock: None,
             on_reboot: None,
             disks: Vec::new(),
+            merge: MergeOverrides::default(),
         }
     }
 }
@@ -140,6 +146,7 @@ impl MachineConfig {
             memory_bytes: config.memory.size.bytes(),
             backing: config.memory.backing.into(),
             huge_pages: config.memory.huge_pages == HugePages::On,
+            merge: config.memory.merge.clone(),
             numa: config
                 .numa
                 .iter()
@@ -197,6 +204,7 @@ impl MachineConfig {
                 backing: Backing::Anonymous,
                 huge_pages: if self.huge_pages { HugePages::On } else { HugePages::Off },
                 populate: Populate::Lazy,
+                merge: overrides.merge.apply(self.merge)?,
             },
             numa: self
                 .numa

@@ -24,6 +24,8 @@ use std::path::PathBuf;
 use ebb_guest_ram::RamError;
 use thiserror::Error;
 
+use crate::config::ConfigError;
+
 pub use config::{MachineConfig, Overrides};
 pub use file::{FORMAT_VERSION, SnapshotFile};
 pub use state::MachineState;
@@ -75,6 +77,9 @@ pub enum SnapshotError {
         /// What does not fit.
         problem: String,
     },
+    /// What was said of merging does not go with what the machine has.
+    #[error(transparent)]
+    Merge(#[from] ConfigError),
     /// The guest runs on another kind of processor.
     #[error(
         "the virtual machine comes from a {saved} processor, this machine has a {host} one; a running guest cannot change \

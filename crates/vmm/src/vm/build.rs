@@ -11,6 +11,7 @@ use kvm_ioctls::{Cap, IoEventAddress, Kvm, VmFd};
 use vm_memory::GuestAddress;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
+use super::merge::Merging;
 use super::migrate::Migrations;
 use super::{Vm, VmError, interrupts};
 use crate::acpi::{MmioDevice, NumaNode, Platform};
@@ -115,6 +116,7 @@ pub(super) fn build(
     let vm_fd = create_vm(&kvm)?;
     let ram = Arc::new(guest_ram(&config, &mut origin)?);
     register_memory(&vm_fd, &ram)?;
+    let merging = Merging::start(&config.memory.merge, &ram, filters, exit);
 
     let mut assembly = Assembly {
         vm_fd: &vm_fd,
@@ -156,6 +158,8 @@ pub(super) fn build(
     let vm = Vm {
         config,
         ram,
+        _ksm: merging.membership(),
+        merging,
         kvm: vm_fd,
         interrupt_controllers,
         platform,

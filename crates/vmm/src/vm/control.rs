@@ -14,6 +14,7 @@ use crate::api::control::{
     StatisticsReading, TrimReport, VmControl, VmInfo, VmState,
 };
 use crate::api::free_pages::{FreePagesAnswer, FreePagesRequest};
+use crate::api::merge::{MergeChange, MergeInfo};
 use crate::api::migration::{MigrationRequest, MigrationStatus};
 use crate::devices::virtio::balloon::BalloonDevice;
 use crate::devices::virtio::mmio::MmioTransport;
@@ -49,6 +50,11 @@ impl Vm {
 
     pub(super) fn state(&self) -> VmState {
         *lock(&self.state)
+    }
+
+    /// Memory that shares pages with other memory, if anybody merges.
+    fn merged_bytes(&self) -> Option<u64> {
+        self.merging.is_possible().then(|| self.ram.residency().map_or(0, |residency| residency.merged_bytes))
     }
 
     fn uptime_ms(&self) -> u64 {
@@ -106,6 +112,7 @@ impl VmControl for Vm {
             memory_bytes: self.ram.size_bytes(),
             backing: self.ram.backing().into(),
             resident_bytes: self.ram.resident_bytes().unwrap_or(0),
+            merged_bytes: self.merged_bytes(),
             snapshot_bytes: self.ram.is_restored().then(|| self.ram.residency().map_or(0, |r| r.file_bytes)),
             uptime_ms: self.uptime_ms(),
             clock: *lock(&self.clock_info),
@@ -239,6 +246,15 @@ impl VmControl for Vm {
         Ok(Box::new(Question::ask(request, transport, &self.ram)?))
     }
 
+    fn merge(&self) -> Result<MergeInfo, ControlError> {
+        self.merging.info()
+    }
+
+    fn set_merge(&self, change: &MergeChange) -> Result<(), ControlError> {
+        self.not_given_away()?;
+        self.merging.change(change)
+    }
+
     fn metrics(&self) -> Metrics {
         use crate::api::control::KindCount;
         use std::sync::atomic::Ordering::Relaxed;
@@ -252,6 +268,8 @@ impl VmControl for Vm {
             process_resident_bytes: metrics::process_resident_bytes().unwrap_or(0),
             uptime_ms: self.uptime_ms(),
             balloon: self.balloon.as_ref().map(|balloon| lock(balloon).device().metrics()),
+            // What cannot be read now is told by `GET /merge`.
+            merge: self.merging.statistics().ok().flatten(),
             vcpu_exits: vec![
                 count("port_in", &counters.port_in),
                 count("port_out", &counters.port_out),

@@ -5,6 +5,7 @@ mod control;
 mod event_loop;
 mod free_pages;
 mod interrupts;
+mod merge;
 mod metrics;
 mod migrate;
 pub mod privileges;
@@ -19,6 +20,7 @@ use std::time::Instant;
 
 use ebb_guest_ram::{GuestRam, InhibitGuard, RamError};
 use ebb_kvm_clock::{ClockPolicy, SavedClock};
+use ebb_page_merge::kernel::Membership;
 use kvm_bindings::CpuId;
 use kvm_ioctls::VmFd;
 use thiserror::Error;
@@ -45,8 +47,10 @@ use crate::seccomp::SeccompError;
 use crate::snapshot::SnapshotError;
 use crate::snapshot::state::InterruptControllers;
 
+use merge::Merging;
 use migrate::Migrations;
 
+pub use event_loop::signals::Signals;
 pub use event_loop::{Start, restore, run};
 pub use receive::{ReceiveConfig, receive};
 
@@ -177,6 +181,7 @@ type SharedTransport = Arc<Mutex<MmioTransport<BalloonDevice>>>;
 pub struct Vm {
     // Fields are dropped from top to bottom: threads end before what they use goes away, guest memory goes last.
     vcpus: VcpuThreads,
+    merging: Merging,
     workers: Vec<Worker>,
     kvm: VmFd,
     config: VmConfig,
@@ -213,6 +218,8 @@ pub struct Vm {
     /// First page that the next trim looks at.
     trim_cursor: Mutex<u64>,
     ram: Arc<GuestRam>,
+    /// Puts KSM's settings back after guest memory is gone: pages that were merged would have to be copied first otherwise.
+    _ksm: Option<Arc<Membership>>,
 }
 
 /// Whether a call has brought a machine to life.
@@ -302,8 +309,10 @@ impl Vm {
         Ok(())
     }
 
-    /// Stops vCPUs, then devices: a vCPU could give a device new work, a device cannot start a vCPU.
+    /// Stops vCPUs, then devices: a vCPU could give a device new work, a device cannot start a vCPU. Merging before both, so that
+    /// neither waits for a page that is being merged.
     fn stop_all(&self) {
+        self.merging.stand_still();
         self.vcpus.pause();
         for worker in &self.workers {
             worker.pause();
@@ -316,6 +325,7 @@ impl Vm {
             worker.resume();
         }
         self.vcpus.resume();
+        self.merging.go_on();
     }
 
     /// Starts the guest anew after a reboot. Its memory is given back to the host first: the new kernel finds zeros, and

@@ -44,6 +44,32 @@ pub struct State {
     pub withdrawn: u32,
     /// The migration asked for last.
     pub migration: Option<MigrationRequest>,
+    /// What is to be done about equal pages.
+    pub merge_run: MergeRun,
+}
+
+/// Every counter of merging.
+fn counted() -> MergeStatistics {
+    MergeStatistics {
+        scope: MergeScope::Machine,
+        pages_shared: Some(1),
+        pages_sharing: Some(2),
+        pages_unshared: Some(3),
+        pages_volatile: Some(4),
+        pages_scanned: Some(5),
+        pages_skipped: Some(6),
+        full_scans: Some(7),
+        ksm_zero_pages: Some(8),
+        general_profit: Some(-9),
+        stable_node_chains: Some(10),
+        stable_node_dups: Some(11),
+        merged_bytes: Some(12),
+        remote_merged_pages: Some(13),
+        hashed_pages: Some(14),
+        clean_pages: Some(15),
+        metadata_bytes: Some(16),
+        replaced: Some(MergeReplaced { done: 17, ..MergeReplaced::default() }),
+    }
 }
 
 struct Shared {
@@ -128,6 +154,7 @@ impl TestVm {
             questions: 0,
             withdrawn: 0,
             migration: None,
+            merge_run: MergeRun::Merge,
         };
         Self { shared: Arc::new(Shared { state: Mutex::new(state), asked: Condvar::new() }) }
     }
@@ -179,6 +206,7 @@ impl VmControl for TestVm {
             memory_bytes: MEMORY_BYTES,
             backing: RamBacking::Anon,
             resident_bytes: 123 << 20,
+            merged_bytes: Some(5 << 20),
             snapshot_bytes: None,
             clock: ClockInfo {
                 stopped: Some(ClockInstant { clock_ns: 7, realtime_ns: 1_800_000_000_000_000_000 }),
@@ -338,6 +366,30 @@ impl VmControl for TestVm {
         Ok(Box::new(Question(self.shared.clone(), request)))
     }
 
+    fn merge(&self) -> Result<MergeInfo, ControlError> {
+        let state = self.change(Needs::Nothing)?;
+        Ok(MergeInfo {
+            backend: MergeBackend::Owner,
+            domain: Some("red".into()),
+            broker: Some("/run/ebb-merge.sock".into()),
+            state: MergeState::Degraded,
+            reason: Some("the broker is gone".into()),
+            settings: Some(MergeSettings {
+                run: state.merge_run,
+                merge_across_nodes: Some(true),
+                pages_per_second: Some(50_000),
+                ..MergeSettings::default()
+            }),
+            statistics: Some(counted()),
+        })
+    }
+
+    fn set_merge(&self, change: &MergeChange) -> Result<(), ControlError> {
+        let mut state = self.change(Needs::Nothing)?;
+        state.merge_run = change.run.unwrap_or(state.merge_run);
+        Ok(())
+    }
+
     fn metrics(&self) -> Metrics {
         let errors = vec![KindCount::new("bad_address", 3)];
         let kinds = |kind: &'static str| vec![KindCount::new(kind, 1)];
@@ -357,6 +409,7 @@ impl VmControl for TestVm {
                 errors,
                 ..BalloonMetrics::default()
             }),
+            merge: Some(counted()),
             vcpu_exits: vec![KindCount::new("io", 17)],
         }
     }

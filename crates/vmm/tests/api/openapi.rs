@@ -59,6 +59,7 @@ fn provocation(method: &str, path: &str, status: &str) -> (Mood, &'static str, &
         ("PUT", "/balloon") => r#"{"target_bytes": 4096}"#,
         ("PUT", "/vm/snapshot") => r#"{"path": "/tmp/x"}"#,
         ("PUT", "/vm/migrate") => r#"{"to": "unix:/tmp/x"}"#,
+        ("PUT", "/merge") => r#"{"run": "stop"}"#,
         ("PUT", "/balloon/statistics-interval") => r#"{"interval_seconds": 1}"#,
         _ => "",
     };
@@ -117,6 +118,10 @@ fn no_status_is_undocumented() {
         r#"{"min_order": 19}"#,
         r#"{"min_order": 18, "timeout_ms": 0}"#,
         r#"{"to": ""}"#,
+        r#"{"run": "unmerge", "cpu_percent": 10}"#,
+        r#"{"run": "dance"}"#,
+        r#"{"pages_per_second": 0}"#,
+        r#"{"pages_per_second": 5, "target_scan_seconds": 5}"#,
         r#"{"to": "unix:/x", "holes": 1}"#,
         r#"{"to": "unix:/x", "tls_key": "/k"}"#,
     ];
@@ -206,7 +211,9 @@ fn every_metric_is_documented() {
         let known = |name: &str| {
             description.contains(&format!("`{name}`")) || description.contains(&format!("`{name}{{kind}}`"))
         };
-        let short = sample.name.strip_prefix("ebb_balloon_").unwrap_or(&sample.name);
+        let prefixes = ["ebb_balloon_", "ebb_merge_"];
+        let short =
+            prefixes.iter().find_map(|prefix| sample.name.strip_prefix(prefix)).unwrap_or(&sample.name);
         assert!(known(&sample.name) || known(short), "{}", sample.name);
     }
 }

@@ -67,6 +67,7 @@ fn the_last_user_puts_settings_back() {
     let membership = copy.join("a", &merge_apart()).unwrap();
     let (living, user) = Living::new();
     other(&copy, user);
+    assert_eq!(membership.others().unwrap(), 1);
     drop(membership);
     assert_eq!(copy.read("run"), "1", "somebody else uses it");
     assert_eq!(record(&copy).users, [user]);

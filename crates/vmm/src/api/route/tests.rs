@@ -3,6 +3,7 @@
 use super::super::reply::Persistence;
 use super::migration::MIGRATION_FIELDS;
 use super::*;
+use crate::api::merge::MergeRun;
 use crate::api::migration::{FreePageChoice, OnTimeout, TlsPaths};
 
 fn ask(method: &str, target: &str, body: &str) -> Result<Operation, Problem> {
@@ -33,6 +34,18 @@ fn finds_every_operation() {
         ("PUT", "/vm/trim", "", Operation::Trim),
         ("PUT", "/vm/snapshot", r#"{"path": "/a b/c"}"#, Operation::Snapshot { path: "/a b/c".into() }),
         ("PUT", "/vm/kill", "\n", Operation::Kill),
+        ("GET", "/merge", "", Operation::Merge),
+        (
+            "PUT",
+            "/merge",
+            r#"{"run": "unmerge", "merge_across_nodes": false, "cpu_percent": 7}"#,
+            Operation::SetMerge(Box::new(MergeChange {
+                run: Some(MergeRun::Unmerge),
+                merge_across_nodes: Some(false),
+                cpu_percent: Some(7),
+                ..MergeChange::default()
+            })),
+        ),
         ("GET", "/vm/migration", "", Operation::Migration { wait: None }),
         (
             "GET",
@@ -132,6 +145,20 @@ fn bad_bodies_are_named() {
         (r#"{"order": 9}"#, "min_order"),
     ] {
         let problem = ask("PUT", "/balloon/free-pages", body).unwrap_err();
+        assert_eq!(problem.status, Status::UnprocessableContent, "{body}");
+        assert!(problem.detail.remedy.unwrap().contains(part), "{body}");
+    }
+    for (body, part) in [
+        (r#"{"run": "maybe"}"#, "stop, merge, unmerge"),
+        (r#"{"merge_across_nodes": 1}"#, "true or false"),
+        (r#"{"max_page_sharing": 1}"#, "from 2"),
+        (r#"{"cpu_percent": 101}"#, "from 1 to 100"),
+        (r#"{"target_scan_seconds": 0}"#, "from 1 to 86400"),
+        (r#"{"pages_per_second": 5, "target_scan_seconds": 5}"#, "one of both"),
+        ("{}", "run, merge_across_nodes"),
+        (r#"{"pages_to_scan": 5}"#, "pages_per_second"),
+    ] {
+        let problem = ask("PUT", "/merge", body).unwrap_err();
         assert_eq!(problem.status, Status::UnprocessableContent, "{body}");
         assert!(problem.detail.remedy.unwrap().contains(part), "{body}");
     }

@@ -13,13 +13,13 @@ const SIGNALS: [(libc::c_int, &str); 4] = [
 
 /// Signals that arrive at a descriptor instead of interrupting.
 #[derive(Debug)]
-pub(in crate::vm) struct Signals {
+pub struct Signals {
     fd: OwnedFd,
 }
 
 impl Signals {
     /// Blocks the signals for this thread and those it starts, and opens the descriptor.
-    pub(in crate::vm) fn block() -> io::Result<Self> {
+    pub fn block() -> io::Result<Self> {
         let set = vmm_sys_util::signal::create_sigset(&SIGNALS.map(|(signal, _)| signal))
             .map_err(|error| io::Error::from_raw_os_error(error.errno()))?;
         // SAFETY: `set` is an initialized signal set; the old mask is not asked for.
@@ -37,7 +37,7 @@ impl Signals {
     }
 
     /// Name of a signal that has arrived.
-    pub(in crate::vm) fn take(&self) -> Option<&'static str> {
+    pub fn take(&self) -> Option<&'static str> {
         let mut info = [0u8; size_of::<libc::signalfd_siginfo>()];
         let length = rustix::io::read(&self.fd, &mut info).ok()?;
         if length < 4 {

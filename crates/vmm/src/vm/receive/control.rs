@@ -12,6 +12,7 @@ use crate::api::control::{
     VmControl, VmInfo, VmState,
 };
 use crate::api::free_pages::{FreePagesAnswer, FreePagesRequest};
+use crate::api::merge::{MergeChange, MergeInfo};
 use crate::api::migration::{MigrationRequest, MigrationStatus};
 use crate::exit::{ExitSignal, GuestExit};
 use crate::vm::Vm;
@@ -50,6 +51,7 @@ impl VmControl for Expected {
                 memory_bytes: 0,
                 backing: RamBacking::Anon,
                 resident_bytes: 0,
+                merged_bytes: None,
                 snapshot_bytes: None,
                 uptime_ms: 0,
                 clock: ClockInfo { policy: self.clock, ..ClockInfo::default() },
@@ -127,6 +129,14 @@ impl VmControl for Expected {
         request: FreePagesRequest,
     ) -> Result<Box<dyn FreePagesAnswer>, ControlError> {
         self.vm()?.request_free_pages(request)
+    }
+
+    fn merge(&self) -> Result<MergeInfo, ControlError> {
+        self.vm()?.merge()
+    }
+
+    fn set_merge(&self, change: &MergeChange) -> Result<(), ControlError> {
+        self.vm()?.set_merge(change)
     }
 
     fn metrics(&self) -> Metrics {

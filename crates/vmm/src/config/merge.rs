@@ -1,0 +1,228 @@
+//! Same-page merging as it is asked for (docs/merging.md).
+
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use super::options::Pairs;
+use super::{ConfigError, Switch};
+
+/// Longest name of a trust domain, in bytes.
+pub const MAX_MERGE_DOMAIN_BYTES: usize = 64;
+
+/// The trust domain of machines that the kernel merges and for which none was named.
+pub const DEFAULT_KERNEL_DOMAIN: &str = "default";
+
+/// Keys of `--memory` for merging.
+pub const MERGE_FORM: &str =
+    "merge=off|owner|kernel[,merge_domain=NAME][,merge_broker=PATH][,merge_across_nodes=on|off]";
+
+/// Who merges equal pages.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MergeBackend {
+    /// Nobody.
+    #[default]
+    Off,
+    /// The monitor, within a trust domain.
+    Owner,
+    /// Linux's KSM, with all other processes of the host that asked for it.
+    Kernel,
+}
+
+impl MergeBackend {
+    /// As it is written.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Off => "off",
+            Self::Owner => "owner",
+            Self::Kernel => "kernel",
+        }
+    }
+}
+
+/// Same-page merging of a machine.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MergeConfig {
+    /// Who merges.
+    pub backend: MergeBackend,
+    /// The trust domain: pages of different domains are never merged. `None`: a machine on its own, or
+    /// [`DEFAULT_KERNEL_DOMAIN`].
+    pub domain: Option<String>,
+    /// Socket of the broker through which machines of the domain share pages (`ebb merge-broker`).
+    pub broker: Option<PathBuf>,
+    /// Whether pages of different NUMA nodes of the host are merged. `None`: they are, or as KSM is set already.
+    pub across_nodes: Option<bool>,
+}
+
+/// What whoever restores or receives a machine says of merging; what is `None` stays as it was.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct MergeOverrides {
+    /// Who merges.
+    pub backend: Option<MergeBackend>,
+    /// The trust domain.
+    pub domain: Option<String>,
+    /// Socket of the broker.
+    pub broker: Option<PathBuf>,
+    /// Whether pages of different NUMA nodes of the host are merged.
+    pub across_nodes: Option<Switch>,
+}
+
+impl MergeOverrides {
+    /// Takes the keys for merging out of `pairs`.
+    pub(super) fn take(pairs: &mut Pairs<'_>) -> Result<Self, ConfigError> {
+        let backends = [MergeBackend::Off, MergeBackend::Owner, MergeBackend::Kernel];
+        let switches = [("on", Switch::On), ("off", Switch::Off)];
+        let domain = match pairs.take("merge_domain") {
+            Some(name) if !is_domain(name) => {
+                let form =
+                    format!("1 to {MAX_MERGE_DOMAIN_BYTES} letters, digits, dots, dashes and underscores");
+                return Err(pairs.error("merge_domain", name, &form));
+            }
+            name => name.map(str::to_owned),
+        };
+        let broker = match pairs.take("merge_broker") {
+            Some("") => return Err(pairs.error("merge_broker", "", "the path of a broker's socket")),
+            path => path.map(PathBuf::from),
+        };
+        Ok(Self {
+            backend: pairs.take_choice("merge", &backends.map(|backend| (backend.name(), backend)))?,
+            domain,
+            broker,
+            across_nodes: pairs.take_choice("merge_across_nodes", &switches)?,
+        })
+    }
+
+    /// What becomes of `saved`.
+    ///
+    /// # Errors
+    /// What contradicts itself.
+    pub fn apply(self, saved: MergeConfig) -> Result<MergeConfig, ConfigError> {
+        let backend = self.backend.unwrap_or(saved.backend);
+        // What belongs to the one says nothing to the other.
+        let saved = if backend == saved.backend { saved } else { MergeConfig::default() };
+        let config = MergeConfig {
+            backend,
+            domain: self.domain.or(saved.domain),
+            broker: self.broker.or(saved.broker),
+            across_nodes: self.across_nodes.map(Switch::is_on).or(saved.across_nodes),
+        };
+        config.validate()?;
+        Ok(config)
+    }
+}
+
+impl MergeConfig {
+    /// Checks the request for contradictions.
+    pub(super) fn validate(&self) -> Result<(), ConfigError> {
+        let error = |problem: &str, remedy: &str| Err(ConfigError::new("--memory", problem, remedy));
+        match self.backend {
+            MergeBackend::Off => {
+                let given = [
+                    ("merge_domain", self.domain.is_some()),
+                    ("merge_broker", self.broker.is_some()),
+                    ("merge_across_nodes", self.across_nodes.is_some()),
+                ];
+                match given.iter().find(|(_, given)| *given) {
+                    Some((key, _)) => error(
+                        &format!("`{key}` says how pages are merged, and `merge` is off"),
+                        "add merge=owner or merge=kernel, or leave it out",
+                    ),
+                    None => Ok(()),
+                }
+            }
+            MergeBackend::Owner if self.broker.is_some() && self.domain.is_none() => error(
+                "`merge_broker` is for machines of one trust domain, and `merge_domain` is missing",
+                "name the domain",
+            ),
+            MergeBackend::Kernel if self.broker.is_some() => error(
+                "`merge_broker` cannot be used with merge=kernel, which merges with all processes of the host",
+                "use merge=owner, or leave it out",
+            ),
+            MergeBackend::Owner | MergeBackend::Kernel => Ok(()),
+        }
+    }
+
+    /// Whether nobody merges.
+    pub fn is_off(&self) -> bool {
+        self.backend == MergeBackend::Off
+    }
+}
+
+fn is_domain(name: &str) -> bool {
+    let known = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'-' | b'_');
+    (1..=MAX_MERGE_DOMAIN_BYTES).contains(&name.len()) && name.bytes().all(known)
+}
+
+/// `--memory` where a machine that exists goes on: only merging can be chosen anew.
+impl FromStr for MergeOverrides {
+    type Err = ConfigError;
+
+    fn from_str(text: &str) -> Result<Self, ConfigError> {
+        let mut pairs = Pairs::parse("--memory", MERGE_FORM, text)?;
+        let overrides = Self::take(&mut pairs)?;
+        pairs.finish()?;
+        Ok(overrides)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::MemoryConfig;
+    use super::*;
+
+    fn memory(text: &str) -> Result<MergeConfig, ConfigError> {
+        let memory: MemoryConfig = format!("size=64M,{text}").parse()?;
+        Ok(memory.merge)
+    }
+
+    fn problem(text: &str) -> String {
+        memory(text).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn it_is_off_unless_asked_for() {
+        assert_eq!("64M".parse::<MemoryConfig>().unwrap().merge, MergeConfig::default());
+        assert!(memory("merge=off").unwrap().is_off());
+        let config =
+            memory("merge=owner,merge_domain=red-1,merge_broker=/run/b,merge_across_nodes=off").unwrap();
+        assert_eq!(config.backend, MergeBackend::Owner);
+        assert_eq!(config.domain.as_deref(), Some("red-1"));
+        assert_eq!(config.broker, Some("/run/b".into()));
+        assert_eq!(config.across_nodes, Some(false));
+        assert_eq!(memory("merge=kernel").unwrap().across_nodes, None);
+    }
+
+    #[test]
+    fn contradictions_are_refused() {
+        assert!(problem("merge=ksm").contains("one of off, owner, kernel"));
+        assert!(problem("merge=on").contains("`merge=on`"));
+        assert!(problem("merge_domain=red").contains("`merge` is off"));
+        assert!(problem("merge=off,merge_across_nodes=on").contains("merge_across_nodes"));
+        assert!(problem("merge=owner,merge_across_nodes=1").contains("on, off"));
+        assert!(problem("merge=owner,merge_broker=/run/b").contains("name the domain"));
+        assert!(problem("merge=kernel,merge_domain=a,merge_broker=/run/b").contains("merge=owner"));
+        assert!(problem("merge=owner,merge_domain=").contains("letters"));
+        assert!(problem("merge=owner,merge_domain=a b").contains("letters"));
+        let long = "a".repeat(MAX_MERGE_DOMAIN_BYTES + 1);
+        assert!(problem(&format!("merge=owner,merge_domain={long}")).contains("1 to 64"));
+        assert!(problem("merge=owner,merge_domain=a,merge_broker=").contains("socket"));
+    }
+
+    #[test]
+    fn who_goes_on_may_choose_anew() {
+        let overrides = |text: &str| text.parse::<MergeOverrides>().unwrap();
+        let saved = memory("merge=owner,merge_domain=red,merge_broker=/run/b").unwrap();
+        assert_eq!(overrides("").apply(saved.clone()), Ok(saved.clone()));
+        let moved = overrides("merge_broker=/run/c").apply(saved.clone()).unwrap();
+        assert_eq!(moved, MergeConfig { broker: Some("/run/c".into()), ..saved.clone() });
+        assert!(overrides("merge=off").apply(saved.clone()).unwrap().is_off());
+        let kernel = overrides("merge=kernel").apply(saved.clone()).unwrap();
+        assert_eq!((kernel.domain, kernel.broker), (None, None), "another one knows no broker");
+        assert!(overrides("merge=off,merge_domain=red").apply(saved.clone()).is_err());
+        assert!(overrides("merge_across_nodes=on").apply(MergeConfig::default()).is_err());
+        let error = "size=1G,merge=off".parse::<MergeOverrides>().unwrap_err().to_string();
+        assert!(error.contains("`size` is not known here"), "{error}");
+    }
+}

@@ -1,0 +1,146 @@
+//! Same-page merging of a machine: by the monitor itself, or by the kernel.
+//!
+//! Merging never keeps a machine from running: where it is not possible, the machine runs without it, and says why.
+
+mod kernel;
+
+use std::sync::Arc;
+
+use ebb_guest_ram::GuestRam;
+use ebb_page_merge::kernel::Membership;
+
+use super::control::wrong_state;
+use crate::api::control::ControlError;
+use crate::api::merge::{
+    MergeBackend, MergeChange, MergeInfo, MergeRun, MergeSettings, MergeState, MergeStatistics,
+};
+use crate::config::MergeConfig;
+use crate::exit::ExitSignal;
+use crate::seccomp::Filters;
+
+use kernel::KernelMerging;
+
+/// What merging is doing, and why not more.
+#[derive(Clone, Debug)]
+struct Status {
+    run: MergeRun,
+    state: MergeState,
+    reason: Option<String>,
+}
+
+impl Default for Status {
+    fn default() -> Self {
+        Self { run: MergeRun::Merge, state: MergeState::Merging, reason: None }
+    }
+}
+
+fn failed(error: impl std::fmt::Display) -> ControlError {
+    ControlError::Failed { message: error.to_string() }
+}
+
+/// Merging of a machine.
+pub(super) struct Merging {
+    config: MergeConfig,
+    backend: Backend,
+}
+
+enum Backend {
+    Off,
+    /// It was asked for, and this is why it cannot be.
+    Unavailable(String),
+    Kernel(KernelMerging),
+}
+
+impl Merging {
+    /// Begins, if that was asked for. The machine stands still, and so does merging until [`go_on`](Self::go_on).
+    pub(super) fn start(
+        config: &MergeConfig,
+        ram: &Arc<GuestRam>,
+        filters: &Filters,
+        exit: &Arc<ExitSignal>,
+    ) -> Self {
+        let started = match config.backend {
+            MergeBackend::Off => Ok(Backend::Off),
+            MergeBackend::Kernel => KernelMerging::start(config, ram, filters, exit).map(Backend::Kernel),
+            MergeBackend::Owner => Err("this build has no merging by the monitor".to_owned()),
+        };
+        let backend = started.unwrap_or_else(|reason| {
+            tracing::warn!("the machine runs without merging of equal pages: {reason}");
+            Backend::Unavailable(reason)
+        });
+        Self { config: config.clone(), backend }
+    }
+
+    /// Whether pages can be merged.
+    pub(super) fn is_possible(&self) -> bool {
+        !matches!(self.backend, Backend::Off | Backend::Unavailable(_))
+    }
+
+    /// What puts KSM's settings back when it is dropped: to be kept until guest memory is gone.
+    pub(super) fn membership(&self) -> Option<Arc<Membership>> {
+        match &self.backend {
+            Backend::Kernel(kernel) => Some(kernel.membership()),
+            _ => None,
+        }
+    }
+
+    /// Stops the monitor's own merging, and returns when nothing is under way. The kernel's goes on: what it does nobody can
+    /// notice.
+    pub(super) fn stand_still(&self) {}
+
+    /// Lets it work again.
+    pub(super) fn go_on(&self) {}
+
+    fn status(&self) -> Status {
+        let nothing = |state, reason| Status { run: MergeRun::Stop, state, reason };
+        match &self.backend {
+            Backend::Off => nothing(MergeState::Off, None),
+            Backend::Unavailable(reason) => nothing(MergeState::Unavailable, Some(reason.clone())),
+            Backend::Kernel(kernel) => kernel.status(),
+        }
+    }
+
+    fn settings(&self) -> Result<Option<MergeSettings>, ControlError> {
+        match &self.backend {
+            Backend::Off | Backend::Unavailable(_) => Ok(None),
+            Backend::Kernel(kernel) => kernel.settings().map(Some),
+        }
+    }
+
+    /// What has been counted.
+    pub(super) fn statistics(&self) -> Result<Option<MergeStatistics>, ControlError> {
+        match &self.backend {
+            Backend::Off | Backend::Unavailable(_) => Ok(None),
+            Backend::Kernel(kernel) => kernel.statistics().map(Some),
+        }
+    }
+
+    /// Everything that is known of it.
+    pub(super) fn info(&self) -> Result<MergeInfo, ControlError> {
+        let Status { state, reason, .. } = self.status();
+        Ok(MergeInfo {
+            backend: self.config.backend,
+            domain: self.config.domain.clone(),
+            broker: self.config.broker.clone(),
+            state,
+            reason,
+            settings: self.settings()?,
+            statistics: self.statistics()?,
+        })
+    }
+
+    /// Changes how pages are merged.
+    pub(super) fn change(&self, change: &MergeChange) -> Result<(), ControlError> {
+        match &self.backend {
+            Backend::Off => Err(wrong_state(
+                "nobody merges pages of this virtual machine",
+                "start it with --memory size=…,merge=owner or merge=kernel",
+            )),
+            Backend::Unavailable(reason) => {
+                let message = format!("pages of this virtual machine cannot be merged: {reason}");
+                Err(wrong_state(message, "start it again when that has changed"))
+            }
+            Backend::Kernel(kernel) => kernel.change(change),
+        }
+    }
+}
