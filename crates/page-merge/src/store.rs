@@ -91,6 +91,12 @@ pub trait StableStore {
         let _ = slot;
     }
 
+    /// How many pages may share one stable page from now on. Nothing is shared at the moment. (A store that is shared with others
+    /// has rules of its own.)
+    fn limit_sharing(&mut self, max_page_sharing: u32) {
+        let _ = max_page_sharing;
+    }
+
     /// What there is.
     fn counts(&self) -> StoreCounts {
         StoreCounts::default()

@@ -1,0 +1,257 @@
+//! The records of all pages of a domain, in blocks of at most 512 pages.
+
+use ebb_abi::{PageRange, Pfn};
+
+use crate::{
+    memory::BLOCK_PAGES,
+    record::{Record, State},
+};
+
+/// Number of a page in its domain: number of its block times 512, and its place in the block. 32 bits are enough for 16 TiB.
+pub(crate) type PageNumber = u32;
+
+/// Most blocks of a domain.
+const MOST_BLOCKS: usize = 1 << (32 - BLOCK_PAGES.trailing_zeros());
+
+/// Part of a member's memory, within one naturally aligned block of 512 pages.
+#[derive(Debug)]
+pub(crate) struct Block {
+    /// Number of the member in the domain.
+    pub(crate) member: u32,
+    /// Its pages.
+    pub(crate) range: PageRange,
+    /// One for each page; `None` as long as nothing is known of any.
+    records: Option<Box<[Record]>>,
+    /// Pages that are merged.
+    merged: u16,
+    /// Pages that are neither unknown nor merged nor zeroed: that have content of their own.
+    others: u16,
+    /// The last look found one huge page.
+    pub(crate) huge: bool,
+    /// Passes for which this huge page was not written to.
+    pub(crate) cold_passes: u8,
+    /// Times that pages of this huge page were found to be duplicates since it was judged.
+    pub(crate) wanted: u16,
+}
+
+impl Block {
+    /// Pages that are merged.
+    pub(crate) fn merged_pages(&self) -> u16 {
+        self.merged
+    }
+
+    /// What is known of each page, if anything is.
+    pub(crate) fn records(&self) -> Option<&[Record]> {
+        self.records.as_deref()
+    }
+}
+
+/// All blocks of a domain.
+#[derive(Debug, Default)]
+pub(crate) struct Blocks {
+    blocks: Vec<Option<Block>>,
+    free: Vec<u32>,
+    states: [u64; State::COUNT],
+    remote: u64,
+    records: u64,
+}
+
+impl Blocks {
+    /// How many numbers of blocks there are, unused ones included.
+    pub(crate) fn len(&self) -> u32 {
+        self.blocks.len() as u32
+    }
+
+    /// Adds the blocks of `range`; `false` if there are too many.
+    pub(crate) fn add(&mut self, member: u32, range: PageRange) -> bool {
+        let mut start = range.start;
+        while start < range.end() {
+            let end = Pfn((start.0 / BLOCK_PAGES + 1) * BLOCK_PAGES).min(range.end());
+            let block = Block {
+                member,
+                range: PageRange::new(start, end.0 - start.0),
+                records: None,
+                merged: 0,
+                others: 0,
+                huge: false,
+                cold_passes: 0,
+                wanted: 0,
+            };
+            if let Some(free) = self.free.pop() {
+                self.blocks[free as usize] = Some(block);
+            } else if self.blocks.len() < MOST_BLOCKS {
+                self.blocks.push(Some(block));
+            } else {
+                return false;
+            }
+            start = end;
+        }
+        true
+    }
+
+    /// Takes a block away; its records must be forgotten already.
+    pub(crate) fn remove(&mut self, number: u32) {
+        self.forget(number);
+        if let Some(block) = self.blocks.get_mut(number as usize)
+            && block.take().is_some()
+        {
+            self.free.push(number);
+        }
+    }
+
+    /// Sets the records of a block back to unknown.
+    pub(crate) fn forget(&mut self, number: u32) {
+        let Some(pages) = self.block(number).map(|block| block.range.pages) else { return };
+        for offset in 0..pages as u32 {
+            self.set(number * BLOCK_PAGES as u32 + offset, Record::UNKNOWN);
+        }
+        self.shrink(number);
+    }
+
+    /// Gives up the records of a block of which nothing is known.
+    pub(crate) fn shrink(&mut self, number: u32) {
+        if let Some(block) = self.blocks.get_mut(number as usize).and_then(Option::as_mut)
+            && block.merged == 0
+            && block.others == 0
+            && block
+                .records
+                .as_ref()
+                .is_some_and(|records| records.iter().all(|record| record.state() == State::Unknown))
+        {
+            self.records -= block.range.pages;
+            self.states[State::Unknown as usize] -= block.range.pages;
+            block.records = None;
+        }
+    }
+
+    pub(crate) fn block(&self, number: u32) -> Option<&Block> {
+        self.blocks.get(number as usize)?.as_ref()
+    }
+
+    pub(crate) fn block_mut(&mut self, number: u32) -> Option<&mut Block> {
+        self.blocks.get_mut(number as usize)?.as_mut()
+    }
+
+    /// The numbers of a member's blocks.
+    pub(crate) fn of_member(&self, member: u32) -> Vec<u32> {
+        (0..self.len())
+            .filter(|&number| self.block(number).is_some_and(|block| block.member == member))
+            .collect()
+    }
+
+    /// Member and place of a page.
+    pub(crate) fn page(&self, page: PageNumber) -> Option<(u32, Pfn)> {
+        let block = self.block(block_of(page))?;
+        Some((block.member, Pfn(block.range.start.0 + u64::from(page) % BLOCK_PAGES)))
+    }
+
+    /// What is known of a page.
+    pub(crate) fn record(&self, page: PageNumber) -> Record {
+        self.block(block_of(page))
+            .and_then(|block| block.records.as_ref()?.get(page as usize % BLOCK_PAGES as usize))
+            .copied()
+            .unwrap_or(Record::UNKNOWN)
+    }
+
+    /// Notes what is known of a page.
+    pub(crate) fn set(&mut self, page: PageNumber, record: Record) {
+        let Some(block) = self.blocks.get_mut(block_of(page) as usize).and_then(Option::as_mut) else {
+            return;
+        };
+        if block.records.is_none() {
+            if record.state() == State::Unknown {
+                return;
+            }
+            let pages = block.range.pages;
+            block.records = Some(vec![Record::UNKNOWN; pages as usize].into_boxed_slice());
+            self.records += pages;
+            self.states[State::Unknown as usize] += pages;
+        }
+        let Some(place) =
+            block.records.as_mut().and_then(|records| records.get_mut(page as usize % BLOCK_PAGES as usize))
+        else {
+            return;
+        };
+        let old = std::mem::replace(place, record);
+        for (state, sign) in [(old, -1_i16), (record, 1)] {
+            match state.state() {
+                State::Merged => block.merged = block.merged.saturating_add_signed(sign),
+                State::Watched | State::Unshared | State::Refused => {
+                    block.others = block.others.saturating_add_signed(sign);
+                }
+                State::Unknown | State::Zeroed => {}
+            }
+            let count = &mut self.states[state.state() as usize];
+            *count = count.saturating_add_signed(sign.into());
+            if state.state() == State::Merged && state.value() & 1 == 1 {
+                self.remote = self.remote.saturating_add_signed(sign.into());
+            }
+        }
+    }
+
+    /// How many pages are in `state` (of unknown ones, only those in blocks of which something is known).
+    pub(crate) fn count(&self, state: State) -> u64 {
+        self.states[state as usize]
+    }
+
+    /// Merged pages whose stable page is on another node.
+    pub(crate) fn remote(&self) -> u64 {
+        self.remote
+    }
+
+    /// Memory of blocks and records.
+    pub(crate) fn memory_bytes(&self) -> u64 {
+        self.records * size_of::<Record>() as u64
+            + (self.blocks.capacity() * size_of::<Option<Block>>() + self.free.capacity() * size_of::<u32>())
+                as u64
+    }
+}
+
+/// Number of the block that a page is in.
+pub(crate) fn block_of(page: PageNumber) -> u32 {
+    page / BLOCK_PAGES as u32
+}
+
+/// Number of the first page of a block.
+pub(crate) fn first_of(block: u32) -> PageNumber {
+    block * BLOCK_PAGES as u32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_are_cut_at_aligned_blocks() {
+        let mut blocks = Blocks::default();
+        assert!(blocks.add(3, PageRange::new(Pfn(500), 600)));
+        let ranges: Vec<_> = (0..blocks.len()).map(|number| blocks.block(number).unwrap().range).collect();
+        assert_eq!(
+            ranges,
+            [PageRange::new(Pfn(500), 12), PageRange::new(Pfn(512), 512), PageRange::new(Pfn(1024), 76)]
+        );
+        assert_eq!(blocks.page(first_of(1) + 5), Some((3, Pfn(517))));
+        assert_eq!(blocks.of_member(3), [0, 1, 2]);
+        assert!(blocks.of_member(2).is_empty());
+    }
+
+    #[test]
+    fn counts_follow_the_records_and_nothing_is_kept_of_unknown_pages() {
+        let mut blocks = Blocks::default();
+        blocks.add(0, PageRange::new(Pfn(0), 1024));
+        let empty = blocks.memory_bytes();
+        blocks.set(7, Record::UNKNOWN);
+        assert_eq!(blocks.memory_bytes(), empty);
+        blocks.set(7, Record::UNKNOWN.with(State::Merged, 1));
+        blocks.set(8, Record::UNKNOWN.with(State::Unshared, 99));
+        assert_eq!((blocks.count(State::Merged), blocks.count(State::Unshared), blocks.remote()), (1, 1, 1));
+        assert_eq!(blocks.memory_bytes(), empty + 4096);
+        assert_eq!(blocks.block(0).unwrap().merged_pages(), 1);
+        blocks.forget(0);
+        assert_eq!((blocks.count(State::Merged), blocks.count(State::Unshared), blocks.remote()), (0, 0, 0));
+        assert_eq!(blocks.memory_bytes(), empty);
+        blocks.remove(0);
+        blocks.add(1, PageRange::new(Pfn(9), 1));
+        assert_eq!(blocks.block(0).unwrap().range, PageRange::new(Pfn(9), 1));
+    }
+}

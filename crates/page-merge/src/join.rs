@@ -1,0 +1,412 @@
+//! Brings pages together that contain the same: with a stable page, or with a page of the unstable index.
+//!
+//! It goes in rounds. A candidate that finds a partner in the unstable index does not join it directly: the partner's content is
+//! published as a stable page and the partner is replaced by it, and in the next round the candidate finds the stable page. So
+//! each step needs one page only, and whatever fails in between leaves pages as they are.
+
+use std::collections::{HashMap, HashSet};
+
+use ebb_abi::{PAGE_SIZE_BYTES, Pfn};
+
+use crate::{
+    blocks::{PageNumber, block_of},
+    domain::{Domain, Pass},
+    memory::{Memory, PageHash, Target},
+    record::{NodeNumber, Record, State},
+    replace::{Planned, pages_in_short_runs},
+    store::{Answer, StableStore},
+};
+
+/// A page that was unchanged for long enough, and what it contains.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Candidate {
+    pub(crate) page: PageNumber,
+    pub(crate) hash: PageHash,
+    pub(crate) node: NodeNumber,
+}
+
+/// What reading pages found.
+#[derive(Debug, Default)]
+pub(crate) struct Found {
+    /// Pages of zeros that are to be taken away.
+    pub(crate) zeros: Vec<PageNumber>,
+    /// All others.
+    pub(crate) others: Vec<Candidate>,
+}
+
+/// A page that is to become a stable page.
+#[derive(Clone, Copy, Debug)]
+struct Publish {
+    page: PageNumber,
+    hash: PageHash,
+    node: NodeNumber,
+    /// The candidate that found it.
+    by: PageNumber,
+}
+
+impl<M: Memory, S: StableStore> Domain<M, S> {
+    /// Merges what was found, as far as there is something to merge it with; the rest goes into the unstable index.
+    pub(crate) fn join(&mut self, found: Found, pass: &Pass<'_>) {
+        let zeros =
+            found.zeros.into_iter().map(|page| Planned { page, hash: PageHash::ZEROS, target: Target::Zero });
+        self.replace_all(zeros.collect(), pass);
+        let mut round = found.others;
+        while !round.is_empty() {
+            round = self.join_round(round, pass);
+        }
+    }
+
+    /// Returns the candidates whose partners may have become stable pages. Each round takes at least one page out of the
+    /// candidates or out of the unstable index, so there is an end.
+    fn join_round(&mut self, round: Vec<Candidate>, pass: &Pass<'_>) -> Vec<Candidate> {
+        let answers = self.ask(&round);
+        let (mut stable, mut publish, mut later) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut pending, mut unanswered) = (HashSet::new(), Vec::new());
+        for (candidate, answer) in round.into_iter().zip(answers) {
+            match answer {
+                Answer::Stable(slot) => {
+                    stable.push(Planned {
+                        page: candidate.page,
+                        hash: candidate.hash,
+                        target: Target::Slot(slot),
+                    });
+                }
+                Answer::Unknown | Answer::Wanted => unanswered.push((candidate, answer)),
+            }
+        }
+        let in_huge_pages = self.partners_in_huge_pages(&unanswered);
+        for (candidate, answer) in unanswered {
+            let key = (candidate.node, candidate.hash);
+            if pending.contains(&key) {
+                later.push(candidate);
+                continue;
+            }
+            let partner = self.partner(&candidate, |domain, block| {
+                domain.may_be_split(block, in_huge_pages.get(&block).copied().unwrap_or(0), pass)
+            });
+            match (partner, answer) {
+                _ if self.store_failed && (partner.is_some() || answer == Answer::Wanted) => {
+                    self.refuse(&candidate)
+                }
+                (Some(partner), _) => {
+                    publish.push(Publish {
+                        page: partner,
+                        hash: candidate.hash,
+                        node: candidate.node,
+                        by: candidate.page,
+                    });
+                    pending.insert(key);
+                    later.push(candidate);
+                }
+                (None, Answer::Wanted) => {
+                    publish.push(Publish {
+                        page: candidate.page,
+                        hash: candidate.hash,
+                        node: candidate.node,
+                        by: candidate.page,
+                    });
+                    pending.insert(key);
+                }
+                (None, _) => {
+                    self.note_wanted(&candidate);
+                    self.insert_unshared(candidate.page, candidate.hash, candidate.node);
+                }
+            }
+        }
+        self.replace_all(stable, pass);
+        if !self.publish(publish, pass) {
+            for candidate in later.drain(..) {
+                self.refuse(&candidate);
+            }
+        }
+        later
+    }
+
+    /// What the store knows of each candidate: nothing, if it fails.
+    fn ask(&mut self, round: &[Candidate]) -> Vec<Answer> {
+        let mut answers = vec![Answer::Unknown; round.len()];
+        if self.store_failed {
+            return answers;
+        }
+        let mut nodes: Vec<NodeNumber> = round.iter().map(|candidate| candidate.node).collect();
+        nodes.sort_unstable_by_key(|node| node.0);
+        nodes.dedup();
+        for number in nodes {
+            let places: Vec<usize> = (0..round.len()).filter(|&place| round[place].node == number).collect();
+            let hashes: Vec<PageHash> = places.iter().map(|&place| round[place].hash).collect();
+            let node = self.nodes[usize::from(number.0)];
+            let mut told = Vec::with_capacity(hashes.len());
+            let outcome = self.store.query(node, &hashes, &mut told);
+            for (&place, answer) in places.iter().zip(told) {
+                answers[place] = answer;
+            }
+            if let Err(error) = outcome {
+                self.note_store_error(&error);
+                break;
+            }
+        }
+        answers
+    }
+
+    /// A page of the unstable index with the candidate's content, in an ordinary page if there is one, else in a huge page that
+    /// `may_split` allows to split.
+    fn partner(&self, candidate: &Candidate, may_split: impl Fn(&Self, u32) -> bool) -> Option<PageNumber> {
+        let own = block_of(candidate.page);
+        self.find_partner(candidate, |domain, block| block == own || !domain.is_huge(block))
+            .or_else(|| self.find_partner(candidate, may_split))
+    }
+
+    fn find_partner(&self, candidate: &Candidate, accept: impl Fn(&Self, u32) -> bool) -> Option<PageNumber> {
+        self.unstable.get(usize::from(candidate.node.0))?.find(candidate.hash, |page| {
+            page != candidate.page
+                && self.blocks.record(page).hash() == candidate.hash
+                && accept(self, block_of(page))
+        })
+    }
+
+    fn is_huge(&self, block: u32) -> bool {
+        self.blocks.block(block).is_some_and(|block| block.huge)
+    }
+
+    /// Whether a huge page may be split because `pages` of it are duplicates of what is being merged.
+    fn may_be_split(&self, block: u32, pages: u16, pass: &Pass<'_>) -> bool {
+        self.blocks
+            .block(block)
+            .is_some_and(|block| block.wanted.saturating_add(pages) >= pass.settings.huge_min_duplicates)
+    }
+
+    /// For each huge page, how many of its pages are the only partners of candidates.
+    fn partners_in_huge_pages(&self, candidates: &[(Candidate, Answer)]) -> HashMap<u32, u16> {
+        let mut counts = HashMap::new();
+        for (candidate, _) in candidates {
+            if let Some(page) = self.find_partner(candidate, |_, _| true)
+                && self.is_huge(block_of(page))
+            {
+                *counts.entry(block_of(page)).or_insert(0_u16) += 1;
+            }
+        }
+        counts
+    }
+
+    /// A candidate's only partners are in huge pages that are not worth splitting yet: counts for them.
+    fn note_wanted(&mut self, candidate: &Candidate) {
+        if let Some(page) = self.find_partner(candidate, |_, _| true)
+            && let Some(block) = self.blocks.block_mut(block_of(page))
+        {
+            block.wanted = block.wanted.saturating_add(1);
+        }
+    }
+
+    /// The candidate cannot be merged for now.
+    fn refuse(&mut self, candidate: &Candidate) {
+        let record = self.blocks.record(candidate.page).on(candidate.node);
+        self.set_state(candidate.page, record.with(State::Refused, candidate.hash.get()));
+    }
+
+    /// Judges whether a cold huge page should be split, and if not, leaves its pages in the unstable index for others to find.
+    pub(crate) fn judge(&mut self, number: u32, found: &Found, pass: &Pass<'_>) -> bool {
+        let mut duplicates = found.zeros.len() as u64;
+        let mut seen = HashSet::new();
+        let mut alone = Vec::new();
+        let mut unanswered = Vec::new();
+        for (candidate, answer) in found.others.iter().zip(self.ask(&found.others)) {
+            if let Answer::Stable(slot) = answer {
+                self.store.unused(slot);
+                duplicates += 1;
+            } else if answer == Answer::Wanted || !seen.insert((candidate.node, candidate.hash)) {
+                duplicates += 1;
+            } else {
+                unanswered.push((*candidate, answer));
+            }
+        }
+        let in_huge_pages = self.partners_in_huge_pages(&unanswered);
+        for (candidate, _) in unanswered {
+            let others = |domain: &Self, block| {
+                block != number
+                    && (!domain.is_huge(block)
+                        || domain.may_be_split(block, in_huge_pages.get(&block).copied().unwrap_or(0), pass))
+            };
+            if self.find_partner(&candidate, others).is_some() {
+                duplicates += 1;
+            } else {
+                alone.push(candidate);
+            }
+        }
+        let split = duplicates >= u64::from(pass.settings.huge_min_duplicates);
+        if let Some(block) = self.blocks.block_mut(number) {
+            block.wanted = 0;
+            block.huge = !split;
+        }
+        if split {
+            self.counters.huge_pages_split += 1;
+            return true;
+        }
+        for candidate in alone {
+            self.note_wanted(&candidate);
+        }
+        for candidate in &found.others {
+            self.insert_unshared(candidate.page, candidate.hash, candidate.node);
+        }
+        for &page in &found.zeros {
+            let record = self.blocks.record(page);
+            self.set_state(page, record.with(State::Refused, PageHash::ZEROS.get()));
+        }
+        false
+    }
+
+    /// Publishes the content of pages and replaces them. `false` if the store failed, and no page is published.
+    fn publish(&mut self, mut list: Vec<Publish>, pass: &Pass<'_>) -> bool {
+        self.confirm_nodes(&mut list, pass);
+        self.drop_short_runs(&mut list);
+        let mut contents = Vec::with_capacity(list.len() * PAGE_SIZE_BYTES as usize);
+        let mut content = vec![0; PAGE_SIZE_BYTES as usize];
+        list.retain(|item| {
+            let read = self.blocks.page(item.page).is_some_and(|(_, pfn)| match self.member_of(item.page) {
+                Some(member) => member.memory.read(pfn, &mut content).is_ok(),
+                None => false,
+            });
+            // What is published under a hash must have it: the page may have changed since it was hashed.
+            if read && self.hasher.hash(&content) == item.hash {
+                contents.extend_from_slice(&content);
+                return true;
+            }
+            self.watch(item.page, pass);
+            false
+        });
+        let mut planned = Vec::with_capacity(list.len());
+        let mut published = true;
+        let mut begin = 0;
+        while begin < list.len() {
+            let number = list[begin].node;
+            let end =
+                list[begin..].iter().position(|item| item.node != number).map_or(list.len(), |n| begin + n);
+            let hashes: Vec<PageHash> = list[begin..end].iter().map(|item| item.hash).collect();
+            let bytes = &contents[begin * PAGE_SIZE_BYTES as usize..end * PAGE_SIZE_BYTES as usize];
+            let mut slots = Vec::with_capacity(hashes.len());
+            let node = self.nodes[usize::from(number.0)];
+            match self.store.publish(node, &hashes, bytes, &mut slots) {
+                Ok(()) => planned.extend(list[begin..end].iter().zip(slots).map(|(item, slot)| Planned {
+                    page: item.page,
+                    hash: item.hash,
+                    target: Target::Slot(slot),
+                })),
+                Err(error) => {
+                    self.note_store_error(&error);
+                    published = false;
+                    for item in &list[begin..end] {
+                        if item.page == item.by {
+                            self.refuse(&Candidate { page: item.page, hash: item.hash, node: item.node });
+                        }
+                    }
+                }
+            }
+            begin = end;
+        }
+        self.replace_all(planned, pass);
+        published
+    }
+
+    /// Leaves out partners that are on another node than they were when they were hashed, and puts them into the right index.
+    fn confirm_nodes(&mut self, list: &mut Vec<Publish>, pass: &Pass<'_>) {
+        if !pass.are_apart() {
+            return;
+        }
+        // By member and ascending, as the memory is asked; the order of the list stays.
+        let mut order: Vec<(u32, Pfn, usize)> = list
+            .iter()
+            .enumerate()
+            .filter_map(|(place, item)| self.blocks.page(item.page).map(|(member, pfn)| (member, pfn, place)))
+            .collect();
+        order.sort_unstable();
+        let mut confirmed = vec![None; list.len()];
+        for group in order.chunk_by(|a, b| a.0 == b.0) {
+            let pages: Vec<Pfn> = group.iter().map(|(_, pfn, _)| *pfn).collect();
+            for ((_, _, place), node) in group.iter().zip(self.where_are(group[0].0 as usize, &pages)) {
+                confirmed[*place] = node;
+            }
+        }
+        let mut confirmed = confirmed.into_iter();
+        list.retain(|item| {
+            let now = confirmed.next().flatten();
+            if now == Some(item.node) {
+                return true;
+            }
+            match now {
+                Some(now) => self.insert_unshared(item.page, item.hash, now),
+                None => self.set_state(item.page, Record::UNKNOWN),
+            }
+            false
+        });
+    }
+
+    /// Where mappings are scarce, leaves out what would be a short run, on the side of the partners or of those that found them.
+    fn drop_short_runs(&mut self, list: &mut Vec<Publish>) {
+        let scarce = self.members.iter().flatten().any(|member| member.min_run_pages > 1);
+        if !scarce {
+            return;
+        }
+        let mut short = vec![false; list.len()];
+        for side in [|item: &Publish| item.page, |item: &Publish| item.by] {
+            let places: Vec<Option<(u32, Pfn)>> =
+                list.iter().map(|item| self.blocks.page(side(item))).collect();
+            let least = |member: u32| {
+                self.members.get(member as usize).and_then(Option::as_ref).map_or(1, |m| m.min_run_pages)
+            };
+            // Neighbours in the list will get neighbouring slots.
+            let follows = |a: usize, b: usize| match (places[a], places[b]) {
+                (Some((one, first)), Some((other, second))) => one == other && first.0 + 1 == second.0,
+                _ => false,
+            };
+            pages_in_short_runs(
+                list.len(),
+                follows,
+                |place| places[place].map_or(1, |(member, _)| least(member)),
+                |place| {
+                    short[place] = true;
+                },
+            );
+        }
+        let mut short = short.into_iter();
+        list.retain(|item| {
+            let keep = !short.next().unwrap_or(false);
+            if !keep {
+                self.counters.replaced_no_mappings += 1;
+                self.refuse(&Candidate { page: item.page, hash: item.hash, node: item.node });
+            }
+            keep
+        });
+    }
+
+    /// Tries pages again that others have made stable pages for.
+    pub(crate) fn hear_news(&mut self, pass: &Pass<'_>) {
+        let mut news = Vec::new();
+        self.store.news(&mut news);
+        let mut found = Vec::new();
+        for (node, hash) in news {
+            let Some(number) = self.nodes.iter().position(|known| *known == node) else { continue };
+            let node = NodeNumber(number as u16);
+            let mut pages = Vec::new();
+            self.unstable[number].find(hash, |page| {
+                if self.blocks.record(page).hash() == hash {
+                    pages.push(page);
+                }
+                false
+            });
+            for page in pages {
+                if self.is_huge(block_of(page)) {
+                    if let Some(block) = self.blocks.block_mut(block_of(page)) {
+                        block.wanted = block.wanted.saturating_add(1);
+                    }
+                } else {
+                    found.push(Publish { page, hash, node, by: page });
+                }
+            }
+        }
+        self.confirm_nodes(&mut found, pass);
+        let others = found
+            .into_iter()
+            .map(|item| Candidate { page: item.page, hash: item.hash, node: item.node })
+            .collect();
+        self.join(Found { zeros: Vec::new(), others }, pass);
+    }
+}

@@ -1,0 +1,73 @@
+//! How long to sleep between two steps.
+
+use std::time::Duration;
+
+use crate::settings::Settings;
+
+/// What a step took.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Effort {
+    /// Pages looked at.
+    pub pages: u64,
+    /// Processor time.
+    pub cpu: Duration,
+    /// Time by the clock.
+    pub elapsed: Duration,
+}
+
+impl Settings {
+    /// The sleep after a step: at least `sleep_millisecs`, and long enough to stay below `pages_per_second` and `max_cpu_percent`.
+    pub fn sleep_after(&self, effort: Effort) -> Duration {
+        let mut sleep = Duration::from_millis(self.sleep_millisecs);
+        if let Some(pages_per_second) = self.pages_per_second {
+            let nanos = u128::from(effort.pages) * 1_000_000_000 / u128::from(pages_per_second.max(1));
+            let least = Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX));
+            sleep = sleep.max(least.saturating_sub(effort.elapsed));
+        }
+        let percent = self.max_cpu_percent.clamp(1, 100);
+        let least = effort.cpu.saturating_mul(100) / percent;
+        sleep.max(least.saturating_sub(effort.elapsed))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    #[test]
+    fn each_limit_makes_the_sleep_longer() {
+        let settings = Settings { sleep_millisecs: 20, max_cpu_percent: 100, ..Settings::default() };
+        let effort = Effort { pages: 5000, cpu: 10 * MS, elapsed: 10 * MS };
+        assert_eq!(settings.sleep_after(effort), 20 * MS);
+        let half = Settings { max_cpu_percent: 25, ..settings.clone() };
+        assert_eq!(half.sleep_after(effort), 30 * MS);
+        let slow = Settings { pages_per_second: Some(50_000), ..settings.clone() };
+        assert_eq!(slow.sleep_after(effort), 90 * MS);
+        let both = Settings { pages_per_second: Some(50_000), max_cpu_percent: 10, ..settings };
+        assert_eq!(both.sleep_after(effort), 90 * MS);
+    }
+
+    #[test]
+    fn processor_share_and_rate_hold_over_many_steps() {
+        let settings = Settings {
+            sleep_millisecs: 0,
+            max_cpu_percent: 20,
+            pages_per_second: Some(1_000_000),
+            ..Settings::default()
+        };
+        let (mut cpu, mut now, mut pages) = (Duration::ZERO, Duration::ZERO, 0);
+        for step in 0..1000 {
+            let effort = Effort {
+                pages: 1000 + step,
+                cpu: Duration::from_micros(200 + step),
+                elapsed: Duration::from_micros(250 + step),
+            };
+            (cpu, pages) = (cpu + effort.cpu, pages + effort.pages);
+            now += effort.elapsed + settings.sleep_after(effort);
+        }
+        assert!(cpu.as_secs_f64() / now.as_secs_f64() <= 0.2001);
+        assert!(pages as f64 / now.as_secs_f64() <= 1_000_100.0);
+    }
+}

@@ -1,0 +1,230 @@
+//! One look at a block: what each page's state becomes, and which pages are worth reading.
+
+use ebb_abi::Pfn;
+
+use crate::{
+    blocks::{PageNumber, first_of},
+    domain::{Domain, Pass},
+    join::{Candidate, Found},
+    memory::{BLOCK_PAGES, Content, Look, Memory, PageHash},
+    record::{NodeNumber, Record, State},
+    store::StableStore,
+};
+
+/// What a look at a huge page found.
+#[derive(Clone, Copy, Default)]
+struct HugeLook {
+    clean: u64,
+    written: u64,
+}
+
+impl<M: Memory, S: StableStore> Domain<M, S> {
+    /// Looks at a block and merges what can be merged of it. Returns the number of pages looked at.
+    pub(crate) fn scan_block(&mut self, number: u32, pass: &Pass<'_>) -> u64 {
+        let Some(block) = self.blocks.block(number) else { return 0 };
+        let (member, range) = (block.member as usize, block.range);
+        self.take_released(member);
+        let mut looks = Vec::with_capacity(range.pages as usize);
+        let Some(Some(owner)) = self.members.get_mut(member) else { return 0 };
+        if let Err(error) = owner.memory.look(range, &mut looks) {
+            self.note_memory_error(&error);
+            return range.pages;
+        }
+        self.counters.pages_scanned += range.pages;
+
+        let mut worth = Vec::new();
+        let mut huge = HugeLook::default();
+        for (page, look) in (first_of(number)..).zip(looks) {
+            if self.note_look(page, look, &mut huge, pass) {
+                worth.push(page);
+            }
+        }
+        let judged = self.is_to_be_judged(number, huge, pass);
+        if judged {
+            worth = (first_of(number)..first_of(number) + range.pages as u32).collect();
+        }
+        if !worth.is_empty() {
+            let found = self.find_candidates(member, &worth, pass);
+            if !judged || self.judge(number, &found, pass) {
+                self.join(found, pass);
+            }
+        }
+        if pass.is_turn_of(number) {
+            self.check_nodes(number, pass);
+        }
+        self.blocks.shrink(number);
+        range.pages
+    }
+
+    /// Takes over what a look told; `true` if the page should be read now.
+    fn note_look(&mut self, page: PageNumber, look: Look, huge: &mut HugeLook, pass: &Pass<'_>) -> bool {
+        let record = self.blocks.record(page);
+        match (look, record.state()) {
+            (Look::Clean | Look::HugeClean, State::Unshared) | (Look::Merged, State::Merged) => {
+                self.counters.clean_pages += 1;
+                huge.clean += u64::from(look == Look::HugeClean);
+                false
+            }
+            (Look::Absent, State::Unknown | State::Zeroed) | (Look::Excluded, State::Unknown) => false,
+            (Look::Absent | Look::Excluded, _) => {
+                self.set_state(page, Record::UNKNOWN);
+                false
+            }
+            (Look::Merged, _) => {
+                // Merged before this core knew the page.
+                self.set_state(page, Record::UNKNOWN.with(State::Merged, 0));
+                false
+            }
+            (Look::Broken(slot), _) => {
+                self.counters.broken_pages += 1;
+                self.release(slot);
+                self.watch(page, pass);
+                false
+            }
+            (Look::Written, _) => {
+                self.watch(page, pass);
+                false
+            }
+            (Look::HugeWritten, _) => {
+                huge.written += 1;
+                self.watch(page, pass);
+                false
+            }
+            (Look::HugeClean, state) => {
+                self.counters.clean_pages += 1;
+                huge.clean += 1;
+                if !matches!(state, State::Watched | State::Refused) {
+                    self.watch(page, pass);
+                }
+                false
+            }
+            (Look::Clean, State::Watched) => {
+                self.counters.clean_pages += 1;
+                let waits = record.value();
+                if waits > 0 {
+                    self.counters.pages_skipped += 1;
+                    self.blocks.set(page, record.with(State::Watched, waits - 1));
+                }
+                waits == 0
+            }
+            (Look::Clean, State::Refused) => {
+                self.counters.clean_pages += 1;
+                pass.is_turn_of(crate::blocks::block_of(page))
+            }
+            (Look::Clean, _) => {
+                self.watch(page, pass);
+                false
+            }
+        }
+    }
+
+    /// Takes over whether the block is a huge page, and for how long it was not written to; `true` if it should be judged
+    /// whether it is worth splitting.
+    fn is_to_be_judged(&mut self, number: u32, look: HugeLook, pass: &Pass<'_>) -> bool {
+        let Some(block) = self.blocks.block_mut(number) else { return false };
+        block.huge = look.clean + look.written > 0;
+        if !block.huge || look.written > 0 || look.clean < BLOCK_PAGES {
+            block.cold_passes = 0;
+            block.wanted = 0;
+            return false;
+        }
+        block.cold_passes = block.cold_passes.saturating_add(1);
+        let cold = pass.settings.huge_cold_passes;
+        // Once for itself; later only if others have found enough duplicates in it.
+        block.cold_passes == cold
+            || (block.cold_passes > cold && block.wanted >= pass.settings.huge_min_duplicates)
+    }
+
+    /// Reads pages of a member whose content is not known yet, and says which are zeros and what the others contain.
+    fn find_candidates(&mut self, member: usize, pages: &[PageNumber], pass: &Pass<'_>) -> Found {
+        let mut contents: Vec<(PageNumber, Pfn, Option<PageHash>)> = Vec::with_capacity(pages.len());
+        for &page in pages {
+            let record = self.blocks.record(page);
+            let known = matches!(record.state(), State::Unshared | State::Refused).then(|| record.hash());
+            if let Some((_, pfn)) = self.blocks.page(page) {
+                contents.push((page, pfn, known));
+            }
+        }
+        let unread: Vec<Pfn> =
+            contents.iter().filter(|(_, _, known)| known.is_none()).map(|(_, pfn, _)| *pfn).collect();
+        let mut read = Vec::with_capacity(unread.len());
+        let Some(Some(owner)) = self.members.get_mut(member) else { return Found::default() };
+        if !unread.is_empty() {
+            self.counters.hashed_pages += unread.len() as u64;
+            if let Err(error) = owner.memory.hash(&unread, &self.secret, &mut read) {
+                self.note_memory_error(&error);
+            }
+        }
+        let mut read = read.into_iter();
+        for (_, _, hash) in &mut contents {
+            if hash.is_none() {
+                *hash = match read.next().flatten() {
+                    None => None,
+                    Some(Content::Zero) => Some(PageHash::ZEROS),
+                    Some(Content::Hash(hash)) => Some(hash),
+                };
+            }
+        }
+        contents.retain(|(_, _, hash)| hash.is_some());
+
+        let mut found = Found::default();
+        if pass.settings.use_zero_pages {
+            found.zeros = contents
+                .iter()
+                .filter(|(_, _, hash)| *hash == Some(PageHash::ZEROS))
+                .map(|(page, ..)| *page)
+                .collect();
+            contents.retain(|(_, _, hash)| *hash != Some(PageHash::ZEROS));
+        }
+        let places: Vec<Pfn> = contents.iter().map(|(_, pfn, _)| *pfn).collect();
+        let nodes = self.nodes_of(member, &places, pass);
+        for ((page, _, hash), node) in contents.into_iter().zip(nodes) {
+            if let (Some(hash), Some(node)) = (hash, node) {
+                found.others.push(Candidate { page, hash, node });
+            }
+        }
+        found
+    }
+
+    /// The index that each page belongs to: that of its node, or the only one; `None` if a page has no node just now.
+    pub(crate) fn nodes_of(
+        &mut self,
+        member: usize,
+        pages: &[Pfn],
+        pass: &Pass<'_>,
+    ) -> Vec<Option<NodeNumber>> {
+        if !pass.are_apart() {
+            return vec![Some(NodeNumber(0)); pages.len()];
+        }
+        self.where_are(member, pages)
+    }
+
+    /// The node of each page.
+    pub(crate) fn where_are(&mut self, member: usize, pages: &[Pfn]) -> Vec<Option<NodeNumber>> {
+        let mut nodes = Vec::with_capacity(pages.len());
+        if let Some(Some(owner)) = self.members.get_mut(member)
+            && !pages.is_empty()
+            && let Err(error) = owner.memory.nodes(pages, &mut nodes)
+        {
+            self.note_memory_error(&error);
+        }
+        nodes.resize(pages.len(), None);
+        nodes
+            .into_iter()
+            .map(|node| node.map(|node| self.node_number(node)).filter(|number| *number != NodeNumber::NONE))
+            .collect()
+    }
+
+    /// Looks up where the stable pages behind a block's merged pages are.
+    fn check_nodes(&mut self, number: u32, pass: &Pass<'_>) {
+        let Some(block) = self.blocks.block(number) else { return };
+        if block.merged_pages() == 0 {
+            return;
+        }
+        let pages: Vec<PageNumber> = (first_of(number)..)
+            .take(block.range.pages as usize)
+            .filter(|&page| self.blocks.record(page).state() == State::Merged)
+            .collect();
+        self.note_nodes_of_merged(&pages, pass);
+    }
+}

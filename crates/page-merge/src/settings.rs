@@ -1,0 +1,217 @@
+//! Settings, with the names that Linux's KSM has for them (Documentation/admin-guide/mm/ksm.rst).
+
+use serde::{Deserialize, Serialize};
+
+/// What the merging thread does.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Run {
+    /// Nothing; merged pages stay merged (KSM: 0).
+    #[default]
+    Stop,
+    /// Looks for equal pages and merges them (KSM: 1).
+    Merge,
+    /// Gives every merged page a page of its own again, forgets what it knows, and then does nothing (KSM: 2).
+    Unmerge,
+}
+
+/// Whether pages of different nodes are merged.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Nodes {
+    /// All pages of a domain may share, wherever they are (KSM: `merge_across_nodes` = 1).
+    #[default]
+    Across,
+    /// Only pages of the same node share, and the page that they share is on this node (KSM: `merge_across_nodes` = 0).
+    Apart,
+}
+
+/// Who decides how many pages are scanned between two sleeps.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum AdvisorMode {
+    /// `pages_to_scan` is as it was set.
+    #[default]
+    None,
+    /// `pages_to_scan` follows `advisor_target_scan_time_s`.
+    ScanTime,
+}
+
+/// What merging does, and how much of it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Settings {
+    /// What the merging thread does.
+    pub run: Run,
+    /// Pages that are looked at between two sleeps.
+    pub pages_to_scan: u64,
+    /// Length of these sleeps.
+    pub sleep_millisecs: u64,
+    /// Whether pages of different nodes are merged. Can be changed only while nothing is merged.
+    pub merge_across_nodes: Nodes,
+    /// Pages that share one stable page at most. Can be changed only while nothing is merged.
+    pub max_page_sharing: u32,
+    /// Pages that keep changing after they were hashed are hashed again only after some clean passes more.
+    pub smart_scan: bool,
+    /// Pages of zeros are taken away rather than merged with each other: they need no mapping. (KSM has this off by default,
+    /// because its zero page may have the wrong colour for some caches; here there is no page at all.)
+    pub use_zero_pages: bool,
+    /// Who decides about `pages_to_scan`.
+    pub advisor_mode: AdvisorMode,
+    /// Seconds that a pass over all memory should take.
+    pub advisor_target_scan_time_s: u64,
+    /// Share of one processor that the advisor may use at most, in percent.
+    pub advisor_max_cpu_percent: u32,
+    /// Fewest pages between two sleeps that the advisor goes down to.
+    pub advisor_min_pages_to_scan: u64,
+    /// Most pages between two sleeps that the advisor goes up to.
+    pub advisor_max_pages_to_scan: u64,
+    /// Pages looked at in a second at most, whatever the other settings say.
+    pub pages_per_second: Option<u64>,
+    /// Share of one processor that merging may use at most, in percent, whatever the other settings say.
+    pub max_cpu_percent: u32,
+    /// Passes without a write after which a huge page may be split for merging.
+    pub huge_cold_passes: u8,
+    /// Pages of a huge page, of its 512, that must be duplicates or zeros, or it is not split.
+    ///
+    /// With fewer than half of them, more memory would lose the huge mapping than would be saved; and Linux's khugepaged makes a
+    /// huge page again out of 512 pages if no more than 256 are shared (`max_ptes_shared`), which would undo the merging.
+    pub huge_min_duplicates: u16,
+    /// Neighbours that must be replaced together once mappings are scarce.
+    ///
+    /// A scattered page costs two mappings (about 420 bytes of the kernel's memory, and two of the 65,530 that a process may
+    /// have by default); in runs of eight these are 52 bytes a page, and the limit is reached at 1 GiB of merged memory
+    /// instead of at 128 MiB.
+    pub min_run_pages: u32,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            run: Run::Stop,
+            pages_to_scan: 5000,
+            sleep_millisecs: 20,
+            merge_across_nodes: Nodes::Across,
+            max_page_sharing: 256,
+            smart_scan: true,
+            use_zero_pages: true,
+            advisor_mode: AdvisorMode::None,
+            advisor_target_scan_time_s: 200,
+            advisor_max_cpu_percent: 70,
+            advisor_min_pages_to_scan: 500,
+            advisor_max_pages_to_scan: 30_000,
+            pages_per_second: None,
+            max_cpu_percent: 50,
+            huge_cold_passes: 3,
+            huge_min_duplicates: 256,
+            min_run_pages: 8,
+        }
+    }
+}
+
+/// Most sharers that a stable page can have.
+pub const MAX_PAGE_SHARING: u32 = 0x7fff;
+
+/// Why settings were not changed. Nothing is changed then.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SettingsError {
+    /// The setting decides which pages may share, and some do.
+    #[error(
+        "{setting} cannot be changed while {merged_pages} pages are merged: set run to unmerge, wait until pages_shared and pages_sharing are 0, \
+         and try again"
+    )]
+    Merged {
+        /// Name of the setting.
+        setting: &'static str,
+        /// How many pages are merged.
+        merged_pages: u64,
+    },
+    /// A value makes no sense.
+    #[error("{setting} is {value}, but must be between {least} and {most}")]
+    OutOfRange {
+        /// Name of the setting.
+        setting: &'static str,
+        /// What was asked for.
+        value: u64,
+        /// Smallest value.
+        least: u64,
+        /// Largest value.
+        most: u64,
+    },
+    /// The merging thread has ended, or did not answer in time.
+    #[error("the merging thread does not answer: settings are unchanged")]
+    NoAnswer,
+}
+
+impl Settings {
+    /// Checks each value on its own.
+    pub fn check(&self) -> Result<(), SettingsError> {
+        let within = |setting, value: u64, least: u64, most: u64| {
+            if (least..=most).contains(&value) {
+                Ok(())
+            } else {
+                Err(SettingsError::OutOfRange { setting, value, least, most })
+            }
+        };
+        within("pages_to_scan", self.pages_to_scan, 1, u64::from(u32::MAX))?;
+        within("sleep_millisecs", self.sleep_millisecs, 0, 3_600_000)?;
+        within("max_page_sharing", self.max_page_sharing.into(), 2, MAX_PAGE_SHARING.into())?;
+        within("advisor_target_scan_time_s", self.advisor_target_scan_time_s, 1, 86_400)?;
+        within("advisor_max_cpu_percent", self.advisor_max_cpu_percent.into(), 1, 100)?;
+        within(
+            "advisor_min_pages_to_scan",
+            self.advisor_min_pages_to_scan,
+            1,
+            self.advisor_max_pages_to_scan,
+        )?;
+        within("advisor_max_pages_to_scan", self.advisor_max_pages_to_scan, 1, u64::from(u32::MAX))?;
+        within("pages_per_second", self.pages_per_second.unwrap_or(1), 1, 1 << 40)?;
+        within("max_cpu_percent", self.max_cpu_percent.into(), 1, 100)?;
+        within("huge_min_duplicates", self.huge_min_duplicates.into(), 1, 512)?;
+        within("huge_cold_passes", self.huge_cold_passes.into(), 1, 255)?;
+        within("min_run_pages", self.min_run_pages.into(), 1, 512)
+    }
+
+    /// Name of a setting in `other` that decides which pages may share, and is different there.
+    pub(crate) fn decides_sharing(&self, other: &Self) -> Option<&'static str> {
+        if self.merge_across_nodes != other.merge_across_nodes {
+            Some("merge_across_nodes")
+        } else if self.max_page_sharing != other.max_page_sharing {
+            Some("max_page_sharing")
+        } else {
+            None
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn defaults_are_allowed_and_what_makes_no_sense_is_not() {
+        assert_eq!(Settings::default().check(), Ok(()));
+        let refused = [
+            Settings { pages_to_scan: 0, ..Settings::default() },
+            Settings { max_page_sharing: 1, ..Settings::default() },
+            Settings { max_page_sharing: 0x8000, ..Settings::default() },
+            Settings { max_cpu_percent: 0, ..Settings::default() },
+            Settings { pages_per_second: Some(0), ..Settings::default() },
+            Settings { advisor_min_pages_to_scan: 30_001, ..Settings::default() },
+            Settings { huge_min_duplicates: 513, ..Settings::default() },
+        ];
+        for settings in refused {
+            assert!(matches!(settings.check(), Err(SettingsError::OutOfRange { .. })), "{settings:?}");
+        }
+    }
+
+    #[test]
+    fn json_has_ksms_names() {
+        let json = serde_json::to_value(Settings::default()).unwrap();
+        assert_eq!(json["run"], "stop");
+        assert_eq!(json["merge_across_nodes"], "across");
+        assert_eq!(json["advisor_mode"], "none");
+        assert_eq!(serde_json::from_value::<Settings>(json).unwrap(), Settings::default());
+        assert!(serde_json::from_str::<Settings>(r#"{"pages_to_scn": 1}"#).is_err());
+    }
+}

@@ -1,0 +1,85 @@
+//! Simulated memory files for stable pages.
+
+use std::{collections::BTreeMap, io};
+
+use ebb_abi::PAGE_SIZE_BYTES;
+
+use super::world::{StableSlot, World};
+use crate::{Node, Slot, Slots};
+
+/// Memory files of one store: one for each node.
+#[derive(Debug)]
+pub struct SimSlots {
+    world: World,
+    /// Number of the store's first file.
+    first_segment: u32,
+    nodes: Vec<Node>,
+    next: BTreeMap<u32, u32>,
+}
+
+impl World {
+    /// Memory files for a store. `number` tells stores apart.
+    pub fn slots(&self, number: u32) -> SimSlots {
+        SimSlots {
+            world: self.clone(),
+            first_segment: number * 1000,
+            nodes: Vec::new(),
+            next: BTreeMap::new(),
+        }
+    }
+}
+
+impl SimSlots {
+    fn segment(&mut self, node: Node) -> u32 {
+        let place = self.nodes.iter().position(|known| *known == node).unwrap_or_else(|| {
+            self.nodes.push(node);
+            self.nodes.len() - 1
+        });
+        self.first_segment + place as u32
+    }
+}
+
+impl Slots for SimSlots {
+    fn allocate(&mut self, node: Node, pages: usize, slots: &mut Vec<Slot>) -> io::Result<()> {
+        let segment = self.segment(node);
+        let mut inner = self.world.lock();
+        if inner.no_room {
+            return Err(io::ErrorKind::StorageFull.into());
+        }
+        // Fresh slots as long as there are any, then the holes: both happen in tests of a few hundred pages.
+        let next = self.next.entry(segment).or_default();
+        while slots.len() < pages {
+            *next = (*next + 1) % 100_000_000;
+            let slot = Slot { segment, index: *next };
+            let node = if node == Node::ANY { Node(0) } else { node };
+            inner.slots.entry(slot).or_insert_with(|| {
+                slots.push(slot);
+                StableSlot { content: None, node, mapped: 0 }
+            });
+        }
+        Ok(())
+    }
+
+    fn write(&mut self, first: Slot, contents: &[u8]) -> io::Result<()> {
+        let mut inner = self.world.lock();
+        if inner.no_room {
+            return Err(io::ErrorKind::StorageFull.into());
+        }
+        for (number, content) in (0..).zip(contents.chunks(PAGE_SIZE_BYTES as usize)) {
+            let slot = Slot { index: first.index + number, ..first };
+            let Some(stable) = inner.slots.get_mut(&slot) else { panic!("{slot:?} is not allocated") };
+            assert_eq!(stable.mapped, 0, "{slot:?} is mapped and must not change");
+            let mut word = [0; 8];
+            word.copy_from_slice(&content[..8]);
+            stable.content = Some(u64::from_le_bytes(word));
+        }
+        Ok(())
+    }
+
+    fn free(&mut self, slot: Slot) {
+        match self.world.lock().slots.remove(&slot) {
+            Some(stable) => assert_eq!(stable.mapped, 0, "{slot:?} was freed while it was mapped"),
+            None => panic!("{slot:?} was freed twice"),
+        }
+    }
+}

@@ -1,0 +1,303 @@
+//! The host: who has which page, and what is in it.
+
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use ebb_abi::{PageRange, Pfn};
+
+use crate::{Node, Slot};
+
+/// How a page is backed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Backing {
+    Absent,
+    Private,
+    /// Part of a huge page.
+    Huge,
+    Merged(Slot),
+}
+
+/// A page of a guest.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Page {
+    pub(super) backing: Backing,
+    /// Content of a page that is not merged: one number repeated over the page.
+    pub(super) content: u64,
+    pub(super) node: Node,
+    pub(super) written: bool,
+    pub(super) pinned: bool,
+    pub(super) excluded: bool,
+    /// Share that was lost to a write and has not been told of yet.
+    pub(super) lost: Option<Slot>,
+}
+
+impl Page {
+    fn absent(node: Node) -> Self {
+        Self {
+            backing: Backing::Absent,
+            content: 0,
+            node,
+            written: false,
+            pinned: false,
+            excluded: false,
+            lost: None,
+        }
+    }
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Vm {
+    pub(super) ranges: Vec<PageRange>,
+    pub(super) pages: BTreeMap<Pfn, Page>,
+    pub(super) released: Vec<Slot>,
+    /// Mappings that its memory may have beyond the first of each range.
+    pub(super) mappings: Option<usize>,
+    /// What happens in the guest just before pages are frozen the next time.
+    pub(super) races: Vec<(Pfn, u64)>,
+    /// Calls that fail from now on, of those that may.
+    pub(super) failing: usize,
+}
+
+/// A slot of a memory file.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct StableSlot {
+    /// `None` before it is written.
+    pub(super) content: Option<u64>,
+    pub(super) node: Node,
+    pub(super) mapped: u64,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Inner {
+    pub(super) vms: Vec<Vm>,
+    pub(super) slots: BTreeMap<Slot, StableSlot>,
+    /// Calls of `hash`, in pages.
+    pub(super) hashed: u64,
+    pub(super) no_room: bool,
+}
+
+/// A simulated host.
+#[derive(Clone, Debug, Default)]
+pub struct World(Arc<Mutex<Inner>>);
+
+/// A virtual machine of a [`World`], as its guest and its host see it.
+#[derive(Clone, Debug)]
+pub struct Guest {
+    pub(super) world: World,
+    pub(super) number: usize,
+}
+
+impl World {
+    /// A host without anything.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A machine with absent pages in `ranges`; all of node 0 once they are there.
+    pub fn guest(&self, ranges: &[PageRange]) -> Guest {
+        let mut inner = self.lock();
+        let pages = ranges
+            .iter()
+            .flat_map(|range| (range.start.0..range.end().0).map(|pfn| (Pfn(pfn), Page::absent(Node(0)))))
+            .collect();
+        inner.vms.push(Vm { ranges: ranges.to_vec(), pages, ..Vm::default() });
+        Guest { world: self.clone(), number: inner.vms.len() - 1 }
+    }
+
+    /// Number of slots that are in use.
+    pub fn slots_in_use(&self) -> usize {
+        self.lock().slots.len()
+    }
+
+    /// For each slot in use, how many pages have it mapped, or have lost it without having told so.
+    pub fn shares(&self) -> BTreeMap<Slot, u64> {
+        let inner = self.lock();
+        let mut shares: BTreeMap<Slot, u64> =
+            inner.slots.iter().map(|(slot, stable)| (*slot, stable.mapped)).collect();
+        for vm in &inner.vms {
+            for slot in vm.pages.values().filter_map(|page| page.lost).chain(vm.released.iter().copied()) {
+                *shares.entry(slot).or_default() += 1;
+            }
+        }
+        shares
+    }
+
+    /// Moves the page of a slot to another node, as the host does when a node is taken offline.
+    pub fn move_slot(&self, slot: Slot, node: Node) {
+        if let Some(stable) = self.lock().slots.get_mut(&slot) {
+            stable.node = node;
+        }
+    }
+
+    /// Slots in use, and the node of each.
+    pub fn slot_nodes(&self) -> BTreeMap<Slot, Node> {
+        self.lock().slots.iter().map(|(slot, stable)| (*slot, stable.node)).collect()
+    }
+
+    /// Pages that were read for hashing.
+    pub fn hashed_pages(&self) -> u64 {
+        self.lock().hashed
+    }
+
+    /// Whether there is memory for stable pages.
+    pub fn set_room(&self, room: bool) {
+        self.lock().no_room = !room;
+    }
+}
+
+impl Inner {
+    /// A page stops being mapped to a slot.
+    pub(super) fn unmap(&mut self, slot: Slot) {
+        let Some(stable) = self.slots.get_mut(&slot) else {
+            panic!("{slot:?} was freed while it was mapped")
+        };
+        stable.mapped -= 1;
+    }
+
+    /// What a page reads as.
+    pub(super) fn content(&self, vm: usize, pfn: Pfn) -> Option<u64> {
+        let page = self.vms.get(vm)?.pages.get(&pfn)?;
+        Some(match page.backing {
+            Backing::Absent => 0,
+            Backing::Private | Backing::Huge => page.content,
+            Backing::Merged(slot) => match self.slots.get(&slot) {
+                Some(StableSlot { content: Some(content), .. }) => *content,
+                found => panic!("{pfn} of machine {vm} is mapped to {slot:?}, which is {found:?}"),
+            },
+        })
+    }
+
+    pub(super) fn write(&mut self, vm: usize, pfn: Pfn, content: u64) {
+        let Some(page) = self.vms.get_mut(vm).and_then(|vm| vm.pages.get_mut(&pfn)) else { return };
+        let backing = page.backing;
+        page.content = content;
+        page.written = true;
+        match backing {
+            Backing::Absent => page.backing = Backing::Private,
+            Backing::Merged(slot) => {
+                page.backing = Backing::Private;
+                page.lost = Some(slot);
+                self.unmap(slot);
+            }
+            Backing::Private | Backing::Huge => {}
+        }
+    }
+
+    /// Number of mappings of a machine's memory: runs of neighbouring slots, and what is between them.
+    pub(super) fn mappings(&self, vm: usize) -> usize {
+        let key = |pfn: Pfn, page: &Page| match page.backing {
+            Backing::Merged(slot) => Some((slot.segment, i128::from(slot.index) - i128::from(pfn.0))),
+            _ => None,
+        };
+        let keys: Vec<_> = self.vms[vm].pages.iter().map(|(pfn, page)| (*pfn, key(*pfn, page))).collect();
+        keys.windows(2).filter(|pair| pair[0].1 != pair[1].1 || pair[0].0.0 + 1 != pair[1].0.0).count()
+    }
+}
+
+impl Guest {
+    /// Writes a content: a page full of this number. 0 is a page of zeros.
+    pub fn write(&self, pfn: u64, content: u64) {
+        self.world.lock().write(self.number, Pfn(pfn), content);
+    }
+
+    /// What a page contains.
+    pub fn read(&self, pfn: u64) -> Option<u64> {
+        self.world.lock().content(self.number, Pfn(pfn))
+    }
+
+    fn change(&self, pfn: u64, change: impl FnOnce(&mut Page)) {
+        if let Some(page) = self.world.lock().vms[self.number].pages.get_mut(&Pfn(pfn)) {
+            change(page);
+        }
+    }
+
+    /// The owner discards a page (balloon): it reads as zeros.
+    pub fn discard(&self, pfn: u64) {
+        let mut inner = self.world.lock();
+        let vm = &mut inner.vms[self.number];
+        let Some(page) = vm.pages.get_mut(&Pfn(pfn)) else { return };
+        let backing = std::mem::replace(&mut page.backing, Backing::Absent);
+        let lost = page.lost.take();
+        page.content = 0;
+        vm.released.extend(lost);
+        if let Backing::Merged(slot) = backing {
+            vm.released.push(slot);
+            inner.unmap(slot);
+        }
+    }
+
+    /// The host moves a page to another node (of a merged page: nothing, its slot is moved by [`World::move_slot`]).
+    pub fn move_to(&self, pfn: u64, node: Node) {
+        self.change(pfn, |page| page.node = node);
+    }
+
+    /// A device holds on to the page, or lets go.
+    pub fn pin(&self, pfn: u64, pinned: bool) {
+        self.change(pfn, |page| page.pinned = pinned);
+    }
+
+    /// The owner excludes the page from merging, or not.
+    pub fn exclude(&self, pfn: u64, excluded: bool) {
+        self.change(pfn, |page| page.excluded = excluded);
+    }
+
+    /// 512 pages from `pfn` on become a huge page with their contents. They must not be merged.
+    pub fn make_huge(&self, pfn: u64) {
+        (pfn..pfn + 512).for_each(|pfn| self.change(pfn, |page| page.backing = Backing::Huge));
+    }
+
+    /// Whether the page is part of a huge page.
+    pub fn is_huge(&self, pfn: u64) -> bool {
+        self.world.lock().vms[self.number]
+            .pages
+            .get(&Pfn(pfn))
+            .is_some_and(|page| page.backing == Backing::Huge)
+    }
+
+    /// The slot that a page is merged with.
+    pub fn slot(&self, pfn: u64) -> Option<Slot> {
+        match self.world.lock().vms[self.number].pages.get(&Pfn(pfn))?.backing {
+            Backing::Merged(slot) => Some(slot),
+            _ => None,
+        }
+    }
+
+    /// Whether the host has a page for it.
+    pub fn is_absent(&self, pfn: u64) -> bool {
+        self.world.lock().vms[self.number]
+            .pages
+            .get(&Pfn(pfn))
+            .is_none_or(|page| page.backing == Backing::Absent)
+    }
+
+    /// Bounds the mappings of this machine's memory.
+    pub fn limit_mappings(&self, mappings: Option<usize>) {
+        self.world.lock().vms[self.number].mappings = mappings;
+    }
+
+    /// How many mappings its memory has, less one.
+    pub fn mappings(&self) -> usize {
+        self.world.lock().mappings(self.number)
+    }
+
+    /// Just before pages are frozen the next time, the guest writes this.
+    pub fn write_before_freeze(&self, pfn: u64, content: u64) {
+        self.world.lock().vms[self.number].races.push((Pfn(pfn), content));
+    }
+
+    /// The next `calls` calls of its memory fail.
+    pub fn fail(&self, calls: usize) {
+        self.world.lock().vms[self.number].failing = calls;
+    }
+
+    /// Changes the ranges that may be looked at.
+    pub fn set_ranges(&self, ranges: &[PageRange]) {
+        self.world.lock().vms[self.number].ranges = ranges.to_vec();
+    }
+}

@@ -1,0 +1,147 @@
+//! The merging thread: steps and sleeps, and answers to others in between.
+
+use std::{sync::Arc, time::Duration};
+
+use crate::{
+    advisor::Advisor,
+    control::{Control, Life, Next},
+    memory::Memory,
+    merger::Merger,
+    pace::Effort,
+    settings::{AdvisorMode, Run},
+    store::StableStore,
+};
+
+/// Pages of one step at most, so that pausing and changing settings need not wait for long. More than that between two sleeps
+/// are several steps without a sleep.
+const STEP_PAGES: u64 = 4096;
+
+/// Clocks of the merging thread.
+pub trait Clock {
+    /// Time since some moment; never goes back.
+    fn now(&self) -> Duration;
+    /// Processor time of the calling thread.
+    fn cpu(&self) -> Duration;
+}
+
+/// The kernel's clocks.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct SystemClock;
+
+impl Clock for SystemClock {
+    fn now(&self) -> Duration {
+        since_zero(rustix::time::ClockId::Monotonic)
+    }
+
+    fn cpu(&self) -> Duration {
+        since_zero(rustix::time::ClockId::ThreadCPUTime)
+    }
+}
+
+fn since_zero(clock: rustix::time::ClockId) -> Duration {
+    let time = rustix::time::clock_gettime(clock);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
+
+/// Begin of a pass, for the advisor.
+#[derive(Clone, Copy)]
+struct Began {
+    now: Duration,
+    cpu: Duration,
+}
+
+/// A [`Merger`] that paces itself as its settings say, on a thread of its own.
+pub struct Worker<M, S> {
+    merger: Merger<M, S>,
+    control: Arc<Control>,
+    advisor: Advisor,
+    /// `None` if the pass did not begin under the advisor's eyes, or was interrupted.
+    pass: Option<Began>,
+    /// Since the last sleep.
+    effort: Effort,
+}
+
+impl<M: Memory, S: StableStore> Worker<M, S> {
+    /// Makes a worker of `merger`, and what other threads talk to it by.
+    pub fn new(merger: Merger<M, S>) -> (Self, Arc<Control>) {
+        let control = Control::new(merger.settings().clone());
+        control.publish(merger.statistics(), None);
+        (
+            Self {
+                merger,
+                control: Arc::clone(&control),
+                advisor: Advisor::default(),
+                pass: None,
+                effort: Effort::default(),
+            },
+            control,
+        )
+    }
+
+    /// What it works with.
+    pub fn merger_mut(&mut self) -> &mut Merger<M, S> {
+        &mut self.merger
+    }
+
+    /// Works until [`Control::stop`]. Pages stay merged at the end.
+    pub fn run(&mut self, clock: &impl Clock) {
+        self.control.set_life(Life::Runs);
+        let mut sleep = Some(Duration::ZERO);
+        loop {
+            match self.control.next(sleep) {
+                Next::Stop => break,
+                Next::Change(ticket, settings) => {
+                    let answer = self.merger.change(settings);
+                    self.pass = None;
+                    self.control.publish(self.merger.statistics(), self.merger.last_error());
+                    self.control.answer(ticket, self.merger.settings(), answer);
+                    sleep = Some(Duration::ZERO);
+                }
+                Next::Step => sleep = self.turn(clock),
+            }
+        }
+        self.control.set_life(Life::Ended);
+    }
+
+    /// One step; returns how long to sleep then, `None` for until something happens. ([`run`](Self::run) calls it; call it directly
+    /// only without `run`.)
+    pub fn turn(&mut self, clock: &impl Clock) -> Option<Duration> {
+        let begin = Began { now: clock.now(), cpu: clock.cpu() };
+        let began = *self.pass.get_or_insert(begin);
+        let wanted = self.merger.pages_to_scan();
+        let left = wanted.saturating_sub(self.effort.pages).clamp(1, STEP_PAGES);
+        let step = self.merger.step(left);
+        let end = Began { now: clock.now(), cpu: clock.cpu() };
+        self.effort.pages += step.pages;
+        self.effort.cpu += end.cpu.saturating_sub(begin.cpu);
+        self.effort.elapsed += end.now.saturating_sub(begin.now);
+        let sleep = match self.merger.settings().run {
+            Run::Stop => None,
+            Run::Unmerge if step.finished_pass => None,
+            // What could not be unmerged is tried again.
+            Run::Unmerge => Some(Duration::from_millis(u64::from(step.pages == 0))),
+            Run::Merge => {
+                if step.finished_pass {
+                    self.finish_pass(wanted, began, end);
+                }
+                if step.finished_pass || self.effort.pages >= wanted {
+                    Some(self.merger.settings().sleep_after(std::mem::take(&mut self.effort)))
+                } else {
+                    Some(Duration::ZERO)
+                }
+            }
+        };
+        self.control.publish(self.merger.statistics(), self.merger.last_error());
+        sleep
+    }
+
+    fn finish_pass(&mut self, pages_to_scan: u64, began: Began, end: Began) {
+        self.pass = None;
+        let settings = self.merger.settings();
+        if settings.advisor_mode == AdvisorMode::ScanTime {
+            let (scan, cpu) = (end.now.saturating_sub(began.now), end.cpu.saturating_sub(began.cpu));
+            let advised = self.advisor.finished_pass(settings, pages_to_scan, scan, cpu);
+            self.merger.advise(advised);
+        }
+    }
+}

@@ -1,0 +1,10 @@
+//! The core on a simulated host: counts, rules, and what must never happen.
+
+mod counts;
+mod huge;
+mod model;
+mod outcomes;
+mod steady;
+mod support;
+mod switching;
+mod worker;
