@@ -229,6 +229,9 @@ const MERGE: &[c_long] = &[
     libc::SYS_fstat,
     libc::SYS_ftruncate,
     libc::SYS_lseek,
+    libc::SYS_mbind,
+    libc::SYS_memfd_create,
+    libc::SYS_move_pages,
     libc::SYS_pread64,
     libc::SYS_pwrite64,
     libc::SYS_recvfrom,
@@ -315,8 +318,9 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
     // Builds with debug assertions look whether a descriptor is open before they close it.
     let mut controls = vec![libc::F_GETFD, libc::F_DUPFD_CLOEXEC];
     match kind {
-        ThreadKind::Merge => controls.extend([libc::F_GETFL, libc::F_GET_SEALS]),
-        ThreadKind::Broker => controls.extend([libc::F_GETFL, libc::F_GET_SEALS, libc::F_ADD_SEALS]),
+        ThreadKind::Merge | ThreadKind::Broker => {
+            controls.extend([libc::F_GETFL, libc::F_GET_SEALS, libc::F_ADD_SEALS]);
+        }
         _ => {}
     }
     let controls = controls.into_iter().map(|control| equal(1, control as u64));
@@ -378,6 +382,18 @@ const KVM_CLEAR_DIRTY_LOG: u64 =
 /// Linux's `PAGEMAP_SCAN` (6.7), which counts resident pages: `_IOWR('f', 16, struct pm_scan_arg)`.
 const PAGEMAP_SCAN: u64 = 3 << 30 | 96 << 16 | (b'f' as u64) << 8 | 16;
 
+/// `_IOR` and `_IOWR` of userfaultfd (type 0xaa; Linux include/uapi/linux/userfaultfd.h).
+const fn uffd(direction: u64, number: u64, bytes: u64) -> u64 {
+    direction << 30 | bytes << 16 | 0xaa << 8 | number
+}
+
+const UFFDIO_REGISTER: u64 = uffd(READ | WRITE, 0x00, 32);
+const UFFDIO_UNREGISTER: u64 = uffd(READ, 0x01, 16);
+const UFFDIO_WAKE: u64 = uffd(READ, 0x02, 16);
+const UFFDIO_COPY: u64 = uffd(READ | WRITE, 0x03, 40);
+const UFFDIO_MOVE: u64 = uffd(READ | WRITE, 0x05, 40);
+const UFFDIO_WRITEPROTECT: u64 = uffd(READ | WRITE, 0x06, 24);
+
 fn ioctls(kind: ThreadKind) -> &'static [u64] {
     match kind {
         ThreadKind::Vcpu => &[
@@ -436,7 +452,15 @@ fn ioctls(kind: ThreadKind) -> &'static [u64] {
         ThreadKind::Api => {
             &[libc::FIONBIO, PAGEMAP_SCAN, KVM_GET_IRQCHIP, KVM_GET_PIT2, KVM_GET_CLOCK, KVM_SET_CLOCK]
         }
-        ThreadKind::Merge => &[PAGEMAP_SCAN],
+        ThreadKind::Merge => &[
+            PAGEMAP_SCAN,
+            UFFDIO_REGISTER,
+            UFFDIO_UNREGISTER,
+            UFFDIO_WAKE,
+            UFFDIO_COPY,
+            UFFDIO_MOVE,
+            UFFDIO_WRITEPROTECT,
+        ],
         // Never issued; a list must not be empty, or every request would pass.
         ThreadKind::Device | ThreadKind::Broker => &[libc::FIONBIO],
     }

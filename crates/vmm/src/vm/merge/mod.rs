@@ -3,6 +3,8 @@
 //! Merging never keeps a machine from running: where it is not possible, the machine runs without it, and says why.
 
 mod kernel;
+mod owner;
+mod watched;
 
 use std::sync::Arc;
 
@@ -19,6 +21,7 @@ use crate::exit::ExitSignal;
 use crate::seccomp::Filters;
 
 use kernel::KernelMerging;
+use owner::OwnerMerging;
 
 /// What merging is doing, and why not more.
 #[derive(Clone, Debug)]
@@ -49,6 +52,7 @@ enum Backend {
     /// It was asked for, and this is why it cannot be.
     Unavailable(String),
     Kernel(KernelMerging),
+    Owner(OwnerMerging),
 }
 
 impl Merging {
@@ -62,7 +66,7 @@ impl Merging {
         let started = match config.backend {
             MergeBackend::Off => Ok(Backend::Off),
             MergeBackend::Kernel => KernelMerging::start(config, ram, filters, exit).map(Backend::Kernel),
-            MergeBackend::Owner => Err("this build has no merging by the monitor".to_owned()),
+            MergeBackend::Owner => OwnerMerging::start(config, ram, filters, exit).map(Backend::Owner),
         };
         let backend = started.unwrap_or_else(|reason| {
             tracing::warn!("the machine runs without merging of equal pages: {reason}");
@@ -86,10 +90,18 @@ impl Merging {
 
     /// Stops the monitor's own merging, and returns when nothing is under way. The kernel's goes on: what it does nobody can
     /// notice.
-    pub(super) fn stand_still(&self) {}
+    pub(super) fn stand_still(&self) {
+        if let Backend::Owner(owner) = &self.backend {
+            owner.stand_still();
+        }
+    }
 
     /// Lets it work again.
-    pub(super) fn go_on(&self) {}
+    pub(super) fn go_on(&self) {
+        if let Backend::Owner(owner) = &self.backend {
+            owner.go_on();
+        }
+    }
 
     fn status(&self) -> Status {
         let nothing = |state, reason| Status { run: MergeRun::Stop, state, reason };
@@ -97,6 +109,7 @@ impl Merging {
             Backend::Off => nothing(MergeState::Off, None),
             Backend::Unavailable(reason) => nothing(MergeState::Unavailable, Some(reason.clone())),
             Backend::Kernel(kernel) => kernel.status(),
+            Backend::Owner(owner) => owner.status(),
         }
     }
 
@@ -104,6 +117,7 @@ impl Merging {
         match &self.backend {
             Backend::Off | Backend::Unavailable(_) => Ok(None),
             Backend::Kernel(kernel) => kernel.settings().map(Some),
+            Backend::Owner(owner) => Ok(Some(owner.settings())),
         }
     }
 
@@ -112,6 +126,7 @@ impl Merging {
         match &self.backend {
             Backend::Off | Backend::Unavailable(_) => Ok(None),
             Backend::Kernel(kernel) => kernel.statistics().map(Some),
+            Backend::Owner(owner) => Ok(Some(owner.statistics())),
         }
     }
 
@@ -141,6 +156,7 @@ impl Merging {
                 Err(wrong_state(message, "start it again when that has changed"))
             }
             Backend::Kernel(kernel) => kernel.change(change),
+            Backend::Owner(owner) => owner.change(change),
         }
     }
 }

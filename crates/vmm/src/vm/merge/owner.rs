@@ -1,0 +1,311 @@
+//! Merging by the monitor itself, on a thread of its own.
+
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+
+use ebb_guest_ram::{GuestRam, StableSegments};
+use ebb_page_merge::broker::{BrokerStore, MemberConfig, Placement};
+use ebb_page_merge::owner::{OwnSlots, OwnerMemory};
+use ebb_page_merge::{
+    AdvisorMode, Clock as _, Control, LocalStore, Merger, Nodes, Paused, Run, Secret, Settings,
+    SettingsError, StableStore, Statistics, SystemClock, Worker,
+};
+
+use super::watched::{Loss, Watched};
+use super::{Status, failed, wrong_state};
+use crate::api::control::ControlError;
+use crate::api::merge::{
+    MergeChange, MergeReplaced, MergeRun, MergeScope, MergeSettings, MergeState, MergeStatistics,
+};
+use crate::config::MergeConfig;
+use crate::exit::{ExitSignal, GuestExit};
+use crate::seccomp::{Filters, ThreadKind};
+use crate::vm::lock;
+
+/// Merging by the monitor; dropped, it ends, while what was merged stays so.
+pub(super) struct OwnerMerging {
+    ram: Arc<GuestRam>,
+    control: Arc<Control>,
+    /// Whom pages are shared with.
+    sharing: Sharing,
+    /// Holds the thread while the machine stands still.
+    brake: Mutex<Option<Paused>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// Whom pages are shared with.
+enum Sharing {
+    /// With nobody: they are merged within this machine.
+    Alone,
+    /// With nobody, although a broker was named: this is why.
+    WithoutBroker(String),
+    /// With all of the broker's domain, as long as it is there.
+    Broker(Loss),
+}
+
+/// What was opened for it.
+struct Prepared {
+    ram: Arc<GuestRam>,
+    memory: OwnerMemory,
+    segments: Arc<StableSegments>,
+    settings: Settings,
+}
+
+impl OwnerMerging {
+    /// Prepares everything that needs privileges, and starts the thread, which stands still.
+    ///
+    /// # Errors
+    /// Why the pages of this machine cannot be merged.
+    pub(super) fn start(
+        config: &MergeConfig,
+        ram: &Arc<GuestRam>,
+        filters: &Filters,
+        exit: &Arc<ExitSignal>,
+    ) -> Result<Self, String> {
+        let text = |error: &dyn std::error::Error| error.to_string();
+        let segments = StableSegments::new();
+        ram.enable_merging(segments.clone()).map_err(|error| text(&error))?;
+        let memory = OwnerMemory::new(ram.clone()).map_err(|error| text(&error))?;
+        let nodes = if config.across_nodes == Some(false) { Nodes::Apart } else { Nodes::Across };
+        let settings = Settings { run: Run::Merge, merge_across_nodes: nodes, ..Settings::default() };
+        let prepared = Prepared { ram: ram.clone(), memory, segments, settings };
+        match connect(config, nodes, &prepared.segments) {
+            None => prepared.merge_alone(Sharing::Alone, filters, exit),
+            Some(Ok(store)) => {
+                let secret = store.secret();
+                let (store, loss) = Watched::new(store);
+                prepared.merge_with(store, secret, Sharing::Broker(loss), filters, exit)
+            }
+            Some(Err(reason)) => {
+                tracing::warn!("pages are merged within the machine only: {reason}");
+                prepared.merge_alone(Sharing::WithoutBroker(reason), filters, exit)
+            }
+        }
+    }
+
+    /// Stops it, and returns when nothing is under way.
+    pub(super) fn stand_still(&self) {
+        let paused = self.control.pause();
+        *lock(&self.brake) = Some(paused);
+    }
+
+    /// Lets it work again.
+    pub(super) fn go_on(&self) {
+        *lock(&self.brake) = None;
+    }
+
+    pub(super) fn status(&self) -> Status {
+        let settings = self.control.settings();
+        let lost = match &self.sharing {
+            Sharing::Alone => None,
+            Sharing::WithoutBroker(reason) => Some(reason.clone()),
+            Sharing::Broker(loss) => loss.reason(),
+        };
+        let (run, state) = match settings.run {
+            Run::Stop => (MergeRun::Stop, MergeState::Stopped),
+            Run::Merge if lost.is_some() => (MergeRun::Merge, MergeState::Degraded),
+            Run::Merge => (MergeRun::Merge, MergeState::Merging),
+            Run::Unmerge => {
+                let statistics = self.control.statistics();
+                let is_done = statistics.merged_pages == 0 && statistics.pages_shared == 0;
+                (MergeRun::Unmerge, if is_done { MergeState::Unmerged } else { MergeState::Unmerging })
+            }
+        };
+        Status { run, state, reason: lost.or_else(|| self.control.last_error()) }
+    }
+
+    pub(super) fn settings(&self) -> MergeSettings {
+        settings(&self.control.settings())
+    }
+
+    pub(super) fn statistics(&self) -> MergeStatistics {
+        let merged_bytes = Some(self.ram.merged_bytes());
+        MergeStatistics { merged_bytes, ..statistics(&self.control.statistics()) }
+    }
+
+    /// Changes settings, and waits for the thread to take them.
+    pub(super) fn change(&self, change: &MergeChange) -> Result<(), ControlError> {
+        if matches!(self.sharing, Sharing::Broker(_))
+            && (change.merge_across_nodes.is_some() || change.max_page_sharing.is_some())
+        {
+            return Err(wrong_state(
+                "which pages may share is the same for all machines of a domain, and the broker knows it from the start",
+                "start the machine again with another merge_across_nodes, or the broker with another limit",
+            ));
+        }
+        self.control.change(|settings| apply(change, settings)).map(drop).map_err(refused)
+    }
+}
+
+impl Drop for OwnerMerging {
+    fn drop(&mut self) {
+        self.control.stop();
+        self.go_on();
+        if let Some(thread) = self.thread.take() {
+            // A panic of the thread has been printed where it happened.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// The domain's stable pages, if there is a broker to have them from.
+fn connect(
+    config: &MergeConfig,
+    nodes: Nodes,
+    segments: &Arc<StableSegments>,
+) -> Option<Result<BrokerStore<Arc<StableSegments>>, String>> {
+    let path = config.broker.clone()?;
+    let placement = match nodes {
+        Nodes::Across => Placement::Across,
+        Nodes::Apart => Placement::Apart,
+    };
+    let domain = config.domain.as_deref().unwrap_or_default().parse();
+    let member = domain.map(|domain| MemberConfig::new(path, domain, placement));
+    Some(member.map_err(|error| error.to_string()).and_then(|member| {
+        BrokerStore::connect(&member, segments.clone()).map_err(|error| error.to_string())
+    }))
+}
+
+impl Prepared {
+    fn merge_alone(
+        self,
+        sharing: Sharing,
+        filters: &Filters,
+        exit: &Arc<ExitSignal>,
+    ) -> Result<OwnerMerging, String> {
+        let mut secret = [0; 32];
+        rustix::rand::getrandom(&mut secret, rustix::rand::GetRandomFlags::empty())
+            .map_err(|error| format!("no random numbers can be had: {error}"))?;
+        let store = LocalStore::new(OwnSlots::new(self.segments.clone()));
+        self.merge_with(store, Secret(secret), sharing, filters, exit)
+    }
+
+    fn merge_with<S: StableStore + Send + 'static>(
+        self,
+        store: S,
+        secret: Secret,
+        sharing: Sharing,
+        filters: &Filters,
+        exit: &Arc<ExitSignal>,
+    ) -> Result<OwnerMerging, String> {
+        let mut merger = Merger::new(self.settings).map_err(|error| error.to_string())?;
+        let domain = merger.add_domain(store, secret);
+        if merger.add_member(domain, self.memory).is_err() {
+            return Err("guest memory is too large to be merged".to_owned());
+        }
+        let (mut worker, control) = Worker::new(merger);
+        let brake = Mutex::new(Some(control.pause()));
+        // The first look at a clock learns where the kernel's is, by calls that the filter does not know.
+        let _ = SystemClock.now();
+        let (filter, exit) = (filters.for_thread(ThreadKind::Merge), exit.clone());
+        let thread = std::thread::Builder::new()
+            .name("merge".to_owned())
+            .spawn(move || match filter.apply() {
+                Ok(()) => worker.run(&SystemClock),
+                Err(error) => exit.raise(GuestExit::Monitor { message: error.to_string() }),
+            })
+            .map_err(|error| format!("the thread for merging cannot be started: {error}"))?;
+        Ok(OwnerMerging { ram: self.ram, control, sharing, brake, thread: Some(thread) })
+    }
+}
+
+fn refused(error: SettingsError) -> ControlError {
+    let message = error.to_string();
+    match error {
+        SettingsError::Merged { .. } => ControlError::WrongState { message, remedy: None },
+        SettingsError::OutOfRange { setting, .. } => {
+            ControlError::Invalid { field: setting, message, remedy: None }
+        }
+        SettingsError::NoAnswer => failed(message),
+    }
+}
+
+/// What `change` makes of `settings`.
+fn apply(change: &MergeChange, settings: &mut Settings) {
+    fn set<T>(setting: &mut T, value: Option<T>) {
+        if let Some(value) = value {
+            *setting = value;
+        }
+    }
+    /// Goes between two rests a second, for a fixed pace.
+    const GOES_PER_SECOND: u64 = 50;
+    let number = |value: u64| u32::try_from(value).unwrap_or(u32::MAX);
+    set(
+        &mut settings.run,
+        change.run.map(|run| match run {
+            MergeRun::Stop => Run::Stop,
+            MergeRun::Merge => Run::Merge,
+            MergeRun::Unmerge => Run::Unmerge,
+        }),
+    );
+    let nodes = |across| if across { Nodes::Across } else { Nodes::Apart };
+    set(&mut settings.merge_across_nodes, change.merge_across_nodes.map(nodes));
+    set(&mut settings.max_page_sharing, change.max_page_sharing.map(number));
+    set(&mut settings.use_zero_pages, change.use_zero_pages);
+    set(&mut settings.smart_scan, change.smart_scan);
+    if let Some(pages_per_second) = change.pages_per_second {
+        settings.advisor_mode = AdvisorMode::None;
+        settings.pages_per_second = Some(pages_per_second);
+        settings.pages_to_scan = (pages_per_second / GOES_PER_SECOND).max(1);
+        settings.sleep_millisecs = 1000 / GOES_PER_SECOND;
+    }
+    if let Some(seconds) = change.target_scan_seconds {
+        settings.advisor_mode = AdvisorMode::ScanTime;
+        settings.advisor_target_scan_time_s = seconds;
+        settings.pages_per_second = None;
+    }
+    if let Some(percent) = change.cpu_percent.map(number) {
+        settings.max_cpu_percent = percent;
+        settings.advisor_max_cpu_percent = percent;
+    }
+}
+
+fn settings(settings: &Settings) -> MergeSettings {
+    let is_advised = settings.advisor_mode == AdvisorMode::ScanTime;
+    MergeSettings {
+        run: match settings.run {
+            Run::Stop => MergeRun::Stop,
+            Run::Merge => MergeRun::Merge,
+            Run::Unmerge => MergeRun::Unmerge,
+        },
+        merge_across_nodes: Some(settings.merge_across_nodes == Nodes::Across),
+        max_page_sharing: Some(settings.max_page_sharing.into()),
+        use_zero_pages: Some(settings.use_zero_pages),
+        smart_scan: Some(settings.smart_scan),
+        pages_per_second: settings.pages_per_second,
+        cpu_percent: Some(settings.max_cpu_percent.into()),
+        target_scan_seconds: is_advised.then_some(settings.advisor_target_scan_time_s),
+    }
+}
+
+fn statistics(statistics: &Statistics) -> MergeStatistics {
+    MergeStatistics {
+        scope: MergeScope::Machine,
+        pages_shared: Some(statistics.pages_shared),
+        pages_sharing: Some(statistics.pages_sharing),
+        pages_unshared: Some(statistics.pages_unshared),
+        pages_volatile: Some(statistics.pages_volatile),
+        pages_scanned: Some(statistics.pages_scanned),
+        pages_skipped: Some(statistics.pages_skipped),
+        full_scans: Some(statistics.full_scans),
+        ksm_zero_pages: Some(statistics.ksm_zero_pages),
+        general_profit: Some(statistics.general_profit),
+        stable_node_chains: Some(statistics.stable_node_chains),
+        stable_node_dups: Some(statistics.stable_node_dups),
+        merged_bytes: None,
+        remote_merged_pages: Some(statistics.remote_merged_pages),
+        hashed_pages: Some(statistics.hashed_pages),
+        clean_pages: Some(statistics.clean_pages),
+        metadata_bytes: Some(statistics.metadata_bytes),
+        replaced: Some(MergeReplaced {
+            done: statistics.replaced_done,
+            different: statistics.replaced_different,
+            busy: statistics.replaced_busy,
+            no_mappings: statistics.replaced_no_mappings,
+            gone: statistics.replaced_gone,
+        }),
+    }
+}
+
+#[cfg(test)]
+mod tests;
