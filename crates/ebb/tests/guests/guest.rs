@@ -194,6 +194,16 @@ impl Guest {
         })
     }
 
+    /// Waits until the API answers.
+    #[track_caller]
+    pub fn wait_api(&mut self) {
+        eventually("the API is there", 30, || {
+            let asked = self.client().request("GET", "/vm", "");
+            assert!(asked.is_ok() || self.is_running(), "the monitor has ended: {:?}", self.wait_end());
+            asked.map(drop).map_err(|error| error.to_string())
+        });
+    }
+
     /// Waits until `look` finds something in what was said.
     #[track_caller]
     fn wait<T>(&self, limit: Duration, what: &str, mut look: impl FnMut(&Said) -> Option<T>) -> T {
@@ -481,7 +491,7 @@ fn read_log(errors: impl Read, shared: &Shared) {
 }
 
 /// Makes the kernel kill the program when this thread ends, so that no guest outlives its test.
-fn end_with_parent(program: &mut Program) {
+pub fn end_with_parent(program: &mut Program) {
     let parent = getpid();
     let in_child = move || {
         set_parent_process_death_signal(Some(Signal::KILL))?;

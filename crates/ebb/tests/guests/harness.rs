@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex, Once, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use ebb_virtual_host::kernel::is_at_least;
 use libtest_mimic::Trial;
 
 use crate::guest::Handle;
@@ -25,7 +26,17 @@ const POLL: Duration = Duration::from_millis(30);
 pub struct Test {
     name: &'static str,
     limit_s: u64,
+    needs: Needs,
     body: fn(&Scene),
+}
+
+/// What a test needs of the kernel under the monitor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Needs {
+    /// Nothing that Debian 12's does not have.
+    AnyKernel,
+    /// Linux 6.8 or newer: pages of the monitor's memory can be merged by itself.
+    Merging,
 }
 
 /// What the guests run on.
@@ -134,14 +145,21 @@ fn keep_panics() {
 impl Test {
     /// A test that must end within `limit_s` seconds.
     pub const fn new(name: &'static str, limit_s: u64, body: fn(&Scene)) -> Self {
-        Self { name, limit_s, body }
+        Self { name, limit_s, needs: Needs::AnyKernel, body }
+    }
+
+    /// The same test, where memory can be merged.
+    pub const fn merging(self) -> Self {
+        Self { needs: Needs::Merging, ..self }
     }
 
     /// The test for libtest-mimic; without a world it can only be listed.
     pub fn trial(&self, world: Option<World>) -> Trial {
         let (name, body, limit) = (self.name, self.body, Duration::from_secs(self.limit_s));
+        let needs = self.needs;
         Trial::test(name, move || {
             let world = world.ok_or("there are no guests to test")?;
+            needs.check()?;
             let started = Instant::now();
             let result = run(body, limit, world.clone());
             TIMES.lock().unwrap_or_else(PoisonError::into_inner).push((started.elapsed(), name));
@@ -162,6 +180,31 @@ impl Test {
     /// Its name.
     pub fn name(&self) -> &'static str {
         self.name
+    }
+
+    /// What it needs of the kernel.
+    pub fn needs(&self) -> Needs {
+        self.needs
+    }
+}
+
+impl Needs {
+    /// That of the test with this name.
+    pub fn of(name: &str) -> Self {
+        crate::tests().find(|test| test.name() == name).map_or(Self::AnyKernel, Test::needs)
+    }
+
+    /// Whether the kernel has it. Without, the test fails and is not left out: nobody would know that nothing was tested.
+    fn check(self) -> Result<(), String> {
+        let release = rustix::system::uname().release().to_string_lossy().into_owned();
+        if self == Self::AnyKernel || is_at_least(&release, 6, 8) {
+            return Ok(());
+        }
+        Err(format!(
+            "this test merges pages in the monitor's memory, which Linux can do from 6.8 on; here runs {release}. \
+             scripts/install-deps.sh unpacks a newer kernel for virtual hosts from Debian 12's backports (EBB_BACKPORTS \
+             names another mirror), or EBB_HOST_KERNEL names one"
+        ))
     }
 }
 

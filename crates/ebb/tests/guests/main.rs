@@ -24,6 +24,11 @@ mod hostile;
 mod hostile_driver;
 mod inflate;
 mod lifecycle;
+mod merge;
+mod merge_bad;
+mod merge_domains;
+mod merge_kernel;
+mod merge_support;
 mod migration;
 mod migration_refused;
 mod module;
@@ -46,7 +51,7 @@ use libtest_mimic::{Arguments, Trial};
 use harness::{Test, World};
 
 /// All tests, file by file.
-const TESTS: [&[Test]; 19] = [
+const TESTS: [&[Test]; 23] = [
     boot::TESTS,
     inflate::TESTS,
     reporting::TESTS,
@@ -66,6 +71,10 @@ const TESTS: [&[Test]; 19] = [
     clock::TESTS,
     migration::TESTS,
     migration_refused::TESTS,
+    merge::TESTS,
+    merge_domains::TESTS,
+    merge_kernel::TESTS,
+    merge_bad::TESTS,
 ];
 
 /// So many tests are named with the time that they took.
@@ -110,16 +119,21 @@ fn main() -> ExitCode {
     }
 }
 
+/// All tests in one list.
+fn tests() -> impl Iterator<Item = &'static Test> {
+    TESTS.into_iter().flatten()
+}
+
 /// Names of all tests.
 fn names() -> impl Iterator<Item = &'static str> {
-    TESTS.into_iter().flatten().map(Test::name)
+    tests().map(Test::name)
 }
 
 fn trials(world: impl Fn() -> Option<World>) -> Vec<Trial> {
     let only = place::only();
     let wanted =
         |test: &&Test| only.as_ref().is_none_or(|names| names.iter().any(|name| name == test.name()));
-    TESTS.into_iter().flatten().filter(wanted).map(|test| test.trial(world())).collect()
+    tests().filter(wanted).map(|test| test.trial(world())).collect()
 }
 
 /// Whether libtest-mimic would run the test: no start of a virtual host when it would not.

@@ -9,11 +9,13 @@ use std::time::Duration;
 
 use ebb_virtual_host::guest_image::{self, GuestImage};
 use ebb_virtual_host::kernel::Kernel;
-use ebb_virtual_host::{Command, HostConfig, HostError, HostFile, NodeConfig, Output, VirtualHost};
+use ebb_virtual_host::{
+    Command, HostConfig, HostError, HostFile, HostKernel, NodeConfig, Output, VirtualHost,
+};
 use ebb_vmm::probe::probe;
 use tempfile::TempDir;
 
-use crate::harness::{Machine, World};
+use crate::harness::{Machine, Needs, World};
 use crate::migration::MOVES_VARIABLE;
 use crate::module_trackers::SOAK_VARIABLE;
 use crate::trace::Trace;
@@ -218,7 +220,7 @@ impl Outside {
             Ok(Outcome { failed, .. }) if !failed.is_empty() && failed.len() <= MOST_TRIED_AGAIN => {
                 let names = failed.join(", ");
                 println!("guests: once more, in a new virtual host: {names}");
-                self.run(0, &failed).inspect(|again| {
+                self.run_of_kinds(0, &failed).inspect(|again| {
                     let still =
                         if again.failed.is_empty() { "none".to_owned() } else { again.failed.join(", ") };
                     println!("guests: failed at first: {names}; failed again: {still}");
@@ -246,15 +248,7 @@ impl Outside {
             let threads: Vec<_> = (0..hosts)
                 .map(|host| {
                     let share = share(host);
-                    scope.spawn(move || match self.run(host, &share) {
-                        Err(Failure::HostEnded(problem)) => {
-                            eprintln!(
-                                "guests: {problem}\nguests: its tests once more, in a new virtual host"
-                            );
-                            self.run(host, &share)
-                        }
-                        result => result,
-                    })
+                    scope.spawn(move || self.run_of_kinds(host, &share))
                 })
                 .collect();
             let join = |thread: std::thread::ScopedJoinHandle<'_, _>| {
@@ -265,8 +259,30 @@ impl Outside {
         Ok(Outcome::of_all(outcomes))
     }
 
+    /// The tests with these names, one after another: first those that any kernel will do for, in a virtual host with the
+    /// kernel of the guests, which is what the machines of most users have; then the others, in one with a newer kernel.
+    fn run_of_kinds(&self, number: usize, names: &[String]) -> Result<Outcome, Failure> {
+        let mut outcomes = Vec::new();
+        for (needs, kernel) in
+            [(Needs::AnyKernel, HostKernel::OfGuests), (Needs::Merging, HostKernel::Newest)]
+        {
+            let names: Vec<_> = names.iter().filter(|name| Needs::of(name) == needs).cloned().collect();
+            if names.is_empty() {
+                continue;
+            }
+            outcomes.push(match self.run(number, &kernel, &names) {
+                Err(Failure::HostEnded(problem)) => {
+                    eprintln!("guests: {problem}\nguests: its tests once more, in a new virtual host");
+                    self.run(number, &kernel, &names)?
+                }
+                result => result?,
+            });
+        }
+        Ok(Outcome::of_all(outcomes))
+    }
+
     /// The tests with these names, in virtual host number `number`.
-    fn run(&self, number: usize, names: &[String]) -> Result<Outcome, Failure> {
+    fn run(&self, number: usize, kernel: &HostKernel, names: &[String]) -> Result<Outcome, Failure> {
         let image = |name: &str, target: &str| HostFile {
             source: self.files.path().join(name),
             target: target.into(),
@@ -288,6 +304,7 @@ impl Outside {
             time_limit: if env::var_os(SOAK_VARIABLE).is_some() { LONG_HOST_LIMIT } else { HOST_LIMIT },
             init: Some(env!("CARGO_BIN_EXE_ebb").into()),
             agent: Some(agent()?),
+            host_kernel: kernel.clone(),
             ..HostConfig::default()
         })?;
         let mut command = Command::new(PROGRAM_INSIDE).args(env::args().skip(1)).env(INSIDE, "1");

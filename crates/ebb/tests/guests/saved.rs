@@ -9,7 +9,7 @@ use ebb_vmm::api::{Client, SnapshotReport};
 use serde_json::{Value, json};
 
 use crate::guest::Guest;
-use crate::harness::{Scene, eventually};
+use crate::harness::Scene;
 
 /// For writing a snapshot in an emulated host.
 const SAVE_LIMIT: Duration = Duration::from_secs(120);
@@ -89,11 +89,7 @@ impl<'a> Restore<'a> {
     #[track_caller]
     pub fn start(self) -> Guest {
         let mut guest = self.spawn();
-        eventually("the API is there", 30, || {
-            let asked = guest.client().request("GET", "/vm", "");
-            assert!(asked.is_ok() || guest.is_running(), "the monitor has ended: {:?}", guest.wait_end());
-            asked.map(drop).map_err(|error| error.to_string())
-        });
+        guest.wait_api();
         guest
     }
 

@@ -144,4 +144,12 @@ impl<'a> Setup<'a> {
         guest.wait_ready(1);
         guest
     }
+
+    /// Starts the monitor and waits for its API, not for the guest.
+    #[track_caller]
+    pub fn start_api(self) -> Guest {
+        let mut guest = self.spawn();
+        guest.wait_api();
+        guest
+    }
 }

@@ -1,0 +1,138 @@
+//! A guest whose equal pages are merged by its monitor, while all that changes memory goes on: writes, the balloon, reports of
+//! free pages, a reboot, snapshots and migration.
+
+use ebb_agent::count::CountReport;
+use ebb_agent::protocol::{Command, Event};
+use ebb_vmm::api::MergeState;
+use serde_json::json;
+
+use crate::guest::{Guest, MIB};
+use crate::harness::{Scene, Test, WRONG_CONTENT, eventually, when};
+use crate::merge_support::{PAGE_BYTES, merged};
+use crate::moved::{Route, move_to};
+use crate::saved::Restore;
+
+/// The tests.
+pub const TESTS: &[Test] = &[
+    Test::new("merge::no_write_is_lost", 240, no_write_is_lost).merging(),
+    Test::new("merge::discards_and_a_reboot", 240, discards_and_a_reboot).merging(),
+    Test::new("merge::saved_and_moved", 240, saved_and_moved).merging(),
+];
+
+/// Memory with each page twice: what is merged of it at least, since some of it may be out of order for the rules of mappings.
+const HELD: u64 = 2 * 24 * MIB;
+const MERGED: u64 = HELD / 2;
+
+/// Puts two copies of the same pages into the guest.
+#[track_caller]
+fn hold_twice(guest: &Guest, pattern: u64) {
+    for _ in 0..2 {
+        guest.run(Command::Hold { bytes: HELD / 2, pattern });
+    }
+}
+
+fn no_write_is_lost(scene: &Scene) {
+    // A page that was written to after it was merged is merged again only when it was free in between.
+    let guest = merged(scene, "288M", "").balloon("reporting=on").args(["--cpus", "2"]).start();
+    guest.set_merge(&json!({ "cpu_percent": 100 }));
+    let (mut increments, mut done) = (0, 0);
+    for _ in 0..3 {
+        // A sweep takes some hundred milliseconds, so each page stands still for a while and is then written to, wherever
+        // the merging thread is at that moment.
+        let count = Command::Count {
+            bytes: 48 * MIB,
+            tasks: 2,
+            kinds: 96,
+            burst_pages: 128,
+            pause_us: 10_000,
+            seconds: 5,
+        };
+        let report: CountReport = serde_json::from_value(guest.run(count)).unwrap();
+        assert_eq!(report.wrong_pages, 0, "{WRONG_CONTENT}: {report:?}");
+        assert!(report.sweeps > 1, "{report:?}");
+        increments += report.increments;
+        let replaced = guest.merge_statistics().replaced.expect("what became of pages");
+        assert!(replaced.done > done, "{replaced:?} after {report:?}");
+        done = replaced.done;
+    }
+    // Not a handful by accident.
+    assert!(done > 48 * MIB / PAGE_BYTES / 4, "{done} pages were replaced among {increments} increments");
+    assert_eq!(guest.merge().state, MergeState::Merging);
+}
+
+fn discards_and_a_reboot(scene: &Scene) {
+    let mut guest = merged(scene, "256M", "").balloon("reporting=on").args(["--on-reboot", "reset"]).start();
+    hold_twice(&guest, 51);
+    let before = guest.resident();
+    guest.wait_merged(MERGED);
+    guest.check_held();
+    let statistics = guest.merge_statistics();
+    assert!(statistics.pages_sharing >= Some(MERGED / PAGE_BYTES / 2), "{statistics:?}");
+    let resident = guest.resident();
+    assert!(resident < before, "{before} -> {resident} bytes are the machine's own");
+    // The balloon takes free pages and gives them back, among them some that are merged or were made zero.
+    guest.inflate_to(96 * MIB);
+    guest.check_held();
+    guest.inflate_to(0);
+    guest.run(Command::AllocTouchExit { bytes: 96 * MIB });
+    guest.check_held();
+    // Merged pages are freed, reported, and used for something else.
+    guest.run(Command::Release);
+    let reported = guest.metric("ebb_balloon_reported_bytes_total");
+    eventually("what was held is reported", 60, || {
+        let now = guest.metric("ebb_balloon_reported_bytes_total");
+        when(now >= reported + HELD / 2, || format!("{reported} -> {now} bytes"))
+    });
+    eventually("nothing of it is merged any more", 30, || {
+        let merged = guest.merge_statistics().merged_bytes.unwrap();
+        when(merged < MERGED, || format!("{merged} bytes"))
+    });
+    hold_twice(&guest, 52);
+    guest.check_held();
+    guest.wait_merged(MERGED);
+    guest.check_held();
+
+    guest.send(Command::Reboot);
+    match guest.wait_ready(2) {
+        Event::Ready { warnings, .. } => assert_eq!(warnings, [] as [String; 0]),
+        other => panic!("{other:?}"),
+    }
+    hold_twice(&guest, 53);
+    guest.wait_merged(MERGED);
+    guest.check_held();
+    // Everything can be taken back, and nobody notices.
+    guest.unmerge();
+    guest.check_held();
+    assert_eq!(guest.stable_frames().len(), 0);
+    guest.send(Command::PowerOff);
+    let (code, log) = guest.wait_end();
+    assert_eq!(code, Some(0), "{log}");
+}
+
+fn saved_and_moved(scene: &Scene) {
+    let file = scene.path("vm.snapshot");
+    let guest = merged(scene, "256M", "").start();
+    hold_twice(&guest, 54);
+    guest.wait_merged(MERGED);
+    guest.check_held();
+    // It goes on after a snapshot, and so does merging.
+    guest.save(&file);
+    guest.check_held();
+    let scans = guest.merge_statistics().full_scans;
+    eventually("scans go on", 30, || {
+        let now = guest.merge_statistics().full_scans;
+        when(now > scans, || format!("{now:?}"))
+    });
+    // What is in the file is what the guest sees.
+    let restored = Restore::new(scene, &file).socket("restored").args(["--verify"]).start();
+    restored.check_held();
+    assert_ne!(restored.merge().state, MergeState::Off, "what was asked for is in the snapshot");
+    restored.end();
+
+    let (guest, report) = move_to(scene, guest, "second", Route::Unix, ["--free-pages", "off"]);
+    assert!(report["bytes_sent"].as_u64() >= Some(HELD / 2), "{report}");
+    guest.check_held();
+    // It is merged again where it is now.
+    guest.wait_merged(MERGED);
+    guest.check_held();
+}

@@ -1,0 +1,104 @@
+//! Machines that share pages through a broker: within a trust domain and never beyond, and whatever is killed.
+
+use std::thread::sleep;
+use std::time::Duration;
+
+use ebb_agent::count::CountReport;
+use ebb_agent::protocol::Command;
+use ebb_agent::random::Random;
+use ebb_vmm::api::MergeState;
+use rustix::process::Signal;
+
+use crate::guest::{Guest, MIB};
+use crate::harness::{Scene, Test, WRONG_CONTENT, eventually, when};
+use crate::merge_support::{Broker, PAGE_BYTES, merged};
+
+/// The tests.
+pub const TESTS: &[Test] = &[
+    Test::new("merge_domains::within_and_never_beyond", 240, within_and_never_beyond).merging(),
+    Test::new("merge_domains::whatever_is_killed", 240, whatever_is_killed).merging(),
+];
+
+/// What each guest holds; no page of it is twice in one guest.
+const HELD: u64 = 24 * MIB;
+
+fn start(scene: &Scene, name: &str, broker: &Broker, domain: &str) -> Guest {
+    let guest = merged(scene, "160M", &broker.member(domain)).socket(name).start();
+    guest.run(Command::Hold { bytes: HELD, pattern: 61 });
+    guest
+}
+
+fn within_and_never_beyond(scene: &Scene) {
+    let broker = Broker::start(scene, "broker");
+    let [first, second, stranger] = [("first", "red"), ("second", "red"), ("stranger", "blue")]
+        .map(|(name, domain)| start(scene, name, &broker, domain));
+    for guest in [&first, &second] {
+        guest.wait_merged(HELD / 2);
+    }
+    // Reading brings the pages in.
+    for guest in [&first, &second, &stranger] {
+        guest.check_held();
+    }
+    let frames = [&first, &second, &stranger].map(Guest::stable_frames);
+    let common = frames[0].intersection(&frames[1]).count() as u64;
+    assert!(common >= HELD / 2 / PAGE_BYTES, "{common} pages are the same ones in both guests");
+    for (name, other) in [("first", &frames[0]), ("second", &frames[1])] {
+        let common = frames[2].intersection(other).count();
+        assert_eq!(common, 0, "pages of the stranger and of the {name}");
+    }
+    // The one writes, the other does not see it.
+    first.run(Command::Release);
+    first.run(Command::Hold { bytes: HELD, pattern: 62 });
+    for guest in [&first, &second, &stranger] {
+        guest.check_held();
+    }
+}
+
+/// Some time within `limit_ms`.
+fn a_moment(random: &mut Random, limit_ms: usize) {
+    sleep(Duration::from_millis(random.below(limit_ms) as u64));
+}
+
+fn whatever_is_killed(scene: &Scene) {
+    let seed = u64::from(std::process::id()) ^ 0x6d65_7267;
+    println!("merge_domains::whatever_is_killed: seed {seed}");
+    let mut random = Random::new(seed);
+    let mut broker = Broker::start(scene, "broker");
+    let survivor = start(scene, "survivor", &broker, "red");
+    let count = |seconds| Command::Count {
+        bytes: 16 * MIB,
+        tasks: 1,
+        kinds: 64,
+        burst_pages: 128,
+        pause_us: 10_000,
+        seconds,
+    };
+    let work = survivor.send(count(14));
+    // A machine that shares with it ends, at any moment of merging.
+    for round in 0..2 {
+        let mut victim = start(scene, &format!("victim{round}"), &broker, "red");
+        if round == 0 {
+            victim.wait_merged(HELD / 4);
+        }
+        a_moment(&mut random, 1500);
+        victim.signal(Signal::KILL);
+        victim.wait_end();
+        survivor.check_held();
+    }
+    assert!(broker.is_running());
+    // Then the broker.
+    a_moment(&mut random, 1500);
+    broker.kill();
+    survivor.check_held();
+    let report: CountReport = serde_json::from_value(survivor.outcome(work).unwrap()).unwrap();
+    assert_eq!(report.wrong_pages, 0, "{WRONG_CONTENT}: {report:?}");
+    eventually("the monitor says that its broker is gone", 30, || {
+        let info = survivor.merge();
+        when(info.state == MergeState::Degraded && info.reason.is_some(), || format!("{info:?}"))
+    });
+    // All that was shared can still be written to, given back and read.
+    survivor.run(Command::Release);
+    survivor.run(Command::Hold { bytes: HELD, pattern: 63 });
+    survivor.run(count(1));
+    survivor.check_held();
+}

@@ -1,0 +1,197 @@
+//! What tests of same-page merging share: guests whose memory is merged, the broker, and which pages of the host are shared
+//! in truth.
+
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::io::Read;
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command as Program, Stdio};
+
+use ebb_vmm::api::{MergeInfo, MergeState, MergeStatistics};
+use serde_json::{Value, json};
+
+use crate::guest::{Guest, end_with_parent};
+use crate::harness::{Scene, WRONG_CONTENT, eventually, when};
+use crate::setup::Setup;
+
+/// Bytes of a page.
+pub const PAGE_BYTES: u64 = 4096;
+/// Files of stable pages have names that begin so.
+const STABLE_NAME: &str = "memfd:ebb-stable";
+/// For pages to be merged: some passes over a guest's memory, in an emulated host.
+const MERGE_LIMIT_S: u64 = 60;
+
+/// A guest of this size whose monitor merges its pages; `more` is the rest of `--memory`.
+pub fn merged<'a>(scene: &'a Scene, size: &str, more: &str) -> Setup<'a> {
+    Setup::new(scene).memory(&format!("size={size},thp=off,merge=owner{more}"))
+}
+
+impl Guest {
+    /// `GET /merge`.
+    #[track_caller]
+    pub fn merge(&self) -> MergeInfo {
+        self.client().get("/merge").unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    /// What has been counted, where anybody merges.
+    #[track_caller]
+    pub fn merge_statistics(&self) -> MergeStatistics {
+        let info = self.merge();
+        info.statistics.clone().unwrap_or_else(|| panic!("no statistics in {info:?}"))
+    }
+
+    /// `PUT /merge`, which must be taken.
+    #[track_caller]
+    pub fn set_merge(&self, change: &Value) -> MergeInfo {
+        self.client().put_json("/merge", change).unwrap_or_else(|error| panic!("{change}: {error}"))
+    }
+
+    /// Waits until at least `bytes` of its memory are merged, by its own account.
+    #[track_caller]
+    pub fn wait_merged(&self, bytes: u64) {
+        eventually("equal pages are merged", MERGE_LIMIT_S, || {
+            let info = self.merge();
+            let merged = info.statistics.as_ref().and_then(|statistics| statistics.merged_bytes);
+            when(merged >= Some(bytes), || format!("{bytes} bytes are awaited: {info:?}"))
+        });
+    }
+
+    /// Waits until nothing is merged any more.
+    #[track_caller]
+    pub fn wait_unmerged(&self) {
+        eventually("all pages are unmerged", MERGE_LIMIT_S, || {
+            let info = self.merge();
+            let merged = info.statistics.as_ref().and_then(|statistics| statistics.merged_bytes);
+            let done = info.state == MergeState::Unmerged && merged == Some(0);
+            when(done, || format!("{info:?}"))
+        });
+    }
+
+    /// Gives each page a page of its own again.
+    #[track_caller]
+    pub fn unmerge(&self) {
+        self.set_merge(&json!({ "run": "unmerge" }));
+        self.wait_unmerged();
+    }
+
+    /// Fails unless all held memory holds what was put there.
+    #[track_caller]
+    pub fn check_held(&self) {
+        assert_eq!(self.wrong_pages(), 0, "{WRONG_CONTENT}");
+    }
+
+    /// Numbers of the host's pages that are mapped in the guest's memory as stable pages, whether or not somebody else has
+    /// them too.
+    pub fn stable_frames(&self) -> BTreeSet<u64> {
+        frames(&format!("/proc/{}", self.pid()))
+    }
+}
+
+/// See [`Guest::stable_frames`]; format in Linux Documentation/admin-guide/mm/pagemap.rst.
+fn frames(process: &str) -> BTreeSet<u64> {
+    const PRESENT: u64 = 1 << 63;
+    const OF_A_FILE: u64 = 1 << 61;
+    const NUMBER: u64 = (1 << 55) - 1;
+    let maps = fs::read_to_string(format!("{process}/maps")).expect("the monitor runs");
+    let pagemap = File::open(format!("{process}/pagemap")).expect("the monitor runs");
+    let mut found = BTreeSet::new();
+    // The guest can write to its memory; what the merging thread compares with is only read.
+    for line in maps.lines().filter(|line| line.contains(STABLE_NAME) && line.contains(" rw-p ")) {
+        let (start, rest) = line.split_once('-').expect("a range");
+        let end = rest.split(' ').next().expect("an end");
+        let [start, end] =
+            [start, end].map(|text| u64::from_str_radix(text, 16).expect("an address") / PAGE_BYTES);
+        let mut entries = vec![0; (end - start) as usize * 8];
+        pagemap.read_exact_at(&mut entries, start * 8).expect("entries of mapped pages");
+        for entry in entries.as_chunks::<8>().0 {
+            let entry = u64::from_le_bytes(*entry);
+            // One that was written to since is a copy.
+            if entry & PRESENT != 0 && entry & OF_A_FILE != 0 {
+                assert_ne!(entry & NUMBER, 0, "numbers of pages are told to the administrator only");
+                found.insert(entry & NUMBER);
+            }
+        }
+    }
+    found
+}
+
+/// `ebb merge-broker`. Dropped, it is killed.
+pub struct Broker {
+    process: Child,
+    /// Where it listens.
+    pub socket: PathBuf,
+}
+
+impl Broker {
+    /// Starts it; `name` tells it from others in the test.
+    #[track_caller]
+    pub fn start(scene: &Scene, name: &str) -> Self {
+        let socket = scene.path(name);
+        let mut program = Program::new(&scene.world.ebb);
+        program.args(["merge-broker", "--listen", &format!("unix:{}", socket.display())]);
+        program.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+        end_with_parent(&mut program);
+        let mut process = program.spawn().expect("ebb runs");
+        eventually("the broker listens", 20, || {
+            if let Some(status) = process.try_wait().unwrap() {
+                let mut said = String::new();
+                let _ = process.stderr.take().unwrap().read_to_string(&mut said);
+                panic!("the broker has ended ({status}): {said}");
+            }
+            UnixStream::connect(&socket).map(drop).map_err(|error| error.to_string())
+        });
+        Self { process, socket }
+    }
+
+    /// What a member of a domain adds to `--memory`.
+    pub fn member(&self, domain: &str) -> String {
+        member(&self.socket, domain)
+    }
+
+    /// SIGKILL.
+    pub fn kill(&mut self) {
+        self.process.kill().unwrap();
+        self.process.wait().unwrap();
+    }
+
+    /// Whether it has not ended.
+    pub fn is_running(&mut self) -> bool {
+        matches!(self.process.try_wait(), Ok(None))
+    }
+}
+
+impl Drop for Broker {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+/// As [`Broker::member`], for a broker that may not be there.
+pub fn member(socket: &Path, domain: &str) -> String {
+    format!(",merge_domain={domain},merge_broker={}", socket.display())
+}
+
+/// A file of the kernel that is written to for a test, and back at its end.
+pub struct Knob {
+    path: &'static str,
+    before: String,
+}
+
+impl Knob {
+    /// Writes `value` to the file.
+    #[track_caller]
+    pub fn set(path: &'static str, value: &str) -> Self {
+        let before = fs::read_to_string(path).unwrap_or_else(|error| panic!("{path}: {error}"));
+        fs::write(path, value).unwrap_or_else(|error| panic!("{value} to {path}: {error}"));
+        Self { path, before }
+    }
+}
+
+impl Drop for Knob {
+    fn drop(&mut self) {
+        let _ = fs::write(self.path, self.before.trim_end());
+    }
+}
