@@ -31,6 +31,7 @@ const HALF: u64 = 1 << 63;
 /// A client's hashes are in two halves. When the newer one is full, the older one is forgotten: what a client asked for last is
 /// remembered at least until it has asked for half its limit of others.
 #[derive(Debug)]
+#[cfg_attr(test, derive(Clone))]
 pub(super) struct Asked {
     places: Vec<u64>,
     /// Places that are not [`EMPTY`].

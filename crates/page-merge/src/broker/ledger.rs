@@ -66,6 +66,7 @@ pub(super) struct NodeCounts {
 
 /// The state of a domain.
 #[derive(Debug)]
+#[cfg_attr(test, derive(Clone))]
 pub(super) struct Ledger<P> {
     pages: P,
     hasher: PageHasher,
@@ -77,6 +78,7 @@ pub(super) struct Ledger<P> {
 
 /// Stable pages and unanswered hashes of one node.
 #[derive(Debug)]
+#[cfg_attr(test, derive(Clone))]
 struct Shelf {
     index: HashMap<PageHash, Duplicates>,
     asked: Asked,
@@ -84,6 +86,7 @@ struct Shelf {
 
 /// Stable pages with one content.
 #[derive(Debug, Default)]
+#[cfg_attr(test, derive(Clone))]
 struct Duplicates {
     /// Those that may get more sharers; the last one does next.
     roomy: Vec<Slot>,
@@ -100,6 +103,7 @@ enum Standing {
 }
 
 #[derive(Debug)]
+#[cfg_attr(test, derive(Clone))]
 struct Page {
     node: Node,
     hash: PageHash,
@@ -109,6 +113,7 @@ struct Page {
 }
 
 #[derive(Debug, Default)]
+#[cfg_attr(test, derive(Clone))]
 struct Member {
     holds: HashMap<Slot, Hold>,
     reservations: u32,
@@ -482,6 +487,8 @@ impl Shelf {
     }
 }
 
+#[cfg(test)]
+mod model;
 #[cfg(test)]
 mod sim;
 #[cfg(test)]
