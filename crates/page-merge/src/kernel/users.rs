@@ -14,7 +14,7 @@ use rustix::fs::{FlockOperation, flock};
 
 use super::change::{plan, touched};
 use super::error::KsmError;
-use super::knobs::{Knob, Values};
+use super::knobs::Values;
 use super::record::{Record, User};
 use super::sysfs::Ksm;
 
@@ -178,23 +178,12 @@ impl Membership {
         &self.ksm
     }
 
-    /// Changes settings. One that can only change while nothing is shared must be changed while nothing is, by the only user:
-    /// this does not unmerge on its own account.
+    /// Changes settings. For one that can only change while nothing is shared, everything is unmerged first, on the whole host; it is
+    /// refused while there are other users.
     pub fn change(&self, wanted: &Values) -> Result<(), KsmError> {
         let locked = self.users.lock()?;
         let mut record = locked.read()?;
         record.forget_dead(&self.users.proc);
-        let present = self.ksm.settings()?;
-        let guarded = |knob: &Knob| {
-            knob.needs_nothing_shared()
-                && wanted.get(*knob).is_some_and(|value| present.get(*knob) != Some(value))
-        };
-        if let Some(knob) = Knob::ALL.into_iter().find(guarded) {
-            let pages_shared = self.ksm.counters()?.count(super::knobs::Counter::PagesShared);
-            if pages_shared > 0 {
-                return Err(KsmError::Busy { knob, pages_shared });
-            }
-        }
         locked.change(&mut record, self.own, &self.ksm, wanted)
     }
 

@@ -114,19 +114,6 @@ fn what_holds_for_all_cannot_be_changed_by_one() {
 }
 
 #[test]
-fn a_user_with_merged_pages_is_told_to_unmerge_first() {
-    let copy = Copy::new();
-    let membership = copy.join("a", &Values::new().with(Knob::Run, RUN_MERGE)).unwrap();
-    copy.write("pages_shared", "3");
-    let error = membership.change(&Values::new().with(Knob::MergeAcrossNodes, 0)).unwrap_err().to_string();
-    assert!(error.contains("unmerge first") && error.contains("shares 3"), "{error}");
-    assert_eq!((copy.read("run"), copy.read("merge_across_nodes")), ("1".into(), "1".into()));
-    copy.write("pages_shared", "0");
-    membership.change(&Values::new().with(Knob::MergeAcrossNodes, 0)).unwrap();
-    assert_eq!((copy.read("run"), copy.read("merge_across_nodes")), ("1".into(), "0".into()));
-}
-
-#[test]
 fn a_number_that_was_used_again_is_another_process() {
     let (_living, user) = Living::new();
     let proc = Path::new("/proc");

@@ -58,13 +58,24 @@ impl KernelMerging {
         filters: &Filters,
         exit: &Arc<ExitSignal>,
     ) -> Result<Self, String> {
+        Self::start_among(Path::new(RUN_FOLDER), config, ram, filters, exit)
+    }
+
+    /// The same among the users that are noted in `folder`.
+    fn start_among(
+        folder: &Path,
+        config: &MergeConfig,
+        ram: &Arc<GuestRam>,
+        filters: &Filters,
+        exit: &Arc<ExitSignal>,
+    ) -> Result<Self, String> {
         let ksm = Ksm::open(Path::new(SYSFS)).map_err(text)?;
         let mut wanted = Values::new().with(Knob::Run, RUN_MERGE);
         if let Some(across) = config.across_nodes {
             wanted.set(Knob::MergeAcrossNodes, u64::from(across));
         }
         let domain = config.domain.as_deref().unwrap_or(DEFAULT_KERNEL_DOMAIN);
-        let users = KsmUsers::open(Path::new(RUN_FOLDER)).map_err(text)?;
+        let users = KsmUsers::open(folder).map_err(text)?;
         let membership = Arc::new(users.join(Arc::new(ksm), domain, &wanted).map_err(text)?);
         // Only now: nobody of another domain is there.
         ram.advise_mergeable(Advice::Allow).map_err(|error| error.to_string())?;
@@ -155,6 +166,7 @@ impl Shared {
     fn change(&self, change: &MergeChange) -> Answer {
         let present = self.ksm().settings().map_err(failed)?;
         let mut wanted = values(change, &present);
+        self.check_unmerged(&present, &wanted)?;
         match change.run {
             None | Some(MergeRun::Unmerge) => {}
             Some(MergeRun::Merge) => wanted.set(Knob::Run, RUN_MERGE),
@@ -175,6 +187,20 @@ impl Shared {
         let state = if run == MergeRun::Merge { MergeState::Merging } else { MergeState::Stopped };
         *lock(&self.status) = Status { run, state, reason: None };
         Ok(())
+    }
+
+    /// Whether settings that decide which pages may share can change: not while pages of this machine do. What the kernel counts may
+    /// be of pages that it has not noticed to be gone, so a machine that was unmerged is believed.
+    fn check_unmerged(&self, present: &Values, wanted: &Values) -> Answer {
+        let changes = |knob: &Knob| wanted.get(*knob).is_some_and(|value| present.get(*knob) != Some(value));
+        let guarded = Knob::ALL.into_iter().find(|knob| knob.needs_nothing_shared() && changes(knob));
+        let Some(knob) = guarded.filter(|_| lock(&self.status).state != MergeState::Unmerged) else {
+            return Ok(());
+        };
+        match self.ksm().counters().map_err(failed)?.count(Counter::PagesShared) {
+            0 => Ok(()),
+            pages_shared => Err(refused(KsmError::Busy { knob, pages_shared })),
+        }
     }
 
     /// Gives this machine's pages memory of their own; those of others stay as they are.
