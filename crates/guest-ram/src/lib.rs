@@ -49,7 +49,9 @@ pub use discard::{DiscardMethod, DiscardOutcome};
 pub use error::RamError;
 pub use image::{CHUNK_BYTES, Extent, ImageError, ImageRegion, MAX_EXTENTS, RAM_IMAGE_VERSION, RamImage};
 pub use inhibit::{InhibitGuard, InhibitReason};
-pub use merge::{StableError, StableMemory, StableSegments, StableSlot};
+pub use merge::{
+    MergeError, MergeSession, MergeUnavailable, StableError, StableMemory, StableSegments, StableSlot,
+};
 pub use merged::KernelMerging;
 pub use page_set::PageSet;
 pub use ram::{Backing, GuestRam, HugePages, Populate, Region, RegionSpec};

@@ -234,7 +234,7 @@ impl Drop for Reservation {
 /// Ends the process if guest memory was lost. The kernel takes the old mapping away before it makes the new one, and can
 /// lack memory for that (a cgroup's limit). Another thread could then map something of its own there, for the guest to
 /// write to.
-fn abort_unless_mapped(address: *mut std::ffi::c_void, size_bytes: usize, error: Errno) {
+pub(crate) fn abort_unless_mapped(address: *mut std::ffi::c_void, size_bytes: usize, error: Errno) {
     // SAFETY: normal access is what all guest memory is advised, and the advice changes no content. The range was guest
     // memory, and nobody unmaps guest memory while it is being discarded.
     let result = unsafe { madvise(address, size_bytes, Advice::Normal) };

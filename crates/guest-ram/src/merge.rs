@@ -1,5 +1,28 @@
 //! Same-page merging of guest memory: pages with the same content are replaced by a stable page that they share.
+//!
+//! The process that owns the memory does it itself, with the means that Linux gives it:
+//!
+//! - *Look*: userfaultfd's asynchronous write protection keeps track of which pages are written to; `PAGEMAP_SCAN` asks.
+//! - *Freeze*: `UFFDIO_MOVE` moves pages to a place of their own, where neither the guest nor a device can change them.
+//! - *Compare* with the stable page, and *replace*: a private mapping of the stable page takes the page's place, so that the
+//!   kernel makes a copy when the guest writes to it. A page of zeros is not replaced by anything.
+//!
+//! [`GuestRam::enable_merging`](crate::GuestRam::enable_merging) prepares, a [`MergeSession`] works. Which pages are worth it
+//! is decided elsewhere. What is merged is kept in the registry of [`merged`](crate::merged) pages.
 
+mod freeze;
+mod huge;
+mod merging;
+mod scan;
+mod session;
 mod stable;
+#[doc(hidden)]
+pub mod stress;
+mod uffd;
+mod unavailable;
 
+pub use freeze::{MergeOutcome, MergeTarget};
+pub use merging::Merging;
+pub use session::{MergeError, MergeSession, PageLook};
 pub use stable::{Freed, STABLE_FILE_NAME, StableError, StableMemory, StableSegments, StableSlot};
+pub use unavailable::MergeUnavailable;

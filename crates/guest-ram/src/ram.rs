@@ -11,6 +11,7 @@ use crate::discard::{DiscardMethod, DiscardOutcome, Discarder, Piece};
 use crate::held_pages::{HeldPages, Tenure};
 use crate::inhibit::{InhibitGuard, InhibitReason, Inhibitors};
 use crate::mapping::Mapping;
+use crate::merge::Merging;
 use crate::merged::Merged;
 use crate::pagemap::Pagemap;
 use crate::resident::{Meter, Residency};
@@ -117,6 +118,8 @@ pub struct GuestRam {
     huge_pages: HugePages,
     /// Once pages may be merged.
     pub(crate) merged: OnceLock<Merged>,
+    /// Once this process may merge pages.
+    pub(crate) merging: OnceLock<Merging>,
 }
 
 impl GuestRam {
@@ -184,6 +187,7 @@ impl GuestRam {
             restored,
             huge_pages,
             merged: OnceLock::new(),
+            merging: OnceLock::new(),
         })
     }
 

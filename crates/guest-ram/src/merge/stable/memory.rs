@@ -12,10 +12,9 @@ use ebb_abi::PAGE_SIZE_BYTES;
 use rustix::fs::{
     FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, ftruncate, memfd_create,
 };
-use rustix::mm::ProtFlags;
 
 use super::free_slots::FreeSlots;
-use super::segments::FileMapping;
+use super::segments::{Access, FileMapping};
 use super::{STABLE_FILE_NAME, StableError, StableSegments, StableSlot};
 use crate::numa;
 
@@ -257,8 +256,8 @@ impl OwnedSegment {
         let file = File::from(memfd_create(STABLE_FILE_NAME, flags).map_err(create("create"))?);
         ftruncate(&file, size_bytes as u64).map_err(create("size"))?;
         // Before the seal, which lets nobody make a mapping for writing any more.
-        let mapping = FileMapping::new(&file, size_bytes, ProtFlags::READ | ProtFlags::WRITE)
-            .map_err(|error| StableError::Map { segment: number, source: error.into() })?;
+        let mapping = FileMapping::new(&file, size_bytes, Access::Write)
+            .map_err(|source| StableError::Map { segment: number, source })?;
         let mut seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
         if sharing == Sharing::Sealed {
             seals |= SealFlags::FUTURE_WRITE;

@@ -1,16 +1,19 @@
 //! The files of stable pages, as a process that maps them sees them.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::fs::File;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::io;
 use std::ptr;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use ebb_abi::PAGE_SIZE_BYTES;
 use rustix::fs::{SealFlags, fcntl_get_seals, fstat};
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
+use rustix::mm::{Advice, MapFlags, MremapFlags, ProtFlags, madvise, mmap, mremap_fixed, munmap};
 
 use super::{StableError, StableSlot};
+use crate::mapping::abort_unless_mapped;
+use crate::numa;
 
 const PAGE: usize = PAGE_SIZE_BYTES as usize;
 
@@ -83,6 +86,9 @@ pub(crate) struct Segment {
     file: File,
     pages: u32,
     mapping: FileMapping,
+    /// Private mappings of the whole file that are never touched, with the policies of guest memory that is bound to a node, or to
+    /// none: a piece of one, put elsewhere, has them from the beginning.
+    templates: Mutex<BTreeMap<Option<u32>, FileMapping>>,
 }
 
 impl Segment {
@@ -97,14 +103,9 @@ impl Segment {
             .ok()
             .filter(|pages| *pages > 0 && size_bytes.is_multiple_of(PAGE_SIZE_BYTES))
             .ok_or_else(|| unfit(format!("{size_bytes} bytes are no number of pages that can be counted")))?;
-        let mapping = FileMapping::new(&file, size_bytes as usize, ProtFlags::READ)
-            .map_err(|error| StableError::Map { segment, source: error.into() })?;
-        Ok(Self { file, pages, mapping })
-    }
-
-    /// The file, for mapping it elsewhere.
-    pub(crate) fn file(&self) -> BorrowedFd<'_> {
-        self.file.as_fd()
+        let mapping = FileMapping::new(&file, size_bytes as usize, Access::Read)
+            .map_err(|source| StableError::Map { segment, source })?;
+        Ok(Self { file, pages, mapping, templates: Mutex::default() })
     }
 
     /// Where `pages` slots from `index` on are mapped for reading; `None` if not all of them are in the segment.
@@ -112,9 +113,61 @@ impl Segment {
         let end = index.checked_add(pages)?;
         (end <= self.pages).then(|| self.mapping.address + index as usize * PAGE)
     }
+
+    /// Maps `pages` slots from `index` on privately over guest memory that is bound to `node`: copies that writes to it make come
+    /// from there.
+    ///
+    /// # Errors
+    /// What the kernel says; guest memory is as it was then. If it were lost, the process ends.
+    ///
+    /// # Safety
+    /// `address` must be guest memory of that length, and nobody may rely on its content.
+    pub(crate) unsafe fn map_over(
+        &self,
+        index: u32,
+        pages: u32,
+        address: usize,
+        node: Option<u32>,
+    ) -> io::Result<()> {
+        if self.address(index, pages).is_none() {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        let mut templates = self.templates.lock().unwrap_or_else(PoisonError::into_inner);
+        let template = match templates.entry(node) {
+            Entry::Occupied(entry) => entry.into_mut(),
+            Entry::Vacant(entry) => {
+                let template = FileMapping::new(&self.file, self.pages as usize * PAGE, Access::Private)?;
+                if let Some(node) = node {
+                    numa::bind(template.address, template.size_bytes, node)?;
+                }
+                entry.insert(template)
+            }
+        };
+        let (from, to) = (template.address + index as usize * PAGE, address as *mut _);
+        let size_bytes = pages as usize * PAGE;
+        let flags = MremapFlags::MAYMOVE | MremapFlags::DONTUNMAP;
+        // SAFETY: MREMAP_DONTUNMAP leaves the template in place, of which the piece is a part as was checked. What it replaces is
+        // guest memory on whose content nobody relies, as the caller vouches.
+        let result = unsafe { mremap_fixed(from as *mut _, size_bytes, size_bytes, flags, to) };
+        result.map(drop).map_err(|error| {
+            abort_unless_mapped(to, size_bytes, error);
+            error.into()
+        })
+    }
 }
 
-/// A shared mapping of a whole file, whose size cannot become less; unmapped when dropped.
+/// What a mapping is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Access {
+    /// To read what is in the file.
+    Read,
+    /// To change the file.
+    Write,
+    /// To have copies of what is written to.
+    Private,
+}
+
+/// A mapping of a whole file, whose size cannot become less; unmapped when dropped.
 #[derive(Debug)]
 pub(super) struct FileMapping {
     pub(super) address: usize,
@@ -122,8 +175,13 @@ pub(super) struct FileMapping {
 }
 
 impl FileMapping {
-    pub(super) fn new(file: &File, size_bytes: usize, protection: ProtFlags) -> rustix::io::Result<Self> {
-        let flags = MapFlags::SHARED | MapFlags::NORESERVE;
+    pub(super) fn new(file: &File, size_bytes: usize, access: Access) -> io::Result<Self> {
+        let (protection, sharing) = match access {
+            Access::Read => (ProtFlags::READ, MapFlags::SHARED),
+            Access::Write => (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED),
+            Access::Private => (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE),
+        };
+        let flags = sharing | MapFlags::NORESERVE;
         // SAFETY: without MAP_FIXED the kernel chooses a free place, so no existing mapping is touched.
         let address = unsafe { mmap(ptr::null_mut(), size_bytes, protection, flags, file, 0) }?;
         let mapping = Self { address: address as usize, size_bytes };

@@ -1,0 +1,515 @@
+//! Freezing pages, comparing them, and replacing those that are the same.
+//!
+//! A page is frozen by moving it away (`UFFDIO_MOVE`) to a place that nobody else knows. The kernel refuses that for pages that are
+//! pinned, that is, to which a device may write by itself. Whoever touches the page meanwhile waits, since its place is registered
+//! for missing pages for so long; nobody has to handle the fault, since all who wait are woken at the end.
+//!
+//! A block is worked on under the lock of the registry of merged pages, so that nobody discards or looks for pages that
+//! are away. It ends in one way only: each page that was moved away is either back or replaced, its place is not watched for
+//! missing pages any more, and who waits is woken. If that is impossible, the process ends: a guest with a page lost must
+//! not run on.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ebb_abi::{PAGE_SIZE_BYTES, Pfn};
+use rustix::io::Errno;
+use rustix::mm::{Advice, madvise};
+
+use super::StableSlot;
+use super::merging::Merging;
+use super::scan::Question;
+use super::session::{MergeError, MergeSession, kernel};
+use super::stable::Segment;
+use super::uffd::Watch;
+use crate::GuestRange;
+use crate::merged::{Merged, MergedRuns};
+
+const PAGE: usize = PAGE_SIZE_BYTES as usize;
+
+/// How often a move that the kernel asks to repeat is repeated without a page moved in between: somebody has the page locked for a
+/// moment.
+const MOVE_ATTEMPTS: u32 = 8;
+
+/// How often what must succeed is tried, with a pause of a millisecond in between.
+const BACK_ATTEMPTS: u32 = 1000;
+
+/// What pages of zeros are compared with.
+static ZEROS: [u8; PAGE] = [0; PAGE];
+
+/// What a page is to be replaced by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MergeTarget {
+    /// Nothing at all: it reads as zeros.
+    Zero,
+    /// The stable page in this slot.
+    Slot(StableSlot),
+}
+
+/// What became of a page that was to be replaced.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MergeOutcome {
+    /// The target is in its place.
+    Done,
+    /// The contents differ; nothing was changed.
+    Different,
+    /// It is pinned, or the kernel does not want to move it for now; nothing was changed.
+    Busy,
+    /// Its run is too short for the mappings that are left; nothing was changed.
+    NoMappings,
+    /// There is nothing to be replaced, or it cannot be replaced.
+    Gone,
+}
+
+/// A page on its way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    /// In its place, to be moved away.
+    Candidate,
+    /// Away, to be compared.
+    Away,
+    /// Away, and the same as its target.
+    Same,
+    /// In its place, or replaced: nothing more is to be done.
+    Ended(MergeOutcome),
+    /// Away, to be moved back with this outcome.
+    Back(MergeOutcome),
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Item {
+    page: Pfn,
+    target: MergeTarget,
+    stage: Stage,
+}
+
+impl MergeSession {
+    /// Replaces pages, in ascending order: each is frozen, compared with its target, and replaced if it is the same. `outcomes`
+    /// gets an entry for each.
+    ///
+    /// # Errors
+    /// [`MergeError`]: what `outcomes` holds then is true, and all pages behind it are unchanged.
+    pub fn replace(
+        &mut self,
+        pages: &[(Pfn, MergeTarget)],
+        outcomes: &mut Vec<MergeOutcome>,
+    ) -> Result<(), MergeError> {
+        let region = |page: Pfn| self.ram.piece(GuestRange::new(page, 1)).map(|piece| piece.region);
+        let regions: Vec<_> = pages.iter().map(|(page, _)| region(*page)).collect();
+        let mut first = 0;
+        while first < pages.len() {
+            let block = pages[first].0.huge_block();
+            let same =
+                |&index: &usize| pages[index].0.huge_block() == block && regions[index] == regions[first];
+            let end = first + (first..pages.len()).take_while(same).count();
+            match regions[first] {
+                Some(_) => self.replace_in_block(&pages[first..end], outcomes)?,
+                None => outcomes.extend((first..end).map(|_| MergeOutcome::Gone)),
+            }
+            first = end;
+        }
+        Ok(())
+    }
+
+    /// Replaces pages of one huge page's place and of one region.
+    fn replace_in_block(
+        &mut self,
+        pages: &[(Pfn, MergeTarget)],
+        outcomes: &mut Vec<MergeOutcome>,
+    ) -> Result<(), MergeError> {
+        let ram = Arc::clone(&self.ram);
+        let (Some(merging), Some(merged)) = (ram.merging(), ram.merged.get()) else {
+            outcomes.extend(pages.iter().map(|_| MergeOutcome::Gone));
+            return Ok(());
+        };
+        let mut runs = merged.lock();
+        let mut items = self.candidates(&runs, pages);
+        plan_mappings(merged, &mut runs, &mut items);
+        let mut batch = Batch { session: self, merging, merged, items, frozen: Vec::new() };
+        batch.freeze();
+        batch.compare();
+        batch.map(&mut runs);
+        batch.give_back();
+        batch.thaw();
+        let result = batch.clear_staging();
+        let items = batch.items;
+        if items.iter().any(|item| item.stage == Stage::Ended(MergeOutcome::Done)) {
+            self.huge.merged(pages[0].0.huge_block());
+        }
+        outcomes.extend(items.iter().map(|item| match item.stage {
+            Stage::Ended(outcome) | Stage::Back(outcome) => outcome,
+            Stage::Candidate | Stage::Away | Stage::Same => MergeOutcome::Busy,
+        }));
+        result
+    }
+
+    /// Those of `pages` that can be replaced at all are candidates.
+    fn candidates(&self, runs: &MergedRuns, pages: &[(Pfn, MergeTarget)]) -> Vec<Item> {
+        let (Some(first), Some(last)) = (pages.first(), pages.last()) else { return Vec::new() };
+        let span = GuestRange::new(first.0, last.0.0.saturating_sub(first.0.0) + 1);
+        let mut excluded = self.file_backed(span);
+        excluded.extend(runs.stable_mapped(span).map(|(part, _)| part));
+        let mut before = None;
+        let item = |&(page, target): &(Pfn, MergeTarget)| {
+            let ascending = before < Some(page);
+            before = Some(page);
+            let gone = !ascending || excluded.iter().any(|part| part.contains(page));
+            let stage = if gone { Stage::Ended(MergeOutcome::Gone) } else { Stage::Candidate };
+            Item { page, target, stage }
+        };
+        pages.iter().map(item).collect()
+    }
+}
+
+/// Takes out candidates for which there would be no mappings, before anything is done for them.
+fn plan_mappings(merged: &Merged, runs: &mut MergedRuns, items: &mut [Item]) {
+    for extent in extents(items, Stage::Candidate) {
+        if !may_map(merged, runs, &items[extent.clone()]) {
+            for item in &mut items[extent] {
+                item.stage = Stage::Ended(MergeOutcome::NoMappings);
+            }
+        }
+    }
+}
+
+/// Whether an extent may be mapped.
+fn may_map(merged: &Merged, runs: &mut MergedRuns, extent: &[Item]) -> bool {
+    let Some((range, slot)) = place(extent) else { return true };
+    if runs.may_map(range, slot) {
+        return true;
+    }
+    if !runs.is_recount_due() {
+        return false;
+    }
+    if let Err(error) = merged.recount(runs) {
+        tracing::debug!("mappings of guest memory cannot be counted: {error}");
+    }
+    runs.may_map(range, slot)
+}
+
+/// The pages of an extent and their first slot; `None` if they are to be replaced by nothing.
+fn place(extent: &[Item]) -> Option<(GuestRange, StableSlot)> {
+    let first = extent.first()?;
+    match first.target {
+        MergeTarget::Zero => None,
+        MergeTarget::Slot(slot) => Some((GuestRange::new(first.page, extent.len() as u64), slot)),
+    }
+}
+
+/// Neighbouring pages in a stage that go to neighbouring slots.
+fn extents(items: &[Item], stage: Stage) -> Vec<Range<usize>> {
+    let follows = |left: &Item, right: &Item| match (left.target, right.target) {
+        (MergeTarget::Zero, MergeTarget::Zero) => true,
+        (MergeTarget::Slot(left), MergeTarget::Slot(right)) => {
+            left.segment == right.segment && left.index.checked_add(1) == Some(right.index)
+        }
+        _ => false,
+    };
+    ranges(items, |item| item.stage == stage, follows)
+}
+
+/// Neighbouring pages of which `is_in` says yes, cut where `joins` says no.
+fn ranges(
+    items: &[Item],
+    is_in: impl Fn(&Item) -> bool,
+    joins: impl Fn(&Item, &Item) -> bool,
+) -> Vec<Range<usize>> {
+    let mut ranges: Vec<Range<usize>> = Vec::new();
+    for (index, item) in items.iter().enumerate() {
+        if !is_in(item) {
+            continue;
+        }
+        match ranges.last_mut() {
+            Some(last)
+                if last.end == index
+                    && items[index - 1].page.0 + 1 == item.page.0
+                    && joins(&items[index - 1], item) =>
+            {
+                last.end += 1;
+            }
+            _ => ranges.push(index..index + 1),
+        }
+    }
+    ranges
+}
+
+/// A block that is worked on.
+struct Batch<'a> {
+    session: &'a mut MergeSession,
+    merging: &'a Merging,
+    merged: &'a Merged,
+    items: Vec<Item>,
+    /// Runs of items whose places are watched for missing pages.
+    frozen: Vec<Range<usize>>,
+}
+
+impl Batch<'_> {
+    /// Moves the candidates away.
+    fn freeze(&mut self) {
+        for run in ranges(&self.items, |item| item.stage == Stage::Candidate, |_, _| true) {
+            let (address, size_bytes) = self.place_of(&run);
+            // SAFETY: `thaw` wakes who waits, and nothing in between returns early.
+            let watched = unsafe { self.merging.uffd.watch(address, size_bytes, Watch::WritesAndMissing) };
+            match watched {
+                Ok(()) => {
+                    self.frozen.push(run.clone());
+                    self.move_away(run);
+                }
+                Err(error) => {
+                    // It takes a mapping of its own for the while.
+                    let outcome = if error.raw_os_error() == Some(libc::ENOMEM) {
+                        MergeOutcome::NoMappings
+                    } else {
+                        tracing::debug!(
+                            "pages at {:?} cannot be frozen: {error}",
+                            self.items[run.start].page
+                        );
+                        MergeOutcome::Gone
+                    };
+                    self.set(run, Stage::Ended(outcome));
+                }
+            }
+        }
+    }
+
+    /// Moves a run away, leaving out pages that cannot be moved.
+    fn move_away(&mut self, run: Range<usize>) {
+        let mut next = run.start;
+        let mut attempts = 0;
+        let mut step = run.len();
+        while next < run.end {
+            let (from, size_bytes) = self.place_of(&(next..run.end.min(next + step)));
+            let to = self.merging.staging_address(self.items[next].page);
+            // SAFETY: both are anonymous memory of this crate's mappings, to which no Rust reference exists: candidates are
+            // not mapped from files. Their place is watched for missing pages.
+            let moved = unsafe { self.merging.uffd.move_pages(from, to, size_bytes) };
+            let pages = moved.bytes / PAGE;
+            self.set(next..next + pages, Stage::Away);
+            next += pages;
+            attempts = if pages > 0 { 0 } else { attempts + 1 };
+            let outcome = match moved.stopped {
+                None => continue,
+                // Some were moved: the next call tells why no more.
+                Some(_) if pages > 0 => continue,
+                Some(Errno::INVAL) if size_bytes > PAGE => {
+                    step = shorter(size_bytes);
+                    continue;
+                }
+                Some(Errno::AGAIN) if attempts < MOVE_ATTEMPTS => {
+                    std::thread::yield_now();
+                    continue;
+                }
+                Some(Errno::BUSY | Errno::AGAIN | Errno::NOMEM | Errno::EXIST) => MergeOutcome::Busy,
+                Some(Errno::NOENT) => MergeOutcome::Gone,
+                Some(error) => {
+                    tracing::debug!("{:?} cannot be moved: {error}", self.items[next].page);
+                    MergeOutcome::Gone
+                }
+            };
+            if moved.stopped != Some(Errno::NOENT) {
+                eprintln!("move stopped {:?} at {:?} of {:?}", moved.stopped, self.items[next].page, run);
+            }
+            // All pages of a huge page are pinned together; to try each would take it apart.
+            let whole = self.is_huge(from, size_bytes);
+            let end = if whole { run.end } else { next + 1 };
+            self.set(next..end, Stage::Ended(outcome));
+            next = end;
+            attempts = 0;
+        }
+    }
+
+    /// Whether a huge page is at this address, and nothing else.
+    fn is_huge(&mut self, address: usize, size_bytes: usize) -> bool {
+        size_bytes == ebb_abi::HUGE_PAGE_SIZE_BYTES as usize
+            && self
+                .session
+                .scan
+                .ask(address, size_bytes, Question::Any)
+                .is_ok_and(|runs| runs.iter().any(super::scan::PageRun::is_huge))
+    }
+
+    /// Compares what is away with its target.
+    fn compare(&mut self) {
+        let mut segment: Option<(u32, Option<Arc<Segment>>)> = None;
+        for item in &mut self.items {
+            if item.stage != Stage::Away {
+                continue;
+            }
+            let staged = self.merging.staging_address(item.page);
+            let target = match item.target {
+                MergeTarget::Zero => Some(ZEROS.as_ptr() as usize),
+                MergeTarget::Slot(slot) => {
+                    if segment.as_ref().is_none_or(|(number, _)| *number != slot.segment) {
+                        segment = Some((slot.segment, self.merging.segments.get(slot.segment)));
+                    }
+                    let segment = segment.as_ref().and_then(|(_, segment)| segment.as_ref());
+                    segment.and_then(|segment| segment.address(slot.index, 1))
+                }
+            };
+            item.stage = match target {
+                None => Stage::Back(MergeOutcome::Gone),
+                // SAFETY: one page of the staging area, which was moved there; the other one is a page of zeros, or a slot
+                // that was given out in a segment that is mapped as long as `segment` holds it. memcmp reads both through
+                // pointers.
+                Some(target) => {
+                    if unsafe { libc::memcmp(staged as *const _, target as *const _, PAGE) } == 0 {
+                        Stage::Same
+                    } else {
+                        Stage::Back(MergeOutcome::Different)
+                    }
+                }
+            };
+        }
+    }
+
+    /// Maps stable pages in the place of those that are the same.
+    fn map(&mut self, runs: &mut MergedRuns) {
+        for extent in extents(&self.items, Stage::Same) {
+            let Some((range, slot)) = place(&self.items[extent.clone()]) else {
+                // Nothing is mapped: what is missing reads as zeros once it is not watched for any more.
+                self.set(extent, Stage::Ended(MergeOutcome::Done));
+                continue;
+            };
+            let stage = if may_map(self.merged, runs, &self.items[extent.clone()]) {
+                self.map_extent(runs, range, slot)
+            } else {
+                Stage::Back(MergeOutcome::NoMappings)
+            };
+            self.set(extent, stage);
+        }
+    }
+
+    fn map_extent(&self, runs: &mut MergedRuns, range: GuestRange, slot: StableSlot) -> Stage {
+        let ram = &self.session.ram;
+        let (Some(piece), Some(segment)) = (ram.piece(range), self.merging.segments.get(slot.segment)) else {
+            return Stage::Back(MergeOutcome::Gone);
+        };
+        let node = ram.regions()[piece.region].host_node;
+        // SAFETY: the range is guest memory whose pages are all away, and the same as what is mapped there.
+        match unsafe { segment.map_over(slot.index, range.pages as u32, piece.address, node) } {
+            Ok(()) => {
+                runs.note_merged(range, slot);
+                Stage::Ended(MergeOutcome::Done)
+            }
+            Err(error) => {
+                tracing::debug!("stable pages cannot be mapped over {range}: {error}");
+                Stage::Back(MergeOutcome::NoMappings)
+            }
+        }
+    }
+
+    /// Moves the others back.
+    fn give_back(&mut self) {
+        let is_back = |item: &Item| matches!(item.stage, Stage::Back(_) | Stage::Away | Stage::Same);
+        for run in ranges(&self.items, is_back, |_, _| true) {
+            let mut next = run.start;
+            let mut attempts = 0;
+            let mut step = run.len();
+            while next < run.end {
+                let (to, size_bytes) = self.place_of(&(next..run.end.min(next + step)));
+                let from = self.merging.staging_address(self.items[next].page);
+                // SAFETY: as for the way there. The pages' place is watched, and nobody can have put a page there.
+                let moved = unsafe { self.merging.uffd.move_pages(from, to, size_bytes) };
+                next += moved.bytes / PAGE;
+                attempts = if moved.bytes > 0 { 0 } else { attempts + 1 };
+                match moved.stopped {
+                    Some(Errno::INVAL) if moved.bytes == 0 && size_bytes > PAGE => step = shorter(size_bytes),
+                    Some(error) if attempts > MOVE_ATTEMPTS => {
+                        self.copy_back(next, error);
+                        next += 1;
+                        attempts = 0;
+                    }
+                    Some(_) if attempts > 1 => std::thread::yield_now(),
+                    _ => {}
+                }
+            }
+        }
+    }
+
+    /// Copies a page back that does not let itself be moved.
+    fn copy_back(&self, index: usize, why: Errno) {
+        let (to, _) = self.place_of(&(index..index + 1));
+        let from = self.merging.staging_address(self.items[index].page);
+        must_succeed("a page of the guest that was away to be compared cannot be brought back", || {
+            // SAFETY: the page was moved to the staging area and is still there; its place is watched guest memory.
+            unsafe { self.merging.uffd.copy_page(from, to, PAGE) }
+        });
+        tracing::debug!("{:?} was copied back, since it cannot be moved: {why}", self.items[index].page);
+    }
+
+    /// Watches the places of frozen runs for writes only again, as far as they were not replaced by mappings, and wakes who waits.
+    fn thaw(&mut self) {
+        let frozen = std::mem::take(&mut self.frozen);
+        for run in &frozen {
+            let is_mapped = |item: &Item| {
+                item.stage == Stage::Ended(MergeOutcome::Done) && item.target != MergeTarget::Zero
+            };
+            for part in ranges(&self.items[run.clone()], |item| !is_mapped(item), |_, _| true) {
+                self.thaw_part(run.start + part.start..run.start + part.end);
+            }
+        }
+        if let (Some(first), Some(last)) = (frozen.first(), frozen.last()) {
+            let (address, _) = self.place_of(first);
+            let (end, size_bytes) = self.place_of(last);
+            must_succeed("who waits for a page of the guest cannot be woken", || {
+                self.merging.uffd.wake(address, end + size_bytes - address)
+            });
+        }
+    }
+
+    fn thaw_part(&mut self, part: Range<usize>) {
+        let (address, size_bytes) = self.place_of(&part);
+        must_succeed("the place of pages that were away cannot be released", || {
+            self.merging.uffd.forget(address, size_bytes)
+        });
+        let range = GuestRange::new(self.items[part.start].page, part.len() as u64);
+        if !self.session.watch_range(range) {
+            self.session.unwatched.push(range);
+        }
+    }
+
+    /// Gives the memory of pages that were replaced back to the host.
+    fn clear_staging(&self) -> Result<(), MergeError> {
+        let (Some(first), Some(last)) = (self.items.first(), self.items.last()) else { return Ok(()) };
+        let address = self.merging.staging_address(first.page);
+        let size_bytes = self.merging.staging_address(last.page) + PAGE - address;
+        // SAFETY: the range is within the staging area. What the guest still needs was moved back.
+        unsafe { madvise(address as *mut _, size_bytes, Advice::LinuxDontNeed) }.map_err(|error| {
+            let range = GuestRange::new(first.page, (size_bytes / PAGE) as u64);
+            kernel("give replaced pages back", range, error.into())
+        })
+    }
+
+    /// Host address and size in bytes of items that are neighbours.
+    fn place_of(&self, run: &Range<usize>) -> (usize, usize) {
+        let range = GuestRange::new(self.items[run.start].page, run.len() as u64);
+        // Items are pages of guest memory: this was checked when the batch was made.
+        (self.session.ram.host_address(range).unwrap_or(0), run.len() * PAGE)
+    }
+
+    fn set(&mut self, items: Range<usize>, stage: Stage) {
+        for item in &mut self.items[items] {
+            item.stage = stage;
+        }
+    }
+}
+
+/// How many pages to move at a time after so many bytes were refused: a move must be within one mapping on either side, and a run may
+/// lie in several that the kernel did not join.
+fn shorter(size_bytes: usize) -> usize {
+    size_bytes / PAGE / 2
+}
+
+/// Does what the guest cannot run on without; ends the process if it goes on failing.
+fn must_succeed(what: &str, mut action: impl FnMut() -> std::io::Result<()>) {
+    for _ in 0..BACK_ATTEMPTS {
+        match action() {
+            Ok(()) => return,
+            Err(error) => tracing::warn!("{what}: {error}; trying again"),
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    tracing::error!("{what}; the guest cannot run on without it");
+    std::process::abort();
+}

@@ -1,0 +1,419 @@
+//! The thread that merges: what it learns of pages, and their content.
+
+use std::io;
+use std::ptr;
+use std::sync::Arc;
+
+use ebb_abi::{HUGE_PAGE_SIZE_PAGES, PAGE_SIZE_BYTES, Pfn};
+use rustix::mm::{Advice as MemoryAdvice, madvise};
+
+use super::huge::{Advice, HugeBlocks, sample};
+use super::merging::Merging;
+use super::scan::{PageScan, Question};
+use super::{MergeUnavailable, StableSlot};
+use crate::merged::MergedRuns;
+use crate::{GuestRam, GuestRange};
+
+const PAGE: usize = PAGE_SIZE_BYTES as usize;
+
+/// What a look at a page found, without reading it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PageLook {
+    /// The host holds nothing for it.
+    Absent,
+    /// It may have been written to since the last look, and is tracked from now on.
+    Written,
+    /// Not written to since the last look.
+    Clean,
+    /// It shares a stable page.
+    Merged,
+    /// It shared this stable page, and has been written to: told once.
+    Broken(StableSlot),
+    /// Part of a huge page, not written to since the last look.
+    HugeClean,
+    /// Part of a huge page that may have been written to.
+    HugeWritten,
+    /// It cannot be merged: swapped out, mapped from a file, or it has a copy of its own in front of a stable page.
+    Excluded,
+}
+
+/// Why memory could not be looked at or replaced.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum MergeError {
+    /// The pages are not in one region of guest memory.
+    #[error("{range} is not within one region of guest memory")]
+    OutsideRam {
+        /// What was asked for.
+        range: GuestRange,
+    },
+
+    /// The kernel refused.
+    #[error("cannot {action} at {range}: {source}")]
+    Kernel {
+        /// What was tried.
+        action: &'static str,
+        /// The pages.
+        range: GuestRange,
+        /// The system's answer.
+        source: io::Error,
+    },
+}
+
+/// The right to merge the pages of a memory, which one thread has at a time.
+#[derive(Debug)]
+pub struct MergeSession {
+    pub(super) ram: Arc<GuestRam>,
+    pub(super) scan: PageScan,
+    pub(super) huge: HugeBlocks,
+    /// Parts that could not be watched again, to be tried later.
+    pub(super) unwatched: Vec<GuestRange>,
+    /// Seed of samples: different for each session.
+    seed: u64,
+    addresses: Vec<usize>,
+    nodes: Vec<i32>,
+}
+
+impl MergeSession {
+    /// Takes the right to merge the pages of `ram`. Opens a file in /proc.
+    ///
+    /// # Errors
+    /// [`MergeUnavailable::NotEnabled`], [`MergeUnavailable::InUse`], or what [`GuestRam::enable_merging`] answers.
+    pub fn new(ram: Arc<GuestRam>) -> Result<Self, MergeUnavailable> {
+        let scan = PageScan::open(HUGE_PAGE_SIZE_PAGES as usize)?;
+        let merging = ram.merging().ok_or(MergeUnavailable::NotEnabled)?;
+        if !merging.take() {
+            return Err(MergeUnavailable::InUse);
+        }
+        let seed = std::hash::BuildHasher::hash_one(&std::hash::RandomState::new(), 0_u8);
+        Ok(Self {
+            ram,
+            scan,
+            huge: HugeBlocks::default(),
+            unwatched: Vec::new(),
+            seed,
+            addresses: Vec::new(),
+            nodes: Vec::new(),
+        })
+    }
+
+    /// The memory.
+    pub fn ram(&self) -> &GuestRam {
+        &self.ram
+    }
+
+    /// Looks at a block of at most 512 pages within one region, and fills `looks` with one entry for each page. Reads at most a sample
+    /// of huge pages.
+    ///
+    /// # Errors
+    /// [`MergeError`]
+    pub fn look(&mut self, block: GuestRange, looks: &mut Vec<PageLook>) -> Result<(), MergeError> {
+        looks.clear();
+        let address = self.address(block)?;
+        looks.resize(block.pages as usize, PageLook::Absent);
+        self.watch_again(block);
+        let huge_block = block.start.huge_block();
+        let mut seen = vec![false; looks.len()];
+        let alone = self.huge.leave_alone(huge_block);
+        if !alone {
+            for run in self.ask(block, Question::Small)? {
+                let first = (run.0 - address) / PAGE;
+                let look = if run.2 { PageLook::Written } else { PageLook::Clean };
+                looks[first..first + run.1 / PAGE].fill(look);
+                seen[first..first + run.1 / PAGE].fill(true);
+            }
+            let file_backed = self.file_backed(block);
+            for part in &file_backed {
+                let first = (part.start.0 - block.start.0) as usize;
+                looks[first..first + part.pages as usize].fill(PageLook::Excluded);
+                seen[first..first + part.pages as usize].fill(true);
+            }
+            if seen.iter().all(|seen| *seen) {
+                self.found_small(block, address, looks);
+                return Ok(());
+            }
+        }
+        self.look_at_others(block, address, &seen, looks, alone)
+    }
+
+    /// Looks at those pages of a block that are not small pages of ordinary memory.
+    fn look_at_others(
+        &mut self,
+        block: GuestRange,
+        address: usize,
+        seen: &[bool],
+        looks: &mut [PageLook],
+        alone: bool,
+    ) -> Result<(), MergeError> {
+        let found = self.scan.ask(address, block.size_bytes() as usize, Question::Any);
+        let found = found.map_err(|source| kernel("ask for the states of pages", block, source))?.to_vec();
+        let mut has_huge = false;
+        let mut copied = Vec::new();
+        for run in found {
+            let first = (run.address() - address) / PAGE;
+            let pages = first..first + run.size_bytes() / PAGE;
+            let look = if run.is_zero() {
+                PageLook::Absent
+            } else if run.is_swapped() {
+                PageLook::Excluded
+            } else if run.is_huge() {
+                has_huge = true;
+                self.look_at_huge(block, address, run.is_written())?
+            } else if alone && !run.is_file() {
+                PageLook::HugeWritten
+            } else {
+                PageLook::Excluded
+            };
+            if !run.is_file() && !run.is_zero() {
+                copied.push(pages.clone());
+            }
+            for page in pages {
+                if !seen[page] {
+                    looks[page] = look;
+                }
+            }
+        }
+        self.look_at_merged(block, &copied, looks);
+        if !has_huge && !alone {
+            self.found_small(block, address, looks);
+        }
+        Ok(())
+    }
+
+    /// What is to be said of a huge page.
+    fn look_at_huge(
+        &mut self,
+        block: GuestRange,
+        address: usize,
+        written: bool,
+    ) -> Result<PageLook, MergeError> {
+        if block.pages != HUGE_PAGE_SIZE_PAGES || !block.start.0.is_multiple_of(HUGE_PAGE_SIZE_PAGES) {
+            // To protect a part would take it apart.
+            return Ok(PageLook::Excluded);
+        }
+        if !written {
+            return Ok(PageLook::HugeClean);
+        }
+        // SAFETY: the block is guest memory, all of which is mapped as long as `self.ram` lives.
+        let sample = unsafe { sample(address, self.seed) };
+        if self.huge.sampled(block.start.huge_block(), sample) == Advice::Protect {
+            self.ask(block, Question::Huge)?;
+        }
+        Ok(PageLook::HugeWritten)
+    }
+
+    /// Puts right what was said of pages that a stable file is mapped for. `copied` are pages of the block that have a page of their
+    /// own.
+    fn look_at_merged(
+        &mut self,
+        block: GuestRange,
+        copied: &[std::ops::Range<usize>],
+        looks: &mut [PageLook],
+    ) {
+        let Some(merged) = self.ram.merged.get() else { return };
+        let mut runs = merged.lock();
+        let mapped: Vec<GuestRange> = runs.stable_mapped(block).map(|(part, _)| part).collect();
+        for page in mapped.iter().flat_map(|part| part.start.0..part.end().0) {
+            let place = (page - block.start.0) as usize;
+            let has_copy = copied.iter().any(|copied| copied.contains(&place));
+            looks[place] = if runs.share_of(Pfn(page)).is_none() {
+                PageLook::Excluded
+            } else if has_copy {
+                runs.note_broken(Pfn(page)).map_or(PageLook::Excluded, PageLook::Broken)
+            } else {
+                PageLook::Merged
+            };
+        }
+    }
+
+    /// A block has no huge page.
+    fn found_small(&mut self, block: GuestRange, address: usize, looks: &mut [PageLook]) {
+        if !self.huge.found_small(block.start.huge_block()) {
+            return;
+        }
+        if let Err(error) = self.merging().uffd.unprotect(address, block.size_bytes() as usize) {
+            tracing::debug!("the place of a huge page stays protected at {block}: {error}");
+            return;
+        }
+        for look in looks {
+            if matches!(look, PageLook::Clean | PageLook::Written) {
+                *look = PageLook::HugeWritten;
+            }
+        }
+    }
+
+    /// Has memory watched that came in place of other memory.
+    fn watch_again(&mut self, block: GuestRange) {
+        let mut unwatched = std::mem::take(&mut self.unwatched);
+        unwatched.retain(|range| !self.watch_range(*range));
+        self.unwatched.append(&mut unwatched);
+        let Some(merged) = self.ram.merged.get() else { return };
+        let mut runs = merged.lock();
+        for range in runs.untracked(block) {
+            if self.watch_range(range) {
+                runs.note_tracked(range);
+            }
+        }
+    }
+
+    /// Has ordinary memory watched for writes.
+    pub(super) fn watch_range(&self, range: GuestRange) -> bool {
+        let Some(address) = self.ram.host_address(range) else { return true };
+        let result = self.merging().watch_writes_again(address, range.size_bytes() as usize);
+        if let Err(error) = &result {
+            tracing::debug!("{range} is not watched for writes: {error}");
+        }
+        result.is_ok()
+    }
+
+    /// Copies each of `pages` and calls `read` with the copy; `None` if it is not guest memory. A page that is not there is read as
+    /// zeros, and gets an entry in the page tables for it.
+    pub fn read_each(&self, pages: &[Pfn], mut read: impl FnMut(Option<&[u8; PAGE]>)) {
+        let mut copy = Box::new(Aligned([0; PAGE]));
+        for page in pages {
+            let Some(address) = self.ram.host_address(GuestRange::new(*page, 1)) else {
+                read(None);
+                continue;
+            };
+            // SAFETY: the page is guest memory, which is mapped as long as `self.ram` lives. The guest may write to it meanwhile, so
+            // it is copied before anybody looks at it; the two do not overlap.
+            unsafe { ptr::copy_nonoverlapping(address as *const u8, copy.0.as_mut_ptr(), PAGE) };
+            read(Some(&copy.0));
+        }
+    }
+
+    /// Appends each page's NUMA node; `None` if it has none, or is none of the guest's.
+    ///
+    /// # Errors
+    /// [`MergeError::Kernel`] if the kernel does not tell.
+    pub fn nodes(&mut self, pages: &[Pfn], nodes: &mut Vec<Option<u32>>) -> Result<(), MergeError> {
+        self.addresses.clear();
+        let address = |page: &Pfn| self.ram.host_address(GuestRange::new(*page, 1)).unwrap_or(0);
+        self.addresses.extend(pages.iter().map(address));
+        self.nodes.clear();
+        self.nodes.resize(pages.len(), -1);
+        // SAFETY: without a list of nodes, move_pages moves nothing: it reads as many addresses as it is told, and writes as many
+        // states; both arrays live until it returns.
+        let result = unsafe {
+            libc::syscall(
+                libc::SYS_move_pages,
+                0,
+                self.addresses.len(),
+                self.addresses.as_ptr(),
+                ptr::null::<i32>(),
+                self.nodes.as_mut_ptr(),
+                0,
+            )
+        };
+        if result < 0 {
+            let start = pages.first().copied().unwrap_or_default();
+            let range = GuestRange::new(start, pages.len() as u64);
+            return Err(kernel("ask for the nodes of pages", range, io::Error::last_os_error()));
+        }
+        nodes.extend(self.nodes.iter().map(|node| u32::try_from(*node).ok()));
+        Ok(())
+    }
+
+    /// Gives every merged page of `range` a page of its own, and appends the slots that lost a share, once for each page. The pages
+    /// cannot be merged again until they were discarded.
+    ///
+    /// # Errors
+    /// [`MergeError::Kernel`] if the host has no memory for them. Those before have been unmerged then.
+    pub fn unmerge(&mut self, range: GuestRange, released: &mut Vec<StableSlot>) -> Result<(), MergeError> {
+        let Some(merged) = self.ram.merged.get() else { return Ok(()) };
+        for start in (range.start.0..range.end().0).step_by(HUGE_PAGE_SIZE_PAGES as usize) {
+            let block = GuestRange::new(Pfn(start), HUGE_PAGE_SIZE_PAGES).intersection(range);
+            // Discards wait: what they put there would be populated.
+            let mut runs = merged.lock();
+            for part in shared_parts(&runs, block) {
+                let Some(address) = self.ram.host_address(part) else { continue };
+                // SAFETY: the part is guest memory. Populating it for writing makes the kernel copy what is shared, as a write
+                // does, and changes no content.
+                let result = unsafe {
+                    madvise(address as *mut _, part.size_bytes() as usize, MemoryAdvice::LinuxPopulateWrite)
+                };
+                result
+                    .map_err(|error| kernel("give merged pages memory of their own", part, error.into()))?;
+                runs.note_unmerged(part, released);
+            }
+        }
+        Ok(())
+    }
+
+    /// The memory is about to go away: appends the slots that the pages of `range` share, which share them no more.
+    pub fn abandon(&mut self, range: GuestRange, released: &mut Vec<StableSlot>) {
+        if let Some(merged) = self.ram.merged.get() {
+            merged.lock().note_unmerged(range, released);
+        }
+    }
+
+    /// Appends the slots whose shares discards have given up, once for each page.
+    pub fn take_released(&mut self, released: &mut Vec<StableSlot>) {
+        if let Some(merged) = self.ram.merged.get() {
+            merged.lock().take_released(released);
+        }
+    }
+
+    /// The parts of a block that are mapped from the file that the memory was restored from.
+    pub(super) fn file_backed(&self, block: GuestRange) -> Vec<GuestRange> {
+        self.ram.restored.as_ref().map_or(Vec::new(), |restored| restored.file_backed(block))
+    }
+
+    /// What was prepared for merging: a session exists only when it was.
+    pub(super) fn merging(&self) -> &Merging {
+        match self.ram.merging() {
+            Some(merging) => merging,
+            None => unreachable!("a session is made from it, and it is never taken away"),
+        }
+    }
+
+    /// Asks for runs of pages of a block: address, size in bytes, whether they were written to.
+    fn ask(
+        &mut self,
+        block: GuestRange,
+        question: Question,
+    ) -> Result<Vec<(usize, usize, bool)>, MergeError> {
+        let address = self.address(block)?;
+        let found = self.scan.ask(address, block.size_bytes() as usize, question);
+        let found = found.map_err(|source| kernel("ask which pages were written to", block, source))?;
+        Ok(found.iter().map(|run| (run.address(), run.size_bytes(), run.is_written())).collect())
+    }
+
+    /// Host address of a block, which must be in one region.
+    fn address(&self, block: GuestRange) -> Result<usize, MergeError> {
+        let inside = self.ram.clip(block).next() == Some(block) && block.pages <= HUGE_PAGE_SIZE_PAGES;
+        self.ram.host_address(block).filter(|_| inside).ok_or(MergeError::OutsideRam { range: block })
+    }
+}
+
+impl Drop for MergeSession {
+    fn drop(&mut self) {
+        if let Some(merging) = self.ram.merging() {
+            merging.give_back();
+        }
+    }
+}
+
+/// The parts of `range` that share stable pages.
+fn shared_parts(runs: &MergedRuns, range: GuestRange) -> Vec<GuestRange> {
+    let mut parts: Vec<GuestRange> = Vec::new();
+    for page in runs.stable_mapped(range).flat_map(|(part, _)| part.start.0..part.end().0) {
+        if runs.share_of(Pfn(page)).is_none() {
+            continue;
+        }
+        match parts.last_mut() {
+            Some(last) if last.end().0 == page => last.pages += 1,
+            _ => parts.push(GuestRange::new(Pfn(page), 1)),
+        }
+    }
+    parts
+}
+
+/// A page to copy to, aligned as the vector instructions like it.
+#[repr(align(64))]
+struct Aligned([u8; PAGE]);
+
+/// An error with what was tried.
+pub(super) fn kernel(action: &'static str, range: GuestRange, source: io::Error) -> MergeError {
+    MergeError::Kernel { action, range, source }
+}

@@ -1,0 +1,354 @@
+//! Threads that write to memory, and know what they wrote, while its pages are merged again and again.
+//!
+//! For tests of this crate and of others, and for machines whose kernel is to be tried out. The control without a freeze shows that a
+//! write that is lost is noticed: it compares a page where it is and then replaces it, as if nobody could write in between.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+use ebb_abi::{PAGE_SIZE_BYTES, Pfn};
+use vm_memory::GuestAddress;
+
+use super::{
+    MergeError, MergeOutcome, MergeSession, MergeTarget, MergeUnavailable, PageLook, StableError,
+    StableMemory, StableSegments, StableSlot,
+};
+use crate::{Backing, GuestRam, GuestRange, HugePages, Populate, RamError, RegionSpec};
+
+const WORDS: usize = PAGE_SIZE_BYTES as usize / 8;
+
+/// Contents that pages have when nobody has just changed them; the first is zeros.
+const PATTERNS: u64 = 5;
+
+/// Neighbouring slots for each content, so that neighbouring pages can be merged in one go.
+const SLOTS: u32 = 64;
+
+/// Whether pages are frozen while they are compared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Freeze {
+    /// As it must be.
+    Yes,
+    /// Not at all: writes will be lost.
+    No,
+}
+
+/// What is to be done.
+#[derive(Clone, Copy, Debug)]
+pub struct Stress {
+    /// Pages of memory.
+    pub pages: u64,
+    /// Threads that write.
+    pub writers: usize,
+    /// Single writes of each of them.
+    pub writes: u64,
+    /// Whether pages are frozen.
+    pub freeze: Freeze,
+    /// Whether the memory may have huge pages.
+    pub huge_pages: HugePages,
+}
+
+/// What came of it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Report {
+    /// Single writes of all writers; pages that were filled do not count.
+    pub writes: u64,
+    /// Words that did not hold what had been written.
+    pub lost: u64,
+    /// Pages that were merged.
+    pub merged: u64,
+    /// Pages that were replaced by nothing.
+    pub zeros: u64,
+    /// Pages that turned out to be different when they were frozen.
+    pub different: u64,
+    /// Pages that could not be moved.
+    pub busy: u64,
+    /// Merged pages that were found to have been written to.
+    pub broken: u64,
+    /// Pages that were discarded.
+    pub discarded: u64,
+}
+
+/// Why the stress could not be run.
+#[derive(Debug, thiserror::Error)]
+pub enum StressError {
+    /// Merging is not possible here.
+    #[error(transparent)]
+    Unavailable(#[from] MergeUnavailable),
+    /// Merging failed.
+    #[error(transparent)]
+    Merge(#[from] MergeError),
+    /// Memory could not be had or discarded.
+    #[error(transparent)]
+    Ram(#[from] RamError),
+    /// Stable pages could not be made.
+    #[error(transparent)]
+    Stable(#[from] StableError),
+}
+
+/// Runs it.
+///
+/// # Errors
+/// [`StressError`]; lost writes are no error but in the report.
+pub fn run(stress: &Stress) -> Result<Report, StressError> {
+    let spec =
+        RegionSpec { start: GuestAddress(0), size_bytes: stress.pages * PAGE_SIZE_BYTES, host_node: None };
+    let ram = Arc::new(GuestRam::new(&[spec], Backing::Anonymous, stress.huge_pages, Populate::Lazy)?);
+    let segments = StableSegments::new();
+    let mut stable = StableMemory::own(Arc::clone(&segments));
+    let mut slots = HashMap::new();
+    for pattern in 1..PATTERNS {
+        let mut of_pattern = Vec::new();
+        stable.allocate(None, SLOTS, &mut of_pattern)?;
+        let page: Vec<u8> = (0..WORDS).flat_map(|word| value(pattern, word).to_ne_bytes()).collect();
+        stable.write(of_pattern[0], &page.repeat(SLOTS as usize))?;
+        slots.insert(pattern, of_pattern[0]);
+    }
+    ram.enable_merging(segments)?;
+    let mut session = MergeSession::new(Arc::clone(&ram))?;
+    let running = AtomicUsize::new(stress.writers);
+    std::thread::scope(|scope| {
+        let writers: Vec<_> = (0..stress.writers)
+            .map(|number| {
+                let (ram, running) = (&ram, &running);
+                scope.spawn(move || {
+                    let report = Writer::new(ram, stress, number).run(stress.writes);
+                    running.fetch_sub(1, Ordering::Release);
+                    report
+                })
+            })
+            .collect();
+        let mut report = Report::default();
+        let mut result = Ok(());
+        while result.is_ok() && running.load(Ordering::Acquire) > 0 {
+            result = merge_all(&mut session, stress, &slots, &mut report);
+        }
+        for writer in writers {
+            let of_writer = writer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+            report.writes += of_writer.writes;
+            report.lost += of_writer.lost;
+            report.discarded += of_writer.discarded;
+        }
+        result.map(|()| report)
+    })
+}
+
+/// What a word of a page with a pattern is.
+fn value(pattern: u64, word: usize) -> u64 {
+    pattern.wrapping_mul(0x0101_0101_0101_0101) * u64::from(word.is_multiple_of(3))
+}
+
+/// Merges all pages that have a pattern's content.
+fn merge_all(
+    session: &mut MergeSession,
+    stress: &Stress,
+    slots: &HashMap<u64, StableSlot>,
+    report: &mut Report,
+) -> Result<(), StressError> {
+    let (mut looks, mut outcomes) = (Vec::new(), Vec::new());
+    for start in (0..stress.pages).step_by(512) {
+        let block = GuestRange::new(Pfn(start), 512.min(stress.pages - start));
+        session.look(block, &mut looks)?;
+        let mut wanted = Vec::new();
+        for (page, look) in (block.start.0..).map(Pfn).zip(&looks) {
+            match look {
+                PageLook::Written | PageLook::Clean | PageLook::HugeClean | PageLook::HugeWritten => {
+                    let mut first_words = [0; 4];
+                    session.read_each(&[page], |content| {
+                        let words = content.map(|content| content.as_chunks::<8>().0);
+                        for (word, bytes) in first_words.iter_mut().zip(words.unwrap_or_default()) {
+                            *word = u64::from_ne_bytes(*bytes);
+                        }
+                    });
+                    // Only what the first words say, so that some pages turn out to be different.
+                    let pattern = first_words[0] & 0xff;
+                    let target = if pattern == 0 {
+                        MergeTarget::Zero
+                    } else if let Some(first) = slots.get(&pattern) {
+                        MergeTarget::Slot(first.offset(page.0 as u32 % SLOTS))
+                    } else {
+                        continue;
+                    };
+                    wanted.push((page, target));
+                }
+                PageLook::Broken(_) => report.broken += 1,
+                PageLook::Absent | PageLook::Merged | PageLook::Excluded => {}
+            }
+        }
+        outcomes.clear();
+        match stress.freeze {
+            Freeze::Yes => session.replace(&wanted, &mut outcomes)?,
+            Freeze::No => session.replace_without_freeze(&wanted, &mut outcomes),
+        }
+        for ((_, target), outcome) in wanted.iter().zip(&outcomes) {
+            let count = match (outcome, target) {
+                (MergeOutcome::Done, MergeTarget::Zero) => &mut report.zeros,
+                (MergeOutcome::Done, MergeTarget::Slot(_)) => &mut report.merged,
+                (MergeOutcome::Different, _) => &mut report.different,
+                (MergeOutcome::Busy, _) => &mut report.busy,
+                (MergeOutcome::NoMappings | MergeOutcome::Gone, _) => continue,
+            };
+            *count += 1;
+        }
+    }
+    Ok(())
+}
+
+impl MergeSession {
+    /// Replaces pages as it must not be done, as a control: nothing keeps them from changing between comparison and mapping.
+    fn replace_without_freeze(&mut self, pages: &[(Pfn, MergeTarget)], outcomes: &mut Vec<MergeOutcome>) {
+        let ram = Arc::clone(&self.ram);
+        let Some(merged) = ram.merged.get() else { return };
+        let mut runs = merged.lock();
+        // All comparisons first, as with a freeze.
+        let mut same = Vec::new();
+        for &(page, target) in pages {
+            let range = GuestRange::new(page, 1);
+            let MergeTarget::Slot(slot) = target else { continue };
+            let segment = self.merging().segments.get(slot.segment);
+            let address = segment.as_ref().and_then(|segment| segment.address(slot.index, 1));
+            let (Some(segment), Some(address), Some(piece)) = (segment, address, ram.piece(range)) else {
+                continue;
+            };
+            if runs.is_stable_mapped(page) || !runs.may_map(range, slot) {
+                continue;
+            }
+            // SAFETY: both are mapped pages, read through pointers.
+            let order = unsafe {
+                libc::memcmp(piece.address as *const _, address as *const _, PAGE_SIZE_BYTES as usize)
+            };
+            if order == 0 {
+                same.push((page, slot, segment, piece));
+            }
+        }
+        outcomes.resize(pages.len(), MergeOutcome::Gone);
+        for (page, slot, segment, piece) in same {
+            // SAFETY: none in earnest: this is the control, whose memory is that of a test that counts what gets lost.
+            if unsafe { segment.map_over(slot.index, 1, piece.address, None) }.is_ok() {
+                runs.note_merged(GuestRange::new(page, 1), slot);
+                if let Some(index) = pages.iter().position(|(of, _)| *of == page) {
+                    outcomes[index] = MergeOutcome::Done;
+                }
+            }
+        }
+    }
+}
+
+/// A thread that writes to pages of its own, and knows what they must contain.
+struct Writer<'a> {
+    ram: &'a GuestRam,
+    pages: Vec<Pfn>,
+    /// What each page must contain.
+    shadows: Vec<[u64; WORDS]>,
+    /// The word of each page that is not the pattern's, with the pattern's value.
+    changed: Vec<Option<(usize, u64)>>,
+    random: u64,
+    report: Report,
+}
+
+impl<'a> Writer<'a> {
+    fn new(ram: &'a GuestRam, stress: &Stress, number: usize) -> Self {
+        // Runs of 32 pages, so that runs of merged pages are longer than one page and neighbours are another writer's.
+        let own = |page: &u64| (page / 32) as usize % stress.writers == number;
+        let pages: Vec<Pfn> = (0..stress.pages).filter(own).map(Pfn).collect();
+        Self {
+            ram,
+            shadows: vec![[0; WORDS]; pages.len()],
+            changed: vec![None; pages.len()],
+            pages,
+            random: 0x9e37_79b9_7f4a_7c15 ^ (number as u64 + 1),
+            report: Report::default(),
+        }
+    }
+
+    fn run(mut self, writes: u64) -> Result<Report, StressError> {
+        while self.report.writes < writes {
+            self.step()?;
+        }
+        for index in 0..self.pages.len() {
+            for word in 0..WORDS {
+                self.check(index, word);
+            }
+        }
+        Ok(self.report)
+    }
+
+    fn step(&mut self) -> Result<(), StressError> {
+        let random = self.next();
+        let index = (random >> 8) as usize % self.pages.len();
+        let word = (random >> 40) as usize % WORDS;
+        self.check(index, word);
+        if random.is_multiple_of(256) {
+            return self.renew(index);
+        }
+        match self.changed[index].take() {
+            Some((word, of_pattern)) => {
+                self.check(index, word);
+                self.write(index, word, of_pattern);
+                self.report.writes += 1;
+            }
+            None => {
+                self.changed[index] = Some((word, self.shadows[index][word]));
+                self.write(index, word, random | 0xff);
+                self.report.writes += 1;
+            }
+        }
+        Ok(())
+    }
+
+    /// Discards the pages around one, and fills them with a pattern.
+    fn renew(&mut self, index: usize) -> Result<(), StressError> {
+        let first = index / 32 * 32;
+        let last = self.pages.len().min(first + 32);
+        let range = GuestRange::new(self.pages[first], (last - first) as u64);
+        self.ram.discard(&[range])?;
+        self.report.discarded += range.pages;
+        let pattern = self.next() % PATTERNS;
+        for index in first..last {
+            self.shadows[index] = [0; WORDS];
+            self.changed[index] = None;
+            let word = (self.next() >> 40) as usize % WORDS;
+            self.check(index, word);
+            for word in 0..WORDS {
+                let value = value(pattern, word);
+                if value != 0 {
+                    self.write(index, word, value);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Counts a word that is not what it must be.
+    fn check(&mut self, index: usize, word: usize) {
+        let found = self.word(index, word).load(Ordering::Relaxed);
+        if found != self.shadows[index][word] {
+            self.report.lost += 1;
+            eprintln!(
+                "LOST page {} word {word} found {found:x} expected {:x} changed {:x?} first {:x}",
+                self.pages[index].0, self.shadows[index][word], self.changed[index], self.shadows[index][0]
+            );
+            self.shadows[index][word] = found;
+        }
+    }
+
+    fn write(&mut self, index: usize, word: usize, value: u64) {
+        self.word(index, word).store(value, Ordering::Relaxed);
+        self.shadows[index][word] = value;
+    }
+
+    fn word(&self, index: usize, word: usize) -> &AtomicU64 {
+        let address = self.ram.host_address(GuestRange::new(self.pages[index], 1)).unwrap_or_default();
+        // SAFETY: the word is guest memory of `self.ram`, aligned, and nobody accesses it other than with atomics; the kernel may
+        // replace the page, which is what is tried here.
+        unsafe { AtomicU64::from_ptr((address + word * 8) as *mut u64) }
+    }
+
+    /// xorshift64*
+    fn next(&mut self) -> u64 {
+        self.random ^= self.random >> 12;
+        self.random ^= self.random << 25;
+        self.random ^= self.random >> 27;
+        self.random.wrapping_mul(0x2545_f491_4f6c_dd1d)
+    }
+}

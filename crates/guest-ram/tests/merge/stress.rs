@@ -1,0 +1,45 @@
+//! No write is lost while pages are merged.
+
+use ebb_guest_ram::HugePages;
+use ebb_guest_ram::merge::stress::{Freeze, Report, Stress, StressError, run};
+
+use crate::common::is_old_kernel;
+
+fn report(stress: &Stress) -> Option<Report> {
+    match run(stress) {
+        Err(StressError::Unavailable(error)) if is_old_kernel(&error) => None,
+        result => Some(result.unwrap()),
+    }
+}
+
+const STRESS: Stress =
+    Stress { pages: 4096, writers: 2, writes: 2_000_000, freeze: Freeze::Yes, huge_pages: HugePages::Off };
+
+#[test]
+fn millions_of_writes_to_pages_that_are_merged_all_the_time_are_all_there() {
+    let Some(report) = report(&STRESS) else { return };
+    println!("{report:?}");
+    assert_eq!(report.lost, 0, "{report:?}");
+    assert!(report.merged > 1000 && report.zeros > 100 && report.different > 100, "{report:?}");
+}
+
+#[test]
+fn the_same_with_huge_pages() {
+    let Some(report) = report(&Stress { huge_pages: HugePages::On, ..STRESS }) else { return };
+    println!("{report:?}");
+    assert_eq!(report.lost, 0, "{report:?}");
+    assert!(report.merged > 1000 && report.zeros > 100, "{report:?}");
+}
+
+#[test]
+fn without_a_freeze_writes_are_lost() {
+    // Until it happens: it does so thousands of times a minute.
+    for _ in 0..20 {
+        let Some(report) = report(&Stress { freeze: Freeze::No, ..STRESS }) else { return };
+        println!("{report:?}");
+        if report.lost > 0 {
+            return;
+        }
+    }
+    panic!("a merge without a freeze has lost no write, so this test would not notice one");
+}
