@@ -174,6 +174,16 @@ mod tests {
     }
 
     #[test]
+    fn mappings_that_others_take_count() {
+        let all = range(0, 1000);
+        let mut runs = FileRuns::new(&[all], vec![all], 100);
+        assert_eq!(runs.judge(range(10, 1)), Verdict::Replace);
+        runs.set_other_mappings(46);
+        assert_eq!((runs.mappings(), runs.judge(range(10, 1))), (3, Verdict::Keep));
+        assert_eq!(runs.judge(all), Verdict::Replace);
+    }
+
+    #[test]
     fn regions_that_adjoin_stay_apart() {
         let regions = [range(0, 100), range(100, 100)];
         let mut runs = FileRuns::new(&regions, regions.to_vec(), 1000);
