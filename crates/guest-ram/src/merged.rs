@@ -26,6 +26,7 @@ pub(crate) use runs::{MergedRuns, Verdict};
 
 mod kernel;
 mod runs;
+pub mod testing;
 
 pub use kernel::KernelMerging;
 

@@ -312,7 +312,9 @@ impl GuestRam {
             // discarded.
             let result = unsafe { restored.replace(&mut pieces, other_mappings, &mut replaced) };
             if let (Some(runs), false) = (&mut merged, replaced.is_empty()) {
-                replaced.into_iter().for_each(|part| runs.note_discarded(part));
+                for part in replaced {
+                    runs.note_discarded(part);
+                }
                 runs.set_other_mappings(restored.mappings());
             }
             outcome += result?;

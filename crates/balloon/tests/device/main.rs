@@ -9,6 +9,7 @@ mod host_request;
 mod inflate;
 mod lifecycle;
 mod malformed;
+mod merged;
 mod message_properties;
 mod messages;
 mod ordering;

@@ -6,6 +6,7 @@ use std::sync::mpsc::{Receiver as Queue, Sender, channel};
 use std::sync::{Arc, Mutex, RwLock};
 
 use ebb_abi::{PAGE_SIZE_BYTES, PageRange, Pfn};
+use ebb_guest_ram::testing::TestMerger;
 use ebb_guest_ram::{Backing, GuestRam, HugePages, Populate, RegionSpec};
 use ebb_migration::testing::{Link, NoWrites, Random, link};
 use ebb_migration::{
@@ -124,7 +125,28 @@ fn page(ram: &GuestRam, page: u64) -> Vec<u8> {
     bytes
 }
 
-fn migrate(backing: Backing) {
+/// Whether somebody merges pages of the source, and of the target, meanwhile.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Merging {
+    Nobody,
+    AtBothEnds,
+}
+
+/// Somebody who merges the pages of `ram`, if that is possible here.
+fn merger(ram: &Arc<GuestRam>) -> Option<TestMerger> {
+    TestMerger::new(ram).inspect_err(|error| println!("nothing is merged here: {error}")).ok()
+}
+
+/// Merges all pages again and again until it is over. Returns how many were merged.
+fn merge(mut merger: TestMerger, over: &AtomicBool) -> u64 {
+    let mut merged = 0;
+    while !over.load(Ordering::SeqCst) {
+        merged += merger.merge(PageRange::new(Pfn(0), PAGES)).unwrap();
+    }
+    merged
+}
+
+fn migrate(backing: Backing, merging: Merging) {
     let machine = Machine {
         ram: ram(backing),
         running: RwLock::new(()),
@@ -135,9 +157,24 @@ fn migrate(backing: Backing) {
     };
     (0..PAGES / 2).for_each(|page| machine.write(page, 9));
     let target = ram(backing);
+    let mut mergers = Vec::new();
+    if merging == Merging::AtBothEnds {
+        let Some(mut of_source) = merger(&machine.ram) else { return };
+        // All of what is sent in the first round.
+        assert_eq!(of_source.merge(PageRange::new(Pfn(0), PAGES)).unwrap(), PAGES / 2);
+        mergers = vec![Some(of_source), merger(&target)];
+    }
     let (cancel, target_cancel) = (Cancel::new(), Cancel::new());
     let Link { send, receive, mut rounds, mut confirm } = link(2, None, &cancel, &target_cancel).unwrap();
-    let report = std::thread::scope(|scope| {
+    let (report, merged) = std::thread::scope(|scope| {
+        let mergers: Vec<_> = mergers
+            .into_iter()
+            .flatten()
+            .map(|merger| {
+                let over = &machine.over;
+                scope.spawn(move || merge(merger, over))
+            })
+            .collect();
         let (to_device, hints) = channel();
         for thread in 0..THREADS {
             let (machine, to_device) = (&machine, to_device.clone());
@@ -173,14 +210,16 @@ fn migrate(backing: Backing) {
         };
         let report = precopy.run().map(Switchover::complete);
         machine.over.store(true, Ordering::SeqCst);
-        report.unwrap()
+        let merged: Vec<u64> = mergers.into_iter().map(|merger| merger.join().unwrap()).collect();
+        (report.unwrap(), merged)
     });
+    assert!(merged.iter().all(|pages| *pages > 0), "{merged:?}");
     assert!(report.rounds > 2, "{report:?}");
     for number in 0..PAGES {
         if machine.used[number as usize].load(Ordering::SeqCst) {
             assert!(
                 page(&machine.ram, number) == page(&target, number),
-                "page {number:#x} is different with {backing}"
+                "page {number:#x} is different with {backing}, merged by {merging:?}"
             );
         }
     }
@@ -188,6 +227,11 @@ fn migrate(backing: Backing) {
 
 #[test]
 fn memory_that_is_written_meanwhile_arrives() {
-    migrate(Backing::Anonymous);
-    migrate(Backing::Memfd);
+    migrate(Backing::Anonymous, Merging::Nobody);
+    migrate(Backing::Memfd, Merging::Nobody);
+}
+
+#[test]
+fn memory_that_is_merged_meanwhile_arrives() {
+    migrate(Backing::Anonymous, Merging::AtBothEnds);
 }

@@ -1,0 +1,307 @@
+//! Memory whose pages are merged all the time, while others write to it, discard it and look at it.
+
+#![allow(clippy::unwrap_used, reason = "a test")]
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use ebb_abi::Pfn;
+use ebb_guest_ram::merge::{MergeOutcome, MergeTarget};
+use ebb_guest_ram::testing::TestMerger;
+use ebb_guest_ram::{
+    Backing, GuestRam, GuestRange, HugePages, MergeSession, Populate, RegionSpec, StableMemory,
+    StableSegments,
+};
+use vm_memory::{Bytes, GuestAddress};
+
+const PAGE: u64 = 4096;
+const PAGES: u64 = 1024;
+
+fn range(start: u64, pages: u64) -> GuestRange {
+    GuestRange::new(Pfn(start), pages)
+}
+
+fn specs() -> [RegionSpec; 1] {
+    [RegionSpec { start: GuestAddress(0), size_bytes: PAGES * PAGE, host_node: None }]
+}
+
+/// Memory and who merges it; `None` where that is impossible.
+fn merging(ram: GuestRam) -> Option<(Arc<GuestRam>, TestMerger)> {
+    let ram = Arc::new(ram);
+    match TestMerger::new(&ram) {
+        Ok(merger) => Some((ram, merger)),
+        Err(error) => {
+            println!("nothing is merged here: {error}");
+            None
+        }
+    }
+}
+
+fn anonymous() -> GuestRam {
+    with_huge_pages(HugePages::Off)
+}
+
+fn with_huge_pages(huge_pages: HugePages) -> GuestRam {
+    GuestRam::new(&specs(), Backing::Anonymous, huge_pages, Populate::Lazy).unwrap()
+}
+
+/// Whether all of a page holds this value, each word of it.
+fn holds(ram: &GuestRam, page: u64, value: u8) -> bool {
+    let mut content = [0xff; PAGE as usize];
+    ram.read_pages(range(page, 1), &mut content).unwrap();
+    content == [value; PAGE as usize]
+}
+
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, bound: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % bound
+    }
+}
+
+/// Two threads with pages of their own, here and there, which always know what these must hold, and one that merges all.
+fn live_while_merged(ram: &GuestRam, merger: &mut TestMerger, steps: u64) -> (u64, u64) {
+    const THREADS: u64 = 2;
+    /// Pages in a row that belong to one thread.
+    const ROW: u64 = 16;
+    let discarded = AtomicU64::new(0);
+    let mut merged = 0;
+    for row in (0..PAGES).step_by(ROW as usize) {
+        ram.write_pages(range(row, ROW), &[7; (ROW * PAGE) as usize]).unwrap();
+    }
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..THREADS)
+            .map(|thread| {
+                let discarded = &discarded;
+                scope.spawn(move || {
+                    let mut random = Random(thread + 1);
+                    let rows = PAGES / ROW / THREADS;
+                    let mut model = vec![7_u8; (rows * ROW) as usize];
+                    let pfn = |index: u64| index / ROW * ROW * THREADS + thread * ROW + index % ROW;
+                    for step in 0..steps {
+                        let row = random.below(rows);
+                        let first = random.below(ROW);
+                        let pages = 1 + random.below(ROW - first);
+                        let index = row * ROW + first;
+                        let place = range(pfn(index), pages);
+                        let own = &mut model[index as usize..(index + pages) as usize];
+                        if random.below(2) == 0 {
+                            assert_eq!(ram.discard(&[place]).unwrap().deferred_bytes, 0);
+                            discarded.fetch_add(pages, Ordering::Relaxed);
+                            own.fill(0);
+                        } else {
+                            // Few values, so that much is the same.
+                            let value = random.below(4) as u8;
+                            let content = vec![value; place.size_bytes() as usize];
+                            ram.write_pages(place, &content).unwrap();
+                            own.fill(value);
+                        }
+                        for (offset, value) in own.iter().enumerate() {
+                            let page = place.start.0 + offset as u64;
+                            assert!(holds(ram, page, *value), "page {page} is not {value} in step {step}");
+                        }
+                    }
+                    for (index, value) in model.iter().enumerate() {
+                        let page = pfn(index as u64);
+                        assert!(holds(ram, page, *value), "page {page} is not {value} in the end");
+                    }
+                })
+            })
+            .collect();
+        while !threads.iter().all(|thread| thread.is_finished()) {
+            merged += merger.merge(range(0, PAGES)).unwrap();
+        }
+    });
+    (merged, discarded.into_inner())
+}
+
+#[test]
+fn a_page_is_what_was_written_or_zero_whoever_merges_and_discards_meanwhile() {
+    let Some((ram, mut merger)) = merging(anonymous()) else { return };
+    let (merged, discarded) = live_while_merged(&ram, &mut merger, 20_000);
+    assert!(merged > 1000 && discarded > 20_000, "{merged} pages merged, {discarded} discarded");
+    // Every share is accounted for.
+    ram.discard(&[range(0, PAGES)]).unwrap();
+    assert_eq!((merger.release(), ram.merged_bytes(), ram.resident_bytes().unwrap()), (0, 0, 0));
+}
+
+#[test]
+fn huge_pages_are_taken_apart_and_come_back_while_pages_are_merged() {
+    let ram = with_huge_pages(HugePages::On).with_single_discards();
+    let Some((ram, mut merger)) = merging(ram) else { return };
+    let (merged, discarded) = live_while_merged(&ram, &mut merger, 3000);
+    assert!(merged > 100 && discarded > 3000, "{merged} pages merged, {discarded} discarded");
+    // All of it new, in huge pages where the host has some, and all the same.
+    for round in 1..4_u8 {
+        ram.discard(&[range(0, PAGES)]).unwrap();
+        ram.write_pages(range(0, PAGES), &vec![round; (PAGES * PAGE) as usize]).unwrap();
+        assert_eq!(merger.merge(range(0, PAGES)).unwrap(), PAGES);
+        assert_eq!((merger.release(), ram.resident_bytes().unwrap()), (PAGES, 0));
+        assert!((0..PAGES).all(|page| holds(&ram, page, round)));
+    }
+}
+
+#[test]
+fn restored_memory_is_merged_while_its_file_is_replaced_page_by_page() {
+    let origin = anonymous();
+    origin.write_pages(range(0, PAGES), &vec![3; (PAGES * PAGE) as usize]).unwrap();
+    let file = tempfile::tempfile().unwrap();
+    let image = origin.save(&file, 0, &mut |_| {}).unwrap();
+    let restored = GuestRam::restore(&specs(), HugePages::Off, file, 0, &image).unwrap();
+    let Some((ram, mut merger)) = merging(restored) else { return };
+    let (merged, discarded) = live_while_merged(&ram, &mut merger, 5000);
+    assert!(merged > 100 && discarded > 5000, "{merged} pages merged, {discarded} discarded");
+    ram.discard(&[range(0, PAGES)]).unwrap();
+    assert_eq!((merger.release(), ram.merged_bytes(), ram.resident_bytes().unwrap()), (0, 0, 0));
+}
+
+#[test]
+fn a_snapshot_of_merged_memory_is_that_of_the_same_memory_unmerged() {
+    let Some((ram, mut merger)) = merging(anonymous()) else { return };
+    for page in 0..PAGES / 2 {
+        let content = [(page / 3 % 100) as u8 + 1; PAGE as usize];
+        ram.memory().write_slice(&content, GuestAddress(page * 2 * PAGE)).unwrap();
+    }
+    let save = || {
+        let file = tempfile::tempfile().unwrap();
+        let image = ram.save(&file, 0, &mut |_| {}).unwrap();
+        image.verify(&file, 0, &mut |_| {}).unwrap();
+        (file, image)
+    };
+    let (_, plain) = save();
+    assert_eq!(merger.merge(range(0, PAGES)).unwrap(), PAGES / 2);
+    let (file, merged) = save();
+    assert_eq!((&merged, merged.data_bytes()), (&plain, PAGES / 2 * PAGE));
+    assert_eq!((ram.resident_bytes().unwrap(), ram.merged_bytes()), (0, PAGES / 2 * PAGE));
+    let mut held = Vec::new();
+    ram.held_ranges(range(0, PAGES), &mut held).unwrap();
+    assert_eq!(held.len() as u64, PAGES / 2);
+    // Nothing of it is touched and zero.
+    assert_eq!(ram.discard_zeros(range(0, PAGES)).unwrap().returned_bytes, 0);
+    assert_eq!(merger.release(), PAGES / 2);
+
+    assert_eq!(merger.unmerge(range(0, PAGES)).unwrap(), 0);
+    assert_eq!((ram.resident_bytes().unwrap(), ram.merged_bytes()), (PAGES / 2 * PAGE, 0));
+    assert_eq!(save().1, plain);
+    let restored = GuestRam::restore(&specs(), HugePages::Off, file, 0, &merged).unwrap();
+    assert!((0..PAGES).all(|page| {
+        let value = if page % 2 == 0 { (page / 2 / 3 % 100) as u8 + 1 } else { 0 };
+        holds(&restored, page, value) && holds(&ram, page, value)
+    }));
+}
+
+/// Ends a loop, also when a test fails.
+struct End<'a>(&'a AtomicBool);
+
+impl Drop for End<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+#[test]
+fn pages_that_are_away_to_be_compared_are_not_overlooked() {
+    let ram = Arc::new(anonymous());
+    let segments = StableSegments::new();
+    let mut stable = StableMemory::own(Arc::clone(&segments));
+    if let Err(error) = ram.enable_merging(segments) {
+        println!("nothing is merged here: {error}");
+        return;
+    }
+    let mut session = MergeSession::new(Arc::clone(&ram)).unwrap();
+    ram.write_pages(range(0, 512), &vec![1; 512 * PAGE as usize]).unwrap();
+    // Other content, so that all pages go away and come back each time.
+    let mut slots = Vec::new();
+    stable.allocate(None, 1, &mut slots).unwrap();
+    stable.write(slots[0], &[2; PAGE as usize]).unwrap();
+    let targets: Vec<_> = (0..512).map(|page| (Pfn(page), MergeTarget::Slot(slots[0]))).collect();
+    let over = AtomicBool::new(false);
+    let replaced = std::thread::scope(|scope| {
+        let end = End(&over);
+        let merger = scope.spawn(|| {
+            let mut outcomes = Vec::new();
+            while !over.load(Ordering::Relaxed) {
+                session.replace(&targets, &mut outcomes).unwrap();
+            }
+            assert!(outcomes.iter().all(|outcome| *outcome == MergeOutcome::Different));
+            outcomes.len()
+        });
+        let mut held = Vec::new();
+        let mut random = Random(3);
+        for look in 0..2000 {
+            // At any moment, not only at the one at which the other one has just ended.
+            (0..random.below(5000)).for_each(|_| std::hint::spin_loop());
+            held.clear();
+            ram.held_ranges(range(0, PAGES), &mut held).unwrap();
+            assert_eq!(held, [range(0, 512)], "look {look}");
+            // A failure of the other one shows when it is joined.
+            if merger.is_finished() {
+                break;
+            }
+        }
+        let file = tempfile::tempfile().unwrap();
+        let image = ram.save(&file, 0, &mut |_| {}).unwrap();
+        assert_eq!(image.data_bytes(), 512 * PAGE);
+        drop(end);
+        merger.join().unwrap()
+    });
+    assert!(replaced > 512, "{replaced}");
+    assert!((0..512).all(|page| holds(&ram, page, 1)));
+}
+
+#[test]
+fn pages_that_a_discard_has_brought_are_merged_again() {
+    let Some((ram, mut merger)) = merging(anonymous()) else { return };
+    for round in 0..5_u8 {
+        for page in 0..PAGES {
+            ram.write_pages(range(page, 1), &[round + 1; PAGE as usize]).unwrap();
+        }
+        assert_eq!(merger.merge(range(0, PAGES)).unwrap(), PAGES, "round {round}");
+        assert_eq!((merger.release(), ram.resident_bytes().unwrap()), (PAGES, 0));
+        let ranges: Vec<_> = (0..PAGES).step_by(64).map(|page| range(page, 64)).collect();
+        assert_eq!(ram.discard_held(&ranges).unwrap().bytes, PAGES * PAGE);
+        assert_eq!(merger.release(), 0);
+        assert!((0..PAGES).all(|page| holds(&ram, page, 0)));
+    }
+}
+
+#[test]
+fn the_real_number_of_mappings_stays_within_the_count() {
+    let Some((ram, mut merger)) = merging(anonymous()) else { return };
+    let region = ram.regions()[0];
+    let real = || {
+        let text = std::fs::read_to_string("/proc/self/maps").unwrap();
+        let inside = |line: &&str| {
+            let start = line.split_once('-').and_then(|(start, _)| u64::from_str_radix(start, 16).ok());
+            start.is_some_and(|start| {
+                (region.host_address..region.host_address + region.size_bytes).contains(&start)
+            })
+        };
+        text.lines().filter(inside).count() as u64
+    };
+    let mut random = Random(9);
+    for step in 0..300 {
+        let first = random.below(PAGES);
+        let place = range(first, 1 + random.below(40).min(PAGES - first - 1));
+        match random.below(4) {
+            0 => drop(ram.discard(&[place]).unwrap()),
+            1 => {
+                for page in place.start.0..place.end().0 {
+                    ram.write_pages(range(page, 1), &[page as u8 | 1; PAGE as usize]).unwrap();
+                }
+            }
+            2 => drop(merger.merge(place).unwrap()),
+            _ => {
+                let content = vec![random.below(9) as u8; place.size_bytes() as usize];
+                ram.write_pages(place, &content).unwrap();
+            }
+        }
+        let counted = ram.merged_mappings() + 1;
+        assert!(real() <= counted, "{} mappings, {counted} counted in step {step}", real());
+    }
+    assert!(ram.merged_mappings() > 20);
+}
