@@ -18,6 +18,8 @@ mod client;
 mod connection;
 mod domains;
 mod error;
+#[cfg(feature = "testing")]
+pub mod fuzzing;
 mod hello;
 mod ledger;
 mod limits;

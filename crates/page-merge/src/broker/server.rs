@@ -99,32 +99,48 @@ impl Broker {
 
     /// Serves until `stop` is readable. Clients keep what they have mapped.
     pub fn run(&mut self, stop: BorrowedFd<'_>) -> Result<(), BrokerError> {
-        loop {
-            let now = Instant::now();
-            self.accept_after = self.accept_after.filter(|after| now < *after);
-            let accepts = if self.accept_after.is_some() { PollFlags::empty() } else { PollFlags::IN };
-            let mut descriptors =
-                vec![PollFd::from_borrowed_fd(stop, PollFlags::IN), PollFd::new(&self.listener, accepts)];
-            for connection in self.connections.values() {
-                descriptors.push(PollFd::new(connection, connection.interest()));
-                descriptors.push(PollFd::new(&*connection.peer, PollFlags::IN));
-            }
-            descriptors.extend(self.lost.iter().map(|(_, peer)| PollFd::new(&**peer, PollFlags::IN)));
-            let since = self.connections.values().filter_map(|connection| connection.waiting_since).min();
-            let late = since.map(|since| since + self.limits.patience);
-            let deadline = late.into_iter().chain(self.accept_after).min();
-            wait(&mut descriptors, deadline)
-                .map_err(|source| BrokerError::System { what: "wait for clients", source })?;
-            let happened: Vec<bool> = descriptors.iter().map(|entry| !entry.revents().is_empty()).collect();
-            drop(descriptors);
-            if happened[0] {
-                return Ok(());
-            }
-            self.serve(&happened[2..]);
-            if happened[1] {
-                self.accept();
-            }
+        while self.round(Some(stop), None)? {}
+        Ok(())
+    }
+
+    /// Serves as long as anybody who is connected has something to say.
+    #[cfg(feature = "testing")]
+    pub(super) fn serve_until_idle(&mut self) {
+        // One round to take a connection, at the least.
+        let mut connected = true;
+        while connected {
+            let until = Instant::now() + Duration::from_millis(1);
+            connected = self.round(None, Some(until)).is_ok() && !self.connections.is_empty();
         }
+    }
+
+    /// Waits until something happens, at most until `until`, and does what there is to do; false if `stop` is readable.
+    fn round(&mut self, stop: Option<BorrowedFd<'_>>, until: Option<Instant>) -> Result<bool, BrokerError> {
+        self.accept_after = self.accept_after.filter(|after| Instant::now() < *after);
+        let accepts = if self.accept_after.is_some() { PollFlags::empty() } else { PollFlags::IN };
+        let mut descriptors = vec![PollFd::new(&self.listener, accepts)];
+        for connection in self.connections.values() {
+            descriptors.push(PollFd::new(connection, connection.interest()));
+            descriptors.push(PollFd::new(&*connection.peer, PollFlags::IN));
+        }
+        descriptors.extend(self.lost.iter().map(|(_, peer)| PollFd::new(&**peer, PollFlags::IN)));
+        descriptors.extend(stop.map(|stop| PollFd::from_borrowed_fd(stop, PollFlags::IN)));
+        let since = self.connections.values().filter_map(|connection| connection.waiting_since).min();
+        let late = since.map(|since| since + self.limits.patience);
+        let deadline = [late, self.accept_after, until].into_iter().flatten().min();
+        wait(&mut descriptors, deadline)
+            .map_err(|source| BrokerError::System { what: "wait for clients", source })?;
+        let happened: Vec<bool> = descriptors.iter().map(|entry| !entry.revents().is_empty()).collect();
+        drop(descriptors);
+        let (others, stopped) = happened.split_at(happened.len() - usize::from(stop.is_some()));
+        if stopped == [true] {
+            return Ok(false);
+        }
+        self.serve(&others[1..]);
+        if others[0] {
+            self.accept();
+        }
+        Ok(true)
     }
 
     /// What it knows of itself.

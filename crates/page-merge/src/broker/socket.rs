@@ -68,6 +68,8 @@ impl SocketFile {
         }
         .map_err(failed("bind the socket"))?;
         let file = Self { path: path.to_owned(), identity: identity(path) };
+        // What the mask for new files has taken away.
+        rustix::fs::chmod(path, mode).map_err(failed("set the permissions"))?;
         rustix::net::listen(&socket, BACKLOG).map_err(failed("listen"))?;
         Ok((file, socket))
     }

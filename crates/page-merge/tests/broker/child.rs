@@ -1,0 +1,150 @@
+//! Processes that can be killed: this program once more, as a client or as a broker.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+
+use ebb_page_merge::StableStore;
+use ebb_page_merge::broker::{Broker, BrokerConfig, Limits, Placement};
+
+use crate::cuts::script;
+use crate::raw::Raw;
+use crate::support::Member;
+
+const ROLE: &str = "EBB_BROKER_TEST_ROLE";
+const SOCKET: &str = "EBB_BROKER_TEST_SOCKET";
+
+/// A process that ends when it is dropped.
+pub struct Process {
+    child: Child,
+    input: ChildStdin,
+    output: BufReader<ChildStdout>,
+}
+
+impl Process {
+    pub fn start(role: &str, socket: &Path) -> Self {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "child::another_process", "--ignored", "--nocapture", "--quiet"])
+            .env(ROLE, role)
+            .env(SOCKET, socket)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let input = child.stdin.take().unwrap();
+        let output = BufReader::new(child.stdout.take().unwrap());
+        Self { child, input, output }
+    }
+
+    /// Waits for a line that begins with `word`; the rest of it.
+    pub fn wait_for(&mut self, word: &str) -> String {
+        let mut line = String::new();
+        loop {
+            line.clear();
+            let length = self.output.read_line(&mut line).unwrap();
+            assert!(length > 0, "the process has ended before it said {word}");
+            if let Some(rest) = line.trim_end().strip_prefix(word) {
+                return rest.trim().to_owned();
+            }
+        }
+    }
+
+    pub fn tell(&mut self, line: &str) {
+        writeln!(self.input, "{line}").unwrap();
+    }
+
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// SIGKILL.
+    pub fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // It may have ended already.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// What the other process does.
+#[test]
+#[ignore = "the body of other processes"]
+fn another_process() {
+    let socket = PathBuf::from(std::env::var_os(SOCKET).expect("it is run by other tests"));
+    match std::env::var(ROLE).unwrap().as_str() {
+        "broker" => broker(socket),
+        "sharer" => sharer(&socket),
+        "churner" => churner(&socket),
+        "cutter" => cutter(&socket),
+        other => panic!("the unknown role {other}"),
+    }
+}
+
+/// Serves until it is killed.
+fn broker(path: PathBuf) {
+    let mut broker = Broker::bind(BrokerConfig { path, domains: Vec::new(), limits: Limits::default() });
+    println!("\nlistening");
+    let (wait, _stop) = rustix::pipe::pipe().unwrap();
+    broker.as_mut().unwrap().run(wait.as_fd()).unwrap();
+}
+
+/// Shares pages 0 to 9, or makes them, and waits to be killed.
+fn sharer(path: &Path) {
+    let mut member = Member::join(path, "web", Placement::Across).unwrap();
+    let pages: Vec<u64> = (0..10).collect();
+    member.make(&pages);
+    member.news();
+    println!("\nsharing");
+    let mut line = String::new();
+    std::io::stdin().read_line(&mut line).unwrap();
+    if line.trim() == "drop" {
+        // The connection is lost, and what is mapped is not.
+        let segments = member.segments.clone();
+        drop(member);
+        println!("\ndropped");
+        std::io::stdin().read_line(&mut line).unwrap();
+        drop(segments);
+    }
+}
+
+/// Makes, shares and releases as fast as it can until it is killed.
+fn churner(path: &Path) {
+    let mut member = Member::join(path, "web", Placement::Across).unwrap();
+    println!("\nchurning");
+    for round in 0_u64.. {
+        let pages: Vec<u64> = (0..40).map(|page| page * 3 + round % 5).collect();
+        let slots = member.publish(&pages);
+        for &slot in &slots {
+            member.store.shared(slot);
+        }
+        member.query(round);
+        for &slot in slots.iter().skip((round % 7) as usize) {
+            member.store.release(slot);
+        }
+        member.news();
+    }
+}
+
+/// Ends a connection after each byte of everything that a client says, all from this one process.
+fn cutter(path: &Path) {
+    let (bytes, _) = script("web");
+    for cut in (0..bytes.len()).filter(|&cut| cut < 200 || cut % 97 == 0 || cut > bytes.len() - 200) {
+        let mut raw = Raw::connect(path);
+        raw.send(&bytes[..cut]);
+        // Every third goes without reading its answers.
+        if cut % 3 != 0 {
+            raw.0.shutdown(std::net::Shutdown::Write).unwrap();
+            while raw.reply().is_some() {}
+        }
+    }
+    println!("\ncut");
+    let mut line = String::new();
+    std::io::stdin().read_line(&mut line).unwrap();
+}

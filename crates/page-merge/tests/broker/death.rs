@@ -1,0 +1,79 @@
+//! Clients that are killed.
+
+use ebb_page_merge::broker::{Limits, NodeStatus};
+use ebb_page_merge::{Answer, StableStore};
+
+use crate::child::Process;
+use crate::support::{NOTHING, Running, page, wait_until};
+
+#[test]
+fn a_killed_client_gives_up_what_it_held_and_nobody_elses() {
+    let broker = Running::new(Limits::default());
+    let mut killed = Process::start("sharer", &broker.path());
+    killed.wait_for("sharing");
+    let mut member = broker.member("web");
+    let slot = member.share(3);
+    let shared = NodeStatus { stable_pages: 10, sharers: 11, ..NOTHING };
+    assert_eq!(broker.pages_of("web"), shared);
+    killed.kill();
+    let left = NodeStatus { stable_pages: 1, sharers: 1, ..NOTHING };
+    wait_until("the end of the client", || broker.pages_of("web") == left);
+    assert_eq!(member.read(slot), page(3));
+    // What it left is used again, and what is in use is not.
+    let fresh: Vec<u64> = (100..109).collect();
+    for made in member.make(&fresh) {
+        assert_ne!(made, slot);
+    }
+    assert_eq!(member.read(slot), page(3));
+    assert_eq!(broker.status().lost_clients, 0);
+}
+
+#[test]
+fn a_client_that_lost_its_connection_keeps_its_pages_until_its_process_ends() {
+    let broker = Running::new(Limits::default());
+    let mut process = Process::start("sharer", &broker.path());
+    process.wait_for("sharing");
+    process.tell("drop");
+    process.wait_for("dropped");
+    wait_until("the end of the connection", || broker.status().lost_clients == 1);
+    let kept = NodeStatus { stable_pages: 10, sharers: 10, ..NOTHING };
+    assert_eq!(broker.pages_of("web"), kept);
+    // Others find them, and nothing of them is overwritten.
+    let mut member = broker.member("web");
+    let slot = member.share(9);
+    member.make(&(200..264).collect::<Vec<u64>>());
+    member.store.release(slot);
+    member.news();
+    assert_eq!(member.share(9), slot);
+    process.kill();
+    wait_until("the end of the process", || broker.pages_of("web").stable_pages == 65);
+    assert_eq!(member.read(slot), page(9));
+}
+
+#[test]
+fn clients_killed_at_any_time_leave_nothing_and_disturb_nobody() {
+    let broker = Running::new(Limits { max_page_sharing: 3, ..Limits::default() });
+    let mut member = broker.member("web");
+    let pages: Vec<u64> = (0..120).collect();
+    let slots = member.make(&pages);
+    for round in 0..12 {
+        let mut churner = Process::start("churner", &broker.path());
+        churner.wait_for("churning");
+        // Some more or less of its work.
+        for step in 0..round * 3 {
+            assert_ne!(member.query(10_000 + step), Answer::Wanted);
+        }
+        churner.kill();
+        let alone = |status: &NodeStatus| (status.stable_pages, status.sharers, status.reservations);
+        wait_until("the end of the client", || alone(&broker.pages_of("web")) == (120, 120, 0));
+        for (&slot, &number) in slots.iter().zip(&pages) {
+            assert_eq!(member.read(slot), page(number), "after round {round}");
+        }
+    }
+    for slot in slots {
+        member.store.release(slot);
+    }
+    member.news();
+    assert_eq!(broker.pages_of("web").stable_pages, 0);
+    assert_eq!(broker.domain("web").unwrap().segments, 0);
+}

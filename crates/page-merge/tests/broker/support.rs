@@ -1,0 +1,203 @@
+//! A broker on a thread of this process, and clients of it.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use ebb_guest_ram::{StableSegments, StableSlot};
+use ebb_page_merge::broker::{
+    Broker, BrokerConfig, BrokerError, BrokerStatus, BrokerStore, DomainRule, DomainStatus, Limits,
+    MemberConfig, NodeStatus, Placement, SegmentUser, ask_status,
+};
+use ebb_page_merge::{Answer, Node, PageHash, PageHasher, Slot, StableStore};
+use tempfile::TempDir;
+
+pub const PAGE: usize = 4096;
+
+/// No answer of a machine that is busy takes this long.
+pub const LONG: Duration = Duration::from_secs(60);
+
+/// A broker that serves until it is dropped.
+pub struct Running {
+    folder: TempDir,
+    stop: OwnedFd,
+    thread: Option<JoinHandle<Result<(), BrokerError>>>,
+}
+
+impl Running {
+    pub fn new(limits: Limits) -> Self {
+        Self::with_rules(limits, Vec::new())
+    }
+
+    pub fn with_rules(limits: Limits, domains: Vec<DomainRule>) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let config = BrokerConfig { path: folder.path().join("broker"), domains, limits };
+        let (wait, stop) = rustix::pipe::pipe().unwrap();
+        let mut broker = Broker::bind(config).unwrap();
+        let thread = std::thread::spawn(move || broker.run(wait.as_fd()));
+        Self { folder, stop, thread: Some(thread) }
+    }
+
+    pub fn path(&self) -> PathBuf {
+        self.folder.path().join("broker")
+    }
+
+    pub fn status(&self) -> BrokerStatus {
+        ask_status(&self.path(), LONG).unwrap()
+    }
+
+    pub fn member(&self, domain: &str) -> Member {
+        Member::join(&self.path(), domain, Placement::Across).unwrap()
+    }
+
+    /// What there is of a domain that does not keep nodes apart.
+    pub fn pages_of(&self, domain: &str) -> NodeStatus {
+        let status = self.status();
+        let domain = status.domains.iter().find(|found| found.name.as_str() == domain);
+        domain.and_then(|domain| domain.nodes.first()).cloned().unwrap_or(NOTHING)
+    }
+
+    pub fn domain(&self, domain: &str) -> Option<DomainStatus> {
+        self.status().domains.into_iter().find(|found| found.name.as_str() == domain)
+    }
+}
+
+/// No pages at all.
+pub const NOTHING: NodeStatus =
+    NodeStatus { node: None, stable_pages: 0, sharers: 0, reservations: 0, remembered_hashes: 0 };
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        rustix::io::write(&self.stop, &[0]).unwrap();
+        let ended = self.thread.take().unwrap().join();
+        // A test that has failed says why by itself.
+        if !std::thread::panicking() {
+            ended.unwrap().unwrap();
+            assert!(!self.path().exists(), "the socket is left");
+        }
+    }
+}
+
+/// The segments of a client, and the files for tests that do with them what no client should.
+#[derive(Clone, Debug)]
+pub struct Segments {
+    pub mapped: Arc<StableSegments>,
+    pub files: Arc<std::sync::Mutex<std::collections::BTreeMap<u32, File>>>,
+}
+
+impl Segments {
+    pub fn new() -> Self {
+        Self { mapped: StableSegments::new(), files: Arc::default() }
+    }
+
+    pub fn numbers(&self) -> Vec<u32> {
+        self.files.lock().unwrap().keys().copied().collect()
+    }
+}
+
+impl SegmentUser for Segments {
+    fn add(&mut self, number: u32, file: File) -> io::Result<()> {
+        self.files.lock().unwrap().insert(number, file.try_clone()?);
+        SegmentUser::add(&mut self.mapped, number, file)
+    }
+
+    fn remove(&mut self, number: u32) {
+        self.files.lock().unwrap().remove(&number);
+        SegmentUser::remove(&mut self.mapped, number);
+    }
+}
+
+/// A client.
+pub struct Member {
+    pub store: BrokerStore<Segments>,
+    pub segments: Segments,
+    hasher: PageHasher,
+    pub node: Node,
+}
+
+impl Member {
+    pub fn join(path: &Path, domain: &str, placement: Placement) -> Result<Self, BrokerError> {
+        let mut config = MemberConfig::new(path.to_owned(), domain.parse().unwrap(), placement);
+        config.time_limit = LONG;
+        let segments = Segments::new();
+        let store = BrokerStore::connect(&config, segments.clone())?;
+        let hasher = PageHasher::new(&store.secret());
+        let node = match placement {
+            Placement::Across => Node::ANY,
+            Placement::Apart => Node(0),
+        };
+        Ok(Self { store, segments, hasher, node })
+    }
+
+    pub fn hash(&self, number: u64) -> PageHash {
+        self.hasher.hash(&page(number))
+    }
+
+    pub fn query(&mut self, number: u64) -> Answer {
+        let mut answers = Vec::new();
+        let hash = self.hash(number);
+        self.store.query(self.node, &[hash], &mut answers).unwrap();
+        answers[0]
+    }
+
+    pub fn publish(&mut self, numbers: &[u64]) -> Vec<Slot> {
+        let contents: Vec<u8> = numbers.iter().flat_map(|&number| page(number)).collect();
+        let hashes: Vec<PageHash> = numbers.iter().map(|&number| self.hash(number)).collect();
+        let mut slots = Vec::new();
+        self.store.publish(self.node, &hashes, &contents, &mut slots).unwrap();
+        slots
+    }
+
+    /// Publishes pages and shares each once.
+    pub fn make(&mut self, numbers: &[u64]) -> Vec<Slot> {
+        let slots = self.publish(numbers);
+        for &slot in &slots {
+            self.store.shared(slot);
+        }
+        self.store.flush();
+        slots
+    }
+
+    /// Shares a page that is there.
+    pub fn share(&mut self, number: u64) -> Slot {
+        let Answer::Stable(slot) = self.query(number) else { panic!("page {number} is not there") };
+        assert_eq!(self.read(slot), page(number));
+        self.store.shared(slot);
+        self.store.flush();
+        slot
+    }
+
+    /// A stable page as this client sees it.
+    pub fn read(&self, slot: Slot) -> Vec<u8> {
+        let mut content = vec![0; PAGE];
+        let slot = StableSlot { segment: slot.segment, index: slot.index };
+        self.segments.mapped.read(slot, &mut content).unwrap();
+        content
+    }
+
+    pub fn news(&mut self) -> Vec<(Node, PageHash)> {
+        let mut news = Vec::new();
+        self.store.news(&mut news);
+        news
+    }
+}
+
+/// A page that is told by a number.
+pub fn page(number: u64) -> Vec<u8> {
+    let mut page = vec![0xa5; PAGE];
+    page[100..108].copy_from_slice(&number.to_le_bytes());
+    page
+}
+
+/// Waits until something is so.
+pub fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let begin = std::time::Instant::now();
+    while !is_so() {
+        assert!(begin.elapsed() < LONG, "{what} did not come about");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
