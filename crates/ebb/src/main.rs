@@ -5,6 +5,7 @@ mod doctor;
 mod extract_vmlinux;
 mod guest_image;
 mod lab;
+mod merge_broker;
 mod migrate;
 mod receive;
 mod restore;
@@ -55,6 +56,8 @@ enum Command {
     Snapshot(snapshot::Args),
     /// Look at and change a running virtual machine through its API socket
     Ctl(ctl::Args),
+    /// Own the stable pages that machines of one trust domain share
+    MergeBroker(merge_broker::Args),
     /// Say whether this machine can run guests, and what to do if not
     Doctor(doctor::Args),
     /// Run experiments on real guests
@@ -96,6 +99,7 @@ fn main() -> ExitCode {
         Command::Receive(args) => receive::run(*args),
         Command::Snapshot(args) => snapshot::run(args),
         Command::Ctl(args) => ctl::run(args),
+        Command::MergeBroker(args) => merge_broker::run(args),
         Command::Doctor(args) => doctor::run(args),
         Command::Lab(args) => lab::run(args),
         Command::VirtualHost(args) => virtual_host::run(args),

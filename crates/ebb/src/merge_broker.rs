@@ -1,0 +1,157 @@
+//! `ebb merge-broker`: owns the stable pages that machines of one trust domain share.
+
+use std::fmt::Write as _;
+use std::io::Write as _;
+use std::os::fd::AsFd as _;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+use ebb_migration::session::Address;
+use ebb_page_merge::broker::{Broker, BrokerConfig, BrokerStatus, DomainRule, Limits, Placement, ask_status};
+use ebb_vmm::config::Switch;
+use ebb_vmm::seccomp::{Filters, ThreadKind};
+use ebb_vmm::size::ByteSize;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use serde_json::json;
+
+use crate::run::Toggle;
+
+const AFTER_HELP: &str = "\
+Machines that merge their own memory (ebb run --memory ...,merge=owner,merge_domain=NAME,merge_broker=PATH) share pages with other
+machines of the same trust domain through a broker. It hands out memory files that nobody but itself can write to, and frees a
+page when the last process that has it mapped has ended or given it up. Machines of different domains never share
+anything: whoever shares pages can find out, by the time that a write takes, which pages others have.
+
+When it listens, it says so on standard output: \"listening on unix:/run/ebb-merge.sock\". It ends on SIGTERM, SIGINT or SIGHUP
+and removes the socket. Machines keep what they share then, and merge no further pages with others until they are started
+anew.
+
+Only processes of the broker's user and root can be clients, unless --domain says otherwise.
+
+Examples:
+  ebb merge-broker --listen unix:/run/ebb-merge.sock --quota 8G
+  ebb merge-broker --listen unix:/run/ebb-merge.sock --domain blue=1001 --domain green=1002
+  ebb merge-broker --status /run/ebb-merge.sock --json";
+
+/// Own the stable pages that machines of one trust domain share, or show the state of such a broker.
+#[derive(Debug, clap::Args)]
+#[command(after_help = AFTER_HELP, next_line_help = true)]
+pub struct Args {
+    /// Where to listen
+    #[arg(long, value_name = "unix:PATH", required_unless_present = "status", conflicts_with = "status")]
+    listen: Option<Address>,
+    /// Show the state of the broker that listens there
+    #[arg(long, value_name = "PATH")]
+    status: Option<PathBuf>,
+    /// A domain to serve, and the number of the user whose machines may join it [default: any, for the broker's user]
+    #[arg(long, value_name = "NAME[=UID]", conflicts_with = "status")]
+    domain: Vec<DomainRule>,
+    /// Most stable pages of a domain; one machine may have made half of them [default: a quarter of the host's memory]
+    #[arg(long, value_name = "SIZE", conflicts_with = "status")]
+    quota: Option<ByteSize>,
+    /// Most sharers of one stable page; beyond it there are duplicates
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = Limits::default().max_page_sharing,
+        value_parser = clap::value_parser!(u32).range(2..),
+        conflicts_with = "status"
+    )]
+    max_page_sharing: u32,
+    /// System call filter
+    #[arg(long, value_enum, default_value_t = Toggle::On, conflicts_with = "status")]
+    seccomp: Toggle,
+    /// Print JSON: one line when it listens, or the state
+    #[arg(long)]
+    json: bool,
+}
+
+/// Serves until a signal comes, or prints a state.
+pub fn run(args: Args) -> anyhow::Result<ExitCode> {
+    if let Some(path) = &args.status {
+        return show(path, args.json);
+    }
+    let path = match args.listen {
+        Some(Address::Unix { path }) => path,
+        Some(other) => {
+            bail!("a broker cannot listen at {other}, since it hands out file descriptors; use unix:PATH")
+        }
+        None => bail!("--listen unix:PATH is missing"),
+    };
+    let quota_bytes = args.quota.map_or_else(default_quota_bytes, ByteSize::bytes);
+    let limits = Limits { max_page_sharing: args.max_page_sharing, ..Limits::default() };
+    let config = BrokerConfig { path, domains: args.domain, limits: limits.with_quota(quota_bytes) };
+    // Each client takes two descriptors.
+    raise_descriptor_limit();
+    let signals = ebb_vmm::vm::Signals::block().context("cannot wait for signals")?;
+    let mut broker = Broker::bind(config)?;
+    let switch = if matches!(args.seccomp, Toggle::On) { Switch::On } else { Switch::Off };
+    let filter = Filters::new(switch)?.for_thread(ThreadKind::Broker);
+    announce(broker.path(), args.json)?;
+    filter.apply()?;
+    broker.run(signals.as_fd())?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn announce(path: &Path, json: bool) -> anyhow::Result<()> {
+    let address = format!("unix:{}", path.display());
+    let line =
+        if json { json!({ "listening": address }).to_string() } else { format!("listening on {address}") };
+    let mut output = std::io::stdout().lock();
+    writeln!(output, "{line}").and_then(|()| output.flush()).context("cannot write to standard output")
+}
+
+fn show(path: &Path, json: bool) -> anyhow::Result<ExitCode> {
+    let status = ask_status(path, Duration::from_secs(5))?;
+    let text = if json { format!("{}\n", serde_json::to_string_pretty(&status)?) } else { table(&status) };
+    std::io::stdout().lock().write_all(text.as_bytes()).context("cannot write to standard output")?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn table(status: &BrokerStatus) -> String {
+    let mut text = format!("clients {}", status.clients);
+    // Writing into a String cannot fail.
+    if status.lost_clients > 0 {
+        let _ = write!(text, ", and {} that lost their connection and share still", status.lost_clients);
+    }
+    let _ = writeln!(text, ", refused {}", status.refused);
+    for domain in &status.domains {
+        let nodes = match domain.placement {
+            Placement::Across => "merged across nodes",
+            Placement::Apart => "nodes kept apart",
+        };
+        let _ = writeln!(
+            text,
+            "domain {}: {} clients, {nodes}, {} segments of {} pages in all",
+            domain.name, domain.clients, domain.segments, domain.segment_pages
+        );
+        for node in &domain.nodes {
+            let place = node.node.map_or_else(|| "any node".to_owned(), |node| format!("node {node}"));
+            let _ = writeln!(
+                text,
+                "  {place}: {} stable pages, {} sharers, {} being made, {} saved, {} hashes remembered",
+                node.stable_pages,
+                node.sharers,
+                node.reservations,
+                ByteSize::from_bytes(node.saved_pages() * 4096),
+                node.remembered_hashes
+            );
+        }
+    }
+    text
+}
+
+/// A quarter of the host's memory.
+fn default_quota_bytes() -> u64 {
+    let info = rustix::system::sysinfo();
+    (info.totalram as u64).saturating_mul(info.mem_unit.into()) / 4
+}
+
+fn raise_descriptor_limit() {
+    let limit = getrlimit(Resource::Nofile);
+    if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }) {
+        tracing::debug!("the limit of open files stays as it is: {error}");
+    }
+}
