@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use ebb_vmm::api::{BalloonInfo, Client, ClientError, FreePagesReport, TrimReport};
+use ebb_vmm::api::{BalloonInfo, Client, ClientError, FreePagesReport, MergeChange, MergeInfo, TrimReport};
 use serde_json::{Value, json};
 
 use crate::counters::Counters;
@@ -109,6 +109,28 @@ impl Balloon {
         };
         let body = json!({ "min_order": min_order, "timeout_ms": FREE_PAGES_LIMIT_MS });
         client.put_json("/balloon/free-pages", &body).map_err(BalloonError::Api)
+    }
+
+    /// What the monitor says of the merging of the guest's pages.
+    ///
+    /// # Errors
+    /// [`BalloonError`]; QEMU has no such thing.
+    pub fn merge_info(&mut self) -> Result<MergeInfo, BalloonError> {
+        let Self::Ebb(client) = self else {
+            return Err(BalloonError::OnlyEbb("merging"));
+        };
+        client.get("/merge").map_err(BalloonError::Api)
+    }
+
+    /// Changes how the guest's pages are merged.
+    ///
+    /// # Errors
+    /// [`BalloonError`]; QEMU has no such thing.
+    pub fn change_merging(&mut self, change: &MergeChange) -> Result<MergeInfo, BalloonError> {
+        let Self::Ebb(client) = self else {
+            return Err(BalloonError::OnlyEbb("merging"));
+        };
+        client.put_json("/merge", change).map_err(BalloonError::Api)
     }
 
     /// Size that the guest says its balloon has, MiB.

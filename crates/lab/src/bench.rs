@@ -16,6 +16,7 @@ use crate::event::Events;
 use crate::experiment::RunSize;
 use crate::guest::{Answer, Guest};
 use crate::host::{self, Gauge, Usage};
+use crate::merging::Broker;
 use crate::monitor::{Assets, GuestSize, Setup, Trim};
 use crate::proc;
 use crate::results::{GuestRecord, Scale, rounded};
@@ -24,6 +25,9 @@ use crate::watch::{AfterReturn, Patience, ReturnWatch, Verdict};
 use control::Control;
 
 mod control;
+mod merging;
+
+pub use merging::Settled;
 
 /// How often the memory of a guest is looked at while it comes back.
 const LOOK_INTERVAL: Duration = Duration::from_millis(200);
@@ -50,6 +54,8 @@ pub struct Bench<'a> {
     sampler: Option<Sampler>,
     controls: Vec<Control>,
     guests: Vec<Guest>,
+    /// Ends after the guests, which share pages through it.
+    broker: Option<Broker>,
     /// How many guests were started.
     started: u32,
     processes: GuestProcesses,
@@ -82,6 +88,7 @@ impl<'a> Bench<'a> {
             sampler: Some(sampler),
             controls: Vec::new(),
             guests: Vec::new(),
+            broker: None,
             started: 0,
             processes,
             size,
@@ -171,12 +178,8 @@ impl<'a> Bench<'a> {
     }
 
     fn start(&mut self, size: GuestSize, control: Option<&Path>) -> Result<GuestRecord, LabError> {
-        self.started += 1;
-        let number = self.started;
-        self.events.step(number, "starts");
-        let command = self.assets.command(&self.setup, size, control)?;
-        let mut guest = Guest::start(number, command)?;
-        self.processes.add(guest.pid());
+        let mut guest = self.launch(size, control, &[])?;
+        let number = guest.number();
         let ready = guest.wait_ready(BOOT_LIMIT);
         let pid = guest.pid();
         let ready = ready?;
@@ -188,6 +191,24 @@ impl<'a> Bench<'a> {
             booted_rss_mib: footprint_mib(pid).map(rounded),
             ..GuestRecord::default()
         })
+    }
+
+    /// Starts the next guest's monitor, with more arguments for it, without waiting for the guest.
+    fn launch(
+        &mut self,
+        size: GuestSize,
+        control: Option<&Path>,
+        arguments: &[&str],
+    ) -> Result<Guest, LabError> {
+        self.ensure_broker()?;
+        self.started += 1;
+        let number = self.started;
+        self.events.step(number, "starts");
+        let mut command = self.assets.command(&self.setup, size, control)?;
+        command.args(arguments);
+        let guest = Guest::start(number, command)?;
+        self.processes.add(guest.pid());
+        Ok(guest)
     }
 
     /// Runs a program that uses `program_mib` in a guest, noting the guest's peak.

@@ -7,7 +7,7 @@ use crate::bench::Bench;
 use crate::event::Events;
 use crate::monitor::Setup;
 use crate::results::{MetricInfo, Place, Scale, Series};
-use crate::{clock, density, faults, free_pages, inflate, memhog, merge_speed, migrate};
+use crate::{clock, density, faults, free_pages, inflate, memhog, merge_speed, migrate, numa_merge};
 
 /// The host that an experiment is made for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -201,7 +201,7 @@ pub trait Experiment: Sync {
 }
 
 /// All experiments, in the order of `ebb lab list`.
-pub fn all() -> [&'static dyn Experiment; 8] {
+pub fn all() -> [&'static dyn Experiment; 9] {
     [
         &density::Density,
         &memhog::Memhog,
@@ -211,6 +211,7 @@ pub fn all() -> [&'static dyn Experiment; 8] {
         &faults::Faults,
         &clock::Clock,
         &merge_speed::MergeSpeed,
+        &numa_merge::NumaMerge,
     ]
 }
 
@@ -263,7 +264,7 @@ mod tests {
         assert_eq!(
             message,
             "unknown experiment 'densitiy'; there are: density, memhog, inflate, free-pages, migrate, faults, clock, \
-             merge-speed"
+             merge-speed, numa-merge"
         );
     }
 

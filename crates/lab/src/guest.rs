@@ -422,7 +422,7 @@ fn write_line(input: &mut impl Write, line: &[u8], sending: Sending) -> std::io:
 }
 
 /// Makes the kernel kill the program when this thread ends, so that no guest outlives the lab.
-fn end_with_parent(program: &mut Program) {
+pub(crate) fn end_with_parent(program: &mut Program) {
     let parent = getpid();
     let in_child = move || {
         set_parent_process_death_signal(Some(Signal::KILL))?;

@@ -27,8 +27,10 @@ pub mod inflate;
 pub mod link;
 pub mod memhog;
 pub mod merge_speed;
+pub mod merging;
 pub mod migrate;
 pub mod monitor;
+pub mod numa_merge;
 pub mod output;
 pub mod place;
 pub mod plot;
@@ -40,6 +42,7 @@ pub mod results;
 pub mod run;
 pub mod sampler;
 pub mod statistics;
+pub mod survey;
 pub mod table;
 pub mod watch;
 

@@ -17,6 +17,7 @@ use crate::results::{MetricInfo, Scale, Series};
 use content::Shape;
 use ksmd::{Ksmd, SmartScan};
 use measure::{Amount, Company};
+use owner::Owner;
 use side::Side;
 use tell::Found;
 
@@ -24,6 +25,7 @@ mod content;
 mod ksmd;
 mod measure;
 mod memory;
+mod owner;
 mod sibling;
 mod side;
 mod tell;
@@ -54,6 +56,7 @@ fn amount(scale: Scale) -> Amount {
 /// A side, by the name of its series.
 fn side(name: &str) -> Result<Box<dyn Side>, LabError> {
     Ok(match name {
+        tell::OWNER => Box::new(Owner::new()),
         tell::KSMD => Box::new(Ksmd::join(SmartScan::Off)?),
         tell::KSMD_SMART => Box::new(Ksmd::join(SmartScan::On)?),
         other => return Err(LabError::Merging(format!("there is no '{other}'"))),
@@ -102,6 +105,10 @@ impl Experiment for MergeSpeed {
         let plan =
             |name, summary| SeriesPlan { name, summary, runs: Runs::ByDefault, subject: Subject::Machine };
         vec![
+            plan(
+                tell::OWNER,
+                "the process itself, by moving pages away, comparing and mapping (merge=owner)",
+            ),
             plan(tell::KSMD, "KSM without rests, each page looked at in each pass (smart_scan 0)"),
             plan(tell::KSMD_SMART, "KSM without rests, with smart_scan"),
         ]

@@ -7,6 +7,7 @@ use std::process::Command;
 use ebb_kvm_clock::ClockPolicy;
 
 use crate::driver::{Driver, Extension};
+use crate::merging::Merging;
 
 /// Words that every guest's kernel gets: a quiet serial console, and an end instead of a hang after a crash.
 const KERNEL_ARGUMENTS: &str = "console=ttyS0 quiet loglevel=1 panic=-1 reboot=t";
@@ -122,6 +123,8 @@ pub struct Setup {
     pub clearing: Clearing,
     /// With or without free page hinting.
     pub hinting: Hinting,
+    /// With or without merging of equal pages; Ebb only.
+    pub merging: Merging,
 }
 
 impl Setup {
@@ -139,6 +142,7 @@ impl Setup {
         extension: Extension::Offered,
         clearing: Clearing::Default,
         hinting: Hinting::Default,
+        merging: Merging::Off,
     };
 
     /// In words, for a document.
@@ -168,6 +172,7 @@ impl Setup {
         if self.huge_pages == HugePages::Off {
             text.push_str(", guest memory without transparent huge pages");
         }
+        text.push_str(&self.merging.describe());
         if self.bounce_buffer == BounceBuffer::Off {
             text.push_str(", guest without a bounce buffer");
         }
@@ -360,6 +365,7 @@ impl Assets {
         if setup.huge_pages == HugePages::Off {
             memory.push_str(",thp=off");
         }
+        memory.push_str(&setup.merging.memory_option());
         let mut command = Command::new(&self.ebb);
         command
             .args(["run", "--serial", "stdio", "--on-reboot", "exit", "--clock", setup.clock.name()])

@@ -60,6 +60,22 @@ impl Bench<'_> {
         Ok(record)
     }
 
+    /// Starts the next guest's monitor with a control socket, without waiting for the guest.
+    pub(super) fn launch_controlled(
+        &mut self,
+        size: GuestSize,
+        arguments: &[&str],
+    ) -> Result<Guest, LabError> {
+        let directory = tempfile::tempdir()
+            .map_err(|cause| LabError::SystemFile { path: std::env::temp_dir(), cause })?;
+        let socket = directory.path().join("control");
+        let guest = self.launch(size, Some(&socket), arguments)?;
+        let balloon = Balloon::open(self.setup.monitor, &socket, size.memory_mib)
+            .map_err(|error| balloon_failed(guest.number(), &error))?;
+        self.controls.push(Control { guest: guest.number(), balloon, _directory: directory });
+        Ok(guest)
+    }
+
     /// Trims a guest, if the series says so; returns what that did.
     ///
     /// # Errors
@@ -127,7 +143,7 @@ impl Bench<'_> {
     }
 
     /// Does something through a guest's monitor.
-    fn through<T>(
+    pub(super) fn through<T>(
         &mut self,
         guest: u32,
         action: impl FnOnce(&mut Balloon) -> Result<T, BalloonError>,

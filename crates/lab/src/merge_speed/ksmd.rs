@@ -22,6 +22,8 @@ const PAGES_TO_SCAN: u64 = 500;
 const LOOK: Duration = Duration::from_micros(500);
 /// It does not take longer, whatever is merged.
 const LIMIT: Duration = Duration::from_secs(300);
+/// Of the pages of a first pass: it would be in the midst of the second one otherwise until it is stopped.
+const MOST_OF: f64 = 0.95;
 /// `struct ksm_rmap_item` of Linux 6.x on 64-bit machines (mm/ksm.c), where the kernel does not tell it itself.
 const ITEM_BYTES: u64 = 64;
 const ITEM_SIZE_FILE: &str = "/sys/kernel/slab/ksm_rmap_item/object_size";
@@ -136,6 +138,10 @@ impl Side for Ksmd {
         // It sleeps a moment after it was stopped, and its time is exact then.
         thread::sleep(2 * LOOK);
         Ok(Work { cpu_ns: self.cpu_ns()? - cpu_ns, wall_ns, pages: covered(&self.counters()?) })
+    }
+
+    fn first_pass(&self, arena: &Arena) -> Until {
+        Until::Covered((arena.contents().pages() as f64 * MOST_OF) as u64)
     }
 
     fn metadata_bytes(&mut self, _arena: &Arena) -> Result<u64, LabError> {

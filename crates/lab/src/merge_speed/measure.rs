@@ -13,8 +13,6 @@ use crate::LabError;
 const CALM: Duration = Duration::from_millis(250);
 /// Pages that are written to after they were merged.
 const WRITES: usize = 20_000;
-/// Of the pages of a first pass: what is left is looked at together with the beginning of the second one.
-const MOST_OF: f64 = 0.95;
 
 /// How much memory there is of each shape, and how often it is measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,7 +48,7 @@ pub(super) enum Company {
 /// What one side did to unique pages.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Scanning {
-    /// The first pass, of which most is counted.
+    /// Until each page was read once, or most of them.
     pub(super) first: Work,
     /// Passes when all is known.
     pub(super) steady: Work,
@@ -90,7 +88,10 @@ pub(super) fn scan(
 ) -> Result<Scanning, LabError> {
     let arena = build(side, Shape::Unique, amount, seed)?;
     let pages = arena.contents().pages();
-    let first = side.merge(&arena, Until::Covered((pages as f64 * MOST_OF) as u64))?;
+    let until = side.first_pass(&arena);
+    let first = side.merge(&arena, until)?;
+    // However often pages were looked at before they were read.
+    let first = Work { pages: first.pages.min(pages), ..first };
     side.merge(&arena, Until::Passes(settle_passes))?;
     let steady = side.merge(&arena, Until::Passes(steady_passes))?;
     let metadata_bytes = side.metadata_bytes(&arena)?;

@@ -52,6 +52,9 @@ pub(super) trait Side {
     /// What went wrong; [`LabError::Merging`] also if it takes far too long.
     fn merge(&mut self, arena: &Arena, until: Until) -> Result<Work, LabError>;
 
+    /// Until it has read each page of an arena once.
+    fn first_pass(&self, arena: &Arena) -> Until;
+
     /// Bytes that it keeps for its own use, of whatever kind.
     ///
     /// # Errors

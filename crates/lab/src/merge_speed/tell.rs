@@ -38,7 +38,11 @@ pub(super) fn metrics() -> Vec<MetricInfo> {
     let higher = |name: &str, title: &str, unit: &str| MetricInfo::new(name, title, unit, Better::Higher);
     let lower = |name: &str, title: &str, unit: &str| MetricInfo::new(name, title, unit, Better::Lower);
     let mut metrics = vec![
-        higher("unique_first_pages_per_cpu_s", "Unique pages scanned in a CPU-second, first pass", ""),
+        higher(
+            "unique_first_pages_per_cpu_s",
+            "Unique pages scanned in a CPU-second, until each was read once",
+            "",
+        ),
         higher("unique_steady_pages_per_cpu_s", "Unique pages scanned in a CPU-second, steady state", ""),
         lower("metadata_bytes_per_page", "Metadata for each scanned page", "bytes"),
     ];

@@ -1,5 +1,6 @@
 use super::*;
 use crate::driver::{Blocks, Module};
+use crate::merging::Nodes;
 
 const SIZE: GuestSize = GuestSize { memory_mib: 512, cpus: 2 };
 
@@ -42,6 +43,8 @@ fn each_setting_of_a_series_reaches_the_command() {
         line(&Setup { huge_pages: HugePages::Off, ..Setup::EBB }).contains("size=512M,backing=anon,thp=off")
     );
     assert!(line(&Setup { kernel: KernelImage::Elf, ..Setup::EBB }).contains("--kernel /ebb/vmlinux "));
+    let merged = line(&Setup { merging: Merging::Kernel(Nodes::Apart), ..Setup::EBB });
+    assert!(merged.contains("backing=anon,merge=kernel,"), "{merged}");
     let lean = line(&Setup { bounce_buffer: BounceBuffer::Off, ..Setup::EBB });
     assert!(lean.contains("reboot=t swiotlb=noforce"), "{lean}");
     let late = line(&Setup { clock: ClockPolicy::CatchUp, ..Setup::EBB });

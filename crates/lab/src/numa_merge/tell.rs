@@ -1,0 +1,251 @@
+//! What is told of merged pages on several nodes.
+
+use std::collections::BTreeMap;
+
+use super::model::{self, PUBLISHED, Spread};
+use crate::figures::{DataTable, Value};
+use crate::merging::{Merging, Nodes};
+use crate::results::{Better, MetricInfo, Series, rounded};
+use crate::survey::Survey;
+
+/// What one guest showed.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub(super) struct GuestFound {
+    /// The node that it is on.
+    pub(super) node: u32,
+    /// Time of a read before its pages were merged, ns.
+    pub(super) before_ns: f64,
+    /// And afterwards.
+    pub(super) after_ns: Option<f64>,
+    /// Remote pages by its monitor's own count.
+    pub(super) counted_remote: Option<u64>,
+}
+
+/// What a series has found.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(super) struct Found {
+    /// Nodes of the host.
+    pub(super) nodes: u32,
+    /// The guests, in the order of starting.
+    pub(super) guests: Vec<GuestFound>,
+    /// Until nothing more was merged, s.
+    pub(super) merge_s: Option<f64>,
+    /// What the host has in use less than before, MiB.
+    pub(super) freed_mib: Option<f64>,
+    /// Merged pages, seen from outside.
+    pub(super) survey: Option<Survey>,
+}
+
+/// All metrics.
+pub(super) fn metrics() -> Vec<MetricInfo> {
+    let lower = |name: &str, title: &str, unit: &str| MetricInfo::new(name, title, unit, Better::Lower);
+    let higher = |name: &str, title: &str, unit: &str| MetricInfo::new(name, title, unit, Better::Higher);
+    vec![
+        higher("pages_shared", "Pages that are shared", ""),
+        higher("pages_sharing", "Further pages that share them", ""),
+        lower("remote_merged_pages", "Merged pages on another node than their guest", ""),
+        lower("remote_merged_pages_counted", "the same, as the monitors count them", ""),
+        higher("saved_mib", "Saved", "MiB"),
+        higher("host_freed_mib", "Memory that the host has in use less", "MiB"),
+        lower("merge_s", "Until nothing more was merged", "s"),
+        lower("access_before_ns", "Read before merging, mean of guests", "ns"),
+        lower("access_ns", "Read of a merged page, mean of guests (all nodes are equally far here)", "ns"),
+        lower("access_deviation_percent", "its deviation between nodes (noise: all are equally far)", "%"),
+        lower("modelled_access_ns", "Modelled: access to a merged page, mean of guests", "ns"),
+        lower("modelled_deviation_percent", "Modelled: its deviation between nodes", "%"),
+    ]
+}
+
+/// Modelled times of an access to merged pages, by guest.
+fn modelled(found: &Found) -> Option<Spread> {
+    let survey = found.survey.as_ref()?;
+    let times: Option<Vec<f64>> = found
+        .guests
+        .iter()
+        .zip(&survey.placement)
+        .map(|(guest, placement)| model::access_ns(found.nodes, guest.node, placement))
+        .collect();
+    Spread::new(&times?)
+}
+
+/// Fills in a series' metrics and its table.
+pub(super) fn series(found: &Found, series: &mut Series) {
+    let before: Vec<f64> = found.guests.iter().map(|guest| guest.before_ns).collect();
+    let after: Option<Vec<f64>> = found.guests.iter().map(|guest| guest.after_ns).collect();
+    let after = after.and_then(|times| Spread::new(&times));
+    let modelled = modelled(found);
+    let counted: Option<u64> = found.guests.iter().map(|guest| guest.counted_remote).sum();
+    let survey = found.survey.as_ref();
+    let of_survey = |value: fn(&Survey) -> u64| survey.map(|survey| value(survey) as f64);
+    let metrics = [
+        ("pages_shared", of_survey(|survey| survey.pages_shared)),
+        ("pages_sharing", of_survey(|survey| survey.pages_sharing)),
+        ("remote_merged_pages", of_survey(|survey| survey.remote_merged_pages)),
+        ("remote_merged_pages_counted", counted.filter(|_| survey.is_some()).map(|count| count as f64)),
+        ("saved_mib", of_survey(|survey| survey.pages_sharing).map(|pages| pages / 256.0)),
+        ("host_freed_mib", found.freed_mib),
+        ("merge_s", found.merge_s),
+        ("access_before_ns", Spread::new(&before).map(|spread| spread.mean)),
+        ("access_ns", after.map(|spread| spread.mean)),
+        ("access_deviation_percent", after.map(|spread| spread.percent(0.0))),
+        ("modelled_access_ns", modelled.map(|spread| spread.mean)),
+        ("modelled_deviation_percent", modelled.map(|spread| spread.percent(0.0))),
+    ];
+    series.metrics = metrics.map(|(name, value)| (name.to_owned(), value.map(rounded))).into();
+    if let Some(survey) = survey {
+        if survey.pages_without_node > 0 {
+            series.notes.push(format!(
+                "of {} merged pages the node is not known, since nobody has read them since",
+                survey.pages_without_node
+            ));
+        }
+        series.details.push(table(found, survey));
+    }
+}
+
+/// Each guest by itself.
+fn table(found: &Found, survey: &Survey) -> DataTable {
+    let mut columns: Vec<String> =
+        ["guest's node", "read before, ns", "read after, ns", "modelled, ns"].map(str::to_owned).into();
+    columns.extend((0..found.nodes).map(|node| format!("merged pages on node {node}")));
+    let row = |(guest, placement): (&GuestFound, &BTreeMap<u32, u64>)| {
+        let number = |value: Option<f64>| value.map_or(Value::from("-"), |value| Value::from(rounded(value)));
+        let mut row = vec![
+            Value::from(u64::from(guest.node)),
+            Value::from(rounded(guest.before_ns)),
+            number(guest.after_ns),
+            number(model::access_ns(found.nodes, guest.node, placement)),
+        ];
+        row.extend((0..found.nodes).map(|node| Value::from(placement.get(&node).copied().unwrap_or(0))));
+        row
+    };
+    DataTable {
+        title: "guests by node".to_owned(),
+        columns,
+        rows: found.guests.iter().zip(&survey.placement).map(row).collect(),
+    }
+}
+
+/// Puts the table of the patch beside what the model makes of the places of merged pages.
+pub(super) fn compare(all: &mut [Series], case_of: &dyn Fn(&str) -> Option<(Merging, u32)>) {
+    let spread = |merging: Merging, nodes: u32| {
+        let series = all.iter().find(|series| case_of(&series.name) == Some((merging, nodes)))?;
+        let value = |name: &str| series.metrics.get(name).copied().flatten();
+        let (mean, percent) = (value("modelled_access_ns")?, value("modelled_deviation_percent")?);
+        Some(Spread { mean, deviation: mean * percent / 100.0 })
+    };
+    let by = [Merging::Owner, Merging::Kernel].map(|by: fn(Nodes) -> Merging| by);
+    // One number is taken from the published table: the part of an access that does not depend on the node.
+    let (first_nodes, first_percent, _) = PUBLISHED[0];
+    let constants = by.map(|by| {
+        spread(by(Nodes::Across), first_nodes).and_then(|spread| spread.constant_for(first_percent))
+    });
+    let mut rows = Vec::new();
+    for (nodes, across, apart) in PUBLISHED {
+        for (which, published) in [(Nodes::Across, across), (Nodes::Apart, apart)] {
+            let mut row = vec![
+                Value::from(u64::from(nodes)),
+                Value::from(match which {
+                    Nodes::Across => "across",
+                    Nodes::Apart => "apart",
+                }),
+                Value::from(published),
+            ];
+            let number =
+                |value: Option<f64>| value.map_or(Value::from("-"), |value| Value::from(rounded(value)));
+            for (by, constant) in by.iter().zip(constants) {
+                let spread = spread(by(which), nodes);
+                row.push(number(spread.map(|spread| spread.percent(0.0))));
+                row.push(number(spread.zip(constant).map(|(spread, constant)| spread.percent(constant))));
+            }
+            rows.push(row);
+        }
+    }
+    let columns = [
+        "nodes",
+        "merged",
+        "published, %",
+        "owner: memory alone, %",
+        "owner: with the published share of memory, %",
+        "kernel: memory alone, %",
+        "kernel: with the published share of memory, %",
+    ];
+    if let Some(first) = all.first_mut() {
+        first.tables.push(DataTable {
+            title:
+                "deviation of access times between nodes: published, and MODELLED from where merged pages are"
+                    .to_owned(),
+            columns: columns.map(str::to_owned).to_vec(),
+            rows,
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn found(nodes: u32, which: Nodes) -> Found {
+        let on = |home: u32| match which {
+            Nodes::Across => BTreeMap::from([(0, 100)]),
+            Nodes::Apart => BTreeMap::from([(home, 100)]),
+        };
+        let placement: Vec<BTreeMap<u32, u64>> = (0..nodes).map(on).collect();
+        let guest = |node| GuestFound {
+            node,
+            before_ns: 50.0,
+            after_ns: Some(50.0 + f64::from(node)),
+            counted_remote: Some(7),
+        };
+        Found {
+            nodes,
+            guests: (0..nodes).map(guest).collect(),
+            merge_s: Some(3.0),
+            freed_mib: Some(12.0),
+            survey: Some(Survey { pages_shared: 100, pages_sharing: 512, placement, ..Survey::default() }),
+        }
+    }
+
+    fn told(name: &str, nodes: u32, which: Nodes) -> Series {
+        let mut told = Series::new(name, String::new());
+        series(&found(nodes, which), &mut told);
+        told
+    }
+
+    #[test]
+    fn every_metric_that_is_described_is_there() {
+        let told = told("x", 2, Nodes::Across);
+        let described: Vec<String> = metrics().into_iter().map(|info| info.name).collect();
+        assert_eq!(told.metrics.len(), described.len());
+        assert!(described.iter().all(|name| told.metrics[name].is_some()), "{:?}", told.metrics);
+        assert_eq!(told.metrics["saved_mib"], Some(2.0));
+        assert_eq!(told.metrics["remote_merged_pages_counted"], Some(14.0));
+        assert_eq!(told.metrics["modelled_access_ns"], Some(139.5));
+        assert_eq!(told.details[0].rows.len(), 2);
+    }
+
+    #[test]
+    fn nothing_found_is_nothing_told() {
+        let mut empty = Series::new("x", String::new());
+        series(&Found::default(), &mut empty);
+        assert!(empty.metrics.values().all(Option::is_none), "{:?}", empty.metrics);
+    }
+
+    #[test]
+    fn the_published_table_is_put_beside_the_model() {
+        let cases =
+            [("across-2", 2, Nodes::Across), ("apart-2", 2, Nodes::Apart), ("across-8", 8, Nodes::Across)];
+        let mut all = cases.map(|(name, nodes, which)| told(name, nodes, which));
+        compare(&mut all, &|name| {
+            let (_, nodes, which) = cases.iter().find(|case| case.0 == name)?;
+            Some((Merging::Owner(*which), *nodes))
+        });
+        let rows = &all[0].tables[0].rows;
+        assert_eq!(rows.len(), 6);
+        // What the one number was taken from comes out again; pages on their own node are equally far.
+        assert_eq!(rows[0][4], Value::from(1.4));
+        assert_eq!(rows[1][3], Value::from(0.0));
+        assert_eq!(rows[2][3], Value::from("-"));
+        assert!(matches!(&rows[4][4], Value::Float(percent) if (1.0..3.0).contains(percent)), "{rows:?}");
+    }
+}
