@@ -9,6 +9,7 @@ use serde::Serialize;
 
 mod facts;
 mod judge;
+mod merging;
 
 use facts::Facts;
 

@@ -15,6 +15,9 @@ use serde::{Deserialize, Serialize};
 
 mod guest;
 mod kick;
+mod merging;
+
+pub use merging::probe_merging;
 
 /// Rounds of the guest's loop; each is two instructions.
 pub const ITERATIONS: u64 = 1_000_000;

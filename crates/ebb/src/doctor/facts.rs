@@ -13,6 +13,8 @@ use ebb_vmm::size::ByteSize;
 use rustix::io::Errno;
 use rustix::mm::UserfaultfdFlags;
 
+use super::merging::Merging;
+
 /// The program that the virtual host runs in.
 pub(super) const QEMU: &str = "qemu-system-x86_64";
 
@@ -53,8 +55,8 @@ pub(super) struct Facts {
     /// The mode in brackets in `/sys/kernel/mm/transparent_hugepage/enabled`.
     pub(super) transparent_huge_pages: Option<String>,
     pub(super) huge_pages: Option<HugePages>,
-    /// The content of `/sys/kernel/mm/ksm/run`.
-    pub(super) ksm: Option<String>,
+    /// Whether equal pages can be merged.
+    pub(super) merging: Merging,
     pub(super) userfaultfd: Userfaultfd,
     pub(super) memory: Option<Memory>,
     /// The first line of `qemu-system-x86_64 --version`.
@@ -82,7 +84,7 @@ impl Facts {
             transparent_huge_pages: read("/sys/kernel/mm/transparent_hugepage/enabled")
                 .and_then(|text| selected(&text)),
             huge_pages: huge_pages(),
-            ksm: read("/sys/kernel/mm/ksm/run"),
+            merging: Merging::collect(),
             userfaultfd: userfaultfd(),
             memory: read("/proc/meminfo").and_then(|text| memory(&text)),
             qemu: qemu_version(),
@@ -93,7 +95,7 @@ impl Facts {
     }
 }
 
-fn read(path: &str) -> Option<String> {
+pub(super) fn read(path: &str) -> Option<String> {
     fs::read_to_string(path).ok().map(|text| text.trim().to_owned())
 }
 

@@ -21,7 +21,7 @@ pub(super) fn judge(facts: &Facts) -> Report {
     let mut checks = kvm_checks(facts, &verdict);
     checks.push(transparent_huge_pages(facts));
     checks.push(huge_pages(facts));
-    checks.push(ksm(facts));
+    checks.extend(facts.merging.checks());
     checks.push(userfaultfd(facts));
     checks.push(memory(facts));
     // Where KVM runs guests nobody needs the virtual host; where it does not, everything hangs on it.
@@ -71,7 +71,12 @@ fn verdict(facts: &Facts) -> Verdict {
     if reasons.is_empty() { Verdict::VirtualHost } else { Verdict::Cannot { reasons } }
 }
 
-fn check(name: &'static str, grade: Grade, found: impl Into<String>, remedy: Option<&str>) -> Check {
+pub(super) fn check(
+    name: &'static str,
+    grade: Grade,
+    found: impl Into<String>,
+    remedy: Option<&str>,
+) -> Check {
     Check { name, grade, found: found.into(), remedy: remedy.map(str::to_owned) }
 }
 
@@ -163,15 +168,6 @@ fn huge_pages(facts: &Facts) -> Check {
     check(NAME, Grade::Ok, found, None)
 }
 
-fn ksm(facts: &Facts) -> Check {
-    const NAME: &str = "same-page merging";
-    match facts.ksm.as_deref() {
-        Some("1") => check(NAME, Grade::Ok, "KSM is there and runs", None),
-        Some(_) => check(NAME, Grade::Ok, "KSM is there and does not run", None),
-        None => check(NAME, Grade::Warning, "this kernel has no KSM: equal pages are not merged by it", None),
-    }
-}
-
 fn userfaultfd(facts: &Facts) -> Check {
     const NAME: &str = "userfaultfd";
     match facts.userfaultfd {
@@ -250,6 +246,7 @@ mod tests {
     use ebb_vmm::probe::KvmProbe;
 
     use super::super::facts::{HugePages, Memory};
+    use super::super::merging::Merging;
     use super::super::table;
     use super::*;
 
@@ -289,7 +286,7 @@ mod tests {
             },
             transparent_huge_pages: Some("madvise".into()),
             huge_pages: Some(HugePages { total: 8, free: 4 }),
-            ksm: Some("0".into()),
+            merging: Merging::possible(),
             userfaultfd: Userfaultfd::Available,
             memory: Some(memory_of(20 << 10)),
             qemu: Ok("QEMU emulator version 10.0.2 (Debian 1:10.0.2+ds-2~bpo12+1)".into()),
@@ -371,11 +368,17 @@ mod tests {
     fn what_is_slow_or_missing_is_a_warning_with_a_remedy() {
         let report = judge(&Facts {
             transparent_huge_pages: Some("never".into()),
-            ksm: None,
+            merging: Merging { owner: Err("no".into()), kernel: Err("no".into()) },
             userfaultfd: Userfaultfd::Restricted,
             ..facts(emulated())
         });
-        for name in ["transparent huge pages", "same-page merging", "userfaultfd", "speed of KVM"] {
+        for name in [
+            "transparent huge pages",
+            "merging by the monitor",
+            "merging by the kernel",
+            "userfaultfd",
+            "speed of KVM",
+        ] {
             assert_eq!(grade(&report, name), Grade::Warning, "{name}");
         }
         let text = table(&report);

@@ -54,7 +54,7 @@ impl Vm {
 
     /// Memory that shares pages with other memory, if anybody merges.
     fn merged_bytes(&self) -> Option<u64> {
-        self.merging.is_possible().then(|| self.ram.residency().map_or(0, |residency| residency.merged_bytes))
+        self.merging.merged_bytes()
     }
 
     fn uptime_ms(&self) -> u64 {

@@ -112,10 +112,13 @@ impl KernelMerging {
         Ok(settings(&values, lock(&self.shared.status).run))
     }
 
+    pub(super) fn merged_bytes(&self) -> Option<u64> {
+        self.shared.ram.residency().ok().map(|residency| residency.merged_bytes)
+    }
+
     pub(super) fn statistics(&self) -> Result<MergeStatistics, ControlError> {
         let counters = self.shared.ksm().counters().map_err(failed)?;
-        let merged_bytes = self.shared.ram.residency().ok().map(|residency| residency.merged_bytes);
-        Ok(MergeStatistics { merged_bytes, ..statistics(&counters) })
+        Ok(MergeStatistics { merged_bytes: self.merged_bytes(), ..statistics(&counters) })
     }
 
     /// Asks for a change, and waits a while for it.

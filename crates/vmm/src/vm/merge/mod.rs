@@ -75,9 +75,13 @@ impl Merging {
         Self { config: config.clone(), backend }
     }
 
-    /// Whether pages can be merged.
-    pub(super) fn is_possible(&self) -> bool {
-        !matches!(self.backend, Backend::Off | Backend::Unavailable(_))
+    /// Memory of the machine that shares pages with other memory, in bytes; `None` where nobody merges.
+    pub(super) fn merged_bytes(&self) -> Option<u64> {
+        match &self.backend {
+            Backend::Off | Backend::Unavailable(_) => None,
+            Backend::Kernel(kernel) => kernel.merged_bytes(),
+            Backend::Owner(owner) => Some(owner.merged_bytes()),
+        }
     }
 
     /// What puts KSM's settings back when it is dropped: to be kept until guest memory is gone.

@@ -118,9 +118,12 @@ impl OwnerMerging {
         settings(&self.control.settings())
     }
 
+    pub(super) fn merged_bytes(&self) -> u64 {
+        self.ram.merged_bytes()
+    }
+
     pub(super) fn statistics(&self) -> MergeStatistics {
-        let merged_bytes = Some(self.ram.merged_bytes());
-        MergeStatistics { merged_bytes, ..statistics(&self.control.statistics()) }
+        MergeStatistics { merged_bytes: Some(self.merged_bytes()), ..statistics(&self.control.statistics()) }
     }
 
     /// Changes settings, and waits for the thread to take them.

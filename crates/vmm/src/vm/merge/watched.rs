@@ -52,7 +52,7 @@ impl<S: Losable> Watched<S> {
         }
         if let Some(reason) = self.store.why_gone() {
             let reason = format!("the broker of shared pages is gone ({reason}); what is merged stays so");
-            tracing::warn!("{reason}");
+            // The store has said so on standard error already.
             *lock(&self.loss.0) = Some(reason);
             self.is_told = true;
         }

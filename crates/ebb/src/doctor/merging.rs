@@ -1,0 +1,116 @@
+//! Whether equal pages can be merged here: by the monitor, and by the kernel.
+
+use std::path::Path;
+
+use ebb_page_merge::kernel::{Counter, Knob, Ksm, SYSFS};
+use ebb_vmm::probe::probe_merging;
+
+use super::facts::read;
+use super::judge::check;
+use super::{Check, Grade};
+
+/// Linux KSM as it was found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct KernelMerging {
+    /// The setting `run`.
+    run: u64,
+    pages_sharing: u64,
+    may_change: bool,
+}
+
+/// What was found; `Err` holds what is wrong, with its remedy.
+#[derive(Clone, Debug)]
+pub(super) struct Merging {
+    /// By the monitor (merge=owner): `vm.max_map_count`, which limits it.
+    pub(super) owner: Result<Option<u64>, String>,
+    /// By the kernel (merge=kernel).
+    pub(super) kernel: Result<KernelMerging, String>,
+}
+
+impl Merging {
+    /// Tries both.
+    pub(super) fn collect() -> Self {
+        let max_map_count = || read("/proc/sys/vm/max_map_count").and_then(|text| text.parse().ok());
+        Self {
+            owner: probe_merging().map(|()| max_map_count()).map_err(|error| error.to_string()),
+            kernel: kernel_merging().map_err(|error| error.to_string()),
+        }
+    }
+
+    /// A check of each.
+    pub(super) fn checks(&self) -> [Check; 2] {
+        [self.check_owner(), self.check_kernel()]
+    }
+
+    fn check_owner(&self) -> Check {
+        const NAME: &str = "merging by the monitor";
+        match &self.owner {
+            Ok(Some(mappings)) => {
+                check(NAME, Grade::Ok, format!("merge=owner works, with up to {mappings} mappings"), None)
+            }
+            Ok(None) => check(NAME, Grade::Ok, "merge=owner works", None),
+            Err(reason) => check(NAME, Grade::Warning, format!("merge=owner does not work: {reason}"), None),
+        }
+    }
+
+    fn check_kernel(&self) -> Check {
+        const NAME: &str = "merging by the kernel";
+        match &self.kernel {
+            Ok(KernelMerging { run, pages_sharing, may_change }) => {
+                let what = match run {
+                    1 => format!("KSM runs, {pages_sharing} pages share others"),
+                    _ => "KSM is there and does not run".to_owned(),
+                };
+                if *may_change {
+                    check(NAME, Grade::Ok, what, None)
+                } else {
+                    let found = format!("{what}; this user cannot change it, so merge=kernel does not work");
+                    check(NAME, Grade::Warning, found, Some("run monitors with merge=kernel as root"))
+                }
+            }
+            Err(reason) => check(NAME, Grade::Warning, reason.as_str(), None),
+        }
+    }
+
+    /// For tests of what else is judged.
+    #[cfg(test)]
+    pub(super) fn possible() -> Self {
+        let kernel = KernelMerging { run: 0, pages_sharing: 0, may_change: true };
+        Self { owner: Ok(Some(65530)), kernel: Ok(kernel) }
+    }
+}
+
+fn kernel_merging() -> Result<KernelMerging, ebb_page_merge::kernel::KsmError> {
+    let ksm = Ksm::open(Path::new(SYSFS))?;
+    Ok(KernelMerging {
+        run: ksm.settings()?.get(Knob::Run).unwrap_or(0),
+        pages_sharing: ksm.counters()?.count(Counter::PagesSharing),
+        may_change: ksm.check_writable().is_ok(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_does_not_work_is_a_warning_with_its_reason() {
+        let grades = |merging: &Merging| merging.checks().map(|check| check.grade);
+        assert_eq!(grades(&Merging::possible()), [Grade::Ok, Grade::Ok]);
+        let kernel = KernelMerging { run: 1, pages_sharing: 7, may_change: false };
+        let poor = Merging { owner: Err("no UFFDIO_MOVE".into()), kernel: Ok(kernel) };
+        assert_eq!(grades(&poor), [Grade::Warning, Grade::Warning]);
+        let [owner, kernel] = poor.checks();
+        assert!(owner.found.contains("no UFFDIO_MOVE"), "{}", owner.found);
+        assert!(kernel.found.contains("7 pages") && kernel.remedy.is_some(), "{}", kernel.found);
+    }
+
+    #[test]
+    fn this_machine_is_looked_at() {
+        let found = Merging::collect();
+        assert_eq!(found.kernel.is_ok(), Path::new(SYSFS).join("run").exists(), "{found:?}");
+        if let Err(reason) = &found.owner {
+            assert!(reason.contains("userfaultfd") || reason.contains("Linux"), "{reason}");
+        }
+    }
+}
