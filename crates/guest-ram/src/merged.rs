@@ -14,9 +14,10 @@
 
 use std::fs::File;
 use std::io::{self, Read, Seek};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
-use ebb_abi::{PAGE_SIZE_BYTES, Pfn};
+use ebb_abi::{HUGE_PAGE_SIZE_PAGES, PAGE_SIZE_BYTES, Pfn};
 
 use crate::discard::{DiscardOutcome, Piece};
 use crate::ram::{GuestRam, Region, RegionSpec};
@@ -29,6 +30,9 @@ mod runs;
 pub mod testing;
 
 pub use kernel::KernelMerging;
+
+/// Borders of mappings that all memories of this process have because of merging.
+static BORDERS: LazyLock<Arc<AtomicU64>> = LazyLock::new(Arc::default);
 
 /// What is special about memory whose pages may be merged.
 #[derive(Debug)]
@@ -96,7 +100,7 @@ impl Merged {
         }
         let maps = File::open("/proc/self/maps")
             .inspect_err(|error| tracing::debug!("/proc/self/maps cannot be read: {error}"));
-        let mut runs = MergedRuns::new(ram.page_ranges(), max_mappings());
+        let mut runs = MergedRuns::new(ram.page_ranges(), max_mappings(), Arc::clone(&BORDERS));
         if let Some(restored) = &ram.restored {
             runs.set_other_mappings(restored.mappings());
         }
@@ -140,18 +144,18 @@ impl Merged {
                         outcome.syscalls += 1;
                     };
                     // SAFETY: the caller vouches for the piece.
-                    unsafe { self.templates.put_over(&piece, done) }?;
-                }
-                Verdict::Keep => {
-                    let mut rest = piece.range;
-                    for (part, _) in runs.stable_mapped(piece.range) {
-                        let before = GuestRange::new(rest.start, part.start.0 - rest.start.0);
-                        ordinary.extend(piece.part(before));
-                        outcome.deferred_bytes += part.size_bytes();
-                        rest = GuestRange::new(part.end(), rest.end().0 - part.end().0);
+                    match unsafe { self.templates.put_over(&piece, done) } {
+                        // Others have used up the mappings. The kernel says so before it changes anything.
+                        Err(RamError::Discard { source, .. })
+                            if is_out_of_memory(&source) && piece.range.pages < HUGE_PAGE_SIZE_PAGES =>
+                        {
+                            outcome.ranges -= 1;
+                            outcome.deferred_bytes += keep(runs, &piece, &mut ordinary);
+                        }
+                        result => result?,
                     }
-                    ordinary.extend(piece.part(rest));
                 }
+                Verdict::Keep => outcome.deferred_bytes += keep(runs, &piece, &mut ordinary),
             }
         }
         *pieces = ordinary;
@@ -195,6 +199,24 @@ impl Merged {
         runs.set_borders(pages);
         Ok(())
     }
+}
+
+/// Leaves what a stable file is mapped for in a piece, and returns its size in bytes; what is left goes to `ordinary`.
+fn keep<'a>(runs: &MergedRuns, piece: &Piece<'a>, ordinary: &mut Vec<Piece<'a>>) -> u64 {
+    let mut kept_bytes = 0;
+    let mut rest = piece.range;
+    for (part, _) in runs.stable_mapped(piece.range) {
+        let before = GuestRange::new(rest.start, part.start.0 - rest.start.0);
+        ordinary.extend(piece.part(before));
+        kept_bytes += part.size_bytes();
+        rest = GuestRange::new(part.end(), rest.end().0 - part.end().0);
+    }
+    ordinary.extend(piece.part(rest));
+    kept_bytes
+}
+
+fn is_out_of_memory(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(libc::ENOMEM)
 }
 
 #[cfg(test)]

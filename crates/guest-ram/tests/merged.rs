@@ -305,3 +305,60 @@ fn the_real_number_of_mappings_stays_within_the_count() {
     }
     assert!(ram.merged_mappings() > 20);
 }
+
+/// Set for the process in which mappings are used up.
+const NO_MAPPINGS: &str = "EBB_TEST_WITHOUT_MAPPINGS";
+
+#[test]
+fn without_mappings_small_discards_are_deferred_and_nothing_is_merged() {
+    if std::env::var_os(NO_MAPPINGS).is_some() {
+        return in_a_process_without_mappings();
+    }
+    // In a process of its own: there is nothing left for other tests meanwhile.
+    let name = "without_mappings_small_discards_are_deferred_and_nothing_is_merged";
+    let output = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", name, "--test-threads=1", "--nocapture"])
+        .env(NO_MAPPINGS, "1")
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(String::from_utf8_lossy(&output.stdout).contains("1 passed"));
+}
+
+fn in_a_process_without_mappings() {
+    use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
+
+    let Some((ram, mut merger)) = merging(anonymous()) else { return };
+    ram.write_pages(range(0, PAGES), &vec![5; (PAGES * PAGE) as usize]).unwrap();
+    for page in 0..PAGES {
+        ram.memory().write_obj(page, GuestAddress(page * PAGE)).unwrap();
+    }
+    assert_eq!(merger.merge(range(0, 512)).unwrap(), 512);
+    let size_bytes = 1 << 30;
+    // SAFETY: without MAP_FIXED the kernel chooses a free place.
+    let filler =
+        unsafe { mmap_anonymous(std::ptr::null_mut(), size_bytes, ProtFlags::empty(), MapFlags::PRIVATE) }
+            .unwrap();
+    let mut pages = (0..size_bytes).step_by(2 * PAGE as usize);
+    // SAFETY: the pages are the filler's, and nobody uses them.
+    let refused = pages.any(|offset| unsafe {
+        mprotect(filler.wrapping_byte_add(offset), PAGE as usize, MprotectFlags::READ).is_err()
+    });
+    assert!(refused, "this process may have more mappings than 1 GiB has pages");
+
+    let first = |page: u64| ram.memory().read_obj::<u64>(GuestAddress(page * PAGE)).unwrap();
+    // In the middle of merged pages, and of both kinds.
+    let outcome = ram.discard(&[range(100, 50), range(500, 30)]).unwrap();
+    assert_eq!((outcome.bytes, outcome.deferred_bytes), (18 * PAGE, 62 * PAGE));
+    assert!((0..512).all(|page| first(page) == page) && (512..530).all(|page| first(page) == 0));
+    let outcome = merger.merge(range(600, 100)).unwrap();
+    assert_eq!(outcome, 0);
+    assert!((530..PAGES).all(|page| first(page) == page));
+
+    // SAFETY: the filler is not used any more.
+    unsafe { munmap(filler, size_bytes) }.unwrap();
+    assert_eq!(ram.discard(&[range(100, 50), range(500, 30)]).unwrap().bytes, 80 * PAGE);
+    assert!((100..150).all(|page| first(page) == 0));
+    assert_eq!(merger.merge(range(600, 100)).unwrap(), 100);
+    assert!((530..PAGES).all(|page| first(page) == page));
+}

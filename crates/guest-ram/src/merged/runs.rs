@@ -7,9 +7,12 @@
 //! A process has a limited number of mappings (`vm.max_map_count`). Here their borders are counted: a page number is in `borders`
 //! if a mapping may begin there. The kernel joins two neighbours for sure only if one of them has no private page yet
 //! (Linux mm/vma.c, `is_mergeable_anon_vma`), as a mapping that was made just now; a border that may have gone by other ways is kept, so
-//! the count is an upper bound of the real one, and [`MergedRuns::set_borders`] takes the real ones when the bound is reached.
+//! the count is an upper bound of the real one, and [`MergedRuns::set_borders`] takes the real ones when the bound is reached. The bound
+//! is the process's: memories of several machines in one process share it.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use ebb_abi::{HUGE_PAGE_SIZE_PAGES, Pfn};
 
@@ -65,13 +68,17 @@ pub(crate) struct MergedRuns {
     released: Vec<Slots>,
     /// Mappings that guest memory takes for other reasons.
     other_mappings: u64,
+    /// Borders of all memories of the process, and how many of them are this one's.
+    of_process: Arc<AtomicU64>,
+    told: u64,
     /// Bound of mappings.
     max_mappings: u64,
 }
 
 impl MergedRuns {
-    /// Nothing is merged yet. `regions` must be in ascending order and must not overlap.
-    pub(crate) fn new(regions: Vec<GuestRange>, max_mappings: u64) -> Self {
+    /// Nothing is merged yet. `regions` must be in ascending order and must not overlap. `of_process` is shared by all memories
+    /// that share the bound.
+    pub(crate) fn new(regions: Vec<GuestRange>, max_mappings: u64, of_process: Arc<AtomicU64>) -> Self {
         Self {
             runs: BTreeMap::new(),
             shares: PageSet::new(&regions),
@@ -81,15 +88,21 @@ impl MergedRuns {
             untracked: PageSet::new(&regions),
             released: Vec::new(),
             other_mappings: regions.len() as u64,
+            of_process,
+            told: 0,
             max_mappings,
             regions,
         }
     }
 
-    /// Another bound, for tests.
+    /// Another bound, of its own, for tests.
     #[cfg(test)]
     pub(crate) fn set_max_mappings(&mut self, max_mappings: u64) {
+        self.of_process.fetch_sub(self.told, Ordering::Relaxed);
+        self.of_process = Arc::default();
+        self.told = 0;
         self.max_mappings = max_mappings;
+        self.tell();
     }
 
     /// Tells how many mappings guest memory would take without merging.
@@ -100,6 +113,20 @@ impl MergedRuns {
     /// Number of mappings that guest memory takes at most.
     pub(crate) fn mappings(&self) -> u64 {
         self.other_mappings + self.borders.len() as u64
+    }
+
+    /// Number of mappings that all memories take that share the bound.
+    fn mappings_of_all(&self) -> u64 {
+        // Relaxed: only numbers are compared. What others are about to take is not in it, which the other half of the
+        // process's mappings makes up for.
+        self.mappings() + self.of_process.load(Ordering::Relaxed).saturating_sub(self.told)
+    }
+
+    /// Tells the others how many borders there are here.
+    fn tell(&mut self) {
+        let borders = self.borders.len() as u64;
+        self.of_process.fetch_add(borders.wrapping_sub(self.told), Ordering::Relaxed);
+        self.told = borders;
     }
 
     /// Number of mappings that guest memory takes because of merging.
@@ -149,7 +176,7 @@ impl MergedRuns {
         // A quarter of all mappings is for discards, and half of the rest for runs that free something worth a mapping.
         let for_merging = self.max_mappings - self.max_mappings / 4;
         let limit = if range.pages >= MIN_RUN_PAGES || joins { for_merging } else { for_merging / 2 };
-        self.mappings() + added as u64 <= limit
+        self.mappings_of_all() + added as u64 <= limit
     }
 
     /// Notes that stable pages from `first` on were mapped over `range`, which lies within a region, as one mapping, and that its
@@ -182,6 +209,7 @@ impl MergedRuns {
             }
         }
         self.runs.insert(start, run);
+        self.tell();
     }
 
     /// Notes that a page was found to have been written to: it has a page of its own now. Returns the slot whose share it has given
@@ -223,6 +251,7 @@ impl MergedRuns {
             self.borders.remove(&range.end().0);
         }
         self.untracked.insert(range);
+        self.tell();
     }
 
     /// Runs of untracked pages that `range` touches; they may reach beyond it.
@@ -254,6 +283,7 @@ impl MergedRuns {
             }
         }
         self.untracked.remove(range);
+        self.tell();
     }
 
     /// Appends the slots whose shares discards gave up, once for each share.
@@ -275,7 +305,7 @@ impl MergedRuns {
         } else {
             self.max_mappings - self.max_mappings / 8
         };
-        let fits = added <= 0 || self.mappings() + added as u64 <= limit;
+        let fits = added <= 0 || self.mappings_of_all() + added as u64 <= limit;
         if fits { Verdict::Replace } else { Verdict::Keep }
     }
 
@@ -289,6 +319,7 @@ impl MergedRuns {
         let inside = |page: &u64| self.is_inside_a_region(*page);
         self.borders = borders.into_iter().map(|page| page.0).filter(inside).collect();
         self.doubtful_borders = 0;
+        self.tell();
     }
 
     /// Whether discards need not care.
@@ -385,6 +416,12 @@ impl MergedRuns {
                 .regions
                 .iter()
                 .any(|region| region.contains(Pfn(page)) && region.contains(neighbour.start))
+    }
+}
+
+impl Drop for MergedRuns {
+    fn drop(&mut self) {
+        self.of_process.fetch_sub(self.told, Ordering::Relaxed);
     }
 }
 

@@ -10,6 +10,10 @@ fn slot(segment: u32, index: u32) -> StableSlot {
     StableSlot { segment, index }
 }
 
+fn registry(regions: Vec<GuestRange>, max_mappings: u64) -> MergedRuns {
+    MergedRuns::new(regions, max_mappings, Arc::default())
+}
+
 fn released(runs: &mut MergedRuns) -> Vec<StableSlot> {
     let mut released = Vec::new();
     runs.take_released(&mut released);
@@ -18,7 +22,7 @@ fn released(runs: &mut MergedRuns) -> Vec<StableSlot> {
 
 #[test]
 fn a_share_is_given_up_once() {
-    let mut runs = MergedRuns::new(vec![range(0, 100)], 1000);
+    let mut runs = registry(vec![range(0, 100)], 1000);
     runs.note_merged(range(10, 10), slot(1, 40));
     assert_eq!((runs.merged_pages(), runs.share_of(Pfn(12))), (10, Some(slot(1, 42))));
     assert_eq!(runs.note_broken(Pfn(12)), Some(slot(1, 42)));
@@ -43,7 +47,7 @@ fn a_share_is_given_up_once() {
 
 #[test]
 fn neighbours_with_neighbouring_slots_are_one_mapping() {
-    let mut runs = MergedRuns::new(vec![range(0, 100), range(100, 100)], 1000);
+    let mut runs = registry(vec![range(0, 100), range(100, 100)], 1000);
     assert_eq!(runs.mappings(), 2);
     runs.note_merged(range(50, 10), slot(0, 0));
     assert_eq!(runs.mappings(), 4);
@@ -66,7 +70,7 @@ fn neighbours_with_neighbouring_slots_are_one_mapping() {
 
 #[test]
 fn short_runs_leave_mappings_to_long_ones_and_those_to_discards() {
-    let mut runs = MergedRuns::new(vec![range(0, 1 << 20)], 800);
+    let mut runs = registry(vec![range(0, 1 << 20)], 800);
     let merge = |runs: &mut MergedRuns, pages: u64| {
         let mut merged = 0;
         for index in 0..2000 {
@@ -111,15 +115,38 @@ fn short_runs_leave_mappings_to_long_ones_and_those_to_discards() {
 
 #[test]
 fn mappings_that_others_take_count() {
-    let mut runs = MergedRuns::new(vec![range(0, 100)], 40);
+    let mut runs = registry(vec![range(0, 100)], 40);
     assert!(runs.may_map(range(10, 10), slot(0, 0)));
     runs.set_other_mappings(30);
     assert!(!runs.may_map(range(10, 10), slot(0, 0)));
 }
 
 #[test]
+fn memories_of_one_process_share_the_bound() {
+    let of_process = Arc::<AtomicU64>::default();
+    let mut runs = [0, 1].map(|_| MergedRuns::new(vec![range(0, 1000)], 40, Arc::clone(&of_process)));
+    let mut merged = [0, 0];
+    for place in 0..40_u32 {
+        for (runs, merged) in runs.iter_mut().zip(&mut merged) {
+            let place = range(u64::from(place) * 20 + 1, 10);
+            if runs.may_map(place, slot(0, place.start.0 as u32)) {
+                runs.note_merged(place, slot(0, place.start.0 as u32));
+                *merged += 1;
+            }
+        }
+    }
+    assert_eq!((merged, of_process.load(Ordering::Relaxed)), ([7, 7], 28));
+    let [first, mut second] = runs;
+    drop(first);
+    assert_eq!(of_process.load(Ordering::Relaxed), 14);
+    assert!(second.may_map(range(900, 10), slot(0, 0)));
+    second.note_discarded(range(0, 1000));
+    assert_eq!(of_process.load(Ordering::Relaxed), 0);
+}
+
+#[test]
 fn what_a_discard_has_put_there_is_untracked_until_told() {
-    let mut runs = MergedRuns::new(vec![range(0, 50), range(50, 50)], 1000);
+    let mut runs = registry(vec![range(0, 50), range(50, 50)], 1000);
     runs.note_merged(range(10, 80 - 40), slot(0, 0));
     runs.note_merged(range(50, 40), slot(0, 40));
     runs.note_discarded(range(20, 10));
@@ -142,7 +169,7 @@ fn what_a_discard_has_put_there_is_untracked_until_told() {
 
 #[test]
 fn counting_replaces_what_was_assumed() {
-    let mut runs = MergedRuns::new(vec![range(10, 50), range(60, 40)], 64);
+    let mut runs = registry(vec![range(10, 50), range(60, 40)], 64);
     runs.note_merged(range(20, 10), slot(0, 0));
     runs.note_discarded(range(20, 10));
     runs.note_tracked(range(0, 100));
@@ -320,7 +347,7 @@ proptest! {
         max_mappings in 20..80_u64,
     ) {
         let regions = REGIONS.iter().map(|(first, size)| range(*first, *size)).collect();
-        let mut runs = MergedRuns::new(regions, max_mappings);
+        let mut runs = registry(regions, max_mappings);
         let mut model = Model::new();
         for step in steps {
             match step {
