@@ -64,27 +64,27 @@ impl Blocks {
 
     /// Adds the blocks of `range`; `false` if there are too many.
     pub(crate) fn add(&mut self, member: u32, range: PageRange) -> bool {
-        let mut start = range.start;
-        while start < range.end() {
-            let end = Pfn((start.0 / BLOCK_PAGES + 1) * BLOCK_PAGES).min(range.end());
-            let block = Block {
-                member,
-                range: PageRange::new(start, end.0 - start.0),
-                records: None,
-                merged: 0,
-                others: 0,
-                huge: false,
-                cold_passes: 0,
-                wanted: 0,
-            };
-            if let Some(free) = self.free.pop() {
-                self.blocks[free as usize] = Some(block);
-            } else if self.blocks.len() < MOST_BLOCKS {
-                self.blocks.push(Some(block));
-            } else {
-                return false;
-            }
-            start = end;
+        cut(range).all(|range| self.add_block(member, range))
+    }
+
+    /// Adds a block; `false` if there are too many.
+    pub(crate) fn add_block(&mut self, member: u32, range: PageRange) -> bool {
+        let block = Block {
+            member,
+            range,
+            records: None,
+            merged: 0,
+            others: 0,
+            huge: false,
+            cold_passes: 0,
+            wanted: 0,
+        };
+        if let Some(free) = self.free.pop() {
+            self.blocks[free as usize] = Some(block);
+        } else if self.blocks.len() < MOST_BLOCKS {
+            self.blocks.push(Some(block));
+        } else {
+            return false;
         }
         true
     }
@@ -104,6 +104,9 @@ impl Blocks {
         let Some(pages) = self.block(number).map(|block| block.range.pages) else { return };
         for offset in 0..pages as u32 {
             self.set(number * BLOCK_PAGES as u32 + offset, Record::UNKNOWN);
+        }
+        if let Some(block) = self.block_mut(number) {
+            (block.huge, block.cold_passes, block.wanted) = (false, 0, 0);
         }
         self.shrink(number);
     }
@@ -205,6 +208,12 @@ impl Blocks {
             + (self.blocks.capacity() * size_of::<Option<Block>>() + self.free.capacity() * size_of::<u32>())
                 as u64
     }
+}
+
+/// The parts of a range in each naturally aligned block.
+pub(crate) fn cut(range: PageRange) -> impl Iterator<Item = PageRange> {
+    let (first, end) = (range.start.0 / BLOCK_PAGES, range.end().0.div_ceil(BLOCK_PAGES));
+    (first..end).map(move |block| range.intersection(PageRange::new(Pfn(block * BLOCK_PAGES), BLOCK_PAGES)))
 }
 
 /// Number of the block that a page is in.

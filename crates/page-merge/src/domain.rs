@@ -1,9 +1,11 @@
 //! One trust domain: its members' pages, its unstable index for each node, and its store of stable pages.
 
+use std::collections::BTreeSet;
+
 use ebb_abi::PageRange;
 
 use crate::{
-    blocks::{Blocks, PageNumber, block_of, first_of},
+    blocks::{Block, Blocks, PageNumber, block_of, cut, first_of},
     hash::PageHasher,
     memory::{Memory, Node, PageHash, Secret},
     record::{NodeNumber, Record, State},
@@ -151,13 +153,32 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
             member.refused_short_runs = false;
             let ranges = member.memory.ranges();
             if ranges != member.ranges {
-                member.ranges.clone_from(&ranges);
-                self.remove_blocks(number as u32);
-                for range in ranges {
-                    // Blocks were just freed; what does not fit any more is not looked at.
-                    self.blocks.add(number as u32, range);
-                }
+                self.change_ranges(number, ranges);
             }
+        }
+    }
+
+    /// The member's memory has another layout: pages that are no longer part of it get pages of their own again. If that fails,
+    /// the old layout is kept, and the next pass tries again.
+    fn change_ranges(&mut self, number: usize, ranges: Vec<PageRange>) {
+        let mut missing: BTreeSet<PageRange> = ranges.iter().copied().flat_map(cut).collect();
+        for block in self.blocks.of_member(number as u32) {
+            let Some(old) = self.blocks.block(block).map(|block| block.range) else { continue };
+            if missing.remove(&old) {
+                continue;
+            }
+            if let Err(error) = self.unmerge_block(block) {
+                self.note_memory_error(&error);
+                return;
+            }
+            self.blocks.remove(block);
+        }
+        for block in missing {
+            // There was room for the old layout; what does not fit is not looked at.
+            self.blocks.add_block(number as u32, block);
+        }
+        if let Some(Some(member)) = self.members.get_mut(number) {
+            member.ranges = ranges;
         }
     }
 
@@ -234,16 +255,24 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
 
     /// Forgets what is known of a block's pages. Shares are not touched.
     pub(crate) fn forget_block(&mut self, block: u32) {
-        let Some(pages) =
-            self.blocks.block(block).filter(|block| block.records().is_some()).map(|b| b.range.pages)
-        else {
-            return;
-        };
-        for page in (first_of(block)..).take(pages as usize) {
-            self.unindex(page);
-            self.blocks.set(page, Record::UNKNOWN);
+        let pages = self.blocks.block(block).and_then(Block::records).map_or(0, <[Record]>::len);
+        (first_of(block)..).take(pages).for_each(|page| self.unindex(page));
+        self.blocks.forget(block);
+    }
+
+    /// Zeros are to be taken away from now on: those that wait for a partner are read again.
+    pub(crate) fn watch_zeros(&mut self) {
+        let mut zeros = Vec::new();
+        for table in &self.unstable {
+            table.find(PageHash::ZEROS, |page| {
+                zeros.extend((self.blocks.record(page).hash() == PageHash::ZEROS).then_some(page));
+                false
+            });
         }
-        self.blocks.shrink(block);
+        for page in zeros {
+            let record = self.blocks.record(page);
+            self.set_state(page, record.with(State::Watched, 0));
+        }
     }
 
     /// Gives all pages of a block pages of their own again, and forgets them. After an error some may still be merged.

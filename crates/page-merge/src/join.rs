@@ -74,16 +74,14 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
                 Answer::Unknown | Answer::Wanted => unanswered.push((candidate, answer)),
             }
         }
-        let in_huge_pages = self.partners_in_huge_pages(&unanswered);
+        let splittable = self.splittable(&unanswered, pass);
         for (candidate, answer) in unanswered {
             let key = (candidate.node, candidate.hash);
             if pending.contains(&key) {
                 later.push(candidate);
                 continue;
             }
-            let partner = self.partner(&candidate, |domain, block| {
-                domain.may_be_split(block, in_huge_pages.get(&block).copied().unwrap_or(0), pass)
-            });
+            let partner = self.partner(&candidate, &splittable);
             match (partner, answer) {
                 _ if self.store_failed && (partner.is_some() || answer == Answer::Wanted) => {
                     self.refuse(&candidate)
@@ -149,11 +147,11 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
     }
 
     /// A page of the unstable index with the candidate's content, in an ordinary page if there is one, else in a huge page that
-    /// `may_split` allows to split.
-    fn partner(&self, candidate: &Candidate, may_split: impl Fn(&Self, u32) -> bool) -> Option<PageNumber> {
+    /// may be split.
+    fn partner(&self, candidate: &Candidate, splittable: &HashSet<u32>) -> Option<PageNumber> {
         let own = block_of(candidate.page);
         self.find_partner(candidate, |domain, block| block == own || !domain.is_huge(block))
-            .or_else(|| self.find_partner(candidate, may_split))
+            .or_else(|| self.find_partner(candidate, |_, block| splittable.contains(&block)))
     }
 
     fn find_partner(&self, candidate: &Candidate, accept: impl Fn(&Self, u32) -> bool) -> Option<PageNumber> {
@@ -168,15 +166,8 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         self.blocks.block(block).is_some_and(|block| block.huge)
     }
 
-    /// Whether a huge page may be split because `pages` of it are duplicates of what is being merged.
-    fn may_be_split(&self, block: u32, pages: u16, pass: &Pass<'_>) -> bool {
-        self.blocks
-            .block(block)
-            .is_some_and(|block| block.wanted.saturating_add(pages) >= pass.settings.huge_min_duplicates)
-    }
-
-    /// For each huge page, how many of its pages are the only partners of candidates.
-    fn partners_in_huge_pages(&self, candidates: &[(Candidate, Answer)]) -> HashMap<u32, u16> {
+    /// Huge pages that may be split now, because enough of them are the only partners of these candidates, or of earlier ones.
+    fn splittable(&self, candidates: &[(Candidate, Answer)], pass: &Pass<'_>) -> HashSet<u32> {
         let mut counts = HashMap::new();
         for (candidate, _) in candidates {
             if let Some(page) = self.find_partner(candidate, |_, _| true)
@@ -185,7 +176,11 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
                 *counts.entry(block_of(page)).or_insert(0_u16) += 1;
             }
         }
-        counts
+        counts.retain(|&number, count| {
+            let wanted = self.blocks.block(number).map_or(0, |block| block.wanted);
+            wanted.saturating_add(*count) >= pass.settings.huge_min_duplicates
+        });
+        counts.into_keys().collect()
     }
 
     /// A candidate's only partners are in huge pages that are not worth splitting yet: counts for them.
@@ -219,12 +214,10 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
                 unanswered.push((*candidate, answer));
             }
         }
-        let in_huge_pages = self.partners_in_huge_pages(&unanswered);
+        let splittable = self.splittable(&unanswered, pass);
         for (candidate, _) in unanswered {
             let others = |domain: &Self, block| {
-                block != number
-                    && (!domain.is_huge(block)
-                        || domain.may_be_split(block, in_huge_pages.get(&block).copied().unwrap_or(0), pass))
+                block != number && (!domain.is_huge(block) || splittable.contains(&block))
             };
             if self.find_partner(&candidate, others).is_some() {
                 duplicates += 1;
@@ -235,7 +228,9 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         let split = duplicates >= u64::from(pass.settings.huge_min_duplicates);
         if let Some(block) = self.blocks.block_mut(number) {
             block.wanted = 0;
-            block.huge = !split;
+            if split {
+                (block.huge, block.cold_passes) = (false, 0);
+            }
         }
         if split {
             self.counters.huge_pages_split += 1;

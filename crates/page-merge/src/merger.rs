@@ -138,6 +138,9 @@ impl<M: Memory, S: StableStore> Merger<M, S> {
         if settings.run == Run::Unmerge && self.settings.run != Run::Unmerge {
             self.unmerging = Some((0, 0));
         }
+        if settings.use_zero_pages && !self.settings.use_zero_pages {
+            self.domains.iter_mut().flatten().for_each(Domain::watch_zeros);
+        }
         if settings.pages_to_scan != self.settings.pages_to_scan
             || settings.advisor_mode != self.settings.advisor_mode
         {

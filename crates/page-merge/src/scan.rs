@@ -18,6 +18,17 @@ struct HugeLook {
     written: u64,
 }
 
+/// What is to be done about a huge page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Turn {
+    /// There is none, or it stays as it is.
+    Nothing,
+    /// To see whether it is worth splitting.
+    Judge,
+    /// It is none any more.
+    Split,
+}
+
 impl<M: Memory, S: StableStore> Domain<M, S> {
     /// Looks at a block and merges what can be merged of it. Returns the number of pages looked at.
     pub(crate) fn scan_block(&mut self, number: u32, pass: &Pass<'_>) -> u64 {
@@ -39,12 +50,27 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
                 worth.push(page);
             }
         }
-        let judged = self.is_to_be_judged(number, huge, pass);
-        if judged {
-            worth = (first_of(number)..first_of(number) + range.pages as u32).collect();
+        let turn = self.note_huge(number, huge, pass);
+        let judged = turn == Turn::Judge;
+        let pages = first_of(number)..first_of(number) + range.pages as u32;
+        match turn {
+            Turn::Nothing => {}
+            Turn::Judge => worth = pages.collect(),
+            Turn::Split => {
+                // They may have partners that did not join them because of the huge page.
+                worth.extend(pages.filter(|&page| self.blocks.record(page).state() == State::Unshared));
+                worth.sort_unstable();
+            }
         }
         if !worth.is_empty() {
             let found = self.find_candidates(member, &worth, pass);
+            if judged
+                && found.zeros.len() + found.others.len() < worth.len()
+                && let Some(block) = self.blocks.block_mut(number)
+            {
+                // Not all of it could be read: judge it again some passes later.
+                block.cold_passes = 0;
+            }
             if !judged || self.judge(number, &found, pass) {
                 self.join(found, pass);
             }
@@ -118,21 +144,20 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         }
     }
 
-    /// Takes over whether the block is a huge page, and for how long it was not written to; `true` if it should be judged
-    /// whether it is worth splitting.
-    fn is_to_be_judged(&mut self, number: u32, look: HugeLook, pass: &Pass<'_>) -> bool {
-        let Some(block) = self.blocks.block_mut(number) else { return false };
-        block.huge = look.clean + look.written > 0;
+    /// Takes over whether the block is a huge page, and for how long it was not written to.
+    fn note_huge(&mut self, number: u32, look: HugeLook, pass: &Pass<'_>) -> Turn {
+        let Some(block) = self.blocks.block_mut(number) else { return Turn::Nothing };
+        let was_huge = std::mem::replace(&mut block.huge, look.clean + look.written > 0);
         if !block.huge || look.written > 0 || look.clean < BLOCK_PAGES {
             block.cold_passes = 0;
             block.wanted = 0;
-            return false;
+            return if was_huge && !block.huge { Turn::Split } else { Turn::Nothing };
         }
         block.cold_passes = block.cold_passes.saturating_add(1);
         let cold = pass.settings.huge_cold_passes;
         // Once for itself; later only if others have found enough duplicates in it.
-        block.cold_passes == cold
-            || (block.cold_passes > cold && block.wanted >= pass.settings.huge_min_duplicates)
+        let wanted = block.cold_passes > cold && block.wanted >= pass.settings.huge_min_duplicates;
+        if block.cold_passes == cold || wanted { Turn::Judge } else { Turn::Nothing }
     }
 
     /// Reads pages of a member whose content is not known yet, and says which are zeros and what the others contain.

@@ -83,14 +83,8 @@ impl Inner {
             Target::Zero => Backing::Absent,
             Target::Slot(slot) => Backing::Merged(slot),
         };
-        // The rest of a huge page is split off.
         if page.backing == Backing::Huge {
-            let first = item.page.0 / 512 * 512;
-            for (_, other) in self.vms[vm].pages.range_mut(Pfn(first)..Pfn(first + 512)) {
-                if other.backing == Backing::Huge {
-                    other.backing = Backing::Private;
-                }
-            }
+            self.split(vm, item.page);
         }
         if let Some(place) = self.vms[vm].pages.get_mut(&item.page) {
             *place = Page { backing, content: 0, written: false, ..*place };

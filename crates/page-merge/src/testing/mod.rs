@@ -19,11 +19,22 @@ use crate::Clock;
 pub struct SimClock {
     now: Cell<Duration>,
     cpu: Cell<Duration>,
-    /// What each question for the processor time costs.
-    pub cpu_per_question: Duration,
+    cpu_per_step: Duration,
+    /// A step was begun with a question for the processor time.
+    in_step: Cell<bool>,
 }
 
 impl SimClock {
+    /// A clock on which so much time goes by between each two questions for the processor time.
+    pub fn new(cpu_per_step: Duration) -> Self {
+        Self { cpu_per_step, ..Self::default() }
+    }
+
+    /// Processor time used so far.
+    pub fn used(&self) -> Duration {
+        self.cpu.get()
+    }
+
     /// Lets time pass without work.
     pub fn sleep(&self, duration: Duration) {
         self.now.set(self.now.get() + duration);
@@ -36,8 +47,13 @@ impl Clock for SimClock {
     }
 
     fn cpu(&self) -> Duration {
-        self.cpu.set(self.cpu.get() + self.cpu_per_question);
-        self.now.set(self.now.get() + self.cpu_per_question);
+        // The end of a step comes as the next question after its begin; the clock is read before.
+        self.in_step.set(!self.in_step.get());
+        if self.in_step.get() {
+            self.cpu.set(self.cpu.get() + self.cpu_per_step);
+            self.now.set(self.now.get() + self.cpu_per_step);
+            return self.cpu.get() - self.cpu_per_step;
+        }
         self.cpu.get()
     }
 }

@@ -31,6 +31,8 @@ pub(super) struct Page {
     pub(super) excluded: bool,
     /// Share that was lost to a write and has not been told of yet.
     pub(super) lost: Option<Slot>,
+    /// What the guest wrote last, or zeros after a discard: what it must read, whatever is merged.
+    pub(super) expected: u64,
 }
 
 impl Page {
@@ -43,6 +45,7 @@ impl Page {
             pinned: false,
             excluded: false,
             lost: None,
+            expected: 0,
         }
     }
 }
@@ -177,6 +180,7 @@ impl Inner {
         let Some(page) = self.vms.get_mut(vm).and_then(|vm| vm.pages.get_mut(&pfn)) else { return };
         let backing = page.backing;
         page.content = content;
+        page.expected = content;
         page.written = true;
         match backing {
             Backing::Absent => page.backing = Backing::Private,
@@ -186,6 +190,16 @@ impl Inner {
                 self.unmap(slot);
             }
             Backing::Private | Backing::Huge => {}
+        }
+    }
+
+    /// A huge page with this page in it becomes pages.
+    pub(super) fn split(&mut self, vm: usize, pfn: Pfn) {
+        let first = pfn.0 / 512 * 512;
+        for (_, page) in self.vms[vm].pages.range_mut(Pfn(first)..Pfn(first + 512)) {
+            if page.backing == Backing::Huge {
+                page.backing = Backing::Private;
+            }
         }
     }
 
@@ -220,11 +234,12 @@ impl Guest {
     /// The owner discards a page (balloon): it reads as zeros.
     pub fn discard(&self, pfn: u64) {
         let mut inner = self.world.lock();
+        inner.split(self.number, Pfn(pfn));
         let vm = &mut inner.vms[self.number];
         let Some(page) = vm.pages.get_mut(&Pfn(pfn)) else { return };
         let backing = std::mem::replace(&mut page.backing, Backing::Absent);
         let lost = page.lost.take();
-        page.content = 0;
+        (page.content, page.expected) = (0, 0);
         vm.released.extend(lost);
         if let Backing::Merged(slot) = backing {
             vm.released.push(slot);
@@ -234,7 +249,47 @@ impl Guest {
 
     /// The host moves a page to another node (of a merged page: nothing, its slot is moved by [`World::move_slot`]).
     pub fn move_to(&self, pfn: u64, node: Node) {
-        self.change(pfn, |page| page.node = node);
+        self.change(pfn, |page| {
+            if !matches!(page.backing, Backing::Merged(_)) {
+                page.node = node;
+            }
+        });
+    }
+
+    /// Checks that each page reads as what the guest wrote last.
+    pub fn check(&self) {
+        let inner = self.world.lock();
+        for (pfn, page) in &inner.vms[self.number].pages {
+            assert_eq!(
+                inner.content(self.number, *pfn),
+                Some(page.expected),
+                "{pfn} of machine {} is {page:?}",
+                self.number
+            );
+        }
+    }
+
+    /// Merged pages: the slot, the node that the page was on, and the node that the slot is on.
+    pub fn merged(&self) -> Vec<(Slot, Node, Node)> {
+        let inner = self.world.lock();
+        let pages = inner.vms[self.number].pages.values();
+        pages
+            .filter_map(|page| match page.backing {
+                Backing::Merged(slot) => Some((slot, page.node, inner.slots.get(&slot)?.node)),
+                _ => None,
+            })
+            .collect()
+    }
+
+    /// Takes every page out of the machine's memory, as its end does.
+    pub fn end(&self) {
+        let mut inner = self.world.lock();
+        let pages = std::mem::take(&mut inner.vms[self.number].pages);
+        for page in pages.into_values() {
+            if let Backing::Merged(slot) = page.backing {
+                inner.unmap(slot);
+            }
+        }
     }
 
     /// A device holds on to the page, or lets go.
@@ -266,6 +321,11 @@ impl Guest {
             Backing::Merged(slot) => Some(slot),
             _ => None,
         }
+    }
+
+    /// The node that a page is on, or was on before it was merged.
+    pub fn node(&self, pfn: u64) -> Node {
+        self.world.lock().vms[self.number].pages.get(&Pfn(pfn)).map_or(Node::ANY, |page| page.node)
     }
 
     /// Whether the host has a page for it.

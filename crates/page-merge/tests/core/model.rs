@@ -1,1 +1,289 @@
-//! model
+//! Whatever happens in whatever order: no page changes its content by being merged, the store's counts are what is mapped, nothing is
+//! shared across domains, or across nodes where they are kept apart, and nothing is left in the end.
+
+use ebb_abi::{PageRange, Pfn};
+use ebb_page_merge::{Node, Nodes, Run, Settings, SettingsError};
+use proptest::prelude::*;
+
+use crate::support::{Host, eager};
+
+const NODES: u32 = 3;
+/// Machines 0 and 1 are in the first domain, 2 in the second.
+const MACHINES: usize = 3;
+
+#[derive(Clone, Debug)]
+enum Event {
+    Write(usize, u64, u64),
+    /// As many neighbours get contents from this one on: what runs are made of.
+    Fill(usize, u64, u64, u64),
+    WriteBeforeFreeze(usize, u64, u64),
+    Discard(usize, u64),
+    Move(usize, u64, u32),
+    MoveSlot(usize, u32),
+    Pin(usize, u64, bool),
+    Exclude(usize, u64, bool),
+    MakeHuge(usize),
+    Scan(u64),
+    Passes(u64),
+    Apart(Nodes),
+    Sharing(u32),
+    ZeroPages(bool),
+    SmartScan(bool),
+    Run(Run),
+    Step(u64),
+    StoreGone(bool),
+    Room(bool),
+    MemoryFails(usize, usize),
+    Mappings(usize, Option<usize>),
+    Ranges(usize, bool),
+    EndMachine(usize),
+}
+
+/// Two ranges, one of which holds a whole aligned block when `huge` pages are wanted.
+fn ranges(huge: bool) -> Vec<PageRange> {
+    if huge {
+        vec![PageRange::new(Pfn(0), 16), PageRange::new(Pfn(512), 520)]
+    } else {
+        vec![PageRange::new(Pfn(0), 16), PageRange::new(Pfn(505), 20)]
+    }
+}
+
+fn page(huge: bool) -> impl Strategy<Value = u64> {
+    if huge {
+        prop_oneof![0_u64..16, 512_u64..1032].boxed()
+    } else {
+        prop_oneof![0_u64..16, 505_u64..525].boxed()
+    }
+}
+
+fn event(huge: bool) -> impl Strategy<Value = Event> {
+    let machine = 0..MACHINES;
+    let content = prop_oneof![4 => 1_u64..5, 1 => Just(0_u64), 1 => 100_u64..120];
+    let often = prop_oneof![
+        4 => (machine.clone(), page(huge), content.clone()).prop_map(|(m, p, c)| Event::Write(m, p, c)),
+        4 => (machine.clone(), page(huge), 1_u64..600, 1_u64..9).prop_map(|(m, p, n, c)| Event::Fill(m, p, n, c)),
+        1 => (machine.clone(), page(huge), content).prop_map(|(m, p, c)| Event::WriteBeforeFreeze(m, p, c)),
+        2 => (machine.clone(), page(huge)).prop_map(|(m, p)| Event::Discard(m, p)),
+        6 => (1_u64..1200).prop_map(Event::Scan),
+        8 => (1_u64..4).prop_map(Event::Passes),
+        2 => (1_u64..600).prop_map(Event::Step),
+    ];
+    let seldom = prop_oneof![
+        3 => (machine.clone(), page(huge), 0..NODES).prop_map(|(m, p, n)| Event::Move(m, p, n)),
+        1 => (0_usize..8, 0..NODES).prop_map(|(s, n)| Event::MoveSlot(s, n)),
+        1 => (machine.clone(), page(huge), any::<bool>()).prop_map(|(m, p, on)| Event::Pin(m, p, on)),
+        1 => (machine.clone(), page(huge), any::<bool>()).prop_map(|(m, p, on)| Event::Exclude(m, p, on)),
+        2 => machine.clone().prop_map(Event::MakeHuge),
+        2 => prop_oneof![Just(Nodes::Apart), Just(Nodes::Across)].prop_map(Event::Apart),
+        1 => (2_u32..5).prop_map(Event::Sharing),
+        1 => any::<bool>().prop_map(Event::ZeroPages),
+        1 => any::<bool>().prop_map(Event::SmartScan),
+        3 => prop_oneof![Just(Run::Unmerge), Just(Run::Merge), Just(Run::Stop)].prop_map(Event::Run),
+        1 => any::<bool>().prop_map(Event::StoreGone),
+        1 => any::<bool>().prop_map(Event::Room),
+        1 => (machine.clone(), 1_usize..4).prop_map(|(m, n)| Event::MemoryFails(m, n)),
+        1 => (machine.clone(), prop::option::of(0_usize..12)).prop_map(|(m, n)| Event::Mappings(m, n)),
+        1 => (machine.clone(), any::<bool>()).prop_map(|(m, all)| Event::Ranges(m, all)),
+        1 => machine.prop_map(Event::EndMachine),
+    ];
+    prop_oneof![2 => often, 1 => seldom]
+}
+
+struct Play {
+    host: Host,
+    huge: bool,
+}
+
+impl Play {
+    fn new(huge: bool) -> Self {
+        let settings = Settings { max_page_sharing: 4, huge_min_duplicates: 100, ..eager() };
+        let mut host = Host::new(settings, 2);
+        for number in 0..MACHINES {
+            host.guest_of(usize::from(number == 2), &ranges(huge));
+        }
+        Self { host, huge }
+    }
+
+    fn guest(&self, machine: usize) -> &ebb_page_merge::testing::Guest {
+        &self.host.guests[machine].1
+    }
+
+    /// A change of what decides sharing is refused exactly while something is merged.
+    fn change(&mut self, change: impl FnOnce(&mut Settings)) {
+        let old = self.host.merger.settings().clone();
+        let mut settings = old.clone();
+        change(&mut settings);
+        let decisive = settings.merge_across_nodes != old.merge_across_nodes
+            || settings.max_page_sharing != old.max_page_sharing;
+        let outcome = self.host.merger.change(settings);
+        let shared = self.host.world.slots_in_use() > 0;
+        if decisive && shared {
+            assert!(matches!(outcome, Err(SettingsError::Merged { .. })), "{outcome:?}");
+            assert_eq!(*self.host.merger.settings(), old);
+        } else if decisive {
+            // Pages that have told nothing yet of shares they lost count as merged.
+            assert!(outcome.is_ok() || self.host.merger.statistics().merged_pages > 0);
+        } else {
+            outcome.unwrap();
+        }
+        if decisive && self.host.merger.settings().merge_across_nodes == Nodes::Apart && !shared {
+            self.host.slots_were_moved = false;
+        }
+    }
+
+    fn apply(&mut self, event: Event) {
+        match event {
+            Event::Write(machine, page, content) => self.guest(machine).write(page, content),
+            Event::Fill(machine, page, pages, content) => {
+                (page..page + pages).for_each(|pfn| self.guest(machine).write(pfn, content * 1000 + pfn));
+            }
+            Event::WriteBeforeFreeze(machine, page, content) => {
+                self.guest(machine).write_before_freeze(page, content);
+            }
+            Event::Discard(machine, page) => self.guest(machine).discard(page),
+            Event::Move(machine, page, node) => self.guest(machine).move_to(page, Node(node)),
+            Event::MoveSlot(number, node) => {
+                if let Some(slot) = self.host.world.shares().keys().nth(number) {
+                    self.host.world.move_slot(*slot, Node(node));
+                    self.host.slots_were_moved = true;
+                }
+            }
+            Event::Pin(machine, page, on) => self.guest(machine).pin(page, on),
+            Event::Exclude(machine, page, on) => self.guest(machine).exclude(page, on),
+            Event::MakeHuge(machine) => {
+                if self.huge && (512..1024).all(|pfn| self.guest(machine).slot(pfn).is_none()) {
+                    self.guest(machine).make_huge(512);
+                }
+            }
+            Event::Scan(pages) => {
+                self.host.merger.scan(pages);
+            }
+            Event::Passes(count) => self.host.passes(count),
+            Event::Step(pages) => {
+                self.host.merger.step(pages);
+            }
+            Event::Apart(nodes) => self.change(|settings| settings.merge_across_nodes = nodes),
+            Event::Sharing(most) => self.change(|settings| settings.max_page_sharing = most),
+            Event::ZeroPages(on) => self.change(|settings| settings.use_zero_pages = on),
+            Event::SmartScan(on) => self.change(|settings| settings.smart_scan = on),
+            Event::Run(run) => self.change(|settings| settings.run = run),
+            Event::StoreGone(gone) => self.host.store().gone = gone,
+            Event::Room(room) => self.host.world.set_room(room),
+            Event::MemoryFails(machine, calls) => self.guest(machine).fail(calls),
+            Event::Mappings(machine, most) => self.guest(machine).limit_mappings(most),
+            Event::Ranges(machine, all) => {
+                let ranges = ranges(self.huge);
+                self.guest(machine).set_ranges(if all { &ranges } else { &ranges[1..] });
+            }
+            Event::EndMachine(machine) => {
+                self.guest(machine).fail(0);
+                let domain = usize::from(machine == 2);
+                if let Some(member) = self.host.guests[machine].2.take() {
+                    let (_, outcome) = self.host.merger.remove_member(member).unwrap();
+                    outcome.unwrap();
+                    let guest = self.guest(machine).clone();
+                    assert!(guest.merged().is_empty());
+                    guest.end();
+                    // Another takes its place.
+                    let new = self.host.guest_of(domain, &ranges(self.huge));
+                    let last = self.host.guests.pop().unwrap();
+                    self.host.guests[machine] = (last.0, new, last.2);
+                }
+            }
+        }
+        self.host.check();
+    }
+
+    /// When nothing fails and nothing changes any more, everything is as it should be; and after unmerging nothing is left.
+    fn finish(mut self) {
+        self.host.store().gone = false;
+        self.host.world.set_room(true);
+        for machine in 0..MACHINES {
+            self.guest(machine).fail(0);
+            self.guest(machine).limit_mappings(None);
+            self.guest(machine).set_ranges(&ranges(self.huge));
+            for pfn in ranges(self.huge).iter().flat_map(|range| range.start.0..range.end().0) {
+                self.guest(machine).pin(pfn, false);
+                self.guest(machine).exclude(pfn, false);
+            }
+        }
+        self.change(|settings| {
+            settings.run = Run::Merge;
+            settings.smart_scan = false;
+        });
+        self.host.passes(40);
+        self.host.slots_were_moved = false;
+        self.host.check();
+        let statistics = self.host.merger.statistics();
+        assert_eq!(statistics.merged_pages, self.host.merged_pages());
+        assert_eq!(statistics.pages_shared, self.host.world.slots_in_use() as u64);
+        assert_eq!(statistics.pages_volatile, 0);
+        if self.host.merger.settings().merge_across_nodes == Nodes::Apart {
+            assert_eq!(statistics.remote_merged_pages, 0);
+        }
+        if !self.huge {
+            self.check_that_nothing_was_missed();
+        }
+        let hashed = self.host.world.hashed_pages();
+        self.host.passes(20);
+        assert_eq!(self.host.world.hashed_pages(), hashed, "pages are read again and again");
+
+        self.host.unmerge();
+        self.host.check();
+        assert_eq!(self.host.world.slots_in_use(), 0);
+        let statistics = self.host.merger.statistics();
+        assert_eq!(
+            (
+                statistics.pages_shared,
+                statistics.pages_sharing,
+                statistics.pages_unshared,
+                statistics.pages_volatile
+            ),
+            (0, 0, 0, 0)
+        );
+        assert_eq!((statistics.ksm_zero_pages, statistics.merged_pages), (0, 0));
+    }
+
+    /// No two pages of a domain (and node, if kept apart) with equal contents are both unmerged, unless stable pages are full.
+    fn check_that_nothing_was_missed(&self) {
+        let apart = self.host.merger.settings().merge_across_nodes == Nodes::Apart;
+        let zeros = self.host.merger.settings().use_zero_pages;
+        let mut seen = std::collections::BTreeSet::new();
+        for (number, (_, guest, _)) in self.host.guests.iter().enumerate() {
+            for pfn in ranges(self.huge).iter().flat_map(|range| range.start.0..range.end().0) {
+                if guest.is_absent(pfn) || guest.slot(pfn).is_some() {
+                    continue;
+                }
+                let content = guest.read(pfn).unwrap();
+                assert!(content != 0 || !zeros, "zeros at {pfn:#x}");
+                let node = if apart { guest.node(pfn) } else { Node::ANY };
+                assert!(
+                    seen.insert((number == 2, node, content)),
+                    "{content} is there twice, and not merged"
+                );
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 300, max_shrink_iters: 2000, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn small_pages(events in prop::collection::vec(event(false), 1..120)) {
+        let mut play = Play::new(false);
+        events.into_iter().for_each(|event| play.apply(event));
+        play.finish();
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 40, max_shrink_iters: 300, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn with_huge_pages(events in prop::collection::vec(event(true), 1..60)) {
+        let mut play = Play::new(true);
+        events.into_iter().for_each(|event| play.apply(event));
+        play.finish();
+    }
+}

@@ -1,1 +1,228 @@
-//! outcomes
+//! What becomes of pages that cannot be merged, and of runs.
+
+use ebb_abi::{PageRange, Pfn};
+use ebb_page_merge::{Answer, Node, PageHasher, Secret, Settings, StableStore};
+
+use crate::support::{Host, eager};
+
+#[test]
+fn a_page_written_to_between_hash_and_freeze_keeps_what_was_written() {
+    let mut host = Host::new(eager(), 1);
+    let guest = host.guest(4);
+    (0..4).for_each(|pfn| guest.write(pfn, 5));
+    host.passes(1);
+    guest.write_before_freeze(0, 6);
+    host.passes(1);
+    host.check();
+    assert_eq!(guest.read(0), Some(6));
+    assert!(host.merger.statistics().replaced_different > 0);
+    host.settle();
+    assert_eq!(host.counts(), (1, 2, 0, 1));
+    // And back again.
+    guest.write(0, 5);
+    host.settle();
+    assert_eq!(host.counts(), (1, 3, 0, 0));
+}
+
+#[test]
+fn a_pinned_page_is_left_alone_and_tried_again() {
+    let mut host = Host::new(eager(), 1);
+    let guest = host.guest(3);
+    (0..3).for_each(|pfn| guest.write(pfn, 5));
+    guest.pin(1, true);
+    let statistics = host.settle();
+    assert!(guest.slot(1).is_none());
+    assert_eq!((statistics.merged_pages, statistics.pages_refused), (2, 1));
+    let busy = statistics.replaced_busy;
+    assert!((1..=3).contains(&busy), "{busy}");
+    guest.pin(1, false);
+    host.settle();
+    assert_eq!(host.counts(), (1, 2, 0, 0));
+    assert_eq!(host.world.hashed_pages(), 3, "what is known already is hashed again");
+}
+
+#[test]
+fn excluded_pages_are_not_counted_and_not_merged() {
+    let mut host = Host::new(eager(), 1);
+    let guest = host.guest(10);
+    (0..10).for_each(|pfn| guest.write(pfn, 5));
+    (0..5).for_each(|pfn| guest.exclude(pfn, true));
+    host.settle();
+    assert_eq!(host.counts(), (1, 4, 0, 0));
+    assert!((0..5).all(|pfn| guest.slot(pfn).is_none()));
+}
+
+/// Equal memory of two machines is merged with neighbouring slots, in both.
+#[test]
+fn clones_share_runs() {
+    let mut host = Host::new(eager(), 1);
+    let (one, other) = (host.guest(2000), host.guest(2000));
+    for pfn in 0..2000 {
+        one.write(pfn, 1 + pfn);
+        other.write(pfn, 1 + pfn);
+    }
+    host.settle();
+    assert_eq!(host.counts(), (2000, 2000, 0, 0));
+    assert!(one.mappings() <= 4, "{}", one.mappings());
+    assert_eq!(one.mappings(), other.mappings());
+}
+
+/// With few mappings left, short runs are no longer tried, but long ones are.
+#[test]
+fn scarce_mappings_go_to_long_runs() {
+    let mut host = Host::new(eager(), 1);
+    let guest = host.guest(4096);
+    // Every second page a duplicate of another scattered one; then runs of 64 which are there twice.
+    (0..1024).step_by(2).for_each(|pfn| guest.write(pfn, 1 + pfn % 512));
+    (1..1024).step_by(2).for_each(|pfn| guest.write(pfn, 100_000 + pfn));
+    guest.limit_mappings(Some(60));
+    host.passes(10);
+    host.check();
+    let scattered = host.merger.statistics();
+    assert!(scattered.replaced_no_mappings > 0);
+    assert!(guest.mappings() <= 60);
+    guest.limit_mappings(Some(100));
+    for pfn in 2048..4096 {
+        guest.write(pfn, 200_000 + pfn % 1024);
+    }
+    host.settle();
+    assert!((2048..4096).all(|pfn| guest.slot(pfn).is_some()), "long runs were refused");
+    assert!(guest.mappings() <= 100);
+    // Refused pages are tried seldom, and cost nothing in between.
+    let before = host.merger.statistics();
+    let hashed = host.world.hashed_pages();
+    host.passes(64);
+    let after = host.merger.statistics();
+    assert_eq!(host.world.hashed_pages(), hashed);
+    assert!(after.replaced_no_mappings - before.replaced_no_mappings <= 8 * before.pages_refused);
+    assert_eq!(guest.mappings(), guest.mappings().min(100));
+}
+
+#[test]
+fn domains_never_share() {
+    let mut host = Host::new(eager(), 2);
+    let range = [PageRange::new(Pfn(0), 100)];
+    let (one, other) = (host.guest_of(0, &range), host.guest_of(1, &range));
+    for pfn in 0..100 {
+        one.write(pfn, 7);
+        other.write(pfn, 7);
+    }
+    host.settle();
+    assert_eq!(host.counts(), (2, 198, 0, 0));
+    assert_ne!(one.slot(0).unwrap().segment, other.slot(0).unwrap().segment);
+    let statistics = host.merger.domain_statistics(host.domains[1]).unwrap();
+    assert_eq!((statistics.pages_shared, statistics.pages_sharing), (1, 99));
+}
+
+#[test]
+fn without_room_or_store_pages_stay_as_they_are_and_are_merged_later() {
+    let mut host = Host::new(eager(), 1);
+    let guest = host.guest(10);
+    (0..10).for_each(|pfn| guest.write(pfn, 5));
+    host.world.set_room(false);
+    let statistics = host.settle();
+    assert!(statistics.store_errors > 0);
+    assert_eq!(statistics.merged_pages, 0);
+    assert!(host.merger.last_error().unwrap().contains("no room for another stable page"));
+    host.world.set_room(true);
+    host.store().gone = true;
+    host.passes(40);
+    host.check();
+    assert_eq!(host.merger.statistics().merged_pages, 0);
+    host.store().gone = false;
+    host.passes(40);
+    assert_eq!(host.counts(), (1, 9, 0, 0));
+}
+
+/// A failing store is asked once a pass, not for every page.
+#[test]
+fn a_lost_store_is_not_asked_for_every_page() {
+    let mut host = Host::new(eager(), 1);
+    let guest = host.guest(5000);
+    (0..5000).for_each(|pfn| guest.write(pfn, 1 + pfn));
+    host.store().gone = true;
+    host.passes(10);
+    assert!(host.merger.statistics().store_errors <= 10);
+    assert_eq!(host.merger.statistics().pages_unshared, 5000);
+}
+
+/// What others have (a store that is shared with other processes) is published at once, or merged when there is news of it.
+#[test]
+fn pages_that_others_have_are_merged_without_a_partner_here() {
+    let mut host = Host::new(eager(), 1);
+    let guest = host.guest(3);
+    (0..3).for_each(|pfn| guest.write(pfn, 50 + pfn));
+    let hash = |content: u64| PageHasher::new(&Secret([0; 32])).hash(&content.to_le_bytes().repeat(512));
+    host.store().wanted = vec![hash(50)];
+    host.settle();
+    assert!(guest.slot(0).is_some());
+    assert_eq!(host.counts(), (1, 0, 0, 2));
+
+    // Another process publishes what page 1 contains.
+    let content = 51_u64.to_le_bytes().repeat(512);
+    let mut slots = Vec::new();
+    host.store().publish(Node::ANY, &[hash(51)], &content, &mut slots).unwrap();
+    host.passes(3);
+    assert!(guest.slot(1).is_none(), "nothing was heard of it yet");
+    host.store().news = vec![(Node::ANY, hash(51)), (Node::ANY, hash(99))];
+    host.passes(1);
+    assert_eq!(guest.slot(1), Some(slots[0]));
+    host.store().unused(slots[0]);
+    host.check();
+    let mut answers = Vec::new();
+    host.store().query(Node::ANY, &[hash(52)], &mut answers).unwrap();
+    assert_eq!(answers, [Answer::Unknown]);
+}
+
+#[test]
+fn the_end_of_a_machine_gives_up_its_shares() {
+    let mut host = Host::new(eager(), 1);
+    let (one, other) = (host.guest(100), host.guest(100));
+    for pfn in 0..100 {
+        one.write(pfn, 1 + pfn % 10);
+        other.write(pfn, 1 + pfn % 5);
+    }
+    host.settle();
+    assert_eq!(host.counts(), (10, 190, 0, 0));
+    let member = host.guests[0].2.take().unwrap();
+    let (_, outcome) = host.merger.remove_member(member).unwrap();
+    outcome.unwrap();
+    one.end();
+    host.check();
+    assert_eq!(host.counts(), (5, 95, 0, 0));
+    assert!(host.merger.remove_member(member).is_none());
+    // Its place is taken by another, whose pages find those that are there.
+    let third = host.guest(100);
+    (0..100).for_each(|pfn| third.write(pfn, 1 + pfn % 5));
+    host.settle();
+    assert_eq!(host.counts(), (5, 195, 0, 0));
+    assert_eq!(third.slot(0), other.slot(0));
+}
+
+/// A block that fails does not keep others from being merged.
+#[test]
+fn memory_that_fails_is_gone_past() {
+    let mut host = Host::new(eager(), 1);
+    let guest = host.guest(1536);
+    (0..1536).for_each(|pfn| guest.write(pfn, 1 + pfn % 512));
+    for _ in 0..6 {
+        guest.fail(1);
+        host.passes(1);
+        host.check();
+    }
+    assert!(host.merger.statistics().memory_errors >= 6);
+    assert_eq!(host.merger.last_error(), Some("simulated failure"));
+    host.settle();
+    assert_eq!(host.counts(), (512, 1024, 0, 0));
+}
+
+/// Pages of zeros among others do not need a long run when mappings are scarce.
+#[test]
+fn zeros_need_no_mappings() {
+    let mut host = Host::new(Settings { use_zero_pages: true, ..eager() }, 1);
+    let guest = host.guest(100);
+    guest.limit_mappings(Some(0));
+    (0..100).for_each(|pfn| guest.write(pfn, if pfn % 2 == 0 { 0 } else { 1 + pfn % 4 }));
+    let statistics = host.settle();
+    assert_eq!((statistics.ksm_zero_pages, statistics.merged_pages), (50, 0));
+}

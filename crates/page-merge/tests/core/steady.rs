@@ -1,1 +1,94 @@
-//! steady
+//! What merging costs: hashes, index, memory.
+
+use ebb_abi::{PageRange, Pfn};
+use ebb_page_merge::{LocalStore, Memory, Merger, Run, Secret, Settings, testing::World};
+
+use crate::support::{Host, eager};
+
+/// Pages that nobody writes to are hashed once.
+#[test]
+fn clean_pages_are_hashed_once() {
+    let mut host = Host::new(eager(), 1);
+    let guest = host.guest(2000);
+    // Unique pages, duplicates, zeros.
+    (0..1000).for_each(|pfn| guest.write(pfn, 10_000 + pfn));
+    (1000..1900).for_each(|pfn| guest.write(pfn, 1 + pfn % 30));
+    (1900..2000).for_each(|pfn| guest.write(pfn, 0));
+    host.passes(1);
+    assert_eq!(host.world.hashed_pages(), 0, "hashed before it was known to be unchanged");
+    host.passes(1);
+    assert_eq!(host.world.hashed_pages(), 2000);
+    let before = host.merger.statistics();
+    assert_eq!((before.pages_shared, before.pages_sharing, before.pages_unshared), (30, 870, 1000));
+    host.passes(50);
+    assert_eq!(host.world.hashed_pages(), 2000);
+    let after = host.merger.statistics();
+    assert_eq!(after.hashed_pages, 2000);
+    assert_eq!(after.clean_pages - before.clean_pages, 50 * 1900);
+    assert_eq!(after.replaced_done, before.replaced_done);
+}
+
+/// A page that is written to in every pass is never hashed.
+#[test]
+fn busy_pages_are_never_hashed() {
+    let mut host = Host::new(eager(), 1);
+    let guest = host.guest(100);
+    for round in 0..20 {
+        (0..100).for_each(|pfn| guest.write(pfn, round));
+        host.passes(1);
+    }
+    assert_eq!(host.world.hashed_pages(), 0);
+    assert_eq!(host.counts(), (0, 0, 100, 0));
+}
+
+/// Memory without content costs next to nothing.
+#[test]
+fn absent_memory_has_no_records() {
+    let mut host = Host::new(eager(), 1);
+    let guest = host.guest(100_000);
+    host.passes(3);
+    assert!(host.merger.statistics().metadata_bytes < 100_000 / 5);
+    guest.write(70_000, 1);
+    host.passes(3);
+    assert!(host.merger.statistics().metadata_bytes < 100_000 / 5 + 5000);
+}
+
+/// Metadata of a million pages, with `copies` pages of each content, in bytes a page.
+fn metadata_of(copies: u64) -> f64 {
+    const PAGES: u64 = 1 << 20;
+    let world = World::new();
+    let guest = world.guest(&[PageRange::new(Pfn(0), PAGES)]);
+    (0..PAGES).for_each(|pfn| guest.write(pfn, 1 + pfn / copies));
+    let mut merger = Merger::new(Settings { run: Run::Merge, ..Settings::default() }).unwrap();
+    let domain = merger.add_domain(LocalStore::new(world.slots(0)), Secret([1; 32]));
+    merger.add_member(domain, guest.memory()).map_err(|memory| memory.ranges()).unwrap();
+    for _ in 0..2 {
+        while !merger.scan(1 << 18).finished_pass {
+            let statistics = merger.statistics();
+            assert!(statistics.metadata_bytes <= 16 * PAGES, "{statistics:?}");
+        }
+    }
+    let statistics = merger.statistics();
+    assert_eq!(statistics.pages_unshared + statistics.merged_pages, PAGES);
+    assert_eq!(statistics.pages_shared, if copies > 1 { PAGES / copies } else { 0 });
+    statistics.metadata_bytes as f64 / PAGES as f64
+}
+
+#[test]
+fn unique_pages_take_at_most_16_bytes_each() {
+    let bytes = metadata_of(1);
+    assert!((12.0..=16.0).contains(&bytes), "{bytes}");
+}
+
+/// Pairs are the worst: a stable page for every two.
+#[test]
+fn pairs_take_at_most_16_bytes_a_page() {
+    let bytes = metadata_of(2);
+    assert!((12.0..=16.0).contains(&bytes), "{bytes}");
+}
+
+#[test]
+fn many_copies_take_less() {
+    let bytes = metadata_of(64);
+    assert!((8.0..=9.5).contains(&bytes), "{bytes}");
+}

@@ -1,1 +1,174 @@
-//! worker
+//! The thread: pace, settings and pauses from other threads.
+
+use std::{
+    sync::atomic::{AtomicBool, Ordering},
+    thread,
+    time::Duration,
+};
+
+use ebb_abi::{PageRange, Pfn};
+use ebb_page_merge::{
+    AdvisorMode, Clock, LocalStore, Merger, Nodes, Run, Secret, Settings, SettingsError, SystemClock, Worker,
+    testing::{Guest, SimClock, SimMemory, SimSlots, World},
+};
+
+fn worker(
+    settings: Settings,
+    pages: u64,
+) -> (Worker<SimMemory, LocalStore<SimSlots>>, Guest, std::sync::Arc<ebb_page_merge::Control>) {
+    let world = World::new();
+    let guest = world.guest(&[PageRange::new(Pfn(0), pages)]);
+    let mut merger = Merger::new(settings).unwrap();
+    let domain = merger.add_domain(LocalStore::new(world.slots(0)), Secret([3; 32]));
+    merger.add_member(domain, guest.memory()).ok().unwrap();
+    let (worker, control) = Worker::new(merger);
+    (worker, guest, control)
+}
+
+/// Settings without sleeps.
+fn restless(run: Run) -> Settings {
+    Settings { run, sleep_millisecs: 0, max_cpu_percent: 100, max_page_sharing: 1000, ..Settings::default() }
+}
+
+fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
+    for _ in 0..100_000 {
+        if done() {
+            return;
+        }
+        thread::sleep(Duration::from_millis(1));
+    }
+    panic!("{what} does not happen");
+}
+
+#[test]
+fn other_threads_read_change_and_stop() {
+    let (mut worker, guest, control) = worker(restless(Run::Stop), 1000);
+    (0..1000).for_each(|pfn| guest.write(pfn, 1 + pfn % 10));
+    thread::scope(|scope| {
+        scope.spawn(|| worker.run(&SystemClock));
+        wait_for("the begin", || control.is_running());
+        control.change(|settings| settings.run = Run::Merge).unwrap();
+        wait_for("merging", || control.statistics().merged_pages == 1000);
+        assert_eq!(control.statistics().pages_sharing, 990);
+
+        let error = control.change(|settings| settings.merge_across_nodes = Nodes::Apart).unwrap_err();
+        assert!(matches!(error, SettingsError::Merged { merged_pages: 1000, .. }));
+        assert_eq!(control.settings().merge_across_nodes, Nodes::Across);
+        let error = control.change(|settings| settings.pages_to_scan = 0).unwrap_err();
+        assert!(matches!(error, SettingsError::OutOfRange { setting: "pages_to_scan", .. }));
+
+        control.change(|settings| settings.run = Run::Unmerge).unwrap();
+        wait_for("unmerging", || control.statistics().merged_pages == 0);
+        control
+            .change(|settings| {
+                settings.merge_across_nodes = Nodes::Apart;
+                settings.run = Run::Merge;
+            })
+            .unwrap();
+        wait_for("merging again", || control.statistics().merged_pages == 1000);
+        control.stop();
+    });
+    assert!(!control.is_running());
+    assert_eq!(control.change(|settings| settings.run = Run::Stop), Err(SettingsError::NoAnswer));
+    assert!(guest.slot(5).is_some(), "pages stay merged at the end");
+    guest.check();
+}
+
+#[test]
+fn nothing_is_looked_at_during_a_pause() {
+    let (mut worker, guest, control) = worker(restless(Run::Merge), 5000);
+    let paused = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| worker.run(&SystemClock));
+        // Somebody else pauses as well.
+        scope.spawn(|| {
+            for _ in 0..50 {
+                drop(control.pause());
+                thread::yield_now();
+            }
+            paused.store(true, Ordering::Release);
+        });
+        for round in 0..50 {
+            let guard = control.pause();
+            let before = control.statistics();
+            (0..100).for_each(|pfn| guest.write(pfn, round));
+            thread::sleep(Duration::from_millis(2));
+            assert_eq!(control.statistics(), before);
+            // Settings are answered all the same.
+            control.change(|settings| settings.smart_scan = round % 2 == 0).unwrap();
+            drop(guard);
+        }
+        wait_for("a pass after the pauses", || control.statistics().full_scans > 2);
+        wait_for("the other's pauses", || paused.load(Ordering::Acquire));
+        control.stop();
+    });
+}
+
+#[test]
+fn who_pauses_first_prevents_the_first_step() {
+    let (mut worker, _guest, control) = worker(restless(Run::Merge), 512);
+    let guard = control.pause();
+    thread::scope(|scope| {
+        scope.spawn(|| worker.run(&SystemClock));
+        wait_for("the begin", || control.is_running());
+        thread::sleep(Duration::from_millis(20));
+        assert_eq!(control.statistics().pages_scanned, 0);
+        drop(guard);
+        wait_for("the first pass", || control.statistics().full_scans > 0);
+        control.stop();
+    });
+}
+
+/// Runs turns on a simulated clock, for a while; returns the share of the processor.
+fn pace(worker: &mut Worker<SimMemory, LocalStore<SimSlots>>, clock: &SimClock, time: Duration) -> f64 {
+    let (begin, used) = (clock.now(), clock.used());
+    while clock.now() < begin + time {
+        clock.sleep(worker.turn(clock).unwrap());
+    }
+    (clock.used() - used).as_secs_f64() / (clock.now() - begin).as_secs_f64()
+}
+
+#[test]
+fn the_pace_is_what_was_asked_for() {
+    let settings = Settings {
+        run: Run::Merge,
+        pages_to_scan: 10_240,
+        sleep_millisecs: 100,
+        max_cpu_percent: 100,
+        ..Settings::default()
+    };
+    let (mut worker, _guest, control) = worker(settings, 1 << 16);
+    let clock = SimClock::new(Duration::from_micros(100));
+    pace(&mut worker, &clock, Duration::from_secs(100));
+    let scanned = control.statistics().pages_scanned as f64;
+    // 10,240 pages in 100 ms, less at the end of each pass of 65,536.
+    assert!((9.0e6..=10.3e6).contains(&scanned), "{scanned}");
+
+    worker.merger_mut().change(Settings { pages_per_second: Some(10_000), ..control.settings() }).unwrap();
+    pace(&mut worker, &clock, Duration::from_secs(300));
+    let slower = control.statistics().pages_scanned as f64 - scanned;
+    assert!((0.27e7..=0.304e7).contains(&slower), "{slower}");
+
+    let settings = Settings { sleep_millisecs: 0, max_cpu_percent: 5, ..control.settings() };
+    worker.merger_mut().change(settings).unwrap();
+    let share = pace(&mut worker, &clock, Duration::from_secs(10));
+    assert!((0.045..=0.0505).contains(&share), "{share}");
+}
+
+#[test]
+fn the_advisor_comes_to_its_target() {
+    let settings = Settings {
+        run: Run::Merge,
+        advisor_mode: AdvisorMode::ScanTime,
+        advisor_target_scan_time_s: 20,
+        advisor_min_pages_to_scan: 16,
+        ..Settings::default()
+    };
+    let (mut worker, _guest, control) = worker(settings, 1 << 19);
+    let clock = SimClock::new(Duration::from_micros(20));
+    pace(&mut worker, &clock, Duration::from_secs(300));
+    let before = control.statistics().full_scans;
+    pace(&mut worker, &clock, Duration::from_secs(200));
+    let passes = control.statistics().full_scans - before;
+    assert!((9..=11).contains(&passes), "{passes} passes in 200 s, {}", control.statistics().pages_to_scan);
+}
