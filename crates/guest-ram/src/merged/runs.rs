@@ -148,6 +148,17 @@ impl MergedRuns {
         Some(run.first.offset((page.0 - start) as u32))
     }
 
+    /// The parts of `range` that hold shares, in ascending order, each with the slot of its first page.
+    pub(crate) fn shares(
+        &self,
+        range: GuestRange,
+    ) -> impl Iterator<Item = (GuestRange, StableSlot)> + use<'_> {
+        self.stable_mapped(range).flat_map(|(part, first)| {
+            let shares = self.shares.ranges_in(part);
+            shares.map(move |share| (share, first.offset((share.start.0 - part.start.0) as u32)))
+        })
+    }
+
     /// Whether a stable file is mapped in the page's place, whether or not the page holds a share.
     pub(crate) fn is_stable_mapped(&self, page: Pfn) -> bool {
         self.run_at(page.0).is_some()
@@ -256,9 +267,6 @@ impl MergedRuns {
 
     /// Runs of untracked pages that `range` touches; they may reach beyond it.
     pub(crate) fn untracked(&self, range: GuestRange) -> Vec<GuestRange> {
-        if self.untracked.is_empty() {
-            return Vec::new();
-        }
         let mut found: Vec<GuestRange> = Vec::new();
         for part in self.untracked.ranges_in(range) {
             let region = self.regions.iter().find(|region| region.contains(part.start));
@@ -350,15 +358,11 @@ impl MergedRuns {
 
     /// Puts all shares of `range` on the list of released ones.
     fn release(&mut self, range: GuestRange) {
-        let mapped: Vec<_> = self.stable_mapped(range).collect();
-        for (part, first) in mapped {
-            let shares: Vec<_> = self.shares.ranges_in(part).collect();
-            for share in shares {
-                self.shares.remove(share);
-                self.share_pages -= share.pages;
-                let first = first.offset((share.start.0 - part.start.0) as u32);
-                self.released.push(Slots { first, pages: share.pages as u32 });
-            }
+        let shares: Vec<_> = self.shares(range).collect();
+        for (share, first) in shares {
+            self.shares.remove(share);
+            self.share_pages -= share.pages;
+            self.released.push(Slots { first, pages: share.pages as u32 });
         }
     }
 
