@@ -77,6 +77,13 @@ enum Stage {
     Back(MergeOutcome),
 }
 
+/// Where a page is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Place {
+    Away,
+    Back,
+}
+
 #[derive(Clone, Copy, Debug)]
 struct Item {
     page: Pfn,
@@ -123,17 +130,19 @@ impl MergeSession {
             outcomes.extend(pages.iter().map(|_| MergeOutcome::Gone));
             return Ok(());
         };
+        self.clear_staging()?;
         let mut runs = merged.lock();
         let mut items = self.candidates(&runs, pages);
         plan_mappings(merged, &mut runs, &mut items);
+        self.staged = span(pages);
         let mut batch = Batch { session: self, merging, merged, items, frozen: Vec::new() };
         batch.freeze();
         batch.compare();
         batch.map(&mut runs);
         batch.give_back();
         batch.thaw();
-        let result = batch.clear_staging();
         let items = batch.items;
+        drop(runs);
         if items.iter().any(|item| item.stage == Stage::Ended(MergeOutcome::Done)) {
             self.huge.merged(pages[0].0.huge_block());
         }
@@ -141,13 +150,24 @@ impl MergeSession {
             Stage::Ended(outcome) | Stage::Back(outcome) => outcome,
             Stage::Candidate | Stage::Away | Stage::Same => MergeOutcome::Busy,
         }));
-        result
+        self.clear_staging()
+    }
+
+    /// Gives the memory of pages that were replaced back to the host. Nothing may be moved to the staging area before.
+    fn clear_staging(&mut self) -> Result<(), MergeError> {
+        let Some(range) = self.staged else { return Ok(()) };
+        let address = self.merging().staging_address(range.start);
+        // SAFETY: the range is within the staging area. What the guest still needs was moved back.
+        let result =
+            unsafe { madvise(address as *mut _, range.size_bytes() as usize, Advice::LinuxDontNeed) };
+        result.map_err(|error| kernel("give replaced pages back", range, error.into()))?;
+        self.staged = None;
+        Ok(())
     }
 
     /// Those of `pages` that can be replaced at all are candidates.
     fn candidates(&self, runs: &MergedRuns, pages: &[(Pfn, MergeTarget)]) -> Vec<Item> {
-        let (Some(first), Some(last)) = (pages.first(), pages.last()) else { return Vec::new() };
-        let span = GuestRange::new(first.0, last.0.0.saturating_sub(first.0.0) + 1);
+        let Some(span) = span(pages) else { return Vec::new() };
         let mut excluded = self.file_backed(span);
         excluded.extend(runs.stable_mapped(span).map(|(part, _)| part));
         let mut before = None;
@@ -160,6 +180,13 @@ impl MergeSession {
         };
         pages.iter().map(item).collect()
     }
+}
+
+/// From the first of some pages to the last one.
+fn span(pages: &[(Pfn, MergeTarget)]) -> Option<GuestRange> {
+    let numbers = || pages.iter().map(|(page, _)| page.0);
+    let (first, last) = (numbers().min()?, numbers().max()?);
+    Some(GuestRange::new(Pfn(first), last - first + 1))
 }
 
 /// Takes out candidates for which there would be no mappings, before anything is done for them.
@@ -288,28 +315,33 @@ impl Batch<'_> {
             self.set(next..next + pages, Stage::Away);
             next += pages;
             attempts = if pages > 0 { 0 } else { attempts + 1 };
-            let outcome = match moved.stopped {
-                None => continue,
-                // Some were moved: the next call tells why no more.
-                Some(_) if pages > 0 => continue,
-                Some(Errno::INVAL) if size_bytes > PAGE => {
-                    step = shorter(size_bytes);
-                    continue;
-                }
-                Some(Errno::AGAIN) if attempts < MOVE_ATTEMPTS => {
-                    std::thread::yield_now();
-                    continue;
-                }
-                Some(Errno::BUSY | Errno::AGAIN | Errno::NOMEM | Errno::EXIST) => MergeOutcome::Busy,
-                Some(Errno::NOENT) => MergeOutcome::Gone,
-                Some(error) => {
+            // If some were moved, the next call tells why no more.
+            let Some(error) = moved.stopped.filter(|_| pages == 0) else { continue };
+            if error == Errno::INVAL && size_bytes > PAGE {
+                step = shorter(size_bytes);
+                continue;
+            }
+            if error == Errno::AGAIN && attempts < MOVE_ATTEMPTS {
+                std::thread::yield_now();
+                continue;
+            }
+            // Linux 6.18 counts too few when it has repeated a part by itself, and tells that there is something already where it
+            // has just moved pages to. So where they are counts, and not what was said.
+            let uncounted = self.leading_pages(next..run.end, Place::Away);
+            if uncounted > 0 {
+                self.set(next..next + uncounted, Stage::Away);
+                next += uncounted;
+                attempts = 0;
+                continue;
+            }
+            let outcome = match error {
+                Errno::BUSY | Errno::AGAIN | Errno::NOMEM => MergeOutcome::Busy,
+                Errno::NOENT => MergeOutcome::Gone,
+                error => {
                     tracing::debug!("{:?} cannot be moved: {error}", self.items[next].page);
                     MergeOutcome::Gone
                 }
             };
-            if moved.stopped != Some(Errno::NOENT) {
-                eprintln!("move stopped {:?} at {:?} of {:?}", moved.stopped, self.items[next].page, run);
-            }
             // All pages of a huge page are pinned together; to try each would take it apart.
             let whole = self.is_huge(from, size_bytes);
             let end = if whole { run.end } else { next + 1 };
@@ -327,6 +359,22 @@ impl Batch<'_> {
                 .scan
                 .ask(address, size_bytes, Question::Any)
                 .is_ok_and(|runs| runs.iter().any(super::scan::PageRun::is_huge))
+    }
+
+    /// How many pages of a run, from its first one on, are away, or are not.
+    fn leading_pages(&mut self, run: Range<usize>, place: Place) -> usize {
+        let address = self.merging.staging_address(self.items[run.start].page);
+        let mut away = vec![false; run.len()];
+        let scan = &mut self.session.scan;
+        must_succeed("where pages of the guest are cannot be found out", || {
+            away.fill(false);
+            for found in scan.ask(address, run.len() * PAGE, Question::Any)? {
+                let first = (found.address() - address) / PAGE;
+                away[first..first + found.size_bytes() / PAGE].fill(true);
+            }
+            Ok(())
+        });
+        away.iter().take_while(|away| **away == (place == Place::Away)).count()
     }
 
     /// Compares what is away with its target.
@@ -349,15 +397,12 @@ impl Batch<'_> {
             };
             item.stage = match target {
                 None => Stage::Back(MergeOutcome::Gone),
-                // SAFETY: one page of the staging area, which was moved there; the other one is a page of zeros, or a slot
-                // that was given out in a segment that is mapped as long as `segment` holds it. memcmp reads both through
-                // pointers.
                 Some(target) => {
-                    if unsafe { libc::memcmp(staged as *const _, target as *const _, PAGE) } == 0 {
-                        Stage::Same
-                    } else {
-                        Stage::Back(MergeOutcome::Different)
-                    }
+                    // SAFETY: one page of the staging area, which was moved there; the other one is a page of zeros, or a slot
+                    // that was given out in a segment that is mapped as long as `segment` holds it. memcmp reads both through
+                    // pointers.
+                    let order = unsafe { libc::memcmp(staged as *const _, target as *const _, PAGE) };
+                    if order == 0 { Stage::Same } else { Stage::Back(MergeOutcome::Different) }
                 }
             };
         }
@@ -412,16 +457,27 @@ impl Batch<'_> {
                 // SAFETY: as for the way there. The pages' place is watched, and nobody can have put a page there.
                 let moved = unsafe { self.merging.uffd.move_pages(from, to, size_bytes) };
                 next += moved.bytes / PAGE;
-                attempts = if moved.bytes > 0 { 0 } else { attempts + 1 };
-                match moved.stopped {
-                    Some(Errno::INVAL) if moved.bytes == 0 && size_bytes > PAGE => step = shorter(size_bytes),
-                    Some(error) if attempts > MOVE_ATTEMPTS => {
-                        self.copy_back(next, error);
-                        next += 1;
-                        attempts = 0;
-                    }
-                    Some(_) if attempts > 1 => std::thread::yield_now(),
-                    _ => {}
+                let Some(error) = moved.stopped.filter(|_| moved.bytes == 0) else {
+                    attempts = 0;
+                    continue;
+                };
+                attempts += 1;
+                // As on the way there.
+                let back = match error {
+                    Errno::EXIST => self.leading_pages(next..run.end, Place::Back),
+                    _ => 0,
+                };
+                next += back;
+                if back > 0 {
+                    attempts = 0;
+                } else if error == Errno::INVAL && size_bytes > PAGE {
+                    step = shorter(size_bytes);
+                } else if attempts > MOVE_ATTEMPTS {
+                    self.copy_back(next, error);
+                    next += 1;
+                    attempts = 0;
+                } else {
+                    std::thread::yield_now();
                 }
             }
         }
@@ -467,18 +523,6 @@ impl Batch<'_> {
         if !self.session.watch_range(range) {
             self.session.unwatched.push(range);
         }
-    }
-
-    /// Gives the memory of pages that were replaced back to the host.
-    fn clear_staging(&self) -> Result<(), MergeError> {
-        let (Some(first), Some(last)) = (self.items.first(), self.items.last()) else { return Ok(()) };
-        let address = self.merging.staging_address(first.page);
-        let size_bytes = self.merging.staging_address(last.page) + PAGE - address;
-        // SAFETY: the range is within the staging area. What the guest still needs was moved back.
-        unsafe { madvise(address as *mut _, size_bytes, Advice::LinuxDontNeed) }.map_err(|error| {
-            let range = GuestRange::new(first.page, (size_bytes / PAGE) as u64);
-            kernel("give replaced pages back", range, error.into())
-        })
     }
 
     /// Host address and size in bytes of items that are neighbours.

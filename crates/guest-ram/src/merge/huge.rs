@@ -107,7 +107,7 @@ pub(super) unsafe fn sample(address: usize, seed: u64) -> u64 {
         // SAFETY: the bytes are within the huge page, which is mapped, as the caller vouches. The guest may write to it, so it is
         // copied before anybody looks at it.
         unsafe {
-            ptr::copy_nonoverlapping((address + offset) as *const u8, bytes.as_mut_ptr(), SAMPLE_BYTES)
+            ptr::copy_nonoverlapping((address + offset) as *const u8, bytes.as_mut_ptr(), SAMPLE_BYTES);
         };
         hasher.write(&bytes);
     }

@@ -68,6 +68,8 @@ pub struct MergeSession {
     pub(super) huge: HugeBlocks,
     /// Parts that could not be watched again, to be tried later.
     pub(super) unwatched: Vec<GuestRange>,
+    /// Pages whose places in the staging area may not be empty.
+    pub(super) staged: Option<GuestRange>,
     /// Seed of samples: different for each session.
     seed: u64,
     addresses: Vec<usize>,
@@ -91,6 +93,7 @@ impl MergeSession {
             scan,
             huge: HugeBlocks::default(),
             unwatched: Vec::new(),
+            staged: None,
             seed,
             addresses: Vec::new(),
             nodes: Vec::new(),

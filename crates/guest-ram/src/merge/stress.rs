@@ -281,17 +281,13 @@ impl<'a> Writer<'a> {
         if random.is_multiple_of(256) {
             return self.renew(index);
         }
-        match self.changed[index].take() {
-            Some((word, of_pattern)) => {
-                self.check(index, word);
-                self.write(index, word, of_pattern);
-                self.report.writes += 1;
-            }
-            None => {
-                self.changed[index] = Some((word, self.shadows[index][word]));
-                self.write(index, word, random | 0xff);
-                self.report.writes += 1;
-            }
+        self.report.writes += 1;
+        if let Some((word, of_pattern)) = self.changed[index].take() {
+            self.check(index, word);
+            self.write(index, word, of_pattern);
+        } else {
+            self.changed[index] = Some((word, self.shadows[index][word]));
+            self.write(index, word, random | 0xff);
         }
         Ok(())
     }
@@ -324,10 +320,6 @@ impl<'a> Writer<'a> {
         let found = self.word(index, word).load(Ordering::Relaxed);
         if found != self.shadows[index][word] {
             self.report.lost += 1;
-            eprintln!(
-                "LOST page {} word {word} found {found:x} expected {:x} changed {:x?} first {:x}",
-                self.pages[index].0, self.shadows[index][word], self.changed[index], self.shadows[index][0]
-            );
             self.shadows[index][word] = found;
         }
     }

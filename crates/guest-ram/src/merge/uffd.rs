@@ -42,7 +42,7 @@ const UFFDIO_WRITEPROTECT: libc::Ioctl = 0xc018_aa06;
 /// `struct uffdio_api`
 #[repr(C)]
 struct Api {
-    api: u64,
+    version: u64,
     features: u64,
     ioctls: u64,
 }
@@ -121,7 +121,7 @@ impl Userfaultfd {
     }
 
     fn handshake(descriptor: &OwnedFd, features: u64) -> io::Result<u64> {
-        let mut api = Api { api: UFFD_API, features, ioctls: 0 };
+        let mut api = Api { version: UFFD_API, features, ioctls: 0 };
         // SAFETY: UFFDIO_API reads and writes one `struct uffdio_api`, which `api` is.
         unsafe { ioctl(descriptor.as_raw_fd(), UFFDIO_API, &raw mut api) }?;
         Ok(api.features)

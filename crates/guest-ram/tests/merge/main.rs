@@ -3,4 +3,10 @@
 //! Kernels without what it takes (Linux before 6.8) are told apart by what the library says; there is nothing to test then.
 
 mod common;
+mod huge;
+mod mappings;
+mod pinned;
+mod refused;
+mod replace;
 mod stress;
+mod waiting;

@@ -13,7 +13,7 @@ fn report(stress: &Stress) -> Option<Report> {
 }
 
 const STRESS: Stress =
-    Stress { pages: 4096, writers: 2, writes: 2_000_000, freeze: Freeze::Yes, huge_pages: HugePages::Off };
+    Stress { pages: 4096, writers: 2, writes: 1_000_000, freeze: Freeze::Yes, huge_pages: HugePages::Off };
 
 #[test]
 fn millions_of_writes_to_pages_that_are_merged_all_the_time_are_all_there() {
