@@ -37,11 +37,22 @@ impl Pass<'_> {
         (self.number + u64::from(block)).is_multiple_of(SELDOM_PASSES)
     }
 
-    /// Clean looks that a page must have had, beyond the first, before it is hashed: the more often it changed after it had been
-    /// hashed, the more (KSM's `smart_scan` skips 1, 2, 4 and 8 passes).
+    /// Whether it is this block's turn for what is done every fourth such pass only.
+    pub(crate) fn is_rare_turn_of(&self, block: u32) -> bool {
+        (self.number + u64::from(block)).is_multiple_of(4 * SELDOM_PASSES)
+    }
+
+    /// Clean looks that a page must have had, beyond the one that is its turn to be read: the more, the more often it changed after it
+    /// had been hashed or merged.
     pub(crate) fn waits(&self, age: u8) -> u64 {
-        const WAITS: [u64; Record::OLDEST as usize + 1] = [0, 0, 1, 2, 4, 4, 8, 8];
-        if self.settings.smart_scan { WAITS[usize::from(age.min(Record::OLDEST))] } else { 0 }
+        const WAITS: [u64; Record::OLDEST as usize + 1] = [0, 2, 4, 8, 16, 32, 32, 32];
+        let smart = if self.settings.smart_scan { WAITS[usize::from(age.min(Record::OLDEST))] } else { 0 };
+        self.ordinary_waits() + smart
+    }
+
+    /// The same for a page that has not changed before.
+    pub(crate) fn ordinary_waits(&self) -> u64 {
+        u64::from(self.settings.clean_passes).saturating_sub(1)
     }
 
     pub(crate) fn are_apart(&self) -> bool {
@@ -324,11 +335,15 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
 
     pub(crate) fn note_store_error(&mut self, error: &crate::StoreError) {
         self.counters.store_errors += 1;
-        if !self.store_failed {
+        self.store_failed = true;
+        let text = error.to_string();
+        // A store that is gone is so for good, and its owner has said so already.
+        if self.last_error.as_ref() == Some(&text) || matches!(error, crate::StoreError::Gone(_)) {
+            tracing::debug!(%error, "merging goes on without the store for this pass");
+        } else {
             tracing::warn!(%error, "merging goes on without the store for this pass");
         }
-        self.store_failed = true;
-        self.last_error = Some(error.to_string());
+        self.last_error = Some(text);
     }
 
     pub(crate) fn note_memory_error(&mut self, error: &M::Error) {

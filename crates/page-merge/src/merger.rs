@@ -24,6 +24,8 @@ pub struct MemberId {
 pub struct Step {
     /// Pages looked at (or, with [`Run::Unmerge`], gone through).
     pub pages: u64,
+    /// Of these, pages that may have been written to since they were last looked at.
+    pub written: u64,
     /// A pass over all memory ended with this step (or all is unmerged).
     pub finished_pass: bool,
 }
@@ -189,7 +191,9 @@ impl<M: Memory, S: StableStore> Merger<M, S> {
                         self.cursor = Some((number, block));
                         return step;
                     }
+                    let written = domain.counters.written_pages;
                     step.pages += domain.scan_block(block, &pass);
+                    step.written += domain.counters.written_pages - written;
                     block += 1;
                 }
                 _ => (number, block) = (number + 1, 0),
@@ -205,7 +209,7 @@ impl<M: Memory, S: StableStore> Merger<M, S> {
     /// the end of it everything that was known about pages is forgotten. What fails is tried again with the next call.
     pub fn unmerge(&mut self, pages: u64) -> Step {
         let Some((mut number, mut block)) = self.unmerging else {
-            return Step { pages: 0, finished_pass: true };
+            return Step { finished_pass: true, ..Step::default() };
         };
         self.cursor = None;
         let mut step = Step::default();

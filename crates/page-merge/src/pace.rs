@@ -9,6 +9,8 @@ use crate::settings::Settings;
 pub struct Effort {
     /// Pages looked at.
     pub pages: u64,
+    /// Of these, pages that may have been written to.
+    pub written: u64,
     /// Processor time.
     pub cpu: Duration,
     /// Time by the clock.
@@ -16,18 +18,24 @@ pub struct Effort {
 }
 
 impl Settings {
-    /// The sleep after a step: at least `sleep_millisecs`, and long enough to stay below `pages_per_second` and `max_cpu_percent`.
+    /// The sleep after a step: at least `sleep_millisecs`, and long enough to stay below `pages_per_second`,
+    /// `max_written_per_second` and `max_cpu_percent`.
     pub fn sleep_after(&self, effort: Effort) -> Duration {
-        let mut sleep = Duration::from_millis(self.sleep_millisecs);
-        if let Some(pages_per_second) = self.pages_per_second {
-            let nanos = u128::from(effort.pages) * 1_000_000_000 / u128::from(pages_per_second.max(1));
-            let least = Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX));
-            sleep = sleep.max(least.saturating_sub(effort.elapsed));
-        }
         let percent = self.max_cpu_percent.clamp(1, 100);
-        let least = effort.cpu.saturating_mul(100) / percent;
-        sleep.max(least.saturating_sub(effort.elapsed))
+        let least = [
+            self.pages_per_second.map_or(Duration::ZERO, |rate| time_for(effort.pages, rate)),
+            time_for(effort.written, self.max_written_per_second),
+            effort.cpu.saturating_mul(100) / percent,
+        ];
+        let least = least.into_iter().max().unwrap_or_default();
+        Duration::from_millis(self.sleep_millisecs).max(least.saturating_sub(effort.elapsed))
     }
+}
+
+/// How long `count` things take at `per_second`.
+fn time_for(count: u64, per_second: u64) -> Duration {
+    let nanos = u128::from(count) * 1_000_000_000 / u128::from(per_second.max(1));
+    Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
 }
 
 #[cfg(test)]
@@ -39,12 +47,14 @@ mod tests {
     #[test]
     fn each_limit_makes_the_sleep_longer() {
         let settings = Settings { sleep_millisecs: 20, max_cpu_percent: 100, ..Settings::default() };
-        let effort = Effort { pages: 5000, cpu: 10 * MS, elapsed: 10 * MS };
+        let effort = Effort { pages: 5000, written: 100, cpu: 10 * MS, elapsed: 10 * MS };
         assert_eq!(settings.sleep_after(effort), 20 * MS);
         let half = Settings { max_cpu_percent: 25, ..settings.clone() };
         assert_eq!(half.sleep_after(effort), 30 * MS);
         let slow = Settings { pages_per_second: Some(50_000), ..settings.clone() };
         assert_eq!(slow.sleep_after(effort), 90 * MS);
+        let busy = Settings { max_written_per_second: 1000, ..settings.clone() };
+        assert_eq!(busy.sleep_after(effort), 90 * MS);
         let both = Settings { pages_per_second: Some(50_000), max_cpu_percent: 10, ..settings };
         assert_eq!(both.sleep_after(effort), 90 * MS);
     }
@@ -61,6 +71,7 @@ mod tests {
         for step in 0..1000 {
             let effort = Effort {
                 pages: 1000 + step,
+                written: 0,
                 cpu: Duration::from_micros(200 + step),
                 elapsed: Duration::from_micros(250 + step),
             };

@@ -78,6 +78,9 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         if pass.is_turn_of(number) {
             self.check_nodes(number, pass);
         }
+        if pass.are_apart() && pass.is_rare_turn_of(number) {
+            self.follow_moved(member, number, pass);
+        }
         self.blocks.shrink(number);
         range.pages
     }
@@ -103,16 +106,21 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
             }
             (Look::Broken(slot), _) => {
                 self.counters.broken_pages += 1;
+                self.counters.written_pages += 1;
                 self.release(slot);
+                // Merging it was a mistake: it counts twice.
+                self.blocks.set(page, self.blocks.record(page).older());
                 self.watch(page, pass);
                 false
             }
             (Look::Written, _) => {
+                self.counters.written_pages += 1;
                 self.watch(page, pass);
                 false
             }
             (Look::HugeWritten, _) => {
                 huge.written += 1;
+                self.counters.written_pages += 1;
                 self.watch(page, pass);
                 false
             }
@@ -128,7 +136,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
                 self.counters.clean_pages += 1;
                 let waits = record.value();
                 if waits > 0 {
-                    self.counters.pages_skipped += 1;
+                    self.counters.pages_skipped += u64::from(waits > pass.ordinary_waits());
                     self.blocks.set(page, record.with(State::Watched, waits - 1));
                 }
                 waits == 0
@@ -251,5 +259,34 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
             .filter(|&page| self.blocks.record(page).state() == State::Merged)
             .collect();
         self.note_nodes_of_merged(&pages, pass);
+    }
+
+    /// Looks up where a block's waiting pages are, and brings those that have moved to another node together with pages there.
+    fn follow_moved(&mut self, member: usize, number: u32, pass: &Pass<'_>) {
+        let Some(block) = self.blocks.block(number) else { return };
+        let first = block.range.start;
+        let waiting: Vec<(PageNumber, Pfn)> = block
+            .records()
+            .unwrap_or_default()
+            .iter()
+            .enumerate()
+            .filter(|(_, record)| record.state() == State::Unshared)
+            .map(|(place, _)| (first_of(number) + place as u32, Pfn(first.0 + place as u64)))
+            .collect();
+        if block.huge || waiting.is_empty() {
+            return;
+        }
+        let places: Vec<Pfn> = waiting.iter().map(|(_, pfn)| *pfn).collect();
+        let mut found = Found::default();
+        for ((page, _), node) in waiting.into_iter().zip(self.where_are(member, &places)) {
+            let record = self.blocks.record(page);
+            match node {
+                Some(node) if node != record.node() => {
+                    found.others.push(Candidate { page, hash: record.hash(), node });
+                }
+                _ => {}
+            }
+        }
+        self.join(found, pass);
     }
 }

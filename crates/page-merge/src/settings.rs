@@ -51,7 +51,8 @@ pub struct Settings {
     pub merge_across_nodes: Nodes,
     /// Pages that share one stable page at most. Can be changed only while nothing is merged.
     pub max_page_sharing: u32,
-    /// Pages that keep changing after they were hashed are hashed again only after some clean passes more.
+    /// Pages that changed after they were hashed or merged are hashed again only after 2 clean passes more, then 4, and so on up to 32
+    /// (KSM: 1 to 8 passes).
     pub smart_scan: bool,
     /// Pages of zeros are taken away rather than merged with each other: they need no mapping. (KSM has this off by default,
     /// because its zero page may have the wrong colour for some caches; here there is no page at all.)
@@ -70,6 +71,14 @@ pub struct Settings {
     pub pages_per_second: Option<u64>,
     /// Share of one processor that merging may use at most, in percent, whatever the other settings say.
     pub max_cpu_percent: u32,
+    /// A pass over all memory begins no earlier than this after the last one began. It says for how long a page must be unchanged
+    /// before it is worth merging: in a small guest a pass alone would take a fraction of a second. And each look at a page that was
+    /// written to costs the guest a fault with its next write.
+    pub min_pass_millisecs: u64,
+    /// Passes in which a page must be found unchanged before it is read.
+    pub clean_passes: u8,
+    /// Pages found written to in a second at most: as many faults a guest that writes to all of them has.
+    pub max_written_per_second: u64,
     /// Passes without a write after which a huge page may be split for merging.
     pub huge_cold_passes: u8,
     /// Pages of a huge page, of its 512, that must be duplicates or zeros, or it is not split.
@@ -89,7 +98,7 @@ impl Default for Settings {
     fn default() -> Self {
         Self {
             run: Run::Stop,
-            pages_to_scan: 5000,
+            pages_to_scan: 1000,
             sleep_millisecs: 20,
             merge_across_nodes: Nodes::Across,
             max_page_sharing: 256,
@@ -101,7 +110,10 @@ impl Default for Settings {
             advisor_min_pages_to_scan: 500,
             advisor_max_pages_to_scan: 30_000,
             pages_per_second: None,
-            max_cpu_percent: 50,
+            max_cpu_percent: 20,
+            min_pass_millisecs: 2000,
+            clean_passes: 2,
+            max_written_per_second: 25_000,
             huge_cold_passes: 3,
             huge_min_duplicates: 256,
             min_run_pages: 8,
@@ -168,6 +180,9 @@ impl Settings {
         within("pages_per_second", self.pages_per_second.unwrap_or(1), 1, 1 << 40)?;
         within("max_cpu_percent", self.max_cpu_percent.into(), 1, 100)?;
         within("huge_min_duplicates", self.huge_min_duplicates.into(), 1, 512)?;
+        within("min_pass_millisecs", self.min_pass_millisecs, 0, 86_400_000)?;
+        within("clean_passes", self.clean_passes.into(), 1, 64)?;
+        within("max_written_per_second", self.max_written_per_second, 1, 1 << 40)?;
         within("huge_cold_passes", self.huge_cold_passes.into(), 1, 255)?;
         within("min_run_pages", self.min_run_pages.into(), 1, 512)
     }

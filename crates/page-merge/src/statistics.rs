@@ -43,6 +43,8 @@ pub struct Statistics {
     pub hashed_pages: u64,
     /// Looks that found a page unchanged, or still merged.
     pub clean_pages: u64,
+    /// Looks that found that a page may have been written to.
+    pub written_pages: u64,
     /// Merged pages that were written to.
     pub broken_pages: u64,
     /// Huge pages that were split because enough of them was duplicate.
@@ -73,6 +75,7 @@ pub(crate) struct Counters {
     pub(crate) moved_pages: u64,
     pub(crate) hashed_pages: u64,
     pub(crate) clean_pages: u64,
+    pub(crate) written_pages: u64,
     pub(crate) broken_pages: u64,
     pub(crate) huge_pages_split: u64,
     pub(crate) replaced_done: u64,
@@ -92,6 +95,7 @@ impl Counters {
         statistics.moved_pages += self.moved_pages;
         statistics.hashed_pages += self.hashed_pages;
         statistics.clean_pages += self.clean_pages;
+        statistics.written_pages += self.written_pages;
         statistics.broken_pages += self.broken_pages;
         statistics.huge_pages_split += self.huge_pages_split;
         statistics.replaced_done += self.replaced_done;

@@ -113,6 +113,7 @@ impl<M: Memory, S: StableStore> Worker<M, S> {
         let step = self.merger.step(left);
         let end = Began { now: clock.now(), cpu: clock.cpu() };
         self.effort.pages += step.pages;
+        self.effort.written += step.written;
         self.effort.cpu += end.cpu.saturating_sub(begin.cpu);
         self.effort.elapsed += end.now.saturating_sub(begin.now);
         let sleep = match self.merger.settings().run {
@@ -124,8 +125,12 @@ impl<M: Memory, S: StableStore> Worker<M, S> {
                 if step.finished_pass {
                     self.finish_pass(wanted, began, end);
                 }
+                let settings = self.merger.settings();
                 if step.finished_pass || self.effort.pages >= wanted {
-                    Some(self.merger.settings().sleep_after(std::mem::take(&mut self.effort)))
+                    let sleep = settings.sleep_after(std::mem::take(&mut self.effort));
+                    let next_pass = began.now + Duration::from_millis(settings.min_pass_millisecs);
+                    let until_next = next_pass.saturating_sub(end.now);
+                    Some(if step.finished_pass { sleep.max(until_next) } else { sleep })
                 } else {
                     Some(Duration::ZERO)
                 }

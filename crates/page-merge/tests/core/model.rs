@@ -211,7 +211,7 @@ impl Play {
             settings.run = Run::Merge;
             settings.smart_scan = false;
         });
-        self.host.passes(40);
+        self.host.passes(130);
         self.host.slots_were_moved = false;
         self.host.check();
         let statistics = self.host.merger.statistics();
@@ -225,7 +225,7 @@ impl Play {
             self.check_that_nothing_was_missed();
         }
         let hashed = self.host.world.hashed_pages();
-        self.host.passes(20);
+        self.host.passes(70);
         assert_eq!(self.host.world.hashed_pages(), hashed, "pages are read again and again");
 
         self.host.unmerge();

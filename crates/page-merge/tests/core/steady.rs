@@ -28,6 +28,48 @@ fn clean_pages_are_hashed_once() {
     assert_eq!(after.replaced_done, before.replaced_done);
 }
 
+/// By default a page must be found unchanged twice.
+#[test]
+fn clean_passes_are_waited_for() {
+    for clean_passes in 1..5 {
+        let mut host = Host::new(Settings { clean_passes, ..eager() }, 1);
+        let guest = host.guest(10);
+        (0..10).for_each(|pfn| guest.write(pfn, 1));
+        host.passes(u64::from(clean_passes));
+        assert_eq!(host.world.hashed_pages(), 0);
+        host.passes(1);
+        assert_eq!((host.world.hashed_pages(), host.merger.statistics().merged_pages), (10, 10));
+        assert_eq!(host.merger.statistics().pages_skipped, 0);
+    }
+}
+
+/// A page that is written to each time when it has been merged is merged less and less often.
+#[test]
+fn pages_that_break_again_and_again_are_left_alone() {
+    let mut host = Host::new(Settings { smart_scan: true, ..eager() }, 1);
+    let guest = host.guest(2);
+    let (mut merges, mut merged) = (Vec::new(), false);
+    for pass in 0..400 {
+        if merged {
+            (0..2).for_each(|pfn| guest.write(pfn, pass));
+        } else if pass == 0 {
+            (0..2).for_each(|pfn| guest.write(pfn, 1000));
+        }
+        host.passes(1);
+        let now = guest.slot(0).is_some();
+        if now && !merged {
+            merges.push(pass);
+        }
+        merged = now;
+        if merged {
+            (0..2).for_each(|pfn| guest.write(pfn, 2000 + pass));
+        }
+    }
+    let pauses: Vec<u64> = merges.windows(2).map(|pair| pair[1] - pair[0]).collect();
+    assert!(pauses.len() > 5 && pauses[0] < 10, "{pauses:?}");
+    assert!(pauses[4..].iter().all(|&pause| pause >= 32), "{pauses:?}");
+}
+
 /// A page that is written to in every pass is never hashed.
 #[test]
 fn busy_pages_are_never_hashed() {
@@ -62,7 +104,7 @@ fn metadata_of(copies: u64) -> f64 {
     let mut merger = Merger::new(Settings { run: Run::Merge, ..Settings::default() }).unwrap();
     let domain = merger.add_domain(LocalStore::new(world.slots(0)), Secret([1; 32]));
     merger.add_member(domain, guest.memory()).map_err(|memory| memory.ranges()).unwrap();
-    for _ in 0..2 {
+    for _ in 0..3 {
         while !merger.scan(1 << 18).finished_pass {
             let statistics = merger.statistics();
             assert!(statistics.metadata_bytes <= 16 * PAGES, "{statistics:?}");

@@ -24,6 +24,7 @@ pub fn eager() -> Settings {
     Settings {
         run: Run::Merge,
         smart_scan: false,
+        clean_passes: 1,
         max_page_sharing: ebb_page_merge::MAX_PAGE_SHARING,
         ..Settings::default()
     }
@@ -69,7 +70,7 @@ impl Host {
 
     /// As many passes as it takes for everything that can be merged to be so.
     pub fn settle(&mut self) -> Statistics {
-        self.passes(20);
+        self.passes(40);
         self.check();
         self.merger.statistics()
     }

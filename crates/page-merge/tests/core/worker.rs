@@ -27,7 +27,15 @@ fn worker(
 
 /// Settings without sleeps.
 fn restless(run: Run) -> Settings {
-    Settings { run, sleep_millisecs: 0, max_cpu_percent: 100, max_page_sharing: 1000, ..Settings::default() }
+    Settings {
+        run,
+        sleep_millisecs: 0,
+        min_pass_millisecs: 0,
+        max_cpu_percent: 100,
+        max_written_per_second: 1 << 40,
+        max_page_sharing: 1000,
+        ..Settings::default()
+    }
 }
 
 fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
@@ -134,6 +142,7 @@ fn the_pace_is_what_was_asked_for() {
         run: Run::Merge,
         pages_to_scan: 10_240,
         sleep_millisecs: 100,
+        min_pass_millisecs: 0,
         max_cpu_percent: 100,
         ..Settings::default()
     };
@@ -171,4 +180,30 @@ fn the_advisor_comes_to_its_target() {
     pace(&mut worker, &clock, Duration::from_secs(200));
     let passes = control.statistics().full_scans - before;
     assert!((9..=11).contains(&passes), "{passes} passes in 200 s, {}", control.statistics().pages_to_scan);
+}
+
+#[test]
+fn a_pass_begins_no_earlier_than_asked_for() {
+    let settings = Settings { run: Run::Merge, min_pass_millisecs: 2000, ..Settings::default() };
+    let (mut worker, guest, control) = worker(settings, 4096);
+    let clock = SimClock::new(Duration::from_micros(100));
+    pace(&mut worker, &clock, Duration::from_secs(100));
+    assert_eq!(control.statistics().full_scans, 50);
+
+    // Passes over more memory take longer, and the next one follows at once; pages written to are looked at more slowly.
+    let settings = Settings { min_pass_millisecs: 10, max_written_per_second: 2048, ..control.settings() };
+    worker.merger_mut().change(settings).unwrap();
+    let before = control.statistics();
+    let begin = clock.now();
+    for round in 0..10 {
+        (0..4096).for_each(|pfn| guest.write(pfn, round));
+        pace(&mut worker, &clock, Duration::from_millis(1));
+        let end = control.statistics().full_scans + 1;
+        while control.statistics().full_scans < end {
+            clock.sleep(worker.turn(&clock).unwrap());
+        }
+    }
+    let rate = (control.statistics().written_pages - before.written_pages) as f64
+        / (clock.now() - begin).as_secs_f64();
+    assert!((1000.0..=2060.0).contains(&rate), "{rate}");
 }
