@@ -118,7 +118,7 @@ impl Handle {
                 text.push_str(&threads(pid));
                 text.push_str(&crate::trace::moment());
                 let client = Client::new(&self.socket, Duration::from_secs(2));
-                for target in ["/vm", "/balloon", "/balloon/statistics"] {
+                for target in ["/vm", "/balloon", "/balloon/statistics", "/merge"] {
                     match client.request("GET", target, "") {
                         Ok(reply) => drop(writeln!(text, "{target}: {}", reply.body)),
                         Err(error) => drop(writeln!(text, "{target}: {error}")),

@@ -4,7 +4,6 @@
 use ebb_agent::count::CountReport;
 use ebb_agent::protocol::{Command, Event};
 use ebb_vmm::api::MergeState;
-use serde_json::json;
 
 use crate::guest::{Guest, MIB};
 use crate::harness::{Scene, Test, WRONG_CONTENT, eventually, when};
@@ -19,9 +18,13 @@ pub const TESTS: &[Test] = &[
     Test::new("merge::saved_and_moved", 240, saved_and_moved).merging(),
 ];
 
-/// Memory with each page twice: what is merged of it at least, since some of it may be out of order for the rules of mappings.
-const HELD: u64 = 2 * 24 * MIB;
-const MERGED: u64 = HELD / 2;
+/// Memory with each page twice.
+const HELD: u64 = 2 * 16 * MIB;
+/// What is merged of it at least: here and there a page may be too lonely for the rules about mappings. A guest's kernel alone has
+/// less than half of it.
+const MERGED: u64 = HELD / 4 * 3;
+/// Memory in which pages are counted up.
+const COUNTED: u64 = 24 * MIB;
 
 /// Puts two copies of the same pages into the guest.
 #[track_caller]
@@ -32,36 +35,36 @@ fn hold_twice(guest: &Guest, pattern: u64) {
 }
 
 fn no_write_is_lost(scene: &Scene) {
-    // A page that was written to after it was merged is merged again only when it was free in between.
-    let guest = merged(scene, "288M", "").balloon("reporting=on").args(["--cpus", "2"]).start();
-    guest.set_merge(&json!({ "cpu_percent": 100 }));
+    let guest = merged(scene, "224M", "").args(["--cpus", "2"]).start_and_merge();
     let (mut increments, mut done) = (0, 0);
-    for _ in 0..3 {
+    for _ in 0..2 {
         // A sweep takes some hundred milliseconds, so each page stands still for a while and is then written to, wherever
         // the merging thread is at that moment.
         let count = Command::Count {
-            bytes: 48 * MIB,
+            bytes: COUNTED,
             tasks: 2,
             kinds: 96,
             burst_pages: 128,
-            pause_us: 10_000,
+            pause_us: 20_000,
             seconds: 5,
         };
         let report: CountReport = serde_json::from_value(guest.run(count)).unwrap();
         assert_eq!(report.wrong_pages, 0, "{WRONG_CONTENT}: {report:?}");
-        assert!(report.sweeps > 1, "{report:?}");
         increments += report.increments;
         let replaced = guest.merge_statistics().replaced.expect("what became of pages");
-        assert!(replaced.done > done, "{replaced:?} after {report:?}");
+        // Not a handful by accident.
+        assert!(replaced.done > done + COUNTED / PAGE_BYTES / 4, "{done} -> {replaced:?} after {report:?}");
         done = replaced.done;
+        // What was merged and written to since is merged again only when it was the host's in between.
+        guest.inflate_to(80 * MIB);
+        guest.inflate_to(0);
     }
-    // Not a handful by accident.
-    assert!(done > 48 * MIB / PAGE_BYTES / 4, "{done} pages were replaced among {increments} increments");
-    assert_eq!(guest.merge().state, MergeState::Merging);
+    assert_eq!(guest.merge().state, MergeState::Merging, "{increments} increments");
 }
 
 fn discards_and_a_reboot(scene: &Scene) {
-    let mut guest = merged(scene, "256M", "").balloon("reporting=on").args(["--on-reboot", "reset"]).start();
+    let mut guest =
+        merged(scene, "224M", "").balloon("reporting=on").args(["--on-reboot", "reset"]).start_and_merge();
     hold_twice(&guest, 51);
     let before = guest.resident();
     guest.wait_merged(MERGED);
@@ -71,22 +74,26 @@ fn discards_and_a_reboot(scene: &Scene) {
     let resident = guest.resident();
     assert!(resident < before, "{before} -> {resident} bytes are the machine's own");
     // The balloon takes free pages and gives them back, among them some that are merged or were made zero.
-    guest.inflate_to(96 * MIB);
+    guest.inflate_to(80 * MIB);
     guest.check_held();
     guest.inflate_to(0);
-    guest.run(Command::AllocTouchExit { bytes: 96 * MIB });
+    guest.run(Command::AllocTouchExit { bytes: 80 * MIB });
     guest.check_held();
     // Merged pages are freed, reported, and used for something else.
+    let merged = || guest.merge_statistics().merged_bytes.unwrap();
+    let (reported, merged_before) = (guest.metric("ebb_balloon_reported_bytes_total"), merged());
     guest.run(Command::Release);
-    let reported = guest.metric("ebb_balloon_reported_bytes_total");
     eventually("what was held is reported", 60, || {
         let now = guest.metric("ebb_balloon_reported_bytes_total");
         when(now >= reported + HELD / 2, || format!("{reported} -> {now} bytes"))
     });
-    eventually("nothing of it is merged any more", 30, || {
-        let merged = guest.merge_statistics().merged_bytes.unwrap();
-        when(merged < MERGED, || format!("{merged} bytes"))
+    eventually("it is not merged any more", 30, || {
+        let now = merged();
+        when(now + MERGED / 2 <= merged_before, || format!("{merged_before} -> {now} bytes"))
     });
+    // A page that was written to after it was merged is merged again only when it was the host's in between.
+    guest.inflate_to(80 * MIB);
+    guest.inflate_to(0);
     hold_twice(&guest, 52);
     guest.check_held();
     guest.wait_merged(MERGED);
@@ -111,7 +118,7 @@ fn discards_and_a_reboot(scene: &Scene) {
 
 fn saved_and_moved(scene: &Scene) {
     let file = scene.path("vm.snapshot");
-    let guest = merged(scene, "256M", "").start();
+    let guest = merged(scene, "192M", "").start_and_merge();
     hold_twice(&guest, 54);
     guest.wait_merged(MERGED);
     guest.check_held();

@@ -117,7 +117,7 @@ fn without_permission(scene: &Scene) {
 }
 
 fn nodes_while_merged(scene: &Scene) {
-    let guest = merged(scene, "256M", "").start();
+    let guest = merged(scene, "160M", "").start_and_merge();
     for _ in 0..2 {
         guest.run(Command::Hold { bytes: 16 * MIB, pattern: 83 });
     }

@@ -23,7 +23,7 @@ pub const TESTS: &[Test] = &[
 const HELD: u64 = 24 * MIB;
 
 fn start(scene: &Scene, name: &str, broker: &Broker, domain: &str) -> Guest {
-    let guest = merged(scene, "160M", &broker.member(domain)).socket(name).start();
+    let guest = merged(scene, "160M", &broker.member(domain)).socket(name).start_and_merge();
     guest.run(Command::Hold { bytes: HELD, pattern: 61 });
     guest
 }

@@ -23,9 +23,25 @@ const STABLE_NAME: &str = "memfd:ebb-stable";
 /// For pages to be merged: some passes over a guest's memory, in an emulated host.
 const MERGE_LIMIT_S: u64 = 60;
 
+/// Pages looked at in a second: a guest of these tests in less than a second. Twice as much slows an emulated processor down.
+const PAGES_PER_SECOND: u64 = 100_000;
+
 /// A guest of this size whose monitor merges its pages; `more` is the rest of `--memory`.
 pub fn merged<'a>(scene: &'a Scene, size: &str, more: &str) -> Setup<'a> {
     Setup::new(scene).memory(&format!("size={size},thp=off,merge=owner{more}"))
+}
+
+impl Setup<'_> {
+    /// Starts the monitor and waits for the agent; merging begins then. A guest that boots writes to all that was just merged, which
+    /// takes an emulated processor many seconds.
+    #[track_caller]
+    pub fn start_and_merge(self) -> Guest {
+        let guest = self.start_api();
+        guest.set_merge(&json!({ "run": "stop", "pages_per_second": PAGES_PER_SECOND }));
+        guest.wait_ready(1);
+        guest.set_merge(&json!({ "run": "merge" }));
+        guest
+    }
 }
 
 impl Guest {
