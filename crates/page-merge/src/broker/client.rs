@@ -68,6 +68,8 @@ pub struct BrokerStore<U> {
     news: VecDeque<(Node, PageHash)>,
     /// Shares of this client's pages by slot.
     shares: HashMap<Slot, u32>,
+    /// Shares and reservations by segment, of all segments that the broker has announced.
+    holds: HashMap<u32, u64>,
 }
 
 impl<U: SegmentUser> BrokerStore<U> {
@@ -96,6 +98,7 @@ impl<U: SegmentUser> BrokerStore<U> {
             updates: Vec::new(),
             news: VecDeque::new(),
             shares: HashMap::new(),
+            holds: HashMap::new(),
         })
     }
 
@@ -144,7 +147,7 @@ impl<U: SegmentUser> BrokerStore<U> {
     /// Asks, and takes what the broker has to say until the answer.
     fn ask(&mut self, request: &Request<'_>) -> Result<Reply, StoreError> {
         self.flush();
-        let segments = &mut self.segments;
+        let (segments, holds) = (&mut self.segments, &mut self.holds);
         let link = self.link.as_mut().ok_or_else(|| StoreError::Gone(self.why_gone.clone()))?;
         let answer = link.send(&request.encode()).and_then(|()| {
             loop {
@@ -154,9 +157,13 @@ impl<U: SegmentUser> BrokerStore<U> {
                         segments.add(number, File::from(file)).map_err(|error| {
                             BrokerError::Gone(format!("its segment {number} cannot be used: {error}"))
                         })?;
+                        holds.insert(number, 0);
                     }
                     Reply::Closed(numbers) => {
-                        numbers.into_iter().for_each(|number| segments.remove(number));
+                        for number in numbers {
+                            holds.remove(&number);
+                            segments.remove(number);
+                        }
                     }
                     answer => return Ok(answer),
                 }
@@ -184,7 +191,30 @@ impl<U: SegmentUser> BrokerStore<U> {
         self.updates = Vec::new();
         self.news = VecDeque::new();
         self.why_gone.clone_from(&why);
+        // Nobody says any more when a segment is not needed.
+        let unused: Vec<u32> =
+            self.holds.iter().filter(|(_, holds)| **holds == 0).map(|(&number, _)| number).collect();
+        unused.into_iter().for_each(|number| self.forget_segment(number));
         StoreError::Gone(why)
+    }
+
+    fn forget_segment(&mut self, number: u32) {
+        self.holds.remove(&number);
+        self.segments.remove(number);
+    }
+
+    /// This client has got a reservation.
+    fn note_hold(&mut self, slot: Slot) {
+        *self.holds.entry(slot.segment).or_default() += 1;
+    }
+
+    /// This client has given up a share or a reservation.
+    fn drop_hold(&mut self, slot: Slot) {
+        let Some(holds) = self.holds.get_mut(&slot.segment) else { return };
+        *holds = holds.saturating_sub(1);
+        if *holds == 0 && self.link.is_none() {
+            self.forget_segment(slot.segment);
+        }
     }
 
     fn check_node(&self, node: Node) -> Result<(), StoreError> {
@@ -210,6 +240,7 @@ impl<U: SegmentUser> BrokerStore<U> {
     ) -> Result<(), StoreError> {
         match self.ask(&Request::Publish { node, contents })? {
             Reply::Slots(made) if made.len() == contents.len() / PAGE => {
+                made.iter().for_each(|&slot| self.note_hold(slot));
                 slots.extend(made);
                 Ok(())
             }
@@ -235,6 +266,11 @@ impl<U: SegmentUser> StableStore for BrokerStore<U> {
             let reply = self.ask(&Request::Query { node, hashes: batch.to_vec() });
             let result = match reply {
                 Ok(Reply::Answers(found)) if found.len() == batch.len() => {
+                    for answer in &found {
+                        if let Answer::Stable(slot) = answer {
+                            self.note_hold(*slot);
+                        }
+                    }
                     answers.extend(found);
                     Ok(())
                 }
@@ -242,7 +278,11 @@ impl<U: SegmentUser> StableStore for BrokerStore<U> {
                 Err(error) => Err(error),
             };
             if let Err(error) = result {
-                answers.truncate(before);
+                for answer in answers.drain(before..).collect::<Vec<_>>() {
+                    if let Answer::Stable(slot) = answer {
+                        self.unused(slot);
+                    }
+                }
                 return Err(error);
             }
         }
@@ -260,9 +300,7 @@ impl<U: SegmentUser> StableStore for BrokerStore<U> {
         let before = slots.len();
         for batch in contents.chunks(BATCH_PAGES * PAGE) {
             if let Err(error) = self.publish_batch(node, batch, slots) {
-                for slot in slots.drain(before..).collect::<Vec<_>>() {
-                    self.update(Change::Unused, slot);
-                }
+                slots.drain(before..).collect::<Vec<_>>().into_iter().for_each(|slot| self.unused(slot));
                 return Err(error);
             }
         }
@@ -275,6 +313,7 @@ impl<U: SegmentUser> StableStore for BrokerStore<U> {
     }
 
     fn unused(&mut self, slot: Slot) {
+        self.drop_hold(slot);
         self.update(Change::Unused, slot);
     }
 
@@ -285,6 +324,7 @@ impl<U: SegmentUser> StableStore for BrokerStore<U> {
                 self.shares.remove(&slot);
             }
         }
+        self.drop_hold(slot);
         self.update(Change::Released, slot);
     }
 

@@ -83,6 +83,7 @@ fn another_process() {
         "sharer" => sharer(&socket),
         "churner" => churner(&socket),
         "cutter" => cutter(&socket),
+        "machine" => crate::machine::run(&socket),
         other => panic!("the unknown role {other}"),
     }
 }

@@ -1,0 +1,143 @@
+//! Machines in processes of their own that share memory through a broker.
+
+use ebb_page_merge::broker::{Limits, NodeStatus};
+
+use crate::child::Process;
+use crate::machine::{COMMON, OWN};
+use crate::support::{NOTHING, Running, wait_until};
+
+impl Process {
+    fn machine(broker: &Running) -> Self {
+        let mut machine = Self::start("machine", &broker.path());
+        machine.wait_for("ready");
+        machine
+    }
+
+    /// Passes over all memory; how many pages are merged.
+    fn scan(&mut self, passes: u32) -> u64 {
+        self.tell(&format!("scan {passes}"));
+        let said = self.wait_for("scanned");
+        let (merged, errors) = said.split_once(' ').unwrap();
+        assert_eq!(errors, "0", "errors of the store");
+        merged.parse().unwrap()
+    }
+
+    fn write(&mut self, from: u64, to: u64, content: u64) {
+        self.tell(&format!("write {from} {to} {content}"));
+        self.wait_for("written");
+    }
+
+    fn assert_right(&mut self, when: &str) {
+        self.tell("check");
+        assert_eq!(self.wait_for("checked"), "true", "{when}");
+    }
+
+    /// Private memory, as the kernel counts it.
+    fn anonymous_pages(&self) -> u64 {
+        self.kibibytes("smaps_rollup", "Anonymous:") / 4
+    }
+
+    /// Stable pages mapped, each divided by the number of processes that have it mapped.
+    fn stable_share_pages(&self) -> u64 {
+        // Nothing else here is a memory file.
+        self.kibibytes("smaps_rollup", "Pss_Shmem:") / 4
+    }
+
+    fn kibibytes(&self, file: &str, field: &str) -> u64 {
+        let text = std::fs::read_to_string(format!("/proc/{}/{file}", self.id())).unwrap();
+        let line = text.lines().find_map(|line| line.strip_prefix(field)).unwrap();
+        line.trim().trim_end_matches(" kB").parse().unwrap()
+    }
+}
+
+/// Scans with both until all that they have in common is shared, or nothing more comes of it.
+fn share_all(broker: &Running, machines: &mut [Process]) -> NodeStatus {
+    let wanted = COMMON * machines.len() as u64;
+    for _ in 0..20 {
+        let merged: u64 = machines.iter_mut().map(|machine| machine.scan(1)).sum();
+        if merged == wanted {
+            break;
+        }
+    }
+    let status = broker.pages_of("web");
+    NodeStatus { remembered_hashes: 0, ..status }
+}
+
+#[test]
+fn two_machines_share_what_they_have_in_common_and_each_writes_on() {
+    let broker = Running::new(Limits::default());
+    let mut machines = [Process::machine(&broker), Process::machine(&broker)];
+    let before: Vec<u64> = machines.iter().map(Process::anonymous_pages).collect();
+    let shared = share_all(&broker, &mut machines);
+    let expected = NodeStatus { stable_pages: COMMON, sharers: 2 * COMMON, ..NOTHING };
+    assert_eq!(shared, expected);
+    assert_eq!(shared.saved_pages(), COMMON);
+    // The kernel's word for it: what was private is gone from both, and what took its place counts half for each.
+    for (machine, before) in machines.iter().zip(before) {
+        let after = machine.anonymous_pages();
+        // The merger's tables and buffers are private memory, too.
+        assert!(after + COMMON <= before + COMMON / 4, "{before} private pages became {after}");
+        let share = machine.stable_share_pages();
+        assert!(share <= COMMON / 2 + COMMON / 8, "{share} pages of {COMMON} are its own share");
+    }
+    for machine in &mut machines {
+        machine.assert_right("merged");
+    }
+
+    // Each writes to shared pages, the other does not see it, and the stable page lives as long as one needs it.
+    let [a, b] = &mut machines;
+    a.write(0, 500, 1 << 50);
+    b.write(300, 700, 1 << 51);
+    for machine in [&mut *a, &mut *b] {
+        machine.assert_right("written");
+        machine.scan(2);
+        machine.assert_right("scanned again");
+    }
+    let left = broker.pages_of("web");
+    // Pages 300 to 500 were written by both: nobody has them any more.
+    assert_eq!((left.stable_pages, left.sharers), (COMMON - 200, 2 * COMMON - 900));
+
+    // One is killed.
+    a.kill();
+    wait_until("the end of the machine", || broker.pages_of("web").sharers == COMMON - 400);
+    assert_eq!(broker.pages_of("web").stable_pages, COMMON - 400);
+    b.assert_right("alone");
+    b.tell("unmerge");
+    b.wait_for("unmerged");
+    b.assert_right("unmerged");
+    wait_until("the release of everything", || broker.pages_of("web").stable_pages == 0);
+    assert_eq!(broker.domain("web").unwrap().segments, 0);
+}
+
+#[test]
+fn machines_go_on_when_their_broker_is_killed() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("broker");
+    let mut broker = Process::start("broker", &path);
+    broker.wait_for("listening");
+    let mut machines: Vec<Process> = (0..2)
+        .map(|_| {
+            let mut machine = Process::start("machine", &path);
+            machine.wait_for("ready");
+            machine
+        })
+        .collect();
+    for _ in 0..4 {
+        machines.iter_mut().for_each(|machine| {
+            machine.scan(1);
+        });
+    }
+    broker.kill();
+    for (number, machine) in (0..).zip(&mut machines) {
+        machine.assert_right("without a broker");
+        machine.write(number, COMMON + OWN / 2, 1 << 52);
+        machine.assert_right("written without a broker");
+        machine.tell("scan 2");
+        machine.wait_for("scanned");
+        machine.assert_right("scanned without a broker");
+        machine.tell("unmerge");
+        machine.wait_for("unmerged");
+        machine.assert_right("unmerged without a broker");
+        assert_eq!(machine.stable_share_pages(), 0);
+    }
+}
