@@ -11,6 +11,8 @@ pub struct Metrics {
     pub memory_bytes: u64,
     /// Guest memory that the host holds at present.
     pub guest_resident_bytes: u64,
+    /// Shared pages that are mapped for guest memory at present, each as often as it is mapped.
+    pub guest_shared_bytes: u64,
     /// Resident memory of the whole monitor process.
     pub process_resident_bytes: u64,
     /// Milliseconds since the vCPUs were started.

@@ -32,6 +32,12 @@ pub fn render(metrics: &Metrics) -> String {
     );
     text.value(
         Kind::Gauge,
+        "ebb_guest_shared_bytes",
+        "Shared pages that are mapped for guest memory at present.",
+        metrics.guest_shared_bytes,
+    );
+    text.value(
+        Kind::Gauge,
         "ebb_process_resident_bytes",
         "Resident memory of the monitor process, with guest memory.",
         metrics.process_resident_bytes,
@@ -40,7 +46,10 @@ pub fn render(metrics: &Metrics) -> String {
         Kind::Gauge,
         "ebb_overhead_resident_bytes",
         "Resident memory of the monitor process, without guest memory.",
-        metrics.process_resident_bytes.saturating_sub(metrics.guest_resident_bytes),
+        metrics
+            .process_resident_bytes
+            .saturating_sub(metrics.guest_resident_bytes)
+            .saturating_sub(metrics.guest_shared_bytes),
     );
     text.help(Kind::Gauge, "ebb_uptime_seconds", "Time since the vCPUs were started.");
     text.line(format_args!(
@@ -243,7 +252,8 @@ mod tests {
     fn overhead_is_the_process_without_the_guest() {
         let metrics = Metrics {
             guest_resident_bytes: 1000,
-            process_resident_bytes: 1500,
+            guest_shared_bytes: 300,
+            process_resident_bytes: 1800,
             uptime_ms: 61_002,
             ..Metrics::default()
         };

@@ -100,6 +100,7 @@ proptest! {
     #[test]
     fn no_text_makes_a_parser_panic(text in ".{0,60}") {
         let _ = text.parse::<MemoryConfig>();
+        let _ = text.parse::<MergeOverrides>();
         let _ = text.parse::<NumaNodeConfig>();
         let _ = text.parse::<DiskConfig>();
         let _ = text.parse::<SerialConfig>();

@@ -12,7 +12,7 @@ use super::file::{FORMAT_VERSION, NewSnapshot, RAM_OFFSET_BYTES, Written};
 use super::processor::Processor;
 use super::state::InterruptControllers;
 use super::*;
-use crate::config::{DiskConfig, RebootAction, Switch, VmConfig};
+use crate::config::{DiskConfig, MergeBackend, MergeConfig, RebootAction, Switch, VmConfig};
 use crate::devices::serial::SavedSerial;
 
 const RAM_BYTES: u64 = 32 << 20;
@@ -158,6 +158,36 @@ fn the_machine_is_the_same_again() {
     };
     let config = saved.into_vm_config(overrides).unwrap();
     assert_eq!((config.clock, config.on_reboot), (ClockPolicy::Continue, RebootAction::Reset));
+}
+
+#[test]
+fn merging_goes_on_unless_something_else_is_said() {
+    let mut config = config();
+    config.memory.merge = MergeConfig {
+        backend: MergeBackend::Owner,
+        domain: Some("red".to_owned()),
+        broker: Some("/run/broker".into()),
+        across_nodes: Some(false),
+    };
+    let saved = MachineConfig::of(&config);
+    let text = serde_json::to_string(&saved).unwrap();
+    let read = || serde_json::from_str::<MachineConfig>(&text).unwrap();
+    let restored = read().into_vm_config(Overrides::default()).unwrap();
+    assert_eq!(restored.memory.merge, config.memory.merge);
+    let with = |merge: &str| Overrides { merge: merge.parse().unwrap(), ..Overrides::default() };
+    assert!(read().into_vm_config(with("merge=off")).unwrap().memory.merge.is_off());
+    let elsewhere = read().into_vm_config(with("merge_broker=/run/other")).unwrap().memory.merge;
+    assert_eq!(elsewhere, MergeConfig { broker: Some("/run/other".into()), ..config.memory.merge });
+    let error = read().into_vm_config(with("merge=off,merge_domain=blue")).unwrap_err().to_string();
+    assert!(error.contains("--memory") && error.contains("merge_domain"), "{error}");
+}
+
+#[test]
+fn a_snapshot_from_before_there_was_merging_has_none() {
+    let text = serde_json::to_string(&machine()).unwrap();
+    assert!(!text.contains("merge"), "others need not know of it: {text}");
+    let read: MachineConfig = serde_json::from_str(&text).unwrap();
+    assert!(read.merge.is_off());
 }
 
 #[test]

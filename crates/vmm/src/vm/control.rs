@@ -53,7 +53,7 @@ impl Vm {
     }
 
     /// Memory that shares pages with other memory, if anybody merges.
-    fn merged_bytes(&self) -> Option<u64> {
+    pub(super) fn merged_bytes(&self) -> Option<u64> {
         self.merging.merged_bytes()
     }
 
@@ -262,9 +262,11 @@ impl VmControl for Vm {
             KindCount::new(Cow::Borrowed(kind), counter.load(Relaxed))
         };
         let counters = &self.counters;
+        let residency = self.ram.residency().unwrap_or_default();
         Metrics {
             memory_bytes: self.ram.size_bytes(),
-            guest_resident_bytes: self.ram.resident_bytes().unwrap_or(0),
+            guest_resident_bytes: residency.private_bytes,
+            guest_shared_bytes: residency.merged_bytes,
             process_resident_bytes: metrics::process_resident_bytes().unwrap_or(0),
             uptime_ms: self.uptime_ms(),
             balloon: self.balloon.as_ref().map(|balloon| lock(balloon).device().metrics()),

@@ -396,6 +396,7 @@ impl VmControl for TestVm {
         Metrics {
             memory_bytes: MEMORY_BYTES,
             guest_resident_bytes: 123 << 20,
+            guest_shared_bytes: 0,
             process_resident_bytes: 128 << 20,
             uptime_ms: 1234,
             balloon: Some(BalloonMetrics {

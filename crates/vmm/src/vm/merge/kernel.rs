@@ -174,15 +174,15 @@ impl Shared {
             None | Some(MergeRun::Unmerge) => {}
             Some(MergeRun::Merge) => wanted.set(Knob::Run, RUN_MERGE),
             Some(MergeRun::Stop) => {
-                let others = self.membership.others().map_err(refused)?;
+                let others = self.membership.others().map_err(|error| refused(&error))?;
                 if others > 0 {
                     let present = present.get(Knob::Run).unwrap_or(RUN_MERGE);
-                    return Err(refused(KsmError::NotAlone { knob: Knob::Run, present, others }));
+                    return Err(refused(&KsmError::NotAlone { knob: Knob::Run, present, others }));
                 }
                 wanted.set(Knob::Run, RUN_STOP);
             }
         }
-        self.membership.change(&wanted).map_err(refused)?;
+        self.membership.change(&wanted).map_err(|error| refused(&error))?;
         let Some(run) = change.run else { return Ok(()) };
         if run == MergeRun::Merge {
             self.ram.advise_mergeable(Advice::Allow).map_err(failed)?;
@@ -202,7 +202,7 @@ impl Shared {
         };
         match self.ksm().counters().map_err(failed)?.count(Counter::PagesShared) {
             0 => Ok(()),
-            pages_shared => Err(refused(KsmError::Busy { knob, pages_shared })),
+            pages_shared => Err(refused(&KsmError::Busy { knob, pages_shared })),
         }
     }
 
@@ -221,12 +221,12 @@ impl Shared {
     }
 }
 
-fn text(error: KsmError) -> String {
+fn text(error: impl std::fmt::Display) -> String {
     error.to_string()
 }
 
 /// What somebody else decides, or what has to be done first, is no failure.
-fn refused(error: KsmError) -> ControlError {
+fn refused(error: &KsmError) -> ControlError {
     let message = error.to_string();
     match error {
         KsmError::Busy { .. }

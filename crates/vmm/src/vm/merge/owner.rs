@@ -136,7 +136,7 @@ impl OwnerMerging {
                 "start the machine again with another merge_across_nodes, or the broker with another limit",
             ));
         }
-        self.control.change(|settings| apply(change, settings)).map(drop).map_err(refused)
+        self.control.change(|settings| apply(change, settings)).map(drop).map_err(|error| refused(&error))
     }
 }
 
@@ -212,7 +212,7 @@ impl Prepared {
     }
 }
 
-fn refused(error: SettingsError) -> ControlError {
+fn refused(error: &SettingsError) -> ControlError {
     let message = error.to_string();
     match error {
         SettingsError::Merged { .. } => ControlError::WrongState { message, remedy: None },

@@ -18,6 +18,7 @@ impl Vm {
             std::path::absolute(&*path).map(|full| *path = full).map_err(VmError::host("find its own folder"))
         };
         absolute(&mut machine.kernel)?;
+        machine.merge.broker.as_mut().map(absolute).transpose()?;
         machine.initrd.as_mut().map(absolute).transpose()?;
         machine.disks.iter_mut().try_for_each(|disk| absolute(&mut disk.path))?;
         let here = self.here();
@@ -29,7 +30,8 @@ impl Vm {
             capabilities: here.capabilities,
             regions: here.regions,
             devices: here.devices,
-            held_bytes: self.ram.resident_bytes()?,
+            // What is shared here is shared with nobody there.
+            held_bytes: self.ram.resident_bytes()? + self.merged_bytes().unwrap_or(0),
             paused: self.state() == VmState::Paused,
             shared: None,
         })

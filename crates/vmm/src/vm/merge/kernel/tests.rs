@@ -63,9 +63,9 @@ fn a_kernel_without_advisor_can_have_a_pace() {
 
 #[test]
 fn what_somebody_else_decides_is_a_conflict() {
-    let error = refused(KsmError::Busy { knob: Knob::MergeAcrossNodes, pages_shared: 5 });
+    let error = refused(&KsmError::Busy { knob: Knob::MergeAcrossNodes, pages_shared: 5 });
     assert!(matches!(&error, ControlError::WrongState { message, .. } if message.contains("unmerge first")));
-    let error = refused(KsmError::Record { path: "/run/x".into(), problem: "y".to_owned() });
+    let error = refused(&KsmError::Record { path: "/run/x".into(), problem: "y".to_owned() });
     assert!(matches!(error, ControlError::Failed { .. }));
 }
 
@@ -107,7 +107,7 @@ impl Drop for Real {
 fn ram(backing: Backing) -> Arc<GuestRam> {
     let spec = RegionSpec { start: GuestAddress(0), size_bytes: PAGES << 12, host_node: None };
     let ram = GuestRam::new(&[spec], backing, HugePages::Off, Populate::Lazy).unwrap();
-    ram.memory().write_slice(&[7; (PAGES as usize) << 12], GuestAddress(0)).unwrap();
+    ram.memory().write_slice(&vec![7; (PAGES as usize) << 12], GuestAddress(0)).unwrap();
     Arc::new(ram)
 }
 

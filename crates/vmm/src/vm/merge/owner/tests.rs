@@ -52,10 +52,6 @@ fn counted(info: &crate::api::merge::MergeInfo) -> MergeStatistics {
     info.statistics.clone().unwrap()
 }
 
-fn change(merging: &Merging, change: MergeChange) {
-    merging.change(&change).unwrap();
-}
-
 fn run(run: MergeRun) -> MergeChange {
     MergeChange { run: Some(run), ..MergeChange::default() }
 }
@@ -92,13 +88,13 @@ fn equal_pages_are_merged_behind_the_filter_and_unmerged_again() {
     assert_eq!(counted(&merging.info().unwrap()).pages_scanned, scanned);
     merging.go_on();
 
-    change(&merging, run(MergeRun::Unmerge));
+    merging.change(&run(MergeRun::Unmerge)).unwrap();
     wait("unmerging", &merging, |info| info.state == MergeState::Unmerged);
     check(&ram, |page| 7 + kind(page));
     assert_eq!(counted(&merging.info().unwrap()).merged_bytes, Some(0));
-    change(&merging, apart);
+    merging.change(&apart).unwrap();
     assert_eq!(merging.info().unwrap().settings.unwrap().merge_across_nodes, Some(false));
-    change(&merging, run(MergeRun::Stop));
+    merging.change(&run(MergeRun::Stop)).unwrap();
     assert_eq!(merging.info().unwrap().state, MergeState::Stopped);
 }
 
