@@ -49,7 +49,7 @@ impl Block {
 /// All blocks of a domain.
 #[derive(Debug, Default)]
 pub(crate) struct Blocks {
-    blocks: Vec<Option<Block>>,
+    all: Vec<Option<Block>>,
     free: Vec<u32>,
     states: [u64; State::COUNT],
     remote: u64,
@@ -59,7 +59,7 @@ pub(crate) struct Blocks {
 impl Blocks {
     /// How many numbers of blocks there are, unused ones included.
     pub(crate) fn len(&self) -> u32 {
-        self.blocks.len() as u32
+        self.all.len() as u32
     }
 
     /// Adds the blocks of `range`; `false` if there are too many.
@@ -80,9 +80,9 @@ impl Blocks {
             wanted: 0,
         };
         if let Some(free) = self.free.pop() {
-            self.blocks[free as usize] = Some(block);
-        } else if self.blocks.len() < MOST_BLOCKS {
-            self.blocks.push(Some(block));
+            self.all[free as usize] = Some(block);
+        } else if self.all.len() < MOST_BLOCKS {
+            self.all.push(Some(block));
         } else {
             return false;
         }
@@ -92,7 +92,7 @@ impl Blocks {
     /// Takes a block away; its records must be forgotten already.
     pub(crate) fn remove(&mut self, number: u32) {
         self.forget(number);
-        if let Some(block) = self.blocks.get_mut(number as usize)
+        if let Some(block) = self.all.get_mut(number as usize)
             && block.take().is_some()
         {
             self.free.push(number);
@@ -113,7 +113,7 @@ impl Blocks {
 
     /// Gives up the records of a block of which nothing is known.
     pub(crate) fn shrink(&mut self, number: u32) {
-        if let Some(block) = self.blocks.get_mut(number as usize).and_then(Option::as_mut)
+        if let Some(block) = self.all.get_mut(number as usize).and_then(Option::as_mut)
             && block.merged == 0
             && block.others == 0
             && block
@@ -128,11 +128,11 @@ impl Blocks {
     }
 
     pub(crate) fn block(&self, number: u32) -> Option<&Block> {
-        self.blocks.get(number as usize)?.as_ref()
+        self.all.get(number as usize)?.as_ref()
     }
 
     pub(crate) fn block_mut(&mut self, number: u32) -> Option<&mut Block> {
-        self.blocks.get_mut(number as usize)?.as_mut()
+        self.all.get_mut(number as usize)?.as_mut()
     }
 
     /// The numbers of a member's blocks.
@@ -158,7 +158,7 @@ impl Blocks {
 
     /// Notes what is known of a page.
     pub(crate) fn set(&mut self, page: PageNumber, record: Record) {
-        let Some(block) = self.blocks.get_mut(block_of(page) as usize).and_then(Option::as_mut) else {
+        let Some(block) = self.all.get_mut(block_of(page) as usize).and_then(Option::as_mut) else {
             return;
         };
         if block.records.is_none() {
@@ -205,7 +205,7 @@ impl Blocks {
     /// Memory of blocks and records.
     pub(crate) fn memory_bytes(&self) -> u64 {
         self.records * size_of::<Record>() as u64
-            + (self.blocks.capacity() * size_of::<Option<Block>>() + self.free.capacity() * size_of::<u32>())
+            + (self.all.capacity() * size_of::<Option<Block>>() + self.free.capacity() * size_of::<u32>())
                 as u64
     }
 }

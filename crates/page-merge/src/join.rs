@@ -84,7 +84,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
             let partner = self.partner(&candidate, &splittable);
             match (partner, answer) {
                 _ if self.store_failed && (partner.is_some() || answer == Answer::Wanted) => {
-                    self.refuse(&candidate)
+                    self.refuse(&candidate);
                 }
                 (Some(partner), _) => {
                     publish.push(Publish {

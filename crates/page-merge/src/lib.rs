@@ -6,6 +6,51 @@
 //!
 //! The core decides which pages are looked at, compared and merged. It touches memory through [`Memory`] and shared pages
 //! through [`StableStore`] only.
+//!
+//! # How it goes
+//!
+//! A *pass* looks at all memory, in blocks of 512 pages. A look costs some nanoseconds a page and reads nothing: it tells which
+//! pages were written to since the last one. A page that was not, for [`Settings::clean_passes`] looks, is read and hashed once, and
+//! then not again until it is written to. Its hash is looked for among the stable pages, and then in the unstable index. If another
+//! page waits there, that page's content becomes a stable page, and both are replaced by it; each replacement compares the
+//! contents while nobody can change them, so a hash never decides anything. All that is remembered of a page are eight
+//! bytes, and five to seven in the index while it waits for a partner.
+//!
+//! # Use
+//!
+//! A [`Merger`] is driven step by step, by its owner or by a [`Worker`] on a thread of its own, which keeps to the pace that the
+//! [`Settings`] ask for and can be talked to through a [`Control`]:
+//!
+//! ```
+//! use ebb_abi::{PageRange, Pfn};
+//! use ebb_page_merge::{LocalStore, Merger, Run, Secret, Settings, SystemClock, Worker, testing::World};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! // A simulated machine of 4 MiB, with equal pages everywhere. For a real one see the module `owner`.
+//! let world = World::new();
+//! let guest = world.guest(&[PageRange::new(Pfn(0), 1024)]);
+//! (0..1024).for_each(|page| guest.write(page, 42));
+//!
+//! let settings = Settings { run: Run::Merge, min_pass_millisecs: 0, sleep_millisecs: 1, ..Settings::default() };
+//! let mut merger = Merger::new(settings)?;
+//! // One trust domain. In earnest, the secret comes from the kernel's random numbers.
+//! let domain = merger.add_domain(LocalStore::new(world.slots(0)), Secret([7; 32]));
+//! merger.add_member(domain, guest.memory()).map_err(|_| "16 TiB are enough")?;
+//!
+//! let (mut worker, control) = Worker::new(merger);
+//! let thread = std::thread::spawn(move || worker.run(&SystemClock));
+//! while control.statistics().merged_pages < 1024 {
+//!     std::thread::yield_now();
+//! }
+//! // 256 pages may share one.
+//! assert_eq!(control.statistics().pages_sharing, 1020);
+//! control.change(|settings| settings.pages_per_second = Some(1000))?;
+//! control.stop();
+//! thread.join().map_err(|_| "the merging thread panicked")?;
+//! assert_eq!(guest.read(7), Some(42));
+//! # Ok(())
+//! # }
+//! ```
 #![forbid(unsafe_code)]
 
 mod advisor;

@@ -67,8 +67,8 @@ impl<T: Slots> LocalStore<T> {
     /// The stable page with this content that should get the next sharer.
     fn with_room(&self, index: usize, hash: PageHash) -> Option<u32> {
         let index = &self.indexes[index];
-        if let Some(chained) = index.chains.fullest_below(hash, self.max_page_sharing) {
-            return chained;
+        if index.chains.contains(hash) {
+            return index.chains.fullest_below(hash, self.max_page_sharing);
         }
         let number = index.table.find(hash, |number| self.entries.get(number).hash() == hash)?;
         (self.entries.get(number).references() < self.max_page_sharing).then_some(number)
@@ -93,7 +93,11 @@ impl<T: Slots> LocalStore<T> {
         match index.table.find(hash, |number| entries.get(number).hash() == hash) {
             None => index.table.insert(hash, number, |number| entries.get(number).hash()),
             Some(first) => {
-                index.chains.add(hash, (entries.get(first).references(), first), (entry.references(), number))
+                index.chains.add(
+                    hash,
+                    (entries.get(first).references(), first),
+                    (entry.references(), number),
+                );
             }
         }
     }
@@ -169,7 +173,9 @@ impl<T: Slots> StableStore for LocalStore<T> {
             begin += run;
         }
         if let Err(source) = outcome {
-            new.into_iter().for_each(|slot| self.slots.free(slot));
+            for slot in new {
+                self.slots.free(slot);
+            }
             return Err(StoreError::NoRoom { node, source });
         }
         let index = self.index(node);

@@ -71,7 +71,9 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
 
     fn replace_in(&mut self, number: usize, items: &[(u32, Pfn, Planned)], pass: &Pass<'_>) {
         let Some(Some(member)) = self.members.get_mut(number) else {
-            items.iter().for_each(|(_, _, item)| self.give_back(item));
+            for (_, _, item) in items {
+                self.give_back(item);
+            }
             return;
         };
         let mut list: Vec<Replace> =

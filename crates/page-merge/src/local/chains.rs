@@ -12,10 +12,14 @@ pub(super) struct Chains {
 }
 
 impl Chains {
-    /// `None` if the content has no chain; else the page with the most references among those with fewer than `most`.
-    pub(super) fn fullest_below(&self, hash: PageHash, most: u16) -> Option<Option<u32>> {
-        let chain = self.chains.get(&hash)?;
-        Some(chain.range(..(most, 0)).next_back().map(|(_, number)| *number))
+    /// Whether several pages have this content.
+    pub(super) fn contains(&self, hash: PageHash) -> bool {
+        self.chains.contains_key(&hash)
+    }
+
+    /// The page of a chain with the most references among those with fewer than `most`.
+    pub(super) fn fullest_below(&self, hash: PageHash, most: u16) -> Option<u32> {
+        self.chains.get(&hash)?.range(..(most, 0)).next_back().map(|(_, number)| *number)
     }
 
     /// A page with a content that another has already.

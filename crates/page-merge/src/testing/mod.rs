@@ -49,11 +49,11 @@ impl Clock for SimClock {
     fn cpu(&self) -> Duration {
         // The end of a step comes as the next question after its begin; the clock is read before.
         self.in_step.set(!self.in_step.get());
+        let before = self.cpu.get();
         if self.in_step.get() {
-            self.cpu.set(self.cpu.get() + self.cpu_per_step);
+            self.cpu.set(before + self.cpu_per_step);
             self.now.set(self.now.get() + self.cpu_per_step);
-            return self.cpu.get() - self.cpu_per_step;
         }
-        self.cpu.get()
+        before
     }
 }

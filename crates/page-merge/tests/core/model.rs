@@ -131,8 +131,8 @@ impl Play {
         }
     }
 
-    fn apply(&mut self, event: Event) {
-        match event {
+    fn apply(&mut self, event: &Event) {
+        match *event {
             Event::Write(machine, page, content) => self.guest(machine).write(page, content),
             Event::Fill(machine, page, pages, content) => {
                 (page..page + pages).for_each(|pfn| self.guest(machine).write(pfn, content * 1000 + pfn));
@@ -272,7 +272,7 @@ proptest! {
     #[test]
     fn small_pages(events in prop::collection::vec(event(false), 1..120)) {
         let mut play = Play::new(false);
-        events.into_iter().for_each(|event| play.apply(event));
+        events.iter().for_each(|event| play.apply(event));
         play.finish();
     }
 }
@@ -283,7 +283,7 @@ proptest! {
     #[test]
     fn with_huge_pages(events in prop::collection::vec(event(true), 1..60)) {
         let mut play = Play::new(true);
-        events.into_iter().for_each(|event| play.apply(event));
+        events.iter().for_each(|event| play.apply(event));
         play.finish();
     }
 }

@@ -133,7 +133,7 @@ fn pace(worker: &mut Worker<SimMemory, LocalStore<SimSlots>>, clock: &SimClock, 
     while clock.now() < begin + time {
         clock.sleep(worker.turn(clock).unwrap());
     }
-    (clock.used() - used).as_secs_f64() / (clock.now() - begin).as_secs_f64()
+    clock.used().saturating_sub(used).as_secs_f64() / clock.now().saturating_sub(begin).as_secs_f64()
 }
 
 #[test]
@@ -204,6 +204,6 @@ fn a_pass_begins_no_earlier_than_asked_for() {
         }
     }
     let rate = (control.statistics().written_pages - before.written_pages) as f64
-        / (clock.now() - begin).as_secs_f64();
+        / clock.now().saturating_sub(begin).as_secs_f64();
     assert!((1000.0..=2060.0).contains(&rate), "{rate}");
 }
