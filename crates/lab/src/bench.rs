@@ -16,7 +16,7 @@ use crate::event::Events;
 use crate::experiment::RunSize;
 use crate::guest::{Answer, Guest};
 use crate::host::{self, Gauge, Usage};
-use crate::merging::Broker;
+use crate::merging::{Broker, HostKsm, Merging};
 use crate::monitor::{Assets, GuestSize, Setup, Trim};
 use crate::proc;
 use crate::results::{GuestRecord, Scale, rounded};
@@ -56,6 +56,8 @@ pub struct Bench<'a> {
     guests: Vec<Guest>,
     /// Ends after the guests, which share pages through it.
     broker: Option<Broker>,
+    /// Puts the kernel's settings back when the guests are gone.
+    ksm: Option<HostKsm>,
     /// How many guests were started.
     started: u32,
     processes: GuestProcesses,
@@ -89,6 +91,7 @@ impl<'a> Bench<'a> {
             controls: Vec::new(),
             guests: Vec::new(),
             broker: None,
+            ksm: None,
             started: 0,
             processes,
             size,
@@ -171,9 +174,9 @@ impl<'a> Bench<'a> {
     /// # Errors
     /// [`LabError::StartMonitor`], [`LabError::Missing`] and [`LabError::Guest`].
     pub fn start_guest(&mut self, size: GuestSize) -> Result<GuestRecord, LabError> {
-        match self.setup.trim {
-            Trim::Never => self.start(size, None),
-            Trim::WhenIdle => self.start_controlled_guest(size),
+        match (self.setup.trim, self.setup.merging) {
+            (Trim::Never, Merging::Off) => self.start(size, None),
+            _ => self.start_controlled_guest(size),
         }
     }
 
@@ -200,7 +203,7 @@ impl<'a> Bench<'a> {
         control: Option<&Path>,
         arguments: &[&str],
     ) -> Result<Guest, LabError> {
-        self.ensure_broker()?;
+        self.prepare_merging()?;
         self.started += 1;
         let number = self.started;
         self.events.step(number, "starts");
@@ -327,6 +330,7 @@ impl<'a> Bench<'a> {
             let (pid, lost) = (guest.pid(), "its idle memory");
             let footprint = footprint_mib(pid);
             record.idle_rss_mib = Some(rounded(footprint.ok_or_else(|| guest.lost(lost))?));
+            record.idle_pss_mib = host::proportional_mib(pid).map(rounded);
             record.monitor_rss_mib = host::monitor_rss_mib(pid, size.memory_mib).map(rounded);
         }
         Ok(())

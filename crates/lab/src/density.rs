@@ -15,6 +15,7 @@ use crate::counters::Counters;
 use crate::driver::{Driver, Tracker};
 use crate::experiment::{Experiment, HostShape, Runs, SeriesPlan, Subject};
 use crate::figures::{DataTable, Value};
+use crate::merging::{Merging, Nodes};
 use crate::monitor::{BounceBuffer, GuestSize, HugePages, KernelImage, MonitorKind, Reporting, Setup, Trim};
 use crate::results::{Better, GuestRecord, MetricInfo, Scale, Series, rounded};
 use crate::statistics::{median, median_or_never};
@@ -32,6 +33,9 @@ struct Sizes {
     /// The series ends with so many guests even if the host has room for more.
     most_guests: u32,
 }
+
+/// How fast pages of idle guests are looked at; an emulated processor is slow.
+const MERGED_PAGES_PER_SECOND: u64 = 200_000;
 
 fn sizes(scale: Scale) -> Sizes {
     match scale {
@@ -81,6 +85,18 @@ impl Experiment for Density {
             MetricInfo::new("guests_without_swap", "Guests without swap", "", Better::Higher),
             MetricInfo::new("swap_used_mib", "Swap used at the end", "MiB", Better::Lower),
             MetricInfo::new("idle_guest_rss_mib", "Left at the host by an idle guest", "MiB", Better::Lower),
+            MetricInfo::new(
+                "idle_guest_pss_mib",
+                "the same, shared pages divided among sharers",
+                "MiB",
+                Better::Lower,
+            ),
+            MetricInfo::new(
+                "host_per_guest_mib",
+                "What the host has in use more, for each guest",
+                "MiB",
+                Better::Lower,
+            ),
             MetricInfo::new("guest_in_use_mib", "In use in an idle guest", "MiB", Better::Lower),
             MetricInfo::new(
                 "guest_fragments_mib",
@@ -124,6 +140,12 @@ impl Experiment for Density {
                 "the same guest under QEMU with free page reporting",
                 Runs::ByDefault,
                 Setup { monitor: MonitorKind::Qemu, ..Setup::EBB },
+            ),
+            plan(
+                "merge",
+                "reporting, and the monitors merge equal pages of all guests",
+                Runs::WhenNamed,
+                Setup { merging: Merging::Owner(Nodes::Across), ..Setup::EBB },
             ),
             plan(
                 "percpu",
@@ -194,7 +216,8 @@ impl Experiment for Density {
 
     fn run(&self, bench: &mut Bench<'_>, series: &mut Series) -> Result<(), LabError> {
         let sizes = sizes(bench.scale());
-        let filled = fill(bench, series, sizes);
+        let before_mib = bench.usage()?.used_mib;
+        let filled = fill(bench, series, sizes).and_then(|()| merge(bench, series));
         // What has been measured is worth keeping even if a guest failed in the end.
         let ended = bench.find_ended(&mut series.guests);
         let measured = filled
@@ -202,10 +225,34 @@ impl Experiment for Density {
             .and_then(|()| bench.ask_idle(&mut series.guests, sizes.guest))
             .and_then(|()| ask_drivers(bench, series))
             .and(ended);
-        let swap_used_mib = bench.usage()?.swap_used_mib;
-        summarize(series, bench.swap_threshold_mib(), swap_used_mib);
+        let usage = bench.usage()?;
+        summarize(series, bench.swap_threshold_mib(), usage.swap_used_mib);
+        let guests = alive(series.guests.iter());
+        let per_guest_mib = (guests > 0)
+            .then(|| rounded((usage.used_mib + usage.swap_used_mib - before_mib) / guests as f64));
+        series.metrics.insert("host_per_guest_mib".to_owned(), per_guest_mib);
         measured
     }
+}
+
+/// Lets the idle guests' pages be merged, if the series is about that, until nothing more comes.
+fn merge(bench: &mut Bench<'_>, series: &mut Series) -> Result<(), LabError> {
+    if bench.setup().merging == Merging::Off {
+        return Ok(());
+    }
+    let guests: Vec<u32> = series.guests.iter().map(|record| record.guest).collect();
+    bench.set_merging(&guests, Some(MERGED_PAGES_PER_SECOND))?;
+    bench.events().step(0, "waits until nothing more is merged");
+    let settled = bench.wait_for_merging(&guests)?;
+    let shared = bench.shared()?;
+    series.notes.push(format!(
+        "{} pages are shared by {} further ones; nothing more was merged after {} s{}",
+        shared.pages_shared,
+        shared.pages_sharing,
+        settled.elapsed_s,
+        if settled.quiet { "" } else { ", which may be too early" }
+    ));
+    Ok(())
 }
 
 /// Notes what the guests' drivers have counted, which explains what a tracker did not capture.
@@ -301,6 +348,8 @@ fn summarize(series: &mut Series, threshold_mib: f64, swap_used_mib: f64) {
         ("guests_without_swap", Some(alive(guests.iter().take_while(fits)) as f64)),
         ("swap_used_mib", Some(swap_used_mib)),
         ("idle_guest_rss_mib", present(|guest| guest.idle_rss_mib)),
+        ("idle_guest_pss_mib", present(|guest| guest.idle_pss_mib)),
+        ("host_per_guest_mib", None),
         ("guest_in_use_mib", present(|guest| guest.guest_in_use_mib)),
         ("guest_fragments_mib", present(|guest| guest.guest_fragments_mib)),
         ("uncaptured_mib", present(uncaptured_mib)),

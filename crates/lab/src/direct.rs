@@ -185,7 +185,9 @@ pub fn run_on_machine(
         let series = plans.iter().map(|plan| Series::new(plan.name, plan.summary.to_owned()));
         let mut series: Vec<Series> = series.collect();
         experiment.run_in_turns(OnMachine { size, place, events }, &mut series);
-        series.into_iter().for_each(|series| events.tell(Event::SeriesEnds(series)));
+        for series in series {
+            events.tell(Event::SeriesEnds(series));
+        }
     }
     Ok(())
 }

@@ -145,6 +145,14 @@ pub fn monitor_rss_mib(pid: u32, guest_mib: u64) -> Option<f64> {
     Some(mib(proc::monitor_resident_kib(&proc::smaps(&text), guest_mib)))
 }
 
+/// Memory of a process, resident and swapped, with shared pages divided among those that have them mapped, MiB; `None` when it has
+/// ended.
+pub fn proportional_mib(pid: u32) -> Option<f64> {
+    let text = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?;
+    let fields = proc::meminfo(&text);
+    Some(mib(fields.get("Pss")? + fields.get("SwapPss").unwrap_or(&0)))
+}
+
 /// Processor time of a monitor without its vCPUs, ms; `None` when it has ended.
 ///
 /// Threads of vCPUs are known by their names: `vcpu0` under Ebb, `CPU 0/KVM` under QEMU with `debug-threads=on`.
@@ -297,6 +305,8 @@ mod tests {
         assert!(process_memory(std::process::id()).unwrap().resident_kib > 0);
         assert!(monitor_rss_mib(std::process::id(), 1 << 20).unwrap() > 0.0);
         assert!(process_memory(u32::MAX).is_none());
+        assert!(proportional_mib(std::process::id()).is_some_and(|mib| mib > 0.0));
+        assert!(proportional_mib(u32::MAX).is_none());
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
         assert!(listens(std::process::id(), port));

@@ -15,6 +15,7 @@ use crate::event::{Event, Events};
 use crate::experiment::{Experiment, NeedsKernel, NeedsMemhog, NeedsNetwork, RunSize, SeriesPlan, Subject};
 use crate::host::MemoryState;
 use crate::link::Tools;
+use crate::merging::Merging;
 use crate::monitor::MonitorKind;
 use crate::results::Scale;
 
@@ -84,6 +85,10 @@ fn run_in_one(
         }
         NeedsNetwork::No => Vec::new(),
     };
+    let merges =
+        |plan: &SeriesPlan| matches!(plan.subject, Subject::Guests(setup) if setup.merging != Merging::Off);
+    let needs_kernel =
+        if selection.plans.iter().any(merges) { NeedsKernel::Merging } else { experiment.needs_kernel() };
     let cpus = cpus.clamp(1, MOST_CPUS);
     let host = VirtualHost::start(&HostConfig {
         memory_mib: shape.memory_mib,
@@ -93,7 +98,7 @@ fn run_in_one(
             0 | 1 => Vec::new(),
             nodes => NodeConfig::even(nodes, shape.memory_mib, cpus),
         },
-        host_kernel: match experiment.needs_kernel() {
+        host_kernel: match needs_kernel {
             NeedsKernel::Any => HostKernel::OfGuests,
             NeedsKernel::Merging => HostKernel::Newest,
         },
@@ -108,7 +113,7 @@ fn run_in_one(
     })?;
     let (major, minor) = MERGING_SINCE;
     let release = &host.hello().kernel;
-    if experiment.needs_kernel() == NeedsKernel::Merging && !is_at_least(release, major, minor) {
+    if needs_kernel == NeedsKernel::Merging && !is_at_least(release, major, minor) {
         return Err(LabError::OldKernel { release: release.clone() });
     }
     let mut inner = InnerRun::new(events);

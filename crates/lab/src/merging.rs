@@ -2,8 +2,14 @@
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
+
+use ebb_page_merge::broker::ask_status;
+use ebb_page_merge::kernel::knobs::RUN_STOP;
+use ebb_page_merge::kernel::users::RUN_FOLDER;
+use ebb_page_merge::kernel::{Counter, Knob, Ksm, KsmUsers, Membership, SYSFS, Values};
 
 use crate::LabError;
 use crate::survey::MergedBy;
@@ -44,11 +50,6 @@ impl Merging {
         }
     }
 
-    /// Whether monitors need a broker for it.
-    pub fn needs_broker(self) -> bool {
-        matches!(self, Self::Owner(_))
-    }
-
     /// What `--memory` gets for it.
     pub fn memory_option(self) -> String {
         let nodes = |nodes| match nodes {
@@ -85,6 +86,15 @@ impl Merging {
 /// Where the broker of this process's guests listens.
 pub fn broker_socket() -> PathBuf {
     std::env::temp_dir().join(format!("ebb-lab-broker-{}", std::process::id()))
+}
+
+/// What is shared, as KSM counts it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct SharedCounts {
+    /// Pages that are shared.
+    pub pages_shared: u64,
+    /// Further pages that share them: what is saved.
+    pub pages_sharing: u64,
 }
 
 /// A broker; ends when dropped.
@@ -124,12 +134,81 @@ impl Broker {
     }
 }
 
+impl Broker {
+    /// What its clients share.
+    ///
+    /// # Errors
+    /// [`LabError::Merging`].
+    pub fn shared(&self) -> Result<SharedCounts, LabError> {
+        let status = ask_status(&broker_socket(), BROKER_LIMIT)
+            .map_err(|error| LabError::Merging(format!("cannot ask the broker: {error}")))?;
+        let nodes = status.domains.iter().flat_map(|domain| &domain.nodes);
+        Ok(nodes.fold(SharedCounts::default(), |sum, node| SharedCounts {
+            pages_shared: sum.pages_shared + node.stable_pages,
+            pages_sharing: sum.pages_sharing + node.saved_pages(),
+        }))
+    }
+}
+
 impl Drop for Broker {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
         // It cannot do that itself any more.
         let _ = std::fs::remove_file(broker_socket());
+    }
+}
+
+/// The host's KSM while the kernel merges the pages of guests: the lab is one of its users, and the last one to leave.
+#[derive(Debug)]
+pub struct HostKsm(Membership);
+
+impl HostKsm {
+    /// Becomes a user of the guests' domain, before any of them: some settings cannot be changed later.
+    ///
+    /// # Errors
+    /// [`LabError::Merging`].
+    pub fn join(nodes: Nodes) -> Result<Self, LabError> {
+        let failed = |error: &dyn std::fmt::Display| LabError::Merging(error.to_string());
+        let ksm = Arc::new(Ksm::open(Path::new(SYSFS)).map_err(|error| failed(&error))?);
+        let mut wanted = Values::new().with(Knob::Run, RUN_STOP);
+        // A kernel without NUMA has no such setting.
+        if ksm.settings().map_err(|error| failed(&error))?.get(Knob::MergeAcrossNodes).is_some() {
+            wanted = wanted.with(Knob::MergeAcrossNodes, u64::from(nodes == Nodes::Across));
+        }
+        let users = KsmUsers::open(Path::new(RUN_FOLDER)).map_err(|error| failed(&error))?;
+        users.join(ksm, DOMAIN, &wanted).map(Self).map_err(|error| failed(&error))
+    }
+
+    /// What the whole host shares.
+    ///
+    /// # Errors
+    /// [`LabError::Merging`].
+    pub fn shared(&self) -> Result<SharedCounts, LabError> {
+        let counters = self.0.ksm().counters().map_err(|error| LabError::Merging(error.to_string()))?;
+        Ok(SharedCounts {
+            pages_shared: counters.count(Counter::PagesShared),
+            pages_sharing: counters.count(Counter::PagesSharing),
+        })
+    }
+
+    /// Changes a setting for the whole host.
+    ///
+    /// # Errors
+    /// [`LabError::Merging`].
+    pub fn set(&self, knob: Knob, value: u64) -> Result<(), LabError> {
+        let wanted = Values::new().with(knob, value);
+        self.0.change(&wanted).map_err(|error| LabError::Merging(error.to_string()))
+    }
+
+    /// Lets it look at so many pages a second, if they take it no time.
+    ///
+    /// # Errors
+    /// [`LabError::Merging`].
+    pub fn set_pace(&self, pages_per_second: u64) -> Result<(), LabError> {
+        const REST_MS: u64 = 20;
+        self.set(Knob::SleepMillisecs, REST_MS)?;
+        self.set(Knob::PagesToScan, (pages_per_second * REST_MS / 1000).max(1))
     }
 }
 
@@ -145,9 +224,6 @@ mod tests {
         assert!(owner.ends_with(",merge_across_nodes=off"), "{owner}");
         let kernel = Merging::Kernel(Nodes::Across).memory_option();
         assert_eq!(kernel, ",merge=kernel,merge_domain=lab,merge_across_nodes=on");
-        assert!(
-            Merging::Owner(Nodes::Across).needs_broker() && !Merging::Kernel(Nodes::Across).needs_broker()
-        );
     }
 
     #[test]

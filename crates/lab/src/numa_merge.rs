@@ -9,7 +9,6 @@ use std::time::Duration;
 
 use ebb_agent::protocol::Command;
 use ebb_agent::timed_reads::ReadReport;
-use ebb_vmm::api::{MergeChange, MergeRun};
 
 use crate::LabError;
 use crate::bench::Bench;
@@ -56,8 +55,12 @@ const NODES: [u32; 3] = [2, 4, 8];
 const LEAST_HOST_MIB: u64 = 1536;
 /// Seed of the content that is the same in all guests.
 const PATTERN: u64 = 0x0eb5;
+/// Each page of it is twice in each guest, so that there is something to merge within a node as well.
+const COPIES: u64 = 2;
 /// How fast pages are looked at: an emulated processor is slow.
 const PAGES_PER_SECOND: u64 = 200_000;
+/// How often memory is read while merging goes on, in one guest.
+const MEANWHILE_PASSES: u32 = 3;
 /// Reading all of it once takes far less.
 const READ_LIMIT: Duration = Duration::from_secs(180);
 
@@ -135,6 +138,7 @@ impl Experiment for NumaMerge {
             ("guest_mib".to_owned(), sizes.guest.memory_mib),
             ("guest_cpus".to_owned(), u64::from(sizes.guest.cpus)),
             ("same_mib".to_owned(), sizes.same_mib),
+            ("copies".to_owned(), COPIES),
             ("passes".to_owned(), u64::from(sizes.passes)),
             ("pages_per_second".to_owned(), PAGES_PER_SECOND),
         ])
@@ -189,46 +193,44 @@ fn measure(
     let homes: Vec<u32> = (0..bench.guests(nodes)).collect();
     series.guests = bench.start_guests_on_nodes(sizes.guest, &homes)?;
     let guests: Vec<u32> = series.guests.iter().map(|record| record.guest).collect();
-    let read = |bench: &mut Bench<'_>, guest: u32| -> Result<f64, LabError> {
-        let command = Command::ReadHeld { passes: sizes.passes, seed: PATTERN };
+    let read = |bench: &mut Bench<'_>, guest: u32, passes: u32| -> Result<f64, LabError> {
+        let command = Command::ReadHeld { passes, seed: PATTERN };
         let answer = bench.work(guest, command, READ_LIMIT)?;
         let report: ReadReport = serde_json::from_value(answer)
             .map_err(|error| wrong(guest, GuestProblem::Protocol(error.to_string())))?;
         crate::statistics::median(report.ns_per_read)
             .ok_or_else(|| wrong(guest, GuestProblem::Protocol("it read nothing".to_owned())))
     };
-    let stop = MergeChange { run: Some(MergeRun::Stop), ..MergeChange::default() };
-    for guest in &guests {
-        bench.change_merging(*guest, &stop)?;
-    }
+    bench.set_merging(&guests, None)?;
     for (guest, home) in guests.iter().zip(&homes) {
         bench.events().step(*guest, "holds and reads its memory");
-        let hold = Command::Hold { bytes: sizes.same_mib << 20, pattern: PATTERN };
-        bench.work(*guest, hold, READ_LIMIT)?;
-        let before_ns = read(bench, *guest)?;
+        for _ in 0..COPIES {
+            let hold = Command::Hold { bytes: (sizes.same_mib / COPIES) << 20, pattern: PATTERN };
+            bench.work(*guest, hold, READ_LIMIT)?;
+        }
+        let before_ns = read(bench, *guest, sizes.passes)?;
         found.guests.push(GuestFound { node: *home, before_ns, ..GuestFound::default() });
     }
     let used_mib = bench.usage()?.used_mib;
-    let go = MergeChange {
-        run: Some(MergeRun::Merge),
-        pages_per_second: Some(PAGES_PER_SECOND),
-        ..MergeChange::default()
-    };
-    for guest in &guests {
-        bench.change_merging(*guest, &go)?;
-    }
+    bench.set_merging(&guests, Some(PAGES_PER_SECOND))?;
     bench.events().step(0, "waits until nothing more is merged");
     let settled = bench.wait_for_merging(&guests)?;
     found.merge_s = Some(settled.elapsed_s);
     if !settled.quiet {
         series.notes.push("pages were still merged when the lab did not wait any longer".to_owned());
     }
+    if let Some(guest) = guests.first() {
+        bench.events().step(*guest, "reads its memory while merging goes on");
+        found.meanwhile_ns = Some(read(bench, *guest, MEANWHILE_PASSES)?);
+    }
+    bench.set_merging(&guests, None)?;
     for (guest, told) in guests.iter().zip(&mut found.guests) {
         bench.events().step(*guest, "reads its memory");
-        told.after_ns = Some(read(bench, *guest)?);
+        told.after_ns = Some(read(bench, *guest, sizes.passes)?);
         let statistics = bench.merge_info(*guest)?.statistics.unwrap_or_default();
         told.counted_remote = statistics.remote_merged_pages;
     }
+    found.shared = Some(bench.shared()?);
     found.freed_mib = Some(used_mib - bench.usage()?.used_mib);
     let placed: Vec<(u32, u32)> = guests.iter().copied().zip(homes.iter().copied()).collect();
     found.survey = Some(bench.survey(&placed)?);

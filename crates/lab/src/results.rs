@@ -183,6 +183,9 @@ pub struct GuestRecord {
     pub return_90_s: Option<f64>,
     /// Host memory of its process when the series ended, RAM and monitor, resident and swapped, MiB.
     pub idle_rss_mib: Option<f64>,
+    /// The same, with each page that is shared with others divided among those that have it mapped, MiB.
+    #[serde(default)]
+    pub idle_pss_mib: Option<f64>,
     /// Resident memory of its monitor without the guest's RAM, MiB.
     pub monitor_rss_mib: Option<f64>,
     /// Memory that the guest itself has in use when the series ended: its RAM without what its kernel counts as free,

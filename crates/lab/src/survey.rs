@@ -44,7 +44,8 @@ pub enum SharedPage {
     Frame(u64),
 }
 
-/// The merged pages of one process: each with its node, where that is known, as often as it is mapped.
+/// The merged pages of one process that were read since they were merged: each with its node, where that is known, as often as it is
+/// mapped.
 pub type MergedPages = Vec<(SharedPage, Option<u32>)>;
 
 /// A mapping of a process that may have merged pages in it.
@@ -136,8 +137,9 @@ fn of_stable_file(pid: u32, pagemap: &File, mapping: Mapping) -> Result<MergedPa
     let mut shared = Vec::new();
     let mut addresses = Vec::new();
     for (entry, page) in entries.iter().zip(0..) {
-        // A private page that is present is a copy. One that is not present was not read since it was merged.
-        if entry & PRESENT == 0 || entry & OF_FILE != 0 {
+        // A private page that is present is a copy. One that is not present was not read since it was merged, or it belongs to no guest:
+        // the monitor has mappings of the files to make others from.
+        if entry & PRESENT != 0 && entry & OF_FILE != 0 {
             shared.push(SharedPage::OfFile(inode, offset + page));
             addresses.push(mapping.start + page * PAGE_BYTES);
         }
@@ -200,7 +202,7 @@ pub struct Survey {
     pub pages_sharing: u64,
     /// Merged pages whose shared page is on another node than the memory of their guest.
     pub remote_merged_pages: u64,
-    /// Merged pages of which nobody has read the shared page, so that its node is not known.
+    /// Merged pages whose node is not known.
     pub pages_without_node: u64,
     /// For each process, how many of its merged pages are on which node.
     pub placement: Vec<BTreeMap<u32, u64>>,

@@ -3,13 +3,16 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ebb_vmm::api::{MergeChange, MergeInfo, MergeState};
+use ebb_page_merge::kernel::Knob;
+use ebb_page_merge::kernel::knobs::{RUN_MERGE, RUN_STOP};
+use ebb_vmm::api::{MergeChange, MergeInfo, MergeRun, MergeState};
 
 use super::{BOOT_LIMIT, Bench, footprint_mib};
 use crate::LabError;
+use crate::balloon::Balloon;
 use crate::error::GuestProblem;
 use crate::guest::Guest;
-use crate::merging::Broker;
+use crate::merging::{Broker, HostKsm, Merging, SharedCounts};
 use crate::monitor::GuestSize;
 use crate::results::{GuestRecord, rounded};
 use crate::survey::{self, Survey};
@@ -33,13 +36,37 @@ pub struct Settled {
 }
 
 impl Bench<'_> {
-    /// Starts the broker of a series whose guests need one.
+    /// Readies the host for the merging of a series' guests: the broker of monitors that merge, or the kernel's settings.
     ///
     /// # Errors
-    /// As [`Broker::start`].
-    pub(super) fn ensure_broker(&mut self) -> Result<(), LabError> {
-        if self.broker.is_none() && self.setup.merging.needs_broker() {
-            self.broker = Some(Broker::start(&self.assets.ebb)?);
+    /// As [`Broker::start`] and [`HostKsm::join`].
+    pub(super) fn prepare_merging(&mut self) -> Result<(), LabError> {
+        match self.setup.merging {
+            Merging::Owner(_) if self.broker.is_none() => {
+                self.broker = Some(Broker::start(&self.assets.ebb)?);
+            }
+            Merging::Kernel(nodes) if self.ksm.is_none() => self.ksm = Some(HostKsm::join(nodes)?),
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// Lets the pages of all guests of the series be merged, so many a second, or not any more for now.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`], [`LabError::Merging`].
+    pub fn set_merging(&mut self, guests: &[u32], pages_per_second: Option<u64>) -> Result<(), LabError> {
+        // The kernel's settings are the host's, and no single monitor's.
+        if let Some(ksm) = &self.ksm {
+            if let Some(pages) = pages_per_second {
+                ksm.set_pace(pages)?;
+            }
+            return ksm.set(Knob::Run, if pages_per_second.is_some() { RUN_MERGE } else { RUN_STOP });
+        }
+        let run = if pages_per_second.is_some() { MergeRun::Merge } else { MergeRun::Stop };
+        let change = MergeChange { run: Some(run), pages_per_second, ..MergeChange::default() };
+        for guest in guests {
+            self.through(*guest, |balloon| balloon.change_merging(&change))?;
         }
         Ok(())
     }
@@ -77,15 +104,7 @@ impl Bench<'_> {
     /// # Errors
     /// [`LabError::Guest`].
     pub fn merge_info(&mut self, guest: u32) -> Result<MergeInfo, LabError> {
-        self.through(guest, |balloon| balloon.merge_info())
-    }
-
-    /// Changes how a guest's pages are merged.
-    ///
-    /// # Errors
-    /// [`LabError::Guest`].
-    pub fn change_merging(&mut self, guest: u32, change: &MergeChange) -> Result<MergeInfo, LabError> {
-        self.through(guest, |balloon| balloon.change_merging(change))
+        self.through(guest, Balloon::merge_info)
     }
 
     /// Waits until nothing more is merged in any of the guests.
@@ -122,6 +141,18 @@ impl Bench<'_> {
                 return Ok(Settled { elapsed_s: rounded(changed_s), quiet });
             }
             thread::sleep(MERGE_INTERVAL);
+        }
+    }
+
+    /// What all guests share, as broker or kernel count it.
+    ///
+    /// # Errors
+    /// [`LabError::Merging`].
+    pub fn shared(&self) -> Result<SharedCounts, LabError> {
+        match (&self.broker, &self.ksm) {
+            (Some(broker), _) => broker.shared(),
+            (None, Some(ksm)) => ksm.shared(),
+            (None, None) => Ok(SharedCounts::default()),
         }
     }
 

@@ -62,6 +62,12 @@ impl Ksmd {
                 "KSM has {others} pages of other programs already; end them first, or let it unmerge them (write 2 to {SYSFS}/run)"
             )));
         }
+        if let Some(name) = other_user() {
+            return Err(LabError::Merging(format!(
+                "KSM would merge the pages of '{name}' as well; end it first, or start it so that it does not want that (QEMU: \
+                 -M ...,mem-merge=off)"
+            )));
+        }
         let wanted = [
             (Knob::Run, RUN_STOP),
             (Knob::PagesToScan, PAGES_TO_SCAN),
@@ -84,6 +90,21 @@ impl Ksmd {
 
     fn counters(&self) -> Result<Counters, LabError> {
         self.membership.ksm().counters().map_err(failed)
+    }
+
+    /// Makes sure that it had no other pages to look at than those of this process.
+    fn check_alone(&self) -> Result<(), LabError> {
+        let now = self.counters()?;
+        let kinds =
+            [Counter::PagesShared, Counter::PagesSharing, Counter::PagesUnshared, Counter::PagesVolatile];
+        let all: u64 = kinds.into_iter().map(|kind| now.count(kind)).sum();
+        let own = own_items()?;
+        if all > own + own / 20 {
+            return Err(LabError::Merging(format!(
+                "KSM knows {all} pages, of which this process has {own}: somebody else began to use it"
+            )));
+        }
+        Ok(())
     }
 
     /// Its processor time; exact while it is stopped.
@@ -137,6 +158,7 @@ impl Side for Ksmd {
         self.run(RUN_STOP)?;
         // It sleeps a moment after it was stopped, and its time is exact then.
         thread::sleep(2 * LOOK);
+        self.check_alone()?;
         Ok(Work { cpu_ns: self.cpu_ns()? - cpu_ns, wall_ns, pages: covered(&self.counters()?) })
     }
 
@@ -145,14 +167,32 @@ impl Side for Ksmd {
     }
 
     fn metadata_bytes(&mut self, _arena: &Arena) -> Result<u64, LabError> {
-        const PATH: &str = "/proc/self/ksm_stat";
-        let text =
-            fs::read_to_string(PATH).map_err(|cause| LabError::SystemFile { path: PATH.into(), cause })?;
-        let items = proc::named_number(&text, "ksm_rmap_items")
-            .ok_or(LabError::MissingField { path: PATH.into(), field: "ksm_rmap_items" })?;
+        let items = own_items()?;
         let item_bytes = fs::read_to_string(ITEM_SIZE_FILE).ok().and_then(|text| text.trim().parse().ok());
         Ok(items * item_bytes.unwrap_or(ITEM_BYTES))
     }
+}
+
+/// Pages of this process that KSM knows.
+fn own_items() -> Result<u64, LabError> {
+    const PATH: &str = "/proc/self/ksm_stat";
+    let text = fs::read_to_string(PATH).map_err(|cause| LabError::SystemFile { path: PATH.into(), cause })?;
+    proc::named_number(&text, "ksm_rmap_items")
+        .ok_or(LabError::MissingField { path: PATH.into(), field: "ksm_rmap_items" })
+}
+
+/// The name of another process that wants KSM to merge its pages, as far as the kernel tells (Linux 6.16).
+fn other_user() -> Option<String> {
+    let own = std::process::id().to_string();
+    fs::read_dir("/proc").ok()?.flatten().filter(|entry| entry.file_name() != own.as_str()).find_map(
+        |entry| {
+            let text = fs::read_to_string(entry.path().join("ksm_stat")).ok()?;
+            if !text.lines().any(|line| line.trim() == "ksm_mergeable: yes") {
+                return None;
+            }
+            fs::read_to_string(entry.path().join("comm")).ok().map(|name| name.trim().to_owned())
+        },
+    )
 }
 
 /// The number of KSM's kernel thread.

@@ -36,19 +36,19 @@ impl Owner {
 
     /// All memories of the arena, in one trust domain.
     fn merger(&mut self, arena: &Arena) -> Result<&mut Merger<OwnerMemory, LocalStore<OwnSlots>>, LabError> {
-        let merger = match self.merger.take() {
-            Some(merger) => merger,
-            None => {
-                let settings = Settings { run: Run::Merge, ..Settings::default() };
-                let mut merger = Merger::new(settings).map_err(failed)?;
-                let store = LocalStore::new(OwnSlots::new(self.segments.clone()));
-                let domain = merger.add_domain(store, SECRET);
-                for ram in &arena.rams {
-                    let memory = OwnerMemory::new(ram.clone()).map_err(failed)?;
-                    merger.add_member(domain, memory).map_err(|_| failed("too much memory"))?;
-                }
-                merger
+        let merger = if let Some(merger) = self.merger.take() {
+            merger
+        } else {
+            // As KSM does it: what has not changed over one pass is a candidate.
+            let settings = Settings { run: Run::Merge, clean_passes: 1, ..Settings::default() };
+            let mut merger = Merger::new(settings).map_err(failed)?;
+            let store = LocalStore::new(OwnSlots::new(self.segments.clone()));
+            let domain = merger.add_domain(store, SECRET);
+            for ram in &arena.rams {
+                let memory = OwnerMemory::new(ram.clone()).map_err(failed)?;
+                merger.add_member(domain, memory).map_err(|_| failed("too much memory"))?;
             }
+            merger
         };
         Ok(self.merger.insert(merger))
     }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::model::{self, PUBLISHED, Spread};
 use crate::figures::{DataTable, Value};
-use crate::merging::{Merging, Nodes};
+use crate::merging::{Merging, Nodes, SharedCounts};
 use crate::results::{Better, MetricInfo, Series, rounded};
 use crate::survey::Survey;
 
@@ -30,8 +30,12 @@ pub(super) struct Found {
     pub(super) guests: Vec<GuestFound>,
     /// Until nothing more was merged, s.
     pub(super) merge_s: Option<f64>,
+    /// Time of a read while merging goes on, in one guest, ns.
+    pub(super) meanwhile_ns: Option<f64>,
     /// What the host has in use less than before, MiB.
     pub(super) freed_mib: Option<f64>,
+    /// What is shared, as broker or kernel count it.
+    pub(super) shared: Option<SharedCounts>,
     /// Merged pages, seen from outside.
     pub(super) survey: Option<Survey>,
 }
@@ -43,12 +47,14 @@ pub(super) fn metrics() -> Vec<MetricInfo> {
     vec![
         higher("pages_shared", "Pages that are shared", ""),
         higher("pages_sharing", "Further pages that share them", ""),
+        higher("seen_merged_pages", "Merged pages that guests have read since, seen from outside", ""),
         lower("remote_merged_pages", "Merged pages on another node than their guest", ""),
         lower("remote_merged_pages_counted", "the same, as the monitors count them", ""),
         higher("saved_mib", "Saved", "MiB"),
         higher("host_freed_mib", "Memory that the host has in use less", "MiB"),
         lower("merge_s", "Until nothing more was merged", "s"),
         lower("access_before_ns", "Read before merging, mean of guests", "ns"),
+        lower("access_meanwhile_ns", "Read of a merged page while merging goes on, first guest", "ns"),
         lower("access_ns", "Read of a merged page, mean of guests (all nodes are equally far here)", "ns"),
         lower("access_deviation_percent", "its deviation between nodes (noise: all are equally far)", "%"),
         lower("modelled_access_ns", "Modelled: access to a merged page, mean of guests", "ns"),
@@ -78,14 +84,16 @@ pub(super) fn series(found: &Found, series: &mut Series) {
     let survey = found.survey.as_ref();
     let of_survey = |value: fn(&Survey) -> u64| survey.map(|survey| value(survey) as f64);
     let metrics = [
-        ("pages_shared", of_survey(|survey| survey.pages_shared)),
-        ("pages_sharing", of_survey(|survey| survey.pages_sharing)),
+        ("pages_shared", found.shared.map(|shared| shared.pages_shared as f64)),
+        ("pages_sharing", found.shared.map(|shared| shared.pages_sharing as f64)),
+        ("seen_merged_pages", of_survey(|survey| survey.pages_shared + survey.pages_sharing)),
         ("remote_merged_pages", of_survey(|survey| survey.remote_merged_pages)),
         ("remote_merged_pages_counted", counted.filter(|_| survey.is_some()).map(|count| count as f64)),
-        ("saved_mib", of_survey(|survey| survey.pages_sharing).map(|pages| pages / 256.0)),
+        ("saved_mib", found.shared.map(|shared| shared.pages_sharing as f64 / 256.0)),
         ("host_freed_mib", found.freed_mib),
         ("merge_s", found.merge_s),
         ("access_before_ns", Spread::new(&before).map(|spread| spread.mean)),
+        ("access_meanwhile_ns", found.meanwhile_ns),
         ("access_ns", after.map(|spread| spread.mean)),
         ("access_deviation_percent", after.map(|spread| spread.percent(0.0))),
         ("modelled_access_ns", modelled.map(|spread| spread.mean)),
@@ -94,10 +102,7 @@ pub(super) fn series(found: &Found, series: &mut Series) {
     series.metrics = metrics.map(|(name, value)| (name.to_owned(), value.map(rounded))).into();
     if let Some(survey) = survey {
         if survey.pages_without_node > 0 {
-            series.notes.push(format!(
-                "of {} merged pages the node is not known, since nobody has read them since",
-                survey.pages_without_node
-            ));
+            series.notes.push(format!("of {} merged pages the node is not known", survey.pages_without_node));
         }
         series.details.push(table(found, survey));
     }
@@ -201,7 +206,9 @@ mod tests {
             nodes,
             guests: (0..nodes).map(guest).collect(),
             merge_s: Some(3.0),
+            meanwhile_ns: Some(60.0),
             freed_mib: Some(12.0),
+            shared: Some(SharedCounts { pages_shared: 100, pages_sharing: 512 }),
             survey: Some(Survey { pages_shared: 100, pages_sharing: 512, placement, ..Survey::default() }),
         }
     }
