@@ -52,7 +52,8 @@ pub fn arguments(config: &HostConfig, files: &Files) -> Vec<OsString> {
     let mut add = |words: &[&str]| list.extend(words.iter().map(OsString::from));
     add(&["-name", "ebb-virtual-host", "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
     add(&["-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny"]);
-    add(&["-M", "q35", "-accel", "tcg,thread=multi", "-cpu", CPU_MODEL]);
+    // The kernel of this machine is not to merge pages of the host: its own merging is what is tried in there.
+    add(&["-M", "q35,mem-merge=off", "-accel", "tcg,thread=multi", "-cpu", CPU_MODEL]);
     let processors = emulated_processors(config);
     add(&["-smp", &format!("{processors},sockets={processors},cores=1,threads=1")]);
     add(&["-m", &format!("{}M", config.total_memory_mib())]);
