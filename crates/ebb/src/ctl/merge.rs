@@ -2,8 +2,9 @@
 
 use clap::ValueEnum;
 use ebb_vmm::api::{
-    Client, MAX_MERGE_PAGE_SHARING, MAX_MERGE_PAGES_PER_SECOND, MAX_MERGE_SCAN_SECONDS, MergeBackend,
-    MergeChange, MergeInfo, MergeRun, MergeScope, MergeSettings, MergeState, MergeStatistics,
+    Client, MAX_MERGE_CLEAN_PASSES, MAX_MERGE_PAGE_SHARING, MAX_MERGE_PAGES_PER_SECOND,
+    MAX_MERGE_PASS_MILLISECS, MAX_MERGE_SCAN_SECONDS, MergeBackend, MergeChange, MergeInfo, MergeRun,
+    MergeScope, MergeSettings, MergeState, MergeStatistics,
 };
 
 use super::{Row, bytes, row};
@@ -36,6 +37,12 @@ pub(super) struct Args {
     /// Whether pages that could not be merged several times are looked at less often
     #[arg(long, value_enum)]
     smart_scan: Option<Toggle>,
+    /// How long a scan of everything takes at least, in milliseconds (merge=owner)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(0..=MAX_MERGE_PASS_MILLISECS))]
+    min_pass_millisecs: Option<u64>,
+    /// Scans over which a page must not have been written to before it is looked at (merge=owner)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=MAX_MERGE_CLEAN_PASSES))]
+    clean_passes: Option<u64>,
 }
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
@@ -64,6 +71,8 @@ impl Args {
             pages_per_second: self.pages_per_second,
             cpu_percent: self.cpu_percent,
             target_scan_seconds: self.target_scan_seconds,
+            min_pass_millisecs: self.min_pass_millisecs,
+            clean_passes: self.clean_passes,
         }
     }
 

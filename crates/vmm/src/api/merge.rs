@@ -10,6 +10,10 @@ pub use crate::config::MergeBackend;
 pub const MAX_MERGE_PAGES_PER_SECOND: u64 = 16 << 20;
 /// The longest time for a scan of everything that can be asked for: a day.
 pub const MAX_MERGE_SCAN_SECONDS: u64 = 24 * 60 * 60;
+/// The longest time that a scan of everything can be made to take: a day.
+pub const MAX_MERGE_PASS_MILLISECS: u64 = 24 * 60 * 60 * 1000;
+/// The most scans over which a page must not be written to that can be asked for.
+pub const MAX_MERGE_CLEAN_PASSES: u64 = 64;
 /// The most sharers of one page that can be asked for.
 pub const MAX_MERGE_PAGE_SHARING: u64 = 1 << 20;
 
@@ -125,6 +129,10 @@ pub struct MergeSettings {
     pub cpu_percent: Option<u64>,
     /// How long a scan of everything is to take, in seconds.
     pub target_scan_seconds: Option<u64>,
+    /// Milliseconds that a scan of everything takes at least; only where the monitor merges.
+    pub min_pass_millisecs: Option<u64>,
+    /// Scans over which a page must not have been written to before it is looked at; only where the monitor merges.
+    pub clean_passes: Option<u64>,
 }
 
 /// What has been counted. The first ones are KSM's, by its names; `None` for what is not counted here.
@@ -210,6 +218,12 @@ pub struct MergeChange {
     /// How long a scan of everything is to take, in seconds.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub target_scan_seconds: Option<u64>,
+    /// Milliseconds that a scan of everything takes at least; only where the monitor merges.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub min_pass_millisecs: Option<u64>,
+    /// Scans over which a page must not have been written to before it is looked at; only where the monitor merges.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub clean_passes: Option<u64>,
 }
 
 impl MergeChange {

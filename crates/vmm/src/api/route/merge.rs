@@ -3,12 +3,13 @@
 use super::{Fields, Operation, Parameters};
 use crate::api::http::Request;
 use crate::api::merge::{
-    MAX_MERGE_PAGE_SHARING, MAX_MERGE_PAGES_PER_SECOND, MAX_MERGE_SCAN_SECONDS, MergeChange, MergeRun,
+    MAX_MERGE_CLEAN_PASSES, MAX_MERGE_PAGE_SHARING, MAX_MERGE_PAGES_PER_SECOND, MAX_MERGE_PASS_MILLISECS,
+    MAX_MERGE_SCAN_SECONDS, MergeChange, MergeRun,
 };
 use crate::api::reply::{Problem, Status};
 
 /// All fields of a change.
-pub(super) const MERGE_FIELDS: [&str; 8] = [
+pub(super) const MERGE_FIELDS: [&str; 10] = [
     "run",
     "merge_across_nodes",
     "max_page_sharing",
@@ -17,6 +18,8 @@ pub(super) const MERGE_FIELDS: [&str; 8] = [
     "pages_per_second",
     "cpu_percent",
     "target_scan_seconds",
+    "min_pass_millisecs",
+    "clean_passes",
 ];
 
 pub(super) fn set_merge(request: &Request<'_>) -> Result<Operation, Problem> {
@@ -39,6 +42,12 @@ pub(super) fn set_merge(request: &Request<'_>) -> Result<Operation, Problem> {
             "seconds",
             1..=MAX_MERGE_SCAN_SECONDS,
         )?,
+        min_pass_millisecs: fields.optional_integer(
+            "min_pass_millisecs",
+            "milliseconds",
+            0..=MAX_MERGE_PASS_MILLISECS,
+        )?,
+        clean_passes: fields.optional_integer("clean_passes", "scans", 1..=MAX_MERGE_CLEAN_PASSES)?,
     };
     if change.is_empty() {
         let message = "the object says nothing that could be changed";

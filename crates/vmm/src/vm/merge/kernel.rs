@@ -11,7 +11,7 @@ use ebb_page_merge::kernel::knobs::{ADVISOR_NONE, ADVISOR_SCAN_TIME, RUN_MERGE, 
 use ebb_page_merge::kernel::users::RUN_FOLDER;
 use ebb_page_merge::kernel::{Counter, Counters, Knob, Ksm, KsmError, KsmUsers, Membership, SYSFS, Values};
 
-use super::{Status, failed};
+use super::{Status, failed, wrong_state};
 use crate::api::control::ControlError;
 use crate::api::merge::{MergeChange, MergeRun, MergeScope, MergeSettings, MergeState, MergeStatistics};
 use crate::config::MergeConfig;
@@ -167,6 +167,12 @@ impl Shared {
     }
 
     fn change(&self, change: &MergeChange) -> Answer {
+        if change.min_pass_millisecs.is_some() || change.clean_passes.is_some() {
+            return Err(wrong_state(
+                "the kernel has no settings 'min_pass_millisecs' and 'clean_passes'",
+                "leave them out, or let the monitor merge (merge=owner)",
+            ));
+        }
         let present = self.ksm().settings().map_err(failed)?;
         let mut wanted = values(change, &present);
         self.check_unmerged(&present, &wanted)?;
@@ -295,6 +301,8 @@ fn settings(values: &Values, run: MergeRun) -> MergeSettings {
             .map(|(pages, sleep_ms)| pages.saturating_mul(1000) / sleep_ms),
         cpu_percent: advised(Knob::AdvisorMaxCpu),
         target_scan_seconds: advised(Knob::AdvisorTargetScanTime),
+        min_pass_millisecs: None,
+        clean_passes: None,
     }
 }
 

@@ -257,6 +257,8 @@ fn apply(change: &MergeChange, settings: &mut Settings) {
         settings.advisor_target_scan_time_s = seconds;
         settings.pages_per_second = None;
     }
+    set(&mut settings.min_pass_millisecs, change.min_pass_millisecs);
+    set(&mut settings.clean_passes, change.clean_passes.and_then(|passes| u8::try_from(passes).ok()));
     if let Some(percent) = change.cpu_percent.map(number) {
         settings.max_cpu_percent = percent;
         settings.advisor_max_cpu_percent = percent;
@@ -278,6 +280,8 @@ fn settings(settings: &Settings) -> MergeSettings {
         pages_per_second: settings.pages_per_second,
         cpu_percent: Some(settings.max_cpu_percent.into()),
         target_scan_seconds: is_advised.then_some(settings.advisor_target_scan_time_s),
+        min_pass_millisecs: Some(settings.min_pass_millisecs),
+        clean_passes: Some(settings.clean_passes.into()),
     }
 }
 

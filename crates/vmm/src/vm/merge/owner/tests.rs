@@ -32,7 +32,13 @@ fn check(ram: &GuestRam, kind: impl Fn(u64) -> u64) {
 
 fn start(config: &MergeConfig, ram: &Arc<GuestRam>) -> Merging {
     let exit = Arc::new(ExitSignal::new().unwrap());
-    Merging::start(config, ram, &Filters::new(Switch::On).unwrap(), &exit)
+    let merging = Merging::start(config, ram, &Filters::new(Switch::On).unwrap(), &exit);
+    if merging.info().unwrap().settings.is_some() {
+        let quick =
+            MergeChange { min_pass_millisecs: Some(0), clean_passes: Some(1), ..MergeChange::default() };
+        merging.change(&quick).unwrap();
+    }
+    merging
 }
 
 fn owner() -> MergeConfig {
@@ -135,6 +141,8 @@ fn every_setting_is_what_was_asked_for() {
         pages_per_second: Some(1_000_000),
         cpu_percent: Some(3),
         target_scan_seconds: None,
+        min_pass_millisecs: Some(0),
+        clean_passes: Some(1),
     };
     apply(&fixed, &mut changed);
     changed.check().unwrap();
@@ -149,6 +157,8 @@ fn every_setting_is_what_was_asked_for() {
             pages_per_second: Some(1_000_000),
             cpu_percent: Some(3),
             target_scan_seconds: None,
+            min_pass_millisecs: Some(0),
+            clean_passes: Some(1),
         }
     );
     apply(&MergeChange { target_scan_seconds: Some(60), ..MergeChange::default() }, &mut changed);
