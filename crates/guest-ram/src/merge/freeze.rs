@@ -546,7 +546,7 @@ fn shorter(size_bytes: usize) -> usize {
 }
 
 /// Does what the guest cannot run on without; ends the process if it goes on failing.
-fn must_succeed(what: &str, mut action: impl FnMut() -> std::io::Result<()>) {
+pub(super) fn must_succeed(what: &str, mut action: impl FnMut() -> std::io::Result<()>) {
     for _ in 0..BACK_ATTEMPTS {
         match action() {
             Ok(()) => return,

@@ -20,6 +20,8 @@ const MIN_MAP_COUNT: u64 = 4096;
 #[derive(Debug)]
 pub struct Merging {
     pub(super) uffd: Userfaultfd,
+    /// With this one writers wait.
+    pub(super) waiting: Userfaultfd,
     pub(super) segments: Arc<StableSegments>,
     /// Where pages are while they are compared: as large as a huge page, and as aligned.
     pub(super) staging: Mapping,
@@ -43,11 +45,12 @@ impl GuestRam {
         check_map_count()?;
         self.check_unlocked()?;
         let uffd = Userfaultfd::open()?;
+        let waiting = Userfaultfd::open_waiting()?;
         PageScan::open(1)?;
         let spec = RegionSpec { start: GuestAddress(0), size_bytes: HUGE_PAGE_SIZE_BYTES, host_node: None };
         let staging = Mapping::new(&spec, Backing::Anonymous, HugePages::Off)?;
         self.note_merges()?;
-        let merging = Merging { uffd, segments, staging, in_use: AtomicBool::new(false) };
+        let merging = Merging { uffd, waiting, segments, staging, in_use: AtomicBool::new(false) };
         // The destination of a move must be watched (Linux mm/userfaultfd.c, `validate_move_areas`).
         merging.watch_writes(merging.staging.address(), merging.staging.size_bytes())?;
         for range in self.anonymous_ranges() {

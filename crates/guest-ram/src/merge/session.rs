@@ -5,16 +5,17 @@ use std::ptr;
 use std::sync::Arc;
 
 use ebb_abi::{HUGE_PAGE_SIZE_PAGES, PAGE_SIZE_BYTES, Pfn};
-use rustix::mm::{Advice as MemoryAdvice, madvise};
 
 use super::huge::{Advice, HugeBlocks, sample};
 use super::merging::Merging;
 use super::scan::{PageScan, Question};
 use super::{MergeUnavailable, StableSlot};
-use crate::merged::MergedRuns;
 use crate::{GuestRam, GuestRange};
 
 const PAGE: usize = PAGE_SIZE_BYTES as usize;
+
+/// How much of the next page is fetched while one is worked on.
+const PREFETCH_BYTES: usize = PAGE;
 
 /// What a look at a page found, without reading it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,6 +71,8 @@ pub struct MergeSession {
     pub(super) unwatched: Vec<GuestRange>,
     /// Pages whose places in the staging area may not be empty.
     pub(super) staged: Option<GuestRange>,
+    /// The host's node, if it has only one.
+    only_node: Option<u32>,
     /// Seed of samples: different for each session.
     seed: u64,
     addresses: Vec<usize>,
@@ -94,6 +97,7 @@ impl MergeSession {
             huge: HugeBlocks::default(),
             unwatched: Vec::new(),
             staged: None,
+            only_node: only_node(),
             seed,
             addresses: Vec::new(),
             nodes: Vec::new(),
@@ -151,7 +155,7 @@ impl MergeSession {
         let found = self.scan.ask(address, block.size_bytes() as usize, Question::Any);
         let found = found.map_err(|source| kernel("ask for the states of pages", block, source))?.to_vec();
         let mut has_huge = false;
-        let mut copied = Vec::new();
+        let mut copied = vec![false; looks.len()];
         for run in found {
             let first = (run.address() - address) / PAGE;
             let pages = first..first + run.size_bytes() / PAGE;
@@ -168,7 +172,7 @@ impl MergeSession {
                 PageLook::Excluded
             };
             if !run.is_file() && !run.is_zero() {
-                copied.push(pages.clone());
+                copied[pages.clone()].fill(true);
             }
             for page in pages {
                 if !seen[page] {
@@ -207,25 +211,25 @@ impl MergeSession {
 
     /// Puts right what was said of pages that a stable file is mapped for. `copied` are pages of the block that have a page of their
     /// own.
-    fn look_at_merged(
-        &mut self,
-        block: GuestRange,
-        copied: &[std::ops::Range<usize>],
-        looks: &mut [PageLook],
-    ) {
+    fn look_at_merged(&mut self, block: GuestRange, copied: &[bool], looks: &mut [PageLook]) {
         let Some(merged) = self.ram.merged.get() else { return };
         let mut runs = merged.lock();
-        let mapped: Vec<GuestRange> = runs.stable_mapped(block).map(|(part, _)| part).collect();
-        for page in mapped.iter().flat_map(|part| part.start.0..part.end().0) {
-            let place = (page - block.start.0) as usize;
-            let has_copy = copied.iter().any(|copied| copied.contains(&place));
-            looks[place] = if runs.share_of(Pfn(page)).is_none() {
-                PageLook::Excluded
-            } else if has_copy {
-                runs.note_broken(Pfn(page)).map_or(PageLook::Excluded, PageLook::Broken)
-            } else {
-                PageLook::Merged
-            };
+        let place = |page: Pfn| (page.0 - block.start.0) as usize;
+        for (part, _) in runs.stable_mapped(block) {
+            looks[place(part.start)..][..part.pages as usize].fill(PageLook::Excluded);
+        }
+        let mut broken = Vec::new();
+        for (part, _) in runs.shares(block) {
+            for page in part.start.0..part.end().0 {
+                if copied[place(Pfn(page))] {
+                    broken.push(Pfn(page));
+                } else {
+                    looks[place(Pfn(page))] = PageLook::Merged;
+                }
+            }
+        }
+        for page in broken {
+            looks[place(page)] = runs.note_broken(page).map_or(PageLook::Excluded, PageLook::Broken);
         }
     }
 
@@ -272,24 +276,38 @@ impl MergeSession {
     /// Copies each of `pages` and calls `read` with the copy; `None` if it is not guest memory. A page that is not there is read as
     /// zeros, and gets an entry in the page tables for it.
     pub fn read_each(&self, pages: &[Pfn], mut read: impl FnMut(Option<&[u8; PAGE]>)) {
-        let mut copy = Box::new(Aligned([0; PAGE]));
-        for page in pages {
-            let Some(address) = self.ram.host_address(GuestRange::new(*page, 1)) else {
+        let address = |page: &Pfn| self.ram.host_address(GuestRange::new(*page, 1));
+        let mut copy = Aligned([0; PAGE]);
+        let mut next = pages.first().and_then(address);
+        for index in 0..pages.len() {
+            let this = next;
+            next = pages.get(index + 1).and_then(address);
+            let Some(this) = this else {
                 read(None);
                 continue;
             };
             // SAFETY: the page is guest memory, which is mapped as long as `self.ram` lives. The guest may write to it meanwhile, so
             // it is copied before anybody looks at it; the two do not overlap.
-            unsafe { ptr::copy_nonoverlapping(address as *const u8, copy.0.as_mut_ptr(), PAGE) };
+            unsafe { ptr::copy_nonoverlapping(this as *const u8, copy.0.as_mut_ptr(), PAGE) };
+            // While this one is worked on.
+            if let Some(next) = next {
+                prefetch(next);
+            }
             read(Some(&copy.0));
         }
     }
 
-    /// Appends each page's NUMA node; `None` if it has none, or is none of the guest's.
+    /// Appends each page's NUMA node; `None` if it has none, or is none of the guest's. Where there is only one node, that is what all
+    /// pages are told to be on, whether or not they are there.
     ///
     /// # Errors
     /// [`MergeError::Kernel`] if the kernel does not tell.
     pub fn nodes(&mut self, pages: &[Pfn], nodes: &mut Vec<Option<u32>>) -> Result<(), MergeError> {
+        if let Some(node) = self.only_node {
+            let is_ours = |page: &Pfn| self.ram.host_address(GuestRange::new(*page, 1)).is_some();
+            nodes.extend(pages.iter().map(|page| is_ours(page).then_some(node)));
+            return Ok(());
+        }
         self.addresses.clear();
         let address = |page: &Pfn| self.ram.host_address(GuestRange::new(*page, 1)).unwrap_or(0);
         self.addresses.extend(pages.iter().map(address));
@@ -317,8 +335,8 @@ impl MergeSession {
         Ok(())
     }
 
-    /// Gives every merged page of `range` a page of its own, and appends the slots that lost a share, once for each page. The pages
-    /// cannot be merged again until they were discarded.
+    /// Gives every merged page of `range` memory of its own again, and appends the slots that lost a share, once for each page. Who
+    /// writes to such a page meanwhile waits for it.
     ///
     /// # Errors
     /// [`MergeError::Kernel`] if the host has no memory for them. Those before have been unmerged then.
@@ -326,19 +344,7 @@ impl MergeSession {
         let Some(merged) = self.ram.merged.get() else { return Ok(()) };
         for start in (range.start.0..range.end().0).step_by(HUGE_PAGE_SIZE_PAGES as usize) {
             let block = GuestRange::new(Pfn(start), HUGE_PAGE_SIZE_PAGES).intersection(range);
-            // Discards wait: what they put there would be populated.
-            let mut runs = merged.lock();
-            for part in shared_parts(&runs, block) {
-                let Some(address) = self.ram.host_address(part) else { continue };
-                // SAFETY: the part is guest memory. Populating it for writing makes the kernel copy what is shared, as a write
-                // does, and changes no content.
-                let result = unsafe {
-                    madvise(address as *mut _, part.size_bytes() as usize, MemoryAdvice::LinuxPopulateWrite)
-                };
-                result
-                    .map_err(|error| kernel("give merged pages memory of their own", part, error.into()))?;
-                runs.note_unmerged(part, released);
-            }
+            self.unmerge_block(merged, &mut merged.lock(), block, released)?;
         }
         Ok(())
     }
@@ -397,19 +403,19 @@ impl Drop for MergeSession {
     }
 }
 
-/// The parts of `range` that share stable pages.
-fn shared_parts(runs: &MergedRuns, range: GuestRange) -> Vec<GuestRange> {
-    let mut parts: Vec<GuestRange> = Vec::new();
-    for page in runs.stable_mapped(range).flat_map(|(part, _)| part.start.0..part.end().0) {
-        if runs.share_of(Pfn(page)).is_none() {
-            continue;
-        }
-        match parts.last_mut() {
-            Some(last) if last.end().0 == page => last.pages += 1,
-            _ => parts.push(GuestRange::new(Pfn(page), 1)),
-        }
+/// The number of the host's node that has memory, if it is the only one. Opens a file in /sys.
+fn only_node() -> Option<u32> {
+    // A list like "0-3,5" names more than one.
+    std::fs::read_to_string("/sys/devices/system/node/has_memory").ok()?.trim().parse().ok()
+}
+
+/// Has the beginning of a page brought into the cache: the processor does by itself only what is in a page that it reads from already.
+fn prefetch(address: usize) {
+    use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+    for offset in (0..PREFETCH_BYTES).step_by(64) {
+        // SAFETY: a hint, which does nothing where nothing is mapped.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>((address + offset) as *const i8) };
     }
-    parts
 }
 
 /// A page to copy to, aligned as the vector instructions like it.

@@ -23,12 +23,14 @@ pub(super) enum Watch {
 
 // include/uapi/linux/userfaultfd.h
 const UFFD_API: u64 = 0xaa;
+const FEATURE_WP_SHMEM: u64 = 1 << 12;
 const FEATURE_WP_UNPOPULATED: u64 = 1 << 13;
 const FEATURE_WP_ASYNC: u64 = 1 << 15;
 const FEATURE_MOVE: u64 = 1 << 16;
 const NEEDED_FEATURES: u64 = FEATURE_WP_UNPOPULATED | FEATURE_WP_ASYNC | FEATURE_MOVE;
 const MODE_MISSING: u64 = 1 << 0;
 const MODE_WP: u64 = 1 << 1;
+const PROTECT: u64 = 1 << 0;
 const DONT_WAKE: u64 = 1 << 0;
 const USERFAULTFD_IOC_NEW: libc::Ioctl = 0xaa00;
 const UFFDIO_API: libc::Ioctl = 0xc018_aa3f;
@@ -120,6 +122,14 @@ impl Userfaultfd {
         Ok(Self(descriptor))
     }
 
+    /// Opens one that lets writers wait: write protection that nobody resolves, for memory files too.
+    pub(super) fn open_waiting() -> Result<Self, MergeUnavailable> {
+        let descriptor = open()?;
+        Self::handshake(&descriptor, FEATURE_WP_SHMEM)
+            .map_err(|error| refused("switch on write protection of memory files", error))?;
+        Ok(Self(descriptor))
+    }
+
     fn handshake(descriptor: &OwnedFd, features: u64) -> io::Result<u64> {
         let mut api = Api { version: UFFD_API, features, ioctls: 0 };
         // SAFETY: UFFDIO_API reads and writes one `struct uffdio_api`, which `api` is.
@@ -190,6 +200,13 @@ impl Userfaultfd {
         };
         // SAFETY: UFFDIO_COPY reads and writes one `struct uffdio_copy`, and fills only what has no page.
         unsafe { ioctl(self.0.as_raw_fd(), UFFDIO_COPY, &raw mut pages) }
+    }
+
+    /// Protects memory against writes.
+    pub(super) fn protect(&self, address: usize, size_bytes: usize) -> io::Result<()> {
+        let mut protect = WriteProtect { range: range(address, size_bytes), mode: PROTECT };
+        // SAFETY: UFFDIO_WRITEPROTECT reads one `struct uffdio_writeprotect`. It changes no content of memory.
+        unsafe { ioctl(self.0.as_raw_fd(), UFFDIO_WRITEPROTECT, &raw mut protect) }
     }
 
     /// Takes the write protection off; the pages count as written from now on.

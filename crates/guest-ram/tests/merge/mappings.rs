@@ -10,6 +10,13 @@ use crate::common::{PAGE, setup};
 
 #[test]
 fn single_pages_are_refused_before_longer_runs() {
+    run_alone("mappings::with_half_of_the_pages_single");
+}
+
+/// Run in a process of its own by the test before: all memories of a process share the bound.
+#[test]
+#[ignore = "for single_pages_are_refused_before_longer_runs"]
+fn with_half_of_the_pages_single() {
     const PAGES: u64 = 1 << 15;
     let Some(mut setup) = setup(PAGES, HugePages::Off) else { return };
     let limit: u64 = std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap().trim().parse().unwrap();
@@ -36,9 +43,13 @@ fn single_pages_are_refused_before_longer_runs() {
 
 #[test]
 fn a_process_without_mappings_left_loses_nothing() {
+    run_alone("mappings::with_all_mappings_used_up");
+}
+
+/// Runs a test that is ignored otherwise in a process of its own.
+fn run_alone(test: &str) {
     let me = std::env::current_exe().unwrap();
-    let arguments = ["--exact", "mappings::with_all_mappings_used_up", "--ignored", "--nocapture"];
-    let out = Command::new(me).args(arguments).output().unwrap();
+    let out = Command::new(me).args(["--exact", test, "--ignored", "--nocapture"]).output().unwrap();
     let text = String::from_utf8_lossy(&out.stdout);
     assert!(
         out.status.success() && text.contains("1 passed"),
