@@ -81,6 +81,8 @@ pub(crate) struct Domain<M, S> {
     /// Unstable index by the node's number.
     pub(crate) unstable: Vec<Table>,
     pub(crate) counters: Counters,
+    /// Room for contents that are about to be published.
+    pub(crate) contents: Vec<u8>,
     /// The store is not asked again in this pass.
     pub(crate) store_failed: bool,
     /// The last error, for whoever wonders.
@@ -98,6 +100,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
             nodes: vec![Node::ANY],
             unstable: vec![Table::default()],
             counters: Counters::default(),
+            contents: Vec::new(),
             store_failed: false,
             last_error: None,
         }
@@ -283,6 +286,10 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         for page in zeros {
             let record = self.blocks.record(page);
             self.set_state(page, record.with(State::Watched, 0));
+            if let Some(block) = self.blocks.block_mut(block_of(page)) {
+                // A huge page is judged once more.
+                block.cold_passes = 0;
+            }
         }
     }
 

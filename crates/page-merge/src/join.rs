@@ -17,6 +17,13 @@ use crate::{
     store::{Answer, StableStore},
 };
 
+/// Bytes of a page.
+const PAGE: usize = PAGE_SIZE_BYTES as usize;
+
+/// Pages whose contents are read before they are published: few enough to be still in the processor's cache when they are
+/// written.
+const PUBLISHED_AT_ONCE: usize = 64;
+
 /// A page that was unchanged for long enough, and what it contains.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Candidate {
@@ -249,56 +256,69 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         false
     }
 
-    /// Publishes the content of pages and replaces them. `false` if the store failed, and no page is published.
+    /// Publishes the content of pages and replaces them. `false` if the store failed; what was not published stays as it is.
     fn publish(&mut self, mut list: Vec<Publish>, pass: &Pass<'_>) -> bool {
         self.confirm_nodes(&mut list, pass);
         self.drop_short_runs(&mut list);
-        let mut contents = Vec::with_capacity(list.len() * PAGE_SIZE_BYTES as usize);
-        let mut content = vec![0; PAGE_SIZE_BYTES as usize];
-        list.retain(|item| {
-            let read = self.blocks.page(item.page).is_some_and(|(_, pfn)| match self.member_of(item.page) {
-                Some(member) => member.memory.read(pfn, &mut content).is_ok(),
-                None => false,
-            });
-            // What is published under a hash must have it: the page may have changed since it was hashed.
-            if read && self.hasher.hash(&content) == item.hash {
-                contents.extend_from_slice(&content);
-                return true;
-            }
-            self.watch(item.page, pass);
-            false
-        });
         let mut planned = Vec::with_capacity(list.len());
         let mut published = true;
-        let mut begin = 0;
-        while begin < list.len() {
-            let number = list[begin].node;
-            let end =
-                list[begin..].iter().position(|item| item.node != number).map_or(list.len(), |n| begin + n);
-            let hashes: Vec<PageHash> = list[begin..end].iter().map(|item| item.hash).collect();
-            let bytes = &contents[begin * PAGE_SIZE_BYTES as usize..end * PAGE_SIZE_BYTES as usize];
-            let mut slots = Vec::with_capacity(hashes.len());
-            let node = self.nodes[usize::from(number.0)];
-            match self.store.publish(node, &hashes, bytes, &mut slots) {
-                Ok(()) => planned.extend(list[begin..end].iter().zip(slots).map(|(item, slot)| Planned {
-                    page: item.page,
-                    hash: item.hash,
-                    target: Target::Slot(slot),
-                })),
-                Err(error) => {
-                    self.note_store_error(&error);
-                    published = false;
-                    for item in &list[begin..end] {
-                        if item.page == item.by {
-                            self.refuse(&Candidate { page: item.page, hash: item.hash, node: item.node });
-                        }
-                    }
+        for part in list.chunk_by(|a, b| a.node == b.node).flat_map(|same| same.chunks(PUBLISHED_AT_ONCE)) {
+            published = published && self.publish_part(part, &mut planned, pass);
+            if !published {
+                for item in part.iter().filter(|item| item.page == item.by) {
+                    self.refuse(&Candidate { page: item.page, hash: item.hash, node: item.node });
                 }
             }
-            begin = end;
         }
         self.replace_all(planned, pass);
         published
+    }
+
+    /// Publishes the content of a few pages of one node.
+    fn publish_part(&mut self, part: &[Publish], planned: &mut Vec<Planned>, pass: &Pass<'_>) -> bool {
+        let Some(&Publish { node, .. }) = part.first() else { return true };
+        // Kept from call to call: fresh memory of this size costs a fault for each page.
+        let mut contents = std::mem::take(&mut self.contents);
+        contents.resize(PUBLISHED_AT_ONCE * PAGE, 0);
+        let mut readable = Vec::with_capacity(part.len());
+        for item in part {
+            let begin = readable.len() * PAGE;
+            let content = &mut contents[begin..begin + PAGE];
+            let read = self.blocks.page(item.page).is_some_and(|(_, pfn)| match self.member_of(item.page) {
+                Some(member) => member.memory.read(pfn, content).is_ok(),
+                None => false,
+            });
+            // What is published under a hash must have it: the page may have changed since it was hashed.
+            if read && self.hasher.hash(content) == item.hash {
+                readable.push(*item);
+            } else {
+                self.watch(item.page, pass);
+            }
+        }
+        let hashes: Vec<PageHash> = readable.iter().map(|item| item.hash).collect();
+        let mut slots = Vec::with_capacity(hashes.len());
+        let outcome = match hashes.len() {
+            0 => Ok(()),
+            pages => {
+                let node = self.nodes[usize::from(node.0)];
+                self.store.publish(node, &hashes, &contents[..pages * PAGE], &mut slots)
+            }
+        };
+        self.contents = contents;
+        match outcome {
+            Ok(()) => {
+                planned.extend(readable.iter().zip(slots).map(|(item, slot)| Planned {
+                    page: item.page,
+                    hash: item.hash,
+                    target: Target::Slot(slot),
+                }));
+                true
+            }
+            Err(error) => {
+                self.note_store_error(&error);
+                false
+            }
+        }
     }
 
     /// Leaves out partners that are on another node than they were when they were hashed, and puts them into the right index.
