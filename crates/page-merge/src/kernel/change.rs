@@ -41,8 +41,7 @@ pub fn plan(present: &Values, wanted: &Values) -> Result<Vec<Step>, KsmError> {
     }
     for knob in Knob::ALL {
         let value = match knob {
-            Knob::Run | Knob::AdvisorMode => None,
-            Knob::MergeAcrossNodes | Knob::MaxPageSharing => None,
+            Knob::Run | Knob::AdvisorMode | Knob::MergeAcrossNodes | Knob::MaxPageSharing => None,
             Knob::PagesToScan if advisor == ADVISOR_SCAN_TIME => None,
             // An advisor that goes leaves another value than the one that was read.
             Knob::PagesToScan if present.get(Knob::AdvisorMode) != Some(advisor) => wanted.get(knob),

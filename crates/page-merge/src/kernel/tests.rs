@@ -73,7 +73,9 @@ impl Copy {
     }
 
     fn without(self, names: &[&str]) -> Self {
-        names.iter().for_each(|name| fs::remove_file(self.sysfs().join(name)).unwrap());
+        for name in names {
+            fs::remove_file(self.sysfs().join(name)).unwrap();
+        }
         self
     }
 
