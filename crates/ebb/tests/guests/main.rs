@@ -28,6 +28,7 @@ mod merge;
 mod merge_bad;
 mod merge_domains;
 mod merge_kernel;
+mod merge_stress;
 mod merge_support;
 mod migration;
 mod migration_refused;
@@ -51,7 +52,7 @@ use libtest_mimic::{Arguments, Trial};
 use harness::{Test, World};
 
 /// All tests, file by file.
-const TESTS: [&[Test]; 23] = [
+const TESTS: [&[Test]; 24] = [
     boot::TESTS,
     inflate::TESTS,
     reporting::TESTS,
@@ -75,6 +76,7 @@ const TESTS: [&[Test]; 23] = [
     merge_domains::TESTS,
     merge_kernel::TESTS,
     merge_bad::TESTS,
+    merge_stress::TESTS,
 ];
 
 /// So many tests are named with the time that they took.

@@ -140,6 +140,7 @@ fn saved_and_moved(scene: &Scene) {
     assert!(report["bytes_sent"].as_u64() >= Some(HELD / 2), "{report}");
     guest.check_held();
     // It is merged again where it is now.
+    guest.merge_quickly();
     guest.wait_merged(MERGED);
     guest.check_held();
 }
