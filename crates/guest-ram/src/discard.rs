@@ -77,7 +77,7 @@ pub(crate) struct Piece<'a> {
     pub(crate) file: Option<(&'a File, u64)>,
 }
 
-impl<'a> Piece<'a> {
+impl Piece<'_> {
     /// The part of this piece that `range` is; `None` if that is empty.
     pub(crate) fn part(&self, range: GuestRange) -> Option<Self> {
         let range = self.range.intersection(range);

@@ -140,12 +140,12 @@ impl Mapping {
         self.advise("MADV_DONTDUMP", Advice::LinuxDontDump)
     }
 
-    /// Replaces memory elsewhere, no larger than this mapping, by memory like this mapping's, which must be anonymous and
-    /// never have been touched.
+    /// Replaces memory elsewhere, no larger than this mapping, by memory like this mapping's, which must be anonymous. What it
+    /// contains goes there; if it was never touched, that is nothing.
     ///
     /// # Safety
-    /// The memory at `address` must be guest memory, nobody may rely on its content, and it must not overlap this
-    /// mapping.
+    /// The memory at `address` must be guest memory or a mapping of this crate's own, nobody may rely on its content (other than that
+    /// it is what takes its place), and it must not overlap this mapping.
     pub(crate) unsafe fn copy_over(&self, address: usize, size_bytes: usize) -> io::Result<()> {
         assert!(size_bytes <= self.size_bytes);
         let flags = MremapFlags::MAYMOVE | MremapFlags::DONTUNMAP;

@@ -20,6 +20,7 @@ mod stable;
 pub mod stress;
 mod uffd;
 mod unavailable;
+mod unmerge;
 
 pub use freeze::{MergeOutcome, MergeTarget};
 pub use merging::Merging;

@@ -17,9 +17,11 @@ use std::io::{self, Read, Seek};
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
-use ebb_abi::{HUGE_PAGE_SIZE_PAGES, PAGE_SIZE_BYTES, Pfn};
+use ebb_abi::{HUGE_PAGE_SIZE_BYTES, HUGE_PAGE_SIZE_PAGES, PAGE_SIZE_BYTES, Pfn};
+use vm_memory::GuestAddress;
 
 use crate::discard::{DiscardOutcome, Piece};
+use crate::mapping::Mapping;
 use crate::ram::{GuestRam, Region, RegionSpec};
 use crate::templates::{Templates, max_mappings};
 use crate::{Backing, GuestRange, RamError, StableSlot};
@@ -39,6 +41,8 @@ static BORDERS: LazyLock<Arc<AtomicU64>> = LazyLock::new(Arc::default);
 pub(crate) struct Merged {
     runs: Mutex<MergedRuns>,
     templates: Templates,
+    /// Where copies are made: as large as a huge page.
+    scratch: Mapping,
     regions: Vec<Region>,
     /// Kept open: a monitor may have no access to /proc later on.
     maps: Option<Mutex<File>>,
@@ -100,6 +104,8 @@ impl Merged {
         }
         let maps = File::open("/proc/self/maps")
             .inspect_err(|error| tracing::debug!("/proc/self/maps cannot be read: {error}"));
+        let scratch =
+            RegionSpec { start: GuestAddress(0), size_bytes: HUGE_PAGE_SIZE_BYTES, host_node: None };
         let mut runs = MergedRuns::new(ram.page_ranges(), max_mappings(), Arc::clone(&BORDERS));
         if let Some(restored) = &ram.restored {
             runs.set_other_mappings(restored.mappings());
@@ -107,6 +113,7 @@ impl Merged {
         Ok(Self {
             runs: Mutex::new(runs),
             templates: Templates::new(&specs, ram.huge_pages())?,
+            scratch: Mapping::new(&scratch, Backing::Anonymous, ram.huge_pages())?,
             regions: ram.regions().to_vec(),
             maps: maps.ok().map(Mutex::new),
         })
@@ -162,21 +169,30 @@ impl Merged {
         Ok(outcome)
     }
 
-    /// Replaces `piece` by fresh anonymous memory without regard to its content. The shares of its pages are given up.
+    /// Replaces `piece`, of no more pages than a huge page, by anonymous memory that `fill` writes to before. The shares of its pages
+    /// are given up.
     ///
     /// # Errors
-    /// [`RamError::Discard`] if the kernel refuses. A part may have been replaced then.
+    /// What `fill` answers, or the kernel; nothing has been replaced then.
     ///
     /// # Safety
-    /// The piece must lie within the region that it names, and nobody may rely on its content.
-    pub(crate) unsafe fn replace_by_anonymous(
+    /// The piece must lie within the region that it names, and what `fill` writes must be its content, until this returns.
+    pub(crate) unsafe fn replace_by_copy(
         &self,
         runs: &mut MergedRuns,
         piece: &Piece<'_>,
+        fill: impl FnOnce(*mut u8) -> io::Result<()>,
         released: &mut Vec<StableSlot>,
-    ) -> Result<(), RamError> {
-        // SAFETY: the caller vouches for the piece.
-        unsafe { self.templates.put_over(piece, |part| runs.note_anonymous(part, released)) }
+    ) -> io::Result<()> {
+        let size_bytes = piece.range.size_bytes() as usize;
+        let template = &self.templates.mappings()[piece.region];
+        // SAFETY: the scratch area is this value's own, and nobody needs what is there.
+        unsafe { template.copy_over(self.scratch.address(), size_bytes) }?;
+        fill(self.scratch.address() as *mut u8)?;
+        // SAFETY: what is replaced has the same content as what replaces it, as the caller vouches.
+        unsafe { self.scratch.copy_over(piece.address, size_bytes) }?;
+        runs.note_moved_here(piece.range, released);
+        Ok(())
     }
 
     /// Counts the mappings of guest memory. System calls: `lseek`, `read`.

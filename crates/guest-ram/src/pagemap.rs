@@ -32,6 +32,11 @@ impl PageState {
         self.0 & (Self::PRESENT | Self::SWAPPED) != 0 && self.0 & Self::FILE == 0
     }
 
+    /// Whether any page is mapped.
+    pub(crate) const fn is_in_memory(self) -> bool {
+        self.0 & Self::PRESENT != 0
+    }
+
     /// Whether the page is private and in memory.
     pub(crate) const fn is_private_in_memory(self) -> bool {
         self.is_private() && self.0 & Self::PRESENT != 0

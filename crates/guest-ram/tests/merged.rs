@@ -2,8 +2,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test")]
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Barrier};
 
 use ebb_abi::Pfn;
 use ebb_guest_ram::merge::{MergeOutcome, MergeTarget};
@@ -63,7 +63,8 @@ impl Random {
     }
 }
 
-/// Two threads with pages of their own, here and there, which always know what these must hold, and one that merges all.
+/// Two threads with pages of their own, here and there, which always know what these must hold, and one that merges all and now and then
+/// takes it apart again.
 fn live_while_merged(ram: &GuestRam, merger: &mut TestMerger, steps: u64) -> (u64, u64) {
     const THREADS: u64 = 2;
     /// Pages in a row that belong to one thread.
@@ -112,8 +113,13 @@ fn live_while_merged(ram: &GuestRam, merger: &mut TestMerger, steps: u64) -> (u6
                 })
             })
             .collect();
+        let mut random = Random(99);
         while !threads.iter().all(|thread| thread.is_finished()) {
             merged += merger.merge(range(0, PAGES)).unwrap();
+            if random.below(3) == 0 {
+                let first = random.below(PAGES);
+                merger.unmerge(range(first, PAGES - first)).unwrap();
+            }
         }
     });
     (merged, discarded.into_inner())
@@ -266,6 +272,65 @@ fn pages_that_a_discard_has_brought_are_merged_again() {
         assert_eq!(ram.discard_held(&ranges).unwrap().bytes, PAGES * PAGE);
         assert_eq!(merger.release(), 0);
         assert!((0..PAGES).all(|page| holds(&ram, page, 0)));
+    }
+}
+
+#[test]
+fn unmerged_pages_are_like_all_others_and_merged_again() {
+    let Some((ram, mut merger)) = merging(anonymous()) else { return };
+    let value = |page: u64| (page / 3 % 100) as u8 + 1;
+    for page in 0..PAGES {
+        ram.write_pages(range(page, 1), &[value(page); PAGE as usize]).unwrap();
+    }
+    for round in 0..3 {
+        assert_eq!(merger.merge(range(0, PAGES)).unwrap(), PAGES, "round {round}");
+        assert_eq!(ram.resident_bytes().unwrap(), 0);
+        assert_eq!(merger.unmerge(range(100, 300)).unwrap(), PAGES - 300);
+        assert_eq!(merger.unmerge(range(0, PAGES)).unwrap(), 0);
+        assert_eq!((ram.resident_bytes().unwrap(), ram.merged_bytes()), (PAGES * PAGE, 0));
+        assert!((0..PAGES).all(|page| holds(&ram, page, value(page))));
+    }
+    // Those with a copy of their own stay where they are, with what was written.
+    assert_eq!(merger.merge(range(0, PAGES)).unwrap(), PAGES);
+    for page in (0..PAGES).step_by(10) {
+        ram.write_pages(range(page, 1), &[200; PAGE as usize]).unwrap();
+    }
+    assert_eq!(merger.unmerge(range(0, PAGES)).unwrap(), 0);
+    assert!((0..PAGES).all(|page| holds(&ram, page, if page % 10 == 0 { 200 } else { value(page) })));
+    let outcome = ram.discard(&[range(0, PAGES)]).unwrap();
+    assert_eq!((outcome.bytes, ram.resident_bytes().unwrap()), (PAGES * PAGE, 0));
+    assert!((0..PAGES).all(|page| holds(&ram, page, 0)));
+}
+
+#[test]
+fn writes_to_pages_that_are_being_unmerged_are_not_lost() {
+    let Some((ram, mut merger)) = merging(anonymous()) else { return };
+    let word = |page: u64, offset: u64| GuestAddress(page * PAGE + offset);
+    let mut random = Random(4);
+    for round in 1..=40_u64 {
+        // Each different, so that a run is as long as a huge page, and takes its time.
+        for page in 0..PAGES {
+            ram.memory().write_obj(page + 1, word(page, 0)).unwrap();
+        }
+        assert_eq!(merger.merge(range(0, PAGES)).unwrap(), PAGES);
+        let start = Barrier::new(2);
+        let mut pages: Vec<u64> = (0..PAGES).collect();
+        (1..PAGES).for_each(|last| pages.swap(last as usize, random.below(last + 1) as usize));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                start.wait();
+                for page in &pages {
+                    ram.memory().write_obj(round, word(*page, 8)).unwrap();
+                }
+            });
+            start.wait();
+            assert_eq!(merger.unmerge(range(0, PAGES)).unwrap(), 0);
+        });
+        for page in 0..PAGES {
+            let words = [0, 8].map(|offset| ram.memory().read_obj::<u64>(word(page, offset)).unwrap());
+            assert_eq!(words, [page + 1, round], "page {page}");
+        }
+        ram.discard(&[range(0, PAGES)]).unwrap();
     }
 }
 

@@ -64,6 +64,8 @@ pub(crate) struct MergedRuns {
     doubtful_borders: u64,
     /// Pages in memory that a discard has put there and that nobody tracks yet.
     untracked: PageSet,
+    /// Pages that were moved to where they are, so that the kernel joins their mapping with no neighbour.
+    moved: PageSet,
     /// Slots whose shares were given up by discards.
     released: Vec<Slots>,
     /// Mappings that guest memory takes for other reasons.
@@ -86,6 +88,7 @@ impl MergedRuns {
             borders: BTreeSet::new(),
             doubtful_borders: 0,
             untracked: PageSet::new(&regions),
+            moved: PageSet::new(&regions),
             released: Vec::new(),
             other_mappings: regions.len() as u64,
             of_process,
@@ -200,6 +203,7 @@ impl MergedRuns {
         self.cut_out(range);
         self.cover(range);
         self.untracked.remove(range);
+        self.moved.remove(range);
         self.shares.insert(range);
         self.share_pages += range.pages;
         let mut run = Run { end: range.end().0, first };
@@ -239,11 +243,19 @@ impl MergedRuns {
         expand(&std::mem::replace(&mut self.released, earlier), released);
     }
 
-    /// Notes that `range`, which lies within a region, was replaced by one mapping of anonymous memory that is not tracked yet,
-    /// by somebody who put the content back.
-    pub(crate) fn note_anonymous(&mut self, range: GuestRange, released: &mut Vec<StableSlot>) {
+    /// Notes that `range`, which lies within a region, was replaced by one mapping of anonymous memory with the same content, which
+    /// came from elsewhere and is not tracked yet.
+    pub(crate) fn note_moved_here(&mut self, range: GuestRange, released: &mut Vec<StableSlot>) {
+        if range.is_empty() {
+            return;
+        }
         self.note_unmerged(range, released);
-        self.note_discarded(range);
+        self.cut_out(range);
+        self.cover(range);
+        self.doubtful_borders += 2;
+        self.untracked.insert(range);
+        self.moved.insert(range);
+        self.tell();
     }
 
     /// Notes that a discard has replaced `range`, which lies within a region, by one mapping of fresh anonymous memory.
@@ -255,6 +267,7 @@ impl MergedRuns {
         self.cut_out(range);
         self.cover(range);
         self.doubtful_borders += 2;
+        self.moved.remove(range);
         // The new mapping has no page yet, so it has been joined with a neighbour like it, but not for sure with both.
         if self.is_untracked_neighbour(range.start.0.wrapping_sub(1), range) {
             self.borders.remove(&range.start.0);
@@ -413,9 +426,10 @@ impl MergedRuns {
         self.regions.iter().any(|region| region.start.0 < page && page < region.end().0)
     }
 
-    /// Whether `page` is untracked and in the region of `neighbour`.
+    /// Whether `page` is untracked, was not moved to where it is, and is in the region of `neighbour`.
     fn is_untracked_neighbour(&self, page: u64, neighbour: GuestRange) -> bool {
         self.untracked.contains(Pfn(page))
+            && !self.moved.contains(Pfn(page))
             && self
                 .regions
                 .iter()

@@ -439,7 +439,7 @@ fn memory_of_files_is_not_merged() {
 }
 
 #[test]
-fn the_merging_thread_puts_anonymous_memory_back() {
+fn a_copy_takes_the_place_of_merged_pages() {
     let ram = ram(HugePages::Off);
     let mut segment = Segment::new();
     fill(&ram, range(0, 100));
@@ -448,12 +448,27 @@ fn the_merging_thread_puts_anonymous_memory_back() {
     let mut runs = merged.lock();
     let mut released = Vec::new();
     let piece = ram.piece(range(12, 4)).unwrap();
+    let write = |content: *mut u8| {
+        // SAFETY: the content of four pages, which nobody else knows.
+        unsafe { content.write_bytes(99, 4 * PAGE as usize) };
+        Ok(())
+    };
     // SAFETY: the piece is this memory's, and the test does without its content.
-    unsafe { merged.replace_by_anonymous(&mut runs, &piece, &mut released) }.unwrap();
+    unsafe { merged.replace_by_copy(&mut runs, &piece, write, &mut released) }.unwrap();
     assert_eq!(released, [2, 3, 4, 5].map(|index| first.offset(index)));
     assert_eq!(runs.untracked(range(0, HUGE_PAGE_SIZE_PAGES)), [range(12, 4)]);
+    let refused = |_: *mut u8| Err(io::ErrorKind::NotFound.into());
+    let piece = ram.piece(range(18, 4)).unwrap();
+    // SAFETY: nothing is replaced.
+    let result = unsafe { merged.replace_by_copy(&mut runs, &piece, refused, &mut released) };
+    assert_eq!((result.unwrap_err().kind(), released.len()), (io::ErrorKind::NotFound, 4));
     drop(runs);
-    assert_eq!((read(&ram, 12), read(&ram, 16)), (0, value(16)));
+    assert_eq!((read(&ram, 11), read(&ram, 12), read(&ram, 15), read(&ram, 16)), (12, 99, 99, 17));
+    assert_eq!(read(&ram, 18), value(18));
+    // From now on it is like all other memory.
+    ram.discard(&[range(12, 2)]).unwrap();
+    assert_eq!((read(&ram, 13), read(&ram, 14)), (0, 99));
+    assert_eq!(mappings(&ram).len() as u64, 6);
 }
 
 #[test]

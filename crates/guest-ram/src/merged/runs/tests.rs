@@ -187,6 +187,7 @@ struct Page {
     mapped: Option<StableSlot>,
     shares: bool,
     untracked: bool,
+    moved: bool,
     /// Number of the mapping that it lies in. The kernel's least generous joining: each mapping gets a page of its own as soon as it is
     /// made, so that only a new one is ever joined with a neighbour, and with one only.
     mapping: u64,
@@ -198,7 +199,7 @@ enum Step {
     Break { page: u64 },
     Discard { start: u64, pages: u64 },
     Unmerge { start: u64, pages: u64 },
-    Anonymous { start: u64, pages: u64 },
+    Moved { start: u64, pages: u64 },
     Track { start: u64, pages: u64 },
     Take,
 }
@@ -220,7 +221,7 @@ fn step() -> impl Strategy<Value = Step> {
         1 => place().prop_map(|(start, pages)| Step::Unmerge { start, pages }),
         1 => place().prop_map(|(start, pages)| {
             let Step::Discard { start, pages } = within_region(start, pages) else { unreachable!() };
-            Step::Anonymous { start, pages }
+            Step::Moved { start, pages }
         }),
         2 => place().prop_map(|(start, pages)| Step::Track { start, pages }),
         1 => Just(Step::Take),
@@ -259,7 +260,8 @@ impl Model {
         self.next_mapping += 1;
         for index in 0..pages {
             let mapped = first.map(|first| first.offset(index as u32));
-            let page = Page { mapped, shares: mapped.is_some(), untracked: mapped.is_none(), mapping };
+            let page =
+                Page { mapped, shares: mapped.is_some(), untracked: mapped.is_none(), moved: false, mapping };
             self.pages[(start + index) as usize] = page;
         }
         let joins = |left: u64, right: u64| {
@@ -270,7 +272,7 @@ impl Model {
                     (Some(left), Some(right)) => {
                         left.segment == right.segment && left.index + 1 == right.index
                     }
-                    (None, None) => left.untracked && right.untracked,
+                    (None, None) => left.untracked && right.untracked && !left.moved && !right.moved,
                     _ => false,
                 }
             }
@@ -284,6 +286,16 @@ impl Model {
             return;
         };
         self.pages[start as usize..end as usize].iter_mut().for_each(|page| page.mapping = joined);
+    }
+
+    /// Anonymous memory that is not joined with anything.
+    fn move_here(&mut self, start: u64, pages: u64) {
+        self.split_at(start);
+        self.split_at(start + pages);
+        let mapping = self.next_mapping;
+        self.next_mapping += 1;
+        let page = Page { untracked: true, moved: true, mapping, ..Page::default() };
+        self.pages[start as usize..(start + pages) as usize].fill(page);
     }
 
     /// Makes the pages behind `border` another mapping than those before it.
@@ -388,11 +400,11 @@ proptest! {
                     runs.note_unmerged(range(start, pages), &mut released);
                     prop_assert_eq!(released, model.release(start, pages));
                 }
-                Step::Anonymous { start, pages } => {
+                Step::Moved { start, pages } => {
                     let mut released = Vec::new();
-                    runs.note_anonymous(range(start, pages), &mut released);
+                    runs.note_moved_here(range(start, pages), &mut released);
                     prop_assert_eq!(released, model.release(start, pages));
-                    model.replace(start, pages, None);
+                    model.move_here(start, pages);
                 }
                 Step::Track { start, pages } => {
                     runs.note_tracked(range(start, pages));
