@@ -194,7 +194,9 @@ impl<U: SegmentUser> BrokerStore<U> {
         // Nobody says any more when a segment is not needed.
         let unused: Vec<u32> =
             self.holds.iter().filter(|(_, holds)| **holds == 0).map(|(&number, _)| number).collect();
-        unused.into_iter().for_each(|number| self.forget_segment(number));
+        for number in unused {
+            self.forget_segment(number);
+        }
         StoreError::Gone(why)
     }
 
@@ -240,7 +242,9 @@ impl<U: SegmentUser> BrokerStore<U> {
     ) -> Result<(), StoreError> {
         match self.ask(&Request::Publish { node, contents })? {
             Reply::Slots(made) if made.len() == contents.len() / PAGE => {
-                made.iter().for_each(|&slot| self.note_hold(slot));
+                for &slot in &made {
+                    self.note_hold(slot);
+                }
                 slots.extend(made);
                 Ok(())
             }
@@ -300,7 +304,9 @@ impl<U: SegmentUser> StableStore for BrokerStore<U> {
         let before = slots.len();
         for batch in contents.chunks(BATCH_PAGES * PAGE) {
             if let Err(error) = self.publish_batch(node, batch, slots) {
-                slots.drain(before..).collect::<Vec<_>>().into_iter().for_each(|slot| self.unused(slot));
+                for slot in slots.drain(before..).collect::<Vec<_>>() {
+                    self.unused(slot);
+                }
                 return Err(error);
             }
         }
@@ -446,10 +452,13 @@ impl Link {
                     reply => Ok(reply),
                 };
             }
-            let mut piece = [0; PIECE_BYTES];
-            match receive(&self.socket, &mut piece, &mut self.descriptors) {
+            let before = self.incoming.len();
+            self.incoming.resize(before + PIECE_BYTES, 0);
+            let received = receive(&self.socket, &mut self.incoming[before..], &mut self.descriptors);
+            self.incoming.truncate(before + received.as_ref().unwrap_or(&0));
+            match received {
                 Ok(0) => return Err(BrokerError::Gone("it has ended the connection".to_owned())),
-                Ok(bytes) => self.incoming.extend_from_slice(&piece[..bytes]),
+                Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.wait(PollFlags::IN)?,
                 Err(error) => return Err(BrokerError::Gone(error.to_string())),
             }

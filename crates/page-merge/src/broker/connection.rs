@@ -113,13 +113,15 @@ impl Connection {
         if self.ended {
             return Ok(());
         }
-        let mut piece = [0; PIECE_BYTES];
+        let before = self.incoming.len();
+        self.incoming.resize(before + PIECE_BYTES, 0);
+        let room = &mut self.incoming[before..];
         let received =
-            rustix::io::retry_on_intr(|| rustix::net::recv(&self.socket, &mut piece[..], RecvFlags::empty()));
+            rustix::io::retry_on_intr(|| rustix::net::recv(&self.socket, &mut *room, RecvFlags::empty()));
+        self.incoming.truncate(before + received.as_ref().map_or(0, |(bytes, _)| *bytes));
         match received {
             Ok((0, _)) => self.ended = true,
-            Ok((bytes, _)) => self.incoming.extend_from_slice(&piece[..bytes]),
-            Err(Errno::AGAIN) => {}
+            Ok(_) | Err(Errno::AGAIN) => {}
             Err(_) => return Err(Gone),
         }
         Ok(())

@@ -25,7 +25,7 @@ pub(super) struct Domains {
     nodes: Vec<u32>,
     /// The broker's own user.
     user: u32,
-    domains: BTreeMap<DomainName, Domain>,
+    by_name: BTreeMap<DomainName, Domain>,
 }
 
 #[derive(Debug)]
@@ -58,7 +58,7 @@ pub(super) enum Rest {
 impl Domains {
     /// With no rules, every domain is served, to the broker's own user.
     pub(super) fn new(rules: Vec<DomainRule>, limits: Limits, nodes: Vec<u32>, user: u32) -> Self {
-        Self { rules, limits, nodes, user, domains: BTreeMap::new() }
+        Self { rules, limits, nodes, user, by_name: BTreeMap::new() }
     }
 
     /// Lets a client in, if its user may join the domain.
@@ -74,11 +74,11 @@ impl Domains {
         if user != allowed && user != 0 {
             return Err(Refusal::User { domain: name, user });
         }
-        if let Some(domain) = self.domains.get(&name).filter(|domain| domain.placement != placement) {
+        if let Some(domain) = self.by_name.get(&name).filter(|domain| domain.placement != placement) {
             let theirs = domain.placement;
             return Err(Refusal::Placement { domain: name, theirs, wish: placement });
         }
-        let domain = match self.domains.entry(name.clone()) {
+        let domain = match self.by_name.entry(name.clone()) {
             std::collections::btree_map::Entry::Occupied(domain) => domain.into_mut(),
             std::collections::btree_map::Entry::Vacant(place) => {
                 place.insert(Domain::new(placement, self.limits).map_err(Refusal::Random)?)
@@ -104,7 +104,7 @@ impl Domains {
         let Membership { domain: name, member } = membership;
         let member = *member;
         // A membership ends with its domain at the earliest.
-        let Some(domain) = self.domains.get_mut(name) else { return Err(Refusal::NoHello) };
+        let Some(domain) = self.by_name.get_mut(name) else { return Err(Refusal::NoHello) };
         let known_node = |node: Node| match domain.placement {
             Placement::Across if node == Node::ANY => Ok(()),
             Placement::Apart if self.nodes.contains(&node.0) => Ok(()),
@@ -159,7 +159,7 @@ impl Domains {
 
     /// A connection is over, and the process behind it may live.
     pub(super) fn disconnect(&mut self, membership: &Membership) -> Rest {
-        let Some(domain) = self.domains.get_mut(&membership.domain) else { return Rest::Nothing };
+        let Some(domain) = self.by_name.get_mut(&membership.domain) else { return Rest::Nothing };
         domain.clients -= 1;
         if domain.ledger.disconnect(membership.member) {
             domain.lost += 1;
@@ -171,20 +171,20 @@ impl Domains {
 
     /// The process of a client that was [disconnected](Self::disconnect) and held something has ended.
     pub(super) fn bury(&mut self, membership: &Membership) {
-        let Some(domain) = self.domains.get_mut(&membership.domain) else { return };
+        let Some(domain) = self.by_name.get_mut(&membership.domain) else { return };
         domain.lost -= 1;
         domain.ledger.leave(membership.member);
         self.end_if_unused(&membership.domain);
     }
 
     pub(super) fn status(&self) -> Vec<DomainStatus> {
-        self.domains.iter().map(|(name, domain)| domain.status(name)).collect()
+        self.by_name.iter().map(|(name, domain)| domain.status(name)).collect()
     }
 
     /// The next clients of a domain may want another placement, and get another secret.
     fn end_if_unused(&mut self, name: &DomainName) {
-        if self.domains.get(name).is_some_and(|domain| domain.clients == 0 && domain.lost == 0) {
-            self.domains.remove(name);
+        if self.by_name.get(name).is_some_and(|domain| domain.clients == 0 && domain.lost == 0) {
+            self.by_name.remove(name);
         }
     }
 }

@@ -95,9 +95,13 @@ pub fn client(data: &[u8]) {
         assert_eq!(answers.len(), if known.is_ok() { 2 } else { 0 });
         let made = store.publish(Node::ANY, &hashes, &[7; 2 * PAGE], &mut slots);
         assert_eq!(slots.len(), if made.is_ok() { 2 } else { 0 });
-        slots.iter().for_each(|&slot| store.shared(slot));
+        for &slot in &slots {
+            store.shared(slot);
+        }
         store.news(&mut news);
-        slots.iter().for_each(|&slot| store.release(slot));
+        for &slot in &slots {
+            store.release(slot);
+        }
     }
     assert!(broker.join().is_ok());
 }

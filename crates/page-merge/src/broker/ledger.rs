@@ -216,21 +216,22 @@ impl<P: Pages> Ledger<P> {
         let fresh = match self.make(member, node, &missing) {
             Ok(fresh) => fresh,
             Err(error) => {
-                found.into_iter().flatten().for_each(|slot| self.end_reservation(member, slot));
+                for slot in found.into_iter().flatten() {
+                    self.end_reservation(member, slot);
+                }
                 return Err(error);
             }
         };
         let mut fresh = fresh.into_iter();
         for (slot, hash) in found.into_iter().zip(hashes) {
-            let slot = match slot {
-                Some(slot) => slot,
-                None => {
-                    // There are as many as were missing.
-                    let Some(slot) = fresh.next() else { break };
-                    self.shelve(member, node, hash, slot);
-                    self.reserve(member, slot);
-                    slot
-                }
+            let slot = if let Some(slot) = slot {
+                slot
+            } else {
+                // There are as many as were missing.
+                let Some(slot) = fresh.next() else { break };
+                self.shelve(member, node, hash, slot);
+                self.reserve(member, slot);
+                slot
             };
             slots.push(slot);
         }
@@ -265,7 +266,9 @@ impl<P: Pages> Ledger<P> {
     /// The client is not there any more, but its process is: it gets no answers, and keeps what it holds. False if it holds
     /// nothing; it is forgotten then.
     pub(super) fn disconnect(&mut self, member: MemberId) -> bool {
-        self.shelves.values_mut().for_each(|shelf| shelf.asked.forget(Asker(member)));
+        for shelf in self.shelves.values_mut() {
+            shelf.asked.forget(Asker(member));
+        }
         let Some(state) = self.members.get_mut(&member) else { return false };
         state.news = VecDeque::new();
         state.closed = Vec::new();
@@ -279,7 +282,9 @@ impl<P: Pages> Ledger<P> {
 
     /// The client's process has ended: everything it held is free for others.
     pub(super) fn leave(&mut self, member: MemberId) {
-        self.shelves.values_mut().for_each(|shelf| shelf.asked.forget(Asker(member)));
+        for shelf in self.shelves.values_mut() {
+            shelf.asked.forget(Asker(member));
+        }
         let Some(state) = self.members.remove(&member) else { return };
         for (slot, hold) in state.holds {
             self.drop_holds(slot, hold.reserved + hold.shared);
@@ -362,7 +367,9 @@ impl<P: Pages> Ledger<P> {
             self.write(&slots, contents).map_err(NoRoom::from)
         };
         if let Err(error) = result {
-            slots.into_iter().for_each(|slot| self.give_back(slot));
+            for slot in slots {
+                self.give_back(slot);
+            }
             return Err(error);
         }
         Ok(slots)

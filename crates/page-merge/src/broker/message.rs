@@ -157,8 +157,11 @@ pub(super) fn parse_header(header: [u8; HEADER_BYTES]) -> Result<(Kind, usize), 
     Ok((kind, bytes as usize))
 }
 
-/// The first frame of `bytes`, and its length with its header; `None` if more must come.
-pub(super) fn split_frame(bytes: &[u8]) -> Result<Option<(Kind, &[u8], usize)>, FrameError> {
+/// A frame's kind and body, and its length with its header.
+pub(super) type Frame<'a> = (Kind, &'a [u8], usize);
+
+/// The first frame of `bytes`; `None` if more must come.
+pub(super) fn split_frame(bytes: &[u8]) -> Result<Option<Frame<'_>>, FrameError> {
     let Some((&header, rest)) = bytes.split_first_chunk::<HEADER_BYTES>() else { return Ok(None) };
     let (kind, length) = parse_header(header)?;
     Ok(rest.get(..length).map(|body| (kind, body, HEADER_BYTES + length)))
@@ -201,7 +204,7 @@ impl<'a> Request<'a> {
             Self::Hello(hello) => frame(Kind::Hello, |body| body.extend(to_json(hello))),
             Self::Query { node, hashes } => frame(Kind::Query, |body| {
                 put(body, node.0);
-                hashes.iter().for_each(|hash| body.extend(hash.get().to_le_bytes()));
+                body.extend(hashes.iter().flat_map(|hash| hash.get().to_le_bytes()));
             }),
             Self::Publish { node, contents } => frame(Kind::Publish, |body| {
                 put(body, node.0);

@@ -19,6 +19,7 @@ mod connection;
 mod domains;
 mod error;
 #[cfg(feature = "testing")]
+#[allow(clippy::missing_panics_doc)]
 pub mod fuzzing;
 mod hello;
 mod ledger;

@@ -177,7 +177,9 @@ fn whatever_happens_in_one_domain_the_other_does_not_learn_of_it() {
     let result = runner.run(&histories, |steps| {
         let broker = Running::new(Limits::default());
         let mut world = World::new(&broker);
-        steps.into_iter().for_each(|step| world.apply(step));
+        for step in steps {
+            world.apply(step);
+        }
         world.check(&broker);
         Ok(())
     });

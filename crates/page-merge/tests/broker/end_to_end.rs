@@ -123,9 +123,9 @@ fn machines_go_on_when_their_broker_is_killed() {
         })
         .collect();
     for _ in 0..4 {
-        machines.iter_mut().for_each(|machine| {
+        for machine in &mut machines {
             machine.scan(1);
-        });
+        }
     }
     broker.kill();
     for (number, machine) in (0..).zip(&mut machines) {

@@ -45,7 +45,7 @@ fn garbage_is_refused_with_a_reason() {
         ([joined.clone(), vec![0xff, 0xff, 0xff, 0xff, 3]].concat(), "at most"),
         ([joined.clone(), vec![0xff, 0xff, 0xff, 0xff, 4]].concat(), "at most"),
         ([joined.clone(), raw::query(ANY, &[hash; 1025])].concat(), "at most"),
-        ([joined.clone(), raw::publish(ANY, &[1; 65 * PAGE])].concat(), "at most"),
+        ([joined.clone(), raw::publish(ANY, &vec![1; 65 * PAGE])].concat(), "at most"),
         ([joined.clone(), raw::frame(3, &[0; 4 + PAGE - 1])].concat(), "part of a page"),
         ([joined.clone(), raw::frame(2, &[0xff; 12])].concat(), "48 bits"),
         ([joined.clone(), raw::query(7, &[hash])].concat(), "node 7"),
@@ -173,9 +173,9 @@ fn there_are_only_so_many_clients() {
     let reason = more.refusal();
     assert!(reason.contains("its process has 3"), "{reason}");
     let mut others: Vec<Process> = (0..2).map(|_| Process::start("sharer", &broker.path())).collect();
-    others.iter_mut().for_each(|other| {
+    for other in &mut others {
         other.wait_for("sharing");
-    });
+    }
     drop(members);
     wait_until("the end of clients", || broker.status().clients == 2);
     let _members: Vec<Member> = (0..3).map(|_| broker.member("web")).collect();
@@ -192,7 +192,7 @@ fn one_client_cannot_use_up_the_room_of_all() {
     let mut greedy = Raw::join(&broker.path(), "web");
     let mut published = 0;
     for number in 0_u64.. {
-        let pages: Vec<u8> = (0..64).flat_map(|index| page(1 << 32 | number * 64 + index)).collect();
+        let pages: Vec<u8> = (0..64).flat_map(|index| page((1 << 32) | (number * 64 + index))).collect();
         greedy.send(&raw::publish(ANY, &pages));
         let (kind, _) = greedy.answer().unwrap();
         if kind != raw::SLOTS {

@@ -1,6 +1,6 @@
 //! The broker of stable pages with real sockets, memory files and processes.
 
-#![allow(missing_docs)]
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a failing helper is a failing test")]
 
 mod child;
 mod cuts;

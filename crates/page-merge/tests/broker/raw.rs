@@ -31,7 +31,7 @@ pub fn hello(domain: &str) -> Vec<u8> {
 
 pub fn query(node: u32, hashes: &[PageHash]) -> Vec<u8> {
     let mut body = node.to_le_bytes().to_vec();
-    hashes.iter().for_each(|hash| body.extend(hash.get().to_le_bytes()));
+    body.extend(hashes.iter().flat_map(|hash| hash.get().to_le_bytes()));
     frame(2, &body)
 }
 

@@ -50,7 +50,9 @@ fn pages_stay_right_when_the_broker_is_killed_and_the_next_one_begins_anew() {
     assert!(a.store.why_gone().is_some());
     // What it does not need any more is not kept for it.
     assert_eq!(a.segments.numbers(), [slots[0].segment]);
-    slots.iter().for_each(|&slot| a.store.release(slot));
+    for &slot in &slots {
+        a.store.release(slot);
+    }
     assert!(a.segments.numbers().is_empty());
     assert_eq!(b.read(slots[499]), page(499));
 

@@ -158,7 +158,7 @@ impl World {
                 events.push(Event::Deliver(number));
             }
             // What is under way then can be lost.
-            if !client.noticed && !(client.connected && client.lives) {
+            if !(client.noticed || client.connected && client.lives) {
                 events.push(Event::NoticeLoss(number));
             }
             if client.noticed && !client.lives && client.member.is_some() {

@@ -100,7 +100,9 @@ fn a_page_with_all_its_sharers_gets_a_duplicate() {
     ledger.change(members[0], Change::Unused, first).unwrap();
     assert_eq!(query(&mut ledger, members[4], 1), Answer::Stable(first));
     assert_eq!(pages.in_use(), 2);
-    members.into_iter().for_each(|member| ledger.leave(member));
+    for member in members {
+        ledger.leave(member);
+    }
     assert_eq!(pages.in_use(), 0);
     let fresh = ledger.join().unwrap();
     assert_eq!(query(&mut ledger, fresh, 1), Answer::Unknown);
