@@ -2,6 +2,8 @@
 //!
 //! Kernels without what it takes (Linux before 6.8) are told apart by what the library says; there is nothing to test then.
 
+#![allow(clippy::unwrap_used, reason = "a test")]
+
 mod common;
 mod huge;
 mod mappings;

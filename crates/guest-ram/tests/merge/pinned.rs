@@ -28,7 +28,7 @@ type Params = [u32; 30];
 /// The least of an io_uring: one entry, one registered buffer.
 struct Ring {
     descriptor: OwnedFd,
-    ring: usize,
+    queues: usize,
     entries: usize,
     params: Params,
 }
@@ -57,8 +57,8 @@ impl Ring {
             };
             if address == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(address as usize) }
         };
-        let (ring, entries) = (map(0)?, map(OFF_SQES)?);
-        Ok(Self { descriptor, ring, entries, params })
+        let (queues, entries) = (map(0)?, map(OFF_SQES)?);
+        Ok(Self { descriptor, queues, entries, params })
     }
 
     fn register(&self, operation: u32, buffer: Option<libc::iovec>) -> io::Result<()> {
@@ -71,7 +71,7 @@ impl Ring {
 
     fn word(&self, offset: u32) -> &AtomicU32 {
         // SAFETY: the kernel says that this word of the ring, which is mapped, is there.
-        unsafe { AtomicU32::from_ptr((self.ring + offset as usize) as *mut u32) }
+        unsafe { AtomicU32::from_ptr((self.queues + offset as usize) as *mut u32) }
     }
 
     /// Starts to read a page from `file` into the registered buffer.
