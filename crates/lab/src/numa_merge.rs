@@ -51,6 +51,8 @@ fn sizes(scale: Scale) -> Sizes {
 
 /// Numbers of nodes.
 const NODES: [u32; 3] = [2, 4, 8];
+/// Series with more are run when they are named.
+const MOST_BY_DEFAULT: u32 = 4;
 /// A host of two nodes would have too little for itself with nodes as small as the others'.
 const LEAST_HOST_MIB: u64 = 1536;
 /// Seed of the content that is the same in all guests.
@@ -152,7 +154,8 @@ impl Experiment for NumaMerge {
         let plan = |case: Case| SeriesPlan {
             name: case.name,
             summary: case.summary,
-            runs: Runs::ByDefault,
+            // Eight guests on an emulated host take long to boot.
+            runs: if case.nodes > MOST_BY_DEFAULT { Runs::WhenNamed } else { Runs::ByDefault },
             subject: Subject::Guests(Setup {
                 merging: case.merging,
                 huge_pages: HugePages::Off,
