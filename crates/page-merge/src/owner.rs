@@ -9,3 +9,6 @@ mod slots;
 pub use ebb_guest_ram::{MergeError, MergeUnavailable, StableSegments};
 pub use memory::OwnerMemory;
 pub use slots::OwnSlots;
+
+#[cfg(test)]
+mod tests;

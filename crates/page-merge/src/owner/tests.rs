@@ -1,0 +1,76 @@
+//! The core over memory of this process, on the kernel that runs the tests.
+
+use std::sync::Arc;
+
+use ebb_guest_ram::{Backing, GuestRam, HugePages, Populate, RegionSpec};
+use vm_memory::{Bytes, GuestAddress};
+
+use super::{MergeUnavailable, OwnSlots, OwnerMemory, StableSegments};
+use crate::{LocalStore, Merger, Run, Secret, Settings, Statistics};
+
+const PAGES: u64 = 1024;
+const PAGE: usize = 4096;
+
+/// The content of each page: `of(page)` in all its bytes.
+fn ram(segments: &Arc<StableSegments>, of: impl Fn(u64) -> u8) -> Result<Arc<GuestRam>, MergeUnavailable> {
+    let spec = RegionSpec { start: GuestAddress(0), size_bytes: PAGES * PAGE as u64, host_node: None };
+    let ram = GuestRam::new(&[spec], Backing::Anonymous, HugePages::Off, Populate::Lazy)?;
+    ram.enable_merging(Arc::clone(segments))?;
+    for page in 0..PAGES {
+        write(&ram, page, of(page));
+    }
+    Ok(Arc::new(ram))
+}
+
+fn write(ram: &GuestRam, page: u64, byte: u8) {
+    ram.memory().write_slice(&[byte; PAGE], GuestAddress(page * PAGE as u64)).unwrap();
+}
+
+fn is_full_of(ram: &GuestRam, page: u64, byte: u8) -> bool {
+    let mut content = [0; PAGE];
+    ram.memory().read_slice(&mut content, GuestAddress(page * PAGE as u64)).unwrap();
+    content == [byte; PAGE]
+}
+
+fn passes(merger: &mut Merger<OwnerMemory, LocalStore<OwnSlots>>, passes: u32) -> Statistics {
+    for _ in 0..passes {
+        while !merger.scan(256).finished_pass {}
+    }
+    merger.statistics()
+}
+
+#[test]
+fn two_memories_share_what_is_the_same_and_keep_what_is_written() {
+    let segments = StableSegments::new();
+    // A quarter of zeros, and three contents otherwise.
+    let of = |page: u64| (page / 64 % 4) as u8;
+    let rams = match (ram(&segments, of), ram(&segments, of)) {
+        (Err(error @ MergeUnavailable::OldKernel { .. }), _) => {
+            eprintln!("not tested: {error}");
+            return;
+        }
+        (first, second) => [first.unwrap(), second.unwrap()],
+    };
+    let settings =
+        Settings { run: Run::Merge, clean_passes: 1, max_page_sharing: 4096, ..Settings::default() };
+    let mut merger = Merger::new(settings).unwrap();
+    let domain = merger.add_domain(LocalStore::new(OwnSlots::new(segments)), Secret([5; 32]));
+    for ram in &rams {
+        let memory = OwnerMemory::new(Arc::clone(ram)).unwrap();
+        assert!(merger.add_member(domain, memory).is_ok());
+    }
+    let statistics = passes(&mut merger, 6);
+    assert_eq!(statistics.memory_errors, 0);
+    let merged = statistics.pages_shared + statistics.pages_sharing;
+    assert!(merged > 2 * PAGES * 3 / 4 - 64, "{statistics:?}");
+    let resident: u64 = rams.iter().map(|ram| ram.resident_bytes().unwrap()).sum();
+    assert!(resident < 2 * PAGES * PAGE as u64 / 4, "{resident} bytes: {statistics:?}");
+    for ram in &rams {
+        assert!((0..PAGES).all(|page| is_full_of(ram, page, of(page))));
+    }
+    // One writes; the other does not see it, and the share is given up.
+    (64..96).for_each(|page| write(&rams[0], page, 77));
+    let later = passes(&mut merger, 1);
+    assert!(later.pages_sharing + 32 <= statistics.pages_sharing, "{later:?}");
+    assert!((64..96).all(|page| is_full_of(&rams[0], page, 77) && is_full_of(&rams[1], page, of(page))));
+}
