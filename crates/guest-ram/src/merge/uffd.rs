@@ -57,7 +57,7 @@ struct Range {
     len: u64,
 }
 
-/// `struct uffdio_register` and, with another meaning of its last word, nothing else.
+/// `struct uffdio_register`
 #[repr(C)]
 struct Register {
     range: Range,
