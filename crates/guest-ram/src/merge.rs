@@ -8,7 +8,7 @@
 //!   kernel makes a copy when the guest writes to it. A page of zeros is not replaced by anything.
 //!
 //! [`GuestRam::enable_merging`](crate::GuestRam::enable_merging) prepares, a [`MergeSession`] works. Which pages are worth it
-//! is decided elsewhere. What is merged is kept in the registry of [`merged`](crate::merged) pages.
+//! is decided elsewhere. What is merged is kept in the registry of merged pages (`merged.rs`).
 
 mod freeze;
 mod huge;

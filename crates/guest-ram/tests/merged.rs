@@ -4,6 +4,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Barrier};
+use std::thread::ScopedJoinHandle;
 
 use ebb_abi::Pfn;
 use ebb_guest_ram::merge::{MergeOutcome, MergeTarget};
@@ -72,7 +73,7 @@ fn live_while_merged(ram: &GuestRam, merger: &mut TestMerger, steps: u64) -> (u6
     let discarded = AtomicU64::new(0);
     let mut merged = 0;
     for row in (0..PAGES).step_by(ROW as usize) {
-        ram.write_pages(range(row, ROW), &[7; (ROW * PAGE) as usize]).unwrap();
+        ram.write_pages(range(row, ROW), &vec![7; (ROW * PAGE) as usize]).unwrap();
     }
     std::thread::scope(|scope| {
         let threads: Vec<_> = (0..THREADS)
@@ -114,7 +115,7 @@ fn live_while_merged(ram: &GuestRam, merger: &mut TestMerger, steps: u64) -> (u6
             })
             .collect();
         let mut random = Random(99);
-        while !threads.iter().all(|thread| thread.is_finished()) {
+        while !threads.iter().all(ScopedJoinHandle::is_finished) {
             merged += merger.merge(range(0, PAGES)).unwrap();
             if random.below(3) == 0 {
                 let first = random.below(PAGES);

@@ -162,7 +162,9 @@ fn a_discarded_page_never_shows_the_stable_page() {
                     "page {page}, round {round}"
                 );
             }
-            ranges.iter().for_each(|range| fill(&ram, *range));
+            for range in ranges {
+                fill(&ram, range);
+            }
             // The second time there is nothing special about most of it.
             assert_eq!(ram.discard_held(&ranges).unwrap().bytes, 26 * PAGE);
         }
@@ -186,7 +188,9 @@ fn a_copy_whose_share_is_gone_is_not_discarded_by_dontneed() {
 fn after_a_reboot_nothing_is_merged() {
     let ram = ram(HugePages::On);
     let mut segment = Segment::new();
-    all().into_iter().for_each(|range| fill(&ram, range));
+    for range in all() {
+        fill(&ram, range);
+    }
     for start in (0..REGION).step_by(16) {
         segment.merge(&ram, range(start + 3, 8));
     }
@@ -330,7 +334,7 @@ fn a_trim_takes_copies_that_are_zero_and_leaves_stable_pages() {
     zero(400, 100);
     segment.merge(&ram, range(0, 512));
     (0..512).for_each(|page| {
-        assert_eq!(read(&ram, page), if (400..500).contains(&page) { 0 } else { value(page) })
+        assert_eq!(read(&ram, page), if (400..500).contains(&page) { 0 } else { value(page) });
     });
     assert_eq!(ram.discard_zeros(range(0, 512)).unwrap(), crate::ZeroScan::default());
     // Copies: a long run of zeros, and a short one.
