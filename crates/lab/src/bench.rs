@@ -325,13 +325,17 @@ impl<'a> Bench<'a> {
         while watch.observe(begin.elapsed().as_secs_f64(), total()) == Verdict::Continue {
             thread::sleep(LOOK_INTERVAL);
         }
+        let merging = self.setup.merging;
         for record in running(records) {
             let guest = self.guest(record.guest)?;
             let (pid, lost) = (guest.pid(), "its idle memory");
             let footprint = footprint_mib(pid);
             record.idle_rss_mib = Some(rounded(footprint.ok_or_else(|| guest.lost(lost))?));
             record.idle_pss_mib = host::proportional_mib(pid).map(rounded);
-            record.monitor_rss_mib = host::monitor_rss_mib(pid, size.memory_mib).map(rounded);
+            // Memory with merged pages is in many mappings, which cannot be told from the monitor's own.
+            if merging == Merging::Off {
+                record.monitor_rss_mib = host::monitor_rss_mib(pid, size.memory_mib).map(rounded);
+            }
         }
         Ok(())
     }
