@@ -96,6 +96,7 @@ fn a_waiting_page_that_moved_is_found_on_its_new_node() {
     assert_eq!(host.counts(), (1, 1, 0, 1));
     assert_eq!(guest.slot(0), guest.slot(2));
     assert_eq!(guest.merged()[0].2, Node(1));
+    assert_eq!(host.merger.statistics().moved_pages, 0, "merged with the wrong node's page, and taken back");
 }
 
 /// Memory of a node is taken offline: its stable pages come to lie on another node.

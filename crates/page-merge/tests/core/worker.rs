@@ -38,6 +38,15 @@ fn restless(run: Run) -> Settings {
     }
 }
 
+/// Ends the thread also when a test fails: the test would wait for it for good.
+struct Stop<'a>(&'a ebb_page_merge::Control);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.stop();
+    }
+}
+
 fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
     for _ in 0..100_000 {
         if done() {
@@ -53,6 +62,7 @@ fn other_threads_read_change_and_stop() {
     let (mut worker, guest, control) = worker(restless(Run::Stop), 1000);
     (0..1000).for_each(|pfn| guest.write(pfn, 1 + pfn % 10));
     thread::scope(|scope| {
+        let _stop = Stop(&control);
         scope.spawn(|| worker.run(&SystemClock));
         wait_for("the begin", || control.is_running());
         control.change(|settings| settings.run = Run::Merge).unwrap();
@@ -87,6 +97,7 @@ fn nothing_is_looked_at_during_a_pause() {
     let (mut worker, guest, control) = worker(restless(Run::Merge), 5000);
     let paused = AtomicBool::new(false);
     thread::scope(|scope| {
+        let _stop = Stop(&control);
         scope.spawn(|| worker.run(&SystemClock));
         // Somebody else pauses as well.
         scope.spawn(|| {
@@ -117,6 +128,7 @@ fn who_pauses_first_prevents_the_first_step() {
     let (mut worker, _guest, control) = worker(restless(Run::Merge), 512);
     let guard = control.pause();
     thread::scope(|scope| {
+        let _stop = Stop(&control);
         scope.spawn(|| worker.run(&SystemClock));
         wait_for("the begin", || control.is_running());
         thread::sleep(Duration::from_millis(20));
