@@ -20,7 +20,7 @@ pub const TESTS: &[Test] = &[
 ];
 
 /// What each guest holds; no page of it is twice in one guest.
-const HELD: u64 = 24 * MIB;
+const HELD: u64 = 16 * MIB;
 
 fn start(scene: &Scene, name: &str, broker: &Broker, domain: &str) -> Guest {
     let guest = merged(scene, "160M", &broker.member(domain)).socket(name).start_and_merge();
@@ -32,16 +32,18 @@ fn within_and_never_beyond(scene: &Scene) {
     let broker = Broker::start(scene, "broker");
     let [first, second, stranger] = [("first", "red"), ("second", "red"), ("stranger", "blue")]
         .map(|(name, domain)| start(scene, name, &broker, domain));
-    for guest in [&first, &second] {
-        guest.wait_merged(HELD / 2);
-    }
-    // Reading brings the pages in.
-    for guest in [&first, &second, &stranger] {
-        guest.check_held();
-    }
+    // The stranger shares the same content with itself.
+    stranger.run(Command::Hold { bytes: HELD, pattern: 61 });
+    eventually("each domain has pages that are shared", 90, || {
+        // Reading brings them in.
+        for guest in [&first, &second, &stranger] {
+            guest.check_held();
+        }
+        let common = first.stable_frames().intersection(&second.stable_frames()).count() as u64;
+        let own = stranger.stable_frames().len() as u64;
+        when(common.min(own) >= HELD / 2 / PAGE_BYTES, || format!("{common} and {own} pages"))
+    });
     let frames = [&first, &second, &stranger].map(Guest::stable_frames);
-    let common = frames[0].intersection(&frames[1]).count() as u64;
-    assert!(common >= HELD / 2 / PAGE_BYTES, "{common} pages are the same ones in both guests");
     for (name, other) in [("first", &frames[0]), ("second", &frames[1])] {
         let common = frames[2].intersection(other).count();
         assert_eq!(common, 0, "pages of the stranger and of the {name}");
@@ -61,7 +63,7 @@ fn a_moment(random: &mut Random, limit_ms: usize) {
 
 fn whatever_is_killed(scene: &Scene) {
     let seed = u64::from(std::process::id()) ^ 0x6d65_7267;
-    println!("merge_domains::whatever_is_killed: seed {seed}");
+    scene.guests().report(&format!("\nseed of the moments: {seed}"));
     let mut random = Random::new(seed);
     let mut broker = Broker::start(scene, "broker");
     let survivor = start(scene, "survivor", &broker, "red");
@@ -73,7 +75,7 @@ fn whatever_is_killed(scene: &Scene) {
         pause_us: 10_000,
         seconds,
     };
-    let work = survivor.send(count(14));
+    let work = survivor.send(count(10));
     // A machine that shares with it ends, at any moment of merging.
     for round in 0..2 {
         let mut victim = start(scene, &format!("victim{round}"), &broker, "red");
