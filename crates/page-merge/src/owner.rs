@@ -1,4 +1,4 @@
-//! Merging in the process that owns the memory: [`Memory`] over guest memory, and [`Slots`] over memory files.
+//! Merging in the process that owns the memory: [`Memory`](crate::Memory) over guest memory, and [`Slots`](crate::Slots) over memory files.
 //!
 //! What makes it right, the freezing of pages while they are compared, is in `ebb-guest-ram` (`merge`), since it takes
 //! unsafe code; here is what the core calls it.
