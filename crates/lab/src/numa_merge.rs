@@ -136,6 +136,8 @@ impl Experiment for NumaMerge {
     fn parameters(&self, scale: Scale) -> BTreeMap<String, u64> {
         let sizes = sizes(scale);
         BTreeMap::from([
+            // Of the host with the fewest nodes.
+            ("host_mib".to_owned(), self.host(scale).memory_mib),
             ("node_mib".to_owned(), sizes.node_mib),
             ("guest_mib".to_owned(), sizes.guest.memory_mib),
             ("guest_cpus".to_owned(), u64::from(sizes.guest.cpus)),

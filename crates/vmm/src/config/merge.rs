@@ -83,8 +83,9 @@ impl MergeOverrides {
             name => name.map(str::to_owned),
         };
         let broker = match pairs.take("merge_broker") {
-            Some("") => return Err(pairs.error("merge_broker", "", "the path of a broker's socket")),
-            path => path.map(PathBuf::from),
+            Some(path @ ("" | "unix:")) => return Err(pairs.error("merge_broker", path, "the path of a broker's socket")),
+            // As the broker's own option has it, too.
+            path => path.map(|path| PathBuf::from(path.strip_prefix("unix:").unwrap_or(path))),
         };
         Ok(Self {
             backend: pairs.take_choice("merge", &backends.map(|backend| (backend.name(), backend)))?,
@@ -208,12 +209,14 @@ mod tests {
         let long = "a".repeat(MAX_MERGE_DOMAIN_BYTES + 1);
         assert!(problem(&format!("merge=owner,merge_domain={long}")).contains("1 to 64"));
         assert!(problem("merge=owner,merge_domain=a,merge_broker=").contains("socket"));
+        assert!(problem("merge=owner,merge_domain=a,merge_broker=unix:").contains("socket"));
     }
 
     #[test]
     fn who_goes_on_may_choose_anew() {
         let overrides = |text: &str| text.parse::<MergeOverrides>().unwrap();
         let saved = memory("merge=owner,merge_domain=red,merge_broker=/run/b").unwrap();
+        assert_eq!(memory("merge=owner,merge_domain=red,merge_broker=unix:/run/b").unwrap(), saved);
         assert_eq!(overrides("").apply(saved.clone()), Ok(saved.clone()));
         let moved = overrides("merge_broker=/run/c").apply(saved.clone()).unwrap();
         assert_eq!(moved, MergeConfig { broker: Some("/run/c".into()), ..saved.clone() });

@@ -115,17 +115,9 @@ impl FromStr for MemoryConfig {
 
     fn from_str(text: &str) -> Result<Self, ConfigError> {
         // A bare size is what people type first.
-        if !text.contains('=')
-            && let Ok(size) = text.parse()
-        {
-            return Ok(Self {
-                size,
-                backing: Backing::Anonymous,
-                huge_pages: HugePages::On,
-                populate: Populate::Lazy,
-                merge: MergeConfig::default(),
-            });
-        }
+        let is_size = |first: &str| first.parse::<ByteSize>().is_ok();
+        let named = text.split(',').next().is_some_and(is_size).then(|| format!("size={text}"));
+        let text = named.as_deref().unwrap_or(text);
         let mut pairs = Pairs::parse("--memory", MEMORY_FORM, text)?;
         let config = Self {
             size: pairs.take_required_size("size")?,

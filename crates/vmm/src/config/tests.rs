@@ -30,6 +30,8 @@ fn memory_is_read_with_defaults() {
     assert_eq!(memory.huge_pages, HugePages::On);
     assert_eq!(memory.populate, Populate::Lazy);
     assert_eq!("4G".parse::<MemoryConfig>().unwrap(), memory);
+    let bare: MemoryConfig = "4G,thp=off".parse().unwrap();
+    assert_eq!(bare, "size=4G,thp=off".parse().unwrap());
     let memory: MemoryConfig = "backing=hugetlb,prealloc=on,size=512M,thp=off".parse().unwrap();
     assert_eq!(memory.backing, Backing::Hugetlb2M);
     assert_eq!(memory.huge_pages, HugePages::Off);
@@ -43,6 +45,7 @@ fn wrong_options_name_the_thing_and_the_remedy() {
     assert!(error("siez=4G").contains("`size` is missing"));
     assert!(error("size=4G,siez=3").contains("`siez` is not known"));
     assert!(error("size=4G,size=3G").contains("given twice"));
+    assert!(error("4G,size=3G").contains("given twice"));
     assert!(error("size=4G,backing=floppy").contains("anon, memfd, hugetlb"));
     assert!(error("size=4G,prealloc").contains("key=value"));
     assert!(parse_balloon("size=1G,statistics=often").unwrap_err().to_string().contains("seconds"));
