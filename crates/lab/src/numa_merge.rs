@@ -136,7 +136,7 @@ impl Experiment for NumaMerge {
     fn parameters(&self, scale: Scale) -> BTreeMap<String, u64> {
         let sizes = sizes(scale);
         BTreeMap::from([
-            // Of the host with the fewest nodes.
+            // Of the host with the most nodes.
             ("host_mib".to_owned(), self.host(scale).memory_mib),
             ("node_mib".to_owned(), sizes.node_mib),
             ("guest_mib".to_owned(), sizes.guest.memory_mib),

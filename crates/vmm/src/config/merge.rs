@@ -83,7 +83,9 @@ impl MergeOverrides {
             name => name.map(str::to_owned),
         };
         let broker = match pairs.take("merge_broker") {
-            Some(path @ ("" | "unix:")) => return Err(pairs.error("merge_broker", path, "the path of a broker's socket")),
+            Some(path @ ("" | "unix:")) => {
+                return Err(pairs.error("merge_broker", path, "the path of a broker's socket"));
+            }
             // As the broker's own option has it, too.
             path => path.map(|path| PathBuf::from(path.strip_prefix("unix:").unwrap_or(path))),
         };
