@@ -157,9 +157,9 @@ impl MergeSession {
     fn clear_staging(&mut self) -> Result<(), MergeError> {
         let Some(range) = self.staged else { return Ok(()) };
         let address = self.merging().staging_address(range.start);
+        let size_bytes = range.size_bytes() as usize;
         // SAFETY: the range is within the staging area. What the guest still needs was moved back.
-        let result =
-            unsafe { madvise(address as *mut _, range.size_bytes() as usize, Advice::LinuxDontNeed) };
+        let result = unsafe { madvise(address as *mut _, size_bytes, Advice::LinuxDontNeed) };
         result.map_err(|error| kernel("give replaced pages back", range, error.into()))?;
         self.staged = None;
         Ok(())

@@ -1,10 +1,13 @@
-//! A simulated host: memory of virtual machines that share stable pages, with everything that may come in between.
+//! A simulated host: memory of virtual machines that share stable pages, with everything that may come in between. And the
+//! machine's own KSM, for tests that change it.
 
+mod machine_ksm;
 mod memory;
 mod slots;
 mod store;
 mod world;
 
+pub use machine_ksm::MachineKsm;
 pub use memory::SimMemory;
 pub use slots::SimSlots;
 pub use store::UnreliableStore;

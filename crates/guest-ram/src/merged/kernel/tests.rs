@@ -32,7 +32,7 @@ struct Ksm {
 impl Ksm {
     /// `None` where it is not there or must not be used.
     fn take() -> Option<Self> {
-        let lock = fs::File::options().create(true).append(true).open("/tmp/ksm.lock").ok()?;
+        let lock = fs::File::open(format!("{KNOBS}/run")).ok()?;
         flock(&lock, FlockOperation::LockExclusive).ok()?;
         let knobs = ["run", "pages_to_scan", "sleep_millisecs", "use_zero_pages"];
         let before: Vec<_> = knobs

@@ -1,8 +1,7 @@
-use std::fs::File;
 use std::time::Instant;
 
 use ebb_guest_ram::{Backing, HugePages, Populate, RegionSpec};
-use rustix::fs::{FlockOperation, flock};
+use ebb_page_merge::testing::MachineKsm;
 use vm_memory::{Bytes, GuestAddress};
 
 use super::*;
@@ -71,39 +70,6 @@ fn what_somebody_else_decides_is_a_conflict() {
 
 const PAGES: u64 = 512;
 
-/// The machine's KSM, for root; its settings are put back in any case. Whatever else uses it takes the same lock.
-struct Real {
-    ksm: Ksm,
-    before: Values,
-    _lock: File,
-}
-
-impl Real {
-    fn take() -> Option<Self> {
-        if !rustix::process::geteuid().is_root() {
-            eprintln!("left out: only root may change KSM's settings");
-            return None;
-        }
-        let lock = File::options().write(true).create(true).truncate(false).open("/tmp/ksm.lock").unwrap();
-        flock(&lock, FlockOperation::LockExclusive).unwrap();
-        let ksm = match Ksm::open(Path::new(SYSFS)) {
-            Ok(ksm) => ksm,
-            Err(error) => {
-                eprintln!("left out: {error}");
-                return None;
-            }
-        };
-        let before = ksm.settings().unwrap();
-        Some(Self { ksm, before, _lock: lock })
-    }
-}
-
-impl Drop for Real {
-    fn drop(&mut self) {
-        self.ksm.apply(&self.before).unwrap();
-    }
-}
-
 fn ram(backing: Backing) -> Arc<GuestRam> {
     let spec = RegionSpec { start: GuestAddress(0), size_bytes: PAGES << 12, host_node: None };
     let ram = GuestRam::new(&[spec], backing, HugePages::Off, Populate::Lazy).unwrap();
@@ -131,7 +97,7 @@ fn wait(merging: &KernelMerging, what: &str, reached: impl Fn() -> bool) {
 
 #[test]
 fn the_kernel_merges_and_unmerges_and_is_left_as_it_was() {
-    let Some(real) = Real::take() else { return };
+    let Some(machine) = MachineKsm::take() else { return };
     let (folder, ram) = (tempfile::tempdir().unwrap(), ram(Backing::Anonymous));
     let merging = start(folder.path(), "a", &ram).unwrap();
     merging.change(&MergeChange { pages_per_second: Some(500_000), ..MergeChange::default() }).unwrap();
@@ -143,7 +109,7 @@ fn the_kernel_merges_and_unmerges_and_is_left_as_it_was() {
     let refused = start(folder.path(), "b", &ram).err().unwrap();
     assert!(refused.contains("trust domain 'a'"), "{refused}");
 
-    let sharing = real.before.get(Knob::MaxPageSharing).unwrap();
+    let sharing = machine.before.get(Knob::MaxPageSharing).unwrap();
     let change = MergeChange { max_page_sharing: Some(sharing + 1), ..MergeChange::default() };
     let error = merging.change(&change).unwrap_err();
     assert!(matches!(&error, ControlError::WrongState { message, .. } if message.contains("unmerge first")));
@@ -156,21 +122,21 @@ fn the_kernel_merges_and_unmerges_and_is_left_as_it_was() {
     wait(&merging, "merging again", || merged() > 0);
     merging.change(&MergeChange { run: Some(MergeRun::Stop), ..MergeChange::default() }).unwrap();
     assert_eq!(merging.status().state, MergeState::Stopped);
-    assert_eq!(real.ksm.settings().unwrap().get(Knob::Run), Some(RUN_STOP));
+    assert_eq!(machine.ksm.settings().unwrap().get(Knob::Run), Some(RUN_STOP));
 
     // As in a machine that ends: memory goes first, and nothing has to be copied.
     let membership = merging.membership();
     drop(merging);
     drop(ram);
     drop(membership);
-    assert_eq!(real.ksm.settings().unwrap(), real.before);
+    assert_eq!(machine.ksm.settings().unwrap(), machine.before);
 }
 
 #[test]
 fn memory_of_files_is_refused_and_nothing_stays_changed() {
-    let Some(real) = Real::take() else { return };
+    let Some(machine) = MachineKsm::take() else { return };
     let folder = tempfile::tempdir().unwrap();
     let reason = start(folder.path(), "a", &ram(Backing::Memfd)).err().unwrap();
     assert!(reason.contains("memfd"), "{reason}");
-    assert_eq!(real.ksm.settings().unwrap(), real.before);
+    assert_eq!(machine.ksm.settings().unwrap(), machine.before);
 }

@@ -1,0 +1,59 @@
+//! The KSM of the machine that runs the tests.
+
+use std::fs::File;
+use std::path::Path;
+use std::sync::Arc;
+
+use rustix::fs::{FlockOperation, flock};
+
+use crate::kernel::{Counter, Ksm, SYSFS, Values};
+
+/// The machine's KSM for one test at a time; its settings are put back in any case. Whatever else changes them in tests locks the same
+/// file.
+#[derive(Debug)]
+pub struct MachineKsm {
+    /// KSM.
+    pub ksm: Arc<Ksm>,
+    /// The settings as they were.
+    pub before: Values,
+    _lock: File,
+}
+
+impl MachineKsm {
+    /// `None`, with a line that says so, where there is none, or for others than root.
+    pub fn take() -> Option<Self> {
+        match Self::lock() {
+            Ok(taken) => Some(taken),
+            Err(problem) => {
+                eprintln!("left out: {problem}");
+                None
+            }
+        }
+    }
+
+    fn lock() -> Result<Self, String> {
+        if !rustix::process::geteuid().is_root() {
+            return Err("only root may change KSM's settings".to_owned());
+        }
+        let ksm = Ksm::open(Path::new(SYSFS)).map_err(|error| error.to_string())?;
+        let lock = File::open(Path::new(SYSFS).join("run")).map_err(|error| error.to_string())?;
+        flock(&lock, FlockOperation::LockExclusive).map_err(|error| error.to_string())?;
+        let before = ksm.settings().map_err(|error| error.to_string())?;
+        Ok(Self { ksm: Arc::new(ksm), before, _lock: lock })
+    }
+
+    /// Pages that are shared on the machine.
+    pub fn shared(&self) -> u64 {
+        self.ksm.counters().map_or(0, |counters| counters.count(Counter::PagesShared))
+    }
+}
+
+impl Drop for MachineKsm {
+    fn drop(&mut self) {
+        let result = self.ksm.apply(&self.before);
+        assert!(
+            result.is_ok() || std::thread::panicking(),
+            "KSM's settings could not be put back: {result:?}"
+        );
+    }
+}
