@@ -180,3 +180,29 @@ fn wrong_use_is_told() {
     assert_eq!(std::fs::read_to_string(&file).expect("the file"), "content");
     broker.status();
 }
+
+#[test]
+fn a_second_one_is_refused_and_the_place_of_a_killed_one_is_taken() {
+    let mut first = Broker::start(&[]);
+    assert!(first.line().starts_with("listening on "));
+    let address = format!("unix:{}", first.path.display());
+    let second = ebb(&["merge-broker", "--listen", &address]);
+    assert_eq!(second.status.code(), Some(1));
+    assert!(text(&second.stderr).contains("another process listens there"), "{}", text(&second.stderr));
+    assert_eq!(first.status().clients, 0, "the first one goes on");
+
+    first.child.kill().expect("it lives");
+    first.child.wait().expect("it ends");
+    assert!(first.path.exists(), "nobody has removed the socket");
+    let mut third = Command::new(env!("CARGO_BIN_EXE_ebb"))
+        .args(["merge-broker", "--listen", &address])
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("ebb runs");
+    let mut line = String::new();
+    BufReader::new(third.stdout.take().expect("its output")).read_line(&mut line).expect("a line");
+    assert!(line.starts_with("listening on "), "{line}");
+    assert_eq!(first.status().clients, 0);
+    third.kill().expect("it lives");
+    third.wait().expect("it ends");
+}
