@@ -13,6 +13,7 @@
 mod freeze;
 mod huge;
 mod merging;
+mod nodes;
 mod scan;
 mod session;
 mod stable;

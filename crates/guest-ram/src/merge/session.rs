@@ -8,6 +8,7 @@ use ebb_abi::{HUGE_PAGE_SIZE_PAGES, PAGE_SIZE_BYTES, Pfn};
 
 use super::huge::{Advice, HugeBlocks, sample};
 use super::merging::Merging;
+use super::nodes::only_node;
 use super::scan::{PageScan, Question};
 use super::{MergeUnavailable, StableSlot};
 use crate::{GuestRam, GuestRange};
@@ -72,11 +73,9 @@ pub struct MergeSession {
     /// Pages whose places in the staging area may not be empty.
     pub(super) staged: Option<GuestRange>,
     /// The host's node, if it has only one.
-    only_node: Option<u32>,
+    pub(super) only_node: Option<u32>,
     /// Seed of samples: different for each session.
     seed: u64,
-    addresses: Vec<usize>,
-    nodes: Vec<i32>,
 }
 
 impl MergeSession {
@@ -99,8 +98,6 @@ impl MergeSession {
             staged: None,
             only_node: only_node(),
             seed,
-            addresses: Vec::new(),
-            nodes: Vec::new(),
         })
     }
 
@@ -297,44 +294,6 @@ impl MergeSession {
         }
     }
 
-    /// Appends each page's NUMA node; `None` if it has none, or is none of the guest's. Where there is only one node, that is what all
-    /// pages are told to be on, whether or not they are there.
-    ///
-    /// # Errors
-    /// [`MergeError::Kernel`] if the kernel does not tell.
-    pub fn nodes(&mut self, pages: &[Pfn], nodes: &mut Vec<Option<u32>>) -> Result<(), MergeError> {
-        if let Some(node) = self.only_node {
-            let is_ours = |page: &Pfn| self.ram.host_address(GuestRange::new(*page, 1)).is_some();
-            nodes.extend(pages.iter().map(|page| is_ours(page).then_some(node)));
-            return Ok(());
-        }
-        self.addresses.clear();
-        let address = |page: &Pfn| self.ram.host_address(GuestRange::new(*page, 1)).unwrap_or(0);
-        self.addresses.extend(pages.iter().map(address));
-        self.nodes.clear();
-        self.nodes.resize(pages.len(), -1);
-        // SAFETY: without a list of nodes, move_pages moves nothing: it reads as many addresses as it is told, and writes as many
-        // states; both arrays live until it returns.
-        let result = unsafe {
-            libc::syscall(
-                libc::SYS_move_pages,
-                0,
-                self.addresses.len(),
-                self.addresses.as_ptr(),
-                ptr::null::<i32>(),
-                self.nodes.as_mut_ptr(),
-                0,
-            )
-        };
-        if result < 0 {
-            let start = pages.first().copied().unwrap_or_default();
-            let range = GuestRange::new(start, pages.len() as u64);
-            return Err(kernel("ask for the nodes of pages", range, io::Error::last_os_error()));
-        }
-        nodes.extend(self.nodes.iter().map(|node| u32::try_from(*node).ok()));
-        Ok(())
-    }
-
     /// Gives every merged page of `range` memory of its own again, and appends the slots that lost a share, once for each page. Who
     /// writes to such a page meanwhile waits for it.
     ///
@@ -401,12 +360,6 @@ impl Drop for MergeSession {
             merging.give_back();
         }
     }
-}
-
-/// The number of the host's node that has memory, if it is the only one. Opens a file in /sys.
-fn only_node() -> Option<u32> {
-    // A list like "0-3,5" names more than one.
-    std::fs::read_to_string("/sys/devices/system/node/has_memory").ok()?.trim().parse().ok()
 }
 
 /// Has the beginning of a page brought into the cache: the processor does by itself only what is in a page that it reads from already.

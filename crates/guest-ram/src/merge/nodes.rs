@@ -1,0 +1,197 @@
+//! On which NUMA nodes pages are.
+//!
+//! The kernel tells the node of what is mapped at an address (move_pages(2)). A merged page that nobody has read since has nothing
+//! mapped in its place, but the stable page behind it is somewhere all the same; so it is asked for where the stable file is mapped
+//! to be read.
+
+use std::io;
+use std::ptr;
+use std::sync::Arc;
+
+use ebb_abi::Pfn;
+
+use super::session::{MergeError, MergeSession, kernel};
+use super::stable::Segment;
+use crate::GuestRange;
+
+/// What a page's address is, to be asked about.
+#[derive(Debug, Default)]
+struct Places {
+    /// One for each page; 0, where nothing is mapped, for what is no guest memory.
+    addresses: Vec<usize>,
+    /// Which of them are of stable pages.
+    stable: Vec<usize>,
+    /// The files that these are mapped from, which stay mapped for so long.
+    segments: Vec<Arc<Segment>>,
+}
+
+impl MergeSession {
+    /// Appends each page's NUMA node, of a merged page that of its stable page; `None` if it has none, or is none of the guest's. Where
+    /// there is only one node, that is what all pages are told to be on, whether or not they are there.
+    ///
+    /// # Errors
+    /// [`MergeError::Kernel`] if the kernel does not tell.
+    pub fn nodes(&mut self, pages: &[Pfn], nodes: &mut Vec<Option<u32>>) -> Result<(), MergeError> {
+        if let Some(node) = self.only_node {
+            let is_ours = |page: &Pfn| self.ram.host_address(GuestRange::new(*page, 1)).is_some();
+            nodes.extend(pages.iter().map(|page| is_ours(page).then_some(node)));
+            return Ok(());
+        }
+        self.ask_nodes(pages, nodes)
+    }
+
+    /// As [`nodes`](Self::nodes), on any number of them.
+    fn ask_nodes(&self, pages: &[Pfn], nodes: &mut Vec<Option<u32>>) -> Result<(), MergeError> {
+        let failed = |source| {
+            let start = pages.first().copied().unwrap_or_default();
+            kernel("ask for the nodes of pages", GuestRange::new(start, pages.len() as u64), source)
+        };
+        let places = self.places(pages);
+        let mut told = nodes_at(&places.addresses).map_err(failed)?;
+        // Pages of a file can be taken out of the page tables at any time; reading one brings it back.
+        let missing: Vec<usize> =
+            places.stable.iter().copied().filter(|index| told[*index].is_none()).collect();
+        if !missing.is_empty() {
+            let addresses: Vec<usize> = missing.iter().map(|index| places.addresses[*index]).collect();
+            for address in &addresses {
+                // SAFETY: a page of a segment, which `places` keeps mapped, whose file cannot become shorter. It may be written to
+                // meanwhile: nothing is done with what is read.
+                unsafe { ptr::read_volatile(*address as *const u8) };
+            }
+            let again = nodes_at(&addresses).map_err(failed)?;
+            missing.iter().zip(again).for_each(|(index, node)| told[*index] = node);
+        }
+        nodes.extend(told);
+        Ok(())
+    }
+
+    /// Where to ask for pages.
+    fn places(&self, pages: &[Pfn]) -> Places {
+        let mut places = Places::default();
+        let runs = self.ram.lock_merged();
+        // Neighbours are mostly of one segment.
+        let mut last: Option<(u32, Option<Arc<Segment>>)> = None;
+        for (index, page) in pages.iter().enumerate() {
+            let own = self.ram.host_address(GuestRange::new(*page, 1)).unwrap_or(0);
+            let slot = runs.as_ref().and_then(|runs| runs.share_of(*page));
+            let stable = slot.and_then(|slot| {
+                if last.as_ref().is_none_or(|(number, _)| *number != slot.segment) {
+                    let segment = self.merging().segments.get(slot.segment);
+                    places.segments.extend(segment.clone());
+                    last = Some((slot.segment, segment));
+                }
+                last.as_ref()?.1.as_ref()?.address(slot.index, 1)
+            });
+            if stable.is_some() {
+                places.stable.push(index);
+            }
+            places.addresses.push(stable.unwrap_or(own));
+        }
+        places
+    }
+}
+
+/// The node of what is mapped at each address; `None` where nothing is.
+fn nodes_at(addresses: &[usize]) -> io::Result<Vec<Option<u32>>> {
+    let mut nodes = vec![-1_i32; addresses.len()];
+    // SAFETY: without a list of nodes, move_pages moves nothing: it reads as many addresses as it is told, and writes as many
+    // states; both arrays live until it returns.
+    let result = unsafe {
+        libc::syscall(
+            libc::SYS_move_pages,
+            0,
+            addresses.len(),
+            addresses.as_ptr(),
+            ptr::null::<i32>(),
+            nodes.as_mut_ptr(),
+            0,
+        )
+    };
+    if result < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(nodes.into_iter().map(|node| u32::try_from(node).ok()).collect())
+}
+
+/// The number of the host's node that has memory, if it is the only one. Opens a file in /sys.
+pub(super) fn only_node() -> Option<u32> {
+    // A list like "0-3,5" names more than one.
+    std::fs::read_to_string("/sys/devices/system/node/has_memory").ok()?.trim().parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use ebb_abi::PAGE_SIZE_BYTES;
+    use rustix::mm::{Advice, madvise};
+    use vm_memory::{Bytes, GuestAddress};
+
+    use super::*;
+    use crate::merge::{MergeOutcome, MergeTarget, MergeUnavailable, StableMemory, StableSegments};
+    use crate::{Backing, GuestRam, HugePages, Populate, RegionSpec};
+
+    const PAGE: usize = PAGE_SIZE_BYTES as usize;
+
+    /// Memory of 16 pages of which the first two are merged, and have not been read since; `None` if the kernel is too old.
+    fn merged() -> Option<(MergeSession, StableMemory)> {
+        let spec = RegionSpec { start: GuestAddress(0), size_bytes: 16 * PAGE_SIZE_BYTES, host_node: None };
+        let ram = GuestRam::new(&[spec], Backing::Anonymous, HugePages::Off, Populate::Lazy).unwrap();
+        let ram = Arc::new(ram);
+        let segments = StableSegments::new();
+        match ram.enable_merging(Arc::clone(&segments)) {
+            Err(error @ MergeUnavailable::OldKernel { .. }) => {
+                eprintln!("not tested: {error}");
+                return None;
+            }
+            result => result.unwrap(),
+        }
+        let mut session = MergeSession::new(Arc::clone(&ram)).unwrap();
+        let mut stable = StableMemory::own(segments);
+        let mut slots = Vec::new();
+        stable.allocate(None, 2, &mut slots).unwrap();
+        stable.write(slots[0], &[7; 2 * PAGE]).unwrap();
+        ram.memory().write_slice(&[7; 3 * PAGE], GuestAddress(0)).unwrap();
+        let pages: Vec<_> = (0..2).map(|page| (Pfn(page), MergeTarget::Slot(slots[page as usize]))).collect();
+        let mut outcomes = Vec::new();
+        session.replace(&pages, &mut outcomes).unwrap();
+        assert_eq!(outcomes, [MergeOutcome::Done; 2]);
+        Some((session, stable))
+    }
+
+    fn own_address(session: &MergeSession, page: u64) -> usize {
+        session.ram.host_address(GuestRange::new(Pfn(page), 1)).unwrap()
+    }
+
+    #[test]
+    fn a_merged_page_is_where_its_stable_page_is_whether_or_not_it_was_read() {
+        let Some((session, _stable)) = merged() else { return };
+        let here = nodes_at(&[own_address(&session, 2)]).unwrap()[0];
+        assert!(here.is_some());
+        assert_eq!(nodes_at(&[own_address(&session, 0)]).unwrap(), [None], "nobody has read it");
+        let mut nodes = Vec::new();
+        session.ask_nodes(&[0, 1, 2, 9, 9999].map(Pfn), &mut nodes).unwrap();
+        assert_eq!(nodes, [here, here, here, None, None]);
+    }
+
+    #[test]
+    fn a_stable_page_that_is_not_in_the_page_tables_is_brought_there() {
+        let Some((session, _stable)) = merged() else { return };
+        let places = session.places(&[Pfn(0), Pfn(1), Pfn(2)]);
+        assert_eq!(places.stable, [0, 1]);
+        assert_eq!(places.addresses[2], own_address(&session, 2));
+        // SAFETY: two pages of a shared mapping of a file: they are taken out of the page tables, and nothing is lost.
+        unsafe { madvise(places.addresses[0] as *mut _, 2 * PAGE, Advice::LinuxDontNeed) }.unwrap();
+        assert_eq!(nodes_at(&places.addresses[..2]).unwrap(), [None; 2]);
+        let mut nodes = Vec::new();
+        session.ask_nodes(&[Pfn(0), Pfn(1)], &mut nodes).unwrap();
+        assert!(nodes.iter().all(Option::is_some), "{nodes:?}");
+    }
+
+    #[test]
+    fn a_page_that_shares_no_more_is_asked_for_where_it_is() {
+        let Some((mut session, _stable)) = merged() else { return };
+        session.unmerge(GuestRange::new(Pfn(0), 1), &mut Vec::new()).unwrap();
+        let places = session.places(&[Pfn(0), Pfn(1)]);
+        assert_eq!(places.addresses[0], own_address(&session, 0));
+        assert_eq!(places.stable, [1]);
+    }
+}
