@@ -52,9 +52,9 @@ pub use inhibit::{InhibitGuard, InhibitReason};
 pub use merge::{
     MergeError, MergeSession, MergeUnavailable, StableError, StableMemory, StableSegments, StableSlot,
 };
-pub use merged::KernelMerging;
 #[doc(hidden)]
 pub use merged::testing;
+pub use merged::{KernelMerging, Returns};
 pub use page_set::PageSet;
 pub use ram::{Backing, GuestRam, HugePages, Populate, Region, RegionSpec};
 pub use ranges::{coalesce, huge_blocks_first};

@@ -10,6 +10,7 @@
 //! [`GuestRam::enable_merging`](crate::GuestRam::enable_merging) prepares, a [`MergeSession`] works. Which pages are worth it
 //! is decided elsewhere. What is merged is kept in the registry of merged pages (`merged.rs`).
 
+mod bring_back;
 mod freeze;
 mod huge;
 mod merging;

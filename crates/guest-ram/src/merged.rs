@@ -14,6 +14,7 @@
 
 use std::fs::File;
 use std::io::{self, Read, Seek};
+use std::ptr;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
@@ -32,6 +33,7 @@ mod runs;
 pub mod testing;
 
 pub use kernel::KernelMerging;
+pub use runs::Returns;
 
 /// Borders of mappings that all memories of this process have because of merging.
 static BORDERS: LazyLock<Arc<AtomicU64>> = LazyLock::new(Arc::default);
@@ -70,6 +72,11 @@ impl GuestRam {
     /// Number of mappings that guest memory takes because pages are merged, at most.
     pub fn merged_mappings(&self) -> u64 {
         self.lock_merged().map_or(0, |runs| runs.own_mappings())
+    }
+
+    /// What became of merged pages that were written to.
+    pub fn returns(&self) -> Returns {
+        self.lock_merged().map_or_else(Returns::default, |runs| runs.returns())
     }
 
     /// Keeps pages from being merged and discarded while the result lives; `None` if pages of this memory are never merged.
@@ -142,7 +149,10 @@ impl Merged {
         let mut ordinary = Vec::with_capacity(pieces.len());
         for piece in pieces.drain(..) {
             match runs.judge(piece.range) {
-                Verdict::Ordinary => ordinary.push(piece),
+                Verdict::Ordinary => {
+                    runs.note_emptied(piece.range);
+                    ordinary.push(piece);
+                }
                 Verdict::Replace => {
                     outcome.ranges += 1;
                     let done = |part: GuestRange| {
@@ -184,15 +194,53 @@ impl Merged {
         fill: impl FnOnce(*mut u8) -> io::Result<()>,
         released: &mut Vec<StableSlot>,
     ) -> io::Result<()> {
+        // SAFETY: the caller vouches for the piece and its content.
+        unsafe { self.put_copy(piece, fill) }?;
+        runs.note_moved_here(piece.range, released);
+        Ok(())
+    }
+
+    /// Replaces `piece`, of no more pages than a huge page, by anonymous memory with the same content, nobody knowing.
+    ///
+    /// # Errors
+    /// The kernel's; nothing has been replaced then.
+    ///
+    /// # Safety
+    /// The piece must lie within the region that it names, its content must not change until this returns, and what a device has pinned of
+    /// it must not be written to any more.
+    pub(crate) unsafe fn bring_back(&self, runs: &mut MergedRuns, piece: &Piece<'_>) -> io::Result<()> {
+        let fill = |copy: *mut u8| {
+            // SAFETY: both are memory of as many bytes, read and written through pointers only; the scratch area is no guest memory.
+            unsafe {
+                ptr::copy_nonoverlapping(piece.address as *const u8, copy, piece.range.size_bytes() as usize);
+            };
+            Ok(())
+        };
+        // SAFETY: the copy is the piece's content, as the caller vouches.
+        unsafe { self.put_copy(piece, fill) }?;
+        runs.note_brought_back(piece.range);
+        Ok(())
+    }
+
+    /// Puts anonymous memory that `fill` has written to in the place of `piece`.
+    ///
+    /// # Errors
+    /// What `fill` answers, or the kernel; nothing has been replaced then.
+    ///
+    /// # Safety
+    /// As for [`replace_by_copy`](Self::replace_by_copy).
+    unsafe fn put_copy(
+        &self,
+        piece: &Piece<'_>,
+        fill: impl FnOnce(*mut u8) -> io::Result<()>,
+    ) -> io::Result<()> {
         let size_bytes = piece.range.size_bytes() as usize;
         let template = &self.templates.mappings()[piece.region];
         // SAFETY: the scratch area is this value's own, and nobody needs what is there.
         unsafe { template.copy_over(self.scratch.address(), size_bytes) }?;
         fill(self.scratch.address() as *mut u8)?;
         // SAFETY: what is replaced has the same content as what replaces it, as the caller vouches.
-        unsafe { self.scratch.copy_over(piece.address, size_bytes) }?;
-        runs.note_moved_here(piece.range, released);
-        Ok(())
+        unsafe { self.scratch.copy_over(piece.address, size_bytes) }
     }
 
     /// Counts the mappings of guest memory. System calls: `lseek`, `read`.

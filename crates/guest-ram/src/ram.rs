@@ -9,7 +9,7 @@ use vm_memory::{GuestAddress, GuestRegionMmap, MmapRegion};
 
 use crate::discard::{DiscardMethod, DiscardOutcome, Discarder, Piece};
 use crate::held_pages::{HeldPages, Tenure};
-use crate::inhibit::{InhibitGuard, InhibitReason, Inhibitors};
+use crate::inhibit::{DiscardPermission, InhibitGuard, InhibitReason, Inhibitors};
 use crate::mapping::Mapping;
 use crate::merge::Merging;
 use crate::merged::Merged;
@@ -276,7 +276,7 @@ impl GuestRam {
         for range in ranges {
             self.parts_of(*range).map(drop)?;
         }
-        let Some(_permission) = self.inhibitors.permission() else {
+        let Some(_permission) = self.discard_permission() else {
             let inhibited_bytes = ranges.iter().map(|range| range.size_bytes()).sum();
             return Ok(DiscardOutcome { inhibited_bytes, ..DiscardOutcome::default() });
         };
@@ -289,6 +289,11 @@ impl GuestRam {
         let mut outcome = self.discard_pieces(&plan.whole)?;
         outcome.deferred_bytes += plan.deferred_pages * PAGE_SIZE_BYTES;
         Ok(outcome)
+    }
+
+    /// Permission to take pages away below who uses them by other means than this process's page tables; `None` while somebody may.
+    pub(crate) fn discard_permission(&self) -> Option<DiscardPermission<'_>> {
+        self.inhibitors.permission()
     }
 
     fn discard_pieces(&self, ranges: &[GuestRange]) -> Result<DiscardOutcome, RamError> {

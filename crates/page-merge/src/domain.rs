@@ -136,6 +136,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
             }
         }
         member.memory.take_released(&mut released);
+        self.counters.returns += member.memory.returns();
         for slot in released {
             self.store.release(slot);
         }
@@ -375,6 +376,9 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         let sharing = merged.saturating_sub(counts.pages_shared);
         let metadata = self.metadata_bytes();
         self.counters.add_to(statistics);
+        for member in self.members.iter().flatten() {
+            statistics.add_returns(member.memory.returns());
+        }
         statistics.pages_shared += counts.pages_shared;
         statistics.pages_sharing += sharing;
         statistics.pages_unshared += self.blocks.count(State::Unshared);

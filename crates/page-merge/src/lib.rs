@@ -83,7 +83,7 @@ pub use advisor::Advisor;
 pub use control::{Control, Paused};
 pub use hash::PageHasher;
 pub use local::LocalStore;
-pub use memory::{Content, Look, Memory, Node, PageHash, Replace, Replaced, Secret, Target};
+pub use memory::{Content, Look, Memory, Node, PageHash, Replace, Replaced, Returns, Secret, Target};
 pub use merger::{DomainId, MemberId, Merger, Step};
 pub use pace::Effort;
 pub use settings::{AdvisorMode, MAX_PAGE_SHARING, Nodes, Run, Settings, SettingsError};

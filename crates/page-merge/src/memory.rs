@@ -70,12 +70,15 @@ pub enum Look {
     /// A stable page is mapped in its place, and it was not written to since.
     Merged,
     /// A stable page was mapped in its place, but it has been written to since: it has a page of its own again, and has given
-    /// up its share of the stable page (told once as `Broken`; later looks say `Written` or `Clean`).
+    /// up its share of the stable page (told once as `Broken`; later looks say `Copied` for a while, or `Written` or `Clean`).
     Broken(Slot),
     /// Part of a huge page, not written to since the last look. Splitting costs the guest speed, so more is asked for.
     HugeClean,
     /// Part of a huge page that may have been written to; tracked from now on.
     HugeWritten,
+    /// It was told as `Broken` before, and the owner has not yet made it a page like others, which it does by itself after a while: it
+    /// cannot be merged until then.
+    Copied,
     /// Cannot be merged here: not anonymous memory, locked, or excluded by the owner.
     Excluded,
 }
@@ -122,6 +125,22 @@ pub enum Replaced {
     Gone,
 }
 
+/// What became of merged pages that were written to; the numbers only grow.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Returns {
+    /// Pages that were made pages like others again.
+    pub brought_back_pages: u64,
+    /// Of these, pages that were merged again.
+    pub remerged_pages: u64,
+}
+
+impl std::ops::AddAssign for Returns {
+    fn add_assign(&mut self, other: Self) {
+        self.brought_back_pages += other.brought_back_pages;
+        self.remerged_pages += other.remerged_pages;
+    }
+}
+
 /// Memory of one owner (a virtual machine).
 pub trait Memory {
     /// Why memory could not be looked at or replaced.
@@ -165,6 +184,11 @@ pub trait Memory {
     /// [`unmerge`](Self::unmerge) does, but the pages need no content any more.
     fn abandon(&mut self, range: PageRange, released: &mut Vec<Slot>) -> Result<(), Self::Error> {
         self.unmerge(range, released)
+    }
+
+    /// What became of pages that were told as [`Look::Broken`], as far as that takes the owner something.
+    fn returns(&self) -> Returns {
+        Returns::default()
     }
 
     /// Slots that lost a share without a look, because the owner discarded pages; appended once for each page and then

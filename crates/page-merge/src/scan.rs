@@ -95,6 +95,12 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
                 false
             }
             (Look::Absent, State::Unknown | State::Zeroed) | (Look::Excluded, State::Unknown) => false,
+            // What is known of it is for when it is brought back.
+            (Look::Copied, State::Watched) => false,
+            (Look::Copied, _) => {
+                self.watch(page, pass);
+                false
+            }
             (Look::Absent | Look::Excluded, _) => {
                 self.set_state(page, Record::UNKNOWN);
                 false

@@ -2,6 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::memory::Returns;
+
 /// What merging has found and done. All pages are of 4096 bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
@@ -47,6 +49,10 @@ pub struct Statistics {
     pub written_pages: u64,
     /// Merged pages that were written to.
     pub broken_pages: u64,
+    /// Of these, pages that their owner has made pages like others again, so that they can be merged again.
+    pub brought_back_pages: u64,
+    /// Of these, pages that were merged again.
+    pub remerged_pages: u64,
     /// Huge pages that were split because enough of them was duplicate.
     pub huge_pages_split: u64,
     /// Attempts to replace a page, by outcome: done.
@@ -67,6 +73,13 @@ pub struct Statistics {
     pub pages_to_scan: u64,
 }
 
+impl Statistics {
+    pub(crate) fn add_returns(&mut self, returns: Returns) {
+        self.brought_back_pages += returns.brought_back_pages;
+        self.remerged_pages += returns.remerged_pages;
+    }
+}
+
 /// The counters that only grow, as they are counted.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Counters {
@@ -77,6 +90,8 @@ pub(crate) struct Counters {
     pub(crate) clean_pages: u64,
     pub(crate) written_pages: u64,
     pub(crate) broken_pages: u64,
+    /// Of members that are gone.
+    pub(crate) returns: Returns,
     pub(crate) huge_pages_split: u64,
     pub(crate) replaced_done: u64,
     pub(crate) replaced_different: u64,
@@ -97,6 +112,7 @@ impl Counters {
         statistics.clean_pages += self.clean_pages;
         statistics.written_pages += self.written_pages;
         statistics.broken_pages += self.broken_pages;
+        statistics.add_returns(self.returns);
         statistics.huge_pages_split += self.huge_pages_split;
         statistics.replaced_done += self.replaced_done;
         statistics.replaced_different += self.replaced_different;

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use ebb_abi::{HUGE_PAGE_SIZE_PAGES, PAGE_SIZE_BYTES, Pfn};
 
+use super::bring_back::{Copies, Protection};
 use super::huge::{Advice, HugeBlocks, sample};
 use super::merging::Merging;
 use super::nodes::only_node;
@@ -35,7 +36,10 @@ pub enum PageLook {
     HugeClean,
     /// Part of a huge page that may have been written to.
     HugeWritten,
-    /// It cannot be merged: swapped out, mapped from a file, or it has a copy of its own in front of a stable page.
+    /// It was merged and written to before: it has a copy of its own in front of the stable page, which is brought back to ordinary
+    /// memory before it can be merged again.
+    Copied,
+    /// It cannot be merged: swapped out, or mapped from a file.
     Excluded,
 }
 
@@ -68,6 +72,8 @@ pub struct MergeSession {
     pub(super) ram: Arc<GuestRam>,
     pub(super) scan: PageScan,
     pub(super) huge: HugeBlocks,
+    pub(super) copies: Copies,
+    pub(super) protection: Protection,
     /// Parts that could not be watched again, to be tried later.
     pub(super) unwatched: Vec<GuestRange>,
     /// Pages whose places in the staging area may not be empty.
@@ -94,6 +100,8 @@ impl MergeSession {
             ram,
             scan,
             huge: HugeBlocks::default(),
+            copies: Copies::default(),
+            protection: Protection::Yes,
             unwatched: Vec::new(),
             staged: None,
             only_node: only_node(),
@@ -133,6 +141,7 @@ impl MergeSession {
                 seen[first..first + part.pages as usize].fill(true);
             }
             if seen.iter().all(|seen| *seen) {
+                self.tend_copies(block, looks);
                 self.found_small(block, address, looks);
                 return Ok(());
             }
@@ -178,6 +187,7 @@ impl MergeSession {
             }
         }
         self.look_at_merged(block, &copied, looks);
+        self.tend_copies(block, looks);
         if !has_huge && !alone {
             self.found_small(block, address, looks);
         }
@@ -213,7 +223,9 @@ impl MergeSession {
         let mut runs = merged.lock();
         let place = |page: Pfn| (page.0 - block.start.0) as usize;
         for (part, _) in runs.stable_mapped(block) {
-            looks[place(part.start)..][..part.pages as usize].fill(PageLook::Excluded);
+            for page in place(part.start)..place(part.end()) {
+                looks[page] = if copied[page] { PageLook::Copied } else { PageLook::Excluded };
+            }
         }
         let mut broken = Vec::new();
         for (part, _) in runs.shares(block) {
@@ -226,7 +238,7 @@ impl MergeSession {
             }
         }
         for page in broken {
-            looks[place(page)] = runs.note_broken(page).map_or(PageLook::Excluded, PageLook::Broken);
+            looks[place(page)] = runs.note_broken(page).map_or(PageLook::Copied, PageLook::Broken);
         }
     }
 

@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use ebb_abi::{PAGE_SIZE_BYTES, Pfn};
 use vm_memory::GuestAddress;
 
+use super::bring_back::Protection;
 use super::{
     MergeError, MergeOutcome, MergeSession, MergeTarget, MergeUnavailable, PageLook, StableError,
     StableMemory, StableSegments, StableSlot,
@@ -31,6 +32,8 @@ pub enum Freeze {
     Yes,
     /// Not at all: writes will be lost.
     No,
+    /// While they are compared, but not while they are brought back to ordinary memory: writes will be lost, too.
+    NotWhenBroughtBack,
 }
 
 /// What is to be done.
@@ -65,6 +68,10 @@ pub struct Report {
     pub busy: u64,
     /// Merged pages that were found to have been written to.
     pub broken: u64,
+    /// Pages that were brought back to ordinary memory after that.
+    pub brought_back: u64,
+    /// Of these, pages that were merged again.
+    pub remerged: u64,
     /// Pages that were discarded.
     pub discarded: u64,
 }
@@ -106,6 +113,9 @@ pub fn run(stress: &Stress) -> Result<Report, StressError> {
     }
     ram.enable_merging(segments)?;
     let mut session = MergeSession::new(Arc::clone(&ram))?;
+    if stress.freeze == Freeze::NotWhenBroughtBack {
+        session.protection = Protection::No;
+    }
     let running = AtomicUsize::new(stress.writers);
     std::thread::scope(|scope| {
         let writers: Vec<_> = (0..stress.writers)
@@ -129,6 +139,8 @@ pub fn run(stress: &Stress) -> Result<Report, StressError> {
             report.lost += of_writer.lost;
             report.discarded += of_writer.discarded;
         }
+        let returns = ram.returns();
+        (report.brought_back, report.remerged) = (returns.brought_back_pages, returns.remerged_pages);
         result.map(|()| report)
     })
 }
@@ -172,12 +184,12 @@ fn merge_all(
                     wanted.push((page, target));
                 }
                 PageLook::Broken(_) => report.broken += 1,
-                PageLook::Absent | PageLook::Merged | PageLook::Excluded => {}
+                PageLook::Absent | PageLook::Merged | PageLook::Copied | PageLook::Excluded => {}
             }
         }
         outcomes.clear();
         match stress.freeze {
-            Freeze::Yes => session.replace(&wanted, &mut outcomes)?,
+            Freeze::Yes | Freeze::NotWhenBroughtBack => session.replace(&wanted, &mut outcomes)?,
             Freeze::No => session.replace_without_freeze(&wanted, &mut outcomes),
         }
         for ((_, target), outcome) in wanted.iter().zip(&outcomes) {

@@ -49,6 +49,15 @@ struct Slots {
     pages: u32,
 }
 
+/// What became of merged pages that were written to; the numbers only grow.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Returns {
+    /// Pages that were brought back to ordinary memory.
+    pub brought_back_pages: u64,
+    /// Of these, pages that were merged again.
+    pub remerged_pages: u64,
+}
+
 /// Runs of pages for which stable pages are mapped.
 #[derive(Debug)]
 pub(crate) struct MergedRuns {
@@ -66,6 +75,9 @@ pub(crate) struct MergedRuns {
     untracked: PageSet,
     /// Pages that were moved to where they are, so that the kernel joins their mapping with no neighbour.
     moved: PageSet,
+    /// Pages that were merged, were written to, and have been brought back to ordinary memory, and are still there.
+    brought_back: PageSet,
+    returns: Returns,
     /// Slots whose shares were given up by discards.
     released: Vec<Slots>,
     /// Mappings that guest memory takes for other reasons.
@@ -89,6 +101,8 @@ impl MergedRuns {
             doubtful_borders: 0,
             untracked: PageSet::new(&regions),
             moved: PageSet::new(&regions),
+            brought_back: PageSet::new(&regions),
+            returns: Returns::default(),
             released: Vec::new(),
             other_mappings: regions.len() as u64,
             of_process,
@@ -193,6 +207,19 @@ impl MergedRuns {
         self.mappings_of_all() + added as u64 <= limit
     }
 
+    /// Whether `range`, which lies within a region, may be brought back to ordinary memory. Merging something new comes first: it is
+    /// known to free a page.
+    pub(crate) fn may_bring_back(&self, range: GuestRange) -> bool {
+        let added = self.added_borders(range);
+        let for_merging = self.max_mappings - self.max_mappings / 4;
+        added <= 0 || self.mappings_of_all() + added as u64 <= for_merging / 4
+    }
+
+    /// What became of merged pages that were written to.
+    pub(crate) fn returns(&self) -> Returns {
+        self.returns
+    }
+
     /// Notes that stable pages from `first` on were mapped over `range`, which lies within a region, as one mapping, and that its
     /// pages hold shares of them. Shares that they held before are released.
     pub(crate) fn note_merged(&mut self, range: GuestRange, first: StableSlot) {
@@ -204,6 +231,8 @@ impl MergedRuns {
         self.cover(range);
         self.untracked.remove(range);
         self.moved.remove(range);
+        self.returns.remerged_pages += self.brought_back.count_in(range);
+        self.brought_back.remove(range);
         self.shares.insert(range);
         self.share_pages += range.pages;
         let mut run = Run { end: range.end().0, first };
@@ -221,6 +250,8 @@ impl MergedRuns {
             // With both neighbours only if they are from the same origin.
             if left.is_none() {
                 self.borders.remove(&range.end().0);
+            } else {
+                self.doubtful_borders += 1;
             }
         }
         self.runs.insert(start, run);
@@ -258,6 +289,23 @@ impl MergedRuns {
         self.tell();
     }
 
+    /// Notes that `range`, which lies within a region, was replaced by one mapping of anonymous memory with the same content: what was
+    /// merged there once is ordinary memory again. Shares that it held are released.
+    pub(crate) fn note_brought_back(&mut self, range: GuestRange) {
+        self.release(range);
+        let stable: Vec<GuestRange> = self.stable_mapped(range).map(|(part, _)| part).collect();
+        for part in stable {
+            self.returns.brought_back_pages += part.pages;
+            self.brought_back.insert(part);
+        }
+        self.note_moved_here(range, &mut Vec::new());
+    }
+
+    /// Notes that `range` is discarded by ordinary means.
+    pub(crate) fn note_emptied(&mut self, range: GuestRange) {
+        self.brought_back.remove(range);
+    }
+
     /// Notes that a discard has replaced `range`, which lies within a region, by one mapping of fresh anonymous memory.
     pub(crate) fn note_discarded(&mut self, range: GuestRange) {
         if range.is_empty() {
@@ -268,6 +316,7 @@ impl MergedRuns {
         self.cover(range);
         self.doubtful_borders += 2;
         self.moved.remove(range);
+        self.brought_back.remove(range);
         // The new mapping has no page yet, so it has been joined with a neighbour like it, but not for sure with both.
         if self.is_untracked_neighbour(range.start.0.wrapping_sub(1), range) {
             self.borders.remove(&range.start.0);

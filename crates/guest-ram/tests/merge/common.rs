@@ -92,3 +92,16 @@ impl Setup {
         self.ram.regions()[0].host_address as usize + page as usize * PAGE
     }
 }
+
+/// Mappings that guest memory consists of.
+pub fn mappings_of(setup: &Setup) -> usize {
+    let (start, end) = (setup.address(0), setup.address(0) + setup.ram.size_bytes() as usize);
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    let bounds = maps.lines().filter_map(|line| {
+        let (from, rest) = line.split_once('-')?;
+        let from = usize::from_str_radix(from, 16).ok()?;
+        let to = usize::from_str_radix(rest.split_once(' ')?.0, 16).ok()?;
+        Some((from, to))
+    });
+    bounds.filter(|(from, to)| *from < end && start < *to).count()
+}

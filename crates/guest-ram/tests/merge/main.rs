@@ -4,6 +4,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test")]
 
+mod bring_back;
 mod common;
 mod huge;
 mod mappings;

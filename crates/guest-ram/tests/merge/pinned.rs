@@ -6,8 +6,8 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::ptr;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use ebb_guest_ram::HugePages;
 use ebb_guest_ram::merge::{MergeOutcome, PageLook};
+use ebb_guest_ram::{HugePages, InhibitReason};
 
 use crate::common::{PAGE, setup};
 
@@ -109,16 +109,15 @@ impl Ring {
     }
 }
 
+/// `None` where there is none.
+fn ring() -> Option<Ring> {
+    Ring::new().inspect_err(|error| eprintln!("not tested: no io_uring: {error}")).ok()
+}
+
 #[test]
 fn a_page_that_is_pinned_is_busy_and_what_a_device_writes_is_there() {
     let Some(mut setup) = setup(512, HugePages::Off) else { return };
-    let ring = match Ring::new() {
-        Ok(ring) => ring,
-        Err(error) => {
-            eprintln!("not tested: no io_uring: {error}");
-            return;
-        }
-    };
+    let Some(ring) = ring() else { return };
     (0..16).for_each(|page| setup.fill(page, 7));
     let slot = setup.publish(&[7])[0];
     setup.look(0, 16);
@@ -141,4 +140,54 @@ fn a_page_that_is_pinned_is_busy_and_what_a_device_writes_is_there() {
     setup.fill(5, 7);
     assert_eq!(setup.look(5, 1), [PageLook::Written]);
     assert_eq!(setup.replace(&[(5, slot)]), [MergeOutcome::Done]);
+}
+
+/// Whether somebody has said that a device pins memory.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Said {
+    Yes,
+    No,
+}
+
+/// Whether what a device has written to page 5 is there, although the page was merged and broken, and looks went on while the device
+/// was at work.
+fn what_a_device_writes_is_there(said: Said) -> Option<bool> {
+    let mut setup = setup(512, HugePages::Off)?;
+    let ring = ring()?;
+    (0..16).for_each(|page| setup.fill(page, 7));
+    let slot = setup.publish(&[7])[0];
+    let pages: Vec<_> = (0..16).map(|page| (page, slot)).collect();
+    assert_eq!(setup.replace(&pages), [MergeOutcome::Done; 16]);
+    let guard = (said == Said::Yes).then(|| setup.ram.inhibit_discard(InhibitReason::PinnedMemory));
+    // To pin it is to break it, since the device may write.
+    let address = setup.address(5);
+    ring.register(REGISTER_BUFFERS, Some(libc::iovec { iov_base: address as *mut _, iov_len: PAGE }))
+        .unwrap();
+    let (reader, writer) = rustix::pipe::pipe().unwrap();
+    ring.start_read(&reader, address);
+    assert_eq!(setup.look(0, 16)[5], PageLook::Broken(slot));
+    (0..50).for_each(|_| drop(setup.look(0, 16)));
+    assert_eq!(setup.ram.returns().brought_back_pages, u64::from(said == Said::No));
+    File::from(writer).write_all(&[9; PAGE]).unwrap();
+    assert_eq!(ring.finish_read(), PAGE as i32);
+    let is_there = setup.is_full_of(5, 9);
+    // Released, it is a page like any other.
+    ring.register(UNREGISTER_BUFFERS, None).unwrap();
+    drop(guard);
+    setup.fill(5, 7);
+    (0..50).for_each(|_| drop(setup.look(0, 16)));
+    assert_eq!(setup.look(5, 1), [PageLook::Clean]);
+    assert_eq!(setup.replace(&[(5, slot)]), [MergeOutcome::Done]);
+    Some(is_there)
+}
+
+#[test]
+fn a_pinned_copy_is_not_brought_back_while_discards_are_inhibited() {
+    assert_ne!(what_a_device_writes_is_there(Said::Yes), Some(false));
+}
+
+/// The other test could not fail if the kernel noticed by itself.
+#[test]
+fn who_pins_memory_and_does_not_say_so_loses_writes() {
+    assert_ne!(what_a_device_writes_is_there(Said::No), Some(true));
 }

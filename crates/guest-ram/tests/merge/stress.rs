@@ -21,6 +21,7 @@ fn millions_of_writes_to_pages_that_are_merged_all_the_time_are_all_there() {
     println!("{report:?}");
     assert_eq!(report.lost, 0, "{report:?}");
     assert!(report.merged > 1000 && report.zeros > 100 && report.different > 100, "{report:?}");
+    assert!(report.brought_back > 1000 && report.remerged > 100, "{report:?}");
 }
 
 #[test]
@@ -42,4 +43,18 @@ fn without_a_freeze_writes_are_lost() {
         }
     }
     panic!("a merge without a freeze has lost no write, so this test would not notice one");
+}
+
+#[test]
+fn without_protection_writes_to_pages_that_are_brought_back_are_lost() {
+    for _ in 0..20 {
+        let Some(report) = report(&Stress { freeze: Freeze::NotWhenBroughtBack, ..STRESS }) else { return };
+        println!("{report:?}");
+        if report.lost > 0 {
+            return;
+        }
+    }
+    panic!(
+        "pages were brought back without protection, and no write was lost: this test would not notice one"
+    );
 }

@@ -7,7 +7,7 @@ use ebb_guest_ram::merge::{MergeOutcome, MergeTarget, PageLook};
 use ebb_guest_ram::{GuestRam, MergeError, MergeSession, MergeUnavailable, StableSlot};
 
 use crate::hash::PageHasher;
-use crate::memory::{Content, Look, Memory, Node, Replace, Replaced, Secret, Target};
+use crate::memory::{Content, Look, Memory, Node, Replace, Replaced, Returns, Secret, Target};
 use crate::store::Slot;
 
 /// The memory of a machine of this process. There can be one for each memory at a time.
@@ -64,6 +64,7 @@ impl Memory for OwnerMemory {
             PageLook::Broken(slot) => Look::Broken(slot.into()),
             PageLook::HugeClean => Look::HugeClean,
             PageLook::HugeWritten => Look::HugeWritten,
+            PageLook::Copied => Look::Copied,
             PageLook::Excluded => Look::Excluded,
         }));
         Ok(())
@@ -130,6 +131,11 @@ impl Memory for OwnerMemory {
         self.session.abandon(range, &mut self.slots);
         self.take_slots(released);
         Ok(())
+    }
+
+    fn returns(&self) -> Returns {
+        let returns = self.ram().returns();
+        Returns { brought_back_pages: returns.brought_back_pages, remerged_pages: returns.remerged_pages }
     }
 
     fn take_released(&mut self, released: &mut Vec<Slot>) {

@@ -114,6 +114,30 @@ fn short_runs_leave_mappings_to_long_ones_and_those_to_discards() {
 }
 
 #[test]
+fn what_is_brought_back_takes_no_mappings_from_what_is_merged() {
+    let mut runs = registry(vec![range(0, 1 << 16)], 800);
+    runs.note_merged(range(0, 1 << 16), slot(0, 0));
+    let single = (0..1 << 16).step_by(10).map(|page| range(page + 5, 1));
+    let mut brought_back = 0;
+    for page in single {
+        if runs.may_bring_back(page) {
+            runs.note_brought_back(page);
+            brought_back += 1;
+        }
+    }
+    // A quarter of what is for merging. The last one, at the end of the run, took one border only.
+    assert_eq!((brought_back, runs.mappings()), (75, 150));
+    assert_eq!(runs.returns(), Returns { brought_back_pages: 75, remerged_pages: 0 });
+    // What needs no mapping more: several in one, or the end of a run.
+    assert!(runs.may_bring_back(range(5, 11)) && !runs.may_bring_back(range(7000, 1)));
+    assert_eq!(released(&mut runs).len(), 75);
+    // Merged again with the same pages as before, it is part of a run again, which the count does not know for sure.
+    runs.note_merged(range(5, 1), slot(0, 5));
+    assert_eq!((runs.returns().remerged_pages, runs.mappings()), (1, 149));
+    assert_eq!(runs.stable_mapped(range(0, 100)).next(), Some((range(0, 15), slot(0, 0))));
+}
+
+#[test]
 fn mappings_that_others_take_count() {
     let mut runs = registry(vec![range(0, 100)], 40);
     assert!(runs.may_map(range(10, 10), slot(0, 0)));
@@ -188,6 +212,7 @@ struct Page {
     shares: bool,
     untracked: bool,
     moved: bool,
+    brought_back: bool,
     /// Number of the mapping that it lies in. The kernel's least generous joining: each mapping gets a page of its own as soon as it is
     /// made, so that only a new one is ever joined with a neighbour, and with one only.
     mapping: u64,
@@ -200,6 +225,8 @@ enum Step {
     Discard { start: u64, pages: u64 },
     Unmerge { start: u64, pages: u64 },
     Moved { start: u64, pages: u64 },
+    BringBack { start: u64, pages: u64 },
+    Empty { start: u64, pages: u64 },
     Track { start: u64, pages: u64 },
     Take,
 }
@@ -223,6 +250,11 @@ fn step() -> impl Strategy<Value = Step> {
             let Step::Discard { start, pages } = within_region(start, pages) else { unreachable!() };
             Step::Moved { start, pages }
         }),
+        2 => place().prop_map(|(start, pages)| {
+            let Step::Discard { start, pages } = within_region(start, pages) else { unreachable!() };
+            Step::BringBack { start, pages }
+        }),
+        1 => place().prop_map(|(start, pages)| Step::Empty { start, pages }),
         2 => place().prop_map(|(start, pages)| Step::Track { start, pages }),
         1 => Just(Step::Take),
     ]
@@ -237,13 +269,14 @@ struct Model {
     pages: Vec<Page>,
     next_mapping: u64,
     released: Vec<StableSlot>,
+    returns: Returns,
 }
 
 impl Model {
     fn new() -> Self {
         let region = |page: u64| u64::from(page >= REGIONS[1].0);
         let pages = (0..PAGES).map(|page| Page { mapping: region(page), ..Page::default() }).collect();
-        Self { pages, next_mapping: 2, released: Vec::new() }
+        Self { pages, next_mapping: 2, released: Vec::new(), returns: Returns::default() }
     }
 
     /// Takes shares away; returns their slots in the pages' order.
@@ -260,9 +293,15 @@ impl Model {
         self.next_mapping += 1;
         for index in 0..pages {
             let mapped = first.map(|first| first.offset(index as u32));
-            let page =
-                Page { mapped, shares: mapped.is_some(), untracked: mapped.is_none(), moved: false, mapping };
-            self.pages[(start + index) as usize] = page;
+            let page = Page {
+                mapped,
+                shares: mapped.is_some(),
+                untracked: mapped.is_none(),
+                mapping,
+                ..Page::default()
+            };
+            let before = std::mem::replace(&mut self.pages[(start + index) as usize], page);
+            self.returns.remerged_pages += u64::from(before.brought_back && mapped.is_some());
         }
         let joins = |left: u64, right: u64| {
             let same_region = REGIONS.iter().any(|(first, size)| *first < right && right < first + size);
@@ -294,8 +333,19 @@ impl Model {
         self.split_at(start + pages);
         let mapping = self.next_mapping;
         self.next_mapping += 1;
-        let page = Page { untracked: true, moved: true, mapping, ..Page::default() };
-        self.pages[start as usize..(start + pages) as usize].fill(page);
+        for place in &mut self.pages[start as usize..(start + pages) as usize] {
+            let brought_back = place.brought_back;
+            *place = Page { untracked: true, moved: true, brought_back, mapping, ..Page::default() };
+        }
+    }
+
+    /// The same for pages that were merged and written to, or are around such.
+    fn bring_back(&mut self, start: u64, pages: u64) {
+        for page in &mut self.pages[start as usize..(start + pages) as usize] {
+            page.brought_back |= page.mapped.is_some();
+            self.returns.brought_back_pages += u64::from(page.mapped.is_some());
+        }
+        self.move_here(start, pages);
     }
 
     /// Makes the pages behind `border` another mapping than those before it.
@@ -348,6 +398,7 @@ fn check(runs: &MergedRuns, model: &Model) -> Result<(), TestCaseError> {
         prop_assert_eq!(untracked[number], page.untracked, "page {}", number);
     }
     prop_assert_eq!(runs.merged_pages(), model.pages.iter().filter(|page| page.shares).count() as u64);
+    prop_assert_eq!(runs.returns(), model.returns);
     prop_assert!(model.mappings() <= runs.mappings(), "{} > {}", model.mappings(), runs.mappings());
     Ok(())
 }
@@ -405,6 +456,23 @@ proptest! {
                     runs.note_moved_here(range(start, pages), &mut released);
                     prop_assert_eq!(released, model.release(start, pages));
                     model.move_here(start, pages);
+                }
+                Step::BringBack { start, pages } => {
+                    if !runs.may_bring_back(range(start, pages)) {
+                        prop_assert!(runs.mappings() + 2 > (max_mappings - max_mappings / 4) / 4);
+                        continue;
+                    }
+                    runs.note_brought_back(range(start, pages));
+                    let released = model.release(start, pages);
+                    model.released.extend(released);
+                    model.bring_back(start, pages);
+                }
+                Step::Empty { start, pages } => {
+                    runs.note_emptied(range(start, pages));
+                    let end = (start + pages).min(PAGES);
+                    model.pages[start as usize..end as usize]
+                        .iter_mut()
+                        .for_each(|page| page.brought_back = false);
                 }
                 Step::Track { start, pages } => {
                     runs.note_tracked(range(start, pages));

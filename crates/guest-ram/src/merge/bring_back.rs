@@ -1,0 +1,203 @@
+//! Bringing merged pages that were written to back to ordinary memory, so that they can be merged again.
+//!
+//! The write has given such a page a copy of its own, in front of the stable page, within a mapping of the stable file. The kernel moves no
+//! pages of such mappings (Linux mm/userfaultfd.c, `validate_move_areas`), so it cannot be frozen and compared there. It is copied
+//! once more, into anonymous memory, which takes its place: from then on it is a page like any other.
+//!
+//! What is written between copy and replacement must not get lost:
+//!
+//! - Processors, of the guest and of the monitor, wait: meanwhile the place is write-protected by a userfaultfd whose protection is not
+//!   resolved by the kernel, as when pages are [unmerged](super::unmerge). The replacement itself is one system call, and whoever was
+//!   refused before it finds the new page behind it.
+//! - The kernel's own writes for the guest go through the same page tables, or are told of the change (MMU notifiers).
+//! - A device that has pinned a page notices neither, and nothing in the kernel tells who has pinned what. Whoever lets a device do that must
+//!   [inhibit discards](crate::GuestRam::inhibit_discard), which would take pages away below the device in the same way. So nothing is
+//!   brought back while discards are inhibited, and a device that wants to begin waits until the end of what is under way.
+//! - Discards wait: they need the lock that is held here.
+//!
+//! When it is done depends on the place of a huge page as a whole, so that pages that are written to together come back together:
+//! when no more of them were written to for some looks, but not later than some more looks after the first one.
+
+use std::collections::HashMap;
+use std::io;
+
+use ebb_abi::Pfn;
+
+use super::freeze::must_succeed;
+use super::session::{MergeSession, PageLook};
+use super::uffd::Watch;
+use crate::GuestRange;
+use crate::merged::{Merged, MergedRuns};
+
+/// Looks in a row that must not have found another page written to.
+const QUIET_LOOKS: u8 = 2;
+
+/// Looks after which what is there is brought back in any case.
+const MOST_LOOKS: u8 = 8;
+
+/// Looks until the next try, where something could not be brought back.
+const LOOKS_BETWEEN_TRIES: u8 = 16;
+
+/// Whether writers wait while pages are brought back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Protection {
+    /// As it must be.
+    Yes,
+    /// Not at all, as a control for tests: writes get lost.
+    No,
+}
+
+/// What a look found of copies in the place of a huge page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Found {
+    /// Only such as were known.
+    Known,
+    /// New ones, too.
+    New,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Wait {
+    quiet: u8,
+    left: u8,
+}
+
+/// How long copies have been there, by number of the huge page's place; places without copies have no entry.
+#[derive(Debug, Default)]
+pub(super) struct Copies(HashMap<u64, Wait>);
+
+impl Copies {
+    /// Notes what a look found; true if it is time to bring them back.
+    fn is_due(&mut self, block: u64, found: Found) -> bool {
+        let wait = self.0.entry(block).or_insert(Wait { quiet: 0, left: MOST_LOOKS });
+        wait.quiet = if found == Found::New { 0 } else { wait.quiet.saturating_add(1) };
+        wait.left = wait.left.saturating_sub(1);
+        // Somebody who was refused waits for the end of the time.
+        wait.left == 0 || (wait.quiet >= QUIET_LOOKS && wait.left < MOST_LOOKS)
+    }
+
+    /// Nothing is there any more.
+    fn forget(&mut self, block: u64) {
+        // Most of the time there is nothing anywhere.
+        if !self.0.is_empty() {
+            self.0.remove(&block);
+        }
+    }
+
+    /// Some of it could not be brought back.
+    fn try_later(&mut self, block: u64) {
+        self.0.insert(block, Wait { quiet: 0, left: MOST_LOOKS + LOOKS_BETWEEN_TRIES });
+    }
+}
+
+impl MergeSession {
+    /// Takes over what a look at `block` found, and brings copies back that have waited for long enough.
+    pub(super) fn tend_copies(&mut self, block: GuestRange, looks: &[PageLook]) {
+        let number = block.start.huge_block();
+        let is_new = |look: &PageLook| matches!(look, PageLook::Broken(_));
+        let found = if looks.iter().any(is_new) {
+            Found::New
+        } else if looks.contains(&PageLook::Copied) {
+            Found::Known
+        } else {
+            return self.copies.forget(number);
+        };
+        if !self.copies.is_due(number, found) {
+            return;
+        }
+        let is_copy = |look: &PageLook| is_new(look) || *look == PageLook::Copied;
+        let pages = (block.start.0..).zip(looks).filter(|(_, look)| is_copy(look)).map(|(page, _)| Pfn(page));
+        if self.bring_back(&pages.collect::<Vec<_>>()) {
+            self.copies.forget(number);
+        } else {
+            self.copies.try_later(number);
+        }
+    }
+
+    /// Brings those of `pages` back (ascending, and of one region) that still have copies in front of stable pages. True if none is
+    /// left.
+    fn bring_back(&self, pages: &[Pfn]) -> bool {
+        // Before the lock, as for a discard.
+        let Some(_permission) = self.ram.discard_permission() else { return false };
+        let Some(merged) = self.ram.merged.get() else { return true };
+        let mut runs = merged.lock();
+        let is_copy = |page: &&Pfn| runs.is_stable_mapped(**page) && runs.share_of(**page).is_none();
+        let copies: Vec<Pfn> = pages.iter().filter(is_copy).copied().collect();
+        let mut is_all = true;
+        for run in copies.chunk_by(|left, right| left.0 + 1 == right.0) {
+            let range = GuestRange::new(run[0], run.len() as u64);
+            if !runs.may_bring_back(range) {
+                is_all = false;
+                continue;
+            }
+            if let Err(error) = self.bring_back_run(merged, &mut runs, range) {
+                tracing::debug!("{range} cannot be brought back: {error}");
+                return false;
+            }
+        }
+        is_all
+    }
+
+    fn bring_back_run(&self, merged: &Merged, runs: &mut MergedRuns, range: GuestRange) -> io::Result<()> {
+        let Some(piece) = self.ram.piece(range) else { return Ok(()) };
+        if self.protection == Protection::No {
+            // SAFETY: none in earnest: this is the control, whose memory is that of a test that counts what gets lost.
+            return unsafe { merged.bring_back(runs, &piece) };
+        }
+        let (address, size_bytes) = (piece.address, range.size_bytes() as usize);
+        let waiting = &self.merging().waiting;
+        // SAFETY: who waits is woken below, whatever happens in between.
+        let result = unsafe { waiting.watch(address, size_bytes, Watch::Writes) }
+            .and_then(|()| waiting.protect(address, size_bytes))
+            .and_then(|()| {
+                // SAFETY: the piece is guest memory that no processor writes to now, and that no device has pinned, or discards
+                // would be inhibited.
+                unsafe { merged.bring_back(runs, &piece) }
+            });
+        must_succeed("pages that were to be brought back cannot be released", || {
+            waiting.forget(address, size_bytes)
+        });
+        must_succeed("who waits for a page of the guest cannot be woken", || {
+            waiting.wake(address, size_bytes)
+        });
+        result
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn looks(copies: &mut Copies, found: &[Found]) -> Vec<bool> {
+        found.iter().map(|found| copies.is_due(7, *found)).collect()
+    }
+
+    #[test]
+    fn copies_come_back_when_no_more_of_them_come_up() {
+        let mut copies = Copies::default();
+        assert_eq!(
+            looks(&mut copies, &[Found::New, Found::Known, Found::New, Found::Known, Found::Known]),
+            [false, false, false, false, true]
+        );
+    }
+
+    #[test]
+    fn a_place_that_is_written_to_again_and_again_has_its_turn_nevertheless() {
+        let mut copies = Copies::default();
+        let due = looks(&mut copies, &[Found::New; MOST_LOOKS as usize]);
+        assert_eq!(due.iter().position(|due| *due), Some(MOST_LOOKS as usize - 1));
+    }
+
+    #[test]
+    fn what_was_refused_is_tried_again_after_a_while() {
+        let mut copies = Copies::default();
+        copies.try_later(7);
+        let due = looks(&mut copies, &[Found::Known; 64]);
+        let first = due.iter().position(|due| *due).unwrap();
+        assert_eq!(first, usize::from(LOOKS_BETWEEN_TRIES));
+        // What has gone in the meantime starts anew.
+        copies.forget(7);
+        assert!(copies.0.is_empty());
+        assert_eq!(looks(&mut copies, &[Found::New, Found::Known]), [false, false]);
+    }
+}
