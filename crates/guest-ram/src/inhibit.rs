@@ -12,7 +12,7 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum InhibitReason {
-    /// A device has pinned guest memory for DMA (VFIO).
+    /// A device has pinned guest memory for DMA (VFIO), or is about to.
     PinnedMemory,
     /// Pages still arrive from a migration's source.
     IncomingPostcopy,

@@ -380,6 +380,7 @@ impl GuestRam {
     }
 
     /// Keeps all memory from being discarded as long as the guard lives. No discard is under way when this returns.
+    /// Pages that were merged and written to keep their place in the host's memory, too, as with a discard.
     pub fn inhibit_discard(&self, reason: InhibitReason) -> InhibitGuard {
         self.inhibitors.add(reason)
     }

@@ -126,7 +126,7 @@ impl MergeSession {
         let mut is_all = true;
         for run in copies.chunk_by(|left, right| left.0 + 1 == right.0) {
             let range = GuestRange::new(run[0], run.len() as u64);
-            if !runs.may_bring_back(range) {
+            if !may_bring_back(merged, &mut runs, range) {
                 is_all = false;
                 continue;
             }
@@ -162,6 +162,20 @@ impl MergeSession {
         });
         result
     }
+}
+
+/// Whether there are mappings for it.
+fn may_bring_back(merged: &Merged, runs: &mut MergedRuns, range: GuestRange) -> bool {
+    if runs.may_bring_back(range) {
+        return true;
+    }
+    if !runs.is_recount_due() {
+        return false;
+    }
+    if let Err(error) = merged.recount(runs) {
+        tracing::debug!("mappings of guest memory cannot be counted: {error}");
+    }
+    runs.may_bring_back(range)
 }
 
 #[cfg(test)]

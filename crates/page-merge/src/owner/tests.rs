@@ -74,3 +74,57 @@ fn two_memories_share_what_is_the_same_and_keep_what_is_written() {
     assert!(later.pages_sharing + 32 <= statistics.pages_sharing, "{later:?}");
     assert!((64..96).all(|page| is_full_of(&rams[0], page, 77) && is_full_of(&rams[1], page, of(page))));
 }
+
+/// Two machines with the same content; half of the pages of one are written to, and later have their old content again.
+#[test]
+fn pages_that_were_written_to_and_back_are_shared_as_before() {
+    let segments = StableSegments::new();
+    let of = |page: u64| (page % 200) as u8 + 1;
+    let rams = match (ram(&segments, of), ram(&segments, of)) {
+        (Err(error @ MergeUnavailable::OldKernel { .. }), _) => {
+            eprintln!("not tested: {error}");
+            return;
+        }
+        (first, second) => [first.unwrap(), second.unwrap()],
+    };
+    let settings = Settings { run: Run::Merge, clean_passes: 1, smart_scan: false, ..Settings::default() };
+    let mut merger = Merger::new(settings).unwrap();
+    let domain = merger.add_domain(LocalStore::new(OwnSlots::new(segments)), Secret([5; 32]));
+    for ram in &rams {
+        assert!(merger.add_member(domain, OwnerMemory::new(Arc::clone(ram)).unwrap()).is_ok());
+    }
+    let before = passes(&mut merger, 6);
+    let mappings = mappings_of(&rams[0]);
+    let mut written: Vec<u64> = (0..PAGES / 2).collect();
+    written.extend((PAGES / 2..PAGES).step_by(16));
+    let mut broken = before.broken_pages;
+    for round in 0..3 {
+        for page in &written {
+            write(&rams[0], *page, 255);
+            write(&rams[0], *page, of(*page));
+        }
+        broken += written.len() as u64;
+        let found = passes(&mut merger, 1);
+        assert!(found.pages_sharing + written.len() as u64 <= before.pages_sharing + 1, "{found:?}");
+        let after = passes(&mut merger, 20);
+        assert_eq!((after.pages_shared, after.pages_sharing), (before.pages_shared, before.pages_sharing));
+        assert_eq!(after.merged_pages, before.merged_pages, "round {round}");
+        assert_eq!(
+            (after.broken_pages, after.brought_back_pages, after.remerged_pages),
+            (broken, broken, broken)
+        );
+        assert!((0..PAGES).all(|page| is_full_of(&rams[0], page, of(page))));
+    }
+    assert_eq!(mappings_of(&rams[0]), mappings);
+    assert_eq!(rams[0].resident_bytes().unwrap(), 0);
+}
+
+/// Mappings that guest memory consists of.
+fn mappings_of(ram: &GuestRam) -> usize {
+    let region = ram.regions()[0];
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    let starts = maps.lines().filter_map(|line| u64::from_str_radix(line.split_once('-')?.0, 16).ok());
+    starts
+        .filter(|start| (region.host_address..region.host_address + region.size_bytes).contains(start))
+        .count()
+}
