@@ -94,13 +94,10 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
                 huge.clean += u64::from(look == Look::HugeClean);
                 false
             }
-            (Look::Absent, State::Unknown | State::Zeroed) | (Look::Excluded, State::Unknown) => false,
+            (Look::Absent, State::Unknown | State::Zeroed)
+            | (Look::Excluded, State::Unknown)
             // What is known of it is for when it is brought back.
-            (Look::Copied, State::Watched) => false,
-            (Look::Copied, _) => {
-                self.watch(page, pass);
-                false
-            }
+            | (Look::Copied, State::Watched) => false,
             (Look::Absent | Look::Excluded, _) => {
                 self.set_state(page, Record::UNKNOWN);
                 false
@@ -151,7 +148,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
                 self.counters.clean_pages += 1;
                 pass.is_turn_of(crate::blocks::block_of(page))
             }
-            (Look::Clean, _) => {
+            (Look::Clean | Look::Copied, _) => {
                 self.watch(page, pass);
                 false
             }

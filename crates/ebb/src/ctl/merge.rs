@@ -154,6 +154,9 @@ fn statistics_rows(statistics: &MergeStatistics) -> Vec<Row> {
         ("remote_merged_pages", statistics.remote_merged_pages),
         ("hashed_pages", statistics.hashed_pages),
         ("clean_pages", statistics.clean_pages),
+        ("broken_pages", statistics.broken_pages),
+        ("brought_back_pages", statistics.brought_back_pages),
+        ("remerged_pages", statistics.remerged_pages),
     ];
     rows.extend(counts.into_iter().filter_map(|(name, count)| Some(row(name, count?.to_string()))));
     if let Some(profit) = statistics.general_profit {

@@ -170,6 +170,12 @@ pub struct MergeStatistics {
     pub hashed_pages: Option<u64>,
     /// Pages that had not been written to since the last scan.
     pub clean_pages: Option<u64>,
+    /// Merged pages that were written to, and so share no more.
+    pub broken_pages: Option<u64>,
+    /// Of these, pages that were made ordinary memory again, which can be merged.
+    pub brought_back_pages: Option<u64>,
+    /// Of these, pages that were merged again.
+    pub remerged_pages: Option<u64>,
     /// Memory that merging needs for itself, in bytes.
     pub metadata_bytes: Option<u64>,
     /// What became of pages that were to be replaced.

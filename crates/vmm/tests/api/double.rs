@@ -67,6 +67,9 @@ fn counted() -> MergeStatistics {
         remote_merged_pages: Some(13),
         hashed_pages: Some(14),
         clean_pages: Some(15),
+        broken_pages: Some(21),
+        brought_back_pages: Some(20),
+        remerged_pages: Some(19),
         metadata_bytes: Some(16),
         replaced: Some(MergeReplaced { done: 17, ..MergeReplaced::default() }),
     }

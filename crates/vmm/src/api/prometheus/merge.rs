@@ -39,6 +39,19 @@ pub(super) fn render(text: &mut Text, merge: &MergeStatistics) {
             "Pages that had not been written to since the last scan.",
             merge.clean_pages,
         ),
+        (Kind::Counter, "broken_pages_total", "Merged pages that were written to.", merge.broken_pages),
+        (
+            Kind::Counter,
+            "brought_back_pages_total",
+            "Pages that were written to after a merge and are ordinary memory again.",
+            merge.brought_back_pages,
+        ),
+        (
+            Kind::Counter,
+            "remerged_pages_total",
+            "Pages that were written to after a merge and are merged again.",
+            merge.remerged_pages,
+        ),
         (Kind::Gauge, "metadata_bytes", "Memory that merging needs for itself.", merge.metadata_bytes),
     ];
     for (kind, name, help, value) in values {

@@ -303,6 +303,9 @@ fn statistics(statistics: &Statistics) -> MergeStatistics {
         remote_merged_pages: Some(statistics.remote_merged_pages),
         hashed_pages: Some(statistics.hashed_pages),
         clean_pages: Some(statistics.clean_pages),
+        broken_pages: Some(statistics.broken_pages),
+        brought_back_pages: Some(statistics.brought_back_pages),
+        remerged_pages: Some(statistics.remerged_pages),
         metadata_bytes: Some(statistics.metadata_bytes),
         replaced: Some(MergeReplaced {
             done: statistics.replaced_done,
