@@ -9,6 +9,7 @@ use crate::{
     hash::PageHasher,
     memory::{Memory, Node, PageHash, Secret},
     record::{NodeNumber, Record, State},
+    replace::Planned,
     settings::{Nodes, Settings},
     statistics::{Counters, Statistics},
     store::{Slot, StableStore},
@@ -83,6 +84,8 @@ pub(crate) struct Domain<M, S> {
     pub(crate) counters: Counters,
     /// Room for contents that are about to be published.
     pub(crate) contents: Vec<u8>,
+    /// Pages that are about to be replaced; none between two steps.
+    pub(crate) planned: Vec<Planned>,
     /// The store is not asked again in this pass.
     pub(crate) store_failed: bool,
     /// The last error, for whoever wonders.
@@ -101,6 +104,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
             unstable: vec![Table::default()],
             counters: Counters::default(),
             contents: Vec::new(),
+            planned: Vec::new(),
             store_failed: false,
             last_error: None,
         }

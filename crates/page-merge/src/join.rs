@@ -1,8 +1,9 @@
 //! Brings pages together that contain the same: with a stable page, or with a page of the unstable index.
 //!
 //! It goes in rounds. A candidate that finds a partner in the unstable index does not join it directly: the partner's content is
-//! published as a stable page and the partner is replaced by it, and in the next round the candidate finds the stable page. So
-//! each step needs one page only, and whatever fails in between leaves pages as they are.
+//! published as a stable page, and in the next round the candidate finds the stable page. Both are planned to be replaced by it, each
+//! for itself, and whatever fails leaves a page as it is. What is planned is replaced at the end of a step at the latest, the
+//! pages of a block together.
 
 use std::collections::{HashMap, HashSet};
 
@@ -23,6 +24,9 @@ const PAGE: usize = PAGE_SIZE_BYTES as usize;
 /// Pages whose contents are read before they are published: few enough to be still in the processor's cache when they are
 /// written.
 const PUBLISHED_AT_ONCE: usize = 64;
+
+/// Pages that wait to be replaced together. Each may hold a stable page meanwhile that nobody shares yet.
+const PLANNED_AT_MOST: usize = 2048;
 
 /// A page that was unchanged for long enough, and what it contains.
 #[derive(Clone, Copy, Debug)]
@@ -54,12 +58,15 @@ struct Publish {
 impl<M: Memory, S: StableStore> Domain<M, S> {
     /// Merges what was found, as far as there is something to merge it with; the rest goes into the unstable index.
     pub(crate) fn join(&mut self, found: Found, pass: &Pass<'_>) {
-        let zeros =
-            found.zeros.into_iter().map(|page| Planned { page, hash: PageHash::ZEROS, target: Target::Zero });
-        self.replace_all(zeros.collect(), pass);
+        for page in found.zeros {
+            self.plan(Planned { page, hash: PageHash::ZEROS, target: Target::Zero });
+        }
         let mut round = found.others;
         while !round.is_empty() {
             round = self.join_round(round, pass);
+        }
+        if self.planned.len() >= PLANNED_AT_MOST {
+            self.replace_planned(pass);
         }
     }
 
@@ -67,16 +74,13 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
     /// candidates or out of the unstable index, so there is an end.
     fn join_round(&mut self, round: Vec<Candidate>, pass: &Pass<'_>) -> Vec<Candidate> {
         let answers = self.ask(&round);
-        let (mut stable, mut publish, mut later) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut publish, mut later) = (Vec::new(), Vec::new());
         let (mut pending, mut unanswered) = (HashSet::new(), Vec::new());
         for (candidate, answer) in round.into_iter().zip(answers) {
             match answer {
                 Answer::Stable(slot) => {
-                    stable.push(Planned {
-                        page: candidate.page,
-                        hash: candidate.hash,
-                        target: Target::Slot(slot),
-                    });
+                    let target = Target::Slot(slot);
+                    self.plan(Planned { page: candidate.page, hash: candidate.hash, target });
                 }
                 Answer::Unknown | Answer::Wanted => unanswered.push((candidate, answer)),
             }
@@ -118,7 +122,6 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
                 }
             }
         }
-        self.replace_all(stable, pass);
         if !self.publish(publish, pass) {
             for candidate in later.drain(..) {
                 self.refuse(&candidate);
@@ -256,26 +259,24 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         false
     }
 
-    /// Publishes the content of pages and replaces them. `false` if the store failed; what was not published stays as it is.
+    /// Publishes the content of pages and plans to replace them. `false` if the store failed; what was not published stays as it is.
     fn publish(&mut self, mut list: Vec<Publish>, pass: &Pass<'_>) -> bool {
         self.confirm_nodes(&mut list, pass);
         self.drop_short_runs(&mut list);
-        let mut planned = Vec::with_capacity(list.len());
         let mut published = true;
         for part in list.chunk_by(|a, b| a.node == b.node).flat_map(|same| same.chunks(PUBLISHED_AT_ONCE)) {
-            published = published && self.publish_part(part, &mut planned, pass);
+            published = published && self.publish_part(part, pass);
             if !published {
                 for item in part.iter().filter(|item| item.page == item.by) {
                     self.refuse(&Candidate { page: item.page, hash: item.hash, node: item.node });
                 }
             }
         }
-        self.replace_all(planned, pass);
         published
     }
 
     /// Publishes the content of a few pages of one node.
-    fn publish_part(&mut self, part: &[Publish], planned: &mut Vec<Planned>, pass: &Pass<'_>) -> bool {
+    fn publish_part(&mut self, part: &[Publish], pass: &Pass<'_>) -> bool {
         let Some(&Publish { node, .. }) = part.first() else { return true };
         // Kept from call to call: fresh memory of this size costs a fault for each page.
         let mut contents = std::mem::take(&mut self.contents);
@@ -307,11 +308,9 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         self.contents = contents;
         match outcome {
             Ok(()) => {
-                planned.extend(readable.iter().zip(slots).map(|(item, slot)| Planned {
-                    page: item.page,
-                    hash: item.hash,
-                    target: Target::Slot(slot),
-                }));
+                for (item, slot) in readable.iter().zip(slots) {
+                    self.plan(Planned { page: item.page, hash: item.hash, target: Target::Slot(slot) });
+                }
                 true
             }
             Err(error) => {

@@ -181,6 +181,7 @@ impl<M: Memory, S: StableStore> Merger<M, S> {
                 domain.begin_pass(&pass);
             }
             domain.hear_news(&pass);
+            domain.replace_planned(&pass);
         }
         let (mut number, mut block) = self.cursor.unwrap_or((0, 0));
         let mut step = Step::default();
@@ -188,6 +189,7 @@ impl<M: Memory, S: StableStore> Merger<M, S> {
             match place {
                 Some(domain) if block < domain.blocks.len() => {
                     if step.pages >= pages {
+                        domain.replace_planned(&pass);
                         self.cursor = Some((number, block));
                         return step;
                     }
@@ -196,7 +198,12 @@ impl<M: Memory, S: StableStore> Merger<M, S> {
                     step.written += domain.counters.written_pages - written;
                     block += 1;
                 }
-                _ => (number, block) = (number + 1, 0),
+                place => {
+                    if let Some(domain) = place {
+                        domain.replace_planned(&pass);
+                    }
+                    (number, block) = (number + 1, 0);
+                }
             }
         }
         self.cursor = None;

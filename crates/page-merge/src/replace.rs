@@ -49,10 +49,20 @@ fn are_one_run(a: &Replace, b: &Replace) -> bool {
 }
 
 impl<M: Memory, S: StableStore> Domain<M, S> {
-    /// Replaces pages of any members. Every reservation is used up or given back.
-    pub(crate) fn replace_all(&mut self, planned: Vec<Planned>, pass: &Pass<'_>) {
-        let mut order: Vec<(u32, Pfn, Planned)> = Vec::with_capacity(planned.len());
-        for item in planned {
+    /// A page is to be replaced soon, together with others near it: the fewer steps for the same pages, the less each costs.
+    pub(crate) fn plan(&mut self, item: Planned) {
+        let record = self.blocks.record(item.page);
+        if record.state() == State::Unshared {
+            // It shall not be found, and planned, once more.
+            self.set_state(item.page, record.with(State::Watched, 0));
+        }
+        self.planned.push(item);
+    }
+
+    /// Replaces all pages that are planned to be, of whatever members. Every reservation is used up or given back.
+    pub(crate) fn replace_planned(&mut self, pass: &Pass<'_>) {
+        let mut order: Vec<(u32, Pfn, Planned)> = Vec::with_capacity(self.planned.len());
+        for item in std::mem::take(&mut self.planned) {
             match self.blocks.page(item.page) {
                 Some((member, pfn)) => order.push((member, pfn, item)),
                 None => self.give_back(&item),

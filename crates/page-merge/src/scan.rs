@@ -3,7 +3,7 @@
 use ebb_abi::Pfn;
 
 use crate::{
-    blocks::{PageNumber, first_of},
+    blocks::{PageNumber, block_of, first_of},
     domain::{Domain, Pass},
     join::{Candidate, Found},
     memory::{BLOCK_PAGES, Content, Look, Memory, PageHash},
@@ -34,6 +34,10 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
     pub(crate) fn scan_block(&mut self, number: u32, pass: &Pass<'_>) -> u64 {
         let Some(block) = self.blocks.block(number) else { return 0 };
         let (member, range) = (block.member as usize, block.range);
+        // A look must find what it is told of a page.
+        if self.planned.iter().any(|item| block_of(item.page) == number) {
+            self.replace_planned(pass);
+        }
         self.take_released(member);
         let mut looks = Vec::with_capacity(range.pages as usize);
         let Some(Some(owner)) = self.members.get_mut(member) else { return 0 };
@@ -146,7 +150,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
             }
             (Look::Clean, State::Refused) => {
                 self.counters.clean_pages += 1;
-                pass.is_turn_of(crate::blocks::block_of(page))
+                pass.is_turn_of(block_of(page))
             }
             (Look::Clean | Look::Copied, _) => {
                 self.watch(page, pass);

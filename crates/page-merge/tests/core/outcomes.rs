@@ -67,6 +67,20 @@ fn clones_share_runs() {
     assert_eq!(one.mappings(), other.mappings());
 }
 
+/// Pages wait to be replaced together. Those that wait already must not be found as partners of others.
+#[test]
+fn a_page_is_replaced_once_although_it_waits_while_others_look_for_partners() {
+    // After two sharers a stable page is full, so that each further pair of pages needs another one.
+    let mut host = Host::new(Settings { max_page_sharing: 2, ..eager() }, 1);
+    let guest = host.guest(2048);
+    (0..2048).for_each(|pfn| guest.write(pfn, if pfn % 32 == 0 { 5 } else { 1000 + pfn }));
+    host.passes(2);
+    host.check();
+    let statistics = host.merger.statistics();
+    assert_eq!((statistics.replaced_done, statistics.replaced_gone), (64, 0), "{statistics:?}");
+    assert_eq!(host.counts(), (32, 32, 0, 2048 - 64));
+}
+
 /// With few mappings left, short runs are no longer tried, but long ones are.
 #[test]
 fn scarce_mappings_go_to_long_runs() {
