@@ -35,7 +35,7 @@ const RESTORES_THAT_CATCH_UP: usize = 5;
 /// A pause that is long against what the emulated host loses by itself.
 const PAUSE: Duration = Duration::from_secs(2);
 /// Longer than the watchdogs of a guest's kernel wait: 20 s for a soft lockup, 21 s for a stall.
-const LONG_PAUSE: Duration = Duration::from_secs(60);
+const LONG_PAUSE: Duration = Duration::from_secs(30);
 /// Age of an old snapshot; its guest waits for one second only.
 const AGE: Duration = Duration::from_secs(20);
 /// What the host may take longer, or a guest may have gained, in these tests. Half a pause.

@@ -217,7 +217,7 @@ fn memory_is_handed_over(scene: &Scene) {
 
 fn more_writing_than_sending(scene: &Scene) {
     let guest = Setup::new(scene).memory("size=256M").start();
-    let churn = Command::Churn { bytes: 128 * MIB, tasks: 1, seed: 48, operations: None, seconds: Some(25) };
+    let churn = Command::Churn { bytes: 64 * MIB, tasks: 1, seed: 48, operations: None, seconds: Some(25) };
     let work = guest.send(churn);
     guest.wait_started(work);
     // Much less than the guest writes: only the time limit ends it.
