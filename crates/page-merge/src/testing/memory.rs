@@ -50,6 +50,12 @@ impl Inner {
         }
         match (page.lost.take(), page.backing) {
             (Some(slot), _) => Look::Broken(slot),
+            (None, Backing::Private) if page.copied > 0 => {
+                page.copied -= 1;
+                // What it was brought back as is new.
+                page.written = true;
+                Look::Copied
+            }
             (None, Backing::Absent) => Look::Absent,
             (None, Backing::Merged(_)) => Look::Merged,
             (None, Backing::Private) if std::mem::take(&mut page.written) => Look::Written,
@@ -65,7 +71,7 @@ impl Inner {
         match page.backing {
             // A page that has not yet told that it lost its share must do so first.
             Backing::Absent | Backing::Merged(_) => return Replaced::Gone,
-            _ if page.excluded || page.lost.is_some() => return Replaced::Gone,
+            _ if page.excluded || page.lost.is_some() || page.copied > 0 => return Replaced::Gone,
             _ if page.pinned => return Replaced::Busy,
             _ => {}
         }

@@ -31,6 +31,8 @@ pub(super) struct Page {
     pub(super) excluded: bool,
     /// Share that was lost to a write and has not been told of yet.
     pub(super) lost: Option<Slot>,
+    /// Looks for which it cannot be merged, since it was merged and written to.
+    pub(super) copied: u8,
     /// What the guest wrote last, or zeros after a discard: what it must read, whatever is merged.
     pub(super) expected: u64,
 }
@@ -45,6 +47,7 @@ impl Page {
             pinned: false,
             excluded: false,
             lost: None,
+            copied: 0,
             expected: 0,
         }
     }
@@ -59,6 +62,8 @@ pub(super) struct Vm {
     pub(super) mappings: Option<usize>,
     /// What happens in the guest just before pages are frozen the next time.
     pub(super) races: Vec<(Pfn, u64)>,
+    /// Looks until a page that was merged and written to can be merged again.
+    pub(super) copied_looks: u8,
     /// Calls that fail from now on, of those that may.
     pub(super) failing: usize,
 }
@@ -177,7 +182,9 @@ impl Inner {
     }
 
     pub(super) fn write(&mut self, vm: usize, pfn: Pfn, content: u64) {
-        let Some(page) = self.vms.get_mut(vm).and_then(|vm| vm.pages.get_mut(&pfn)) else { return };
+        let Some(vm) = self.vms.get_mut(vm) else { return };
+        let copied_looks = vm.copied_looks;
+        let Some(page) = vm.pages.get_mut(&pfn) else { return };
         let backing = page.backing;
         page.content = content;
         page.expected = content;
@@ -187,6 +194,7 @@ impl Inner {
             Backing::Merged(slot) => {
                 page.backing = Backing::Private;
                 page.lost = Some(slot);
+                page.copied = copied_looks;
                 self.unmap(slot);
             }
             Backing::Private | Backing::Huge => {}
@@ -239,7 +247,7 @@ impl Guest {
         let Some(page) = vm.pages.get_mut(&Pfn(pfn)) else { return };
         let backing = std::mem::replace(&mut page.backing, Backing::Absent);
         let lost = page.lost.take();
-        (page.content, page.expected) = (0, 0);
+        (page.content, page.expected, page.copied) = (0, 0, 0);
         vm.released.extend(lost);
         if let Backing::Merged(slot) = backing {
             vm.released.push(slot);
@@ -302,9 +310,16 @@ impl Guest {
         self.change(pfn, |page| page.excluded = excluded);
     }
 
+    /// The owner needs so many looks until pages that are merged and written to from now on can be merged again.
+    pub fn keep_copies(&self, looks: u8) {
+        self.world.lock().vms[self.number].copied_looks = looks;
+    }
+
     /// 512 pages from `pfn` on become a huge page with their contents. They must not be merged.
     pub fn make_huge(&self, pfn: u64) {
-        (pfn..pfn + 512).for_each(|pfn| self.change(pfn, |page| page.backing = Backing::Huge));
+        (pfn..pfn + 512).for_each(|pfn| {
+            self.change(pfn, |page| (page.backing, page.copied) = (Backing::Huge, 0));
+        });
     }
 
     /// Whether the page is part of a huge page.

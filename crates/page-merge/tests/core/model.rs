@@ -22,6 +22,7 @@ enum Event {
     MoveSlot(usize, u32),
     Pin(usize, u64, bool),
     Exclude(usize, u64, bool),
+    KeepCopies(usize, u8),
     MakeHuge(usize),
     Scan(u64),
     Passes(u64),
@@ -73,6 +74,7 @@ fn event(huge: bool) -> impl Strategy<Value = Event> {
         1 => (0_usize..8, 0..NODES).prop_map(|(s, n)| Event::MoveSlot(s, n)),
         1 => (machine.clone(), page(huge), any::<bool>()).prop_map(|(m, p, on)| Event::Pin(m, p, on)),
         1 => (machine.clone(), page(huge), any::<bool>()).prop_map(|(m, p, on)| Event::Exclude(m, p, on)),
+        1 => (machine.clone(), 0_u8..5).prop_map(|(m, looks)| Event::KeepCopies(m, looks)),
         2 => machine.clone().prop_map(Event::MakeHuge),
         2 => prop_oneof![Just(Nodes::Apart), Just(Nodes::Across)].prop_map(Event::Apart),
         1 => (2_u32..5).prop_map(Event::Sharing),
@@ -150,6 +152,7 @@ impl Play {
             }
             Event::Pin(machine, page, on) => self.guest(machine).pin(page, on),
             Event::Exclude(machine, page, on) => self.guest(machine).exclude(page, on),
+            Event::KeepCopies(machine, looks) => self.guest(machine).keep_copies(looks),
             Event::MakeHuge(machine) => {
                 if self.huge && (512..1024).all(|pfn| self.guest(machine).slot(pfn).is_none()) {
                     self.guest(machine).make_huge(512);
