@@ -5,8 +5,14 @@ use std::hash::{BuildHasher, RandomState};
 
 use crate::memory::PageHash;
 
-/// Smallest table.
-const LEAST_PLACES: usize = 64;
+/// Smallest part of a table.
+const LEAST_PLACES: usize = 8;
+
+/// Parts of a large table. Each grows and forgets on its own: nobody waits while all that many clients asked for is moved.
+const PARTS: usize = 256;
+
+/// A client's limit in a part is at least this, or the table has one part only.
+const LEAST_PART_LIMIT: u32 = 16;
 
 /// A client within one table. Numbers are given again when a client has been forgotten.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -26,20 +32,28 @@ const REMOVED: u64 = u64::MAX;
 /// Bits above the hash: a bit for the half, and the client's number plus one, so that nothing looks like [`EMPTY`] or [`REMOVED`].
 const HALF: u64 = 1 << 63;
 
-/// An open-addressing table of hashes and the clients that asked for them.
+/// Hashes and the clients that asked for them.
 ///
 /// A client's hashes are in two halves. When the newer one is full, the older one is forgotten: what a client asked for last is
-/// remembered at least until it has asked for half its limit of others.
+/// remembered at least until it has asked for half its limit of others. In a table of many parts this holds for each part, among
+/// which hashes are spread evenly.
 #[derive(Debug)]
 #[cfg_attr(test, derive(Clone))]
 pub(super) struct Asked {
+    parts: Box<[Part]>,
+    /// Clients choose the hashes; they must not choose the places.
+    keys: RandomState,
+}
+
+/// An open-addressing table.
+#[derive(Debug)]
+#[cfg_attr(test, derive(Clone))]
+struct Part {
     places: Vec<u64>,
     /// Places that are not [`EMPTY`].
     used: usize,
     live: usize,
     clients: BTreeMap<Asker, Halves>,
-    /// Clients choose the hashes; they must not choose the places.
-    keys: RandomState,
 }
 
 /// How many hashes of a client are remembered.
@@ -61,23 +75,72 @@ pub(super) enum Before {
 }
 
 impl Asked {
-    pub(super) fn new() -> Self {
-        Self {
-            places: vec![EMPTY; LEAST_PLACES],
-            used: 0,
-            live: 0,
-            clients: BTreeMap::new(),
-            keys: RandomState::new(),
-        }
+    /// Nothing yet. A client's limit will be `limit` or less.
+    pub(super) fn new(limit: u32) -> Self {
+        let parts = if limit / LEAST_PART_LIMIT >= PARTS as u32 { PARTS } else { 1 };
+        Self { parts: (0..parts).map(|_| Part::new()).collect(), keys: RandomState::new() }
     }
 
     /// Remembers that `asker` asked for `hash`, forgetting what it asked for long ago beyond `limit` hashes.
     pub(super) fn ask(&mut self, hash: PageHash, asker: Asker, limit: u32) -> Before {
-        self.make_room(asker, limit);
+        let limit = limit / self.parts.len() as u32;
+        let (part, spread) = self.find(hash);
+        part.make_room(asker, limit, spread);
+        part.ask(hash, asker, spread.of(hash))
+    }
+
+    /// Forgets a hash, and appends who had asked for it.
+    pub(super) fn take(&mut self, hash: PageHash, askers: &mut Vec<Asker>) {
+        let (part, spread) = self.find(hash);
+        part.take(hash, spread.of(hash), askers);
+    }
+
+    /// Forgets a client.
+    pub(super) fn forget(&mut self, asker: Asker) {
+        let spread = Spread(&self.keys);
+        self.parts.iter_mut().for_each(|part| part.forget(asker, spread));
+    }
+
+    /// Number of hashes, counted for each client that asked.
+    pub(super) fn len(&self) -> usize {
+        self.parts.iter().map(|part| part.live).sum()
+    }
+
+    /// Memory of the table.
+    #[cfg(test)]
+    fn bytes(&self) -> usize {
+        self.parts.iter().map(|part| part.places.len() * size_of::<u64>()).sum()
+    }
+
+    /// The part that a hash belongs to.
+    fn find(&mut self, hash: PageHash) -> (&mut Part, Spread<'_>) {
+        let spread = Spread(&self.keys);
+        // The upper bits; the lower ones say where in the part.
+        let number = (spread.of(hash) >> 32) as usize % self.parts.len();
+        (&mut self.parts[number], spread)
+    }
+}
+
+/// Says where hashes belong.
+#[derive(Clone, Copy)]
+struct Spread<'a>(&'a RandomState);
+
+impl Spread<'_> {
+    fn of(self, hash: PageHash) -> u64 {
+        self.0.hash_one(hash.get())
+    }
+}
+
+impl Part {
+    fn new() -> Self {
+        Self { places: vec![EMPTY; LEAST_PLACES], used: 0, live: 0, clients: BTreeMap::new() }
+    }
+
+    fn ask(&mut self, hash: PageHash, asker: Asker, first: u64) -> Before {
         let mut before = Before::Nobody;
         let mut free = None;
         let mut own = None;
-        for place in self.chain(hash) {
+        for place in self.chain(first) {
             match self.places[place] {
                 EMPTY => {
                     free = free.or(Some(place));
@@ -106,9 +169,8 @@ impl Asked {
         before
     }
 
-    /// Forgets a hash, and appends who had asked for it.
-    pub(super) fn take(&mut self, hash: PageHash, askers: &mut Vec<Asker>) {
-        for place in self.chain(hash) {
+    fn take(&mut self, hash: PageHash, first: u64, askers: &mut Vec<Asker>) {
+        for place in self.chain(first) {
             match self.places[place] {
                 EMPTY => break,
                 REMOVED => {}
@@ -121,29 +183,22 @@ impl Asked {
         }
     }
 
-    /// Forgets a client.
-    pub(super) fn forget(&mut self, asker: Asker) {
-        if self.clients.remove(&asker).is_some() {
-            self.rebuild(|entry| asker_of(entry) != asker);
+    fn forget(&mut self, asker: Asker, spread: Spread<'_>) {
+        let Some(halves) = self.clients.remove(&asker) else { return };
+        for entry in self.places.iter_mut().filter(|entry| is_live(**entry) && asker_of(**entry) == asker) {
+            *entry = REMOVED;
+        }
+        self.live -= (halves.newer + halves.older) as usize;
+        // Little is left to be moved then.
+        if self.live * 8 < self.places.len() {
+            self.rebuild(spread, |_| true);
         }
     }
 
-    /// Number of hashes, counted for each client that asked.
-    pub(super) fn len(&self) -> usize {
-        self.live
-    }
-
-    /// Memory of the table.
-    #[cfg(test)]
-    fn bytes(&self) -> usize {
-        self.places.len() * size_of::<u64>()
-    }
-
-    /// The places where `hash` may be, in order.
-    fn chain(&self, hash: PageHash) -> impl Iterator<Item = usize> + use<> {
+    /// The places where a hash may be, in order, from what it is spread to.
+    fn chain(&self, first: u64) -> impl Iterator<Item = usize> + use<> {
         let mask = self.places.len() - 1;
-        let first = self.keys.hash_one(hash.get()) as usize;
-        (0..=mask).map(move |step| first.wrapping_add(step) & mask)
+        (0..=mask).map(move |step| (first as usize).wrapping_add(step) & mask)
     }
 
     fn remove(&mut self, place: usize) {
@@ -158,36 +213,40 @@ impl Asked {
         }
     }
 
-    fn make_room(&mut self, asker: Asker, limit: u32) {
+    fn make_room(&mut self, asker: Asker, limit: u32, spread: Spread<'_>) {
         let halves = self.clients.entry(asker).or_default();
         if halves.newer >= (limit / 2).max(1) {
             let old = halves.bit ^ HALF;
             let any = halves.older > 0;
             *halves = Halves { newer: 0, older: halves.newer, bit: old };
             if any {
-                self.rebuild(|entry| asker_of(entry) != asker || entry & HALF != old);
+                self.rebuild(spread, |entry| asker_of(entry) != asker || entry & HALF != old);
             }
         }
         // A quarter stays free, so that chains are short.
         if (self.used + 1) * 4 > self.places.len() * 3 {
-            self.rebuild(|_| true);
+            self.rebuild(spread, |_| true);
         }
     }
 
     /// Makes a table of the right size out of the entries that `keep` keeps.
-    fn rebuild(&mut self, keep: impl Fn(u64) -> bool) {
-        let keep = |entry: u64| entry != EMPTY && entry != REMOVED && keep(entry);
+    fn rebuild(&mut self, spread: Spread<'_>, keep: impl Fn(u64) -> bool) {
+        let keep = |entry: u64| is_live(entry) && keep(entry);
         let live = self.places.iter().filter(|&&entry| keep(entry)).count();
         let size = ((live + 1) * 2).next_power_of_two().max(LEAST_PLACES);
         let old = std::mem::replace(&mut self.places, vec![EMPTY; size]);
         for entry in old.into_iter().filter(|&entry| keep(entry)) {
-            let mut chain = self.chain(PageHash::new(entry));
+            let mut chain = self.chain(spread.of(PageHash::new(entry)));
             if let Some(place) = chain.find(|&place| self.places[place] == EMPTY) {
                 self.places[place] = entry;
             }
         }
         (self.live, self.used) = (live, live);
     }
+}
+
+fn is_live(entry: u64) -> bool {
+    entry != EMPTY && entry != REMOVED
 }
 
 fn hash_of(entry: u64) -> u64 {
@@ -205,6 +264,8 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    const LIMIT: u32 = 1000;
 
     #[derive(Clone, Copy, Debug)]
     enum Step {
@@ -227,14 +288,14 @@ mod tests {
     proptest! {
         #[test]
         fn without_reaching_the_limit_it_is_a_set(steps in prop::collection::vec(step(), 0..400)) {
-            let mut asked = Asked::new();
+            let mut asked = Asked::new(LIMIT);
             let mut model = BTreeSet::new();
             for step in steps {
                 match step {
                     Step::Ask(hash, client) => {
                         let others = model.iter().any(|&(h, c)| h == hash && c != client);
                         let expected = if others { Before::Another } else { Before::Nobody };
-                        prop_assert_eq!(asked.ask(PageHash::new(hash), Asker(client), 1000), expected);
+                        prop_assert_eq!(asked.ask(PageHash::new(hash), Asker(client), LIMIT), expected);
                         model.insert((hash, client));
                     }
                     Step::Take(hash) => {
@@ -258,20 +319,47 @@ mod tests {
 
     #[test]
     fn the_oldest_are_forgotten_and_memory_stays_bounded() {
-        let mut asked = Asked::new();
+        let mut asked = Asked::new(LIMIT);
         let (flooding, other) = (Asker(0), Asker(1));
-        asked.ask(PageHash::new(1 << 40), other, 1000);
+        asked.ask(PageHash::new(1 << 40), other, LIMIT);
         for hash in 0..100_000 {
-            asked.ask(PageHash::new(hash), flooding, 1000);
+            asked.ask(PageHash::new(hash), flooding, LIMIT);
             assert!(asked.len() <= 1001);
         }
         assert!(asked.bytes() <= 4096 * 8, "{} bytes", asked.bytes());
         // The last half of its limit is remembered, the first hashes are not, and others lose nothing.
-        assert_eq!(asked.ask(PageHash::new(99_501), other, 1000), Before::Another);
-        assert_eq!(asked.ask(PageHash::new(5), other, 1000), Before::Nobody);
-        assert_eq!(asked.ask(PageHash::new(1 << 40), flooding, 1000), Before::Another);
+        assert_eq!(asked.ask(PageHash::new(99_501), other, LIMIT), Before::Another);
+        assert_eq!(asked.ask(PageHash::new(5), other, LIMIT), Before::Nobody);
+        assert_eq!(asked.ask(PageHash::new(1 << 40), flooding, LIMIT), Before::Another);
         asked.forget(flooding);
         assert_eq!(asked.len(), 3);
         assert_eq!(asked.bytes(), LEAST_PLACES * 8);
+    }
+    #[test]
+    fn a_large_table_forgets_part_by_part() {
+        let limit = 1 << 16;
+        let mut asked = Asked::new(limit);
+        let (flooding, other) = (Asker(0), Asker(1));
+        let hash = |number: u64| PageHash::new(number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 16);
+        for number in 0..4 * u64::from(limit) {
+            asked.ask(hash(number), flooding, limit);
+            assert!(asked.len() <= limit as usize, "{} after {number}", asked.len());
+        }
+        assert_eq!(asked.parts.len(), PARTS);
+        // Each part moves a small piece of the whole when it grows.
+        assert!(asked.parts.iter().all(|part| part.places.len() <= 1024));
+        assert!(asked.len() >= limit as usize / 3, "{}", asked.len());
+        // A quarter of the limit back is remembered in every part.
+        for number in (4 * u64::from(limit) - u64::from(limit) / 4)..4 * u64::from(limit) {
+            assert_eq!(asked.ask(hash(number), other, limit), Before::Another);
+        }
+        let mut askers = Vec::new();
+        asked.take(hash(4 * u64::from(limit) - 1), &mut askers);
+        askers.sort();
+        assert_eq!(askers, [flooding, other]);
+        asked.forget(flooding);
+        assert_eq!(asked.len(), limit as usize / 4 - 1);
+        asked.forget(other);
+        assert_eq!((asked.len(), asked.bytes()), (0, PARTS * LEAST_PLACES * 8));
     }
 }

@@ -74,6 +74,8 @@ pub(super) struct Ledger<P> {
     shelves: BTreeMap<Node, Shelf>,
     stable: HashMap<Slot, Page>,
     members: BTreeMap<MemberId, Member>,
+    /// Clients that have joined so far.
+    joined: u32,
 }
 
 /// Stable pages and unanswered hashes of one node.
@@ -82,13 +84,16 @@ pub(super) struct Ledger<P> {
 struct Shelf {
     index: HashMap<PageHash, Duplicates>,
     asked: Asked,
+    pages: u64,
+    shares: u64,
+    reservations: u64,
 }
 
 /// Stable pages with one content.
 #[derive(Debug, Default)]
 #[cfg_attr(test, derive(Clone))]
 struct Duplicates {
-    /// Those that may get more sharers; the last one does next.
+    /// Those that may get more sharers, each at its [`Page::place`]; the last one does next.
     roomy: Vec<Slot>,
     /// Number of those that have as many as they may.
     full: u32,
@@ -109,12 +114,23 @@ struct Page {
     hash: PageHash,
     holds: u32,
     standing: Standing,
-    publisher: Option<MemberId>,
+    /// Where it is among its content's roomy ones, if it is one of them: a content can have many, and nobody shall search them.
+    place: u32,
+    publisher: Publisher,
+}
+
+/// A client that may be gone by now: its number can be another's then, but not how many had joined before it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Publisher {
+    member: MemberId,
+    joined: u32,
 }
 
 #[derive(Debug, Default)]
 #[cfg_attr(test, derive(Clone))]
 struct Member {
+    /// Clients that had joined before.
+    joined: u32,
     holds: HashMap<Slot, Hold>,
     reservations: u32,
     published: u64,
@@ -144,6 +160,7 @@ impl<P: Pages> Ledger<P> {
             shelves: BTreeMap::new(),
             stable: HashMap::new(),
             members: BTreeMap::new(),
+            joined: 0,
         }
     }
 
@@ -154,7 +171,8 @@ impl<P: Pages> Ledger<P> {
     /// One more client; `None` if there are too many.
     pub(super) fn join(&mut self) -> Option<MemberId> {
         let id = (0..Asker::LIMIT).find(|id| !self.members.contains_key(id))?;
-        self.members.insert(id, Member::default());
+        self.members.insert(id, Member { joined: self.joined, ..Member::default() });
+        self.joined = self.joined.wrapping_add(1);
         Some(id)
     }
 
@@ -173,7 +191,8 @@ impl<P: Pages> Ledger<P> {
     }
 
     fn answer(&mut self, member: MemberId, node: Node, hash: PageHash) -> Answer {
-        let shelf = self.shelves.entry(node).or_insert_with(Shelf::new);
+        let limit = self.hashes_of_a_client();
+        let shelf = self.shelves.entry(node).or_insert_with(|| Shelf::new(&self.limits));
         if let Some(duplicates) = shelf.index.get(&hash) {
             let Some(&slot) = duplicates.roomy.last() else { return Answer::Wanted };
             if !self.may_reserve(member, 1) {
@@ -182,7 +201,7 @@ impl<P: Pages> Ledger<P> {
             self.reserve(member, slot);
             return Answer::Stable(slot);
         }
-        match shelf.asked.ask(hash, Asker(member), self.limits.remembered_hashes) {
+        match shelf.asked.ask(hash, Asker(member), limit) {
             Before::Nobody => Answer::Unknown,
             Before::Another => Answer::Wanted,
         }
@@ -248,6 +267,10 @@ impl<P: Pages> Ledger<P> {
                 hold.reserved -= 1;
                 state.reservations -= 1;
                 hold.shared += 1;
+                let page = self.stable.get(&slot).ok_or(not_held)?;
+                let shelf = self.shelves.get_mut(&page.node).ok_or(not_held)?;
+                shelf.reservations -= 1;
+                shelf.shares += 1;
             }
             Change::Unused if hold.reserved > 0 => self.end_reservation(member, slot),
             Change::Released if hold.shared > 0 => {
@@ -255,7 +278,7 @@ impl<P: Pages> Ledger<P> {
                 if hold.is_empty() {
                     state.holds.remove(&slot);
                 }
-                self.drop_holds(slot, 1);
+                self.drop_holds(slot, Hold { reserved: 0, shared: 1 });
             }
             Change::Retired => self.set_standing(slot, Standing::Retired),
             _ => return Err(not_held),
@@ -287,10 +310,7 @@ impl<P: Pages> Ledger<P> {
         }
         let Some(state) = self.members.remove(&member) else { return };
         for (slot, hold) in state.holds {
-            self.drop_holds(slot, hold.reserved + hold.shared);
-        }
-        for page in self.stable.values_mut().filter(|page| page.publisher == Some(member)) {
-            page.publisher = None;
+            self.drop_holds(slot, hold);
         }
     }
 
@@ -315,20 +335,20 @@ impl<P: Pages> Ledger<P> {
 
     /// What there is, by node.
     pub(super) fn counts(&self) -> BTreeMap<Node, NodeCounts> {
-        let mut counts: BTreeMap<Node, NodeCounts> = BTreeMap::new();
-        for (&node, shelf) in &self.shelves {
-            counts.entry(node).or_default().asked = shelf.asked.len() as u64;
-        }
-        for page in self.stable.values() {
-            counts.entry(page.node).or_default().pages += 1;
-        }
-        for (slot, hold) in self.members.values().flat_map(|member| &member.holds) {
-            let Some(page) = self.stable.get(slot) else { continue };
-            let count = counts.entry(page.node).or_default();
-            count.shares += u64::from(hold.shared);
-            count.reservations += u64::from(hold.reserved);
-        }
-        counts
+        let count = |shelf: &Shelf| NodeCounts {
+            pages: shelf.pages,
+            shares: shelf.shares,
+            reservations: shelf.reservations,
+            asked: shelf.asked.len() as u64,
+        };
+        self.shelves.iter().map(|(&node, shelf)| (node, count(shelf))).collect()
+    }
+
+    /// What may be remembered for a client and a node: the more of them there are, the less.
+    fn hashes_of_a_client(&self) -> u32 {
+        let parts = (self.members.len() * self.shelves.len()).max(1) as u64;
+        let share = u32::try_from(self.limits.domain_hashes / parts).unwrap_or(u32::MAX);
+        self.limits.remembered_hashes.min(share)
     }
 
     fn may_reserve(&self, member: MemberId, count: u32) -> bool {
@@ -388,15 +408,18 @@ impl<P: Pages> Ledger<P> {
 
     /// A stable page that was written gets into the index, and those who asked for it learn of it.
     fn shelve(&mut self, member: MemberId, node: Node, hash: PageHash, slot: Slot) {
-        let shelf = self.shelves.entry(node).or_insert_with(Shelf::new);
-        shelf.index.entry(hash).or_default().roomy.push(slot);
+        let Some(state) = self.members.get_mut(&member) else { return };
+        state.published += 1;
+        let publisher = Publisher { member, joined: state.joined };
+        let shelf = self.shelves.entry(node).or_insert_with(|| Shelf::new(&self.limits));
+        shelf.pages += 1;
+        let roomy = &mut shelf.index.entry(hash).or_default().roomy;
+        let place = roomy.len() as u32;
+        roomy.push(slot);
         let mut askers = Vec::new();
         shelf.asked.take(hash, &mut askers);
-        let page = Page { node, hash, holds: 0, standing: Standing::Roomy, publisher: Some(member) };
+        let page = Page { node, hash, holds: 0, standing: Standing::Roomy, place, publisher };
         self.stable.insert(slot, page);
-        if let Some(state) = self.members.get_mut(&member) {
-            state.published += 1;
-        }
         for Asker(asker) in askers {
             let Some(state) = self.members.get_mut(&asker).filter(|_| asker != member) else { continue };
             if state.news.len() >= self.limits.news {
@@ -411,6 +434,9 @@ impl<P: Pages> Ledger<P> {
             return;
         };
         page.holds += 1;
+        if let Some(shelf) = self.shelves.get_mut(&page.node) {
+            shelf.reservations += 1;
+        }
         let full = page.holds >= self.limits.max_page_sharing && page.standing == Standing::Roomy;
         state.holds.entry(slot).or_default().reserved += 1;
         state.reservations += 1;
@@ -427,12 +453,16 @@ impl<P: Pages> Ledger<P> {
         if hold.is_empty() {
             state.holds.remove(&slot);
         }
-        self.drop_holds(slot, 1);
+        self.drop_holds(slot, Hold { reserved: 1, shared: 0 });
     }
 
-    fn drop_holds(&mut self, slot: Slot, count: u32) {
+    fn drop_holds(&mut self, slot: Slot, Hold { reserved, shared }: Hold) {
         let Some(page) = self.stable.get_mut(&slot) else { return };
-        page.holds -= count;
+        if let Some(shelf) = self.shelves.get_mut(&page.node) {
+            shelf.reservations -= u64::from(reserved);
+            shelf.shares -= u64::from(shared);
+        }
+        page.holds -= reserved + shared;
         if page.holds == 0 {
             self.remove(slot);
         } else if page.standing == Standing::Full && page.holds < self.limits.max_page_sharing {
@@ -444,8 +474,11 @@ impl<P: Pages> Ledger<P> {
     fn remove(&mut self, slot: Slot) {
         self.set_standing(slot, Standing::Retired);
         let Some(page) = self.stable.remove(&slot) else { return };
-        let publisher = page.publisher.and_then(|publisher| self.members.get_mut(&publisher));
-        if let Some(publisher) = publisher {
+        if let Some(shelf) = self.shelves.get_mut(&page.node) {
+            shelf.pages -= 1;
+        }
+        let Publisher { member, joined } = page.publisher;
+        if let Some(publisher) = self.members.get_mut(&member).filter(|state| state.joined == joined) {
             publisher.published -= 1;
         }
         self.give_back(slot);
@@ -463,24 +496,34 @@ impl<P: Pages> Ledger<P> {
     /// Moves a page between the lists of its content.
     fn set_standing(&mut self, slot: Slot, standing: Standing) {
         let Some(page) = self.stable.get_mut(&slot) else { return };
-        let was = std::mem::replace(&mut page.standing, standing);
+        let was = page.standing;
         if was == standing || was == Standing::Retired {
-            page.standing = was;
             return;
         }
         let Some(shelf) = self.shelves.get_mut(&page.node) else { return };
-        let duplicates = shelf.index.entry(page.hash).or_default();
-        match was {
-            Standing::Full => duplicates.full -= 1,
-            _ => duplicates.roomy.retain(|&other| other != slot),
-        }
+        let hash = page.hash;
+        let duplicates = shelf.index.entry(hash).or_default();
+        page.standing = standing;
+        let place = page.place as usize;
         match standing {
-            Standing::Roomy => duplicates.roomy.push(slot),
+            Standing::Roomy => {
+                page.place = duplicates.roomy.len() as u32;
+                duplicates.roomy.push(slot);
+            }
             Standing::Full => duplicates.full += 1,
             Standing::Retired => {}
         }
+        if was == Standing::Full {
+            duplicates.full -= 1;
+        } else {
+            duplicates.roomy.swap_remove(place);
+            // The last one has taken its place.
+            if let Some(moved) = duplicates.roomy.get(place).and_then(|moved| self.stable.get_mut(moved)) {
+                moved.place = place as u32;
+            }
+        }
         if duplicates.roomy.is_empty() && duplicates.full == 0 {
-            shelf.index.remove(&page.hash);
+            shelf.index.remove(&hash);
         }
     }
 }
@@ -489,8 +532,9 @@ impl<P: Pages> Ledger<P> {
 const SPARE_PAGES: u64 = 1 << 13;
 
 impl Shelf {
-    fn new() -> Self {
-        Self { index: HashMap::new(), asked: Asked::new() }
+    fn new(limits: &Limits) -> Self {
+        let asked = Asked::new(limits.remembered_hashes);
+        Self { index: HashMap::new(), asked, pages: 0, shares: 0, reservations: 0 }
     }
 }
 

@@ -28,6 +28,8 @@ pub struct Limits {
     pub published_pages: u64,
     /// Hashes without a stable page that are remembered for a client and a node; the oldest are forgotten.
     pub remembered_hashes: u32,
+    /// The same for all clients and nodes of a domain: with more of them, less is remembered for each.
+    pub domain_hashes: u64,
     /// Reservations that a client may have at a time.
     pub reservations: u32,
     /// News that are kept for a client; the oldest are forgotten.
@@ -49,10 +51,11 @@ impl Default for Limits {
             domain_pages: 1 << 20,
             published_pages: 1 << 19,
             remembered_hashes: 1 << 22,
+            domain_hashes: 1 << 23,
             reservations: 1 << 16,
             news: 1 << 16,
             clients: 1024,
-            clients_of_process: 64,
+            clients_of_process: 8,
             strangers: 32,
             patience: Duration::from_secs(10),
         }
@@ -60,11 +63,13 @@ impl Default for Limits {
 }
 
 impl Limits {
-    /// The default with a quota of stable pages for each domain, of which one client may publish half.
+    /// The default with a quota of stable pages for each domain, of which one client may publish half. Hashes are remembered of eight
+    /// times as many pages: they take less than a twentieth of the quota in addition.
     #[must_use]
     pub fn with_quota(self, quota_bytes: u64) -> Self {
         let domain_pages = quota_bytes / ebb_abi::PAGE_SIZE_BYTES;
-        Self { domain_pages, published_pages: domain_pages.div_ceil(2), ..self }
+        let domain_hashes = domain_pages.saturating_mul(8);
+        Self { domain_pages, published_pages: domain_pages.div_ceil(2), domain_hashes, ..self }
     }
 }
 

@@ -45,7 +45,7 @@ fn neighbouring_pages_get_neighbouring_slots() {
 fn counts_of_many_clients_are_exact_and_memory_is_given_back() {
     const CLIENTS: u64 = 24;
     const PAGES: u64 = 200;
-    let broker = Running::new(Limits { max_page_sharing: 5, ..Limits::default() });
+    let broker = Running::new(Limits { max_page_sharing: 5, clients_of_process: 24, ..Limits::default() });
     let mut clients: Vec<Member> = (0..CLIENTS).map(|_| broker.member("web")).collect();
     let mut held = Vec::new();
     for (number, client) in clients.iter_mut().enumerate() {

@@ -340,6 +340,9 @@ fn explore(mistake: Mistake) -> Result<usize, String> {
             if !seen.insert(next.key()) {
                 continue;
             }
+            if seen.len().is_multiple_of(64) {
+                next.ledger.check();
+            }
             if next.clients.iter().all(|client| client.member.is_none()) {
                 let left: Vec<_> = next.ledger.pages().0.values().flatten().collect();
                 assert!(left.is_empty() || mistake != Mistake::None, "{left:?} is left after {way:?}");

@@ -86,6 +86,46 @@ impl Pages for SimPages {
     }
 }
 
+impl<P: Pages> Ledger<P> {
+    /// Counts everything anew, and looks whether each page is where it says that it is.
+    pub(super) fn check(&self) {
+        let mut counts: BTreeMap<Node, NodeCounts> =
+            self.shelves.keys().map(|&node| (node, NodeCounts::default())).collect();
+        let mut indexed = 0;
+        for (slot, page) in &self.stable {
+            counts.get_mut(&page.node).expect("a shelf").pages += 1;
+            let duplicates = self.shelves[&page.node].index.get(&page.hash);
+            match page.standing {
+                Standing::Roomy => assert_eq!(duplicates.unwrap().roomy[page.place as usize], *slot),
+                Standing::Full => assert!(duplicates.unwrap().full > 0),
+                Standing::Retired => continue,
+            }
+            indexed += 1;
+        }
+        let contents = self.shelves.values().flat_map(|shelf| shelf.index.values());
+        assert_eq!(contents.map(|found| found.roomy.len() + found.full as usize).sum::<usize>(), indexed);
+        let mut holds: HashMap<Slot, u32> = HashMap::new();
+        for (slot, hold) in self.members.values().flat_map(|member| &member.holds) {
+            let count = counts.get_mut(&self.stable[slot].node).expect("a shelf");
+            count.shares += u64::from(hold.shared);
+            count.reservations += u64::from(hold.reserved);
+            *holds.entry(*slot).or_default() += hold.shared + hold.reserved;
+        }
+        assert!(
+            self.stable.iter().all(|(slot, page)| page.holds > 0 && holds.get(slot) == Some(&page.holds))
+        );
+        for (number, member) in &self.members {
+            let publisher = Publisher { member: *number, joined: member.joined };
+            let published = self.stable.values().filter(|page| page.publisher == publisher).count();
+            assert_eq!(member.published, published as u64);
+        }
+        for (node, count) in &mut counts {
+            count.asked = self.shelves[node].asked.len() as u64;
+        }
+        assert_eq!(self.counts(), counts);
+    }
+}
+
 /// A page with content that is told by a number.
 pub(super) fn page(number: u8) -> Vec<u8> {
     let mut page = vec![0x5a; PAGE];

@@ -133,6 +133,64 @@ fn a_retired_page_gets_no_more_sharers_and_keeps_those_it_has() {
     assert_eq!(query(&mut ledger, a, 1), Answer::Stable(other));
 }
 
+/// Many pages of one content: whoever goes, the others stay where they are found.
+#[test]
+fn duplicates_come_and_go_in_any_order() {
+    let (mut ledger, pages) = ledger(Limits { max_page_sharing: 3, ..Limits::default() });
+    let mut members: Vec<_> = (0..3).map(|_| ledger.join().unwrap()).collect();
+    let mut held: Vec<(MemberId, Slot)> = Vec::new();
+    let mut random = 1_u32;
+    for step in 0..3000_usize {
+        random ^= random << 13;
+        random ^= random >> 17;
+        random ^= random << 5;
+        let member = members[random as usize % 3];
+        match (random >> 8) % 8 {
+            0..4 => {
+                let number = (random >> 16) as u8 % 2;
+                let slot = match query(&mut ledger, member, number) {
+                    Answer::Stable(slot) => slot,
+                    _ => publish(&mut ledger, member, &[number]).unwrap()[0],
+                };
+                held.push((member, slot));
+            }
+            4..7 if !held.is_empty() => {
+                let (member, slot) = held.swap_remove(random as usize / 64 % held.len());
+                if random & 32 == 0 {
+                    ledger.change(member, Change::Retired, slot).unwrap();
+                }
+                ledger.change(member, Change::Unused, slot).unwrap();
+            }
+            7 if step % 50 == 0 => {
+                ledger.leave(member);
+                held.retain(|(of, _)| *of != member);
+                members[random as usize % 3] = ledger.join().unwrap();
+            }
+            _ => {}
+        }
+        ledger.check();
+    }
+    for member in members {
+        ledger.leave(member);
+    }
+    ledger.check();
+    assert_eq!(pages.in_use(), 0);
+}
+
+#[test]
+fn the_more_clients_there_are_the_less_is_remembered_for_each() {
+    let limits = Limits { remembered_hashes: 40, domain_hashes: 60, ..Limits::default() };
+    let (mut ledger, _) = ledger(limits);
+    for _ in 0..4 {
+        let member = ledger.join().unwrap();
+        for number in 0..100 {
+            query(&mut ledger, member, number);
+        }
+    }
+    // 40 for the first one, half of 60 for the second, a third and a quarter of 60.
+    assert!(ledger.counts()[&NODE].asked <= 40 + 30 + 20 + 15, "{:?}", ledger.counts());
+}
+
 #[test]
 fn a_lost_connection_frees_nothing_and_the_end_of_the_process_everything() {
     let (mut ledger, pages) = ledger(Limits::default());
