@@ -38,6 +38,8 @@ pub(super) struct Connection {
     pub(super) peer: Arc<Peer>,
     pub(super) stage: Stage,
     incoming: Vec<u8>,
+    /// Bytes at its beginning that were taken. They go when more is read: a client may send many small messages.
+    taken: usize,
     outgoing: VecDeque<Parcel>,
     /// Bytes of the first outgoing message that have gone.
     gone: usize,
@@ -57,6 +59,7 @@ impl Connection {
             peer,
             stage: Stage::Stranger,
             incoming: Vec::new(),
+            taken: 0,
             outgoing: VecDeque::new(),
             gone: 0,
             ended: false,
@@ -83,21 +86,21 @@ impl Connection {
 
     /// What has come and was not taken.
     pub(super) fn incoming(&self) -> &[u8] {
-        &self.incoming
+        &self.incoming[self.taken..]
     }
 
     /// Forgets the first bytes of what has come, which were a message.
     pub(super) fn take(&mut self, bytes: usize) {
         self.waiting_since = None;
-        self.incoming.drain(..bytes);
-        if self.incoming.is_empty() {
-            self.incoming = Vec::new();
+        self.taken += bytes;
+        if self.incoming().is_empty() {
+            self.forget_incoming();
         }
     }
 
     /// The preamble, once it has come.
     pub(super) fn take_role(&mut self) -> Result<Option<Role>, super::hello::PreambleError> {
-        let role = Role::parse(&self.incoming)?;
+        let role = Role::parse(self.incoming())?;
         if role.is_some() {
             self.take(PREAMBLE_BYTES);
         }
@@ -113,6 +116,7 @@ impl Connection {
         if self.ended {
             return Ok(());
         }
+        self.incoming.drain(..std::mem::take(&mut self.taken));
         let before = self.incoming.len();
         self.incoming.resize(before + PIECE_BYTES, 0);
         let room = &mut self.incoming[before..];
@@ -153,7 +157,7 @@ impl Connection {
     /// Notes whether something is expected of the other side: the rest of a message, a hello, that it reads.
     pub(super) fn note_waiting(&mut self, now: Instant) {
         let introduced = matches!(self.stage, Stage::Member(_));
-        let waiting = !introduced || !self.outgoing.is_empty() || !self.incoming.is_empty();
+        let waiting = !introduced || !self.outgoing.is_empty() || !self.incoming().is_empty();
         self.waiting_since = if waiting { self.waiting_since.or(Some(now)) } else { None };
     }
 
@@ -164,7 +168,7 @@ impl Connection {
 
     /// Nothing that has come matters any more.
     pub(super) fn forget_incoming(&mut self) {
-        self.incoming = Vec::new();
+        (self.incoming, self.taken) = (Vec::new(), 0);
     }
 
     /// What a late client was expected to do.

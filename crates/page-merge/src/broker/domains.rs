@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 
 use crate::hash::PageHasher;
 use crate::memory::{Node, Secret};
@@ -45,7 +46,7 @@ pub(super) struct Membership {
 }
 
 /// A message for a client, with the descriptor that goes with it.
-pub(super) type Parcel = (Vec<u8>, Option<OwnedFd>);
+pub(super) type Parcel = (Vec<u8>, Option<Arc<OwnedFd>>);
 
 /// What is left of a client that is not connected any more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -126,7 +127,7 @@ impl Domains {
                     Answer::Stable(slot) => Some(*slot),
                     Answer::Unknown | Answer::Wanted => None,
                 });
-                domain.announce(member, slots, parcels)?;
+                domain.announce(member, slots, parcels);
                 Reply::Answers(answers)
             }
             Request::Publish { node, contents } => {
@@ -134,7 +135,7 @@ impl Domains {
                 let mut slots = Vec::new();
                 match domain.ledger.publish(member, node, contents, &mut slots) {
                     Ok(()) => {
-                        domain.announce(member, slots.iter().copied(), parcels)?;
+                        domain.announce(member, slots.iter().copied(), parcels);
                         Reply::Slots(slots)
                     }
                     Err(error) => {
@@ -200,21 +201,15 @@ impl Domain {
     }
 
     /// Tells a client of segments that it has not heard of.
-    fn announce(
-        &mut self,
-        member: MemberId,
-        slots: impl Iterator<Item = Slot>,
-        parcels: &mut Vec<Parcel>,
-    ) -> Result<(), Refusal> {
-        for slot in slots {
-            if self.ledger.announce(member, slot.segment) {
-                let (descriptor, pages) =
-                    self.ledger.pages().reader(slot.segment).map_err(Refusal::Segment)?;
-                let announcement = Reply::Segment { number: slot.segment, pages };
+    fn announce(&mut self, member: MemberId, slots: impl Iterator<Item = Slot>, parcels: &mut Vec<Parcel>) {
+        for Slot { segment, .. } in slots {
+            if self.ledger.announce(member, segment)
+                && let Some((descriptor, pages)) = self.ledger.pages().reader(segment)
+            {
+                let announcement = Reply::Segment { number: segment, pages };
                 parcels.push((announcement.encode(), Some(descriptor)));
             }
         }
-        Ok(())
     }
 
     fn status(&self, name: &DomainName) -> DomainStatus {

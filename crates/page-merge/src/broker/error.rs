@@ -52,9 +52,12 @@ pub enum BrokerError {
         /// Why.
         reason: String,
     },
-    /// The broker went away or did not answer in time.
+    /// The broker went away, or has not answered for very long.
     #[error("the merge broker is gone: {0}")]
     Gone(String),
+    /// The broker has not answered in time. It may still do so.
+    #[error("the merge broker did not answer within {0:?}")]
+    Late(Duration),
     /// A system call failed that does not fail.
     #[error("cannot {what}: {source}")]
     System {
@@ -112,6 +115,6 @@ pub(super) enum Refusal {
     StatusUser(u32),
     #[error("the broker has no random numbers: {0}")]
     Random(rustix::io::Errno),
-    #[error("cannot hand out a segment: {0}")]
-    Segment(io::Error),
+    #[error("the broker has no room for another connection just now: {0}")]
+    Shortage(io::Error),
 }

@@ -1,5 +1,6 @@
 //! The memory files of a real broker, and the nodes that they can be on.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -19,17 +20,28 @@ use super::ledger::Pages;
 pub(super) struct SealedPages {
     memory: StableMemory,
     segments: Arc<StableSegments>,
+    /// For clients: a descriptor for reading of each segment, opened with it, and its number of pages. A segment that could not be
+    /// handed out when somebody is to share its pages would cost him the connection.
+    readers: BTreeMap<u32, (Arc<OwnedFd>, u32)>,
 }
 
 impl SealedPages {
     pub(super) fn new() -> Self {
         let segments = StableSegments::new();
-        Self { memory: StableMemory::sealed(Arc::clone(&segments)), segments }
+        Self { memory: StableMemory::sealed(Arc::clone(&segments)), segments, readers: BTreeMap::new() }
     }
 
     /// A segment for another process: a descriptor for reading, and its number of pages.
-    pub(super) fn reader(&self, segment: u32) -> io::Result<(OwnedFd, u32)> {
-        self.memory.reader(segment).map_err(to_io)
+    pub(super) fn reader(&self, segment: u32) -> Option<(Arc<OwnedFd>, u32)> {
+        self.readers.get(&segment).cloned()
+    }
+
+    fn open_reader(&mut self, segment: u32) -> io::Result<()> {
+        if !self.readers.contains_key(&segment) {
+            let (descriptor, pages) = self.memory.reader(segment).map_err(to_io)?;
+            self.readers.insert(segment, (Arc::new(descriptor), pages));
+        }
+        Ok(())
     }
 
     /// Number of segments.
@@ -43,7 +55,17 @@ impl Pages for SealedPages {
         let node = (node != Node::ANY).then_some(node.0);
         let mut found = Vec::with_capacity(pages);
         self.memory.allocate(node, pages as u32, &mut found).map_err(to_io)?;
-        slots.extend(found.into_iter().map(|StableSlot { segment, index }| Slot { segment, index }));
+        let found = found.into_iter().map(|StableSlot { segment, index }| Slot { segment, index });
+        let found: Vec<Slot> = found.collect();
+        for run in found.chunk_by(|a, b| a.segment == b.segment) {
+            if let Err(error) = self.open_reader(run[0].segment) {
+                for slot in found {
+                    self.free(slot);
+                }
+                return Err(error);
+            }
+        }
+        slots.extend(found);
         Ok(())
     }
 
@@ -57,7 +79,10 @@ impl Pages for SealedPages {
 
     fn free(&mut self, slot: Slot) -> Option<u32> {
         match self.memory.free(stable(slot)) {
-            Freed::Segment(number) => Some(number),
+            Freed::Segment(number) => {
+                self.readers.remove(&number);
+                Some(number)
+            }
             Freed::Kept | Freed::Punched | Freed::Unknown => None,
         }
     }

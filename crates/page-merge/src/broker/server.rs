@@ -307,7 +307,10 @@ impl Broker {
         let peer = match Peer::of(&socket) {
             Ok(peer) => peer,
             Err(error) => {
-                let refusal = Refusal::Unwatched(error);
+                let refusal = match Errno::from_io_error(&error) {
+                    Some(Errno::MFILE | Errno::NFILE | Errno::NOMEM) => Refusal::Shortage(error),
+                    _ => Refusal::Unwatched(error),
+                };
                 self.refused += 1;
                 self.log(&refusal.to_string());
                 // A new socket takes a few bytes at once, or it does not matter.

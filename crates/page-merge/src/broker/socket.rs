@@ -20,6 +20,12 @@ use super::error::BrokerError;
 /// Connections that may wait to be accepted.
 const BACKLOG: i32 = 128;
 
+/// How long is waited for another one that starts at the same place.
+const START_PATIENCE: Duration = Duration::from_secs(5);
+
+/// How long is waited before something is tried again.
+const PAUSE: Duration = Duration::from_millis(5);
+
 /// The name of a socket that this process has bound; removed when dropped, unless it is another's by now.
 #[derive(Debug)]
 pub(super) struct SocketFile {
@@ -38,7 +44,9 @@ impl SocketFile {
         // Two that start at the same time must not both take over; the lock ends with this function.
         let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
         let folder = File::open(folder).ok();
-        let _lock = folder.filter(|folder| rustix::fs::flock(folder, FlockOperation::LockExclusive).is_ok());
+        if let Some(folder) = &folder {
+            lock(folder).map_err(failed("lock its folder, which another process keeps locked"))?;
+        }
         let socket = stream().map_err(failed("create a socket"))?;
         // The file takes the mode of the socket's own inode (Linux net/unix/af_unix.c, unix_bind_bsd).
         rustix::fs::fchmod(&socket, mode).map_err(failed("set the permissions"))?;
@@ -91,6 +99,19 @@ impl Drop for SocketFile {
     }
 }
 
+/// Locks a folder until it is closed. Everybody who may read it can do so: nobody is waited for without end. A file system
+/// without locks is none that two brokers start on.
+fn lock(folder: &File) -> Result<(), Errno> {
+    let deadline = Instant::now() + START_PATIENCE;
+    loop {
+        match rustix::fs::flock(folder, FlockOperation::NonBlockingLockExclusive) {
+            Err(Errno::WOULDBLOCK) if Instant::now() < deadline => std::thread::sleep(PAUSE),
+            Err(Errno::WOULDBLOCK) => return Err(Errno::WOULDBLOCK),
+            _ => return Ok(()),
+        }
+    }
+}
+
 fn identity(path: &Path) -> Option<(u64, u64)> {
     rustix::fs::lstat(path).ok().map(|stat| (stat.st_dev, stat.st_ino))
 }
@@ -104,6 +125,18 @@ fn is_socket(path: &Path) -> bool {
 pub(super) fn stream() -> Result<OwnedFd, Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
+}
+
+/// Connects. While more wait to be accepted than can, it is tried again until `deadline`.
+pub(super) fn connect(address: &SocketAddrUnix, deadline: Instant) -> Result<OwnedFd, Errno> {
+    loop {
+        let socket = stream()?;
+        match rustix::net::connect(&socket, address) {
+            Ok(()) => return Ok(socket),
+            Err(Errno::AGAIN) if Instant::now() < deadline => std::thread::sleep(PAUSE),
+            Err(errno) => return Err(errno),
+        }
+    }
 }
 
 /// Sends what the system takes at once, with a descriptor at its first byte if there is one.
