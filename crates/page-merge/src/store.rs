@@ -1,6 +1,7 @@
 //! Stable pages: content that several pages share. A store belongs to one trust domain.
 
 use std::io;
+use std::time::Duration;
 
 use crate::memory::{Node, PageHash};
 
@@ -45,6 +46,9 @@ pub enum StoreError {
     /// The store is another process, which is gone or does not answer. What is merged stays as it is.
     #[error("the broker of stable pages is gone: {0}")]
     Gone(String),
+    /// The store is another process, which did not answer in time. It may answer later.
+    #[error("the broker of stable pages did not answer within {0:?}")]
+    Late(Duration),
 }
 
 /// What there is in a store.

@@ -1,15 +1,10 @@
 //! The broker as its clients see it.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::fs::File;
 use std::io;
-use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
-
-use rustix::event::{PollFd, PollFlags};
-use rustix::io::Errno;
-use rustix::net::SocketAddrUnix;
 
 use crate::memory::{Node, PageHash, Secret};
 use crate::store::{Answer, Slot, StableStore, StoreCounts, StoreError};
@@ -17,14 +12,17 @@ use crate::store::{Answer, Slot, StableStore, StoreCounts, StoreError};
 use super::error::BrokerError;
 use super::hello::{Hello, Placement, Role, Welcome};
 use super::limits::{BATCH_HASHES, BATCH_NEWS, BATCH_PAGES, BATCH_UPDATES, ToldLimits};
-use super::message::{Change, PAGE, Reply, Request, split_frame};
+use super::link::Link;
+use super::message::{Change, PAGE, Reply, Request};
 use super::name::DomainName;
 use super::pages::SegmentUser;
-use super::socket::{receive, send, stream, wait};
 use super::status::BrokerStatus;
 
-/// What is read at a time.
-const PIECE_BYTES: usize = 64 << 10;
+/// After so many times its time limit a broker that does not answer counts as gone.
+const LIMITS_UNTIL_GONE: u32 = 60;
+
+/// Messages of news that are taken in one call; more can wait.
+const MOST_NEWS: usize = 64;
 
 /// How a process joins a domain.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -35,7 +33,8 @@ pub struct MemberConfig {
     pub domain: DomainName,
     /// Whether pages of different nodes are merged.
     pub placement: Placement,
-    /// The longest that one call may wait for the broker. After it the broker counts as gone.
+    /// The longest that one call may wait for the broker. After it the broker is late: calls fail at once until it has answered, and
+    /// after a while it counts as gone.
     pub time_limit: Duration,
 }
 
@@ -48,7 +47,8 @@ impl MemberConfig {
 
 /// The stable pages of a domain, owned by a broker.
 ///
-/// Each call waits for the broker at most for [`MemberConfig::time_limit`]. Once the broker is gone it stays so: connections
+/// Each call waits for the broker at most for [`MemberConfig::time_limit`]. A broker that is late is waited for no more, and asked again
+/// once it has answered; what nobody waited for any more is given back. Once the broker is gone it stays so: connections
 /// cannot be made again behind a monitor's system call filters. What is mapped of stable pages stays valid.
 ///
 /// The broker frees a client's holds when its process has ended, not before. So a process that has stable pages mapped must not
@@ -59,13 +59,18 @@ impl MemberConfig {
 pub struct BrokerStore<U> {
     link: Option<Link>,
     why_gone: String,
+    /// Since when the broker has to take something or to answer.
+    late_since: Option<Instant>,
+    /// A question has not been answered.
+    unanswered: bool,
     segments: U,
     secret: Secret,
     nodes: Vec<u32>,
     limits: ToldLimits,
     placement: Placement,
     updates: Vec<(Change, Slot)>,
-    news: VecDeque<(Node, PageHash)>,
+    /// News that came late.
+    news: Vec<(Node, PageHash)>,
     /// Shares of this client's pages by slot.
     shares: HashMap<Slot, u32>,
     /// Shares and reservations by segment, of all segments that the broker has announced.
@@ -81,7 +86,7 @@ impl<U: SegmentUser> BrokerStore<U> {
         let hello = Hello { domain: config.domain.clone(), placement: config.placement };
         let mut bytes = Role::Member.preamble().to_vec();
         bytes.extend(Request::Hello(hello).encode());
-        link.send(&bytes)?;
+        link.begin(&bytes)?;
         let welcome = match link.reply()? {
             Reply::Welcome(welcome) => welcome,
             other => return Err(unexpected(&other)),
@@ -90,13 +95,15 @@ impl<U: SegmentUser> BrokerStore<U> {
         Ok(Self {
             link: Some(link),
             why_gone: String::new(),
+            late_since: None,
+            unanswered: false,
             segments,
             secret: Secret(secret),
             nodes,
             limits,
             placement: config.placement,
             updates: Vec::new(),
-            news: VecDeque::new(),
+            news: Vec::new(),
             shares: HashMap::new(),
             holds: HashMap::new(),
         })
@@ -124,13 +131,12 @@ impl<U: SegmentUser> BrokerStore<U> {
 
     /// Tells the broker what has been shared and given up. The other calls do so, too.
     pub fn flush(&mut self) {
-        while !self.updates.is_empty() {
+        while !self.updates.is_empty() && self.catch_up().is_ok() {
             let count = self.updates.len().min(BATCH_UPDATES);
             let request = Request::Updates(self.updates.drain(..count).collect()).encode();
-            if self.with_link(|link| link.send(&request)).is_err() {
-                // Nobody is interested any more.
-                self.updates = Vec::new();
-            }
+            let sent = self.link.as_mut().map_or(Ok(()), |link| link.begin(&request));
+            // What could not be sent will be, or nobody is interested any more.
+            let _ = self.judge(sent);
         }
     }
 
@@ -139,7 +145,7 @@ impl<U: SegmentUser> BrokerStore<U> {
             return;
         }
         self.updates.push((change, slot));
-        if self.updates.len() >= BATCH_UPDATES {
+        if self.updates.len().is_multiple_of(BATCH_UPDATES) {
             self.flush();
         }
     }
@@ -147,37 +153,98 @@ impl<U: SegmentUser> BrokerStore<U> {
     /// Asks, and takes what the broker has to say until the answer.
     fn ask(&mut self, request: &Request<'_>) -> Result<Reply, StoreError> {
         self.flush();
-        let (segments, holds) = (&mut self.segments, &mut self.holds);
-        let link = self.link.as_mut().ok_or_else(|| StoreError::Gone(self.why_gone.clone()))?;
-        let answer = link.send(&request.encode()).and_then(|()| {
-            loop {
-                match link.reply()? {
-                    Reply::Segment { number, .. } => {
-                        let file = link.descriptor()?;
-                        segments.add(number, File::from(file)).map_err(|error| {
-                            BrokerError::Gone(format!("its segment {number} cannot be used: {error}"))
-                        })?;
-                        holds.insert(number, 0);
-                    }
-                    Reply::Closed(numbers) => {
-                        for number in numbers {
-                            holds.remove(&number);
-                            segments.remove(number);
-                        }
-                    }
-                    answer => return Ok(answer),
-                }
-            }
-        });
-        answer.map_err(|error| self.lose(&error))
+        self.catch_up()?;
+        let Some(link) = &mut self.link else { return Err(StoreError::Gone(self.why_gone.clone())) };
+        self.unanswered = true;
+        let sent = link.begin(&request.encode());
+        let answer = sent.and_then(|()| self.answer());
+        self.judge(answer)
     }
 
-    fn with_link(
-        &mut self,
-        action: impl FnOnce(&mut Link) -> Result<(), BrokerError>,
-    ) -> Result<(), StoreError> {
-        let link = self.link.as_mut().ok_or_else(|| StoreError::Gone(self.why_gone.clone()))?;
-        action(link).map_err(|error| self.lose(&error))
+    /// Takes what the broker has to say until an answer.
+    fn answer(&mut self) -> Result<Reply, BrokerError> {
+        let Some(link) = &mut self.link else { return Err(BrokerError::Gone(self.why_gone.clone())) };
+        loop {
+            match link.reply()? {
+                Reply::Segment { number, .. } => {
+                    let file = link.descriptor()?;
+                    self.segments.add(number, File::from(file)).map_err(|error| {
+                        BrokerError::Gone(format!("its segment {number} cannot be used: {error}"))
+                    })?;
+                    self.holds.insert(number, 0);
+                }
+                Reply::Closed(numbers) => {
+                    for number in numbers {
+                        self.holds.remove(&number);
+                        self.segments.remove(number);
+                    }
+                }
+                answer => {
+                    self.unanswered = false;
+                    return Ok(answer);
+                }
+            }
+        }
+    }
+
+    /// Sees whether a broker that was late has caught up. Does not wait for it.
+    fn catch_up(&mut self) -> Result<(), StoreError> {
+        if self.late_since.is_none() {
+            return Ok(());
+        }
+        let Some(link) = &mut self.link else { return Err(StoreError::Gone(self.why_gone.clone())) };
+        link.stop_waiting();
+        let mut result = link.flush();
+        if result.is_ok() && self.unanswered {
+            result = self.answer().map(|answer| self.give_back(answer));
+        }
+        self.judge(result)?;
+        self.late_since = None;
+        tracing::info!("the merge broker answers again");
+        Ok(())
+    }
+
+    /// An answer that nobody waits for any more.
+    fn give_back(&mut self, answer: Reply) {
+        let slots: Vec<Slot> = match answer {
+            Reply::Slots(slots) => slots,
+            Reply::Answers(answers) => answers
+                .into_iter()
+                .filter_map(|answer| match answer {
+                    Answer::Stable(slot) => Some(slot),
+                    Answer::Unknown | Answer::Wanted => None,
+                })
+                .collect(),
+            Reply::News(news) => {
+                self.news.extend(news);
+                return;
+            }
+            _ => return,
+        };
+        for slot in slots {
+            self.note_hold(slot);
+            self.drop_hold(slot);
+            // The caller sends it.
+            self.updates.push((Change::Unused, slot));
+        }
+    }
+
+    /// What comes of an exchange: a broker that is late may answer later, any other failure ends the connection.
+    fn judge<T>(&mut self, result: Result<T, BrokerError>) -> Result<T, StoreError> {
+        match result {
+            Ok(value) => Ok(value),
+            Err(BrokerError::Late(limit)) => {
+                let since = *self.late_since.get_or_insert_with(Instant::now);
+                let until_gone = limit * LIMITS_UNTIL_GONE;
+                if since.elapsed() >= until_gone {
+                    return Err(
+                        self.lose(&BrokerError::Gone(format!("it did not answer within {until_gone:?}")))
+                    );
+                }
+                Err(StoreError::Late(limit))
+            }
+            Err(error) => Err(self.lose(&error)),
+        }
     }
 
     /// The broker is not asked any more.
@@ -189,7 +256,8 @@ impl<U: SegmentUser> BrokerStore<U> {
         tracing::warn!("the merge broker is gone, there are no further shared pages: {why}");
         self.link = None;
         self.updates = Vec::new();
-        self.news = VecDeque::new();
+        self.news = Vec::new();
+        (self.late_since, self.unanswered) = (None, false);
         self.why_gone.clone_from(&why);
         // Nobody says any more when a segment is not needed.
         let unused: Vec<u32> =
@@ -348,8 +416,10 @@ impl<U: SegmentUser> StableStore for BrokerStore<U> {
     }
 
     fn news(&mut self, news: &mut Vec<(Node, PageHash)>) {
-        loop {
-            match self.ask(&Request::News) {
+        for _ in 0..MOST_NEWS {
+            let reply = self.ask(&Request::News);
+            news.append(&mut self.news);
+            match reply {
                 Ok(Reply::News(found)) => {
                     let more = found.len() >= BATCH_NEWS;
                     news.extend(found);
@@ -371,11 +441,8 @@ impl<U> Drop for BrokerStore<U> {
     /// Says what has not been said yet, if the broker takes it at once. What is still held is freed when the process ends.
     fn drop(&mut self) {
         let Some(link) = &mut self.link else { return };
-        link.limit = Duration::ZERO;
         for batch in self.updates.chunks(BATCH_UPDATES) {
-            if link.send(&Request::Updates(batch.to_vec()).encode()).is_err() {
-                return;
-            }
+            link.part_with(&Request::Updates(batch.to_vec()).encode());
         }
     }
 }
@@ -383,7 +450,7 @@ impl<U> Drop for BrokerStore<U> {
 /// The state of the broker that listens at `path`.
 pub fn ask_status(path: &Path, time_limit: Duration) -> Result<BrokerStatus, BrokerError> {
     let mut link = Link::connect(path, time_limit)?;
-    link.send(&Role::Status.preamble())?;
+    link.begin(&Role::Status.preamble())?;
     match link.reply()? {
         Reply::Status(document) => serde_json::from_slice(&document)
             .map_err(|error| BrokerError::Gone(format!("its state does not parse: {error}"))),
@@ -395,101 +462,5 @@ fn unexpected(reply: &Reply) -> BrokerError {
     match reply {
         Reply::Refused(reason) => BrokerError::Refused { reason: reason.clone() },
         _ => BrokerError::Gone("it gave an answer to another question".to_owned()),
-    }
-}
-
-/// A connection to a broker, on which every wait has an end.
-#[derive(Debug)]
-struct Link {
-    socket: OwnedFd,
-    limit: Duration,
-    /// When the exchange that is under way must be over.
-    deadline: Instant,
-    incoming: Vec<u8>,
-    descriptors: VecDeque<OwnedFd>,
-}
-
-impl Link {
-    fn connect(path: &Path, limit: Duration) -> Result<Self, BrokerError> {
-        let failed = |errno: Errno| BrokerError::Connect { path: path.to_owned(), source: errno.into() };
-        let address = SocketAddrUnix::new(path).map_err(failed)?;
-        let socket = stream().map_err(BrokerError::system("create a socket"))?;
-        rustix::net::connect(&socket, &address).map_err(failed)?;
-        let credentials = rustix::net::sockopt::socket_peercred(&socket)
-            .map_err(BrokerError::system("find out who the broker is"))?;
-        let ours = rustix::process::geteuid();
-        if credentials.uid != ours && !credentials.uid.is_root() {
-            let (theirs, ours) = (credentials.uid.as_raw(), ours.as_raw());
-            return Err(BrokerError::ForeignUser { path: path.to_owned(), theirs, ours });
-        }
-        let deadline = Instant::now() + limit;
-        Ok(Self { socket, limit, deadline, incoming: Vec::new(), descriptors: VecDeque::new() })
-    }
-
-    /// Begins an exchange.
-    fn send(&mut self, bytes: &[u8]) -> Result<(), BrokerError> {
-        self.deadline = Instant::now() + self.limit;
-        let mut sent = 0;
-        while sent < bytes.len() {
-            match send(&self.socket, &bytes[sent..], None) {
-                Ok(count) => sent += count,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.wait(PollFlags::OUT)?,
-                Err(error) => return Err(self.last_words(&error)),
-            }
-        }
-        Ok(())
-    }
-
-    /// The next message of the broker.
-    fn reply(&mut self) -> Result<Reply, BrokerError> {
-        let garbage = |error| BrokerError::Gone(format!("it sent {error}"));
-        loop {
-            if let Some((kind, body, length)) = split_frame(&self.incoming).map_err(garbage)? {
-                let reply = Reply::decode(kind, body).map_err(garbage)?;
-                self.incoming.drain(..length);
-                return match reply {
-                    Reply::Refused(reason) => Err(BrokerError::Refused { reason }),
-                    reply => Ok(reply),
-                };
-            }
-            let before = self.incoming.len();
-            self.incoming.resize(before + PIECE_BYTES, 0);
-            let received = receive(&self.socket, &mut self.incoming[before..], &mut self.descriptors);
-            self.incoming.truncate(before + received.as_ref().unwrap_or(&0));
-            match received {
-                Ok(0) => return Err(BrokerError::Gone("it has ended the connection".to_owned())),
-                Ok(_) => {}
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.wait(PollFlags::IN)?,
-                Err(error) => return Err(BrokerError::Gone(error.to_string())),
-            }
-        }
-    }
-
-    /// The descriptor of the announcement that was just read.
-    fn descriptor(&mut self) -> Result<OwnedFd, BrokerError> {
-        self.descriptors
-            .pop_front()
-            .ok_or_else(|| BrokerError::Gone("it announced a segment without its descriptor".to_owned()))
-    }
-
-    fn wait(&self, for_what: PollFlags) -> Result<(), BrokerError> {
-        if Instant::now() >= self.deadline {
-            return Err(BrokerError::Gone(format!("it did not answer within {:?}", self.limit)));
-        }
-        wait(&mut [PollFd::new(&self.socket, for_what)], Some(self.deadline))
-            .map_err(|source| BrokerError::System { what: "wait for the broker", source })
-    }
-
-    /// A broker that ends a connection may have said why.
-    fn last_words(&mut self, error: &io::Error) -> BrokerError {
-        self.limit = Duration::ZERO;
-        self.deadline = Instant::now();
-        loop {
-            match self.reply() {
-                Err(refused @ BrokerError::Refused { .. }) => return refused,
-                Ok(_) => {}
-                Err(_) => return BrokerError::Gone(error.to_string()),
-            }
-        }
     }
 }

@@ -9,7 +9,8 @@
 //!   can change nothing that others have mapped.
 //! - The content of a slot does not change while anybody holds it. A client whose connection ends keeps what it holds until its
 //!   *process* has ended, which the broker watches (pidfd_open(2)): what is mapped stays mapped however the connection was lost.
-//! - A broker that ends leaves its clients what they have mapped; they get no further shares ([`StoreError::Gone`](crate::StoreError::Gone)).
+//! - A broker that ends leaves its clients what they have mapped; they get no further shares ([`StoreError::Gone`](crate::StoreError::Gone)). One
+//!   that is only late ([`StoreError::Late`](crate::StoreError::Late)) is asked again when it has answered.
 //! - Published pages are found under the hash that the broker computed, and every client compares before it replaces anything:
 //!   a client that lies costs others nothing but time, and room up to its quota.
 
@@ -24,6 +25,7 @@ pub mod fuzzing;
 mod hello;
 mod ledger;
 mod limits;
+mod link;
 mod message;
 mod name;
 mod pages;

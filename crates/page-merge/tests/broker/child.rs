@@ -7,10 +7,11 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use ebb_page_merge::StableStore;
 use ebb_page_merge::broker::{Broker, BrokerConfig, Limits, Placement};
+use rustix::process::{Pid, Signal, kill_process};
 
 use crate::cuts::script;
 use crate::raw::Raw;
-use crate::support::Member;
+use crate::support::{Member, wait_until};
 
 const ROLE: &str = "EBB_BROKER_TEST_ROLE";
 const SOCKET: &str = "EBB_BROKER_TEST_SOCKET";
@@ -58,6 +59,24 @@ impl Process {
         self.child.id()
     }
 
+    /// SIGSTOP. It stands still when this returns.
+    pub fn stop(&self) {
+        self.signal(Signal::STOP);
+        wait_until("the standstill", || {
+            let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.id())).unwrap();
+            stat.contains(") T ")
+        });
+    }
+
+    /// SIGCONT.
+    pub fn go_on(&self) {
+        self.signal(Signal::CONT);
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_raw(self.id() as i32).unwrap(), signal).unwrap();
+    }
+
     /// SIGKILL.
     pub fn kill(&mut self) {
         self.child.kill().unwrap();
@@ -80,6 +99,7 @@ fn another_process() {
     let socket = PathBuf::from(std::env::var_os(SOCKET).expect("it is run by other tests"));
     match std::env::var(ROLE).unwrap().as_str() {
         "broker" => broker(socket),
+        "poor broker" => crate::descriptors::serve(&socket),
         "sharer" => sharer(&socket),
         "churner" => churner(&socket),
         "cutter" => cutter(&socket),

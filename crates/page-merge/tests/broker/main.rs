@@ -5,6 +5,7 @@
 mod child;
 mod cuts;
 mod death;
+mod descriptors;
 mod domains;
 mod end_to_end;
 mod fuzz_smoke;

@@ -1,6 +1,7 @@
 //! Brokers that are killed.
 
-use std::time::Duration;
+use std::path::Path;
+use std::time::{Duration, Instant};
 
 use ebb_page_merge::broker::{BrokerError, BrokerStore, MemberConfig, Placement, ask_status};
 use ebb_page_merge::{Answer, Node, StableStore, StoreError};
@@ -75,29 +76,76 @@ impl Member {
     }
 }
 
+/// A client that does not wait for long.
+fn impatient(path: &Path, limit: Duration) -> Member {
+    let mut config = MemberConfig::new(path.to_owned(), "web".parse().unwrap(), Placement::Across);
+    config.time_limit = limit;
+    Member::with_config(&config).unwrap()
+}
+
 #[test]
-fn a_broker_that_does_not_answer_is_given_up_after_the_time_limit() {
+fn a_broker_that_is_late_is_asked_again_and_what_it_gave_meanwhile_is_given_back() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("broker");
     let mut broker = Process::start("broker", &path);
     broker.wait_for("listening");
-    let mut config = MemberConfig::new(path.clone(), "web".parse().unwrap(), Placement::Across);
-    config.time_limit = Duration::from_millis(200);
-    let mut store = BrokerStore::connect(&config, Segments::new()).unwrap();
-    let pid = rustix::process::Pid::from_raw(broker.id() as i32).unwrap();
-    rustix::process::kill_process(pid, rustix::process::Signal::STOP).unwrap();
-    wait_until("the standstill", || {
-        let stat = std::fs::read_to_string(format!("/proc/{}/stat", broker.id())).unwrap();
-        stat.contains(") T ")
+    let mut other = Member::join(&path, "web", Placement::Across).unwrap();
+    let seven = other.make(&[7])[0];
+    let mut member = impatient(&path, Duration::from_millis(100));
+    let (hash, mut answers) = (member.hash(7), Vec::new());
+
+    for late in ["a question", "a publication"] {
+        broker.stop();
+        let begin = Instant::now();
+        let error = if late == "a question" {
+            member.store.query(Node::ANY, &[hash], &mut answers).unwrap_err()
+        } else {
+            let hash = member.hash(9);
+            member.store.publish(Node::ANY, &[hash], &page(9), &mut Vec::new()).unwrap_err()
+        };
+        assert!(matches!(error, StoreError::Late(_)), "{late}: {error}");
+        assert!(begin.elapsed() < LONG / 2);
+        // Others wait for nothing, and what is to be said is kept.
+        let error = member.store.query(Node::ANY, &[hash], &mut answers).unwrap_err();
+        assert!(matches!(error, StoreError::Late(_)), "{error}");
+        assert!(answers.is_empty() && member.news().is_empty() && member.store.why_gone().is_none());
+
+        broker.go_on();
+        wait_until("an answer", || member.store.query(Node::ANY, &[hash], &mut answers).is_ok());
+        assert_eq!(std::mem::take(&mut answers), [Answer::Stable(seven)], "{late}");
+        assert_eq!(member.read(seven), page(7));
+        member.store.unused(seven);
+        member.store.flush();
+        // Neither the late answer's reservation nor the late publication's page is left.
+        wait_until("that all is given back", || {
+            let status = ask_status(&path, LONG).unwrap();
+            let node = &status.domains[0].nodes[0];
+            (node.stable_pages, node.sharers, node.reservations) == (1, 1, 0)
+        });
+    }
+}
+
+#[test]
+fn a_broker_that_does_not_answer_for_very_long_is_given_up() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("broker");
+    let mut broker = Process::start("broker", &path);
+    broker.wait_for("listening");
+    let mut member = impatient(&path, Duration::from_millis(20));
+    let hash = member.hash(1);
+    broker.stop();
+    let mut last = None;
+    wait_until("the end of patience", || {
+        last = member.store.query(Node::ANY, &[hash], &mut Vec::new()).err();
+        matches!(last, Some(StoreError::Gone(_)))
     });
-    let gone = store.query(Node::ANY, &[ebb_page_merge::PageHash::new(1)], &mut Vec::new()).unwrap_err();
-    assert!(gone.to_string().contains("200ms"), "{gone}");
+    assert!(last.unwrap().to_string().contains("1.2s"));
     // For good, even if it comes back.
-    rustix::process::kill_process(pid, rustix::process::Signal::CONT).unwrap();
+    broker.go_on();
     assert!(ask_status(&path, LONG).is_ok());
-    assert!(store.query(Node::ANY, &[], &mut Vec::new()).is_ok(), "nothing is asked");
-    let gone = store.query(Node::ANY, &[ebb_page_merge::PageHash::new(1)], &mut Vec::new());
-    assert!(matches!(gone, Err(StoreError::Gone(_))));
+    assert!(member.store.query(Node::ANY, &[], &mut Vec::new()).is_ok(), "nothing is asked");
+    assert!(member.query_fails());
+    assert!(member.store.why_gone().is_some());
 }
 
 #[test]

@@ -123,10 +123,14 @@ impl Member {
     pub fn join(path: &Path, domain: &str, placement: Placement) -> Result<Self, BrokerError> {
         let mut config = MemberConfig::new(path.to_owned(), domain.parse().unwrap(), placement);
         config.time_limit = LONG;
+        Self::with_config(&config)
+    }
+
+    pub fn with_config(config: &MemberConfig) -> Result<Self, BrokerError> {
         let segments = Segments::new();
-        let store = BrokerStore::connect(&config, segments.clone())?;
+        let store = BrokerStore::connect(config, segments.clone())?;
         let hasher = PageHasher::new(&store.secret());
-        let node = match placement {
+        let node = match config.placement {
             Placement::Across => Node::ANY,
             Placement::Apart => Node(0),
         };

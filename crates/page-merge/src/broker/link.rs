@@ -1,0 +1,136 @@
+//! A connection to a broker, on which every wait has an end.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
+use rustix::net::SocketAddrUnix;
+
+use super::error::BrokerError;
+use super::message::{Reply, split_frame};
+use super::socket::{self, receive, send, wait};
+
+/// What is read at a time.
+const PIECE_BYTES: usize = 64 << 10;
+
+/// A connection. What could not be sent or was not answered in time stays: it can be gone on with later.
+#[derive(Debug)]
+pub(super) struct Link {
+    socket: OwnedFd,
+    limit: Duration,
+    /// When the exchange that is under way must be over.
+    deadline: Instant,
+    outgoing: Vec<u8>,
+    /// Bytes of `outgoing` that have gone.
+    gone: usize,
+    incoming: Vec<u8>,
+    descriptors: VecDeque<OwnedFd>,
+}
+
+impl Link {
+    pub(super) fn connect(path: &Path, limit: Duration) -> Result<Self, BrokerError> {
+        let failed = |errno: Errno| BrokerError::Connect { path: path.to_owned(), source: errno.into() };
+        let address = SocketAddrUnix::new(path).map_err(failed)?;
+        let deadline = Instant::now() + limit;
+        let socket = socket::connect(&address, deadline).map_err(failed)?;
+        let credentials = rustix::net::sockopt::socket_peercred(&socket)
+            .map_err(BrokerError::system("find out who the broker is"))?;
+        let ours = rustix::process::geteuid();
+        if credentials.uid != ours && !credentials.uid.is_root() {
+            let (theirs, ours) = (credentials.uid.as_raw(), ours.as_raw());
+            return Err(BrokerError::ForeignUser { path: path.to_owned(), theirs, ours });
+        }
+        let (outgoing, incoming, descriptors) = (Vec::new(), Vec::new(), VecDeque::new());
+        Ok(Self { socket, limit, deadline, outgoing, gone: 0, incoming, descriptors })
+    }
+
+    /// Waits no more from now on.
+    pub(super) fn stop_waiting(&mut self) {
+        self.deadline = Instant::now();
+    }
+
+    /// Begins an exchange, in which something is sent.
+    pub(super) fn begin(&mut self, bytes: &[u8]) -> Result<(), BrokerError> {
+        self.deadline = Instant::now() + self.limit;
+        self.outgoing.extend_from_slice(bytes);
+        self.flush()
+    }
+
+    /// Sends what has not gone yet.
+    pub(super) fn flush(&mut self) -> Result<(), BrokerError> {
+        while let Some(rest) = self.outgoing.get(self.gone..).filter(|rest| !rest.is_empty()) {
+            match send(&self.socket, rest, None) {
+                Ok(count) => self.gone += count,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.wait(PollFlags::OUT)?,
+                Err(error) => return Err(self.last_words(&error)),
+            }
+        }
+        self.outgoing.clear();
+        self.gone = 0;
+        Ok(())
+    }
+
+    /// Sends what goes at once, and hears no answer.
+    pub(super) fn part_with(&mut self, bytes: &[u8]) {
+        self.outgoing.extend_from_slice(bytes);
+        self.stop_waiting();
+        // Whoever ends is not interested in why it does not go.
+        let _ = self.flush();
+    }
+
+    /// The next message of the broker.
+    pub(super) fn reply(&mut self) -> Result<Reply, BrokerError> {
+        let garbage = |error| BrokerError::Gone(format!("it sent {error}"));
+        loop {
+            if let Some((kind, body, length)) = split_frame(&self.incoming).map_err(garbage)? {
+                let reply = Reply::decode(kind, body).map_err(garbage)?;
+                self.incoming.drain(..length);
+                return match reply {
+                    Reply::Refused(reason) => Err(BrokerError::Refused { reason }),
+                    reply => Ok(reply),
+                };
+            }
+            let before = self.incoming.len();
+            self.incoming.resize(before + PIECE_BYTES, 0);
+            let received = receive(&self.socket, &mut self.incoming[before..], &mut self.descriptors);
+            self.incoming.truncate(before + received.as_ref().unwrap_or(&0));
+            match received {
+                Ok(0) => return Err(BrokerError::Gone("it has ended the connection".to_owned())),
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.wait(PollFlags::IN)?,
+                Err(error) => return Err(BrokerError::Gone(error.to_string())),
+            }
+        }
+    }
+
+    /// The descriptor of the announcement that was just read.
+    pub(super) fn descriptor(&mut self) -> Result<OwnedFd, BrokerError> {
+        self.descriptors
+            .pop_front()
+            .ok_or_else(|| BrokerError::Gone("it announced a segment without its descriptor".to_owned()))
+    }
+
+    fn wait(&self, for_what: PollFlags) -> Result<(), BrokerError> {
+        if Instant::now() >= self.deadline {
+            return Err(BrokerError::Late(self.limit));
+        }
+        wait(&mut [PollFd::new(&self.socket, for_what)], Some(self.deadline))
+            .map_err(|source| BrokerError::System { what: "wait for the broker", source })
+    }
+
+    /// A broker that ends a connection may have said why.
+    fn last_words(&mut self, error: &io::Error) -> BrokerError {
+        self.stop_waiting();
+        loop {
+            match self.reply() {
+                Err(refused @ BrokerError::Refused { .. }) => return refused,
+                Ok(_) => {}
+                Err(_) => return BrokerError::Gone(error.to_string()),
+            }
+        }
+    }
+}

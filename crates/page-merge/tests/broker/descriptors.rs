@@ -1,0 +1,105 @@
+//! A broker that has as many descriptors open as it may.
+
+use std::path::Path;
+use std::time::Duration;
+
+use ebb_page_merge::broker::{Broker, BrokerConfig, BrokerError, Limits, MemberConfig, Placement};
+use ebb_page_merge::{Answer, Node, StableStore, StoreError};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+use crate::child::Process;
+use crate::support::{Member, page};
+
+/// A broker that is told how many more descriptors it may open.
+pub fn serve(path: &Path) {
+    let config = BrokerConfig { path: path.to_owned(), domains: Vec::new(), limits: Limits::default() };
+    let mut broker = Broker::bind(config).unwrap();
+    let (wait, _stop) = rustix::pipe::pipe().unwrap();
+    std::thread::spawn(|| {
+        println!("\nlistening");
+        for line in std::io::stdin().lines() {
+            let spare = line.unwrap().parse().unwrap();
+            // To look at them takes one.
+            limit(1000);
+            limit(limit_with(spare));
+            println!("\nspare");
+        }
+    });
+    broker.run(std::os::fd::AsFd::as_fd(&wait)).unwrap();
+}
+
+fn limit(descriptors: u64) {
+    let limit = Rlimit { current: Some(descriptors), ..getrlimit(Resource::Nofile) };
+    setrlimit(Resource::Nofile, limit).unwrap();
+}
+
+/// The limit below which `spare` numbers of descriptors are free.
+fn limit_with(spare: usize) -> u64 {
+    let entries = std::fs::read_dir("/proc/self/fd").unwrap();
+    let numbers = entries.map(|entry| entry.unwrap().file_name().to_str().unwrap().parse().unwrap());
+    let mut open: Vec<u64> = numbers.collect();
+    // The folder's own was closed with it.
+    open.retain(|number| std::fs::symlink_metadata(format!("/proc/self/fd/{number}")).is_ok());
+    (0..).filter(|number| !open.contains(number)).nth(spare).unwrap()
+}
+
+impl Process {
+    fn spare(&mut self, descriptors: usize) {
+        self.tell(&descriptors.to_string());
+        self.wait_for("spare");
+    }
+}
+
+#[test]
+fn without_descriptors_nobody_loses_what_he_has_and_later_all_goes_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("broker");
+    let mut broker = Process::start("poor broker", &path);
+    broker.wait_for("listening");
+    let mut a = Member::join(&path, "web", Placement::Across).unwrap();
+    let mut b = Member::join(&path, "web", Placement::Across).unwrap();
+    let one = a.make(&[1])[0];
+
+    // What is there can be shared with those who have not heard of its file.
+    broker.spare(0);
+    assert_eq!(b.share(1), one);
+
+    // A domain of its own has no file yet.
+    broker.spare(20);
+    let mut other = Member::join(&path, "other", Placement::Across).unwrap();
+    let mut made = 0;
+    for spare in 0..8 {
+        broker.spare(spare);
+        let (hash, mut slots) = (other.hash(2), Vec::new());
+        match other.store.publish(Node::ANY, &[hash], &page(2), &mut slots) {
+            Ok(()) => {
+                assert_eq!(other.read(slots[0]), page(2));
+                other.store.unused(slots[0]);
+                made += 1;
+            }
+            Err(StoreError::NoRoom { .. }) => assert!(slots.is_empty()),
+            Err(error) => panic!("with {spare} descriptors: {error}"),
+        }
+        other.store.flush();
+        assert_eq!(other.query(2), Answer::Unknown, "nothing is left of it");
+    }
+    assert!((1..8).contains(&made), "{made}");
+
+    // Who comes now has to come again.
+    let mut config = MemberConfig::new(path.clone(), "web".parse().unwrap(), Placement::Across);
+    config.time_limit = Duration::from_millis(300);
+    for spare in [0, 1] {
+        broker.spare(spare);
+        let error = Member::with_config(&config).err().unwrap();
+        match (spare, &error) {
+            (0, BrokerError::Late(_)) => {}
+            (1, BrokerError::Refused { reason }) => assert!(reason.contains("no room"), "{reason}"),
+            _ => panic!("with {spare} descriptors: {error}"),
+        }
+        assert_eq!(a.query(1), Answer::Stable(one));
+        a.store.unused(one);
+    }
+    broker.spare(20);
+    let mut late = Member::join(&path, "web", Placement::Across).unwrap();
+    assert_eq!(late.share(1), one);
+}
