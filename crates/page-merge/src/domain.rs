@@ -12,7 +12,7 @@ use crate::{
     replace::Planned,
     settings::{Nodes, Settings},
     statistics::{Counters, Statistics},
-    store::{Slot, StableStore},
+    store::{Slot, StableStore, StoreError},
     table::Table,
 };
 
@@ -22,6 +22,9 @@ const SAME_HASH: usize = 8;
 
 /// Passes after which what could not be done, or seldom changes, is looked at again.
 pub(crate) const SELDOM_PASSES: u64 = 16;
+
+/// Passes without an error after which the last one is of no interest any more: what could not be done was tried again by then.
+const CALM_PASSES: u64 = 2 * SELDOM_PASSES;
 
 /// Longest run that is waited for when mappings are scarce.
 const LONGEST_MIN_RUN: u32 = 64;
@@ -61,6 +64,19 @@ impl Pass<'_> {
     }
 }
 
+/// What the store is good for in this pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Help {
+    /// Everything.
+    Full,
+    /// It has no room: what is there can be shared, and nothing is published.
+    Known,
+    /// It does not answer. Pages that it was not asked for are tried later: somebody else may have what they contain.
+    Late,
+    /// It is gone, for good as a rule.
+    None,
+}
+
 /// The memory of one virtual machine.
 pub(crate) struct Member<M> {
     pub(crate) memory: M,
@@ -86,10 +102,12 @@ pub(crate) struct Domain<M, S> {
     pub(crate) contents: Vec<u8>,
     /// Pages that are about to be replaced; none between two steps.
     pub(crate) planned: Vec<Planned>,
-    /// The store is not asked again in this pass.
-    pub(crate) store_failed: bool,
+    /// What the store is good for in this pass.
+    pub(crate) help: Help,
     /// The last error, for whoever wonders.
     pub(crate) last_error: Option<String>,
+    /// Passes since then.
+    calm_passes: u64,
 }
 
 impl<M: Memory, S: StableStore> Domain<M, S> {
@@ -105,8 +123,9 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
             counters: Counters::default(),
             contents: Vec::new(),
             planned: Vec::new(),
-            store_failed: false,
+            help: Help::Full,
             last_error: None,
+            calm_passes: 0,
         }
     }
 
@@ -157,7 +176,11 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
 
     /// Takes over what has changed in the members' layout, and begins a pass.
     pub(crate) fn begin_pass(&mut self, pass: &Pass<'_>) {
-        self.store_failed = false;
+        self.help = Help::Full;
+        self.calm_passes += 1;
+        if self.calm_passes > CALM_PASSES {
+            self.last_error = None;
+        }
         for number in 0..self.members.len() {
             let Some(member) = self.members[number].as_mut() else { continue };
             if member.refused_short_runs {
@@ -345,26 +368,37 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         self.store.release(slot);
     }
 
-    pub(crate) fn note_store_error(&mut self, error: &crate::StoreError) {
+    pub(crate) fn note_store_error(&mut self, error: &StoreError) {
         self.counters.store_errors += 1;
-        self.store_failed = true;
-        let text = error.to_string();
+        self.help = match error {
+            StoreError::NoRoom { .. } => Help::Known,
+            StoreError::Late(_) => Help::Late,
+            StoreError::Gone(_) => Help::None,
+        };
         // A store that is gone is so for good, and its owner has said so already.
-        if self.last_error.as_ref() == Some(&text) || matches!(error, crate::StoreError::Gone(_)) {
-            tracing::debug!(%error, "merging goes on without the store for this pass");
+        if self.is_worth_a_line(self.counters.store_errors) && self.help != Help::None {
+            tracing::warn!(%error, "some pages are merged later");
         } else {
-            tracing::warn!(%error, "merging goes on without the store for this pass");
+            tracing::debug!(%error, "some pages are merged later");
         }
-        self.last_error = Some(text);
+        self.note_error(error.to_string());
     }
 
     pub(crate) fn note_memory_error(&mut self, error: &M::Error) {
         self.counters.memory_errors += 1;
-        let text = error.to_string();
-        if self.last_error.as_ref() != Some(&text) {
-            tracing::warn!(%error, "a block of memory could not be merged");
-            self.last_error = Some(text);
+        if self.is_worth_a_line(self.counters.memory_errors) {
+            tracing::warn!(%error, "some memory could not be merged");
         }
+        self.note_error(error.to_string());
+    }
+
+    /// Whether an error should be told, as the `count`th of its kind: the first one after a calm time, and then ever fewer.
+    fn is_worth_a_line(&self, count: u64) -> bool {
+        self.last_error.is_none() || count.is_power_of_two()
+    }
+
+    fn note_error(&mut self, text: String) {
+        (self.last_error, self.calm_passes) = (Some(text), 0);
     }
 
     /// Memory of tables.

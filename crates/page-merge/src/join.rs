@@ -11,7 +11,7 @@ use ebb_abi::{PAGE_SIZE_BYTES, Pfn};
 
 use crate::{
     blocks::{PageNumber, block_of},
-    domain::{Domain, Pass},
+    domain::{Domain, Help, Pass},
     memory::{Memory, PageHash, Target},
     record::{NodeNumber, Record, State},
     replace::{Planned, pages_in_short_runs},
@@ -85,6 +85,10 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
                 Answer::Unknown | Answer::Wanted => unanswered.push((candidate, answer)),
             }
         }
+        if self.help == Help::Late {
+            unanswered.iter().for_each(|(candidate, _)| self.refuse(candidate));
+            return Vec::new();
+        }
         let splittable = self.splittable(&unanswered, pass);
         for (candidate, answer) in unanswered {
             let key = (candidate.node, candidate.hash);
@@ -94,7 +98,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
             }
             let partner = self.partner(&candidate, &splittable);
             match (partner, answer) {
-                _ if self.store_failed && (partner.is_some() || answer == Answer::Wanted) => {
+                _ if self.help != Help::Full && (partner.is_some() || answer == Answer::Wanted) => {
                     self.refuse(&candidate);
                 }
                 (Some(partner), _) => {
@@ -133,7 +137,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
     /// What the store knows of each candidate: nothing, if it fails.
     fn ask(&mut self, round: &[Candidate]) -> Vec<Answer> {
         let mut answers = vec![Answer::Unknown; round.len()];
-        if self.store_failed {
+        if matches!(self.help, Help::Late | Help::None) {
             return answers;
         }
         let mut nodes: Vec<NodeNumber> = round.iter().map(|candidate| candidate.node).collect();
@@ -223,6 +227,13 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
             } else {
                 unanswered.push((*candidate, answer));
             }
+        }
+        if self.help == Help::Late {
+            // Once more some passes later.
+            if let Some(block) = self.blocks.block_mut(number) {
+                block.cold_passes = 0;
+            }
+            return false;
         }
         let splittable = self.splittable(&unanswered, pass);
         for (candidate, _) in unanswered {

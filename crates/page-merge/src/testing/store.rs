@@ -1,5 +1,7 @@
 //! A store that fails when it is told to.
 
+use std::time::Duration;
+
 use crate::{Answer, Node, PageHash, Slot, StableStore, StoreCounts, StoreError};
 
 /// Passes everything on to another store, or fails as if that were gone.
@@ -8,6 +10,8 @@ pub struct UnreliableStore<S> {
     store: S,
     /// Whether questions and publishing fail.
     pub gone: bool,
+    /// Whether they fail as if it took too long.
+    pub late: bool,
     /// Hashes that are answered with [`Answer::Wanted`] if the store does not know them, as if another process had such pages.
     pub wanted: Vec<PageHash>,
     /// What the next call of `news` tells.
@@ -19,7 +23,7 @@ pub struct UnreliableStore<S> {
 impl<S> UnreliableStore<S> {
     /// A store that does not fail yet.
     pub fn new(store: S) -> Self {
-        Self { store, gone: false, wanted: Vec::new(), news: Vec::new(), reservations: 0 }
+        Self { store, gone: false, late: false, wanted: Vec::new(), news: Vec::new(), reservations: 0 }
     }
 
     /// The store behind it.
@@ -28,7 +32,11 @@ impl<S> UnreliableStore<S> {
     }
 
     fn check(&self) -> Result<(), StoreError> {
-        if self.gone { Err(StoreError::Gone("simulated".into())) } else { Ok(()) }
+        match (self.gone, self.late) {
+            (true, _) => Err(StoreError::Gone("simulated".into())),
+            (_, true) => Err(StoreError::Late(Duration::from_secs(1))),
+            _ => Ok(()),
+        }
     }
 }
 

@@ -160,6 +160,49 @@ fn a_lost_store_is_not_asked_for_every_page() {
     assert_eq!(host.merger.statistics().pages_unshared, 5000);
 }
 
+/// The store has no room: what needs none goes on, in the same pass and for pages that are looked at for the first time.
+#[test]
+fn a_full_store_still_shares_what_is_there() {
+    let mut host = Host::new(eager(), 1);
+    let guest = host.guest(1536);
+    (600..602).for_each(|pfn| guest.write(pfn, 5));
+    host.settle();
+    assert_eq!(host.counts(), (1, 1, 0, 0));
+    host.world.set_room(false);
+    for pfn in 0..10 {
+        // In each pass something fails first.
+        guest.write(pfn, 100 + pfn / 2);
+    }
+    (1100..1110).for_each(|pfn| guest.write(pfn, 5));
+    host.passes(3);
+    let statistics = host.merger.statistics();
+    assert!((1..=3).contains(&statistics.store_errors), "{statistics:?}");
+    assert_eq!(statistics.merged_pages, 12);
+    assert!(host.merger.last_error().is_some());
+    host.world.set_room(true);
+    host.settle();
+    assert_eq!(host.counts(), (6, 16, 0, 0));
+    assert_eq!(host.merger.last_error(), None, "that is over");
+}
+
+/// Pages that a slow store was not asked for are asked for once it answers: others may have them.
+#[test]
+fn what_a_late_store_was_not_asked_is_asked_later() {
+    let mut host = Host::new(eager(), 1);
+    let guest = host.guest(600);
+    (0..600).for_each(|pfn| guest.write(pfn, 1 + pfn));
+    host.store().late = true;
+    host.passes(4);
+    assert!((1..=4).contains(&host.merger.statistics().store_errors));
+    assert!(host.merger.last_error().unwrap().contains("did not answer"));
+    host.store().late = false;
+    let hash = |content: u64| PageHasher::new(&Secret([0; 32])).hash(&content.to_le_bytes().repeat(512));
+    host.store().wanted = vec![hash(3), hash(555)];
+    host.settle();
+    assert!(guest.slot(2).is_some() && guest.slot(554).is_some());
+    assert_eq!(host.counts(), (2, 0, 0, 598));
+}
+
 /// What others have (a store that is shared with other processes) is published at once, or merged when there is news of it.
 #[test]
 fn pages_that_others_have_are_merged_without_a_partner_here() {
