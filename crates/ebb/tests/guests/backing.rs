@@ -31,12 +31,8 @@ struct Sizes {
 }
 
 /// In huge pages.
-const LARGE: Sizes = Sizes {
-    ram_bytes: 512 * MIB,
-    held_bytes: 48 * MIB,
-    touched_bytes: 360 * MIB,
-    balloon_bytes: 320 * MIB,
-};
+const LARGE: Sizes =
+    Sizes { ram_bytes: 512 * MIB, held_bytes: 48 * MIB, touched_bytes: 360 * MIB, balloon_bytes: 320 * MIB };
 /// In pages of 4 KiB, which an emulated host takes long to touch.
 const SMALL: Sizes =
     Sizes { ram_bytes: 256 * MIB, held_bytes: 16 * MIB, touched_bytes: 150 * MIB, balloon_bytes: 128 * MIB };

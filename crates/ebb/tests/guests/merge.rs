@@ -14,6 +14,7 @@ use crate::saved::Restore;
 /// The tests.
 pub const TESTS: &[Test] = &[
     Test::new("merge::no_write_is_lost", 240, no_write_is_lost).merging(),
+    Test::new("merge::written_and_merged_again", 240, written_and_merged_again).merging(),
     Test::new("merge::discards_and_a_reboot", 240, discards_and_a_reboot).merging(),
     Test::new("merge::saved_and_moved", 240, saved_and_moved).merging(),
 ];
@@ -36,7 +37,7 @@ fn hold_twice(guest: &Guest, pattern: u64) {
 
 fn no_write_is_lost(scene: &Scene) {
     let guest = merged(scene, "224M", "").args(["--cpus", "2"]).start_and_merge();
-    let (mut increments, mut done) = (0, 0);
+    let (mut increments, mut done, mut again) = (0, 0, 0);
     for _ in 0..2 {
         // A sweep takes some hundred milliseconds, so each page stands still for a while and is then written to, wherever
         // the merging thread is at that moment.
@@ -55,11 +56,35 @@ fn no_write_is_lost(scene: &Scene) {
         // Not a handful by accident.
         assert!(replaced.done > done + COUNTED / PAGE_BYTES / 4, "{done} -> {replaced:?} after {report:?}");
         done = replaced.done;
-        // What was merged and written to since is merged again only when it was the host's in between.
-        guest.inflate_to(80 * MIB);
-        guest.inflate_to(0);
+        // In place: pages that were merged and written to were merged again.
+        let remerged = guest.merge_statistics().remerged_pages.expect("what was merged again");
+        assert!(remerged > again + COUNTED / PAGE_BYTES / 16, "{again} -> {remerged} after {report:?}");
+        again = remerged;
     }
     assert_eq!(guest.merge().state, MergeState::Merging, "{increments} increments");
+}
+
+/// The guest uses the same memory for something else, which is there twice too, and gives nothing to the host in between.
+fn written_and_merged_again(scene: &Scene) {
+    // Little memory, so that the same pages are used again.
+    let guest = merged(scene, "128M", "").start_and_merge();
+    hold_twice(&guest, 61);
+    guest.wait_merged(MERGED);
+    let sharing = guest.merge_statistics().pages_sharing.unwrap();
+    for pattern in [62, 61] {
+        let before = guest.merge_statistics().remerged_pages.unwrap();
+        guest.run(Command::Release);
+        hold_twice(&guest, pattern);
+        guest.check_held();
+        eventually("as many pages share as before", 60, || {
+            let now = guest.merge_statistics();
+            let again = now.remerged_pages > Some(before + MERGED / PAGE_BYTES / 8);
+            when(again && now.pages_sharing >= Some(sharing / 16 * 15), || {
+                format!("{before} merged again and {sharing} sharing before, now {now:?}")
+            })
+        });
+        guest.check_held();
+    }
 }
 
 fn discards_and_a_reboot(scene: &Scene) {
@@ -91,9 +116,6 @@ fn discards_and_a_reboot(scene: &Scene) {
         let now = merged();
         when(now + MERGED / 2 <= merged_before, || format!("{merged_before} -> {now} bytes"))
     });
-    // A page that was written to after it was merged is merged again only when it was the host's in between.
-    guest.inflate_to(80 * MIB);
-    guest.inflate_to(0);
     hold_twice(&guest, 52);
     guest.check_held();
     guest.wait_merged(MERGED);
