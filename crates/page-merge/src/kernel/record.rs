@@ -65,8 +65,9 @@ impl Record {
         }
     }
 
-    /// The record in `text`. What follows it is the rest of an older one, left by a process that was killed while it wrote.
+    /// The record in `text`, which a zero or the end of the file ends. What follows is the rest of an older one.
     pub(super) fn parse(text: &[u8]) -> Result<Self, String> {
+        let text = text.split(|&byte| byte == 0).next().unwrap_or_default();
         let mut values = serde_json::Deserializer::from_slice(text).into_iter();
         match values.next() {
             None => Ok(Self::default()),
@@ -77,7 +78,7 @@ impl Record {
     /// Its text.
     pub(super) fn to_text(&self) -> Result<Vec<u8>, String> {
         let mut text = serde_json::to_vec(self).map_err(|error| error.to_string())?;
-        text.push(b'\n');
+        text.extend(b"\n\0");
         Ok(text)
     }
 }

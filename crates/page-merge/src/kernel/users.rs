@@ -10,7 +10,7 @@ use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rustix::fs::{FlockOperation, flock};
+use rustix::fs::{FallocateFlags, FlockOperation, flock};
 
 use super::change::{plan, touched};
 use super::error::KsmError;
@@ -24,6 +24,9 @@ pub const RUN_FOLDER: &str = "/run/ebb";
 const FILE_NAME: &str = "ksm-users.json";
 /// A larger file is not one of users.
 const MAX_FILE_BYTES: u64 = 1 << 20;
+/// Room that is taken for the list when it is opened, enough for some thousand users: one that could be written only in part, because
+/// the file system is full, would be lost for all of them.
+const ROOM_BYTES: u64 = 1 << 16;
 
 /// The file of users, opened.
 #[derive(Debug)]
@@ -53,6 +56,11 @@ impl KsmUsers {
             .custom_flags(flags)
             .open(&path)
             .map_err(error("open"))?;
+        match rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, ROOM_BYTES) {
+            // A file system that cannot do it.
+            Ok(()) | Err(rustix::io::Errno::OPNOTSUPP) => {}
+            Err(errno) => return Err(error("make room in")(errno.into())),
+        }
         Ok(Self { path, file, proc: PathBuf::from("/proc") })
     }
 
@@ -129,15 +137,14 @@ impl Locked<'_> {
         Record::parse(&text).map_err(|problem| KsmError::Record { path: self.0.path.clone(), problem })
     }
 
-    /// Replaces the record. A process that is killed in between has written all of it or nothing; what is behind it is not read.
+    /// Replaces the record, in the room that there is for it; what is behind it is not read.
     fn write(&self, record: &Record) -> Result<(), KsmError> {
         let text =
             record.to_text().map_err(|problem| KsmError::Record { path: self.0.path.clone(), problem })?;
-        self.0
-            .file
-            .write_all_at(&text, 0)
-            .and_then(|()| self.0.file.set_len(text.len() as u64))
-            .map_err(|source| self.0.error("write", source))
+        if text.len() as u64 > ROOM_BYTES {
+            return Err(self.0.error("write all users to", io::ErrorKind::FileTooLarge.into()));
+        }
+        self.0.file.write_all_at(&text, 0).map_err(|source| self.0.error("write", source))
     }
 
     /// Changes settings for `own`, who is in `record`. What was before is noted first.
