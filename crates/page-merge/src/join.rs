@@ -86,7 +86,9 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
             }
         }
         if self.help == Help::Late {
-            unanswered.iter().for_each(|(candidate, _)| self.refuse(candidate));
+            for (candidate, _) in &unanswered {
+                self.refuse(candidate);
+            }
             return Vec::new();
         }
         let splittable = self.splittable(&unanswered, pass);

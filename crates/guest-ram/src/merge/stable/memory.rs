@@ -170,16 +170,13 @@ impl StableMemory {
         if offset + contents.len() > segment.mapping.size_bytes {
             return Err(no_slot);
         }
-        match self.sharing {
-            Sharing::Own => segment
-                .file
-                .write_all_at(contents, offset as u64)
-                .map_err(|source| StableError::Write { slot: first, source }),
-            Sharing::Sealed => {
+        let written = match self.sharing {
+            Sharing::Own => segment.file.write_all_at(contents, offset as u64),
+            Sharing::Sealed => segment.reserve(offset, contents.len()).map(|()| {
                 segment.write_through_mapping(offset, contents);
-                Ok(())
-            }
-        }
+            }),
+        };
+        written.map_err(|source| StableError::Write { slot: first, source })
     }
 
     /// Gives back a slot that nobody maps any more or will map: its content changes when it is used again.
@@ -279,6 +276,14 @@ impl OwnedSegment {
             }
         };
         copy.map_err(|source| StableError::Create { action: "open once more", source })
+    }
+
+    /// Takes the memory for a range. A page that is not there when a mapping is written to ends the process (SIGBUS).
+    fn reserve(&self, offset: usize, size_bytes: usize) -> io::Result<()> {
+        rustix::io::retry_on_intr(|| {
+            fallocate(&self.file, FallocateFlags::KEEP_SIZE, offset as u64, size_bytes as u64)
+        })
+        .map_err(io::Error::from)
     }
 
     fn write_through_mapping(&self, offset: usize, contents: &[u8]) {

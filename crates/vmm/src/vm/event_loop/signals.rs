@@ -11,6 +11,10 @@ const SIGNALS: [(libc::c_int, &str); 4] = [
     (libc::SIGQUIT, "SIGQUIT"),
 ];
 
+/// A signal that would end the process when a file must not become larger (setrlimit(2), `RLIMIT_FSIZE`). The call that wanted it
+/// fails, which is enough: merging, for one, then has no room for shared pages.
+const FILE_TOO_LARGE: libc::c_int = libc::SIGXFSZ;
+
 /// Signals that arrive at a descriptor instead of interrupting.
 #[derive(Debug)]
 pub struct Signals {
@@ -20,10 +24,16 @@ pub struct Signals {
 impl Signals {
     /// Blocks the signals for this thread and those it starts, and opens the descriptor.
     pub fn block() -> io::Result<Self> {
-        let set = vmm_sys_util::signal::create_sigset(&SIGNALS.map(|(signal, _)| signal))
-            .map_err(|error| io::Error::from_raw_os_error(error.errno()))?;
-        // SAFETY: `set` is an initialized signal set; the old mask is not asked for.
-        let result = unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &raw const set, std::ptr::null_mut()) };
+        let set_of = |signals: &[libc::c_int]| {
+            vmm_sys_util::signal::create_sigset(signals)
+                .map_err(|error| io::Error::from_raw_os_error(error.errno()))
+        };
+        let ends = SIGNALS.map(|(signal, _)| signal);
+        let set = set_of(&ends)?;
+        let blocked = set_of(&[&ends[..], &[FILE_TOO_LARGE]].concat())?;
+        // SAFETY: `blocked` is an initialized signal set; the old mask is not asked for.
+        let result =
+            unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &raw const blocked, std::ptr::null_mut()) };
         if result != 0 {
             return Err(io::Error::from_raw_os_error(result));
         }

@@ -1,0 +1,7 @@
+//! Merging where something has run out.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a failing helper is a failing test")]
+
+mod child;
+mod memory;
+mod run_folder;

@@ -1,0 +1,122 @@
+//! No memory for stable pages: a memory file that must not become larger, or must not be made at all.
+
+use std::sync::Arc;
+
+use ebb_guest_ram::{Backing, GuestRam, HugePages, Populate, RegionSpec, StableSegments};
+use ebb_page_merge::owner::{MergeUnavailable, OwnSlots, OwnerMemory};
+use ebb_page_merge::{LocalStore, Merger, Run, Secret, Settings, Statistics};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use vm_memory::{Bytes, GuestAddress};
+
+const PAGES: u64 = 4096;
+const PAGE: usize = 4096;
+
+/// Bytes that a file may have from now on.
+fn limit(bytes: Option<u64>) {
+    setrlimit(Resource::Fsize, Rlimit { current: bytes, ..getrlimit(Resource::Fsize) }).unwrap();
+}
+
+fn ram(segments: &Arc<StableSegments>) -> Result<Arc<GuestRam>, MergeUnavailable> {
+    let spec = RegionSpec { start: GuestAddress(0), size_bytes: PAGES * PAGE as u64, host_node: None };
+    let ram = GuestRam::new(&[spec], Backing::Anonymous, HugePages::Off, Populate::Lazy)?;
+    ram.enable_merging(Arc::clone(segments))?;
+    Ok(Arc::new(ram))
+}
+
+/// A page that is told by a number.
+fn content(number: u64) -> [u8; PAGE] {
+    let mut content = [0x5a; PAGE];
+    content[8..16].copy_from_slice(&number.to_le_bytes());
+    content
+}
+
+fn write(ram: &GuestRam, page: u64, number: u64) {
+    ram.memory().write_slice(&content(number), GuestAddress(page * PAGE as u64)).unwrap();
+}
+
+fn read(ram: &GuestRam, page: u64) -> [u8; PAGE] {
+    let mut found = [0; PAGE];
+    ram.memory().read_slice(&mut found, GuestAddress(page * PAGE as u64)).unwrap();
+    found
+}
+
+struct Host {
+    rams: [Arc<GuestRam>; 2],
+    merger: Merger<OwnerMemory, LocalStore<OwnSlots>>,
+}
+
+impl Host {
+    fn passes(&mut self, passes: u32) -> Statistics {
+        for _ in 0..passes {
+            while !self.merger.scan(256).finished_pass {}
+        }
+        // Nothing is lost, whatever became of merging.
+        for ram in &self.rams {
+            assert!((0..PAGES).all(|page| read(ram, page) == content(page)));
+        }
+        let statistics = self.merger.statistics();
+        assert_eq!(statistics.memory_errors, 0);
+        statistics
+    }
+}
+
+/// What the test's process does: two memories with the same content, and files that must not become larger for a while.
+pub fn merge() {
+    let segments = StableSegments::new();
+    let rams = match (ram(&segments), ram(&segments)) {
+        (Err(error @ MergeUnavailable::OldKernel { .. }), _) => {
+            println!("not tested: {error}");
+            return;
+        }
+        (first, second) => [first.unwrap(), second.unwrap()],
+    };
+    for ram in &rams {
+        (0..PAGES).for_each(|page| write(ram, page, page));
+    }
+    let settings = Settings { run: Run::Merge, clean_passes: 1, ..Settings::default() };
+    let mut merger = Merger::new(settings).unwrap();
+    let domain = merger.add_domain(LocalStore::new(OwnSlots::new(segments)), Secret([5; 32]));
+    for ram in &rams {
+        assert!(merger.add_member(domain, OwnerMemory::new(Arc::clone(ram)).unwrap()).is_ok());
+    }
+    let mut host = Host { rams, merger };
+
+    // No file at all.
+    limit(Some(0));
+    let statistics = host.passes(4);
+    assert_eq!((statistics.merged_pages, statistics.pages_shared), (0, 0));
+    assert!((1..=4).contains(&statistics.store_errors), "once a pass: {statistics:?}");
+    let error = host.merger.last_error().unwrap();
+    assert!(error.contains("no room for another stable page"), "{error}");
+
+    // A file that is there, with memory for a part of it.
+    let room = PAGES / 4;
+    limit(None);
+    let memory = host.merger.store_mut(domain).unwrap();
+    assert_eq!(memory.slots().pages_in_use(), 0);
+    let mut first = 0;
+    while first < 40 && host.merger.statistics().pages_shared == 0 {
+        host.merger.scan(256);
+        first += u32::from(host.merger.statistics().pages_shared == 0);
+    }
+    assert!(host.merger.statistics().pages_shared < room, "{:?}", host.merger.statistics());
+    limit(Some(room * PAGE as u64));
+    let statistics = host.passes(40);
+    assert!(statistics.pages_shared <= room, "{statistics:?}");
+    assert_eq!(host.merger.store(domain).unwrap().slots().pages_in_use(), statistics.pages_shared);
+    let resident: u64 = host.rams.iter().map(|ram| ram.resident_bytes().unwrap()).sum();
+    assert!(resident >= (2 * PAGES - 2 * room) * PAGE as u64, "{resident}");
+
+    // There is memory again.
+    limit(None);
+    let statistics = host.passes(40);
+    assert_eq!((statistics.pages_shared, statistics.merged_pages), (PAGES, 2 * PAGES), "{statistics:?}");
+    println!("merged");
+}
+
+#[test]
+fn what_cannot_be_merged_for_lack_of_memory_is_merged_later() {
+    // The signal that comes with the error would end the process; the monitor blocks it.
+    let said = crate::child::run("merges", std::path::Path::new("/"), "trap '' XFSZ");
+    assert!(said.contains("merged") || said.contains("not tested"), "{said}");
+}
