@@ -34,7 +34,7 @@ struct Sizes {
     most_guests: u32,
 }
 
-/// How fast pages of idle guests are looked at; an emulated processor is slow.
+/// How fast pages of guests are looked at, by each monitor or by the kernel for all; an emulated processor is slow.
 const MERGED_PAGES_PER_SECOND: u64 = 200_000;
 
 fn sizes(scale: Scale) -> Sizes {
@@ -115,6 +115,7 @@ impl Experiment for Density {
             MetricInfo::new("start_to_init_s", "Start to the guest's init", "s", Better::Lower),
             MetricInfo::new("program_s", "Program's run", "s", Better::Lower),
             MetricInfo::new("monitor_rss_mib", "Monitor without guest RAM", "MiB", Better::Lower),
+            MetricInfo::new("merge_cpu_s", "Processor time of merging", "s", Better::Lower),
         ]
     }
 
@@ -146,6 +147,12 @@ impl Experiment for Density {
                 "reporting, and the monitors merge equal pages of all guests",
                 Runs::WhenNamed,
                 Setup { merging: Merging::Owner(Nodes::Across), ..Setup::EBB },
+            ),
+            plan(
+                "merge-kernel",
+                "reporting, and the kernel merges equal pages of all guests",
+                Runs::WhenNamed,
+                Setup { merging: Merging::Kernel(Nodes::Across), ..Setup::EBB },
             ),
             plan(
                 "percpu",
@@ -217,7 +224,9 @@ impl Experiment for Density {
     fn run(&self, bench: &mut Bench<'_>, series: &mut Series) -> Result<(), LabError> {
         let sizes = sizes(bench.scale());
         let before_mib = bench.usage()?.used_mib;
+        let merge_cpu_before_s = bench.merging_cpu_s()?;
         let filled = fill(bench, series, sizes).and_then(|()| merge(bench, series));
+        let merge_cpu_s = bench.merging_cpu_s();
         // What has been measured is worth keeping even if a guest failed in the end.
         let ended = bench.find_ended(&mut series.guests);
         let measured = filled
@@ -231,6 +240,10 @@ impl Experiment for Density {
         let per_guest_mib = (guests > 0)
             .then(|| rounded((usage.used_mib + usage.swap_used_mib - before_mib) / guests as f64));
         series.metrics.insert("host_per_guest_mib".to_owned(), per_guest_mib);
+        if bench.setup().merging != Merging::Off {
+            let merge_cpu_s = merge_cpu_s.ok().map(|now_s| rounded(now_s - merge_cpu_before_s));
+            series.metrics.insert("merge_cpu_s".to_owned(), merge_cpu_s);
+        }
         measured
     }
 }
@@ -241,7 +254,6 @@ fn merge(bench: &mut Bench<'_>, series: &mut Series) -> Result<(), LabError> {
         return Ok(());
     }
     let guests: Vec<u32> = series.guests.iter().map(|record| record.guest).collect();
-    bench.set_merging(&guests, Some(MERGED_PAGES_PER_SECOND))?;
     bench.events().step(0, "waits until nothing more is merged");
     let settled = bench.wait_for_merging(&guests)?;
     let shared = bench.shared()?;
@@ -302,6 +314,10 @@ fn fill(bench: &mut Bench<'_>, series: &mut Series, sizes: Sizes) -> Result<(), 
     let mut trims = Vec::new();
     while (series.guests.len() as u32) < most_guests {
         let mut record = bench.start_guest(sizes.guest)?;
+        if bench.setup().merging != Merging::Off {
+            // While its program runs as well: what that costs the guest is part of the question.
+            bench.set_merging(&[record.guest], Some(MERGED_PAGES_PER_SECOND))?;
+        }
         let command = Command::AllocTouchExit { bytes: sizes.program_mib << 20 };
         let ran = bench.run_program(&mut record, command, sizes.program_mib);
         let full = record.swap_used_mib.is_some_and(|swap_mib| swap_mib > threshold_mib);
@@ -359,6 +375,7 @@ fn summarize(series: &mut Series, threshold_mib: f64, swap_used_mib: f64) {
         ("start_to_init_s", present(|guest| guest.start_to_init_s)),
         ("program_s", present(|guest| guest.program_s)),
         ("monitor_rss_mib", present(|guest| guest.monitor_rss_mib)),
+        ("merge_cpu_s", None),
     ];
     series.metrics = metrics.map(|(name, value)| (name.to_owned(), value.map(rounded))).into();
 }

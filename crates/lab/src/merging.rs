@@ -1,5 +1,6 @@
 //! Same-page merging of the guests of a series: whether, by whom, and the broker through which monitors share pages.
 
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
@@ -11,8 +12,8 @@ use ebb_page_merge::kernel::knobs::RUN_STOP;
 use ebb_page_merge::kernel::users::RUN_FOLDER;
 use ebb_page_merge::kernel::{Counter, Knob, Ksm, KsmUsers, Membership, SYSFS, Values};
 
-use crate::LabError;
 use crate::survey::MergedBy;
+use crate::{LabError, proc};
 
 /// The trust domain of all guests of a series.
 const DOMAIN: &str = "lab";
@@ -155,7 +156,7 @@ impl Drop for Broker {
         let _ = self.0.kill();
         let _ = self.0.wait();
         // It cannot do that itself any more.
-        let _ = std::fs::remove_file(broker_socket());
+        let _ = fs::remove_file(broker_socket());
     }
 }
 
@@ -210,6 +211,53 @@ impl HostKsm {
         self.set(Knob::SleepMillisecs, REST_MS)?;
         self.set(Knob::PagesToScan, (pages_per_second * REST_MS / 1000).max(1))
     }
+}
+
+/// The number of the kernel's thread that merges.
+///
+/// # Errors
+/// [`LabError::SystemFile`], [`LabError::Merging`].
+pub(crate) fn kernel_thread() -> Result<u32, LabError> {
+    let processes =
+        fs::read_dir("/proc").map_err(|cause| LabError::SystemFile { path: "/proc".into(), cause })?;
+    processes
+        .flatten()
+        .filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok())
+        .find(|pid| fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name.trim() == "ksmd"))
+        .ok_or_else(|| {
+            LabError::Merging("there is no kernel thread ksmd, although the kernel has KSM".to_owned())
+        })
+}
+
+/// Processor time of a process's thread; of one that runs, up to the last tick of the clock.
+///
+/// # Errors
+/// [`LabError::SystemFile`], [`LabError::MissingField`].
+pub(crate) fn running_ns(pid: u32, thread: u32) -> Result<u64, LabError> {
+    let path = PathBuf::from(format!("/proc/{pid}/task/{thread}/schedstat"));
+    let text =
+        fs::read_to_string(&path).map_err(|cause| LabError::SystemFile { path: path.clone(), cause })?;
+    proc::schedstat(&text)
+        .map(|times| times.running_ns)
+        .ok_or(LabError::MissingField { path, field: "time spent on the CPU" })
+}
+
+/// Processor time of the thread of a monitor that merges.
+///
+/// # Errors
+/// [`LabError::SystemFile`], [`LabError::MissingField`], and [`LabError::Merging`] if there is no such thread.
+pub(crate) fn monitor_running_ns(pid: u32) -> Result<u64, LabError> {
+    let path = PathBuf::from(format!("/proc/{pid}/task"));
+    let threads = fs::read_dir(&path).map_err(|cause| LabError::SystemFile { path: path.clone(), cause })?;
+    let thread = threads
+        .flatten()
+        .filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok())
+        .find(|thread| {
+            let name = fs::read_to_string(path.join(thread.to_string()).join("comm"));
+            name.is_ok_and(|name| name.trim() == "merge")
+        })
+        .ok_or_else(|| LabError::Merging(format!("process {pid} has no thread that merges")))?;
+    running_ns(pid, thread)
 }
 
 #[cfg(test)]

@@ -17,6 +17,7 @@ use crate::experiment::{Experiment, HostShape, NeedsKernel, Runs, SeriesPlan, Su
 use crate::merging::{Merging, Nodes};
 use crate::monitor::{GuestSize, HugePages, Setup};
 use crate::results::{MetricInfo, Scale, Series};
+use crate::survey::Survey;
 use tell::{Found, GuestFound};
 
 mod model;
@@ -156,7 +157,7 @@ impl Experiment for NumaMerge {
         let plan = |case: Case| SeriesPlan {
             name: case.name,
             summary: case.summary,
-            // Eight guests on an emulated host take long to boot.
+            // Eight guests on an emulated host take minutes to boot.
             runs: if case.nodes > MOST_BY_DEFAULT { Runs::WhenNamed } else { Runs::ByDefault },
             subject: Subject::Guests(Setup {
                 merging: case.merging,
@@ -206,7 +207,6 @@ fn measure(
         crate::statistics::median(report.ns_per_read)
             .ok_or_else(|| wrong(guest, GuestProblem::Protocol("it read nothing".to_owned())))
     };
-    bench.set_merging(&guests, None)?;
     for (guest, home) in guests.iter().zip(&homes) {
         bench.events().step(*guest, "holds and reads its memory");
         for _ in 0..COPIES {
@@ -216,6 +216,8 @@ fn measure(
         let before_ns = read(bench, *guest, sizes.passes)?;
         found.guests.push(GuestFound { node: *home, before_ns, ..GuestFound::default() });
     }
+    let placed: Vec<(u32, u32)> = guests.iter().copied().zip(homes.iter().copied()).collect();
+    found.misplaced_before = Some(misplaced(&bench.survey(&placed)?));
     let used_mib = bench.usage()?.used_mib;
     bench.set_merging(&guests, Some(PAGES_PER_SECOND))?;
     bench.events().step(0, "waits until nothing more is merged");
@@ -232,12 +234,10 @@ fn measure(
     for (guest, told) in guests.iter().zip(&mut found.guests) {
         bench.events().step(*guest, "reads its memory");
         told.after_ns = Some(read(bench, *guest, sizes.passes)?);
-        let statistics = bench.merge_info(*guest)?.statistics.unwrap_or_default();
-        told.counted_remote = statistics.remote_merged_pages;
+        told.statistics = bench.merge_info(*guest)?.statistics.unwrap_or_default();
     }
     found.shared = Some(bench.shared()?);
     found.freed_mib = Some(used_mib - bench.usage()?.used_mib);
-    let placed: Vec<(u32, u32)> = guests.iter().copied().zip(homes.iter().copied()).collect();
     found.survey = Some(bench.survey(&placed)?);
     for guest in &guests {
         let answer = bench.work(*guest, Command::VerifyHeld, READ_LIMIT)?;
@@ -246,6 +246,11 @@ fn measure(
         }
     }
     Ok(())
+}
+
+/// Pages that are on another node than their guest is bound to: its own ones and merged ones.
+fn misplaced(survey: &Survey) -> u64 {
+    survey.remote_merged_pages + survey.guests.iter().map(|guest| guest.misplaced_pages).sum::<u64>()
 }
 
 fn wrong(guest: u32, problem: GuestProblem) -> LabError {

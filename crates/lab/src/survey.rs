@@ -1,9 +1,11 @@
 //! Merged pages as the host's kernel has them, seen from outside of the monitors: which ones there are, who shares them, and on
 //! which node they are.
 //!
-//! Nobody's own counters are believed. Pages merged by their owner are those of private mappings of its files of stable pages, as
-//! long as they were not written to (`/proc/PID/maps`, `/proc/PID/pagemap`); pages merged by the kernel are marked in
-//! `/proc/kpageflags`. move_pages(2) says where they are. All of that takes root's rights.
+//! Nobody's own counters are believed. Pages merged by their owner are those of private mappings of its files of stable pages in
+//! the place of guest memory, as long as they were not written to (`/proc/PID/maps`, `/proc/PID/pagemap`), whether or not anybody
+//! has read them since; pages merged by the kernel are those of guest memory that are mapped more than once (`/proc/kpagecount`), since
+//! monitors never fork. The mark for them in `/proc/kpageflags` is of no use: since Linux 6.10 all anonymous pages have it (fs/proc/page.c,
+//! `stable_page_flags`). move_pages(2) says where they are. All of that takes root's rights.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
@@ -11,18 +13,17 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
-use ebb_guest_ram::merge::STABLE_FILE_NAME;
-
 use crate::LabError;
+use maps::{Mapping, PAGE_BYTES};
 
-const PAGE_BYTES: u64 = 4096;
-/// Entries of `/proc/PID/pagemap` and `/proc/kpageflags` (Linux Documentation/admin-guide/mm/pagemap.rst).
+mod maps;
+
+/// Entries of `/proc/PID/pagemap` and `/proc/kpagecount` (Linux Documentation/admin-guide/mm/pagemap.rst).
 const ENTRY_BYTES: u64 = 8;
 const PRESENT: u64 = 1 << 63;
+const SWAPPED: u64 = 1 << 62;
 const OF_FILE: u64 = 1 << 61;
 const FRAME: u64 = (1 << 55) - 1;
-/// `KPF_KSM`: the page is shared by KSM.
-const MERGED_BY_KERNEL: u64 = 1 << 21;
 /// Pages that are asked about at once.
 const CHUNK: usize = 4096;
 
@@ -44,127 +45,159 @@ pub enum SharedPage {
     Frame(u64),
 }
 
-/// The merged pages of one process that were read since they were merged: each with its node, where that is known, as often as it is
-/// mapped.
-pub type MergedPages = Vec<(SharedPage, Option<u32>)>;
-
-/// A mapping of a process that may have merged pages in it.
+/// A merged page of a guest, as often as it is mapped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Mapping {
-    start: u64,
-    end: u64,
-    /// Number of its file and the first page in it; `None` for anonymous memory.
-    file: Option<(u64, u64)>,
+pub struct MergedPage {
+    /// What is shared.
+    pub page: SharedPage,
+    /// Number of the guest's page, counted from the beginning of its memory.
+    pub place: u64,
+    /// The node, where a mapping of the guest's memory tells it: nobody has read the page since it was merged otherwise.
+    pub node: Option<u32>,
 }
 
-/// The merged pages of a process.
+/// What is to be seen of one guest's memory.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Observed {
+    /// Its merged pages.
+    pub merged: Vec<MergedPage>,
+    /// Those of them that the kernel has merged and that are all zeros. Owners have nothing in the place of such pages.
+    pub zero_pages: u64,
+    /// Pages that were merged and then written to, which have a copy in front of the stable page.
+    pub copied_pages: u64,
+    /// Where other pages of it are, by node.
+    pub others: BTreeMap<u32, u64>,
+    /// Stable pages that the monitor has mapped to read them, and where they are.
+    pub stable: Vec<(SharedPage, u32)>,
+}
+
+/// What is to be seen of the guest memory of a process.
 ///
 /// # Errors
 /// [`LabError::SystemFile`], [`LabError::Merging`].
-pub fn of_process(pid: u32, by: MergedBy) -> Result<MergedPages, LabError> {
+pub fn of_process(pid: u32, by: MergedBy) -> Result<Observed, LabError> {
     let process = PathBuf::from(format!("/proc/{pid}"));
-    let text = read(process.join("maps"))?;
-    let pagemap = open(process.join("pagemap"))?;
-    let mut merged = Vec::new();
-    match by {
-        MergedBy::Owner => {
-            for mapping in mappings(&text, by) {
-                merged.extend(of_stable_file(pid, &pagemap, mapping)?);
-            }
+    let path = process.join("maps");
+    let text = fs::read_to_string(&path).map_err(|cause| LabError::SystemFile { path, cause })?;
+    let look = Look {
+        pid,
+        pagemap: open(process.join("pagemap"))?,
+        counts: match by {
+            MergedBy::Owner => None,
+            MergedBy::Kernel => Some(open("/proc/kpagecount".into())?),
+        },
+        memory: open(process.join("mem"))?,
+    };
+    let mappings = maps::parse(&text);
+    let mut observed = Observed::default();
+    let mut pages_before = 0;
+    for memory in maps::guest_memory(&mappings) {
+        for mapping in mappings.iter().filter(|one| memory.start <= one.start && one.end <= memory.end) {
+            let place = pages_before + (mapping.start - memory.start) / PAGE_BYTES;
+            look.memory(mapping, place, &mut observed).map_err(|cause| failed(&cause))?;
         }
-        MergedBy::Kernel => {
-            let flags = open("/proc/kpageflags".into())?;
-            for mapping in mappings(&text, by) {
-                merged.extend(of_kernel(pid, &pagemap, &flags, mapping)?);
-            }
-        }
+        pages_before += (memory.end - memory.start) / PAGE_BYTES;
     }
-    Ok(merged)
+    for mapping in mappings.iter().filter(|mapping| mapping.is_reader()) {
+        observed.stable.extend(look.stable(mapping).map_err(|cause| failed(&cause))?);
+    }
+    Ok(observed)
 }
 
-fn read(path: PathBuf) -> Result<String, LabError> {
-    fs::read_to_string(&path).map_err(|cause| LabError::SystemFile { path, cause })
+fn failed(cause: &io::Error) -> LabError {
+    LabError::Merging(format!("cannot look at a process's pages: {cause}"))
 }
 
 fn open(path: PathBuf) -> Result<File, LabError> {
     File::open(&path).map_err(|cause| LabError::SystemFile { path, cause })
 }
 
-/// Mappings of `/proc/PID/maps` in which merged pages may be: private and writable, and a file of stable pages or no file.
-fn mappings(text: &str, by: MergedBy) -> Vec<Mapping> {
-    text.lines().filter_map(|line| mapping(line, by)).collect()
-}
-
-/// `start-end perms offset dev inode   name`.
-fn mapping(line: &str, by: MergedBy) -> Option<Mapping> {
-    let mut words = line.split_ascii_whitespace();
-    let (start, end) = words.next()?.split_once('-')?;
-    let number = |text| u64::from_str_radix(text, 16).ok();
-    let (start, end) = (number(start)?, number(end)?);
-    let private = words.next()?.starts_with("rw-p");
-    let offset = number(words.next()?)?;
-    let inode: u64 = words.nth(1)?.parse().ok()?;
-    let name = words.next().unwrap_or_default();
-    let file = match by {
-        MergedBy::Owner if name.contains(STABLE_FILE_NAME) => Some((inode, offset / PAGE_BYTES)),
-        MergedBy::Kernel if inode == 0 => None,
-        _ => return None,
-    };
-    private.then_some(Mapping { start, end, file })
-}
-
 /// Entries of the pages from `first` on.
 fn entries(file: &File, first: u64, count: usize) -> io::Result<Vec<u64>> {
     let mut bytes = vec![0; count * ENTRY_BYTES as usize];
     file.read_exact_at(&mut bytes, first * ENTRY_BYTES)?;
-    Ok(bytes
-        .as_chunks::<{ ENTRY_BYTES as usize }>()
-        .0
-        .iter()
-        .map(|entry| u64::from_ne_bytes(*entry))
-        .collect())
+    let entries = bytes.as_chunks::<{ ENTRY_BYTES as usize }>().0;
+    Ok(entries.iter().map(|entry| u64::from_ne_bytes(*entry)).collect())
 }
 
-fn failed(what: &'static str) -> impl Fn(io::Error) -> LabError {
-    move |cause| LabError::Merging(format!("cannot look at {what}: {cause}"))
+/// What the kernel is asked with about one process.
+struct Look {
+    pid: u32,
+    pagemap: File,
+    /// How often page frames are mapped, where the kernel merges.
+    counts: Option<File>,
+    /// What it contains.
+    memory: File,
 }
 
-/// Pages of a private mapping of a file of stable pages that were not written to.
-fn of_stable_file(pid: u32, pagemap: &File, mapping: Mapping) -> Result<MergedPages, LabError> {
-    let Some((inode, offset)) = mapping.file else { return Ok(Vec::new()) };
-    let (first, count) = (mapping.start / PAGE_BYTES, (mapping.end - mapping.start) / PAGE_BYTES);
-    let entries = entries(pagemap, first, count as usize).map_err(failed("a process's pages"))?;
-    let mut shared = Vec::new();
-    let mut addresses = Vec::new();
-    for (entry, page) in entries.iter().zip(0..) {
-        // A private page that is present is a copy. One that is not present was not read since it was merged, or it belongs to no guest:
-        // the monitor has mappings of the files to make others from.
-        if entry & PRESENT != 0 && entry & OF_FILE != 0 {
-            shared.push(SharedPage::OfFile(inode, offset + page));
-            addresses.push(mapping.start + page * PAGE_BYTES);
+impl Look {
+    /// Looks at a piece of guest memory, whose first page has the number `place`.
+    fn memory(&self, mapping: &Mapping, place: u64, observed: &mut Observed) -> io::Result<()> {
+        let (first, count) = mapping.pages();
+        // Pages to ask the node of: mapped ones. Merged ones among them by what they share.
+        let (mut addresses, mut shared) = (Vec::new(), Vec::new());
+        for (entry, page) in entries(&self.pagemap, first, count)?.into_iter().zip(0..) {
+            let is_present = entry & PRESENT != 0;
+            let merged = match (mapping.stable, &self.counts) {
+                // A page of its own in front of the file.
+                (Some(_), _) if entry & SWAPPED != 0 || (is_present && entry & OF_FILE == 0) => {
+                    observed.copied_pages += 1;
+                    None
+                }
+                (Some((inode, offset)), _) => Some(SharedPage::OfFile(inode, offset + page)),
+                (None, Some(counts)) if is_present && entry & OF_FILE == 0 => {
+                    let frame = entry & FRAME;
+                    let is_merged = entries(counts, frame, 1)?.iter().any(|count| *count > 1);
+                    if is_merged {
+                        observed.zero_pages += u64::from(self.is_zero(mapping.start + page * PAGE_BYTES)?);
+                    }
+                    is_merged.then_some(SharedPage::Frame(frame))
+                }
+                _ => None,
+            };
+            if is_present {
+                addresses.push(mapping.start + page * PAGE_BYTES);
+                shared.push(merged.map(|shared| (shared, place + page)));
+            } else if let Some(page_shared) = merged {
+                observed.merged.push(MergedPage { page: page_shared, place: place + page, node: None });
+            }
         }
+        for (shared, node) in shared.into_iter().zip(nodes(self.pid, &addresses)?) {
+            match (shared, node) {
+                (Some((page, place)), node) => observed.merged.push(MergedPage { page, place, node }),
+                (None, Some(node)) => *observed.others.entry(node).or_default() += 1,
+                (None, None) => {}
+            }
+        }
+        Ok(())
     }
-    Ok(shared.into_iter().zip(nodes(pid, &addresses).map_err(failed("the nodes of pages"))?).collect())
-}
 
-/// Pages of anonymous memory that the kernel has merged.
-fn of_kernel(pid: u32, pagemap: &File, flags: &File, mapping: Mapping) -> Result<MergedPages, LabError> {
-    let (first, count) = (mapping.start / PAGE_BYTES, (mapping.end - mapping.start) / PAGE_BYTES);
-    // Pages of zeros that the kernel keeps for devices cannot be read as entries (vsyscall, [vvar]).
-    let Ok(entries) = entries(pagemap, first, count as usize) else { return Ok(Vec::new()) };
-    let mut shared = Vec::new();
-    let mut addresses = Vec::new();
-    for (entry, page) in entries.iter().zip(0..) {
-        if entry & PRESENT == 0 || entry & OF_FILE != 0 {
-            continue;
+    /// Whether a page is all zeros.
+    fn is_zero(&self, address: u64) -> io::Result<bool> {
+        let mut content = [0; PAGE_BYTES as usize];
+        // Most others differ at once.
+        self.memory.read_exact_at(&mut content[..8], address)?;
+        if content[..8] != [0; 8] {
+            return Ok(false);
         }
-        let frame = entry & FRAME;
-        if self::entries(flags, frame, 1).map_err(failed("page frames"))?[0] & MERGED_BY_KERNEL != 0 {
-            shared.push(SharedPage::Frame(frame));
-            addresses.push(mapping.start + page * PAGE_BYTES);
-        }
+        self.memory.read_exact_at(&mut content, address)?;
+        Ok(content == [0; PAGE_BYTES as usize])
     }
-    Ok(shared.into_iter().zip(nodes(pid, &addresses).map_err(failed("the nodes of pages"))?).collect())
+
+    /// Stable pages that are mapped to be read.
+    fn stable(&self, mapping: &Mapping) -> io::Result<Vec<(SharedPage, u32)>> {
+        let Some((inode, offset)) = mapping.stable else { return Ok(Vec::new()) };
+        let (first, count) = mapping.pages();
+        let (mut addresses, mut shared) = (Vec::new(), Vec::new());
+        for (entry, page) in entries(&self.pagemap, first, count)?.into_iter().zip(0..) {
+            if entry & PRESENT != 0 {
+                addresses.push(mapping.start + page * PAGE_BYTES);
+                shared.push(SharedPage::OfFile(inode, offset + page));
+            }
+        }
+        let nodes = nodes(self.pid, &addresses)?;
+        Ok(shared.into_iter().zip(nodes).filter_map(|(page, node)| Some((page, node?))).collect())
+    }
 }
 
 /// The node of each page that a process has mapped; `None` for one that is not mapped at the moment.
@@ -193,6 +226,32 @@ pub fn nodes(pid: u32, addresses: &[u64]) -> io::Result<Vec<Option<u32>>> {
     Ok(nodes)
 }
 
+/// What the memory of one guest looks like.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct GuestSurvey {
+    /// How many of its merged pages are on which node.
+    pub placement: BTreeMap<u32, u64>,
+    /// Merged pages of zeros, where they are merged with others like that.
+    pub zero_pages: u64,
+    /// Merged pages that somebody has read since: those that have an entry in the page tables.
+    pub read_pages: u64,
+    /// Pages that were merged and written to since.
+    pub copied_pages: u64,
+    /// Other pages of its memory that the host has something for.
+    pub other_pages: u64,
+    /// Those of them on another node than the guest's.
+    pub misplaced_pages: u64,
+    /// Merged pages on another node: number of the first one in the guest's memory, how many follow each other, the node.
+    pub remote: Vec<(u64, u64, u32)>,
+}
+
+impl GuestSurvey {
+    /// Its merged pages on other nodes than `home`.
+    fn remote_pages(&self, home: u32) -> u64 {
+        self.placement.iter().filter(|(node, _)| **node != home).map(|(_, pages)| pages).sum()
+    }
+}
+
 /// What all processes together share.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Survey {
@@ -204,77 +263,106 @@ pub struct Survey {
     pub remote_merged_pages: u64,
     /// Merged pages whose node is not known.
     pub pages_without_node: u64,
-    /// For each process, how many of its merged pages are on which node.
-    pub placement: Vec<BTreeMap<u32, u64>>,
+    /// Each guest by itself.
+    pub guests: Vec<GuestSurvey>,
 }
 
 impl Survey {
     /// Sums up what was found in processes, each with the node of its guest's memory.
-    pub fn new(processes: &[(u32, MergedPages)]) -> Self {
+    pub fn new(processes: &[(u32, Observed)]) -> Self {
         // What one process has not read another one may have.
-        let known: BTreeMap<SharedPage, u32> = processes
-            .iter()
-            .flat_map(|(_, pages)| pages)
-            .filter_map(|(page, node)| Some((*page, (*node)?)))
-            .collect();
-        let shared: BTreeSet<SharedPage> =
-            processes.iter().flat_map(|(_, pages)| pages).map(|(page, _)| *page).collect();
+        let all = || processes.iter().flat_map(|(_, observed)| &observed.merged);
+        let readers = processes.iter().flat_map(|(_, observed)| &observed.stable).copied();
+        let known: BTreeMap<SharedPage, u32> =
+            all().filter_map(|merged| Some((merged.page, merged.node?))).chain(readers).collect();
+        let shared: BTreeSet<SharedPage> = all().map(|merged| merged.page).collect();
         let mut survey = Self { pages_shared: shared.len() as u64, ..Self::default() };
-        let mut merged = 0;
-        for (home, pages) in processes {
-            let mut placement = BTreeMap::new();
-            for (page, _) in pages {
-                merged += 1;
-                let Some(node) = known.get(page) else {
+        survey.pages_sharing = all().count() as u64 - survey.pages_shared;
+        for (home, observed) in processes {
+            let mut guest = GuestSurvey {
+                read_pages: observed.merged.iter().filter(|merged| merged.node.is_some()).count() as u64,
+                zero_pages: observed.zero_pages,
+                copied_pages: observed.copied_pages,
+                other_pages: observed.others.values().sum(),
+                misplaced_pages: observed
+                    .others
+                    .iter()
+                    .filter(|(node, _)| *node != home)
+                    .map(|(_, n)| n)
+                    .sum(),
+                ..GuestSurvey::default()
+            };
+            let mut remote = Vec::new();
+            for merged in &observed.merged {
+                let Some(node) = known.get(&merged.page) else {
                     survey.pages_without_node += 1;
                     continue;
                 };
-                *placement.entry(*node).or_default() += 1;
-                survey.remote_merged_pages += u64::from(node != home);
+                *guest.placement.entry(*node).or_default() += 1;
+                if node != home {
+                    remote.push((merged.place, *node));
+                }
             }
-            survey.placement.push(placement);
+            remote.sort_unstable();
+            guest.remote = runs(&remote);
+            survey.remote_merged_pages += guest.remote_pages(*home);
+            survey.guests.push(guest);
         }
-        survey.pages_sharing = merged - survey.pages_shared;
         survey
     }
 }
 
+/// Pages that follow each other, on the same node.
+fn runs(pages: &[(u64, u32)]) -> Vec<(u64, u64, u32)> {
+    let follow = |one: &(u64, u32), next: &(u64, u32)| one.0 + 1 == next.0 && one.1 == next.1;
+    pages.chunk_by(follow).map(|run| (run[0].0, run.len() as u64, run[0].1)).collect()
+}
+
 #[cfg(test)]
 mod tests {
+    use ebb_guest_ram::{Backing, GuestRam, HugePages, Populate, RegionSpec};
+    use vm_memory::{Bytes, GuestAddress};
+
     use super::*;
 
-    const MAPS: &str = "\
-7f0000000000-7f0000010000 rw-p 00003000 00:01 77                         /memfd:ebb-stable (deleted)
-7f0000010000-7f0000011000 r--s 00000000 00:01 77                         /memfd:ebb-stable (deleted)
-7f0000020000-7f0000040000 rw-p 00000000 00:00 0
-7f0000040000-7f0000041000 rw-p 00000000 00:00 0                          [anon:ram]
-7f0000050000-7f0000051000 r--p 00000000 00:00 0
-55d0a8c00000-55d0a8e00000 rw-p 00000000 00:01 1234                       /bin/ebb
-rubbish
-";
-
-    #[test]
-    fn mappings_with_merged_pages_are_private_and_writable() {
-        let owner = mappings(MAPS, MergedBy::Owner);
-        assert_eq!(owner, [Mapping { start: 0x7f00_0000_0000, end: 0x7f00_0001_0000, file: Some((77, 3)) }]);
-        let kernel = mappings(MAPS, MergedBy::Kernel);
-        assert_eq!(
-            kernel.iter().map(|mapping| mapping.start).collect::<Vec<_>>(),
-            [0x7f00_0002_0000, 0x7f00_0004_0000]
-        );
+    fn merged(number: u64, place: u64, node: Option<u32>) -> MergedPage {
+        MergedPage { page: SharedPage::OfFile(7, number), place, node }
     }
 
     #[test]
     fn pages_are_counted_as_ksm_does_and_by_node() {
-        let page = |number| SharedPage::OfFile(7, number);
-        let first = (0, vec![(page(1), Some(0)), (page(2), None), (page(3), None), (page(1), Some(0))]);
-        let second = (1, vec![(page(1), Some(0)), (page(2), Some(1))]);
-        let survey = Survey::new(&[first, second]);
-        assert_eq!((survey.pages_shared, survey.pages_sharing), (3, 3));
-        // The first process's page 2 and the second one's page 1.
+        let first = Observed {
+            merged: vec![
+                merged(1, 0, Some(0)),
+                merged(2, 5, None),
+                merged(3, 6, None),
+                merged(1, 9, Some(0)),
+            ],
+            zero_pages: 1,
+            copied_pages: 2,
+            others: BTreeMap::from([(0, 40), (1, 3)]),
+            stable: vec![(SharedPage::OfFile(7, 4), 1)],
+        };
+        let second = Observed {
+            merged: vec![merged(1, 0, Some(0)), merged(2, 1, Some(1)), merged(4, 2, None)],
+            ..Observed::default()
+        };
+        let survey = Survey::new(&[(0, first), (1, second)]);
+        assert_eq!((survey.pages_shared, survey.pages_sharing), (4, 3));
+        // The first process's page 2 and the second one's page 1. What page 4 is on only the first monitor's own mapping tells.
         assert_eq!((survey.remote_merged_pages, survey.pages_without_node), (2, 1));
-        assert_eq!(survey.placement, [BTreeMap::from([(0, 2), (1, 1)]), BTreeMap::from([(0, 1), (1, 1)])]);
+        let [first, second] = &survey.guests[..] else { panic!("two guests") };
+        assert_eq!(first.placement, BTreeMap::from([(0, 2), (1, 1)]));
+        assert_eq!(second.placement, BTreeMap::from([(0, 1), (1, 2)]));
+        assert_eq!((first.read_pages, first.zero_pages, first.copied_pages), (2, 1, 2));
+        assert_eq!((first.other_pages, first.misplaced_pages), (43, 3));
+        assert_eq!((first.remote.as_slice(), second.remote.as_slice()), (&[(5, 1, 1)][..], &[(0, 1, 0)][..]));
         assert_eq!(Survey::new(&[]), Survey::default());
+    }
+
+    #[test]
+    fn remote_pages_are_told_in_runs() {
+        assert_eq!(runs(&[(3, 0), (4, 0), (5, 1), (7, 1)]), [(3, 2, 0), (5, 1, 1), (7, 1, 1)]);
     }
 
     #[test]
@@ -287,8 +375,27 @@ rubbish
     }
 
     #[test]
+    fn guest_memory_of_this_process_is_found_and_is_on_a_node() {
+        let spec = RegionSpec { start: GuestAddress(0), size_bytes: 32 << 20, host_node: None };
+        let ram = GuestRam::new(&[spec], Backing::Anonymous, HugePages::Off, Populate::Lazy).unwrap();
+        ram.memory().write_slice(&[7; 3 * PAGE_BYTES as usize], GuestAddress(0)).unwrap();
+        let observed = of_process(std::process::id(), MergedBy::Owner).unwrap();
+        // Other tests may have some as well.
+        assert!(observed.others.values().sum::<u64>() >= 3, "{observed:?}");
+        let look = Look {
+            pid: std::process::id(),
+            pagemap: open("/proc/self/pagemap".into()).unwrap(),
+            counts: None,
+            memory: open("/proc/self/mem".into()).unwrap(),
+        };
+        let address = ram.regions()[0].host_address;
+        assert!(!look.is_zero(address).unwrap() && look.is_zero(address + 5 * PAGE_BYTES).unwrap());
+    }
+
+    #[test]
     fn a_process_that_merges_nothing_has_no_merged_pages() {
-        assert_eq!(of_process(std::process::id(), MergedBy::Owner).unwrap(), []);
+        let observed = of_process(std::process::id(), MergedBy::Owner).unwrap();
+        assert_eq!((observed.merged, observed.stable), (Vec::new(), Vec::new()));
         assert!(of_process(u32::MAX, MergedBy::Owner).is_err());
     }
 }

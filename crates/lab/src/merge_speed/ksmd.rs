@@ -13,8 +13,7 @@ use ebb_page_merge::kernel::{Counter, Counters, Knob, Ksm, KsmUsers, Membership,
 
 use super::memory::Arena;
 use super::side::{PASSES_IN_VAIN, Side, Until, Work};
-use crate::LabError;
-use crate::proc;
+use crate::{LabError, merging, proc};
 
 /// Pages between two looks of the kernel's thread at its settings: it cannot be stopped in between.
 const PAGES_TO_SCAN: u64 = 500;
@@ -81,7 +80,7 @@ impl Ksmd {
         let wanted: Values = wanted.into_iter().filter(|(knob, _)| present.get(*knob).is_some()).collect();
         let users = KsmUsers::open(Path::new(RUN_FOLDER)).map_err(failed)?;
         let membership = users.join(ksm, "lab merge-speed", &wanted).map_err(failed)?;
-        Ok(Self { membership, pid: find_thread()? })
+        Ok(Self { membership, pid: merging::kernel_thread()? })
     }
 
     fn run(&self, value: u64) -> Result<(), LabError> {
@@ -109,12 +108,7 @@ impl Ksmd {
 
     /// Its processor time; exact while it is stopped.
     fn cpu_ns(&self) -> Result<u64, LabError> {
-        let path = format!("/proc/{}/schedstat", self.pid);
-        let text = fs::read_to_string(&path)
-            .map_err(|cause| LabError::SystemFile { path: path.clone().into(), cause })?;
-        proc::schedstat(&text)
-            .map(|times| times.running_ns)
-            .ok_or(LabError::MissingField { path: path.into(), field: "time spent on the CPU" })
+        merging::running_ns(self.pid, self.pid)
     }
 }
 
@@ -193,15 +187,4 @@ fn other_user() -> Option<String> {
             fs::read_to_string(entry.path().join("comm")).ok().map(|name| name.trim().to_owned())
         },
     )
-}
-
-/// The number of KSM's kernel thread.
-fn find_thread() -> Result<u32, LabError> {
-    let processes =
-        fs::read_dir("/proc").map_err(|cause| LabError::SystemFile { path: "/proc".into(), cause })?;
-    processes
-        .flatten()
-        .filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok())
-        .find(|pid| fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name.trim() == "ksmd"))
-        .ok_or_else(|| failed("there is no kernel thread ksmd, although the kernel has KSM"))
 }

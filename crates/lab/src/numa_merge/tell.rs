@@ -1,15 +1,15 @@
 //! What is told of merged pages on several nodes.
 
-use std::collections::BTreeMap;
+use ebb_vmm::api::{MergeScope, MergeStatistics};
 
 use super::model::{self, PUBLISHED, Spread};
 use crate::figures::{DataTable, Value};
 use crate::merging::{Merging, Nodes, SharedCounts};
 use crate::results::{Better, MetricInfo, Series, rounded};
-use crate::survey::Survey;
+use crate::survey::{GuestSurvey, Survey};
 
 /// What one guest showed.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct GuestFound {
     /// The node that it is on.
     pub(super) node: u32,
@@ -17,8 +17,20 @@ pub(super) struct GuestFound {
     pub(super) before_ns: f64,
     /// And afterwards.
     pub(super) after_ns: Option<f64>,
-    /// Remote pages by its monitor's own count.
-    pub(super) counted_remote: Option<u64>,
+    /// What its monitor has counted.
+    pub(super) statistics: MergeStatistics,
+}
+
+impl GuestFound {
+    /// Pages of zeros that its monitor has taken away; the host's kernel counts for the whole host.
+    fn zeroed_pages(&self) -> Option<u64> {
+        self.statistics.ksm_zero_pages.filter(|_| self.is_counted())
+    }
+
+    /// Whether its monitor counts for this guest.
+    fn is_counted(&self) -> bool {
+        self.statistics.scope == MergeScope::Machine
+    }
 }
 
 /// What a series has found.
@@ -38,6 +50,28 @@ pub(super) struct Found {
     pub(super) shared: Option<SharedCounts>,
     /// Merged pages, seen from outside.
     pub(super) survey: Option<Survey>,
+    /// Pages of guests on another node than their guest before anything was merged.
+    pub(super) misplaced_before: Option<u64>,
+}
+
+impl Found {
+    /// Pages of zeros that nobody has to keep: taken away, or shared like any others.
+    fn zero_pages(&self) -> Option<u64> {
+        let survey = self.survey.as_ref()?;
+        let zeroed: u64 = self.guests.iter().filter_map(GuestFound::zeroed_pages).sum();
+        Some(zeroed + survey.guests.iter().map(|guest| guest.zero_pages).sum::<u64>())
+    }
+
+    /// Pages less than without merging: further ones that share, and pages of zeros that were taken away.
+    fn saved_pages(&self) -> Option<u64> {
+        let zeroed: u64 = self.guests.iter().filter_map(GuestFound::zeroed_pages).sum();
+        Some(self.shared?.pages_sharing + zeroed)
+    }
+
+    /// Merged pages on other nodes, as the monitors count them.
+    fn counted_remote(&self) -> Option<u64> {
+        self.guests.iter().map(|guest| guest.statistics.remote_merged_pages).sum::<Option<u64>>()
+    }
 }
 
 /// All metrics.
@@ -47,9 +81,12 @@ pub(super) fn metrics() -> Vec<MetricInfo> {
     vec![
         higher("pages_shared", "Pages that are shared", ""),
         higher("pages_sharing", "Further pages that share them", ""),
-        higher("seen_merged_pages", "Merged pages that guests have read since, seen from outside", ""),
+        higher("zero_pages", "Pages of zeros merged with each other, or taken away", ""),
+        higher("seen_merged_pages", "Merged pages, seen from outside", ""),
+        higher("read_merged_pages", "of these read by their guest since", ""),
         lower("remote_merged_pages", "Merged pages on another node than their guest", ""),
         lower("remote_merged_pages_counted", "the same, as the monitors count them", ""),
+        lower("misplaced_pages", "Pages of guests on another node before merging", ""),
         higher("saved_mib", "Saved", "MiB"),
         higher("host_freed_mib", "Memory that the host has in use less", "MiB"),
         lower("merge_s", "Until nothing more was merged", "s"),
@@ -68,8 +105,8 @@ fn modelled(found: &Found) -> Option<Spread> {
     let times: Option<Vec<f64>> = found
         .guests
         .iter()
-        .zip(&survey.placement)
-        .map(|(guest, placement)| model::access_ns(found.nodes, guest.node, placement))
+        .zip(&survey.guests)
+        .map(|(guest, seen)| model::access_ns(found.nodes, guest.node, &seen.placement))
         .collect();
     Spread::new(&times?)
 }
@@ -80,16 +117,21 @@ pub(super) fn series(found: &Found, series: &mut Series) {
     let after: Option<Vec<f64>> = found.guests.iter().map(|guest| guest.after_ns).collect();
     let after = after.and_then(|times| Spread::new(&times));
     let modelled = modelled(found);
-    let counted: Option<u64> = found.guests.iter().map(|guest| guest.counted_remote).sum();
     let survey = found.survey.as_ref();
     let of_survey = |value: fn(&Survey) -> u64| survey.map(|survey| value(survey) as f64);
     let metrics = [
         ("pages_shared", found.shared.map(|shared| shared.pages_shared as f64)),
         ("pages_sharing", found.shared.map(|shared| shared.pages_sharing as f64)),
+        ("zero_pages", found.zero_pages().map(|pages| pages as f64)),
         ("seen_merged_pages", of_survey(|survey| survey.pages_shared + survey.pages_sharing)),
+        ("read_merged_pages", of_survey(|survey| survey.guests.iter().map(|guest| guest.read_pages).sum())),
         ("remote_merged_pages", of_survey(|survey| survey.remote_merged_pages)),
-        ("remote_merged_pages_counted", counted.filter(|_| survey.is_some()).map(|count| count as f64)),
-        ("saved_mib", found.shared.map(|shared| shared.pages_sharing as f64 / 256.0)),
+        (
+            "remote_merged_pages_counted",
+            found.counted_remote().filter(|_| survey.is_some()).map(|count| count as f64),
+        ),
+        ("misplaced_pages", found.misplaced_before.map(|pages| pages as f64)),
+        ("saved_mib", found.saved_pages().map(|pages| pages as f64 / 256.0)),
         ("host_freed_mib", found.freed_mib),
         ("merge_s", found.merge_s),
         ("access_before_ns", Spread::new(&before).map(|spread| spread.mean)),
@@ -104,17 +146,31 @@ pub(super) fn series(found: &Found, series: &mut Series) {
         if survey.pages_without_node > 0 {
             series.notes.push(format!("of {} merged pages the node is not known", survey.pages_without_node));
         }
-        series.details.push(table(found, survey));
+        series.notes.extend(disagreement(found, survey));
+        series.details.push(places(found, survey));
+        series.details.push(reasons(found, survey));
+        series.details.extend(remote(found, survey));
     }
 }
 
-/// Each guest by itself.
-fn table(found: &Found, survey: &Survey) -> DataTable {
+/// Says so if the monitors count other numbers of remote pages than there are.
+fn disagreement(found: &Found, survey: &Survey) -> Option<String> {
+    let (counted, seen) = (found.counted_remote()?, survey.remote_merged_pages);
+    // Guests write to a few pages between the last look of their monitors and that from outside.
+    let most = seen / 50 + 64;
+    (counted.abs_diff(seen) > most).then(|| {
+        format!("the monitors count {counted} remote pages, but {seen} are seen from outside: one of them is wrong")
+    })
+}
+
+/// Each guest by itself: times, and where its merged pages are.
+fn places(found: &Found, survey: &Survey) -> DataTable {
     let mut columns: Vec<String> =
         ["guest's node", "read before, ns", "read after, ns", "modelled, ns"].map(str::to_owned).into();
     columns.extend((0..found.nodes).map(|node| format!("merged pages on node {node}")));
-    let row = |(guest, placement): (&GuestFound, &BTreeMap<u32, u64>)| {
+    let row = |(guest, seen): (&GuestFound, &GuestSurvey)| {
         let number = |value: Option<f64>| value.map_or(Value::from("-"), |value| Value::from(rounded(value)));
+        let placement = &seen.placement;
         let mut row = vec![
             Value::from(u64::from(guest.node)),
             Value::from(rounded(guest.before_ns)),
@@ -127,8 +183,76 @@ fn table(found: &Found, survey: &Survey) -> DataTable {
     DataTable {
         title: "guests by node".to_owned(),
         columns,
-        rows: found.guests.iter().zip(&survey.placement).map(row).collect(),
+        rows: found.guests.iter().zip(&survey.guests).map(row).collect(),
     }
+}
+
+/// What became of each guest's pages, and why some are not merged.
+fn reasons(found: &Found, survey: &Survey) -> DataTable {
+    let columns = [
+        "guest's node",
+        "merged",
+        "zeros",
+        "written since they were merged",
+        "other pages at the host",
+        "of these: without a duplicate",
+        "of these: written lately",
+        "of these: duplicates that were not replaced, and pages not looked at yet",
+        "attempts: done",
+        "content had changed",
+        "pinned",
+        "too few mappings",
+        "gone",
+    ];
+    let row = |(guest, seen): (&GuestFound, &GuestSurvey)| {
+        let number = |value: Option<u64>| {
+            value.filter(|_| guest.is_counted()).map_or_else(|| Value::from("-"), Value::from)
+        };
+        let statistics = &guest.statistics;
+        let known = statistics.pages_unshared.zip(statistics.pages_volatile);
+        let rest = known.map(|(unshared, lately)| seen.other_pages.saturating_sub(unshared + lately));
+        let replaced = statistics.replaced;
+        vec![
+            Value::from(u64::from(guest.node)),
+            Value::from(seen.placement.values().sum::<u64>()),
+            Value::from(guest.zeroed_pages().unwrap_or(0) + seen.zero_pages),
+            Value::from(seen.copied_pages),
+            Value::from(seen.other_pages),
+            number(statistics.pages_unshared),
+            number(statistics.pages_volatile),
+            number(rest),
+            number(replaced.map(|replaced| replaced.done)),
+            number(replaced.map(|replaced| replaced.different)),
+            number(replaced.map(|replaced| replaced.busy)),
+            number(replaced.map(|replaced| replaced.no_mappings)),
+            number(replaced.map(|replaced| replaced.gone)),
+        ]
+    };
+    DataTable {
+        title: "what became of the guests' pages, and of the monitors' attempts to replace pages".to_owned(),
+        columns: columns.map(str::to_owned).into(),
+        rows: found.guests.iter().zip(&survey.guests).map(row).collect(),
+    }
+}
+
+/// Remote pages one by one, where they are few enough to be read.
+fn remote(found: &Found, survey: &Survey) -> Option<DataTable> {
+    const MOST: usize = 64;
+    let all = found.guests.iter().zip(&survey.guests);
+    let rows: Vec<Vec<Value>> = all
+        .flat_map(|(guest, seen)| seen.remote.iter().map(|run| (guest.node, *run)))
+        .map(|(home, (place, pages, node))| {
+            let home = Value::from(u64::from(home));
+            vec![home, Value::from(place), Value::from(pages), Value::from(u64::from(node))]
+        })
+        .collect();
+    (1..=MOST).contains(&rows.len()).then(|| DataTable {
+        title: "merged pages on another node than their guest".to_owned(),
+        columns: ["guest's node", "first page of its memory", "pages", "their node"]
+            .map(str::to_owned)
+            .into(),
+        rows,
+    })
 }
 
 /// Puts the table of the patch beside what the model makes of the places of merged pages.
@@ -188,6 +312,8 @@ pub(super) fn compare(all: &mut [Series], case_of: &dyn Fn(&str) -> Option<(Merg
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use super::*;
 
     fn found(nodes: u32, which: Nodes) -> Found {
@@ -195,12 +321,25 @@ mod tests {
             Nodes::Across => BTreeMap::from([(0, 100)]),
             Nodes::Apart => BTreeMap::from([(home, 100)]),
         };
-        let placement: Vec<BTreeMap<u32, u64>> = (0..nodes).map(on).collect();
+        let seen = |home: u32| GuestSurvey {
+            placement: on(home),
+            read_pages: 60,
+            other_pages: 20,
+            remote: vec![(3, 2, 0)],
+            ..GuestSurvey::default()
+        };
         let guest = |node| GuestFound {
             node,
             before_ns: 50.0,
             after_ns: Some(50.0 + f64::from(node)),
-            counted_remote: Some(7),
+            statistics: MergeStatistics {
+                scope: MergeScope::Machine,
+                remote_merged_pages: Some(7),
+                ksm_zero_pages: Some(128),
+                pages_unshared: Some(9),
+                pages_volatile: Some(5),
+                ..MergeStatistics::default()
+            },
         };
         Found {
             nodes,
@@ -209,7 +348,14 @@ mod tests {
             meanwhile_ns: Some(60.0),
             freed_mib: Some(12.0),
             shared: Some(SharedCounts { pages_shared: 100, pages_sharing: 512 }),
-            survey: Some(Survey { pages_shared: 100, pages_sharing: 512, placement, ..Survey::default() }),
+            survey: Some(Survey {
+                pages_shared: 100,
+                pages_sharing: 512,
+                remote_merged_pages: 100,
+                guests: (0..nodes).map(seen).collect(),
+                ..Survey::default()
+            }),
+            misplaced_before: Some(0),
         }
     }
 
@@ -225,10 +371,26 @@ mod tests {
         let described: Vec<String> = metrics().into_iter().map(|info| info.name).collect();
         assert_eq!(told.metrics.len(), described.len());
         assert!(described.iter().all(|name| told.metrics[name].is_some()), "{:?}", told.metrics);
-        assert_eq!(told.metrics["saved_mib"], Some(2.0));
+        // The pages of zeros of both, too.
+        assert_eq!(told.metrics["saved_mib"], Some(3.0));
+        assert_eq!(told.metrics["zero_pages"], Some(256.0));
+        assert_eq!(told.metrics["read_merged_pages"], Some(120.0));
         assert_eq!(told.metrics["remote_merged_pages_counted"], Some(14.0));
         assert_eq!(told.metrics["modelled_access_ns"], Some(139.5));
-        assert_eq!(told.details[0].rows.len(), 2);
+        assert!(told.details.iter().all(|table| table.rows.len() == 2));
+        assert_eq!(told.details[1].rows[0][7], Value::from(6_u64), "neither unique nor written lately");
+        assert_eq!(told.details[2].rows[1][1..], [3_u64, 2, 0].map(Value::from));
+    }
+
+    #[test]
+    fn monitors_that_count_something_else_are_told() {
+        let mut found = found(2, Nodes::Across);
+        let mut survey = found.survey.clone().unwrap();
+        assert!(disagreement(&found, &survey).unwrap().contains("14 remote pages, but 100"));
+        survey.remote_merged_pages = 70;
+        assert_eq!(disagreement(&found, &survey), None);
+        found.guests[0].statistics = MergeStatistics::default();
+        assert_eq!(disagreement(&found, &survey), None, "the kernel counts no remote pages");
     }
 
     #[test]
