@@ -9,6 +9,8 @@
 //! missing pages any more, and who waits is woken. If that is impossible, the process ends: a guest with a page lost must
 //! not run on.
 
+mod items;
+
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -25,6 +27,7 @@ use super::stable::Segment;
 use super::uffd::Watch;
 use crate::GuestRange;
 use crate::merged::{Merged, MergedRuns};
+use items::{Item, Stage, extents, few_extents, place, ranges, span};
 
 const PAGE: usize = PAGE_SIZE_BYTES as usize;
 
@@ -62,33 +65,11 @@ pub enum MergeOutcome {
     Gone,
 }
 
-/// A page on its way.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Stage {
-    /// In its place, to be moved away.
-    Candidate,
-    /// Away, to be compared.
-    Away,
-    /// Away, and the same as its target.
-    Same,
-    /// In its place, or replaced: nothing more is to be done.
-    Ended(MergeOutcome),
-    /// Away, to be moved back with this outcome.
-    Back(MergeOutcome),
-}
-
 /// Where a page is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Place {
     Away,
     Back,
-}
-
-#[derive(Clone, Copy, Debug)]
-struct Item {
-    page: Pfn,
-    target: MergeTarget,
-    stage: Stage,
 }
 
 impl MergeSession {
@@ -110,6 +91,7 @@ impl MergeSession {
             let same =
                 |&index: &usize| pages[index].0.huge_block() == block && regions[index] == regions[first];
             let end = first + (first..pages.len()).take_while(same).count();
+            let end = first + few_extents(&pages[first..end]);
             match regions[first] {
                 Some(_) => self.replace_in_block(&pages[first..end], outcomes)?,
                 None => outcomes.extend((first..end).map(|_| MergeOutcome::Gone)),
@@ -133,9 +115,12 @@ impl MergeSession {
         self.clear_staging()?;
         let mut runs = merged.lock();
         let mut items = self.candidates(&runs, pages);
-        plan_mappings(merged, &mut runs, &mut items);
+        let mappings = if runs.may_map_all(items.len()) { Mappings::Plenty } else { Mappings::Scarce };
+        if mappings == Mappings::Scarce {
+            plan_mappings(merged, &mut runs, &mut items);
+        }
         self.staged = span(pages);
-        let mut batch = Batch { session: self, merging, merged, items, frozen: Vec::new() };
+        let mut batch = Batch { session: self, merging, merged, items, mappings, frozen: Vec::new() };
         batch.freeze();
         batch.compare();
         batch.map(&mut runs);
@@ -168,25 +153,22 @@ impl MergeSession {
     /// Those of `pages` that can be replaced at all are candidates.
     fn candidates(&self, runs: &MergedRuns, pages: &[(Pfn, MergeTarget)]) -> Vec<Item> {
         let Some(span) = span(pages) else { return Vec::new() };
-        let mut excluded = self.file_backed(span);
-        excluded.extend(runs.stable_mapped(span).map(|(part, _)| part));
+        let file_backed = self.file_backed(span);
+        // Both are ascending: what lies before a page is in nobody's way any more.
+        let mut mapped = runs.stable_mapped(span).map(|(part, _)| part).peekable();
         let mut before = None;
         let item = |&(page, target): &(Pfn, MergeTarget)| {
             let ascending = before < Some(page);
-            before = Some(page);
-            let gone = !ascending || excluded.iter().any(|part| part.contains(page));
+            before = before.max(Some(page));
+            while mapped.next_if(|part| part.end() <= page).is_some() {}
+            let excluded = mapped.peek().is_some_and(|part| part.contains(page))
+                || file_backed.iter().any(|part| part.contains(page));
+            let gone = !ascending || excluded;
             let stage = if gone { Stage::Ended(MergeOutcome::Gone) } else { Stage::Candidate };
             Item { page, target, stage }
         };
         pages.iter().map(item).collect()
     }
-}
-
-/// From the first of some pages to the last one.
-fn span(pages: &[(Pfn, MergeTarget)]) -> Option<GuestRange> {
-    let numbers = || pages.iter().map(|(page, _)| page.0);
-    let (first, last) = (numbers().min()?, numbers().max()?);
-    Some(GuestRange::new(Pfn(first), last - first + 1))
 }
 
 /// Takes out candidates for which there would be no mappings, before anything is done for them.
@@ -215,58 +197,22 @@ fn may_map(merged: &Merged, runs: &mut MergedRuns, extent: &[Item]) -> bool {
     runs.may_map(range, slot)
 }
 
-/// The pages of an extent and their first slot; `None` if they are to be replaced by nothing.
-fn place(extent: &[Item]) -> Option<(GuestRange, StableSlot)> {
-    let first = extent.first()?;
-    match first.target {
-        MergeTarget::Zero => None,
-        MergeTarget::Slot(slot) => Some((GuestRange::new(first.page, extent.len() as u64), slot)),
-    }
+/// How many mappings there are left.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Mappings {
+    /// Enough for all pages of a batch.
+    Plenty,
+    /// Each run must be asked for.
+    Scarce,
 }
 
-/// Neighbouring pages in a stage that go to neighbouring slots.
-fn extents(items: &[Item], stage: Stage) -> Vec<Range<usize>> {
-    let follows = |left: &Item, right: &Item| match (left.target, right.target) {
-        (MergeTarget::Zero, MergeTarget::Zero) => true,
-        (MergeTarget::Slot(left), MergeTarget::Slot(right)) => {
-            left.segment == right.segment && left.index.checked_add(1) == Some(right.index)
-        }
-        _ => false,
-    };
-    ranges(items, |item| item.stage == stage, follows)
-}
-
-/// Neighbouring pages of which `is_in` says yes, cut where `joins` says no.
-fn ranges(
-    items: &[Item],
-    is_in: impl Fn(&Item) -> bool,
-    joins: impl Fn(&Item, &Item) -> bool,
-) -> Vec<Range<usize>> {
-    let mut ranges: Vec<Range<usize>> = Vec::new();
-    for (index, item) in items.iter().enumerate() {
-        if !is_in(item) {
-            continue;
-        }
-        match ranges.last_mut() {
-            Some(last)
-                if last.end == index
-                    && items[index - 1].page.0 + 1 == item.page.0
-                    && joins(&items[index - 1], item) =>
-            {
-                last.end += 1;
-            }
-            _ => ranges.push(index..index + 1),
-        }
-    }
-    ranges
-}
-
-/// A block that is worked on.
+/// A block that is worked on, or a part of it.
 struct Batch<'a> {
     session: &'a mut MergeSession,
     merging: &'a Merging,
     merged: &'a Merged,
     items: Vec<Item>,
+    mappings: Mappings,
     /// Runs of items whose places are watched for missing pages.
     frozen: Vec<Range<usize>>,
 }
@@ -416,11 +362,10 @@ impl Batch<'_> {
                 self.set(extent, Stage::Ended(MergeOutcome::Done));
                 continue;
             };
-            let stage = if may_map(self.merged, runs, &self.items[extent.clone()]) {
-                self.map_extent(runs, range, slot)
-            } else {
-                Stage::Back(MergeOutcome::NoMappings)
-            };
+            let may =
+                self.mappings == Mappings::Plenty || may_map(self.merged, runs, &self.items[extent.clone()]);
+            let stage =
+                if may { self.map_extent(runs, range, slot) } else { Stage::Back(MergeOutcome::NoMappings) };
             self.set(extent, stage);
         }
     }

@@ -194,6 +194,12 @@ impl MergedRuns {
         })
     }
 
+    /// Whether so many runs, however short, may be mapped anywhere without asking [`may_map`](Self::may_map) for each.
+    pub(crate) fn may_map_all(&self, runs: usize) -> bool {
+        let for_short_runs = (self.max_mappings - self.max_mappings / 4) / 2;
+        self.mappings_of_all() + 2 * runs as u64 <= for_short_runs
+    }
+
     /// Whether the stable pages from `first` on may be mapped over `range`, which lies within a region, in one go.
     pub(crate) fn may_map(&self, range: GuestRange, first: StableSlot) -> bool {
         let joins = self.left_neighbour(range, first).is_some();
@@ -226,8 +232,10 @@ impl MergedRuns {
         if range.is_empty() {
             return;
         }
-        self.release(range);
-        self.cut_out(range);
+        if self.stable_mapped(range).next().is_some() {
+            self.release(range);
+            self.cut_out(range);
+        }
         self.cover(range);
         self.untracked.remove(range);
         self.moved.remove(range);
@@ -446,9 +454,11 @@ impl MergedRuns {
 
     /// Notes the borders of a mapping that was made over `range`.
     fn cover(&mut self, range: GuestRange) {
-        let inside: Vec<u64> = self.borders_inside(range).collect();
-        for border in inside {
-            self.borders.remove(&border);
+        if range.pages > 1 {
+            let inside: Vec<u64> = self.borders_inside(range).collect();
+            for border in inside {
+                self.borders.remove(&border);
+            }
         }
         for edge in [range.start.0, range.end().0] {
             if self.is_inside_a_region(edge) {
