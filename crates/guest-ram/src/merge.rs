@@ -13,6 +13,7 @@
 mod bring_back;
 mod freeze;
 mod huge;
+mod mend;
 mod merging;
 mod nodes;
 mod scan;

@@ -222,6 +222,33 @@ impl Merged {
         Ok(())
     }
 
+    /// Empty memory like that of `piece`'s region, of as many pages, which nobody else knows: its address. It is there until the next
+    /// call of this or of what makes copies.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub(crate) fn scratch_for(&self, piece: &Piece<'_>) -> io::Result<usize> {
+        let template = &self.templates.mappings()[piece.region];
+        // SAFETY: the scratch area is this value's own, and nobody needs what is there.
+        unsafe { template.copy_over(self.scratch.address(), piece.range.size_bytes() as usize) }?;
+        Ok(self.scratch.address())
+    }
+
+    /// Puts the pages of the scratch area in the place of `piece`, all of whose pages are there, as one mapping.
+    ///
+    /// # Errors
+    /// The kernel's; nothing has been replaced then.
+    ///
+    /// # Safety
+    /// The piece must lie within guest memory and have no pages any more: they are in the memory that
+    /// [`scratch_for`](Self::scratch_for) made for it.
+    pub(crate) unsafe fn put_scratch(&self, runs: &mut MergedRuns, piece: &Piece<'_>) -> io::Result<()> {
+        // SAFETY: what is replaced has no content, and what replaces it is what the guest's pages are, as the caller vouches.
+        unsafe { self.scratch.copy_over(piece.address, piece.range.size_bytes() as usize) }?;
+        runs.note_joined(piece.range);
+        Ok(())
+    }
+
     /// Puts anonymous memory that `fill` has written to in the place of `piece`.
     ///
     /// # Errors
@@ -234,13 +261,9 @@ impl Merged {
         piece: &Piece<'_>,
         fill: impl FnOnce(*mut u8) -> io::Result<()>,
     ) -> io::Result<()> {
-        let size_bytes = piece.range.size_bytes() as usize;
-        let template = &self.templates.mappings()[piece.region];
-        // SAFETY: the scratch area is this value's own, and nobody needs what is there.
-        unsafe { template.copy_over(self.scratch.address(), size_bytes) }?;
-        fill(self.scratch.address() as *mut u8)?;
+        fill(self.scratch_for(piece)? as *mut u8)?;
         // SAFETY: what is replaced has the same content as what replaces it, as the caller vouches.
-        unsafe { self.scratch.copy_over(piece.address, size_bytes) }
+        unsafe { self.scratch.copy_over(piece.address, piece.range.size_bytes() as usize) }
     }
 
     /// Counts the mappings of guest memory. System calls: `lseek`, `read`.

@@ -8,6 +8,7 @@ use ebb_abi::{HUGE_PAGE_SIZE_PAGES, PAGE_SIZE_BYTES, Pfn};
 
 use super::bring_back::{Copies, Protection};
 use super::huge::{Advice, HugeBlocks, sample};
+use super::mend::Turns;
 use super::merging::Merging;
 use super::nodes::only_node;
 use super::scan::{PageScan, Question};
@@ -74,6 +75,7 @@ pub struct MergeSession {
     pub(super) huge: HugeBlocks,
     pub(super) copies: Copies,
     pub(super) protection: Protection,
+    pub(super) turns: Turns,
     /// Parts that could not be watched again, to be tried later.
     pub(super) unwatched: Vec<GuestRange>,
     /// Pages whose places in the staging area may not be empty.
@@ -102,6 +104,7 @@ impl MergeSession {
             huge: HugeBlocks::default(),
             copies: Copies::default(),
             protection: Protection::Yes,
+            turns: Turns::new(seed),
             unwatched: Vec::new(),
             staged: None,
             only_node: only_node(),
@@ -123,6 +126,7 @@ impl MergeSession {
         looks.clear();
         let address = self.address(block)?;
         looks.resize(block.pages as usize, PageLook::Absent);
+        self.mend(block);
         self.watch_again(block);
         let huge_block = block.start.huge_block();
         let mut seen = vec![false; looks.len()];

@@ -72,6 +72,8 @@ pub struct Report {
     pub brought_back: u64,
     /// Of these, pages that were merged again.
     pub remerged: u64,
+    /// Mappings that were saved by putting neighbouring ones together.
+    pub joined: u64,
     /// Pages that were discarded.
     pub discarded: u64,
 }
@@ -113,6 +115,7 @@ pub fn run(stress: &Stress) -> Result<Report, StressError> {
     }
     ram.enable_merging(segments)?;
     let mut session = MergeSession::new(Arc::clone(&ram))?;
+    session.turns.set_looks(2);
     if stress.freeze == Freeze::NotWhenBroughtBack {
         session.protection = Protection::No;
     }
@@ -141,6 +144,7 @@ pub fn run(stress: &Stress) -> Result<Report, StressError> {
         }
         let returns = ram.returns();
         (report.brought_back, report.remerged) = (returns.brought_back_pages, returns.remerged_pages);
+        report.joined = returns.joined_mappings;
         result.map(|()| report)
     })
 }

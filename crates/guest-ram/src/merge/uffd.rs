@@ -32,6 +32,7 @@ const MODE_MISSING: u64 = 1 << 0;
 const MODE_WP: u64 = 1 << 1;
 const PROTECT: u64 = 1 << 0;
 const DONT_WAKE: u64 = 1 << 0;
+const ALLOW_HOLES: u64 = 1 << 1;
 const USERFAULTFD_IOC_NEW: libc::Ioctl = 0xaa00;
 const UFFDIO_API: libc::Ioctl = 0xc018_aa3f;
 const UFFDIO_REGISTER: libc::Ioctl = 0xc020_aa00;
@@ -173,13 +174,24 @@ impl Userfaultfd {
     /// Both must be mappings of anonymous memory to which no Rust reference exists, and the caller must see to it that who needs the
     /// pages at `from` waits until they are back.
     pub(super) unsafe fn move_pages(&self, from: usize, to: usize, size_bytes: usize) -> Moved {
-        let mut pages = MovePages {
-            dst: to as u64,
-            src: from as u64,
-            len: size_bytes as u64,
-            mode: DONT_WAKE,
-            copied: 0,
-        };
+        // SAFETY: as for this function.
+        unsafe { self.move_with(DONT_WAKE, from, to, size_bytes) }
+    }
+
+    /// As [`move_pages`](Self::move_pages), but pages that are missing are left out.
+    ///
+    /// # Safety
+    /// As for [`move_pages`](Self::move_pages).
+    pub(super) unsafe fn move_what_is_there(&self, from: usize, to: usize, size_bytes: usize) -> Moved {
+        // SAFETY: as for this function.
+        unsafe { self.move_with(DONT_WAKE | ALLOW_HOLES, from, to, size_bytes) }
+    }
+
+    /// # Safety
+    /// As for [`move_pages`](Self::move_pages).
+    unsafe fn move_with(&self, mode: u64, from: usize, to: usize, size_bytes: usize) -> Moved {
+        let mut pages =
+            MovePages { dst: to as u64, src: from as u64, len: size_bytes as u64, mode, copied: 0 };
         // SAFETY: UFFDIO_MOVE reads and writes one `struct uffdio_move`. The caller vouches for the memory.
         let result = unsafe { ioctl(self.0.as_raw_fd(), UFFDIO_MOVE, &raw mut pages) };
         let stopped = result.err().map(|error| Errno::from_io_error(&error).unwrap_or(Errno::INVAL));

@@ -56,6 +56,8 @@ pub struct Returns {
     pub brought_back_pages: u64,
     /// Of these, pages that were merged again.
     pub remerged_pages: u64,
+    /// Mappings that were saved by putting neighbouring ones together, at most.
+    pub joined_mappings: u64,
 }
 
 /// Runs of pages for which stable pages are mapped.
@@ -307,6 +309,22 @@ impl MergedRuns {
             self.brought_back.insert(part);
         }
         self.note_moved_here(range, &mut Vec::new());
+    }
+
+    /// The mappings, as far as they are known, that lie within `range`, which is part of a region. A mapping may be told as several.
+    pub(crate) fn mappings_in(&self, range: GuestRange) -> Vec<GuestRange> {
+        let is_edge = |page: &u64| self.borders.contains(page) || !self.is_inside_a_region(*page);
+        let inside = self.borders_inside(range);
+        let edges = [range.start.0].into_iter().chain(inside).chain([range.end().0]);
+        let edges: Vec<u64> = edges.filter(is_edge).collect();
+        edges.windows(2).map(|edges| GuestRange::new(Pfn(edges[0]), edges[1] - edges[0])).collect()
+    }
+
+    /// Notes that `range`, which lies within a region and has no stable pages mapped, was replaced by one mapping with the same pages.
+    pub(crate) fn note_joined(&mut self, range: GuestRange) {
+        let before = self.borders.len();
+        self.note_moved_here(range, &mut Vec::new());
+        self.returns.joined_mappings += before.saturating_sub(self.borders.len()) as u64;
     }
 
     /// Notes that `range` is discarded by ordinary means.

@@ -8,6 +8,7 @@ mod bring_back;
 mod common;
 mod huge;
 mod mappings;
+mod mend;
 mod pinned;
 mod refused;
 mod replace;

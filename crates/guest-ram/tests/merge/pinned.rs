@@ -6,10 +6,11 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::ptr;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use ebb_abi::Pfn;
 use ebb_guest_ram::merge::{MergeOutcome, PageLook};
-use ebb_guest_ram::{HugePages, InhibitReason};
+use ebb_guest_ram::{GuestRange, HugePages, InhibitReason};
 
-use crate::common::{PAGE, setup};
+use crate::common::{PAGE, is_mended, mappings_of, setup};
 
 // include/uapi/linux/io_uring.h
 const SETUP: libc::c_long = 425;
@@ -190,4 +191,33 @@ fn a_pinned_copy_is_not_brought_back_while_discards_are_inhibited() {
 #[test]
 fn who_pins_memory_and_does_not_say_so_loses_writes() {
     assert_ne!(what_a_device_writes_is_there(Said::No), Some(true));
+}
+
+#[test]
+fn mappings_with_a_pinned_page_are_not_put_together() {
+    let Some(mut setup) = setup(512, HugePages::Off) else { return };
+    let Some(ring) = ring() else { return };
+    (0..512).for_each(|page| setup.fill(page, 7));
+    let slot = setup.publish(&[7])[0];
+    let pages: Vec<_> = (100..200).step_by(4).map(|page| (page, slot)).collect();
+    assert!(setup.replace(&pages).iter().all(|outcome| *outcome == MergeOutcome::Done));
+    for (page, _) in &pages {
+        setup.ram.discard(&[GuestRange::new(Pfn(*page), 1)]).unwrap();
+        setup.fill(*page, 7);
+    }
+    let mappings = mappings_of(&setup);
+    let address = setup.address(150);
+    ring.register(REGISTER_BUFFERS, Some(libc::iovec { iov_base: address as *mut _, iov_len: PAGE }))
+        .unwrap();
+    let (reader, writer) = rustix::pipe::pipe().unwrap();
+    ring.start_read(&reader, address);
+    (0..1000).for_each(|_| drop(setup.look(0, 512)));
+    assert_eq!((mappings_of(&setup), setup.ram.returns().joined_mappings), (mappings, 0));
+    File::from(writer).write_all(&[9; PAGE]).unwrap();
+    assert_eq!(ring.finish_read(), PAGE as i32);
+    assert!((0..512).all(|page| setup.is_full_of(page, if page == 150 { 9 } else { 7 })));
+    ring.register(UNREGISTER_BUFFERS, None).unwrap();
+    let pages: Vec<_> = (0..512).map(|page| (page, if page == 150 { 9 } else { 7 })).collect();
+    assert!(is_mended(&mut setup, &pages, 10));
+    assert!((0..512).all(|page| setup.is_full_of(page, if page == 150 { 9 } else { 7 })));
 }

@@ -21,7 +21,7 @@ fn millions_of_writes_to_pages_that_are_merged_all_the_time_are_all_there() {
     println!("{report:?}");
     assert_eq!(report.lost, 0, "{report:?}");
     assert!(report.merged > 1000 && report.zeros > 100 && report.different > 100, "{report:?}");
-    assert!(report.brought_back > 1000 && report.remerged > 100, "{report:?}");
+    assert!(report.brought_back > 1000 && report.remerged > 100 && report.joined > 100, "{report:?}");
 }
 
 #[test]

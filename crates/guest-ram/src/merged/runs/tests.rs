@@ -127,7 +127,7 @@ fn what_is_brought_back_takes_no_mappings_from_what_is_merged() {
     }
     // A quarter of what is for merging. The last one, at the end of the run, took one border only.
     assert_eq!((brought_back, runs.mappings()), (75, 150));
-    assert_eq!(runs.returns(), Returns { brought_back_pages: 75, remerged_pages: 0 });
+    assert_eq!(runs.returns(), Returns { brought_back_pages: 75, ..Returns::default() });
     // What needs no mapping more: several in one, or the end of a run.
     assert!(runs.may_bring_back(range(5, 11)) && !runs.may_bring_back(range(7000, 1)));
     assert_eq!(released(&mut runs).len(), 75);
@@ -227,6 +227,7 @@ enum Step {
     Moved { start: u64, pages: u64 },
     BringBack { start: u64, pages: u64 },
     Empty { start: u64, pages: u64 },
+    Join { start: u64, pages: u64 },
     Track { start: u64, pages: u64 },
     Take,
 }
@@ -255,6 +256,10 @@ fn step() -> impl Strategy<Value = Step> {
             Step::BringBack { start, pages }
         }),
         1 => place().prop_map(|(start, pages)| Step::Empty { start, pages }),
+        2 => place().prop_map(|(start, pages)| {
+            let Step::Discard { start, pages } = within_region(start, pages) else { unreachable!() };
+            Step::Join { start, pages }
+        }),
         2 => place().prop_map(|(start, pages)| Step::Track { start, pages }),
         1 => Just(Step::Take),
     ]
@@ -466,6 +471,26 @@ proptest! {
                     let released = model.release(start, pages);
                     model.released.extend(released);
                     model.bring_back(start, pages);
+                }
+                Step::Join { start, pages } => {
+                    if runs.stable_mapped(range(start, pages)).next().is_some() {
+                        continue;
+                    }
+                    let mappings = runs.mappings_in(range(start, pages));
+                    let (Some(first), Some(last)) = (mappings.first(), mappings.last()) else { continue };
+                    let (start, end) = (first.start.0, last.end().0);
+                    // Neighbours, each of which is within one mapping.
+                    let of = |page: u64| model.pages.get(page as usize).map(|page| page.mapping);
+                    prop_assert!(mappings.windows(2).all(|pair| pair[0].end() == pair[1].start));
+                    for mapping in &mappings {
+                        let inside = mapping.start.0..mapping.end().0;
+                        prop_assert!(inside.into_iter().all(|page| of(page) == of(mapping.start.0)));
+                    }
+                    let (before, joined) = (runs.mappings(), runs.returns().joined_mappings);
+                    runs.note_joined(range(start, end - start));
+                    model.move_here(start, end - start);
+                    prop_assert_eq!(runs.mappings() + mappings.len() as u64, before + 1);
+                    model.returns.joined_mappings = joined + mappings.len() as u64 - 1;
                 }
                 Step::Empty { start, pages } => {
                     runs.note_emptied(range(start, pages));

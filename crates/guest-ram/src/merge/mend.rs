@@ -1,0 +1,228 @@
+//! Putting memory that lies in many small mappings into one again.
+//!
+//! Merging, writes and discards leave many mappings behind, and the kernel joins few of them: each has pages of its own that came
+//! from elsewhere. Where nothing is merged any more they serve no purpose, and a process has only so many.
+//!
+//! So all pages of neighbouring mappings of ordinary memory are moved away (`UFFDIO_MOVE`), to a mapping that then takes the place of all
+//! of them. As with pages that are [compared](super::freeze) whoever touches them meanwhile waits, and a page that is pinned
+//! cannot be moved: then all of them go back. No page is copied, and none changes its content.
+
+use std::sync::Arc;
+
+use ebb_abi::{PAGE_SIZE_BYTES, Pfn};
+use rustix::io::Errno;
+
+use super::freeze::must_succeed;
+use super::merging::Merging;
+use super::scan::Question;
+use super::session::MergeSession;
+use super::uffd::Watch;
+use crate::GuestRange;
+use crate::discard::Piece;
+use crate::merged::{Merged, MergedRuns};
+
+const PAGE: usize = PAGE_SIZE_BYTES as usize;
+
+/// Neighbouring mappings that are worth it.
+const LEAST_MAPPINGS: usize = 4;
+
+/// Looks at a block of which one, on average, also looks for mappings to be put together.
+const LOOKS: u64 = 32;
+
+/// How often a move that the kernel asks to repeat is repeated without a page moved in between.
+const MOVE_ATTEMPTS: u32 = 8;
+
+/// Says whose turn it is, without any order: blocks are looked at in the same one in each pass.
+#[derive(Debug)]
+pub(super) struct Turns {
+    random: u64,
+    looks: u64,
+}
+
+impl Turns {
+    pub(super) fn new(seed: u64) -> Self {
+        Self { random: seed | 1, looks: LOOKS }
+    }
+
+    /// One in so many looks, on average.
+    pub(super) fn set_looks(&mut self, looks: u64) {
+        self.looks = looks.max(1);
+    }
+
+    fn is_next(&mut self) -> bool {
+        // xorshift64
+        self.random ^= self.random << 13;
+        self.random ^= self.random >> 7;
+        self.random ^= self.random << 17;
+        self.random.is_multiple_of(self.looks)
+    }
+}
+
+impl MergeSession {
+    /// Puts small mappings of a block together, if it is its turn.
+    pub(super) fn mend(&mut self, block: GuestRange) {
+        if !self.turns.is_next() {
+            return;
+        }
+        let ram = Arc::clone(&self.ram);
+        let (Some(merging), Some(merged)) = (ram.merging(), ram.merged.get()) else { return };
+        let mut of_files = self.file_backed(block);
+        let mut runs = merged.lock();
+        of_files.extend(runs.stable_mapped(block).map(|(part, _)| part));
+        of_files.sort_unstable();
+        for ordinary in between(block, &of_files) {
+            let mappings = runs.mappings_in(ordinary);
+            let (Some(first), Some(last)) = (mappings.first(), mappings.last()) else { continue };
+            let range = GuestRange::new(first.start, last.end().0 - first.start.0);
+            if mappings.len() >= LEAST_MAPPINGS
+                && let Some(piece) = ram.piece(range)
+            {
+                self.join(merging, merged, &mut runs, &piece, &mappings);
+            }
+        }
+    }
+
+    /// Puts `mappings`, which `piece` consists of, together.
+    fn join(
+        &mut self,
+        merging: &Merging,
+        merged: &Merged,
+        runs: &mut MergedRuns,
+        piece: &Piece<'_>,
+        mappings: &[GuestRange],
+    ) {
+        let size_bytes = piece.range.size_bytes() as usize;
+        // The destination of a move must be watched, too.
+        let scratch = merged.scratch_for(piece).and_then(|scratch| {
+            merging.watch_writes_again(scratch, size_bytes)?;
+            Ok(scratch)
+        });
+        let scratch = match scratch {
+            Ok(scratch) => scratch,
+            Err(error) => return tracing::debug!("no memory to put mappings together: {error}"),
+        };
+        // SAFETY: who waits is woken below, whatever happens in between.
+        let watched = unsafe { merging.uffd.watch(piece.address, size_bytes, Watch::WritesAndMissing) };
+        let is_joined = watched.is_ok()
+            && mappings.iter().all(|mapping| {
+                let (place, away, size_bytes) = places(piece, scratch, *mapping);
+                self.move_all(merging, place, away, size_bytes)
+            })
+            // SAFETY: all pages of the piece have been moved to the scratch area.
+            && unsafe { merged.put_scratch(runs, piece) }
+                .inspect_err(|error| tracing::debug!("{} stays in its mappings: {error}", piece.range))
+                .is_ok();
+        if !is_joined {
+            for mapping in mappings {
+                let (place, away, size_bytes) = places(piece, scratch, *mapping);
+                self.move_back(merging, away, place, size_bytes);
+            }
+            must_succeed("the place of pages that were away cannot be released", || {
+                merging.uffd.forget(piece.address, size_bytes)
+            });
+            if !self.watch_range(piece.range) {
+                self.unwatched.push(piece.range);
+            }
+        }
+        must_succeed("who waits for a page of the guest cannot be woken", || {
+            merging.uffd.wake(piece.address, size_bytes)
+        });
+    }
+
+    /// Moves all pages that are at `from`, within one mapping, to `to`. True if none is left.
+    fn move_all(&mut self, merging: &Merging, from: usize, to: usize, size_bytes: usize) -> bool {
+        let mut attempts = 0;
+        let mut done = 0;
+        while done < size_bytes {
+            // SAFETY: both are anonymous memory of this crate's mappings, to which no Rust reference exists, and who touches what is
+            // guest memory of it waits until this is over.
+            let moved = unsafe { merging.uffd.move_what_is_there(from + done, to + done, size_bytes - done) };
+            done += moved.bytes;
+            attempts = if moved.bytes > 0 { 0 } else { attempts + 1 };
+            match moved.stopped.filter(|_| moved.bytes == 0) {
+                None => {}
+                Some(Errno::AGAIN) if attempts <= MOVE_ATTEMPTS => std::thread::yield_now(),
+                // The kernel may have moved more than it counts.
+                Some(Errno::EXIST) => {
+                    let left = self.first_page(from + done, size_bytes - done);
+                    match left {
+                        None => return true,
+                        Some(0) => return false,
+                        Some(bytes) => (done, attempts) = (done + bytes, 0),
+                    }
+                }
+                Some(_) => return false,
+            }
+        }
+        self.first_page(from, size_bytes).is_none()
+    }
+
+    /// Moves all pages back that are at `from`, by copying them if there is no other way.
+    fn move_back(&mut self, merging: &Merging, from: usize, to: usize, size_bytes: usize) {
+        if self.move_all(merging, from, to, size_bytes) {
+            return;
+        }
+        let mut done = 0;
+        while let Some(bytes) = self.first_page(from + done, size_bytes - done) {
+            let place = done + bytes;
+            must_succeed("a page of the guest that was away cannot be brought back", || {
+                // SAFETY: the page is in the scratch area, and its place is watched guest memory.
+                unsafe { merging.uffd.copy_page(from + place, to + place, PAGE) }
+            });
+            done = place + PAGE;
+        }
+    }
+
+    /// Where the first page is that has content, in bytes from `address` on.
+    fn first_page(&mut self, address: usize, size_bytes: usize) -> Option<usize> {
+        let mut first = None;
+        must_succeed("where pages of the guest are cannot be found out", || {
+            let found = self.scan.ask(address, size_bytes, Question::Any)?;
+            first = found.first().map(|run| run.address() - address);
+            Ok(())
+        });
+        first
+    }
+}
+
+/// Where a mapping of `piece` is, where its pages are when they are away, and its size in bytes.
+fn places(piece: &Piece<'_>, scratch: usize, mapping: GuestRange) -> (usize, usize, usize) {
+    let offset_bytes = (mapping.start.address() - piece.range.start.address()) as usize;
+    (piece.address + offset_bytes, scratch + offset_bytes, mapping.size_bytes() as usize)
+}
+
+/// The parts of `range` that none of `others`, in ascending order, has a page of.
+fn between(range: GuestRange, others: &[GuestRange]) -> Vec<GuestRange> {
+    let mut parts = Vec::new();
+    let mut start = range.start.0;
+    for other in others {
+        parts.push(GuestRange::new(Pfn(start), other.start.0.saturating_sub(start)));
+        start = start.max(other.end().0);
+    }
+    parts.push(GuestRange::new(Pfn(start), range.end().0.saturating_sub(start)));
+    parts.retain(|part| !part.is_empty());
+    parts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_between_is_what_is_left() {
+        let range = |start, pages| GuestRange::new(Pfn(start), pages);
+        assert_eq!(between(range(10, 20), &[]), [range(10, 20)]);
+        assert_eq!(
+            between(range(10, 20), &[range(10, 5), range(15, 2), range(20, 1), range(29, 1)]),
+            [range(17, 3), range(21, 8)]
+        );
+        assert_eq!(between(range(10, 20), &[range(10, 20)]), []);
+    }
+
+    #[test]
+    fn everybody_has_a_turn_now_and_then() {
+        let mut turns = Turns::new(7);
+        let count = (0..64 * LOOKS).filter(|_| turns.is_next()).count();
+        assert!((32..128).contains(&count), "{count}");
+    }
+}
