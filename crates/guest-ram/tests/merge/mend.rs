@@ -1,10 +1,15 @@
 //! Memory in many small mappings is put into one again.
 
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
 use ebb_abi::Pfn;
 use ebb_guest_ram::merge::{MergeOutcome, PageLook};
 use ebb_guest_ram::{GuestRange, HugePages, InhibitReason};
 
-use crate::common::{Setup, is_mended, mappings_of, setup};
+use crate::common::{PAGE, Setup, is_mended, mappings_of, setup};
+
+/// A word of a page full of 7.
+const SEVENS: u64 = u64::from_ne_bytes([7; 8]);
 
 /// Memory of many mappings, none of which is merged: every fourth page was, and was discarded, and half of these were written to again.
 /// Every page that is there is full of its number.
@@ -78,4 +83,61 @@ fn it_goes_on_while_discards_are_inhibited() {
     let _guard = setup.ram.inhibit_discard(InhibitReason::PinnedMemory);
     assert!(is_mended(&mut setup, &pages(0, 0), 10), "{} mappings", mappings_of(&setup));
     assert!(is_as_it_was(&setup));
+}
+
+/// Threads read and write pages all the time, while mappings around them are put together. Whoever is not woken would keep the test from
+/// ending, since nothing else happens to these pages then.
+#[test]
+fn everybody_who_touches_pages_on_their_way_is_woken() {
+    let Some(mut setup) = setup(512, HugePages::Off) else { return };
+    (0..512).for_each(|page| setup.fill(page, 7));
+    let slot = setup.publish(&[7])[0];
+    let pages: Vec<_> = (100..400).step_by(4).map(|page| (page, slot)).collect();
+    let base = setup.address(0);
+    let ended = AtomicBool::new(false);
+    let counts = [0, 1].map(|_| AtomicU64::new(0));
+    let mut rounds = 0;
+    std::thread::scope(|scope| {
+        for (number, count) in counts.iter().enumerate() {
+            let ended = &ended;
+            scope.spawn(move || {
+                let mut page = number;
+                while !ended.load(Ordering::Acquire) {
+                    page = (page * 5 + 1 + 2 * number) % 512;
+                    if page % 4 != 0 || !(100..400).contains(&page) {
+                        // SAFETY: the word is guest memory, which outlives the scope, and is accessed by atomics only.
+                        let word = unsafe { AtomicU64::from_ptr((base + page * PAGE) as *mut u64) };
+                        assert_eq!(word.swap(SEVENS, Ordering::Relaxed), SEVENS);
+                    }
+                    count.fetch_add(1, Ordering::Relaxed);
+                }
+            });
+        }
+        for _ in 0..20 {
+            let done = setup.replace(&pages).iter().all(|outcome| *outcome == MergeOutcome::Done);
+            for (page, _) in &pages {
+                setup.ram.discard(&[GuestRange::new(Pfn(*page), 1)]).unwrap();
+                setup.fill(*page, 7);
+            }
+            let joined = setup.ram.returns().joined_mappings;
+            // Another test may have made a child process: see `is_mended`.
+            while done && setup.ram.returns().joined_mappings == joined {
+                setup.look(0, 512);
+                for (page, _) in &pages {
+                    setup.fill(*page, 7);
+                }
+            }
+            rounds += u32::from(done);
+            let before = counts.each_ref().map(|count| count.load(Ordering::Relaxed));
+            while counts
+                .iter()
+                .zip(before)
+                .any(|(count, before)| count.load(Ordering::Relaxed) < before + 100)
+            {
+                std::thread::yield_now();
+            }
+        }
+        ended.store(true, Ordering::Release);
+    });
+    assert!(rounds > 10, "{rounds}");
 }
