@@ -49,6 +49,29 @@ fn a_page_that_was_written_to_after_it_was_hashed_is_different() {
 }
 
 #[test]
+fn what_is_merged_stays_out_of_core_dumps() {
+    let Some(mut setup) = setup(512, HugePages::Off) else { return };
+    (0..512).for_each(|page| setup.fill(page, 7));
+    let slot = setup.publish(&[7])[0];
+    setup.look(0, 512);
+    // More than are replaced at a time, with gaps.
+    let pages: Vec<_> = (0..512).step_by(3).map(|page| (page, slot)).collect();
+    assert!(setup.replace(&pages).iter().all(|outcome| *outcome == MergeOutcome::Done));
+    let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+    let (start, end) = (setup.address(0), setup.address(0) + 512 * 4096);
+    let (mut within, mut flags) = (false, Vec::new());
+    for line in smaps.lines() {
+        if let Some(found) = line.strip_prefix("VmFlags:").filter(|_| within) {
+            flags.push(found.to_owned());
+        }
+        let from = line.split_once('-').and_then(|(from, _)| usize::from_str_radix(from, 16).ok());
+        within = from.map_or(within, |from| (start..end).contains(&from));
+    }
+    assert!(flags.len() >= 2 * 170, "{}", flags.len());
+    assert!(flags.iter().all(|flags| flags.split_whitespace().any(|flag| flag == "dd")), "{flags:?}");
+}
+
+#[test]
 fn a_page_is_merged_once() {
     let Some(mut setup) = setup(512, HugePages::Off) else { return };
     setup.fill(5, 7);
