@@ -18,35 +18,33 @@ pub const TESTS: &[Test] = &[
     Test::new("backing::preallocated", 240, preallocated),
 ];
 
-/// A guest's memory, and what is done with it.
-struct Sizes {
+/// Sizes of a guest's memory, and of what is done with it.
+struct Bytes {
     /// All of it.
-    ram_bytes: u64,
+    ram: u64,
     /// What a program keeps.
-    held_bytes: u64,
+    held: u64,
     /// What a program touches before it ends.
-    touched_bytes: u64,
+    touched: u64,
     /// Where the balloon gets to.
-    balloon_bytes: u64,
+    balloon: u64,
 }
 
 /// In huge pages.
-const LARGE: Sizes =
-    Sizes { ram_bytes: 512 * MIB, held_bytes: 48 * MIB, touched_bytes: 360 * MIB, balloon_bytes: 320 * MIB };
+const LARGE: Bytes = Bytes { ram: 512 * MIB, held: 48 * MIB, touched: 360 * MIB, balloon: 320 * MIB };
 /// In pages of 4 KiB, which an emulated host takes long to touch.
-const SMALL: Sizes =
-    Sizes { ram_bytes: 256 * MIB, held_bytes: 16 * MIB, touched_bytes: 150 * MIB, balloon_bytes: 128 * MIB };
+const SMALL: Bytes = Bytes { ram: 256 * MIB, held: 16 * MIB, touched: 150 * MIB, balloon: 128 * MIB };
 
 /// Inflates, deflates and reports on a guest with all of its free memory touched; content is checked throughout.
 ///
 /// Of the balloon, at least `at_least` bytes must become the host's.
-fn check_balloon(guest: &Guest, sizes: &Sizes, at_least: u64) {
-    guest.run(Command::Hold { bytes: sizes.held_bytes, pattern: 11 });
-    guest.run(Command::AllocTouchExit { bytes: sizes.touched_bytes });
+fn check_balloon(guest: &Guest, sizes: &Bytes, at_least: u64) {
+    guest.run(Command::Hold { bytes: sizes.held, pattern: 11 });
+    guest.run(Command::AllocTouchExit { bytes: sizes.touched });
     let (resident, process) = (guest.resident(), guest.process_bytes());
-    let must_fall = at_least.saturating_sub(sizes.ram_bytes - resident);
+    let must_fall = at_least.saturating_sub(sizes.ram - resident);
     assert!(must_fall >= at_least / 2, "only {resident} bytes were touched");
-    guest.inflate_to(sizes.balloon_bytes);
+    guest.inflate_to(sizes.balloon);
     eventually("the balloon's pages are the host's", 20, || {
         let (now, process_now) = (guest.resident(), guest.process_bytes());
         when(now + must_fall <= resident && process_now + must_fall <= process + 4 * MIB, || {
@@ -55,7 +53,7 @@ fn check_balloon(guest: &Guest, sizes: &Sizes, at_least: u64) {
     });
     assert_eq!(guest.wrong_pages(), 0);
     guest.inflate_to(0);
-    guest.run(Command::AllocTouchExit { bytes: sizes.balloon_bytes - 20 * MIB });
+    guest.run(Command::AllocTouchExit { bytes: sizes.balloon - 20 * MIB });
     assert_eq!(guest.wrong_pages(), 0);
     assert_eq!(guest.metric("ebb_balloon_errors_total{kind=\"discard_failed\"}"), 0);
 }
@@ -73,18 +71,18 @@ fn anonymous_with_huge_pages(scene: &Scene) {
     if !policy.contains("[never]") {
         assert!(anonymous_huge_bytes(&guest) > 0);
     }
-    check_balloon(&guest, &LARGE, LARGE.balloon_bytes);
+    check_balloon(&guest, &LARGE, LARGE.balloon);
 }
 
 fn anonymous_without_huge_pages(scene: &Scene) {
     let guest = Setup::new(scene).memory("size=256M,backing=anon,thp=off").start();
-    check_balloon(&guest, &SMALL, SMALL.balloon_bytes);
+    check_balloon(&guest, &SMALL, SMALL.balloon);
     assert_eq!(anonymous_huge_bytes(&guest), 0);
 }
 
 fn memfd(scene: &Scene) {
     let guest = Setup::new(scene).memory("size=256M,backing=memfd").start();
-    check_balloon(&guest, &SMALL, SMALL.balloon_bytes);
+    check_balloon(&guest, &SMALL, SMALL.balloon);
 }
 
 /// Held by a test that uses huge pages of the pool: there are enough for one guest.
@@ -105,7 +103,7 @@ fn hugetlb(scene: &Scene) {
     let _pool = use_pool();
     let before = pool_free();
     let setup = Setup::new(scene).memory("size=512M,backing=hugetlb");
-    if before < LARGE.ram_bytes / (2 * MIB) {
+    if before < LARGE.ram / (2 * MIB) {
         // A machine without a pool: the monitor has to say so.
         let mut guest = setup.spawn();
         let (code, log) = guest.wait_end();
@@ -116,7 +114,7 @@ fn hugetlb(scene: &Scene) {
     let guest = setup.start();
     // Only whole huge pages go back: the driver's pages are single ones, and some of its huge pages are shared with
     // others.
-    check_balloon(&guest, &LARGE, LARGE.balloon_bytes / 10 * 8);
+    check_balloon(&guest, &LARGE, LARGE.balloon / 10 * 8);
     drop(guest);
     assert_eq!(pool_free(), before, "the pool has all its pages again");
 }
@@ -125,7 +123,7 @@ fn preallocated(scene: &Scene) {
     for backing in ["anon", "memfd"] {
         let setup = Setup::new(scene).memory(&format!("size=256M,backing={backing},prealloc=on"));
         let guest = setup.balloon("reporting=off").start();
-        assert!(guest.resident() >= SMALL.ram_bytes - 2 * MIB, "{backing}: {}", guest.resident());
-        check_balloon(&guest, &SMALL, SMALL.balloon_bytes);
+        assert!(guest.resident() >= SMALL.ram - 2 * MIB, "{backing}: {}", guest.resident());
+        check_balloon(&guest, &SMALL, SMALL.balloon);
     }
 }

@@ -56,7 +56,7 @@ fn no_write_is_lost(scene: &Scene) {
         assert_eq!(report.wrong_pages, 0, "{WRONG_CONTENT}: {report:?}");
         increments += report.increments;
         let now = guest.merge_statistics();
-        let merged = now.replaced.clone().expect("what became of pages").done;
+        let merged = now.replaced.expect("what became of pages").done;
         let again = now.remerged_pages.expect("what was merged again");
         // Not a handful by accident.
         if round > 1 && merged > COUNTED / PAGE_BYTES / 2 && again > COUNTED / PAGE_BYTES / 8 {
