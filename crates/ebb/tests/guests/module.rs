@@ -202,11 +202,12 @@ fn saved_and_rebooted(scene: &Scene) {
     let answer = ask(guest, 0);
     assert_eq!(answer.status, FreePagesStatus::Done, "{answer:?}");
     assert!(answer.request_id > last_number, "{last_number}, then {answer:?}");
+    // Twice what the work has used: what it has left in pieces smaller than a block is used again first, and never reported.
     let reported = guest.metric("ebb_balloon_reported_bytes_total");
-    guest.run(Command::AllocTouchExit { bytes: 96 * MIB });
+    guest.run(Command::AllocTouchExit { bytes: 192 * MIB });
     eventually("the tracker goes on", 30, || {
         let now = guest.metric("ebb_balloon_reported_bytes_total");
-        when(now >= reported + 48 * MIB, || format!("{reported} -> {now} bytes"))
+        when(now >= reported + 64 * MIB, || format!("{reported} -> {now} bytes"))
     });
     module.check_well();
 
