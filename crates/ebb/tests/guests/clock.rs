@@ -31,7 +31,7 @@ const PAUSES: usize = 100;
 /// Snapshots that no reader may notice.
 const RESTORES: usize = 20;
 /// The same with clocks that catch up, where the readers see gaps.
-const RESTORES_THAT_CATCH_UP: usize = 5;
+const RESTORES_THAT_CATCH_UP: usize = 3;
 /// A pause that is long against what the emulated host loses by itself.
 const PAUSE: Duration = Duration::from_secs(2);
 /// Longer than the watchdogs of a guest's kernel wait: 20 s for a soft lockup, 21 s for a stall.

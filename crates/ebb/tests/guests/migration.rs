@@ -28,7 +28,7 @@ const NONE: [&str; 0] = [];
 /// Environment variable with how often a guest moves in the long tests, if it is to be another number.
 pub const MOVES_VARIABLE: &str = "EBB_MIGRATION_MOVES";
 /// How often it moves otherwise: a move takes some seconds in an emulated host.
-const MOVES: usize = 8;
+const MOVES: usize = 6;
 
 fn moves() -> usize {
     std::env::var(MOVES_VARIABLE).ok().and_then(|text| text.parse().ok()).unwrap_or(MOVES)
