@@ -126,7 +126,7 @@ fn setup<'a>(scene: &'a Scene, memory: &str) -> Setup<'a> {
 }
 
 fn every_mistake_and_then_anything(scene: &Scene) {
-    check(&setup(scene, "size=512M").start(), 20_260_801, 150);
+    check(&setup(scene, "size=512M").start(), 20_260_801, 250);
 }
 
 fn with_hugetlb(scene: &Scene) {
@@ -135,5 +135,5 @@ fn with_hugetlb(scene: &Scene) {
         // `backing::hugetlb` says what the monitor does on such a machine.
         return;
     }
-    check(&setup(scene, "size=512M,backing=hugetlb").start(), 42, 60);
+    check(&setup(scene, "size=512M,backing=hugetlb").start(), 42, 100);
 }

@@ -23,7 +23,7 @@ const PROGRAM_BYTES: u64 = 400 * MIB;
 /// Time that a soak may take, for a machine that is asked for a long one.
 const SOAK_LIMIT_S: u64 = 6 * 3600;
 /// Operations of a soak that nobody asked to be longer.
-const SOAK_OPERATIONS: u64 = 1000;
+const SOAK_OPERATIONS: u64 = 1500;
 /// Says how many operations a soak has.
 pub const SOAK_VARIABLE: &str = "EBB_SOAK_OPERATIONS";
 
