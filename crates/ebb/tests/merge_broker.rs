@@ -171,7 +171,7 @@ fn wrong_use_is_told() {
     broker.line();
     let file = broker.path.with_file_name("file");
     std::fs::write(&file, "content").expect("a file");
-    for (path, reason) in [(&broker.path, "another process"), (&file, "no socket")] {
+    for (path, reason) in [(&broker.path, "another process"), (&file, "not a socket")] {
         let address = format!("unix:{}", path.display());
         let output = ebb(&["merge-broker", "--listen", &address]);
         assert_eq!(output.status.code(), Some(1), "{}", text(&output.stdout));
@@ -188,7 +188,7 @@ fn a_second_one_is_refused_and_the_place_of_a_killed_one_is_taken() {
     let address = format!("unix:{}", first.path.display());
     let second = ebb(&["merge-broker", "--listen", &address]);
     assert_eq!(second.status.code(), Some(1));
-    assert!(text(&second.stderr).contains("another process listens there"), "{}", text(&second.stderr));
+    assert!(text(&second.stderr).contains("another process listens at"), "{}", text(&second.stderr));
     assert_eq!(first.status().clients, 0, "the first one goes on");
 
     first.child.kill().expect("it lives");

@@ -93,14 +93,9 @@ pub enum SessionError {
         /// What the system said.
         source: io::Error,
     },
-    /// There is something else, or somebody listens already.
-    #[error("cannot listen on {address}: {problem}")]
-    Occupied {
-        /// What was asked.
-        address: String,
-        /// What is there, and what to do.
-        problem: &'static str,
-    },
+    /// The destination cannot listen at a path.
+    #[error(transparent)]
+    ListenUnix(#[from] ebb_local_io::ListenError),
     /// The process at the other end of a unix socket belongs to somebody else.
     #[error(
         "the process at {address} belongs to user {theirs}, and only those of user {ours} and of root are trusted; run both as the same user"

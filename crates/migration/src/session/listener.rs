@@ -4,7 +4,9 @@ use std::io::Write;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
+use ebb_local_io::{Listener as UnixListener, SocketFile};
 use rustix::event::{PollFd, PollFlags};
+use rustix::fs::Mode;
 use rustix::io::Errno;
 use rustix::net::SocketFlags;
 use serde::de::DeserializeOwned;
@@ -23,7 +25,6 @@ use super::preamble::{Role, SessionId};
 use super::protocol::Side;
 use super::refusals::Refusals;
 use super::security::{Security, Transport};
-use super::socket_file::SocketFile;
 use super::tls::TlsServer;
 use super::users;
 use super::wire::{self, Wire};
@@ -72,8 +73,8 @@ pub(super) enum NoArrival {
 impl Listener {
     /// Listens at `address`; port 0 stands for any.
     ///
-    /// System calls: `socket`, `setsockopt`, `bind`, `listen`, `getsockname`; for a unix socket also `fchmod`, `flock`, `openat`,
-    /// `lstat`, `connect`, `unlink`; for TLS what reading the files takes (`openat`, `fstat`, `statx`, `lseek`, `read`). All later
+    /// System calls: `socket`, `setsockopt`, `bind`, `listen`, `getsockname`; for a unix socket those of
+    /// [`ebb_local_io::Listener::bind`]; for TLS what reading the files takes (`openat`, `fstat`, `statx`, `lseek`, `read`). All later
     /// steps: `ppoll`, `accept4`, `getsockopt`, `setsockopt`, `sendto`, `sendmsg`, `recvfrom`, `recvmsg` (descriptors only), `getrandom`,
     /// `shutdown`, `close`, and `lstat`, `unlink` when a unix socket is removed.
     pub fn bind(
@@ -86,7 +87,8 @@ impl Listener {
         let transport = security.transport(address)?;
         let (socket, address, file) = match address {
             Address::Unix { path } => {
-                let (file, socket) = SocketFile::listen(path, BACKLOG)?;
+                let owner = Mode::RUSR | Mode::WUSR;
+                let (socket, file) = UnixListener::bind(path, owner, BACKLOG)?.into_parts();
                 (socket, address.clone(), Some(file))
             }
             Address::Tcp { host, port } => {

@@ -52,7 +52,6 @@ mod preamble;
 mod protocol;
 mod refusals;
 mod security;
-mod socket_file;
 mod source;
 mod tls;
 mod users;

@@ -51,14 +51,14 @@ fn a_stale_socket_is_replaced_and_a_live_one_is_not() {
     };
     let first = bind().unwrap();
     let error = bind().unwrap_err();
-    assert!(error.to_string().contains("another process listens there"), "{error}");
+    assert!(error.to_string().contains("another process listens at"), "{error}");
     drop(first);
     // As after a killed process: the standard library leaves the file, and nobody listens.
     drop(std::os::unix::net::UnixListener::bind(folder.path().join("migration.sock")).unwrap());
     bind().unwrap();
     std::fs::write(folder.path().join("migration.sock"), "a file").unwrap();
     let error = bind().unwrap_err();
-    assert!(error.to_string().contains("no socket"), "{error}");
+    assert!(error.to_string().contains("not a socket"), "{error}");
 }
 
 #[test]

@@ -11,23 +11,8 @@ use super::name::DomainName;
 #[non_exhaustive]
 pub enum BrokerError {
     /// The broker cannot listen.
-    #[error("cannot listen at unix:{path}: {what}: {source}", path = path.display())]
-    Listen {
-        /// The socket's path.
-        path: PathBuf,
-        /// The step that failed.
-        what: &'static str,
-        /// The system's answer.
-        source: io::Error,
-    },
-    /// Something has that name already.
-    #[error("cannot listen at unix:{path}: {problem}", path = path.display())]
-    Occupied {
-        /// The socket's path.
-        path: PathBuf,
-        /// What is there, and what to do.
-        problem: &'static str,
-    },
+    #[error("the merge broker cannot listen: {0}")]
+    Listen(#[from] ebb_local_io::ListenError),
     /// Nobody listens, or not for this user.
     #[error("cannot connect to the merge broker at {path}: {source}; start one with `ebb merge-broker --listen unix:{path}`", path = path.display())]
     Connect {

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ebb_local_io::{Listener, SocketFile};
 use rustix::event::{PollFd, PollFlags};
 use rustix::fs::Mode;
 use rustix::io::Errno;
@@ -20,8 +21,11 @@ use super::message::{Reply, Request, split_frame};
 use super::name::DomainRule;
 use super::pages::host_nodes;
 use super::peer::Peer;
-use super::socket::{SocketFile, send, wait};
+use super::socket::{send, wait};
 use super::status::BrokerStatus;
+
+/// Connections that may wait to be accepted.
+const BACKLOG: i32 = 128;
 
 /// How long nobody is accepted after the system had no descriptor or memory for one more connection.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -65,8 +69,7 @@ pub struct Broker {
 impl Broker {
     /// Listens. Only the broker's user and root can connect, unless a rule names another user: then the rules decide.
     ///
-    /// System calls: `openat` of the folder and of /sys, `flock`, `socket`, `fchmod`, `bind`, `connect`, `unlink`, `lstat`, `listen`,
-    /// `geteuid`. Later ones: `ppoll`, `accept4`, `getsockopt`, `pidfd_open`, `recvfrom`, `sendmsg`, `close`, `getrandom`, and
+    /// System calls: those of [`Listener::bind`], `openat` of /sys, `geteuid`. Later ones: `ppoll`, `accept4`, `getsockopt`, `pidfd_open`, `recvfrom`, `sendmsg`, `close`, `getrandom`, and
     /// what stable memory takes: `memfd_create`, `ftruncate`, `mmap`, `munmap`, `madvise`, `fcntl` for seals, `mbind`, `openat` of
     /// /proc/self/fd for reading, `fstat`; at the end `lstat`, `unlink`.
     pub fn bind(config: BrokerConfig) -> Result<Self, BrokerError> {
@@ -76,7 +79,7 @@ impl Broker {
         } else {
             Mode::RUSR | Mode::WUSR
         };
-        let (file, listener) = SocketFile::listen(&path, mode)?;
+        let (listener, file) = Listener::bind(&path, mode, BACKLOG)?.into_parts();
         let user = rustix::process::geteuid().as_raw();
         Ok(Self {
             listener,

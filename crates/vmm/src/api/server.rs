@@ -8,12 +8,14 @@
 use std::fmt;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use ebb_local_io::{ListenError, Listener, SocketFile};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
+use rustix::fs::Mode;
 use rustix::io::Errno;
 use rustix::net::{SendFlags, SocketFlags};
 
@@ -21,9 +23,8 @@ use super::connection::{Connection, Fate};
 use super::control::VmControl;
 use super::reply::{BodyMode, Persistence, Problem, Reply, Status};
 
-mod socket;
-
-use socket::BoundSocket;
+/// Clients that may wait to be accepted.
+const BACKLOG: i32 = 16;
 
 /// How often the guest's answer is looked for while a client waits for it.
 const GUEST_POLL_INTERVAL: Duration = Duration::from_millis(5);
@@ -64,55 +65,14 @@ impl Default for Limits {
 /// Why the API cannot be served.
 #[derive(Debug, thiserror::Error)]
 pub enum ApiError {
-    /// The path does not fit into a socket address, or has a zero byte.
-    #[error(
-        "the API socket path {path:?} cannot be used: it has {length} bytes, and at most 107 without zeros are possible; choose a shorter one"
-    )]
-    BadPath {
-        /// What was asked.
-        path: PathBuf,
-        /// Its length in bytes.
-        length: usize,
-    },
-    /// The folder is not there.
-    #[error(
-        "the API socket {path:?} cannot be created: its folder does not exist; create it or choose another path"
-    )]
-    NoFolder {
-        /// What was asked.
-        path: PathBuf,
-    },
-    /// The folder may not be written.
-    #[error(
-        "the API socket {path:?} cannot be created: no permission; choose a folder that this user may write"
-    )]
-    PermissionDenied {
-        /// What was asked.
-        path: PathBuf,
-    },
-    /// Another monitor (or other program) listens there.
-    #[error(
-        "the API socket {path:?} is in use by another process; choose another path or end that process first"
-    )]
-    InUse {
-        /// What was asked.
-        path: PathBuf,
-    },
-    /// Something else has this name.
-    #[error(
-        "{path:?} exists and is not a socket; choose another path for the API socket or remove that file"
-    )]
-    NotASocket {
-        /// What was asked.
-        path: PathBuf,
-    },
-    /// Anything else.
-    #[error("cannot {what} for the API socket {path:?}: {source}")]
+    /// The socket cannot be bound.
+    #[error("no API: {0}")]
+    Listen(#[from] ListenError),
+    /// The system refused something else.
+    #[error("no API: cannot {action}: {source}")]
     Io {
         /// What was attempted.
-        what: &'static str,
-        /// What was asked.
-        path: PathBuf,
+        action: &'static str,
         /// What the system said.
         source: io::Error,
     },
@@ -121,7 +81,7 @@ pub enum ApiError {
 /// The API of one machine: a thread behind a socket. Dropping it sends the replies that are under way, ends the thread
 /// and removes the socket.
 pub struct ApiServer {
-    socket: BoundSocket,
+    socket: SocketFile,
     stop: Arc<OwnedFd>,
     thread: Option<JoinHandle<()>>,
 }
@@ -140,11 +100,8 @@ impl ApiServer {
         limits: Limits,
         on_thread_start: impl FnOnce() + Send + 'static,
     ) -> Result<Self, ApiError> {
-        let io_error = |what| {
-            let path = path.to_owned();
-            move |source: io::Error| ApiError::Io { what, path, source }
-        };
-        let (socket, listener) = BoundSocket::bind(path)?;
+        let io_error = |action| move |source: io::Error| ApiError::Io { action, source };
+        let (listener, socket) = Listener::bind(path, Mode::RUSR | Mode::WUSR, BACKLOG)?.into_parts();
         let stop = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|errno| io_error("create an event")(errno.into()))?;
         let stop = Arc::new(stop);

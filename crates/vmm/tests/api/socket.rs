@@ -2,8 +2,8 @@
 
 use std::fs;
 use std::io::Write as _;
-use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _, symlink};
-use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
+use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,10 +12,6 @@ use ebb_vmm::api::{ApiError, ApiServer, Client, ClientError, VmInfo};
 
 use crate::double::{Mood, TestVm};
 use crate::wire::{PATIENCE, read_answers, request, serve};
-
-fn start(path: &Path) -> Result<ApiServer, ApiError> {
-    ApiServer::start(path, Arc::new(TestVm::new(Mood::Willing)))
-}
 
 fn get(path: &Path) -> Result<VmInfo, ClientError> {
     Client::new(path, PATIENCE).get("/vm")
@@ -33,80 +29,12 @@ fn only_its_owner_may_use_it_and_it_goes_with_the_server() {
 }
 
 #[test]
-fn a_live_socket_is_refused_and_lives_on() {
+fn a_path_that_cannot_be_used_is_named() {
     let served = serve(Mood::Willing);
-    let error = start(&served.path).unwrap_err();
-    assert!(matches!(&error, ApiError::InUse { path } if *path == served.path), "{error:?}");
-    assert!(error.to_string().contains("in use"), "{error}");
+    let error = ApiServer::start(&served.path, Arc::new(TestVm::new(Mood::Willing))).unwrap_err();
+    assert!(matches!(error, ApiError::Listen(_)), "{error:?}");
+    assert!(error.to_string().contains(&format!("{:?}", served.path)), "{error}");
     get(&served.path).unwrap();
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("datagram");
-    let _other = UnixDatagram::bind(&path).unwrap();
-    assert!(matches!(start(&path), Err(ApiError::InUse { .. })));
-    assert!(path.exists());
-}
-
-#[test]
-fn a_stale_socket_is_replaced() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("api.sock");
-    drop(UnixListener::bind(&path).unwrap());
-    assert!(path.exists());
-    let server = start(&path).unwrap();
-    get(&path).unwrap();
-    drop(server);
-    assert!(!path.exists());
-}
-
-#[test]
-fn other_files_are_left_alone() {
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("file");
-    fs::write(&file, "precious").unwrap();
-    let link = folder.path().join("link");
-    symlink("nowhere", &link).unwrap();
-    for path in [&file, &link, &folder.path().to_owned()] {
-        let error = start(path).unwrap_err();
-        assert!(matches!(error, ApiError::NotASocket { .. }), "{error:?}");
-        assert!(error.to_string().contains(&format!("{path:?}")), "{error}");
-    }
-    assert_eq!(fs::read_to_string(&file).unwrap(), "precious");
-    assert_eq!(fs::read_link(&link).unwrap(), Path::new("nowhere"));
-}
-
-#[test]
-fn impossible_paths_are_named() {
-    let folder = tempfile::tempdir().unwrap();
-    let missing = folder.path().join("missing/api.sock");
-    assert!(matches!(start(&missing), Err(ApiError::NoFolder { path }) if path == missing));
-    let long = folder.path().join("a".repeat(120));
-    assert!(matches!(start(&long), Err(ApiError::BadPath { length, .. }) if length > 120));
-    assert!(matches!(start(Path::new("")), Err(ApiError::BadPath { .. })));
-    assert!(matches!(start(Path::new("a\0b")), Err(ApiError::BadPath { .. })));
-}
-
-#[test]
-fn another_file_that_took_the_name_survives_the_server() {
-    let served = serve(Mood::Willing);
-    fs::remove_file(&served.path).unwrap();
-    fs::write(&served.path, "precious").unwrap();
-    let path = served.path.clone();
-    let mut served = served;
-    drop(served.server.take());
-    assert_eq!(fs::read_to_string(&path).unwrap(), "precious");
-}
-
-#[test]
-fn of_many_that_start_at_once_over_a_stale_socket_one_gets_it() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("api.sock");
-    drop(UnixListener::bind(&path).unwrap());
-    let servers: Vec<_> = std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..8).map(|_| scope.spawn(|| start(&path))).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-    });
-    assert_eq!(servers.iter().filter(|server| server.is_ok()).count(), 1);
-    get(&path).unwrap();
 }
 
 #[test]

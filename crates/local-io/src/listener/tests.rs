@@ -1,0 +1,113 @@
+use std::fs::{self, File};
+use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
+use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
+
+use rustix::fs::FlockOperation;
+
+use super::*;
+
+const OWNER: Mode = Mode::RUSR.union(Mode::WUSR);
+
+fn bind(path: &Path) -> Result<Listener, ListenError> {
+    Listener::bind(path, OWNER, 1)
+}
+
+fn names(directory: &Path) -> Vec<String> {
+    let names = fs::read_dir(directory).unwrap();
+    names.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+}
+
+#[test]
+fn the_socket_alone_is_there_with_its_permissions_and_goes_with_its_owner() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("s");
+    for mode in [0o600, 0o666] {
+        let listener = Listener::bind(&path, Mode::from_bits_retain(mode), 1).unwrap();
+        let metadata = fs::symlink_metadata(&path).unwrap();
+        assert!(metadata.file_type().is_socket());
+        assert_eq!(metadata.permissions().mode() & 0o777, mode);
+        assert_eq!(names(directory.path()), ["s"]);
+        UnixStream::connect(&path).unwrap();
+        drop(listener);
+        assert!(names(directory.path()).is_empty());
+    }
+}
+
+/// Any user who may read the directory can lock it: `flock /run sleep inf`.
+#[test]
+fn a_lock_on_the_directory_does_not_keep_a_process_from_listening() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("s");
+    let lock = File::open(directory.path()).unwrap();
+    rustix::fs::flock(&lock, FlockOperation::LockExclusive).unwrap();
+    drop(bind(&path).unwrap());
+    // Over the socket of a killed process, too.
+    drop(UnixListener::bind(&path).unwrap());
+    drop(bind(&path).unwrap());
+}
+
+#[test]
+fn live_sockets_are_refused_and_live_on() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("stream");
+    let first = bind(&path).unwrap();
+    assert!(matches!(bind(&path), Err(ListenError::InUse { path: named }) if named == path));
+    // With its queue full, too.
+    let address = SocketAddrUnix::new(&path).unwrap();
+    let clients: Vec<_> = (0..8).map(|_| stream_socket().unwrap()).collect();
+    let connect = |socket| rustix::net::connect(socket, &address);
+    assert!(clients.iter().any(|client| connect(client) == Err(Errno::AGAIN)));
+    assert!(matches!(bind(&path), Err(ListenError::InUse { .. })));
+    drop(first);
+    let path = directory.path().join("datagram");
+    let _other = UnixDatagram::bind(&path).unwrap();
+    assert!(matches!(bind(&path), Err(ListenError::InUse { .. })));
+    assert_eq!(names(directory.path()), ["datagram"]);
+}
+
+#[test]
+fn of_many_that_start_over_a_stale_socket_one_gets_it() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("s");
+    drop(UnixListener::bind(&path).unwrap());
+    let listeners: Vec<_> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..8).map(|_| scope.spawn(|| Listener::bind(&path, OWNER, 16))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    assert_eq!(listeners.iter().filter(|listener| listener.is_ok()).count(), 1);
+    UnixStream::connect(&path).unwrap();
+}
+
+#[test]
+fn another_file_that_took_the_name_stays() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("s");
+    let listener = bind(&path).unwrap();
+    fs::remove_file(&path).unwrap();
+    fs::write(&path, "precious").unwrap();
+    drop(listener);
+    assert_eq!(fs::read_to_string(&path).unwrap(), "precious");
+    assert!(matches!(bind(&path), Err(ListenError::NotASocket { .. })));
+    assert_eq!(fs::read_to_string(&path).unwrap(), "precious");
+}
+
+#[test]
+fn impossible_paths_are_named() {
+    let directory = tempfile::tempdir().unwrap();
+    let missing = directory.path().join("missing/s");
+    assert!(matches!(bind(&missing), Err(ListenError::NoDirectory { path }) if path == missing));
+    let long = directory.path().join("a".repeat(120));
+    assert!(matches!(bind(&long), Err(ListenError::BadPath { length, .. }) if length > 120));
+    assert!(matches!(bind(Path::new("")), Err(ListenError::BadPath { .. })));
+    assert!(matches!(bind(Path::new("a\0b")), Err(ListenError::BadPath { .. })));
+    assert!(matches!(bind(directory.path()), Err(ListenError::NotASocket { .. })));
+}
+
+#[test]
+fn a_lock_that_is_held_is_named() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("s");
+    let _lock = NameLock::take(&path, LIMIT).unwrap();
+    let error = bind(&path).unwrap_err();
+    assert!(error.to_string().contains(".s.lock"), "{error}");
+}
