@@ -7,6 +7,7 @@ mod guest_image;
 mod lab;
 mod merge_broker;
 mod migrate;
+mod overrides;
 mod receive;
 mod restore;
 mod run;
@@ -127,6 +128,13 @@ fn describe(error: &anyhow::Error) -> String {
 mod tests {
     use super::*;
     use anyhow::Context;
+    use clap::CommandFactory as _;
+
+    /// Clap finds contradictions when a command is used first.
+    #[test]
+    fn the_command_line_is_sound() {
+        Cli::command().debug_assert();
+    }
 
     #[test]
     fn causes_are_told_once() {

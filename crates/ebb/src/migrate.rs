@@ -26,8 +26,11 @@ runs; then it stands still while the rest is sent, and goes on there. This machi
 Whatever fails before that leaves the machine running here.
 
 Pages that the guest does not use are not sent: those that it has never touched, given back by free page reporting or to
-the balloon, and those that its balloon driver names when it is asked (--free-pages). Both monitors need the same disks,
-under the same paths or those given to `ebb receive --disk`.
+the balloon, and those that its balloon driver names when it is asked (--free-pages). Both monitors need the same disks, which
+`ebb receive --disk` names there.
+
+Over TCP, on this machine too, both sides need certificates, and the other side's must be for the host in --to or for the
+name in --peer-name. --insecure does without.
 
 Exit codes: 0 the machine runs at its destination, 1 it runs on here, 2 wrong usage, 3 nobody knows: the connection broke at
 the moment of the hand-over, and the machine stays paused here.
@@ -88,7 +91,10 @@ pub struct Args {
     /// Authorities (PEM) that the other side's certificate must come from
     #[arg(long, value_name = "FILE", requires_all = ["tls_cert", "tls_key"])]
     tls_ca: Option<PathBuf>,
-    /// Send the guest's memory unencrypted over a network; whoever is on the way can read and change it
+    /// Name (or address) that the other monitor's certificate must be for [default: the host in --to]
+    #[arg(long, value_name = "NAME", requires = "tls_cert")]
+    peer_name: Option<String>,
+    /// Send the guest's memory unencrypted over TCP; whoever is on the way, or listens there, can read and change it
     #[arg(long, conflicts_with = "tls_cert")]
     insecure: bool,
     /// Hand the memory over to a monitor on the same machine instead of copying it (backing=memfd or hugetlb, unix: address)
@@ -171,7 +177,8 @@ impl Args {
         let absolute = |path: PathBuf| here.join(path);
         let mut tls = match (self.tls_cert, self.tls_key, self.tls_ca) {
             (Some(cert), Some(key), Some(ca)) => {
-                Some(TlsPaths { cert: absolute(cert), key: absolute(key), ca: absolute(ca), name: None })
+                let name = self.peer_name;
+                Some(TlsPaths { cert: absolute(cert), key: absolute(key), ca: absolute(ca), name })
             }
             _ => None,
         };
@@ -224,7 +231,7 @@ fn in_numbers(address: Address, tls: Option<&mut TlsPaths>) -> anyhow::Result<Ad
         .next()
         .with_context(|| format!("the host {host} has no address; write its address in numbers"))?;
     if let Some(tls) = tls {
-        tls.name = Some(host);
+        tls.name.get_or_insert(host);
     }
     Ok(Address::Tcp { host: found.ip().to_string(), port })
 }
@@ -372,6 +379,10 @@ mod tests {
         assert_eq!(request.to, format!("unix:{}", here.join("move").display()));
         let tls = request.tls.unwrap();
         assert_eq!((tls.cert, tls.key, tls.ca), (here.join("c"), here.join("k"), "/a".into()));
+        assert_eq!(tls.name, None);
+        let named =
+            parse("a --to tcp:192.0.2.1:1 --peer-name b --tls-cert c --tls-key k --tls-ca /a").unwrap();
+        assert_eq!(named.tls.unwrap().name.as_deref(), Some("b"));
     }
 
     #[test]

@@ -90,12 +90,16 @@ pub fn verify(snapshot: &SnapshotFile) -> anyhow::Result<()> {
     result.with_context(|| format!("the snapshot {} is damaged", snapshot.path.display()))
 }
 
+/// Prints what the file says. It may come from anybody, so text is shown with control characters escaped.
 fn print(description: &Description) {
     let size = |bytes| ByteSize::from_bytes(bytes).to_string();
     let machine = &description.machine;
     let seconds = description.clock_ns / 1_000_000_000;
     let mut rows = vec![
-        ("written by", format!("ebb {} on {}", description.monitor, description.vendor)),
+        (
+            "written by",
+            format!("ebb {} on {}", description.monitor.escape_debug(), description.vendor.escape_debug()),
+        ),
         ("vCPUs", machine.cpus.to_string()),
         (
             "memory",
@@ -111,11 +115,11 @@ fn print(description: &Description) {
             "guest's clock",
             format!("{seconds} s since its start; TSC of {:.3} MHz", f64::from(description.tsc_khz) / 1000.0),
         ),
-        ("kernel", machine.kernel.display().to_string()),
+        ("kernel", format!("{:?}", machine.kernel)),
     ];
     for disk in &machine.disks {
         let access = if disk.readonly { "read only" } else { "writable" };
-        rows.push(("disk", format!("{}, {access}", disk.path.display())));
+        rows.push(("disk", format!("{:?}, {access}", disk.path)));
     }
     let checked = if description.verified { "header, state and memory" } else { "header and state" };
     rows.push(("checked", checked.to_owned()));

@@ -348,7 +348,15 @@ impl Assets {
                 let mut command = Command::new(&self.ebb);
                 command
                     .args(["receive", "--listen", &format!("tcp:{address}"), "--insecure"])
-                    .args(["--serial", "stdio", "--clock", setup.clock.name(), "--api"])
+                    .args([
+                        "--serial",
+                        "stdio",
+                        "--on-reboot",
+                        "exit",
+                        "--clock",
+                        setup.clock.name(),
+                        "--api",
+                    ])
                     .arg(control);
                 Ok(command)
             }

@@ -50,9 +50,7 @@ pub enum ListenError {
         path: PathBuf,
     },
     /// A file of another kind has this name.
-    #[error(
-        "{path:?} exists and is not a socket; choose another path for the socket or remove that file"
-    )]
+    #[error("{path:?} exists and is not a socket; choose another path for the socket or remove that file")]
     NotASocket {
         /// What was asked.
         path: PathBuf,
@@ -105,8 +103,7 @@ impl Listener {
     /// # Errors
     /// [`ListenError`]; a live process and files that are not sockets are left alone.
     pub fn bind(path: &Path, mode: Mode, backlog: i32) -> Result<Self, ListenError> {
-        let bad_path =
-            |_| ListenError::BadPath { path: path.to_owned(), length: path.as_os_str().len() };
+        let bad_path = |_| ListenError::BadPath { path: path.to_owned(), length: path.as_os_str().len() };
         if path.as_os_str().is_empty() {
             return Err(bad_path(Errno::INVAL));
         }
@@ -114,16 +111,13 @@ impl Listener {
         // A process that has bound and does not listen yet looks like one that has died: of two
         // that start at the same time, both would take over.
         let lock = NameLock::take(path, LIMIT).map_err(|errno| match errno {
-            Errno::WOULDBLOCK => {
-                ListenError::Locked { path: path.to_owned(), lock: NameLock::path(path) }
-            }
+            Errno::WOULDBLOCK => ListenError::Locked { path: path.to_owned(), lock: NameLock::path(path) },
             errno => failed(path, "lock the name", errno),
         })?;
         let socket = stream_socket().map_err(|errno| failed(path, "create a socket", errno))?;
         // The file takes the mode of the socket's own inode (Linux net/unix/af_unix.c,
         // unix_bind_bsd): there is no moment with wider permissions.
-        rustix::fs::fchmod(&socket, mode)
-            .map_err(|errno| failed(path, "set the permissions", errno))?;
+        rustix::fs::fchmod(&socket, mode).map_err(|errno| failed(path, "set the permissions", errno))?;
         match rustix::net::bind(&socket, &address) {
             Err(Errno::ADDRINUSE) => {
                 remove_stale(path, &address)?;
@@ -132,15 +126,12 @@ impl Listener {
             result => result,
         }
         .map_err(|errno| failed(path, "bind the socket", errno))?;
-        let listener =
-            Self { socket, file: SocketFile { path: path.to_owned(), identity: identity(path) } };
+        let listener = Self { socket, file: SocketFile { path: path.to_owned(), identity: identity(path) } };
         if mode.intersects(Mode::RWXG | Mode::RWXO) {
             // The process's umask has been subtracted.
-            rustix::fs::chmod(path, mode)
-                .map_err(|errno| failed(path, "set the permissions", errno))?;
+            rustix::fs::chmod(path, mode).map_err(|errno| failed(path, "set the permissions", errno))?;
         }
-        rustix::net::listen(&listener.socket, backlog)
-            .map_err(|errno| failed(path, "listen", errno))?;
+        rustix::net::listen(&listener.socket, backlog).map_err(|errno| failed(path, "listen", errno))?;
         drop(lock);
         Ok(listener)
     }

@@ -51,8 +51,7 @@ impl NameLock {
 
     fn attempt(path: &Path) -> Result<OwnedFd, Errno> {
         // NONBLOCK: a FIFO of this name must not block the open.
-        let flags =
-            OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
         let file = rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR)?;
         rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)?;
         // The holder before may have removed the file after this process had opened it. A file

@@ -26,6 +26,7 @@ pub mod cpu;
 pub mod devices;
 mod event;
 pub mod exit;
+mod file;
 pub mod guest_log;
 pub mod layout;
 pub mod migration;

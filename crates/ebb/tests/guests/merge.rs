@@ -8,7 +8,7 @@ use ebb_vmm::api::MergeState;
 use crate::guest::{Guest, MIB};
 use crate::harness::{Scene, Test, WRONG_CONTENT, eventually, when};
 use crate::merge_support::{PAGE_BYTES, merged};
-use crate::moved::{Route, move_to};
+use crate::moved::{Receive, Route, move_to};
 use crate::saved::Restore;
 
 /// The tests.
@@ -155,13 +155,19 @@ fn saved_and_moved(scene: &Scene) {
         let now = guest.merge_statistics().full_scans;
         when(now > scans, || format!("{now:?}"))
     });
-    // What is in the file is what the guest sees.
-    let restored = Restore::new(scene, &file).socket("restored").args(["--verify"]).start();
-    restored.check_held();
-    assert_ne!(restored.merge().state, MergeState::Off, "what was asked for is in the snapshot");
-    restored.end();
-
-    let (guest, report) = move_to(scene, guest, "second", Route::Unix, ["--free-pages", "off"]);
+    // What is in the file is what the guest sees. Whether its pages are merged is said anew.
+    for (name, arguments, merges) in [
+        ("apart", &[][..], false),
+        ("merges", &["--memory", "merge=owner"], true),
+        ("trusts", &["--trust-paths"], true),
+    ] {
+        let restored = Restore::new(scene, &file).socket(name).args(["--verify"]).args(arguments).start();
+        restored.check_held();
+        assert_eq!(restored.merge().state != MergeState::Off, merges, "{name}");
+        restored.end();
+    }
+    let second = Receive::new(scene, "second", Route::Unix).args(["--memory", "merge=owner"]);
+    let (guest, report) = move_to(second, guest, ["--free-pages", "off"]);
     assert!(report["bytes_sent"].as_u64() >= Some(HELD / 2), "{report}");
     guest.check_held();
     // It is merged again where it is now.

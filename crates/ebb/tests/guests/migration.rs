@@ -9,7 +9,7 @@ use crate::clocks::{complaints, watch, watched, watched_since};
 use crate::guest::{Guest, MIB};
 use crate::harness::{Scene, Test, WRONG_CONTENT, eventually, when};
 use crate::module_support::Module;
-use crate::moved::{Route, move_and_look_back, move_to, number};
+use crate::moved::{Receive, Route, move_and_look_back, move_to, number};
 use crate::setup::Setup;
 
 /// The tests.
@@ -58,7 +58,9 @@ fn everything_goes_on(scene: &Scene) {
     guest.wait_started(program);
     let memory_bytes = guest.vm().memory_bytes;
 
-    let (guest, report) = move_to(scene, guest, "second", Route::Unix, NONE);
+    let image = format!("path={}", disk.display());
+    let second = Receive::new(scene, "second", Route::Unix).args(["--disk", &image]);
+    let (guest, report) = move_to(second, guest, NONE);
     assert_eq!(number(&report, "memory_bytes"), memory_bytes, "{report}");
     // All that is held, and not much that is not: the balloon's 64 MiB and what was never touched are not there.
     let sent = number(&report, "bytes_sent");
@@ -80,7 +82,8 @@ fn everything_goes_on(scene: &Scene) {
     assert_eq!(guest.run(Command::Exec { argv })["code"], 0);
 
     // And on, by another way, with several streams.
-    let (mut guest, _) = move_to(scene, guest, "third", Route::Tcp, ["--streams", "3"]);
+    let third = Receive::new(scene, "third", Route::Tcp).args(["--disk", &image]);
+    let (mut guest, _) = move_to(third, guest, ["--streams", "3"]);
     check_memory(&guest);
     let reported = guest.metric("ebb_balloon_reported_bytes_total");
     guest.run(Command::AllocTouchExit { bytes: 150 * MIB });
@@ -118,7 +121,7 @@ fn move_often(scene: &Scene, cpus: &str) {
         // The balloon moves, too.
         guest.set_target([0, 48 * MIB, 16 * MIB][round % 3]);
         let name = format!("monitor{round}");
-        let (moved, report, before) = move_and_look_back(scene, guest, &name, route, options);
+        let (moved, report, before) = move_and_look_back(Receive::new(scene, &name, route), guest, options);
         guest = moved;
         assert!(number(&report, "rounds") >= 2, "{report}");
         seen = watched_since(&guest, &seen);
@@ -170,13 +173,13 @@ fn free_pages_are_not_sent(scene: &Scene) {
 
     let guest = setup().balloon("reporting=off,hinting=on").start();
     touched_and_freed(&guest);
-    let (guest, all) = move_to(scene, guest, "all", Route::Unix, ["--free-pages", "off"]);
+    let (guest, all) = move_to(Receive::new(scene, "all", Route::Unix), guest, ["--free-pages", "off"]);
     assert!(number(&all, "bytes_sent") > FREED, "{all}");
     assert_eq!(number(&all, "pages_skipped"), 0, "{all}");
     check_memory(&guest);
     // What was not sent is not there, so the memory has to be touched again.
     guest.run(Command::Memhog { bytes: FREED });
-    let (guest, hints) = move_to(scene, guest, "hints", Route::Unix, ["--free-pages", "hints"]);
+    let (guest, hints) = move_to(Receive::new(scene, "hints", Route::Unix), guest, ["--free-pages", "hints"]);
     check_memory(&guest);
     assert!(number(&hints, "pages_skipped") * 4096 > FREED / 2, "{hints}");
     assert!(number(&hints, "bytes_sent") * 2 < number(&all, "bytes_sent"), "{hints} {all}");
@@ -188,7 +191,7 @@ fn free_pages_are_not_sent(scene: &Scene) {
     let module = Module::start(setup().balloon("reporting=off").socket("module"), &["tracker=none"]);
     let guest = module.guest;
     touched_and_freed(&guest);
-    let (guest, query) = move_to(scene, guest, "query", Route::Unix, ["--free-pages", "query"]);
+    let (guest, query) = move_to(Receive::new(scene, "query", Route::Unix), guest, ["--free-pages", "query"]);
     check_memory(&guest);
     assert!(number(&query, "pages_skipped") * 4096 > FREED / 2, "{query}");
     assert!(number(&query, "bytes_sent") * 2 < number(&all, "bytes_sent"), "{query} {all}");
@@ -200,7 +203,7 @@ fn paused_stays_paused(scene: &Scene) {
     let guest = Setup::new(scene).memory("size=256M").start();
     guest.run(Command::Hold { bytes: 32 * MIB, pattern: 46 });
     guest.put("/vm/pause");
-    let (guest, _) = move_to(scene, guest, "second", Route::Unix, NONE);
+    let (guest, _) = move_to(Receive::new(scene, "second", Route::Unix), guest, NONE);
     assert_eq!(guest.vm().state, VmState::Paused);
     guest.put("/vm/resume");
     check_memory(&guest);
@@ -211,7 +214,7 @@ fn memory_is_handed_over(scene: &Scene) {
     guest.run(Command::Hold { bytes: 64 * MIB, pattern: 47 });
     watch(&guest);
     let seen = watched(&guest);
-    let (guest, report) = move_to(scene, guest, "second", Route::Unix, ["--share-memory"]);
+    let (guest, report) = move_to(Receive::new(scene, "second", Route::Unix), guest, ["--share-memory"]);
     assert!(number(&report, "bytes_sent") < MIB, "{report}");
     watched_since(&guest, &seen);
     check_memory(&guest);
@@ -227,7 +230,7 @@ fn more_writing_than_sending(scene: &Scene) {
     guest.wait_started(work);
     // Much less than the guest writes: only the time limit ends it.
     let options = ["--bandwidth", "4M", "--timeout", "8", "--on-timeout", "force", "--downtime", "20"];
-    let (guest, report) = move_to(scene, guest, "second", Route::Tcp, options);
+    let (guest, report) = move_to(Receive::new(scene, "second", Route::Tcp), guest, options);
     assert!(number(&report, "rounds") >= 2, "{report}");
     checked_pages(&guest.outcome(work).unwrap());
 }

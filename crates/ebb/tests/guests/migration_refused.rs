@@ -1,5 +1,6 @@
 //! Migrations that do not come about: the guest runs on where it is, and the other monitor ends without a trace.
 
+use std::ffi::OsString;
 use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::os::unix::net::UnixListener;
@@ -8,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use ebb_agent::protocol::Command;
 use ebb_vmm::api::VmState;
+use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair, KeyUsagePurpose};
 use rustix::process::Signal;
 use serde_json::Value;
 
@@ -15,6 +17,7 @@ use crate::clocks::{complaints, watch, watched, watched_since};
 use crate::guest::{Guest, MIB};
 use crate::harness::{Scene, Test, eventually, when};
 use crate::moved::{Migrate, Receive, Route, move_to, nobody, unix};
+use crate::saved::boot_files;
 use crate::setup::Setup;
 
 /// The tests.
@@ -24,6 +27,8 @@ pub const TESTS: &[Test] = &[
     Test::new("migration::cancelled_or_late", 300, cancelled_or_late),
     Test::new("migration::strangers", 240, strangers),
     Test::new("migration::does_not_fit", 240, does_not_fit),
+    Test::new("migration::described_paths_are_not_opened", 240, described_paths_are_not_opened),
+    Test::new("migration::over_tls", 240, over_tls),
     Test::new("migration::guest_ends_or_starts_again_on_the_way", 300, guest_ends_or_starts_again_on_the_way),
 ];
 
@@ -75,8 +80,11 @@ fn nobody_there(scene: &Scene) {
     assert!(said.contains("nothing"), "{said}");
     let said = refused(scene, &guest, "tcp:127.0.0.1", &[]);
     assert!(said.contains("HOST:PORT"), "{said}");
-    let said = refused(scene, &guest, "tcp:192.0.2.1:4444", &[]);
-    assert!(said.contains("--insecure") && said.contains("--tls-cert"), "{said}");
+    // Not even on this host, where any user could listen.
+    for address in ["tcp:192.0.2.1:4444", "tcp:localhost:4444"] {
+        let said = refused(scene, &guest, address, &[]);
+        assert!(said.contains("--insecure") && said.contains("--tls-cert"), "{said}");
+    }
     assert_eq!(complaints(&guest), "");
 }
 
@@ -130,7 +138,7 @@ fn cancelled_or_late(scene: &Scene) {
     assert!(said.contains("2 s"), "{said}");
     assert_eq!(receiver.wait_end().0, Some(1));
     // After all that it still moves.
-    let (guest, _) = move_to(scene, guest, "third", Route::Unix, NONE);
+    let (guest, _) = move_to(Receive::new(scene, "third", Route::Unix), guest, NONE);
     runs_on(&guest);
     assert_eq!(complaints(&guest), "");
 }
@@ -193,6 +201,114 @@ fn does_not_fit(scene: &Scene) {
     assert_eq!(code, Some(1), "{log}");
     assert!(log.contains("disk"), "{log}");
     assert!(!receiver.socket().exists(), "the socket is left behind");
+}
+
+/// What a receiver does with the paths that the other monitor describes its machine by: nothing, unless it is told to.
+fn described_paths_are_not_opened(scene: &Scene) {
+    let (disk, fifo) = (scene.path("disk"), scene.path("fifo"));
+    std::fs::write(&disk, vec![0; 1 << 20]).unwrap();
+    let image = format!("path={}", disk.display());
+    let guest =
+        Setup::new(scene).memory("size=256M").args(["--disk", &image, "--on-reboot", "reset"]).start();
+    guest.run(Command::Hold { bytes: 32 * MIB, pattern: 55 });
+    watch(&guest);
+    let world = &scene.world;
+    let kernel = world.vmlinux.display().to_string();
+    let named = |index: usize, arguments: &[&str]| {
+        Receive::without_names(scene, &format!("receiver{index}"), Route::Unix).args(arguments).start()
+    };
+    for (index, (arguments, words)) in [
+        (&[][..], &["--kernel", "--on-reboot exit", "--disk", "--trust-paths"][..]),
+        (&["--disk", &image], &["--kernel"]),
+        (&["--on-reboot", "exit"], &["--disk"]),
+        (&["--kernel", &kernel], &["--disk"]),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let (mut receiver, address) = named(index, arguments);
+        let said = refused(scene, &guest, &address, &[]);
+        let (code, log) = receiver.wait_end();
+        assert_eq!(code, Some(1), "{log}");
+        for word in words {
+            assert!(said.contains(word) && log.contains(word), "{word}: {said} {log}");
+        }
+    }
+    // A kernel that nobody ever writes to does not hang the receiver.
+    rustix::fs::mknodat(rustix::fs::CWD, &fifo, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
+    let (mut receiver, address) = named(4, &["--kernel", fifo.to_str().unwrap(), "--disk", &image]);
+    let said = refused(scene, &guest, &address, &[]);
+    assert!(said.contains("FIFO"), "{said}");
+    assert_eq!(receiver.wait_end().0, Some(1));
+    // Those who trust each other need not repeat everything.
+    let trusting = Receive::without_names(scene, "trusting", Route::Unix).args(["--trust-paths"]);
+    let (guest, _) = move_to(trusting, guest, NONE);
+    runs_on(&guest);
+    assert_eq!(guest.read_file("/sys/block/vda/size").trim(), "2048");
+    assert_eq!(complaints(&guest), "");
+}
+
+/// Certificates with the right names move a guest; the same authority's for other names do not.
+fn over_tls(scene: &Scene) {
+    let authority = Authority::new(scene);
+    let (here, there) = (authority.certificate("a.example"), authority.certificate("127.0.0.1"));
+    let stranger = authority.certificate("b.example");
+    let guest = start(scene);
+    let receive = |name: &str| {
+        let receiver = Receive::without_names(scene, name, Route::Tcp).args(boot_files(scene));
+        receiver.args(&there).args(["--peer-name", "a.example"]).start()
+    };
+    let (receiver, address) = receive("second");
+    let seen = watched(&guest);
+    for (certificate, more, words) in [
+        (&stranger, &[][..], "refuses the certificate of this side"),
+        (&here, &["--peer-name", "c.example"], "--peer-name"),
+    ] {
+        let mut migrate = Migrate::with_defaults(scene, &guest, &address).args(certificate).args(more);
+        let (code, report, said) = migrate.run();
+        assert_ne!(code, Some(0), "{report} {said}");
+        assert!(said.contains(words), "{said}");
+        runs_on(&guest);
+    }
+    watched_since(&guest, &seen);
+    // None of them has kept the receiver from its guest.
+    let (code, report, said) = Migrate::with_defaults(scene, &guest, &address).args(&here).run();
+    assert_eq!(code, Some(0), "{report} {said} {}", receiver.log());
+    runs_on(&receiver);
+    assert_eq!(complaints(&receiver), "");
+}
+
+/// An authority whose certificates are files of a test.
+struct Authority<'a> {
+    scene: &'a Scene,
+    issuer: CertifiedIssuer<'static, KeyPair>,
+}
+
+impl<'a> Authority<'a> {
+    fn new(scene: &'a Scene) -> Self {
+        let mut params = CertificateParams::new(Vec::new()).unwrap();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
+        let issuer = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
+        std::fs::write(scene.path("ca.pem"), issuer.pem()).unwrap();
+        Self { scene, issuer }
+    }
+
+    /// The options of a monitor with a certificate for `name`.
+    fn certificate(&self, name: &str) -> Vec<OsString> {
+        let key = KeyPair::generate().unwrap();
+        let params = CertificateParams::new(vec![name.to_owned()]).unwrap();
+        let certificate = params.signed_by(&key, &self.issuer).unwrap();
+        let file = |suffix: &str| self.scene.path(&format!("{name}.{suffix}"));
+        std::fs::write(file("pem"), certificate.pem()).unwrap();
+        std::fs::write(file("key"), key.serialize_pem()).unwrap();
+        let files = [
+            ("--tls-cert", file("pem")),
+            ("--tls-key", file("key")),
+            ("--tls-ca", self.scene.path("ca.pem")),
+        ];
+        files.into_iter().flat_map(|(option, path)| [option.into(), path.into()]).collect()
+    }
 }
 
 /// A guest that switches itself off, or starts again, while its memory is sent.

@@ -9,9 +9,12 @@ use serde_json::Value;
 
 use crate::guest::Guest;
 use crate::harness::{Scene, eventually};
+use crate::saved::boot_files;
 
 /// What `ebb receive` says before the address that it has come to listen on.
 const LISTENING: &str = "listening on ";
+/// Where monitors of these tests listen over TCP, before the port.
+const LOOPBACK: &str = "tcp:127.0.0.1:";
 /// Exit code of a monitor whose guest has moved away.
 pub const MIGRATED: i32 = 8;
 
@@ -33,11 +36,20 @@ pub struct Receive<'a> {
 }
 
 impl<'a> Receive<'a> {
-    /// Reached by `route`; `name` tells it from others in the test.
+    /// Reached by `route`; `name` tells it from others in the test. Over TCP it is not encrypted.
     pub fn new(scene: &'a Scene, name: &str, route: Route) -> Self {
+        let mut receive = Self::without_names(scene, name, route).args(boot_files(scene));
+        if route == Route::Tcp {
+            receive = receive.args(["--insecure"]);
+        }
+        receive
+    }
+
+    /// The same with no file named, and nothing said of encryption.
+    pub fn without_names(scene: &'a Scene, name: &str, route: Route) -> Self {
         let listen = match route {
             Route::Unix => format!("unix:{}", scene.path(&format!("{name}.migration")).display()),
-            Route::Tcp => "tcp:127.0.0.1:0".to_owned(),
+            Route::Tcp => format!("{LOOPBACK}0"),
         };
         Self { scene, socket: scene.path(name), listen, arguments: Vec::new() }
     }
@@ -70,8 +82,14 @@ pub struct Migrate {
 }
 
 impl Migrate {
-    /// Of `guest` to `address`.
+    /// Of `guest` to `address`; not encrypted over TCP.
     pub fn new(scene: &Scene, guest: &Guest, address: &str) -> Self {
+        let migrate = Self::with_defaults(scene, guest, address);
+        if address.starts_with(LOOPBACK) { migrate.args(["--insecure"]) } else { migrate }
+    }
+
+    /// The same with nothing said of encryption.
+    pub fn with_defaults(scene: &Scene, guest: &Guest, address: &str) -> Self {
         let mut program = Program::new(&scene.world.ebb);
         program.arg("migrate").arg(guest.socket()).args(["--to", address, "--json"]);
         program.stdin(Stdio::null());
@@ -97,29 +115,26 @@ impl Migrate {
     }
 }
 
-/// Moves `guest` to a monitor named `name`. What it was is over, and says so.
+/// Moves `guest` to another monitor, with these arguments of `ebb migrate`. What it was is over, and says so.
 #[track_caller]
 pub fn move_to<S: AsRef<OsStr>>(
-    scene: &Scene,
+    receive: Receive<'_>,
     guest: Guest,
-    name: &str,
-    route: Route,
     arguments: impl IntoIterator<Item = S>,
 ) -> (Guest, Value) {
-    let (receiver, report, _) = move_and_look_back(scene, guest, name, route, arguments);
+    let (receiver, report, _) = move_and_look_back(receive, guest, arguments);
     (receiver, report)
 }
 
 /// As [`move_to`]; also returns what the guest was, with what it has said there: a command may have ended on the way.
 #[track_caller]
 pub fn move_and_look_back<S: AsRef<OsStr>>(
-    scene: &Scene,
+    receive: Receive<'_>,
     mut guest: Guest,
-    name: &str,
-    route: Route,
     arguments: impl IntoIterator<Item = S>,
 ) -> (Guest, Value, Guest) {
-    let (receiver, address) = Receive::new(scene, name, route).start();
+    let scene = receive.scene;
+    let (receiver, address) = receive.start();
     let (code, report, said) = Migrate::new(scene, &guest, &address).args(arguments).run();
     assert_eq!(code, Some(0), "{report} {said}");
     assert_eq!(report["status"], "completed", "{report}");

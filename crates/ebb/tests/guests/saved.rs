@@ -53,9 +53,20 @@ pub struct Restore<'a> {
     arguments: Vec<OsString>,
 }
 
+/// Options that name the kernel and initramfs which guests reboot from, for a machine that goes on.
+pub fn boot_files(scene: &Scene) -> Vec<OsString> {
+    let world = &scene.world;
+    vec!["--kernel".into(), world.vmlinux.clone().into(), "--initrd".into(), world.initrd.clone().into()]
+}
+
 impl<'a> Restore<'a> {
     /// The guest in `file`, as it was.
     pub fn new(scene: &'a Scene, file: &Path) -> Self {
+        Self { arguments: boot_files(scene), ..Self::without_names(scene, file) }
+    }
+
+    /// The same, with no file named.
+    pub fn without_names(scene: &'a Scene, file: &Path) -> Self {
         Self { scene, file: file.to_owned(), socket: scene.path("api"), arguments: Vec::new() }
     }
 

@@ -1,6 +1,7 @@
 //! Snapshots of whole guests: what survives, what a file costs, how many guests it can become, and what is refused.
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
 use ebb_agent::protocol::{Command, Event};
@@ -64,7 +65,8 @@ fn everything_goes_on(scene: &Scene) {
     assert_eq!(description["machine"]["cpus"], 2, "{description}");
     assert_eq!(description["ram_bytes"], report.ram_bytes, "{description}");
 
-    let mut guest = Restore::new(scene, &file).args(["--verify"]).start();
+    let image = format!("path={}", disk.display());
+    let mut guest = Restore::new(scene, &file).args(["--verify", "--disk", &image]).start();
     assert_eq!(guest.outcome(program).unwrap()["stdout"], "still here\n");
     assert_eq!(guest.read_file("/tmp/note"), "written before");
     assert_eq!(guest.read_file("/sys/devices/system/cpu/online"), "0-1\n");
@@ -307,7 +309,8 @@ fn bad_files(scene: &Scene) {
     guest.save_and_end(&good);
     let bad = scene.path("bad.snapshot");
     let refused = |words: &[&str]| {
-        let (code, log) = Restore::new(scene, &bad).refused();
+        let image = format!("path={},readonly=on", disk.display());
+        let (code, log) = Restore::new(scene, &bad).args(["--disk", &image]).refused();
         assert_eq!(code, Some(1), "{log}");
         assert_eq!(log.lines().count(), 1, "{log}");
         for word in words {
@@ -356,5 +359,22 @@ fn bad_files(scene: &Scene) {
     assert_eq!(code, Some(1), "{log}");
     assert!(log.contains("1 disks") && log.contains("2 times"), "{log}");
     let guest = Restore::new(scene, &good).args(["--disk", &named]).start();
+    assert_eq!(guest.read_file("/sys/block/vda/size").trim(), "2048");
+    guest.end();
+
+    // What the file itself names is not opened, and a file that others can change is not used.
+    fs::rename(&moved, &disk).unwrap();
+    let refused = |arguments: &[&str], words: &[&str]| {
+        let (code, log) = Restore::without_names(scene, &good).args(arguments).refused();
+        assert_eq!(code, Some(1), "{log}");
+        for word in words {
+            assert!(log.contains(word), "{word} is not in: {log}");
+        }
+    };
+    refused(&[], &["--kernel", "--on-reboot exit", "--disk", "--trust-paths"]);
+    refused(&["--on-reboot", "exit"], &["--disk"]);
+    fs::set_permissions(&good, fs::Permissions::from_mode(0o666)).unwrap();
+    refused(&["--trust-paths"], &["good.snapshot", "other users", "--trust"]);
+    let guest = Restore::without_names(scene, &good).args(["--trust-paths", "--trust"]).start();
     assert_eq!(guest.read_file("/sys/block/vda/size").trim(), "2048");
 }

@@ -75,7 +75,7 @@ fn a_guest_is_taken_over_by_a_monitor_of_its_kind() {
     };
     assert_eq!(
         line(&Setup::EBB),
-        "receive --listen tcp:198.18.0.2:4444 --insecure --serial stdio --clock continue --api /tmp/c"
+        "receive --listen tcp:198.18.0.2:4444 --insecure --serial stdio --on-reboot exit --clock continue --api /tmp/c"
     );
     let qemu = Setup { monitor: MonitorKind::Qemu, hinting: Hinting::On, ..Setup::EBB };
     let hinted = line(&qemu);

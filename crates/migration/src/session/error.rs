@@ -69,11 +69,11 @@ pub enum SessionError {
         /// What the system said.
         source: io::Error,
     },
-    /// A network without encryption, and nobody has said that this is meant.
+    /// TCP without encryption, which was not asked for in words.
     #[error(
-        "{address} is not on loopback, and without TLS anyone on the way could read and change the guest's memory; give --tls-cert, --tls-key and --tls-ca on both sides, or --insecure if the network is trusted"
+        "{address} is a TCP address, and without TLS anyone on the way, or who takes the port, could read and change the guest's memory; give --tls-cert, --tls-key, --tls-ca and --peer-name, use unix:PATH, or --insecure if all users of this host and of the network are trusted"
     )]
-    NotLoopback {
+    Unencrypted {
         /// What was asked.
         address: String,
     },
@@ -118,6 +118,11 @@ pub enum SessionError {
         /// Why, and what to do.
         problem: String,
     },
+    /// A destination with TLS that would take a machine from everybody with a certificate.
+    #[error(
+        "--peer-name is missing: without it, every holder of a certificate of the authorities could send a machine; give the name in the source's certificate"
+    )]
+    NoPeerName,
     /// This side does not accept the other side's certificate.
     #[error("this side refuses the certificate of {peer}: {problem}")]
     CertificateRefusedHere {

@@ -92,7 +92,7 @@ impl Listener {
                 (socket, address.clone(), Some(file))
             }
             Address::Tcp { host, port } => {
-                let (socket, address) = listen_tcp(address, host, *port, security)?;
+                let (socket, address) = listen_tcp(address, host, *port)?;
                 (socket, address, None)
             }
         };
@@ -362,12 +362,7 @@ impl Listener {
     }
 }
 
-fn listen_tcp(
-    address: &Address,
-    host: &str,
-    port: u16,
-    security: &Security,
-) -> Result<(OwnedFd, Address), SessionError> {
+fn listen_tcp(address: &Address, host: &str, port: u16) -> Result<(OwnedFd, Address), SessionError> {
     let failed = |what| {
         move |errno: Errno| SessionError::Listen { address: address.to_string(), what, source: errno.into() }
     };
@@ -376,7 +371,6 @@ fn listen_tcp(
     // A name can stand for several addresses; the first that this host has is taken.
     let mut failure = None;
     for socket_address in found {
-        security.check(socket_address)?;
         let socket = wire::stream_socket(wire::family(socket_address)).map_err(failed("create a socket"))?;
         // Connections of an ended process must not keep its port.
         rustix::net::sockopt::set_socket_reuseaddr(&socket, true).map_err(failed("prepare the socket"))?;

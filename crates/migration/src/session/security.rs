@@ -1,6 +1,5 @@
 //! Who may take part in a session.
 
-use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use super::address::Address;
@@ -9,11 +8,11 @@ use super::error::SessionError;
 /// How the two sides trust each other.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum Security {
-    /// No encryption: unix sockets, where the other process must be of the same user or root, and TCP on loopback.
+    /// Unix sockets, where the other process must be of the same user or root.
     #[default]
     Local,
-    /// No encryption and no authentication on any TCP address: whoever reaches the port can be given, or give, a guest's
-    /// memory. Only when the operator says so.
+    /// Also TCP without encryption and authentication: any process that reaches the port, or listens there, can be given,
+    /// or give, a guest's memory. On loopback these are those of all users of the host. Only when the operator says so.
     Insecure,
     /// TLS 1.3 with certificates on both sides, for TCP.
     Tls(TlsFiles),
@@ -28,8 +27,9 @@ pub struct TlsFiles {
     pub key: PathBuf,
     /// The authorities that the other side's certificate must come from.
     pub authorities: PathBuf,
-    /// Source: the name that the destination's certificate must have, if it is not the host of the address.
-    pub server_name: Option<String>,
+    /// Names or addresses of which the other side's certificate must have one. A source takes the first, or else the host
+    /// of the address that it connects to; a destination needs one.
+    pub peer_names: Vec<String>,
 }
 
 /// What the connections of a session have to be, once addresses are known.
@@ -47,15 +47,10 @@ impl Security {
             (Self::Tls(_), Address::Unix { .. }) => {
                 Err(SessionError::TlsOverUnix { address: address.to_string() })
             }
+            (Self::Local, Address::Tcp { .. }) => {
+                Err(SessionError::Unencrypted { address: address.to_string() })
+            }
             (Self::Local | Self::Insecure, _) => Ok(Transport::Plain),
         }
-    }
-
-    /// Refuses an unencrypted connection over a network that nobody has asked for.
-    pub(super) fn check(&self, address: SocketAddr) -> Result<(), SessionError> {
-        if *self == Self::Local && !address.ip().to_canonical().is_loopback() {
-            return Err(SessionError::NotLoopback { address: Address::of_socket(address).to_string() });
-        }
-        Ok(())
     }
 }

@@ -118,7 +118,6 @@ pub fn connect(
             };
             let found = Address::resolve(host, *port)
                 .map_err(|source| SessionError::NotFound { address: address.to_string(), source })?;
-            found.iter().try_for_each(|&address| security.check(address))?;
             (found.into_iter().map(Endpoint::Tcp).collect(), tls)
         }
     };

@@ -4,11 +4,17 @@ use std::fmt::Display;
 use std::path::Path;
 use std::sync::Arc;
 
+use rustls::client::danger::HandshakeSignatureValid;
+use rustls::client::verify_server_name;
 use rustls::crypto::CryptoProvider;
-use rustls::server::WebPkiClientVerifier;
-use rustls::{AlertDescription, CertificateError, ClientConfig, RootCertStore, ServerConfig};
+use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
+use rustls::server::{ParsedCertificate, WebPkiClientVerifier};
+use rustls::{
+    AlertDescription, CertificateError, ClientConfig, DigitallySignedStruct, DistinguishedName,
+    RootCertStore, ServerConfig, SignatureScheme,
+};
 use rustls_pki_types::pem::{Error as PemError, PemObject};
-use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 
 use super::error::SessionError;
 use super::security::TlsFiles;
@@ -32,12 +38,8 @@ pub(super) struct TlsServer {
 impl TlsClient {
     /// Reads the files. The destination must show a certificate for `host`, or for the name that the files say.
     pub(super) fn load(files: &TlsFiles, host: &str) -> Result<Self, SessionError> {
-        let (name, option) = files.server_name.as_deref().map_or((host, "--to"), |name| (name, "--tls-name"));
-        let name = ServerName::try_from(name.to_owned()).map_err(|_| SessionError::TlsFile {
-            option,
-            path: name.into(),
-            problem: "it is neither a name nor an address that a certificate could be for".to_owned(),
-        })?;
+        let named = files.peer_names.first();
+        let name = named.map_or_else(|| peer_name("--to", host), |name| peer_name("--peer-name", name))?;
         let mut config = ClientConfig::builder_with_provider(provider())
             .with_protocol_versions(&[&rustls::version::TLS13])
             .map_err(|error| unusable("--tls-cert", &files.certificate, error))?
@@ -57,12 +59,18 @@ impl TlsClient {
 }
 
 impl TlsServer {
-    /// Reads the files. Each source must show a certificate of the authorities.
+    /// Reads the files. Each source must show a certificate of the authorities for one of the names.
     pub(super) fn load(files: &TlsFiles) -> Result<Self, SessionError> {
         let authorities = Arc::new(authorities(&files.authorities)?);
         let verifier = WebPkiClientVerifier::builder_with_provider(authorities, provider())
             .build()
             .map_err(|error| unusable("--tls-ca", &files.authorities, error))?;
+        let names = files.peer_names.iter().map(|name| peer_name("--peer-name", name));
+        let names = names.collect::<Result<Vec<_>, _>>()?;
+        if names.is_empty() {
+            return Err(SessionError::NoPeerName);
+        }
+        let verifier = Arc::new(NamedClients { authorities: verifier, names });
         let mut config = ServerConfig::builder_with_provider(provider())
             .with_protocol_versions(&[&rustls::version::TLS13])
             .map_err(|error| unusable("--tls-cert", &files.certificate, error))?
@@ -78,6 +86,69 @@ impl TlsServer {
     pub(super) fn connection(&self) -> Result<rustls::Connection, rustls::Error> {
         rustls::ServerConnection::new(Arc::clone(&self.config)).map(Into::into)
     }
+}
+
+/// Accepts clients that have a certificate of the authorities for one of the names. `rustls` itself
+/// leaves the names of clients to its user.
+#[derive(Debug)]
+struct NamedClients {
+    authorities: Arc<dyn ClientCertVerifier>,
+    names: Vec<ServerName<'static>>,
+}
+
+impl ClientCertVerifier for NamedClients {
+    fn verify_client_cert(
+        &self,
+        certificate: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<ClientCertVerified, rustls::Error> {
+        let verified = self.authorities.verify_client_cert(certificate, intermediates, now)?;
+        let parsed = ParsedCertificate::try_from(certificate)?;
+        let mut refused = rustls::Error::InvalidCertificate(CertificateError::NotValidForName);
+        for name in &self.names {
+            match verify_server_name(&parsed, name) {
+                Ok(()) => return Ok(verified),
+                Err(error) => refused = error,
+            }
+        }
+        Err(refused)
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        self.authorities.verify_tls12_signature(message, certificate, signature)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        self.authorities.verify_tls13_signature(message, certificate, signature)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.authorities.supported_verify_schemes()
+    }
+
+    fn root_hint_subjects(&self) -> &[DistinguishedName] {
+        self.authorities.root_hint_subjects()
+    }
+}
+
+/// A name or an address that a certificate can be for.
+fn peer_name(option: &'static str, name: &str) -> Result<ServerName<'static>, SessionError> {
+    ServerName::try_from(name.to_owned()).map_err(|_| SessionError::TlsFile {
+        option,
+        path: name.into(),
+        problem: "it is neither a name nor an address that a certificate could be for".to_owned(),
+    })
 }
 
 fn provider() -> Arc<CryptoProvider> {
@@ -180,7 +251,7 @@ fn refused_here(error: &CertificateError) -> String {
             "it does not come from the authorities in --tls-ca: give the one that has signed it"
         }
         CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. } => {
-            "write the name that the certificate is for into --to, or give it with --tls-name"
+            "give the name that the certificate is for with --peer-name"
         }
         _ => "make a new one",
     };

@@ -38,12 +38,21 @@ impl Authority {
         self.folder.path().join("ca.pem")
     }
 
-    /// A certificate for `name` (a host's name or address) with its key; both trust this authority.
+    /// A certificate for `name` (a host's name or address) with its key, for both roles. It trusts certificates of this
+    /// authority for 127.0.0.1 and, as a destination, for a.example.
     pub fn files(&self, name: &str, validity: &Validity) -> TlsFiles {
+        self.files_for(
+            name,
+            validity,
+            &[ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth],
+        )
+    }
+
+    /// As [`Self::files`], for these roles alone.
+    pub fn files_for(&self, name: &str, validity: &Validity, roles: &[ExtendedKeyUsagePurpose]) -> TlsFiles {
         let mut params = CertificateParams::new(vec![name.to_owned()]).unwrap();
         params.distinguished_name.push(DnType::CommonName, name);
-        params.extended_key_usages =
-            vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+        params.extended_key_usages = roles.to_vec();
         match validity {
             Validity::Now => {}
             Validity::Past => params.not_after = date_time_ymd(2020, 1, 1),
@@ -54,7 +63,8 @@ impl Authority {
         let serial = std::fs::read_dir(self.folder.path()).unwrap().count();
         let certificate_path = self.write(&format!("{serial}.pem"), &certificate.pem());
         let key_path = self.write(&format!("{serial}.key"), &key.serialize_pem());
-        TlsFiles { certificate: certificate_path, key: key_path, authorities: self.path(), server_name: None }
+        let peer_names = ["127.0.0.1", "a.example"].map(str::to_owned).to_vec();
+        TlsFiles { certificate: certificate_path, key: key_path, authorities: self.path(), peer_names }
     }
 
     pub fn write(&self, name: &str, text: &str) -> PathBuf {

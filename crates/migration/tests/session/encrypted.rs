@@ -5,6 +5,8 @@ use std::time::Duration;
 
 use ebb_migration::session::{Address, Listener, Security, SessionError, TimeLimits, TlsFiles, connect};
 
+use rcgen::ExtendedKeyUsagePurpose;
+
 use crate::certificates::{Authority, Validity, tls};
 use crate::drive::{self, DestinationEnd, SourceEnd, both, greeting, handle, listen};
 
@@ -43,7 +45,7 @@ fn the_name_of_a_certificate_is_the_host_or_what_the_source_says() {
         let Address::Tcp { port, .. } = *listener.address() else { panic!("not TCP") };
         let destination = drive::spawn(listener);
         let files = authority.files("a.example", &Validity::Now);
-        let files = TlsFiles { server_name: name.map(str::to_owned), ..files };
+        let files = TlsFiles { peer_names: name.into_iter().map(str::to_owned).collect(), ..files };
         let end = drive::source(&Address::Tcp { host: host.to_owned(), port }, &tls(files), &limits);
         assert!(matches!(end, SourceEnd::Moved), "{end:?}");
         assert!(matches!(destination.join().unwrap(), DestinationEnd::Runs));
@@ -103,7 +105,52 @@ fn a_certificate_for_another_name_is_refused_here() {
     let (error, _) = refused(&destination, &tls(authority.files("a.example", &Validity::Now)));
     assert!(matches!(error, SessionError::CertificateRefusedHere { .. }), "{error:?}");
     let text = error.to_string();
-    assert!(text.contains("--tls-name") && text.contains("b.example"), "{text}");
+    assert!(text.contains("--peer-name") && text.contains("b.example"), "{text}");
+}
+
+/// A certificate of the authority is not enough: its holder could send a machine to any host.
+#[test]
+fn a_source_with_another_name_is_refused_there() {
+    let authority = Authority::new("authority");
+    let destination = tls(authority.files("127.0.0.1", &Validity::Now));
+    let (error, logged) = refused(&destination, &tls(authority.files("b.example", &Validity::Now)));
+    assert!(matches!(error, SessionError::CertificateRefusedThere { .. }), "{error:?}");
+    assert!(logged.contains("--peer-name") && logged.contains("b.example"), "{logged}");
+}
+
+#[test]
+fn a_destination_has_to_name_its_sources() {
+    let authority = Authority::new("authority");
+    let bind = |names: &[&str]| {
+        let peer_names = names.iter().map(|&name| name.to_owned()).collect();
+        let files = TlsFiles { peer_names, ..authority.files("127.0.0.1", &Validity::Now) };
+        let limits = TimeLimits::default();
+        Listener::bind(&drive::loopback(), &tls(files), &greeting("d"), &limits, &handle())
+            .unwrap_err()
+            .to_string()
+    };
+    assert!(bind(&[]).contains("--peer-name is missing"), "{}", bind(&[]));
+    assert!(bind(&["not a name"]).contains("--peer-name \"not a name\""), "{}", bind(&["not a name"]));
+}
+
+/// An authority can give out certificates for receiving alone, or for sending alone (RFC 5280 section 4.2.1.12).
+#[test]
+fn a_certificate_for_one_role_is_not_one_for_the_other() {
+    let authority = Authority::new("authority");
+    let receiving =
+        |name| tls(authority.files_for(name, &Validity::Now, &[ExtendedKeyUsagePurpose::ServerAuth]));
+    let sending =
+        |name| tls(authority.files_for(name, &Validity::Now, &[ExtendedKeyUsagePurpose::ClientAuth]));
+    let (error, _) = refused(&receiving("127.0.0.1"), &receiving("a.example"));
+    assert!(matches!(error, SessionError::CertificateRefusedThere { .. }), "{error:?}");
+    let (error, _) = refused(&sending("127.0.0.1"), &sending("a.example"));
+    assert!(matches!(error, SessionError::CertificateRefusedHere { .. }), "{error:?}");
+    let listener = listen(&drive::loopback(), &receiving("127.0.0.1"), &TimeLimits::default());
+    let address = listener.address().clone();
+    let destination = drive::spawn(listener);
+    let end = drive::source(&address, &sending("a.example"), &TimeLimits::default());
+    assert!(matches!(end, SourceEnd::Moved), "{end:?}");
+    assert!(matches!(destination.join().unwrap(), DestinationEnd::Runs));
 }
 
 #[test]
@@ -151,10 +198,10 @@ fn a_source_without_a_certificate_is_refused() {
 fn one_side_with_tls_and_one_without_is_told_as_that() {
     let authority = Authority::new("authority");
     let security = tls(authority.files("127.0.0.1", &Validity::Now));
-    let (error, logged) = refused(&Security::Local, &security);
+    let (error, logged) = refused(&Security::Insecure, &security);
     assert!(matches!(error, SessionError::NotEbb { .. } | SessionError::Cut { .. }), "{error:?}");
     assert!(logged.contains("it speaks TLS"), "{logged}");
-    let (error, logged) = refused(&security, &Security::Local);
+    let (error, logged) = refused(&security, &Security::Insecure);
     assert!(matches!(&error, SessionError::NotEbb { found, .. } if found == "it speaks TLS"), "{error:?}");
     assert!(error.to_string().contains("whether both sides use TLS"), "{error}");
     assert!(logged.contains("not TLS"), "{logged}");

@@ -12,7 +12,7 @@ use crate::drive::{self, DestinationEnd, Machine, SourceEnd, both, greeting, han
 
 #[test]
 fn a_machine_moves_over_tcp() {
-    let ends = both(&drive::loopback(), &Security::Local);
+    let ends = both(&drive::loopback(), &Security::Insecure);
     assert!(matches!(ends, (SourceEnd::Moved, DestinationEnd::Runs)), "{ends:?}");
 }
 
@@ -27,9 +27,9 @@ fn a_machine_moves_over_a_unix_socket() {
 
 #[test]
 fn the_name_localhost_needs_no_resolver_and_ipv6_takes_brackets() {
-    let listener = listen(&"tcp:localhost:0".parse().unwrap(), &Security::Local, &TimeLimits::default());
+    let listener = listen(&"tcp:localhost:0".parse().unwrap(), &Security::Insecure, &TimeLimits::default());
     assert!(matches!(listener.address(), Address::Tcp { host, port } if host == "127.0.0.1" && *port != 0));
-    let ends = both(&"tcp:[::1]:0".parse().unwrap(), &Security::Local);
+    let ends = both(&"tcp:[::1]:0".parse().unwrap(), &Security::Insecure);
     assert!(matches!(ends, (SourceEnd::Moved, DestinationEnd::Runs)), "{ends:?}");
 }
 
@@ -105,10 +105,11 @@ fn file_descriptors_go_through_a_unix_socket() {
 #[test]
 fn file_descriptors_cannot_go_over_tcp() {
     let limits = TimeLimits::default();
-    let mut listener = listen(&drive::loopback(), &Security::Local, &limits);
+    let mut listener = listen(&drive::loopback(), &Security::Insecure, &limits);
     let address = listener.address().clone();
     let source = std::thread::spawn(move || {
-        let session = connect(&address, &Security::Local, &greeting("source 1"), &limits, &handle()).unwrap();
+        let session =
+            connect(&address, &Security::Insecure, &greeting("source 1"), &limits, &handle()).unwrap();
         let mut accepted = session.setup(&machine(), 1).unwrap();
         let file = tempfile::tempfile().unwrap();
         let error = accepted.send_descriptors(&[file.as_fd()]).unwrap_err();
@@ -125,9 +126,9 @@ fn file_descriptors_cannot_go_over_tcp() {
 #[test]
 fn a_refusal_tells_the_source_why() {
     let limits = TimeLimits::default();
-    let mut listener = listen(&drive::loopback(), &Security::Local, &limits);
+    let mut listener = listen(&drive::loopback(), &Security::Insecure, &limits);
     let address = listener.address().clone();
-    let source = std::thread::spawn(move || drive::source(&address, &Security::Local, &limits));
+    let source = std::thread::spawn(move || drive::source(&address, &Security::Insecure, &limits));
     let (setup, _) = listener.accept(None).unwrap().setup::<Machine>().unwrap();
     assert_eq!(setup.streams(), drive::STREAMS);
     setup.refuse("the processor here has no \x1b[31mavx512f");
@@ -142,27 +143,32 @@ fn a_refusal_tells_the_source_why() {
 }
 
 #[test]
-fn plain_tcp_beyond_loopback_has_to_be_forced() {
+fn plain_tcp_has_to_be_forced() {
     let limits = TimeLimits::default();
-    // TEST-NET-1 (RFC 5737): refused before anything is sent.
-    let elsewhere: Address = "tcp:192.0.2.1:4444".parse().unwrap();
-    let error = connect(&elsewhere, &Security::Local, &greeting("s"), &limits, &handle()).unwrap_err();
-    assert!(matches!(error, SessionError::NotLoopback { .. }), "{error}");
-    assert!(error.to_string().contains("--insecure") && error.to_string().contains("--tls-cert"), "{error}");
-
-    let everywhere: Address = "tcp:0.0.0.0:0".parse().unwrap();
-    let bind = |security| {
+    // Loopback, where any user of the host reaches the port, or can take it before the destination does; and TEST-NET-1
+    // (RFC 5737). Both are refused before anything is sent.
+    for elsewhere in ["tcp:127.0.0.1:4444", "tcp:[::1]:4444", "tcp:localhost:4444", "tcp:192.0.2.1:4444"] {
+        let elsewhere = elsewhere.parse().unwrap();
+        let error = connect(&elsewhere, &Security::Local, &greeting("s"), &limits, &handle()).unwrap_err();
+        assert!(matches!(error, SessionError::Unencrypted { .. }), "{error}");
+        let text = error.to_string();
+        assert!(text.contains("--insecure") && text.contains("--tls-cert"), "{text}");
+    }
+    let bind = |address: &str, security| {
+        let address = address.parse().unwrap();
         ebb_migration::session::Listener::bind(
-            &everywhere,
+            &address,
             &security,
             &greeting("destination 1"),
             &limits,
             &handle(),
         )
     };
-    let error = bind(Security::Local).unwrap_err();
-    assert!(matches!(error, SessionError::NotLoopback { .. }), "{error}");
-    let listener = bind(Security::Insecure).unwrap();
+    for here in ["tcp:127.0.0.1:0", "tcp:localhost:0", "tcp:0.0.0.0:0"] {
+        let error = bind(here, Security::Local).unwrap_err();
+        assert!(matches!(error, SessionError::Unencrypted { .. }), "{error}");
+    }
+    let listener = bind("tcp:0.0.0.0:0", Security::Insecure).unwrap();
     let Address::Tcp { port, .. } = listener.address().clone() else { panic!("not TCP") };
     let destination = drive::spawn(listener);
     let address = Address::Tcp { host: "127.0.0.1".to_owned(), port };
@@ -174,11 +180,11 @@ fn plain_tcp_beyond_loopback_has_to_be_forced() {
 #[test]
 fn where_nobody_listens_the_error_says_so() {
     let limits = TimeLimits::default();
-    let listener = listen(&drive::loopback(), &Security::Local, &limits);
+    let listener = listen(&drive::loopback(), &Security::Insecure, &limits);
     let address = listener.address().clone();
     drop(listener);
     let try_connect = |address: &Address| {
-        connect(address, &Security::Local, &greeting("s"), &limits, &handle()).unwrap_err()
+        connect(address, &Security::Insecure, &greeting("s"), &limits, &handle()).unwrap_err()
     };
     let error = try_connect(&address);
     assert!(matches!(error, SessionError::Unreachable { .. }), "{error:?}");
@@ -191,7 +197,7 @@ fn where_nobody_listens_the_error_says_so() {
 
 #[test]
 fn nobody_comes() {
-    let mut listener = listen(&drive::loopback(), &Security::Local, &TimeLimits::default());
+    let mut listener = listen(&drive::loopback(), &Security::Insecure, &TimeLimits::default());
     let error = listener.accept(Some(Duration::from_millis(20))).unwrap_err();
     assert!(matches!(error, SessionError::NobodyCame { .. }), "{error}");
 }

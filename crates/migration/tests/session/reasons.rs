@@ -18,7 +18,7 @@ fn accepted(
 ) -> (SourceAccepted, DestinationAccepted, Listener) {
     let mut listener = Listener::bind(
         &drive::loopback(),
-        &Security::Local,
+        &Security::Insecure,
         &greeting("destination 1"),
         limits,
         at_destination,
@@ -27,7 +27,8 @@ fn accepted(
     let address = listener.address().clone();
     let (limits, cancel) = (*limits, at_source.clone());
     let source = std::thread::spawn(move || {
-        let session = connect(&address, &Security::Local, &greeting("source 1"), &limits, &cancel).unwrap();
+        let session =
+            connect(&address, &Security::Insecure, &greeting("source 1"), &limits, &cancel).unwrap();
         session.setup(&machine(), 1).unwrap()
     });
     let (setup, _) = listener.accept(None).unwrap().setup::<Machine>().unwrap();
@@ -124,7 +125,7 @@ fn a_cancelled_destination_stops_waiting_for_a_source() {
     let cancel = handle();
     let mut listener = Listener::bind(
         &drive::loopback(),
-        &Security::Local,
+        &Security::Insecure,
         &greeting("destination 1"),
         &TimeLimits::default(),
         &cancel,
@@ -314,11 +315,12 @@ fn rounds_are_acknowledged_in_their_order() {
 
 #[test]
 fn what_is_too_long_is_refused_before_it_is_sent() {
-    let mut listener = listen(&drive::loopback(), &Security::Local, &TimeLimits::default());
+    let mut listener = listen(&drive::loopback(), &Security::Insecure, &TimeLimits::default());
     let address: Address = listener.address().clone();
     let source = std::thread::spawn(move || {
         let limits = TimeLimits::default();
-        let session = connect(&address, &Security::Local, &greeting("source 1"), &limits, &handle()).unwrap();
+        let session =
+            connect(&address, &Security::Insecure, &greeting("source 1"), &limits, &handle()).unwrap();
         session.setup(&"x".repeat(65 << 20), 1).unwrap_err()
     });
     let error = listener.accept(None).unwrap().setup::<Machine>().unwrap_err();

@@ -78,7 +78,7 @@ fn strangers_do_not_keep_a_source_waiting() {
     let limits = TimeLimits { greeting: Duration::from_secs(600), ..TimeLimits::default() };
     let authority = Authority::new("authority");
     let encrypted = tls(authority.files("127.0.0.1", &Validity::Now));
-    for security in [Security::Local, encrypted] {
+    for security in [Security::Insecure, encrypted] {
         let listener = listen(&drive::loopback(), &security, &limits);
         let address = listener.address().clone();
         let strangers = strangers(&address);
@@ -93,7 +93,7 @@ fn strangers_do_not_keep_a_source_waiting() {
 #[test]
 fn who_stalls_is_sent_away_after_a_while() {
     let limits = TimeLimits { greeting: Duration::from_millis(50), ..TimeLimits::default() };
-    let mut listener = listen(&drive::loopback(), &Security::Local, &limits);
+    let mut listener = listen(&drive::loopback(), &Security::Insecure, &limits);
     let stranger = dial(listener.address());
     while listener.refusals().count() == 0 {
         listener.accept(Some(Duration::from_millis(20))).unwrap_err();
@@ -105,13 +105,13 @@ fn who_stalls_is_sent_away_after_a_while() {
 #[test]
 fn nobody_joins_a_session_without_its_id_or_twice() {
     let limits = TimeLimits::default();
-    let mut listener = listen(&drive::loopback(), &Security::Local, &limits);
+    let mut listener = listen(&drive::loopback(), &Security::Insecure, &limits);
     let address = listener.address().clone();
     let source = {
         let address = address.clone();
         std::thread::spawn(move || {
             let session =
-                connect(&address, &Security::Local, &greeting("source 1"), &limits, &handle()).unwrap();
+                connect(&address, &Security::Insecure, &greeting("source 1"), &limits, &handle()).unwrap();
             let accepted = session.setup(&machine(), 2).unwrap();
             // The session waits for its streams now. Guesses at its id, impossible numbers, and another source:
             let guesses: Vec<_> = [([0; 16], 0), ([1; 16], 0), ([0xff; 16], 1), ([0; 16], 63)]
@@ -127,8 +127,8 @@ fn nobody_joins_a_session_without_its_id_or_twice() {
                 // Not the answer that a stream gets which has joined.
                 assert!(answer.get(10) != Some(&2), "{answer:?}");
             }
-            let error =
-                connect(&address, &Security::Local, &greeting("source 2"), &limits, &handle()).unwrap_err();
+            let error = connect(&address, &Security::Insecure, &greeting("source 2"), &limits, &handle())
+                .unwrap_err();
             assert!(matches!(error, SessionError::Aborted { .. }), "{error:?}");
             assert!(error.to_string().contains("another migration is under way"), "{error}");
             let (streaming, mut streams) = accepted.open_streams().unwrap();
@@ -150,7 +150,7 @@ fn nobody_joins_a_session_without_its_id_or_twice() {
 #[test]
 fn a_source_that_fails_before_it_is_accepted_does_not_use_the_listener_up() {
     let limits = TimeLimits::default();
-    let mut listener = listen(&drive::loopback(), &Security::Local, &limits);
+    let mut listener = listen(&drive::loopback(), &Security::Insecure, &limits);
     let address = listener.address().clone();
     let first = connect_in_thread(&address, drop);
     let error = listener.accept(None).unwrap().setup::<Machine>().unwrap_err();
@@ -165,14 +165,14 @@ fn a_source_that_fails_before_it_is_accepted_does_not_use_the_listener_up() {
     let text = second.join().unwrap();
     assert!(text.contains("cannot be read") && text.contains("same release"), "{text}");
     let destination = drive::spawn(listener);
-    assert!(matches!(drive::source(&address, &Security::Local, &limits), SourceEnd::Moved));
+    assert!(matches!(drive::source(&address, &Security::Insecure, &limits), SourceEnd::Moved));
     assert!(matches!(destination.join().unwrap(), DestinationEnd::Runs));
 }
 
 #[test]
 fn sources_that_fail_are_passed_over_until_one_describes_its_machine() {
     let limits = TimeLimits { setup: Duration::from_millis(100), ..TimeLimits::default() };
-    let mut listener = listen(&drive::loopback(), &Security::Local, &limits);
+    let mut listener = listen(&drive::loopback(), &Security::Insecure, &limits);
     let address = listener.address().clone();
     let sources = std::thread::spawn(move || {
         connect_in_thread(&address, drop).join().unwrap();
@@ -202,7 +202,7 @@ fn connect_in_thread<T: Send + 'static>(
     let address = address.clone();
     std::thread::spawn(move || {
         let limits = TimeLimits::default();
-        then(connect(&address, &Security::Local, &greeting("source 1"), &limits, &handle()).unwrap())
+        then(connect(&address, &Security::Insecure, &greeting("source 1"), &limits, &handle()).unwrap())
     })
 }
 
@@ -216,7 +216,7 @@ fn meet(answer: &'static [u8], limits: &TimeLimits) -> SessionError {
         // Until the source is gone.
         let _ = std::io::copy(&mut stream, &mut std::io::sink());
     });
-    let error = connect(&address, &Security::Local, &greeting("source 1"), limits, &handle()).unwrap_err();
+    let error = connect(&address, &Security::Insecure, &greeting("source 1"), limits, &handle()).unwrap_err();
     program.join().unwrap();
     error
 }
@@ -243,7 +243,7 @@ fn another_version_is_named_on_both_sides() {
     assert!(error.to_string().contains("same release"), "{error}");
 
     // The source of a later release.
-    let mut listener = listen(&drive::loopback(), &Security::Local, &TimeLimits::default());
+    let mut listener = listen(&drive::loopback(), &Security::Insecure, &TimeLimits::default());
     let mut source = dial(listener.address());
     source.write_all(&preamble(2, 1, 0, [0; 16])).unwrap();
     while listener.refusals().count() == 0 {
@@ -263,7 +263,7 @@ fn a_unix_socket_is_for_one_user() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s");
     let address = drive::unix(path.clone());
-    let mut listener = listen(&address, &Security::Local, &TimeLimits::default());
+    let mut listener = listen(&address, &Security::Insecure, &TimeLimits::default());
     // The file's mode would keep the other user away already; that is not what is tested here.
     for (path, mode) in [(folder.path(), 0o711), (&path, 0o666)] {
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
@@ -302,15 +302,15 @@ fn a_destination_of_another_user_is_not_trusted() {
         let address = address.clone();
         std::thread::spawn(move || {
             rustix::thread::set_thread_uid(rustix::thread::Uid::from_raw(65534)).unwrap();
-            let listener: Listener = listen(&address, &Security::Local, &TimeLimits::default());
+            let listener: Listener = listen(&address, &Security::Insecure, &TimeLimits::default());
             ready.send(()).unwrap();
             let _ = is_done.recv();
             drop(listener);
         })
     };
     is_ready.recv().unwrap();
-    let error =
-        connect(&address, &Security::Local, &greeting("s"), &TimeLimits::default(), &handle()).unwrap_err();
+    let error = connect(&address, &Security::Insecure, &greeting("s"), &TimeLimits::default(), &handle())
+        .unwrap_err();
     assert!(matches!(error, SessionError::ForeignUser { theirs: 65534, ours: 0, .. }), "{error:?}");
     drop(done);
     destination.join().unwrap();

@@ -19,6 +19,7 @@ use thiserror::Error;
 use vm_memory::{Bytes, GuestAddress, ReadVolatile};
 
 use crate::acpi;
+use crate::file::{Access, open_image};
 use crate::layout;
 use crate::size::ByteSize;
 
@@ -105,11 +106,7 @@ struct NamedFile {
 impl NamedFile {
     fn open(what: &'static str, path: &Path) -> Result<Self, BootError> {
         let read = |source| BootError::Read { what, path: path.to_owned(), source };
-        let file = File::open(path).map_err(read)?;
-        let kind = file.metadata().map_err(read)?;
-        if kind.is_dir() {
-            return Err(read(std::io::ErrorKind::IsADirectory.into()));
-        }
+        let file = open_image(path, Access::Read).map_err(read)?;
         Ok(Self { path: path.to_owned(), file })
     }
 }

@@ -1,6 +1,6 @@
 //! What the machine in a snapshot is made of, and what may be different where it is restored.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use ebb_guest_ram::{Backing, HugePages, Populate};
 use ebb_kvm_clock::ClockPolicy;
@@ -98,7 +98,28 @@ pub struct Disk {
     pub readonly: bool,
 }
 
-/// What whoever restores a machine decides.
+/// Files of this host that a guest starts from again after a reboot.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BootFiles {
+    /// bzImage or ELF vmlinux.
+    pub kernel: PathBuf,
+    /// Initial RAM file system.
+    pub initrd: Option<PathBuf>,
+}
+
+/// What is done with the paths in a snapshot or in another monitor's description of a machine. Their
+/// author is not the person who restores or receives the machine, and must not choose files that are
+/// opened with that person's rights.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum DescribedPaths {
+    /// None is opened, and no trust domain or broker of merging is joined.
+    #[default]
+    Ignore,
+    /// They are used as if they were written on the command line.
+    Trust,
+}
+
+/// What is decided where a machine goes on, for a snapshot or for one that another monitor sends.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Overrides {
     /// Where the first serial line goes.
@@ -111,10 +132,14 @@ pub struct Overrides {
     pub clock: Option<ClockPolicy>,
     /// What a reboot does; as before if `None`.
     pub on_reboot: Option<RebootAction>,
-    /// Other paths of the disks: none, or one for each.
+    /// Kernel and initrd for reboots.
+    pub boot: Option<BootFiles>,
+    /// Images of the disks: none, or one for each.
     pub disks: Vec<DiskConfig>,
-    /// What is different in merging.
+    /// Same-page merging.
     pub merge: MergeOverrides,
+    /// What is done with paths that are not named here.
+    pub described_paths: DescribedPaths,
 }
 
 impl Default for Overrides {
@@ -125,8 +150,10 @@ impl Default for Overrides {
             seccomp: Switch::On,
             clock: None,
             on_reboot: None,
+            boot: None,
             disks: Vec::new(),
             merge: MergeOverrides::default(),
+            described_paths: DescribedPaths::default(),
         }
     }
 }
@@ -179,13 +206,36 @@ impl MachineConfig {
         }
     }
 
-    /// The machine where it is restored.
+    /// The machine where it is restored or received. Whatever names a file, a trust domain or a socket
+    /// of this host comes from `overrides`, unless those say that the description is trusted.
     ///
     /// # Errors
-    /// [`SnapshotError::Disks`].
-    pub fn into_vm_config(self, overrides: Overrides) -> Result<VmConfig, SnapshotError> {
+    /// [`SnapshotError::Disks`], [`SnapshotError::PathsNotNamed`], [`SnapshotError::Merge`].
+    pub fn into_vm_config(mut self, overrides: Overrides) -> Result<VmConfig, SnapshotError> {
         if !overrides.disks.is_empty() && overrides.disks.len() != self.disks.len() {
             return Err(SnapshotError::Disks { saved: self.disks.len(), given: overrides.disks.len() });
+        }
+        let as_before = if self.restarts { RebootAction::Reset } else { RebootAction::Exit };
+        let on_reboot = overrides.on_reboot.unwrap_or(as_before);
+        if overrides.described_paths == DescribedPaths::Ignore {
+            let boot = overrides.boot.is_none() && on_reboot == RebootAction::Reset;
+            let disks = overrides.disks.is_empty() && !self.disks.is_empty();
+            if boot || disks {
+                return Err(SnapshotError::PathsNotNamed(self.paths_not_named(boot, disks)));
+            }
+            // Without a name here there is none: what is left would only be shown to people.
+            (self.kernel, self.initrd) = (PathBuf::new(), None);
+            let merge = std::mem::take(&mut self.merge);
+            if !merge.is_off() && overrides.merge.backend.is_none() {
+                tracing::warn!(
+                    "pages of this machine were merged (merge={}) and are not any more: --memory merge=… says how \
+                     they are merged here",
+                    merge.backend.name()
+                );
+            }
+        }
+        if let Some(BootFiles { kernel, initrd }) = overrides.boot {
+            (self.kernel, self.initrd) = (kernel, initrd);
         }
         let disks = if overrides.disks.is_empty() {
             let disk = |disk: Disk| DiskConfig { path: disk.path, readonly: switch(disk.readonly) };
@@ -193,7 +243,6 @@ impl MachineConfig {
         } else {
             overrides.disks
         };
-        let as_before = if self.restarts { RebootAction::Reset } else { RebootAction::Exit };
         Ok(VmConfig {
             kernel: self.kernel,
             initrd: self.initrd,
@@ -233,8 +282,41 @@ impl MachineConfig {
             serial: overrides.serial,
             api: overrides.api,
             seccomp: overrides.seccomp,
-            on_reboot: overrides.on_reboot.unwrap_or(as_before),
+            on_reboot,
             clock: overrides.clock.unwrap_or(self.clock),
         })
     }
+
+    /// The files that are described and not named on the command line, for people.
+    fn paths_not_named(&self, boot: bool, disks: bool) -> String {
+        const MOST_DISKS: usize = 4;
+        let mut files = Vec::new();
+        let mut options = Vec::new();
+        if boot {
+            files.push(format!("the kernel {} for reboots", quoted(&self.kernel)));
+            files.extend(self.initrd.iter().map(|initrd| format!("the initrd {}", quoted(initrd))));
+            options.push("--kernel FILE [--initrd FILE], or --on-reboot exit".to_owned());
+        }
+        if disks {
+            let shown = self.disks.iter().take(MOST_DISKS);
+            files.extend(shown.map(|disk| format!("the disk {}", quoted(&disk.path))));
+            let more = self.disks.len().saturating_sub(MOST_DISKS);
+            files.extend((more > 0).then(|| format!("{more} more disks")));
+            options
+                .push(format!("--disk path=FILE for each of its {} disks, in their order", self.disks.len()));
+        }
+        let (files, options) = (files.join(", "), options.join("; "));
+        format!(
+            "it uses {files}, and paths in a snapshot or from another monitor are not opened; name the files of this \
+             host: {options}; or give --trust-paths to open those"
+        )
+    }
+}
+
+/// A path that somebody else has written, for a terminal: of bounded length and without control characters.
+fn quoted(path: &Path) -> String {
+    const MOST_CHARACTERS: usize = 120;
+    let text = path.to_string_lossy();
+    let cut: String = text.chars().take(MOST_CHARACTERS).collect();
+    if cut.len() < text.len() { format!("{cut:?}…") } else { format!("{cut:?}") }
 }

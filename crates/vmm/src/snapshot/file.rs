@@ -146,6 +146,25 @@ impl SnapshotFile {
         Ok(Self { path: path.to_owned(), file, header, state, ram })
     }
 
+    /// Refuses a file whose content another user than this process's and root could change while a machine runs from it.
+    ///
+    /// # Errors
+    /// [`SnapshotError::Foreign`].
+    pub fn check_ownership(&self) -> Result<(), SnapshotError> {
+        use std::os::unix::fs::MetadataExt;
+        let metadata = self.file.metadata();
+        let metadata = metadata.map_err(|source| SnapshotError::Read { path: self.path.clone(), source })?;
+        let foreign = |problem| Err(SnapshotError::Foreign { path: self.path.clone(), problem });
+        let (owner, ours) = (metadata.uid(), rustix::process::geteuid().as_raw());
+        if owner != 0 && owner != ours {
+            return foreign(format!("belongs to user {owner}"));
+        }
+        if metadata.mode() & 0o022 != 0 {
+            return foreign("may be written by other users".to_owned());
+        }
+        Ok(())
+    }
+
     /// Reads all of RAM and compares it with its checksums; `progress` is told how many bytes of it are done.
     ///
     /// # Errors

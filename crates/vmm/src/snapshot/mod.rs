@@ -26,7 +26,7 @@ use thiserror::Error;
 
 use crate::config::ConfigError;
 
-pub use config::{MachineConfig, Overrides};
+pub use config::{BootFiles, DescribedPaths, MachineConfig, Overrides};
 pub use file::{FORMAT_VERSION, SnapshotFile};
 pub use state::MachineState;
 
@@ -118,6 +118,21 @@ pub enum SnapshotError {
         /// Given.
         given: usize,
     },
+    /// The description names files of the host on which it was made.
+    #[error("this machine's files have to be named here: {0}")]
+    PathsNotNamed(String),
+    /// Others could change the guest's memory.
+    #[error(
+        "the snapshot {} {problem}, who could change the guest's memory while it runs: change the owner or the \
+         permissions (chown, chmod go-w), use a copy, or give --trust",
+        path.display()
+    )]
+    Foreign {
+        /// The file.
+        path: PathBuf,
+        /// Who may write to it.
+        problem: String,
+    },
     /// The name is taken by something precious.
     #[error("{} exists and is not a snapshot, so it is not overwritten; choose another name or remove it", path.display())]
     Exists {
@@ -165,8 +180,11 @@ pub fn fuzz_snapshot(bytes: &[u8]) {
         let _ = state.take_ram(ram_bytes);
         let _ = state.processor.to_cpuid();
         let _ = state.processor.check(&state.processor);
-        if let Ok(config) = state.machine.into_vm_config(Overrides::default()) {
-            let _ = config.validate();
+        let trusting = Overrides { described_paths: DescribedPaths::Trust, ..Overrides::default() };
+        for overrides in [Overrides::default(), trusting] {
+            if let Ok(config) = state.machine.clone().into_vm_config(overrides) {
+                let _ = config.validate();
+            }
         }
     }
 }

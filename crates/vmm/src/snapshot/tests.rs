@@ -132,7 +132,7 @@ fn a_balloon_of_before_the_extension_does_not_get_it_over_a_restore() {
         assert_eq!(options.remove(field), Some(true.into()));
     }
     let machine: MachineConfig = serde_json::from_value(document).unwrap();
-    let balloon = machine.into_vm_config(Overrides::default()).unwrap().balloon.unwrap();
+    let balloon = machine.into_vm_config(trusting()).unwrap().balloon.unwrap();
     let off = [balloon.page_bitmap, balloon.page_ranges, balloon.host_requests];
     assert_eq!((off, balloon.reporting), ([Switch::Off; 3], Switch::On));
 }
@@ -142,7 +142,7 @@ fn the_machine_is_the_same_again() {
     let saved = MachineConfig::of(&config());
     let text = serde_json::to_string(&saved).unwrap();
     let read: MachineConfig = serde_json::from_str(&text).unwrap();
-    let config = read.into_vm_config(Overrides::default()).unwrap();
+    let config = read.into_vm_config(trusting()).unwrap();
     assert_eq!(MachineConfig::of(&config), saved);
     assert_eq!(config.on_reboot, RebootAction::Exit);
 
@@ -151,30 +151,119 @@ fn the_machine_is_the_same_again() {
     assert_eq!(disks(vec![disk("/copy")]).unwrap().disks, [disk("/copy")]);
     let error = disks(vec![disk("/copy"), disk("/other")]).unwrap_err();
     assert!(error.to_string().contains("1 disks, --disk was given 2 times"), "{error}");
-    let overrides = Overrides {
-        clock: Some(ClockPolicy::Continue),
-        on_reboot: Some(RebootAction::Reset),
-        ..Overrides::default()
-    };
+    let overrides =
+        Overrides { clock: Some(ClockPolicy::Continue), on_reboot: Some(RebootAction::Reset), ..trusting() };
     let config = saved.into_vm_config(overrides).unwrap();
     assert_eq!((config.clock, config.on_reboot), (ClockPolicy::Continue, RebootAction::Reset));
 }
 
+/// What somebody says who believes the description.
+fn trusting() -> Overrides {
+    Overrides { described_paths: DescribedPaths::Trust, ..Overrides::default() }
+}
+
+/// A description can come from anybody. With its paths opened, it could make a monitor that root has started write to the
+/// host's disks.
 #[test]
-fn merging_goes_on_unless_something_else_is_said() {
-    let mut config = config();
-    config.memory.merge = MergeConfig {
+fn no_path_of_a_description_is_opened() {
+    let mut evil = config();
+    evil.kernel = "/etc/shadow".into();
+    evil.initrd = Some("/root/key\u{1b}[2J".into());
+    evil.on_reboot = RebootAction::Reset;
+    evil.disks = vec!["path=/dev/sda".parse().unwrap(), "path=/dev/sdb".parse().unwrap()];
+    evil.memory.merge = merging();
+    let evil = MachineConfig::of(&evil);
+    let error = |overrides| match evil.clone().into_vm_config(overrides).unwrap_err() {
+        error @ SnapshotError::PathsNotNamed(_) => error.to_string(),
+        other => panic!("{other:?}"),
+    };
+    let text = error(Overrides::default());
+    for words in [
+        "/etc/shadow",
+        "/dev/sda",
+        "--kernel",
+        "--on-reboot exit",
+        "--disk",
+        "each of its 2",
+        "--trust-paths",
+    ] {
+        assert!(text.contains(words), "{words}: {text}");
+    }
+    assert!(!text.contains('\u{1b}'), "{text}");
+
+    let disks: Vec<DiskConfig> = ["path=/a", "path=/b"].map(|disk| disk.parse().unwrap()).to_vec();
+    let boot = Some(BootFiles { kernel: "/boot/own".into(), initrd: None });
+    let text = error(Overrides { boot: boot.clone(), ..Overrides::default() });
+    assert!(text.contains("--disk") && !text.contains("--kernel"), "{text}");
+    let text = error(Overrides { disks: disks.clone(), ..Overrides::default() });
+    assert!(text.contains("--kernel") && !text.contains("--disk"), "{text}");
+
+    let named = Overrides { boot, disks: disks.clone(), ..Overrides::default() };
+    let config = evil.clone().into_vm_config(named).unwrap();
+    assert_eq!(
+        (config.kernel.as_path(), config.initrd, config.disks),
+        (Path::new("/boot/own"), None, disks.clone())
+    );
+    // No trust domain or broker of somebody else's choice.
+    assert!(config.memory.merge.is_off());
+    let ends = Overrides { on_reboot: Some(RebootAction::Exit), disks, ..Overrides::default() };
+    let ends = evil.clone().into_vm_config(ends).unwrap();
+    assert_eq!(
+        (ends.on_reboot, ends.kernel.as_path(), ends.initrd),
+        (RebootAction::Exit, Path::new(""), None)
+    );
+
+    let trusted = evil.clone().into_vm_config(trusting()).unwrap();
+    assert_eq!(MachineConfig::of(&trusted), evil);
+}
+
+#[test]
+fn a_description_of_very_many_disks_is_refused_in_few_words() {
+    let mut machine = machine();
+    let disk = config::Disk { path: "x".repeat(5000).into(), readonly: false };
+    machine.disks = vec![disk; 10_000];
+    let text = machine.into_vm_config(Overrides::default()).unwrap_err().to_string();
+    assert!(text.len() < 2000 && text.contains("9996 more disks"), "{text}");
+}
+
+#[test]
+fn a_snapshot_that_others_can_change_is_named() {
+    use std::os::unix::fs::PermissionsExt as _;
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("a");
+    write(&path).unwrap();
+    let check = || SnapshotFile::open(&path).unwrap().check_ownership();
+    for (mode, sound) in [(0o600, true), (0o644, true), (0o664, false), (0o606, false)] {
+        fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+        assert_eq!(check().is_ok(), sound, "{mode:o}");
+    }
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
+    // Only root can give files away.
+    if std::os::unix::fs::chown(&path, Some(12_345), None).is_ok() {
+        let error = check().unwrap_err().to_string();
+        assert!(error.contains("user 12345") && error.contains("--trust"), "{error}");
+    }
+}
+
+fn merging() -> MergeConfig {
+    MergeConfig {
         backend: MergeBackend::Owner,
         domain: Some("red".to_owned()),
         broker: Some("/run/broker".into()),
         across_nodes: Some(false),
-    };
+    }
+}
+
+#[test]
+fn merging_goes_on_as_described_if_that_is_trusted_and_nothing_else_is_said() {
+    let mut config = config();
+    config.memory.merge = merging();
     let saved = MachineConfig::of(&config);
     let text = serde_json::to_string(&saved).unwrap();
     let read = || serde_json::from_str::<MachineConfig>(&text).unwrap();
-    let restored = read().into_vm_config(Overrides::default()).unwrap();
+    let restored = read().into_vm_config(trusting()).unwrap();
     assert_eq!(restored.memory.merge, config.memory.merge);
-    let with = |merge: &str| Overrides { merge: merge.parse().unwrap(), ..Overrides::default() };
+    let with = |merge: &str| Overrides { merge: merge.parse().unwrap(), ..trusting() };
     assert!(read().into_vm_config(with("merge=off")).unwrap().memory.merge.is_off());
     let elsewhere = read().into_vm_config(with("merge_broker=/run/other")).unwrap().memory.merge;
     assert_eq!(elsewhere, MergeConfig { broker: Some("/run/other".into()), ..config.memory.merge });

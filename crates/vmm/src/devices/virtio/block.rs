@@ -1,6 +1,6 @@
 //! Block device over a raw file (virtio 1.3 section 5.2).
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -15,6 +15,7 @@ use vm_memory::ByteValued;
 use super::state::DeviceState;
 use super::{VirtioDevice, Work};
 use crate::config::{DiskConfig, Switch};
+use crate::file::{Access, open_image};
 
 const DEVICE_ID: u32 = 2;
 const QUEUE_SIZE: u16 = 128;
@@ -104,7 +105,8 @@ impl Block {
         let readonly = config.readonly.is_on();
         let path = &config.path;
         let open = |source| DiskError::Open { path: path.clone(), source };
-        let file = OpenOptions::new().read(true).write(!readonly).open(path).map_err(open)?;
+        let access = if readonly { Access::Read } else { Access::ReadWrite };
+        let file = open_image(path, access).map_err(open)?;
         if when == DiskLock::Now {
             lock(&file, path, config.readonly)?;
         }

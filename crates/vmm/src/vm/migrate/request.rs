@@ -40,7 +40,7 @@ pub(super) fn security(request: &MigrationRequest) -> Security {
             certificate: tls.cert.clone(),
             key: tls.key.clone(),
             authorities: tls.ca.clone(),
-            server_name: tls.name.clone(),
+            peer_names: tls.name.iter().cloned().collect(),
         }),
         None if request.insecure => Security::Insecure,
         None => Security::Local,

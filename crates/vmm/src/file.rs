@@ -1,0 +1,65 @@
+//! Opening files that a person has named.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _};
+use std::path::Path;
+
+/// Whether a file is written to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Access {
+    Read,
+    ReadWrite,
+}
+
+/// Opens a regular file or a block device.
+///
+/// # Errors
+/// Those of open(2), and [`io::ErrorKind::InvalidInput`] for anything else, which is neither waited for
+/// (a FIFO without a writer) nor read (a terminal).
+pub(crate) fn open_image(path: &Path, access: Access) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    options.read(true).write(access == Access::ReadWrite).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY);
+    let file = options.open(path)?;
+    let kind = file.metadata()?.file_type();
+    if kind.is_file() || kind.is_block_device() {
+        return Ok(file);
+    }
+    let found = if kind.is_dir() {
+        "a directory"
+    } else if kind.is_fifo() {
+        "a FIFO"
+    } else {
+        "a device or socket"
+    };
+    let problem = format!("it is {found}, not a regular file or block device");
+    Err(io::Error::new(io::ErrorKind::InvalidInput, problem))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_no_image_is_refused_at_once() {
+        let directory = tempfile::tempdir().unwrap();
+        let fifo = directory.path().join("fifo");
+        rustix::fs::mknodat(
+            rustix::fs::CWD,
+            &fifo,
+            rustix::fs::FileType::Fifo,
+            rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR,
+            0,
+        )
+        .unwrap();
+        for (path, found) in
+            [(fifo.as_path(), "FIFO"), (Path::new("/dev/null"), "device"), (directory.path(), "irector")]
+        {
+            let error = open_image(path, Access::Read).unwrap_err();
+            assert!(error.to_string().contains(found), "{error}");
+        }
+        let file = directory.path().join("file");
+        std::fs::write(&file, "image").unwrap();
+        open_image(&file, Access::ReadWrite).unwrap();
+    }
+}
