@@ -2,7 +2,7 @@
 
 use std::io::IsTerminal;
 use std::os::unix::fs::MetadataExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::Context as _;
@@ -90,6 +90,11 @@ pub fn verify(snapshot: &SnapshotFile) -> anyhow::Result<()> {
     result.with_context(|| format!("the snapshot {} is damaged", snapshot.path.display()))
 }
 
+/// A path that the file names.
+fn shown(path: &Path) -> String {
+    path.to_string_lossy().escape_debug().to_string()
+}
+
 /// Prints what the file says. It may come from anybody, so text is shown with control characters escaped.
 fn print(description: &Description) {
     let size = |bytes| ByteSize::from_bytes(bytes).to_string();
@@ -115,11 +120,11 @@ fn print(description: &Description) {
             "guest's clock",
             format!("{seconds} s since its start; TSC of {:.3} MHz", f64::from(description.tsc_khz) / 1000.0),
         ),
-        ("kernel", format!("{:?}", machine.kernel)),
+        ("kernel", shown(&machine.kernel)),
     ];
     for disk in &machine.disks {
         let access = if disk.readonly { "read only" } else { "writable" };
-        rows.push(("disk", format!("{:?}, {access}", disk.path)));
+        rows.push(("disk", format!("{}, {access}", shown(&disk.path))));
     }
     let checked = if description.verified { "header, state and memory" } else { "header and state" };
     rows.push(("checked", checked.to_owned()));
