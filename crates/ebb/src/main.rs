@@ -108,7 +108,7 @@ fn main() -> ExitCode {
         Command::ExtractVmlinux(args) => extract_vmlinux::run(args),
     };
     result.unwrap_or_else(|error| {
-        eprintln!("ebb: {}", describe(&error));
+        eprintln!("ebb: {}", printable(&describe(&error)));
         ExitCode::FAILURE
     })
 }
@@ -124,6 +124,24 @@ fn describe(error: &anyhow::Error) -> String {
     text
 }
 
+/// A message for a terminal: part of it can be a guest's, a peer's or a file's text, which must not move the cursor or
+/// fill the screen.
+fn printable(message: &str) -> String {
+    const MOST_CHARACTERS: usize = 4000;
+    let mut text = String::new();
+    for character in message.chars().take(MOST_CHARACTERS) {
+        if character.is_control() && character != '\n' {
+            text.extend(character.escape_default());
+        } else {
+            text.push(character);
+        }
+    }
+    if message.chars().nth(MOST_CHARACTERS).is_some() {
+        text.push('…');
+    }
+    text
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -134,6 +152,15 @@ mod tests {
     #[test]
     fn the_command_line_is_sound() {
         Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn messages_leave_the_terminal_alone() {
+        assert_eq!(
+            printable("no\nsuch file \u{1b}]0;x\u{7}\u{9b}2J"),
+            "no\nsuch file \\u{1b}]0;x\\u{7}\\u{9b}2J"
+        );
+        assert_eq!(printable(&"x".repeat(1 << 20)).chars().count(), 4001);
     }
 
     #[test]

@@ -35,7 +35,7 @@ name in --peer-name. --insecure does without.
 Exit codes: 0 the machine runs at its destination, 1 it runs on here, 2 wrong usage, 3 nobody knows: the connection broke at
 the moment of the hand-over, and the machine stays paused here.
 
-Example: ebb receive --listen unix:/run/move.sock --api /run/b.sock &
+Example: ebb receive --listen unix:/run/move.sock --on-reboot exit --api /run/b.sock &
          ebb migrate /run/a.sock --to unix:/run/move.sock";
 
 /// Moves a running virtual machine to another monitor, which `ebb receive` runs.
@@ -160,10 +160,11 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     Ok(match report.status {
         MigrationPhase::Completed => ExitCode::SUCCESS,
         MigrationPhase::Unknown => {
-            eprintln!("ebb: {problem}");
+            eprintln!("ebb: {}", crate::printable(problem));
             ExitCode::from(UNKNOWN)
         }
         status => {
+            let problem = crate::printable(problem);
             eprintln!("ebb: the migration was not completed ({}): {problem}", status.name());
             ExitCode::FAILURE
         }

@@ -6,8 +6,8 @@ use std::path::PathBuf;
 use ebb_kvm_clock::ClockPolicy;
 use ebb_vmm::config::merge::MERGE_FORM;
 use ebb_vmm::config::options::{DISK_FORM, SERIAL_FORM};
-use ebb_vmm::config::{DiskConfig, MergeOverrides, RebootAction, SerialConfig, Switch};
-use ebb_vmm::snapshot::{BootFiles, DescribedPaths, Overrides};
+use ebb_vmm::config::{BootFiles, DiskConfig, MergeOverrides, RebootAction, SerialConfig, Switch};
+use ebb_vmm::snapshot::{DescribedPaths, Overrides};
 
 use crate::run::{CLOCK_FORM, OnReboot, Toggle};
 
@@ -32,7 +32,7 @@ pub struct OverrideArgs {
     /// What a reboot of the guest does: start it again, or end the monitor [default: as before]
     #[arg(long, value_enum)]
     on_reboot: Option<OnReboot>,
-    /// Image of a disk of the machine; give all of them, in their order
+    /// Image of a disk of the machine; give all of them, in their order. One that the guest could not write stays so
     #[arg(long, value_name = DISK_FORM)]
     disk: Vec<DiskConfig>,
     /// How equal pages of guest memory are merged from now on [default: not at all]

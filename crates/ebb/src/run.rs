@@ -8,7 +8,8 @@ use clap::ValueEnum;
 use ebb_kvm_clock::ClockPolicy;
 use ebb_vmm::config::options::{self, BALLOON_FORM, DISK_FORM, MEMORY_FORM, NUMA_FORM, SERIAL_FORM};
 use ebb_vmm::config::{
-    ConfigError, DiskConfig, MemoryConfig, NumaNodeConfig, RebootAction, SerialConfig, Switch, VmConfig,
+    BootFiles, ConfigError, DiskConfig, MemoryConfig, NumaNodeConfig, RebootAction, SerialConfig, Switch,
+    VmConfig,
 };
 use ebb_vmm::exit::GuestExit;
 use ebb_vmm::probe::{self, KvmQuality};
@@ -122,8 +123,7 @@ impl Args {
         let switch = |on| if on { Switch::On } else { Switch::Off };
         let interactive = std::io::stdin().is_terminal();
         let config = VmConfig {
-            kernel: self.kernel,
-            initrd: self.initrd,
+            boot: Some(BootFiles { kernel: self.kernel, initrd: self.initrd }),
             cmdline: self.cmdline,
             cpus: self.cpus,
             memory: self.memory,
@@ -194,7 +194,7 @@ pub fn run_machine(
     } else if exit.code() == 0 {
         tracing::info!("{exit}");
     } else {
-        eprintln!("ebb: {exit}");
+        eprintln!("ebb: {}", crate::printable(&exit.to_string()));
     }
     Ok(ExitCode::from(exit.code()))
 }

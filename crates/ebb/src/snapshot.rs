@@ -120,7 +120,7 @@ fn print(description: &Description) {
             "guest's clock",
             format!("{seconds} s since its start; TSC of {:.3} MHz", f64::from(description.tsc_khz) / 1000.0),
         ),
-        ("kernel", shown(&machine.kernel)),
+        ("kernel", machine.kernel.as_deref().map_or_else(|| "none".to_owned(), shown)),
     ];
     for disk in &machine.disks {
         let access = if disk.readonly { "read only" } else { "writable" };

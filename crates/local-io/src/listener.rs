@@ -1,10 +1,10 @@
 //! A listening socket and its name in the file system.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{FileType, Mode};
+use rustix::fs::{FileType, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use thiserror::Error;
@@ -55,9 +55,10 @@ pub enum ListenError {
         /// What was asked.
         path: PathBuf,
     },
-    /// Another process holds the lock on the name.
+    /// Another process or user has the lock on the name.
     #[error(
-        "the socket {path:?} cannot be created: another process holds its lock {lock:?}; end that process or choose another path"
+        "the socket {path:?} cannot be created: its lock {lock:?} belongs to another process or user; choose a directory \
+         that only this user may write, or remove that file"
     )]
     Locked {
         /// What was asked.
@@ -100,6 +101,9 @@ impl Listener {
     /// System calls: `openat`, `flock`, `fstat`, `lstat`, `socket`, `fchmod`, `bind`, `listen`,
     /// `connect`, `unlink`, and `chmod` for a mode wider than the owner's.
     ///
+    /// In a directory that others may write to (`/tmp`), they can keep a name for themselves, as a
+    /// socket, a file or a lock; no process waits for that longer than five seconds.
+    ///
     /// # Errors
     /// [`ListenError`]; a live process and files that are not sockets are left alone.
     pub fn bind(path: &Path, mode: Mode, backlog: i32) -> Result<Self, ListenError> {
@@ -111,7 +115,11 @@ impl Listener {
         // A process that has bound and does not listen yet looks like one that has died: of two
         // that start at the same time, both would take over.
         let lock = NameLock::take(path, LIMIT).map_err(|errno| match errno {
-            Errno::WOULDBLOCK => ListenError::Locked { path: path.to_owned(), lock: NameLock::path(path) },
+            Errno::WOULDBLOCK => locked(path),
+            // Of another user, in a directory that all may write to, or no regular file.
+            Errno::ACCESS | Errno::PERM | Errno::LOOP | Errno::ISDIR | Errno::NXIO if lock_exists(path) => {
+                locked(path)
+            }
             errno => failed(path, "lock the name", errno),
         })?;
         let socket = stream_socket().map_err(|errno| failed(path, "create a socket", errno))?;
@@ -129,7 +137,7 @@ impl Listener {
         let listener = Self { socket, file: SocketFile { path: path.to_owned(), identity: identity(path) } };
         if mode.intersects(Mode::RWXG | Mode::RWXO) {
             // The process's umask has been subtracted.
-            rustix::fs::chmod(path, mode).map_err(|errno| failed(path, "set the permissions", errno))?;
+            listener.file.set_mode(mode).map_err(|errno| failed(path, "set the permissions", errno))?;
         }
         rustix::net::listen(&listener.socket, backlog).map_err(|errno| failed(path, "listen", errno))?;
         drop(lock);
@@ -149,6 +157,18 @@ impl AsFd for Listener {
 }
 
 impl SocketFile {
+    /// Changes the permissions of the socket, and of nothing that has taken its name.
+    fn set_mode(&self, mode: Mode) -> Result<(), Errno> {
+        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let socket = rustix::fs::open(&self.path, flags, Mode::empty())?;
+        let stat = rustix::fs::fstat(&socket)?;
+        if Some((stat.st_dev, stat.st_ino)) != self.identity {
+            return Err(Errno::NOENT);
+        }
+        // fchmod(2) takes no descriptor of O_PATH.
+        rustix::fs::chmod(format!("/proc/self/fd/{}", socket.as_raw_fd()), mode)
+    }
+
     /// The path that was asked for.
     pub fn path(&self) -> &Path {
         &self.path
@@ -179,6 +199,14 @@ impl Drop for SocketFile {
 pub fn stream_socket() -> Result<OwnedFd, Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
+}
+
+fn locked(path: &Path) -> ListenError {
+    ListenError::Locked { path: path.to_owned(), lock: NameLock::path(path) }
+}
+
+fn lock_exists(path: &Path) -> bool {
+    rustix::fs::lstat(NameLock::path(path)).is_ok()
 }
 
 fn identity(path: &Path) -> Option<(u64, u64)> {

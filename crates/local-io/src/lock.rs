@@ -53,7 +53,11 @@ impl NameLock {
         // NONBLOCK: a FIFO of this name must not block the open.
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
         let file = rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR)?;
-        rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)?;
+        match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            // A file system without locks, where two processes that start at once are not told apart.
+            Ok(()) | Err(Errno::NOLCK | Errno::OPNOTSUPP) => {}
+            Err(errno) => return Err(errno),
+        }
         // The holder before may have removed the file after this process had opened it. A file
         // that no longer has the name protects nothing.
         let (locked, named) = (rustix::fs::fstat(&file)?, rustix::fs::lstat(path));

@@ -101,6 +101,48 @@ fn impossible_paths_are_named() {
     assert!(matches!(bind(Path::new("")), Err(ListenError::BadPath { .. })));
     assert!(matches!(bind(Path::new("a\0b")), Err(ListenError::BadPath { .. })));
     assert!(matches!(bind(directory.path()), Err(ListenError::NotASocket { .. })));
+    let link = directory.path().join("link");
+    std::os::unix::fs::symlink("nowhere", &link).unwrap();
+    assert!(matches!(bind(&link), Err(ListenError::NotASocket { .. })));
+    assert_eq!(fs::read_link(&link).unwrap(), Path::new("nowhere"));
+}
+
+/// In a directory that others may write to, they can put anything where the lock belongs.
+#[test]
+fn nothing_in_place_of_the_lock_is_followed_waited_for_or_changed() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("s");
+    let lock = NameLock::path(&path);
+    std::os::unix::fs::symlink(directory.path().join("made"), &lock).unwrap();
+    assert!(matches!(bind(&path), Err(ListenError::Locked { .. })));
+    assert_eq!(names(directory.path()), [".s.lock"]);
+    fs::remove_file(&lock).unwrap();
+    fs::create_dir(&lock).unwrap();
+    assert!(matches!(bind(&path), Err(ListenError::Locked { .. })));
+    fs::remove_dir(&lock).unwrap();
+    // A FIFO can be locked like a file, and is not waited for.
+    rustix::fs::mknodat(rustix::fs::CWD, &lock, FileType::Fifo, OWNER, 0).unwrap();
+    drop(bind(&path).unwrap());
+}
+
+#[test]
+fn a_lock_of_another_user_is_named() {
+    if !rustix::process::geteuid().is_root() {
+        println!("only root can play another user: not tested");
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o1777)).unwrap();
+    let path = directory.path().join("s");
+    fs::write(NameLock::path(&path), "").unwrap();
+    fs::set_permissions(NameLock::path(&path), fs::Permissions::from_mode(0o600)).unwrap();
+    let other = std::thread::spawn(move || {
+        // Of this thread only.
+        rustix::thread::set_thread_uid(rustix::thread::Uid::from_raw(65534)).unwrap();
+        bind(&path).unwrap_err()
+    });
+    let error = other.join().unwrap();
+    assert!(error.to_string().contains(".s.lock"), "{error}");
 }
 
 #[test]

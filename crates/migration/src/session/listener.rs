@@ -48,10 +48,10 @@ const LONGEST_WAIT: Duration = Duration::from_secs(3600);
 /// keeps nobody else waiting.
 #[derive(Debug)]
 pub struct Listener {
+    /// Removes the socket's file at the end; before the socket, while no other process can have taken the name over.
+    _file: Option<SocketFile>,
     socket: OwnedFd,
     address: Address,
-    /// Removes the socket's file at the end.
-    _file: Option<SocketFile>,
     tls: Option<TlsServer>,
     candidates: Vec<Candidate>,
     refusals: Refusals,

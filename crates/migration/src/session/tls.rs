@@ -251,7 +251,7 @@ fn refused_here(error: &CertificateError) -> String {
             "it does not come from the authorities in --tls-ca: give the one that has signed it"
         }
         CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. } => {
-            "give the name that the certificate is for with --peer-name"
+            "if it is meant to be the other side, give the name that the certificate is for with --peer-name"
         }
         _ => "make a new one",
     };

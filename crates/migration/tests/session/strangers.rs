@@ -263,7 +263,7 @@ fn a_unix_socket_is_for_one_user() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s");
     let address = drive::unix(path.clone());
-    let mut listener = listen(&address, &Security::Insecure, &TimeLimits::default());
+    let mut listener = listen(&address, &Security::Local, &TimeLimits::default());
     // The file's mode would keep the other user away already; that is not what is tested here.
     for (path, mode) in [(folder.path(), 0o711), (&path, 0o666)] {
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
@@ -302,15 +302,15 @@ fn a_destination_of_another_user_is_not_trusted() {
         let address = address.clone();
         std::thread::spawn(move || {
             rustix::thread::set_thread_uid(rustix::thread::Uid::from_raw(65534)).unwrap();
-            let listener: Listener = listen(&address, &Security::Insecure, &TimeLimits::default());
+            let listener: Listener = listen(&address, &Security::Local, &TimeLimits::default());
             ready.send(()).unwrap();
             let _ = is_done.recv();
             drop(listener);
         })
     };
     is_ready.recv().unwrap();
-    let error = connect(&address, &Security::Insecure, &greeting("s"), &TimeLimits::default(), &handle())
-        .unwrap_err();
+    let error =
+        connect(&address, &Security::Local, &greeting("s"), &TimeLimits::default(), &handle()).unwrap_err();
     assert!(matches!(error, SessionError::ForeignUser { theirs: 65534, ours: 0, .. }), "{error:?}");
     drop(done);
     destination.join().unwrap();

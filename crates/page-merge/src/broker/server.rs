@@ -52,9 +52,9 @@ pub struct BrokerConfig {
 /// reaches it.
 #[derive(Debug)]
 pub struct Broker {
-    listener: OwnedFd,
-    /// Removes the socket's file at the end.
+    /// Removes the socket's file at the end; before the socket, while no other process can have taken the name over.
     file: SocketFile,
+    listener: OwnedFd,
     limits: Limits,
     domains: Domains,
     connections: BTreeMap<u64, Connection>,

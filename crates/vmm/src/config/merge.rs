@@ -56,7 +56,8 @@ pub struct MergeConfig {
     pub across_nodes: Option<bool>,
 }
 
-/// What whoever restores or receives a machine says of merging; what is `None` stays as it was.
+/// What the command line of a restored or received machine says of merging. What is `None` stays as described, if the
+/// description is trusted, or else has its default.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct MergeOverrides {
     /// Who merges.

@@ -45,10 +45,8 @@ impl ConfigError {
 /// A whole virtual machine.
 #[derive(Debug, Clone)]
 pub struct VmConfig {
-    /// bzImage, or ELF vmlinux (entered through its PVH note where it has one).
-    pub kernel: PathBuf,
-    /// Initial RAM file system.
-    pub initrd: Option<PathBuf>,
+    /// Files that the guest starts from; `None` for one that goes on and whose reboot ends the monitor.
+    pub boot: Option<BootFiles>,
     /// Kernel command line.
     pub cmdline: String,
     /// Number of vCPUs.
@@ -73,6 +71,15 @@ pub struct VmConfig {
     pub on_reboot: RebootAction,
     /// What the guest's clocks do while it is paused or lies in a snapshot.
     pub clock: ClockPolicy,
+}
+
+/// Files that a guest starts from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BootFiles {
+    /// bzImage, or ELF vmlinux (entered through its PVH note where it has one).
+    pub kernel: PathBuf,
+    /// Initial RAM file system.
+    pub initrd: Option<PathBuf>,
 }
 
 /// On or off.

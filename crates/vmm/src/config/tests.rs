@@ -5,8 +5,7 @@ use proptest::prelude::*;
 
 fn config(memory: &str, cpus: u8, numa: &[&str]) -> VmConfig {
     VmConfig {
-        kernel: "vmlinuz".into(),
-        initrd: None,
+        boot: Some(BootFiles { kernel: "vmlinuz".into(), initrd: None }),
         cmdline: String::new(),
         cpus,
         memory: memory.parse().unwrap(),

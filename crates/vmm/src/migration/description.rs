@@ -165,7 +165,7 @@ pub struct Names(Vec<String>);
 
 impl fmt::Display for Names {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0.join(", "))
+        f.write_str(&shown(&self.0, ", "))
     }
 }
 
@@ -215,10 +215,22 @@ impl Description {
     }
 }
 
+/// The first of what may be very many, for a message.
+fn shown(texts: &[String], separator: &str) -> String {
+    const MOST: usize = 8;
+    const MOST_CHARACTERS: usize = 64;
+    let cut = |text: &String| text.chars().take(MOST_CHARACTERS).collect::<String>();
+    let mut text = texts.iter().take(MOST).map(cut).collect::<Vec<_>>().join(separator);
+    if texts.len() > MOST {
+        text = format!("{text}{separator}and {} more", texts.len() - MOST);
+    }
+    text
+}
+
 fn layout(regions: &[MemoryRegion]) -> String {
     let parts: Vec<_> =
         regions.iter().map(|region| format!("{:#x}+{:#x}", region.start, region.size_bytes)).collect();
-    parts.join(" ")
+    shown(&parts, " ")
 }
 
 /// What a driver would notice.

@@ -9,17 +9,19 @@ use serde::{Deserialize, Serialize};
 use super::SnapshotError;
 use crate::api::control::RamBacking;
 use crate::config::{
-    BalloonDeviceConfig, DiskConfig, MemoryConfig, MergeConfig, MergeOverrides, NumaNodeConfig, RebootAction,
-    SerialConfig, Switch, VmConfig,
+    BalloonDeviceConfig, BootFiles, DiskConfig, MemoryConfig, MergeConfig, MergeOverrides, NumaNodeConfig,
+    RebootAction, SerialConfig, Switch, VmConfig,
 };
 use crate::size::ByteSize;
 
 /// The part of a [`VmConfig`] that belongs to the machine, in a form that stays readable.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MachineConfig {
-    /// Kernel image, for reboots.
-    pub kernel: PathBuf,
+    /// Kernel image, for reboots. `None` for a machine that ends with a reboot and has none here.
+    #[serde(default)]
+    pub kernel: Option<PathBuf>,
     /// Initial RAM file system, for reboots.
+    #[serde(default)]
     pub initrd: Option<PathBuf>,
     /// Kernel command line, for reboots.
     pub cmdline: String,
@@ -98,15 +100,6 @@ pub struct Disk {
     pub readonly: bool,
 }
 
-/// Files of this host that a guest starts from again after a reboot.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct BootFiles {
-    /// bzImage or ELF vmlinux.
-    pub kernel: PathBuf,
-    /// Initial RAM file system.
-    pub initrd: Option<PathBuf>,
-}
-
 /// What is done with the paths in a snapshot or in another monitor's description of a machine. Their
 /// author is not the person who restores or receives the machine, and must not choose files that are
 /// opened with that person's rights.
@@ -166,8 +159,8 @@ impl MachineConfig {
     /// What a snapshot of a machine of `config` says of it.
     pub fn of(config: &VmConfig) -> Self {
         Self {
-            kernel: config.kernel.clone(),
-            initrd: config.initrd.clone(),
+            kernel: config.boot.as_ref().map(|boot| boot.kernel.clone()),
+            initrd: config.boot.as_ref().and_then(|boot| boot.initrd.clone()),
             cmdline: config.cmdline.clone(),
             cpus: config.cpus,
             memory_bytes: config.memory.size.bytes(),
@@ -212,19 +205,23 @@ impl MachineConfig {
     /// # Errors
     /// [`SnapshotError::Disks`], [`SnapshotError::PathsNotNamed`], [`SnapshotError::Merge`].
     pub fn into_vm_config(mut self, overrides: Overrides) -> Result<VmConfig, SnapshotError> {
-        if !overrides.disks.is_empty() && overrides.disks.len() != self.disks.len() {
-            return Err(SnapshotError::Disks { saved: self.disks.len(), given: overrides.disks.len() });
+        let (saved, given) = (self.disks.len(), overrides.disks.len());
+        if given != 0 && given != saved {
+            return Err(SnapshotError::Disks { saved, given });
         }
         let as_before = if self.restarts { RebootAction::Reset } else { RebootAction::Exit };
         let on_reboot = overrides.on_reboot.unwrap_or(as_before);
-        if overrides.described_paths == DescribedPaths::Ignore {
-            let boot = overrides.boot.is_none() && on_reboot == RebootAction::Reset;
-            let disks = overrides.disks.is_empty() && !self.disks.is_empty();
-            if boot || disks {
-                return Err(SnapshotError::PathsNotNamed(self.paths_not_named(boot, disks)));
-            }
-            // Without a name here there is none: what is left would only be shown to people.
-            (self.kernel, self.initrd) = (PathBuf::new(), None);
+        let trusted = overrides.described_paths == DescribedPaths::Trust;
+        let boot = overrides.boot.or_else(|| {
+            let kernel = self.kernel.clone().filter(|_| trusted)?;
+            Some(BootFiles { kernel, initrd: self.initrd.clone() })
+        });
+        let no_kernel = boot.is_none() && on_reboot == RebootAction::Reset;
+        let no_disks = given == 0 && saved != 0 && !trusted;
+        if no_kernel || no_disks {
+            return Err(SnapshotError::PathsNotNamed(self.paths_not_named(no_kernel, no_disks)));
+        }
+        if !trusted {
             let merge = std::mem::take(&mut self.merge);
             if !merge.is_off() && overrides.merge.backend.is_none() {
                 tracing::warn!(
@@ -234,18 +231,18 @@ impl MachineConfig {
                 );
             }
         }
-        if let Some(BootFiles { kernel, initrd }) = overrides.boot {
-            (self.kernel, self.initrd) = (kernel, initrd);
-        }
-        let disks = if overrides.disks.is_empty() {
+        let mut disks = overrides.disks;
+        if disks.is_empty() {
             let disk = |disk: Disk| DiskConfig { path: disk.path, readonly: switch(disk.readonly) };
-            self.disks.into_iter().map(disk).collect()
+            disks = self.disks.into_iter().map(disk).collect();
         } else {
-            overrides.disks
-        };
+            // The guest knows such a disk as one that it cannot write to.
+            for (disk, _) in disks.iter_mut().zip(&self.disks).filter(|(_, described)| described.readonly) {
+                disk.readonly = Switch::On;
+            }
+        }
         Ok(VmConfig {
-            kernel: self.kernel,
-            initrd: self.initrd,
+            boot,
             cmdline: self.cmdline,
             cpus: self.cpus,
             memory: MemoryConfig {
@@ -293,7 +290,8 @@ impl MachineConfig {
         let mut files = Vec::new();
         let mut options = Vec::new();
         if boot {
-            files.push(format!("the kernel {} for reboots", quoted(&self.kernel)));
+            let kernel = self.kernel.as_deref().map_or_else(|| "that is not known".to_owned(), quoted);
+            files.push(format!("the kernel {kernel} for reboots"));
             files.extend(self.initrd.iter().map(|initrd| format!("the initrd {}", quoted(initrd))));
             options.push("--kernel FILE [--initrd FILE], or --on-reboot exit".to_owned());
         }

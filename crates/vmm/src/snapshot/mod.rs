@@ -26,7 +26,7 @@ use thiserror::Error;
 
 use crate::config::ConfigError;
 
-pub use config::{BootFiles, DescribedPaths, MachineConfig, Overrides};
+pub use config::{DescribedPaths, MachineConfig, Overrides};
 pub use file::{FORMAT_VERSION, SnapshotFile};
 pub use state::MachineState;
 
@@ -109,9 +109,7 @@ pub enum SnapshotError {
         problem: String,
     },
     /// A wrong number of `--disk`.
-    #[error(
-        "the snapshot has {saved} disks, --disk was given {given} times; give one for each disk, or none"
-    )]
+    #[error("the machine has {saved} disks, --disk was given {given} times; give one for each disk")]
     Disks {
         /// Disks of the machine.
         saved: usize,
@@ -123,8 +121,8 @@ pub enum SnapshotError {
     PathsNotNamed(String),
     /// Others could change the guest's memory.
     #[error(
-        "the snapshot {} {problem}, who could change the guest's memory while it runs: change the owner or the \
-         permissions (chown, chmod go-w), use a copy, or give --trust",
+        "the snapshot {} {problem}, who could change the guest's memory while it runs: use a copy, correct owner and \
+         permissions if nobody else has it open (chown, chmod go-w), or give --trust",
         path.display()
     )]
     Foreign {

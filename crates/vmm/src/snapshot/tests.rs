@@ -12,15 +12,14 @@ use super::file::{FORMAT_VERSION, NewSnapshot, RAM_OFFSET_BYTES, Written};
 use super::processor::Processor;
 use super::state::InterruptControllers;
 use super::*;
-use crate::config::{DiskConfig, MergeBackend, MergeConfig, RebootAction, Switch, VmConfig};
+use crate::config::{BootFiles, DiskConfig, MergeBackend, MergeConfig, RebootAction, Switch, VmConfig};
 use crate::devices::serial::SavedSerial;
 
 const RAM_BYTES: u64 = 32 << 20;
 
 fn config() -> VmConfig {
     VmConfig {
-        kernel: "/boot/vmlinuz".into(),
-        initrd: Some("/boot/initrd".into()),
+        boot: Some(BootFiles { kernel: "/boot/vmlinuz".into(), initrd: Some("/boot/initrd".into()) }),
         cmdline: "quiet".to_owned(),
         cpus: 0,
         memory: "size=32M,thp=off".parse().unwrap(),
@@ -147,8 +146,10 @@ fn the_machine_is_the_same_again() {
     assert_eq!(config.on_reboot, RebootAction::Exit);
 
     let disk = |path: &str| DiskConfig { path: path.into(), readonly: Switch::Off };
+    let readonly = |path: &str| DiskConfig { readonly: Switch::On, ..disk(path) };
     let disks = |disks| saved.clone().into_vm_config(Overrides { disks, ..Overrides::default() });
-    assert_eq!(disks(vec![disk("/copy")]).unwrap().disks, [disk("/copy")]);
+    // A guest that could not write to its disk would notice if it could.
+    assert_eq!(disks(vec![disk("/copy")]).unwrap().disks, [readonly("/copy")]);
     let error = disks(vec![disk("/copy"), disk("/other")]).unwrap_err();
     assert!(error.to_string().contains("1 disks, --disk was given 2 times"), "{error}");
     let overrides =
@@ -167,8 +168,8 @@ fn trusting() -> Overrides {
 #[test]
 fn no_path_of_a_description_is_opened() {
     let mut evil = config();
-    evil.kernel = "/etc/shadow".into();
-    evil.initrd = Some("/root/key\u{1b}[2J".into());
+    let initrd = Some("/root/key\u{1b}[2J".into());
+    evil.boot = Some(BootFiles { kernel: "/etc/shadow".into(), initrd });
     evil.on_reboot = RebootAction::Reset;
     evil.disks = vec!["path=/dev/sda".parse().unwrap(), "path=/dev/sdb".parse().unwrap()];
     evil.memory.merge = merging();
@@ -198,20 +199,19 @@ fn no_path_of_a_description_is_opened() {
     let text = error(Overrides { disks: disks.clone(), ..Overrides::default() });
     assert!(text.contains("--kernel") && !text.contains("--disk"), "{text}");
 
-    let named = Overrides { boot, disks: disks.clone(), ..Overrides::default() };
+    let named = Overrides { boot: boot.clone(), disks: disks.clone(), ..Overrides::default() };
     let config = evil.clone().into_vm_config(named).unwrap();
-    assert_eq!(
-        (config.kernel.as_path(), config.initrd, config.disks),
-        (Path::new("/boot/own"), None, disks.clone())
-    );
+    assert_eq!((config.boot, config.disks), (boot, disks.clone()));
     // No trust domain or broker of somebody else's choice.
     assert!(config.memory.merge.is_off());
     let ends = Overrides { on_reboot: Some(RebootAction::Exit), disks, ..Overrides::default() };
     let ends = evil.clone().into_vm_config(ends).unwrap();
-    assert_eq!(
-        (ends.on_reboot, ends.kernel.as_path(), ends.initrd),
-        (RebootAction::Exit, Path::new(""), None)
-    );
+    assert_eq!((ends.on_reboot, &ends.boot), (RebootAction::Exit, &None));
+    // Saved again, it has no kernel, so that even a trusted description can only end with a reboot.
+    let again = MachineConfig::of(&ends);
+    let resets = Overrides { on_reboot: Some(RebootAction::Reset), ..trusting() };
+    assert!(matches!(again.clone().into_vm_config(resets), Err(SnapshotError::PathsNotNamed(_))));
+    assert_eq!(again.into_vm_config(trusting()).unwrap().boot, None);
 
     let trusted = evil.clone().into_vm_config(trusting()).unwrap();
     assert_eq!(MachineConfig::of(&trusted), evil);

@@ -18,7 +18,7 @@ use crate::acpi::{MmioDevice, NumaNode, Platform};
 use crate::api::control::{ClockInfo, VmState};
 use crate::boot::BootImage;
 use crate::clock::{GuestClockError, TscFrequencies};
-use crate::config::{RebootAction, VmConfig};
+use crate::config::{ConfigError, RebootAction, VmConfig};
 use crate::cpu::threads::{Buses, ExitCounters, VcpuThreads};
 use crate::cpu::{self, Vcpu};
 use crate::devices::console::ConsoleOutput;
@@ -196,13 +196,25 @@ pub(super) fn build(
 
 /// The files that the guest starts from. A machine that goes on needs them for a reboot only.
 fn open_image(config: &VmConfig, origin: &Origin) -> Result<Option<BootImage>, VmError> {
-    let open = || BootImage::open(&config.kernel, config.initrd.as_deref(), &config.cmdline);
+    let open = || {
+        let boot = config.boot.as_ref().ok_or_else(|| {
+            ConfigError::new(
+                "--kernel",
+                "the guest has no kernel to start",
+                "give a bzImage or an ELF vmlinux",
+            )
+        })?;
+        Ok(BootImage::open(&boot.kernel, boot.initrd.as_deref(), &config.cmdline)?)
+    };
     if origin.is_kernel() {
-        return Ok(Some(open()?));
+        return open().map(Some);
     }
     match config.on_reboot {
         RebootAction::Exit => Ok(None),
-        RebootAction::Reset => open().map(Some).map_err(VmError::RebootImage),
+        RebootAction::Reset => open().map(Some).map_err(|error| match error {
+            VmError::Boot(error) => VmError::RebootImage(error),
+            error => error,
+        }),
     }
 }
 

@@ -116,7 +116,11 @@ impl VmControl for Vm {
             snapshot_bytes: self.ram.is_restored().then(|| self.ram.residency().map_or(0, |r| r.file_bytes)),
             uptime_ms: self.uptime_ms(),
             clock: *lock(&self.clock_info),
-            kernel: self.config.kernel.display().to_string(),
+            kernel: self
+                .config
+                .boot
+                .as_ref()
+                .map_or_else(String::new, |boot| boot.kernel.display().to_string()),
             pid: std::process::id(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
             balloon: self.balloon.as_ref().map(|balloon| summary(&lock(balloon))),

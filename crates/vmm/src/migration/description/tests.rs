@@ -60,6 +60,18 @@ fn what_is_missing_is_named() {
 }
 
 #[test]
+fn a_very_long_list_is_refused_in_few_words() {
+    let mut machine = description();
+    machine.capabilities = vec!["x".repeat(5000); 10_000];
+    let error = machine.check(&here()).unwrap_err().to_string();
+    assert!(error.len() < 1000 && error.contains("and 9992 more"), "{error}");
+    let mut machine = description();
+    machine.regions = vec![MemoryRegion { start: 0, size_bytes: 1 }; 10_000];
+    let error = machine.check(&here()).unwrap_err().to_string();
+    assert!(error.len() < 1000 && error.contains("and 9992 more"), "{error}");
+}
+
+#[test]
 fn a_full_host_is_refused_unless_memory_is_handed_over() {
     let mut machine = description();
     assert_eq!(machine.check_memory(20 << 20), Ok(()));

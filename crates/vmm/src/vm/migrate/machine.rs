@@ -17,7 +17,7 @@ impl Vm {
         let absolute = |path: &mut std::path::PathBuf| {
             std::path::absolute(&*path).map(|full| *path = full).map_err(VmError::host("find its own folder"))
         };
-        absolute(&mut machine.kernel)?;
+        machine.kernel.as_mut().map(absolute).transpose()?;
         machine.merge.broker.as_mut().map(absolute).transpose()?;
         machine.initrd.as_mut().map(absolute).transpose()?;
         machine.disks.iter_mut().try_for_each(|disk| absolute(&mut disk.path))?;
