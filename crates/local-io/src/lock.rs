@@ -41,7 +41,7 @@ impl NameLock {
         let path = Self::path(name);
         let deadline = Instant::now() + limit;
         loop {
-            match Self::attempt(&path) {
+            match Self::open(&path).and_then(|file| Self::lock(file, &path)) {
                 Err(Errno::WOULDBLOCK) if Instant::now() < deadline => std::thread::sleep(PAUSE),
                 Ok(file) => return Ok(Self { path, _file: file }),
                 Err(errno) => return Err(errno),
@@ -49,17 +49,20 @@ impl NameLock {
         }
     }
 
-    fn attempt(path: &Path) -> Result<OwnedFd, Errno> {
+    fn open(path: &Path) -> Result<OwnedFd, Errno> {
         // NONBLOCK: a FIFO of this name must not block the open.
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
-        let file = rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR)?;
+        rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR)
+    }
+
+    /// Locks the opened file if it still has the name: the holder before may have removed it since it was opened, and a
+    /// file without the name protects nothing.
+    fn lock(file: OwnedFd, path: &Path) -> Result<OwnedFd, Errno> {
         match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
             // A file system without locks, where two processes that start at once are not told apart.
             Ok(()) | Err(Errno::NOLCK | Errno::OPNOTSUPP) => {}
             Err(errno) => return Err(errno),
         }
-        // The holder before may have removed the file after this process had opened it. A file
-        // that no longer has the name protects nothing.
         let (locked, named) = (rustix::fs::fstat(&file)?, rustix::fs::lstat(path));
         match named {
             Ok(named) if (named.st_dev, named.st_ino) == (locked.st_dev, locked.st_ino) => Ok(file),
@@ -111,6 +114,20 @@ mod tests {
         assert_eq!(late.unwrap_err(), Errno::WOULDBLOCK);
         drop(held);
         drop(NameLock::take(&name, LIMIT).unwrap());
+    }
+
+    #[test]
+    fn a_lock_file_that_was_removed_after_it_was_opened_locks_nothing() {
+        let directory = tempfile::tempdir().unwrap();
+        let name = directory.path().join("a.sock");
+        let path = NameLock::path(&name);
+        let late = NameLock::open(&path).unwrap();
+        drop(NameLock::take(&name, LIMIT).unwrap());
+        assert_eq!(NameLock::lock(late, &path).unwrap_err(), Errno::WOULDBLOCK);
+        let late = NameLock::open(&path).unwrap();
+        drop(NameLock::take(&name, LIMIT).unwrap());
+        let _held = NameLock::take(&name, LIMIT).unwrap();
+        assert_eq!(NameLock::lock(late, &path).unwrap_err(), Errno::WOULDBLOCK);
     }
 
     #[test]
