@@ -313,7 +313,7 @@ fn vm_rows(info: &VmInfo) -> Vec<Row> {
         row("held by the host", bytes(info.resident_bytes)),
         row("uptime", duration(info.uptime_ms)),
         row("clock", format!("{} over pauses", info.clock.policy)),
-        row("kernel", info.kernel.as_str()),
+        row("kernel", if info.kernel.is_empty() { "none" } else { info.kernel.as_str() }),
         row("monitor", format!("ebb {}, process {}", info.version, info.pid)),
     ];
     if let Some(merged) = info.merged_bytes {
