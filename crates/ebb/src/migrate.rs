@@ -94,7 +94,7 @@ pub struct Args {
     /// Name (or address) that the other monitor's certificate must be for [default: the host in --to]
     #[arg(long, value_name = "NAME", requires = "tls_cert")]
     peer_name: Option<String>,
-    /// Send the guest's memory unencrypted over TCP; whoever is on the way, or listens there, can read and change it
+    /// Send the guest's memory unencrypted over TCP; any process on the way, or one that listens there, can read and change it
     #[arg(long, conflicts_with = "tls_cert")]
     insecure: bool,
     /// Hand the memory over to a monitor on the same machine instead of copying it (backing=memfd or hugetlb, unix: address)

@@ -234,7 +234,7 @@ fn described_paths_are_not_opened(scene: &Scene) {
             assert!(said.contains(word) && log.contains(word), "{word}: {said} {log}");
         }
     }
-    // A kernel that nobody ever writes to does not hang the receiver.
+    // A FIFO in place of the kernel is refused instead of waited for.
     rustix::fs::mknodat(rustix::fs::CWD, &fifo, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
     let (mut receiver, address) = named(4, &["--kernel", fifo.to_str().unwrap(), "--disk", &image]);
     let said = refused(scene, &guest, &address, &[]);

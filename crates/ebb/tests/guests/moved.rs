@@ -36,7 +36,7 @@ pub struct Receive<'a> {
 }
 
 impl<'a> Receive<'a> {
-    /// Reached by `route`; `name` tells it from others in the test. Over TCP it is not encrypted.
+    /// Reached by `route`; `name` is unique in the test. Over TCP it is not encrypted.
     pub fn new(scene: &'a Scene, name: &str, route: Route) -> Self {
         let mut receive = Self::without_names(scene, name, route).args(boot_files(scene));
         if route == Route::Tcp {

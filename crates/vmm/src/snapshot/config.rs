@@ -311,7 +311,7 @@ impl MachineConfig {
     }
 }
 
-/// A path that somebody else has written, for a terminal: of bounded length and without control characters.
+/// A path of the description, for a message: of bounded length and without control characters.
 fn quoted(path: &Path) -> String {
     const MOST_CHARACTERS: usize = 120;
     let text = path.to_string_lossy();

@@ -158,7 +158,7 @@ fn the_machine_is_the_same_again() {
     assert_eq!((config.clock, config.on_reboot), (ClockPolicy::Continue, RebootAction::Reset));
 }
 
-/// What somebody says who believes the description.
+/// Overrides that trust the description.
 fn trusting() -> Overrides {
     Overrides { described_paths: DescribedPaths::Trust, ..Overrides::default() }
 }
@@ -202,7 +202,7 @@ fn no_path_of_a_description_is_opened() {
     let named = Overrides { boot: boot.clone(), disks: disks.clone(), ..Overrides::default() };
     let config = evil.clone().into_vm_config(named).unwrap();
     assert_eq!((config.boot, config.disks), (boot, disks.clone()));
-    // No trust domain or broker of somebody else's choice.
+    // No trust domain or broker of the description.
     assert!(config.memory.merge.is_off());
     let ends = Overrides { on_reboot: Some(RebootAction::Exit), disks, ..Overrides::default() };
     let ends = evil.clone().into_vm_config(ends).unwrap();
