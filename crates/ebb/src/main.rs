@@ -124,8 +124,8 @@ fn describe(error: &anyhow::Error) -> String {
     text
 }
 
-/// A message for a terminal: part of it can be a guest's, a peer's or a file's text, which must not move the cursor or
-/// fill the screen.
+/// Text for a terminal. Part of it can come from a guest, a peer or a file, and must not move the cursor or fill the
+/// screen: control characters are escaped, and its length is bounded.
 fn printable(message: &str) -> String {
     const MOST_CHARACTERS: usize = 4000;
     let mut text = String::new();

@@ -2,7 +2,7 @@
 
 use std::io::IsTerminal;
 use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Context as _;
@@ -90,21 +90,13 @@ pub fn verify(snapshot: &SnapshotFile) -> anyhow::Result<()> {
     result.with_context(|| format!("the snapshot {} is damaged", snapshot.path.display()))
 }
 
-/// A path that the file names.
-fn shown(path: &Path) -> String {
-    path.to_string_lossy().escape_debug().to_string()
-}
-
-/// Prints what the file says. It may come from anybody, so text is shown with control characters escaped.
+/// Prints the description. The text in it is the file's author's.
 fn print(description: &Description) {
     let size = |bytes| ByteSize::from_bytes(bytes).to_string();
     let machine = &description.machine;
     let seconds = description.clock_ns / 1_000_000_000;
     let mut rows = vec![
-        (
-            "written by",
-            format!("ebb {} on {}", description.monitor.escape_debug(), description.vendor.escape_debug()),
-        ),
+        ("written by", format!("ebb {} on {}", description.monitor, description.vendor)),
         ("vCPUs", machine.cpus.to_string()),
         (
             "memory",
@@ -120,15 +112,18 @@ fn print(description: &Description) {
             "guest's clock",
             format!("{seconds} s since its start; TSC of {:.3} MHz", f64::from(description.tsc_khz) / 1000.0),
         ),
-        ("kernel", machine.kernel.as_deref().map_or_else(|| "none".to_owned(), shown)),
+        (
+            "kernel",
+            machine.kernel.as_ref().map_or_else(|| "none".to_owned(), |path| path.display().to_string()),
+        ),
     ];
     for disk in &machine.disks {
         let access = if disk.readonly { "read only" } else { "writable" };
-        rows.push(("disk", format!("{}, {access}", shown(&disk.path))));
+        rows.push(("disk", format!("{}, {access}", disk.path.display())));
     }
     let checked = if description.verified { "header, state and memory" } else { "header and state" };
     rows.push(("checked", checked.to_owned()));
     for (name, value) in rows {
-        println!("{name:<14} {value}");
+        println!("{name:<14} {}", crate::printable(&value));
     }
 }

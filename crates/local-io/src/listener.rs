@@ -1,7 +1,7 @@
 //! A listening socket and its name in the file system.
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
+use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{FileType, Mode, OFlags};
@@ -87,16 +87,11 @@ pub struct SocketFile {
     identity: Option<(u64, u64)>,
 }
 
-/// A listening, non-blocking stream socket.
-#[derive(Debug)]
-pub struct Listener {
-    socket: OwnedFd,
-    file: SocketFile,
-}
-
-impl Listener {
-    /// Listens at `path`, a file with the permissions `mode` from its first moment on. The name of a
-    /// process that has died is taken over. `backlog` is as in listen(2).
+impl SocketFile {
+    /// A stream socket, non-blocking, that listens at `path`, a file with the permissions `mode` from its first
+    /// moment on. The name of a process that has died is taken over. `backlog` is as in listen(2).
+    ///
+    /// Drop the name before the socket: after the socket, another process can have taken the name over.
     ///
     /// System calls: `openat`, `flock`, `fstat`, `lstat`, `socket`, `fchmod`, `bind`, `listen`,
     /// `connect`, `unlink`, and `chmod` for a mode wider than the owner's.
@@ -106,7 +101,7 @@ impl Listener {
     ///
     /// # Errors
     /// [`ListenError`]; a live process and files that are not sockets are left alone.
-    pub fn bind(path: &Path, mode: Mode, backlog: i32) -> Result<Self, ListenError> {
+    pub fn listen(path: &Path, mode: Mode, backlog: i32) -> Result<(Self, OwnedFd), ListenError> {
         let bad_path = |_| ListenError::BadPath { path: path.to_owned(), length: path.as_os_str().len() };
         if path.as_os_str().is_empty() {
             return Err(bad_path(Errno::INVAL));
@@ -134,29 +129,16 @@ impl Listener {
             result => result,
         }
         .map_err(|errno| failed(path, "bind the socket", errno))?;
-        let listener = Self { socket, file: SocketFile { path: path.to_owned(), identity: identity(path) } };
+        let file = Self { path: path.to_owned(), identity: identity(path) };
         if mode.intersects(Mode::RWXG | Mode::RWXO) {
             // The process's umask has been subtracted.
-            listener.file.set_mode(mode).map_err(|errno| failed(path, "set the permissions", errno))?;
+            file.set_mode(mode).map_err(|errno| failed(path, "set the permissions", errno))?;
         }
-        rustix::net::listen(&listener.socket, backlog).map_err(|errno| failed(path, "listen", errno))?;
+        rustix::net::listen(&socket, backlog).map_err(|errno| failed(path, "listen", errno))?;
         drop(lock);
-        Ok(listener)
+        Ok((file, socket))
     }
 
-    /// The socket and its name apart, for owners that end at different times.
-    pub fn into_parts(self) -> (OwnedFd, SocketFile) {
-        (self.socket, self.file)
-    }
-}
-
-impl AsFd for Listener {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.socket.as_fd()
-    }
-}
-
-impl SocketFile {
     /// Changes the permissions of the socket, and of nothing that has taken its name.
     fn set_mode(&self, mode: Mode) -> Result<(), Errno> {
         let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;

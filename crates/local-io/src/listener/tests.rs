@@ -8,8 +8,8 @@ use super::*;
 
 const OWNER: Mode = Mode::RUSR.union(Mode::WUSR);
 
-fn bind(path: &Path) -> Result<Listener, ListenError> {
-    Listener::bind(path, OWNER, 1)
+fn bind(path: &Path) -> Result<(SocketFile, OwnedFd), ListenError> {
+    SocketFile::listen(path, OWNER, 1)
 }
 
 fn names(directory: &Path) -> Vec<String> {
@@ -22,7 +22,7 @@ fn the_socket_alone_is_there_with_its_permissions_and_goes_with_its_owner() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("s");
     for mode in [0o600, 0o666] {
-        let listener = Listener::bind(&path, Mode::from_bits_retain(mode), 1).unwrap();
+        let listener = SocketFile::listen(&path, Mode::from_bits_retain(mode), 1).unwrap();
         let metadata = fs::symlink_metadata(&path).unwrap();
         assert!(metadata.file_type().is_socket());
         assert_eq!(metadata.permissions().mode() & 0o777, mode);
@@ -71,7 +71,7 @@ fn of_many_that_start_over_a_stale_socket_one_gets_it() {
     let path = directory.path().join("s");
     drop(UnixListener::bind(&path).unwrap());
     let listeners: Vec<_> = std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..8).map(|_| scope.spawn(|| Listener::bind(&path, OWNER, 16))).collect();
+        let threads: Vec<_> = (0..8).map(|_| scope.spawn(|| SocketFile::listen(&path, OWNER, 16))).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     });
     assert_eq!(listeners.iter().filter(|listener| listener.is_ok()).count(), 1);

@@ -4,7 +4,7 @@ use std::io::Write;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use ebb_local_io::{Listener as UnixListener, SocketFile};
+use ebb_local_io::SocketFile;
 use rustix::event::{PollFd, PollFlags};
 use rustix::fs::Mode;
 use rustix::io::Errno;
@@ -74,7 +74,7 @@ impl Listener {
     /// Listens at `address`; port 0 stands for any.
     ///
     /// System calls: `socket`, `setsockopt`, `bind`, `listen`, `getsockname`; for a unix socket those of
-    /// [`ebb_local_io::Listener::bind`]; for TLS what reading the files takes (`openat`, `fstat`, `statx`, `lseek`, `read`). All later
+    /// [`SocketFile::listen`]; for TLS what reading the files takes (`openat`, `fstat`, `statx`, `lseek`, `read`). All later
     /// steps: `ppoll`, `accept4`, `getsockopt`, `setsockopt`, `sendto`, `sendmsg`, `recvfrom`, `recvmsg` (descriptors only), `getrandom`,
     /// `shutdown`, `close`, and `lstat`, `unlink` when a unix socket is removed.
     pub fn bind(
@@ -88,7 +88,7 @@ impl Listener {
         let (socket, address, file) = match address {
             Address::Unix { path } => {
                 let owner = Mode::RUSR | Mode::WUSR;
-                let (socket, file) = UnixListener::bind(path, owner, BACKLOG)?.into_parts();
+                let (file, socket) = SocketFile::listen(path, owner, BACKLOG)?;
                 (socket, address.clone(), Some(file))
             }
             Address::Tcp { host, port } => {

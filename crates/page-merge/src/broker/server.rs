@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ebb_local_io::{Listener, SocketFile};
+use ebb_local_io::SocketFile;
 use rustix::event::{PollFd, PollFlags};
 use rustix::fs::Mode;
 use rustix::io::Errno;
@@ -69,8 +69,9 @@ pub struct Broker {
 impl Broker {
     /// Listens. Only the broker's user and root can connect, unless a rule names another user: then the rules decide.
     ///
-    /// System calls: those of [`Listener::bind`], `openat` of /sys, `geteuid`. Later ones: `ppoll`, `accept4`, `getsockopt`, `pidfd_open`, `recvfrom`, `sendmsg`, `close`, `getrandom`, and
-    /// what stable memory takes: `memfd_create`, `ftruncate`, `mmap`, `munmap`, `madvise`, `fcntl` for seals, `mbind`, `openat` of
+    /// System calls: those of [`SocketFile::listen`], `openat` of /sys, `geteuid`. Later ones: `ppoll`, `accept4`,
+    /// `getsockopt`, `pidfd_open`, `recvfrom`, `sendmsg`, `close`, `getrandom`, and what stable memory takes:
+    /// `memfd_create`, `ftruncate`, `mmap`, `munmap`, `madvise`, `fcntl` for seals, `mbind`, `openat` of
     /// /proc/self/fd for reading, `fstat`; at the end `lstat`, `unlink`.
     pub fn bind(config: BrokerConfig) -> Result<Self, BrokerError> {
         let BrokerConfig { path, domains: rules, limits } = config;
@@ -79,7 +80,7 @@ impl Broker {
         } else {
             Mode::RUSR | Mode::WUSR
         };
-        let (listener, file) = Listener::bind(&path, mode, BACKLOG)?.into_parts();
+        let (file, listener) = SocketFile::listen(&path, mode, BACKLOG)?;
         let user = rustix::process::geteuid().as_raw();
         Ok(Self {
             listener,

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use ebb_local_io::{ListenError, Listener, SocketFile};
+use ebb_local_io::{ListenError, SocketFile};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::fs::Mode;
 use rustix::io::Errno;
@@ -101,7 +101,7 @@ impl ApiServer {
         on_thread_start: impl FnOnce() + Send + 'static,
     ) -> Result<Self, ApiError> {
         let io_error = |action| move |source: io::Error| ApiError::Io { action, source };
-        let (listener, socket) = Listener::bind(path, Mode::RUSR | Mode::WUSR, BACKLOG)?.into_parts();
+        let (socket, listener) = SocketFile::listen(path, Mode::RUSR | Mode::WUSR, BACKLOG)?;
         let stop = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|errno| io_error("create an event")(errno.into()))?;
         let stop = Arc::new(stop);
