@@ -5,8 +5,9 @@ EBB = target/x86_64-unknown-linux-gnu/release/ebb
 FUZZ_SECONDS ?= 60
 SCALE ?= demo
 
-# The guest's driver as a module: for the kernel that the virtual host and its guests run, which is EBB_KERNEL's or the
-# newest cloud kernel in /boot. The sources are linked into the build's own folder, because Kbuild writes beside them.
+# The guest's driver as a module: for the kernel that the virtual host and its guests run, which is
+# EBB_KERNEL's or the newest cloud kernel in /boot. The sources are linked into the build's own
+# folder, because Kbuild writes beside them.
 MODULE_KERNEL ?= $(patsubst vmlinuz-%,%,$(notdir $(or $(EBB_KERNEL),$(lastword $(shell ls /boot/vmlinuz-*-cloud-amd64 | sort -V)))))
 MODULE_HEADERS = /lib/modules/$(MODULE_KERNEL)/build
 MODULE_SOURCES = $(wildcard $(addprefix guest/linux/ebb_balloon/,*.c *.h Kbuild))
@@ -33,7 +34,8 @@ deps:
 build: module
 	$(CARGO) build --release --locked -p ebb -p ebb-agent
 
-# In a make of its own: `deps` may have installed the kernel after this file was read. One at a time: Kbuild has no lock.
+# In a make of its own: `deps` may have installed the kernel after this file was read. One at a
+# time: Kbuild has no lock.
 module:
 	@mkdir -p target/ebb_balloon
 	@flock target/ebb_balloon $(MAKE) --no-print-directory module-of-kernel
@@ -44,8 +46,8 @@ $(MODULE_HEADERS)/Module.symvers:
 	@echo 'module: no headers of kernel $(MODULE_KERNEL): run make deps, or apt-get install linux-headers-$(MODULE_KERNEL)' >&2
 	@exit 1
 
-# Parts of the folder that have no source any more would be built on; so it begins with the links of today. Object files
-# stay, and Kbuild makes new only what has changed.
+# Parts of the folder that have no source any more would be built on; so it begins with the links of
+# today. Object files stay, and Kbuild makes new only what has changed.
 $(MODULE): $(MODULE_SOURCES) $(MODULE_HEADERS)/Module.symvers
 	@mkdir -p $(MODULE_DIRECTORY)/build
 	@find $(MODULE_DIRECTORY)/build -type l -delete
@@ -59,8 +61,8 @@ demo: deps build
 	@echo 'demo: guests on a host without swap, with and without free page reporting (a few minutes)'
 	$(EBB) lab run density --scale $(SCALE)
 
-# The tests of all packages bring their programs with them, the guest agent too; built on its own, it would be built twice,
-# because the tests want other features of the same dependencies.
+# The tests of all packages bring their programs with them, the guest agent too; built on its own,
+# it would be built twice, because the tests want other features of the same dependencies.
 test: deps module
 	@echo 'test: all crates, and real guests among them'
 	$(CARGO) test --locked --workspace

@@ -1,12 +1,14 @@
 #!/bin/sh
-# Installs from Debian's packages what building, testing and running Ebb's experiments needs. May be run again at any
-# time: what is there already is left alone, and without anything to do apt is not even asked.
+# Installs from Debian's packages what building, testing and running Ebb's experiments needs. May be
+# run again at any time: what is there already is left alone, and without anything to do apt is not
+# even asked.
 #
 #   sudo scripts/install-deps.sh            install what is missing
 #   scripts/install-deps.sh --check         only say what is missing (exit code 1 if anything is)
 #
-# Debian 12 has no kernel that can merge: one from its backports is unpacked into /var/lib/ebb/kernels, for virtual hosts only. This
-# machine goes on starting what it starts; to be rid of it, remove the directory.
+# Debian 12 has no kernel that can merge: one from its backports is unpacked into
+# /var/lib/ebb/kernels, for virtual hosts only. This machine goes on starting what it starts; to be
+# rid of it, remove the directory.
 set -eu
 
 # linux-image-cloud-...  kernel and modules of the virtual host and of the test guests
@@ -18,16 +20,18 @@ set -eu
 # ca-certificates        cargo fetches crates over TLS
 packages="linux-image-cloud-amd64 linux-headers-cloud-amd64 busybox-static numactl iproute2 gcc libc6-dev make ca-certificates"
 
-# QEMU is the virtual host, on machines whose KVM cannot run Linux, and a peer to compare with. It has to be 8.1 or newer:
-# older emulators may go on with a translation of code that another processor has just changed, and Linux changes its own
-# code all the time, so that guests hang or crash once in a few hundred boots. Debian 12 has 7.2, its backports have 10.0.
+# QEMU is the virtual host, on machines whose KVM cannot run Linux, and a peer to compare with. It
+# has to be 8.1 or newer: older emulators may go on with a translation of code that another
+# processor has just changed, and Linux changes its own code all the time, so that guests hang or
+# crash once in a few hundred boots. Debian 12 has 7.2, its backports have 10.0.
 emulator=qemu-system-x86
 emulator_needed=1:8.1
 backports=${EBB_BACKPORTS:-http://deb.debian.org/debian}
 
-# Merging pages in the monitor's own memory needs Linux 6.8 or newer under the monitor (UFFDIO_MOVE). Guests stay with the
-# distribution's kernel, whose headers their module is built with. A newer one for virtual hosts is unpacked into a
-# place of its own: a package installed in the usual way would become what this machine itself starts next time.
+# Merging pages in the monitor's own memory needs Linux 6.8 or newer under the monitor
+# (UFFDIO_MOVE). Guests stay with the distribution's kernel, whose headers their module is built
+# with. A newer one for virtual hosts is unpacked into a place of its own: a package installed in
+# the usual way would become what this machine itself starts next time.
 host_kernel_needed=6.8
 host_kernels=/var/lib/ebb/kernels
 
@@ -64,7 +68,8 @@ is_bookworm() {
     grep -q '^VERSION_CODENAME=bookworm' /etc/os-release
 }
 
-# Whether there is a kernel for virtual hosts that can merge: unpacked, or the distribution's own, as in Debian 13.
+# Whether there is a kernel for virtual hosts that can merge: unpacked, or the distribution's own,
+# as in Debian 13.
 host_kernel() {
     for image in "$host_kernels"/*/boot/vmlinuz-* /boot/vmlinuz-*-cloud-amd64; do
         release=${image##*/vmlinuz-}
@@ -77,8 +82,8 @@ host_kernel() {
     return 1
 }
 
-# Runs a function with apt-get's arguments for Debian 12's backports, with lists of sources of their own, so that the
-# machine's stay as they are.
+# Runs a function with apt-get's arguments for Debian 12's backports, with lists of sources of their
+# own, so that the machine's stay as they are.
 with_backports() {
     own=$(mktemp -d) || return 1
     # Apart from the sources: apt removes what it does not know from its lists.
@@ -104,7 +109,8 @@ emulator_from_backports() {
     apt-get "$@" install -y --no-install-recommends -t bookworm-backports "$emulator"
 }
 
-# The package that the newest cloud kernel's name stands for, unpacked; there at once and as a whole, or not at all.
+# The package that the newest cloud kernel's name stands for, unpacked; there at once and as a
+# whole, or not at all.
 kernel_from_backports() {
     package=$(apt-cache "$@" depends -t bookworm-backports linux-image-cloud-amd64 |
         sed -n 's/^  Depends: \(linux-image-.*-cloud-amd64\)$/\1/p' | head -n 1)
@@ -164,11 +170,13 @@ elif [ "$(id -u)" != 0 ]; then
 elif [ -n "$missing" ]; then
     say "installing:$missing"
     export DEBIAN_FRONTEND=noninteractive
-    # The lists of a fresh machine are missing or old: packages they name may be gone from the mirror.
+    # The lists of a fresh machine are missing or old: packages they name may be gone from the
+    # mirror.
     apt-get update -q || fail "apt-get update failed: is there a network, and are the sources in /etc/apt right?"
     others=${missing% "$emulator"}
     if [ -n "$others" ]; then
-        # Headers fit one kernel only: an older kernel that is there already gets a newer one beside it.
+        # Headers fit one kernel only: an older kernel that is there already gets a newer one beside
+        # it.
         case "$others" in *linux-headers*) others="$others linux-image-cloud-amd64" ;; esac
         # shellcheck disable=SC2086 # the list is split into words on purpose
         apt-get install -q -y --no-install-recommends $others ||

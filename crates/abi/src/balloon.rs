@@ -14,15 +14,16 @@ pub use features::{Feature, Features};
 pub use hinting::{COMMAND_ID_BYTES, HintCommand};
 pub use le::{Le16, Le32, Le64};
 pub use queues::{
-    MAX_QUEUES, Numbering, QueueIndexes, QueueKind, QueueMap, QueueMapError, QueueSet, STANDARD_QUEUES,
+    MAX_QUEUES, Numbering, QueueIndexes, QueueKind, QueueMap, QueueMapError, QueueSet,
+    STANDARD_QUEUES,
 };
 pub use statistics::{StatisticsEntry, StatisticsTag};
 
 /// Device type number of the traditional memory balloon (virtio 1.3 section 5).
 pub const DEVICE_ID: u32 = 5;
 
-/// Entries that Linux asks of the reporting queue (`PAGE_REPORTING_CAPACITY`, include/linux/page_reporting.h); with
-/// fewer, its probe fails with ENOSPC.
+/// Entries that Linux asks of the reporting queue (`PAGE_REPORTING_CAPACITY`,
+/// include/linux/page_reporting.h); with fewer, its probe fails with ENOSPC.
 pub const REPORTING_QUEUE_MIN_ENTRIES: u16 = 32;
 
 /// Page frame numbers that Linux puts into one buffer of the inflate or deflate queue at most

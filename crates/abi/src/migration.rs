@@ -1,7 +1,7 @@
 //! What is on a data stream of a live migration: rounds of records.
 //!
-//! All numbers are little-endian. A record is a header of [`HEADER_BYTES`]; the content of its pages follows a
-//! [`Record::Data`], and an [`EndOfRound`] a [`Record::EndOfRound`]:
+//! All numbers are little-endian. A record is a header of [`HEADER_BYTES`]; the content of its
+//! pages follows a [`Record::Data`], and an [`EndOfRound`] a [`Record::EndOfRound`]:
 //!
 //! | offset | size | |
 //! | --- | --- | --- |
@@ -9,8 +9,8 @@
 //! | 4 | 4 | number of pages; 0 at the end of a round |
 //! | 8 | 8 | number of the first page; at the end of a round, the round's number from 0 on |
 //!
-//! A page is named at most once in a round, all streams together. Each stream ends each round, and nothing of the next
-//! round may be applied before all streams have ended this one.
+//! A page is named at most once in a round, all streams together. Each stream ends each round, and
+//! nothing of the next round may be applied before all streams have ended this one.
 
 use crate::{PAGE_SHIFT, PageRange, Pfn};
 
@@ -80,9 +80,14 @@ impl core::error::Error for RecordError {}
 impl core::fmt::Display for RecordError {
     fn fmt(&self, formatter: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
         match self {
-            Self::Kind(kind) => write!(formatter, "a record of kind {kind}, which there is none of"),
+            Self::Kind(kind) => {
+                write!(formatter, "a record of kind {kind}, which there is none of")
+            }
             Self::Pages { start, pages } => {
-                write!(formatter, "a record of {pages} pages from page {start:#x} on, which cannot be")
+                write!(
+                    formatter,
+                    "a record of {pages} pages from page {start:#x} on, which cannot be"
+                )
             }
             Self::Round(round) => write!(formatter, "an end of round {round} that cannot be"),
         }
@@ -97,7 +102,9 @@ impl Record {
             Self::Discard(range) => (DISCARD, range.pages as u32, range.start.0),
             Self::Data(range) => (DATA, range.pages as u32, range.start.0),
             Self::EndOfRound { round, kind: RoundKind::More } => (END_OF_ROUND, 0, round.into()),
-            Self::EndOfRound { round, kind: RoundKind::Last } => (END_OF_LAST_ROUND, 0, round.into()),
+            Self::EndOfRound { round, kind: RoundKind::Last } => {
+                (END_OF_LAST_ROUND, 0, round.into())
+            }
         };
         let mut bytes = [0; HEADER_BYTES];
         bytes[..4].copy_from_slice(&kind.to_le_bytes());
@@ -115,12 +122,17 @@ impl Record {
         let range = |limit: u32| {
             let end = start.checked_add(pages.into()).filter(|end| *end <= PFN_LIMIT);
             match end {
-                Some(_) if (1..=limit).contains(&pages) => Ok(PageRange::new(Pfn(start), pages.into())),
+                Some(_) if (1..=limit).contains(&pages) => {
+                    Ok(PageRange::new(Pfn(start), pages.into()))
+                }
                 _ => Err(RecordError::Pages { start, pages }),
             }
         };
         let end = |kind| {
-            let round = u32::try_from(start).ok().filter(|_| pages == 0).ok_or(RecordError::Round(start))?;
+            let round = u32::try_from(start)
+                .ok()
+                .filter(|_| pages == 0)
+                .ok_or(RecordError::Round(start))?;
             Ok(Self::EndOfRound { round, kind })
         };
         match kind {
@@ -139,8 +151,8 @@ impl Record {
 pub struct EndOfRound {
     /// Records of this stream in this round before its end.
     pub records: u64,
-    /// XXH3 (64 bits, seed 0) over all bytes of this stream in this round up to here: records, content, and the header and the
-    /// number of records of its end.
+    /// XXH3 (64 bits, seed 0) over all bytes of this stream in this round up to here: records,
+    /// content, and the header and the number of records of its end.
     pub checksum: u64,
 }
 
@@ -193,9 +205,15 @@ mod tests {
     fn records_that_cannot_be_are_refused() {
         let refused = |record: Record| Record::from_bytes(&record.to_bytes()).unwrap_err();
         assert_eq!(refused(Record::Zero(range(5, 0))), RecordError::Pages { start: 5, pages: 0 });
-        assert_eq!(refused(Record::Data(range(0, 513))), RecordError::Pages { start: 0, pages: 513 });
+        assert_eq!(
+            refused(Record::Data(range(0, 513))),
+            RecordError::Pages { start: 0, pages: 513 }
+        );
         let last = PFN_LIMIT - 1;
-        assert_eq!(refused(Record::Discard(range(last, 2))), RecordError::Pages { start: last, pages: 2 });
+        assert_eq!(
+            refused(Record::Discard(range(last, 2))),
+            RecordError::Pages { start: last, pages: 2 }
+        );
         let all = Record::Zero(range(last, 1));
         assert_eq!(Record::from_bytes(&all.to_bytes()), Ok(all));
         assert_eq!(Record::from_bytes(&[6; 16]), Err(RecordError::Kind(0x0606_0606)));

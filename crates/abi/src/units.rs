@@ -2,8 +2,8 @@
 
 use core::fmt;
 
-/// Binary logarithm of [`PAGE_SIZE_BYTES`]; virtio-balloon fixes it for every guest page size (virtio 1.3 section
-/// 5.5.6, `VIRTIO_BALLOON_PFN_SHIFT`).
+/// Binary logarithm of [`PAGE_SIZE_BYTES`]; virtio-balloon fixes it for every guest page size
+/// (virtio 1.3 section 5.5.6, `VIRTIO_BALLOON_PFN_SHIFT`).
 pub const PAGE_SHIFT: u32 = 12;
 
 /// Size of a page, the unit of virtio-balloon, in bytes.
@@ -30,7 +30,8 @@ impl Pfn {
 
     /// Guest-physical address of the frame's first byte.
     ///
-    /// Frame numbers above 2^52 have no 64-bit address; the result then wraps, as it would in hardware.
+    /// Frame numbers above 2^52 have no 64-bit address; the result then wraps, as it would in
+    /// hardware.
     pub const fn address(self) -> u64 {
         self.0 << PAGE_SHIFT
     }
@@ -91,8 +92,8 @@ impl PageRange {
         Self { start, pages }
     }
 
-    /// The whole pages inside `size_bytes` bytes at `address`: both ends are rounded inwards. `None` if the bytes
-    /// wrap around the end of the address space.
+    /// The whole pages inside `size_bytes` bytes at `address`: both ends are rounded inwards.
+    /// `None` if the bytes wrap around the end of the address space.
     pub const fn inside_bytes(address: u64, size_bytes: u64) -> Option<Self> {
         let Some(end) = address.checked_add(size_bytes) else { return None };
         let first = address.div_ceil(PAGE_SIZE_BYTES);
@@ -157,7 +158,10 @@ mod tests {
 
     #[test]
     fn only_whole_blocks_count_as_huge() {
-        assert_eq!(PageRange::new(Pfn(511), 1026).whole_huge_blocks(), PageRange::new(Pfn(512), 1024));
+        assert_eq!(
+            PageRange::new(Pfn(511), 1026).whole_huge_blocks(),
+            PageRange::new(Pfn(512), 1024)
+        );
         assert!(PageRange::new(Pfn(1), 1022).whole_huge_blocks().is_empty());
         assert_eq!(PageRange::new(Pfn(0), 512).whole_huge_blocks(), PageRange::new(Pfn(0), 512));
     }

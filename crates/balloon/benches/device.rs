@@ -1,8 +1,10 @@
-//! Pages a second through the device, from a driver's buffers to discarded memory, and system calls for each GiB.
+//! Pages a second through the device, from a driver's buffers to discarded memory, and system calls
+//! for each GiB.
 //!
-//! Each iteration touches the pages first (not timed), so that every discard has memory to give back. Linux's driver
-//! is imitated: 256 page frame numbers a buffer, one buffer at a time; reports of 32 ranges. Beside it a driver with the
-//! extension, which sends the same pages in messages of each encoding.
+//! Each iteration touches the pages first (not timed), so that every discard has memory to give
+//! back. Linux's driver is imitated: 256 page frame numbers a buffer, one buffer at a time; reports
+//! of 32 ranges. Beside it a driver with the extension, which sends the same pages in messages of
+//! each encoding.
 
 #![allow(clippy::unwrap_used, missing_docs, reason = "a benchmark")]
 
@@ -27,7 +29,8 @@ const FIRST: u32 = (DRIVER_BYTES / PAGE_SIZE_BYTES) as u32;
 
 fn guest(negotiated: Features, huge_pages: HugePages) -> Guest {
     let offered = Features::ALL_WITH_EXTENSION;
-    let setup = Setup { offered, negotiated, region_bytes: REGION_BYTES, huge_pages, ..Setup::default() };
+    let setup =
+        Setup { offered, negotiated, region_bytes: REGION_BYTES, huge_pages, ..Setup::default() };
     Guest::new(Setup { discards: Discards::WhenDue, ..setup })
 }
 
@@ -35,7 +38,8 @@ fn guest(negotiated: Features, huge_pages: HugePages) -> Guest {
 fn touch(guest: &Guest) {
     let address = guest.ram.regions()[0].host_address + DRIVER_BYTES;
     let size_bytes = PAGES as usize * PAGE_SIZE_BYTES as usize;
-    // SAFETY: the range lies within the first region, which lives as long as `guest`; populating changes no content.
+    // SAFETY: the range lies within the first region, which lives as long as `guest`; populating
+    // changes no content.
     unsafe { madvise(address as *mut _, size_bytes, Advice::LinuxPopulateWrite) }.unwrap();
 }
 
@@ -46,7 +50,9 @@ fn numbers(order: &str) -> Vec<u32> {
         // Every other page first, then those between.
         "strided" => all.clone().step_by(2).chain(all.skip(1).step_by(2)).collect(),
         // A fixed permutation: neighbours land far apart.
-        "random" => (0..PAGES).map(|index| FIRST + (index.wrapping_mul(40503) ^ 0x5a5a) % PAGES).collect(),
+        "random" => {
+            (0..PAGES).map(|index| FIRST + (index.wrapping_mul(40503) ^ 0x5a5a) % PAGES).collect()
+        }
         _ => all.collect(),
     }
 }
@@ -72,7 +78,8 @@ fn report(guest: &mut Guest, block_bytes: u64) -> Duration {
     let end = DRIVER_BYTES + u64::from(PAGES) * PAGE_SIZE_BYTES;
     // Every other block first, as fragments of free memory are.
     let blocks = (DRIVER_BYTES..end).step_by(2 * block_bytes as usize);
-    let blocks: Vec<u64> = blocks.clone().chain(blocks.map(|address| address + block_bytes)).collect();
+    let blocks: Vec<u64> =
+        blocks.clone().chain(blocks.map(|address| address + block_bytes)).collect();
     for chunk in blocks.chunks(32) {
         let chain: Vec<_> = chunk
             .iter()
@@ -95,7 +102,10 @@ fn measure(
     mut work: impl FnMut(&mut Guest) -> Duration,
 ) {
     let mut group = criterion.benchmark_group(group);
-    group.sample_size(10).warm_up_time(Duration::from_millis(300)).measurement_time(Duration::from_secs(2));
+    group
+        .sample_size(10)
+        .warm_up_time(Duration::from_millis(300))
+        .measurement_time(Duration::from_secs(2));
     group.throughput(Throughput::Elements(u64::from(PAGES)));
     group.bench_function(BenchmarkId::from_parameter(id), |bencher| {
         bencher.iter_custom(|iterations| {
@@ -126,7 +136,9 @@ fn inflation(criterion: &mut Criterion) {
                 let numbers = numbers(order);
                 let mut guest = guest(features, huge_pages);
                 let id = format!("{order}/{mode}/{backing}");
-                measure(criterion, "inflate_pages", &id, &mut guest, |guest| inflate(guest, &numbers));
+                measure(criterion, "inflate_pages", &id, &mut guest, |guest| {
+                    inflate(guest, &numbers)
+                });
             }
         }
     }
@@ -154,8 +166,11 @@ enum Told {
 /// Sends blocks; returns the time that the device took.
 fn inflate_blocks(guest: &mut Guest, told: Told, blocks: &[PageRange]) -> Duration {
     let Told::Messages(encoding, blocks_each) = told else {
-        let pages: Vec<u32> =
-            blocks.iter().flat_map(|block| block.start.0..block.end().0).map(|page| page as u32).collect();
+        let pages: Vec<u32> = blocks
+            .iter()
+            .flat_map(|block| block.start.0..block.end().0)
+            .map(|page| page as u32)
+            .collect();
         return inflate(guest, &pages);
     };
     let mut elapsed = Duration::ZERO;
@@ -172,7 +187,8 @@ fn inflate_blocks(guest: &mut Guest, told: Told, blocks: &[PageRange]) -> Durati
     elapsed + start.elapsed()
 }
 
-/// Blocks of one order: every other one first, then those between, as an allocator may hand them out.
+/// Blocks of one order: every other one first, then those between, as an allocator may hand them
+/// out.
 fn blocks(order: Order) -> Vec<PageRange> {
     let all = (FIRST..FIRST + PAGES).step_by(order.pages() as usize);
     let all: Vec<_> = all.map(|start| PageRange::new(Pfn::from(start), order.pages())).collect();
@@ -225,7 +241,9 @@ fn core_only(criterion: &mut Criterion) {
             .measurement_time(Duration::from_secs(1));
         group.throughput(Throughput::Elements(u64::from(PAGES)));
         group.bench_function(order, |bencher| {
-            bencher.iter_custom(|iterations| (0..iterations).map(|_| inflate(&mut guest, &numbers)).sum());
+            bencher.iter_custom(|iterations| {
+                (0..iterations).map(|_| inflate(&mut guest, &numbers)).sum()
+            });
         });
     }
     let last = Pfn::from(FIRST + PAGES - 1);

@@ -1,10 +1,12 @@
-//! A bound on the work of one call, so that a driver cannot keep the device from other queues and from its owner.
+//! A bound on the work of one call, so that a driver cannot keep the device from other queues and
+//! from its owner.
 
 /// Chains that one call takes at most.
 const CHAINS: u32 = 128;
 
-/// Units of work that one call does at most, apart from the chain or portion under way: a unit is a descriptor, an entry
-/// that is read, 64 bits of a bitmap, or a page or range that is dealt with. This many pages are 256 MiB.
+/// Units of work that one call does at most, apart from the chain or portion under way: a unit is a
+/// descriptor, an entry that is read, 64 bits of a bitmap, or a page or range that is dealt with.
+/// This many pages are 256 MiB.
 const UNITS: u32 = 64 << 10;
 
 /// What a call may still do.

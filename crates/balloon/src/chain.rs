@@ -8,8 +8,8 @@ use crate::budget::Budget;
 use crate::counters::{Faults, GuestError};
 use crate::queue::Chain;
 
-/// Descriptors read of a chain. Linux uses 1 for page frame numbers and 32 for reports; the bound keeps indirect
-/// tables of 65535 entries from costing more than the driver paid for them.
+/// Descriptors read of a chain. Linux uses 1 for page frame numbers and 32 for reports; the bound
+/// keeps indirect tables of 65535 entries from costing more than the driver paid for them.
 const MAX_DESCRIPTORS: usize = 4096;
 
 /// Where a buffer's bytes go: from driver to device or from device to driver.
@@ -27,19 +27,23 @@ pub(crate) struct ChainReader<'a> {
 }
 
 impl ChainReader<'_> {
-    /// Appends the bytes of the readable descriptors to `bytes`, at most `limit_bytes`, across descriptor borders.
+    /// Appends the bytes of the readable descriptors to `bytes`, at most `limit_bytes`, across
+    /// descriptor borders.
     pub(crate) fn read_bytes(&mut self, chain: Chain<'_>, limit_bytes: usize, bytes: &mut Vec<u8>) {
         bytes.clear();
         self.for_each(chain, Direction::Readable, |reader, address, length| {
             let room = limit_bytes - bytes.len();
             if length as usize > room {
-                reader.faults.count(GuestError::OversizedChain, format_args!("over {limit_bytes} bytes"));
+                reader
+                    .faults
+                    .count(GuestError::OversizedChain, format_args!("over {limit_bytes} bytes"));
             }
             let count = room.min(length as usize);
             if !reader.memory.check_range(address, count) {
-                reader
-                    .faults
-                    .count(GuestError::BadAddress, format_args!("{count} bytes at {:#x}", address.0));
+                reader.faults.count(
+                    GuestError::BadAddress,
+                    format_args!("{count} bytes at {:#x}", address.0),
+                );
                 return false;
             }
             let start = bytes.len();
@@ -58,23 +62,25 @@ impl ChainReader<'_> {
         ranges.clear();
         self.for_each(chain, Direction::Writable, |reader, address, length| {
             let Some(range) = PageRange::inside_bytes(address.0, u64::from(length)) else {
-                reader
-                    .faults
-                    .count(GuestError::OutsideRam, format_args!("{length} bytes at {:#x}", address.0));
+                reader.faults.count(
+                    GuestError::OutsideRam,
+                    format_args!("{length} bytes at {:#x}", address.0),
+                );
                 return true;
             };
             if range.size_bytes() != u64::from(length) {
-                reader
-                    .faults
-                    .count(GuestError::UnalignedRange, format_args!("{length} bytes at {:#x}", address.0));
+                reader.faults.count(
+                    GuestError::UnalignedRange,
+                    format_args!("{length} bytes at {:#x}", address.0),
+                );
             }
             ranges.push(range);
             true
         });
     }
 
-    /// Where the first `wanted_bytes` bytes of the writable descriptors are, in at most `limit` pieces; fewer if there are not
-    /// that many in guest memory.
+    /// Where the first `wanted_bytes` bytes of the writable descriptors are, in at most `limit`
+    /// pieces; fewer if there are not that many in guest memory.
     pub(crate) fn read_space(
         &mut self,
         chain: Chain<'_>,
@@ -97,7 +103,8 @@ impl ChainReader<'_> {
         pieces
     }
 
-    /// Calls `visit` with address and length of each descriptor of a direction until it returns false.
+    /// Calls `visit` with address and length of each descriptor of a direction until it returns
+    /// false.
     fn for_each(
         &mut self,
         chain: Chain<'_>,
@@ -108,14 +115,18 @@ impl ChainReader<'_> {
         let mut usable = false;
         for descriptor in chain {
             if descriptors == MAX_DESCRIPTORS {
-                self.faults
-                    .count(GuestError::OversizedChain, format_args!("over {MAX_DESCRIPTORS} descriptors"));
+                self.faults.count(
+                    GuestError::OversizedChain,
+                    format_args!("over {MAX_DESCRIPTORS} descriptors"),
+                );
                 break;
             }
             descriptors += 1;
-            let actual = if descriptor.is_write_only() { Direction::Writable } else { Direction::Readable };
+            let actual =
+                if descriptor.is_write_only() { Direction::Writable } else { Direction::Readable };
             if actual != direction {
-                self.faults.count(GuestError::WrongDirection, format_args!("{actual:?} descriptor"));
+                self.faults
+                    .count(GuestError::WrongDirection, format_args!("{actual:?} descriptor"));
                 continue;
             }
             usable |= descriptor.len() > 0;

@@ -9,10 +9,12 @@ use ebb_abi::balloon::{Config, Features, HintCommand, Le32};
 /// How the device is to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BalloonConfig {
-    /// Features to offer; bits that neither virtio-balloon nor the extension (docs/extension.md) defines are left out.
+    /// Features to offer; bits that neither virtio-balloon nor the extension (docs/extension.md)
+    /// defines are left out.
     ///
-    /// Page poison should always be among them: Linux guests that fill free pages with a pattern give up page
-    /// reporting when it is not (drivers/virtio/virtio_balloon.c, `virtballoon_validate`).
+    /// Page poison should always be among them: Linux guests that fill free pages with a pattern
+    /// give up page reporting when it is not (drivers/virtio/virtio_balloon.c,
+    /// `virtballoon_validate`).
     pub features: Features,
     /// Size that the balloon is to have at first, in bytes; rounded down to pages.
     pub target_bytes: u64,
@@ -21,7 +23,8 @@ pub struct BalloonConfig {
 }
 
 impl Default for BalloonConfig {
-    /// All features of the specification and none of the extension, an empty balloon, statistics on request.
+    /// All features of the specification and none of the extension, an empty balloon, statistics on
+    /// request.
     fn default() -> Self {
         Self { features: Features::ALL_BALLOON, target_bytes: 0, statistics_interval: None }
     }
@@ -54,8 +57,8 @@ impl ConfigSpace {
         data[count..].fill(0);
     }
 
-    /// Writes from `offset` on. Only `actual` and `poison_value` take the bytes meant for them: some drivers write
-    /// the whole structure back, and must not overwrite what the device wants.
+    /// Writes from `offset` on. Only `actual` and `poison_value` take the bytes meant for them:
+    /// some drivers write the whole structure back, and must not overwrite what the device wants.
     pub(crate) fn write(&mut self, offset: u64, data: &[u8]) -> ConfigWrite {
         let mut bytes = self.config.to_bytes();
         let before = bytes;

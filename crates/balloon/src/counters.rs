@@ -14,7 +14,8 @@ use crate::log_limit::LogLimit;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u8)]
 pub enum GuestError {
-    /// The available ring is inconsistent; the queue is not looked at again until the device is reset.
+    /// The available ring is inconsistent; the queue is not looked at again until the device is
+    /// reset.
     BrokenQueue,
     /// A chain starts at a descriptor that does not exist, so that it cannot be returned.
     BadHead,
@@ -40,7 +41,8 @@ pub enum GuestError {
     StaleHint,
     /// The driver wrote to a field of the configuration space that it may only read.
     ReadOnlyConfig,
-    /// A message's header is incomplete, has an illegal value or is another queue's; the message was refused.
+    /// A message's header is incomplete, has an illegal value or is another queue's; the message
+    /// was refused.
     BadMessage,
     /// A message's payload is not as long as its header says; the message was refused.
     MessageLength,
@@ -140,7 +142,8 @@ impl Serialize for ErrorCounts {
 pub struct QueueCounters {
     /// Chains taken from the queue.
     pub buffers: u64,
-    /// Bytes of guest memory named in them, without doubles within a buffer and without what is not memory.
+    /// Bytes of guest memory named in them, without doubles within a buffer and without what is not
+    /// memory.
     pub bytes: u64,
     /// Contiguous ranges that these bytes formed.
     pub ranges: u64,
@@ -163,7 +166,8 @@ fn elapsed_ns(started: Instant) -> u64 {
     u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// How buffers of the inflate, deflate and host request queues named pages. Refused messages do not count.
+/// How buffers of the inflate, deflate and host request queues named pages. Refused messages do not
+/// count.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct EncodingCounters {
     /// Bare arrays of page frame numbers, as the standard has them.
@@ -198,7 +202,8 @@ pub struct RequestCounters {
     pub aborted: u64,
     /// Requests that the owner cancelled.
     pub cancelled: u64,
-    /// Bytes named in answers and not passed on because the guest relies on the content of free pages.
+    /// Bytes named in answers and not passed on because the guest relies on the content of free
+    /// pages.
     pub poisoned_bytes: u64,
 }
 

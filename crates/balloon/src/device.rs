@@ -4,7 +4,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ebb_abi::PAGE_SIZE_BYTES;
-use ebb_abi::balloon::{Feature, Features, MAX_QUEUES, QueueIndexes, QueueKind, QueueMap, STANDARD_QUEUES};
+use ebb_abi::balloon::{
+    Feature, Features, MAX_QUEUES, QueueIndexes, QueueKind, QueueMap, STANDARD_QUEUES,
+};
 use ebb_guest_ram::{DiscardOutcome, GuestRam, RamError};
 use serde::Serialize;
 use virtio_queue::{Queue, QueueT};
@@ -32,9 +34,11 @@ pub struct Progress {
     pub interrupt: bool,
     /// Call [`Balloon::process_queue`] with this queue again, after the interrupt.
     pub more: bool,
-    /// Whole huge pages wait to be discarded: call [`Discarder::discard_due`], best without the device's lock.
+    /// Whole huge pages wait to be discarded: call [`Discarder::discard_due`], best without the
+    /// device's lock.
     pub due: bool,
-    /// Pages of the balloon wait to be discarded: call [`Discarder::flush`] once nothing has come for some milliseconds.
+    /// Pages of the balloon wait to be discarded: call [`Discarder::flush`] once nothing has come
+    /// for some milliseconds.
     pub pending: bool,
 }
 
@@ -55,7 +59,8 @@ pub struct Info {
     pub negotiated_features: u64,
     /// Names of the negotiated features.
     pub features: Vec<&'static str>,
-    /// Pattern with which the guest fills free pages, if it told one that keeps pages from being discarded.
+    /// Pattern with which the guest fills free pages, if it told one that keeps pages from being
+    /// discarded.
     pub poison_value: Option<u32>,
     /// How far free page hinting is.
     pub hinting: HintPhase,
@@ -131,8 +136,9 @@ impl Balloon {
         self.discarder.clone()
     }
 
-    /// Overwrites pages from now on before they are discarded, or no more. Not those of a guest that has negotiated
-    /// `PAGE_POISON`: it relies on the content of pages that are not discarded after all.
+    /// Overwrites pages from now on before they are discarded, or no more. Not those of a guest
+    /// that has negotiated `PAGE_POISON`: it relies on the content of pages that are not discarded
+    /// after all.
     pub fn set_report_check(&mut self, check: ReportCheck) {
         self.check = check;
         let relies_on_content = self.negotiated().contains(Feature::PagePoison);
@@ -144,15 +150,16 @@ impl Balloon {
         self.offered.0
     }
 
-    /// Features that the driver accepted, of those that virtio-balloon defines; none without a driver.
+    /// Features that the driver accepted, of those that virtio-balloon defines; none without a
+    /// driver.
     pub fn negotiated(&self) -> Features {
         self.active.as_ref().map_or(Features::NONE, |active| active.negotiated)
     }
 
     /// Largest size of each queue, by transport index.
     ///
-    /// Indexes that a declined or unoffered queue leaves unused are there nevertheless, because drivers number the
-    /// queues in different ways, see [`QueueMap`].
+    /// Indexes that a declined or unoffered queue leaves unused are there nevertheless, because
+    /// drivers number the queues in different ways, see [`QueueMap`].
     pub fn queue_max_sizes(&self) -> Vec<u16> {
         let extended = self.offered.contains(Feature::HostRequest);
         vec![QUEUE_SIZE; if extended { MAX_QUEUES } else { STANDARD_QUEUES }]
@@ -163,11 +170,15 @@ impl Balloon {
         self.space.read(offset, data);
     }
 
-    /// The driver writes to the configuration space. Writes to fields that are not the driver's have no effect.
+    /// The driver writes to the configuration space. Writes to fields that are not the driver's
+    /// have no effect.
     pub fn write_config(&mut self, offset: u64, data: &[u8]) {
         let write = self.space.write(offset, data);
         if write.read_only {
-            self.faults.count(GuestError::ReadOnlyConfig, format_args!("{} bytes at {offset}", data.len()));
+            self.faults.count(
+                GuestError::ReadOnlyConfig,
+                format_args!("{} bytes at {offset}", data.len()),
+            );
         }
         if write.actual && self.space.actual_pages() == self.space.target_pages() {
             // The driver is through: nothing will come to complete the huge pages that wait.
@@ -180,14 +191,19 @@ impl Balloon {
         self.space.generation()
     }
 
-    /// The driver is ready. `queues` are all queues by transport index, whether the driver made them ready or not;
-    /// `negotiated_features` may contain the transport's bits.
+    /// The driver is ready. `queues` are all queues by transport index, whether the driver made
+    /// them ready or not; `negotiated_features` may contain the transport's bits.
     ///
     /// [`process_queue`](Self::process_queue) must be called once for every queue after this.
     ///
     /// # Errors
-    /// [`BalloonError`] if the driver cannot be served with this. The transport should set `DEVICE_NEEDS_RESET`.
-    pub fn activate(&mut self, negotiated_features: u64, queues: Vec<Queue>) -> Result<(), BalloonError> {
+    /// [`BalloonError`] if the driver cannot be served with this. The transport should set
+    /// `DEVICE_NEEDS_RESET`.
+    pub fn activate(
+        &mut self,
+        negotiated_features: u64,
+        queues: Vec<Queue>,
+    ) -> Result<(), BalloonError> {
         if self.active.is_some() {
             return Err(BalloonError::AlreadyActive);
         }
@@ -216,8 +232,8 @@ impl Balloon {
         self.active.as_ref()?.queues.map.index(kind)
     }
 
-    /// Does a bounded amount of work on the queue with this transport index. Without a driver, or with a queue that
-    /// has no meaning, there is nothing to do.
+    /// Does a bounded amount of work on the queue with this transport index. Without a driver, or
+    /// with a queue that has no meaning, there is nothing to do.
     pub fn process_queue(&mut self, index: usize) -> Progress {
         // Taken out so that the handlers can borrow the device and the queue.
         let Some(mut active) = self.active.take() else { return Progress::default() };
@@ -240,8 +256,8 @@ impl Balloon {
         progress
     }
 
-    /// The driver reset the device, or the guest was reset: the balloon is empty, all pages are the guest's, and
-    /// nothing that the driver left behind is looked at again. The target stays.
+    /// The driver reset the device, or the guest was reset: the balloon is empty, all pages are the
+    /// guest's, and nothing that the driver left behind is looked at again. The target stays.
     pub fn reset(&mut self) {
         self.active = None;
         self.discarder.clear();
@@ -252,14 +268,16 @@ impl Balloon {
         self.space.reset();
     }
 
-    /// Sets the size that the balloon is to have, in bytes, rounded down to pages. Returns whether that changed the
-    /// configuration, that is whether its interrupt is to be raised.
+    /// Sets the size that the balloon is to have, in bytes, rounded down to pages. Returns whether
+    /// that changed the configuration, that is whether its interrupt is to be raised.
     ///
     /// # Errors
     /// [`BalloonError::TargetTooLarge`].
     pub fn set_target_bytes(&mut self, target_bytes: u64) -> Result<bool, BalloonError> {
         let ram_bytes = self.ram.size_bytes();
-        let pages = u32::try_from(target_bytes / PAGE_SIZE_BYTES).ok().filter(|_| target_bytes <= ram_bytes);
+        let pages = u32::try_from(target_bytes / PAGE_SIZE_BYTES)
+            .ok()
+            .filter(|_| target_bytes <= ram_bytes);
         let pages = pages.ok_or(BalloonError::TargetTooLarge { target_bytes, ram_bytes })?;
         Ok(self.space.set_target_pages(pages))
     }
@@ -303,8 +321,8 @@ impl Balloon {
         }
     }
 
-    /// Whether the guest expects a pattern in free pages, which a discarded page would not have (virtio 1.3 section
-    /// 5.5.6.5).
+    /// Whether the guest expects a pattern in free pages, which a discarded page would not have
+    /// (virtio 1.3 section 5.5.6.5).
     pub(crate) fn is_poisoned(&self, negotiated: Features) -> bool {
         negotiated.contains(Feature::PagePoison) && self.space.poison_value() != 0
     }
@@ -323,11 +341,13 @@ impl Balloon {
     /// The queues as they stand, by transport index; empty without a driver.
     pub fn queue_states(&self) -> Vec<virtio_queue::QueueState> {
         let active = self.active.as_ref();
-        active.map_or_else(Vec::new, |active| active.queues.queues.iter().map(DeviceQueue::state).collect())
+        active.map_or_else(Vec::new, |active| {
+            active.queues.queues.iter().map(DeviceQueue::state).collect()
+        })
     }
 
-    /// The state for a snapshot. Pages that wait are discarded first; hinting must have been finished. A request for free
-    /// pages goes on here, and is not part of the state.
+    /// The state for a snapshot. Pages that wait are discarded first; hinting must have been
+    /// finished. A request for free pages goes on here, and is not part of the state.
     pub fn save(&mut self) -> BalloonState {
         self.flush();
         BalloonState {
@@ -379,17 +399,23 @@ impl Balloon {
             balloon.activate(negotiated, queues)?;
         }
         if let Some(head) = state.statistics_head {
-            let queue = balloon.active.as_mut().and_then(|active| active.queue_mut(QueueKind::Statistics));
+            let queue =
+                balloon.active.as_mut().and_then(|active| active.queue_mut(QueueKind::Statistics));
             if queue.is_none_or(|queue| head >= queue.size()) {
-                return Err(BalloonError::State("it holds a statistics buffer that does not exist"));
+                return Err(BalloonError::State(
+                    "it holds a statistics buffer that does not exist",
+                ));
             }
             balloon.statistics.held = Some(head);
         }
         if let Some(buffer) = &state.request_buffer {
-            let queue = balloon.active.as_mut().and_then(|active| active.queue_mut(QueueKind::HostRequest));
+            let queue =
+                balloon.active.as_mut().and_then(|active| active.queue_mut(QueueKind::HostRequest));
             let exists = queue.is_some_and(|queue| buffer.head < queue.size());
             if !exists || !buffer.is_usable(balloon.ram.memory()) {
-                return Err(BalloonError::State("it holds a buffer for requests that does not exist"));
+                return Err(BalloonError::State(
+                    "it holds a buffer for requests that does not exist",
+                ));
             }
             balloon.requests.buffer = Some(buffer.clone());
         }

@@ -2,8 +2,8 @@
 
 use ebb_abi::balloon::{Features, QueueMapError};
 
-/// An error of the device's owner or of the driver during negotiation. A driver's mistakes in operation are counted
-/// instead, see [`GuestError`](crate::GuestError).
+/// An error of the device's owner or of the driver during negotiation. A driver's mistakes in
+/// operation are counted instead, see [`GuestError`](crate::GuestError).
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum BalloonError {
@@ -23,7 +23,9 @@ pub enum BalloonError {
     AlreadyActive,
 
     /// The driver accepted a feature that was not offered.
-    #[error("the driver accepted features {negotiated} of the offered {offered}; it must accept a subset")]
+    #[error(
+        "the driver accepted features {negotiated} of the offered {offered}; it must accept a subset"
+    )]
     FeaturesNotOffered {
         /// What the driver accepted.
         negotiated: Features,
@@ -54,7 +56,9 @@ pub enum BalloonError {
     HintingActive,
 
     /// Free pages were asked for while that was under way.
-    #[error("the guest is being asked for its free pages already; wait for the answer or cancel it")]
+    #[error(
+        "the guest is being asked for its free pages already; wait for the answer or cancel it"
+    )]
     RequestActive,
 
     /// A saved state cannot be used.

@@ -9,7 +9,8 @@ use serde::Serialize;
 
 use crate::{AnswerMessage, EncodingCounters, HintEnd, HintSink};
 
-/// The largest block that Linux's allocator keeps on x86_64 by default: 4 MiB (include/linux/mmzone.h, `MAX_ORDER`).
+/// The largest block that Linux's allocator keeps on x86_64 by default: 4 MiB
+/// (include/linux/mmzone.h, `MAX_ORDER`).
 pub const LARGEST_BLOCK: Order = Order(10);
 
 /// Free pages in figures.
@@ -19,9 +20,9 @@ pub struct FreePageSummary {
     pub bytes: u64,
     /// Contiguous ranges that they form.
     pub ranges: u64,
-    /// Blocks by order that these ranges are made of, as a buddy allocator would have them: aligned to their size, each as
-    /// large as possible and at most [`LARGEST_BLOCK`]. Where free neighbours were named in smaller blocks, the larger
-    /// one counts.
+    /// Blocks by order that these ranges are made of, as a buddy allocator would have them: aligned
+    /// to their size, each as large as possible and at most [`LARGEST_BLOCK`]. Where free
+    /// neighbours were named in smaller blocks, the larger one counts.
     pub blocks: [u64; LARGEST_BLOCK.0 as usize + 1],
     /// Bytes of them in whole blocks of 2 MiB.
     pub huge_block_bytes: u64,
@@ -105,8 +106,8 @@ pub struct Answer {
     pub message_bytes: u64,
     /// Time it took the device to read them and to find their ranges, in nanoseconds.
     pub translate_ns: u64,
-    /// Memory named that is not in the map because the guest relies on the content of free pages, in bytes; a page that was
-    /// named twice counts twice.
+    /// Memory named that is not in the map because the guest relies on the content of free pages,
+    /// in bytes; a page that was named twice counts twice.
     pub poisoned_bytes: u64,
 }
 
@@ -121,7 +122,8 @@ impl FreePageCollector {
         self.0.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until no more will come, but not beyond `deadline`; then, `None`. Must not be called with the device locked.
+    /// Waits until no more will come, but not beyond `deadline`; then, `None`. Must not be called
+    /// with the device locked.
     pub fn wait(&self, deadline: Instant) -> Option<HintEnd> {
         let mut collected = self.lock();
         while collected.answer.end.is_none() {

@@ -1,7 +1,8 @@
-//! Bodies of the fuzz targets: each takes any bytes, does with them what a hostile driver could do, and panics if the
-//! device misbehaves. They also run as ordinary tests.
+//! Bodies of the fuzz targets: each takes any bytes, does with them what a hostile driver could do,
+//! and panics if the device misbehaves. They also run as ordinary tests.
 //!
-//! A new target is a function here, a line in [`TARGETS`], and a file of three lines in `fuzz/fuzz_targets`.
+//! A new target is a function here, a line in [`TARGETS`], and a file of three lines in
+//! `fuzz/fuzz_targets`.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -120,7 +121,8 @@ fn run_extended(kind: QueueKind, data: &[u8]) {
 fn play(kind: QueueKind, offered: Features, chosen: Features, mut input: Input<'_>) {
     let negotiated = kind.feature().map_or(chosen, |feature| chosen.with(feature));
     let numbering = Numbering::ALL[input.number(1) as usize % Numbering::ALL.len()];
-    let setup = Setup { offered, negotiated, numbering, region_bytes: REGION_BYTES, ..Setup::default() };
+    let setup =
+        Setup { offered, negotiated, numbering, region_bytes: REGION_BYTES, ..Setup::default() };
     let mut guest = Guest::new(setup);
     // Few: marking them is most of a run's time.
     let canary = PageRange::new(guest.high_pages().start, 64);
@@ -144,7 +146,10 @@ fn play(kind: QueueKind, offered: Features, chosen: Features, mut input: Input<'
     assert!(lost <= counters.discard.bytes / 4096 + requests * 2 * REQUEST_BYTES as u64);
     assert_eq!(counters.discard.failures, 0);
     let relies_on_content = negotiated.contains(Feature::PagePoison);
-    assert!(counters.discard.verified_pages * 4096 <= counters.discard.bytes * u64::from(!relies_on_content));
+    assert!(
+        counters.discard.verified_pages * 4096
+            <= counters.discard.bytes * u64::from(!relies_on_content)
+    );
     assert_eq!(guest.balloon.info().pending_bytes, 0);
     if !negotiated.contains(Feature::StatisticsQueue) {
         assert_eq!(counters.errors.get(GuestError::ExtraStatistics), 0);
@@ -173,9 +178,13 @@ fn step(guest: &mut Guest, kind: QueueKind, input: &mut Input<'_>) {
         // A chain of any ranges in or near memory.
         4 | 5 => {
             let page = input.number(2) % 0x500;
-            let address = page * 4096 + input.number(1) % 2 * input.number(2) + (page & 1) * (4 << 30);
+            let address =
+                page * 4096 + input.number(1) % 2 * input.number(2) + (page & 1) * (4 << 30);
             let length = (input.number(2) * 512) as u32;
-            guest.offer(kind, &[Buffer { address, length, writable: !input.number(1).is_multiple_of(4) }]);
+            guest.offer(
+                kind,
+                &[Buffer { address, length, writable: !input.number(1).is_multiple_of(4) }],
+            );
         }
         // Any descriptor anywhere, with any head.
         6 => {
@@ -255,8 +264,10 @@ fn near_message(kind: QueueKind, input: &mut Input<'_>) -> Vec<u8> {
     let order = is_bitmap * (input.number(1) % 20);
     let page_shift = likely(12 + order, input);
     let request_id = likely(is_answer * (input.number(1) % 4), input);
-    let start =
-        likely(is_bitmap * ((input.number(2) + ((input.number(1) % 2) << 20)) >> order << order), input);
+    let start = likely(
+        is_bitmap * ((input.number(2) + ((input.number(1) % 2) << 20)) >> order << order),
+        input,
+    );
     let entries = input.number(1) as usize % 40;
     let length = match encoding {
         1 => entries * 4,
@@ -288,8 +299,9 @@ fn owner_step(guest: &mut Guest, input: &mut Input<'_>) {
     let balloon = &mut guest.balloon;
     match input.number(1) % 7 {
         0 => balloon.flush(),
-        5 => balloon
-            .set_report_check([ReportCheck::Overwrite, ReportCheck::None][input.number(1) as usize % 2]),
+        5 => balloon.set_report_check(
+            [ReportCheck::Overwrite, ReportCheck::None][input.number(1) as usize % 2],
+        ),
         1 => {
             balloon.request_statistics();
         }

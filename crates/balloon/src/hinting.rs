@@ -1,9 +1,10 @@
 //! Free page hinting (virtio 1.3 section 5.5.6.4).
 //!
-//! The device sets a command number in the configuration space. The driver repeats it on the queue, then sends free
-//! blocks, then STOP. The driver may use a hinted page again at any time without a word: a hint says only that the
-//! page's content did not matter when the command was issued. So nothing is ever discarded on a hint; hints go to a
-//! [`HintSink`], such as a migration that skips those pages unless they are written to later.
+//! The device sets a command number in the configuration space. The driver repeats it on the queue,
+//! then sends free blocks, then STOP. The driver may use a hinted page again at any time without a
+//! word: a hint says only that the page's content did not matter when the command was issued. So
+//! nothing is ever discarded on a hint; hints go to a [`HintSink`], such as a migration that skips
+//! those pages unless they are written to later.
 
 use ebb_abi::PageRange;
 use ebb_abi::balloon::extension::Encoding;
@@ -18,17 +19,19 @@ use crate::inflate::count;
 use crate::queue::DeviceQueue;
 use crate::{Balloon, BalloonError, Progress};
 
-/// Receives hints: of free page hinting, and of the answers to requests for free pages. Called with the device locked: it
-/// must not call the device and should be quick.
+/// Receives hints: of free page hinting, and of the answers to requests for free pages. Called with
+/// the device locked: it must not call the device and should be quick.
 ///
-/// A migration may leave hinted pages out unless they were written to since the command or request was issued, whether
-/// it has found out about the write already or not. Nothing else may be done with them: the guest may use them by now.
+/// A migration may leave hinted pages out unless they were written to since the command or request
+/// was issued, whether it has found out about the write already or not. Nothing else may be done
+/// with them: the guest may use them by now.
 pub trait HintSink: Send {
-    /// The content of these pages did not matter when the command or request was issued. Sorted, disjoint, inside guest
-    /// memory; further calls may name the same pages again.
+    /// The content of these pages did not matter when the command or request was issued. Sorted,
+    /// disjoint, inside guest memory; further calls may name the same pages again.
     fn hint(&mut self, ranges: &[PageRange]);
 
-    /// A message of the answer to a request for free pages has been dealt with. Free page hinting has no messages.
+    /// A message of the answer to a request for free pages has been dealt with. Free page hinting
+    /// has no messages.
     fn answered(&mut self, _message: AnswerMessage) {}
 
     /// No more hints will come for this command or request, for the given reason.
@@ -44,7 +47,8 @@ pub struct AnswerMessage {
     pub size_bytes: u64,
     /// Time it took to read it and to find its ranges, in nanoseconds.
     pub translate_ns: u64,
-    /// Memory that it named and that was not passed on because the guest relies on the content of free pages, in bytes.
+    /// Memory that it named and that was not passed on because the guest relies on the content of
+    /// free pages, in bytes.
     pub poisoned_bytes: u64,
 }
 
@@ -103,7 +107,8 @@ impl Hinting {
         self.phase
     }
 
-    /// Begins; returns the command to set. A number that the driver has not stopped is not used again.
+    /// Begins; returns the command to set. A number that the driver has not stopped is not used
+    /// again.
     fn start(&mut self, sink: Box<dyn HintSink>) -> HintCommand {
         let mut command = HintCommand::start_after(self.last_id);
         if self.unstopped_id == Some(command.id()) {
@@ -162,7 +167,8 @@ impl Hinting {
 }
 
 impl Balloon {
-    /// Asks the driver for hints, which go to `sink`. The configuration changes: raise its interrupt.
+    /// Asks the driver for hints, which go to `sink`. The configuration changes: raise its
+    /// interrupt.
     ///
     /// # Errors
     /// [`BalloonError::NotNegotiated`], [`BalloonError::HintingActive`].
@@ -178,8 +184,8 @@ impl Balloon {
         Ok(())
     }
 
-    /// Asks the driver to send no more hints; it keeps the hinted pages aside. Returns whether the configuration
-    /// changed, that is whether its interrupt is to be raised.
+    /// Asks the driver to send no more hints; it keeps the hinted pages aside. Returns whether the
+    /// configuration changed, that is whether its interrupt is to be raised.
     pub fn stop_hinting(&mut self) -> bool {
         if !matches!(self.hinting.phase, HintPhase::Requested | HintPhase::Running) {
             return false;
@@ -188,9 +194,9 @@ impl Balloon {
         self.space.set_hint_command(HintCommand::Stop)
     }
 
-    /// Lets the driver use the hinted pages again. To be called at the end of whatever wanted the hints, also when it
-    /// was cancelled or failed, and when the virtual machine stops. Returns whether the configuration changed, that
-    /// is whether its interrupt is to be raised.
+    /// Lets the driver use the hinted pages again. To be called at the end of whatever wanted the
+    /// hints, also when it was cancelled or failed, and when the virtual machine stops. Returns
+    /// whether the configuration changed, that is whether its interrupt is to be raised.
     pub fn finish_hinting(&mut self) -> bool {
         if self.hinting.phase == HintPhase::Idle {
             return false;
@@ -209,7 +215,8 @@ impl Balloon {
         let mut budget = Budget::new();
         while let Some(chain) = queue.next_chain(ram.memory(), &mut budget, &mut self.faults) {
             let head = chain.head_index();
-            // A chain is a command number or blocks, told apart by the first descriptor's direction.
+            // A chain is a command number or blocks, told apart by the first descriptor's
+            // direction.
             let is_hint = chain.clone().next().is_some_and(|descriptor| descriptor.is_write_only());
             if is_hint {
                 self.read_ranges(chain, &mut budget);
@@ -217,12 +224,17 @@ impl Balloon {
                     count(&mut self.counters.hinting, *range);
                 }
                 if !self.hinting.receive(&self.scratch.ranges) {
-                    self.faults
-                        .count(GuestError::StaleHint, format_args!("hint while {:?}", self.hinting.phase));
+                    self.faults.count(
+                        GuestError::StaleHint,
+                        format_args!("hint while {:?}", self.hinting.phase),
+                    );
                 }
             } else {
-                let mut reader =
-                    ChainReader { memory: ram.memory(), budget: &mut budget, faults: &mut self.faults };
+                let mut reader = ChainReader {
+                    memory: ram.memory(),
+                    budget: &mut budget,
+                    faults: &mut self.faults,
+                };
                 reader.read_bytes(chain, COMMAND_ID_BYTES, &mut self.scratch.bytes);
                 self.receive_command_bytes();
             }

@@ -1,10 +1,13 @@
 //! The host request queue (docs/extension.md, "Host requests").
 //!
-//! The driver leaves a buffer with the device. When the owner wants to know which pages are free, the device writes a
-//! numbered request into it and gives it back; the driver answers with messages. As with free page hinting, the pages
-//! named may be in use again by the time they are read, so they go to a [`HintSink`] and are never discarded.
+//! The driver leaves a buffer with the device. When the owner wants to know which pages are free,
+//! the device writes a numbered request into it and gives it back; the driver answers with
+//! messages. As with free page hinting, the pages named may be in use again by the time they are
+//! read, so they go to a [`HintSink`] and are never discarded.
 
-use ebb_abi::balloon::extension::{AnswerStatus, HostRequest, MAX_PAGE_SHIFT, Purpose, REQUEST_BYTES};
+use ebb_abi::balloon::extension::{
+    AnswerStatus, HostRequest, MAX_PAGE_SHIFT, Purpose, REQUEST_BYTES,
+};
 use ebb_abi::balloon::{Feature, Features, QueueKind};
 use ebb_abi::{Order, PAGE_SHIFT};
 use ebb_guest_ram::GuestMemory;
@@ -41,20 +44,28 @@ pub enum RequestPhase {
 pub struct RequestBuffer {
     /// Head of the chain.
     pub head: u16,
-    /// Guest-physical addresses and lengths in bytes of the pieces of the buffer's first [`REQUEST_BYTES`].
+    /// Guest-physical addresses and lengths in bytes of the pieces of the buffer's first
+    /// [`REQUEST_BYTES`].
     pub pieces: Vec<(u64, u32)>,
 }
 
 impl RequestBuffer {
     /// Whether all of a request can be written.
     pub(crate) fn is_usable(&self, memory: &GuestMemory) -> bool {
-        let inside =
-            |(address, length): &(u64, u32)| memory.check_range(GuestAddress(*address), *length as usize);
+        let inside = |(address, length): &(u64, u32)| {
+            memory.check_range(GuestAddress(*address), *length as usize)
+        };
         let bytes: u64 = self.pieces.iter().map(|(_, length)| u64::from(*length)).sum();
-        self.pieces.len() <= MAX_PIECES && bytes == REQUEST_BYTES as u64 && self.pieces.iter().all(inside)
+        self.pieces.len() <= MAX_PIECES
+            && bytes == REQUEST_BYTES as u64
+            && self.pieces.iter().all(inside)
     }
 
-    fn write(&self, memory: &GuestMemory, request: HostRequest) -> Result<(), vm_memory::GuestMemoryError> {
+    fn write(
+        &self,
+        memory: &GuestMemory,
+        request: HostRequest,
+    ) -> Result<(), vm_memory::GuestMemoryError> {
         let bytes = request.to_bytes();
         let mut rest = &bytes[..];
         for (address, length) in &self.pieces {
@@ -101,9 +112,10 @@ impl HostRequests {
     fn wanted(&self) -> Option<HostRequest> {
         let withdrawn = self.withdrawn.map(|request_id| HostRequest::Cancel { request_id });
         match self.phase {
-            RequestPhase::Waiting => {
-                Some(HostRequest::FreePages { request_id: self.last_id, page_shift: self.page_shift })
-            }
+            RequestPhase::Waiting => Some(HostRequest::FreePages {
+                request_id: self.last_id,
+                page_shift: self.page_shift,
+            }),
             RequestPhase::Idle => withdrawn,
             RequestPhase::Sent | RequestPhase::Answering => None,
         }
@@ -143,12 +155,13 @@ impl HostRequests {
 }
 
 impl Balloon {
-    /// Asks the driver which blocks of at least this order are free; `sink` is told. Returns whether the interrupt of the host
-    /// request queue is to be raised.
+    /// Asks the driver which blocks of at least this order are free; `sink` is told. Returns
+    /// whether the interrupt of the host request queue is to be raised.
     ///
-    /// The answer comes when the guest gets to it, which may be never: whoever asks sets a time limit and calls
-    /// [`cancel_free_pages`](Self::cancel_free_pages). Writes to memory must be recorded from before this call on if pages
-    /// are to be left out of a migration because of the answer.
+    /// The answer comes when the guest gets to it, which may be never: whoever asks sets a time
+    /// limit and calls [`cancel_free_pages`](Self::cancel_free_pages). Writes to memory must be
+    /// recorded from before this call on if pages are to be left out of a migration because of the
+    /// answer.
     ///
     /// # Errors
     /// [`BalloonError::NotNegotiated`], [`BalloonError::RequestActive`].
@@ -171,15 +184,17 @@ impl Balloon {
         Ok(self.send_request_now())
     }
 
-    /// Gives up a request, if there is one: what the driver still answers is ignored. To be called at the end of a time limit,
-    /// and when whatever wanted to know has ended. Returns whether the interrupt of the host request queue is to be
-    /// raised.
+    /// Gives up a request, if there is one: what the driver still answers is ignored. To be called
+    /// at the end of a time limit, and when whatever wanted to know has ended. Returns whether the
+    /// interrupt of the host request queue is to be raised.
     pub fn cancel_free_pages(&mut self) -> bool {
         let requests = &mut self.requests;
         match requests.phase {
             RequestPhase::Idle => return false,
             RequestPhase::Waiting => {}
-            RequestPhase::Sent | RequestPhase::Answering => requests.withdrawn = Some(requests.last_id),
+            RequestPhase::Sent | RequestPhase::Answering => {
+                requests.withdrawn = Some(requests.last_id)
+            }
         }
         requests.end(HintEnd::Cancelled);
         self.counters.requests.cancelled += 1;
@@ -196,7 +211,8 @@ impl Balloon {
         self.requests.phase()
     }
 
-    /// Sends what is to be sent, from outside of the queue's processing; returns whether its interrupt is to be raised.
+    /// Sends what is to be sent, from outside of the queue's processing; returns whether its
+    /// interrupt is to be raised.
     fn send_request_now(&mut self) -> bool {
         let Some(mut active) = self.active.take() else { return false };
         let mut interrupt = false;
@@ -260,11 +276,16 @@ impl Balloon {
         let ram = self.ram.clone();
         let head = chain.head_index();
         let mut reader = ChainReader { memory: ram.memory(), budget, faults: &mut self.faults };
-        let buffer =
-            RequestBuffer { head, pieces: reader.read_space(chain, REQUEST_BYTES as u32, MAX_PIECES) };
+        let buffer = RequestBuffer {
+            head,
+            pieces: reader.read_space(chain, REQUEST_BYTES as u32, MAX_PIECES),
+        };
         self.counters.host_request.buffers += 1;
         if !buffer.is_usable(ram.memory()) {
-            self.faults.count(GuestError::ShortRequestBuffer, format_args!("{} pieces", buffer.pieces.len()));
+            self.faults.count(
+                GuestError::ShortRequestBuffer,
+                format_args!("{} pieces", buffer.pieces.len()),
+            );
             queue.complete(ram.memory(), head, &mut self.faults);
         } else if head >= queue.size() {
             // A chain that can never be given back must not take the place of one that can.
@@ -280,11 +301,14 @@ impl Balloon {
 
     /// Passes the pages of a message on, as far as the budget goes.
     fn receive_answer(&mut self, message: &mut Message, negotiated: Features, budget: &mut Budget) {
-        // A free page is not allocated as a hinted one is: the guest expects its pattern there, or zeros, when it next
-        // takes the page, and whoever left the page out would have to see to that.
+        // A free page is not allocated as a hinted one is: the guest expects its pattern there, or
+        // zeros, when it next takes the page, and whoever left the page out would have to see to
+        // that.
         let poisoned = negotiated.contains(Feature::PagePoison);
         let accepted = match message.verdict {
-            Verdict::Accepted(Purpose::FreePages { request_id, .. }) => self.requests.accept(request_id),
+            Verdict::Accepted(Purpose::FreePages { request_id, .. }) => {
+                self.requests.accept(request_id)
+            }
             _ => false,
         };
         while self.next_portion(message, QueueKind::HostRequest, budget) {

@@ -1,4 +1,5 @@
-//! The inflate and deflate queues (virtio 1.3 sections 5.5.6.1 and 5.5.6.2; docs/extension.md, "Inflate and deflate").
+//! The inflate and deflate queues (virtio 1.3 sections 5.5.6.1 and 5.5.6.2; docs/extension.md,
+//! "Inflate and deflate").
 
 use std::time::Instant;
 
@@ -23,17 +24,23 @@ pub(crate) struct Scratch {
 }
 
 impl Balloon {
-    pub(crate) fn process_inflate(&mut self, queue: &mut DeviceQueue, negotiated: Features) -> Progress {
+    pub(crate) fn process_inflate(
+        &mut self,
+        queue: &mut DeviceQueue,
+        negotiated: Features,
+    ) -> Progress {
         let may_discard_later = negotiated.contains(Feature::MustTellHost);
         let poisoned = self.is_poisoned(negotiated);
         let ram = self.ram.clone();
         let mut budget = Budget::new();
         let mut unanswered = Vec::new();
-        while let Some(mut message) = self.next_message(queue, QueueKind::Inflate, negotiated, &mut budget) {
+        while let Some(mut message) =
+            self.next_message(queue, QueueKind::Inflate, negotiated, &mut budget)
+        {
             while self.next_portion(&mut message, QueueKind::Inflate, &mut budget) {
                 let inserted = self.inflate(poisoned);
-                // What is due is best discarded before more comes, by someone who does not hold the device's lock; what
-                // was discarded here held it long enough.
+                // What is due is best discarded before more comes, by someone who does not hold the
+                // device's lock; what was discarded here held it long enough.
                 let is_enough = match inserted {
                     Inserted::Waiting => self.discarder.is_due(),
                     Inserted::Discarded => true,
@@ -64,10 +71,16 @@ impl Balloon {
         queue.finish_round(ram.memory(), &budget, &mut self.faults)
     }
 
-    pub(crate) fn process_deflate(&mut self, queue: &mut DeviceQueue, negotiated: Features) -> Progress {
+    pub(crate) fn process_deflate(
+        &mut self,
+        queue: &mut DeviceQueue,
+        negotiated: Features,
+    ) -> Progress {
         let ram = self.ram.clone();
         let mut budget = Budget::new();
-        while let Some(mut message) = self.next_message(queue, QueueKind::Deflate, negotiated, &mut budget) {
+        while let Some(mut message) =
+            self.next_message(queue, QueueKind::Deflate, negotiated, &mut budget)
+        {
             while self.next_portion(&mut message, QueueKind::Deflate, &mut budget) {
                 self.discarder.remove(&self.scratch.ranges);
                 ram.reclaim(&self.scratch.ranges);
@@ -117,8 +130,8 @@ impl Balloon {
         message
     }
 
-    /// Puts the next pages of a message into `scratch.ranges` and counts them. Returns whether there were any; if not, the
-    /// message is through or the budget used up.
+    /// Puts the next pages of a message into `scratch.ranges` and counts them. Returns whether
+    /// there were any; if not, the message is through or the budget used up.
     pub(crate) fn next_portion(
         &mut self,
         message: &mut Message,
@@ -148,8 +161,8 @@ impl Balloon {
         self.discarder.insert(&self.scratch.ranges)
     }
 
-    /// The driver is about to use pages of the balloon that nobody knows: nothing that came before may be discarded
-    /// later on.
+    /// The driver is about to use pages of the balloon that nobody knows: nothing that came before
+    /// may be discarded later on.
     fn settle_balloon(&mut self) {
         self.discarder.flush();
         self.ram.reclaim_all();
@@ -163,7 +176,8 @@ impl Balloon {
         }
     }
 
-    /// Discards all pages of the balloon that still wait for it, see [`Discarder::flush`](crate::Discarder::flush).
+    /// Discards all pages of the balloon that still wait for it, see
+    /// [`Discarder::flush`](crate::Discarder::flush).
     pub fn flush(&mut self) {
         self.discarder.flush();
     }

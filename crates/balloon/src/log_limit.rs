@@ -1,4 +1,5 @@
-//! Log lines that a guest can cause, at a limited rate: a guest must not be able to fill the host's log.
+//! Log lines that a guest can cause, at a limited rate: a guest must not be able to fill the host's
+//! log.
 
 use std::time::{Duration, Instant};
 
@@ -22,9 +23,11 @@ impl LogLimit {
         Self { period_start: None, lines: 0, suppressed: 0 }
     }
 
-    /// Whether a line may be logged at `now`; if so, how many have been left out since the last one.
+    /// Whether a line may be logged at `now`; if so, how many have been left out since the last
+    /// one.
     pub fn permit(&mut self, now: Instant) -> Option<u64> {
-        let expired = self.period_start.is_none_or(|start| now.saturating_duration_since(start) >= PERIOD);
+        let expired =
+            self.period_start.is_none_or(|start| now.saturating_duration_since(start) >= PERIOD);
         if expired {
             self.period_start = Some(now);
             self.lines = 0;

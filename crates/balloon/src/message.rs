@@ -1,12 +1,14 @@
 //! Messages of the inflate, deflate and host request queues while they are being worked on.
 //!
-//! A message is a bare array of page frame numbers, as in the standard, or a header and a payload (docs/extension.md). It
-//! can name far more than one call should deal with, so it is worked on in portions, and kept between calls.
+//! A message is a bare array of page frame numbers, as in the standard, or a header and a payload
+//! (docs/extension.md). It can name far more than one call should deal with, so it is worked on in
+//! portions, and kept between calls.
 
 use ebb_abi::PageRange;
 use ebb_abi::balloon::Features;
 use ebb_abi::balloon::extension::{
-    Bitmap, Encoding, HEADER_BYTES, Header, Layout, MAX_MESSAGE_BYTES, MAX_PFNS, Pfns, Purpose, Ranges,
+    Bitmap, Encoding, HEADER_BYTES, Header, Layout, MAX_MESSAGE_BYTES, MAX_PFNS, Pfns, Purpose,
+    Ranges,
 };
 use ebb_abi::balloon::{PFN_BYTES, QueueKind};
 use ebb_guest_ram::GuestRam;
@@ -18,14 +20,15 @@ use crate::counters::GuestError;
 use crate::pages::RunBuilder;
 use crate::queue::Chain;
 
-/// Pages of a portion at most, 32 MiB: half of what may wait to be discarded, so that a portion and what waited before it
-/// fit.
+/// Pages of a portion at most, 32 MiB: half of what may wait to be discarded, so that a portion and
+/// what waited before it fit.
 const PORTION_PAGES: u64 = 8 << 10;
 
 /// Ranges of a portion at most.
 const PORTION_RANGES: usize = 1024;
 
-/// Bits of a bitmap that are looked at in one go: half as many ranges can come of them, as many as of the largest array.
+/// Bits of a bitmap that are looked at in one go: half as many ranges can come of them, as many as
+/// of the largest array.
 const BITS_AT_ONCE: u32 = 128 << 10;
 
 /// Bytes for which a driver pays one unit of the budget.
@@ -91,8 +94,14 @@ impl Message {
         self.next_range == self.ranges.len() && self.bits.is_used_up()
     }
 
-    /// Fills `portion` with the next pages; empty at the end, or if the budget was used up by what came to nothing.
-    pub(crate) fn next_portion(&mut self, ram: &GuestRam, budget: &mut Budget, portion: &mut Vec<PageRange>) {
+    /// Fills `portion` with the next pages; empty at the end, or if the budget was used up by what
+    /// came to nothing.
+    pub(crate) fn next_portion(
+        &mut self,
+        ram: &GuestRam,
+        budget: &mut Budget,
+        portion: &mut Vec<PageRange>,
+    ) {
         portion.clear();
         let mut room = PORTION_PAGES;
         let mut has_read = false;
@@ -121,8 +130,9 @@ impl Message {
         let Bits { bytes, layout, next } = &mut self.bits;
         let end = next.saturating_add(BITS_AT_ONCE).min(layout.count());
         let payload = bytes.get(HEADER_BYTES..).unwrap_or_default();
-        let runs =
-            Bitmap::new(payload, layout.count()).into_iter().flat_map(|bitmap| bitmap.runs(*next..end));
+        let runs = Bitmap::new(payload, layout.count())
+            .into_iter()
+            .flat_map(|bitmap| bitmap.runs(*next..end));
         budget.spend((end - *next) as usize / 64);
         for run in runs {
             budget.spend(1);
@@ -168,8 +178,9 @@ fn check(bytes: &[u8], kind: QueueKind, negotiated: Features) -> Result<Header, 
     let Some(header) = bytes.first_chunk() else {
         return Err(Refusal(GuestError::BadMessage, format!("{} bytes of header", bytes.len())));
     };
-    let header = Header::from_bytes(*header)
-        .map_err(|error| Refusal(GuestError::BadMessage, format!("{} queue: {error}", kind.name())))?;
+    let header = Header::from_bytes(*header).map_err(|error| {
+        Refusal(GuestError::BadMessage, format!("{} queue: {error}", kind.name()))
+    })?;
     if !belongs(&header, kind) {
         return Err(Refusal(
             GuestError::BadMessage,
@@ -191,7 +202,9 @@ fn check(bytes: &[u8], kind: QueueKind, negotiated: Features) -> Result<Header, 
 fn read_ranges(payload: &[u8]) -> Result<(Vec<PageRange>, u64), Refusal> {
     let ranges: Result<Vec<_>, _> = Ranges::new(payload).collect();
     let mut ranges = ranges.map_err(|error| Refusal(GuestError::BadRange, error.to_string()))?;
-    let sum = |ranges: &[PageRange]| ranges.iter().fold(0_u64, |sum, range| sum.saturating_add(range.pages));
+    let sum = |ranges: &[PageRange]| {
+        ranges.iter().fold(0_u64, |sum, range| sum.saturating_add(range.pages))
+    };
     let named = sum(&ranges);
     ebb_guest_ram::coalesce(&mut ranges);
     let doubles = named - sum(&ranges);
@@ -213,8 +226,10 @@ impl Balloon {
             QueueKind::Deflate if !negotiated.has_messages() => Some(Purpose::Deflate),
             _ => None,
         };
-        let limit_bytes = if bare.is_some() { MAX_PFNS as usize * PFN_BYTES } else { MAX_MESSAGE_BYTES };
-        let mut reader = ChainReader { memory: self.ram.memory(), budget, faults: &mut self.faults };
+        let limit_bytes =
+            if bare.is_some() { MAX_PFNS as usize * PFN_BYTES } else { MAX_MESSAGE_BYTES };
+        let mut reader =
+            ChainReader { memory: self.ram.memory(), budget, faults: &mut self.faults };
         reader.read_bytes(chain, limit_bytes, &mut self.scratch.bytes);
         let queue = self.counters.queue_mut(kind);
         queue.buffers += 1;
@@ -275,7 +290,8 @@ impl Balloon {
             }
             layout @ Layout::Bitmap { .. } => {
                 budget.spend(self.scratch.bytes.len() / BYTES_PER_UNIT);
-                message.bits = Bits { bytes: std::mem::take(&mut self.scratch.bytes), layout, next: 0 };
+                message.bits =
+                    Bits { bytes: std::mem::take(&mut self.scratch.bytes), layout, next: 0 };
             }
         }
         self.counters.encodings.count(message.encoding);
@@ -286,7 +302,8 @@ impl Balloon {
         Ok(message)
     }
 
-    /// Reads page frame numbers from this offset of `scratch.bytes` on; returns how many were doubles.
+    /// Reads page frame numbers from this offset of `scratch.bytes` on; returns how many were
+    /// doubles.
     fn read_pfns(
         &self,
         offset: usize,

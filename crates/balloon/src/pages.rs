@@ -17,8 +17,8 @@ impl RunBuilder {
         self.numbers = 0;
     }
 
-    /// Adds a frame. Neighbours in either direction extend the current run, so that the common orders cost nothing
-    /// more.
+    /// Adds a frame. Neighbours in either direction extend the current run, so that the common
+    /// orders cost nothing more.
     pub(crate) fn push(&mut self, pfn: Pfn) {
         self.numbers += 1;
         if let Some(run) = self.runs.last_mut() {
@@ -34,7 +34,8 @@ impl RunBuilder {
         self.runs.push(PageRange::new(pfn, 1));
     }
 
-    /// The frames as sorted, disjoint ranges with gaps between them, and how many numbers were doubles.
+    /// The frames as sorted, disjoint ranges with gaps between them, and how many numbers were
+    /// doubles.
     pub(crate) fn finish(&mut self) -> (&[PageRange], u64) {
         ebb_guest_ram::coalesce(&mut self.runs);
         let pages: u64 = self.runs.iter().map(|run| run.pages).sum();

@@ -1,8 +1,9 @@
 //! Pages of the balloon that wait to be discarded, and who discards them.
 //!
-//! Discarding takes long: about a millisecond for a few huge pages. It happens outside of the lock that guards the
-//! device, through a [`Discarder`], so that neither the driver's register accesses nor the API wait for it. The set has a
-//! lock of its own, which is held while its pages are being discarded: whoever takes pages out of the balloon waits there.
+//! Discarding takes long: about a millisecond for a few huge pages. It happens outside of the lock
+//! that guards the device, through a [`Discarder`], so that neither the driver's register accesses
+//! nor the API wait for it. The set has a lock of its own, which is held while its pages are being
+//! discarded: whoever takes pages out of the balloon waits there.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -21,13 +22,14 @@ const MAX_PENDING_PAGES: u64 = 16 << 10;
 /// Ranges that may wait; as many as go into one `process_madvise`.
 const MAX_PENDING_RANGES: usize = 1024;
 
-/// Whole huge pages are discarded when there are this many pages of them, 8 MiB: each discard interrupts the vCPUs to
-/// flush their address translations, however much it takes away.
+/// Whole huge pages are discarded when there are this many pages of them, 8 MiB: each discard
+/// interrupts the vCPUs to flush their address translations, however much it takes away.
 const DUE_PAGES: u64 = 2 << 10;
 
 /// Pages that are in the balloon and have not been discarded.
 ///
-/// Invariant: the driver has named each of them on the inflate queue and not, since, on the deflate queue.
+/// Invariant: the driver has named each of them on the inflate queue and not, since, on the deflate
+/// queue.
 #[derive(Debug, Default)]
 struct Pending {
     pages: PageSet,
@@ -42,8 +44,12 @@ impl Pending {
     /// Takes out the whole huge pages.
     fn take_huge_blocks(&mut self) -> Vec<PageRange> {
         self.fresh_pages = 0;
-        let blocks: Vec<_> =
-            self.pages.iter().map(PageRange::whole_huge_blocks).filter(|blocks| !blocks.is_empty()).collect();
+        let blocks: Vec<_> = self
+            .pages
+            .iter()
+            .map(PageRange::whole_huge_blocks)
+            .filter(|blocks| !blocks.is_empty())
+            .collect();
         for range in &blocks {
             self.pages.remove(*range);
         }
@@ -118,22 +124,26 @@ impl Discarder {
         pending.discard(&self.ram, &blocks);
     }
 
-    /// Discards everything that waits. To be called when nothing has come for some milliseconds after
-    /// [`Progress::pending`](crate::Progress::pending), and before the virtual machine is paused.
+    /// Discards everything that waits. To be called when nothing has come for some milliseconds
+    /// after [`Progress::pending`](crate::Progress::pending), and before the virtual machine is
+    /// paused.
     pub fn flush(&self) {
         let mut pending = self.lock();
         let ranges = pending.take_all();
         pending.discard(&self.ram, &ranges);
     }
 
-    /// Adds pages that came on the inflate queue. If that exceeds the bounds, everything is discarded at once.
+    /// Adds pages that came on the inflate queue. If that exceeds the bounds, everything is
+    /// discarded at once.
     pub(crate) fn insert(&self, ranges: &[PageRange]) -> Inserted {
         let mut pending = self.lock();
         for range in ranges {
             pending.pages.insert(*range);
             pending.fresh_pages += range.pages;
         }
-        if pending.pages.pages() > MAX_PENDING_PAGES || pending.pages.range_count() > MAX_PENDING_RANGES {
+        if pending.pages.pages() > MAX_PENDING_PAGES
+            || pending.pages.range_count() > MAX_PENDING_RANGES
+        {
             let ranges = pending.take_all();
             pending.discard(&self.ram, &ranges);
             return Inserted::Discarded;

@@ -1,4 +1,5 @@
-//! A virtqueue of the device: taking chains from it and giving them back, whatever the driver does to its rings.
+//! A virtqueue of the device: taking chains from it and giving them back, whatever the driver does
+//! to its rings.
 
 use ebb_abi::balloon::QueueMap;
 use ebb_guest_ram::GuestMemory;
@@ -37,8 +38,8 @@ impl DeviceQueue {
         Self { queue, health: Health::Good, completed: false, message: None }
     }
 
-    /// Where the device stands in the rings. A message under way counts as not taken yet: it is read again from its
-    /// beginning, which does no harm because the driver has not got it back.
+    /// Where the device stands in the rings. A message under way counts as not taken yet: it is
+    /// read again from its beginning, which does no harm because the driver has not got it back.
     pub(crate) fn state(&self) -> virtio_queue::QueueState {
         let mut state = self.queue.state();
         state.next_avail = state.next_avail.wrapping_sub(u16::from(self.message.is_some()));
@@ -88,7 +89,8 @@ impl DeviceQueue {
         self.complete_written(memory, head, 0, faults);
     }
 
-    /// Gives a chain back to the driver after the device has written into its first `written_bytes` bytes.
+    /// Gives a chain back to the driver after the device has written into its first `written_bytes`
+    /// bytes.
     pub(crate) fn complete_written(
         &mut self,
         memory: &GuestMemory,
@@ -106,7 +108,8 @@ impl DeviceQueue {
         }
     }
 
-    /// Ends a call's work on the queue: asks for notifications and finds out whether there is more to do.
+    /// Ends a call's work on the queue: asks for notifications and finds out whether there is more
+    /// to do.
     pub(crate) fn finish_round(
         &mut self,
         memory: &GuestMemory,
@@ -114,7 +117,10 @@ impl DeviceQueue {
         faults: &mut Faults,
     ) -> Progress {
         if self.health == Health::Broken {
-            return Progress { interrupt: std::mem::take(&mut self.completed), ..Progress::default() };
+            return Progress {
+                interrupt: std::mem::take(&mut self.completed),
+                ..Progress::default()
+            };
         }
         let more = budget.is_exhausted()
             || match self.queue.enable_notification(memory) {
@@ -127,8 +133,8 @@ impl DeviceQueue {
         Progress { interrupt: self.wants_interrupt(memory), more, ..Progress::default() }
     }
 
-    /// Whether to come back for chains that the ring announces. An announcement that twice in a row leads to no chain
-    /// would keep the device spinning.
+    /// Whether to come back for chains that the ring announces. An announcement that twice in a row
+    /// leads to no chain would keep the device spinning.
     fn believe(&mut self, waiting: bool, budget: &Budget, faults: &mut Faults) -> bool {
         if !waiting || budget.is_touched() {
             self.health = Health::Good;

@@ -1,7 +1,7 @@
 //! The page reporting queue (virtio 1.3 section 5.5.6.6; Linux mm/page_reporting.c).
 //!
-//! The guest keeps reported pages isolated until the device gives the buffer back. So they are discarded before that,
-//! and never remembered: a moment later they may be in use.
+//! The guest keeps reported pages isolated until the device gives the buffer back. So they are
+//! discarded before that, and never remembered: a moment later they may be in use.
 
 use std::time::Instant;
 
@@ -15,7 +15,11 @@ use crate::queue::{Chain, DeviceQueue};
 use crate::{Balloon, Progress};
 
 impl Balloon {
-    pub(crate) fn process_reporting(&mut self, queue: &mut DeviceQueue, negotiated: Features) -> Progress {
+    pub(crate) fn process_reporting(
+        &mut self,
+        queue: &mut DeviceQueue,
+        negotiated: Features,
+    ) -> Progress {
         let poisoned = self.is_poisoned(negotiated);
         let ram = self.ram.clone();
         let mut budget = Budget::new();
@@ -41,11 +45,12 @@ impl Balloon {
         queue.finish_round(ram.memory(), &budget, &mut self.faults)
     }
 
-    /// Reads the ranges of a chain's writable descriptors into `scratch.ranges`: sorted, disjoint, inside guest
-    /// memory.
+    /// Reads the ranges of a chain's writable descriptors into `scratch.ranges`: sorted, disjoint,
+    /// inside guest memory.
     pub(crate) fn read_ranges(&mut self, chain: Chain<'_>, budget: &mut Budget) {
         let mut ranges = std::mem::take(&mut self.scratch.ranges);
-        let mut reader = ChainReader { memory: self.ram.memory(), budget, faults: &mut self.faults };
+        let mut reader =
+            ChainReader { memory: self.ram.memory(), budget, faults: &mut self.faults };
         reader.read_ranges(chain, &mut ranges);
         ebb_guest_ram::coalesce(&mut ranges);
         let pages = |ranges: &[PageRange]| -> u64 { ranges.iter().map(|range| range.pages).sum() };

@@ -13,7 +13,8 @@ pub const STATE_VERSION: u16 = 2;
 /// Versions that can be restored.
 pub(crate) const READABLE_VERSIONS: RangeInclusive<u16> = 1..=STATE_VERSION;
 
-/// What a snapshot must keep of the device. The rings' positions are the transport's to save, after this was taken.
+/// What a snapshot must keep of the device. The rings' positions are the transport's to save, after
+/// this was taken.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BalloonState {
     /// [`STATE_VERSION`] of the device that wrote it.
@@ -31,10 +32,12 @@ pub struct BalloonState {
     /// Number of the latest request of the host; it is never used again.
     #[serde(default)]
     pub last_request_id: u64,
-    /// The buffer for requests that the device holds. Without it, nothing could ever be asked again.
+    /// The buffer for requests that the device holds. Without it, nothing could ever be asked
+    /// again.
     #[serde(default)]
     pub request_buffer: Option<RequestBuffer>,
-    /// Head of the statistics buffer that the device holds. Without it, no statistics would ever come again.
+    /// Head of the statistics buffer that the device holds. Without it, no statistics would ever
+    /// come again.
     pub statistics_head: Option<u16>,
     /// Interval between requests for statistics, in milliseconds.
     pub statistics_interval_ms: Option<u64>,

@@ -1,7 +1,7 @@
 //! The statistics queue (virtio 1.3 section 5.5.6.3).
 //!
-//! There is one buffer. The driver fills it and hands it over; the device keeps it until it wants newer values, and
-//! gives it back to ask for them.
+//! There is one buffer. The driver fills it and hands it over; the device keeps it until it wants
+//! newer values, and gives it back to ask for them.
 
 use std::time::{Duration, Instant};
 
@@ -100,7 +100,8 @@ impl Collector {
         self.interval
     }
 
-    /// Takes in a buffer's content. Whatever it does not name is unknown from now on, and unknown tags are skipped.
+    /// Takes in a buffer's content. Whatever it does not name is unknown from now on, and unknown
+    /// tags are skipped.
     fn receive(&mut self, entries: &[[u8; StatisticsEntry::SIZE_BYTES]], now: Instant) {
         self.values = [None; StatisticsTag::COUNT];
         for entry in entries.iter().map(|bytes| StatisticsEntry::from_bytes(*bytes)) {
@@ -151,10 +152,15 @@ impl Balloon {
             let head = chain.head_index();
             let mut reader =
                 ChainReader { memory: ram.memory(), budget: &mut budget, faults: &mut self.faults };
-            reader.read_bytes(chain, MAX_ENTRIES * StatisticsEntry::SIZE_BYTES, &mut self.scratch.bytes);
+            reader.read_bytes(
+                chain,
+                MAX_ENTRIES * StatisticsEntry::SIZE_BYTES,
+                &mut self.scratch.bytes,
+            );
             let (entries, rest) = self.scratch.bytes.as_chunks::<{ StatisticsEntry::SIZE_BYTES }>();
             if !rest.is_empty() {
-                self.faults.count(GuestError::PartialEntry, format_args!("{} bytes too many", rest.len()));
+                self.faults
+                    .count(GuestError::PartialEntry, format_args!("{} bytes too many", rest.len()));
             }
             self.statistics.receive(entries, Instant::now());
             self.counters.statistics.buffers += 1;
@@ -169,10 +175,11 @@ impl Balloon {
         queue.finish_round(ram.memory(), &budget, &mut self.faults)
     }
 
-    /// Asks the driver for new values by giving its buffer back, if the device has it. Returns whether the statistics
-    /// queue's interrupt is to be raised.
+    /// Asks the driver for new values by giving its buffer back, if the device has it. Returns
+    /// whether the statistics queue's interrupt is to be raised.
     ///
-    /// The values come when the guest gets to it, which may be never; [`Statistics::updates`] tells when they have.
+    /// The values come when the guest gets to it, which may be never; [`Statistics::updates`] tells
+    /// when they have.
     pub fn request_statistics(&mut self) -> bool {
         let memory = self.ram.memory();
         let Some(active) = &mut self.active else { return false };
@@ -189,7 +196,8 @@ impl Balloon {
 
     /// Where the statistics buffer is.
     pub fn statistics_buffer(&self) -> StatisticsBuffer {
-        let exists = self.active.as_ref().is_some_and(|active| active.has_queue(QueueKind::Statistics));
+        let exists =
+            self.active.as_ref().is_some_and(|active| active.has_queue(QueueKind::Statistics));
         match self.statistics.held {
             Some(_) => StatisticsBuffer::WithDevice,
             None if exists => StatisticsBuffer::WithDriver,
@@ -197,7 +205,8 @@ impl Balloon {
         }
     }
 
-    /// Sets how often [`poll_statistics`](Self::poll_statistics) asks for new values; `None` for never.
+    /// Sets how often [`poll_statistics`](Self::poll_statistics) asks for new values; `None` for
+    /// never.
     pub fn set_statistics_interval(&mut self, interval: Option<Duration>) {
         self.statistics.interval = interval.filter(|interval| !interval.is_zero());
         self.statistics.next_poll = None;
@@ -208,14 +217,18 @@ impl Balloon {
         self.statistics.interval
     }
 
-    /// Asks for new values if it is time to. The owner calls this when the time in the result has come, and after the
-    /// interval was changed. A guest that does not answer is not asked again before it has.
+    /// Asks for new values if it is time to. The owner calls this when the time in the result has
+    /// come, and after the interval was changed. A guest that does not answer is not asked again
+    /// before it has.
     pub fn poll_statistics(&mut self, now: Instant) -> StatisticsPoll {
         let Some(interval) = self.statistics.interval else { return StatisticsPoll::default() };
         let due = self.statistics.next_poll.is_none_or(|next| now >= next);
         if due {
             self.statistics.next_poll = Some(now + interval);
         }
-        StatisticsPoll { interrupt: due && self.request_statistics(), next: self.statistics.next_poll }
+        StatisticsPoll {
+            interrupt: due && self.request_statistics(),
+            next: self.statistics.next_poll,
+        }
     }
 }

@@ -1,7 +1,8 @@
-//! A driver for tests, benchmarks and fuzz targets: it speaks to the device over real rings in real guest memory.
+//! A driver for tests, benchmarks and fuzz targets: it speaks to the device over real rings in real
+//! guest memory.
 //!
-//! Not virtio-queue's `MockSplitQueue`, whose used ring overlaps the second half of its available ring (it takes the
-//! ring's end as its number of entries, not bytes).
+//! Not virtio-queue's `MockSplitQueue`, whose used ring overlaps the second half of its available
+//! ring (it takes the ring's end as its number of entries, not bytes).
 
 #![allow(clippy::expect_used, reason = "a driver for tests should fail loudly")]
 #![allow(clippy::missing_panics_doc, reason = "it panics whenever the device misbehaves")]
@@ -128,13 +129,18 @@ impl Guest {
             host_node: None,
         };
         let regions = [region(0), region(HIGH_START)];
-        let ram =
-            GuestRam::new(&regions, setup.backing, setup.huge_pages, Populate::Lazy).expect("guest memory");
+        let ram = GuestRam::new(&regions, setup.backing, setup.huge_pages, Populate::Lazy)
+            .expect("guest memory");
         let ram = Arc::new(ram);
         let config = BalloonConfig { features: setup.offered, ..BalloonConfig::default() };
         let balloon = Balloon::new(config, Arc::clone(&ram)).expect("a balloon");
-        let mut guest =
-            Self { ram, balloon, setup, rings: [Ring::default(); MAX_QUEUES], next_buffer: BUFFERS };
+        let mut guest = Self {
+            ram,
+            balloon,
+            setup,
+            rings: [Ring::default(); MAX_QUEUES],
+            next_buffer: BUFFERS,
+        };
         guest.activate();
         guest
     }
@@ -159,7 +165,8 @@ impl Guest {
     pub fn fresh_queues(&mut self) -> Vec<Queue> {
         let offered = QueueSet::of(self.setup.offered);
         let negotiated = QueueSet::of(self.setup.negotiated);
-        let mut queues: Vec<_> = (0..MAX_QUEUES).map(|_| Queue::new(QUEUE_SIZE).expect("a queue")).collect();
+        let mut queues: Vec<_> =
+            (0..MAX_QUEUES).map(|_| Queue::new(QUEUE_SIZE).expect("a queue")).collect();
         for kind in negotiated.iter() {
             let base = kind as u64 * RING_BYTES;
             self.rings[kind as usize] = Ring { base, ..Ring::default() };
@@ -184,7 +191,8 @@ impl Guest {
         self.ram.memory().read_obj(GuestAddress(address)).expect("an address in memory")
     }
 
-    /// Puts bytes somewhere into the driver's part of memory; old buffers are overwritten in the end.
+    /// Puts bytes somewhere into the driver's part of memory; old buffers are overwritten in the
+    /// end.
     pub fn buffer(&mut self, bytes: &[u8]) -> Buffer {
         if self.next_buffer + bytes.len() as u64 > DRIVER_BYTES {
             self.next_buffer = BUFFERS;
@@ -258,12 +266,13 @@ impl Guest {
 
     /// Transport index of a queue.
     pub fn index(&self, kind: QueueKind) -> usize {
-        let (offered, negotiated) = (QueueSet::of(self.setup.offered), QueueSet::of(self.setup.negotiated));
+        let (offered, negotiated) =
+            (QueueSet::of(self.setup.offered), QueueSet::of(self.setup.negotiated));
         self.setup.numbering.index(kind, offered, negotiated)
     }
 
-    /// Kicks a queue and does what the device's owner does, apart from the flush. Panics if the device does not come
-    /// to an end.
+    /// Kicks a queue and does what the device's owner does, apart from the flush. Panics if the
+    /// device does not come to an end.
     pub fn kick(&mut self, kind: QueueKind) -> Progress {
         let index = self.index(kind);
         let mut all = Progress::default();
@@ -309,7 +318,8 @@ impl Guest {
         self.used_with_lengths(kind).into_iter().map(|(head, _)| head).collect()
     }
 
-    /// Heads that the device has given back since this was last asked, with the bytes it says it has written.
+    /// Heads that the device has given back since this was last asked, with the bytes it says it
+    /// has written.
     pub fn used_with_lengths(&mut self, kind: QueueKind) -> Vec<(u32, u32)> {
         let ring = self.rings[kind as usize];
         let index = self.read_u16(self.used_index_address(kind));
@@ -335,7 +345,10 @@ impl Guest {
     /// Those of the pages whose mark is gone.
     pub fn unmarked(&self, pages: PageRange) -> Vec<u64> {
         let mark = |pfn: &u64| {
-            self.ram.memory().read_obj::<u8>(GuestAddress(Pfn(*pfn).address())).expect("a page in memory")
+            self.ram
+                .memory()
+                .read_obj::<u8>(GuestAddress(Pfn(*pfn).address()))
+                .expect("a page in memory")
         };
         (pages.start.0..pages.end().0).filter(|pfn| mark(pfn) != 0xa5).collect()
     }

@@ -1,8 +1,8 @@
 //! A slow check for guests under test: pages that are about to be discarded are overwritten first.
 //!
-//! A discard alone can hide a guest's mistake: a page that is in use and was reported reads as zeros, which looks like fresh
-//! memory, and where nothing was discarded it keeps its content. With a pattern in it, whoever still uses the page finds
-//! something that nobody wrote there.
+//! A discard alone can hide a guest's mistake: a page that is in use and was reported reads as
+//! zeros, which looks like fresh memory, and where nothing was discarded it keeps its content. With
+//! a pattern in it, whoever still uses the page finds something that nobody wrote there.
 
 use ebb_abi::{PAGE_SIZE_BYTES, PageRange};
 use ebb_guest_ram::GuestRam;

@@ -10,8 +10,8 @@ use ebb_vmm::api::route::{
     FREE_PAGES_TIME_LIMIT_MS, MAX_FREE_PAGES_TIME_LIMIT_MS, MAX_STATISTICS_INTERVAL_SECONDS,
 };
 use ebb_vmm::api::{
-    BalloonFeature, BalloonInfo, BalloonState, Client, ClientError, MAX_FREE_PAGES_ORDER, RamBacking,
-    SnapshotReport, StatisticsDocument, TrimReport, VmInfo, VmState, prometheus,
+    BalloonFeature, BalloonInfo, BalloonState, Client, ClientError, MAX_FREE_PAGES_ORDER,
+    RamBacking, SnapshotReport, StatisticsDocument, TrimReport, VmInfo, VmState, prometheus,
 };
 use ebb_vmm::size::ByteSize;
 use serde::Serialize;
@@ -43,7 +43,8 @@ pub struct Args {
     /// Print one JSON document instead of a table
     #[arg(long, global = true)]
     json: bool,
-    /// How long the monitor may take to answer [default: 5; 600 for a snapshot; 5 more than the guest's for free-pages]
+    /// How long the monitor may take to answer [default: 5; 600 for a snapshot; 5 more than the
+    /// guest's for free-pages]
     #[arg(long, global = true, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=3600))]
     timeout: Option<u64>,
     #[command(subcommand)]
@@ -60,9 +61,11 @@ enum Command {
     Resume,
     /// Press its power button; the guest decides what to do
     PowerButton,
-    /// Give back guest memory that holds nothing but zeros; a running guest is stopped for milliseconds at a time
+    /// Give back guest memory that holds nothing but zeros; a running guest is stopped for
+    /// milliseconds at a time
     Trim,
-    /// Write the machine to a file, from which `ebb restore` runs it; a running guest stands still meanwhile
+    /// Write the machine to a file, from which `ebb restore` runs it; a running guest stands still
+    /// meanwhile
     Snapshot {
         /// The file; one that exists is replaced if it is a snapshot
         #[arg(value_name = "FILE")]
@@ -178,7 +181,9 @@ fn execute(args: Args, out: &mut Vec<u8>) -> anyhow::Result<()> {
 /// Says in this program's words how to get at old values.
 fn explain_statistics(error: ClientError) -> anyhow::Error {
     let age_ms = match &error {
-        ClientError::Refused { detail, .. } => detail.last_known.as_ref().and_then(|known| known.age_ms),
+        ClientError::Refused { detail, .. } => {
+            detail.last_known.as_ref().and_then(|known| known.age_ms)
+        }
         _ => None,
     };
     match (age_ms, error) {
@@ -270,9 +275,10 @@ fn trim(client: &Client) -> anyhow::Result<TrimReport> {
 
 /// The monitor may have another working directory, so it gets an absolute path.
 fn snapshot(client: &Client, file: &Path) -> anyhow::Result<SnapshotReport> {
+    let path = std::path::absolute(file)
+        .with_context(|| format!("cannot use the path {}", file.display()))?;
     let path =
-        std::path::absolute(file).with_context(|| format!("cannot use the path {}", file.display()))?;
-    let path = path.to_str().with_context(|| format!("the path {} is not Unicode", path.display()))?;
+        path.to_str().with_context(|| format!("the path {} is not Unicode", path.display()))?;
     Ok(client.put_json("/vm/snapshot", &json!({ "path": path }))?)
 }
 
@@ -390,7 +396,8 @@ fn balloon_rows(info: &BalloonInfo) -> Vec<Row> {
 fn statistics_rows(document: &StatisticsDocument) -> Vec<Row> {
     let values = &document.statistics;
     let size = |value: Option<u64>| value.map_or_else(|| "not told".to_owned(), bytes);
-    let count = |value: Option<u64>| value.map_or_else(|| "not told".to_owned(), |value| value.to_string());
+    let count =
+        |value: Option<u64>| value.map_or_else(|| "not told".to_owned(), |value| value.to_string());
     vec![
         row("age", document.age_ms.map_or_else(|| "never received".to_owned(), duration)),
         row("total memory", size(values.total_memory_bytes)),
@@ -451,5 +458,9 @@ fn metrics(out: &mut Vec<u8>, form: Form, client: &Client) -> anyhow::Result<()>
 /// Whole numbers without a decimal point.
 fn number(value: f64) -> serde_json::Value {
     // Beyond 2^53 a float has no fraction but is not exact either.
-    if value.fract() == 0.0 && (0.0..9e15).contains(&value) { json!(value as u64) } else { json!(value) }
+    if value.fract() == 0.0 && (0.0..9e15).contains(&value) {
+        json!(value as u64)
+    } else {
+        json!(value)
+    }
 }

@@ -92,12 +92,19 @@ struct Report {
     kvm: ebb_vmm::probe::KvmProbe,
 }
 
-/// Examines the machine and prints what was found. Succeeds if guests run here one way or the other.
+/// Examines the machine and prints what was found. Succeeds if guests run here one way or the
+/// other.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     let report = judge::judge(&Facts::collect());
-    let text =
-        if args.json { format!("{}\n", serde_json::to_string_pretty(&report)?) } else { table(&report) };
-    std::io::stdout().lock().write_all(text.as_bytes()).context("cannot write to standard output")?;
+    let text = if args.json {
+        format!("{}\n", serde_json::to_string_pretty(&report)?)
+    } else {
+        table(&report)
+    };
+    std::io::stdout()
+        .lock()
+        .write_all(text.as_bytes())
+        .context("cannot write to standard output")?;
     Ok(match report.verdict {
         Verdict::Direct | Verdict::VirtualHost => ExitCode::SUCCESS,
         Verdict::Cannot { .. } => ExitCode::FAILURE,

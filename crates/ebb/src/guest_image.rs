@@ -22,13 +22,15 @@ pub struct Args {
     /// Load another module after the standard ones, with parameters after a space; repeat for more.
     #[arg(long, value_name = "NAME [PARAMETERS]")]
     module: Vec<String>,
-    /// Ebb's balloon driver for guests (default: EBB_BALLOON_MODULE, else what `make module` has built for the kernel).
+    /// Ebb's balloon driver for guests (default: EBB_BALLOON_MODULE, else what `make module` has
+    /// built for the kernel).
     #[arg(long, value_name = "PATH")]
     balloon_module: Option<PathBuf>,
     /// Put a file into it; repeat for more.
     #[arg(long, value_name = "SOURCE:TARGET")]
     add: Vec<HostFile>,
-    /// Release of the kernel whose modules are used (default: EBB_KERNEL, else the newest cloud kernel in /boot).
+    /// Release of the kernel whose modules are used (default: EBB_KERNEL, else the newest cloud
+    /// kernel in /boot).
     #[arg(long, value_name = "RELEASE")]
     kernel_version: Option<String>,
     /// The guest agent (default: EBB_AGENT, else ebb-agent beside this program).
@@ -51,7 +53,8 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     let mut image = GuestImage::new(agent, kernel);
     image.modules = args.module;
     image.files = args.add;
-    image.balloon_module = balloon_module::find(args.balloon_module.as_deref(), &image.kernel.release);
+    image.balloon_module =
+        balloon_module::find(args.balloon_module.as_deref(), &image.kernel.release);
     if image.balloon_module.is_none() {
         tracing::warn!(
             "no ebb_balloon.ko was built (`make module`): the guest has the stock balloon driver only"
@@ -62,21 +65,31 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     let size_bytes = write_whole(&args.out, |writer| Ok(build(&image, writer).map(drop)?))?;
     if args.json {
         let release = &image.kernel.release;
-        println!("{}", serde_json::json!({ "path": args.out, "size_bytes": size_bytes, "kernel": release }));
+        println!(
+            "{}",
+            serde_json::json!({ "path": args.out, "size_bytes": size_bytes, "kernel": release })
+        );
     } else {
-        println!("{}: {} KiB, kernel {}", args.out.display(), size_bytes / 1024, image.kernel.release);
+        println!(
+            "{}: {} KiB, kernel {}",
+            args.out.display(),
+            size_bytes / 1024,
+            image.kernel.release
+        );
     }
     Ok(ExitCode::SUCCESS)
 }
 
-/// Writes a file through a temporary one beside it, so that a failure leaves nothing half-made; returns its length.
+/// Writes a file through a temporary one beside it, so that a failure leaves nothing half-made;
+/// returns its length.
 pub(crate) fn write_whole(
     path: &Path,
     content: impl FnOnce(&mut dyn Write) -> anyhow::Result<()>,
 ) -> anyhow::Result<u64> {
     use std::os::unix::fs::PermissionsExt;
     let describe = || format!("cannot write {}", path.display());
-    let directory = path.parent().filter(|path| !path.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let directory =
+        path.parent().filter(|path| !path.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let mut file = tempfile::Builder::new()
         .permissions(std::fs::Permissions::from_mode(0o644))
         .tempfile_in(directory)

@@ -59,10 +59,12 @@ struct RunArgs {
     /// Print results.json on standard output instead of the table
     #[arg(long)]
     json: bool,
-    /// Where the guests run: auto takes this machine if Linux guests run on its KVM, else the virtual host
+    /// Where the guests run: auto takes this machine if Linux guests run on its KVM, else the
+    /// virtual host
     #[arg(long = "where", value_enum, default_value = "auto")]
     place: PlaceArg,
-    /// Print events as JSON lines and write no files: how a run inside the virtual host talks to the one outside
+    /// Print events as JSON lines and write no files: how a run inside the virtual host talks to
+    /// the one outside
     #[arg(long, hide = true, conflicts_with_all = ["json", "out"])]
     json_events: bool,
 }
@@ -124,7 +126,11 @@ fn request(args: &RunArgs) -> Result<Request, LabError> {
 
 fn run_and_report(request: &Request, args: &RunArgs) -> anyhow::Result<ExitCode> {
     let directory = args.out.clone().unwrap_or_else(|| {
-        PathBuf::from("lab-results").join(format!("{}-{}", request.experiment.name(), request.size.scale))
+        PathBuf::from("lab-results").join(format!(
+            "{}-{}",
+            request.experiment.name(),
+            request.size.scale
+        ))
     });
     let output = OutputDirectory::check(&directory)?;
     let results = run::run(request, &mut Progress::on_stderr())?;
@@ -149,7 +155,8 @@ fn run_and_report(request: &Request, args: &RunArgs) -> anyhow::Result<ExitCode>
 fn list(args: &ListArgs) -> anyhow::Result<ExitCode> {
     let text = if args.json {
         let all: Vec<_> = experiment::all().into_iter().map(describe).collect();
-        serde_json::to_string_pretty(&json!({ "experiments": all })).context("cannot write JSON")? + "\n"
+        serde_json::to_string_pretty(&json!({ "experiments": all })).context("cannot write JSON")?
+            + "\n"
     } else {
         experiment::all().map(listing).join("\n")
     };
@@ -180,8 +187,11 @@ fn describe(experiment: &dyn Experiment) -> serde_json::Value {
 fn listing(experiment: &dyn Experiment) -> String {
     let mut text = format!("{}: {}\n", experiment.name(), experiment.summary());
     for scale in [Scale::Demo, Scale::Full] {
-        let parameters: Vec<String> =
-            experiment.parameters(scale).into_iter().map(|(name, value)| format!("{name} {value}")).collect();
+        let parameters: Vec<String> = experiment
+            .parameters(scale)
+            .into_iter()
+            .map(|(name, value)| format!("{name} {value}"))
+            .collect();
         // Writing to a String cannot fail, here and below.
         let _ = writeln!(text, "  {:<6} {}", scale.name(), parameters.join(", "));
     }
@@ -214,7 +224,8 @@ mod tests {
 
     #[test]
     fn the_command_line_becomes_a_request() {
-        let args = run_args("density --scale full --series reporting,no-reporting --guests 2").unwrap();
+        let args =
+            run_args("density --scale full --series reporting,no-reporting --guests 2").unwrap();
         let request = request(&args).unwrap();
         assert_eq!(request.experiment.name(), "density");
         assert_eq!(request.size, RunSize { scale: Scale::Full, most_guests: Some(2) });

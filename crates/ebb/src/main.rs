@@ -29,7 +29,8 @@ use tracing_subscriber::EnvFilter;
     arg_required_else_help = true
 )]
 struct Cli {
-    /// What to log on standard error: error, warn, info, debug, trace, or a filter such as ebb_vmm=debug
+    /// What to log on standard error: error, warn, info, debug, trace, or a filter such as
+    /// ebb_vmm=debug
     #[arg(
         long,
         global = true,
@@ -88,8 +89,9 @@ fn main() -> ExitCode {
         .with_writer(std::io::stderr)
         .without_time()
         .finish();
-    // Not `init`: depending on features that other crates choose, it would also print what libraries say through the crate
-    // `log`. virtio-queue says a line there for each register that a guest writes wrongly, without a limit.
+    // Not `init`: depending on features that other crates choose, it would also print what
+    // libraries say through the crate `log`. virtio-queue says a line there for each register that
+    // a guest writes wrongly, without a limit.
     if let Err(error) = tracing::subscriber::set_global_default(subscriber) {
         eprintln!("ebb: cannot log: {error}");
     }
@@ -113,7 +115,8 @@ fn main() -> ExitCode {
     })
 }
 
-/// An error with its causes, each told once: many errors have their cause in their own words already.
+/// An error with its causes, each told once: many errors have their cause in their own words
+/// already.
 fn describe(error: &anyhow::Error) -> String {
     let mut text = error.to_string();
     for cause in error.chain().skip(1).map(ToString::to_string) {
@@ -124,8 +127,8 @@ fn describe(error: &anyhow::Error) -> String {
     text
 }
 
-/// Text for a terminal. Part of it can come from a guest, a peer or a file, and must not move the cursor or fill the
-/// screen: control characters are escaped, and its length is bounded.
+/// Text for a terminal. Part of it can come from a guest, a peer or a file, and must not move the
+/// cursor or fill the screen: control characters are escaped, and its length is bounded.
 fn printable(message: &str) -> String {
     const MOST_CHARACTERS: usize = 4000;
     let mut text = String::new();
@@ -165,10 +168,12 @@ mod tests {
 
     #[test]
     fn causes_are_told_once() {
-        let error = Err::<(), _>(anyhow::anyhow!("no such file")).context("cannot read x").unwrap_err();
-        assert_eq!(describe(&error), "cannot read x: no such file");
         let error =
-            Err::<(), _>(anyhow::anyhow!("no such file")).context("cannot read x: no such file").unwrap_err();
+            Err::<(), _>(anyhow::anyhow!("no such file")).context("cannot read x").unwrap_err();
+        assert_eq!(describe(&error), "cannot read x: no such file");
+        let error = Err::<(), _>(anyhow::anyhow!("no such file"))
+            .context("cannot read x: no such file")
+            .unwrap_err();
         assert_eq!(describe(&error), "cannot read x: no such file");
     }
 }

@@ -9,7 +9,9 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use ebb_migration::session::Address;
-use ebb_page_merge::broker::{Broker, BrokerConfig, BrokerStatus, DomainRule, Limits, Placement, ask_status};
+use ebb_page_merge::broker::{
+    Broker, BrokerConfig, BrokerStatus, DomainRule, Limits, Placement, ask_status,
+};
 use ebb_vmm::config::Switch;
 use ebb_vmm::seccomp::{Filters, ThreadKind};
 use ebb_vmm::size::ByteSize;
@@ -35,20 +37,28 @@ Examples:
   ebb merge-broker --listen unix:/run/ebb-merge.sock --domain blue=1001 --domain green=1002
   ebb merge-broker --status /run/ebb-merge.sock --json";
 
-/// Own the stable pages that machines of one trust domain share, or show the state of such a broker.
+/// Own the stable pages that machines of one trust domain share, or show the state of such a
+/// broker.
 #[derive(Debug, clap::Args)]
 #[command(after_help = AFTER_HELP, next_line_help = true)]
 pub struct Args {
     /// Where to listen
-    #[arg(long, value_name = "unix:PATH", required_unless_present = "status", conflicts_with = "status")]
+    #[arg(
+        long,
+        value_name = "unix:PATH",
+        required_unless_present = "status",
+        conflicts_with = "status"
+    )]
     listen: Option<Address>,
     /// Show the state of the broker that listens there
     #[arg(long, value_name = "PATH")]
     status: Option<PathBuf>,
-    /// A domain to serve, and the number of the user whose machines may join it [default: any, for the broker's user]
+    /// A domain to serve, and the number of the user whose machines may join it [default: any, for
+    /// the broker's user]
     #[arg(long, value_name = "NAME[=UID]", conflicts_with = "status")]
     domain: Vec<DomainRule>,
-    /// Most stable pages of a domain; one machine may have made half of them [default: a quarter of the host's memory]
+    /// Most stable pages of a domain; one machine may have made half of them [default: a quarter of
+    /// the host's memory]
     #[arg(long, value_name = "SIZE", conflicts_with = "status")]
     quota: Option<ByteSize>,
     /// Most sharers of one stable page; beyond it there are duplicates
@@ -76,13 +86,16 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     let path = match args.listen {
         Some(Address::Unix { path }) => path,
         Some(other) => {
-            bail!("a broker cannot listen at {other}, since it hands out file descriptors; use unix:PATH")
+            bail!(
+                "a broker cannot listen at {other}, since it hands out file descriptors; use unix:PATH"
+            )
         }
         None => bail!("--listen unix:PATH is missing"),
     };
     let quota_bytes = args.quota.map_or_else(default_quota_bytes, ByteSize::bytes);
     let limits = Limits { max_page_sharing: args.max_page_sharing, ..Limits::default() };
-    let config = BrokerConfig { path, domains: args.domain, limits: limits.with_quota(quota_bytes) };
+    let config =
+        BrokerConfig { path, domains: args.domain, limits: limits.with_quota(quota_bytes) };
     // Each client takes two descriptors.
     raise_descriptor_limit();
     let signals = ebb_vmm::vm::Signals::block().context("cannot wait for signals")?;
@@ -97,16 +110,25 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
 
 fn announce(path: &Path, json: bool) -> anyhow::Result<()> {
     let address = format!("unix:{}", path.display());
-    let line =
-        if json { json!({ "listening": address }).to_string() } else { format!("listening on {address}") };
+    let line = if json {
+        json!({ "listening": address }).to_string()
+    } else {
+        format!("listening on {address}")
+    };
     let mut output = std::io::stdout().lock();
-    writeln!(output, "{line}").and_then(|()| output.flush()).context("cannot write to standard output")
+    writeln!(output, "{line}")
+        .and_then(|()| output.flush())
+        .context("cannot write to standard output")
 }
 
 fn show(path: &Path, json: bool) -> anyhow::Result<ExitCode> {
     let status = ask_status(path, Duration::from_secs(5))?;
-    let text = if json { format!("{}\n", serde_json::to_string_pretty(&status)?) } else { table(&status) };
-    std::io::stdout().lock().write_all(text.as_bytes()).context("cannot write to standard output")?;
+    let text =
+        if json { format!("{}\n", serde_json::to_string_pretty(&status)?) } else { table(&status) };
+    std::io::stdout()
+        .lock()
+        .write_all(text.as_bytes())
+        .context("cannot write to standard output")?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -114,7 +136,11 @@ fn table(status: &BrokerStatus) -> String {
     let mut text = format!("clients {}", status.clients);
     // Writing into a String cannot fail.
     if status.lost_clients > 0 {
-        let _ = write!(text, ", and {} that lost their connection and share still", status.lost_clients);
+        let _ = write!(
+            text,
+            ", and {} that lost their connection and share still",
+            status.lost_clients
+        );
     }
     let _ = writeln!(text, ", refused {}", status.refused);
     for domain in &status.domains {
@@ -128,7 +154,8 @@ fn table(status: &BrokerStatus) -> String {
             domain.name, domain.clients, domain.segments, domain.segment_pages
         );
         for node in &domain.nodes {
-            let place = node.node.map_or_else(|| "any node".to_owned(), |node| format!("node {node}"));
+            let place =
+                node.node.map_or_else(|| "any node".to_owned(), |node| format!("node {node}"));
             let _ = writeln!(
                 text,
                 "  {place}: {} stable pages, {} sharers, {} being made, {} saved, {} hashes remembered",

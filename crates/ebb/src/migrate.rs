@@ -13,8 +13,8 @@ use ebb_migration::session::Address;
 use ebb_vmm::api::route::MIN_BANDWIDTH_BYTES;
 use ebb_vmm::api::{
     Client, DEFAULT_DOWNTIME_MS, FreePageChoice, MAX_DOWNTIME_MS, MAX_MIGRATION_SECONDS,
-    MAX_MIGRATION_STREAMS, MigrationPhase, MigrationReport, MigrationRequest, MigrationStatus, OnTimeout,
-    TlsPaths,
+    MAX_MIGRATION_STREAMS, MigrationPhase, MigrationReport, MigrationRequest, MigrationStatus,
+    OnTimeout, TlsPaths,
 };
 use ebb_vmm::size::ByteSize;
 
@@ -60,7 +60,8 @@ pub struct Args {
     /// How long the guest may stand still; it is stopped when what is left can be sent in this time
     #[arg(long, value_name = "MILLISECONDS", default_value_t = DEFAULT_DOWNTIME_MS, value_parser = clap::value_parser!(u64).range(1..=MAX_DOWNTIME_MS))]
     downtime: u64,
-    /// Most bytes a second while the guest runs, with K, M, G or T for powers of 1024 [default: as many as possible]
+    /// Most bytes a second while the guest runs, with K, M, G or T for powers of 1024 [default: as
+    /// many as possible]
     #[arg(long, value_name = "SIZE")]
     bandwidth: Option<ByteSize>,
     /// When --on-timeout happens [default: never]
@@ -72,8 +73,8 @@ pub struct Args {
     /// Slow the guest's vCPUs down when it writes faster than can be sent
     #[arg(long)]
     auto_converge: bool,
-    /// Who names pages that need not be sent: the guest's driver by free page hinting, by the question of Ebb's extension, by
-    /// the best that it knows, or nobody
+    /// Who names pages that need not be sent: the guest's driver by free page hinting, by the
+    /// question of Ebb's extension, by the best that it knows, or nobody
     #[arg(long, value_enum, default_value_t = Ask::Auto)]
     free_pages: Ask,
     /// Whether to look for pages that are zero
@@ -91,13 +92,16 @@ pub struct Args {
     /// Authorities (PEM) that the other side's certificate must come from
     #[arg(long, value_name = "FILE", requires_all = ["tls_cert", "tls_key"])]
     tls_ca: Option<PathBuf>,
-    /// Name (or address) that the other monitor's certificate must be for [default: the host in --to]
+    /// Name (or address) that the other monitor's certificate must be for [default: the host in
+    /// --to]
     #[arg(long, value_name = "NAME", requires = "tls_cert")]
     peer_name: Option<String>,
-    /// Send the guest's memory unencrypted over TCP; any process on the way, or one that listens there, can read and change it
+    /// Send the guest's memory unencrypted over TCP; any process on the way, or one that listens
+    /// there, can read and change it
     #[arg(long, conflicts_with = "tls_cert")]
     insecure: bool,
-    /// Hand the memory over to a monitor on the same machine instead of copying it (backing=memfd or hugetlb, unix: address)
+    /// Hand the memory over to a monitor on the same machine instead of copying it (backing=memfd
+    /// or hugetlb, unix: address)
     #[arg(long)]
     share_memory: bool,
     /// Print the report as one JSON document
@@ -218,7 +222,8 @@ impl Args {
     }
 }
 
-/// The address without a name: a monitor looks none up. The name stays the one that a certificate must have.
+/// The address without a name: a monitor looks none up. The name stays the one that a certificate
+/// must have.
 fn in_numbers(address: Address, tls: Option<&mut TlsPaths>) -> anyhow::Result<Address> {
     let Address::Tcp { host, port } = address else { return Ok(address) };
     if host.parse::<IpAddr>().is_ok() || host.eq_ignore_ascii_case("localhost") {
@@ -241,9 +246,10 @@ fn in_numbers(address: Address, tls: Option<&mut TlsPaths>) -> anyhow::Result<Ad
 fn watch(client: &Client, to: &str) -> anyhow::Result<MigrationReport> {
     let shows = std::io::stderr().is_terminal();
     loop {
-        let status: MigrationStatus = client
-            .get(&format!("/vm/migration?wait_ms={WAIT_MS}"))
-            .with_context(|| format!("the machine's monitor has ended during the migration to {to}"))?;
+        let status: MigrationStatus =
+            client.get(&format!("/vm/migration?wait_ms={WAIT_MS}")).with_context(|| {
+                format!("the machine's monitor has ended during the migration to {to}")
+            })?;
         if let (true, Some(report)) = (status.phase.is_end(), &status.report) {
             if shows {
                 eprint!("\r\x1b[K");
@@ -273,7 +279,9 @@ fn progress(status: &MigrationStatus) -> String {
                 size(status.bytes_sent)
             )
         }
-        MigrationPhase::SwitchOver => format!("switching over: {} left", size(status.remaining_bytes)),
+        MigrationPhase::SwitchOver => {
+            format!("switching over: {} left", size(status.remaining_bytes))
+        }
         phase => return phase.name().to_owned(),
     };
     if status.rate_bytes_per_s > 0 {
@@ -317,7 +325,10 @@ fn print(to: &str, report: &MigrationReport) {
         ("  sent", pages(report.pages_data)),
         ("  zero", pages(report.pages_zero)),
         ("  not held", pages(report.pages_discarded)),
-        ("  free", format!("{} (asked: {})", pages(report.pages_skipped), report.free_pages.name())),
+        (
+            "  free",
+            format!("{} (asked: {})", pages(report.pages_skipped), report.free_pages.name()),
+        ),
     ];
     for (name, value) in rows {
         println!("{name:<18} {value}");
@@ -382,7 +393,8 @@ mod tests {
         assert_eq!((tls.cert, tls.key, tls.ca), (here.join("c"), here.join("k"), "/a".into()));
         assert_eq!(tls.name, None);
         let named =
-            parse("a --to tcp:192.0.2.1:1 --peer-name b --tls-cert c --tls-key k --tls-ca /a").unwrap();
+            parse("a --to tcp:192.0.2.1:1 --peer-name b --tls-cert c --tls-key k --tls-ca /a")
+                .unwrap();
         assert_eq!(named.tls.unwrap().name.as_deref(), Some("b"));
     }
 

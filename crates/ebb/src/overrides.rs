@@ -1,4 +1,5 @@
-//! Options that `ebb restore` and `ebb receive` share: what is decided on this host for a machine that was made elsewhere.
+//! Options that `ebb restore` and `ebb receive` share: what is decided on this host for a machine
+//! that was made elsewhere.
 
 use std::io::IsTerminal;
 use std::path::PathBuf;
@@ -20,7 +21,8 @@ pub struct OverrideArgs {
     /// Socket for `ebb ctl` and `ebb migrate`
     #[arg(long, value_name = "PATH")]
     api: Option<PathBuf>,
-    /// What the guest's clocks do over the time in between, and over later pauses [default: as before]
+    /// What the guest's clocks do over the time in between, and over later pauses [default: as
+    /// before]
     #[arg(long, value_name = CLOCK_FORM)]
     clock: Option<ClockPolicy>,
     /// Kernel that a reboot of the guest starts, with the command line as before
@@ -32,14 +34,16 @@ pub struct OverrideArgs {
     /// What a reboot of the guest does: start it again, or end the monitor [default: as before]
     #[arg(long, value_enum)]
     on_reboot: Option<OnReboot>,
-    /// Image of a disk of the machine; give all of them, in their order. One that the guest could not write stays so
+    /// Image of a disk of the machine; give all of them, in their order. One that the guest could
+    /// not write stays so
     #[arg(long, value_name = DISK_FORM)]
     disk: Vec<DiskConfig>,
     /// How equal pages of guest memory are merged from now on [default: not at all]
     #[arg(long, value_name = MERGE_FORM)]
     memory: Option<MergeOverrides>,
-    /// Open the files that the machine's description names (kernel, initrd, disks) where no option names one, and merge its
-    /// pages as described: its author can then read and change any file that this user can
+    /// Open the files that the machine's description names (kernel, initrd, disks) where no option
+    /// names one, and merge its pages as described: its author can then read and change any file
+    /// that this user can
     #[arg(long)]
     trust_paths: bool,
     /// System call filters
@@ -53,7 +57,11 @@ impl OverrideArgs {
         let interactive = std::io::stdin().is_terminal();
         let initrd = self.initrd;
         Overrides {
-            serial: self.serial.unwrap_or(if interactive { SerialConfig::Tty } else { SerialConfig::Stdio }),
+            serial: self.serial.unwrap_or(if interactive {
+                SerialConfig::Tty
+            } else {
+                SerialConfig::Stdio
+            }),
             api: self.api,
             seccomp: if matches!(self.seccomp, Toggle::On) { Switch::On } else { Switch::Off },
             clock: self.clock,
@@ -64,7 +72,11 @@ impl OverrideArgs {
             boot: self.kernel.map(|kernel| BootFiles { kernel, initrd }),
             disks: self.disk,
             merge: self.memory.unwrap_or_default(),
-            described_paths: if self.trust_paths { DescribedPaths::Trust } else { DescribedPaths::Ignore },
+            described_paths: if self.trust_paths {
+                DescribedPaths::Trust
+            } else {
+                DescribedPaths::Ignore
+            },
         }
     }
 }

@@ -54,7 +54,8 @@ pub struct Args {
     /// Authorities (PEM) that the other side's certificate must come from
     #[arg(long, value_name = "FILE", requires_all = ["tls_cert", "tls_key"])]
     tls_ca: Option<PathBuf>,
-    /// Name (or address) that the other monitor's certificate must be for; several if any of them will do
+    /// Name (or address) that the other monitor's certificate must be for; several if any of them
+    /// will do
     #[arg(long, value_name = "NAME", requires = "tls_cert")]
     peer_name: Vec<String>,
     /// Take a machine over TCP from anybody who can reach the port, unencrypted
@@ -63,7 +64,8 @@ pub struct Args {
     /// A KVM that emulates each instruction of its guests: refuse it, or use it all the same
     #[arg(long, value_enum, default_value_t = EmulatedKvm::Refuse)]
     emulated_kvm: EmulatedKvm,
-    /// Say how the guest ended as one JSON line on standard error (standard output may be the guest's console)
+    /// Say how the guest ended as one JSON line on standard error (standard output may be the
+    /// guest's console)
     #[arg(long)]
     json: bool,
 }

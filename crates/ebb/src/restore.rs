@@ -44,7 +44,8 @@ pub struct Args {
     /// A KVM that emulates each instruction of its guests: refuse it, or use it all the same
     #[arg(long, value_enum, default_value_t = EmulatedKvm::Refuse)]
     emulated_kvm: EmulatedKvm,
-    /// Say how the guest ended as one JSON line on standard error (standard output may be the guest's console)
+    /// Say how the guest ended as one JSON line on standard error (standard output may be the
+    /// guest's console)
     #[arg(long)]
     json: bool,
 }

@@ -6,10 +6,12 @@ use std::process::ExitCode;
 
 use clap::ValueEnum;
 use ebb_kvm_clock::ClockPolicy;
-use ebb_vmm::config::options::{self, BALLOON_FORM, DISK_FORM, MEMORY_FORM, NUMA_FORM, SERIAL_FORM};
+use ebb_vmm::config::options::{
+    self, BALLOON_FORM, DISK_FORM, MEMORY_FORM, NUMA_FORM, SERIAL_FORM,
+};
 use ebb_vmm::config::{
-    BootFiles, ConfigError, DiskConfig, MemoryConfig, NumaNodeConfig, RebootAction, SerialConfig, Switch,
-    VmConfig,
+    BootFiles, ConfigError, DiskConfig, MemoryConfig, NumaNodeConfig, RebootAction, SerialConfig,
+    Switch, VmConfig,
 };
 use ebb_vmm::exit::GuestExit;
 use ebb_vmm::probe::{self, KvmQuality};
@@ -29,7 +31,8 @@ Example: ebb run --kernel /boot/vmlinuz-6.1.0-amd64 --initrd guest.cpio --cmdlin
 #[derive(Debug, clap::Args)]
 #[command(after_help = AFTER_HELP, next_line_help = true)]
 pub struct Args {
-    /// Kernel: a bzImage (/boot/vmlinuz-*) or an ELF vmlinux; the latter starts faster (see `ebb extract-vmlinux`)
+    /// Kernel: a bzImage (/boot/vmlinuz-*) or an ELF vmlinux; the latter starts faster (see
+    /// `ebb extract-vmlinux`)
     #[arg(long, value_name = "FILE")]
     kernel: PathBuf,
     /// Initial RAM file system
@@ -43,9 +46,10 @@ pub struct Args {
     cpus: u8,
     /// Guest memory
     ///
-    /// merge=owner lets the monitor merge equal pages of this machine, and with merge_broker also with those of other machines
-    /// of the same merge_domain; merge=kernel lets Linux's KSM do it, for machines of one trust domain only. Merging lets machines
-    /// of a domain find out what others have in memory (docs/merging.md), so it is off unless it is asked for.
+    /// merge=owner lets the monitor merge equal pages of this machine, and with merge_broker also
+    /// with those of other machines of the same merge_domain; merge=kernel lets Linux's KSM do it,
+    /// for machines of one trust domain only. Merging lets machines of a domain find out what
+    /// others have in memory (docs/merging.md), so it is off unless it is asked for.
     #[arg(long, value_name = MEMORY_FORM, default_value = "512M")]
     memory: MemoryConfig,
     /// A NUMA node of the guest; give one for each node
@@ -53,10 +57,11 @@ pub struct Args {
     numa: Vec<NumaNodeConfig>,
     /// The balloon device
     ///
-    /// page_bitmap, page_ranges and host_requests are features of Ebb's extension; Linux's own driver leaves them out.
-    /// verify_reports=on is a slow check of guests under test: each page that the guest gives away, by reporting or by the
-    /// balloon, is overwritten with a pattern before it is discarded, so that a guest that still uses it notices. It does
-    /// nothing where the guest has negotiated page poison.
+    /// page_bitmap, page_ranges and host_requests are features of Ebb's extension; Linux's own
+    /// driver leaves them out. verify_reports=on is a slow check of guests under test: each page
+    /// that the guest gives away, by reporting or by the balloon, is overwritten with a pattern
+    /// before it is discarded, so that a guest that still uses it notices. It does nothing where
+    /// the guest has negotiated page poison.
     #[arg(long, value_name = BALLOON_FORM, default_value = "reporting=on")]
     balloon: String,
     /// A raw disk image; give one for each disk
@@ -77,7 +82,8 @@ pub struct Args {
     /// A KVM that emulates each instruction of its guests: refuse it, or use it all the same
     #[arg(long, value_enum, default_value_t = EmulatedKvm::Refuse)]
     emulated_kvm: EmulatedKvm,
-    /// Say how the guest ended as one JSON line on standard error (standard output may be the guest's console)
+    /// Say how the guest ended as one JSON line on standard error (standard output may be the
+    /// guest's console)
     #[arg(long)]
     json: bool,
     /// What a reboot of the guest does: start it again, or end the monitor
@@ -131,7 +137,11 @@ impl Args {
             balloon: options::parse_balloon(&self.balloon)?,
             disks: self.disk,
             rng: switch(self.rng),
-            serial: self.serial.unwrap_or(if interactive { SerialConfig::Tty } else { SerialConfig::Stdio }),
+            serial: self.serial.unwrap_or(if interactive {
+                SerialConfig::Tty
+            } else {
+                SerialConfig::Stdio
+            }),
             api: self.api,
             seccomp: switch(matches!(self.seccomp, Toggle::On)),
             on_reboot: match self.on_reboot {
@@ -145,18 +155,21 @@ impl Args {
     }
 }
 
-/// Refuses a KVM on which Linux does not boot in reasonable time. A processor that virtualizes is believed; anything else
-/// is tried with a loop, which takes up to two seconds.
+/// Refuses a KVM on which Linux does not boot in reasonable time. A processor that virtualizes is
+/// believed; anything else is tried with a loop, which takes up to two seconds.
 fn check_kvm() -> anyhow::Result<()> {
     let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let virtualizes = |line: &str| {
-        line.starts_with("flags") && line.split_ascii_whitespace().any(|flag| matches!(flag, "vmx" | "svm"))
+        line.starts_with("flags")
+            && line.split_ascii_whitespace().any(|flag| matches!(flag, "vmx" | "svm"))
     };
     if cpuinfo.lines().any(virtualizes) {
         return Ok(());
     }
     // Other faults are told when KVM is opened.
-    let KvmQuality::Emulated { ns_per_iteration, .. } = probe::probe().quality else { return Ok(()) };
+    let KvmQuality::Emulated { ns_per_iteration, .. } = probe::probe().quality else {
+        return Ok(());
+    };
     anyhow::bail!(
         "/dev/kvm emulates its guests on this machine: {ns_per_iteration:.0} ns for a round of a loop that takes hardware \
          about 1 ns, so that Linux would boot for many minutes; run the same command in a KVM host of Ebb's own, \
@@ -188,8 +201,7 @@ pub fn run_machine(
     }
     let exit = machine()?;
     if json {
-        let document =
-            serde_json::json!({ "end": exit.kind(), "code": exit.code(), "message": exit.to_string() });
+        let document = serde_json::json!({ "end": exit.kind(), "code": exit.code(), "message": exit.to_string() });
         eprintln!("{document}");
     } else if exit.code() == 0 {
         tracing::info!("{exit}");

@@ -110,18 +110,25 @@ fn print(description: &Description) {
         ("on disk", format!("{:.1} MiB", description.stored_bytes as f64 / f64::from(1 << 20))),
         (
             "guest's clock",
-            format!("{seconds} s since its start; TSC of {:.3} MHz", f64::from(description.tsc_khz) / 1000.0),
+            format!(
+                "{seconds} s since its start; TSC of {:.3} MHz",
+                f64::from(description.tsc_khz) / 1000.0
+            ),
         ),
         (
             "kernel",
-            machine.kernel.as_ref().map_or_else(|| "none".to_owned(), |path| path.display().to_string()),
+            machine
+                .kernel
+                .as_ref()
+                .map_or_else(|| "none".to_owned(), |path| path.display().to_string()),
         ),
     ];
     for disk in &machine.disks {
         let access = if disk.readonly { "read only" } else { "writable" };
         rows.push(("disk", format!("{}, {access}", disk.path.display())));
     }
-    let checked = if description.verified { "header, state and memory" } else { "header and state" };
+    let checked =
+        if description.verified { "header, state and memory" } else { "header and state" };
     rows.push(("checked", checked.to_owned()));
     for (name, value) in rows {
         println!("{name:<14} {}", crate::printable(&value));

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use ebb_virtual_host::{
-    Command, ExitStatus, HostConfig, HostError, HostFile, HostKernel, Inclusion, NodeConfig, Output,
-    VirtualHost, parse_duration, parse_size_mib,
+    Command, ExitStatus, HostConfig, HostError, HostFile, HostKernel, Inclusion, NodeConfig,
+    Output, VirtualHost, parse_duration, parse_size_mib,
 };
 
 /// Exit code of a program that SIGPIPE has ended, as a shell reports it.
@@ -70,12 +70,12 @@ pub struct Args {
     /// Limit for everything, such as 90s or 10m.
     #[arg(long, value_parser = parse_duration, default_value = "10m", value_name = "TIME")]
     time_limit: Duration,
-    /// Kernel of guests, and of the host too unless --host-kernel is given (default: EBB_KERNEL, else the newest
-    /// /boot/vmlinuz-*-cloud-amd64).
+    /// Kernel of guests, and of the host too unless --host-kernel is given (default: EBB_KERNEL,
+    /// else the newest /boot/vmlinuz-*-cloud-amd64).
     #[arg(long, value_name = "PATH")]
     kernel: Option<PathBuf>,
-    /// Kernel of the host: `guests` for the guests' one, `newest` for EBB_HOST_KERNEL or else the newest in
-    /// /var/lib/ebb/kernels, or the path of an image.
+    /// Kernel of the host: `guests` for the guests' one, `newest` for EBB_HOST_KERNEL or else the
+    /// newest in /var/lib/ebb/kernels, or the path of an image.
     #[arg(long, value_name = "guests|newest|PATH", default_value = "guests")]
     host_kernel: HostKernel,
     /// Further words for the kernel of the host.
@@ -142,7 +142,8 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
         host.get_file(inside, target)
             .with_context(|| format!("cannot fetch {inside} to {}", target.display()))?;
     }
-    // The command has done its work: a host that does not power off by itself is killed and no reason to fail.
+    // The command has done its work: a host that does not power off by itself is killed and no
+    // reason to fail.
     if let Err(error) = host.shutdown() {
         tracing::debug!(%error, "shutdown");
     }
@@ -160,8 +161,11 @@ fn run_live(host: &VirtualHost, command: &Command) -> Result<ExitStatus, HostErr
             Output::Stderr(bytes) => write_now(io::stderr(), bytes),
         };
         match result {
-            // A reader such as `head` has seen enough: end as by SIGPIPE; QEMU ends with this process.
-            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => std::process::exit(BROKEN_PIPE_CODE),
+            // A reader such as `head` has seen enough: end as by SIGPIPE; QEMU ends with this
+            // process.
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {
+                std::process::exit(BROKEN_PIPE_CODE)
+            }
             Err(error) => {
                 failed.get_or_insert(error);
             }
@@ -169,7 +173,9 @@ fn run_live(host: &VirtualHost, command: &Command) -> Result<ExitStatus, HostErr
         }
     })?;
     match failed {
-        Some(error) => Err(HostError::Io { what: "cannot write the command's output".to_owned(), error }),
+        Some(error) => {
+            Err(HostError::Io { what: "cannot write the command's output".to_owned(), error })
+        }
         None => Ok(status),
     }
 }

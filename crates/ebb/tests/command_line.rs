@@ -39,8 +39,15 @@ fn a_kvm_that_emulates_is_refused() {
     // Elsewhere the missing kernel is what is wrong.
     let expected = if emulated { "ebb virtual-host" } else { "/nonexistent/vmlinuz" };
     assert!(errors(&output).contains(expected), "{}", errors(&output));
-    let output =
-        ebb(&["run", "--kernel", "/nonexistent/vmlinuz", "--serial", "null", "--emulated-kvm", "use"]);
+    let output = ebb(&[
+        "run",
+        "--kernel",
+        "/nonexistent/vmlinuz",
+        "--serial",
+        "null",
+        "--emulated-kvm",
+        "use",
+    ]);
     assert!(errors(&output).contains("/nonexistent/vmlinuz"), "{}", errors(&output));
 }
 
@@ -48,8 +55,9 @@ fn a_kvm_that_emulates_is_refused() {
 fn a_kernel_can_be_unpacked_once_it_is_one() {
     let directory = tempfile::tempdir().expect("a directory");
     let output_path = directory.path().join("vmlinux");
-    let unpack =
-        |input: &str| ebb(&["extract-vmlinux", "--json", input, output_path.to_str().expect("a path")]);
+    let unpack = |input: &str| {
+        ebb(&["extract-vmlinux", "--json", input, output_path.to_str().expect("a path")])
+    };
     let output = unpack(env!("CARGO_BIN_EXE_ebb"));
     // An ELF file is taken as it is.
     assert!(output.status.success(), "{}", errors(&output));
@@ -65,7 +73,8 @@ fn a_kernel_can_be_unpacked_once_it_is_one() {
 
 #[test]
 fn every_command_has_help() {
-    for command in ["run", "ctl", "doctor", "lab", "virtual-host", "guest-image", "extract-vmlinux"] {
+    for command in ["run", "ctl", "doctor", "lab", "virtual-host", "guest-image", "extract-vmlinux"]
+    {
         let output = ebb(&[command, "--help"]);
         assert!(output.status.success(), "{command}");
         assert!(output.stdout.len() > 200, "{command}");

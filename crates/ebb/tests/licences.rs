@@ -23,7 +23,8 @@ const ALLOWED: [&str; 14] = [
 
 fn allowed(licence: &str) -> bool {
     let Ok(expression) = Expression::parse_mode(licence, ParseMode::LAX) else { return false };
-    expression.evaluate(|requirement: &LicenseReq| ALLOWED.contains(&requirement.to_string().as_str()))
+    expression
+        .evaluate(|requirement: &LicenseReq| ALLOWED.contains(&requirement.to_string().as_str()))
 }
 
 #[test]
@@ -33,13 +34,16 @@ fn all_licences_go_with_apache_2() {
         .output()
         .expect("cargo runs");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let metadata: serde_json::Value = serde_json::from_slice(&output.stdout).expect("cargo prints JSON");
+    let metadata: serde_json::Value =
+        serde_json::from_slice(&output.stdout).expect("cargo prints JSON");
     let packages = metadata["packages"].as_array().expect("a list of packages");
     assert!(packages.len() > 50, "only {} packages", packages.len());
     let bad: Vec<String> = packages
         .iter()
         .filter(|package| !package["license"].as_str().is_some_and(allowed))
-        .map(|package| format!("{} {}: {}", package["name"], package["version"], package["license"]))
+        .map(|package| {
+            format!("{} {}: {}", package["name"], package["version"], package["license"])
+        })
         .collect();
     assert!(bad.is_empty(), "licences that do not go with Apache-2.0: {bad:#?}");
 }

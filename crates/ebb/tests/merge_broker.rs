@@ -113,7 +113,8 @@ fn clients_share_pages_through_it_and_it_ends_at_a_signal() {
         a.news(&mut Vec::new());
         b.news(&mut Vec::new());
         let status = broker.status();
-        let found = status.domains.iter().find(|found| found.name.as_str() == domain).expect("the domain");
+        let found =
+            status.domains.iter().find(|found| found.name.as_str() == domain).expect("the domain");
         assert_eq!((found.nodes[0].stable_pages, found.nodes[0].sharers), (1, 2));
         // All the way back, through the closing of a segment.
         for store in [&mut a, &mut b] {
@@ -133,7 +134,8 @@ fn it_has_no_capabilities_and_a_filter() {
     assert_eq!(line["listening"], format!("unix:{}", broker.path.display()));
     // Once it answers, it has given up what it does not need.
     broker.status();
-    let status = std::fs::read_to_string(format!("/proc/{}/status", broker.child.id())).expect("its state");
+    let status =
+        std::fs::read_to_string(format!("/proc/{}/status", broker.child.id())).expect("its state");
     let field = |name: &str| {
         let line = status.lines().find(|line| line.starts_with(name)).expect("a field");
         line.split_whitespace().nth(1).expect("a value").to_owned()
@@ -159,7 +161,10 @@ fn wrong_use_is_told() {
     }
     for (arguments, reason) in [
         (&["merge-broker", "--listen", "tcp:127.0.0.1:1"][..], "unix:PATH"),
-        (&["merge-broker", "--listen", "unix:/nonexistent/folder/socket"], "/nonexistent/folder/socket"),
+        (
+            &["merge-broker", "--listen", "unix:/nonexistent/folder/socket"],
+            "/nonexistent/folder/socket",
+        ),
         (&["merge-broker", "--status", "/nonexistent/socket"], "/nonexistent/socket"),
     ] {
         let output = ebb(arguments);
@@ -188,7 +193,11 @@ fn a_second_one_is_refused_and_the_place_of_a_killed_one_is_taken() {
     let address = format!("unix:{}", first.path.display());
     let second = ebb(&["merge-broker", "--listen", &address]);
     assert_eq!(second.status.code(), Some(1));
-    assert!(text(&second.stderr).contains("another process listens at"), "{}", text(&second.stderr));
+    assert!(
+        text(&second.stderr).contains("another process listens at"),
+        "{}",
+        text(&second.stderr)
+    );
     assert_eq!(first.status().clients, 0, "the first one goes on");
 
     first.child.kill().expect("it lives");

@@ -20,9 +20,16 @@ fn ram(backing: Backing, huge_pages: HugePages) -> GuestRam {
 
 fn touch(ram: &GuestRam) {
     let region = ram.regions()[0];
-    // SAFETY: the range is the region's, which lives as long as `ram`; populating changes no content.
-    unsafe { madvise(region.host_address as *mut _, region.size_bytes as usize, Advice::LinuxPopulateWrite) }
-        .unwrap();
+    // SAFETY: the range is the region's, which lives as long as `ram`; populating changes no
+    // content.
+    unsafe {
+        madvise(
+            region.host_address as *mut _,
+            region.size_bytes as usize,
+            Advice::LinuxPopulateWrite,
+        )
+    }
+    .unwrap();
 }
 
 fn discard(criterion: &mut Criterion) {
@@ -45,18 +52,22 @@ fn discard(criterion: &mut Criterion) {
                 .map(|index| GuestRange::new(Pfn(2 * index * range_pages), range_pages))
                 .collect();
             group.throughput(Throughput::Bytes(BYTES));
-            group.bench_with_input(BenchmarkId::from_parameter(range_pages), &ranges, |bencher, ranges| {
-                bencher.iter_custom(|iterations| {
-                    (0..iterations)
-                        .map(|_| {
-                            touch(&ram);
-                            let start = Instant::now();
-                            ram.discard(ranges).unwrap();
-                            start.elapsed()
-                        })
-                        .sum()
-                });
-            });
+            group.bench_with_input(
+                BenchmarkId::from_parameter(range_pages),
+                &ranges,
+                |bencher, ranges| {
+                    bencher.iter_custom(|iterations| {
+                        (0..iterations)
+                            .map(|_| {
+                                touch(&ram);
+                                let start = Instant::now();
+                                ram.discard(ranges).unwrap();
+                                start.elapsed()
+                            })
+                            .sum()
+                    });
+                },
+            );
         }
     }
 }

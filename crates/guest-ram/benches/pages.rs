@@ -41,14 +41,18 @@ fn sets(criterion: &mut Criterion) {
         ("full", PageSet::full(&all())),
     ];
     for (name, set) in &sets {
-        group.bench_function(format!("ranges/{name}"), |bencher| bencher.iter(|| set.ranges().count()));
+        group.bench_function(format!("ranges/{name}"), |bencher| {
+            bencher.iter(|| set.ranges().count())
+        });
     }
     let (sparse, dense) = (&sets[1].1, &sets[3].1);
     group.bench_function("count", |bencher| bencher.iter(|| sparse.count()));
     group.bench_function("insert 2 MiB of 4", |bencher| bencher.iter(|| set(1024, 512)));
     let mut sum = dense.clone();
     group.bench_function("union", |bencher| bencher.iter(|| black_box(&mut sum).union(sparse)));
-    group.bench_function("subtract", |bencher| bencher.iter(|| black_box(&mut sum).subtract(sparse)));
+    group.bench_function("subtract", |bencher| {
+        bencher.iter(|| black_box(&mut sum).subtract(sparse))
+    });
     let words = vec![0x0100_0000_0000_1000; (SET_PAGES / 64) as usize];
     group.bench_function("insert_words", |bencher| {
         bencher.iter(|| sum.insert_words(Pfn(0), words.iter().copied()));
@@ -80,7 +84,8 @@ fn write_log(criterion: &mut Criterion) {
     let (address, size_bytes) = (ram.regions()[0].host_address as *mut u8, RAM_BYTES as usize);
     let protection = libc::PROT_READ | libc::PROT_WRITE;
     // SAFETY: the region is mapped as long as `ram` lives, which is dropped after this.
-    let region: MmapRegion = unsafe { MmapRegion::build_raw(address, size_bytes, protection, 0) }.unwrap();
+    let region: MmapRegion =
+        unsafe { MmapRegion::build_raw(address, size_bytes, protection, 0) }.unwrap();
     let region = GuestRegionMmap::new(region, GuestAddress(0)).unwrap();
     let plain = GuestMemoryMmap::from_regions(vec![region]).unwrap();
     let memory = ram.memory();

@@ -58,7 +58,10 @@ fn time(total: u64, mut once: impl FnMut() -> Duration) -> Duration {
 
 fn save(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("save");
-    group.sample_size(10).warm_up_time(Duration::from_millis(200)).throughput(Throughput::Bytes(BYTES));
+    group
+        .sample_size(10)
+        .warm_up_time(Duration::from_millis(200))
+        .throughput(Throughput::Bytes(BYTES));
     let cases = [
         ("anonymous/full/4k", Backing::Anonymous, HugePages::Off, Content::Full),
         ("anonymous/full/thp", Backing::Anonymous, HugePages::On, Content::Full),
@@ -70,7 +73,8 @@ fn save(criterion: &mut Criterion) {
     for (name, backing, huge_pages, content) in cases {
         let ram = fresh(backing, huge_pages);
         fill(&ram, content);
-        // The file's pages are allocated anew each time, since saving begins with taking out what it held.
+        // The file's pages are allocated anew each time, since saving begins with taking out what
+        // it held.
         let file = target();
         group.bench_function(name, |bencher| {
             bencher.iter_custom(|iterations| {
@@ -98,7 +102,10 @@ fn save(criterion: &mut Criterion) {
 
 fn first_touch(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("first_touch");
-    group.sample_size(10).warm_up_time(Duration::from_millis(200)).throughput(Throughput::Bytes(BYTES));
+    group
+        .sample_size(10)
+        .warm_up_time(Duration::from_millis(200))
+        .throughput(Throughput::Bytes(BYTES));
     let ram = fresh(Backing::Anonymous, HugePages::Off);
     fill(&ram, Content::Full);
     let file = target();
@@ -157,17 +164,20 @@ fn restore_and_discard(criterion: &mut Criterion) {
         let ranges: Vec<_> = (0..BYTES / PAGE_SIZE_BYTES / range_pages / 2)
             .map(|index| PageRange::new(Pfn(2 * index * range_pages), range_pages))
             .collect();
-        group.bench_function(format!("discard_of_file/{}x{range_pages}", ranges.len()), |bencher| {
-            bencher.iter_custom(|iterations| {
-                time(iterations, || {
-                    let ram = restore(&file, &image);
-                    fill(&ram, Content::Full);
-                    let start = Instant::now();
-                    ram.discard(&ranges).unwrap();
-                    start.elapsed()
-                })
-            });
-        });
+        group.bench_function(
+            format!("discard_of_file/{}x{range_pages}", ranges.len()),
+            |bencher| {
+                bencher.iter_custom(|iterations| {
+                    time(iterations, || {
+                        let ram = restore(&file, &image);
+                        fill(&ram, Content::Full);
+                        let start = Instant::now();
+                        ram.discard(&ranges).unwrap();
+                        start.elapsed()
+                    })
+                });
+            },
+        );
     }
 }
 

@@ -12,19 +12,25 @@ use crate::{Backing, GuestRam, GuestRange, RamError};
 const LOOK_PAGES: u64 = (64 << 20) / PAGE_SIZE_BYTES;
 
 impl GuestRam {
-    /// Adds to `held` the parts of `range` that the host holds content for: in memory, in swap space, in the memory's file, or in the
-    /// file that it was [restored](Self::restore) from. All other pages read as zeros, and reading them would make the
-    /// host allocate some of them.
+    /// Adds to `held` the parts of `range` that the host holds content for: in memory, in swap
+    /// space, in the memory's file, or in the file that it was [restored](Self::restore) from. All
+    /// other pages read as zeros, and reading them would make the host allocate some of them.
     ///
-    /// The parts are in ascending order, as long as they can be, and do not cross regions. If others write to the memory meanwhile, a
-    /// page is told as it was at some moment of the call. If the host does not tell of single pages, all count as
-    /// held.
+    /// The parts are in ascending order, as long as they can be, and do not cross regions. If
+    /// others write to the memory meanwhile, a page is told as it was at some moment of the call.
+    /// If the host does not tell of single pages, all count as held.
     ///
-    /// Opens no file. System calls: `pread64`, `lseek`, `mincore`, and what memory of the heap needs.
+    /// Opens no file. System calls: `pread64`, `lseek`, `mincore`, and what memory of the heap
+    /// needs.
     ///
     /// # Errors
-    /// [`RamError::OutsideRam`] if not all of the range is guest memory, [`RamError::Resident`] if the host refuses to tell.
-    pub fn held_ranges(&self, range: GuestRange, held: &mut Vec<GuestRange>) -> Result<(), RamError> {
+    /// [`RamError::OutsideRam`] if not all of the range is guest memory, [`RamError::Resident`] if
+    /// the host refuses to tell.
+    pub fn held_ranges(
+        &self,
+        range: GuestRange,
+        held: &mut Vec<GuestRange>,
+    ) -> Result<(), RamError> {
         for part in self.parts_of(range)? {
             // No range of this part is joined with one from before.
             let first_of_part = held.len();
@@ -33,7 +39,9 @@ impl GuestRam {
                 let runs = self.held_runs(look).map_err(|source| RamError::Resident { source })?;
                 for run in runs {
                     match held[first_of_part..].last_mut() {
-                        Some(last) if last.end() == run.range.start => last.pages += run.range.pages,
+                        Some(last) if last.end() == run.range.start => {
+                            last.pages += run.range.pages
+                        }
                         _ => held.push(run.range),
                     }
                 }
@@ -52,15 +60,15 @@ impl GuestRam {
         Ok(!held.is_empty())
     }
 
-    /// Copies the pages of `range` into `content`. The guest may write meanwhile: then some bytes are from before a write
-    /// and others from after it, even within a page.
+    /// Copies the pages of `range` into `content`. The guest may write meanwhile: then some bytes
+    /// are from before a write and others from after it, even within a page.
     ///
-    /// Meant for pages that are [held](Self::held_ranges). Others are zeros, and anonymous memory gets an entry in its page
-    /// tables for each. System calls: `pread64`.
+    /// Meant for pages that are [held](Self::held_ranges). Others are zeros, and anonymous memory
+    /// gets an entry in its page tables for each. System calls: `pread64`.
     ///
     /// # Errors
-    /// [`RamError::OutsideRam`] if not all of the range is guest memory; [`RamError::ReadPages`] if the memory's file
-    /// cannot be read.
+    /// [`RamError::OutsideRam`] if not all of the range is guest memory; [`RamError::ReadPages`] if
+    /// the memory's file cannot be read.
     ///
     /// # Panics
     /// If `content` has another size than the range.
@@ -70,7 +78,8 @@ impl GuestRam {
         for part in self.parts_of(range)? {
             let (content, behind) = rest.split_at_mut(part.size_bytes() as usize);
             rest = behind;
-            // A mere read of a hole through a mapping would allocate a page, so files are read as such.
+            // A mere read of a hole through a mapping would allocate a page, so files are read as
+            // such.
             let file = self.piece(part).and_then(|piece| piece.file);
             let result = match file {
                 Some((file, offset)) => file.read_exact_at(content, offset),
@@ -84,12 +93,14 @@ impl GuestRam {
         Ok(())
     }
 
-    /// Replaces the content of the pages of `range`. Pages of a memfd are written to the file: that takes half the time of
-    /// page faults for those that are not there yet. System call: `pwrite64`.
+    /// Replaces the content of the pages of `range`. Pages of a memfd are written to the file: that
+    /// takes half the time of page faults for those that are not there yet. System call:
+    /// `pwrite64`.
     ///
     /// # Errors
-    /// [`RamError::OutsideRam`] if not all of the range is guest memory, before anything is written;
-    /// [`RamError::WritePages`] if the memory's file cannot be written, for example because the host has no memory left.
+    /// [`RamError::OutsideRam`] if not all of the range is guest memory, before anything is
+    /// written; [`RamError::WritePages`] if the memory's file cannot be written, for example
+    /// because the host has no memory left.
     ///
     /// # Panics
     /// If `content` has another size than the range.
@@ -99,7 +110,8 @@ impl GuestRam {
         for part in self.parts_of(range)? {
             let (content, behind) = rest.split_at(part.size_bytes() as usize);
             rest = behind;
-            self.write_part(part, content).map_err(|source| RamError::WritePages { range: part, source })?;
+            self.write_part(part, content)
+                .map_err(|source| RamError::WritePages { range: part, source })?;
         }
         Ok(())
     }
@@ -122,9 +134,16 @@ impl GuestRam {
     }
 
     /// The parts of a range, one a region, all of which must be guest memory.
-    pub(crate) fn parts_of(&self, range: GuestRange) -> Result<impl Iterator<Item = GuestRange>, RamError> {
+    pub(crate) fn parts_of(
+        &self,
+        range: GuestRange,
+    ) -> Result<impl Iterator<Item = GuestRange>, RamError> {
         let inside: u64 = self.clip(range).map(|part| part.pages).sum();
-        if inside == range.pages { Ok(self.clip(range)) } else { Err(RamError::OutsideRam { range }) }
+        if inside == range.pages {
+            Ok(self.clip(range))
+        } else {
+            Err(RamError::OutsideRam { range })
+        }
     }
 }
 

@@ -7,8 +7,8 @@
 //! | private mapping of a file (restored and merged memory) | replaced by anonymous memory, see [`restored`](crate::restored) and [`merged`](crate::merged) | `MADV_DONTNEED` would bring back what the file holds |
 //! | hugetlb memfd | the same, whole huge pages only | the file system zeroes parts of a huge page instead of freeing them |
 //!
-//! Each leaves the range reading as zeros: a hole punched into a file is also taken out of every mapping of it
-//! (mm/shmem.c, `shmem_fallocate`; fs/hugetlbfs/inode.c, `hugetlbfs_punch_hole`).
+//! Each leaves the range reading as zeros: a hole punched into a file is also taken out of every
+//! mapping of it (mm/shmem.c, `shmem_fallocate`; fs/hugetlbfs/inode.c, `hugetlbfs_punch_hole`).
 
 use std::fs::File;
 use std::io;
@@ -38,8 +38,9 @@ pub struct DiscardOutcome {
     pub syscalls: u64,
     /// Bytes not given back because discards are inhibited.
     pub inhibited_bytes: u64,
-    /// Bytes not given back because the rest of their huge page is in use, or, in restored and in merged memory, because the
-    /// file's mapping around them cannot be cut any more. They read as before.
+    /// Bytes not given back because the rest of their huge page is in use, or, in restored and in
+    /// merged memory, because the file's mapping around them cannot be cut any more. They read as
+    /// before.
     pub deferred_bytes: u64,
 }
 
@@ -56,7 +57,8 @@ impl AddAssign for DiscardOutcome {
 /// How anonymous memory is discarded when there are several ranges.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DiscardMethod {
-    /// `process_madvise(MADV_DONTNEED)` on the process itself, up to 1024 ranges a call (Linux 6.13 and later).
+    /// `process_madvise(MADV_DONTNEED)` on the process itself, up to 1024 ranges a call (Linux 6.13
+    /// and later).
     Vectored,
     /// One `madvise(MADV_DONTNEED)` a range.
     Single,
@@ -102,7 +104,9 @@ impl Discarder {
     /// Finds out what the kernel can do.
     pub(crate) fn probe() -> Self {
         let own_process = probe_vectored().inspect_err(|error| {
-            tracing::debug!("process_madvise cannot discard own memory here ({error}); using madvise");
+            tracing::debug!(
+                "process_madvise cannot discard own memory here ({error}); using madvise"
+            );
         });
         Self { own_process: own_process.ok() }
     }
@@ -120,13 +124,14 @@ impl Discarder {
     /// Gives the pieces back to the host.
     ///
     /// # Safety
-    /// Each piece's address must be that of a live mapping of guest memory that covers the piece and to which no Rust
-    /// reference exists.
+    /// Each piece's address must be that of a live mapping of guest memory that covers the piece
+    /// and to which no Rust reference exists.
     pub(crate) unsafe fn discard(&self, pieces: &[Piece<'_>]) -> Result<DiscardOutcome, RamError> {
         let mut outcome = DiscardOutcome::default();
         let mut rest = pieces;
         while let Some((first, others)) = rest.split_first() {
-            let anonymous = rest.iter().take(MAX_VECTORS).take_while(|piece| piece.file.is_none()).count();
+            let anonymous =
+                rest.iter().take(MAX_VECTORS).take_while(|piece| piece.file.is_none()).count();
             let done = match (&self.own_process, first.file) {
                 (Some(process), None) if anonymous > 1 => {
                     // SAFETY: the caller vouches for the pieces, which are all anonymous.
@@ -135,7 +140,8 @@ impl Discarder {
                 _ => 0,
             };
             if done > 0 {
-                outcome.bytes += rest[..done].iter().map(|piece| piece.range.size_bytes()).sum::<u64>();
+                outcome.bytes +=
+                    rest[..done].iter().map(|piece| piece.range.size_bytes()).sum::<u64>();
                 outcome.ranges += done as u64;
                 rest = &rest[done..];
             } else {
@@ -151,8 +157,8 @@ impl Discarder {
     }
 }
 
-/// Discards pieces with one call; returns how many were discarded entirely. Whoever calls goes on with the next one
-/// alone, so that an error, if there is one, shows with its range.
+/// Discards pieces with one call; returns how many were discarded entirely. Whoever calls goes on
+/// with the next one alone, so that an error, if there is one, shows with its range.
 ///
 /// # Safety
 /// As for [`Discarder::discard`], and the pieces must be anonymous memory.
@@ -164,8 +170,9 @@ unsafe fn discard_vectored(process: &OwnedFd, pieces: &[Piece<'_>]) -> usize {
             iov_len: piece.range.size_bytes() as usize,
         })
         .collect();
-    // SAFETY: the caller vouches that the addresses are guest memory without Rust references, whose content may
-    // vanish. `vectors` is an array of `vectors.len()` iovecs that lives until the call returns.
+    // SAFETY: the caller vouches that the addresses are guest memory without Rust references, whose
+    // content may vanish. `vectors` is an array of `vectors.len()` iovecs that lives until the call
+    // returns.
     let discarded_bytes = unsafe { process_madvise(process, &vectors) }.unwrap_or(0);
     let mut left_bytes = discarded_bytes;
     pieces
@@ -189,10 +196,11 @@ unsafe fn discard_one(piece: &Piece<'_>) -> Result<(), RamError> {
             let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
             ("fallocate(FALLOC_FL_PUNCH_HOLE)", fallocate(file, mode, offset, size_bytes))
         } else {
-            // SAFETY: the caller vouches that this is guest memory without Rust references, whose content may vanish;
-            // later reads see zeros.
-            let result =
-                unsafe { madvise(piece.address as *mut _, size_bytes as usize, Advice::LinuxDontNeed) };
+            // SAFETY: the caller vouches that this is guest memory without Rust references, whose
+            // content may vanish; later reads see zeros.
+            let result = unsafe {
+                madvise(piece.address as *mut _, size_bytes as usize, Advice::LinuxDontNeed)
+            };
             ("madvise(MADV_DONTNEED)", result)
         };
         match result {
@@ -208,10 +216,11 @@ unsafe fn discard_one(piece: &Piece<'_>) -> Result<(), RamError> {
 /// `process_madvise(MADV_DONTNEED)`; returns the number of bytes discarded.
 ///
 /// # Safety
-/// If `process` is this process, nothing may rely on the content of the memory that `vectors` describes.
+/// If `process` is this process, nothing may rely on the content of the memory that `vectors`
+/// describes.
 unsafe fn process_madvise(process: &OwnedFd, vectors: &[libc::iovec]) -> io::Result<u64> {
-    // SAFETY: the caller vouches for the memory that the vectors describe; the pointer and the count describe the
-    // slice, which outlives the call.
+    // SAFETY: the caller vouches for the memory that the vectors describe; the pointer and the
+    // count describe the slice, which outlives the call.
     let result = unsafe {
         libc::syscall(
             libc::SYS_process_madvise,
@@ -225,14 +234,19 @@ unsafe fn process_madvise(process: &OwnedFd, vectors: &[libc::iovec]) -> io::Res
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as u64) }
 }
 
-/// Tries `process_madvise` on a page made for it. Linux before 6.13 refuses advice that destroys content, even for
-/// the process itself.
+/// Tries `process_madvise` on a page made for it. Linux before 6.13 refuses advice that destroys
+/// content, even for the process itself.
 fn probe_vectored() -> io::Result<OwnedFd> {
     let process = pidfd_open(getpid(), PidfdFlags::empty())?;
     let size_bytes = PAGE_SIZE_BYTES as usize;
     // SAFETY: without MAP_FIXED the kernel chooses a free place, so no existing mapping is touched.
     let page = unsafe {
-        mmap_anonymous(ptr::null_mut(), size_bytes, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
+        mmap_anonymous(
+            ptr::null_mut(),
+            size_bytes,
+            ProtFlags::READ | ProtFlags::WRITE,
+            MapFlags::PRIVATE,
+        )
     }?;
     let vector = libc::iovec { iov_base: page, iov_len: size_bytes };
     // SAFETY: the page was mapped above for this purpose; nobody else knows it.

@@ -166,7 +166,8 @@ pub enum RamError {
     DiskFull {
         /// Bytes written until then.
         written_bytes: u64,
-        /// Bytes that all of it takes at most; pages that are not written yet may turn out to be zero.
+        /// Bytes that all of it takes at most; pages that are not written yet may turn out to be
+        /// zero.
         needed_bytes: u64,
         /// The system's answer.
         source: io::Error,

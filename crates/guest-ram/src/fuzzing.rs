@@ -1,4 +1,5 @@
-//! Bodies of fuzz targets: each takes any bytes and panics if this crate misbehaves. They also run as ordinary tests.
+//! Bodies of fuzz targets: each takes any bytes and panics if this crate misbehaves. They also run
+//! as ordinary tests.
 
 use ebb_abi::{HUGE_PAGE_SIZE_PAGES, PAGE_SIZE_BYTES};
 
@@ -33,7 +34,8 @@ impl Input<'_> {
     }
 }
 
-/// The description of saved memory: whatever it says, it is refused or can be mapped within the regions.
+/// The description of saved memory: whatever it says, it is refused or can be mapped within the
+/// regions.
 pub fn ram_image(data: &[u8]) {
     let image = image_from(data);
     let right = is_right(&image);
@@ -80,10 +82,12 @@ fn is_right(image: &RamImage) -> bool {
     let page = u128::from(PAGE_SIZE_BYTES);
     let span = |start: u64, size: u64| (u128::from(start), u128::from(start) + u128::from(size));
     let in_order = |spans: &[(u128, u128)], limit: u128| {
-        spans.iter().all(|(start, end)| start < end && end <= &limit && start % page == 0 && end % page == 0)
-            && spans.windows(2).all(|pair| pair[0].1 <= pair[1].0)
+        spans.iter().all(|(start, end)| {
+            start < end && end <= &limit && start % page == 0 && end % page == 0
+        }) && spans.windows(2).all(|pair| pair[0].1 <= pair[1].0)
     };
-    let regions: Vec<_> = image.regions.iter().map(|region| span(region.start, region.size_bytes)).collect();
+    let regions: Vec<_> =
+        image.regions.iter().map(|region| span(region.start, region.size_bytes)).collect();
     let extents: Vec<_> =
         image.extents.iter().map(|extent| span(extent.offset_bytes, extent.size_bytes)).collect();
     let ram_bytes: u128 = regions.iter().map(|(start, end)| end - start).sum();
@@ -110,7 +114,8 @@ fn check_runs(image: &RamImage, max_runs: usize) {
     }
     let covered = |offset_bytes: u64| {
         runs.iter().any(|run| {
-            (run.ram_offset_bytes..run.ram_offset_bytes + run.range.size_bytes()).contains(&offset_bytes)
+            (run.ram_offset_bytes..run.ram_offset_bytes + run.range.size_bytes())
+                .contains(&offset_bytes)
         })
     };
     for extent in &image.extents {

@@ -1,4 +1,5 @@
-//! Which parts of guest memory may hold something other than zeros, and from where they are best read.
+//! Which parts of guest memory may hold something other than zeros, and from where they are best
+//! read.
 
 use std::fs::File;
 use std::io;
@@ -23,8 +24,9 @@ pub(crate) struct HeldRun<'a> {
 pub(crate) enum Source<'a> {
     /// In memory or swap space.
     Memory,
-    /// In a file, from this offset in bytes on. Read from there, pages need not be mapped, and holes of the file get no
-    /// page: a mere read of a hole through a mapping would allocate one (hugetlbfs, tmpfs).
+    /// In a file, from this offset in bytes on. Read from there, pages need not be mapped, and
+    /// holes of the file get no page: a mere read of a hole through a mapping would allocate one
+    /// (hugetlbfs, tmpfs).
     File(&'a File, u64),
 }
 
@@ -37,8 +39,8 @@ enum PageSource {
 }
 
 impl GuestRam {
-    /// The runs of `range`, which must lie within one region, that may hold something, in ascending order. Pages in none of them
-    /// are zero.
+    /// The runs of `range`, which must lie within one region, that may hold something, in ascending
+    /// order. Pages in none of them are zero.
     pub(crate) fn held_runs(&self, range: GuestRange) -> io::Result<Vec<HeldRun<'_>>> {
         let Some(piece) = self.piece(range) else { return Ok(Vec::new()) };
         if let Some((file, offset)) = piece.file {
@@ -46,7 +48,9 @@ impl GuestRam {
             let segments = match self.backing() {
                 // mincore knows only of huge pages that are mapped.
                 Backing::Hugetlb2M => data_segments(file, in_file)?,
-                Backing::Memfd | Backing::Anonymous => mapped_data_segments(file, in_file, piece.address)?,
+                Backing::Memfd | Backing::Anonymous => {
+                    mapped_data_segments(file, in_file, piece.address)?
+                }
             };
             return Ok(runs_of_segments(file, offset, range, segments));
         }
@@ -55,11 +59,14 @@ impl GuestRam {
         let states = self.pagemap.as_ref().and_then(|pagemap| {
             let states = pagemap.read(piece.address, range.pages as usize);
             states
-                .inspect_err(|error| tracing::warn!("/proc/self/pagemap: {error}; looking at all pages"))
+                .inspect_err(|error| {
+                    tracing::warn!("/proc/self/pagemap: {error}; looking at all pages")
+                })
                 .ok()
         });
         let Some(states) = states else {
-            // Nothing else tells of pages in swap space: each must be looked at, which costs time and page tables.
+            // Nothing else tells of pages in swap space: each must be looked at, which costs time
+            // and page tables.
             return Ok(vec![HeldRun { range, source: Source::Memory }]);
         };
         let mut sources: Vec<_> = states
@@ -67,7 +74,8 @@ impl GuestRam {
             .map(|state| if state.is_private() { PageSource::Memory } else { PageSource::Nothing })
             .collect();
         if let Some(merged) = &merged {
-            // Read from memory, whether or not the stable page was mapped by an access since it was put there.
+            // Read from memory, whether or not the stable page was mapped by an access since it was
+            // put there.
             for (part, _) in merged.stable_mapped(range) {
                 let first = (part.start.0 - range.start.0) as usize;
                 sources[first..first + part.pages as usize].fill(PageSource::Memory);
@@ -90,7 +98,9 @@ impl GuestRam {
             let part = GuestRange::new(first, same.len() as u64);
             first = part.end();
             match (same[0], &self.restored) {
-                (PageSource::Memory, _) => runs.push(HeldRun { range: part, source: Source::Memory }),
+                (PageSource::Memory, _) => {
+                    runs.push(HeldRun { range: part, source: Source::Memory })
+                }
                 (PageSource::Snapshot, Some(restored)) => {
                     let (file, offset) = restored.in_file(self.ram_offset_bytes(part.start));
                     runs.append(&mut runs_of_file(file, offset, part)?);

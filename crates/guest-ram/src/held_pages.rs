@@ -1,7 +1,9 @@
-//! Memory of which pages the guest has given away, for backings that can only discard whole huge pages.
+//! Memory of which pages the guest has given away, for backings that can only discard whole huge
+//! pages.
 //!
-//! A hugetlb page goes back to the host only as a whole. Pages that a balloon takes one by one are remembered here
-//! until their huge page is complete; a page that goes back to the guest is forgotten.
+//! A hugetlb page goes back to the host only as a whole. Pages that a balloon takes one by one are
+//! remembered here until their huge page is complete; a page that goes back to the guest is
+//! forgotten.
 
 use std::collections::BTreeMap;
 
@@ -69,8 +71,8 @@ pub(crate) struct Plan {
     pub(crate) deferred_pages: u64,
 }
 
-/// The held pages by 2 MiB block; blocks without a held page are absent. Complete blocks stay until reclaimed, so
-/// that a page that is reclaimed and given away again completes its block again.
+/// The held pages by 2 MiB block; blocks without a held page are absent. Complete blocks stay until
+/// reclaimed, so that a page that is reclaimed and given away again completes its block again.
 #[derive(Debug, Default)]
 pub(crate) struct HeldPages {
     blocks: BTreeMap<u64, Block>,
@@ -93,7 +95,10 @@ impl HeldPages {
                 self.blocks.insert(*number, known);
             }
             if known.is_full() {
-                plan.whole.push(GuestRange::new(Pfn(number * HUGE_PAGE_SIZE_PAGES), HUGE_PAGE_SIZE_PAGES));
+                plan.whole.push(GuestRange::new(
+                    Pfn(number * HUGE_PAGE_SIZE_PAGES),
+                    HUGE_PAGE_SIZE_PAGES,
+                ));
             } else {
                 plan.deferred_pages += block.count();
             }

@@ -10,9 +10,9 @@ use rustix::io::Errno;
 
 use crate::mincore::{is_in_memory, mincore};
 
-/// The parts of `range`, which must begin and end at page borders, that may hold something other than zeros, in whole pages and
-/// ascending order (lseek(2), `SEEK_DATA`). A file system that does not know holes answers with the whole range; the
-/// file's end counts as a hole.
+/// The parts of `range`, which must begin and end at page borders, that may hold something other
+/// than zeros, in whole pages and ascending order (lseek(2), `SEEK_DATA`). A file system that does
+/// not know holes answers with the whole range; the file's end counts as a hole.
 ///
 /// Moves the file's position.
 pub(crate) fn data_segments(file: &File, range: Range<u64>) -> io::Result<Vec<Range<u64>>> {
@@ -41,16 +41,18 @@ pub(crate) fn data_segments(file: &File, range: Range<u64>) -> io::Result<Vec<Ra
 
 /// As [`data_segments`], for a memory file that is mapped at `address` from the range's start on.
 ///
-/// The end of a segment is expensive to find with `SEEK_HOLE` in such a file: the kernel looks at each page up to there, and all
-/// of a guest's memory can be one segment. mincore(2) tells of a bounded number of pages, except of those in swap space;
-/// `SEEK_DATA` is cheap, and finds these.
+/// The end of a segment is expensive to find with `SEEK_HOLE` in such a file: the kernel looks at
+/// each page up to there, and all of a guest's memory can be one segment. mincore(2) tells of a
+/// bounded number of pages, except of those in swap space; `SEEK_DATA` is cheap, and finds these.
 pub(crate) fn mapped_data_segments(
     file: &File,
     range: Range<u64>,
     address: usize,
 ) -> io::Result<Vec<Range<u64>>> {
     // Most of an idle guest's memory is one hole, which is skipped at once.
-    let Some(first) = data_pages(file, range.clone()).next().transpose()? else { return Ok(Vec::new()) };
+    let Some(first) = data_pages(file, range.clone()).next().transpose()? else {
+        return Ok(Vec::new());
+    };
     let mut states = vec![0; ((range.end - first) / PAGE_SIZE_BYTES) as usize];
     mincore(address + (first - range.start) as usize, &mut states)?;
     let mut segments = Vec::new();
@@ -111,8 +113,9 @@ mod tests {
 
     #[test]
     fn segments_are_the_pages_that_were_written() {
-        let memory =
-            File::from(rustix::fs::memfd_create("ebb-holes", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
+        let memory = File::from(
+            rustix::fs::memfd_create("ebb-holes", rustix::fs::MemfdFlags::CLOEXEC).unwrap(),
+        );
         let disk = tempfile::tempfile().unwrap();
         for file in [memory, disk] {
             file.set_len(1 << 20).unwrap();

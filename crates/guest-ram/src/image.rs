@@ -1,9 +1,10 @@
 //! What guest memory that was saved looks like in its file.
 //!
-//! The file holds the regions one after the other, from some offset on: the byte of guest memory with *RAM offset* `n`
-//! (its offset in its region plus the sizes of all regions before) is the file's byte `offset + n`. Pages of zeros are
-//! not written; where the file system knows holes, they take no place. [`RamImage`] says which parts must be mapped and
-//! what they must contain; whoever writes the file keeps it beside them.
+//! The file holds the regions one after the other, from some offset on: the byte of guest memory
+//! with *RAM offset* `n` (its offset in its region plus the sizes of all regions before) is the
+//! file's byte `offset + n`. Pages of zeros are not written; where the file system knows holes,
+//! they take no place. [`RamImage`] says which parts must be mapped and what they must contain;
+//! whoever writes the file keeps it beside them.
 
 use std::fs::File;
 
@@ -25,12 +26,13 @@ pub(crate) use extents::{ExtentList, merge_across_gaps};
 /// Version of [`RamImage`] that this crate writes, and the only one that it reads.
 pub const RAM_IMAGE_VERSION: u32 = 1;
 
-/// Bytes of guest memory that share a checksum: small enough to tell where damage is and to verify in pieces, large
-/// enough that the checksums of a terabyte fit into some hundred kilobytes.
+/// Bytes of guest memory that share a checksum: small enough to tell where damage is and to verify
+/// in pieces, large enough that the checksums of a terabyte fit into some hundred kilobytes.
 pub const CHUNK_BYTES: u64 = 64 << 20;
 
-/// More extents than this are merged across the smallest gaps. Each becomes a mapping of the restored memory with
-/// another one behind it, and a process has 65530 by default (`vm.max_map_count`).
+/// More extents than this are merged across the smallest gaps. Each becomes a mapping of the
+/// restored memory with another one behind it, and a process has 65530 by default
+/// (`vm.max_map_count`).
 pub const MAX_EXTENTS: usize = 4096;
 
 /// More regions than this has no machine.
@@ -65,8 +67,8 @@ impl Extent {
 
 /// The description of saved guest memory, to be kept with it. Offsets and sizes are in bytes.
 ///
-/// One that was read from a file may say anything: [`validate`](Self::validate) finds what cannot be right, and everything
-/// in this crate that takes an image does that first.
+/// One that was read from a file may say anything: [`validate`](Self::validate) finds what cannot
+/// be right, and everything in this crate that takes an image does that first.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RamImage {
@@ -95,13 +97,14 @@ impl RamImage {
     }
 
     /// The parts that hold something, in ascending order. Together they can be larger than
-    /// [`data_bytes`](Self::data_bytes), since there is a bound on their number: what lies between two that were
-    /// merged is a hole in the file and reads as zeros.
+    /// [`data_bytes`](Self::data_bytes), since there is a bound on their number: what lies between
+    /// two that were merged is a hole in the file and reads as zeros.
     pub fn extents(&self) -> &[Extent] {
         &self.extents
     }
 
-    /// Checks that the image does not contradict itself. Cheap: the memory's content is not looked at.
+    /// Checks that the image does not contradict itself. Cheap: the memory's content is not looked
+    /// at.
     ///
     /// # Errors
     /// What is wrong first.
@@ -117,7 +120,9 @@ impl RamImage {
         let mut extent_bytes = 0;
         for &Extent { offset_bytes, size_bytes } in &self.extents {
             let bad = |problem| ImageError::BadExtent { offset_bytes, size_bytes, problem };
-            if !offset_bytes.is_multiple_of(PAGE_SIZE_BYTES) || !size_bytes.is_multiple_of(PAGE_SIZE_BYTES) {
+            if !offset_bytes.is_multiple_of(PAGE_SIZE_BYTES)
+                || !size_bytes.is_multiple_of(PAGE_SIZE_BYTES)
+            {
                 return Err(bad("does not consist of whole pages"));
             }
             if size_bytes == 0 {
@@ -137,7 +142,10 @@ impl RamImage {
         }
         let chunks = ram_bytes.div_ceil(CHUNK_BYTES);
         if self.chunk_bytes != CHUNK_BYTES || self.checksums.len() as u64 != chunks {
-            return Err(ImageError::ChecksumCount { found: self.checksums.len(), expected: chunks });
+            return Err(ImageError::ChecksumCount {
+                found: self.checksums.len(),
+                expected: chunks,
+            });
         }
         Ok(())
     }
@@ -150,9 +158,11 @@ impl RamImage {
         let mut previous_end = 0;
         let mut ram_bytes = 0_u64;
         for &ImageRegion { start, size_bytes } in &self.regions {
-            let aligned = start.is_multiple_of(PAGE_SIZE_BYTES) && size_bytes.is_multiple_of(PAGE_SIZE_BYTES);
-            let end =
-                start.checked_add(size_bytes).filter(|_| aligned && size_bytes > 0 && start >= previous_end);
+            let aligned =
+                start.is_multiple_of(PAGE_SIZE_BYTES) && size_bytes.is_multiple_of(PAGE_SIZE_BYTES);
+            let end = start
+                .checked_add(size_bytes)
+                .filter(|_| aligned && size_bytes > 0 && start >= previous_end);
             previous_end = end.ok_or(ImageError::BadRegion { start, size_bytes })?;
             // No overflow: the regions do not overlap.
             ram_bytes += size_bytes;
@@ -160,7 +170,8 @@ impl RamImage {
         Ok(ram_bytes)
     }
 
-    /// Checks that the image has the regions that `regions` asks for. Where they come from on the host may differ.
+    /// Checks that the image has the regions that `regions` asks for. Where they come from on the
+    /// host may differ.
     ///
     /// # Errors
     /// [`ImageError::OtherRegions`].
@@ -172,19 +183,25 @@ impl RamImage {
         if asked == self.regions {
             Ok(())
         } else {
-            Err(ImageError::OtherRegions { image: error::list(&self.regions), asked: error::list(&asked) })
+            Err(ImageError::OtherRegions {
+                image: error::list(&self.regions),
+                asked: error::list(&asked),
+            })
         }
     }
 
-    /// Checks that `file` is long enough to hold the memory from `file_offset_bytes` on, and that it can be mapped from
-    /// there.
+    /// Checks that `file` is long enough to hold the memory from `file_offset_bytes` on, and that
+    /// it can be mapped from there.
     ///
     /// # Errors
     /// [`RamError::Image`], or [`RamError::ReadImage`] if the file's size cannot be found out.
     pub fn validate_file(&self, file: &File, file_offset_bytes: u64) -> Result<(), RamError> {
         let needed_bytes = end_in_file(file_offset_bytes, self.ram_bytes())?;
         let file_bytes = rustix::fs::fstat(file)
-            .map_err(|error| RamError::ReadImage { offset_bytes: file_offset_bytes, source: error.into() })?
+            .map_err(|error| RamError::ReadImage {
+                offset_bytes: file_offset_bytes,
+                source: error.into(),
+            })?
             .st_size as u64;
         if file_bytes < needed_bytes {
             return Err(ImageError::FileTooShort { file_bytes, needed_bytes }.into());
@@ -197,7 +214,9 @@ impl RamImage {
 pub(crate) fn end_in_file(file_offset_bytes: u64, ram_bytes: u64) -> Result<u64, ImageError> {
     file_offset_bytes
         .checked_add(ram_bytes)
-        .filter(|end| file_offset_bytes.is_multiple_of(PAGE_SIZE_BYTES) && i64::try_from(*end).is_ok())
+        .filter(|end| {
+            file_offset_bytes.is_multiple_of(PAGE_SIZE_BYTES) && i64::try_from(*end).is_ok()
+        })
         .ok_or(ImageError::BadFileOffset { file_offset_bytes })
 }
 

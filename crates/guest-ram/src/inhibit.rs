@@ -1,8 +1,9 @@
 //! Keeping guest memory from being discarded.
 //!
-//! Some users of guest memory break when pages vanish below them: a device that pinned them for DMA would write to
-//! pages that the guest no longer sees; a postcopy destination would fetch a discarded page again from its source; a
-//! background snapshot would save a page that no longer has its content.
+//! Some users of guest memory break when pages vanish below them: a device that pinned them for DMA
+//! would write to pages that the guest no longer sees; a postcopy destination would fetch a
+//! discarded page again from its source; a background snapshot would save a page that no longer has
+//! its content.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -38,7 +39,8 @@ impl fmt::Display for InhibitReason {
 
 type Counts = BTreeMap<InhibitReason, usize>;
 
-/// The reasons in force. Discards hold the lock for reading, so that none is under way once a reason has been added.
+/// The reasons in force. Discards hold the lock for reading, so that none is under way once a
+/// reason has been added.
 #[derive(Debug, Default)]
 pub(crate) struct Inhibitors {
     counts: RwLock<Counts>,
@@ -47,11 +49,13 @@ pub(crate) struct Inhibitors {
 impl Inhibitors {
     /// Adds a reason; waits for a discard that is under way.
     pub(crate) fn add(self: &Arc<Self>, reason: InhibitReason) -> InhibitGuard {
-        *self.counts.write().unwrap_or_else(PoisonError::into_inner).entry(reason).or_insert(0) += 1;
+        *self.counts.write().unwrap_or_else(PoisonError::into_inner).entry(reason).or_insert(0) +=
+            1;
         InhibitGuard { inhibitors: Arc::clone(self), reason }
     }
 
-    /// Permission to discard while the returned guard lives; `None` if there is a reason against it.
+    /// Permission to discard while the returned guard lives; `None` if there is a reason against
+    /// it.
     pub(crate) fn permission(&self) -> Option<DiscardPermission<'_>> {
         let counts = self.counts.read().unwrap_or_else(PoisonError::into_inner);
         counts.is_empty().then_some(DiscardPermission { _counts: counts })
@@ -106,7 +110,10 @@ mod tests {
         let first = inhibitors.add(InhibitReason::PinnedMemory);
         let second = inhibitors.add(InhibitReason::PinnedMemory);
         let third = inhibitors.add(InhibitReason::BackgroundSnapshot);
-        assert_eq!(inhibitors.reasons(), [InhibitReason::PinnedMemory, InhibitReason::BackgroundSnapshot]);
+        assert_eq!(
+            inhibitors.reasons(),
+            [InhibitReason::PinnedMemory, InhibitReason::BackgroundSnapshot]
+        );
         drop(first);
         drop(third);
         assert_eq!(inhibitors.reasons(), [InhibitReason::PinnedMemory]);

@@ -1,16 +1,17 @@
 //! Which pages the guest has written to, as KVM tells it.
 //!
-//! KVM logs writes of vCPUs, and its own on their behalf (the pages of its clock, for example), in one of two ways. Which one is
-//! decided when the machine is made:
+//! KVM logs writes of vCPUs, and its own on their behalf (the pages of its clock, for example), in
+//! one of two ways. Which one is decided when the machine is made:
 //!
-//! - [`DirtyBitmap`], the ordinary one: a bit for each page of a memory slot, asked for as a whole. Bits are cleared page by
-//!   page, so that a page is cleared right before it is read.
-//! - [`DirtyRing`]: each vCPU has a ring of the pages it wrote to. Asking costs as much as was written, not as much as there is
-//!   memory; a vCPU whose ring is full stops until somebody has emptied it.
+//! - [`DirtyBitmap`], the ordinary one: a bit for each page of a memory slot, asked for as a whole.
+//!   Bits are cleared page by page, so that a page is cleared right before it is read.
+//! - [`DirtyRing`]: each vCPU has a ring of the pages it wrote to. Asking costs as much as was
+//!   written, not as much as there is memory; a vCPU whose ring is full stops until somebody has
+//!   emptied it.
 //!
-//! Logging splits the host's huge mappings of guest memory into small ones and makes the first write to each page slow, so it
-//! is on only while somebody needs it. What the monitor writes itself is not in it: see
-//! [`GuestRam::start_write_log`](crate::GuestRam::start_write_log).
+//! Logging splits the host's huge mappings of guest memory into small ones and makes the first
+//! write to each page slow, so it is on only while somebody needs it. What the monitor writes
+//! itself is not in it: see [`GuestRam::start_write_log`](crate::GuestRam::start_write_log).
 
 use std::os::fd::AsRawFd;
 
@@ -88,11 +89,12 @@ enum Logging {
     Off,
 }
 
-/// Switches logging for all slots. In case of an error, those in front of the one that was refused are switched.
+/// Switches logging for all slots. In case of an error, those in front of the one that was refused
+/// are switched.
 ///
 /// # Safety
-/// Each region of `ram` must be a memory slot of `vm`, numbered by the region's place, and stay mapped as long as the machine
-/// can access it.
+/// Each region of `ram` must be a memory slot of `vm`, numbered by the region's place, and stay
+/// mapped as long as the machine can access it.
 unsafe fn set_logging(vm: &VmFd, ram: &GuestRam, logging: Logging) -> Result<(), DirtyLogError> {
     let flags = if logging == Logging::On { KVM_MEM_LOG_DIRTY_PAGES } else { 0 };
     for (slot, region) in ram.regions().iter().enumerate() {
@@ -103,8 +105,10 @@ unsafe fn set_logging(vm: &VmFd, ram: &GuestRam, logging: Logging) -> Result<(),
             memory_size: region.size_bytes,
             userspace_addr: region.host_address,
         };
-        // SAFETY: the slot exists with the same memory, as the caller vouches; only its flags change.
-        unsafe { vm.set_user_memory_region(slot) }.map_err(refused("switch logging of a memory slot"))?;
+        // SAFETY: the slot exists with the same memory, as the caller vouches; only its flags
+        // change.
+        unsafe { vm.set_user_memory_region(slot) }
+            .map_err(refused("switch logging of a memory slot"))?;
     }
     Ok(())
 }
@@ -112,9 +116,15 @@ unsafe fn set_logging(vm: &VmFd, ram: &GuestRam, logging: Logging) -> Result<(),
 /// A KVM ioctl of a machine that kvm-ioctls does not have.
 ///
 /// # Safety
-/// `argument` must be what the kernel expects with `request`, and what it points to must be valid for that.
-unsafe fn vm_ioctl(vm: &VmFd, request: libc::c_ulong, argument: usize) -> Result<i32, kvm_ioctls::Error> {
-    // SAFETY: the descriptor is open as long as `vm` is borrowed; for the argument the caller vouches.
+/// `argument` must be what the kernel expects with `request`, and what it points to must be valid
+/// for that.
+unsafe fn vm_ioctl(
+    vm: &VmFd,
+    request: libc::c_ulong,
+    argument: usize,
+) -> Result<i32, kvm_ioctls::Error> {
+    // SAFETY: the descriptor is open as long as `vm` is borrowed; for the argument the caller
+    // vouches.
     let result = unsafe { libc::ioctl(vm.as_raw_fd(), request as _, argument) };
     if result < 0 { Err(kvm_ioctls::Error::last()) } else { Ok(result) }
 }

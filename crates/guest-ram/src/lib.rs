@@ -1,19 +1,23 @@
-//! Memory of a virtual machine: how it is mapped, and how pages that the guest does not use go back to the host.
+//! Memory of a virtual machine: how it is mapped, and how pages that the guest does not use go back
+//! to the host.
 //!
-//! [`GuestRam`] owns the mappings, one a [`RegionSpec`]. What backs them decides how a page is given back, see
-//! [`Backing`]; callers need not care: they pass guest page ranges to [`GuestRam::discard`] (pages that may be in use
-//! again as soon as the call returns, as in page reporting) or [`GuestRam::discard_held`] (pages that stay out of use
-//! until [`GuestRam::reclaim`], as in a balloon).
+//! [`GuestRam`] owns the mappings, one a [`RegionSpec`]. What backs them decides how a page is
+//! given back, see [`Backing`]; callers need not care: they pass guest page ranges to
+//! [`GuestRam::discard`] (pages that may be in use again as soon as the call returns, as in page
+//! reporting) or [`GuestRam::discard_held`] (pages that stay out of use until
+//! [`GuestRam::reclaim`], as in a balloon).
 //!
-//! [`GuestRam::save`] writes memory to a sparse file, and [`GuestRam::restore`] starts from one, reading what is touched.
-//! [`GuestRam::share`] and [`GuestRam::adopt`] hand memory over to another process.
+//! [`GuestRam::save`] writes memory to a sparse file, and [`GuestRam::restore`] starts from one,
+//! reading what is touched. [`GuestRam::share`] and [`GuestRam::adopt`] hand memory over to another
+//! process.
 //!
-//! Who copies memory while it changes (a live migration) asks what is there with [`GuestRam::held_ranges`], and what has changed:
-//! the monitor's own doing with [`GuestRam::start_write_log`], what the guest writes with `kvm_dirty` (feature `kvm`). A
+//! Who copies memory while it changes (a live migration) asks what is there with
+//! [`GuestRam::held_ranges`], and what has changed: the monitor's own doing with
+//! [`GuestRam::start_write_log`], what the guest writes with `kvm_dirty` (feature `kvm`). A
 //! [`PageSet`] holds the answers.
 //!
-//! Guest memory is never a Rust reference: the guest writes to it at any time. It is read and written through
-//! [`vm_memory`]'s volatile accesses only.
+//! Guest memory is never a Rust reference: the guest writes to it at any time. It is read and
+//! written through [`vm_memory`]'s volatile accesses only.
 
 mod access;
 mod discard;
@@ -47,10 +51,13 @@ mod zeros;
 
 pub use discard::{DiscardMethod, DiscardOutcome};
 pub use error::RamError;
-pub use image::{CHUNK_BYTES, Extent, ImageError, ImageRegion, MAX_EXTENTS, RAM_IMAGE_VERSION, RamImage};
+pub use image::{
+    CHUNK_BYTES, Extent, ImageError, ImageRegion, MAX_EXTENTS, RAM_IMAGE_VERSION, RamImage,
+};
 pub use inhibit::{InhibitGuard, InhibitReason};
 pub use merge::{
-    MergeError, MergeSession, MergeUnavailable, StableError, StableMemory, StableSegments, StableSlot,
+    MergeError, MergeSession, MergeUnavailable, StableError, StableMemory, StableSegments,
+    StableSlot,
 };
 #[doc(hidden)]
 pub use merged::testing;

@@ -18,10 +18,11 @@ use crate::{RamError, numa};
 const HUGE: usize = HUGE_PAGE_SIZE_BYTES as usize;
 const PAGE: usize = PAGE_SIZE_BYTES as usize;
 
-/// A region of guest memory in the process's address space, with an inaccessible page or more at either end.
+/// A region of guest memory in the process's address space, with an inaccessible page or more at
+/// either end.
 ///
-/// Host and guest-physical address are congruent modulo 2 MiB, without which neither the host's transparent huge
-/// pages nor KVM's huge mappings can cover guest memory.
+/// Host and guest-physical address are congruent modulo 2 MiB, without which neither the host's
+/// transparent huge pages nor KVM's huge mappings can cover guest memory.
 #[derive(Debug)]
 pub(crate) struct Mapping {
     reservation: Reservation,
@@ -32,7 +33,11 @@ pub(crate) struct Mapping {
 
 impl Mapping {
     /// Maps a region that has been checked for alignment.
-    pub(crate) fn new(spec: &RegionSpec, backing: Backing, huge_pages: HugePages) -> Result<Self, RamError> {
+    pub(crate) fn new(
+        spec: &RegionSpec,
+        backing: Backing,
+        huge_pages: HugePages,
+    ) -> Result<Self, RamError> {
         let kind = match backing {
             Backing::Anonymous => return Self::map(spec, backing, huge_pages, None),
             Backing::Memfd => MemfdFlags::empty(),
@@ -46,8 +51,8 @@ impl Mapping {
         Self::map(spec, backing, huge_pages, Some(file))
     }
 
-    /// Maps a region that has been checked for alignment, from its file if it has one, whose size must be the region's and
-    /// must not be able to change.
+    /// Maps a region that has been checked for alignment, from its file if it has one, whose size
+    /// must be the region's and must not be able to change.
     pub(crate) fn map(
         spec: &RegionSpec,
         backing: Backing,
@@ -55,10 +60,11 @@ impl Mapping {
         file: Option<File>,
     ) -> Result<Self, RamError> {
         let size_bytes = spec.size_bytes as usize;
-        let map_error = |action| move |source| RamError::Map { action, size_bytes: spec.size_bytes, source };
+        let map_error =
+            |action| move |source| RamError::Map { action, size_bytes: spec.size_bytes, source };
         // A page of distance at either end and up to 2 MiB for alignment.
-        let reservation =
-            Reservation::new(size_bytes + HUGE + 2 * PAGE).map_err(map_error("reserve address space for"))?;
+        let reservation = Reservation::new(size_bytes + HUGE + 2 * PAGE)
+            .map_err(map_error("reserve address space for"))?;
         let offset = spec.start.0 as usize % HUGE;
         let lowest = reservation.address + PAGE;
         let address = lowest + (offset + HUGE - lowest % HUGE) % HUGE;
@@ -93,7 +99,8 @@ impl Mapping {
             HugePages::Off => ("MADV_NOHUGEPAGE", Advice::LinuxNoHugepage),
         };
         match self.advise(name, advice) {
-            // A kernel without transparent huge pages does what HugePages::Off asks for, and the other is a wish.
+            // A kernel without transparent huge pages does what HugePages::Off asks for, and the
+            // other is a wish.
             Err(RamError::Advise { source, .. }) if source.raw_os_error() == Some(libc::EINVAL) => {
                 tracing::debug!("this kernel has no transparent huge pages");
                 Ok(())
@@ -104,11 +111,13 @@ impl Mapping {
 
     fn bind(&self, spec: &RegionSpec) -> Result<(), RamError> {
         let Some(node) = spec.host_node else { return Ok(()) };
-        numa::bind(self.address, self.size_bytes, node).map_err(|source| RamError::BindNode { node, source })
+        numa::bind(self.address, self.size_bytes, node)
+            .map_err(|source| RamError::BindNode { node, source })
     }
 
     fn advise(&self, name: &'static str, advice: Advice) -> Result<(), RamError> {
-        // SAFETY: the range is this mapping's own. The advices given are policies: none changes the memory's content.
+        // SAFETY: the range is this mapping's own. The advices given are policies: none changes the
+        // memory's content.
         let result = unsafe { madvise(self.address as *mut _, self.size_bytes, advice) };
         result.map_err(|error| RamError::Advise { advice: name, source: error.into() })
     }
@@ -125,8 +134,10 @@ impl Mapping {
         let address = (self.address + offset_bytes) as *mut _;
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         let flags = MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE;
-        // SAFETY: MAP_FIXED replaces only pages of this mapping, as asserted above, which is not yet handed out.
-        let result = unsafe { mmap(address, size_bytes, protection, flags, file, file_offset_bytes) };
+        // SAFETY: MAP_FIXED replaces only pages of this mapping, as asserted above, which is not
+        // yet handed out.
+        let result =
+            unsafe { mmap(address, size_bytes, protection, flags, file, file_offset_bytes) };
         result.map(drop).map_err(|error| RamError::Map {
             action: "map from its file",
             size_bytes: size_bytes as u64,
@@ -140,18 +151,19 @@ impl Mapping {
         self.advise("MADV_DONTDUMP", Advice::LinuxDontDump)
     }
 
-    /// Replaces memory elsewhere, no larger than this mapping, by memory like this mapping's, which must be anonymous. What it
-    /// contains goes there; if it was never touched, that is nothing.
+    /// Replaces memory elsewhere, no larger than this mapping, by memory like this mapping's, which
+    /// must be anonymous. What it contains goes there; if it was never touched, that is nothing.
     ///
     /// # Safety
-    /// The memory at `address` must be guest memory or a mapping of this crate's own, nobody may rely on its content (other than that
-    /// it is what takes its place), and it must not overlap this mapping.
+    /// The memory at `address` must be guest memory or a mapping of this crate's own, nobody may
+    /// rely on its content (other than that it is what takes its place), and it must not overlap
+    /// this mapping.
     pub(crate) unsafe fn copy_over(&self, address: usize, size_bytes: usize) -> io::Result<()> {
         assert!(size_bytes <= self.size_bytes);
         let flags = MremapFlags::MAYMOVE | MremapFlags::DONTUNMAP;
         let (from, to) = (self.address as *mut _, address as *mut _);
-        // SAFETY: MREMAP_DONTUNMAP leaves this mapping in place. What it replaces is guest memory whose content nobody
-        // relies on, as the caller vouches, and stays guest memory.
+        // SAFETY: MREMAP_DONTUNMAP leaves this mapping in place. What it replaces is guest memory
+        // whose content nobody relies on, as the caller vouches, and stays guest memory.
         let result = unsafe { mremap_fixed(from, size_bytes, size_bytes, flags, to) };
         if let Err(error) = result {
             abort_unless_mapped(to, size_bytes, error);
@@ -191,8 +203,10 @@ struct Reservation {
 impl Reservation {
     fn new(size_bytes: usize) -> io::Result<Self> {
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
-        // SAFETY: without MAP_FIXED the kernel chooses a free place, so no existing mapping is touched.
-        let address = unsafe { mmap_anonymous(ptr::null_mut(), size_bytes, ProtFlags::empty(), flags) }?;
+        // SAFETY: without MAP_FIXED the kernel chooses a free place, so no existing mapping is
+        // touched.
+        let address =
+            unsafe { mmap_anonymous(ptr::null_mut(), size_bytes, ProtFlags::empty(), flags) }?;
         Ok(Self { address: address as usize, size_bytes })
     }
 
@@ -206,15 +220,19 @@ impl Reservation {
     ) -> Result<(), Errno> {
         assert!(address >= self.address && address + size_bytes <= self.address + self.size_bytes);
         let protection = ProtFlags::READ | ProtFlags::WRITE;
-        // Huge pages are reserved at once, so that too small a pool shows here and not as a SIGBUS in the guest.
-        let reserve = if backing == Backing::Hugetlb2M { MapFlags::empty() } else { MapFlags::NORESERVE };
+        // Huge pages are reserved at once, so that too small a pool shows here and not as a SIGBUS
+        // in the guest.
+        let reserve =
+            if backing == Backing::Hugetlb2M { MapFlags::empty() } else { MapFlags::NORESERVE };
         if let Some(file) = file {
             let flags = MapFlags::SHARED | MapFlags::FIXED | reserve;
-            // SAFETY: MAP_FIXED replaces only pages of this reservation, as asserted above, and nobody else uses them.
+            // SAFETY: MAP_FIXED replaces only pages of this reservation, as asserted above, and
+            // nobody else uses them.
             unsafe { mmap(address as *mut _, size_bytes, protection, flags, file, 0) }?;
         } else {
             let flags = MapFlags::PRIVATE | MapFlags::FIXED | reserve;
-            // SAFETY: MAP_FIXED replaces only pages of this reservation, as asserted above, and nobody else uses them.
+            // SAFETY: MAP_FIXED replaces only pages of this reservation, as asserted above, and
+            // nobody else uses them.
             unsafe { mmap_anonymous(address as *mut _, size_bytes, protection, flags) }?;
         }
         Ok(())
@@ -223,20 +241,21 @@ impl Reservation {
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        // SAFETY: the reservation owns this range. `GuestRam` drops it only after making sure that no handle to the
-        // memory is left, and leaks it otherwise; before that, during construction, no handle exists.
+        // SAFETY: the reservation owns this range. `GuestRam` drops it only after making sure that
+        // no handle to the memory is left, and leaks it otherwise; before that, during
+        // construction, no handle exists.
         if let Err(error) = unsafe { munmap(self.address as *mut _, self.size_bytes) } {
             tracing::error!("cannot unmap guest memory at {:#x}: {error}", self.address);
         }
     }
 }
 
-/// Ends the process if guest memory was lost. The kernel takes the old mapping away before it makes the new one, and can
-/// lack memory for that (a cgroup's limit). Another thread could then map something of its own there, for the guest to
-/// write to.
+/// Ends the process if guest memory was lost. The kernel takes the old mapping away before it makes
+/// the new one, and can lack memory for that (a cgroup's limit). Another thread could then map
+/// something of its own there, for the guest to write to.
 pub(crate) fn abort_unless_mapped(address: *mut std::ffi::c_void, size_bytes: usize, error: Errno) {
-    // SAFETY: normal access is what all guest memory is advised, and the advice changes no content. The range was guest
-    // memory, and nobody unmaps guest memory while it is being discarded.
+    // SAFETY: normal access is what all guest memory is advised, and the advice changes no content.
+    // The range was guest memory, and nobody unmaps guest memory while it is being discarded.
     let result = unsafe { madvise(address, size_bytes, Advice::Normal) };
     if result == Err(Errno::NOMEM) {
         tracing::error!("guest memory at {address:p} was lost while it was replaced: {error}");
@@ -244,9 +263,11 @@ pub(crate) fn abort_unless_mapped(address: *mut std::ffi::c_void, size_bytes: us
     }
 }
 
-/// A memory file whose size can never change, so that no access to its mapping can fault for lack of file.
+/// A memory file whose size can never change, so that no access to its mapping can fault for lack
+/// of file.
 fn create_file(size_bytes: usize, kind: MemfdFlags) -> io::Result<File> {
-    let fd: OwnedFd = memfd_create("ebb-guest-ram", kind | MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+    let fd: OwnedFd =
+        memfd_create("ebb-guest-ram", kind | MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
     ftruncate(&fd, size_bytes as u64)?;
     fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
     Ok(File::from(fd))
@@ -255,7 +276,10 @@ fn create_file(size_bytes: usize, kind: MemfdFlags) -> io::Result<File> {
 fn too_few_huge_pages(size_bytes: u64) -> RamError {
     let read = |name: &str| {
         let path = format!("/sys/kernel/mm/hugepages/hugepages-2048kB/{name}");
-        std::fs::read_to_string(path).ok().and_then(|text| text.trim().parse::<u64>().ok()).unwrap_or(0)
+        std::fs::read_to_string(path)
+            .ok()
+            .and_then(|text| text.trim().parse::<u64>().ok())
+            .unwrap_or(0)
     };
     let wanted_pages = size_bytes.div_ceil(HUGE_PAGE_SIZE_BYTES);
     let free_pages = read("free_hugepages").saturating_sub(read("resv_hugepages"));

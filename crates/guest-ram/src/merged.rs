@@ -1,16 +1,20 @@
-//! Guest memory some of whose pages are merged: for each a stable page is mapped that others have too.
+//! Guest memory some of whose pages are merged: for each a stable page is mapped that others have
+//! too.
 //!
-//! A stable page belongs to a memory file that is mapped privately in place of the guest's page, so that the host kernel makes a copy
-//! when the guest writes to it. `MADV_DONTNEED` there would bring back the stable page's content, which is neither zero nor what
-//! the guest had there, even after the guest has written to it. So what is discarded is replaced by anonymous memory, as in
-//! [`restored`](crate::restored) memory, and from then on is like all other memory, apart from one thing: nobody is told of writes to
-//! it before the thread that merges has registered it again. [`MergedRuns`] knows all this.
+//! A stable page belongs to a memory file that is mapped privately in place of the guest's page, so
+//! that the host kernel makes a copy when the guest writes to it. `MADV_DONTNEED` there would bring
+//! back the stable page's content, which is neither zero nor what the guest had there, even after
+//! the guest has written to it. So what is discarded is replaced by anonymous memory, as in
+//! [`restored`](crate::restored) memory, and from then on is like all other memory, apart from one
+//! thing: nobody is told of writes to it before the thread that merges has registered it again.
+//! [`MergedRuns`] knows all this.
 //!
-//! While pages are being merged they are in a place of their own, away from the guest. To discard them then would do
-//! nothing, and afterwards they would come back; to look for them would find nothing. So there is a lock: the
-//! merging thread holds it while it has pages away, whoever discards holds it meanwhile, and whoever asks what is there
-//! does. Nobody who holds it may wait for somebody who touches guest memory, who in turn may wait for the
-//! merging thread. Its place is behind the inhibitors of discards and before the runs of restored memory.
+//! While pages are being merged they are in a place of their own, away from the guest. To discard
+//! them then would do nothing, and afterwards they would come back; to look for them would find
+//! nothing. So there is a lock: the merging thread holds it while it has pages away, whoever
+//! discards holds it meanwhile, and whoever asks what is there does. Nobody who holds it may wait
+//! for somebody who touches guest memory, who in turn may wait for the merging thread. Its place is
+//! behind the inhibitors of discards and before the runs of restored memory.
 
 use std::fs::File;
 use std::io::{self, Read, Seek};
@@ -51,7 +55,8 @@ pub(crate) struct Merged {
 }
 
 impl GuestRam {
-    /// Prepares for pages to be merged; from now on discards exclude merges. Does nothing the second time.
+    /// Prepares for pages to be merged; from now on discards exclude merges. Does nothing the
+    /// second time.
     ///
     /// # Errors
     /// As for [`GuestRam::new`].
@@ -64,7 +69,8 @@ impl GuestRam {
         Ok(self.merged.get_or_init(|| merged))
     }
 
-    /// Bytes of guest memory for which a stable page is mapped, as far as writes to them have been noticed.
+    /// Bytes of guest memory for which a stable page is mapped, as far as writes to them have been
+    /// noticed.
     pub fn merged_bytes(&self) -> u64 {
         self.lock_merged().map_or(0, |runs| runs.merged_pages() * PAGE_SIZE_BYTES)
     }
@@ -79,13 +85,15 @@ impl GuestRam {
         self.lock_merged().map_or_else(Returns::default, |runs| runs.returns())
     }
 
-    /// Keeps pages from being merged and discarded while the result lives; `None` if pages of this memory are never merged.
+    /// Keeps pages from being merged and discarded while the result lives; `None` if pages of this
+    /// memory are never merged.
     pub(crate) fn lock_merged(&self) -> Option<MutexGuard<'_, MergedRuns>> {
         self.merged.get().map(Merged::lock)
     }
 
-    /// The parts of a range that are mapped from files, whichever: that of which the memory was restored, or those of stable
-    /// pages. Without private copies they hold nothing of this memory's own.
+    /// The parts of a range that are mapped from files, whichever: that of which the memory was
+    /// restored, or those of stable pages. Without private copies they hold nothing of this
+    /// memory's own.
     pub(crate) fn file_mapped(&self, range: GuestRange) -> Vec<GuestRange> {
         let mut parts: Vec<GuestRange> = self
             .lock_merged()
@@ -111,8 +119,11 @@ impl Merged {
         }
         let maps = File::open("/proc/self/maps")
             .inspect_err(|error| tracing::debug!("/proc/self/maps cannot be read: {error}"));
-        let scratch =
-            RegionSpec { start: GuestAddress(0), size_bytes: HUGE_PAGE_SIZE_BYTES, host_node: None };
+        let scratch = RegionSpec {
+            start: GuestAddress(0),
+            size_bytes: HUGE_PAGE_SIZE_BYTES,
+            host_node: None,
+        };
         let mut runs = MergedRuns::new(ram.page_ranges(), max_mappings(), Arc::clone(&BORDERS));
         if let Some(restored) = &ram.restored {
             runs.set_other_mappings(restored.mappings());
@@ -131,9 +142,9 @@ impl Merged {
         self.runs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes `pieces` read as zeros as far as they must not be discarded by ordinary means, by replacing them. What is left for an
-    /// ordinary discard stays in `pieces`. Merged pages for which no mappings are left stay as they are and are counted
-    /// as deferred.
+    /// Makes `pieces` read as zeros as far as they must not be discarded by ordinary means, by
+    /// replacing them. What is left for an ordinary discard stays in `pieces`. Merged pages for
+    /// which no mappings are left stay as they are and are counted as deferred.
     ///
     /// # Safety
     /// Each piece must lie within the region that it names, and nobody may rely on its content.
@@ -162,9 +173,11 @@ impl Merged {
                     };
                     // SAFETY: the caller vouches for the piece.
                     match unsafe { self.templates.put_over(&piece, done) } {
-                        // Others have used up the mappings. The kernel says so before it changes anything.
+                        // Others have used up the mappings. The kernel says so before it changes
+                        // anything.
                         Err(RamError::Discard { source, .. })
-                            if is_out_of_memory(&source) && piece.range.pages < HUGE_PAGE_SIZE_PAGES =>
+                            if is_out_of_memory(&source)
+                                && piece.range.pages < HUGE_PAGE_SIZE_PAGES =>
                         {
                             outcome.ranges -= 1;
                             outcome.deferred_bytes += keep(runs, &piece, &mut ordinary);
@@ -179,14 +192,15 @@ impl Merged {
         Ok(outcome)
     }
 
-    /// Replaces `piece`, of no more pages than a huge page, by anonymous memory that `fill` writes to before. The shares of its pages
-    /// are given up.
+    /// Replaces `piece`, of no more pages than a huge page, by anonymous memory that `fill` writes
+    /// to before. The shares of its pages are given up.
     ///
     /// # Errors
     /// What `fill` answers, or the kernel; nothing has been replaced then.
     ///
     /// # Safety
-    /// The piece must lie within the region that it names, and what `fill` writes must be its content, until this returns.
+    /// The piece must lie within the region that it names, and what `fill` writes must be its
+    /// content, until this returns.
     pub(crate) unsafe fn replace_by_copy(
         &self,
         runs: &mut MergedRuns,
@@ -200,19 +214,29 @@ impl Merged {
         Ok(())
     }
 
-    /// Replaces `piece`, of no more pages than a huge page, by anonymous memory with the same content, nobody knowing.
+    /// Replaces `piece`, of no more pages than a huge page, by anonymous memory with the same
+    /// content, nobody knowing.
     ///
     /// # Errors
     /// The kernel's; nothing has been replaced then.
     ///
     /// # Safety
-    /// The piece must lie within the region that it names, its content must not change until this returns, and what a device has pinned of
-    /// it must not be written to any more.
-    pub(crate) unsafe fn bring_back(&self, runs: &mut MergedRuns, piece: &Piece<'_>) -> io::Result<()> {
+    /// The piece must lie within the region that it names, its content must not change until this
+    /// returns, and what a device has pinned of it must not be written to any more.
+    pub(crate) unsafe fn bring_back(
+        &self,
+        runs: &mut MergedRuns,
+        piece: &Piece<'_>,
+    ) -> io::Result<()> {
         let fill = |copy: *mut u8| {
-            // SAFETY: both are memory of as many bytes, read and written through pointers only; the scratch area is no guest memory.
+            // SAFETY: both are memory of as many bytes, read and written through pointers only; the
+            // scratch area is no guest memory.
             unsafe {
-                ptr::copy_nonoverlapping(piece.address as *const u8, copy, piece.range.size_bytes() as usize);
+                ptr::copy_nonoverlapping(
+                    piece.address as *const u8,
+                    copy,
+                    piece.range.size_bytes() as usize,
+                );
             };
             Ok(())
         };
@@ -222,8 +246,8 @@ impl Merged {
         Ok(())
     }
 
-    /// Empty memory like that of `piece`'s region, of as many pages, which nobody else knows: its address. It is there until the next
-    /// call of this or of what makes copies.
+    /// Empty memory like that of `piece`'s region, of as many pages, which nobody else knows: its
+    /// address. It is there until the next call of this or of what makes copies.
     ///
     /// # Errors
     /// The kernel's.
@@ -234,16 +258,22 @@ impl Merged {
         Ok(self.scratch.address())
     }
 
-    /// Puts the pages of the scratch area in the place of `piece`, all of whose pages are there, as one mapping.
+    /// Puts the pages of the scratch area in the place of `piece`, all of whose pages are there, as
+    /// one mapping.
     ///
     /// # Errors
     /// The kernel's; nothing has been replaced then.
     ///
     /// # Safety
-    /// The piece must lie within guest memory and have no pages any more: they are in the memory that
-    /// [`scratch_for`](Self::scratch_for) made for it.
-    pub(crate) unsafe fn put_scratch(&self, runs: &mut MergedRuns, piece: &Piece<'_>) -> io::Result<()> {
-        // SAFETY: what is replaced has no content, and what replaces it is what the guest's pages are, as the caller vouches.
+    /// The piece must lie within guest memory and have no pages any more: they are in the memory
+    /// that [`scratch_for`](Self::scratch_for) made for it.
+    pub(crate) unsafe fn put_scratch(
+        &self,
+        runs: &mut MergedRuns,
+        piece: &Piece<'_>,
+    ) -> io::Result<()> {
+        // SAFETY: what is replaced has no content, and what replaces it is what the guest's pages
+        // are, as the caller vouches.
         unsafe { self.scratch.copy_over(piece.address, piece.range.size_bytes() as usize) }?;
         runs.note_joined(piece.range);
         Ok(())
@@ -276,7 +306,8 @@ impl Merged {
         let mut file = maps.lock().unwrap_or_else(PoisonError::into_inner);
         file.rewind()?;
         file.read_to_string(&mut text)?;
-        let starts = text.lines().filter_map(|line| u64::from_str_radix(line.split_once('-')?.0, 16).ok());
+        let starts =
+            text.lines().filter_map(|line| u64::from_str_radix(line.split_once('-')?.0, 16).ok());
         let pages = starts.filter_map(|address| {
             let region = self.regions.iter().find(|region| {
                 (region.host_address..region.host_address + region.size_bytes).contains(&address)
@@ -288,7 +319,8 @@ impl Merged {
     }
 }
 
-/// Leaves what a stable file is mapped for in a piece, and returns its size in bytes; what is left goes to `ordinary`.
+/// Leaves what a stable file is mapped for in a piece, and returns its size in bytes; what is left
+/// goes to `ordinary`.
 fn keep<'a>(runs: &MergedRuns, piece: &Piece<'a>, ordinary: &mut Vec<Piece<'a>>) -> u64 {
     let mut kept_bytes = 0;
     let mut rest = piece.range;

@@ -6,7 +6,8 @@ use bits::Bits;
 
 mod bits;
 
-/// A set of pages of guest memory: a bit for each page, so that its size does not depend on what is in it.
+/// A set of pages of guest memory: a bit for each page, so that its size does not depend on what is
+/// in it.
 ///
 /// A page outside the regions that it was made for is never in it: inserting it does nothing.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -22,7 +23,8 @@ struct Region {
 }
 
 impl PageSet {
-    /// The empty set of pages of these regions. They must be in ascending order and must not overlap; they may adjoin.
+    /// The empty set of pages of these regions. They must be in ascending order and must not
+    /// overlap; they may adjoin.
     ///
     /// # Panics
     /// If they are not.
@@ -60,10 +62,11 @@ impl PageSet {
         self.for_each_part(range, Bits::clear);
     }
 
-    /// Adds pages by their bits: the lowest bit of the first word is page `first`. Pages outside of the regions are left out.
+    /// Adds pages by their bits: the lowest bit of the first word is page `first`. Pages outside of
+    /// the regions are left out.
     ///
-    /// Quickest if `first` is a multiple of 64 pages behind the start of its region, as it is with the dirty bitmap of a memory
-    /// slot.
+    /// Quickest if `first` is a multiple of 64 pages behind the start of its region, as it is with
+    /// the dirty bitmap of a memory slot.
     pub fn insert_words(&mut self, first: Pfn, words: impl IntoIterator<Item = u64>) {
         let mut start = first.0;
         for word in words {
@@ -93,8 +96,8 @@ impl PageSet {
         }
     }
 
-    /// Replaces `words` by bits that tell which pages of `window` are in the set, the lowest bit of the first word its first
-    /// page; bits behind its last page are 0. Returns whether any bit is 1.
+    /// Replaces `words` by bits that tell which pages of `window` are in the set, the lowest bit of
+    /// the first word its first page; bits behind its last page are 0. Returns whether any bit is 1.
     ///
     /// Quickest if `window` lies in one region and begins a multiple of 64 pages behind its start.
     ///
@@ -148,7 +151,8 @@ impl PageSet {
         self.regions.iter().all(|region| region.bits.is_clear())
     }
 
-    /// The first run of pages of the set inside `within`: as long as it is there, and cut at the end of its region.
+    /// The first run of pages of the set inside `within`: as long as it is there, and cut at the
+    /// end of its region.
     pub fn next_range(&self, within: PageRange) -> Option<PageRange> {
         self.regions[self.first_region(within.start)..]
             .iter()
@@ -160,7 +164,8 @@ impl PageSet {
             })
     }
 
-    /// The pages inside `within` as ranges in ascending order; one that crosses from a region to the next is two.
+    /// The pages inside `within` as ranges in ascending order; one that crosses from a region to
+    /// the next is two.
     pub fn ranges_in(&self, within: PageRange) -> impl Iterator<Item = PageRange> {
         let mut rest = within;
         std::iter::from_fn(move || {
@@ -210,7 +215,8 @@ impl PageSet {
         self.for_each_part(PageRange::new(Pfn(0), u64::MAX), Bits::set);
     }
 
-    /// Applies `words` to each pair of words, or `one_by_one` to each range of the other set if its regions are not the same.
+    /// Applies `words` to each pair of words, or `one_by_one` to each range of the other set if its
+    /// regions are not the same.
     fn combine(
         &mut self,
         other: &Self,
@@ -235,7 +241,8 @@ impl PageSet {
         self.regions.partition_point(|region| region.pages.end() <= page)
     }
 
-    /// Calls `change` for each region that `range` has pages of, with the first of their bits and the one behind the last.
+    /// Calls `change` for each region that `range` has pages of, with the first of their bits and
+    /// the one behind the last.
     fn for_each_part(&mut self, range: PageRange, change: impl Fn(&mut Bits, u64, u64)) {
         let index = self.first_region(range.start);
         for region in &mut self.regions[index..] {
@@ -249,7 +256,8 @@ impl PageSet {
 }
 
 impl Region {
-    /// Number of the first bit of those pages of `range` that are the region's, and of the bit behind the last.
+    /// Number of the first bit of those pages of `range` that are the region's, and of the bit
+    /// behind the last.
     fn bits_of(&self, range: PageRange) -> (u64, u64) {
         let inside = self.pages.intersection(range);
         if inside.is_empty() {

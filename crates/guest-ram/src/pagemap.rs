@@ -1,7 +1,7 @@
 //! What the host holds for each page of private memory, from /proc/self/pagemap.
 //!
-//! mincore(2) would not do: for a page that was swapped out it answers no, and for a private mapping of a file it tells
-//! of the page cache.
+//! mincore(2) would not do: for a page that was swapped out it answers no, and for a private
+//! mapping of a file it tells of the page cache.
 
 use std::fs::File;
 use std::io;
@@ -26,8 +26,8 @@ impl PageState {
     /// A page of a file, or shared.
     const FILE: u64 = 1 << 61;
 
-    /// Whether the host keeps content for the page that belongs to the process alone, in memory or in swap space. The
-    /// shared page of zeros, which a mere read maps, counts too.
+    /// Whether the host keeps content for the page that belongs to the process alone, in memory or
+    /// in swap space. The shared page of zeros, which a mere read maps, counts too.
     pub(crate) const fn is_private(self) -> bool {
         self.0 & (Self::PRESENT | Self::SWAPPED) != 0 && self.0 & Self::FILE == 0
     }
@@ -72,7 +72,10 @@ mod tests {
         let present = PageState(PageState::PRESENT | 0x1234);
         assert!(present.is_private() && present.is_private_in_memory());
         for bits in [0, PageState::PRESENT | PageState::FILE, PageState::FILE] {
-            assert!(!PageState(bits).is_private() && !PageState(bits).is_private_in_memory(), "{bits:#x}");
+            assert!(
+                !PageState(bits).is_private() && !PageState(bits).is_private_in_memory(),
+                "{bits:#x}"
+            );
         }
     }
 }

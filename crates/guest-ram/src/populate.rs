@@ -11,24 +11,30 @@ use rustix::mm::{Advice, madvise};
 use crate::RamError;
 use crate::mapping::Mapping;
 
-/// What a thread populates at a time, in bytes: enough to make the system call's cost vanish, small enough to share
-/// the work evenly.
+/// What a thread populates at a time, in bytes: enough to make the system call's cost vanish, small
+/// enough to share the work evenly.
 const CHUNK_BYTES: usize = 64 << 20;
 
 /// More threads than this contend for the host's zone locks without gain.
 const MAX_THREADS: usize = 8;
 
-/// Refuses what cannot succeed: the kernel would find out page by page, and kill processes for lack of memory on the way.
+/// Refuses what cannot succeed: the kernel would find out page by page, and kill processes for lack
+/// of memory on the way.
 ///
 /// # Errors
 /// [`RamError::LargerThanHost`] if `size_bytes` is more than all RAM of the host.
 pub(crate) fn check_possible(size_bytes: u64) -> Result<(), RamError> {
     let info = rustix::system::sysinfo();
     let host_bytes = (info.totalram as u64).saturating_mul(u64::from(info.mem_unit));
-    if size_bytes > host_bytes { Err(RamError::LargerThanHost { size_bytes, host_bytes }) } else { Ok(()) }
+    if size_bytes > host_bytes {
+        Err(RamError::LargerThanHost { size_bytes, host_bytes })
+    } else {
+        Ok(())
+    }
 }
 
-/// Allocates every page of `mapping` (`MADV_POPULATE_WRITE`, Linux 5.14), with several threads if it is large.
+/// Allocates every page of `mapping` (`MADV_POPULATE_WRITE`, Linux 5.14), with several threads if
+/// it is large.
 ///
 /// # Errors
 /// [`RamError::Populate`] if the host cannot allocate a page. Pages that were allocated stay so.
@@ -62,8 +68,8 @@ pub(crate) fn populate(mapping: &Mapping) -> Result<(), RamError> {
 fn populate_chunk(mapping: &Mapping, start: usize, size_bytes: usize) -> Result<(), RamError> {
     loop {
         let address = (mapping.address() + start) as *mut _;
-        // SAFETY: the chunk lies within `mapping`, which stays mapped while it is borrowed. Populating allocates
-        // pages and changes no content.
+        // SAFETY: the chunk lies within `mapping`, which stays mapped while it is borrowed.
+        // Populating allocates pages and changes no content.
         match unsafe { madvise(address, size_bytes, Advice::LinuxPopulateWrite) } {
             Ok(()) => return Ok(()),
             Err(Errno::INTR | Errno::AGAIN) => {}

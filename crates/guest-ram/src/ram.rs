@@ -37,8 +37,8 @@ pub enum Backing {
     Anonymous,
     /// A memory file that can be shared with other processes.
     Memfd,
-    /// A memory file of 2 MiB pages from the host's pool. A huge page returns to the pool when all of it is
-    /// discarded, and is lost to others until then.
+    /// A memory file of 2 MiB pages from the host's pool. A huge page returns to the pool when all
+    /// of it is discarded, and is lost to others until then.
     #[serde(rename = "hugetlb-2M")]
     Hugetlb2M,
 }
@@ -126,8 +126,8 @@ impl GuestRam {
     /// Maps guest memory. `regions` must be in ascending order; they may adjoin.
     ///
     /// # Errors
-    /// [`RamError`]: regions that overlap or are not aligned to the backing's pages, too few huge pages, an unknown
-    /// host node, not enough memory.
+    /// [`RamError`]: regions that overlap or are not aligned to the backing's pages, too few huge
+    /// pages, an unknown host node, not enough memory.
     pub fn new(
         regions: &[RegionSpec],
         backing: Backing,
@@ -135,7 +135,8 @@ impl GuestRam {
         populate: Populate,
     ) -> Result<Self, RamError> {
         check(regions, backing)?;
-        // Huge pages of the pool are taken when it is mapped: there the pool's size says what is possible.
+        // Huge pages of the pool are taken when it is mapped: there the pool's size says what is
+        // possible.
         if populate == Populate::Prealloc && backing != Backing::Hugetlb2M {
             populate::check_possible(regions.iter().map(|spec| spec.size_bytes).sum())?;
         }
@@ -162,8 +163,8 @@ impl GuestRam {
             .zip(&mappings)
             .map(|(spec, mapping)| region_of(spec, mapping))
             .collect::<Result<Vec<_>, _>>()?;
-        let memory =
-            GuestMemory::from_regions(memory).map_err(|error| RamError::Layout(error.to_string()))?;
+        let memory = GuestMemory::from_regions(memory)
+            .map_err(|error| RamError::Layout(error.to_string()))?;
         let regions = regions
             .iter()
             .zip(&mappings)
@@ -247,19 +248,20 @@ impl GuestRam {
             .take_while(|part| !part.is_empty())
     }
 
-    /// Gives pages back to the host; they read as zeros afterwards. The guest may use them again as soon as this
-    /// returns, as with page reporting.
+    /// Gives pages back to the host; they read as zeros afterwards. The guest may use them again as
+    /// soon as this returns, as with page reporting.
     ///
-    /// Some pages may be left as they are, and are counted as deferred: with [`Backing::Hugetlb2M`] those whose huge page
-    /// is neither asked for in this call nor held, and in [restored](Self::restore) and in merged memory those in the middle of
-    /// a part of a file that cannot be cut any more, because the process may have no more mappings. To leave a page unchanged is
-    /// always right for who gave it away: a guest that expects zeros or a pattern in its free pages (Linux with
-    /// `init_on_free` or page poisoning) has put them there. Memory that is discarded as a whole is never
-    /// left.
+    /// Some pages may be left as they are, and are counted as deferred: with [`Backing::Hugetlb2M`]
+    /// those whose huge page is neither asked for in this call nor held, and in
+    /// [restored](Self::restore) and in merged memory those in the middle of a part of a file that
+    /// cannot be cut any more, because the process may have no more mappings. To leave a page
+    /// unchanged is always right for who gave it away: a guest that expects zeros or a pattern in
+    /// its free pages (Linux with `init_on_free` or page poisoning) has put them there. Memory that
+    /// is discarded as a whole is never left.
     ///
     /// # Errors
-    /// [`RamError::OutsideRam`] before anything is discarded; [`RamError::Discard`] if the host refuses, after which
-    /// earlier ranges have been discarded.
+    /// [`RamError::OutsideRam`] before anything is discarded; [`RamError::Discard`] if the host
+    /// refuses, after which earlier ranges have been discarded.
     pub fn discard(&self, ranges: &[GuestRange]) -> Result<DiscardOutcome, RamError> {
         self.discard_with(ranges, Tenure::Momentary)
     }
@@ -267,12 +269,17 @@ impl GuestRam {
     /// As [`discard`](Self::discard), for pages that the guest leaves alone until it is told of
     /// [`reclaim`](Self::reclaim), as with a balloon.
     ///
-    /// With [`Backing::Hugetlb2M`], pages whose huge page is not complete are remembered and given back once it is.
+    /// With [`Backing::Hugetlb2M`], pages whose huge page is not complete are remembered and given
+    /// back once it is.
     pub fn discard_held(&self, ranges: &[GuestRange]) -> Result<DiscardOutcome, RamError> {
         self.discard_with(ranges, Tenure::Held)
     }
 
-    fn discard_with(&self, ranges: &[GuestRange], tenure: Tenure) -> Result<DiscardOutcome, RamError> {
+    fn discard_with(
+        &self,
+        ranges: &[GuestRange],
+        tenure: Tenure,
+    ) -> Result<DiscardOutcome, RamError> {
         for range in ranges {
             self.parts_of(*range).map(drop)?;
         }
@@ -291,30 +298,35 @@ impl GuestRam {
         Ok(outcome)
     }
 
-    /// Permission to take pages away below who uses them by other means than this process's page tables; `None` while somebody may.
+    /// Permission to take pages away below who uses them by other means than this process's page
+    /// tables; `None` while somebody may.
     pub(crate) fn discard_permission(&self) -> Option<DiscardPermission<'_>> {
         self.inhibitors.permission()
     }
 
     fn discard_pieces(&self, ranges: &[GuestRange]) -> Result<DiscardOutcome, RamError> {
         let outcome = self.discard_unnoted(ranges);
-        // Behind the discard: noted before, it could be taken for done by who reads the page before it is gone. In case of an
-        // error too, since then some pages are gone.
+        // Behind the discard: noted before, it could be taken for done by who reads the page before
+        // it is gone. In case of an error too, since then some pages are gone.
         self.note_changed(ranges);
         outcome
     }
 
     fn discard_unnoted(&self, ranges: &[GuestRange]) -> Result<DiscardOutcome, RamError> {
-        let mut pieces: Vec<Piece<'_>> =
-            ranges.iter().flat_map(|range| self.clip(*range)).filter_map(|part| self.piece(part)).collect();
+        let mut pieces: Vec<Piece<'_>> = ranges
+            .iter()
+            .flat_map(|range| self.clip(*range))
+            .filter_map(|part| self.piece(part))
+            .collect();
         let mut outcome = DiscardOutcome::default();
-        // Kept until all pages are gone, whether or not they are merged: one that is just being merged would come back.
+        // Kept until all pages are gone, whether or not they are merged: one that is just being
+        // merged would come back.
         let mut merged = self.lock_merged();
         if let Some(restored) = &self.restored {
             let other_mappings = merged.as_ref().map_or(0, |runs| runs.own_mappings());
             let mut replaced = Vec::new();
-            // SAFETY: every piece was cut to a region's bounds, and its content may vanish since its pages are to be
-            // discarded.
+            // SAFETY: every piece was cut to a region's bounds, and its content may vanish since
+            // its pages are to be discarded.
             let result = unsafe { restored.replace(&mut pieces, other_mappings, &mut replaced) };
             if let (Some(runs), false) = (&mut merged, replaced.is_empty()) {
                 for part in replaced {
@@ -328,8 +340,9 @@ impl GuestRam {
             // SAFETY: as above.
             outcome += unsafe { merged.replace(runs, &mut pieces) }?;
         }
-        // SAFETY: every piece was cut to a region's bounds, and the region's mapping lives as long as `self`. vm-memory
-        // hands out raw pointers and volatile slices only, so no Rust reference to guest memory exists.
+        // SAFETY: every piece was cut to a region's bounds, and the region's mapping lives as long
+        // as `self`. vm-memory hands out raw pointers and volatile slices only, so no Rust
+        // reference to guest memory exists.
         outcome += unsafe { self.discarder.discard(&pieces) }?;
         Ok(outcome)
     }
@@ -364,7 +377,8 @@ impl GuestRam {
         self.piece(range).map(|piece| piece.address)
     }
 
-    /// The guest uses these pages again: they do not count as held any more. Parts outside guest memory are ignored.
+    /// The guest uses these pages again: they do not count as held any more. Parts outside guest
+    /// memory are ignored.
     pub fn reclaim(&self, ranges: &[GuestRange]) {
         if let Some(held) = &self.held {
             let mut held = held.lock().unwrap_or_else(PoisonError::into_inner);
@@ -379,8 +393,9 @@ impl GuestRam {
         self.reclaim(&[GuestRange::new(Pfn(0), u64::MAX)]);
     }
 
-    /// Keeps all memory from being discarded as long as the guard lives. No discard is under way when this returns.
-    /// Pages that were merged and written to keep their place in the host's memory, too, as with a discard.
+    /// Keeps all memory from being discarded as long as the guard lives. No discard is under way
+    /// when this returns. Pages that were merged and written to keep their place in the host's
+    /// memory, too, as with a discard.
     pub fn inhibit_discard(&self, reason: InhibitReason) -> InhibitGuard {
         self.inhibitors.add(reason)
     }
@@ -390,9 +405,10 @@ impl GuestRam {
         self.inhibitors.reasons()
     }
 
-    /// Bytes of guest memory that the host holds in memory. Pages that were swapped out do not count, except with the
-    /// file backings, whose files know only how much is allocated to them. Pages that restored memory shares with the page
-    /// cache, and merged pages, do not count either.
+    /// Bytes of guest memory that the host holds in memory. Pages that were swapped out do not
+    /// count, except with the file backings, whose files know only how much is allocated to them.
+    /// Pages that restored memory shares with the page cache, and merged pages, do not count
+    /// either.
     ///
     /// # Errors
     /// [`RamError::Resident`] if the host does not tell.
@@ -415,8 +431,9 @@ impl GuestRam {
 }
 
 impl Drop for GuestRam {
-    /// Unmaps the memory, except regions to which somebody still has a handle of vm-memory's, which can be cloned:
-    /// those stay mapped, since an access through such a handle must not hit someone else's memory.
+    /// Unmaps the memory, except regions to which somebody still has a handle of vm-memory's, which
+    /// can be cloned: those stay mapped, since an access through such a handle must not hit someone
+    /// else's memory.
     fn drop(&mut self) {
         let mut memory = std::mem::take(&mut self.memory);
         for (region, mapping) in self.regions.iter().zip(self.mappings.drain(..)) {
@@ -431,7 +448,10 @@ impl Drop for GuestRam {
                 Arc::into_inner(inner).is_some()
             });
             if !unique {
-                tracing::warn!("guest memory at {:#x} is still in use and stays mapped", region.start.0);
+                tracing::warn!(
+                    "guest memory at {:#x} is still in use and stays mapped",
+                    region.start.0
+                );
                 mapping.leak();
             }
         }
@@ -441,8 +461,8 @@ impl Drop for GuestRam {
 fn region_of(spec: &RegionSpec, mapping: &Mapping) -> Result<GuestRegionMmap<WriteLog>, RamError> {
     let (flags, protection) = (libc::MAP_NORESERVE, libc::PROT_READ | libc::PROT_WRITE);
     let address = mapping.address() as *mut u8;
-    // SAFETY: the address and size are those of a live mapping. `GuestRam` owns it and unmaps it only when no handle to
-    // this region is left.
+    // SAFETY: the address and size are those of a live mapping. `GuestRam` owns it and unmaps it
+    // only when no handle to this region is left.
     let region = unsafe { MmapRegion::build_raw(address, mapping.size_bytes(), protection, flags) }
         .map_err(|error| RamError::Layout(error.to_string()))?;
     GuestRegionMmap::new(region, spec.start)
@@ -457,7 +477,10 @@ pub(crate) fn check(regions: &[RegionSpec], backing: Backing) -> Result<(), RamE
     let unit_bytes = backing.unit_bytes();
     let mut previous_end = 0;
     for RegionSpec { start: GuestAddress(start), size_bytes, .. } in regions.iter().copied() {
-        if size_bytes == 0 || !start.is_multiple_of(unit_bytes) || !size_bytes.is_multiple_of(unit_bytes) {
+        if size_bytes == 0
+            || !start.is_multiple_of(unit_bytes)
+            || !size_bytes.is_multiple_of(unit_bytes)
+        {
             return Err(RamError::UnalignedRegion { start, size_bytes, unit_bytes });
         }
         let end = start.checked_add(size_bytes).filter(|_| start >= previous_end);

@@ -4,7 +4,8 @@ use ebb_abi::HUGE_PAGE_SIZE_PAGES;
 
 use crate::GuestRange;
 
-/// Sorts ranges by address and merges those that touch or overlap; empty ones vanish. Linear for sorted input.
+/// Sorts ranges by address and merges those that touch or overlap; empty ones vanish. Linear for
+/// sorted input.
 pub fn coalesce(ranges: &mut Vec<GuestRange>) {
     ranges.retain(|range| !range.is_empty());
     if !ranges.is_sorted() {
@@ -19,10 +20,11 @@ pub fn coalesce(ranges: &mut Vec<GuestRange>) {
     });
 }
 
-/// Splits ranges so that all whole 2 MiB blocks come first and the remaining fragments after them, each part in the
-/// order of the input. The union stays the same.
+/// Splits ranges so that all whole 2 MiB blocks come first and the remaining fragments after them,
+/// each part in the order of the input. The union stays the same.
 ///
-/// Large before small: a whole huge page goes back to the host at once and cheaply, part of one splits it first.
+/// Large before small: a whole huge page goes back to the host at once and cheaply, part of one
+/// splits it first.
 #[must_use]
 pub fn huge_blocks_first(ranges: &[GuestRange]) -> Vec<GuestRange> {
     let mut blocks = Vec::with_capacity(ranges.len() * 2);
@@ -52,7 +54,8 @@ mod tests {
     use std::collections::BTreeSet;
 
     fn ranges() -> impl Strategy<Value = Vec<GuestRange>> {
-        let range = (0..4000_u64, 0..1500_u64).prop_map(|(start, pages)| GuestRange::new(Pfn(start), pages));
+        let range = (0..4000_u64, 0..1500_u64)
+            .prop_map(|(start, pages)| GuestRange::new(Pfn(start), pages));
         prop::collection::vec(range, 0..12)
     }
 

@@ -1,22 +1,25 @@
 //! How much of guest memory the host holds.
 //!
-//! For file backings the file knows: it counts the pages allocated to it, mapped or not. For anonymous memory there are
-//! three sources:
+//! For file backings the file knows: it counts the pages allocated to it, mapped or not. For
+//! anonymous memory there are three sources:
 //!
 //! - `anon=` in /proc/self/numa_maps (kernels with CONFIG_NUMA) is right.
-//! - `Anonymous` in /proc/self/smaps leaves out huge pages that automatic NUMA balancing has made inaccessible to learn who
-//!   uses them (Linux mm/huge_memory.c, `follow_trans_huge_pmd`): up to all of them, on hosts with several nodes. It
-//!   serves kernels without numa_maps, where there is no balancing either.
-//! - mincore(2) also counts the shared zero page, which a mere read maps, and serves only without /proc.
+//! - `Anonymous` in /proc/self/smaps leaves out huge pages that automatic NUMA balancing has made
+//!   inaccessible to learn who uses them (Linux mm/huge_memory.c, `follow_trans_huge_pmd`): up to
+//!   all of them, on hosts with several nodes. It serves kernels without numa_maps, where there is
+//!   no balancing either.
+//! - mincore(2) also counts the shared zero page, which a mere read maps, and serves only without
+//!   /proc.
 //!
-//! Restored memory also has pages of the file that it is from. As long as nobody writes to them they are the page cache's:
-//! shared with all machines from the same file, and given up by the host when it needs memory. They are counted apart
-//! (numa_maps: what is mapped and not `anon`; smaps: `Rss` without `Anonymous`); mincore would count all of the
-//! file that is cached.
+//! Restored memory also has pages of the file that it is from. As long as nobody writes to them
+//! they are the page cache's: shared with all machines from the same file, and given up by the host
+//! when it needs memory. They are counted apart (numa_maps: what is mapped and not `anon`; smaps:
+//! `Rss` without `Anonymous`); mincore would count all of the file that is cached.
 //!
-//! Merged memory has stable pages, mapped from files of a name of their own; they are counted apart too. The kernel's KSM leaves its
-//! pages among the anonymous ones. `KSM` in /proc/self/smaps (Linux 6.7) tells their number; /proc/self/ksm_merging_pages (Linux 5.19),
-//! for the process as a whole, also counts those that were written to since the kernel's last pass.
+//! Merged memory has stable pages, mapped from files of a name of their own; they are counted apart
+//! too. The kernel's KSM leaves its pages among the anonymous ones. `KSM` in /proc/self/smaps
+//! (Linux 6.7) tells their number; /proc/self/ksm_merging_pages (Linux 5.19), for the process as a
+//! whole, also counts those that were written to since the kernel's last pass.
 
 use std::fs::File;
 use std::io::{self, Read, Seek};
@@ -40,11 +43,12 @@ const MINCORE_PAGES: usize = 64 << 10;
 pub struct Residency {
     /// Bytes of pages that are there for this memory alone.
     pub private_bytes: u64,
-    /// Bytes of pages of the file that the memory was restored from, mapped and not written to. They belong to the page
-    /// cache, and several machines may share them.
+    /// Bytes of pages of the file that the memory was restored from, mapped and not written to.
+    /// They belong to the page cache, and several machines may share them.
     pub file_bytes: u64,
-    /// Bytes of stable pages that are mapped for this memory, and of pages that the kernel has merged (in all of the process): each
-    /// page counts as often as it is mapped, although it is there once.
+    /// Bytes of stable pages that are mapped for this memory, and of pages that the kernel has
+    /// merged (in all of the process): each page counts as often as it is mapped, although it is
+    /// there once.
     pub merged_bytes: u64,
 }
 
@@ -73,8 +77,8 @@ enum Accounting {
 }
 
 impl Accounting {
-    /// What is resident of the mappings that overlap one of `ranges` (address, size in bytes); `None` if `text` names
-    /// none of them.
+    /// What is resident of the mappings that overlap one of `ranges` (address, size in bytes);
+    /// `None` if `text` names none of them.
     fn residency_in(self, text: &str, ranges: &[(u64, u64)]) -> Option<Residency> {
         match self {
             Self::NumaMaps => numa_maps_residency(text, ranges),
@@ -120,8 +124,10 @@ impl Meter {
         if anonymous.is_empty() {
             return Ok(sum);
         }
-        let ranges: Vec<_> =
-            anonymous.iter().map(|mapping| (mapping.address() as u64, mapping.size_bytes() as u64)).collect();
+        let ranges: Vec<_> = anonymous
+            .iter()
+            .map(|mapping| (mapping.address() as u64, mapping.size_bytes() as u64))
+            .collect();
         let accounted = self.accounting.as_ref().and_then(|(accounting, file)| {
             let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
             let mut text = String::new();
@@ -157,7 +163,8 @@ struct KernelMerged {
 }
 
 impl KernelMerged {
-    /// Bytes of merged pages in `ranges` (address, size in bytes), or, with older kernels, in the process.
+    /// Bytes of merged pages in `ranges` (address, size in bytes), or, with older kernels, in the
+    /// process.
     fn bytes_in(&self, ranges: &[(u64, u64)]) -> u64 {
         let read = |file: &Option<Mutex<File>>| {
             let mut file = file.as_ref()?.lock().unwrap_or_else(PoisonError::into_inner);
@@ -167,13 +174,14 @@ impl KernelMerged {
             Some(text)
         };
         let in_ranges = || ksm_bytes(&read(&self.smaps)?, ranges);
-        let of_process = || Some(read(&self.of_process)?.trim().parse::<u64>().ok()? * PAGE_SIZE_BYTES);
+        let of_process =
+            || Some(read(&self.of_process)?.trim().parse::<u64>().ok()? * PAGE_SIZE_BYTES);
         in_ranges().or_else(of_process).unwrap_or(0)
     }
 }
 
-/// Sums up the pages merged by the kernel in those mappings of an smaps text that overlap one of `ranges` (address, size in bytes).
-/// `None` if the text does not tell.
+/// Sums up the pages merged by the kernel in those mappings of an smaps text that overlap one of
+/// `ranges` (address, size in bytes). `None` if the text does not tell.
 fn ksm_bytes(smaps: &str, ranges: &[(u64, u64)]) -> Option<u64> {
     let mut sum = None;
     let mut counts = false;
@@ -188,8 +196,8 @@ fn ksm_bytes(smaps: &str, ranges: &[(u64, u64)]) -> Option<u64> {
     sum
 }
 
-/// Sums up the mappings in an smaps text that overlap one of `ranges` (address, size in bytes). `None` if the text
-/// names none of them.
+/// Sums up the mappings in an smaps text that overlap one of `ranges` (address, size in bytes).
+/// `None` if the text names none of them.
 fn smaps_residency(smaps: &str, ranges: &[(u64, u64)]) -> Option<Residency> {
     let mut found = None;
     let mut counts = false;
@@ -206,7 +214,8 @@ fn smaps_residency(smaps: &str, ranges: &[(u64, u64)]) -> Option<Residency> {
         }
         let kib: u64 = kib.trim().strip_suffix("kB")?.trim_end().parse().ok()?;
         let residency: &mut Residency = found.get_or_insert_default();
-        let shared_bytes = if is_stable { &mut residency.merged_bytes } else { &mut residency.file_bytes };
+        let shared_bytes =
+            if is_stable { &mut residency.merged_bytes } else { &mut residency.file_bytes };
         if name == "Rss" {
             *shared_bytes += kib * 1024;
         } else {
@@ -218,14 +227,17 @@ fn smaps_residency(smaps: &str, ranges: &[(u64, u64)]) -> Option<Residency> {
     found
 }
 
-/// Sums up the mappings in a numa_maps text that begin in one of `ranges` (address, size in bytes). `None` if the text
-/// names none of them. A mapping without pages has no numbers.
+/// Sums up the mappings in a numa_maps text that begin in one of `ranges` (address, size in bytes).
+/// `None` if the text names none of them. A mapping without pages has no numbers.
 fn numa_maps_residency(numa_maps: &str, ranges: &[(u64, u64)]) -> Option<Residency> {
     let mut found = None;
     for line in numa_maps.lines() {
         let mut words = line.split_ascii_whitespace();
-        let Some(start) = words.next().and_then(|word| u64::from_str_radix(word, 16).ok()) else { continue };
-        // Guest memory has guard pages at either end, so no mapping begins before it and reaches into it.
+        let Some(start) = words.next().and_then(|word| u64::from_str_radix(word, 16).ok()) else {
+            continue;
+        };
+        // Guest memory has guard pages at either end, so no mapping begins before it and reaches
+        // into it.
         if !ranges.iter().any(|(address, size)| (*address..address + size).contains(&start)) {
             continue;
         }
@@ -243,7 +255,8 @@ fn numa_maps_residency(numa_maps: &str, ranges: &[(u64, u64)]) -> Option<Residen
         let mapped = mapped.unwrap_or(anonymous.max(dirty));
         let residency: &mut Residency = found.get_or_insert_default();
         residency.private_bytes += anonymous * PAGE_SIZE_BYTES;
-        let shared_bytes = if is_stable { &mut residency.merged_bytes } else { &mut residency.file_bytes };
+        let shared_bytes =
+            if is_stable { &mut residency.merged_bytes } else { &mut residency.file_bytes };
         *shared_bytes += u64::saturating_sub(mapped, anonymous) * PAGE_SIZE_BYTES;
     }
     found
@@ -302,7 +315,10 @@ Anonymous:            12 kB
     #[test]
     fn only_overlapping_mappings_count() {
         assert_eq!(smaps_residency(SMAPS, &[(0x10000, 0x10000)]), Some(kib(16, 0)));
-        assert_eq!(smaps_residency(SMAPS, &[(0x10000, 0x10000), (0x48000, 0x1000)]), Some(kib(28, 8)));
+        assert_eq!(
+            smaps_residency(SMAPS, &[(0x10000, 0x10000), (0x48000, 0x1000)]),
+            Some(kib(28, 8))
+        );
         assert_eq!(smaps_residency(SMAPS, &[(0x50000, 0x1000)]), None);
     }
 
@@ -315,7 +331,10 @@ Anonymous:            12 kB
             60000 default file=/snapshot anon=3 dirty=5 N0=5 kernelpagesize_kB=4\n";
         assert_eq!(numa_maps_residency(text, &[(0x10000, 0x10000)]), Some(kib(24, 0)));
         assert_eq!(numa_maps_residency(text, &[(0x30000, 0x1000)]), Some(kib(0, 0)));
-        assert_eq!(numa_maps_residency(text, &[(0x20000, 0x11000), (0x14000, 0x1000)]), Some(kib(8, 16)));
+        assert_eq!(
+            numa_maps_residency(text, &[(0x20000, 0x11000), (0x14000, 0x1000)]),
+            Some(kib(8, 16))
+        );
         assert_eq!(numa_maps_residency(text, &[(0x40000, 0x1000)]), None);
         assert_eq!(numa_maps_residency(text, &[(0x50000, 0x1000)]), Some(kib(12, 24)));
         assert_eq!(numa_maps_residency(text, &[(0x60000, 0x1000)]), Some(kib(12, 8)));

@@ -1,17 +1,19 @@
 //! Guest memory that starts from a file.
 //!
-//! The parts of the file that hold data are mapped privately: nothing is read before the guest touches it, and several
-//! machines that start from the same file share its pages in the page cache until they write to them. Everything else is anonymous
-//! memory.
+//! The parts of the file that hold data are mapped privately: nothing is read before the guest
+//! touches it, and several machines that start from the same file share its pages in the page cache
+//! until they write to them. Everything else is anonymous memory.
 //!
-//! `MADV_DONTNEED` on a private mapping of a file brings back the file's content, which is neither zero nor what the guest
-//! had there. So a page that is discarded for the first time is replaced by anonymous memory, and from then on is like
-//! all other memory. [`FileRuns`] knows which pages still are the file's.
+//! `MADV_DONTNEED` on a private mapping of a file brings back the file's content, which is neither
+//! zero nor what the guest had there. So a page that is discarded for the first time is replaced by
+//! anonymous memory, and from then on is like all other memory. [`FileRuns`] knows which pages
+//! still are the file's.
 //!
 //! The replacement is a piece of a [template](crate::templates).
 //!
-//! Transparent huge pages are asked for in the anonymous parts only. In a private mapping of a file, Linux
-//! allocates single pages on writes in any case, and `MADV_HUGEPAGE` would make the first touch of a page read 2 MiB.
+//! Transparent huge pages are asked for in the anonymous parts only. In a private mapping of a
+//! file, Linux allocates single pages on writes in any case, and `MADV_HUGEPAGE` would make the
+//! first touch of a page read 2 MiB.
 
 use std::fs::File;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -42,17 +44,18 @@ pub(crate) struct Restored {
 }
 
 impl GuestRam {
-    /// Memory with the content that `image` describes, from `file`, where it lies from `file_offset_bytes` on. Its backing
-    /// is [`Backing::Anonymous`]; the regions must be those that were saved, but may come from other nodes.
+    /// Memory with the content that `image` describes, from `file`, where it lies from
+    /// `file_offset_bytes` on. Its backing is [`Backing::Anonymous`]; the regions must be those
+    /// that were saved, but may come from other nodes.
     ///
-    /// Nothing is read now, apart from the file's size: pages are read when they are first touched. [`RamImage::verify`]
-    /// reads and compares all. Pages that are only read stay in the page cache, wherever that has them; only copies
-    /// come from the node asked for.
+    /// Nothing is read now, apart from the file's size: pages are read when they are first touched.
+    /// [`RamImage::verify`] reads and compares all. Pages that are only read stay in the page
+    /// cache, wherever that has them; only copies come from the node asked for.
     ///
-    /// The file must stay as it is as long as the memory lives. Pages that were not yet written to would show changes to
-    /// it, and if it were cut short, an access to them would end the process with SIGBUS; after a read
-    /// error of the disk too. Replacing it under its name (rename) or removing it is harmless. Who can write to the file
-    /// can write to the machine's memory.
+    /// The file must stay as it is as long as the memory lives. Pages that were not yet written to
+    /// would show changes to it, and if it were cut short, an access to them would end the process
+    /// with SIGBUS; after a read error of the disk too. Replacing it under its name (rename) or
+    /// removing it is harmless. Who can write to the file can write to the machine's memory.
     ///
     /// ```
     /// use ebb_guest_ram::{Backing, GuestRam, HugePages, Populate, RegionSpec};
@@ -70,8 +73,8 @@ impl GuestRam {
     /// ```
     ///
     /// # Errors
-    /// As for [`GuestRam::new`]; [`RamError::Image`] if the image is damaged, that of another machine, or longer than the
-    /// file.
+    /// As for [`GuestRam::new`]; [`RamError::Image`] if the image is damaged, that of another
+    /// machine, or longer than the file.
     pub fn restore(
         regions: &[RegionSpec],
         huge_pages: HugePages,
@@ -83,7 +86,8 @@ impl GuestRam {
         image.validate_regions_are(regions)?;
         image.validate_file(&file, file_offset_bytes)?;
         let max_mappings = max_mappings();
-        // Each takes a mapping and leaves another one behind it; as many again are left for discards.
+        // Each takes a mapping and leaves another one behind it; as many again are left for
+        // discards.
         let max_runs = (max_mappings / 4).min(MAX_EXTENTS as u64) as usize;
         let runs = file_runs(image, max_runs);
 
@@ -93,7 +97,9 @@ impl GuestRam {
             .collect::<Result<Vec<_>, RamError>>()?;
         let pages: Vec<GuestRange> = regions
             .iter()
-            .map(|spec| GuestRange::new(Pfn::containing(spec.start.0), spec.size_bytes / PAGE_SIZE_BYTES))
+            .map(|spec| {
+                GuestRange::new(Pfn::containing(spec.start.0), spec.size_bytes / PAGE_SIZE_BYTES)
+            })
             .collect();
         for run in &runs {
             let region = run.region;
@@ -126,8 +132,8 @@ impl GuestRam {
         self.restored.is_some()
     }
 
-    /// Bytes that are still mapped from the file that the memory was restored from; pages that the guest has written to
-    /// since count too, until they are discarded. 0 if it was not restored.
+    /// Bytes that are still mapped from the file that the memory was restored from; pages that the
+    /// guest has written to since count too, until they are discarded. 0 if it was not restored.
     pub fn file_backed_bytes(&self) -> u64 {
         self.restored
             .as_ref()
@@ -146,8 +152,8 @@ impl Restored {
         (&self.file, self.file_offset_bytes + ram_offset_bytes)
     }
 
-    /// Checks that the memory can be saved to the file `target`: it must be another one than its source, which must
-    /// still be as long as it was. What is missing would look like a hole.
+    /// Checks that the memory can be saved to the file `target`: it must be another one than its
+    /// source, which must still be as long as it was. What is missing would look like a hole.
     pub(crate) fn check_target(&self, target: &Stat, ram_bytes: u64) -> Result<(), RamError> {
         let own = fstat(&self.file).map_err(|error| RamError::ReadImage {
             offset_bytes: self.file_offset_bytes,
@@ -163,13 +169,14 @@ impl Restored {
         Ok(())
     }
 
-    /// Makes `pieces` read as zeros as far as they have pages of the file, by replacing them. What is left for an
-    /// ordinary discard stays in `pieces`. Pages for which no mappings are left stay as they are and are counted as
-    /// deferred. `other_mappings` is how many mappings guest memory takes for other reasons. `replaced` gets what was
-    /// replaced, in case of an error too.
+    /// Makes `pieces` read as zeros as far as they have pages of the file, by replacing them. What
+    /// is left for an ordinary discard stays in `pieces`. Pages for which no mappings are left stay
+    /// as they are and are counted as deferred. `other_mappings` is how many mappings guest memory
+    /// takes for other reasons. `replaced` gets what was replaced, in case of an error too.
     ///
     /// # Safety
-    /// Each piece must lie within one of the mappings that this was made with, and nobody may rely on its content.
+    /// Each piece must lie within one of the mappings that this was made with, and nobody may rely
+    /// on its content.
     pub(crate) unsafe fn replace(
         &self,
         pieces: &mut Vec<Piece<'_>>,
@@ -220,7 +227,8 @@ impl Restored {
     }
 
     fn is_anonymous(&self) -> bool {
-        // Acquire: whoever sees that no page is the file's any more must also see the memory that replaced it.
+        // Acquire: whoever sees that no page is the file's any more must also see the memory that
+        // replaced it.
         self.file_pages.load(Ordering::Acquire) == 0
     }
 
@@ -240,8 +248,8 @@ pub(crate) struct FileRun {
     pub(crate) ram_offset_bytes: u64,
 }
 
-/// What must be mapped for an image that has been validated: its extents, cut at borders of regions, and merged until at
-/// most `max_runs` are left (or one a region).
+/// What must be mapped for an image that has been validated: its extents, cut at borders of
+/// regions, and merged until at most `max_runs` are left (or one a region).
 pub(crate) fn file_runs(image: &RamImage, max_runs: usize) -> Vec<FileRun> {
     let mut region_end_bytes = 0;
     let ends: Vec<u64> = image
@@ -262,8 +270,9 @@ pub(crate) fn file_runs(image: &RamImage, max_runs: usize) -> Vec<FileRun> {
             start = end;
         }
     }
-    let same_region =
-        |left: &Extent, right: &Extent| region_at(left.offset_bytes) == region_at(right.offset_bytes);
+    let same_region = |left: &Extent, right: &Extent| {
+        region_at(left.offset_bytes) == region_at(right.offset_bytes)
+    };
     // Neighbours without a gap are one in any case.
     parts.dedup_by(|next, merged| {
         let one = merged.end_bytes() == next.offset_bytes && same_region(merged, next);

@@ -14,25 +14,29 @@ use crate::image::{
 };
 use crate::{GuestRam, GuestRange, RamError, RamImage};
 
-/// What is copied at a time, in bytes: stays in the processor's cache while it is searched for zeros, hashed and written.
+/// What is copied at a time, in bytes: stays in the processor's cache while it is searched for
+/// zeros, hashed and written.
 const BUFFER_BYTES: u64 = 512 << 10;
 
 impl GuestRam {
-    /// Writes the memory to `file`, from `file_offset_bytes` (a multiple of 4096) on: pages that the host holds, in memory
-    /// or in swap space, and that are not all zero. All others become holes. The file is made long enough for the whole
-    /// memory. What it held there before is discarded.
+    /// Writes the memory to `file`, from `file_offset_bytes` (a multiple of 4096) on: pages that
+    /// the host holds, in memory or in swap space, and that are not all zero. All others become
+    /// holes. The file is made long enough for the whole memory. What it held there before is
+    /// discarded.
     ///
-    /// Nobody may write to the memory meanwhile: vCPUs and devices must be stopped. `progress` is told after each 64 MiB
-    /// of guest memory how many bytes of [`size_bytes`](Self::size_bytes) are done. Nothing is synchronized: who relies
-    /// on the file calls `fsync`, which can also tell of a full disk.
+    /// Nobody may write to the memory meanwhile: vCPUs and devices must be stopped. `progress` is
+    /// told after each 64 MiB of guest memory how many bytes of [`size_bytes`](Self::size_bytes)
+    /// are done. Nothing is synchronized: who relies on the file calls `fsync`, which can also tell
+    /// of a full disk.
     ///
-    /// Opens no file. System calls: `fstat`, `fallocate`, `ftruncate`, `pread64`, `lseek`, `mincore`, `pwrite64`, and what memory
-    /// of the heap needs.
+    /// Opens no file. System calls: `fstat`, `fallocate`, `ftruncate`, `pread64`, `lseek`,
+    /// `mincore`, `pwrite64`, and what memory of the heap needs.
     ///
     /// # Errors
-    /// [`RamError::DiskFull`]; [`RamError::WriteImage`] and [`RamError::ReadImage`] for other refusals;
-    /// [`RamError::SaveOntoSource`] if the memory was restored from that file; [`RamError::Image`] for an offset that
-    /// cannot be, or if the file that the memory was restored from has been cut short. The file is then not complete.
+    /// [`RamError::DiskFull`]; [`RamError::WriteImage`] and [`RamError::ReadImage`] for other
+    /// refusals; [`RamError::SaveOntoSource`] if the memory was restored from that file;
+    /// [`RamError::Image`] for an offset that cannot be, or if the file that the memory was
+    /// restored from has been cut short. The file is then not complete.
     pub fn save(
         &self,
         file: &File,
@@ -41,8 +45,13 @@ impl GuestRam {
     ) -> Result<RamImage, RamError> {
         let end_bytes = end_in_file(file_offset_bytes, self.size_bytes())?;
         self.prepare_file(file, file_offset_bytes)?;
-        let mut writer =
-            Writer { ram: self, file, file_offset_bytes, extents: ExtentList::default(), data_bytes: 0 };
+        let mut writer = Writer {
+            ram: self,
+            file,
+            file_offset_bytes,
+            extents: ExtentList::default(),
+            data_bytes: 0,
+        };
         let mut buffer = vec![0; BUFFER_BYTES as usize];
         let mut checksums = Vec::new();
         for start in (0..self.size_bytes()).step_by(CHUNK_BYTES as usize) {
@@ -53,8 +62,10 @@ impl GuestRam {
         if (stat.st_size as u64) < end_bytes {
             rustix::fs::ftruncate(file, end_bytes).map_err(write_error(file_offset_bytes))?;
         }
-        let region =
-            |region: &crate::Region| ImageRegion { start: region.start.0, size_bytes: region.size_bytes };
+        let region = |region: &crate::Region| ImageRegion {
+            start: region.start.0,
+            size_bytes: region.size_bytes,
+        };
         Ok(RamImage {
             version: RAM_IMAGE_VERSION,
             regions: self.regions().iter().map(region).collect(),
@@ -65,13 +76,16 @@ impl GuestRam {
         })
     }
 
-    /// Makes sure that what is not written reads as zeros, and that the memory's own source stays as it is.
+    /// Makes sure that what is not written reads as zeros, and that the memory's own source stays
+    /// as it is.
     fn prepare_file(&self, file: &File, file_offset_bytes: u64) -> Result<(), RamError> {
         let stat = fstat(file).map_err(write_error(file_offset_bytes))?;
         if let Some(restored) = &self.restored {
             restored.check_target(&stat, self.size_bytes())?;
         }
-        if FileType::from_raw_mode(stat.st_mode).is_file() && stat.st_size as u64 > file_offset_bytes {
+        if FileType::from_raw_mode(stat.st_mode).is_file()
+            && stat.st_size as u64 > file_offset_bytes
+        {
             let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
             fallocate(file, mode, file_offset_bytes, self.size_bytes())
                 .map_err(write_error(file_offset_bytes))?;
@@ -79,7 +93,8 @@ impl GuestRam {
         Ok(())
     }
 
-    /// The parts of the memory between two RAM offsets, one a region at most, each with its RAM offset.
+    /// The parts of the memory between two RAM offsets, one a region at most, each with its RAM
+    /// offset.
     fn parts(&self, start: u64, end: u64) -> Vec<(GuestRange, u64)> {
         let mut region_start = 0;
         let mut parts = Vec::new();
@@ -111,7 +126,8 @@ impl<'a> Writer<'a> {
         for (part, part_offset) in self.ram.parts(start, start + CHUNK_BYTES) {
             let runs = self.held_runs(part)?;
             for run in runs {
-                let offset_bytes = part_offset + (run.range.start.0 - part.start.0) * PAGE_SIZE_BYTES;
+                let offset_bytes =
+                    part_offset + (run.range.start.0 - part.start.0) * PAGE_SIZE_BYTES;
                 self.write_run(run, offset_bytes, buffer, &mut hasher)?;
             }
         }
@@ -136,7 +152,8 @@ impl<'a> Writer<'a> {
             match run.source {
                 Source::Memory => {
                     let address = GuestAddress(run.range.start.address() + done_bytes);
-                    // A volatile copy: from here on the content cannot change between its hash and its writing.
+                    // A volatile copy: from here on the content cannot change between its hash and
+                    // its writing.
                     self.ram
                         .memory()
                         .read_slice(content, address)
@@ -175,7 +192,9 @@ impl<'a> Writer<'a> {
                     source,
                 }
             }
-            _ => RamError::WriteImage { offset_bytes: self.file_offset_bytes + offset_bytes, source },
+            _ => {
+                RamError::WriteImage { offset_bytes: self.file_offset_bytes + offset_bytes, source }
+            }
         }
     }
 

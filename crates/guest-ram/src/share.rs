@@ -1,7 +1,8 @@
 //! Handing memory over to another process of the same host, without copying it.
 //!
-//! Memory files can be mapped by several processes. A monitor that is to be replaced sends its successor their descriptors (unix(7),
-//! `SCM_RIGHTS`); both then have the same memory, and have to agree on who uses it.
+//! Memory files can be mapped by several processes. A monitor that is to be replaced sends its
+//! successor their descriptors (unix(7), `SCM_RIGHTS`); both then have the same memory, and have to
+//! agree on who uses it.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -51,8 +52,9 @@ impl GuestRam {
     /// The memory for another process to [adopt](Self::adopt); `None` if it is private to this one
     /// ([`Backing::Anonymous`], and memory that was restored from a file).
     ///
-    /// As long as the other process may use the memory, this one must neither run the guest nor discard pages. To unmap it
-    /// (to drop this value) is harmless at any time. System call: `fcntl` with `F_DUPFD_CLOEXEC`.
+    /// As long as the other process may use the memory, this one must neither run the guest nor
+    /// discard pages. To unmap it (to drop this value) is harmless at any time. System call:
+    /// `fcntl` with `F_DUPFD_CLOEXEC`.
     ///
     /// # Errors
     /// [`RamError::Share`] if there is no room for more descriptors.
@@ -64,7 +66,8 @@ impl GuestRam {
             .map(|file| fcntl_dupfd_cloexec(file, FIRST_DESCRIPTOR))
             .collect::<Result<Vec<_>, _>>()
             .map_err(|error| RamError::Share { source: error.into() })?;
-        let region = |region: &Region| ImageRegion { start: region.start.0, size_bytes: region.size_bytes };
+        let region =
+            |region: &Region| ImageRegion { start: region.start.0, size_bytes: region.size_bytes };
         let layout = SharedLayout {
             version: SHARED_LAYOUT_VERSION,
             backing: self.backing(),
@@ -73,18 +76,23 @@ impl GuestRam {
         Ok(Some(SharedRam { layout, files }))
     }
 
-    /// Maps the memory of another process. The regions must be those that it had, but may be bound to other nodes: that
-    /// applies to pages that are not there yet.
+    /// Maps the memory of another process. The regions must be those that it had, but may be bound
+    /// to other nodes: that applies to pages that are not there yet.
     ///
-    /// Nothing of the content changes, and nothing is allocated: whoever adopts memory and drops it again has not touched it.
-    /// With [`Backing::Hugetlb2M`], it is not known which parts of huge pages are in the balloon: those go back to the host when
-    /// their huge page is in it as a whole anew. System calls: `fstat`, `fstatfs`, `fcntl` with `F_GET_SEALS`, and
-    /// those of [`new`](Self::new) except `memfd_create`.
+    /// Nothing of the content changes, and nothing is allocated: whoever adopts memory and drops it
+    /// again has not touched it. With [`Backing::Hugetlb2M`], it is not known which parts of huge
+    /// pages are in the balloon: those go back to the host when their huge page is in it as a whole
+    /// anew. System calls: `fstat`, `fstatfs`, `fcntl` with `F_GET_SEALS`, and those of
+    /// [`new`](Self::new) except `memfd_create`.
     ///
     /// # Errors
-    /// [`RamError::Adopt`] if the files are not such memory, or could be made shorter by somebody (an access to a part that is
-    /// gone would end the process); else as [`new`](Self::new).
-    pub fn adopt(regions: &[RegionSpec], huge_pages: HugePages, shared: SharedRam) -> Result<Self, RamError> {
+    /// [`RamError::Adopt`] if the files are not such memory, or could be made shorter by somebody
+    /// (an access to a part that is gone would end the process); else as [`new`](Self::new).
+    pub fn adopt(
+        regions: &[RegionSpec],
+        huge_pages: HugePages,
+        shared: SharedRam,
+    ) -> Result<Self, RamError> {
         let SharedRam { layout, files } = shared;
         layout.check_regions(regions, files.len())?;
         let backing = layout.backing;
@@ -95,7 +103,9 @@ impl GuestRam {
                 problem: format!("the file for the region at {:#x} {problem}", spec.start.0),
             })?;
             if !seen.insert(inode) {
-                return Err(RamError::Adopt { problem: "two regions have the same file".to_owned() });
+                return Err(RamError::Adopt {
+                    problem: "two regions have the same file".to_owned(),
+                });
             }
         }
         let mappings = regions
@@ -109,26 +119,26 @@ impl GuestRam {
 
 impl SharedLayout {
     fn check_regions(&self, regions: &[RegionSpec], files: usize) -> Result<(), RamError> {
-        let problem =
-            if self.version != SHARED_LAYOUT_VERSION {
-                format!("its layout has version {}, and {SHARED_LAYOUT_VERSION} is known", self.version)
-            } else if self.backing == Backing::Anonymous {
-                "anonymous memory cannot be shared; start the machine with a memory file".to_owned()
-            } else if files != self.regions.len() {
-                format!("there are {files} files for {} regions", self.regions.len())
-            } else if !self.regions.iter().copied().eq(regions
-                .iter()
-                .map(|spec| ImageRegion { start: spec.start.0, size_bytes: spec.size_bytes }))
-            {
-                format!("its regions are {:x?}, and the machine's are {regions:x?}", self.regions)
-            } else {
-                return Ok(());
-            };
+        let problem = if self.version != SHARED_LAYOUT_VERSION {
+            format!("its layout has version {}, and {SHARED_LAYOUT_VERSION} is known", self.version)
+        } else if self.backing == Backing::Anonymous {
+            "anonymous memory cannot be shared; start the machine with a memory file".to_owned()
+        } else if files != self.regions.len() {
+            format!("there are {files} files for {} regions", self.regions.len())
+        } else if !self.regions.iter().copied().eq(regions
+            .iter()
+            .map(|spec| ImageRegion { start: spec.start.0, size_bytes: spec.size_bytes }))
+        {
+            format!("its regions are {:x?}, and the machine's are {regions:x?}", self.regions)
+        } else {
+            return Ok(());
+        };
         Err(RamError::Adopt { problem })
     }
 }
 
-/// Makes sure that a file can be mapped as a region. Returns what tells it from others, or what is wrong with it.
+/// Makes sure that a file can be mapped as a region. Returns what tells it from others, or what is
+/// wrong with it.
 fn check_file(spec: &RegionSpec, backing: Backing, file: &OwnedFd) -> Result<(u64, u64), String> {
     let unknown = |error: rustix::io::Errno| format!("cannot be examined: {error}");
     let stat = fstat(file).map_err(unknown)?;

@@ -1,8 +1,8 @@
 //! Fresh anonymous memory to be put in place of other memory.
 //!
-//! A *template* is a mapping that is never touched and has the policies of a region. `mremap` with `MREMAP_DONTUNMAP` (Linux 5.7)
-//! puts a piece of it in place in one step, so no page is ever allocated without the policies, and threads that could not
-//! set them (`mbind`) can discard.
+//! A *template* is a mapping that is never touched and has the policies of a region. `mremap` with
+//! `MREMAP_DONTUNMAP` (Linux 5.7) puts a piece of it in place in one step, so no page is ever
+//! allocated without the policies, and threads that could not set them (`mbind`) can discard.
 
 use ebb_abi::{PAGE_SIZE_BYTES, Pfn};
 use vm_memory::GuestAddress;
@@ -40,14 +40,16 @@ impl Templates {
         &self.0
     }
 
-    /// Replaces `piece` by fresh memory, as much at a time as there is of the template. `done` is told each part at once: whoever
-    /// asks next must not take it for what it was if a later one fails.
+    /// Replaces `piece` by fresh memory, as much at a time as there is of the template. `done` is
+    /// told each part at once: whoever asks next must not take it for what it was if a later one
+    /// fails.
     ///
     /// # Errors
     /// [`RamError::Discard`] if the kernel refuses.
     ///
     /// # Safety
-    /// The piece must lie within guest memory of the region that it names, and nobody may rely on its content.
+    /// The piece must lie within guest memory of the region that it names, and nobody may rely on
+    /// its content.
     pub(crate) unsafe fn put_over(
         &self,
         piece: &Piece<'_>,
@@ -56,14 +58,20 @@ impl Templates {
         let template = &self.0[piece.region];
         let step_pages = template.size_bytes() as u64 / PAGE_SIZE_BYTES;
         for first in (0..piece.range.pages).step_by(step_pages as usize) {
-            let part =
-                GuestRange::new(Pfn(piece.range.start.0 + first), step_pages.min(piece.range.pages - first));
+            let part = GuestRange::new(
+                Pfn(piece.range.start.0 + first),
+                step_pages.min(piece.range.pages - first),
+            );
             let address = piece.address + (first * PAGE_SIZE_BYTES) as usize;
-            // SAFETY: the part is guest memory whose content nobody relies on, as the caller vouches, and the template
-            // is a mapping of its own.
-            unsafe { template.copy_over(address, part.size_bytes() as usize) }.map_err(|source| {
-                RamError::Discard { range: part, call: "mremap(MREMAP_DONTUNMAP)", source }
-            })?;
+            // SAFETY: the part is guest memory whose content nobody relies on, as the caller
+            // vouches, and the template is a mapping of its own.
+            unsafe { template.copy_over(address, part.size_bytes() as usize) }.map_err(
+                |source| RamError::Discard {
+                    range: part,
+                    call: "mremap(MREMAP_DONTUNMAP)",
+                    source,
+                },
+            )?;
             done(part);
         }
         Ok(())

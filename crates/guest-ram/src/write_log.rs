@@ -1,7 +1,8 @@
 //! Which pages the monitor itself has changed: writes through vm-memory's interface, and discards.
 //!
-//! KVM's log of dirty pages knows of what vCPUs write and of what KVM writes on their behalf, not of what the monitor's devices
-//! write. [`GuestMemory`] notes those writes while somebody wants to know.
+//! KVM's log of dirty pages knows of what vCPUs write and of what KVM writes on their behalf, not
+//! of what the monitor's devices write. [`GuestMemory`] notes those writes while somebody wants to
+//! know.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, compiler_fence};
@@ -16,13 +17,14 @@ use crate::{GuestRam, GuestRange, PageSet, RamError};
 /// Guest memory as vm-memory has it, with a log of what is written through it.
 pub type GuestMemory = GuestMemoryMmap<WriteLog>;
 
-/// What the parts of [`GuestMemory`] carry with them, for example virtio-queue's readers and writers of descriptor chains.
+/// What the parts of [`GuestMemory`] carry with them, for example virtio-queue's readers and
+/// writers of descriptor chains.
 pub type WriteLogSlice<'a> = RefSlice<'a, WriteLog>;
 
 /// The pages of a region that were written to.
 ///
-/// While it is off it costs some nanoseconds a write, most of them to carry it along with vm-memory's slices, and it takes no
-/// memory until it was switched on for the first time.
+/// While it is off it costs some nanoseconds a write, most of them to carry it along with
+/// vm-memory's slices, and it takes no memory until it was switched on for the first time.
 #[derive(Debug, Default)]
 pub struct WriteLog {
     recording: AtomicBool,
@@ -32,13 +34,16 @@ pub struct WriteLog {
 }
 
 impl WriteLog {
-    /// Starts with nothing noted. A write that ends after this and the memory barrier that all threads need after it will
-    /// be noted.
+    /// Starts with nothing noted. A write that ends after this and the memory barrier that all
+    /// threads need after it will be noted.
     fn start(&self) {
         let words = self.words.get_or_init(|| {
-            std::iter::repeat_with(AtomicU64::default).take(self.pages.div_ceil(64) as usize).collect()
+            std::iter::repeat_with(AtomicU64::default)
+                .take(self.pages.div_ceil(64) as usize)
+                .collect()
         });
-        // Relaxed: what a thread notes late, of a time before, is a page too many, which does no harm.
+        // Relaxed: what a thread notes late, of a time before, is a page too many, which does no
+        // harm.
         words.iter().for_each(|word| word.store(0, Ordering::Relaxed));
         self.recording.store(true, Ordering::SeqCst);
     }
@@ -53,13 +58,12 @@ impl WriteLog {
 
     /// Hands over what was noted since the last time, word by word.
     fn take(&self) -> impl Iterator<Item = u64> {
-        // Most words are 0, and need no locked access. A bit that is set just behind the look is found the next time.
-        // Acquire, as partner of the Release in `mark`: who finds a bit finds what was written before it was set.
-        self.words
-            .get()
-            .into_iter()
-            .flatten()
-            .map(|word| if word.load(Ordering::Relaxed) == 0 { 0 } else { word.swap(0, Ordering::Acquire) })
+        // Most words are 0, and need no locked access. A bit that is set just behind the look is
+        // found the next time. Acquire, as partner of the Release in `mark`: who finds a bit finds
+        // what was written before it was set.
+        self.words.get().into_iter().flatten().map(|word| {
+            if word.load(Ordering::Relaxed) == 0 { 0 } else { word.swap(0, Ordering::Acquire) }
+        })
     }
 
     #[cold]
@@ -89,9 +93,9 @@ impl Bitmap for WriteLog {
     /// Called by vm-memory after the write.
     #[inline]
     fn mark_dirty(&self, offset: usize, len: usize) {
-        // The write must not be moved behind the look at the flag. The compiler is kept from that here, the processor by the
-        // barrier that `GuestRam::start_write_log` makes all threads execute: a fence here would cost each write more than
-        // all the rest of this.
+        // The write must not be moved behind the look at the flag. The compiler is kept from that
+        // here, the processor by the barrier that `GuestRam::start_write_log` makes all threads
+        // execute: a fence here would cost each write more than all the rest of this.
         compiler_fence(Ordering::SeqCst);
         if self.recording.load(Ordering::Relaxed) {
             self.mark(offset, len);
@@ -117,21 +121,24 @@ impl NewBitmap for WriteLog {
 }
 
 impl GuestRam {
-    /// Starts to note which pages the monitor changes: by writes through [`memory`](Self::memory), and by discards, whose
-    /// pages are noted after they are gone. What was noted before is forgotten.
+    /// Starts to note which pages the monitor changes: by writes through [`memory`](Self::memory),
+    /// and by discards, whose pages are noted after they are gone. What was noted before is
+    /// forgotten.
     ///
-    /// Each change that is not finished when this returns is noted. [`take_write_log`](Self::take_write_log) finds it
-    /// when it is finished, not before: a thread that is in the middle of it has to end it before a last look.
+    /// Each change that is not finished when this returns is noted.
+    /// [`take_write_log`](Self::take_write_log) finds it when it is finished, not before: a thread
+    /// that is in the middle of it has to end it before a last look.
     ///
-    /// Not noted is what nobody can see from here: writes of vCPUs, and writes through pointers that were taken out of
-    /// vm-memory's types. System call: `membarrier`.
+    /// Not noted is what nobody can see from here: writes of vCPUs, and writes through pointers
+    /// that were taken out of vm-memory's types. System call: `membarrier`.
     ///
     /// # Errors
     /// [`RamError::Barrier`] if the kernel has no such call; nothing is noted then.
     pub fn start_write_log(&self) -> Result<(), RamError> {
         self.logs().for_each(WriteLog::start);
-        // A thread may have written to memory and then have found the log switched off, with the write still in its
-        // processor's store buffer. Behind this barrier everybody sees such writes.
+        // A thread may have written to memory and then have found the log switched off, with the
+        // write still in its processor's store buffer. Behind this barrier everybody sees such
+        // writes.
         let barrier = membarrier(MembarrierCommand::RegisterPrivateExpedited)
             .and_then(|()| membarrier(MembarrierCommand::PrivateExpedited));
         barrier.map_err(|error| {
@@ -140,7 +147,8 @@ impl GuestRam {
         })
     }
 
-    /// Adds the pages that were changed since the log was started or last taken to `pages`, and forgets them.
+    /// Adds the pages that were changed since the log was started or last taken to `pages`, and
+    /// forgets them.
     pub fn take_write_log(&self, pages: &mut PageSet) {
         for (region, log) in self.regions().iter().zip(self.logs()) {
             pages.insert_words(region.pages().start, log.take());

@@ -1,7 +1,8 @@
 //! Giving back pages that the guest has touched but that hold nothing but zeros.
 //!
-//! A guest that touches one byte of a huge page makes the host hold 2 MiB; kernels clear large areas that they never use
-//! (bounce buffers, hash tables). Such pages read the same after a discard.
+//! A guest that touches one byte of a huge page makes the host hold 2 MiB; kernels clear large
+//! areas that they never use (bounce buffers, hash tables). Such pages read the same after a
+//! discard.
 
 use ebb_abi::{HUGE_PAGE_SIZE_PAGES, PAGE_SIZE_BYTES, PageRange, Pfn};
 use rustix::mm::{Advice, madvise};
@@ -10,14 +11,14 @@ use vm_memory::{Bytes, GuestAddress};
 use crate::mincore::{is_in_memory, mincore};
 use crate::{DiscardOutcome, GuestRam, GuestRange, RamError};
 
-/// Zero pages that a block of 2 MiB must have for it to be taken apart, if not all of it is zero: a huge page that is
-/// mostly used serves the guest better whole.
+/// Zero pages that a block of 2 MiB must have for it to be taken apart, if not all of it is zero: a
+/// huge page that is mostly used serves the guest better whole.
 const MIN_PAGES_TO_SPLIT: usize = 64;
 
 const PAGE: usize = PAGE_SIZE_BYTES as usize;
 
-/// Length that a run of zero pages in the middle of a mapped file must have to be worth two more mappings, see
-/// [`restored`](crate::restored) and [`merged`](crate::merged).
+/// Length that a run of zero pages in the middle of a mapped file must have to be worth two more
+/// mappings, see [`restored`](crate::restored) and [`merged`](crate::merged).
 const MIN_PAGES_TO_CUT: u64 = 16;
 
 /// What a search for zero pages found.
@@ -32,14 +33,15 @@ pub struct ZeroScan {
 }
 
 impl GuestRam {
-    /// Gives back the pages of `range` that the host holds and that are all zero. Pages that the host does not hold are not
-    /// touched.
+    /// Gives back the pages of `range` that the host holds and that are all zero. Pages that the
+    /// host does not hold are not touched.
     ///
-    /// Nobody may write to the range meanwhile: vCPUs and devices must be stopped, or a write between look and discard
-    /// would be lost.
+    /// Nobody may write to the range meanwhile: vCPUs and devices must be stopped, or a write
+    /// between look and discard would be lost.
     ///
     /// # Errors
-    /// [`RamError::Resident`] if the host does not tell what it holds, [`RamError::Discard`] if it refuses to take pages.
+    /// [`RamError::Resident`] if the host does not tell what it holds, [`RamError::Discard`] if it
+    /// refuses to take pages.
     pub fn discard_zeros(&self, range: GuestRange) -> Result<ZeroScan, RamError> {
         let mut scan = ZeroScan::default();
         let mut zeros = Vec::new();
@@ -78,7 +80,9 @@ impl GuestRam {
         }
         scan.scanned_bytes += (held_pages * PAGE) as u64;
         let found: Vec<u64> = (0..block.pages)
-            .filter(|&page| is_in_memory(held[page as usize]) && self.is_zero(Pfn(block.start.0 + page)))
+            .filter(|&page| {
+                is_in_memory(held[page as usize]) && self.is_zero(Pfn(block.start.0 + page))
+            })
             .collect();
         let whole = found.len() == held_pages && held_pages == block.pages as usize;
         if !whole {
@@ -98,19 +102,22 @@ impl GuestRam {
             }
         }
         if !file_mapped.is_empty() {
-            let touches_file =
-                |run: &GuestRange| file_mapped.iter().any(|part| !part.intersection(*run).is_empty());
+            let touches_file = |run: &GuestRange| {
+                file_mapped.iter().any(|part| !part.intersection(*run).is_empty())
+            };
             runs.retain(|run| run.pages >= MIN_PAGES_TO_CUT || !touches_file(run));
         }
         zeros.append(&mut runs);
         Ok(())
     }
 
-    /// Makes `held`, mincore's answer for a block with pages of the file that the memory was restored from, or with stable
-    /// pages, say which pages are there for this memory alone. Of pages that the guest has not written to, mincore tells
-    /// whether they are in the page cache, and there is nothing to give back. False if the kernel does not tell.
+    /// Makes `held`, mincore's answer for a block with pages of the file that the memory was
+    /// restored from, or with stable pages, say which pages are there for this memory alone. Of
+    /// pages that the guest has not written to, mincore tells whether they are in the page cache,
+    /// and there is nothing to give back. False if the kernel does not tell.
     fn only_private(&self, address: usize, held: &mut [u8]) -> bool {
-        let states = self.pagemap.as_ref().and_then(|pagemap| pagemap.read(address, held.len()).ok());
+        let states =
+            self.pagemap.as_ref().and_then(|pagemap| pagemap.read(address, held.len()).ok());
         let Some(states) = states else { return false };
         for (held, state) in held.iter_mut().zip(states) {
             *held = u8::from(state.is_private_in_memory());
@@ -131,9 +138,9 @@ impl GuestRam {
     }
 }
 
-/// Makes the host take a transparent huge page apart. Discarding some of its pages alone would only unmap them: the
-/// memory would stay in use until the host is short of it. Advice for a part of a huge page splits it (Linux
-/// mm/madvise.c, `madvise_cold_or_pageout_pte_range`).
+/// Makes the host take a transparent huge page apart. Discarding some of its pages alone would only
+/// unmap them: the memory would stay in use until the host is short of it. Advice for a part of a
+/// huge page splits it (Linux mm/madvise.c, `madvise_cold_or_pageout_pte_range`).
 fn split_huge_page(page_address: usize) {
     // SAFETY: the page lies inside a live mapping of the caller's; this advice changes no content.
     let result = unsafe { madvise(page_address as *mut std::ffi::c_void, PAGE, Advice::LinuxCold) };
@@ -150,7 +157,8 @@ mod tests {
     const BLOCK_BYTES: u64 = HUGE_PAGE_SIZE_PAGES * PAGE_SIZE_BYTES;
 
     fn ram(backing: Backing) -> GuestRam {
-        let spec = RegionSpec { start: GuestAddress(0), size_bytes: 8 * BLOCK_BYTES, host_node: None };
+        let spec =
+            RegionSpec { start: GuestAddress(0), size_bytes: 8 * BLOCK_BYTES, host_node: None };
         GuestRam::new(&[spec], backing, HugePages::On, Populate::Lazy).unwrap()
     }
 
@@ -162,10 +170,13 @@ mod tests {
     fn zero_pages_go_and_others_stay() {
         for backing in [Backing::Anonymous, Backing::Memfd] {
             let ram = ram(backing);
-            // Block 0: written and cleared again. Block 1: one byte in the last page. Block 2: every page in use.
+            // Block 0: written and cleared again. Block 1: one byte in the last page. Block 2:
+            // every page in use.
             ram.memory().write_slice(&vec![1; BLOCK_BYTES as usize], GuestAddress(0)).unwrap();
             ram.memory().write_slice(&vec![0; BLOCK_BYTES as usize], GuestAddress(0)).unwrap();
-            ram.memory().write_slice(&vec![0; BLOCK_BYTES as usize], GuestAddress(BLOCK_BYTES)).unwrap();
+            ram.memory()
+                .write_slice(&vec![0; BLOCK_BYTES as usize], GuestAddress(BLOCK_BYTES))
+                .unwrap();
             ram.memory().write_obj(7u8, GuestAddress(2 * BLOCK_BYTES - 1)).unwrap();
             let used = vec![3; BLOCK_BYTES as usize];
             ram.memory().write_slice(&used, GuestAddress(2 * BLOCK_BYTES)).unwrap();

@@ -64,8 +64,8 @@ impl Random {
     }
 }
 
-/// Two threads with pages of their own, here and there, which always know what these must hold, and one that merges all and now and then
-/// takes it apart again.
+/// Two threads with pages of their own, here and there, which always know what these must hold, and
+/// one that merges all and now and then takes it apart again.
 fn live_while_merged(ram: &GuestRam, merger: &mut TestMerger, steps: u64) -> (u64, u64) {
     const THREADS: u64 = 2;
     /// Pages in a row that belong to one thread.
@@ -104,7 +104,10 @@ fn live_while_merged(ram: &GuestRam, merger: &mut TestMerger, steps: u64) -> (u6
                         }
                         for (offset, value) in own.iter().enumerate() {
                             let page = place.start.0 + offset as u64;
-                            assert!(holds(ram, page, *value), "page {page} is not {value} in step {step}");
+                            assert!(
+                                holds(ram, page, *value),
+                                "page {page} is not {value} in step {step}"
+                            );
                         }
                     }
                     for (index, value) in model.iter().enumerate() {
@@ -297,7 +300,11 @@ fn unmerged_pages_are_like_all_others_and_merged_again() {
         ram.write_pages(range(page, 1), &[200; PAGE as usize]).unwrap();
     }
     assert_eq!(merger.unmerge(range(0, PAGES)).unwrap(), 0);
-    assert!((0..PAGES).all(|page| holds(&ram, page, if page % 10 == 0 { 200 } else { value(page) })));
+    assert!((0..PAGES).all(|page| holds(
+        &ram,
+        page,
+        if page % 10 == 0 { 200 } else { value(page) }
+    )));
     let outcome = ram.discard(&[range(0, PAGES)]).unwrap();
     assert_eq!((outcome.bytes, ram.resident_bytes().unwrap()), (PAGES * PAGE, 0));
     assert!((0..PAGES).all(|page| holds(&ram, page, 0)));
@@ -328,7 +335,8 @@ fn writes_to_pages_that_are_being_unmerged_are_not_lost() {
             assert_eq!(merger.unmerge(range(0, PAGES)).unwrap(), 0);
         });
         for page in 0..PAGES {
-            let words = [0, 8].map(|offset| ram.memory().read_obj::<u64>(word(page, offset)).unwrap());
+            let words =
+                [0, 8].map(|offset| ram.memory().read_obj::<u64>(word(page, offset)).unwrap());
             assert_eq!(words, [page + 1, round], "page {page}");
         }
         ram.discard(&[range(0, PAGES)]).unwrap();
@@ -342,7 +350,8 @@ fn the_real_number_of_mappings_stays_within_the_count() {
     let real = || {
         let text = std::fs::read_to_string("/proc/self/maps").unwrap();
         let inside = |line: &&str| {
-            let start = line.split_once('-').and_then(|(start, _)| u64::from_str_radix(start, 16).ok());
+            let start =
+                line.split_once('-').and_then(|(start, _)| u64::from_str_radix(start, 16).ok());
             start.is_some_and(|start| {
                 (region.host_address..region.host_address + region.size_bytes).contains(&start)
             })
@@ -402,9 +411,10 @@ fn in_a_process_without_mappings() {
     assert_eq!(merger.merge(range(0, 512)).unwrap(), 512);
     let size_bytes = 1 << 30;
     // SAFETY: without MAP_FIXED the kernel chooses a free place.
-    let filler =
-        unsafe { mmap_anonymous(std::ptr::null_mut(), size_bytes, ProtFlags::empty(), MapFlags::PRIVATE) }
-            .unwrap();
+    let filler = unsafe {
+        mmap_anonymous(std::ptr::null_mut(), size_bytes, ProtFlags::empty(), MapFlags::PRIVATE)
+    }
+    .unwrap();
     let mut pages = (0..size_bytes).step_by(2 * PAGE as usize);
     // SAFETY: the pages are the filler's, and nobody uses them.
     let refused = pages.any(|offset| unsafe {

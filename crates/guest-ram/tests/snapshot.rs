@@ -72,7 +72,8 @@ fn save(ram: &GuestRam) -> (File, RamImage) {
 }
 
 fn restore(file: &File, image: &RamImage) -> GuestRam {
-    GuestRam::restore(&specs(), HugePages::On, file.try_clone().unwrap(), FILE_OFFSET, image).unwrap()
+    GuestRam::restore(&specs(), HugePages::On, file.try_clone().unwrap(), FILE_OFFSET, image)
+        .unwrap()
 }
 
 #[derive(Clone, Debug)]

@@ -1,15 +1,17 @@
 //! The TSC that a guest reads: the host's, scaled by a fixed-point ratio, plus an offset.
 //!
-//! `guest = ((host * ratio) >> fraction bits) + offset`, the product in 128 bits and everything else modulo 2^64, as the
-//! processor does it (Intel SDM volume 3, "Time-Stamp Counter Offset" and "TSC Multiplier"; AMD APM volume 2, "TSC
-//! Ratio MSR") and as Linux computes it (`kvm_scale_tsc`, `kvm_compute_l1_tsc_offset` in arch/x86/kvm/x86.c).
+//! `guest = ((host * ratio) >> fraction bits) + offset`, the product in 128 bits and everything
+//! else modulo 2^64, as the processor does it (Intel SDM volume 3, "Time-Stamp Counter Offset" and
+//! "TSC Multiplier"; AMD APM volume 2, "TSC Ratio MSR") and as Linux computes it (`kvm_scale_tsc`,
+//! `kvm_compute_l1_tsc_offset` in arch/x86/kvm/x86.c).
 
 use crate::units::Kilohertz;
 
 /// Digits behind the binary point of a TSC ratio; a property of the processor's maker.
 ///
-/// KVM does not tell user space this number, apart from debugfs (`tsc-scaling-ratio-frac-bits`). It is needed to compute an
-/// offset: a ratio cut after 32 bits instead of 48 is up to 2^-32 smaller, which is 0.6 ms of TSC after a month's uptime.
+/// KVM does not tell user space this number, apart from debugfs (`tsc-scaling-ratio-frac-bits`). It
+/// is needed to compute an offset: a ratio cut after 32 bits instead of 48 is up to 2^-32 smaller,
+/// which is 0.6 ms of TSC after a month's uptime.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum FractionBits {
     /// AMD SVM: 32 bits, and 8 bits of integer part.
@@ -27,7 +29,8 @@ impl FractionBits {
         }
     }
 
-    /// The largest ratio that the hardware takes (Linux: `SVM_TSC_RATIO_MAX`, and all 64 bits for VMX).
+    /// The largest ratio that the hardware takes (Linux: `SVM_TSC_RATIO_MAX`, and all 64 bits for
+    /// VMX).
     const fn largest_ratio(self) -> u64 {
         match self {
             Self::Amd32 => 0x00ff_ffff_ffff,
@@ -47,10 +50,12 @@ impl TscRatio {
     /// The guest's TSC runs at the host's frequency.
     pub const ONE: Self = Self { ratio: 1, fraction_bits: 0 };
 
-    /// The ratio that KVM programs for a guest of `guest` on a host of `host` (Linux `kvm_set_tsc_khz`), rounded down.
+    /// The ratio that KVM programs for a guest of `guest` on a host of `host` (Linux
+    /// `kvm_set_tsc_khz`), rounded down.
     ///
-    /// `None` when the hardware cannot hold it: zero or beyond its integer part. The relative error of the
-    /// guest's frequency is in (-2^-n, 0] for a ratio of 1 and n fraction bits, and grows as the ratio falls.
+    /// `None` when the hardware cannot hold it: zero or beyond its integer part. The relative error
+    /// of the guest's frequency is in (-2^-n, 0] for a ratio of 1 and n fraction bits, and grows as
+    /// the ratio falls.
     pub const fn new(guest: Kilohertz, host: Kilohertz, fraction: FractionBits) -> Option<Self> {
         let ratio = ((guest.get() as u128) << fraction.get()) / host.get() as u128;
         if ratio == 0 || ratio > fraction.largest_ratio() as u128 {
@@ -69,7 +74,8 @@ impl TscRatio {
         self.fraction_bits
     }
 
-    /// Guest ticks for a host's TSC value of `host_tsc`, without the offset; modulo 2^64, as in hardware.
+    /// Guest ticks for a host's TSC value of `host_tsc`, without the offset; modulo 2^64, as in
+    /// hardware.
     pub const fn scale(self, host_tsc: u64) -> u64 {
         ((host_tsc as u128 * self.ratio as u128) >> self.fraction_bits) as u64
     }
@@ -79,8 +85,8 @@ impl TscRatio {
         self.scale(host_tsc).wrapping_add(offset)
     }
 
-    /// The offset with which a guest reads `guest_tsc` when the host's TSC is `host_tsc`; a two's complement number, as
-    /// `KVM_VCPU_TSC_OFFSET` takes it.
+    /// The offset with which a guest reads `guest_tsc` when the host's TSC is `host_tsc`; a two's
+    /// complement number, as `KVM_VCPU_TSC_OFFSET` takes it.
     pub const fn offset_for(self, guest_tsc: u64, host_tsc: u64) -> u64 {
         guest_tsc.wrapping_sub(self.scale(host_tsc))
     }
@@ -97,7 +103,8 @@ mod tests {
 
     #[test]
     fn ratios_are_what_the_registers_hold() {
-        let ratio = |fraction| TscRatio::new(khz(3_000_000), khz(2_000_000), fraction).unwrap().raw();
+        let ratio =
+            |fraction| TscRatio::new(khz(3_000_000), khz(2_000_000), fraction).unwrap().raw();
         assert_eq!(ratio(FractionBits::Amd32), 3 << 31);
         assert_eq!(ratio(FractionBits::Intel48), 3 << 47);
         assert_eq!(TscRatio::ONE.scale(u64::MAX), u64::MAX);
@@ -125,7 +132,8 @@ mod tests {
             }
         }
 
-        /// Scaling is never ahead of the wanted frequency, and behind by at most 2^-n of the host's ticks and one tick.
+        /// Scaling is never ahead of the wanted frequency, and behind by at most 2^-n of the host's
+        /// ticks and one tick.
         #[test]
         fn scaling_has_the_stated_error(
             guest in 100_000u32..10_000_000,

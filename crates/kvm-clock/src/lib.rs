@@ -1,9 +1,10 @@
 //! KVM's paravirtual clock, for monitors, guests and tests.
 //!
-//! KVM gives each vCPU of a guest a page with a time, the guest TSC of that instant, and a factor between ticks and
-//! nanoseconds; the guest adds what its TSC has counted since. This crate is that clock without the kernel: the layout, the
-//! arithmetic, both sides of the protocol, what has to be set after a pause or a restore, and a model of a host in which all of it
-//! can be run through weeks of drift in no time. No ioctl and no unsafe code is in it.
+//! KVM gives each vCPU of a guest a page with a time, the guest TSC of that instant, and a factor
+//! between ticks and nanoseconds; the guest adds what its TSC has counted since. This crate is that
+//! clock without the kernel: the layout, the arithmetic, both sides of the protocol, what has to be
+//! set after a pause or a restore, and a model of a host in which all of it can be run through
+//! weeks of drift in no time. No ioctl and no unsafe code is in it.
 //!
 //! | module | what it is for |
 //! | --- | --- |
@@ -17,10 +18,11 @@
 //! # Exactness
 //!
 //! All of it is integer arithmetic.
-//! - A factor's relative error is in (-2^-31, 0]: a page's time is never ahead of the exact one, and loses at most 0.47 ns a
-//!   second. That is a property test from 1 kHz to 10 GHz.
+//! - A factor's relative error is in (-2^-31, 0]: a page's time is never ahead of the exact one,
+//!   and loses at most 0.47 ns a second. That is a property test from 1 kHz to 10 GHz.
 //! - Ticks for a time and time for ticks are exact and rounded down, in 128 bits.
-//! - After a pause the vCPUs' TSCs and KVM's clock have advanced by the same time, to less than a tick.
+//! - After a pause the vCPUs' TSCs and KVM's clock have advanced by the same time, to less than a
+//!   tick.
 //!
 //! # A page, written and read
 //!
@@ -47,13 +49,15 @@
 //!
 //! # Features
 //!
-//! - `alloc` (default): [`policy`] and [`model`], which need a heap. Without it the crate needs nothing but `core`.
+//! - `alloc` (default): [`policy`] and [`model`], which need a heap. Without it the crate needs
+//!   nothing but `core`.
 //! - `serde`: a saved clock and a policy as documents.
 //!
 //! # Sources
 //!
-//! Linux: Documentation/virt/kvm/x86/msr.rst, Documentation/virt/kvm/devices/vcpu.rst section 4, arch/x86/kvm/x86.c,
-//! arch/x86/kernel/pvclock.c. The bug: Paolo Bonzini, "KVM: x86: do not mix raw and monotonic clocks in kvmclock", January 2020.
+//! Linux: Documentation/virt/kvm/x86/msr.rst, Documentation/virt/kvm/devices/vcpu.rst section 4,
+//! arch/x86/kvm/x86.c, arch/x86/kernel/pvclock.c. The bug: Paolo Bonzini, "KVM: x86: do not mix raw
+//! and monotonic clocks in kvmclock", January 2020.
 
 #![no_std]
 #![forbid(unsafe_code)]

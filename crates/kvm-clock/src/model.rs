@@ -1,25 +1,28 @@
-//! A host with all its clocks, and virtual machines on it, as a calculation: weeks of it take no time.
+//! A host with all its clocks, and virtual machines on it, as a calculation: weeks of it take no
+//! time.
 //!
-//! It exists to show what KVM's clock does when the host's clocks drift apart, in kernels that mix them and in kernels that do
-//! not ([`KernelMode`]), and to try sequences of events that no test bench can wait for. Everything is integer arithmetic that
-//! keeps its remainders, so that a result depends on the sequence of calls alone, and not on how time was cut into
-//! steps.
+//! It exists to show what KVM's clock does when the host's clocks drift apart, in kernels that mix
+//! them and in kernels that do not ([`KernelMode`]), and to try sequences of events that no test
+//! bench can wait for. Everything is integer arithmetic that keeps its remainders, so that a result
+//! depends on the sequence of calls alone, and not on how time was cut into steps.
 //!
 //! # What is in it
 //!
-//! The host ([`HostClock`]) has a TSC of a nominal frequency with an error, a clock source (that TSC, or another one with an
-//! error of its own), `CLOCK_MONOTONIC_RAW` from the clock source, `CLOCK_MONOTONIC` slewed against it, `CLOCK_BOOTTIME` with
-//! the time suspended, and `CLOCK_REALTIME` with steps. A virtual machine ([`Vm`]) has KVM's offset and master clock, a
-//! TSC with ratio and offset, and a real page, written and read by the functions of this crate's [`crate::protocol`] and [`crate::reader`].
+//! The host ([`HostClock`]) has a TSC of a nominal frequency with an error, a clock source (that
+//! TSC, or another one with an error of its own), `CLOCK_MONOTONIC_RAW` from the clock source,
+//! `CLOCK_MONOTONIC` slewed against it, `CLOCK_BOOTTIME` with the time suspended, and
+//! `CLOCK_REALTIME` with steps. A virtual machine ([`Vm`]) has KVM's offset and master clock, a TSC
+//! with ratio and offset, and a real page, written and read by the functions of this crate's
+//! [`crate::protocol`] and [`crate::reader`].
 //!
-//! Each virtual machine has one vCPU; whether KVM takes the TSCs of its vCPUs for matched, which the master clock needs, is
-//! set ([`VcpuTscs`]).
+//! Each virtual machine has one vCPU; whether KVM takes the TSCs of its vCPUs for matched, which
+//! the master clock needs, is set ([`VcpuTscs`]).
 //!
 //! # The bug of 2020
 //!
-//! Linux commit 53fafdbb8b21f based the master clock on `CLOCK_MONOTONIC_RAW`; the offset of a new virtual machine, and the
-//! clock without the master clock, stayed with `CLOCK_BOOTTIME`, which NTP slews. With D(u), how far the slewed clock is ahead
-//! at u, and a machine that was created at R:
+//! Linux commit 53fafdbb8b21f based the master clock on `CLOCK_MONOTONIC_RAW`; the offset of a new
+//! virtual machine, and the clock without the master clock, stayed with `CLOCK_BOOTTIME`, which NTP
+//! slews. With D(u), how far the slewed clock is ahead at u, and a machine that was created at R:
 //!
 //! | | mixed | raw |
 //! | --- | --- | --- |
@@ -28,7 +31,8 @@
 //! | jump when it goes on, at u | -D(u) | 0 |
 //! | error of the wall clock, at u | -D(u) | 0 |
 //!
-//! So a fresh guest's time is negative where D(R) is above its age: with 1 ppm, after 11.6 days for a guest that is one second old.
+//! So a fresh guest's time is negative where D(R) is above its age: with 1 ppm, after 11.6 days for
+//! a guest that is one second old.
 //!
 //! ```
 //! use ebb_kvm_clock::model::{KernelMode, Machine};
@@ -73,7 +77,8 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// A host that has just booted, with a TSC of `tsc_khz` as clock source and no slew, under a kernel of `mode`.
+    /// A host that has just booted, with a TSC of `tsc_khz` as clock source and no slew, under a
+    /// kernel of `mode`.
     pub const fn new(mode: KernelMode, tsc_khz: Kilohertz) -> Self {
         Self { mode, host: HostClock::new(tsc_khz), vms: Vec::new() }
     }
@@ -93,8 +98,9 @@ impl Machine {
         self.host.advance(ns);
     }
 
-    /// From now on `CLOCK_MONOTONIC` runs faster than `CLOCK_MONOTONIC_RAW` by `ppb` parts in 10^9 (NTP; Linux allows 500,000 for
-    /// adjustments of the frequency and as much again for steps of the phase).
+    /// From now on `CLOCK_MONOTONIC` runs faster than `CLOCK_MONOTONIC_RAW` by `ppb` parts in 10^9
+    /// (NTP; Linux allows 500,000 for adjustments of the frequency and as much again for steps of
+    /// the phase).
     pub fn set_slew_ppb(&mut self, ppb: i64) {
         self.host.set_slew_ppb(ppb);
     }
@@ -109,14 +115,15 @@ impl Machine {
         self.host.step_realtime(ns);
     }
 
-    /// The host takes another clock source; its virtual machines' master clocks go on or off with it.
+    /// The host takes another clock source; its virtual machines' master clocks go on or off with
+    /// it.
     pub fn set_clock_source(&mut self, source: ClockSource) {
         self.host.set_clock_source(source);
         self.update_all();
     }
 
-    /// The host sleeps for `ns` nanoseconds. KVM lets a guest's TSC go on where it was if the host's was reset
-    /// (`kvm_arch_enable_virtualization_cpu`).
+    /// The host sleeps for `ns` nanoseconds. KVM lets a guest's TSC go on where it was if the
+    /// host's was reset (`kvm_arch_enable_virtualization_cpu`).
     pub fn suspend(&mut self, ns: u64, tsc: TscInSuspend) {
         let before = self.host.tsc();
         self.host.suspend(ns, tsc);
@@ -134,7 +141,8 @@ impl Machine {
         self.add(TscRatio::ONE, ScaledFactor::Exact)
     }
 
-    /// A new virtual machine with a TSC of its own frequency, which the host scales; `None` if that is beyond the hardware's ratio.
+    /// A new virtual machine with a TSC of its own frequency, which the host scales; `None` if that
+    /// is beyond the hardware's ratio.
     pub fn create_scaled_vm(
         &mut self,
         tsc_khz: Kilohertz,
@@ -160,13 +168,15 @@ impl Machine {
         self.vms[id.0].clock(&self.host)
     }
 
-    /// `KVM_SET_CLOCK`; with a real time (`KVM_CLOCK_REALTIME`) the time since then is added, 0 if it is in the future.
+    /// `KVM_SET_CLOCK`; with a real time (`KVM_CLOCK_REALTIME`) the time since then is added, 0 if
+    /// it is in the future.
     pub fn set_clock(&mut self, id: VmId, clock_ns: i64, realtime_ns: Option<u64>) {
         self.vms[id.0].set_clock(&self.host, clock_ns, realtime_ns);
     }
 
-    /// KVM takes the master clock's instant anew and writes the page, as it does when a vCPU is created or the host's timekeeping
-    /// changes. What the page's factor has lost since its last write is made good.
+    /// KVM takes the master clock's instant anew and writes the page, as it does when a vCPU is
+    /// created or the host's timekeeping changes. What the page's factor has lost since its last
+    /// write is made good.
     pub fn renew_clock(&mut self, id: VmId) {
         self.vms[id.0].update(&self.host);
     }
@@ -176,8 +186,8 @@ impl Machine {
         self.vms[id.0].set_vcpu_tscs(&self.host, tscs);
     }
 
-    /// How far the guest's real time is off the host's, if the guest asks for the wall clock now (`MSR_KVM_WALL_CLOCK`) and adds its
-    /// time to it.
+    /// How far the guest's real time is off the host's, if the guest asks for the wall clock now
+    /// (`MSR_KVM_WALL_CLOCK`) and adds its time to it.
     pub fn wall_error_ns(&self, id: VmId) -> i64 {
         self.vms[id.0].wall_error_ns(&self.host)
     }
@@ -187,7 +197,8 @@ impl Machine {
         self.vms[id.0].pause(&self.host);
     }
 
-    /// The monitor sets the clocks by `policy` and lets the guest run on, with a notice that it was stopped. Nothing if it is not paused.
+    /// The monitor sets the clocks by `policy` and lets the guest run on, with a notice that it was
+    /// stopped. Nothing if it is not paused.
     ///
     /// # Errors
     /// As [`crate::policy::SavedClock::plan`]; the guest stays paused.

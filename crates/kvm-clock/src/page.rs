@@ -1,13 +1,15 @@
 //! The memory that KVM shares with a guest: one time page a vCPU, and a wall clock.
 //!
-//! Both structures are little-endian, as x86 is, and are placed by the guest, which writes their address to a model-specific
-//! register (Linux, Documentation/virt/kvm/x86/msr.rst; arch/x86/include/asm/pvclock-abi.h).
+//! Both structures are little-endian, as x86 is, and are placed by the guest, which writes their
+//! address to a model-specific register (Linux, Documentation/virt/kvm/x86/msr.rst;
+//! arch/x86/include/asm/pvclock-abi.h).
 
 use core::mem::{align_of, offset_of, size_of};
 
 use crate::scale::TscScale;
 
-/// MSR that takes the address of the wall clock; a write makes KVM fill it in (`MSR_KVM_WALL_CLOCK_NEW`).
+/// MSR that takes the address of the wall clock; a write makes KVM fill it in
+/// (`MSR_KVM_WALL_CLOCK_NEW`).
 pub const MSR_WALL_CLOCK: u32 = 0x4b56_4d00;
 
 /// MSR that takes the address of a vCPU's time page; bit 0 enables it (`MSR_KVM_SYSTEM_TIME_NEW`).
@@ -30,10 +32,11 @@ pub struct TimeFlags(pub u8);
 impl TimeFlags {
     /// None.
     pub const NONE: Self = Self(0);
-    /// Times read on different vCPUs can be compared (`PVCLOCK_TSC_STABLE_BIT`). Without it a reader has to hold time back to
-    /// the latest that any vCPU has seen.
+    /// Times read on different vCPUs can be compared (`PVCLOCK_TSC_STABLE_BIT`). Without it a
+    /// reader has to hold time back to the latest that any vCPU has seen.
     pub const TSC_STABLE: Self = Self(1);
-    /// The monitor stopped the vCPU (`PVCLOCK_GUEST_STOPPED`): watchdogs should forgive the time since. The guest clears it.
+    /// The monitor stopped the vCPU (`PVCLOCK_GUEST_STOPPED`): watchdogs should forgive the time
+    /// since. The guest clears it.
     pub const GUEST_STOPPED: Self = Self(2);
 
     /// Whether all bits of `other` are set.
@@ -57,7 +60,8 @@ impl TimeFlags {
 
 /// A vCPU's time page (`struct pvclock_vcpu_time_info`).
 ///
-/// Time in nanoseconds is `system_time_ns + scale(tsc - tsc_timestamp)`; see [`VcpuTimeInfo::time_ns`].
+/// Time in nanoseconds is `system_time_ns + scale(tsc - tsc_timestamp)`; see
+/// [`VcpuTimeInfo::time_ns`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct VcpuTimeInfo {
@@ -99,7 +103,8 @@ impl VcpuTimeInfo {
 
     /// Nanoseconds from the page's timestamp to `tsc`; 0 if `tsc` is before it.
     ///
-    /// Guests compute without this lower bound: a TSC slightly behind the timestamp makes their time leap by centuries.
+    /// Guests compute without this lower bound: a TSC slightly behind the timestamp makes their
+    /// time leap by centuries.
     pub const fn age_ns(&self, tsc: u64) -> u64 {
         let ticks = tsc.wrapping_sub(self.tsc_timestamp);
         if ticks.cast_signed() < 0 { 0 } else { self.scale().ns(ticks) }
@@ -179,7 +184,8 @@ const _: () = {
 };
 
 impl WallClock {
-    /// The wall clock for the real time `ns` since 1970, with version 0. Seconds are cut to 32 bits, as KVM does.
+    /// The wall clock for the real time `ns` since 1970, with version 0. Seconds are cut to 32
+    /// bits, as KVM does.
     pub const fn from_ns(ns: u64) -> Self {
         let second = crate::units::NS_PER_SECOND;
         Self { version: 0, sec: (ns / second) as u32, nsec: (ns % second) as u32 }
@@ -201,8 +207,8 @@ impl WallClock {
 
     /// The structure from memory.
     pub fn from_bytes(bytes: &[u8; WALL_CLOCK_BYTES]) -> Self {
-        let [version, sec, nsec] =
-            [0, 4, 8].map(|at| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]));
+        let [version, sec, nsec] = [0, 4, 8]
+            .map(|at| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]));
         Self { version, sec, nsec }
     }
 }

@@ -1,37 +1,44 @@
 //! What a guest's clocks have to be after a pause or a restore.
 //!
-//! A virtual machine that has been stopped has two clocks to be set before it runs: KVM's clock (`KVM_SET_CLOCK`), which its
-//! pvclock pages are made from, and the TSC of each vCPU. Both stand for the same time, so that both must be moved by
-//! the same amount, on the new host's terms: its TSC has another value, and perhaps another frequency. Here is the
-//! arithmetic, free of I/O; the monitor makes the readings and writes the result.
+//! A virtual machine that has been stopped has two clocks to be set before it runs: KVM's clock
+//! (`KVM_SET_CLOCK`), which its pvclock pages are made from, and the TSC of each vCPU. Both stand
+//! for the same time, so that both must be moved by the same amount, on the new host's terms: its
+//! TSC has another value, and perhaps another frequency. Here is the arithmetic, free of I/O; the
+//! monitor makes the readings and writes the result.
 //!
 //! # The way of a clock
 //!
 //! To save, after all vCPUs have stopped:
-//! 1. `KVM_GET_CLOCK`: clock, `CLOCK_REALTIME` and host TSC of one instant. The latter two only where the flags
-//!    `KVM_CLOCK_REALTIME` and `KVM_CLOCK_HOST_TSC` say so (Linux 5.16, host clock source TSC). Where the real time is
-//!    missing, read `CLOCK_REALTIME` directly before or after: the error is the time between both calls.
-//! 2. For each vCPU: its offset (`KVM_VCPU_TSC_OFFSET` of group `KVM_VCPU_TSC_CTRL`), and [`SavedClock::from_offsets`]; or, where
-//!    the kernel has no host TSC or no offsets, `MSR_IA32_TSC`, right after step 1.
+//! 1. `KVM_GET_CLOCK`: clock, `CLOCK_REALTIME` and host TSC of one instant. The latter two only
+//!    where the flags `KVM_CLOCK_REALTIME` and `KVM_CLOCK_HOST_TSC` say so (Linux 5.16, host clock
+//!    source TSC). Where the real time is missing, read `CLOCK_REALTIME` directly before or after:
+//!    the error is the time between both calls.
+//! 2. For each vCPU: its offset (`KVM_VCPU_TSC_OFFSET` of group `KVM_VCPU_TSC_CTRL`), and
+//!    [`SavedClock::from_offsets`]; or, where the kernel has no host TSC or no offsets,
+//!    `MSR_IA32_TSC`, right after step 1.
 //!
 //! To resume or to restore, before any vCPU runs:
-//! 1. A [`HostReading`] of now, in the same way: from `KVM_GET_CLOCK` of the VM that is about to run.
+//! 1. A [`HostReading`] of now, in the same way: from `KVM_GET_CLOCK` of the VM that is about to
+//!    run.
 //! 2. [`SavedClock::plan`].
-//! 3. In this order: `KVM_SET_TSC_KHZ` on each vCPU if [`ClockPlan::tsc_rate`] wants it, each vCPU's TSC (its offset where the
-//!    plan has one, else `MSR_IA32_TSC`), the TSC deadline MSR, `KVM_SET_CLOCK`, `KVMCLOCK_CTRL` on each vCPU, run.
+//! 3. In this order: `KVM_SET_TSC_KHZ` on each vCPU if [`ClockPlan::tsc_rate`] wants it, each
+//!    vCPU's TSC (its offset where the plan has one, else `MSR_IA32_TSC`), the TSC deadline MSR,
+//!    `KVM_SET_CLOCK`, `KVMCLOCK_CTRL` on each vCPU, run.
 //!
-//! `KVM_SET_CLOCK` gets [`ClockPlan::clock_ns`], and [`ClockPlan::realtime_ns`] with `KVM_CLOCK_REALTIME` where the kernel has
-//! it, **with both policies**: the kernel then adds the time that went by between the reading and the call, so that clock
-//! and TSC offsets mean the same instant. This is the procedure of Linux, Documentation/virt/kvm/devices/vcpu.rst
-//! section 4.1, with the elapsed time taken out for [`ClockPolicy::Continue`].
+//! `KVM_SET_CLOCK` gets [`ClockPlan::clock_ns`], and [`ClockPlan::realtime_ns`] with
+//! `KVM_CLOCK_REALTIME` where the kernel has it, **with both policies**: the kernel then adds the
+//! time that went by between the reading and the call, so that clock and TSC offsets mean the same
+//! instant. This is the procedure of Linux, Documentation/virt/kvm/devices/vcpu.rst section 4.1,
+//! with the elapsed time taken out for [`ClockPolicy::Continue`].
 //!
-//! The kernel takes the instant that its clock counts from a little before it looks at the real time
-//! (`kvm_vm_ioctl_set_clock`), so that the clock is ahead of the plan by up to the time of the call, about a microsecond, and never
-//! behind.
+//! The kernel takes the instant that its clock counts from a little before it looks at the real
+//! time (`kvm_vm_ioctl_set_clock`), so that the clock is ahead of the plan by up to the time of the
+//! call, about a microsecond, and never behind.
 //!
-//! A vCPU's TSC by `MSR_IA32_TSC` has a trap: KVM takes a value within a second of the one it expects for an attempt to
-//! synchronize vCPUs, and keeps the running counter (`kvm_synchronize_tsc`). After a pause of less than a
-//! second the counter so stays where it is, ahead of the clock; the offset has no such trap.
+//! A vCPU's TSC by `MSR_IA32_TSC` has a trap: KVM takes a value within a second of the one it
+//! expects for an attempt to synchronize vCPUs, and keeps the running counter
+//! (`kvm_synchronize_tsc`). After a pause of less than a second the counter so stays where it is,
+//! ahead of the clock; the offset has no such trap.
 //!
 //! # Example
 //!
@@ -70,16 +77,20 @@ use crate::units::Kilohertz;
 #[cfg(test)]
 mod tests;
 
-/// How far a guest's TSC frequency may be from the host's for KVM to run it unscaled, in parts per million (parameter
-/// `tsc_tolerance_ppm` of Linux's module `kvm`; its default).
+/// How far a guest's TSC frequency may be from the host's for KVM to run it unscaled, in parts per
+/// million (parameter `tsc_tolerance_ppm` of Linux's module `kvm`; its default).
 pub const TSC_TOLERANCE_PPM: u64 = 250;
 
 /// What a guest's clocks do while it does not run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(rename_all = "kebab-case"))]
+#[cfg_attr(
+    feature = "serde",
+    derive(serde::Serialize, serde::Deserialize),
+    serde(rename_all = "kebab-case")
+)]
 pub enum ClockPolicy {
-    /// They stand still: the guest does not notice the time it did not run. Its wall clock is late afterwards, by that
-    /// time, until something sets it.
+    /// They stand still: the guest does not notice the time it did not run. Its wall clock is late
+    /// afterwards, by that time, until something sets it.
     #[default]
     Continue,
     /// They go on: the guest sees the real time pass. Its timers that are due all fire at once.
@@ -184,7 +195,8 @@ impl fmt::Display for Missing {
     }
 }
 
-/// The clocks of a virtual machine at the instant at which it was saved. All fields mean the same instant.
+/// The clocks of a virtual machine at the instant at which it was saved. All fields mean the same
+/// instant.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct SavedClock {
@@ -201,9 +213,9 @@ pub struct SavedClock {
 }
 
 impl SavedClock {
-    /// The saved clock from a host TSC and the vCPUs' offsets (`KVM_VCPU_TSC_OFFSET`), which is exact: no time goes by
-    /// between two readings. `ratio` is how the host that is being left runs the guest: [`TscRatio::ONE`] unless it scales
-    /// (see [`TscRate::between`]).
+    /// The saved clock from a host TSC and the vCPUs' offsets (`KVM_VCPU_TSC_OFFSET`), which is
+    /// exact: no time goes by between two readings. `ratio` is how the host that is being left runs
+    /// the guest: [`TscRatio::ONE`] unless it scales (see [`TscRate::between`]).
     pub fn from_offsets(
         clock_ns: u64,
         host_realtime_ns: Option<u64>,
@@ -223,8 +235,9 @@ impl SavedClock {
 
     /// What has to be set for this guest to go on at the instant of `now`.
     ///
-    /// Exact: KVM's clock advances by the whole nanoseconds between both real times, 0 if the real time went backwards, and
-    /// every vCPU's TSC by the whole ticks in them, so that differences between vCPUs stay what they were.
+    /// Exact: KVM's clock advances by the whole nanoseconds between both real times, 0 if the real
+    /// time went backwards, and every vCPU's TSC by the whole ticks in them, so that differences
+    /// between vCPUs stay what they were.
     pub fn plan(&self, policy: ClockPolicy, now: &HostReading) -> Result<ClockPlan, ClockError> {
         let tsc_rate = TscRate::between(self.tsc_khz, now.tsc_khz, now.scaling)?;
         let elapsed_ns = match policy {
@@ -241,16 +254,28 @@ impl SavedClock {
             .map(|&saved| {
                 // Wraps like the counter itself.
                 let guest_tsc = saved.wrapping_add(elapsed_ticks);
-                VcpuTsc { guest_tsc, offset: now.host_tsc.map(|host| ratio.offset_for(guest_tsc, host)) }
+                VcpuTsc {
+                    guest_tsc,
+                    offset: now.host_tsc.map(|host| ratio.offset_for(guest_tsc, host)),
+                }
             })
             .collect();
-        Ok(ClockPlan { clock_ns, realtime_ns: now.realtime_ns, elapsed_ns, elapsed_ticks, tsc_rate, vcpus })
+        Ok(ClockPlan {
+            clock_ns,
+            realtime_ns: now.realtime_ns,
+            elapsed_ns,
+            elapsed_ticks,
+            tsc_rate,
+            vcpus,
+        })
     }
 
     /// Real time from the save to `now`; 0 if it went backwards.
     fn elapsed_ns(&self, now: &HostReading) -> Result<u64, ClockError> {
-        let saved = self.host_realtime_ns.ok_or(ClockError::NoRealtime { missing: Missing::SavedClock })?;
-        let present = now.realtime_ns.ok_or(ClockError::NoRealtime { missing: Missing::PresentHost })?;
+        let saved =
+            self.host_realtime_ns.ok_or(ClockError::NoRealtime { missing: Missing::SavedClock })?;
+        let present =
+            now.realtime_ns.ok_or(ClockError::NoRealtime { missing: Missing::PresentHost })?;
         Ok(present.saturating_sub(saved))
     }
 }
@@ -271,7 +296,8 @@ pub struct HostReading {
     pub realtime_ns: Option<u64>,
     /// The TSC, from `KVM_GET_CLOCK`; `None` where that has none.
     pub host_tsc: Option<u64>,
-    /// Frequency of the host's TSC, from `KVM_GET_TSC_KHZ` on the VM or on a vCPU that has not been given another one.
+    /// Frequency of the host's TSC, from `KVM_GET_TSC_KHZ` on the VM or on a vCPU that has not been
+    /// given another one.
     pub tsc_khz: Kilohertz,
     /// Whether it can scale.
     pub scaling: TscScaling,
@@ -282,18 +308,25 @@ pub struct HostReading {
 pub enum TscRate {
     /// Both have the same frequency. `KVM_SET_TSC_KHZ` is not needed.
     Same,
-    /// Both differ by at most [`TSC_TOLERANCE_PPM`], and the host does not scale: the guest's TSC runs at the host's
-    /// frequency. `KVM_SET_TSC_KHZ` takes the guest's frequency and corrects the pvclock pages for it.
+    /// Both differ by at most [`TSC_TOLERANCE_PPM`], and the host does not scale: the guest's TSC
+    /// runs at the host's frequency. `KVM_SET_TSC_KHZ` takes the guest's frequency and corrects the
+    /// pvclock pages for it.
     Tolerated,
-    /// The hardware scales. `KVM_SET_TSC_KHZ` with the guest's frequency is needed before the TSC is set.
+    /// The hardware scales. `KVM_SET_TSC_KHZ` with the guest's frequency is needed before the TSC
+    /// is set.
     Scaled(TscRatio),
 }
 
 impl TscRate {
     /// How KVM runs a guest of `guest` on a host of `host` (Linux `kvm_set_tsc_khz`).
     ///
-    /// KVM's tolerance comes first: a host that could scale does not when both are close to each other.
-    pub fn between(guest: Kilohertz, host: Kilohertz, scaling: TscScaling) -> Result<Self, ClockError> {
+    /// KVM's tolerance comes first: a host that could scale does not when both are close to each
+    /// other.
+    pub fn between(
+        guest: Kilohertz,
+        host: Kilohertz,
+        scaling: TscScaling,
+    ) -> Result<Self, ClockError> {
         if guest == host {
             return Ok(Self::Same);
         }
@@ -320,13 +353,15 @@ impl TscRate {
     }
 }
 
-/// What a monitor has to set before a guest runs. All values mean the instant of the [`HostReading`].
+/// What a monitor has to set before a guest runs. All values mean the instant of the
+/// [`HostReading`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ClockPlan {
     /// KVM's clock, for `KVM_SET_CLOCK`.
     pub clock_ns: u64,
-    /// The instant's `CLOCK_REALTIME`: goes beside [`Self::clock_ns`] with `KVM_CLOCK_REALTIME`, with both policies, so that the
-    /// kernel adds what goes by until the call. `None` if the reading had none.
+    /// The instant's `CLOCK_REALTIME`: goes beside [`Self::clock_ns`] with `KVM_CLOCK_REALTIME`,
+    /// with both policies, so that the kernel adds what goes by until the call. `None` if the
+    /// reading had none.
     pub realtime_ns: Option<u64>,
     /// The time by which the guest's clocks have been advanced; 0 with [`ClockPolicy::Continue`].
     pub elapsed_ns: u64,

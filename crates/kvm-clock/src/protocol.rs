@@ -2,9 +2,9 @@
 //!
 //! # The protocol
 //!
-//! One writer, any number of readers. The writer makes the version odd, writes the fields, and makes the version the next even
-//! number. A reader takes the version, the fields, and the version again, and starts over if it was odd or has
-//! changed. Between them:
+//! One writer, any number of readers. The writer makes the version odd, writes the fields, and
+//! makes the version the next even number. A reader takes the version, the fields, and the version
+//! again, and starts over if it was odd or has changed. Between them:
 //!
 //! | writer | reader |
 //! | --- | --- |
@@ -13,22 +13,25 @@
 //! | store fields (relaxed) | acquire fence |
 //! | store version even (release) | load version (relaxed) |
 //!
-//! The release fence pairs with the acquire fence: a reader that saw any field of a write also sees that the version became odd
-//! before. The release store pairs with the acquire load: a reader that saw the even version sees all fields. That is a
-//! sequence lock as in Boehm, "Can seqlocks get along with programming language memory models?" (2012), and Linux's
-//! `pvclock_read_begin` and `kvm_setup_guest_pvclock` on x86, where loads are not reordered with loads nor stores with
+//! The release fence pairs with the acquire fence: a reader that saw any field of a write also sees
+//! that the version became odd before. The release store pairs with the acquire load: a reader that
+//! saw the even version sees all fields. That is a sequence lock as in Boehm, "Can seqlocks get
+//! along with programming language memory models?" (2012), and Linux's `pvclock_read_begin` and
+//! `kvm_setup_guest_pvclock` on x86, where loads are not reordered with loads nor stores with
 //! stores, so that all of it costs no instruction but keeps the compiler from reordering.
 //!
-//! Every access is an atomic one of 32 bits, the alignment that the ABI gives a page. The memory is whatever implements
-//! [`SharedWords`]: [`AtomicWords`] here, guest memory in a monitor, and the atomics of a model checker in this crate's tests, which
-//! run these functions over all interleavings.
+//! Every access is an atomic one of 32 bits, the alignment that the ABI gives a page. The memory is
+//! whatever implements [`SharedWords`]: [`AtomicWords`] here, guest memory in a monitor, and the
+//! atomics of a model checker in this crate's tests, which run these functions over all
+//! interleavings.
 //!
 //! # GUEST_STOPPED
 //!
-//! The flag is the one thing in a page that the guest writes: it clears it when it has seen it. So a host that writes the page
-//! keeps the flag if it is set there (Linux `kvm_setup_guest_pvclock`), and a request that the monitor made
-//! (`KVMCLOCK_CTRL`) sets it, once. A guest that clears the flag exactly while the host writes may find it set again;
-//! that is one forgiving look at its watchdogs too many, and never one too few.
+//! The flag is the one thing in a page that the guest writes: it clears it when it has seen it. So
+//! a host that writes the page keeps the flag if it is set there (Linux `kvm_setup_guest_pvclock`),
+//! and a request that the monitor made (`KVMCLOCK_CTRL`) sets it, once. A guest that clears the
+//! flag exactly while the host writes may find it set again; that is one forgiving look at its
+//! watchdogs too many, and never one too few.
 
 use core::sync::atomic::{AtomicU32, Ordering, fence};
 
@@ -48,8 +51,8 @@ const WALL_WORDS: usize = WALL_CLOCK_BYTES / 4;
 
 /// Memory that host and guest share, as 32-bit little-endian words.
 ///
-/// Implementations translate the value's byte order if they run on a big-endian machine. All accesses have to be single
-/// and atomic.
+/// Implementations translate the value's byte order if they run on a big-endian machine. All
+/// accesses have to be single and atomic.
 pub trait SharedWords {
     /// Loads the word at `index`.
     fn load(&self, index: usize, ordering: Ordering) -> u32;
@@ -79,7 +82,8 @@ impl<M: SharedWords + ?Sized> SharedWords for &M {
     }
 }
 
-/// A page in plain memory. `repr(transparent)`, so that a monitor may lay a reference to it over mapped guest memory.
+/// A page in plain memory. `repr(transparent)`, so that a monitor may lay a reference to it over
+/// mapped guest memory.
 #[derive(Debug)]
 #[repr(transparent)]
 pub struct AtomicWords<const WORDS: usize>([AtomicU32; WORDS]);
@@ -144,7 +148,8 @@ pub enum StopNotice {
 pub struct TimeUpdate {
     /// Guest TSC of the instant.
     pub tsc_timestamp: u64,
-    /// The clock at that instant; negative in kernels that mix their clocks, and then read as a very late time.
+    /// The clock at that instant; negative in kernels that mix their clocks, and then read as a
+    /// very late time.
     pub system_time_ns: i64,
     /// The factor between ticks and nanoseconds.
     pub scale: TscScale,
@@ -206,8 +211,12 @@ fn store_fields<const WORDS: usize>(memory: &impl SharedWords, words: [u32; WORD
 
 /// Reads a time page once, and the TSC in the middle of it; `None` if the host wrote meanwhile.
 ///
-/// `tsc` reads the counter of the page's own vCPU, ordered after the loads before it (`lfence; rdtsc` or `rdtscp`).
-pub fn try_read_time(page: &impl SharedWords, tsc: impl FnOnce() -> u64) -> Option<(VcpuTimeInfo, u64)> {
+/// `tsc` reads the counter of the page's own vCPU, ordered after the loads before it
+/// (`lfence; rdtsc` or `rdtscp`).
+pub fn try_read_time(
+    page: &impl SharedWords,
+    tsc: impl FnOnce() -> u64,
+) -> Option<(VcpuTimeInfo, u64)> {
     let (words, tsc) = try_read::<TIME_WORDS, _>(page, tsc)?;
     Some((VcpuTimeInfo::from_words(words), tsc))
 }
@@ -236,7 +245,8 @@ fn try_read<const WORDS: usize, T>(
     (memory.load(VERSION, Ordering::Relaxed) == version).then_some((words, between))
 }
 
-/// Takes the notice that the vCPU was stopped, if there is one: the guest's part of `KVMCLOCK_CTRL`.
+/// Takes the notice that the vCPU was stopped, if there is one: the guest's part of
+/// `KVMCLOCK_CTRL`.
 pub fn take_stop_notice(page: &impl SharedWords) -> bool {
     let bit = u32::from(TimeFlags::GUEST_STOPPED.0) << FLAGS_SHIFT;
     // Looked at first: the page is written only when there is something to clear.
@@ -309,12 +319,17 @@ mod tests {
     fn other_flags_are_the_hosts_alone() {
         let page = AtomicTimePage::default();
         write_time(&page, &UPDATE, StopNotice::Keep);
-        write_time(&page, &TimeUpdate { stability: Stability::Unstable, ..UPDATE }, StopNotice::Keep);
+        write_time(
+            &page,
+            &TimeUpdate { stability: Stability::Unstable, ..UPDATE },
+            StopNotice::Keep,
+        );
         assert_eq!(read(&page).flags, TimeFlags::NONE);
     }
 
     proptest! {
-        /// Whatever the guest put there before, a written page has an even version that is another one than before.
+        /// Whatever the guest put there before, a written page has an even version that is another
+        /// one than before.
         #[test]
         fn versions_end_even_and_new(before in any::<u32>()) {
             let page = AtomicTimePage::default();

@@ -19,9 +19,11 @@ impl LastTime for AtomicU64 {
         self.load(Ordering::Relaxed)
     }
 
-    // Relaxed: the promise is about the values of this one variable, whose modification order all vCPUs agree on.
+    // Relaxed: the promise is about the values of this one variable, whose modification order all
+    // vCPUs agree on.
     fn replace_ns(&self, current_ns: u64, new_ns: u64) -> Result<(), u64> {
-        self.compare_exchange_weak(current_ns, new_ns, Ordering::Relaxed, Ordering::Relaxed).map(drop)
+        self.compare_exchange_weak(current_ns, new_ns, Ordering::Relaxed, Ordering::Relaxed)
+            .map(drop)
     }
 }
 
@@ -35,10 +37,12 @@ impl<L: LastTime + ?Sized> LastTime for &L {
     }
 }
 
-/// `time_ns`, or the latest time given to any vCPU if that is later (Linux `pvclock_clocksource_read`).
+/// `time_ns`, or the latest time given to any vCPU if that is later (Linux
+/// `pvclock_clocksource_read`).
 ///
-/// No call returns less than a call that ended before it began. Times are compared as unsigned numbers, as Linux does: a
-/// negative time, which reads as a very late one, is kept for ever, and the clock stands still from then on.
+/// No call returns less than a call that ended before it began. Times are compared as unsigned
+/// numbers, as Linux does: a negative time, which reads as a very late one, is kept for ever, and
+/// the clock stands still from then on.
 pub fn never_backwards(last: &impl LastTime, time_ns: u64) -> u64 {
     let mut latest_ns = last.load_ns();
     while time_ns > latest_ns {
@@ -53,14 +57,16 @@ pub fn never_backwards(last: &impl LastTime, time_ns: u64) -> u64 {
 /// A time with what is known about it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reading {
-    /// The clock, modulo 2^64 as guests have it. Of a clock that is not stable it is never less than an earlier reading of any
-    /// vCPU; stable readings are not held back, nor remembered for later ones, as in Linux.
+    /// The clock, modulo 2^64 as guests have it. Of a clock that is not stable it is never less
+    /// than an earlier reading of any vCPU; stable readings are not held back, nor remembered for
+    /// later ones, as in Linux.
     pub time_ns: u64,
     /// Whether it can be compared with other vCPUs' readings without being held back.
     pub stability: Stability,
     /// Time since the host wrote the page: how far the reading relies on the TSC alone.
     pub age_ns: u64,
-    /// Whether there is a notice that the vCPU was stopped ([`crate::protocol::take_stop_notice`] takes it).
+    /// Whether there is a notice that the vCPU was stopped ([`crate::protocol::take_stop_notice`]
+    /// takes it).
     pub stopped: Stopped,
 }
 
@@ -86,10 +92,11 @@ impl<P: SharedWords, L: LastTime> Reader<P, L> {
         Self { page, last }
     }
 
-    /// The present time. `tsc` reads the counter of the page's own vCPU (see [`try_read_time`]), once an attempt.
+    /// The present time. `tsc` reads the counter of the page's own vCPU (see [`try_read_time`]),
+    /// once an attempt.
     ///
-    /// Waits while the host writes the page, which takes it nanoseconds, unless it is preempted in the middle of that. Where
-    /// that matters use [`Self::try_read`].
+    /// Waits while the host writes the page, which takes it nanoseconds, unless it is preempted in
+    /// the middle of that. Where that matters use [`Self::try_read`].
     pub fn read(&self, mut tsc: impl FnMut() -> u64) -> Reading {
         loop {
             if let Some(reading) = self.try_read(&mut tsc) {
@@ -108,7 +115,11 @@ impl<P: SharedWords, L: LastTime> Reader<P, L> {
             time_ns: if stable { time_ns } else { never_backwards(&self.last, time_ns) },
             stability: if stable { Stability::Stable } else { Stability::Unstable },
             age_ns: info.age_ns(tsc),
-            stopped: if info.flags.contains(TimeFlags::GUEST_STOPPED) { Stopped::Yes } else { Stopped::No },
+            stopped: if info.flags.contains(TimeFlags::GUEST_STOPPED) {
+                Stopped::Yes
+            } else {
+                Stopped::No
+            },
         })
     }
 }
@@ -134,7 +145,12 @@ mod tests {
         let reading = Reader::new(&page, &last).read(|| 1250);
         assert_eq!(
             reading,
-            Reading { time_ns: 750, stability: Stability::Stable, age_ns: 250, stopped: Stopped::Yes }
+            Reading {
+                time_ns: 750,
+                stability: Stability::Stable,
+                age_ns: 250,
+                stopped: Stopped::Yes
+            }
         );
         // A stable clock needs no memory of the latest time.
         assert_eq!(last.load_ns(), 0);
@@ -168,8 +184,9 @@ mod tests {
     }
 
     proptest! {
-        /// Readers with any offsets between their TSCs, in any order, with pages written anew at any time: no reading is less than
-        /// the one before, and each is either its page's time or the latest one.
+        /// Readers with any offsets between their TSCs, in any order, with pages written anew at
+        /// any time: no reading is less than the one before, and each is either its page's time or
+        /// the latest one.
         #[test]
         fn time_never_goes_backwards(
             steps in prop::collection::vec((0usize..3, 0u64..1_000_000, any::<bool>(), -5_000i64..5_000), 1..100),

@@ -1,8 +1,9 @@
 //! From ticks to nanoseconds: a multiplication and a shift.
 //!
-//! A page's factor is `mul / 2^32 * 2^shift` with `mul` in [2^31, 2^32). It is cut, never rounded up, so that a page's time is
-//! never ahead of the exact one: the relative error is in (-2^-31, 0], that is 0.47 ns a second, 40 us a day. Dividing
-//! ticks by a power of two (a negative shift) loses up to `2^-shift - 1` ticks more, once and not growing.
+//! A page's factor is `mul / 2^32 * 2^shift` with `mul` in [2^31, 2^32). It is cut, never rounded
+//! up, so that a page's time is never ahead of the exact one: the relative error is in (-2^-31, 0],
+//! that is 0.47 ns a second, 40 us a day. Dividing ticks by a power of two (a negative shift) loses
+//! up to `2^-shift - 1` ticks more, once and not growing.
 
 use crate::guest_tsc::TscRatio;
 use crate::units::{Hertz, Kilohertz, NS_PER_SECOND};
@@ -19,28 +20,29 @@ pub struct TscScale {
 impl TscScale {
     /// The factor for a TSC of `frequency`: the largest that is not above the exact one.
     ///
-    /// Frequencies from 1 Hz to 2^64 - 1 Hz have one. Linux (`kvm_get_time_scale`) computes the same for frequencies below
-    /// 2^32 Hz, and drops bits of the frequency above that.
+    /// Frequencies from 1 Hz to 2^64 - 1 Hz have one. Linux (`kvm_get_time_scale`) computes the
+    /// same for frequencies below 2^32 Hz, and drops bits of the frequency above that.
     pub const fn for_frequency(frequency: Hertz) -> Self {
         Self::for_fraction(frequency.get() as u128, 0)
     }
 
     /// The factor for a guest's TSC that a host of `host` runs through `ratio`.
     ///
-    /// KVM computes it from the scaled frequency in whole kilohertz instead: a guest of 1 GHz on a host of 2.6 GHz gets the
-    /// factor of 999999 kHz, and its clock gains 1 ppm, 86 ms a day.
+    /// KVM computes it from the scaled frequency in whole kilohertz instead: a guest of 1 GHz on a
+    /// host of 2.6 GHz gets the factor of 999999 kHz, and its clock gains 1 ppm, 86 ms a day.
     pub const fn for_scaled(host: Kilohertz, ratio: TscRatio) -> Self {
         Self::for_fraction(host.hertz().get() as u128 * ratio.raw() as u128, ratio.fraction_bits())
     }
 
     /// The factor for a frequency of `numerator / 2^fraction_bits` hertz, which is not zero.
     ///
-    /// `mul = 10^9 * 2^fraction_bits * 2^32 / (numerator * 2^shift)`, for the one shift that brings it into its range.
+    /// `mul = 10^9 * 2^fraction_bits * 2^32 / (numerator * 2^shift)`, for the one shift that brings
+    /// it into its range.
     const fn for_fraction(numerator: u128, fraction_bits: u32) -> Self {
         // At most 2^30 * 2^48: far from the end of 128 bits.
         let dividend = (NS_PER_SECOND as u128) << fraction_bits;
-        // The shift for which dividend / (numerator * 2^shift) is in [1/2, 1): one more than the difference of
-        // both binary logarithms, or that difference itself.
+        // The shift for which dividend / (numerator * 2^shift) is in [1/2, 1): one more than the
+        // difference of both binary logarithms, or that difference itself.
         let mut shift = dividend.ilog2() as i32 - numerator.ilog2() as i32;
         if !less_than_shifted(dividend, numerator, shift) {
             shift += 1;
@@ -48,10 +50,11 @@ impl TscScale {
         Self { mul: shifted_quotient(dividend, numerator, 32 - shift) as u32, shift: shift as i8 }
     }
 
-    /// The frequency that this factor stands for, rounded to the nearest hertz; `None` for a multiplier of 0 and for
-    /// frequencies below half a hertz or beyond 64 bits.
+    /// The frequency that this factor stands for, rounded to the nearest hertz; `None` for a
+    /// multiplier of 0 and for frequencies below half a hertz or beyond 64 bits.
     ///
-    /// Of a factor made by [`Self::for_frequency`] from f it is f or above it, by at most f * 2^-31 + 1/2 hertz.
+    /// Of a factor made by [`Self::for_frequency`] from f it is f or above it, by at most f * 2^-31 +
+    /// 1/2 hertz.
     pub const fn frequency(self) -> Option<Hertz> {
         if self.mul == 0 || self.shift > 64 || self.shift < -64 {
             return None;
@@ -78,9 +81,11 @@ impl TscScale {
         if khz > u32::MAX as u64 { None } else { Kilohertz::new(khz as u32) }
     }
 
-    /// Nanoseconds in `ticks`, rounded down, modulo 2^64; defined for any `mul` and `shift` that memory may hold.
+    /// Nanoseconds in `ticks`, rounded down, modulo 2^64; defined for any `mul` and `shift` that
+    /// memory may hold.
     ///
-    /// The same as `pvclock_scale_delta` of Linux wherever that does not overflow: here the shifted ticks have 128 bits.
+    /// The same as `pvclock_scale_delta` of Linux wherever that does not overflow: here the shifted
+    /// ticks have 128 bits.
     pub const fn ns(self, ticks: u64) -> u64 {
         let ticks = ticks as u128;
         let distance = self.shift.unsigned_abs() as u32;
@@ -100,10 +105,12 @@ const fn less_than_shifted(left: u128, right: u128, shift: i32) -> bool {
     if shift >= 0 { left < right << shift } else { (left << -shift) < right }
 }
 
-/// `dividend * 2^shift / divisor`, rounded down, for a quotient below 2^32, a bit at a time where 128 bits would not do.
+/// `dividend * 2^shift / divisor`, rounded down, for a quotient below 2^32, a bit at a time where
+/// 128 bits would not do.
 const fn shifted_quotient(dividend: u128, divisor: u128, shift: i32) -> u128 {
     if shift < 0 {
-        // The quotient, which has 32 bits, would have more without the shift: the divisor is far below the dividend.
+        // The quotient, which has 32 bits, would have more without the shift: the divisor is far
+        // below the dividend.
         return dividend / (divisor << -shift);
     }
     let mut quotient = dividend / divisor;
@@ -145,7 +152,11 @@ mod tests {
             (3_000_000_000, 2_863_311_530, -1),
             (5_000_000_000, 3_435_973_836, -2),
         ] {
-            assert_eq!(TscScale::for_frequency(hz(frequency)), TscScale { mul, shift }, "{frequency} Hz");
+            assert_eq!(
+                TscScale::for_frequency(hz(frequency)),
+                TscScale { mul, shift },
+                "{frequency} Hz"
+            );
         }
     }
 
@@ -185,7 +196,8 @@ mod tests {
             // KVM's way (kvm_guest_time_update): scale the host's kilohertz.
             let truncated = khz(ratio.scale(u64::from(host.get())) as u32);
             assert_eq!(truncated.get(), 999_999);
-            let error_ns = TscScale::for_frequency(truncated.hertz()).ns(ticks) as i64 - day_ns as i64;
+            let error_ns =
+                TscScale::for_frequency(truncated.hertz()).ns(ticks) as i64 - day_ns as i64;
             assert_eq!(error_ns / 1_000_000, 86, "{error_ns}");
             // Without that detour: the bound of the factor itself.
             let error_ns = TscScale::for_scaled(host, ratio).ns(ticks) as i64 - day_ns as i64;
@@ -194,7 +206,8 @@ mod tests {
     }
 
     fn frequencies() -> impl Strategy<Value = u64> {
-        // Evenly over the magnitudes from 1 kHz to 10 GHz, and at powers of two and their neighbours.
+        // Evenly over the magnitudes from 1 kHz to 10 GHz, and at powers of two and their
+        // neighbours.
         prop_oneof![
             (10u32..34, any::<u64>()).prop_map(|(bits, noise)| {
                 ((1 << bits) | (noise & ((1 << bits) - 1))).clamp(1_000, 10_000_000_000)
@@ -206,7 +219,8 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(4096))]
 
-        /// The multiplier is normalized and is the exact one, cut: its relative error is in (-2^-31, 0].
+        /// The multiplier is normalized and is the exact one, cut: its relative error is in
+        /// (-2^-31, 0].
         #[test]
         fn the_factor_has_the_stated_error(frequency in frequencies()) {
             let scale = TscScale::for_frequency(hz(frequency));
@@ -218,8 +232,8 @@ mod tests {
             prop_assert!((mul + 1) * u128::from(frequency) > exact);
         }
 
-        /// So is time: never ahead of the exact one, and behind it by less than its 2^-31st, the ticks that a shift to
-        /// the right drops, and the rounding to nanoseconds.
+        /// So is time: never ahead of the exact one, and behind it by less than its 2^-31st, the
+        /// ticks that a shift to the right drops, and the rounding to nanoseconds.
         #[test]
         fn time_is_never_ahead(frequency in frequencies(), wanted_ns in 0u64..1 << 62) {
             let scale = TscScale::for_frequency(hz(frequency));
@@ -235,7 +249,8 @@ mod tests {
             prop_assert!(behind <= bound, "{} > {}", behind, bound);
         }
 
-        /// Back to a frequency: from below by nothing, from above by the stated bound; kilohertz come back exactly.
+        /// Back to a frequency: from below by nothing, from above by the stated bound; kilohertz
+        /// come back exactly.
         #[test]
         fn frequencies_come_back(frequency in frequencies()) {
             let back = TscScale::for_frequency(hz(frequency)).frequency().unwrap().get();
@@ -252,7 +267,8 @@ mod tests {
             prop_assert!(scale.ns(ticks + more) >= scale.ns(ticks));
         }
 
-        /// A scaled guest's factor is as good as the one of its exact frequency, for ratios of both makers' registers.
+        /// A scaled guest's factor is as good as the one of its exact frequency, for ratios of both
+        /// makers' registers.
         #[test]
         fn scaled_factors_have_the_stated_error(
             host in 500_000u32..10_000_000,
@@ -262,8 +278,8 @@ mod tests {
             let ratio = TscRatio::new(khz(guest), khz(host), fraction).unwrap();
             let scale = TscScale::for_scaled(khz(host), ratio);
             prop_assert!(scale.mul >= 1 << 31);
-            // A hundred seconds of host ticks; the guest's clock is not ahead of the host's time, and less than 60 ns behind:
-            // 47 by the factor, the rest by rounding.
+            // A hundred seconds of host ticks; the guest's clock is not ahead of the host's time,
+            // and less than 60 ns behind: 47 by the factor, the rest by rounding.
             let host_ticks = u64::from(host) * 100_000;
             let ns = scale.ns(ratio.scale(host_ticks));
             prop_assert!(ns <= 100 * NS_PER_SECOND && ns + 60 > 100 * NS_PER_SECOND, "{}", ns);

@@ -34,10 +34,11 @@ impl fmt::Display for Hertz {
     }
 }
 
-/// A frequency in kilohertz, the unit in which KVM speaks of TSC frequencies (`KVM_GET_TSC_KHZ`, `KVM_SET_TSC_KHZ`);
-/// never zero.
+/// A frequency in kilohertz, the unit in which KVM speaks of TSC frequencies (`KVM_GET_TSC_KHZ`,
+/// `KVM_SET_TSC_KHZ`); never zero.
 ///
-/// KVM cuts a frequency down to whole kilohertz. What is cut off is lost as drift: up to 1 ppm at 1 GHz, 86 ms a day.
+/// KVM cuts a frequency down to whole kilohertz. What is cut off is lost as drift: up to 1 ppm at 1
+/// GHz, 86 ms a day.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(transparent))]
 pub struct Kilohertz(NonZeroU32);
@@ -65,13 +66,15 @@ impl Kilohertz {
         }
     }
 
-    /// Whole ticks of this frequency in `ns` nanoseconds, exact and rounded down. `None` beyond 64 bits.
+    /// Whole ticks of this frequency in `ns` nanoseconds, exact and rounded down. `None` beyond 64
+    /// bits.
     pub const fn ticks_in_ns(self, ns: u64) -> Option<u64> {
         let ticks = ns as u128 * self.0.get() as u128 / NS_PER_MILLISECOND;
         if ticks > u64::MAX as u128 { None } else { Some(ticks as u64) }
     }
 
-    /// Whole nanoseconds in `ticks` of this frequency, exact and rounded down. `None` beyond 64 bits.
+    /// Whole nanoseconds in `ticks` of this frequency, exact and rounded down. `None` beyond 64
+    /// bits.
     pub const fn ns_in_ticks(self, ticks: u64) -> Option<u64> {
         let ns = ticks as u128 * NS_PER_MILLISECOND / self.0.get() as u128;
         if ns > u64::MAX as u128 { None } else { Some(ns as u64) }

@@ -1,8 +1,9 @@
-//! The page's protocol and the clamp of readers, run by loom over all interleavings and all values that the memory model
-//! lets a load see.
+//! The page's protocol and the clamp of readers, run by loom over all interleavings and all values
+//! that the memory model lets a load see.
 //!
-//! Each property is checked of the crate's own functions, on loom's atomics instead of the processor's, and then of variants with one
-//! step missing. The variants have to fail: that shows that the check can.
+//! Each property is checked of the crate's own functions, on loom's atomics instead of the
+//! processor's, and then of variants with one step missing. The variants have to fail: that shows
+//! that the check can.
 
 #![allow(clippy::unwrap_used)]
 
@@ -18,11 +19,12 @@ use loom::thread;
 
 /// Index of the version in a page.
 const VERSION: usize = 0;
-/// The words whose accesses loom orders: the version, and the first, a middle and the last word of what it guards. A page of
-/// all eight takes a good part of a minute and behaves alike.
+/// The words whose accesses loom orders: the version, and the first, a middle and the last word of
+/// what it guards. A page of all eight takes a good part of a minute and behaves alike.
 const SEARCHED: [usize; 4] = [VERSION, 2, 6, 7];
 
-/// A time page on loom's atomics; of the words that are not searched stores get lost, and loads give 0.
+/// A time page on loom's atomics; of the words that are not searched stores get lost, and loads
+/// give 0.
 struct LoomPage([AtomicU32; SEARCHED.len()]);
 
 impl LoomPage {
@@ -91,11 +93,14 @@ struct Flawed<'a> {
 impl SharedWords for Flawed<'_> {
     fn load(&self, index: usize, ordering: Ordering) -> u32 {
         match (self.side, self.flaw, ordering) {
-            // The writer finds what it left there, in round 0. It must not look at loom's atomics for it: loom keeps one
-            // access of an atomic for its search, and this one would hide the reader's.
+            // The writer finds what it left there, in round 0. It must not look at loom's atomics
+            // for it: loom keeps one access of an atomic for its search, and this one would hide
+            // the reader's.
             (Side::Writer, ..) if index == VERSION => 0,
             (Side::Writer, ..) => u32::from(TimeFlags::TSC_STABLE.0) << 8,
-            (_, Flaw::RelaxedFirstLook, Ordering::Acquire) => self.page.load(index, Ordering::Relaxed),
+            (_, Flaw::RelaxedFirstLook, Ordering::Acquire) => {
+                self.page.load(index, Ordering::Relaxed)
+            }
             _ => self.page.load(index, ordering),
         }
     }
@@ -103,7 +108,9 @@ impl SharedWords for Flawed<'_> {
     fn store(&self, index: usize, value: u32, ordering: Ordering) {
         match (self.flaw, ordering) {
             (Flaw::NoOddVersion, _) if index == VERSION && !value.is_multiple_of(2) => {}
-            (Flaw::RelaxedEvenVersion, Ordering::Release) => self.page.store(index, value, Ordering::Relaxed),
+            (Flaw::RelaxedEvenVersion, Ordering::Release) => {
+                self.page.store(index, value, Ordering::Relaxed)
+            }
             _ => self.page.store(index, value, ordering),
         }
     }
@@ -114,7 +121,8 @@ impl SharedWords for Flawed<'_> {
 
     fn fence(&self, ordering: Ordering) {
         match (self.flaw, ordering) {
-            (Flaw::NoReleaseFence, Ordering::Release) | (Flaw::NoAcquireFence, Ordering::Acquire) => {}
+            (Flaw::NoReleaseFence, Ordering::Release)
+            | (Flaw::NoAcquireFence, Ordering::Acquire) => {}
             _ => self.page.fence(ordering),
         }
     }
@@ -195,8 +203,8 @@ fn with_a_relaxed_first_look_a_read_is_torn() {
     no_torn_read(Flaw::RelaxedFirstLook);
 }
 
-/// A guest that takes the notice while the host writes: the notice is never lost, and after the guest has taken it with no
-/// host writing, it is gone.
+/// A guest that takes the notice while the host writes: the notice is never lost, and after the
+/// guest has taken it with no host writing, it is gone.
 #[test]
 fn a_stop_notice_is_never_lost() {
     loom::model(|| {
@@ -228,7 +236,8 @@ impl LastTime for LoomLast {
 /// What a reader does instead of the clamp.
 type Clamp = fn(&LoomLast, u64) -> u64;
 
-/// A store where the exchange should be: two readers may both be ahead of the old time, and the later store wins.
+/// A store where the exchange should be: two readers may both be ahead of the old time, and the
+/// later store wins.
 fn store_instead(last: &LoomLast, time_ns: u64) -> u64 {
     let latest_ns = last.load_ns();
     if time_ns > latest_ns {
@@ -238,8 +247,9 @@ fn store_instead(last: &LoomLast, time_ns: u64) -> u64 {
     latest_ns
 }
 
-/// Two vCPUs, each of which reads twice with TSCs that are apart; when both have ended a third reads, whose TSC is behind. No
-/// vCPU sees time go back, and the third sees none before what both saw.
+/// Two vCPUs, each of which reads twice with TSCs that are apart; when both have ended a third
+/// reads, whose TSC is behind. No vCPU sees time go back, and the third sees none before what both
+/// saw.
 fn time_is_monotonic(clamp: Clamp) {
     loom::model(move || {
         let last = Arc::new(LoomLast(AtomicU64::new(10)));

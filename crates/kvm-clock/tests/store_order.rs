@@ -1,8 +1,10 @@
-//! The page's protocol over every order in which a reader's loads can meet a writer's stores on x86.
+//! The page's protocol over every order in which a reader's loads can meet a writer's stores on
+//! x86.
 //!
-//! There, stores are seen in the order of the program and loads are done in it, so that what a reader sees is told by
-//! how many stores there have been at each of its loads. That is few enough for all of them to be tried, with whole
-//! pages and two writes in a row. (Weaker orders: `interleavings.rs`.)
+//! There, stores are seen in the order of the program and loads are done in it, so that what a
+//! reader sees is told by how many stores there have been at each of its loads. That is few enough
+//! for all of them to be tried, with whole pages and two writes in a row. (Weaker orders:
+//! `interleavings.rs`.)
 
 #![allow(clippy::unwrap_used)]
 
@@ -10,7 +12,9 @@ use std::cell::{Cell, RefCell};
 use std::sync::atomic::Ordering;
 
 use ebb_kvm_clock::page::{TIME_PAGE_BYTES, TimeFlags, VcpuTimeInfo};
-use ebb_kvm_clock::protocol::{SharedWords, Stability, StopNotice, TimeUpdate, try_read_time, write_time};
+use ebb_kvm_clock::protocol::{
+    SharedWords, Stability, StopNotice, TimeUpdate, try_read_time, write_time,
+};
 use ebb_kvm_clock::scale::TscScale;
 
 const WORDS: usize = TIME_PAGE_BYTES / 4;
@@ -83,8 +87,9 @@ fn info(round: u32) -> VcpuTimeInfo {
 /// The pages of a writer that has written rounds 1 and 2.
 fn written() -> Vec<Page> {
     let bytes = info(0).to_bytes();
-    let first =
-        std::array::from_fn(|word| u32::from_le_bytes(std::array::from_fn(|byte| bytes[word * 4 + byte])));
+    let first = std::array::from_fn(|word| {
+        u32::from_le_bytes(std::array::from_fn(|byte| bytes[word * 4 + byte]))
+    });
     let history = History(RefCell::new(vec![first]));
     for round in 1..=2 {
         let info = info(round);
@@ -111,7 +116,9 @@ fn accepted_and_torn(pages: &[Page]) -> (usize, usize) {
             torn += usize::from(read != info(read.version / 2));
         }
         // The next sequence that does not fall.
-        let Some(place) = schedule.iter().rposition(|&stores| stores < last) else { return (accepted, torn) };
+        let Some(place) = schedule.iter().rposition(|&stores| stores < last) else {
+            return (accepted, torn);
+        };
         let next = schedule[place] + 1;
         schedule[place..].fill(next);
     }

@@ -35,7 +35,8 @@ impl FoundAssets {
             if path.is_file() {
                 return Ok(path);
             }
-            let remedy = "the virtual host has it when the program that started it has ebb-agent beside it";
+            let remedy =
+                "the virtual host has it when the program that started it has ebb-agent beside it";
             Err(LabError::MissingFile { what, path, remedy })
         };
         let elf = PathBuf::from("/ebb/vmlinux");
@@ -54,7 +55,8 @@ impl FoundAssets {
     /// The machine's own kernel package, and an initramfs made for this run.
     ///
     /// # Errors
-    /// [`LabError::VirtualHost`] when there is no kernel or its modules, [`LabError::MissingFile`] without an agent.
+    /// [`LabError::VirtualHost`] when there is no kernel or its modules, [`LabError::MissingFile`]
+    /// without an agent.
     pub fn on_this_machine(memhog: Inclusion) -> Result<Self, LabError> {
         let kernel = Kernel::find(None)?;
         let agent = guest_image::find_agent(None).ok_or_else(|| LabError::MissingFile {
@@ -76,8 +78,14 @@ impl FoundAssets {
         let module = presence(image.balloon_module.is_some());
         guest_image::build(&image, file)?;
         let ebb = env::current_exe().map_err(failed(Path::new("/proc/self/exe")))?;
-        let assets =
-            Assets { ebb, qemu: find_program(QEMU), bzimage: kernel.image, elf: Some(elf), initrd, module };
+        let assets = Assets {
+            ebb,
+            qemu: find_program(QEMU),
+            bzimage: kernel.image,
+            elf: Some(elf),
+            initrd,
+            module,
+        };
         Ok(Self { assets, _directory: Some(directory) })
     }
 }

@@ -3,7 +3,9 @@
 use std::path::Path;
 use std::time::Duration;
 
-use ebb_vmm::api::{BalloonInfo, Client, ClientError, FreePagesReport, MergeChange, MergeInfo, TrimReport};
+use ebb_vmm::api::{
+    BalloonInfo, Client, ClientError, FreePagesReport, MergeChange, MergeInfo, TrimReport,
+};
 use serde_json::{Value, json};
 
 use crate::counters::Counters;
@@ -146,9 +148,10 @@ impl Balloon {
             Self::Qemu(qmp, guest_mib) => {
                 const COMMAND: &str = "query-balloon";
                 let answer = qmp.call(COMMAND, &json!({}))?;
-                let left = answer["actual"]
-                    .as_u64()
-                    .ok_or_else(|| QmpError::Refused { command: COMMAND, answer: answer.to_string() })?;
+                let left = answer["actual"].as_u64().ok_or_else(|| QmpError::Refused {
+                    command: COMMAND,
+                    answer: answer.to_string(),
+                })?;
                 Ok(guest_mib.saturating_sub(left / MIB))
             }
         }

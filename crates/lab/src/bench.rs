@@ -37,8 +37,8 @@ const BOOT_LIMIT: Duration = Duration::from_secs(240);
 const PROGRAM_LIMIT: Duration = Duration::from_secs(120);
 /// Writing to memory while the host swaps on an emulated disk.
 const SLOWEST_MIB_PER_S: u64 = 4;
-/// Swap that is no sign of a full host, as a part of its RAM: a kernel moves out pages that its own services have
-/// not used since boot before it is short of memory.
+/// Swap that is no sign of a full host, as a part of its RAM: a kernel moves out pages that its own
+/// services have not used since boot before it is short of memory.
 const SWAP_THRESHOLD_PART: f64 = 1.0 / 200.0;
 
 /// A guest with nothing to do answers by then.
@@ -85,7 +85,8 @@ impl<'a> Bench<'a> {
             Scale::Full => Duration::from_secs(2),
         };
         let processes = GuestProcesses::default();
-        let sampler = Sampler::start(series.to_owned(), interval, gauge, processes.clone(), events.clone());
+        let sampler =
+            Sampler::start(series.to_owned(), interval, gauge, processes.clone(), events.clone());
         Self {
             sampler: Some(sampler),
             controls: Vec::new(),
@@ -123,7 +124,8 @@ impl<'a> Bench<'a> {
         &self.events
     }
 
-    /// The command that runs a guest of this series, for an experiment that keeps its guests itself.
+    /// The command that runs a guest of this series, for an experiment that keeps its guests
+    /// itself.
     ///
     /// # Errors
     /// [`LabError::Missing`].
@@ -154,7 +156,8 @@ impl<'a> Bench<'a> {
         Program::new(&self.assets.ebb)
     }
 
-    /// Shows the processes of the only guest that an experiment keeps itself in the samples, in the place of earlier ones.
+    /// Shows the processes of the only guest that an experiment keeps itself in the samples, in the
+    /// place of earlier ones.
     pub fn show(&self, pids: &[u32]) {
         self.processes.only(pids);
     }
@@ -169,7 +172,8 @@ impl<'a> Bench<'a> {
         self.host_memory_mib as f64 * SWAP_THRESHOLD_PART
     }
 
-    /// Starts the next guest and waits until its agent is ready; with a control socket if the series needs one.
+    /// Starts the next guest and waits until its agent is ready; with a control socket if the
+    /// series needs one.
     ///
     /// # Errors
     /// [`LabError::StartMonitor`], [`LabError::Missing`] and [`LabError::Guest`].
@@ -229,8 +233,9 @@ impl<'a> Bench<'a> {
         let pid = guest.pid();
         let limit = PROGRAM_LIMIT + Duration::from_secs(program_mib / SLOWEST_MIB_PER_S);
         let mut peak_mib: f64 = 0.0;
-        let answer = guest
-            .command(command, limit, &mut || peak_mib = peak_mib.max(footprint_mib(pid).unwrap_or(0.0)))?;
+        let answer = guest.command(command, limit, &mut || {
+            peak_mib = peak_mib.max(footprint_mib(pid).unwrap_or(0.0))
+        })?;
         peak_mib = peak_mib.max(footprint_mib(pid).unwrap_or(0.0));
         record.peak_mib = Some(rounded(peak_mib));
         record.program_s = Some(rounded(answer.elapsed.as_secs_f64()));
@@ -250,7 +255,12 @@ impl<'a> Bench<'a> {
     ///
     /// # Errors
     /// [`LabError::Guest`].
-    pub fn work(&mut self, guest: u32, command: Command, limit: Duration) -> Result<Value, LabError> {
+    pub fn work(
+        &mut self,
+        guest: u32,
+        command: Command,
+        limit: Duration,
+    ) -> Result<Value, LabError> {
         Ok(self.guest(guest)?.command(command, limit, &mut || {})?.result)
     }
 
@@ -272,16 +282,22 @@ impl<'a> Bench<'a> {
         self.guests.retain(|guest| guest.number() != number);
     }
 
-    /// Waits until the memory of a program that has just ended is back at the host, or nothing more comes.
+    /// Waits until the memory of a program that has just ended is back at the host, or nothing more
+    /// comes.
     ///
     /// # Errors
     /// [`LabError::Guest`] when the guest ends meanwhile.
-    pub fn wait_for_return(&mut self, record: &mut GuestRecord, program_mib: u64) -> Result<(), LabError> {
+    pub fn wait_for_return(
+        &mut self,
+        record: &mut GuestRecord,
+        program_mib: u64,
+    ) -> Result<(), LabError> {
         let ended = Instant::now();
         self.events.step(record.guest, "gives its memory back");
         let patience = patience(self.size.scale);
         let guest = self.guest(record.guest)?;
-        let mut watch = ReturnWatch::new(record.peak_mib.unwrap_or(0.0), program_mib as f64, patience);
+        let mut watch =
+            ReturnWatch::new(record.peak_mib.unwrap_or(0.0), program_mib as f64, patience);
         loop {
             let Some(footprint_mib) = footprint_mib(guest.pid()) else {
                 return Err(guest.lost("its memory"));
@@ -294,7 +310,8 @@ impl<'a> Bench<'a> {
         }
     }
 
-    /// Looks for guests that have ended by themselves while they had nothing to do, and notes it in their records.
+    /// Looks for guests that have ended by themselves while they had nothing to do, and notes it in
+    /// their records.
     ///
     /// What they had is the host's again, so that they must not count as guests that fit.
     ///
@@ -315,11 +332,16 @@ impl<'a> Bench<'a> {
     ///
     /// # Errors
     /// [`LabError::Guest`] when a guest has ended.
-    pub fn measure_idle(&mut self, records: &mut [GuestRecord], size: GuestSize) -> Result<(), LabError> {
+    pub fn measure_idle(
+        &mut self,
+        records: &mut [GuestRecord],
+        size: GuestSize,
+    ) -> Result<(), LabError> {
         self.events.step(0, "waits until the guests are quiet");
         let pids: Vec<u32> = self.guests.iter().map(Guest::pid).collect();
         let total = || pids.iter().filter_map(|&pid| footprint_mib(pid)).sum::<f64>();
-        let patience = Patience { after_return: AfterReturn::UntilQuiet, ..patience(self.size.scale) };
+        let patience =
+            Patience { after_return: AfterReturn::UntilQuiet, ..patience(self.size.scale) };
         let begin = Instant::now();
         let mut watch = ReturnWatch::new(total(), size.memory_mib as f64, patience);
         while watch.observe(begin.elapsed().as_secs_f64(), total()) == Verdict::Continue {
@@ -332,7 +354,8 @@ impl<'a> Bench<'a> {
             let footprint = footprint_mib(pid);
             record.idle_rss_mib = Some(rounded(footprint.ok_or_else(|| guest.lost(lost))?));
             record.idle_pss_mib = host::proportional_mib(pid).map(rounded);
-            // Memory with merged pages is in many mappings, which cannot be told from the monitor's own.
+            // Memory with merged pages is in many mappings, which cannot be told from the monitor's
+            // own.
             if merging == Merging::Off {
                 record.monitor_rss_mib = host::monitor_rss_mib(pid, size.memory_mib).map(rounded);
             }
@@ -344,7 +367,11 @@ impl<'a> Bench<'a> {
     ///
     /// # Errors
     /// [`LabError::Guest`] when a guest does not answer.
-    pub fn ask_idle(&mut self, records: &mut [GuestRecord], size: GuestSize) -> Result<(), LabError> {
+    pub fn ask_idle(
+        &mut self,
+        records: &mut [GuestRecord],
+        size: GuestSize,
+    ) -> Result<(), LabError> {
         for record in running(records) {
             let memory = self.ask(record.guest, Command::MemInfo)?;
             let free_kib = memory["MemFree"].as_u64();
@@ -369,10 +396,12 @@ impl<'a> Bench<'a> {
     }
 
     fn guest(&mut self, number: u32) -> Result<&mut Guest, LabError> {
-        self.guests.iter_mut().find(|guest| guest.number() == number).ok_or_else(|| LabError::Guest {
-            guest: number,
-            problem: GuestProblem::Protocol("it was never started".to_owned()),
-            diagnostics: String::new(),
+        self.guests.iter_mut().find(|guest| guest.number() == number).ok_or_else(|| {
+            LabError::Guest {
+                guest: number,
+                problem: GuestProblem::Protocol("it was never started".to_owned()),
+                diagnostics: String::new(),
+            }
         })
     }
 }
@@ -395,15 +424,22 @@ pub(crate) fn footprint_mib(pid: u32) -> Option<f64> {
     host::process_memory(pid).map(|memory| host::mib(memory.footprint_kib()))
 }
 
-/// How long memory may take to come back. Linux reports 2 s after a page was freed, then every 2 s a sixteenth of
-/// what is free and a batch (`mm/page_reporting.c`): quiet for more than two such passes means that all is reported.
+/// How long memory may take to come back. Linux reports 2 s after a page was freed, then every 2 s
+/// a sixteenth of what is free and a batch (`mm/page_reporting.c`): quiet for more than two such
+/// passes means that all is reported.
 pub(crate) fn patience(scale: Scale) -> Patience {
     match scale {
-        Scale::Demo => {
-            Patience { beginning_s: 4.0, quiet_s: 4.5, whole_s: 30.0, after_return: AfterReturn::Stop }
-        }
-        Scale::Full => {
-            Patience { beginning_s: 12.0, quiet_s: 6.0, whole_s: 60.0, after_return: AfterReturn::UntilQuiet }
-        }
+        Scale::Demo => Patience {
+            beginning_s: 4.0,
+            quiet_s: 4.5,
+            whole_s: 30.0,
+            after_return: AfterReturn::Stop,
+        },
+        Scale::Full => Patience {
+            beginning_s: 12.0,
+            quiet_s: 6.0,
+            whole_s: 60.0,
+            after_return: AfterReturn::UntilQuiet,
+        },
     }
 }

@@ -1,13 +1,18 @@
-//! KVM's clock: what happens to guests whose host mixes clocks that drift apart, and what the real one counts by.
+//! KVM's clock: what happens to guests whose host mixes clocks that drift apart, and what the real
+//! one counts by.
 //!
-//! In January 2020 a kernel took the base of KVM's clock from `CLOCK_MONOTONIC_RAW` and its offset from the clock that NTP
-//! slews; after two weeks of uptime a fresh guest could read a negative time and hang (Linux commit 53fafdbb8b21f and
-//! "KVM: x86: do not mix raw and monotonic clocks in kvmclock"). The series:
+//! In January 2020 a kernel took the base of KVM's clock from `CLOCK_MONOTONIC_RAW` and its offset
+//! from the clock that NTP slews; after two weeks of uptime a fresh guest could read a negative
+//! time and hang (Linux commit 53fafdbb8b21f and "KVM: x86: do not mix raw and monotonic clocks in
+//! kvmclock"). The series:
 //!
-//! - `mixed`, `raw`: both kernels in a model of a host (`ebb_kvm_clock::model`), over uptimes and slews;
+//! - `mixed`, `raw`: both kernels in a model of a host (`ebb_kvm_clock::model`), over uptimes and
+//!   slews;
 //! - `kvm`: the `/dev/kvm` of this machine, whose clock is real however slow its guests are;
-//! - `kvm-slewed`: the same in the virtual host, whose clock is slewed meanwhile, so that rates tell the clocks apart;
-//! - `guest-continue`, `guest-catch-up`: the clocks of a real Linux guest over pauses, snapshots and restores, by clock policy.
+//! - `kvm-slewed`: the same in the virtual host, whose clock is slewed meanwhile, so that rates
+//!   tell the clocks apart;
+//! - `guest-continue`, `guest-catch-up`: the clocks of a real Linux guest over pauses, snapshots
+//!   and restores, by clock policy.
 
 use std::collections::BTreeMap;
 
@@ -93,9 +98,24 @@ impl Experiment for Clock {
 
     fn metrics(&self) -> Vec<MetricInfo> {
         let mut metrics = vec![
-            MetricInfo::new("min_system_time_ns", "Smallest time of a fresh guest", "ns", Better::Higher),
-            MetricInfo::new("max_jump_ns", "Largest jump at a master clock flip", "ns", Better::Lower),
-            MetricInfo::new("wall_error_ns", "Largest error of the wall clock", "ns", Better::Lower),
+            MetricInfo::new(
+                "min_system_time_ns",
+                "Smallest time of a fresh guest",
+                "ns",
+                Better::Higher,
+            ),
+            MetricInfo::new(
+                "max_jump_ns",
+                "Largest jump at a master clock flip",
+                "ns",
+                Better::Lower,
+            ),
+            MetricInfo::new(
+                "wall_error_ns",
+                "Largest error of the wall clock",
+                "ns",
+                Better::Lower,
+            ),
             MetricInfo::new(
                 "raw_deviation_ns",
                 "KVM's clock against CLOCK_MONOTONIC_RAW",
@@ -114,7 +134,12 @@ impl Experiment for Clock {
                 "ns",
                 Better::Lower,
             ),
-            MetricInfo::new("drift_ns", "CLOCK_MONOTONIC ahead of raw since boot", "ns", Better::Lower),
+            MetricInfo::new(
+                "drift_ns",
+                "CLOCK_MONOTONIC ahead of raw since boot",
+                "ns",
+                Better::Lower,
+            ),
             MetricInfo::new("failed_checks", "Failed checks of KVM's clock", "", Better::Lower),
         ];
         metrics.extend(guests::metrics());
@@ -122,7 +147,8 @@ impl Experiment for Clock {
     }
 
     fn series(&self) -> Vec<SeriesPlan> {
-        let plan = |name, summary, runs| SeriesPlan { name, summary, runs, subject: Subject::Machine };
+        let plan =
+            |name, summary, runs| SeriesPlan { name, summary, runs, subject: Subject::Machine };
         let guest = |name, summary, clock| SeriesPlan {
             name,
             summary,
@@ -135,7 +161,11 @@ impl Experiment for Clock {
                 "model of a kernel between 53fafdbb8b21f and its fix",
                 Runs::ByDefault,
             ),
-            plan(KernelMode::Raw.name(), "model of a kernel that uses raw clocks only", Runs::ByDefault),
+            plan(
+                KernelMode::Raw.name(),
+                "model of a kernel that uses raw clocks only",
+                Runs::ByDefault,
+            ),
             plan(
                 KVM,
                 "the KVM of this machine against its clocks, and checks of its clock page",
@@ -208,7 +238,8 @@ mod tests {
         for mode in KernelMode::ALL {
             let mut series = Series::new(mode.name(), String::new());
             Clock.run_on_machine(machine, &mut series).unwrap();
-            let described: Vec<String> = Clock.metrics().into_iter().map(|info| info.name).collect();
+            let described: Vec<String> =
+                Clock.metrics().into_iter().map(|info| info.name).collect();
             assert_eq!(series.metrics.len(), described.len());
             for name in ["min_system_time_ns", "max_jump_ns", "wall_error_ns"] {
                 assert!(series.metrics[name].is_some(), "{name}");

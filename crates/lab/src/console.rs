@@ -27,8 +27,9 @@ fn classify(line: &[u8]) -> Line {
     }
 }
 
-/// Reads the next line; `None` at the end. What is longer than the limit is cut into several. `marked` is called as soon as
-/// the mark of an event has arrived, which may be long before its end.
+/// Reads the next line; `None` at the end. What is longer than the limit is cut into several.
+/// `marked` is called as soon as the mark of an event has arrived, which may be long before its
+/// end.
 ///
 /// # Errors
 /// Those of the reader.
@@ -118,7 +119,10 @@ mod tests {
             Some(Line::Text("[0.1] Linux".to_owned()))
         );
         assert_eq!(marks, 0);
-        assert_eq!(read_line(&mut reader, &mut || marks += 1).unwrap(), Some(Line::Event(Box::new(event))));
+        assert_eq!(
+            read_line(&mut reader, &mut || marks += 1).unwrap(),
+            Some(Line::Event(Box::new(event)))
+        );
         assert_eq!(marks, 1);
     }
 

@@ -7,13 +7,14 @@ use std::collections::BTreeMap;
 pub struct Counters(BTreeMap<String, f64>);
 
 impl Counters {
-    /// Reads lines of a name and a value, as `/sys/kernel/debug/ebb_balloon/counters` has them; what is no such line is left out.
+    /// Reads lines of a name and a value, as `/sys/kernel/debug/ebb_balloon/counters` has them;
+    /// what is no such line is left out.
     pub fn of_driver(text: &str) -> Self {
         Self(text.lines().filter_map(|line| split(line.trim())).collect())
     }
 
-    /// Reads Prometheus' text format as Ebb writes it. The name of a counter with a label is followed by the label's value,
-    /// for example `ebb_balloon_errors_total/bad_address`.
+    /// Reads Prometheus' text format as Ebb writes it. The name of a counter with a label is
+    /// followed by the label's value, for example `ebb_balloon_errors_total/bad_address`.
     pub fn of_monitor(text: &str) -> Self {
         let lines = text.lines().filter(|line| !line.starts_with('#'));
         Self(
@@ -42,7 +43,9 @@ impl Counters {
     /// What each counter grew by since `earlier`.
     #[must_use]
     pub fn since(&self, earlier: &Self) -> Self {
-        let grown = |(name, value): (&String, &f64)| (name.clone(), value - earlier.get(name).unwrap_or(0.0));
+        let grown = |(name, value): (&String, &f64)| {
+            (name.clone(), value - earlier.get(name).unwrap_or(0.0))
+        };
         Self(self.0.iter().map(grown).collect())
     }
 }
@@ -59,12 +62,16 @@ mod tests {
     #[test]
     fn a_drivers_lines_are_read_and_others_left_out() {
         let counters = Counters::of_driver("tracker bitmap\ncaptured 12\nallocate_ns   3400\n\n");
-        assert_eq!(counters.iter().collect::<Vec<_>>(), [("allocate_ns", 3400.0), ("captured", 12.0)]);
+        assert_eq!(
+            counters.iter().collect::<Vec<_>>(),
+            [("allocate_ns", 3400.0), ("captured", 12.0)]
+        );
     }
 
     #[test]
     fn a_monitors_labels_are_part_of_the_name() {
-        let text = "# HELP a b\n# TYPE a counter\na_total 7\nb_total{kind=\"inflate\"} 9\nup 1.500\n";
+        let text =
+            "# HELP a b\n# TYPE a counter\na_total 7\nb_total{kind=\"inflate\"} 9\nup 1.500\n";
         let counters = Counters::of_monitor(text);
         assert_eq!(counters.get("a_total"), Some(7.0));
         assert_eq!(counters.get("b_total/inflate"), Some(9.0));

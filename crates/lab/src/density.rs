@@ -1,8 +1,9 @@
-//! How many guests fit on a host without swap, when each has used most of its memory once and is idle since.
+//! How many guests fit on a host without swap, when each has used most of its memory once and is
+//! idle since.
 //!
-//! The procedure of the page hinting series for Linux (v8 and v10, 2019): guests are started one after another; in
-//! each a program allocates and writes four fifths of the guest's memory and exits; the guest stays; the next one is
-//! started. It ends when the host swaps.
+//! The procedure of the page hinting series for Linux (v8 and v10, 2019): guests are started one
+//! after another; in each a program allocates and writes four fifths of the guest's memory and
+//! exits; the guest stays; the next one is started. It ends when the host swaps.
 
 use std::collections::BTreeMap;
 
@@ -16,7 +17,9 @@ use crate::driver::{Driver, Tracker};
 use crate::experiment::{Experiment, HostShape, Runs, SeriesPlan, Subject};
 use crate::figures::{DataTable, Value};
 use crate::merging::{Merging, Nodes};
-use crate::monitor::{BounceBuffer, GuestSize, HugePages, KernelImage, MonitorKind, Reporting, Setup, Trim};
+use crate::monitor::{
+    BounceBuffer, GuestSize, HugePages, KernelImage, MonitorKind, Reporting, Setup, Trim,
+};
 use crate::results::{Better, GuestRecord, MetricInfo, Scale, Series, rounded};
 use crate::statistics::{median, median_or_never};
 
@@ -34,7 +37,8 @@ struct Sizes {
     most_guests: u32,
 }
 
-/// How fast pages of guests are looked at, by each monitor or by the kernel for all; an emulated processor is slow.
+/// How fast pages of guests are looked at, by each monitor or by the kernel for all; an emulated
+/// processor is slow.
 const MERGED_PAGES_PER_SECOND: u64 = 200_000;
 
 fn sizes(scale: Scale) -> Sizes {
@@ -84,7 +88,12 @@ impl Experiment for Density {
         vec![
             MetricInfo::new("guests_without_swap", "Guests without swap", "", Better::Higher),
             MetricInfo::new("swap_used_mib", "Swap used at the end", "MiB", Better::Lower),
-            MetricInfo::new("idle_guest_rss_mib", "Left at the host by an idle guest", "MiB", Better::Lower),
+            MetricInfo::new(
+                "idle_guest_rss_mib",
+                "Left at the host by an idle guest",
+                "MiB",
+                Better::Lower,
+            ),
             MetricInfo::new(
                 "idle_guest_pss_mib",
                 "the same, shared pages divided among sharers",
@@ -111,7 +120,12 @@ impl Experiment for Density {
                 Better::Lower,
             ),
             MetricInfo::new("booted_rss_mib", "Memory of a guest after boot", "MiB", Better::Lower),
-            MetricInfo::new("return_90_s", "90 % of the program's memory is back after", "s", Better::Lower),
+            MetricInfo::new(
+                "return_90_s",
+                "90 % of the program's memory is back after",
+                "s",
+                Better::Lower,
+            ),
             MetricInfo::new("start_to_init_s", "Start to the guest's init", "s", Better::Lower),
             MetricInfo::new("program_s", "Program's run", "s", Better::Lower),
             MetricInfo::new("monitor_rss_mib", "Monitor without guest RAM", "MiB", Better::Lower),
@@ -120,8 +134,12 @@ impl Experiment for Density {
     }
 
     fn series(&self) -> Vec<SeriesPlan> {
-        let plan =
-            |name, summary, runs, setup| SeriesPlan { name, summary, runs, subject: Subject::Guests(setup) };
+        let plan = |name, summary, runs, setup| SeriesPlan {
+            name,
+            summary,
+            runs,
+            subject: Subject::Guests(setup),
+        };
         vec![
             plan(
                 "no-reporting",
@@ -283,14 +301,17 @@ fn ask_drivers(bench: &mut Bench<'_>, series: &mut Series) -> Result<(), LabErro
 fn counters_table(guests: &[(u32, Counters)]) -> Option<DataTable> {
     let mut names: Vec<&str> = guests
         .iter()
-        .flat_map(|(_, counters)| counters.iter().filter(|(_, value)| *value > 0.0).map(|(name, _)| name))
+        .flat_map(|(_, counters)| {
+            counters.iter().filter(|(_, value)| *value > 0.0).map(|(name, _)| name)
+        })
         .collect();
     names.sort_unstable();
     names.dedup();
     let mut columns = vec!["counter".to_owned()];
     columns.extend(guests.iter().map(|(guest, _)| format!("guest {guest}")));
     let row = |name: &&str| {
-        let values = guests.iter().map(|(_, counters)| Value::from(counters.get(name).unwrap_or(0.0)));
+        let values =
+            guests.iter().map(|(_, counters)| Value::from(counters.get(name).unwrap_or(0.0)));
         std::iter::once(Value::from(*name)).chain(values).collect()
     };
     let rows: Vec<Vec<Value>> = names.iter().map(row).collect();
@@ -301,8 +322,9 @@ fn counters_table(guests: &[(u32, Counters)]) -> Option<DataTable> {
     })
 }
 
-/// Memory that is free in a guest and has not come back to the host: what its process occupies beyond the monitor and
-/// what the guest has in use. It is at least so much, since the guest has not touched all that it counts as in use.
+/// Memory that is free in a guest and has not come back to the host: what its process occupies
+/// beyond the monitor and what the guest has in use. It is at least so much, since the guest has
+/// not touched all that it counts as in use.
 fn uncaptured_mib(guest: &GuestRecord) -> Option<f64> {
     Some((guest.idle_rss_mib? - guest.monitor_rss_mib? - guest.guest_in_use_mib?).max(0.0))
 }
@@ -332,14 +354,16 @@ fn fill(bench: &mut Bench<'_>, series: &mut Series, sizes: Sizes) -> Result<(), 
         settled?;
         trims.extend(bench.trim(guest)?);
         if full {
-            series.notes.push(format!("ended when the host swapped while guest {guest} ran its program"));
+            series
+                .notes
+                .push(format!("ended when the host swapped while guest {guest} ran its program"));
             series.notes.extend(trim_note(&trims));
             return Ok(());
         }
     }
-    series
-        .notes
-        .push(format!("ended with {most_guests} guests, the most of this run; the host had not swapped"));
+    series.notes.push(format!(
+        "ended with {most_guests} guests, the most of this run; the host had not swapped"
+    ));
     series.notes.extend(trim_note(&trims));
     Ok(())
 }
@@ -358,7 +382,9 @@ fn trim_note(trims: &[TrimReport]) -> Option<String> {
 /// Fills in the metrics from the guests' records.
 fn summarize(series: &mut Series, threshold_mib: f64, swap_used_mib: f64) {
     let guests = &series.guests;
-    let fits = |guest: &&GuestRecord| guest.swap_used_mib.is_some_and(|swap_mib| swap_mib <= threshold_mib);
+    let fits = |guest: &&GuestRecord| {
+        guest.swap_used_mib.is_some_and(|swap_mib| swap_mib <= threshold_mib)
+    };
     let present = |value: fn(&GuestRecord) -> Option<f64>| median(guests.iter().filter_map(value));
     let metrics = [
         ("guests_without_swap", Some(alive(guests.iter().take_while(fits)) as f64)),
@@ -371,7 +397,10 @@ fn summarize(series: &mut Series, threshold_mib: f64, swap_used_mib: f64) {
         ("uncaptured_mib", present(uncaptured_mib)),
         ("booted_rss_mib", present(|guest| guest.booted_rss_mib)),
         // A guest at whose program the host was full was not waited for.
-        ("return_90_s", median_or_never(guests.iter().take_while(fits).map(|guest| guest.return_90_s))),
+        (
+            "return_90_s",
+            median_or_never(guests.iter().take_while(fits).map(|guest| guest.return_90_s)),
+        ),
         ("start_to_init_s", present(|guest| guest.start_to_init_s)),
         ("program_s", present(|guest| guest.program_s)),
         ("monitor_rss_mib", present(|guest| guest.monitor_rss_mib)),
@@ -421,8 +450,12 @@ mod tests {
 
     #[test]
     fn a_guest_that_ended_by_itself_does_not_count() {
-        let ended = GuestRecord { ended: Some("triple fault".to_owned()), ..guest(2, Some(0.0), Some(1.0)) };
-        let metrics = summarized(vec![guest(1, Some(0.0), Some(1.0)), ended, guest(3, Some(0.0), Some(1.0))]);
+        let ended = GuestRecord {
+            ended: Some("triple fault".to_owned()),
+            ..guest(2, Some(0.0), Some(1.0))
+        };
+        let metrics =
+            summarized(vec![guest(1, Some(0.0), Some(1.0)), ended, guest(3, Some(0.0), Some(1.0))]);
         assert_eq!(metrics["guests_without_swap"], Some(2.0));
     }
 
@@ -466,9 +499,12 @@ mod tests {
         for scale in [Scale::Demo, Scale::Full] {
             let sizes = sizes(scale);
             assert!(sizes.program_mib * 10 <= sizes.guest.memory_mib * 8);
-            // Even the smaller guest occupies 100 MiB beside its program, and the host something itself.
+            // Even the smaller guest occupies 100 MiB beside its program, and the host something
+            // itself.
             let with_guests = |count: u64| count * (sizes.program_mib + 100) + 256;
-            assert!(with_guests(3) < sizes.host.memory_mib && sizes.host.memory_mib < with_guests(4));
+            assert!(
+                with_guests(3) < sizes.host.memory_mib && sizes.host.memory_mib < with_guests(4)
+            );
             assert!(sizes.most_guests > 4);
         }
     }

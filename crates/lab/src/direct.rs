@@ -29,11 +29,13 @@ pub enum Chosen {
 impl Selection {
     /// The series about the machine itself, and those about guests.
     pub fn by_subject(self) -> (Vec<SeriesPlan>, Self) {
-        let (machine, guests) = self.plans.into_iter().partition(|plan| plan.subject == Subject::Machine);
+        let (machine, guests) =
+            self.plans.into_iter().partition(|plan| plan.subject == Subject::Machine);
         (machine, Self { plans: guests, chosen: self.chosen })
     }
 
-    /// Leaves out, or refuses, what needs something that is not here; the reasons for what is left out.
+    /// Leaves out, or refuses, what needs something that is not here; the reasons for what is left
+    /// out.
     ///
     /// # Errors
     /// [`LabError::Missing`] for a series that was asked for by its name, or when nothing is left.
@@ -68,9 +70,9 @@ impl Selection {
 
 /// Runs the series one after another and tells what happens.
 ///
-/// All series share the host. Between them all guests are killed, swap is emptied, caches are dropped and free memory
-/// is compacted, so that each finds the host as the first one did. A series that fails is told with its error; the
-/// others run all the same.
+/// All series share the host. Between them all guests are killed, swap is emptied, caches are
+/// dropped and free memory is compacted, so that each finds the host as the first one did. A series
+/// that fails is told with its error; the others run all the same.
 ///
 /// # Errors
 /// What concerns the host and so every series.
@@ -160,8 +162,8 @@ impl Hosting<'_> {
     }
 }
 
-/// Runs the series that are about the machine itself, one after another; others are left out. A series that fails is told
-/// with its error; the others run all the same.
+/// Runs the series that are about the machine itself, one after another; others are left out. A
+/// series that fails is told with its error; the others run all the same.
 ///
 /// # Errors
 /// What concerns the machine and so every series.
@@ -173,8 +175,10 @@ pub fn run_on_machine(
     events: &Events,
 ) -> Result<(), LabError> {
     let shape = experiment.host(size.scale);
-    events.tell(Event::Host(host::describe(place, &Gauge::new(shape.memory_mib, shape.swap_mib)?)?));
-    let plans: Vec<&SeriesPlan> = plans.iter().filter(|plan| plan.subject == Subject::Machine).collect();
+    events
+        .tell(Event::Host(host::describe(place, &Gauge::new(shape.memory_mib, shape.swap_mib)?)?));
+    let plans: Vec<&SeriesPlan> =
+        plans.iter().filter(|plan| plan.subject == Subject::Machine).collect();
     let together = match experiment.turns() {
         Turns::OneByOne => 1,
         Turns::InTurns => plans.len().max(1),
@@ -229,7 +233,10 @@ mod tests {
     #[test]
     fn a_series_asked_for_by_name_is_refused_with_its_reason() {
         let mut chosen = selection(&["vmlinux-pvh"], Chosen::ByName);
-        assert!(matches!(chosen.keep_possible(|setup| bare().missing(setup)), Err(LabError::Missing(_))));
+        assert!(matches!(
+            chosen.keep_possible(|setup| bare().missing(setup)),
+            Err(LabError::Missing(_))
+        ));
     }
 
     #[test]
@@ -240,7 +247,8 @@ mod tests {
         assert!(chosen.keep_possible(|setup| bare().missing(setup)).unwrap().is_empty());
         let (machine, guests) = chosen.by_subject();
         assert_eq!((machine.len(), guests.plans.len()), (1, 0));
-        let (machine, guests) = selection(&["reporting", "no-reporting"], Chosen::ByName).by_subject();
+        let (machine, guests) =
+            selection(&["reporting", "no-reporting"], Chosen::ByName).by_subject();
         assert_eq!((machine.len(), guests.plans.len()), (0, 2));
     }
 

@@ -36,8 +36,9 @@ pub fn lines(drawing: &Drawing) -> Result<String, LabError> {
 
 /// The smallest range with all values in it and some room; never empty.
 fn extent(values: impl Iterator<Item = f64>) -> std::ops::Range<f64> {
-    let (low, high) = values
-        .fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), value| (low.min(value), high.max(value)));
+    let (low, high) = values.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), value| {
+        (low.min(value), high.max(value))
+    });
     if low > high {
         return 0.0..1.0;
     }
@@ -119,7 +120,10 @@ mod tests {
             assert!(svg.contains(name), "{name}");
         }
         for color in ["#1F77B4", "#D62728"] {
-            assert!(svg.lines().any(|line| line.contains("<polyline") && line.contains(color)), "{color}");
+            assert!(
+                svg.lines().any(|line| line.contains("<polyline") && line.contains(color)),
+                "{color}"
+            );
         }
     }
 

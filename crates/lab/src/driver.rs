@@ -35,7 +35,8 @@ pub enum Tracker {
     Off,
     /// An array for each CPU of what was freed on it, as in the page hinting patches v8 (2019).
     Percpu,
-    /// A bitmap for each zone of the blocks that were freed, as in the page hinting patches v10 (2019).
+    /// A bitmap for each zone of the blocks that were freed, as in the page hinting patches v10
+    /// (2019).
     Bitmap,
     /// The kernel's own page reporting, as in the patches v16.1 (2020).
     Reporting,
@@ -109,7 +110,8 @@ impl Driver {
     /// The words that choose the driver on the guest's kernel command line.
     pub(crate) fn kernel_arguments(self) -> String {
         let Self::Module(module) = self else { return String::new() };
-        let mut words = format!(" ebb.balloon=ebb_balloon ebb_balloon.tracker={}", module.tracker.name());
+        let mut words =
+            format!(" ebb.balloon=ebb_balloon ebb_balloon.tracker={}", module.tracker.name());
         if module.encoding != Encoding::Auto {
             words.push_str(" ebb_balloon.encoding=");
             words.push_str(module.encoding.name());
@@ -162,8 +164,11 @@ mod tests {
             Driver::Module(Module::DEFAULT).kernel_arguments(),
             " ebb.balloon=ebb_balloon ebb_balloon.tracker=reporting"
         );
-        let all =
-            Module { tracker: Tracker::Percpu, encoding: Encoding::Bitmap, blocks: Blocks::SinglePages };
+        let all = Module {
+            tracker: Tracker::Percpu,
+            encoding: Encoding::Bitmap,
+            blocks: Blocks::SinglePages,
+        };
         assert_eq!(
             Driver::Module(all).kernel_arguments(),
             " ebb.balloon=ebb_balloon ebb_balloon.tracker=percpu ebb_balloon.encoding=bitmap \

@@ -1,6 +1,7 @@
 //! What a running experiment tells: the same events whether it runs here or in the virtual host.
 //!
-//! In the virtual host they cross the border as JSON, one a line on standard output (`--json-events`).
+//! In the virtual host they cross the border as JSON, one a line on standard output
+//! (`--json-events`).
 
 use std::sync::mpsc::Sender;
 
@@ -13,8 +14,8 @@ use crate::results::{Host, Sample, Series};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "kebab-case")]
 pub enum Event {
-    /// The host is ready; sent before the first series. If it is sent again, for the host of the guests after series without
-    /// guests, that one is the run's.
+    /// The host is ready; sent before the first series. If it is sent again, for the host of the
+    /// guests after series without guests, that one is the run's.
     Host(Host),
     /// A series begins.
     SeriesBegins {
@@ -38,7 +39,8 @@ pub enum Event {
     SeriesEnds(Series),
 }
 
-/// Where an experiment tells its events; a receiver that has gone away is no error, the run ends by other means.
+/// Where an experiment tells its events; a receiver that has gone away is no error, the run ends by
+/// other means.
 #[derive(Debug, Clone)]
 pub struct Events(Sender<Event>);
 
@@ -94,8 +96,8 @@ impl Collector {
         }
     }
 
-    /// The run ended in the middle of a series. What was measured before is worth keeping: the series is noted with its
-    /// error. An error before the first result is returned as it is.
+    /// The run ended in the middle of a series. What was measured before is worth keeping: the
+    /// series is noted with its error. An error before the first result is returned as it is.
     ///
     /// # Errors
     /// The one given.

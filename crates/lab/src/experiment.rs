@@ -7,7 +7,9 @@ use crate::bench::Bench;
 use crate::event::Events;
 use crate::monitor::Setup;
 use crate::results::{MetricInfo, Place, Scale, Series};
-use crate::{clock, density, faults, free_pages, inflate, memhog, merge_speed, migrate, numa_merge};
+use crate::{
+    clock, density, faults, free_pages, inflate, memhog, merge_speed, migrate, numa_merge,
+};
 
 /// The host that an experiment is made for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -68,7 +70,8 @@ pub enum NeedsNetwork {
 pub enum NeedsKernel {
     /// Any that has KVM.
     Any,
-    /// One under which a monitor can merge its guest's pages: Linux 6.8. A virtual host gets the newest there is.
+    /// One under which a monitor can merge its guest's pages: Linux 6.8. A virtual host gets the
+    /// newest there is.
     Merging,
 }
 
@@ -106,7 +109,8 @@ pub enum Subject {
 pub enum Grouping {
     /// Each with guests of its own, on a host that is as if it were fresh.
     OneByOne,
-    /// All in the same guests, which are run like this, since they are to be compared within a guest.
+    /// All in the same guests, which are run like this, since they are to be compared within a
+    /// guest.
     Together(Setup),
 }
 
@@ -131,7 +135,8 @@ pub trait Experiment: Sync {
     fn summary(&self) -> &'static str;
     /// The host it needs: the largest one, if series differ in that.
     fn host(&self, scale: Scale) -> HostShape;
-    /// The host that this series needs. Neighbours in the list of series with the same host share one.
+    /// The host that this series needs. Neighbours in the list of series with the same host share
+    /// one.
     fn host_of(&self, scale: Scale, plan: &SeriesPlan) -> HostShape {
         let _ = plan;
         self.host(scale)
@@ -164,7 +169,8 @@ pub trait Experiment: Sync {
     }
     /// How many guests a series may come to, for the progress bar.
     fn guests(&self, scale: Scale) -> u32;
-    /// Runs one series about guests, and fills in its metrics, guests and notes as they become known.
+    /// Runs one series about guests, and fills in its metrics, guests and notes as they become
+    /// known.
     ///
     /// # Errors
     /// What ended the series early; what `series` holds by then is kept.
@@ -184,7 +190,8 @@ pub trait Experiment: Sync {
     fn compare(&self, series: &mut [Series]) {
         let _ = series;
     }
-    /// Runs one series about the machine ([`Subject::Machine`]), which `series` has the name of, like [`Self::run`].
+    /// Runs one series about the machine ([`Subject::Machine`]), which `series` has the name of,
+    /// like [`Self::run`].
     ///
     /// # Errors
     /// As [`Self::run`]. Experiments that have no such series are never asked.
@@ -192,10 +199,12 @@ pub trait Experiment: Sync {
         let _ = machine;
         Err(LabError::NoMachineSeries { experiment: self.name(), series: series.name.clone() })
     }
-    /// Runs all chosen series about the machine at once if [`Self::turns`] says so; one that fails gets its error.
+    /// Runs all chosen series about the machine at once if [`Self::turns`] says so; one that fails
+    /// gets its error.
     fn run_in_turns(&self, machine: OnMachine<'_>, series: &mut [Series]) {
         for series in series {
-            series.error = self.run_on_machine(machine, series).err().map(|error| error.to_string());
+            series.error =
+                self.run_on_machine(machine, series).err().map(|error| error.to_string());
         }
     }
 }
@@ -221,15 +230,22 @@ pub fn all() -> [&'static dyn Experiment; 9] {
 /// [`LabError::UnknownExperiment`] with the names there are.
 pub fn find(name: &str) -> Result<&'static dyn Experiment, LabError> {
     all().into_iter().find(|experiment| experiment.name() == name).ok_or_else(|| {
-        LabError::UnknownExperiment { name: name.to_owned(), known: all().map(Experiment::name).join(", ") }
+        LabError::UnknownExperiment {
+            name: name.to_owned(),
+            known: all().map(Experiment::name).join(", "),
+        }
     })
 }
 
-/// The series to run: those named, in the order of the experiment and each once, or the default ones.
+/// The series to run: those named, in the order of the experiment and each once, or the default
+/// ones.
 ///
 /// # Errors
 /// [`LabError::UnknownSeries`] and [`LabError::NoSeries`] with the names there are.
-pub fn choose(experiment: &dyn Experiment, names: Option<&[String]>) -> Result<Vec<SeriesPlan>, LabError> {
+pub fn choose(
+    experiment: &dyn Experiment,
+    names: Option<&[String]>,
+) -> Result<Vec<SeriesPlan>, LabError> {
     let plans = experiment.series();
     let Some(names) = names else {
         return Ok(plans.into_iter().filter(|plan| plan.runs == Runs::ByDefault).collect());
@@ -272,7 +288,10 @@ mod tests {
     fn series_come_in_the_order_of_the_experiment() {
         let experiment = find("density").unwrap();
         let chosen = ["reporting", "no-reporting", "reporting"].map(str::to_owned);
-        assert_eq!(names(&choose(experiment, Some(&chosen)).unwrap()), ["no-reporting", "reporting"]);
+        assert_eq!(
+            names(&choose(experiment, Some(&chosen)).unwrap()),
+            ["no-reporting", "reporting"]
+        );
         let default = choose(experiment, None).unwrap();
         assert_eq!(names(&default), ["no-reporting", "reporting", "bitmap", "qemu-reporting"]);
     }
@@ -292,9 +311,15 @@ mod tests {
     fn each_experiment_is_consistent() {
         for experiment in all() {
             let plans = experiment.series();
-            assert_eq!(plans.iter().map(|plan| plan.name).collect::<BTreeSet<_>>().len(), plans.len());
+            assert_eq!(
+                plans.iter().map(|plan| plan.name).collect::<BTreeSet<_>>().len(),
+                plans.len()
+            );
             let metrics = experiment.metrics();
-            assert_eq!(metrics.iter().map(|info| &info.name).collect::<BTreeSet<_>>().len(), metrics.len());
+            assert_eq!(
+                metrics.iter().map(|info| &info.name).collect::<BTreeSet<_>>().len(),
+                metrics.len()
+            );
             let (demo, full) = (experiment.host(Scale::Demo), experiment.host(Scale::Full));
             assert!(demo.memory_mib < full.memory_mib && demo.swap_mib < full.swap_mib);
             assert!(experiment.guests(Scale::Demo) > 0);

@@ -1,11 +1,13 @@
-//! What a tracker of free pages costs programs that do nothing but allocate and free: page faults per second.
+//! What a tracker of free pages costs programs that do nothing but allocate and free: page faults
+//! per second.
 //!
-//! The test cases page_fault1 to page_fault3 of will-it-scale, and page_fault1 with huge pages, as in the patch series that the
-//! trackers come from (v8 and v10, 2019; v16.1, 2020). A machine on which anything else runs is noisier than the few
-//! percent that are looked for. So the trackers take turns within each guest, a few seconds each, in an order in which
-//! each follows each other equally often; each time is compared with that without a tracker in the same round, and what is
-//! told is the median of these comparisons with a confidence interval. One more turn without a tracker shows what
-//! the comparison itself is worth.
+//! The test cases page_fault1 to page_fault3 of will-it-scale, and page_fault1 with huge pages, as
+//! in the patch series that the trackers come from (v8 and v10, 2019; v16.1, 2020). A machine on
+//! which anything else runs is noisier than the few percent that are looked for. So the trackers
+//! take turns within each guest, a few seconds each, in an order in which each follows each other
+//! equally often; each time is compared with that without a tracker in the same round, and what is
+//! told is the median of these comparisons with a confidence interval. One more turn without a
+//! tracker shows what the comparison itself is worth.
 
 use std::collections::BTreeMap;
 
@@ -46,8 +48,9 @@ struct Sizes {
 /// Numbers of vCPUs; as many tasks run.
 const CPUS: [u32; 2] = [1, 2];
 
-/// Seconds at the beginning of a turn that do not count. A tracker that was just switched on has work that it does not have
-/// again: `bitmap` and `reporting` report all that is free, 2 s after it.
+/// Seconds at the beginning of a turn that do not count. A tracker that was just switched on has
+/// work that it does not have again: `bitmap` and `reporting` report all that is free, 2 s after
+/// it.
 const SETTLE_S: u32 = 3;
 
 /// A workload with its name in metrics and its name for people.

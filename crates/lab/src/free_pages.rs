@@ -1,9 +1,10 @@
 //! What it costs to ask a guest which of its pages are free, and what it answers.
 //!
-//! The patch series of 2016 that proposed the question held a zone's lock over its whole walk, which its review objected to. Here
-//! the walk is made in steps (docs/extension.md, section 5); what a step holds the lock for, what all of it takes
-//! the guest, and how long the host waits are measured while nothing else happens in the guest: fresh from its boot, and after
-//! a program has used most of its memory.
+//! The patch series of 2016 that proposed the question held a zone's lock over its whole walk,
+//! which its review objected to. Here the walk is made in steps (docs/extension.md, section 5);
+//! what a step holds the lock for, what all of it takes the guest, and how long the host waits are
+//! measured while nothing else happens in the guest: fresh from its boot, and after a program has
+//! used most of its memory.
 
 use std::collections::BTreeMap;
 
@@ -83,8 +84,11 @@ impl Experiment for FreePages {
     }
 
     fn metrics(&self) -> Vec<MetricInfo> {
-        let lower = |name: &str, title: &str, unit: &str| MetricInfo::new(name, title, unit, Better::Lower);
-        let higher = |name: &str, title: &str, unit: &str| MetricInfo::new(name, title, unit, Better::Higher);
+        let lower =
+            |name: &str, title: &str, unit: &str| MetricInfo::new(name, title, unit, Better::Lower);
+        let higher = |name: &str, title: &str, unit: &str| {
+            MetricInfo::new(name, title, unit, Better::Higher)
+        };
         vec![
             lower("guest_ms", "Guest's time for an answer, fresh from boot", "ms"),
             lower("guest_used_ms", "The same after a program", "ms"),
@@ -107,7 +111,11 @@ impl Experiment for FreePages {
             summary,
             runs: Runs::ByDefault,
             subject: Subject::Guests(Setup {
-                driver: Driver::Module(Module { tracker: Tracker::Off, encoding, ..Module::DEFAULT }),
+                driver: Driver::Module(Module {
+                    tracker: Tracker::Off,
+                    encoding,
+                    ..Module::DEFAULT
+                }),
                 ..Setup::EBB
             }),
         };
@@ -193,7 +201,12 @@ fn ask_all(
     Ok(())
 }
 
-fn ask(bench: &mut Bench<'_>, guest: u32, memory: Memory, min_order: u8) -> Result<Question, LabError> {
+fn ask(
+    bench: &mut Bench<'_>,
+    guest: u32,
+    memory: Memory,
+    min_order: u8,
+) -> Result<Question, LabError> {
     let free_bytes = bench.ask(guest, Command::MemInfo)?["MemFree"].as_u64().map(|kib| kib << 10);
     let before = bench.driver_counters(guest)?.unwrap_or_default();
     let report = bench.free_pages(guest, min_order)?;
@@ -215,7 +228,10 @@ fn tell(questions: &[Question], series: &mut Series) {
         ("guest_used_ms", median(of(Memory::Used).filter_map(Question::guest_ms))),
         ("guest_max_ms", quantile(questions.iter().filter_map(Question::guest_ms), 1.0)),
         ("longest_lock_us", median(questions.iter().filter_map(Question::longest_lock_us))),
-        ("longest_lock_max_us", quantile(questions.iter().filter_map(Question::longest_lock_us), 1.0)),
+        (
+            "longest_lock_max_us",
+            quantile(questions.iter().filter_map(Question::longest_lock_us), 1.0),
+        ),
         ("elapsed_ms", median(of(Memory::Fresh).map(Question::elapsed_ms))),
         ("elapsed_used_ms", used_middle(Question::elapsed_ms)),
         ("coverage_percent", median(of(Memory::Fresh).filter_map(Question::coverage_percent))),
@@ -246,8 +262,9 @@ fn questions_table(questions: &[Question]) -> DataTable {
         "longest, us",
     ];
     let mib = |bytes: u64| rounded(bytes as f64 / f64::from(1 << 20));
-    let number =
-        |value: Option<f64>| value.map_or_else(|| Value::from("-"), |value| Value::from(rounded(value)));
+    let number = |value: Option<f64>| {
+        value.map_or_else(|| Value::from("-"), |value| Value::from(rounded(value)))
+    };
     let row = |question: &Question| {
         vec![
             Value::from(match question.memory {
@@ -275,7 +292,11 @@ fn questions_table(questions: &[Question]) -> DataTable {
 
 fn blocks_table(report: &FreePagesReport) -> DataTable {
     let row = |blocks: &ebb_vmm::api::FreeBlocks| {
-        vec![Value::from(u64::from(blocks.order)), Value::from(blocks.blocks), Value::from(blocks.bytes)]
+        vec![
+            Value::from(u64::from(blocks.order)),
+            Value::from(blocks.blocks),
+            Value::from(blocks.bytes),
+        ]
     };
     DataTable {
         title: "the last answer by size of blocks".to_owned(),
@@ -314,13 +335,21 @@ mod tests {
             question(Memory::Used, 7_000_000, 400 << 20),
         ];
         tell(&questions, &mut series);
-        let described: Vec<String> = FreePages.metrics().into_iter().map(|info| info.name).collect();
+        let described: Vec<String> =
+            FreePages.metrics().into_iter().map(|info| info.name).collect();
         assert_eq!(series.metrics.len(), described.len());
-        assert!(described.iter().all(|name| series.metrics[name].is_some()), "{:?}", series.metrics);
-        let metric = |name: &str| series.metrics[name].unwrap();
-        assert!((metric("guest_ms") - 3.0).abs() < 1e-9 && (metric("guest_used_ms") - 6.0).abs() < 1e-9);
         assert!(
-            (metric("guest_max_ms") - 7.0).abs() < 1e-9 && (metric("longest_lock_us") - 80.0).abs() < 1e-9
+            described.iter().all(|name| series.metrics[name].is_some()),
+            "{:?}",
+            series.metrics
+        );
+        let metric = |name: &str| series.metrics[name].unwrap();
+        assert!(
+            (metric("guest_ms") - 3.0).abs() < 1e-9 && (metric("guest_used_ms") - 6.0).abs() < 1e-9
+        );
+        assert!(
+            (metric("guest_max_ms") - 7.0).abs() < 1e-9
+                && (metric("longest_lock_us") - 80.0).abs() < 1e-9
         );
         assert!((metric("coverage_percent") - 98.0).abs() < 1e-9);
         assert!((metric("coverage_used_percent") - 50.0).abs() < 1e-9);

@@ -34,7 +34,8 @@ pub struct Guest {
     log: SharedTail,
     started: Instant,
     next_id: u64,
-    /// Commands that were begun and not waited for yet, and the ends of those of them that are over.
+    /// Commands that were begun and not waited for yet, and the ends of those of them that are
+    /// over.
     begun: Vec<u64>,
     ends: Vec<Arrival>,
     /// What its agent said of its balloon driver, and what went wrong at its start.
@@ -56,8 +57,8 @@ struct Arrival {
 pub enum Sending {
     /// At once.
     AtOnce,
-    /// The end of its line a moment after the rest, when the guest has taken that: from the end to the answer is all that the
-    /// command takes, without the way of its text over the console.
+    /// The end of its line a moment after the rest, when the guest has taken that: from the end to
+    /// the answer is all that the command takes, without the way of its text over the console.
     EndLast,
 }
 
@@ -95,9 +96,11 @@ fn show(tail: &SharedTail, heading: &str) -> String {
 }
 
 impl Guest {
-    /// Starts a monitor whose guest has its serial console on the monitor's standard input and output.
+    /// Starts a monitor whose guest has its serial console on the monitor's standard input and
+    /// output.
     ///
-    /// The thread that calls this must outlive the guest: the kernel ends the guest together with it.
+    /// The thread that calls this must outlive the guest: the kernel ends the guest together with
+    /// it.
     ///
     /// # Errors
     /// [`LabError::StartMonitor`] when the program cannot be run.
@@ -118,7 +121,10 @@ impl Guest {
         if let Some(errors) = process.stderr.take() {
             let log = log.clone();
             thread::spawn(move || {
-                BufReader::new(errors).lines().map_while(Result::ok).for_each(|line| push(&log, line));
+                BufReader::new(errors)
+                    .lines()
+                    .map_while(Result::ok)
+                    .for_each(|line| push(&log, line));
             });
         }
         let input = process.stdin.take();
@@ -137,15 +143,15 @@ impl Guest {
         })
     }
 
-    /// The guest of `earlier` in another monitor: its agent goes on with the commands' numbers, and with those that were begun.
+    /// The guest of `earlier` in another monitor: its agent goes on with the commands' numbers, and
+    /// with those that were begun.
     pub fn goes_on_from(&mut self, earlier: &mut Self) {
         self.next_id = earlier.next_id;
         // A command may have ended before the guest was moved.
         let begun = &earlier.begun;
-        let ends = earlier
-            .events
-            .try_iter()
-            .filter(|arrival| ended_command(&arrival.event).is_some_and(|command| begun.contains(&command)));
+        let ends = earlier.events.try_iter().filter(|arrival| {
+            ended_command(&arrival.event).is_some_and(|command| begun.contains(&command))
+        });
         earlier.ends.extend(ends);
         self.begun.append(&mut earlier.begun);
         self.ends.append(&mut earlier.ends);
@@ -221,7 +227,8 @@ impl Guest {
         self.await_end(Begun { id, sent }, sent + limit, limit, look)
     }
 
-    /// Begins a command that is waited for later, by [`Self::finish`]; other commands may come in between.
+    /// Begins a command that is waited for later, by [`Self::finish`]; other commands may come in
+    /// between.
     ///
     /// # Errors
     /// [`LabError::Guest`] when the command cannot be sent.
@@ -251,7 +258,8 @@ impl Guest {
     ) -> Result<Answer, LabError> {
         const WHAT: &str = "end of its command";
         loop {
-            let early = self.ends.iter().position(|arrival| ended_command(&arrival.event) == Some(id));
+            let early =
+                self.ends.iter().position(|arrival| ended_command(&arrival.event) == Some(id));
             let arrival = match early {
                 Some(index) => self.ends.swap_remove(index),
                 None => self.next_event(WHAT, deadline, limit, look)?,
@@ -277,7 +285,9 @@ impl Guest {
                 }
                 // A second Ready means that the guest has started anew, and forgotten the command.
                 Event::Ready { .. } => {
-                    return Err(self.failed(GuestProblem::Protocol("the guest restarted".to_owned())));
+                    return Err(
+                        self.failed(GuestProblem::Protocol("the guest restarted".to_owned()))
+                    );
                 }
                 _ => {}
             }
@@ -300,16 +310,20 @@ impl Guest {
 
     /// Sends a command; the time right before its end was sent.
     fn send(&mut self, request: &Request, sending: Sending) -> Result<Instant, LabError> {
-        let line = request.to_line().map_err(|error| self.failed(GuestProblem::Console(error.into())))?;
+        let line =
+            request.to_line().map_err(|error| self.failed(GuestProblem::Console(error.into())))?;
         let sent = match &mut self.input {
             Some(input) => write_line(input, &line, sending),
             None => Err(std::io::ErrorKind::NotConnected.into()),
         };
         match sent {
             Ok(at) => Ok(at),
-            // A console that nobody reads any more: how the monitor ended says more than the broken pipe.
+            // A console that nobody reads any more: how the monitor ended says more than the broken
+            // pipe.
             Err(error) => Err(match self.ended() {
-                Some(status) => self.failed(GuestProblem::Ended(describe(status), "the next command")),
+                Some(status) => {
+                    self.failed(GuestProblem::Ended(describe(status), "the next command"))
+                }
                 None => self.failed(GuestProblem::Console(error)),
             }),
         }
@@ -331,7 +345,8 @@ impl Guest {
                 }
                 Err(RecvTimeoutError::Timeout) => look(),
                 Err(RecvTimeoutError::Disconnected) => {
-                    let end = self.ended().map_or_else(|| "its console is closed".to_owned(), describe);
+                    let end =
+                        self.ended().map_or_else(|| "its console is closed".to_owned(), describe);
                     return Err(self.failed(GuestProblem::Ended(end, what)));
                 }
             }
@@ -399,7 +414,9 @@ fn read_console(mut output: impl BufRead, events: &Sender<Arrival>, tail: &Share
         match line {
             Line::Text(text) => push(tail, text),
             // A receiver that is gone is a guest that is being dropped.
-            Line::Event(event) => drop(events.send(Arrival { begun, at: Instant::now(), event: *event })),
+            Line::Event(event) => {
+                drop(events.send(Arrival { begun, at: Instant::now(), event: *event }))
+            }
         }
     }
 }
@@ -429,8 +446,9 @@ pub(crate) fn end_with_parent(program: &mut Program) {
         // The parent may have ended before the request was made.
         if getppid() == Some(parent) { Ok(()) } else { Err(std::io::ErrorKind::BrokenPipe.into()) }
     };
-    // SAFETY: between fork and exec only async-signal-safe functions may be called. The closure makes two system
-    // calls (prctl, getppid) through rustix, takes no lock and allocates nothing; `ErrorKind` to `Error` is a value.
+    // SAFETY: between fork and exec only async-signal-safe functions may be called. The closure
+    // makes two system calls (prctl, getppid) through rustix, takes no lock and allocates nothing;
+    // `ErrorKind` to `Error` is a value.
     unsafe { program.pre_exec(in_child) };
 }
 

@@ -99,8 +99,9 @@ pub struct Gauge {
 impl Gauge {
     /// A gauge for an experiment whose host has `shape_mib` of RAM and `swap_mib` of swap.
     ///
-    /// A host whose RAM is within a tenth of that, and which has swap if the experiment's has, is the experiment's
-    /// host. Any other one is given a budget: the guests may take as much as the experiment's host would have.
+    /// A host whose RAM is within a tenth of that, and which has swap if the experiment's has, is
+    /// the experiment's host. Any other one is given a budget: the guests may take as much as the
+    /// experiment's host would have.
     pub fn new(shape_mib: u64, swap_mib: u64) -> Result<Self, LabError> {
         let state = MemoryState::read()?;
         Ok(Self::from_state(state, shape_mib, swap_mib))
@@ -110,7 +111,8 @@ impl Gauge {
         let total_mib = state.total_kib / KIB_PER_MIB;
         let same_size = total_mib.abs_diff(shape_mib) <= shape_mib / 10;
         let swap_as_asked = swap_mib == 0 || state.swap_total_kib > 0;
-        let limit = if same_size && swap_as_asked { MemoryLimit::HostMemory } else { MemoryLimit::Budget };
+        let limit =
+            if same_size && swap_as_asked { MemoryLimit::HostMemory } else { MemoryLimit::Budget };
         Self { limit, budget_mib: shape_mib as f64, idle_used_mib: mib(state.used_kib()) }
     }
 
@@ -145,8 +147,8 @@ pub fn monitor_rss_mib(pid: u32, guest_mib: u64) -> Option<f64> {
     Some(mib(proc::monitor_resident_kib(&proc::smaps(&text), guest_mib)))
 }
 
-/// Memory of a process, resident and swapped, with shared pages divided among those that have them mapped, MiB; `None` when it has
-/// ended.
+/// Memory of a process, resident and swapped, with shared pages divided among those that have them
+/// mapped, MiB; `None` when it has ended.
 pub fn proportional_mib(pid: u32) -> Option<f64> {
     let text = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?;
     let fields = proc::meminfo(&text);
@@ -155,7 +157,8 @@ pub fn proportional_mib(pid: u32) -> Option<f64> {
 
 /// Processor time of a monitor without its vCPUs, ms; `None` when it has ended.
 ///
-/// Threads of vCPUs are known by their names: `vcpu0` under Ebb, `CPU 0/KVM` under QEMU with `debug-threads=on`.
+/// Threads of vCPUs are known by their names: `vcpu0` under Ebb, `CPU 0/KVM` under QEMU with
+/// `debug-threads=on`.
 pub fn monitor_cpu_ms(pid: u32) -> Option<f64> {
     let process = PathBuf::from(format!("/proc/{pid}"));
     let total_ms = proc::process_cpu_ms(&fs::read_to_string(process.join("stat")).ok()?)?;
@@ -213,8 +216,9 @@ pub fn describe(place: Place, gauge: &Gauge) -> Result<Host, LabError> {
 
 /// Makes a host fit for the next series: swap empty, caches dropped, free memory compacted.
 ///
-/// Only for a host of the experiment's own size, which nobody else uses: there all guests of the last series are
-/// gone, so that everything swapped out fits into memory. On other machines it does nothing.
+/// Only for a host of the experiment's own size, which nobody else uses: there all guests of the
+/// last series are gone, so that everything swapped out fits into memory. On other machines it does
+/// nothing.
 pub fn reset(gauge: &Gauge) -> Result<(), LabError> {
     if gauge.limit() == MemoryLimit::Budget {
         return Ok(());
@@ -231,19 +235,24 @@ pub fn reset(gauge: &Gauge) -> Result<(), LabError> {
 fn run(program: &str, device: &str) -> Result<(), LabError> {
     let failed = |cause| LabError::EmptySwap { path: device.to_owned(), cause };
     let status = Command::new(program).arg(device).status().map_err(failed)?;
-    if status.success() { Ok(()) } else { Err(failed(std::io::Error::other(format!("{program}: {status}")))) }
+    if status.success() {
+        Ok(())
+    } else {
+        Err(failed(std::io::Error::other(format!("{program}: {status}"))))
+    }
 }
 
 /// Touches all free memory of the host once and gives it back.
 ///
-/// In a virtual host the first touch of each page costs several times a later one, because the machine below has to
-/// back it; without this the first series would pay for all others.
+/// In a virtual host the first touch of each page costs several times a later one, because the
+/// machine below has to back it; without this the first series would pay for all others.
 pub fn warm_up(gauge: &Gauge) -> Result<(), LabError> {
     if gauge.limit() == MemoryLimit::Budget {
         return Ok(());
     }
     let mut chunks: Vec<Vec<u8>> = Vec::new();
-    while MemoryState::read()?.available_kib / KIB_PER_MIB > WARM_UP_MARGIN_MIB + WARM_UP_CHUNK_MIB {
+    while MemoryState::read()?.available_kib / KIB_PER_MIB > WARM_UP_MARGIN_MIB + WARM_UP_CHUNK_MIB
+    {
         let mut chunk = vec![0_u8; (WARM_UP_CHUNK_MIB << 20) as usize];
         for page in chunk.chunks_mut(4096) {
             page[0] = 1;

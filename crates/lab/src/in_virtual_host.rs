@@ -1,4 +1,5 @@
-//! Running the series of an experiment in a virtual host: the same program, the same code, another place.
+//! Running the series of an experiment in a virtual host: the same program, the same code, another
+//! place.
 
 use std::time::Duration;
 
@@ -12,7 +13,9 @@ use crate::assets::{memhog_here, module_here};
 use crate::console::Tail;
 use crate::direct::Selection;
 use crate::event::{Event, Events};
-use crate::experiment::{Experiment, NeedsKernel, NeedsMemhog, NeedsNetwork, RunSize, SeriesPlan, Subject};
+use crate::experiment::{
+    Experiment, NeedsKernel, NeedsMemhog, NeedsNetwork, RunSize, SeriesPlan, Subject,
+};
 use crate::host::MemoryState;
 use crate::link::Tools;
 use crate::merging::Merging;
@@ -29,8 +32,8 @@ pub(crate) const MERGING_SINCE: (u32, u32) = (6, 8);
 /// Starts a host of the experiment's shape, runs the series in it and passes on what happens.
 ///
 /// # Errors
-/// [`LabError::TooLittleMemory`] before anything is started, [`LabError::VirtualHost`], [`LabError::InnerRun`] and
-/// [`LabError::InnerProtocol`].
+/// [`LabError::TooLittleMemory`] before anything is started, [`LabError::VirtualHost`],
+/// [`LabError::InnerRun`] and [`LabError::InnerProtocol`].
 pub fn run(
     experiment: &dyn Experiment,
     size: RunSize,
@@ -72,12 +75,14 @@ fn run_in_one(
     let nodes = if shape.nodes > 1 { format!(", {} nodes", shape.nodes) } else { String::new() };
     events.step(
         0,
-        format!("starts the virtual host: {} MiB, {} MiB swap{nodes}", shape.memory_mib, shape.swap_mib),
+        format!(
+            "starts the virtual host: {} MiB, {} MiB swap{nodes}",
+            shape.memory_mib, shape.swap_mib
+        ),
     );
-    let wants_qemu = selection
-        .plans
-        .iter()
-        .any(|plan| matches!(plan.subject, Subject::Guests(setup) if setup.monitor == MonitorKind::Qemu));
+    let wants_qemu = selection.plans.iter().any(
+        |plan| matches!(plan.subject, Subject::Guests(setup) if setup.monitor == MonitorKind::Qemu),
+    );
     let programs = match experiment.needs_network() {
         NeedsNetwork::Yes => {
             let tools = Tools::find()?;
@@ -85,10 +90,12 @@ fn run_in_one(
         }
         NeedsNetwork::No => Vec::new(),
     };
-    let merges =
-        |plan: &SeriesPlan| matches!(plan.subject, Subject::Guests(setup) if setup.merging != Merging::Off);
-    let needs_kernel =
-        if selection.plans.iter().any(merges) { NeedsKernel::Merging } else { experiment.needs_kernel() };
+    let merges = |plan: &SeriesPlan| matches!(plan.subject, Subject::Guests(setup) if setup.merging != Merging::Off);
+    let needs_kernel = if selection.plans.iter().any(merges) {
+        NeedsKernel::Merging
+    } else {
+        experiment.needs_kernel()
+    };
     let cpus = cpus.clamp(1, MOST_CPUS);
     let host = VirtualHost::start(&HostConfig {
         memory_mib: shape.memory_mib,
@@ -117,7 +124,8 @@ fn run_in_one(
         return Err(LabError::OldKernel { release: release.clone() });
     }
     let mut inner = InnerRun::new(events);
-    let status = host.run(&command(experiment, size, selection), &mut |output| inner.take(output))?;
+    let status =
+        host.run(&command(experiment, size, selection), &mut |output| inner.take(output))?;
     inner.finish(status)?;
     host.shutdown()?;
     Ok(())
@@ -155,7 +163,13 @@ struct InnerRun<'a> {
 
 impl<'a> InnerRun<'a> {
     fn new(events: &'a Events) -> Self {
-        Self { events, stdout: Vec::new(), stderr: Vec::new(), messages: Tail::default(), failure: None }
+        Self {
+            events,
+            stdout: Vec::new(),
+            stderr: Vec::new(),
+            messages: Tail::default(),
+            failure: None,
+        }
     }
 
     fn take(&mut self, output: Output<'_>) {
@@ -192,8 +206,12 @@ impl<'a> InnerRun<'a> {
         match (status, self.failure) {
             (ExitStatus::Code(0), None) => Ok(()),
             (ExitStatus::Code(0), Some(failure)) => Err(failure),
-            (ExitStatus::Code(code), _) => Err(inner_failed(format!("exit code {code}"), &self.messages)),
-            (ExitStatus::Signal(signal), _) => Err(inner_failed(format!("signal {signal}"), &self.messages)),
+            (ExitStatus::Code(code), _) => {
+                Err(inner_failed(format!("exit code {code}"), &self.messages))
+            }
+            (ExitStatus::Signal(signal), _) => {
+                Err(inner_failed(format!("signal {signal}"), &self.messages))
+            }
         }
     }
 }
@@ -223,8 +241,9 @@ mod tests {
 
     #[test]
     fn events_arrive_however_the_output_is_cut() {
-        let lines: String =
-            ["starts", "runs"].map(|text| serde_json::to_string(&step(text)).unwrap() + "\n").concat();
+        let lines: String = ["starts", "runs"]
+            .map(|text| serde_json::to_string(&step(text)).unwrap() + "\n")
+            .concat();
         for size in [1, 7, lines.len()] {
             let (sender, receiver) = mpsc::channel();
             let events = Events::new(sender);

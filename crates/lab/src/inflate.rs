@@ -1,9 +1,11 @@
-//! How fast a guest can be made smaller and larger again, by how its driver names the pages of the balloon.
+//! How fast a guest can be made smaller and larger again, by how its driver names the pages of the
+//! balloon.
 //!
-//! A guest fills its balloon to seven eighths of its memory: idle, as in the patch series of 2016 that proposed a bitmap (an idle
-//! guest of 8 GiB, 7 GiB in the balloon, 4126 ms with arrays of page numbers and 590 ms with the bitmap), and after a program
-//! has used all of it, which is the case that gives memory back. Linux's own driver sends 256 page numbers of 4 KiB in a buffer
-//! and waits for each (drivers/virtio/virtio_balloon.c).
+//! A guest fills its balloon to seven eighths of its memory: idle, as in the patch series of 2016
+//! that proposed a bitmap (an idle guest of 8 GiB, 7 GiB in the balloon, 4126 ms with arrays of
+//! page numbers and 590 ms with the bitmap), and after a program has used all of it, which is the
+//! case that gives memory back. Linux's own driver sends 256 page numbers of 4 KiB in a buffer and
+//! waits for each (drivers/virtio/virtio_balloon.c).
 
 use std::collections::BTreeMap;
 
@@ -92,8 +94,12 @@ impl Experiment for Inflate {
         let pages = Module { blocks: Blocks::SinglePages, ..plain };
         let pfn = Setup { extension: Extension::Withheld, ..module(pages) };
         let bitmap_pages = module(Module { encoding: Encoding::Bitmap, ..pages });
-        let plan =
-            |name, summary, runs, setup| SeriesPlan { name, summary, runs, subject: Subject::Guests(setup) };
+        let plan = |name, summary, runs, setup| SeriesPlan {
+            name,
+            summary,
+            runs,
+            subject: Subject::Guests(setup),
+        };
         vec![
             plan("stock", "Linux's own driver: arrays of 256 single pages", Runs::ByDefault, quiet),
             plan(

@@ -1,8 +1,9 @@
-//! A network link of a chosen rate on one machine: two network namespaces, a veth pair between them, and a token bucket
-//! (tbf) on each end.
+//! A network link of a chosen rate on one machine: two network namespaces, a veth pair between
+//! them, and a token bucket (tbf) on each end.
 //!
-//! Programs are started in one namespace or the other ([`Namespace::enter`]) and reach each other over the link alone. It is
-//! set up by iproute2's `ip` and `tc`, takes root's rights, and is gone when the value is dropped.
+//! Programs are started in one namespace or the other ([`Namespace::enter`]) and reach each other
+//! over the link alone. It is set up by iproute2's `ip` and `tc`, takes root's rights, and is gone
+//! when the value is dropped.
 
 use std::fs::File;
 use std::io;
@@ -25,9 +26,10 @@ const TOOL_DIRECTORIES: [&str; 3] = ["/usr/sbin", "/sbin", "/usr/bin"];
 const INTERFACE: &str = "link0";
 /// Where `ip netns` keeps its names.
 const NAMES: &str = "/run/netns";
-/// How much may pass at once after a silence: what passes in this time, since the timers of an emulated host are late, within
-/// bounds. The lower one is several of the largest packets that a veth pair hands over (64 KiB), so that the token bucket need
-/// not cut them up; the upper one is little of what is sent.
+/// How much may pass at once after a silence: what passes in this time, since the timers of an
+/// emulated host are late, within bounds. The lower one is several of the largest packets that a
+/// veth pair hands over (64 KiB), so that the token bucket need not cut them up; the upper one is
+/// little of what is sent.
 const BURST_MS: u64 = 20;
 const LEAST_BURST_BYTES: u64 = 256 << 10;
 const MOST_BURST_BYTES: u64 = 5_000_000;
@@ -156,15 +158,18 @@ impl Namespace {
             .try_clone_to_owned()
             .map_err(|cause| LabError::SystemFile { path: self.path.clone(), cause })?;
         let in_child = move || {
-            move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::Network)).map_err(Into::into)
+            move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::Network))
+                .map_err(Into::into)
         };
-        // SAFETY: between fork and exec only async-signal-safe functions may be called. The closure makes one system call
-        // (setns) on a descriptor that it owns, takes no lock and allocates nothing; an errno becomes an `Error` as a value.
+        // SAFETY: between fork and exec only async-signal-safe functions may be called. The closure
+        // makes one system call (setns) on a descriptor that it owns, takes no lock and allocates
+        // nothing; an errno becomes an `Error` as a value.
         unsafe { program.pre_exec(in_child) };
         Ok(())
     }
 
-    /// Does something in this namespace: the sockets that it makes belong there, wherever they are used.
+    /// Does something in this namespace: the sockets that it makes belong there, wherever they are
+    /// used.
     fn inside<T: Send>(&self, action: impl FnOnce() -> io::Result<T> + Send) -> io::Result<T> {
         let in_thread = || {
             move_into_link_name_space(self.file.as_fd(), Some(LinkNameSpaceType::Network))?;
@@ -204,7 +209,8 @@ impl Link {
     /// Makes an unshaped link.
     ///
     /// # Errors
-    /// [`LabError::MissingFile`] without iproute2, and [`LabError::Network`] when the system refuses.
+    /// [`LabError::MissingFile`] without iproute2, and [`LabError::Network`] when the system
+    /// refuses.
     pub fn create() -> Result<Self, LabError> {
         let tools = Tools::find()?;
         let name = |end: End| format!("ebb-lab-{}-{}", std::process::id(), end.word());
@@ -214,7 +220,9 @@ impl Link {
         for name in &names.names {
             ip(&format!("netns add {name}"))?;
         }
-        ip(&format!("-n {left} link add {INTERFACE} type veth peer name {INTERFACE} netns {right}"))?;
+        ip(&format!(
+            "-n {left} link add {INTERFACE} type veth peer name {INTERFACE} netns {right}"
+        ))?;
         for (end, name) in End::BOTH.into_iter().zip(&names.names) {
             ip(&format!("-n {name} address add {}/30 dev {INTERFACE}", end.address()))?;
             ip(&format!("-n {name} link set lo up"))?;
@@ -291,8 +299,9 @@ mod tests {
     #[test]
     fn a_refusal_has_the_command_and_the_reason() {
         let tools = Tools::find().unwrap();
-        let message =
-            run(&tools.ip, &["netns", "exec", "no-such-namespace", "true"]).unwrap_err().to_string();
+        let message = run(&tools.ip, &["netns", "exec", "no-such-namespace", "true"])
+            .unwrap_err()
+            .to_string();
         assert!(message.contains("ip netns exec no-such-namespace true"), "{message}");
         assert!(message.contains("no-such-namespace\": No such file"), "{message}");
     }

@@ -1,7 +1,8 @@
 //! What a guest's hunger for memory costs on a host that is too small for all guests at once.
 //!
-//! The second use case of the page hinting series v10 for Linux (2019): three guests, `memhog` in one after the
-//! other. Without reporting the guests keep what they had, and the last one runs against the host's swap.
+//! The second use case of the page hinting series v10 for Linux (2019): three guests, `memhog` in
+//! one after the other. Without reporting the guests keep what they had, and the last one runs
+//! against the host's swap.
 
 use std::collections::BTreeMap;
 
@@ -26,7 +27,8 @@ const GUESTS: u32 = 3;
 struct Sizes {
     host: HostShape,
     guest: GuestSize,
-    /// What memhog takes: as much of the guest as is left beside its kernel. The guests have no swap of their own.
+    /// What memhog takes: as much of the guest as is left beside its kernel. The guests have no
+    /// swap of their own.
     memhog_mib: u64,
 }
 
@@ -72,10 +74,20 @@ impl Experiment for Memhog {
     fn metrics(&self) -> Vec<MetricInfo> {
         let mut metrics: Vec<MetricInfo> = (1..=GUESTS)
             .map(|guest| {
-                MetricInfo::new(&metric(guest), &format!("memhog in guest {guest}"), "s", Better::Lower)
+                MetricInfo::new(
+                    &metric(guest),
+                    &format!("memhog in guest {guest}"),
+                    "s",
+                    Better::Lower,
+                )
             })
             .collect();
-        metrics.push(MetricInfo::new("swap_used_mib", "Swap used at the end", "MiB", Better::Lower));
+        metrics.push(MetricInfo::new(
+            "swap_used_mib",
+            "Swap used at the end",
+            "MiB",
+            Better::Lower,
+        ));
         metrics
     }
 
@@ -135,7 +147,8 @@ impl Experiment for Memhog {
         let swap_used_mib = bench.usage()?.swap_used_mib;
         series.metrics.insert("swap_used_mib".to_owned(), Some(rounded(swap_used_mib)));
         let ended = bench.find_ended(&mut records);
-        let measured = outcome.and_then(|()| bench.measure_idle(&mut records, sizes.guest)).and(ended);
+        let measured =
+            outcome.and_then(|()| bench.measure_idle(&mut records, sizes.guest)).and(ended);
         series.guests = records;
         measured
     }
@@ -180,9 +193,13 @@ mod tests {
     fn two_guests_fit_and_three_do_not() {
         for scale in [Scale::Demo, Scale::Full] {
             let sizes = sizes(scale);
-            // A guest occupies 100 MiB beside its program, and as much before it; the host needs something itself.
+            // A guest occupies 100 MiB beside its program, and as much before it; the host needs
+            // something itself.
             let with_programs = |count: u64| count * sizes.memhog_mib + 3 * 100 + 256;
-            assert!(with_programs(2) < sizes.host.memory_mib && sizes.host.memory_mib < with_programs(3));
+            assert!(
+                with_programs(2) < sizes.host.memory_mib
+                    && sizes.host.memory_mib < with_programs(3)
+            );
             assert!(with_programs(3) < sizes.host.memory_mib + sizes.host.swap_mib);
             assert!(sizes.memhog_mib < sizes.guest.memory_mib);
         }

@@ -1,8 +1,9 @@
-//! Merging of equal pages: the process that owns the memory against the kernel's thread, on the same memory in one process.
+//! Merging of equal pages: the process that owns the memory against the kernel's thread, on the
+//! same memory in one process.
 //!
-//! Neither guests nor KVM are needed. Memories of four shapes are merged by each side in turns. What was freed is counted by the
-//! page frames behind the memory (`/proc/self/pagemap`), so that nobody's own counters are believed. Processor time is that
-//! of the thread that merges.
+//! Neither guests nor KVM are needed. Memories of four shapes are merged by each side in turns.
+//! What was freed is counted by the page frames behind the memory (`/proc/self/pagemap`), so that
+//! nobody's own counters are believed. Processor time is that of the thread that merges.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +11,9 @@ use ebb_virtual_host::kernel::is_at_least;
 
 use crate::LabError;
 use crate::bench::Bench;
-use crate::experiment::{Experiment, HostShape, NeedsKernel, OnMachine, Runs, SeriesPlan, Subject, Turns};
+use crate::experiment::{
+    Experiment, HostShape, NeedsKernel, OnMachine, Runs, SeriesPlan, Subject, Turns,
+};
 use crate::host;
 use crate::in_virtual_host::MERGING_SINCE;
 use crate::results::{MetricInfo, Scale, Series};
@@ -46,10 +49,15 @@ fn amount(scale: Scale) -> Amount {
         Scale::Demo => {
             Amount { unique_mib: 128, scattered_mib: 64, runs_mib: 128, clones_mib: 128, rounds: 2 }
         }
-        // Single pages need a mapping or two each, of which a process has 65,530 (vm.max_map_count).
-        Scale::Full => {
-            Amount { unique_mib: 2048, scattered_mib: 128, runs_mib: 2048, clones_mib: 2048, rounds: 2 }
-        }
+        // Single pages need a mapping or two each, of which a process has 65,530
+        // (vm.max_map_count).
+        Scale::Full => Amount {
+            unique_mib: 2048,
+            scattered_mib: 128,
+            runs_mib: 2048,
+            clones_mib: 2048,
+            rounds: 2,
+        },
     }
 }
 
@@ -63,8 +71,8 @@ fn side(name: &str) -> Result<Box<dyn Side>, LabError> {
     })
 }
 
-/// Passes before the steady state, and passes of it. Smart scan looks at a page that it could not merge in each of the first passes,
-/// and in one of five after the eighth (mm/ksm.c, `skip_age`).
+/// Passes before the steady state, and passes of it. Smart scan looks at a page that it could not
+/// merge in each of the first passes, and in one of five after the eighth (mm/ksm.c, `skip_age`).
 fn steady_passes(name: &str) -> (u64, u64) {
     if name == tell::KSMD_SMART { (12, 5) } else { (2, 2) }
 }
@@ -102,8 +110,12 @@ impl Experiment for MergeSpeed {
     }
 
     fn series(&self) -> Vec<SeriesPlan> {
-        let plan =
-            |name, summary| SeriesPlan { name, summary, runs: Runs::ByDefault, subject: Subject::Machine };
+        let plan = |name, summary| SeriesPlan {
+            name,
+            summary,
+            runs: Runs::ByDefault,
+            subject: Subject::Machine,
+        };
         vec![
             plan(
                 tell::OWNER,
@@ -122,7 +134,9 @@ impl Experiment for MergeSpeed {
         let (major, minor) = MERGING_SINCE;
         let kernel = host::machine().map_or_else(|_| String::new(), |machine| machine.kernel);
         if !is_at_least(&kernel, major, minor) {
-            return Some(format!("it runs Linux {kernel}, and the owner's side needs {major}.{minor}"));
+            return Some(format!(
+                "it runs Linux {kernel}, and the owner's side needs {major}.{minor}"
+            ));
         }
         if !std::path::Path::new(ebb_page_merge::kernel::SYSFS).exists() {
             return Some("its kernel has no KSM".to_owned());
@@ -209,7 +223,8 @@ impl Turn {
             let (settle, steady) = steady_passes(name);
             found.scannings.push(measure::scan(side.as_mut(), amount, self.seed, settle, steady)?);
         } else {
-            let merging = measure::merge(side.as_mut(), self.shape, self.company, amount, self.seed)?;
+            let merging =
+                measure::merge(side.as_mut(), self.shape, self.company, amount, self.seed)?;
             found.mergings.push(merging);
         }
         Ok(())
@@ -226,7 +241,9 @@ mod tests {
         let turns = turns(3);
         assert_eq!(turns.len(), 3 * (4 + 3));
         assert_eq!(turns.iter().map(|turn| turn.seed).collect::<BTreeSet<_>>().len(), turns.len());
-        assert!(turns.iter().all(|turn| turn.shape != Shape::Unique || turn.company == Company::Alone));
+        assert!(
+            turns.iter().all(|turn| turn.shape != Shape::Unique || turn.company == Company::Alone)
+        );
     }
 
     #[test]

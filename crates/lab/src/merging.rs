@@ -1,4 +1,5 @@
-//! Same-page merging of the guests of a series: whether, by whom, and the broker through which monitors share pages.
+//! Same-page merging of the guests of a series: whether, by whom, and the broker through which
+//! monitors share pages.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -106,7 +107,8 @@ impl Broker {
     /// Starts `ebb merge-broker`, and waits until it listens.
     ///
     /// # Errors
-    /// [`LabError::StartMonitor`] if it cannot be run, [`LabError::Merging`] if it ends or does not listen.
+    /// [`LabError::StartMonitor`] if it cannot be run, [`LabError::Merging`] if it ends or does not
+    /// listen.
     pub fn start(ebb: &Path) -> Result<Self, LabError> {
         let socket = broker_socket();
         let mut program = Command::new(ebb);
@@ -117,17 +119,22 @@ impl Broker {
             .stdout(Stdio::null())
             .stderr(Stdio::null());
         crate::guest::end_with_parent(&mut program);
-        let child = program
-            .spawn()
-            .map_err(|cause| LabError::StartMonitor { program: ebb.display().to_string(), cause })?;
+        let child = program.spawn().map_err(|cause| LabError::StartMonitor {
+            program: ebb.display().to_string(),
+            cause,
+        })?;
         let mut broker = Self(child);
         let begin = Instant::now();
         while !socket.exists() {
             if let Ok(Some(status)) = broker.0.try_wait() {
-                return Err(LabError::Merging(format!("the broker ended ({status}) before it listened")));
+                return Err(LabError::Merging(format!(
+                    "the broker ended ({status}) before it listened"
+                )));
             }
             if begin.elapsed() > BROKER_LIMIT {
-                return Err(LabError::Merging(format!("the broker does not listen after {BROKER_LIMIT:?}")));
+                return Err(LabError::Merging(format!(
+                    "the broker does not listen after {BROKER_LIMIT:?}"
+                )));
             }
             thread::sleep(LOOK_INTERVAL);
         }
@@ -160,12 +167,14 @@ impl Drop for Broker {
     }
 }
 
-/// The host's KSM while the kernel merges the pages of guests: the lab is one of its users, and the last one to leave.
+/// The host's KSM while the kernel merges the pages of guests: the lab is one of its users, and the
+/// last one to leave.
 #[derive(Debug)]
 pub struct HostKsm(Membership);
 
 impl HostKsm {
-    /// Becomes a user of the guests' domain, before any of them: some settings cannot be changed later.
+    /// Becomes a user of the guests' domain, before any of them: some settings cannot be changed
+    /// later.
     ///
     /// # Errors
     /// [`LabError::Merging`].
@@ -186,7 +195,8 @@ impl HostKsm {
     /// # Errors
     /// [`LabError::Merging`].
     pub fn shared(&self) -> Result<SharedCounts, LabError> {
-        let counters = self.0.ksm().counters().map_err(|error| LabError::Merging(error.to_string()))?;
+        let counters =
+            self.0.ksm().counters().map_err(|error| LabError::Merging(error.to_string()))?;
         Ok(SharedCounts {
             pages_shared: counters.count(Counter::PagesShared),
             pages_sharing: counters.count(Counter::PagesSharing),
@@ -218,14 +228,18 @@ impl HostKsm {
 /// # Errors
 /// [`LabError::SystemFile`], [`LabError::Merging`].
 pub(crate) fn kernel_thread() -> Result<u32, LabError> {
-    let processes =
-        fs::read_dir("/proc").map_err(|cause| LabError::SystemFile { path: "/proc".into(), cause })?;
+    let processes = fs::read_dir("/proc")
+        .map_err(|cause| LabError::SystemFile { path: "/proc".into(), cause })?;
     processes
         .flatten()
         .filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok())
-        .find(|pid| fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name.trim() == "ksmd"))
+        .find(|pid| {
+            fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name.trim() == "ksmd")
+        })
         .ok_or_else(|| {
-            LabError::Merging("there is no kernel thread ksmd, although the kernel has KSM".to_owned())
+            LabError::Merging(
+                "there is no kernel thread ksmd, although the kernel has KSM".to_owned(),
+            )
         })
 }
 
@@ -235,8 +249,8 @@ pub(crate) fn kernel_thread() -> Result<u32, LabError> {
 /// [`LabError::SystemFile`], [`LabError::MissingField`].
 pub(crate) fn running_ns(pid: u32, thread: u32) -> Result<u64, LabError> {
     let path = PathBuf::from(format!("/proc/{pid}/task/{thread}/schedstat"));
-    let text =
-        fs::read_to_string(&path).map_err(|cause| LabError::SystemFile { path: path.clone(), cause })?;
+    let text = fs::read_to_string(&path)
+        .map_err(|cause| LabError::SystemFile { path: path.clone(), cause })?;
     proc::schedstat(&text)
         .map(|times| times.running_ns)
         .ok_or(LabError::MissingField { path, field: "time spent on the CPU" })
@@ -245,10 +259,12 @@ pub(crate) fn running_ns(pid: u32, thread: u32) -> Result<u64, LabError> {
 /// Processor time of the thread of a monitor that merges.
 ///
 /// # Errors
-/// [`LabError::SystemFile`], [`LabError::MissingField`], and [`LabError::Merging`] if there is no such thread.
+/// [`LabError::SystemFile`], [`LabError::MissingField`], and [`LabError::Merging`] if there is no
+/// such thread.
 pub(crate) fn monitor_running_ns(pid: u32) -> Result<u64, LabError> {
     let path = PathBuf::from(format!("/proc/{pid}/task"));
-    let threads = fs::read_dir(&path).map_err(|cause| LabError::SystemFile { path: path.clone(), cause })?;
+    let threads =
+        fs::read_dir(&path).map_err(|cause| LabError::SystemFile { path: path.clone(), cause })?;
     let thread = threads
         .flatten()
         .filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok())
@@ -276,7 +292,10 @@ mod tests {
 
     #[test]
     fn a_broker_that_cannot_be_run_or_ends_at_once_is_told() {
-        assert!(matches!(Broker::start(Path::new("/no/such/ebb")), Err(LabError::StartMonitor { .. })));
+        assert!(matches!(
+            Broker::start(Path::new("/no/such/ebb")),
+            Err(LabError::StartMonitor { .. })
+        ));
         let error = Broker::start(Path::new("/bin/false")).unwrap_err().to_string();
         assert!(error.contains("ended"), "{error}");
     }

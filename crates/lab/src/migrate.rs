@@ -1,9 +1,10 @@
 //! How long a guest takes to another host, and what of its memory goes over the link.
 //!
-//! The hints of free pages were proposed with an idle guest of 8 GiB that moved over 10 Gbit/s in 0.5 s instead of 2 s, because
-//! its free pages were not sent (Li, "Fast (de)inflating & fast live migration", 2016). Here such a guest has used most of its
-//! memory and freed it again, is moved from one network namespace to the other over a link of a known rate, and the next time
-//! back. What it holds is checked after each migration.
+//! The hints of free pages were proposed with an idle guest of 8 GiB that moved over 10 Gbit/s in
+//! 0.5 s instead of 2 s, because its free pages were not sent (Li, "Fast (de)inflating & fast live
+//! migration", 2016). Here such a guest has used most of its memory and freed it again, is moved
+//! from one network namespace to the other over a link of a known rate, and the next time back.
+//! What it holds is checked after each migration.
 
 use std::collections::BTreeMap;
 
@@ -91,7 +92,8 @@ fn rows() -> [Row; 9] {
     let ebb = |zero_pages, holes, free_pages| Way::Ebb(Settings { zero_pages, holes, free_pages });
     let lean = |free_pages| ebb(Switch::On, Switch::On, free_pages);
     let row = |name, summary, setup, way| Row { name, summary, runs: Runs::ByDefault, setup, way };
-    let named = |name, summary, setup, way| Row { runs: Runs::WhenNamed, ..row(name, summary, setup, way) };
+    let named =
+        |name, summary, setup, way| Row { runs: Runs::WhenNamed, ..row(name, summary, setup, way) };
     let qemu_hints = Setup { hinting: Hinting::On, ..qemu };
     [
         row(
@@ -220,15 +222,28 @@ mod tests {
             let sizes = sizes(scale);
             assert!(sizes.hold_mib + sizes.program_mib + 192 <= sizes.guest.memory_mib);
             assert!(sizes.working_set_mib < sizes.program_mib);
-            assert!(2 * sizes.guest.memory_mib + 512 <= sizes.host.memory_mib, "no swap shall disturb");
+            assert!(
+                2 * sizes.guest.memory_mib + 512 <= sizes.host.memory_mib,
+                "no swap shall disturb"
+            );
         }
     }
 
     #[test]
     fn only_one_series_gives_its_memory_back_before() {
         for row in rows() {
-            assert_eq!(row.setup.reporting == Reporting::On, row.name == "reported", "{}", row.name);
-            assert_eq!(row.setup.monitor == MonitorKind::Qemu, row.way == Way::Qemu, "{}", row.name);
+            assert_eq!(
+                row.setup.reporting == Reporting::On,
+                row.name == "reported",
+                "{}",
+                row.name
+            );
+            assert_eq!(
+                row.setup.monitor == MonitorKind::Qemu,
+                row.way == Way::Qemu,
+                "{}",
+                row.name
+            );
         }
     }
 }

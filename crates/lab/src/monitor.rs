@@ -1,4 +1,5 @@
-//! The monitors that guests run under: Ebb, and QEMU as its peer, each as a process with the same guest.
+//! The monitors that guests run under: Ebb, and QEMU as its peer, each as a process with the same
+//! guest.
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -9,7 +10,8 @@ use ebb_kvm_clock::ClockPolicy;
 use crate::driver::{Driver, Extension};
 use crate::merging::Merging;
 
-/// Words that every guest's kernel gets: a quiet serial console, and an end instead of a hang after a crash.
+/// Words that every guest's kernel gets: a quiet serial console, and an end instead of a hang after
+/// a crash.
 const KERNEL_ARGUMENTS: &str = "console=ttyS0 quiet loglevel=1 panic=-1 reboot=t";
 
 /// A virtual machine monitor.
@@ -57,8 +59,9 @@ pub enum KernelImage {
     Elf,
 }
 
-/// The bounce buffer that Linux sets up when a machine has memory above 4 GiB (kernel/dma/swiotlb.c), for devices that
-/// cannot reach there. Virtio devices of a monitor reach everywhere.
+/// The bounce buffer that Linux sets up when a machine has memory above 4 GiB
+/// (kernel/dma/swiotlb.c), for devices that cannot reach there. Virtio devices of a monitor reach
+/// everywhere.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BounceBuffer {
     /// As the kernel does by itself: 64 MiB, written with zeros at boot.
@@ -76,8 +79,8 @@ pub enum Trim {
     WhenIdle,
 }
 
-/// Whether the guest's kernel writes zeros to pages that it allocates. Debian's does (`CONFIG_INIT_ON_ALLOC_DEFAULT_ON`), also to
-/// those that a driver takes for its balloon.
+/// Whether the guest's kernel writes zeros to pages that it allocates. Debian's does
+/// (`CONFIG_INIT_ON_ALLOC_DEFAULT_ON`), also to those that a driver takes for its balloon.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Clearing {
     /// As the kernel was built.
@@ -106,8 +109,9 @@ pub struct Setup {
     pub huge_pages: HugePages,
     /// From which kernel image.
     pub kernel: KernelImage,
-    /// Smallest block that the guest reports, as the exponent of its number of 4 KiB pages; `None` leaves the
-    /// kernel's default (`pageblock_order`, 9 on x86). Linux `mm/page_reporting.c`, parameter `page_reporting_order`.
+    /// Smallest block that the guest reports, as the exponent of its number of 4 KiB pages; `None`
+    /// leaves the kernel's default (`pageblock_order`, 9 on x86). Linux `mm/page_reporting.c`,
+    /// parameter `page_reporting_order`.
     pub reporting_order: Option<u32>,
     /// With or without the guest's bounce buffer.
     pub bounce_buffer: BounceBuffer,
@@ -279,8 +283,8 @@ impl Assets {
         setup.missing_in_guest(self.module)
     }
 
-    /// The command that runs a guest with its serial console on standard input and output, and with the monitor's
-    /// control socket at `control` if there shall be one.
+    /// The command that runs a guest with its serial console on standard input and output, and with
+    /// the monitor's control socket at `control` if there shall be one.
     ///
     /// # Errors
     /// [`Missing`], what is not there.
@@ -296,7 +300,9 @@ impl Assets {
         };
         let mut command = match setup.monitor {
             MonitorKind::Ebb => self.ebb_command(setup, size),
-            MonitorKind::Qemu => qemu_command(self.qemu.as_ref().ok_or(Missing::Qemu)?, setup, size),
+            MonitorKind::Qemu => {
+                qemu_command(self.qemu.as_ref().ok_or(Missing::Qemu)?, setup, size)
+            }
         };
         let (kernel_option, initrd_option, arguments_option) = match setup.monitor {
             MonitorKind::Ebb => ("--kernel", "--initrd", "--cmdline"),
@@ -320,19 +326,29 @@ impl Assets {
         Ok(command)
     }
 
-    /// The command that lets the guest of a snapshot go on, with its serial console and control socket like [`Self::command`].
+    /// The command that lets the guest of a snapshot go on, with its serial console and control
+    /// socket like [`Self::command`].
     pub fn restore_command(&self, setup: &Setup, snapshot: &Path, control: &Path) -> Command {
         let mut command = Command::new(&self.ebb);
         command
             .arg("restore")
             .arg(snapshot)
-            .args(["--serial", "stdio", "--on-reboot", "exit", "--clock", setup.clock.name(), "--api"])
+            .args([
+                "--serial",
+                "stdio",
+                "--on-reboot",
+                "exit",
+                "--clock",
+                setup.clock.name(),
+                "--api",
+            ])
             .arg(control);
         command
     }
 
-    /// The command of a monitor that takes a guest of this kind over from another one, which connects to `address` (`HOST:PORT`);
-    /// with the guest's serial console and the control socket like [`Self::command`].
+    /// The command of a monitor that takes a guest of this kind over from another one, which
+    /// connects to `address` (`HOST:PORT`); with the guest's serial console and the control socket
+    /// like [`Self::command`].
     ///
     /// # Errors
     /// As [`Self::command`].
@@ -376,7 +392,15 @@ impl Assets {
         memory.push_str(&setup.merging.memory_option());
         let mut command = Command::new(&self.ebb);
         command
-            .args(["run", "--serial", "stdio", "--on-reboot", "exit", "--clock", setup.clock.name()])
+            .args([
+                "run",
+                "--serial",
+                "stdio",
+                "--on-reboot",
+                "exit",
+                "--clock",
+                setup.clock.name(),
+            ])
             .args(["--cpus", &size.cpus.to_string()])
             .args(["--memory", &memory])
             .args(["--balloon", &setup.balloon_option()]);
@@ -385,8 +409,10 @@ impl Assets {
 }
 
 fn qemu_command(qemu: &PathBuf, setup: &Setup, size: GuestSize) -> Command {
-    let mut balloon =
-        format!("virtio-balloon-pci,free-page-reporting={},deflate-on-oom=on", setup.reporting.word());
+    let mut balloon = format!(
+        "virtio-balloon-pci,free-page-reporting={},deflate-on-oom=on",
+        setup.reporting.word()
+    );
     let mut command = Command::new(qemu);
     if setup.hinting == Hinting::On {
         balloon.push_str(",free-page-hint=on,iothread=hints");
@@ -395,7 +421,17 @@ fn qemu_command(qemu: &PathBuf, setup: &Setup, size: GuestSize) -> Command {
     command
         // Threads have names then, by which those of vCPUs are told from the rest.
         .args(["-name", "ebb-lab,debug-threads=on"])
-        .args(["-accel", "kvm", "-M", "q35", "-cpu", "host", "-nodefaults", "-no-user-config", "-no-reboot"])
+        .args([
+            "-accel",
+            "kvm",
+            "-M",
+            "q35",
+            "-cpu",
+            "host",
+            "-nodefaults",
+            "-no-user-config",
+            "-no-reboot",
+        ])
         .args(["-display", "none", "-monitor", "none", "-serial", "stdio"])
         .args(["-smp", &size.cpus.to_string(), "-m", &format!("{}M", size.memory_mib)])
         .args(["-device", &balloon]);

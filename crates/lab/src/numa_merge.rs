@@ -1,8 +1,10 @@
-//! Merging of equal pages on hosts with several NUMA nodes: what is saved, and how far guests are from their merged pages.
+//! Merging of equal pages on hosts with several NUMA nodes: what is saved, and how far guests are
+//! from their merged pages.
 //!
-//! The patch "ksm: allow trees per NUMA node" (2013) measured the access times of guests that were pinned to the nodes of machines
-//! with 2, 4 and 8 of them, with pages merged across nodes and within each. Here the machines are virtual hosts, whose nodes
-//! are all equally far: where merged pages are is real and is looked at from outside, the times of remote memory are a model's.
+//! The patch "ksm: allow trees per NUMA node" (2013) measured the access times of guests that were
+//! pinned to the nodes of machines with 2, 4 and 8 of them, with pages merged across nodes and
+//! within each. Here the machines are virtual hosts, whose nodes are all equally far: where merged
+//! pages are is real and is looked at from outside, the times of remote memory are a model's.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -41,12 +43,18 @@ struct Sizes {
 
 fn sizes(scale: Scale) -> Sizes {
     match scale {
-        Scale::Demo => {
-            Sizes { node_mib: 448, guest: GuestSize { memory_mib: 256, cpus: 1 }, same_mib: 32, passes: 20 }
-        }
-        Scale::Full => {
-            Sizes { node_mib: 1024, guest: GuestSize { memory_mib: 512, cpus: 1 }, same_mib: 256, passes: 50 }
-        }
+        Scale::Demo => Sizes {
+            node_mib: 448,
+            guest: GuestSize { memory_mib: 256, cpus: 1 },
+            same_mib: 32,
+            passes: 20,
+        },
+        Scale::Full => Sizes {
+            node_mib: 1024,
+            guest: GuestSize { memory_mib: 512, cpus: 1 },
+            same_mib: 256,
+            passes: 50,
+        },
     }
 }
 
@@ -58,7 +66,8 @@ const MOST_BY_DEFAULT: u32 = 4;
 const LEAST_HOST_MIB: u64 = 1536;
 /// Seed of the content that is the same in all guests.
 const PATTERN: u64 = 0x0eb5;
-/// Each page of it is twice in each guest, so that there is something to merge within a node as well.
+/// Each page of it is twice in each guest, so that there is something to merge within a node as
+/// well.
 const COPIES: u64 = 2;
 /// How fast pages are looked at: an emulated processor is slow.
 const PAGES_PER_SECOND: u64 = 200_000;
@@ -90,10 +99,30 @@ struct Case {
 
 /// All series; neighbours share a host.
 const CASES: [Case; 12] = [
-    case("owner-across-2", "merged by the monitors across 2 nodes", Merging::Owner(Nodes::Across), 2),
-    case("owner-apart-2", "merged by the monitors within each of 2 nodes", Merging::Owner(Nodes::Apart), 2),
-    case("kernel-across-2", "merged by the kernel across 2 nodes", Merging::Kernel(Nodes::Across), 2),
-    case("kernel-apart-2", "merged by the kernel within each of 2 nodes", Merging::Kernel(Nodes::Apart), 2),
+    case(
+        "owner-across-2",
+        "merged by the monitors across 2 nodes",
+        Merging::Owner(Nodes::Across),
+        2,
+    ),
+    case(
+        "owner-apart-2",
+        "merged by the monitors within each of 2 nodes",
+        Merging::Owner(Nodes::Apart),
+        2,
+    ),
+    case(
+        "kernel-across-2",
+        "merged by the kernel across 2 nodes",
+        Merging::Kernel(Nodes::Across),
+        2,
+    ),
+    case(
+        "kernel-apart-2",
+        "merged by the kernel within each of 2 nodes",
+        Merging::Kernel(Nodes::Apart),
+        2,
+    ),
     case("owner-across-4", "the same with 4 nodes", Merging::Owner(Nodes::Across), 4),
     case("owner-apart-4", "the same with 4 nodes", Merging::Owner(Nodes::Apart), 4),
     case("kernel-across-4", "the same with 4 nodes", Merging::Kernel(Nodes::Across), 4),
@@ -224,7 +253,9 @@ fn measure(
     let settled = bench.wait_for_merging(&guests)?;
     found.merge_s = Some(settled.elapsed_s);
     if !settled.quiet {
-        series.notes.push("pages were still merged when the lab did not wait any longer".to_owned());
+        series
+            .notes
+            .push("pages were still merged when the lab did not wait any longer".to_owned());
     }
     if let Some(guest) = guests.first() {
         bench.events().step(*guest, "reads its memory while merging goes on");
@@ -250,7 +281,8 @@ fn measure(
 
 /// Pages that are on another node than their guest is bound to: its own ones and merged ones.
 fn misplaced(survey: &Survey) -> u64 {
-    survey.remote_merged_pages + survey.guests.iter().map(|guest| guest.misplaced_pages).sum::<u64>()
+    survey.remote_merged_pages
+        + survey.guests.iter().map(|guest| guest.misplaced_pages).sum::<u64>()
 }
 
 fn wrong(guest: u32, problem: GuestProblem) -> LabError {
@@ -264,7 +296,8 @@ mod tests {
     #[test]
     fn series_with_the_same_host_are_neighbours() {
         let plans = NumaMerge.series();
-        let hosts: Vec<u32> = plans.iter().map(|plan| NumaMerge.host_of(Scale::Demo, plan).nodes).collect();
+        let hosts: Vec<u32> =
+            plans.iter().map(|plan| NumaMerge.host_of(Scale::Demo, plan).nodes).collect();
         assert!(hosts.is_sorted(), "{hosts:?}");
         assert_eq!(hosts.chunk_by(|one, other| one == other).count(), NODES.len());
         assert!(plans.iter().all(|plan| plan.name.ends_with(&nodes_of(plan.name).to_string())));

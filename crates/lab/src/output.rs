@@ -22,15 +22,17 @@ pub struct OutputDirectory {
 }
 
 impl OutputDirectory {
-    /// Makes sure that results can be written to the directory, and leaves everything as it was: a directory that is
-    /// not there yet appears with the results only.
+    /// Makes sure that results can be written to the directory, and leaves everything as it was: a
+    /// directory that is not there yet appears with the results only.
     ///
     /// # Errors
-    /// [`LabError::Output`] when it cannot be made, is not writable, or its file system has no room.
+    /// [`LabError::Output`] when it cannot be made, is not writable, or its file system has no
+    /// room.
     pub fn check(path: &Path) -> Result<Self, LabError> {
         let output = Self { path: path.to_owned() };
         let _made = output.make()?;
-        let mut probe = Temporary::create(&path.join(RESULTS_FILE)).map_err(|cause| output.failed(cause))?;
+        let mut probe =
+            Temporary::create(&path.join(RESULTS_FILE)).map_err(|cause| output.failed(cause))?;
         probe.write(&vec![0; RESERVE_BYTES]).map_err(|cause| output.failed(cause))?;
         Ok(output)
     }
@@ -40,18 +42,22 @@ impl OutputDirectory {
         &self.path
     }
 
-    /// Writes `results.json` and `report.html`: both are complete under their names, or neither is touched.
+    /// Writes `results.json` and `report.html`: both are complete under their names, or neither is
+    /// touched.
     ///
     /// # Errors
-    /// [`LabError::Output`] when the file system refuses, [`LabError::Plot`] when the report cannot be drawn.
+    /// [`LabError::Output`] when the file system refuses, [`LabError::Plot`] when the report cannot
+    /// be drawn.
     pub fn write(&self, results: &Results) -> Result<(), LabError> {
         let failed = |cause| self.failed(cause);
         let page = report::render(results)?;
-        let mut document = serde_json::to_vec_pretty(results).map_err(|error| failed(error.into()))?;
+        let mut document =
+            serde_json::to_vec_pretty(results).map_err(|error| failed(error.into()))?;
         document.push(b'\n');
         let mut made = self.make()?;
         let mut files = Vec::new();
-        for (name, content) in [(RESULTS_FILE, document.as_slice()), (REPORT_FILE, page.as_bytes())] {
+        for (name, content) in [(RESULTS_FILE, document.as_slice()), (REPORT_FILE, page.as_bytes())]
+        {
             let mut file = Temporary::create(&self.path.join(name)).map_err(failed)?;
             file.write(content).map_err(failed)?;
             files.push(file);

@@ -41,9 +41,8 @@ fn obstacle(probe: &KvmProbe) -> Option<String> {
             "{} emulates its guests ({ns_per_iteration:.0} ns for a round of a loop that takes hardware about 1 ns)",
             probe.device
         )),
-        KvmQuality::Unavailable { reason, remedy } | KvmQuality::PermissionDenied { reason, remedy } => {
-            Some(format!("{reason} ({remedy})"))
-        }
+        KvmQuality::Unavailable { reason, remedy }
+        | KvmQuality::PermissionDenied { reason, remedy } => Some(format!("{reason} ({remedy})")),
     }
 }
 
@@ -67,8 +66,10 @@ mod tests {
         assert!(obstacle(&probed(fast, &["KVM_CAP_IRQFD"])).unwrap().contains("KVM_CAP_IRQFD"));
         let emulated = KvmQuality::Emulated { ns_per_iteration: 1500.0, iterations: 10 };
         assert!(obstacle(&probed(emulated, &[])).unwrap().contains("1500 ns"));
-        let denied =
-            KvmQuality::PermissionDenied { reason: "not readable".to_owned(), remedy: "join kvm".to_owned() };
+        let denied = KvmQuality::PermissionDenied {
+            reason: "not readable".to_owned(),
+            remedy: "join kvm".to_owned(),
+        };
         assert_eq!(obstacle(&probed(denied, &[])).unwrap(), "not readable (join kvm)");
     }
 
@@ -80,6 +81,9 @@ mod tests {
         assert_eq!(decide(Wanted::VirtualHost, None).unwrap(), Place::VirtualHost);
         assert_eq!(decide(Wanted::Direct, None).unwrap(), Place::Direct);
         let message = decide(Wanted::Direct, slow()).unwrap_err().to_string();
-        assert!(message.contains("it is slow") && message.contains("--where virtual-host"), "{message}");
+        assert!(
+            message.contains("it is slow") && message.contains("--where virtual-host"),
+            "{message}"
+        );
     }
 }

@@ -1,7 +1,7 @@
 //! Plots as SVG text, drawn with plotters.
 //!
-//! Texts and axes take the page's colour (`currentColor`, set by the style sheet of [`crate::report`]); areas and bars use a palette
-//! that reads on light and on dark ground.
+//! Texts and axes take the page's colour (`currentColor`, set by the style sheet of
+//! [`crate::report`]); areas and bars use a palette that reads on light and on dark ground.
 
 use plotters::coord::Shift;
 use plotters::prelude::*;
@@ -43,20 +43,25 @@ pub struct Extent {
 impl Extent {
     /// Holds every sample of the results and the host's memory.
     pub fn of(results: &Results) -> Self {
-        let seconds = results.samples.iter().map(|sample| sample.t_ms as f64 / 1000.0).fold(1.0, f64::max);
+        let seconds =
+            results.samples.iter().map(|sample| sample.t_ms as f64 / 1000.0).fold(1.0, f64::max);
         let highest = results
             .samples
             .iter()
-            .map(|sample| stacked(sample).last().map_or(0.0, |layer| layer.1).max(sample.swap_used_mib))
+            .map(|sample| {
+                stacked(sample).last().map_or(0.0, |layer| layer.1).max(sample.swap_used_mib)
+            })
             .fold(results.host.memory_mib as f64, f64::max);
         Self { seconds, mib: highest * 1.04 }
     }
 }
 
-/// Bottom and top of each layer at one moment: the host's own use first, then the guests in their order.
+/// Bottom and top of each layer at one moment: the host's own use first, then the guests in their
+/// order.
 fn stacked(sample: &Sample) -> Vec<(f64, f64)> {
     let guests: f64 = sample.guest_rss_mib.iter().sum();
-    // Both figures are read one after the other, so that the difference can be below zero while guests grow.
+    // Both figures are read one after the other, so that the difference can be below zero while
+    // guests grow.
     let mut top = (sample.host_used_mib - guests).max(0.0);
     let mut layers = vec![(0.0, top)];
     for rss in &sample.guest_rss_mib {
@@ -66,10 +71,12 @@ fn stacked(sample: &Sample) -> Vec<(f64, f64)> {
     layers
 }
 
-/// Host memory over time, stacked by guest, with the host's RAM as a dashed line and swap as a red one.
+/// Host memory over time, stacked by guest, with the host's RAM as a dashed line and swap as a red
+/// one.
 ///
 /// # Errors
-/// [`LabError::Plot`] when the drawing library refuses, which a bounded number of samples does not cause.
+/// [`LabError::Plot`] when the drawing library refuses, which a bounded number of samples does not
+/// cause.
 pub fn timeline(
     samples: &[&Sample],
     host_memory_mib: u64,
@@ -119,7 +126,9 @@ fn draw_timeline(
         // A guest that is not there yet, or not any more, has no height.
         let edge = |index: usize| {
             let all = &layers[index];
-            all.get(layer).copied().unwrap_or_else(|| all.last().map_or((0.0, 0.0), |last| (last.1, last.1)))
+            all.get(layer)
+                .copied()
+                .unwrap_or_else(|| all.last().map_or((0.0, 0.0), |last| (last.1, last.1)))
         };
         let upper = (0..samples.len()).map(|index| (seconds(samples[index]), edge(index).1));
         let lower = (0..samples.len()).rev().map(|index| (seconds(samples[index]), edge(index).0));

@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 
 /// Fields of `/proc/meminfo` in kB (which are KiB), by name.
 ///
-/// Lines that are not `Name: number kB` are left out; `HugePages_Total` and its like are counts, kept as they are.
+/// Lines that are not `Name: number kB` are left out; `HugePages_Total` and its like are counts,
+/// kept as they are.
 pub fn meminfo(text: &str) -> BTreeMap<&str, u64> {
     text.lines().filter_map(field_kib).collect()
 }
@@ -26,13 +27,15 @@ pub struct ProcessMemory {
 }
 
 impl ProcessMemory {
-    /// What the process occupies at the host, wherever it lies: swapping a page out does not give it back.
+    /// What the process occupies at the host, wherever it lies: swapping a page out does not give
+    /// it back.
     pub fn footprint_kib(self) -> u64 {
         self.resident_kib + self.swapped_kib
     }
 }
 
-/// `VmRSS` and `VmSwap` of `/proc/PID/status`; `None` for a process that has no memory any more (a zombie).
+/// `VmRSS` and `VmSwap` of `/proc/PID/status`; `None` for a process that has no memory any more (a
+/// zombie).
 pub fn status(text: &str) -> Option<ProcessMemory> {
     let fields: BTreeMap<&str, u64> = text.lines().filter_map(field_kib).collect();
     Some(ProcessMemory {
@@ -60,7 +63,9 @@ pub fn smaps(text: &str) -> Vec<Mapping> {
     for line in text.lines() {
         if let Some(mapping) = mapping_header(line) {
             mappings.push(mapping);
-        } else if let (Some(mapping), Some(("Rss", number))) = (mappings.last_mut(), field_kib(line)) {
+        } else if let (Some(mapping), Some(("Rss", number))) =
+            (mappings.last_mut(), field_kib(line))
+        {
             mapping.resident_kib = number;
         }
     }
@@ -79,8 +84,8 @@ fn mapping_header(line: &str) -> Option<Mapping> {
 
 /// Resident memory of a monitor without the RAM of its guest, in KiB.
 ///
-/// Guest RAM is what no other part of a monitor looks like: mappings of at least an eighth of the guest's size
-/// (RAM of a 5 GiB guest is one of 3 GiB below the hole and one of 2 GiB above 4 GiB).
+/// Guest RAM is what no other part of a monitor looks like: mappings of at least an eighth of the
+/// guest's size (RAM of a 5 GiB guest is one of 3 GiB below the hole and one of 2 GiB above 4 GiB).
 pub fn monitor_resident_kib(mappings: &[Mapping], guest_mib: u64) -> u64 {
     let guest_ram_kib = guest_mib * 1024 / 8;
     mappings
@@ -90,7 +95,8 @@ pub fn monitor_resident_kib(mappings: &[Mapping], guest_mib: u64) -> u64 {
         .sum()
 }
 
-/// Free memory of `/proc/buddyinfo` in blocks below an order, in KiB: what is free, but in pieces too small for it.
+/// Free memory of `/proc/buddyinfo` in blocks below an order, in KiB: what is free, but in pieces
+/// too small for it.
 pub fn free_below_order_kib(text: &str, order: usize) -> u64 {
     const PAGE_KIB: u64 = 4;
     text.lines()
@@ -102,7 +108,8 @@ pub fn free_below_order_kib(text: &str, order: usize) -> u64 {
 
 /// Whether something listens on a TCP port, in the text of `/proc/PID/net/tcp` (IPv4).
 pub fn listens(text: &str, port: u16) -> bool {
-    // Number, local address and port in hexadecimal digits, the remote ones, state: 0A is LISTEN (include/net/tcp_states.h).
+    // Number, local address and port in hexadecimal digits, the remote ones, state: 0A is LISTEN
+    // (include/net/tcp_states.h).
     const LISTEN: &str = "0A";
     let port = format!(":{port:04X}");
     text.lines().any(|line| {
@@ -116,7 +123,8 @@ pub fn listens(text: &str, port: u16) -> bool {
 pub fn process_cpu_ms(text: &str) -> Option<f64> {
     /// Clock ticks of user space on x86 are hundredths of a second (USER_HZ).
     const TICK_MS: f64 = 10.0;
-    // The name, in brackets, may have brackets in it; behind it come the state, which is field 3, and the rest.
+    // The name, in brackets, may have brackets in it; behind it come the state, which is field 3,
+    // and the rest.
     let (_, fields) = text.rsplit_once(')')?;
     let mut times = fields.split_ascii_whitespace().skip(11).map(str::parse::<f64>);
     let (user, system) = (times.next()?.ok()?, times.next()?.ok()?);
@@ -197,8 +205,9 @@ Rss:                  20 kB
 
     #[test]
     fn meminfo_by_name() {
-        let fields =
-            meminfo("MemTotal:       16384 kB\nHugePages_Total:       3\nbroken line\nSwapFree: x kB\n");
+        let fields = meminfo(
+            "MemTotal:       16384 kB\nHugePages_Total:       3\nbroken line\nSwapFree: x kB\n",
+        );
         assert_eq!(fields.get("MemTotal"), Some(&16384));
         assert_eq!(fields.get("HugePages_Total"), Some(&3));
         assert_eq!(fields.len(), 2);
@@ -246,7 +255,10 @@ Rss:                  20 kB
         assert_eq!(list_length("0\n"), 1);
         assert_eq!(list_length("0-1,4"), 3);
         assert_eq!(list_length(""), 0);
-        assert_eq!(cpu_name("processor : 0\nmodel name\t: AMD EPYC\nmodel name : other"), Some("AMD EPYC"));
+        assert_eq!(
+            cpu_name("processor : 0\nmodel name\t: AMD EPYC\nmodel name : other"),
+            Some("AMD EPYC")
+        );
         assert_eq!(cpu_name("processor : 0\n"), None);
     }
 
@@ -273,7 +285,10 @@ Rss:                  20 kB
         assert_eq!(schedstat("2035816"), None);
         let text = "ksm_rmap_items 12\nksm_zero_pages 0\nksm_process_profit -768\n";
         assert_eq!(named_number(text, "ksm_rmap_items"), Some(12));
-        assert_eq!((named_number(text, "ksm_process_profit"), named_number(text, "ksm")), (None, None));
+        assert_eq!(
+            (named_number(text, "ksm_process_profit"), named_number(text, "ksm")),
+            (None, None)
+        );
     }
 
     #[test]
@@ -281,7 +296,9 @@ Rss:                  20 kB
         let own = status(&std::fs::read_to_string("/proc/self/status").unwrap()).unwrap();
         assert!(own.resident_kib > 0);
         let mappings = smaps(&std::fs::read_to_string("/proc/self/smaps").unwrap());
-        assert!(mappings.iter().any(|mapping| mapping.name == "[stack]" && mapping.resident_kib > 0));
+        assert!(
+            mappings.iter().any(|mapping| mapping.name == "[stack]" && mapping.resident_kib > 0)
+        );
         assert!(meminfo(&std::fs::read_to_string("/proc/meminfo").unwrap())["MemTotal"] > 0);
     }
 

@@ -112,7 +112,8 @@ fn line(event: &Event) -> Option<String> {
                 .iter()
                 .map(|(name, value)| format!("{name} {}", table::number(*value)))
                 .collect();
-            let ending = series.error.as_deref().map_or_else(String::new, |error| format!("; {error}"));
+            let ending =
+                series.error.as_deref().map_or_else(String::new, |error| format!("; {error}"));
             Some(format!("{}: {}{ending}", series.name, metrics.join(", ")))
         }
         Event::Host(_) | Event::Sample(_) | Event::SeriesSoFar(_) => None,

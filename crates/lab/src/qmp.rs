@@ -1,4 +1,5 @@
-//! QEMU's machine protocol (QEMU docs/interop/qmp-spec.rst): JSON documents, one a line, over a socket.
+//! QEMU's machine protocol (QEMU docs/interop/qmp-spec.rst): JSON documents, one a line, over a
+//! socket.
 
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -124,7 +125,10 @@ pub(crate) mod tests {
         );
         let mut qmp = Qmp::connect(&socket).unwrap();
         let message = qmp.call("balloon", &json!({ "value": 1 })).unwrap_err().to_string();
-        assert!(message.contains("balloon with") && message.contains("DeviceNotActive"), "{message}");
+        assert!(
+            message.contains("balloon with") && message.contains("DeviceNotActive"),
+            "{message}"
+        );
         peer.join().unwrap();
     }
 

@@ -9,7 +9,8 @@ use crate::plot::{self, Extent};
 use crate::results::{Better, MemoryLimit, Results, Sample, Series};
 use crate::table;
 
-/// Colours come from the reader's preference; the drawings take the text's colour for their axes and labels.
+/// Colours come from the reader's preference; the drawings take the text's colour for their axes
+/// and labels.
 const STYLE: &str = "\
 :root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 920px; margin: 2em auto; padding: 0 1em; }
@@ -66,7 +67,8 @@ fn metrics_table(page: &mut String, results: &Results) {
     }
     page.push_str("</tr>\n");
     for metric in &results.metrics {
-        let _ = write!(page, "<tr><td>{}</td>", escaped(&table::heading(&metric.title, &metric.unit)));
+        let _ =
+            write!(page, "<tr><td>{}</td>", escaped(&table::heading(&metric.title, &metric.unit)));
         for series in &results.series {
             let value = series.metrics.get(&metric.name).copied().flatten();
             let _ = write!(page, "<td class=\"n\">{}</td>", table::number(value));
@@ -75,12 +77,27 @@ fn metrics_table(page: &mut String, results: &Results) {
     }
     page.push_str("</table>\n<ul>\n");
     for series in &results.series {
-        let _ = writeln!(page, "<li><code>{}</code>: {}</li>", escaped(&series.name), escaped(&series.setup));
+        let _ = writeln!(
+            page,
+            "<li><code>{}</code>: {}</li>",
+            escaped(&series.name),
+            escaped(&series.setup)
+        );
         for note in &series.notes {
-            let _ = writeln!(page, "<li class=\"muted\">{}: {}</li>", escaped(&series.name), escaped(note));
+            let _ = writeln!(
+                page,
+                "<li class=\"muted\">{}: {}</li>",
+                escaped(&series.name),
+                escaped(note)
+            );
         }
         if let Some(error) = &series.error {
-            let _ = writeln!(page, "<li class=\"error\">{}: {}</li>", escaped(&series.name), escaped(error));
+            let _ = writeln!(
+                page,
+                "<li class=\"error\">{}: {}</li>",
+                escaped(&series.name),
+                escaped(error)
+            );
         }
     }
     page.push_str("</ul>\n");
@@ -247,10 +264,15 @@ mod tests {
     fn the_page_needs_nothing_from_elsewhere() {
         let page = render(&example()).unwrap();
         for foreign in ["http://", "https://", "src=", "href=", "@import", "url("] {
-            let found: Vec<&str> =
-                page.match_indices(foreign).map(|(at, _)| &page[at..(at + 40).min(page.len())]).collect();
+            let found: Vec<&str> = page
+                .match_indices(foreign)
+                .map(|(at, _)| &page[at..(at + 40).min(page.len())])
+                .collect();
             // The name of the SVG namespace is no address to fetch from.
-            assert!(found.iter().all(|text| text.starts_with("http://www.w3.org/2000/svg")), "{found:?}");
+            assert!(
+                found.iter().all(|text| text.starts_with("http://www.w3.org/2000/svg")),
+                "{found:?}"
+            );
         }
         assert!(!page.contains("<script"));
     }
@@ -259,7 +281,10 @@ mod tests {
     fn the_page_shows_each_series_as_table_bars_and_timeline() {
         let results = example();
         let page = render(&results).unwrap();
-        assert_eq!(page.matches("aria-label=\"Host memory over time").count(), results.series.len());
+        assert_eq!(
+            page.matches("aria-label=\"Host memory over time").count(),
+            results.series.len()
+        );
         assert_eq!(page.matches("<svg").count(), results.series.len() + results.metrics.len());
         assert!(page.contains("<td class=\"n\">4.25</td>"));
     }
@@ -276,7 +301,8 @@ mod tests {
         let table = DataTable { title: "time <of> a guest".to_owned(), columns, rows };
         results.series[0].tables.push(table.clone());
         results.series[1].details.push(table);
-        let curves = vec![Curve { name: "+1 ppm".to_owned(), points: vec![(0.0, 1.0), (14.0, -0.2)] }];
+        let curves =
+            vec![Curve { name: "+1 ppm".to_owned(), points: vec![(0.0, 1.0), (14.0, -0.2)] }];
         let [title, x, y] = ["drift", "days", "s"].map(str::to_owned);
         results.series[0].drawings.push(Drawing { title, x, y, curves });
         let page = render(&results).unwrap();

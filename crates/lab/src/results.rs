@@ -1,7 +1,8 @@
 //! What a run of an experiment found: the document `results.json`.
 //!
-//! Names carry their units (`_s`, `_mib`), so that a number can be read without this file; `metrics[]` describes
-//! them once for tables and plots. A metric that could not be measured is `null`, never 0.
+//! Names carry their units (`_s`, `_mib`), so that a number can be read without this file;
+//! `metrics[]` describes them once for tables and plots. A metric that could not be measured is
+//! `null`, never 0.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +10,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::figures::{DataTable, Drawing};
 
-/// Version of the document's shape; raised when a reader of an older document would misread a newer one.
+/// Version of the document's shape; raised when a reader of an older document would misread a newer
+/// one.
 pub const SCHEMA_VERSION: u32 = 1;
 
 /// Size of an experiment.
@@ -66,7 +68,8 @@ pub enum Place {
 pub struct Host {
     /// Where it ran.
     pub place: Place,
-    /// What bounded the guests' memory: the host's own RAM, or a budget on a machine of another size.
+    /// What bounded the guests' memory: the host's own RAM, or a budget on a machine of another
+    /// size.
     pub limit: MemoryLimit,
     /// Processors.
     pub cpus: u32,
@@ -86,8 +89,8 @@ pub struct Host {
 pub enum MemoryLimit {
     /// The host has the experiment's size: it is full when it swaps.
     HostMemory,
-    /// The host is larger or smaller: it counts as full when its use has grown by the experiment's size, and what
-    /// goes beyond counts as swap.
+    /// The host is larger or smaller: it counts as full when its use has grown by the experiment's
+    /// size, and what goes beyond counts as swap.
     Budget,
 }
 
@@ -177,22 +180,27 @@ pub struct GuestRecord {
     pub booted_rss_mib: Option<f64>,
     /// Seconds the program ran, by the guest's clock.
     pub program_s: Option<f64>,
-    /// The most host memory (resident and swapped) its process had while and after its program ran, MiB.
+    /// The most host memory (resident and swapped) its process had while and after its program ran,
+    /// MiB.
     pub peak_mib: Option<f64>,
-    /// Seconds from the program's end until 90 % of its memory was back at the host; null if that never came.
+    /// Seconds from the program's end until 90 % of its memory was back at the host; null if that
+    /// never came.
     pub return_90_s: Option<f64>,
-    /// Host memory of its process when the series ended, RAM and monitor, resident and swapped, MiB.
+    /// Host memory of its process when the series ended, RAM and monitor, resident and swapped,
+    /// MiB.
     pub idle_rss_mib: Option<f64>,
-    /// The same, with each page that is shared with others divided among those that have it mapped, MiB.
+    /// The same, with each page that is shared with others divided among those that have it mapped,
+    /// MiB.
     #[serde(default)]
     pub idle_pss_mib: Option<f64>,
     /// Resident memory of its monitor without the guest's RAM, MiB.
     pub monitor_rss_mib: Option<f64>,
-    /// Memory that the guest itself has in use when the series ended: its RAM without what its kernel counts as free,
-    /// so kernel, page structures and programs, MiB.
+    /// Memory that the guest itself has in use when the series ended: its RAM without what its
+    /// kernel counts as free, so kernel, page structures and programs, MiB.
     #[serde(default)]
     pub guest_in_use_mib: Option<f64>,
-    /// Memory that is free in the guest then, but in pieces below 2 MiB, which Linux does not report by default, MiB.
+    /// Memory that is free in the guest then, but in pieces below 2 MiB, which Linux does not
+    /// report by default, MiB.
     #[serde(default)]
     pub guest_fragments_mib: Option<f64>,
     /// How the guest ended by itself before its series did; it counts for nothing then.
@@ -353,7 +361,10 @@ pub(crate) mod tests {
     fn samples_are_found_by_series() {
         let results = example();
         assert_eq!(results.samples_of("no-reporting").count(), 3);
-        assert_eq!(results.samples_of("reporting").map(|sample| sample.t_ms).collect::<Vec<_>>(), [0, 1000]);
+        assert_eq!(
+            results.samples_of("reporting").map(|sample| sample.t_ms).collect::<Vec<_>>(),
+            [0, 1000]
+        );
         assert_eq!(results.samples_of("other").count(), 0);
     }
 

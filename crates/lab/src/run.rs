@@ -50,7 +50,8 @@ pub enum Wanted {
 /// What kept the run from taking place or from ending.
 pub fn run(request: &Request, progress: &mut Progress) -> Result<Results, LabError> {
     let begin = Instant::now();
-    let started_unix_s = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+    let started_unix_s =
+        SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
     let machine = host::machine()?;
     // Series about the machine run on the machine, unless all shall run in the virtual host.
     let wanted = where_to_run(request)?;
@@ -58,12 +59,19 @@ pub fn run(request: &Request, progress: &mut Progress) -> Result<Results, LabErr
         Wanted::VirtualHost => (Vec::new(), request.selection.clone()),
         Wanted::Auto | Wanted::Direct => request.selection.clone().by_subject(),
     };
-    let place = if with_guests.plans.is_empty() { Place::Direct } else { place::choose(wanted, progress)? };
+    let place =
+        if with_guests.plans.is_empty() { Place::Direct } else { place::choose(wanted, progress)? };
     let mut collector = Collector::default();
     let ended = follow(
         |events| {
             if !on_machine.is_empty() {
-                direct::run_on_machine(request.experiment, request.size, &on_machine, Place::Direct, events)?;
+                direct::run_on_machine(
+                    request.experiment,
+                    request.size,
+                    &on_machine,
+                    Place::Direct,
+                    events,
+                )?;
             }
             if with_guests.plans.is_empty() {
                 return Ok(());
@@ -77,9 +85,13 @@ pub fn run(request: &Request, progress: &mut Progress) -> Result<Results, LabErr
                     let found = FoundAssets::on_this_machine(memhog)?;
                     run_guests(request, with_guests, Place::Direct, &found, events)
                 }
-                Place::VirtualHost => {
-                    in_virtual_host::run(request.experiment, request.size, &with_guests, machine.cpus, events)
-                }
+                Place::VirtualHost => in_virtual_host::run(
+                    request.experiment,
+                    request.size,
+                    &with_guests,
+                    machine.cpus,
+                    events,
+                ),
             }
         },
         |event| {
@@ -112,7 +124,8 @@ pub fn run(request: &Request, progress: &mut Progress) -> Result<Results, LabErr
     })
 }
 
-/// Where the run shall take place: in the virtual host too if this machine lacks what series about the machine need.
+/// Where the run shall take place: in the virtual host too if this machine lacks what series about
+/// the machine need.
 fn where_to_run(request: &Request) -> Result<Wanted, LabError> {
     let about_machine = request.selection.plans.iter().any(|plan| plan.subject == Subject::Machine);
     match (request.place, request.experiment.machine_lacks()) {
@@ -133,12 +146,24 @@ pub fn run_inside(request: &Request, mut output: impl Write) -> Result<(), LabEr
         |events| {
             if !on_machine.is_empty() {
                 let place = Place::VirtualHost;
-                direct::run_on_machine(request.experiment, request.size, &on_machine, place, events)?;
+                direct::run_on_machine(
+                    request.experiment,
+                    request.size,
+                    &on_machine,
+                    place,
+                    events,
+                )?;
             }
             if with_guests.plans.is_empty() {
                 return Ok(());
             }
-            run_guests(request, with_guests, Place::VirtualHost, &FoundAssets::in_virtual_host()?, events)
+            run_guests(
+                request,
+                with_guests,
+                Place::VirtualHost,
+                &FoundAssets::in_virtual_host()?,
+                events,
+            )
         },
         |event| {
             if written.is_ok() {
@@ -166,7 +191,8 @@ fn run_guests(
     direct::run(request.experiment, request.size, selection, place, &found.assets, events)
 }
 
-/// Lets the work happen on a thread of its own, which its guests are tied to, and hands on its events meanwhile.
+/// Lets the work happen on a thread of its own, which its guests are tied to, and hands on its
+/// events meanwhile.
 fn follow(
     work: impl FnOnce(&Events) -> Result<(), LabError> + Send,
     mut take: impl FnMut(Event),
@@ -237,7 +263,8 @@ mod tests {
         let mut output = Vec::new();
         run_inside(&request(Wanted::Direct), &mut output).unwrap();
         let text = String::from_utf8(output).unwrap();
-        let events: Vec<Event> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        let events: Vec<Event> =
+            text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
         assert!(matches!(&events[0], Event::Host(host) if host.place == Place::VirtualHost));
         assert!(matches!(&events[1], Event::SeriesBegins { series, .. } if series == "raw"));
         assert!(matches!(events.last(), Some(Event::SeriesEnds(series)) if series.error.is_none()));

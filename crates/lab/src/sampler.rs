@@ -74,12 +74,19 @@ impl Drop for Sampler {
     }
 }
 
-fn sample(series: &str, begin: Instant, gauge: &Gauge, guests: &GuestProcesses) -> Result<Sample, LabError> {
+fn sample(
+    series: &str,
+    begin: Instant,
+    gauge: &Gauge,
+    guests: &GuestProcesses,
+) -> Result<Sample, LabError> {
     let usage = gauge.read()?;
     let guest_rss_mib: Vec<f64> = guests
         .list()
         .into_iter()
-        .map(|pid| host::process_memory(pid).map_or(0.0, |memory| rounded(host::mib(memory.resident_kib))))
+        .map(|pid| {
+            host::process_memory(pid).map_or(0.0, |memory| rounded(host::mib(memory.resident_kib)))
+        })
         .collect();
     Ok(Sample {
         series: series.to_owned(),
@@ -114,7 +121,10 @@ mod tests {
             let Event::Sample(sample) = event else { panic!("{event:?}") };
             assert_eq!((sample.series.as_str(), sample.guest), ("reporting", 2));
             assert!(sample.guest_rss_mib[0] > 0.0);
-            assert!(sample.guest_rss_mib[1].abs() < f64::EPSILON, "a guest that has ended has nothing");
+            assert!(
+                sample.guest_rss_mib[1].abs() < f64::EPSILON,
+                "a guest that has ended has nothing"
+            );
         }
         // The sender went with the thread: what is left ends.
         assert!(receiver.iter().count() < 1000);

@@ -14,15 +14,18 @@ pub fn median(values: impl IntoIterator<Item = f64>) -> Option<f64> {
     }
 }
 
-/// The median of measurements of which some never came: one that is missing counts as later than each that came,
-/// so that the median is `None` when most of them are missing.
+/// The median of measurements of which some never came: one that is missing counts as later than
+/// each that came, so that the median is `None` when most of them are missing.
 ///
-/// For times with a limit: leaving the missing ones out would make a series look faster the more often it failed.
+/// For times with a limit: leaving the missing ones out would make a series look faster the more
+/// often it failed.
 pub fn median_or_never(values: impl IntoIterator<Item = Option<f64>>) -> Option<f64> {
-    median(values.into_iter().map(|value| value.unwrap_or(f64::INFINITY))).filter(|value| value.is_finite())
+    median(values.into_iter().map(|value| value.unwrap_or(f64::INFINITY)))
+        .filter(|value| value.is_finite())
 }
 
-/// The smallest value that at least this part (0 to 1) of all values does not exceed: 1 for the largest. `None` without values.
+/// The smallest value that at least this part (0 to 1) of all values does not exceed: 1 for the
+/// largest. `None` without values.
 ///
 /// Values that are not numbers (NaN) are left out.
 pub fn quantile(values: impl IntoIterator<Item = f64>, part: f64) -> Option<f64> {
@@ -35,11 +38,13 @@ pub fn quantile(values: impl IntoIterator<Item = f64>, part: f64) -> Option<f64>
 /// How often values are drawn again for an interval.
 const DRAWS: usize = 2000;
 
-/// An interval that holds the true median with this confidence (0 to 1), found by drawing again with replacement (bootstrap): groups
-/// first, then as many values of each as it has. Groups are what varies as a whole, for example the guests that values were measured
-/// in. `None` without values. The same values give the same interval.
+/// An interval that holds the true median with this confidence (0 to 1), found by drawing again
+/// with replacement (bootstrap): groups first, then as many values of each as it has. Groups are
+/// what varies as a whole, for example the guests that values were measured in. `None` without
+/// values. The same values give the same interval.
 pub fn median_interval(groups: &[Vec<f64>], confidence: f64) -> Option<(f64, f64)> {
-    let groups: Vec<&[f64]> = groups.iter().map(Vec::as_slice).filter(|group| !group.is_empty()).collect();
+    let groups: Vec<&[f64]> =
+        groups.iter().map(Vec::as_slice).filter(|group| !group.is_empty()).collect();
     let mut draw = Draw(0);
     let mut medians = Vec::with_capacity(DRAWS);
     for _ in 0..DRAWS {
@@ -56,8 +61,8 @@ pub fn median_interval(groups: &[Vec<f64>], confidence: f64) -> Option<(f64, f64
     Some((quantile(medians.iter().copied(), outside)?, quantile(medians, 1.0 - outside)?))
 }
 
-/// Numbers that look random and are the same each time (SplitMix64: G. Steele, D. Lea and C. Flood, "Fast splittable pseudorandom
-/// number generators", 2014).
+/// Numbers that look random and are the same each time (SplitMix64: G. Steele, D. Lea and C. Flood,
+/// "Fast splittable pseudorandom number generators", 2014).
 struct Draw(u64);
 
 impl Draw {

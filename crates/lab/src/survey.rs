@@ -1,11 +1,13 @@
-//! Merged pages as the host's kernel has them, seen from outside of the monitors: which ones there are, who shares them, and on
-//! which node they are.
+//! Merged pages as the host's kernel has them, seen from outside of the monitors: which ones there
+//! are, who shares them, and on which node they are.
 //!
-//! Nobody's own counters are believed. Pages merged by their owner are those of private mappings of its files of stable pages in
-//! the place of guest memory, as long as they were not written to (`/proc/PID/maps`, `/proc/PID/pagemap`), whether or not anybody
-//! has read them since; pages merged by the kernel are those of guest memory that are mapped more than once (`/proc/kpagecount`), since
-//! monitors never fork. The mark for them in `/proc/kpageflags` is of no use: since Linux 6.10 all anonymous pages have it (fs/proc/page.c,
-//! `stable_page_flags`). move_pages(2) says where they are. All of that takes root's rights.
+//! Nobody's own counters are believed. Pages merged by their owner are those of private mappings of
+//! its files of stable pages in the place of guest memory, as long as they were not written to
+//! (`/proc/PID/maps`, `/proc/PID/pagemap`), whether or not anybody has read them since; pages
+//! merged by the kernel are those of guest memory that are mapped more than once
+//! (`/proc/kpagecount`), since monitors never fork. The mark for them in `/proc/kpageflags` is of
+//! no use: since Linux 6.10 all anonymous pages have it (fs/proc/page.c, `stable_page_flags`).
+//! move_pages(2) says where they are. All of that takes root's rights.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
@@ -18,7 +20,8 @@ use maps::{Mapping, PAGE_BYTES};
 
 mod maps;
 
-/// Entries of `/proc/PID/pagemap` and `/proc/kpagecount` (Linux Documentation/admin-guide/mm/pagemap.rst).
+/// Entries of `/proc/PID/pagemap` and `/proc/kpagecount` (Linux
+/// Documentation/admin-guide/mm/pagemap.rst).
 const ENTRY_BYTES: u64 = 8;
 const PRESENT: u64 = 1 << 63;
 const SWAPPED: u64 = 1 << 62;
@@ -52,7 +55,8 @@ pub struct MergedPage {
     pub page: SharedPage,
     /// Number of the guest's page, counted from the beginning of its memory.
     pub place: u64,
-    /// The node, where a mapping of the guest's memory tells it: nobody has read the page since it was merged otherwise.
+    /// The node, where a mapping of the guest's memory tells it: nobody has read the page since it
+    /// was merged otherwise.
     pub node: Option<u32>,
 }
 
@@ -61,7 +65,8 @@ pub struct MergedPage {
 pub struct Observed {
     /// Its merged pages.
     pub merged: Vec<MergedPage>,
-    /// Those of them that the kernel has merged and that are all zeros. Owners have nothing in the place of such pages.
+    /// Those of them that the kernel has merged and that are all zeros. Owners have nothing in the
+    /// place of such pages.
     pub zero_pages: u64,
     /// Pages that were merged and then written to, which have a copy in front of the stable page.
     pub copied_pages: u64,
@@ -92,7 +97,9 @@ pub fn of_process(pid: u32, by: MergedBy) -> Result<Observed, LabError> {
     let mut observed = Observed::default();
     let mut pages_before = 0;
     for memory in maps::guest_memory(&mappings) {
-        for mapping in mappings.iter().filter(|one| memory.start <= one.start && one.end <= memory.end) {
+        for mapping in
+            mappings.iter().filter(|one| memory.start <= one.start && one.end <= memory.end)
+        {
             let place = pages_before + (mapping.start - memory.start) / PAGE_BYTES;
             look.memory(mapping, place, &mut observed).map_err(|cause| failed(&cause))?;
         }
@@ -149,7 +156,8 @@ impl Look {
                     let frame = entry & FRAME;
                     let is_merged = entries(counts, frame, 1)?.iter().any(|count| *count > 1);
                     if is_merged {
-                        observed.zero_pages += u64::from(self.is_zero(mapping.start + page * PAGE_BYTES)?);
+                        observed.zero_pages +=
+                            u64::from(self.is_zero(mapping.start + page * PAGE_BYTES)?);
                     }
                     is_merged.then_some(SharedPage::Frame(frame))
                 }
@@ -159,12 +167,18 @@ impl Look {
                 addresses.push(mapping.start + page * PAGE_BYTES);
                 shared.push(merged.map(|shared| (shared, place + page)));
             } else if let Some(page_shared) = merged {
-                observed.merged.push(MergedPage { page: page_shared, place: place + page, node: None });
+                observed.merged.push(MergedPage {
+                    page: page_shared,
+                    place: place + page,
+                    node: None,
+                });
             }
         }
         for (shared, node) in shared.into_iter().zip(nodes(self.pid, &addresses)?) {
             match (shared, node) {
-                (Some((page, place)), node) => observed.merged.push(MergedPage { page, place, node }),
+                (Some((page, place)), node) => {
+                    observed.merged.push(MergedPage { page, place, node })
+                }
                 (None, Some(node)) => *observed.others.entry(node).or_default() += 1,
                 (None, None) => {}
             }
@@ -200,13 +214,15 @@ impl Look {
     }
 }
 
-/// The node of each page that a process has mapped; `None` for one that is not mapped at the moment.
+/// The node of each page that a process has mapped; `None` for one that is not mapped at the
+/// moment.
 pub fn nodes(pid: u32, addresses: &[u64]) -> io::Result<Vec<Option<u32>>> {
     let mut nodes = Vec::with_capacity(addresses.len());
     for chunk in addresses.chunks(CHUNK) {
         let mut status = vec![0_i32; chunk.len()];
-        // SAFETY: without a list of nodes move_pages(2) only looks. It reads as many addresses as `chunk` has, none of which it
-        // follows in this process, and writes as many numbers to `status`, which has room for them.
+        // SAFETY: without a list of nodes move_pages(2) only looks. It reads as many addresses as
+        // `chunk` has, none of which it follows in this process, and writes as many numbers to
+        // `status`, which has room for them.
         let result = unsafe {
             libc::syscall(
                 libc::SYS_move_pages,
@@ -241,7 +257,8 @@ pub struct GuestSurvey {
     pub other_pages: u64,
     /// Those of them on another node than the guest's.
     pub misplaced_pages: u64,
-    /// Merged pages on another node: number of the first one in the guest's memory, how many follow each other, the node.
+    /// Merged pages on another node: number of the first one in the guest's memory, how many follow
+    /// each other, the node.
     pub remote: Vec<(u64, u64, u32)>,
 }
 
@@ -280,7 +297,8 @@ impl Survey {
         survey.pages_sharing = all().count() as u64 - survey.pages_shared;
         for (home, observed) in processes {
             let mut guest = GuestSurvey {
-                read_pages: observed.merged.iter().filter(|merged| merged.node.is_some()).count() as u64,
+                read_pages: observed.merged.iter().filter(|merged| merged.node.is_some()).count()
+                    as u64,
                 zero_pages: observed.zero_pages,
                 copied_pages: observed.copied_pages,
                 other_pages: observed.others.values().sum(),
@@ -349,14 +367,18 @@ mod tests {
         };
         let survey = Survey::new(&[(0, first), (1, second)]);
         assert_eq!((survey.pages_shared, survey.pages_sharing), (4, 3));
-        // The first process's page 2 and the second one's page 1. What page 4 is on only the first monitor's own mapping tells.
+        // The first process's page 2 and the second one's page 1. What page 4 is on only the first
+        // monitor's own mapping tells.
         assert_eq!((survey.remote_merged_pages, survey.pages_without_node), (2, 1));
         let [first, second] = &survey.guests[..] else { panic!("two guests") };
         assert_eq!(first.placement, BTreeMap::from([(0, 2), (1, 1)]));
         assert_eq!(second.placement, BTreeMap::from([(0, 1), (1, 2)]));
         assert_eq!((first.read_pages, first.zero_pages, first.copied_pages), (2, 1, 2));
         assert_eq!((first.other_pages, first.misplaced_pages), (43, 3));
-        assert_eq!((first.remote.as_slice(), second.remote.as_slice()), (&[(5, 1, 1)][..], &[(0, 1, 0)][..]));
+        assert_eq!(
+            (first.remote.as_slice(), second.remote.as_slice()),
+            (&[(5, 1, 1)][..], &[(0, 1, 0)][..])
+        );
         assert_eq!(Survey::new(&[]), Survey::default());
     }
 
@@ -377,7 +399,8 @@ mod tests {
     #[test]
     fn guest_memory_of_this_process_is_found_and_is_on_a_node() {
         let spec = RegionSpec { start: GuestAddress(0), size_bytes: 32 << 20, host_node: None };
-        let ram = GuestRam::new(&[spec], Backing::Anonymous, HugePages::Off, Populate::Lazy).unwrap();
+        let ram =
+            GuestRam::new(&[spec], Backing::Anonymous, HugePages::Off, Populate::Lazy).unwrap();
         ram.memory().write_slice(&[7; 3 * PAGE_BYTES as usize], GuestAddress(0)).unwrap();
         let observed = of_process(std::process::id(), MergedBy::Owner).unwrap();
         // Other tests may have some as well.

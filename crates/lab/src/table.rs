@@ -47,7 +47,10 @@ pub fn render(results: &Results) -> String {
     table.load_style(presets::ASCII_MARKDOWN);
     let mut header = vec![Cell::new("")];
     header.extend(
-        results.series.iter().map(|series| Cell::new(&series.name).set_alignment(CellAlignment::Right)),
+        results
+            .series
+            .iter()
+            .map(|series| Cell::new(&series.name).set_alignment(CellAlignment::Right)),
     );
     table.set_header(header);
     for metric in &results.metrics {
@@ -104,7 +107,8 @@ mod tests {
         let header = text.lines().find(|line| line.contains("no-reporting")).unwrap();
         assert!(header.find("no-reporting").unwrap() < header.rfind(" reporting").unwrap());
         let row = text.lines().find(|line| line.contains("90 % returned after, s")).unwrap();
-        let values: Vec<&str> = row.split([' ', '|']).filter(|word| !word.is_empty()).rev().take(2).collect();
+        let values: Vec<&str> =
+            row.split([' ', '|']).filter(|word| !word.is_empty()).rev().take(2).collect();
         assert_eq!(values, ["4.25", "-"]);
     }
 

@@ -50,14 +50,24 @@ pub struct ReturnWatch {
 }
 
 impl ReturnWatch {
-    /// Begins when a program that used `program_mib` ends, with `peak_mib` the most its guest has occupied.
+    /// Begins when a program that used `program_mib` ends, with `peak_mib` the most its guest has
+    /// occupied.
     pub fn new(peak_mib: f64, program_mib: f64, patience: Patience) -> Self {
-        Self { peak_mib, program_mib, patience, lowest_mib: peak_mib, lowest_at_s: 0.0, return_90_s: None }
+        Self {
+            peak_mib,
+            program_mib,
+            patience,
+            lowest_mib: peak_mib,
+            lowest_at_s: 0.0,
+            return_90_s: None,
+        }
     }
 
     /// Takes what the guest occupies `at_s` seconds after the program's end.
     pub fn observe(&mut self, at_s: f64, footprint_mib: f64) -> Verdict {
-        if self.return_90_s.is_none() && self.peak_mib - footprint_mib >= RETURNED_PART * self.program_mib {
+        if self.return_90_s.is_none()
+            && self.peak_mib - footprint_mib >= RETURNED_PART * self.program_mib
+        {
             self.return_90_s = Some(at_s);
         }
         if self.lowest_mib - footprint_mib >= STEP_PART * self.program_mib {
@@ -65,13 +75,18 @@ impl ReturnWatch {
             self.lowest_at_s = at_s;
         }
         let begun = self.peak_mib - self.lowest_mib >= BEGINNING_PART * self.program_mib;
-        let satisfied = self.return_90_s.is_some() && self.patience.after_return == AfterReturn::Stop;
+        let satisfied =
+            self.return_90_s.is_some() && self.patience.after_return == AfterReturn::Stop;
         let idle = if begun {
             at_s - self.lowest_at_s >= self.patience.quiet_s
         } else {
             at_s >= self.patience.beginning_s
         };
-        if satisfied || idle || at_s >= self.patience.whole_s { Verdict::Over } else { Verdict::Continue }
+        if satisfied || idle || at_s >= self.patience.whole_s {
+            Verdict::Over
+        } else {
+            Verdict::Continue
+        }
     }
 
     /// Seconds until 90 % of the program's memory were back; `None` when they never were.
@@ -85,10 +100,15 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const PATIENCE: Patience =
-        Patience { beginning_s: 6.0, quiet_s: 4.0, whole_s: 30.0, after_return: AfterReturn::UntilQuiet };
+    const PATIENCE: Patience = Patience {
+        beginning_s: 6.0,
+        quiet_s: 4.0,
+        whole_s: 30.0,
+        after_return: AfterReturn::UntilQuiet,
+    };
 
-    /// Watches a guest of 500 MiB after a program of 400 MiB, looking once a second; when it is over and the time.
+    /// Watches a guest of 500 MiB after a program of 400 MiB, looking once a second; when it is
+    /// over and the time.
     fn watch(patience: Patience, footprint: impl Fn(f64) -> f64) -> (f64, Option<f64>) {
         let mut watch = ReturnWatch::new(500.0, 400.0, patience);
         let mut at_s = 0.0;

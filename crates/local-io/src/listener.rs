@@ -50,7 +50,9 @@ pub enum ListenError {
         path: PathBuf,
     },
     /// A file of another kind has this name.
-    #[error("{path:?} exists and is not a socket; choose another path for the socket or remove that file")]
+    #[error(
+        "{path:?} exists and is not a socket; choose another path for the socket or remove that file"
+    )]
     NotASocket {
         /// What was asked.
         path: PathBuf,
@@ -78,8 +80,8 @@ pub enum ListenError {
     },
 }
 
-/// The name of a socket that this process has bound. Dropping it removes the name, unless it has become
-/// another file's.
+/// The name of a socket that this process has bound. Dropping it removes the name, unless it has
+/// become another file's.
 #[derive(Debug)]
 pub struct SocketFile {
     path: PathBuf,
@@ -88,10 +90,12 @@ pub struct SocketFile {
 }
 
 impl SocketFile {
-    /// A stream socket, non-blocking, that listens at `path`, a file with the permissions `mode` from its first
-    /// moment on. The name of a process that has died is taken over. `backlog` is as in listen(2).
+    /// A stream socket, non-blocking, that listens at `path`, a file with the permissions `mode`
+    /// from its first moment on. The name of a process that has died is taken over. `backlog` is as
+    /// in listen(2).
     ///
-    /// Drop the name before the socket: after the socket, another process can have taken the name over.
+    /// Drop the name before the socket: after the socket, another process can have taken the name
+    /// over.
     ///
     /// System calls: `openat`, `flock`, `fstat`, `lstat`, `socket`, `fchmod`, `bind`, `listen`,
     /// `connect`, `unlink`, and `chmod` for a mode wider than the owner's.
@@ -102,7 +106,8 @@ impl SocketFile {
     /// # Errors
     /// [`ListenError`]; a live process and files that are not sockets are left alone.
     pub fn listen(path: &Path, mode: Mode, backlog: i32) -> Result<(Self, OwnedFd), ListenError> {
-        let bad_path = |_| ListenError::BadPath { path: path.to_owned(), length: path.as_os_str().len() };
+        let bad_path =
+            |_| ListenError::BadPath { path: path.to_owned(), length: path.as_os_str().len() };
         if path.as_os_str().is_empty() {
             return Err(bad_path(Errno::INVAL));
         }
@@ -112,7 +117,9 @@ impl SocketFile {
         let lock = NameLock::take(path, LIMIT).map_err(|errno| match errno {
             Errno::WOULDBLOCK => locked(path),
             // Of another user, in a directory that all may write to, or no regular file.
-            Errno::ACCESS | Errno::PERM | Errno::LOOP | Errno::ISDIR | Errno::NXIO if lock_exists(path) => {
+            Errno::ACCESS | Errno::PERM | Errno::LOOP | Errno::ISDIR | Errno::NXIO
+                if lock_exists(path) =>
+            {
                 locked(path)
             }
             errno => failed(path, "lock the name", errno),
@@ -120,7 +127,8 @@ impl SocketFile {
         let socket = stream_socket().map_err(|errno| failed(path, "create a socket", errno))?;
         // The file takes the mode of the socket's own inode (Linux net/unix/af_unix.c,
         // unix_bind_bsd): there is no moment with wider permissions.
-        rustix::fs::fchmod(&socket, mode).map_err(|errno| failed(path, "set the permissions", errno))?;
+        rustix::fs::fchmod(&socket, mode)
+            .map_err(|errno| failed(path, "set the permissions", errno))?;
         match rustix::net::bind(&socket, &address) {
             Err(Errno::ADDRINUSE) => {
                 remove_stale(path, &address)?;

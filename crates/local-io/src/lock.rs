@@ -1,7 +1,7 @@
 //! A lock on a name in a directory that only those who may write to the directory can hold.
 //!
-//! flock(2) on the directory itself would do, but takes read permission only: on `/run` or `/tmp` any
-//! user of the host could hold it for ever.
+//! flock(2) on the directory itself would do, but takes read permission only: on `/run` or `/tmp`
+//! any user of the host could hold it for ever.
 
 use std::ffi::OsString;
 use std::os::fd::OwnedFd;
@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 use rustix::fs::{FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
 
-/// Longest wait for another process that takes the same name. It needs the lock for some system calls.
+/// Longest wait for another process that takes the same name. It needs the lock for some system
+/// calls.
 pub(crate) const LIMIT: Duration = Duration::from_secs(5);
 /// Between two attempts.
 const PAUSE: Duration = Duration::from_millis(2);
@@ -51,15 +52,17 @@ impl NameLock {
 
     fn open(path: &Path) -> Result<OwnedFd, Errno> {
         // NONBLOCK: a FIFO of this name must not block the open.
-        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+        let flags =
+            OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
         rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR)
     }
 
-    /// Locks the opened file if it still has the name: the holder before may have removed it since it was opened, and a
-    /// file without the name protects nothing.
+    /// Locks the opened file if it still has the name: the holder before may have removed it since
+    /// it was opened, and a file without the name protects nothing.
     fn lock(file: OwnedFd, path: &Path) -> Result<OwnedFd, Errno> {
         match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            // A file system without locks, where two processes that start at once are not told apart.
+            // A file system without locks, where two processes that start at once are not told
+            // apart.
             Ok(()) | Err(Errno::NOLCK | Errno::OPNOTSUPP) => {}
             Err(errno) => return Err(errno),
         }

@@ -1,8 +1,9 @@
-//! Throughput of the engine: zero detection alone, and memory from a simulated source through loopback TCP into a target,
-//! with 1, 2 and 4 streams.
+//! Throughput of the engine: zero detection alone, and memory from a simulated source through
+//! loopback TCP into a target, with 1, 2 and 4 streams.
 //!
-//! Each iteration is a whole migration of 512 MiB: source, checksums, sockets, receiver and the copy into the target's memory run on
-//! the same processors, so "a core" is what the printed processor time says.
+//! Each iteration is a whole migration of 512 MiB: source, checksums, sockets, receiver and the
+//! copy into the target's memory run on the same processors, so "a core" is what the printed
+//! processor time says.
 
 #![allow(clippy::unwrap_used, missing_docs, reason = "a benchmark")]
 
@@ -17,7 +18,8 @@ use ebb_abi::{PAGE_SIZE_BYTES, PageRange, Pfn};
 use ebb_guest_ram::{Backing, GuestRam, HugePages, Populate, RegionSpec};
 use ebb_migration::testing::NoWrites;
 use ebb_migration::{
-    BoxError, Cancel, Config, Guest, Precopy, Receiver, RoundSync, SourceMemory, ZeroPages, is_zero_page,
+    BoxError, Cancel, Config, Guest, Precopy, Receiver, RoundSync, SourceMemory, ZeroPages,
+    is_zero_page,
 };
 use rustix::time::{ClockId, clock_gettime};
 use twox_hash::XxHash3_64;
@@ -43,7 +45,9 @@ fn zero_detection(criterion: &mut Criterion) {
             pages.chunks_exact_mut(PAGE).for_each(|page| page[place] = 1);
         }
         group.bench_function(name, |bencher| {
-            bencher.iter(|| black_box(&pages).chunks_exact(PAGE).filter(|page| is_zero_page(page)).count());
+            bencher.iter(|| {
+                black_box(&pages).chunks_exact(PAGE).filter(|page| is_zero_page(page)).count()
+            });
         });
     }
     group.finish();
@@ -183,7 +187,10 @@ fn migrate(source: &Source, target: &GuestRam, streams: usize, config: Config) -
         scope.spawn(|| {
             let receiver = Receiver {
                 memory: target,
-                streams: receive.into_iter().map(|stream| Box::new(stream) as Box<dyn Read + Send>).collect(),
+                streams: receive
+                    .into_iter()
+                    .map(|stream| Box::new(stream) as Box<dyn Read + Send>)
+                    .collect(),
                 round_done: &mut |_| Ok(confirm.write_all(&[1])?),
                 cancel: Cancel::new(),
             };
@@ -195,7 +202,10 @@ fn migrate(source: &Source, target: &GuestRam, streams: usize, config: Config) -
             dirty: &mut NoWrites,
             guest: &mut Idle,
             free_pages: None,
-            streams: send.into_iter().map(|stream| Box::new(stream) as Box<dyn Write + Send>).collect(),
+            streams: send
+                .into_iter()
+                .map(|stream| Box::new(stream) as Box<dyn Write + Send>)
+                .collect(),
             round_sync: &mut Confirmed(rounds),
             observer: &mut |_| {},
             cancel: Cancel::new(),
@@ -208,9 +218,11 @@ fn migrate(source: &Source, target: &GuestRam, streams: usize, config: Config) -
 fn engine(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("engine");
     group.throughput(Throughput::Bytes(MEMORY_BYTES)).sample_size(10);
-    let spec = RegionSpec { start: GuestAddress::default(), size_bytes: MEMORY_BYTES, host_node: None };
+    let spec =
+        RegionSpec { start: GuestAddress::default(), size_bytes: MEMORY_BYTES, host_node: None };
     // Populated, so that what is measured is the engine and not the host's page faults.
-    let target = GuestRam::new(&[spec], Backing::Anonymous, HugePages::On, Populate::Prealloc).unwrap();
+    let target =
+        GuestRam::new(&[spec], Backing::Anonymous, HugePages::On, Populate::Prealloc).unwrap();
     for (name, content, zero_pages) in [
         ("data", Content::Data, ZeroPages::Detect),
         ("data, no zero detection", Content::Data, ZeroPages::Send),

@@ -1,4 +1,5 @@
-//! Records on their way to a stream: collected while they fit the processor's cache, and written with few calls.
+//! Records on their way to a stream: collected while they fit the processor's cache, and written
+//! with few calls.
 
 use std::hash::Hasher;
 use std::io::{self, IoSlice, Write};
@@ -13,8 +14,8 @@ use crate::progress::PageCounters;
 use crate::zero::{PageContent, first_run};
 use crate::{BoxError, ZeroPages};
 
-/// Pages that are read at a time: they stay in the second level cache while they are searched for zeros, hashed, and copied by
-/// the kernel.
+/// Pages that are read at a time: they stay in the second level cache while they are searched for
+/// zeros, hashed, and copied by the kernel.
 pub(crate) const PIECE_PAGES: u64 = 64;
 
 const PAGE: usize = PAGE_SIZE_BYTES as usize;
@@ -111,7 +112,8 @@ impl Batch {
                 ZeroPages::Detect => first_run(pages),
                 ZeroPages::Send => (pages.len() / PAGE, PageContent::Data),
             };
-            let run = PageRange::new(ebb_abi::Pfn(range.start.0 + (done / PAGE) as u64), count as u64);
+            let run =
+                PageRange::new(ebb_abi::Pfn(range.start.0 + (done / PAGE) as u64), count as u64);
             match content {
                 PageContent::Zero => self.zero(run),
                 PageContent::Data => self.data(run, start + done),
@@ -225,4 +227,5 @@ fn write_all(stream: &mut dyn Write, mut slices: &mut [IoSlice<'_>]) -> io::Resu
     Ok(())
 }
 
-const _: () = assert!(PIECE_PAGES <= ebb_abi::migration::MAX_DATA_PAGES as u64 && HEADER_BYTES == 16);
+const _: () =
+    assert!(PIECE_PAGES <= ebb_abi::migration::MAX_DATA_PAGES as u64 && HEADER_BYTES == 16);

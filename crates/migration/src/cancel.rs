@@ -24,8 +24,8 @@ impl Cancel {
 
     /// Calls the migration off and runs the callbacks. Has no further effect the second time.
     ///
-    /// It ends with an error soon; the guest at the source runs on. After the source has handed the guest over, nothing
-    /// happens: see [`Switchover`](crate::Switchover).
+    /// It ends with an error soon; the guest at the source runs on. After the source has handed the
+    /// guest over, nothing happens: see [`Switchover`](crate::Switchover).
     pub fn cancel(&self) {
         let callbacks = self.callbacks();
         if !self.0.cancelled.swap(true, Ordering::SeqCst) {
@@ -38,8 +38,8 @@ impl Cancel {
         self.0.cancelled.load(Ordering::SeqCst)
     }
 
-    /// Has `callback` called by [`cancel`](Self::cancel), or at once if that has happened: to shut connections down, so that who
-    /// waits for them wakes up. It must not call this object.
+    /// Has `callback` called by [`cancel`](Self::cancel), or at once if that has happened: to shut
+    /// connections down, so that who waits for them wakes up. It must not call this object.
     pub fn on_cancel(&self, callback: impl Fn() + Send + 'static) {
         let mut callbacks = self.callbacks();
         if self.is_cancelled() {
@@ -56,7 +56,10 @@ impl Cancel {
 
 impl fmt::Debug for Cancel {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.debug_struct("Cancel").field("cancelled", &self.is_cancelled()).finish_non_exhaustive()
+        formatter
+            .debug_struct("Cancel")
+            .field("cancelled", &self.is_cancelled())
+            .finish_non_exhaustive()
     }
 }
 

@@ -21,13 +21,15 @@ pub struct Config {
     pub holes: Holes,
     /// When the guest is asked for free pages.
     pub hint_rounds: HintRounds,
-    /// How long a round waits for hints, at most, before it sends what was not named. Pages that are sent before they are named
-    /// are sent in vain.
+    /// How long a round waits for hints, at most, before it sends what was not named. Pages that
+    /// are sent before they are named are sent in vain.
     pub hint_wait: Duration,
-    /// Pages that are sent before the guest is asked for free ones, to find out how fast the link is: the wait for hints goes on
-    /// as long as they come at half of that or faster. A guest with less than four times as many is asked at once.
+    /// Pages that are sent before the guest is asked for free ones, to find out how fast the link
+    /// is: the wait for hints goes on as long as they come at half of that or faster. A guest with
+    /// less than four times as many is asked at once.
     pub probe_pages: u64,
-    /// Bytes a second that the guest must name for the wait to go on where the link's speed is not known.
+    /// Bytes a second that the guest must name for the wait to go on where the link's speed is not
+    /// known.
     pub hint_rate: u64,
     /// Pages that a stream takes at a time.
     pub chunk_pages: u64,

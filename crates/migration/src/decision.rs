@@ -128,7 +128,8 @@ mod tests {
     fn a_busy_guest_is_slowed_down_step_by_step() {
         let config = Config { auto_converge: AutoConverge::On, ..Config::default() };
         let mut policy = Policy::new(config);
-        let steps: Vec<_> = (0..24).map(|_| policy.after_round(round(100, 90), bandwidth())).collect();
+        let steps: Vec<_> =
+            (0..24).map(|_| policy.after_round(round(100, 90), bandwidth())).collect();
         let expected: Vec<_> = [20, 30, 40, 50, 60, 70, 80, 90, 99]
             .into_iter()
             .flat_map(|percent| [Next::Round, Next::Throttle(percent)])
@@ -151,9 +152,12 @@ mod tests {
 
     #[test]
     fn the_time_limit_ends_it_either_way() {
-        for (then, next) in [(AtTimeLimit::Cancel, Next::GiveUp), (AtTimeLimit::Force, Next::SwitchOver)] {
+        for (then, next) in
+            [(AtTimeLimit::Cancel, Next::GiveUp), (AtTimeLimit::Force, Next::SwitchOver)]
+        {
             let limit = |seconds| Some(TimeLimit { after: Duration::from_secs(seconds), then });
-            let policy = |seconds| Policy::new(Config { time_limit: limit(seconds), ..Config::default() });
+            let policy =
+                |seconds| Policy::new(Config { time_limit: limit(seconds), ..Config::default() });
             assert_eq!(policy(11).after_round(round(100, 90), bandwidth()), Next::Round);
             assert_eq!(policy(10).after_round(round(100, 90), bandwidth()), next);
             // What fits is not given up.

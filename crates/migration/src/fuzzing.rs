@@ -1,5 +1,5 @@
-//! Bodies of the fuzz targets of the engine: each takes any bytes, plays a hostile source, and panics if the destination
-//! misbehaves. They also run as ordinary tests.
+//! Bodies of the fuzz targets of the engine: each takes any bytes, plays a hostile source, and
+//! panics if the destination misbehaves. They also run as ordinary tests.
 
 use std::collections::HashMap;
 use std::hash::Hasher;
@@ -16,8 +16,11 @@ use crate::{Cancel, Receiver};
 pub type Target = (&'static str, fn(&[u8]));
 
 /// All targets.
-pub const TARGETS: [Target; 3] =
-    [("migration_records", records), ("migration_garbage", garbage), ("migration_receiver", receiver)];
+pub const TARGETS: [Target; 3] = [
+    ("migration_records", records),
+    ("migration_garbage", garbage),
+    ("migration_receiver", receiver),
+];
 
 /// Memory of a destination: two regions that adjoin, and one apart.
 const REGIONS: [PageRange; 3] =
@@ -48,7 +51,11 @@ pub fn garbage(data: &[u8]) {
     let target = TestTarget::new(&REGIONS);
     let receiver = Receiver {
         memory: &target,
-        streams: vec![Box::new(Pieces { bytes: data.to_vec(), piece: usize::from(piece) + 1, at: 0 })],
+        streams: vec![Box::new(Pieces {
+            bytes: data.to_vec(),
+            piece: usize::from(piece) + 1,
+            at: 0,
+        })],
         round_done: &mut |_| Ok(()),
         cancel: Cancel::new(),
     };
@@ -104,7 +111,10 @@ impl Source {
         let range = input.range();
         let inside: u64 = REGIONS.iter().map(|region| region.intersection(range).pages).sum();
         let pages = range.start.0..range.end().0;
-        if self.right && inside == range.pages && pages.clone().any(|page| self.named.contains(&page)) {
+        if self.right
+            && inside == range.pages
+            && pages.clone().any(|page| self.named.contains(&page))
+        {
             return;
         }
         self.right &= inside == range.pages;

@@ -7,11 +7,11 @@ use ebb_guest_ram::{GuestRam, PageSet};
 
 use crate::{BoxError, DirtySource, SourceMemory, TargetMemory};
 
-/// A dirty source for what vCPUs write, together with the memory's log of what the monitor itself writes and
-/// discards.
+/// A dirty source for what vCPUs write, together with the memory's log of what the monitor itself
+/// writes and discards.
 ///
-/// That log is marked when a write or discard is done, and taken as it is read: a write that is not yet in the log at a
-/// look at it is found by the next one, and its page is read again.
+/// That log is marked when a write or discard is done, and taken as it is read: a write that is not
+/// yet in the log at a look at it is found by the next one, and its page is read again.
 #[derive(Debug)]
 pub struct WithWriteLog<D> {
     vcpus: D,
@@ -82,7 +82,8 @@ impl TargetMemory for GuestRam {
     fn discard(&self, range: PageRange) -> Result<(), BoxError> {
         let outcome = GuestRam::discard(self, &[range])?;
         if outcome.bytes < range.size_bytes() {
-            // Part of a huge page that can only go as a whole, or somebody needs the memory to stay.
+            // Part of a huge page that can only go as a whole, or somebody needs the memory to
+            // stay.
             let zeros = vec![0; PAGE_SIZE_BYTES as usize];
             for page in range.start.0..range.end().0 {
                 self.write_pages(PageRange::new(ebb_abi::Pfn(page), 1), &zeros)?;

@@ -1,8 +1,9 @@
 //! Live migration of a virtual machine's memory: pre-copy that skips what the guest does not use.
 //!
-//! The crate knows neither KVM nor a particular monitor. It works on traits: [`SourceMemory`] and [`TargetMemory`],
-//! [`DirtySource`], [`Guest`], [`FreePageSource`]. [`Precopy`] sends memory, [`Receiver`] takes it in, [`Tracker`] holds the rule
-//! that makes hints of free pages safe. [`session`] is how two monitors find, trust and understand each other.
+//! The crate knows neither KVM nor a particular monitor. It works on traits: [`SourceMemory`] and
+//! [`TargetMemory`], [`DirtySource`], [`Guest`], [`FreePageSource`]. [`Precopy`] sends memory,
+//! [`Receiver`] takes it in, [`Tracker`] holds the rule that makes hints of free pages safe.
+//! [`session`] is how two monitors find, trust and understand each other.
 //!
 //! ```text
 //! arm -> window { ask the guest | send what it has not named } -> look at the log

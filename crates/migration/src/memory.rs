@@ -12,22 +12,23 @@ pub trait SourceMemory: Sync {
     /// The guest's memory, in ascending order, without overlaps.
     fn regions(&self) -> Vec<PageRange>;
 
-    /// Appends the parts of `range` for which the host holds content, in ascending order. All other pages read as zeros, and
-    /// the host has no memory for them: never touched, or discarded.
+    /// Appends the parts of `range` for which the host holds content, in ascending order. All other
+    /// pages read as zeros, and the host has no memory for them: never touched, or discarded.
     ///
     /// # Errors
     /// If the host does not tell.
     fn held(&self, range: PageRange, held: &mut Vec<PageRange>) -> Result<(), BoxError>;
 
-    /// Copies the content of `range` to `bytes`, which are as long. A write of the guest at the same time may be in the copy
-    /// or not, or in part: it is found in the dirty log.
+    /// Copies the content of `range` to `bytes`, which are as long. A write of the guest at the
+    /// same time may be in the copy or not, or in part: it is found in the dirty log.
     ///
     /// # Errors
     /// If the memory cannot be read.
     fn read(&self, range: PageRange, bytes: &mut [u8]) -> Result<(), BoxError>;
 }
 
-/// Memory that a guest is moved into. It must read as zeros when the migration begins, and nobody else may use it.
+/// Memory that a guest is moved into. It must read as zeros when the migration begins, and nobody
+/// else may use it.
 ///
 /// Ranges that are passed lie within one region; several threads pass them.
 pub trait TargetMemory: Sync {

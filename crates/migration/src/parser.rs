@@ -26,8 +26,8 @@ pub(crate) trait RecordSink {
     fn malformed(&self, error: StreamError) -> Self::Error;
 }
 
-/// Takes one stream apart. What it passes on is within the bounds of the format and was [checked](RecordSink::check); whether it
-/// is what was sent is known at the end of a round only.
+/// Takes one stream apart. What it passes on is within the bounds of the format and was
+/// [checked](RecordSink::check); whether it is what was sent is known at the end of a round only.
 pub(crate) struct Parser {
     round: u32,
     /// Pages whose content is to come.
@@ -72,8 +72,9 @@ impl Parser {
         self.hasher = XxHash3_64::with_seed(0);
     }
 
-    /// Deals with as much of `bytes` as makes sense: less than a page with its header may be left. Returns how much that was, and
-    /// the end of the round if it has come; what is behind it is left.
+    /// Deals with as much of `bytes` as makes sense: less than a page with its header may be left.
+    /// Returns how much that was, and the end of the round if it has come; what is behind it is
+    /// left.
     pub(crate) fn parse<S: RecordSink>(
         &mut self,
         bytes: &[u8],
@@ -91,7 +92,9 @@ impl Parser {
 
     fn step<S: RecordSink>(&mut self, bytes: &[u8], sink: &mut S) -> Result<Step, S::Error> {
         if let Some(kind) = self.ending {
-            let Some(end) = bytes.first_chunk::<END_OF_ROUND_BYTES>() else { return Ok(Step::Starved) };
+            let Some(end) = bytes.first_chunk::<END_OF_ROUND_BYTES>() else {
+                return Ok(Step::Starved);
+            };
             self.check_end(end).map_err(|error| sink.malformed(error))?;
             self.ending = None;
             return Ok(Step::End(END_OF_ROUND_BYTES, kind));
@@ -148,7 +151,8 @@ impl Parser {
         let content = &bytes[..(pages * PAGE_SIZE_BYTES) as usize];
         self.hasher.write(content);
         let range = PageRange::new(self.expected.start, pages);
-        self.expected = PageRange::new(Pfn(self.expected.start.0 + pages), self.expected.pages - pages);
+        self.expected =
+            PageRange::new(Pfn(self.expected.start.0 + pages), self.expected.pages - pages);
         sink.data(range, content)?;
         Ok(Step::Used(content.len()))
     }
@@ -157,7 +161,11 @@ impl Parser {
         self.hasher.write(&bytes[..EndOfRound::CHECKED_BYTES]);
         let (round, end) = (self.round, EndOfRound::from_bytes(bytes));
         if end.records != self.records {
-            return Err(StreamError::RecordCount { round, found: self.records, claimed: end.records });
+            return Err(StreamError::RecordCount {
+                round,
+                found: self.records,
+                claimed: end.records,
+            });
         }
         let found = self.hasher.finish();
         if end.checksum != found {

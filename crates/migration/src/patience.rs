@@ -1,7 +1,8 @@
 //! How long hints are worth waiting for.
 //!
-//! A page that is sent before it is named is sent in vain, and a page takes the link longer than the guest takes to name it. So a
-//! round waits as long as pages are named faster than a link would carry them.
+//! A page that is sent before it is named is sent in vain, and a page takes the link longer than
+//! the guest takes to name it. So a round waits as long as pages are named faster than a link would
+//! carry them.
 
 use std::time::Duration;
 
@@ -26,7 +27,8 @@ pub(crate) struct Patience {
 }
 
 impl Patience {
-    /// For a link of this measured bandwidth. Half of it is enough: what is not sent is worth something, too.
+    /// For a link of this measured bandwidth. Half of it is enough: what is not sent is worth
+    /// something, too.
     pub(crate) fn new(config: &Config, bandwidth: Bandwidth) -> Self {
         let link = bandwidth.bytes_per_s().map_or(config.hint_rate, |bytes_per_s| bytes_per_s / 2);
         let min_bytes_per_s = link.min(config.bandwidth_limit.unwrap_or(u64::MAX));
@@ -66,7 +68,8 @@ mod tests {
 
     fn patience(bandwidth_limit: Option<u64>, bandwidth: Bandwidth) -> Patience {
         let hint_wait = milliseconds(5000);
-        let config = Config { hint_rate: 100 << 20, hint_wait, bandwidth_limit, ..Config::default() };
+        let config =
+            Config { hint_rate: 100 << 20, hint_wait, bandwidth_limit, ..Config::default() };
         Patience::new(&config, bandwidth)
     }
 

@@ -1,4 +1,5 @@
-//! Pre-copy: memory is sent while the guest runs, round after round, and the rest while it stands still.
+//! Pre-copy: memory is sent while the guest runs, round after round, and the rest while it stands
+//! still.
 
 use std::io::Write;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -23,8 +24,8 @@ const HINT_LOOK: Duration = Duration::from_millis(20);
 
 /// A migration at its source, with all that it needs.
 ///
-/// Without a time limit and without slowing the guest down, it goes on as long as the guest writes faster than its memory can be
-/// sent.
+/// Without a time limit and without slowing the guest down, it goes on as long as the guest writes
+/// faster than its memory can be sent.
 pub struct Precopy<'a> {
     /// What was asked for.
     pub config: Config,
@@ -43,17 +44,18 @@ pub struct Precopy<'a> {
     pub round_sync: &'a mut dyn RoundSync,
     /// Is told how far it is, some times a second and when something begins.
     pub observer: &'a mut dyn FnMut(&Progress),
-    /// Calls it off. Its callbacks must make writes to the streams and waits for rounds return; the engine calls it by
-    /// itself when one stream has failed and another is stuck.
+    /// Calls it off. Its callbacks must make writes to the streams and waits for rounds return; the
+    /// engine calls it by itself when one stream has failed and another is stuck.
     pub cancel: Cancel,
 }
 
 impl<'a> Precopy<'a> {
-    /// Sends the guest's memory. When this returns without an error, the guest stands still, its state has been taken, and the
-    /// destination has confirmed all of its memory.
+    /// Sends the guest's memory. When this returns without an error, the guest stands still, its
+    /// state has been taken, and the destination has confirmed all of its memory.
     ///
     /// # Errors
-    /// [`Failure`]; the guest runs, without the dirty log and with all of its pages, and nothing of the migration is left.
+    /// [`Failure`]; the guest runs, without the dirty log and with all of its pages, and nothing of
+    /// the migration is left.
     pub fn run(self) -> Result<Switchover<'a>, Box<Failure>> {
         let regions = self.memory.regions();
         let report = Report {
@@ -83,7 +85,9 @@ impl<'a> Precopy<'a> {
         engine.close_report();
         let Engine { guest, report, policy, paused_at, .. } = engine;
         match (result, paused_at) {
-            (Ok(tracker), Some(paused_at)) => Ok(Switchover::new(tracker, guest, report, paused_at)),
+            (Ok(tracker), Some(paused_at)) => {
+                Ok(Switchover::new(tracker, guest, report, paused_at))
+            }
             // `migrate` pauses the guest before it succeeds.
             (Ok(_), None) => Err(Box::new(Failure { error: MigrationError::Cancelled, report })),
             (Err(error), paused_at) => {
@@ -170,8 +174,8 @@ impl<'a> Engine<'a> {
         Err(MigrationError::Cancelled)
     }
 
-    /// Sends a little, to find out how fast that goes, if hints are to be waited for. Returns the number of the next
-    /// round.
+    /// Sends a little, to find out how fast that goes, if hints are to be waited for. Returns the
+    /// number of the next round.
     fn probe(&mut self, tracker: &mut Tracker<'_>) -> Result<u32, MigrationError> {
         let pages = self.config.probe_pages;
         if self.free_pages.is_none() || tracker.remaining_pages() / 4 < pages || pages == 0 {
@@ -201,7 +205,8 @@ impl<'a> Engine<'a> {
         self.end_round(tracker, begun, sent)
     }
 
-    /// The end of a round while the guest runs: its confirmation, and a look at what was written meanwhile.
+    /// The end of a round while the guest runs: its confirmation, and a look at what was written
+    /// meanwhile.
     fn end_round(
         &mut self,
         tracker: &mut Tracker<'_>,
@@ -224,7 +229,8 @@ impl<'a> Engine<'a> {
         })
     }
 
-    /// A round in which the guest is asked for free pages; `None` if it cannot be. Returns the time without sending, too.
+    /// A round in which the guest is asked for free pages; `None` if it cannot be. Returns the time
+    /// without sending, too.
     fn hinted_round(
         &mut self,
         tracker: &mut Tracker<'_>,
@@ -252,7 +258,11 @@ impl<'a> Engine<'a> {
         Ok(result?.map(|(pages, wait)| (PageCounters { skipped, ..pages }, wait)))
     }
 
-    fn wait_for_hints(&mut self, window: &HintWindow<'_>, round: u32) -> Result<Duration, MigrationError> {
+    fn wait_for_hints(
+        &mut self,
+        window: &HintWindow<'_>,
+        round: u32,
+    ) -> Result<Duration, MigrationError> {
         let started = Instant::now();
         let mut patience = Patience::new(&self.config, self.bandwidth);
         loop {
@@ -319,7 +329,12 @@ impl<'a> Engine<'a> {
         let limit = self.config.time_limit.filter(|_| kind == RoundKind::More);
         let (observer, sent_bytes) = (&mut *self.observer, &self.sent_bytes);
         let mut look = || {
-            observer(&state.progress(phase, number, Some(feed), sent_bytes.load(Ordering::Relaxed)));
+            observer(&state.progress(
+                phase,
+                number,
+                Some(feed),
+                sent_bytes.load(Ordering::Relaxed),
+            ));
             match limit {
                 Some(limit) if state.started.elapsed() >= limit.after => match limit.then {
                     AtTimeLimit::Force => Ok(Look::EndEarly),
@@ -363,7 +378,8 @@ impl<'a> Engine<'a> {
 
     fn close_report(&mut self) {
         self.report.total_ms = milliseconds(self.started.elapsed());
-        self.report.downtime_ms = self.paused_at.map_or(0, |paused_at| milliseconds(paused_at.elapsed()));
+        self.report.downtime_ms =
+            self.paused_at.map_or(0, |paused_at| milliseconds(paused_at.elapsed()));
         self.report.bytes_sent = self.sent_bytes.load(Ordering::Relaxed);
         self.report.bandwidth_bytes_per_s = self.bandwidth.bytes_per_s();
     }
@@ -423,7 +439,13 @@ impl State {
         }
     }
 
-    fn progress(&self, phase: Phase, round: u32, feed: Option<&dyn PageFeed>, sent_bytes: u64) -> Progress {
+    fn progress(
+        &self,
+        phase: Phase,
+        round: u32,
+        feed: Option<&dyn PageFeed>,
+        sent_bytes: u64,
+    ) -> Progress {
         let remaining_bytes = feed.map_or(0, PageFeed::remaining_pages) * PAGE_SIZE_BYTES;
         let mut pages = self.pages;
         pages.skipped += feed.map_or(0, PageFeed::skipped_pages);

@@ -33,7 +33,8 @@ pub struct Progress {
     pub remaining_bytes: u64,
     /// Bytes sent so far, in all rounds.
     pub sent_bytes: u64,
-    /// Bandwidth measured last, in bytes a second; `None` before the first round with a measurable amount.
+    /// Bandwidth measured last, in bytes a second; `None` before the first round with a measurable
+    /// amount.
     pub bandwidth_bytes_per_s: Option<u64>,
     /// How long the guest would have to stand still if it were stopped now.
     pub expected_downtime: Option<Duration>,
@@ -78,7 +79,8 @@ pub struct RoundReport {
     pub pages: PageCounters,
     /// Bytes on the wire.
     pub bytes_sent: u64,
-    /// Time from its beginning until the destination had dealt with it, in milliseconds; of it `hint_wait_ms` for hints alone.
+    /// Time from its beginning until the destination had dealt with it, in milliseconds; of it
+    /// `hint_wait_ms` for hints alone.
     pub total_ms: u64,
     /// Time in which nothing was sent since hints were coming, in milliseconds.
     pub hint_wait_ms: u64,
@@ -93,8 +95,8 @@ pub struct RoundReport {
 pub struct Report {
     /// Time from the beginning until all memory was at the destination, in milliseconds.
     pub total_ms: u64,
-    /// Part of it in which the guest stood still, in milliseconds. The monitor's own part (state, start at the destination) comes
-    /// on top.
+    /// Part of it in which the guest stood still, in milliseconds. The monitor's own part (state,
+    /// start at the destination) comes on top.
     pub downtime_ms: u64,
     /// Part of it that switching the dirty log on took, in milliseconds.
     pub setup_ms: u64,

@@ -35,7 +35,8 @@ impl RateLimiter {
         }
     }
 
-    /// When the next `bytes` may be sent; the time after them is free for others. `None` if there is no limit.
+    /// When the next `bytes` may be sent; the time after them is free for others. `None` if there
+    /// is no limit.
     fn reserve(&self, bytes: u64, now: Instant) -> Option<Instant> {
         let rate = self.bytes_per_s?;
         let mut free_at = self.free_at.lock().unwrap_or_else(PoisonError::into_inner);
@@ -52,11 +53,13 @@ pub(crate) struct Bandwidth {
     bytes_per_s: Option<f64>,
 }
 
-/// Bytes that a round must have sent for its bandwidth to say something: less is mostly waiting for an answer.
+/// Bytes that a round must have sent for its bandwidth to say something: less is mostly waiting for
+/// an answer.
 const MIN_BYTES: u64 = 1 << 20;
 
 impl Bandwidth {
-    /// A round has taken `time` for `sent_bytes` on the wire, which stand for `handled_bytes` of memory.
+    /// A round has taken `time` for `sent_bytes` on the wire, which stand for `handled_bytes` of
+    /// memory.
     pub(crate) fn observe(&mut self, sent_bytes: u64, handled_bytes: u64, time: Duration) {
         let seconds = time.as_secs_f64().max(1e-6);
         if sent_bytes >= MIN_BYTES {
@@ -80,7 +83,8 @@ impl Bandwidth {
             return Some(Duration::ZERO);
         }
         // A day is as good as longer.
-        self.bytes_per_s.map(|rate| Duration::from_secs_f64((bytes as f64 / rate.max(1.0)).min(86_400.0)))
+        self.bytes_per_s
+            .map(|rate| Duration::from_secs_f64((bytes as f64 / rate.max(1.0)).min(86_400.0)))
     }
 }
 

@@ -14,7 +14,8 @@ use crate::parser::{Parser, RecordSink};
 use crate::progress::PageCounters;
 use crate::{BoxError, Cancel, ReceiveError, StreamError, TargetMemory};
 
-/// What is read from a stream at a time: stays in the second level cache while it is hashed and copied to the guest's memory.
+/// What is read from a stream at a time: stays in the second level cache while it is hashed and
+/// copied to the guest's memory.
 const BUFFER_BYTES: usize = 512 << 10;
 
 /// The destination of a migration, with all that it needs.
@@ -25,8 +26,8 @@ pub struct Receiver<'a> {
     pub streams: Vec<Box<dyn Read + Send + 'a>>,
     /// Tells the source that a round is in memory.
     pub round_done: &'a mut dyn FnMut(u32) -> Result<(), BoxError>,
-    /// Calls it off. Its callbacks must make reads from the streams return; the receiver calls it by itself when one
-    /// stream is not right, so that the others end as well.
+    /// Calls it off. Its callbacks must make reads from the streams return; the receiver calls it
+    /// by itself when one stream is not right, so that the others end as well.
     pub cancel: Cancel,
 }
 
@@ -53,8 +54,12 @@ impl Receiver<'_> {
             return Err(ReceiveError::NoStreams);
         }
         let target = Target::new(self.memory);
-        let mut streams: Vec<Stream<'_>> =
-            self.streams.into_iter().enumerate().map(|(index, reader)| Stream::new(index, reader)).collect();
+        let mut streams: Vec<Stream<'_>> = self
+            .streams
+            .into_iter()
+            .enumerate()
+            .map(|(index, reader)| Stream::new(index, reader))
+            .collect();
         let mut report = ReceiveReport::default();
         for round in 0..=u32::MAX {
             let kind = receive_round(&target, &mut streams, round, &self.cancel)?;
@@ -90,7 +95,10 @@ fn receive_round(
                     Err(error) => {
                         let called_off = cancel.is_cancelled();
                         let error = if called_off { ReceiveError::Cancelled } else { error };
-                        first_error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+                        first_error
+                            .lock()
+                            .unwrap_or_else(PoisonError::into_inner)
+                            .get_or_insert(error);
                         cancel.cancel();
                         None
                     }
@@ -127,7 +135,11 @@ impl<'a> Stream<'a> {
         Self { index, reader, parser: Parser::new(), buffer, filled: 0..0, received_bytes: 0 }
     }
 
-    fn receive_round(&mut self, target: &Target<'_>, round: u32) -> Result<RoundKind, ReceiveError> {
+    fn receive_round(
+        &mut self,
+        target: &Target<'_>,
+        round: u32,
+    ) -> Result<RoundKind, ReceiveError> {
         self.parser.begin_round(round);
         let mut sink = StreamSink { target, stream: self.index };
         loop {
@@ -175,9 +187,13 @@ impl<'a> Target<'a> {
         Self { memory, regions, written }
     }
 
-    /// The parts of a range that are in regions. The source may have its memory cut into other regions.
+    /// The parts of a range that are in regions. The source may have its memory cut into other
+    /// regions.
     fn parts(&self, range: PageRange) -> impl Iterator<Item = PageRange> {
-        self.regions.iter().map(move |region| region.intersection(range)).filter(|part| !part.is_empty())
+        self.regions
+            .iter()
+            .map(move |region| region.intersection(range))
+            .filter(|part| !part.is_empty())
     }
 
     /// Takes pages out of those that were written; returns them as ranges.

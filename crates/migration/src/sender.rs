@@ -59,7 +59,8 @@ pub(crate) enum Look {
 }
 
 impl Round<'_> {
-    /// Sends what the feed has. `look` is called every now and then; returns what became of the pages.
+    /// Sends what the feed has. `look` is called every now and then; returns what became of the
+    /// pages.
     pub(crate) fn send(
         &self,
         streams: &mut [Stream<'_>],
@@ -143,8 +144,8 @@ impl Round<'_> {
         Ok(std::mem::take(&mut stream.batch.pages))
     }
 
-    /// Sends pages of one region. The host is asked once what it holds: of pages that are all written somewhere in a
-    /// chunk, nearly all are held.
+    /// Sends pages of one region. The host is asked once what it holds: of pages that are all
+    /// written somewhere in a chunk, nearly all are held.
     fn send_pages(
         &self,
         index: usize,
@@ -156,10 +157,8 @@ impl Round<'_> {
         let range = span(pages);
         match self.config.holes {
             Holes::Read => held.push(range),
-            Holes::Skip => self.memory.held(range, &mut held).map_err(|source| MigrationError::Memory {
-                action: "find out what is held of",
-                range,
-                source,
+            Holes::Skip => self.memory.held(range, &mut held).map_err(|source| {
+                MigrationError::Memory { action: "find out what is held of", range, source }
             })?,
         }
         for range in pages {
@@ -194,10 +193,9 @@ impl Round<'_> {
             }
             let pages = (range.end().0 - next).min(stream.batch.room_pages());
             let piece = PageRange::new(Pfn(next), pages);
-            stream
-                .batch
-                .read(self.memory, piece, self.config.zero_pages)
-                .map_err(|source| MigrationError::Memory { action: "read", range: piece, source })?;
+            stream.batch.read(self.memory, piece, self.config.zero_pages).map_err(|source| {
+                MigrationError::Memory { action: "read", range: piece, source }
+            })?;
             next += pages;
         }
         Ok(())

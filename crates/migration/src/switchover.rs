@@ -4,10 +4,11 @@ use std::time::Instant;
 
 use crate::{Guest, MigrationError, Report, Tracker};
 
-/// All memory is at the destination and the guest stands still. Who holds this decides where it goes on.
+/// All memory is at the destination and the guest stands still. Who holds this decides where it
+/// goes on.
 ///
-/// Exactly one of both ends may run it. So the guest stays as it is when this is dropped: to let it go on here is right only if
-/// it is certain that the destination does not run it.
+/// Exactly one of both ends may run it. So the guest stays as it is when this is dropped: to let it
+/// go on here is right only if it is certain that the destination does not run it.
 #[must_use]
 pub struct Switchover<'a> {
     tracker: Tracker<'a>,
@@ -41,13 +42,15 @@ impl<'a> Switchover<'a> {
         self.report
     }
 
-    /// It is not known whether the destination runs the guest. It stays paused here, without the dirty log.
+    /// It is not known whether the destination runs the guest. It stays paused here, without the
+    /// dirty log.
     pub fn stay_paused(self) -> Report {
         self.report
     }
 
-    /// Leaves the guest to the caller, paused. The second part switches the dirty log off when it is dropped, which takes time that
-    /// the guest does not wait for if it is dropped after the guest goes on somewhere.
+    /// Leaves the guest to the caller, paused. The second part switches the dirty log off when it
+    /// is dropped, which takes time that the guest does not wait for if it is dropped after the
+    /// guest goes on somewhere.
     pub fn release(self) -> (Report, Tracker<'a>) {
         (self.report, self.tracker)
     }

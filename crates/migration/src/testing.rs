@@ -1,7 +1,9 @@
-//! A simulated guest with everything that a migration needs, for tests, benchmarks and fuzz targets.
+//! A simulated guest with everything that a migration needs, for tests, benchmarks and fuzz
+//! targets.
 //!
-//! [`World`] is the guest, its driver for free page hinting, its balloon, the dirty log and the monitor's devices. All of them do
-//! something whenever the engine looks at memory or at the log, in an order that a seed decides.
+//! [`World`] is the guest, its driver for free page hinting, its balloon, the dirty log and the
+//! monitor's devices. All of them do something whenever the engine looks at memory or at the log,
+//! in an order that a seed decides.
 
 mod dirty;
 mod link;
@@ -11,4 +13,6 @@ mod world;
 pub use dirty::NoWrites;
 pub use link::{Cut, Link, Wire, link};
 pub use target::TestTarget;
-pub use world::{Activity, Hooks, Random, SimDirty, SimGuest, SimHints, SimMemory, Use, World, page_bytes};
+pub use world::{
+    Activity, Hooks, Random, SimDirty, SimGuest, SimHints, SimMemory, Use, World, page_bytes,
+};

@@ -1,16 +1,19 @@
 //! What is still to be sent, and how hints may change it.
 //!
-//! The guest says "I do not use page P", then uses and writes it, the dirty log finds that, and only then the hint arrives
-//! here: if it took P out of the send set now, the write would be lost. So the time in which hints count, the window, lies between
-//! two looks at the dirty log, and each write after its beginning is found by the look after its end:
+//! The guest says "I do not use page P", then uses and writes it, the dirty log finds that, and
+//! only then the hint arrives here: if it took P out of the send set now, the write would be lost.
+//! So the time in which hints count, the window, lies between two looks at the dirty log, and each
+//! write after its beginning is found by the look after its end:
 //!
 //! 1. All marks that the last look found are taken in the dirty source before the window opens.
-//! 2. While it is open no mark is taken: not even a neighbour's, since a source may take 64 at a time.
+//! 2. While it is open no mark is taken: not even a neighbour's, since a source may take 64 at a
+//!    time.
 //! 3. It is closed, with no hint half done, before the next look.
 //!
-//! That is what the types say. A [`HintWindow`] borrows the [`Tracker`], so there can be neither a look nor a taken mark while it
-//! lives; a [`HintReceiver`] works under the lock that closes the window. Without hints, a [`ClearingRound`] takes marks of pages
-//! just before they are read, which is later and so finds fewer pages written twice.
+//! That is what the types say. A [`HintWindow`] borrows the [`Tracker`], so there can be neither a
+//! look nor a taken mark while it lives; a [`HintReceiver`] works under the lock that closes the
+//! window. Without hints, a [`ClearingRound`] takes marks of pages just before they are read, which
+//! is later and so finds fewer pages written twice.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -25,8 +28,9 @@ use crate::{DirtySource, MigrationError};
 
 /// Hands pages to be sent to several threads, each page to one of them.
 pub trait PageFeed: Sync {
-    /// Appends the next pages, within one block of `chunk_pages`; nothing if none are left in this round. They must be read only
-    /// after this returns, and must be sent, since they are forgotten here.
+    /// Appends the next pages, within one block of `chunk_pages`; nothing if none are left in this
+    /// round. They must be read only after this returns, and must be sent, since they are forgotten
+    /// here.
     ///
     /// # Errors
     /// [`MigrationError::Dirty`].
@@ -75,32 +79,41 @@ enum Marks {
 }
 
 impl<'d> Tracker<'d> {
-    /// Arms the dirty source. From here on all pages of `regions` are to be sent, and each page that is written is to be sent
-    /// again.
+    /// Arms the dirty source. From here on all pages of `regions` are to be sent, and each page
+    /// that is written is to be sent again.
     ///
     /// # Errors
     /// [`MigrationError::Dirty`]; the source has been disarmed then.
-    pub fn arm(dirty: &'d mut dyn DirtySource, regions: &[PageRange]) -> Result<Self, MigrationError> {
+    pub fn arm(
+        dirty: &'d mut dyn DirtySource,
+        regions: &[PageRange],
+    ) -> Result<Self, MigrationError> {
         if let Err(source) = dirty.arm() {
             disarm(dirty);
-            return Err(MigrationError::Dirty { action: "switch the log of written pages on", source });
+            return Err(MigrationError::Dirty {
+                action: "switch the log of written pages on",
+                source,
+            });
         }
-        let shared =
-            Arc::new(Shared { set: Mutex::new(SendSet::full(regions)), hints_ended: Condvar::new() });
+        let shared = Arc::new(Shared {
+            set: Mutex::new(SendSet::full(regions)),
+            hints_ended: Condvar::new(),
+        });
         let found = PageSet::new(regions);
         Ok(Self { dirty, regions: regions.to_vec(), shared, found, marks: Marks::Taken })
     }
 
-    /// Looks at what was written since the last time, and adds it to what is to be sent. Returns how many pages were
-    /// written.
+    /// Looks at what was written since the last time, and adds it to what is to be sent. Returns
+    /// how many pages were written.
     ///
     /// # Errors
     /// [`MigrationError::Dirty`].
     pub fn sync(&mut self) -> Result<u64, MigrationError> {
         self.found.clear();
-        self.dirty
-            .sync(&mut self.found)
-            .map_err(|source| MigrationError::Dirty { action: "read the log of written pages", source })?;
+        self.dirty.sync(&mut self.found).map_err(|source| MigrationError::Dirty {
+            action: "read the log of written pages",
+            source,
+        })?;
         self.marks = Marks::OfPagesToSend;
         self.shared.set().add(&self.found);
         Ok(self.found.count())
@@ -161,7 +174,8 @@ fn clear_error(source: crate::BoxError) -> MigrationError {
     MigrationError::Dirty { action: "write-protect pages again", source }
 }
 
-/// Takes the marks of pages in one chunk, which are in ascending order: with one call for each region.
+/// Takes the marks of pages in one chunk, which are in ascending order: with one call for each
+/// region.
 fn clear(
     dirty: &mut dyn DirtySource,
     regions: &[PageRange],
@@ -332,8 +346,8 @@ pub struct HintReceiver {
 }
 
 impl HintReceiver {
-    /// The content of these pages did not matter at some time since the window was opened. Pages outside of guest memory
-    /// are ignored.
+    /// The content of these pages did not matter at some time since the window was opened. Pages
+    /// outside of guest memory are ignored.
     pub fn hint(&self, ranges: &[PageRange]) {
         self.shared.set().hint(self.window, ranges);
     }
@@ -344,7 +358,8 @@ impl HintReceiver {
         self.shared.hints_ended.notify_all();
     }
 
-    /// As [`hint`](Self::hint), but whether the window is open or not. That is wrong: the model check shows that it sees that.
+    /// As [`hint`](Self::hint), but whether the window is open or not. That is wrong: the model
+    /// check shows that it sees that.
     #[cfg(feature = "testing")]
     pub fn hint_whenever(&self, ranges: &[PageRange]) {
         self.shared.set().take_out(ranges);

@@ -4,13 +4,14 @@ use ebb_abi::PAGE_SIZE_BYTES;
 
 const PAGE: usize = PAGE_SIZE_BYTES as usize;
 
-/// Bytes that are looked at before it is decided whether to go on. The compiler makes vector instructions of it.
+/// Bytes that are looked at before it is decided whether to go on. The compiler makes vector
+/// instructions of it.
 const STEP: usize = 256;
 
 /// Whether all bytes of a page are zero.
 ///
-/// Most pages in use show that they are not in their first bytes; the rest is combined in steps, without a branch for each
-/// word.
+/// Most pages in use show that they are not in their first bytes; the rest is combined in steps,
+/// without a branch for each word.
 pub fn is_zero_page(page: &[u8]) -> bool {
     page.first().is_none_or(|first| *first == 0)
         && page.last().is_none_or(|last| *last == 0)
@@ -21,7 +22,8 @@ pub fn is_zero_page(page: &[u8]) -> bool {
         })
 }
 
-/// Number of pages at the beginning of `pages`, whole pages, that are all zero, or that are all not zero; and which of both.
+/// Number of pages at the beginning of `pages`, whole pages, that are all zero, or that are all not
+/// zero; and which of both.
 pub(crate) fn first_run(pages: &[u8]) -> (usize, PageContent) {
     let mut chunks = pages
         .chunks_exact(PAGE)

@@ -1,7 +1,9 @@
-//! What the broker does in a second over a real socket, how long others wait at the worst, and what a stable page costs it.
+//! What the broker does in a second over a real socket, how long others wait at the worst, and what
+//! a stable page costs it.
 //!
-//! The broker is this program once more, as a process of its own, so that its memory can be told from that of its clients. It
-//! measures itself rather than by criterion, since most of it can be done once only.
+//! The broker is this program once more, as a process of its own, so that its memory can be told
+//! from that of its clients. It measures itself rather than by criterion, since most of it can be
+//! done once only.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader};
@@ -52,8 +54,10 @@ struct Process {
 impl Process {
     fn start(folder: &Path) -> Result<Self, Failure> {
         let path = folder.join("broker");
-        let mut child =
-            Command::new(std::env::current_exe()?).env(SOCKET, &path).stdout(Stdio::piped()).spawn()?;
+        let mut child = Command::new(std::env::current_exe()?)
+            .env(SOCKET, &path)
+            .stdout(Stdio::piped())
+            .spawn()?;
         if let Some(output) = child.stdout.take() {
             BufReader::new(output).read_line(&mut String::new())?;
         }
@@ -69,7 +73,8 @@ impl Process {
     /// Memory of its own, without the pages that it shares.
     fn own_bytes(&self) -> Result<u64, Failure> {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id()))?;
-        let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).ok_or("no RssAnon")?;
+        let line =
+            status.lines().find_map(|line| line.strip_prefix("RssAnon:")).ok_or("no RssAnon")?;
         Ok(line.trim().trim_end_matches(" kB").parse::<u64>()? * 1024)
     }
 }
@@ -151,7 +156,8 @@ fn measure(size: &Size) -> Result<(), Failure> {
 
     let mut slots = Vec::new();
     rate("publish: pages, 64 at once", size.pages, || {
-        (0..size.pages / PUBLISHED).try_for_each(|batch| publish(&mut first, batch * PUBLISHED, &mut slots))
+        (0..size.pages / PUBLISHED)
+            .try_for_each(|batch| publish(&mut first, batch * PUBLISHED, &mut slots))
     })?;
     first.flush();
     ask(&mut first, &hashes(1, 1))?;
@@ -161,7 +167,8 @@ fn measure(size: &Size) -> Result<(), Failure> {
     });
 
     let hasher = ebb_page_merge::PageHasher::new(&first.secret());
-    let known: Vec<PageHash> = contents(0, BATCH).chunks_exact(PAGE).map(|page| hasher.hash(page)).collect();
+    let known: Vec<PageHash> =
+        contents(0, BATCH).chunks_exact(PAGE).map(|page| hasher.hash(page)).collect();
     rate("query: hashes with a stable page, 1024 at once, given back", 200 * BATCH, || {
         (0..200).try_for_each(|_| ask(&mut second, &known))
     })?;
@@ -169,7 +176,8 @@ fn measure(size: &Size) -> Result<(), Failure> {
         (0..20_000).try_for_each(|number: usize| ask(&mut second, &known[number % 1024..][..1]))
     })?;
     rate("query: hashes that nobody has, 1024 at once", size.hashes, || {
-        (0..size.hashes / BATCH).try_for_each(|batch| ask(&mut second, &hashes(batch * BATCH, BATCH)))
+        (0..size.hashes / BATCH)
+            .try_for_each(|batch| ask(&mut second, &hashes(batch * BATCH, BATCH)))
     })?;
     println!("{:<60} {:>12.0} bytes", "memory of the broker for a remembered hash", {
         broker.own_bytes()?.saturating_sub(with_pages) as f64 / size.hashes as f64

@@ -1,4 +1,5 @@
-//! What merging costs with memory of this process: single pages anywhere, and runs, from the first look until all is merged.
+//! What merging costs with memory of this process: single pages anywhere, and runs, from the first
+//! look until all is merged.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,7 +15,8 @@ use vm_memory::GuestAddress;
 const PAGES: usize = 1 << 14;
 /// How often a content occurs that occurs more than once: half of the pages have such contents.
 const COPIES: usize = 4;
-/// Passes until all is merged: one that sees the pages for the first time, and one that finds that they have not changed.
+/// Passes until all is merged: one that sees the pages for the first time, and one that finds that
+/// they have not changed.
 const PASSES: u32 = 2;
 /// Pages that are written at a time.
 const CHUNK_PAGES: usize = 256;
@@ -39,7 +41,8 @@ impl Random {
     }
 }
 
-/// Numbers of the pages' contents: half of the runs of `run_pages` occur [`COPIES`] times, in random order.
+/// Numbers of the pages' contents: half of the runs of `run_pages` occur [`COPIES`] times, in
+/// random order.
 fn contents(run_pages: usize, seed: u64) -> Vec<u64> {
     let runs = PAGES / run_pages;
     let alike = runs / 2;
@@ -49,7 +52,10 @@ fn contents(run_pages: usize, seed: u64) -> Vec<u64> {
     for place in (1..order.len()).rev() {
         order.swap(place, random.draw() as usize % (place + 1));
     }
-    order.into_iter().flat_map(|run| (run * run_pages) as u64..((run + 1) * run_pages) as u64).collect()
+    order
+        .into_iter()
+        .flat_map(|run| (run * run_pages) as u64..((run + 1) * run_pages) as u64)
+        .collect()
 }
 
 fn page(content: u64) -> impl Iterator<Item = u8> {

@@ -1,4 +1,5 @@
-//! What the core costs for each page, apart from what the memory costs: hashing, the first pass, the steady state, merging.
+//! What the core costs for each page, apart from what the memory costs: hashing, the first pass,
+//! the steady state, merging.
 
 use std::time::{Duration, Instant};
 
@@ -18,7 +19,9 @@ fn merger(content: impl Fn(u64) -> u64) -> (Sim, Guest, World) {
     let guest = world.guest(&[PageRange::new(Pfn(0), PAGES)]);
     (0..PAGES).for_each(|pfn| guest.write(pfn, content(pfn)));
     let settings = Settings { run: Run::Merge, clean_passes: 1, ..Settings::default() };
-    let Ok(mut merger) = Merger::new(settings) else { unreachable!("the settings are the default") };
+    let Ok(mut merger) = Merger::new(settings) else {
+        unreachable!("the settings are the default")
+    };
     let domain = merger.add_domain(LocalStore::new(world.slots(0)), Secret([1; 32]));
     if merger.add_member(domain, guest.memory()).is_err() {
         unreachable!("there is room for one machine");
@@ -31,9 +34,13 @@ fn hashing(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("hash");
     group.throughput(Throughput::Elements(1));
     let page: Vec<u8> = (0..4096_u32).map(|byte| (byte * 7 + byte / 256) as u8).collect();
-    group.bench_function("a page", |bencher| bencher.iter(|| hasher.content(std::hint::black_box(&page))));
+    group.bench_function("a page", |bencher| {
+        bencher.iter(|| hasher.content(std::hint::black_box(&page)))
+    });
     let zeros = vec![0; 4096];
-    group.bench_function("zeros", |bencher| bencher.iter(|| hasher.content(std::hint::black_box(&zeros))));
+    group.bench_function("zeros", |bencher| {
+        bencher.iter(|| hasher.content(std::hint::black_box(&zeros)))
+    });
     group.finish();
 }
 

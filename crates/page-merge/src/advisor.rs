@@ -1,10 +1,13 @@
-//! The advisor: how many pages to scan between two sleeps, so that a pass takes as long as it should.
+//! The advisor: how many pages to scan between two sleeps, so that a pass takes as long as it
+//! should.
 //!
-//! It works as the scan-time advisor of Linux's mm/ksm.c (since 6.8; Documentation/admin-guide/mm/ksm.rst): the new number is the
-//! old one times the ratio of the pass's time to the target, times a weighted average of how passes changed, and is kept
-//! within what the share of a processor allows. Two things differ. The average begins with "no change"; Linux's begins with 0 and
-//! underestimates the first passes. And there is no least share of a processor (Linux: 10 %): looking at a clean page costs so little
-//! here that it would make passes many times faster than asked for.
+//! It works as the scan-time advisor of Linux's mm/ksm.c (since 6.8;
+//! Documentation/admin-guide/mm/ksm.rst): the new number is the old one times the ratio of the
+//! pass's time to the target, times a weighted average of how passes changed, and is kept within
+//! what the share of a processor allows. Two things differ. The average begins with "no change";
+//! Linux's begins with 0 and underestimates the first passes. And there is no least share of a
+//! processor (Linux: 10 %): looking at a clean page costs so little here that it would make passes
+//! many times faster than asked for.
 
 use std::time::Duration;
 
@@ -33,8 +36,8 @@ fn ticks(duration: Duration) -> u64 {
 }
 
 impl Advisor {
-    /// A pass over all memory took `scan`, of which the processor was used for `cpu`; each step took `pages_to_scan` pages. Returns
-    /// how many it should take in the next pass.
+    /// A pass over all memory took `scan`, of which the processor was used for `cpu`; each step
+    /// took `pages_to_scan` pages. Returns how many it should take in the next pass.
     pub fn finished_pass(
         &mut self,
         settings: &Settings,
@@ -67,9 +70,16 @@ impl Advisor {
 mod tests {
     use super::*;
 
-    /// Passes over `memory_pages` with 20 ms of sleep and `page_ns` of work for each page; returns the last pass's time.
-    fn passes(settings: &Settings, memory_pages: u64, page_ns: u64, count: usize) -> (u64, Duration) {
-        let (mut advisor, mut pages_to_scan) = (Advisor::default(), settings.advisor_min_pages_to_scan);
+    /// Passes over `memory_pages` with 20 ms of sleep and `page_ns` of work for each page; returns
+    /// the last pass's time.
+    fn passes(
+        settings: &Settings,
+        memory_pages: u64,
+        page_ns: u64,
+        count: usize,
+    ) -> (u64, Duration) {
+        let (mut advisor, mut pages_to_scan) =
+            (Advisor::default(), settings.advisor_min_pages_to_scan);
         let mut scan = Duration::ZERO;
         for _ in 0..count {
             let cpu = Duration::from_nanos(memory_pages * page_ns);

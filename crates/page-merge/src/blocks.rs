@@ -7,7 +7,8 @@ use crate::{
     record::{Record, State},
 };
 
-/// Number of a page in its domain: number of its block times 512, and its place in the block. 32 bits are enough for 16 TiB.
+/// Number of a page in its domain: number of its block times 512, and its place in the block. 32
+/// bits are enough for 16 TiB.
 pub(crate) type PageNumber = u32;
 
 /// Most blocks of a domain.
@@ -116,10 +117,9 @@ impl Blocks {
         if let Some(block) = self.all.get_mut(number as usize).and_then(Option::as_mut)
             && block.merged == 0
             && block.others == 0
-            && block
-                .records
-                .as_ref()
-                .is_some_and(|records| records.iter().all(|record| record.state() == State::Unknown))
+            && block.records.as_ref().is_some_and(|records| {
+                records.iter().all(|record| record.state() == State::Unknown)
+            })
         {
             self.records -= block.range.pages;
             self.states[State::Unknown as usize] -= block.range.pages;
@@ -170,8 +170,10 @@ impl Blocks {
             self.records += pages;
             self.states[State::Unknown as usize] += pages;
         }
-        let Some(place) =
-            block.records.as_mut().and_then(|records| records.get_mut(page as usize % BLOCK_PAGES as usize))
+        let Some(place) = block
+            .records
+            .as_mut()
+            .and_then(|records| records.get_mut(page as usize % BLOCK_PAGES as usize))
         else {
             return;
         };
@@ -192,7 +194,8 @@ impl Blocks {
         }
     }
 
-    /// How many pages are in `state` (of unknown ones, only those in blocks of which something is known).
+    /// How many pages are in `state` (of unknown ones, only those in blocks of which something is
+    /// known).
     pub(crate) fn count(&self, state: State) -> u64 {
         self.states[state as usize]
     }
@@ -205,15 +208,16 @@ impl Blocks {
     /// Memory of blocks and records.
     pub(crate) fn memory_bytes(&self) -> u64 {
         self.records * size_of::<Record>() as u64
-            + (self.all.capacity() * size_of::<Option<Block>>() + self.free.capacity() * size_of::<u32>())
-                as u64
+            + (self.all.capacity() * size_of::<Option<Block>>()
+                + self.free.capacity() * size_of::<u32>()) as u64
     }
 }
 
 /// The parts of a range in each naturally aligned block.
 pub(crate) fn cut(range: PageRange) -> impl Iterator<Item = PageRange> {
     let (first, end) = (range.start.0 / BLOCK_PAGES, range.end().0.div_ceil(BLOCK_PAGES));
-    (first..end).map(move |block| range.intersection(PageRange::new(Pfn(block * BLOCK_PAGES), BLOCK_PAGES)))
+    (first..end)
+        .map(move |block| range.intersection(PageRange::new(Pfn(block * BLOCK_PAGES), BLOCK_PAGES)))
 }
 
 /// Number of the block that a page is in.
@@ -234,10 +238,15 @@ mod tests {
     fn ranges_are_cut_at_aligned_blocks() {
         let mut blocks = Blocks::default();
         assert!(blocks.add(3, PageRange::new(Pfn(500), 600)));
-        let ranges: Vec<_> = (0..blocks.len()).map(|number| blocks.block(number).unwrap().range).collect();
+        let ranges: Vec<_> =
+            (0..blocks.len()).map(|number| blocks.block(number).unwrap().range).collect();
         assert_eq!(
             ranges,
-            [PageRange::new(Pfn(500), 12), PageRange::new(Pfn(512), 512), PageRange::new(Pfn(1024), 76)]
+            [
+                PageRange::new(Pfn(500), 12),
+                PageRange::new(Pfn(512), 512),
+                PageRange::new(Pfn(1024), 76)
+            ]
         );
         assert_eq!(blocks.page(first_of(1) + 5), Some((3, Pfn(517))));
         assert_eq!(blocks.of_member(3), [0, 1, 2]);
@@ -253,11 +262,17 @@ mod tests {
         assert_eq!(blocks.memory_bytes(), empty);
         blocks.set(7, Record::UNKNOWN.with(State::Merged, 1));
         blocks.set(8, Record::UNKNOWN.with(State::Unshared, 99));
-        assert_eq!((blocks.count(State::Merged), blocks.count(State::Unshared), blocks.remote()), (1, 1, 1));
+        assert_eq!(
+            (blocks.count(State::Merged), blocks.count(State::Unshared), blocks.remote()),
+            (1, 1, 1)
+        );
         assert_eq!(blocks.memory_bytes(), empty + 4096);
         assert_eq!(blocks.block(0).unwrap().merged_pages(), 1);
         blocks.forget(0);
-        assert_eq!((blocks.count(State::Merged), blocks.count(State::Unshared), blocks.remote()), (0, 0, 0));
+        assert_eq!(
+            (blocks.count(State::Merged), blocks.count(State::Unshared), blocks.remote()),
+            (0, 0, 0)
+        );
         assert_eq!(blocks.memory_bytes(), empty);
         blocks.remove(0);
         blocks.add(1, PageRange::new(Pfn(9), 1));

@@ -10,7 +10,8 @@ use crate::{
     statistics::Statistics,
 };
 
-/// How long the merging thread may take to answer: it does so between two steps, each of which takes milliseconds.
+/// How long the merging thread may take to answer: it does so between two steps, each of which
+/// takes milliseconds.
 const ANSWER_WITHIN: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Default)]
@@ -37,7 +38,8 @@ pub(crate) enum Life {
     Ended,
 }
 
-/// Settings, statistics, and a brake of a merging thread ([`Worker`](crate::Worker)). Any thread may use it.
+/// Settings, statistics, and a brake of a merging thread ([`Worker`](crate::Worker)). Any thread
+/// may use it.
 #[derive(Debug, Default)]
 pub struct Control {
     state: Mutex<State>,
@@ -59,14 +61,18 @@ pub(crate) enum Next {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Whatever panicked while it held the lock: the state is plain values, and each is valid on its own.
+    // Whatever panicked while it held the lock: the state is plain values, and each is valid on its
+    // own.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Control {
     /// For a thread that begins with `settings`.
     pub fn new(settings: Settings) -> Arc<Self> {
-        Arc::new(Self { state: Mutex::new(State { settings, ..State::default() }), ..Self::default() })
+        Arc::new(Self {
+            state: Mutex::new(State { settings, ..State::default() }),
+            ..Self::default()
+        })
     }
 
     /// The settings in force.
@@ -89,9 +95,9 @@ impl Control {
         lock(&self.state).life == Life::Runs
     }
 
-    /// Changes the settings: `change` gets those in force. Waits for the thread's answer, which comes after its current step. With
-    /// [`Run::Unmerge`](crate::Run::Unmerge) unmerging has only begun then; it is done when the statistics say
-    /// that `merged_pages` is 0.
+    /// Changes the settings: `change` gets those in force. Waits for the thread's answer, which
+    /// comes after its current step. With [`Run::Unmerge`](crate::Run::Unmerge) unmerging has only
+    /// begun then; it is done when the statistics say that `merged_pages` is 0.
     pub fn change(&self, change: impl FnOnce(&mut Settings)) -> Result<Settings, SettingsError> {
         let _one = lock(&self.changing);
         let mut state = lock(&self.state);
@@ -114,12 +120,13 @@ impl Control {
                 state.wanted = None;
                 return Err(SettingsError::NoAnswer);
             }
-            state = self.clients.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            state =
+                self.clients.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
-    /// Makes the thread stand still: when this returns, no step is under way, and none begins before the guard is dropped.
-    /// Settings can still be changed.
+    /// Makes the thread stand still: when this returns, no step is under way, and none begins
+    /// before the guard is dropped. Settings can still be changed.
     pub fn pause(self: &Arc<Self>) -> Paused {
         let mut state = lock(&self.state);
         state.pauses += 1;
@@ -155,7 +162,12 @@ impl Control {
     }
 
     /// The answer to a [`Next::Change`].
-    pub(crate) fn answer(&self, ticket: u64, settings: &Settings, answer: Result<(), SettingsError>) {
+    pub(crate) fn answer(
+        &self,
+        ticket: u64,
+        settings: &Settings,
+        answer: Result<(), SettingsError>,
+    ) {
         let mut state = lock(&self.state);
         state.settings.clone_from(settings);
         state.answer = Some((ticket, answer));
@@ -178,14 +190,18 @@ impl Control {
                 self.clients.notify_all();
             }
             if state.pauses == 0 {
-                let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+                let left =
+                    deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
                 if left.is_some_and(|left| left.is_zero()) {
                     state.stands_still = false;
                     return Next::Step;
                 }
                 state = match left {
                     Some(left) => {
-                        self.worker.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0
+                        self.worker
+                            .wait_timeout(state, left)
+                            .unwrap_or_else(PoisonError::into_inner)
+                            .0
                     }
                     None => self.worker.wait(state).unwrap_or_else(PoisonError::into_inner),
                 };

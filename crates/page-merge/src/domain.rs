@@ -1,4 +1,5 @@
-//! One trust domain: its members' pages, its unstable index for each node, and its store of stable pages.
+//! One trust domain: its members' pages, its unstable index for each node, and its store of stable
+//! pages.
 
 use std::collections::BTreeSet;
 
@@ -16,14 +17,16 @@ use crate::{
     table::Table,
 };
 
-/// Pages of one hash in an unstable index at most. More of them have the same content and cannot be merged for now, or
-/// somebody has found a way to make hashes collide: neither is worth long searches.
+/// Pages of one hash in an unstable index at most. More of them have the same content and cannot be
+/// merged for now, or somebody has found a way to make hashes collide: neither is worth long
+/// searches.
 const SAME_HASH: usize = 8;
 
 /// Passes after which what could not be done, or seldom changes, is looked at again.
 pub(crate) const SELDOM_PASSES: u64 = 16;
 
-/// Passes without an error after which the last one is of no interest any more: what could not be done was tried again by then.
+/// Passes without an error after which the last one is of no interest any more: what could not be
+/// done was tried again by then.
 const CALM_PASSES: u64 = 2 * SELDOM_PASSES;
 
 /// Longest run that is waited for when mappings are scarce.
@@ -46,11 +49,12 @@ impl Pass<'_> {
         (self.number + u64::from(block)).is_multiple_of(4 * SELDOM_PASSES)
     }
 
-    /// Clean looks that a page must have had, beyond the one that is its turn to be read: the more, the more often it changed after it
-    /// had been hashed or merged.
+    /// Clean looks that a page must have had, beyond the one that is its turn to be read: the more,
+    /// the more often it changed after it had been hashed or merged.
     pub(crate) fn waits(&self, age: u8) -> u64 {
         const WAITS: [u64; Record::OLDEST as usize + 1] = [0, 2, 4, 8, 16, 32, 32, 32];
-        let smart = if self.settings.smart_scan { WAITS[usize::from(age.min(Record::OLDEST))] } else { 0 };
+        let smart =
+            if self.settings.smart_scan { WAITS[usize::from(age.min(Record::OLDEST))] } else { 0 };
         self.ordinary_waits() + smart
     }
 
@@ -71,7 +75,8 @@ pub(crate) enum Help {
     Full,
     /// It has no room: what is there can be shared, and nothing is published.
     Known,
-    /// It does not answer. Pages that it was not asked for are tried later: somebody else may have what they contain.
+    /// It does not answer. Pages that it was not asked for are tried later: somebody else may have
+    /// what they contain.
     Late,
     /// It is gone, for good as a rule.
     None,
@@ -200,8 +205,8 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         }
     }
 
-    /// The member's memory has another layout: pages that are no longer part of it get pages of their own again. If that fails,
-    /// the old layout is kept, and the next pass tries again.
+    /// The member's memory has another layout: pages that are no longer part of it get pages of
+    /// their own again. If that fails, the old layout is kept, and the next pass tries again.
     fn change_ranges(&mut self, number: usize, ranges: Vec<PageRange>) {
         let mut missing: BTreeSet<PageRange> = ranges.iter().copied().flat_map(cut).collect();
         for block in self.blocks.of_member(number as u32) {
@@ -321,7 +326,8 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         }
     }
 
-    /// Gives all pages of a block pages of their own again, and forgets them. After an error some may still be merged.
+    /// Gives all pages of a block pages of their own again, and forgets them. After an error some
+    /// may still be merged.
     pub(crate) fn unmerge_block(&mut self, block: u32) -> Result<(), M::Error> {
         let Some((member, range)) =
             self.blocks.block(block).map(|block| (block.member as usize, block.range))
@@ -392,7 +398,8 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         self.note_error(error.to_string());
     }
 
-    /// Whether an error should be told, as the `count`th of its kind: the first one after a calm time, and then ever fewer.
+    /// Whether an error should be told, as the `count`th of its kind: the first one after a calm
+    /// time, and then ever fewer.
     fn is_worth_a_line(&self, count: u64) -> bool {
         self.last_error.is_none() || count.is_power_of_two()
     }
@@ -428,6 +435,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         statistics.stable_node_chains += counts.stable_node_chains;
         statistics.stable_node_dups += counts.stable_node_dups;
         statistics.metadata_bytes += metadata;
-        statistics.general_profit += ((sharing + zeroed) * ebb_abi::PAGE_SIZE_BYTES) as i64 - metadata as i64;
+        statistics.general_profit +=
+            ((sharing + zeroed) * ebb_abi::PAGE_SIZE_BYTES) as i64 - metadata as i64;
     }
 }

@@ -1,4 +1,5 @@
-//! Hash of a page under a domain's secret: XXH3 with a secret of its own, so that collisions cannot be prepared without knowing it.
+//! Hash of a page under a domain's secret: XXH3 with a secret of its own, so that collisions cannot
+//! be prepared without knowing it.
 
 use ebb_abi::PAGE_SIZE_BYTES;
 use twox_hash::XxHash3_64;
@@ -16,7 +17,8 @@ impl PageHash {
     pub const ZEROS: Self = Self::new(0);
 }
 
-/// Hashes pages. All who share stable pages must hash with the same function and the same [`Secret`].
+/// Hashes pages. All who share stable pages must hash with the same function and the same
+/// [`Secret`].
 #[derive(Clone)]
 pub struct PageHasher {
     seed: u64,
@@ -28,7 +30,8 @@ impl PageHasher {
     pub fn new(secret: &Secret) -> Self {
         let mut expanded = [0; EXPANDED_BYTES];
         for (number, chunk) in (0_u64..).zip(expanded.chunks_exact_mut(8)) {
-            // Short inputs under a seed: each chunk depends on all bytes of the domain's secret and on its place.
+            // Short inputs under a seed: each chunk depends on all bytes of the domain's secret and
+            // on its place.
             chunk.copy_from_slice(&XxHash3_64::oneshot_with_seed(number, &secret.0).to_le_bytes());
         }
         Self { seed: XxHash3_64::oneshot_with_seed(u64::MAX, &secret.0), secret: expanded }
@@ -39,7 +42,8 @@ impl PageHasher {
         if page == &ZEROS[..page.len().min(ZEROS.len())] {
             return Content::Zero;
         }
-        // The only error there is means that the secret is too short, which it is not; the seed alone is the next best.
+        // The only error there is means that the secret is too short, which it is not; the seed
+        // alone is the next best.
         let hash = XxHash3_64::oneshot_with_seed_and_secret(self.seed, &self.secret, page)
             .unwrap_or_else(|_| XxHash3_64::oneshot_with_seed(self.seed, page));
         Content::Hash(PageHash::new(hash))

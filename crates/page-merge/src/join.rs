@@ -1,9 +1,11 @@
-//! Brings pages together that contain the same: with a stable page, or with a page of the unstable index.
+//! Brings pages together that contain the same: with a stable page, or with a page of the unstable
+//! index.
 //!
-//! It goes in rounds. A candidate that finds a partner in the unstable index does not join it directly: the partner's content is
-//! published as a stable page, and in the next round the candidate finds the stable page. Both are planned to be replaced by it, each
-//! for itself, and whatever fails leaves a page as it is. What is planned is replaced at the end of a step at the latest, the
-//! pages of a block together.
+//! It goes in rounds. A candidate that finds a partner in the unstable index does not join it
+//! directly: the partner's content is published as a stable page, and in the next round the
+//! candidate finds the stable page. Both are planned to be replaced by it, each for itself, and
+//! whatever fails leaves a page as it is. What is planned is replaced at the end of a step at the
+//! latest, the pages of a block together.
 
 use std::collections::{HashMap, HashSet};
 
@@ -21,11 +23,12 @@ use crate::{
 /// Bytes of a page.
 const PAGE: usize = PAGE_SIZE_BYTES as usize;
 
-/// Pages whose contents are read before they are published: few enough to be still in the processor's cache when they are
-/// written.
+/// Pages whose contents are read before they are published: few enough to be still in the
+/// processor's cache when they are written.
 const PUBLISHED_AT_ONCE: usize = 64;
 
-/// Pages that wait to be replaced together. Each may hold a stable page meanwhile that nobody shares yet.
+/// Pages that wait to be replaced together. Each may hold a stable page meanwhile that nobody
+/// shares yet.
 const PLANNED_AT_MOST: usize = 2048;
 
 /// A page that was unchanged for long enough, and what it contains.
@@ -56,7 +59,8 @@ struct Publish {
 }
 
 impl<M: Memory, S: StableStore> Domain<M, S> {
-    /// Merges what was found, as far as there is something to merge it with; the rest goes into the unstable index.
+    /// Merges what was found, as far as there is something to merge it with; the rest goes into the
+    /// unstable index.
     pub(crate) fn join(&mut self, found: Found, pass: &Pass<'_>) {
         for page in found.zeros {
             self.plan(Planned { page, hash: PageHash::ZEROS, target: Target::Zero });
@@ -70,8 +74,8 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         }
     }
 
-    /// Returns the candidates whose partners may have become stable pages. Each round takes at least one page out of the
-    /// candidates or out of the unstable index, so there is an end.
+    /// Returns the candidates whose partners may have become stable pages. Each round takes at
+    /// least one page out of the candidates or out of the unstable index, so there is an end.
     fn join_round(&mut self, round: Vec<Candidate>, pass: &Pass<'_>) -> Vec<Candidate> {
         let answers = self.ask(&round);
         let (mut publish, mut later) = (Vec::new(), Vec::new());
@@ -146,7 +150,8 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         nodes.sort_unstable_by_key(|node| node.0);
         nodes.dedup();
         for number in nodes {
-            let places: Vec<usize> = (0..round.len()).filter(|&place| round[place].node == number).collect();
+            let places: Vec<usize> =
+                (0..round.len()).filter(|&place| round[place].node == number).collect();
             let hashes: Vec<PageHash> = places.iter().map(|&place| round[place].hash).collect();
             let node = self.nodes[usize::from(number.0)];
             let mut told = Vec::with_capacity(hashes.len());
@@ -162,15 +167,19 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         answers
     }
 
-    /// A page of the unstable index with the candidate's content, in an ordinary page if there is one, else in a huge page that
-    /// may be split.
+    /// A page of the unstable index with the candidate's content, in an ordinary page if there is
+    /// one, else in a huge page that may be split.
     fn partner(&self, candidate: &Candidate, splittable: &HashSet<u32>) -> Option<PageNumber> {
         let own = block_of(candidate.page);
         self.find_partner(candidate, |domain, block| block == own || !domain.is_huge(block))
             .or_else(|| self.find_partner(candidate, |_, block| splittable.contains(&block)))
     }
 
-    fn find_partner(&self, candidate: &Candidate, accept: impl Fn(&Self, u32) -> bool) -> Option<PageNumber> {
+    fn find_partner(
+        &self,
+        candidate: &Candidate,
+        accept: impl Fn(&Self, u32) -> bool,
+    ) -> Option<PageNumber> {
         self.unstable.get(usize::from(candidate.node.0))?.find(candidate.hash, |page| {
             page != candidate.page
                 && self.blocks.record(page).hash() == candidate.hash
@@ -182,7 +191,8 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         self.blocks.block(block).is_some_and(|block| block.huge)
     }
 
-    /// Huge pages that may be split now, because enough of them are the only partners of these candidates, or of earlier ones.
+    /// Huge pages that may be split now, because enough of them are the only partners of these
+    /// candidates, or of earlier ones.
     fn splittable(&self, candidates: &[(Candidate, Answer)], pass: &Pass<'_>) -> HashSet<u32> {
         let mut counts = HashMap::new();
         for (candidate, _) in candidates {
@@ -199,7 +209,8 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         counts.into_keys().collect()
     }
 
-    /// A candidate's only partners are in huge pages that are not worth splitting yet: counts for them.
+    /// A candidate's only partners are in huge pages that are not worth splitting yet: counts for
+    /// them.
     fn note_wanted(&mut self, candidate: &Candidate) {
         if let Some(page) = self.find_partner(candidate, |_, _| true)
             && let Some(block) = self.blocks.block_mut(block_of(page))
@@ -214,7 +225,8 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         self.set_state(candidate.page, record.with(State::Refused, candidate.hash.get()));
     }
 
-    /// Judges whether a cold huge page should be split, and if not, leaves its pages in the unstable index for others to find.
+    /// Judges whether a cold huge page should be split, and if not, leaves its pages in the
+    /// unstable index for others to find.
     pub(crate) fn judge(&mut self, number: u32, found: &Found, pass: &Pass<'_>) -> bool {
         let mut duplicates = found.zeros.len() as u64;
         let mut seen = HashSet::new();
@@ -272,12 +284,15 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         false
     }
 
-    /// Publishes the content of pages and plans to replace them. `false` if the store failed; what was not published stays as it is.
+    /// Publishes the content of pages and plans to replace them. `false` if the store failed; what
+    /// was not published stays as it is.
     fn publish(&mut self, mut list: Vec<Publish>, pass: &Pass<'_>) -> bool {
         self.confirm_nodes(&mut list, pass);
         self.drop_short_runs(&mut list);
         let mut published = true;
-        for part in list.chunk_by(|a, b| a.node == b.node).flat_map(|same| same.chunks(PUBLISHED_AT_ONCE)) {
+        for part in
+            list.chunk_by(|a, b| a.node == b.node).flat_map(|same| same.chunks(PUBLISHED_AT_ONCE))
+        {
             published = published && self.publish_part(part, pass);
             if !published {
                 for item in part.iter().filter(|item| item.page == item.by) {
@@ -298,11 +313,14 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         for item in part {
             let begin = readable.len() * PAGE;
             let content = &mut contents[begin..begin + PAGE];
-            let read = self.blocks.page(item.page).is_some_and(|(_, pfn)| match self.member_of(item.page) {
-                Some(member) => member.memory.read(pfn, content).is_ok(),
-                None => false,
+            let read = self.blocks.page(item.page).is_some_and(|(_, pfn)| {
+                match self.member_of(item.page) {
+                    Some(member) => member.memory.read(pfn, content).is_ok(),
+                    None => false,
+                }
             });
-            // What is published under a hash must have it: the page may have changed since it was hashed.
+            // What is published under a hash must have it: the page may have changed since it was
+            // hashed.
             if read && self.hasher.hash(content) == item.hash {
                 readable.push(*item);
             } else {
@@ -322,7 +340,11 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         match outcome {
             Ok(()) => {
                 for (item, slot) in readable.iter().zip(slots) {
-                    self.plan(Planned { page: item.page, hash: item.hash, target: Target::Slot(slot) });
+                    self.plan(Planned {
+                        page: item.page,
+                        hash: item.hash,
+                        target: Target::Slot(slot),
+                    });
                 }
                 true
             }
@@ -333,7 +355,8 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         }
     }
 
-    /// Leaves out partners that are on another node than they were when they were hashed, and puts them into the right index.
+    /// Leaves out partners that are on another node than they were when they were hashed, and puts
+    /// them into the right index.
     fn confirm_nodes(&mut self, list: &mut Vec<Publish>, pass: &Pass<'_>) {
         if !pass.are_apart() {
             return;
@@ -342,13 +365,17 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         let mut order: Vec<(u32, Pfn, usize)> = list
             .iter()
             .enumerate()
-            .filter_map(|(place, item)| self.blocks.page(item.page).map(|(member, pfn)| (member, pfn, place)))
+            .filter_map(|(place, item)| {
+                self.blocks.page(item.page).map(|(member, pfn)| (member, pfn, place))
+            })
             .collect();
         order.sort_unstable();
         let mut confirmed = vec![None; list.len()];
         for group in order.chunk_by(|a, b| a.0 == b.0) {
             let pages: Vec<Pfn> = group.iter().map(|(_, pfn, _)| *pfn).collect();
-            for ((_, _, place), node) in group.iter().zip(self.where_are(group[0].0 as usize, &pages)) {
+            for ((_, _, place), node) in
+                group.iter().zip(self.where_are(group[0].0 as usize, &pages))
+            {
                 confirmed[*place] = node;
             }
         }
@@ -366,7 +393,8 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         });
     }
 
-    /// Where mappings are scarce, leaves out what would be a short run, on the side of the partners or of those that found them.
+    /// Where mappings are scarce, leaves out what would be a short run, on the side of the partners
+    /// or of those that found them.
     fn drop_short_runs(&mut self, list: &mut Vec<Publish>) {
         let scarce = self.members.iter().flatten().any(|member| member.min_run_pages > 1);
         if !scarce {
@@ -377,11 +405,16 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
             let places: Vec<Option<(u32, Pfn)>> =
                 list.iter().map(|item| self.blocks.page(side(item))).collect();
             let least = |member: u32| {
-                self.members.get(member as usize).and_then(Option::as_ref).map_or(1, |m| m.min_run_pages)
+                self.members
+                    .get(member as usize)
+                    .and_then(Option::as_ref)
+                    .map_or(1, |m| m.min_run_pages)
             };
             // Neighbours in the list will get neighbouring slots.
             let follows = |a: usize, b: usize| match (places[a], places[b]) {
-                (Some((one, first)), Some((other, second))) => one == other && first.0 + 1 == second.0,
+                (Some((one, first)), Some((other, second))) => {
+                    one == other && first.0 + 1 == second.0
+                }
                 _ => false,
             };
             pages_in_short_runs(

@@ -1,25 +1,30 @@
-//! Same-page merging: pages with the same content share one page of the host until one of them is written to.
+//! Same-page merging: pages with the same content share one page of the host until one of them is
+//! written to.
 //!
-//! Only pages of one *trust domain* are merged, and, if wished, only pages of one *node*: there is a stable index (pages that are
-//! shared already) and an unstable one (pages that did not change lately) for each pair of domain and node, as Linux's KSM has
-//! trees for each node (mm/ksm.c; patch "ksm: allow trees per NUMA node", 2013).
+//! Only pages of one *trust domain* are merged, and, if wished, only pages of one *node*: there is
+//! a stable index (pages that are shared already) and an unstable one (pages that did not change
+//! lately) for each pair of domain and node, as Linux's KSM has trees for each node (mm/ksm.c;
+//! patch "ksm: allow trees per NUMA node", 2013).
 //!
-//! The core decides which pages are looked at, compared and merged. It touches memory through [`Memory`] and shared pages
-//! through [`StableStore`] only.
+//! The core decides which pages are looked at, compared and merged. It touches memory through
+//! [`Memory`] and shared pages through [`StableStore`] only.
 //!
 //! # How it goes
 //!
-//! A *pass* looks at all memory, in blocks of 512 pages. A look costs some nanoseconds a page and reads nothing: it tells which
-//! pages were written to since the last one. A page that was not, for [`Settings::clean_passes`] looks, is read and hashed once, and
-//! then not again until it is written to. Its hash is looked for among the stable pages, and then in the unstable index. If another
-//! page waits there, that page's content becomes a stable page, and both are replaced by it; each replacement compares the
-//! contents while nobody can change them, so a hash never decides anything. All that is remembered of a page are eight
-//! bytes, and five to seven in the index while it waits for a partner.
+//! A *pass* looks at all memory, in blocks of 512 pages. A look costs some nanoseconds a page and
+//! reads nothing: it tells which pages were written to since the last one. A page that was not, for
+//! [`Settings::clean_passes`] looks, is read and hashed once, and then not again until it is
+//! written to. Its hash is looked for among the stable pages, and then in the unstable index. If
+//! another page waits there, that page's content becomes a stable page, and both are replaced by
+//! it; each replacement compares the contents while nobody can change them, so a hash never decides
+//! anything. All that is remembered of a page are eight bytes, and five to seven in the index while
+//! it waits for a partner.
 //!
 //! # Use
 //!
-//! A [`Merger`] is driven step by step, by its owner or by a [`Worker`] on a thread of its own, which keeps to the pace that the
-//! [`Settings`] ask for and can be talked to through a [`Control`]:
+//! A [`Merger`] is driven step by step, by its owner or by a [`Worker`] on a thread of its own,
+//! which keeps to the pace that the [`Settings`] ask for and can be talked to through a
+//! [`Control`]:
 //!
 //! ```
 //! use ebb_abi::{PageRange, Pfn};
@@ -83,7 +88,9 @@ pub use advisor::Advisor;
 pub use control::{Control, Paused};
 pub use hash::PageHasher;
 pub use local::LocalStore;
-pub use memory::{Content, Look, Memory, Node, PageHash, Replace, Replaced, Returns, Secret, Target};
+pub use memory::{
+    Content, Look, Memory, Node, PageHash, Replace, Replaced, Returns, Secret, Target,
+};
 pub use merger::{DomainId, MemberId, Merger, Step};
 pub use pace::Effort;
 pub use settings::{AdvisorMode, MAX_PAGE_SHARING, Nodes, Run, Settings, SettingsError};

@@ -15,10 +15,11 @@ use entries::{Entries, Entry};
 
 /// Stable pages of one domain, for members in this process only.
 ///
-/// A content has one stable page. When that has as many sharers as it may have, another stable page with the same content is made,
-/// and they form a *chain* (as in Linux's mm/ksm.c: unmapping a page with millions of sharers would take the kernel too long). A
-/// page of a chain without sharers goes back to the host at once, and a chain with one page left is none any more. New sharers
-/// go to the fullest page that has room, so that the others run empty.
+/// A content has one stable page. When that has as many sharers as it may have, another stable page
+/// with the same content is made, and they form a *chain* (as in Linux's mm/ksm.c: unmapping a page
+/// with millions of sharers would take the kernel too long). A page of a chain without sharers goes
+/// back to the host at once, and a chain with one page left is none any more. New sharers go to the
+/// fullest page that has room, so that the others run empty.
 pub struct LocalStore<T> {
     slots: T,
     max_page_sharing: u16,
@@ -168,8 +169,12 @@ impl<T: Slots> StableStore for LocalStore<T> {
         let mut outcome = self.slots.allocate(node, hashes.len(), &mut new);
         let mut begin = 0;
         while outcome.is_ok() && begin < new.len() {
-            let run = new[begin..].windows(2).take_while(|pair| pair[0].is_followed_by(pair[1])).count() + 1;
-            outcome = self.slots.write(new[begin], &contents[begin * page_bytes..(begin + run) * page_bytes]);
+            let run =
+                new[begin..].windows(2).take_while(|pair| pair[0].is_followed_by(pair[1])).count()
+                    + 1;
+            outcome = self
+                .slots
+                .write(new[begin], &contents[begin * page_bytes..(begin + run) * page_bytes]);
             begin += run;
         }
         if let Err(source) = outcome {
@@ -213,8 +218,11 @@ impl<T: Slots> StableStore for LocalStore<T> {
     }
 
     fn counts(&self) -> StoreCounts {
-        let tables: u64 =
-            self.indexes.iter().map(|index| index.table.memory_bytes() + index.chains.memory_bytes()).sum();
+        let tables: u64 = self
+            .indexes
+            .iter()
+            .map(|index| index.table.memory_bytes() + index.chains.memory_bytes())
+            .sum();
         StoreCounts {
             pages_shared: self.entries.len(),
             stable_node_chains: self.indexes.iter().map(|index| index.chains.len()).sum(),

@@ -12,7 +12,8 @@ pub const BLOCK_PAGES: u64 = 512;
 pub struct Node(pub u32);
 
 impl Node {
-    /// No node in particular: where pages of all nodes are merged, stable pages are asked for and made under this one.
+    /// No node in particular: where pages of all nodes are merged, stable pages are asked for and
+    /// made under this one.
     pub const ANY: Self = Self(u32::MAX);
 }
 
@@ -26,8 +27,9 @@ impl std::fmt::Display for Node {
     }
 }
 
-/// Hash of a page's content under a [`Secret`]: equal contents have equal hashes, and nothing follows from equal hashes but that a
-/// comparison is worth its price. Only the low 48 bits are used.
+/// Hash of a page's content under a [`Secret`]: equal contents have equal hashes, and nothing
+/// follows from equal hashes but that a comparison is worth its price. Only the low 48 bits are
+/// used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PageHash(u64);
 
@@ -46,8 +48,8 @@ impl PageHash {
     }
 }
 
-/// What hashes depend on; a guest that does not know it cannot make pages whose hashes collide. All members of a domain that
-/// share a store have the same.
+/// What hashes depend on; a guest that does not know it cannot make pages whose hashes collide. All
+/// members of a domain that share a store have the same.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Secret(pub [u8; 32]);
 
@@ -62,22 +64,24 @@ impl std::fmt::Debug for Secret {
 pub enum Look {
     /// No content: the host holds nothing for it (it reads as zeros).
     Absent,
-    /// The page may have been written to since the last look at it. It is tracked from now on: what is read after this look is
-    /// what it contains unless a later look says `Written` again.
+    /// The page may have been written to since the last look at it. It is tracked from now on: what
+    /// is read after this look is what it contains unless a later look says `Written` again.
     Written,
     /// Not written to since the last look.
     Clean,
     /// A stable page is mapped in its place, and it was not written to since.
     Merged,
-    /// A stable page was mapped in its place, but it has been written to since: it has a page of its own again, and has given
-    /// up its share of the stable page (told once as `Broken`; later looks say `Copied` for a while, or `Written` or `Clean`).
+    /// A stable page was mapped in its place, but it has been written to since: it has a page of
+    /// its own again, and has given up its share of the stable page (told once as `Broken`; later
+    /// looks say `Copied` for a while, or `Written` or `Clean`).
     Broken(Slot),
-    /// Part of a huge page, not written to since the last look. Splitting costs the guest speed, so more is asked for.
+    /// Part of a huge page, not written to since the last look. Splitting costs the guest speed, so
+    /// more is asked for.
     HugeClean,
     /// Part of a huge page that may have been written to; tracked from now on.
     HugeWritten,
-    /// It was told as `Broken` before, and the owner has not yet made it a page like others, which it does by itself after a while: it
-    /// cannot be merged until then.
+    /// It was told as `Broken` before, and the owner has not yet made it a page like others, which
+    /// it does by itself after a while: it cannot be merged until then.
     Copied,
     /// Cannot be merged here: not anonymous memory, locked, or excluded by the owner.
     Excluded,
@@ -149,11 +153,13 @@ pub trait Memory {
     /// The pages that may be looked at, in ascending order, not overlapping.
     fn ranges(&self) -> Vec<PageRange>;
 
-    /// Looks at a block of at most [`BLOCK_PAGES`] pages within one range, and fills `looks` with one entry for each page.
+    /// Looks at a block of at most [`BLOCK_PAGES`] pages within one range, and fills `looks` with
+    /// one entry for each page.
     fn look(&mut self, block: PageRange, looks: &mut Vec<Look>) -> Result<(), Self::Error>;
 
-    /// Reads pages (ascending) and appends what they contain; `None` for a page that cannot be read. Reading must not mark pages as
-    /// used more than needed, and must not allocate pages for absent ones.
+    /// Reads pages (ascending) and appends what they contain; `None` for a page that cannot be
+    /// read. Reading must not mark pages as used more than needed, and must not allocate pages for
+    /// absent ones.
     fn hash(
         &mut self,
         pages: &[Pfn],
@@ -164,34 +170,41 @@ pub trait Memory {
     /// Appends each page's node; `None` if it has none (absent, swapped out).
     fn nodes(&mut self, pages: &[Pfn], nodes: &mut Vec<Option<Node>>) -> Result<(), Self::Error>;
 
-    /// Copies a page into `content` (4096 bytes), to become a stable page. It may be written to meanwhile; only
-    /// [`replace`](Self::replace) decides.
+    /// Copies a page into `content` (4096 bytes), to become a stable page. It may be written to
+    /// meanwhile; only [`replace`](Self::replace) decides.
     fn read(&mut self, page: Pfn, content: &mut [u8]) -> Result<(), Self::Error>;
 
-    /// Replaces pages (ascending): each is frozen, so that no processor and no device can change it, compared with its target, and
-    /// only if it is the same, replaced. `replaced` gets an entry for each. Neighbours with neighbouring slots are replaced in
-    /// one go. The list may span several blocks, and several pages may have the same slot.
+    /// Replaces pages (ascending): each is frozen, so that no processor and no device can change
+    /// it, compared with its target, and only if it is the same, replaced. `replaced` gets an entry
+    /// for each. Neighbours with neighbouring slots are replaced in one go. The list may span
+    /// several blocks, and several pages may have the same slot.
     ///
-    /// After an error, what `replaced` holds is true, and all pages behind it are unchanged: a page that was replaced is
-    /// always told as [`Replaced::Done`], or else its slot could be given back while it is mapped.
-    fn replace(&mut self, pages: &[Replace], replaced: &mut Vec<Replaced>) -> Result<(), Self::Error>;
+    /// After an error, what `replaced` holds is true, and all pages behind it are unchanged: a page
+    /// that was replaced is always told as [`Replaced::Done`], or else its slot could be given back
+    /// while it is mapped.
+    fn replace(
+        &mut self,
+        pages: &[Replace],
+        replaced: &mut Vec<Replaced>,
+    ) -> Result<(), Self::Error>;
 
-    /// Gives every merged page of `range` a page of its own again, and appends the slots that have lost a share, once for each
-    /// page.
+    /// Gives every merged page of `range` a page of its own again, and appends the slots that have
+    /// lost a share, once for each page.
     fn unmerge(&mut self, range: PageRange, released: &mut Vec<Slot>) -> Result<(), Self::Error>;
 
-    /// The memory is about to go away: appends the slots that its merged pages in `range` have shares of, as
-    /// [`unmerge`](Self::unmerge) does, but the pages need no content any more.
+    /// The memory is about to go away: appends the slots that its merged pages in `range` have
+    /// shares of, as [`unmerge`](Self::unmerge) does, but the pages need no content any more.
     fn abandon(&mut self, range: PageRange, released: &mut Vec<Slot>) -> Result<(), Self::Error> {
         self.unmerge(range, released)
     }
 
-    /// What became of pages that were told as [`Look::Broken`], as far as that takes the owner something.
+    /// What became of pages that were told as [`Look::Broken`], as far as that takes the owner
+    /// something.
     fn returns(&self) -> Returns {
         Returns::default()
     }
 
-    /// Slots that lost a share without a look, because the owner discarded pages; appended once for each page and then
-    /// forgotten.
+    /// Slots that lost a share without a look, because the owner discarded pages; appended once for
+    /// each page and then forgotten.
     fn take_released(&mut self, released: &mut Vec<Slot>);
 }

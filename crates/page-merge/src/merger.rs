@@ -32,7 +32,8 @@ pub struct Step {
 
 /// Merges equal pages of the members of each trust domain; never pages of different domains.
 ///
-/// It belongs to one thread. See [`Worker`](crate::Worker) for a thread that paces itself and can be talked to.
+/// It belongs to one thread. See [`Worker`](crate::Worker) for a thread that paces itself and can
+/// be talked to.
 pub struct Merger<M, S> {
     domains: Vec<Option<Domain<M, S>>>,
     settings: Settings,
@@ -59,24 +60,28 @@ impl<M: Memory, S: StableStore> Merger<M, S> {
         })
     }
 
-    /// Adds a trust domain with a store of stable pages of its own. `secret` must be the one that everybody hashes with who shares
-    /// this store.
+    /// Adds a trust domain with a store of stable pages of its own. `secret` must be the one that
+    /// everybody hashes with who shares this store.
     pub fn add_domain(&mut self, mut store: S, secret: Secret) -> DomainId {
         store.limit_sharing(self.settings.max_page_sharing);
         self.domains.push(Some(Domain::new(store, secret)));
         DomainId(self.domains.len() - 1)
     }
 
-    /// Adds memory to a domain; gives it back if there is no such domain, or if the domain has 16 TiB already.
+    /// Adds memory to a domain; gives it back if there is no such domain, or if the domain has 16
+    /// TiB already.
     pub fn add_member(&mut self, domain: DomainId, memory: M) -> Result<MemberId, M> {
         match self.domains.get_mut(domain.0).and_then(Option::as_mut) {
-            Some(found) => found.add_member(memory).map(|member| MemberId { domain: domain.0, member }),
+            Some(found) => {
+                found.add_member(memory).map(|member| MemberId { domain: domain.0, member })
+            }
             None => Err(memory),
         }
     }
 
-    /// Removes a member whose memory is about to go away (its pages need no content any more) and gives up its shares. Returns the
-    /// memory, and whether it could name all of them: if not, some stable pages stay in use for good.
+    /// Removes a member whose memory is about to go away (its pages need no content any more) and
+    /// gives up its shares. Returns the memory, and whether it could name all of them: if not, some
+    /// stable pages stay in use for good.
     pub fn remove_member(&mut self, id: MemberId) -> Option<(M, Result<(), M::Error>)> {
         self.domains.get_mut(id.domain)?.as_mut()?.remove_member(id.member)
     }
@@ -92,7 +97,13 @@ impl<M: Memory, S: StableStore> Merger<M, S> {
 
     /// A member's memory.
     pub fn memory(&self, id: MemberId) -> Option<&M> {
-        self.domains.get(id.domain)?.as_ref()?.members.get(id.member)?.as_ref().map(|member| &member.memory)
+        self.domains
+            .get(id.domain)?
+            .as_ref()?
+            .members
+            .get(id.member)?
+            .as_ref()
+            .map(|member| &member.memory)
     }
 
     /// A member's memory.
@@ -116,8 +127,8 @@ impl<M: Memory, S: StableStore> Merger<M, S> {
         &self.settings
     }
 
-    /// Changes the settings; all of them or none. What decides which pages may share can be changed only while nothing is merged,
-    /// and everything that was known about pages is forgotten then.
+    /// Changes the settings; all of them or none. What decides which pages may share can be changed
+    /// only while nothing is merged, and everything that was known about pages is forgotten then.
     pub fn change(&mut self, settings: Settings) -> Result<(), SettingsError> {
         settings.check()?;
         let decisive = self.settings.decides_sharing(&settings);
@@ -171,8 +182,8 @@ impl<M: Memory, S: StableStore> Merger<M, S> {
         }
     }
 
-    /// Looks at about `pages` pages (whole blocks of 512), beginning where the last call stopped, and at most until the pass over
-    /// all memory ends.
+    /// Looks at about `pages` pages (whole blocks of 512), beginning where the last call stopped,
+    /// and at most until the pass over all memory ends.
     pub fn scan(&mut self, pages: u64) -> Step {
         let pass = Pass { number: self.full_scans, settings: &self.settings };
         let begins = self.cursor.is_none();
@@ -212,8 +223,9 @@ impl<M: Memory, S: StableStore> Merger<M, S> {
         step
     }
 
-    /// Gives merged pages pages of their own again, for about `pages` pages of memory, beginning where the last call stopped. With
-    /// the end of it everything that was known about pages is forgotten. What fails is tried again with the next call.
+    /// Gives merged pages pages of their own again, for about `pages` pages of memory, beginning
+    /// where the last call stopped. With the end of it everything that was known about pages is
+    /// forgotten. What fails is tried again with the next call.
     pub fn unmerge(&mut self, pages: u64) -> Step {
         let Some((mut number, mut block)) = self.unmerging else {
             return Step { finished_pass: true, ..Step::default() };

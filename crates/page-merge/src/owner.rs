@@ -1,7 +1,8 @@
-//! Merging in the process that owns the memory: [`Memory`](crate::Memory) over guest memory, and [`Slots`](crate::Slots) over memory files.
+//! Merging in the process that owns the memory: [`Memory`](crate::Memory) over guest memory, and
+//! [`Slots`](crate::Slots) over memory files.
 //!
-//! What makes it right, the freezing of pages while they are compared, is in `ebb-guest-ram` (`merge`), since it takes
-//! unsafe code; here is what the core calls it.
+//! What makes it right, the freezing of pages while they are compared, is in `ebb-guest-ram`
+//! (`merge`), since it takes unsafe code; here is what the core calls it.
 
 mod memory;
 mod slots;

@@ -18,8 +18,8 @@ pub struct Effort {
 }
 
 impl Settings {
-    /// The sleep after a step: at least `sleep_millisecs`, and long enough to stay below `pages_per_second`,
-    /// `max_written_per_second` and `max_cpu_percent`.
+    /// The sleep after a step: at least `sleep_millisecs`, and long enough to stay below
+    /// `pages_per_second`, `max_written_per_second` and `max_cpu_percent`.
     pub fn sleep_after(&self, effort: Effort) -> Duration {
         let percent = self.max_cpu_percent.clamp(1, 100);
         let least = [
@@ -46,7 +46,8 @@ mod tests {
 
     #[test]
     fn each_limit_makes_the_sleep_longer() {
-        let settings = Settings { sleep_millisecs: 20, max_cpu_percent: 100, ..Settings::default() };
+        let settings =
+            Settings { sleep_millisecs: 20, max_cpu_percent: 100, ..Settings::default() };
         let effort = Effort { pages: 5000, written: 100, cpu: 10 * MS, elapsed: 10 * MS };
         assert_eq!(settings.sleep_after(effort), 20 * MS);
         let half = Settings { max_cpu_percent: 25, ..settings.clone() };

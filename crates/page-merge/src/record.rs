@@ -72,7 +72,8 @@ impl Record {
         PageHash::new(self.0)
     }
 
-    /// Of [`State::Watched`]: clean looks still to wait for. Of [`State::Merged`]: 1 if the stable page is on another node.
+    /// Of [`State::Watched`]: clean looks still to wait for. Of [`State::Merged`]: 1 if the stable
+    /// page is on another node.
     pub(crate) fn value(self) -> u64 {
         self.0 & VALUE_MASK
     }
@@ -102,7 +103,10 @@ mod tests {
     #[test]
     fn parts_do_not_touch_each_other() {
         let mut record = Record::UNKNOWN;
-        assert_eq!((record.state(), record.age(), record.node()), (State::Unknown, 0, NodeNumber::NONE));
+        assert_eq!(
+            (record.state(), record.age(), record.node()),
+            (State::Unknown, 0, NodeNumber::NONE)
+        );
         for state in State::ALL {
             for node in [0, 5, 0x3fe] {
                 record = record.with(state, u64::MAX).on(NodeNumber(node)).older();

@@ -18,7 +18,8 @@ pub(crate) struct Planned {
     pub(crate) target: Target,
 }
 
-/// Calls `tell` for each of `count` places in runs that are shorter than the least length that `least` says for a place.
+/// Calls `tell` for each of `count` places in runs that are shorter than the least length that
+/// `least` says for a place.
 pub(crate) fn pages_in_short_runs(
     count: usize,
     follows: impl Fn(usize, usize) -> bool,
@@ -49,7 +50,8 @@ fn are_one_run(a: &Replace, b: &Replace) -> bool {
 }
 
 impl<M: Memory, S: StableStore> Domain<M, S> {
-    /// A page is to be replaced soon, together with others near it: the fewer steps for the same pages, the less each costs.
+    /// A page is to be replaced soon, together with others near it: the fewer steps for the same
+    /// pages, the less each costs.
     pub(crate) fn plan(&mut self, item: Planned) {
         let record = self.blocks.record(item.page);
         if record.state() == State::Unshared {
@@ -59,7 +61,8 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         self.planned.push(item);
     }
 
-    /// Replaces all pages that are planned to be, of whatever members. Every reservation is used up or given back.
+    /// Replaces all pages that are planned to be, of whatever members. Every reservation is used up
+    /// or given back.
     pub(crate) fn replace_planned(&mut self, pass: &Pass<'_>) {
         let mut order: Vec<(u32, Pfn, Planned)> = Vec::with_capacity(self.planned.len());
         for item in std::mem::take(&mut self.planned) {
@@ -72,8 +75,10 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         let mut begin = 0;
         while begin < order.len() {
             let member = order[begin].0;
-            let end =
-                order[begin..].iter().position(|item| item.0 != member).map_or(order.len(), |n| begin + n);
+            let end = order[begin..]
+                .iter()
+                .position(|item| item.0 != member)
+                .map_or(order.len(), |n| begin + n);
             self.replace_in(member as usize, &order[begin..end], pass);
             begin = end;
         }
@@ -86,20 +91,24 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
             }
             return;
         };
-        let mut list: Vec<Replace> =
-            items.iter().map(|(_, pfn, item)| Replace { page: *pfn, target: item.target }).collect();
+        let mut list: Vec<Replace> = items
+            .iter()
+            .map(|(_, pfn, item)| Replace { page: *pfn, target: item.target })
+            .collect();
         let mut tried = vec![true; list.len()];
         if member.min_run_pages > 1 {
             let follows = |a: usize, b: usize| are_one_run(&list[a], &list[b]);
-            let least =
-                |place: usize| if list[place].target == Target::Zero { 1 } else { member.min_run_pages };
+            let least = |place: usize| {
+                if list[place].target == Target::Zero { 1 } else { member.min_run_pages }
+            };
             pages_in_short_runs(list.len(), follows, least, |place| tried[place] = false);
         }
         let mut kept = tried.iter();
         list.retain(|_| kept.next().copied().unwrap_or(true));
         let pages: Vec<Pfn> = list.iter().map(|item| item.page).collect();
 
-        // Where the pages are before they are merged: their own node, whatever index they belong to.
+        // Where the pages are before they are merged: their own node, whatever index they belong
+        // to.
         let homes = self.where_are(number, &pages);
         let mut told = Vec::with_capacity(list.len());
         if let Some(Some(member)) = self.members.get_mut(number)
@@ -187,8 +196,9 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         }
     }
 
-    /// Looks up where merged pages (ascending, of one member) are now, and compares with where they were before. Where nodes are
-    /// kept apart, those on another node are given pages of their own again.
+    /// Looks up where merged pages (ascending, of one member) are now, and compares with where they
+    /// were before. Where nodes are kept apart, those on another node are given pages of their own
+    /// again.
     pub(crate) fn note_nodes_of_merged(&mut self, pages: &[PageNumber], pass: &Pass<'_>) {
         let Some(&first) = pages.first() else { return };
         let Some((member, _)) = self.blocks.page(first) else { return };

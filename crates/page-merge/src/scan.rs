@@ -62,7 +62,9 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
             Turn::Judge => worth = pages.collect(),
             Turn::Split => {
                 // They may have partners that did not join them because of the huge page.
-                worth.extend(pages.filter(|&page| self.blocks.record(page).state() == State::Unshared));
+                worth.extend(
+                    pages.filter(|&page| self.blocks.record(page).state() == State::Unshared),
+                );
                 worth.sort_unstable();
             }
         }
@@ -90,7 +92,13 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
     }
 
     /// Takes over what a look told; `true` if the page should be read now.
-    fn note_look(&mut self, page: PageNumber, look: Look, huge: &mut HugeLook, pass: &Pass<'_>) -> bool {
+    fn note_look(
+        &mut self,
+        page: PageNumber,
+        look: Look,
+        huge: &mut HugeLook,
+        pass: &Pass<'_>,
+    ) -> bool {
         let record = self.blocks.record(page);
         match (look, record.state()) {
             (Look::Clean | Look::HugeClean, State::Unshared) | (Look::Merged, State::Merged) => {
@@ -175,18 +183,24 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         if block.cold_passes == cold || wanted { Turn::Judge } else { Turn::Nothing }
     }
 
-    /// Reads pages of a member whose content is not known yet, and says which are zeros and what the others contain.
+    /// Reads pages of a member whose content is not known yet, and says which are zeros and what
+    /// the others contain.
     fn find_candidates(&mut self, member: usize, pages: &[PageNumber], pass: &Pass<'_>) -> Found {
-        let mut contents: Vec<(PageNumber, Pfn, Option<PageHash>)> = Vec::with_capacity(pages.len());
+        let mut contents: Vec<(PageNumber, Pfn, Option<PageHash>)> =
+            Vec::with_capacity(pages.len());
         for &page in pages {
             let record = self.blocks.record(page);
-            let known = matches!(record.state(), State::Unshared | State::Refused).then(|| record.hash());
+            let known =
+                matches!(record.state(), State::Unshared | State::Refused).then(|| record.hash());
             if let Some((_, pfn)) = self.blocks.page(page) {
                 contents.push((page, pfn, known));
             }
         }
-        let unread: Vec<Pfn> =
-            contents.iter().filter(|(_, _, known)| known.is_none()).map(|(_, pfn, _)| *pfn).collect();
+        let unread: Vec<Pfn> = contents
+            .iter()
+            .filter(|(_, _, known)| known.is_none())
+            .map(|(_, pfn, _)| *pfn)
+            .collect();
         let mut read = Vec::with_capacity(unread.len());
         let Some(Some(owner)) = self.members.get_mut(member) else { return Found::default() };
         if !unread.is_empty() {
@@ -226,7 +240,8 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         found
     }
 
-    /// The index that each page belongs to: that of its node, or the only one; `None` if a page has no node just now.
+    /// The index that each page belongs to: that of its node, or the only one; `None` if a page has
+    /// no node just now.
     pub(crate) fn nodes_of(
         &mut self,
         member: usize,
@@ -251,7 +266,9 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         nodes.resize(pages.len(), None);
         nodes
             .into_iter()
-            .map(|node| node.map(|node| self.node_number(node)).filter(|number| *number != NodeNumber::NONE))
+            .map(|node| {
+                node.map(|node| self.node_number(node)).filter(|number| *number != NodeNumber::NONE)
+            })
             .collect()
     }
 
@@ -268,7 +285,8 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         self.note_nodes_of_merged(&pages, pass);
     }
 
-    /// Looks up where a block's waiting pages are, and brings those that have moved to another node together with pages there.
+    /// Looks up where a block's waiting pages are, and brings those that have moved to another node
+    /// together with pages there.
     fn follow_moved(&mut self, member: usize, number: u32, pass: &Pass<'_>) {
         let Some(block) = self.blocks.block(number) else { return };
         let first = block.range.start;

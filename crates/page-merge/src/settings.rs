@@ -11,7 +11,8 @@ pub enum Run {
     Stop,
     /// Looks for equal pages and merges them (KSM: 1).
     Merge,
-    /// Gives every merged page a page of its own again, forgets what it knows, and then does nothing (KSM: 2).
+    /// Gives every merged page a page of its own again, forgets what it knows, and then does
+    /// nothing (KSM: 2).
     Unmerge,
 }
 
@@ -22,7 +23,8 @@ pub enum Nodes {
     /// All pages of a domain may share, wherever they are (KSM: `merge_across_nodes` = 1).
     #[default]
     Across,
-    /// Only pages of the same node share, and the page that they share is on this node (KSM: `merge_across_nodes` = 0).
+    /// Only pages of the same node share, and the page that they share is on this node (KSM:
+    /// `merge_across_nodes` = 0).
     Apart,
 }
 
@@ -51,11 +53,12 @@ pub struct Settings {
     pub merge_across_nodes: Nodes,
     /// Pages that share one stable page at most. Can be changed only while nothing is merged.
     pub max_page_sharing: u32,
-    /// Pages that changed after they were hashed or merged are hashed again only after 2 clean passes more, then 4, and so on up to 32
-    /// (KSM: 1 to 8 passes).
+    /// Pages that changed after they were hashed or merged are hashed again only after 2 clean
+    /// passes more, then 4, and so on up to 32 (KSM: 1 to 8 passes).
     pub smart_scan: bool,
-    /// Pages of zeros are taken away rather than merged with each other: they need no mapping. (KSM has this off by default,
-    /// because its zero page may have the wrong colour for some caches; here there is no page at all.)
+    /// Pages of zeros are taken away rather than merged with each other: they need no mapping. (KSM
+    /// has this off by default, because its zero page may have the wrong colour for some caches;
+    /// here there is no page at all.)
     pub use_zero_pages: bool,
     /// Who decides about `pages_to_scan`.
     pub advisor_mode: AdvisorMode,
@@ -69,28 +72,32 @@ pub struct Settings {
     pub advisor_max_pages_to_scan: u64,
     /// Pages looked at in a second at most, whatever the other settings say.
     pub pages_per_second: Option<u64>,
-    /// Share of one processor that merging may use at most, in percent, whatever the other settings say.
+    /// Share of one processor that merging may use at most, in percent, whatever the other settings
+    /// say.
     pub max_cpu_percent: u32,
-    /// A pass over all memory begins no earlier than this after the last one began. It says for how long a page must be unchanged
-    /// before it is worth merging: in a small guest a pass alone would take a fraction of a second. And each look at a page that was
-    /// written to costs the guest a fault with its next write.
+    /// A pass over all memory begins no earlier than this after the last one began. It says for how
+    /// long a page must be unchanged before it is worth merging: in a small guest a pass alone
+    /// would take a fraction of a second. And each look at a page that was written to costs the
+    /// guest a fault with its next write.
     pub min_pass_millisecs: u64,
     /// Passes in which a page must be found unchanged before it is read.
     pub clean_passes: u8,
-    /// Pages found written to in a second at most: as many faults a guest that writes to all of them has.
+    /// Pages found written to in a second at most: as many faults a guest that writes to all of
+    /// them has.
     pub max_written_per_second: u64,
     /// Passes without a write after which a huge page may be split for merging.
     pub huge_cold_passes: u8,
     /// Pages of a huge page, of its 512, that must be duplicates or zeros, or it is not split.
     ///
-    /// With fewer than half of them, more memory would lose the huge mapping than would be saved; and Linux's khugepaged makes a
-    /// huge page again out of 512 pages if no more than 256 are shared (`max_ptes_shared`), which would undo the merging.
+    /// With fewer than half of them, more memory would lose the huge mapping than would be saved;
+    /// and Linux's khugepaged makes a huge page again out of 512 pages if no more than 256 are
+    /// shared (`max_ptes_shared`), which would undo the merging.
     pub huge_min_duplicates: u16,
     /// Neighbours that must be replaced together once mappings are scarce.
     ///
-    /// A scattered page costs two mappings (about 420 bytes of the kernel's memory, and two of the 65,530 that a process may
-    /// have by default); in runs of eight these are 52 bytes a page, and the limit is reached at 1 GiB of merged memory
-    /// instead of at 128 MiB.
+    /// A scattered page costs two mappings (about 420 bytes of the kernel's memory, and two of the
+    /// 65,530 that a process may have by default); in runs of eight these are 52 bytes a page, and
+    /// the limit is reached at 1 GiB of merged memory instead of at 128 MiB.
     pub min_run_pages: u32,
 }
 
@@ -176,7 +183,12 @@ impl Settings {
             1,
             self.advisor_max_pages_to_scan,
         )?;
-        within("advisor_max_pages_to_scan", self.advisor_max_pages_to_scan, 1, u64::from(u32::MAX))?;
+        within(
+            "advisor_max_pages_to_scan",
+            self.advisor_max_pages_to_scan,
+            1,
+            u64::from(u32::MAX),
+        )?;
         within("pages_per_second", self.pages_per_second.unwrap_or(1), 1, 1 << 40)?;
         within("max_cpu_percent", self.max_cpu_percent.into(), 1, 100)?;
         within("huge_min_duplicates", self.huge_min_duplicates.into(), 1, 512)?;
@@ -216,7 +228,10 @@ mod tests {
             Settings { huge_min_duplicates: 513, ..Settings::default() },
         ];
         for settings in refused {
-            assert!(matches!(settings.check(), Err(SettingsError::OutOfRange { .. })), "{settings:?}");
+            assert!(
+                matches!(settings.check(), Err(SettingsError::OutOfRange { .. })),
+                "{settings:?}"
+            );
         }
     }
 

@@ -30,12 +30,13 @@ pub struct Statistics {
     pub stable_node_chains: u64,
     /// Stable pages with such contents.
     pub stable_node_dups: u64,
-    /// Pages that were duplicates when they were hashed, but could not be replaced; they are tried again.
+    /// Pages that were duplicates when they were hashed, but could not be replaced; they are tried
+    /// again.
     pub pages_refused: u64,
     /// Pages in whose place a stable page is.
     pub merged_pages: u64,
-    /// Merged pages whose stable page was on another node than they had been when last looked up. Where nodes are kept apart such
-    /// pages are given pages of their own at once.
+    /// Merged pages whose stable page was on another node than they had been when last looked up.
+    /// Where nodes are kept apart such pages are given pages of their own at once.
     pub remote_merged_pages: u64,
     /// Pages that were unmerged because their stable page had moved to another node.
     pub moved_pages: u64,
@@ -49,7 +50,8 @@ pub struct Statistics {
     pub written_pages: u64,
     /// Merged pages that were written to.
     pub broken_pages: u64,
-    /// Of these, pages that their owner has made pages like others again, so that they can be merged again.
+    /// Of these, pages that their owner has made pages like others again, so that they can be
+    /// merged again.
     pub brought_back_pages: u64,
     /// Of these, pages that were merged again.
     pub remerged_pages: u64,

@@ -43,7 +43,8 @@ pub enum StoreError {
         /// What the kernel said.
         source: io::Error,
     },
-    /// The store is another process, which is gone or does not answer. What is merged stays as it is.
+    /// The store is another process, which is gone or does not answer. What is merged stays as it
+    /// is.
     #[error("the broker of stable pages is gone: {0}")]
     Gone(String),
     /// The store is another process, which did not answer in time. It may answer later.
@@ -66,13 +67,19 @@ pub struct StoreCounts {
 
 /// Stable pages of one domain, by node ([`Node::ANY`] where nodes are not kept apart).
 pub trait StableStore {
-    /// Appends an answer for each hash. With the answer [`Answer::Stable`] the slot is *reserved* for one more sharer until
-    /// [`shared`](Self::shared) or [`unused`](Self::unused) is called for it.
-    fn query(&mut self, node: Node, hashes: &[PageHash], answers: &mut Vec<Answer>)
-    -> Result<(), StoreError>;
+    /// Appends an answer for each hash. With the answer [`Answer::Stable`] the slot is *reserved*
+    /// for one more sharer until [`shared`](Self::shared) or [`unused`](Self::unused) is called for
+    /// it.
+    fn query(
+        &mut self,
+        node: Node,
+        hashes: &[PageHash],
+        answers: &mut Vec<Answer>,
+    ) -> Result<(), StoreError>;
 
-    /// Makes stable pages out of `contents` (4096 bytes for each hash), in neighbouring slots where there is room. Each slot is
-    /// reserved for one sharer, as with [`query`](Self::query). After an error nothing is published.
+    /// Makes stable pages out of `contents` (4096 bytes for each hash), in neighbouring slots where
+    /// there is room. Each slot is reserved for one sharer, as with [`query`](Self::query). After
+    /// an error nothing is published.
     fn publish(
         &mut self,
         node: Node,
@@ -84,19 +91,22 @@ pub trait StableStore {
     /// A page has this slot in its place now, under a reservation.
     fn shared(&mut self, slot: Slot);
 
-    /// A reservation is not needed. Without sharers and reservations the slot is given back to the host.
+    /// A reservation is not needed. Without sharers and reservations the slot is given back to the
+    /// host.
     fn unused(&mut self, slot: Slot);
 
-    /// A page has given up its share. Without sharers and reservations the slot is given back to the host.
+    /// A page has given up its share. Without sharers and reservations the slot is given back to
+    /// the host.
     fn release(&mut self, slot: Slot);
 
-    /// No more sharers for this slot: its page is not on the node that it should be on. The shares it has stay valid.
+    /// No more sharers for this slot: its page is not on the node that it should be on. The shares
+    /// it has stay valid.
     fn retire(&mut self, slot: Slot) {
         let _ = slot;
     }
 
-    /// How many pages may share one stable page from now on. Nothing is shared at the moment. (A store that is shared with others
-    /// has rules of its own.)
+    /// How many pages may share one stable page from now on. Nothing is shared at the moment. (A
+    /// store that is shared with others has rules of its own.)
     fn limit_sharing(&mut self, max_page_sharing: u32) {
         let _ = max_page_sharing;
     }
@@ -106,6 +116,7 @@ pub trait StableStore {
         StoreCounts::default()
     }
 
-    /// Appends hashes that were [`Answer::Unknown`] once and have a stable page by now (for stores shared with others).
+    /// Appends hashes that were [`Answer::Unknown`] once and have a stable page by now (for stores
+    /// shared with others).
     fn news(&mut self, news: &mut Vec<(Node, PageHash)>);
 }

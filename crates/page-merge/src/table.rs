@@ -1,8 +1,10 @@
-//! Hash table of 32-bit numbers with five bytes a cell. The hashes themselves are kept elsewhere, once.
+//! Hash table of 32-bit numbers with five bytes a cell. The hashes themselves are kept elsewhere,
+//! once.
 
 use crate::memory::PageHash;
 
-/// The table is cut into this many parts that grow on their own, so that growing needs little memory and time at once.
+/// The table is cut into this many parts that grow on their own, so that growing needs little
+/// memory and time at once.
 const PARTS: usize = 64;
 /// Tag of a cell that was never used.
 const EMPTY: u8 = 0;
@@ -103,7 +105,12 @@ impl Table {
     }
 
     /// Puts `number` in. `hash_of` tells the hashes of numbers that are in already.
-    pub(crate) fn insert(&mut self, hash: PageHash, number: u32, hash_of: impl Fn(u32) -> PageHash) {
+    pub(crate) fn insert(
+        &mut self,
+        hash: PageHash,
+        number: u32,
+        hash_of: impl Fn(u32) -> PageHash,
+    ) {
         if self.parts.is_empty() {
             self.parts = vec![Part::default(); PARTS];
         }
@@ -116,7 +123,12 @@ impl Table {
     }
 
     /// Takes `number` out; `false` if it was not there under this hash.
-    pub(crate) fn remove(&mut self, hash: PageHash, number: u32, hash_of: impl Fn(u32) -> PageHash) -> bool {
+    pub(crate) fn remove(
+        &mut self,
+        hash: PageHash,
+        number: u32,
+        hash_of: impl Fn(u32) -> PageHash,
+    ) -> bool {
         let Some(part) = self.parts.get_mut(part(hash)) else { return false };
         let Some(cell) = part.find(hash, |found| found == number) else { return false };
         part.tags[cell] = DELETED;
@@ -184,7 +196,8 @@ mod tests {
 
     #[test]
     fn takes_at_most_eight_bytes_a_number_and_shrinks() {
-        let spread = |number: u32| PageHash::new(u64::from(number).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 8);
+        let spread =
+            |number: u32| PageHash::new(u64::from(number).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 8);
         let mut table = Table::default();
         for number in 0..200_000 {
             table.insert(spread(number), number, spread);

@@ -12,8 +12,8 @@ use crate::{
     store::StableStore,
 };
 
-/// Pages of one step at most, so that pausing and changing settings need not wait for long. More than that between two sleeps
-/// are several steps without a sleep.
+/// Pages of one step at most, so that pausing and changing settings need not wait for long. More
+/// than that between two sleeps are several steps without a sleep.
 const STEP_PAGES: u64 = 4096;
 
 /// Clocks of the merging thread.
@@ -103,8 +103,8 @@ impl<M: Memory, S: StableStore> Worker<M, S> {
         self.control.set_life(Life::Ended);
     }
 
-    /// One step; returns how long to sleep then, `None` for until something happens. ([`run`](Self::run) calls it; call it directly
-    /// only without `run`.)
+    /// One step; returns how long to sleep then, `None` for until something happens.
+    /// ([`run`](Self::run) calls it; call it directly only without `run`.)
     pub fn turn(&mut self, clock: &impl Clock) -> Option<Duration> {
         let begin = Began { now: clock.now(), cpu: clock.cpu() };
         let began = *self.pass.get_or_insert(begin);
@@ -144,7 +144,8 @@ impl<M: Memory, S: StableStore> Worker<M, S> {
         self.pass = None;
         let settings = self.merger.settings();
         if settings.advisor_mode == AdvisorMode::ScanTime {
-            let (scan, cpu) = (end.now.saturating_sub(began.now), end.cpu.saturating_sub(began.cpu));
+            let (scan, cpu) =
+                (end.now.saturating_sub(began.now), end.cpu.saturating_sub(began.cpu));
             let advised = self.advisor.finished_pass(settings, pages_to_scan, scan, cpu);
             self.merger.advise(advised);
         }

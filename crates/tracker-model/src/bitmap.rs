@@ -21,7 +21,13 @@ pub struct Bitmap {
 
 impl Bitmap {
     /// A tracker that finds what is free already.
-    pub fn new(pages: u32, threshold: usize, batch_blocks: usize, flaw: Flaw, allocator: &Allocator) -> Self {
+    pub fn new(
+        pages: u32,
+        threshold: usize,
+        batch_blocks: usize,
+        flaw: Flaw,
+        allocator: &Allocator,
+    ) -> Self {
         let blocks = pages.div_ceil(Order::BLOCK.pages()) as usize;
         let mut bitmap = Self {
             bits: vec![false; blocks],

@@ -31,8 +31,14 @@ impl Allocator {
     /// An allocator of pages 0 to `pages`, all of them free.
     pub fn new(pages: u32, watermark_pages: u32, flag_on_removal: FlagOnRemoval) -> Self {
         let lists = vec![BTreeSet::new(); usize::from(Order::LARGEST.0) + 1];
-        let mut allocator =
-            Self { pages, watermark_pages, lists, reported: BTreeSet::new(), flag_on_removal, free_pages: 0 };
+        let mut allocator = Self {
+            pages,
+            watermark_pages,
+            lists,
+            reported: BTreeSet::new(),
+            flag_on_removal,
+            free_pages: 0,
+        };
         for page in 0..pages {
             allocator.free(Block { first: Pfn(page), order: Order(0) });
         }
@@ -56,10 +62,13 @@ impl Allocator {
 
     /// All free blocks of at least an order.
     pub fn blocks(&self, least: Order) -> impl Iterator<Item = Block> {
-        least.and_above().flat_map(|order| self.list(order).iter().map(move |&first| Block { first, order }))
+        least
+            .and_above()
+            .flat_map(|order| self.list(order).iter().map(move |&first| Block { first, order }))
     }
 
-    /// Takes a block of an order, splitting a larger one if there is none. `from_top` prefers high addresses.
+    /// Takes a block of an order, splitting a larger one if there is none. `from_top` prefers high
+    /// addresses.
     pub fn allocate(&mut self, order: Order, from_top: bool) -> Option<Block> {
         let from = order.and_above().find(|&order| !self.list(order).is_empty())?;
         let list = self.list(from);
@@ -86,7 +95,8 @@ impl Allocator {
         block
     }
 
-    /// Takes out exactly this block (`__isolate_free_page`). False if it is not free or memory is short.
+    /// Takes out exactly this block (`__isolate_free_page`). False if it is not free or memory is
+    /// short.
     #[must_use]
     pub fn isolate(&mut self, block: Block) -> bool {
         let enough = self.free_pages >= self.watermark_pages + block.order.pages();
@@ -129,7 +139,10 @@ impl Allocator {
         }
         let listed: u32 = blocks.iter().map(|block| block.order.pages()).sum();
         if listed != self.free_pages {
-            return Err(format!("{} pages are counted and {listed} are in the lists", self.free_pages));
+            return Err(format!(
+                "{} pages are counted and {listed} are in the lists",
+                self.free_pages
+            ));
         }
         Ok(())
     }

@@ -1,8 +1,10 @@
-//! Model of a buddy allocator and the three free-page trackers of the guest's balloon module, checked by property tests.
+//! Model of a buddy allocator and the three free-page trackers of the guest's balloon module,
+//! checked by property tests.
 //!
-//! The module (`guest/linux/ebb_balloon`) takes free blocks out of Linux' page allocator, reports them to the host, which discards
-//! them, and puts them back, while programs allocate and free. What may never happen is that a page in use is discarded. Kernels
-//! are a bad place to look for an interleaving in which it does; here, each step that a lock makes indivisible is a function, and
+//! The module (`guest/linux/ebb_balloon`) takes free blocks out of Linux' page allocator, reports
+//! them to the host, which discards them, and puts them back, while programs allocate and free.
+//! What may never happen is that a page in use is discarded. Kernels are a bad place to look for an
+//! interleaving in which it does; here, each step that a lock makes indivisible is a function, and
 //! a test may call them in any order.
 //!
 //! - [`units`]: page frame numbers, orders, blocks.
@@ -11,8 +13,8 @@
 //! - [`percpu`], [`bitmap`], [`reporting`]: the trackers.
 //! - [`machine`]: a guest of one CPU and one zone, its programs and its host.
 //!
-//! What is not modelled: several zones (they share nothing), several CPUs (their arrays and lists share nothing, either), migrate
-//! types, time. A timer that is armed may fire at any step.
+//! What is not modelled: several zones (they share nothing), several CPUs (their arrays and lists
+//! share nothing, either), migrate types, time. A timer that is armed may fire at any step.
 
 pub mod bitmap;
 pub mod buddy;

@@ -175,7 +175,8 @@ impl Machine {
         self.check_losses()
     }
 
-    /// Stops the tracker, and checks that all memory is where it belongs and holds what was written.
+    /// Stops the tracker, and checks that all memory is where it belongs and holds what was
+    /// written.
     pub fn finish(&mut self) -> Result<(), Violation> {
         self.stop()?;
         while !self.in_use.is_empty() {
@@ -197,7 +198,8 @@ impl Machine {
         Ok(())
     }
 
-    /// Checks that the host has the memory of all large free blocks. `since_start`: of those used since the tracker started.
+    /// Checks that the host has the memory of all large free blocks. `since_start`: of those used
+    /// since the tracker started.
     pub fn check_reported(&self, pages: Expected) -> Result<(), Violation> {
         let missed = self.allocator.blocks(Order::BLOCK).find(|block| {
             block.pages().any(|page| match self.contents[page.0 as usize] {
@@ -223,9 +225,13 @@ impl Machine {
             Kind::Percpu => {
                 Box::new(Percpu::new(self.setup.entries, self.setup.full_above, batch_blocks, flaw))
             }
-            Kind::Bitmap => {
-                Box::new(Bitmap::new(pages, self.setup.threshold, batch_blocks, flaw, &self.allocator))
-            }
+            Kind::Bitmap => Box::new(Bitmap::new(
+                pages,
+                self.setup.threshold,
+                batch_blocks,
+                flaw,
+                &self.allocator,
+            )),
             Kind::Reporting => Box::new(Reporting::new(batch_blocks, self.setup.budget, flaw)),
         });
     }
@@ -371,14 +377,16 @@ impl Machine {
 
     fn check_losses(&self) -> Result<(), Violation> {
         let losses = self.losses();
-        let counted = self.setup.kind != Kind::Percpu || losses.frees <= losses.captured + losses.lost;
+        let counted =
+            self.setup.kind != Kind::Percpu || losses.frees <= losses.captured + losses.lost;
         if counted { Ok(()) } else { Err(Violation::LossesUncounted(losses)) }
     }
 
     /// All pages are in use, free, or on their way to the free lists.
     fn check_pages(&self) -> Result<(), Violation> {
         let elsewhere = self.in_use.iter().chain(&self.cpu_list).chain(&self.landing);
-        let found = self.allocator.free_pages() + elsewhere.map(|block| block.order.pages()).sum::<u32>();
+        let found =
+            self.allocator.free_pages() + elsewhere.map(|block| block.order.pages()).sum::<u32>();
         if found == self.setup.pages {
             Ok(())
         } else {

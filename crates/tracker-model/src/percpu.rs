@@ -21,7 +21,8 @@ pub struct Percpu {
 }
 
 impl Percpu {
-    /// A tracker with an array of `size` entries that is full if a scan leaves more than `full_above`.
+    /// A tracker with an array of `size` entries that is full if a scan leaves more than
+    /// `full_above`.
     pub fn new(size: usize, full_above: usize, batch_blocks: usize, flaw: Flaw) -> Self {
         Self {
             entries: Vec::new(),

@@ -13,7 +13,8 @@ impl Order {
     pub const LARGEST: Self = Self(10);
     /// Order of the blocks that bitmaps and reporting deal in (x86: 2 MiB).
     pub const BLOCK: Self = Self(9);
-    /// Largest order of the small blocks that are kept in a per-CPU list when freed (`PAGE_ALLOC_COSTLY_ORDER`).
+    /// Largest order of the small blocks that are kept in a per-CPU list when freed
+    /// (`PAGE_ALLOC_COSTLY_ORDER`).
     pub const COSTLY: Self = Self(3);
 
     /// Pages in a block.

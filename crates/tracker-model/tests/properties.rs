@@ -1,7 +1,9 @@
-//! The trackers under programs, hosts and timers that come in any order; and each flaw, which has to be found.
+//! The trackers under programs, hosts and timers that come in any order; and each flaw, which has
+//! to be found.
 //!
-//! The flawed variants run through the same functions with the same kind of steps. A flaw that is not found in as many cases as
-//! the sound ones have to survive would mean that a property checks nothing.
+//! The flawed variants run through the same functions with the same kind of steps. A flaw that is
+//! not found in as many cases as the sound ones have to survive would mean that a property checks
+//! nothing.
 
 #![allow(clippy::unwrap_used)]
 
@@ -36,7 +38,8 @@ fn full_soon(flaw: Flaw) -> Setup {
     Setup { entries: 3, full_above: 0, ..setup(Kind::Percpu, flaw, 0) }
 }
 
-/// Orders of programs' blocks: single pages, small blocks, huge pages, and those that use no per-CPU list.
+/// Orders of programs' blocks: single pages, small blocks, huge pages, and those that use no
+/// per-CPU list.
 fn order() -> impl Strategy<Value = Order> {
     prop_oneof![4 => Just(Order(0)), 2 => (1u8..=8).prop_map(Order), 4 => Just(Order(9)), 2 => Just(Order(10))]
 }
@@ -115,14 +118,16 @@ fn reports_or_counts(setup: Setup, steps: &[Step]) -> Result<(), Violation> {
 
 type Property = fn(Setup, &[Step]) -> Result<(), Violation>;
 
-/// Runs a property over the same cases each time. The first violation that was found, as small as it can be made.
+/// Runs a property over the same cases each time. The first violation that was found, as small as
+/// it can be made.
 fn search(
     setup: Setup,
     steps: impl Strategy<Value = Vec<Step>>,
     property: Property,
 ) -> Option<(Violation, Vec<Step>)> {
     let config = Config { cases: CASES, failure_persistence: None, ..Config::default() };
-    let mut runner = TestRunner::new_with_rng(config, TestRng::deterministic_rng(RngAlgorithm::ChaCha));
+    let mut runner =
+        TestRunner::new_with_rng(config, TestRng::deterministic_rng(RngAlgorithm::ChaCha));
     let result = runner.run(&steps, |steps| {
         property(setup, &steps).map_err(|violation| TestCaseError::fail(format!("{violation:?}")))
     });
@@ -174,9 +179,15 @@ fn percpu_reports_a_block_that_was_freed() {
     let mut machine = Machine::new(setup(Kind::Percpu, Flaw::None, 0));
     machine.step(Step::Allocate { order: Order::BLOCK, from_top: false }).unwrap();
     machine.step(Step::Free { index: 0 }).unwrap();
-    assert!(matches!(machine.check_reported(Expected::UsedSinceStart), Ok(())), "it is in the per-CPU list");
+    assert!(
+        matches!(machine.check_reported(Expected::UsedSinceStart), Ok(())),
+        "it is in the per-CPU list"
+    );
     machine.step(Step::Drain { blocks: 1 }).unwrap();
-    assert!(matches!(machine.check_reported(Expected::UsedSinceStart), Err(Violation::NeverReported(_))));
+    assert!(matches!(
+        machine.check_reported(Expected::UsedSinceStart),
+        Err(Violation::NeverReported(_))
+    ));
     machine.settle().unwrap();
     machine.check_reported(Expected::UsedSinceStart).unwrap();
     assert_eq!((machine.losses().frees, machine.losses().captured), (1, 1));
@@ -190,7 +201,8 @@ fn percpu_loses_frees_between_a_full_array_and_its_thread() {
     for _ in 0..2 * ENTRIES {
         machine.step(Step::Allocate { order: Order(0), from_top: false }).unwrap();
     }
-    // Pages are taken in ascending order. Every second one, so that none of them finds its buddy free.
+    // Pages are taken in ascending order. Every second one, so that none of them finds its buddy
+    // free.
     for index in (0..ENTRIES).rev().map(|nth| 2 * nth + 1) {
         machine.step(Step::Free { index }).unwrap();
         machine.step(Step::Drain { blocks: 1 }).unwrap();
@@ -202,7 +214,10 @@ fn percpu_loses_frees_between_a_full_array_and_its_thread() {
     machine.settle().unwrap();
     // The last one was not in the free lists yet when it filled the array.
     assert_eq!((machine.losses().small, machine.losses().not_free), (5, 1));
-    assert!(matches!(machine.check_reported(Expected::UsedSinceStart), Err(Violation::NeverReported(_))));
+    assert!(matches!(
+        machine.check_reported(Expected::UsedSinceStart),
+        Err(Violation::NeverReported(_))
+    ));
 }
 
 /// A flaw that lets pages in use be discarded.
@@ -257,7 +272,10 @@ fn what_never_gets_reported_is_found() {
     for (kind, flaw) in flaws {
         let failures = u32::from(kind == Kind::Bitmap);
         let found = search(setup(kind, flaw, 0), undisturbed(failures), reports_all);
-        assert!(matches!(found, Some((Violation::NeverReported(_), _))), "{kind:?} with {flaw:?}: {found:?}");
+        assert!(
+            matches!(found, Some((Violation::NeverReported(_), _))),
+            "{kind:?} with {flaw:?}: {found:?}"
+        );
     }
 }
 

@@ -1,4 +1,5 @@
-//! Ebb's own balloon driver for guests: a kernel module that `make module` builds, for one kernel release.
+//! Ebb's own balloon driver for guests: a kernel module that `make module` builds, for one kernel
+//! release.
 
 use std::env;
 use std::fs;
@@ -18,12 +19,13 @@ pub fn path_in_guest(release: &str) -> String {
     format!("/lib/modules/{release}/extra/{FILE_NAME}")
 }
 
-/// The module for the kernel `release`: `chosen`, else `EBB_BALLOON_MODULE`, else `ebb_balloon/RELEASE/ebb_balloon.ko` in
-/// a directory that the running program is below, which is cargo's `target` for one that was built here. `None` if
-/// nothing is named and nothing was built.
+/// The module for the kernel `release`: `chosen`, else `EBB_BALLOON_MODULE`, else
+/// `ebb_balloon/RELEASE/ebb_balloon.ko` in a directory that the running program is below, which is
+/// cargo's `target` for one that was built here. `None` if nothing is named and nothing was built.
 pub fn find(chosen: Option<&Path>, release: &str) -> Option<PathBuf> {
-    let named =
-        chosen.map(Path::to_owned).or_else(|| env::var_os(BALLOON_MODULE_VARIABLE).map(PathBuf::from));
+    let named = chosen
+        .map(Path::to_owned)
+        .or_else(|| env::var_os(BALLOON_MODULE_VARIABLE).map(PathBuf::from));
     named.or_else(|| beside(&env::current_exe().ok()?, release))
 }
 
@@ -37,7 +39,8 @@ fn beside(program: &Path, release: &str) -> Option<PathBuf> {
 
 /// The module's content, if it is one for the kernel `release`.
 pub fn read(path: &Path, release: &str) -> Result<Vec<u8>, HostError> {
-    let content = fs::read(path).map_err(HostError::io(format!("cannot read {}", path.display())))?;
+    let content =
+        fs::read(path).map_err(HostError::io(format!("cannot read {}", path.display())))?;
     let unusable = |reason| HostError::BalloonModuleUnusable {
         path: path.to_owned(),
         reason,
@@ -46,12 +49,14 @@ pub fn read(path: &Path, release: &str) -> Result<Vec<u8>, HostError> {
     match release_of(&content) {
         None => Err(unusable("it is no kernel module".to_owned())),
         Some(found) if found == release.as_bytes() => Ok(content),
-        Some(found) => Err(unusable(format!("it is for kernel {}", String::from_utf8_lossy(found)))),
+        Some(found) => {
+            Err(unusable(format!("it is for kernel {}", String::from_utf8_lossy(found))))
+        }
     }
 }
 
-/// The kernel release that a module names in its section `.modinfo` (`vermagic=RELEASE WORDS`, Linux
-/// include/linux/vermagic.h).
+/// The kernel release that a module names in its section `.modinfo` (`vermagic=RELEASE WORDS`,
+/// Linux include/linux/vermagic.h).
 fn release_of(module: &[u8]) -> Option<&[u8]> {
     const MARK: &[u8] = b"\0vermagic=";
     let start = module.windows(MARK.len()).position(|window| window == MARK)? + MARK.len();
@@ -88,7 +93,8 @@ mod tests {
         let path = directory.path().join("x.ko");
         let read = || read(&path, "6.1.0-56-cloud-amd64").map_err(|error| error.to_string());
         assert!(read().unwrap_err().contains("x.ko"), "there is none");
-        fs::write(&path, b"\x7fELF\0depends=\0vermagic=6.1.0-56-cloud-amd64 SMP preempt \0").unwrap();
+        fs::write(&path, b"\x7fELF\0depends=\0vermagic=6.1.0-56-cloud-amd64 SMP preempt \0")
+            .unwrap();
         assert!(read().is_ok());
         for (content, words) in [
             (b"\0vermagic=6.1.0-5-cloud-amd64 SMP".as_slice(), "for kernel 6.1.0-5-cloud-amd64"),

@@ -1,8 +1,9 @@
 //! Keeps derived files (such as the extracted kernel) between runs.
 //!
-//! An entry's name holds a hash of everything it was made from, so it never goes stale; entries appear by rename, so
-//! that concurrent runs see whole ones only; each ends in a checksum, so that a damaged one is made anew. Without a
-//! writable cache directory everything works, only more slowly.
+//! An entry's name holds a hash of everything it was made from, so it never goes stale; entries
+//! appear by rename, so that concurrent runs see whole ones only; each ends in a checksum, so that
+//! a damaged one is made anew. Without a writable cache directory everything works, only more
+//! slowly.
 
 use std::env;
 use std::fs;
@@ -44,19 +45,27 @@ impl Key {
     /// Adds a file that the derived one depends on: its path, size, inode and time of change.
     pub fn with_file(self, path: &Path) -> io::Result<Self> {
         let metadata = fs::metadata(path)?;
-        let numbers =
-            [metadata.size(), metadata.ino(), metadata.mtime() as u64, metadata.mtime_nsec() as u64];
-        Ok(numbers.iter().fold(self.with_bytes(path.as_os_str().as_encoded_bytes()), |key, number| {
-            key.with_bytes(&number.to_le_bytes())
-        }))
+        let numbers = [
+            metadata.size(),
+            metadata.ino(),
+            metadata.mtime() as u64,
+            metadata.mtime_nsec() as u64,
+        ];
+        Ok(numbers
+            .iter()
+            .fold(self.with_bytes(path.as_os_str().as_encoded_bytes()), |key, number| {
+                key.with_bytes(&number.to_le_bytes())
+            }))
     }
 }
 
 impl Cache {
     /// The user's cache: `$XDG_CACHE_HOME/ebb` or `~/.cache/ebb`.
     pub fn of_user() -> Self {
-        let absolute = |name| env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
-        let base = absolute("XDG_CACHE_HOME").or_else(|| absolute("HOME").map(|home| home.join(".cache")));
+        let absolute =
+            |name| env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+        let base =
+            absolute("XDG_CACHE_HOME").or_else(|| absolute("HOME").map(|home| home.join(".cache")));
         Self { directory: base.map(|base| base.join("ebb")) }
     }
 
@@ -66,7 +75,11 @@ impl Cache {
     }
 
     /// The content under `key`: from the cache, or made by `make` and then kept.
-    pub fn get_or_make<E>(&self, key: Key, make: impl FnOnce() -> Result<Vec<u8>, E>) -> Result<Vec<u8>, E> {
+    pub fn get_or_make<E>(
+        &self,
+        key: Key,
+        make: impl FnOnce() -> Result<Vec<u8>, E>,
+    ) -> Result<Vec<u8>, E> {
         let Some(directory) = &self.directory else { return make() };
         let path = directory.join(format!("{:016x}", key.0));
         if let Some(content) = read_entry(&path) {

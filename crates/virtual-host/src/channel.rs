@@ -1,8 +1,10 @@
-//! The control channel between a virtual host and the program that started it: messages and their framing.
+//! The control channel between a virtual host and the program that started it: messages and their
+//! framing.
 //!
-//! A frame is a header length and a payload length (u32, little-endian), a JSON header and a raw payload. Bulk data
-//! (output of commands, files) is payload, so that it is neither escaped nor copied through JSON. Both lengths are
-//! bounded: a peer that sends rubbish is noticed and not obeyed.
+//! A frame is a header length and a payload length (u32, little-endian), a JSON header and a raw
+//! payload. Bulk data (output of commands, files) is payload, so that it is neither escaped nor
+//! copied through JSON. Both lengths are bounded: a peer that sends rubbish is noticed and not
+//! obeyed.
 
 use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
@@ -178,8 +180,11 @@ pub fn write_frame<T: Serialize>(
 ) -> io::Result<()> {
     let header = serde_json::to_vec(message)?;
     if header.len() > HEADER_LIMIT || payload.len() > PAYLOAD_LIMIT {
-        let text =
-            format!("message of {} + {} bytes exceeds the channel's limit", header.len(), payload.len());
+        let text = format!(
+            "message of {} + {} bytes exceeds the channel's limit",
+            header.len(),
+            payload.len()
+        );
         return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
     }
     let mut frame = Vec::with_capacity(8 + header.len() + payload.len());
@@ -191,7 +196,9 @@ pub fn write_frame<T: Serialize>(
 }
 
 /// Reads one frame; `None` at a clean end between two frames.
-pub fn read_frame<T: DeserializeOwned>(mut reader: impl Read) -> io::Result<Option<(Message<T>, Vec<u8>)>> {
+pub fn read_frame<T: DeserializeOwned>(
+    mut reader: impl Read,
+) -> io::Result<Option<(Message<T>, Vec<u8>)>> {
     let mut lengths = [0_u8; 8];
     match reader.read(&mut lengths[..1])? {
         0 => return Ok(None),
@@ -200,7 +207,8 @@ pub fn read_frame<T: DeserializeOwned>(mut reader: impl Read) -> io::Result<Opti
     let lengths = u64::from_le_bytes(lengths);
     let (header_len, payload_len) = ((lengths as u32) as usize, (lengths >> 32) as usize);
     if header_len > HEADER_LIMIT || payload_len > PAYLOAD_LIMIT {
-        let text = format!("frame of {header_len} + {payload_len} bytes exceeds the channel's limit");
+        let text =
+            format!("frame of {header_len} + {payload_len} bytes exceeds the channel's limit");
         return Err(io::Error::new(io::ErrorKind::InvalidData, text));
     }
     let mut header = vec![0; header_len];
@@ -215,7 +223,10 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn round_trip<T: Serialize + DeserializeOwned + PartialEq + std::fmt::Debug>(body: T, payload: &[u8]) {
+    fn round_trip<T: Serialize + DeserializeOwned + PartialEq + std::fmt::Debug>(
+        body: T,
+        payload: &[u8],
+    ) {
         let message = Message { id: 7, body };
         let mut bytes = Vec::new();
         write_frame(&mut bytes, &message, payload).unwrap();
@@ -227,7 +238,10 @@ mod tests {
 
     #[test]
     fn messages_survive_the_channel() {
-        round_trip(Request::Run(Program { argv: vec!["a\n\"b".into()], ..Program::default() }), b"");
+        round_trip(
+            Request::Run(Program { argv: vec!["a\n\"b".into()], ..Program::default() }),
+            b"",
+        );
         round_trip(Request::FileData, &[0, 1, 2, 0xff]);
         round_trip(Reply::Exited(ExitStatus::Signal(9)), b"");
         round_trip(Reply::Sample(MemorySample::default()), b"");

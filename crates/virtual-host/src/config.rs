@@ -10,7 +10,8 @@ use crate::kernel::HostKernel;
 
 /// Smallest host that boots with all of its files in its root file system.
 pub const MINIMUM_MEMORY_MIB: u64 = 768;
-/// Most processors a host may have; QEMU's own limit for q35 is higher, but each is a thread of this machine.
+/// Most processors a host may have; QEMU's own limit for q35 is higher, but each is a thread of
+/// this machine.
 pub const MAXIMUM_CPUS: u32 = 64;
 
 /// One NUMA node of the host.
@@ -23,14 +24,15 @@ pub struct NodeConfig {
 }
 
 impl NodeConfig {
-    /// `nodes` nodes that share `memory_mib` and `cpus` processors as evenly as whole numbers do: the first ones get what is
-    /// left over. Nodes beyond the number of processors have memory only.
+    /// `nodes` nodes that share `memory_mib` and `cpus` processors as evenly as whole numbers do:
+    /// the first ones get what is left over. Nodes beyond the number of processors have memory
+    /// only.
     pub fn even(nodes: u32, memory_mib: u64, cpus: u32) -> Vec<Self> {
         let (mut first_cpu, mut list) = (0, Vec::new());
         for node in 0..nodes {
             let share = cpus / nodes + u32::from(node < cpus % nodes);
-            let memory_mib =
-                memory_mib / u64::from(nodes) + u64::from(u64::from(node) < memory_mib % u64::from(nodes));
+            let memory_mib = memory_mib / u64::from(nodes)
+                + u64::from(u64::from(node) < memory_mib % u64::from(nodes));
             let cpus = (share > 0).then(|| first_cpu..=first_cpu + share - 1);
             list.push(Self { memory_mib, cpus });
             first_cpu += share;
@@ -53,8 +55,9 @@ impl FromStr for NodeConfig {
                 Some(("size", value)) => memory_mib = Some(parse_size_mib(value)?),
                 Some(("cpus", value)) => {
                     let (first, last) = value.split_once('-').unwrap_or((value, value));
-                    let number =
-                        |digits: &str| digits.parse::<u32>().map_err(|_| bad("cpus is no range of numbers"));
+                    let number = |digits: &str| {
+                        digits.parse::<u32>().map_err(|_| bad("cpus is no range of numbers"))
+                    };
                     cpus = Some(number(first)?..=number(last)?);
                 }
                 _ => return Err(bad(&format!("`{part}` is unknown"))),
@@ -119,8 +122,8 @@ impl TransparentHugePages {
 pub struct HostConfig {
     /// Memory in MiB. With `nodes` it is their sum that counts.
     pub memory_mib: u64,
-    /// Number of processors for programs and guests. If it is not 1, the kernel has one more, number 0, which is kept
-    /// free, and number `cpus` is the one that stands for 0 in `nodes`.
+    /// Number of processors for programs and guests. If it is not 1, the kernel has one more,
+    /// number 0, which is kept free, and number `cpus` is the one that stands for 0 in `nodes`.
     pub cpus: u32,
     /// NUMA nodes; none means one node with everything.
     pub nodes: Vec<NodeConfig>,
@@ -144,8 +147,8 @@ pub struct HostConfig {
     pub host_kernel: HostKernel,
     /// Static executable that becomes init and `/bin/ebb`; `None` takes the running program.
     pub init: Option<PathBuf>,
-    /// Guest agent for the test guests' initramfs; `None` takes `EBB_AGENT` or `ebb-agent` beside the running
-    /// program.
+    /// Guest agent for the test guests' initramfs; `None` takes `EBB_AGENT` or `ebb-agent` beside
+    /// the running program.
     pub agent: Option<PathBuf>,
     /// More words for the kernel's command line.
     pub kernel_arguments: String,
@@ -203,7 +206,10 @@ impl HostConfig {
     pub fn validate(&self) -> Result<(), HostError> {
         let bad = |text: String| Err(HostError::Configuration(text));
         if self.cpus == 0 || self.cpus > MAXIMUM_CPUS {
-            return bad(format!("{} processors were asked for; 1 to {MAXIMUM_CPUS} are possible", self.cpus));
+            return bad(format!(
+                "{} processors were asked for; 1 to {MAXIMUM_CPUS} are possible",
+                self.cpus
+            ));
         }
         let total_mib = self.total_memory_mib();
         if total_mib < MINIMUM_MEMORY_MIB {
@@ -236,7 +242,9 @@ impl HostConfig {
                         ));
                     }
                     Some(Some(other)) => {
-                        return bad(format!("processor {cpu} is in node {other} and in node {index}"));
+                        return bad(format!(
+                            "processor {cpu} is in node {other} and in node {index}"
+                        ));
                     }
                     Some(slot) => *slot = Some(index),
                 }
@@ -249,7 +257,8 @@ impl HostConfig {
     }
 }
 
-/// Parses a size such as `512M`, `4G` or `1T` (powers of 1024; a plain number is bytes) into whole MiB.
+/// Parses a size such as `512M`, `4G` or `1T` (powers of 1024; a plain number is bytes) into whole
+/// MiB.
 pub fn parse_size_mib(text: &str) -> Result<u64, HostError> {
     let bad = |reason: &str| {
         HostError::Configuration(format!(
@@ -270,8 +279,11 @@ pub fn parse_size_mib(text: &str) -> Result<u64, HostError> {
 
 /// Parses a time such as `90s`, `10m` or `2h`; a plain number is seconds.
 pub fn parse_duration(text: &str) -> Result<Duration, HostError> {
-    let bad =
-        || HostError::Configuration(format!("time `{text}`: expected a number with s, m or h, such as 10m"));
+    let bad = || {
+        HostError::Configuration(format!(
+            "time `{text}`: expected a number with s, m or h, such as 10m"
+        ))
+    };
     let trimmed = text.trim();
     let (digits, unit_s) = match trimmed.char_indices().last() {
         Some((at, 's')) => (&trimmed[..at], 1),

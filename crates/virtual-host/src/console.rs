@@ -9,7 +9,8 @@ use std::thread::{self, JoinHandle};
 const TAIL_BYTES: usize = 16 << 10;
 /// Lines shown in an error message.
 const TAIL_LINES: usize = 20;
-/// What QEMU says about every feature of the processor model that its emulator lacks; none of them matters.
+/// What QEMU says about every feature of the processor model that its emulator lacks; none of them
+/// matters.
 const NOISE: &str = "TCG doesn't support requested feature";
 /// How Linux begins to report that it gives up.
 const PANIC: &str = "Kernel panic";
@@ -29,7 +30,10 @@ impl Tail {
     }
 
     /// Collects everything from `source` in a thread until its end.
-    pub fn collect(&self, mut source: impl Read + Send + 'static) -> std::io::Result<JoinHandle<()>> {
+    pub fn collect(
+        &self,
+        mut source: impl Read + Send + 'static,
+    ) -> std::io::Result<JoinHandle<()>> {
         let tail = self.clone();
         thread::Builder::new().name("console".to_owned()).spawn(move || {
             let mut buffer = [0; 4096];
@@ -39,15 +43,20 @@ impl Tail {
         })
     }
 
-    /// The lines that explain an end best: those from a kernel panic on, else the last ones. Without control
-    /// characters.
+    /// The lines that explain an end best: those from a kernel panic on, else the last ones.
+    /// Without control characters.
     pub fn lines(&self) -> Vec<String> {
-        let bytes: Vec<u8> = self.0.lock().unwrap_or_else(PoisonError::into_inner).iter().copied().collect();
+        let bytes: Vec<u8> =
+            self.0.lock().unwrap_or_else(PoisonError::into_inner).iter().copied().collect();
         let text = String::from_utf8_lossy(&bytes);
         let lines: Vec<String> = text
             .lines()
             .map(|line| {
-                line.chars().filter(|character| !character.is_control()).collect::<String>().trim().to_owned()
+                line.chars()
+                    .filter(|character| !character.is_control())
+                    .collect::<String>()
+                    .trim()
+                    .to_owned()
             })
             .filter(|line| !line.is_empty() && !line.contains(NOISE))
             .collect();
@@ -99,7 +108,10 @@ mod tests {
         }
         let lines = tail.lines();
         assert_eq!(lines.len(), TAIL_LINES);
-        assert!(lines[0].ends_with("why") && lines[1] == "trace 0" && lines[2] == "trace 1", "{lines:?}");
+        assert!(
+            lines[0].ends_with("why") && lines[1] == "trace 0" && lines[2] == "trace 1",
+            "{lines:?}"
+        );
     }
 
     #[test]

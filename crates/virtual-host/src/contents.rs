@@ -23,7 +23,8 @@ use crate::qemu;
 
 /// Modules that the host loads at start: its own devices, and KVM for guests.
 const MODULES: [&str; 4] = ["virtio_pci", "virtio_console", "virtio_blk", "kvm_amd"];
-/// Modules that the host loads where the kernel has them: a link between network namespaces, and what slows it down.
+/// Modules that the host loads where the kernel has them: a link between network namespaces, and
+/// what slows it down.
 const NETWORK_MODULES: [&str; 2] = ["veth", "sch_tbf"];
 /// Names another busybox than the one in `/bin`.
 const BUSYBOX_VARIABLE: &str = "EBB_BUSYBOX";
@@ -63,26 +64,38 @@ pub struct Kernels {
 }
 
 /// Builds what a host boots from.
-pub fn build(config: &HostConfig, kernels: &Kernels, cache: &Cache) -> Result<BootFiles, HostError> {
+pub fn build(
+    config: &HostConfig,
+    kernels: &Kernels,
+    cache: &Cache,
+) -> Result<BootFiles, HostError> {
     let kernel = &kernels.host;
     let for_guests = vmlinux(&kernels.guests.image, cache)?;
     let initramfs = build_initramfs(config, kernels, &for_guests)?;
-    let vmlinux = if *kernel == kernels.guests { for_guests } else { vmlinux(&kernel.image, cache)? };
+    let vmlinux =
+        if *kernel == kernels.guests { for_guests } else { vmlinux(&kernel.image, cache)? };
     // The emulator is slow at decompressing: an entry behind that saves a third of a second.
     let kernel = if elf::has_pvh_entry(&vmlinux) {
         let mut file = memory_file("ebb-host-kernel")?;
         file.write_all(&vmlinux).map_err(HostError::io("cannot write the kernel to memory"))?;
         file
     } else {
-        File::open(&kernel.image).map_err(HostError::io(format!("cannot open {}", kernel.image.display())))?
+        File::open(&kernel.image)
+            .map_err(HostError::io(format!("cannot open {}", kernel.image.display())))?
     };
     Ok(BootFiles { kernel, initramfs })
 }
 
-fn build_initramfs(config: &HostConfig, kernels: &Kernels, vmlinux: &[u8]) -> Result<File, HostError> {
+fn build_initramfs(
+    config: &HostConfig,
+    kernels: &Kernels,
+    vmlinux: &[u8],
+) -> Result<File, HostError> {
     let init = match &config.init {
         Some(path) => path.clone(),
-        None => env::current_exe().map_err(HostError::io("cannot find the running program's file"))?,
+        None => {
+            env::current_exe().map_err(HostError::io("cannot find the running program's file"))?
+        }
     };
     elf::require_static(&init)?;
 
@@ -115,7 +128,10 @@ fn build_initramfs(config: &HostConfig, kernels: &Kernels, vmlinux: &[u8]) -> Re
     Ok(file)
 }
 
-fn add_modules<W: Write>(archive: &mut Archive<W>, kernel: &Kernel) -> Result<Vec<String>, HostError> {
+fn add_modules<W: Write>(
+    archive: &mut Archive<W>,
+    kernel: &Kernel,
+) -> Result<Vec<String>, HostError> {
     let index = ModuleIndex::read(&kernel.modules)?;
     let mut files = index.load_order(&MODULES)?;
     // Only one experiment needs them: a kernel of one's own may be without.
@@ -138,7 +154,9 @@ fn add_guest_files<W: Write>(
     archive.copy("ebb/vmlinuz", Some(0o644), &kernel.image)?;
     archive.file("ebb/vmlinux", 0o644, vmlinux)?;
     let Some(agent) = find_agent(config.agent.as_deref()) else {
-        tracing::warn!("no ebb-agent beside this program: the virtual host gets no /ebb/guest.cpio");
+        tracing::warn!(
+            "no ebb-agent beside this program: the virtual host gets no /ebb/guest.cpio"
+        );
         return Ok(());
     };
     archive.copy("ebb/ebb-agent", Some(0o755), &agent)?;
@@ -173,15 +191,19 @@ pub fn vmlinux(image: &Path, cache: &Cache) -> Result<Vec<u8>, HostError> {
     let key = Key::new("vmlinux", 1).with_file(image).map_err(HostError::io(describe()))?;
     cache.get_or_make(key, || {
         let content = fs::read(image).map_err(HostError::io(describe()))?;
-        extract_vmlinux(&content)
-            .map_err(|error| HostError::KernelUnusable { path: image.to_owned(), reason: error.to_string() })
+        extract_vmlinux(&content).map_err(|error| HostError::KernelUnusable {
+            path: image.to_owned(),
+            reason: error.to_string(),
+        })
     })
 }
 
 fn add_busybox<W: Write>(archive: &mut Archive<W>) -> Result<(), HostError> {
-    let path = env::var_os(BUSYBOX_VARIABLE).map_or_else(|| PathBuf::from("/bin/busybox"), PathBuf::from);
-    let unusable =
-        |reason: String| HostError::BusyboxUnusable { reason: format!("{}: {reason}", path.display()) };
+    let path =
+        env::var_os(BUSYBOX_VARIABLE).map_or_else(|| PathBuf::from("/bin/busybox"), PathBuf::from);
+    let unusable = |reason: String| HostError::BusyboxUnusable {
+        reason: format!("{}: {reason}", path.display()),
+    };
     elf::require_static(&path).map_err(|error| match error {
         HostError::InitUnusable { reason, .. } => unusable(reason),
         other => other,
@@ -200,19 +222,20 @@ fn add_busybox<W: Write>(archive: &mut Archive<W>) -> Result<(), HostError> {
     Ok(())
 }
 
-/// A sparse file without a name that is a swap area of `size_mib`. It lies in `TMPDIR`, else in `/var/tmp`, which is a
-/// disk where `/tmp` may be memory.
+/// A sparse file without a name that is a swap area of `size_mib`. It lies in `TMPDIR`, else in
+/// `/var/tmp`, which is a disk where `/tmp` may be memory.
 pub fn swap_disk(size_mib: u64) -> Result<File, HostError> {
     let directory = env::var_os("TMPDIR").map_or_else(|| PathBuf::from("/var/tmp"), PathBuf::from);
-    let describe = || format!("cannot make a swap disk of {size_mib} MiB in {}", directory.display());
+    let describe =
+        || format!("cannot make a swap disk of {size_mib} MiB in {}", directory.display());
     let file = tempfile::tempfile_in(&directory).map_err(HostError::io(describe()))?;
     file.set_len(size_mib << 20).map_err(HostError::io(describe()))?;
     file.write_all_at(&swap_header(size_mib << 20), 0).map_err(HostError::io(describe()))?;
     Ok(file)
 }
 
-/// First page of a swap area (Linux include/linux/swap.h, `union swap_header`): version 1, the number of the last
-/// page, no bad pages, and the mark in the last ten bytes.
+/// First page of a swap area (Linux include/linux/swap.h, `union swap_header`): version 1, the
+/// number of the last page, no bad pages, and the mark in the last ten bytes.
 fn swap_header(size_bytes: u64) -> Vec<u8> {
     let mut page = vec![0_u8; PAGE_BYTES as usize];
     page[1024..1028].copy_from_slice(&1_u32.to_le_bytes());

@@ -1,4 +1,5 @@
-//! As much of ELF as is needed: whether an executable is static, and whether a kernel has a PVH entry.
+//! As much of ELF as is needed: whether an executable is static, and whether a kernel has a PVH
+//! entry.
 
 use std::fs::File;
 use std::io::Read;
@@ -10,7 +11,8 @@ use crate::error::HostError;
 const PT_INTERP: u32 = 3;
 /// Program header type of notes.
 const PT_NOTE: u32 = 4;
-/// Note of the name "Xen" that holds the 32-bit PVH entry point (Xen public/elfnote.h, XEN_ELFNOTE_PHYS32_ENTRY).
+/// Note of the name "Xen" that holds the 32-bit PVH entry point (Xen public/elfnote.h,
+/// XEN_ELFNOTE_PHYS32_ENTRY).
 const PHYS32_ENTRY: usize = 18;
 /// Program headers lie within this many bytes of the start in all that linkers write.
 const HEAD_BYTES: u64 = 64 << 10;
@@ -32,13 +34,15 @@ fn number(bytes: &[u8], at: usize, length: usize) -> Option<usize> {
     Some(bytes.iter().rev().fold(0, |value, byte| (value << 8) | usize::from(*byte)))
 }
 
-/// Where the program headers are, those of type `kind` only; `None` if this is no 64-bit little-endian ELF file.
+/// Where the program headers are, those of type `kind` only; `None` if this is no 64-bit
+/// little-endian ELF file.
 fn program_headers(file: &[u8], kind: u32) -> Option<Vec<usize>> {
     // EI_CLASS 2 is 64 bits, EI_DATA 1 is little-endian.
     if file.get(..6) != Some(&[0x7f, b'E', b'L', b'F', 2, 1]) {
         return None;
     }
-    let (table, size, count) = (number(file, 0x20, 8)?, number(file, 0x36, 2)?, number(file, 0x38, 2)?);
+    let (table, size, count) =
+        (number(file, 0x20, 8)?, number(file, 0x36, 2)?, number(file, 0x38, 2)?);
     let places = (0..count).filter_map(|index| table.checked_add(index * size));
     Some(places.filter(|at| number(file, *at, 4) == Some(kind as usize)).collect())
 }
@@ -52,7 +56,8 @@ pub fn linkage(head: &[u8]) -> Linkage {
     }
 }
 
-/// Whether the ELF kernel `file` can be entered the PVH way, which needs no decompression in the machine.
+/// Whether the ELF kernel `file` can be entered the PVH way, which needs no decompression in the
+/// machine.
 pub fn has_pvh_entry(file: &[u8]) -> bool {
     let notes = |header: usize| {
         let (offset, length) = (number(file, header + 8, 8)?, number(file, header + 32, 8)?);
@@ -65,7 +70,8 @@ pub fn has_pvh_entry(file: &[u8]) -> bool {
 /// Walks notes: lengths of name and content, type, then both, padded to 4 bytes.
 fn notes_have_pvh_entry(mut notes: &[u8]) -> Option<()> {
     loop {
-        let (name, content, kind) = (number(notes, 0, 4)?, number(notes, 4, 4)?, number(notes, 8, 4)?);
+        let (name, content, kind) =
+            (number(notes, 0, 4)?, number(notes, 4, 4)?, number(notes, 8, 4)?);
         if kind == PHYS32_ENTRY && notes.get(12..16) == Some(b"Xen\0") {
             return Some(());
         }
@@ -114,10 +120,14 @@ mod tests {
 
     #[test]
     fn the_entry_is_found_behind_other_notes() {
-        let note = |kind: u8, name: &[u8]| [&[4, 0, 0, 0, 5, 0, 0, 0, kind, 0, 0, 0], name, &[0; 8]].concat();
+        let note = |kind: u8, name: &[u8]| {
+            [&[4, 0, 0, 0, 5, 0, 0, 0, kind, 0, 0, 0], name, &[0; 8]].concat()
+        };
         let entry = note(18, b"Xen\0");
         assert!(has_pvh_entry(&with_notes(&entry)));
-        assert!(has_pvh_entry(&with_notes(&[note(18, b"GNU\0"), note(6, b"Xen\0"), entry.clone()].concat())));
+        assert!(has_pvh_entry(&with_notes(
+            &[note(18, b"GNU\0"), note(6, b"Xen\0"), entry.clone()].concat()
+        )));
         assert!(!has_pvh_entry(&with_notes(&note(6, b"Xen\0"))));
         assert!(!has_pvh_entry(&with_notes(&entry[..11])));
         assert!(!has_pvh_entry(b"no kernel"));

@@ -1,6 +1,7 @@
 //! The initramfs of test guests: the agent as init, the virtio modules, and optional programs.
 //!
-//! It is not compressed: the guest unpacks it at once, and the page cache of the host holds it anyway.
+//! It is not compressed: the guest unpacks it at once, and the page cache of the host holds it
+//! anyway.
 
 use std::collections::BTreeSet;
 use std::env;
@@ -32,10 +33,11 @@ pub struct GuestImage {
     pub agent: PathBuf,
     /// Kernel whose modules are used.
     pub kernel: Kernel,
-    /// Modules to load after the standard ones: names, each with its parameters after a space if any.
+    /// Modules to load after the standard ones: names, each with its parameters after a space if
+    /// any.
     pub modules: Vec<String>,
-    /// Ebb's own balloon driver for this kernel; the agent loads it instead of the stock one when the guest's command
-    /// line says so.
+    /// Ebb's own balloon driver for this kernel; the agent loads it instead of the stock one when
+    /// the guest's command line says so.
     pub balloon_module: Option<PathBuf>,
     /// Whether the real memhog is put in.
     pub memhog: Inclusion,
@@ -89,7 +91,11 @@ pub fn build<W: Write>(image: &GuestImage, writer: W) -> Result<W, HostError> {
 
     if let Some(path) = &image.balloon_module {
         let release = &image.kernel.release;
-        archive.file(balloon_module::path_in_guest(release), 0o644, &balloon_module::read(path, release)?)?;
+        archive.file(
+            balloon_module::path_in_guest(release),
+            0o644,
+            &balloon_module::read(path, release)?,
+        )?;
     }
 
     let mut files = image.files.clone();
@@ -102,10 +108,12 @@ pub fn build<W: Write>(image: &GuestImage, writer: W) -> Result<W, HostError> {
     archive.finish()
 }
 
-/// The guest agent's executable: `chosen`, else `EBB_AGENT`, else `ebb-agent` beside the running program or in the
-/// directory above (where cargo puts it, seen from a test). `None` if there is none.
+/// The guest agent's executable: `chosen`, else `EBB_AGENT`, else `ebb-agent` beside the running
+/// program or in the directory above (where cargo puts it, seen from a test). `None` if there is
+/// none.
 pub fn find_agent(chosen: Option<&Path>) -> Option<PathBuf> {
-    let named = chosen.map(Path::to_owned).or_else(|| env::var_os(AGENT_VARIABLE).map(PathBuf::from));
+    let named =
+        chosen.map(Path::to_owned).or_else(|| env::var_os(AGENT_VARIABLE).map(PathBuf::from));
     named.or_else(|| {
         let program = env::current_exe().ok()?;
         let directory = program.parent()?;

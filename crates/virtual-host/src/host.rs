@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 
 use crate::cache::Cache;
 use crate::channel::{
-    ExitStatus, Hello, MemorySample, Message, PAYLOAD_LIMIT, PROTOCOL_VERSION, Reply, Request, read_frame,
-    write_frame,
+    ExitStatus, Hello, MemorySample, Message, PAYLOAD_LIMIT, PROTOCOL_VERSION, Reply, Request,
+    read_frame, write_frame,
 };
 use crate::command::{Captured, Command, Output};
 use crate::config::HostConfig;
@@ -62,7 +62,8 @@ impl VirtualHost {
         let started = Instant::now();
         let boot = contents::build(config, &kernels, &Cache::of_user())?;
         tracing::debug!(elapsed_ms = started.elapsed().as_millis(), "boot files built");
-        let swap = if config.swap_mib > 0 { Some(contents::swap_disk(config.swap_mib)?) } else { None };
+        let swap =
+            if config.swap_mib > 0 { Some(contents::swap_disk(config.swap_mib)?) } else { None };
 
         let socket_error = "cannot make a socket pair";
         let (control, control_inside) = UnixStream::pair().map_err(HostError::io(socket_error))?;
@@ -108,7 +109,11 @@ impl VirtualHost {
         Ok(host)
     }
 
-    fn wait_for_hello(&self, hello: &Receiver<Answer>, limit: Duration) -> Result<Hello, HostError> {
+    fn wait_for_hello(
+        &self,
+        hello: &Receiver<Answer>,
+        limit: Duration,
+    ) -> Result<Hello, HostError> {
         match hello.recv_timeout(limit) {
             Ok((Reply::Hello(hello), _)) if hello.version == PROTOCOL_VERSION => Ok(hello),
             Ok((Reply::Hello(hello), _)) => {
@@ -119,7 +124,9 @@ impl VirtualHost {
                 Err(HostError::BootTimeout { limit, console: self.console.describe() })
             }
             Err(RecvTimeoutError::Disconnected) => match self.ended() {
-                HostError::Ended { status, console } => Err(HostError::EndedAtStart { status, console }),
+                HostError::Ended { status, console } => {
+                    Err(HostError::EndedAtStart { status, console })
+                }
                 other => Err(other),
             },
         }
@@ -140,10 +147,15 @@ impl VirtualHost {
         self.console.lines()
     }
 
-    /// Runs a command and hands its output on as it comes. Several threads may do so at the same time.
+    /// Runs a command and hands its output on as it comes. Several threads may do so at the same
+    /// time.
     ///
     /// A command that reaches its time limit is killed with its process group.
-    pub fn run(&self, command: &Command, output: &mut dyn FnMut(Output)) -> Result<ExitStatus, HostError> {
+    pub fn run(
+        &self,
+        command: &Command,
+        output: &mut dyn FnMut(Output),
+    ) -> Result<ExitStatus, HostError> {
         let request = self.request(&Request::Run(command.program.clone()), &[])?;
         let deadline = command.time_limit.map(|limit| Instant::now() + limit);
         let mut over_limit = false;
@@ -164,7 +176,9 @@ impl VirtualHost {
                 }
                 Ok((Reply::Exited(status), _)) => return Ok(status),
                 Ok((Reply::Failed { error }, _)) => return Err(HostError::Inside(error)),
-                Ok((other, _)) => return Err(HostError::Protocol(format!("{other:?} for a command"))),
+                Ok((other, _)) => {
+                    return Err(HostError::Protocol(format!("{other:?} for a command")));
+                }
                 Err(RecvTimeoutError::Timeout) => {
                     over_limit = true;
                     self.send(request.id, &Request::Kill, &[])?;
@@ -192,18 +206,23 @@ impl VirtualHost {
         size_bytes: u64,
         mut content: impl Read,
     ) -> Result<(), HostError> {
-        let request = self.request(&Request::PutFile { path: path.to_owned(), mode, size_bytes }, &[])?;
+        let request =
+            self.request(&Request::PutFile { path: path.to_owned(), mode, size_bytes }, &[])?;
         let mut buffer = vec![0; PAYLOAD_LIMIT];
         let mut left = size_bytes;
         while left > 0 {
             let part = &mut buffer[..left.min(PAYLOAD_LIMIT as u64) as usize];
-            content.read_exact(part).map_err(HostError::io(format!("cannot read the content of {path}")))?;
+            content
+                .read_exact(part)
+                .map_err(HostError::io(format!("cannot read the content of {path}")))?;
             self.send(request.id, &Request::FileData, part)?;
             left -= part.len() as u64;
         }
         match self.answer(&request)? {
             (Reply::FileDone { size_bytes: arrived }, _) if arrived == size_bytes => Ok(()),
-            (other, _) => Err(HostError::Protocol(format!("{other:?} for a file of {size_bytes} bytes"))),
+            (other, _) => {
+                Err(HostError::Protocol(format!("{other:?} for a file of {size_bytes} bytes")))
+            }
         }
     }
 
@@ -228,9 +247,13 @@ impl VirtualHost {
                         .map_err(HostError::io(format!("cannot write the content of {path}")))?;
                     received += payload.len() as u64;
                 }
-                (Reply::FileDone { size_bytes }, _) if size_bytes == received => return Ok(received),
+                (Reply::FileDone { size_bytes }, _) if size_bytes == received => {
+                    return Ok(received);
+                }
                 (other, _) => {
-                    return Err(HostError::Protocol(format!("{other:?} after {received} bytes of a file")));
+                    return Err(HostError::Protocol(format!(
+                        "{other:?} after {received} bytes of a file"
+                    )));
                 }
             }
         }
@@ -239,8 +262,10 @@ impl VirtualHost {
     /// Copies a file of the host to a file of this machine, which appears when it is whole.
     pub fn get_file(&self, source: &str, target: &Path) -> Result<u64, HostError> {
         let describe = || format!("cannot write {}", target.display());
-        let directory = target.parent().filter(|path| !path.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        let mut file = tempfile::NamedTempFile::new_in(directory).map_err(HostError::io(describe()))?;
+        let directory =
+            target.parent().filter(|path| !path.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let mut file =
+            tempfile::NamedTempFile::new_in(directory).map_err(HostError::io(describe()))?;
         let length = self.get(source, &mut file)?;
         file.persist(target).map_err(|error| HostError::io(describe())(error.error))?;
         Ok(length)
@@ -308,10 +333,13 @@ impl VirtualHost {
         let console = || self.console.describe();
         match self.keeper.wait(Duration::from_secs(2)) {
             Some(End::TimeLimit) => HostError::HostTimeLimit { limit: self.time_limit },
-            Some(End::Exited(status)) => HostError::Ended { status: status.to_string(), console: console() },
-            Some(End::Killed) | None => {
-                HostError::Ended { status: "its control channel is closed".to_owned(), console: console() }
+            Some(End::Exited(status)) => {
+                HostError::Ended { status: status.to_string(), console: console() }
             }
+            Some(End::Killed) | None => HostError::Ended {
+                status: "its control channel is closed".to_owned(),
+                console: console(),
+            },
         }
     }
 }

@@ -1,4 +1,5 @@
-//! Writes initramfs archives (cpio, format "newc"; Linux Documentation/driver-api/early-userspace/buffer-format.rst).
+//! Writes initramfs archives (cpio, format "newc"; Linux
+//! Documentation/driver-api/early-userspace/buffer-format.rst).
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -35,7 +36,12 @@ impl<W: Write> Archive<W> {
     }
 
     /// Adds a regular file.
-    pub fn file(&mut self, path: impl AsRef<Path>, mode: u32, content: &[u8]) -> Result<(), HostError> {
+    pub fn file(
+        &mut self,
+        path: impl AsRef<Path>,
+        mode: u32,
+        content: &[u8],
+    ) -> Result<(), HostError> {
         self.leaf(path.as_ref(), ModeFileType::Regular, mode, content, None)
     }
 
@@ -98,14 +104,18 @@ impl<W: Write> Archive<W> {
         device: Option<(u32, u32)>,
     ) -> Result<(), HostError> {
         let describe = || format!("cannot write {} to the initramfs", path.display());
-        let invalid =
-            |text: &str| HostError::io(describe())(io::Error::new(io::ErrorKind::InvalidInput, text));
+        let invalid = |text: &str| {
+            HostError::io(describe())(io::Error::new(io::ErrorKind::InvalidInput, text))
+        };
         let name = path.to_str().ok_or_else(|| invalid("the path is not UTF-8"))?;
         let size = u32::try_from(content.len())
             .map_err(|_| invalid("the file is larger than the format's 4 GiB"))?;
         let (major, minor) = device.unwrap_or((0, 0));
-        let builder =
-            Builder::new(name).mode(mode).set_mode_file_type(kind).rdev_major(major).rdev_minor(minor);
+        let builder = Builder::new(name)
+            .mode(mode)
+            .set_mode_file_type(kind)
+            .rdev_major(major)
+            .rdev_minor(minor);
         let mut entry = builder.write(&mut self.writer, size);
         entry.write_all(content).map_err(HostError::io(describe()))?;
         entry.finish().map_err(HostError::io(describe()))?;
@@ -131,8 +141,8 @@ fn relative(path: &Path) -> Result<PathBuf, HostError> {
     Ok(clean)
 }
 
-/// Adds what every initramfs needs before its init has mounted anything: mount points and the console, without which
-/// the kernel starts init with no open files.
+/// Adds what every initramfs needs before its init has mounted anything: mount points and the
+/// console, without which the kernel starts init with no open files.
 pub fn add_skeleton<W: Write>(archive: &mut Archive<W>) -> Result<(), HostError> {
     for directory in ["dev", "proc", "sys", "tmp", "run"] {
         archive.directory(directory)?;
@@ -140,7 +150,8 @@ pub fn add_skeleton<W: Write>(archive: &mut Archive<W>) -> Result<(), HostError>
     archive.character_device("dev/console", 0o600, 5, 1)
 }
 
-/// A file in memory without a name that holds an archive; it is gone when the last descriptor is closed.
+/// A file in memory without a name that holds an archive; it is gone when the last descriptor is
+/// closed.
 pub fn memory_file(name: &str) -> Result<File, HostError> {
     rustix::fs::memfd_create(name, rustix::fs::MemfdFlags::CLOEXEC)
         .map(File::from)
@@ -198,7 +209,10 @@ mod tests {
 
     #[test]
     fn a_missing_source_is_named() {
-        let error = Archive::new(Vec::new()).copy("/a", None, Path::new("/no/such")).unwrap_err().to_string();
+        let error = Archive::new(Vec::new())
+            .copy("/a", None, Path::new("/no/such"))
+            .unwrap_err()
+            .to_string();
         assert!(error.contains("/no/such"), "{error}");
     }
 }

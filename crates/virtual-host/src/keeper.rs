@@ -1,7 +1,8 @@
 //! The thread that owns the QEMU process.
 //!
-//! The kernel kills QEMU when the thread that started it ends (`PR_SET_PDEATHSIG`), so that thread has to live as
-//! long as the host does, whichever thread asked for it. It also enforces the host's time limit.
+//! The kernel kills QEMU when the thread that started it ends (`PR_SET_PDEATHSIG`), so that thread
+//! has to live as long as the host does, whichever thread asked for it. It also enforces the host's
+//! time limit.
 
 use std::ffi::OsString;
 use std::io;
@@ -58,7 +59,8 @@ impl Keeper {
         let thread = thread::Builder::new()
             .name("qemu".to_owned())
             .spawn(move || {
-                let Some((child, pidfd)) = start_child(&program, &arguments, files, &tail, &sender) else {
+                let Some((child, pidfd)) = start_child(&program, &arguments, files, &tail, &sender)
+                else {
                     return;
                 };
                 let how = keep(child, &pidfd, &stop_inside, deadline);
@@ -139,9 +141,12 @@ fn watch(child: &mut Child, tail: &Tail) -> io::Result<OwnedFd> {
 fn keep(mut child: Child, pidfd: &OwnedFd, stop: &OwnedFd, deadline: Instant) -> End {
     let how = loop {
         let left = deadline.saturating_duration_since(Instant::now());
-        let mut events =
-            [PollFd::new(pidfd, PollFlags::IN), PollFd::from_borrowed_fd(stop.as_fd(), PollFlags::IN)];
-        let timeout = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
+        let mut events = [
+            PollFd::new(pidfd, PollFlags::IN),
+            PollFd::from_borrowed_fd(stop.as_fd(), PollFlags::IN),
+        ];
+        let timeout =
+            Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
         match poll(&mut events, Some(&timeout)) {
             Err(rustix::io::Errno::INTR) => {}
             Ok(0) => break End::TimeLimit,

@@ -1,5 +1,5 @@
-//! Finds the kernels: that of guests, which is Debian's cloud kernel package or one that is named, and that of the virtual
-//! host, which may be a newer one in a place of its own.
+//! Finds the kernels: that of guests, which is Debian's cloud kernel package or one that is named,
+//! and that of the virtual host, which may be a newer one in a place of its own.
 
 use std::cmp::Ordering;
 use std::env;
@@ -16,8 +16,8 @@ pub const KERNEL_VARIABLE: &str = "EBB_KERNEL";
 pub const MODULES_VARIABLE: &str = "EBB_MODULES";
 /// Names another kernel image for virtual hosts than the newest one.
 pub const HOST_KERNEL_VARIABLE: &str = "EBB_HOST_KERNEL";
-/// Where `scripts/install-deps.sh` puts newer kernels for virtual hosts, out of the way of the machine's own start: a
-/// directory for each, with `boot` and `lib/modules` as in Debian's package.
+/// Where `scripts/install-deps.sh` puts newer kernels for virtual hosts, out of the way of the
+/// machine's own start: a directory for each, with `boot` and `lib/modules` as in Debian's package.
 pub const KERNELS_DIRECTORY: &str = "/var/lib/ebb/kernels";
 
 /// Which kernel a virtual host runs.
@@ -26,7 +26,8 @@ pub enum HostKernel {
     /// The one that its guests run.
     #[default]
     OfGuests,
-    /// The one in `EBB_HOST_KERNEL`, else the newest in [`KERNELS_DIRECTORY`] if that is newer than the guests'.
+    /// The one in `EBB_HOST_KERNEL`, else the newest in [`KERNELS_DIRECTORY`] if that is newer than
+    /// the guests'.
     Newest,
     /// This image.
     At(PathBuf),
@@ -74,10 +75,11 @@ pub struct Kernel {
 }
 
 impl Kernel {
-    /// The kernel at `chosen`, else at `EBB_KERNEL`, else the newest `/boot/vmlinuz-*-cloud-amd64`, else the newest
-    /// `/boot/vmlinuz-*-amd64`.
+    /// The kernel at `chosen`, else at `EBB_KERNEL`, else the newest `/boot/vmlinuz-*-cloud-amd64`,
+    /// else the newest `/boot/vmlinuz-*-amd64`.
     pub fn find(chosen: Option<&Path>) -> Result<Self, HostError> {
-        let named = chosen.map(Path::to_owned).or_else(|| env::var_os(KERNEL_VARIABLE).map(PathBuf::from));
+        let named =
+            chosen.map(Path::to_owned).or_else(|| env::var_os(KERNEL_VARIABLE).map(PathBuf::from));
         match named {
             Some(image) => Self::at(&image),
             None => Self::at(&newest(Path::new("/boot"))?),
@@ -101,7 +103,8 @@ impl Kernel {
         let release = release_of(image)?;
         let beside = image.parent().and_then(Path::parent).unwrap_or(Path::new("/"));
         let beside = beside.join("lib/modules").join(&release);
-        let modules = if beside.is_dir() { beside } else { Path::new("/lib/modules").join(&release) };
+        let modules =
+            if beside.is_dir() { beside } else { Path::new("/lib/modules").join(&release) };
         Self::with_modules(image, release, modules)
     }
 
@@ -128,7 +131,8 @@ fn newest_of_hosts(kernels: &Path, of_guests: &Kernel) -> Kernel {
     let mut newest = of_guests.clone();
     for tree in fs::read_dir(kernels).into_iter().flatten().flatten() {
         // One that is half there is none.
-        let found = self::newest(&tree.path().join("boot")).and_then(|image| Kernel::in_tree(&image));
+        let found =
+            self::newest(&tree.path().join("boot")).and_then(|image| Kernel::in_tree(&image));
         let Ok(kernel) = found else { continue };
         if compare_versions(&kernel.release, &newest.release) == Ordering::Greater {
             newest = kernel;
@@ -153,7 +157,10 @@ fn read_head(image: &Path) -> std::io::Result<Vec<u8>> {
 fn newest(boot: &Path) -> Result<PathBuf, HostError> {
     let names: Vec<String> = fs::read_dir(boot)
         .map(|entries| {
-            entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
+            entries
+                .flatten()
+                .map(|entry| entry.file_name().to_string_lossy().into_owned())
+                .collect()
         })
         .unwrap_or_default();
     pick_newest(&names).map(|name| boot.join(name)).ok_or_else(|| HostError::KernelMissing {
@@ -272,7 +279,8 @@ mod tests {
             .map(|release| install(&directory.path().join(release), release));
         // One that was not installed to its end.
         let unfinished = install(&directory.path().join(".new"), "6.99-cloud-amd64");
-        fs::remove_file(unfinished.with_file_name("../lib/modules/6.99-cloud-amd64/modules.dep")).unwrap();
+        fs::remove_file(unfinished.with_file_name("../lib/modules/6.99-cloud-amd64/modules.dep"))
+            .unwrap();
         let found = newest("6.1.0-56-cloud-amd64");
         assert_eq!(
             (found.image.as_path(), found.release.as_str()),

@@ -1,13 +1,14 @@
-//! A complete KVM host for machines whose KVM cannot run Linux: QEMU's emulator with nested SVM, Debian's cloud
-//! kernel, and an init that takes commands.
+//! A complete KVM host for machines whose KVM cannot run Linux: QEMU's emulator with nested SVM,
+//! Debian's cloud kernel, and an init that takes commands.
 //!
-//! [`VirtualHost::start`] boots one from a [`HostConfig`] in a few seconds; [`VirtualHost::run`] runs programs in it with
-//! live output. Nothing is written to disk: the root file system is a file in memory, a swap disk has no name, and the
-//! control channel is a socket pair. QEMU dies with the process that started it, whatever ends that.
+//! [`VirtualHost::start`] boots one from a [`HostConfig`] in a few seconds; [`VirtualHost::run`]
+//! runs programs in it with live output. Nothing is written to disk: the root file system is a file
+//! in memory, a swap disk has no name, and the control channel is a socket pair. QEMU dies with the
+//! process that started it, whatever ends that.
 //!
-//! Inside are `/bin/ebb` (the program that started the host, also its init), busybox, the modules of KVM, and for guests
-//! `/ebb/vmlinuz`, `/ebb/vmlinux`, `/ebb/guest.cpio` and `/ebb/ebb-agent`. Guests have Ebb's own balloon driver too if it
-//! was built ([`balloon_module`]).
+//! Inside are `/bin/ebb` (the program that started the host, also its init), busybox, the modules
+//! of KVM, and for guests `/ebb/vmlinuz`, `/ebb/vmlinux`, `/ebb/guest.cpio` and `/ebb/ebb-agent`.
+//! Guests have Ebb's own balloon driver too if it was built ([`balloon_module`]).
 
 pub mod balloon_module;
 pub mod cache;
@@ -33,8 +34,8 @@ mod qemu;
 pub use channel::{ExitStatus, Hello, MemorySample};
 pub use command::{Captured, Command, Output};
 pub use config::{
-    HostConfig, HostFile, Inclusion, MINIMUM_MEMORY_MIB, NodeConfig, TransparentHugePages, parse_duration,
-    parse_size_mib,
+    HostConfig, HostFile, Inclusion, MINIMUM_MEMORY_MIB, NodeConfig, TransparentHugePages,
+    parse_duration, parse_size_mib,
 };
 pub use contents::vmlinux;
 pub use error::HostError;

@@ -8,12 +8,19 @@ use crate::config::HostFile;
 use crate::error::HostError;
 
 /// Firmware that QEMU's q35 and microvm machines load for a direct kernel boot.
-const QEMU_FIRMWARE: [&str; 6] =
-    ["bios-256k.bin", "linuxboot_dma.bin", "pvh.bin", "kvmvapic.bin", "bios-microvm.bin", "efi-virtio.rom"];
+const QEMU_FIRMWARE: [&str; 6] = [
+    "bios-256k.bin",
+    "linuxboot_dma.bin",
+    "pvh.bin",
+    "kvmvapic.bin",
+    "bios-microvm.bin",
+    "efi-virtio.rom",
+];
 /// Where Debian's packages seabios and qemu-system-data keep it.
 const QEMU_FIRMWARE_DIRECTORIES: [&str; 2] = ["/usr/share/seabios", "/usr/share/qemu"];
 
-/// The files an executable needs in an image: itself and the shared libraries that `ldd` names, at their own paths.
+/// The files an executable needs in an image: itself and the shared libraries that `ldd` names, at
+/// their own paths.
 pub fn program_with_libraries(path: &Path) -> Result<Vec<HostFile>, HostError> {
     let fail = |reason: String| HostError::Libraries { path: path.to_owned(), reason };
     if !path.is_absolute() || !path.exists() {
@@ -27,15 +34,19 @@ pub fn program_with_libraries(path: &Path) -> Result<Vec<HostFile>, HostError> {
         .map_err(|error| fail(format!("ldd (package libc-bin): {error}")))?;
     let text = String::from_utf8_lossy(&output.stdout);
     let message = String::from_utf8_lossy(&output.stderr);
-    let libraries = if message.contains("not a dynamic executable") || text.contains("statically linked") {
-        BTreeSet::new()
-    } else if output.status.success() {
-        parse_ldd(&text).map_err(fail)?
-    } else {
-        return Err(fail(message.trim().to_owned()));
+    let libraries =
+        if message.contains("not a dynamic executable") || text.contains("statically linked") {
+            BTreeSet::new()
+        } else if output.status.success() {
+            parse_ldd(&text).map_err(fail)?
+        } else {
+            return Err(fail(message.trim().to_owned()));
+        };
+    let whole = |path: &Path| HostFile {
+        source: path.to_owned(),
+        target: path.to_owned(),
+        mode: Some(0o755),
     };
-    let whole =
-        |path: &Path| HostFile { source: path.to_owned(), target: path.to_owned(), mode: Some(0o755) };
     Ok(std::iter::once(whole(path)).chain(libraries.iter().map(|library| whole(library))).collect())
 }
 
@@ -43,8 +54,10 @@ pub fn program_with_libraries(path: &Path) -> Result<Vec<HostFile>, HostError> {
 pub fn qemu_with_firmware(path: &Path) -> Result<Vec<HostFile>, HostError> {
     let mut files = program_with_libraries(path)?;
     for name in QEMU_FIRMWARE {
-        let found =
-            QEMU_FIRMWARE_DIRECTORIES.iter().map(|dir| Path::new(dir).join(name)).find(|p| p.exists());
+        let found = QEMU_FIRMWARE_DIRECTORIES
+            .iter()
+            .map(|dir| Path::new(dir).join(name))
+            .find(|p| p.exists());
         if let Some(source) = found {
             files.push(HostFile {
                 source,
@@ -83,7 +96,10 @@ mod tests {
         let paths: Vec<_> = parse_ldd(text).unwrap().into_iter().collect();
         assert_eq!(
             paths,
-            [Path::new("/lib/x86_64-linux-gnu/libc.so.6"), Path::new("/lib64/ld-linux-x86-64.so.2")]
+            [
+                Path::new("/lib/x86_64-linux-gnu/libc.so.6"),
+                Path::new("/lib64/ld-linux-x86-64.so.2")
+            ]
         );
     }
 
@@ -96,7 +112,10 @@ mod tests {
     fn a_real_program_brings_its_loader() {
         let files = program_with_libraries(Path::new("/bin/sh")).unwrap();
         assert_eq!(files[0].target, Path::new("/bin/sh"));
-        assert!(files.iter().any(|file| file.target.to_string_lossy().contains("ld-linux")), "{files:?}");
+        assert!(
+            files.iter().any(|file| file.target.to_string_lossy().contains("ld-linux")),
+            "{files:?}"
+        );
     }
 
     #[test]

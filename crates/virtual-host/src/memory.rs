@@ -5,7 +5,8 @@ use std::fs;
 
 use crate::error::HostError;
 
-/// What QEMU itself needs beside the memory of the host it runs (translated code, page tables, devices).
+/// What QEMU itself needs beside the memory of the host it runs (translated code, page tables,
+/// devices).
 const EMULATOR_MIB: u64 = 256;
 
 /// Reads lines of `Name: value [kB]` into a map.
@@ -22,10 +23,12 @@ pub fn parse_meminfo(text: &str) -> BTreeMap<String, u64> {
 
 /// Checks that this machine has memory for a host of `memory_mib`.
 pub fn check_available(memory_mib: u64) -> Result<(), HostError> {
-    let text = fs::read_to_string("/proc/meminfo").map_err(HostError::io("cannot read /proc/meminfo"))?;
+    let text =
+        fs::read_to_string("/proc/meminfo").map_err(HostError::io("cannot read /proc/meminfo"))?;
     let values = parse_meminfo(&text);
     let Some(available_kib) = values.get("MemAvailable") else { return Ok(()) };
-    let (asked_mib, available_mib) = (memory_mib.saturating_add(EMULATOR_MIB), available_kib / 1024);
+    let (asked_mib, available_mib) =
+        (memory_mib.saturating_add(EMULATOR_MIB), available_kib / 1024);
     if asked_mib > available_mib {
         return Err(HostError::TooLittleMemory { asked_mib, available_mib });
     }
@@ -38,10 +41,14 @@ mod tests {
 
     #[test]
     fn both_forms_of_meminfo() {
-        let values =
-            parse_meminfo("MemTotal:  100 kB\nHugePages_Total:   3\nNode 1 MemFree: 7 kB\nrubbish\n");
+        let values = parse_meminfo(
+            "MemTotal:  100 kB\nHugePages_Total:   3\nNode 1 MemFree: 7 kB\nrubbish\n",
+        );
         let expected = [("HugePages_Total", 3), ("MemFree", 7), ("MemTotal", 100)];
-        assert_eq!(values, expected.into_iter().map(|(name, value)| (name.to_owned(), value)).collect());
+        assert_eq!(
+            values,
+            expected.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
+        );
     }
 
     #[test]

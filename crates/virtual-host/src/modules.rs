@@ -23,7 +23,8 @@ impl ModuleIndex {
     pub fn read(directory: &Path) -> Result<Self, HostError> {
         let read = |name: &str| {
             let path = directory.join(name);
-            fs::read_to_string(&path).map_err(HostError::io(format!("cannot read {}", path.display())))
+            fs::read_to_string(&path)
+                .map_err(HostError::io(format!("cannot read {}", path.display())))
         };
         let dependencies = read("modules.dep")?;
         let builtin = read("modules.builtin")?;
@@ -32,21 +33,31 @@ impl ModuleIndex {
 
     /// Builds the index from the texts of `modules.dep` and `modules.builtin`.
     ///
-    /// A line of `modules.dep` is `file: dependency dependency …`, all dependencies listed, the one to load first
-    /// last (kmod's modules.dep(5)).
+    /// A line of `modules.dep` is `file: dependency dependency …`, all dependencies listed, the one
+    /// to load first last (kmod's modules.dep(5)).
     pub fn parse(directory: &Path, dependencies: &str, builtin: &str) -> Self {
         let files = dependencies
             .lines()
             .filter_map(|line| line.split_once(':'))
             .map(|(file, needs)| {
-                let order = needs.split_whitespace().rev().chain([file.trim()]).map(str::to_owned).collect();
+                let order = needs
+                    .split_whitespace()
+                    .rev()
+                    .chain([file.trim()])
+                    .map(str::to_owned)
+                    .collect();
                 (module_name(file), order)
             })
             .collect();
-        Self { directory: directory.to_owned(), files, builtin: builtin.lines().map(module_name).collect() }
+        Self {
+            directory: directory.to_owned(),
+            files,
+            builtin: builtin.lines().map(module_name).collect(),
+        }
     }
 
-    /// Files (relative to the directory) to load for `modules` in this order, each once. Built-in modules need none.
+    /// Files (relative to the directory) to load for `modules` in this order, each once. Built-in
+    /// modules need none.
     pub fn load_order(&self, modules: &[&str]) -> Result<Vec<String>, HostError> {
         let mut order: Vec<String> = Vec::new();
         for module in modules {
@@ -71,10 +82,12 @@ impl ModuleIndex {
         Ok(order)
     }
 
-    /// Content of a module's file, decompressed when the kernel package ships it as `.xz`, `.zst` or `.gz`.
+    /// Content of a module's file, decompressed when the kernel package ships it as `.xz`, `.zst`
+    /// or `.gz`.
     pub fn content(&self, file: &str) -> Result<Vec<u8>, HostError> {
         let path = self.directory.join(file);
-        let raw = fs::read(&path).map_err(HostError::io(format!("cannot read {}", path.display())))?;
+        let raw =
+            fs::read(&path).map_err(HostError::io(format!("cannot read {}", path.display())))?;
         let describe = HostError::io(format!("cannot decompress {}", path.display()));
         let mut content = Vec::new();
         let read = match path.extension().and_then(|extension| extension.to_str()) {

@@ -1,4 +1,5 @@
-//! QEMU's command line and its process: one emulator per virtual host, nothing of it on disk, nothing left behind.
+//! QEMU's command line and its process: one emulator per virtual host, nothing of it on disk,
+//! nothing left behind.
 
 use std::env;
 use std::ffi::OsString;
@@ -14,14 +15,16 @@ use crate::error::HostError;
 
 /// The emulator's program.
 pub const PROGRAM: &str = "qemu-system-x86_64";
-/// Words that every virtual host's kernel gets. Mitigations and address randomization cost start time and protect
-/// nothing here; the time stamp counter is the emulator's own and thus reliable, which Linux cannot see.
-/// The root stays in memory (ramfs), so that swap holds nothing but the memory of programs.
+/// Words that every virtual host's kernel gets. Mitigations and address randomization cost start
+/// time and protect nothing here; the time stamp counter is the emulator's own and thus reliable,
+/// which Linux cannot see. The root stays in memory (ramfs), so that swap holds nothing but the
+/// memory of programs.
 const KERNEL_ARGUMENTS: &str =
     "console=ttyS0 quiet panic=-1 rootfstype=ramfs mitigations=off nokaslr tsc=reliable";
 /// An AMD processor with nested paging, which QEMU emulates completely enough for KVM.
 const CPU_MODEL: &str = "EPYC,+svm,+npt";
-/// Keeps programs, and so the processors of guests, off QEMU's first processor; see [`emulated_processors`].
+/// Keeps programs, and so the processors of guests, off QEMU's first processor; see
+/// [`emulated_processors`].
 const SPARE_FIRST_PROCESSOR: &str = "isolcpus=0";
 
 /// Open files that QEMU gets.
@@ -43,29 +46,45 @@ pub struct Files {
 pub fn find() -> Result<PathBuf, HostError> {
     let missing = || HostError::QemuMissing { program: PROGRAM.to_owned() };
     let path = env::var_os("PATH").ok_or_else(missing)?;
-    env::split_paths(&path).map(|dir| dir.join(PROGRAM)).find(|file| file.is_file()).ok_or_else(missing)
+    env::split_paths(&path)
+        .map(|dir| dir.join(PROGRAM))
+        .find(|file| file.is_file())
+        .ok_or_else(missing)
 }
 
 /// The emulator's arguments.
 pub fn arguments(config: &HostConfig, files: &Files) -> Vec<OsString> {
     let mut list: Vec<OsString> = Vec::new();
     let mut add = |words: &[&str]| list.extend(words.iter().map(OsString::from));
-    add(&["-name", "ebb-virtual-host", "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
+    add(&[
+        "-name",
+        "ebb-virtual-host",
+        "-nodefaults",
+        "-no-user-config",
+        "-display",
+        "none",
+        "-no-reboot",
+    ]);
     add(&["-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny"]);
-    // The kernel of this machine is not to merge pages of the host: its own merging is what is tried in there.
+    // The kernel of this machine is not to merge pages of the host: its own merging is what is
+    // tried in there.
     add(&["-M", "q35,mem-merge=off", "-accel", "tcg,thread=multi", "-cpu", CPU_MODEL]);
     let processors = emulated_processors(config);
     add(&["-smp", &format!("{processors},sockets={processors},cores=1,threads=1")]);
     add(&["-m", &format!("{}M", config.total_memory_mib())]);
     for (index, node) in config.nodes.iter().enumerate() {
-        add(&["-object", &format!("memory-backend-ram,id=memory{index},size={}M", node.memory_mib)]);
+        add(&[
+            "-object",
+            &format!("memory-backend-ram,id=memory{index},size={}M", node.memory_mib),
+        ]);
         let cpus = node
             .cpus
             .as_ref()
             .map_or_else(String::new, |range| format!(",cpus={}-{}", range.start(), range.end()));
         // The one that stands in for the first processor is in its node.
         let first = node.cpus.as_ref().is_some_and(|range| range.contains(&0));
-        let cpus = if first && has_spare(config) { format!("{cpus},cpus={}", config.cpus) } else { cpus };
+        let cpus =
+            if first && has_spare(config) { format!("{cpus},cpus={}", config.cpus) } else { cpus };
         add(&["-numa", &format!("node,nodeid={index},memdev=memory{index}{cpus}")]);
     }
     add(&["-chardev", &format!("socket,id=console,fd={}", files.console.as_raw_fd())]);
@@ -77,7 +96,9 @@ pub fn arguments(config: &HostConfig, files: &Files) -> Vec<OsString> {
         let path = format!("/proc/self/fd/{}", swap.as_raw_fd());
         add(&[
             "-drive",
-            &format!("file={path},format=raw,if=none,id=swap,cache=unsafe,aio=threads,file.locking=off"),
+            &format!(
+                "file={path},format=raw,if=none,id=swap,cache=unsafe,aio=threads,file.locking=off"
+            ),
         ]);
         add(&["-device", "virtio-blk-pci,drive=swap,serial=ebb-swap"]);
     }
@@ -88,20 +109,24 @@ pub fn arguments(config: &HostConfig, files: &Files) -> Vec<OsString> {
     list
 }
 
-/// How many processors QEMU has: where several are wanted one more, so that no guest runs on QEMU's first one, number 0.
-/// The last one, number `config.cpus`, stands in for it; the others have the numbers asked for.
+/// How many processors QEMU has: where several are wanted one more, so that no guest runs on QEMU's
+/// first one, number 0. The last one, number `config.cpus`, stands in for it; the others have the
+/// numbers asked for.
 ///
-/// An emulated FXRSTOR or XRSTOR, hence nearly each switch between programs, clears a flag of QEMU's *first* processor,
-/// whichever processor it runs on (QEMU 10.0.2, `cpu_clear_ignne` in `target/i386/tcg/system/fpu_helper.c`). It reads and
-/// writes the word `hflags2` without a lock, so that what the first processor's own thread changes there meanwhile is
-/// lost. The word also says whether nested paging is on and whether interrupts are, which each VMRUN and #VMEXIT changes:
-/// the host then goes on with nested paging, which leaves its own state in its guest's, or the guest without, on the
-/// host's memory, or the processor takes no interrupts any more. Where no guest runs, nothing in that word changes.
+/// An emulated FXRSTOR or XRSTOR, hence nearly each switch between programs, clears a flag of
+/// QEMU's *first* processor, whichever processor it runs on (QEMU 10.0.2, `cpu_clear_ignne` in
+/// `target/i386/tcg/system/fpu_helper.c`). It reads and writes the word `hflags2` without a lock,
+/// so that what the first processor's own thread changes there meanwhile is lost. The word also
+/// says whether nested paging is on and whether interrupts are, which each VMRUN and #VMEXIT
+/// changes: the host then goes on with nested paging, which leaves its own state in its guest's, or
+/// the guest without, on the host's memory, or the processor takes no interrupts any more. Where no
+/// guest runs, nothing in that word changes.
 fn emulated_processors(config: &HostConfig) -> u32 {
     config.cpus + u32::from(has_spare(config))
 }
 
-/// Whether QEMU's first processor is kept free: nobody else could write to its flags if it were the only one.
+/// Whether QEMU's first processor is kept free: nobody else could write to its flags if it were the
+/// only one.
 fn has_spare(config: &HostConfig) -> bool {
     config.cpus > 1
 }
@@ -123,23 +148,27 @@ pub fn spawn(program: &Path, arguments: &[OsString], files: &Files) -> Result<Ch
         }
         close_all_on_exec()?;
         for descriptor in &kept {
-            // SAFETY: `files` outlives the call of `Command::spawn` in this function, so the descriptors are open.
+            // SAFETY: `files` outlives the call of `Command::spawn` in this function, so the
+            // descriptors are open.
             let descriptor = unsafe { BorrowedFd::borrow_raw(*descriptor) };
             rustix::io::fcntl_setfd(descriptor, rustix::io::FdFlags::empty())?;
         }
         Ok(())
     };
-    // SAFETY: `prepare` runs between fork and exec and makes system calls only; it allocates nothing on success.
+    // SAFETY: `prepare` runs between fork and exec and makes system calls only; it allocates
+    // nothing on success.
     unsafe { command.pre_exec(prepare) };
     command.spawn().map_err(HostError::io(format!("cannot start {}", program.display())))
 }
 
-/// Marks every descriptor above standard error to be closed by exec, also those inherited from this program's own
-/// parent.
+/// Marks every descriptor above standard error to be closed by exec, also those inherited from this
+/// program's own parent.
 fn close_all_on_exec() -> std::io::Result<()> {
-    // SAFETY: close_range with CLOSE_RANGE_CLOEXEC takes numbers only and touches no memory of the process.
-    let result =
-        unsafe { libc::syscall(libc::SYS_close_range, 3, libc::c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC) };
+    // SAFETY: close_range with CLOSE_RANGE_CLOEXEC takes numbers only and touches no memory of the
+    // process.
+    let result = unsafe {
+        libc::syscall(libc::SYS_close_range, 3, libc::c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC)
+    };
     if result == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
 }
 
@@ -163,7 +192,10 @@ mod tests {
     #[test]
     fn memory_without_nodes_is_plain() {
         let line = text(&HostConfig { memory_mib: 3000, cpus: 3, ..HostConfig::default() });
-        assert!(line.contains("-m 3000M") && line.contains("-smp 4,") && !line.contains("-numa"), "{line}");
+        assert!(
+            line.contains("-m 3000M") && line.contains("-smp 4,") && !line.contains("-numa"),
+            "{line}"
+        );
     }
 
     #[test]
@@ -186,7 +218,8 @@ mod tests {
 
     #[test]
     fn kernel_arguments_are_appended() {
-        let config = HostConfig { kernel_arguments: "loglevel=7".to_owned(), ..HostConfig::default() };
+        let config =
+            HostConfig { kernel_arguments: "loglevel=7".to_owned(), ..HostConfig::default() };
         assert!(text(&config).contains("tsc=reliable isolcpus=0 loglevel=7"));
     }
 }

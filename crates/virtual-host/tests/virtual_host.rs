@@ -1,7 +1,8 @@
 //! Boots virtual hosts for real and uses them as `ebb` and the lab do.
 //!
-//! They need QEMU and Debian's cloud kernel (`scripts/install-deps.sh`). A start takes a few seconds, so tests that can
-//! share a host do. Only one host runs at a time: each emulated processor takes one of this machine.
+//! They need QEMU and Debian's cloud kernel (`scripts/install-deps.sh`). A start takes a few
+//! seconds, so tests that can share a host do. Only one host runs at a time: each emulated
+//! processor takes one of this machine.
 
 #![allow(clippy::unwrap_used)]
 
@@ -58,13 +59,19 @@ fn commands_files_and_devices() {
 
     assert_eq!(shell(&host, "cat /opt/deep/added"), "from outside");
     assert_eq!(shell(&host, "stat -c %a /opt/deep/added"), "600\n");
-    assert_eq!(shell(&host, "cat /sys/kernel/mm/transparent_hugepage/enabled"), "[always] madvise never\n");
+    assert_eq!(
+        shell(&host, "cat /sys/kernel/mm/transparent_hugepage/enabled"),
+        "[always] madvise never\n"
+    );
     // A dynamic program of this machine runs with its libraries.
     assert!(shell(&host, "/bin/ls --version").contains("coreutils"));
     assert_eq!(shell(&host, "cat /proc/sys/vm/nr_hugepages"), "16\n");
     assert_eq!(shell(&host, "head -c 4 /ebb/vmlinux | od -An -c | tr -d ' '"), "177ELF\n");
     assert_eq!(
-        shell(&host, "cat /sys/devices/system/clocksource/clocksource0/current_clocksource | cut -c1-3"),
+        shell(
+            &host,
+            "cat /sys/devices/system/clocksource/clocksource0/current_clocksource | cut -c1-3"
+        ),
         "tsc\n"
     );
     let sample = host.sample().unwrap();
@@ -94,8 +101,10 @@ fn exit_codes(host: &VirtualHost) {
 }
 
 fn output_streams(host: &VirtualHost) {
-    // The second line is written only after the first has arrived here and been answered with a file: output is live.
-    let line = "echo first; while [ ! -e /tmp/go ]; do sleep 0.05; done; echo second; echo third >&2";
+    // The second line is written only after the first has arrived here and been answered with a
+    // file: output is live.
+    let line =
+        "echo first; while [ ! -e /tmp/go ]; do sleep 0.05; done; echo second; echo third >&2";
     let mut seen = Vec::new();
     let command = Command::shell(line).time_limit(Duration::from_secs(60));
     let status = host
@@ -145,7 +154,11 @@ fn limits(host: &VirtualHost) {
     let error = host.output(&command).unwrap_err();
     assert!(matches!(error, HostError::CommandTimeLimit { .. }), "{error}");
     assert!(error.to_string().contains("sleep 1000"), "{error}");
-    assert_eq!(shell(host, "pidof sleep || echo none"), "none\n", "the whole process group is gone");
+    assert_eq!(
+        shell(host, "pidof sleep || echo none"),
+        "none\n",
+        "the whole process group is gone"
+    );
 
     // A background process that keeps the output open does not keep the command from ending.
     let started = Instant::now();
@@ -156,8 +169,8 @@ fn limits(host: &VirtualHost) {
 
 fn side_by_side(host: &VirtualHost) {
     std::thread::scope(|scope| {
-        let waiting =
-            scope.spawn(|| shell(host, "while [ ! -e /tmp/second ]; do sleep 0.05; done; echo one"));
+        let waiting = scope
+            .spawn(|| shell(host, "while [ ! -e /tmp/second ]; do sleep 0.05; done; echo one"));
         assert_eq!(shell(host, "touch /tmp/second; echo two"), "two\n");
         assert_eq!(waiting.join().unwrap(), "one\n");
     });
@@ -190,8 +203,8 @@ fn inside_a_guest_computes() {
 
     // Real mode: ecx = 1000000; eax = sum of ecx, ecx - 1, … 1; out 0x10, eax; hlt
     let code: [u8; 24] = [
-        0x66, 0xb9, 0x40, 0x42, 0x0f, 0x00, 0x66, 0x31, 0xc0, 0x66, 0x01, 0xc8, 0x67, 0xe2, 0xfa, 0x66, 0xe7,
-        0x10, 0xf4, 0, 0, 0, 0, 0,
+        0x66, 0xb9, 0x40, 0x42, 0x0f, 0x00, 0x66, 0x31, 0xc0, 0x66, 0x01, 0xc8, 0x67, 0xe2, 0xfa,
+        0x66, 0xe7, 0x10, 0xf4, 0, 0, 0, 0, 0,
     ];
     let mut memory = ebb_agent::memory::Mapping::new(4096).unwrap();
     for (word, bytes) in memory.words_mut().iter_mut().zip(code.as_chunks::<8>().0) {
@@ -210,7 +223,8 @@ fn inside_a_guest_computes() {
     let mut special = vcpu.get_sregs().unwrap();
     (special.cs.base, special.cs.selector) = (0, 0);
     vcpu.set_sregs(&special).unwrap();
-    vcpu.set_regs(&kvm_bindings::kvm_regs { rip: 0x1000, rflags: 2, ..Default::default() }).unwrap();
+    vcpu.set_regs(&kvm_bindings::kvm_regs { rip: 0x1000, rflags: 2, ..Default::default() })
+        .unwrap();
     match vcpu.run().unwrap() {
         VcpuExit::IoOut(0x10, data) => {
             let sum = (1..=1_000_000_u32).fold(0, u32::wrapping_add);
@@ -265,7 +279,8 @@ fn descriptors() -> usize {
 #[test]
 fn limits_of_the_host_and_failures_at_start() {
     let _alone = alone();
-    let host = VirtualHost::start(&HostConfig { time_limit: Duration::from_secs(20), ..config() }).unwrap();
+    let host = VirtualHost::start(&HostConfig { time_limit: Duration::from_secs(20), ..config() })
+        .unwrap();
     let error = host.output(&Command::shell("sleep 1000")).unwrap_err();
     assert!(matches!(error, HostError::HostTimeLimit { .. }), "{error}");
     let process_id = host.process_id();

@@ -1,7 +1,9 @@
-//! The guest's clocks over a pause, a snapshot and a restore: reads and writes what `ebb-kvm-clock` computes with.
+//! The guest's clocks over a pause, a snapshot and a restore: reads and writes what `ebb-kvm-clock`
+//! computes with.
 //!
-//! A guest has two clocks, KVM's (from which its pvclock pages are made) and the time stamp counters of its vCPUs. Both
-//! are read for one instant, and set for one instant, so that they go on meaning the same time.
+//! A guest has two clocks, KVM's (from which its pvclock pages are made) and the time stamp
+//! counters of its vCPUs. Both are read for one instant, and set for one instant, so that they go
+//! on meaning the same time.
 
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
@@ -37,7 +39,9 @@ pub enum GuestClockError {
     #[error("KVM does not tell the frequency of this host's time stamp counter")]
     NoFrequency,
     /// A snapshot of another number of vCPUs.
-    #[error("the saved clock has {saved} time stamp counters for {vcpus} vCPUs; the snapshot is damaged")]
+    #[error(
+        "the saved clock has {saved} time stamp counters for {vcpus} vCPUs; the snapshot is damaged"
+    )]
     Vcpus {
         /// In the saved clock.
         saved: usize,
@@ -71,7 +75,8 @@ impl TscFrequencies {
         vendor: &str,
         wanted: Option<Kilohertz>,
     ) -> Result<Self, GuestClockError> {
-        let host = vcpu.get_tsc_khz().ok().and_then(Kilohertz::new).ok_or(GuestClockError::NoFrequency)?;
+        let host =
+            vcpu.get_tsc_khz().ok().and_then(Kilohertz::new).ok_or(GuestClockError::NoFrequency)?;
         let scaling = if kvm_fd.check_extension(Cap::TscControl) {
             TscScaling::Available(fraction_bits(vendor))
         } else {
@@ -79,8 +84,9 @@ impl TscFrequencies {
         };
         let frequencies = Self { guest: wanted.unwrap_or(host), host, scaling };
         if frequencies.rate()? != TscRate::Same {
-            vcpu.set_tsc_khz(frequencies.guest.get())
-                .map_err(kvm("run the guest's time stamp counter at the frequency of its snapshot"))?;
+            vcpu.set_tsc_khz(frequencies.guest.get()).map_err(kvm(
+                "run the guest's time stamp counter at the frequency of its snapshot",
+            ))?;
         }
         Ok(frequencies)
     }
@@ -107,25 +113,31 @@ struct Reading {
 }
 
 impl Reading {
-    fn of(vm: &VmFd, vcpus: &VcpuThreads, frequencies: TscFrequencies) -> Result<Self, GuestClockError> {
+    fn of(
+        vm: &VmFd,
+        vcpus: &VcpuThreads,
+        frequencies: TscFrequencies,
+    ) -> Result<Self, GuestClockError> {
         let (start, before) = (Instant::now(), realtime_ns());
         let data = vm.get_clock().map_err(kvm("read the guest's clock"))?;
         if data.flags & KVM_CLOCK_REALTIME != 0 && data.flags & KVM_CLOCK_HOST_TSC != 0 {
             let (clock_ns, realtime_ns) = (data.clock, data.realtime);
             return Ok(Self { clock_ns, realtime_ns, host_tsc: Some(data.host_tsc) });
         }
-        // Without the master clock KVM reads no counter for us. A vCPU's counter less its offset is the host's, unless it
-        // is scaled; the readings are then some microseconds apart.
+        // Without the master clock KVM reads no counter for us. A vCPU's counter less its offset is
+        // the host's, unless it is scaled; the readings are then some microseconds apart.
         let mut host_tsc = None;
         if frequencies.rate()? == TscRate::Same {
-            let counters = vcpus.collect(move |vcpu| match (vcpu.index, tsc::offset(&vcpu.fd)) {
-                (0, Some(offset)) => {
-                    // The time comes first: the counter is then rather too late, and what the guest has read is before it.
-                    let elapsed = start.elapsed();
-                    Ok(Some((elapsed, tsc::read(&vcpu.fd)?.wrapping_sub(offset))))
-                }
-                _ => Ok(None),
-            })?;
+            let counters =
+                vcpus.collect(move |vcpu| match (vcpu.index, tsc::offset(&vcpu.fd)) {
+                    (0, Some(offset)) => {
+                        // The time comes first: the counter is then rather too late, and what the
+                        // guest has read is before it.
+                        let elapsed = start.elapsed();
+                        Ok(Some((elapsed, tsc::read(&vcpu.fd)?.wrapping_sub(offset))))
+                    }
+                    _ => Ok(None),
+                })?;
             if let Some((elapsed, counter)) = counters.into_iter().flatten().next() {
                 // Brought back to the instant of the clock.
                 let elapsed_ns = u64::try_from(elapsed.as_nanos()).unwrap_or(0);
@@ -159,7 +171,8 @@ pub fn save(
     frequencies: TscFrequencies,
 ) -> Result<SavedClock, GuestClockError> {
     let reading = Reading::of(vm, vcpus, frequencies)?;
-    let (clock_ns, realtime_ns, khz) = (reading.clock_ns, Some(reading.realtime_ns), frequencies.guest);
+    let (clock_ns, realtime_ns, khz) =
+        (reading.clock_ns, Some(reading.realtime_ns), frequencies.guest);
     let offsets: Option<Vec<u64>> =
         vcpus.collect(|vcpu| Ok(tsc::offset(&vcpu.fd)))?.into_iter().collect::<Option<_>>();
     if let (Some(host_tsc), Some(offsets)) = (reading.host_tsc, offsets) {
@@ -167,7 +180,13 @@ pub fn save(
         return Ok(SavedClock::from_offsets(clock_ns, realtime_ns, host_tsc, khz, ratio, &offsets));
     }
     let guest_tsc = vcpus.collect(|vcpu| tsc::read(&vcpu.fd))?;
-    Ok(SavedClock { clock_ns, host_realtime_ns: realtime_ns, host_tsc: None, tsc_khz: khz, guest_tsc })
+    Ok(SavedClock {
+        clock_ns,
+        host_realtime_ns: realtime_ns,
+        host_tsc: None,
+        tsc_khz: khz,
+        guest_tsc,
+    })
 }
 
 /// What has to be set for the guest to go on now.
@@ -192,8 +211,8 @@ pub fn plan(
     Ok(plan)
 }
 
-/// Makes KVM look whether its clock can follow the host's counter, as it does whenever the clock is set. Before that, the
-/// clock of a new virtual machine cannot be read together with the counter.
+/// Makes KVM look whether its clock can follow the host's counter, as it does whenever the clock is
+/// set. Before that, the clock of a new virtual machine cannot be read together with the counter.
 pub fn prime(vm: &VmFd) -> Result<(), GuestClockError> {
     vm.set_clock(&kvm_clock_data::default()).map_err(kvm("set the guest's clock"))
 }
@@ -206,7 +225,10 @@ pub fn set_counters(vcpus: &VcpuThreads, plan: &ClockPlan) -> Result<(), GuestCl
 }
 
 /// As [`set_counters`], and arms the timers again.
-pub fn set_counters_and_timers(vcpus: &VcpuThreads, plan: &ClockPlan) -> Result<(), GuestClockError> {
+pub fn set_counters_and_timers(
+    vcpus: &VcpuThreads,
+    plan: &ClockPlan,
+) -> Result<(), GuestClockError> {
     let counters = plan.vcpus.clone();
     vcpus.on_each(move |vcpu| {
         let deadline = tsc::deadline(&vcpu.fd)?;

@@ -7,7 +7,8 @@ use vmm_sys_util::eventfd::EventFd;
 
 /// Polls `event` for being signalled.
 pub fn readable(event: &EventFd) -> PollFd<'_> {
-    // SAFETY: the descriptor stays open as long as `event` does, which the returned lifetime is bound to.
+    // SAFETY: the descriptor stays open as long as `event` does, which the returned lifetime is
+    // bound to.
     let fd = unsafe { BorrowedFd::borrow_raw(event.as_raw_fd()) };
     PollFd::from_borrowed_fd(fd, PollFlags::IN)
 }

@@ -79,7 +79,9 @@ impl fmt::Display for GuestExit {
             Self::PowerOff => f.write_str("the guest powered off"),
             Self::Reboot => f.write_str("the guest rebooted"),
             Self::Panic => f.write_str("the guest's kernel panicked"),
-            Self::TripleFault { vcpu } => write!(f, "the guest crashed: triple fault on vCPU {vcpu}"),
+            Self::TripleFault { vcpu } => {
+                write!(f, "the guest crashed: triple fault on vCPU {vcpu}")
+            }
             Self::Kvm { message } => write!(f, "KVM cannot run the guest: {message}"),
             Self::Signal { name } => write!(f, "ended by {name}"),
             Self::Killed => f.write_str("killed through the API"),
@@ -102,8 +104,8 @@ impl ExitSignal {
         Ok(Self { reason: Mutex::new(None), event: EventFd::new(EFD_NONBLOCK)? })
     }
 
-    /// Gives a reason to end. The first one stays, whatever comes later, except that being killed goes before a reboot: nobody
-    /// would come to see it after that.
+    /// Gives a reason to end. The first one stays, whatever comes later, except that being killed
+    /// goes before a reboot: nobody would come to see it after that.
     pub fn raise(&self, exit: GuestExit) {
         let mut reason = self.reason.lock().unwrap_or_else(PoisonError::into_inner);
         let replaces = exit == GuestExit::Killed && *reason == Some(GuestExit::Reboot);

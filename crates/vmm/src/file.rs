@@ -15,11 +15,14 @@ pub(crate) enum Access {
 /// Opens a regular file or a block device.
 ///
 /// # Errors
-/// Those of open(2), and [`io::ErrorKind::InvalidInput`] for anything else, which is neither waited for
-/// (a FIFO without a writer) nor read (a terminal).
+/// Those of open(2), and [`io::ErrorKind::InvalidInput`] for anything else, which is neither waited
+/// for (a FIFO without a writer) nor read (a terminal).
 pub(crate) fn open_image(path: &Path, access: Access) -> io::Result<File> {
     let mut options = OpenOptions::new();
-    options.read(true).write(access == Access::ReadWrite).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY);
+    options
+        .read(true)
+        .write(access == Access::ReadWrite)
+        .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY);
     let file = options.open(path)?;
     let kind = file.metadata()?.file_type();
     if kind.is_file() || kind.is_block_device() {
@@ -52,9 +55,11 @@ mod tests {
             0,
         )
         .unwrap();
-        for (path, found) in
-            [(fifo.as_path(), "FIFO"), (Path::new("/dev/null"), "device"), (directory.path(), "irector")]
-        {
+        for (path, found) in [
+            (fifo.as_path(), "FIFO"),
+            (Path::new("/dev/null"), "device"),
+            (directory.path(), "irector"),
+        ] {
             let error = open_image(path, Access::Read).unwrap_err();
             assert!(error.to_string().contains(found), "{error}");
         }

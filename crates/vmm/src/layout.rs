@@ -12,12 +12,13 @@ use std::ops::Range;
 
 /// End of the RAM below 1 MiB, where PCs keep the extended BIOS data area.
 pub const LOW_RAM_END: u64 = 0x9_fc00;
-/// First byte of the ACPI tables: inside the window that firmware uses for them, which no kernel takes for RAM.
+/// First byte of the ACPI tables: inside the window that firmware uses for them, which no kernel
+/// takes for RAM.
 pub const ACPI_START: u64 = 0xe_0000;
 /// End of the window for ACPI tables.
 pub const ACPI_END: u64 = 0x10_0000;
-/// Where a processor begins after a reset, and where kernels jump that restart through the firmware; the last bytes of
-/// the window for ACPI tables.
+/// Where a processor begins after a reset, and where kernels jump that restart through the
+/// firmware; the last bytes of the window for ACPI tables.
 pub const RESET_VECTOR: u64 = 0xf_fff0;
 /// Start of the RAM above 1 MiB.
 pub const HIGH_RAM_START: u64 = 0x10_0000;
@@ -51,7 +52,8 @@ pub const VIRTIO_MMIO_START: u64 = 0xd000_0000;
 pub const VIRTIO_MMIO_STRIDE: u64 = 0x1000;
 /// First interrupt line of virtio devices; 0-4 belong to PC devices.
 pub const VIRTIO_FIRST_GSI: u32 = 5;
-/// Last interrupt line of virtio devices: the IOAPIC has 24 pins, the last is the ACPI event device's.
+/// Last interrupt line of virtio devices: the IOAPIC has 24 pins, the last is the ACPI event
+/// device's.
 pub const VIRTIO_LAST_GSI: u32 = 22;
 /// Interrupt line of the ACPI generic event device (power button).
 pub const EVENT_DEVICE_GSI: u32 = 23;
@@ -82,8 +84,8 @@ pub fn ram_ranges(size_bytes: u64) -> Vec<Range<u64>> {
     }
 }
 
-/// Splits guest RAM into pieces for nodes of the given sizes, in order: `(node, range)`. A node that lies across the
-/// hole has two pieces.
+/// Splits guest RAM into pieces for nodes of the given sizes, in order: `(node, range)`. A node
+/// that lies across the hole has two pieces.
 pub fn node_ranges(node_sizes_bytes: &[u64]) -> Vec<(usize, Range<u64>)> {
     let mut ram = ram_ranges(node_sizes_bytes.iter().sum()).into_iter();
     let mut current = ram.next().unwrap_or(0..0);

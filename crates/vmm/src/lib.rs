@@ -1,6 +1,7 @@
 //! The Ebb virtual machine monitor for x86_64 on KVM.
 //!
-//! [`vm::run`] takes a [`config::VmConfig`] and runs a guest to its end. The parts, from the guest's side outwards:
+//! [`vm::run`] takes a [`config::VmConfig`] and runs a guest to its end. The parts, from the
+//! guest's side outwards:
 //!
 //! | module | what |
 //! | --- | --- |

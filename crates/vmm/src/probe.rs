@@ -1,8 +1,9 @@
 //! Whether this machine's KVM can run guests, found out by running one.
 //!
-//! That `/dev/kvm` is there says little: some machines have a KVM that emulates every instruction of an ordinary guest,
-//! at 1 to 2 million a second, on which Linux does not boot in reasonable time. A loop of a million rounds in 64-bit
-//! mode takes about a millisecond on hardware, and over a second there.
+//! That `/dev/kvm` is there says little: some machines have a KVM that emulates every instruction
+//! of an ordinary guest, at 1 to 2 million a second, on which Linux does not boot in reasonable
+//! time. A loop of a million rounds in 64-bit mode takes about a millisecond on hardware, and over
+//! a second there.
 
 use std::ffi::CString;
 use std::os::unix::ffi::OsStrExt as _;
@@ -22,13 +23,15 @@ pub use merging::probe_merging;
 /// Rounds of the guest's loop; each is two instructions.
 pub const ITERATIONS: u64 = 1_000_000;
 
-/// From this on KVM is considered to be emulated. Hardware takes 0.2 to 3 ns, emulation over 1000 ns.
+/// From this on KVM is considered to be emulated. Hardware takes 0.2 to 3 ns, emulation over 1000
+/// ns.
 pub const EMULATED_FROM_NS: f64 = 100.0;
 
 /// How long all runs may take together.
 pub const TIME_LIMIT: Duration = Duration::from_secs(2);
 
-/// Most runs. A busy machine may take the processor away in the middle of one, which makes it look slow.
+/// Most runs. A busy machine may take the processor away in the middle of one, which makes it look
+/// slow.
 const RUNS: u32 = 5;
 
 /// The only KVM version there is (Linux Documentation/virt/kvm/api.rst, section 4.1).
@@ -114,9 +117,11 @@ pub struct KvmProbe {
     pub missing_capabilities: Vec<String>,
 }
 
-/// Examines `/dev/kvm`. Takes a few milliseconds where KVM is fast, and about [`TIME_LIMIT`] where it is emulated.
+/// Examines `/dev/kvm`. Takes a few milliseconds where KVM is fast, and about [`TIME_LIMIT`] where
+/// it is emulated.
 ///
-/// It starts a thread and, for as long as it takes, handles the signal `SIGRTMIN + 7`. Any signal mask will do.
+/// It starts a thread and, for as long as it takes, handles the signal `SIGRTMIN + 7`. Any signal
+/// mask will do.
 pub fn probe() -> KvmProbe {
     probe_device(Path::new("/dev/kvm"))
 }
@@ -137,18 +142,21 @@ pub fn probe_device(device: &Path) -> KvmProbe {
 }
 
 fn examine(device: &Path, result: &mut KvmProbe) -> Result<guest::Run, KvmQuality> {
-    let name = CString::new(device.as_os_str().as_bytes()).map_err(|_| KvmQuality::Unavailable {
-        reason: format!("'{}' has a zero byte", device.display()),
-        remedy: "give the path of a KVM device".to_owned(),
+    let name =
+        CString::new(device.as_os_str().as_bytes()).map_err(|_| KvmQuality::Unavailable {
+            reason: format!("'{}' has a zero byte", device.display()),
+            remedy: "give the path of a KVM device".to_owned(),
+        })?;
+    let kvm = Kvm::new_with_path(name).map_err(|error| {
+        cannot_open(device, Errno::from_raw_os_error(error.errno()), processor())
     })?;
-    let kvm = Kvm::new_with_path(name)
-        .map_err(|error| cannot_open(device, Errno::from_raw_os_error(error.errno()), processor()))?;
     let version = kvm.get_api_version();
     if version != API_VERSION {
         return Err(KvmQuality::Unavailable {
             reason: format!("{} is not a KVM device of version {API_VERSION}", device.display()),
-            remedy: "see what /dev/kvm is (ls -l /dev/kvm): it should be a character device, major 10"
-                .to_owned(),
+            remedy:
+                "see what /dev/kvm is (ls -l /dev/kvm): it should be a character device, major 10"
+                    .to_owned(),
         });
     }
     result.api_version = Some(version);
@@ -263,7 +271,9 @@ mod tests {
             (Errno::BUSY, Processor::Vmx, "dmesg"),
         ] {
             match open(errno, processor) {
-                KvmQuality::Unavailable { remedy, .. } => assert!(remedy.contains(part), "{remedy}"),
+                KvmQuality::Unavailable { remedy, .. } => {
+                    assert!(remedy.contains(part), "{remedy}")
+                }
                 other => panic!("{other:?}"),
             }
         }
@@ -308,8 +318,10 @@ mod tests {
                 assert!(ns_per_iteration >= EMULATED_FROM_NS);
                 assert!(iterations > 0, "the guest got nowhere");
             }
-            // A machine without KVM, or a user without permission: nothing more can be said of it here.
-            KvmQuality::Unavailable { reason, remedy } | KvmQuality::PermissionDenied { reason, remedy } => {
+            // A machine without KVM, or a user without permission: nothing more can be said of it
+            // here.
+            KvmQuality::Unavailable { reason, remedy }
+            | KvmQuality::PermissionDenied { reason, remedy } => {
                 assert!(!reason.is_empty() && !remedy.is_empty());
             }
         }

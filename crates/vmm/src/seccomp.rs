@@ -1,16 +1,16 @@
 //! System call filters, one list for each kind of thread.
 //!
-//! A guest that takes over a thread of the monitor can then do no more than that kind of thread has to do: there is no
-//! `execve`, no `socket`, no writable `open`, no executable mapping. A refused call ends the process with a line that
-//! names thread and call.
+//! A guest that takes over a thread of the monitor can then do no more than that kind of thread has
+//! to do: there is no `execve`, no `socket`, no writable `open`, no executable mapping. A refused
+//! call ends the process with a line that names thread and call.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use libc::c_long;
 use seccompiler::{
-    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
-    TargetArch,
+    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
+    SeccompRule, TargetArch,
 };
 use thiserror::Error;
 
@@ -32,7 +32,8 @@ pub enum ThreadKind {
     Vcpu,
     /// Works on a device's queues.
     Device,
-    /// Moves the machine to another monitor, or receives one; its data streams' threads inherit the list.
+    /// Moves the machine to another monitor, or receives one; its data streams' threads inherit the
+    /// list.
     Migrate,
     /// Merges equal pages of guest memory.
     Merge,
@@ -74,7 +75,8 @@ impl Filters {
         if !switch.is_on() {
             return Ok(Self { programs: None });
         }
-        let programs = ThreadKind::ALL.iter().map(|&kind| compile(kind)).collect::<Result<_, _>>()?;
+        let programs =
+            ThreadKind::ALL.iter().map(|&kind| compile(kind)).collect::<Result<_, _>>()?;
         Ok(Self { programs: Some(Arc::new(programs)) })
     }
 
@@ -85,24 +87,28 @@ impl Filters {
 }
 
 impl ThreadFilter {
-    /// Restricts the calling thread for good: no capabilities (filters or not), and the filter of its kind.
+    /// Restricts the calling thread for good: no capabilities (filters or not), and the filter of
+    /// its kind.
     pub fn apply(&self) -> Result<(), SeccompError> {
         crate::vm::privileges::drop_all().map_err(|error| SeccompError {
             kind: self.kind,
             problem: format!("giving up capabilities: {error}"),
         })?;
-        let Some(program) = self.programs.as_ref().and_then(|programs| programs.get(self.kind as usize))
+        let Some(program) =
+            self.programs.as_ref().and_then(|programs| programs.get(self.kind as usize))
         else {
             return Ok(());
         };
-        handler::install().map_err(|error| SeccompError { kind: self.kind, problem: error.to_string() })?;
+        handler::install()
+            .map_err(|error| SeccompError { kind: self.kind, problem: error.to_string() })?;
         seccompiler::apply_filter(program)
             .map_err(|error| SeccompError { kind: self.kind, problem: error.to_string() })
     }
 }
 
 fn compile(kind: ThreadKind) -> Result<BpfProgram, SeccompError> {
-    let error = |problem: seccompiler::BackendError| SeccompError { kind, problem: problem.to_string() };
+    let error =
+        |problem: seccompiler::BackendError| SeccompError { kind, problem: problem.to_string() };
     let rules = rules(kind).map_err(error)?;
     SeccompFilter::new(rules, SeccompAction::Trap, SeccompAction::Allow, TargetArch::x86_64)
         .and_then(TryInto::try_into)
@@ -141,7 +147,8 @@ const COMMON: &[c_long] = &[
 /// What gives guest memory back.
 const DISCARD: &[c_long] = &[libc::SYS_fallocate, libc::SYS_process_madvise];
 
-/// What the API thread does beyond that: its socket, sizes read from /proc, and the files of snapshots.
+/// What the API thread does beyond that: its socket, sizes read from /proc, and the files of
+/// snapshots.
 const API: &[c_long] = &[
     libc::SYS_accept4,
     libc::SYS_fstat,
@@ -166,8 +173,8 @@ const API: &[c_long] = &[
 const DEVICE: &[c_long] =
     &[libc::SYS_fdatasync, libc::SYS_fsync, libc::SYS_lseek, libc::SYS_pread64, libc::SYS_pwrite64];
 
-/// What the main thread does at the end and when the guest starts again: reload the images, remove the socket, put KSM's settings
-/// back.
+/// What the main thread does at the end and when the guest starts again: reload the images, remove
+/// the socket, put KSM's settings back.
 const MAIN: &[c_long] = &[
     libc::SYS_flock,
     libc::SYS_fstat,
@@ -185,8 +192,9 @@ const MAIN: &[c_long] = &[
     libc::SYS_unlinkat,
 ];
 
-/// What a migration does: connections, certificates (read only), the logs of what was written, what the host holds, threads for
-/// data streams, the locks of disks, the name of the socket that a receiver has listened on.
+/// What a migration does: connections, certificates (read only), the logs of what was written, what
+/// the host holds, threads for data streams, the locks of disks, the name of the socket that a
+/// receiver has listened on.
 const MIGRATE: &[c_long] = &[
     libc::SYS_accept4,
     libc::SYS_clone,
@@ -223,7 +231,8 @@ const MIGRATE: &[c_long] = &[
     libc::SYS_unlinkat,
 ];
 
-/// What merging does: shared pages in memory files, a broker's socket, KSM's settings and its users.
+/// What merging does: shared pages in memory files, a broker's socket, KSM's settings and its
+/// users.
 const MERGE: &[c_long] = &[
     libc::SYS_flock,
     libc::SYS_fstat,
@@ -242,7 +251,8 @@ const MERGE: &[c_long] = &[
     libc::SYS_statx,
 ];
 
-/// What the broker does: its clients' sockets and lives, memory files of shared pages on their nodes.
+/// What the broker does: its clients' sockets and lives, memory files of shared pages on their
+/// nodes.
 const BROKER: &[c_long] = &[
     libc::SYS_accept4,
     libc::SYS_fallocate,
@@ -300,20 +310,27 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
     let not_executable = || masked(2, libc::PROT_EXEC as u64, 0);
     rules.insert(libc::SYS_mmap, vec![not_executable()?]);
     rules.insert(libc::SYS_mprotect, vec![not_executable()?]);
-    // The allocator moves its mappings; a discard of memory that is mapped from a snapshot moves fresh memory over it.
+    // The allocator moves its mappings; a discard of memory that is mapped from a snapshot moves
+    // fresh memory over it.
     let moves = libc::MREMAP_MAYMOVE as u64;
     let replaces = moves | (libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP) as u64;
     rules.insert(libc::SYS_mremap, vec![equal(3, moves)?, equal(3, replaces)?]);
-    // Files are opened for reading only; the API thread, which no guest talks to, also makes new files for snapshots.
+    // Files are opened for reading only; the API thread, which no guest talks to, also makes new
+    // files for snapshots.
     if !matches!(kind, ThreadKind::Vcpu | ThreadKind::Device) {
         let writable = (libc::O_ACCMODE | libc::O_CREAT | libc::O_EXCL | libc::O_TRUNC) as u64;
         let mut opens = vec![masked(2, writable, libc::O_RDONLY as u64)?];
         if kind == ThreadKind::Api {
-            opens.push(masked(2, writable, (libc::O_WRONLY | libc::O_CREAT | libc::O_EXCL) as u64)?);
+            opens.push(masked(
+                2,
+                writable,
+                (libc::O_WRONLY | libc::O_CREAT | libc::O_EXCL) as u64,
+            )?);
         }
         rules.insert(libc::SYS_openat, opens);
     }
-    let requests = ioctls(kind).iter().map(|&request| equal(1, request)).collect::<Result<Vec<_>, _>>()?;
+    let requests =
+        ioctls(kind).iter().map(|&request| equal(1, request)).collect::<Result<Vec<_>, _>>()?;
     rules.insert(libc::SYS_ioctl, requests);
     // Builds with debug assertions look whether a descriptor is open before they close it.
     let mut controls = vec![libc::F_GETFD, libc::F_DUPFD_CLOEXEC];
@@ -328,7 +345,11 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
     // Names of threads and arenas, and nothing else of prctl.
     rules.insert(
         libc::SYS_prctl,
-        vec![equal(0, libc::PR_SET_NAME as u64)?, equal(0, libc::PR_GET_NAME as u64)?, equal(0, PR_SET_VMA)?],
+        vec![
+            equal(0, libc::PR_SET_NAME as u64)?,
+            equal(0, libc::PR_GET_NAME as u64)?,
+            equal(0, PR_SET_VMA)?,
+        ],
     );
     Ok(rules)
 }
@@ -363,7 +384,8 @@ const KVM_SET_MSRS: u64 = kvm(WRITE, 0x89, 8);
 const KVM_GET_LAPIC: u64 = kvm(READ, 0x8e, size_of::<kvm_bindings::kvm_lapic_state>() as u64);
 const KVM_SET_LAPIC: u64 = kvm(WRITE, 0x8f, size_of::<kvm_bindings::kvm_lapic_state>() as u64);
 const KVM_SET_MP_STATE: u64 = kvm(WRITE, 0x99, size_of::<kvm_bindings::kvm_mp_state>() as u64);
-const KVM_SET_VCPU_EVENTS: u64 = kvm(WRITE, 0xa0, size_of::<kvm_bindings::kvm_vcpu_events>() as u64);
+const KVM_SET_VCPU_EVENTS: u64 =
+    kvm(WRITE, 0xa0, size_of::<kvm_bindings::kvm_vcpu_events>() as u64);
 const KVM_SET_DEBUGREGS: u64 = kvm(WRITE, 0xa2, size_of::<kvm_bindings::kvm_debugregs>() as u64);
 const KVM_SET_XCRS: u64 = kvm(WRITE, 0xa7, size_of::<kvm_bindings::kvm_xcrs>() as u64);
 // Declared as a read although it sets.
@@ -449,9 +471,14 @@ fn ioctls(kind: ThreadKind) -> &'static [u64] {
             KVM_ENABLE_CAP,
             KVM_CHECK_EXTENSION,
         ],
-        ThreadKind::Api => {
-            &[libc::FIONBIO, PAGEMAP_SCAN, KVM_GET_IRQCHIP, KVM_GET_PIT2, KVM_GET_CLOCK, KVM_SET_CLOCK]
-        }
+        ThreadKind::Api => &[
+            libc::FIONBIO,
+            PAGEMAP_SCAN,
+            KVM_GET_IRQCHIP,
+            KVM_GET_PIT2,
+            KVM_GET_CLOCK,
+            KVM_SET_CLOCK,
+        ],
         ThreadKind::Merge => &[
             PAGEMAP_SCAN,
             UFFDIO_REGISTER,
@@ -467,13 +494,18 @@ fn ioctls(kind: ThreadKind) -> &'static [u64] {
 }
 
 fn equal(argument: u8, value: u64) -> Result<SeccompRule, seccompiler::BackendError> {
-    let condition = SeccompCondition::new(argument, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, value)?;
+    let condition =
+        SeccompCondition::new(argument, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, value)?;
     SeccompRule::new(vec![condition])
 }
 
 fn masked(argument: u8, mask: u64, value: u64) -> Result<SeccompRule, seccompiler::BackendError> {
-    let condition =
-        SeccompCondition::new(argument, SeccompCmpArgLen::Dword, SeccompCmpOp::MaskedEq(mask), value)?;
+    let condition = SeccompCondition::new(
+        argument,
+        SeccompCmpArgLen::Dword,
+        SeccompCmpOp::MaskedEq(mask),
+        value,
+    )?;
     SeccompRule::new(vec![condition])
 }
 

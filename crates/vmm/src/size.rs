@@ -10,11 +10,11 @@ use serde::{Serialize, Serializer};
 /// Suffixes in ascending order; each is 1024 times the one before.
 const SUFFIXES: [(char, u32); 4] = [('K', 10), ('M', 20), ('G', 30), ('T', 40)];
 
-/// A number of bytes, written by people with a binary suffix: `K`, `M`, `G` or `T` (1024 to the power of 1 to 4), in
-/// either case, optionally followed by `iB`. No suffix means bytes.
+/// A number of bytes, written by people with a binary suffix: `K`, `M`, `G` or `T` (1024 to the
+/// power of 1 to 4), in either case, optionally followed by `iB`. No suffix means bytes.
 ///
-/// [`fmt::Display`] writes the shortest form that reads back as the same number (`1536M`, never `1.5G`). In JSON it is
-/// an integer of bytes; a string with a suffix is read as well.
+/// [`fmt::Display`] writes the shortest form that reads back as the same number (`1536M`, never
+/// `1.5G`). In JSON it is an integer of bytes; a string with a suffix is read as well.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ByteSize(u64);
 
@@ -22,7 +22,9 @@ pub struct ByteSize(u64);
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SizeError {
     /// Nothing was written.
-    #[error("the size is empty: write a number with an optional suffix K, M, G or T, for example 4G")]
+    #[error(
+        "the size is empty: write a number with an optional suffix K, M, G or T, for example 4G"
+    )]
     Empty,
     /// It does not begin with a digit, or has other characters among the digits.
     #[error(
@@ -120,18 +122,24 @@ impl FromStr for ByteSize {
                 });
             }
             Suffix::Fraction => return Err(SizeError::Fraction { text: owned() }),
-            Suffix::Unknown if suffix.contains(|c: char| c.is_ascii_digit() || c.is_whitespace()) => {
+            Suffix::Unknown
+                if suffix.contains(|c: char| c.is_ascii_digit() || c.is_whitespace()) =>
+            {
                 return Err(SizeError::NotANumber { text: owned() });
             }
             Suffix::Unknown => {
                 return Err(SizeError::UnknownSuffix { text: owned(), suffix: suffix.to_owned() });
             }
         };
-        let number: u64 = number.parse().map_err(|error: std::num::ParseIntError| match error.kind() {
-            IntErrorKind::PosOverflow => SizeError::TooLarge { text: owned() },
-            _ => SizeError::NotANumber { text: owned() },
-        })?;
-        number.checked_mul(1 << shift).map(Self).ok_or_else(|| SizeError::TooLarge { text: owned() })
+        let number: u64 =
+            number.parse().map_err(|error: std::num::ParseIntError| match error.kind() {
+                IntErrorKind::PosOverflow => SizeError::TooLarge { text: owned() },
+                _ => SizeError::NotANumber { text: owned() },
+            })?;
+        number
+            .checked_mul(1 << shift)
+            .map(Self)
+            .ok_or_else(|| SizeError::TooLarge { text: owned() })
     }
 }
 
@@ -171,8 +179,10 @@ fn parse_suffix(suffix: &str) -> Suffix {
 
 impl fmt::Display for ByteSize {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let suffix =
-            SUFFIXES.iter().rev().find(|(_, shift)| self.0 != 0 && self.0.is_multiple_of(1 << shift));
+        let suffix = SUFFIXES
+            .iter()
+            .rev()
+            .find(|(_, shift)| self.0 != 0 && self.0.is_multiple_of(1 << shift));
         match suffix {
             Some((letter, shift)) => f.pad(&format!("{}{letter}", self.0 >> shift)),
             None => f.pad(&self.0.to_string()),
@@ -223,7 +233,9 @@ impl Visitor<'_> for ByteSizeVisitor {
     }
 
     fn visit_i64<E: serde::de::Error>(self, bytes: i64) -> Result<ByteSize, E> {
-        u64::try_from(bytes).map(ByteSize).map_err(|_| E::custom(format!("{bytes} is a negative size")))
+        u64::try_from(bytes)
+            .map(ByteSize)
+            .map_err(|_| E::custom(format!("{bytes} is a negative size")))
     }
 
     fn visit_str<E: serde::de::Error>(self, text: &str) -> Result<ByteSize, E> {
@@ -259,8 +271,20 @@ mod tests {
 
     #[test]
     fn errors_name_the_text() {
-        for text in ["G", "-1", "four", "1.5G", "1,5G", "4X", "4GG", "4GB", "4 G", "4G ", "0x10", "16777216T"]
-        {
+        for text in [
+            "G",
+            "-1",
+            "four",
+            "1.5G",
+            "1,5G",
+            "4X",
+            "4GG",
+            "4GB",
+            "4 G",
+            "4G ",
+            "0x10",
+            "16777216T",
+        ] {
             assert!(message(text).contains(&format!("'{text}'")), "{}", message(text));
         }
         for text in ["18446744073709551616", "99999999999999999999999", "16777216T"] {

@@ -52,10 +52,19 @@ enum Wake {
 impl Agent {
     /// An agent that talks over `console`.
     pub fn new(console: Console, place: Place) -> Self {
-        Self { console, place, jobs: Vec::new(), held: Vec::new(), samples: None, watch: None, over: false }
+        Self {
+            console,
+            place,
+            jobs: Vec::new(),
+            held: Vec::new(),
+            samples: None,
+            watch: None,
+            over: false,
+        }
     }
 
-    /// Announces itself and serves until the guest is to end, or the input ends in an ordinary process.
+    /// Announces itself and serves until the guest is to end, or the input ends in an ordinary
+    /// process.
     pub fn run(mut self, prepared: Prepared) -> io::Result<()> {
         let ready = Event::Ready {
             uptime_ms: uptime_ms(),
@@ -106,7 +115,10 @@ impl Agent {
                 let left = next.saturating_duration_since(Instant::now());
                 Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) }
             });
-            let jobs = self.jobs.iter().map(|job| PollFd::from_borrowed_fd(job.descriptor(), PollFlags::IN));
+            let jobs = self
+                .jobs
+                .iter()
+                .map(|job| PollFd::from_borrowed_fd(job.descriptor(), PollFlags::IN));
             let mut events = vec![PollFd::from_borrowed_fd(self.console.input(), PollFlags::IN)];
             events.extend(jobs);
             match poll(&mut events, timeout.as_ref()) {
@@ -152,7 +164,9 @@ impl Agent {
     fn execute(&mut self, id: u64, command: Command) -> io::Result<()> {
         let started = Instant::now();
         let outcome = match command {
-            Command::AllocTouchExit { bytes } => return self.job(id, || commands::alloc_touch(bytes)),
+            Command::AllocTouchExit { bytes } => {
+                return self.job(id, || commands::alloc_touch(bytes));
+            }
             Command::Memhog { bytes } => return self.job(id, || commands::memhog(bytes)),
             Command::FillUntilOom { leave_bytes } => {
                 return self.job(id, || commands::fill_until(leave_bytes));
@@ -169,7 +183,9 @@ impl Agent {
                 let count = Count { bytes, tasks, kinds, burst_pages, pause_us, seconds };
                 return self.job(id, || count.run().and_then(|report| document(&report)));
             }
-            Command::TouchFile { path, bytes } => return self.job(id, || commands::touch_file(&path, bytes)),
+            Command::TouchFile { path, bytes } => {
+                return self.job(id, || commands::touch_file(&path, bytes));
+            }
             Command::Sleep { ms } => {
                 return self.job(id, || {
                     std::thread::sleep(Duration::from_millis(ms));
@@ -190,7 +206,8 @@ impl Agent {
                 Ok(json!({ "released_bytes": released_bytes }))
             }
             Command::VerifyHeld => {
-                let wrong: usize = self.held.iter().map(|held| held.mapping.wrong_pages(held.seed)).sum();
+                let wrong: usize =
+                    self.held.iter().map(|held| held.mapping.wrong_pages(held.seed)).sum();
                 Ok(json!({ "held_bytes": self.held_bytes(), "wrong_pages": wrong }))
             }
             Command::ReadHeld { passes, seed } => {
@@ -295,15 +312,16 @@ fn crash(how: Crash) -> io::Result<()> {
     match how {
         Crash::Panic => fs::write("/proc/sysrq-trigger", "c"),
         Crash::TripleFault => {
-            // The way Linux restarts a machine can be chosen (Documentation/ABI/testing/sysfs-kernel-reboot).
+            // The way Linux restarts a machine can be chosen
+            // (Documentation/ABI/testing/sysfs-kernel-reboot).
             fs::write("/sys/kernel/reboot/type", "triple")?;
             Ok(reboot(RebootCommand::Restart)?)
         }
     }
 }
 
-/// Collects processes whose parents have ended. Only called without jobs and without readers of clocks, whose
-/// ends are waited for by number.
+/// Collects processes whose parents have ended. Only called without jobs and without readers of
+/// clocks, whose ends are waited for by number.
 fn collect_orphans() {
     while let Ok(Some(_)) = wait(WaitOptions::NOHANG) {}
 }

@@ -29,14 +29,17 @@ impl<T: Serialize + DeserializeOwned> Child<T> {
     pub fn start(work: impl FnOnce() -> Result<T, String>) -> io::Result<Self> {
         let (result, sender) = pipe_with(PipeFlags::CLOEXEC)?;
         let parent = getpid();
-        // SAFETY: the process has a single thread (required above), so that the child finds no lock held by another.
+        // SAFETY: the process has a single thread (required above), so that the child finds no lock
+        // held by another.
         match unsafe { libc::fork() } {
             -1 => Err(io::Error::last_os_error()),
             0 => {
                 drop(result);
                 run(parent, sender, work)
             }
-            pid => Ok(Self { pid: Pid::from_raw(pid), result: File::from(result), of: PhantomData }),
+            pid => {
+                Ok(Self { pid: Pid::from_raw(pid), result: File::from(result), of: PhantomData })
+            }
         }
     }
 
@@ -103,7 +106,8 @@ fn run<T: Serialize>(parent: Pid, sender: OwnedFd, work: impl FnOnce() -> Result
     }
     // The out-of-memory killer shall take the workload; process 1 cannot be taken.
     let _ = std::fs::write("/proc/self/oom_score_adj", "1000");
-    let result = catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| Err("it has panicked".to_owned()));
+    let result =
+        catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| Err("it has panicked".to_owned()));
     let sent = serde_json::to_vec(&result).map(|text| File::from(sender).write_all(&text));
     end(i32::from(!matches!(sent, Ok(Ok(())))))
 }

@@ -12,7 +12,8 @@ use crate::kernel_log;
 const CLOCKSOURCE: &str = "/sys/devices/system/clocksource/clocksource0";
 /// Readings that the cost of one is taken from.
 const COST_READINGS: u32 = 64;
-/// What Linux's log says of the time stamp counter's frequency (arch/x86/kernel/tsc.c); later lines are more exact.
+/// What Linux's log says of the time stamp counter's frequency (arch/x86/kernel/tsc.c); later lines
+/// are more exact.
 const FREQUENCY_WORDS: [&str; 2] = ["tsc: Detected ", "tsc: Refined TSC clocksource calibration: "];
 
 /// All clocks, read one after the other.
@@ -36,10 +37,12 @@ pub struct ClockReading {
     pub clocksource: String,
     /// Those that could be used.
     pub available_clocksources: Vec<String>,
-    /// Frequency of the time stamp counter in kHz, as the kernel's log says; `None` if it does not say or cannot be read.
+    /// Frequency of the time stamp counter in kHz, as the kernel's log says; `None` if it does not
+    /// say or cannot be read.
     pub tsc_khz: Option<u64>,
-    /// Time of one reading of CLOCK_MONOTONIC through the vDSO, in ns. Close to `system_call_ns` if the vDSO has to ask the
-    /// kernel, which it does when the clock source cannot be read by programs.
+    /// Time of one reading of CLOCK_MONOTONIC through the vDSO, in ns. Close to `system_call_ns` if
+    /// the vDSO has to ask the kernel, which it does when the clock source cannot be read by
+    /// programs.
     pub read_ns: u64,
     /// Time of one reading of CLOCK_MONOTONIC through a system call, in ns.
     pub system_call_ns: u64,
@@ -54,7 +57,8 @@ impl ClockReading {
         let boottime_ns = read(ClockId::Boottime);
         let realtime_ns = read(ClockId::Realtime);
         let tsc_after = self::tsc();
-        let source = |name: &str| fs::read_to_string(format!("{CLOCKSOURCE}/{name}")).unwrap_or_default();
+        let source =
+            |name: &str| fs::read_to_string(format!("{CLOCKSOURCE}/{name}")).unwrap_or_default();
         Self {
             monotonic_ns,
             monotonic_raw_ns,
@@ -88,8 +92,8 @@ pub fn tsc() -> u64 {
     compiler_fence(Ordering::SeqCst);
     // SAFETY: LFENCE is part of SSE2, which every x86-64 processor has.
     unsafe { _mm_lfence() };
-    // SAFETY: RDTSC is allowed in user mode on Linux, unless a program forbids it to itself (prctl PR_SET_TSC), which
-    // this one does not.
+    // SAFETY: RDTSC is allowed in user mode on Linux, unless a program forbids it to itself (prctl
+    // PR_SET_TSC), which this one does not.
     let now = unsafe { _rdtsc() };
     // SAFETY: as above.
     unsafe { _mm_lfence() };
@@ -120,7 +124,9 @@ fn uptime_ms(text: &str) -> u64 {
 /// The last frequency that the log mentions, as `2445.404 MHz`.
 fn tsc_khz(log: &str) -> Option<u64> {
     let megahertz = |line: &str| {
-        let rest = FREQUENCY_WORDS.iter().find_map(|words| line.split_once(words).map(|(_, rest)| rest))?;
+        let rest = FREQUENCY_WORDS
+            .iter()
+            .find_map(|words| line.split_once(words).map(|(_, rest)| rest))?;
         rest.split_once(" MHz")?.0.parse::<f64>().ok()
     };
     log.lines().rev().find_map(megahertz).map(|megahertz| (megahertz * 1000.0).round() as u64)
@@ -161,7 +167,8 @@ mod tests {
                    <6>[    0.000000] tsc: Detected 2445.403 MHz processor\n\
                    <6>[    0.000000] tsc: Detected 2445.404 MHz TSC\n";
         assert_eq!(tsc_khz(log), Some(2_445_404));
-        let refined = format!("{log}<6>[    1.5] tsc: Refined TSC clocksource calibration: 2445.5 MHz\n");
+        let refined =
+            format!("{log}<6>[    1.5] tsc: Refined TSC clocksource calibration: 2445.5 MHz\n");
         assert_eq!(tsc_khz(&refined), Some(2_445_500));
         assert_eq!(tsc_khz("tsc: Detected no MHz"), None);
         assert_eq!(tsc_khz(""), None);

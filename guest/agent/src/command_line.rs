@@ -1,4 +1,5 @@
-//! What the kernel's command line says to the agent: which balloon driver to load, and modules' parameters.
+//! What the kernel's command line says to the agent: which balloon driver to load, and modules'
+//! parameters.
 
 use serde::{Deserialize, Serialize};
 
@@ -51,7 +52,8 @@ impl<'text> CommandLine<'text> {
         })
     }
 
-    /// Parameters for `module`, as for `insmod`: all words `module.PARAMETER=VALUE`, as modprobe(8) takes them.
+    /// Parameters for `module`, as for `insmod`: all words `module.PARAMETER=VALUE`, as modprobe(8)
+    /// takes them.
     pub fn parameters_of(self, module: &str) -> String {
         let of_module = |word: &'text str| word.strip_prefix(module)?.strip_prefix('.');
         self.words().filter_map(of_module).collect::<Vec<_>>().join(" ")

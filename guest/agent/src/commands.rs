@@ -68,10 +68,13 @@ pub fn fill_until(leave_bytes: u64) -> Outcome {
     loop {
         let available_bytes = MemInfo::read().map_err(describe("/proc/meminfo"))?.available_bytes;
         if available_bytes <= leave_bytes {
-            return Ok(json!({ "allocated_bytes": allocated_bytes, "available_bytes": available_bytes }));
+            return Ok(
+                json!({ "allocated_bytes": allocated_bytes, "available_bytes": available_bytes }),
+            );
         }
         let step = FILL_STEP_BYTES.min(available_bytes - leave_bytes);
-        let mut mapping = Mapping::new(step).map_err(describe(format!("after {allocated_bytes} bytes")))?;
+        let mut mapping =
+            Mapping::new(step).map_err(describe(format!("after {allocated_bytes} bytes")))?;
         allocated_bytes += mapping.fill(1, usize::MAX, |_| true) as u64;
         kept.push(mapping);
     }
@@ -96,7 +99,8 @@ pub fn touch_file(path: &str, bytes: u64) -> Outcome {
 pub fn exec(argv: &[String]) -> Outcome {
     use std::os::unix::process::ExitStatusExt;
     let (name, arguments) = argv.split_first().ok_or("no program is named")?;
-    let output = Program::new(name).args(arguments).stdin(Stdio::null()).output().map_err(describe(name))?;
+    let output =
+        Program::new(name).args(arguments).stdin(Stdio::null()).output().map_err(describe(name))?;
     let text = |bytes: &[u8]| {
         String::from_utf8_lossy(&bytes[..bytes.len().min(TEXT_LIMIT_BYTES as usize)]).into_owned()
     };

@@ -58,9 +58,10 @@ impl Console {
     }
 }
 
-/// A standard stream as a file, without the buffers of the standard library, which would split writes.
+/// A standard stream as a file, without the buffers of the standard library, which would split
+/// writes.
 fn standard(number: i32) -> File {
-    // SAFETY: the standard streams stay open for the life of the process: the file is kept in a `ManuallyDrop` that
-    // is never dropped, and nothing else closes them.
+    // SAFETY: the standard streams stay open for the life of the process: the file is kept in a
+    // `ManuallyDrop` that is never dropped, and nothing else closes them.
     unsafe { File::from_raw_fd(number) }
 }

@@ -1,9 +1,10 @@
-//! Counters in all pages of some memory, counted up one page after another for as long as asked, with every page checked
-//! before it is written.
+//! Counters in all pages of some memory, counted up one page after another for as long as asked,
+//! with every page checked before it is written.
 //!
-//! Many pages have the same content at any time, so whoever merges equal pages finds the same ones again and again, and each
-//! of them is written to again. A write that is lost, or that shows in another page, is found when the page's turn comes
-//! next, because what each page has to hold is known apart from it.
+//! Many pages have the same content at any time, so whoever merges equal pages finds the same ones
+//! again and again, and each of them is written to again. A write that is lost, or that shows in
+//! another page, is found when the page's turn comes next, because what each page has to hold is
+//! known apart from it.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -25,7 +26,8 @@ pub struct Count {
     pub bytes: u64,
     /// Processes.
     pub tasks: u32,
-    /// How many different contents there are as long as all pages have been counted up equally often.
+    /// How many different contents there are as long as all pages have been counted up equally
+    /// often.
     pub kinds: u32,
     /// Pages that are counted up without a pause.
     pub burst_pages: u32,
@@ -70,8 +72,9 @@ impl Count {
     /// Says what cannot be meant, or which process could not do its work.
     pub fn run(self) -> Result<CountReport, String> {
         let pages = self.bytes / u64::from(self.tasks.max(1)) / PAGE_BYTES as u64;
-        let bad =
-            |name: &str, value: u64, range: &str| Err(format!("{name}: {value} was asked for; {range}"));
+        let bad = |name: &str, value: u64, range: &str| {
+            Err(format!("{name}: {value} was asked for; {range}"))
+        };
         if !(1..=TASK_LIMIT).contains(&self.tasks) {
             return bad("tasks", self.tasks.into(), &format!("1 to {TASK_LIMIT} are possible"));
         }
@@ -86,7 +89,11 @@ impl Count {
             );
         }
         if !(1..=BURST_LIMIT).contains(&self.burst_pages) {
-            return bad("burst_pages", self.burst_pages.into(), &format!("1 to {BURST_LIMIT} are possible"));
+            return bad(
+                "burst_pages",
+                self.burst_pages.into(),
+                &format!("1 to {BURST_LIMIT} are possible"),
+            );
         }
         let deadline = Instant::now() + Duration::from_secs(self.seconds);
         let task = |_| Child::start(|| Ok(Task::new(self, pages as usize)?.run(deadline)));
@@ -117,8 +124,8 @@ struct Task {
 
 impl Task {
     fn new(order: Count, pages: usize) -> Result<Self, String> {
-        let mut mapping =
-            Mapping::new((pages * PAGE_BYTES) as u64).map_err(|error| format!("{pages} pages: {error}"))?;
+        let mut mapping = Mapping::new((pages * PAGE_BYTES) as u64)
+            .map_err(|error| format!("{pages} pages: {error}"))?;
         for page in 0..pages {
             let kind = kind_of(page, order.kinds);
             for (word, value) in mapping.page_mut(page).iter_mut().enumerate() {
@@ -128,9 +135,11 @@ impl Task {
         Ok(Self { order, mapping, counts: vec![0; pages], report: CountReport::default() })
     }
 
-    /// Counts until the deadline, but to the end of the first sweep, and checks everything once more.
+    /// Counts until the deadline, but to the end of the first sweep, and checks everything once
+    /// more.
     fn run(mut self, deadline: Instant) -> CountReport {
-        let (burst, pause) = (self.order.burst_pages as usize, Duration::from_micros(self.order.pause_us));
+        let (burst, pause) =
+            (self.order.burst_pages as usize, Duration::from_micros(self.order.pause_us));
         'all: loop {
             for page in 0..self.counts.len() {
                 if page % burst == 0 {
@@ -169,7 +178,8 @@ impl Task {
         let wrong = (0..PAGE_WORDS).find(|word| words[*word] != expected(*word));
         if let Some(word) = wrong {
             self.report.wrong_pages += 1;
-            let wrong = WrongWord { page, word, expected: expected(word), found: words[word], count };
+            let wrong =
+                WrongWord { page, word, expected: expected(word), found: words[word], count };
             self.report.first_wrong.get_or_insert(wrong);
             // One mistake counts once.
             for (word, value) in self.mapping.page_mut(page).iter_mut().enumerate() {
@@ -179,8 +189,8 @@ impl Task {
     }
 }
 
-/// Neighbours are of different kinds, and the kinds follow each other in the same order again and again, so that runs of
-/// pages are equal too.
+/// Neighbours are of different kinds, and the kinds follow each other in the same order again and
+/// again, so that runs of pages are equal too.
 fn kind_of(page: usize, kinds: u32) -> u64 {
     page as u64 % u64::from(kinds)
 }
@@ -194,8 +204,14 @@ fn counter_of(kind: u64) -> usize {
 mod tests {
     use super::*;
 
-    const COUNT: Count =
-        Count { bytes: 64 * PAGE_BYTES as u64, tasks: 1, kinds: 4, burst_pages: 16, pause_us: 0, seconds: 0 };
+    const COUNT: Count = Count {
+        bytes: 64 * PAGE_BYTES as u64,
+        tasks: 1,
+        kinds: 4,
+        burst_pages: 16,
+        pause_us: 0,
+        seconds: 0,
+    };
 
     #[test]
     fn all_pages_are_counted_up_and_nothing_is_wrong() {

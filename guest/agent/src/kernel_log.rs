@@ -17,14 +17,14 @@ const SYSLOG_ACTION_SIZE_BUFFER: libc::c_int = 10;
 
 fn syslog(action: libc::c_int, buffer: &mut [u8]) -> io::Result<usize> {
     let length = libc::c_int::try_from(buffer.len()).unwrap_or(libc::c_int::MAX);
-    // SAFETY: the kernel writes at most `length` bytes to the buffer, which is at least as long and lives until the
-    // call returns.
+    // SAFETY: the kernel writes at most `length` bytes to the buffer, which is at least as long and
+    // lives until the call returns.
     let result = unsafe { libc::klogctl(action, buffer.as_mut_ptr().cast(), length) };
     usize::try_from(result).map_err(|_| io::Error::last_os_error())
 }
 
-/// Lines that hold one of `words`, upper and lower case alike; all lines if there are no words. At most the last
-/// `limit_bytes`, in whole lines.
+/// Lines that hold one of `words`, upper and lower case alike; all lines if there are no words. At
+/// most the last `limit_bytes`, in whole lines.
 pub fn select(log: &str, words: &[String], limit_bytes: usize) -> String {
     let words: Vec<String> = words.iter().map(|word| word.to_lowercase()).collect();
     let wanted = |line: &&str| {
@@ -51,13 +51,17 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const LOG: &str = "<6>[ 0.1] Linux\n<0>[ 9.0] watchdog: BUG: soft lockup - CPU#1 stuck\n<4>[ 9.1] end\n";
+    const LOG: &str =
+        "<6>[ 0.1] Linux\n<0>[ 9.0] watchdog: BUG: soft lockup - CPU#1 stuck\n<4>[ 9.1] end\n";
 
     #[test]
     fn lines_are_found_by_words() {
         assert_eq!(select(LOG, &[], 1000), LOG);
         let words = ["SOFT lockup".to_owned(), "hung task".to_owned()];
-        assert_eq!(select(LOG, &words, 1000), "<0>[ 9.0] watchdog: BUG: soft lockup - CPU#1 stuck\n");
+        assert_eq!(
+            select(LOG, &words, 1000),
+            "<0>[ 9.0] watchdog: BUG: soft lockup - CPU#1 stuck\n"
+        );
         assert_eq!(select(LOG, &["rcu".to_owned()], 1000), "");
     }
 

@@ -1,11 +1,11 @@
 //! Init of test guests: mounts, loads modules, then takes commands on the console.
 //!
-//! The kernel's command line tells it which balloon driver to load (`ebb.balloon=virtio_balloon`, which is the default,
-//! `ebb.balloon=ebb_balloon` or `ebb.balloon=none`) and with which parameters (`ebb_balloon.tracker=bitmap`; the same for
-//! every other module that it loads).
+//! The kernel's command line tells it which balloon driver to load (`ebb.balloon=virtio_balloon`,
+//! which is the default, `ebb.balloon=ebb_balloon` or `ebb.balloon=none`) and with which parameters
+//! (`ebb_balloon.tracker=bitmap`; the same for every other module that it loads).
 //!
-//! As an ordinary process (any other process id than 1) it speaks the same protocol on standard input and output and
-//! leaves the system alone, which is how its tests run it.
+//! As an ordinary process (any other process id than 1) it speaks the same protocol on standard
+//! input and output and leaves the system alone, which is how its tests run it.
 
 mod agent;
 mod commands;
@@ -23,7 +23,9 @@ fn main() -> ExitCode {
     let place = if std::process::id() == 1 { Place::Init } else { Place::Process };
     let prepared = match place {
         Place::Init => setup::prepare(),
-        Place::Process => setup::Prepared { balloon_driver: BalloonDriver::None, warnings: Vec::new() },
+        Place::Process => {
+            setup::Prepared { balloon_driver: BalloonDriver::None, warnings: Vec::new() }
+        }
     };
     let console = match Console::open(place) {
         Ok(console) => console,

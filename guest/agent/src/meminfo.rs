@@ -50,7 +50,8 @@ impl MemInfo {
     }
 }
 
-/// Names and numbers of the lines of `/proc/meminfo` (`Name:  12 kB`) and `/proc/vmstat` (`name 12`).
+/// Names and numbers of the lines of `/proc/meminfo` (`Name:  12 kB`) and `/proc/vmstat`
+/// (`name 12`).
 pub fn lines(text: &str) -> impl Iterator<Item = (&str, u64)> {
     text.lines().filter_map(|line| {
         let mut words = line.split_ascii_whitespace();
@@ -65,9 +66,15 @@ mod tests {
 
     #[test]
     fn numbers_become_bytes() {
-        let info = MemInfo::parse("MemTotal:  16 kB\nMemFree:\t2 kB\nrubbish\nSlab: x kB\nSwapFree: 1 kB\n");
-        let expected =
-            MemInfo { total_bytes: 16384, free_bytes: 2048, swap_free_bytes: 1024, ..MemInfo::default() };
+        let info = MemInfo::parse(
+            "MemTotal:  16 kB\nMemFree:\t2 kB\nrubbish\nSlab: x kB\nSwapFree: 1 kB\n",
+        );
+        let expected = MemInfo {
+            total_bytes: 16384,
+            free_bytes: 2048,
+            swap_free_bytes: 1024,
+            ..MemInfo::default()
+        };
         assert_eq!(info, expected);
     }
 

@@ -18,7 +18,8 @@ pub const PAGE_WORDS: usize = PAGE_BYTES / size_of::<u64>();
 pub const HUGE_PAGE_BYTES: usize = 2 << 20;
 /// Step in which numactl's memhog fills memory.
 pub const MEMHOG_STEP_BYTES: usize = 10 << 20;
-/// Spreads the word's index over all bits, so that pages differ from one another (2^64 divided by the golden ratio).
+/// Spreads the word's index over all bits, so that pages differ from one another (2^64 divided by
+/// the golden ratio).
 const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// One mapping; given back when dropped.
@@ -47,11 +48,12 @@ impl Mapping {
         Self::at(start, len_bytes)
     }
 
-    /// Private anonymous memory that begins at a huge page's boundary and asks for huge pages; `bytes` are rounded up to
-    /// whole huge pages.
+    /// Private anonymous memory that begins at a huge page's boundary and asks for huge pages;
+    /// `bytes` are rounded up to whole huge pages.
     pub fn huge(bytes: u64) -> io::Result<Self> {
-        let len_bytes =
-            whole_pages(bytes)?.checked_next_multiple_of(HUGE_PAGE_BYTES).ok_or_else(|| cannot_map(bytes))?;
+        let len_bytes = whole_pages(bytes)?
+            .checked_next_multiple_of(HUGE_PAGE_BYTES)
+            .ok_or_else(|| cannot_map(bytes))?;
         let around = Self::new((len_bytes + HUGE_PAGE_BYTES) as u64)?;
         let before = around.start.as_ptr().cast::<u8>().align_offset(HUGE_PAGE_BYTES);
         let mut mapping = around.cut(before, len_bytes);
@@ -66,8 +68,8 @@ impl Mapping {
             Sharing::Shared => MapFlags::SHARED,
             Sharing::Private => MapFlags::PRIVATE,
         };
-        // SAFETY: as in `new`. Nobody but this process and its children has the file (`unnamed_file`), and none of them
-        // makes it shorter.
+        // SAFETY: as in `new`. Nobody but this process and its children has the file
+        // (`unnamed_file`), and none of them makes it shorter.
         let start = unsafe { mmap(std::ptr::null_mut(), len_bytes, PROTECTION, flags, file, 0) }?;
         Self::at(start, len_bytes)
     }
@@ -81,7 +83,8 @@ impl Mapping {
     fn cut(self, before: usize, len_bytes: usize) -> Self {
         let start = self.start.cast::<u8>();
         let end = before + len_bytes;
-        // SAFETY: `huge` has mapped a huge page more than it keeps, so `before` is inside the mapping.
+        // SAFETY: `huge` has mapped a huge page more than it keeps, so `before` is inside the
+        // mapping.
         let kept = unsafe { start.add(before) }.cast();
         // SAFETY: and `end` is not beyond its end.
         let behind = unsafe { start.add(end) }.cast();
@@ -102,7 +105,8 @@ impl Mapping {
         }
         // SAFETY: the range was checked to be inside the mapping.
         let start = unsafe { self.start.as_ptr().cast::<u8>().add(pages.start * PAGE_BYTES) };
-        // SAFETY: the range is this value's own, and `&mut self` says that nobody has a reference into it.
+        // SAFETY: the range is this value's own, and `&mut self` says that nobody has a reference
+        // into it.
         unsafe { madvise(start.cast(), pages.len() * PAGE_BYTES, advice) }.map_err(Into::into)
     }
 
@@ -116,15 +120,21 @@ impl Mapping {
         self.len_bytes
     }
 
-    /// Fills everything with `byte`, in steps of `step_bytes`; `after` is called after each step with the bytes
-    /// written so far and says whether to go on. Returns the bytes written.
-    pub fn fill(&mut self, byte: u8, step_bytes: usize, mut after: impl FnMut(usize) -> bool) -> usize {
+    /// Fills everything with `byte`, in steps of `step_bytes`; `after` is called after each step
+    /// with the bytes written so far and says whether to go on. Returns the bytes written.
+    pub fn fill(
+        &mut self,
+        byte: u8,
+        step_bytes: usize,
+        mut after: impl FnMut(usize) -> bool,
+    ) -> usize {
         let mut done = 0;
         while done < self.len_bytes {
             let step = step_bytes.max(1).min(self.len_bytes - done);
             // SAFETY: `done` is less than the length of the mapping, so the result is inside it.
             let target = unsafe { self.start.cast::<u8>().add(done) };
-            // SAFETY: `step` bytes from `target` are inside the mapping, which this value owns alone.
+            // SAFETY: `step` bytes from `target` are inside the mapping, which this value owns
+            // alone.
             unsafe { target.write_bytes(byte, step) };
             done += step;
             if !after(done) {
@@ -154,10 +164,12 @@ impl Mapping {
             .count()
     }
 
-    /// Writes one byte at `offset`, for the page fault alone: nothing keeps the compiler from leaving out others.
+    /// Writes one byte at `offset`, for the page fault alone: nothing keeps the compiler from
+    /// leaving out others.
     pub fn write_byte(&mut self, offset: usize) {
         let word = &mut self.words_mut()[offset / size_of::<u64>()];
-        // SAFETY: the pointer is that of a reference, so it is valid, and one byte has no alignment.
+        // SAFETY: the pointer is that of a reference, so it is valid, and one byte has no
+        // alignment.
         unsafe { std::ptr::from_mut(word).cast::<u8>().write_volatile(1) };
     }
 
@@ -178,15 +190,19 @@ impl Mapping {
 
     /// All words.
     pub fn words(&self) -> &[u64] {
-        // SAFETY: the mapping is readable, page-aligned, and of this length until `self` is dropped; every bit pattern
-        // is a u64.
-        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len_bytes / size_of::<u64>()) }
+        // SAFETY: the mapping is readable, page-aligned, and of this length until `self` is
+        // dropped; every bit pattern is a u64.
+        unsafe {
+            std::slice::from_raw_parts(self.start.as_ptr(), self.len_bytes / size_of::<u64>())
+        }
     }
 
     /// All words, to be written.
     pub fn words_mut(&mut self) -> &mut [u64] {
         // SAFETY: as in `words`, and `&mut self` makes it the only reference.
-        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len_bytes / size_of::<u64>()) }
+        unsafe {
+            std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len_bytes / size_of::<u64>())
+        }
     }
 }
 

@@ -1,8 +1,8 @@
 //! The agent's protocol: one JSON document a line over the serial console.
 //!
-//! Lines of the agent begin with a record separator (RFC 7464), so that they are told from the kernel's messages on
-//! the same console. Commands have no such mark. Several commands may run at the same time; events name the command
-//! they belong to.
+//! Lines of the agent begin with a record separator (RFC 7464), so that they are told from the
+//! kernel's messages on the same console. Commands have no such mark. Several commands may run at
+//! the same time; events name the command they belong to.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -31,18 +31,21 @@ pub struct Request {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Command {
-    /// A process allocates memory, writes all of it and exits. Result: `touch_ms`, time of the writing alone.
+    /// A process allocates memory, writes all of it and exits. Result: `touch_ms`, time of the
+    /// writing alone.
     AllocTouchExit {
         /// Bytes to allocate.
         bytes: u64,
     },
-    /// memhog of numactl: one private mapping, filled with 0xff in steps of 10 MiB, then exit. Debian's real program
-    /// is used if it is in the image. Result: `program`, `touch_ms` (own workload only).
+    /// memhog of numactl: one private mapping, filled with 0xff in steps of 10 MiB, then exit.
+    /// Debian's real program is used if it is in the image. Result: `program`, `touch_ms` (own
+    /// workload only).
     Memhog {
         /// Bytes to map.
         bytes: u64,
     },
-    /// Allocates memory, fills it with a pattern and keeps it; more than once adds. Result: `held_bytes`.
+    /// Allocates memory, fills it with a pattern and keeps it; more than once adds. Result:
+    /// `held_bytes`.
     Hold {
         /// Bytes to add.
         bytes: u64,
@@ -94,8 +97,9 @@ pub enum Command {
         /// Its name.
         name: String,
     },
-    /// A process allocates and writes memory until `MemAvailable` is below a limit, then exits. The out-of-memory
-    /// killer takes this process first. Result: `allocated_bytes`, or `Failed` when it was killed.
+    /// A process allocates and writes memory until `MemAvailable` is below a limit, then exits. The
+    /// out-of-memory killer takes this process first. Result: `allocated_bytes`, or `Failed` when
+    /// it was killed.
     FillUntilOom {
         /// Memory to leave available.
         leave_bytes: u64,
@@ -114,8 +118,9 @@ pub enum Command {
         /// Size of each mapping; 128 MiB in will-it-scale.
         mapping_bytes: u64,
     },
-    /// Memory is mapped, written, checked and given back in many ways: see [`crate::churn`]. Ends after `operations` or
-    /// `seconds`, whatever comes first; one of them must be given. Result: a [`crate::churn::ChurnReport`].
+    /// Memory is mapped, written, checked and given back in many ways: see [`crate::churn`]. Ends
+    /// after `operations` or `seconds`, whatever comes first; one of them must be given. Result: a
+    /// [`crate::churn::ChurnReport`].
     Churn {
         /// Memory that all tasks together use at most.
         bytes: u64,
@@ -128,7 +133,8 @@ pub enum Command {
         /// Time limit.
         seconds: Option<u64>,
     },
-    /// Counters in all pages are counted up and checked: see [`crate::count`]. Result: a [`crate::count::CountReport`].
+    /// Counters in all pages are counted up and checked: see [`crate::count`]. Result: a
+    /// [`crate::count::CountReport`].
     Count {
         /// Memory of all tasks together.
         bytes: u64,
@@ -154,7 +160,8 @@ pub enum Command {
     DropCaches,
     /// Compacts all memory.
     Compact,
-    /// Runs a program of the image. Result: `code` or `signal`, `stdout`, `stderr` (at most 64 KiB each).
+    /// Runs a program of the image. Result: `code` or `signal`, `stdout`, `stderr` (at most 64 KiB
+    /// each).
     Exec {
         /// Program and arguments.
         argv: Vec<String>,
@@ -171,8 +178,9 @@ pub enum Command {
     },
     /// Reads all clocks once. Result: a [`crate::clock::ClockReading`].
     Clock,
-    /// Starts one reader of the clocks on each processor. Only one such watch runs at a time; it goes on until it is
-    /// stopped, also over a pause of the guest, and over its being saved and restored. Result: `cpus`, their numbers.
+    /// Starts one reader of the clocks on each processor. Only one such watch runs at a time; it
+    /// goes on until it is stopped, also over a pause of the guest, and over its being saved and
+    /// restored. Result: `cpus`, their numbers.
     ClockWatchStart {
         /// Readings in a row.
         burst_readings: u32,
@@ -237,7 +245,8 @@ pub enum Event {
     Done {
         /// Its number.
         id: u64,
-        /// Time from its start to its end, the end of its process included, in ms (CLOCK_MONOTONIC).
+        /// Time from its start to its end, the end of its process included, in ms
+        /// (CLOCK_MONOTONIC).
         elapsed_ms: u64,
         /// What it gave; see [`Command`].
         result: Value,
@@ -276,7 +285,8 @@ impl Event {
         Ok(line)
     }
 
-    /// The event in a line of the console; `None` for text of the kernel and for events that were damaged by it.
+    /// The event in a line of the console; `None` for text of the kernel and for events that were
+    /// damaged by it.
     ///
     /// Text without an end of line may stand before the event.
     pub fn from_line(line: &[u8]) -> Option<Self> {

@@ -43,7 +43,10 @@ mod tests {
         // The published generator's first outputs for seed 1234567.
         let mut random = Random::new(1_234_567);
         let first = [random.draw(), random.draw(), random.draw()];
-        assert_eq!(first, [6_457_827_717_110_365_317, 3_203_168_211_198_807_973, 9_817_491_932_198_370_423]);
+        assert_eq!(
+            first,
+            [6_457_827_717_110_365_317, 3_203_168_211_198_807_973, 9_817_491_932_198_370_423]
+        );
     }
 
     #[test]

@@ -59,7 +59,9 @@ pub fn prepare() -> Prepared {
         Err(error) => warnings.push(format!("cannot read {MODULES_LIST}: {error}")),
     }
     // Last: it needs the transport, and nothing needs it.
-    if driver == BalloonDriver::EbbBalloon && !load(&ebb_balloon_path(), "", command_line, &mut warnings) {
+    if driver == BalloonDriver::EbbBalloon
+        && !load(&ebb_balloon_path(), "", command_line, &mut warnings)
+    {
         driver = BalloonDriver::None;
     }
     Prepared { balloon_driver: driver, warnings }
@@ -76,8 +78,14 @@ fn module_name(path: &str) -> String {
     Path::new(path).file_stem().unwrap_or_default().to_string_lossy().replace('-', "_")
 }
 
-/// Loads a module with the parameters that the command line has for it as well; says whether it is loaded.
-fn load(path: &str, parameters: &str, command_line: CommandLine<'_>, warnings: &mut Vec<String>) -> bool {
+/// Loads a module with the parameters that the command line has for it as well; says whether it is
+/// loaded.
+fn load(
+    path: &str,
+    parameters: &str,
+    command_line: CommandLine<'_>,
+    warnings: &mut Vec<String>,
+) -> bool {
     let more = command_line.parameters_of(&module_name(path));
     let loaded = load_module(path, format!("{parameters} {more}").trim());
     if let Err(error) = &loaded {

@@ -1,8 +1,10 @@
-//! Reads of memory, one page after another in random order, timed: what a page's distance from its reader costs.
+//! Reads of memory, one page after another in random order, timed: what a page's distance from its
+//! reader costs.
 //!
-//! The benchmark of the patch "ksm: allow trees per NUMA node" (2013) allocates pages with the same content in all guests and
-//! times the access to them. Here the pages are those held with a pattern. Where in a page a read takes place depends on
-//! what was read before, so that no read begins before the one before it has ended.
+//! The benchmark of the patch "ksm: allow trees per NUMA node" (2013) allocates pages with the same
+//! content in all guests and times the access to them. Here the pages are those held with a
+//! pattern. Where in a page a read takes place depends on what was read before, so that no read
+//! begins before the one before it has ended.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -32,13 +34,15 @@ pub fn run(mappings: &[&Mapping], passes: u32, seed: u64) -> Result<ReadReport, 
     if passes == 0 || passes > PASSES_LIMIT {
         return Err(format!("{passes} passes were asked for; 1 to {PASSES_LIMIT} are possible"));
     }
-    let pages = mappings.iter().flat_map(|mapping| (0..mapping.pages()).map(move |page| (*mapping, page)));
+    let pages =
+        mappings.iter().flat_map(|mapping| (0..mapping.pages()).map(move |page| (*mapping, page)));
     let mut pages: Vec<(&Mapping, usize)> = pages.collect();
     if pages.is_empty() {
         return Err("no memory is held".to_owned());
     }
     let mut random = Random::new(seed);
-    // The first pass only brings in what the others shall find: translations, and pages that are not mapped yet.
+    // The first pass only brings in what the others shall find: translations, and pages that are
+    // not mapped yet.
     let mut word = pass(&pages, 0);
     let mut ns_per_read = Vec::new();
     for _ in 0..passes {

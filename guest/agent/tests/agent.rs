@@ -74,15 +74,22 @@ impl Drop for Agent {
 #[test]
 fn workloads_run_and_report() {
     let mut agent = Agent::start();
-    for command in [Command::AllocTouchExit { bytes: 20 << 20 }, Command::Memhog { bytes: 25 << 20 }] {
+    for command in
+        [Command::AllocTouchExit { bytes: 20 << 20 }, Command::Memhog { bytes: 25 << 20 }]
+    {
         agent.run(command).unwrap();
     }
     assert!(agent.run(Command::AllocTouchExit { bytes: u64::MAX }).unwrap_err().contains("bytes"));
-    let text =
-        agent.run(Command::Exec { argv: vec!["/bin/sh".into(), "-c".into(), "echo x; exit 3".into()] });
+    let text = agent
+        .run(Command::Exec { argv: vec!["/bin/sh".into(), "-c".into(), "echo x; exit 3".into()] });
     let result = text.unwrap();
     assert_eq!((result["stdout"].as_str(), result["code"].as_i64()), (Some("x\n"), Some(3)));
-    assert!(agent.run(Command::Exec { argv: vec!["/no/such".into()] }).unwrap_err().contains("/no/such"));
+    assert!(
+        agent
+            .run(Command::Exec { argv: vec!["/no/such".into()] })
+            .unwrap_err()
+            .contains("/no/such")
+    );
 }
 
 #[test]
@@ -96,13 +103,15 @@ fn page_faults_are_counted() {
         mapping_bytes: 1 << 20,
     };
     for kind in [FaultKind::Fault1, FaultKind::Fault3] {
-        let report: FaultReport = serde_json::from_value(agent.run(faults(kind, 2)).unwrap()).unwrap();
+        let report: FaultReport =
+            serde_json::from_value(agent.run(faults(kind, 2)).unwrap()).unwrap();
         assert_eq!((report.samples.len(), report.tasks.len()), (1, 2), "{report:?}");
         assert_eq!(report.tasks.iter().sum::<u64>(), report.ops_total, "{report:?}");
         assert!(report.ops_per_s > 0.0, "{report:?}");
     }
     assert!(agent.run(faults(FaultKind::Fault2, 65)).unwrap_err().contains("1 to 64"));
-    // None is left behind when the command is cancelled: their pipe would keep the agent from answering.
+    // None is left behind when the command is cancelled: their pipe would keep the agent from
+    // answering.
     agent.send(8, faults(FaultKind::Fault1, 3));
     assert_eq!(agent.event(), Event::Started { id: 8 });
     agent.send(9, Command::Cancel { id: 8 });
@@ -115,9 +124,15 @@ fn page_faults_are_counted() {
 #[test]
 fn memory_is_churned_and_right() {
     let mut agent = Agent::start();
-    let churn =
-        |operations, seconds| Command::Churn { bytes: 24 << 20, tasks: 2, seed: 9, operations, seconds };
-    let mut run = |command| serde_json::from_value::<ChurnReport>(agent.run(command).unwrap()).unwrap();
+    let churn = |operations, seconds| Command::Churn {
+        bytes: 24 << 20,
+        tasks: 2,
+        seed: 9,
+        operations,
+        seconds,
+    };
+    let mut run =
+        |command| serde_json::from_value::<ChurnReport>(agent.run(command).unwrap()).unwrap();
     let first = run(churn(Some(501), None));
     assert_eq!((first.operations, first.wrong_pages, first.refused), (501, 0, 0), "{first:?}");
     assert!(first.forks > 0 && first.pages_verified > first.pages_written, "{first:?}");
@@ -151,7 +166,10 @@ fn held_memory_is_kept_and_verified() {
         agent.run(Command::Hold { bytes: 4 << 20, pattern }).unwrap();
     }
     let verified = agent.run(Command::VerifyHeld).unwrap();
-    assert_eq!((verified["held_bytes"].as_u64(), verified["wrong_pages"].as_u64()), (Some(8 << 20), Some(0)));
+    assert_eq!(
+        (verified["held_bytes"].as_u64(), verified["wrong_pages"].as_u64()),
+        (Some(8 << 20), Some(0))
+    );
     let read = agent.run(Command::ReadHeld { passes: 3, seed: 1 }).unwrap();
     let report: ReadReport = serde_json::from_value(read).unwrap();
     assert_eq!((report.pages, report.ns_per_read.len()), (2048, 3));
@@ -169,10 +187,18 @@ fn files_and_counters() {
     agent.run(Command::WriteFile { path: path.clone(), text: "täxt\n\u{1e}".to_owned() }).unwrap();
     let read = agent.run(Command::ReadFile { path: path.clone() }).unwrap();
     assert_eq!(read["text"].as_str(), Some("täxt\n\u{1e}"));
-    assert_eq!(agent.run(Command::TouchFile { path, bytes: 3 }).unwrap()["read_bytes"].as_u64(), Some(3));
+    assert_eq!(
+        agent.run(Command::TouchFile { path, bytes: 3 }).unwrap()["read_bytes"].as_u64(),
+        Some(3)
+    );
     assert!(agent.run(Command::MemInfo).unwrap()["MemTotal"].as_u64() > Some(0));
     assert!(agent.run(Command::VmStat).unwrap()["pgfault"].as_u64() > Some(0));
-    assert!(agent.run(Command::ReadFile { path: "/no/such".to_owned() }).unwrap_err().contains("/no/such"));
+    assert!(
+        agent
+            .run(Command::ReadFile { path: "/no/such".to_owned() })
+            .unwrap_err()
+            .contains("/no/such")
+    );
 }
 
 #[test]
@@ -204,7 +230,9 @@ fn commands_run_side_by_side_up_to_a_limit_and_can_be_cancelled() {
         assert_eq!(agent.event(), Event::Started { id });
     }
     match agent.event() {
-        Event::Failed { id, error } => assert!(id == count + 1 && error.contains("run already"), "{error}"),
+        Event::Failed { id, error } => {
+            assert!(id == count + 1 && error.contains("run already"), "{error}")
+        }
         other => panic!("{other:?}"),
     }
     agent.send(100, Command::Cancel { id: 5 });
@@ -243,9 +271,13 @@ fn samples_come_until_they_are_stopped() {
 #[test]
 fn clocks_are_read() {
     let mut agent = Agent::start();
-    let mut read = || serde_json::from_value::<ClockReading>(agent.run(Command::Clock).unwrap()).unwrap();
+    let mut read =
+        || serde_json::from_value::<ClockReading>(agent.run(Command::Clock).unwrap()).unwrap();
     let (first, second) = (read(), read());
-    assert!(first.monotonic_ns < second.monotonic_ns && first.tsc_after < second.tsc, "{first:?} {second:?}");
+    assert!(
+        first.monotonic_ns < second.monotonic_ns && first.tsc_after < second.tsc,
+        "{first:?} {second:?}"
+    );
     assert!(!first.clocksource.is_empty());
 }
 
@@ -266,7 +298,9 @@ fn clocks_are_watched_while_commands_run() {
         loop {
             let next = report(agent.run(Command::ClockWatchRead).unwrap());
             let grows = last.cpus.iter().zip(&next.cpus).all(|(last, next)| {
-                next.readings > last.readings && next.monotonic_ns > last.monotonic_ns && next.tsc > last.tsc
+                next.readings > last.readings
+                    && next.monotonic_ns > last.monotonic_ns
+                    && next.tsc > last.tsc
             });
             if grows {
                 last = next;
@@ -296,7 +330,9 @@ fn the_kernels_log_is_read_or_refused() {
             assert!(all["text"].is_string());
             assert_eq!(none["text"].as_str(), Some(""));
         }
-        (Err(first), Err(second)) => assert!(first.contains("kernel's log") && first == second, "{first}"),
+        (Err(first), Err(second)) => {
+            assert!(first.contains("kernel's log") && first == second, "{first}")
+        }
         other => panic!("{other:?}"),
     }
 }

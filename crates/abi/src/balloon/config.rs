@@ -37,8 +37,12 @@ impl Config {
 
     /// The structure as the driver sees it.
     pub const fn to_bytes(self) -> [u8; Self::SIZE_BYTES] {
-        let (a, b, c, d) =
-            (self.num_pages.0, self.actual.0, self.free_page_hint_command_id.0, self.poison_value.0);
+        let (a, b, c, d) = (
+            self.num_pages.0,
+            self.actual.0,
+            self.free_page_hint_command_id.0,
+            self.poison_value.0,
+        );
         [
             a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3], //
             c[0], c[1], c[2], c[3], d[0], d[1], d[2], d[3],

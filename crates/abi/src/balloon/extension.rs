@@ -1,10 +1,10 @@
-//! The extension of virtio-balloon that docs/extension.md specifies: pages named by bitmaps and ranges, and requests of
-//! the host.
+//! The extension of virtio-balloon that docs/extension.md specifies: pages named by bitmaps and
+//! ranges, and requests of the host.
 //!
-//! A message is a [`Header`] and a payload in one of the [`Encoding`]s. Everything here works on bytes that the caller
-//! holds: nothing is allocated, any bytes are answered with a value or an error, and a header that exists is a legal
-//! one. Whether the encoding and the queue fit what was negotiated is the caller's to check, see
-//! [`Encoding::is_allowed`].
+//! A message is a [`Header`] and a payload in one of the [`Encoding`]s. Everything here works on
+//! bytes that the caller holds: nothing is allocated, any bytes are answered with a value or an
+//! error, and a header that exists is a legal one. Whether the encoding and the queue fit what was
+//! negotiated is the caller's to check, see [`Encoding::is_allowed`].
 
 mod bitmap;
 mod encoding;

@@ -1,8 +1,8 @@
 //! Feature bits (virtio 1.3 section 5.5.3, and Ebb's extension, docs/extension.md).
 //!
-//! The extension's bits are above 49: bits 0 to 23 and 50 to 127 are the device type's (virtio 1.3 section 2.2), and the low
-//! ones are given out by the specification. Bits 3 and 4, which a series of 2016 proposed for what the extension does, mean
-//! something else since.
+//! The extension's bits are above 49: bits 0 to 23 and 50 to 127 are the device type's (virtio 1.3
+//! section 2.2), and the low ones are given out by the specification. Bits 3 and 4, which a series
+//! of 2016 proposed for what the extension does, mean something else since.
 
 use core::fmt;
 use core::ops::{BitAnd, BitOr};
@@ -93,8 +93,8 @@ impl Features {
         self.0 & feature.mask() != 0
     }
 
-    /// Whether buffers of the inflate and deflate queues begin with a message header: if at least one of the encodings was
-    /// negotiated (docs/extension.md, "Messages").
+    /// Whether buffers of the inflate and deflate queues begin with a message header: if at least
+    /// one of the encodings was negotiated (docs/extension.md, "Messages").
     pub const fn has_messages(self) -> bool {
         self.contains(Feature::PageBitmap) || self.contains(Feature::PageRanges)
     }
@@ -153,9 +153,11 @@ mod tests {
     fn bits_are_those_of_the_specification() {
         let bits = Feature::ALL.map(|feature| feature.mask().trailing_zeros());
         assert_eq!(bits, [0, 1, 2, 3, 4, 5, 32, 50, 51, 52]);
-        let balloon = Feature::ALL[..6].iter().fold(Features::NONE, |set, feature| set.with(*feature));
+        let balloon =
+            Feature::ALL[..6].iter().fold(Features::NONE, |set, feature| set.with(*feature));
         assert_eq!(balloon, Features::ALL_BALLOON);
-        let extension = Feature::ALL[7..].iter().fold(Features::NONE, |set, feature| set.with(*feature));
+        let extension =
+            Feature::ALL[7..].iter().fold(Features::NONE, |set, feature| set.with(*feature));
         assert_eq!(extension, Features::EXTENSION);
         assert_eq!(
             Features::ALL_WITH_EXTENSION.without(Feature::HostRequest) & Features::ALL_BALLOON,

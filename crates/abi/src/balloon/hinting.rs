@@ -3,7 +3,8 @@
 /// Size of a command identifier on the free page hinting queue, in bytes.
 pub const COMMAND_ID_BYTES: usize = 4;
 
-/// A command identifier as it appears in the configuration space and, from the driver, on the hinting queue.
+/// A command identifier as it appears in the configuration space and, from the driver, on the
+/// hinting queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum HintCommand {
     /// Hinting is to stop, or has stopped; hinted pages stay with the driver.
@@ -40,7 +41,8 @@ impl HintCommand {
         }
     }
 
-    /// The start command to use after one with the number `previous`; 0 and 1 are skipped when the numbers wrap.
+    /// The start command to use after one with the number `previous`; 0 and 1 are skipped when the
+    /// numbers wrap.
     #[must_use]
     pub const fn start_after(previous: u32) -> Self {
         match previous.wrapping_add(1) {

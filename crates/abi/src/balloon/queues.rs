@@ -1,14 +1,15 @@
 //! Which virtqueue means what.
 //!
-//! The specification gives each queue a fixed number (virtio 1.3 section 5.5.2). Drivers and devices have not kept to
-//! it: Linux numbers the queues of the *negotiated* features densely (`vm_find_vqs` in
-//! drivers/virtio/virtio_mmio.c skips the names that are NULL without using up an index), QEMU and Firecracker those
-//! of the *offered* features. A driver written for either, or for the specification, makes queues ready under its own
-//! numbers.
+//! The specification gives each queue a fixed number (virtio 1.3 section 5.5.2). Drivers and
+//! devices have not kept to it: Linux numbers the queues of the *negotiated* features densely
+//! (`vm_find_vqs` in drivers/virtio/virtio_mmio.c skips the names that are NULL without using up an
+//! index), QEMU and Firecracker those of the *offered* features. A driver written for either, or
+//! for the specification, makes queues ready under its own numbers.
 //!
-//! All three schemes keep the order of the queues. So the set of indexes that the driver made ready tells which queue
-//! is which, whatever the scheme: the k-th ready queue is the k-th queue of the negotiated features. Only if the
-//! driver made fewer or more queues ready than it negotiated do the schemes have to be tried one by one.
+//! All three schemes keep the order of the queues. So the set of indexes that the driver made ready
+//! tells which queue is which, whatever the scheme: the k-th ready queue is the k-th queue of the
+//! negotiated features. Only if the driver made fewer or more queues ready than it negotiated do
+//! the schemes have to be tried one by one.
 
 use super::features::{Feature, Features};
 
@@ -83,7 +84,8 @@ pub struct QueueSet(u8);
 impl QueueSet {
     /// The queues that exist when `features` are negotiated (or offered).
     pub fn of(features: Features) -> Self {
-        let exists = |kind: &QueueKind| kind.feature().is_none_or(|feature| features.contains(feature));
+        let exists =
+            |kind: &QueueKind| kind.feature().is_none_or(|feature| features.contains(feature));
         Self(QueueKind::ALL.into_iter().filter(exists).fold(0, |set, kind| set | 1 << kind as u8))
     }
 
@@ -200,13 +202,13 @@ pub struct QueueMap {
 impl QueueMap {
     /// Finds out which queue is which.
     ///
-    /// `offered` and `negotiated` are feature words, `ready` the transport indexes that the driver made ready. A
-    /// queue that was negotiated and not made ready is absent from the map; one that was made ready and not
-    /// negotiated has no meaning.
+    /// `offered` and `negotiated` are feature words, `ready` the transport indexes that the driver
+    /// made ready. A queue that was negotiated and not made ready is absent from the map; one that
+    /// was made ready and not negotiated has no meaning.
     ///
     /// # Errors
-    /// [`QueueMapError`] when the inflate or the deflate queue is not ready: these two exist always and are 0 and 1
-    /// in every scheme.
+    /// [`QueueMapError`] when the inflate or the deflate queue is not ready: these two exist always
+    /// and are 0 and 1 in every scheme.
     pub fn resolve(
         offered: Features,
         negotiated: Features,
@@ -229,8 +231,8 @@ impl QueueMap {
         Ok(Self::resolve_by_scheme(offered, negotiated, ready))
     }
 
-    /// For drivers whose ready queues are not as many as the negotiated ones: the scheme that explains most of the
-    /// ready queues; among equals the most common one.
+    /// For drivers whose ready queues are not as many as the negotiated ones: the scheme that
+    /// explains most of the ready queues; among equals the most common one.
     fn resolve_by_scheme(offered: QueueSet, negotiated: QueueSet, ready: QueueIndexes) -> Self {
         let mut best = Self::default();
         for numbering in Numbering::ALL {
@@ -289,7 +291,8 @@ mod tests {
             for numbering in Numbering::ALL {
                 let index = |kind| numbering.index(kind, offered_set, negotiated_set);
                 let ready: QueueIndexes = negotiated_set.iter().map(index).collect();
-                let map = QueueMap::resolve(offered, negotiated, ready).expect("all queues are ready");
+                let map =
+                    QueueMap::resolve(offered, negotiated, ready).expect("all queues are ready");
                 assert_eq!(map.count(), negotiated_set.count());
                 for kind in QueueKind::ALL {
                     let expected = negotiated_set.contains(kind).then(|| index(kind));
@@ -306,14 +309,23 @@ mod tests {
     fn the_schemes_differ_as_soon_as_an_earlier_queue_is_declined() {
         let indexes = |kind: QueueKind, offered, negotiated| -> Vec<_> {
             let (offered, negotiated) = (QueueSet::of(offered), QueueSet::of(negotiated));
-            Numbering::ALL.into_iter().map(|numbering| numbering.index(kind, offered, negotiated)).collect()
+            Numbering::ALL
+                .into_iter()
+                .map(|numbering| numbering.index(kind, offered, negotiated))
+                .collect()
         };
         let reporting = Features::from(Feature::PageReporting);
         assert_eq!(indexes(QueueKind::Reporting, Features::ALL_BALLOON, reporting), [2, 4, 4]);
         let offered = Features::ALL_WITH_EXTENSION.without(Feature::FreePageHint);
-        assert_eq!(indexes(QueueKind::HostRequest, offered, reporting.with(Feature::HostRequest)), [3, 5, 4]);
+        assert_eq!(
+            indexes(QueueKind::HostRequest, offered, reporting.with(Feature::HostRequest)),
+            [3, 5, 4]
+        );
         // The standard's queues stay where they are.
-        assert_eq!(indexes(QueueKind::Reporting, Features::ALL_WITH_EXTENSION, reporting), [2, 4, 4]);
+        assert_eq!(
+            indexes(QueueKind::Reporting, Features::ALL_WITH_EXTENSION, reporting),
+            [2, 4, 4]
+        );
     }
 
     #[test]
@@ -327,8 +339,8 @@ mod tests {
                     .filter(|kind| *kind != missing)
                     .map(|kind| numbering.index(kind, all, all))
                     .collect();
-                let map =
-                    QueueMap::resolve(features, features, ready).expect("inflate and deflate are ready");
+                let map = QueueMap::resolve(features, features, ready)
+                    .expect("inflate and deflate are ready");
                 assert_eq!(map.index(missing), None);
                 assert_eq!(map.count(), MAX_QUEUES - 1);
             }
@@ -338,14 +350,16 @@ mod tests {
     #[test]
     fn a_ready_queue_that_was_not_negotiated_has_no_meaning() {
         let ready = (0..MAX_QUEUES).collect();
-        let map = QueueMap::resolve(Features::ALL_BALLOON, Features::NONE, ready).expect("enough queues");
+        let map =
+            QueueMap::resolve(Features::ALL_BALLOON, Features::NONE, ready).expect("enough queues");
         assert_eq!(map.count(), 2);
         assert_eq!((2..32).find_map(|index| map.kind(index)), None);
     }
 
     #[test]
     fn without_inflate_or_deflate_there_is_no_balloon() {
-        let error = QueueMap::resolve(Features::ALL_BALLOON, Features::NONE, QueueIndexes::NONE.with(0));
+        let error =
+            QueueMap::resolve(Features::ALL_BALLOON, Features::NONE, QueueIndexes::NONE.with(0));
         assert_eq!(error.map_err(|error| error.missing), Err(QueueKind::Deflate));
         let error = QueueMap::resolve(Features::ALL_BALLOON, Features::NONE, QueueIndexes::NONE);
         assert_eq!(error.map_err(|error| error.missing), Err(QueueKind::Inflate));

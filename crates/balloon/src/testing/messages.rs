@@ -1,7 +1,8 @@
 //! What a driver with the extension does.
 
 use ebb_abi::balloon::extension::{
-    BitmapWriter, Encoding, Header, HostRequest, Layout, Purpose, REQUEST_BYTES, Shape, encode_range,
+    BitmapWriter, Encoding, Header, HostRequest, Layout, Purpose, REQUEST_BYTES, Shape,
+    encode_range,
 };
 use ebb_abi::balloon::{Features, QueueKind};
 use ebb_abi::{PageRange, Pfn};
@@ -29,7 +30,8 @@ pub fn message(purpose: Purpose, encoding: Encoding, blocks: &[PageRange]) -> Ve
             let (start, page_shift) = (Pfn(shape.first_page()), shape.page_shift());
             let bits = shape.bits() as u32;
             let mut bytes = vec![0; bits.div_ceil(8) as usize];
-            let mut writer = BitmapWriter::new(&mut bytes, start, page_shift, bits).expect("a legal window");
+            let mut writer =
+                BitmapWriter::new(&mut bytes, start, page_shift, bits).expect("a legal window");
             for block in blocks {
                 assert_eq!(writer.set(*block), *block);
             }
@@ -72,7 +74,10 @@ impl Guest {
     /// The bytes of a buffer.
     pub fn content(&self, buffer: Buffer) -> Vec<u8> {
         let mut bytes = vec![0; buffer.length as usize];
-        self.ram.memory().read_slice(&mut bytes, GuestAddress(buffer.address)).expect("an address in memory");
+        self.ram
+            .memory()
+            .read_slice(&mut bytes, GuestAddress(buffer.address))
+            .expect("an address in memory");
         bytes
     }
 

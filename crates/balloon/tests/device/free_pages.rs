@@ -17,10 +17,14 @@ fn range(start: u64, pages: u64) -> PageRange {
 
 #[test]
 fn whoever_asks_waits_for_the_whole_answer() {
-    let mut guest = Guest::with_extension(Features::ALL_WITH_EXTENSION.without(Feature::PagePoison));
+    let mut guest =
+        Guest::with_extension(Features::ALL_WITH_EXTENSION.without(Feature::PagePoison));
     guest.leave_request_buffer();
     let collector = FreePageCollector::new(&guest.ram);
-    assert_eq!(guest.balloon.request_free_pages(Order::PAGE, Box::new(collector.clone())), Ok(true));
+    assert_eq!(
+        guest.balloon.request_free_pages(Order::PAGE, Box::new(collector.clone())),
+        Ok(true)
+    );
     assert_eq!(collector.wait(Instant::now()), None);
 
     let waiting = thread::spawn({
@@ -31,7 +35,8 @@ fn whoever_asks_waits_for_the_whole_answer() {
         [(AnswerStatus::More, range(1000, 2000)), (AnswerStatus::Done, range(0x10_0000, 8))]
     {
         let purpose = Purpose::FreePages { request_id: 1, status };
-        let _ = guest.send_bytes(QueueKind::HostRequest, &message(purpose, Encoding::Ranges, &[block]));
+        let _ =
+            guest.send_bytes(QueueKind::HostRequest, &message(purpose, Encoding::Ranges, &[block]));
     }
     assert_eq!(waiting.join().unwrap(), Some(HintEnd::Complete));
     assert_eq!(
@@ -39,15 +44,22 @@ fn whoever_asks_waits_for_the_whole_answer() {
         FreePageSummary {
             bytes: 2008 * 4096,
             ranges: 2,
-            // 8 at 1000, 16 at 1008, 1024 at 1024, 512 + 256 + 128 + 32 + 16 + 8 at 2048; and the other 8.
+            // 8 at 1000, 16 at 1008, 1024 at 1024, 512 + 256 + 128 + 32 + 16 + 8 at 2048; and the
+            // other 8.
             blocks: [0, 0, 0, 3, 2, 1, 0, 1, 1, 1, 1],
             huge_block_bytes: 3 * 512 * 4096,
             largest_range_bytes: 2000 * 4096,
         }
     );
-    assert_eq!(collector.map().ranges().collect::<Vec<_>>(), [range(1000, 2000), range(0x10_0000, 8)]);
+    assert_eq!(
+        collector.map().ranges().collect::<Vec<_>>(),
+        [range(1000, 2000), range(0x10_0000, 8)]
+    );
     let answer = collector.answer();
-    assert_eq!((answer.encodings.ranges, answer.message_bytes, answer.poisoned_bytes), (2, 2 * 48, 0));
+    assert_eq!(
+        (answer.encodings.ranges, answer.message_bytes, answer.poisoned_bytes),
+        (2, 2 * 48, 0)
+    );
     assert_eq!(answer.translate_ns, guest.balloon.counters().host_request.translate_ns);
 }
 
@@ -55,7 +67,10 @@ fn whoever_asks_waits_for_the_whole_answer() {
 fn a_reset_wakes_whoever_waits() {
     let mut guest = Guest::with_extension(Features::ALL_WITH_EXTENSION);
     let collector = FreePageCollector::new(&guest.ram);
-    assert_eq!(guest.balloon.request_free_pages(Order::PAGE, Box::new(collector.clone())), Ok(false));
+    assert_eq!(
+        guest.balloon.request_free_pages(Order::PAGE, Box::new(collector.clone())),
+        Ok(false)
+    );
     guest.balloon.reset();
     assert_eq!(collector.wait(Instant::now()), Some(HintEnd::Reset));
     assert_eq!(collector.summary(), FreePageSummary::default());

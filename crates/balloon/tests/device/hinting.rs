@@ -81,7 +81,10 @@ fn a_whole_round() {
     assert_eq!(guest.used(QueueKind::FreePageHint).len(), 4);
 
     assert!(guest.balloon.finish_hinting());
-    assert_eq!((command(&guest), guest.balloon.hint_phase()), (HintCommand::DONE_ID, HintPhase::Idle));
+    assert_eq!(
+        (command(&guest), guest.balloon.hint_phase()),
+        (HintCommand::DONE_ID, HintPhase::Idle)
+    );
     assert!(!guest.balloon.finish_hinting());
     assert_eq!(log.ends().len(), 1);
     // A hint is not a permission to discard.
@@ -120,7 +123,10 @@ fn stopping_ends_hints_and_keeps_the_pages_aside() {
     let id = command(&guest);
     send_id(&mut guest, id);
     assert!(guest.balloon.stop_hinting());
-    assert_eq!((command(&guest), guest.balloon.hint_phase()), (HintCommand::STOP_ID, HintPhase::Stopped));
+    assert_eq!(
+        (command(&guest), guest.balloon.hint_phase()),
+        (HintCommand::STOP_ID, HintPhase::Stopped)
+    );
     assert!(!guest.balloon.stop_hinting());
     send_hint(&mut guest, 4 * MIB, MIB);
     assert_eq!((log.hinted_pages(), log.ends()), (0, vec![HintEnd::Cancelled]));
@@ -155,7 +161,10 @@ fn hinting_needs_the_feature_and_one_user() {
     assert_eq!(refused, Err(BalloonError::NotNegotiated { feature: "FREE_PAGE_HINT" }));
     let mut guest = Guest::with_all_features();
     start(&mut guest);
-    assert_eq!(guest.balloon.start_hinting(Box::new(Log::default())), Err(BalloonError::HintingActive));
+    assert_eq!(
+        guest.balloon.start_hinting(Box::new(Log::default())),
+        Err(BalloonError::HintingActive)
+    );
 }
 
 #[test]

@@ -29,7 +29,8 @@ fn ask(guest: &mut Guest) -> Log {
     log
 }
 
-/// A guest that was asked and has taken the request up, the request's number, and who wants to know.
+/// A guest that was asked and has taken the request up, the request's number, and who wants to
+/// know.
 fn asked() -> (Guest, u64, Log) {
     let mut guest = Guest::with_extension(ALL);
     let buffer = guest.leave_request_buffer();
@@ -40,7 +41,12 @@ fn asked() -> (Guest, u64, Log) {
     (guest, id, log)
 }
 
-fn answer(guest: &mut Guest, request_id: u64, status: AnswerStatus, blocks: &[PageRange]) -> Progress {
+fn answer(
+    guest: &mut Guest,
+    request_id: u64,
+    status: AnswerStatus,
+    blocks: &[PageRange],
+) -> Progress {
     let purpose = Purpose::FreePages { request_id, status };
     guest.send_bytes(QUEUE, &message(purpose, Encoding::Ranges, blocks))
 }
@@ -60,10 +66,15 @@ fn a_whole_round() {
     assert_eq!(guest.balloon.request_free_pages(Order::HUGE, Box::new(log.clone())), Ok(true));
     assert_eq!(guest.balloon.request_phase(), RequestPhase::Sent);
     assert_eq!(guest.used_with_lengths(QUEUE), [(0, 16)]);
-    assert_eq!(guest.request_in(buffer), Some(HostRequest::FreePages { request_id: 1, page_shift: 21 }));
+    assert_eq!(
+        guest.request_in(buffer),
+        Some(HostRequest::FreePages { request_id: 1, page_shift: 21 })
+    );
 
     guest.leave_request_buffer();
-    assert!(answer(&mut guest, 1, AnswerStatus::More, &[range(1024, 512), range(4000, 512)]).interrupt);
+    assert!(
+        answer(&mut guest, 1, AnswerStatus::More, &[range(1024, 512), range(4000, 512)]).interrupt
+    );
     assert_eq!(guest.balloon.request_phase(), RequestPhase::Answering);
     let purpose = Purpose::FreePages { request_id: 1, status: AnswerStatus::More };
     let _ = guest.send_bytes(QUEUE, &message(purpose, Encoding::Bitmap, &[range(2048, 512)]));
@@ -93,7 +104,10 @@ fn a_request_waits_for_a_buffer() {
     let _ = answer(&mut guest, 1, AnswerStatus::Done, &[range(1024, 1)]);
     assert_eq!((log.hinted_pages(), errors(&guest, GuestError::StaleAnswer)), (0, 1));
     let buffer = guest.leave_request_buffer();
-    assert_eq!(guest.request_in(buffer), Some(HostRequest::FreePages { request_id: 1, page_shift: 12 }));
+    assert_eq!(
+        guest.request_in(buffer),
+        Some(HostRequest::FreePages { request_id: 1, page_shift: 12 })
+    );
     assert_eq!(guest.balloon.info().free_pages, RequestPhase::Sent);
 }
 
@@ -202,8 +216,12 @@ fn refused_answers_end_nothing() {
     let mut bytes = message(purpose, Encoding::Ranges, &[range(1024, 1)]);
     bytes.push(0);
     let _ = guest.send_bytes(QUEUE, &bytes);
-    let _ = guest.send_bytes(QUEUE, &message(Purpose::Inflate, Encoding::Ranges, &[range(1024, 1)]));
-    assert_eq!((errors(&guest, GuestError::MessageLength), errors(&guest, GuestError::BadMessage)), (1, 1));
+    let _ =
+        guest.send_bytes(QUEUE, &message(Purpose::Inflate, Encoding::Ranges, &[range(1024, 1)]));
+    assert_eq!(
+        (errors(&guest, GuestError::MessageLength), errors(&guest, GuestError::BadMessage)),
+        (1, 1)
+    );
     assert_eq!((log.hinted_pages(), guest.balloon.request_phase()), (0, RequestPhase::Sent));
     assert_eq!(guest.used(QUEUE).len(), 2);
     let _ = answer(&mut guest, id, AnswerStatus::Done, &[]);
@@ -218,7 +236,10 @@ fn pages_may_be_named_again_and_no_encoding_is_needed() {
     assert!(guest.request_in(buffer).is_some());
     let purpose = Purpose::FreePages { request_id: 1, status: AnswerStatus::More };
     for _ in 0..2 {
-        let _ = guest.send_bytes(QUEUE, &message(purpose, Encoding::Pfns, &[range(1024, 3), range(1025, 1)]));
+        let _ = guest.send_bytes(
+            QUEUE,
+            &message(purpose, Encoding::Pfns, &[range(1024, 3), range(1025, 1)]),
+        );
     }
     assert_eq!((log.hinted_pages(), guest.balloon.counters().errors.total()), (6, 0));
     let _ = guest.send_bytes(QUEUE, &message(purpose, Encoding::Bitmap, &[range(1024, 3)]));
@@ -237,7 +258,8 @@ fn unfit_buffers_for_requests_come_back_empty() {
     assert_eq!(errors(&guest, GuestError::ShortRequestBuffer), 3);
     assert_eq!(guest.used_with_lengths(QUEUE), [(0, 0), (1, 0), (2, 0)]);
     // Many tiny pieces do.
-    let pieces = (0..16).map(|index| Buffer { length: 1, address: 0x18_0000 + 3 * index, writable: true });
+    let pieces =
+        (0..16).map(|index| Buffer { length: 1, address: 0x18_0000 + 3 * index, writable: true });
     let pieces: Vec<_> = pieces.collect();
     let _ = guest.send(QUEUE, &pieces);
     ask(&mut guest);
@@ -261,7 +283,10 @@ fn a_second_buffer_takes_the_place_of_the_first() {
 fn a_reset_ends_the_request() {
     let (mut guest, id, log) = asked();
     guest.balloon.reset();
-    assert_eq!((log.ends(), guest.balloon.request_phase()), (vec![HintEnd::Reset], RequestPhase::Idle));
+    assert_eq!(
+        (log.ends(), guest.balloon.request_phase()),
+        (vec![HintEnd::Reset], RequestPhase::Idle)
+    );
     guest.activate();
     let _ = answer(&mut guest, id, AnswerStatus::Done, &[range(1024, 1)]);
     assert_eq!((log.hinted_pages(), errors(&guest, GuestError::StaleAnswer)), (0, 1));
@@ -282,14 +307,18 @@ fn free_pages_with_a_content_that_matters_are_not_passed_on() {
         let _ = answer(&mut guest, 1, AnswerStatus::Done, &[range(1024, 8)]);
         assert_eq!((log.hinted_pages(), log.ends()), (0, vec![HintEnd::Complete]));
         let counters = guest.balloon.counters();
-        assert_eq!((counters.host_request.bytes, counters.requests.poisoned_bytes), (8 * 4096, 8 * 4096));
+        assert_eq!(
+            (counters.host_request.bytes, counters.requests.poisoned_bytes),
+            (8 * 4096, 8 * 4096)
+        );
     }
 }
 
 #[test]
 fn a_large_answer_is_worked_on_in_steps_and_a_cancellation_comes_between() {
     let region_bytes = 512 << 20;
-    let mut guest = Guest::new(Setup { offered: OFFERED, negotiated: ALL, region_bytes, ..Setup::default() });
+    let mut guest =
+        Guest::new(Setup { offered: OFFERED, negotiated: ALL, region_bytes, ..Setup::default() });
     guest.leave_request_buffer();
     let log = ask(&mut guest);
     let purpose = Purpose::FreePages { request_id: 1, status: AnswerStatus::Done };
@@ -310,7 +339,8 @@ fn a_large_answer_is_worked_on_in_steps_and_a_cancellation_comes_between() {
 }
 
 fn restored(guest: &mut Guest, state: &BalloonState) -> Result<Balloon, BalloonError> {
-    let queues = guest.balloon.queue_states().into_iter().map(|state| Queue::try_from(state).unwrap());
+    let queues =
+        guest.balloon.queue_states().into_iter().map(|state| Queue::try_from(state).unwrap());
     Balloon::restore(state, Arc::clone(&guest.ram), queues.collect())
 }
 
@@ -354,7 +384,8 @@ fn a_state_with_an_impossible_buffer_is_refused() {
     let state = guest.balloon.save();
     let good = RequestBuffer { head: 0, pieces: vec![(0x18_0000, 16)] };
     assert!(
-        restored(&mut guest, &BalloonState { request_buffer: Some(good.clone()), ..state.clone() }).is_ok()
+        restored(&mut guest, &BalloonState { request_buffer: Some(good.clone()), ..state.clone() })
+            .is_ok()
     );
     let bad = [
         RequestBuffer { head: 128, ..good.clone() },
@@ -367,7 +398,9 @@ fn a_state_with_an_impossible_buffer_is_refused() {
         let state = BalloonState { request_buffer: Some(buffer), ..state.clone() };
         assert!(restored(&mut guest, &state).is_err(), "{state:?}");
     }
-    assert!(restored(&mut guest, &BalloonState { last_request_id: u64::MAX, ..state.clone() }).is_err());
+    assert!(
+        restored(&mut guest, &BalloonState { last_request_id: u64::MAX, ..state.clone() }).is_err()
+    );
     let state = BalloonState { request_buffer: Some(good), negotiated: Some(0x3f), ..state };
     assert!(restored(&mut guest, &state).is_err());
 }

@@ -29,7 +29,10 @@ fn a_buffer_of_linux_is_answered_first_and_discarded_on_flush() {
     guest.balloon.flush();
     assert_eq!(guest.unmarked(guest.low_pages()), (512..768).collect::<Vec<_>>());
     let counters = guest.balloon.counters();
-    assert_eq!((counters.discard.bytes, counters.discard.ranges, counters.discard.syscalls), (1 << 20, 1, 1));
+    assert_eq!(
+        (counters.discard.bytes, counters.discard.ranges, counters.discard.syscalls),
+        (1 << 20, 1, 1)
+    );
     assert_eq!(guest.balloon.info().pending_bytes, 0);
 }
 
@@ -89,7 +92,8 @@ fn a_page_deflated_while_it_waits_is_never_discarded() {
     guest.balloon.flush();
     assert_eq!(guest.unmarked(range(FIRST, 512)).len(), 510);
     assert!(
-        guest.unmarked(range(FIRST + 7, 1)).is_empty() && guest.unmarked(range(FIRST + 299, 1)).is_empty()
+        guest.unmarked(range(FIRST + 7, 1)).is_empty()
+            && guest.unmarked(range(FIRST + 299, 1)).is_empty()
     );
     let counters = guest.balloon.counters();
     assert_eq!(counters.discard.bytes, 510 * 4096);
@@ -227,7 +231,8 @@ fn hugetlb_pages_are_remembered_across_buffers_and_forgotten_on_reset() {
         host_node: None,
     };
     if let Err(error) = GuestRam::new(&[region], setup.backing, HugePages::Off, Populate::Lazy) {
-        // The machine has no pool of huge pages; guest-ram's tests cover the bookkeeping without one.
+        // The machine has no pool of huge pages; guest-ram's tests cover the bookkeeping without
+        // one.
         assert!(error.to_string().contains("nr_hugepages"), "{error}");
         return;
     }
@@ -275,10 +280,11 @@ fn every_numbering_and_every_subset_of_features_works() {
                 }
             }
             let counters = guest.balloon.counters();
-            let buffers =
-                [counters.statistics, counters.hinting, counters.reporting].map(|queue| queue.buffers);
-            let expected = [Feature::StatisticsQueue, Feature::FreePageHint, Feature::PageReporting]
-                .map(|feature| u64::from(Features(bits).contains(feature)));
+            let buffers = [counters.statistics, counters.hinting, counters.reporting]
+                .map(|queue| queue.buffers);
+            let expected =
+                [Feature::StatisticsQueue, Feature::FreePageHint, Feature::PageReporting]
+                    .map(|feature| u64::from(Features(bits).contains(feature)));
             assert_eq!(buffers, expected, "{numbering:?} {}", Features(bits));
             assert_eq!(counters.errors.get(GuestError::WrongDirection), 0);
         }

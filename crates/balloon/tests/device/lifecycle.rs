@@ -26,7 +26,10 @@ fn a_target_larger_than_memory_is_refused_by_name_and_number() {
     assert_eq!(guest.balloon.set_target_bytes(4095), Ok(true));
     assert_eq!(guest.balloon.target_bytes(), 0);
     let config = BalloonConfig { target_bytes: 1 << 50, ..BalloonConfig::default() };
-    assert!(matches!(Balloon::new(config, Arc::clone(&guest.ram)), Err(BalloonError::TargetTooLarge { .. })));
+    assert!(matches!(
+        Balloon::new(config, Arc::clone(&guest.ram)),
+        Err(BalloonError::TargetTooLarge { .. })
+    ));
 }
 
 #[test]

@@ -1,7 +1,10 @@
-//! The device driven over real rings in real guest memory. Tests read like a protocol: what the driver sends, what
-//! comes back, what became of memory.
+//! The device driven over real rings in real guest memory. Tests read like a protocol: what the
+//! driver sends, what comes back, what became of memory.
 
-#![allow(clippy::unwrap_used, reason = "clippy.toml allows it in test functions, but not in their helpers")]
+#![allow(
+    clippy::unwrap_used,
+    reason = "clippy.toml allows it in test functions, but not in their helpers"
+)]
 
 mod free_pages;
 mod hinting;

@@ -1,5 +1,5 @@
-//! Drivers that break the rules: whatever they do, chains come back, memory that they did not name stays, and the
-//! device goes on.
+//! Drivers that break the rules: whatever they do, chains come back, memory that they did not name
+//! stays, and the device goes on.
 
 use ebb_abi::balloon::{Feature, Features, QueueKind};
 use ebb_abi::{PageRange, Pfn};
@@ -84,9 +84,11 @@ fn a_number_cut_off_by_the_end_of_the_buffer_is_ignored() {
 #[test]
 fn a_number_across_two_descriptors_is_read() {
     let mut guest = marked_guest();
-    let bytes: Vec<u8> = [FIRST, FIRST + 1, FIRST + 2].into_iter().flat_map(u32::to_le_bytes).collect();
-    let chain: Vec<Buffer> =
-        [&bytes[..3], &bytes[3..4], &bytes[4..9], &bytes[9..]].map(|part| guest.buffer(part)).to_vec();
+    let bytes: Vec<u8> =
+        [FIRST, FIRST + 1, FIRST + 2].into_iter().flat_map(u32::to_le_bytes).collect();
+    let chain: Vec<Buffer> = [&bytes[..3], &bytes[3..4], &bytes[4..9], &bytes[9..]]
+        .map(|part| guest.buffer(part))
+        .to_vec();
     let _ = guest.send(QueueKind::Inflate, &chain);
     assert_eq!(guest.unmarked(guest.low_pages()), [512, 513, 514]);
     assert_eq!(guest.balloon.counters().errors.total(), 0);
@@ -115,7 +117,8 @@ fn descriptors_of_the_wrong_direction_are_ignored() {
     let numbers = guest.pfns([FIRST]);
     let more = guest.pfns([FIRST + 1]);
     let target = Buffer { address: 0x80_0000, length: 4096, writable: true };
-    let _ = guest.send(QueueKind::Inflate, &[target, numbers, Buffer { writable: true, ..numbers }, more]);
+    let _ = guest
+        .send(QueueKind::Inflate, &[target, numbers, Buffer { writable: true, ..numbers }, more]);
     assert_eq!(guest.unmarked(guest.low_pages()), [512, 513]);
     assert_counted(&guest, GuestError::WrongDirection, 2);
     let _ = guest.send(QueueKind::Reporting, &[Buffer { writable: false, ..target }, target]);
@@ -240,7 +243,8 @@ fn work_of_a_call_is_bounded() {
 
 #[test]
 fn inflating_and_deflating_in_turn_does_not_spin() {
-    // What a guest under memory pressure does with DEFLATE_ON_OOM: each buffer is handled once, and then there is rest.
+    // What a guest under memory pressure does with DEFLATE_ON_OOM: each buffer is handled once, and
+    // then there is rest.
     let mut guest = Guest::with_all_features();
     for _ in 0..200 {
         let _ = guest.inflate(FIRST..FIRST + 256);
@@ -287,8 +291,10 @@ fn a_write_to_a_read_only_field_is_counted() {
 fn unaligned_reports_lose_only_whole_pages() {
     let mut guest = marked_guest();
     let start = guest.low_pages().start.address();
-    let _ = guest
-        .send(QueueKind::Reporting, &[Buffer { address: start + 100, length: 3 * 4096, writable: true }]);
+    let _ = guest.send(
+        QueueKind::Reporting,
+        &[Buffer { address: start + 100, length: 3 * 4096, writable: true }],
+    );
     assert_eq!(guest.unmarked(guest.low_pages()), [513, 514]);
     assert_eq!(guest.unmarked(PageRange::new(Pfn(512), 1)), [0_u64; 0]);
     assert_counted(&guest, GuestError::UnalignedRange, 1);

@@ -27,9 +27,11 @@ fn fill(guest: &Guest) {
     }
 }
 
-/// A guest all of whose pages are merged, each with another one at least; `None` where nothing can be merged.
+/// A guest all of whose pages are merged, each with another one at least; `None` where nothing can
+/// be merged.
 fn merged() -> Option<(Guest, TestMerger)> {
-    let setup = Setup { backing: Backing::Anonymous, huge_pages: HugePages::Off, ..Setup::default() };
+    let setup =
+        Setup { backing: Backing::Anonymous, huge_pages: HugePages::Off, ..Setup::default() };
     let guest = Guest::new(setup);
     let mut merger = match TestMerger::new(&guest.ram) {
         Ok(merger) => merger,
@@ -64,7 +66,8 @@ fn inflated_pages_lose_their_stable_pages_and_come_back_as_zeros() {
     let _ = guest.inflate(FIRST..FIRST + 256);
     let _ = guest.inflate(FIRST + 1024..FIRST + 1040);
     guest.balloon.flush();
-    let gone = [GuestRange::new(Pfn::from(FIRST), 256), GuestRange::new(Pfn::from(FIRST + 1024), 16)];
+    let gone =
+        [GuestRange::new(Pfn::from(FIRST), 256), GuestRange::new(Pfn::from(FIRST + 1024), 16)];
     check(&guest, &gone);
     let counters = guest.balloon.counters();
     assert_eq!((counters.discard.bytes, counters.discard.deferred_bytes), (272 * PAGE, 0));
@@ -84,9 +87,11 @@ fn inflated_pages_lose_their_stable_pages_and_come_back_as_zeros() {
 #[test]
 fn reported_pages_read_as_zeros_before_the_buffer_is_given_back() {
     let Some((mut guest, mut merger)) = merged() else { return };
-    let report = |address, size_bytes: u64| Buffer { address, length: size_bytes as u32, writable: true };
+    let report =
+        |address, size_bytes: u64| Buffer { address, length: size_bytes as u32, writable: true };
     // A huge page, and a part of another one.
-    let _ = guest.send(QueueKind::Reporting, &[report(4 * MIB, 2 * MIB), report(7 * MIB, 64 * PAGE)]);
+    let _ =
+        guest.send(QueueKind::Reporting, &[report(4 * MIB, 2 * MIB), report(7 * MIB, 64 * PAGE)]);
     assert_eq!(guest.used(QueueKind::Reporting).len(), 1);
     check(&guest, &[GuestRange::new(Pfn(1024), 512), GuestRange::new(Pfn(1792), 64)]);
     assert_eq!(guest.balloon.counters().discard.bytes, (512 + 64) * PAGE);

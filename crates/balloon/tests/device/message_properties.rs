@@ -23,7 +23,8 @@ fn memory() -> impl Iterator<Item = u64> {
     (0..REGION_PAGES).chain(HIGH..HIGH + REGION_PAGES)
 }
 
-/// A message as the specification reads: its pages that are memory, or nothing if it is to be refused.
+/// A message as the specification reads: its pages that are memory, or nothing if it is to be
+/// refused.
 fn model(bytes: &[u8], command: u64, negotiated: Features) -> Option<BTreeSet<u64>> {
     let number = |at: usize, size: usize| {
         bytes
@@ -43,8 +44,9 @@ fn model(bytes: &[u8], command: u64, negotiated: Features) -> Option<BTreeSet<u6
         return None;
     }
     let payload = bytes.len() - HEADER_BYTES;
-    let entries =
-        |size: u64| (count <= 65_536 && count * size == payload as u64).then_some(0..count as usize);
+    let entries = |size: u64| {
+        (count <= 65_536 && count * size == payload as u64).then_some(0..count as usize)
+    };
     match encoding {
         1 => {
             let named: Option<BTreeSet<u64>> =
@@ -68,13 +70,15 @@ fn model(bytes: &[u8], command: u64, negotiated: Features) -> Option<BTreeSet<u6
             let ranges: Option<Vec<(u128, u128)>> = entries(16)?
                 .map(|index| {
                     let at = HEADER_BYTES + 16 * index;
-                    let (start, pages) = (u128::from(number(at, 8)?), u128::from(number(at + 8, 8)?));
+                    let (start, pages) =
+                        (u128::from(number(at, 8)?), u128::from(number(at + 8, 8)?));
                     (pages > 0 && start + pages <= 1 << 52).then_some((start, start + pages))
                 })
                 .collect();
             let ranges = ranges?;
-            let is_named =
-                |page: &u64| ranges.iter().any(|(start, end)| (*start..*end).contains(&u128::from(*page)));
+            let is_named = |page: &u64| {
+                ranges.iter().any(|(start, end)| (*start..*end).contains(&u128::from(*page)))
+            };
             Some(memory().filter(is_named).collect())
         }
         _ => None,
@@ -156,7 +160,8 @@ impl Sent {
 }
 
 fn guest(negotiated: Features) -> Guest {
-    let setup = Setup { offered: ALL, negotiated, region_bytes: REGION_PAGES * 4096, ..Setup::default() };
+    let setup =
+        Setup { offered: ALL, negotiated, region_bytes: REGION_PAGES * 4096, ..Setup::default() };
     let guest = Guest::new(setup);
     guest.mark(guest.low_pages());
     guest.mark(guest.high_pages());
@@ -164,20 +169,26 @@ fn guest(negotiated: Features) -> Guest {
 }
 
 fn unmarked(guest: &Guest) -> BTreeSet<u64> {
-    guest.unmarked(guest.low_pages()).into_iter().chain(guest.unmarked(guest.high_pages())).collect()
+    guest
+        .unmarked(guest.low_pages())
+        .into_iter()
+        .chain(guest.unmarked(guest.high_pages()))
+        .collect()
 }
 
 /// Extension features that make messages, and whether the driver tells the host.
 fn features() -> impl Strategy<Value = Features> {
     prop::sample::select(vec![0b01_u64, 0b10, 0b11, 0b11]).prop_flat_map(|encodings| {
         any::<bool>().prop_map(move |tells| {
-            let features = Features(Features::ALL_BALLOON.0 | encodings << 50).with(Feature::HostRequest);
+            let features =
+                Features(Features::ALL_BALLOON.0 | encodings << 50).with(Feature::HostRequest);
             if tells { features } else { features.without(Feature::MustTellHost) }
         })
     })
 }
 
-/// Blocks in the order in which a driver gets them that takes the largest order that is free and falls back.
+/// Blocks in the order in which a driver gets them that takes the largest order that is free and
+/// falls back.
 fn allocate(free: &BTreeSet<u64>) -> Vec<PageRange> {
     let mut left = free.clone();
     let mut blocks = Vec::new();
@@ -195,7 +206,8 @@ fn allocate(free: &BTreeSet<u64>) -> Vec<PageRange> {
     blocks
 }
 
-/// The messages of a driver that has one page for them: blocks are gathered as long as the shortest encoding fits.
+/// The messages of a driver that has one page for them: blocks are gathered as long as the shortest
+/// encoding fits.
 fn messages(purpose: Purpose, blocks: &[PageRange], negotiated: Features) -> Vec<Vec<u8>> {
     const PAGE_BYTES: usize = 4096;
     let fitting = |blocks: &[PageRange]| {
@@ -217,8 +229,9 @@ fn messages(purpose: Purpose, blocks: &[PageRange], negotiated: Features) -> Vec
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
 
-    /// A driver on a fragmented guest: everything free goes into the balloon in messages of one page each, in no more bytes
-    /// than numbers would take; whole huge pages go back as such; and everything comes back.
+    /// A driver on a fragmented guest: everything free goes into the balloon in messages of one
+    /// page each, in no more bytes than numbers would take; whole huge pages go back as such; and
+    /// everything comes back.
     #[test]
     fn a_driver_with_one_page_for_messages_inflates_what_is_free(
         used in prop::collection::btree_set(FIRST..2 * REGION_PAGES, 0..200),
@@ -253,8 +266,8 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
-    /// Any sequence of messages to both queues, with the guest using each page as soon as it has it back: exactly what the
-    /// model reads goes into the balloon and comes out of it.
+    /// Any sequence of messages to both queues, with the guest using each page as soon as it has it
+    /// back: exactly what the model reads goes into the balloon and comes out of it.
     #[test]
     fn messages_do_what_the_model_reads(
         negotiated in features(),

@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use ebb_abi::balloon::extension::{
-    Encoding, HEADER_BYTES, Header, Layout, MAX_BITMAP_BITS, MAX_MESSAGE_BYTES, Purpose, encode_range,
+    Encoding, HEADER_BYTES, Header, Layout, MAX_BITMAP_BITS, MAX_MESSAGE_BYTES, Purpose,
+    encode_range,
 };
 use ebb_abi::balloon::{Feature, Features, Numbering, QueueKind};
 use ebb_abi::{PageRange, Pfn};
@@ -44,7 +45,8 @@ fn every_encoding_means_the_same() {
         let progress = guest.inflate_blocks(encoding, &blocks);
         assert!(progress.interrupt && progress.pending);
         guest.balloon.flush();
-        let expected: Vec<u64> = (512..516).chain(520..522).chain(1024..1536).chain(2048..3072).collect();
+        let expected: Vec<u64> =
+            (512..516).chain(520..522).chain(1024..1536).chain(2048..3072).collect();
         assert_eq!(guest.unmarked(guest.low_pages()), expected);
 
         let _ = guest.deflate_blocks(encoding, &blocks);
@@ -77,7 +79,8 @@ fn pages_come_back_in_another_encoding_and_in_parts() {
 fn what_is_not_memory_is_left_out() {
     for encoding in [Encoding::Bitmap, Encoding::Ranges] {
         let mut guest = marked_guest(ALL);
-        // From the end of the first region on, across the hole; from before the second region's end on.
+        // From the end of the first region on, across the hole; from before the second region's end
+        // on.
         let _ = guest.inflate_blocks(encoding, &[range(4095, 2), range(0x10_0fff, 11)]);
         guest.balloon.flush();
         assert_eq!(guest.unmarked(guest.low_pages()), [4095]);
@@ -90,7 +93,8 @@ fn what_is_not_memory_is_left_out() {
 #[test]
 fn doubles_count_once() {
     let mut guest = marked_guest(ALL);
-    let _ = guest.inflate_blocks(Encoding::Ranges, &[range(FIRST, 4), range(FIRST + 2, 4), range(FIRST, 1)]);
+    let _ = guest
+        .inflate_blocks(Encoding::Ranges, &[range(FIRST, 4), range(FIRST + 2, 4), range(FIRST, 1)]);
     assert_eq!(guest.balloon.counters().inflate.bytes, 6 * 4096);
     assert_counted(&guest, GuestError::DoublePage, 1);
 }
@@ -218,8 +222,11 @@ fn all_of_memory_in_one_range_is_discarded_in_steps_outside_of_the_lock() {
     let mut guest = Guest::new(setup);
     let discarder = guest.balloon.discarder();
     let index = guest.index(QueueKind::Inflate);
-    let bytes =
-        message(Purpose::Inflate, Encoding::Ranges, &[range(FIRST, (64 << 8) - FIRST), guest.high_pages()]);
+    let bytes = message(
+        Purpose::Inflate,
+        Encoding::Ranges,
+        &[range(FIRST, (64 << 8) - FIRST), guest.high_pages()],
+    );
     let buffer = guest.buffer(&bytes);
     guest.offer(QueueKind::Inflate, &[buffer]);
     let mut steps = 0;
@@ -310,7 +317,8 @@ fn a_message_under_way_is_read_again_from_a_snapshot() {
     assert_eq!(states.iter().map(|state| state.next_avail).collect::<Vec<_>>(), [0; 6]);
 
     // The copy starts over; the device that was saved goes on.
-    let queues = states.iter().map(|state| virtio_queue::Queue::try_from(*state).unwrap()).collect();
+    let queues =
+        states.iter().map(|state| virtio_queue::Queue::try_from(*state).unwrap()).collect();
     let mut copy = Balloon::restore(&state, Arc::clone(&guest.ram), queues).unwrap();
     while guest.balloon.process_queue(1).more {}
     assert_eq!(guest.used(QueueKind::Deflate).len(), 1);
@@ -366,24 +374,37 @@ fn a_message_may_be_spread_over_descriptors() {
 
 #[test]
 fn every_numbering_and_every_subset_of_the_extension_works() {
-    let queues =
-        [Feature::StatisticsQueue, Feature::FreePageHint, Feature::PageReporting, Feature::HostRequest];
+    let queues = [
+        Feature::StatisticsQueue,
+        Feature::FreePageHint,
+        Feature::PageReporting,
+        Feature::HostRequest,
+    ];
     let encodings = [Feature::PageBitmap, Feature::PageRanges];
     let features = [&queues[..], &encodings[..]].concat();
     for bits in 0..64 {
         let chosen = features.iter().enumerate().filter(|(index, _)| bits >> index & 1 != 0);
-        let negotiated =
-            chosen.fold(Features::from(Feature::MustTellHost), |set, (_, feature)| set.with(*feature));
+        let negotiated = chosen
+            .fold(Features::from(Feature::MustTellHost), |set, (_, feature)| set.with(*feature));
         for numbering in Numbering::ALL {
-            let setup =
-                Setup { offered: ALL, negotiated, numbering, region_bytes: 4 << 20, ..Setup::default() };
+            let setup = Setup {
+                offered: ALL,
+                negotiated,
+                numbering,
+                region_bytes: 4 << 20,
+                ..Setup::default()
+            };
             let mut guest = Guest::new(setup);
             if negotiated.has_messages() {
                 let _ = guest.inflate_blocks(Encoding::Pfns, &[range(FIRST, 512)]);
             } else {
                 let _ = guest.inflate(512..1024);
             }
-            assert_eq!(guest.balloon.counters().discard.bytes, 2 << 20, "{numbering:?} {negotiated}");
+            assert_eq!(
+                guest.balloon.counters().discard.bytes,
+                2 << 20,
+                "{numbering:?} {negotiated}"
+            );
             let exists = negotiated.contains(Feature::HostRequest);
             let expected = exists.then(|| guest.index(QueueKind::HostRequest));
             assert_eq!(guest.balloon.queue_index(QueueKind::HostRequest), expected);

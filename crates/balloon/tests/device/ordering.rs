@@ -14,9 +14,13 @@ const ROUNDS: u64 = 50;
 /// Chains of a round.
 const CHAINS: u64 = 32;
 
-/// Runs rounds in which a second thread writes to each page as soon as its chain is in the used ring, and returns how
-/// many of these writes were lost.
-fn lost_writes(negotiated: Features, kind: QueueKind, chain: impl Fn(&mut Guest, u64) -> Buffer) -> u64 {
+/// Runs rounds in which a second thread writes to each page as soon as its chain is in the used
+/// ring, and returns how many of these writes were lost.
+fn lost_writes(
+    negotiated: Features,
+    kind: QueueKind,
+    chain: impl Fn(&mut Guest, u64) -> Buffer,
+) -> u64 {
     let mut guest = Guest::with_features(negotiated);
     let page = |index: u64| GuestAddress((600 + 2 * index) * 4096);
     let mut lost = 0;

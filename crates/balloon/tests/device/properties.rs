@@ -13,7 +13,8 @@ const REGION_PAGES: u32 = 2048;
 const FIRST: u32 = 512;
 const HIGH: u32 = 0x10_0000;
 
-/// Runs of page numbers, upwards, downwards or with gaps: in memory, at its borders, in the hole, far outside.
+/// Runs of page numbers, upwards, downwards or with gaps: in memory, at its borders, in the hole,
+/// far outside.
 fn numbers() -> impl Strategy<Value = Vec<u32>> {
     let start = prop_oneof![
         6 => FIRST..REGION_PAGES,
@@ -23,19 +24,21 @@ fn numbers() -> impl Strategy<Value = Vec<u32>> {
         1 => any::<u32>(),
     ];
     let length = prop_oneof![3 => 1..4_u32, 1 => 200..600_u32];
-    let run = (start, length, prop_oneof![4 => Just(1_i64), 1 => Just(-1), 1 => Just(2), 1 => Just(0)])
-        .prop_map(|(start, length, stride)| {
-            let number = move |index| u32::try_from(i64::from(start) + i64::from(index) * stride);
-            (0..length)
-                .filter_map(move |index| number(index).ok())
-                .filter(|number| *number >= FIRST)
-                .collect()
-        });
+    let run =
+        (start, length, prop_oneof![4 => Just(1_i64), 1 => Just(-1), 1 => Just(2), 1 => Just(0)])
+            .prop_map(|(start, length, stride)| {
+                let number =
+                    move |index| u32::try_from(i64::from(start) + i64::from(index) * stride);
+                (0..length)
+                    .filter_map(move |index| number(index).ok())
+                    .filter(|number| *number >= FIRST)
+                    .collect()
+            });
     prop::collection::vec(run, 0..5).prop_map(|runs: Vec<Vec<u32>>| runs.concat())
 }
 
-/// How a buffer's bytes are spread over descriptors: lengths of the parts, bytes that follow the last number, and
-/// whether descriptors of the wrong direction stand between the parts.
+/// How a buffer's bytes are spread over descriptors: lengths of the parts, bytes that follow the
+/// last number, and whether descriptors of the wrong direction stand between the parts.
 #[derive(Clone, Debug)]
 struct Shape {
     parts: Vec<usize>,
@@ -66,16 +69,21 @@ fn chain(guest: &mut Guest, numbers: &[u32], shape: &Shape) -> Vec<Buffer> {
 
 /// Those of the numbers that are memory.
 fn in_memory(numbers: &[u32]) -> BTreeSet<u64> {
-    let is_memory = |number: &u32| *number < REGION_PAGES || (HIGH..HIGH + REGION_PAGES).contains(number);
+    let is_memory =
+        |number: &u32| *number < REGION_PAGES || (HIGH..HIGH + REGION_PAGES).contains(number);
     numbers.iter().filter(|number| is_memory(number)).map(|number| u64::from(*number)).collect()
 }
 
-/// A guest whose pages are overwritten before they are discarded, so that a page that should not have been touched tells.
+/// A guest whose pages are overwritten before they are discarded, so that a page that should not
+/// have been touched tells.
 fn guest(must_tell_host: bool) -> Guest {
     let all = Features::ALL_BALLOON.without(Feature::PagePoison);
     let negotiated = if must_tell_host { all } else { all.without(Feature::MustTellHost) };
-    let mut guest =
-        Guest::new(Setup { negotiated, region_bytes: u64::from(REGION_PAGES) * 4096, ..Setup::default() });
+    let mut guest = Guest::new(Setup {
+        negotiated,
+        region_bytes: u64::from(REGION_PAGES) * 4096,
+        ..Setup::default()
+    });
     guest.balloon.set_report_check(ReportCheck::Overwrite);
     guest.mark(guest.low_pages());
     guest.mark(guest.high_pages());
@@ -83,7 +91,11 @@ fn guest(must_tell_host: bool) -> Guest {
 }
 
 fn unmarked(guest: &Guest) -> BTreeSet<u64> {
-    guest.unmarked(guest.low_pages()).into_iter().chain(guest.unmarked(guest.high_pages())).collect()
+    guest
+        .unmarked(guest.low_pages())
+        .into_iter()
+        .chain(guest.unmarked(guest.high_pages()))
+        .collect()
 }
 
 proptest! {
@@ -108,8 +120,9 @@ proptest! {
         prop_assert_eq!(guest.used(QueueKind::Inflate).len(), 1);
     }
 
-    /// Any sequence of buffers to both queues, with the guest using each page as soon as it has it back: pages in the
-    /// balloon are discarded in the end, and no other page ever loses its content.
+    /// Any sequence of buffers to both queues, with the guest using each page as soon as it has it
+    /// back: pages in the balloon are discarded in the end, and no other page ever loses its
+    /// content.
     #[test]
     fn pages_outside_the_balloon_keep_their_content(
         steps in prop::collection::vec((0..5_u8, numbers(), shape()), 1..12),

@@ -14,7 +14,8 @@ fn report(address: u64, size_bytes: u64) -> Buffer {
 fn reported_pages_are_gone_before_the_buffer_is_given_back() {
     let mut guest = Guest::with_all_features();
     guest.mark(guest.low_pages());
-    let progress = guest.send(QueueKind::Reporting, &[report(8 * MIB, 2 * MIB), report(4 * MIB, 2 * MIB)]);
+    let progress =
+        guest.send(QueueKind::Reporting, &[report(8 * MIB, 2 * MIB), report(4 * MIB, 2 * MIB)]);
     assert!(progress.interrupt && !progress.pending);
     assert_eq!(guest.used(QueueKind::Reporting).len(), 1);
     assert_eq!(guest.unmarked(guest.low_pages()).len(), 1024);
@@ -79,5 +80,7 @@ fn inhibited_reports_are_answered_and_kept() {
 #[test]
 fn the_ring_is_large_enough_for_linux() {
     let guest = Guest::new(Setup::default());
-    assert!(guest.balloon.queue_max_sizes().iter().all(|size| *size >= REPORTING_QUEUE_MIN_ENTRIES));
+    assert!(
+        guest.balloon.queue_max_sizes().iter().all(|size| *size >= REPORTING_QUEUE_MIN_ENTRIES)
+    );
 }

@@ -39,14 +39,20 @@ fn the_buffer_is_held_until_newer_values_are_wanted() {
     // What the driver leaves out this time is unknown, not what it was.
     send(&mut guest, &[(5, 501)]);
     let statistics = guest.balloon.statistics();
-    assert_eq!((statistics.free_bytes, statistics.total_bytes, statistics.updates), (None, Some(501), 2));
+    assert_eq!(
+        (statistics.free_bytes, statistics.total_bytes, statistics.updates),
+        (None, Some(501), 2)
+    );
 }
 
 #[test]
 fn every_tag_has_its_field_and_unknown_ones_are_skipped() {
     let mut guest = Guest::with_all_features();
-    let mut entries: Vec<(u16, u64)> =
-        StatisticsTag::ALL.iter().rev().map(|tag| (tag.number(), 1000 + u64::from(tag.number()))).collect();
+    let mut entries: Vec<(u16, u64)> = StatisticsTag::ALL
+        .iter()
+        .rev()
+        .map(|tag| (tag.number(), 1000 + u64::from(tag.number())))
+        .collect();
     entries.insert(3, (16, 1));
     entries.insert(9, (u16::MAX, 2));
     send(&mut guest, &entries);

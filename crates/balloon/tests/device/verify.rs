@@ -21,8 +21,10 @@ fn word(guest: &Guest, address: u64) -> u64 {
 
 fn report(guest: &mut Guest, pages: PageRange) {
     let length = pages.size_bytes() as u32;
-    let _ = guest
-        .send(QueueKind::Reporting, &[Buffer { address: pages.start.address(), length, writable: true }]);
+    let _ = guest.send(
+        QueueKind::Reporting,
+        &[Buffer { address: pages.start.address(), length, writable: true }],
+    );
 }
 
 #[test]

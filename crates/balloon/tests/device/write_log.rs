@@ -23,7 +23,10 @@ fn used_ring(guest: &Guest, kind: QueueKind) -> u64 {
 #[test]
 fn reported_pages_and_the_used_ring_are_logged() {
     let mut guest = Guest::with_all_features();
-    guest.offer(QueueKind::Reporting, &[Buffer { address: 600 << 12, length: 3 << 12, writable: true }]);
+    guest.offer(
+        QueueKind::Reporting,
+        &[Buffer { address: 600 << 12, length: 3 << 12, writable: true }],
+    );
     let expected = BTreeSet::from([600, 601, 602, used_ring(&guest, QueueKind::Reporting)]);
     assert_eq!(logged(&mut guest, QueueKind::Reporting), expected);
 }
@@ -39,6 +42,7 @@ fn ballooned_pages_are_logged_when_they_are_discarded() {
     guest.balloon.flush();
     let mut pages = PageSet::new(&guest.ram.page_ranges());
     guest.ram.take_write_log(&mut pages);
-    let pages: BTreeSet<u64> = pages.ranges().flat_map(|range| range.start.0..range.end().0).collect();
+    let pages: BTreeSet<u64> =
+        pages.ranges().flat_map(|range| range.start.0..range.end().0).collect();
     assert_eq!(pages, BTreeSet::from([600, 602]));
 }

@@ -19,7 +19,10 @@ pub(super) fn rows(report: &FreePagesReport) -> Vec<Row> {
     let mut rows = vec![
         row("request", format!("{}: {}", report.request_id, status(report.status))),
         row("free", format!("{} of {}", bytes(report.bytes), bytes(report.memory_bytes))),
-        row("ranges", format!("{}, the largest {}", report.ranges, bytes(report.largest_range_bytes))),
+        row(
+            "ranges",
+            format!("{}, the largest {}", report.ranges, bytes(report.largest_range_bytes)),
+        ),
         row(
             "messages",
             format!(
@@ -36,11 +39,15 @@ pub(super) fn rows(report: &FreePagesReport) -> Vec<Row> {
     ];
     if let (Some(free), Some(percent)) = (report.free_memory_bytes, report.coverage_percent) {
         let age = duration(report.free_memory_age_ms.unwrap_or(0));
-        let text = format!("{percent:.1} % of the {} that its statistics ({age} old) say", bytes(free));
+        let text =
+            format!("{percent:.1} % of the {} that its statistics ({age} old) say", bytes(free));
         rows.push(row("named", text));
     }
     if report.poisoned_bytes > 0 {
-        let text = format!("{}: the guest relies on the content of free pages", bytes(report.poisoned_bytes));
+        let text = format!(
+            "{}: the guest relies on the content of free pages",
+            bytes(report.poisoned_bytes)
+        );
         rows.push(row("not to be used", text));
     }
     rows.push(row("blocks", report.blocks.to_string()));

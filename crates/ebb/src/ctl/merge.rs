@@ -3,8 +3,8 @@
 use clap::ValueEnum;
 use ebb_vmm::api::{
     Client, MAX_MERGE_CLEAN_PASSES, MAX_MERGE_PAGE_SHARING, MAX_MERGE_PAGES_PER_SECOND,
-    MAX_MERGE_PASS_MILLISECS, MAX_MERGE_SCAN_SECONDS, MergeBackend, MergeChange, MergeInfo, MergeRun,
-    MergeScope, MergeSettings, MergeState, MergeStatistics,
+    MAX_MERGE_PASS_MILLISECS, MAX_MERGE_SCAN_SECONDS, MergeBackend, MergeChange, MergeInfo,
+    MergeRun, MergeScope, MergeSettings, MergeState, MergeStatistics,
 };
 
 use super::{Row, bytes, row};
@@ -13,7 +13,8 @@ use crate::run::Toggle;
 /// What is to change.
 #[derive(Debug, clap::Args)]
 pub(super) struct Args {
-    /// Stop (what is merged stays so), merge, or give all pages of the machine memory of their own again
+    /// Stop (what is merged stays so), merge, or give all pages of the machine memory of their own
+    /// again
     #[arg(long, value_enum)]
     run: Option<Run>,
     /// A fixed pace, in pages of 4096 bytes a second
@@ -79,7 +80,11 @@ impl Args {
     /// Changes what is to change, and tells how it is.
     pub(super) fn execute(&self, client: &Client) -> anyhow::Result<MergeInfo> {
         let change = self.change();
-        Ok(if change.is_empty() { client.get("/merge")? } else { client.put_json("/merge", &change)? })
+        Ok(if change.is_empty() {
+            client.get("/merge")?
+        } else {
+            client.put_json("/merge", &change)?
+        })
     }
 }
 
@@ -95,7 +100,9 @@ fn backend(info: &MergeInfo) -> String {
         (MergeBackend::Off, _) => "nobody".to_owned(),
         (MergeBackend::Owner, None) => "the monitor, pages of this machine only".to_owned(),
         (MergeBackend::Owner, Some(domain)) => format!("the monitor, trust domain '{domain}'"),
-        (MergeBackend::Kernel, None) => "the kernel, with all that it merges on this host".to_owned(),
+        (MergeBackend::Kernel, None) => {
+            "the kernel, with all that it merges on this host".to_owned()
+        }
         (MergeBackend::Kernel, Some(domain)) => format!("the kernel, trust domain '{domain}'"),
     }
 }
@@ -115,7 +122,8 @@ pub(super) fn rows(info: &MergeInfo) -> Vec<Row> {
 }
 
 fn settings_rows(settings: &MergeSettings) -> Vec<Row> {
-    let nodes = settings.merge_across_nodes.map(|across| if across { "merged" } else { "kept apart" });
+    let nodes =
+        settings.merge_across_nodes.map(|across| if across { "merged" } else { "kept apart" });
     let pace: Vec<String> = [
         settings.pages_per_second.map(|pages| format!("{pages} pages/s")),
         settings.target_scan_seconds.map(|seconds| format!("a scan in {seconds} s")),

@@ -1,4 +1,5 @@
-//! `ebb ctl` against the real API server, on the stand-in for a machine that the server's own tests use.
+//! `ebb ctl` against the real API server, on the stand-in for a machine that the server's own tests
+//! use.
 
 use std::sync::Arc;
 
@@ -33,7 +34,8 @@ fn machine(mood: Mood) -> Machine {
 }
 
 fn parse(socket: &str, words: &str) -> Result<Args, clap::Error> {
-    Cli::try_parse_from(["ctl", socket].into_iter().chain(words.split_whitespace())).map(|cli| cli.args)
+    Cli::try_parse_from(["ctl", socket].into_iter().chain(words.split_whitespace()))
+        .map(|cli| cli.args)
 }
 
 impl Machine {
@@ -129,7 +131,8 @@ fn metrics_are_shown_by_name_and_kind() {
     assert_eq!(value(&table, "balloon_errors_total bad_address"), "3");
     let json = machine.json("metrics");
     let list = json["metrics"].as_array().unwrap();
-    let overhead = list.iter().find(|sample| sample["name"] == "ebb_overhead_resident_bytes").unwrap();
+    let overhead =
+        list.iter().find(|sample| sample["name"] == "ebb_overhead_resident_bytes").unwrap();
     assert_eq!(overhead["value"], 5 << 20);
 }
 
@@ -156,9 +159,13 @@ fn free_pages_are_shown_by_size() {
 fn refusals_and_dead_sockets_are_explained() {
     let machine_without = machine(Mood::NoBalloon);
     assert_eq!(value(&machine_without.ctl("vm"), "balloon"), "none");
-    for words in ["balloon", "balloon set 1G", "statistics", "statistics-interval 1", "free-pages"] {
+    for words in ["balloon", "balloon set 1G", "statistics", "statistics-interval 1", "free-pages"]
+    {
         let error = machine_without.error(words);
-        assert!(error.contains("no balloon device") && error.contains("--balloon"), "{words}: {error}");
+        assert!(
+            error.contains("no balloon device") && error.contains("--balloon"),
+            "{words}: {error}"
+        );
     }
     let paused = machine(Mood::WrongState);
     assert!(paused.error("power-button").contains("paused (resume it)"));

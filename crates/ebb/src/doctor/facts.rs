@@ -19,8 +19,15 @@ use super::merging::Merging;
 pub(super) const QEMU: &str = "qemu-system-x86_64";
 
 /// Modules that the virtual host and the guests in it load.
-const MODULES: [&str; 7] =
-    ["kvm_amd", "virtio_pci", "virtio_mmio", "virtio_balloon", "virtio_blk", "virtio_console", "virtio_rng"];
+const MODULES: [&str; 7] = [
+    "kvm_amd",
+    "virtio_pci",
+    "virtio_mmio",
+    "virtio_balloon",
+    "virtio_blk",
+    "virtio_console",
+    "virtio_rng",
+];
 
 /// Whether a process here may handle another's page faults.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -106,8 +113,9 @@ fn selected(line: &str) -> Option<String> {
 }
 
 fn huge_pages() -> Option<HugePages> {
-    let number =
-        |name: &str| read(&format!("/sys/kernel/mm/hugepages/hugepages-2048kB/{name}"))?.parse().ok();
+    let number = |name: &str| {
+        read(&format!("/sys/kernel/mm/hugepages/hugepages-2048kB/{name}"))?.parse().ok()
+    };
     Some(HugePages { total: number("nr_hugepages")?, free: number("free_hugepages")? })
 }
 
@@ -117,7 +125,11 @@ fn memory(meminfo: &str) -> Option<Memory> {
         let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
         kib.checked_mul(1024).map(ByteSize::from_bytes)
     };
-    Some(Memory { total: size("MemTotal")?, available: size("MemAvailable")?, swap: size("SwapTotal")? })
+    Some(Memory {
+        total: size("MemTotal")?,
+        available: size("MemAvailable")?,
+        swap: size("SwapTotal")?,
+    })
 }
 
 fn userfaultfd() -> Userfaultfd {
@@ -135,12 +147,13 @@ fn userfaultfd() -> Userfaultfd {
 
 fn qemu_version() -> Result<String, String> {
     let install = "install it: sudo apt-get install --no-install-recommends qemu-system-x86";
-    let output = Command::new(QEMU).arg("--version").stdin(Stdio::null()).output().map_err(|error| {
-        match error.kind() {
-            std::io::ErrorKind::NotFound => format!("{QEMU} is not installed; {install}"),
-            _ => format!("{QEMU} cannot be run: {error}; {install}"),
-        }
-    })?;
+    let output =
+        Command::new(QEMU).arg("--version").stdin(Stdio::null()).output().map_err(|error| {
+            match error.kind() {
+                std::io::ErrorKind::NotFound => format!("{QEMU} is not installed; {install}"),
+                _ => format!("{QEMU} cannot be run: {error}; {install}"),
+            }
+        })?;
     let text = String::from_utf8_lossy(&output.stdout);
     match text.lines().next() {
         Some(line) if output.status.success() => Ok(line.trim().to_owned()),
@@ -149,7 +162,8 @@ fn qemu_version() -> Result<String, String> {
 }
 
 fn busybox() -> Result<String, String> {
-    let path = env::var_os("EBB_BUSYBOX").map_or_else(|| PathBuf::from("/bin/busybox"), PathBuf::from);
+    let path =
+        env::var_os("EBB_BUSYBOX").map_or_else(|| PathBuf::from("/bin/busybox"), PathBuf::from);
     let install = "install it: sudo apt-get install busybox-static";
     if !path.exists() {
         return Err(format!("there is no {}; {install}", path.display()));
@@ -158,7 +172,8 @@ fn busybox() -> Result<String, String> {
     if !listed.is_ok_and(|output| output.status.success()) {
         return Err(format!("{} does not run; {install}", path.display()));
     }
-    // A static program comes without libraries. Without ldd, which finds them, it is given the benefit of the doubt.
+    // A static program comes without libraries. Without ldd, which finds them, it is given the
+    // benefit of the doubt.
     match program_with_libraries(&path) {
         Ok(files) if files.len() > 1 => Err(format!("{} is not static; {install}", path.display())),
         Ok(_) | Err(_) => Ok(path.display().to_string()),
@@ -174,8 +189,7 @@ mod tests {
         assert_eq!(selected("always [madvise] never").as_deref(), Some("madvise"));
         assert_eq!(selected("[always] madvise never").as_deref(), Some("always"));
         assert_eq!(selected("strange"), None);
-        let text =
-            "MemTotal:       24623456 kB\nMemFree: 1 kB\nMemAvailable:   20000000 kB\nSwapTotal:  0 kB\n";
+        let text = "MemTotal:       24623456 kB\nMemFree: 1 kB\nMemAvailable:   20000000 kB\nSwapTotal:  0 kB\n";
         assert_eq!(
             memory(text),
             Some(Memory {
@@ -184,7 +198,8 @@ mod tests {
                 swap: ByteSize::default(),
             })
         );
-        for broken in ["", "MemTotal: x kB\n", "MemTotal: 5\n", "MemTotal: 5 kB\nSwapTotal: 0 kB\n"] {
+        for broken in ["", "MemTotal: x kB\n", "MemTotal: 5\n", "MemTotal: 5 kB\nSwapTotal: 0 kB\n"]
+        {
             assert_eq!(memory(broken), None, "{broken:?}");
         }
     }
@@ -194,8 +209,9 @@ mod tests {
         let facts = Facts::collect();
         let memory = facts.memory.unwrap();
         assert!(memory.total >= memory.available && memory.available.bytes() > 0);
-        for lack in
-            [&facts.qemu, &facts.kernel, &facts.busybox].into_iter().filter_map(|fact| fact.as_ref().err())
+        for lack in [&facts.qemu, &facts.kernel, &facts.busybox]
+            .into_iter()
+            .filter_map(|fact| fact.as_ref().err())
         {
             assert!(lack.contains("install"), "{lack}");
         }

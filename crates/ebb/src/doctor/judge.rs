@@ -13,7 +13,8 @@ const DEMO_MEMORY: ByteSize = ByteSize::from_mib(3 << 10);
 /// The experiments at full size have a host of 15 GiB.
 const FULL_MEMORY: ByteSize = ByteSize::from_mib(16 << 10);
 
-/// QEMU before this one may run stale translations of code that a processor of the guest has changed.
+/// QEMU before this one may run stale translations of code that a processor of the guest has
+/// changed.
 const SOUND_QEMU: (u32, u32) = (8, 1);
 
 pub(super) fn judge(facts: &Facts) -> Report {
@@ -24,7 +25,8 @@ pub(super) fn judge(facts: &Facts) -> Report {
     checks.extend(facts.merging.checks());
     checks.push(userfaultfd(facts));
     checks.push(memory(facts));
-    // Where KVM runs guests nobody needs the virtual host; where it does not, everything hangs on it.
+    // Where KVM runs guests nobody needs the virtual host; where it does not, everything hangs on
+    // it.
     let lack = if verdict == Verdict::Direct { Grade::Warning } else { Grade::Problem };
     checks.push(qemu(facts, lack));
     for (name, fact) in [
@@ -62,9 +64,8 @@ fn verdict(facts: &Facts) -> Verdict {
         let kvm = match &facts.kvm.quality {
             KvmQuality::Fast { .. } => "KVM is fast".to_owned(),
             KvmQuality::Emulated { .. } => "KVM only emulates guests".to_owned(),
-            KvmQuality::Unavailable { reason, .. } | KvmQuality::PermissionDenied { reason, .. } => {
-                reason.clone()
-            }
+            KvmQuality::Unavailable { reason, .. }
+            | KvmQuality::PermissionDenied { reason, .. } => reason.clone(),
         };
         reasons.push(format!("{kvm}, and the virtual host lacks {}", lacks.join(", ")));
     }
@@ -88,8 +89,9 @@ fn kvm_checks(facts: &Facts, verdict: &Verdict) -> Vec<Check> {
     // A bad KVM is no obstacle where the virtual host takes over.
     let bad = if *verdict == Verdict::VirtualHost { Grade::Warning } else { Grade::Problem };
     let probe = &facts.kvm;
-    let present =
-        |version: i32| check(PRESENT, Grade::Ok, format!("{}, version {version}", probe.device), None);
+    let present = |version: i32| {
+        check(PRESENT, Grade::Ok, format!("{}, version {version}", probe.device), None)
+    };
     let permitted = || check(PERMISSION, Grade::Ok, "this user may open it", None);
     let complete = || check(CAPABILITIES, Grade::Ok, "all that are needed", None);
     let speed = |ns: f64| format!("a million rounds of a loop in a guest take {}", loop_time(ns));
@@ -124,7 +126,11 @@ fn kvm_checks(facts: &Facts, verdict: &Verdict) -> Vec<Check> {
             vec![check(PRESENT, bad, reason.clone(), Some(remedy))]
         }
         KvmQuality::Unavailable { reason, remedy } => {
-            vec![present(version), permitted(), check(CAPABILITIES, bad, reason.clone(), Some(remedy))]
+            vec![
+                present(version),
+                permitted(),
+                check(CAPABILITIES, bad, reason.clone(), Some(remedy)),
+            ]
         }
     }
 }
@@ -176,7 +182,9 @@ fn userfaultfd(facts: &Facts) -> Check {
             NAME,
             Grade::Warning,
             "only with more privileges",
-            Some("give this user access to /dev/userfaultfd, or: sudo sysctl vm.unprivileged_userfaultfd=1"),
+            Some(
+                "give this user access to /dev/userfaultfd, or: sudo sysctl vm.unprivileged_userfaultfd=1",
+            ),
         ),
         Userfaultfd::Missing => check(NAME, Grade::Warning, "this kernel has none", None),
     }
@@ -224,8 +232,9 @@ fn qemu(facts: &Facts, lack: Grade) -> Check {
 
 /// Major and minor version in the first line of `--version`.
 fn qemu_version(line: &str) -> Option<(u32, u32)> {
-    let version =
-        line.split_ascii_whitespace().find(|word| word.starts_with(|c: char| c.is_ascii_digit()))?;
+    let version = line
+        .split_ascii_whitespace()
+        .find(|word| word.starts_with(|c: char| c.is_ascii_digit()))?;
     let mut numbers = version.split('.');
     let major = numbers.next()?.parse().ok()?;
     Some((major, numbers.next().and_then(|minor| minor.parse().ok()).unwrap_or(0)))
@@ -319,11 +328,15 @@ mod tests {
 
     #[test]
     fn the_last_line_is_the_verdict() {
-        let last = |facts: &Facts| table(&judge(facts)).trim_end().lines().last().unwrap().to_owned();
+        let last =
+            |facts: &Facts| table(&judge(facts)).trim_end().lines().last().unwrap().to_owned();
         assert_eq!(last(&facts(fast())), "guests run directly on KVM");
         assert_eq!(last(&facts(emulated())), "guests run in the virtual host");
         let line = last(&without_qemu(absent()));
-        assert_eq!(line, "cannot run, because there is no /dev/kvm, and the virtual host lacks QEMU");
+        assert_eq!(
+            line,
+            "cannot run, because there is no /dev/kvm, and the virtual host lacks QEMU"
+        );
     }
 
     #[test]
@@ -337,8 +350,11 @@ mod tests {
         ] {
             let report = judge(&facts);
             assert!(matches!(report.verdict, Verdict::Cannot { .. }));
-            let problems: Vec<_> =
-                report.checks.iter().filter(|check| check.remedy.as_deref() == Some("get it")).collect();
+            let problems: Vec<_> = report
+                .checks
+                .iter()
+                .filter(|check| check.remedy.as_deref() == Some("get it"))
+                .collect();
             assert_eq!(problems.len(), 1);
             assert_eq!(problems[0].grade, Grade::Problem);
         }
@@ -356,9 +372,13 @@ mod tests {
 
     #[test]
     fn nothing_is_a_problem_where_guests_run() {
-        for facts in
-            [facts(fast()), without_qemu(fast()), facts(emulated()), facts(denied()), facts(absent())]
-        {
+        for facts in [
+            facts(fast()),
+            without_qemu(fast()),
+            facts(emulated()),
+            facts(denied()),
+            facts(absent()),
+        ] {
             let report = judge(&facts);
             assert!(report.checks.iter().all(|check| check.grade != Grade::Problem), "{report:?}");
         }
@@ -407,12 +427,15 @@ mod tests {
             assert_eq!(report.verdict, Verdict::VirtualHost, "{line}");
             report.checks.iter().find(|check| check.name.starts_with("QEMU")).unwrap().grade
         };
-        for line in
-            ["QEMU emulator version 7.2.22 (Debian 1:7.2+dfsg-7+deb12u18)", "QEMU emulator version 8.0"]
-        {
+        for line in [
+            "QEMU emulator version 7.2.22 (Debian 1:7.2+dfsg-7+deb12u18)",
+            "QEMU emulator version 8.0",
+        ] {
             assert_eq!(grade(line), Grade::Warning, "{line}");
         }
-        for line in ["QEMU emulator version 8.1.0", "QEMU emulator version 10.0.2", "a QEMU of tomorrow"] {
+        for line in
+            ["QEMU emulator version 8.1.0", "QEMU emulator version 10.0.2", "a QEMU of tomorrow"]
+        {
             assert_eq!(grade(line), Grade::Ok, "{line}");
         }
     }

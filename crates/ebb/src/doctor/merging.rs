@@ -30,7 +30,8 @@ pub(super) struct Merging {
 impl Merging {
     /// Tries both.
     pub(super) fn collect() -> Self {
-        let max_map_count = || read("/proc/sys/vm/max_map_count").and_then(|text| text.parse().ok());
+        let max_map_count =
+            || read("/proc/sys/vm/max_map_count").and_then(|text| text.parse().ok());
         Self {
             owner: probe_merging().map(|()| max_map_count()).map_err(|error| error.to_string()),
             kernel: kernel_merging().map_err(|error| error.to_string()),
@@ -45,11 +46,16 @@ impl Merging {
     fn check_owner(&self) -> Check {
         const NAME: &str = "merging by the monitor";
         match &self.owner {
-            Ok(Some(mappings)) => {
-                check(NAME, Grade::Ok, format!("merge=owner works, with up to {mappings} mappings"), None)
-            }
+            Ok(Some(mappings)) => check(
+                NAME,
+                Grade::Ok,
+                format!("merge=owner works, with up to {mappings} mappings"),
+                None,
+            ),
             Ok(None) => check(NAME, Grade::Ok, "merge=owner works", None),
-            Err(reason) => check(NAME, Grade::Warning, format!("merge=owner does not work: {reason}"), None),
+            Err(reason) => {
+                check(NAME, Grade::Warning, format!("merge=owner does not work: {reason}"), None)
+            }
         }
     }
 
@@ -64,8 +70,15 @@ impl Merging {
                 if *may_change {
                     check(NAME, Grade::Ok, what, None)
                 } else {
-                    let found = format!("{what}; this user cannot change it, so merge=kernel does not work");
-                    check(NAME, Grade::Warning, found, Some("run monitors with merge=kernel as root"))
+                    let found = format!(
+                        "{what}; this user cannot change it, so merge=kernel does not work"
+                    );
+                    check(
+                        NAME,
+                        Grade::Warning,
+                        found,
+                        Some("run monitors with merge=kernel as root"),
+                    )
                 }
             }
             Err(reason) => check(NAME, Grade::Warning, reason.as_str(), None),

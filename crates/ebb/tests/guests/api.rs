@@ -27,7 +27,13 @@ fn refusals(scene: &Scene) {
         ("PUT", "/balloon", "{\"target_bytes\":4096,\"more\":1}", 422, "more"),
         ("PUT", "/balloon", "{", 400, "JSON"),
         ("PUT", "/balloon", "", 400, "target_bytes"),
-        ("PUT", "/balloon/statistics-interval", "{\"interval_seconds\":null}", 422, "interval_seconds"),
+        (
+            "PUT",
+            "/balloon/statistics-interval",
+            "{\"interval_seconds\":null}",
+            422,
+            "interval_seconds",
+        ),
         ("PUT", "/vm/pause", "{\"now\":true}", 422, "now"),
         ("GET", "/balloon/statistics?age=1", "", 400, "age"),
         ("GET", "/nothing", "", 404, "/nothing"),
@@ -77,7 +83,14 @@ fn machine_without_balloon(scene: &Scene) {
         assert_eq!(status, 404, "{method} {target}: {message}");
         assert!(message.contains("no balloon"), "{message}");
     }
-    assert!(guest.client().request("GET", "/metrics", "").unwrap().body.contains("ebb_guest_resident_bytes"));
+    assert!(
+        guest
+            .client()
+            .request("GET", "/metrics", "")
+            .unwrap()
+            .body
+            .contains("ebb_guest_resident_bytes")
+    );
 }
 
 fn ctl(scene: &Scene) {

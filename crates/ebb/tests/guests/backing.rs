@@ -31,11 +31,14 @@ struct Bytes {
 }
 
 /// In huge pages.
-const LARGE: Bytes = Bytes { ram: 512 * MIB, held: 48 * MIB, touched: 360 * MIB, balloon: 320 * MIB };
+const LARGE: Bytes =
+    Bytes { ram: 512 * MIB, held: 48 * MIB, touched: 360 * MIB, balloon: 320 * MIB };
 /// In pages of 4 KiB, which an emulated host takes long to touch.
-const SMALL: Bytes = Bytes { ram: 256 * MIB, held: 16 * MIB, touched: 150 * MIB, balloon: 128 * MIB };
+const SMALL: Bytes =
+    Bytes { ram: 256 * MIB, held: 16 * MIB, touched: 150 * MIB, balloon: 128 * MIB };
 
-/// Inflates, deflates and reports on a guest with all of its free memory touched; content is checked throughout.
+/// Inflates, deflates and reports on a guest with all of its free memory touched; content is
+/// checked throughout.
 ///
 /// Of the balloon, at least `at_least` bytes must become the host's.
 fn check_balloon(guest: &Guest, sizes: &Bytes, at_least: u64) {
@@ -48,7 +51,9 @@ fn check_balloon(guest: &Guest, sizes: &Bytes, at_least: u64) {
     eventually("the balloon's pages are the host's", 20, || {
         let (now, process_now) = (guest.resident(), guest.process_bytes());
         when(now + must_fall <= resident && process_now + must_fall <= process + 4 * MIB, || {
-            format!("{resident} -> {now}, process {process} -> {process_now}, {must_fall} must be less")
+            format!(
+                "{resident} -> {now}, process {process} -> {process_now}, {must_fall} must be less"
+            )
         })
     });
     assert_eq!(guest.wrong_pages(), 0);
@@ -62,12 +67,14 @@ fn check_balloon(guest: &Guest, sizes: &Bytes, at_least: u64) {
 fn anonymous_huge_bytes(guest: &Guest) -> u64 {
     let text = fs::read_to_string(format!("/proc/{}/smaps_rollup", guest.pid())).unwrap();
     let line = text.lines().find(|line| line.starts_with("AnonHugePages:")).expect("AnonHugePages");
-    line.split_ascii_whitespace().nth(1).and_then(|number| number.parse::<u64>().ok()).unwrap() * 1024
+    line.split_ascii_whitespace().nth(1).and_then(|number| number.parse::<u64>().ok()).unwrap()
+        * 1024
 }
 
 fn anonymous_with_huge_pages(scene: &Scene) {
     let guest = Setup::new(scene).memory("size=512M,backing=anon,thp=on").start();
-    let policy = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
+    let policy =
+        fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
     if !policy.contains("[never]") {
         assert!(anonymous_huge_bytes(&guest) > 0);
     }
@@ -112,8 +119,8 @@ fn hugetlb(scene: &Scene) {
         return;
     }
     let guest = setup.start();
-    // Only whole huge pages go back: the driver's pages are single ones, and some of its huge pages are shared with
-    // others.
+    // Only whole huge pages go back: the driver's pages are single ones, and some of its huge pages
+    // are shared with others.
     check_balloon(&guest, &LARGE, LARGE.balloon / 10 * 8);
     drop(guest);
     assert_eq!(pool_free(), before, "the pool has all its pages again");

@@ -1,4 +1,5 @@
-//! Requests that cannot be fulfilled: a message that names the thing and the remedy, an exit code, nothing left behind.
+//! Requests that cannot be fulfilled: a message that names the thing and the remedy, an exit code,
+//! nothing left behind.
 
 use std::fs::{self, File};
 use std::io::Read;
@@ -100,7 +101,12 @@ fn sizes_and_options(scene: &Scene) {
     refuse(scene, &setup().balloon("size=1G"), 2, &["--balloon", "1G", "512M"]);
     refuse(scene, &setup().balloon("reporting=perhaps"), 2, &["perhaps", "on"]);
     for option in ["page_bitmap", "page_ranges", "host_requests", "verify_reports"] {
-        refuse(scene, &setup().balloon(&format!("{option}=perhaps")), 2, &[option, "perhaps", "on, off"]);
+        refuse(
+            scene,
+            &setup().balloon(&format!("{option}=perhaps")),
+            2,
+            &[option, "perhaps", "on, off"],
+        );
     }
     refuse(scene, &setup().args(["--cpus", "0"]), 2, &["--cpus"]);
     refuse(scene, &setup().args(["--cpus", "255"]), 2, &["--cpus", "254"]);
@@ -155,7 +161,8 @@ const NOBODY: u32 = 65534;
 fn kvm_without_permission(scene: &Scene) {
     let mode = fs::metadata("/dev/kvm").unwrap().permissions().mode();
     if !rustix::process::geteuid().is_root() || mode & 0o006 == 0o006 {
-        // Nobody can be locked out here: this user cannot become another one, or everybody may use the device.
+        // Nobody can be locked out here: this user cannot become another one, or everybody may use
+        // the device.
         return;
     }
     fs::set_permissions(scene.path(""), fs::Permissions::from_mode(0o777)).unwrap();

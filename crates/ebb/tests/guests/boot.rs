@@ -51,8 +51,12 @@ fn vmlinux_on_two_vcpus(scene: &Scene) {
     let guest = Setup::new(scene).args(["--cpus", "2"]).start();
     assert_eq!(greeting(&guest).0, 2);
     assert_eq!(guest.read_file("/sys/devices/system/cpu/online"), "0-1\n");
-    assert!(guest.read_file("/proc/cpuinfo").contains("hypervisor"), "guests are told that they are guests");
-    let sources = guest.read_file("/sys/devices/system/clocksource/clocksource0/available_clocksource");
+    assert!(
+        guest.read_file("/proc/cpuinfo").contains("hypervisor"),
+        "guests are told that they are guests"
+    );
+    let sources =
+        guest.read_file("/sys/devices/system/clocksource/clocksource0/available_clocksource");
     assert!(sources.contains("kvm-clock"), "{sources}");
     // Both vCPUs do something at the same time: each command is a process of its own.
     let both = [(); 2].map(|()| guest.send(Command::AllocTouchExit { bytes: 100 * MIB }));
@@ -64,8 +68,10 @@ fn vmlinux_on_two_vcpus(scene: &Scene) {
 /// Free pages of the guest's zone Normal, which begins at 4 GiB on x86-64.
 fn free_pages_above_4_gib(guest: &Guest) -> u64 {
     let text = guest.read_file("/proc/zoneinfo");
-    let zone =
-        text.split("Node 0, zone").find(|zone| zone.trim_start().starts_with("Normal")).expect("zone Normal");
+    let zone = text
+        .split("Node 0, zone")
+        .find(|zone| zone.trim_start().starts_with("Normal"))
+        .expect("zone Normal");
     let field = |name: &str| {
         let rest = zone.split_once(name).unwrap_or_else(|| panic!("no {name} in {zone}")).1;
         rest.split_ascii_whitespace().find_map(|word| word.parse::<u64>().ok()).expect("a number")
@@ -96,7 +102,8 @@ fn memory_above_4_gib(scene: &Scene) {
 
 fn numa_nodes(scene: &Scene) {
     let two_host_nodes = Path::new("/sys/devices/system/node/node1").exists();
-    let bind = |node: u32| if two_host_nodes { format!(",host_node={node}") } else { String::new() };
+    let bind =
+        |node: u32| if two_host_nodes { format!(",host_node={node}") } else { String::new() };
     let nodes = [
         format!("size=512M,cpus=0,distances=10:30{}", bind(1)),
         format!("size=256M,cpus=1,distances=30:10{}", bind(0)),
@@ -105,14 +112,21 @@ fn numa_nodes(scene: &Scene) {
         .memory("size=768M")
         .args(["--cpus", "2", "--numa", &nodes[0], "--numa", &nodes[1]])
         .start();
-    let file = |name: &str| guest.read_file(&format!("/sys/devices/system/node/{name}")).trim().to_owned();
+    let file =
+        |name: &str| guest.read_file(&format!("/sys/devices/system/node/{name}")).trim().to_owned();
     assert_eq!(file("online"), "0-1");
     assert_eq!((file("node0/cpulist").as_str(), file("node1/cpulist").as_str()), ("0", "1"));
-    assert_eq!((file("node0/distance").as_str(), file("node1/distance").as_str()), ("10 30", "30 10"));
+    assert_eq!(
+        (file("node0/distance").as_str(), file("node1/distance").as_str()),
+        ("10 30", "30 10")
+    );
     let total = |node: u32| {
         let text = file(&format!("node{node}/meminfo"));
         let line = text.lines().find(|line| line.contains("MemTotal:")).expect("MemTotal");
-        line.split_ascii_whitespace().nth_back(1).and_then(|number| number.parse::<u64>().ok()).unwrap()
+        line.split_ascii_whitespace()
+            .nth_back(1)
+            .and_then(|number| number.parse::<u64>().ok())
+            .unwrap()
             * 1024
     };
     assert!(total(0) > 512 * MIB - KERNEL_SHARE && total(0) <= 512 * MIB, "{}", total(0));

@@ -1,8 +1,9 @@
-//! The guest's clocks over pauses, snapshots and restores: what kvm-unit-tests' kvmclock_test, Linux' kvm_clock_test and
-//! Firecracker's snapshot tests look for, in a real guest.
+//! The guest's clocks over pauses, snapshots and restores: what kvm-unit-tests' kvmclock_test,
+//! Linux' kvm_clock_test and Firecracker's snapshot tests look for, in a real guest.
 //!
-//! A guest runs in seconds that are slow here, so tests look at the order of readings, which must be right at each of them,
-//! and compare times with margins that are wide; how far off they were is printed.
+//! A guest runs in seconds that are slow here, so tests look at the order of readings, which must
+//! be right at each of them, and compare times with margins that are wide; how far off they were is
+//! printed.
 
 use std::thread;
 use std::time::Duration;
@@ -77,8 +78,8 @@ fn ns(time: Duration) -> i64 {
     i64::try_from(time.as_nanos()).unwrap()
 }
 
-/// Fails unless the guest's time has gone on as the policy says, over a time of which the guest stood still for at least
-/// `stopped`.
+/// Fails unless the guest's time has gone on as the policy says, over a time of which the guest
+/// stood still for at least `stopped`.
 #[track_caller]
 fn assert_policy(policy: &str, before: &Look, after: &Look, stopped: Duration) -> Advance {
     let advance = after.since(before);
@@ -102,7 +103,11 @@ fn print_lags(what: &str, advances: &[Advance]) {
 /// Prints how far the guests' real time was off, after one restore after the other.
 fn print_real_time(what: &str, errors_ns: &[i64]) {
     let (first, last) = (errors_ns.first().unwrap_or(&0), errors_ns.last().unwrap_or(&0));
-    println!("    {what}: real time {} ms off at first, {} ms at last", first / 1_000_000, last / 1_000_000);
+    println!(
+        "    {what}: real time {} ms off at first, {} ms at last",
+        first / 1_000_000,
+        last / 1_000_000
+    );
 }
 
 /// Pauses of guests with both policies: what their clocks have made of it.
@@ -120,7 +125,8 @@ fn pauses(scene: &Scene, clocksource: Clocksource) {
         let what = format!("{policy}, {}, paused for {} ms", clocksource.name(), PAUSE.as_millis());
         print_lags(&what, &[advance]);
         print_real_time(&what, &[before.real_time_error_ns, after.real_time_error_ns]);
-        // A pause that catches up is a gap for each reader; one that the guest does not notice is none.
+        // A pause that catches up is a gap for each reader; one that the guest does not notice is
+        // none.
         let gaps_ns = readers.cpus.iter().map(|cpu| cpu.largest_gap_ns.cast_signed());
         println!("    {what}: the readers' largest gaps {}", Distribution::of(gaps_ns));
         assert_eq!(complaints(guest), *silence);
@@ -195,8 +201,8 @@ fn restores_catch_up(scene: &Scene) {
     }
 }
 
-/// A guest that is told at once when it stands still, restored from a snapshot that is old for it: its kernel must hear that
-/// it was stopped (KVMCLOCK_CTRL), or it blames its programs.
+/// A guest that is told at once when it stands still, restored from a snapshot that is old for it:
+/// its kernel must hear that it was stopped (KVMCLOCK_CTRL), or it blames its programs.
 fn old_snapshot(scene: &Scene) {
     let file = scene.path("vm.snapshot");
     let (guest, silence) = guest(scene, Clocksource::KvmClock, "catch-up");

@@ -10,9 +10,17 @@ use rustix::time::{ClockId, clock_gettime};
 use crate::guest::Guest;
 use crate::harness::{eventually, when};
 
-/// Lines of a kernel's log that tell of a guest that has stood still without knowing, or of a clock that it distrusts.
-const COMPLAINTS: [&str; 7] =
-    ["soft lockup", "stall", "hung task", "blocked for more than", "unstable", "time jump", "clock skew"];
+/// Lines of a kernel's log that tell of a guest that has stood still without knowing, or of a clock
+/// that it distrusts.
+const COMPLAINTS: [&str; 7] = [
+    "soft lockup",
+    "stall",
+    "hung task",
+    "blocked for more than",
+    "unstable",
+    "time jump",
+    "clock skew",
+];
 /// Looks at a guest's clocks of which one is taken.
 const LOOKS: usize = 4;
 /// Readings in a burst, and the pause between bursts: a quarter of a processor in an emulated host.
@@ -77,12 +85,14 @@ pub struct Advance {
 }
 
 impl Advance {
-    /// How far the guest's time has fallen behind the host's at least, in ns; negative if it need not have.
+    /// How far the guest's time has fallen behind the host's at least, in ns; negative if it need
+    /// not have.
     pub fn lag_least_ns(&self) -> i64 {
         self.host_least_ns - self.guest_ns
     }
 
-    /// How far the guest's time has fallen behind the host's at most, in ns; negative if it has run ahead.
+    /// How far the guest's time has fallen behind the host's at most, in ns; negative if it has run
+    /// ahead.
     pub fn lag_most_ns(&self) -> i64 {
         self.host_most_ns - self.guest_ns
     }
@@ -112,15 +122,17 @@ pub fn watched_since(guest: &Guest, earlier: &WatchReport) -> WatchReport {
         let now = watched(guest);
         assert_eq!(now.faults(), Vec::<String>::new(), "{now:?}");
         let goes_on = earlier.cpus.iter().zip(&now.cpus).all(|(before, now)| {
-            now.readings > before.readings && now.monotonic_ns > before.monotonic_ns && now.tsc > before.tsc
+            now.readings > before.readings
+                && now.monotonic_ns > before.monotonic_ns
+                && now.tsc > before.tsc
         });
         when(goes_on, || format!("{earlier:?} {now:?}"))?;
         Ok(now)
     })
 }
 
-/// What the guest's kernel complains about, line by line. At boot it may find the time stamp counters of a virtual machine
-/// hard to trust, so what counts is what comes later.
+/// What the guest's kernel complains about, line by line. At boot it may find the time stamp
+/// counters of a virtual machine hard to trust, so what counts is what comes later.
 #[track_caller]
 pub fn complaints(guest: &Guest) -> String {
     let log = guest.run(Command::KernelLog { words: COMPLAINTS.map(str::to_owned).to_vec() });
@@ -141,9 +153,19 @@ impl Distribution {
 
 impl fmt::Display for Distribution {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let at =
-            |tenths: usize| self.0.get((self.0.len().max(1) - 1) * tenths / 10).copied().unwrap_or(0) / 1000;
-        write!(f, "{} values: {} / {} / {} / {} / {} µs", self.0.len(), at(0), at(1), at(5), at(9), at(10))?;
+        let at = |tenths: usize| {
+            self.0.get((self.0.len().max(1) - 1) * tenths / 10).copied().unwrap_or(0) / 1000
+        };
+        write!(
+            f,
+            "{} values: {} / {} / {} / {} / {} µs",
+            self.0.len(),
+            at(0),
+            at(1),
+            at(5),
+            at(9),
+            at(10)
+        )?;
         write!(f, " (least, 10 %, middle, 90 %, most)")
     }
 }

@@ -16,7 +16,8 @@ pub const TESTS: &[Test] = &[
 ];
 
 fn run_shell(guest: &Guest, line: &str) -> serde_json::Value {
-    guest.run(Command::Exec { argv: ["/bin/busybox", "sh", "-c", line].map(str::to_owned).to_vec() })
+    guest
+        .run(Command::Exec { argv: ["/bin/busybox", "sh", "-c", line].map(str::to_owned).to_vec() })
 }
 
 fn disk_writes_and_reads(scene: &Scene) {
@@ -28,20 +29,28 @@ fn disk_writes_and_reads(scene: &Scene) {
     assert_eq!(guest.read_file("/sys/block/vda/serial").trim(), "ebb-disk-0");
 
     // The guest turns the second half into the first one, and both sides see it.
-    let copied = run_shell(&guest, "dd if=/dev/vda of=/dev/vda bs=1M count=4 seek=4 conv=notrunc,fsync");
+    let copied =
+        run_shell(&guest, "dd if=/dev/vda of=/dev/vda bs=1M count=4 seek=4 conv=notrunc,fsync");
     assert_eq!(copied["code"], 0, "{copied}");
     let changed = fs::read(&path).unwrap();
     assert_eq!(changed.len(), content.len());
     assert!(changed[..4 << 20] == content[..4 << 20] && changed[4 << 20..] == content[..4 << 20]);
     guest.run(Command::DropCaches);
-    let same =
-        run_shell(&guest, "head -c 4194304 /dev/vda > /tmp/a && tail -c 4194304 /dev/vda | cmp - /tmp/a");
+    let same = run_shell(
+        &guest,
+        "head -c 4194304 /dev/vda > /tmp/a && tail -c 4194304 /dev/vda | cmp - /tmp/a",
+    );
     assert_eq!(same["code"], 0, "{same}");
     // The last sector, and not one more.
-    let last = run_shell(&guest, "dd if=/dev/zero of=/dev/vda bs=512 seek=16383 count=1 conv=notrunc,fsync");
+    let last = run_shell(
+        &guest,
+        "dd if=/dev/zero of=/dev/vda bs=512 seek=16383 count=1 conv=notrunc,fsync",
+    );
     assert_eq!(last["code"], 0, "{last}");
-    let beyond =
-        run_shell(&guest, "dd if=/dev/zero of=/dev/vda bs=512 seek=16384 count=1 conv=notrunc,fsync");
+    let beyond = run_shell(
+        &guest,
+        "dd if=/dev/zero of=/dev/vda bs=512 seek=16384 count=1 conv=notrunc,fsync",
+    );
     assert_ne!(beyond["code"], 0, "{beyond}");
     let changed = fs::read(&path).unwrap();
     assert_eq!(changed.len(), content.len());
@@ -54,9 +63,11 @@ fn readonly_disk_refuses(scene: &Scene) {
     let disk = format!("path={},readonly=on", path.display());
     let guest = Setup::new(scene).args(["--disk", &disk]).start();
     assert_eq!(guest.read_file("/sys/block/vda/ro").trim(), "1");
-    let written = run_shell(&guest, "dd if=/dev/zero of=/dev/vda bs=512 count=1 conv=notrunc,fsync");
+    let written =
+        run_shell(&guest, "dd if=/dev/zero of=/dev/vda bs=512 count=1 conv=notrunc,fsync");
     assert_ne!(written["code"], 0, "{written}");
-    // A driver that does not care either: the flag is taken away in the guest, the device stays firm.
+    // A driver that does not care either: the flag is taken away in the guest, the device stays
+    // firm.
     run_shell(
         &guest,
         "blockdev --setrw /dev/vda; dd if=/dev/zero of=/dev/vda bs=512 count=1 conv=notrunc,fsync",
@@ -80,6 +91,7 @@ fn entropy(scene: &Scene) {
     assert_eq!((first.len(), second.len()), (1024, 1024), "{first}");
     assert_ne!(first, second);
     // 512 random bytes have about 221 different values.
-    let distinct = |text: &str| text.as_bytes().chunks(2).collect::<std::collections::BTreeSet<_>>().len();
+    let distinct =
+        |text: &str| text.as_bytes().chunks(2).collect::<std::collections::BTreeSet<_>>().len();
     assert!(distinct(&first) > 150, "{first}");
 }

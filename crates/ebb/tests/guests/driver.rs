@@ -37,7 +37,11 @@ fn reload_with_a_full_balloon(scene: &Scene) {
             (128 * MIB, 0),
             "the target stays, the balloon is empty"
         );
-        assert_eq!(guest.meminfo("MemTotal"), total, "the driver gives its pages back before it goes");
+        assert_eq!(
+            guest.meminfo("MemTotal"),
+            total,
+            "the driver gives its pages back before it goes"
+        );
         guest.run(Command::AllocTouchExit { bytes: 250 * MIB });
         assert_eq!(guest.wrong_pages(), 0, "round {round}");
         load(&guest);
@@ -54,7 +58,12 @@ fn reload_with_a_full_balloon(scene: &Scene) {
     guest.inflate_to(300 * MIB);
     guest.inflate_to(0);
     assert_eq!(guest.wrong_pages(), 0);
-    for kind in ["broken_queue", "outside_ram", "bad_address", "extra_statistics", "discard_failed"] {
-        assert_eq!(guest.metric(&format!("ebb_balloon_errors_total{{kind=\"{kind}\"}}")), 0, "{kind}");
+    for kind in ["broken_queue", "outside_ram", "bad_address", "extra_statistics", "discard_failed"]
+    {
+        assert_eq!(
+            guest.metric(&format!("ebb_balloon_errors_total{{kind=\"{kind}\"}}")),
+            0,
+            "{kind}"
+        );
     }
 }

@@ -47,18 +47,26 @@ fn power_off(scene: &Scene) {
 
 fn power_button(scene: &Scene) {
     let guest = Setup::new(scene).start();
-    // What acpid does: wait for KEY_POWER (116) pressed (1) at the input device (Linux include/uapi/linux/input.h).
+    // What acpid does: wait for KEY_POWER (116) pressed (1) at the input device (Linux
+    // include/uapi/linux/input.h).
     let script = "head -c 24 /dev/input/event0 | hexdump -v -e '1/1 \"%02x\"'";
     let argv = ["/bin/busybox", "sh", "-c", script].map(str::to_owned).to_vec();
     let id = guest.send(Command::Exec { argv });
     // The program must be waiting when the button is pressed.
     eventually("the input device is open", 20, || {
         let handlers = guest.read_file("/proc/bus/input/devices");
-        when(handlers.contains("Power Button") && handlers.contains("event0"), || handlers.clone())?;
+        when(handlers.contains("Power Button") && handlers.contains("event0"), || {
+            handlers.clone()
+        })?;
         let count = guest.run(Command::Exec {
-            argv: ["/bin/busybox", "sh", "-c", "ls -l /proc/[0-9]*/fd 2>/dev/null | grep -c input/event0"]
-                .map(str::to_owned)
-                .to_vec(),
+            argv: [
+                "/bin/busybox",
+                "sh",
+                "-c",
+                "ls -l /proc/[0-9]*/fd 2>/dev/null | grep -c input/event0",
+            ]
+            .map(str::to_owned)
+            .to_vec(),
         });
         when(count["stdout"].as_str().is_some_and(|text| text.trim() != "0"), || count.to_string())
     });
@@ -118,7 +126,9 @@ fn from_a_terminal(scene: &Scene) {
     program.stdin(stream()).stdout(stream()).stderr(Stdio::null());
     let mut process = program.spawn().unwrap();
     eventually("the terminal is raw", 30, || {
-        when(!modes().intersects(LocalModes::ICANON | LocalModes::ECHO), || format!("{:?}", modes()))
+        when(!modes().intersects(LocalModes::ICANON | LocalModes::ECHO), || {
+            format!("{:?}", modes())
+        })
     });
     rustix::io::write(&keyboard, b"\x01x").unwrap();
     let status = eventually("the monitor ends", 30, || {

@@ -15,12 +15,15 @@ use std::time::{Duration, Instant};
 use ebb_agent::protocol::{Command, Crash, Event, Request};
 use ebb_lab::console::{self, Line};
 use ebb_vmm::api::{BalloonInfo, Client, ClientError, StatisticsDocument, VmInfo};
-use rustix::process::{Pid, Signal, getpid, getppid, kill_process, set_parent_process_death_signal};
+use rustix::process::{
+    Pid, Signal, getpid, getppid, kill_process, set_parent_process_death_signal,
+};
 use serde_json::Value;
 
 use crate::harness::{Guests, eventually, when};
 
-/// From the start of the monitor to the agent's first word; about 2 s in a virtual host on an idle machine.
+/// From the start of the monitor to the agent's first word; about 2 s in a virtual host on an idle
+/// machine.
 const BOOT_LIMIT_S: u64 = 60;
 /// For a command of the agent.
 const COMMAND_LIMIT: Duration = Duration::from_secs(60);
@@ -32,7 +35,8 @@ const END_LIMIT_S: u64 = 20;
 const KEPT_LINES: usize = 200;
 /// What the monitor says before the number of a vCPU that could not go on.
 const TRIPLE_FAULT: &str = "the guest crashed: triple fault on vCPU ";
-/// Number of the next command, of whatever guest: a restored one must not be asked under a number that it has answered.
+/// Number of the next command, of whatever guest: a restored one must not be asked under a number
+/// that it has answered.
 static NEXT_COMMAND: AtomicU64 = AtomicU64::new(1);
 /// One MiB in bytes.
 pub const MIB: u64 = 1 << 20;
@@ -112,7 +116,9 @@ impl Handle {
                 let pid = pid.as_raw_nonzero();
                 let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
                 let wanted = ["State:", "VmRSS:", "RssShmem:", "HugetlbPages:", "Threads:"];
-                for line in status.lines().filter(|line| wanted.iter().any(|name| line.starts_with(name))) {
+                for line in
+                    status.lines().filter(|line| wanted.iter().any(|name| line.starts_with(name)))
+                {
                     let _ = writeln!(text, "{line}");
                 }
                 text.push_str(&threads(pid));
@@ -165,7 +171,8 @@ impl Guest {
         ];
         let pid = Pid::from_raw(process.id().cast_signed());
         let triple_fault_asked = Arc::new(AtomicBool::new(false));
-        let handle = Handle { shared, pid: Arc::new(Mutex::new(pid)), socket, command, triple_fault_asked };
+        let handle =
+            Handle { shared, pid: Arc::new(Mutex::new(pid)), socket, command, triple_fault_asked };
         guests.add(handle.clone());
         let input = Mutex::new(process.stdin.take());
         Self { process, input, handle, guests: guests.clone(), status: None, readers }
@@ -189,9 +196,17 @@ impl Guest {
     /// Waits until the agent has said "ready" for the `count`th time; what it said then.
     #[track_caller]
     pub fn wait_ready(&self, count: usize) -> Event {
-        self.wait(Duration::from_secs(BOOT_LIMIT_S), &format!("start number {count} of the agent"), |said| {
-            said.events.iter().filter(|event| matches!(event, Event::Ready { .. })).nth(count - 1).cloned()
-        })
+        self.wait(
+            Duration::from_secs(BOOT_LIMIT_S),
+            &format!("start number {count} of the agent"),
+            |said| {
+                said.events
+                    .iter()
+                    .filter(|event| matches!(event, Event::Ready { .. }))
+                    .nth(count - 1)
+                    .cloned()
+            },
+        )
     }
 
     /// Waits until the API answers.
@@ -199,7 +214,11 @@ impl Guest {
     pub fn wait_api(&mut self) {
         eventually("the API is there", 30, || {
             let asked = self.client().request("GET", "/vm", "");
-            assert!(asked.is_ok() || self.is_running(), "the monitor has ended: {:?}", self.wait_end());
+            assert!(
+                asked.is_ok() || self.is_running(),
+                "the monitor has ended: {:?}",
+                self.wait_end()
+            );
             asked.map(drop).map_err(|error| error.to_string())
         });
     }
@@ -220,8 +239,13 @@ impl Guest {
                 assert!(!closed, "the monitor has ended before this: {what}");
                 panic!("not within {} s: {what}", limit.as_secs());
             }
-            said =
-                self.handle.shared.changed.wait_timeout(said, left).unwrap_or_else(PoisonError::into_inner).0;
+            said = self
+                .handle
+                .shared
+                .changed
+                .wait_timeout(said, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
         }
     }
 
@@ -245,7 +269,8 @@ impl Guest {
         end_of(&self.handle.shared.lock(), id)
     }
 
-    /// Waits until the agent has taken a command: what is on its way to the guest is in no snapshot.
+    /// Waits until the agent has taken a command: what is on its way to the guest is in no
+    /// snapshot.
     #[track_caller]
     pub fn wait_started(&self, id: u64) {
         self.wait(COMMAND_LIMIT, &format!("the start of command {id}"), |said| {
@@ -314,7 +339,9 @@ impl Guest {
     /// An empty PUT.
     #[track_caller]
     pub fn put(&self, target: &str) {
-        self.client().request("PUT", target, "").unwrap_or_else(|error| panic!("{target}: {error}"));
+        self.client()
+            .request("PUT", target, "")
+            .unwrap_or_else(|error| panic!("{target}: {error}"));
     }
 
     /// A PUT without a body that answers with a document.
@@ -361,10 +388,14 @@ impl Guest {
 
     /// Memory of the monitor's whole process at the host, as Linux says.
     pub fn process_bytes(&self) -> u64 {
-        let text = fs::read_to_string(format!("/proc/{}/status", self.pid())).expect("the monitor runs");
+        let text =
+            fs::read_to_string(format!("/proc/{}/status", self.pid())).expect("the monitor runs");
         let field = |name: &str| {
             let line = text.lines().find(|line| line.starts_with(name)).unwrap_or_default();
-            line.split_ascii_whitespace().nth(1).and_then(|number| number.parse::<u64>().ok()).unwrap_or(0)
+            line.split_ascii_whitespace()
+                .nth(1)
+                .and_then(|number| number.parse::<u64>().ok())
+                .unwrap_or(0)
         };
         (field("VmRSS:") + field("VmSwap:") + field("HugetlbPages:")) * 1024
     }
@@ -372,9 +403,12 @@ impl Guest {
     /// A counter of `GET /metrics`, such as `name` or `name{kind="x"}`.
     #[track_caller]
     pub fn metric(&self, name: &str) -> u64 {
-        let reply = self.client().request("GET", "/metrics", "").unwrap_or_else(|error| panic!("{error}"));
+        let reply =
+            self.client().request("GET", "/metrics", "").unwrap_or_else(|error| panic!("{error}"));
         let line = reply.body.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
-        line.unwrap_or_else(|| panic!("no metric {name} in:\n{}", reply.body)).parse().expect("a number")
+        line.unwrap_or_else(|| panic!("no metric {name} in:\n{}", reply.body))
+            .parse()
+            .expect("a number")
     }
 
     /// Sends a signal to the monitor.
@@ -383,7 +417,8 @@ impl Guest {
         kill_process(pid, signal).expect("the monitor runs");
     }
 
-    /// Waits for the end of the monitor by itself; exit code or `None` for a signal, and all it logged last.
+    /// Waits for the end of the monitor by itself; exit code or `None` for a signal, and all it
+    /// logged last.
     #[track_caller]
     pub fn wait_end(&mut self) -> (Option<i32>, String) {
         let status = eventually("the monitor ends", END_LIMIT_S, || {
@@ -428,7 +463,8 @@ impl Guest {
 impl Drop for Guest {
     fn drop(&mut self) {
         if thread::panicking() {
-            // With its last words, if there are any: a monitor removes its socket first and says then why it ends.
+            // With its last words, if there are any: a monitor removes its socket first and says
+            // then why it ends.
             let deadline = Instant::now() + Duration::from_secs(5);
             while self.is_running() && !self.socket().exists() && Instant::now() < deadline {
                 thread::sleep(Duration::from_millis(50));
@@ -461,8 +497,10 @@ fn threads(pid: impl std::fmt::Display) -> String {
     let tasks = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
     let mut text = String::new();
     for task in tasks {
-        let [name, stat, place] = ["comm", "stat", "wchan"].map(|name| read(task.path().join(name)));
-        // utime and stime in ticks of 10 ms: proc(5), fields 14 and 15, counted behind the name in parentheses.
+        let [name, stat, place] =
+            ["comm", "stat", "wchan"].map(|name| read(task.path().join(name)));
+        // utime and stime in ticks of 10 ms: proc(5), fields 14 and 15, counted behind the name in
+        // parentheses.
         let fields: Vec<&str> = stat.rsplit(") ").next().unwrap_or_default().split(' ').collect();
         let ticks = |index: usize| fields.get(index).copied().unwrap_or("?");
         let _ = writeln!(text, "thread {name}: {} + {} ticks, {place}", ticks(11), ticks(12));
@@ -498,7 +536,7 @@ pub fn end_with_parent(program: &mut Program) {
         // The parent may have ended before the request was made.
         if getppid() == Some(parent) { Ok(()) } else { Err(std::io::ErrorKind::BrokenPipe.into()) }
     };
-    // SAFETY: between fork and exec only async-signal-safe functions may be called. The closure makes two system
-    // calls (prctl, getppid) through rustix, takes no lock and allocates nothing.
+    // SAFETY: between fork and exec only async-signal-safe functions may be called. The closure
+    // makes two system calls (prctl, getppid) through rustix, takes no lock and allocates nothing.
     unsafe { program.pre_exec(in_child) };
 }

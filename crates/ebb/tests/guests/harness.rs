@@ -1,4 +1,5 @@
-//! Running one test: a time limit, a directory of its own, and an end of all its guests whatever happens.
+//! Running one test: a time limit, a directory of its own, and an end of all its guests whatever
+//! happens.
 
 use std::cell::RefCell;
 use std::fmt::Write as _;
@@ -164,7 +165,8 @@ impl Test {
             let result = run(body, limit, world.clone());
             TIMES.lock().unwrap_or_else(PoisonError::into_inner).push((started.elapsed(), name));
             result.map_err(|Failure { mut message, triple_fault }| {
-                if let (Some(vcpu), Machine::Emulated(Some(trace))) = (triple_fault, &world.machine) {
+                if let (Some(vcpu), Machine::Emulated(Some(trace))) = (triple_fault, &world.machine)
+                {
                     message.push_str(&trace.before_triple_fault(vcpu));
                 }
                 FAILED.lock().unwrap_or_else(PoisonError::into_inner).push(name);
@@ -194,7 +196,8 @@ impl Needs {
         crate::tests().find(|test| test.name() == name).map_or(Self::AnyKernel, Test::needs)
     }
 
-    /// Whether the kernel has it. Without, the test fails and is not left out: nobody would know that nothing was tested.
+    /// Whether the kernel has it. Without, the test fails and is not left out: nobody would know
+    /// that nothing was tested.
     fn check(self) -> Result<(), String> {
         let release = rustix::system::uname().release().to_string_lossy().into_owned();
         if self == Self::AnyKernel || is_at_least(&release, 6, 8) {
@@ -215,23 +218,27 @@ static TIMES: Mutex<Vec<(Duration, &str)>> = Mutex::new(Vec::new());
 pub fn slowest(count: usize) -> String {
     let mut times = TIMES.lock().unwrap_or_else(PoisonError::into_inner).clone();
     times.sort_unstable_by(|one, other| other.cmp(one));
-    let words: Vec<_> =
-        times.iter().take(count).map(|(time, name)| format!("{name} {} s", time.as_secs())).collect();
+    let words: Vec<_> = times
+        .iter()
+        .take(count)
+        .map(|(time, name)| format!("{name} {} s", time.as_secs()))
+        .collect();
     words.join(", ")
 }
 
 /// Names of the tests that have failed.
 static FAILED: Mutex<Vec<&str>> = Mutex::new(Vec::new());
 
-/// Says of a failure that a guest's memory did not hold what was written to it. Once is too often, so nothing is tried again
-/// then.
+/// Says of a failure that a guest's memory did not hold what was written to it. Once is too often,
+/// so nothing is tried again then.
 pub const WRONG_CONTENT: &str = "pages hold what nobody has written there";
 
-/// Whether a test has failed without a sign that the emulated host was at fault, or for [`WRONG_CONTENT`].
+/// Whether a test has failed without a sign that the emulated host was at fault, or for
+/// [`WRONG_CONTENT`].
 static NO_EXCUSE: AtomicBool = AtomicBool::new(false);
 
-/// Names of the tests that have failed so far, if all of them may be tried again: each has to have a guest that ended with a
-/// triple fault unasked, or [`HOST_FAILED`] in its report.
+/// Names of the tests that have failed so far, if all of them may be tried again: each has to have
+/// a guest that ended with a triple fault unasked, or [`HOST_FAILED`] in its report.
 pub fn failed() -> Vec<&'static str> {
     if NO_EXCUSE.load(Ordering::Relaxed) {
         return Vec::new();
@@ -265,8 +272,9 @@ fn run(body: fn(&Scene), limit: Duration, world: World) -> Result<(), Failure> {
         let result = panic::catch_unwind(AssertUnwindSafe(|| body(&scene)));
         let panic = PANIC.with(|kept| kept.borrow_mut().take());
         drop(scene);
-        let _ =
-            sender.send(result.map_err(|_| panic.unwrap_or_else(|| "a panic without a message".to_owned())));
+        let _ = sender.send(
+            result.map_err(|_| panic.unwrap_or_else(|| "a panic without a message".to_owned())),
+        );
     })?;
     let mut message = match end.recv_timeout(limit) {
         Ok(Ok(())) => {
@@ -274,7 +282,9 @@ fn run(body: fn(&Scene), limit: Duration, world: World) -> Result<(), Failure> {
             return Ok(());
         }
         Ok(Err(panic)) => panic,
-        Err(RecvTimeoutError::Disconnected) => "the test's thread has ended without a result".to_owned(),
+        Err(RecvTimeoutError::Disconnected) => {
+            "the test's thread has ended without a result".to_owned()
+        }
         Err(RecvTimeoutError::Timeout) => {
             let mut message = format!("not at its end after {} s", limit.as_secs());
             message.push_str(&guests.end_all());
@@ -289,7 +299,8 @@ fn run(body: fn(&Scene), limit: Duration, world: World) -> Result<(), Failure> {
     Err(Failure { message, triple_fault: guests.unasked_triple_fault() })
 }
 
-/// Looks until `look` finds something; fails with what it said last when that takes longer than `limit_s` seconds.
+/// Looks until `look` finds something; fails with what it said last when that takes longer than
+/// `limit_s` seconds.
 #[track_caller]
 pub fn eventually<T>(what: &str, limit_s: u64, mut look: impl FnMut() -> Result<T, String>) -> T {
     let started = Instant::now();

@@ -77,7 +77,9 @@ fn attack(guest: &Guest, seed: u32, rounds: u32) {
         // Fresh statistics of such a driver, or an error; but an answer.
         let _ = guest.client().request("GET", "/balloon/statistics?max_age_ms=60000", "");
         // One question at a time, and what such a driver answers.
-        match guest.client().put_json::<FreePagesReport>("/balloon/free-pages", &json!({ "timeout_ms": 30 }))
+        match guest
+            .client()
+            .put_json::<FreePagesReport>("/balloon/free-pages", &json!({ "timeout_ms": 30 }))
         {
             Ok(report) => assert!(report.bytes <= report.memory_bytes, "{report:?}"),
             Err(ClientError::Refused { status: 409, .. }) => {}
@@ -101,7 +103,11 @@ fn check(guest: &Guest, seed: u32, rounds: u32) {
     let none: Vec<_> = KINDS.into_iter().filter(|kind| errors(guest, kind) == 0).collect();
     assert_eq!(none, [] as [&str; 0], "mistakes that were not noticed");
     assert_eq!(errors(guest, "discard_failed"), 0);
-    assert!(guest.log_bytes() > 0 && guest.log_bytes() < LOG_LIMIT, "{} bytes of log", guest.log_bytes());
+    assert!(
+        guest.log_bytes() > 0 && guest.log_bytes() < LOG_LIMIT,
+        "{} bytes of log",
+        guest.log_bytes()
+    );
     let after = guest.metric("ebb_overhead_resident_bytes");
     assert!(after < OVERHEAD_LIMIT, "the monitor grew from {overhead} to {after} bytes");
     assert_eq!(guest.wrong_pages(), 0, "memory that was never named is as it was");

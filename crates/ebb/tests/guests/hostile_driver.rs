@@ -1,9 +1,9 @@
-//! A balloon driver that breaks every rule. It runs as a program in a guest and drives the device's registers and rings
-//! through `/dev/mem`, after the kernel's own driver was taken off the device.
+//! A balloon driver that breaks every rule. It runs as a program in a guest and drives the device's
+//! registers and rings through `/dev/mem`, after the kernel's own driver was taken off the device.
 //!
-//! It harms only the monitor, if anybody: page frames that it names are its own or no memory at all, and its rings lie
-//! in pages of its own. Otherwise it would bring down the guest that it runs in, which is every driver's right and
-//! proves nothing.
+//! It harms only the monitor, if anybody: page frames that it names are its own or no memory at
+//! all, and its rings lie in pages of its own. Otherwise it would bring down the guest that it runs
+//! in, which is every driver's right and proves nothing.
 
 mod chaos;
 mod memory;
@@ -26,7 +26,8 @@ const QUEUE_SIZE: u16 = 128;
 /// Offsets of the rings in their page.
 const AVAILABLE_OFFSET: usize = 2048;
 const USED_OFFSET: usize = 2560;
-/// virtio 1.3 section 5.5.2: inflate, deflate, statistics, free page hints, reports; docs/extension.md: host requests.
+/// virtio 1.3 section 5.5.2: inflate, deflate, statistics, free page hints, reports;
+/// docs/extension.md: host requests.
 const QUEUES: usize = 6;
 /// Queues of a driver that does not know the extension.
 const STANDARD_QUEUES: usize = 5;
@@ -187,7 +188,8 @@ impl Device {
         self.window.set(Register::QueueNotify, index as u32);
     }
 
-    /// Chains the descriptors from slot 0 on, makes them available, and waits for the answer, or for its time to pass.
+    /// Chains the descriptors from slot 0 on, makes them available, and waits for the answer, or
+    /// for its time to pass.
     fn send(&mut self, queue: Queue, descriptors: &[Descriptor]) {
         self.send_within(queue, descriptors, ANSWER_LIMIT);
     }

@@ -16,9 +16,10 @@ pub const TESTS: &[Test] = &[
 ];
 
 fn to_a_target_and_back(scene: &Scene) {
-    // Without deflate on OOM the driver takes the balloon out of the guest's total (Linux virtio_balloon.c,
-    // adjust_managed_page_count).
-    let guest = Setup::new(scene).memory("size=1G").balloon("reporting=off,deflate_on_oom=off").start();
+    // Without deflate on OOM the driver takes the balloon out of the guest's total (Linux
+    // virtio_balloon.c, adjust_managed_page_count).
+    let guest =
+        Setup::new(scene).memory("size=1G").balloon("reporting=off,deflate_on_oom=off").start();
     guest.run(Command::AllocTouchExit { bytes: 800 * MIB });
     let (resident_before, process_before) = (guest.resident(), guest.process_bytes());
     assert!(resident_before > 800 * MIB, "{resident_before}");
@@ -28,12 +29,14 @@ fn to_a_target_and_back(scene: &Scene) {
     guest.inflate_to(size);
     assert_eq!(guest.balloon().state, BalloonState::Idle);
     assert_eq!(guest.meminfo("MemTotal"), total_before - size);
-    // Of what the program touched at least this lies in the balloon; the driver's choice is not ours.
+    // Of what the program touched at least this lies in the balloon; the driver's choice is not
+    // ours.
     let must_fall = size - (GIB - resident_before);
     eventually("the balloon's pages are the host's", 20, || {
         let (resident, process) = (guest.resident(), guest.process_bytes());
         when(
-            resident + must_fall <= resident_before && process + must_fall <= process_before + 4 * MIB,
+            resident + must_fall <= resident_before
+                && process + must_fall <= process_before + 4 * MIB,
             || {
                 format!(
                     "{resident_before} -> {resident}, process {process_before} -> {process}, asked for {must_fall}"
@@ -52,7 +55,11 @@ fn to_a_target_and_back(scene: &Scene) {
     guest.run(Command::AllocTouchExit { bytes: 800 * MIB });
     assert!(guest.resident() > 800 * MIB);
     for kind in ["outside_ram", "double_page", "broken_queue", "discard_failed", "bad_address"] {
-        assert_eq!(guest.metric(&format!("ebb_balloon_errors_total{{kind=\"{kind}\"}}")), 0, "{kind}");
+        assert_eq!(
+            guest.metric(&format!("ebb_balloon_errors_total{{kind=\"{kind}\"}}")),
+            0,
+            "{kind}"
+        );
     }
 }
 
@@ -101,7 +108,9 @@ fn initial_size(scene: &Scene) {
     let guest = Setup::new(scene).balloon("size=128M,reporting=off,deflate_on_oom=off").start();
     eventually("the balloon has the size it was started with", 30, || {
         let info = guest.balloon();
-        when(info.actual_bytes == 128 * MIB && info.state == BalloonState::Idle, || format!("{info:?}"))
+        when(info.actual_bytes == 128 * MIB && info.state == BalloonState::Idle, || {
+            format!("{info:?}")
+        })
     });
     assert!(guest.resident() <= (512 - 128 + 4) * MIB);
 }

@@ -1,11 +1,12 @@
 //! Tests of `ebb run` on real Linux guests.
 //!
-//! Where KVM runs Linux well, the tests run right there. Elsewhere this program boots one virtual host (crate
-//! `ebb-virtual-host`), copies itself into it and runs itself again with the same arguments. The guests' kernel is
-//! Debian's stock one, their init is the guest agent (crate `ebb-agent`).
+//! Where KVM runs Linux well, the tests run right there. Elsewhere this program boots one virtual
+//! host (crate `ebb-virtual-host`), copies itself into it and runs itself again with the same
+//! arguments. The guests' kernel is Debian's stock one, their init is the guest agent (crate
+//! `ebb-agent`).
 //!
-//! `cargo test -p ebb --test guests -- NAME` runs the tests whose names contain NAME; `--list` lists them. The agent
-//! is a program of its own: `cargo build -p ebb-agent` first.
+//! `cargo test -p ebb --test guests -- NAME` runs the tests whose names contain NAME; `--list`
+//! lists them. The agent is a program of its own: `cargo build -p ebb-agent` first.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -96,12 +97,15 @@ fn main() -> ExitCode {
     }
     match place::choose() {
         Ok(place::Place::Here(world, _files)) => {
-            // In an emulated host, tests that run side by side take the processors and the memory from each other and run into
-            // their limits. `--test-threads 2` is for a machine that is fast.
+            // In an emulated host, tests that run side by side take the processors and the memory
+            // from each other and run into their limits. `--test-threads 2` is for a machine that
+            // is fast.
             arguments.test_threads.get_or_insert(1);
             if let harness::Machine::Emulated(_) = world.machine {
                 // For monitors that reach each other over TCP; nobody else has done so in there.
-                let _ = std::process::Command::new(&world.busybox).args(["ifconfig", "lo", "up"]).status();
+                let _ = std::process::Command::new(&world.busybox)
+                    .args(["ifconfig", "lo", "up"])
+                    .status();
             }
             let conclusion = libtest_mimic::run(&arguments, trials(|| Some(world.clone())));
             println!("guests: slowest: {}", harness::slowest(SLOWEST));
@@ -133,14 +137,16 @@ fn names() -> impl Iterator<Item = &'static str> {
 
 fn trials(world: impl Fn() -> Option<World>) -> Vec<Trial> {
     let only = place::only();
-    let wanted =
-        |test: &&Test| only.as_ref().is_none_or(|names| names.iter().any(|name| name == test.name()));
+    let wanted = |test: &&Test| {
+        only.as_ref().is_none_or(|names| names.iter().any(|name| name == test.name()))
+    };
     tests().filter(wanted).map(|test| test.trial(world())).collect()
 }
 
 /// Whether libtest-mimic would run the test: no start of a virtual host when it would not.
 fn is_selected(arguments: &Arguments, name: &str) -> bool {
-    let matches =
-        |pattern: &String| if arguments.exact { name == pattern } else { name.contains(pattern.as_str()) };
+    let matches = |pattern: &String| {
+        if arguments.exact { name == pattern } else { name.contains(pattern.as_str()) }
+    };
     arguments.filter.as_ref().is_none_or(matches) && !arguments.skip.iter().any(matches)
 }

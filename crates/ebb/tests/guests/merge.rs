@@ -1,5 +1,5 @@
-//! A guest whose equal pages are merged by its monitor, while all that changes memory goes on: writes, the balloon, reports of
-//! free pages, a reboot, snapshots and migration.
+//! A guest whose equal pages are merged by its monitor, while all that changes memory goes on:
+//! writes, the balloon, reports of free pages, a reboot, snapshots and migration.
 
 use ebb_agent::count::CountReport;
 use ebb_agent::protocol::{Command, Event};
@@ -21,8 +21,8 @@ pub const TESTS: &[Test] = &[
 
 /// Memory with each page twice.
 const HELD: u64 = 2 * 16 * MIB;
-/// What is merged of it at least: here and there a page may be too lonely for the rules about mappings. A guest's kernel alone has
-/// less than half of it.
+/// What is merged of it at least: here and there a page may be too lonely for the rules about
+/// mappings. A guest's kernel alone has less than half of it.
 const MERGED: u64 = HELD / 4 * 3;
 /// Memory in which pages are counted up.
 const COUNTED: u64 = 24 * MIB;
@@ -40,10 +40,11 @@ fn hold_twice(guest: &Guest, pattern: u64) {
 fn no_write_is_lost(scene: &Scene) {
     let guest = merged(scene, "224M", "").args(["--cpus", "2"]).start_and_merge();
     let mut increments = 0;
-    // Twice at least, and as often as it takes a slow host to merge pages, and pages that were merged and written to before.
+    // Twice at least, and as often as it takes a slow host to merge pages, and pages that were
+    // merged and written to before.
     for round in 1..=MOST_ROUNDS {
-        // A sweep takes some hundred milliseconds, so each page stands still for a while and is then written to, wherever
-        // the merging thread is at that moment.
+        // A sweep takes some hundred milliseconds, so each page stands still for a while and is
+        // then written to, wherever the merging thread is at that moment.
         let count = Command::Count {
             bytes: COUNTED,
             tasks: 2,
@@ -67,7 +68,8 @@ fn no_write_is_lost(scene: &Scene) {
     assert_eq!(guest.merge().state, MergeState::Merging, "{increments} increments");
 }
 
-/// The guest uses the same memory for something else, which is there twice too, and gives nothing to the host in between.
+/// The guest uses the same memory for something else, which is there twice too, and gives nothing
+/// to the host in between.
 fn written_and_merged_again(scene: &Scene) {
     // Little memory, so that the same pages are used again.
     let guest = merged(scene, "128M", "").start_and_merge();
@@ -91,8 +93,10 @@ fn written_and_merged_again(scene: &Scene) {
 }
 
 fn discards_and_a_reboot(scene: &Scene) {
-    let mut guest =
-        merged(scene, "224M", "").balloon("reporting=on").args(["--on-reboot", "reset"]).start_and_merge();
+    let mut guest = merged(scene, "224M", "")
+        .balloon("reporting=on")
+        .args(["--on-reboot", "reset"])
+        .start_and_merge();
     hold_twice(&guest, 51);
     let before = guest.resident();
     guest.wait_merged(MERGED);
@@ -101,7 +105,8 @@ fn discards_and_a_reboot(scene: &Scene) {
     assert!(statistics.pages_sharing >= Some(MERGED / PAGE_BYTES / 2), "{statistics:?}");
     let resident = guest.resident();
     assert!(resident < before, "{before} -> {resident} bytes are the machine's own");
-    // The balloon takes free pages and gives them back, among them some that are merged or were made zero.
+    // The balloon takes free pages and gives them back, among them some that are merged or were
+    // made zero.
     guest.inflate_to(80 * MIB);
     guest.check_held();
     guest.inflate_to(0);
@@ -161,7 +166,8 @@ fn saved_and_moved(scene: &Scene) {
         ("merges", &["--memory", "merge=owner"], true),
         ("trusts", &["--trust-paths"], true),
     ] {
-        let restored = Restore::new(scene, &file).socket(name).args(["--verify"]).args(arguments).start();
+        let restored =
+            Restore::new(scene, &file).socket(name).args(["--verify"]).args(arguments).start();
         restored.check_held();
         assert_eq!(restored.merge().state != MergeState::Off, merges, "{name}");
         restored.end();

@@ -18,7 +18,8 @@ use crate::setup::Setup;
 /// The tests.
 pub const TESTS: &[Test] = &[
     Test::new("merge_bad::kernels_without", 120, kernels_without),
-    Test::new("merge_bad::memory_that_cannot_be_merged", 120, memory_that_cannot_be_merged).merging(),
+    Test::new("merge_bad::memory_that_cannot_be_merged", 120, memory_that_cannot_be_merged)
+        .merging(),
     Test::new("merge_bad::without_permission", 120, without_permission).merging(),
     Test::new("merge_bad::nodes_while_merged", 180, nodes_while_merged).merging(),
 ];

@@ -1,4 +1,5 @@
-//! Machines that share pages through a broker: within a trust domain and never beyond, and whatever is killed.
+//! Machines that share pages through a broker: within a trust domain and never beyond, and whatever
+//! is killed.
 
 use std::thread::sleep;
 use std::time::Duration;

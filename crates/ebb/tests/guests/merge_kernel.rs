@@ -1,4 +1,5 @@
-//! Merging by Linux's KSM on a machine's behalf: its settings are everybody's, so they are put back.
+//! Merging by Linux's KSM on a machine's behalf: its settings are everybody's, so they are put
+//! back.
 
 use std::fs;
 
@@ -11,13 +12,20 @@ use crate::guest::MIB;
 use crate::harness::{Scene, Test, eventually, when};
 use crate::setup::Setup;
 
-/// The tests. They run where tests that merge do: settings of a host on which others are started would be theirs, too.
+/// The tests. They run where tests that merge do: settings of a host on which others are started
+/// would be theirs, too.
 pub const TESTS: &[Test] =
     &[Test::new("merge_kernel::settings_are_put_back", 240, settings_are_put_back).merging()];
 
 /// Settings that merging changes.
-const SETTINGS: [&str; 6] =
-    ["run", "merge_across_nodes", "pages_to_scan", "sleep_millisecs", "max_page_sharing", "advisor_mode"];
+const SETTINGS: [&str; 6] = [
+    "run",
+    "merge_across_nodes",
+    "pages_to_scan",
+    "sleep_millisecs",
+    "max_page_sharing",
+    "advisor_mode",
+];
 
 fn settings() -> Vec<String> {
     let read = |name: &&str| {
@@ -34,7 +42,10 @@ fn red<'a>(scene: &'a Scene, name: &str) -> Setup<'a> {
 
 fn settings_are_put_back(scene: &Scene) {
     let before = settings();
-    assert!(before.contains(&"merge_across_nodes=1".to_owned()), "another one was here: {before:?}");
+    assert!(
+        before.contains(&"merge_across_nodes=1".to_owned()),
+        "another one was here: {before:?}"
+    );
     let mut first = red(scene, "first").start();
     first.set_merge(&json!({ "pages_per_second": 40_000 }));
     for _ in 0..2 {
@@ -47,7 +58,10 @@ fn settings_are_put_back(scene: &Scene) {
         when(merged >= Some(16 * MIB), || format!("{info:?}"))
     });
     let info = first.merge();
-    assert_eq!((info.state, info.statistics.unwrap().scope), (MergeState::Merging, MergeScope::Host));
+    assert_eq!(
+        (info.state, info.statistics.unwrap().scope),
+        (MergeState::Merging, MergeScope::Host)
+    );
     first.check_held();
     // Nobody of another domain may join.
     let blue = Setup::new(scene).memory("size=128M,merge=kernel,merge_domain=blue");

@@ -1,5 +1,5 @@
-//! What tests of same-page merging share: guests whose memory is merged, the broker, and which pages of the host are shared
-//! in truth.
+//! What tests of same-page merging share: guests whose memory is merged, the broker, and which
+//! pages of the host are shared in truth.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -23,7 +23,8 @@ const STABLE_NAME: &str = "memfd:ebb-stable";
 /// For pages to be merged: some passes over a guest's memory, in an emulated host.
 const MERGE_LIMIT_S: u64 = 60;
 
-/// Pages looked at in a second: a guest of these tests in less than a second. Twice as much slows an emulated processor down.
+/// Pages looked at in a second: a guest of these tests in less than a second. Twice as much slows
+/// an emulated processor down.
 const PAGES_PER_SECOND: u64 = 100_000;
 
 /// A guest of this size whose monitor merges its pages; `more` is the rest of `--memory`.
@@ -32,8 +33,8 @@ pub fn merged<'a>(scene: &'a Scene, size: &str, more: &str) -> Setup<'a> {
 }
 
 impl Setup<'_> {
-    /// Starts the monitor and waits for the agent; merging begins then. A guest that boots writes to all that was just merged, which
-    /// takes an emulated processor many seconds.
+    /// Starts the monitor and waits for the agent; merging begins then. A guest that boots writes
+    /// to all that was just merged, which takes an emulated processor many seconds.
     #[track_caller]
     pub fn start_and_merge(self) -> Guest {
         let guest = self.start_api();
@@ -110,8 +111,8 @@ impl Guest {
         assert_eq!(self.wrong_pages(), 0, "{WRONG_CONTENT}");
     }
 
-    /// Numbers of the host's pages that are mapped in the guest's memory as stable pages, whether or not somebody else has
-    /// them too.
+    /// Numbers of the host's pages that are mapped in the guest's memory as stable pages, whether
+    /// or not somebody else has them too.
     pub fn stable_frames(&self) -> BTreeSet<u64> {
         frames(&format!("/proc/{}", self.pid()))
     }
@@ -129,15 +130,19 @@ fn frames(process: &str) -> BTreeSet<u64> {
     for line in maps.lines().filter(|line| line.contains(STABLE_NAME) && line.contains(" rw-p ")) {
         let (start, rest) = line.split_once('-').expect("a range");
         let end = rest.split(' ').next().expect("an end");
-        let [start, end] =
-            [start, end].map(|text| u64::from_str_radix(text, 16).expect("an address") / PAGE_BYTES);
+        let [start, end] = [start, end]
+            .map(|text| u64::from_str_radix(text, 16).expect("an address") / PAGE_BYTES);
         let mut entries = vec![0; (end - start) as usize * 8];
         pagemap.read_exact_at(&mut entries, start * 8).expect("entries of mapped pages");
         for entry in entries.as_chunks::<8>().0 {
             let entry = u64::from_le_bytes(*entry);
             // One that was written to since is a copy.
             if entry & PRESENT != 0 && entry & OF_A_FILE != 0 {
-                assert_ne!(entry & NUMBER, 0, "numbers of pages are told to the administrator only");
+                assert_ne!(
+                    entry & NUMBER,
+                    0,
+                    "numbers of pages are told to the administrator only"
+                );
                 found.insert(entry & NUMBER);
             }
         }

@@ -1,4 +1,5 @@
-//! Guests that move from monitor to monitor while they work: what arrives, what it costs, and what is not sent.
+//! Guests that move from monitor to monitor while they work: what arrives, what it costs, and what
+//! is not sent.
 
 use ebb_agent::clock_watch::WatchReport;
 use ebb_agent::protocol::Command;
@@ -16,7 +17,11 @@ use crate::setup::Setup;
 pub const TESTS: &[Test] = &[
     Test::new("migration::everything_goes_on", 300, everything_goes_on),
     Test::new("migration::back_and_forth", 600, back_and_forth),
-    Test::new("migration::back_and_forth_with_two_processors", 600, back_and_forth_with_two_processors),
+    Test::new(
+        "migration::back_and_forth_with_two_processors",
+        600,
+        back_and_forth_with_two_processors,
+    ),
     Test::new("migration::free_pages_are_not_sent", 400, free_pages_are_not_sent),
     Test::new("migration::paused_stays_paused", 240, paused_stays_paused),
     Test::new("migration::memory_is_handed_over", 240, memory_is_handed_over),
@@ -25,7 +30,8 @@ pub const TESTS: &[Test] = &[
 
 /// No options.
 const NONE: [&str; 0] = [];
-/// Environment variable with how often a guest moves in the long tests, if it is to be another number.
+/// Environment variable with how often a guest moves in the long tests, if it is to be another
+/// number.
 pub const MOVES_VARIABLE: &str = "EBB_MIGRATION_MOVES";
 /// How often it moves otherwise: a move takes some seconds in an emulated host.
 const MOVES: usize = 6;
@@ -53,7 +59,8 @@ fn everything_goes_on(scene: &Scene) {
     guest.write_file("/tmp/note", "written before");
     guest.inflate_to(64 * MIB);
     // A program that is under way all the time.
-    let argv = ["/bin/busybox", "sh", "-c", "sleep 25; echo still here"].map(str::to_owned).to_vec();
+    let argv =
+        ["/bin/busybox", "sh", "-c", "sleep 25; echo still here"].map(str::to_owned).to_vec();
     let program = guest.send(Command::Exec { argv });
     guest.wait_started(program);
     let memory_bytes = guest.vm().memory_bytes;
@@ -62,7 +69,8 @@ fn everything_goes_on(scene: &Scene) {
     let second = Receive::new(scene, "second", Route::Unix).args(["--disk", &image]);
     let (guest, report) = move_to(second, guest, NONE);
     assert_eq!(number(&report, "memory_bytes"), memory_bytes, "{report}");
-    // All that is held, and not much that is not: the balloon's 64 MiB and what was never touched are not there.
+    // All that is held, and not much that is not: the balloon's 64 MiB and what was never touched
+    // are not there.
     let sent = number(&report, "bytes_sent");
     assert!((64 * MIB..256 * MIB).contains(&sent), "{report}");
     assert_eq!(guest.outcome(program).unwrap()["stdout"], "still here\n");
@@ -76,8 +84,7 @@ fn everything_goes_on(scene: &Scene) {
     eventually("statistics", 30, || guest.statistics().map_err(|error| error.to_string()));
     guest.inflate_to(96 * MIB);
     guest.inflate_to(0);
-    let script =
-        "dd if=/dev/vda bs=1M count=1 | md5sum && dd if=/dev/urandom of=/dev/vda bs=1M count=1 conv=fsync";
+    let script = "dd if=/dev/vda bs=1M count=1 | md5sum && dd if=/dev/urandom of=/dev/vda bs=1M count=1 conv=fsync";
     let argv = ["/bin/busybox", "sh", "-c", script].map(str::to_owned).to_vec();
     assert_eq!(guest.run(Command::Exec { argv })["code"], 0);
 
@@ -107,7 +114,8 @@ fn move_often(scene: &Scene, cpus: &str) {
     guest.run(Command::Hold { bytes: 32 * MIB, pattern: 43 });
     watch(&guest);
     let mut seen: WatchReport = watched(&guest);
-    let churn = Command::Churn { bytes: 64 * MIB, tasks: 2, seed: 44, operations: None, seconds: Some(20) };
+    let churn =
+        Command::Churn { bytes: 64 * MIB, tasks: 2, seed: 44, operations: None, seconds: Some(20) };
     let mut work = guest.send(churn.clone());
     let (mut checked, mut moves_at_work) = (0, 0);
     for round in 0..moves() {
@@ -121,7 +129,8 @@ fn move_often(scene: &Scene, cpus: &str) {
         // The balloon moves, too.
         guest.set_target([0, 48 * MIB, 16 * MIB][round % 3]);
         let name = format!("monitor{round}");
-        let (moved, report, before) = move_and_look_back(Receive::new(scene, &name, route), guest, options);
+        let (moved, report, before) =
+            move_and_look_back(Receive::new(scene, &name, route), guest, options);
         guest = moved;
         assert!(number(&report, "rounds") >= 2, "{report}");
         seen = watched_since(&guest, &seen);
@@ -163,8 +172,9 @@ fn back_and_forth_with_two_processors(scene: &Scene) {
 
 fn free_pages_are_not_sent(scene: &Scene) {
     const FREED: u64 = 256 * MIB;
-    // Nothing is reported, so all that was touched is held by the host. The driver allocates what it names; a kernel that clears
-    // what is allocated takes so long for that in an emulated host that it is not waited for.
+    // Nothing is reported, so all that was touched is held by the host. The driver allocates what
+    // it names; a kernel that clears what is allocated takes so long for that in an emulated host
+    // that it is not waited for.
     let setup = || Setup::new(scene).memory("size=448M").words("init_on_alloc=0");
     let touched_and_freed = |guest: &Guest| {
         guest.run(Command::Hold { bytes: 32 * MIB, pattern: 45 });
@@ -173,13 +183,15 @@ fn free_pages_are_not_sent(scene: &Scene) {
 
     let guest = setup().balloon("reporting=off,hinting=on").start();
     touched_and_freed(&guest);
-    let (guest, all) = move_to(Receive::new(scene, "all", Route::Unix), guest, ["--free-pages", "off"]);
+    let (guest, all) =
+        move_to(Receive::new(scene, "all", Route::Unix), guest, ["--free-pages", "off"]);
     assert!(number(&all, "bytes_sent") > FREED, "{all}");
     assert_eq!(number(&all, "pages_skipped"), 0, "{all}");
     check_memory(&guest);
     // What was not sent is not there, so the memory has to be touched again.
     guest.run(Command::Memhog { bytes: FREED });
-    let (guest, hints) = move_to(Receive::new(scene, "hints", Route::Unix), guest, ["--free-pages", "hints"]);
+    let (guest, hints) =
+        move_to(Receive::new(scene, "hints", Route::Unix), guest, ["--free-pages", "hints"]);
     check_memory(&guest);
     assert!(number(&hints, "pages_skipped") * 4096 > FREED / 2, "{hints}");
     assert!(number(&hints, "bytes_sent") * 2 < number(&all, "bytes_sent"), "{hints} {all}");
@@ -188,10 +200,12 @@ fn free_pages_are_not_sent(scene: &Scene) {
     check_memory(&guest);
     guest.end();
 
-    let module = Module::start(setup().balloon("reporting=off").socket("module"), &["tracker=none"]);
+    let module =
+        Module::start(setup().balloon("reporting=off").socket("module"), &["tracker=none"]);
     let guest = module.guest;
     touched_and_freed(&guest);
-    let (guest, query) = move_to(Receive::new(scene, "query", Route::Unix), guest, ["--free-pages", "query"]);
+    let (guest, query) =
+        move_to(Receive::new(scene, "query", Route::Unix), guest, ["--free-pages", "query"]);
     check_memory(&guest);
     assert!(number(&query, "pages_skipped") * 4096 > FREED / 2, "{query}");
     assert!(number(&query, "bytes_sent") * 2 < number(&all, "bytes_sent"), "{query} {all}");
@@ -214,7 +228,8 @@ fn memory_is_handed_over(scene: &Scene) {
     guest.run(Command::Hold { bytes: 64 * MIB, pattern: 47 });
     watch(&guest);
     let seen = watched(&guest);
-    let (guest, report) = move_to(Receive::new(scene, "second", Route::Unix), guest, ["--share-memory"]);
+    let (guest, report) =
+        move_to(Receive::new(scene, "second", Route::Unix), guest, ["--share-memory"]);
     assert!(number(&report, "bytes_sent") < MIB, "{report}");
     watched_since(&guest, &seen);
     check_memory(&guest);
@@ -225,11 +240,13 @@ fn memory_is_handed_over(scene: &Scene) {
 
 fn more_writing_than_sending(scene: &Scene) {
     let guest = Setup::new(scene).memory("size=256M").start();
-    let churn = Command::Churn { bytes: 64 * MIB, tasks: 1, seed: 48, operations: None, seconds: Some(25) };
+    let churn =
+        Command::Churn { bytes: 64 * MIB, tasks: 1, seed: 48, operations: None, seconds: Some(25) };
     let work = guest.send(churn);
     guest.wait_started(work);
     // Much less than the guest writes: only the time limit ends it.
-    let options = ["--bandwidth", "4M", "--timeout", "8", "--on-timeout", "force", "--downtime", "20"];
+    let options =
+        ["--bandwidth", "4M", "--timeout", "8", "--on-timeout", "force", "--downtime", "20"];
     let (guest, report) = move_to(Receive::new(scene, "second", Route::Tcp), guest, options);
     assert!(number(&report, "rounds") >= 2, "{report}");
     checked_pages(&guest.outcome(work).unwrap());

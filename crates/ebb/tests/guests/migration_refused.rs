@@ -1,4 +1,5 @@
-//! Migrations that do not come about: the guest runs on where it is, and the other monitor ends without a trace.
+//! Migrations that do not come about: the guest runs on where it is, and the other monitor ends
+//! without a trace.
 
 use std::ffi::OsString;
 use std::io::{Read, Write};
@@ -29,7 +30,11 @@ pub const TESTS: &[Test] = &[
     Test::new("migration::does_not_fit", 240, does_not_fit),
     Test::new("migration::described_paths_are_not_opened", 240, described_paths_are_not_opened),
     Test::new("migration::over_tls", 240, over_tls),
-    Test::new("migration::guest_ends_or_starts_again_on_the_way", 300, guest_ends_or_starts_again_on_the_way),
+    Test::new(
+        "migration::guest_ends_or_starts_again_on_the_way",
+        300,
+        guest_ends_or_starts_again_on_the_way,
+    ),
 ];
 
 const NONE: [&str; 0] = [];
@@ -64,7 +69,8 @@ fn start(scene: &Scene) -> Guest {
 #[track_caller]
 fn wait_sending(guest: &Guest, least_bytes: u64) -> Value {
     eventually("memory is sent", 60, || {
-        let status: Value = guest.client().get("/vm/migration").map_err(|error| error.to_string())?;
+        let status: Value =
+            guest.client().get("/vm/migration").map_err(|error| error.to_string())?;
         let sent = status["bytes_sent"].as_u64().unwrap_or(0);
         // Not what the last one has sent.
         when(status["phase"] == "precopy" && sent >= least_bytes, || status.to_string())?;
@@ -92,7 +98,8 @@ fn nobody_there(scene: &Scene) {
 fn cut_off(scene: &Scene) {
     let mut guest = start(scene);
     for (round, sent) in [0, 8 * MIB, 40 * MIB].into_iter().enumerate() {
-        let (mut receiver, address) = Receive::new(scene, &format!("victim{round}"), Route::Unix).start();
+        let (mut receiver, address) =
+            Receive::new(scene, &format!("victim{round}"), Route::Unix).start();
         let mut client = Migrate::new(scene, &guest, &address).args(["--bandwidth", "20M"]).spawn();
         if sent > 0 {
             wait_sending(&guest, sent);
@@ -187,14 +194,17 @@ fn strangers(scene: &Scene) {
 fn does_not_fit(scene: &Scene) {
     let disk = scene.path("disk");
     std::fs::write(&disk, vec![0; 1 << 20]).unwrap();
-    let guest =
-        Setup::new(scene).memory("size=256M").args(["--disk", &format!("path={}", disk.display())]).start();
+    let guest = Setup::new(scene)
+        .memory("size=256M")
+        .args(["--disk", &format!("path={}", disk.display())])
+        .start();
     guest.run(Command::Hold { bytes: 32 * MIB, pattern: 52 });
     watch(&guest);
     let other = scene.path("other");
     std::fs::write(&other, vec![0; 2 << 20]).unwrap();
     let wrong_disk = Receive::new(scene, "smaller", Route::Unix);
-    let (mut receiver, address) = wrong_disk.args(["--disk", &format!("path={}", other.display())]).start();
+    let (mut receiver, address) =
+        wrong_disk.args(["--disk", &format!("path={}", other.display())]).start();
     let said = refused(scene, &guest, &address, &[]);
     assert!(said.contains("disk"), "{said}");
     let (code, log) = receiver.wait_end();
@@ -203,19 +213,24 @@ fn does_not_fit(scene: &Scene) {
     assert!(!receiver.socket().exists(), "the socket is left behind");
 }
 
-/// What a receiver does with the paths that the other monitor describes its machine by: nothing, unless it is told to.
+/// What a receiver does with the paths that the other monitor describes its machine by: nothing,
+/// unless it is told to.
 fn described_paths_are_not_opened(scene: &Scene) {
     let (disk, fifo) = (scene.path("disk"), scene.path("fifo"));
     std::fs::write(&disk, vec![0; 1 << 20]).unwrap();
     let image = format!("path={}", disk.display());
-    let guest =
-        Setup::new(scene).memory("size=256M").args(["--disk", &image, "--on-reboot", "reset"]).start();
+    let guest = Setup::new(scene)
+        .memory("size=256M")
+        .args(["--disk", &image, "--on-reboot", "reset"])
+        .start();
     guest.run(Command::Hold { bytes: 32 * MIB, pattern: 55 });
     watch(&guest);
     let world = &scene.world;
     let kernel = world.vmlinux.display().to_string();
     let named = |index: usize, arguments: &[&str]| {
-        Receive::without_names(scene, &format!("receiver{index}"), Route::Unix).args(arguments).start()
+        Receive::without_names(scene, &format!("receiver{index}"), Route::Unix)
+            .args(arguments)
+            .start()
     };
     for (index, (arguments, words)) in [
         (&[][..], &["--kernel", "--on-reboot exit", "--disk", "--trust-paths"][..]),
@@ -235,14 +250,17 @@ fn described_paths_are_not_opened(scene: &Scene) {
         }
     }
     // A FIFO in place of the kernel is refused instead of waited for.
-    rustix::fs::mknodat(rustix::fs::CWD, &fifo, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
+    rustix::fs::mknodat(rustix::fs::CWD, &fifo, rustix::fs::FileType::Fifo, 0o600.into(), 0)
+        .unwrap();
     let (mut receiver, address) = named(4, &["--kernel", fifo.to_str().unwrap(), "--disk", &image]);
     let said = refused(scene, &guest, &address, &[]);
     assert!(said.contains("FIFO"), "{said}");
     assert_eq!(receiver.wait_end().0, Some(1));
-    // A machine that needs no kernel here moves on from here, and those who trust each other need not repeat everything.
+    // A machine that needs no kernel here moves on from here, and those who trust each other need
+    // not repeat everything.
     let ends = ["--on-reboot", "exit", "--disk", &image];
-    let (guest, _) = move_to(Receive::without_names(scene, "ends", Route::Unix).args(ends), guest, NONE);
+    let (guest, _) =
+        move_to(Receive::without_names(scene, "ends", Route::Unix).args(ends), guest, NONE);
     assert_eq!(guest.vm().kernel, "");
     let trusting = Receive::without_names(scene, "trusting", Route::Unix).args(["--trust-paths"]);
     let (guest, _) = move_to(trusting, guest, NONE);
@@ -267,7 +285,8 @@ fn over_tls(scene: &Scene) {
         (&stranger, &[][..], "refuses the certificate of this side"),
         (&here, &["--peer-name", "c.example"], "not valid for name \"c.example\""),
     ] {
-        let mut migrate = Migrate::with_defaults(scene, &guest, &address).args(certificate).args(more);
+        let mut migrate =
+            Migrate::with_defaults(scene, &guest, &address).args(certificate).args(more);
         let (code, report, said) = migrate.run();
         assert_eq!(code, Some(1), "{report} {said}");
         assert!(said.contains(words), "{said}");
@@ -341,7 +360,10 @@ fn guest_ends_or_starts_again_on_the_way(scene: &Scene) {
     });
     let uptime = moved.read_file("/proc/uptime");
     let uptime_s: f64 = uptime.split(' ').next().unwrap().parse().unwrap();
-    assert!(uptime_s < asked.elapsed().as_secs_f64() + 1.0, "up for {uptime}: it has not started again");
+    assert!(
+        uptime_s < asked.elapsed().as_secs_f64() + 1.0,
+        "up for {uptime}: it has not started again"
+    );
     moved.run(Command::Hold { bytes: 96 * MIB, pattern: 54 });
     runs_on(&moved);
 

@@ -29,7 +29,8 @@ fn messages(guest: &Guest, encoding: &str) -> u64 {
     guest.metric(&format!("ebb_balloon_messages_total{{kind=\"{encoding}\"}}"))
 }
 
-/// Encodings: parameter, name at the host, counter of the driver, most bytes a page of inflation takes.
+/// Encodings: parameter, name at the host, counter of the driver, most bytes a page of inflation
+/// takes.
 const ENCODINGS: [(&str, &str, &str); 3] = [
     ("pfns", "pfns", "messages_pfns"),
     ("bitmap", "bitmaps", "messages_bitmap"),
@@ -64,7 +65,10 @@ fn encodings(scene: &Scene) {
         assert_eq!(guest.meminfo("MemTotal"), total, "{encoding}");
         for ((before, after), (_, _, of)) in before.into_iter().zip(counts()).zip(ENCODINGS) {
             let (at_host, in_guest) = (after.0 - before.0, after.1 - before.1);
-            assert_eq!(at_host, in_guest, "{of} with encoding={encoding}: host and guest count the same");
+            assert_eq!(
+                at_host, in_guest,
+                "{of} with encoding={encoding}: host and guest count the same"
+            );
             assert_eq!(at_host > 0, of == counter, "{of} with encoding={encoding}");
         }
         assert_eq!(guest.wrong_pages(), 0, "{encoding}");
@@ -78,7 +82,10 @@ fn encodings(scene: &Scene) {
     assert_eq!(guest.balloon().state, BalloonState::DriverAbsent);
     assert_eq!(guest.meminfo("MemTotal"), total);
     let stock = |command: fn(String) -> Command, text: &str| guest.run(command(text.to_owned()));
-    stock(|path| Command::LoadModule { path, parameters: String::new() }, "/modules/virtio_balloon.ko");
+    stock(
+        |path| Command::LoadModule { path, parameters: String::new() },
+        "/modules/virtio_balloon.ko",
+    );
     guest.inflate_to(SIZE / 2);
     assert!(EXTENSION.iter().all(|feature| !guest.balloon().negotiated_features.contains(feature)));
     stock(|name| Command::UnloadModule { name }, "virtio_balloon");
@@ -106,8 +113,8 @@ fn free_pages(scene: &Scene) {
         let free = guest.meminfo("MemFree");
         let report = ask(guest, 0);
         assert_eq!(report.status, FreePagesStatus::Done, "{what}: {report:?}");
-        // The kernel itself takes and frees a little between the two looks, and single pages that wait on a processor's own
-        // list are not on the allocator's.
+        // The kernel itself takes and frees a little between the two looks, and single pages that
+        // wait on a processor's own list are not on the allocator's.
         assert!(report.bytes <= free + 8 * MIB, "{what}: {free} bytes are free; {report:?}");
         assert!(report.bytes + 16 * MIB >= free, "{what}: {free} bytes are free; {report:?}");
         let sum = |value: fn(&FreeBlocks) -> u64| report.by_order.iter().map(value).sum::<u64>();
@@ -188,7 +195,8 @@ fn saved_and_rebooted(scene: &Scene) {
     module.guest.run(Command::Hold { bytes: 48 * MIB, pattern: 11 });
     let total = module.guest.meminfo("MemTotal");
     let last_number = ask(&module.guest, 0).request_id;
-    let churn = Command::Churn { bytes: 96 * MIB, tasks: 2, seed: 6, operations: Some(400), seconds: None };
+    let churn =
+        Command::Churn { bytes: 96 * MIB, tasks: 2, seed: 6, operations: Some(400), seconds: None };
     let work = module.guest.send(churn);
     module.guest.wait_started(work);
     module.guest.set_target(128 * MIB);
@@ -202,7 +210,8 @@ fn saved_and_rebooted(scene: &Scene) {
     let answer = ask(guest, 0);
     assert_eq!(answer.status, FreePagesStatus::Done, "{answer:?}");
     assert!(answer.request_id > last_number, "{last_number}, then {answer:?}");
-    // Twice what the work has used: what it has left in pieces smaller than a block is used again first, and never reported.
+    // Twice what the work has used: what it has left in pieces smaller than a block is used again
+    // first, and never reported.
     let reported = guest.metric("ebb_balloon_reported_bytes_total");
     guest.run(Command::AllocTouchExit { bytes: 192 * MIB });
     eventually("the tracker goes on", 30, || {
@@ -234,8 +243,9 @@ const WRONG_PARAMETERS: [(&str, &str); 6] = [
 ];
 
 fn plain_device_and_wrong_parameters(scene: &Scene) {
-    let setup = Setup::new(scene)
-        .balloon("reporting=on,deflate_on_oom=on,page_bitmap=off,page_ranges=off,host_requests=off");
+    let setup = Setup::new(scene).balloon(
+        "reporting=on,deflate_on_oom=on,page_bitmap=off,page_ranges=off,host_requests=off",
+    );
     let module = Module::start_without(setup);
     let guest = &module.guest;
     assert_eq!(guest.balloon().state, BalloonState::DriverAbsent);
@@ -244,7 +254,10 @@ fn plain_device_and_wrong_parameters(scene: &Scene) {
         assert!(error.contains("nvalid argument"), "{parameters}: {error}");
         let name = parameters.split('=').next().unwrap_or_default();
         let log = module.kernel_log(&[parameters]);
-        assert!(log.contains(words), "{parameters}: the log should tell the legal values of {name}: {log:?}");
+        assert!(
+            log.contains(words),
+            "{parameters}: the log should tell the legal values of {name}: {log:?}"
+        );
     }
     assert_eq!(guest.balloon().state, BalloonState::DriverAbsent);
 
@@ -252,14 +265,17 @@ fn plain_device_and_wrong_parameters(scene: &Scene) {
     module.load("tracker=reporting");
     eventually("the driver is there", 20, || {
         let info = guest.balloon();
-        when(info.negotiated_features.contains(&BalloonFeature::PageReporting), || format!("{info:?}"))
+        when(info.negotiated_features.contains(&BalloonFeature::PageReporting), || {
+            format!("{info:?}")
+        })
     });
     let info = guest.balloon();
     assert!(EXTENSION.iter().all(|feature| !info.offered_features.contains(feature)), "{info:?}");
     guest.run(Command::Hold { bytes: 32 * MIB, pattern: 6 });
     guest.inflate_to(128 * MIB);
     assert!(messages(guest, "arrays") > 0 && module.counter("messages_bare") > 0);
-    let statistics = eventually("statistics", 30, || guest.statistics().map_err(|error| error.to_string()));
+    let statistics =
+        eventually("statistics", 30, || guest.statistics().map_err(|error| error.to_string()));
     let values = statistics.statistics;
     assert_eq!(values.total_memory_bytes, Some(guest.meminfo("MemTotal")));
     assert!(

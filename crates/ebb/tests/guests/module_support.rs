@@ -1,4 +1,5 @@
-//! Ebb's own balloon driver in a guest: loading, parameters, counters, and what the kernel says about it.
+//! Ebb's own balloon driver in a guest: loading, parameters, counters, and what the kernel says
+//! about it.
 
 use ebb_agent::churn::ChurnReport;
 use ebb_agent::command_line::BalloonDriver;
@@ -12,8 +13,10 @@ use crate::setup::Setup;
 
 /// All its trackers.
 pub const TRACKERS: [&str; 4] = ["percpu", "bitmap", "reporting", "none"];
-/// What the kernel's log must not hold, in lower case: warnings, bugs, lockups, blocked tasks and their traces.
-const COMPLAINTS: [&str; 6] = ["warning:", "bug:", "oops", "call trace", "blocked for more than", "bad page"];
+/// What the kernel's log must not hold, in lower case: warnings, bugs, lockups, blocked tasks and
+/// their traces.
+const COMPLAINTS: [&str; 6] =
+    ["warning:", "bug:", "oops", "call trace", "blocked for more than", "bad page"];
 /// Where its counters are.
 const COUNTERS: &str = "/sys/kernel/debug/ebb_balloon/counters";
 
@@ -29,7 +32,8 @@ impl Module {
     /// Starts a guest that loads the driver with these parameters (`NAME=VALUE`).
     #[track_caller]
     pub fn start(setup: Setup<'_>, parameters: &[&str]) -> Self {
-        let words: Vec<String> = parameters.iter().map(|word| format!("ebb_balloon.{word}")).collect();
+        let words: Vec<String> =
+            parameters.iter().map(|word| format!("ebb_balloon.{word}")).collect();
         let module = Self::boot(setup, "ebb_balloon", &words.join(" "));
         let Event::Ready { balloon_driver, warnings, .. } = module.guest.wait_ready(1) else {
             unreachable!()

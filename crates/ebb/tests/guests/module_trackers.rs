@@ -1,4 +1,5 @@
-//! The trackers of Ebb's own driver: free memory goes to the host without being asked for, and only free memory.
+//! The trackers of Ebb's own driver: free memory goes to the host without being asked for, and only
+//! free memory.
 
 use std::env;
 
@@ -28,8 +29,10 @@ const SOAK_OPERATIONS: u64 = 1500;
 pub const SOAK_VARIABLE: &str = "EBB_SOAK_OPERATIONS";
 
 fn trackers_return_memory(scene: &Scene) {
-    let setup =
-        Setup::new(scene).args(["--cpus", "2"]).memory("size=1G").balloon("reporting=on,verify_reports=on");
+    let setup = Setup::new(scene)
+        .args(["--cpus", "2"])
+        .memory("size=1G")
+        .balloon("reporting=on,verify_reports=on");
     let module = Module::start(setup, &["tracker=none"]);
     let guest = &module.guest;
     guest.run(Command::Hold { bytes: 32 * MIB, pattern: 8 });
@@ -53,7 +56,10 @@ fn trackers_return_memory(scene: &Scene) {
                 format!("{peak} -> {resident} bytes\n{counters}")
             })
         });
-        assert!(guest.metric("ebb_balloon_reported_bytes_total") >= reported + must_fall, "{tracker}");
+        assert!(
+            guest.metric("ebb_balloon_reported_bytes_total") >= reported + must_fall,
+            "{tracker}"
+        );
         assert!(module.counter("reported_pages") >= must_fall / 4096, "{tracker}");
         assert_eq!(guest.wrong_pages(), 0, "{tracker}");
         guest.run(Command::Release);
@@ -144,7 +150,8 @@ fn soak_operations() -> u64 {
     }
 }
 
-/// All trackers in turn, with memory pressure and compaction, until enough was done: no page may be wrong.
+/// All trackers in turn, with memory pressure and compaction, until enough was done: no page may be
+/// wrong.
 ///
 /// `EBB_SOAK_OPERATIONS=600000 cargo test -p ebb --test guests -- module::soak` is about an hour.
 fn soak(scene: &Scene) {

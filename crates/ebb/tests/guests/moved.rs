@@ -69,7 +69,8 @@ impl<'a> Receive<'a> {
         let mut guest = Guest::spawn(program, self.socket, &self.scene.guests());
         let address = eventually("the monitor listens", 30, || {
             assert!(guest.is_running(), "the monitor has ended: {:?}", guest.wait_end());
-            let line = guest.log().lines().find_map(|line| Some(line.split_once(LISTENING)?.1.to_owned()));
+            let line =
+                guest.log().lines().find_map(|line| Some(line.split_once(LISTENING)?.1.to_owned()));
             line.ok_or_else(|| "it does not say so".to_owned())
         });
         (guest, address)
@@ -115,7 +116,8 @@ impl Migrate {
     }
 }
 
-/// Moves `guest` to another monitor, with these arguments of `ebb migrate`. What it was is over, and says so.
+/// Moves `guest` to another monitor, with these arguments of `ebb migrate`. What it was is over,
+/// and says so.
 #[track_caller]
 pub fn move_to<S: AsRef<OsStr>>(
     receive: Receive<'_>,
@@ -126,7 +128,8 @@ pub fn move_to<S: AsRef<OsStr>>(
     (receiver, report)
 }
 
-/// As [`move_to`]; also returns what the guest was, with what it has said there: a command may have ended on the way.
+/// As [`move_to`]; also returns what the guest was, with what it has said there: a command may have
+/// ended on the way.
 #[track_caller]
 pub fn move_and_look_back<S: AsRef<OsStr>>(
     receive: Receive<'_>,

@@ -44,7 +44,8 @@ const HOSTILE_INITRD_INSIDE: &str = "/opt/hostile.cpio";
 pub const PROGRAM_IN_GUEST: &str = "/bin/guests";
 /// Static busybox, as Debian installs it.
 const BUSYBOX: &str = "/bin/busybox";
-/// Beside the standard modules: the power button and those who hear of it, and the one that tells of a panic.
+/// Beside the standard modules: the power button and those who hear of it, and the one that tells
+/// of a panic.
 const MODULES: [&str; 3] = ["button", "evdev", "pvpanic-mmio"];
 /// All tests take a few minutes; this is for a host that hangs.
 const HOST_LIMIT: Duration = Duration::from_secs(30 * 60);
@@ -53,7 +54,8 @@ const LONG_HOST_LIMIT: Duration = Duration::from_secs(6 * 3600);
 
 /// Where to run.
 pub enum Place {
-    /// On this machine; the guests' files last as long as the directory, if they are not there anyway.
+    /// On this machine; the guests' files last as long as the directory, if they are not there
+    /// anyway.
     Here(World, Option<TempDir>),
     /// In a virtual host.
     VirtualHost(Outside),
@@ -67,8 +69,9 @@ pub struct Outside {
 /// Decides by running a loop on KVM, and prepares the guests' files.
 pub fn choose() -> Result<Place, String> {
     if env::var_os(INSIDE).is_some() {
-        let trace =
-            Trace::start().inspect_err(|problem| eprintln!("guests: no trace of KVM: {problem}")).ok();
+        let trace = Trace::start()
+            .inspect_err(|problem| eprintln!("guests: no trace of KVM: {problem}"))
+            .ok();
         let world = World {
             machine: Machine::Emulated(trace),
             ebb: "/bin/ebb".into(),
@@ -93,7 +96,8 @@ pub fn choose() -> Result<Place, String> {
         return Ok(Place::VirtualHost(Outside { files }));
     }
     let vmlinux =
-        ebb_virtual_host::vmlinux(&kernel.image, &ebb_virtual_host::cache::Cache::of_user()).map_err(text)?;
+        ebb_virtual_host::vmlinux(&kernel.image, &ebb_virtual_host::cache::Cache::of_user())
+            .map_err(text)?;
     std::fs::write(path("vmlinux"), vmlinux).map_err(text)?;
     let world = World {
         machine: Machine::Real,
@@ -119,7 +123,8 @@ pub fn note_failures(names: &[&str]) -> Result<(), String> {
         return Ok(());
     }
     let lines: String = names.iter().flat_map(|name| [name, "\n"]).collect();
-    std::fs::write(FAILED_INSIDE, lines).map_err(|error| format!("cannot write {FAILED_INSIDE}: {error}"))
+    std::fs::write(FAILED_INSIDE, lines)
+        .map_err(|error| format!("cannot write {FAILED_INSIDE}: {error}"))
 }
 
 fn text(error: impl Display) -> String {
@@ -143,7 +148,12 @@ fn agent() -> Result<PathBuf, String> {
     ))
 }
 
-fn write_image(agent: &Path, kernel: &Kernel, files: &[HostFile], path: &Path) -> Result<(), String> {
+fn write_image(
+    agent: &Path,
+    kernel: &Kernel,
+    files: &[HostFile],
+    path: &Path,
+) -> Result<(), String> {
     let mut image = GuestImage::new(agent.to_owned(), kernel.clone());
     image.modules = MODULES.map(str::to_owned).to_vec();
     image.files = [files, &[file(BUSYBOX.into(), BUSYBOX)]].concat();
@@ -185,7 +195,8 @@ struct Outcome {
 impl Outcome {
     /// That of several hosts. Nothing is tried again if one of them has failures that may not be.
     fn of_all(outcomes: Vec<Self>) -> Self {
-        let final_failure = outcomes.iter().any(|outcome| outcome.code != 0 && outcome.failed.is_empty());
+        let final_failure =
+            outcomes.iter().any(|outcome| outcome.code != 0 && outcome.failed.is_empty());
         let code = outcomes.iter().map(|outcome| outcome.code).max().unwrap_or(0);
         let failed = outcomes.into_iter().flat_map(|outcome| outcome.failed);
         Self { code, failed: if final_failure { Vec::new() } else { failed.collect() } }
@@ -210,19 +221,26 @@ fn available_memory_mib() -> Option<usize> {
 }
 
 impl Outside {
-    /// Runs this program again in a virtual host, or in several that share the tests, with the same arguments.
+    /// Runs this program again in a virtual host, or in several that share the tests, with the same
+    /// arguments.
     ///
-    /// The host is emulated down to its processor's virtualization, and emulators have broken guests under any monitor
-    /// (CONTRIBUTING.md). So a few tests that failed with a sign of that are run once more, in a new virtual host; their first
-    /// failure has been told in full. What fails without such a sign, or twice, has failed.
+    /// The host is emulated down to its processor's virtualization, and emulators have broken
+    /// guests under any monitor (CONTRIBUTING.md). So a few tests that failed with a sign of that
+    /// are run once more, in a new virtual host; their first failure has been told in full. What
+    /// fails without such a sign, or twice, has failed.
     pub fn run_again(&self, names: &[&str]) -> ExitCode {
         let result = match self.run_shared(names) {
-            Ok(Outcome { failed, .. }) if !failed.is_empty() && failed.len() <= MOST_TRIED_AGAIN => {
+            Ok(Outcome { failed, .. })
+                if !failed.is_empty() && failed.len() <= MOST_TRIED_AGAIN =>
+            {
                 let names = failed.join(", ");
                 println!("guests: once more, in a new virtual host: {names}");
                 self.run_of_kinds(0, &failed).inspect(|again| {
-                    let still =
-                        if again.failed.is_empty() { "none".to_owned() } else { again.failed.join(", ") };
+                    let still = if again.failed.is_empty() {
+                        "none".to_owned()
+                    } else {
+                        again.failed.join(", ")
+                    };
                     println!("guests: failed at first: {names}; failed again: {still}");
                 })
             }
@@ -237,8 +255,8 @@ impl Outside {
         }
     }
 
-    /// Deals the tests out to virtual hosts that run side by side. Neighbours in the list are of one kind and take about as
-    /// long, so they go to different ones.
+    /// Deals the tests out to virtual hosts that run side by side. Neighbours in the list are of
+    /// one kind and take about as long, so they go to different ones.
     fn run_shared(&self, names: &[&str]) -> Result<Outcome, Failure> {
         let hosts = hosts(names.len());
         let share = |host: usize| -> Vec<String> {
@@ -252,27 +270,33 @@ impl Outside {
                 })
                 .collect();
             let join = |thread: std::thread::ScopedJoinHandle<'_, _>| {
-                thread.join().unwrap_or_else(|_| Err(Failure::Other("a thread has panicked".to_owned())))
+                thread
+                    .join()
+                    .unwrap_or_else(|_| Err(Failure::Other("a thread has panicked".to_owned())))
             };
             threads.into_iter().map(join).collect::<Result<Vec<_>, _>>()
         })?;
         Ok(Outcome::of_all(outcomes))
     }
 
-    /// The tests with these names, one after another: first those that any kernel will do for, in a virtual host with the
-    /// kernel of the guests, which is what the machines of most users have; then the others, in one with a newer kernel.
+    /// The tests with these names, one after another: first those that any kernel will do for, in a
+    /// virtual host with the kernel of the guests, which is what the machines of most users have;
+    /// then the others, in one with a newer kernel.
     fn run_of_kinds(&self, number: usize, names: &[String]) -> Result<Outcome, Failure> {
         let mut outcomes = Vec::new();
         for (needs, kernel) in
             [(Needs::AnyKernel, HostKernel::OfGuests), (Needs::Merging, HostKernel::Newest)]
         {
-            let names: Vec<_> = names.iter().filter(|name| Needs::of(name) == needs).cloned().collect();
+            let names: Vec<_> =
+                names.iter().filter(|name| Needs::of(name) == needs).cloned().collect();
             if names.is_empty() {
                 continue;
             }
             outcomes.push(match self.run(number, &kernel, &names) {
                 Err(Failure::HostEnded(problem)) => {
-                    eprintln!("guests: {problem}\nguests: its tests once more, in a new virtual host");
+                    eprintln!(
+                        "guests: {problem}\nguests: its tests once more, in a new virtual host"
+                    );
                     self.run(number, &kernel, &names)?
                 }
                 result => result?,
@@ -282,7 +306,12 @@ impl Outside {
     }
 
     /// The tests with these names, in virtual host number `number`.
-    fn run(&self, number: usize, kernel: &HostKernel, names: &[String]) -> Result<Outcome, Failure> {
+    fn run(
+        &self,
+        number: usize,
+        kernel: &HostKernel,
+        names: &[String],
+    ) -> Result<Outcome, Failure> {
         let image = |name: &str, target: &str| HostFile {
             source: self.files.path().join(name),
             target: target.into(),
@@ -301,7 +330,11 @@ impl Outside {
                 image("guest.cpio", INITRD_INSIDE),
                 image("hostile.cpio", HOSTILE_INITRD_INSIDE),
             ],
-            time_limit: if env::var_os(SOAK_VARIABLE).is_some() { LONG_HOST_LIMIT } else { HOST_LIMIT },
+            time_limit: if env::var_os(SOAK_VARIABLE).is_some() {
+                LONG_HOST_LIMIT
+            } else {
+                HOST_LIMIT
+            },
             init: Some(env!("CARGO_BIN_EXE_ebb").into()),
             agent: Some(agent()?),
             host_kernel: kernel.clone(),
@@ -328,7 +361,8 @@ impl Outside {
         let failures = self.files.path().join(format!("failed-tests.{number}"));
         host.get_file(FAILED_INSIDE, &failures)?;
         host.shutdown()?;
-        let failed = std::fs::read_to_string(&failures).map_err(text)?.lines().map(str::to_owned).collect();
+        let failed =
+            std::fs::read_to_string(&failures).map_err(text)?.lines().map(str::to_owned).collect();
         match broken {
             Some(error) => Err(format!("cannot print the results: {error}").into()),
             None => Ok(Outcome { code: u8::try_from(status.shell_code()).unwrap_or(1), failed }),

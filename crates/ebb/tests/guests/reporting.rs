@@ -26,7 +26,8 @@ fn after_program(guest: &Guest) -> u64 {
 
 /// Runs the program and waits until at least 80 % of its memory are the host's again.
 fn check_returns(guest: &Guest) {
-    // A guest reports what it has freed at boot as well; the peak is taken while the program holds its memory.
+    // A guest reports what it has freed at boot as well; the peak is taken while the program holds
+    // its memory.
     guest.run(Command::Hold { bytes: PROGRAM_BYTES, pattern: 3 });
     let (peak, process_peak) = (guest.resident(), guest.process_bytes());
     assert!(peak > PROGRAM_BYTES, "{peak}");
@@ -65,8 +66,11 @@ fn off_keeps_memory(scene: &Scene) {
 }
 
 fn with_init_on_free(scene: &Scene) {
-    let guest =
-        Setup::new(scene).memory("size=1G").words("init_on_free=1").balloon("reporting=on,poison=on").start();
+    let guest = Setup::new(scene)
+        .memory("size=1G")
+        .words("init_on_free=1")
+        .balloon("reporting=on,poison=on")
+        .start();
     let info = guest.balloon();
     for feature in [BalloonFeature::PageReporting, BalloonFeature::PagePoison] {
         assert!(info.negotiated_features.contains(&feature), "{info:?}");
@@ -77,8 +81,10 @@ fn with_init_on_free(scene: &Scene) {
 }
 
 fn needs_the_poison_feature(scene: &Scene) {
-    // Linux declines reporting when it initializes freed pages and cannot say so (virtballoon_validate).
-    let guest = Setup::new(scene).words("init_on_free=1").balloon("reporting=on,poison=off").start();
+    // Linux declines reporting when it initializes freed pages and cannot say so
+    // (virtballoon_validate).
+    let guest =
+        Setup::new(scene).words("init_on_free=1").balloon("reporting=on,poison=off").start();
     let info = guest.balloon();
     assert!(info.offered_features.contains(&BalloonFeature::PageReporting), "{info:?}");
     assert!(!info.negotiated_features.contains(&BalloonFeature::PageReporting), "{info:?}");

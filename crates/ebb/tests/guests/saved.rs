@@ -27,7 +27,8 @@ impl Guest {
         client.put_json("/vm/snapshot", &json!({ "path": path })).map_err(|error| error.to_string())
     }
 
-    /// Writes a snapshot of a guest that is paused for it and ends its monitor: what runs afterwards comes from the file.
+    /// Writes a snapshot of a guest that is paused for it and ends its monitor: what runs
+    /// afterwards comes from the file.
     #[track_caller]
     pub fn save_and_end(self, path: &Path) -> SnapshotReport {
         self.put("/vm/pause");
@@ -56,7 +57,12 @@ pub struct Restore<'a> {
 /// Options that name the kernel and initramfs which guests reboot from, for a machine that goes on.
 pub fn boot_files(scene: &Scene) -> Vec<OsString> {
     let world = &scene.world;
-    vec!["--kernel".into(), world.vmlinux.clone().into(), "--initrd".into(), world.initrd.clone().into()]
+    vec![
+        "--kernel".into(),
+        world.vmlinux.clone().into(),
+        "--initrd".into(),
+        world.initrd.clone().into(),
+    ]
 }
 
 impl<'a> Restore<'a> {
@@ -85,7 +91,11 @@ impl<'a> Restore<'a> {
     /// The command line.
     pub fn program(&self) -> Program {
         let mut program = Program::new(&self.scene.world.ebb);
-        program.arg("restore").arg(&self.file).args(["--serial", "stdio", "--api"]).arg(&self.socket);
+        program
+            .arg("restore")
+            .arg(&self.file)
+            .args(["--serial", "stdio", "--api"])
+            .arg(&self.socket);
         program.args(&self.arguments);
         program
     }
@@ -95,8 +105,8 @@ impl<'a> Restore<'a> {
         Guest::spawn(self.program(), self.socket, &self.scene.guests())
     }
 
-    /// Starts the monitor and waits for its API. The guest's agent runs already: it does not say that it is ready, it takes
-    /// commands.
+    /// Starts the monitor and waits for its API. The guest's agent runs already: it does not say
+    /// that it is ready, it takes commands.
     #[track_caller]
     pub fn start(self) -> Guest {
         let mut guest = self.spawn();

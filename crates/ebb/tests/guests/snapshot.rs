@@ -1,4 +1,5 @@
-//! Snapshots of whole guests: what survives, what a file costs, how many guests it can become, and what is refused.
+//! Snapshots of whole guests: what survives, what a file costs, how many guests it can become, and
+//! what is refused.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
@@ -26,7 +27,8 @@ pub const TESTS: &[Test] = &[
 ];
 
 fn shell(guest: &Guest, line: &str) -> serde_json::Value {
-    guest.run(Command::Exec { argv: ["/bin/busybox", "sh", "-c", line].map(str::to_owned).to_vec() })
+    guest
+        .run(Command::Exec { argv: ["/bin/busybox", "sh", "-c", line].map(str::to_owned).to_vec() })
 }
 
 /// Writes and reads in the guest's disk, and fails unless that works.
@@ -79,7 +81,8 @@ fn everything_goes_on(scene: &Scene) {
     check_disk(&guest, "dd if=/tmp/a of=/dev/vda bs=1M seek=7 conv=notrunc,fsync");
     let content = fs::read(&disk).unwrap();
     assert!(content[..1 << 20] == content[7 << 20..] && content.len() == 8 << 20);
-    // The balloon: as large as before, with its queues where they were; the statistics' buffer was the device's.
+    // The balloon: as large as before, with its queues where they were; the statistics' buffer was
+    // the device's.
     let balloon = guest.balloon();
     assert_eq!((balloon.target_bytes, balloon.actual_bytes), (128 * MIB, 128 * MIB));
     eventually("statistics", 30, || guest.statistics().map_err(|error| error.to_string()));
@@ -136,7 +139,9 @@ fn while_inflating(scene: &Scene) {
     let guest = Restore::new(scene, &file).start();
     eventually("the balloon gets to its target", 120, || {
         let info = guest.balloon();
-        when((info.target_bytes, info.actual_bytes) == (240 * MIB, 240 * MIB), || format!("{info:?}"))
+        when((info.target_bytes, info.actual_bytes) == (240 * MIB, 240 * MIB), || {
+            format!("{info:?}")
+        })
     });
     // More than the guest can give: it stays as far as it gets, and can be saved like that.
     guest.set_target(370 * MIB);
@@ -355,7 +360,8 @@ fn bad_files(scene: &Scene) {
     refused(&["disk", "No such file"]);
     // It can be named anew, but only it.
     let named = format!("path={},readonly=on", moved.display());
-    let (code, log) = Restore::new(scene, &good).args(["--disk", &named, "--disk", &named]).refused();
+    let (code, log) =
+        Restore::new(scene, &good).args(["--disk", &named, "--disk", &named]).refused();
     assert_eq!(code, Some(1), "{log}");
     assert!(log.contains("1 disks") && log.contains("2 times"), "{log}");
     let guest = Restore::new(scene, &good).args(["--disk", &named]).start();

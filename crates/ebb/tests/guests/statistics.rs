@@ -16,7 +16,8 @@ pub const TESTS: &[Test] = &[
     Test::new("statistics::of_a_guest_that_cannot_answer", 240, of_a_guest_that_cannot_answer),
 ];
 
-/// Asks until the guest answers within the API's second, which a busy machine may not grant it at once.
+/// Asks until the guest answers within the API's second, which a busy machine may not grant it at
+/// once.
 fn fresh(guest: &Guest) -> StatisticsDocument {
     eventually("statistics", 30, || guest.statistics().map_err(|error| error.to_string()))
 }
@@ -41,8 +42,13 @@ fn fresh_and_plausible(scene: &Scene) {
     ];
     assert!(known.iter().all(Option::is_some), "Linux tells tags 0 to 9: {values:?}");
     assert_eq!(values.total_memory_bytes, Some(total));
-    assert_eq!((values.swap_in_bytes, values.swap_out_bytes), (Some(0), Some(0)), "there is no swap");
-    for part in [values.free_memory_bytes, values.available_memory_bytes, values.disk_caches_bytes] {
+    assert_eq!(
+        (values.swap_in_bytes, values.swap_out_bytes),
+        (Some(0), Some(0)),
+        "there is no swap"
+    );
+    for part in [values.free_memory_bytes, values.available_memory_bytes, values.disk_caches_bytes]
+    {
         assert!(part.is_some_and(|bytes| bytes > 0 && bytes < total), "{values:?}");
     }
 
@@ -53,13 +59,15 @@ fn fresh_and_plausible(scene: &Scene) {
     assert!(after.minor_faults > values.minor_faults, "{values:?} {after:?}");
 
     // An old value is taken when the caller says so, and it is the same one.
-    let old: StatisticsDocument = guest.client().get("/balloon/statistics?max_age_ms=600000").unwrap();
+    let old: StatisticsDocument =
+        guest.client().get("/balloon/statistics?max_age_ms=600000").unwrap();
     assert_eq!(old.statistics, after);
 }
 
 /// The age of the values known, without asking the guest.
 fn age_ms(guest: &Guest) -> Option<u64> {
-    let document: Result<StatisticsDocument, _> = guest.client().get("/balloon/statistics?max_age_ms=600000");
+    let document: Result<StatisticsDocument, _> =
+        guest.client().get("/balloon/statistics?max_age_ms=600000");
     document.unwrap().age_ms
 }
 
@@ -75,7 +83,9 @@ fn at_an_interval(scene: &Scene) {
             when(newer, || format!("the last ones are {now} ms old"))
         });
     };
-    eventually("the first values arrive", 30, || when(age_ms(&guest).is_some(), || "none yet".to_owned()));
+    eventually("the first values arrive", 30, || {
+        when(age_ms(&guest).is_some(), || "none yet".to_owned())
+    });
     wait_for_newer();
     wait_for_newer();
     let body = serde_json::json!({ "interval_seconds": 0 });
@@ -133,7 +143,8 @@ fn of_a_guest_that_cannot_answer(scene: &Scene) {
     assert!(asked.elapsed() >= Duration::from_secs(1), "it was given its second");
     assert!(detail.message.contains("1000 ms"), "{detail:?}");
     assert!(
-        detail.last_known.expect("the last values").statistics.total_memory_bytes == known.total_memory_bytes
+        detail.last_known.expect("the last values").statistics.total_memory_bytes
+            == known.total_memory_bytes
     );
     // The monitor itself is well.
     guest.vm();

@@ -1,4 +1,5 @@
-//! Trimming: what is all zero goes back to the host, and nothing else, whatever the guest does meanwhile.
+//! Trimming: what is all zero goes back to the host, and nothing else, whatever the guest does
+//! meanwhile.
 
 use ebb_agent::protocol::Command;
 use ebb_vmm::api::TrimReport;
@@ -44,7 +45,8 @@ fn returns_zeros(scene: &Scene) {
 }
 
 fn beside_a_busy_guest(scene: &Scene) {
-    let guest = Setup::new(scene).args(["--cpus", "2"]).memory("size=1G").balloon("reporting=on").start();
+    let guest =
+        Setup::new(scene).args(["--cpus", "2"]).memory("size=1G").balloon("reporting=on").start();
     guest.run(Command::Hold { bytes: 96 * MIB, pattern: 9 });
     let work = guest.send(Command::AllocTouchExit { bytes: 500 * MIB });
     let mut returned = 0;

@@ -15,8 +15,13 @@ fn ram(backing: Backing) -> GuestRam {
         size_bytes: PAGES * PAGE,
         host_node: None,
     };
-    GuestRam::new(&[region(0), region(PAGES), region(3 * PAGES)], backing, HugePages::Off, Populate::Lazy)
-        .unwrap()
+    GuestRam::new(
+        &[region(0), region(PAGES), region(3 * PAGES)],
+        backing,
+        HugePages::Off,
+        Populate::Lazy,
+    )
+    .unwrap()
 }
 
 fn range(start: u64, pages: u64) -> GuestRange {
@@ -97,10 +102,12 @@ proptest! {
 #[test]
 fn ranges_that_are_not_guest_memory_are_refused() {
     let ram = ram(Backing::Anonymous);
-    for outside in [range(2 * PAGES - 1, 2), range(2 * PAGES, 1), range(4 * PAGES - 1, 2), range(u64::MAX, 1)]
+    for outside in
+        [range(2 * PAGES - 1, 2), range(2 * PAGES, 1), range(4 * PAGES - 1, 2), range(u64::MAX, 1)]
     {
         let mut content = vec![9; outside.size_bytes() as usize];
-        let refused = |result| matches!(result, Err(RamError::OutsideRam { range }) if range == outside);
+        let refused =
+            |result| matches!(result, Err(RamError::OutsideRam { range }) if range == outside);
         assert!(refused(ram.held_ranges(outside, &mut Vec::new())), "{outside}");
         assert!(refused(ram.read_pages(outside, &mut content)), "{outside}");
         assert!(refused(ram.write_pages(outside, &content)), "{outside}");
@@ -127,7 +134,11 @@ fn content_of_the_file_that_memory_was_restored_from_counts() {
     let specs: Vec<_> = origin
         .regions()
         .iter()
-        .map(|region| RegionSpec { start: region.start, size_bytes: region.size_bytes, host_node: None })
+        .map(|region| RegionSpec {
+            start: region.start,
+            size_bytes: region.size_bytes,
+            host_node: None,
+        })
         .collect();
     let restored = GuestRam::restore(&specs, HugePages::Off, file, 0, &image).unwrap();
     restored.write_pages(range(20, 1), &[9; PAGE as usize]).unwrap();

@@ -1,10 +1,12 @@
 //! Checksums over saved memory, and the search for zeros.
 //!
-//! XXH3 with 64 bits: it finds damage by disks and transports, not forgery, and runs at the speed of memory. The crate
-//! `twox-hash` is written in Rust, maintained and widely used, and chooses vector instructions at run time.
+//! XXH3 with 64 bits: it finds damage by disks and transports, not forgery, and runs at the speed
+//! of memory. The crate `twox-hash` is written in Rust, maintained and widely used, and chooses
+//! vector instructions at run time.
 //!
-//! A chunk's checksum covers its pages that are not all zero, each behind its RAM offset. So it depends on the memory's
-//! content alone: whether zeros are a hole, were written, or lie in an extent makes no difference.
+//! A chunk's checksum covers its pages that are not all zero, each behind its RAM offset. So it
+//! depends on the memory's content alone: whether zeros are a hole, were written, or lie in an
+//! extent makes no difference.
 
 use std::hash::Hasher;
 use std::ops::Range;
@@ -48,7 +50,8 @@ impl ChunkHasher {
 
 /// The longest parts of `content`, whole pages, in which no page is all zero, as ranges of bytes.
 pub(crate) fn nonzero_runs(content: &[u8]) -> impl Iterator<Item = Range<usize>> {
-    let is_data = move |start: usize| start < content.len() && !is_zero(&content[start..start + PAGE]);
+    let is_data =
+        move |start: usize| start < content.len() && !is_zero(&content[start..start + PAGE]);
     let mut next = 0;
     std::iter::from_fn(move || {
         while next < content.len() && !is_data(next) {
@@ -63,8 +66,8 @@ pub(crate) fn nonzero_runs(content: &[u8]) -> impl Iterator<Item = Range<usize>>
     })
 }
 
-/// Whether all bytes are zero. Blocks without a branch inside become vector instructions; most pages in use end the
-/// search in the first one.
+/// Whether all bytes are zero. Blocks without a branch inside become vector instructions; most
+/// pages in use end the search in the first one.
 fn is_zero(page: &[u8]) -> bool {
     page.chunks(256).all(|block| block.iter().fold(0, |seen, byte| seen | byte) == 0)
 }
@@ -100,7 +103,8 @@ mod tests {
         let mut hasher = ChunkHasher::new();
         hasher.add(4096, &pages(&[1, 2]));
         let bytes =
-            [&4096_u64.to_le_bytes()[..], &pages(&[1]), &8192_u64.to_le_bytes(), &pages(&[2])].concat();
+            [&4096_u64.to_le_bytes()[..], &pages(&[1]), &8192_u64.to_le_bytes(), &pages(&[2])]
+                .concat();
         assert_eq!(hasher.finish(), XxHash3_64::oneshot(&bytes));
         assert_eq!(ChunkHasher::new().finish(), 0x2d06_8005_38d3_94c2);
     }

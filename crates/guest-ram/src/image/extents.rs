@@ -28,8 +28,8 @@ impl ExtentList {
     }
 }
 
-/// Merges neighbours for which `mergeable` holds until at most `limit` extents are left, those with the smallest gap
-/// between them first. `extents` are in ascending order.
+/// Merges neighbours for which `mergeable` holds until at most `limit` extents are left, those with
+/// the smallest gap between them first. `extents` are in ascending order.
 pub(crate) fn merge_across_gaps(
     extents: &mut Vec<Extent>,
     limit: usize,

@@ -109,7 +109,9 @@ fn unknown_fields_are_refused() {
     let (_, image) = saved();
     let text = serde_json::to_string(&image).unwrap();
     assert_eq!(serde_json::from_str::<RamImage>(&text).unwrap(), image);
-    for (from, to) in [("\"version\"", "\"flavour\":1,\"version\""), ("\"data_bytes\"", "\"bytes\"")] {
+    for (from, to) in
+        [("\"version\"", "\"flavour\":1,\"version\""), ("\"data_bytes\"", "\"bytes\"")]
+    {
         assert!(serde_json::from_str::<RamImage>(&text.replace(from, to)).is_err());
     }
 }
@@ -119,11 +121,14 @@ fn memory_of_another_machine_is_refused() {
     let (file, image) = saved();
     let mut specs = specs();
     specs[1].size_bytes *= 2;
-    let error = GuestRam::restore(&specs, HugePages::Off, file.try_clone().unwrap(), FILE_OFFSET, &image)
-        .unwrap_err();
+    let error =
+        GuestRam::restore(&specs, HugePages::Off, file.try_clone().unwrap(), FILE_OFFSET, &image)
+            .unwrap_err();
     let text = error.to_string();
     assert!(
-        text.contains("0x100000000+0x100000, and 0x0+0x4100000, 0x100000000+0x200000 are asked for"),
+        text.contains(
+            "0x100000000+0x100000, and 0x0+0x4100000, 0x100000000+0x200000 are asked for"
+        ),
         "{text}"
     );
 }
@@ -132,9 +137,12 @@ fn memory_of_another_machine_is_refused() {
 fn a_file_that_was_cut_short_is_refused() {
     let (file, image) = saved();
     file.set_len(FILE_OFFSET + 66 * MIB - 1).unwrap();
-    let short = ImageError::FileTooShort { file_bytes: 66 * MIB + PAGE - 1, needed_bytes: 66 * MIB + PAGE };
+    let short =
+        ImageError::FileTooShort { file_bytes: 66 * MIB + PAGE - 1, needed_bytes: 66 * MIB + PAGE };
     assert_eq!(verify(&image, &file).unwrap_err(), short);
-    assert!(matches!(restore(&image, &file).unwrap_err(), RamError::Image(error) if error == short));
+    assert!(
+        matches!(restore(&image, &file).unwrap_err(), RamError::Image(error) if error == short)
+    );
 }
 
 #[test]
@@ -143,7 +151,8 @@ fn offsets_that_cannot_be_mapped_are_refused() {
     for offset in [1, PAGE / 2, 0u64.wrapping_sub(PAGE), i64::MAX as u64 / PAGE * PAGE] {
         let error = image.validate_file(&file, offset).unwrap_err();
         assert!(matches!(error, RamError::Image(ImageError::BadFileOffset { .. })), "{error}");
-        let ram = GuestRam::new(&specs(), Backing::Anonymous, HugePages::Off, Populate::Lazy).unwrap();
+        let ram =
+            GuestRam::new(&specs(), Backing::Anonymous, HugePages::Off, Populate::Lazy).unwrap();
         let error = ram.save(&file, offset, &mut |_| {}).unwrap_err();
         assert!(matches!(error, RamError::Image(ImageError::BadFileOffset { .. })), "{error}");
     }

@@ -11,13 +11,15 @@ use crate::holes::data_segments;
 const BUFFER_BYTES: usize = 512 << 10;
 
 impl RamImage {
-    /// Reads all memory that was saved to `file` from `file_offset_bytes` on, and compares it with the checksums.
-    /// `progress` is told after each chunk how many bytes of [`ram_bytes`](Self::ram_bytes) are done.
+    /// Reads all memory that was saved to `file` from `file_offset_bytes` on, and compares it with
+    /// the checksums. `progress` is told after each chunk how many bytes of
+    /// [`ram_bytes`](Self::ram_bytes) are done.
     ///
     /// What lies outside of the extents is not looked at, since it is not used.
     ///
     /// # Errors
-    /// [`RamError::Image`] if it is not what was saved, [`RamError::ReadImage`] if it cannot be read.
+    /// [`RamError::Image`] if it is not what was saved, [`RamError::ReadImage`] if it cannot be
+    /// read.
     pub fn verify(
         &self,
         file: &File,
@@ -41,13 +43,17 @@ impl RamImage {
                 hash_part(file, file_offset_bytes, part, &mut buffer, &mut hasher)?;
             }
             if hasher.finish() != *checksum {
-                return Err(ImageError::WrongChecksum { offset_bytes: start, end_bytes: end }.into());
+                return Err(
+                    ImageError::WrongChecksum { offset_bytes: start, end_bytes: end }.into()
+                );
             }
             found_bytes += hasher.data_bytes();
             progress(end);
         }
         if found_bytes != self.data_bytes {
-            return Err(ImageError::WrongDataBytes { found_bytes, data_bytes: self.data_bytes }.into());
+            return Err(
+                ImageError::WrongDataBytes { found_bytes, data_bytes: self.data_bytes }.into()
+            );
         }
         Ok(())
     }
@@ -63,7 +69,8 @@ fn hash_part(
 ) -> Result<(), RamError> {
     let read_error = |offset_bytes| move |source| RamError::ReadImage { offset_bytes, source };
     let in_file = file_offset_bytes + part.start..file_offset_bytes + part.end;
-    let segments = data_segments(file, in_file).map_err(read_error(file_offset_bytes + part.start))?;
+    let segments =
+        data_segments(file, in_file).map_err(read_error(file_offset_bytes + part.start))?;
     for segment in segments {
         let mut next = segment.start;
         while next < segment.end {

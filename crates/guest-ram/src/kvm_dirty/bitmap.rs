@@ -15,7 +15,8 @@ const KVM_CLEAR_DIRTY_LOG: libc::c_ulong = 0xc018_aec0;
 
 const _: () = assert!(size_of::<kvm_clear_dirty_log>() == 0x18);
 
-/// First page and number of pages of a call must be multiples of this, unless it goes up to the slot's end.
+/// First page and number of pages of a call must be multiples of this, unless it goes up to the
+/// slot's end.
 const UNIT_PAGES: u64 = 64;
 
 /// Pages that are cleared in one call, 256 MiB: vCPUs that fault wait until it is done.
@@ -25,12 +26,14 @@ const _: () = assert!(CLEAR_PAGES.is_multiple_of(UNIT_PAGES));
 
 /// The log of dirty pages as a bitmap.
 ///
-/// A page that was found dirty stays so, and is found again, until it is [cleared](Self::clear): so it must be cleared before it
-/// is read, and everything that was found may be cleared at any time before that. A write behind the clearing makes it dirty
-/// again. Pages are cleared exactly; neighbours that share a word of the kernel's bitmap stay as they are.
+/// A page that was found dirty stays so, and is found again, until it is [cleared](Self::clear): so
+/// it must be cleared before it is read, and everything that was found may be cleared at any time
+/// before that. A write behind the clearing makes it dirty again. Pages are cleared exactly;
+/// neighbours that share a word of the kernel's bitmap stay as they are.
 ///
-/// Switched off when dropped. System calls: `ioctl` with `KVM_ENABLE_CAP` (0x4068aea3), `KVM_CHECK_EXTENSION` (0xae03),
-/// `KVM_SET_USER_MEMORY_REGION` (0x4020ae46), `KVM_GET_DIRTY_LOG` (0x4010ae42), `KVM_CLEAR_DIRTY_LOG` (0xc018aec0).
+/// Switched off when dropped. System calls: `ioctl` with `KVM_ENABLE_CAP` (0x4068aea3),
+/// `KVM_CHECK_EXTENSION` (0xae03), `KVM_SET_USER_MEMORY_REGION` (0x4020ae46), `KVM_GET_DIRTY_LOG`
+/// (0x4010ae42), `KVM_CLEAR_DIRTY_LOG` (0xc018aec0).
 #[derive(Debug)]
 pub struct DirtyBitmap<'a> {
     vm: &'a VmFd,
@@ -39,16 +42,18 @@ pub struct DirtyBitmap<'a> {
 }
 
 impl<'a> DirtyBitmap<'a> {
-    /// The log of a machine, not yet switched on. From here on the machine's log is cleared by [`clear`](Self::clear) only
-    /// (`KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`, without "initially set": with that, pages would not be protected against writes until
-    /// they were cleared for the first time).
+    /// The log of a machine, not yet switched on. From here on the machine's log is cleared by
+    /// [`clear`](Self::clear) only (`KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`, without "initially set":
+    /// with that, pages would not be protected against writes until they were cleared for the first
+    /// time).
     ///
     /// # Errors
     /// [`DirtyLogError::Missing`] before Linux 5.1, [`DirtyLogError::Refused`].
     ///
     /// # Safety
-    /// Each region of `ram` must be a memory slot of `vm`, numbered by the region's place in [`GuestRam::regions`], and stay
-    /// mapped as long as the machine can access it, also after this value is gone.
+    /// Each region of `ram` must be a memory slot of `vm`, numbered by the region's place in
+    /// [`GuestRam::regions`], and stay mapped as long as the machine can access it, also after this
+    /// value is gone.
     pub unsafe fn new(vm: &'a VmFd, ram: &'a GuestRam) -> Result<Self, DirtyLogError> {
         if vm.check_extension_raw(KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2.into()) <= 0 {
             return Err(DirtyLogError::Missing {
@@ -65,14 +70,15 @@ impl<'a> DirtyBitmap<'a> {
         Ok(Self { vm, ram, logging: Logging::Off })
     }
 
-    /// Starts to log: when this returns, no page is dirty, and every write from here on makes its page so. Without effect if it is
-    /// on.
+    /// Starts to log: when this returns, no page is dirty, and every write from here on makes its
+    /// page so. Without effect if it is on.
     ///
     /// # Errors
     /// [`DirtyLogError::Refused`]; nothing is logged then.
     pub fn enable(&mut self) -> Result<(), DirtyLogError> {
         if self.logging == Logging::Off {
-            // Before the first slot is switched, so that the slots before one that is refused are switched back.
+            // Before the first slot is switched, so that the slots before one that is refused are
+            // switched back.
             self.logging = Logging::On;
             // SAFETY: as the caller of `new` vouched.
             let result = unsafe { set_logging(self.vm, self.ram, Logging::On) };
@@ -84,8 +90,9 @@ impl<'a> DirtyBitmap<'a> {
         Ok(())
     }
 
-    /// Adds all pages to `pages` that were written to since they were last cleared, or since the log was enabled. Processors that
-    /// log on their own are made to hand over what they have (they leave the guest for a moment).
+    /// Adds all pages to `pages` that were written to since they were last cleared, or since the
+    /// log was enabled. Processors that log on their own are made to hand over what they have (they
+    /// leave the guest for a moment).
     ///
     /// # Errors
     /// [`DirtyLogError::Refused`], for example if it is not enabled.
@@ -103,7 +110,8 @@ impl<'a> DirtyBitmap<'a> {
     /// The pages of a range are not dirty any more; the next write to each makes it so again.
     ///
     /// # Errors
-    /// [`DirtyLogError::OutsideRam`] if not all of the range is guest memory, [`DirtyLogError::Refused`].
+    /// [`DirtyLogError::OutsideRam`] if not all of the range is guest memory,
+    /// [`DirtyLogError::Refused`].
     pub fn clear(&self, range: GuestRange) -> Result<(), DirtyLogError> {
         let parts = self.ram.parts_of(range).map_err(|_| DirtyLogError::OutsideRam { range })?;
         for part in parts {
@@ -114,8 +122,8 @@ impl<'a> DirtyBitmap<'a> {
         Ok(())
     }
 
-    /// As [`clear`](Self::clear), for all pages of a set. Looks at the set's regions only, so one of a small region costs
-    /// little.
+    /// As [`clear`](Self::clear), for all pages of a set. Looks at the set's regions only, so one
+    /// of a small region costs little.
     ///
     /// # Errors
     /// [`DirtyLogError::Refused`]. Pages of the set that are not guest memory are left out.
@@ -127,15 +135,17 @@ impl<'a> DirtyBitmap<'a> {
     /// Clears the pages of a set that are in `part`, a part of one region.
     fn clear_part(&self, part: GuestRange, pages: &PageSet) -> Result<(), DirtyLogError> {
         let regions = self.ram.regions();
-        let Some(slot) = regions.iter().position(|region| region.pages().contains(part.start)) else {
+        let Some(slot) = regions.iter().position(|region| region.pages().contains(part.start))
+        else {
             return Ok(());
         };
         let region = regions[slot].pages();
         let last_page = part.end().0 - region.start.0;
         let mut first_page = (part.start.0 - region.start.0) / UNIT_PAGES * UNIT_PAGES;
         while first_page < last_page {
-            let end_page =
-                (first_page + CLEAR_PAGES).min(last_page.next_multiple_of(UNIT_PAGES)).min(region.pages);
+            let end_page = (first_page + CLEAR_PAGES)
+                .min(last_page.next_multiple_of(UNIT_PAGES))
+                .min(region.pages);
             let window = GuestRange::new(Pfn(region.start.0 + first_page), end_page - first_page);
             let mut words = vec![0_u64; window.pages.div_ceil(UNIT_PAGES) as usize];
             if pages.copy_words(window, &mut words) {
@@ -159,10 +169,12 @@ impl<'a> DirtyBitmap<'a> {
             slot,
             num_pages,
             first_page,
-            __bindgen_anon_1: kvm_clear_dirty_log__bindgen_ty_1 { dirty_bitmap: words.as_mut_ptr().cast() },
+            __bindgen_anon_1: kvm_clear_dirty_log__bindgen_ty_1 {
+                dirty_bitmap: words.as_mut_ptr().cast(),
+            },
         };
-        // SAFETY: the request takes this structure, and reads a bit for each of `num_pages` pages from the bitmap, which
-        // has as many.
+        // SAFETY: the request takes this structure, and reads a bit for each of `num_pages` pages
+        // from the bitmap, which has as many.
         let result = unsafe { vm_ioctl(self.vm, KVM_CLEAR_DIRTY_LOG, (&raw const request).addr()) };
         result.map(drop).map_err(refused("clear pages in its log"))
     }

@@ -6,8 +6,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use ebb_abi::{PAGE_SIZE_BYTES, Pfn};
 use kvm_bindings::{
-    KVM_CAP_DIRTY_LOG_RING, KVM_CAP_DIRTY_LOG_RING_ACQ_REL, KVM_DIRTY_LOG_PAGE_OFFSET, kvm_dirty_gfn,
-    kvm_enable_cap,
+    KVM_CAP_DIRTY_LOG_RING, KVM_CAP_DIRTY_LOG_RING_ACQ_REL, KVM_DIRTY_LOG_PAGE_OFFSET,
+    kvm_dirty_gfn, kvm_enable_cap,
 };
 use kvm_ioctls::{VcpuFd, VmFd};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
@@ -38,21 +38,22 @@ const _: () = assert!(size_of::<Entry>() == size_of::<kvm_dirty_gfn>());
 
 const ENTRY_BYTES: u32 = size_of::<Entry>() as u32;
 
-/// A page of memory; the kernel adds to it what it keeps free for pages that the processor logs on its own.
+/// A page of memory; the kernel adds to it what it keeps free for pages that the processor logs on
+/// its own.
 const MIN_ENTRIES: u32 = PAGE_SIZE_BYTES as u32 / ENTRY_BYTES;
 
 /// The log of dirty pages as a ring for each vCPU.
 ///
-/// A vCPU whose ring is nearly full leaves KVM_RUN with `KVM_EXIT_DIRTY_RING_FULL`; its thread calls
-/// [`harvest`](Self::harvest) and goes on. Nobody else has to stop for that. Pages that are harvested are kept here, and are
-/// protected against writes again, until [`take`](Self::take) hands them over: who takes them before reading them misses no
-/// write.
+/// A vCPU whose ring is nearly full leaves KVM_RUN with `KVM_EXIT_DIRTY_RING_FULL`; its thread
+/// calls [`harvest`](Self::harvest) and goes on. Nobody else has to stop for that. Pages that are
+/// harvested are kept here, and are protected against writes again, until [`take`](Self::take)
+/// hands them over: who takes them before reading them misses no write.
 ///
-/// Pages that a processor logs on its own come to the ring when its vCPU leaves the guest, so the last look must come after
-/// all vCPUs have stopped.
+/// Pages that a processor logs on its own come to the ring when its vCPU leaves the guest, so the
+/// last look must come after all vCPUs have stopped.
 ///
-/// System calls: `ioctl` with `KVM_CHECK_EXTENSION` (0xae03), `KVM_ENABLE_CAP` (0x4068aea3), `KVM_SET_USER_MEMORY_REGION`
-/// (0x4020ae46), `KVM_RESET_DIRTY_RINGS` (0xaec7); `mmap`, `munmap`.
+/// System calls: `ioctl` with `KVM_CHECK_EXTENSION` (0xae03), `KVM_ENABLE_CAP` (0x4068aea3),
+/// `KVM_SET_USER_MEMORY_REGION` (0x4020ae46), `KVM_RESET_DIRTY_RINGS` (0xaec7); `mmap`, `munmap`.
 #[derive(Debug)]
 pub struct DirtyRing {
     entries: u32,
@@ -76,19 +77,22 @@ struct Found {
 }
 
 impl DirtyRing {
-    /// Gives each vCPU of the machine a ring of `entries` entries. This must be done before the first vCPU is created, and
-    /// the machine has no [`DirtyBitmap`](super::DirtyBitmap) from then on.
+    /// Gives each vCPU of the machine a ring of `entries` entries. This must be done before the
+    /// first vCPU is created, and the machine has no [`DirtyBitmap`](super::DirtyBitmap) from then
+    /// on.
     ///
     /// # Errors
-    /// [`DirtyLogError::Missing`] before Linux 5.11 and on processors other than x86, [`DirtyLogError::RingSize`],
-    /// [`DirtyLogError::Refused`].
+    /// [`DirtyLogError::Missing`] before Linux 5.11 and on processors other than x86,
+    /// [`DirtyLogError::RingSize`], [`DirtyLogError::Refused`].
     pub fn enable(vm: &VmFd, entries: u32) -> Result<Self, DirtyLogError> {
-        // The first says that entries are handed over with acquire and release, as is done here; on x86, both are the same.
-        let found =
-            [KVM_CAP_DIRTY_LOG_RING_ACQ_REL, KVM_CAP_DIRTY_LOG_RING].into_iter().find_map(|capability| {
+        // The first says that entries are handed over with acquire and release, as is done here; on
+        // x86, both are the same.
+        let found = [KVM_CAP_DIRTY_LOG_RING_ACQ_REL, KVM_CAP_DIRTY_LOG_RING].into_iter().find_map(
+            |capability| {
                 let max_bytes = vm.check_extension_raw(capability.into());
                 (max_bytes > 0).then_some((capability, max_bytes as u32))
-            });
+            },
+        );
         let (capability, max_bytes) = found.ok_or(DirtyLogError::Missing {
             capability: "KVM_CAP_DIRTY_LOG_RING",
             since: "since Linux 5.11, on x86_64 with CONFIG_HAVE_KVM_DIRTY_RING",
@@ -106,7 +110,8 @@ impl DirtyRing {
         Ok(Self { entries, state: Mutex::default() })
     }
 
-    /// Maps the ring of a vCPU of the same machine. Each must be added before it runs while pages are logged.
+    /// Maps the ring of a vCPU of the same machine. Each must be added before it runs while pages
+    /// are logged.
     ///
     /// # Errors
     /// [`DirtyLogError::MapRing`].
@@ -122,8 +127,9 @@ impl DirtyRing {
     /// [`DirtyLogError::Refused`]; nothing is logged then.
     ///
     /// # Safety
-    /// `vm` must be the machine that this was made for. Each region of `ram` must be a memory slot of it, numbered by the
-    /// region's place in [`GuestRam::regions`], and stay mapped as long as the machine can access it.
+    /// `vm` must be the machine that this was made for. Each region of `ram` must be a memory slot
+    /// of it, numbered by the region's place in [`GuestRam::regions`], and stay mapped as long as
+    /// the machine can access it.
     pub unsafe fn start(&self, vm: &VmFd, ram: &GuestRam) -> Result<(), DirtyLogError> {
         let mut state = self.lock();
         if state.found.is_some() {
@@ -159,7 +165,8 @@ impl DirtyRing {
         Ok(())
     }
 
-    /// Empties all rings, and keeps what was in them for [`take`](Self::take). Returns the number of entries that there were.
+    /// Empties all rings, and keeps what was in them for [`take`](Self::take). Returns the number
+    /// of entries that there were.
     ///
     /// Any thread may call this at any time; vCPUs may run.
     ///
@@ -212,7 +219,8 @@ impl State {
 
 impl Found {
     fn insert(&mut self, slot: u32, page: u64) {
-        // The upper half is the address space: system management mode sees the same memory, in slots of the same numbers.
+        // The upper half is the address space: system management mode sees the same memory, in
+        // slots of the same numbers.
         if let Some(region) = self.regions.get((slot & 0xffff) as usize) {
             self.pages.insert(GuestRange::new(Pfn(region.start.0.saturating_add(page)), 1));
         }
@@ -228,7 +236,8 @@ struct VcpuRing {
     position: u32,
 }
 
-// SAFETY: the mapping belongs to this value, and can be read by any thread; the kernel does not care which one.
+// SAFETY: the mapping belongs to this value, and can be read by any thread; the kernel does not
+// care which one.
 unsafe impl Send for VcpuRing {}
 
 impl VcpuRing {
@@ -239,9 +248,11 @@ impl VcpuRing {
         // SAFETY: the descriptor is open as long as `vcpu` is borrowed.
         let fd = unsafe { BorrowedFd::borrow_raw(vcpu.as_raw_fd()) };
         let size_bytes = entries as usize * ENTRY_BYTES as usize;
-        // SAFETY: without MAP_FIXED the kernel chooses a free place, so no existing mapping is touched.
-        let address =
-            unsafe { mmap(std::ptr::null_mut(), size_bytes, protection, MapFlags::SHARED, fd, offset_bytes) };
+        // SAFETY: without MAP_FIXED the kernel chooses a free place, so no existing mapping is
+        // touched.
+        let address = unsafe {
+            mmap(std::ptr::null_mut(), size_bytes, protection, MapFlags::SHARED, fd, offset_bytes)
+        };
         let address = address.map_err(|error| DirtyLogError::MapRing { source: error.into() })?;
         let first = NonNull::new(address.cast()).ok_or_else(|| DirtyLogError::MapRing {
             source: std::io::Error::other("it was mapped at address 0"),
@@ -249,19 +260,21 @@ impl VcpuRing {
         Ok(Self { first, entries, position: 0 })
     }
 
-    /// Slot, with the address space in the upper half, and place in it of the next page that was written to.
+    /// Slot, with the address space in the upper half, and place in it of the next page that was
+    /// written to.
     fn pop(&mut self) -> Option<(u32, u64)> {
         // SAFETY: the index is below the number of entries, which all lie in the mapping.
         let entry = unsafe { self.first.add((self.position % self.entries) as usize) };
-        // SAFETY: the mapping is aligned to pages and lives as long as `self`. Who else writes to it is the kernel, and all parts
-        // of an entry are atomics.
+        // SAFETY: the mapping is aligned to pages and lives as long as `self`. Who else writes to
+        // it is the kernel, and all parts of an entry are atomics.
         let entry = unsafe { entry.as_ref() };
         // Acquire, as partner of the kernel's release: the rest of the entry was written before.
         if entry.flags.load(Ordering::Acquire) & DIRTY == 0 {
             return None;
         }
         // Relaxed: ordered by the flags on either side.
-        let (slot, offset) = (entry.slot.load(Ordering::Relaxed), entry.offset.load(Ordering::Relaxed));
+        let (slot, offset) =
+            (entry.slot.load(Ordering::Relaxed), entry.offset.load(Ordering::Relaxed));
         // Release: the kernel may write the entry anew from here on.
         entry.flags.store(RESET, Ordering::Release);
         self.position = self.position.wrapping_add(1);
@@ -272,7 +285,8 @@ impl VcpuRing {
 impl Drop for VcpuRing {
     fn drop(&mut self) {
         let size_bytes = self.entries as usize * ENTRY_BYTES as usize;
-        // SAFETY: the mapping belongs to this value, and no reference into it lives longer than a call.
+        // SAFETY: the mapping belongs to this value, and no reference into it lives longer than a
+        // call.
         if let Err(error) = unsafe { munmap(self.first.as_ptr().cast(), size_bytes) } {
             tracing::error!("cannot unmap the dirty ring of a vCPU: {error}");
         }

@@ -1,22 +1,29 @@
-//! Bringing merged pages that were written to back to ordinary memory, so that they can be merged again.
+//! Bringing merged pages that were written to back to ordinary memory, so that they can be merged
+//! again.
 //!
-//! The write has given such a page a copy of its own, in front of the stable page, within a mapping of the stable file. The kernel moves no
-//! pages of such mappings (Linux mm/userfaultfd.c, `validate_move_areas`), so it cannot be frozen and compared there. It is copied
-//! once more, into anonymous memory, which takes its place: from then on it is a page like any other.
+//! The write has given such a page a copy of its own, in front of the stable page, within a mapping
+//! of the stable file. The kernel moves no pages of such mappings (Linux mm/userfaultfd.c,
+//! `validate_move_areas`), so it cannot be frozen and compared there. It is copied once more, into
+//! anonymous memory, which takes its place: from then on it is a page like any other.
 //!
 //! What is written between copy and replacement must not get lost:
 //!
-//! - Processors, of the guest and of the monitor, wait: meanwhile the place is write-protected by a userfaultfd whose protection is not
-//!   resolved by the kernel, as when pages are [unmerged](super::unmerge). The replacement itself is one system call, and whoever was
-//!   refused before it finds the new page behind it.
-//! - The kernel's own writes for the guest go through the same page tables, or are told of the change (MMU notifiers).
-//! - A device that has pinned a page notices neither, and nothing in the kernel tells who has pinned what. Whoever lets a device do that must
-//!   [inhibit discards](crate::GuestRam::inhibit_discard), which would take pages away below the device in the same way. So nothing is
-//!   brought back while discards are inhibited, and a device that wants to begin waits until the end of what is under way.
+//! - Processors, of the guest and of the monitor, wait: meanwhile the place is write-protected by a
+//!   userfaultfd whose protection is not resolved by the kernel, as when pages are
+//!   [unmerged](super::unmerge). The replacement itself is one system call, and whoever was refused
+//!   before it finds the new page behind it.
+//! - The kernel's own writes for the guest go through the same page tables, or are told of the
+//!   change (MMU notifiers).
+//! - A device that has pinned a page notices neither, and nothing in the kernel tells who has
+//!   pinned what. Whoever lets a device do that must [inhibit
+//!   discards](crate::GuestRam::inhibit_discard), which would take pages away below the device in
+//!   the same way. So nothing is brought back while discards are inhibited, and a device that wants
+//!   to begin waits until the end of what is under way.
 //! - Discards wait: they need the lock that is held here.
 //!
-//! When it is done depends on the place of a huge page as a whole, so that pages that are written to together come back together:
-//! when no more of them were written to for some looks, but not later than some more looks after the first one.
+//! When it is done depends on the place of a huge page as a whole, so that pages that are written
+//! to together come back together: when no more of them were written to for some looks, but not
+//! later than some more looks after the first one.
 
 use std::collections::HashMap;
 use std::io;
@@ -62,7 +69,8 @@ struct Wait {
     left: u8,
 }
 
-/// How long copies have been there, by number of the huge page's place; places without copies have no entry.
+/// How long copies have been there, by number of the huge page's place; places without copies have
+/// no entry.
 #[derive(Debug, Default)]
 pub(super) struct Copies(HashMap<u64, Wait>);
 
@@ -91,7 +99,8 @@ impl Copies {
 }
 
 impl MergeSession {
-    /// Takes over what a look at `block` found, and brings copies back that have waited for long enough.
+    /// Takes over what a look at `block` found, and brings copies back that have waited for long
+    /// enough.
     pub(super) fn tend_copies(&mut self, block: GuestRange, looks: &[PageLook]) {
         let number = block.start.huge_block();
         let is_new = |look: &PageLook| matches!(look, PageLook::Broken(_));
@@ -106,7 +115,10 @@ impl MergeSession {
             return;
         }
         let is_copy = |look: &PageLook| is_new(look) || *look == PageLook::Copied;
-        let pages = (block.start.0..).zip(looks).filter(|(_, look)| is_copy(look)).map(|(page, _)| Pfn(page));
+        let pages = (block.start.0..)
+            .zip(looks)
+            .filter(|(_, look)| is_copy(look))
+            .map(|(page, _)| Pfn(page));
         if self.bring_back(&pages.collect::<Vec<_>>()) {
             self.copies.forget(number);
         } else {
@@ -114,14 +126,15 @@ impl MergeSession {
         }
     }
 
-    /// Brings those of `pages` back (ascending, and of one region) that still have copies in front of stable pages. True if none is
-    /// left.
+    /// Brings those of `pages` back (ascending, and of one region) that still have copies in front
+    /// of stable pages. True if none is left.
     fn bring_back(&self, pages: &[Pfn]) -> bool {
         // Before the lock, as for a discard.
         let Some(_permission) = self.ram.discard_permission() else { return false };
         let Some(merged) = self.ram.merged.get() else { return true };
         let mut runs = merged.lock();
-        let is_copy = |page: &&Pfn| runs.is_stable_mapped(**page) && runs.share_of(**page).is_none();
+        let is_copy =
+            |page: &&Pfn| runs.is_stable_mapped(**page) && runs.share_of(**page).is_none();
         let copies: Vec<Pfn> = pages.iter().filter(is_copy).copied().collect();
         let mut is_all = true;
         for run in copies.chunk_by(|left, right| left.0 + 1 == right.0) {
@@ -138,10 +151,16 @@ impl MergeSession {
         is_all
     }
 
-    fn bring_back_run(&self, merged: &Merged, runs: &mut MergedRuns, range: GuestRange) -> io::Result<()> {
+    fn bring_back_run(
+        &self,
+        merged: &Merged,
+        runs: &mut MergedRuns,
+        range: GuestRange,
+    ) -> io::Result<()> {
         let Some(piece) = self.ram.piece(range) else { return Ok(()) };
         if self.protection == Protection::No {
-            // SAFETY: none in earnest: this is the control, whose memory is that of a test that counts what gets lost.
+            // SAFETY: none in earnest: this is the control, whose memory is that of a test that
+            // counts what gets lost.
             return unsafe { merged.bring_back(runs, &piece) };
         }
         let (address, size_bytes) = (piece.address, range.size_bytes() as usize);
@@ -150,8 +169,8 @@ impl MergeSession {
         let result = unsafe { waiting.watch(address, size_bytes, Watch::Writes) }
             .and_then(|()| waiting.protect(address, size_bytes))
             .and_then(|()| {
-                // SAFETY: the piece is guest memory that no processor writes to now, and that no device has pinned, or discards
-                // would be inhibited.
+                // SAFETY: the piece is guest memory that no processor writes to now, and that no
+                // device has pinned, or discards would be inhibited.
                 unsafe { merged.bring_back(runs, &piece) }
             });
         must_succeed("pages that were to be brought back cannot be released", || {

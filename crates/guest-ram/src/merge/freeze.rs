@@ -1,13 +1,14 @@
 //! Freezing pages, comparing them, and replacing those that are the same.
 //!
-//! A page is frozen by moving it away (`UFFDIO_MOVE`) to a place that nobody else knows. The kernel refuses that for pages that are
-//! pinned, that is, to which a device may write by itself. Whoever touches the page meanwhile waits, since its place is registered
-//! for missing pages for so long; nobody has to handle the fault, since all who wait are woken at the end.
+//! A page is frozen by moving it away (`UFFDIO_MOVE`) to a place that nobody else knows. The kernel
+//! refuses that for pages that are pinned, that is, to which a device may write by itself. Whoever
+//! touches the page meanwhile waits, since its place is registered for missing pages for so long;
+//! nobody has to handle the fault, since all who wait are woken at the end.
 //!
-//! A block is worked on under the lock of the registry of merged pages, so that nobody discards or looks for pages that
-//! are away. It ends in one way only: each page that was moved away is either back or replaced, its place is not watched for
-//! missing pages any more, and who waits is woken. If that is impossible, the process ends: a guest with a page lost must
-//! not run on.
+//! A block is worked on under the lock of the registry of merged pages, so that nobody discards or
+//! looks for pages that are away. It ends in one way only: each page that was moved away is either
+//! back or replaced, its place is not watched for missing pages any more, and who waits is woken.
+//! If that is impossible, the process ends: a guest with a page lost must not run on.
 
 mod items;
 
@@ -31,8 +32,8 @@ use items::{Item, Stage, extents, few_extents, place, ranges, span};
 
 const PAGE: usize = PAGE_SIZE_BYTES as usize;
 
-/// How often a move that the kernel asks to repeat is repeated without a page moved in between: somebody has the page locked for a
-/// moment.
+/// How often a move that the kernel asks to repeat is repeated without a page moved in between:
+/// somebody has the page locked for a moment.
 const MOVE_ATTEMPTS: u32 = 8;
 
 /// How often what must succeed is tried, with a pause of a millisecond in between.
@@ -73,8 +74,8 @@ enum Place {
 }
 
 impl MergeSession {
-    /// Replaces pages, in ascending order: each is frozen, compared with its target, and replaced if it is the same. `outcomes`
-    /// gets an entry for each.
+    /// Replaces pages, in ascending order: each is frozen, compared with its target, and replaced
+    /// if it is the same. `outcomes` gets an entry for each.
     ///
     /// # Errors
     /// [`MergeError`]: what `outcomes` holds then is true, and all pages behind it are unchanged.
@@ -88,8 +89,9 @@ impl MergeSession {
         let mut first = 0;
         while first < pages.len() {
             let block = pages[first].0.huge_block();
-            let same =
-                |&index: &usize| pages[index].0.huge_block() == block && regions[index] == regions[first];
+            let same = |&index: &usize| {
+                pages[index].0.huge_block() == block && regions[index] == regions[first]
+            };
             let end = first + (first..pages.len()).take_while(same).count();
             let end = first + few_extents(&pages[first..end]);
             match regions[first] {
@@ -115,12 +117,14 @@ impl MergeSession {
         self.clear_staging()?;
         let mut runs = merged.lock();
         let mut items = self.candidates(&runs, pages);
-        let mappings = if runs.may_map_all(items.len()) { Mappings::Plenty } else { Mappings::Scarce };
+        let mappings =
+            if runs.may_map_all(items.len()) { Mappings::Plenty } else { Mappings::Scarce };
         if mappings == Mappings::Scarce {
             plan_mappings(merged, &mut runs, &mut items);
         }
         self.staged = span(pages);
-        let mut batch = Batch { session: self, merging, merged, items, mappings, frozen: Vec::new() };
+        let mut batch =
+            Batch { session: self, merging, merged, items, mappings, frozen: Vec::new() };
         batch.freeze();
         batch.compare();
         batch.map(&mut runs);
@@ -138,7 +142,8 @@ impl MergeSession {
         self.clear_staging()
     }
 
-    /// Gives the memory of pages that were replaced back to the host. Nothing may be moved to the staging area before.
+    /// Gives the memory of pages that were replaced back to the host. Nothing may be moved to the
+    /// staging area before.
     fn clear_staging(&mut self) -> Result<(), MergeError> {
         let Some(range) = self.staged else { return Ok(()) };
         let address = self.merging().staging_address(range.start);
@@ -223,7 +228,8 @@ impl Batch<'_> {
         for run in ranges(&self.items, |item| item.stage == Stage::Candidate, |_, _| true) {
             let (address, size_bytes) = self.place_of(&run);
             // SAFETY: `thaw` wakes who waits, and nothing in between returns early.
-            let watched = unsafe { self.merging.uffd.watch(address, size_bytes, Watch::WritesAndMissing) };
+            let watched =
+                unsafe { self.merging.uffd.watch(address, size_bytes, Watch::WritesAndMissing) };
             match watched {
                 Ok(()) => {
                     self.frozen.push(run.clone());
@@ -254,8 +260,9 @@ impl Batch<'_> {
         while next < run.end {
             let (from, size_bytes) = self.place_of(&(next..run.end.min(next + step)));
             let to = self.merging.staging_address(self.items[next].page);
-            // SAFETY: both are anonymous memory of this crate's mappings, to which no Rust reference exists: candidates are
-            // not mapped from files. Their place is watched for missing pages.
+            // SAFETY: both are anonymous memory of this crate's mappings, to which no Rust
+            // reference exists: candidates are not mapped from files. Their place is watched for
+            // missing pages.
             let moved = unsafe { self.merging.uffd.move_pages(from, to, size_bytes) };
             let pages = moved.bytes / PAGE;
             self.set(next..next + pages, Stage::Away);
@@ -271,8 +278,9 @@ impl Batch<'_> {
                 std::thread::yield_now();
                 continue;
             }
-            // Linux 6.18 counts too few when it has repeated a part by itself, and tells that there is something already where it
-            // has just moved pages to. So where they are counts, and not what was said.
+            // Linux 6.18 counts too few when it has repeated a part by itself, and tells that there
+            // is something already where it has just moved pages to. So where they are counts, and
+            // not what was said.
             let uncounted = self.leading_pages(next..run.end, Place::Away);
             if uncounted > 0 {
                 self.set(next..next + uncounted, Stage::Away);
@@ -344,10 +352,11 @@ impl Batch<'_> {
             item.stage = match target {
                 None => Stage::Back(MergeOutcome::Gone),
                 Some(target) => {
-                    // SAFETY: one page of the staging area, which was moved there; the other one is a page of zeros, or a slot
-                    // that was given out in a segment that is mapped as long as `segment` holds it. memcmp reads both through
-                    // pointers.
-                    let order = unsafe { libc::memcmp(staged as *const _, target as *const _, PAGE) };
+                    // SAFETY: one page of the staging area, which was moved there; the other one is
+                    // a page of zeros, or a slot that was given out in a segment that is mapped as
+                    // long as `segment` holds it. memcmp reads both through pointers.
+                    let order =
+                        unsafe { libc::memcmp(staged as *const _, target as *const _, PAGE) };
                     if order == 0 { Stage::Same } else { Stage::Back(MergeOutcome::Different) }
                 }
             };
@@ -358,25 +367,32 @@ impl Batch<'_> {
     fn map(&mut self, runs: &mut MergedRuns) {
         for extent in extents(&self.items, Stage::Same) {
             let Some((range, slot)) = place(&self.items[extent.clone()]) else {
-                // Nothing is mapped: what is missing reads as zeros once it is not watched for any more.
+                // Nothing is mapped: what is missing reads as zeros once it is not watched for any
+                // more.
                 self.set(extent, Stage::Ended(MergeOutcome::Done));
                 continue;
             };
-            let may =
-                self.mappings == Mappings::Plenty || may_map(self.merged, runs, &self.items[extent.clone()]);
-            let stage =
-                if may { self.map_extent(runs, range, slot) } else { Stage::Back(MergeOutcome::NoMappings) };
+            let may = self.mappings == Mappings::Plenty
+                || may_map(self.merged, runs, &self.items[extent.clone()]);
+            let stage = if may {
+                self.map_extent(runs, range, slot)
+            } else {
+                Stage::Back(MergeOutcome::NoMappings)
+            };
             self.set(extent, stage);
         }
     }
 
     fn map_extent(&self, runs: &mut MergedRuns, range: GuestRange, slot: StableSlot) -> Stage {
         let ram = &self.session.ram;
-        let (Some(piece), Some(segment)) = (ram.piece(range), self.merging.segments.get(slot.segment)) else {
+        let (Some(piece), Some(segment)) =
+            (ram.piece(range), self.merging.segments.get(slot.segment))
+        else {
             return Stage::Back(MergeOutcome::Gone);
         };
         let node = ram.regions()[piece.region].host_node;
-        // SAFETY: the range is guest memory whose pages are all away, and the same as what is mapped there.
+        // SAFETY: the range is guest memory whose pages are all away, and the same as what is
+        // mapped there.
         match unsafe { segment.map_over(slot.index, range.pages as u32, piece.address, node) } {
             Ok(()) => {
                 runs.note_merged(range, slot);
@@ -391,7 +407,8 @@ impl Batch<'_> {
 
     /// Moves the others back.
     fn give_back(&mut self) {
-        let is_back = |item: &Item| matches!(item.stage, Stage::Back(_) | Stage::Away | Stage::Same);
+        let is_back =
+            |item: &Item| matches!(item.stage, Stage::Back(_) | Stage::Away | Stage::Same);
         for run in ranges(&self.items, is_back, |_, _| true) {
             let mut next = run.start;
             let mut attempts = 0;
@@ -399,7 +416,8 @@ impl Batch<'_> {
             while next < run.end {
                 let (to, size_bytes) = self.place_of(&(next..run.end.min(next + step)));
                 let from = self.merging.staging_address(self.items[next].page);
-                // SAFETY: as for the way there. The pages' place is watched, and nobody can have put a page there.
+                // SAFETY: as for the way there. The pages' place is watched, and nobody can have
+                // put a page there.
                 let moved = unsafe { self.merging.uffd.move_pages(from, to, size_bytes) };
                 next += moved.bytes / PAGE;
                 let Some(error) = moved.stopped.filter(|_| moved.bytes == 0) else {
@@ -432,14 +450,22 @@ impl Batch<'_> {
     fn copy_back(&self, index: usize, why: Errno) {
         let (to, _) = self.place_of(&(index..index + 1));
         let from = self.merging.staging_address(self.items[index].page);
-        must_succeed("a page of the guest that was away to be compared cannot be brought back", || {
-            // SAFETY: the page was moved to the staging area and is still there; its place is watched guest memory.
-            unsafe { self.merging.uffd.copy_page(from, to, PAGE) }
-        });
-        tracing::debug!("{:?} was copied back, since it cannot be moved: {why}", self.items[index].page);
+        must_succeed(
+            "a page of the guest that was away to be compared cannot be brought back",
+            || {
+                // SAFETY: the page was moved to the staging area and is still there; its place is
+                // watched guest memory.
+                unsafe { self.merging.uffd.copy_page(from, to, PAGE) }
+            },
+        );
+        tracing::debug!(
+            "{:?} was copied back, since it cannot be moved: {why}",
+            self.items[index].page
+        );
     }
 
-    /// Watches the places of frozen runs for writes only again, as far as they were not replaced by mappings, and wakes who waits.
+    /// Watches the places of frozen runs for writes only again, as far as they were not replaced by
+    /// mappings, and wakes who waits.
     fn thaw(&mut self) {
         let frozen = std::mem::take(&mut self.frozen);
         for run in &frozen {
@@ -484,8 +510,8 @@ impl Batch<'_> {
     }
 }
 
-/// How many pages to move at a time after so many bytes were refused: a move must be within one mapping on either side, and a run may
-/// lie in several that the kernel did not join.
+/// How many pages to move at a time after so many bytes were refused: a move must be within one
+/// mapping on either side, and a run may lie in several that the kernel did not join.
 fn shorter(size_bytes: usize) -> usize {
     size_bytes / PAGE / 2
 }

@@ -1,9 +1,10 @@
 //! Which huge pages are cold.
 //!
-//! A huge page that is protected to learn of writes is taken apart by the first one (Linux mm/memory.c, `wp_huge_pmd`), and the guest
-//! is slower from then on. So it is not protected before a sample of its content has stayed the same for some looks; until then
-//! it counts as written. If a write has taken one apart nevertheless, its place is left alone for a while, so that the host may put
-//! it together again (khugepaged does not touch protected pages).
+//! A huge page that is protected to learn of writes is taken apart by the first one (Linux
+//! mm/memory.c, `wp_huge_pmd`), and the guest is slower from then on. So it is not protected before
+//! a sample of its content has stayed the same for some looks; until then it counts as written. If
+//! a write has taken one apart nevertheless, its place is left alone for a while, so that the host
+//! may put it together again (khugepaged does not touch protected pages).
 
 use std::collections::HashMap;
 use std::hash::Hasher;
@@ -72,7 +73,8 @@ impl HugeBlocks {
         Advice::LeaveUnprotected
     }
 
-    /// The pages of a place were found to be small. True if it had a protected huge page, which a write has taken apart.
+    /// The pages of a place were found to be small. True if it had a protected huge page, which a
+    /// write has taken apart.
     pub(super) fn found_small(&mut self, block: u64) -> bool {
         if self.0.is_empty() {
             return false;
@@ -92,7 +94,8 @@ impl HugeBlocks {
     }
 }
 
-/// A sample of the content of a huge page: the same bytes of each of its pages, others for each seed.
+/// A sample of the content of a huge page: the same bytes of each of its pages, others for each
+/// seed.
 ///
 /// # Safety
 /// The huge page must be mapped guest memory.
@@ -101,13 +104,18 @@ pub(super) unsafe fn sample(address: usize, seed: u64) -> u64 {
     let places = PAGE_SIZE_BYTES / SAMPLE_BYTES as u64;
     let mut bytes = [0_u8; SAMPLE_BYTES];
     for page in 0..HUGE_PAGE_SIZE_PAGES {
-        // Another place in each page: what is written often is often at the same place in many pages.
+        // Another place in each page: what is written often is often at the same place in many
+        // pages.
         let place = (seed ^ page.wrapping_mul(0x9e37_79b9)) % places;
         let offset = (page * PAGE_SIZE_BYTES) as usize + place as usize * SAMPLE_BYTES;
-        // SAFETY: the bytes are within the huge page, which is mapped, as the caller vouches. The guest may write to it, so it is
-        // copied before anybody looks at it.
+        // SAFETY: the bytes are within the huge page, which is mapped, as the caller vouches. The
+        // guest may write to it, so it is copied before anybody looks at it.
         unsafe {
-            ptr::copy_nonoverlapping((address + offset) as *const u8, bytes.as_mut_ptr(), SAMPLE_BYTES);
+            ptr::copy_nonoverlapping(
+                (address + offset) as *const u8,
+                bytes.as_mut_ptr(),
+                SAMPLE_BYTES,
+            );
         };
         hasher.write(&bytes);
     }

@@ -1,11 +1,13 @@
 //! Putting memory that lies in many small mappings into one again.
 //!
-//! Merging, writes and discards leave many mappings behind, and the kernel joins few of them: each has pages of its own that came
-//! from elsewhere. Where nothing is merged any more they serve no purpose, and a process has only so many.
+//! Merging, writes and discards leave many mappings behind, and the kernel joins few of them: each
+//! has pages of its own that came from elsewhere. Where nothing is merged any more they serve no
+//! purpose, and a process has only so many.
 //!
-//! So all pages of neighbouring mappings of ordinary memory are moved away (`UFFDIO_MOVE`), to a mapping that then takes the place of all
-//! of them. As with pages that are [compared](super::freeze) whoever touches them meanwhile waits, and a page that is pinned
-//! cannot be moved: then all of them go back. No page is copied, and none changes its content.
+//! So all pages of neighbouring mappings of ordinary memory are moved away (`UFFDIO_MOVE`), to a
+//! mapping that then takes the place of all of them. As with pages that are
+//! [compared](super::freeze) whoever touches them meanwhile waits, and a page that is pinned cannot
+//! be moved: then all of them go back. No page is copied, and none changes its content.
 
 use std::sync::Arc;
 
@@ -102,7 +104,8 @@ impl MergeSession {
             Err(error) => return tracing::debug!("no memory to put mappings together: {error}"),
         };
         // SAFETY: who waits is woken below, whatever happens in between.
-        let watched = unsafe { merging.uffd.watch(piece.address, size_bytes, Watch::WritesAndMissing) };
+        let watched =
+            unsafe { merging.uffd.watch(piece.address, size_bytes, Watch::WritesAndMissing) };
         let is_joined = watched.is_ok()
             && mappings.iter().all(|mapping| {
                 let (place, away, size_bytes) = places(piece, scratch, *mapping);
@@ -134,9 +137,12 @@ impl MergeSession {
         let mut attempts = 0;
         let mut done = 0;
         while done < size_bytes {
-            // SAFETY: both are anonymous memory of this crate's mappings, to which no Rust reference exists, and who touches what is
-            // guest memory of it waits until this is over.
-            let moved = unsafe { merging.uffd.move_what_is_there(from + done, to + done, size_bytes - done) };
+            // SAFETY: both are anonymous memory of this crate's mappings, to which no Rust
+            // reference exists, and who touches what is guest memory of it waits until this is
+            // over.
+            let moved = unsafe {
+                merging.uffd.move_what_is_there(from + done, to + done, size_bytes - done)
+            };
             done += moved.bytes;
             attempts = if moved.bytes > 0 { 0 } else { attempts + 1 };
             match moved.stopped.filter(|_| moved.bytes == 0) {

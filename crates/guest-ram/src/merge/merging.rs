@@ -13,7 +13,8 @@ use super::{MergeUnavailable, StableSegments};
 use crate::mapping::Mapping;
 use crate::{Backing, GuestRam, GuestRange, HugePages, RegionSpec};
 
-/// What `vm.max_map_count` must be at least: half of it is for guest memory, and what is less would soon be used up.
+/// What `vm.max_map_count` must be at least: half of it is for guest memory, and what is less would
+/// soon be used up.
 const MIN_MAP_COUNT: u64 = 4096;
 
 /// What is needed to merge a memory's pages, opened when the process could still open everything.
@@ -29,9 +30,9 @@ pub struct Merging {
 }
 
 impl GuestRam {
-    /// Lets the pages of this memory be merged, with stable pages out of `segments`: from now on the kernel keeps track of which pages
-    /// are written to. To be called before the guest runs, and while files can be opened; a [`MergeSession`](super::MergeSession)
-    /// then does the work.
+    /// Lets the pages of this memory be merged, with stable pages out of `segments`: from now on
+    /// the kernel keeps track of which pages are written to. To be called before the guest runs,
+    /// and while files can be opened; a [`MergeSession`](super::MergeSession) then does the work.
     ///
     /// # Errors
     /// [`MergeUnavailable`]: the memory works as before then.
@@ -47,11 +48,16 @@ impl GuestRam {
         let uffd = Userfaultfd::open()?;
         let waiting = Userfaultfd::open_waiting()?;
         PageScan::open(1)?;
-        let spec = RegionSpec { start: GuestAddress(0), size_bytes: HUGE_PAGE_SIZE_BYTES, host_node: None };
+        let spec = RegionSpec {
+            start: GuestAddress(0),
+            size_bytes: HUGE_PAGE_SIZE_BYTES,
+            host_node: None,
+        };
         let staging = Mapping::new(&spec, Backing::Anonymous, HugePages::Off)?;
         self.note_merges()?;
         let merging = Merging { uffd, waiting, segments, staging, in_use: AtomicBool::new(false) };
-        // The destination of a move must be watched (Linux mm/userfaultfd.c, `validate_move_areas`).
+        // The destination of a move must be watched (Linux mm/userfaultfd.c,
+        // `validate_move_areas`).
         merging.watch_writes(merging.staging.address(), merging.staging.size_bytes())?;
         for range in self.anonymous_ranges() {
             let Some(address) = self.host_address(range) else { continue };
@@ -70,7 +76,9 @@ impl GuestRam {
         let mut ranges = Vec::new();
         for region in self.page_ranges() {
             let mut rest = region;
-            for part in self.restored.as_ref().map_or(Vec::new(), |restored| restored.file_backed(region)) {
+            for part in
+                self.restored.as_ref().map_or(Vec::new(), |restored| restored.file_backed(region))
+            {
                 ranges.push(GuestRange::new(rest.start, part.start.0 - rest.start.0));
                 rest = GuestRange::new(part.end(), region.end().0 - part.end().0);
             }
@@ -80,18 +88,20 @@ impl GuestRam {
         ranges
     }
 
-    /// Locked memory cannot be moved to where it is not locked, and who locks it does not want to wait for its pages.
+    /// Locked memory cannot be moved to where it is not locked, and who locks it does not want to
+    /// wait for its pages.
     fn check_unlocked(&self) -> Result<(), MergeUnavailable> {
         let path = "/proc/self/smaps";
-        let smaps =
-            std::fs::read_to_string(path).map_err(|source| MergeUnavailable::Proc { path, source })?;
+        let smaps = std::fs::read_to_string(path)
+            .map_err(|source| MergeUnavailable::Proc { path, source })?;
         let regions = self.regions().iter().map(|region| (region.host_address, region.size_bytes));
         let regions: Vec<(u64, u64)> = regions.collect();
         if is_locked(&smaps, &regions) { Err(MergeUnavailable::Locked) } else { Ok(()) }
     }
 }
 
-/// Whether a mapping in an smaps text that overlaps one of `ranges` (address, size in bytes) is locked.
+/// Whether a mapping in an smaps text that overlaps one of `ranges` (address, size in bytes) is
+/// locked.
 fn is_locked(smaps: &str, ranges: &[(u64, u64)]) -> bool {
     let mut counts = false;
     smaps.lines().any(|line| {
@@ -100,7 +110,9 @@ fn is_locked(smaps: &str, ranges: &[(u64, u64)]) -> bool {
         }
         let bounds = line.split_once(' ').and_then(|(bounds, _)| bounds.split_once('-'));
         let number = |text| u64::from_str_radix(text, 16).ok();
-        if let Some((start, end)) = bounds.and_then(|(start, end)| Some((number(start)?, number(end)?))) {
+        if let Some((start, end)) =
+            bounds.and_then(|(start, end)| Some((number(start)?, number(end)?)))
+        {
             counts = ranges.iter().any(|(address, size)| start < address + size && *address < end);
         }
         false
@@ -109,7 +121,8 @@ fn is_locked(smaps: &str, ranges: &[(u64, u64)]) -> bool {
 
 fn check_map_count() -> Result<(), MergeUnavailable> {
     let path = "/proc/sys/vm/max_map_count";
-    let text = std::fs::read_to_string(path).map_err(|source| MergeUnavailable::Proc { path, source })?;
+    let text =
+        std::fs::read_to_string(path).map_err(|source| MergeUnavailable::Proc { path, source })?;
     match text.trim().parse() {
         Ok(found) if found < MIN_MAP_COUNT => {
             Err(MergeUnavailable::TooFewMappings { found, needed: MIN_MAP_COUNT })
@@ -121,9 +134,15 @@ fn check_map_count() -> Result<(), MergeUnavailable> {
 
 impl Merging {
     /// Watches memory for writes.
-    pub(super) fn watch_writes(&self, address: usize, size_bytes: usize) -> Result<(), MergeUnavailable> {
-        self.watch_writes_again(address, size_bytes)
-            .map_err(|source| MergeUnavailable::Refused { action: "track writes to guest memory", source })
+    pub(super) fn watch_writes(
+        &self,
+        address: usize,
+        size_bytes: usize,
+    ) -> Result<(), MergeUnavailable> {
+        self.watch_writes_again(address, size_bytes).map_err(|source| MergeUnavailable::Refused {
+            action: "track writes to guest memory",
+            source,
+        })
     }
 
     /// As [`watch_writes`](Self::watch_writes), later on.

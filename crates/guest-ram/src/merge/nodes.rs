@@ -1,8 +1,8 @@
 //! On which NUMA nodes pages are.
 //!
-//! The kernel tells the node of what is mapped at an address (move_pages(2)). A merged page that nobody has read since has nothing
-//! mapped in its place, but the stable page behind it is somewhere all the same; so it is asked for where the stable file is mapped
-//! to be read.
+//! The kernel tells the node of what is mapped at an address (move_pages(2)). A merged page that
+//! nobody has read since has nothing mapped in its place, but the stable page behind it is
+//! somewhere all the same; so it is asked for where the stable file is mapped to be read.
 
 use std::io;
 use std::ptr;
@@ -26,8 +26,9 @@ struct Places {
 }
 
 impl MergeSession {
-    /// Appends each page's NUMA node, of a merged page that of its stable page; `None` if it has none, or is none of the guest's. Where
-    /// there is only one node, that is what all pages are told to be on, whether or not they are there.
+    /// Appends each page's NUMA node, of a merged page that of its stable page; `None` if it has
+    /// none, or is none of the guest's. Where there is only one node, that is what all pages are
+    /// told to be on, whether or not they are there.
     ///
     /// # Errors
     /// [`MergeError::Kernel`] if the kernel does not tell.
@@ -48,14 +49,17 @@ impl MergeSession {
         };
         let places = self.places(pages);
         let mut told = nodes_at(&places.addresses).map_err(failed)?;
-        // Pages of a file can be taken out of the page tables at any time; reading one brings it back.
+        // Pages of a file can be taken out of the page tables at any time; reading one brings it
+        // back.
         let missing: Vec<usize> =
             places.stable.iter().copied().filter(|index| told[*index].is_none()).collect();
         if !missing.is_empty() {
-            let addresses: Vec<usize> = missing.iter().map(|index| places.addresses[*index]).collect();
+            let addresses: Vec<usize> =
+                missing.iter().map(|index| places.addresses[*index]).collect();
             for address in &addresses {
-                // SAFETY: a page of a segment, which `places` keeps mapped, whose file cannot become shorter. It may be written to
-                // meanwhile: nothing is done with what is read.
+                // SAFETY: a page of a segment, which `places` keeps mapped, whose file cannot
+                // become shorter. It may be written to meanwhile: nothing is done with what is
+                // read.
                 unsafe { ptr::read_volatile(*address as *const u8) };
             }
             let again = nodes_at(&addresses).map_err(failed)?;
@@ -94,8 +98,8 @@ impl MergeSession {
 /// The node of what is mapped at each address; `None` where nothing is.
 fn nodes_at(addresses: &[usize]) -> io::Result<Vec<Option<u32>>> {
     let mut nodes = vec![-1_i32; addresses.len()];
-    // SAFETY: without a list of nodes, move_pages moves nothing: it reads as many addresses as it is told, and writes as many
-    // states; both arrays live until it returns.
+    // SAFETY: without a list of nodes, move_pages moves nothing: it reads as many addresses as it
+    // is told, and writes as many states; both arrays live until it returns.
     let result = unsafe {
         libc::syscall(
             libc::SYS_move_pages,
@@ -131,10 +135,16 @@ mod tests {
 
     const PAGE: usize = PAGE_SIZE_BYTES as usize;
 
-    /// Memory of 16 pages of which the first two are merged, and have not been read since; `None` if the kernel is too old.
+    /// Memory of 16 pages of which the first two are merged, and have not been read since; `None`
+    /// if the kernel is too old.
     fn merged() -> Option<(MergeSession, StableMemory)> {
-        let spec = RegionSpec { start: GuestAddress(0), size_bytes: 16 * PAGE_SIZE_BYTES, host_node: None };
-        let ram = GuestRam::new(&[spec], Backing::Anonymous, HugePages::Off, Populate::Lazy).unwrap();
+        let spec = RegionSpec {
+            start: GuestAddress(0),
+            size_bytes: 16 * PAGE_SIZE_BYTES,
+            host_node: None,
+        };
+        let ram =
+            GuestRam::new(&[spec], Backing::Anonymous, HugePages::Off, Populate::Lazy).unwrap();
         let ram = Arc::new(ram);
         let segments = StableSegments::new();
         match ram.enable_merging(Arc::clone(&segments)) {
@@ -150,7 +160,8 @@ mod tests {
         stable.allocate(None, 2, &mut slots).unwrap();
         stable.write(slots[0], &[7; 2 * PAGE]).unwrap();
         ram.memory().write_slice(&[7; 3 * PAGE], GuestAddress(0)).unwrap();
-        let pages: Vec<_> = (0..2).map(|page| (Pfn(page), MergeTarget::Slot(slots[page as usize]))).collect();
+        let pages: Vec<_> =
+            (0..2).map(|page| (Pfn(page), MergeTarget::Slot(slots[page as usize]))).collect();
         let mut outcomes = Vec::new();
         session.replace(&pages, &mut outcomes).unwrap();
         assert_eq!(outcomes, [MergeOutcome::Done; 2]);
@@ -178,7 +189,8 @@ mod tests {
         let places = session.places(&[Pfn(0), Pfn(1), Pfn(2)]);
         assert_eq!(places.stable, [0, 1]);
         assert_eq!(places.addresses[2], own_address(&session, 2));
-        // SAFETY: two pages of a shared mapping of a file: they are taken out of the page tables, and nothing is lost.
+        // SAFETY: two pages of a shared mapping of a file: they are taken out of the page tables,
+        // and nothing is lost.
         unsafe { madvise(places.addresses[0] as *mut _, 2 * PAGE, Advice::LinuxDontNeed) }.unwrap();
         assert_eq!(nodes_at(&places.addresses[..2]).unwrap(), [None; 2]);
         let mut nodes = Vec::new();

@@ -1,4 +1,5 @@
-//! What the page tables say of guest memory: the ioctl `PAGEMAP_SCAN` (Linux 6.7, Documentation/admin-guide/mm/pagemap.rst).
+//! What the page tables say of guest memory: the ioctl `PAGEMAP_SCAN` (Linux 6.7,
+//! Documentation/admin-guide/mm/pagemap.rst).
 
 use std::fs::File;
 use std::io;
@@ -85,9 +86,9 @@ impl PageRun {
 /// Which pages are asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Question {
-    /// Pages in memory that are watched for writes, apart from huge ones and the page of zeros. Those written to are protected
-    /// against being written to unnoticed, in the same step. Pages that are not there are never protected: the mark for it would look
-    /// like content.
+    /// Pages in memory that are watched for writes, apart from huge ones and the page of zeros.
+    /// Those written to are protected against being written to unnoticed, in the same step. Pages
+    /// that are not there are never protected: the mark for it would look like content.
     Small,
     /// The same for huge pages.
     Huge,
@@ -103,7 +104,8 @@ pub(super) struct PageScan {
 }
 
 impl PageScan {
-    /// Opens /proc/self/pagemap, and finds out whether it can be asked. At most `max_runs` runs are found in one range.
+    /// Opens /proc/self/pagemap, and finds out whether it can be asked. At most `max_runs` runs are
+    /// found in one range.
     pub(super) fn open(max_runs: usize) -> Result<Self, MergeUnavailable> {
         let path = "/proc/self/pagemap";
         let pagemap = File::open(path).map_err(|source| MergeUnavailable::Proc { path, source })?;
@@ -113,11 +115,14 @@ impl PageScan {
             Err(error) if error.raw_os_error() == Some(libc::ENOTTY) => {
                 Err(MergeUnavailable::OldKernel { feature: "PAGEMAP_SCAN", since: "6.8" })
             }
-            Err(source) => Err(MergeUnavailable::Refused { action: "ask for states of pages", source }),
+            Err(source) => {
+                Err(MergeUnavailable::Refused { action: "ask for states of pages", source })
+            }
         }
     }
 
-    /// The pages between two addresses that `question` is about. The range must not have more of them than `max_runs`.
+    /// The pages between two addresses that `question` is about. The range must not have more of
+    /// them than `max_runs`.
     pub(super) fn ask(
         &mut self,
         address: usize,
@@ -150,9 +155,11 @@ impl PageScan {
             }
         }
         loop {
-            // SAFETY: PAGEMAP_SCAN reads and writes one `struct pm_scan_arg`, and writes up to `vec_len` regions to `vec`,
-            // which is that long and lives until the call returns. It changes no content of memory.
-            let found = unsafe { libc::ioctl(self.pagemap.as_raw_fd(), PAGEMAP_SCAN, &raw mut argument) };
+            // SAFETY: PAGEMAP_SCAN reads and writes one `struct pm_scan_arg`, and writes up to
+            // `vec_len` regions to `vec`, which is that long and lives until the call returns. It
+            // changes no content of memory.
+            let found =
+                unsafe { libc::ioctl(self.pagemap.as_raw_fd(), PAGEMAP_SCAN, &raw mut argument) };
             if let Ok(found) = usize::try_from(found) {
                 return Ok(&self.runs[..found.min(self.runs.len())]);
             }

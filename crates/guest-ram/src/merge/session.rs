@@ -37,8 +37,8 @@ pub enum PageLook {
     HugeClean,
     /// Part of a huge page that may have been written to.
     HugeWritten,
-    /// It was merged and written to before: it has a copy of its own in front of the stable page, which is brought back to ordinary
-    /// memory before it can be merged again.
+    /// It was merged and written to before: it has a copy of its own in front of the stable page,
+    /// which is brought back to ordinary memory before it can be merged again.
     Copied,
     /// It cannot be merged: swapped out, or mapped from a file.
     Excluded,
@@ -90,7 +90,8 @@ impl MergeSession {
     /// Takes the right to merge the pages of `ram`. Opens a file in /proc.
     ///
     /// # Errors
-    /// [`MergeUnavailable::NotEnabled`], [`MergeUnavailable::InUse`], or what [`GuestRam::enable_merging`] answers.
+    /// [`MergeUnavailable::NotEnabled`], [`MergeUnavailable::InUse`], or what
+    /// [`GuestRam::enable_merging`] answers.
     pub fn new(ram: Arc<GuestRam>) -> Result<Self, MergeUnavailable> {
         let scan = PageScan::open(HUGE_PAGE_SIZE_PAGES as usize)?;
         let merging = ram.merging().ok_or(MergeUnavailable::NotEnabled)?;
@@ -117,8 +118,8 @@ impl MergeSession {
         &self.ram
     }
 
-    /// Looks at a block of at most 512 pages within one region, and fills `looks` with one entry for each page. Reads at most a sample
-    /// of huge pages.
+    /// Looks at a block of at most 512 pages within one region, and fills `looks` with one entry
+    /// for each page. Reads at most a sample of huge pages.
     ///
     /// # Errors
     /// [`MergeError`]
@@ -163,7 +164,8 @@ impl MergeSession {
         alone: bool,
     ) -> Result<(), MergeError> {
         let found = self.scan.ask(address, block.size_bytes() as usize, Question::Any);
-        let found = found.map_err(|source| kernel("ask for the states of pages", block, source))?.to_vec();
+        let found =
+            found.map_err(|source| kernel("ask for the states of pages", block, source))?.to_vec();
         let mut has_huge = false;
         let mut copied = vec![false; looks.len()];
         for run in found {
@@ -205,7 +207,9 @@ impl MergeSession {
         address: usize,
         written: bool,
     ) -> Result<PageLook, MergeError> {
-        if block.pages != HUGE_PAGE_SIZE_PAGES || !block.start.0.is_multiple_of(HUGE_PAGE_SIZE_PAGES) {
+        if block.pages != HUGE_PAGE_SIZE_PAGES
+            || !block.start.0.is_multiple_of(HUGE_PAGE_SIZE_PAGES)
+        {
             // To protect a part would take it apart.
             return Ok(PageLook::Excluded);
         }
@@ -220,8 +224,8 @@ impl MergeSession {
         Ok(PageLook::HugeWritten)
     }
 
-    /// Puts right what was said of pages that a stable file is mapped for. `copied` are pages of the block that have a page of their
-    /// own.
+    /// Puts right what was said of pages that a stable file is mapped for. `copied` are pages of
+    /// the block that have a page of their own.
     fn look_at_merged(&mut self, block: GuestRange, copied: &[bool], looks: &mut [PageLook]) {
         let Some(merged) = self.ram.merged.get() else { return };
         let mut runs = merged.lock();
@@ -286,8 +290,8 @@ impl MergeSession {
         result.is_ok()
     }
 
-    /// Copies each of `pages` and calls `read` with the copy; `None` if it is not guest memory. A page that is not there is read as
-    /// zeros, and gets an entry in the page tables for it.
+    /// Copies each of `pages` and calls `read` with the copy; `None` if it is not guest memory. A
+    /// page that is not there is read as zeros, and gets an entry in the page tables for it.
     pub fn read_each(&self, pages: &[Pfn], mut read: impl FnMut(Option<&[u8; PAGE]>)) {
         let address = |page: &Pfn| self.ram.host_address(GuestRange::new(*page, 1));
         let mut copy = Aligned([0; PAGE]);
@@ -299,8 +303,9 @@ impl MergeSession {
                 read(None);
                 continue;
             };
-            // SAFETY: the page is guest memory, which is mapped as long as `self.ram` lives. The guest may write to it meanwhile, so
-            // it is copied before anybody looks at it; the two do not overlap.
+            // SAFETY: the page is guest memory, which is mapped as long as `self.ram` lives. The
+            // guest may write to it meanwhile, so it is copied before anybody looks at it; the two
+            // do not overlap.
             unsafe { ptr::copy_nonoverlapping(this as *const u8, copy.0.as_mut_ptr(), PAGE) };
             // While this one is worked on.
             if let Some(next) = next {
@@ -310,12 +315,17 @@ impl MergeSession {
         }
     }
 
-    /// Gives every merged page of `range` memory of its own again, and appends the slots that lost a share, once for each page. Who
-    /// writes to such a page meanwhile waits for it.
+    /// Gives every merged page of `range` memory of its own again, and appends the slots that lost
+    /// a share, once for each page. Who writes to such a page meanwhile waits for it.
     ///
     /// # Errors
-    /// [`MergeError::Kernel`] if the host has no memory for them. Those before have been unmerged then.
-    pub fn unmerge(&mut self, range: GuestRange, released: &mut Vec<StableSlot>) -> Result<(), MergeError> {
+    /// [`MergeError::Kernel`] if the host has no memory for them. Those before have been unmerged
+    /// then.
+    pub fn unmerge(
+        &mut self,
+        range: GuestRange,
+        released: &mut Vec<StableSlot>,
+    ) -> Result<(), MergeError> {
         let Some(merged) = self.ram.merged.get() else { return Ok(()) };
         for start in (range.start.0..range.end().0).step_by(HUGE_PAGE_SIZE_PAGES as usize) {
             let block = GuestRange::new(Pfn(start), HUGE_PAGE_SIZE_PAGES).intersection(range);
@@ -324,7 +334,8 @@ impl MergeSession {
         Ok(())
     }
 
-    /// The memory is about to go away: appends the slots that the pages of `range` share, which share them no more.
+    /// The memory is about to go away: appends the slots that the pages of `range` share, which
+    /// share them no more.
     pub fn abandon(&mut self, range: GuestRange, released: &mut Vec<StableSlot>) {
         if let Some(merged) = self.ram.merged.get() {
             merged.lock().note_unmerged(range, released);
@@ -359,14 +370,19 @@ impl MergeSession {
     ) -> Result<Vec<(usize, usize, bool)>, MergeError> {
         let address = self.address(block)?;
         let found = self.scan.ask(address, block.size_bytes() as usize, question);
-        let found = found.map_err(|source| kernel("ask which pages were written to", block, source))?;
+        let found =
+            found.map_err(|source| kernel("ask which pages were written to", block, source))?;
         Ok(found.iter().map(|run| (run.address(), run.size_bytes(), run.is_written())).collect())
     }
 
     /// Host address of a block, which must be in one region.
     fn address(&self, block: GuestRange) -> Result<usize, MergeError> {
-        let inside = self.ram.clip(block).next() == Some(block) && block.pages <= HUGE_PAGE_SIZE_PAGES;
-        self.ram.host_address(block).filter(|_| inside).ok_or(MergeError::OutsideRam { range: block })
+        let inside =
+            self.ram.clip(block).next() == Some(block) && block.pages <= HUGE_PAGE_SIZE_PAGES;
+        self.ram
+            .host_address(block)
+            .filter(|_| inside)
+            .ok_or(MergeError::OutsideRam { range: block })
     }
 }
 
@@ -378,7 +394,8 @@ impl Drop for MergeSession {
     }
 }
 
-/// Has the beginning of a page brought into the cache: the processor does by itself only what is in a page that it reads from already.
+/// Has the beginning of a page brought into the cache: the processor does by itself only what is in
+/// a page that it reads from already.
 fn prefetch(address: usize) {
     use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
     for offset in (0..PREFETCH_BYTES).step_by(64) {

@@ -1,11 +1,13 @@
-//! Stable pages: memory files whose pages are mapped, privately, in the place of guest pages with the same content.
+//! Stable pages: memory files whose pages are mapped, privately, in the place of guest pages with
+//! the same content.
 //!
-//! A file is called a *segment* and one of its pages a *slot*. [`StableMemory`] makes the files and says which slots are in use;
-//! [`StableSegments`] is what a process that maps them needs: their descriptors, and mappings to compare with. Both are in
-//! one process, or in two if several machines share their stable pages through a third process.
+//! A file is called a *segment* and one of its pages a *slot*. [`StableMemory`] makes the files and
+//! says which slots are in use; [`StableSegments`] is what a process that maps them needs: their
+//! descriptors, and mappings to compare with. Both are in one process, or in two if several
+//! machines share their stable pages through a third process.
 //!
-//! A segment has all its pages on one NUMA node, if asked for, and can never be made shorter: no access to a mapping of
-//! it can fault for lack of file.
+//! A segment has all its pages on one NUMA node, if asked for, and can never be made shorter: no
+//! access to a mapping of it can fault for lack of file.
 
 mod free_slots;
 mod memory;

@@ -1,7 +1,9 @@
-//! Threads that write to memory, and know what they wrote, while its pages are merged again and again.
+//! Threads that write to memory, and know what they wrote, while its pages are merged again and
+//! again.
 //!
-//! For tests of this crate and of others, and for machines whose kernel is to be tried out. The control without a freeze shows that a
-//! write that is lost is noticed: it compares a page where it is and then replaces it, as if nobody could write in between.
+//! For tests of this crate and of others, and for machines whose kernel is to be tried out. The
+//! control without a freeze shows that a write that is lost is noticed: it compares a page where it
+//! is and then replaces it, as if nobody could write in between.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -32,7 +34,8 @@ pub enum Freeze {
     Yes,
     /// Not at all: writes will be lost.
     No,
-    /// While they are compared, but not while they are brought back to ordinary memory: writes will be lost, too.
+    /// While they are compared, but not while they are brought back to ordinary memory: writes will
+    /// be lost, too.
     NotWhenBroughtBack,
 }
 
@@ -100,16 +103,21 @@ pub enum StressError {
 /// # Errors
 /// [`StressError`]; lost writes are no error but in the report.
 pub fn run(stress: &Stress) -> Result<Report, StressError> {
-    let spec =
-        RegionSpec { start: GuestAddress(0), size_bytes: stress.pages * PAGE_SIZE_BYTES, host_node: None };
-    let ram = Arc::new(GuestRam::new(&[spec], Backing::Anonymous, stress.huge_pages, Populate::Lazy)?);
+    let spec = RegionSpec {
+        start: GuestAddress(0),
+        size_bytes: stress.pages * PAGE_SIZE_BYTES,
+        host_node: None,
+    };
+    let ram =
+        Arc::new(GuestRam::new(&[spec], Backing::Anonymous, stress.huge_pages, Populate::Lazy)?);
     let segments = StableSegments::new();
     let mut stable = StableMemory::own(Arc::clone(&segments));
     let mut slots = HashMap::new();
     for pattern in 1..PATTERNS {
         let mut of_pattern = Vec::new();
         stable.allocate(None, SLOTS, &mut of_pattern)?;
-        let page: Vec<u8> = (0..WORDS).flat_map(|word| value(pattern, word).to_ne_bytes()).collect();
+        let page: Vec<u8> =
+            (0..WORDS).flat_map(|word| value(pattern, word).to_ne_bytes()).collect();
         stable.write(of_pattern[0], &page.repeat(SLOTS as usize))?;
         slots.insert(pattern, of_pattern[0]);
     }
@@ -137,13 +145,15 @@ pub fn run(stress: &Stress) -> Result<Report, StressError> {
             result = merge_all(&mut session, stress, &slots, &mut report);
         }
         for writer in writers {
-            let of_writer = writer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+            let of_writer =
+                writer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
             report.writes += of_writer.writes;
             report.lost += of_writer.lost;
             report.discarded += of_writer.discarded;
         }
         let returns = ram.returns();
-        (report.brought_back, report.remerged) = (returns.brought_back_pages, returns.remerged_pages);
+        (report.brought_back, report.remerged) =
+            (returns.brought_back_pages, returns.remerged_pages);
         report.joined = returns.joined_mappings;
         result.map(|()| report)
     })
@@ -168,7 +178,10 @@ fn merge_all(
         let mut wanted = Vec::new();
         for (page, look) in (block.start.0..).map(Pfn).zip(&looks) {
             match look {
-                PageLook::Written | PageLook::Clean | PageLook::HugeClean | PageLook::HugeWritten => {
+                PageLook::Written
+                | PageLook::Clean
+                | PageLook::HugeClean
+                | PageLook::HugeWritten => {
                     let mut first_words = [0; 4];
                     session.read_each(&[page], |content| {
                         let words = content.map(|content| content.as_chunks::<8>().0);
@@ -211,8 +224,13 @@ fn merge_all(
 }
 
 impl MergeSession {
-    /// Replaces pages as it must not be done, as a control: nothing keeps them from changing between comparison and mapping.
-    fn replace_without_freeze(&mut self, pages: &[(Pfn, MergeTarget)], outcomes: &mut Vec<MergeOutcome>) {
+    /// Replaces pages as it must not be done, as a control: nothing keeps them from changing
+    /// between comparison and mapping.
+    fn replace_without_freeze(
+        &mut self,
+        pages: &[(Pfn, MergeTarget)],
+        outcomes: &mut Vec<MergeOutcome>,
+    ) {
         let ram = Arc::clone(&self.ram);
         let Some(merged) = ram.merged.get() else { return };
         let mut runs = merged.lock();
@@ -223,7 +241,8 @@ impl MergeSession {
             let MergeTarget::Slot(slot) = target else { continue };
             let segment = self.merging().segments.get(slot.segment);
             let address = segment.as_ref().and_then(|segment| segment.address(slot.index, 1));
-            let (Some(segment), Some(address), Some(piece)) = (segment, address, ram.piece(range)) else {
+            let (Some(segment), Some(address), Some(piece)) = (segment, address, ram.piece(range))
+            else {
                 continue;
             };
             if runs.is_stable_mapped(page) || !runs.may_map(range, slot) {
@@ -231,7 +250,11 @@ impl MergeSession {
             }
             // SAFETY: both are mapped pages, read through pointers.
             let order = unsafe {
-                libc::memcmp(piece.address as *const _, address as *const _, PAGE_SIZE_BYTES as usize)
+                libc::memcmp(
+                    piece.address as *const _,
+                    address as *const _,
+                    PAGE_SIZE_BYTES as usize,
+                )
             };
             if order == 0 {
                 same.push((page, slot, segment, piece));
@@ -239,7 +262,8 @@ impl MergeSession {
         }
         outcomes.resize(pages.len(), MergeOutcome::Gone);
         for (page, slot, segment, piece) in same {
-            // SAFETY: none in earnest: this is the control, whose memory is that of a test that counts what gets lost.
+            // SAFETY: none in earnest: this is the control, whose memory is that of a test that
+            // counts what gets lost.
             if unsafe { segment.map_over(slot.index, 1, piece.address, None) }.is_ok() {
                 runs.note_merged(GuestRange::new(page, 1), slot);
                 if let Some(index) = pages.iter().position(|(of, _)| *of == page) {
@@ -264,7 +288,8 @@ struct Writer<'a> {
 
 impl<'a> Writer<'a> {
     fn new(ram: &'a GuestRam, stress: &Stress, number: usize) -> Self {
-        // Runs of 32 pages, so that runs of merged pages are longer than one page and neighbours are another writer's.
+        // Runs of 32 pages, so that runs of merged pages are longer than one page and neighbours
+        // are another writer's.
         let own = |page: &u64| (page / 32) as usize % stress.writers == number;
         let pages: Vec<Pfn> = (0..stress.pages).filter(own).map(Pfn).collect();
         Self {
@@ -346,9 +371,10 @@ impl<'a> Writer<'a> {
     }
 
     fn word(&self, index: usize, word: usize) -> &AtomicU64 {
-        let address = self.ram.host_address(GuestRange::new(self.pages[index], 1)).unwrap_or_default();
-        // SAFETY: the word is guest memory of `self.ram`, aligned, and nobody accesses it other than with atomics; the kernel may
-        // replace the page, which is what is tried here.
+        let address =
+            self.ram.host_address(GuestRange::new(self.pages[index], 1)).unwrap_or_default();
+        // SAFETY: the word is guest memory of `self.ram`, aligned, and nobody accesses it other
+        // than with atomics; the kernel may replace the page, which is what is tried here.
         unsafe { AtomicU64::from_ptr((address + word * 8) as *mut u64) }
     }
 

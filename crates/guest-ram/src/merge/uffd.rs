@@ -1,8 +1,10 @@
-//! userfaultfd (Linux Documentation/admin-guide/mm/userfaultfd.rst): tracking of writes, and moving pages away from the guest.
+//! userfaultfd (Linux Documentation/admin-guide/mm/userfaultfd.rst): tracking of writes, and moving
+//! pages away from the guest.
 //!
-//! Guest memory is registered for write protection that the kernel resolves by itself (`UFFD_FEATURE_WP_ASYNC`): a write makes
-//! the page count as written, and nobody need handle it. Only while pages are away for a comparison their place is registered for
-//! missing pages too: who touches it waits until it is woken.
+//! Guest memory is registered for write protection that the kernel resolves by itself
+//! (`UFFD_FEATURE_WP_ASYNC`): a write makes the page count as written, and nobody need handle it.
+//! Only while pages are away for a comparison their place is registered for missing pages too: who
+//! touches it waits until it is woken.
 
 use std::fs::File;
 use std::io;
@@ -86,7 +88,8 @@ struct CopyPages {
 /// `struct uffdio_move`: the destination first too.
 type MovePages = CopyPages;
 
-const _: () = assert!(size_of::<Api>() == 24 && size_of::<Register>() == 32 && size_of::<CopyPages>() == 40);
+const _: () =
+    assert!(size_of::<Api>() == 24 && size_of::<Register>() == 32 && size_of::<CopyPages>() == 40);
 
 /// How far a move came.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -110,9 +113,13 @@ impl Userfaultfd {
             Ok(offered) => offered,
             Err(error) => return Err(refused("ask for the features of userfaultfd", error)),
         };
-        if offered & (FEATURE_WP_ASYNC | FEATURE_WP_UNPOPULATED) != FEATURE_WP_ASYNC | FEATURE_WP_UNPOPULATED
+        if offered & (FEATURE_WP_ASYNC | FEATURE_WP_UNPOPULATED)
+            != FEATURE_WP_ASYNC | FEATURE_WP_UNPOPULATED
         {
-            return missing("asynchronous write protection by userfaultfd (UFFD_FEATURE_WP_ASYNC)", "6.8");
+            return missing(
+                "asynchronous write protection by userfaultfd (UFFD_FEATURE_WP_ASYNC)",
+                "6.8",
+            );
         }
         if offered & FEATURE_MOVE == 0 {
             return missing("way to move pages (UFFDIO_MOVE)", "6.8");
@@ -123,7 +130,8 @@ impl Userfaultfd {
         Ok(Self(descriptor))
     }
 
-    /// Opens one that lets writers wait: write protection that nobody resolves, for memory files too.
+    /// Opens one that lets writers wait: write protection that nobody resolves, for memory files
+    /// too.
     pub(super) fn open_waiting() -> Result<Self, MergeUnavailable> {
         let descriptor = open()?;
         Self::handshake(&descriptor, FEATURE_WP_SHMEM)
@@ -138,25 +146,33 @@ impl Userfaultfd {
         Ok(api.features)
     }
 
-    /// Watches `size_bytes` from `address` on, also if they were watched for less before. To be watched for less they must be
-    /// [forgotten](Self::forget) first (Linux mm/userfaultfd.c, `userfaultfd_register_range`).
+    /// Watches `size_bytes` from `address` on, also if they were watched for less before. To be
+    /// watched for less they must be [forgotten](Self::forget) first (Linux mm/userfaultfd.c,
+    /// `userfaultfd_register_range`).
     ///
     /// # Safety
     /// For [`Watch::WritesAndMissing`], the caller must see to it that whoever waits is woken.
-    pub(super) unsafe fn watch(&self, address: usize, size_bytes: usize, watch: Watch) -> io::Result<()> {
+    pub(super) unsafe fn watch(
+        &self,
+        address: usize,
+        size_bytes: usize,
+        watch: Watch,
+    ) -> io::Result<()> {
         let mode = match watch {
             Watch::Writes => MODE_WP,
             Watch::WritesAndMissing => MODE_WP | MODE_MISSING,
         };
         let mut register = Register { range: range(address, size_bytes), mode, ioctls: 0 };
-        // SAFETY: UFFDIO_REGISTER reads and writes one `struct uffdio_register`. It changes no content of memory.
+        // SAFETY: UFFDIO_REGISTER reads and writes one `struct uffdio_register`. It changes no
+        // content of memory.
         unsafe { ioctl(self.0.as_raw_fd(), UFFDIO_REGISTER, &raw mut register) }
     }
 
     /// Watches memory no more, and wakes who waits. Its pages count as written from now on.
     pub(super) fn forget(&self, address: usize, size_bytes: usize) -> io::Result<()> {
         let mut range = range(address, size_bytes);
-        // SAFETY: UFFDIO_UNREGISTER reads one `struct uffdio_range`. It changes no content of memory.
+        // SAFETY: UFFDIO_UNREGISTER reads one `struct uffdio_range`. It changes no content of
+        // memory.
         unsafe { ioctl(self.0.as_raw_fd(), UFFDIO_UNREGISTER, &raw mut range) }
     }
 
@@ -167,12 +183,12 @@ impl Userfaultfd {
         unsafe { ioctl(self.0.as_raw_fd(), UFFDIO_WAKE, &raw mut range) }
     }
 
-    /// Moves pages: afterwards they are at `to`, which must be watched and have no pages, and missing at `from`. Pages that are pinned
-    /// are refused with EBUSY. Wakes nobody.
+    /// Moves pages: afterwards they are at `to`, which must be watched and have no pages, and
+    /// missing at `from`. Pages that are pinned are refused with EBUSY. Wakes nobody.
     ///
     /// # Safety
-    /// Both must be mappings of anonymous memory to which no Rust reference exists, and the caller must see to it that who needs the
-    /// pages at `from` waits until they are back.
+    /// Both must be mappings of anonymous memory to which no Rust reference exists, and the caller
+    /// must see to it that who needs the pages at `from` waits until they are back.
     pub(super) unsafe fn move_pages(&self, from: usize, to: usize, size_bytes: usize) -> Moved {
         // SAFETY: as for this function.
         unsafe { self.move_with(DONT_WAKE, from, to, size_bytes) }
@@ -182,7 +198,12 @@ impl Userfaultfd {
     ///
     /// # Safety
     /// As for [`move_pages`](Self::move_pages).
-    pub(super) unsafe fn move_what_is_there(&self, from: usize, to: usize, size_bytes: usize) -> Moved {
+    pub(super) unsafe fn move_what_is_there(
+        &self,
+        from: usize,
+        to: usize,
+        size_bytes: usize,
+    ) -> Moved {
         // SAFETY: as for this function.
         unsafe { self.move_with(DONT_WAKE | ALLOW_HOLES, from, to, size_bytes) }
     }
@@ -192,9 +213,11 @@ impl Userfaultfd {
     unsafe fn move_with(&self, mode: u64, from: usize, to: usize, size_bytes: usize) -> Moved {
         let mut pages =
             MovePages { dst: to as u64, src: from as u64, len: size_bytes as u64, mode, copied: 0 };
-        // SAFETY: UFFDIO_MOVE reads and writes one `struct uffdio_move`. The caller vouches for the memory.
+        // SAFETY: UFFDIO_MOVE reads and writes one `struct uffdio_move`. The caller vouches for the
+        // memory.
         let result = unsafe { ioctl(self.0.as_raw_fd(), UFFDIO_MOVE, &raw mut pages) };
-        let stopped = result.err().map(|error| Errno::from_io_error(&error).unwrap_or(Errno::INVAL));
+        let stopped =
+            result.err().map(|error| Errno::from_io_error(&error).unwrap_or(Errno::INVAL));
         Moved { bytes: usize::try_from(pages.copied).unwrap_or(0), stopped }
     }
 
@@ -202,7 +225,12 @@ impl Userfaultfd {
     ///
     /// # Safety
     /// `to` must be a watched page of guest memory, and `from` readable.
-    pub(super) unsafe fn copy_page(&self, from: usize, to: usize, size_bytes: usize) -> io::Result<()> {
+    pub(super) unsafe fn copy_page(
+        &self,
+        from: usize,
+        to: usize,
+        size_bytes: usize,
+    ) -> io::Result<()> {
         let mut pages = CopyPages {
             dst: to as u64,
             src: from as u64,
@@ -210,21 +238,24 @@ impl Userfaultfd {
             mode: DONT_WAKE,
             copied: 0,
         };
-        // SAFETY: UFFDIO_COPY reads and writes one `struct uffdio_copy`, and fills only what has no page.
+        // SAFETY: UFFDIO_COPY reads and writes one `struct uffdio_copy`, and fills only what has no
+        // page.
         unsafe { ioctl(self.0.as_raw_fd(), UFFDIO_COPY, &raw mut pages) }
     }
 
     /// Protects memory against writes.
     pub(super) fn protect(&self, address: usize, size_bytes: usize) -> io::Result<()> {
         let mut protect = WriteProtect { range: range(address, size_bytes), mode: PROTECT };
-        // SAFETY: UFFDIO_WRITEPROTECT reads one `struct uffdio_writeprotect`. It changes no content of memory.
+        // SAFETY: UFFDIO_WRITEPROTECT reads one `struct uffdio_writeprotect`. It changes no content
+        // of memory.
         unsafe { ioctl(self.0.as_raw_fd(), UFFDIO_WRITEPROTECT, &raw mut protect) }
     }
 
     /// Takes the write protection off; the pages count as written from now on.
     pub(super) fn unprotect(&self, address: usize, size_bytes: usize) -> io::Result<()> {
         let mut protect = WriteProtect { range: range(address, size_bytes), mode: 0 };
-        // SAFETY: UFFDIO_WRITEPROTECT reads one `struct uffdio_writeprotect`. It changes no content of memory.
+        // SAFETY: UFFDIO_WRITEPROTECT reads one `struct uffdio_writeprotect`. It changes no content
+        // of memory.
         unsafe { ioctl(self.0.as_raw_fd(), UFFDIO_WRITEPROTECT, &raw mut protect) }
     }
 }
@@ -237,7 +268,8 @@ fn refused(action: &'static str, source: io::Error) -> MergeUnavailable {
     MergeUnavailable::Refused { action, source }
 }
 
-/// Opens a userfaultfd: by the device, whose file permissions say who may, or by the system call, which asks for a capability.
+/// Opens a userfaultfd: by the device, whose file permissions say who may, or by the system call,
+/// which asks for a capability.
 fn open() -> Result<OwnedFd, MergeUnavailable> {
     let device = match File::options().read(true).write(true).open("/dev/userfaultfd") {
         Ok(device) => match open_by_device(&device) {
@@ -262,7 +294,8 @@ fn open() -> Result<OwnedFd, MergeUnavailable> {
 
 fn open_by_device(device: &File) -> io::Result<OwnedFd> {
     let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
-    // SAFETY: USERFAULTFD_IOC_NEW takes flags by value, makes a new descriptor and touches no memory.
+    // SAFETY: USERFAULTFD_IOC_NEW takes flags by value, makes a new descriptor and touches no
+    // memory.
     let result = unsafe { libc::ioctl(device.as_raw_fd(), USERFAULTFD_IOC_NEW, flags) };
     if result < 0 {
         return Err(io::Error::last_os_error());

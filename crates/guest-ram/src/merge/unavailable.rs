@@ -4,7 +4,8 @@ use std::io;
 
 use crate::{Backing, RamError};
 
-/// Why the pages of a memory cannot be merged by the process that owns it. The memory itself is not affected.
+/// Why the pages of a memory cannot be merged by the process that owns it. The memory itself is not
+/// affected.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MergeUnavailable {

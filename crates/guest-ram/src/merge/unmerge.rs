@@ -1,12 +1,14 @@
 //! Giving merged pages memory of their own again.
 //!
-//! A page that still shares its stable page is to have anonymous memory with the same content, so that it is like all other
-//! memory, and can be merged again. A copy is made elsewhere, and takes the page's place in one step. What the guest writes between
-//! copy and step must not get lost, so writes wait meanwhile: for that while the stable mapping is registered with another userfaultfd,
-//! whose write protection is not resolved by the kernel. Nobody handles it; all who wait are woken at the end.
+//! A page that still shares its stable page is to have anonymous memory with the same content, so
+//! that it is like all other memory, and can be merged again. A copy is made elsewhere, and takes
+//! the page's place in one step. What the guest writes between copy and step must not get lost, so
+//! writes wait meanwhile: for that while the stable mapping is registered with another userfaultfd,
+//! whose write protection is not resolved by the kernel. Nobody handles it; all who wait are woken
+//! at the end.
 //!
-//! Devices that have pinned a page do not notice write protection. But who pins a page to write to it has made the
-//! kernel give it a copy before, and pages with copies stay where they are.
+//! Devices that have pinned a page do not notice write protection. But who pins a page to write to
+//! it has made the kernel give it a copy before, and pages with copies stay where they are.
 
 use std::io;
 
@@ -25,8 +27,8 @@ use crate::pagemap::PageState;
 const LOOKS: u32 = 8;
 
 impl MergeSession {
-    /// Gives all pages of `block`, of no more pages than a huge page, anonymous memory again that hold shares. Those that were written to
-    /// and have a copy keep it where it is.
+    /// Gives all pages of `block`, of no more pages than a huge page, anonymous memory again that
+    /// hold shares. Those that were written to and have a copy keep it where it is.
     pub(super) fn unmerge_block(
         &self,
         merged: &Merged,
@@ -57,7 +59,9 @@ impl MergeSession {
         let result = waiting
             .protect(address, size_bytes)
             .and_then(|()| self.replace_shares(merged, runs, part, released));
-        must_succeed("a mapping of stable pages cannot be released", || waiting.forget(address, size_bytes));
+        must_succeed("a mapping of stable pages cannot be released", || {
+            waiting.forget(address, size_bytes)
+        });
         must_succeed("who waits for a page of the guest cannot be woken", || {
             waiting.wake(address, size_bytes)
         });
@@ -81,14 +85,20 @@ impl MergeSession {
         for (share, first) in shares {
             let Some(piece) = self.ram.piece(share) else { continue };
             let fill = |content: *mut u8| {
-                // SAFETY: private memory of as many pages as the share has, which nobody else knows. It was just mapped: zeros.
-                let content = unsafe { std::slice::from_raw_parts_mut(content, share.size_bytes() as usize) };
+                // SAFETY: private memory of as many pages as the share has, which nobody else
+                // knows. It was just mapped: zeros.
+                let content =
+                    unsafe { std::slice::from_raw_parts_mut(content, share.size_bytes() as usize) };
                 for (index, page) in (0..).zip(content.chunks_mut(PAGE_SIZE_BYTES as usize)) {
-                    self.merging().segments.read(first.offset(index), page).map_err(io::Error::other)?;
+                    self.merging()
+                        .segments
+                        .read(first.offset(index), page)
+                        .map_err(io::Error::other)?;
                 }
                 Ok(())
             };
-            // SAFETY: the piece is guest memory that nobody writes to, and what replaces it has the same content.
+            // SAFETY: the piece is guest memory that nobody writes to, and what replaces it has the
+            // same content.
             unsafe { merged.replace_by_copy(runs, &piece, fill, released) }?;
         }
         Ok(())
@@ -100,10 +110,15 @@ impl MergeSession {
             return Err(io::ErrorKind::Unsupported.into());
         };
         for _ in 0..LOOKS {
-            // Where nothing is mapped, the protection leaves a marker that looks like a copy in swap space.
-            // SAFETY: the part is guest memory; populating it for reading changes no content. Reads do not wait.
+            // Where nothing is mapped, the protection leaves a marker that looks like a copy in
+            // swap space. SAFETY: the part is guest memory; populating it for reading changes no
+            // content. Reads do not wait.
             let result = unsafe {
-                madvise(piece.address as *mut _, part.size_bytes() as usize, Advice::LinuxPopulateRead)
+                madvise(
+                    piece.address as *mut _,
+                    part.size_bytes() as usize,
+                    Advice::LinuxPopulateRead,
+                )
             };
             match result {
                 Ok(()) | Err(Errno::INTR | Errno::AGAIN) => {}

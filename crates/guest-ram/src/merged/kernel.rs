@@ -11,28 +11,32 @@ use crate::{Backing, GuestRam, RamError};
 /// Whether the kernel may merge guest memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KernelMerging {
-    /// Its pages may be merged with pages of all other memory of the host that is advised so, whosever it is (`MADV_MERGEABLE`).
+    /// Its pages may be merged with pages of all other memory of the host that is advised so,
+    /// whosever it is (`MADV_MERGEABLE`).
     Allow,
-    /// What is merged gets pages of its own again, now, and nothing is merged any more (`MADV_UNMERGEABLE`).
+    /// What is merged gets pages of its own again, now, and nothing is merged any more
+    /// (`MADV_UNMERGEABLE`).
     Forbid,
 }
 
 impl GuestRam {
-    /// Tells the kernel whether it may merge this memory (Linux mm/ksm.c). Nothing happens before somebody starts
-    /// its thread (/sys/kernel/mm/ksm/run).
+    /// Tells the kernel whether it may merge this memory (Linux mm/ksm.c). Nothing happens before
+    /// somebody starts its thread (/sys/kernel/mm/ksm/run).
     ///
-    /// In [restored](Self::restore) memory, pages of the file are not merged, only those that the guest has written to.
-    /// System call: `madvise`.
+    /// In [restored](Self::restore) memory, pages of the file are not merged, only those that the
+    /// guest has written to. System call: `madvise`.
     ///
     /// # Errors
-    /// [`RamError::NotMergeable`] if the memory belongs to files; [`RamError::NoKernelMerging`] if the kernel was built without it;
-    /// [`RamError::Advise`] for other refusals, for example when there is no memory for pages of their own: some pages may still be
-    /// merged then, and it can be tried again.
+    /// [`RamError::NotMergeable`] if the memory belongs to files; [`RamError::NoKernelMerging`] if
+    /// the kernel was built without it; [`RamError::Advise`] for other refusals, for example when
+    /// there is no memory for pages of their own: some pages may still be merged then, and it can
+    /// be tried again.
     pub fn advise_mergeable(&self, merging: KernelMerging) -> Result<(), RamError> {
         if self.backing() != Backing::Anonymous {
             return Err(RamError::NotMergeable { backing: self.backing() });
         }
-        // What is to be put in the place of restored pages must be as the rest, or would not become one mapping with it.
+        // What is to be put in the place of restored pages must be as the rest, or would not become
+        // one mapping with it.
         let templates = self.restored.iter().flat_map(|restored| restored.templates().mappings());
         self.mappings.iter().chain(templates).try_for_each(|mapping| advise(mapping, merging))?;
         if merging == KernelMerging::Allow {
@@ -53,7 +57,9 @@ fn advise(mapping: &Mapping, merging: KernelMerging) -> Result<(), RamError> {
             Ok(()) => return Ok(()),
             Err(Errno::INTR) => {}
             Err(Errno::INVAL) => return Err(RamError::NoKernelMerging),
-            Err(error) => return Err(RamError::Advise { advice: name, source: io::Error::from(error) }),
+            Err(error) => {
+                return Err(RamError::Advise { advice: name, source: io::Error::from(error) });
+            }
         }
     }
 }

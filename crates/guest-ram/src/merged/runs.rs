@@ -1,14 +1,17 @@
 //! Which pages of guest memory are merged, and how many mappings that takes.
 //!
-//! Three things are known of a page: whether a stable file is *mapped* in its place (then nothing may be discarded there with
-//! `MADV_DONTNEED`, which would show the file), whether it still holds a *share* of its stable page (it gives it up when somebody finds
-//! that it was written to), and whether it lies in memory that a discard has put there and that is not *tracked* for writes yet.
+//! Three things are known of a page: whether a stable file is *mapped* in its place (then nothing
+//! may be discarded there with `MADV_DONTNEED`, which would show the file), whether it still holds
+//! a *share* of its stable page (it gives it up when somebody finds that it was written to), and
+//! whether it lies in memory that a discard has put there and that is not *tracked* for writes yet.
 //!
-//! A process has a limited number of mappings (`vm.max_map_count`). Here their borders are counted: a page number is in `borders`
-//! if a mapping may begin there. The kernel joins two neighbours for sure only if one of them has no private page yet
-//! (Linux mm/vma.c, `is_mergeable_anon_vma`), as a mapping that was made just now; a border that may have gone by other ways is kept, so
-//! the count is an upper bound of the real one, and [`MergedRuns::set_borders`] takes the real ones when the bound is reached. The bound
-//! is the process's: memories of several machines in one process share it.
+//! A process has a limited number of mappings (`vm.max_map_count`). Here their borders are counted:
+//! a page number is in `borders` if a mapping may begin there. The kernel joins two neighbours for
+//! sure only if one of them has no private page yet (Linux mm/vma.c, `is_mergeable_anon_vma`), as a
+//! mapping that was made just now; a border that may have gone by other ways is kept, so the count
+//! is an upper bound of the real one, and [`MergedRuns::set_borders`] takes the real ones when the
+//! bound is reached. The bound is the process's: memories of several machines in one process share
+//! it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -18,8 +21,8 @@ use ebb_abi::{HUGE_PAGE_SIZE_PAGES, Pfn};
 
 use crate::{GuestRange, PageSet, StableSlot};
 
-/// Length in pages from which on a run of merged pages may use up all mappings that are for merging. Each mapping costs the kernel some
-/// 200 bytes and makes all changes of mappings slower.
+/// Length in pages from which on a run of merged pages may use up all mappings that are for
+/// merging. Each mapping costs the kernel some 200 bytes and makes all changes of mappings slower.
 pub(crate) const MIN_RUN_PAGES: u64 = 8;
 
 /// What may be done with a range of pages that is to be discarded.
@@ -27,9 +30,11 @@ pub(crate) const MIN_RUN_PAGES: u64 = 8;
 pub(crate) enum Verdict {
     /// It is ordinary memory.
     Ordinary,
-    /// It must be replaced by fresh anonymous memory as a whole, or, if it is all ordinary, it does good.
+    /// It must be replaced by fresh anonymous memory as a whole, or, if it is all ordinary, it does
+    /// good.
     Replace,
-    /// No mappings are left: what a stable file is mapped for must stay, the rest is ordinary memory.
+    /// No mappings are left: what a stable file is mapped for must stay, the rest is ordinary
+    /// memory.
     Keep,
 }
 
@@ -75,9 +80,11 @@ pub(crate) struct MergedRuns {
     doubtful_borders: u64,
     /// Pages in memory that a discard has put there and that nobody tracks yet.
     untracked: PageSet,
-    /// Pages that were moved to where they are, so that the kernel joins their mapping with no neighbour.
+    /// Pages that were moved to where they are, so that the kernel joins their mapping with no
+    /// neighbour.
     moved: PageSet,
-    /// Pages that were merged, were written to, and have been brought back to ordinary memory, and are still there.
+    /// Pages that were merged, were written to, and have been brought back to ordinary memory, and
+    /// are still there.
     brought_back: PageSet,
     returns: Returns,
     /// Slots whose shares were given up by discards.
@@ -92,9 +99,13 @@ pub(crate) struct MergedRuns {
 }
 
 impl MergedRuns {
-    /// Nothing is merged yet. `regions` must be in ascending order and must not overlap. `of_process` is shared by all memories
-    /// that share the bound.
-    pub(crate) fn new(regions: Vec<GuestRange>, max_mappings: u64, of_process: Arc<AtomicU64>) -> Self {
+    /// Nothing is merged yet. `regions` must be in ascending order and must not overlap.
+    /// `of_process` is shared by all memories that share the bound.
+    pub(crate) fn new(
+        regions: Vec<GuestRange>,
+        max_mappings: u64,
+        of_process: Arc<AtomicU64>,
+    ) -> Self {
         Self {
             runs: BTreeMap::new(),
             shares: PageSet::new(&regions),
@@ -136,8 +147,8 @@ impl MergedRuns {
 
     /// Number of mappings that all memories take that share the bound.
     fn mappings_of_all(&self) -> u64 {
-        // Relaxed: only numbers are compared. What others are about to take is not in it, which the other half of the
-        // process's mappings makes up for.
+        // Relaxed: only numbers are compared. What others are about to take is not in it, which the
+        // other half of the process's mappings makes up for.
         self.mappings() + self.of_process.load(Ordering::Relaxed).saturating_sub(self.told)
     }
 
@@ -158,7 +169,8 @@ impl MergedRuns {
         self.share_pages
     }
 
-    /// The slot that a page holds a share of. It may have been written to since, without anybody having noticed.
+    /// The slot that a page holds a share of. It may have been written to since, without anybody
+    /// having noticed.
     pub(crate) fn share_of(&self, page: Pfn) -> Option<StableSlot> {
         if !self.shares.contains(page) {
             return None;
@@ -167,7 +179,8 @@ impl MergedRuns {
         Some(run.first.offset((page.0 - start) as u32))
     }
 
-    /// The parts of `range` that hold shares, in ascending order, each with the slot of its first page.
+    /// The parts of `range` that hold shares, in ascending order, each with the slot of its first
+    /// page.
     pub(crate) fn shares(
         &self,
         range: GuestRange,
@@ -183,7 +196,8 @@ impl MergedRuns {
         self.run_at(page.0).is_some()
     }
 
-    /// The parts of `range` that a stable file is mapped for, in ascending order, each with the slot of its first page.
+    /// The parts of `range` that a stable file is mapped for, in ascending order, each with the
+    /// slot of its first page.
     pub(crate) fn stable_mapped(
         &self,
         range: GuestRange,
@@ -196,27 +210,31 @@ impl MergedRuns {
         })
     }
 
-    /// Whether so many runs, however short, may be mapped anywhere without asking [`may_map`](Self::may_map) for each.
+    /// Whether so many runs, however short, may be mapped anywhere without asking
+    /// [`may_map`](Self::may_map) for each.
     pub(crate) fn may_map_all(&self, runs: usize) -> bool {
         let for_short_runs = (self.max_mappings - self.max_mappings / 4) / 2;
         self.mappings_of_all() + 2 * runs as u64 <= for_short_runs
     }
 
-    /// Whether the stable pages from `first` on may be mapped over `range`, which lies within a region, in one go.
+    /// Whether the stable pages from `first` on may be mapped over `range`, which lies within a
+    /// region, in one go.
     pub(crate) fn may_map(&self, range: GuestRange, first: StableSlot) -> bool {
         let joins = self.left_neighbour(range, first).is_some();
         let added = self.added_borders(range) - i64::from(joins);
         if added <= 0 {
             return true;
         }
-        // A quarter of all mappings is for discards, and half of the rest for runs that free something worth a mapping.
+        // A quarter of all mappings is for discards, and half of the rest for runs that free
+        // something worth a mapping.
         let for_merging = self.max_mappings - self.max_mappings / 4;
-        let limit = if range.pages >= MIN_RUN_PAGES || joins { for_merging } else { for_merging / 2 };
+        let limit =
+            if range.pages >= MIN_RUN_PAGES || joins { for_merging } else { for_merging / 2 };
         self.mappings_of_all() + added as u64 <= limit
     }
 
-    /// Whether `range`, which lies within a region, may be brought back to ordinary memory. Merging something new comes first: it is
-    /// known to free a page.
+    /// Whether `range`, which lies within a region, may be brought back to ordinary memory. Merging
+    /// something new comes first: it is known to free a page.
     pub(crate) fn may_bring_back(&self, range: GuestRange) -> bool {
         let added = self.added_borders(range);
         let for_merging = self.max_mappings - self.max_mappings / 4;
@@ -228,8 +246,9 @@ impl MergedRuns {
         self.returns
     }
 
-    /// Notes that stable pages from `first` on were mapped over `range`, which lies within a region, as one mapping, and that its
-    /// pages hold shares of them. Shares that they held before are released.
+    /// Notes that stable pages from `first` on were mapped over `range`, which lies within a
+    /// region, as one mapping, and that its pages hold shares of them. Shares that they held before
+    /// are released.
     pub(crate) fn note_merged(&mut self, range: GuestRange, first: StableSlot) {
         if range.is_empty() {
             return;
@@ -268,8 +287,8 @@ impl MergedRuns {
         self.tell();
     }
 
-    /// Notes that a page was found to have been written to: it has a page of its own now. Returns the slot whose share it has given
-    /// up, once. The stable file stays mapped behind it.
+    /// Notes that a page was found to have been written to: it has a page of its own now. Returns
+    /// the slot whose share it has given up, once. The stable file stays mapped behind it.
     pub(crate) fn note_broken(&mut self, page: Pfn) -> Option<StableSlot> {
         let slot = self.share_of(page)?;
         self.shares.remove(GuestRange::new(page, 1));
@@ -277,15 +296,16 @@ impl MergedRuns {
         Some(slot)
     }
 
-    /// Notes that all pages of `range` that held shares were given pages of their own where they are, in front of the stable file.
+    /// Notes that all pages of `range` that held shares were given pages of their own where they
+    /// are, in front of the stable file.
     pub(crate) fn note_unmerged(&mut self, range: GuestRange, released: &mut Vec<StableSlot>) {
         let earlier = std::mem::take(&mut self.released);
         self.release(range);
         expand(&std::mem::replace(&mut self.released, earlier), released);
     }
 
-    /// Notes that `range`, which lies within a region, was replaced by one mapping of anonymous memory with the same content, which
-    /// came from elsewhere and is not tracked yet.
+    /// Notes that `range`, which lies within a region, was replaced by one mapping of anonymous
+    /// memory with the same content, which came from elsewhere and is not tracked yet.
     pub(crate) fn note_moved_here(&mut self, range: GuestRange, released: &mut Vec<StableSlot>) {
         if range.is_empty() {
             return;
@@ -299,8 +319,9 @@ impl MergedRuns {
         self.tell();
     }
 
-    /// Notes that `range`, which lies within a region, was replaced by one mapping of anonymous memory with the same content: what was
-    /// merged there once is ordinary memory again. Shares that it held are released.
+    /// Notes that `range`, which lies within a region, was replaced by one mapping of anonymous
+    /// memory with the same content: what was merged there once is ordinary memory again. Shares
+    /// that it held are released.
     pub(crate) fn note_brought_back(&mut self, range: GuestRange) {
         self.release(range);
         let stable: Vec<GuestRange> = self.stable_mapped(range).map(|(part, _)| part).collect();
@@ -311,7 +332,8 @@ impl MergedRuns {
         self.note_moved_here(range, &mut Vec::new());
     }
 
-    /// The mappings, as far as they are known, that lie within `range`, which is part of a region. A mapping may be told as several.
+    /// The mappings, as far as they are known, that lie within `range`, which is part of a region.
+    /// A mapping may be told as several.
     pub(crate) fn mappings_in(&self, range: GuestRange) -> Vec<GuestRange> {
         let is_edge = |page: &u64| self.borders.contains(page) || !self.is_inside_a_region(*page);
         let inside = self.borders_inside(range);
@@ -320,7 +342,8 @@ impl MergedRuns {
         edges.windows(2).map(|edges| GuestRange::new(Pfn(edges[0]), edges[1] - edges[0])).collect()
     }
 
-    /// Notes that `range`, which lies within a region and has no stable pages mapped, was replaced by one mapping with the same pages.
+    /// Notes that `range`, which lies within a region and has no stable pages mapped, was replaced
+    /// by one mapping with the same pages.
     pub(crate) fn note_joined(&mut self, range: GuestRange) {
         let before = self.borders.len();
         self.note_moved_here(range, &mut Vec::new());
@@ -332,7 +355,8 @@ impl MergedRuns {
         self.brought_back.remove(range);
     }
 
-    /// Notes that a discard has replaced `range`, which lies within a region, by one mapping of fresh anonymous memory.
+    /// Notes that a discard has replaced `range`, which lies within a region, by one mapping of
+    /// fresh anonymous memory.
     pub(crate) fn note_discarded(&mut self, range: GuestRange) {
         if range.is_empty() {
             return;
@@ -343,7 +367,8 @@ impl MergedRuns {
         self.doubtful_borders += 2;
         self.moved.remove(range);
         self.brought_back.remove(range);
-        // The new mapping has no page yet, so it has been joined with a neighbour like it, but not for sure with both.
+        // The new mapping has no page yet, so it has been joined with a neighbour like it, but not
+        // for sure with both.
         if self.is_untracked_neighbour(range.start.0.wrapping_sub(1), range) {
             self.borders.remove(&range.start.0);
         } else if self.is_untracked_neighbour(range.end().0, range) {
@@ -373,7 +398,8 @@ impl MergedRuns {
     pub(crate) fn note_tracked(&mut self, range: GuestRange) {
         // Where only a part of an untracked mapping is tracked now, it was cut.
         for edge in [range.start.0, range.end().0] {
-            let cut = edge > 0 && [edge - 1, edge].iter().all(|page| self.untracked.contains(Pfn(*page)));
+            let cut =
+                edge > 0 && [edge - 1, edge].iter().all(|page| self.untracked.contains(Pfn(*page)));
             if cut && self.is_inside_a_region(edge) {
                 self.borders.insert(edge);
             }
@@ -391,11 +417,13 @@ impl MergedRuns {
     pub(crate) fn judge(&self, range: GuestRange) -> Verdict {
         let added = self.added_borders(range);
         if self.stable_mapped(range).next().is_none() {
-            // Large ranges are put together again, so that mappings do not remain after what they were for.
+            // Large ranges are put together again, so that mappings do not remain after what they
+            // were for.
             let heals = range.pages >= HUGE_PAGE_SIZE_PAGES && added < 0;
             return if heals { Verdict::Replace } else { Verdict::Ordinary };
         }
-        // The last eighth is for whole huge pages, so that single pages do not keep large amounts from going back.
+        // The last eighth is for whole huge pages, so that single pages do not keep large amounts
+        // from going back.
         let limit = if range.pages >= HUGE_PAGE_SIZE_PAGES {
             self.max_mappings
         } else {
@@ -410,7 +438,8 @@ impl MergedRuns {
         self.doubtful_borders > 0 && self.doubtful_borders >= self.max_mappings / 32
     }
 
-    /// Replaces the borders by the real ones: first pages of mappings. Those of regions are left out.
+    /// Replaces the borders by the real ones: first pages of mappings. Those of regions are left
+    /// out.
     pub(crate) fn set_borders(&mut self, borders: impl IntoIterator<Item = Pfn>) {
         let inside = |page: &u64| self.is_inside_a_region(*page);
         self.borders = borders.into_iter().map(|page| page.0).filter(inside).collect();
@@ -488,7 +517,9 @@ impl MergedRuns {
     /// How many borders more there are at most after `range` was replaced by one mapping.
     fn added_borders(&self, range: GuestRange) -> i64 {
         let edges = [range.start.0, range.end().0];
-        let new = edges.iter().filter(|edge| self.is_inside_a_region(**edge) && !self.borders.contains(edge));
+        let new = edges
+            .iter()
+            .filter(|edge| self.is_inside_a_region(**edge) && !self.borders.contains(edge));
         new.count() as i64 - self.borders_inside(range).count() as i64
     }
 
@@ -503,7 +534,8 @@ impl MergedRuns {
         self.regions.iter().any(|region| region.start.0 < page && page < region.end().0)
     }
 
-    /// Whether `page` is untracked, was not moved to where it is, and is in the region of `neighbour`.
+    /// Whether `page` is untracked, was not moved to where it is, and is in the region of
+    /// `neighbour`.
     fn is_untracked_neighbour(&self, page: u64, neighbour: GuestRange) -> bool {
         self.untracked.contains(Pfn(page))
             && !self.moved.contains(Pfn(page))

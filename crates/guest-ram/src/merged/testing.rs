@@ -1,4 +1,5 @@
-//! Merging whatever is the same, at once and without any thought, for tests of what has to go well together with it.
+//! Merging whatever is the same, at once and without any thought, for tests of what has to go well
+//! together with it.
 
 use std::collections::BTreeMap;
 use std::error::Error;
@@ -7,7 +8,8 @@ use std::sync::Arc;
 use ebb_abi::{PAGE_SIZE_BYTES, Pfn};
 
 use crate::merge::{
-    MergeOutcome, MergeSession, MergeTarget, MergeUnavailable, PageLook, StableMemory, StableSegments,
+    MergeOutcome, MergeSession, MergeTarget, MergeUnavailable, PageLook, StableMemory,
+    StableSegments,
 };
 use crate::{GuestRam, GuestRange, StableSlot};
 
@@ -36,11 +38,18 @@ impl TestMerger {
         let stable = StableMemory::own(Arc::clone(&segments));
         ram.enable_merging(segments)?;
         let session = MergeSession::new(Arc::clone(ram))?;
-        Ok(Self { session, stable, slots: BTreeMap::new(), shares: BTreeMap::new(), looks: Vec::new() })
+        Ok(Self {
+            session,
+            stable,
+            slots: BTreeMap::new(),
+            shares: BTreeMap::new(),
+            looks: Vec::new(),
+        })
     }
 
-    /// Replaces all pages of `range` that the host holds and that can be replaced by stable pages, equal ones by the same one. Returns
-    /// how many were. With pages of zeros there is nothing left of them.
+    /// Replaces all pages of `range` that the host holds and that can be replaced by stable pages,
+    /// equal ones by the same one. Returns how many were. With pages of zeros there is nothing left
+    /// of them.
     ///
     /// # Errors
     /// What the kernel refused.
@@ -145,7 +154,9 @@ fn give_up(
     stable: &mut StableMemory,
     slot: StableSlot,
 ) {
-    let Some((count, content)) = shares.get_mut(&slot) else { panic!("nobody has a share of {slot:?}") };
+    let Some((count, content)) = shares.get_mut(&slot) else {
+        panic!("nobody has a share of {slot:?}")
+    };
     *count -= 1;
     if *count == 0 {
         slots.remove(content);

@@ -1,4 +1,5 @@
-//! Merged memory as the kernel has it. Pages are merged here by a plain mapping, while nobody writes to them.
+//! Merged memory as the kernel has it. Pages are merged here by a plain mapping, while nobody
+//! writes to them.
 
 use std::os::unix::fs::FileExt;
 
@@ -64,7 +65,8 @@ impl Segment {
     fn map(&self, ram: &GuestRam, range: GuestRange, first: StableSlot) {
         let merged = ram.note_merges().unwrap();
         let mut runs = merged.lock();
-        let region = ram.regions().iter().position(|region| region.pages().contains(range.start)).unwrap();
+        let region =
+            ram.regions().iter().position(|region| region.pages().contains(range.start)).unwrap();
         let offset = (range.start.address() - ram.regions()[region].start.0) as usize;
         let size_bytes = range.size_bytes() as usize;
         ram.mappings[region]
@@ -198,11 +200,16 @@ fn after_a_reboot_nothing_is_merged() {
     fill(&ram, range(SECOND + 100, 100));
     let whole: Vec<_> = all().to_vec();
     let outcome = ram.discard(&whole).unwrap();
-    assert_eq!((outcome.bytes, outcome.syscalls, outcome.deferred_bytes), (2 * REGION * PAGE, 2, 0));
+    assert_eq!(
+        (outcome.bytes, outcome.syscalls, outcome.deferred_bytes),
+        (2 * REGION * PAGE, 2, 0)
+    );
     assert_eq!(released(&ram).len() as u64, REGION / 2 + REGION);
     assert_eq!((ram.merged_bytes(), ram.merged_mappings(), mappings(&ram).len()), (0, 0, 2));
     assert_eq!(ram.residency().unwrap(), Residency::default());
-    assert!(all().iter().all(|range| (range.start.0..range.end().0).all(|page| read(&ram, page) == 0)));
+    assert!(
+        all().iter().all(|range| (range.start.0..range.end().0).all(|page| read(&ram, page) == 0))
+    );
 }
 
 #[test]
@@ -220,7 +227,10 @@ fn what_replaces_merged_pages_is_like_all_other_memory() {
         assert_eq!(replaced.1, flags);
         let policies = std::fs::read_to_string("/proc/self/numa_maps").unwrap_or_default();
         let line = policies.lines().find(|line| line.starts_with(&format!("{address:x} ")));
-        assert!(policies.is_empty() || line.is_some_and(|line| line.contains("bind:0")), "{line:?}");
+        assert!(
+            policies.is_empty() || line.is_some_and(|line| line.contains("bind:0")),
+            "{line:?}"
+        );
     }
 }
 
@@ -236,7 +246,10 @@ fn merged_pages_count_apart() {
     (0..60).for_each(|page| assert_eq!(read(&ram, page), value(page)));
     fill(&ram, range(10, 5));
     let residency = ram.residency().unwrap();
-    assert_eq!(residency, Residency { private_bytes: 45 * PAGE, file_bytes: 0, merged_bytes: 55 * PAGE });
+    assert_eq!(
+        residency,
+        Residency { private_bytes: 45 * PAGE, file_bytes: 0, merged_bytes: 55 * PAGE }
+    );
     assert_eq!(ram.resident_bytes().unwrap(), 45 * PAGE);
 }
 
@@ -327,7 +340,9 @@ fn a_trim_takes_copies_that_are_zero_and_leaves_stable_pages() {
     let ram = ram(HugePages::Off);
     let mut segment = Segment::new();
     let zero = |first: u64, pages: u64| {
-        ram.memory().write_slice(&vec![0; (pages * PAGE) as usize], GuestAddress(first * PAGE)).unwrap();
+        ram.memory()
+            .write_slice(&vec![0; (pages * PAGE) as usize], GuestAddress(first * PAGE))
+            .unwrap();
     };
     fill(&ram, range(0, 512));
     // A stable page of zeros, to be left where it is.
@@ -411,7 +426,8 @@ fn the_real_number_of_mappings_stays_within_the_count() {
             0 => drop(ram.discard(&[part]).unwrap()),
             // Slots as the pages before have them, now and then.
             1 if start > 0 && ram.lock_merged().unwrap().is_stable_mapped(Pfn(start - 1)) => {
-                let before = ram.lock_merged().unwrap().stable_mapped(range(start - 1, 1)).next().unwrap().1;
+                let before =
+                    ram.lock_merged().unwrap().stable_mapped(range(start - 1, 1)).next().unwrap().1;
                 let part = range(start, part.pages.min(u64::from(segment.next - before.index - 1)));
                 if !part.is_empty() {
                     segment.map(&ram, part, before.offset(1));
@@ -481,7 +497,8 @@ fn threads_discard_while_others_write() {
     fill(&ram, range(0, REGION));
     Segment::new().merge(&ram, range(0, REGION));
     std::thread::scope(|scope| {
-        // Two that discard even blocks of 16 pages, in different sizes and from different ends, each page twice.
+        // Two that discard even blocks of 16 pages, in different sizes and from different ends,
+        // each page twice.
         for backwards in [false, true] {
             let ram = &ram;
             scope.spawn(move || {
@@ -489,7 +506,8 @@ fn threads_discard_while_others_write() {
                     let block = if backwards { 63 - step } else { step } * 2;
                     let block = range(block * 16, 16);
                     let halves = [range(block.start.0, 8), range(block.start.0 + 8, 8)];
-                    ram.discard(if backwards { &halves } else { std::slice::from_ref(&block) }).unwrap();
+                    ram.discard(if backwards { &halves } else { std::slice::from_ref(&block) })
+                        .unwrap();
                 }
             });
         }
@@ -504,7 +522,8 @@ fn threads_discard_while_others_write() {
     });
     for page in 0..REGION {
         let (expected, written) = if page / 16 % 2 == 1 { (value(page), 3) } else { (0, 0) };
-        let byte = |offset| ram.memory().read_obj::<u8>(GuestAddress(page * PAGE + offset)).unwrap();
+        let byte =
+            |offset| ram.memory().read_obj::<u8>(GuestAddress(page * PAGE + offset)).unwrap();
         assert_eq!((byte(0), byte(8)), (expected, written));
     }
     assert_eq!(released(&ram).len() as u64, REGION / 2);

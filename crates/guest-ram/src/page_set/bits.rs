@@ -4,8 +4,8 @@
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Bits(Vec<u64>);
 
-/// The words of some bits in a row: the first and the last word with the masks of the bits in them, which are to be taken
-/// together if it is the same word.
+/// The words of some bits in a row: the first and the last word with the masks of the bits in them,
+/// which are to be taken together if it is the same word.
 #[derive(Clone, Copy)]
 struct Span {
     first: usize,
@@ -46,7 +46,8 @@ impl Bits {
         self.change(first, end, 0, |word, mask| *word &= !mask);
     }
 
-    /// Makes words all of whose bits are meant `whole`, and changes the bits of a mask in the others.
+    /// Makes words all of whose bits are meant `whole`, and changes the bits of a mask in the
+    /// others.
     fn change(&mut self, first: u64, end: u64, whole: u64, partly: impl Fn(&mut u64, u64)) {
         let Some(span) = Span::new(first, end) else { return };
         if span.first == span.last {
@@ -63,7 +64,8 @@ impl Bits {
         self.0[index as usize] |= word;
     }
 
-    /// Copies the bits from `first`, the first of a word, to before `end`. Returns whether any of them is 1.
+    /// Copies the bits from `first`, the first of a word, to before `end`. Returns whether any of
+    /// them is 1.
     pub(super) fn copy_words(&self, first: u64, end: u64, words: &mut [u64]) -> bool {
         let Some(span) = Span::new(first, end) else { return false };
         words.copy_from_slice(&self.0[span.first..=span.last]);
@@ -76,7 +78,8 @@ impl Bits {
         let Some(span) = Span::new(first, end) else { return 0 };
         let ones = |word: u64| u64::from(word.count_ones());
         let all: u64 = self.0[span.first..=span.last].iter().map(|word| ones(*word)).sum();
-        all - ones(self.0[span.first] & !span.first_mask) - ones(self.0[span.last] & !span.last_mask)
+        all - ones(self.0[span.first] & !span.first_mask)
+            - ones(self.0[span.last] & !span.last_mask)
     }
 
     pub(super) fn is_clear(&self) -> bool {
@@ -89,7 +92,8 @@ impl Bits {
         Some((start, self.find(start, end, u64::MAX).unwrap_or(end)))
     }
 
-    /// The first bit from `first` to before `end` that is not as those of `other`, a word of bits that are all the same.
+    /// The first bit from `first` to before `end` that is not as those of `other`, a word of bits
+    /// that are all the same.
     fn find(&self, first: u64, end: u64, other: u64) -> Option<u64> {
         let span = Span::new(first, end)?;
         let bit = |index: usize, found: u64| index as u64 * 64 + u64::from(found.trailing_zeros());
@@ -104,7 +108,8 @@ impl Bits {
         (found < end).then_some(found)
     }
 
-    /// Replaces each word by what `operation` makes of it and of the other's, which must have as many bits.
+    /// Replaces each word by what `operation` makes of it and of the other's, which must have as
+    /// many bits.
     pub(super) fn combine(&mut self, other: &Self, operation: impl Fn(u64, u64) -> u64) {
         for (own, others) in self.0.iter_mut().zip(&other.0) {
             *own = operation(*own, *others);

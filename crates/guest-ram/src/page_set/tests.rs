@@ -68,7 +68,8 @@ fn other_set(layout: &[PageRange], ranges: &[PageRange]) -> PageSet {
 /// Does a step on the set and on its model.
 fn take(step: &Step, layout: &[PageRange], set: &mut PageSet, model: &mut BTreeSet<u64>) {
     let all = all();
-    let in_any = |ranges: &[PageRange], page: &u64| ranges.iter().any(|range| range.contains(Pfn(*page)));
+    let in_any =
+        |ranges: &[PageRange], page: &u64| ranges.iter().any(|range| range.contains(Pfn(*page)));
     match step {
         Step::Insert(range) => {
             set.insert(*range);

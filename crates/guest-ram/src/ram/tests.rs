@@ -10,8 +10,8 @@ fn regions(size_bytes: u64) -> [RegionSpec; 2] {
     [region(0), region(4 * GIB)]
 }
 
-/// Guest memory of two regions of 8 MiB; `None` for hugetlb on a machine without a pool of huge pages, where the error
-/// is checked instead.
+/// Guest memory of two regions of 8 MiB; `None` for hugetlb on a machine without a pool of huge
+/// pages, where the error is checked instead.
 fn ram(backing: Backing) -> Option<GuestRam> {
     match GuestRam::new(&regions(8 * MIB), backing, HugePages::Off, Populate::Lazy) {
         Ok(ram) => Some(ram),
@@ -110,7 +110,9 @@ fn hugetlb_pages_go_as_a_whole_once_all_of_them_is_held() {
 fn ranges_outside_memory_are_refused_before_anything_happens() {
     let ram = ram(Backing::Anonymous).unwrap();
     fill(&ram, 0, 8 * MIB);
-    for outside in [pages(8 * MIB - 4096, 8192), pages(2 * GIB, 4096), GuestRange::new(Pfn(5), u64::MAX)] {
+    for outside in
+        [pages(8 * MIB - 4096, 8192), pages(2 * GIB, 4096), GuestRange::new(Pfn(5), u64::MAX)]
+    {
         let error = ram.discard(&[pages(0, MIB), outside]).unwrap_err();
         assert!(matches!(error, RamError::OutsideRam { range } if range == outside));
     }
@@ -169,13 +171,17 @@ fn preallocated_memory_is_resident() {
 #[test]
 fn memory_comes_from_the_node_asked_for_or_not_at_all() {
     let spec = |node| RegionSpec { start: GuestAddress(0), size_bytes: MIB, host_node: Some(node) };
-    let ram = GuestRam::new(&[spec(0)], Backing::Anonymous, HugePages::Off, Populate::Prealloc).unwrap();
+    let ram =
+        GuestRam::new(&[spec(0)], Backing::Anonymous, HugePages::Off, Populate::Prealloc).unwrap();
     let smaps = std::fs::read_to_string("/proc/self/numa_maps").unwrap_or_default();
-    let line = smaps.lines().find(|line| line.starts_with(&format!("{:x} ", ram.regions()[0].host_address)));
+    let line = smaps
+        .lines()
+        .find(|line| line.starts_with(&format!("{:x} ", ram.regions()[0].host_address)));
     assert!(smaps.is_empty() || line.is_some_and(|line| line.contains("bind:0")), "{line:?}");
     for node in [1000, 1 << 20] {
         let error =
-            GuestRam::new(&[spec(node)], Backing::Anonymous, HugePages::Off, Populate::Lazy).unwrap_err();
+            GuestRam::new(&[spec(node)], Backing::Anonymous, HugePages::Off, Populate::Lazy)
+                .unwrap_err();
         assert!(error.to_string().contains(&format!("host node {node}")), "{error}");
     }
 }
@@ -222,7 +228,8 @@ fn memory_without_handles_is_unmapped() {
     let inode = rustix::fs::fstat(ram.mappings[1].file().unwrap()).unwrap().st_ino.to_string();
     let is_mapped = || {
         let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
-        maps.lines().any(|line| line.contains("ebb-guest-ram") && line.split(' ').any(|word| word == inode))
+        maps.lines()
+            .any(|line| line.contains("ebb-guest-ram") && line.split(' ').any(|word| word == inode))
     };
     assert!(is_mapped());
     drop(ram);

@@ -1,13 +1,15 @@
 //! Which pages of restored memory are still the file's, and how many mappings that takes.
 //!
-//! A process has a limited number of mappings (`vm.max_map_count`), and a page that becomes anonymous in the middle of a
-//! mapping of the file makes three out of one. A guest that gives away every other page must not exhaust them: mappings
-//! for anything else would fail. So there is a bound, and a page that would exceed it stays where it is.
+//! A process has a limited number of mappings (`vm.max_map_count`), and a page that becomes
+//! anonymous in the middle of a mapping of the file makes three out of one. A guest that gives away
+//! every other page must not exhaust them: mappings for anything else would fail. So there is a
+//! bound, and a page that would exceed it stays where it is.
 //!
-//! The count is an upper bound of the real one. With `n` runs of file pages there are at most `2n + 1` mappings a
-//! region, if neighbouring anonymous ones are one; the kernel merges a new anonymous mapping, which has no page yet, with its
-//! neighbour to the left or to the right for sure, and with both only if these had the same origin (Linux mm/vma.c,
-//! `is_mergeable_anon_vma`). Where both are there, a border is counted for good.
+//! The count is an upper bound of the real one. With `n` runs of file pages there are at most
+//! `2n + 1` mappings a region, if neighbouring anonymous ones are one; the kernel merges a new
+//! anonymous mapping, which has no page yet, with its neighbour to the left or to the right for
+//! sure, and with both only if these had the same origin (Linux mm/vma.c, `is_mergeable_anon_vma`).
+//! Where both are there, a border is counted for good.
 
 use std::collections::BTreeMap;
 
@@ -29,7 +31,8 @@ pub(crate) enum Verdict {
 /// Runs of pages that are the file's.
 #[derive(Debug)]
 pub(crate) struct FileRuns {
-    /// First page of a run, and the page behind its last one. Runs do not overlap and do not cross regions.
+    /// First page of a run, and the page behind its last one. Runs do not overlap and do not cross
+    /// regions.
     runs: BTreeMap<u64, u64>,
     pages: u64,
     /// Borders between anonymous mappings that may not have been merged.
@@ -42,7 +45,8 @@ pub(crate) struct FileRuns {
 }
 
 impl FileRuns {
-    /// `runs` must not overlap and not cross `regions`; they may adjoin only at a border of regions.
+    /// `runs` must not overlap and not cross `regions`; they may adjoin only at a border of
+    /// regions.
     pub(crate) fn new(runs: &[GuestRange], regions: Vec<GuestRange>, max_mappings: u64) -> Self {
         let pages = runs.iter().map(|run| run.pages).sum();
         let runs = runs.iter().map(|run| (run.start.0, run.end().0)).collect();
@@ -95,10 +99,18 @@ impl FileRuns {
             // No run more than before, so no mapping more than were counted for them.
             return Verdict::Replace;
         }
-        // Half of the mappings are for whole huge pages, so that single pages do not keep large amounts from going back.
-        let limit =
-            if range.pages >= HUGE_PAGE_SIZE_PAGES { self.max_mappings } else { self.max_mappings / 2 };
-        if self.mappings() + self.other_mappings + 2 <= limit { Verdict::Replace } else { Verdict::Keep }
+        // Half of the mappings are for whole huge pages, so that single pages do not keep large
+        // amounts from going back.
+        let limit = if range.pages >= HUGE_PAGE_SIZE_PAGES {
+            self.max_mappings
+        } else {
+            self.max_mappings / 2
+        };
+        if self.mappings() + self.other_mappings + 2 <= limit {
+            Verdict::Replace
+        } else {
+            Verdict::Keep
+        }
     }
 
     /// Notes that `range`, which lies within a region, is anonymous now.
@@ -109,7 +121,9 @@ impl FileRuns {
         }
         for part in parts {
             self.pages -= part.pages;
-            let Some((&start, &end)) = self.runs.range(..=part.start.0).next_back() else { continue };
+            let Some((&start, &end)) = self.runs.range(..=part.start.0).next_back() else {
+                continue;
+            };
             self.runs.remove(&start);
             if start < part.start.0 {
                 self.runs.insert(start, part.start.0);
@@ -127,7 +141,9 @@ impl FileRuns {
 
     /// Whether `page` is in the region of `neighbour`, and anonymous.
     fn is_anonymous_inside(&self, page: u64, neighbour: GuestRange) -> bool {
-        self.regions.iter().any(|region| region.contains(Pfn(page)) && region.contains(neighbour.start))
+        self.regions
+            .iter()
+            .any(|region| region.contains(Pfn(page)) && region.contains(neighbour.start))
             && self.intersection(GuestRange::new(Pfn(page), 1)).next().is_none()
     }
 }
@@ -194,7 +210,8 @@ mod tests {
     }
 
     proptest! {
-        /// The model: a set of pages, and mappings counted with the kernel's least generous merging.
+        /// The model: a set of pages, and mappings counted with the kernel's least generous
+        /// merging.
         #[test]
         fn runs_are_the_pages_left_and_mappings_stay_within_their_bound(
             initial in prop::collection::vec((1..40_u64, 1..40_u64), 1..10),

@@ -34,7 +34,8 @@ fn pages(address: u64, size_bytes: u64) -> GuestRange {
     GuestRange::inside_bytes(address, size_bytes).unwrap()
 }
 
-/// A file with the memory of two regions of `size_bytes`, in whose pages at `addresses` something is.
+/// A file with the memory of two regions of `size_bytes`, in whose pages at `addresses` something
+/// is.
 fn saved(size_bytes: u64, addresses: impl Iterator<Item = u64>) -> (File, RamImage) {
     let specs = specs(size_bytes, None);
     let ram = GuestRam::new(&specs, Backing::Anonymous, HugePages::Off, Populate::Lazy).unwrap();
@@ -46,7 +47,8 @@ fn saved(size_bytes: u64, addresses: impl Iterator<Item = u64>) -> (File, RamIma
 
 fn restore(file: &File, image: &RamImage) -> GuestRam {
     let specs = specs(image.regions()[0].size_bytes, None);
-    GuestRam::restore(&specs, HugePages::Off, file.try_clone().unwrap(), FILE_OFFSET, image).unwrap()
+    GuestRam::restore(&specs, HugePages::Off, file.try_clone().unwrap(), FILE_OFFSET, image)
+        .unwrap()
 }
 
 /// Memory of 2 x 8 MiB; all pages of the first region hold something.
@@ -58,11 +60,13 @@ fn runs(ram: &mut GuestRam) -> &mut FileRuns {
     ram.restored.as_mut().unwrap().runs.get_mut().unwrap()
 }
 
-/// Lines of a file in /proc/self that are about guest memory: those that begin with a start address in it.
+/// Lines of a file in /proc/self that are about guest memory: those that begin with a start address
+/// in it.
 fn lines_in_memory(ram: &GuestRam, path: &str) -> Vec<String> {
     let text = std::fs::read_to_string(path).unwrap();
     let is_inside = |line: &str| {
-        let start = line.split(['-', ' ']).next().and_then(|word| u64::from_str_radix(word, 16).ok());
+        let start =
+            line.split(['-', ' ']).next().and_then(|word| u64::from_str_radix(word, 16).ok());
         ram.regions().iter().any(|region| {
             start.is_some_and(|start| {
                 (region.host_address..region.host_address + region.size_bytes).contains(&start)
@@ -94,7 +98,8 @@ fn nothing_is_in_memory_before_it_is_touched() {
     assert_eq!(ram.resident_bytes().unwrap(), MIB + PAGE);
     assert_eq!(ram.file_backed_bytes(), 8 * MIB);
 
-    let new = GuestRam::new(&specs(MIB, None), Backing::Anonymous, HugePages::Off, Populate::Lazy).unwrap();
+    let new = GuestRam::new(&specs(MIB, None), Backing::Anonymous, HugePages::Off, Populate::Lazy)
+        .unwrap();
     assert_eq!((new.is_restored(), new.file_backed_bytes()), (false, 0));
 }
 
@@ -174,11 +179,17 @@ fn pages_that_replace_the_files_have_the_policies_of_all_others() {
     };
     assert_eq!(flags(&ram, MIB), flags(&new, 0));
     let of_file = flags(&ram, 3 * MIB);
-    assert!(of_file.contains(&"dd".to_owned()) && of_file.contains(&"nr".to_owned()), "{of_file:?}");
+    assert!(
+        of_file.contains(&"dd".to_owned()) && of_file.contains(&"nr".to_owned()),
+        "{of_file:?}"
+    );
     assert!(!of_file.contains(&"hg".to_owned()), "{of_file:?}");
     let policies = lines_in_memory(&ram, "/proc/self/numa_maps");
     assert_eq!(policies.len(), 4, "{policies:?}");
-    assert!(policies.iter().all(|line| line.split(' ').any(|word| word == "bind:0")), "{policies:?}");
+    assert!(
+        policies.iter().all(|line| line.split(' ').any(|word| word == "bind:0")),
+        "{policies:?}"
+    );
 }
 
 #[test]
@@ -208,8 +219,10 @@ fn every_other_page_does_not_exhaust_the_mappings() {
 
 #[test]
 fn the_real_number_of_mappings_stays_within_the_count() {
-    // Alternating extents, so that anonymous parts between them have pages of their own before they meet.
-    let (file, image) = saved(8 * MIB, (0..8 * MIB).step_by(4096).filter(|address| address / 65536 % 2 == 0));
+    // Alternating extents, so that anonymous parts between them have pages of their own before they
+    // meet.
+    let (file, image) =
+        saved(8 * MIB, (0..8 * MIB).step_by(4096).filter(|address| address / 65536 % 2 == 0));
     let mut ram = restore(&file, &image);
     assert_eq!(mappings(&ram) as u64, runs(&mut ram).mappings() - 1);
     fill(&ram, (0..8 * MIB).step_by(4096));
@@ -240,7 +253,9 @@ fn searching_for_zeros_leaves_clean_pages_of_the_file_alone() {
 
     // Copies that are zero: a long run, a short one, and one with data at its end.
     let zero = |first: u64, count: u64| {
-        ram.memory().write_slice(&vec![0; (count * PAGE) as usize], GuestAddress(first * PAGE)).unwrap();
+        ram.memory()
+            .write_slice(&vec![0; (count * PAGE) as usize], GuestAddress(first * PAGE))
+            .unwrap();
     };
     zero(10, 100);
     zero(200, 15);
@@ -294,7 +309,8 @@ fn a_file_without_a_name_is_enough_and_no_mapping_of_it_outlives_the_memory() {
     let ram = restore(&File::open(&path).unwrap(), &image);
     std::fs::remove_file(&path).unwrap();
     assert_eq!(read(&ram, 5 * PAGE), value(5 * PAGE));
-    let is_mapped = || std::fs::read_to_string("/proc/self/maps").unwrap().contains("ram-without-a-name");
+    let is_mapped =
+        || std::fs::read_to_string("/proc/self/maps").unwrap().contains("ram-without-a-name");
     assert!(is_mapped());
     drop(ram);
     assert!(!is_mapped());
@@ -305,16 +321,20 @@ fn threads_discard_while_others_write() {
     let (file, image) = first_region_full();
     let ram = restore(&file, &image);
     std::thread::scope(|scope| {
-        // Two that discard even blocks of 16 pages, in different sizes and from different ends, each page twice.
+        // Two that discard even blocks of 16 pages, in different sizes and from different ends,
+        // each page twice.
         for backwards in [false, true] {
             let ram = &ram;
             scope.spawn(move || {
                 for step in 0..64 {
                     let block = if backwards { 63 - step } else { step } * 2;
                     let block = pages(block * 16 * PAGE, 16 * PAGE);
-                    let halves =
-                        [GuestRange::new(block.start, 8), GuestRange::new(Pfn(block.start.0 + 8), 8)];
-                    ram.discard(if backwards { &halves } else { std::slice::from_ref(&block) }).unwrap();
+                    let halves = [
+                        GuestRange::new(block.start, 8),
+                        GuestRange::new(Pfn(block.start.0 + 8), 8),
+                    ];
+                    ram.discard(if backwards { &halves } else { std::slice::from_ref(&block) })
+                        .unwrap();
                 }
             });
         }

@@ -8,7 +8,8 @@ const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
 const OFFSET: u64 = 2 * PAGE;
 
-/// Memory of two regions of `size_bytes`; `None` for hugetlb on a machine without a pool of huge pages.
+/// Memory of two regions of `size_bytes`; `None` for hugetlb on a machine without a pool of huge
+/// pages.
 fn ram_of(backing: Backing, size_bytes: u64) -> Option<GuestRam> {
     let spec = |start| RegionSpec { start: GuestAddress(start), size_bytes, host_node: None };
     match GuestRam::new(&[spec(0), spec(4 * GIB)], backing, HugePages::Off, Populate::Lazy) {
@@ -32,7 +33,8 @@ fn specs(ram: &GuestRam) -> Vec<RegionSpec> {
 }
 
 fn write(ram: &GuestRam, address: u64, pages: u64) {
-    let content: Vec<u8> = (0..pages * PAGE).map(|index| (address / PAGE + index % 251) as u8 | 1).collect();
+    let content: Vec<u8> =
+        (0..pages * PAGE).map(|index| (address / PAGE + index % 251) as u8 | 1).collect();
     ram.memory().write_slice(&content, GuestAddress(address)).unwrap();
 }
 
@@ -107,16 +109,22 @@ fn memory_that_was_only_read_is_not_looked_at() {
 /// Sends all memory to swap space, where there is some; checks that it went there.
 fn page_out(ram: &GuestRam, held_pages: usize) {
     let region = ram.regions()[0];
-    // SAFETY: the range is the region's, which lives as long as `ram`; paging out changes no content.
-    unsafe { madvise(region.host_address as *mut _, region.size_bytes as usize, Advice::LinuxPageOut) }
-        .unwrap();
+    // SAFETY: the range is the region's, which lives as long as `ram`; paging out changes no
+    // content.
+    unsafe {
+        madvise(region.host_address as *mut _, region.size_bytes as usize, Advice::LinuxPageOut)
+    }
+    .unwrap();
     let pages = (region.size_bytes / PAGE) as usize;
     let states = ram.pagemap.as_ref().unwrap().read(region.host_address as usize, pages).unwrap();
     let private = states.iter().filter(|state| state.is_private()).count();
     let in_memory = states.iter().filter(|state| state.is_private_in_memory()).count();
     assert_eq!(private, held_pages);
     let swaps = std::fs::read_to_string("/proc/swaps").unwrap_or_default();
-    assert!(swaps.lines().count() < 2 || in_memory < held_pages, "{in_memory} of {held_pages} in memory");
+    assert!(
+        swaps.lines().count() < 2 || in_memory < held_pages,
+        "{in_memory} of {held_pages} in memory"
+    );
 }
 
 #[test]
@@ -156,7 +164,8 @@ fn without_a_pagemap_everything_is_looked_at_and_the_result_is_the_same() {
 
     // The same for memory that is still the file's.
     let [(image, file), _] = images;
-    let mut restored = GuestRam::restore(&specs(&ram), HugePages::Off, file, OFFSET, &image).unwrap();
+    let mut restored =
+        GuestRam::restore(&specs(&ram), HugePages::Off, file, OFFSET, &image).unwrap();
     write(&restored, MIB + PAGE, 1);
     let with = save(&restored, &tempfile::tempfile().unwrap());
     restored.pagemap = None;
@@ -198,7 +207,10 @@ fn fragmented_memory_has_a_short_list_of_extents() {
 
 fn expect_disk_full(error: &RamError) -> (u64, u64) {
     let text = error.to_string();
-    assert!(text.contains("no room to save guest memory") && text.contains("free at least"), "{text}");
+    assert!(
+        text.contains("no room to save guest memory") && text.contains("free at least"),
+        "{text}"
+    );
     let RamError::DiskFull { written_bytes, needed_bytes, .. } = error else { panic!("{error:?}") };
     (*written_bytes, *needed_bytes)
 }
@@ -215,14 +227,17 @@ fn a_full_disk_is_told_with_the_room_needed() {
 
 #[test]
 fn a_disk_that_fills_up_on_the_way_is_told_too() {
-    // A file system of its own, in a thread's own mount namespace: not every test environment allows that.
+    // A file system of its own, in a thread's own mount namespace: not every test environment
+    // allows that.
     let result = std::thread::spawn(|| {
-        // SAFETY: this thread's root and working directory are its own from now on, and nobody else uses the thread.
+        // SAFETY: this thread's root and working directory are its own from now on, and nobody else
+        // uses the thread.
         unsafe { rustix::thread::unshare_unsafe(rustix::thread::UnshareFlags::NEWNS) }?;
         let directory = tempfile::tempdir().unwrap();
         rustix::mount::mount_change(
             "/",
-            rustix::mount::MountPropagationFlags::PRIVATE | rustix::mount::MountPropagationFlags::REC,
+            rustix::mount::MountPropagationFlags::PRIVATE
+                | rustix::mount::MountPropagationFlags::REC,
         )?;
         let flags = rustix::mount::MountFlags::empty();
         rustix::mount::mount("none", directory.path(), "tmpfs", flags, c"size=2m")?;

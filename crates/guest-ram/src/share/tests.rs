@@ -9,11 +9,13 @@ use super::*;
 use crate::{GuestRange, Populate};
 
 const MIB: u64 = 1 << 20;
-/// What tells the test's second process which process and which of its descriptors to take memory from.
+/// What tells the test's second process which process and which of its descriptors to take memory
+/// from.
 const ORIGIN: &str = "EBB_TEST_SHARED_RAM_OF";
 
 fn specs() -> [RegionSpec; 2] {
-    let region = |start, size_bytes| RegionSpec { start: GuestAddress(start), size_bytes, host_node: None };
+    let region =
+        |start, size_bytes| RegionSpec { start: GuestAddress(start), size_bytes, host_node: None };
     [region(0, 4 * MIB), region(1 << 32, 2 * MIB)]
 }
 
@@ -42,7 +44,8 @@ fn both_have_the_same_memory_and_dropping_one_leaves_the_other() {
         origin.memory().write_obj(7_u64, GuestAddress(MIB)).unwrap();
         origin.memory().write_obj(8_u64, GuestAddress(1 << 32)).unwrap();
         let held_bytes = origin.resident_bytes().unwrap();
-        let adopt = || GuestRam::adopt(&specs(), HugePages::Off, origin.share().unwrap().unwrap()).unwrap();
+        let adopt =
+            || GuestRam::adopt(&specs(), HugePages::Off, origin.share().unwrap().unwrap()).unwrap();
         drop(adopt());
         assert_eq!(origin.resident_bytes().unwrap(), held_bytes);
         let successor = adopt();
@@ -82,7 +85,8 @@ fn another_process_can_go_on_with_the_memory() {
     ram.memory().write_obj(9_u64, GuestAddress(3 * PAGE_SIZE_BYTES)).unwrap();
     let shared = ram.share().unwrap().unwrap();
     let layout = serde_json::to_string(&shared.layout).unwrap();
-    let descriptors: Vec<String> = shared.files.iter().map(|file| file.as_raw_fd().to_string()).collect();
+    let descriptors: Vec<String> =
+        shared.files.iter().map(|file| file.as_raw_fd().to_string()).collect();
     let status = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "share::tests::another_process_can_go_on_with_the_memory"])
         .env(ORIGIN, format!("{} {} {layout}", std::process::id(), descriptors.join(" ")))
@@ -147,7 +151,8 @@ fn what_is_not_this_memory_is_refused_with_the_reason() {
 
 #[test]
 fn two_regions_cannot_have_the_same_file() {
-    let region = |start| RegionSpec { start: GuestAddress(start), size_bytes: MIB, host_node: None };
+    let region =
+        |start| RegionSpec { start: GuestAddress(start), size_bytes: MIB, host_node: None };
     let specs = [region(0), region(1 << 32)];
     let ram = GuestRam::new(&specs, Backing::Memfd, HugePages::Off, Populate::Lazy).unwrap();
     let mut shared = ram.share().unwrap().unwrap();

@@ -42,9 +42,11 @@ enum Way {
     VolatileSlice,
 }
 
-const WAYS: [Way; 6] = [Way::Slice, Way::Object, Way::Store, Way::Volatile, Way::File, Way::VolatileSlice];
+const WAYS: [Way; 6] =
+    [Way::Slice, Way::Object, Way::Store, Way::Volatile, Way::File, Way::VolatileSlice];
 
-/// Writes `size_bytes` bytes, or fewer if the way writes a fixed number; returns how many. `None` if they do not fit.
+/// Writes `size_bytes` bytes, or fewer if the way writes a fixed number; returns how many. `None`
+/// if they do not fit.
 fn write(ram: &GuestRam, way: Way, address: u64, size_bytes: usize) -> Option<usize> {
     let content = vec![7; size_bytes];
     let memory = ram.memory();
@@ -52,10 +54,13 @@ fn write(ram: &GuestRam, way: Way, address: u64, size_bytes: usize) -> Option<us
     match way {
         Way::Slice => memory.write_slice(&content, at).ok().map(|()| size_bytes),
         Way::Object => memory.write_obj(7_u64, at).ok().map(|()| 8),
-        Way::Store => memory.store(7_u16, GuestAddress(address & !1), Ordering::Release).ok().map(|()| 1),
-        Way::Volatile => {
-            memory.read_exact_volatile_from(at, &mut &content[..], size_bytes).ok().map(|()| size_bytes)
+        Way::Store => {
+            memory.store(7_u16, GuestAddress(address & !1), Ordering::Release).ok().map(|()| 1)
         }
+        Way::Volatile => memory
+            .read_exact_volatile_from(at, &mut &content[..], size_bytes)
+            .ok()
+            .map(|()| size_bytes),
         Way::File => {
             let mut file = tempfile::tempfile().unwrap();
             file.write_all_at(&content, 0).unwrap();
@@ -189,7 +194,8 @@ fn the_log_tells_by_page_what_is_noted() {
     ram.memory().write_obj(1_u8, GuestAddress(70 * PAGE)).unwrap();
     let log = ram.logs().next().unwrap();
     assert!(
-        log.dirty_at(70 * PAGE as usize + 4095) && log.slice_at(69 * PAGE as usize).dirty_at(PAGE as usize)
+        log.dirty_at(70 * PAGE as usize + 4095)
+            && log.slice_at(69 * PAGE as usize).dirty_at(PAGE as usize)
     );
     assert!(!log.dirty_at(69 * PAGE as usize) && !log.dirty_at(1 << 40));
 }
@@ -205,7 +211,8 @@ fn what_cannot_be_is_cut_to_the_region() {
     assert_eq!(taken(&ram), [REGION_PAGES - 1].into());
 }
 
-/// What a thread wrote before a look must be in the page once the look has found its bit: the order of the copy that is sent.
+/// What a thread wrote before a look must be in the page once the look has found its bit: the order
+/// of the copy that is sent.
 #[test]
 fn what_is_found_has_been_written_even_by_other_threads() {
     const WRITES: u64 = 20_000;

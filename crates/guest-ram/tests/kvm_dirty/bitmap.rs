@@ -12,7 +12,8 @@ fn range(start: u64, pages: u64) -> GuestRange {
 }
 
 pub fn log(guest: &Guest) -> DirtyBitmap<'_> {
-    // SAFETY: the guest has its memory in slots numbered by the regions' places, and drops its machine before its memory.
+    // SAFETY: the guest has its memory in slots numbered by the regions' places, and drops its
+    // machine before its memory.
     unsafe { DirtyBitmap::new(&guest.vm, &guest.ram) }.unwrap()
 }
 
@@ -30,7 +31,8 @@ fn what_the_guest_writes_while_the_log_is_on_is_found() {
     let mut log = log(&guest);
     log.enable().unwrap();
     assert!(found(&guest, &log).is_empty());
-    // Pages that had been written to before, pages that had not; the border between two slots; the last page.
+    // Pages that had been written to before, pages that had not; the border between two slots; the
+    // last page.
     for (first, step, count) in [(12, 1, 3), (68, 1, 4), (4100, 64, 3), (6095, 1, 1)] {
         assert_eq!(guest.write(first, step, count), Stop::Done);
     }
@@ -89,7 +91,10 @@ fn pages_outside_of_guest_memory_are_refused() {
     log.enable().unwrap();
     for outside in [range(199, 2), range(200, 1), range(6095, 2)] {
         let result = log.clear(outside);
-        assert!(matches!(result, Err(DirtyLogError::OutsideRam { range }) if range == outside), "{result:?}");
+        assert!(
+            matches!(result, Err(DirtyLogError::OutsideRam { range }) if range == outside),
+            "{result:?}"
+        );
     }
 }
 
@@ -103,7 +108,8 @@ enum Step {
 /// A part of a region.
 fn any_range() -> impl Strategy<Value = GuestRange> {
     prop::sample::select(&REGIONS).prop_flat_map(|(first, pages)| {
-        (0..pages, 1..150_u64).prop_map(move |(start, count)| range(first + start, count.min(pages - start)))
+        (0..pages, 1..150_u64)
+            .prop_map(move |(start, count)| range(first + start, count.min(pages - start)))
     })
 }
 

@@ -1,4 +1,5 @@
-//! What a log is for: a copy of the memory that is right in the end, made while the guest goes on writing.
+//! What a log is for: a copy of the memory that is right in the end, made while the guest goes on
+//! writing.
 
 use std::sync::mpsc::{TryRecvError, channel};
 use std::thread;
@@ -47,15 +48,17 @@ impl<'a> Copy<'a> {
     fn wrong_pages(&self) -> Vec<Pfn> {
         let mut content = vec![0; self.content.len()];
         self.ram.read_pages(self.region, &mut content).unwrap();
-        let pages =
-            self.content.chunks(PAGE_SIZE_BYTES as usize).zip(content.chunks(PAGE_SIZE_BYTES as usize));
+        let pages = self
+            .content
+            .chunks(PAGE_SIZE_BYTES as usize)
+            .zip(content.chunks(PAGE_SIZE_BYTES as usize));
         let wrong = (self.region.start.0..).zip(pages).filter(|(_, (copy, memory))| copy != memory);
         wrong.map(|(page, _)| Pfn(page)).collect()
     }
 }
 
-/// Renews a copy of what `look` finds, as long as the guest runs and once more. The guest writes to all pages `ROUNDS` times
-/// at least, and until some looks have found something.
+/// Renews a copy of what `look` finds, as long as the guest runs and once more. The guest writes to
+/// all pages `ROUNDS` times at least, and until some looks have found something.
 fn follow(
     mut vcpu: VcpuFd,
     ram: &GuestRam,

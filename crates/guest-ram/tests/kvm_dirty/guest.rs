@@ -8,13 +8,13 @@ use kvm_bindings::{kvm_regs, kvm_segment, kvm_userspace_memory_region};
 use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
 use vm_memory::{Bytes, GuestAddress};
 
-/// In 32-bit mode: `round: mov eax, esi; mov ecx, edi; next: inc byte [eax]; add eax, edx; dec ecx; jnz next; dec ebp;
-/// jnz round; hlt`
+/// In 32-bit mode: `round: mov eax, esi; mov ecx, edi; next: inc byte [eax]; add eax, edx; dec ecx;
+/// jnz next; dec ebp; jnz round; hlt`
 const PROGRAM: [u8; 15] =
     [0x89, 0xf0, 0x89, 0xf9, 0xfe, 0x00, 0x01, 0xd0, 0x49, 0x75, 0xf9, 0x4d, 0x75, 0xf2, 0xf4];
 
-/// First pages and sizes of the regions, in pages: the first two adjoin, no size is a multiple of 64 pages, and the last has more
-/// pages than a small ring has entries.
+/// First pages and sizes of the regions, in pages: the first two adjoin, no size is a multiple of
+/// 64 pages, and the last has more pages than a small ring has entries.
 pub const REGIONS: [(u64, u64); 3] = [(0, 70), (70, 130), (4096, 2000)];
 
 /// Protected mode (Intel SDM volume 3, section 2.5).
@@ -75,7 +75,8 @@ impl Guest {
         Self { vcpu: RefCell::new(vcpu), vm, ram }
     }
 
-    /// Has the guest write to `count` pages from page `first` on, each `step` pages behind the one before.
+    /// Has the guest write to `count` pages from page `first` on, each `step` pages behind the one
+    /// before.
     pub fn write(&self, first: u64, step: u64, count: u64) -> Stop {
         let mut vcpu = self.vcpu.borrow_mut();
         prepare(&vcpu, first, step, count, 1);
@@ -97,8 +98,15 @@ impl Guest {
 pub fn create_vcpu(vm: &VmFd, number: u64) -> VcpuFd {
     let vcpu = vm.create_vcpu(number).unwrap();
     let mut registers = vcpu.get_sregs().unwrap();
-    let flat =
-        kvm_segment { base: 0, limit: u32::MAX, present: 1, s: 1, db: 1, g: 1, ..kvm_segment::default() };
+    let flat = kvm_segment {
+        base: 0,
+        limit: u32::MAX,
+        present: 1,
+        s: 1,
+        db: 1,
+        g: 1,
+        ..kvm_segment::default()
+    };
     registers.cs = kvm_segment { selector: 8, type_: 0xb, ..flat };
     let data = kvm_segment { selector: 16, type_: 3, ..flat };
     (registers.ds, registers.es, registers.ss) = (data, data, data);
@@ -107,7 +115,8 @@ pub fn create_vcpu(vm: &VmFd, number: u64) -> VcpuFd {
     vcpu
 }
 
-/// Prepares a vCPU to write to `count` pages from page `first` on, each `step` pages behind the one before, `rounds` times.
+/// Prepares a vCPU to write to `count` pages from page `first` on, each `step` pages behind the one
+/// before, `rounds` times.
 pub fn prepare(vcpu: &VcpuFd, first: u64, step: u64, count: u64, rounds: u64) {
     let registers = kvm_regs {
         rip: 0,

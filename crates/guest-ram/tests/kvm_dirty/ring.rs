@@ -2,10 +2,12 @@ use ebb_guest_ram::kvm_dirty::{DirtyLogError, DirtyRing};
 
 use crate::guest::{Guest, Stop, kvm, numbers};
 
-/// More than a kernel keeps free for pages that a processor logs on its own (64, and 512 with page modification logging).
+/// More than a kernel keeps free for pages that a processor logs on its own (64, and 512 with page
+/// modification logging).
 const ENTRIES: u32 = 1024;
 
-/// Pages written to in one go, fewer than the kernel keeps free at least. Some KVMs emulate several instructions before they look at the ring again.
+/// Pages written to in one go, fewer than the kernel keeps free at least. Some KVMs emulate several
+/// instructions before they look at the ring again.
 pub const AT_ONCE: u64 = 50;
 
 /// A guest with rings; `None`, with a message, where there are none.
@@ -23,7 +25,8 @@ pub fn guest() -> Option<(Guest, DirtyRing)> {
 }
 
 pub fn start(guest: &Guest, ring: &DirtyRing) {
-    // SAFETY: the guest has its memory in slots numbered by the regions' places, and drops its machine before its memory.
+    // SAFETY: the guest has its memory in slots numbered by the regions' places, and drops its
+    // machine before its memory.
     unsafe { ring.start(&guest.vm, &guest.ram) }.unwrap();
 }
 

@@ -38,7 +38,8 @@ fn what_was_written_to_and_back_is_merged_again() {
     let Some((mut setup, pages)) = merged() else { return };
     let mappings = mappings_of(&setup);
     // Every other page of a part, and all of another one.
-    let written: Vec<_> = pages.iter().copied().filter(|(page, _)| *page < 128 || page % 2 == 0).collect();
+    let written: Vec<_> =
+        pages.iter().copied().filter(|(page, _)| *page < 128 || page % 2 == 0).collect();
     fill_all(&setup, &written, |_| 255);
     let looks = setup.look(0, 512);
     assert!(written.iter().all(|(page, slot)| looks[*page as usize] == PageLook::Broken(*slot)));
@@ -81,7 +82,11 @@ fn pages_without_equal_are_ordinary_memory_and_take_no_stable_page_along() {
     let slots = setup.publish(&[200; 2]);
     setup.fill(104, 200);
     assert_eq!(setup.replace(&[(99, slots[0]), (104, slots[1])]), [MergeOutcome::Done; 2]);
-    assert_eq!(setup.ram.returns().remerged_pages, 1, "what was discarded does not count as merged again");
+    assert_eq!(
+        setup.ram.returns().remerged_pages,
+        1,
+        "what was discarded does not count as merged again"
+    );
 }
 
 #[test]

@@ -30,7 +30,8 @@ pub struct Setup {
 
 /// Anonymous memory of so many pages.
 pub fn ram(pages: u64, huge_pages: HugePages) -> GuestRam {
-    let spec = RegionSpec { start: GuestAddress(0), size_bytes: pages * PAGE_SIZE_BYTES, host_node: None };
+    let spec =
+        RegionSpec { start: GuestAddress(0), size_bytes: pages * PAGE_SIZE_BYTES, host_node: None };
     GuestRam::new(&[spec], Backing::Anonymous, huge_pages, Populate::Lazy).unwrap()
 }
 
@@ -76,7 +77,8 @@ impl Setup {
 
     /// Replaces pages by slots.
     pub fn replace(&mut self, pages: &[(u64, StableSlot)]) -> Vec<MergeOutcome> {
-        let pages: Vec<_> = pages.iter().map(|(page, slot)| (Pfn(*page), MergeTarget::Slot(*slot))).collect();
+        let pages: Vec<_> =
+            pages.iter().map(|(page, slot)| (Pfn(*page), MergeTarget::Slot(*slot))).collect();
         self.replace_by(&pages)
     }
 
@@ -106,9 +108,10 @@ pub fn mappings_of(setup: &Setup) -> usize {
     bounds.filter(|(from, to)| *from < end && start < *to).count()
 }
 
-/// Looks at the first 512 pages until they are in fewer than `most` mappings; false if that never comes. `pages`, each of which begins
-/// with this byte, are written to in between: another test may have made a child process, to which they belong, too, until then, and
-/// what belongs to somebody else is not moved.
+/// Looks at the first 512 pages until they are in fewer than `most` mappings; false if that never
+/// comes. `pages`, each of which begins with this byte, are written to in between: another test may
+/// have made a child process, to which they belong, too, until then, and what belongs to somebody
+/// else is not moved.
 pub fn is_mended(setup: &mut Setup, pages: &[(u64, u8)], most: usize) -> bool {
     (0..2000).any(|_| {
         for (page, byte) in pages {

@@ -19,7 +19,8 @@ fn single_pages_are_refused_before_longer_runs() {
 fn with_half_of_the_pages_single() {
     const PAGES: u64 = 1 << 15;
     let Some(mut setup) = setup(PAGES, HugePages::Off) else { return };
-    let limit: u64 = std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap().trim().parse().unwrap();
+    let limit: u64 =
+        std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap().trim().parse().unwrap();
     if limit > 2 * PAGES {
         eprintln!("not tested: vm.max_map_count is {limit}, which this test cannot use up");
         return;
@@ -34,9 +35,14 @@ fn with_half_of_the_pages_single() {
     }
     let done = outcomes.iter().filter(|outcome| **outcome == MergeOutcome::Done).count();
     assert!(done > 1000 && done < outcomes.len(), "{done} of {}", outcomes.len());
-    assert!(outcomes.iter().all(|outcome| matches!(outcome, MergeOutcome::Done | MergeOutcome::NoMappings)));
+    assert!(
+        outcomes
+            .iter()
+            .all(|outcome| matches!(outcome, MergeOutcome::Done | MergeOutcome::NoMappings))
+    );
     // Runs of 64 pages get on.
-    let pages: Vec<_> = (0..64).map(|page| (PAGES / 2 + 600 + page, slots[page as usize])).collect();
+    let pages: Vec<_> =
+        (0..64).map(|page| (PAGES / 2 + 600 + page, slots[page as usize])).collect();
     assert_eq!(setup.replace(&pages), [MergeOutcome::Done; 64]);
     assert!((0..PAGES).all(|page| setup.is_full_of(page, 7)));
 }
@@ -49,7 +55,8 @@ fn a_process_without_mappings_left_loses_nothing() {
 /// Runs a test that is ignored otherwise in a process of its own.
 fn run_alone(test: &str) {
     let me = std::env::current_exe().unwrap();
-    let out = Command::new(me).args(["--exact", test, "--ignored", "--nocapture"]).output().unwrap();
+    let out =
+        Command::new(me).args(["--exact", test, "--ignored", "--nocapture"]).output().unwrap();
     let text = String::from_utf8_lossy(&out.stdout);
     assert!(
         out.status.success() && text.contains("1 passed"),

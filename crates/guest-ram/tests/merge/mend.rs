@@ -11,12 +11,13 @@ use crate::common::{PAGE, Setup, is_mended, mappings_of, setup};
 /// A word of a page full of 7.
 const SEVENS: u64 = u64::from_ne_bytes([7; 8]);
 
-/// Memory of many mappings, none of which is merged: every fourth page was, and was discarded, and half of these were written to again.
-/// Every page that is there is full of its number.
+/// Memory of many mappings, none of which is merged: every fourth page was, and was discarded, and
+/// half of these were written to again. Every page that is there is full of its number.
 fn in_pieces() -> Option<Setup> {
     let mut setup = setup(1024, HugePages::Off)?;
     (0..1024).for_each(|page| setup.fill(page, byte(page)));
-    let pages: Vec<_> = (100..400).step_by(4).map(|page| (page, setup.publish(&[byte(page)])[0])).collect();
+    let pages: Vec<_> =
+        (100..400).step_by(4).map(|page| (page, setup.publish(&[byte(page)])[0])).collect();
     assert!(setup.replace(&pages).iter().all(|outcome| *outcome == MergeOutcome::Done));
     let discarded: Vec<_> = pages.iter().map(|(page, _)| GuestRange::new(Pfn(*page), 1)).collect();
     setup.ram.discard(&discarded).unwrap();
@@ -85,8 +86,8 @@ fn it_goes_on_while_discards_are_inhibited() {
     assert!(is_as_it_was(&setup));
 }
 
-/// Threads read and write pages all the time, while mappings around them are put together. Whoever is not woken would keep the test from
-/// ending, since nothing else happens to these pages then.
+/// Threads read and write pages all the time, while mappings around them are put together. Whoever
+/// is not woken would keep the test from ending, since nothing else happens to these pages then.
 #[test]
 fn everybody_who_touches_pages_on_their_way_is_woken() {
     let Some(mut setup) = setup(512, HugePages::Off) else { return };
@@ -105,7 +106,8 @@ fn everybody_who_touches_pages_on_their_way_is_woken() {
                 while !ended.load(Ordering::Acquire) {
                     page = (page * 5 + 1 + 2 * number) % 512;
                     if page % 4 != 0 || !(100..400).contains(&page) {
-                        // SAFETY: the word is guest memory, which outlives the scope, and is accessed by atomics only.
+                        // SAFETY: the word is guest memory, which outlives the scope, and is
+                        // accessed by atomics only.
                         let word = unsafe { AtomicU64::from_ptr((base + page * PAGE) as *mut u64) };
                         assert_eq!(word.swap(SEVENS, Ordering::Relaxed), SEVENS);
                     }

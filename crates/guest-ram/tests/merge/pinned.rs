@@ -22,8 +22,8 @@ const ENTER_GETEVENTS: u32 = 1;
 const OP_READ_FIXED: u8 = 4;
 const OFF_SQES: i64 = 0x1000_0000;
 
-/// `struct io_uring_params` as words: sizes and flags first, then where the submission queue's fields are (from word 10 on), and the
-/// completion queue's (from word 20 on).
+/// `struct io_uring_params` as words: sizes and flags first, then where the submission queue's
+/// fields are (from word 10 on), and the completion queue's (from word 20 on).
 type Params = [u32; 30];
 
 /// The least of an io_uring: one entry, one registered buffer.
@@ -56,17 +56,24 @@ impl Ring {
                     offset,
                 )
             };
-            if address == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(address as usize) }
+            if address == libc::MAP_FAILED {
+                Err(io::Error::last_os_error())
+            } else {
+                Ok(address as usize)
+            }
         };
         let (queues, entries) = (map(0)?, map(OFF_SQES)?);
         Ok(Self { descriptor, queues, entries, params })
     }
 
     fn register(&self, operation: u32, buffer: Option<libc::iovec>) -> io::Result<()> {
-        let (pointer, count) = buffer.as_ref().map_or((ptr::null(), 0), |buffer| (ptr::from_ref(buffer), 1));
-        // SAFETY: the call reads one iovec, or none; the buffer is guest memory, which outlives the ring.
-        let result =
-            unsafe { libc::syscall(REGISTER, self.descriptor.as_raw_fd(), operation, pointer, count) };
+        let (pointer, count) =
+            buffer.as_ref().map_or((ptr::null(), 0), |buffer| (ptr::from_ref(buffer), 1));
+        // SAFETY: the call reads one iovec, or none; the buffer is guest memory, which outlives the
+        // ring.
+        let result = unsafe {
+            libc::syscall(REGISTER, self.descriptor.as_raw_fd(), operation, pointer, count)
+        };
         if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 
@@ -104,7 +111,15 @@ impl Ring {
         let flags = if wait > 0 { ENTER_GETEVENTS } else { 0 };
         // SAFETY: submits what was put into the ring, and waits.
         let result = unsafe {
-            libc::syscall(ENTER, self.descriptor.as_raw_fd(), submit, wait, flags, ptr::null::<u8>(), 0)
+            libc::syscall(
+                ENTER,
+                self.descriptor.as_raw_fd(),
+                submit,
+                wait,
+                flags,
+                ptr::null::<u8>(),
+                0,
+            )
         };
         assert!(result >= 0, "io_uring_enter: {}", io::Error::last_os_error());
     }
@@ -123,8 +138,11 @@ fn a_page_that_is_pinned_is_busy_and_what_a_device_writes_is_there() {
     let slot = setup.publish(&[7])[0];
     setup.look(0, 16);
     let address = setup.address(5);
-    ring.register(REGISTER_BUFFERS, Some(libc::iovec { iov_base: address as *mut _, iov_len: PAGE }))
-        .unwrap();
+    ring.register(
+        REGISTER_BUFFERS,
+        Some(libc::iovec { iov_base: address as *mut _, iov_len: PAGE }),
+    )
+    .unwrap();
     let (reader, writer) = rustix::pipe::pipe().unwrap();
     ring.start_read(&reader, address);
     // The device is at work: it may write at any moment.
@@ -150,8 +168,8 @@ enum Said {
     No,
 }
 
-/// Whether what a device has written to page 5 is there, although the page was merged and broken, and looks went on while the device
-/// was at work.
+/// Whether what a device has written to page 5 is there, although the page was merged and broken,
+/// and looks went on while the device was at work.
 fn what_a_device_writes_is_there(said: Said) -> Option<bool> {
     let mut setup = setup(512, HugePages::Off)?;
     let ring = ring()?;
@@ -162,8 +180,11 @@ fn what_a_device_writes_is_there(said: Said) -> Option<bool> {
     let guard = (said == Said::Yes).then(|| setup.ram.inhibit_discard(InhibitReason::PinnedMemory));
     // To pin it is to break it, since the device may write.
     let address = setup.address(5);
-    ring.register(REGISTER_BUFFERS, Some(libc::iovec { iov_base: address as *mut _, iov_len: PAGE }))
-        .unwrap();
+    ring.register(
+        REGISTER_BUFFERS,
+        Some(libc::iovec { iov_base: address as *mut _, iov_len: PAGE }),
+    )
+    .unwrap();
     let (reader, writer) = rustix::pipe::pipe().unwrap();
     ring.start_read(&reader, address);
     assert_eq!(setup.look(0, 16)[5], PageLook::Broken(slot));
@@ -207,8 +228,11 @@ fn mappings_with_a_pinned_page_are_not_put_together() {
     }
     let mappings = mappings_of(&setup);
     let address = setup.address(150);
-    ring.register(REGISTER_BUFFERS, Some(libc::iovec { iov_base: address as *mut _, iov_len: PAGE }))
-        .unwrap();
+    ring.register(
+        REGISTER_BUFFERS,
+        Some(libc::iovec { iov_base: address as *mut _, iov_len: PAGE }),
+    )
+    .unwrap();
     let (reader, writer) = rustix::pipe::pipe().unwrap();
     ring.start_read(&reader, address);
     (0..1000).for_each(|_| drop(setup.look(0, 512)));

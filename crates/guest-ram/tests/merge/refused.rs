@@ -4,7 +4,8 @@ use std::process::Command;
 use std::sync::Arc;
 
 use ebb_guest_ram::{
-    Backing, GuestRam, HugePages, MergeSession, MergeUnavailable, Populate, RegionSpec, StableSegments,
+    Backing, GuestRam, HugePages, MergeSession, MergeUnavailable, Populate, RegionSpec,
+    StableSegments,
 };
 use vm_memory::{Bytes, GuestAddress};
 
@@ -21,7 +22,10 @@ fn shared_and_hugetlb_memory_is_refused() {
     // If the pool has pages.
     if let Ok(ram) = GuestRam::new(&[spec], Backing::Hugetlb2M, HugePages::Off, Populate::Lazy) {
         let error = ram.enable_merging(StableSegments::new()).unwrap_err();
-        assert!(matches!(error, MergeUnavailable::Backing { backing: Backing::Hugetlb2M }), "{error}");
+        assert!(
+            matches!(error, MergeUnavailable::Backing { backing: Backing::Hugetlb2M }),
+            "{error}"
+        );
     }
 }
 
@@ -51,7 +55,9 @@ fn memory_that_is_locked_later_is_left_alone() {
     let pages: Vec<_> = (0..4).map(|page| (page, slot)).collect();
     let outcomes = setup.replace(&pages);
     assert_eq!(outcomes[1], ebb_guest_ram::merge::MergeOutcome::Gone);
-    assert!([0, 2, 3].iter().all(|page| outcomes[*page] == ebb_guest_ram::merge::MergeOutcome::Done));
+    assert!(
+        [0, 2, 3].iter().all(|page| outcomes[*page] == ebb_guest_ram::merge::MergeOutcome::Done)
+    );
     assert!((0..4).all(|page| setup.is_full_of(page, 7)));
 }
 
@@ -86,8 +92,9 @@ fn what_was_restored_is_excluded_until_it_is_replaced() {
 #[test]
 fn without_permission_it_says_what_is_missing() {
     let me = std::env::current_exe().unwrap();
-    // A fork of this process would have all pages of the tests beside this one shared with the child until they are written to,
-    // and pages that are shared with another process are not moved. To start a program as it is takes none.
+    // A fork of this process would have all pages of the tests beside this one shared with the
+    // child until they are written to, and pages that are shared with another process are not
+    // moved. To start a program as it is takes none.
     let out = Command::new("setpriv")
         .args(["--reuid=65534", "--regid=65534", "--clear-groups"])
         .arg(me)
@@ -106,14 +113,20 @@ fn without_permission_it_says_what_is_missing() {
         "{text}{}",
         String::from_utf8_lossy(&out.stderr)
     );
-    assert!(text.contains("no permission for userfaultfd") || text.contains("needs Linux"), "{text}");
+    assert!(
+        text.contains("no permission for userfaultfd") || text.contains("needs Linux"),
+        "{text}"
+    );
 }
 
 /// Run as nobody by the test before.
 #[test]
 #[ignore = "for without_permission_it_says_what_is_missing"]
 fn as_nobody() {
-    println!("answer: {}", ram(512, HugePages::Off).enable_merging(StableSegments::new()).unwrap_err());
+    println!(
+        "answer: {}",
+        ram(512, HugePages::Off).enable_merging(StableSegments::new()).unwrap_err()
+    );
 }
 
 #[test]

@@ -11,7 +11,10 @@ fn the_same_content_is_shared_until_somebody_writes() {
     let Some(mut setup) = setup(512, HugePages::Off) else { return };
     (0..16).for_each(|page| setup.fill(page, 7));
     let slot = setup.publish(&[7])[0];
-    assert_eq!(setup.look(0, 17)[..], [[PageLook::Written; 16].as_slice(), &[PageLook::Absent]].concat());
+    assert_eq!(
+        setup.look(0, 17)[..],
+        [[PageLook::Written; 16].as_slice(), &[PageLook::Absent]].concat()
+    );
     assert_eq!(setup.look(0, 16), [PageLook::Clean; 16]);
     let before = setup.ram.resident_bytes().unwrap();
     let pages: Vec<_> = (0..16).map(|page| (page, slot)).collect();
@@ -68,7 +71,10 @@ fn what_is_merged_stays_out_of_core_dumps() {
         within = from.map_or(within, |from| (start..end).contains(&from));
     }
     assert!(flags.len() >= 2 * 170, "{}", flags.len());
-    assert!(flags.iter().all(|flags| flags.split_whitespace().any(|flag| flag == "dd")), "{flags:?}");
+    assert!(
+        flags.iter().all(|flags| flags.split_whitespace().any(|flag| flag == "dd")),
+        "{flags:?}"
+    );
 }
 
 #[test]
@@ -80,7 +86,10 @@ fn a_page_is_merged_once() {
     assert_eq!(setup.replace(&[(5, slots[1])]), [MergeOutcome::Gone]);
     // In one call too.
     setup.fill(9, 7);
-    assert_eq!(setup.replace(&[(9, slots[0]), (9, slots[1])]), [MergeOutcome::Done, MergeOutcome::Gone]);
+    assert_eq!(
+        setup.replace(&[(9, slots[0]), (9, slots[1])]),
+        [MergeOutcome::Done, MergeOutcome::Gone]
+    );
     assert!(setup.is_full_of(5, 7) && setup.is_full_of(9, 7));
     assert_eq!(setup.ram.merged_bytes(), 2 * 4096);
 }
@@ -93,11 +102,8 @@ fn zeros_are_replaced_by_nothing_and_take_no_mapping() {
     let pages: Vec<_> = (0..64).map(|page| (Pfn(page), MergeTarget::Zero)).collect();
     let mappings = mappings_of(&setup);
     let outcomes = setup.replace_by(&pages);
-    assert!(
-        (0..64)
-            .all(|page| outcomes[page]
-                == if page == 20 { MergeOutcome::Different } else { MergeOutcome::Done })
-    );
+    assert!((0..64).all(|page| outcomes[page]
+        == if page == 20 { MergeOutcome::Different } else { MergeOutcome::Done }));
     assert_eq!(mappings_of(&setup), mappings);
     assert_eq!(setup.ram.resident_bytes().unwrap(), 4096);
     assert_eq!(setup.ram.merged_bytes(), 0);

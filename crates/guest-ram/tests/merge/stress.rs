@@ -12,8 +12,13 @@ fn report(stress: &Stress) -> Option<Report> {
     }
 }
 
-const STRESS: Stress =
-    Stress { pages: 4096, writers: 2, writes: 1_000_000, freeze: Freeze::Yes, huge_pages: HugePages::Off };
+const STRESS: Stress = Stress {
+    pages: 4096,
+    writers: 2,
+    writes: 1_000_000,
+    freeze: Freeze::Yes,
+    huge_pages: HugePages::Off,
+};
 
 #[test]
 fn millions_of_writes_to_pages_that_are_merged_all_the_time_are_all_there() {
@@ -21,7 +26,10 @@ fn millions_of_writes_to_pages_that_are_merged_all_the_time_are_all_there() {
     println!("{report:?}");
     assert_eq!(report.lost, 0, "{report:?}");
     assert!(report.merged > 1000 && report.zeros > 100 && report.different > 100, "{report:?}");
-    assert!(report.brought_back > 1000 && report.remerged > 100 && report.joined > 100, "{report:?}");
+    assert!(
+        report.brought_back > 1000 && report.remerged > 100 && report.joined > 100,
+        "{report:?}"
+    );
 }
 
 #[test]
@@ -48,7 +56,9 @@ fn without_a_freeze_writes_are_lost() {
 #[test]
 fn without_protection_writes_to_pages_that_are_brought_back_are_lost() {
     for _ in 0..20 {
-        let Some(report) = report(&Stress { freeze: Freeze::NotWhenBroughtBack, ..STRESS }) else { return };
+        let Some(report) = report(&Stress { freeze: Freeze::NotWhenBroughtBack, ..STRESS }) else {
+            return;
+        };
         println!("{report:?}");
         if report.lost > 0 {
             return;

@@ -8,8 +8,9 @@ use ebb_guest_ram::merge::MergeOutcome;
 
 use crate::common::{PAGE, setup};
 
-/// Threads read and write pages of a block all the time, and other pages for the first time, while the block's pages are replaced and
-/// given back again and again. Whoever is not woken would keep the test from ending.
+/// Threads read and write pages of a block all the time, and other pages for the first time, while
+/// the block's pages are replaced and given back again and again. Whoever is not woken would keep
+/// the test from ending.
 #[test]
 fn everybody_who_touches_a_frozen_page_is_woken() {
     let Some(mut setup) = setup(1 << 14, HugePages::Off) else { return };
@@ -30,7 +31,8 @@ fn everybody_who_touches_a_frozen_page_is_woken() {
                 while !ended.load(Ordering::Acquire) {
                     page = (page * 5 + 1 + number) % 512;
                     let word = base + page * PAGE + 8 * (page % 500);
-                    // SAFETY: the word is guest memory, which outlives the scope, and is accessed by atomics only.
+                    // SAFETY: the word is guest memory, which outlives the scope, and is accessed
+                    // by atomics only.
                     let word = unsafe { AtomicU64::from_ptr(word as *mut u64) };
                     assert_eq!(word.load(Ordering::Relaxed), u64::from_ne_bytes([7; 8]));
                     if page % 16 >= 8 {
@@ -56,7 +58,8 @@ fn everybody_who_touches_a_frozen_page_is_woken() {
         for _ in 0..200 {
             let outcomes = setup.replace(&pages);
             done += outcomes.iter().filter(|outcome| **outcome == MergeOutcome::Done).count();
-            // As long as nobody else gets on, as would be so if they were not woken, this does not end.
+            // As long as nobody else gets on, as would be so if they were not woken, this does not
+            // end.
             let before = reads.load(Ordering::Relaxed);
             while reads.load(Ordering::Relaxed) < before + 100 {
                 thread::yield_now();

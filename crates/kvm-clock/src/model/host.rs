@@ -156,7 +156,8 @@ impl HostClock {
     }
 
     fn advance_tsc(&mut self, ns: u64) {
-        self.tsc.add(u128::from(ns) * u128::from(self.tsc_khz.get()) * parts(self.tsc_error_ppb), TICK);
+        self.tsc
+            .add(u128::from(ns) * u128::from(self.tsc_khz.get()) * parts(self.tsc_error_ppb), TICK);
     }
 
     pub(super) fn set_slew_ppb(&mut self, ppb: i64) {
@@ -192,7 +193,8 @@ impl HostClock {
     }
 }
 
-/// A factor of `1 + ppb / 10^9` in parts in 10^9; one that would let a clock run backwards lets it stand still.
+/// A factor of `1 + ppb / 10^9` in parts in 10^9; one that would let a clock run backwards lets it
+/// stand still.
 fn parts(ppb: i64) -> u128 {
     u128::from(WHOLE_PPB.saturating_add_signed(ppb))
 }

@@ -142,13 +142,20 @@ fn another_clock_source_turns_the_master_clock_off() {
     machine.set_clock_source(ClockSource::Other { error_ppb: 20 * PPM });
     machine.advance(100 * SECOND_NS);
     let reading = machine.guest_time(vm).unwrap();
-    assert_eq!((reading.stability, reading.time_ns), (Stability::Unstable, 100 * SECOND_NS + 2_000_000));
+    assert_eq!(
+        (reading.stability, reading.time_ns),
+        (Stability::Unstable, 100 * SECOND_NS + 2_000_000)
+    );
     assert_eq!(machine.clock(vm).host_tsc, None);
     machine.set_clock_source(ClockSource::Tsc);
     machine.advance(100 * SECOND_NS);
     let reading = machine.guest_time(vm).unwrap();
     assert_eq!(reading.stability, Stability::Stable);
-    assert_eq!(reading.time_ns, 200 * SECOND_NS + 2_000_000 - 28, "the factor loses 28 ns in 100 s");
+    assert_eq!(
+        reading.time_ns,
+        200 * SECOND_NS + 2_000_000 - 28,
+        "the factor loses 28 ns in 100 s"
+    );
 }
 
 #[test]
@@ -177,7 +184,8 @@ fn a_saved_clock_that_is_set_elsewhere_goes_on_by_real_time() {
         let vm = machine.create_vm();
         machine.advance(1000 * SECOND_NS);
         let clock_ns = 7_000 * SECOND_NS as i64;
-        let realtime_ns = machine.host().realtime_ns().checked_add_signed(offset_s * SECOND_NS as i64);
+        let realtime_ns =
+            machine.host().realtime_ns().checked_add_signed(offset_s * SECOND_NS as i64);
         machine.set_clock(vm, clock_ns, realtime_ns);
         assert_eq!(machine.clock(vm).clock_ns, clock_ns + (-offset_s).max(0) * SECOND_NS as i64);
     }
@@ -247,17 +255,19 @@ fn take(machine: &mut Machine, vm: VmId, step: &Step) {
         Step::Resume(policy) => machine.resume(vm, policy).unwrap(),
         Step::SetClock(clock_ns, realtime_s) => {
             let now_ns = machine.host().realtime_ns();
-            let realtime_ns = realtime_s.and_then(|s| now_ns.checked_add_signed(s * SECOND_NS as i64));
+            let realtime_ns =
+                realtime_s.and_then(|s| now_ns.checked_add_signed(s * SECOND_NS as i64));
             machine.set_clock(vm, clock_ns, realtime_ns);
-            // A guest whose clock is set back has to forget the latest time, or the clamp of an unstable clock holds it there.
+            // A guest whose clock is set back has to forget the latest time, or the clamp of an
+            // unstable clock holds it there.
             machine.vms[vm.0].last_ns = AtomicU64::new(0);
         }
     }
 }
 
 proptest! {
-    /// In a kernel with raw clocks a guest's time is never negative and never goes backwards, whatever happens, unless somebody sets it
-    /// back; and what KVM_GET_CLOCK says agrees with it.
+    /// In a kernel with raw clocks a guest's time is never negative and never goes backwards,
+    /// whatever happens, unless somebody sets it back; and what KVM_GET_CLOCK says agrees with it.
     #[test]
     fn raw_clocks_never_go_backwards(uptime_ns in 0..60 * DAY_NS, slew_ppm in -100i64..100, steps in steps()) {
         let mut machine = machine(KernelMode::Raw, slew_ppm);

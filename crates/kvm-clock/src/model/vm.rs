@@ -14,8 +14,8 @@ use crate::units::Kilohertz;
 /// Which of the host's clocks a kernel makes KVM's clock from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum KernelMode {
-    /// Linux between commits 53fafdbb8b21f and 8171cd68806b (January 2020): the master clock from `CLOCK_MONOTONIC_RAW`, all else
-    /// from `CLOCK_BOOTTIME`.
+    /// Linux between commits 53fafdbb8b21f and 8171cd68806b (January 2020): the master clock from
+    /// `CLOCK_MONOTONIC_RAW`, all else from `CLOCK_BOOTTIME`.
     Mixed,
     /// Linux since then: everything from `CLOCK_MONOTONIC_RAW` and the time asleep.
     Raw,
@@ -90,10 +90,16 @@ pub struct Vm {
 }
 
 impl Vm {
-    pub(super) fn new(mode: KernelMode, host: &HostClock, ratio: TscRatio, factor: ScaledFactor) -> Self {
+    pub(super) fn new(
+        mode: KernelMode,
+        host: &HostClock,
+        ratio: TscRatio,
+        factor: ScaledFactor,
+    ) -> Self {
         let host_khz = host.tsc_khz();
         // As KVM cuts it.
-        let tsc_khz = Kilohertz::new(ratio.scale(u64::from(host_khz.get())) as u32).unwrap_or(host_khz);
+        let tsc_khz =
+            Kilohertz::new(ratio.scale(u64::from(host_khz.get())) as u32).unwrap_or(host_khz);
         let mut vm = Self {
             mode,
             offset_ns: 0,
@@ -135,8 +141,8 @@ impl Vm {
         self.ratio.guest_tsc(host_tsc, self.tsc_offset)
     }
 
-    /// Decides on the master clock, takes its instant anew and writes the page (`pvclock_update_vm_gtod_copy`,
-    /// `kvm_guest_time_update`).
+    /// Decides on the master clock, takes its instant anew and writes the page
+    /// (`pvclock_update_vm_gtod_copy`, `kvm_guest_time_update`).
     pub(super) fn update(&mut self, host: &HostClock) {
         self.write_page(host, StopNotice::Keep);
     }
@@ -144,8 +150,8 @@ impl Vm {
     fn write_page(&mut self, host: &HostClock, notice: StopNotice) {
         let possible = host.source() == ClockSource::Tsc && self.tscs == VcpuTscs::Matched;
         // In both modes: this is what commit 53fafdbb8b21f changed.
-        self.master =
-            possible.then(|| MasterClock { kernel_ns: host.raw_boottime_ns(), host_tsc: host.tsc() });
+        self.master = possible
+            .then(|| MasterClock { kernel_ns: host.raw_boottime_ns(), host_tsc: host.tsc() });
         let (base_ns, stability) = match self.master {
             Some(master) => (master.kernel_ns, Stability::Stable),
             None => (self.plain_base_ns(host), Stability::Unstable),
@@ -233,7 +239,11 @@ impl Vm {
         });
     }
 
-    pub(super) fn resume(&mut self, host: &HostClock, policy: ClockPolicy) -> Result<(), ClockError> {
+    pub(super) fn resume(
+        &mut self,
+        host: &HostClock,
+        policy: ClockPolicy,
+    ) -> Result<(), ClockError> {
         let Some(saved) = &self.paused else { return Ok(()) };
         let now = HostReading {
             realtime_ns: Some(host.realtime_ns()),

@@ -59,7 +59,10 @@ fn catch_up_advances_both_clocks_by_the_real_time() {
     let plan = saved().plan(ClockPolicy::CatchUp, &present(3600)).unwrap();
     assert_eq!(plan.clock_ns, 3700 * SECOND_NS);
     assert_eq!(plan.elapsed_ticks, 3600 * 2_600_000_000);
-    assert_eq!(guest_tsc(&plan), [260_000_000_000 + 9_360_000_000_000, 260_000_000_007 + 9_360_000_000_000]);
+    assert_eq!(
+        guest_tsc(&plan),
+        [260_000_000_000 + 9_360_000_000_000, 260_000_000_007 + 9_360_000_000_000]
+    );
 }
 
 #[test]
@@ -98,7 +101,8 @@ fn catch_up_without_real_time_is_refused_and_continue_is_not() {
 
 #[test]
 fn without_a_host_tsc_there_are_no_offsets() {
-    let plan = saved().plan(ClockPolicy::Continue, &HostReading { host_tsc: None, ..present(1) }).unwrap();
+    let plan =
+        saved().plan(ClockPolicy::Continue, &HostReading { host_tsc: None, ..present(1) }).unwrap();
     assert!(plan.vcpus.iter().all(|vcpu| vcpu.offset.is_none()));
     assert_eq!(guest_tsc(&plan), saved().guest_tsc);
 }
@@ -120,8 +124,14 @@ fn another_frequency_needs_scaling_and_small_differences_do_not() {
         let available = TscScaling::Available(fraction);
         assert_eq!(TscRate::between(khz(2_600_650), guest, available), Ok(TscRate::Tolerated));
         assert_eq!(TscRate::between(khz(2_599_350), guest, available), Ok(TscRate::Tolerated));
-        assert!(matches!(TscRate::between(khz(2_600_651), guest, available), Ok(TscRate::Scaled(_))));
-        assert!(matches!(TscRate::between(khz(2_599_349), guest, available), Ok(TscRate::Scaled(_))));
+        assert!(matches!(
+            TscRate::between(khz(2_600_651), guest, available),
+            Ok(TscRate::Scaled(_))
+        ));
+        assert!(matches!(
+            TscRate::between(khz(2_599_349), guest, available),
+            Ok(TscRate::Scaled(_))
+        ));
     }
     // AMD's integer part has eight bits.
     let (fast, slow) = (khz(2_560_000), khz(10_000));
@@ -166,7 +176,8 @@ fn frequencies() -> impl Strategy<Value = Kilohertz> {
 }
 
 proptest! {
-    /// The guest's TSC, as time, never lags or leads its KVM clock by a tick or more, over any host and any pause.
+    /// The guest's TSC, as time, never lags or leads its KVM clock by a tick or more, over any host
+    /// and any pause.
     #[test]
     fn clock_and_tsc_advance_by_the_same_time(
         guest in frequencies(),
@@ -188,8 +199,8 @@ proptest! {
         }
     }
 
-    /// Whatever both hosts' TSCs are and however the guest is scaled, what the hardware computes from the plan's offset is
-    /// never less than what the guest last read.
+    /// Whatever both hosts' TSCs are and however the guest is scaled, what the hardware computes
+    /// from the plan's offset is never less than what the guest last read.
     #[test]
     fn no_guest_clock_goes_backwards(
         guest in frequencies(),

@@ -16,8 +16,9 @@ use crate::results::GuestRecord;
 
 /// A balloon that is not there by then does not get there.
 const BALLOON_LIMIT: Duration = Duration::from_secs(600);
-/// A balloon's size is asked for again after this part of the time that has passed, within these bounds: so its time is known
-/// to a few parts in a hundred, and asking takes little of the processors that the guest needs.
+/// A balloon's size is asked for again after this part of the time that has passed, within these
+/// bounds: so its time is known to a few parts in a hundred, and asking takes little of the
+/// processors that the guest needs.
 const BALLOON_INTERVAL_PART: u32 = 50;
 const SHORTEST_INTERVAL: Duration = Duration::from_millis(2);
 const LONGEST_INTERVAL: Duration = Duration::from_millis(20);
@@ -45,10 +46,12 @@ pub struct Resized {
 }
 
 impl Bench<'_> {
-    /// As [`Bench::start_guest`], with a control socket, so that the guest's balloon can be changed.
+    /// As [`Bench::start_guest`], with a control socket, so that the guest's balloon can be
+    /// changed.
     ///
     /// # Errors
-    /// As [`Bench::start_guest`], and [`LabError::SystemFile`] when there is no place for the socket.
+    /// As [`Bench::start_guest`], and [`LabError::SystemFile`] when there is no place for the
+    /// socket.
     pub fn start_controlled_guest(&mut self, size: GuestSize) -> Result<GuestRecord, LabError> {
         let directory = tempfile::tempdir()
             .map_err(|cause| LabError::SystemFile { path: std::env::temp_dir(), cause })?;
@@ -104,11 +107,17 @@ impl Bench<'_> {
         self.through(guest, |balloon| balloon.free_pages(min_order))
     }
 
-    /// Sets the target of a guest's balloon, and waits until it is there and the guest's memory has come to rest.
+    /// Sets the target of a guest's balloon, and waits until it is there and the guest's memory has
+    /// come to rest.
     ///
     /// # Errors
     /// [`LabError::Guest`] when the monitor refuses, the guest ends, or it takes too long.
-    pub fn balloon_to(&mut self, guest: u32, target_mib: u64, what: &str) -> Result<Resized, LabError> {
+    pub fn balloon_to(
+        &mut self,
+        guest: u32,
+        target_mib: u64,
+        what: &str,
+    ) -> Result<Resized, LabError> {
         self.events.step(guest, what);
         let begin = Instant::now();
         self.through(guest, |balloon| balloon.set_target_mib(target_mib))?;
@@ -117,18 +126,24 @@ impl Bench<'_> {
                 break begin.elapsed();
             }
             if begin.elapsed() > BALLOON_LIMIT {
-                let problem =
-                    GuestProblem::TimeOut { what: "balloon of its target size", limit: BALLOON_LIMIT };
+                let problem = GuestProblem::TimeOut {
+                    what: "balloon of its target size",
+                    limit: BALLOON_LIMIT,
+                };
                 return Err(LabError::Guest { guest, problem, diagnostics: String::new() });
             }
             let interval = begin.elapsed() / BALLOON_INTERVAL_PART;
             thread::sleep(interval.clamp(SHORTEST_INTERVAL, LONGEST_INTERVAL));
         };
         let settled = self.wait_for_rest(guest, begin)?;
-        Ok(Resized { elapsed_s: elapsed.as_secs_f64(), settled_s: settled.max(elapsed).as_secs_f64() })
+        Ok(Resized {
+            elapsed_s: elapsed.as_secs_f64(),
+            settled_s: settled.max(elapsed).as_secs_f64(),
+        })
     }
 
-    /// Waits until a guest's memory does not change any more; when it changed last, since `begin`; nothing if it did not.
+    /// Waits until a guest's memory does not change any more; when it changed last, since `begin`;
+    /// nothing if it did not.
     fn wait_for_rest(&mut self, guest: u32, begin: Instant) -> Result<Duration, LabError> {
         let mut last_mib = self.footprint_mib(guest)?;
         let (mut changed, mut since) = (Duration::ZERO, Instant::now());
@@ -148,12 +163,14 @@ impl Bench<'_> {
         guest: u32,
         action: impl FnOnce(&mut Balloon) -> Result<T, BalloonError>,
     ) -> Result<T, LabError> {
-        let control = self.controls.iter_mut().find(|control| control.guest == guest).ok_or_else(|| {
-            let problem = GuestProblem::Protocol("it has no control socket".to_owned());
-            LabError::Guest { guest, problem, diagnostics: String::new() }
-        })?;
+        let control =
+            self.controls.iter_mut().find(|control| control.guest == guest).ok_or_else(|| {
+                let problem = GuestProblem::Protocol("it has no control socket".to_owned());
+                LabError::Guest { guest, problem, diagnostics: String::new() }
+            })?;
         action(&mut control.balloon).map_err(|error| {
-            // That a monitor does not answer is not the news if it has ended; it closes its socket first.
+            // That a monitor does not answer is not the news if it has ended; it closes its socket
+            // first.
             thread::sleep(REST);
             let ended = self.guest(guest).ok().and_then(Guest::ended_by_itself);
             ended.unwrap_or_else(|| balloon_failed(guest, &error))

@@ -42,7 +42,8 @@ pub struct Settled {
 #[derive(Debug, Default)]
 struct Rest {
     merged: u64,
-    /// Passes over all memory that each one who merges had made at the first look: the kernel counts from its start on.
+    /// Passes over all memory that each one who merges had made at the first look: the kernel
+    /// counts from its start on.
     first: Vec<u64>,
     /// And when more or less was merged than before.
     at_change: Vec<u64>,
@@ -71,7 +72,8 @@ impl Rest {
             self.at_change = passes.to_vec();
             return Seen::Change;
         }
-        // A page is merged in the second pass at the earliest, and the first one may have been under way.
+        // A page is merged in the second pass at the earliest, and the first one may have been
+        // under way.
         let enough = |(now, (first, change)): (&u64, (&u64, &u64))| {
             *now >= change + QUIET_PASSES && *now > first + QUIET_PASSES + 1
         };
@@ -81,7 +83,8 @@ impl Rest {
 }
 
 impl Bench<'_> {
-    /// Readies the host for the merging of a series' guests: the broker of monitors that merge, or the kernel's settings.
+    /// Readies the host for the merging of a series' guests: the broker of monitors that merge, or
+    /// the kernel's settings.
     ///
     /// # Errors
     /// As [`Broker::start`] and [`HostKsm::join`].
@@ -96,17 +99,23 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Lets the pages of all guests of the series be merged, so many a second, or not any more for now.
+    /// Lets the pages of all guests of the series be merged, so many a second, or not any more for
+    /// now.
     ///
     /// # Errors
     /// [`LabError::Guest`], [`LabError::Merging`].
-    pub fn set_merging(&mut self, guests: &[u32], pages_per_second: Option<u64>) -> Result<(), LabError> {
+    pub fn set_merging(
+        &mut self,
+        guests: &[u32],
+        pages_per_second: Option<u64>,
+    ) -> Result<(), LabError> {
         // The kernel's settings are the host's, and no single monitor's.
         if let Some(ksm) = &self.ksm {
             if let Some(pages) = pages_per_second {
                 ksm.set_pace(pages)?;
             }
-            return ksm.set(Knob::Run, if pages_per_second.is_some() { RUN_MERGE } else { RUN_STOP });
+            return ksm
+                .set(Knob::Run, if pages_per_second.is_some() { RUN_MERGE } else { RUN_STOP });
         }
         let run = if pages_per_second.is_some() { MergeRun::Merge } else { MergeRun::Stop };
         let change = MergeChange { run: Some(run), pages_per_second, ..MergeChange::default() };
@@ -116,8 +125,9 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Starts guests, each with its memory on one of these nodes of the host, with a control socket. Merging stands still. At most
-    /// as many boot at a time as the host has processors: more would take longer, each of them and all together.
+    /// Starts guests, each with its memory on one of these nodes of the host, with a control
+    /// socket. Merging stands still. At most as many boot at a time as the host has processors:
+    /// more would take longer, each of them and all together.
     ///
     /// # Errors
     /// As [`Bench::start_guest`], and [`Bench::set_merging`].
@@ -133,7 +143,8 @@ impl Bench<'_> {
             for node in some {
                 let on_node = format!("size={}M,cpus=0,host_node={node}", size.memory_mib);
                 let guest = self.launch_controlled(size, &["--numa", &on_node])?;
-                self.events.step(guest.number(), format!("boots on node {node} of {}", nodes.len()));
+                self.events
+                    .step(guest.number(), format!("boots on node {node} of {}", nodes.len()));
                 starting.push(guest);
             }
             // Each monitor begins to merge when it starts, or has the kernel begin.
@@ -155,7 +166,8 @@ impl Bench<'_> {
         Ok(records)
     }
 
-    /// Has merging stand still as soon as the monitors of these guests, which are just starting, can be told so.
+    /// Has merging stand still as soon as the monitors of these guests, which are just starting,
+    /// can be told so.
     fn stop_merging_from_the_start(&mut self, guests: &[u32]) -> Result<(), LabError> {
         let begin = Instant::now();
         for guest in guests {
@@ -189,12 +201,18 @@ impl Bench<'_> {
             for guest in guests {
                 let info = self.merge_info(*guest)?;
                 if matches!(info.state, MergeState::Off | MergeState::Unavailable) {
-                    let text = format!("its pages are not merged: {}", info.reason.unwrap_or_default());
+                    let text =
+                        format!("its pages are not merged: {}", info.reason.unwrap_or_default());
                     let problem = GuestProblem::Protocol(text);
-                    return Err(LabError::Guest { guest: *guest, problem, diagnostics: String::new() });
+                    return Err(LabError::Guest {
+                        guest: *guest,
+                        problem,
+                        diagnostics: String::new(),
+                    });
                 }
                 let statistics = info.statistics.unwrap_or_default();
-                merged += statistics.merged_bytes.unwrap_or(0) / 4096 + statistics.pages_sharing.unwrap_or(0);
+                merged += statistics.merged_bytes.unwrap_or(0) / 4096
+                    + statistics.pages_sharing.unwrap_or(0);
                 passes.push(statistics.full_scans.unwrap_or(0));
             }
             let elapsed = begin.elapsed();
@@ -209,7 +227,8 @@ impl Bench<'_> {
         }
     }
 
-    /// Processor time that merging has taken until now: that of the threads of the guests' monitors, or the kernel's.
+    /// Processor time that merging has taken until now: that of the threads of the guests'
+    /// monitors, or the kernel's.
     ///
     /// # Errors
     /// [`LabError::SystemFile`], [`LabError::MissingField`], [`LabError::Merging`].
@@ -221,7 +240,8 @@ impl Bench<'_> {
                 merging::running_ns(thread, thread)?
             }
             Merging::Owner(_) => {
-                let times = self.guests.iter().map(|guest| merging::monitor_running_ns(guest.pid()));
+                let times =
+                    self.guests.iter().map(|guest| merging::monitor_running_ns(guest.pid()));
                 times.sum::<Result<u64, LabError>>()?
             }
         };

@@ -1,5 +1,5 @@
-//! Checks of KVM's clock on a real `/dev/kvm`, as Linux' selftest `kvm_clock_test` has them, and of the notice that a guest was
-//! stopped.
+//! Checks of KVM's clock on a real `/dev/kvm`, as Linux' selftest `kvm_clock_test` has them, and of
+//! the notice that a guest was stopped.
 //!
 //! They need a KVM that gives each vCPU a clock page, and nothing of its speed.
 
@@ -56,7 +56,8 @@ pub(super) struct Checks {
 /// Runs all checks on `kvm`.
 ///
 /// # Errors
-/// [`LabError::Kvm`] and [`LabError::TestGuest`] when a guest cannot be run at all. A check that fails is no error here.
+/// [`LabError::Kvm`] and [`LabError::TestGuest`] when a guest cannot be run at all. A check that
+/// fails is no error here.
 pub(super) fn run(kvm: &Kvm) -> Result<Checks, LabError> {
     let mut checks = Checks::default();
     let mut guest = ClockGuest::new(kvm, None)?;
@@ -108,9 +109,10 @@ impl Checks {
     /// Puts them into the document.
     pub(super) fn tell(&self, series: &mut Series) {
         series.metrics.insert("failed_checks".to_owned(), Some(self.failed().len() as f64));
-        series
-            .metrics
-            .insert("min_system_time_ns".to_owned(), self.smallest_ns.map(|ns| ns.cast_signed() as f64));
+        series.metrics.insert(
+            "min_system_time_ns".to_owned(),
+            self.smallest_ns.map(|ns| ns.cast_signed() as f64),
+        );
         let rows = self.all.iter().map(|check| {
             let (outcome, seen) = match &check.outcome {
                 Outcome::Passed(seen) => ("passed", seen),
@@ -135,13 +137,18 @@ fn bracketed(guest: &mut ClockGuest) -> Result<(u64, u64, u64), LabError> {
     Ok((before_ns, time_ns, guest.clock()?.clock))
 }
 
-fn between_two_clocks(guest: &mut ClockGuest, smallest_ns: &mut Option<u64>) -> Result<Outcome, LabError> {
+fn between_two_clocks(
+    guest: &mut ClockGuest,
+    smallest_ns: &mut Option<u64>,
+) -> Result<Outcome, LabError> {
     let (mut latest_ns, mut widest_ns) = (0, 0);
     for _ in 0..READINGS {
         let (before_ns, time_ns, after_ns) = bracketed(guest)?;
         *smallest_ns = Some(smallest_ns.map_or(time_ns, |least: u64| least.min(time_ns)));
         if !(before_ns..=after_ns).contains(&time_ns) {
-            return Ok(Outcome::Failed(format!("{time_ns} ns, between {before_ns} and {after_ns}")));
+            return Ok(Outcome::Failed(format!(
+                "{time_ns} ns, between {before_ns} and {after_ns}"
+            )));
         }
         if time_ns < latest_ns {
             return Ok(Outcome::Failed(format!("{time_ns} ns after {latest_ns} ns: backwards")));
@@ -153,7 +160,10 @@ fn between_two_clocks(guest: &mut ClockGuest, smallest_ns: &mut Option<u64>) -> 
         Stability::Stable => "TSC_STABLE",
         Stability::Unstable => "not TSC_STABLE",
     };
-    Ok(Outcome::Passed(format!("{READINGS} readings, {stability}; brackets up to {} us", widest_ns / 1000)))
+    Ok(Outcome::Passed(format!(
+        "{READINGS} readings, {stability}; brackets up to {} us",
+        widest_ns / 1000
+    )))
 }
 
 fn realtime_ns() -> i64 {
@@ -161,7 +171,11 @@ fn realtime_ns() -> i64 {
     i64::try_from(since_1970.as_nanos()).unwrap_or(i64::MAX)
 }
 
-fn set_clock(guest: &mut ClockGuest, base_s: i64, realtime_s: Option<i64>) -> Result<Outcome, LabError> {
+fn set_clock(
+    guest: &mut ClockGuest,
+    base_s: i64,
+    realtime_s: Option<i64>,
+) -> Result<Outcome, LabError> {
     let begin_ns = realtime_ns();
     let given_ns = begin_ns + realtime_s.unwrap_or(0) * SECOND_NS;
     let mut wanted =
@@ -178,8 +192,9 @@ fn set_clock(guest: &mut ClockGuest, base_s: i64, realtime_s: Option<i64>) -> Re
     // The kernel adds the real time since the one given, and nothing if that is in the future.
     let added_ns = if realtime_s.is_some() { (begin_ns - given_ns).max(0) } else { 0 };
     let lowest_ns = base_s * SECOND_NS + added_ns;
-    // Real time is slewed, by 1 in 1000 at most, and KVM's clock is not. And KVM takes the instant that its clock counts from a
-    // little before it looks at the real time (kvm_vm_ioctl_set_clock): the clock is ahead by up to the time of the call.
+    // Real time is slewed, by 1 in 1000 at most, and KVM's clock is not. And KVM takes the instant
+    // that its clock counts from a little before it looks at the real time
+    // (kvm_vm_ioctl_set_clock): the clock is ahead by up to the time of the call.
     let elapsed_ns = end_ns - begin_ns;
     let highest_ns = lowest_ns + elapsed_ns + elapsed_ns / 1000 + call_ns + 1000;
     let expected = lowest_ns.cast_unsigned()..=highest_ns.cast_unsigned();
@@ -253,8 +268,11 @@ fn other_frequency(kvm: &Kvm, khz: u32) -> Result<Outcome, LabError> {
     let Outcome::Passed(seen) = outcome else { return Ok(outcome) };
     let in_page = guest.info()?.scale().kilohertz().map_or(0, Kilohertz::get);
     if !scales {
-        // Without scaling KVM takes frequencies above the host's, and moves the TSC on at each entry instead.
-        return Ok(Outcome::Passed(format!("{seen}; without TSC scaling, factor of {in_page} kHz")));
+        // Without scaling KVM takes frequencies above the host's, and moves the TSC on at each
+        // entry instead.
+        return Ok(Outcome::Passed(format!(
+            "{seen}; without TSC scaling, factor of {in_page} kHz"
+        )));
     }
     // KVM cuts the scaled frequency to kilohertz.
     if in_page.abs_diff(guest.tsc_khz()?) > 1 {
@@ -278,7 +296,8 @@ mod tests {
         checks.tell(&mut series);
         assert_eq!(series.metrics["failed_checks"], Some(1.0));
         assert_eq!(series.metrics["min_system_time_ns"], Some(17.0));
-        let outcomes: Vec<String> = series.tables[0].rows.iter().map(|row| row[1].shown()).collect();
+        let outcomes: Vec<String> =
+            series.tables[0].rows.iter().map(|row| row[1].shown()).collect();
         assert_eq!(outcomes, ["passed", "FAILED", "skipped"]);
     }
 

@@ -1,8 +1,10 @@
-//! The clock of a real Linux guest against its host's, over pauses, snapshots and restores, with a clock policy.
+//! The clock of a real Linux guest against its host's, over pauses, snapshots and restores, with a
+//! clock policy.
 //!
-//! A guest's clocks are looked at before and after each stop. What its monotonic clock has gained on the host's must be what
-//! the policy promises: nothing with `catch-up`, and with `continue` the time that it stood still, lost. The same is done without a stop in
-//! between, which shows what the looks themselves are worth. A reader on each vCPU watches for steps backward all the time.
+//! A guest's clocks are looked at before and after each stop. What its monotonic clock has gained
+//! on the host's must be what the policy promises: nothing with `catch-up`, and with `continue` the
+//! time that it stood still, lost. The same is done without a stop in between, which shows what the
+//! looks themselves are worth. A reader on each vCPU watches for steps backward all the time.
 
 use std::thread;
 use std::time::Duration;
@@ -96,7 +98,9 @@ impl Stopped {
     /// What the monitor says, unless it cannot be.
     fn by(stop: &Stop, policy: ClockPolicy) -> Self {
         let asked = Self { time: stop.asked, kvm_error_ns: None, agrees: true };
-        let (Some(stopped), Some(started)) = (stop.told.stopped, stop.told.started) else { return asked };
+        let (Some(stopped), Some(started)) = (stop.told.stopped, stop.told.started) else {
+            return asked;
+        };
         let time_ns = started.realtime_ns.cast_signed() - stopped.realtime_ns.cast_signed();
         if !stop.asked.holds(time_ns) {
             return Self { agrees: false, ..asked };
@@ -202,7 +206,8 @@ fn watch(bench: &mut Bench<'_>, stops: Stops, record: &mut Record) -> Result<(),
             record.console_only = subject.console_only().map(str::to_owned);
         }
     }
-    record.complaints = subject.complaints()?.into_iter().filter(|line| !before.contains(line)).collect();
+    record.complaints =
+        subject.complaints()?.into_iter().filter(|line| !before.contains(line)).collect();
     Ok(())
 }
 

@@ -57,7 +57,10 @@ impl Ahead {
     }
 
     /// The best of several attempts at reading `value` between two looks at `clock`.
-    pub(super) fn of<E>(clock: HostClock, mut value: impl FnMut() -> Result<i64, E>) -> Result<Self, E> {
+    pub(super) fn of<E>(
+        clock: HostClock,
+        mut value: impl FnMut() -> Result<i64, E>,
+    ) -> Result<Self, E> {
         let mut once = || {
             let before_ns = clock.now_ns();
             let value_ns = value()?;
@@ -75,13 +78,17 @@ impl Ahead {
 
     /// How far `CLOCK_MONOTONIC` is ahead of `CLOCK_MONOTONIC_RAW` at present.
     pub(super) fn of_monotonic() -> Self {
-        let Ok(ahead) = Self::of(HostClock::Raw, || Ok::<_, Infallible>(HostClock::Monotonic.now_ns()));
+        let Ok(ahead) =
+            Self::of(HostClock::Raw, || Ok::<_, Infallible>(HostClock::Monotonic.now_ns()));
         ahead
     }
 
     /// How much further ahead it is than it was.
     pub(super) fn since(self, earlier: Self) -> Self {
-        Self { ns: self.ns - earlier.ns, uncertainty_ns: self.uncertainty_ns + earlier.uncertainty_ns }
+        Self {
+            ns: self.ns - earlier.ns,
+            uncertainty_ns: self.uncertainty_ns + earlier.uncertainty_ns,
+        }
     }
 
     pub(super) fn shown(self) -> String {

@@ -1,14 +1,14 @@
 //! A guest of eight bytes with a clock page: what KVM writes there, and the guest's own TSC.
 //!
-//! The guest reads its TSC and halts, over and over, in real mode, so that it runs on any KVM, also on one that emulates
-//! every instruction. Each run makes KVM bring the page up to date.
+//! The guest reads its TSC and halts, over and over, in real mode, so that it runs on any KVM, also
+//! on one that emulates every instruction. Each run makes KVM bring the page up to date.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 use ebb_kvm_clock::Reader;
 use ebb_kvm_clock::page::{
-    MSR_SYSTEM_TIME, MSR_WALL_CLOCK, SYSTEM_TIME_ENABLE, TIME_PAGE_BYTES, VcpuTimeInfo, WALL_CLOCK_BYTES,
-    WallClock,
+    MSR_SYSTEM_TIME, MSR_WALL_CLOCK, SYSTEM_TIME_ENABLE, TIME_PAGE_BYTES, VcpuTimeInfo,
+    WALL_CLOCK_BYTES, WallClock,
 };
 use ebb_kvm_clock::protocol::{SharedWords, take_stop_notice, try_read_time};
 use ebb_kvm_clock::reader::Reading;
@@ -28,11 +28,13 @@ const WRITE_REGISTER: u64 = 0x4000;
 const READ_TSC: u64 = WRITE_REGISTER + 3;
 /// Where the clock page is.
 const PAGE: u64 = 0x5000;
-/// Where KVM on Intel processors may put a task state segment of its own: below 4 GiB, outside of guest memory.
+/// Where KVM on Intel processors may put a task state segment of its own: below 4 GiB, outside of
+/// guest memory.
 const TSS_ADDRESS: usize = 0xfffb_d000;
 /// Where the wall clock is.
 const WALL_CLOCK: u64 = 0x6000;
-/// The register of the clock page before there was a flag for stable clocks (`MSR_KVM_SYSTEM_TIME`).
+/// The register of the clock page before there was a flag for stable clocks
+/// (`MSR_KVM_SYSTEM_TIME`).
 const MSR_OLD_SYSTEM_TIME: u32 = 0x12;
 /// Bit 1 of RFLAGS is always set.
 const RFLAGS_RESERVED: u64 = 1 << 1;
@@ -43,7 +45,8 @@ fn refused(action: &'static str) -> impl FnOnce(kvm_ioctls::Error) -> LabError {
     move |cause| LabError::Kvm { action, cause }
 }
 
-/// What KVM's clock can do here (`KVM_CHECK_EXTENSION` of `KVM_CAP_ADJUST_CLOCK`: the flags that it knows).
+/// What KVM's clock can do here (`KVM_CHECK_EXTENSION` of `KVM_CAP_ADJUST_CLOCK`: the flags that it
+/// knows).
 pub(super) fn clock_flags(kvm: &Kvm) -> u32 {
     kvm.check_extension_int(Cap::AdjustClock).unsigned_abs()
 }
@@ -69,14 +72,19 @@ impl ClockGuest {
     /// Makes one, with a TSC of `tsc_khz` or of the host's frequency.
     ///
     /// # Errors
-    /// [`LabError::Kvm`], also when KVM cannot give it that frequency, and [`LabError::TestGuest`] without memory.
+    /// [`LabError::Kvm`], also when KVM cannot give it that frequency, and [`LabError::TestGuest`]
+    /// without memory.
     pub(super) fn new(kvm: &Kvm, tsc_khz: Option<u32>) -> Result<Self, LabError> {
         let no_memory =
             |error: &dyn std::fmt::Display| LabError::TestGuest(format!("has no memory: {error}"));
-        let memory: GuestMemoryMmap = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_BYTES)])
+        let memory: GuestMemoryMmap =
+            GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_BYTES)])
+                .map_err(|error| no_memory(&error))?;
+        memory
+            .write_slice(&PROGRAM, GuestAddress(WRITE_REGISTER))
             .map_err(|error| no_memory(&error))?;
-        memory.write_slice(&PROGRAM, GuestAddress(WRITE_REGISTER)).map_err(|error| no_memory(&error))?;
-        let host_address = memory.get_host_address(GuestAddress(0)).map_err(|error| no_memory(&error))?;
+        let host_address =
+            memory.get_host_address(GuestAddress(0)).map_err(|error| no_memory(&error))?;
         let vm = kvm.create_vm().map_err(refused("create a machine"))?;
         vm.set_tss_address(TSS_ADDRESS).map_err(refused("set the TSS address"))?;
         let region = kvm_userspace_memory_region {
@@ -86,8 +94,10 @@ impl ClockGuest {
             memory_size: MEMORY_BYTES as u64,
             userspace_addr: host_address as u64,
         };
-        // SAFETY: the range is a mapping of `memory`, which is dropped after the machine, by the order of the fields.
-        unsafe { vm.set_user_memory_region(region) }.map_err(refused("give a machine its memory"))?;
+        // SAFETY: the range is a mapping of `memory`, which is dropped after the machine, by the
+        // order of the fields.
+        unsafe { vm.set_user_memory_region(region) }
+            .map_err(refused("give a machine its memory"))?;
         let vcpu = vm.create_vcpu(0).map_err(refused("create a vCPU"))?;
         if let Some(khz) = tsc_khz {
             vcpu.set_tsc_khz(khz).map_err(refused("give a vCPU another TSC frequency"))?;
@@ -98,8 +108,9 @@ impl ClockGuest {
         Ok(Self { vcpu, vm, memory, latest_ns: AtomicU64::new(0) })
     }
 
-    /// Makes KVM do with or without its master clock for this guest: a first vCPU that enables its page by the old register gets
-    /// none (Linux `kvm_write_system_time`). Only a write by the guest itself counts.
+    /// Makes KVM do with or without its master clock for this guest: a first vCPU that enables its
+    /// page by the old register gets none (Linux `kvm_write_system_time`). Only a write by the
+    /// guest itself counts.
     pub(super) fn set_master_clock(&mut self, clock: MasterClock) -> Result<(), LabError> {
         let index = match clock {
             MasterClock::Allowed => MSR_SYSTEM_TIME,
@@ -185,10 +196,13 @@ impl ClockGuest {
     }
 
     fn page(&self) -> Result<GuestPage<'_>, LabError> {
-        let missing =
-            |error: &dyn std::fmt::Display| LabError::TestGuest(format!("has no clock page: {error}"));
-        let region =
-            self.memory.find_region(GuestAddress(0)).ok_or_else(|| missing(&"its memory is gone"))?;
+        let missing = |error: &dyn std::fmt::Display| {
+            LabError::TestGuest(format!("has no clock page: {error}"))
+        };
+        let region = self
+            .memory
+            .find_region(GuestAddress(0))
+            .ok_or_else(|| missing(&"its memory is gone"))?;
         let mut words = Vec::with_capacity(TIME_PAGE_BYTES / 4);
         for offset in (0..TIME_PAGE_BYTES).step_by(4) {
             let place = PAGE as usize + offset;

@@ -1,4 +1,5 @@
-//! The clock of this machine's KVM against the machine's own, and what a kernel that mixes them would do here now.
+//! The clock of this machine's KVM against the machine's own, and what a kernel that mixes them
+//! would do here now.
 
 use std::fmt::Write as _;
 use std::thread;
@@ -27,7 +28,8 @@ struct Guests {
 
 impl Guests {
     fn new(kvm: &Kvm) -> Result<Self, LabError> {
-        let mut guests = Self { master: ClockGuest::new(kvm, None)?, plain: ClockGuest::new(kvm, None)? };
+        let mut guests =
+            Self { master: ClockGuest::new(kvm, None)?, plain: ClockGuest::new(kvm, None)? };
         guests.master.run()?;
         guests.plain.set_master_clock(MasterClock::Refused)?;
         Ok(guests)
@@ -48,7 +50,8 @@ struct Sample {
 impl Sample {
     fn take(guests: &Guests) -> Result<Self, LabError> {
         let all = |guest: &ClockGuest| -> Result<[Ahead; 3], LabError> {
-            let look = |clock| Ahead::of(clock, || guest.clock().map(|clock| clock.clock.cast_signed()));
+            let look =
+                |clock| Ahead::of(clock, || guest.clock().map(|clock| clock.clock.cast_signed()));
             Ok([look(HostClock::Raw)?, look(HostClock::Monotonic)?, look(HostClock::Boottime)?])
         };
         let (master, plain) = (all(&guests.master)?, all(&guests.plain)?);
@@ -57,12 +60,12 @@ impl Sample {
     }
 }
 
-/// Watches KVM's clock for `watch_s` seconds, and checks its page. Without a KVM that can be used it says so and measures what
-/// it can.
+/// Watches KVM's clock for `watch_s` seconds, and checks its page. Without a KVM that can be used
+/// it says so and measures what it can.
 ///
 /// # Errors
-/// [`LabError::Kvm`] and [`LabError::TestGuest`] when a KVM that is there fails, [`LabError::ChecksFailed`] when all has been
-/// measured and its clock is not what it should be.
+/// [`LabError::Kvm`] and [`LabError::TestGuest`] when a KVM that is there fails,
+/// [`LabError::ChecksFailed`] when all has been measured and its clock is not what it should be.
 pub(super) fn run(watch_s: u64, events: &Events, series: &mut Series) -> Result<(), LabError> {
     mixed_kernel(series);
     let kvm = match Kvm::new() {
@@ -110,7 +113,8 @@ fn metric(clock: HostClock) -> &'static str {
 
 fn clock_source() -> String {
     let path = "/sys/devices/system/clocksource/clocksource0/current_clocksource";
-    std::fs::read_to_string(path).map_or_else(|_| "unknown".to_owned(), |name| name.trim().to_owned())
+    std::fs::read_to_string(path)
+        .map_or_else(|_| "unknown".to_owned(), |name| name.trim().to_owned())
 }
 
 /// What a kernel that mixed raw and slewed clocks would do on this host now.
@@ -135,7 +139,8 @@ fn error_now(drift: Ahead, host_age_ns: i64) -> String {
     )
 }
 
-/// In words: the slew now, and how old the host will be when a guest that is one second old gets a negative time from a mixed kernel.
+/// In words: the slew now, and how old the host will be when a guest that is one second old gets a
+/// negative time from a mixed kernel.
 fn forecast(drift: Ahead, slewed: Ahead, elapsed_ns: i64, host_age_ns: i64) -> String {
     let slew = slewed.ns as f64 / elapsed_ns.max(1) as f64;
     let mut text = format!(
@@ -193,7 +198,9 @@ fn tell(samples: &[Sample], series: &mut Series) {
     let rows = plain.iter().map(|pair| ("off", pair)).chain(master.iter().map(|pair| ("on", pair)));
     series.tables.push(DataTable {
         title: format!("what KVM's clock gained in {:.1} s", seconds(elapsed_ns)),
-        columns: ["master clock", "on", "ns", "known to within, ns", "ppb"].map(str::to_owned).to_vec(),
+        columns: ["master clock", "on", "ns", "known to within, ns", "ppb"]
+            .map(str::to_owned)
+            .to_vec(),
         rows: rows.map(row).collect(),
     });
     let curve = |name: String, of: &dyn Fn(&Sample) -> Ahead| Curve {
@@ -211,7 +218,9 @@ fn tell(samples: &[Sample], series: &mut Series) {
         .enumerate()
         .map(|(index, clock)| curve(format!("on {}", clock.name()), &|sample| sample.plain[index]))
         .collect();
-    curves.push(curve(format!("on {}, master clock", HostClock::Raw.name()), &|sample| sample.master[0]));
+    curves.push(curve(format!("on {}, master clock", HostClock::Raw.name()), &|sample| {
+        sample.master[0]
+    }));
     series.drawings.push(Drawing {
         title: "what KVM's clock gains on the host's clocks".to_owned(),
         x: "s".to_owned(),
@@ -220,7 +229,8 @@ fn tell(samples: &[Sample], series: &mut Series) {
     });
 }
 
-/// Which clocks KVM's clock advances with: the one with the least deviation, and those that cannot be told from it.
+/// Which clocks KVM's clock advances with: the one with the least deviation, and those that cannot
+/// be told from it.
 fn judged(deviations: &[(HostClock, Ahead)], elapsed_ns: i64) -> String {
     let Some((_, least)) = deviations.iter().min_by_key(|(_, deviation)| deviation.ns.abs()) else {
         return "nothing was measured".to_owned();
@@ -235,8 +245,11 @@ fn judged(deviations: &[(HostClock, Ahead)], elapsed_ns: i64) -> String {
             .collect::<Vec<_>>()
             .join(and)
     };
-    let mut text =
-        format!("over {:.1} s KVM's clock advances with {}", seconds(elapsed_ns), list(&near, ", or with "));
+    let mut text = format!(
+        "over {:.1} s KVM's clock advances with {}",
+        seconds(elapsed_ns),
+        list(&near, ", or with ")
+    );
     if far.is_empty() {
         text.push_str("; the host's clocks run too much alike now to tell which by their rates");
     } else {

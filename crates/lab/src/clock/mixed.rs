@@ -1,7 +1,8 @@
-//! What tells a kernel that mixes its clocks from one that does not, on a host whose clocks have drifted apart: three things that
-//! are off by the drift in the one and right in the other.
+//! What tells a kernel that mixes its clocks from one that does not, on a host whose clocks have
+//! drifted apart: three things that are off by the drift in the one and right in the other.
 //!
-//! Unlike the rates of the clocks these can be seen at once, however the clocks are slewed at the moment.
+//! Unlike the rates of the clocks these can be seen at once, however the clocks are slewed at the
+//! moment.
 
 use kvm_bindings::KVM_CLOCK_TSC_STABLE;
 use kvm_ioctls::Kvm;
@@ -90,9 +91,10 @@ impl Signs {
         series.metrics.insert("max_jump_ns".to_owned(), jump.map(|jump| jump.ns.abs() as f64));
         series.metrics.insert("wall_error_ns".to_owned(), Some(self.wall.ns.abs() as f64));
         if jump.is_none() {
-            series
-                .notes
-                .push("KVM did not switch its master clock, so that there is no jump to be seen".to_owned());
+            series.notes.push(
+                "KVM did not switch its master clock, so that there is no jump to be seen"
+                    .to_owned(),
+            );
         }
         let drift_ns = self.drift.ns;
         let signs = [
@@ -121,7 +123,8 @@ impl Signs {
     }
 }
 
-/// Whether what was seen is nearer to what raw clocks give, which is zero, or to what mixed ones give.
+/// Whether what was seen is nearer to what raw clocks give, which is zero, or to what mixed ones
+/// give.
 fn verdict(signs: &[(&str, Option<Ahead>, i64)]) -> String {
     let (mut raw, mut mixed) = (0, 0);
     for (_, seen, mixed_ns) in signs {
@@ -168,16 +171,22 @@ mod tests {
             ("off", Some(ahead(500)), DRIFT_NS),
             ("on", None, -DRIFT_NS),
         ];
-        assert!(verdict(&raw).starts_with("2 of 2 signs say that this kernel makes KVM's clock from raw"));
-        let mixed =
-            [("fresh", Some(ahead(-DRIFT_NS)), -DRIFT_NS), ("off", Some(ahead(DRIFT_NS - 7)), DRIFT_NS)];
+        assert!(
+            verdict(&raw)
+                .starts_with("2 of 2 signs say that this kernel makes KVM's clock from raw")
+        );
+        let mixed = [
+            ("fresh", Some(ahead(-DRIFT_NS)), -DRIFT_NS),
+            ("off", Some(ahead(DRIFT_NS - 7)), DRIFT_NS),
+        ];
         assert!(verdict(&mixed).ends_with("mixes raw and slewed clocks"));
     }
 
     #[test]
     fn without_drift_there_is_no_verdict() {
         assert!(
-            verdict(&[("fresh", Some(ahead(0)), 0), ("off", Some(ahead(0)), 900_000)]).contains("too close")
+            verdict(&[("fresh", Some(ahead(0)), 0), ("off", Some(ahead(0)), 900_000)])
+                .contains("too close")
         );
     }
 

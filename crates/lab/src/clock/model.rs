@@ -1,4 +1,5 @@
-//! Weeks of a host's uptime in a model, in the kernel that mixed its clocks and in the one that does not.
+//! Weeks of a host's uptime in a model, in the kernel that mixed its clocks and in the one that
+//! does not.
 
 use ebb_kvm_clock::Kilohertz;
 use ebb_kvm_clock::model::{KernelMode, Machine, VcpuTscs};
@@ -94,13 +95,16 @@ pub(super) struct Sweep {
 
 /// Runs all uptimes and slews.
 pub(super) fn sweep(mode: KernelMode, uptime_days: u64) -> Sweep {
-    let pairs =
-        UPTIMES_NS.into_iter().flat_map(|uptime| SLEWS_PPM.into_iter().map(move |slew| (uptime, slew)));
+    let pairs = UPTIMES_NS
+        .into_iter()
+        .flat_map(|uptime| SLEWS_PPM.into_iter().map(move |slew| (uptime, slew)));
     let cases = pairs.filter_map(|(uptime_ns, slew_ppm)| case(mode, uptime_ns, slew_ppm)).collect();
     let curve = |slew_ppm: i64| Curve {
         name: slew(slew_ppm),
         points: (0..=uptime_days)
-            .filter_map(|days| Some((days as f64, seconds(case(mode, days * DAY_NS, slew_ppm)?.time_ns))))
+            .filter_map(|days| {
+                Some((days as f64, seconds(case(mode, days * DAY_NS, slew_ppm)?.time_ns)))
+            })
             .collect(),
     };
     Sweep { mode, cases, curves: DRAWN_PPM.into_iter().map(curve).collect() }
@@ -128,7 +132,8 @@ impl Sweep {
     pub(super) fn tell(self, series: &mut Series) {
         let smallest = self.cases.iter().map(|case| case.time_ns).min();
         let largest = |of: fn(&Case) -> u64| self.cases.iter().map(of).max();
-        let jump = largest(|case| case.off_jump_ns.unsigned_abs().max(case.on_jump_ns.unsigned_abs()));
+        let jump =
+            largest(|case| case.off_jump_ns.unsigned_abs().max(case.on_jump_ns.unsigned_abs()));
         let wall = largest(|case| case.wall_error_ns.unsigned_abs());
         for (name, value) in [
             ("min_system_time_ns", smallest.map(|ns| ns as f64)),
@@ -141,20 +146,21 @@ impl Sweep {
         series.notes.push(format!(
             "{negative} of {} fresh guests read a negative time one second after their creation{}",
             self.cases.len(),
-            self.cases.iter().filter(|case| case.time_ns < 0).max_by_key(|case| case.time_ns).map_or_else(
-                String::new,
-                |case| format!(
+            self.cases
+                .iter()
+                .filter(|case| case.time_ns < 0)
+                .max_by_key(|case| case.time_ns)
+                .map_or_else(String::new, |case| format!(
                     "; the one closest to zero {} s, which it sees as {} ns",
                     milliseconds(case.time_ns),
                     case.seen_ns
-                )
-            ),
+                )),
         ));
         series.tables.push(self.matrix("time of a guest one second old, s", |case| case.time_ns));
         if self.mode == KernelMode::Mixed {
-            series
-                .tables
-                .push(self.matrix("jump when its master clock goes off, s", |case| case.off_jump_ns));
+            series.tables.push(
+                self.matrix("jump when its master clock goes off, s", |case| case.off_jump_ns),
+            );
         }
         series.details.push(self.list());
         series.drawings.push(Drawing {
@@ -171,7 +177,11 @@ impl Sweep {
         columns.extend(SLEWS_PPM.map(slew));
         let rows = self.cases.chunks(SLEWS_PPM.len()).map(|row| {
             let name = row.first().map_or_else(String::new, |case| uptime(case.uptime_ns));
-            [name].into_iter().chain(row.iter().map(|case| milliseconds(of(case)))).map(Value::Text).collect()
+            [name]
+                .into_iter()
+                .chain(row.iter().map(|case| milliseconds(of(case))))
+                .map(Value::Text)
+                .collect()
         });
         DataTable { title: title.to_owned(), columns, rows: rows.collect() }
     }
@@ -227,7 +237,11 @@ mod tests {
     fn raw_clocks_have_neither_negative_times_nor_jumps_nor_errors() {
         for case in cases(KernelMode::Raw) {
             assert_eq!(case.time_ns, SECOND_NS as i64 - 1, "{case:?}");
-            assert_eq!((case.off_jump_ns, case.on_jump_ns, case.wall_error_ns), (0, 0, 0), "{case:?}");
+            assert_eq!(
+                (case.off_jump_ns, case.on_jump_ns, case.wall_error_ns),
+                (0, 0, 0),
+                "{case:?}"
+            );
         }
     }
 

@@ -22,7 +22,8 @@ impl Slew {
     /// Starts slewing `CLOCK_MONOTONIC` against `CLOCK_MONOTONIC_RAW`.
     ///
     /// # Errors
-    /// [`LabError::Slew`] outside of the virtual host, where the clock is somebody else's, and without busybox.
+    /// [`LabError::Slew`] outside of the virtual host, where the clock is somebody else's, and
+    /// without busybox.
     pub(super) fn start() -> Result<Self, LabError> {
         if uname().nodename().to_bytes() != VIRTUAL_HOST {
             return Err(LabError::Slew("this is not the virtual host".to_owned()));

@@ -20,7 +20,8 @@ pub(super) struct Comparison {
     pub(super) overhead_percent: f64,
 }
 
-/// All comparisons of a turn: with the mean of the turns without a tracker in its round, but for itself.
+/// All comparisons of a turn: with the mean of the turns without a tracker in its round, but for
+/// itself.
 pub(super) fn comparisons(slots: &[Slot], turn: Turn) -> Vec<Comparison> {
     let compare = |slot: &Slot| {
         let round = |of: &Slot| (of.boot, of.workload, of.round);
@@ -51,8 +52,9 @@ pub(super) struct Overhead {
     pub(super) count: usize,
 }
 
-/// The median of comparisons with its confidence interval: by drawing guests, and comparisons within them, again
-/// (bootstrap). With fewer than three guests, only comparisons are drawn, and how guests differ is not in it.
+/// The median of comparisons with its confidence interval: by drawing guests, and comparisons
+/// within them, again (bootstrap). With fewer than three guests, only comparisons are drawn, and
+/// how guests differ is not in it.
 pub(super) fn overhead(comparisons: &[Comparison]) -> Option<Overhead> {
     let percent = median(comparisons.iter().map(|comparison| comparison.overhead_percent))?;
     let mut by_boot: BTreeMap<u32, Vec<f64>> = BTreeMap::new();
@@ -75,7 +77,8 @@ mod tests {
     use crate::counters::Counters;
     use ebb_agent::page_faults::{FaultKind, TaskKind};
 
-    const WORKLOAD: Workload = Workload { cpus: 1, kind: FaultKind::Fault1, tasks: TaskKind::Processes };
+    const WORKLOAD: Workload =
+        Workload { cpus: 1, kind: FaultKind::Fault1, tasks: TaskKind::Processes };
 
     fn slot(boot: u32, round: u32, turn: Turn, ops_per_s: f64) -> Slot {
         Slot {
@@ -111,7 +114,11 @@ mod tests {
     #[test]
     fn both_turns_without_a_tracker_are_what_others_are_compared_with() {
         let (none, percpu) = (Turn::Of(Tracker::Off), Turn::Of(Tracker::Percpu));
-        let slots = [slot(0, 0, Turn::Baseline, 1000.0), slot(0, 0, percpu, 990.0), slot(0, 0, none, 1200.0)];
+        let slots = [
+            slot(0, 0, Turn::Baseline, 1000.0),
+            slot(0, 0, percpu, 990.0),
+            slot(0, 0, none, 1200.0),
+        ];
         let percent = |turn| comparisons(&slots, turn)[0].overhead_percent;
         assert!((percent(percpu) - 10.0).abs() < 1e-9);
         assert!((percent(none) + 20.0).abs() < 1e-9);
@@ -125,8 +132,10 @@ mod tests {
     fn the_interval_holds_the_median_and_grows_with_what_guests_differ_by() {
         assert_eq!(overhead(&[]), None);
         assert_eq!(overhead(&[comparison(0, 1.5)]).unwrap().interval, None);
-        let alike: Vec<Comparison> = (0..20).map(|at| comparison(at % 5, 1.0 + f64::from(at % 3))).collect();
-        let apart: Vec<Comparison> = (0..20).map(|at| comparison(at % 5, 10.0 * f64::from(at % 5))).collect();
+        let alike: Vec<Comparison> =
+            (0..20).map(|at| comparison(at % 5, 1.0 + f64::from(at % 3))).collect();
+        let apart: Vec<Comparison> =
+            (0..20).map(|at| comparison(at % 5, 10.0 * f64::from(at % 5))).collect();
         let width = |comparisons: &[Comparison]| {
             let found = overhead(comparisons).unwrap();
             let (low, high) = found.interval.unwrap();

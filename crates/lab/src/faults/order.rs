@@ -2,16 +2,18 @@
 
 /// The turns of round `round` among `turns`: each comes once.
 ///
-/// A Latin square in which each turn follows each other one equally often (E. J. Williams, "Experimental designs balanced for the
-/// estimation of residual effects of treatments", 1949): what a turn leaves behind, and a slow change of the machine, meets all alike.
-/// For an odd number, two squares are needed, the second the first one backwards.
+/// A Latin square in which each turn follows each other one equally often (E. J. Williams,
+/// "Experimental designs balanced for the estimation of residual effects of treatments", 1949):
+/// what a turn leaves behind, and a slow change of the machine, meets all alike. For an odd number,
+/// two squares are needed, the second the first one backwards.
 pub(super) fn order(round: usize, turns: usize) -> Vec<usize> {
     if turns == 0 {
         return Vec::new();
     }
     let (row, square) = (round % turns, round / turns);
     // 0, 1, n - 1, 2, n - 2, ...
-    let first = (0..turns).map(|at| if at % 2 == 1 { at.div_ceil(2) } else { (turns - at / 2) % turns });
+    let first =
+        (0..turns).map(|at| if at % 2 == 1 { at.div_ceil(2) } else { (turns - at / 2) % turns });
     let mut order: Vec<usize> = first.map(|turn| (turn + row) % turns).collect();
     if turns % 2 == 1 && square % 2 == 1 {
         order.reverse();
@@ -28,7 +30,8 @@ mod tests {
     fn each_turn_comes_once_in_a_round_and_once_in_each_place() {
         for turns in 1..=6 {
             for place in 0..turns {
-                let mut seen: Vec<usize> = (0..turns).map(|round| order(round, turns)[place]).collect();
+                let mut seen: Vec<usize> =
+                    (0..turns).map(|round| order(round, turns)[place]).collect();
                 seen.sort_unstable();
                 assert_eq!(seen, (0..turns).collect::<Vec<_>>(), "{turns} turns, place {place}");
             }

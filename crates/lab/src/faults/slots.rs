@@ -80,7 +80,11 @@ pub(super) struct Slot {
 ///
 /// # Errors
 /// The first failure of a guest that could not be made good by another one.
-pub(super) fn run(bench: &mut Bench<'_>, sizes: Sizes, series: &mut [Series]) -> Result<(), LabError> {
+pub(super) fn run(
+    bench: &mut Bench<'_>,
+    sizes: Sizes,
+    series: &mut [Series],
+) -> Result<(), LabError> {
     let turns = turns(series);
     let guests = bench.guests(sizes.boots * CPUS.len() as u32);
     let (mut slots, mut records, mut notes) = (Vec::new(), Vec::new(), Vec::new());
@@ -115,7 +119,9 @@ pub(super) fn run(bench: &mut Bench<'_>, sizes: Sizes, series: &mut [Series]) ->
 /// What has turns: the baseline, and each series.
 fn turns(series: &[Series]) -> Vec<Turn> {
     let chosen = |tracker: &Tracker| series.iter().any(|series| series.name == tracker.name());
-    std::iter::once(Turn::Baseline).chain(TRACKERS.into_iter().filter(chosen).map(Turn::Of)).collect()
+    std::iter::once(Turn::Baseline)
+        .chain(TRACKERS.into_iter().filter(chosen).map(Turn::Of))
+        .collect()
 }
 
 /// Runs one guest from its boot to its end.
@@ -146,10 +152,14 @@ fn rounds(
                     TaskKind::Processes => "processes",
                     TaskKind::Threads => "threads",
                 };
-                bench.events().step(record.guest, format!("{name}, {cpus} {what}, round {}", round + 1));
+                bench
+                    .events()
+                    .step(record.guest, format!("{name}, {cpus} {what}, round {}", round + 1));
                 let workload = Workload { cpus, kind, tasks };
                 // Workloads and guests begin with different rows of the square.
-                let row = (boot / CPUS.len() as u32 * sizes.rounds + round) as usize + kind_at + 2 * task_at;
+                let row = (boot / CPUS.len() as u32 * sizes.rounds + round) as usize
+                    + kind_at
+                    + 2 * task_at;
                 for (place, at) in order(row, turns.len()).into_iter().enumerate() {
                     let turn = turns[at];
                     let taken = take_turn(bench, sizes, record.guest, workload, turn)?;
@@ -161,7 +171,8 @@ fn rounds(
                         place,
                         ops_per_s: taken.ops_per_s,
                         seconds: sizes.seconds,
-                        // The driver's value is a mean since the tracker was switched on, which was for this turn.
+                        // The driver's value is a mean since the tracker was switched on, which was
+                        // for this turn.
                         free_ns: taken.after.get("free_ns").filter(|free_ns| *free_ns > 0.0),
                         driver: taken.after.since(&taken.before),
                     });
@@ -206,8 +217,8 @@ fn take_turn(
     Ok(Taken { ops_per_s, before, after })
 }
 
-/// The mean of those seconds that count, of which the agent has left out the first. Not a median: passes over memory come every
-/// two seconds, and are what costs.
+/// The mean of those seconds that count, of which the agent has left out the first. Not a median:
+/// passes over memory come every two seconds, and are what costs.
 fn settled_rate(samples: &[f64]) -> Option<f64> {
     let counted = samples.get(SETTLE_S as usize - 1..).filter(|counted| !counted.is_empty())?;
     Some(counted.iter().sum::<f64>() / counted.len() as f64)
@@ -220,7 +231,10 @@ fn switch(bench: &mut Bench<'_>, guest: u32, tracker: Tracker) -> Result<(), Lab
     let now: Value = bench.ask(guest, Command::ReadFile { path: path() })?;
     match now["text"].as_str().map(str::trim) {
         Some(name) if name == tracker.name() => Ok(()),
-        name => Err(unexpected(guest, &format!("its tracker is {name:?} and should be {}", tracker.name()))),
+        name => Err(unexpected(
+            guest,
+            &format!("its tracker is {name:?} and should be {}", tracker.name()),
+        )),
     }
 }
 
@@ -242,8 +256,9 @@ mod tests {
 
     #[test]
     fn every_series_has_a_turn_and_the_baseline_always() {
-        let series =
-            |names: &[&str]| names.iter().map(|name| Series::new(name, String::new())).collect::<Vec<_>>();
+        let series = |names: &[&str]| {
+            names.iter().map(|name| Series::new(name, String::new())).collect::<Vec<_>>()
+        };
         assert_eq!(turns(&series(&["bitmap"])), [Turn::Baseline, Turn::Of(Tracker::Bitmap)]);
         let all = turns(&series(&["none", "percpu", "bitmap", "reporting"]));
         assert_eq!(all.len(), 5);

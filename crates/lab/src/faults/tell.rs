@@ -28,11 +28,18 @@ pub(super) fn metrics() -> Vec<MetricInfo> {
             let title = format!("Pages a second and vCPU, {title}");
             metrics.push(MetricInfo::new(&named(name, "ops_per_s"), &title, "", Better::Higher));
         }
-        for (measure, words) in
-            [("", "Overhead"), ("_low", "its 95 % interval: from"), ("_high", "its 95 % interval: to")]
-        {
+        for (measure, words) in [
+            ("", "Overhead"),
+            ("_low", "its 95 % interval: from"),
+            ("_high", "its 95 % interval: to"),
+        ] {
             let metric = named(name, &format!("overhead{measure}_percent"));
-            metrics.push(MetricInfo::new(&metric, &format!("{words}, {title}"), "%", Better::Lower));
+            metrics.push(MetricInfo::new(
+                &metric,
+                &format!("{words}, {title}"),
+                "%",
+                Better::Lower,
+            ));
         }
     }
     metrics
@@ -46,7 +53,8 @@ fn named(group: &str, metric: &str) -> String {
 pub(super) fn series(slots: &[Slot], all: &mut [Series]) {
     let noise = noise(slots);
     for series in all {
-        let Some(tracker) = TRACKERS.into_iter().find(|tracker| tracker.name() == series.name) else {
+        let Some(tracker) = TRACKERS.into_iter().find(|tracker| tracker.name() == series.name)
+        else {
             continue;
         };
         one(slots, Turn::Of(tracker), series);
@@ -98,7 +106,8 @@ fn one(slots: &[Slot], turn: Turn, series: &mut Series) {
 
 fn geometric_mean(values: impl Iterator<Item = f64>) -> Option<f64> {
     let logarithms: Vec<f64> = values.map(f64::ln).collect();
-    (!logarithms.is_empty()).then(|| (logarithms.iter().sum::<f64>() / logarithms.len() as f64).exp())
+    (!logarithms.is_empty())
+        .then(|| (logarithms.iter().sum::<f64>() / logarithms.len() as f64).exp())
 }
 
 fn title_of(kind: FaultKind) -> &'static str {
@@ -123,10 +132,14 @@ fn workloads(own: &[&Slot], compared: &[Comparison]) -> DataTable {
         for cpus in CPUS {
             for tasks in [TaskKind::Processes, TaskKind::Threads] {
                 let workload = Workload { cpus, kind, tasks };
-                let of: Vec<Comparison> =
-                    compared.iter().copied().filter(|comparison| comparison.workload == workload).collect();
+                let of: Vec<Comparison> = compared
+                    .iter()
+                    .copied()
+                    .filter(|comparison| comparison.workload == workload)
+                    .collect();
                 let Some(found) = overhead(&of) else { continue };
-                let rates = own.iter().filter(|slot| slot.workload == workload).map(|slot| slot.ops_per_s);
+                let rates =
+                    own.iter().filter(|slot| slot.workload == workload).map(|slot| slot.ops_per_s);
                 let percents = || of.iter().map(|comparison| comparison.overhead_percent);
                 let guests = by_boot(&of);
                 rows.push(vec![
@@ -179,24 +192,26 @@ fn by_boot(compared: &[Comparison]) -> Vec<f64> {
 
 /// Every turn of the series and of the baseline.
 fn turns(slots: &[Slot], turn: Turn) -> DataTable {
-    let columns =
-        ["guest", "workload", "vCPUs", "tasks", "round", "place", "turn", "pages/s"].map(str::to_owned);
-    let rows = slots.iter().filter(|slot| slot.turn == turn || slot.turn == Turn::Baseline).map(|slot| {
-        vec![
-            Value::from(u64::from(slot.boot) + 1),
-            Value::from(title_of(slot.workload.kind)),
-            Value::from(u64::from(slot.workload.cpus)),
-            Value::from(tasks_of(slot.workload.tasks)),
-            Value::from(u64::from(slot.round) + 1),
-            Value::from(slot.place as u64 + 1),
-            Value::from(slot.turn.name()),
-            Value::from(slot.ops_per_s.round()),
-        ]
-    });
+    let columns = ["guest", "workload", "vCPUs", "tasks", "round", "place", "turn", "pages/s"]
+        .map(str::to_owned);
+    let rows =
+        slots.iter().filter(|slot| slot.turn == turn || slot.turn == Turn::Baseline).map(|slot| {
+            vec![
+                Value::from(u64::from(slot.boot) + 1),
+                Value::from(title_of(slot.workload.kind)),
+                Value::from(u64::from(slot.workload.cpus)),
+                Value::from(tasks_of(slot.workload.tasks)),
+                Value::from(u64::from(slot.round) + 1),
+                Value::from(slot.place as u64 + 1),
+                Value::from(slot.turn.name()),
+                Value::from(slot.ops_per_s.round()),
+            ]
+        });
     DataTable { title: "all turns".to_owned(), columns: columns.into(), rows: rows.collect() }
 }
 
-/// What the guests' driver counted in a second of each workload, and what a free cost by its own clock.
+/// What the guests' driver counted in a second of each workload, and what a free cost by its own
+/// clock.
 fn activity(own: &[&Slot]) -> Option<DataTable> {
     /// A mean and numbers of the moment, which do not grow.
     const NO_COUNTERS: [&str; 4] = ["free_ns", "bitmap_set", "percpu_waiting", "isolated_now"];
@@ -216,7 +231,8 @@ fn activity(own: &[&Slot]) -> Option<DataTable> {
             .map(|slot| slot.driver.get(name).unwrap_or(0.0))
             .sum()
     };
-    // The time in which a turn settles is not in what its workload counts, but in what the driver does.
+    // The time in which a turn settles is not in what its workload counts, but in what the driver
+    // does.
     let seconds = |kind: FaultKind| -> f64 {
         own.iter()
             .filter(|slot| slot.workload.kind == kind)
@@ -224,7 +240,9 @@ fn activity(own: &[&Slot]) -> Option<DataTable> {
             .sum::<f64>()
             .max(1.0)
     };
-    let kinds = || KINDS.into_iter().filter(|(kind, ..)| own.iter().any(|slot| slot.workload.kind == *kind));
+    let kinds = || {
+        KINDS.into_iter().filter(|(kind, ..)| own.iter().any(|slot| slot.workload.kind == *kind))
+    };
     let row = |name: String, value: &dyn Fn(FaultKind) -> f64| -> Vec<Value> {
         std::iter::once(Value::from(name))
             .chain(kinds().map(|(kind, ..)| Value::from(rounded(value(kind)))))
@@ -248,7 +266,8 @@ mod tests {
     use super::*;
     use crate::counters::Counters;
 
-    /// Guests of both sizes in which percpu costs 4 % with page_fault1 and nothing else costs anything.
+    /// Guests of both sizes in which percpu costs 4 % with page_fault1 and nothing else costs
+    /// anything.
     fn slots() -> Vec<Slot> {
         let mut slots = Vec::new();
         for boot in 0..6 {
@@ -292,7 +311,10 @@ mod tests {
     fn overheads_are_told_by_workload() {
         let told = told("percpu");
         let metric = |name: &str| told.metrics[name].unwrap();
-        assert_eq!((metric("fault1_overhead_percent"), metric("fault2_overhead_percent")), (4.0, 0.0));
+        assert_eq!(
+            (metric("fault1_overhead_percent"), metric("fault2_overhead_percent")),
+            (4.0, 0.0)
+        );
         assert_eq!(
             (metric("fault1_overhead_low_percent"), metric("fault1_overhead_high_percent")),
             (4.0, 4.0)

@@ -8,7 +8,8 @@ const LIMIT: Duration = Duration::from_secs(60);
 
 /// The agent's program, built if need be: cargo builds only the libraries that a test depends on.
 fn agent() -> PathBuf {
-    let status = Program::new(env!("CARGO")).args(["build", "--quiet", "--package", "ebb-agent"]).status();
+    let status =
+        Program::new(env!("CARGO")).args(["build", "--quiet", "--package", "ebb-agent"]).status();
     assert!(status.unwrap().success());
     find_agent(None).expect("cargo has put the agent beside this test")
 }
@@ -71,7 +72,8 @@ fn a_monitor_that_ends_is_told_with_its_last_words() {
 
 #[test]
 fn the_log_of_the_monitor_is_part_of_the_explanation() {
-    // The console stays open longer than the log, so that the log has been read when the console ends.
+    // The console stays open longer than the log, so that the log has been read when the console
+    // ends.
     let mut guest = script("echo 'cannot open /dev/kvm' >&2; exec 2>&-; sleep 0.5");
     let text = message(&guest.wait_ready(LIMIT).unwrap_err());
     assert!(text.contains("last lines of its monitor:\n    cannot open /dev/kvm"), "{text}");
@@ -104,9 +106,12 @@ fn a_guest_that_restarts_has_forgotten_its_command() {
 #[test]
 fn answers_to_other_commands_are_not_taken_for_this_one() {
     let done = |id: u64| {
-        format!("printf '\\036%s\\n' '{{\"done\":{{\"id\":{id},\"elapsed_ms\":{id},\"result\":null}}}}'")
+        format!(
+            "printf '\\036%s\\n' '{{\"done\":{{\"id\":{id},\"elapsed_ms\":{id},\"result\":null}}}}'"
+        )
     };
-    let mut guest = script(&format!("{}; read line; {}; {}; read forever", ready(), done(9), done(1)));
+    let mut guest =
+        script(&format!("{}; read line; {}; {}; read forever", ready(), done(9), done(1)));
     guest.wait_ready(LIMIT).unwrap();
     let answer = guest.command(Command::MemInfo, LIMIT, &mut || {}).unwrap();
     assert_eq!(answer.elapsed, Duration::from_millis(1));
@@ -115,12 +120,17 @@ fn answers_to_other_commands_are_not_taken_for_this_one() {
 #[test]
 fn a_command_that_was_begun_is_waited_for_later_and_elsewhere() {
     let done = |id: u64| {
-        format!("printf '\\036%s\\n' '{{\"done\":{{\"id\":{id},\"elapsed_ms\":{id},\"result\":null}}}}'")
+        format!(
+            "printf '\\036%s\\n' '{{\"done\":{{\"id\":{id},\"elapsed_ms\":{id},\"result\":null}}}}'"
+        )
     };
-    let mut source = script(&format!("{}; read line; read line; {}; read forever", ready(), done(3)));
+    let mut source =
+        script(&format!("{}; read line; read line; {}; read forever", ready(), done(3)));
     source.wait_ready(LIMIT).unwrap();
-    let (first, second) = (source.begin(Command::MemInfo).unwrap(), source.begin(Command::VmStat).unwrap());
-    let mut destination = script(&format!("read line; {}; {}; {}; read forever", done(2), done(3), done(1)));
+    let (first, second) =
+        (source.begin(Command::MemInfo).unwrap(), source.begin(Command::VmStat).unwrap());
+    let mut destination =
+        script(&format!("read line; {}; {}; {}; read forever", done(2), done(3), done(1)));
     destination.goes_on_from(&mut source);
     destination.command(Command::MemInfo, LIMIT, &mut || {}).unwrap();
     for (begun, ms) in [(first, 1), (second, 2)] {

@@ -75,8 +75,10 @@ const STAGES: [Stage; 7] = [
 
 /// All metrics.
 pub(super) fn metrics() -> Vec<MetricInfo> {
-    let lower = |name: &str, title: &str, unit: &str| MetricInfo::new(name, title, unit, Better::Lower);
-    let higher = |name: &str, title: &str, unit: &str| MetricInfo::new(name, title, unit, Better::Higher);
+    let lower =
+        |name: &str, title: &str, unit: &str| MetricInfo::new(name, title, unit, Better::Lower);
+    let higher =
+        |name: &str, title: &str, unit: &str| MetricInfo::new(name, title, unit, Better::Higher);
     let mut metrics = vec![
         lower("inflate_ms", "Inflate, guest idle", "ms"),
         lower("inflate_used_ms", "Inflate, memory used before", "ms"),
@@ -86,9 +88,10 @@ pub(super) fn metrics() -> Vec<MetricInfo> {
         higher("inflate_used_speedup", "Times as fast as pfn: inflate, used before", ""),
         higher("deflate_speedup", "Times as fast as pfn: deflate", ""),
     ];
-    metrics.extend(
-        STAGES.map(|stage| lower(stage.name, &format!("Inflate, idle: {}", stage.title), stage.unit)),
-    );
+    metrics
+        .extend(STAGES.map(|stage| {
+            lower(stage.name, &format!("Inflate, idle: {}", stage.title), stage.unit)
+        }));
     metrics.extend([
         higher("returned_mib", "Back at the host after inflating, used before", "MiB"),
         lower("left_mib", "Left with the inflated guest", "MiB"),
@@ -98,12 +101,13 @@ pub(super) fn metrics() -> Vec<MetricInfo> {
 
 /// Fills in what is known without the other series.
 pub(super) fn series(rounds: &[Round], series: &mut Series) {
-    let middle = |memory: Option<Memory>, direction: Direction, value: &dyn Fn(&Round) -> Option<f64>| {
-        let those = rounds.iter().filter(|round| {
-            round.direction == direction && memory.is_none_or(|memory| round.memory == memory)
-        });
-        median(those.filter_map(value)).map(rounded)
-    };
+    let middle =
+        |memory: Option<Memory>, direction: Direction, value: &dyn Fn(&Round) -> Option<f64>| {
+            let those = rounds.iter().filter(|round| {
+                round.direction == direction && memory.is_none_or(|memory| round.memory == memory)
+            });
+            median(those.filter_map(value)).map(rounded)
+        };
     let (idle, used) = (Some(Memory::Idle), Some(Memory::Used));
     let elapsed = |round: &Round| Some(round.elapsed_ms);
     let mut metrics = vec![
@@ -186,7 +190,8 @@ pub(super) fn compare(all: &mut [Series]) {
             let value = |metrics: &std::collections::BTreeMap<String, Option<f64>>| {
                 metrics.get(time).copied().flatten().filter(|time| *time > 0.0)
             };
-            let ratio = value(&base).zip(value(&series.metrics)).map(|(base, this)| rounded(base / this));
+            let ratio =
+                value(&base).zip(value(&series.metrics)).map(|(base, this)| rounded(base / this));
             series.metrics.insert(speedup.to_owned(), ratio);
         }
         if base_name != PFN && series.name != base_name {
@@ -208,8 +213,12 @@ mod tests {
             settled_ms: elapsed_ms + 10.0,
             returned_mib: 700.0,
             left_mib: 80.0,
-            driver: Some(Counters::of_driver("allocate_ns 2000000\norder_0 3\norder_10 5\norder_4 0\n")),
-            monitor: Some(Counters::of_monitor("ebb_balloon_queue_bytes_total{kind=\"inflate\"} 2048\n")),
+            driver: Some(Counters::of_driver(
+                "allocate_ns 2000000\norder_0 3\norder_10 5\norder_4 0\n",
+            )),
+            monitor: Some(Counters::of_monitor(
+                "ebb_balloon_queue_bytes_total{kind=\"inflate\"} 2048\n",
+            )),
         }
     }
 

@@ -21,14 +21,18 @@ const SILENCE_LIMIT: Duration = Duration::from_secs(20);
 /// # Errors
 /// [`LabError::SystemFile`] with what a socket said.
 pub fn megabits_per_s(link: &Link, counted: Duration) -> Result<f64, LabError> {
-    transfer(link, counted).map_err(|cause| LabError::SystemFile { path: PathBuf::from(NAMES), cause })
+    transfer(link, counted)
+        .map_err(|cause| LabError::SystemFile { path: PathBuf::from(NAMES), cause })
 }
 
 fn transfer(link: &Link, counted: Duration) -> io::Result<f64> {
-    // A socket stays in the namespace that it was made in; a connection is complete before it is accepted.
-    let listener = link.namespace(End::Right).inside(|| TcpListener::bind((End::Right.address(), 0)))?;
+    // A socket stays in the namespace that it was made in; a connection is complete before it is
+    // accepted.
+    let listener =
+        link.namespace(End::Right).inside(|| TcpListener::bind((End::Right.address(), 0)))?;
     let address = listener.local_addr()?;
-    let sending = link.namespace(End::Left).inside(|| TcpStream::connect_timeout(&address, SILENCE_LIMIT))?;
+    let sending =
+        link.namespace(End::Left).inside(|| TcpStream::connect_timeout(&address, SILENCE_LIMIT))?;
     let (receiving, _) = listener.accept()?;
     sending.set_write_timeout(Some(SILENCE_LIMIT))?;
     receiving.set_read_timeout(Some(SILENCE_LIMIT))?;

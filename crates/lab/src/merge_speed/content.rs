@@ -22,7 +22,8 @@ pub(super) enum Shape {
     Scattered,
     /// The same, but in runs of 64 pages.
     Runs,
-    /// Four memories of the same origin, of which a tenth was written to since, in runs of eight pages.
+    /// Four memories of the same origin, of which a tenth was written to since, in runs of eight
+    /// pages.
     Clones,
 }
 
@@ -72,8 +73,9 @@ impl Contents {
             Shape::Clones => clones(pages / COPIES, &mut random),
         };
         // Contents of another seed are others, so that nothing is left over from an earlier memory.
-        let memories =
-            memories.into_iter().map(|ids: Vec<u64>| ids.into_iter().map(|id| id ^ (seed << 40)).collect());
+        let memories = memories
+            .into_iter()
+            .map(|ids: Vec<u64>| ids.into_iter().map(|id| id ^ (seed << 40)).collect());
         Self { memories: memories.collect() }
     }
 
@@ -149,8 +151,8 @@ pub(super) fn page(id: ContentId) -> [u8; PAGE_BYTES] {
     bytes
 }
 
-/// Numbers that look random and are the same each time (SplitMix64: G. Steele, D. Lea and C. Flood, "Fast splittable pseudorandom
-/// number generators", 2014).
+/// Numbers that look random and are the same each time (SplitMix64: G. Steele, D. Lea and C. Flood,
+/// "Fast splittable pseudorandom number generators", 2014).
 #[derive(Debug, Clone)]
 pub(super) struct Random(pub(super) u64);
 
@@ -207,7 +209,11 @@ mod tests {
         let neighbours = |shape| {
             let contents = contents(shape);
             let ids = &contents.memories[0];
-            contents.alike().iter().filter(|(_, page)| ids.get(page + 1) == Some(&(ids[*page] + 1))).count()
+            contents
+                .alike()
+                .iter()
+                .filter(|(_, page)| ids.get(page + 1) == Some(&(ids[*page] + 1)))
+                .count()
         };
         let alike = contents(Shape::Runs).alike().len();
         assert_eq!(alike, PAGES / 2);

@@ -21,9 +21,11 @@ const PAGES_TO_SCAN: u64 = 500;
 const LOOK: Duration = Duration::from_micros(500);
 /// It does not take longer, whatever is merged.
 const LIMIT: Duration = Duration::from_secs(300);
-/// Of the pages of a first pass: it would be in the midst of the second one otherwise until it is stopped.
+/// Of the pages of a first pass: it would be in the midst of the second one otherwise until it is
+/// stopped.
 const MOST_OF: f64 = 0.95;
-/// `struct ksm_rmap_item` of Linux 6.x on 64-bit machines (mm/ksm.c), where the kernel does not tell it itself.
+/// `struct ksm_rmap_item` of Linux 6.x on 64-bit machines (mm/ksm.c), where the kernel does not
+/// tell it itself.
 const ITEM_BYTES: u64 = 64;
 const ITEM_SIZE_FILE: &str = "/sys/kernel/slab/ksm_rmap_item/object_size";
 
@@ -77,7 +79,8 @@ impl Ksmd {
             (Knob::AdvisorMode, 0),
         ];
         let present = ksm.settings().map_err(failed)?;
-        let wanted: Values = wanted.into_iter().filter(|(knob, _)| present.get(*knob).is_some()).collect();
+        let wanted: Values =
+            wanted.into_iter().filter(|(knob, _)| present.get(*knob).is_some()).collect();
         let users = KsmUsers::open(Path::new(RUN_FOLDER)).map_err(failed)?;
         let membership = users.join(ksm, "lab merge-speed", &wanted).map_err(failed)?;
         Ok(Self { membership, pid: merging::kernel_thread()? })
@@ -94,8 +97,12 @@ impl Ksmd {
     /// Makes sure that it had no other pages to look at than those of this process.
     fn check_alone(&self) -> Result<(), LabError> {
         let now = self.counters()?;
-        let kinds =
-            [Counter::PagesShared, Counter::PagesSharing, Counter::PagesUnshared, Counter::PagesVolatile];
+        let kinds = [
+            Counter::PagesShared,
+            Counter::PagesSharing,
+            Counter::PagesUnshared,
+            Counter::PagesVolatile,
+        ];
         let all: u64 = kinds.into_iter().map(|kind| now.count(kind)).sum();
         let own = own_items()?;
         if all > own + own / 20 {
@@ -126,8 +133,10 @@ impl Side for Ksmd {
 
     fn merge(&mut self, _arena: &Arena, until: Until) -> Result<Work, LabError> {
         let (before, cpu_ns, begin) = (self.counters()?, self.cpu_ns()?, Instant::now());
-        let since = |now: &Counters, counter| now.count(counter).saturating_sub(before.count(counter));
-        let covered = |now: &Counters| since(now, Counter::PagesScanned) + since(now, Counter::PagesSkipped);
+        let since =
+            |now: &Counters, counter| now.count(counter).saturating_sub(before.count(counter));
+        let covered =
+            |now: &Counters| since(now, Counter::PagesScanned) + since(now, Counter::PagesSkipped);
         self.run(RUN_MERGE)?;
         loop {
             thread::sleep(LOOK);
@@ -145,7 +154,9 @@ impl Side for Ksmd {
             }
             if begin.elapsed() > LIMIT {
                 self.run(RUN_STOP)?;
-                return Err(LabError::Merging(format!("KSM did not come to an end within {LIMIT:?}")));
+                return Err(LabError::Merging(format!(
+                    "KSM did not come to an end within {LIMIT:?}"
+                )));
             }
         }
         let wall_ns = begin.elapsed().as_nanos() as u64;
@@ -162,7 +173,8 @@ impl Side for Ksmd {
 
     fn metadata_bytes(&mut self, _arena: &Arena) -> Result<u64, LabError> {
         let items = own_items()?;
-        let item_bytes = fs::read_to_string(ITEM_SIZE_FILE).ok().and_then(|text| text.trim().parse().ok());
+        let item_bytes =
+            fs::read_to_string(ITEM_SIZE_FILE).ok().and_then(|text| text.trim().parse().ok());
         Ok(items * item_bytes.unwrap_or(ITEM_BYTES))
     }
 }
@@ -170,21 +182,25 @@ impl Side for Ksmd {
 /// Pages of this process that KSM knows.
 fn own_items() -> Result<u64, LabError> {
     const PATH: &str = "/proc/self/ksm_stat";
-    let text = fs::read_to_string(PATH).map_err(|cause| LabError::SystemFile { path: PATH.into(), cause })?;
+    let text = fs::read_to_string(PATH)
+        .map_err(|cause| LabError::SystemFile { path: PATH.into(), cause })?;
     proc::named_number(&text, "ksm_rmap_items")
         .ok_or(LabError::MissingField { path: PATH.into(), field: "ksm_rmap_items" })
 }
 
-/// The name of another process that wants KSM to merge its pages, as far as the kernel tells (Linux 6.16).
+/// The name of another process that wants KSM to merge its pages, as far as the kernel tells (Linux
+/// 6.16).
 fn other_user() -> Option<String> {
     let own = std::process::id().to_string();
-    fs::read_dir("/proc").ok()?.flatten().filter(|entry| entry.file_name() != own.as_str()).find_map(
-        |entry| {
+    fs::read_dir("/proc")
+        .ok()?
+        .flatten()
+        .filter(|entry| entry.file_name() != own.as_str())
+        .find_map(|entry| {
             let text = fs::read_to_string(entry.path().join("ksm_stat")).ok()?;
             if !text.lines().any(|line| line.trim() == "ksm_mergeable: yes") {
                 return None;
             }
             fs::read_to_string(entry.path().join("comm")).ok().map(|name| name.trim().to_owned())
-        },
-    )
+        })
 }

@@ -125,7 +125,8 @@ pub(super) fn merge(
     });
     let mark = sibling.as_ref().map(Sibling::mark);
     let work = side.merge(&arena, Until::Freed(surplus_pages))?;
-    let meanwhile = sibling.as_ref().zip(mark).and_then(|(sibling, mark)| sibling.rounds_per_s(mark));
+    let meanwhile =
+        sibling.as_ref().zip(mark).and_then(|(sibling, mark)| sibling.rounds_per_s(mark));
     drop(sibling);
     let freed_pages = frames.saturating_sub(arena.frames()?);
     right(&arena, "merged")?;
@@ -156,6 +157,8 @@ fn build(side: &dyn Side, shape: Shape, amount: Amount, seed: u64) -> Result<Are
 fn right(arena: &Arena, when: &str) -> Result<(), LabError> {
     match arena.wrong_pages()? {
         0 => Ok(()),
-        wrong => Err(LabError::Merging(format!("{wrong} pages have another content after they were {when}"))),
+        wrong => Err(LabError::Merging(format!(
+            "{wrong} pages have another content after they were {when}"
+        ))),
     }
 }

@@ -15,7 +15,8 @@ use crate::LabError;
 /// Pages that are handled at a time.
 const CHUNK_PAGES: usize = 256;
 const PAGEMAP: &str = "/proc/self/pagemap";
-/// Bytes of an entry (Linux Documentation/admin-guide/mm/pagemap.rst): bit 63 says present, bits 0-54 have the page frame.
+/// Bytes of an entry (Linux Documentation/admin-guide/mm/pagemap.rst): bit 63 says present, bits
+/// 0-54 have the page frame.
 const ENTRY_BYTES: usize = 8;
 const PRESENT: u64 = 1 << 63;
 const FRAME: u64 = (1 << 55) - 1;
@@ -39,7 +40,8 @@ fn pages(first: usize, count: usize) -> PageRange {
 impl Arena {
     /// Maps memory for these contents, lets `prepare` have it, and writes all of it.
     ///
-    /// Without huge pages: what is compared is the merging of small pages, whoever breaks huge ones.
+    /// Without huge pages: what is compared is the merging of small pages, whoever breaks huge
+    /// ones.
     pub(super) fn new(
         contents: Contents,
         prepare: impl Fn(&GuestRam) -> Result<(), LabError>,
@@ -70,8 +72,9 @@ impl Arena {
         &self.contents
     }
 
-    /// Counts the page frames behind all memory, each once however often it is mapped, after a read of each page: this is the
-    /// kernel's own account of what is shared, whoever shared it. Takes root's rights.
+    /// Counts the page frames behind all memory, each once however often it is mapped, after a read
+    /// of each page: this is the kernel's own account of what is shared, whoever shared it. Takes
+    /// root's rights.
     pub(super) fn frames(&self) -> Result<u64, LabError> {
         let cannot = failed("cannot count page frames");
         let pagemap = File::open(PAGEMAP).map_err(|error| cannot(&error))?;
@@ -128,7 +131,8 @@ impl Arena {
                     .map_err(|error| cannot(&error))?;
                 let is_wrong = |(found, id): (&[u8], &ContentId)| found != page(*id);
                 wrong +=
-                    bytes.chunks(PAGE_BYTES).zip(ids).map(is_wrong).filter(|wrong| *wrong).count() as u64;
+                    bytes.chunks(PAGE_BYTES).zip(ids).map(is_wrong).filter(|wrong| *wrong).count()
+                        as u64;
             }
         }
         Ok(wrong)

@@ -35,7 +35,10 @@ impl Owner {
     }
 
     /// All memories of the arena, in one trust domain.
-    fn merger(&mut self, arena: &Arena) -> Result<&mut Merger<OwnerMemory, LocalStore<OwnSlots>>, LabError> {
+    fn merger(
+        &mut self,
+        arena: &Arena,
+    ) -> Result<&mut Merger<OwnerMemory, LocalStore<OwnSlots>>, LabError> {
         let merger = if let Some(merger) = self.merger.take() {
             merger
         } else {
@@ -73,7 +76,8 @@ impl Side for Owner {
                 Until::Covered(pages) => work.pages >= pages,
                 Until::Passes(wanted) => passes >= wanted,
                 Until::Freed(pages) => {
-                    let sharing = merger.statistics().pages_sharing.saturating_sub(before.pages_sharing);
+                    let sharing =
+                        merger.statistics().pages_sharing.saturating_sub(before.pages_sharing);
                     sharing >= pages || passes >= PASSES_IN_VAIN
                 }
             };
@@ -81,7 +85,9 @@ impl Side for Owner {
                 break;
             }
             if begin.elapsed() > LIMIT {
-                return Err(LabError::Merging(format!("the owner did not come to an end within {LIMIT:?}")));
+                return Err(LabError::Merging(format!(
+                    "the owner did not come to an end within {LIMIT:?}"
+                )));
             }
         }
         work.wall_ns = begin.elapsed().as_nanos() as u64;
@@ -92,7 +98,8 @@ impl Side for Owner {
     }
 
     fn first_pass(&self, _arena: &Arena) -> Until {
-        // The first one only begins to watch writes; what was not written to meanwhile is read in the second one.
+        // The first one only begins to watch writes; what was not written to meanwhile is read in
+        // the second one.
         Until::Passes(2)
     }
 

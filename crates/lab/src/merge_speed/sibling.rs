@@ -1,4 +1,5 @@
-//! A thread that works in the same process while its memory is merged, as vCPUs do: what it loses by that.
+//! A thread that works in the same process while its memory is merged, as vCPUs do: what it loses
+//! by that.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -43,12 +44,18 @@ impl Sibling {
         let cannot = |cause: &dyn std::fmt::Display| {
             LabError::Merging(format!("cannot start a second thread: {cause}"))
         };
-        let region =
-            RegionSpec { start: GuestAddress(0), size_bytes: (PAGES * PAGE_BYTES) as u64, host_node: None };
+        let region = RegionSpec {
+            start: GuestAddress(0),
+            size_bytes: (PAGES * PAGE_BYTES) as u64,
+            host_node: None,
+        };
         let ram = GuestRam::new(&[region], Backing::Anonymous, HugePages::Off, Populate::Lazy)
             .map_err(|error| cannot(&error))?;
-        let (stop, rounds, thread_id) =
-            (Arc::<AtomicBool>::default(), Arc::<AtomicU64>::default(), Arc::<AtomicU64>::default());
+        let (stop, rounds, thread_id) = (
+            Arc::<AtomicBool>::default(),
+            Arc::<AtomicU64>::default(),
+            Arc::<AtomicU64>::default(),
+        );
         let shared = (stop.clone(), rounds.clone(), thread_id.clone());
         let thread = thread::Builder::new()
             .name("sibling".to_owned())

@@ -16,8 +16,8 @@ pub(super) enum Until {
     Freed(u64),
 }
 
-/// Passes after which nothing more is to be expected: the first one sees pages for the first time, the next one finds that they have
-/// not changed, the third one merges what the second one did not.
+/// Passes after which nothing more is to be expected: the first one sees pages for the first time,
+/// the next one finds that they have not changed, the third one merges what the second one did not.
 pub(super) const PASSES_IN_VAIN: u64 = 6;
 
 /// What was done, and what it took.

@@ -35,28 +35,46 @@ pub(super) struct Found {
 
 /// All metrics.
 pub(super) fn metrics() -> Vec<MetricInfo> {
-    let higher = |name: &str, title: &str, unit: &str| MetricInfo::new(name, title, unit, Better::Higher);
-    let lower = |name: &str, title: &str, unit: &str| MetricInfo::new(name, title, unit, Better::Lower);
+    let higher =
+        |name: &str, title: &str, unit: &str| MetricInfo::new(name, title, unit, Better::Higher);
+    let lower =
+        |name: &str, title: &str, unit: &str| MetricInfo::new(name, title, unit, Better::Lower);
     let mut metrics = vec![
         higher(
             "unique_first_pages_per_cpu_s",
             "Unique pages scanned in a CPU-second, until each was read once",
             "",
         ),
-        higher("unique_steady_pages_per_cpu_s", "Unique pages scanned in a CPU-second, steady state", ""),
+        higher(
+            "unique_steady_pages_per_cpu_s",
+            "Unique pages scanned in a CPU-second, steady state",
+            "",
+        ),
         lower("metadata_bytes_per_page", "Metadata for each scanned page", "bytes"),
     ];
     for shape in MERGED {
         let (name, title) = (shape.name(), shape.title());
         metrics.extend([
-            higher(&format!("{name}_freed_per_cpu_s"), &format!("Pages freed in a CPU-second: {title}"), ""),
+            higher(
+                &format!("{name}_freed_per_cpu_s"),
+                &format!("Pages freed in a CPU-second: {title}"),
+                "",
+            ),
             higher(
                 &format!("{name}_busy_freed_per_cpu_s"),
                 &format!("Pages freed in a CPU-second, beside a busy thread: {title}"),
                 "",
             ),
-            higher(&format!("{name}_freed_percent"), &format!("Freed of what could be: {title}"), "%"),
-            lower(&format!("{name}_write_ns"), &format!("First write to a merged page: {title}"), "ns"),
+            higher(
+                &format!("{name}_freed_percent"),
+                &format!("Freed of what could be: {title}"),
+                "%",
+            ),
+            lower(
+                &format!("{name}_write_ns"),
+                &format!("First write to a merged page: {title}"),
+                "ns",
+            ),
             lower(
                 &format!("{name}_sibling_loss_percent"),
                 &format!("What the busy thread loses meanwhile: {title}"),
@@ -65,7 +83,8 @@ pub(super) fn metrics() -> Vec<MetricInfo> {
         ]);
     }
     metrics.extend(
-        COMPARED.map(|(_, name, title)| higher(name, &format!("Times as many as ksmd: {title}"), "")),
+        COMPARED
+            .map(|(_, name, title)| higher(name, &format!("Times as many as ksmd: {title}"), "")),
     );
     metrics
 }
@@ -84,12 +103,17 @@ pub(super) fn series(found: &Found, series: &mut Series) {
             "unique_steady_pages_per_cpu_s".to_owned(),
             scanned(&|scanning| scanning.steady.per_cpu_s(scanning.steady.pages)),
         ),
-        ("metadata_bytes_per_page".to_owned(), scanned(&|scanning| Some(scanning.metadata_bytes_per_page))),
+        (
+            "metadata_bytes_per_page".to_owned(),
+            scanned(&|scanning| Some(scanning.metadata_bytes_per_page)),
+        ),
     ]);
     for shape in MERGED {
         let of = |company: Company, value: &dyn Fn(&Merging) -> Option<f64>| {
-            let those =
-                found.mergings.iter().filter(|merging| merging.shape == shape && merging.company == company);
+            let those = found
+                .mergings
+                .iter()
+                .filter(|merging| merging.shape == shape && merging.company == company);
             median(those.filter_map(value)).map(rounded)
         };
         let rate = |merging: &Merging| merging.work.per_cpu_s(merging.freed_pages);
@@ -110,7 +134,8 @@ pub(super) fn series(found: &Found, series: &mut Series) {
 }
 
 fn freed_percent(merging: &Merging) -> Option<f64> {
-    (merging.surplus_pages > 0).then(|| merging.freed_pages as f64 * 100.0 / merging.surplus_pages as f64)
+    (merging.surplus_pages > 0)
+        .then(|| merging.freed_pages as f64 * 100.0 / merging.surplus_pages as f64)
 }
 
 /// By how much less the second thread did while pages were merged.
@@ -131,7 +156,8 @@ fn table(mergings: &[Merging]) -> DataTable {
         "first write, ns",
         "second thread's loss, %",
     ];
-    let number = |value: Option<f64>| value.map_or(Value::from("-"), |value| Value::from(rounded(value)));
+    let number =
+        |value: Option<f64>| value.map_or(Value::from("-"), |value| Value::from(rounded(value)));
     let row = |merging: &Merging| {
         vec![
             Value::from(merging.shape.title()),
@@ -156,7 +182,8 @@ fn table(mergings: &[Merging]) -> DataTable {
 
 /// Says how many times as much as the kernel's thread each series does.
 pub(super) fn compare(all: &mut [Series]) {
-    let Some(base) = all.iter().find(|series| series.name == KSMD).map(|series| series.metrics.clone())
+    let Some(base) =
+        all.iter().find(|series| series.name == KSMD).map(|series| series.metrics.clone())
     else {
         return;
     };
@@ -165,7 +192,8 @@ pub(super) fn compare(all: &mut [Series]) {
             let value = |metrics: &BTreeMap<String, Option<f64>>| {
                 metrics.get(rate).copied().flatten().filter(|rate| *rate > 0.0)
             };
-            let ratio = value(&series.metrics).zip(value(&base)).map(|(this, base)| rounded(this / base));
+            let ratio =
+                value(&series.metrics).zip(value(&base)).map(|(this, base)| rounded(this / base));
             series.metrics.insert(times.to_owned(), ratio);
         }
     }
@@ -197,7 +225,8 @@ mod tests {
             mergings: MERGED
                 .into_iter()
                 .flat_map(|shape| {
-                    [Company::Alone, Company::Sibling].map(|company| merging(shape, company, cpu_ms))
+                    [Company::Alone, Company::Sibling]
+                        .map(|company| merging(shape, company, cpu_ms))
                 })
                 .collect(),
         };

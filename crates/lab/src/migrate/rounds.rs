@@ -94,7 +94,8 @@ fn all(
         let done = loop {
             match one(bench, link, plan, case, &mut guest, &mut series.notes) {
                 Ok(done) => break done,
-                // An emulated host loses a guest now and then; memory that is damaged is another matter.
+                // An emulated host loses a guest now and then; memory that is damaged is another
+                // matter.
                 Err(error) if attempts == 0 && !is_damage(&error) => {
                     attempts += 1;
                     guest = None;
@@ -145,7 +146,10 @@ fn one<'a, 'b>(
     let patience = if load.is_some() { lasts / 2 } else { PATIENCE };
     let (report, answered_ms) = subject.migrate(plan.way, patience)?;
     if report.forced {
-        notes.push(format!("{}: stopped after {patience:?}, since it did not converge", case.load()));
+        notes.push(format!(
+            "{}: stopped after {patience:?}, since it did not converge",
+            case.load()
+        ));
     }
     if let Some(reason) = &report.not_asked {
         notes.push(format!("the guest was not asked for its free pages: {reason}"));

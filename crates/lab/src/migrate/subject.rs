@@ -105,7 +105,11 @@ impl<'a, 'b> Subject<'a, 'b> {
     }
 
     /// Waits until the guest has given back what it has freed.
-    pub(super) fn wait_for_return(&mut self, program_mib: u64, scale: Scale) -> Result<(), LabError> {
+    pub(super) fn wait_for_return(
+        &mut self,
+        program_mib: u64,
+        scale: Scale,
+    ) -> Result<(), LabError> {
         self.step("gives its memory back");
         let began = Instant::now();
         let mut watch: Option<ReturnWatch> = None;
@@ -126,14 +130,18 @@ impl<'a, 'b> Subject<'a, 'b> {
     /// What the guest uses of its memory: all that its kernel does not count as free.
     pub(super) fn used_bytes(&mut self) -> Result<u64, LabError> {
         let memory = self.command(Command::MemInfo, ANSWER_LIMIT)?;
-        let free_kib = memory["MemFree"]
-            .as_u64()
-            .ok_or_else(|| self.guest.failed(GuestProblem::Protocol(format!("no MemFree in {memory}"))))?;
+        let free_kib = memory["MemFree"].as_u64().ok_or_else(|| {
+            self.guest.failed(GuestProblem::Protocol(format!("no MemFree in {memory}")))
+        })?;
         Ok((self.size.memory_mib << 20).saturating_sub(free_kib << 10))
     }
 
     /// Begins to rewrite a working set.
-    pub(super) fn begin_load(&mut self, working_set_mib: u64, lasts: Duration) -> Result<Load, LabError> {
+    pub(super) fn begin_load(
+        &mut self,
+        working_set_mib: u64,
+        lasts: Duration,
+    ) -> Result<Load, LabError> {
         let churn = Command::Churn {
             bytes: working_set_mib << 20,
             tasks: 1,
@@ -164,8 +172,13 @@ impl<'a, 'b> Subject<'a, 'b> {
         Err(self.guest.failed(GuestProblem::Damaged(result.to_string())))
     }
 
-    /// Moves the guest to the other end; what the source says of it, and the time until the guest answered there, in ms.
-    pub(super) fn migrate(&mut self, way: Way, patience: Duration) -> Result<(Report, f64), LabError> {
+    /// Moves the guest to the other end; what the source says of it, and the time until the guest
+    /// answered there, in ms.
+    pub(super) fn migrate(
+        &mut self,
+        way: Way,
+        patience: Duration,
+    ) -> Result<(Report, f64), LabError> {
         let to = self.end.other();
         let address = format!("{}:{PORT}", to.address());
         let here = self.control();
@@ -178,7 +191,8 @@ impl<'a, 'b> Subject<'a, 'b> {
         let order = Order { pid: self.guest.pid(), control: &here, address: &address, patience };
         let begun = Instant::now();
         let report = ways::run(way, self.bench.ebb(), &order).map_err(|reason| {
-            let other = taking.ended_by_itself().map(|error| format!("\n  at the other end: {error}"));
+            let other =
+                taking.ended_by_itself().map(|error| format!("\n  at the other end: {error}"));
             self.guest.failed(GuestProblem::Migration(reason + &other.unwrap_or_default()))
         })?;
         taking.goes_on_from(&mut self.guest);

@@ -52,7 +52,9 @@ const MEASURES: [Measure; 9] = [
         title: "Bytes sent for each byte that the guest uses",
         unit: "",
         cases: ALL,
-        of: |moved| (moved.used_bytes > 0).then(|| moved.report.bytes_sent as f64 / moved.used_bytes as f64),
+        of: |moved| {
+            (moved.used_bytes > 0).then(|| moved.report.bytes_sent as f64 / moved.used_bytes as f64)
+        },
     },
     Measure {
         name: ("rounds", ""),
@@ -144,7 +146,8 @@ pub(super) fn series(moved: &[Moved], carried: Carried, series: &mut Series) {
     for case in ALL {
         for measure in MEASURES.iter().filter(|measure| measure.cases.contains(case)) {
             let those = moved.iter().filter(|moved| moved.case == *case);
-            metrics.insert(measure.metric(*case), median(those.filter_map(measure.of)).map(rounded));
+            metrics
+                .insert(measure.metric(*case), median(those.filter_map(measure.of)).map(rounded));
         }
     }
     metrics.extend(GAINS.map(|(name, ..)| (name.to_owned(), None)));
@@ -239,7 +242,11 @@ fn rounds_table(moved: &[Moved]) -> Option<DataTable> {
         .flat_map(|moved| moved.report.rounds_detail.iter().map(move |round| row(moved, round)))
         .collect();
     let columns = COLUMNS.map(str::to_owned).into();
-    (!rows.is_empty()).then(|| DataTable { title: "rounds of the migrations".to_owned(), columns, rows })
+    (!rows.is_empty()).then(|| DataTable {
+        title: "rounds of the migrations".to_owned(),
+        columns,
+        rows,
+    })
 }
 
 /// Says of each series how much better it is than sending all pages.
@@ -251,7 +258,8 @@ pub(super) fn compare(all: &mut [Series]) {
             let value = |metrics: &BTreeMap<String, Option<f64>>| {
                 metrics.get(metric).copied().flatten().filter(|value| *value > 0.0)
             };
-            let ratio = value(&base).zip(value(&series.metrics)).map(|(base, this)| rounded(base / this));
+            let ratio =
+                value(&base).zip(value(&series.metrics)).map(|(base, this)| rounded(base / this));
             series.metrics.insert(gain.to_owned(), ratio);
         }
     }
@@ -270,7 +278,11 @@ mod tests {
             rounds: 2,
             pages_skipped: Some(7),
             source_cpu_ms: Some(80.0),
-            rounds_detail: vec![MigrationRound { round: 1, pages_data: 5, ..MigrationRound::default() }],
+            rounds_detail: vec![MigrationRound {
+                round: 1,
+                pages_data: 5,
+                ..MigrationRound::default()
+            }],
             ..Report::default()
         };
         Moved { case, report, answered_ms: total_ms + 20.0, used_bytes: 100_000 }
@@ -295,16 +307,26 @@ mod tests {
         compare(&mut all);
         for series in &all {
             assert_eq!(series.metrics.len(), described.len());
-            assert!(described.iter().all(|name| series.metrics[name].is_some()), "{:?}", series.metrics);
+            assert!(
+                described.iter().all(|name| series.metrics[name].is_some()),
+                "{:?}",
+                series.metrics
+            );
         }
         let metrics = &all[1].metrics;
         assert_eq!((metrics["total_ms"], metrics["total_1g_ms"]), (Some(100.0), Some(1000.0)));
-        assert_eq!((metrics["bytes_sent_load"], metrics["sent_to_used"]), (Some(200_000.0), Some(1.0)));
+        assert_eq!(
+            (metrics["bytes_sent_load"], metrics["sent_to_used"]),
+            (Some(200_000.0), Some(1.0))
+        );
         assert_eq!((metrics["times_faster"], metrics["times_fewer_bytes"]), (Some(4.0), Some(4.0)));
         assert_eq!(all[1].details[0].rows.len(), 4);
         assert_eq!(all[1].details[1].rows.len(), 4);
         assert!(
-            all[1].details.iter().all(|table| table.rows.iter().all(|row| row.len() == table.columns.len()))
+            all[1]
+                .details
+                .iter()
+                .all(|table| table.rows.iter().all(|row| row.len() == table.columns.len()))
         );
     }
 

@@ -1,4 +1,5 @@
-//! The ways of moving a guest: `ebb migrate`, and QEMU's machine protocol. Each gives the same report.
+//! The ways of moving a guest: `ebb migrate`, and QEMU's machine protocol. Each gives the same
+//! report.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -18,7 +19,8 @@ pub(super) const DOWNTIME_LIMIT_MS: u64 = 300;
 const LOOK_INTERVAL: Duration = Duration::from_millis(50);
 /// No limit for QEMU, in bytes a second: more than any link here.
 const QEMU_BANDWIDTH: u64 = 100_000_000_000;
-/// The largest downtime that QEMU can be told, in ms: so it stops the guest at the next opportunity.
+/// The largest downtime that QEMU can be told, in ms: so it stops the guest at the next
+/// opportunity.
 const QEMU_ANY_DOWNTIME_MS: u64 = 2_000_000;
 /// Beyond the time after which the guest is stopped: for the end of the migration.
 const END_LIMIT: Duration = Duration::from_secs(120);
@@ -87,7 +89,8 @@ impl Way {
     pub(super) fn describe(self) -> String {
         match self {
             Self::Ebb(settings) => {
-                let options = settings.options().map(|(option, value)| format!(" {option} {value}"));
+                let options =
+                    settings.options().map(|(option, value)| format!(" {option} {value}"));
                 format!("; ebb migrate{}", options.concat())
             }
             Self::Qemu => "; migrate over QMP, one connection".to_owned(),
@@ -139,16 +142,21 @@ pub(super) fn run(way: Way, ebb: Command, order: &Order<'_>) -> Result<Report, S
 
 fn by_ebb(settings: Settings, mut ebb: Command, order: &Order<'_>) -> Result<Report, String> {
     let words = format!("to tcp:{}", order.address);
-    ebb.arg("migrate").arg(order.control).args(["--to", &format!("tcp:{}", order.address), "--insecure"]);
+    ebb.arg("migrate").arg(order.control).args([
+        "--to",
+        &format!("tcp:{}", order.address),
+        "--insecure",
+    ]);
     ebb.args(["--json", "--downtime", &DOWNTIME_LIMIT_MS.to_string()]);
     ebb.args(["--timeout", &order.patience.as_secs().to_string(), "--on-timeout", "force"]);
     for (option, value) in settings.options() {
         ebb.args([option, value]);
     }
-    let output =
-        output(ebb, order.patience + END_LIMIT).map_err(|error| format!("ebb migrate {words}: {error}"))?;
-    let report: MigrationReport = serde_json::from_str(&output.stdout)
-        .map_err(|error| format!("ebb migrate {words}: {error} in '{}'\n{}", output.stdout, output.stderr))?;
+    let output = output(ebb, order.patience + END_LIMIT)
+        .map_err(|error| format!("ebb migrate {words}: {error}"))?;
+    let report: MigrationReport = serde_json::from_str(&output.stdout).map_err(|error| {
+        format!("ebb migrate {words}: {error} in '{}'\n{}", output.stdout, output.stderr)
+    })?;
     if report.status != MigrationPhase::Completed {
         let reason = report.error.unwrap_or(output.stderr);
         return Err(format!("ebb migrate {words}: {}: {reason}", report.status.name()));
@@ -214,7 +222,10 @@ fn by_qemu(order: &Order<'_>) -> Result<Report, String> {
 /// Migrates; QEMU's last answer, and whether it had to be hurried.
 fn qemu_migrate(qmp: &mut Qmp, order: &Order<'_>) -> Result<(Value, bool), QmpError> {
     const SET: &str = "migrate-set-parameters";
-    qmp.call(SET, &json!({ "max-bandwidth": QEMU_BANDWIDTH, "downtime-limit": DOWNTIME_LIMIT_MS }))?;
+    qmp.call(
+        SET,
+        &json!({ "max-bandwidth": QEMU_BANDWIDTH, "downtime-limit": DOWNTIME_LIMIT_MS }),
+    )?;
     qmp.call("migrate", &json!({ "uri": format!("tcp:{}", order.address) }))?;
     let begun = Instant::now();
     let mut forced = false;
@@ -288,7 +299,8 @@ mod tests {
             address: "198.18.0.2:4444",
             patience: Duration::from_secs(9),
         };
-        let settings = Settings { zero_pages: Switch::On, holes: Switch::Off, free_pages: FreePages::Query };
+        let settings =
+            Settings { zero_pages: Switch::On, holes: Switch::Off, free_pages: FreePages::Query };
         by_ebb(settings, shell, &order)
     }
 
@@ -316,7 +328,8 @@ mod tests {
             error: Some("connection refused".to_owned()),
             ..MigrationReport::default()
         };
-        let text = script(&format!("echo '{}'; exit 1", serde_json::to_string(&told).unwrap())).unwrap_err();
+        let text = script(&format!("echo '{}'; exit 1", serde_json::to_string(&told).unwrap()))
+            .unwrap_err();
         assert!(text.ends_with("failed: connection refused"), "{text}");
         let text = script("echo no such option >&2; exit 2").unwrap_err();
         assert!(text.contains("no such option"), "{text}");

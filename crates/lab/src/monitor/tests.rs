@@ -40,9 +40,12 @@ fn each_setting_of_a_series_reaches_the_command() {
     let off = line(&Setup { reporting: Reporting::Off, ..Setup::EBB });
     assert!(off.contains("reporting=off") && !off.contains("reporting=on"));
     assert!(
-        line(&Setup { huge_pages: HugePages::Off, ..Setup::EBB }).contains("size=512M,backing=anon,thp=off")
+        line(&Setup { huge_pages: HugePages::Off, ..Setup::EBB })
+            .contains("size=512M,backing=anon,thp=off")
     );
-    assert!(line(&Setup { kernel: KernelImage::Elf, ..Setup::EBB }).contains("--kernel /ebb/vmlinux "));
+    assert!(
+        line(&Setup { kernel: KernelImage::Elf, ..Setup::EBB }).contains("--kernel /ebb/vmlinux ")
+    );
     let merged = line(&Setup { merging: Merging::Kernel(Nodes::Apart), ..Setup::EBB });
     assert!(merged.contains("backing=anon,merge=kernel,"), "{merged}");
     let lean = line(&Setup { bounce_buffer: BounceBuffer::Off, ..Setup::EBB });
@@ -51,7 +54,10 @@ fn each_setting_of_a_series_reaches_the_command() {
     assert!(late.contains(" --clock catch-up "), "{late}");
     let seed = Driver::Module(Module { blocks: Blocks::SinglePages, ..Module::DEFAULT });
     let single = line(&Setup { driver: seed, clearing: Clearing::Off, ..Setup::EBB });
-    assert!(single.contains("init_on_alloc=0 ebb.balloon=ebb_balloon ebb_balloon.tracker="), "{single}");
+    assert!(
+        single.contains("init_on_alloc=0 ebb.balloon=ebb_balloon ebb_balloon.tracker="),
+        "{single}"
+    );
     let plain = line(&Setup { extension: Extension::Withheld, ..Setup::EBB });
     assert!(plain.contains(",page_bitmap=off,page_ranges=off,host_requests=off "), "{plain}");
     let ordered = line(&Setup { reporting_order: Some(4), ..Setup::EBB });
@@ -70,7 +76,8 @@ fn a_restored_guest_has_the_console_and_the_clock_of_its_series() {
 #[test]
 fn a_guest_is_taken_over_by_a_monitor_of_its_kind() {
     let line = |setup: &Setup| {
-        let command = assets().receive_command(setup, SIZE, "198.18.0.2:4444", Path::new("/tmp/c")).unwrap();
+        let command =
+            assets().receive_command(setup, SIZE, "198.18.0.2:4444", Path::new("/tmp/c")).unwrap();
         command.get_args().map(|word| word.to_str().unwrap()).collect::<Vec<_>>().join(" ")
     };
     assert_eq!(
@@ -87,8 +94,14 @@ fn a_guest_is_taken_over_by_a_monitor_of_its_kind() {
 #[test]
 fn qemu_gets_the_same_guest() {
     let line = line(&Setup { monitor: MonitorKind::Qemu, ..Setup::EBB });
-    assert!(line.contains("-smp 2 -m 512M -device virtio-balloon-pci,free-page-reporting=on"), "{line}");
-    assert!(line.contains("-kernel /ebb/vmlinuz -initrd /ebb/guest.cpio -append console=ttyS0"), "{line}");
+    assert!(
+        line.contains("-smp 2 -m 512M -device virtio-balloon-pci,free-page-reporting=on"),
+        "{line}"
+    );
+    assert!(
+        line.contains("-kernel /ebb/vmlinuz -initrd /ebb/guest.cpio -append console=ttyS0"),
+        "{line}"
+    );
     assert!(line.ends_with("-qmp unix:/tmp/c,server=on,wait=off"), "{line}");
 }
 
@@ -108,7 +121,8 @@ fn what_is_not_there_is_said_and_not_run() {
 
 #[test]
 fn setups_are_described_by_what_makes_them_differ() {
-    let text = Setup { huge_pages: HugePages::Off, reporting_order: Some(0), ..Setup::EBB }.describe();
+    let text =
+        Setup { huge_pages: HugePages::Off, reporting_order: Some(0), ..Setup::EBB }.describe();
     assert_eq!(
         text,
         "ebb run, free page reporting on, guest reports blocks of order 0 and up, guest memory without \

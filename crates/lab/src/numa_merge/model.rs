@@ -1,10 +1,12 @@
-//! What access to merged pages would take on machines whose nodes are not equally far: calculated, not measured.
+//! What access to merged pages would take on machines whose nodes are not equally far: calculated,
+//! not measured.
 //!
-//! The nodes of an emulated host are all the same memory. What is real there is *where* merged pages are; how long it takes to reach
-//! them is put in by this model: distances as firmware tells them in its table of distances (ACPI SLIT, where 10 is a node's own
-//! memory), and a time in proportion to them. A remote node one link away has 21, the value that most machines with two
-//! or four directly connected sockets report, and each further link adds 10; eight sockets are corners of a cube, so up to three
-//! links apart.
+//! The nodes of an emulated host are all the same memory. What is real there is *where* merged
+//! pages are; how long it takes to reach them is put in by this model: distances as firmware tells
+//! them in its table of distances (ACPI SLIT, where 10 is a node's own memory), and a time in
+//! proportion to them. A remote node one link away has 21, the value that most machines with two or
+//! four directly connected sockets report, and each further link adds 10; eight sockets are corners
+//! of a cube, so up to three links apart.
 
 /// Distance of a node from itself (ACPI 6.5, section 5.2.17).
 const LOCAL: f64 = 10.0;
@@ -12,11 +14,12 @@ const LOCAL: f64 = 10.0;
 const FIRST_LINK: f64 = 11.0;
 /// Each further link.
 const FURTHER_LINK: f64 = 10.0;
-/// Time of an access to a node's own memory, ns: about that of server processors of the last ten years.
+/// Time of an access to a node's own memory, ns: about that of server processors of the last ten
+/// years.
 pub(super) const LOCAL_NS: f64 = 90.0;
 
-/// Population standard deviations of access times, in percent of their average, in the patch "ksm: allow trees per NUMA node" (2013):
-/// nodes, pages merged across nodes, and apart.
+/// Population standard deviations of access times, in percent of their average, in the patch "ksm:
+/// allow trees per NUMA node" (2013): nodes, pages merged across nodes, and apart.
 pub(super) const PUBLISHED: [(u32, f64, f64); 3] = [(2, 1.4, 1.0), (4, 1.6, 0.32), (8, 1.7, 0.018)];
 
 /// Links between two nodes of a machine with so many.
@@ -42,7 +45,8 @@ pub(super) fn latency_ns(nodes: u32, from: u32, to: u32) -> f64 {
     LOCAL_NS * distance(nodes, from, to) / LOCAL
 }
 
-/// The mean time of an access of a guest on node `home` to its merged pages, which are on these nodes.
+/// The mean time of an access of a guest on node `home` to its merged pages, which are on these
+/// nodes.
 pub(super) fn access_ns<'a>(
     nodes: u32,
     home: u32,
@@ -80,8 +84,9 @@ impl Spread {
         100.0 * self.deviation / (self.mean + constant)
     }
 
-    /// What has to be added to each value for the deviation to be so many percent: the part of an access's time that does not depend
-    /// on the node, if the rest is the model's. `None` if the deviation is smaller without any.
+    /// What has to be added to each value for the deviation to be so many percent: the part of an
+    /// access's time that does not depend on the node, if the rest is the model's. `None` if the
+    /// deviation is smaller without any.
     pub(super) fn constant_for(self, percent: f64) -> Option<f64> {
         Some(100.0 * self.deviation / percent - self.mean).filter(|constant| *constant >= 0.0)
     }
@@ -126,7 +131,8 @@ mod tests {
     #[test]
     fn pages_on_one_node_are_far_from_most_guests() {
         let percent = |nodes: u32| {
-            let times: Vec<f64> = (0..nodes).filter_map(|home| access_ns(nodes, home, [(&0, &1)])).collect();
+            let times: Vec<f64> =
+                (0..nodes).filter_map(|home| access_ns(nodes, home, [(&0, &1)])).collect();
             Spread::new(&times).unwrap().percent(0.0)
         };
         assert!((percent(2) - 35.5).abs() < 0.1, "{}", percent(2));

@@ -62,7 +62,8 @@ impl Found {
         Some(zeroed + survey.guests.iter().map(|guest| guest.zero_pages).sum::<u64>())
     }
 
-    /// Pages less than without merging: further ones that share, and pages of zeros that were taken away.
+    /// Pages less than without merging: further ones that share, and pages of zeros that were taken
+    /// away.
     fn saved_pages(&self) -> Option<u64> {
         let zeroed: u64 = self.guests.iter().filter_map(GuestFound::zeroed_pages).sum();
         Some(self.shared?.pages_sharing + zeroed)
@@ -76,8 +77,10 @@ impl Found {
 
 /// All metrics.
 pub(super) fn metrics() -> Vec<MetricInfo> {
-    let lower = |name: &str, title: &str, unit: &str| MetricInfo::new(name, title, unit, Better::Lower);
-    let higher = |name: &str, title: &str, unit: &str| MetricInfo::new(name, title, unit, Better::Higher);
+    let lower =
+        |name: &str, title: &str, unit: &str| MetricInfo::new(name, title, unit, Better::Lower);
+    let higher =
+        |name: &str, title: &str, unit: &str| MetricInfo::new(name, title, unit, Better::Higher);
     vec![
         higher("pages_shared", "Pages that are shared", ""),
         higher("pages_sharing", "Further pages that share them", ""),
@@ -91,9 +94,21 @@ pub(super) fn metrics() -> Vec<MetricInfo> {
         higher("host_freed_mib", "Memory that the host has in use less", "MiB"),
         lower("merge_s", "Until nothing more was merged", "s"),
         lower("access_before_ns", "Read before merging, mean of guests", "ns"),
-        lower("access_meanwhile_ns", "Read of a merged page while merging goes on, first guest", "ns"),
-        lower("access_ns", "Read of a merged page, mean of guests (all nodes are equally far here)", "ns"),
-        lower("access_deviation_percent", "its deviation between nodes (noise: all are equally far)", "%"),
+        lower(
+            "access_meanwhile_ns",
+            "Read of a merged page while merging goes on, first guest",
+            "ns",
+        ),
+        lower(
+            "access_ns",
+            "Read of a merged page, mean of guests (all nodes are equally far here)",
+            "ns",
+        ),
+        lower(
+            "access_deviation_percent",
+            "its deviation between nodes (noise: all are equally far)",
+            "%",
+        ),
         lower("modelled_access_ns", "Modelled: access to a merged page, mean of guests", "ns"),
         lower("modelled_deviation_percent", "Modelled: its deviation between nodes", "%"),
     ]
@@ -124,7 +139,10 @@ pub(super) fn series(found: &Found, series: &mut Series) {
         ("pages_sharing", found.shared.map(|shared| shared.pages_sharing as f64)),
         ("zero_pages", found.zero_pages().map(|pages| pages as f64)),
         ("seen_merged_pages", of_survey(|survey| survey.pages_shared + survey.pages_sharing)),
-        ("read_merged_pages", of_survey(|survey| survey.guests.iter().map(|guest| guest.read_pages).sum())),
+        (
+            "read_merged_pages",
+            of_survey(|survey| survey.guests.iter().map(|guest| guest.read_pages).sum()),
+        ),
         ("remote_merged_pages", of_survey(|survey| survey.remote_merged_pages)),
         (
             "remote_merged_pages_counted",
@@ -144,7 +162,10 @@ pub(super) fn series(found: &Found, series: &mut Series) {
     series.metrics = metrics.map(|(name, value)| (name.to_owned(), value.map(rounded))).into();
     if let Some(survey) = survey {
         if survey.pages_without_node > 0 {
-            series.notes.push(format!("of {} merged pages the node is not known", survey.pages_without_node));
+            series.notes.push(format!(
+                "of {} merged pages the node is not known",
+                survey.pages_without_node
+            ));
         }
         series.notes.extend(disagreement(found, survey));
         series.details.push(places(found, survey));
@@ -166,10 +187,14 @@ fn disagreement(found: &Found, survey: &Survey) -> Option<String> {
 /// Each guest by itself: times, and where its merged pages are.
 fn places(found: &Found, survey: &Survey) -> DataTable {
     let mut columns: Vec<String> =
-        ["guest's node", "read before, ns", "read after, ns", "modelled, ns"].map(str::to_owned).into();
+        ["guest's node", "read before, ns", "read after, ns", "modelled, ns"]
+            .map(str::to_owned)
+            .into();
     columns.extend((0..found.nodes).map(|node| format!("merged pages on node {node}")));
     let row = |(guest, seen): (&GuestFound, &GuestSurvey)| {
-        let number = |value: Option<f64>| value.map_or(Value::from("-"), |value| Value::from(rounded(value)));
+        let number = |value: Option<f64>| {
+            value.map_or(Value::from("-"), |value| Value::from(rounded(value)))
+        };
         let placement = &seen.placement;
         let mut row = vec![
             Value::from(u64::from(guest.node)),
@@ -177,7 +202,9 @@ fn places(found: &Found, survey: &Survey) -> DataTable {
             number(guest.after_ns),
             number(model::access_ns(found.nodes, guest.node, placement)),
         ];
-        row.extend((0..found.nodes).map(|node| Value::from(placement.get(&node).copied().unwrap_or(0))));
+        row.extend(
+            (0..found.nodes).map(|node| Value::from(placement.get(&node).copied().unwrap_or(0))),
+        );
         row
     };
     DataTable {
@@ -210,7 +237,8 @@ fn reasons(found: &Found, survey: &Survey) -> DataTable {
         };
         let statistics = &guest.statistics;
         let known = statistics.pages_unshared.zip(statistics.pages_volatile);
-        let rest = known.map(|(unshared, lately)| seen.other_pages.saturating_sub(unshared + lately));
+        let rest =
+            known.map(|(unshared, lately)| seen.other_pages.saturating_sub(unshared + lately));
         let replaced = statistics.replaced;
         vec![
             Value::from(u64::from(guest.node)),
@@ -229,7 +257,8 @@ fn reasons(found: &Found, survey: &Survey) -> DataTable {
         ]
     };
     DataTable {
-        title: "what became of the guests' pages, and of the monitors' attempts to replace pages".to_owned(),
+        title: "what became of the guests' pages, and of the monitors' attempts to replace pages"
+            .to_owned(),
         columns: columns.map(str::to_owned).into(),
         rows: found.guests.iter().zip(&survey.guests).map(row).collect(),
     }
@@ -264,7 +293,8 @@ pub(super) fn compare(all: &mut [Series], case_of: &dyn Fn(&str) -> Option<(Merg
         Some(Spread { mean, deviation: mean * percent / 100.0 })
     };
     let by = [Merging::Owner, Merging::Kernel].map(|by: fn(Nodes) -> Merging| by);
-    // One number is taken from the published table: the part of an access that does not depend on the node.
+    // One number is taken from the published table: the part of an access that does not depend on
+    // the node.
     let (first_nodes, first_percent, _) = PUBLISHED[0];
     let constants = by.map(|by| {
         spread(by(Nodes::Across), first_nodes).and_then(|spread| spread.constant_for(first_percent))
@@ -280,12 +310,15 @@ pub(super) fn compare(all: &mut [Series], case_of: &dyn Fn(&str) -> Option<(Merg
                 }),
                 Value::from(published),
             ];
-            let number =
-                |value: Option<f64>| value.map_or(Value::from("-"), |value| Value::from(rounded(value)));
+            let number = |value: Option<f64>| {
+                value.map_or(Value::from("-"), |value| Value::from(rounded(value)))
+            };
             for (by, constant) in by.iter().zip(constants) {
                 let spread = spread(by(which), nodes);
                 row.push(number(spread.map(|spread| spread.percent(0.0))));
-                row.push(number(spread.zip(constant).map(|(spread, constant)| spread.percent(constant))));
+                row.push(number(
+                    spread.zip(constant).map(|(spread, constant)| spread.percent(constant)),
+                ));
             }
             rows.push(row);
         }
@@ -378,7 +411,11 @@ mod tests {
         assert_eq!(told.metrics["remote_merged_pages_counted"], Some(14.0));
         assert_eq!(told.metrics["modelled_access_ns"], Some(139.5));
         assert!(told.details.iter().all(|table| table.rows.len() == 2));
-        assert_eq!(told.details[1].rows[0][7], Value::from(6_u64), "neither unique nor written lately");
+        assert_eq!(
+            told.details[1].rows[0][7],
+            Value::from(6_u64),
+            "neither unique nor written lately"
+        );
         assert_eq!(told.details[2].rows[1][1..], [3_u64, 2, 0].map(Value::from));
     }
 
@@ -402,8 +439,11 @@ mod tests {
 
     #[test]
     fn the_published_table_is_put_beside_the_model() {
-        let cases =
-            [("across-2", 2, Nodes::Across), ("apart-2", 2, Nodes::Apart), ("across-8", 8, Nodes::Across)];
+        let cases = [
+            ("across-2", 2, Nodes::Across),
+            ("apart-2", 2, Nodes::Apart),
+            ("across-8", 8, Nodes::Across),
+        ];
         let mut all = cases.map(|(name, nodes, which)| told(name, nodes, which));
         compare(&mut all, &|name| {
             let (_, nodes, which) = cases.iter().find(|case| case.0 == name)?;
@@ -411,10 +451,14 @@ mod tests {
         });
         let rows = &all[0].tables[0].rows;
         assert_eq!(rows.len(), 6);
-        // What the one number was taken from comes out again; pages on their own node are equally far.
+        // What the one number was taken from comes out again; pages on their own node are equally
+        // far.
         assert_eq!(rows[0][4], Value::from(1.4));
         assert_eq!(rows[1][3], Value::from(0.0));
         assert_eq!(rows[2][3], Value::from("-"));
-        assert!(matches!(&rows[4][4], Value::Float(percent) if (1.0..3.0).contains(percent)), "{rows:?}");
+        assert!(
+            matches!(&rows[4][4], Value::Float(percent) if (1.0..3.0).contains(percent)),
+            "{rows:?}"
+        );
     }
 }

@@ -63,7 +63,8 @@ pub(super) fn parse(text: &str) -> Vec<Mapping> {
 /// Threads' stacks look like guest memory, but are smaller.
 const LEAST_BYTES: u64 = 16 << 20;
 
-/// Where guest memory is: private memory without gaps between two pieces of reserved address space that touch it.
+/// Where guest memory is: private memory without gaps between two pieces of reserved address space
+/// that touch it.
 pub(super) fn guest_memory(mappings: &[Mapping]) -> Vec<Range<u64>> {
     let mut found = Vec::new();
     // What began right behind reserved address space, and goes on.
@@ -77,7 +78,10 @@ pub(super) fn guest_memory(mappings: &[Mapping]) -> Vec<Range<u64>> {
                 found.extend((range.end - range.start >= LEAST_BYTES).then_some(range));
                 None
             }
-            None if touches && before.is_some_and(Mapping::is_reserved) && mapping.is_private_memory() => {
+            None if touches
+                && before.is_some_and(Mapping::is_reserved)
+                && mapping.is_private_memory() =>
+            {
                 Some(mapping.start..mapping.end)
             }
             _ => None,

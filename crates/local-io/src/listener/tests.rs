@@ -71,7 +71,8 @@ fn of_many_that_start_over_a_stale_socket_one_gets_it() {
     let path = directory.path().join("s");
     drop(UnixListener::bind(&path).unwrap());
     let listeners: Vec<_> = std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..8).map(|_| scope.spawn(|| SocketFile::listen(&path, OWNER, 16))).collect();
+        let threads: Vec<_> =
+            (0..8).map(|_| scope.spawn(|| SocketFile::listen(&path, OWNER, 16))).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     });
     assert_eq!(listeners.iter().filter(|listener| listener.is_ok()).count(), 1);

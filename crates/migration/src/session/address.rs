@@ -78,8 +78,8 @@ pub enum AddressError {
 }
 
 impl Address {
-    /// The socket addresses behind a TCP address. Numbers and `localhost` are known without a resolver, and so without
-    /// a system call.
+    /// The socket addresses behind a TCP address. Numbers and `localhost` are known without a
+    /// resolver, and so without a system call.
     pub(super) fn resolve(host: &str, port: u16) -> io::Result<Vec<SocketAddr>> {
         if let Ok(ip) = host.parse::<IpAddr>() {
             return Ok(vec![SocketAddr::new(ip, port)]);
@@ -100,8 +100,8 @@ impl Address {
         Self::Tcp { host: address.ip().to_string(), port: address.port() }
     }
 
-    /// The path of a unix address, made absolute with `folder` if it is relative; other addresses as they are. For a
-    /// client that hands an address to a process with another working folder.
+    /// The path of a unix address, made absolute with `folder` if it is relative; other addresses
+    /// as they are. For a client that hands an address to a process with another working folder.
     #[must_use]
     pub fn absolute(self, folder: &Path) -> Self {
         match self {
@@ -137,11 +137,16 @@ impl fmt::Display for Address {
 
 fn parse_tcp(text: &str, rest: &str) -> Result<Address, AddressError> {
     let no_port = || AddressError::NoPort { text: text.to_owned() };
-    let bad_host =
-        |host: &str, problem| AddressError::Host { text: text.to_owned(), host: host.to_owned(), problem };
+    let bad_host = |host: &str, problem| AddressError::Host {
+        text: text.to_owned(),
+        host: host.to_owned(),
+        problem,
+    };
     let (host, port) = if let Some(bracketed) = rest.strip_prefix('[') {
-        let (host, after) = bracketed.split_once(']').ok_or_else(|| bad_host(rest, "a ] is missing"))?;
-        host.parse::<Ipv6Addr>().map_err(|_| bad_host(host, "in brackets belongs an IPv6 address"))?;
+        let (host, after) =
+            bracketed.split_once(']').ok_or_else(|| bad_host(rest, "a ] is missing"))?;
+        host.parse::<Ipv6Addr>()
+            .map_err(|_| bad_host(host, "in brackets belongs an IPv6 address"))?;
         (host, after.strip_prefix(':').ok_or_else(no_port)?)
     } else {
         let (host, port) = rest.rsplit_once(':').ok_or_else(no_port)?;

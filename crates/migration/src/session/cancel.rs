@@ -11,8 +11,8 @@ const OPEN: u8 = 0;
 const CANCELLED: u8 = 1;
 const DECIDED: u8 = 2;
 
-/// Ends a session from another thread: every wait of the session and of its streams returns at once, and the other side
-/// is told. Clones are the same handle.
+/// Ends a session from another thread: every wait of the session and of its streams returns at
+/// once, and the other side is told. Clones are the same handle.
 #[derive(Debug, Clone)]
 pub struct CancelHandle(Arc<Inner>);
 
@@ -28,7 +28,8 @@ struct Inner {
 pub enum Cancellation {
     /// The session ends; the guest stays with the source.
     Cancelled,
-    /// The source has decided, or the destination has learnt of it: the guest has moved or is about to.
+    /// The source has decided, or the destination has learnt of it: the guest has moved or is about
+    /// to.
     TooLate,
 }
 

@@ -80,13 +80,14 @@ impl Candidate {
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Step::Wait(self),
             Err(error) => {
-                let problem = match error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>()) {
-                    Some(error) => tls::explain(error, self.peer.clone()).to_string(),
-                    None if error.kind() == io::ErrorKind::UnexpectedEof => {
-                        "it went away before it had introduced itself".to_owned()
-                    }
-                    None => error.to_string(),
-                };
+                let problem =
+                    match error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>()) {
+                        Some(error) => tls::explain(error, self.peer.clone()).to_string(),
+                        None if error.kind() == io::ErrorKind::UnexpectedEof => {
+                            "it went away before it had introduced itself".to_owned()
+                        }
+                        None => error.to_string(),
+                    };
                 self.refuse(&[], problem)
             }
         }

@@ -1,4 +1,5 @@
-//! A connection to the other side: reads and writes that end after a time limit and when the session is cancelled.
+//! A connection to the other side: reads and writes that end after a time limit and when the
+//! session is cancelled.
 
 use std::fmt;
 use std::io::{self, IoSlice, Read, Write};
@@ -16,9 +17,10 @@ use super::wire::Wire;
 
 /// A connection to the other side: a data stream, or the control connection inside a session.
 ///
-/// A read or write fails with [`io::ErrorKind::TimedOut`] when no byte has moved for the session's limit, and at once when
-/// the session is cancelled. After a failed write nothing can be written any more. A write returns when the system has
-/// taken the bytes, also with TLS; there is nothing to flush.
+/// A read or write fails with [`io::ErrorKind::TimedOut`] when no byte has moved for the session's
+/// limit, and at once when the session is cancelled. After a failed write nothing can be written
+/// any more. A write returns when the system has taken the bytes, also with TLS; there is nothing
+/// to flush.
 pub struct Connection {
     wire: Wire,
     cancel: Option<CancelHandle>,
@@ -107,12 +109,15 @@ pub(super) fn wait(
     (deadline, limit): (Instant, Duration),
 ) -> io::Result<()> {
     let mut descriptors = vec![PollFd::from_borrowed_fd(socket, flags)];
-    descriptors.extend(cancel.map(|cancel| PollFd::from_borrowed_fd(cancel.event(), PollFlags::IN)));
+    descriptors
+        .extend(cancel.map(|cancel| PollFd::from_borrowed_fd(cancel.event(), PollFlags::IN)));
     poll_until(&mut descriptors, deadline)?;
     if descriptors.get(1).is_some_and(|event| !event.revents().is_empty()) {
         return Err(Trouble::Cancelled.into());
     }
-    if descriptors.iter().all(|descriptor| descriptor.revents().is_empty()) && Instant::now() >= deadline {
+    if descriptors.iter().all(|descriptor| descriptor.revents().is_empty())
+        && Instant::now() >= deadline
+    {
         return Err(Trouble::TimedOut(limit).into());
     }
     Ok(())
@@ -169,14 +174,16 @@ impl Connection {
         self.cancel = None;
     }
 
-    /// Writes all of `frame`. After a failure the other side cannot have it: the system has not taken its last byte.
+    /// Writes all of `frame`. After a failure the other side cannot have it: the system has not
+    /// taken its last byte.
     pub(super) fn write_frame(&mut self, frame: &[u8]) -> Result<(), (io::Error, Begun)> {
         let mut left = frame;
         while !left.is_empty() {
             match self.write(left) {
                 Ok(taken) => left = &left[taken..],
                 Err(error) => {
-                    // A cancelled session is noticed before anything is written, and perhaps between two writes.
+                    // A cancelled session is noticed before anything is written, and perhaps
+                    // between two writes.
                     if left.len() < frame.len() {
                         self.break_off();
                     }
@@ -217,8 +224,8 @@ impl Connection {
         }
     }
 
-    /// Announces the end of what this side sends. What a failed write has left behind is not sent: it might complete a
-    /// message that counts as unsent.
+    /// Announces the end of what this side sends. What a failed write has left behind is not sent:
+    /// it might complete a message that counts as unsent.
     pub(super) fn end_of_output(&mut self) {
         if !self.broken {
             self.wire.end_of_output();
@@ -231,15 +238,19 @@ impl Connection {
         self.wire.seal();
     }
 
-    /// What a failed read or write means to the operator. `doing` completes a sentence: "while its hello was awaited".
+    /// What a failed read or write means to the operator. `doing` completes a sentence: "while its
+    /// hello was awaited".
     pub(super) fn explain(&self, error: &io::Error, doing: &'static str) -> SessionError {
         let peer = self.peer.clone();
-        if let Some(error) = error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>()) {
+        if let Some(error) = error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>())
+        {
             return tls::explain(error, peer);
         }
         match Trouble::of(error) {
             Some(Trouble::Cancelled) => SessionError::Cancelled,
-            Some(Trouble::TimedOut(limit)) => SessionError::TimedOut { peer, waiting_for: doing, limit },
+            Some(Trouble::TimedOut(limit)) => {
+                SessionError::TimedOut { peer, waiting_for: doing, limit }
+            }
             _ if error.kind() == io::ErrorKind::UnexpectedEof => {
                 SessionError::Cut { peer, doing, problem: "it was closed there".to_owned() }
             }
@@ -274,7 +285,10 @@ impl Connection {
     }
 
     /// One write up to the point where the system has what was taken.
-    fn write_with(&mut self, mut attempt: impl FnMut(&mut Wire) -> io::Result<usize>) -> io::Result<usize> {
+    fn write_with(
+        &mut self,
+        mut attempt: impl FnMut(&mut Wire) -> io::Result<usize>,
+    ) -> io::Result<usize> {
         if self.broken {
             return Err(Trouble::Broken.into());
         }

@@ -1,4 +1,5 @@
-//! The control connection: messages over a [`Connection`], each one checked against the [`Protocol`].
+//! The control connection: messages over a [`Connection`], each one checked against the
+//! [`Protocol`].
 
 use std::fmt::Display;
 use std::io::Read;
@@ -27,12 +28,21 @@ pub(super) struct Control {
 }
 
 impl Control {
-    pub(super) fn new(connection: Connection, side: Side, limits: TimeLimits, cancel: CancelHandle) -> Self {
+    pub(super) fn new(
+        connection: Connection,
+        side: Side,
+        limits: TimeLimits,
+        cancel: CancelHandle,
+    ) -> Self {
         Self { connection, protocol: Protocol::new(side), limits, cancel }
     }
 
     /// Sends a message. If that fails, the other side cannot have it.
-    pub(super) fn send(&mut self, message: &Message, doing: &'static str) -> Result<(), SessionError> {
+    pub(super) fn send(
+        &mut self,
+        message: &Message,
+        doing: &'static str,
+    ) -> Result<(), SessionError> {
         self.send_within(Limit::Progress(self.limits.progress), message, doing)
     }
 
@@ -47,9 +57,12 @@ impl Control {
             FrameError::Long { kind, bytes } => {
                 SessionError::TooLong { kind, bytes: bytes as usize, limit: kind.longest_bytes() }
             }
-            error => SessionError::Malformed { peer: "this side".to_owned(), problem: error.to_string() },
+            error => {
+                SessionError::Malformed { peer: "this side".to_owned(), problem: error.to_string() }
+            }
         })?;
-        let misplaced = |_| SessionError::Unexpected { peer: "this side".to_owned(), found: kind, doing };
+        let misplaced =
+            |_| SessionError::Unexpected { peer: "this side".to_owned(), found: kind, doing };
         let before = self.protocol;
         self.protocol.send(kind).map_err(misplaced)?;
         self.connection.set_limit(limit);
@@ -63,11 +76,16 @@ impl Control {
         })
     }
 
-    /// Waits for the next message. That the other side has ended the session is an error. `doing` completes a sentence:
-    /// "while its hello was awaited".
-    pub(super) fn receive(&mut self, limit: Duration, doing: &'static str) -> Result<Message, SessionError> {
+    /// Waits for the next message. That the other side has ended the session is an error. `doing`
+    /// completes a sentence: "while its hello was awaited".
+    pub(super) fn receive(
+        &mut self,
+        limit: Duration,
+        doing: &'static str,
+    ) -> Result<Message, SessionError> {
         // A large body takes its time: once it has begun, it only has to go on.
-        let message = self.read(Limit::from_now(limit), Limit::Progress(self.limits.progress), doing)?;
+        let message =
+            self.read(Limit::from_now(limit), Limit::Progress(self.limits.progress), doing)?;
         let peer = self.connection.peer().to_owned();
         let found = message.kind();
         if self.protocol.receive(found).is_err() {
@@ -88,7 +106,11 @@ impl Control {
         doing: &'static str,
     ) -> Result<(), SessionError> {
         let peer = || self.connection.peer().to_owned();
-        self.protocol.receive(found).map_err(|_| SessionError::Unexpected { peer: peer(), found, doing })
+        self.protocol.receive(found).map_err(|_| SessionError::Unexpected {
+            peer: peer(),
+            found,
+            doing,
+        })
     }
 
     /// A message that the protocol allows at this place and that this side does not expect.
@@ -97,15 +119,21 @@ impl Control {
     }
 
     pub(super) fn malformed(&self, problem: impl Display) -> SessionError {
-        SessionError::Malformed { peer: self.connection.peer().to_owned(), problem: problem.to_string() }
+        SessionError::Malformed {
+            peer: self.connection.peer().to_owned(),
+            problem: problem.to_string(),
+        }
     }
 
-    /// Ends the session because of `error`, which this side has met: the other side is told unless it knows. If the
-    /// connection is cut and the other side had given a reason, that comes back instead.
+    /// Ends the session because of `error`, which this side has met: the other side is told unless
+    /// it knows. If the connection is cut and the other side had given a reason, that comes back
+    /// instead.
     pub(super) fn end(self, error: SessionError) -> SessionError {
         let known_there = matches!(
             error,
-            SessionError::Aborted { .. } | SessionError::Failed { .. } | SessionError::Refused { .. }
+            SessionError::Aborted { .. }
+                | SessionError::Failed { .. }
+                | SessionError::Refused { .. }
         );
         if known_there {
             self.connection.close(self.limits.farewell);
@@ -119,16 +147,19 @@ impl Control {
         }
     }
 
-    /// Tells the other side that nothing comes of it, if it has not been told and the protocol still allows it. What the
-    /// other side had said to the same effect before comes back.
+    /// Tells the other side that nothing comes of it, if it has not been told and the protocol
+    /// still allows it. What the other side had said to the same effect before comes back.
     pub(super) fn abort(mut self, reason: Reason) -> Option<SessionError> {
         let farewell = self.limits.farewell;
         let deadline = (Instant::now() + farewell, farewell);
         let limit = Limit::Until(deadline.0, farewell);
         self.connection.ignore_cancel();
         if let Some(kind) = self.protocol.word_of_failure() {
-            let message =
-                if kind == MessageKind::Failed { Message::Failed(reason) } else { Message::Abort(reason) };
+            let message = if kind == MessageKind::Failed {
+                Message::Failed(reason)
+            } else {
+                Message::Abort(reason)
+            };
             // If it cannot be told, the end of the connection says the same.
             let _ = self.send_within(limit, &message, "while it was told that this side gives up");
         }

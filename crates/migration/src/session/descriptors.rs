@@ -1,6 +1,7 @@
 //! File descriptors through a unix socket (unix(7), `SCM_RIGHTS`).
 //!
-//! Each goes with a byte of its own behind the message that announces them: a read of ordinary bytes would lose it.
+//! Each goes with a byte of its own behind the message that announces them: a read of ordinary
+//! bytes would lose it.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -9,8 +10,8 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use rustix::event::PollFlags;
 use rustix::io::Errno;
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags,
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags,
 };
 use std::os::fd::AsFd;
 
@@ -35,7 +36,12 @@ pub(super) fn send(
         if !ancillary.push(SendAncillaryMessage::ScmRights(&descriptors)) {
             return Err(Errno::NOBUFS.into());
         }
-        match rustix::net::sendmsg(socket, &[IoSlice::new(&[MARK])], &mut ancillary, SendFlags::NOSIGNAL) {
+        match rustix::net::sendmsg(
+            socket,
+            &[IoSlice::new(&[MARK])],
+            &mut ancillary,
+            SendFlags::NOSIGNAL,
+        ) {
             Ok(_) => return Ok(()),
             Err(Errno::INTR) => {}
             Err(Errno::AGAIN) => wait(socket, PollFlags::OUT, Some(cancel), deadline)?,
@@ -56,16 +62,20 @@ pub(super) fn receive(
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut ancillary = RecvAncillaryBuffer::new(&mut space);
         let mut slices = [IoSliceMut::new(&mut byte)];
-        let received =
-            match rustix::net::recvmsg(socket, &mut slices, &mut ancillary, RecvFlags::CMSG_CLOEXEC) {
-                Ok(received) => received,
-                Err(Errno::INTR) => continue,
-                Err(Errno::AGAIN) => {
-                    wait(socket, PollFlags::IN, Some(cancel), deadline)?;
-                    continue;
-                }
-                Err(errno) => return Err(errno.into()),
-            };
+        let received = match rustix::net::recvmsg(
+            socket,
+            &mut slices,
+            &mut ancillary,
+            RecvFlags::CMSG_CLOEXEC,
+        ) {
+            Ok(received) => received,
+            Err(Errno::INTR) => continue,
+            Err(Errno::AGAIN) => {
+                wait(socket, PollFlags::IN, Some(cancel), deadline)?;
+                continue;
+            }
+            Err(errno) => return Err(errno.into()),
+        };
         if received.bytes == 0 {
             return Err(std::io::ErrorKind::UnexpectedEof.into());
         }
@@ -76,7 +86,10 @@ pub(super) fn receive(
         let descriptor = descriptors.next().and_then(|mut descriptors| descriptors.next());
         return match descriptor {
             Some(descriptor) if byte == [MARK] => Ok(descriptor),
-            _ => Err(std::io::Error::new(std::io::ErrorKind::InvalidData, "a file descriptor is missing")),
+            _ => Err(std::io::Error::new(
+                std::io::ErrorKind::InvalidData,
+                "a file descriptor is missing",
+            )),
         };
     }
 }

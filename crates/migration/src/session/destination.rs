@@ -52,8 +52,8 @@ pub struct DestinationRestoring {
     control: Control,
 }
 
-/// The source has decided: the guest is this side's. Exactly one of the two methods must be called; dropping this lets
-/// the source keep the guest paused, with an unknown outcome.
+/// The source has decided: the guest is this side's. Exactly one of the two methods must be called;
+/// dropping this lets the source keep the guest paused, with an unknown outcome.
 #[derive(Debug)]
 #[must_use = "the source waits to hear whether the guest runs here"]
 pub struct DestinationCommitted {
@@ -90,7 +90,8 @@ impl DestinationSession {
             Message::Setup(body) => body,
             other => return Err(self.control.unexpected(other.kind(), SETUP)),
         };
-        serde_json::from_slice(&body).map_err(|error| self.control.malformed(format!("a setup: {error}")))
+        serde_json::from_slice(&body)
+            .map_err(|error| self.control.malformed(format!("a setup: {error}")))
     }
 }
 
@@ -106,7 +107,10 @@ impl DestinationSetup {
             Ok(session) => Acceptance { session, streams: streams.clamp(1, self.streams.max(1)) },
             Err(error) => return Err(self.control.end(error)),
         };
-        match self.control.send(&Message::Accept(acceptance.clone()), "while it was told that it may begin") {
+        match self
+            .control
+            .send(&Message::Accept(acceptance.clone()), "while it was told that it may begin")
+        {
             Ok(()) => Ok(DestinationAccepted { control: self.control, acceptance }),
             Err(error) => Err(self.control.end(error)),
         }
@@ -146,8 +150,8 @@ impl DestinationAccepted {
             .map_err(|error| connection.explain(&error, DESCRIPTORS))
     }
 
-    /// Waits until all data streams have come to `listener`; whoever else comes is refused. They are in order of their
-    /// numbers.
+    /// Waits until all data streams have come to `listener`; whoever else comes is refused. They
+    /// are in order of their numbers.
     pub fn join(
         mut self,
         listener: &mut Listener,
@@ -174,7 +178,11 @@ impl DestinationAccepted {
                 Err(NoArrival::Failed(error)) => return Err(error),
                 Err(NoArrival::Late) => {
                     let peer = self.control.connection.peer().to_owned();
-                    return Err(SessionError::TimedOut { peer, waiting_for: STREAMS, limit: limits.streams });
+                    return Err(SessionError::TimedOut {
+                        peer,
+                        waiting_for: STREAMS,
+                        limit: limits.streams,
+                    });
                 }
                 // Before all streams stand the source has nothing to say but that it gives up.
                 Err(NoArrival::Watched) => {
@@ -201,7 +209,9 @@ impl DestinationStreaming {
     /// Waits for what is left besides memory.
     pub fn receive_state(mut self) -> Result<(DestinationRestoring, Vec<u8>), SessionError> {
         match self.control.receive(self.control.limits.progress, STATE) {
-            Ok(Message::State(state)) => Ok((DestinationRestoring { control: self.control }, state)),
+            Ok(Message::State(state)) => {
+                Ok((DestinationRestoring { control: self.control }, state))
+            }
             Ok(other) => {
                 let error = self.control.unexpected(other.kind(), STATE);
                 Err(self.control.end(error))
@@ -210,16 +220,16 @@ impl DestinationStreaming {
         }
     }
 
-    /// Ends the session. What the source had said to the same effect before comes back: it is the better reason for a
-    /// data stream that has failed.
+    /// Ends the session. What the source had said to the same effect before comes back: it is the
+    /// better reason for a data stream that has failed.
     pub fn abort(self, reason: impl Into<Reason>) -> Option<SessionError> {
         self.control.abort(reason.into())
     }
 }
 
 impl DestinationRestoring {
-    /// Says that the guest could start here, and waits for the source's decision. After an error this side must end
-    /// without having run the guest.
+    /// Says that the guest could start here, and waits for the source's decision. After an error
+    /// this side must end without having run the guest.
     pub fn ready(mut self) -> Result<DestinationCommitted, SessionError> {
         let decision = self
             .control
@@ -239,18 +249,19 @@ impl DestinationRestoring {
         }
     }
 
-    /// Ends the session because the machine cannot be made. What the source had said to the same effect before comes
-    /// back.
+    /// Ends the session because the machine cannot be made. What the source had said to the same
+    /// effect before comes back.
     pub fn fail(self, reason: impl Into<Reason>) -> Option<SessionError> {
         self.control.abort(reason.into())
     }
 }
 
 impl DestinationCommitted {
-    /// The guest runs here; to be called once it does. That the source cannot be told changes nothing: it keeps the
-    /// guest paused.
+    /// The guest runs here; to be called once it does. That the source cannot be told changes
+    /// nothing: it keeps the guest paused.
     pub fn running(mut self) {
-        if let Err(error) = self.control.send(&Message::Running, "while it was told that the guest runs here")
+        if let Err(error) =
+            self.control.send(&Message::Running, "while it was told that the guest runs here")
         {
             tracing::warn!("the guest runs here, but the source does not know: {error}");
         }

@@ -13,7 +13,8 @@ use super::message::MessageKind;
 /// Longest reason that is kept of what the other side says.
 const LONGEST_REASON_CHARACTERS: usize = 2000;
 
-/// A reason in the words of the other side: of bounded length and without control characters, so that it can be printed.
+/// A reason in the words of the other side: of bounded length and without control characters, so
+/// that it can be printed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "String", into = "String")]
 pub struct Reason(String);
@@ -78,7 +79,9 @@ pub enum SessionError {
         address: String,
     },
     /// TLS was asked for on a unix socket.
-    #[error("TLS is for tcp: addresses; {address} is protected by the user's id: leave --tls-* away")]
+    #[error(
+        "TLS is for tcp: addresses; {address} is protected by the user's id: leave --tls-* away"
+    )]
     TlsOverUnix {
         /// What was asked.
         address: String,

@@ -1,7 +1,8 @@
-//! Bodies of the fuzz targets: each takes any bytes, does with them what a hostile other side could do, and panics if
-//! something gives way. They also run as ordinary tests.
+//! Bodies of the fuzz targets: each takes any bytes, does with them what a hostile other side could
+//! do, and panics if something gives way. They also run as ordinary tests.
 //!
-//! A new target is a function here, a line in [`TARGETS`], and a file of two lines in `fuzz/fuzz_targets`.
+//! A new target is a function here, a line in [`TARGETS`], and a file of two lines in
+//! `fuzz/fuzz_targets`.
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
@@ -16,7 +17,9 @@ use super::error::SessionError;
 use super::intake::{Intake, examine};
 use super::limits::TimeLimits;
 use super::listener::Listener;
-use super::message::{Acceptance, Greeting, HEADER_BYTES, Message, MessageKind, SetupBody, parse_header};
+use super::message::{
+    Acceptance, Greeting, HEADER_BYTES, Message, MessageKind, SetupBody, parse_header,
+};
 use super::preamble::{PREAMBLE_BYTES, Role};
 use super::security::Security;
 use super::source::{Outcome, connect};
@@ -58,8 +61,8 @@ pub fn frame(data: &[u8]) {
     }
 }
 
-/// The first bytes of a connection, as they come: never more is wanted than is missing, and the verdict on a beginning
-/// is that on the whole.
+/// The first bytes of a connection, as they come: never more is wanted than is missing, and the
+/// verdict on a beginning is that on the whole.
 pub fn hello(data: &[u8]) {
     let mut judged = 0;
     loop {
@@ -80,7 +83,8 @@ pub fn hello(data: &[u8]) {
     }
 }
 
-/// A whole destination. The first byte says how much of the way a real source goes before the other bytes come.
+/// A whole destination. The first byte says how much of the way a real source goes before the other
+/// bytes come.
 pub fn destination(data: &[u8]) {
     let Some((&way, bytes)) = data.split_first() else { return };
     let bytes = &bytes[..bytes.len().min(LONGEST_INPUT_BYTES)];
@@ -106,7 +110,8 @@ pub fn destination(data: &[u8]) {
         if way & 2 == 0 {
             tell(bytes, true);
         } else {
-            let setup = serde_json::to_vec(&SetupBody { streams: 1, machine: 7 }).unwrap_or_default();
+            let setup =
+                serde_json::to_vec(&SetupBody { streams: 1, machine: 7 }).unwrap_or_default();
             tell(&encode(&Message::Setup(setup)), way & 4 == 0);
         }
     }
@@ -158,8 +163,8 @@ fn run_source(address: &Address, cancel: &CancelHandle) -> Result<Outcome, Sessi
     Ok(streaming.send_state(vec![1, 2, 3])?.commit())
 }
 
-/// Says hello and then `answers` on the first connection, and lets data streams join. The control connection ends with
-/// the answers.
+/// Says hello and then `answers` on the first connection, and lets data streams join. The control
+/// connection ends with the answers.
 fn play_destination(listener: &UnixListener, answers: &[u8]) {
     let mut held = Vec::new();
     for connection in listener.incoming().flatten() {
@@ -184,7 +189,9 @@ fn play_destination(listener: &UnixListener, answers: &[u8]) {
 
 fn acceptance() -> Vec<u8> {
     let session = super::preamble::SessionId::random();
-    session.map(|session| encode(&Message::Accept(Acceptance { session, streams: 1 }))).unwrap_or_default()
+    session
+        .map(|session| encode(&Message::Accept(Acceptance { session, streams: 1 })))
+        .unwrap_or_default()
 }
 
 /// Reads the destination's preamble, hello and acceptance, and opens the data stream.

@@ -63,7 +63,9 @@ impl Unwanted {
             }
             Self::Preamble(PreambleError::Version(theirs)) => {
                 let ours = super::preamble::PROTOCOL_VERSION;
-                format!("it speaks version {theirs} of the migration protocol, this side version {ours}")
+                format!(
+                    "it speaks version {theirs} of the migration protocol, this side version {ours}"
+                )
             }
             Self::Frame(error) => format!("it sent {error}"),
             Self::Message(kind) => format!("it sent {kind} instead of a hello"),

@@ -7,24 +7,25 @@ use std::time::Duration;
 pub struct TimeLimits {
     /// Source: until a connection stands (each one), name resolution excepted.
     pub connect: Duration,
-    /// Either: from a connection to the other side's hello, TLS included. A stranger can hold one place of the
-    /// destination for this long.
+    /// Either: from a connection to the other side's hello, TLS included. A stranger can hold one
+    /// place of the destination for this long.
     pub greeting: Duration,
-    /// Destination: from the hello to the source's setup. Without TLS, whoever says hello can hold the destination for
-    /// this long.
+    /// Destination: from the hello to the source's setup. Without TLS, whoever says hello can hold
+    /// the destination for this long.
     pub setup: Duration,
     /// Source: from the setup to the destination's answer, which takes the building of a machine.
     pub answer: Duration,
     /// Destination: from its acceptance until all data streams have come.
     pub streams: Duration,
-    /// Either: the longest time without a byte while memory is transferred, on each stream and on the control
-    /// connection.
+    /// Either: the longest time without a byte while memory is transferred, on each stream and on
+    /// the control connection.
     pub progress: Duration,
     /// Source: from the last byte of the state until the destination is ready.
     pub restore: Duration,
     /// Destination: from being ready to the source's decision. After it the destination ends.
     pub commit: Duration,
-    /// Source: from its decision until the destination says that the guest runs. After it the outcome is unknown.
+    /// Source: from its decision until the destination says that the guest runs. After it the
+    /// outcome is unknown.
     pub running: Duration,
     /// Either: what is taken at the end so that the other side learns the reason of a failure.
     pub farewell: Duration,

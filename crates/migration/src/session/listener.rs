@@ -35,7 +35,8 @@ const BACKLOG: i32 = 64;
 /// Connections that have not introduced themselves. The oldest has to go for one more.
 const MOST_CANDIDATES: usize = 32;
 
-/// How long nobody is accepted after the system had no descriptor or memory for one more connection.
+/// How long nobody is accepted after the system had no descriptor or memory for one more
+/// connection.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// A wait without any other end.
@@ -43,12 +44,13 @@ const LONGEST_WAIT: Duration = Duration::from_secs(3600);
 
 /// A destination that waits for its source.
 ///
-/// Whoever connects has [`TimeLimits::greeting`] to show a certificate (with TLS) and to say hello. Until one has, many can
-/// try at the same time: who stalls, sends garbage or has no accepted certificate is refused, logged at a limited rate and
-/// keeps nobody else waiting.
+/// Whoever connects has [`TimeLimits::greeting`] to show a certificate (with TLS) and to say hello.
+/// Until one has, many can try at the same time: who stalls, sends garbage or has no accepted
+/// certificate is refused, logged at a limited rate and keeps nobody else waiting.
 #[derive(Debug)]
 pub struct Listener {
-    /// Removes the socket's file at the end; before the socket, while no other process can have taken the name over.
+    /// Removes the socket's file at the end; before the socket, while no other process can have
+    /// taken the name over.
     _file: Option<SocketFile>,
     socket: OwnedFd,
     address: Address,
@@ -73,10 +75,11 @@ pub(super) enum NoArrival {
 impl Listener {
     /// Listens at `address`; port 0 stands for any.
     ///
-    /// System calls: `socket`, `setsockopt`, `bind`, `listen`, `getsockname`; for a unix socket those of
-    /// [`SocketFile::listen`]; for TLS what reading the files takes (`openat`, `fstat`, `statx`, `lseek`, `read`). All later
-    /// steps: `ppoll`, `accept4`, `getsockopt`, `setsockopt`, `sendto`, `sendmsg`, `recvfrom`, `recvmsg` (descriptors only), `getrandom`,
-    /// `shutdown`, `close`, and `lstat`, `unlink` when a unix socket is removed.
+    /// System calls: `socket`, `setsockopt`, `bind`, `listen`, `getsockname`; for a unix socket
+    /// those of [`SocketFile::listen`]; for TLS what reading the files takes (`openat`, `fstat`,
+    /// `statx`, `lseek`, `read`). All later steps: `ppoll`, `accept4`, `getsockopt`, `setsockopt`,
+    /// `sendto`, `sendmsg`, `recvfrom`, `recvmsg` (descriptors only), `getrandom`, `shutdown`,
+    /// `close`, and `lstat`, `unlink` when a unix socket is removed.
     pub fn bind(
         address: &Address,
         security: &Security,
@@ -149,8 +152,9 @@ impl Listener {
         }
     }
 
-    /// Waits until a source has described its machine, at most for `limit`. A source that says hello and then fails is
-    /// one of the refused, and the next one may come: until a machine is accepted, nobody can end the destination.
+    /// Waits until a source has described its machine, at most for `limit`. A source that says
+    /// hello and then fails is one of the refused, and the next one may come: until a machine is
+    /// accepted, nobody can end the destination.
     pub fn receive_setup<T: DeserializeOwned>(
         &mut self,
         limit: Option<Duration>,
@@ -178,7 +182,8 @@ impl Listener {
     fn welcome(&self, wire: Wire, peer: &str) -> Result<Control, SessionError> {
         const DOING: &str = "while it was greeted";
         let connection = self.connection(wire, peer);
-        let mut control = Control::new(connection, Side::Destination, self.limits, self.cancel.clone());
+        let mut control =
+            Control::new(connection, Side::Destination, self.limits, self.cancel.clone());
         let answered = control.connection.write_all(&Role::Control.preamble());
         answered.map_err(|error| control.connection.explain(&error, DOING))?;
         control.note_received(MessageKind::Hello, DOING)?;
@@ -197,8 +202,8 @@ impl Listener {
         let wanted = |arrival: &Arrival| match arrival {
             Arrival::Control(_) => Err("another migration is under way here"),
             Arrival::Data { session: theirs, stream } => {
-                let known =
-                    *theirs == session && missing.get(usize::from(*stream)).is_some_and(|&missing| missing);
+                let known = *theirs == session
+                    && missing.get(usize::from(*stream)).is_some_and(|&missing| missing);
                 known.then_some(()).ok_or("it is a data stream of another session")
             }
         };
@@ -283,7 +288,11 @@ impl Listener {
     ) -> Result<(), NoArrival> {
         self.accept_after = self.accept_after.filter(|after| now < *after);
         let times = [deadline, self.accept_after, Some(now + LONGEST_WAIT)];
-        let until = times.into_iter().flatten().chain(self.candidates.iter().map(Candidate::deadline)).min();
+        let until = times
+            .into_iter()
+            .flatten()
+            .chain(self.candidates.iter().map(Candidate::deadline))
+            .min();
         let accepts = if self.accept_after.is_some() { PollFlags::empty() } else { PollFlags::IN };
         let mut descriptors = vec![
             PollFd::new(&self.socket, accepts),
@@ -291,7 +300,9 @@ impl Listener {
         ];
         descriptors.extend(watched.map(|watched| PollFd::from_borrowed_fd(watched, PollFlags::IN)));
         descriptors.extend(
-            self.candidates.iter().map(|candidate| PollFd::new(candidate.wire(), candidate.interest())),
+            self.candidates
+                .iter()
+                .map(|candidate| PollFd::new(candidate.wire(), candidate.interest())),
         );
         poll_until(&mut descriptors, until.unwrap_or(now)).map_err(|source| {
             NoArrival::Failed(SessionError::System { what: "wait for connections", source })
@@ -316,7 +327,8 @@ impl Listener {
             Ok(socket) => socket,
             Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => return,
             Err(errno) => {
-                self.refusals.note("somebody", &format!("the connection cannot be accepted: {errno}"));
+                self.refusals
+                    .note("somebody", &format!("the connection cannot be accepted: {errno}"));
                 self.accept_after = Some(Instant::now() + ACCEPT_PAUSE);
                 return;
             }
@@ -356,29 +368,42 @@ impl Listener {
         let prepared = wire::tune_tcp(&socket).and_then(|()| rustix::net::getpeername(&socket));
         let peer = prepared.map_err(|errno| errno.to_string())?;
         let peer = peer.and_then(|peer| std::net::SocketAddr::try_from(peer).ok());
-        let peer = peer.map_or_else(|| "tcp".to_owned(), |peer| Address::of_socket(peer).to_string());
+        let peer =
+            peer.map_or_else(|| "tcp".to_owned(), |peer| Address::of_socket(peer).to_string());
         let tls = self.tls.as_ref().map(TlsServer::connection).transpose();
         Ok(Candidate::new(socket, tls.map_err(|error| error.to_string())?, peer, deadline))
     }
 }
 
-fn listen_tcp(address: &Address, host: &str, port: u16) -> Result<(OwnedFd, Address), SessionError> {
+fn listen_tcp(
+    address: &Address,
+    host: &str,
+    port: u16,
+) -> Result<(OwnedFd, Address), SessionError> {
     let failed = |what| {
-        move |errno: Errno| SessionError::Listen { address: address.to_string(), what, source: errno.into() }
+        move |errno: Errno| SessionError::Listen {
+            address: address.to_string(),
+            what,
+            source: errno.into(),
+        }
     };
     let found = Address::resolve(host, port)
         .map_err(|source| SessionError::NotFound { address: address.to_string(), source })?;
     // A name can stand for several addresses; the first that this host has is taken.
     let mut failure = None;
     for socket_address in found {
-        let socket = wire::stream_socket(wire::family(socket_address)).map_err(failed("create a socket"))?;
+        let socket =
+            wire::stream_socket(wire::family(socket_address)).map_err(failed("create a socket"))?;
         // Connections of an ended process must not keep its port.
-        rustix::net::sockopt::set_socket_reuseaddr(&socket, true).map_err(failed("prepare the socket"))?;
+        rustix::net::sockopt::set_socket_reuseaddr(&socket, true)
+            .map_err(failed("prepare the socket"))?;
         match rustix::net::bind(&socket, &socket_address) {
             Ok(()) => {
                 rustix::net::listen(&socket, BACKLOG).map_err(failed("listen"))?;
-                let bound = rustix::net::getsockname(&socket).map_err(failed("find out the port"))?;
-                let bound = std::net::SocketAddr::try_from(bound).map_err(failed("find out the port"))?;
+                let bound =
+                    rustix::net::getsockname(&socket).map_err(failed("find out the port"))?;
+                let bound =
+                    std::net::SocketAddr::try_from(bound).map_err(failed("find out the port"))?;
                 return Ok((socket, Address::of_socket(bound)));
             }
             Err(errno) => failure = Some(errno),

@@ -191,10 +191,13 @@ impl Message {
     pub(super) fn encode(&self) -> Result<Vec<u8>, FrameError> {
         let kind = self.kind();
         let mut frame = vec![0, 0, 0, 0, kind as u8];
-        let failed = |error: serde_json::Error| FrameError::Body { kind, problem: error.to_string() };
+        let failed =
+            |error: serde_json::Error| FrameError::Body { kind, problem: error.to_string() };
         match self {
             Self::Hello(greeting) => serde_json::to_writer(&mut frame, greeting).map_err(failed)?,
-            Self::Accept(acceptance) => serde_json::to_writer(&mut frame, acceptance).map_err(failed)?,
+            Self::Accept(acceptance) => {
+                serde_json::to_writer(&mut frame, acceptance).map_err(failed)?
+            }
             Self::Refuse(reason) | Self::Failed(reason) | Self::Abort(reason) => {
                 serde_json::to_writer(&mut frame, reason).map_err(failed)?;
             }

@@ -29,7 +29,8 @@ pub(super) const PREAMBLE_BYTES: usize = 32;
 /// Most data streams of a session.
 pub const MOST_STREAMS: u16 = 64;
 
-/// What shows that a data stream belongs to a session: 128 random bits that only the two sides know.
+/// What shows that a data stream belongs to a session: 128 random bits that only the two sides
+/// know.
 #[derive(Clone, Copy, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct SessionId([u8; 16]);
@@ -56,7 +57,8 @@ impl SessionId {
         let mut bytes = [0; 16];
         let flags = rustix::rand::GetRandomFlags::empty();
         // getrandom(2) fills requests of up to 256 bytes completely.
-        rustix::rand::getrandom(&mut bytes, flags).map_err(SessionError::system("get random numbers"))?;
+        rustix::rand::getrandom(&mut bytes, flags)
+            .map_err(SessionError::system("get random numbers"))?;
         Ok(Self(bytes))
     }
 }
@@ -118,8 +120,8 @@ impl Role {
         bytes
     }
 
-    /// Reads the first bytes of a connection: `None` if more are needed. What cannot become a preamble is refused as
-    /// early as it shows.
+    /// Reads the first bytes of a connection: `None` if more are needed. What cannot become a
+    /// preamble is refused as early as it shows.
     pub(super) fn parse(bytes: &[u8]) -> Result<Option<Self>, PreambleError> {
         let same = bytes.iter().zip(&MAGIC).all(|(byte, magic)| byte == magic);
         if !same {

@@ -1,8 +1,8 @@
 //! Whose turn it is, and who runs the guest in the end: the control protocol without any I/O.
 //!
-//! Both sides keep a [`Protocol`] and tell it of every message they send (before the first byte) and receive, and of
-//! everything that goes wrong. A test walks through all interleavings of two of them over connections that are cut at
-//! every place, with time limits that expire at every moment.
+//! Both sides keep a [`Protocol`] and tell it of every message they send (before the first byte)
+//! and receive, and of everything that goes wrong. A test walks through all interleavings of two of
+//! them over connections that are cut at every place, with time limits that expire at every moment.
 //!
 //! ```text
 //!            source                 destination
@@ -18,8 +18,8 @@
 //!   Committed  <------- Running, or Failed
 //! ```
 //!
-//! `Abort` ends it at any place before `Commit`; from `Ready` on the destination says `Failed` instead, the one word after
-//! which a source that has written `Commit` may run the guest again.
+//! `Abort` ends it at any place before `Commit`; from `Ready` on the destination says `Failed`
+//! instead, the one word after which a source that has written `Commit` may run the guest again.
 
 use super::message::MessageKind;
 
@@ -90,17 +90,22 @@ impl Protocol {
         Ok(())
     }
 
-    /// The system did not take the last byte of the message that was about to be sent, so the other side cannot have
-    /// it. Nothing more may be written: what is left of the message would complete it.
+    /// The system did not take the last byte of the message that was about to be sent, so the other
+    /// side cannot have it. Nothing more may be written: what is left of the message would complete
+    /// it.
     pub(super) fn unsent(&mut self, kind: MessageKind) {
-        if self.side == Side::Source && kind == MessageKind::Commit && self.stage == Stage::Committed {
+        if self.side == Side::Source
+            && kind == MessageKind::Commit
+            && self.stage == Stage::Committed
+        {
             self.stage = Stage::Over(End::Stays);
         } else {
             self.lost();
         }
     }
 
-    /// A whole message has come. One that has no place here changes nothing; this side has to give up.
+    /// A whole message has come. One that has no place here changes nothing; this side has to give
+    /// up.
     pub(super) fn receive(&mut self, kind: MessageKind) -> Result<(), Misplaced> {
         self.stage = next(self.stage, self.side.other(), kind).ok_or(Misplaced)?;
         Ok(())
@@ -117,12 +122,15 @@ impl Protocol {
         };
     }
 
-    /// Whether this side may run the guest. Between `Commit` and `Running` the destination starts it.
+    /// Whether this side may run the guest. Between `Commit` and `Running` the destination starts
+    /// it.
     #[cfg(test)]
     pub(super) fn may_run(self) -> bool {
         match (self.side, self.stage) {
             (Side::Source, Stage::Committed | Stage::Over(End::Moved | End::Unknown)) => false,
-            (Side::Source, _) | (Side::Destination, Stage::Committed | Stage::Over(End::Moved)) => true,
+            (Side::Source, _) | (Side::Destination, Stage::Committed | Stage::Over(End::Moved)) => {
+                true
+            }
             (Side::Destination, _) => false,
         }
     }
@@ -150,9 +158,13 @@ fn next(stage: Stage, sender: Side, kind: MessageKind) -> Option<Stage> {
         (Stage::Prepared, Source, MessageKind::Commit) => Stage::Committed,
         (Stage::Committed, Destination, MessageKind::Running) => Stage::Over(End::Moved),
         (Stage::Asked, Destination, MessageKind::Refuse)
-        | (Stage::Prepared | Stage::Committed, Destination, MessageKind::Failed) => Stage::Over(End::Stays),
+        | (Stage::Prepared | Stage::Committed, Destination, MessageKind::Failed) => {
+            Stage::Over(End::Stays)
+        }
         // From `Ready` on a decision may be on its way to the destination: see `Failed`.
-        (Stage::Prepared, Destination, _) | (Stage::Committed | Stage::Over(_), _, _) => return None,
+        (Stage::Prepared, Destination, _) | (Stage::Committed | Stage::Over(_), _, _) => {
+            return None;
+        }
         (_, _, MessageKind::Abort) => Stage::Over(End::Stays),
         _ => return None,
     })

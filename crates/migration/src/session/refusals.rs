@@ -1,4 +1,5 @@
-//! Who was refused, told at a limited rate: whoever reaches the port can be refused as often as he likes.
+//! Who was refused, told at a limited rate: whoever reaches the port can be refused as often as he
+//! likes.
 
 use std::time::{Duration, Instant};
 

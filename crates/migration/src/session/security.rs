@@ -11,8 +11,9 @@ pub enum Security {
     /// Unix sockets, where the other process must be of the same user or root.
     #[default]
     Local,
-    /// Also TCP without encryption and authentication: any process that reaches the port, or listens there, can be given,
-    /// or give, a guest's memory. On loopback these are those of all users of the host. Only when the operator says so.
+    /// Also TCP without encryption and authentication: any process that reaches the port, or
+    /// listens there, can be given, or give, a guest's memory. On loopback these are those of all
+    /// users of the host. Only when the operator says so.
     Insecure,
     /// TLS 1.3 with certificates on both sides, for TCP.
     Tls(TlsFiles),
@@ -27,8 +28,8 @@ pub struct TlsFiles {
     pub key: PathBuf,
     /// The authorities that the other side's certificate must come from.
     pub authorities: PathBuf,
-    /// Names or addresses of which the other side's certificate must have one. A source takes the first, or else the host
-    /// of the address that it connects to; a destination needs one.
+    /// Names or addresses of which the other side's certificate must have one. A source takes the
+    /// first, or else the host of the address that it connects to; a destination needs one.
     pub peer_names: Vec<String>,
 }
 

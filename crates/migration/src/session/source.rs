@@ -62,8 +62,8 @@ pub enum Outcome {
     Moved,
     /// The source: the destination has ended and never will.
     RunsOn(SessionError),
-    /// Perhaps the destination. The source keeps the guest paused; only an operator who has made sure that it does not
-    /// run there may resume it here.
+    /// Perhaps the destination. The source keeps the guest paused; only an operator who has made
+    /// sure that it does not run there may resume it here.
     Unknown(SessionError),
 }
 
@@ -95,12 +95,13 @@ pub struct SourcePrepared {
     control: Control,
 }
 
-/// Connects to a destination that listens at `address` and exchanges hellos. Over TCP all addresses of a name are tried in
-/// turn.
+/// Connects to a destination that listens at `address` and exchanges hellos. Over TCP all addresses
+/// of a name are tried in turn.
 ///
-/// System calls, with those of all later steps: `socket`, `connect`, `ppoll`, `getsockopt`, `setsockopt`, `sendto`,
-/// `recvfrom`, `sendmsg`, `shutdown`, `close`, `getrandom` (TLS); reading certificates takes `openat`,
-/// `fstat`, `statx`, `lseek`, `read`; a name other than `localhost` takes what the resolver does.
+/// System calls, with those of all later steps: `socket`, `connect`, `ppoll`, `getsockopt`,
+/// `setsockopt`, `sendto`, `recvfrom`, `sendmsg`, `shutdown`, `close`, `getrandom` (TLS); reading
+/// certificates takes `openat`, `fstat`, `statx`, `lseek`, `read`; a name other than `localhost`
+/// takes what the resolver does.
 pub fn connect(
     address: &Address,
     security: &Security,
@@ -116,8 +117,10 @@ pub fn connect(
                 (Transport::Tls, Security::Tls(files)) => Some(TlsClient::load(files, host)?),
                 _ => None,
             };
-            let found = Address::resolve(host, *port)
-                .map_err(|source| SessionError::NotFound { address: address.to_string(), source })?;
+            let found = Address::resolve(host, *port).map_err(|source| SessionError::NotFound {
+                address: address.to_string(),
+                source,
+            })?;
             (found.into_iter().map(Endpoint::Tcp).collect(), tls)
         }
     };
@@ -141,13 +144,18 @@ pub fn connect(
     Err(failure.unwrap_or(SessionError::Cancelled))
 }
 
-fn greet(dialer: Dialer, socket: OwnedFd, greeting: &Greeting) -> Result<SourceSession, SessionError> {
+fn greet(
+    dialer: Dialer,
+    socket: OwnedFd,
+    greeting: &Greeting,
+) -> Result<SourceSession, SessionError> {
     let connection = dialer.connection(socket)?;
     let mut control = Control::new(connection, Side::Source, dialer.limits, dialer.cancel.clone());
     let hello = Message::Hello(greeting.clone());
     let send_preamble = control.connection.write_all(&Role::Control.preamble());
     send_preamble.map_err(|error| control.connection.explain(&error, GREETING))?;
-    // Another program may close the connection at the sight of the preamble; what it has sent says more than that.
+    // Another program may close the connection at the sight of the preamble; what it has sent says
+    // more than that.
     let sent = control.send(&hello, GREETING);
     control.connection.set_limit(Limit::from_now(dialer.limits.greeting));
     read_answer(&mut control.connection, Role::Control)?;
@@ -167,11 +175,13 @@ fn read_answer(connection: &mut Connection, expected: Role) -> Result<(), Sessio
     let mut bytes = [0; PREAMBLE_BYTES];
     let mut filled = 0;
     loop {
-        let count =
-            connection.read(&mut bytes[filled..]).map_err(|error| connection.explain(&error, GREETING))?;
+        let count = connection
+            .read(&mut bytes[filled..])
+            .map_err(|error| connection.explain(&error, GREETING))?;
         let peer = || connection.peer().to_owned();
         if count == 0 {
-            let problem = "it was closed there without an answer; the log there may say why".to_owned();
+            let problem =
+                "it was closed there without an answer; the log there may say why".to_owned();
             return Err(SessionError::Cut { peer: peer(), doing: GREETING, problem });
         }
         filled += count;
@@ -182,7 +192,9 @@ fn read_answer(connection: &mut Connection, expected: Role) -> Result<(), Sessio
                 let problem = "the data stream was refused; the log there says why".to_owned();
                 return Err(SessionError::Cut { peer: peer(), doing: GREETING, problem });
             }
-            Err(PreambleError::Foreign(found)) => return Err(SessionError::NotEbb { peer: peer(), found }),
+            Err(PreambleError::Foreign(found)) => {
+                return Err(SessionError::NotEbb { peer: peer(), found });
+            }
             Err(PreambleError::Version(theirs)) => {
                 let ours = super::preamble::PROTOCOL_VERSION;
                 return Err(SessionError::Version { peer: peer(), theirs, ours });
@@ -218,7 +230,11 @@ impl Dialer {
         Ok(socket)
     }
 
-    fn connect_tcp(&self, address: SocketAddr, deadline: (Instant, Duration)) -> std::io::Result<OwnedFd> {
+    fn connect_tcp(
+        &self,
+        address: SocketAddr,
+        deadline: (Instant, Duration),
+    ) -> std::io::Result<OwnedFd> {
         let socket = wire::stream_socket(wire::family(address))?;
         wire::tune_tcp(&socket)?;
         match rustix::net::connect(&socket, &address) {
@@ -239,7 +255,11 @@ impl Dialer {
         Ok(socket)
     }
 
-    fn connect_unix(&self, path: &PathBuf, deadline: (Instant, Duration)) -> std::io::Result<OwnedFd> {
+    fn connect_unix(
+        &self,
+        path: &PathBuf,
+        deadline: (Instant, Duration),
+    ) -> std::io::Result<OwnedFd> {
         let address = SocketAddrUnix::new(path)?;
         loop {
             let socket = wire::stream_socket(AddressFamily::UNIX)?;
@@ -276,16 +296,27 @@ impl SourceSession {
         &self.destination
     }
 
-    /// Describes the machine, in the monitor's own words, and waits for the destination's answer. Up to `streams` data
-    /// streams are asked for. A destination that does not take the machine is [`SessionError::Refused`].
-    pub fn setup<T: Serialize>(mut self, machine: &T, streams: u16) -> Result<SourceAccepted, SessionError> {
+    /// Describes the machine, in the monitor's own words, and waits for the destination's answer.
+    /// Up to `streams` data streams are asked for. A destination that does not take the machine is
+    /// [`SessionError::Refused`].
+    pub fn setup<T: Serialize>(
+        mut self,
+        machine: &T,
+        streams: u16,
+    ) -> Result<SourceAccepted, SessionError> {
         match self.negotiate(machine, streams) {
-            Ok(acceptance) => Ok(SourceAccepted { control: self.control, dialer: self.dialer, acceptance }),
+            Ok(acceptance) => {
+                Ok(SourceAccepted { control: self.control, dialer: self.dialer, acceptance })
+            }
             Err(error) => Err(self.control.end(error)),
         }
     }
 
-    fn negotiate<T: Serialize>(&mut self, machine: &T, streams: u16) -> Result<Acceptance, SessionError> {
+    fn negotiate<T: Serialize>(
+        &mut self,
+        machine: &T,
+        streams: u16,
+    ) -> Result<Acceptance, SessionError> {
         if !(1..=MOST_STREAMS).contains(&streams) {
             return Err(SessionError::Streams { asked: streams, most: MOST_STREAMS });
         }
@@ -294,7 +325,9 @@ impl SourceSession {
         })?;
         self.control.send(&Message::Setup(body), "while it was told of the machine")?;
         match self.control.receive(self.control.limits.answer, ANSWER)? {
-            Message::Accept(acceptance) if (1..=streams).contains(&acceptance.streams) => Ok(acceptance),
+            Message::Accept(acceptance) if (1..=streams).contains(&acceptance.streams) => {
+                Ok(acceptance)
+            }
             Message::Accept(acceptance) => {
                 let problem = format!("it wants {} data streams of {streams}", acceptance.streams);
                 Err(self.control.malformed(problem))
@@ -315,16 +348,21 @@ impl SourceAccepted {
         self.acceptance.streams
     }
 
-    /// Hands file descriptors to a destination on the same host. It has to expect them: the setup must say so.
+    /// Hands file descriptors to a destination on the same host. It has to expect them: the setup
+    /// must say so.
     pub fn send_descriptors(&mut self, descriptors: &[BorrowedFd<'_>]) -> Result<(), SessionError> {
         const DOING: &str = "while it was handed file descriptors";
         if !matches!(self.dialer.endpoint, Endpoint::Unix(_)) {
             return Err(SessionError::NoDescriptors { peer: self.dialer.peer.clone() });
         }
-        let count = u16::try_from(descriptors.len()).ok().filter(|&count| count <= MOST_DESCRIPTORS);
+        let count =
+            u16::try_from(descriptors.len()).ok().filter(|&count| count <= MOST_DESCRIPTORS);
         let count = count.ok_or_else(|| SessionError::System {
             what: "hand over file descriptors",
-            source: std::io::Error::other(format!("{} are more than {MOST_DESCRIPTORS}", descriptors.len())),
+            source: std::io::Error::other(format!(
+                "{} are more than {MOST_DESCRIPTORS}",
+                descriptors.len()
+            )),
         })?;
         self.control.send(&Message::Descriptors(count), DOING)?;
         let limit = self.control.limits.progress;
@@ -352,7 +390,9 @@ impl SourceAccepted {
         for stream in 0..self.acceptance.streams {
             let mut connection = self.dialer.connection(self.dialer.socket()?)?;
             let preamble = Role::Data { session, stream }.preamble();
-            connection.write_all(&preamble).map_err(|error| connection.explain(&error, GREETING))?;
+            connection
+                .write_all(&preamble)
+                .map_err(|error| connection.explain(&error, GREETING))?;
             streams.push(connection);
         }
         for (number, connection) in (0..).zip(&mut streams) {
@@ -370,7 +410,8 @@ impl SourceAccepted {
 }
 
 impl SourceStreaming {
-    /// Waits until the destination has everything of `round`, the next one that it has not acknowledged.
+    /// Waits until the destination has everything of `round`, the next one that it has not
+    /// acknowledged.
     pub fn wait_round_done(&mut self, round: u32) -> Result<(), SessionError> {
         match self.control.receive(self.control.limits.progress, ROUND)? {
             Message::RoundDone(done) if done == round => Ok(()),
@@ -381,8 +422,8 @@ impl SourceStreaming {
         }
     }
 
-    /// Sends what is left besides memory, once all rounds are acknowledged and the guest is paused, and waits until the
-    /// destination could start the guest.
+    /// Sends what is left besides memory, once all rounds are acknowledged and the guest is paused,
+    /// and waits until the destination could start the guest.
     pub fn send_state(mut self, state: Vec<u8>) -> Result<SourcePrepared, SessionError> {
         let answer = self
             .control
@@ -398,16 +439,16 @@ impl SourceStreaming {
         }
     }
 
-    /// Ends the session. What the destination had said to the same effect before comes back: it is the better reason for
-    /// a data stream that has failed.
+    /// Ends the session. What the destination had said to the same effect before comes back: it is
+    /// the better reason for a data stream that has failed.
     pub fn abort(self, reason: impl Into<Reason>) -> Option<SessionError> {
         self.control.abort(reason.into())
     }
 }
 
 impl SourcePrepared {
-    /// Decides that the guest moves. From here on the session cannot be cancelled, and the source does not run the guest
-    /// again unless the outcome says so.
+    /// Decides that the guest moves. From here on the session cannot be cancelled, and the source
+    /// does not run the guest again unless the outcome says so.
     pub fn commit(mut self) -> Outcome {
         if !self.control.cancel.decide() {
             return Outcome::RunsOn(self.control.end(SessionError::Cancelled));

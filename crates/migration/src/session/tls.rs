@@ -19,7 +19,8 @@ use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use super::error::SessionError;
 use super::security::TlsFiles;
 
-/// A server of something else, or a client that takes this port for another service, is found out in the handshake.
+/// A server of something else, or a client that takes this port for another service, is found out
+/// in the handshake.
 const ALPN: &[u8] = b"ebb-migration";
 
 /// What the source needs for each of its connections.
@@ -36,10 +37,12 @@ pub(super) struct TlsServer {
 }
 
 impl TlsClient {
-    /// Reads the files. The destination must show a certificate for `host`, or for the name that the files say.
+    /// Reads the files. The destination must show a certificate for `host`, or for the name that
+    /// the files say.
     pub(super) fn load(files: &TlsFiles, host: &str) -> Result<Self, SessionError> {
         let named = files.peer_names.first();
-        let name = named.map_or_else(|| peer_name("--to", host), |name| peer_name("--peer-name", name))?;
+        let name =
+            named.map_or_else(|| peer_name("--to", host), |name| peer_name("--peer-name", name))?;
         let mut config = ClientConfig::builder_with_provider(provider())
             .with_protocol_versions(&[&rustls::version::TLS13])
             .map_err(|error| unusable("--tls-cert", &files.certificate, error))?
@@ -59,7 +62,8 @@ impl TlsClient {
 }
 
 impl TlsServer {
-    /// Reads the files. Each source must show a certificate of the authorities for one of the names.
+    /// Reads the files. Each source must show a certificate of the authorities for one of the
+    /// names.
     pub(super) fn load(files: &TlsFiles) -> Result<Self, SessionError> {
         let authorities = Arc::new(authorities(&files.authorities)?);
         let verifier = WebPkiClientVerifier::builder_with_provider(authorities, provider())
@@ -208,8 +212,9 @@ fn authorities(path: &Path) -> Result<RootCertStore, SessionError> {
 }
 
 fn key(path: &Path) -> Result<PrivateKeyDer<'static>, SessionError> {
-    PrivateKeyDer::from_pem_file(path)
-        .map_err(|error| unusable("--tls-key", path, pem_problem(&error, "unencrypted private key")))
+    PrivateKeyDer::from_pem_file(path).map_err(|error| {
+        unusable("--tls-key", path, pem_problem(&error, "unencrypted private key"))
+    })
 }
 
 /// What a failure of TLS means to the operator, and which side it was that refused.
@@ -223,7 +228,9 @@ pub(super) fn explain(error: &rustls::Error, peer: String) -> SessionError {
             problem: "it showed none; give it --tls-cert and --tls-key".to_owned(),
         },
         rustls::Error::AlertReceived(alert) => match refused_there(*alert) {
-            Some(problem) => SessionError::CertificateRefusedThere { peer, problem: problem.to_owned() },
+            Some(problem) => {
+                SessionError::CertificateRefusedThere { peer, problem: problem.to_owned() }
+            }
             None if *alert == AlertDescription::NoApplicationProtocol => {
                 SessionError::NotEbb { peer, found: "its TLS is for another service".to_owned() }
             }

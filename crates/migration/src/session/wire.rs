@@ -8,7 +8,9 @@ use std::time::Duration;
 
 use rustix::event::PollFlags;
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, RecvFlags, SendAncillaryBuffer, SendFlags, SocketFlags, SocketType};
+use rustix::net::{
+    AddressFamily, RecvFlags, SendAncillaryBuffer, SendFlags, SocketFlags, SocketType,
+};
 
 /// A dead host is noticed after about this time even if nothing is to be sent.
 const KEEP_ALIVE: Duration = Duration::from_secs(5);
@@ -57,8 +59,9 @@ struct Ahead<'a>(&'a OwnedFd, &'a mut Inbox);
 
 impl Read for Raw<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let (bytes, _) =
-            rustix::io::retry_on_intr(|| rustix::net::recv(self.0, &mut *buffer, RecvFlags::empty()))?;
+        let (bytes, _) = rustix::io::retry_on_intr(|| {
+            rustix::net::recv(self.0, &mut *buffer, RecvFlags::empty())
+        })?;
         Ok(bytes)
     }
 }
@@ -119,7 +122,8 @@ impl Tls {
         self.connection.wants_write() && !self.sealed
     }
 
-    /// Reads what the socket has and works on it. On failure the alert for the other side is sent at once.
+    /// Reads what the socket has and works on it. On failure the alert for the other side is sent
+    /// at once.
     fn receive(&mut self, socket: &OwnedFd) -> io::Result<usize> {
         let bytes = self.connection.read_tls(&mut Ahead(socket, &mut self.inbox))?;
         if let Err(error) = self.connection.process_new_packets() {
@@ -211,8 +215,9 @@ impl Wire {
         self.tls.as_mut().map_or(Ok(()), |tls| tls.flush(&self.socket))
     }
 
-    /// Sends nothing any more, whatever is asked: a write has failed, and what is left of it might complete a message that
-    /// counts as unsent. Reading goes on, and TLS would send its rest at the next occasion.
+    /// Sends nothing any more, whatever is asked: a write has failed, and what is left of it might
+    /// complete a message that counts as unsent. Reading goes on, and TLS would send its rest at
+    /// the next occasion.
     pub(super) fn seal(&mut self) {
         if let Some(tls) = &mut self.tls {
             tls.sealed = true;
@@ -231,8 +236,8 @@ impl Wire {
         let _ = rustix::net::shutdown(&*self.socket, rustix::net::Shutdown::Write);
     }
 
-    /// Reads and forgets what has come; false at the end. A socket that is closed with unread bytes is reset, and the
-    /// last words to the other side may be lost with it (RFC 2525 section 2.17).
+    /// Reads and forgets what has come; false at the end. A socket that is closed with unread bytes
+    /// is reset, and the last words to the other side may be lost with it (RFC 2525 section 2.17).
     pub(super) fn drain(&mut self) -> bool {
         let mut scratch = [0; 16 << 10];
         for _ in 0..64 {
@@ -254,7 +259,12 @@ impl AsFd for Wire {
 
 /// A new non-blocking stream socket.
 pub(super) fn stream_socket(family: AddressFamily) -> Result<OwnedFd, Errno> {
-    rustix::net::socket_with(family, SocketType::STREAM, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK, None)
+    rustix::net::socket_with(
+        family,
+        SocketType::STREAM,
+        SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
+        None,
+    )
 }
 
 /// The family of a TCP address.

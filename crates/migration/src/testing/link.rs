@@ -32,7 +32,12 @@ pub struct Cut {
 ///
 /// # Errors
 /// If there are no sockets.
-pub fn link(streams: usize, cut: Option<Cut>, source: &Cancel, target: &Cancel) -> io::Result<Link> {
+pub fn link(
+    streams: usize,
+    cut: Option<Cut>,
+    source: &Cancel,
+    target: &Cancel,
+) -> io::Result<Link> {
     let (mut send, mut receive) = (Vec::new(), Vec::new());
     let (rounds, confirm) = UnixStream::pair()?;
     let mut shut = vec![rounds.try_clone()?];

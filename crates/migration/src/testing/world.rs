@@ -102,7 +102,8 @@ pub struct World {
 pub struct Hooks(Arc<Mutex<World>>);
 
 impl Hooks {
-    /// A guest with memory in these regions; about half of its pages are used, with content in most of them.
+    /// A guest with memory in these regions; about half of its pages are used, with content in most
+    /// of them.
     pub fn new(regions: &[PageRange], seed: u64, activity: Activity, cancel: &Cancel) -> Self {
         let mut random = Random::new(seed);
         let mut next_value = 1;
@@ -213,7 +214,13 @@ impl World {
         let Some(index) = self.find(usage) else { return };
         let value = self.value();
         let page = &mut self.pages[index];
-        *page = Page { usage: Use::Used, value, held: true, marked: page.marked || self.armed, ..*page };
+        *page = Page {
+            usage: Use::Used,
+            value,
+            held: true,
+            marked: page.marked || self.armed,
+            ..*page
+        };
     }
 
     /// The driver takes free pages and names them.
@@ -222,7 +229,8 @@ impl World {
             return;
         }
         let Some(first) = self.find(Use::Free) else { return };
-        let run = self.pages[first..].iter().take(20).take_while(|page| page.usage == Use::Free).count();
+        let run =
+            self.pages[first..].iter().take(20).take_while(|page| page.usage == Use::Free).count();
         for index in first..first + run {
             self.pages[index].usage = Use::Hinted;
             self.queue.push_back(PageRange::new(self.pfn(index), 1));
@@ -316,7 +324,11 @@ impl World {
     /// # Panics
     /// If something is.
     pub fn check_unharmed(&self) {
-        assert!(!self.paused && !self.armed && self.hints.is_none(), "{:?}", (self.paused, self.armed));
+        assert!(
+            !self.paused && !self.armed && self.hints.is_none(),
+            "{:?}",
+            (self.paused, self.armed)
+        );
         assert_eq!(self.throttle_percent, 0);
         assert!(self.pages.iter().all(|page| page.usage != Use::Hinted));
     }
@@ -326,7 +338,8 @@ impl World {
     /// # Panics
     /// If one is different.
     pub fn check_moved(&self, content: &dyn Fn(Pfn, &mut [u8])) -> u64 {
-        let (mut here, mut there) = (vec![0; PAGE_SIZE_BYTES as usize], vec![0; PAGE_SIZE_BYTES as usize]);
+        let (mut here, mut there) =
+            (vec![0; PAGE_SIZE_BYTES as usize], vec![0; PAGE_SIZE_BYTES as usize]);
         let mut free = 0;
         for (index, page) in self.pages.iter().enumerate() {
             assert_ne!(page.usage, Use::Hinted, "the driver still holds pages");
@@ -473,11 +486,9 @@ impl FreePageSource for SimHints {
         let mut world = self.0.world();
         world.live();
         let (hints, queue) = (world.hints.take(), std::mem::take(&mut world.queue));
-        world.late.extend(
-            hints
-                .into_iter()
-                .flat_map(|hints| queue.iter().map(move |range| (hints.clone(), *range)).collect::<Vec<_>>()),
-        );
+        world.late.extend(hints.into_iter().flat_map(|hints| {
+            queue.iter().map(move |range| (hints.clone(), *range)).collect::<Vec<_>>()
+        }));
         for page in &mut world.pages {
             if page.usage == Use::Hinted {
                 page.usage = Use::Free;

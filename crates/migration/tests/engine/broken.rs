@@ -13,7 +13,11 @@ use crate::move_it::{REGIONS, Trial};
 
 /// A migration that is the same each time.
 fn trial() -> Trial {
-    Trial { seed: 7, activity: Activity { steps: 400, burst: 1, cancel_after: None }, ..Trial::default() }
+    Trial {
+        seed: 7,
+        activity: Activity { steps: 400, burst: 1, cancel_after: None },
+        ..Trial::default()
+    }
 }
 
 /// All bytes that the trial sends, from a receiver that only listens.
@@ -21,7 +25,8 @@ fn stream() -> Vec<u8> {
     use ebb_migration::testing::{Hooks, Link, SimDirty, SimGuest, SimHints, SimMemory, link};
     let (trial, cancel) = (trial(), Cancel::new());
     let hooks = Hooks::new(&REGIONS, trial.seed, trial.activity, &cancel);
-    let Link { send, mut receive, mut rounds, mut confirm } = link(1, None, &cancel, &cancel).unwrap();
+    let Link { send, mut receive, mut rounds, mut confirm } =
+        link(1, None, &cancel, &cancel).unwrap();
     std::thread::scope(|scope| {
         let listener = scope.spawn(move || {
             let mut bytes = Vec::new();
@@ -100,7 +105,10 @@ fn cuts(bytes: &[u8]) -> Vec<u64> {
             let page = PAGE_SIZE_BYTES as usize;
             let inside = [1, 7, 8, 9, 15, page / 2, page - 1, page, page + 1];
             cuts.extend(
-                inside.into_iter().filter(|inside| *inside < rest).map(|inside| (content + inside) as u64),
+                inside
+                    .into_iter()
+                    .filter(|inside| *inside < rest)
+                    .map(|inside| (content + inside) as u64),
             );
         }
         at += HEADER_BYTES + rest;
@@ -120,7 +128,10 @@ fn a_cut_anywhere_is_an_error_at_both_ends() {
         let outcome = Trial { cut, ..trial() }.run();
         let failure = outcome.sent.as_ref().unwrap_err();
         assert!(
-            matches!(failure.error, MigrationError::Stream { .. } | MigrationError::NotConfirmed { .. }),
+            matches!(
+                failure.error,
+                MigrationError::Stream { .. } | MigrationError::NotConfirmed { .. }
+            ),
             "cut at {after_bytes}: {failure}"
         );
         let error = outcome.received.as_ref().unwrap_err();

@@ -9,8 +9,8 @@ use ebb_migration::testing::{
     Activity, Hooks, Link, SimDirty, SimGuest, SimHints, SimMemory, TestTarget, link,
 };
 use ebb_migration::{
-    BoxError, Cancel, DirtySource, Failure, FreePageSource, Guest, HintReceiver, MigrationError, Precopy,
-    Receiver, Report, SourceMemory, TargetMemory,
+    BoxError, Cancel, DirtySource, Failure, FreePageSource, Guest, HintReceiver, MigrationError,
+    Precopy, Receiver, Report, SourceMemory, TargetMemory,
 };
 
 use crate::move_it::{REGIONS, Trial};
@@ -133,12 +133,16 @@ fn migrate(fault: Fault) -> (Hooks, Result<Report, Box<Failure>>) {
     let activity = Activity { steps: 900, burst: 2, cancel_after: None };
     let hooks = Hooks::new(&REGIONS, 11, activity, &cancel);
     let target = Faulty(TestTarget::new(&REGIONS), fault);
-    let Link { send, receive, mut rounds, mut confirm } = link(2, None, &cancel, &target_cancel).unwrap();
+    let Link { send, receive, mut rounds, mut confirm } =
+        link(2, None, &cancel, &target_cancel).unwrap();
     let result = std::thread::scope(|scope| {
         scope.spawn(|| {
             let receiver = Receiver {
                 memory: &target,
-                streams: receive.into_iter().map(|stream| Box::new(stream) as Box<dyn Read + Send>).collect(),
+                streams: receive
+                    .into_iter()
+                    .map(|stream| Box::new(stream) as Box<dyn Read + Send>)
+                    .collect(),
                 round_done: &mut |round| Ok(confirm.write_all(&round.to_le_bytes())?),
                 cancel: target_cancel.clone(),
             };
@@ -193,7 +197,8 @@ fn each_failure_is_told_and_the_guest_runs_on() {
         let message = harmless_failure(fault);
         assert!(
             message.starts_with(start) && message.ends_with(end)
-                || fault == Fault::Write && message.starts_with("the destination did not confirm round 0"),
+                || fault == Fault::Write
+                    && message.starts_with("the destination did not confirm round 0"),
             "{fault:?}: {message}"
         );
     }
@@ -215,7 +220,12 @@ fn a_log_that_stays_on_does_not_fail_a_migration() {
 /// The pause succeeds, and then everything goes wrong.
 #[test]
 fn a_guest_that_cannot_go_on_is_told() {
-    let hooks = Hooks::new(&REGIONS, 1, Activity { steps: 0, burst: 1, cancel_after: None }, &Cancel::new());
+    let hooks = Hooks::new(
+        &REGIONS,
+        1,
+        Activity { steps: 0, burst: 1, cancel_after: None },
+        &Cancel::new(),
+    );
     let cancel = Cancel::new();
     let Link { send, mut rounds, confirm, receive: _receive } =
         link(1, None, &cancel, &Cancel::new()).unwrap();
@@ -227,7 +237,10 @@ fn a_guest_that_cannot_go_on_is_told() {
         dirty: &mut SimDirty(hooks.clone()),
         guest: &mut Faulty(SimGuest(hooks.clone()), Fault::Resume),
         free_pages: None,
-        streams: send.into_iter().map(|_| Box::new(std::io::sink()) as Box<dyn Write + Send>).collect(),
+        streams: send
+            .into_iter()
+            .map(|_| Box::new(std::io::sink()) as Box<dyn Write + Send>)
+            .collect(),
         round_sync: &mut round_sync,
         observer: &mut |_| {},
         cancel,

@@ -18,8 +18,12 @@ impl RoundSync for Content {
 
 /// Moves a guest's memory nowhere; `then` decides what becomes of the guest.
 fn hand_over(then: impl FnOnce(Switchover<'_>, &Hooks)) -> Hooks {
-    let hooks =
-        Hooks::new(&REGIONS, 3, Activity { steps: 100, burst: 2, cancel_after: None }, &Cancel::new());
+    let hooks = Hooks::new(
+        &REGIONS,
+        3,
+        Activity { steps: 100, burst: 2, cancel_after: None },
+        &Cancel::new(),
+    );
     let precopy = Precopy {
         config: Trial::default().config,
         memory: &SimMemory(hooks.clone()),

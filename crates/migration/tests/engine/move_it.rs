@@ -8,7 +8,8 @@ use ebb_migration::testing::{
     Activity, Cut, Hooks, Link, SimDirty, SimGuest, SimHints, SimMemory, TestTarget, link,
 };
 use ebb_migration::{
-    Cancel, Config, Failure, FreePageSource, Precopy, Progress, ReceiveError, ReceiveReport, Receiver, Report,
+    Cancel, Config, Failure, FreePageSource, Precopy, Progress, ReceiveError, ReceiveReport,
+    Receiver, Report,
 };
 
 /// Memory of the simulated guest.
@@ -66,7 +67,8 @@ impl Trial {
         let mut progress = Vec::new();
         let (sent, received) = std::thread::scope(|scope| {
             let destination = scope.spawn(|| {
-                let streams = receive.into_iter().map(|stream| Box::new(stream) as Box<dyn Read + Send>);
+                let streams =
+                    receive.into_iter().map(|stream| Box::new(stream) as Box<dyn Read + Send>);
                 let receiver = Receiver {
                     memory: &target,
                     streams: streams.collect(),
@@ -88,7 +90,10 @@ impl Trial {
                 dirty: &mut SimDirty(hooks.clone()),
                 guest: &mut SimGuest(hooks.clone()),
                 free_pages: (self.hints == Hints::Asked).then_some(free_pages),
-                streams: send.into_iter().map(|wire| Box::new(wire) as Box<dyn Write + Send>).collect(),
+                streams: send
+                    .into_iter()
+                    .map(|wire| Box::new(wire) as Box<dyn Write + Send>)
+                    .collect(),
                 round_sync: &mut rounds,
                 observer: &mut |step| progress.push(*step),
                 cancel: cancel.clone(),

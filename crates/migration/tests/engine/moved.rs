@@ -59,7 +59,8 @@ proptest! {
 
 #[test]
 fn an_idle_guest_is_sent_once() {
-    let trial = Trial { activity: Activity { steps: 0, burst: 1, cancel_after: None }, ..Trial::default() };
+    let trial =
+        Trial { activity: Activity { steps: 0, burst: 1, cancel_after: None }, ..Trial::default() };
     let outcome = trial.run();
     let report = outcome.sent.as_ref().unwrap();
     let pages: u64 = REGIONS.iter().map(|region| region.pages).sum();
@@ -69,9 +70,14 @@ fn an_idle_guest_is_sent_once() {
     assert_eq!(report.memory_bytes, pages * 4096);
     assert_eq!(outcome.target.held_pages(), report.pages.data);
     let phases: Vec<_> = outcome.progress.iter().map(|step| step.phase).collect();
-    for phase in
-        [Phase::Arming, Phase::Hints, Phase::Sending, Phase::Acknowledging, Phase::Final, Phase::Sent]
-    {
+    for phase in [
+        Phase::Arming,
+        Phase::Hints,
+        Phase::Sending,
+        Phase::Acknowledging,
+        Phase::Final,
+        Phase::Sent,
+    ] {
         assert!(phases.contains(&phase), "{phase:?} in {phases:?}");
     }
 }
@@ -85,7 +91,8 @@ fn what_the_source_gave_back_does_not_stay_at_the_destination() {
         let outcome = Trial { seed, activity, hints: Hints::Off, ..Trial::default() }.run();
         let report = outcome.sent.as_ref().unwrap();
         outcome.check_moved();
-        discarded_later += report.rounds_detail[1..].iter().map(|round| round.pages.discarded).sum::<u64>();
+        discarded_later +=
+            report.rounds_detail[1..].iter().map(|round| round.pages.discarded).sum::<u64>();
         assert!(outcome.target.held_pages() <= outcome.hooks.world().held_pages());
     }
     assert!(discarded_later > 0);

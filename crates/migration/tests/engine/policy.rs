@@ -9,7 +9,11 @@ use crate::move_it::Trial;
 
 /// A guest that does not become idle.
 fn busy(config: Config) -> Trial {
-    Trial { config, activity: Activity { steps: u64::MAX, burst: 4, cancel_after: None }, ..Trial::default() }
+    Trial {
+        config,
+        activity: Activity { steps: u64::MAX, burst: 4, cancel_after: None },
+        ..Trial::default()
+    }
 }
 
 fn limit(then: AtTimeLimit) -> TimeLimit {
@@ -50,7 +54,8 @@ fn a_slow_link_does_not_hold_up_the_time_limit() {
 
 #[test]
 fn it_is_slowed_down_and_runs_freely_again_after_a_failure() {
-    let time_limit = Some(TimeLimit { after: Duration::from_millis(300), then: AtTimeLimit::Cancel });
+    let time_limit =
+        Some(TimeLimit { after: Duration::from_millis(300), then: AtTimeLimit::Cancel });
     let config = Config { time_limit, auto_converge: AutoConverge::On, ..Trial::default().config };
     let outcome = busy(config).run();
     assert!(outcome.progress.iter().any(|step| step.throttle_percent >= 20));

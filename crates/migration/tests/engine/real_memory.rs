@@ -1,4 +1,5 @@
-//! Real memory, written by several threads while it is moved: what one thread after the other cannot show.
+//! Real memory, written by several threads while it is moved: what one thread after the other
+//! cannot show.
 
 use std::io::{Read, Write};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -47,7 +48,8 @@ impl Machine {
         self.used[page as usize].store(true, Ordering::SeqCst);
     }
 
-    /// A thread of the guest: writes, frees and names pages, gives some to the balloon, and uses them again.
+    /// A thread of the guest: writes, frees and names pages, gives some to the balloon, and uses
+    /// them again.
     fn live(&self, thread: u64, device: &Sender<(HintReceiver, PageRange)>) {
         let mut random = Random::new(thread + 1);
         loop {
@@ -165,7 +167,8 @@ fn migrate(backing: Backing, merging: Merging) {
         mergers = vec![Some(of_source), merger(&target)];
     }
     let (cancel, target_cancel) = (Cancel::new(), Cancel::new());
-    let Link { send, receive, mut rounds, mut confirm } = link(2, None, &cancel, &target_cancel).unwrap();
+    let Link { send, receive, mut rounds, mut confirm } =
+        link(2, None, &cancel, &target_cancel).unwrap();
     let (report, merged) = std::thread::scope(|scope| {
         let mergers: Vec<_> = mergers
             .into_iter()
@@ -185,7 +188,10 @@ fn migrate(backing: Backing, merging: Merging) {
         scope.spawn(|| {
             let receiver = Receiver {
                 memory: &*target,
-                streams: receive.into_iter().map(|stream| Box::new(stream) as Box<dyn Read + Send>).collect(),
+                streams: receive
+                    .into_iter()
+                    .map(|stream| Box::new(stream) as Box<dyn Read + Send>)
+                    .collect(),
                 round_done: &mut |round| Ok(confirm.write_all(&round.to_le_bytes())?),
                 cancel: target_cancel,
             };

@@ -9,7 +9,8 @@ use crate::world::{Dirty, Mutant, Request, Scope, Shared, Use, Worker, World, ra
 /// A step that somebody takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// A vCPU writes to a page that it uses, or uses a free page again, or one that the driver holds.
+    /// A vCPU writes to a page that it uses, or uses a free page again, or one that the driver
+    /// holds.
     Write(usize),
     /// The driver takes a page and names it.
     Name(usize),
@@ -175,7 +176,9 @@ impl Machine {
     fn node(&self, to_send: &PageSet) -> Node {
         let world = self.world.get();
         let mut key = vec![self.stage as u8, u8::from(self.looked)];
-        key.extend((0..world.scope.pages).map(|page| u8::from(to_send.contains(range_of(page).start))));
+        key.extend(
+            (0..world.scope.pages).map(|page| u8::from(to_send.contains(range_of(page).start))),
+        );
         world.key(&mut key);
         let over = self.stage == Stage::Over;
         let violation = if over { world.violation() } else { None };

@@ -1,9 +1,11 @@
 //! Hints, writes and looks at the dirty log in every order there is, on a few pages.
 //!
-//! The engine's own [`Tracker`](ebb_migration::Tracker) with its windows and rounds is driven through all interleavings of what a
-//! guest, its driver, the monitor's devices and the engine's threads do, one small step at a time, with no bound on the number of
-//! steps: a state that was seen before is not looked at again. In no state may the guest be handed over with a page in use that
-//! is not the same at the destination, or with a driver that holds pages which it does not get back.
+//! The engine's own [`Tracker`](ebb_migration::Tracker) with its windows and rounds is driven
+//! through all interleavings of what a guest, its driver, the monitor's devices and the engine's
+//! threads do, one small step at a time, with no bound on the number of steps: a state that was
+//! seen before is not looked at again. In no state may the guest be handed over with a page in use
+//! that is not the same at the destination, or with a driver that holds pages which it does not get
+//! back.
 //!
 //! The rule is then broken in each way that it can be, to show that the search would find it.
 

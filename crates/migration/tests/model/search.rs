@@ -15,8 +15,8 @@ pub enum Found {
 
 /// Searches all states that can be reached.
 ///
-/// A state is reached by following its path from the beginning on, since the engine's windows borrow the tracker and cannot be
-/// copied.
+/// A state is reached by following its path from the beginning on, since the engine's windows
+/// borrow the tracker and cannot be copied.
 pub fn search(scope: Scope, mutant: Mutant) -> Found {
     let mut seen = HashSet::new();
     let mut waiting = VecDeque::new();

@@ -256,7 +256,8 @@ impl World {
                 Worker::Reading { page, clean } => 32 + 2 * page as u8 + u8::from(clean),
             });
         }
-        let flags = [self.armed, self.receiver.is_some(), self.earlier_receiver.is_some(), self.stopped];
+        let flags =
+            [self.armed, self.receiver.is_some(), self.earlier_receiver.is_some(), self.stopped];
         key.push(flags.iter().fold(0, |bits, flag| bits << 1 | u8::from(*flag)));
     }
 }

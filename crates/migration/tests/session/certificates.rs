@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 
 use ebb_migration::session::{Security, TlsFiles};
 use rcgen::{
-    BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa, KeyPair,
-    KeyUsagePurpose, date_time_ymd,
+    BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa,
+    KeyPair, KeyUsagePurpose, date_time_ymd,
 };
 use tempfile::TempDir;
 
@@ -38,8 +38,8 @@ impl Authority {
         self.folder.path().join("ca.pem")
     }
 
-    /// A certificate for `name` (a host's name or address) with its key, for both roles. It trusts certificates of this
-    /// authority for 127.0.0.1 and, as a destination, for a.example.
+    /// A certificate for `name` (a host's name or address) with its key, for both roles. It trusts
+    /// certificates of this authority for 127.0.0.1 and, as a destination, for a.example.
     pub fn files(&self, name: &str, validity: &Validity) -> TlsFiles {
         self.files_for(
             name,
@@ -49,7 +49,12 @@ impl Authority {
     }
 
     /// As [`Self::files`], for these roles alone.
-    pub fn files_for(&self, name: &str, validity: &Validity, roles: &[ExtendedKeyUsagePurpose]) -> TlsFiles {
+    pub fn files_for(
+        &self,
+        name: &str,
+        validity: &Validity,
+        roles: &[ExtendedKeyUsagePurpose],
+    ) -> TlsFiles {
         let mut params = CertificateParams::new(vec![name.to_owned()]).unwrap();
         params.distinguished_name.push(DnType::CommonName, name);
         params.extended_key_usages = roles.to_vec();
@@ -64,7 +69,12 @@ impl Authority {
         let certificate_path = self.write(&format!("{serial}.pem"), &certificate.pem());
         let key_path = self.write(&format!("{serial}.key"), &key.serialize_pem());
         let peer_names = ["127.0.0.1", "a.example"].map(str::to_owned).to_vec();
-        TlsFiles { certificate: certificate_path, key: key_path, authorities: self.path(), peer_names }
+        TlsFiles {
+            certificate: certificate_path,
+            key: key_path,
+            authorities: self.path(),
+            peer_names,
+        }
     }
 
     pub fn write(&self, name: &str, text: &str) -> PathBuf {

@@ -1,4 +1,5 @@
-//! The control connection breaks at every message, in every way: who runs the guest is always what the rule says.
+//! The control connection breaks at every message, in every way: who runs the guest is always what
+//! the rule says.
 
 use std::time::Duration;
 
@@ -65,8 +66,8 @@ fn name(end: &SourceEnd) -> &'static str {
     }
 }
 
-/// How a source may come out, and whether the guest runs at the destination, if the message with this place in
-/// [`MESSAGES`] is the last that is delivered, or the first that is not.
+/// How a source may come out, and whether the guest runs at the destination, if the message with
+/// this place in [`MESSAGES`] is the last that is delivered, or the first that is not.
 fn expected(message: usize, delivered: bool, manner: Manner) -> (&'static [&'static str], bool) {
     let runs = message > COMMIT || (message == COMMIT && delivered);
     let source: &[_] = match (message, delivered, manner) {
@@ -128,7 +129,11 @@ fn check_all(manner: Manner, places: &[Cut]) {
 fn the_connection_ends_at_every_message() {
     check_all(
         Manner::End,
-        &[|n| (Place::Before(n), false), |n| (Place::Inside(n), false), |n| (Place::After(n), true)],
+        &[
+            |n| (Place::Before(n), false),
+            |n| (Place::Inside(n), false),
+            |n| (Place::After(n), true),
+        ],
     );
 }
 
@@ -144,7 +149,11 @@ fn the_connection_stands_still_at_every_message() {
 
 /// Without knowledge of frames, as behind TLS: the rule itself.
 fn check_byte(byte: usize, source: &Security, destination: &Security) {
-    let fault = Fault { direction: Direction::ToDestination, place: Place::Byte(byte), manner: Manner::End };
+    let fault = Fault {
+        direction: Direction::ToDestination,
+        place: Place::Byte(byte),
+        manner: Manner::End,
+    };
     let (source, destination, _) = migrate(fault, source, destination);
     let seen = format!("cut after {byte} bytes: source {source:?}, destination {destination:?}");
     match (&source, &destination) {
@@ -156,7 +165,8 @@ fn check_byte(byte: usize, source: &Security, destination: &Security) {
 }
 
 fn cut_at_many_bytes(source: &Security, destination: &Security) {
-    let whole = Fault { direction: Direction::ToDestination, place: Place::Nowhere, manner: Manner::End };
+    let whole =
+        Fault { direction: Direction::ToDestination, place: Place::Nowhere, manner: Manner::End };
     let (end, _, bytes) = migrate(whole, source, destination);
     assert!(matches!(end, SourceEnd::Moved) && bytes > 80_000, "{end:?} after {bytes} bytes");
     // The decision is among the last bytes; hello and setup are among the first.

@@ -1,4 +1,5 @@
-//! A source and a destination without a machine: they go through a whole session and tell who runs the guest.
+//! A source and a destination without a machine: they go through a whole session and tell who runs
+//! the guest.
 
 use std::io::{Read, Write};
 use std::path::PathBuf;
@@ -6,8 +7,8 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use ebb_migration::session::{
-    Address, CancelHandle, Connection, Greeting, Listener, Outcome, Security, SessionError, SourcePrepared,
-    TimeLimits, connect,
+    Address, CancelHandle, Connection, Greeting, Listener, Outcome, Security, SessionError,
+    SourcePrepared, TimeLimits, connect,
 };
 use serde::{Deserialize, Serialize};
 

@@ -3,7 +3,9 @@
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use ebb_migration::session::{Address, Listener, Security, SessionError, TimeLimits, TlsFiles, connect};
+use ebb_migration::session::{
+    Address, Listener, Security, SessionError, TimeLimits, TlsFiles, connect,
+};
 
 use rcgen::ExtendedKeyUsagePurpose;
 
@@ -22,7 +24,8 @@ fn refused(at_destination: &Security, at_source: &Security) -> (SessionError, St
         }
         listener
     });
-    let error = connect(&address, at_source, &greeting("source 1"), &limits, &handle()).unwrap_err();
+    let error =
+        connect(&address, at_source, &greeting("source 1"), &limits, &handle()).unwrap_err();
     let listener = destination.join().unwrap();
     (error, listener.refusals().last().unwrap().to_owned())
 }
@@ -46,7 +49,8 @@ fn the_name_of_a_certificate_is_the_host_or_what_the_source_says() {
         let destination = drive::spawn(listener);
         let files = authority.files("a.example", &Validity::Now);
         let files = TlsFiles { peer_names: name.into_iter().map(str::to_owned).collect(), ..files };
-        let end = drive::source(&Address::Tcp { host: host.to_owned(), port }, &tls(files), &limits);
+        let end =
+            drive::source(&Address::Tcp { host: host.to_owned(), port }, &tls(files), &limits);
         assert!(matches!(end, SourceEnd::Moved), "{end:?}");
         assert!(matches!(destination.join().unwrap(), DestinationEnd::Runs));
     }
@@ -60,7 +64,10 @@ fn a_source_of_another_authority_is_refused_there() {
     let (error, logged) = refused(&tls(ours.files("127.0.0.1", &Validity::Now)), &tls(source));
     assert!(matches!(error, SessionError::CertificateRefusedThere { .. }), "{error:?}");
     assert!(error.to_string().contains("--tls-ca"), "{error}");
-    assert!(logged.contains("this side refuses the certificate") && logged.contains("--tls-ca"), "{logged}");
+    assert!(
+        logged.contains("this side refuses the certificate") && logged.contains("--tls-ca"),
+        "{logged}"
+    );
 }
 
 #[test]
@@ -81,7 +88,10 @@ fn an_expired_certificate_is_refused_on_either_side() {
     let expired = |name| tls(authority.files(name, &Validity::Past));
     let (error, logged) = refused(&expired("127.0.0.1"), &good("a.example"));
     assert!(matches!(error, SessionError::CertificateRefusedHere { .. }), "{error:?}");
-    assert!(error.to_string().contains("expired") && error.to_string().contains("renew"), "{error}");
+    assert!(
+        error.to_string().contains("expired") && error.to_string().contains("renew"),
+        "{error}"
+    );
     assert!(logged.contains("expired"), "{logged}");
     let (error, logged) = refused(&good("127.0.0.1"), &expired("a.example"));
     assert!(matches!(error, SessionError::CertificateRefusedThere { .. }), "{error:?}");
@@ -130,17 +140,24 @@ fn a_destination_has_to_name_its_sources() {
             .to_string()
     };
     assert!(bind(&[]).contains("--peer-name is missing"), "{}", bind(&[]));
-    assert!(bind(&["not a name"]).contains("--peer-name \"not a name\""), "{}", bind(&["not a name"]));
+    assert!(
+        bind(&["not a name"]).contains("--peer-name \"not a name\""),
+        "{}",
+        bind(&["not a name"])
+    );
 }
 
-/// An authority can give out certificates for receiving alone, or for sending alone (RFC 5280 section 4.2.1.12).
+/// An authority can give out certificates for receiving alone, or for sending alone (RFC 5280
+/// section 4.2.1.12).
 #[test]
 fn a_certificate_for_one_role_is_not_one_for_the_other() {
     let authority = Authority::new("authority");
-    let receiving =
-        |name| tls(authority.files_for(name, &Validity::Now, &[ExtendedKeyUsagePurpose::ServerAuth]));
-    let sending =
-        |name| tls(authority.files_for(name, &Validity::Now, &[ExtendedKeyUsagePurpose::ClientAuth]));
+    let receiving = |name| {
+        tls(authority.files_for(name, &Validity::Now, &[ExtendedKeyUsagePurpose::ServerAuth]))
+    };
+    let sending = |name| {
+        tls(authority.files_for(name, &Validity::Now, &[ExtendedKeyUsagePurpose::ClientAuth]))
+    };
     let (error, _) = refused(&receiving("127.0.0.1"), &receiving("a.example"));
     assert!(matches!(error, SessionError::CertificateRefusedThere { .. }), "{error:?}");
     let (error, _) = refused(&sending("127.0.0.1"), &sending("a.example"));
@@ -169,7 +186,9 @@ fn a_source_without_a_certificate_is_refused() {
     let client = std::thread::spawn(move || {
         use rustls_pki_types::pem::PemObject;
         let mut roots = rustls::RootCertStore::empty();
-        roots.add(rustls_pki_types::CertificateDer::from_pem_file(authority.path()).unwrap()).unwrap();
+        roots
+            .add(rustls_pki_types::CertificateDer::from_pem_file(authority.path()).unwrap())
+            .unwrap();
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let mut config = rustls::ClientConfig::builder_with_provider(provider)
             .with_protocol_versions(&[&rustls::version::TLS13])
@@ -202,7 +221,10 @@ fn one_side_with_tls_and_one_without_is_told_as_that() {
     assert!(matches!(error, SessionError::NotEbb { .. } | SessionError::Cut { .. }), "{error:?}");
     assert!(logged.contains("it speaks TLS"), "{logged}");
     let (error, logged) = refused(&security, &Security::Insecure);
-    assert!(matches!(&error, SessionError::NotEbb { found, .. } if found == "it speaks TLS"), "{error:?}");
+    assert!(
+        matches!(&error, SessionError::NotEbb { found, .. } if found == "it speaks TLS"),
+        "{error:?}"
+    );
     assert!(error.to_string().contains("whether both sides use TLS"), "{error}");
     assert!(logged.contains("not TLS"), "{logged}");
 }
@@ -215,16 +237,20 @@ fn files_that_cannot_be_used_are_named_with_their_option() {
         let address = drive::loopback();
         let limits = TimeLimits::default();
         let destination =
-            Listener::bind(&address, &tls(files.clone()), &greeting("d"), &limits, &handle()).unwrap_err();
+            Listener::bind(&address, &tls(files.clone()), &greeting("d"), &limits, &handle())
+                .unwrap_err();
         let address = "tcp:127.0.0.1:1".parse().unwrap();
-        let source = connect(&address, &tls(files), &greeting("s"), &limits, &handle()).unwrap_err();
+        let source =
+            connect(&address, &tls(files), &greeting("s"), &limits, &handle()).unwrap_err();
         assert!(matches!(source, SessionError::TlsFile { .. }), "{source:?}");
         assert_eq!(source.to_string(), destination.to_string());
         source.to_string()
     };
     let text = problem(TlsFiles { certificate: "/nowhere/cert.pem".into(), ..good() });
     assert!(
-        text.contains("--tls-cert") && text.contains("/nowhere/cert.pem") && text.contains("No such file"),
+        text.contains("--tls-cert")
+            && text.contains("/nowhere/cert.pem")
+            && text.contains("No such file"),
         "{text}"
     );
     let text = problem(TlsFiles { key: authority.path(), ..good() });
@@ -241,6 +267,7 @@ fn tls_is_not_for_unix_sockets() {
     let security = tls(authority.files("127.0.0.1", &Validity::Now));
     let address = drive::unix("/tmp/never-made.sock".into());
     let error =
-        Listener::bind(&address, &security, &greeting("d"), &TimeLimits::default(), &handle()).unwrap_err();
+        Listener::bind(&address, &security, &greeting("d"), &TimeLimits::default(), &handle())
+            .unwrap_err();
     assert!(matches!(error, SessionError::TlsOverUnix { .. }), "{error}");
 }

@@ -8,7 +8,9 @@ use std::time::Duration;
 
 use ebb_migration::session::{Address, Security, SessionError, TimeLimits, connect};
 
-use crate::drive::{self, DestinationEnd, Machine, SourceEnd, both, greeting, handle, listen, machine};
+use crate::drive::{
+    self, DestinationEnd, Machine, SourceEnd, both, greeting, handle, listen, machine,
+};
 
 #[test]
 fn a_machine_moves_over_tcp() {
@@ -27,8 +29,11 @@ fn a_machine_moves_over_a_unix_socket() {
 
 #[test]
 fn the_name_localhost_needs_no_resolver_and_ipv6_takes_brackets() {
-    let listener = listen(&"tcp:localhost:0".parse().unwrap(), &Security::Insecure, &TimeLimits::default());
-    assert!(matches!(listener.address(), Address::Tcp { host, port } if host == "127.0.0.1" && *port != 0));
+    let listener =
+        listen(&"tcp:localhost:0".parse().unwrap(), &Security::Insecure, &TimeLimits::default());
+    assert!(
+        matches!(listener.address(), Address::Tcp { host, port } if host == "127.0.0.1" && *port != 0)
+    );
     let ends = both(&"tcp:[::1]:0".parse().unwrap(), &Security::Insecure);
     assert!(matches!(ends, (SourceEnd::Moved, DestinationEnd::Runs)), "{ends:?}");
 }
@@ -47,7 +52,13 @@ fn a_stale_socket_is_replaced_and_a_live_one_is_not() {
     let address = drive::unix(folder.path().join("migration.sock"));
     let bind = || {
         let limits = TimeLimits::default();
-        ebb_migration::session::Listener::bind(&address, &Security::Local, &greeting("d"), &limits, &handle())
+        ebb_migration::session::Listener::bind(
+            &address,
+            &Security::Local,
+            &greeting("d"),
+            &limits,
+            &handle(),
+        )
     };
     let first = bind().unwrap();
     let error = bind().unwrap_err();
@@ -68,7 +79,8 @@ fn file_descriptors_go_through_a_unix_socket() {
     let mut listener = listen(&drive::unix(folder.path().join("s")), &Security::Local, &limits);
     let address = listener.address().clone();
     let source = std::thread::spawn(move || {
-        let session = connect(&address, &Security::Local, &greeting("source 1"), &limits, &handle()).unwrap();
+        let session =
+            connect(&address, &Security::Local, &greeting("source 1"), &limits, &handle()).unwrap();
         let mut accepted = session.setup(&machine(), 1).unwrap();
         let files: Vec<File> = (0..3_u8)
             .map(|number| {
@@ -109,7 +121,8 @@ fn file_descriptors_cannot_go_over_tcp() {
     let address = listener.address().clone();
     let source = std::thread::spawn(move || {
         let session =
-            connect(&address, &Security::Insecure, &greeting("source 1"), &limits, &handle()).unwrap();
+            connect(&address, &Security::Insecure, &greeting("source 1"), &limits, &handle())
+                .unwrap();
         let mut accepted = session.setup(&machine(), 1).unwrap();
         let file = tempfile::tempfile().unwrap();
         let error = accepted.send_descriptors(&[file.as_fd()]).unwrap_err();
@@ -145,11 +158,14 @@ fn a_refusal_tells_the_source_why() {
 #[test]
 fn plain_tcp_has_to_be_forced() {
     let limits = TimeLimits::default();
-    // Loopback, where any user of the host reaches the port, or can take it before the destination does; and TEST-NET-1
-    // (RFC 5737). Both are refused before anything is sent.
-    for elsewhere in ["tcp:127.0.0.1:4444", "tcp:[::1]:4444", "tcp:localhost:4444", "tcp:192.0.2.1:4444"] {
+    // Loopback, where any user of the host reaches the port, or can take it before the destination
+    // does; and TEST-NET-1 (RFC 5737). Both are refused before anything is sent.
+    for elsewhere in
+        ["tcp:127.0.0.1:4444", "tcp:[::1]:4444", "tcp:localhost:4444", "tcp:192.0.2.1:4444"]
+    {
         let elsewhere = elsewhere.parse().unwrap();
-        let error = connect(&elsewhere, &Security::Local, &greeting("s"), &limits, &handle()).unwrap_err();
+        let error =
+            connect(&elsewhere, &Security::Local, &greeting("s"), &limits, &handle()).unwrap_err();
         assert!(matches!(error, SessionError::Unencrypted { .. }), "{error}");
         let text = error.to_string();
         assert!(text.contains("--insecure") && text.contains("--tls-cert"), "{text}");
@@ -188,7 +204,10 @@ fn where_nobody_listens_the_error_says_so() {
     };
     let error = try_connect(&address);
     assert!(matches!(error, SessionError::Unreachable { .. }), "{error:?}");
-    assert!(error.to_string().contains("refused") && error.to_string().contains("ebb receive"), "{error}");
+    assert!(
+        error.to_string().contains("refused") && error.to_string().contains("ebb receive"),
+        "{error}"
+    );
     let error = try_connect(&drive::unix("/nowhere/at/all".into()));
     assert!(matches!(error, SessionError::Unreachable { .. }), "{error:?}");
     let error = try_connect(&"tcp:no-such-host.invalid:1".parse().unwrap());

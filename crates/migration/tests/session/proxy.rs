@@ -76,7 +76,10 @@ impl Proxy {
         // Ends with the process: nothing waits for it.
         std::thread::spawn(move || {
             for (number, source) in listener.incoming().enumerate() {
-                let (Ok(source), Ok(destination)) = (source, TcpStream::connect(destination)) else { return };
+                let (Ok(source), Ok(destination)) = (source, TcpStream::connect(destination))
+                else {
+                    return;
+                };
                 // The control connection comes first.
                 let fault = (number == 0).then_some(fault);
                 state.relay(&source, &destination, fault);
@@ -104,9 +107,10 @@ impl Shared {
         for socket in [source, destination] {
             self.sockets.lock().unwrap().push(socket.try_clone().unwrap());
         }
-        for (direction, from, to) in
-            [(Direction::ToDestination, source, destination), (Direction::ToSource, destination, source)]
-        {
+        for (direction, from, to) in [
+            (Direction::ToDestination, source, destination),
+            (Direction::ToSource, destination, source),
+        ] {
             let pump = Pump {
                 from: from.try_clone().unwrap(),
                 to: to.try_clone().unwrap(),
@@ -132,7 +136,8 @@ struct Pump {
 impl Pump {
     fn run(mut self) {
         if self.forward().is_none() {
-            // An end on this side is one on the other, and what cannot be delivered is taken all the same.
+            // An end on this side is one on the other, and what cannot be delivered is taken all
+            // the same.
             let _ = self.to.shutdown(Shutdown::Write);
             let _ = std::io::copy(&mut self.from, &mut std::io::sink());
         }
@@ -169,7 +174,8 @@ impl Pump {
                 return Some(());
             }
             if place == Place::After(number) {
-                // At the same moment for the other direction: an answer to this frame must not slip through.
+                // At the same moment for the other direction: an answer to this frame must not slip
+                // through.
                 let shared = Arc::clone(&self.shared);
                 let mut cut = shared.cut.lock().unwrap();
                 self.to.write_all(&frame).ok()?;
@@ -222,7 +228,8 @@ impl Pump {
             }
             Some(Manner::Reset) => {
                 for socket in [&self.from, &self.to] {
-                    // An abort of the connection (RFC 9293 section 3.10.5), while others still hold the socket.
+                    // An abort of the connection (RFC 9293 section 3.10.5), while others still hold
+                    // the socket.
                     let _ = rustix::net::connect_unspec(socket);
                 }
             }

@@ -4,8 +4,8 @@ use std::io::{Read, Write};
 use std::time::Duration;
 
 use ebb_migration::session::{
-    Address, CancelHandle, Cancellation, DestinationAccepted, Listener, Outcome, Security, SessionError,
-    SourceAccepted, TimeLimits, connect,
+    Address, CancelHandle, Cancellation, DestinationAccepted, Listener, Outcome, Security,
+    SessionError, SourceAccepted, TimeLimits, connect,
 };
 
 use crate::drive::{self, Machine, greeting, handle, listen, machine, state};
@@ -28,7 +28,8 @@ fn accepted(
     let (limits, cancel) = (*limits, at_source.clone());
     let source = std::thread::spawn(move || {
         let session =
-            connect(&address, &Security::Insecure, &greeting("source 1"), &limits, &cancel).unwrap();
+            connect(&address, &Security::Insecure, &greeting("source 1"), &limits, &cancel)
+                .unwrap();
         session.setup(&machine(), 1).unwrap()
     });
     let (setup, _) = listener.accept(None).unwrap().setup::<Machine>().unwrap();
@@ -38,7 +39,9 @@ fn accepted(
 
 fn reason(error: &SessionError) -> String {
     match error {
-        SessionError::Aborted { reason, .. } | SessionError::Failed { reason, .. } => reason.to_string(),
+        SessionError::Aborted { reason, .. } | SessionError::Failed { reason, .. } => {
+            reason.to_string()
+        }
         other => panic!("no reason of the other side: {other:?}"),
     }
 }
@@ -296,7 +299,8 @@ fn a_destination_cancelled_before_the_decision_says_that_it_has_failed() {
 
 #[test]
 fn rounds_are_acknowledged_in_their_order() {
-    let (source, destination, mut listener) = accepted(&TimeLimits::default(), &handle(), &handle());
+    let (source, destination, mut listener) =
+        accepted(&TimeLimits::default(), &handle(), &handle());
     let source = std::thread::spawn(move || {
         let (mut streaming, _streams) = source.open_streams().unwrap();
         (0..3).for_each(|round| streaming.wait_round_done(round).unwrap());
@@ -320,7 +324,8 @@ fn what_is_too_long_is_refused_before_it_is_sent() {
     let source = std::thread::spawn(move || {
         let limits = TimeLimits::default();
         let session =
-            connect(&address, &Security::Insecure, &greeting("source 1"), &limits, &handle()).unwrap();
+            connect(&address, &Security::Insecure, &greeting("source 1"), &limits, &handle())
+                .unwrap();
         session.setup(&"x".repeat(65 << 20), 1).unwrap_err()
     });
     let error = listener.accept(None).unwrap().setup::<Machine>().unwrap_err();

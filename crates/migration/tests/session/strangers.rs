@@ -1,4 +1,5 @@
-//! Others than the two sides: whoever reaches the port, other programs, other versions, other users.
+//! Others than the two sides: whoever reaches the port, other programs, other versions, other
+//! users.
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
@@ -111,9 +112,11 @@ fn nobody_joins_a_session_without_its_id_or_twice() {
         let address = address.clone();
         std::thread::spawn(move || {
             let session =
-                connect(&address, &Security::Insecure, &greeting("source 1"), &limits, &handle()).unwrap();
+                connect(&address, &Security::Insecure, &greeting("source 1"), &limits, &handle())
+                    .unwrap();
             let accepted = session.setup(&machine(), 2).unwrap();
-            // The session waits for its streams now. Guesses at its id, impossible numbers, and another source:
+            // The session waits for its streams now. Guesses at its id, impossible numbers, and
+            // another source:
             let guesses: Vec<_> = [([0; 16], 0), ([1; 16], 0), ([0xff; 16], 1), ([0; 16], 63)]
                 .into_iter()
                 .map(|(id, stream)| {
@@ -127,8 +130,9 @@ fn nobody_joins_a_session_without_its_id_or_twice() {
                 // Not the answer that a stream gets which has joined.
                 assert!(answer.get(10) != Some(&2), "{answer:?}");
             }
-            let error = connect(&address, &Security::Insecure, &greeting("source 2"), &limits, &handle())
-                .unwrap_err();
+            let error =
+                connect(&address, &Security::Insecure, &greeting("source 2"), &limits, &handle())
+                    .unwrap_err();
             assert!(matches!(error, SessionError::Aborted { .. }), "{error:?}");
             assert!(error.to_string().contains("another migration is under way"), "{error}");
             let (streaming, mut streams) = accepted.open_streams().unwrap();
@@ -182,11 +186,15 @@ fn sources_that_fail_are_passed_over_until_one_describes_its_machine() {
             session.setup(&machine(), 1).unwrap_err()
         });
         assert!(stalls.join().unwrap().to_string().contains("setup was awaited"));
-        let other = connect_in_thread(&address, |session| session.setup(&"other words", 1).unwrap_err());
+        let other =
+            connect_in_thread(&address, |session| session.setup(&"other words", 1).unwrap_err());
         assert!(matches!(other.join().unwrap(), SessionError::Aborted { .. }));
-        connect_in_thread(&address, |session| session.setup(&machine(), 1).unwrap_err()).join().unwrap()
+        connect_in_thread(&address, |session| session.setup(&machine(), 1).unwrap_err())
+            .join()
+            .unwrap()
     });
-    let (setup, described) = listener.receive_setup::<Machine>(Some(Duration::from_secs(60))).unwrap();
+    let (setup, described) =
+        listener.receive_setup::<Machine>(Some(Duration::from_secs(60))).unwrap();
     assert_eq!((setup.streams(), described), (1, machine()));
     assert_eq!(listener.refusals().count(), 3, "{:?}", listener.refusals());
     setup.refuse("enough");
@@ -202,21 +210,26 @@ fn connect_in_thread<T: Send + 'static>(
     let address = address.clone();
     std::thread::spawn(move || {
         let limits = TimeLimits::default();
-        then(connect(&address, &Security::Insecure, &greeting("source 1"), &limits, &handle()).unwrap())
+        then(
+            connect(&address, &Security::Insecure, &greeting("source 1"), &limits, &handle())
+                .unwrap(),
+        )
     })
 }
 
 /// What a source meets at a program that sends `answer` to whoever connects.
 fn meet(answer: &'static [u8], limits: &TimeLimits) -> SessionError {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-    let address = Address::Tcp { host: "127.0.0.1".into(), port: listener.local_addr().unwrap().port() };
+    let address =
+        Address::Tcp { host: "127.0.0.1".into(), port: listener.local_addr().unwrap().port() };
     let program = std::thread::spawn(move || {
         let (mut stream, _) = listener.accept().unwrap();
         stream.write_all(answer).unwrap();
         // Until the source is gone.
         let _ = std::io::copy(&mut stream, &mut std::io::sink());
     });
-    let error = connect(&address, &Security::Insecure, &greeting("source 1"), limits, &handle()).unwrap_err();
+    let error = connect(&address, &Security::Insecure, &greeting("source 1"), limits, &handle())
+        .unwrap_err();
     program.join().unwrap();
     error
 }
@@ -251,7 +264,11 @@ fn another_version_is_named_on_both_sides() {
     }
     let logged = listener.refusals().last().unwrap();
     assert!(logged.contains("version 2") && logged.contains("version 1"), "{logged}");
-    assert_eq!(read_all(source), preamble(1, 1, 0, [0; 16]), "it learns which version is spoken here");
+    assert_eq!(
+        read_all(source),
+        preamble(1, 1, 0, [0; 16]),
+        "it learns which version is spoken here"
+    );
 }
 
 #[test]
@@ -310,7 +327,8 @@ fn a_destination_of_another_user_is_not_trusted() {
     };
     is_ready.recv().unwrap();
     let error =
-        connect(&address, &Security::Local, &greeting("s"), &TimeLimits::default(), &handle()).unwrap_err();
+        connect(&address, &Security::Local, &greeting("s"), &TimeLimits::default(), &handle())
+            .unwrap_err();
     assert!(matches!(error, SessionError::ForeignUser { theirs: 65534, ours: 0, .. }), "{error:?}");
     drop(done);
     destination.join().unwrap();

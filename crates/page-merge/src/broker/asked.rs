@@ -1,4 +1,5 @@
-//! Hashes that clients have asked for and that have no stable page: eight bytes each, and no more than a limit for each client.
+//! Hashes that clients have asked for and that have no stable page: eight bytes each, and no more
+//! than a limit for each client.
 
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
@@ -8,7 +9,8 @@ use crate::memory::PageHash;
 /// Smallest part of a table.
 const LEAST_PLACES: usize = 8;
 
-/// Parts of a large table. Each grows and forgets on its own: nobody waits while all that many clients asked for is moved.
+/// Parts of a large table. Each grows and forgets on its own: nobody waits while all that many
+/// clients asked for is moved.
 const PARTS: usize = 256;
 
 /// A client's limit in a part is at least this, or the table has one part only.
@@ -29,14 +31,15 @@ const EMPTY: u64 = 0;
 /// Something was here: whoever looks for what is behind it must go on.
 const REMOVED: u64 = u64::MAX;
 
-/// Bits above the hash: a bit for the half, and the client's number plus one, so that nothing looks like [`EMPTY`] or [`REMOVED`].
+/// Bits above the hash: a bit for the half, and the client's number plus one, so that nothing looks
+/// like [`EMPTY`] or [`REMOVED`].
 const HALF: u64 = 1 << 63;
 
 /// Hashes and the clients that asked for them.
 ///
-/// A client's hashes are in two halves. When the newer one is full, the older one is forgotten: what a client asked for last is
-/// remembered at least until it has asked for half its limit of others. In a table of many parts this holds for each part, among
-/// which hashes are spread evenly.
+/// A client's hashes are in two halves. When the newer one is full, the older one is forgotten:
+/// what a client asked for last is remembered at least until it has asked for half its limit of
+/// others. In a table of many parts this holds for each part, among which hashes are spread evenly.
 #[derive(Debug)]
 #[cfg_attr(test, derive(Clone))]
 pub(super) struct Asked {
@@ -81,7 +84,8 @@ impl Asked {
         Self { parts: (0..parts).map(|_| Part::new()).collect(), keys: RandomState::new() }
     }
 
-    /// Remembers that `asker` asked for `hash`, forgetting what it asked for long ago beyond `limit` hashes.
+    /// Remembers that `asker` asked for `hash`, forgetting what it asked for long ago beyond
+    /// `limit` hashes.
     pub(super) fn ask(&mut self, hash: PageHash, asker: Asker, limit: u32) -> Before {
         let limit = limit / self.parts.len() as u32;
         let (part, spread) = self.find(hash);
@@ -185,7 +189,9 @@ impl Part {
 
     fn forget(&mut self, asker: Asker, spread: Spread<'_>) {
         let Some(halves) = self.clients.remove(&asker) else { return };
-        for entry in self.places.iter_mut().filter(|entry| is_live(**entry) && asker_of(**entry) == asker) {
+        for entry in
+            self.places.iter_mut().filter(|entry| is_live(**entry) && asker_of(**entry) == asker)
+        {
             *entry = REMOVED;
         }
         self.live -= (halves.newer + halves.older) as usize;
@@ -327,7 +333,8 @@ mod tests {
             assert!(asked.len() <= 1001);
         }
         assert!(asked.bytes() <= 4096 * 8, "{} bytes", asked.bytes());
-        // The last half of its limit is remembered, the first hashes are not, and others lose nothing.
+        // The last half of its limit is remembered, the first hashes are not, and others lose
+        // nothing.
         assert_eq!(asked.ask(PageHash::new(99_501), other, LIMIT), Before::Another);
         assert_eq!(asked.ask(PageHash::new(5), other, LIMIT), Before::Nobody);
         assert_eq!(asked.ask(PageHash::new(1 << 40), flooding, LIMIT), Before::Another);

@@ -33,8 +33,8 @@ pub struct MemberConfig {
     pub domain: DomainName,
     /// Whether pages of different nodes are merged.
     pub placement: Placement,
-    /// The longest that one call may wait for the broker. After it the broker is late: calls fail at once until it has answered, and
-    /// after a while it counts as gone.
+    /// The longest that one call may wait for the broker. After it the broker is late: calls fail
+    /// at once until it has answered, and after a while it counts as gone.
     pub time_limit: Duration,
 }
 
@@ -47,14 +47,16 @@ impl MemberConfig {
 
 /// The stable pages of a domain, owned by a broker.
 ///
-/// Each call waits for the broker at most for [`MemberConfig::time_limit`]. A broker that is late is waited for no more, and asked again
-/// once it has answered; what nobody waited for any more is given back. Once the broker is gone it stays so: connections
-/// cannot be made again behind a monitor's system call filters. What is mapped of stable pages stays valid.
+/// Each call waits for the broker at most for [`MemberConfig::time_limit`]. A broker that is late
+/// is waited for no more, and asked again once it has answered; what nobody waited for any more is
+/// given back. Once the broker is gone it stays so: connections cannot be made again behind a
+/// monitor's system call filters. What is mapped of stable pages stays valid.
 ///
-/// The broker frees a client's holds when its process has ended, not before. So a process that has stable pages mapped must not
-/// leave its memory to another (fork(2)).
+/// The broker frees a client's holds when its process has ended, not before. So a process that has
+/// stable pages mapped must not leave its memory to another (fork(2)).
 ///
-/// System calls after [`connect`](Self::connect): `sendmsg`, `recvmsg`, `ppoll`, `close`, and those of the segments' user.
+/// System calls after [`connect`](Self::connect): `sendmsg`, `recvmsg`, `ppoll`, `close`, and those
+/// of the segments' user.
 #[derive(Debug)]
 pub struct BrokerStore<U> {
     link: Option<Link>,
@@ -154,7 +156,9 @@ impl<U: SegmentUser> BrokerStore<U> {
     fn ask(&mut self, request: &Request<'_>) -> Result<Reply, StoreError> {
         self.flush();
         self.catch_up()?;
-        let Some(link) = &mut self.link else { return Err(StoreError::Gone(self.why_gone.clone())) };
+        let Some(link) = &mut self.link else {
+            return Err(StoreError::Gone(self.why_gone.clone()));
+        };
         self.unanswered = true;
         let sent = link.begin(&request.encode());
         let answer = sent.and_then(|()| self.answer());
@@ -163,7 +167,9 @@ impl<U: SegmentUser> BrokerStore<U> {
 
     /// Takes what the broker has to say until an answer.
     fn answer(&mut self) -> Result<Reply, BrokerError> {
-        let Some(link) = &mut self.link else { return Err(BrokerError::Gone(self.why_gone.clone())) };
+        let Some(link) = &mut self.link else {
+            return Err(BrokerError::Gone(self.why_gone.clone()));
+        };
         loop {
             match link.reply()? {
                 Reply::Segment { number, .. } => {
@@ -192,7 +198,9 @@ impl<U: SegmentUser> BrokerStore<U> {
         if self.late_since.is_none() {
             return Ok(());
         }
-        let Some(link) = &mut self.link else { return Err(StoreError::Gone(self.why_gone.clone())) };
+        let Some(link) = &mut self.link else {
+            return Err(StoreError::Gone(self.why_gone.clone()));
+        };
         link.stop_waiting();
         let mut result = link.flush();
         if result.is_ok() && self.unanswered {
@@ -229,7 +237,8 @@ impl<U: SegmentUser> BrokerStore<U> {
         }
     }
 
-    /// What comes of an exchange: a broker that is late may answer later, any other failure ends the connection.
+    /// What comes of an exchange: a broker that is late may answer later, any other failure ends
+    /// the connection.
     fn judge<T>(&mut self, result: Result<T, BrokerError>) -> Result<T, StoreError> {
         match result {
             Ok(value) => Ok(value),
@@ -237,9 +246,9 @@ impl<U: SegmentUser> BrokerStore<U> {
                 let since = *self.late_since.get_or_insert_with(Instant::now);
                 let until_gone = limit * LIMITS_UNTIL_GONE;
                 if since.elapsed() >= until_gone {
-                    return Err(
-                        self.lose(&BrokerError::Gone(format!("it did not answer within {until_gone:?}")))
-                    );
+                    return Err(self.lose(&BrokerError::Gone(format!(
+                        "it did not answer within {until_gone:?}"
+                    ))));
                 }
                 Err(StoreError::Late(limit))
             }
@@ -260,8 +269,12 @@ impl<U: SegmentUser> BrokerStore<U> {
         (self.late_since, self.unanswered) = (None, false);
         self.why_gone.clone_from(&why);
         // Nobody says any more when a segment is not needed.
-        let unused: Vec<u32> =
-            self.holds.iter().filter(|(_, holds)| **holds == 0).map(|(&number, _)| number).collect();
+        let unused: Vec<u32> = self
+            .holds
+            .iter()
+            .filter(|(_, holds)| **holds == 0)
+            .map(|(&number, _)| number)
+            .collect();
         for number in unused {
             self.forget_segment(number);
         }
@@ -438,7 +451,8 @@ impl<U: SegmentUser> StableStore for BrokerStore<U> {
 }
 
 impl<U> Drop for BrokerStore<U> {
-    /// Says what has not been said yet, if the broker takes it at once. What is still held is freed when the process ends.
+    /// Says what has not been said yet, if the broker takes it at once. What is still held is freed
+    /// when the process ends.
     fn drop(&mut self) {
         let Some(link) = &mut self.link else { return };
         for batch in self.updates.chunks(BATCH_UPDATES) {

@@ -38,7 +38,8 @@ pub(super) struct Connection {
     pub(super) peer: Arc<Peer>,
     pub(super) stage: Stage,
     incoming: Vec<u8>,
-    /// Bytes at its beginning that were taken. They go when more is read: a client may send many small messages.
+    /// Bytes at its beginning that were taken. They go when more is read: a client may send many
+    /// small messages.
     taken: usize,
     outgoing: VecDeque<Parcel>,
     /// Bytes of the first outgoing message that have gone.
@@ -111,7 +112,8 @@ impl Connection {
         self.outgoing.extend(parcels);
     }
 
-    /// Reads what is there, once. Descriptors that come with it are closed by the system, since there is no room for them.
+    /// Reads what is there, once. Descriptors that come with it are closed by the system, since
+    /// there is no room for them.
     pub(super) fn read(&mut self) -> Result<(), Gone> {
         if self.ended {
             return Ok(());
@@ -120,8 +122,9 @@ impl Connection {
         let before = self.incoming.len();
         self.incoming.resize(before + PIECE_BYTES, 0);
         let room = &mut self.incoming[before..];
-        let received =
-            rustix::io::retry_on_intr(|| rustix::net::recv(&self.socket, &mut *room, RecvFlags::empty()));
+        let received = rustix::io::retry_on_intr(|| {
+            rustix::net::recv(&self.socket, &mut *room, RecvFlags::empty())
+        });
         self.incoming.truncate(before + received.as_ref().map_or(0, |(bytes, _)| *bytes));
         match received {
             Ok((0, _)) => self.ended = true,
@@ -154,7 +157,8 @@ impl Connection {
         Ok(())
     }
 
-    /// Notes whether something is expected of the other side: the rest of a message, a hello, that it reads.
+    /// Notes whether something is expected of the other side: the rest of a message, a hello, that
+    /// it reads.
     pub(super) fn note_waiting(&mut self, now: Instant) {
         let introduced = matches!(self.stage, Stage::Member(_));
         let waiting = !introduced || !self.outgoing.is_empty() || !self.incoming().is_empty();

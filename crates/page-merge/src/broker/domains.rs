@@ -1,4 +1,5 @@
-//! The domains of a broker, and what their clients may ask for. A client's requests reach the ledger of its domain only.
+//! The domains of a broker, and what their clients may ask for. A client's requests reach the
+//! ledger of its domain only.
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -63,7 +64,11 @@ impl Domains {
     }
 
     /// Lets a client in, if its user may join the domain.
-    pub(super) fn join(&mut self, hello: Hello, user: u32) -> Result<(Membership, Parcel), Refusal> {
+    pub(super) fn join(
+        &mut self,
+        hello: Hello,
+        user: u32,
+    ) -> Result<(Membership, Parcel), Refusal> {
         let Hello { domain: name, placement } = hello;
         let allowed = if self.rules.is_empty() {
             self.user
@@ -75,7 +80,8 @@ impl Domains {
         if user != allowed && user != 0 {
             return Err(Refusal::User { domain: name, user });
         }
-        if let Some(domain) = self.by_name.get(&name).filter(|domain| domain.placement != placement) {
+        if let Some(domain) = self.by_name.get(&name).filter(|domain| domain.placement != placement)
+        {
             let theirs = domain.placement;
             return Err(Refusal::Placement { domain: name, theirs, wish: placement });
         }
@@ -170,7 +176,8 @@ impl Domains {
         Rest::Nothing
     }
 
-    /// The process of a client that was [disconnected](Self::disconnect) and held something has ended.
+    /// The process of a client that was [disconnected](Self::disconnect) and held something has
+    /// ended.
     pub(super) fn bury(&mut self, membership: &Membership) {
         let Some(domain) = self.by_name.get_mut(&membership.domain) else { return };
         domain.lost -= 1;
@@ -201,7 +208,12 @@ impl Domain {
     }
 
     /// Tells a client of segments that it has not heard of.
-    fn announce(&mut self, member: MemberId, slots: impl Iterator<Item = Slot>, parcels: &mut Vec<Parcel>) {
+    fn announce(
+        &mut self,
+        member: MemberId,
+        slots: impl Iterator<Item = Slot>,
+        parcels: &mut Vec<Parcel>,
+    ) {
         for Slot { segment, .. } in slots {
             if self.ledger.announce(member, segment)
                 && let Some((descriptor, pages)) = self.ledger.pages().reader(segment)

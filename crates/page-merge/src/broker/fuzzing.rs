@@ -1,7 +1,8 @@
-//! Bodies of the fuzz targets: each takes any bytes, does with them what a hostile other side could do, and panics if
-//! something gives way. They also run as ordinary tests.
+//! Bodies of the fuzz targets: each takes any bytes, does with them what a hostile other side could
+//! do, and panics if something gives way. They also run as ordinary tests.
 //!
-//! A new target is a function here, a line in [`TARGETS`], and a file of two lines in `fuzz/fuzz_targets`.
+//! A new target is a function here, a line in [`TARGETS`], and a file of two lines in
+//! `fuzz/fuzz_targets`.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -37,17 +38,22 @@ pub fn frame(data: &[u8]) {
     assert!(length <= data.len());
     if let Ok(request) = Request::decode(kind, body) {
         let bytes = request.encode();
-        let Ok(Some((again, body, _))) = split_frame(&bytes) else { panic!("{request:?} is no frame") };
+        let Ok(Some((again, body, _))) = split_frame(&bytes) else {
+            panic!("{request:?} is no frame")
+        };
         assert_eq!((again, Request::decode(again, body)), (kind, Ok(request)));
     }
     if let Ok(reply) = Reply::decode(kind, body) {
         let bytes = reply.encode();
-        let Ok(Some((again, body, _))) = split_frame(&bytes) else { panic!("{reply:?} is no frame") };
+        let Ok(Some((again, body, _))) = split_frame(&bytes) else {
+            panic!("{reply:?} is no frame")
+        };
         assert_eq!((again, Reply::decode(again, body)), (kind, Ok(reply)));
     }
 }
 
-/// A whole broker, with a client that says these bytes and then nothing more. It ends by itself, and what it counts adds up.
+/// A whole broker, with a client that says these bytes and then nothing more. It ends by itself,
+/// and what it counts adds up.
 pub fn server(data: &[u8]) {
     let place = Place::new();
     let limits = Limits { domain_pages: 64, published_pages: 32, ..Limits::default() };

@@ -1,4 +1,5 @@
-//! How a connection begins: sixteen bytes that say what it is, and for a client a hello and a welcome.
+//! How a connection begins: sixteen bytes that say what it is, and for a client a hello and a
+//! welcome.
 //!
 //! | bytes | content |
 //! | --- | --- |
@@ -67,7 +68,8 @@ impl Role {
     }
 }
 
-/// Whether pages of different nodes are merged. All clients of a domain must want the same (Linux's merge_across_nodes).
+/// Whether pages of different nodes are merged. All clients of a domain must want the same (Linux's
+/// merge_across_nodes).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Placement {

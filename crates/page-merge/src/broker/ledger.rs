@@ -1,9 +1,10 @@
-//! Who has which stable page of a domain, and when a slot may be used again. No input or output: tests go through all orders of
-//! events.
+//! Who has which stable page of a domain, and when a slot may be used again. No input or output:
+//! tests go through all orders of events.
 //!
-//! The rule that everything rests on: **the content of a slot never changes while anybody holds it**, be it by a share or by a
-//! reservation. A client may have a page mapped from its reservation on, and a client whose connection is lost has it mapped
-//! still; only the end of its process ends its holds.
+//! The rule that everything rests on: **the content of a slot never changes while anybody holds
+//! it**, be it by a share or by a reservation. A client may have a page mapped from its reservation
+//! on, and a client whose connection is lost has it mapped still; only the end of its process ends
+//! its holds.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::io;
@@ -24,7 +25,8 @@ pub(super) trait Pages {
     fn write(&mut self, first: Slot, contents: &[u8]) -> io::Result<()>;
     /// Copies a page that was written.
     fn read(&self, slot: Slot, content: &mut [u8]) -> io::Result<()>;
-    /// Gives back a slot that nobody holds. The segment that was closed with it, if it was its last one.
+    /// Gives back a slot that nobody holds. The segment that was closed with it, if it was its last
+    /// one.
     fn free(&mut self, slot: Slot) -> Option<u32>;
     /// Pages that the segments may have memory for.
     fn capacity(&self) -> u64;
@@ -114,12 +116,14 @@ struct Page {
     hash: PageHash,
     holds: u32,
     standing: Standing,
-    /// Where it is among its content's roomy ones, if it is one of them: a content can have many, and nobody shall search them.
+    /// Where it is among its content's roomy ones, if it is one of them: a content can have many,
+    /// and nobody shall search them.
     place: u32,
     publisher: Publisher,
 }
 
-/// A client that may be gone by now: its number can be another's then, but not how many had joined before it.
+/// A client that may be gone by now: its number can be another's then, but not how many had joined
+/// before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Publisher {
     member: MemberId,
@@ -208,7 +212,12 @@ impl<P: Pages> Ledger<P> {
     }
 
     /// What a client did with a slot that it holds.
-    pub(super) fn change(&mut self, member: MemberId, change: Change, slot: Slot) -> Result<(), NotHeld> {
+    pub(super) fn change(
+        &mut self,
+        member: MemberId,
+        change: Change,
+        slot: Slot,
+    ) -> Result<(), NotHeld> {
         let not_held = NotHeld(slot);
         let state = self.members.get_mut(&member).ok_or(not_held)?;
         let hold = state.holds.get_mut(&slot).ok_or(not_held)?;
@@ -236,8 +245,8 @@ impl<P: Pages> Ledger<P> {
         Ok(())
     }
 
-    /// The client is not there any more, but its process is: it gets no answers, and keeps what it holds. False if it holds
-    /// nothing; it is forgotten then.
+    /// The client is not there any more, but its process is: it gets no answers, and keeps what it
+    /// holds. False if it holds nothing; it is forgotten then.
     pub(super) fn disconnect(&mut self, member: MemberId) -> bool {
         for shelf in self.shelves.values_mut() {
             shelf.asked.forget(Asker(member));
@@ -307,7 +316,8 @@ impl<P: Pages> Ledger<P> {
     }
 
     fn reserve(&mut self, member: MemberId, slot: Slot) {
-        let (Some(state), Some(page)) = (self.members.get_mut(&member), self.stable.get_mut(&slot)) else {
+        let (Some(state), Some(page)) = (self.members.get_mut(&member), self.stable.get_mut(&slot))
+        else {
             return;
         };
         page.holds += 1;
@@ -355,7 +365,9 @@ impl<P: Pages> Ledger<P> {
             shelf.pages -= 1;
         }
         let Publisher { member, joined } = page.publisher;
-        if let Some(publisher) = self.members.get_mut(&member).filter(|state| state.joined == joined) {
+        if let Some(publisher) =
+            self.members.get_mut(&member).filter(|state| state.joined == joined)
+        {
             publisher.published -= 1;
         }
         self.give_back(slot);
@@ -395,7 +407,9 @@ impl<P: Pages> Ledger<P> {
         } else {
             duplicates.roomy.swap_remove(place);
             // The last one has taken its place.
-            if let Some(moved) = duplicates.roomy.get(place).and_then(|moved| self.stable.get_mut(moved)) {
+            if let Some(moved) =
+                duplicates.roomy.get(place).and_then(|moved| self.stable.get_mut(moved))
+            {
                 moved.place = place as u32;
             }
         }

@@ -19,16 +19,18 @@ pub const BATCH_NEWS: usize = 1024;
 /// Limits of a broker. Nothing that a client can make grow is without one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Sharers of one stable page, reservations among them, over all clients; more get a duplicate of the page (Linux's
-    /// max_page_sharing, Documentation/admin-guide/mm/ksm.rst).
+    /// Sharers of one stable page, reservations among them, over all clients; more get a duplicate
+    /// of the page (Linux's max_page_sharing, Documentation/admin-guide/mm/ksm.rst).
     pub max_page_sharing: u32,
     /// Stable pages of a domain.
     pub domain_pages: u64,
     /// Stable pages that one client may have published and that still exist.
     pub published_pages: u64,
-    /// Hashes without a stable page that are remembered for a client and a node; the oldest are forgotten.
+    /// Hashes without a stable page that are remembered for a client and a node; the oldest are
+    /// forgotten.
     pub remembered_hashes: u32,
-    /// The same for all clients and nodes of a domain: with more of them, less is remembered for each.
+    /// The same for all clients and nodes of a domain: with more of them, less is remembered for
+    /// each.
     pub domain_hashes: u64,
     /// Reservations that a client may have at a time.
     pub reservations: u32,
@@ -40,7 +42,8 @@ pub struct Limits {
     pub clients_of_process: usize,
     /// Connections that have not introduced themselves. The oldest has to go for one more.
     pub strangers: usize,
-    /// How long a connection may take to introduce itself, to end a message that it began, and to read what it asked for.
+    /// How long a connection may take to introduce itself, to end a message that it began, and to
+    /// read what it asked for.
     pub patience: Duration,
 }
 
@@ -63,8 +66,9 @@ impl Default for Limits {
 }
 
 impl Limits {
-    /// The default with a quota of stable pages for each domain, of which one client may publish half. Hashes are remembered of eight
-    /// times as many pages: they take less than a twentieth of the quota in addition.
+    /// The default with a quota of stable pages for each domain, of which one client may publish
+    /// half. Hashes are remembered of eight times as many pages: they take less than a twentieth of
+    /// the quota in addition.
     #[must_use]
     pub fn with_quota(self, quota_bytes: u64) -> Self {
         let domain_pages = quota_bytes / ebb_abi::PAGE_SIZE_BYTES;

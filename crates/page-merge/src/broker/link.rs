@@ -17,7 +17,8 @@ use super::socket::{self, receive, send, wait};
 /// What is read at a time.
 const PIECE_BYTES: usize = 64 << 10;
 
-/// A connection. What could not be sent or was not answered in time stays: it can be gone on with later.
+/// A connection. What could not be sent or was not answered in time stays: it can be gone on with
+/// later.
 #[derive(Debug)]
 pub(super) struct Link {
     socket: OwnedFd,
@@ -33,7 +34,8 @@ pub(super) struct Link {
 
 impl Link {
     pub(super) fn connect(path: &Path, limit: Duration) -> Result<Self, BrokerError> {
-        let failed = |errno: Errno| BrokerError::Connect { path: path.to_owned(), source: errno.into() };
+        let failed =
+            |errno: Errno| BrokerError::Connect { path: path.to_owned(), source: errno.into() };
         let address = SocketAddrUnix::new(path).map_err(failed)?;
         let deadline = Instant::now() + limit;
         let socket = socket::connect(&address, deadline).map_err(failed)?;
@@ -65,7 +67,9 @@ impl Link {
         while let Some(rest) = self.outgoing.get(self.gone..).filter(|rest| !rest.is_empty()) {
             match send(&self.socket, rest, None) {
                 Ok(count) => self.gone += count,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.wait(PollFlags::OUT)?,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    self.wait(PollFlags::OUT)?
+                }
                 Err(error) => return Err(self.last_words(&error)),
             }
         }
@@ -96,12 +100,15 @@ impl Link {
             }
             let before = self.incoming.len();
             self.incoming.resize(before + PIECE_BYTES, 0);
-            let received = receive(&self.socket, &mut self.incoming[before..], &mut self.descriptors);
+            let received =
+                receive(&self.socket, &mut self.incoming[before..], &mut self.descriptors);
             self.incoming.truncate(before + received.as_ref().unwrap_or(&0));
             match received {
                 Ok(0) => return Err(BrokerError::Gone("it has ended the connection".to_owned())),
                 Ok(_) => {}
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.wait(PollFlags::IN)?,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    self.wait(PollFlags::IN)?
+                }
                 Err(error) => return Err(BrokerError::Gone(error.to_string())),
             }
         }
@@ -109,9 +116,9 @@ impl Link {
 
     /// The descriptor of the announcement that was just read.
     pub(super) fn descriptor(&mut self) -> Result<OwnedFd, BrokerError> {
-        self.descriptors
-            .pop_front()
-            .ok_or_else(|| BrokerError::Gone("it announced a segment without its descriptor".to_owned()))
+        self.descriptors.pop_front().ok_or_else(|| {
+            BrokerError::Gone("it announced a segment without its descriptor".to_owned())
+        })
     }
 
     fn wait(&self, for_what: PollFlags) -> Result<(), BrokerError> {

@@ -1,8 +1,8 @@
 //! Messages after the preamble: a frame of length, kind and body each.
 //!
-//! A client asks and waits for the answer; only updates have none. Segments that an answer speaks of for the first time are
-//! announced before it, each with a descriptor (unix(7), `SCM_RIGHTS`) that goes with the announcement's bytes, and segments that
-//! have been closed are told before it.
+//! A client asks and waits for the answer; only updates have none. Segments that an answer speaks
+//! of for the first time are announced before it, each with a descriptor (unix(7), `SCM_RIGHTS`)
+//! that goes with the announcement's bytes, and segments that have been closed are told before it.
 
 use crate::memory::{Node, PageHash};
 use crate::store::{Answer, Slot};
@@ -149,7 +149,8 @@ pub(super) enum FrameError {
 /// The kind of the frame that begins with `header`, and the length of its body.
 pub(super) fn parse_header(header: [u8; HEADER_BYTES]) -> Result<(Kind, usize), FrameError> {
     let [a, b, c, d, number] = header;
-    let kind = Kind::ALL.into_iter().find(|&kind| kind as u8 == number).ok_or(FrameError::Kind(number))?;
+    let kind =
+        Kind::ALL.into_iter().find(|&kind| kind as u8 == number).ok_or(FrameError::Kind(number))?;
     let bytes = u32::from_le_bytes([a, b, c, d]);
     if bytes as usize > kind.longest_bytes() {
         return Err(FrameError::Long { kind, bytes });
@@ -250,7 +251,9 @@ impl Reply {
                 }
             })?),
             Kind::Slots => Self::Slots(reader.list(SLOT_BYTES, Reader::slot)?),
-            Kind::News => Self::News(reader.list(NEWS_BYTES, |reader| Ok((reader.node()?, reader.hash()?)))?),
+            Kind::News => {
+                Self::News(reader.list(NEWS_BYTES, |reader| Ok((reader.node()?, reader.hash()?)))?)
+            }
             _ => return Err(FrameError::Direction(kind)),
         };
         if reader.rest.is_empty() { Ok(reply) } else { Err(reader.problem("bytes behind its end")) }
@@ -308,7 +311,8 @@ impl Reader<'_> {
     }
 
     fn take<const N: usize>(&mut self) -> Result<[u8; N], FrameError> {
-        let (&bytes, rest) = self.rest.split_first_chunk().ok_or_else(|| self.problem("it is too short"))?;
+        let (&bytes, rest) =
+            self.rest.split_first_chunk().ok_or_else(|| self.problem("it is too short"))?;
         self.rest = rest;
         Ok(bytes)
     }
@@ -366,7 +370,8 @@ fn put_slot(body: &mut Vec<u8>, slot: Slot) {
 }
 
 fn json<T: serde::de::DeserializeOwned>(kind: Kind, body: &[u8]) -> Result<T, FrameError> {
-    serde_json::from_slice(body).map_err(|error| FrameError::Body { kind, problem: error.to_string() })
+    serde_json::from_slice(body)
+        .map_err(|error| FrameError::Body { kind, problem: error.to_string() })
 }
 
 /// A document of known types; writing it into memory cannot fail.

@@ -85,7 +85,9 @@ pub enum RuleError {
     #[error(transparent)]
     Name(#[from] NameError),
     /// The user.
-    #[error("{text:?} is not a number of a user; write NAME=UID with a decimal number, see `id -u`")]
+    #[error(
+        "{text:?} is not a number of a user; write NAME=UID with a decimal number, see `id -u`"
+    )]
     User {
         /// What was written.
         text: String,
@@ -128,7 +130,10 @@ mod tests {
     fn a_rule_may_name_a_user() {
         let rule = |text: &str| text.parse::<DomainRule>();
         assert_eq!(rule("web").unwrap(), DomainRule { name: "web".parse().unwrap(), user: None });
-        assert_eq!(rule("web=7").unwrap(), DomainRule { name: "web".parse().unwrap(), user: Some(7) });
+        assert_eq!(
+            rule("web=7").unwrap(),
+            DomainRule { name: "web".parse().unwrap(), user: Some(7) }
+        );
         for bad in ["=7", "web=", "web=+7", "web=-1", "web=4294967296", "web=7=8", "web=root"] {
             assert!(rule(bad).is_err(), "{bad}");
         }

@@ -20,15 +20,20 @@ use super::ledger::Pages;
 pub(super) struct SealedPages {
     memory: StableMemory,
     segments: Arc<StableSegments>,
-    /// For clients: a descriptor for reading of each segment, opened with it, and its number of pages. A segment that could not be
-    /// handed out when somebody is to share its pages would cost him the connection.
+    /// For clients: a descriptor for reading of each segment, opened with it, and its number of
+    /// pages. A segment that could not be handed out when somebody is to share its pages would cost
+    /// him the connection.
     readers: BTreeMap<u32, (Arc<OwnedFd>, u32)>,
 }
 
 impl SealedPages {
     pub(super) fn new() -> Self {
         let segments = StableSegments::new();
-        Self { memory: StableMemory::sealed(Arc::clone(&segments)), segments, readers: BTreeMap::new() }
+        Self {
+            memory: StableMemory::sealed(Arc::clone(&segments)),
+            segments,
+            readers: BTreeMap::new(),
+        }
     }
 
     /// A segment for another process: a descriptor for reading, and its number of pages.

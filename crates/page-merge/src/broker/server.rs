@@ -27,7 +27,8 @@ use super::status::BrokerStatus;
 /// Connections that may wait to be accepted.
 const BACKLOG: i32 = 128;
 
-/// How long nobody is accepted after the system had no descriptor or memory for one more connection.
+/// How long nobody is accepted after the system had no descriptor or memory for one more
+/// connection.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// Lines on refused connections in a period.
@@ -47,12 +48,13 @@ pub struct BrokerConfig {
 
 /// A broker of stable pages.
 ///
-/// It owns the stable pages of each domain and node in sealed memory files, hands out descriptors for reading, and knows
-/// which of its clients holds which page. A client is bound to one domain when it says hello; nothing of another domain ever
-/// reaches it.
+/// It owns the stable pages of each domain and node in sealed memory files, hands out descriptors
+/// for reading, and knows which of its clients holds which page. A client is bound to one domain
+/// when it says hello; nothing of another domain ever reaches it.
 #[derive(Debug)]
 pub struct Broker {
-    /// Removes the socket's file at the end; before the socket, while no other process can have taken the name over.
+    /// Removes the socket's file at the end; before the socket, while no other process can have
+    /// taken the name over.
     file: SocketFile,
     listener: OwnedFd,
     limits: Limits,
@@ -67,12 +69,14 @@ pub struct Broker {
 }
 
 impl Broker {
-    /// Listens. Only the broker's user and root can connect, unless a rule names another user: then the rules decide.
+    /// Listens. Only the broker's user and root can connect, unless a rule names another user: then
+    /// the rules decide.
     ///
-    /// System calls: those of [`SocketFile::listen`], `openat` of /sys, `geteuid`. Later ones: `ppoll`, `accept4`,
-    /// `getsockopt`, `pidfd_open`, `recvfrom`, `sendmsg`, `close`, `getrandom`, and what stable memory takes:
-    /// `memfd_create`, `ftruncate`, `mmap`, `munmap`, `madvise`, `fcntl` for seals, `mbind`, `openat` of
-    /// /proc/self/fd for reading, `fstat`; at the end `lstat`, `unlink`.
+    /// System calls: those of [`SocketFile::listen`], `openat` of /sys, `geteuid`. Later ones:
+    /// `ppoll`, `accept4`, `getsockopt`, `pidfd_open`, `recvfrom`, `sendmsg`, `close`, `getrandom`,
+    /// and what stable memory takes: `memfd_create`, `ftruncate`, `mmap`, `munmap`, `madvise`,
+    /// `fcntl` for seals, `mbind`, `openat` of /proc/self/fd for reading, `fstat`; at the end
+    /// `lstat`, `unlink`.
     pub fn bind(config: BrokerConfig) -> Result<Self, BrokerError> {
         let BrokerConfig { path, domains: rules, limits } = config;
         let mode = if rules.iter().any(|rule| rule.user.is_some()) {
@@ -118,8 +122,13 @@ impl Broker {
         }
     }
 
-    /// Waits until something happens, at most until `until`, and does what there is to do; false if `stop` is readable.
-    fn round(&mut self, stop: Option<BorrowedFd<'_>>, until: Option<Instant>) -> Result<bool, BrokerError> {
+    /// Waits until something happens, at most until `until`, and does what there is to do; false if
+    /// `stop` is readable.
+    fn round(
+        &mut self,
+        stop: Option<BorrowedFd<'_>>,
+        until: Option<Instant>,
+    ) -> Result<bool, BrokerError> {
         self.accept_after = self.accept_after.filter(|after| Instant::now() < *after);
         let accepts = if self.accept_after.is_some() { PollFlags::empty() } else { PollFlags::IN };
         let mut descriptors = vec![PollFd::new(&self.listener, accepts)];
@@ -129,12 +138,14 @@ impl Broker {
         }
         descriptors.extend(self.lost.iter().map(|(_, peer)| PollFd::new(&**peer, PollFlags::IN)));
         descriptors.extend(stop.map(|stop| PollFd::from_borrowed_fd(stop, PollFlags::IN)));
-        let since = self.connections.values().filter_map(|connection| connection.waiting_since).min();
+        let since =
+            self.connections.values().filter_map(|connection| connection.waiting_since).min();
         let late = since.map(|since| since + self.limits.patience);
         let deadline = [late, self.accept_after, until].into_iter().flatten().min();
         wait(&mut descriptors, deadline)
             .map_err(|source| BrokerError::System { what: "wait for clients", source })?;
-        let happened: Vec<bool> = descriptors.iter().map(|entry| !entry.revents().is_empty()).collect();
+        let happened: Vec<bool> =
+            descriptors.iter().map(|entry| !entry.revents().is_empty()).collect();
         drop(descriptors);
         let (others, stopped) = happened.split_at(happened.len() - usize::from(stop.is_some()));
         if stopped == [true] {
@@ -157,7 +168,8 @@ impl Broker {
         }
     }
 
-    /// Goes on with everybody to whom something has happened: two entries for each connection, one for each lost client.
+    /// Goes on with everybody to whom something has happened: two entries for each connection, one
+    /// for each lost client.
     fn serve(&mut self, happened: &[bool]) {
         let ids: Vec<u64> = self.connections.keys().copied().collect();
         let (of_connections, of_lost) = happened.split_at(ids.len() * 2);
@@ -171,12 +183,14 @@ impl Broker {
             let Some(mut connection) = self.connections.remove(&id) else { continue };
             let mut result = if events[0] { self.advance(&mut connection) } else { Ok(()) };
             if result.is_ok() && events[1] {
-                // The process has ended. Whoever else has its socket is not the one that said hello.
+                // The process has ended. Whoever else has its socket is not the one that said
+                // hello.
                 result = Err(End::Gone);
             }
             connection.note_waiting(now);
             if result.is_ok() && connection.is_late(now, self.limits.patience) {
-                let late = Refusal::Late { what: connection.expected(), limit: self.limits.patience };
+                let late =
+                    Refusal::Late { what: connection.expected(), limit: self.limits.patience };
                 // It does not read, or stopped in the middle of a message: there is nobody to tell.
                 self.note(&connection.peer, &late);
                 result = Err(End::Gone);
@@ -210,7 +224,9 @@ impl Broker {
         match &connection.stage {
             Stage::Leaving => Ok(false),
             Stage::Stranger => {
-                let Some(role) = connection.take_role().map_err(Refusal::from)? else { return Ok(false) };
+                let Some(role) = connection.take_role().map_err(Refusal::from)? else {
+                    return Ok(false);
+                };
                 connection.stage = Stage::Greeting;
                 if role == Role::Status {
                     self.tell_status(connection)?;
@@ -218,11 +234,13 @@ impl Broker {
                 Ok(true)
             }
             Stage::Greeting => {
-                let Some((kind, body, length)) = split_frame(connection.incoming()).map_err(Refusal::from)?
+                let Some((kind, body, length)) =
+                    split_frame(connection.incoming()).map_err(Refusal::from)?
                 else {
                     return Ok(false);
                 };
-                let Request::Hello(hello) = Request::decode(kind, body).map_err(Refusal::from)? else {
+                let Request::Hello(hello) = Request::decode(kind, body).map_err(Refusal::from)?
+                else {
                     return Err(Refusal::NoHello.into());
                 };
                 connection.take(length);
@@ -233,7 +251,8 @@ impl Broker {
                 Ok(true)
             }
             Stage::Member(membership) => {
-                let Some((kind, body, length)) = split_frame(connection.incoming()).map_err(Refusal::from)?
+                let Some((kind, body, length)) =
+                    split_frame(connection.incoming()).map_err(Refusal::from)?
                 else {
                     return Ok(false);
                 };
@@ -264,8 +283,10 @@ impl Broker {
         if self.members() + self.lost.len() >= self.limits.clients {
             return Err(Refusal::Clients(self.limits.clients));
         }
-        let peers = self.connections.values().filter(|connection| connection.membership().is_some());
-        let peers = peers.map(|connection| &connection.peer).chain(self.lost.iter().map(|(_, peer)| peer));
+        let peers =
+            self.connections.values().filter(|connection| connection.membership().is_some());
+        let peers =
+            peers.map(|connection| &connection.peer).chain(self.lost.iter().map(|(_, peer)| peer));
         let same = peers.filter(|peer| peer.pid == newcomer.peer.pid).count();
         if same >= self.limits.clients_of_process {
             return Err(Refusal::Process(same));

@@ -14,10 +14,11 @@ pub enum Step {
 
 /// The steps from `present` to `wanted`; what is not in `wanted` stays as it is.
 ///
-/// - `merge_across_nodes` and `max_page_sharing` come after everything was unmerged; otherwise the kernel refuses them, or, worse,
-///   pages of the old trees would stay (patch "ksm: allow trees per NUMA node", 2013).
-/// - `advisor_mode` comes before `pages_to_scan`, which cannot be written while there is an advisor, and which the kernel sets
-///   anew when the advisor goes.
+/// - `merge_across_nodes` and `max_page_sharing` come after everything was unmerged; otherwise the
+///   kernel refuses them, or, worse, pages of the old trees would stay (patch "ksm: allow trees per
+///   NUMA node", 2013).
+/// - `advisor_mode` comes before `pages_to_scan`, which cannot be written while there is an
+///   advisor, and which the kernel sets anew when the advisor goes.
 /// - `run` comes last, so that no page is merged under a setting that is about to change.
 pub fn plan(present: &Values, wanted: &Values) -> Result<Vec<Step>, KsmError> {
     if let Some((knob, _)) = wanted.iter().find(|(knob, _)| present.get(*knob).is_none()) {
@@ -35,7 +36,8 @@ pub fn plan(present: &Values, wanted: &Values) -> Result<Vec<Step>, KsmError> {
         steps.push(Step::Unmerge);
         steps.extend(guarded);
     }
-    let advisor = wanted.get(Knob::AdvisorMode).or(present.get(Knob::AdvisorMode)).unwrap_or(ADVISOR_NONE);
+    let advisor =
+        wanted.get(Knob::AdvisorMode).or(present.get(Knob::AdvisorMode)).unwrap_or(ADVISOR_NONE);
     if let Some(mode) = changes(Knob::AdvisorMode) {
         steps.push(Step::Write(Knob::AdvisorMode, mode));
     }
@@ -44,7 +46,9 @@ pub fn plan(present: &Values, wanted: &Values) -> Result<Vec<Step>, KsmError> {
             Knob::Run | Knob::AdvisorMode | Knob::MergeAcrossNodes | Knob::MaxPageSharing => None,
             Knob::PagesToScan if advisor == ADVISOR_SCAN_TIME => None,
             // An advisor that goes leaves another value than the one that was read.
-            Knob::PagesToScan if present.get(Knob::AdvisorMode) != Some(advisor) => wanted.get(knob),
+            Knob::PagesToScan if present.get(Knob::AdvisorMode) != Some(advisor) => {
+                wanted.get(knob)
+            }
             knob => changes(knob),
         };
         steps.extend(value.map(|value| Step::Write(knob, value)));

@@ -25,7 +25,8 @@ pub enum Knob {
     UseZeroPages,
     /// Whether pages that could not be merged are looked at less often.
     SmartScan,
-    /// 0: none; 1: the kernel sets `pages_to_scan` itself so that a scan takes `advisor_target_scan_time`.
+    /// 0: none; 1: the kernel sets `pages_to_scan` itself so that a scan takes
+    /// `advisor_target_scan_time`.
     AdvisorMode,
     /// Share of a processor that the advisor allows, in percent.
     AdvisorMaxCpu,
@@ -117,7 +118,8 @@ impl Knob {
         }
     }
 
-    /// The value that the first line of its file says: a number, or for the advisor one word out of several, in brackets.
+    /// The value that the first line of its file says: a number, or for the advisor one word out of
+    /// several, in brackets.
     pub(super) fn parse(self, text: &str) -> Option<u64> {
         let line = text.lines().next()?.trim();
         if self != Self::AdvisorMode {
@@ -196,7 +198,8 @@ impl Counter {
     }
 }
 
-/// Values of some settings; the others are not there (the kernel does not have them), or are to stay as they are.
+/// Values of some settings; the others are not there (the kernel does not have them), or are to
+/// stay as they are.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 pub struct Values([Option<u64>; Knob::ALL.len()]);
 
@@ -236,7 +239,10 @@ impl Values {
 
 impl fmt::Debug for Values {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.debug_map().entries(self.iter().map(|(knob, value)| (knob.name(), value))).finish()
+        formatter
+            .debug_map()
+            .entries(self.iter().map(|(knob, value)| (knob.name(), value)))
+            .finish()
     }
 }
 
@@ -275,7 +281,8 @@ impl<'de> Visitor<'de> for ValuesVisitor {
         let mut values = Values::new();
         while let Some((name, value)) = map.next_entry::<String, u64>()? {
             let knob = Knob::ALL.into_iter().find(|knob| knob.name() == name);
-            values.set(knob.ok_or_else(|| A::Error::custom(format!("no setting '{name}'")))?, value);
+            values
+                .set(knob.ok_or_else(|| A::Error::custom(format!("no setting '{name}'")))?, value);
         }
         Ok(values)
     }

@@ -10,7 +10,8 @@ use super::knobs::{Knob, Values};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct User {
     pub(super) pid: u32,
-    /// When it was started, in clock ticks since boot: another process with the same number has another.
+    /// When it was started, in clock ticks since boot: another process with the same number has
+    /// another.
     pub(super) start_ticks: u64,
 }
 
@@ -27,8 +28,8 @@ impl User {
     }
 }
 
-/// Field 22 of `/proc/PID/stat` (Linux Documentation/filesystems/proc.rst); the name before it may contain anything. `None` for
-/// a process that is not there, or is dead and only waited for.
+/// Field 22 of `/proc/PID/stat` (Linux Documentation/filesystems/proc.rst); the name before it may
+/// contain anything. `None` for a process that is not there, or is dead and only waited for.
 fn start_ticks(proc: &Path, pid: u32) -> Option<u64> {
     let stat = std::fs::read(proc.join(pid.to_string()).join("stat")).ok()?;
     let stat = String::from_utf8_lossy(&stat);
@@ -65,7 +66,8 @@ impl Record {
         }
     }
 
-    /// The record in `text`, which a zero or the end of the file ends. What follows is the rest of an older one.
+    /// The record in `text`, which a zero or the end of the file ends. What follows is the rest of
+    /// an older one.
     pub(super) fn parse(text: &[u8]) -> Result<Self, String> {
         let text = text.split(|&byte| byte == 0).next().unwrap_or_default();
         let mut values = serde_json::Deserializer::from_slice(text).into_iter();

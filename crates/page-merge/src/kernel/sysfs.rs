@@ -10,7 +10,8 @@ use super::change::{self, Step};
 use super::error::KsmError;
 use super::knobs::{Counter, Knob, RUN_UNMERGE, Values};
 
-/// How long it may take until nothing is shared any more, after the kernel has unmerged everything that it knows of.
+/// How long it may take until nothing is shared any more, after the kernel has unmerged everything
+/// that it knows of.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// How often it is looked whether it has.
 const POLL: Duration = Duration::from_millis(10);
@@ -60,7 +61,8 @@ pub struct Ksm {
 }
 
 impl Ksm {
-    /// Opens what is in `directory` ([`SYSFS`](super::SYSFS), or a copy). What this user may not change is opened for reading.
+    /// Opens what is in `directory` ([`SYSFS`](super::SYSFS), or a copy). What this user may not
+    /// change is opened for reading.
     pub fn open(directory: &Path) -> Result<Self, KsmError> {
         let knobs = Knob::ALL.into_iter().map(|knob| open_knob(&directory.join(knob.name())));
         let counters = Counter::ALL.into_iter().map(|counter| {
@@ -73,7 +75,8 @@ impl Ksm {
             counters: counters.collect::<Result<_, _>>()?,
             patience: PATIENCE,
         };
-        if ksm.access(Knob::Run).is_none() || ksm.counters[Counter::PagesShared as usize].is_none() {
+        if ksm.access(Knob::Run).is_none() || ksm.counters[Counter::PagesShared as usize].is_none()
+        {
             return Err(KsmError::Missing { path: ksm.path(Knob::Run) });
         }
         Ok(ksm)
@@ -110,9 +113,11 @@ impl Ksm {
         for knob in Knob::ALL {
             let Some(access) = self.access(knob) else { continue };
             let path = self.path(knob);
-            let text = read(access.file()).map_err(|source| KsmError::Read { path: path.clone(), source })?;
-            let value =
-                knob.parse(&text).ok_or_else(|| KsmError::Strange { path, text: text.trim().to_owned() })?;
+            let text = read(access.file())
+                .map_err(|source| KsmError::Read { path: path.clone(), source })?;
+            let value = knob
+                .parse(&text)
+                .ok_or_else(|| KsmError::Strange { path, text: text.trim().to_owned() })?;
             values.set(knob, value);
         }
         Ok(values)
@@ -124,9 +129,12 @@ impl Ksm {
         for counter in Counter::ALL {
             let Some(file) = &self.counters[counter as usize] else { continue };
             let path = self.directory.join(counter.name());
-            let text = read(file).map_err(|source| KsmError::Read { path: path.clone(), source })?;
-            let value =
-                text.trim().parse().map_err(|_| KsmError::Strange { path, text: text.trim().to_owned() })?;
+            let text =
+                read(file).map_err(|source| KsmError::Read { path: path.clone(), source })?;
+            let value = text
+                .trim()
+                .parse()
+                .map_err(|_| KsmError::Strange { path, text: text.trim().to_owned() })?;
             counters.0[counter as usize] = Some(value);
         }
         Ok(counters)
@@ -136,8 +144,8 @@ impl Ksm {
         Ok(self.counters()?.count(Counter::PagesShared))
     }
 
-    /// Changes settings, in an order in which the kernel takes them. If one of them can only change while nothing is shared,
-    /// everything is unmerged first, on the whole host.
+    /// Changes settings, in an order in which the kernel takes them. If one of them can only change
+    /// while nothing is shared, everything is unmerged first, on the whole host.
     pub fn apply(&self, wanted: &Values) -> Result<(), KsmError> {
         change::plan(&self.settings()?, wanted)?.into_iter().try_for_each(|step| self.step(step))
     }
@@ -149,7 +157,8 @@ impl Ksm {
         }
     }
 
-    /// Gives all merged pages of the host a page of their own again, and waits until nothing is shared.
+    /// Gives all merged pages of the host a page of their own again, and waits until nothing is
+    /// shared.
     fn unmerge(&self) -> Result<(), KsmError> {
         self.write(Knob::Run, RUN_UNMERGE)?;
         let deadline = Instant::now() + self.patience;
@@ -180,8 +189,8 @@ impl Ksm {
             match file.write_at(text.as_bytes(), 0) {
                 Ok(_) => return Ok(()),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                // Nothing is shared, but the kernel has not got rid of the last shared page itself: somebody else still looks at
-                // it (remove_all_stable_nodes in mm/ksm.c).
+                // Nothing is shared, but the kernel has not got rid of the last shared page itself:
+                // somebody else still looks at it (remove_all_stable_nodes in mm/ksm.c).
                 Err(error) if error.kind() == io::ErrorKind::ResourceBusy => {
                     let pages_shared = self.pages_shared()?;
                     if pages_shared > 0 || Instant::now() >= deadline {
@@ -217,7 +226,8 @@ fn present(opened: io::Result<File>) -> io::Result<Option<File>> {
     }
 }
 
-/// The content of a small file. It is read from its start each time: what the kernel says is made anew then.
+/// The content of a small file. It is read from its start each time: what the kernel says is made
+/// anew then.
 fn read(file: &File) -> io::Result<String> {
     let mut buffer = [0; 256];
     let length = loop {

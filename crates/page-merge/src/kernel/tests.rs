@@ -109,7 +109,12 @@ fn everything_is_read() {
 
 #[test]
 fn an_older_kernel_has_less() {
-    let copy = Copy::new().without(&["smart_scan", "advisor_mode", "general_profit", "merge_across_nodes"]);
+    let copy = Copy::new().without(&[
+        "smart_scan",
+        "advisor_mode",
+        "general_profit",
+        "merge_across_nodes",
+    ]);
     let ksm = copy.ksm();
     let settings = ksm.settings().unwrap();
     assert_eq!(settings.get(Knob::SmartScan), None);
@@ -140,7 +145,8 @@ fn shorter_text_replaces_longer() {
     let copy = Copy::new();
     let ksm = copy.ksm();
     ksm.apply(&Values::new().with(Knob::AdvisorMode, ADVISOR_SCAN_TIME)).unwrap();
-    ksm.apply(&Values::new().with(Knob::AdvisorMode, ADVISOR_NONE).with(Knob::PagesToScan, 5)).unwrap();
+    ksm.apply(&Values::new().with(Knob::AdvisorMode, ADVISOR_NONE).with(Knob::PagesToScan, 5))
+        .unwrap();
     assert_eq!(ksm.settings().unwrap().get(Knob::PagesToScan), Some(5));
     assert_eq!(ksm.settings().unwrap().get(Knob::AdvisorMode), Some(ADVISOR_NONE));
 }
@@ -157,10 +163,12 @@ fn a_setting_is_not_changed_while_pages_stay_shared() {
 
 #[test]
 fn only_who_may_write_can_change() {
-    // Root may write to any file, so files that nobody can write to stand in for those of somebody else.
+    // Root may write to any file, so files that nobody can write to stand in for those of somebody
+    // else.
     let copy = Copy::new();
     fs::remove_file(copy.sysfs().join("run")).unwrap();
     fs::create_dir(copy.sysfs().join("run")).unwrap();
-    let error = Ksm::open(&copy.sysfs()).map(|ksm| ksm.check_writable()).unwrap().unwrap_err().to_string();
+    let error =
+        Ksm::open(&copy.sysfs()).map(|ksm| ksm.check_writable()).unwrap().unwrap_err().to_string();
     assert!(error.contains("run as root"), "{error}");
 }

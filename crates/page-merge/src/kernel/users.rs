@@ -1,8 +1,9 @@
 //! Who uses KSM, and what its settings were before: a file that all monitors of the host share.
 //!
-//! The first user notes what a setting was before it changes it, and the last one puts it back. A user that was killed cannot do
-//! that: whoever comes or goes next notices that it is gone. The file also names the trust domain of all users, since the
-//! kernel merges the pages of all of them with each other.
+//! The first user notes what a setting was before it changes it, and the last one puts it back. A
+//! user that was killed cannot do that: whoever comes or goes next notices that it is gone. The
+//! file also names the trust domain of all users, since the kernel merges the pages of all of them
+//! with each other.
 
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io;
@@ -24,8 +25,8 @@ pub const RUN_FOLDER: &str = "/run/ebb";
 const FILE_NAME: &str = "ksm-users.json";
 /// A larger file is not one of users.
 const MAX_FILE_BYTES: u64 = 1 << 20;
-/// Room that is taken for the list when it is opened, enough for some thousand users: one that could be written only in part, because
-/// the file system is full, would be lost for all of them.
+/// Room that is taken for the list when it is opened, enough for some thousand users: one that
+/// could be written only in part, because the file system is full, would be lost for all of them.
 const ROOM_BYTES: u64 = 1 << 16;
 
 /// The file of users, opened.
@@ -44,7 +45,11 @@ impl KsmUsers {
             let path = path.clone();
             move |source| KsmError::Users { action, path, source }
         };
-        DirBuilder::new().recursive(true).mode(0o755).create(folder).map_err(error("make the folder of"))?;
+        DirBuilder::new()
+            .recursive(true)
+            .mode(0o755)
+            .create(folder)
+            .map_err(error("make the folder of"))?;
         // Others must not be able to keep it locked, or to say what the settings were.
         let flags = (rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::CLOEXEC).bits() as i32;
         let file = OpenOptions::new()
@@ -64,12 +69,18 @@ impl KsmUsers {
         Ok(Self { path, file, proc: PathBuf::from("/proc") })
     }
 
-    /// Makes this process a user of `domain`, and changes the settings in `wanted`. A setting that can only change while nothing
-    /// is shared is refused while there are other users.
-    pub fn join(self, ksm: Arc<Ksm>, domain: &str, wanted: &Values) -> Result<Membership, KsmError> {
+    /// Makes this process a user of `domain`, and changes the settings in `wanted`. A setting that
+    /// can only change while nothing is shared is refused while there are other users.
+    pub fn join(
+        self,
+        ksm: Arc<Ksm>,
+        domain: &str,
+        wanted: &Values,
+    ) -> Result<Membership, KsmError> {
         ksm.check_writable()?;
-        let own = User::this(&self.proc)
-            .ok_or_else(|| self.error("find this process's own entry for", io::ErrorKind::NotFound.into()))?;
+        let own = User::this(&self.proc).ok_or_else(|| {
+            self.error("find this process's own entry for", io::ErrorKind::NotFound.into())
+        })?;
         let locked = self.lock()?;
         let mut record = locked.read()?;
         record.forget_dead(&self.proc);
@@ -83,13 +94,15 @@ impl KsmUsers {
             }
             Some(_) => {}
             None => {
-                // All that were there before have been killed: this one begins with what they found.
+                // All that were there before have been killed: this one begins with what they
+                // found.
                 ksm.apply(&record.originals)?;
                 record = Record { domain: domain.to_owned(), ..Record::default() };
             }
         }
         if record.users.contains(&own) {
-            let source = io::Error::new(io::ErrorKind::AlreadyExists, "this process is in it already");
+            let source =
+                io::Error::new(io::ErrorKind::AlreadyExists, "this process is in it already");
             return Err(self.error("enter", source));
         }
         record.users.push(own);
@@ -134,13 +147,15 @@ impl Locked<'_> {
             Ok(text)
         };
         let text = read().map_err(|source| self.0.error("read", source))?;
-        Record::parse(&text).map_err(|problem| KsmError::Record { path: self.0.path.clone(), problem })
+        Record::parse(&text)
+            .map_err(|problem| KsmError::Record { path: self.0.path.clone(), problem })
     }
 
     /// Replaces the record, in the room that there is for it; what is behind it is not read.
     fn write(&self, record: &Record) -> Result<(), KsmError> {
-        let text =
-            record.to_text().map_err(|problem| KsmError::Record { path: self.0.path.clone(), problem })?;
+        let text = record
+            .to_text()
+            .map_err(|problem| KsmError::Record { path: self.0.path.clone(), problem })?;
         if text.len() as u64 > ROOM_BYTES {
             return Err(self.0.error("write all users to", io::ErrorKind::FileTooLarge.into()));
         }
@@ -148,7 +163,13 @@ impl Locked<'_> {
     }
 
     /// Changes settings for `own`, who is in `record`. What was before is noted first.
-    fn change(&self, record: &mut Record, own: User, ksm: &Ksm, wanted: &Values) -> Result<(), KsmError> {
+    fn change(
+        &self,
+        record: &mut Record,
+        own: User,
+        ksm: &Ksm,
+        wanted: &Values,
+    ) -> Result<(), KsmError> {
         let present = ksm.settings()?;
         let steps = plan(&present, wanted)?;
         let knobs = touched(&steps);
@@ -185,8 +206,8 @@ impl Membership {
         &self.ksm
     }
 
-    /// Changes settings. For one that can only change while nothing is shared, everything is unmerged first, on the whole host; it is
-    /// refused while there are other users.
+    /// Changes settings. For one that can only change while nothing is shared, everything is
+    /// unmerged first, on the whole host; it is refused while there are other users.
     pub fn change(&self, wanted: &Values) -> Result<(), KsmError> {
         let locked = self.users.lock()?;
         let mut record = locked.read()?;

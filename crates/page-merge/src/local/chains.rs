@@ -66,6 +66,7 @@ impl Chains {
 
     /// Memory, as an estimate: the standard library does not tell.
     pub(super) fn memory_bytes(&self) -> u64 {
-        (self.chains.capacity() * size_of::<(PageHash, BTreeSet<(u16, u32)>)>()) as u64 + self.pages * 16
+        (self.chains.capacity() * size_of::<(PageHash, BTreeSet<(u16, u32)>)>()) as u64
+            + self.pages * 16
     }
 }

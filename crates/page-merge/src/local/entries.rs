@@ -98,12 +98,14 @@ impl Entries {
 
     /// The slot that a number stands for.
     pub(super) fn slot(&self, number: u32) -> Slot {
-        let (segment, first) = self.chunk(number).map_or((0, 0), |chunk| (chunk.segment, chunk.first));
+        let (segment, first) =
+            self.chunk(number).map_or((0, 0), |chunk| (chunk.segment, chunk.first));
         Slot { segment, index: first + number % CHUNK }
     }
 
     pub(super) fn set(&mut self, number: u32, entry: Entry) {
-        if let Some(chunk) = self.chunks.get_mut((number / CHUNK) as usize).and_then(Option::as_mut) {
+        if let Some(chunk) = self.chunks.get_mut((number / CHUNK) as usize).and_then(Option::as_mut)
+        {
             chunk.entries[(number % CHUNK) as usize] = entry;
         }
     }
@@ -141,7 +143,9 @@ impl Entries {
         self.set(number, Entry::NONE);
         self.len -= 1;
         let place = number / CHUNK;
-        let Some(chunk) = self.chunks.get_mut(place as usize).and_then(Option::as_mut) else { return };
+        let Some(chunk) = self.chunks.get_mut(place as usize).and_then(Option::as_mut) else {
+            return;
+        };
         chunk.used -= 1;
         if chunk.used == 0 {
             self.places.remove(&(chunk.segment, chunk.first / CHUNK));

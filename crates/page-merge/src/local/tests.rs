@@ -13,7 +13,8 @@ fn store(world: &World, max_page_sharing: u32) -> LocalStore<SimSlots> {
 
 fn publish(store: &mut LocalStore<SimSlots>, node: Node, numbers: &[u64]) -> Vec<Slot> {
     let hashes: Vec<PageHash> = numbers.iter().map(|&number| hash(number)).collect();
-    let contents: Vec<u8> = numbers.iter().flat_map(|number| number.to_le_bytes().repeat(512)).collect();
+    let contents: Vec<u8> =
+        numbers.iter().flat_map(|number| number.to_le_bytes().repeat(512)).collect();
     let mut slots = Vec::new();
     store.publish(node, &hashes, &contents, &mut slots).unwrap();
     slots
@@ -87,7 +88,10 @@ fn new_sharers_go_to_the_fullest_page_with_room() {
     let second = publish(&mut store, Node::ANY, &[7])[0];
     let third = publish(&mut store, Node::ANY, &[7])[0];
     let counts = store.counts();
-    assert_eq!((counts.pages_shared, counts.stable_node_chains, counts.stable_node_dups), (3, 1, 3));
+    assert_eq!(
+        (counts.pages_shared, counts.stable_node_chains, counts.stable_node_dups),
+        (3, 1, 3)
+    );
     let next = query(&mut store, Node::ANY, 7).unwrap();
     assert_eq!(query(&mut store, Node::ANY, 7), Some(next), "one of them fills up first");
     let other = if next == second { third } else { second };
@@ -106,7 +110,10 @@ fn new_sharers_go_to_the_fullest_page_with_room() {
         store.release(next);
     }
     let counts = store.counts();
-    assert_eq!((counts.pages_shared, counts.stable_node_chains, counts.stable_node_dups), (1, 0, 0));
+    assert_eq!(
+        (counts.pages_shared, counts.stable_node_chains, counts.stable_node_dups),
+        (1, 0, 0)
+    );
     assert_eq!(query(&mut store, Node::ANY, 7), Some(other));
     assert_eq!(world.slots_in_use(), 1);
 }

@@ -102,12 +102,17 @@ impl Memory for OwnerMemory {
         result
     }
 
-    fn replace(&mut self, pages: &[Replace], replaced: &mut Vec<Replaced>) -> Result<(), MergeError> {
+    fn replace(
+        &mut self,
+        pages: &[Replace],
+        replaced: &mut Vec<Replaced>,
+    ) -> Result<(), MergeError> {
         let target = |target| match target {
             Target::Zero => MergeTarget::Zero,
             Target::Slot(slot) => MergeTarget::Slot(slot.into()),
         };
-        let pages: Vec<_> = pages.iter().map(|replace| (replace.page, target(replace.target))).collect();
+        let pages: Vec<_> =
+            pages.iter().map(|replace| (replace.page, target(replace.target))).collect();
         self.outcomes.clear();
         let result = self.session.replace(&pages, &mut self.outcomes);
         // After an error too: what was replaced must be known.
@@ -135,7 +140,10 @@ impl Memory for OwnerMemory {
 
     fn returns(&self) -> Returns {
         let returns = self.ram().returns();
-        Returns { brought_back_pages: returns.brought_back_pages, remerged_pages: returns.remerged_pages }
+        Returns {
+            brought_back_pages: returns.brought_back_pages,
+            remerged_pages: returns.remerged_pages,
+        }
     }
 
     fn take_released(&mut self, released: &mut Vec<Slot>) {

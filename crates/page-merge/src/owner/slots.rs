@@ -29,7 +29,8 @@ pub struct OwnSlots {
 }
 
 impl OwnSlots {
-    /// Slots in files that are known as `segments`, which the machines' memories were enabled to be merged with.
+    /// Slots in files that are known as `segments`, which the machines' memories were enabled to be
+    /// merged with.
     pub fn new(segments: Arc<StableSegments>) -> Self {
         Self { memory: StableMemory::own(segments), slots: Vec::new() }
     }
@@ -43,7 +44,8 @@ impl OwnSlots {
 impl Slots for OwnSlots {
     fn allocate(&mut self, node: Node, pages: usize, slots: &mut Vec<Slot>) -> io::Result<()> {
         let node = (node != Node::ANY).then_some(node.0);
-        let pages = u32::try_from(pages).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
+        let pages =
+            u32::try_from(pages).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
         self.slots.clear();
         self.memory.allocate(node, pages, &mut self.slots).map_err(into_io)?;
         slots.extend(self.slots.iter().copied().map(Slot::from));

@@ -12,8 +12,12 @@ const PAGES: u64 = 1024;
 const PAGE: usize = 4096;
 
 /// The content of each page: `of(page)` in all its bytes.
-fn ram(segments: &Arc<StableSegments>, of: impl Fn(u64) -> u8) -> Result<Arc<GuestRam>, MergeUnavailable> {
-    let spec = RegionSpec { start: GuestAddress(0), size_bytes: PAGES * PAGE as u64, host_node: None };
+fn ram(
+    segments: &Arc<StableSegments>,
+    of: impl Fn(u64) -> u8,
+) -> Result<Arc<GuestRam>, MergeUnavailable> {
+    let spec =
+        RegionSpec { start: GuestAddress(0), size_bytes: PAGES * PAGE as u64, host_node: None };
     let ram = GuestRam::new(&[spec], Backing::Anonymous, HugePages::Off, Populate::Lazy)?;
     ram.enable_merging(Arc::clone(segments))?;
     for page in 0..PAGES {
@@ -51,8 +55,12 @@ fn two_memories_share_what_is_the_same_and_keep_what_is_written() {
         }
         (first, second) => [first.unwrap(), second.unwrap()],
     };
-    let settings =
-        Settings { run: Run::Merge, clean_passes: 1, max_page_sharing: 4096, ..Settings::default() };
+    let settings = Settings {
+        run: Run::Merge,
+        clean_passes: 1,
+        max_page_sharing: 4096,
+        ..Settings::default()
+    };
     let mut merger = Merger::new(settings).unwrap();
     let domain = merger.add_domain(LocalStore::new(OwnSlots::new(segments)), Secret([5; 32]));
     for ram in &rams {
@@ -72,10 +80,13 @@ fn two_memories_share_what_is_the_same_and_keep_what_is_written() {
     (64..96).for_each(|page| write(&rams[0], page, 77));
     let later = passes(&mut merger, 1);
     assert!(later.pages_sharing + 32 <= statistics.pages_sharing, "{later:?}");
-    assert!((64..96).all(|page| is_full_of(&rams[0], page, 77) && is_full_of(&rams[1], page, of(page))));
+    assert!(
+        (64..96).all(|page| is_full_of(&rams[0], page, 77) && is_full_of(&rams[1], page, of(page)))
+    );
 }
 
-/// Two machines with the same content; half of the pages of one are written to, and later have their old content again.
+/// Two machines with the same content; half of the pages of one are written to, and later have
+/// their old content again.
 #[test]
 fn pages_that_were_written_to_and_back_are_shared_as_before() {
     let segments = StableSegments::new();
@@ -87,7 +98,8 @@ fn pages_that_were_written_to_and_back_are_shared_as_before() {
         }
         (first, second) => [first.unwrap(), second.unwrap()],
     };
-    let settings = Settings { run: Run::Merge, clean_passes: 1, smart_scan: false, ..Settings::default() };
+    let settings =
+        Settings { run: Run::Merge, clean_passes: 1, smart_scan: false, ..Settings::default() };
     let mut merger = Merger::new(settings).unwrap();
     let domain = merger.add_domain(LocalStore::new(OwnSlots::new(segments)), Secret([5; 32]));
     for ram in &rams {
@@ -105,9 +117,15 @@ fn pages_that_were_written_to_and_back_are_shared_as_before() {
         }
         broken += written.len() as u64;
         let found = passes(&mut merger, 1);
-        assert!(found.pages_sharing + written.len() as u64 <= before.pages_sharing + 1, "{found:?}");
+        assert!(
+            found.pages_sharing + written.len() as u64 <= before.pages_sharing + 1,
+            "{found:?}"
+        );
         let after = passes(&mut merger, 20);
-        assert_eq!((after.pages_shared, after.pages_sharing), (before.pages_shared, before.pages_sharing));
+        assert_eq!(
+            (after.pages_shared, after.pages_sharing),
+            (before.pages_shared, before.pages_sharing)
+        );
         assert_eq!(after.merged_pages, before.merged_pages, "round {round}");
         assert_eq!(
             (after.broken_pages, after.brought_back_pages, after.remerged_pages),
@@ -123,8 +141,11 @@ fn pages_that_were_written_to_and_back_are_shared_as_before() {
 fn mappings_of(ram: &GuestRam) -> usize {
     let region = ram.regions()[0];
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
-    let starts = maps.lines().filter_map(|line| u64::from_str_radix(line.split_once('-')?.0, 16).ok());
+    let starts =
+        maps.lines().filter_map(|line| u64::from_str_radix(line.split_once('-')?.0, 16).ok());
     starts
-        .filter(|start| (region.host_address..region.host_address + region.size_bytes).contains(start))
+        .filter(|start| {
+            (region.host_address..region.host_address + region.size_bytes).contains(start)
+        })
         .count()
 }

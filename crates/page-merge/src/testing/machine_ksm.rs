@@ -8,8 +8,8 @@ use rustix::fs::{FlockOperation, flock};
 
 use crate::kernel::{Counter, Ksm, SYSFS, Values};
 
-/// The machine's KSM for one test at a time; its settings are put back in any case. Whatever else changes them in tests locks the same
-/// file.
+/// The machine's KSM for one test at a time; its settings are put back in any case. Whatever else
+/// changes them in tests locks the same file.
 #[derive(Debug)]
 pub struct MachineKsm {
     /// KSM.

@@ -46,7 +46,11 @@ impl Inner {
             if let Some(slot) = page.lost.take() {
                 return Look::Broken(slot);
             }
-            return if matches!(page.backing, Backing::Merged(_)) { Look::Merged } else { Look::Excluded };
+            return if matches!(page.backing, Backing::Merged(_)) {
+                Look::Merged
+            } else {
+                Look::Excluded
+            };
         }
         match (page.lost.take(), page.backing) {
             (Some(slot), _) => Look::Broken(slot),
@@ -140,11 +144,9 @@ impl Memory for SimMemory {
         inner.may_fail(self.number)?;
         inner.hashed += pages.len() as u64;
         let hasher = PageHasher::new(secret);
-        contents.extend(
-            pages
-                .iter()
-                .map(|&pfn| inner.content(self.number, pfn).map(|content| hasher.content(&page_of(content)))),
-        );
+        contents.extend(pages.iter().map(|&pfn| {
+            inner.content(self.number, pfn).map(|content| hasher.content(&page_of(content)))
+        }));
         Ok(())
     }
 
@@ -170,7 +172,10 @@ impl Memory for SimMemory {
     }
 
     fn replace(&mut self, pages: &[Replace], replaced: &mut Vec<Replaced>) -> Result<(), Failure> {
-        assert!(pages.windows(2).all(|pair| pair[0].page < pair[1].page), "not ascending: {pages:?}");
+        assert!(
+            pages.windows(2).all(|pair| pair[0].page < pair[1].page),
+            "not ascending: {pages:?}"
+        );
         let mut inner = self.world.lock();
         for (pfn, content) in std::mem::take(&mut inner.vms[self.number].races) {
             inner.write(self.number, pfn, content);
@@ -187,7 +192,10 @@ impl Memory for SimMemory {
                 let outcome = inner.replace(self.number, item);
                 replaced.push(outcome);
             }
-            if inner.vms[self.number].mappings.is_some_and(|most| inner.mappings(self.number) > most) {
+            if inner.vms[self.number]
+                .mappings
+                .is_some_and(|most| inner.mappings(self.number) > most)
+            {
                 for (item, outcome) in run.iter().zip(&mut replaced[begin..]) {
                     if *outcome == Replaced::Done && item.target != Target::Zero {
                         inner.undo(self.number, item);
@@ -217,7 +225,8 @@ impl Memory for SimMemory {
             if let Backing::Merged(slot) = page.backing {
                 released.push(slot);
                 inner.unmap(slot);
-                new = Page { backing: Backing::Private, content, written: true, lost: None, ..page };
+                new =
+                    Page { backing: Backing::Private, content, written: true, lost: None, ..page };
             }
             inner.vms[self.number].pages.insert(pfn, new);
         }

@@ -1,5 +1,5 @@
-//! A simulated host: memory of virtual machines that share stable pages, with everything that may come in between. And the
-//! machine's own KSM, for tests that change it.
+//! A simulated host: memory of virtual machines that share stable pages, with everything that may
+//! come in between. And the machine's own KSM, for tests that change it.
 
 mod machine_ksm;
 mod memory;

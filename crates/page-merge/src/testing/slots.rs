@@ -46,7 +46,8 @@ impl Slots for SimSlots {
         if inner.no_room {
             return Err(io::ErrorKind::StorageFull.into());
         }
-        // Fresh slots as long as there are any, then the holes: both happen in tests of a few hundred pages.
+        // Fresh slots as long as there are any, then the holes: both happen in tests of a few
+        // hundred pages.
         let next = self.next.entry(segment).or_default();
         while slots.len() < pages {
             *next = (*next + 1) % 100_000_000;
@@ -67,7 +68,9 @@ impl Slots for SimSlots {
         }
         for (number, content) in (0..).zip(contents.chunks(PAGE_SIZE_BYTES as usize)) {
             let slot = Slot { index: first.index + number, ..first };
-            let Some(stable) = inner.slots.get_mut(&slot) else { panic!("{slot:?} is not allocated") };
+            let Some(stable) = inner.slots.get_mut(&slot) else {
+                panic!("{slot:?} is not allocated")
+            };
             assert_eq!(stable.mapped, 0, "{slot:?} is mapped and must not change");
             let mut word = [0; 8];
             word.copy_from_slice(&content[..8]);

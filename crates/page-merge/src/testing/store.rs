@@ -12,7 +12,8 @@ pub struct UnreliableStore<S> {
     pub gone: bool,
     /// Whether they fail as if it took too long.
     pub late: bool,
-    /// Hashes that are answered with [`Answer::Wanted`] if the store does not know them, as if another process had such pages.
+    /// Hashes that are answered with [`Answer::Wanted`] if the store does not know them, as if
+    /// another process had such pages.
     pub wanted: Vec<PageHash>,
     /// What the next call of `news` tells.
     pub news: Vec<(Node, PageHash)>,
@@ -23,7 +24,14 @@ pub struct UnreliableStore<S> {
 impl<S> UnreliableStore<S> {
     /// A store that does not fail yet.
     pub fn new(store: S) -> Self {
-        Self { store, gone: false, late: false, wanted: Vec::new(), news: Vec::new(), reservations: 0 }
+        Self {
+            store,
+            gone: false,
+            late: false,
+            wanted: Vec::new(),
+            news: Vec::new(),
+            reservations: 0,
+        }
     }
 
     /// The store behind it.

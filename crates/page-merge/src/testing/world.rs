@@ -112,7 +112,9 @@ impl World {
         let mut inner = self.lock();
         let pages = ranges
             .iter()
-            .flat_map(|range| (range.start.0..range.end().0).map(|pfn| (Pfn(pfn), Page::absent(Node(0)))))
+            .flat_map(|range| {
+                (range.start.0..range.end().0).map(|pfn| (Pfn(pfn), Page::absent(Node(0))))
+            })
             .collect();
         inner.vms.push(Vm { ranges: ranges.to_vec(), pages, ..Vm::default() });
         Guest { world: self.clone(), number: inner.vms.len() - 1 }
@@ -129,7 +131,9 @@ impl World {
         let mut shares: BTreeMap<Slot, u64> =
             inner.slots.iter().map(|(slot, stable)| (*slot, stable.mapped)).collect();
         for vm in &inner.vms {
-            for slot in vm.pages.values().filter_map(|page| page.lost).chain(vm.released.iter().copied()) {
+            for slot in
+                vm.pages.values().filter_map(|page| page.lost).chain(vm.released.iter().copied())
+            {
                 *shares.entry(slot).or_default() += 1;
             }
         }
@@ -211,14 +215,20 @@ impl Inner {
         }
     }
 
-    /// Number of mappings of a machine's memory: runs of neighbouring slots, and what is between them.
+    /// Number of mappings of a machine's memory: runs of neighbouring slots, and what is between
+    /// them.
     pub(super) fn mappings(&self, vm: usize) -> usize {
         let key = |pfn: Pfn, page: &Page| match page.backing {
-            Backing::Merged(slot) => Some((slot.segment, i128::from(slot.index) - i128::from(pfn.0))),
+            Backing::Merged(slot) => {
+                Some((slot.segment, i128::from(slot.index) - i128::from(pfn.0)))
+            }
             _ => None,
         };
-        let keys: Vec<_> = self.vms[vm].pages.iter().map(|(pfn, page)| (*pfn, key(*pfn, page))).collect();
-        keys.windows(2).filter(|pair| pair[0].1 != pair[1].1 || pair[0].0.0 + 1 != pair[1].0.0).count()
+        let keys: Vec<_> =
+            self.vms[vm].pages.iter().map(|(pfn, page)| (*pfn, key(*pfn, page))).collect();
+        keys.windows(2)
+            .filter(|pair| pair[0].1 != pair[1].1 || pair[0].0.0 + 1 != pair[1].0.0)
+            .count()
     }
 }
 
@@ -255,7 +265,8 @@ impl Guest {
         }
     }
 
-    /// The host moves a page to another node (of a merged page: nothing, its slot is moved by [`World::move_slot`]).
+    /// The host moves a page to another node (of a merged page: nothing, its slot is moved by
+    /// [`World::move_slot`]).
     pub fn move_to(&self, pfn: u64, node: Node) {
         self.change(pfn, |page| {
             if !matches!(page.backing, Backing::Merged(_)) {
@@ -310,7 +321,8 @@ impl Guest {
         self.change(pfn, |page| page.excluded = excluded);
     }
 
-    /// The owner needs so many looks until pages that are merged and written to from now on can be merged again.
+    /// The owner needs so many looks until pages that are merged and written to from now on can be
+    /// merged again.
     pub fn keep_copies(&self, looks: u8) {
         self.world.lock().vms[self.number].copied_looks = looks;
     }

@@ -110,7 +110,8 @@ fn another_process() {
 
 /// Serves until it is killed.
 fn broker(path: PathBuf) {
-    let mut broker = Broker::bind(BrokerConfig { path, domains: Vec::new(), limits: Limits::default() });
+    let mut broker =
+        Broker::bind(BrokerConfig { path, domains: Vec::new(), limits: Limits::default() });
     println!("\nlistening");
     let (wait, _stop) = rustix::pipe::pipe().unwrap();
     broker.as_mut().unwrap().run(wait.as_fd()).unwrap();
@@ -156,7 +157,8 @@ fn churner(path: &Path) {
 /// Ends a connection after each byte of everything that a client says, all from this one process.
 fn cutter(path: &Path) {
     let (bytes, _) = script("web");
-    for cut in (0..bytes.len()).filter(|&cut| cut < 200 || cut % 97 == 0 || cut > bytes.len() - 200) {
+    for cut in (0..bytes.len()).filter(|&cut| cut < 200 || cut % 97 == 0 || cut > bytes.len() - 200)
+    {
         let mut raw = Raw::connect(path);
         raw.send(&bytes[..cut]);
         // Every third goes without reading its answers.

@@ -9,8 +9,8 @@ use crate::child::Process;
 use crate::raw::{self, ANY, PREAMBLE, Raw};
 use crate::support::{NOTHING, Running, page, wait_until};
 
-/// All that a client says in its life, without waiting for answers, and where its messages end. It publishes two pages into an
-/// empty domain, whose slots are known therefore.
+/// All that a client says in its life, without waiting for answers, and where its messages end. It
+/// publishes two pages into an empty domain, whose slots are known therefore.
 pub fn script(domain: &str) -> (Vec<u8>, Vec<usize>) {
     let slot = |index| Slot { segment: 0, index };
     let hash = ebb_page_merge::PageHash::new(77);
@@ -38,8 +38,8 @@ fn a_connection_that_ends_anywhere_has_done_what_its_whole_messages_say() {
     let limits = Limits { clients: 100_000, clients_of_process: 100_000, ..Limits::default() };
     let broker = Running::new(limits);
     let (bytes, ends) = script("cut0");
-    let places =
-        (0..=bytes.len()).filter(|&cut| ends.iter().any(|end| cut.abs_diff(*end) <= 24) || cut % 511 == 0);
+    let places = (0..=bytes.len())
+        .filter(|&cut| ends.iter().any(|end| cut.abs_diff(*end) <= 24) || cut % 511 == 0);
     for (number, cut) in places.enumerate() {
         // A domain of its own, since this process goes on and keeps what it held.
         let domain = format!("cut{number}");
@@ -54,9 +54,12 @@ fn a_connection_that_ends_anywhere_has_done_what_its_whole_messages_say() {
             // Nothing held, so nothing kept.
             0..=3 | 8 => NOTHING,
             4 => ebb_page_merge::broker::NodeStatus { stable_pages: 2, reservations: 2, ..NOTHING },
-            5 | 6 => {
-                ebb_page_merge::broker::NodeStatus { stable_pages: 2, sharers: 1, reservations: 1, ..NOTHING }
-            }
+            5 | 6 => ebb_page_merge::broker::NodeStatus {
+                stable_pages: 2,
+                sharers: 1,
+                reservations: 1,
+                ..NOTHING
+            },
             _ => ebb_page_merge::broker::NodeStatus { stable_pages: 1, sharers: 1, ..NOTHING },
         };
         wait_until("the end of the connection", || {

@@ -64,7 +64,8 @@ fn clients_killed_at_any_time_leave_nothing_and_disturb_nobody() {
             assert_ne!(member.query(10_000 + step), Answer::Wanted);
         }
         churner.kill();
-        let alone = |status: &NodeStatus| (status.stable_pages, status.sharers, status.reservations);
+        let alone =
+            |status: &NodeStatus| (status.stable_pages, status.sharers, status.reservations);
         wait_until("the end of the client", || alone(&broker.pages_of("web")) == (120, 120, 0));
         for (&slot, &number) in slots.iter().zip(&pages) {
             assert_eq!(member.read(slot), page(number), "after round {round}");

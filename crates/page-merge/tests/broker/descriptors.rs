@@ -12,7 +12,8 @@ use crate::support::{Member, page};
 
 /// A broker that is told how many more descriptors it may open.
 pub fn serve(path: &Path) {
-    let config = BrokerConfig { path: path.to_owned(), domains: Vec::new(), limits: Limits::default() };
+    let config =
+        BrokerConfig { path: path.to_owned(), domains: Vec::new(), limits: Limits::default() };
     let mut broker = Broker::bind(config).unwrap();
     let (wait, _stop) = rustix::pipe::pipe().unwrap();
     std::thread::spawn(|| {
@@ -36,7 +37,8 @@ fn limit(descriptors: u64) {
 /// The limit below which `spare` numbers of descriptors are free.
 fn limit_with(spare: usize) -> u64 {
     let entries = std::fs::read_dir("/proc/self/fd").unwrap();
-    let numbers = entries.map(|entry| entry.unwrap().file_name().to_str().unwrap().parse().unwrap());
+    let numbers =
+        entries.map(|entry| entry.unwrap().file_name().to_str().unwrap().parse().unwrap());
     let mut open: Vec<u64> = numbers.collect();
     // The folder's own was closed with it.
     open.retain(|number| std::fs::symlink_metadata(format!("/proc/self/fd/{number}")).is_ok());

@@ -72,7 +72,8 @@ impl World {
                     *holds += 1;
                     self.clients[client].reserved.push((number, *slot));
                 } else {
-                    let others = domain.asked.iter().any(|&(asked, by)| asked == number && by != client);
+                    let others =
+                        domain.asked.iter().any(|&(asked, by)| asked == number && by != client);
                     assert_eq!(answer, if others { Answer::Wanted } else { Answer::Unknown });
                     domain.asked.insert((number, client));
                 }
@@ -111,10 +112,11 @@ impl World {
             }
             Step::News(client) => {
                 let member = &mut self.members[client];
-                let expected: Vec<(Node, PageHash)> = std::mem::take(&mut self.clients[client].news)
-                    .into_iter()
-                    .map(|number| (Node::ANY, member.hash(number)))
-                    .collect();
+                let expected: Vec<(Node, PageHash)> =
+                    std::mem::take(&mut self.clients[client].news)
+                        .into_iter()
+                        .map(|number| (Node::ANY, member.hash(number)))
+                        .collect();
                 assert_eq!(member.news(), expected);
             }
         }
@@ -126,7 +128,8 @@ impl World {
         let mut ignored = Vec::new();
         self.members[client].store.news(&mut ignored);
         let member = &self.members[client];
-        let news = ignored.into_iter().map(|(_, hash)| (0..5).find(|&n| member.hash(n) == hash).unwrap());
+        let news =
+            ignored.into_iter().map(|(_, hash)| (0..5).find(|&n| member.hash(n) == hash).unwrap());
         assert!(news.eq(std::mem::take(&mut self.clients[client].news)));
         let stable = &mut self.domains[client % 2].stable;
         let (_, holds) = stable.get_mut(&number).unwrap();
@@ -236,7 +239,8 @@ fn a_domain_of_a_user_is_for_that_user_and_root() {
     for domain in ["blue", "green", "mine"] {
         assert!(join(domain).is_ok(), "root joins {domain}");
     }
-    // A thread of another user: the kernel has users for threads, and a connection has its thread's.
+    // A thread of another user: the kernel has users for threads, and a connection has its
+    // thread's.
     std::thread::scope(|scope| {
         let other = scope.spawn(|| {
             let nobody = rustix::process::Uid::from_raw(65534);
@@ -256,7 +260,10 @@ fn all_clients_of_a_domain_keep_nodes_apart_or_none() {
     let broker = Running::new(Limits::default());
     let across = broker.member("web");
     let reason = refusal(Member::join(&broker.path(), "web", Placement::Apart));
-    assert!(reason.contains("merge across nodes") && reason.contains("keep nodes apart"), "{reason}");
+    assert!(
+        reason.contains("merge across nodes") && reason.contains("keep nodes apart"),
+        "{reason}"
+    );
     drop(across);
     // With nobody left it is a new domain.
     crate::support::wait_until("the end of the domain", || broker.status().domains.is_empty());

@@ -72,7 +72,8 @@ fn two_machines_share_what_they_have_in_common_and_each_writes_on() {
     let expected = NodeStatus { stable_pages: COMMON, sharers: 2 * COMMON, ..NOTHING };
     assert_eq!(shared, expected);
     assert_eq!(shared.saved_pages(), COMMON);
-    // The kernel's word for it: what was private is gone from both, and what took its place counts half for each.
+    // The kernel's word for it: what was private is gone from both, and what took its place counts
+    // half for each.
     for (machine, before) in machines.iter().zip(before) {
         let after = machine.anonymous_pages();
         // The merger's tables and buffers are private memory, too.
@@ -84,7 +85,8 @@ fn two_machines_share_what_they_have_in_common_and_each_writes_on() {
         machine.assert_right("merged");
     }
 
-    // Each writes to shared pages, the other does not see it, and the stable page lives as long as one needs it.
+    // Each writes to shared pages, the other does not see it, and the stable page lives as long as
+    // one needs it.
     let [a, b] = &mut machines;
     a.write(0, 500, 1 << 50);
     b.write(300, 700, 1 << 51);

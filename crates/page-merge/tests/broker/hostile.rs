@@ -172,7 +172,8 @@ fn there_are_only_so_many_clients() {
     more.send(&[PREAMBLE.to_vec(), raw::hello("web")].concat());
     let reason = more.refusal();
     assert!(reason.contains("its process has 3"), "{reason}");
-    let mut others: Vec<Process> = (0..2).map(|_| Process::start("sharer", &broker.path())).collect();
+    let mut others: Vec<Process> =
+        (0..2).map(|_| Process::start("sharer", &broker.path())).collect();
     for other in &mut others {
         other.wait_for("sharing");
     }
@@ -187,12 +188,14 @@ fn there_are_only_so_many_clients() {
 
 #[test]
 fn one_client_cannot_use_up_the_room_of_all() {
-    let broker = Running::new(Limits { domain_pages: 1000, published_pages: 500, ..Limits::default() });
+    let broker =
+        Running::new(Limits { domain_pages: 1000, published_pages: 500, ..Limits::default() });
     let mut honest = broker.member("web");
     let mut greedy = Raw::join(&broker.path(), "web");
     let mut published = 0;
     for number in 0_u64.. {
-        let pages: Vec<u8> = (0..64).flat_map(|index| page((1 << 32) | (number * 64 + index))).collect();
+        let pages: Vec<u8> =
+            (0..64).flat_map(|index| page((1 << 32) | (number * 64 + index))).collect();
         greedy.send(&raw::publish(ANY, &pages));
         let (kind, _) = greedy.answer().unwrap();
         if kind != raw::SLOTS {
@@ -214,7 +217,8 @@ fn what_is_asked_for_is_not_remembered_without_end() {
     assert_eq!(honest.query(1), Answer::Unknown);
     let mut flooding = Raw::join(&broker.path(), "web");
     for batch in 0..100 {
-        let hashes: Vec<PageHash> = (0..1000).map(|hash| PageHash::new(batch * 1000 + hash)).collect();
+        let hashes: Vec<PageHash> =
+            (0..1000).map(|hash| PageHash::new(batch * 1000 + hash)).collect();
         flooding.send(&raw::query(ANY, &hashes));
         assert_eq!(flooding.answer().unwrap().0, raw::ANSWERS);
         assert!(broker.pages_of("web").remembered_hashes <= 10_001);

@@ -1,4 +1,5 @@
-//! A process with the memory of a machine that it merges through a broker, and does what it is told line by line.
+//! A process with the memory of a machine that it merges through a broker, and does what it is told
+//! line by line.
 
 use std::io::BufRead;
 use std::path::Path;
@@ -28,7 +29,8 @@ impl Machine {
     fn new(number: u64) -> Self {
         let size_bytes = (COMMON + OWN) * PAGE as u64;
         let region = RegionSpec { start: GuestAddress(0), size_bytes, host_node: None };
-        let ram = GuestRam::new(&[region], Backing::Anonymous, HugePages::Off, Populate::Lazy).unwrap();
+        let ram =
+            GuestRam::new(&[region], Backing::Anonymous, HugePages::Off, Populate::Lazy).unwrap();
         let own = (0..OWN).map(|page| 1 << 60 | number << 32 | page);
         let mut machine = Self { ram: Arc::new(ram), expected: Vec::new() };
         let contents: Vec<u64> = (1..=COMMON).chain(own).collect();
@@ -53,7 +55,8 @@ impl Machine {
     }
 }
 
-/// `scan N`: N passes. `write FROM TO CONTENT`: pages FROM to TO get contents from CONTENT on. `check`. `unmerge`.
+/// `scan N`: N passes. `write FROM TO CONTENT`: pages FROM to TO get contents from CONTENT on.
+/// `check`. `unmerge`.
 pub fn run(path: &Path) {
     let mut machine = Machine::new(u64::from(std::process::id()));
     let segments = StableSegments::new();

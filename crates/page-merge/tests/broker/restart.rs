@@ -27,7 +27,8 @@ fn pages_stay_right_when_the_broker_is_killed_and_the_next_one_begins_anew() {
             for _ in 0..200 {
                 for (number, slot) in (0..).zip(&slots) {
                     let mut content = vec![0; 4096];
-                    let slot = ebb_guest_ram::StableSlot { segment: slot.segment, index: slot.index };
+                    let slot =
+                        ebb_guest_ram::StableSlot { segment: slot.segment, index: slot.index };
                     segments.mapped.read(slot, &mut content).unwrap();
                     assert_eq!(content, page(number));
                 }
@@ -108,7 +109,9 @@ fn a_broker_that_is_late_is_asked_again_and_what_it_gave_meanwhile_is_given_back
         // Others wait for nothing, and what is to be said is kept.
         let error = member.store.query(Node::ANY, &[hash], &mut answers).unwrap_err();
         assert!(matches!(error, StoreError::Late(_)), "{error}");
-        assert!(answers.is_empty() && member.news().is_empty() && member.store.why_gone().is_none());
+        assert!(
+            answers.is_empty() && member.news().is_empty() && member.store.why_gone().is_none()
+        );
 
         broker.go_on();
         wait_until("an answer", || member.store.query(Node::ANY, &[hash], &mut answers).is_ok());

@@ -6,7 +6,9 @@ use std::os::unix::fs::FileExt;
 use std::ptr;
 
 use ebb_page_merge::broker::Limits;
-use rustix::fs::{FallocateFlags, SealFlags, fallocate, fcntl_add_seals, fcntl_get_seals, ftruncate};
+use rustix::fs::{
+    FallocateFlags, SealFlags, fallocate, fcntl_add_seals, fcntl_get_seals, ftruncate,
+};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap, mprotect, munmap};
 
@@ -26,9 +28,10 @@ fn nobody_who_has_a_segment_can_change_it() {
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
     let reopened = OpenOptions::new().read(true).write(true).open(path).unwrap();
     let offset = u64::from(slot.index) * PAGE as u64;
-    for (name, file, write, change) in
-        [("as it came", file, Errno::BADF, Errno::BADF), ("reopened", &reopened, Errno::PERM, Errno::PERM)]
-    {
+    for (name, file, write, change) in [
+        ("as it came", file, Errno::BADF, Errno::BADF),
+        ("reopened", &reopened, Errno::PERM, Errno::PERM),
+    ] {
         let error = file.write_at(&[0], offset).unwrap_err();
         assert_eq!(error.raw_os_error(), Some(write.raw_os_error()), "{name}: write");
         let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
@@ -39,7 +42,8 @@ fn nobody_who_has_a_segment_can_change_it() {
         assert_eq!(sealed, Errno::PERM, "{name}: one more seal");
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: without MAP_FIXED nothing that is mapped is touched.
-        let mapped = unsafe { mmap(ptr::null_mut(), PAGE, protection, MapFlags::SHARED, file, offset) };
+        let mapped =
+            unsafe { mmap(ptr::null_mut(), PAGE, protection, MapFlags::SHARED, file, offset) };
         assert!(mapped.is_err(), "{name}: mapped for writing");
         assert_not_made_writable(file, offset);
     }
@@ -51,7 +55,8 @@ fn nobody_who_has_a_segment_can_change_it() {
 /// A mapping for reading does not become one for writing.
 fn assert_not_made_writable(file: &File, offset: u64) {
     // SAFETY: without MAP_FIXED nothing that is mapped is touched.
-    let address = unsafe { mmap(ptr::null_mut(), PAGE, ProtFlags::READ, MapFlags::SHARED, file, offset) };
+    let address =
+        unsafe { mmap(ptr::null_mut(), PAGE, ProtFlags::READ, MapFlags::SHARED, file, offset) };
     let address = address.unwrap();
     // SAFETY: the page is the mapping just made, and nobody refers to it.
     let result = unsafe { mprotect(address, PAGE, MprotectFlags::READ | MprotectFlags::WRITE) };

@@ -45,7 +45,8 @@ fn neighbouring_pages_get_neighbouring_slots() {
 fn counts_of_many_clients_are_exact_and_memory_is_given_back() {
     const CLIENTS: u64 = 24;
     const PAGES: u64 = 200;
-    let broker = Running::new(Limits { max_page_sharing: 5, clients_of_process: 24, ..Limits::default() });
+    let broker =
+        Running::new(Limits { max_page_sharing: 5, clients_of_process: 24, ..Limits::default() });
     let mut clients: Vec<Member> = (0..CLIENTS).map(|_| broker.member("web")).collect();
     let mut held = Vec::new();
     for (number, client) in clients.iter_mut().enumerate() {
@@ -65,8 +66,11 @@ fn counts_of_many_clients_are_exact_and_memory_is_given_back() {
         held.push(slots);
     }
     let duplicates = CLIENTS.div_ceil(5) * PAGES;
-    let expected =
-        NodeStatus { stable_pages: duplicates + CLIENTS, sharers: CLIENTS * (PAGES + 1), ..NOTHING };
+    let expected = NodeStatus {
+        stable_pages: duplicates + CLIENTS,
+        sharers: CLIENTS * (PAGES + 1),
+        ..NOTHING
+    };
     assert_eq!(broker.pages_of("web"), expected);
     for (client, slots) in clients.iter().zip(&held) {
         for (&slot, number) in slots.iter().zip(0..PAGES) {

@@ -1,5 +1,6 @@
-//! The counts that LTP's ksm01 to ksm07 (testcases/kernel/mem/ksm) and Linux's tools/testing/selftests/mm/ksm_tests.c and
-//! ksm_functional_tests.c expect of the kernel, on simulated memory.
+//! The counts that LTP's ksm01 to ksm07 (testcases/kernel/mem/ksm) and Linux's
+//! tools/testing/selftests/mm/ksm_tests.c and ksm_functional_tests.c expect of the kernel, on
+//! simulated memory.
 
 use ebb_abi::{PageRange, Pfn};
 use ebb_page_merge::{Node, Nodes, Settings};
@@ -13,8 +14,8 @@ fn fill(guest: &ebb_page_merge::testing::Guest, content: char) {
     (0..PAGES).for_each(|pfn| guest.write(pfn, u64::from(content)));
 }
 
-/// ksm01: three children whose memory is the same in different ways, one after the other. (ksm02, ksm03 and ksm04 do the same under
-/// a cpuset, a memory group and memory policies.)
+/// ksm01: three children whose memory is the same in different ways, one after the other. (ksm02,
+/// ksm03 and ksm04 do the same under a cpuset, a memory group and memory policies.)
 fn four_groups(settings: Settings, children: usize) {
     let mut host = Host::new(settings, 1);
     let guests: Vec<_> = (0..children).map(|_| host.guest(PAGES)).collect();
@@ -24,7 +25,8 @@ fn four_groups(settings: Settings, children: usize) {
         for (number, guest) in guests.iter().enumerate() {
             // From the fourth on, children do what the first does.
             let number = if number < 3 { number } else { 0 };
-            // In the first phase the second child has other content than the first, and the third the second's.
+            // In the first phase the second child has other content than the first, and the third
+            // the second's.
             let content = match contents {
                 "cac" => ['c', 'a', 'a'][number],
                 other => other.chars().nth(number).unwrap(),
@@ -64,7 +66,8 @@ fn ltp_ksm02_to_ksm04_with_nodes_apart_on_one_node() {
     four_groups(Settings { merge_across_nodes: Nodes::Apart, ..eager() }, 3);
 }
 
-/// ksm05: merging and discarding at the same time must not upset anything (it was an oops of an old kernel).
+/// ksm05: merging and discarding at the same time must not upset anything (it was an oops of an old
+/// kernel).
 #[test]
 fn ltp_ksm05_discard_while_merging() {
     let mut host = Host::new(eager(), 1);
@@ -143,10 +146,16 @@ fn ltp_ksm07_smart_scan_skips() {
     }
     let plain = host.merger.statistics();
     assert_eq!(plain.pages_skipped, 0);
-    assert!(smart.hashed_pages * 2 < plain.hashed_pages, "{} {}", smart.hashed_pages, plain.hashed_pages);
+    assert!(
+        smart.hashed_pages * 2 < plain.hashed_pages,
+        "{} {}",
+        smart.hashed_pages,
+        plain.hashed_pages
+    );
 }
 
-/// check_ksm_merge: that many equal pages are merged, all of them (`pages_shared` + `pages_sharing`).
+/// check_ksm_merge: that many equal pages are merged, all of them (`pages_shared` +
+/// `pages_sharing`).
 #[test]
 fn selftest_merge() {
     for pages in [2, 10, 512, 513, 2000] {
@@ -163,7 +172,8 @@ fn selftest_merge() {
     assert_eq!(host.counts(), (0, 0, 0, 1));
 }
 
-/// check_ksm_unmerge: both of two merged pages are written to, and after one pass nothing is merged.
+/// check_ksm_unmerge: both of two merged pages are written to, and after one pass nothing is
+/// merged.
 #[test]
 fn selftest_unmerge_by_writing() {
     let mut host = Host::new(eager(), 1);
@@ -179,8 +189,9 @@ fn selftest_unmerge_by_writing() {
     assert_eq!(host.counts(), (0, 0, 0, 2));
 }
 
-/// check_ksm_zero_page_merge, and test_unmerge_zero_pages of ksm_functional_tests: with `use_zero_pages` zeros are not merged with each
-/// other but taken away, and counted as long as nobody writes to them.
+/// check_ksm_zero_page_merge, and test_unmerge_zero_pages of ksm_functional_tests: with
+/// `use_zero_pages` zeros are not merged with each other but taken away, and counted as long as
+/// nobody writes to them.
 #[test]
 fn selftest_zero_pages() {
     let zeros = |use_zero_pages| {
@@ -236,7 +247,8 @@ fn selftest_two_nodes() {
     }
 }
 
-/// A page with as many sharers as it may have gets a duplicate, and both are a chain (mm/ksm.c, `max_page_sharing`).
+/// A page with as many sharers as it may have gets a duplicate, and both are a chain (mm/ksm.c,
+/// `max_page_sharing`).
 #[test]
 fn chains_of_duplicates() {
     let mut host = Host::new(Settings { max_page_sharing: 10, ..eager() }, 1);
@@ -248,7 +260,9 @@ fn chains_of_duplicates() {
     assert_eq!((statistics.stable_node_chains, statistics.stable_node_dups), (1, 10));
     // All sharers of all but one page go: the chain is none any more.
     let kept = guest.slot(55).unwrap();
-    (0..100).filter(|&pfn| guest.slot(pfn) != Some(kept)).for_each(|pfn| guest.write(pfn, 1000 + pfn));
+    (0..100)
+        .filter(|&pfn| guest.slot(pfn) != Some(kept))
+        .for_each(|pfn| guest.write(pfn, 1000 + pfn));
     host.passes(1);
     let statistics = host.merger.statistics();
     assert_eq!(
@@ -268,9 +282,9 @@ fn ranges_with_gaps() {
     let mut host = Host::new(eager(), 1);
     let ranges = [PageRange::new(Pfn(3), 10), PageRange::new(Pfn(700), 900)];
     let guest = host.guest_of(0, &ranges);
-    ranges
-        .iter()
-        .for_each(|range| (range.start.0..range.end().0).for_each(|pfn| guest.write(pfn, 1 + pfn % 10)));
+    ranges.iter().for_each(|range| {
+        (range.start.0..range.end().0).for_each(|pfn| guest.write(pfn, 1 + pfn % 10))
+    });
     host.settle();
     assert_eq!(host.counts(), (10, 900, 0, 0));
     assert_eq!(host.merger.statistics().pages_scanned, 40 * 910);

@@ -1,5 +1,6 @@
-//! Whatever happens in whatever order: no page changes its content by being merged, the store's counts are what is mapped, nothing is
-//! shared across domains, or across nodes where they are kept apart, and nothing is left in the end.
+//! Whatever happens in whatever order: no page changes its content by being merged, the store's
+//! counts are what is mapped, nothing is shared across domains, or across nodes where they are kept
+//! apart, and nothing is left in the end.
 
 use ebb_abi::{PageRange, Pfn};
 use ebb_page_merge::{Node, Nodes, Run, Settings, SettingsError};
@@ -137,7 +138,8 @@ impl Play {
         match *event {
             Event::Write(machine, page, content) => self.guest(machine).write(page, content),
             Event::Fill(machine, page, pages, content) => {
-                (page..page + pages).for_each(|pfn| self.guest(machine).write(pfn, content * 1000 + pfn));
+                (page..page + pages)
+                    .for_each(|pfn| self.guest(machine).write(pfn, content * 1000 + pfn));
             }
             Event::WriteBeforeFreeze(machine, page, content) => {
                 self.guest(machine).write_before_freeze(page, content);
@@ -197,7 +199,8 @@ impl Play {
         self.host.check();
     }
 
-    /// When nothing fails and nothing changes any more, everything is as it should be; and after unmerging nothing is left.
+    /// When nothing fails and nothing changes any more, everything is as it should be; and after
+    /// unmerging nothing is left.
     fn finish(mut self) {
         self.host.store().gone = false;
         self.host.world.set_room(true);
@@ -247,7 +250,8 @@ impl Play {
         assert_eq!((statistics.ksm_zero_pages, statistics.merged_pages), (0, 0));
     }
 
-    /// No two pages of a domain (and node, if kept apart) with equal contents are both unmerged, unless stable pages are full.
+    /// No two pages of a domain (and node, if kept apart) with equal contents are both unmerged,
+    /// unless stable pages are full.
     fn check_that_nothing_was_missed(&self) {
         let apart = self.host.merger.settings().merge_across_nodes == Nodes::Apart;
         let zeros = self.host.merger.settings().use_zero_pages;

@@ -67,10 +67,12 @@ fn clones_share_runs() {
     assert_eq!(one.mappings(), other.mappings());
 }
 
-/// Pages wait to be replaced together. Those that wait already must not be found as partners of others.
+/// Pages wait to be replaced together. Those that wait already must not be found as partners of
+/// others.
 #[test]
 fn a_page_is_replaced_once_although_it_waits_while_others_look_for_partners() {
-    // After two sharers a stable page is full, so that each further pair of pages needs another one.
+    // After two sharers a stable page is full, so that each further pair of pages needs another
+    // one.
     let mut host = Host::new(Settings { max_page_sharing: 2, ..eager() }, 1);
     let guest = host.guest(2048);
     (0..2048).for_each(|pfn| guest.write(pfn, if pfn % 32 == 0 { 5 } else { 1000 + pfn }));
@@ -86,7 +88,8 @@ fn a_page_is_replaced_once_although_it_waits_while_others_look_for_partners() {
 fn scarce_mappings_go_to_long_runs() {
     let mut host = Host::new(eager(), 1);
     let guest = host.guest(4096);
-    // Every second page a duplicate of another scattered one; then runs of 64 which are there twice.
+    // Every second page a duplicate of another scattered one; then runs of 64 which are there
+    // twice.
     (0..1024).step_by(2).for_each(|pfn| guest.write(pfn, 1 + pfn % 512));
     (1..1024).step_by(2).for_each(|pfn| guest.write(pfn, 100_000 + pfn));
     guest.limit_mappings(Some(60));
@@ -160,7 +163,8 @@ fn a_lost_store_is_not_asked_for_every_page() {
     assert_eq!(host.merger.statistics().pages_unshared, 5000);
 }
 
-/// The store has no room: what needs none goes on, in the same pass and for pages that are looked at for the first time.
+/// The store has no room: what needs none goes on, in the same pass and for pages that are looked
+/// at for the first time.
 #[test]
 fn a_full_store_still_shares_what_is_there() {
     let mut host = Host::new(eager(), 1);
@@ -196,20 +200,23 @@ fn what_a_late_store_was_not_asked_is_asked_later() {
     assert!((1..=4).contains(&host.merger.statistics().store_errors));
     assert!(host.merger.last_error().unwrap().contains("did not answer"));
     host.store().late = false;
-    let hash = |content: u64| PageHasher::new(&Secret([0; 32])).hash(&content.to_le_bytes().repeat(512));
+    let hash =
+        |content: u64| PageHasher::new(&Secret([0; 32])).hash(&content.to_le_bytes().repeat(512));
     host.store().wanted = vec![hash(3), hash(555)];
     host.settle();
     assert!(guest.slot(2).is_some() && guest.slot(554).is_some());
     assert_eq!(host.counts(), (2, 0, 0, 598));
 }
 
-/// What others have (a store that is shared with other processes) is published at once, or merged when there is news of it.
+/// What others have (a store that is shared with other processes) is published at once, or merged
+/// when there is news of it.
 #[test]
 fn pages_that_others_have_are_merged_without_a_partner_here() {
     let mut host = Host::new(eager(), 1);
     let guest = host.guest(3);
     (0..3).for_each(|pfn| guest.write(pfn, 50 + pfn));
-    let hash = |content: u64| PageHasher::new(&Secret([0; 32])).hash(&content.to_le_bytes().repeat(512));
+    let hash =
+        |content: u64| PageHasher::new(&Secret([0; 32])).hash(&content.to_le_bytes().repeat(512));
     host.store().wanted = vec![hash(50)];
     host.settle();
     assert!(guest.slot(0).is_some());

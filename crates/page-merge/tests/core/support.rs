@@ -2,7 +2,8 @@
 
 use ebb_abi::{PageRange, Pfn};
 use ebb_page_merge::{
-    DomainId, LocalStore, MemberId, Merger, Nodes, Run, Secret, Settings, Slot, StableStore, Statistics,
+    DomainId, LocalStore, MemberId, Merger, Nodes, Run, Secret, Settings, Slot, StableStore,
+    Statistics,
     testing::{Guest, SimMemory, SimSlots, UnreliableStore, World},
 };
 
@@ -75,7 +76,8 @@ impl Host {
         self.merger.statistics()
     }
 
-    /// (pages_shared, pages_sharing, pages_volatile, pages_unshared), the order of LTP's `group_check`.
+    /// (pages_shared, pages_sharing, pages_volatile, pages_unshared), the order of LTP's
+    /// `group_check`.
     pub fn counts(&self) -> (u64, u64, u64, u64) {
         let statistics = self.merger.statistics();
         (
@@ -110,8 +112,11 @@ impl Host {
         for (number, domain) in self.domains.iter().enumerate() {
             let store = self.merger.store(*domain).unwrap();
             assert_eq!(store.reservations, 0, "reservations are left");
-            let mine: Vec<Slot> =
-                shares.keys().copied().filter(|slot| slot.segment / 1000 == number as u32).collect();
+            let mine: Vec<Slot> = shares
+                .keys()
+                .copied()
+                .filter(|slot| slot.segment / 1000 == number as u32)
+                .collect();
             for slot in &mine {
                 assert_eq!(
                     u64::from(store.inner().references(*slot)),

@@ -59,7 +59,8 @@ fn switching_is_allowed_when_the_last_merged_page_is_discarded() {
     assert_eq!(host.counts(), (0, 0, 0, 0));
 }
 
-/// Nothing of the old index is found under the new rule, also if pages were only waiting for partners.
+/// Nothing of the old index is found under the new rule, also if pages were only waiting for
+/// partners.
 #[test]
 fn nothing_stale_survives_a_switch() {
     let mut host = Host::new(eager(), 1);
@@ -78,7 +79,8 @@ fn nothing_stale_survives_a_switch() {
     assert_eq!(host.counts(), (1, 1, 0, 0));
 }
 
-/// A page that waits for a partner is moved to another node: it must not be merged with pages of the old one.
+/// A page that waits for a partner is moved to another node: it must not be merged with pages of
+/// the old one.
 #[test]
 fn a_waiting_page_that_moved_is_found_on_its_new_node() {
     let mut host = Host::new(Settings { merge_across_nodes: Nodes::Apart, ..eager() }, 1);
@@ -96,7 +98,11 @@ fn a_waiting_page_that_moved_is_found_on_its_new_node() {
     assert_eq!(host.counts(), (1, 1, 0, 1));
     assert_eq!(guest.slot(0), guest.slot(2));
     assert_eq!(guest.merged()[0].2, Node(1));
-    assert_eq!(host.merger.statistics().moved_pages, 0, "merged with the wrong node's page, and taken back");
+    assert_eq!(
+        host.merger.statistics().moved_pages,
+        0,
+        "merged with the wrong node's page, and taken back"
+    );
 }
 
 /// Memory of a node is taken offline: its stable pages come to lie on another node.

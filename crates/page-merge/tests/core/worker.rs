@@ -8,7 +8,8 @@ use std::{
 
 use ebb_abi::{PageRange, Pfn};
 use ebb_page_merge::{
-    AdvisorMode, Clock, LocalStore, Merger, Nodes, Run, Secret, Settings, SettingsError, SystemClock, Worker,
+    AdvisorMode, Clock, LocalStore, Merger, Nodes, Run, Secret, Settings, SettingsError,
+    SystemClock, Worker,
     testing::{Guest, SimClock, SimMemory, SimSlots, World},
 };
 
@@ -69,7 +70,8 @@ fn other_threads_read_change_and_stop() {
         wait_for("merging", || control.statistics().merged_pages == 1000);
         assert_eq!(control.statistics().pages_sharing, 990);
 
-        let error = control.change(|settings| settings.merge_across_nodes = Nodes::Apart).unwrap_err();
+        let error =
+            control.change(|settings| settings.merge_across_nodes = Nodes::Apart).unwrap_err();
         assert!(matches!(error, SettingsError::Merged { merged_pages: 1000, .. }));
         assert_eq!(control.settings().merge_across_nodes, Nodes::Across);
         let error = control.change(|settings| settings.pages_to_scan = 0).unwrap_err();
@@ -140,12 +142,17 @@ fn who_pauses_first_prevents_the_first_step() {
 }
 
 /// Runs turns on a simulated clock, for a while; returns the share of the processor.
-fn pace(worker: &mut Worker<SimMemory, LocalStore<SimSlots>>, clock: &SimClock, time: Duration) -> f64 {
+fn pace(
+    worker: &mut Worker<SimMemory, LocalStore<SimSlots>>,
+    clock: &SimClock,
+    time: Duration,
+) -> f64 {
     let (begin, used) = (clock.now(), clock.used());
     while clock.now() < begin + time {
         clock.sleep(worker.turn(clock).unwrap());
     }
-    clock.used().saturating_sub(used).as_secs_f64() / clock.now().saturating_sub(begin).as_secs_f64()
+    clock.used().saturating_sub(used).as_secs_f64()
+        / clock.now().saturating_sub(begin).as_secs_f64()
 }
 
 #[test]
@@ -165,7 +172,10 @@ fn the_pace_is_what_was_asked_for() {
     // 10,240 pages in 100 ms, less at the end of each pass of 65,536.
     assert!((9.0e6..=10.3e6).contains(&scanned), "{scanned}");
 
-    worker.merger_mut().change(Settings { pages_per_second: Some(10_000), ..control.settings() }).unwrap();
+    worker
+        .merger_mut()
+        .change(Settings { pages_per_second: Some(10_000), ..control.settings() })
+        .unwrap();
     pace(&mut worker, &clock, Duration::from_secs(300));
     let slower = control.statistics().pages_scanned as f64 - scanned;
     assert!((0.27e7..=0.304e7).contains(&slower), "{slower}");
@@ -191,7 +201,11 @@ fn the_advisor_comes_to_its_target() {
     let before = control.statistics().full_scans;
     pace(&mut worker, &clock, Duration::from_secs(200));
     let passes = control.statistics().full_scans - before;
-    assert!((9..=11).contains(&passes), "{passes} passes in 200 s, {}", control.statistics().pages_to_scan);
+    assert!(
+        (9..=11).contains(&passes),
+        "{passes} passes in 200 s, {}",
+        control.statistics().pages_to_scan
+    );
 }
 
 #[test]
@@ -202,8 +216,10 @@ fn a_pass_begins_no_earlier_than_asked_for() {
     pace(&mut worker, &clock, Duration::from_secs(100));
     assert_eq!(control.statistics().full_scans, 50);
 
-    // Passes over more memory take longer, and the next one follows at once; pages written to are looked at more slowly.
-    let settings = Settings { min_pass_millisecs: 10, max_written_per_second: 2048, ..control.settings() };
+    // Passes over more memory take longer, and the next one follows at once; pages written to are
+    // looked at more slowly.
+    let settings =
+        Settings { min_pass_millisecs: 10, max_written_per_second: 2048, ..control.settings() };
     worker.merger_mut().change(settings).unwrap();
     let before = control.statistics();
     let begin = clock.now();

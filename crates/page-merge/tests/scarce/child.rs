@@ -8,8 +8,9 @@ const FOLDER: &str = "EBB_SCARCE_TEST_FOLDER";
 
 /// Runs `role` in a shell's `preparation`, which may use `$folder`; what it said, if it succeeded.
 pub fn run(role: &str, folder: &Path, preparation: &str) -> String {
-    let script =
-        format!("{preparation}\nexec \"$0\" --exact child::another_process --ignored --nocapture --quiet");
+    let script = format!(
+        "{preparation}\nexec \"$0\" --exact child::another_process --ignored --nocapture --quiet"
+    );
     let output = Command::new("timeout")
         .args(["60", "sh", "-e", "-c", &script])
         .arg(std::env::current_exe().unwrap())
@@ -19,7 +20,12 @@ pub fn run(role: &str, folder: &Path, preparation: &str) -> String {
         .output()
         .unwrap();
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert!(output.status.success(), "{}: {said}{}", output.status, String::from_utf8_lossy(&output.stderr));
+    assert!(
+        output.status.success(),
+        "{}: {said}{}",
+        output.status,
+        String::from_utf8_lossy(&output.stderr)
+    );
     said
 }
 

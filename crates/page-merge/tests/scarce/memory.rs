@@ -1,4 +1,5 @@
-//! No memory for stable pages: a memory file that must not become larger, or must not be made at all.
+//! No memory for stable pages: a memory file that must not become larger, or must not be made at
+//! all.
 
 use std::sync::Arc;
 
@@ -17,7 +18,8 @@ fn limit(bytes: Option<u64>) {
 }
 
 fn ram(segments: &Arc<StableSegments>) -> Result<Arc<GuestRam>, MergeUnavailable> {
-    let spec = RegionSpec { start: GuestAddress(0), size_bytes: PAGES * PAGE as u64, host_node: None };
+    let spec =
+        RegionSpec { start: GuestAddress(0), size_bytes: PAGES * PAGE as u64, host_node: None };
     let ram = GuestRam::new(&[spec], Backing::Anonymous, HugePages::Off, Populate::Lazy)?;
     ram.enable_merging(Arc::clone(segments))?;
     Ok(Arc::new(ram))
@@ -60,7 +62,8 @@ impl Host {
     }
 }
 
-/// What the test's process does: two memories with the same content, and files that must not become larger for a while.
+/// What the test's process does: two memories with the same content, and files that must not become
+/// larger for a while.
 pub fn merge() {
     let segments = StableSegments::new();
     let rams = match (ram(&segments), ram(&segments)) {
@@ -110,7 +113,11 @@ pub fn merge() {
     // There is memory again.
     limit(None);
     let statistics = host.passes(40);
-    assert_eq!((statistics.pages_shared, statistics.merged_pages), (PAGES, 2 * PAGES), "{statistics:?}");
+    assert_eq!(
+        (statistics.pages_shared, statistics.merged_pages),
+        (PAGES, 2 * PAGES),
+        "{statistics:?}"
+    );
     println!("merged");
 }
 

@@ -19,7 +19,8 @@ fn attempt(folder: &Path) -> Result<Membership, String> {
 /// Users that live as long as anybody, as many as fit into a page of the file.
 fn many_users() -> String {
     let stat = std::fs::read_to_string("/proc/1/stat").unwrap();
-    let ticks = stat.rsplit_once(')').unwrap().1.split_ascii_whitespace().nth(19).unwrap().to_owned();
+    let ticks =
+        stat.rsplit_once(')').unwrap().1.split_ascii_whitespace().nth(19).unwrap().to_owned();
     let user = format!("{{\"pid\":1,\"start_ticks\":{ticks}}}");
     let head = "{\"domain\":\"web\",\"users\":[";
     let users = vec![user.clone(); (4095 - head.len() - 20) / (user.len() + 1)];
@@ -35,7 +36,10 @@ pub fn join(folder: &Path) {
     let refused = || {
         for _ in 0..2 {
             let error = attempt(folder).unwrap_err();
-            assert!(error.contains("run/ksm-users.json") && error.contains("No space left"), "{error}");
+            assert!(
+                error.contains("run/ksm-users.json") && error.contains("No space left"),
+                "{error}"
+            );
             assert_eq!(knob("run"), "0", "nothing was changed");
         }
     };
@@ -75,7 +79,8 @@ fn without_room_for_its_record_the_kernel_is_not_asked_to_merge() {
         std::fs::write(folder.path().join("ksm").join(name), text).unwrap();
     }
     // In a namespace of its own, which takes the mount along when it ends.
-    let preparation = "[ -n \"$apart\" ] || apart=1 exec unshare --mount --propagation private sh -e -c '
+    let preparation =
+        "[ -n \"$apart\" ] || apart=1 exec unshare --mount --propagation private sh -e -c '
         mount -t tmpfs -o size=256k none \"$folder/run\"
         ! head -c 1M /dev/zero 2>/dev/null > \"$folder/run/full\"
         exec \"$@\"' sh \"$0\" --exact child::another_process --ignored --nocapture --quiet";

@@ -1,8 +1,9 @@
 //! Takes the ELF kernel (`vmlinux`) out of a bzImage: a pure function over bytes.
 //!
-//! The setup header (Linux Documentation/arch/x86/boot.rst) says where the compressed payload lies. Its length
-//! includes a little-endian u32 with the size of the decompressed kernel, which Linux's build appends (gzip ends in
-//! one of its own), so that the output is known before decompression and bounds it.
+//! The setup header (Linux Documentation/arch/x86/boot.rst) says where the compressed payload lies.
+//! Its length includes a little-endian u32 with the size of the decompressed kernel, which Linux's
+//! build appends (gzip ends in one of its own), so that the output is known before decompression
+//! and bounds it.
 
 use std::io::Read;
 
@@ -112,7 +113,8 @@ fn payload(image: &[u8]) -> Result<&[u8], ExtractError> {
     if version < PROTOCOL_2_08 {
         return Err(ExtractError::OldProtocol(version));
     }
-    let field = |at| read_u32(image, at).ok_or(ExtractError::NotBzImage("its setup header is cut off"));
+    let field =
+        |at| read_u32(image, at).ok_or(ExtractError::NotBzImage("its setup header is cut off"));
     // 0 stands for 4, for loaders older than the field.
     let sectors = match image[SETUP_SECTORS] {
         0 => 4,
@@ -144,7 +146,9 @@ impl Format {
             [0xfd, b'7', b'z', b'X', ..] => Ok(Self::Xz),
             [0x28, 0xb5, 0x2f, 0xfd, ..] => Ok(Self::Zstd),
             [0x02, 0x21, 0x4c, 0x18, ..] => Ok(Self::Lz4),
-            _ => Err(ExtractError::UnknownCompression(payload.first_chunk().copied().unwrap_or_default())),
+            _ => Err(ExtractError::UnknownCompression(
+                payload.first_chunk().copied().unwrap_or_default(),
+            )),
         }
     }
 
@@ -177,12 +181,15 @@ fn decompress(payload: &[u8]) -> Result<Vec<u8>, ExtractError> {
     let damaged = |reason| ExtractError::Damaged { format: format.name(), reason };
     match result {
         Ok(kernel) if kernel.len() == claimed => Ok(kernel),
-        Ok(kernel) => Err(damaged(format!("{} bytes came out, {claimed} were announced", kernel.len()))),
+        Ok(kernel) => {
+            Err(damaged(format!("{} bytes came out, {claimed} were announced", kernel.len())))
+        }
         Err(reason) => Err(damaged(reason)),
     }
 }
 
-/// Reads at most one byte more than announced; memory grows with what arrives and not with what is claimed.
+/// Reads at most one byte more than announced; memory grows with what arrives and not with what is
+/// claimed.
 fn bounded(reader: impl Read, claimed: usize) -> Result<Vec<u8>, String> {
     let mut kernel = Vec::new();
     reader.take(claimed as u64 + 1).read_to_end(&mut kernel).map_err(|error| error.to_string())?;
@@ -195,7 +202,8 @@ fn lz4_legacy(mut data: &[u8], claimed: usize) -> Result<Vec<u8>, String> {
     while let Some((length, rest)) = data.split_first_chunk::<4>() {
         let length = u32::from_le_bytes(*length) as usize;
         let block = rest.get(..length).ok_or("a block is cut off")?;
-        // A block of LZ4 grows at most 255-fold, which bounds the memory that a small file can ask for.
+        // A block of LZ4 grows at most 255-fold, which bounds the memory that a small file can ask
+        // for.
         let room = (claimed - kernel.len()).min(LZ4_BLOCK_BYTES).min(length.saturating_mul(255));
         let start = kernel.len();
         kernel.resize(start + room, 0);

@@ -11,7 +11,8 @@ fn image(payload: &[u8]) -> Vec<u8> {
     image[HEADER_MAGIC..HEADER_MAGIC + 4].copy_from_slice(b"HdrS");
     image[PROTOCOL_VERSION..PROTOCOL_VERSION + 2].copy_from_slice(&0x20f_u16.to_le_bytes());
     image[PAYLOAD_OFFSET..PAYLOAD_OFFSET + 4].copy_from_slice(&16_u32.to_le_bytes());
-    image[PAYLOAD_LENGTH..PAYLOAD_LENGTH + 4].copy_from_slice(&(payload.len() as u32).to_le_bytes());
+    image[PAYLOAD_LENGTH..PAYLOAD_LENGTH + 4]
+        .copy_from_slice(&(payload.len() as u32).to_le_bytes());
     image.extend_from_slice(&[0; 16]);
     image.extend_from_slice(payload);
     image
@@ -91,7 +92,10 @@ fn mistakes_are_told_apart() {
     cut.pop();
     assert!(matches!(extract_vmlinux(&cut), Err(ExtractError::PayloadOutside { .. })));
 
-    assert_eq!(extract_vmlinux(&image(b"BZh9 and so on")), Err(ExtractError::UnknownCompression(*b"BZh9")));
+    assert_eq!(
+        extract_vmlinux(&image(b"BZh9 and so on")),
+        Err(ExtractError::UnknownCompression(*b"BZh9"))
+    );
     let text = lz4(b"not an elf file", 4096);
     assert_eq!(extract_vmlinux(&image(&text)), Err(ExtractError::NotElf));
 
@@ -101,7 +105,10 @@ fn mistakes_are_told_apart() {
     assert!(matches!(extract_vmlinux(&image(&claims)), Err(ExtractError::TooLarge { .. })));
     for size in [999_u32, 1001] {
         claims[at..].copy_from_slice(&size.to_le_bytes());
-        assert!(matches!(extract_vmlinux(&image(&claims)), Err(ExtractError::Damaged { .. })), "{size}");
+        assert!(
+            matches!(extract_vmlinux(&image(&claims)), Err(ExtractError::Damaged { .. })),
+            "{size}"
+        );
     }
 }
 
@@ -126,7 +133,8 @@ fn the_release_is_read_from_the_header() {
 }
 
 proptest! {
-    /// Stands in for a fuzzer in every test run: damaged images give errors, in bounded memory, and never a panic.
+    /// Stands in for a fuzzer in every test run: damaged images give errors, in bounded memory, and
+    /// never a panic.
     #[test]
     fn damage_never_panics(
         format in 0..4,

@@ -1,4 +1,5 @@
-//! The init of a virtual host: sets the system up, serves the control channel, collects orphans, powers off.
+//! The init of a virtual host: sets the system up, serves the control channel, collects orphans,
+//! powers off.
 
 mod programs;
 mod server;
@@ -12,12 +13,14 @@ use rustix::system::{RebootCommand, reboot};
 
 /// Runs as process 1 of a virtual host; powers the machine off at the end.
 ///
-/// Process 1 itself only collects orphans: the server is its child, so that both can wait for children of their own.
+/// Process 1 itself only collects orphans: the server is its child, so that both can wait for
+/// children of their own.
 pub fn init_main() -> ! {
     let mut warnings = setup::prepare();
     // Kept by process 1, whose end is the machine's.
-    let _steady = steady::SteadyMachine::create()
-        .inspect_err(|error| warnings.push(format!("cannot keep a virtual machine of KVM: {error}")));
+    let _steady = steady::SteadyMachine::create().inspect_err(|error| {
+        warnings.push(format!("cannot keep a virtual machine of KVM: {error}"))
+    });
     for warning in &warnings {
         eprintln!("ebb init: {warning}");
     }

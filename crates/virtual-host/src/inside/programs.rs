@@ -18,7 +18,8 @@ use crate::inside::server::Replies;
 const SEARCH_PATH: &str = "/bin:/sbin:/usr/bin:/usr/sbin";
 /// Bytes of output in one message.
 const CHUNK_BYTES: usize = 32 << 10;
-/// After a program's end its output may still be open in a background process; that is not waited for longer.
+/// After a program's end its output may still be open in a background process; that is not waited
+/// for longer.
 const DRAIN_LIMIT: Duration = Duration::from_millis(500);
 
 /// The programs that run, by the number of their request.
@@ -60,8 +61,8 @@ impl Programs {
         if let Some(stream) = child.stderr.take() {
             pump(stream, id, Reply::Stderr, replies.clone(), Arc::clone(&over), done);
         }
-        // Wait without collecting first: the process id stays taken until it is out of the table, so that `kill` can
-        // never hit another process that got the same number.
+        // Wait without collecting first: the process id stays taken until it is out of the table,
+        // so that `kill` can never hit another process that got the same number.
         let pid = Pid::from_child(&child);
         let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
         while matches!(waitid(WaitId::Pid(pid), options), Err(rustix::io::Errno::INTR)) {}
@@ -97,7 +98,8 @@ fn spawn(program: &Program) -> io::Result<Child> {
     command.spawn()
 }
 
-/// Sends a stream piece by piece; after `over` it is still read, so that whoever writes is not held up.
+/// Sends a stream piece by piece; after `over` it is still read, so that whoever writes is not held
+/// up.
 fn pump(
     mut stream: impl Read + Send + 'static,
     id: u64,

@@ -10,8 +10,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::channel::{
-    Hello, MemorySample, Message, PAYLOAD_LIMIT, PORT_NAME, PROTOCOL_VERSION, Reply, Request, read_frame,
-    write_frame,
+    Hello, MemorySample, Message, PAYLOAD_LIMIT, PORT_NAME, PROTOCOL_VERSION, Reply, Request,
+    read_frame, write_frame,
 };
 use crate::inside::programs::Programs;
 use crate::memory::parse_meminfo;
@@ -69,13 +69,15 @@ pub fn serve(warnings: Vec<String>) -> io::Result<()> {
         match message.body {
             Request::Run(program) => programs.start(id, &program, &replies),
             Request::Kill => programs.kill(id),
-            Request::PutFile { path, mode, size_bytes } => match Incoming::create(&path, mode, size_bytes) {
-                Ok(file) => {
-                    incoming.insert(id, file);
-                    receive(&mut incoming, id, &[], &replies);
+            Request::PutFile { path, mode, size_bytes } => {
+                match Incoming::create(&path, mode, size_bytes) {
+                    Ok(file) => {
+                        incoming.insert(id, file);
+                        receive(&mut incoming, id, &[], &replies);
+                    }
+                    Err(error) => replies.fail(id, format!("cannot write {path}: {error}")),
                 }
-                Err(error) => replies.fail(id, format!("cannot write {path}: {error}")),
-            },
+            }
             Request::FileData => receive(&mut incoming, id, &payload, &replies),
             Request::GetFile { path } => send_file(id, path, replies.clone()),
             Request::Sample => replies.send(id, Reply::Sample(sample()), &[]),
@@ -93,14 +95,18 @@ impl Incoming {
         let mut name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?.to_owned();
         name.push(".part");
         let part = parent.join(name);
-        let file = OpenOptions::new().write(true).create(true).truncate(true).mode(mode).open(&part)?;
+        let file =
+            OpenOptions::new().write(true).create(true).truncate(true).mode(mode).open(&part)?;
         Ok(Self { file, part, path, expected_bytes, received_bytes: 0 })
     }
 
     fn write(&mut self, data: &[u8]) -> io::Result<()> {
         self.received_bytes += data.len() as u64;
         if self.received_bytes > self.expected_bytes {
-            return Err(io::Error::new(io::ErrorKind::InvalidData, "more arrived than was announced"));
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidData,
+                "more arrived than was announced",
+            ));
         }
         self.file.write_all(data)?;
         if self.received_bytes == self.expected_bytes {
@@ -133,7 +139,8 @@ fn send_file(id: u64, path: String, replies: Replies) {
             if metadata.is_dir() {
                 return Err(io::ErrorKind::IsADirectory.into());
             }
-            let start = Reply::FileStart { mode: metadata.mode() & 0o7777, size_bytes: metadata.len() };
+            let start =
+                Reply::FileStart { mode: metadata.mode() & 0o7777, size_bytes: metadata.len() };
             replies.send(id, start, &[]);
             let mut buffer = vec![0; PAYLOAD_LIMIT];
             let mut sent = 0;

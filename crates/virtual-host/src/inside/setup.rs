@@ -47,7 +47,8 @@ pub fn prepare() -> Vec<String> {
 }
 
 fn read_settings() -> Result<Settings, String> {
-    let text = fs::read(SETTINGS_PATH).map_err(|error| format!("cannot read {SETTINGS_PATH}: {error}"))?;
+    let text =
+        fs::read(SETTINGS_PATH).map_err(|error| format!("cannot read {SETTINGS_PATH}: {error}"))?;
     serde_json::from_slice(&text).map_err(|error| format!("{SETTINGS_PATH}: {error}"))
 }
 

@@ -1,11 +1,13 @@
 //! Keeps the emulated kernel from patching its own code while guests come and go.
 //!
-//! Linux turns rarely used branches on and off by rewriting instructions (Documentation/staging/static-keys.rst). KVM has two
-//! such switches: `preempt_notifier_key`, on while there is any virtual machine, and `apic_sw_disabled`, on while any
-//! local APIC is disabled by software, as each one is until its guest has booted. QEMU's multi-threaded emulator may go on
-//! with its translation of an instruction that was there while Linux rewrote it: a breakpoint, which the processor then hits for
-//! ever (seen with QEMU 7.2 in `__schedule`, where memory held a no-operation again; all other processors wait for that one).
-//! One virtual machine that never runs keeps both switches on.
+//! Linux turns rarely used branches on and off by rewriting instructions
+//! (Documentation/staging/static-keys.rst). KVM has two such switches: `preempt_notifier_key`, on
+//! while there is any virtual machine, and `apic_sw_disabled`, on while any local APIC is disabled
+//! by software, as each one is until its guest has booted. QEMU's multi-threaded emulator may go on
+//! with its translation of an instruction that was there while Linux rewrote it: a breakpoint,
+//! which the processor then hits for ever (seen with QEMU 7.2 in `__schedule`, where memory held a
+//! no-operation again; all other processors wait for that one). One virtual machine that never runs
+//! keeps both switches on.
 
 use std::fs::OpenOptions;
 use std::io;
@@ -14,7 +16,8 @@ use std::path::Path;
 
 /// KVM's device.
 const DEVICE: &str = "/dev/kvm";
-/// Requests without a structure (Linux Documentation/virt/kvm/api.rst): _IO(0xae, 0x01), _IO(0xae, 0x60), _IO(0xae, 0x41).
+/// Requests without a structure (Linux Documentation/virt/kvm/api.rst): _IO(0xae, 0x01), _IO(0xae,
+/// 0x60), _IO(0xae, 0x41).
 const KVM_CREATE_VM: libc::c_ulong = 0xae01;
 const KVM_CREATE_IRQCHIP: libc::c_ulong = 0xae60;
 const KVM_CREATE_VCPU: libc::c_ulong = 0xae41;
@@ -42,13 +45,14 @@ impl SteadyMachine {
 
 fn descriptor(on: RawFd, what: libc::c_ulong) -> io::Result<OwnedFd> {
     let number = request(on, what)?;
-    // SAFETY: the request has returned a new descriptor, which nobody else knows of. KVM closes it on exec.
+    // SAFETY: the request has returned a new descriptor, which nobody else knows of. KVM closes it
+    // on exec.
     Ok(unsafe { OwnedFd::from_raw_fd(number) })
 }
 
 fn request(on: RawFd, what: libc::c_ulong) -> io::Result<RawFd> {
-    // SAFETY: the requests of this module take a number, here 0 (machine type, vCPU number), and touch no memory of the
-    // process.
+    // SAFETY: the requests of this module take a number, here 0 (machine type, vCPU number), and
+    // touch no memory of the process.
     match unsafe { libc::ioctl(on, what, 0) } {
         -1 => Err(io::Error::last_os_error()),
         number => Ok(number),

@@ -2,9 +2,9 @@
 
 use acpi_tables::Aml;
 use acpi_tables::aml::{
-    Device, EISAName, Equal, Field, FieldAccessType, FieldEntry, FieldLockRule, FieldUpdateRule, IO, If,
-    Interrupt, Local, Memory32Fixed, Method, Name, Notify, OpRegion, OpRegionSpace, Package, Path,
-    ResourceTemplate, Scope, Store,
+    Device, EISAName, Equal, Field, FieldAccessType, FieldEntry, FieldLockRule, FieldUpdateRule,
+    IO, If, Interrupt, Local, Memory32Fixed, Method, Name, Notify, OpRegion, OpRegionSpace,
+    Package, Path, ResourceTemplate, Scope, Store,
 };
 
 use super::{EVENT_POWER_BUTTON, EVENT_STATUS, MmioDevice, SLEEP_TYPE_S5};
@@ -46,7 +46,8 @@ fn serial(aml: &mut Vec<u8>) {
     in_system_bus(aml, vec![&Device::new("COM1".into(), vec![&hid, &uid, &crs])]);
 }
 
-/// A button, and the event device (`ACPI0013`) whose interrupt makes the guest read the event status register.
+/// A button, and the event device (`ACPI0013`) whose interrupt makes the guest read the event
+/// status register.
 fn power_button(aml: &mut Vec<u8>) {
     let id = EISAName::new("PNP0C0C");
     let hid = Name::new("_HID".into(), &id);
@@ -73,10 +74,14 @@ fn power_button(aml: &mut Vec<u8>) {
     let notify = Notify::new(&button, &NOTIFY_BUTTON_PRESSED);
     let handle = If::new(&pressed, vec![&notify]);
     let method = Method::new("_EVT".into(), 1, true, vec![&read, &handle]);
-    in_system_bus(aml, vec![&Device::new("EVT0".into(), vec![&hid, &uid, &crs, &region, &field, &method])]);
+    in_system_bus(
+        aml,
+        vec![&Device::new("EVT0".into(), vec![&hid, &uid, &crs, &region, &field, &method])],
+    );
 }
 
-/// QEMU's pvpanic interface (QEMU docs/specs/pvpanic.rst): the guest's panic becomes an exit code of its own.
+/// QEMU's pvpanic interface (QEMU docs/specs/pvpanic.rst): the guest's panic becomes an exit code
+/// of its own.
 fn panic_notifier(aml: &mut Vec<u8>) {
     let hid = Name::new("_HID".into(), &"QEMU0001");
     let port = IO::new(layout::PANIC_PORT, layout::PANIC_PORT, 1, 1);

@@ -1,15 +1,17 @@
-//! ACPI tables (ACPI specification 6.5): the only way in which a stock Debian kernel learns of virtio-mmio devices,
-//! of more than one vCPU and of NUMA nodes.
+//! ACPI tables (ACPI specification 6.5): the only way in which a stock Debian kernel learns of
+//! virtio-mmio devices, of more than one vCPU and of NUMA nodes.
 //!
-//! The platform is "hardware-reduced" (section 4.1): no PM timer, no system control interrupt; power-off and reset
-//! are two I/O ports, the power button comes through a generic event device.
+//! The platform is "hardware-reduced" (section 4.1): no PM timer, no system control interrupt;
+//! power-off and reset are two I/O ports, the power button comes through a generic event device.
 
 mod dsdt;
 mod numa;
 
 use acpi_tables::fadt::{FADTBuilder, Flags};
 use acpi_tables::gas::{AccessSize, AddressSpace, GAS};
-use acpi_tables::madt::{EnabledStatus, IoApic, LocalInterruptController, MADT, ProcessorLocalApic};
+use acpi_tables::madt::{
+    EnabledStatus, IoApic, LocalInterruptController, MADT, ProcessorLocalApic,
+};
 use acpi_tables::rsdp::Rsdp;
 use acpi_tables::xsdt::XSDT;
 use acpi_tables::{Aml, sdt::Sdt};
@@ -103,7 +105,8 @@ impl Writer<'_> {
 pub fn write_tables(memory: &GuestMemory, platform: &Platform) -> Result<GuestAddress, AcpiError> {
     // The root pointer comes first: its place does not depend on the rest.
     let rsdp_address = layout::ACPI_START;
-    let mut writer = Writer { memory, next: rsdp_address + (Rsdp::len() as u64).next_multiple_of(16) };
+    let mut writer =
+        Writer { memory, next: rsdp_address + (Rsdp::len() as u64).next_multiple_of(16) };
 
     let mut dsdt = Sdt::new(*b"DSDT", 36, 6, OEM_ID, TABLE_ID, REVISION);
     dsdt.append_slice(&dsdt::namespace(&platform.devices));
@@ -125,13 +128,20 @@ pub fn write_tables(memory: &GuestMemory, platform: &Platform) -> Result<GuestAd
 
 fn fadt(dsdt: u64) -> acpi_tables::fadt::FADT {
     let register = |offset: u16| {
-        GAS::new(AddressSpace::SystemIo, 8, 0, AccessSize::ByteAccess, u64::from(layout::ACPI_PORT + offset))
+        GAS::new(
+            AddressSpace::SystemIo,
+            8,
+            0,
+            AccessSize::ByteAccess,
+            u64::from(layout::ACPI_PORT + offset),
+        )
     };
     let mut fadt = FADTBuilder::new(OEM_ID, TABLE_ID, REVISION)
         .dsdt_64(dsdt)
         .flag(Flags::HwReducedAcpi)
         .flag(Flags::ResetRegSup);
-    // IA-PC boot flags (table 5.10): no VGA, no 8042 to probe, no message signalled interrupts, no CMOS clock.
+    // IA-PC boot flags (table 5.10): no VGA, no 8042 to probe, no message signalled interrupts, no
+    // CMOS clock.
     fadt.iapc_boot_arch = ((1u16 << 2) | (1 << 3) | (1 << 5)).into();
     fadt.reset_reg = register(RESET);
     fadt.reset_value = RESET_VALUE;
@@ -141,8 +151,12 @@ fn fadt(dsdt: u64) -> acpi_tables::fadt::FADT {
 }
 
 fn madt(cpus: u8) -> MADT {
-    let mut madt =
-        MADT::new(OEM_ID, TABLE_ID, REVISION, LocalInterruptController::Address(layout::LOCAL_APIC_START));
+    let mut madt = MADT::new(
+        OEM_ID,
+        TABLE_ID,
+        REVISION,
+        LocalInterruptController::Address(layout::LOCAL_APIC_START),
+    );
     madt.add_structure(IoApic::new(0, layout::IOAPIC_START, 0));
     for cpu in 0..cpus {
         madt.add_structure(ProcessorLocalApic::new(cpu, cpu, EnabledStatus::Enabled));
@@ -202,7 +216,8 @@ mod tests {
 
     #[test]
     fn a_guest_without_nodes_has_no_numa_tables() {
-        let names: Vec<_> = tables(&platform(1, Vec::new())).into_iter().map(|(name, _)| name).collect();
+        let names: Vec<_> =
+            tables(&platform(1, Vec::new())).into_iter().map(|(name, _)| name).collect();
         assert_eq!(names, ["FACP", "APIC"]);
     }
 

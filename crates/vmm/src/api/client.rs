@@ -48,13 +48,17 @@ pub enum ClientError {
         path: PathBuf,
     },
     /// Something else has this name.
-    #[error("{path:?} is not a socket: give the path that the machine was started with (ebb run --api PATH)")]
+    #[error(
+        "{path:?} is not a socket: give the path that the machine was started with (ebb run --api PATH)"
+    )]
     NotASocket {
         /// The path.
         path: PathBuf,
     },
     /// Not this user's.
-    #[error("no permission to use the socket {path:?}: only the user who runs the machine (and root) may")]
+    #[error(
+        "no permission to use the socket {path:?}: only the user who runs the machine (and root) may"
+    )]
     PermissionDenied {
         /// The path.
         path: PathBuf,
@@ -124,8 +128,8 @@ fn remedy(detail: &ErrorDetail) -> String {
 }
 
 impl Client {
-    /// A client for the socket at `path`; each request may take `time_limit`. Statistics take the server up to a
-    /// second.
+    /// A client for the socket at `path`; each request may take `time_limit`. Statistics take the
+    /// server up to a second.
     pub fn new(path: impl Into<PathBuf>, time_limit: Duration) -> Self {
         Self { path: path.into(), time_limit }
     }
@@ -156,12 +160,19 @@ impl Client {
     }
 
     fn document<T: DeserializeOwned>(&self, reply: &ClientReply) -> Result<T, ClientError> {
-        serde_json::from_str(&reply.body)
-            .map_err(|error| ClientError::Unexpected { path: self.path.clone(), found: error.to_string() })
+        serde_json::from_str(&reply.body).map_err(|error| ClientError::Unexpected {
+            path: self.path.clone(),
+            found: error.to_string(),
+        })
     }
 
     /// Sends one request and reads the reply. A status of 400 or more is [`ClientError::Refused`].
-    pub fn request(&self, method: &str, target: &str, body: &str) -> Result<ClientReply, ClientError> {
+    pub fn request(
+        &self,
+        method: &str,
+        target: &str,
+        body: &str,
+    ) -> Result<ClientReply, ClientError> {
         let deadline = Instant::now() + self.time_limit;
         let stream = self.connect(deadline)?;
         let request = format!(
@@ -192,7 +203,8 @@ impl Client {
             Err(Errno::NAMETOOLONG) => return Err(ClientError::PathTooLong { path: path() }),
             Err(errno) => return Err(self.io(errno.into())),
         };
-        // Non-blocking, because connecting to a stopped process with a full queue would block without limit.
+        // Non-blocking, because connecting to a stopped process with a full queue would block
+        // without limit.
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
             .map_err(|errno| self.io(errno.into()))?;
@@ -206,16 +218,21 @@ impl Client {
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) if Instant::now() < deadline => std::thread::sleep(CONNECT_RETRY),
                 Err(Errno::AGAIN) => return Err(self.timed_out()),
-                Err(Errno::NOENT | Errno::NOTDIR) => return Err(ClientError::NoSocket { path: path() }),
+                Err(Errno::NOENT | Errno::NOTDIR) => {
+                    return Err(ClientError::NoSocket { path: path() });
+                }
                 Err(Errno::ACCESS | Errno::PERM) => {
                     return Err(ClientError::PermissionDenied { path: path() });
                 }
                 Err(Errno::PROTOTYPE) => {
-                    return Err(ClientError::NotEbb { path: path(), found: "a datagram socket".to_owned() });
+                    return Err(ClientError::NotEbb {
+                        path: path(),
+                        found: "a datagram socket".to_owned(),
+                    });
                 }
                 Err(Errno::CONNREFUSED) => {
-                    let is_socket =
-                        std::fs::metadata(&self.path).is_ok_and(|metadata| metadata.file_type().is_socket());
+                    let is_socket = std::fs::metadata(&self.path)
+                        .is_ok_and(|metadata| metadata.file_type().is_socket());
                     return Err(if is_socket {
                         ClientError::NobodyListens { path: path() }
                     } else {
@@ -227,8 +244,8 @@ impl Client {
         }
     }
 
-    /// Sends `bytes`. A server that refuses early closes its end before it has read everything: that is no failure, its
-    /// reply waits to be read.
+    /// Sends `bytes`. A server that refuses early closes its end before it has read everything:
+    /// that is no failure, its reply waits to be read.
     fn send(
         &self,
         stream: &UnixStream,
@@ -272,11 +289,16 @@ impl Client {
             }
             if length == 0 {
                 let found = match (bytes.is_empty(), refused_early) {
-                    (true, RefusedEarly::Yes) => "it closed the connection before it had read the request",
+                    (true, RefusedEarly::Yes) => {
+                        "it closed the connection before it had read the request"
+                    }
                     (true, RefusedEarly::No) => "it closed the connection without a reply",
                     (false, _) => "it closed the connection in the middle of its reply",
                 };
-                return Err(ClientError::NotEbb { path: self.path.clone(), found: found.to_owned() });
+                return Err(ClientError::NotEbb {
+                    path: self.path.clone(),
+                    found: found.to_owned(),
+                });
             }
             if bytes.len() > MAX_REPLY_BYTES {
                 let found = format!("a reply longer than {MAX_REPLY_BYTES} bytes");
@@ -295,7 +317,10 @@ impl Client {
             Ok(httparse::Status::Partial) => return Ok(None),
             Err(_) => {
                 let start = &bytes[..bytes.len().min(40)];
-                return Err(not_ebb(format!("it does not speak HTTP but sent '{}'", start.escape_ascii())));
+                return Err(not_ebb(format!(
+                    "it does not speak HTTP but sent '{}'",
+                    start.escape_ascii()
+                )));
             }
         };
         let field = |name: &str| {
@@ -313,8 +338,8 @@ impl Client {
         let Some(body) = bytes.get(head_bytes..head_bytes + body_bytes) else {
             return Ok(None);
         };
-        let body =
-            String::from_utf8(body.to_vec()).map_err(|_| not_ebb("its reply is not UTF-8".to_owned()))?;
+        let body = String::from_utf8(body.to_vec())
+            .map_err(|_| not_ebb("its reply is not UTF-8".to_owned()))?;
         Ok(Some(ClientReply { status: head.code.unwrap_or(0), body }))
     }
 

@@ -14,7 +14,8 @@ use super::reply::{BodyMode, Persistence, Problem, Reply, Status};
 use super::route::route;
 use super::server::Limits;
 
-/// How long the rest of a refused request is read and thrown away, so that its sender comes to read the refusal.
+/// How long the rest of a refused request is read and thrown away, so that its sender comes to read
+/// the refusal.
 const LINGER_TIME_LIMIT: Duration = Duration::from_millis(500);
 
 /// Bytes read at a time.
@@ -160,13 +161,14 @@ impl Connection {
         Fate::Close
     }
 
-    /// Answers a client that waits for the guest, because the monitor ends. Returns whether anything is left to send.
+    /// Answers a client that waits for the guest, because the monitor ends. Returns whether
+    /// anything is left to send.
     pub(super) fn end(&mut self, vm: &dyn VmControl, now: Instant) -> bool {
         if let Phase::Awaiting(wait, _, body) = &self.phase {
             let body = *body;
-            let reply = wait
-                .poll(vm)
-                .unwrap_or_else(|| Problem::new(Status::ServiceUnavailable, "the machine has ended").into());
+            let reply = wait.poll(vm).unwrap_or_else(|| {
+                Problem::new(Status::ServiceUnavailable, "the machine has ended").into()
+            });
             self.answer(&reply, Persistence::Close, body, now);
         }
         matches!(self.phase, Phase::Writing(_))
@@ -188,7 +190,8 @@ impl Connection {
         self.serve(vm, now)
     }
 
-    /// Carries out the requests that have arrived, until one has to wait or the reply cannot be sent at once.
+    /// Carries out the requests that have arrived, until one has to wait or the reply cannot be
+    /// sent at once.
     fn serve(&mut self, vm: &dyn VmControl, now: Instant) -> Fate {
         while let Phase::Reading(leave) = self.phase {
             match http::parse(&self.input) {
@@ -207,13 +210,20 @@ impl Connection {
                         }
                     }
                 }
-                Ok(Parsed::Incomplete { .. }) if self.input_end == InputEnd::Reached => return Fate::Close,
+                Ok(Parsed::Incomplete { .. }) if self.input_end == InputEnd::Reached => {
+                    return Fate::Close;
+                }
                 Ok(Parsed::Incomplete { wants_continue: true }) if leave == Leave::NotGiven => {
                     self.phase = Phase::Reading(Leave::Given);
-                    // So few bytes fit into any socket buffer that is not already full of unread replies; a client
-                    // that does not get them sends the body anyway (RFC 9110 section 10.1.1).
+                    // So few bytes fit into any socket buffer that is not already full of unread
+                    // replies; a client that does not get them sends the body anyway (RFC 9110
+                    // section 10.1.1).
                     let leave = b"HTTP/1.1 100 Continue\r\n\r\n";
-                    let _ = rustix::net::send(&self.socket, leave, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
+                    let _ = rustix::net::send(
+                        &self.socket,
+                        leave,
+                        SendFlags::NOSIGNAL | SendFlags::DONTWAIT,
+                    );
                     return Fate::Keep;
                 }
                 Ok(Parsed::Incomplete { .. }) => return Fate::Keep,
@@ -270,7 +280,8 @@ impl Connection {
         match after {
             AfterReply::NextRequest => {
                 self.phase = Phase::Reading(Leave::NotGiven);
-                let limit = if self.input.is_empty() { self.limits.idle } else { self.limits.request };
+                let limit =
+                    if self.input.is_empty() { self.limits.idle } else { self.limits.request };
                 self.deadline = now + limit;
                 Fate::Keep
             }

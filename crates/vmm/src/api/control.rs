@@ -1,7 +1,8 @@
-//! What the API needs of a virtual machine: the [`VmControl`] trait and the plain types that go over the socket.
+//! What the API needs of a virtual machine: the [`VmControl`] trait and the plain types that go
+//! over the socket.
 //!
-//! The types know nothing of KVM or of the balloon crate, so that clients use them as well. Field names and values are
-//! those of the JSON documents, which `docs/openapi.json` describes.
+//! The types know nothing of KVM or of the balloon crate, so that clients use them as well. Field
+//! names and values are those of the JSON documents, which `docs/openapi.json` describes.
 
 use std::path::Path;
 use std::time::Duration;
@@ -17,10 +18,11 @@ use super::migration::{MigrationRequest, MigrationStatus};
 
 /// The virtual machine as the API sees it.
 ///
-/// One thread serves all clients, therefore no method may wait for the guest: statistics are asked for with
-/// [`request_statistics`](Self::request_statistics) and polled with [`statistics`](Self::statistics), free pages are asked
-/// for with [`request_free_pages`](Self::request_free_pages), whose result is polled. Waiting for
-/// vCPU threads to leave the guest (pause) is fine.
+/// One thread serves all clients, therefore no method may wait for the guest: statistics are asked
+/// for with [`request_statistics`](Self::request_statistics) and polled with
+/// [`statistics`](Self::statistics), free pages are asked for with
+/// [`request_free_pages`](Self::request_free_pages), whose result is polled. Waiting for vCPU
+/// threads to leave the guest (pause) is fine.
 pub trait VmControl: Send + Sync {
     /// The state of the machine. It answers in every state.
     fn info(&self) -> VmInfo;
@@ -31,41 +33,47 @@ pub trait VmControl: Send + Sync {
     /// Lets the vCPUs run again. Resuming a running machine is no error.
     fn resume(&self) -> Result<(), ControlError>;
 
-    /// Presses the power button (ACPI): the guest decides what to do. A paused machine is the wrong state.
+    /// Presses the power button (ACPI): the guest decides what to do. A paused machine is the wrong
+    /// state.
     fn power_button(&self) -> Result<(), ControlError>;
 
-    /// Gives back guest memory that holds nothing but zeros. A running machine is stopped for it, a few milliseconds at a
-    /// time. It works for about a second; the next call goes on where this one ended.
+    /// Gives back guest memory that holds nothing but zeros. A running machine is stopped for it, a
+    /// few milliseconds at a time. It works for about a second; the next call goes on where this
+    /// one ended.
     fn trim(&self) -> Result<TrimReport, ControlError>;
 
-    /// Writes the machine to the file `path`, which must be absolute. A running machine is stopped meanwhile. On any error the
-    /// machine is as before, and there is no file of that name that was not there before.
+    /// Writes the machine to the file `path`, which must be absolute. A running machine is stopped
+    /// meanwhile. On any error the machine is as before, and there is no file of that name that was
+    /// not there before.
     fn snapshot(&self, path: &Path) -> Result<SnapshotReport, ControlError>;
 
-    /// Begins to move the machine to another monitor, and returns at once. [`ControlError::WrongState`] when a migration is
-    /// under way already.
+    /// Begins to move the machine to another monitor, and returns at once.
+    /// [`ControlError::WrongState`] when a migration is under way already.
     fn migrate(&self, request: MigrationRequest) -> Result<(), ControlError>;
 
     /// How far the migration under way is, or what the last one has come to.
     fn migration(&self) -> MigrationStatus;
 
-    /// Asks for the end of the migration under way, without waiting for it. [`ControlError::WrongState`] if there is none,
-    /// or if the machine has been given away already.
+    /// Asks for the end of the migration under way, without waiting for it.
+    /// [`ControlError::WrongState`] if there is none, or if the machine has been given away
+    /// already.
     fn cancel_migration(&self) -> Result<(), ControlError>;
 
-    /// Asks the monitor to end the machine at once, like pulling the plug. It must return without waiting for the end:
-    /// the reply is sent afterwards, at the latest when the [`ApiServer`](super::ApiServer) is dropped.
+    /// Asks the monitor to end the machine at once, like pulling the plug. It must return without
+    /// waiting for the end: the reply is sent afterwards, at the latest when the
+    /// [`ApiServer`](super::ApiServer) is dropped.
     fn kill(&self) -> Result<(), ControlError>;
 
     /// The state of the balloon; [`ControlError::NoBalloon`] if the machine has none.
     fn balloon(&self) -> Result<BalloonInfo, ControlError>;
 
-    /// Sets the size the balloon should get to. A target above the guest's memory, or one that is not a multiple of
-    /// 4096 bytes, is [`ControlError::Invalid`] for the field `target_bytes`.
+    /// Sets the size the balloon should get to. A target above the guest's memory, or one that is
+    /// not a multiple of 4096 bytes, is [`ControlError::Invalid`] for the field `target_bytes`.
     fn set_balloon_target(&self, target_bytes: u64) -> Result<(), ControlError>;
 
-    /// Asks the guest for fresh statistics and returns at once. An outstanding request is not doubled.
-    /// [`ControlError::WrongState`] when the guest cannot answer: paused, no driver, statistics not negotiated.
+    /// Asks the guest for fresh statistics and returns at once. An outstanding request is not
+    /// doubled. [`ControlError::WrongState`] when the guest cannot answer: paused, no driver,
+    /// statistics not negotiated.
     fn request_statistics(&self) -> Result<(), ControlError>;
 
     /// The statistics received last, however old; all values `None` when there never were any.
@@ -75,16 +83,19 @@ pub trait VmControl: Send + Sync {
     fn set_statistics_interval(&self, interval: Option<Duration>) -> Result<(), ControlError>;
 
     /// Asks the guest which of its pages are free, and returns at once; one question at a time.
-    /// [`ControlError::WrongState`] when the guest cannot answer: paused, no driver, host requests not negotiated, or
-    /// another question is under way.
-    fn request_free_pages(&self, request: FreePagesRequest)
-    -> Result<Box<dyn FreePagesAnswer>, ControlError>;
+    /// [`ControlError::WrongState`] when the guest cannot answer: paused, no driver, host requests
+    /// not negotiated, or another question is under way.
+    fn request_free_pages(
+        &self,
+        request: FreePagesRequest,
+    ) -> Result<Box<dyn FreePagesAnswer>, ControlError>;
 
     /// What same-page merging is doing.
     fn merge(&self) -> Result<MergeInfo, ControlError>;
 
-    /// Changes how pages are merged. It waits for a change of settings to take effect, not for pages to be unmerged.
-    /// [`ControlError::WrongState`] when nobody merges, or when a setting can only change while nothing is merged.
+    /// Changes how pages are merged. It waits for a change of settings to take effect, not for
+    /// pages to be unmerged. [`ControlError::WrongState`] when nobody merges, or when a setting can
+    /// only change while nothing is merged.
     fn set_merge(&self, change: &MergeChange) -> Result<(), ControlError>;
 
     /// All counters, for monitoring.
@@ -178,8 +189,8 @@ pub enum RamBacking {
 pub struct ClockInfo {
     /// Whether they stand still or catch up.
     pub policy: ClockPolicy,
-    /// When the machine was last stopped; for a restored machine that has not been stopped since, when the snapshot was
-    /// taken. `None` if it never was.
+    /// When the machine was last stopped; for a restored machine that has not been stopped since,
+    /// when the snapshot was taken. `None` if it never was.
     pub stopped: Option<ClockInstant>,
     /// When it last went on. `None` if it never did.
     pub started: Option<ClockInstant>,
@@ -207,11 +218,12 @@ pub struct VmInfo {
     pub backing: RamBacking,
     /// Guest memory that the host holds at present, in bytes.
     pub resident_bytes: u64,
-    /// Memory that shares pages with other memory, in bytes; not part of `resident_bytes` if the monitor merges. `None` where
-    /// nobody merges.
+    /// Memory that shares pages with other memory, in bytes; not part of `resident_bytes` if the
+    /// monitor merges. `None` where nobody merges.
     pub merged_bytes: Option<u64>,
-    /// Memory that a restored machine reads from its snapshot and has not written, in bytes: it is in the host's page
-    /// cache once for all machines that read it. `None` for a machine that was not restored.
+    /// Memory that a restored machine reads from its snapshot and has not written, in bytes: it is
+    /// in the host's page cache once for all machines that read it. `None` for a machine that was
+    /// not restored.
     pub snapshot_bytes: Option<u64>,
     /// Milliseconds since the vCPUs were started; 0 before.
     pub uptime_ms: u64,

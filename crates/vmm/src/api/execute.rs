@@ -10,8 +10,8 @@ use super::prometheus;
 use super::reply::{ContentType, Problem, Reply, Status};
 use super::route::Operation;
 
-/// How long a guest may take to deliver statistics. A guest may be dead or paused by its own debugger, and the client
-/// wants an answer in any case.
+/// How long a guest may take to deliver statistics. A guest may be dead or paused by its own
+/// debugger, and the client wants an answer in any case.
 pub const STATISTICS_TIME_LIMIT: Duration = Duration::from_secs(1);
 
 /// What became of an operation.
@@ -50,7 +50,8 @@ impl Wait {
             Self::Statistics { asked_at } => poll_statistics(*asked_at, vm),
             Self::Migration { deadline } => {
                 let status = vm.migration();
-                (status.phase.is_end() || Instant::now() >= *deadline).then(|| migration_reply(&status))
+                (status.phase.is_end() || Instant::now() >= *deadline)
+                    .then(|| migration_reply(&status))
             }
             Self::FreePages { answer, deadline } => {
                 let is_late = Instant::now() >= *deadline;
@@ -176,8 +177,10 @@ fn poll_statistics(asked_at: Instant, vm: &dyn VmControl) -> Option<Reply> {
     if waited < STATISTICS_TIME_LIMIT {
         return None;
     }
-    let message =
-        format!("the guest did not deliver statistics within {} ms", STATISTICS_TIME_LIMIT.as_millis());
+    let message = format!(
+        "the guest did not deliver statistics within {} ms",
+        STATISTICS_TIME_LIMIT.as_millis()
+    );
     let problem = Problem::new(Status::GatewayTimeout, message)
         .with_remedy(
             "it may be busy or dead; 'last_known' has what it said before, and ?max_age_ms=N accepts such values at once",

@@ -1,7 +1,7 @@
 //! Asking a guest for its free pages: what is asked, and what is answered.
 //!
-//! An answer is a picture of the past: the guest may use any of the pages by now. It is for people, experiments and
-//! migrations, and never a reason to take a page away.
+//! An answer is a picture of the past: the guest may use any of the pages by now. It is for people,
+//! experiments and migrations, and never a reason to take a page away.
 
 use serde::{Deserialize, Serialize};
 
@@ -15,7 +15,8 @@ pub struct FreePagesRequest {
 /// The largest order that can be asked for: 1 GiB.
 pub const MAX_FREE_PAGES_ORDER: u8 = 18;
 
-/// A question to the guest that is under way. Dropping it before the guest has answered withdraws it.
+/// A question to the guest that is under way. Dropping it before the guest has answered withdraws
+/// it.
 pub trait FreePagesAnswer: Send {
     /// What the guest has said, once nothing more will come; `None` before. It does not wait.
     fn report(&self) -> Option<FreePagesReport>;
@@ -57,12 +58,13 @@ pub struct FreePagesReport {
     pub largest_range_bytes: u64,
     /// The blocks by size; sizes of which there are none are left out.
     pub by_order: Vec<FreeBlocks>,
-    /// Memory named that may not be treated as free because the guest relies on the content of free pages (`page_poison` was
-    /// negotiated); it is not in the figures above.
+    /// Memory named that may not be treated as free because the guest relies on the content of free
+    /// pages (`page_poison` was negotiated); it is not in the figures above.
     pub poisoned_bytes: u64,
     /// The guest's memory, without regard to the balloon.
     pub memory_bytes: u64,
-    /// What the guest's statistics, asked for at the same time, say is free; `None` if it has not told.
+    /// What the guest's statistics, asked for at the same time, say is free; `None` if it has not
+    /// told.
     pub free_memory_bytes: Option<u64>,
     /// Age of that value.
     pub free_memory_age_ms: Option<u64>,

@@ -1,7 +1,8 @@
 //! HTTP/1.1 requests out of bytes: a pure function with limits.
 //!
-//! Lenient where common tools need it (no Host header, any Content-Type: `curl -d` calls JSON a form), strict where
-//! two readings are possible (Content-Length, Transfer-Encoding; RFC 9112 section 6.3).
+//! Lenient where common tools need it (no Host header, any Content-Type: `curl -d` calls JSON a
+//! form), strict where two readings are possible (Content-Length, Transfer-Encoding; RFC 9112
+//! section 6.3).
 
 use super::reply::{BodyMode, Persistence, Problem, Status};
 
@@ -39,7 +40,8 @@ impl Request<'_> {
 pub enum Parsed<'a> {
     /// More bytes are needed.
     Incomplete {
-        /// The headers are complete and the client waits for leave to send the body (`Expect: 100-continue`).
+        /// The headers are complete and the client waits for leave to send the body
+        /// (`Expect: 100-continue`).
         wants_continue: bool,
     },
     /// A request.
@@ -51,8 +53,8 @@ pub enum Parsed<'a> {
     },
 }
 
-/// Reads one request from the start of `buffer`. After a refusal the connection is useless, because nobody knows where
-/// the next request begins.
+/// Reads one request from the start of `buffer`. After a refusal the connection is useless, because
+/// nobody knows where the next request begins.
 pub fn parse(buffer: &[u8]) -> Result<Parsed<'_>, Problem> {
     let mut headers = [httparse::EMPTY_HEADER; MAX_HEADERS];
     let mut head = httparse::Request::new(&mut headers);
@@ -62,8 +64,9 @@ pub fn parse(buffer: &[u8]) -> Result<Parsed<'_>, Problem> {
             return Ok(Parsed::Incomplete { wants_continue: false });
         }
         Ok(httparse::Status::Partial) => {
-            let message =
-                format!("the request line and headers are longer than the {MAX_HEAD_BYTES} bytes allowed");
+            let message = format!(
+                "the request line and headers are longer than the {MAX_HEAD_BYTES} bytes allowed"
+            );
             return Err(Problem::new(Status::HeadersTooLarge, message));
         }
         Err(error) => return Err(malformed(error)),
@@ -95,7 +98,8 @@ pub fn parse(buffer: &[u8]) -> Result<Parsed<'_>, Problem> {
 fn malformed(error: httparse::Error) -> Problem {
     match error {
         httparse::Error::TooManyHeaders => {
-            let message = format!("the request has more than the {MAX_HEADERS} header fields allowed");
+            let message =
+                format!("the request has more than the {MAX_HEADERS} header fields allowed");
             Problem::new(Status::HeadersTooLarge, message)
         }
         httparse::Error::Version => {
@@ -152,20 +156,25 @@ fn parse_content_length(value: &[u8]) -> Result<usize, Problem> {
         return Err(Problem::new(Status::BadRequest, message));
     }
     // A number too large for 64 bits is too large anyway.
-    let length =
-        std::str::from_utf8(text).ok().and_then(|digits| digits.parse::<u64>().ok()).unwrap_or(u64::MAX);
+    let length = std::str::from_utf8(text)
+        .ok()
+        .and_then(|digits| digits.parse::<u64>().ok())
+        .unwrap_or(u64::MAX);
     match usize::try_from(length) {
         Ok(length) if length <= MAX_BODY_BYTES => Ok(length),
         _ => {
-            let message =
-                format!("the body has {} bytes; at most {MAX_BODY_BYTES} are allowed", text.escape_ascii());
+            let message = format!(
+                "the body has {} bytes; at most {MAX_BODY_BYTES} are allowed",
+                text.escape_ascii()
+            );
             Err(Problem::new(Status::ContentTooLarge, message))
         }
     }
 }
 
-/// Path and query of a request target in origin form (`/vm?x=1`) or absolute form (`http://localhost/vm?x=1`), RFC
-/// 9112 section 3.2. Other forms come out as a path that no route has.
+/// Path and query of a request target in origin form (`/vm?x=1`) or absolute form
+/// (`http://localhost/vm?x=1`), RFC 9112 section 3.2. Other forms come out as a path that no route
+/// has.
 fn split_target(target: &str) -> (&str, Option<&str>) {
     let path = match target.split_once("://") {
         Some((scheme, rest)) if scheme.eq_ignore_ascii_case("http") => {
@@ -198,7 +207,8 @@ mod tests {
 
     #[test]
     fn reads_a_request_and_leaves_the_next() {
-        let text = "PUT /balloon?x=1 HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}GET /vm";
+        let text =
+            "PUT /balloon?x=1 HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}GET /vm";
         let (request, consumed) = complete(text);
         assert_eq!((request.method, request.path, request.query), ("PUT", "/balloon", Some("x=1")));
         assert_eq!(request.body, b"{}");
@@ -240,7 +250,11 @@ mod tests {
     fn waits_for_the_rest() {
         let text = b"PUT /balloon HTTP/1.1\r\nContent-Length: 3\r\n\r\nab";
         for end in 0..text.len() {
-            assert_eq!(parse(&text[..end]), Ok(Parsed::Incomplete { wants_continue: false }), "{end}");
+            assert_eq!(
+                parse(&text[..end]),
+                Ok(Parsed::Incomplete { wants_continue: false }),
+                "{end}"
+            );
         }
         let text = b"PUT /balloon HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\n";
         assert_eq!(parse(text), Ok(Parsed::Incomplete { wants_continue: true }));
@@ -250,11 +264,17 @@ mod tests {
     fn refuses_what_is_malformed_or_too_large() {
         assert_eq!(refused(b"\x16\x03\x01\x02\x00"), 400);
         assert_eq!(refused(b"GET /vm HTTP/2.0\r\n\r\n"), 505);
-        assert_eq!(refused(b"GET /vm HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n"), 400);
+        assert_eq!(
+            refused(b"GET /vm HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n"),
+            400
+        );
         assert_eq!(refused(b"GET /vm HTTP/1.1\r\nContent-Length: +1\r\n\r\n"), 400);
         assert_eq!(refused(b"GET /vm HTTP/1.1\r\nContent-Length: -1\r\n\r\n"), 400);
         assert_eq!(refused(b"GET /vm HTTP/1.1\r\nContent-Length: 16385\r\n\r\n"), 413);
-        assert_eq!(refused(b"GET /vm HTTP/1.1\r\nContent-Length: 99999999999999999999999\r\n\r\n"), 413);
+        assert_eq!(
+            refused(b"GET /vm HTTP/1.1\r\nContent-Length: 99999999999999999999999\r\n\r\n"),
+            413
+        );
         assert_eq!(refused(b"PUT /vm HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"), 411);
         let long = format!("GET /{} HTTP/1.1\r\n\r\n", "a".repeat(MAX_HEAD_BYTES));
         assert_eq!(refused(long.as_bytes()), 431);

@@ -110,7 +110,8 @@ pub struct MergeInfo {
     pub statistics: Option<MergeStatistics>,
 }
 
-/// How pages are merged. Names are KSM's where it has the setting; `None` for what is not set, or what the kernel does not have.
+/// How pages are merged. Names are KSM's where it has the setting; `None` for what is not set, or
+/// what the kernel does not have.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MergeSettings {
     /// What is to be done.
@@ -131,11 +132,13 @@ pub struct MergeSettings {
     pub target_scan_seconds: Option<u64>,
     /// Milliseconds that a scan of everything takes at least; only where the monitor merges.
     pub min_pass_millisecs: Option<u64>,
-    /// Scans over which a page must not have been written to before it is looked at; only where the monitor merges.
+    /// Scans over which a page must not have been written to before it is looked at; only where the
+    /// monitor merges.
     pub clean_passes: Option<u64>,
 }
 
-/// What has been counted. The first ones are KSM's, by its names; `None` for what is not counted here.
+/// What has been counted. The first ones are KSM's, by its names; `None` for what is not counted
+/// here.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MergeStatistics {
     /// What the counters are about.
@@ -227,7 +230,8 @@ pub struct MergeChange {
     /// Milliseconds that a scan of everything takes at least; only where the monitor merges.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub min_pass_millisecs: Option<u64>,
-    /// Scans over which a page must not have been written to before it is looked at; only where the monitor merges.
+    /// Scans over which a page must not have been written to before it is looked at; only where the
+    /// monitor merges.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub clean_passes: Option<u64>,
 }

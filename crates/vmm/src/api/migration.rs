@@ -1,4 +1,5 @@
-//! Moving a running machine to another monitor: what is asked for, how far it is, and what it has cost.
+//! Moving a running machine to another monitor: what is asked for, how far it is, and what it has
+//! cost.
 
 use std::path::PathBuf;
 
@@ -24,7 +25,8 @@ pub struct MigrationRequest {
     pub streams: u16,
     /// Downtime to aim at, in milliseconds.
     pub downtime_ms: u64,
-    /// Most bytes a second that are sent before the machine is stopped; `None` for as many as possible.
+    /// Most bytes a second that are sent before the machine is stopped; `None` for as many as
+    /// possible.
     pub bandwidth_bytes_per_s: Option<u64>,
     /// When to give up or to force it, in seconds; `None` for never.
     pub timeout_seconds: Option<u64>,
@@ -78,7 +80,11 @@ impl MigrationRequest {
         set("to", self.to.as_str().into(), false);
         set("streams", self.streams.into(), self.streams == default.streams);
         set("downtime_ms", self.downtime_ms.into(), self.downtime_ms == default.downtime_ms);
-        set("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s.into(), self.bandwidth_bytes_per_s.is_none());
+        set(
+            "bandwidth_bytes_per_s",
+            self.bandwidth_bytes_per_s.into(),
+            self.bandwidth_bytes_per_s.is_none(),
+        );
         set("timeout_seconds", self.timeout_seconds.into(), self.timeout_seconds.is_none());
         set("on_timeout", self.on_timeout.name().into(), self.on_timeout == default.on_timeout);
         set("auto_converge", self.auto_converge.into(), !self.auto_converge);
@@ -183,8 +189,8 @@ pub enum MigrationPhase {
     Failed,
     /// It was cancelled; the machine runs on here.
     Cancelled,
-    /// The connection broke when the machine had been given away: nobody here knows whether it runs there. It stands still
-    /// here.
+    /// The connection broke when the machine had been given away: nobody here knows whether it runs
+    /// there. It stands still here.
     Unknown,
 }
 
@@ -229,7 +235,8 @@ pub struct MigrationStatus {
     pub bytes_sent: u64,
     /// Bytes a second at present.
     pub rate_bytes_per_s: u64,
-    /// How long the machine would stand still if it were stopped now; `None` before that can be known.
+    /// How long the machine would stand still if it were stopped now; `None` before that can be
+    /// known.
     pub expected_downtime_ms: Option<u64>,
     /// By how much the vCPUs are slowed down, in percent.
     pub throttle_percent: u8,

@@ -1,7 +1,8 @@
 //! The control API: HTTP/1.1 and JSON on a unix socket, described by `docs/openapi.json`.
 //!
-//! It is written by hand over `httparse`. An asynchronous HTTP stack (hyper on tokio) would cost more memory than the
-//! whole monitor may use (5 to 8 MiB resident), and a socket for one operator's tools needs one thread and `poll`.
+//! It is written by hand over `httparse`. An asynchronous HTTP stack (hyper on tokio) would cost
+//! more memory than the whole monitor may use (5 to 8 MiB resident), and a socket for one
+//! operator's tools needs one thread and `poll`.
 //!
 //! | module | what |
 //! | --- | --- |
@@ -45,11 +46,14 @@ pub const OPENAPI_JSON: &str = include_str!("../../../../docs/openapi.json");
 
 /// The way of one request from bytes to operation without any I/O, as an entry for fuzzing.
 ///
-/// Returns what would be executed, or the status of the refusal, or `None` when more bytes are needed.
+/// Returns what would be executed, or the status of the refusal, or `None` when more bytes are
+/// needed.
 pub fn parse_and_route(bytes: &[u8]) -> Option<Result<route::Operation, reply::Status>> {
     match http::parse(bytes) {
         Ok(http::Parsed::Incomplete { .. }) => None,
-        Ok(http::Parsed::Complete { request, .. }) => Some(route::route(&request).map_err(|p| p.status)),
+        Ok(http::Parsed::Complete { request, .. }) => {
+            Some(route::route(&request).map_err(|p| p.status))
+        }
         Err(problem) => Some(Err(problem.status)),
     }
 }

@@ -66,13 +66,21 @@ pub fn render(metrics: &Metrics) -> String {
     };
     let gauges = [
         ("ebb_balloon_target_bytes", "The size the balloon should get to.", balloon.target_bytes),
-        ("ebb_balloon_actual_bytes", "The size the guest says the balloon has.", balloon.actual_bytes),
+        (
+            "ebb_balloon_actual_bytes",
+            "The size the guest says the balloon has.",
+            balloon.actual_bytes,
+        ),
     ];
     for (name, help, value) in gauges {
         text.value(Kind::Gauge, name, help, value);
     }
     let counters = [
-        ("ebb_balloon_reported_bytes_total", "Memory the guest reported as free.", balloon.reported_bytes),
+        (
+            "ebb_balloon_reported_bytes_total",
+            "Memory the guest reported as free.",
+            balloon.reported_bytes,
+        ),
         (
             "ebb_balloon_inflated_bytes_total",
             "Memory the guest put into the balloon.",
@@ -83,7 +91,11 @@ pub fn render(metrics: &Metrics) -> String {
             "Memory the guest took out of the balloon.",
             balloon.deflated_bytes,
         ),
-        ("ebb_balloon_discarded_bytes_total", "Memory given back to the host.", balloon.discarded_bytes),
+        (
+            "ebb_balloon_discarded_bytes_total",
+            "Memory given back to the host.",
+            balloon.discarded_bytes,
+        ),
         (
             "ebb_balloon_discarded_ranges_total",
             "Ranges given back to the host, after coalescing.",
@@ -109,13 +121,21 @@ pub fn render(metrics: &Metrics) -> String {
         text.value(Kind::Counter, name, help, value);
     }
     let by_kind = [
-        ("ebb_balloon_kept_bytes_total", "Memory given away and kept, by reason.", &balloon.kept_bytes),
+        (
+            "ebb_balloon_kept_bytes_total",
+            "Memory given away and kept, by reason.",
+            &balloon.kept_bytes,
+        ),
         (
             "ebb_balloon_translate_nanoseconds_total",
             "Time it took to read what came on a queue and to find its ranges.",
             &balloon.translate_ns,
         ),
-        ("ebb_balloon_queue_buffers_total", "Buffers that came on a queue.", &balloon.queue_buffers),
+        (
+            "ebb_balloon_queue_buffers_total",
+            "Buffers that came on a queue.",
+            &balloon.queue_buffers,
+        ),
         (
             "ebb_balloon_queue_bytes_total",
             "Bytes of the arrays and messages that came on a queue.",
@@ -197,8 +217,8 @@ pub struct Sample {
     pub value: f64,
 }
 
-/// Reads back what [`render`] writes (no timestamps, no label but `kind`). Returns the first line that is something
-/// else as the error.
+/// Reads back what [`render`] writes (no timestamps, no label but `kind`). Returns the first line
+/// that is something else as the error.
 pub fn parse(text: &str) -> Result<Vec<Sample>, String> {
     text.lines()
         .filter(|line| !line.is_empty() && !line.starts_with('#'))
@@ -258,7 +278,10 @@ mod tests {
             ..Metrics::default()
         };
         let samples = parse(&render(&metrics)).unwrap();
-        assert!((find(&samples, "ebb_overhead_resident_bytes", None).unwrap().value - 500.0).abs() < 0.1);
+        assert!(
+            (find(&samples, "ebb_overhead_resident_bytes", None).unwrap().value - 500.0).abs()
+                < 0.1
+        );
         assert!((find(&samples, "ebb_uptime_seconds", None).unwrap().value - 61.002).abs() < 1e-6);
         assert!(samples.iter().all(|sample| !sample.name.contains("balloon")));
     }
@@ -280,13 +303,18 @@ mod tests {
             assert!(before.contains(&format!("# HELP {} ", sample.name)), "{}", sample.name);
             let counter = sample.name.ends_with("_total");
             let kind = if counter { "counter" } else { "gauge" };
-            assert!(before.contains(&format!("# TYPE {} {kind}\n", sample.name)), "{}", sample.name);
+            assert!(
+                before.contains(&format!("# TYPE {} {kind}\n", sample.name)),
+                "{}",
+                sample.name
+            );
         }
     }
 
     #[test]
     fn strange_text_is_returned() {
-        for line in ["ebb", "ebb x", "ebb{other=\"x\"} 1", "ebb{kind=\"\\x\"} 1", "{kind=\"x\"} 1"] {
+        for line in ["ebb", "ebb x", "ebb{other=\"x\"} 1", "ebb{kind=\"\\x\"} 1", "{kind=\"x\"} 1"]
+        {
             assert_eq!(parse(line), Err(line.to_owned()));
         }
     }

@@ -146,7 +146,8 @@ impl From<ControlError> for Problem {
                 problem
             }
             ControlError::Invalid { field, remedy, .. } => {
-                let mut problem = Self::new(Status::UnprocessableContent, message).with_field(field);
+                let mut problem =
+                    Self::new(Status::UnprocessableContent, message).with_field(field);
                 problem.detail.remedy = remedy;
                 problem
             }
@@ -209,7 +210,12 @@ impl Reply {
     /// A reply with `document` as JSON.
     pub fn json(status: Status, document: &impl Serialize) -> Self {
         match serde_json::to_string(document) {
-            Ok(body) => Self { status, content_type: ContentType::Json, body: Cow::Owned(body), allow: None },
+            Ok(body) => Self {
+                status,
+                content_type: ContentType::Json,
+                body: Cow::Owned(body),
+                allow: None,
+            },
             Err(error) => Self {
                 status: Status::InternalServerError,
                 content_type: ContentType::Json,

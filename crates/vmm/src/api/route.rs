@@ -140,7 +140,9 @@ pub const ROUTES: [Route; 19] = [
     route_to(Method::Put, "/vm/snapshot", snapshot),
     route_to(Method::Put, "/vm/migrate", migrate),
     route_to(Method::Get, "/vm/migration", migration),
-    route_to(Method::Put, "/vm/migration/cancel", |request| plain(request, Operation::CancelMigration)),
+    route_to(Method::Put, "/vm/migration/cancel", |request| {
+        plain(request, Operation::CancelMigration)
+    }),
     route_to(Method::Put, "/vm/kill", |request| plain(request, Operation::Kill)),
     route_to(Method::Get, "/balloon", |request| plain(request, Operation::Balloon)),
     route_to(Method::Put, "/balloon", set_balloon),
@@ -168,8 +170,8 @@ pub fn route(request: &Request<'_>) -> Result<Operation, Problem> {
     }
     let allow = allowed.join(", ");
     let message = format!("{} is not a method of {}", request.method.escape_debug(), request.path);
-    let mut problem =
-        Problem::new(Status::MethodNotAllowed, message).with_remedy(format!("use {}", allowed.join(" or ")));
+    let mut problem = Problem::new(Status::MethodNotAllowed, message)
+        .with_remedy(format!("use {}", allowed.join(" or ")));
     problem.allow = Some(allow);
     Err(problem)
 }
@@ -181,15 +183,17 @@ fn plain(request: &Request<'_>, operation: Operation) -> Result<Operation, Probl
     Ok(operation)
 }
 
-/// A PUT without parameters may have an empty JSON object as its body, because some clients always send one. A GET with
-/// a body is most likely meant to be a PUT.
+/// A PUT without parameters may have an empty JSON object as its body, because some clients always
+/// send one. A GET with a body is most likely meant to be a PUT.
 fn expect_no_fields(request: &Request<'_>) -> Result<(), Problem> {
     if request.body.trim_ascii().is_empty() {
         return Ok(());
     }
     if request.method == Method::Get.name() {
         let message = format!("GET {} takes no body", request.path);
-        return Err(Problem::new(Status::BadRequest, message).with_remedy("use PUT to change something"));
+        return Err(
+            Problem::new(Status::BadRequest, message).with_remedy("use PUT to change something")
+        );
     }
     Fields::of_body(request, &[]).map(|_| ())
 }
@@ -226,7 +230,8 @@ fn free_pages(request: &Request<'_>) -> Result<Operation, Problem> {
     let fields = Fields::of_optional_body(request, &["min_order", "timeout_ms"])?;
     let orders = 0..=u64::from(MAX_FREE_PAGES_ORDER);
     let limits = 1..=MAX_FREE_PAGES_TIME_LIMIT_MS;
-    let min_order = fields.optional_integer("min_order", "binary orders of pages", orders)?.unwrap_or(0);
+    let min_order =
+        fields.optional_integer("min_order", "binary orders of pages", orders)?.unwrap_or(0);
     let limit_ms = fields.optional_integer("timeout_ms", "milliseconds", limits)?;
     Ok(Operation::FreePages {
         min_order: u8::try_from(min_order).unwrap_or(MAX_FREE_PAGES_ORDER),
@@ -265,8 +270,10 @@ impl<'a> Parameters<'a> {
             return Ok(None);
         };
         text.parse().map(Some).map_err(|_| {
-            let message =
-                format!("the query parameter '{name}' is '{}', not a whole number", text.escape_debug());
+            let message = format!(
+                "the query parameter '{name}' is '{}', not a whole number",
+                text.escape_debug()
+            );
             Problem::new(Status::BadRequest, message)
         })
     }
@@ -281,33 +288,40 @@ fn one_of(known: &[&str]) -> String {
 
 /// The members of a JSON object, all of them known and each there once.
 ///
-/// Not a derived Deserialize: its messages name the position in the text but not the field of a wrong type.
+/// Not a derived Deserialize: its messages name the position in the text but not the field of a
+/// wrong type.
 struct Fields(Vec<(String, Value)>);
 
 impl Fields {
     fn of_body(request: &Request<'_>, known: &[&str]) -> Result<Self, Problem> {
         if request.body.trim_ascii().is_empty() {
-            let message = format!("{} {} needs a JSON object as its body", request.method, request.path);
+            let message =
+                format!("{} {} needs a JSON object as its body", request.method, request.path);
             return Err(Problem::new(Status::BadRequest, message)
                 .with_remedy(format!("send an object with {}", known.join(", "))));
         }
-        let fields: Self = serde_json::from_slice(request.body).map_err(|error| match error.classify() {
-            serde_json::error::Category::Data => {
-                Problem::new(Status::UnprocessableContent, format!("the body is not a JSON object: {error}"))
-            }
-            _ => Problem::new(Status::BadRequest, format!("the body is not JSON: {error}")),
-        })?;
+        let fields: Self =
+            serde_json::from_slice(request.body).map_err(|error| match error.classify() {
+                serde_json::error::Category::Data => Problem::new(
+                    Status::UnprocessableContent,
+                    format!("the body is not a JSON object: {error}"),
+                ),
+                _ => Problem::new(Status::BadRequest, format!("the body is not JSON: {error}")),
+            })?;
         for (index, (name, _)) in fields.0.iter().enumerate() {
             let shown = name.escape_debug();
             if !known.contains(&name.as_str()) {
-                let message = format!("unknown field '{shown}' for {} {}", request.method, request.path);
+                let message =
+                    format!("unknown field '{shown}' for {} {}", request.method, request.path);
                 return Err(Problem::new(Status::UnprocessableContent, message)
                     .with_field(name.as_str())
                     .with_remedy(one_of(known)));
             }
             if fields.0[..index].iter().any(|(earlier, _)| earlier == name) {
                 let message = format!("the field '{shown}' occurs twice");
-                return Err(Problem::new(Status::UnprocessableContent, message).with_field(name.as_str()));
+                return Err(
+                    Problem::new(Status::UnprocessableContent, message).with_field(name.as_str())
+                );
             }
         }
         Ok(fields)
@@ -350,12 +364,16 @@ impl Fields {
         name_of: impl Fn(T) -> &'static str,
     ) -> Result<Option<T>, Problem> {
         let Some((_, value)) = self.0.iter().find(|(key, _)| key == name) else { return Ok(None) };
-        let choice = choices.iter().copied().find(|choice| value.as_str() == Some(name_of(*choice)));
+        let choice =
+            choices.iter().copied().find(|choice| value.as_str() == Some(name_of(*choice)));
         choice.map(Some).ok_or_else(|| {
             let words: Vec<_> = choices.iter().map(|choice| name_of(*choice)).collect();
-            Problem::new(Status::UnprocessableContent, format!("the field '{name}' is {}", describe(value)))
-                .with_field(name)
-                .with_remedy(format!("send one of {}", words.join(", ")))
+            Problem::new(
+                Status::UnprocessableContent,
+                format!("the field '{name}' is {}", describe(value)),
+            )
+            .with_field(name)
+            .with_remedy(format!("send one of {}", words.join(", ")))
         })
     }
 
@@ -363,9 +381,12 @@ impl Fields {
     fn optional_switch(&self, name: &'static str) -> Result<Option<bool>, Problem> {
         let Some((_, value)) = self.0.iter().find(|(key, _)| key == name) else { return Ok(None) };
         value.as_bool().map(Some).ok_or_else(|| {
-            Problem::new(Status::UnprocessableContent, format!("the field '{name}' is {}", describe(value)))
-                .with_field(name)
-                .with_remedy("send true or false")
+            Problem::new(
+                Status::UnprocessableContent,
+                format!("the field '{name}' is {}", describe(value)),
+            )
+            .with_field(name)
+            .with_remedy("send true or false")
         })
     }
 
@@ -381,9 +402,10 @@ impl Fields {
         };
         match value.as_str() {
             Some(text) if text.starts_with('/') && !text.contains('\0') => Ok(PathBuf::from(text)),
-            _ => {
-                Err(problem(format!("the field '{name}' is {}, which is no absolute path", describe(value))))
-            }
+            _ => Err(problem(format!(
+                "the field '{name}' is {}, which is no absolute path",
+                describe(value)
+            ))),
         }
     }
 

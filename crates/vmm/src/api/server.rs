@@ -1,9 +1,10 @@
 //! The socket and its thread.
 //!
-//! System calls of the thread after `on_thread_start`, for its seccomp list: `ppoll`, `accept4`, `recvfrom`, `sendto`,
-//! `shutdown`, `close` (and `fcntl` with F_GETFD before it in debug builds of the standard library's owners), `write` for
-//! logs, memory allocation, `futex`, the end of a thread, and whatever the [`VmControl`] does. The socket is bound and
-//! removed by the owner's thread.
+//! System calls of the thread after `on_thread_start`, for its seccomp list: `ppoll`, `accept4`,
+//! `recvfrom`, `sendto`, `shutdown`, `close` (and `fcntl` with F_GETFD before it in debug builds of
+//! the standard library's owners), `write` for logs, memory allocation, `futex`, the end of a
+//! thread, and whatever the [`VmControl`] does. The socket is bound and removed by the owner's
+//! thread.
 
 use std::fmt;
 use std::io;
@@ -78,8 +79,8 @@ pub enum ApiError {
     },
 }
 
-/// The API of one machine: a thread behind a socket. Dropping it sends the replies that are under way, ends the thread
-/// and removes the socket.
+/// The API of one machine: a thread behind a socket. Dropping it sends the replies that are under
+/// way, ends the thread and removes the socket.
 pub struct ApiServer {
     socket: SocketFile,
     stop: Arc<OwnedFd>,
@@ -87,13 +88,14 @@ pub struct ApiServer {
 }
 
 impl ApiServer {
-    /// Serves `vm` on the socket `path`, with mode 0600. A socket that nobody listens on any more is replaced.
+    /// Serves `vm` on the socket `path`, with mode 0600. A socket that nobody listens on any more
+    /// is replaced.
     pub fn start(path: &Path, vm: Arc<dyn VmControl>) -> Result<Self, ApiError> {
         Self::start_with(path, vm, Limits::default(), || ())
     }
 
-    /// Like [`start`](Self::start), with other limits and something to do on the new thread before it serves anybody,
-    /// for example to install a seccomp filter.
+    /// Like [`start`](Self::start), with other limits and something to do on the new thread before
+    /// it serves anybody, for example to install a seccomp filter.
     pub fn start_with(
         path: &Path,
         vm: Arc<dyn VmControl>,
@@ -187,7 +189,8 @@ impl Service {
             let mut events = ready.connections.into_iter();
             self.connections.retain_mut(|connection| {
                 let ready = events.next().unwrap_or(PollFlags::empty());
-                connection.on_ready(ready, vm, now) == Fate::Keep && connection.on_time(vm, now) == Fate::Keep
+                connection.on_ready(ready, vm, now) == Fate::Keep
+                    && connection.on_time(vm, now) == Fate::Keep
             });
             if !ready.listener.is_empty() {
                 self.accept(now);
@@ -228,7 +231,8 @@ impl Service {
     }
 
     fn accept(&mut self, now: Instant) {
-        match rustix::net::accept_with(&self.listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+        match rustix::net::accept_with(&self.listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)
+        {
             Ok(socket) => self.admit(socket, now),
             Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => {}
             Err(errno) => {
@@ -246,11 +250,13 @@ impl Service {
                 .min_by_key(|index| self.connections[*index].deadline());
             let Some(idlest) = idlest else {
                 let message = format!("all {} API connections are in use", self.limits.connections);
-                let problem =
-                    Problem::new(Status::ServiceUnavailable, message).with_remedy("try again in a moment");
+                let problem = Problem::new(Status::ServiceUnavailable, message)
+                    .with_remedy("try again in a moment");
                 let bytes = Reply::from(problem).encode(Persistence::Close, BodyMode::Full);
-                // It fits into the empty buffer of a new socket; a client that is gone already misses nothing.
-                let _ = rustix::net::send(&socket, &bytes, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
+                // It fits into the empty buffer of a new socket; a client that is gone already
+                // misses nothing.
+                let _ =
+                    rustix::net::send(&socket, &bytes, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
                 return;
             };
             self.connections.swap_remove(idlest);
@@ -265,7 +271,9 @@ impl Service {
         loop {
             let now = Instant::now();
             self.connections.retain_mut(|connection| {
-                connection.end(vm, now) && connection.send_some(now) == Fate::Keep && connection.end(vm, now)
+                connection.end(vm, now)
+                    && connection.send_some(now) == Fate::Keep
+                    && connection.end(vm, now)
             });
             if self.connections.is_empty() || now >= end {
                 return;

@@ -12,18 +12,24 @@ const PROGRAM_HEADER_COUNT: usize = 56;
 const PT_INTERP: u32 = 3;
 const PT_TLS: u32 = 7;
 
-/// Whether the file is a program for an operating system. What is no ELF-64 file is not. The file's position is its start
-/// again afterwards.
+/// Whether the file is a program for an operating system. What is no ELF-64 file is not. The file's
+/// position is its start again afterwards.
 pub(super) fn is_program(file: &mut (impl Read + Seek)) -> io::Result<bool> {
     let mut header = [0; FILE_HEADER_BYTES];
     let found = match file.read_exact(&mut header) {
         Ok(()) => {
             let offset = u64_at(&header, PROGRAM_HEADERS);
-            let count = u16::from_le_bytes([header[PROGRAM_HEADER_COUNT], header[PROGRAM_HEADER_COUNT + 1]]);
+            let count = u16::from_le_bytes([
+                header[PROGRAM_HEADER_COUNT],
+                header[PROGRAM_HEADER_COUNT + 1],
+            ]);
             file.seek(SeekFrom::Start(offset.min(i64::MAX as u64)))?;
             let mut headers = Vec::new();
-            file.by_ref().take(u64::from(count) * PROGRAM_HEADER_BYTES as u64).read_to_end(&mut headers)?;
-            let mut kinds = headers.chunks_exact(PROGRAM_HEADER_BYTES).map(|header| u64_at(header, 0) as u32);
+            file.by_ref()
+                .take(u64::from(count) * PROGRAM_HEADER_BYTES as u64)
+                .read_to_end(&mut headers)?;
+            let mut kinds =
+                headers.chunks_exact(PROGRAM_HEADER_BYTES).map(|header| u64_at(header, 0) as u32);
             kinds.any(|kind| matches!(kind, PT_INTERP | PT_TLS))
         }
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => false,
@@ -34,7 +40,10 @@ pub(super) fn is_program(file: &mut (impl Read + Seek)) -> io::Result<bool> {
 }
 
 fn u64_at(bytes: &[u8], offset: usize) -> u64 {
-    bytes.get(offset..).and_then(|rest| rest.first_chunk()).map_or(0, |bytes| u64::from_le_bytes(*bytes))
+    bytes
+        .get(offset..)
+        .and_then(|rest| rest.first_chunk())
+        .map_or(0, |bytes| u64::from_le_bytes(*bytes))
 }
 
 #[cfg(test)]

@@ -24,9 +24,9 @@ pub(super) fn header_for_elf() -> bootparam::setup_header {
     }
 }
 
-/// Length of a bzImage in bytes by its own header: setup sectors, then the kernel in units of 16 bytes (Linux
-/// Documentation/arch/x86/boot.rst, `setup_sects` and `syssize`). `head` is the start of the file; what is missing of it
-/// counts as zeros.
+/// Length of a bzImage in bytes by its own header: setup sectors, then the kernel in units of 16
+/// bytes (Linux Documentation/arch/x86/boot.rst, `setup_sects` and `syssize`). `head` is the start
+/// of the file; what is missing of it counts as zeros.
 pub(super) fn image_bytes(head: &[u8]) -> u64 {
     const SETUP_SECTORS: usize = 0x1f1;
     const KERNEL_SIZE: usize = 0x1f4;
@@ -41,7 +41,8 @@ pub(super) fn image_bytes(head: &[u8]) -> u64 {
     (sectors + 1) * 512 + u64::from(units) * 16
 }
 
-/// Writes the zero page: the kernel's own setup header, command line, initrd, memory map, ACPI root pointer.
+/// Writes the zero page: the kernel's own setup header, command line, initrd, memory map, ACPI root
+/// pointer.
 pub(super) fn write_zero_page(
     memory: &GuestMemory,
     ram_bytes: u64,
@@ -59,8 +60,11 @@ pub(super) fn write_zero_page(
     params.acpi_rsdp_addr = rsdp.0;
     let mut entries = 0;
     let mut add = |range: Range<u64>, kind: u32| {
-        params.e820_table[entries] =
-            bootparam::boot_e820_entry { addr: range.start, size: range.end - range.start, r#type: kind };
+        params.e820_table[entries] = bootparam::boot_e820_entry {
+            addr: range.start,
+            size: range.end - range.start,
+            r#type: kind,
+        };
         entries += 1;
     };
     for range in layout::usable_ram(ram_bytes) {

@@ -1,7 +1,9 @@
-//! Loads a Linux kernel, its initrd and its command line into guest memory and says how the boot vCPU enters it.
+//! Loads a Linux kernel, its initrd and its command line into guest memory and says how the boot
+//! vCPU enters it.
 //!
-//! Two entry protocols are used: the 64-bit entry of the Linux boot protocol (Linux Documentation/arch/x86/boot.rst)
-//! for bzImages and for ELF kernels without a PVH note, and PVH (Xen docs/misc/pvh.pandoc) for ELF kernels with one.
+//! Two entry protocols are used: the 64-bit entry of the Linux boot protocol (Linux
+//! Documentation/arch/x86/boot.rst) for bzImages and for ELF kernels without a PVH note, and PVH
+//! (Xen docs/misc/pvh.pandoc) for ELF kernels with one.
 
 mod elf;
 mod linux;
@@ -63,7 +65,9 @@ pub enum BootError {
         available: ByteSize,
     },
     /// The command line is too long for the kernel or for its place.
-    #[error("the kernel command line has {length} bytes, this kernel takes {limit}; shorten --cmdline")]
+    #[error(
+        "the kernel command line has {length} bytes, this kernel takes {limit}; shorten --cmdline"
+    )]
     CmdlineTooLong {
         /// Length in bytes.
         length: usize,
@@ -89,7 +93,8 @@ pub enum Entry {
     Pvh(GuestAddress),
 }
 
-/// The files a guest starts from, opened once: they can be loaded again for a reboot, when nothing can be opened any more.
+/// The files a guest starts from, opened once: they can be loaded again for a reboot, when nothing
+/// can be opened any more.
 #[derive(Debug)]
 pub struct BootImage {
     kernel: NamedFile,
@@ -121,8 +126,8 @@ impl BootImage {
         })
     }
 
-    /// Loads everything into `memory` (of `ram_bytes` RAM) and writes the boot structures. `rsdp` is the address of the
-    /// ACPI root pointer.
+    /// Loads everything into `memory` (of `ram_bytes` RAM) and writes the boot structures. `rsdp`
+    /// is the address of the ACPI root pointer.
     pub fn load(
         &mut self,
         memory: &GuestMemory,
@@ -149,16 +154,24 @@ impl BootImage {
                 Ok(Entry::Pvh(entry))
             }
             Kind::Linux64 { entry, header } => {
-                linux::write_zero_page(memory, ram_bytes, header, self.cmdline.len(), &initrd, rsdp)?;
+                linux::write_zero_page(
+                    memory,
+                    ram_bytes,
+                    header,
+                    self.cmdline.len(),
+                    &initrd,
+                    rsdp,
+                )?;
                 Ok(Entry::Linux64(entry))
             }
         }
     }
 }
 
-/// Real-mode code at the reset vector: writes the ACPI reset register, then halts. Linux on hardware-reduced ACPI takes it
-/// that it was started by UEFI, does not find its services and falls back to the BIOS, which is this (Linux
-/// arch/x86/kernel/reboot.c, `reboot_init` and `native_machine_emergency_restart`).
+/// Real-mode code at the reset vector: writes the ACPI reset register, then halts. Linux on
+/// hardware-reduced ACPI takes it that it was started by UEFI, does not find its services and falls
+/// back to the BIOS, which is this (Linux arch/x86/kernel/reboot.c, `reboot_init` and
+/// `native_machine_emergency_restart`).
 const RESET_CODE: [u8; 9] = {
     let [low, high] = (layout::ACPI_PORT + acpi::RESET).to_le_bytes();
     // mov dx, port; mov al, value; out dx, al; hlt; jmp to the hlt
@@ -177,7 +190,8 @@ enum Kind {
 }
 
 impl LoadedKernel {
-    /// Longest command line without its NUL, in bytes. ELF kernels do not say; Linux has 2048 with the NUL on x86.
+    /// Longest command line without its NUL, in bytes. ELF kernels do not say; Linux has 2048 with
+    /// the NUL on x86.
     fn cmdline_limit(&self) -> usize {
         match self.kind {
             Kind::Linux64 { header, .. } if header.cmdline_size > 0 => header.cmdline_size as usize,
@@ -218,11 +232,15 @@ fn load_kernel(
 
     if head.starts_with(b"\x7fELF") {
         if elf::is_program(file).map_err(read)? {
-            return Err(not_a_kernel("it is a program that runs on an operating system".to_owned()));
+            return Err(not_a_kernel(
+                "it is a program that runs on an operating system".to_owned(),
+            ));
         }
-        let result =
-            Elf::load(memory, None, file, Some(GuestAddress(layout::HIGH_RAM_START))).map_err(|error| {
-                elf_error(&error, &not_a_kernel, || does_not_fit(layout::HIGH_RAM_START + file_bytes))
+        let result = Elf::load(memory, None, file, Some(GuestAddress(layout::HIGH_RAM_START)))
+            .map_err(|error| {
+                elf_error(&error, &not_a_kernel, || {
+                    does_not_fit(layout::HIGH_RAM_START + file_bytes)
+                })
             })?;
         if result.kernel_end > low_ram_end(ram_bytes) {
             return Err(does_not_fit(result.kernel_end));
@@ -230,7 +248,8 @@ fn load_kernel(
         return Ok(elf_kernel(&result));
     }
     if head.get(0x202..0x206) != Some(b"HdrS") {
-        let problem = if head.is_empty() { "the file is empty" } else { "neither ELF nor bzImage magic" };
+        let problem =
+            if head.is_empty() { "the file is empty" } else { "neither ELF nor bzImage magic" };
         return Err(not_a_kernel(problem.to_owned()));
     }
     let announced_bytes = linux::image_bytes(&head);
@@ -259,7 +278,8 @@ fn load_kernel(
         )));
     }
     // The decompressor moves itself up to `pref_address` and needs `init_size` bytes from there.
-    let end = header.pref_address.max(layout::HIGH_RAM_START).saturating_add(u64::from(header.init_size));
+    let end =
+        header.pref_address.max(layout::HIGH_RAM_START).saturating_add(u64::from(header.init_size));
     if end > low_ram_end(ram_bytes) {
         return Err(does_not_fit(end));
     }
@@ -283,7 +303,8 @@ fn elf_error(
 ) -> BootError {
     use linux_loader::loader::{Error, elf};
     match error {
-        // The loader reports one error for a short file and for too little memory: the file has been read before.
+        // The loader reports one error for a short file and for too little memory: the file has
+        // been read before.
         Error::Elf(elf::Error::ReadKernelImage) | Error::MemoryOverflow => does_not_fit(),
         Error::Elf(error) => not_a_kernel(error.to_string()),
         other => not_a_kernel(format!("{other:?}")),
@@ -323,15 +344,24 @@ fn load_initrd(
     Ok(start..start + size)
 }
 
-fn write(memory: &GuestMemory, what: &'static str, address: u64, bytes: &[u8]) -> Result<(), BootError> {
-    memory.write_slice(bytes, GuestAddress(address)).map_err(|source| BootError::Write { what, source })
+fn write(
+    memory: &GuestMemory,
+    what: &'static str,
+    address: u64,
+    bytes: &[u8],
+) -> Result<(), BootError> {
+    memory
+        .write_slice(bytes, GuestAddress(address))
+        .map_err(|source| BootError::Write { what, source })
 }
 
 /// Loads `bytes` as a kernel into a small memory and throws the result away: what a fuzzer drives.
 #[doc(hidden)]
 pub fn fuzz_kernel(bytes: &[u8]) {
     const RAM_BYTES: u64 = 64 << 20;
-    let Ok(memory) = GuestMemory::from_ranges(&[(GuestAddress(0), RAM_BYTES as usize)]) else { return };
+    let Ok(memory) = GuestMemory::from_ranges(&[(GuestAddress(0), RAM_BYTES as usize)]) else {
+        return;
+    };
     let mut file = std::io::Cursor::new(bytes);
     let _ = load_kernel(&mut file, Path::new("fuzz"), &memory, RAM_BYTES);
 }

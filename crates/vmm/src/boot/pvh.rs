@@ -34,8 +34,10 @@ pub(super) fn write_start_info(
     initrd: &Range<u64>,
     rsdp: GuestAddress,
 ) -> Result<(), BootError> {
-    let mut map: Vec<(Range<u64>, u32)> =
-        layout::usable_ram(ram_bytes).into_iter().map(|range| (range, XEN_HVM_MEMMAP_TYPE_RAM)).collect();
+    let mut map: Vec<(Range<u64>, u32)> = layout::usable_ram(ram_bytes)
+        .into_iter()
+        .map(|range| (range, XEN_HVM_MEMMAP_TYPE_RAM))
+        .collect();
     map.push((layout::ACPI_START..layout::ACPI_END, XEN_HVM_MEMMAP_TYPE_RESERVED));
     let map_bytes = map.iter().fold(Fields::default(), |fields, (range, kind)| {
         fields.u64(range.start).u64(range.end - range.start).u32(*kind).u32(0)

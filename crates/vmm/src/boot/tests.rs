@@ -22,7 +22,8 @@ fn file(bytes: &[u8]) -> tempfile::NamedTempFile {
 fn elf(memory_bytes: u64, pvh: bool) -> Vec<u8> {
     const HEADER: usize = 64;
     const PROGRAM_HEADER: usize = 56;
-    let note: Vec<u8> = [4u32, 4, 18].iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<_>>();
+    let note: Vec<u8> =
+        [4u32, 4, 18].iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<_>>();
     let note = [note.as_slice(), b"Xen\0", &ENTRY.to_le_bytes()].concat();
     let note_offset = HEADER + 2 * PROGRAM_HEADER;
     let text_offset = 4096;
@@ -81,8 +82,11 @@ fn load(
 ) -> Result<Entry, BootError> {
     let kernel = file(kernel);
     let initrd = initrd.map(file);
-    let mut image =
-        BootImage::open(kernel.path(), initrd.as_ref().map(tempfile::NamedTempFile::path), cmdline)?;
+    let mut image = BootImage::open(
+        kernel.path(),
+        initrd.as_ref().map(tempfile::NamedTempFile::path),
+        cmdline,
+    )?;
     image.load(memory, RAM_BYTES, GuestAddress(layout::ACPI_START))
 }
 
@@ -123,7 +127,10 @@ fn a_bzimage_that_was_cut_off_is_refused() {
     for length in [0x260, 1024, whole.len() - 1] {
         let error = load(&whole[..length], None, "", &memory()).unwrap_err();
         assert!(matches!(error, BootError::NotAKernel { .. }), "{error}");
-        assert!(error.to_string().contains(&format!("{length} of the {} bytes", whole.len())), "{error}");
+        assert!(
+            error.to_string().contains(&format!("{length} of the {} bytes", whole.len())),
+            "{error}"
+        );
     }
 }
 
@@ -154,7 +161,8 @@ fn what_cannot_be_booted_is_named() {
     assert!(problem(&bzimage(1 << 20)[..0x300]).contains("not a Linux kernel"));
     assert!(problem(&bzimage(u32::MAX)).contains("--memory"));
     assert!(problem(&elf(1 << 40, true)).contains("--memory"));
-    let missing = BootImage::open(Path::new("/nonexistent/vmlinuz"), None, "").unwrap_err().to_string();
+    let missing =
+        BootImage::open(Path::new("/nonexistent/vmlinuz"), None, "").unwrap_err().to_string();
     assert!(missing.contains("/nonexistent/vmlinuz") && missing.contains("kernel"), "{missing}");
     let directory = BootImage::open(Path::new("/tmp"), None, "").unwrap_err().to_string();
     assert!(directory.contains("directory"), "{directory}");

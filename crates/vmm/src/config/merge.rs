@@ -47,17 +47,18 @@ impl MergeBackend {
 pub struct MergeConfig {
     /// Who merges.
     pub backend: MergeBackend,
-    /// The trust domain: pages of different domains are never merged. `None`: a machine on its own, or
-    /// [`DEFAULT_KERNEL_DOMAIN`].
+    /// The trust domain: pages of different domains are never merged. `None`: a machine on its own,
+    /// or [`DEFAULT_KERNEL_DOMAIN`].
     pub domain: Option<String>,
     /// Socket of the broker through which machines of the domain share pages (`ebb merge-broker`).
     pub broker: Option<PathBuf>,
-    /// Whether pages of different NUMA nodes of the host are merged. `None`: they are, or as KSM is set already.
+    /// Whether pages of different NUMA nodes of the host are merged. `None`: they are, or as KSM is
+    /// set already.
     pub across_nodes: Option<bool>,
 }
 
-/// What the command line of a restored or received machine says of merging. What is `None` stays as described, if the
-/// description is trusted, or else has its default.
+/// What the command line of a restored or received machine says of merging. What is `None` stays as
+/// described, if the description is trusted, or else has its default.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct MergeOverrides {
     /// Who merges.
@@ -77,8 +78,9 @@ impl MergeOverrides {
         let switches = [("on", Switch::On), ("off", Switch::Off)];
         let domain = match pairs.take("merge_domain") {
             Some(name) if !is_domain(name) => {
-                let form =
-                    format!("1 to {MAX_MERGE_DOMAIN_BYTES} letters, digits, dots, dashes and underscores");
+                let form = format!(
+                    "1 to {MAX_MERGE_DOMAIN_BYTES} letters, digits, dots, dashes and underscores"
+                );
                 return Err(pairs.error("merge_domain", name, &form));
             }
             name => name.map(str::to_owned),
@@ -91,7 +93,8 @@ impl MergeOverrides {
             path => path.map(|path| PathBuf::from(path.strip_prefix("unix:").unwrap_or(path))),
         };
         Ok(Self {
-            backend: pairs.take_choice("merge", &backends.map(|backend| (backend.name(), backend)))?,
+            backend: pairs
+                .take_choice("merge", &backends.map(|backend| (backend.name(), backend)))?,
             domain,
             broker,
             across_nodes: pairs.take_choice("merge_across_nodes", &switches)?,
@@ -120,7 +123,8 @@ impl MergeOverrides {
 impl MergeConfig {
     /// Checks the request for contradictions.
     pub(super) fn validate(&self) -> Result<(), ConfigError> {
-        let error = |problem: &str, remedy: &str| Err(ConfigError::new("--memory", problem, remedy));
+        let error =
+            |problem: &str, remedy: &str| Err(ConfigError::new("--memory", problem, remedy));
         match self.backend {
             MergeBackend::Off => {
                 let given = [
@@ -190,7 +194,8 @@ mod tests {
         assert_eq!("64M".parse::<MemoryConfig>().unwrap().merge, MergeConfig::default());
         assert!(memory("merge=off").unwrap().is_off());
         let config =
-            memory("merge=owner,merge_domain=red-1,merge_broker=/run/b,merge_across_nodes=off").unwrap();
+            memory("merge=owner,merge_domain=red-1,merge_broker=/run/b,merge_across_nodes=off")
+                .unwrap();
         assert_eq!(config.backend, MergeBackend::Owner);
         assert_eq!(config.domain.as_deref(), Some("red-1"));
         assert_eq!(config.broker, Some("/run/b".into()));

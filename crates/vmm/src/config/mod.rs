@@ -1,7 +1,8 @@
 //! What a virtual machine is made of, as its owner asks for it.
 //!
-//! The types here are plain values: they are checked against each other by [`VmConfig::validate`] before anything is
-//! opened, mapped or started, so that a wrong request costs nothing. [`options`] reads them from `key=value` text.
+//! The types here are plain values: they are checked against each other by [`VmConfig::validate`]
+//! before anything is opened, mapped or started, so that a wrong request costs nothing. [`options`]
+//! reads them from `key=value` text.
 
 pub mod merge;
 pub mod options;
@@ -19,9 +20,11 @@ pub use merge::{MergeBackend, MergeConfig, MergeOverrides};
 
 /// Bytes in the smallest amount of RAM a guest can be given.
 pub const MIN_MEMORY_BYTES: u64 = 16 << 20;
-/// Granularity of guest RAM and of NUMA nodes, in bytes: one huge page, so that no huge page is shared by two nodes.
+/// Granularity of guest RAM and of NUMA nodes, in bytes: one huge page, so that no huge page is
+/// shared by two nodes.
 pub const MEMORY_ALIGNMENT_BYTES: u64 = 2 << 20;
-/// Most vCPUs a guest can have: local APIC ids are 8 bits wide in the MADT entries and 255 is the broadcast id.
+/// Most vCPUs a guest can have: local APIC ids are 8 bits wide in the MADT entries and 255 is the
+/// broadcast id.
 pub const MAX_VCPUS: u8 = 254;
 
 /// A request that contradicts itself or that this monitor cannot fulfil.
@@ -45,7 +48,8 @@ impl ConfigError {
 /// A whole virtual machine.
 #[derive(Debug, Clone)]
 pub struct VmConfig {
-    /// Files that the guest starts from; `None` for one that goes on and whose reboot ends the monitor.
+    /// Files that the guest starts from; `None` for one that goes on and whose reboot ends the
+    /// monitor.
     pub boot: Option<BootFiles>,
     /// Kernel command line.
     pub cmdline: String,
@@ -123,7 +127,8 @@ pub struct NumaNodeConfig {
     pub cpus: Vec<u8>,
     /// Host node that the RAM is bound to; `None` leaves it to the host.
     pub host_node: Option<u32>,
-    /// Distance to every node in order, this one included (10); `None` means 10 to itself and 20 to others.
+    /// Distance to every node in order, this one included (10); `None` means 10 to itself and 20 to
+    /// others.
     pub distances: Option<Vec<u8>>,
 }
 
@@ -148,7 +153,8 @@ pub struct BalloonDeviceConfig {
     pub page_ranges: Switch,
     /// The extension's queue on which the host asks for free pages.
     pub host_requests: Switch,
-    /// Whether pages that the guest gives away are overwritten before they go to the host: a slow check of guests.
+    /// Whether pages that the guest gives away are overwritten before they go to the host: a slow
+    /// check of guests.
     pub verify_reports: Switch,
     /// How often statistics are asked for; `None`: only when somebody asks.
     pub statistics_interval: Option<Duration>,
@@ -163,7 +169,8 @@ impl Default for BalloonDeviceConfig {
             deflate_on_oom: Switch::On,
             poison: Switch::On,
             statistics: Switch::On,
-            // A driver that does not know the extension does not accept it, and finds the standard's device.
+            // A driver that does not know the extension does not accept it, and finds the
+            // standard's device.
             page_bitmap: Switch::On,
             page_ranges: Switch::On,
             host_requests: Switch::On,
@@ -233,7 +240,10 @@ impl VmConfig {
         {
             return Err(ConfigError::new(
                 "--balloon",
-                format!("size={} is larger than the guest's RAM of {}", balloon.size, self.memory.size),
+                format!(
+                    "size={} is larger than the guest's RAM of {}",
+                    balloon.size, self.memory.size
+                ),
                 "give a smaller balloon or more --memory",
             ));
         }
@@ -244,20 +254,27 @@ impl VmConfig {
         if self.numa.is_empty() {
             return Ok(());
         }
-        let error = |problem: String, remedy: &str| Err(ConfigError::new("--numa", problem, remedy));
+        let error =
+            |problem: String, remedy: &str| Err(ConfigError::new("--numa", problem, remedy));
         let mut total = 0u64;
         let mut owner = vec![None; usize::from(self.cpus)];
         for (node, config) in self.numa.iter().enumerate() {
             check_alignment("--numa", config.size)?;
             if config.size.bytes() == 0 {
-                return error(format!("node {node} has no memory"), "give each node a size above zero");
+                return error(
+                    format!("node {node} has no memory"),
+                    "give each node a size above zero",
+                );
             }
             total = total.saturating_add(config.size.bytes());
             for &cpu in &config.cpus {
                 match owner.get_mut(usize::from(cpu)) {
                     None => {
                         return error(
-                            format!("node {node} names vCPU {cpu}, but the guest has {} vCPUs", self.cpus),
+                            format!(
+                                "node {node} names vCPU {cpu}, but the guest has {} vCPUs",
+                                self.cpus
+                            ),
                             "number vCPUs from 0, or raise --cpus",
                         );
                     }
@@ -314,10 +331,15 @@ fn check_alignment(option: &str, size: ByteSize) -> Result<(), ConfigError> {
     }
     Err(ConfigError::new(
         option,
-        format!("size={size} is not a multiple of {}", ByteSize::from_bytes(MEMORY_ALIGNMENT_BYTES)),
+        format!(
+            "size={size} is not a multiple of {}",
+            ByteSize::from_bytes(MEMORY_ALIGNMENT_BYTES)
+        ),
         format!(
             "use {} for example",
-            ByteSize::from_bytes(size.bytes().next_multiple_of(MEMORY_ALIGNMENT_BYTES).max(MIN_MEMORY_BYTES))
+            ByteSize::from_bytes(
+                size.bytes().next_multiple_of(MEMORY_ALIGNMENT_BYTES).max(MIN_MEMORY_BYTES)
+            )
         ),
     ))
 }

@@ -7,8 +7,8 @@ use std::time::Duration;
 use ebb_guest_ram::{Backing, HugePages, Populate};
 
 use super::{
-    BalloonDeviceConfig, ConfigError, DiskConfig, MemoryConfig, MergeConfig, MergeOverrides, NumaNodeConfig,
-    SerialConfig, Switch,
+    BalloonDeviceConfig, ConfigError, DiskConfig, MemoryConfig, MergeConfig, MergeOverrides,
+    NumaNodeConfig, SerialConfig, Switch,
 };
 use crate::size::ByteSize;
 
@@ -35,7 +35,11 @@ impl<'a> Pairs<'a> {
                 ));
             };
             if entries.iter().any(|(known, _)| *known == key) {
-                return Err(ConfigError::new(option, format!("`{key}` is given twice"), "give it once"));
+                return Err(ConfigError::new(
+                    option,
+                    format!("`{key}` is given twice"),
+                    "give it once",
+                ));
             }
             entries.push((key, value));
         }
@@ -48,10 +52,18 @@ impl<'a> Pairs<'a> {
     }
 
     pub(super) fn error(&self, key: &str, value: &str, expected: &str) -> ConfigError {
-        ConfigError::new(self.option, format!("`{key}={value}` cannot be used"), format!("give {expected}"))
+        ConfigError::new(
+            self.option,
+            format!("`{key}={value}` cannot be used"),
+            format!("give {expected}"),
+        )
     }
 
-    fn take_parsed<T: FromStr>(&mut self, key: &str, expected: &str) -> Result<Option<T>, ConfigError> {
+    fn take_parsed<T: FromStr>(
+        &mut self,
+        key: &str,
+        expected: &str,
+    ) -> Result<Option<T>, ConfigError> {
         match self.take(key) {
             None => Ok(None),
             Some(value) => value.parse().map(Some).map_err(|_| self.error(key, value, expected)),
@@ -64,7 +76,11 @@ impl<'a> Pairs<'a> {
 
     fn take_required_size(&mut self, key: &str) -> Result<ByteSize, ConfigError> {
         self.take_size(key)?.ok_or_else(|| {
-            ConfigError::new(self.option, format!("`{key}` is missing"), format!("use {}", self.valid))
+            ConfigError::new(
+                self.option,
+                format!("`{key}` is missing"),
+                format!("use {}", self.valid),
+            )
         })
     }
 
@@ -162,7 +178,11 @@ impl FromStr for NumaNodeConfig {
             Some(list) => {
                 let parsed: Result<Vec<u8>, _> = list.split(':').map(str::parse).collect();
                 Some(parsed.map_err(|_| {
-                    pairs.error("distances", list, "a distance for each node with `:` between, 10:20")
+                    pairs.error(
+                        "distances",
+                        list,
+                        "a distance for each node with `:` between, 10:20",
+                    )
                 })?)
             }
         };
@@ -198,8 +218,16 @@ pub fn parse_balloon(text: &str) -> Result<Option<BalloonDeviceConfig>, ConfigEr
         Some(seconds) => {
             let interval = seconds.strip_suffix('s').unwrap_or(seconds).parse::<u32>();
             match interval {
-                Ok(seconds) if seconds > 0 => (Switch::On, Some(Duration::from_secs(u64::from(seconds)))),
-                _ => return Err(pairs.error("statistics", seconds, "on, off or a number of seconds")),
+                Ok(seconds) if seconds > 0 => {
+                    (Switch::On, Some(Duration::from_secs(u64::from(seconds))))
+                }
+                _ => {
+                    return Err(pairs.error(
+                        "statistics",
+                        seconds,
+                        "on, off or a number of seconds",
+                    ));
+                }
             }
         }
     };
@@ -225,10 +253,9 @@ impl FromStr for DiskConfig {
 
     fn from_str(text: &str) -> Result<Self, ConfigError> {
         let mut pairs = Pairs::parse("--disk", DISK_FORM, text)?;
-        let path = pairs
-            .take("path")
-            .map(PathBuf::from)
-            .ok_or_else(|| ConfigError::new("--disk", "`path` is missing", format!("use {DISK_FORM}")))?;
+        let path = pairs.take("path").map(PathBuf::from).ok_or_else(|| {
+            ConfigError::new("--disk", "`path` is missing", format!("use {DISK_FORM}"))
+        })?;
         let readonly = pairs.take_switch("readonly", Switch::Off)?;
         pairs.finish()?;
         Ok(Self { path, readonly })

@@ -63,9 +63,12 @@ fn balloon_options() {
     assert_eq!(balloon.reporting, Off);
     assert_eq!(balloon.statistics_interval, Some(Duration::from_secs(2)));
     assert_eq!((balloon.page_bitmap, balloon.page_ranges, balloon.host_requests), (On, On, On));
-    let plain = parse_balloon("page_bitmap=off,page_ranges=off,host_requests=off").unwrap().unwrap();
+    let plain =
+        parse_balloon("page_bitmap=off,page_ranges=off,host_requests=off").unwrap().unwrap();
     assert_eq!((plain.page_bitmap, plain.page_ranges, plain.host_requests), (Off, Off, Off));
-    for text in ["page_bitmap=1", "page_ranges=", "host_requests=yes", "host_requests=on,host_requests=on"] {
+    for text in
+        ["page_bitmap=1", "page_ranges=", "host_requests=yes", "host_requests=on,host_requests=on"]
+    {
         let error = parse_balloon(text).unwrap_err().to_string();
         assert!(error.contains("on, off") || error.contains("twice"), "{error}");
     }
@@ -88,14 +91,23 @@ fn contradictions_are_refused() {
 fn numa_nodes_must_add_up() {
     let two = ["size=1G,cpus=0", "size=1G,cpus=1"];
     assert_eq!(config("2G", 2, &two).validate(), Ok(()));
-    let problem =
-        |memory, cpus, numa: &[&str]| config(memory, cpus, numa).validate().unwrap_err().to_string();
+    let problem = |memory, cpus, numa: &[&str]| {
+        config(memory, cpus, numa).validate().unwrap_err().to_string()
+    };
     assert!(problem("3G", 2, &two).contains("together"));
     assert!(problem("2G", 3, &two).contains("vCPU 2 is in no node"));
     assert!(problem("2G", 1, &two).contains("names vCPU 1"));
-    assert!(problem("2G", 2, &["size=1G,cpus=0-1", "size=1G,cpus=1"]).contains("in node 0 and in node 1"));
-    assert!(problem("2G", 2, &["size=1G,cpus=0,distances=10", "size=1G,cpus=1"]).contains("distances"));
-    assert!(problem("2G", 2, &["size=1G,cpus=0,distances=20:10", "size=1G,cpus=1"]).contains("distance 20"));
+    assert!(
+        problem("2G", 2, &["size=1G,cpus=0-1", "size=1G,cpus=1"])
+            .contains("in node 0 and in node 1")
+    );
+    assert!(
+        problem("2G", 2, &["size=1G,cpus=0,distances=10", "size=1G,cpus=1"]).contains("distances")
+    );
+    assert!(
+        problem("2G", 2, &["size=1G,cpus=0,distances=20:10", "size=1G,cpus=1"])
+            .contains("distance 20")
+    );
 }
 
 proptest! {

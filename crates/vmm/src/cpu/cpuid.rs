@@ -1,4 +1,5 @@
-//! What a vCPU says of itself: the host's CPUID as KVM can virtualize it, with the guest's own topology.
+//! What a vCPU says of itself: the host's CPUID as KVM can virtualize it, with the guest's own
+//! topology.
 
 use kvm_bindings::{CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
 
@@ -35,7 +36,8 @@ const AMD_PERFORMANCE: u32 = (1 << 23) | (1 << 24) | (1 << 28);
 /// Leaf 0x80000001 ECX: topology extensions.
 const AMD_TOPOLOGY: u32 = 1 << 22;
 
-/// Whether KVM emulates the TSC deadline timer in its local APIC; its CPUID list leaves that to the monitor.
+/// Whether KVM emulates the TSC deadline timer in its local APIC; its CPUID list leaves that to the
+/// monitor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DeadlineTimer {
     /// `KVM_CAP_TSC_DEADLINE_TIMER` is there.
@@ -46,9 +48,9 @@ pub enum DeadlineTimer {
 
 /// What guests get of the processor that KVM supports, apart from the vCPU's place in it.
 ///
-/// The KVM leaves at 0x40000000 (kvmclock among them) pass as KVM offers them. Performance counters and nested
-/// virtualization are taken out: both cost exits or memory in guests that never use them; shadow stacks, because a snapshot
-/// could not hold them.
+/// The KVM leaves at 0x40000000 (kvmclock among them) pass as KVM offers them. Performance counters
+/// and nested virtualization are taken out: both cost exits or memory in guests that never use
+/// them; shadow stacks, because a snapshot could not hold them.
 pub fn offered(supported: &CpuId, deadline: DeadlineTimer) -> CpuId {
     let mut cpuid = supported.clone();
     for entry in cpuid.as_mut_slice() {
@@ -71,20 +73,22 @@ pub fn offered(supported: &CpuId, deadline: DeadlineTimer) -> CpuId {
     cpuid
 }
 
-/// CPUID for vCPU `index` of `count`, out of [`offered`] or of what another vCPU got: every vCPU is one core of one package,
-/// its APIC id is its index.
+/// CPUID for vCPU `index` of `count`, out of [`offered`] or of what another vCPU got: every vCPU is
+/// one core of one package, its APIC id is its index.
 pub fn for_vcpu(offered: &CpuId, index: u8, count: u8) -> CpuId {
     let mut cpuid = offered.clone();
     for entry in cpuid.as_mut_slice() {
         match entry.function {
             LEAF_FEATURES => {
-                entry.ebx = (entry.ebx & 0x0000_ffff) | (u32::from(count) << 16) | (u32::from(index) << 24);
+                entry.ebx =
+                    (entry.ebx & 0x0000_ffff) | (u32::from(count) << 16) | (u32::from(index) << 24);
                 entry.edx = if count > 1 { entry.edx | HTT } else { entry.edx & !HTT };
             }
             LEAF_CACHE_INTEL | LEAF_AMD_CACHE => set_cache_sharing(entry, count),
             LEAF_TOPOLOGY | LEAF_TOPOLOGY_V2 => set_topology(entry, index, count),
             LEAF_AMD_CAPACITY => {
-                // ECX 7:0 is the number of threads in the package less one, 15:12 the width of its APIC ids.
+                // ECX 7:0 is the number of threads in the package less one, 15:12 the width of its
+                // APIC ids.
                 entry.ecx = (u32::from(count) - 1) | (apic_id_bits(count) << 12);
             }
             LEAF_AMD_TOPOLOGY => {
@@ -198,7 +202,10 @@ mod tests {
         let offered = offered(&supported(), DeadlineTimer::Available);
         let first = for_vcpu(&offered, 0, 4);
         for index in 0..4 {
-            assert_eq!(for_vcpu(&first, index, 4).as_slice(), for_vcpu(&offered, index, 4).as_slice());
+            assert_eq!(
+                for_vcpu(&first, index, 4).as_slice(),
+                for_vcpu(&offered, index, 4).as_slice()
+            );
         }
     }
 

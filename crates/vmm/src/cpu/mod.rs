@@ -1,4 +1,5 @@
-//! vCPUs: what they say of themselves ([`cpuid`]), how they start (`registers`), their threads ([`threads`]).
+//! vCPUs: what they say of themselves ([`cpuid`]), how they start (`registers`), their threads
+//! ([`threads`]).
 
 pub mod cpuid;
 mod registers;
@@ -61,8 +62,9 @@ impl CpuError {
 
 /// The processor that guests of this host get, as vCPU 0 sees it.
 pub fn host_cpuid(kvm: &Kvm, count: u8) -> Result<CpuId, CpuError> {
-    let supported =
-        kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(CpuError::kvm("list its CPUID leaves"))?;
+    let supported = kvm
+        .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
+        .map_err(CpuError::kvm("list its CPUID leaves"))?;
     let deadline = if kvm.check_extension(Cap::TscDeadlineTimer) {
         DeadlineTimer::Available
     } else {
@@ -83,11 +85,17 @@ pub struct Vcpu {
 
 impl Vcpu {
     /// Makes all vCPUs of a virtual machine, with the processor `cpuid` as vCPU 0 sees it.
-    pub fn create_all(kvm: &Kvm, vm: &VmFd, cpuid: &CpuId, count: u8) -> Result<Vec<Self>, CpuError> {
+    pub fn create_all(
+        kvm: &Kvm,
+        vm: &VmFd,
+        cpuid: &CpuId,
+        count: u8,
+    ) -> Result<Vec<Self>, CpuError> {
         let mut msrs = None;
         (0..count)
             .map(|index| {
-                let fd = vm.create_vcpu(u64::from(index)).map_err(CpuError::kvm("create a vCPU"))?;
+                let fd =
+                    vm.create_vcpu(u64::from(index)).map_err(CpuError::kvm("create a vCPU"))?;
                 fd.set_cpuid2(&cpuid::for_vcpu(cpuid, index, count))
                     .map_err(CpuError::kvm("set the CPUID leaves"))?;
                 registers::initialize(&fd)?;

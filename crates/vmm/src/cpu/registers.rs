@@ -1,4 +1,5 @@
-//! The state in which a vCPU starts: registers, segments, page tables and MSRs for each entry protocol.
+//! The state in which a vCPU starts: registers, segments, page tables and MSRs for each entry
+//! protocol.
 
 use ebb_guest_ram::GuestMemory;
 use kvm_bindings::{Msrs, kvm_fpu, kvm_lapic_state, kvm_msr_entry, kvm_regs, kvm_segment};
@@ -27,7 +28,8 @@ const MSR_MTRR_DEFAULT_TYPE: u32 = 0x2ff;
 const MTRR_ENABLE: u64 = 1 << 11;
 const MTRR_WRITE_BACK: u64 = 6;
 
-/// Local APIC registers in `kvm_lapic_state`, and the delivery modes written there (Intel SDM volume 3, 11.5.1).
+/// Local APIC registers in `kvm_lapic_state`, and the delivery modes written there (Intel SDM
+/// volume 3, 11.5.1).
 const LAPIC_LVT_LINT0: usize = 0x350;
 const LAPIC_LVT_LINT1: usize = 0x360;
 const DELIVERY_EXTINT: u32 = 7 << 8;
@@ -44,7 +46,8 @@ pub(super) fn initialize(vcpu: &VcpuFd) -> Result<(), CpuError> {
         entry(MSR_MTRR_DEFAULT_TYPE, MTRR_ENABLE | MTRR_WRITE_BACK),
     ];
     let msrs = Msrs::from_entries(&entries).map_err(|_| CpuError::Layout("a list of two MSRs"))?;
-    let written = vcpu.set_msrs(&msrs).map_err(CpuError::kvm("set the model specific registers"))?;
+    let written =
+        vcpu.set_msrs(&msrs).map_err(CpuError::kvm("set the model specific registers"))?;
     if written != entries.len() {
         return Err(CpuError::NoMsr { index: entries[written].index });
     }
@@ -60,7 +63,8 @@ fn set_delivery(lapic: &mut kvm_lapic_state, register: usize, mode: u32) {
     lapic.regs[register + 1] = (lapic.regs[register + 1] & !0x7) | mode;
 }
 
-/// Points the boot vCPU at the kernel, and writes the descriptor and page tables that it needs into `memory`.
+/// Points the boot vCPU at the kernel, and writes the descriptor and page tables that it needs into
+/// `memory`.
 pub(super) fn enter(vcpu: &VcpuFd, memory: &GuestMemory, entry: Entry) -> Result<(), CpuError> {
     let mut sregs = vcpu.get_sregs().map_err(CpuError::kvm("read the system registers"))?;
     let long_mode = matches!(entry, Entry::Linux64(_));
@@ -87,12 +91,18 @@ pub(super) fn enter(vcpu: &VcpuFd, memory: &GuestMemory, entry: Entry) -> Result
     vcpu.set_sregs(&sregs).map_err(CpuError::kvm("set the system registers"))?;
 
     let regs = match entry {
-        Entry::Linux64(address) => {
-            kvm_regs { rip: address.0, rsi: layout::ZERO_PAGE, rsp: layout::BOOT_STACK, ..Default::default() }
+        Entry::Linux64(address) => kvm_regs {
+            rip: address.0,
+            rsi: layout::ZERO_PAGE,
+            rsp: layout::BOOT_STACK,
+            ..Default::default()
+        },
+        Entry::Pvh(address) => {
+            kvm_regs { rip: address.0, rbx: layout::PVH_START_INFO, ..Default::default() }
         }
-        Entry::Pvh(address) => kvm_regs { rip: address.0, rbx: layout::PVH_START_INFO, ..Default::default() },
     };
-    vcpu.set_regs(&kvm_regs { rflags: RFLAGS_RESERVED, ..regs }).map_err(CpuError::kvm("set the registers"))
+    vcpu.set_regs(&kvm_regs { rflags: RFLAGS_RESERVED, ..regs })
+        .map_err(CpuError::kvm("set the registers"))
 }
 
 /// Maps the first 4 GiB one to one with 2 MiB pages.

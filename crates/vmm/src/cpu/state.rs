@@ -1,8 +1,8 @@
 //! The state of a vCPU: what a reset puts back, and what a snapshot keeps.
 
 use kvm_bindings::{
-    Msrs, kvm_debugregs, kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_sregs, kvm_vcpu_events,
-    kvm_xcrs, kvm_xsave,
+    Msrs, kvm_debugregs, kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_sregs,
+    kvm_vcpu_events, kvm_xcrs, kvm_xsave,
 };
 use kvm_ioctls::{Kvm, VcpuFd};
 use serde::{Deserialize, Serialize};
@@ -12,13 +12,13 @@ use super::CpuError;
 pub(super) const IA32_TSC: u32 = 0x10;
 pub(super) const IA32_TSC_DEADLINE: u32 = 0x6e0;
 
-/// Registers that are left out. The counter goes on between reading and setting (see [`clock`](crate::clock)). Writing one of
-/// the other two, old number and new, is a command: KVM writes the wall clock to the address in it (Linux
-/// Documentation/virt/kvm/x86/msr.rst).
+/// Registers that are left out. The counter goes on between reading and setting (see
+/// [`clock`](crate::clock)). Writing one of the other two, old number and new, is a command: KVM
+/// writes the wall clock to the address in it (Linux Documentation/virt/kvm/x86/msr.rst).
 const LEFT_OUT: [u32; 3] = [IA32_TSC, 0x11, 0x4b56_4d00];
 
-/// Where the guest has its pvclock page, old number and new. KVM takes the clock when it is written, so it comes after
-/// everything else about time.
+/// Where the guest has its pvclock page, old number and new. KVM takes the clock when it is
+/// written, so it comes after everything else about time.
 const CLOCK_MSRS: [u32; 2] = [0x12, 0x4b56_4d01];
 
 /// Memory type ranges: KVM has them, and does not list them.
@@ -33,7 +33,8 @@ pub struct MsrList(Vec<u32>);
 impl MsrList {
     /// Tries what KVM lists on a vCPU.
     pub fn probe(kvm: &Kvm, vcpu: &VcpuFd) -> Result<Self, CpuError> {
-        let listed = kvm.get_msr_index_list().map_err(CpuError::kvm("list its model specific registers"))?;
+        let listed =
+            kvm.get_msr_index_list().map_err(CpuError::kvm("list its model specific registers"))?;
         let mut indices: Vec<u32> = listed.as_slice().to_vec();
         indices.extend(memory_type_ranges().filter(|index| !listed.as_slice().contains(index)));
         indices.retain(|index| !LEFT_OUT.contains(index));
@@ -56,9 +57,11 @@ impl MsrList {
         for chunk in self.0.chunks(MAX_IO_MSRS) {
             let entries: Vec<_> =
                 chunk.iter().map(|&index| kvm_msr_entry { index, ..Default::default() }).collect();
-            let mut list = Msrs::from_entries(&entries).map_err(|_| CpuError::Layout("the list of MSRs"))?;
-            let read =
-                vcpu.get_msrs(&mut list).map_err(CpuError::kvm("read the model specific registers"))?;
+            let mut list =
+                Msrs::from_entries(&entries).map_err(|_| CpuError::Layout("the list of MSRs"))?;
+            let read = vcpu
+                .get_msrs(&mut list)
+                .map_err(CpuError::kvm("read the model specific registers"))?;
             if let Some(&index) = chunk.get(read) {
                 return Err(CpuError::NoMsr { index });
             }
@@ -117,13 +120,13 @@ pub struct VcpuState {
 impl VcpuState {
     /// Reads the state.
     ///
-    /// The extended state is the 4 KiB of `KVM_GET_XSAVE`: KVM offers state beyond that to guests only if the process has
-    /// asked for it (arch_prctl), which this monitor never does.
+    /// The extended state is the 4 KiB of `KVM_GET_XSAVE`: KVM offers state beyond that to guests
+    /// only if the process has asked for it (arch_prctl), which this monitor never does.
     pub fn capture(vcpu: &VcpuFd, msrs: &MsrList) -> Result<Self, CpuError> {
         // First, since it lets KVM finish what it has begun (INIT and start-up signals).
         let mp = vcpu.get_mp_state().map_err(CpuError::kvm("read the run state"))?;
-        // Before the registers: reading the events puts a pending page fault's address into CR2, a debug exception's
-        // cause into DR6 (`kvm_deliver_exception_payload`).
+        // Before the registers: reading the events puts a pending page fault's address into CR2, a
+        // debug exception's cause into DR6 (`kvm_deliver_exception_payload`).
         let events = vcpu.get_vcpu_events().map_err(CpuError::kvm("read the pending events"))?;
         // Before the local APIC: a timer that fires in between is then in both and not in neither.
         let msrs = msrs.read(vcpu)?;
@@ -132,7 +135,9 @@ impl VcpuState {
             sregs: vcpu.get_sregs().map_err(CpuError::kvm("read the system registers"))?,
             debug: vcpu.get_debug_regs().map_err(CpuError::kvm("read the debug registers"))?,
             xcrs: vcpu.get_xcrs().map_err(CpuError::kvm("read the extended control registers"))?,
-            xsave: vcpu.get_xsave().map_err(CpuError::kvm("read the floating point and vector state"))?,
+            xsave: vcpu
+                .get_xsave()
+                .map_err(CpuError::kvm("read the floating point and vector state"))?,
             lapic: vcpu.get_lapic().map_err(CpuError::kvm("read the local APIC"))?,
             events,
             mp,
@@ -140,8 +145,9 @@ impl VcpuState {
         })
     }
 
-    /// Puts everything back that does not depend on the time. The local APIC goes after the system registers, which hold
-    /// its base address; events go last, since setting registers clears exceptions.
+    /// Puts everything back that does not depend on the time. The local APIC goes after the system
+    /// registers, which hold its base address; events go last, since setting registers clears
+    /// exceptions.
     pub fn apply(&self, vcpu: &VcpuFd) -> Result<(), CpuError> {
         vcpu.set_mp_state(self.mp).map_err(CpuError::kvm("set the run state"))?;
         vcpu.set_regs(&self.regs).map_err(CpuError::kvm("set the registers"))?;
@@ -165,7 +171,8 @@ impl VcpuState {
     }
 
     fn set_msrs(&self, vcpu: &VcpuFd, wanted: MsrStep) -> Result<(), CpuError> {
-        let msrs: Vec<Msr> = self.msrs.iter().copied().filter(|msr| step(msr.index) == wanted).collect();
+        let msrs: Vec<Msr> =
+            self.msrs.iter().copied().filter(|msr| step(msr.index) == wanted).collect();
         let mut left = &msrs[..];
         while !left.is_empty() {
             let chunk = &left[..left.len().min(MAX_IO_MSRS)];
@@ -174,8 +181,8 @@ impl VcpuState {
                 left = &left[chunk.len()..];
                 continue;
             };
-            // Some registers can be read but not written, or not with every processor: that is no loss if the content is
-            // right already.
+            // Some registers can be read but not written, or not with every processor: that is no
+            // loss if the content is right already.
             if read_msr(vcpu, refused.index)? != Some(*refused) {
                 return Err(CpuError::MsrValue { index: refused.index, value: refused.value });
             }
@@ -186,9 +193,10 @@ impl VcpuState {
 }
 
 fn set_xsave(vcpu: &VcpuFd, xsave: &kvm_xsave) -> Result<(), CpuError> {
-    // SAFETY: KVM reads as many bytes as its XSAVE area has, which is the 4096 of the structure unless the process has
-    // asked for more with arch_prctl. It never does.
-    unsafe { vcpu.set_xsave(xsave) }.map_err(CpuError::kvm("set the floating point and vector state"))
+    // SAFETY: KVM reads as many bytes as its XSAVE area has, which is the 4096 of the structure
+    // unless the process has asked for more with arch_prctl. It never does.
+    unsafe { vcpu.set_xsave(xsave) }
+        .map_err(CpuError::kvm("set the floating point and vector state"))
 }
 
 /// One register; `None` if this vCPU does not have it.

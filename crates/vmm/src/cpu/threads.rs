@@ -1,8 +1,8 @@
 //! The threads that run vCPUs, and how they are stopped and continued.
 //!
-//! A thread in KVM_RUN is brought out with a signal. The signal's handler sets `immediate_exit` in the vCPU's run
-//! structure (Linux Documentation/virt/kvm/api.rst, section 5), so that a signal that comes just before KVM_RUN is not
-//! lost either.
+//! A thread in KVM_RUN is brought out with a signal. The signal's handler sets `immediate_exit` in
+//! the vCPU's run structure (Linux Documentation/virt/kvm/api.rst, section 5), so that a signal
+//! that comes just before KVM_RUN is not lost either.
 
 use std::cell::Cell;
 use std::io;
@@ -122,7 +122,9 @@ impl VcpuThreads {
                 install_kick_target(&mut vcpu);
                 match filter.apply() {
                     Ok(()) => run(&shared, &buses, &mut vcpu),
-                    Err(error) => shared.exit.raise(GuestExit::Monitor { message: error.to_string() }),
+                    Err(error) => {
+                        shared.exit.raise(GuestExit::Monitor { message: error.to_string() })
+                    }
                 }
                 KICK_TARGET.set(ptr::null_mut());
             })?);
@@ -136,7 +138,8 @@ impl VcpuThreads {
         self.threads.len()
     }
 
-    /// Stops all vCPUs; when it returns, none runs guest code, and none is in the middle of an access to a device.
+    /// Stops all vCPUs; when it returns, none runs guest code, and none is in the middle of an
+    /// access to a device.
     pub fn pause(&self) {
         self.set_goal(Goal::Pause);
         self.wait_until_parked();
@@ -168,7 +171,8 @@ impl VcpuThreads {
         state.job_error.take().map_or(Ok(()), Err)
     }
 
-    /// As [`on_each`](Self::on_each), for jobs with a result; the results come in the order of the vCPUs.
+    /// As [`on_each`](Self::on_each), for jobs with a result; the results come in the order of the
+    /// vCPUs.
     pub fn collect<T: Send + 'static>(
         &self,
         job: impl Fn(&mut Vcpu) -> Result<T, CpuError> + Send + Sync + 'static,
@@ -180,12 +184,14 @@ impl VcpuThreads {
             sink.lock().unwrap_or_else(PoisonError::into_inner).push((vcpu.index, result));
             Ok(())
         })?;
-        let mut results = std::mem::take(&mut *results.lock().unwrap_or_else(PoisonError::into_inner));
+        let mut results =
+            std::mem::take(&mut *results.lock().unwrap_or_else(PoisonError::into_inner));
         results.sort_by_key(|(index, _)| *index);
         Ok(results.into_iter().map(|(_, result)| result).collect())
     }
 
-    /// Lets each vCPU that runs stand still for this long, once; it can be paused meanwhile. Returns at once.
+    /// Lets each vCPU that runs stand still for this long, once; it can be paused meanwhile.
+    /// Returns at once.
     pub fn rest(&self, time: Duration) {
         let mut state = lock(&self.shared);
         state.rest_generation += 1;
@@ -254,11 +260,15 @@ thread_local! {
     static KICK_TARGET: Cell<*mut u8> = const { Cell::new(ptr::null_mut()) };
 }
 
-extern "C" fn on_kick(_signal: libc::c_int, _info: *mut libc::siginfo_t, _context: *mut libc::c_void) {
+extern "C" fn on_kick(
+    _signal: libc::c_int,
+    _info: *mut libc::siginfo_t,
+    _context: *mut libc::c_void,
+) {
     let target = KICK_TARGET.get();
     if !target.is_null() {
-        // SAFETY: the pointer is set by the thread that this handler runs on, to a byte of the run structure, and
-        // cleared before the vCPU is dropped.
+        // SAFETY: the pointer is set by the thread that this handler runs on, to a byte of the run
+        // structure, and cleared before the vCPU is dropped.
         unsafe { target.write_volatile(1) };
     }
 }
@@ -306,7 +316,8 @@ fn wait_for_goal(shared: &Shared, vcpu: &mut Vcpu, done: &mut u64) -> Next {
     state.parked -= 1;
     drop(state);
     if was_paused {
-        // Tells the guest's watchdogs that time has passed without them. It fails while no guest clock is set up.
+        // Tells the guest's watchdogs that time has passed without them. It fails while no guest
+        // clock is set up.
         let _ = vcpu.fd.kvmclock_ctrl();
     }
     Next::Run
@@ -334,7 +345,8 @@ pub fn process_time() -> Duration {
     clock_time(libc::CLOCK_PROCESS_CPUTIME_ID)
 }
 
-/// Not rustix's: the first use of that looks for the vDSO with a system call that threads may not make.
+/// Not rustix's: the first use of that looks for the vDSO with a system call that threads may not
+/// make.
 fn clock_time(clock: libc::clockid_t) -> Duration {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: a clock that does not exist is an error, and `time` is a place for the result.
@@ -347,7 +359,8 @@ fn clock_time(clock: libc::clockid_t) -> Duration {
 /// Processor time of a thread; zero if the system does not tell.
 fn processor_time(thread: &JoinHandle<()>) -> Duration {
     let mut clock = 0;
-    // SAFETY: the thread has not been joined, so its handle is valid, and `clock` is a place for the result.
+    // SAFETY: the thread has not been joined, so its handle is valid, and `clock` is a place for
+    // the result.
     if unsafe { libc::pthread_getcpuclockid(thread.as_pthread_t(), &raw mut clock) } != 0 {
         return Duration::ZERO;
     }
@@ -366,8 +379,8 @@ fn park_after(shared: &Shared, exit: GuestExit) {
 
 fn run(shared: &Shared, buses: &Buses, vcpu: &mut Vcpu) {
     let (mut done, mut rested) = (0, 0);
-    // KVM finishes an access to a device only when it is entered again: until then, the vCPU's registers are those of an
-    // instruction half done, and must not be saved.
+    // KVM finishes an access to a device only when it is entered again: until then, the vCPU's
+    // registers are those of an instruction half done, and must not be saved.
     let mut unfinished = false;
     let index = vcpu.index;
     let count = |counter: &AtomicU64| {
@@ -375,18 +388,23 @@ fn run(shared: &Shared, buses: &Buses, vcpu: &mut Vcpu) {
     };
     loop {
         if unfinished && lock(shared).goal != Goal::Run {
-            // Comes back before it runs anything of the guest, with EINTR or with the instruction's next access.
+            // Comes back before it runs anything of the guest, with EINTR or with the instruction's
+            // next access.
             vcpu.fd.set_kvm_immediate_exit(1);
         } else if wait_for_goal(shared, vcpu, &mut done) == Next::End {
             // The count was raised by `wait_for_goal`; the caller raises it for a thread that ends.
             lock(shared).parked -= 1;
             return;
         }
-        let kvm_error = |message: String| GuestExit::Kvm { message: format!("vCPU {index}: {message}") };
+        let kvm_error =
+            |message: String| GuestExit::Kvm { message: format!("vCPU {index}: {message}") };
         let exit = vcpu.fd.run();
         unfinished = matches!(
             exit,
-            Ok(VcpuExit::IoIn(..) | VcpuExit::IoOut(..) | VcpuExit::MmioRead(..) | VcpuExit::MmioWrite(..))
+            Ok(VcpuExit::IoIn(..)
+                | VcpuExit::IoOut(..)
+                | VcpuExit::MmioRead(..)
+                | VcpuExit::MmioWrite(..))
         );
         match exit {
             Ok(VcpuExit::IoIn(port, data)) => {
@@ -418,7 +436,9 @@ fn run(shared: &Shared, buses: &Buses, vcpu: &mut Vcpu) {
             Ok(VcpuExit::FailEntry(reason, cpu)) => {
                 park_after(
                     shared,
-                    kvm_error(format!("entry failed on host CPU {cpu}, hardware reason {reason:#x}")),
+                    kvm_error(format!(
+                        "entry failed on host CPU {cpu}, hardware reason {reason:#x}"
+                    )),
                 );
             }
             Ok(VcpuExit::InternalError) => {

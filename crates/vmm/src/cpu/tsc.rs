@@ -9,8 +9,8 @@ use kvm_ioctls::VcpuFd;
 use super::CpuError;
 use super::state::{IA32_TSC, IA32_TSC_DEADLINE, Msr, read_msr, write_msrs};
 
-/// `_IOW(KVMIO, 0xe1, struct kvm_device_attr)` (Linux include/uapi/linux/kvm.h). For vCPUs the crate kvm-ioctls has this and
-/// the next on other architectures only.
+/// `_IOW(KVMIO, 0xe1, struct kvm_device_attr)` (Linux include/uapi/linux/kvm.h). For vCPUs the
+/// crate kvm-ioctls has this and the next on other architectures only.
 pub const KVM_SET_DEVICE_ATTR: u64 = request(0xe1);
 /// `_IOW(KVMIO, 0xe2, struct kvm_device_attr)`.
 pub const KVM_GET_DEVICE_ATTR: u64 = request(0xe2);
@@ -19,7 +19,8 @@ const fn request(number: u64) -> u64 {
     1 << 30 | (size_of::<kvm_device_attr>() as u64) << 16 | 0xae << 8 | number
 }
 
-/// The attribute (Linux Documentation/virt/kvm/devices/vcpu.rst, section 4), with `value` as the place of its content.
+/// The attribute (Linux Documentation/virt/kvm/devices/vcpu.rst, section 4), with `value` as the
+/// place of its content.
 fn attribute(value: *mut u64) -> kvm_device_attr {
     kvm_device_attr {
         group: KVM_VCPU_TSC_CTRL,
@@ -33,8 +34,10 @@ fn attribute(value: *mut u64) -> kvm_device_attr {
 pub fn offset(vcpu: &VcpuFd) -> Option<u64> {
     let mut value = 0u64;
     let attribute = attribute(&raw mut value);
-    // SAFETY: KVM reads the attribute, which lives until after the call, and writes 8 bytes to `value`, which does too.
-    let result = unsafe { libc::ioctl(vcpu.as_raw_fd(), KVM_GET_DEVICE_ATTR, &raw const attribute) };
+    // SAFETY: KVM reads the attribute, which lives until after the call, and writes 8 bytes to
+    // `value`, which does too.
+    let result =
+        unsafe { libc::ioctl(vcpu.as_raw_fd(), KVM_GET_DEVICE_ATTR, &raw const attribute) };
     (result == 0).then_some(value)
 }
 
@@ -47,8 +50,10 @@ pub fn read(vcpu: &VcpuFd) -> Result<u64, CpuError> {
 pub fn set(vcpu: &VcpuFd, tsc: VcpuTsc) -> Result<(), CpuError> {
     if let Some(mut offset) = tsc.offset {
         let attribute = attribute(&raw mut offset);
-        // SAFETY: KVM reads the attribute and the 8 bytes of `offset`, both of which live until after the call.
-        let result = unsafe { libc::ioctl(vcpu.as_raw_fd(), KVM_SET_DEVICE_ATTR, &raw const attribute) };
+        // SAFETY: KVM reads the attribute and the 8 bytes of `offset`, both of which live until
+        // after the call.
+        let result =
+            unsafe { libc::ioctl(vcpu.as_raw_fd(), KVM_SET_DEVICE_ATTR, &raw const attribute) };
         if result == 0 {
             return Ok(());
         }
@@ -61,8 +66,8 @@ pub fn deadline(vcpu: &VcpuFd) -> Result<Option<u64>, CpuError> {
     Ok(read_msr(vcpu, IA32_TSC_DEADLINE)?.map(|msr| msr.value).filter(|&deadline| deadline != 0))
 }
 
-/// Arms the timer. KVM converts the deadline to a time of the host's when it is written, so it must be written again when
-/// the counter was changed.
+/// Arms the timer. KVM converts the deadline to a time of the host's when it is written, so it must
+/// be written again when the counter was changed.
 pub fn set_deadline(vcpu: &VcpuFd, deadline: u64) -> Result<(), CpuError> {
     write(vcpu, Msr { index: IA32_TSC_DEADLINE, value: deadline })
 }

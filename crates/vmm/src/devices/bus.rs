@@ -39,8 +39,8 @@ pub struct Overlap {
     second: Range<u64>,
 }
 
-/// Devices by address. It is filled before the first vCPU runs and not changed afterwards, so that looking up takes no
-/// lock.
+/// Devices by address. It is filled before the first vCPU runs and not changed afterwards, so that
+/// looking up takes no lock.
 #[derive(Default)]
 pub struct Bus {
     devices: Vec<(Range<u64>, Arc<dyn BusDevice>)>,
@@ -48,7 +48,11 @@ pub struct Bus {
 
 impl Bus {
     /// Puts `device` at `window`.
-    pub fn insert(&mut self, window: Range<u64>, device: Arc<dyn BusDevice>) -> Result<(), Overlap> {
+    pub fn insert(
+        &mut self,
+        window: Range<u64>,
+        device: Arc<dyn BusDevice>,
+    ) -> Result<(), Overlap> {
         let index = self.devices.partition_point(|(other, _)| other.start < window.start);
         let before = index.checked_sub(1).and_then(|index| self.devices.get(index));
         for (other, _) in before.into_iter().chain(self.devices.get(index)) {
@@ -61,7 +65,8 @@ impl Bus {
     }
 
     fn find(&self, address: u64) -> Option<(u64, &dyn BusDevice)> {
-        let index = self.devices.partition_point(|(window, _)| window.start <= address).checked_sub(1)?;
+        let index =
+            self.devices.partition_point(|(window, _)| window.start <= address).checked_sub(1)?;
         let (window, device) = &self.devices[index];
         window.contains(&address).then(|| (address - window.start, device.as_ref()))
     }

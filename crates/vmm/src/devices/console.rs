@@ -1,7 +1,8 @@
 //! Where the bytes of a serial line go: standard output, the terminal, a file or nowhere.
 //!
-//! A reader that does not read must not stop the guest, and even less keep a vCPU from being paused. Output is written
-//! only when the descriptor takes it; up to [`BACKLOG_BYTES`] wait, more is dropped and counted.
+//! A reader that does not read must not stop the guest, and even less keep a vCPU from being
+//! paused. Output is written only when the descriptor takes it; up to [`BACKLOG_BYTES`] wait, more
+//! is dropped and counted.
 
 use std::collections::VecDeque;
 use std::fs::{File, OpenOptions};
@@ -30,7 +31,9 @@ impl ConsoleOutput {
     pub fn open(config: &SerialConfig) -> io::Result<Self> {
         let target = match config {
             SerialConfig::Null => None,
-            SerialConfig::Stdio | SerialConfig::Tty => Some(io::stdout().as_fd().try_clone_to_owned()?),
+            SerialConfig::Stdio | SerialConfig::Tty => {
+                Some(io::stdout().as_fd().try_clone_to_owned()?)
+            }
             SerialConfig::File(path) => Some(create(path)?.into()),
         };
         Ok(Self::new(target))

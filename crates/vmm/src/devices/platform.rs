@@ -1,5 +1,5 @@
-//! The few registers of the platform itself: sleep and reset (ACPI), the keyboard controller's reset line, the panic
-//! notification, and the power button.
+//! The few registers of the platform itself: sleep and reset (ACPI), the keyboard controller's
+//! reset line, the panic notification, and the power button.
 
 use std::sync::Arc;
 
@@ -33,7 +33,8 @@ impl AcpiRegisters {
         if self.events == 0 { Ok(()) } else { self.interrupt.write(1) }
     }
 
-    /// Presses the power button. The guest decides what it does; Linux needs its `button` module to notice.
+    /// Presses the power button. The guest decides what it does; Linux needs its `button` module to
+    /// notice.
     pub fn press_power_button(&mut self) -> std::io::Result<()> {
         self.events |= acpi::EVENT_POWER_BUTTON;
         self.interrupt.write(1)
@@ -64,8 +65,8 @@ impl ExclusiveDevice for AcpiRegisters {
     }
 }
 
-/// Port 0x64 of the keyboard controller. There is no keyboard; the controller's pulse on the reset line is what
-/// kernels with `reboot=k` use.
+/// Port 0x64 of the keyboard controller. There is no keyboard; the controller's pulse on the reset
+/// line is what kernels with `reboot=k` use.
 pub struct KeyboardReset {
     exit: Arc<ExitSignal>,
 }
@@ -92,7 +93,8 @@ impl ExclusiveDevice for KeyboardReset {
     }
 }
 
-/// QEMU's pvpanic interface (QEMU docs/specs/pvpanic.rst): bit 0 is a panic, bit 1 a panic that a crash kernel handles.
+/// QEMU's pvpanic interface (QEMU docs/specs/pvpanic.rst): bit 0 is a panic, bit 1 a panic that a
+/// crash kernel handles.
 pub struct PanicNotifier {
     exit: Arc<ExitSignal>,
 }

@@ -35,7 +35,8 @@ impl SerialEvents for InputRead {
     }
 }
 
-/// The line's registers and the input that the guest has not read, for snapshots. Output has been written.
+/// The line's registers and the input that the guest has not read, for snapshots. Output has been
+/// written.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SavedSerial {
     /// Divisor latch: low and high byte.
@@ -64,9 +65,14 @@ pub struct Serial {
 }
 
 impl Serial {
-    /// A line that writes to `output`, raises `interrupt`, and signals `input_read` when the guest has taken all input.
+    /// A line that writes to `output`, raises `interrupt`, and signals `input_read` when the guest
+    /// has taken all input.
     pub fn new(interrupt: EventFd, input_read: EventFd, output: ConsoleOutput) -> Self {
-        let line = vm_superio::Serial::with_events(SerialInterrupt(interrupt), InputRead(input_read), output);
+        let line = vm_superio::Serial::with_events(
+            SerialInterrupt(interrupt),
+            InputRead(input_read),
+            output,
+        );
         Self { line }
     }
 
@@ -112,7 +118,8 @@ impl Serial {
         }
     }
 
-    /// Raises the interrupt if one is pending: it may have been on its way when the interrupt controllers were saved.
+    /// Raises the interrupt if one is pending: it may have been on its way when the interrupt
+    /// controllers were saved.
     pub fn interrupt_again(&self) {
         /// Transmitter empty and received data, in the identification register.
         const CAUSES: u8 = 0b110;
@@ -168,7 +175,8 @@ impl ExclusiveDevice for Serial {
 
     fn write(&mut self, offset: u64, data: &[u8]) {
         if let Some(&value) = data.first() {
-            // Only the interrupt can fail here: the guest then sees its byte late, at the next interrupt.
+            // Only the interrupt can fail here: the guest then sees its byte late, at the next
+            // interrupt.
             let _ = self.line.write(offset as u8, value);
         }
     }

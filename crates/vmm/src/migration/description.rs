@@ -71,8 +71,8 @@ impl DeviceDescription {
     }
 }
 
-/// KVM's capabilities without which a part of a machine's state could not be set, or without which the guest would miss
-/// something, with their names (Linux Documentation/virt/kvm/api.rst).
+/// KVM's capabilities without which a part of a machine's state could not be set, or without which
+/// the guest would miss something, with their names (Linux Documentation/virt/kvm/api.rst).
 pub const KVM_CAPABILITIES: [(Cap, &str); 8] = [
     (Cap::AdjustClock, "KVM_CAP_ADJUST_CLOCK"),
     (Cap::Debugregs, "KVM_CAP_DEBUGREGS"),
@@ -130,7 +130,9 @@ pub enum Incompatible {
         there: String,
     },
     /// Another number of devices.
-    #[error("the machine has {there} virtio devices and would have {here} here; use the same release of Ebb")]
+    #[error(
+        "the machine has {there} virtio devices and would have {here} here; use the same release of Ebb"
+    )]
     DeviceCount {
         /// Here.
         here: usize,
@@ -175,13 +177,21 @@ impl Description {
     /// # Errors
     /// The first thing that cannot.
     pub fn check(&self, here: &Here) -> Result<(), Incompatible> {
-        let missing: Vec<_> =
-            self.capabilities.iter().filter(|name| !here.capabilities.contains(name)).cloned().collect();
+        let missing: Vec<_> = self
+            .capabilities
+            .iter()
+            .filter(|name| !here.capabilities.contains(name))
+            .cloned()
+            .collect();
         if !missing.is_empty() {
             return Err(Incompatible::Capabilities(Names(missing)));
         }
-        let missing: Vec<_> =
-            self.msrs.iter().filter(|msr| !here.msrs.contains(msr)).map(|msr| format!("{msr:#x}")).collect();
+        let missing: Vec<_> = self
+            .msrs
+            .iter()
+            .filter(|msr| !here.msrs.contains(msr))
+            .map(|msr| format!("{msr:#x}"))
+            .collect();
         if !missing.is_empty() {
             return Err(Incompatible::Registers(Names(missing)));
         }
@@ -190,7 +200,10 @@ impl Description {
             return Err(Incompatible::Layout { here, there });
         }
         if self.devices.len() != here.devices.len() {
-            return Err(Incompatible::DeviceCount { here: here.devices.len(), there: self.devices.len() });
+            return Err(Incompatible::DeviceCount {
+                here: here.devices.len(),
+                there: self.devices.len(),
+            });
         }
         for (place, (there, here)) in self.devices.iter().zip(&here.devices).enumerate() {
             if let Some(problem) = difference(there, here) {
@@ -228,8 +241,10 @@ fn shown(texts: &[String], separator: &str) -> String {
 }
 
 fn layout(regions: &[MemoryRegion]) -> String {
-    let parts: Vec<_> =
-        regions.iter().map(|region| format!("{:#x}+{:#x}", region.start, region.size_bytes)).collect();
+    let parts: Vec<_> = regions
+        .iter()
+        .map(|region| format!("{:#x}+{:#x}", region.start, region.size_bytes))
+        .collect();
     shown(&parts, " ")
 }
 

@@ -21,10 +21,12 @@ const CODE: u64 = 0x4000;
 /// `loop: dec ecx; jnz loop; hlt`
 const PROGRAM: [u8; 5] = [0xff, 0xc9, 0x75, 0xfc, 0xf4];
 
-/// Where KVM on Intel processors may put a task state segment of its own: below 4 GiB, outside of guest memory.
+/// Where KVM on Intel processors may put a task state segment of its own: below 4 GiB, outside of
+/// guest memory.
 const TSS_ADDRESS: usize = 0xfffb_d000;
 
-/// Page table entry bits (Intel SDM volume 3, section 4.5): present, writable, accessed, dirty, large page.
+/// Page table entry bits (Intel SDM volume 3, section 4.5): present, writable, accessed, dirty,
+/// large page.
 const PRESENT: u64 = 1 << 0;
 const WRITABLE: u64 = 1 << 1;
 const ACCESSED: u64 = 1 << 5;
@@ -44,7 +46,8 @@ const RFLAGS_RESERVED: u64 = 1 << 1;
 
 /// How long a guest that was told to stop may take to do so.
 const STOP_TIME_LIMIT: Duration = Duration::from_secs(3);
-/// Time between two attempts to stop it: the first may come just before the thread enters the guest.
+/// Time between two attempts to stop it: the first may come just before the thread enters the
+/// guest.
 const STOP_INTERVAL: Duration = Duration::from_millis(5);
 
 /// What a run of the loop has shown.
@@ -82,7 +85,8 @@ struct Guest {
     _memory: GuestMemoryMmap,
 }
 
-/// The best of up to `runs` runs that take `time_limit` together. Stops after the first that is slow by any measure.
+/// The best of up to `runs` runs that take `time_limit` together. Stops after the first that is
+/// slow by any measure.
 pub(super) fn best_run(kvm: &Kvm, runs: u32, time_limit: Duration) -> Result<Run, GuestError> {
     let mut guest = Guest::new(kvm)?;
     let kicker = Kicker::install().map_err(GuestError::Thread)?;
@@ -103,7 +107,8 @@ pub(super) fn best_run(kvm: &Kvm, runs: u32, time_limit: Duration) -> Result<Run
     }
     match result {
         Ok(run) => {
-            // It has nothing left to do but to end; a kick that is still pending must find the handler.
+            // It has nothing left to do but to end; a kick that is still pending must find the
+            // handler.
             let joined = thread.join();
             drop(kicker);
             joined.map_err(|_| GuestError::Stuck).and(run)
@@ -148,12 +153,13 @@ impl Guest {
             memory_size: MEMORY_BYTES,
             userspace_addr: host_address as u64,
         };
-        // SAFETY: the region is the mapping of `memory`, all of it, which lives in the same struct as the machine and
-        // is dropped after it. Rust code does not access it while the vCPU runs.
+        // SAFETY: the region is the mapping of `memory`, all of it, which lives in the same struct
+        // as the machine and is dropped after it. Rust code does not access it while the vCPU runs.
         unsafe { vm.set_user_memory_region(region) }.map_err(kvm_error("set its memory"))?;
         let vcpu = vm.create_vcpu(0).map_err(kvm_error("create a vCPU"))?;
-        let cpuid =
-            kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(kvm_error("read the supported CPUID"))?;
+        let cpuid = kvm
+            .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
+            .map_err(kvm_error("read the supported CPUID"))?;
         vcpu.set_cpuid2(&cpuid).map_err(kvm_error("set the CPUID"))?;
         set_long_mode(&vcpu)?;
         Ok(Self { vcpu, _vm: vm, _memory: memory })
@@ -199,8 +205,8 @@ impl Guest {
     }
 }
 
-/// Puts the vCPU into 64-bit mode with the first 2 MiB mapped one to one, without a descriptor table: segments are
-/// loaded into their hidden parts directly, and the program never reloads them.
+/// Puts the vCPU into 64-bit mode with the first 2 MiB mapped one to one, without a descriptor
+/// table: segments are loaded into their hidden parts directly, and the program never reloads them.
 fn set_long_mode(vcpu: &VcpuFd) -> Result<(), GuestError> {
     let mut special = vcpu.get_sregs().map_err(kvm_error("read special registers"))?;
     let data = kvm_segment {
@@ -217,7 +223,9 @@ fn set_long_mode(vcpu: &VcpuFd) -> Result<(), GuestError> {
         ..kvm_segment::default()
     };
     special.cs = kvm_segment { selector: 0x08, type_: 11, db: 0, l: 1, ..data };
-    for segment in [&mut special.ds, &mut special.es, &mut special.fs, &mut special.gs, &mut special.ss] {
+    for segment in
+        [&mut special.ds, &mut special.es, &mut special.fs, &mut special.gs, &mut special.ss]
+    {
         *segment = data;
     }
     special.cr0 = CR0_PE | CR0_NE | CR0_PG;

@@ -32,8 +32,8 @@ impl Kicker {
         let mut action: libc::sigaction = unsafe { MaybeUninit::zeroed().assume_init() };
         action.sa_sigaction = do_nothing as *const () as libc::sighandler_t;
         let mut previous = MaybeUninit::uninit();
-        // SAFETY: both pointers are valid for the call; the handler touches nothing, so it is safe in any thread at
-        // any time.
+        // SAFETY: both pointers are valid for the call; the handler touches nothing, so it is safe
+        // in any thread at any time.
         let result = unsafe { libc::sigaction(signal, &raw const action, previous.as_mut_ptr()) };
         if result != 0 {
             return Err(io::Error::last_os_error());
@@ -56,8 +56,8 @@ impl Kicker {
 
     /// Interrupts `thread`, if it has not ended.
     pub(super) fn kick<T>(&self, thread: &JoinHandle<T>) {
-        // SAFETY: the thread has not been joined, because its handle is borrowed, so its id is valid; the handler is
-        // installed as long as `self` lives.
+        // SAFETY: the thread has not been joined, because its handle is borrowed, so its id is
+        // valid; the handler is installed as long as `self` lives.
         unsafe { libc::pthread_kill(thread.as_pthread_t(), self.signal) };
     }
 
@@ -70,7 +70,8 @@ impl Kicker {
 impl Drop for Kicker {
     fn drop(&mut self) {
         if let Some(previous) = &self.previous {
-            // SAFETY: `previous` was filled by sigaction, so putting it back restores what the process had.
+            // SAFETY: `previous` was filled by sigaction, so putting it back restores what the
+            // process had.
             unsafe { libc::sigaction(self.signal, &raw const *previous, std::ptr::null_mut()) };
         }
     }

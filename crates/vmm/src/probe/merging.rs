@@ -1,6 +1,8 @@
 //! Whether a monitor of this user could merge the pages of its machines, found out by trying.
 
-use ebb_guest_ram::{Backing, GuestRam, HugePages, MergeUnavailable, Populate, RegionSpec, StableSegments};
+use ebb_guest_ram::{
+    Backing, GuestRam, HugePages, MergeUnavailable, Populate, RegionSpec, StableSegments,
+};
 use vm_memory::GuestAddress;
 
 /// As little memory as can be merged.

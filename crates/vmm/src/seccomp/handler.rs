@@ -1,8 +1,10 @@
-//! What happens when a filter refuses a call: the kernel sends SIGSYS, this handler says which call it was.
+//! What happens when a filter refuses a call: the kernel sends SIGSYS, this handler says which call
+//! it was.
 
 use std::sync::Once;
 
-/// Exit code of a process that was stopped by its filter: 128 + SIGSYS, as a shell shows a death by that signal.
+/// Exit code of a process that was stopped by its filter: 128 + SIGSYS, as a shell shows a death by
+/// that signal.
 pub const EXIT_CODE: i32 = 128 + libc::SIGSYS;
 
 static INSTALLED: Once = Once::new();
@@ -16,12 +18,17 @@ pub(super) fn install() -> Result<(), vmm_sys_util::errno::Error> {
     result
 }
 
-extern "C" fn on_refused_call(_signal: libc::c_int, info: *mut libc::siginfo_t, _context: *mut libc::c_void) {
-    // `si_syscall` follows the call address in the SIGSYS variant of siginfo (Linux asm-generic/siginfo.h): 16 bytes of
-    // header, 8 of address.
+extern "C" fn on_refused_call(
+    _signal: libc::c_int,
+    info: *mut libc::siginfo_t,
+    _context: *mut libc::c_void,
+) {
+    // `si_syscall` follows the call address in the SIGSYS variant of siginfo (Linux
+    // asm-generic/siginfo.h): 16 bytes of header, 8 of address.
     const SYSCALL_OFFSET: usize = 24;
     let call = info.cast::<u8>().wrapping_add(SYSCALL_OFFSET).cast::<[u8; 4]>();
-    // SAFETY: the kernel passes a valid siginfo of 128 bytes, and four bytes at offset 24 lie inside.
+    // SAFETY: the kernel passes a valid siginfo of 128 bytes, and four bytes at offset 24 lie
+    // inside.
     let call = i32::from_ne_bytes(unsafe { call.read() });
     let mut name = [0u8; 16];
     // SAFETY: PR_GET_NAME writes at most 16 bytes to the buffer, which has 16.

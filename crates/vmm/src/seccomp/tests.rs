@@ -3,7 +3,8 @@ use super::*;
 /// Runs `action` in a child process behind the filter of `kind`, and returns how the child ended.
 fn in_child(kind: ThreadKind, action: impl Fn()) -> i32 {
     let filters = Filters::new(Switch::On).unwrap();
-    // SAFETY: the child only installs the filter, runs `action`, which makes plain system calls, and leaves with _exit.
+    // SAFETY: the child only installs the filter, runs `action`, which makes plain system calls,
+    // and leaves with _exit.
     let pid = unsafe { libc::fork() };
     assert!(pid >= 0);
     if pid == 0 {
@@ -98,8 +99,8 @@ fn write_snapshots(ram: &ebb_guest_ram::GuestRam) {
     use crate::snapshot::file::NewSnapshot;
     use crate::snapshot::tests::write_machine;
     let path = std::path::PathBuf::from(format!("/tmp/ebb-filter-test-{}", std::process::id()));
-    let done =
-        (0..2).all(|_| write_machine(&path, ram).is_ok()) && NewSnapshot::create(&path).map(drop).is_ok();
+    let done = (0..2).all(|_| write_machine(&path, ram).is_ok())
+        && NewSnapshot::create(&path).map(drop).is_ok();
     let removed = std::fs::remove_file(&path).is_ok();
     // A refused call ends the process with another code.
     if !(done && removed) {
@@ -125,7 +126,8 @@ fn send_over(path: &std::path::Path) {
                 .join()
                 .unwrap_or_else(|_| Err(std::io::ErrorKind::Other.into()))
         });
-        sent.and_then(|()| std::fs::read("/proc/self/statm")).and_then(|_| stream.set_nonblocking(true))
+        sent.and_then(|()| std::fs::read("/proc/self/statm"))
+            .and_then(|_| stream.set_nonblocking(true))
     });
     if connected.is_err() {
         // SAFETY: ends the child without running the parent's cleanup.

@@ -9,8 +9,8 @@ use serde::{Deserialize, Serialize};
 use super::SnapshotError;
 use crate::api::control::RamBacking;
 use crate::config::{
-    BalloonDeviceConfig, BootFiles, DiskConfig, MemoryConfig, MergeConfig, MergeOverrides, NumaNodeConfig,
-    RebootAction, SerialConfig, Switch, VmConfig,
+    BalloonDeviceConfig, BootFiles, DiskConfig, MemoryConfig, MergeConfig, MergeOverrides,
+    NumaNodeConfig, RebootAction, SerialConfig, Switch, VmConfig,
 };
 use crate::size::ByteSize;
 
@@ -100,9 +100,9 @@ pub struct Disk {
     pub readonly: bool,
 }
 
-/// What is done with the paths in a snapshot or in another monitor's description of a machine. Their
-/// author is not the person who restores or receives the machine, and must not choose files that are
-/// opened with that person's rights.
+/// What is done with the paths in a snapshot or in another monitor's description of a machine.
+/// Their author is not the person who restores or receives the machine, and must not choose files
+/// that are opened with that person's rights.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum DescribedPaths {
     /// None is opened, and no trust domain or broker of merging is joined.
@@ -199,8 +199,9 @@ impl MachineConfig {
         }
     }
 
-    /// The machine where it is restored or received. Whatever names a file, a trust domain or a socket
-    /// of this host comes from `overrides`, unless those say that the description is trusted.
+    /// The machine where it is restored or received. Whatever names a file, a trust domain or a
+    /// socket of this host comes from `overrides`, unless those say that the description is
+    /// trusted.
     ///
     /// # Errors
     /// [`SnapshotError::Disks`], [`SnapshotError::PathsNotNamed`], [`SnapshotError::Merge`].
@@ -237,7 +238,9 @@ impl MachineConfig {
             disks = self.disks.into_iter().map(disk).collect();
         } else {
             // The guest knows such a disk as one that it cannot write to.
-            for (disk, _) in disks.iter_mut().zip(&self.disks).filter(|(_, described)| described.readonly) {
+            for (disk, _) in
+                disks.iter_mut().zip(&self.disks).filter(|(_, described)| described.readonly)
+            {
                 disk.readonly = Switch::On;
             }
         }
@@ -290,7 +293,8 @@ impl MachineConfig {
         let mut files = Vec::new();
         let mut options = Vec::new();
         if boot {
-            let kernel = self.kernel.as_deref().map_or_else(|| "that is not known".to_owned(), quoted);
+            let kernel =
+                self.kernel.as_deref().map_or_else(|| "that is not known".to_owned(), quoted);
             files.push(format!("the kernel {kernel} for reboots"));
             files.extend(self.initrd.iter().map(|initrd| format!("the initrd {}", quoted(initrd))));
             options.push("--kernel FILE [--initrd FILE], or --on-reboot exit".to_owned());
@@ -300,8 +304,10 @@ impl MachineConfig {
             files.extend(shown.map(|disk| format!("the disk {}", quoted(&disk.path))));
             let more = self.disks.len().saturating_sub(MOST_DISKS);
             files.extend((more > 0).then(|| format!("{more} more disks")));
-            options
-                .push(format!("--disk path=FILE for each of its {} disks, in their order", self.disks.len()));
+            options.push(format!(
+                "--disk path=FILE for each of its {} disks, in their order",
+                self.disks.len()
+            ));
         }
         let (files, options) = (files.join(", "), options.join("; "));
         format!(

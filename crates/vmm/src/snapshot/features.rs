@@ -1,8 +1,9 @@
-//! Names of processor features, as Linux has them in `/proc/cpuinfo` (arch/x86/include/asm/cpufeatures.h) and for KVM's own
-//! leaf in Documentation/virt/kvm/x86/cpuid.rst.
+//! Names of processor features, as Linux has them in `/proc/cpuinfo`
+//! (arch/x86/include/asm/cpufeatures.h) and for KVM's own leaf in
+//! Documentation/virt/kvm/x86/cpuid.rst.
 
-/// Leaf, subleaf, place of the register (EAX, EBX, ECX, EDX), and the names of its bits from 0 on, separated by blanks; `-`
-/// where a bit has no name.
+/// Leaf, subleaf, place of the register (EAX, EBX, ECX, EDX), and the names of its bits from 0 on,
+/// separated by blanks; `-` where a bit has no name.
 const NAMES: &[(u32, u32, usize, &str)] = &[
     (
         0x1,
@@ -124,7 +125,11 @@ mod tests {
             (0x8000_0001, 0, 3, 29, "lm"),
             (0x8000_0008, 0, 1, 24, "amd_ssbd"),
         ] {
-            assert_eq!(names(function, index, register, 1 << bit), [name], "{function:#x}.{index} bit {bit}");
+            assert_eq!(
+                names(function, index, register, 1 << bit),
+                [name],
+                "{function:#x}.{index} bit {bit}"
+            );
         }
         assert_eq!(names(0x7, 0, 1, 0b10_1000), ["bmi1", "avx2"]);
         assert_eq!(names(0x24, 0, 1, u32::MAX), [""; 0]);

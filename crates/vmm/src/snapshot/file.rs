@@ -14,14 +14,16 @@ use super::{MachineState, SnapshotError};
 pub const FORMAT_VERSION: u32 = 1;
 /// Where RAM begins: congruent with huge pages, which file systems that have them can then map.
 pub const RAM_OFFSET_BYTES: u64 = 2 << 20;
-/// No state is longer: the largest are a few MiB, for hundreds of vCPUs and badly fragmented memory.
+/// No state is longer: the largest are a few MiB, for hundreds of vCPUs and badly fragmented
+/// memory.
 const MAX_STATE_BYTES: u64 = 256 << 20;
 
 const MAGIC: &[u8; 8] = b"EBB-VM\r\n";
 const HEADER_BYTES: usize = 64;
 
-/// The first bytes of the file, all numbers little-endian: magic (8 bytes), version (u32), zero (u32), offset and size of RAM,
-/// offset and size of the state, checksum of the state, checksum of the header up to here (u64 each).
+/// The first bytes of the file, all numbers little-endian: magic (8 bytes), version (u32), zero
+/// (u32), offset and size of RAM, offset and size of the state, checksum of the state, checksum of
+/// the header up to here (u64 each).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Header {
     /// Size of the RAM part in bytes, holes included.
@@ -39,8 +41,13 @@ impl Header {
         let mut bytes = [0; HEADER_BYTES];
         bytes[..8].copy_from_slice(MAGIC);
         bytes[8..12].copy_from_slice(&FORMAT_VERSION.to_le_bytes());
-        let numbers =
-            [RAM_OFFSET_BYTES, self.ram_bytes, self.state_offset, self.state_bytes, self.state_checksum];
+        let numbers = [
+            RAM_OFFSET_BYTES,
+            self.ram_bytes,
+            self.state_offset,
+            self.state_bytes,
+            self.state_checksum,
+        ];
         for (place, number) in bytes[16..56].chunks_exact_mut(8).zip(numbers) {
             place.copy_from_slice(&number.to_le_bytes());
         }
@@ -55,7 +62,8 @@ impl Header {
     /// [`SnapshotError`]: another file, another version, damage, a file that is too short.
     pub fn parse(path: &Path, head: &[u8], file_bytes: u64) -> Result<Self, SnapshotError> {
         let path = || path.to_owned();
-        let damaged = |problem: &str| SnapshotError::Damaged { path: path(), problem: problem.to_owned() };
+        let damaged =
+            |problem: &str| SnapshotError::Damaged { path: path(), problem: problem.to_owned() };
         if head.get(..8) != Some(MAGIC) {
             return Err(SnapshotError::NotASnapshot { path: path() });
         }
@@ -146,14 +154,16 @@ impl SnapshotFile {
         Ok(Self { path: path.to_owned(), file, header, state, ram })
     }
 
-    /// Refuses a file whose content another user than this process's and root could change while a machine runs from it.
+    /// Refuses a file whose content another user than this process's and root could change while a
+    /// machine runs from it.
     ///
     /// # Errors
     /// [`SnapshotError::Foreign`].
     pub fn check_ownership(&self) -> Result<(), SnapshotError> {
         use std::os::unix::fs::MetadataExt;
         let metadata = self.file.metadata();
-        let metadata = metadata.map_err(|source| SnapshotError::Read { path: self.path.clone(), source })?;
+        let metadata =
+            metadata.map_err(|source| SnapshotError::Read { path: self.path.clone(), source })?;
         let foreign = |problem| Err(SnapshotError::Foreign { path: self.path.clone(), problem });
         let (owner, ours) = (metadata.uid(), rustix::process::geteuid().as_raw());
         if owner != 0 && owner != ours {
@@ -165,7 +175,8 @@ impl SnapshotFile {
         Ok(())
     }
 
-    /// Reads all of RAM and compares it with its checksums; `progress` is told how many bytes of it are done.
+    /// Reads all of RAM and compares it with its checksums; `progress` is told how many bytes of it
+    /// are done.
     ///
     /// # Errors
     /// [`SnapshotError`] at the first difference.
@@ -192,7 +203,8 @@ fn read_some(file: &File, buffer: &mut [u8]) -> io::Result<usize> {
     Ok(length)
 }
 
-/// A snapshot that is being written under a temporary name; dropped before it is finished, it is removed.
+/// A snapshot that is being written under a temporary name; dropped before it is finished, it is
+/// removed.
 #[derive(Debug)]
 pub struct NewSnapshot {
     path: PathBuf,
@@ -211,14 +223,16 @@ pub struct Written {
 }
 
 impl NewSnapshot {
-    /// Creates the file beside the place of `path`. Another snapshot of that name is replaced in the end, another file is
-    /// not.
+    /// Creates the file beside the place of `path`. Another snapshot of that name is replaced in
+    /// the end, another file is not.
     ///
     /// # Errors
     /// [`SnapshotError`] if there can be no such file.
     pub fn create(path: &Path) -> Result<Self, SnapshotError> {
         let wrong = || SnapshotError::Path { path: path.to_owned() };
-        let (Some(directory), Some(name)) = (path.parent(), path.file_name()) else { return Err(wrong()) };
+        let (Some(directory), Some(name)) = (path.parent(), path.file_name()) else {
+            return Err(wrong());
+        };
         if !path.is_absolute() {
             return Err(wrong());
         }
@@ -227,7 +241,10 @@ impl NewSnapshot {
             Ok(file) => {
                 let mut magic = [0; MAGIC.len()];
                 let is_file = file.metadata().is_ok_and(|metadata| metadata.is_file());
-                if !is_file || read_some(&file, &mut magic).ok() != Some(MAGIC.len()) || magic != *MAGIC {
+                if !is_file
+                    || read_some(&file, &mut magic).ok() != Some(MAGIC.len())
+                    || magic != *MAGIC
+                {
                     return Err(SnapshotError::Exists { path: path.to_owned() });
                 }
             }
@@ -257,9 +274,14 @@ impl NewSnapshot {
     ///
     /// # Errors
     /// [`SnapshotError::Write`]; nothing is left then.
-    pub fn finish(mut self, state: &MachineState, ram_bytes: u64) -> Result<Written, SnapshotError> {
+    pub fn finish(
+        mut self,
+        state: &MachineState,
+        ram_bytes: u64,
+    ) -> Result<Written, SnapshotError> {
         let written = self.write_rest(state, ram_bytes);
-        let written = written.map_err(|source| SnapshotError::Write { path: self.path.clone(), source })?;
+        let written =
+            written.map_err(|source| SnapshotError::Write { path: self.path.clone(), source })?;
         self.finished = true;
         Ok(written)
     }
@@ -280,7 +302,8 @@ impl NewSnapshot {
         let metadata = self.file.metadata()?;
         std::fs::rename(&self.temporary, &self.path)?;
         if let Some(directory) = self.path.parent() {
-            // The name is there; a file system that cannot sync a directory has it as safe as it can.
+            // The name is there; a file system that cannot sync a directory has it as safe as it
+            // can.
             let _ = File::open(directory).and_then(|directory| directory.sync_all());
         }
         Ok(Written { file_bytes: metadata.len(), stored_bytes: metadata.blocks() * 512 })
@@ -292,7 +315,10 @@ impl Drop for NewSnapshot {
         if !self.finished
             && let Err(error) = std::fs::remove_file(&self.temporary)
         {
-            tracing::warn!("cannot remove the unfinished snapshot {}: {error}", self.temporary.display());
+            tracing::warn!(
+                "cannot remove the unfinished snapshot {}: {error}",
+                self.temporary.display()
+            );
         }
     }
 }

@@ -8,8 +8,9 @@
 //! | RAM | from 2 MiB on | guest memory by region; what the guest does not use is a hole and costs nothing |
 //! | state | behind the RAM | configuration, vCPUs, clocks, devices as one JSON document ([`state`]) |
 //!
-//! The header is written last, under a temporary name, and the file gets its name when all of it is on the disk: whatever
-//! has the name is whole. RAM is read lazily when the machine is restored, so its checksum is only looked at on request.
+//! The header is written last, under a temporary name, and the file gets its name when all of it is
+//! on the disk: whatever has the name is whole. RAM is read lazily when the machine is restored, so
+//! its checksum is only looked at on request.
 
 pub mod config;
 mod features;
@@ -109,7 +110,9 @@ pub enum SnapshotError {
         problem: String,
     },
     /// A wrong number of `--disk`.
-    #[error("the machine has {saved} disks, --disk was given {given} times; give one for each disk")]
+    #[error(
+        "the machine has {saved} disks, --disk was given {given} times; give one for each disk"
+    )]
     Disks {
         /// Disks of the machine.
         saved: usize,
@@ -164,7 +167,8 @@ pub enum SnapshotError {
     Ram(#[from] RamError),
 }
 
-/// Reads `bytes` as a snapshot's header and as its state, as far as that goes without a machine: what a fuzzer drives.
+/// Reads `bytes` as a snapshot's header and as its state, as far as that goes without a machine:
+/// what a fuzzer drives.
 #[doc(hidden)]
 pub fn fuzz_snapshot(bytes: &[u8]) {
     let path = std::path::Path::new("fuzz");

@@ -32,8 +32,8 @@ const EBX: usize = 1;
 const ECX: usize = 2;
 const EDX: usize = 3;
 
-/// Where features are bits: leaf, subleaf, registers (Intel SDM volume 2, CPUID; AMD APM volume 3, appendix E; Linux
-/// Documentation/virt/kvm/x86/cpuid.rst).
+/// Where features are bits: leaf, subleaf, registers (Intel SDM volume 2, CPUID; AMD APM volume 3,
+/// appendix E; Linux Documentation/virt/kvm/x86/cpuid.rst).
 const FEATURES: &[(u32, u32, &[usize])] = &[
     (0x1, 0, &[ECX, EDX]),
     (0x7, 0, &[EBX, ECX, EDX]),
@@ -79,7 +79,10 @@ impl Processor {
     pub fn vendor(&self) -> String {
         let [_, ebx, ecx, edx] = self.registers(0, 0);
         let bytes = [ebx, edx, ecx].map(u32::to_le_bytes).concat();
-        String::from_utf8_lossy(&bytes).chars().map(|c| if c.is_ascii_graphic() { c } else { '?' }).collect()
+        String::from_utf8_lossy(&bytes)
+            .chars()
+            .map(|c| if c.is_ascii_graphic() { c } else { '?' })
+            .collect()
     }
 
     fn registers(&self, function: u32, index: u32) -> [u32; 4] {
@@ -107,7 +110,8 @@ impl Processor {
         self.registers(0x8000_0008, 0)[EAX] & 0xff
     }
 
-    /// Features of this processor that `other` does not have, for example `avx2 (leaf 0x7.0 EBX bits 0x20)`.
+    /// Features of this processor that `other` does not have, for example
+    /// `avx2 (leaf 0x7.0 EBX bits 0x20)`.
     fn missing_in(&self, other: &Self) -> Vec<String> {
         let mut missing = Vec::new();
         for &(function, index, registers) in FEATURES {
@@ -115,7 +119,8 @@ impl Processor {
             for &register in registers {
                 let bits = own[register] & !others[register];
                 if bits != 0 {
-                    let place = format!("leaf {function:#x}.{index} {} bits {bits:#x}", NAMES[register]);
+                    let place =
+                        format!("leaf {function:#x}.{index} {} bits {bits:#x}", NAMES[register]);
                     let names = features::names(function, index, register, bits);
                     missing.push(if names.is_empty() {
                         place
@@ -138,8 +143,12 @@ mod tests {
     use super::*;
 
     fn processor(leaves: &[(u32, [u32; 4])]) -> Processor {
-        let leaf =
-            |&(function, registers): &(u32, [u32; 4])| CpuidLeaf { function, index: 0, flags: 0, registers };
+        let leaf = |&(function, registers): &(u32, [u32; 4])| CpuidLeaf {
+            function,
+            index: 0,
+            flags: 0,
+            registers,
+        };
         Processor { cpuid: leaves.iter().map(leaf).collect() }
     }
 
@@ -179,7 +188,8 @@ mod tests {
     fn kvm_gets_back_what_it_said() {
         let saved = processor(&[(1, [1, 2, 3, 4]), (0x8000_0001, [5, 6, 7, 8])]);
         assert_eq!(Processor::of(&saved.to_cpuid().unwrap()), saved);
-        let many = Processor { cpuid: vec![saved.cpuid[0]; kvm_bindings::KVM_MAX_CPUID_ENTRIES + 1] };
+        let many =
+            Processor { cpuid: vec![saved.cpuid[0]; kvm_bindings::KVM_MAX_CPUID_ENTRIES + 1] };
         assert!(many.to_cpuid().is_none());
     }
 }

@@ -34,7 +34,8 @@ pub struct MachineState {
     pub acpi_events: u8,
     /// virtio devices in the order of their places.
     pub devices: Vec<TransportState>,
-    /// Where the RAM's content is in the file; `None` if it goes another way than the state, as in a migration.
+    /// Where the RAM's content is in the file; `None` if it goes another way than the state, as in
+    /// a migration.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ram: Option<RamImage>,
 }
@@ -60,8 +61,8 @@ impl std::fmt::Debug for MachineState {
 }
 
 impl MachineState {
-    /// Checks what does not need a machine: the parts against each other and against the size of the RAM. Returns what does
-    /// not fit.
+    /// Checks what does not need a machine: the parts against each other and against the size of
+    /// the RAM. Returns what does not fit.
     pub(crate) fn validate(&self, ram_bytes: u64) -> Result<(), String> {
         if self.vcpus.len() != usize::from(self.machine.cpus)
             || self.clock.guest_tsc.len() != self.vcpus.len()
@@ -74,16 +75,23 @@ impl MachineState {
             ));
         }
         if self.machine.memory_bytes != ram_bytes {
-            return Err(format!("it has {ram_bytes} bytes of RAM for {}", self.machine.memory_bytes));
+            return Err(format!(
+                "it has {ram_bytes} bytes of RAM for {}",
+                self.machine.memory_bytes
+            ));
         }
         Ok(())
     }
 
-    /// Takes the places of the RAM's content out of the state of a snapshot, if they can be those of `ram_bytes`.
+    /// Takes the places of the RAM's content out of the state of a snapshot, if they can be those
+    /// of `ram_bytes`.
     pub(super) fn take_ram(&mut self, ram_bytes: u64) -> Result<RamImage, String> {
         let ram = self.ram.take().ok_or("it does not say where its RAM is")?;
         if ram.ram_bytes() != ram_bytes {
-            return Err(format!("it describes {} bytes of RAM and has {ram_bytes}", ram.ram_bytes()));
+            return Err(format!(
+                "it describes {} bytes of RAM and has {ram_bytes}",
+                ram.ram_bytes()
+            ));
         }
         ram.validate().map_err(|error| error.to_string())?;
         Ok(ram)

@@ -12,14 +12,19 @@ use super::file::{FORMAT_VERSION, NewSnapshot, RAM_OFFSET_BYTES, Written};
 use super::processor::Processor;
 use super::state::InterruptControllers;
 use super::*;
-use crate::config::{BootFiles, DiskConfig, MergeBackend, MergeConfig, RebootAction, Switch, VmConfig};
+use crate::config::{
+    BootFiles, DiskConfig, MergeBackend, MergeConfig, RebootAction, Switch, VmConfig,
+};
 use crate::devices::serial::SavedSerial;
 
 const RAM_BYTES: u64 = 32 << 20;
 
 fn config() -> VmConfig {
     VmConfig {
-        boot: Some(BootFiles { kernel: "/boot/vmlinuz".into(), initrd: Some("/boot/initrd".into()) }),
+        boot: Some(BootFiles {
+            kernel: "/boot/vmlinuz".into(),
+            initrd: Some("/boot/initrd".into()),
+        }),
         cmdline: "quiet".to_owned(),
         cpus: 0,
         memory: "size=32M,thp=off".parse().unwrap(),
@@ -117,7 +122,8 @@ fn what_is_written_can_be_read() {
     assert_eq!(done, [RAM_BYTES]);
     let spec = RegionSpec { start: GuestAddress(0), size_bytes: RAM_BYTES, host_node: None };
     let ram =
-        GuestRam::restore(&[spec], HugePages::Off, snapshot.file, RAM_OFFSET_BYTES, &snapshot.ram).unwrap();
+        GuestRam::restore(&[spec], HugePages::Off, snapshot.file, RAM_OFFSET_BYTES, &snapshot.ram)
+            .unwrap();
     let mut bytes = [0; 12];
     ram.memory().read_slice(&mut bytes, GuestAddress(5 << 20)).unwrap();
     assert_eq!(&bytes, b"guest memory");
@@ -152,8 +158,11 @@ fn the_machine_is_the_same_again() {
     assert_eq!(disks(vec![disk("/copy")]).unwrap().disks, [readonly("/copy")]);
     let error = disks(vec![disk("/copy"), disk("/other")]).unwrap_err();
     assert!(error.to_string().contains("1 disks, --disk was given 2 times"), "{error}");
-    let overrides =
-        Overrides { clock: Some(ClockPolicy::Continue), on_reboot: Some(RebootAction::Reset), ..trusting() };
+    let overrides = Overrides {
+        clock: Some(ClockPolicy::Continue),
+        on_reboot: Some(RebootAction::Reset),
+        ..trusting()
+    };
     let config = saved.into_vm_config(overrides).unwrap();
     assert_eq!((config.clock, config.on_reboot), (ClockPolicy::Continue, RebootAction::Reset));
 }
@@ -163,8 +172,8 @@ fn trusting() -> Overrides {
     Overrides { described_paths: DescribedPaths::Trust, ..Overrides::default() }
 }
 
-/// A description can come from anybody. With its paths opened, it could make a monitor that root has started write to the
-/// host's disks.
+/// A description can come from anybody. With its paths opened, it could make a monitor that root
+/// has started write to the host's disks.
 #[test]
 fn no_path_of_a_description_is_opened() {
     let mut evil = config();
@@ -328,7 +337,10 @@ fn another_version_is_named() {
     bytes[8..12].copy_from_slice(&(FORMAT_VERSION + 1).to_le_bytes());
     fs::write(&path, bytes).unwrap();
     let error = SnapshotFile::open(&path).unwrap_err();
-    assert!(matches!(error, SnapshotError::Version { found, .. } if found == FORMAT_VERSION + 1), "{error}");
+    assert!(
+        matches!(error, SnapshotError::Version { found, .. } if found == FORMAT_VERSION + 1),
+        "{error}"
+    );
 }
 
 #[test]
@@ -337,14 +349,17 @@ fn files_that_are_no_snapshots_are_refused() {
     let path = directory.path().join("a");
     let open = || SnapshotFile::open(&path).unwrap_err();
     assert!(matches!(open(), SnapshotError::Read { .. }));
-    for content in
-        ["", "EBB-VM", "a text of a certain length that is no snapshot at all, whatever its name says"]
-    {
+    for content in [
+        "",
+        "EBB-VM",
+        "a text of a certain length that is no snapshot at all, whatever its name says",
+    ] {
         fs::write(&path, content).unwrap();
         assert!(matches!(open(), SnapshotError::NotASnapshot { .. }), "{content}");
     }
     let pipe = directory.path().join("pipe");
-    rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
+    rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, 0o600.into(), 0)
+        .unwrap();
     for path in [directory.path(), &pipe, Path::new("/dev/zero")] {
         let error = SnapshotFile::open(path).unwrap_err();
         assert!(matches!(error, SnapshotError::NotASnapshot { .. }), "{error}");
@@ -354,7 +369,8 @@ fn files_that_are_no_snapshots_are_refused() {
 }
 
 proptest! {
-    /// The body of the fuzz target, on what a damaged state looks like: single bytes of a real one changed.
+    /// The body of the fuzz target, on what a damaged state looks like: single bytes of a real one
+    /// changed.
     #[test]
     fn no_state_makes_the_reader_fail(changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..8)) {
         static STATE: std::sync::OnceLock<Vec<u8>> = std::sync::OnceLock::new();
@@ -386,7 +402,8 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// A file that was cut short or in which a byte of header, state or memory has changed is never taken for whole.
+    /// A file that was cut short or in which a byte of header, state or memory has changed is never
+    /// taken for whole.
     #[test]
     fn damage_is_found(place in 0usize..3, position: prop::sample::Index, bit in 0u8..8, cut: bool) {
         let directory = tempfile::tempdir().unwrap();

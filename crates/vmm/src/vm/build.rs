@@ -133,10 +133,13 @@ pub(super) fn build(
     let acpi = assembly.add_platform()?;
     let balloon = match &config.balloon {
         None => None,
-        Some(balloon) => Some(assembly.add_virtio("balloon", BalloonDevice::new(balloon, ram.clone())?)?),
+        Some(balloon) => {
+            Some(assembly.add_virtio("balloon", BalloonDevice::new(balloon, ram.clone())?)?)
+        }
     };
     for (index, disk) in config.disks.iter().enumerate() {
-        let lock = if matches!(origin, Origin::Migration(_)) { DiskLock::Later } else { DiskLock::Now };
+        let lock =
+            if matches!(origin, Origin::Migration(_)) { DiskLock::Later } else { DiskLock::Now };
         let block = Block::open(disk, index, ram.memory().clone(), lock)?;
         assembly.add_virtio(&format!("disk{index}"), block)?;
     }
@@ -153,7 +156,8 @@ pub(super) fn build(
     let vcpus = VcpuThreads::spawn(vcpus, &Arc::new(buses), exit, &counters, filters)
         .map_err(VmError::host("start the vCPU threads"))?;
     let policy = config.clock;
-    let state = if matches!(origin, Origin::Migration(_)) { VmState::Receiving } else { VmState::Starting };
+    let state =
+        if matches!(origin, Origin::Migration(_)) { VmState::Receiving } else { VmState::Starting };
     let platform = Platform { cpus: config.cpus, devices, nodes: numa_nodes(&config) };
     let vm = Vm {
         config,
@@ -188,7 +192,8 @@ pub(super) fn build(
     match origin {
         Origin::Kernel => vm.load_and_enter()?,
         Origin::Snapshot(snapshot) => vm.restore(snapshot.state)?,
-        // Its devices must not look at memory that has not come, and need not be waited for when the state has.
+        // Its devices must not look at memory that has not come, and need not be waited for when
+        // the state has.
         Origin::Migration(_) => vm.workers.iter().for_each(Worker::pause),
     }
     Ok(Built { vm, input_read })
@@ -218,7 +223,8 @@ fn open_image(config: &VmConfig, origin: &Origin) -> Result<Option<BootImage>, V
     }
 }
 
-/// The processor for the guest: this host's, or the one that the guest knows already, if this host can be that.
+/// The processor for the guest: this host's, or the one that the guest knows already, if this host
+/// can be that.
 fn processor(kvm: &Kvm, cpus: u8, saved: Option<&Processor>) -> Result<CpuId, VmError> {
     let host = cpu::host_cpuid(kvm, cpus)?;
     let Some(saved) = saved else { return Ok(host) };
@@ -239,7 +245,8 @@ fn guest_ram(config: &VmConfig, origin: &mut Origin) -> Result<GuestRam, VmError
     let Origin::Snapshot(snapshot) = origin else {
         return Ok(GuestRam::new(&regions, memory.backing, memory.huge_pages, memory.populate)?);
     };
-    let file = snapshot.file.try_clone().map_err(VmError::host("duplicate the snapshot's descriptor"))?;
+    let file =
+        snapshot.file.try_clone().map_err(VmError::host("duplicate the snapshot's descriptor"))?;
     Ok(GuestRam::restore(&regions, memory.huge_pages, file, RAM_OFFSET_BYTES, &snapshot.ram)?)
 }
 
@@ -253,7 +260,8 @@ fn set_tsc_frequency(
     for vcpu in vcpus {
         match TscFrequencies::set(kvm, &vcpu.fd, vendor, wanted) {
             Ok(set) => frequencies = Some(set),
-            // A KVM that does not know its counter's frequency can run guests, but not take them to another time.
+            // A KVM that does not know its counter's frequency can run guests, but not take them to
+            // another time.
             Err(GuestClockError::NoFrequency) if wanted.is_none() => return Ok(None),
             Err(error) => return Err(error.into()),
         }
@@ -306,8 +314,10 @@ fn open_kvm() -> Result<Kvm, VmError> {
 
 fn create_vm(kvm: &Kvm) -> Result<VmFd, VmError> {
     let vm = kvm.create_vm().map_err(VmError::kvm("create a virtual machine"))?;
-    vm.set_identity_map_address(layout::KVM_IDENTITY_MAP).map_err(VmError::kvm("place its identity map"))?;
-    vm.set_tss_address(layout::KVM_TSS as usize).map_err(VmError::kvm("place its task state segment"))?;
+    vm.set_identity_map_address(layout::KVM_IDENTITY_MAP)
+        .map_err(VmError::kvm("place its identity map"))?;
+    vm.set_tss_address(layout::KVM_TSS as usize)
+        .map_err(VmError::kvm("place its task state segment"))?;
     vm.create_irq_chip().map_err(VmError::kvm("create interrupt controllers"))?;
     let timer = kvm_pit_config { flags: KVM_PIT_SPEAKER_DUMMY, ..Default::default() };
     vm.create_pit2(timer).map_err(VmError::kvm("create a timer"))?;
@@ -337,7 +347,8 @@ fn regions(config: &VmConfig) -> Vec<RegionSpec> {
 fn numa_nodes(config: &VmConfig) -> Vec<NumaNode> {
     let sizes: Vec<u64> = config.numa.iter().map(|node| node.size.bytes()).collect();
     let pieces = layout::node_ranges(&sizes);
-    let default = |node: usize| (0..sizes.len()).map(|other| if other == node { 10 } else { 20 }).collect();
+    let default =
+        |node: usize| (0..sizes.len()).map(|other| if other == node { 10 } else { 20 }).collect();
     config
         .numa
         .iter()
@@ -363,8 +374,9 @@ fn register_memory(vm: &VmFd, ram: &GuestRam) -> Result<(), VmError> {
             memory_size: region.size_bytes,
             userspace_addr: region.host_address,
         };
-        // SAFETY: the region is mapped for as long as the `GuestRam` lives, which `Vm` keeps until after its `VmFd`
-        // and vCPU threads are gone; regions do not overlap, as `GuestRam::new` has checked.
+        // SAFETY: the region is mapped for as long as the `GuestRam` lives, which `Vm` keeps until
+        // after its `VmFd` and vCPU threads are gone; regions do not overlap, as `GuestRam::new`
+        // has checked.
         unsafe { vm.set_user_memory_region(slot) }.map_err(|source| VmError::MemorySlot {
             start: region.start.0,
             size_bytes: region.size_bytes,
@@ -382,9 +394,15 @@ impl Assembly<'_> {
         Ok(line)
     }
 
-    fn add_serial(&mut self, config: &VmConfig, input_read: &EventFd) -> Result<Arc<Mutex<Serial>>, VmError> {
-        let output = ConsoleOutput::open(&config.serial)
-            .map_err(|source| VmError::Console { console: format!("{:?}", config.serial), source })?;
+    fn add_serial(
+        &mut self,
+        config: &VmConfig,
+        input_read: &EventFd,
+    ) -> Result<Arc<Mutex<Serial>>, VmError> {
+        let output = ConsoleOutput::open(&config.serial).map_err(|source| VmError::Console {
+            console: format!("{:?}", config.serial),
+            source,
+        })?;
         let interrupt = self.interrupt(layout::SERIAL_GSI)?;
         let input_read = clone(input_read)?;
         let serial = Arc::new(Mutex::new(Serial::new(interrupt, input_read, output)));
@@ -419,16 +437,21 @@ impl Assembly<'_> {
         }
         let gsi = layout::VIRTIO_FIRST_GSI + slot as u32;
         let address = layout::VIRTIO_MMIO_START + slot as u64 * layout::VIRTIO_MMIO_STRIDE;
-        let wires = Wires::new(device.queue_sizes().len()).map_err(VmError::host("create device events"))?;
-        self.vm_fd.register_irqfd(&wires.interrupt, gsi).map_err(VmError::kvm("wire an interrupt line"))?;
-        let notify =
-            IoEventAddress::Mmio(address + u64::from(virtio_bindings::virtio_mmio::VIRTIO_MMIO_QUEUE_NOTIFY));
+        let wires = Wires::new(device.queue_sizes().len())
+            .map_err(VmError::host("create device events"))?;
+        self.vm_fd
+            .register_irqfd(&wires.interrupt, gsi)
+            .map_err(VmError::kvm("wire an interrupt line"))?;
+        let notify = IoEventAddress::Mmio(
+            address + u64::from(virtio_bindings::virtio_mmio::VIRTIO_MMIO_QUEUE_NOTIFY),
+        );
         for (queue, kick) in wires.kicks.iter().enumerate() {
             self.vm_fd
                 .register_ioevent(kick, &notify, queue as u32)
                 .map_err(VmError::kvm("wire a queue notification"))?;
         }
-        let window = Arc::new(MmioWindow::new(MmioTransport::new(device, self.memory.clone(), wires)));
+        let window =
+            Arc::new(MmioWindow::new(MmioTransport::new(device, self.memory.clone(), wires)));
         let transport = window.transport().clone();
         self.buses.memory.insert(address..address + layout::VIRTIO_MMIO_STRIDE, window)?;
         let worker = Worker::spawn(name, transport.clone(), self.filters, self.exit.clone())

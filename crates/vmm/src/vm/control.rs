@@ -10,8 +10,8 @@ use super::migrate::request::check_address;
 use super::snapshot::WriteError;
 use super::{SharedTransport, Vm, VmError, lock, metrics};
 use crate::api::control::{
-    BalloonInfo, BalloonState, BalloonSummary, ControlError, DriverPresence, Metrics, SnapshotReport,
-    StatisticsReading, TrimReport, VmControl, VmInfo, VmState,
+    BalloonInfo, BalloonState, BalloonSummary, ControlError, DriverPresence, Metrics,
+    SnapshotReport, StatisticsReading, TrimReport, VmControl, VmInfo, VmState,
 };
 use crate::api::free_pages::{FreePagesAnswer, FreePagesRequest};
 use crate::api::merge::{MergeChange, MergeInfo};
@@ -78,7 +78,9 @@ fn summary(transport: &MmioTransport<BalloonDevice>) -> BalloonSummary {
 /// What is to be said of a machine that neither runs nor is paused.
 pub(super) fn standing_still(state: VmState) -> ControlError {
     match state {
-        VmState::Migrating => wrong_state(BEING_MOVED, "wait for the end of the migration, or cancel it"),
+        VmState::Migrating => {
+            wrong_state(BEING_MOVED, "wait for the end of the migration, or cancel it")
+        }
         VmState::Receiving => {
             wrong_state("the virtual machine has not arrived here yet", "wait until it runs")
         }
@@ -97,9 +99,9 @@ fn failed(error: impl std::fmt::Display) -> ControlError {
 /// What is wrong with the path is the client's to mend; what the disk says is not.
 fn snapshot_error(error: VmError) -> ControlError {
     match error {
-        VmError::Snapshot(problem @ (SnapshotError::Path { .. } | SnapshotError::Exists { .. })) => {
-            ControlError::Invalid { field: "path", message: problem.to_string(), remedy: None }
-        }
+        VmError::Snapshot(
+            problem @ (SnapshotError::Path { .. } | SnapshotError::Exists { .. }),
+        ) => ControlError::Invalid { field: "path", message: problem.to_string(), remedy: None },
         error => failed(error),
     }
 }
@@ -113,7 +115,10 @@ impl VmControl for Vm {
             backing: self.ram.backing().into(),
             resident_bytes: self.ram.resident_bytes().unwrap_or(0),
             merged_bytes: self.merged_bytes(),
-            snapshot_bytes: self.ram.is_restored().then(|| self.ram.residency().map_or(0, |r| r.file_bytes)),
+            snapshot_bytes: self
+                .ram
+                .is_restored()
+                .then(|| self.ram.residency().map_or(0, |r| r.file_bytes)),
             uptime_ms: self.uptime_ms(),
             clock: *lock(&self.clock_info),
             kernel: self
@@ -146,7 +151,8 @@ impl VmControl for Vm {
             VmState::Running => Ok(()),
             VmState::Paused => {
                 // After a migration whose end is unknown: a destination that runs has the disks.
-                self.take_devices_back().map_err(|problem| wrong_state(problem, "end the other one"))?;
+                self.take_devices_back()
+                    .map_err(|problem| wrong_state(problem, "end the other one"))?;
                 self.thaw().map_err(failed)?;
                 *lock(&self.handed_over) = None;
                 *state = VmState::Running;
@@ -164,8 +170,9 @@ impl VmControl for Vm {
             ));
         }
         let pressed = lock(&self.acpi).press_power_button();
-        pressed
-            .map_err(|error| ControlError::Failed { message: format!("cannot interrupt the guest: {error}") })
+        pressed.map_err(|error| ControlError::Failed {
+            message: format!("cannot interrupt the guest: {error}"),
+        })
     }
 
     fn trim(&self) -> Result<TrimReport, ControlError> {

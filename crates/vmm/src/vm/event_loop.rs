@@ -44,13 +44,18 @@ pub fn run(config: VmConfig) -> Result<GuestExit, VmError> {
 }
 
 /// Lets the machine of a snapshot go on, and runs it to its end.
-pub fn restore(snapshot: SnapshotFile, overrides: Overrides, start: Start) -> Result<GuestExit, VmError> {
+pub fn restore(
+    snapshot: SnapshotFile,
+    overrides: Overrides,
+    start: Start,
+) -> Result<GuestExit, VmError> {
     let config = snapshot.state.machine.clone().into_vm_config(overrides)?;
     warn_of_newer_disks(&config, snapshot.state.created_unix_ms);
     run_from(config, Origin::Snapshot(Box::new(snapshot)), start)
 }
 
-/// A guest keeps in memory what it knows of its file systems, so a disk must be as it was when the snapshot was taken.
+/// A guest keeps in memory what it knows of its file systems, so a disk must be as it was when the
+/// snapshot was taken.
 fn warn_of_newer_disks(config: &VmConfig, created_unix_ms: u64) {
     let written_after = |path: &Path| -> Option<bool> {
         let modified = path.metadata().ok()?.modified().ok()?;
@@ -69,7 +74,8 @@ fn warn_of_newer_disks(config: &VmConfig, created_unix_ms: u64) {
 
 fn run_from(config: VmConfig, origin: Origin, start: Start) -> Result<GuestExit, VmError> {
     let on_reboot = config.on_reboot;
-    // Before any thread starts: signals are for this one, and what a thread inherits is already little.
+    // Before any thread starts: signals are for this one, and what a thread inherits is already
+    // little.
     let signals = Signals::block().map_err(VmError::host("take over signals"))?;
     let filters = Filters::new(config.seccomp)?;
     let (serial, api) = (config.serial.clone(), config.api.clone());
@@ -78,7 +84,8 @@ fn run_from(config: VmConfig, origin: Origin, start: Start) -> Result<GuestExit,
     let vm = Arc::new(vm);
     let _api = api.map(|path| start_api(&path, vm.clone(), &exit, &filters)).transpose()?;
     // Ends before the API, which can then tell what has become of a migration.
-    let _migrations = vm.config.api.is_some().then(|| MigrationThread::start(&vm, &filters)).transpose()?;
+    let _migrations =
+        vm.config.api.is_some().then(|| MigrationThread::start(&vm, &filters)).transpose()?;
     let console = ConsoleInput::open(&serial, input_read)?;
     filters.for_thread(ThreadKind::Main).apply()?;
     // Nobody else starts it; it may have been killed already, which is seen below.
@@ -120,7 +127,9 @@ pub(super) fn wait_for_end(
             Some(GuestExit::Reboot) if on_reboot == RebootAction::Reset => {
                 tracing::info!("the guest rebooted");
                 if let Err(error) = vm.reset() {
-                    return GuestExit::Monitor { message: format!("cannot start the guest again: {error}") };
+                    return GuestExit::Monitor {
+                        message: format!("cannot start the guest again: {error}"),
+                    };
                 }
             }
             Some(exit) => return exit,
@@ -143,7 +152,9 @@ pub(super) fn wait_for_end(
         }
         match poll(&mut fds, backlog.then_some(&OUTPUT_RETRY)) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
-            Err(error) => return GuestExit::Monitor { message: format!("cannot wait for events: {error}") },
+            Err(error) => {
+                return GuestExit::Monitor { message: format!("cannot wait for events: {error}") };
+            }
         }
         let ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
         if ready[1]
@@ -179,7 +190,9 @@ impl ConsoleInput {
     pub(super) fn open(serial: &SerialConfig, input_read: EventFd) -> Result<Self, VmError> {
         let console = |source| VmError::Console { console: "tty".to_owned(), source };
         let terminal = match serial {
-            SerialConfig::Tty => Some((RawTerminal::enter().map_err(console)?, EscapeSequence::default())),
+            SerialConfig::Tty => {
+                Some((RawTerminal::enter().map_err(console)?, EscapeSequence::default()))
+            }
             _ => None,
         };
         let source = matches!(serial, SerialConfig::Tty | SerialConfig::Stdio).then(io::stdin);

@@ -8,7 +8,8 @@ use ebb_balloon::{FreePageCollector, HintEnd};
 use super::{SharedTransport, lock};
 use crate::api::control::ControlError;
 use crate::api::{
-    FreeBlocks, FreePagesAnswer, FreePagesReport, FreePagesRequest, FreePagesStatus, MessageEncodings,
+    FreeBlocks, FreePagesAnswer, FreePagesReport, FreePagesRequest, FreePagesStatus,
+    MessageEncodings,
 };
 
 /// A question under way.
@@ -98,8 +99,10 @@ impl Question {
             },
             message_bytes: answer.message_bytes,
             translate_ns: answer.translate_ns,
-            elapsed_us: u64::try_from(ended_at.saturating_duration_since(self.asked_at).as_micros())
-                .unwrap_or(u64::MAX),
+            elapsed_us: u64::try_from(
+                ended_at.saturating_duration_since(self.asked_at).as_micros(),
+            )
+            .unwrap_or(u64::MAX),
         }
     }
 }
@@ -116,7 +119,8 @@ impl FreePagesAnswer for Question {
     fn give_up(&self) -> FreePagesReport {
         self.withdraw();
         // It may have ended in another way just before.
-        let (end, ended_at) = self.collector.answer().end.unwrap_or((HintEnd::Cancelled, Instant::now()));
+        let (end, ended_at) =
+            self.collector.answer().end.unwrap_or((HintEnd::Cancelled, Instant::now()));
         self.describe(end, ended_at)
     }
 }

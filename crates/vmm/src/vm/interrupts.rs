@@ -1,6 +1,8 @@
 //! KVM's interrupt controllers and timer: reading and setting their state.
 
-use kvm_bindings::{KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, kvm_irqchip};
+use kvm_bindings::{
+    KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, kvm_irqchip,
+};
 use kvm_ioctls::VmFd;
 
 use super::VmError;
@@ -15,10 +17,14 @@ pub(super) fn capture(vm: &VmFd) -> Result<InterruptControllers, VmError> {
         })
         .collect::<Result<_, _>>()
         .map_err(VmError::kvm("read its interrupt controllers"))?;
-    Ok(InterruptControllers { chips, timer: vm.get_pit2().map_err(VmError::kvm("read its timer"))? })
+    Ok(InterruptControllers {
+        chips,
+        timer: vm.get_pit2().map_err(VmError::kvm("read its timer"))?,
+    })
 }
 
-/// Interrupts that wait in the I/O APIC go to the local APICs at once, so those must have their state already.
+/// Interrupts that wait in the I/O APIC go to the local APICs at once, so those must have their
+/// state already.
 pub(super) fn apply(state: &InterruptControllers, vm: &VmFd) -> Result<(), VmError> {
     for chip in &state.chips {
         vm.set_irqchip(chip).map_err(VmError::kvm("set its interrupt controllers"))?;

@@ -2,7 +2,8 @@
 
 use std::io;
 
-/// Resident memory of this process in bytes, guest memory included (Linux Documentation/filesystems/proc.rst, `statm`).
+/// Resident memory of this process in bytes, guest memory included (Linux
+/// Documentation/filesystems/proc.rst, `statm`).
 pub(super) fn process_resident_bytes() -> io::Result<u64> {
     let statm = std::fs::read_to_string("/proc/self/statm")?;
     let pages: u64 = statm

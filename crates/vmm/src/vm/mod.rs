@@ -175,11 +175,12 @@ type SharedTransport = Arc<Mutex<MmioTransport<BalloonDevice>>>;
 
 /// A built virtual machine: everything that the main thread and the API thread share.
 ///
-/// Lock order: `trim_cursor` before `state` before `frozen` before `image` before a device's transport; `clock_info` is
-/// taken last and held for an assignment only. No lock is held while a vCPU is waited for except `trim_cursor`, `state` and
-/// `frozen`, which no vCPU thread takes.
+/// Lock order: `trim_cursor` before `state` before `frozen` before `image` before a device's
+/// transport; `clock_info` is taken last and held for an assignment only. No lock is held while a
+/// vCPU is waited for except `trim_cursor`, `state` and `frozen`, which no vCPU thread takes.
 pub struct Vm {
-    // Fields are dropped from top to bottom: threads end before what they use goes away, guest memory goes last.
+    // Fields are dropped from top to bottom: threads end before what they use goes away, guest
+    // memory goes last.
     vcpus: VcpuThreads,
     merging: Merging,
     workers: Vec<Worker>,
@@ -218,7 +219,8 @@ pub struct Vm {
     /// First page that the next trim looks at.
     trim_cursor: Mutex<u64>,
     ram: Arc<GuestRam>,
-    /// Puts KSM's settings back after guest memory is gone: pages that were merged would have to be copied first otherwise.
+    /// Puts KSM's settings back after guest memory is gone: pages that were merged would have to be
+    /// copied first otherwise.
     _ksm: Option<Arc<Membership>>,
 }
 
@@ -241,8 +243,8 @@ fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Vm {
-    /// Lets the vCPUs run for the first time, from the kernel's entry or from where they were saved. After an error they have
-    /// not run.
+    /// Lets the vCPUs run for the first time, from the kernel's entry or from where they were
+    /// saved. After an error they have not run.
     pub fn start(&self) -> Result<Started, VmError> {
         let mut state = lock(&self.state);
         if !matches!(*state, VmState::Starting | VmState::Receiving) {
@@ -264,7 +266,8 @@ impl Vm {
         Started::Yes
     }
 
-    /// Stops everything, and notes what the guest's clocks say. If they cannot be read, everything runs on.
+    /// Stops everything, and notes what the guest's clocks say. If they cannot be read, everything
+    /// runs on.
     fn freeze(&self) -> Result<(), VmError> {
         self.stop_all();
         // Without a known frequency, the clocks go on as they always did: with the host's.
@@ -282,24 +285,27 @@ impl Vm {
         }
     }
 
-    /// Lets everything run on, with the clocks as the policy wants them. If they cannot be set, everything stays stopped.
+    /// Lets everything run on, with the clocks as the policy wants them. If they cannot be set,
+    /// everything stays stopped.
     fn thaw(&self) -> Result<(), VmError> {
         self.thaw_clocks()?;
         self.continue_all();
         Ok(())
     }
 
-    /// Puts the clocks back to where they were when the machine was stopped. KVM's own go on all the time, so there is
-    /// nothing to do for a guest that is to catch up.
+    /// Puts the clocks back to where they were when the machine was stopped. KVM's own go on all
+    /// the time, so there is nothing to do for a guest that is to catch up.
     fn thaw_clocks(&self) -> Result<(), VmError> {
         let mut frozen = lock(&self.frozen);
         if let (Some(saved), Some(tsc)) = (&*frozen, self.tsc) {
             let started = match self.config.clock {
                 ClockPolicy::Continue => {
-                    let plan = clock::plan(saved, ClockPolicy::Continue, &self.kvm, &self.vcpus, tsc)?;
+                    let plan =
+                        clock::plan(saved, ClockPolicy::Continue, &self.kvm, &self.vcpus, tsc)?;
                     clock::set_counters_and_timers(&self.vcpus, &plan)?;
                     clock::set(&self.kvm, &plan)?;
-                    plan.realtime_ns.map(|realtime_ns| ClockInstant { clock_ns: plan.clock_ns, realtime_ns })
+                    plan.realtime_ns
+                        .map(|realtime_ns| ClockInstant { clock_ns: plan.clock_ns, realtime_ns })
                 }
                 ClockPolicy::CatchUp => Some(clock::now(&self.kvm, &self.vcpus, tsc)?),
             };
@@ -309,8 +315,8 @@ impl Vm {
         Ok(())
     }
 
-    /// Stops vCPUs, then devices: a vCPU could give a device new work, a device cannot start a vCPU. Merging before both, so that
-    /// neither waits for a page that is being merged.
+    /// Stops vCPUs, then devices: a vCPU could give a device new work, a device cannot start a
+    /// vCPU. Merging before both, so that neither waits for a page that is being merged.
     fn stop_all(&self) {
         self.merging.stand_still();
         self.vcpus.pause();
@@ -328,8 +334,8 @@ impl Vm {
         self.merging.go_on();
     }
 
-    /// Starts the guest anew after a reboot. Its memory is given back to the host first: the new kernel finds zeros, and
-    /// the host does not keep what the old one had touched.
+    /// Starts the guest anew after a reboot. Its memory is given back to the host first: the new
+    /// kernel finds zeros, and the host does not keep what the old one had touched.
     fn reset(&self) -> Result<(), VmError> {
         let state = lock(&self.state);
         if *state == VmState::Stopping {
@@ -360,7 +366,9 @@ impl Vm {
         let Some(image) = &self.image else { return Ok(()) };
         let rsdp = crate::acpi::write_tables(&memory, &self.platform)?;
         let entry = lock(image).load(&memory, self.ram.size_bytes(), rsdp)?;
-        self.vcpus.on_each(move |vcpu| if vcpu.index == 0 { vcpu.enter(&memory, entry) } else { Ok(()) })?;
+        self.vcpus.on_each(
+            move |vcpu| if vcpu.index == 0 { vcpu.enter(&memory, entry) } else { Ok(()) },
+        )?;
         Ok(())
     }
 

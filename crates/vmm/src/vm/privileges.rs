@@ -4,12 +4,16 @@ use std::io;
 
 use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
 
-/// Drops every capability of the calling thread, and the possibility to get any back through `execve`. Capabilities are
-/// a thread's own: each thread of the monitor does this when it starts, the main one when everything is opened.
+/// Drops every capability of the calling thread, and the possibility to get any back through
+/// `execve`. Capabilities are a thread's own: each thread of the monitor does this when it starts,
+/// the main one when everything is opened.
 pub fn drop_all() -> io::Result<()> {
     rustix::thread::set_no_new_privs(true)?;
     let empty = CapabilitySet::empty();
-    set_capabilities(None, CapabilitySets { effective: empty, permitted: empty, inheritable: empty })?;
+    set_capabilities(
+        None,
+        CapabilitySets { effective: empty, permitted: empty, inheritable: empty },
+    )?;
     Ok(())
 }
 
@@ -26,6 +30,8 @@ mod tests {
             capabilities(None).unwrap()
         });
         let left = left.join().unwrap();
-        assert!(left.effective.is_empty() && left.permitted.is_empty() && left.inheritable.is_empty());
+        assert!(
+            left.effective.is_empty() && left.permitted.is_empty() && left.inheritable.is_empty()
+        );
     }
 }

@@ -56,7 +56,8 @@ impl Vm {
     fn stop_and_capture(&self, new: &NewSnapshot) -> Result<(MachineState, Duration), WriteError> {
         let mut state = lock(&self.state);
         if self.migrations.is_active() {
-            // The guest must not stand still for long while it is sent, and nobody knows which of both would be the newer one.
+            // The guest must not stand still for long while it is sent, and nobody knows which of
+            // both would be the newer one.
             return Err(WriteError::State(BEING_MOVED));
         }
         if self.exit.pending().is_some() {
@@ -87,15 +88,16 @@ impl Vm {
         }
     }
 
-    /// Everything of a machine that stands still; its RAM goes into the file. RAM comes last: reading the devices' state makes
-    /// them finish what they have begun.
+    /// Everything of a machine that stands still; its RAM goes into the file. RAM comes last:
+    /// reading the devices' state makes them finish what they have begun.
     fn capture_with_ram(&self, new: &NewSnapshot) -> Result<MachineState, VmError> {
         let mut state = self.capture()?;
         state.ram = Some(self.ram.save(new.file(), RAM_OFFSET_BYTES, &mut |_| {})?);
         Ok(state)
     }
 
-    /// Everything of a machine that stands still, except its RAM, which the devices may write to meanwhile.
+    /// Everything of a machine that stands still, except its RAM, which the devices may write to
+    /// meanwhile.
     pub(super) fn capture(&self) -> Result<MachineState, VmError> {
         let vcpus = self.vcpus.collect(|vcpu| vcpu.capture())?;
         let interrupts = interrupts::capture(&self.kvm)?;
@@ -117,8 +119,8 @@ impl Vm {
         })
     }
 
-    /// Takes a saved state, before anything has run; RAM has its content already. Devices stand still afterwards, until the
-    /// machine is started.
+    /// Takes a saved state, before anything has run; RAM has its content already. Devices stand
+    /// still afterwards, until the machine is started.
     pub(super) fn restore(&self, saved: MachineState) -> Result<(), VmError> {
         for worker in &self.workers {
             worker.pause();
@@ -140,9 +142,10 @@ impl Vm {
                 problem,
             })?;
         }
-        lock(&self.serial)
-            .restore(&saved.serial)
-            .map_err(|problem| SnapshotError::Device { device: "serial line".to_owned(), problem })?;
+        lock(&self.serial).restore(&saved.serial).map_err(|problem| SnapshotError::Device {
+            device: "serial line".to_owned(),
+            problem,
+        })?;
         let vcpus: Arc<[VcpuState]> = saved.vcpus.into();
         let states = vcpus.clone();
         self.vcpus.on_each(move |vcpu| states[usize::from(vcpu.index)].apply(&vcpu.fd))?;

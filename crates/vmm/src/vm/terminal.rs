@@ -13,15 +13,17 @@ pub struct RawTerminal {
 }
 
 impl RawTerminal {
-    /// Puts the terminal on standard input into raw mode. Output processing stays on, so that the monitor's own lines
-    /// stay readable.
+    /// Puts the terminal on standard input into raw mode. Output processing stays on, so that the
+    /// monitor's own lines stay readable.
     ///
     /// # Errors
     /// Standard input is no terminal, or the terminal refuses.
     pub fn enter() -> io::Result<Self> {
         let stdin = io::stdin();
         if !stdin.is_terminal() {
-            return Err(io::Error::other("standard input is no terminal; use --serial stdio for pipes"));
+            return Err(io::Error::other(
+                "standard input is no terminal; use --serial stdio for pipes",
+            ));
         }
         let terminal = rustix::io::dup(&stdin)?;
         let before = tcgetattr(&terminal)?;

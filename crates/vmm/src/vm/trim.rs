@@ -1,7 +1,7 @@
 //! Giving back memory that the guest has touched but that is all zero.
 //!
-//! A page can only be looked at and discarded while nobody writes to it, so vCPUs and device threads are stopped for a
-//! slice of memory at a time.
+//! A page can only be looked at and discarded while nobody writes to it, so vCPUs and device
+//! threads are stopped for a slice of memory at a time.
 
 use std::time::{Duration, Instant};
 
@@ -23,7 +23,8 @@ impl Vm {
         let started = Instant::now();
         let mut report = TrimReport::default();
         let mut cursor = lock(&self.trim_cursor);
-        let regions: Vec<PageRange> = self.ram.regions().iter().map(ebb_guest_ram::Region::pages).collect();
+        let regions: Vec<PageRange> =
+            self.ram.regions().iter().map(ebb_guest_ram::Region::pages).collect();
         for region in regions {
             while *cursor < region.end().0 {
                 if started.elapsed() >= TIME_LIMIT {
@@ -31,7 +32,8 @@ impl Vm {
                 }
                 let start = (*cursor).max(region.start.0);
                 let end = (start + SLICE_PAGES).min(region.end().0);
-                let pause = self.trim_slice(PageRange::new(Pfn(start), end - start), &mut report)?;
+                let pause =
+                    self.trim_slice(PageRange::new(Pfn(start), end - start), &mut report)?;
                 *cursor = end;
                 std::thread::sleep(pause * RUN_SHARE);
             }

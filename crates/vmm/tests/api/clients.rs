@@ -1,4 +1,5 @@
-//! What clients of all kinds get: the own one, pipelining ones, half-closing ones, several at a time.
+//! What clients of all kinds get: the own one, pipelining ones, half-closing ones, several at a
+//! time.
 
 use std::io::Write as _;
 use std::net::Shutdown;
@@ -22,7 +23,8 @@ fn the_own_client_reads_every_document() {
     assert_eq!(info.state, VmState::Paused);
     let info: VmInfo = client.put("/vm/resume").unwrap();
     assert_eq!(info.state, VmState::Running);
-    let balloon: BalloonInfo = client.put_json("/balloon", &json!({ "target_bytes": 1 << 30 })).unwrap();
+    let balloon: BalloonInfo =
+        client.put_json("/balloon", &json!({ "target_bytes": 1 << 30 })).unwrap();
     assert_eq!((balloon.target_bytes, balloon.state), (1 << 30, BalloonState::Inflating));
     assert_eq!(
         balloon.negotiated_features,
@@ -61,7 +63,8 @@ fn statistics_are_fresh_absent_ones_null_and_old_ones_only_on_demand() {
     let raw: Value = served.client().get("/balloon/statistics").unwrap();
     assert_eq!(raw["statistics"]["swap_in_bytes"], Value::Null);
     assert_eq!(served.vm.state().requests, 2);
-    let _: StatisticsDocument = served.client().get("/balloon/statistics?max_age_ms=3600000").unwrap();
+    let _: StatisticsDocument =
+        served.client().get("/balloon/statistics?max_age_ms=3600000").unwrap();
     assert_eq!(served.vm.state().requests, 2, "young values need no question");
     let _: StatisticsDocument = served.client().get("/balloon/statistics?max_age_ms=0").unwrap();
     assert_eq!(served.vm.state().requests, 3, "too old values need one");
@@ -88,7 +91,8 @@ fn a_silent_guest_blocks_nobody_else() {
     let mut waiting = served.connect();
     waiting.write_all(request("GET", "/balloon/statistics", "").as_bytes()).unwrap();
     served.vm.wait_for_requests(1);
-    // Had the server stopped to wait for the guest, this guest would never answer and the wait would end in a 504.
+    // Had the server stopped to wait for the guest, this guest would never answer and the wait
+    // would end in a 504.
     let info: VmInfo = served.client().get("/vm").unwrap();
     assert_eq!(info.state, VmState::Running);
     served.vm.state().statistics_at = Some(std::time::Instant::now());
@@ -110,7 +114,10 @@ fn a_client_that_leaves_while_the_guest_is_asked_does_no_harm() {
 fn free_pages_are_named_and_a_silent_guest_is_told_to_stop() {
     let served = serve(Mood::Willing);
     let report: FreePagesReport = served.client().put("/balloon/free-pages").unwrap();
-    assert_eq!((report.status, report.min_order, report.bytes), (FreePagesStatus::Done, 0, 6 << 20));
+    assert_eq!(
+        (report.status, report.min_order, report.bytes),
+        (FreePagesStatus::Done, 0, 6 << 20)
+    );
     served.vm.state().mood = Mood::Silent;
     let body = json!({ "min_order": 9, "timeout_ms": 20 });
     let report: FreePagesReport = served.client().put_json("/balloon/free-pages", &body).unwrap();
@@ -129,7 +136,12 @@ fn one_client_asks_for_free_pages_at_a_time_and_withdraws_by_leaving() {
         let info: VmInfo = served.client().get("/vm").unwrap();
         assert_eq!(info.state, VmState::Running, "nobody else waits");
         let second = served.ask("PUT", "/balloon/free-pages", "");
-        assert_eq!((second.status, second.body.contains("already")), (409, true), "{}", second.body);
+        assert_eq!(
+            (second.status, second.body.contains("already")),
+            (409, true),
+            "{}",
+            second.body
+        );
         drop(first);
         served.vm.wait_for_questions(0);
         assert_eq!(served.vm.state().withdrawn, round);
@@ -196,7 +208,9 @@ fn http_1_0_and_head_are_served_as_they_should_be() {
 fn a_body_is_asked_for_when_the_client_waits_for_leave() {
     let served = serve(Mood::Willing);
     let mut stream = served.connect();
-    stream.write_all(b"PUT /balloon HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 22\r\n\r\n").unwrap();
+    stream
+        .write_all(b"PUT /balloon HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 22\r\n\r\n")
+        .unwrap();
     assert_eq!(read_answer(&mut stream).status, 100);
     stream.write_all(b"{\"target_bytes\": 4096}").unwrap();
     assert_eq!(read_answer(&mut stream).json()["target_bytes"], 4096);

@@ -87,7 +87,8 @@ impl Shared {
 
     fn wait_until(&self, what: &str, reached: impl Fn(&State) -> bool) {
         let result =
-            self.asked.wait_timeout_while(self.state(), Duration::from_secs(20), |state| !reached(state));
+            self.asked
+                .wait_timeout_while(self.state(), Duration::from_secs(20), |state| !reached(state));
         assert!(!result.unwrap().1.timed_out(), "{what}");
     }
 }
@@ -201,8 +202,11 @@ impl TestVm {
 impl VmControl for TestVm {
     fn info(&self) -> VmInfo {
         let state = self.state();
-        let summary =
-            BalloonSummary { target_bytes: state.target_bytes, actual_bytes: 0, state: BalloonState::Idle };
+        let summary = BalloonSummary {
+            target_bytes: state.target_bytes,
+            actual_bytes: 0,
+            state: BalloonState::Idle,
+        };
         VmInfo {
             state: state.vm,
             cpus: 2,
@@ -308,7 +312,9 @@ impl VmControl for TestVm {
             negotiated_features: BalloonFeature::from_bits(0b10_0110),
             poison: None,
             discard_inhibited: Some("a migration is coming in".into()),
-            statistics_interval_seconds: state.interval.map_or(0, |interval| interval.as_secs() as u32),
+            statistics_interval_seconds: state
+                .interval
+                .map_or(0, |interval| interval.as_secs() as u32),
         })
     }
 

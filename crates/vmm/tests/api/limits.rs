@@ -96,7 +96,9 @@ fn when_all_connections_are_busy_the_next_is_told_so() {
         })
         .collect();
     match served.client().get::<VmInfo>("/vm") {
-        Err(ClientError::Refused { status: 503, detail }) => assert!(detail.message.contains("all 2")),
+        Err(ClientError::Refused { status: 503, detail }) => {
+            assert!(detail.message.contains("all 2"))
+        }
         other => panic!("{other:?}"),
     }
     assert_eq!(read_answer(&mut busy[0]).status, 504);
@@ -131,7 +133,8 @@ fn after_malformed_bytes_nothing_of_the_connection_is_carried_out() {
         "PUT /vm/pause HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
         "PUT /vm/pause HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     ] {
-        let answers = served.exchange(format!("{start}{}", request("PUT", "/vm/kill", "")).as_bytes());
+        let answers =
+            served.exchange(format!("{start}{}", request("PUT", "/vm/kill", "")).as_bytes());
         assert_eq!(answers.len(), 1, "{start:?}");
         assert!((400..500).contains(&answers[0].status), "{start:?}");
         assert_eq!(answers[0].header("connection"), Some("close"));

@@ -1,5 +1,5 @@
-//! `docs/openapi.json` and the server agree: every documented answer can be had and has the documented form, and
-//! nothing is served that is not documented.
+//! `docs/openapi.json` and the server agree: every documented answer can be had and has the
+//! documented form, and nothing is served that is not documented.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -33,8 +33,9 @@ fn check(document: &Value, operation: &Value, answer: &Answer) {
     let content = response["content"].as_object().unwrap();
     let content_type = answer.header("content-type").unwrap();
     let media_type = content_type.split(';').next().unwrap();
-    let media =
-        content.get(media_type).unwrap_or_else(|| panic!("{media_type} is not documented for {code}"));
+    let media = content
+        .get(media_type)
+        .unwrap_or_else(|| panic!("{media_type} is not documented for {code}"));
     if media_type == "application/json" {
         validate(document, &media["schema"], &answer.json());
     }
@@ -49,7 +50,8 @@ fn validate(document: &Value, schema: &Value, instance: &Value) {
         root[key] = value.clone();
     }
     let validator = jsonschema::draft202012::new(&root).unwrap();
-    let errors: Vec<String> = validator.iter_errors(instance).map(|error| error.to_string()).collect();
+    let errors: Vec<String> =
+        validator.iter_errors(instance).map(|error| error.to_string()).collect();
     assert!(errors.is_empty(), "{instance}\ndoes not match\n{schema}\n{errors:#?}");
 }
 
@@ -83,7 +85,8 @@ fn every_documented_answer_can_be_had_and_matches_its_schema() {
     let servers: Vec<(Mood, Served)> = moods.into_iter().map(|mood| (mood, serve(mood))).collect();
     let mut checked = 0;
     for ((method, path), operation) in operations(&document) {
-        for status in operation["responses"].as_object().unwrap().keys().filter(|status| *status != "default")
+        for status in
+            operation["responses"].as_object().unwrap().keys().filter(|status| *status != "default")
         {
             let (mood, suffix, body) = provocation(&method, &path, status);
             let (_, served) = servers.iter().find(|(server_mood, _)| *server_mood == mood).unwrap();
@@ -99,8 +102,10 @@ fn every_documented_answer_can_be_had_and_matches_its_schema() {
 #[test]
 fn every_route_is_documented_and_every_documented_route_exists() {
     let documented: BTreeSet<_> = operations(&document()).into_keys().collect();
-    let served: BTreeSet<_> =
-        ROUTES.iter().map(|route| (route.method.name().to_owned(), route.path.to_owned())).collect();
+    let served: BTreeSet<_> = ROUTES
+        .iter()
+        .map(|route| (route.method.name().to_owned(), route.path.to_owned()))
+        .collect();
     assert_eq!(documented, served);
 }
 
@@ -209,11 +214,14 @@ fn every_metric_is_documented() {
     assert!(samples.len() > 10);
     for sample in samples {
         let known = |name: &str| {
-            description.contains(&format!("`{name}`")) || description.contains(&format!("`{name}{{kind}}`"))
+            description.contains(&format!("`{name}`"))
+                || description.contains(&format!("`{name}{{kind}}`"))
         };
         let prefixes = ["ebb_balloon_", "ebb_merge_"];
-        let short =
-            prefixes.iter().find_map(|prefix| sample.name.strip_prefix(prefix)).unwrap_or(&sample.name);
+        let short = prefixes
+            .iter()
+            .find_map(|prefix| sample.name.strip_prefix(prefix))
+            .unwrap_or(&sample.name);
         assert!(known(&sample.name) || known(short), "{}", sample.name);
     }
 }

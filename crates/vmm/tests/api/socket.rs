@@ -58,7 +58,8 @@ fn the_thread_can_be_prepared_before_it_serves() {
     let (sender, receiver) = std::sync::mpsc::channel();
     let prepare = move || sender.send(std::thread::current().name().map(str::to_owned)).unwrap();
     let vm = Arc::new(TestVm::new(Mood::Willing));
-    let _server = ApiServer::start_with(&path, vm, ebb_vmm::api::server::Limits::default(), prepare).unwrap();
+    let _server =
+        ApiServer::start_with(&path, vm, ebb_vmm::api::server::Limits::default(), prepare).unwrap();
     assert_eq!(receiver.recv_timeout(PATIENCE).unwrap().as_deref(), Some("api"));
 }
 
@@ -107,7 +108,8 @@ fn the_client_knows_an_impostor() {
         let error = impostor(reply);
         assert!(matches!(error, ClientError::NotEbb { .. }), "{}: {error:?}", reply.escape_ascii());
     }
-    let other_version = impostor(b"HTTP/1.1 200 OK\r\nServer: ebb/9\r\nContent-Length: 2\r\n\r\n{}");
+    let other_version =
+        impostor(b"HTTP/1.1 200 OK\r\nServer: ebb/9\r\nContent-Length: 2\r\n\r\n{}");
     assert!(matches!(other_version, ClientError::Unexpected { .. }), "{other_version:?}");
 }
 

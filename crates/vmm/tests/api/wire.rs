@@ -76,7 +76,10 @@ pub struct Answer {
 
 impl Answer {
     pub fn header(&self, name: &str) -> Option<&str> {
-        self.headers.iter().find(|(key, _)| key.eq_ignore_ascii_case(name)).map(|(_, value)| value.as_str())
+        self.headers
+            .iter()
+            .find(|(key, _)| key.eq_ignore_ascii_case(name))
+            .map(|(_, value)| value.as_str())
     }
 
     pub fn json(&self) -> Value {
@@ -132,7 +135,8 @@ fn parse_answer(bytes: &[u8]) -> Option<(Answer, usize)> {
         .map(|header| (header.name.to_owned(), String::from_utf8(header.value.to_vec()).unwrap()))
         .collect();
     let mut answer = Answer { status: head.code.unwrap(), headers, body: String::new() };
-    let body_bytes: usize = answer.header("content-length").map_or(0, |length| length.parse().unwrap());
+    let body_bytes: usize =
+        answer.header("content-length").map_or(0, |length| length.parse().unwrap());
     let body = bytes.get(head_bytes..head_bytes + body_bytes)?;
     answer.body = String::from_utf8(body.to_vec()).unwrap();
     Some((answer, head_bytes + body_bytes))

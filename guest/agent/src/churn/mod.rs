@@ -1,8 +1,9 @@
-//! Memory is mapped, written, checked, given back in part and in whole, and inherited by child processes, while the
-//! content of every page is known. Each page is checked before it is given back.
+//! Memory is mapped, written, checked, given back in part and in whole, and inherited by child
+//! processes, while the content of every page is known. Each page is checked before it is given
+//! back.
 //!
-//! What is done depends on a seed alone, except for how far it gets within a time limit. All of it is ordinary use of
-//! memory; what a page holds is wrong only if somebody else has written to it.
+//! What is done depends on a seed alone, except for how far it gets within a time limit. All of it
+//! is ordinary use of memory; what a page holds is wrong only if somebody else has written to it.
 
 mod region;
 
@@ -83,7 +84,10 @@ impl Churn {
     /// Does it. The calling process must have a single thread.
     pub fn run(self) -> Result<ChurnReport, String> {
         if !(1..=TASK_LIMIT).contains(&self.tasks) {
-            return Err(format!("tasks: {} was asked for; 1 to {TASK_LIMIT} are possible", self.tasks));
+            return Err(format!(
+                "tasks: {} was asked for; 1 to {TASK_LIMIT} are possible",
+                self.tasks
+            ));
         }
         let tasks = u64::from(self.tasks);
         let task_bytes = self.bytes / tasks;
@@ -100,7 +104,8 @@ impl Churn {
         let children = (0..tasks)
             .map(|index| {
                 // The first ones take what the division leaves over.
-                let operations = self.operations.map(|all| all / tasks + u64::from(index < all % tasks));
+                let operations =
+                    self.operations.map(|all| all / tasks + u64::from(index < all % tasks));
                 let pages = usize::try_from(task_bytes / PAGE_BYTES as u64).unwrap_or(usize::MAX);
                 let seed = mix(self.seed.wrapping_add(index));
                 Child::start(|| Ok(Task::new(seed, pages).run(operations, deadline)))
@@ -136,7 +141,12 @@ struct Task {
 
 impl Task {
     fn new(seed: u64, limit_pages: usize) -> Self {
-        Self { random: Random::new(seed), limit_pages, regions: Vec::new(), report: ChurnReport::default() }
+        Self {
+            random: Random::new(seed),
+            limit_pages,
+            regions: Vec::new(),
+            report: ChurnReport::default(),
+        }
     }
 
     fn run(mut self, operations: Option<u64>, deadline: Option<Instant>) -> ChurnReport {
@@ -236,7 +246,8 @@ impl Task {
         self.regions[index].verify(pages, |page| report.wrong(page));
     }
 
-    /// A child process writes to what it inherits while this one does the same, so that both take copies.
+    /// A child process writes to what it inherits while this one does the same, so that both take
+    /// copies.
     fn fork(&mut self, index: usize, pages: std::ops::Range<usize>) {
         self.report.forks += 1;
         let region = &mut self.regions[index];
@@ -244,7 +255,8 @@ impl Task {
         // What both see only one of them may write to.
         let childs = if region.is_shared() { 0..0 } else { pages.clone() };
         let child = Child::start(|| {
-            let mut report = ChurnReport { pages_written: childs.len() as u64, ..ChurnReport::default() };
+            let mut report =
+                ChurnReport { pages_written: childs.len() as u64, ..ChurnReport::default() };
             region.write(childs);
             if !region.is_shared() {
                 report.pages_verified = all.len() as u64;
@@ -277,7 +289,8 @@ impl Task {
 mod tests {
     use super::*;
 
-    const CHURN: Churn = Churn { bytes: 8 << 20, tasks: 1, seed: 1, operations: Some(1), seconds: None };
+    const CHURN: Churn =
+        Churn { bytes: 8 << 20, tasks: 1, seed: 1, operations: Some(1), seconds: None };
 
     /// Operations of a task without those that need a process with a single thread.
     fn steps(seed: u64, count: usize) -> ChurnReport {
@@ -299,8 +312,14 @@ mod tests {
     #[test]
     fn nothing_is_wrong_and_everything_is_given_back() {
         let report = steps(5, 400);
-        assert_eq!((report.operations, report.wrong_pages, report.first_wrong.as_ref()), (400, 0, None));
-        assert!(report.pages_written > 1000 && report.pages_verified > report.pages_written, "{report:?}");
+        assert_eq!(
+            (report.operations, report.wrong_pages, report.first_wrong.as_ref()),
+            (400, 0, None)
+        );
+        assert!(
+            report.pages_written > 1000 && report.pages_verified > report.pages_written,
+            "{report:?}"
+        );
         assert!(report.pages_freed > 0 && report.refused == 0, "{report:?}");
     }
 

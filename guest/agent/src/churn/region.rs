@@ -13,7 +13,8 @@ use crate::random::mix;
 
 /// Words of a wrong page that are told.
 const SHOWN_WORDS: usize = 4;
-/// Bits of an entry of `/proc/PID/pagemap` that are the page's number (Linux Documentation/admin-guide/mm/pagemap.rst).
+/// Bits of an entry of `/proc/PID/pagemap` that are the page's number (Linux
+/// Documentation/admin-guide/mm/pagemap.rst).
 const PAGEMAP_PFN: u64 = (1 << 55) - 1;
 
 /// Where a region's pages come from.
@@ -49,7 +50,8 @@ pub struct WrongPage {
     pub found: Vec<String>,
 }
 
-/// Memory of which every page's content is known. A page was never written, or holds the pattern of its version.
+/// Memory of which every page's content is known. A page was never written, or holds the pattern of
+/// its version.
 #[derive(Debug)]
 pub struct Region {
     source: Source,
@@ -71,7 +73,8 @@ impl Region {
             Source::Huge => (None, Mapping::huge(bytes)?),
             Source::SharedFile | Source::PrivateFile => {
                 let file = unnamed_file(bytes)?;
-                let sharing = if source == Source::SharedFile { Sharing::Shared } else { Sharing::Private };
+                let sharing =
+                    if source == Source::SharedFile { Sharing::Shared } else { Sharing::Private };
                 let mapping = Mapping::of_file(&file, bytes, sharing)?;
                 (Some(file), mapping)
             }
@@ -111,7 +114,8 @@ impl Region {
         }
     }
 
-    /// Gives these pages back: they become what they are without a copy, which is zeros or the file's content.
+    /// Gives these pages back: they become what they are without a copy, which is zeros or the
+    /// file's content.
     pub fn give_back(&mut self, pages: Range<usize>) -> io::Result<()> {
         // A shared file's pages would stay in the page cache; removal takes them from there too.
         let advice = if self.is_shared() { Advice::LinuxRemove } else { Advice::LinuxDontNeed };
@@ -139,7 +143,11 @@ impl Region {
 
     fn restore(&mut self, page: usize) {
         let content = self.content(page);
-        self.mapping.page_mut(page).iter_mut().zip(content).for_each(|(word, content)| *word = content);
+        self.mapping
+            .page_mut(page)
+            .iter_mut()
+            .zip(content)
+            .for_each(|(word, content)| *word = content);
     }
 
     fn describe(&self, page: usize) -> WrongPage {
@@ -166,7 +174,8 @@ fn hex(number: u64) -> String {
     format!("{number:#x}")
 }
 
-/// Number of the page frame at an address of this process. The kernel tells it to privileged processes only.
+/// Number of the page frame at an address of this process. The kernel tells it to privileged
+/// processes only.
 fn pfn_of(address: u64) -> Option<u64> {
     let mut entry = [0; 8];
     let page = address / PAGE_BYTES as u64;
@@ -178,7 +187,8 @@ fn pfn_of(address: u64) -> Option<u64> {
 mod tests {
     use super::*;
 
-    const ALL: [Source; 4] = [Source::Anonymous, Source::Huge, Source::SharedFile, Source::PrivateFile];
+    const ALL: [Source; 4] =
+        [Source::Anonymous, Source::Huge, Source::SharedFile, Source::PrivateFile];
 
     fn wrong(region: &mut Region) -> Vec<WrongPage> {
         let mut wrong = Vec::new();

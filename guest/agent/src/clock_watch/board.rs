@@ -1,4 +1,5 @@
-//! What the readers have seen, in memory that all of them share and that can be looked at while they go on.
+//! What the readers have seen, in memory that all of them share and that can be looked at while
+//! they go on.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
@@ -29,9 +30,9 @@ pub struct CpuReport {
     pub tsc: u64,
     /// CLOCK_MONOTONIC, smaller than this reader's own reading before.
     pub backward: Steps,
-    /// CLOCK_MONOTONIC, smaller than a value that some reader had published before this reading began: kvm-unit-tests'
-    /// kvmclock_test calls it a warp. Steps backward are among them; after one, every reading counts until the clock
-    /// has passed the largest published value.
+    /// CLOCK_MONOTONIC, smaller than a value that some reader had published before this reading
+    /// began: kvm-unit-tests' kvmclock_test calls it a warp. Steps backward are among them; after
+    /// one, every reading counts until the clock has passed the largest published value.
     pub warps: Steps,
     /// As `backward`, for the time stamp counter.
     pub tsc_backward: Steps,
@@ -60,12 +61,13 @@ impl WatchReport {
         self.cpus.iter().map(|cpu| cpu.readings).sum()
     }
 
-    /// What must not be, in words; empty if all is well. The time stamp counter is left out: a hypervisor may have
-    /// reasons to set it back.
+    /// What must not be, in words; empty if all is well. The time stamp counter is left out: a
+    /// hypervisor may have reasons to set it back.
     pub fn faults(&self) -> Vec<String> {
         let fault = |cpu: &CpuReport, name: &str, steps: Steps| {
-            (steps.count > 0)
-                .then(|| format!("CPU {}: {} {name}, largest {} ns", cpu.cpu, steps.count, steps.largest))
+            (steps.count > 0).then(|| {
+                format!("CPU {}: {} {name}, largest {} ns", cpu.cpu, steps.count, steps.largest)
+            })
         };
         let faults = self.cpus.iter().flat_map(|cpu| {
             [
@@ -95,13 +97,18 @@ impl AtomicSteps {
     }
 
     fn load(&self) -> Steps {
-        Steps { count: self.count.load(Ordering::Relaxed), largest: self.largest.load(Ordering::Relaxed) }
+        Steps {
+            count: self.count.load(Ordering::Relaxed),
+            largest: self.largest.load(Ordering::Relaxed),
+        }
     }
 }
 
-/// The record of one reader, apart from the others' in memory so that they do not slow each other down.
+/// The record of one reader, apart from the others' in memory so that they do not slow each other
+/// down.
 ///
-/// All zeros is a record without readings. Only its reader writes to it, apart from `gap_since_report`.
+/// All zeros is a record without readings. Only its reader writes to it, apart from
+/// `gap_since_report`.
 #[repr(align(128))]
 #[derive(Default)]
 struct Record {
@@ -163,8 +170,9 @@ pub struct Board {
 }
 
 impl Board {
-    /// What was published so far. To be called before the clocks are read: a value that is here was read earlier, on
-    /// whatever processor, so that a smaller one afterwards means that time went backward.
+    /// What was published so far. To be called before the clocks are read: a value that is here was
+    /// read earlier, on whatever processor, so that a smaller one afterwards means that time went
+    /// backward.
     pub fn published(&self) -> Published {
         Published {
             monotonic_ns: self.monotonic.0.load(Ordering::Acquire),
@@ -181,7 +189,9 @@ impl Board {
             let last = record.monotonic.load(Ordering::Relaxed);
             record.backward.judge(last, now.monotonic_ns);
             record.tsc_backward.judge(record.tsc.load(Ordering::Relaxed), now.tsc);
-            record.realtime_backward.judge(record.realtime.load(Ordering::Relaxed), now.realtime_ns);
+            record
+                .realtime_backward
+                .judge(record.realtime.load(Ordering::Relaxed), now.realtime_ns);
             let gap = now.monotonic_ns.saturating_sub(last);
             record.gap.fetch_max(gap, Ordering::Relaxed);
             record.gap_since_report.fetch_max(gap, Ordering::Relaxed);
@@ -203,7 +213,8 @@ impl Board {
         self.error.store(errno.unsigned_abs(), Ordering::Relaxed);
     }
 
-    /// What was seen by the readers of these processors; begins a new interval of `largest_gap_since_report_ns`.
+    /// What was seen by the readers of these processors; begins a new interval of
+    /// `largest_gap_since_report_ns`.
     pub fn report(&self, cpus: &[u32]) -> Result<WatchReport, std::io::Error> {
         match self.error.load(Ordering::Relaxed) {
             0 => {}

@@ -1,8 +1,8 @@
 //! One reader a processor looks at the clocks all the time and takes note of what must not happen.
 //!
-//! The readers are threads of a process of their own: the agent, which starts other processes, keeps a single thread.
-//! What they see is in shared memory, so that it can be reported while they go on, and after a guest was saved and
-//! restored.
+//! The readers are threads of a process of their own: the agent, which starts other processes,
+//! keeps a single thread. What they see is in shared memory, so that it can be reported while they
+//! go on, and after a guest was saved and restored.
 
 mod board;
 
@@ -36,7 +36,8 @@ pub struct Rhythm {
     pub pause: Duration,
 }
 
-/// A board in memory that is shared with a child process. It is never unmapped: the agent needs few in its life.
+/// A board in memory that is shared with a child process. It is never unmapped: the agent needs few
+/// in its life.
 #[derive(Clone, Copy)]
 struct SharedBoard(NonNull<Board>);
 
@@ -58,8 +59,9 @@ impl Deref for SharedBoard {
     type Target = Board;
 
     fn deref(&self) -> &Board {
-        // SAFETY: the memory is mapped, page-aligned, as large as a board and never unmapped; it began as zeros, which
-        // is a valid board; all that write to it, in whatever process, do so through atomics.
+        // SAFETY: the memory is mapped, page-aligned, as large as a board and never unmapped; it
+        // began as zeros, which is a valid board; all that write to it, in whatever process, do so
+        // through atomics.
         unsafe { self.0.as_ref() }
     }
 }
@@ -84,11 +86,14 @@ impl ClockWatch {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
         }
         let allowed = sched_getaffinity(None)?;
-        let cpus: Vec<u32> =
-            (0..CpuSet::MAX_CPU as u32).filter(|cpu| allowed.is_set(*cpu as usize)).take(CPU_LIMIT).collect();
+        let cpus: Vec<u32> = (0..CpuSet::MAX_CPU as u32)
+            .filter(|cpu| allowed.is_set(*cpu as usize))
+            .take(CPU_LIMIT)
+            .collect();
         let board = SharedBoard::new()?;
         let parent = getpid();
-        // SAFETY: the process has a single thread (required above), so that the child finds no lock held by another.
+        // SAFETY: the process has a single thread (required above), so that the child finds no lock
+        // held by another.
         match unsafe { libc::fork() } {
             -1 => Err(io::Error::last_os_error()),
             0 => run_child(parent, board, &cpus, rhythm),
@@ -119,7 +124,9 @@ impl ClockWatch {
 impl Drop for ClockWatch {
     fn drop(&mut self) {
         let _ = kill_process(self.pid, Signal::KILL);
-        while matches!(waitpid(Some(self.pid), WaitOptions::empty()), Err(rustix::io::Errno::INTR)) {}
+        while matches!(waitpid(Some(self.pid), WaitOptions::empty()), Err(rustix::io::Errno::INTR))
+        {
+        }
     }
 }
 
@@ -141,7 +148,9 @@ fn run_child(parent: Pid, board: SharedBoard, cpus: &[u32], rhythm: Rhythm) -> !
                         Err(errno) => board.fail(errno.raw_os_error()),
                     }
                 });
-                reader.map_err(|error| board.fail(error.raw_os_error().unwrap_or(libc::EAGAIN))).ok()
+                reader
+                    .map_err(|error| board.fail(error.raw_os_error().unwrap_or(libc::EAGAIN)))
+                    .ok()
             })
             .collect();
         for reader in readers {
@@ -162,7 +171,8 @@ fn read_on(board: &Board, index: usize, rhythm: Rhythm) -> ! {
     loop {
         for number in 0..rhythm.burst_readings {
             let before = board.published();
-            // The counter first: its fences keep all readings behind the load of what was published.
+            // The counter first: its fences keep all readings behind the load of what was
+            // published.
             let tsc = clock::tsc();
             let monotonic_ns = clock::read(ClockId::Monotonic);
             let realtime_ns = clock::read(ClockId::Realtime);

@@ -11,7 +11,8 @@ use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
 use super::TASK_LIMIT;
 
-/// One task's counter, on a cache line of its own and apart from the next one, which processors fetch along.
+/// One task's counter, on a cache line of its own and apart from the next one, which processors
+/// fetch along.
 #[repr(align(128))]
 struct Counter(AtomicU64);
 
@@ -89,15 +90,17 @@ impl Deref for SharedBoard {
     type Target = Board;
 
     fn deref(&self) -> &Board {
-        // SAFETY: the memory is mapped, page-aligned and as large as a board until `self` is dropped; it began as zeros,
-        // which is a valid board; all that write to it, in whatever process, do so through atomics.
+        // SAFETY: the memory is mapped, page-aligned and as large as a board until `self` is
+        // dropped; it began as zeros, which is a valid board; all that write to it, in whatever
+        // process, do so through atomics.
         unsafe { self.0.as_ref() }
     }
 }
 
 impl Drop for SharedBoard {
     fn drop(&mut self) {
-        // SAFETY: the mapping is this value's own and no reference into it outlives it; other processes have their own.
+        // SAFETY: the mapping is this value's own and no reference into it outlives it; other
+        // processes have their own.
         let _ = unsafe { munmap(self.0.as_ptr().cast(), size_of::<Board>()) };
     }
 }

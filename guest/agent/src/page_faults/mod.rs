@@ -1,9 +1,11 @@
-//! Page faults as fast as they come: the test cases page_fault1 to page_fault3 of the benchmark suite will-it-scale.
+//! Page faults as fast as they come: the test cases page_fault1 to page_fault3 of the benchmark
+//! suite will-it-scale.
 //!
-//! Each task is bound to a processor, waits for all others, and then maps memory, writes one byte to each page of 4 KiB,
-//! which is what is counted, and unmaps it, again and again. The counts are read once a second; the first second is left
-//! out. Differences from the original: the size of a mapping is a parameter, and whether page_fault1 gets huge pages is
-//! said by `madvise(2)` rather than left to the guest's setting.
+//! Each task is bound to a processor, waits for all others, and then maps memory, writes one byte
+//! to each page of 4 KiB, which is what is counted, and unmaps it, again and again. The counts are
+//! read once a second; the first second is left out. Differences from the original: the size of a
+//! mapping is a parameter, and whether page_fault1 gets huge pages is said by `madvise(2)` rather
+//! than left to the guest's setting.
 
 mod board;
 
@@ -34,7 +36,8 @@ const LOOK: Duration = Duration::from_millis(1);
 pub enum FaultKind {
     /// Private anonymous memory, no huge pages: page_fault1.
     Fault1,
-    /// Private anonymous memory in huge pages, at a huge page's boundary: page_fault1 with transparent huge pages.
+    /// Private anonymous memory in huge pages, at a huge page's boundary: page_fault1 with
+    /// transparent huge pages.
     Fault1Huge,
     /// A file in `/tmp`, mapped privately: page_fault2. Each write takes a copy of the file's page.
     Fault2,
@@ -86,7 +89,8 @@ impl PageFaults {
         self.check()?;
         let board = SharedBoard::new().map_err(|error| format!("memory for counters: {error}"))?;
         let cpus = allowed_cpus().map_err(|error| format!("processors: {error}"))?;
-        let tasks: Vec<(usize, u32)> = (0..self.tasks as usize).zip(cpus.into_iter().cycle()).collect();
+        let tasks: Vec<(usize, u32)> =
+            (0..self.tasks as usize).zip(cpus.into_iter().cycle()).collect();
         let report = match self.task_kind {
             TaskKind::Processes => self.run_processes(&board, &tasks),
             TaskKind::Threads => self.run_threads(&board, &tasks),
@@ -104,14 +108,19 @@ impl PageFaults {
         };
         limits("tasks", self.tasks, TASK_LIMIT)?;
         limits("seconds", self.seconds, SECONDS_LIMIT)?;
-        let unit = if self.kind == FaultKind::Fault1Huge { HUGE_PAGE_BYTES } else { PAGE_BYTES } as u64;
+        let unit =
+            if self.kind == FaultKind::Fault1Huge { HUGE_PAGE_BYTES } else { PAGE_BYTES } as u64;
         match self.mapping_bytes {
             bytes if bytes > 0 && bytes.is_multiple_of(unit) => Ok(()),
             bytes => Err(format!("mapping_bytes: {bytes} is no multiple of {unit}")),
         }
     }
 
-    fn run_processes(self, board: &SharedBoard, tasks: &[(usize, u32)]) -> Result<FaultReport, String> {
+    fn run_processes(
+        self,
+        board: &SharedBoard,
+        tasks: &[(usize, u32)],
+    ) -> Result<FaultReport, String> {
         // Should one fail to start, those before it are killed by being dropped.
         let start = |(index, cpu): &(usize, u32)| {
             Child::<()>::start(|| self.task(board, *index, *cpu)).map_err(describe)
@@ -124,7 +133,11 @@ impl PageFaults {
         report
     }
 
-    fn run_threads(self, board: &SharedBoard, tasks: &[(usize, u32)]) -> Result<FaultReport, String> {
+    fn run_threads(
+        self,
+        board: &SharedBoard,
+        tasks: &[(usize, u32)],
+    ) -> Result<FaultReport, String> {
         thread::scope(|scope| {
             let mut threads = Vec::new();
             for (index, cpu) in tasks {
@@ -171,7 +184,8 @@ impl PageFaults {
             last = now;
         }
         let first = first.ok_or("no second counts")?;
-        let tasks: Vec<u64> = last.1.iter().zip(&first.1).map(|(last, first)| last - first).collect();
+        let tasks: Vec<u64> =
+            last.1.iter().zip(&first.1).map(|(last, first)| last - first).collect();
         let ops_total = tasks.iter().sum();
         let ops_per_s = ops_total as f64 / (last.0 - first.0).as_secs_f64();
         Ok(FaultReport { ops_total, ops_per_s, samples, tasks })
@@ -192,8 +206,12 @@ impl PageFaults {
             FaultKind::Fault1 | FaultKind::Fault1Huge => None,
         };
         let map = || match (self.kind, &file) {
-            (FaultKind::Fault2, Some(file)) => Mapping::of_file(file, self.mapping_bytes, Sharing::Private),
-            (FaultKind::Fault3, Some(file)) => Mapping::of_file(file, self.mapping_bytes, Sharing::Shared),
+            (FaultKind::Fault2, Some(file)) => {
+                Mapping::of_file(file, self.mapping_bytes, Sharing::Private)
+            }
+            (FaultKind::Fault3, Some(file)) => {
+                Mapping::of_file(file, self.mapping_bytes, Sharing::Shared)
+            }
             (FaultKind::Fault1Huge, _) => Mapping::huge(self.mapping_bytes),
             _ => {
                 let mut mapping = Mapping::new(self.mapping_bytes)?;

@@ -22,14 +22,14 @@ pub struct Bitmap<'a> {
 }
 
 impl<'a> Bitmap<'a> {
-    /// The first `bits` bits of `bytes`; bits after them in the last byte are not looked at. `None` if there are fewer
-    /// bytes than that.
+    /// The first `bits` bits of `bytes`; bits after them in the last byte are not looked at. `None`
+    /// if there are fewer bytes than that.
     pub fn new(bytes: &'a [u8], bits: u32) -> Option<Self> {
         (bits.div_ceil(8) as usize <= bytes.len()).then_some(Self { bytes, bits })
     }
 
-    /// The runs of set bits within `window`, in ascending order; a run that crosses the window's end is cut there. The
-    /// part of the window beyond the bitmap is empty.
+    /// The runs of set bits within `window`, in ascending order; a run that crosses the window's
+    /// end is cut there. The part of the window beyond the bitmap is empty.
     pub fn runs(self, window: Range<u32>) -> BitRuns<'a> {
         BitRuns { bitmap: self, next: window.start, end: window.end.min(self.bits) }
     }
@@ -43,8 +43,8 @@ impl<'a> Bitmap<'a> {
         }
     }
 
-    /// The first bit from `from` on, and before `end`, whose word has it set after `invert` was applied; `end` if there
-    /// is none.
+    /// The first bit from `from` on, and before `end`, whose word has it set after `invert` was
+    /// applied; `end` if there is none.
     fn find(&self, from: u32, end: u32, invert: u64) -> u32 {
         let mut index = from as usize / 64;
         let mut mask = u64::MAX << (from % 64);
@@ -92,8 +92,9 @@ pub struct BitmapWriter<'a> {
 }
 
 impl<'a> BitmapWriter<'a> {
-    /// An empty bitmap of `bits` bits in the first bytes of `bytes`, each of them a block of `page_shift`, the first of
-    /// them at `start`. `None` if there are fewer bytes than that, or if no message can have such a bitmap.
+    /// An empty bitmap of `bits` bits in the first bytes of `bytes`, each of them a block of
+    /// `page_shift`, the first of them at `start`. `None` if there are fewer bytes than that, or if
+    /// no message can have such a bitmap.
     pub fn new(bytes: &'a mut [u8], start: Pfn, page_shift: u32, bits: u32) -> Option<Self> {
         let order = page_shift.checked_sub(PAGE_SHIFT).filter(|_| page_shift <= MAX_PAGE_SHIFT)?;
         if bits > MAX_BITMAP_BITS || !start.0.is_multiple_of(1 << order) {
@@ -104,8 +105,8 @@ impl<'a> BitmapWriter<'a> {
         Some(Self { bytes, start, page_shift, bits })
     }
 
-    /// Sets the bits of the whole blocks in `range`; returns the pages for which that was possible, which are empty if
-    /// the range has no whole block in the bitmap's window.
+    /// Sets the bits of the whole blocks in `range`; returns the pages for which that was possible,
+    /// which are empty if the range has no whole block in the bitmap's window.
     pub fn set(&mut self, range: PageRange) -> PageRange {
         let order = self.page_shift - PAGE_SHIFT;
         let window = PageRange::new(self.start, u64::from(self.bits) << order);
@@ -128,6 +129,9 @@ impl<'a> BitmapWriter<'a> {
             self.bytes[first_byte + 1..last_byte].fill(u8::MAX);
             self.bytes[last_byte] |= last_mask;
         }
-        PageRange::new(Pfn(self.start.0 + ((first as u64) << order)), ((end - first) as u64) << order)
+        PageRange::new(
+            Pfn(self.start.0 + ((first as u64) << order)),
+            ((end - first) as u64) << order,
+        )
     }
 }

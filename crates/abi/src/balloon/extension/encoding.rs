@@ -44,8 +44,8 @@ impl Encoding {
     }
 }
 
-/// What of a set of blocks decides how long their message is in each encoding. A driver keeps it up to date while it
-/// allocates, at no more than a few instructions a block.
+/// What of a set of blocks decides how long their message is in each encoding. A driver keeps it up
+/// to date while it allocates, at no more than a few instructions a block.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Shape {
     /// Pages in all blocks.
@@ -68,8 +68,9 @@ impl Shape {
         self.pages = self.pages.saturating_add(block.pages);
         self.ranges += 1;
         self.alignment |= start | end;
-        self.bounds =
-            Some(self.bounds.map_or((start, end), |(first, last)| (first.min(start), last.max(end))));
+        self.bounds = Some(
+            self.bounds.map_or((start, end), |(first, last)| (first.min(start), last.max(end))),
+        );
     }
 
     /// The shape of a set of blocks.
@@ -89,12 +90,14 @@ impl Shape {
         self.bounds.map_or(0, |(first, _)| first)
     }
 
-    /// Bits of a bitmap with [`page_shift`](Self::page_shift) from [`first_page`](Self::first_page) on.
+    /// Bits of a bitmap with [`page_shift`](Self::page_shift) from [`first_page`](Self::first_page)
+    /// on.
     pub fn bits(&self) -> u64 {
         self.bounds.map_or(0, |(first, end)| (end - first) >> (self.page_shift() - PAGE_SHIFT))
     }
 
-    /// Bytes of the message in an encoding, header included; `None` if the set does not fit into one such message.
+    /// Bytes of the message in an encoding, header included; `None` if the set does not fit into
+    /// one such message.
     pub fn message_bytes(&self, encoding: Encoding) -> Option<usize> {
         let (count, limit, bits_each) = match encoding {
             Encoding::Pfns => {
@@ -108,8 +111,8 @@ impl Shape {
         Some(HEADER_BYTES + (count as usize * bits_each).div_ceil(8))
     }
 
-    /// The allowed encoding with the shortest message; the one that is cheapest to read among equals. `None` if the
-    /// set is empty or has to be divided.
+    /// The allowed encoding with the shortest message; the one that is cheapest to read among
+    /// equals. `None` if the set is empty or has to be divided.
     pub fn shortest(&self, negotiated: Features) -> Option<Encoding> {
         [Encoding::Ranges, Encoding::Bitmap, Encoding::Pfns]
             .into_iter()

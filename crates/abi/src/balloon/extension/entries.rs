@@ -7,7 +7,8 @@ use super::{PFN_LIMIT, RANGE_BYTES};
 use crate::balloon::PFN_BYTES;
 use crate::{PageRange, Pfn};
 
-/// Iterator over the page frame numbers of a payload. Bytes after the last whole number are left out.
+/// Iterator over the page frame numbers of a payload. Bytes after the last whole number are left
+/// out.
 #[derive(Clone, Debug)]
 pub struct Pfns<'a>(&'a [[u8; PFN_BYTES]]);
 

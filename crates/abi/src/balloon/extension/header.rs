@@ -3,7 +3,9 @@
 use core::fmt;
 use core::mem::{align_of, offset_of, size_of};
 
-use super::{Encoding, HEADER_BYTES, MAX_BITMAP_BITS, MAX_PAGE_SHIFT, MAX_PFNS, MAX_RANGES, PFN_LIMIT};
+use super::{
+    Encoding, HEADER_BYTES, MAX_BITMAP_BITS, MAX_PAGE_SHIFT, MAX_PFNS, MAX_RANGES, PFN_LIMIT,
+};
 use super::{MAX_MESSAGE_BYTES, RANGE_BYTES};
 use crate::balloon::{Le16, Le64, PFN_BYTES};
 use crate::{PAGE_SHIFT, PageRange, Pfn};
@@ -140,9 +142,11 @@ pub enum HeaderError {
     Status(u16),
     /// The request's number is 0 in an answer, or not 0 in another message.
     RequestId(u64),
-    /// The blocks of a bitmap have another size than 4 KiB to 1 GiB, or the unit of another encoding is not 4 KiB.
+    /// The blocks of a bitmap have another size than 4 KiB to 1 GiB, or the unit of another
+    /// encoding is not 4 KiB.
     PageShift(u16),
-    /// A bitmap starts within a block or ends beyond the address space, or another encoding has a start.
+    /// A bitmap starts within a block or ends beyond the address space, or another encoding has a
+    /// start.
     StartPfn(u64),
     /// There are too many entries, or none in a message that must have some.
     Count(u64),
@@ -153,9 +157,15 @@ impl fmt::Display for HeaderError {
         match self {
             Self::Command(number) => write!(formatter, "no command has the number {number}"),
             Self::Encoding(number) => write!(formatter, "no encoding has the number {number}"),
-            Self::Status(number) => write!(formatter, "status {number} does not go with the command"),
-            Self::RequestId(id) => write!(formatter, "request number {id} does not go with the command"),
-            Self::PageShift(shift) => write!(formatter, "page shift {shift} does not go with the encoding"),
+            Self::Status(number) => {
+                write!(formatter, "status {number} does not go with the command")
+            }
+            Self::RequestId(id) => {
+                write!(formatter, "request number {id} does not go with the command")
+            }
+            Self::PageShift(shift) => {
+                write!(formatter, "page shift {shift} does not go with the encoding")
+            }
             Self::StartPfn(pfn) => write!(formatter, "pages cannot start at {pfn:#x}"),
             Self::Count(count) => write!(formatter, "{count} entries"),
         }
@@ -187,7 +197,9 @@ impl Header {
             Layout::Ranges { .. } => MAX_RANGES,
             Layout::Bitmap { start, page_shift, bits } => {
                 if !(PAGE_SHIFT..=MAX_PAGE_SHIFT).contains(&page_shift) {
-                    return Err(HeaderError::PageShift(u16::try_from(page_shift).unwrap_or(u16::MAX)));
+                    return Err(HeaderError::PageShift(
+                        u16::try_from(page_shift).unwrap_or(u16::MAX),
+                    ));
                 }
                 let order = page_shift - PAGE_SHIFT;
                 let end = start.0.checked_add(u64::from(bits) << order);
@@ -311,7 +323,8 @@ impl Wire {
     }
 }
 
-/// The bytes of a field of a structure; `offset` is that of the field, so that the array ends within the structure.
+/// The bytes of a field of a structure; `offset` is that of the field, so that the array ends
+/// within the structure.
 pub(super) fn field<const SIZE: usize>(bytes: &[u8], offset: usize) -> [u8; SIZE] {
     core::array::from_fn(|index| bytes[offset + index])
 }

@@ -60,7 +60,9 @@ impl fmt::Display for RequestError {
         match self {
             Self::Command(number) => write!(formatter, "no request has the command {number}"),
             Self::RequestId => formatter.write_str("request number 0"),
-            Self::PageShift(shift) => write!(formatter, "page shift {shift} does not go with the request"),
+            Self::PageShift(shift) => {
+                write!(formatter, "page shift {shift} does not go with the request")
+            }
             Self::Reserved(value) => write!(formatter, "reserved field is {value}"),
         }
     }
@@ -85,7 +87,8 @@ impl HostRequest {
         let mut bytes = [0; REQUEST_BYTES];
         bytes[offset_of!(Wire, command)..][..2].copy_from_slice(&command.to_le_bytes());
         bytes[offset_of!(Wire, page_shift)..][..2].copy_from_slice(&page_shift.to_le_bytes());
-        bytes[offset_of!(Wire, request_id)..][..8].copy_from_slice(&self.request_id().to_le_bytes());
+        bytes[offset_of!(Wire, request_id)..][..8]
+            .copy_from_slice(&self.request_id().to_le_bytes());
         bytes
     }
 

@@ -14,7 +14,8 @@ fn range(start: u64, pages: u64) -> PageRange {
 
 #[test]
 fn fields_lie_where_the_specification_says() {
-    let answer = Purpose::FreePages { request_id: 0x0807_0605_0403_0201, status: AnswerStatus::Done };
+    let answer =
+        Purpose::FreePages { request_id: 0x0807_0605_0403_0201, status: AnswerStatus::Done };
     let layout = Layout::Bitmap { start: Pfn(0x1_0000_0200), page_shift: 21, bits: 0x0102 };
     let bytes = Header::new(answer, layout).unwrap().to_bytes();
     assert_eq!(
@@ -30,7 +31,10 @@ fn fields_lie_where_the_specification_says() {
         HostRequest::Cancel { request_id: 9 }.to_bytes(),
         [4, 0, 0, 0, 0, 0, 0, 0, 9, 0, 0, 0, 0, 0, 0, 0]
     );
-    assert_eq!(encode_range(range(0x0201, 0x0403)), [1, 2, 0, 0, 0, 0, 0, 0, 3, 4, 0, 0, 0, 0, 0, 0]);
+    assert_eq!(
+        encode_range(range(0x0201, 0x0403)),
+        [1, 2, 0, 0, 0, 0, 0, 0, 3, 4, 0, 0, 0, 0, 0, 0]
+    );
 }
 
 /// The two messages that the specification shows (section "Names for C").
@@ -41,7 +45,9 @@ fn the_examples_are_right() {
         .lines()
         .map(str::trim)
         .filter(|line| line.len() >= 2 && line.split_whitespace().all(|byte| byte.len() == 2))
-        .filter_map(|line| line.split_whitespace().map(|byte| u8::from_str_radix(byte, 16).ok()).collect())
+        .filter_map(|line| {
+            line.split_whitespace().map(|byte| u8::from_str_radix(byte, 16).ok()).collect()
+        })
         .collect();
     let layout = Layout::Ranges { count: 1 };
     assert_eq!(hex[0], Header::new(Purpose::Inflate, layout).unwrap().to_bytes());
@@ -49,7 +55,8 @@ fn the_examples_are_right() {
     let purpose = Purpose::FreePages { request_id: 7, status: AnswerStatus::Done };
     let layout = Layout::Bitmap { start: Pfn::containing(4 << 30), page_shift: 21, bits: 4 };
     assert_eq!(hex[2], Header::new(purpose, layout).unwrap().to_bytes());
-    let runs: Vec<_> = Bitmap::new(&hex[3], 4).unwrap().runs(0..4).map(|run| (run.first, run.bits)).collect();
+    let runs: Vec<_> =
+        Bitmap::new(&hex[3], 4).unwrap().runs(0..4).map(|run| (run.first, run.bits)).collect();
     assert_eq!(runs, [(0, 1), (3, 1)]);
     assert_eq!(hex.len(), 4);
 }
@@ -86,7 +93,10 @@ fn each_field_is_checked() {
     assert!(broken(16, PFN_LIMIT - 64 * 512, 8).is_ok());
     let start = PFN_LIMIT - 63 * 512;
     assert_eq!(broken(16, start, 8), Err(HeaderError::StartPfn(start)));
-    assert_eq!(broken(16, 0_u64.wrapping_sub(512), 8), Err(HeaderError::StartPfn(0_u64.wrapping_sub(512))));
+    assert_eq!(
+        broken(16, 0_u64.wrapping_sub(512), 8),
+        Err(HeaderError::StartPfn(0_u64.wrapping_sub(512)))
+    );
     assert!(broken(24, MAX_BITMAP_BITS.into(), 8).is_ok());
     for count in [0, u64::from(MAX_BITMAP_BITS) + 1, u64::from(u32::MAX) + 1, u64::MAX] {
         assert_eq!(broken(24, count, 8), Err(HeaderError::Count(count)));
@@ -116,9 +126,10 @@ fn requests_are_checked_too() {
     assert_eq!(HostRequest::from_bytes(bytes(3, 11, 0, 1)), Err(RequestError::PageShift(11)));
     assert_eq!(HostRequest::from_bytes(bytes(4, 12, 0, 1)), Err(RequestError::PageShift(12)));
     assert_eq!(HostRequest::from_bytes(bytes(4, 0, 1, 1)), Err(RequestError::Reserved(1 << 24)));
-    for request in
-        [HostRequest::FreePages { request_id: 5, page_shift: 30 }, HostRequest::Cancel { request_id: 5 }]
-    {
+    for request in [
+        HostRequest::FreePages { request_id: 5, page_shift: 30 },
+        HostRequest::Cancel { request_id: 5 },
+    ] {
         assert_eq!(HostRequest::from_bytes(request.to_bytes()), Ok(request));
     }
 }
@@ -126,7 +137,9 @@ fn requests_are_checked_too() {
 #[test]
 fn ranges_outside_the_address_space_are_told_apart() {
     let mut bytes = Vec::new();
-    for (start, pages) in [(5, 1), (5, 0), (PFN_LIMIT - 1, 1), (PFN_LIMIT, 1), (u64::MAX, 2), (2, u64::MAX)] {
+    for (start, pages) in
+        [(5, 1), (5, 0), (PFN_LIMIT - 1, 1), (PFN_LIMIT, 1), (u64::MAX, 2), (2, u64::MAX)]
+    {
         bytes.extend(encode_range(range(start, pages)));
     }
     bytes.extend([1; 15]);
@@ -137,8 +150,10 @@ fn ranges_outside_the_address_space_are_told_apart() {
 #[test]
 fn the_shortest_encoding_follows_the_blocks() {
     let both = Features::EXTENSION;
-    let shortest = |blocks: &[PageRange], features| Shape::of(blocks.iter().copied()).shortest(features);
-    // 7 GiB in blocks of 4 MiB, every one apart from the next: 448 bytes of bitmap beat 28 KiB of ranges.
+    let shortest =
+        |blocks: &[PageRange], features| Shape::of(blocks.iter().copied()).shortest(features);
+    // 7 GiB in blocks of 4 MiB, every one apart from the next: 448 bytes of bitmap beat 28 KiB of
+    // ranges.
     let blocks: Vec<_> = (0..1792).map(|index| range(index * 2048, 1024)).collect();
     assert_eq!(shortest(&blocks, both), Some(Encoding::Bitmap));
     assert_eq!(Shape::of(blocks.iter().copied()).page_shift(), 22);
@@ -185,7 +200,8 @@ proptest! {
         }
     }
 
-    /// Bytes that are nearly legal; each that is accepted is read back the same and keeps to the bounds.
+    /// Bytes that are nearly legal; each that is accepted is read back the same and keeps to the
+    /// bounds.
     #[test]
     fn accepted_headers_are_bounded(
         command in 0..5_u16,
@@ -254,7 +270,8 @@ proptest! {
         }
     }
 
-    /// A set of blocks survives every encoding that its shape says it fits into, in as many bytes as it says.
+    /// A set of blocks survives every encoding that its shape says it fits into, in as many bytes
+    /// as it says.
     #[test]
     fn blocks_survive_every_encoding(blocks in blocks()) {
         let shape = Shape::of(blocks.iter().copied());

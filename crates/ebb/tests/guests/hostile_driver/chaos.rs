@@ -3,14 +3,17 @@
 use super::memory::{HUGE_BYTES, PAGE_BYTES};
 use super::window::{CONFIG, Register};
 use super::{
-    ACKNOWLEDGE, AVAILABLE_OFFSET, DRIVER, DRIVER_OK, Descriptor, Device, EXTENSION, FEATURES_OK, INDIRECT,
-    NEXT, PAGE_BITMAP, PAGE_RANGES, QUEUE_SIZE, QUEUES, Queue, USED_OFFSET, WRITE, messages,
+    ACKNOWLEDGE, AVAILABLE_OFFSET, DRIVER, DRIVER_OK, Descriptor, Device, EXTENSION, FEATURES_OK,
+    INDIRECT, NEXT, PAGE_BITMAP, PAGE_RANGES, QUEUE_SIZE, QUEUES, Queue, USED_OFFSET, WRITE,
+    messages,
 };
 
-/// Bound of a buffer's start in the huge page and of its length: none reaches the page that the device writes to.
+/// Bound of a buffer's start in the huge page and of its length: none reaches the page that the
+/// device writes to.
 const SAFE_BYTES: u64 = (HUGE_BYTES - PAGE_BYTES) as u64 / 2;
 
-/// xorshift64* (Vigna, "An experimental exploration of Marsaglia's xorshift generators, scrambled", 2016).
+/// xorshift64* (Vigna, "An experimental exploration of Marsaglia's xorshift generators, scrambled",
+/// 2016).
 pub struct Dice(u64);
 
 impl Dice {
@@ -68,8 +71,8 @@ pub fn run(device: &mut Device, seed: u64, rounds: u64) -> u64 {
     chains
 }
 
-/// Page frames of the huge page, and frames that are no memory. None is 0, so that two words never are an address
-/// below 4 GiB.
+/// Page frames of the huge page, and frames that are no memory. None is 0, so that two words never
+/// are an address below 4 GiB.
 fn fill_prey(device: &mut Device, dice: &mut Dice) {
     let first = device.memory.prey_frame();
     let words: Vec<u32> = (0..HUGE_BYTES / 4)
@@ -148,11 +151,15 @@ fn descriptor(device: &Device, dice: &mut Dice, index: usize) -> Descriptor {
         5 => NEXT,
         _ => 0,
     };
-    let next = if dice.one_in(5) { dice.any() as u16 } else { dice.below(u64::from(QUEUE_SIZE)) as u16 };
+    let next =
+        if dice.one_in(5) { dice.any() as u16 } else { dice.below(u64::from(QUEUE_SIZE)) as u16 };
     // What the device writes for a request.
     let is_written = index == Queue::Requests as usize && flags & WRITE != 0;
-    let address =
-        if is_written { device.memory.written_by_device() + dice.below(1024) } else { address(device, dice) };
+    let address = if is_written {
+        device.memory.written_by_device() + dice.below(1024)
+    } else {
+        address(device, dice)
+    };
     Descriptor { address, length, flags, next }
 }
 
@@ -173,23 +180,27 @@ fn chain(device: &mut Device, dice: &mut Dice) {
         }
         device.set_descriptor(index, at, one);
     }
-    let head = if dice.one_in(10) { dice.any() as u16 } else { dice.below(u64::from(QUEUE_SIZE)) as u16 };
+    let head =
+        if dice.one_in(10) { dice.any() as u16 } else { dice.below(u64::from(QUEUE_SIZE)) as u16 };
     device.offer(index, head);
 }
 
-/// Writes to a register that is not meant to be written now, of any width. The addresses of rings stay ours: the
-/// device would take the kernel's memory for a ring. Tables and available rings may become the same memory, used rings
-/// not: what the device wrote would become addresses.
+/// Writes to a register that is not meant to be written now, of any width. The addresses of rings
+/// stay ours: the device would take the kernel's memory for a ring. Tables and available rings may
+/// become the same memory, used rings not: what the device wrote would become addresses.
 fn poke(device: &mut Device, dice: &mut Dice) {
     const RINGS: std::ops::Range<usize> = 0x80..0xb0;
-    let offset = dice
-        .pick(&[0x0, 0x14, 0x20, 0x24, 0x30, 0x38, 0x44, 0x50, 0x64, 0x70, 0x80, 0x90, 0xa0, 0xfc, 0xb0])
-        + if dice.one_in(4) { CONFIG } else { 0 };
+    let offset = dice.pick(&[
+        0x0, 0x14, 0x20, 0x24, 0x30, 0x38, 0x44, 0x50, 0x64, 0x70, 0x80, 0x90, 0xa0, 0xfc, 0xb0,
+    ]) + if dice.one_in(4) { CONFIG } else { 0 };
     let value = dice.any();
     if RINGS.contains(&offset) {
         let ring = device.memory.ring_address(dice.below(QUEUES as u64) as usize);
-        let target =
-            if offset == Register::UsedLow as usize { device.memory.written_by_device() } else { ring };
+        let target = if offset == Register::UsedLow as usize {
+            device.memory.written_by_device()
+        } else {
+            ring
+        };
         device.window.write32(offset, target as u32);
         device.window.write32(offset + 4, if dice.one_in(2) { 0 } else { value as u32 });
         return;

@@ -1,5 +1,5 @@
-//! Pages with known guest-physical addresses: one a queue for its rings, one for tables of descriptors, and a huge page
-//! whose parts are named to the device and lost.
+//! Pages with known guest-physical addresses: one a queue for its rings, one for tables of
+//! descriptors, and a huge page whose parts are named to the device and lost.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -29,10 +29,10 @@ struct Area {
 
 impl Area {
     fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: the area is mapped and readable until the process ends, and reached through this value alone. The
-        // device writes used rings and zeroes pages behind the compiler's back, as far as the host is concerned at any
-        // time; what is read here is used for nothing that memory safety depends on, and rings are read with volatile
-        // accesses.
+        // SAFETY: the area is mapped and readable until the process ends, and reached through this
+        // value alone. The device writes used rings and zeroes pages behind the compiler's back, as
+        // far as the host is concerned at any time; what is read here is used for nothing that
+        // memory safety depends on, and rings are read with volatile accesses.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.bytes) }
     }
 }
@@ -47,7 +47,8 @@ pub struct Memory {
 impl Memory {
     /// Finds memory for `queues` queues.
     pub fn allocate(queues: usize) -> Result<Self, String> {
-        // Locked pages are not swapped, but may be moved to make room for huge pages: not from now on.
+        // Locked pages are not swapped, but may be moved to make room for huge pages: not from now
+        // on.
         fs::write("/proc/sys/vm/compact_unevictable_allowed", "0")
             .map_err(|error| format!("compaction: {error}"))?;
         // Linux switches huge pages off in small guests (mm/huge_memory.c, hugepage_init).
@@ -93,8 +94,8 @@ impl Memory {
         (self.prey.address / PAGE_BYTES as u64) as u32
     }
 
-    /// Where the device may write: the huge page's last page, which nothing is read from. What it writes would be page frame
-    /// numbers of the guest's first memory.
+    /// Where the device may write: the huge page's last page, which nothing is read from. What it
+    /// writes would be page frame numbers of the guest's first memory.
     pub fn written_by_device(&self) -> u64 {
         self.prey.address + WRITTEN_OFFSET as u64
     }
@@ -122,7 +123,8 @@ impl Memory {
 fn map(bytes: usize) -> Result<NonNull<u8>, String> {
     let protection = ProtFlags::READ | ProtFlags::WRITE;
     // SAFETY: the kernel chooses an unused place.
-    let mapped = unsafe { mmap_anonymous(std::ptr::null_mut(), bytes, protection, MapFlags::PRIVATE) };
+    let mapped =
+        unsafe { mmap_anonymous(std::ptr::null_mut(), bytes, protection, MapFlags::PRIVATE) };
     let start = mapped.map_err(|error| format!("{bytes} bytes: {error}"))?;
     NonNull::new(start.cast()).ok_or_else(|| "mapped at 0".to_owned())
 }
@@ -153,7 +155,9 @@ fn huge_page() -> Result<Area, String> {
         let first = physical(aligned)?;
         // SAFETY: the last page of the huge page is inside the mapping.
         let last = physical(unsafe { aligned.add(HUGE_BYTES - PAGE_BYTES) })?;
-        if first.is_multiple_of(HUGE_BYTES as u64) && last - first == (HUGE_BYTES - PAGE_BYTES) as u64 {
+        if first.is_multiple_of(HUGE_BYTES as u64)
+            && last - first == (HUGE_BYTES - PAGE_BYTES) as u64
+        {
             return Ok(Area { start: aligned, bytes: HUGE_BYTES, address: first });
         }
     }

@@ -1,7 +1,8 @@
-//! Each mistake of docs/extension.md that the device tells apart, and messages that are nearly right.
+//! Each mistake of docs/extension.md that the device tells apart, and messages that are nearly
+//! right.
 //!
-//! Where messages were not agreed on, the words of one are page frame numbers of the guest's first memory. So nothing here is
-//! sent on the balloon's queues unless they were.
+//! Where messages were not agreed on, the words of one are page frame numbers of the guest's first
+//! memory. So nothing here is sent on the balloon's queues unless they were.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -70,7 +71,14 @@ impl Message {
 
     fn bitmap(command: u16, page_shift: u16, start: u64, bits: u64) -> Self {
         let payload = vec![0xff; bits.div_ceil(8) as usize];
-        Self { page_shift, encoding: BITMAP, start, count: bits, payload, ..Self::ranges(command, &[]) }
+        Self {
+            page_shift,
+            encoding: BITMAP,
+            start,
+            count: bits,
+            payload,
+            ..Self::ranges(command, &[])
+        }
     }
 
     fn pfns(command: u16, pfns: &[u32]) -> Self {
@@ -128,7 +136,8 @@ pub fn headers_that_cannot_be(device: &mut Device) {
     }
     send(device, Queue::Deflate, &good);
     send(device, Queue::Requests, &good);
-    for message in [Message::answer(0, DONE, &[]), Message::answer(1, NONE, &[]), Message::answer(1, 4, &[])]
+    for message in
+        [Message::answer(0, DONE, &[]), Message::answer(1, NONE, &[]), Message::answer(1, 4, &[])]
     {
         send(device, Queue::Requests, &message);
     }
@@ -179,9 +188,14 @@ pub fn encodings_not_agreed_on(device: &mut Device) {
 
 pub fn ranges_that_cannot_be(device: &mut Device) {
     let frame = frame(device);
-    for range in
-        [(frame, 0), (frame, u64::MAX), (u64::MAX, 1), (u64::MAX, u64::MAX), (1 << 52, 1), (0, 1 << 53)]
-    {
+    for range in [
+        (frame, 0),
+        (frame, u64::MAX),
+        (u64::MAX, 1),
+        (u64::MAX, u64::MAX),
+        (1 << 52, 1),
+        (0, 1 << 53),
+    ] {
         // Refused as a whole: the good one is not used either.
         send(device, Queue::Inflate, &Message::ranges(INFLATE, &[(frame, 1), range]));
         send(device, Queue::Deflate, &Message::ranges(DEFLATE, &[range]));
@@ -194,11 +208,16 @@ pub fn frames_of_all_kinds_in_messages(device: &mut Device) {
     // Twice, partly or nowhere in memory, and as much as a message can name.
     for (command, queue) in [(INFLATE, Queue::Inflate), (DEFLATE, Queue::Deflate)] {
         let far = NO_FRAME << 8;
-        send(device, queue, &Message::ranges(command, &[(frame, 8), (frame + 4, 8), (far, 1 << 40)]));
+        send(
+            device,
+            queue,
+            &Message::ranges(command, &[(frame, 8), (frame + 4, 8), (far, 1 << 40)]),
+        );
         send(device, queue, &Message::bitmap(command, 21, frame, 1));
         send(device, queue, &Message::bitmap(command, 30, NO_FRAME, 4096));
         send(device, queue, &Message::bitmap(command, 12, NO_FRAME, 8 << 20));
-        let pfns: Vec<u32> = (0..64 << 10).map(|index| frame as u32 + index % FRAMES as u32).collect();
+        let pfns: Vec<u32> =
+            (0..64 << 10).map(|index| frame as u32 + index % FRAMES as u32).collect();
         send(device, queue, &Message::pfns(command, &pfns));
         let ranges: Vec<_> = (0..64 << 10).map(|index| (frame + index % FRAMES, 1)).collect();
         send(device, queue, &Message::ranges(command, &ranges));
@@ -212,7 +231,10 @@ pub fn request_buffers_too_many_and_too_short(device: &mut Device) {
     }
     device.send(Queue::Requests, &[Descriptor::writable(NO_FRAME * PAGE_BYTES as u64, 16)]);
     let end = device.memory.prey() + HUGE_BYTES as u64;
-    device.send(Queue::Requests, &[Descriptor::writable(u64::MAX - 7, 16), Descriptor::writable(end, 0)]);
+    device.send(
+        Queue::Requests,
+        &[Descriptor::writable(u64::MAX - 7, 16), Descriptor::writable(end, 0)],
+    );
     let index = Queue::Requests as usize;
     for at in 0..8 {
         device.set_descriptor(index, at, Descriptor::writable(address + 16 * u64::from(at), 16));
@@ -241,7 +263,11 @@ pub fn answers_without_end_or_truth(device: &mut Device) {
     let request_id = device.memory.request_id();
     // All of memory, over and over, and what is none.
     for _ in 0..50 {
-        send(device, Queue::Requests, &Message::answer(request_id, MORE, &[(0, 1 << 40), (0, 1 << 18)]));
+        send(
+            device,
+            Queue::Requests,
+            &Message::answer(request_id, MORE, &[(0, 1 << 40), (0, 1 << 18)]),
+        );
     }
     for other in [request_id.wrapping_add(1), request_id.saturating_sub(1).max(1)] {
         send(device, Queue::Requests, &Message::answer(other, DONE, &[]));
@@ -251,7 +277,8 @@ pub fn answers_without_end_or_truth(device: &mut Device) {
     }
 }
 
-/// Sends something that is nearly a message, or is one. Whatever is made of it, it names the huge page's frames or no memory.
+/// Sends something that is nearly a message, or is one. Whatever is made of it, it names the huge
+/// page's frames or no memory.
 pub fn send_any(device: &mut Device, dice: &mut Dice) {
     let frame = frame(device);
     let queue = dice.pick(&[Queue::Inflate, Queue::Deflate, Queue::Requests]);

@@ -3,15 +3,15 @@
 use super::memory::PAGE_BYTES;
 use super::window::{CONFIG, Register};
 use super::{
-    ACKNOWLEDGE, DRIVER, DRIVER_OK, Descriptor, Device, EXTENSION, FEATURES_OK, INDIRECT, NEXT, QUEUE_SIZE,
-    Queue, STANDARD_QUEUES, messages,
+    ACKNOWLEDGE, DRIVER, DRIVER_OK, Descriptor, Device, EXTENSION, FEATURES_OK, INDIRECT, NEXT,
+    QUEUE_SIZE, Queue, STANDARD_QUEUES, messages,
 };
 
 /// Above all RAM of the guest, and below 2^44, which page frame numbers reach.
 const NO_MEMORY: u64 = 0x8_0000_0000;
 
-/// A mistake; the device has been started well before it, with all of the standard's features, or with the extension's as
-/// well.
+/// A mistake; the device has been started well before it, with all of the standard's features, or
+/// with the extension's as well.
 type Mistake = fn(&mut Device);
 
 const MISTAKES: [Mistake; 20] = [
@@ -226,7 +226,8 @@ fn index_from_nowhere(device: &mut Device) {
 
 fn table_in_a_table(device: &mut Device) {
     let (table, at) = device.memory.table_mut();
-    let nested = Descriptor { address: at, length: PAGE_BYTES as u32, flags: INDIRECT | NEXT, next: 1 };
+    let nested =
+        Descriptor { address: at, length: PAGE_BYTES as u32, flags: INDIRECT | NEXT, next: 1 };
     for place in table.chunks_exact_mut(16) {
         place.copy_from_slice(&nested.to_bytes());
     }
@@ -234,7 +235,10 @@ fn table_in_a_table(device: &mut Device) {
         for length in [PAGE_BYTES as u32, 16, 15, 0] {
             device.send(queue, &[Descriptor { address: at, length, flags: INDIRECT, next: 0 }]);
         }
-        device.send(queue, &[Descriptor { address: NO_MEMORY, length: 32, flags: INDIRECT, next: 0 }]);
+        device.send(
+            queue,
+            &[Descriptor { address: NO_MEMORY, length: 32, flags: INDIRECT, next: 0 }],
+        );
     }
 }
 

@@ -41,7 +41,8 @@ pub struct Window(NonNull<u8>);
 impl Window {
     /// Finds the balloon among the devices that ACPI announced.
     pub fn open() -> Result<Self, String> {
-        let map = fs::read_to_string("/proc/iomem").map_err(|error| format!("/proc/iomem: {error}"))?;
+        let map =
+            fs::read_to_string("/proc/iomem").map_err(|error| format!("/proc/iomem: {error}"))?;
         let starts = map
             .lines()
             .filter(|line| line.contains("LNRO0005"))
@@ -63,9 +64,11 @@ impl Window {
             .open("/dev/mem")
             .map_err(|error| format!("/dev/mem: {error}"))?;
         let protection = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: the kernel chooses an unused place; what is mapped is a device's registers, not memory of Rust's.
-        let mapped =
-            unsafe { mmap(std::ptr::null_mut(), WINDOW_BYTES, protection, MapFlags::SHARED, &memory, start) };
+        // SAFETY: the kernel chooses an unused place; what is mapped is a device's registers, not
+        // memory of Rust's.
+        let mapped = unsafe {
+            mmap(std::ptr::null_mut(), WINDOW_BYTES, protection, MapFlags::SHARED, &memory, start)
+        };
         let address = mapped.map_err(|error| format!("/dev/mem at {start:#x}: {error}"))?;
         NonNull::new(address.cast()).map(Self).ok_or_else(|| "mapped at 0".to_owned())
     }
@@ -88,8 +91,8 @@ impl Window {
 
     /// Reads 32 bits at an offset that is a multiple of 4.
     pub fn read32(&self, offset: usize) -> u32 {
-        // SAFETY: the address is inside the window, which stays mapped, and aligned for the type; a device register is
-        // read with one access.
+        // SAFETY: the address is inside the window, which stays mapped, and aligned for the type; a
+        // device register is read with one access.
         unsafe { self.at::<u32>(offset & !3).read_volatile() }
     }
 

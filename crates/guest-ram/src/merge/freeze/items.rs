@@ -40,7 +40,8 @@ pub(super) fn span(pages: &[(Pfn, MergeTarget)]) -> Option<GuestRange> {
     Some(GuestRange::new(Pfn(first), last - first + 1))
 }
 
-/// How many of some pages of a block may be replaced at once. Pages that are neighbours stay together if that is not too many.
+/// How many of some pages of a block may be replaced at once. Pages that are neighbours stay
+/// together if that is not too many.
 pub(super) fn few_extents(pages: &[(Pfn, MergeTarget)]) -> usize {
     let mut extents = 0;
     for (index, pair) in pages.windows(2).enumerate() {
@@ -109,9 +110,13 @@ mod tests {
     use super::*;
 
     /// Pages, each with the slot of its number plus `away`.
-    fn pages(numbers: impl IntoIterator<Item = u64>, away: impl Fn(u64) -> u32) -> Vec<(Pfn, MergeTarget)> {
-        let target =
-            |number| MergeTarget::Slot(StableSlot { segment: 0, index: number as u32 + away(number) });
+    fn pages(
+        numbers: impl IntoIterator<Item = u64>,
+        away: impl Fn(u64) -> u32,
+    ) -> Vec<(Pfn, MergeTarget)> {
+        let target = |number| {
+            MergeTarget::Slot(StableSlot { segment: 0, index: number as u32 + away(number) })
+        };
         numbers.into_iter().map(|number| (Pfn(number), target(number))).collect()
     }
 

@@ -16,7 +16,8 @@ pub(super) struct FreeSlots {
 impl FreeSlots {
     /// `size` slots, all free.
     pub(super) fn new(size: u32) -> Self {
-        let mut slots = Self { runs: BTreeMap::new(), by_length: BTreeSet::new(), free: size, size };
+        let mut slots =
+            Self { runs: BTreeMap::new(), by_length: BTreeSet::new(), free: size, size };
         slots.insert(0, size);
         slots
     }

@@ -26,7 +26,8 @@ const OWN_PAGES: u32 = 1 << 18;
 /// Pages of a sealed segment: 32 MiB. Its free slots keep their memory until all of it is free.
 const SEALED_PAGES: u32 = 1 << 13;
 
-/// A sealed segment's free slots are given out in pieces of at least this many rather than take a new segment.
+/// A sealed segment's free slots are given out in pieces of at least this many rather than take a
+/// new segment.
 const MIN_PIECE_PAGES: u32 = 16;
 
 /// Who maps the files.
@@ -75,9 +76,10 @@ impl StableMemory {
         Self::new(Sharing::Own, segments)
     }
 
-    /// For other processes: nobody who gets a segment's [`reader`](Self::reader) can change the stable pages. The price is that the
-    /// memory of a free slot cannot be given back alone, not even by the owner (Linux mm/shmem.c, `shmem_fallocate`, refuses
-    /// holes under F_SEAL_FUTURE_WRITE): it waits to be used again.
+    /// For other processes: nobody who gets a segment's [`reader`](Self::reader) can change the
+    /// stable pages. The price is that the memory of a free slot cannot be given back alone, not
+    /// even by the owner (Linux mm/shmem.c, `shmem_fallocate`, refuses holes under
+    /// F_SEAL_FUTURE_WRITE): it waits to be used again.
     ///
     /// Each segment made is added to `segments`, for the owner's own comparisons.
     pub fn sealed(segments: Arc<StableSegments>) -> Self {
@@ -88,12 +90,12 @@ impl StableMemory {
         Self { sharing, shared_with, segments: BTreeMap::new(), next_segment: 0, in_use: 0 }
     }
 
-    /// Appends `pages` slots on `node`, neighbours as far as possible. They are to be [written](Self::write) before
-    /// anybody else hears of them.
+    /// Appends `pages` slots on `node`, neighbours as far as possible. They are to be
+    /// [written](Self::write) before anybody else hears of them.
     ///
     /// # Errors
-    /// [`StableError::Create`], [`StableError::BindNode`], [`StableError::Map`]: a further segment is needed and cannot be
-    /// had. Then no slot was taken.
+    /// [`StableError::Create`], [`StableError::BindNode`], [`StableError::Map`]: a further segment
+    /// is needed and cannot be had. Then no slot was taken.
     pub fn allocate(
         &mut self,
         node: Option<u32>,
@@ -154,11 +156,12 @@ impl StableMemory {
         Ok((StableSlot { segment: number, index }, count))
     }
 
-    /// Writes pages into neighbouring slots from `first` on, which must be allocated and known to nobody else.
+    /// Writes pages into neighbouring slots from `first` on, which must be allocated and known to
+    /// nobody else.
     ///
     /// # Errors
-    /// [`StableError::NoSlot`]; [`StableError::Write`] if the host has no memory for them, possibly after some were
-    /// written.
+    /// [`StableError::NoSlot`]; [`StableError::Write`] if the host has no memory for them, possibly
+    /// after some were written.
     ///
     /// # Panics
     /// If `contents` are not whole pages.
@@ -179,7 +182,8 @@ impl StableMemory {
         written.map_err(|source| StableError::Write { slot: first, source })
     }
 
-    /// Gives back a slot that nobody maps any more or will map: its content changes when it is used again.
+    /// Gives back a slot that nobody maps any more or will map: its content changes when it is used
+    /// again.
     pub fn free(&mut self, slot: StableSlot) -> Freed {
         let Some(segment) = self.segments.get_mut(&slot.segment) else { return Freed::Unknown };
         if !segment.slots.give_back(slot.index) {
@@ -197,7 +201,8 @@ impl StableMemory {
         }
     }
 
-    /// A descriptor for reading of a segment, and its number of pages, for another process. Opens a file in /proc.
+    /// A descriptor for reading of a segment, and its number of pages, for another process. Opens a
+    /// file in /proc.
     ///
     /// # Errors
     /// [`StableError::Create`]; [`StableError::NoSlot`] if there is no such segment.
@@ -226,7 +231,9 @@ impl StableMemory {
     pub fn pages_kept(&self) -> u64 {
         match self.sharing {
             Sharing::Own => 0,
-            Sharing::Sealed => self.segments.values().map(|segment| u64::from(segment.slots.free())).sum(),
+            Sharing::Sealed => {
+                self.segments.values().map(|segment| u64::from(segment.slots.free())).sum()
+            }
         }
     }
 }
@@ -242,8 +249,9 @@ impl Drop for StableMemory {
 
 impl OwnedSegment {
     fn new(sharing: Sharing, number: u32, node: Option<u32>) -> Result<Self, StableError> {
-        let create =
-            |action| move |error: rustix::io::Errno| StableError::Create { action, source: error.into() };
+        let create = |action| {
+            move |error: rustix::io::Errno| StableError::Create { action, source: error.into() }
+        };
         let pages = match sharing {
             Sharing::Own => OWN_PAGES,
             Sharing::Sealed => SEALED_PAGES,
@@ -261,7 +269,8 @@ impl OwnedSegment {
         }
         fcntl_add_seals(&file, seals).map_err(create("seal"))?;
         if let Some(node) = node {
-            // The policy of a shared mapping is the file's: it holds for pages that are allocated by write(2) too.
+            // The policy of a shared mapping is the file's: it holds for pages that are allocated
+            // by write(2) too.
             numa::bind(mapping.address, size_bytes, node)
                 .map_err(|source| StableError::BindNode { node, source })?;
         }
@@ -278,7 +287,8 @@ impl OwnedSegment {
         copy.map_err(|source| StableError::Create { action: "open once more", source })
     }
 
-    /// Takes the memory for a range. A page that is not there when a mapping is written to ends the process (SIGBUS).
+    /// Takes the memory for a range. A page that is not there when a mapping is written to ends the
+    /// process (SIGBUS).
     fn reserve(&self, offset: usize, size_bytes: usize) -> io::Result<()> {
         rustix::io::retry_on_intr(|| {
             fallocate(&self.file, FallocateFlags::KEEP_SIZE, offset as u64, size_bytes as u64)
@@ -288,8 +298,9 @@ impl OwnedSegment {
 
     fn write_through_mapping(&self, offset: usize, contents: &[u8]) {
         let address = (self.mapping.address + offset) as *mut u8;
-        // SAFETY: the caller has checked that the range lies within the mapping, which is this segment's own. Nobody relies
-        // on the content of a slot that is not yet given out, and no Rust reference to it exists.
+        // SAFETY: the caller has checked that the range lies within the mapping, which is this
+        // segment's own. Nobody relies on the content of a slot that is not yet given out, and no
+        // Rust reference to it exists.
         unsafe { ptr::copy_nonoverlapping(contents.as_ptr(), address, contents.len()) };
     }
 

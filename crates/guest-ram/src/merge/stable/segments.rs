@@ -32,8 +32,8 @@ impl StableSegments {
     /// Adds a memory file as segment `segment`. It may be open for reading only.
     ///
     /// # Errors
-    /// [`StableError::Unfit`] if there is such a segment, or if the file's size is not a number of pages or can be made less;
-    /// [`StableError::Map`] if it cannot be mapped.
+    /// [`StableError::Unfit`] if there is such a segment, or if the file's size is not a number of
+    /// pages or can be made less; [`StableError::Map`] if it cannot be mapped.
     pub fn add(&self, segment: u32, file: File) -> Result<(), StableError> {
         let new = Segment::new(segment, file)?;
         let mut segments = self.segments.write().unwrap_or_else(PoisonError::into_inner);
@@ -47,7 +47,8 @@ impl StableSegments {
         Ok(())
     }
 
-    /// Forgets a segment; false if there was none. What is mapped of it in guest memory stays as it is.
+    /// Forgets a segment; false if there was none. What is mapped of it in guest memory stays as it
+    /// is.
     pub fn remove(&self, segment: u32) -> bool {
         self.segments.write().unwrap_or_else(PoisonError::into_inner).remove(&segment).is_some()
     }
@@ -68,8 +69,8 @@ impl StableSegments {
         assert_eq!(content.len(), PAGE, "a buffer of one page");
         let segment = self.get(slot.segment).ok_or(StableError::NoSlot { slot })?;
         let address = segment.address(slot.index, 1).ok_or(StableError::NoSlot { slot })?;
-        // SAFETY: the page is in the segment's mapping, which `segment` keeps alive. The buffer is as long, and the two cannot
-        // overlap since nobody else knows the mapping.
+        // SAFETY: the page is in the segment's mapping, which `segment` keeps alive. The buffer is
+        // as long, and the two cannot overlap since nobody else knows the mapping.
         unsafe { ptr::copy_nonoverlapping(address as *const u8, content.as_mut_ptr(), PAGE) };
         Ok(())
     }
@@ -86,8 +87,9 @@ pub(crate) struct Segment {
     file: File,
     pages: u32,
     mapping: FileMapping,
-    /// Private mappings of the whole file that are never touched, with the policies of guest memory that is bound to a node, or to
-    /// none: a piece of one, put elsewhere, has them from the beginning.
+    /// Private mappings of the whole file that are never touched, with the policies of guest memory
+    /// that is bound to a node, or to none: a piece of one, put elsewhere, has them from the
+    /// beginning.
     templates: Mutex<BTreeMap<Option<u32>, FileMapping>>,
 }
 
@@ -102,20 +104,23 @@ impl Segment {
         let pages = u32::try_from(size_bytes / PAGE_SIZE_BYTES)
             .ok()
             .filter(|pages| *pages > 0 && size_bytes.is_multiple_of(PAGE_SIZE_BYTES))
-            .ok_or_else(|| unfit(format!("{size_bytes} bytes are no number of pages that can be counted")))?;
+            .ok_or_else(|| {
+                unfit(format!("{size_bytes} bytes are no number of pages that can be counted"))
+            })?;
         let mapping = FileMapping::new(&file, size_bytes as usize, Access::Read)
             .map_err(|source| StableError::Map { segment, source })?;
         Ok(Self { file, pages, mapping, templates: Mutex::default() })
     }
 
-    /// Where `pages` slots from `index` on are mapped for reading; `None` if not all of them are in the segment.
+    /// Where `pages` slots from `index` on are mapped for reading; `None` if not all of them are in
+    /// the segment.
     pub(crate) fn address(&self, index: u32, pages: u32) -> Option<usize> {
         let end = index.checked_add(pages)?;
         (end <= self.pages).then(|| self.mapping.address + index as usize * PAGE)
     }
 
-    /// Maps `pages` slots from `index` on privately over guest memory that is bound to `node`: copies that writes to it make come
-    /// from there.
+    /// Maps `pages` slots from `index` on privately over guest memory that is bound to `node`:
+    /// copies that writes to it make come from there.
     ///
     /// # Errors
     /// What the kernel says; guest memory is as it was then. If it were lost, the process ends.
@@ -136,7 +141,8 @@ impl Segment {
         let template = match templates.entry(node) {
             Entry::Occupied(entry) => entry.into_mut(),
             Entry::Vacant(entry) => {
-                let template = FileMapping::new(&self.file, self.pages as usize * PAGE, Access::Private)?;
+                let template =
+                    FileMapping::new(&self.file, self.pages as usize * PAGE, Access::Private)?;
                 if let Some(node) = node {
                     numa::bind(template.address, template.size_bytes, node)?;
                 }
@@ -146,8 +152,9 @@ impl Segment {
         let (from, to) = (template.address + index as usize * PAGE, address as *mut _);
         let size_bytes = pages as usize * PAGE;
         let flags = MremapFlags::MAYMOVE | MremapFlags::DONTUNMAP;
-        // SAFETY: MREMAP_DONTUNMAP leaves the template in place, of which the piece is a part as was checked. What it replaces is
-        // guest memory on whose content nobody relies, as the caller vouches.
+        // SAFETY: MREMAP_DONTUNMAP leaves the template in place, of which the piece is a part as
+        // was checked. What it replaces is guest memory on whose content nobody relies, as the
+        // caller vouches.
         let result = unsafe { mremap_fixed(from as *mut _, size_bytes, size_bytes, flags, to) };
         result.map(drop).map_err(|error| {
             abort_unless_mapped(to, size_bytes, error);
@@ -182,7 +189,8 @@ impl FileMapping {
             Access::Private => (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE),
         };
         let flags = sharing | MapFlags::NORESERVE;
-        // SAFETY: without MAP_FIXED the kernel chooses a free place, so no existing mapping is touched.
+        // SAFETY: without MAP_FIXED the kernel chooses a free place, so no existing mapping is
+        // touched.
         let address = unsafe { mmap(ptr::null_mut(), size_bytes, protection, flags, file, 0) }?;
         let mapping = Self { address: address as usize, size_bytes };
         // SAFETY: the range is the new mapping's own; the advice only keeps it out of core dumps.
@@ -195,7 +203,8 @@ impl FileMapping {
 
 impl Drop for FileMapping {
     fn drop(&mut self) {
-        // SAFETY: the mapping owns this range, and nobody keeps an address of it longer than it lives.
+        // SAFETY: the mapping owns this range, and nobody keeps an address of it longer than it
+        // lives.
         if let Err(error) = unsafe { munmap(self.address as *mut _, self.size_bytes) } {
             tracing::error!("cannot unmap stable pages at {:#x}: {error}", self.address);
         }

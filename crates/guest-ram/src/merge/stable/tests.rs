@@ -27,9 +27,9 @@ fn neighbours_are_given_out_together_and_read_back() {
         let mut memory = make(Arc::clone(&segments));
         let slots = allocate(&mut memory, None, 3);
         assert!(
-            slots
-                .windows(2)
-                .all(|pair| pair[0].segment == pair[1].segment && pair[0].index + 1 == pair[1].index)
+            slots.windows(2).all(
+                |pair| pair[0].segment == pair[1].segment && pair[0].index + 1 == pair[1].index
+            )
         );
         memory.write(slots[0], &[page(1), page(2), page(3)].concat()).unwrap();
         for (slot, byte) in slots.iter().zip(1..) {
@@ -85,7 +85,8 @@ fn nobody_else_can_change_a_sealed_segment() {
 }
 
 fn reader_refuses_changes(reader: &OwnedFd) -> bool {
-    rustix::io::pwrite(reader, &[1], 0) == Err(Errno::BADF) && ftruncate(reader, 0) == Err(Errno::INVAL)
+    rustix::io::pwrite(reader, &[1], 0) == Err(Errno::BADF)
+        && ftruncate(reader, 0) == Err(Errno::INVAL)
 }
 
 #[test]

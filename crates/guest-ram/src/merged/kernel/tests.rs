@@ -40,7 +40,9 @@ impl Ksm {
             .map(|knob| Some((knob, fs::read_to_string(format!("{KNOBS}/{knob}")).ok()?)))
             .collect::<Option<_>>()?;
         let ksm = Self { _lock: lock, before };
-        for (knob, value) in [("sleep_millisecs", "1"), ("pages_to_scan", "2000"), ("use_zero_pages", "1")] {
+        for (knob, value) in
+            [("sleep_millisecs", "1"), ("pages_to_scan", "2000"), ("use_zero_pages", "1")]
+        {
             Self::set(knob, value).ok()?;
         }
         Self::set("run", "1").ok()?;

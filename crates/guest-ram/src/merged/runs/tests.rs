@@ -41,7 +41,10 @@ fn a_share_is_given_up_once() {
     runs.note_merged(range(15, 2), slot(2, 0));
     assert_eq!(released(&mut runs), [slot(1, 46)]);
     runs.note_discarded(range(0, 100));
-    assert_eq!(released(&mut runs), [slot(2, 0), slot(2, 1), slot(1, 47), slot(1, 48), slot(1, 49)]);
+    assert_eq!(
+        released(&mut runs),
+        [slot(2, 0), slot(2, 1), slot(1, 47), slot(1, 48), slot(1, 49)]
+    );
     assert_eq!((runs.merged_pages(), runs.mappings()), (0, 1));
 }
 
@@ -65,7 +68,10 @@ fn neighbours_with_neighbouring_slots_are_one_mapping() {
     runs.note_merged(range(90, 10), slot(1, 50));
     assert_eq!(runs.mappings(), 8);
     let mapped: Vec<_> = runs.stable_mapped(range(0, 200)).map(|(part, _)| part).collect();
-    assert_eq!(mapped, [range(10, 20), range(50, 20), range(70, 10), range(80, 20), range(100, 10)]);
+    assert_eq!(
+        mapped,
+        [range(10, 20), range(50, 20), range(70, 10), range(80, 20), range(100, 10)]
+    );
 }
 
 #[test]
@@ -87,11 +93,13 @@ fn short_runs_leave_mappings_to_long_ones_and_those_to_discards() {
     assert_eq!((merge(&mut runs, 7), runs.mappings()), (0, 299));
     assert_eq!((merge(&mut runs, 8), runs.mappings()), (150, 599));
     assert_eq!((merge(&mut runs, 64), runs.mappings()), (0, 599));
-    // Where no mapping more is needed there is no bound: in the place of others, and in continuation of one.
+    // Where no mapping more is needed there is no bound: in the place of others, and in
+    // continuation of one.
     assert!(runs.may_map(range(4097, 1), slot(9, 9)));
     let end = (8 << 12) + 9;
     assert!(!runs.may_map(range(end, 1), slot(0, 9)) && runs.may_map(range(end, 1), slot(0, 8)));
-    // Discards go on in the middle of a run until the last mappings, which are for whole huge pages.
+    // Discards go on in the middle of a run until the last mappings, which are for whole huge
+    // pages.
     let huge = range(600 << 9, 512 * 300);
     runs.note_merged(huge, slot(1, 0));
     let mut discarded = 0;
@@ -131,7 +139,8 @@ fn what_is_brought_back_takes_no_mappings_from_what_is_merged() {
     // What needs no mapping more: several in one, or the end of a run.
     assert!(runs.may_bring_back(range(5, 11)) && !runs.may_bring_back(range(7000, 1)));
     assert_eq!(released(&mut runs).len(), 75);
-    // Merged again with the same pages as before, it is part of a run again, which the count does not know for sure.
+    // Merged again with the same pages as before, it is part of a run again, which the count does
+    // not know for sure.
     runs.note_merged(range(5, 1), slot(0, 5));
     assert_eq!((runs.returns().remerged_pages, runs.mappings()), (1, 149));
     assert_eq!(runs.stable_mapped(range(0, 100)).next(), Some((range(0, 15), slot(0, 0))));
@@ -148,7 +157,8 @@ fn mappings_that_others_take_count() {
 #[test]
 fn memories_of_one_process_share_the_bound() {
     let of_process = Arc::<AtomicU64>::default();
-    let mut runs = [0, 1].map(|_| MergedRuns::new(vec![range(0, 1000)], 40, Arc::clone(&of_process)));
+    let mut runs =
+        [0, 1].map(|_| MergedRuns::new(vec![range(0, 1000)], 40, Arc::clone(&of_process)));
     let mut merged = [0, 0];
     for place in 0..40_u32 {
         for (runs, merged) in runs.iter_mut().zip(&mut merged) {
@@ -213,8 +223,9 @@ struct Page {
     untracked: bool,
     moved: bool,
     brought_back: bool,
-    /// Number of the mapping that it lies in. The kernel's least generous joining: each mapping gets a page of its own as soon as it is
-    /// made, so that only a new one is ever joined with a neighbour, and with one only.
+    /// Number of the mapping that it lies in. The kernel's least generous joining: each mapping
+    /// gets a page of its own as soon as it is made, so that only a new one is ever joined with a
+    /// neighbour, and with one only.
     mapping: u64,
 }
 
@@ -237,7 +248,8 @@ const REGIONS: [(u64, u64); 2] = [(0, 120), (120, 80)];
 
 fn step() -> impl Strategy<Value = Step> {
     let place = || (0..PAGES, 1..30_u64);
-    // Few slots, so that many neighbours have neighbouring ones: those that match the page's number.
+    // Few slots, so that many neighbours have neighbouring ones: those that match the page's
+    // number.
     let slot = |start: u64, kind: u32| slot(kind / 2, start as u32 + 1000 * (kind % 2));
     prop_oneof![
         5 => (place(), 0..4_u32).prop_map(move |((start, pages), kind)| {
@@ -280,14 +292,16 @@ struct Model {
 impl Model {
     fn new() -> Self {
         let region = |page: u64| u64::from(page >= REGIONS[1].0);
-        let pages = (0..PAGES).map(|page| Page { mapping: region(page), ..Page::default() }).collect();
+        let pages =
+            (0..PAGES).map(|page| Page { mapping: region(page), ..Page::default() }).collect();
         Self { pages, next_mapping: 2, released: Vec::new(), returns: Returns::default() }
     }
 
     /// Takes shares away; returns their slots in the pages' order.
     fn release(&mut self, start: u64, pages: u64) -> Vec<StableSlot> {
         let pages = &mut self.pages[start as usize..(start + pages).min(PAGES) as usize];
-        let release = |page: &mut Page| std::mem::take(&mut page.shares).then_some(page.mapped).flatten();
+        let release =
+            |page: &mut Page| std::mem::take(&mut page.shares).then_some(page.mapped).flatten();
         pages.iter_mut().filter_map(release).collect()
     }
 
@@ -309,14 +323,17 @@ impl Model {
             self.returns.remerged_pages += u64::from(before.brought_back && mapped.is_some());
         }
         let joins = |left: u64, right: u64| {
-            let same_region = REGIONS.iter().any(|(first, size)| *first < right && right < first + size);
+            let same_region =
+                REGIONS.iter().any(|(first, size)| *first < right && right < first + size);
             same_region && {
                 let (left, right) = (self.pages[left as usize], self.pages[right as usize]);
                 match (left.mapped, right.mapped) {
                     (Some(left), Some(right)) => {
                         left.segment == right.segment && left.index + 1 == right.index
                     }
-                    (None, None) => left.untracked && right.untracked && !left.moved && !right.moved,
+                    (None, None) => {
+                        left.untracked && right.untracked && !left.moved && !right.moved
+                    }
                     _ => false,
                 }
             }
@@ -340,7 +357,8 @@ impl Model {
         self.next_mapping += 1;
         for place in &mut self.pages[start as usize..(start + pages) as usize] {
             let brought_back = place.brought_back;
-            *place = Page { untracked: true, moved: true, brought_back, mapping, ..Page::default() };
+            *place =
+                Page { untracked: true, moved: true, brought_back, mapping, ..Page::default() };
         }
     }
 
@@ -355,13 +373,17 @@ impl Model {
 
     /// Makes the pages behind `border` another mapping than those before it.
     fn split_at(&mut self, border: u64) {
-        let Some(before) = border.checked_sub(1).map(|page| self.pages[page as usize].mapping) else {
+        let Some(before) = border.checked_sub(1).map(|page| self.pages[page as usize].mapping)
+        else {
             return;
         };
         let mapping = self.next_mapping;
         self.next_mapping += 1;
         let behind = &mut self.pages[border as usize..];
-        behind.iter_mut().take_while(|page| page.mapping == before).for_each(|page| page.mapping = mapping);
+        behind
+            .iter_mut()
+            .take_while(|page| page.mapping == before)
+            .for_each(|page| page.mapping = mapping);
     }
 
     fn track(&mut self, start: u64, pages: u64) {
@@ -385,7 +407,9 @@ fn check(runs: &MergedRuns, model: &Model) -> Result<(), TestCaseError> {
     let mut end = 0;
     for (part, first) in runs.stable_mapped(everything) {
         prop_assert!(part.start.0 >= end && !part.is_empty(), "runs overlap");
-        prop_assert!(REGIONS.iter().any(|region| range(region.0, region.1).intersection(part) == part));
+        prop_assert!(
+            REGIONS.iter().any(|region| range(region.0, region.1).intersection(part) == part)
+        );
         end = part.end().0;
         for index in 0..part.pages {
             let page = model.pages[(part.start.0 + index) as usize];
@@ -402,7 +426,10 @@ fn check(runs: &MergedRuns, model: &Model) -> Result<(), TestCaseError> {
         prop_assert_eq!(runs.share_of(pfn), page.mapped.filter(|_| page.shares));
         prop_assert_eq!(untracked[number], page.untracked, "page {}", number);
     }
-    prop_assert_eq!(runs.merged_pages(), model.pages.iter().filter(|page| page.shares).count() as u64);
+    prop_assert_eq!(
+        runs.merged_pages(),
+        model.pages.iter().filter(|page| page.shares).count() as u64
+    );
     prop_assert_eq!(runs.returns(), model.returns);
     prop_assert!(model.mappings() <= runs.mappings(), "{} > {}", model.mappings(), runs.mappings());
     Ok(())

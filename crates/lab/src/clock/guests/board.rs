@@ -1,7 +1,9 @@
-//! The readers' board in the guest's memory, where the host can see each reading of the guest's clock as it is made.
+//! The readers' board in the guest's memory, where the host can see each reading of the guest's
+//! clock as it is made.
 //!
-//! Over the console a reading comes with the delays of commands and answers, tens of milliseconds in an emulated host. The
-//! readers of the clock watch write each reading to memory; the host looks there as fast as it can.
+//! Over the console a reading comes with the delays of commands and answers, tens of milliseconds
+//! in an emulated host. The readers of the clock watch write each reading to memory; the host looks
+//! there as fast as it can.
 
 use std::io;
 use std::thread;
@@ -36,7 +38,8 @@ pub(super) struct Board {
 }
 
 impl Board {
-    /// Looks for the board of the readers that made this report, which was asked for at `asked`; `None` if there is none that is sure.
+    /// Looks for the board of the readers that made this report, which was asked for at `asked`;
+    /// `None` if there is none that is sure.
     pub(super) fn find(
         memory: &GuestMemory,
         report: &WatchReport,
@@ -66,8 +69,8 @@ impl Board {
         Ok(None)
     }
 
-    /// Watches the readings as they are made: how far the guest's clock is ahead of the time since `base`. `None` when the
-    /// readers do not go on.
+    /// Watches the readings as they are made: how far the guest's clock is ahead of the time since
+    /// `base`. `None` when the readers do not go on.
     pub(super) fn look(self, memory: &GuestMemory, base: Instant) -> io::Result<Option<Interval>> {
         let begin = Instant::now();
         let mut sightings = [Sightings::default(); 2];
@@ -89,8 +92,9 @@ impl Board {
     }
 }
 
-/// The words of a page that are the last readings of two readers. Their records are alike, so that they are as far apart as the
-/// gaps that the readers have told, of which one may have grown since; of pairs that fit, the one beside the gaps is it.
+/// The words of a page that are the last readings of two readers. Their records are alike, so that
+/// they are as far apart as the gaps that the readers have told, of which one may have grown since;
+/// of pairs that fit, the one beside the gaps is it.
 fn readers(
     before: &[u64],
     after: &[u64],
@@ -107,7 +111,8 @@ fn readers(
     // A number may be there twice: for the largest gap of all and for that since the last report.
     let aparts = (0..2).flat_map(|mark| {
         let seconds = move |first| {
-            places(marks[1][mark]).filter_map(move |second: usize| Some((first, second.checked_sub(first)?)))
+            places(marks[1][mark])
+                .filter_map(move |second: usize| Some((first, second.checked_sub(first)?)))
         };
         places(marks[0][mark]).flat_map(seconds)
     });
@@ -128,10 +133,12 @@ struct Sightings {
 }
 
 impl Sightings {
-    /// Takes a value that was there at some time between `before_ns` and `after_ns`; what that says of the clock.
+    /// Takes a value that was there at some time between `before_ns` and `after_ns`; what that says
+    /// of the clock.
     ///
-    /// A reader reads its clock, stores the value, and begins anew. When the value u was seen, the next one that was seen, v, had not been
-    /// stored; the one seen after v was therefore read after that time, and before it was seen itself.
+    /// A reader reads its clock, stores the value, and begins anew. When the value u was seen, the
+    /// next one that was seen, v, had not been stored; the one seen after v was therefore read
+    /// after that time, and before it was seen itself.
     fn see(&mut self, value_ns: i64, before_ns: i64, after_ns: i64) -> Option<Interval> {
         match self.last {
             Some((last, _)) if last == value_ns => {
@@ -142,7 +149,9 @@ impl Sightings {
                 let since = self.earlier;
                 self.earlier = last;
                 self.last = Some((value_ns, before_ns));
-                since.map(|(_, since_ns)| Interval::between(value_ns - after_ns, value_ns - since_ns))
+                since.map(|(_, since_ns)| {
+                    Interval::between(value_ns - after_ns, value_ns - since_ns)
+                })
             }
         }
     }
@@ -156,7 +165,8 @@ mod tests {
     /// Gaps in bursts, of which one has grown, and gaps.
     const MARKS: [[u64; 2]; 2] = [[7, 90], [8, 91]];
 
-    /// A page with two records: gap, burst gap, reading; and the largest of all readings before them.
+    /// A page with two records: gap, burst gap, reading; and the largest of all readings before
+    /// them.
     fn page(readings: [u64; 2]) -> Vec<u64> {
         let mut words = vec![0; 512];
         words[16] = readings[0].max(readings[1]);
@@ -175,7 +185,10 @@ mod tests {
         assert_eq!(find(page([500, 501]), page([510, 511])), Some([49, 81]));
         assert_eq!(find(page([500, 501]), page([510, 501])), None, "a reader that stands still");
         assert_eq!(find(page([500, 501]), page([510, 700])), None, "a value that is no reading");
-        assert_eq!(readers(&page([500, 501]), &page([510, 511]), [[7, 90], [8, 93]], 500..600), None);
+        assert_eq!(
+            readers(&page([500, 501]), &page([510, 511]), [[7, 90], [8, 93]], 500..600),
+            None
+        );
     }
 
     #[test]

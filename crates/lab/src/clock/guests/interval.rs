@@ -1,4 +1,5 @@
-//! Times that are known to lie between two bounds, and guests' clocks that are looked at from outside.
+//! Times that are known to lie between two bounds, and guests' clocks that are looked at from
+//! outside.
 
 use std::time::Instant;
 
@@ -68,7 +69,8 @@ impl Known {
         self.0 = Some((low_ns.max(next.low_ns), high_ns.min(next.high_ns)));
     }
 
-    /// Where the time is. If some contradict others, it was not steady: then it was everywhere between them. `None` for nothing known.
+    /// Where the time is. If some contradict others, it was not steady: then it was everywhere
+    /// between them. `None` for nothing known.
     pub(super) fn interval(self) -> Option<Interval> {
         self.0.map(|(low_ns, high_ns)| Interval::between(low_ns, high_ns))
     }
@@ -84,11 +86,13 @@ pub(super) struct HostTimes {
 }
 
 impl HostTimes {
-    /// Reads them now. They are good for seconds: the host's clocks may be slewed against each other.
+    /// Reads them now. They are good for seconds: the host's clocks may be slewed against each
+    /// other.
     pub(super) fn read(base: Instant) -> Self {
         let ahead_of = |clock| {
-            let Ok(ahead) =
-                Ahead::of(clock, || Ok::<_, std::convert::Infallible>(ns_between(base, Instant::now())));
+            let Ok(ahead) = Ahead::of(clock, || {
+                Ok::<_, std::convert::Infallible>(ns_between(base, Instant::now()))
+            });
             ahead
         };
         Self { base, raw: ahead_of(HostClock::Raw), real: ahead_of(HostClock::Realtime) }
@@ -96,7 +100,8 @@ impl HostTimes {
 
     /// `CLOCK_MONOTONIC_RAW` at this time.
     pub(super) fn raw(self, at: Instant) -> Interval {
-        Interval::between(ns_between(self.base, at), ns_between(self.base, at)).minus(bounds(self.raw))
+        Interval::between(ns_between(self.base, at), ns_between(self.base, at))
+            .minus(bounds(self.raw))
     }
 }
 
@@ -125,8 +130,8 @@ pub(super) struct Look {
 }
 
 impl Look {
-    /// From readings over the console, with the times between which each was made, and from what was seen in the guest's memory if it
-    /// could be. `None` without readings.
+    /// From readings over the console, with the times between which each was made, and from what
+    /// was seen in the guest's memory if it could be. `None` without readings.
     pub(super) fn from(
         host: HostTimes,
         readings: &[(ClockReading, Answer)],
@@ -141,18 +146,23 @@ impl Look {
             ));
         }
         let ahead = seen.or_else(|| asked.interval())?;
-        let (last, real) = (readings.last()?, readings.iter().map(|(reading, _)| real_time(reading)));
+        let (last, real) =
+            (readings.last()?, readings.iter().map(|(reading, _)| real_time(reading)));
         Some(Self {
             at_s: ns_between(host.base, last.1.answered) as f64 / 1e9,
             monotonic: ahead.plus(bounds(host.raw)),
             real: ahead.plus(real.min_by_key(|ahead| ahead.high_ns)?).plus(bounds(host.real)),
             seen: seen.is_some(),
-            smallest_ns: readings.iter().map(|(reading, _)| reading.monotonic_ns.cast_signed()).min()?,
+            smallest_ns: readings
+                .iter()
+                .map(|(reading, _)| reading.monotonic_ns.cast_signed())
+                .min()?,
         })
     }
 }
 
-/// How far a guest's real time is ahead of its monotonic time, which was read before: less by no more than the reading took.
+/// How far a guest's real time is ahead of its monotonic time, which was read before: less by no
+/// more than the reading took.
 fn real_time(reading: &ClockReading) -> Interval {
     let ahead_ns = reading.realtime_ns.cast_signed() - reading.monotonic_ns.cast_signed();
     let ticks = reading.tsc_after.saturating_sub(reading.tsc);
@@ -169,7 +179,12 @@ mod tests {
     use std::time::Duration;
 
     /// A reading of a guest's clock that was asked for and answered at these times.
-    fn reading(base: Instant, guest_ns: i64, sent_us: u64, answered_us: u64) -> (ClockReading, Answer) {
+    fn reading(
+        base: Instant,
+        guest_ns: i64,
+        sent_us: u64,
+        answered_us: u64,
+    ) -> (ClockReading, Answer) {
         let clock = ClockReading {
             monotonic_ns: guest_ns.cast_unsigned(),
             realtime_ns: guest_ns.cast_unsigned() + 1_000,

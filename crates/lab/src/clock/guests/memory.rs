@@ -14,7 +14,8 @@ const PRESENT: u64 = 1 << 63;
 /// Pages that are read at a time.
 const CHUNK_PAGES: usize = 256;
 
-/// The memory of the guest in a monitor. Reading it needs what ptrace(2) needs: a monitor that is a child of this process, or root.
+/// The memory of the guest in a monitor. Reading it needs what ptrace(2) needs: a monitor that is a
+/// child of this process, or root.
 #[derive(Debug)]
 pub(super) struct GuestMemory {
     memory: File,
@@ -29,7 +30,10 @@ impl GuestMemory {
     pub(super) fn open(pid: u32, bytes: u64) -> io::Result<Self> {
         let maps = fs::read_to_string(format!("/proc/{pid}/maps"))?;
         let start = start_of(&maps, bytes).ok_or_else(|| {
-            io::Error::new(io::ErrorKind::NotFound, format!("no mapping of {bytes} bytes in process {pid}"))
+            io::Error::new(
+                io::ErrorKind::NotFound,
+                format!("no mapping of {bytes} bytes in process {pid}"),
+            )
         })?;
         Ok(Self {
             memory: File::open(format!("/proc/{pid}/mem"))?,
@@ -39,9 +43,10 @@ impl GuestMemory {
         })
     }
 
-    /// A word, which the guest may be writing. The kernel copies an aligned word in one piece (`rep movsq` or a register, Linux
-    /// arch/x86/lib/memcpy_64.S), except on processors for which it prefers `rep movsb`; those move short strings in one as well, though no
-    /// manual promises it.
+    /// A word, which the guest may be writing. The kernel copies an aligned word in one piece
+    /// (`rep movsq` or a register, Linux arch/x86/lib/memcpy_64.S), except on processors for which
+    /// it prefers `rep movsb`; those move short strings in one as well, though no manual promises
+    /// it.
     pub(super) fn word(&self, at: u64) -> io::Result<u64> {
         let mut bytes = [0; 8];
         self.memory.read_exact_at(&mut bytes, self.start + at)?;
@@ -55,7 +60,8 @@ impl GuestMemory {
         Ok(words(&bytes))
     }
 
-    /// Places of the pages that hold a word of each of these, among those that are in the host's memory.
+    /// Places of the pages that hold a word of each of these, among those that are in the host's
+    /// memory.
     pub(super) fn find(&self, wanted: &[[u64; 2]]) -> io::Result<Vec<u64>> {
         let wanted: Vec<_> = wanted.iter().map(|words| words.map(u64::to_ne_bytes)).collect();
         let holds_all = |page: &[u8]| {
@@ -70,7 +76,9 @@ impl GuestMemory {
                 self.memory.read_exact_at(chunk, self.start + (first * PAGE_BYTES) as u64)?;
                 let places = (first..).zip(chunk.chunks(PAGE_BYTES));
                 found.extend(
-                    places.filter(|(_, page)| holds_all(page)).map(|(page, _)| (page * PAGE_BYTES) as u64),
+                    places
+                        .filter(|(_, page)| holds_all(page))
+                        .map(|(page, _)| (page * PAGE_BYTES) as u64),
                 );
             }
         }
@@ -80,9 +88,12 @@ impl GuestMemory {
     /// Runs of pages that are in the host's memory: reading others would bring them there.
     fn present(&self) -> io::Result<Vec<Range<usize>>> {
         let mut entries = vec![0; self.pages * ENTRY_BYTES];
-        self.pagemap.read_exact_at(&mut entries, self.start / PAGE_BYTES as u64 * ENTRY_BYTES as u64)?;
+        self.pagemap
+            .read_exact_at(&mut entries, self.start / PAGE_BYTES as u64 * ENTRY_BYTES as u64)?;
         let mut runs: Vec<Range<usize>> = Vec::new();
-        for (page, _) in words(&entries).into_iter().enumerate().filter(|(_, entry)| entry & PRESENT != 0) {
+        for (page, _) in
+            words(&entries).into_iter().enumerate().filter(|(_, entry)| entry & PRESENT != 0)
+        {
             match runs.last_mut() {
                 Some(run) if run.end == page => run.end += 1,
                 _ => runs.push(page..page + 1),
@@ -97,9 +108,9 @@ fn words(bytes: &[u8]) -> Vec<u64> {
     words.iter().map(|word| u64::from_ne_bytes(*word)).collect()
 }
 
-/// Where memory of this size begins, by the text of `/proc/PID/maps`: writable mappings side by side. The monitor keeps
-/// inaccessible pages at both ends of guest memory. Memory of a restored guest is partly that of a file; the monitor then has
-/// a range of that size without one beside it.
+/// Where memory of this size begins, by the text of `/proc/PID/maps`: writable mappings side by
+/// side. The monitor keeps inaccessible pages at both ends of guest memory. Memory of a restored
+/// guest is partly that of a file; the monitor then has a range of that size without one beside it.
 fn start_of(maps: &str, bytes: u64) -> Option<u64> {
     struct Run {
         range: Range<u64>,
@@ -109,7 +120,8 @@ fn start_of(maps: &str, bytes: u64) -> Option<u64> {
     for line in maps.lines() {
         let mut words = line.split_ascii_whitespace();
         let (start, end) = words.next()?.split_once('-')?;
-        let (start, end) = (u64::from_str_radix(start, 16).ok()?, u64::from_str_radix(end, 16).ok()?);
+        let (start, end) =
+            (u64::from_str_radix(start, 16).ok()?, u64::from_str_radix(end, 16).ok()?);
         let writable = words.next()?.starts_with("rw");
         let has_file = words.nth(2)? != "0";
         if !writable {
@@ -156,8 +168,12 @@ mod tests {
         let start = own.as_ptr() as u64;
         let skipped = start.next_multiple_of(PAGE_BYTES as u64) - start;
         let open = |name: &str| File::open(format!("/proc/self/{name}")).unwrap();
-        let memory =
-            GuestMemory { memory: open("mem"), pagemap: open("pagemap"), start: start + skipped, pages: 15 };
+        let memory = GuestMemory {
+            memory: open("mem"),
+            pagemap: open("pagemap"),
+            start: start + skipped,
+            pages: 15,
+        };
         let place = at as u64 * 8 - skipped;
         assert_eq!(memory.word(place).unwrap(), value);
         let found = memory.find(&[[value, 1], [0, 0]]).unwrap();

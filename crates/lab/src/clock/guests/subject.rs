@@ -41,9 +41,17 @@ const SEARCHES: u32 = 5;
 const SEARCH_INTERVAL: Duration = Duration::from_millis(500);
 /// The readers' rhythm: a quarter of a processor in an emulated host.
 const WATCH: Command = Command::ClockWatchStart { burst_readings: 300, pause_us: 5000 };
-/// Lines of a kernel's log that tell of a guest that has stood still without knowing, or of a clock that it distrusts.
-const COMPLAINTS: [&str; 7] =
-    ["soft lockup", "stall", "hung task", "blocked for more than", "unstable", "time jump", "clock skew"];
+/// Lines of a kernel's log that tell of a guest that has stood still without knowing, or of a clock
+/// that it distrusts.
+const COMPLAINTS: [&str; 7] = [
+    "soft lockup",
+    "stall",
+    "hung task",
+    "blocked for more than",
+    "unstable",
+    "time jump",
+    "clock skew",
+];
 
 /// A guest between its boot and the end of its series.
 pub(super) struct Subject<'a, 'b> {
@@ -74,7 +82,8 @@ pub(super) struct Saved {
 
 /// A stop of the guest.
 pub(super) struct Stop {
-    /// The host's time for which it stood still at least and at most, by the requests to its monitor.
+    /// The host's time for which it stood still at least and at most, by the requests to its
+    /// monitor.
     pub(super) asked: Interval,
     /// What the monitor says of when it stopped and went on.
     pub(super) told: ClockInfo,
@@ -146,7 +155,10 @@ impl<'a, 'b> Subject<'a, 'b> {
         Ok(self.guest.command(command, ANSWER_LIMIT, &mut || {})?.result)
     }
 
-    fn document<T: serde::de::DeserializeOwned>(&mut self, command: Command) -> Result<T, LabError> {
+    fn document<T: serde::de::DeserializeOwned>(
+        &mut self,
+        command: Command,
+    ) -> Result<T, LabError> {
         let result = self.command(command)?;
         serde_json::from_value(result).map_err(|error| self.unexpected(&error))
     }
@@ -181,7 +193,8 @@ impl<'a, 'b> Subject<'a, 'b> {
         let count = if seen.is_some() { READINGS_BESIDE } else { READINGS };
         let mut readings = Vec::with_capacity(count);
         for _ in 0..count {
-            let answer = self.guest.exchange(Command::Clock, Sending::EndLast, ANSWER_LIMIT, &mut || {})?;
+            let answer =
+                self.guest.exchange(Command::Clock, Sending::EndLast, ANSWER_LIMIT, &mut || {})?;
             let reading = serde_json::from_value(answer.result.clone());
             readings.push((reading.map_err(|error| self.unexpected(&error))?, answer));
         }
@@ -212,8 +225,10 @@ impl<'a, 'b> Subject<'a, 'b> {
     pub(super) fn save_and_end(&mut self) -> Result<Saved, LabError> {
         let stopped = self.put("/vm/pause")?;
         let body = json!({ "path": self.snapshot() });
-        let report =
-            self.client(SAVE_LIMIT).put_json("/vm/snapshot", &body).map_err(|error| self.refused(&error))?;
+        let report = self
+            .client(SAVE_LIMIT)
+            .put_json("/vm/snapshot", &body)
+            .map_err(|error| self.refused(&error))?;
         self.guest.kill();
         Ok(Saved { report, stopped })
     }
@@ -231,14 +246,18 @@ impl<'a, 'b> Subject<'a, 'b> {
         self.command(Command::MemInfo)?;
         let first_answer = started.elapsed();
         let host = self.host();
-        let resumed = Interval::between(host.raw(started).low_ns, host.raw(started + first_answer).high_ns);
+        let resumed =
+            Interval::between(host.raw(started).low_ns, host.raw(started + first_answer).high_ns);
         if let View::Memory(memory, _) = &mut self.view {
             match GuestMemory::open(self.guest.pid(), SIZE.memory_mib << 20) {
                 Ok(now) => *memory = now,
                 Err(error) => self.view = View::Console(error.to_string()),
             }
         }
-        Ok(Restored { stop: Stop { asked: resumed.minus(saved.stopped), told: self.clock()? }, first_answer })
+        Ok(Restored {
+            stop: Stop { asked: resumed.minus(saved.stopped), told: self.clock()? },
+            first_answer,
+        })
     }
 
     /// What the monitor says of the guest's clocks.

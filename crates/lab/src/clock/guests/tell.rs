@@ -17,7 +17,8 @@ const MIB: f64 = (1_u64 << 20) as f64;
 
 /// The metrics that only these series have.
 pub(in crate::clock) fn metrics() -> Vec<MetricInfo> {
-    let lower = |name: &str, title: &str, unit: &str| MetricInfo::new(name, title, unit, Better::Lower);
+    let lower =
+        |name: &str, title: &str, unit: &str| MetricInfo::new(name, title, unit, Better::Lower);
     let mut metrics = vec![
         lower("backward_steps", "Steps backward seen by a reader", ""),
         lower("warps", "Warps between vCPUs", ""),
@@ -134,8 +135,8 @@ impl Record {
         })
     }
 
-    /// What a clock of the guest has gained on the promise since the first look, at the end of each cycle: with `continue` it
-    /// is to lose all stops so far.
+    /// What a clock of the guest has gained on the promise since the first look, at the end of each
+    /// cycle: with `continue` it is to lose all stops so far.
     fn gained(&self, clock: fn(&Look) -> Interval) -> Vec<Interval> {
         let Some(first) = self.cycles.first() else { return Vec::new() };
         let mut late = Interval::ZERO;
@@ -147,7 +148,8 @@ impl Record {
     }
 
     pub(super) fn tell(&self, series: &mut Series) {
-        let mut put = |name: &str, value: Option<f64>| series.metrics.insert(name.to_owned(), value);
+        let mut put =
+            |name: &str, value: Option<f64>| series.metrics.insert(name.to_owned(), value);
         if !self.cycles.is_empty() {
             let backward = self.steps(|cpu| cpu.backward);
             let real = self.steps(|cpu| cpu.realtime_backward);
@@ -155,14 +157,20 @@ impl Record {
             put("backward_steps", Some((backward.count + real.count) as f64));
             put("warps", Some(warps.count as f64));
             put("kernel_complaints", Some(self.complaints.len() as f64));
-            let smallest =
-                self.cycles.iter().flat_map(|cycle| [cycle.before.smallest_ns, cycle.after.smallest_ns]);
+            let smallest = self
+                .cycles
+                .iter()
+                .flat_map(|cycle| [cycle.before.smallest_ns, cycle.after.smallest_ns]);
             put("min_system_time_ns", smallest.min().map(|ns| ns as f64));
-            let forward = self.cycles.iter().map(|cycle| cycle.error(self.policy).low_ns).max().unwrap_or(0);
-            let steps = [backward.largest, real.largest, warps.largest, forward.max(0).unsigned_abs()];
+            let forward =
+                self.cycles.iter().map(|cycle| cycle.error(self.policy).low_ns).max().unwrap_or(0);
+            let steps =
+                [backward.largest, real.largest, warps.largest, forward.max(0).unsigned_abs()];
             put("max_jump_ns", steps.into_iter().max().map(|ns| ns as f64));
-            let wall =
-                self.gained(|look| look.real).into_iter().map(|error| error.middle_ns().unsigned_abs());
+            let wall = self
+                .gained(|look| look.real)
+                .into_iter()
+                .map(|error| error.middle_ns().unsigned_abs());
             put("wall_error_ns", wall.max().map(|ns| ns as f64));
         }
         let mut rows = Vec::new();
@@ -177,7 +185,11 @@ impl Record {
         }
         let gap = self.stops().map(|cycle| cycle.gap_beyond_ns(self.policy)).max();
         put("gap_ns", gap.map(|ns| ns as f64));
-        let kvm = self.stops().filter_map(|cycle| cycle.stopped.kvm_error_ns).map(i64::unsigned_abs).max();
+        let kvm = self
+            .stops()
+            .filter_map(|cycle| cycle.stopped.kvm_error_ns)
+            .map(i64::unsigned_abs)
+            .max();
         put("kvm_error_ns", kvm.map(|ns| ns as f64));
         let costs = || self.cycles.iter().filter_map(|cycle| cycle.cost);
         put("snapshot_ms", median(costs().map(|cost| cost.save_ms as f64)));
@@ -231,7 +243,9 @@ impl Record {
                 "what the monitor says of {disagree} stops cannot be, by when it was asked for them; they count by that"
             ));
         }
-        series.notes.push(format!("the readers in the guest made {} readings", self.watched.readings()));
+        series
+            .notes
+            .push(format!("the readers in the guest made {} readings", self.watched.readings()));
         if let Some(first) = self.cycles.first() {
             series.notes.push(format!(
                 "the guest's real time was {:+.1} ms ahead of the host's when it was looked at first; its error counts from there",
@@ -239,7 +253,8 @@ impl Record {
             ));
         }
         let gap = |cycle: &Cycle| cycle.gap_beyond_ns(self.policy);
-        let unstopped = self.cycles.iter().filter(|cycle| cycle.kind == Kind::Unstopped).map(gap).max();
+        let unstopped =
+            self.cycles.iter().filter(|cycle| cycle.kind == Kind::Unstopped).map(gap).max();
         if let Some(unstopped_ns) = unstopped {
             series.notes.push(format!(
                 "a reader sleeps between its bursts and waits for its processor: without a stop its largest gap is {unstopped_ns} ns"
@@ -247,13 +262,16 @@ impl Record {
         }
         let faults = self.watched.faults();
         series.notes.extend(faults.into_iter().map(|fault| format!("the readers saw {fault}")));
-        series.notes.extend(self.complaints.iter().map(|line| format!("the guest's kernel: {line}")));
+        series
+            .notes
+            .extend(self.complaints.iter().map(|line| format!("the guest's kernel: {line}")));
     }
 
     fn details(&self) -> DataTable {
         let row = |(number, cycle): (usize, &Cycle)| {
             let error = cycle.error(self.policy);
-            let cost = |of: fn(&super::Cost) -> Value| cycle.cost.as_ref().map_or(Value::from(""), of);
+            let cost =
+                |of: fn(&super::Cost) -> Value| cycle.cost.as_ref().map_or(Value::from(""), of);
             vec![
                 Value::from(number as u64 + 1),
                 Value::from(cycle.kind.name()),
@@ -303,7 +321,9 @@ impl Record {
             points: (1_u32..)
                 .zip(&self.cycles)
                 .filter(|(_, cycle)| cycle.kind == kind)
-                .map(|(number, cycle)| (f64::from(number), ms(cycle.error(self.policy).middle_ns())))
+                .map(|(number, cycle)| {
+                    (f64::from(number), ms(cycle.error(self.policy).middle_ns()))
+                })
                 .collect(),
         };
         Drawing {

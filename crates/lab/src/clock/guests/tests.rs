@@ -10,23 +10,43 @@ fn known(low_ns: i64, high_ns: i64) -> Interval {
     Interval::between(low_ns, high_ns)
 }
 
-/// A look at a guest whose clocks are so far ahead of the host's, known to within a tenth of a millisecond.
+/// A look at a guest whose clocks are so far ahead of the host's, known to within a tenth of a
+/// millisecond.
 fn look(at_s: f64, ahead_ns: i64) -> Look {
     let ahead = known(ahead_ns - MS / 10, ahead_ns + MS / 10);
-    Look { at_s, monotonic: ahead, real: ahead, seen: true, smallest_ns: 5_000 * MS + (at_s * 1e9) as i64 }
+    Look {
+        at_s,
+        monotonic: ahead,
+        real: ahead,
+        seen: true,
+        smallest_ns: 5_000 * MS + (at_s * 1e9) as i64,
+    }
 }
 
 fn stop(asked: Interval, stopped: (u64, u64), started: (u64, u64)) -> Stop {
     let instant = |(clock_ns, realtime_ns)| Some(ClockInstant { clock_ns, realtime_ns });
     Stop {
         asked,
-        told: ClockInfo { stopped: instant(stopped), started: instant(started), ..ClockInfo::default() },
+        told: ClockInfo {
+            stopped: instant(stopped),
+            started: instant(started),
+            ..ClockInfo::default()
+        },
     }
 }
 
 fn pause(before: Look, after: Look, stopped_ns: i64) -> Cycle {
-    let stopped = Stopped { time: known(stopped_ns, stopped_ns), kvm_error_ns: Some(3), agrees: true };
-    Cycle { kind: Kind::Pause, planned: Duration::ZERO, before, after, stopped, gap_ns: 0, cost: None }
+    let stopped =
+        Stopped { time: known(stopped_ns, stopped_ns), kvm_error_ns: Some(3), agrees: true };
+    Cycle {
+        kind: Kind::Pause,
+        planned: Duration::ZERO,
+        before,
+        after,
+        stopped,
+        gap_ns: 0,
+        cost: None,
+    }
 }
 
 fn record(policy: ClockPolicy, cycles: Vec<Cycle>) -> Record {

@@ -52,7 +52,9 @@ fn what_is_no_address_says_what_to_write() {
         assert!(error.contains("write tcp:HOST:PORT"), "{text}: {error}");
     }
     let too_long_path = format!("unix:/{}", "p".repeat(LONGEST_UNIX_PATH_BYTES));
-    for (text, part) in [("unix:", "empty"), (&too_long_path, "107 bytes"), ("unix:a\0b", "zero byte")] {
+    for (text, part) in
+        [("unix:", "empty"), (&too_long_path, "107 bytes"), ("unix:a\0b", "zero byte")]
+    {
         let error = parse(text).unwrap_err();
         assert!(error.contains(part), "{text}: {error}");
     }

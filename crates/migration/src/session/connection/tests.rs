@@ -34,7 +34,12 @@ fn tls_pair() -> (rustls::Connection, rustls::Connection) {
 fn connection(socket: UnixStream, tls: Option<rustls::Connection>, limit: Duration) -> Connection {
     socket.set_nonblocking(true).unwrap();
     let cancel = CancelHandle::new().unwrap();
-    Connection::new(Wire::new(socket.into(), tls), "the other".to_owned(), Limit::Progress(limit), cancel)
+    Connection::new(
+        Wire::new(socket.into(), tls),
+        "the other".to_owned(),
+        Limit::Progress(limit),
+        cancel,
+    )
 }
 
 /// Everything that the other end can read until the end.

@@ -10,7 +10,8 @@ fn decode(frame: &[u8]) -> Result<Message, FrameError> {
 }
 
 fn messages() -> Vec<Message> {
-    let greeting = Greeting { monitor: "ebb 0.1.0".to_owned(), capabilities: vec!["hints".to_owned()] };
+    let greeting =
+        Greeting { monitor: "ebb 0.1.0".to_owned(), capabilities: vec!["hints".to_owned()] };
     vec![
         Message::Hello(greeting),
         Message::Setup(b"{}".to_vec()),
@@ -53,7 +54,10 @@ fn lengths_are_bounded_by_kind() {
     for kind in MessageKind::ALL {
         let longest = kind.longest_bytes() as u32;
         assert_eq!(header(longest, kind as u8), Ok((kind, longest as usize)));
-        assert_eq!(header(longest + 1, kind as u8), Err(FrameError::Long { kind, bytes: longest + 1 }));
+        assert_eq!(
+            header(longest + 1, kind as u8),
+            Err(FrameError::Long { kind, bytes: longest + 1 })
+        );
     }
     assert_eq!(header(0, 0), Err(FrameError::Kind(0)));
     assert_eq!(header(0, 13), Err(FrameError::Kind(13)));
@@ -88,9 +92,13 @@ fn what_the_other_side_says_can_be_printed() {
     assert!(reason.chars().count() == 2000 && !reason.contains('\u{1b}'), "{reason}");
     assert_eq!(Reason::from("").to_string(), "no reason given");
 
-    let hello = serde_json::json!({ "monitor": "evil\n\u{7}monitor", "capabilities": [], "later": 1 });
+    let hello =
+        serde_json::json!({ "monitor": "evil\n\u{7}monitor", "capabilities": [], "later": 1 });
     let hello = Message::decode(MessageKind::Hello, serde_json::to_vec(&hello).unwrap()).unwrap();
-    assert!(matches!(&hello, Message::Hello(hello) if hello.monitor == "evil  monitor"), "{hello:?}");
+    assert!(
+        matches!(&hello, Message::Hello(hello) if hello.monitor == "evil  monitor"),
+        "{hello:?}"
+    );
 }
 
 proptest! {
@@ -99,7 +107,8 @@ proptest! {
         let kind = MessageKind::from_number(kind).unwrap();
         if let Ok(message) = Message::decode(kind, body) {
             prop_assert_eq!(message.kind(), kind);
-            // A message without a body ignores one only here: its header must say that there is none.
+            // A message without a body ignores one only here: its header must say that there is
+            // none.
             prop_assert_eq!(decode(&message.encode().unwrap()).unwrap(), message);
         }
     }

@@ -41,7 +41,10 @@ fn the_first_wrong_byte_is_noticed() {
         match wrong {
             8 => assert_eq!(result, Err(PreambleError::Version(0x81))),
             9 => assert_eq!(result, Err(PreambleError::Version(0x8001))),
-            _ => assert!(matches!(result, Err(PreambleError::Foreign(_))), "byte {wrong}: {result:?}"),
+            _ => assert!(
+                matches!(result, Err(PreambleError::Foreign(_))),
+                "byte {wrong}: {result:?}"
+            ),
         }
     }
     // A control connection joins nothing.
@@ -70,7 +73,8 @@ fn ids_are_different_and_secret() {
     assert_eq!(text.len(), 32);
     assert!(!format!("{a:?}").contains(&text[..4]));
     assert_eq!(SessionId::try_from(text.clone()), Ok(a));
-    for wrong in [&text[1..], &format!("{text}0"), &text.replace(&text[..1], "x"), &"é".repeat(16)] {
+    for wrong in [&text[1..], &format!("{text}0"), &text.replace(&text[..1], "x"), &"é".repeat(16)]
+    {
         assert!(SessionId::try_from(wrong.to_owned()).is_err(), "{wrong}");
     }
 }

@@ -42,8 +42,8 @@ enum Mistake {
     RestIsSent,
     /// The destination starts the guest and then says that it has failed.
     FailedAfterStart,
-    /// The destination may still give up with a word that the source believes after its decision, and starts all the
-    /// same when the decision comes.
+    /// The destination may still give up with a word that the source believes after its decision,
+    /// and starts all the same when the decision comes.
     GivesUpAndReads,
     /// The destination reports the guest before it starts it.
     RunningBeforeStart,
@@ -65,9 +65,12 @@ impl World {
 
     fn side(&mut self, side: Side) -> (&mut Protocol, &mut Line, &mut Line, &mut bool) {
         match side {
-            Side::Source => {
-                (&mut self.source, &mut self.to_destination, &mut self.to_source, &mut self.source_broken)
-            }
+            Side::Source => (
+                &mut self.source,
+                &mut self.to_destination,
+                &mut self.to_source,
+                &mut self.source_broken,
+            ),
             Side::Destination => (
                 &mut self.destination,
                 &mut self.to_source,
@@ -81,13 +84,16 @@ impl World {
         !self.killed && self.destination.may_run()
     }
 
-    /// What the destination may send depends on whether the guest runs there: see `DestinationCommitted`.
+    /// What the destination may send depends on whether the guest runs there: see
+    /// `DestinationCommitted`.
     fn may_send(&self, side: Side, kind: MessageKind, mistake: Mistake) -> bool {
         match (side, kind) {
             (Side::Destination, MessageKind::Running) => {
                 self.started || mistake == Mistake::RunningBeforeStart
             }
-            (Side::Destination, MessageKind::Failed) => !self.started || mistake == Mistake::FailedAfterStart,
+            (Side::Destination, MessageKind::Failed) => {
+                !self.started || mistake == Mistake::FailedAfterStart
+            }
             _ => true,
         }
     }

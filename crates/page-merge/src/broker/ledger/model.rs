@@ -1,5 +1,6 @@
-//! All orders in which two clients can ask, publish, map, write, lose their connection and die, with messages under way: whoever
-//! has a stable page mapped sees its content for as long as its process lives.
+//! All orders in which two clients can ask, publish, map, write, lose their connection and die,
+//! with messages under way: whoever has a stable page mapped sees its content for as long as its
+//! process lives.
 
 use std::collections::{BTreeMap, HashSet, VecDeque};
 
@@ -11,7 +12,8 @@ const NODE: Node = Node::ANY;
 /// Contents that pages can have.
 const CONTENTS: [u8; 2] = [1, 2];
 
-/// How often each client asks for something: the first one also for what takes a slot that was free again.
+/// How often each client asks for something: the first one also for what takes a slot that was free
+/// again.
 const STARTS: [u8; 2] = [2, 1];
 
 /// Slots and the numbers of their contents. Segments have two slots.
@@ -144,7 +146,8 @@ impl World {
                         events.extend(CONTENTS.map(|content| Event::Start(number, content)));
                     }
                 }
-                // A client goes on with an answer that it has, and writes to its pages, connected or not.
+                // A client goes on with an answer that it has, and writes to its pages, connected
+                // or not.
                 if let Doing::Answered(_, answer) = client.doing {
                     events.push(Event::Map(number));
                     // Not to publish leads nowhere.
@@ -213,7 +216,9 @@ impl World {
     fn deliver(&mut self, number: usize, mistake: Mistake) {
         let other = self.clients[1 - number].member;
         let client = &mut self.clients[number];
-        let (Some(sent), Some(member)) = (client.under_way.pop_front(), client.member) else { return };
+        let (Some(sent), Some(member)) = (client.under_way.pop_front(), client.member) else {
+            return;
+        };
         let (content, answer) = match sent {
             Sent::Query(content) => {
                 let mut answers = Vec::new();
@@ -222,7 +227,9 @@ impl World {
             }
             Sent::Publish(content) => {
                 let mut slots = Vec::new();
-                self.ledger.publish(member, NODE, &page(content), &mut slots).expect("there is room");
+                self.ledger
+                    .publish(member, NODE, &page(content), &mut slots)
+                    .expect("there is room");
                 (content, Answer::Stable(slots[0]))
             }
             Sent::Change(change, slot) => {
@@ -253,7 +260,8 @@ impl World {
     /// A client goes on with its answer: it maps the slot if the content is right, or publishes.
     fn go_on(&mut self, number: usize, wants: bool) {
         let client = &mut self.clients[number];
-        let Doing::Answered(content, answer) = std::mem::replace(&mut client.doing, Doing::Nothing) else {
+        let Doing::Answered(content, answer) = std::mem::replace(&mut client.doing, Doing::Nothing)
+        else {
             return;
         };
         match answer {
@@ -292,8 +300,11 @@ impl World {
             .members
             .iter()
             .map(|(id, member)| {
-                let mut holds: Vec<_> =
-                    member.holds.iter().map(|(slot, hold)| (*slot, hold.reserved, hold.shared)).collect();
+                let mut holds: Vec<_> = member
+                    .holds
+                    .iter()
+                    .map(|(slot, hold)| (*slot, hold.reserved, hold.shared))
+                    .collect();
                 holds.sort_unstable();
                 (*id, holds)
             })
@@ -324,7 +335,8 @@ impl Client {
     }
 }
 
-/// Goes through all states; the number of them, or the way to one in which a page has the wrong content.
+/// Goes through all states; the number of them, or the way to one in which a page has the wrong
+/// content.
 fn explore(mistake: Mistake) -> Result<usize, String> {
     let mut seen = HashSet::new();
     let mut stack = vec![(World::new(), Vec::new())];
@@ -345,7 +357,10 @@ fn explore(mistake: Mistake) -> Result<usize, String> {
             }
             if next.clients.iter().all(|client| client.member.is_none()) {
                 let left: Vec<_> = next.ledger.pages().0.values().flatten().collect();
-                assert!(left.is_empty() || mistake != Mistake::None, "{left:?} is left after {way:?}");
+                assert!(
+                    left.is_empty() || mistake != Mistake::None,
+                    "{left:?} is left after {way:?}"
+                );
             }
             stack.push((next, way));
         }

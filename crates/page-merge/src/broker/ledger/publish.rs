@@ -11,8 +11,9 @@ use super::{Asker, Ledger, MemberId, NoRoom, PAGE, Page, Pages, Publisher, Shelf
 const SPARE_PAGES: u64 = 1 << 13;
 
 impl<P: Pages> Ledger<P> {
-    /// Makes stable pages, or finds equal ones. Each page is found under its own hash, whatever the client thinks that is: a
-    /// client cannot make others look at pages that are not what they ask for.
+    /// Makes stable pages, or finds equal ones. Each page is found under its own hash, whatever the
+    /// client thinks that is: a client cannot make others look at pages that are not what they ask
+    /// for.
     pub(in crate::broker) fn publish(
         &mut self,
         member: MemberId,
@@ -25,7 +26,8 @@ impl<P: Pages> Ledger<P> {
             return Err(NoRoom::Reservations(self.limits.reservations));
         }
         let hashes: Vec<PageHash> = pages.iter().map(|page| self.hasher.hash(page)).collect();
-        // What there is already is reserved before anything else, so that it has room for all of them.
+        // What there is already is reserved before anything else, so that it has room for all of
+        // them.
         let mut found = Vec::with_capacity(pages.len());
         for (page, &hash) in pages.iter().zip(&hashes) {
             let slot = self.find(node, hash, page);
@@ -70,7 +72,12 @@ impl<P: Pages> Ledger<P> {
     }
 
     /// Slots with these contents, not yet in the index.
-    fn make(&mut self, member: MemberId, node: Node, contents: &[&[u8]]) -> Result<Vec<Slot>, NoRoom> {
+    fn make(
+        &mut self,
+        member: MemberId,
+        node: Node,
+        contents: &[&[u8]],
+    ) -> Result<Vec<Slot>, NoRoom> {
         let mut slots = Vec::with_capacity(contents.len());
         if contents.is_empty() {
             return Ok(slots);
@@ -104,7 +111,8 @@ impl<P: Pages> Ledger<P> {
     fn write(&mut self, slots: &[Slot], pages: &[&[u8]]) -> io::Result<()> {
         let mut done = 0;
         while let Some(rest) = slots.get(done..).filter(|rest| !rest.is_empty()) {
-            let run = 1 + rest.windows(2).take_while(|pair| pair[0].is_followed_by(pair[1])).count();
+            let run =
+                1 + rest.windows(2).take_while(|pair| pair[0].is_followed_by(pair[1])).count();
             self.pages.write(rest[0], &pages[done..done + run].concat())?;
             done += run;
         }
@@ -126,7 +134,9 @@ impl<P: Pages> Ledger<P> {
         let page = Page { node, hash, holds: 0, standing: Standing::Roomy, place, publisher };
         self.stable.insert(slot, page);
         for Asker(asker) in askers {
-            let Some(state) = self.members.get_mut(&asker).filter(|_| asker != member) else { continue };
+            let Some(state) = self.members.get_mut(&asker).filter(|_| asker != member) else {
+                continue;
+            };
             if state.news.len() >= self.limits.news {
                 state.news.pop_front();
             }

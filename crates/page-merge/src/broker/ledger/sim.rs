@@ -13,7 +13,8 @@ pub(super) struct Files {
     pub(super) fail_next: bool,
 }
 
-/// Segments of few slots that are given out anew as soon as they are free, so that a mistake shows at once.
+/// Segments of few slots that are given out anew as soon as they are free, so that a mistake shows
+/// at once.
 #[derive(Clone, Debug)]
 pub(super) struct SimPages {
     pub(super) files: Rc<RefCell<Files>>,
@@ -43,7 +44,8 @@ impl Pages for SimPages {
         }
         // A node's segments have numbers of their own.
         let base = node.0.wrapping_mul(1000);
-        let all = (0..).flat_map(|segment| (0..self.segment_slots).map(move |index| (segment, index)));
+        let all =
+            (0..).flat_map(|segment| (0..self.segment_slots).map(move |index| (segment, index)));
         for (segment, index) in all {
             let slot = Slot { segment: base + segment, index };
             if slots.len() == pages {
@@ -96,14 +98,19 @@ impl<P: Pages> Ledger<P> {
             counts.get_mut(&page.node).expect("a shelf").pages += 1;
             let duplicates = self.shelves[&page.node].index.get(&page.hash);
             match page.standing {
-                Standing::Roomy => assert_eq!(duplicates.unwrap().roomy[page.place as usize], *slot),
+                Standing::Roomy => {
+                    assert_eq!(duplicates.unwrap().roomy[page.place as usize], *slot)
+                }
                 Standing::Full => assert!(duplicates.unwrap().full > 0),
                 Standing::Retired => continue,
             }
             indexed += 1;
         }
         let contents = self.shelves.values().flat_map(|shelf| shelf.index.values());
-        assert_eq!(contents.map(|found| found.roomy.len() + found.full as usize).sum::<usize>(), indexed);
+        assert_eq!(
+            contents.map(|found| found.roomy.len() + found.full as usize).sum::<usize>(),
+            indexed
+        );
         let mut holds: HashMap<Slot, u32> = HashMap::new();
         for (slot, hold) in self.members.values().flat_map(|member| &member.holds) {
             let count = counts.get_mut(&self.stable[slot].node).expect("a shelf");
@@ -112,7 +119,9 @@ impl<P: Pages> Ledger<P> {
             *holds.entry(*slot).or_default() += hold.shared + hold.reserved;
         }
         assert!(
-            self.stable.iter().all(|(slot, page)| page.holds > 0 && holds.get(slot) == Some(&page.holds))
+            self.stable
+                .iter()
+                .all(|(slot, page)| page.holds > 0 && holds.get(slot) == Some(&page.holds))
         );
         for (number, member) in &self.members {
             let publisher = Publisher { member: *number, joined: member.joined };

@@ -14,7 +14,11 @@ fn query(ledger: &mut Ledger<SimPages>, member: MemberId, number: u8) -> Answer 
     answers[0]
 }
 
-fn publish(ledger: &mut Ledger<SimPages>, member: MemberId, numbers: &[u8]) -> Result<Vec<Slot>, NoRoom> {
+fn publish(
+    ledger: &mut Ledger<SimPages>,
+    member: MemberId,
+    numbers: &[u8],
+) -> Result<Vec<Slot>, NoRoom> {
     let contents: Vec<u8> = numbers.iter().flat_map(|&number| page(number)).collect();
     let mut slots = Vec::new();
     ledger.publish(member, NODE, &contents, &mut slots).map(|()| slots)

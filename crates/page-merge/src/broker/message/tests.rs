@@ -35,8 +35,12 @@ fn reply() -> impl Strategy<Value = Reply> {
 }
 
 fn request(contents: &[u8]) -> impl Strategy<Value = Request<'_>> {
-    let change =
-        prop::sample::select(vec![Change::Shared, Change::Released, Change::Unused, Change::Retired]);
+    let change = prop::sample::select(vec![
+        Change::Shared,
+        Change::Released,
+        Change::Unused,
+        Change::Retired,
+    ]);
     let node = any::<u32>().prop_map(Node);
     let hello = ("[A-Za-z0-9._-]{1,64}", any::<bool>()).prop_map(|(name, apart)| {
         let placement = if apart { Placement::Apart } else { Placement::Across };
@@ -81,7 +85,10 @@ fn frames_have_a_longest_length_each() {
         };
         assert_eq!(parse_header(header(kind.longest_bytes())), Ok((kind, kind.longest_bytes())));
         let bytes = kind.longest_bytes() as u32 + 1;
-        assert_eq!(parse_header(header(kind.longest_bytes() + 1)), Err(FrameError::Long { kind, bytes }));
+        assert_eq!(
+            parse_header(header(kind.longest_bytes() + 1)),
+            Err(FrameError::Long { kind, bytes })
+        );
     }
     assert_eq!(parse_header([0, 0, 0, 0, 0]), Err(FrameError::Kind(0)));
 }
@@ -97,7 +104,10 @@ fn broken_bodies_are_refused() {
     assert!(matches!(bad(Kind::Updates, &[0; 9]), FrameError::Body { .. }));
     assert!(matches!(bad(Kind::Updates, &[1; 8]), FrameError::Body { .. }));
     assert!(matches!(bad(Kind::Hello, b"{}"), FrameError::Body { .. }));
-    assert!(matches!(bad(Kind::Hello, br#"{"domain":"a/b","placement":"apart"}"#), FrameError::Body { .. }));
+    assert!(matches!(
+        bad(Kind::Hello, br#"{"domain":"a/b","placement":"apart"}"#),
+        FrameError::Body { .. }
+    ));
     assert!(Reply::decode(Kind::Segment, &[0; 9]).is_err());
     let Ok(Reply::Refused(reason)) = Reply::decode(Kind::Refused, b"a\x1b[2Jb") else { panic!() };
     assert_eq!(reason, "a[2Jb");

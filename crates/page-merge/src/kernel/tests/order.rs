@@ -39,15 +39,22 @@ fn merging_goes_on_after_a_change_that_stopped_it() {
         [Step::Unmerge, Step::Write(Knob::MaxPageSharing, 2), Step::Write(Knob::Run, RUN_MERGE)]
     );
     let unmerging = Values::new().with(Knob::MaxPageSharing, 2).with(Knob::Run, RUN_UNMERGE);
-    assert_eq!(plan(&running, &unmerging).unwrap(), [Step::Unmerge, Step::Write(Knob::MaxPageSharing, 2)]);
-    assert_eq!(plan(&running, &Values::new().with(Knob::Run, RUN_UNMERGE)).unwrap(), [Step::Unmerge]);
+    assert_eq!(
+        plan(&running, &unmerging).unwrap(),
+        [Step::Unmerge, Step::Write(Knob::MaxPageSharing, 2)]
+    );
+    assert_eq!(
+        plan(&running, &Values::new().with(Knob::Run, RUN_UNMERGE)).unwrap(),
+        [Step::Unmerge]
+    );
 }
 
 #[test]
 fn the_advisor_goes_before_its_pages_are_set() {
     let advised = present().with(Knob::AdvisorMode, ADVISOR_SCAN_TIME).with(Knob::PagesToScan, 700);
     let wanted = Values::new().with(Knob::AdvisorMode, ADVISOR_NONE).with(Knob::PagesToScan, 700);
-    // It is written although it is 700 now: the kernel sets it to its default when the advisor goes.
+    // It is written although it is 700 now: the kernel sets it to its default when the advisor
+    // goes.
     assert_eq!(
         plan(&advised, &wanted).unwrap(),
         [Step::Write(Knob::AdvisorMode, ADVISOR_NONE), Step::Write(Knob::PagesToScan, 700)]
@@ -83,7 +90,9 @@ fn linux(state: &mut Values, shared: &mut u64, step: Step) -> Result<(), &'stati
             state.set(Knob::Run, RUN_UNMERGE);
         }
         Step::Write(knob, _) if knob.needs_nothing_shared() && *shared > 0 => return Err("EBUSY"),
-        Step::Write(Knob::PagesToScan, _) if state.get(Knob::AdvisorMode) == Some(ADVISOR_SCAN_TIME) => {
+        Step::Write(Knob::PagesToScan, _)
+            if state.get(Knob::AdvisorMode) == Some(ADVISOR_SCAN_TIME) =>
+        {
             return Err("EINVAL");
         }
         Step::Write(Knob::AdvisorMode, ADVISOR_NONE) => {
@@ -101,7 +110,8 @@ fn linux(state: &mut Values, shared: &mut u64, step: Step) -> Result<(), &'stati
 }
 
 proptest! {
-    /// Every change gets through, changes what it was to change and nothing else, and can be taken back with the originals.
+    /// Every change gets through, changes what it was to change and nothing else, and can be taken
+    /// back with the originals.
     #[test]
     fn every_change_gets_through_and_back(start in any_values(), wanted in any_values()) {
         let before: Values = present().iter().chain(start.iter()).collect();

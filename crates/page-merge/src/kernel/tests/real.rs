@@ -40,6 +40,9 @@ fn the_kernel_takes_changes_and_has_them_taken_back() {
 fn the_kernel_says_what_it_does_not_take() {
     let Some(machine) = MachineKsm::take() else { return };
     let error = machine.ksm.apply(&Values::new().with(Knob::MaxPageSharing, 1)).unwrap_err();
-    assert!(matches!(error, KsmError::Refused { knob: Knob::MaxPageSharing, value: 1, .. }), "{error}");
+    assert!(
+        matches!(error, KsmError::Refused { knob: Knob::MaxPageSharing, value: 1, .. }),
+        "{error}"
+    );
     assert_eq!(machine.shared(), 0);
 }

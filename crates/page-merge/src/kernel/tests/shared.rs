@@ -87,13 +87,20 @@ fn another_domain_is_refused_while_somebody_is_there() {
     other(&copy, user);
     drop(membership);
     let error = copy.join("b", &Values::new()).unwrap_err().to_string();
-    assert!(error.contains("'a'") && error.contains("'b'") && error.contains("merge=owner"), "{error}");
+    assert!(
+        error.contains("'a'") && error.contains("'b'") && error.contains("merge=owner"),
+        "{error}"
+    );
     assert!(error.contains(&user.pid.to_string()), "{error}");
     assert_eq!(record(&copy).users, [user], "nobody has joined");
     drop(living);
     let membership = copy.join("b", &Values::new()).unwrap();
     assert_eq!(record(&copy).domain, "b");
-    assert_eq!(copy.read("merge_across_nodes"), "1", "it begins with what was there before the others");
+    assert_eq!(
+        copy.read("merge_across_nodes"),
+        "1",
+        "it begins with what was there before the others"
+    );
     drop(membership);
 }
 
@@ -103,10 +110,13 @@ fn what_holds_for_all_cannot_be_changed_by_one() {
     let membership = copy.join("a", &Values::new().with(Knob::Run, RUN_MERGE)).unwrap();
     let (_living, user) = Living::new();
     other(&copy, user);
-    let error = membership.change(&Values::new().with(Knob::MergeAcrossNodes, 0)).unwrap_err().to_string();
+    let error =
+        membership.change(&Values::new().with(Knob::MergeAcrossNodes, 0)).unwrap_err().to_string();
     assert!(error.contains("1 other"), "{error}");
     // What it is already may be asked for.
-    membership.change(&Values::new().with(Knob::MergeAcrossNodes, 1).with(Knob::PagesToScan, 7)).unwrap();
+    membership
+        .change(&Values::new().with(Knob::MergeAcrossNodes, 1).with(Knob::PagesToScan, 7))
+        .unwrap();
     drop(membership);
     let error = copy.join("a", &merge_apart()).unwrap_err().to_string();
     assert!(error.contains("'merge_across_nodes'") && error.contains("run with 1"), "{error}");

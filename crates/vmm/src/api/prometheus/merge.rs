@@ -4,7 +4,8 @@ use super::{Kind, Text};
 use crate::api::control::KindCount;
 use crate::api::merge::{MergeScope, MergeStatistics};
 
-/// Adds what is counted. Counters of the host's kernel have names of their own, since each machine tells the same ones.
+/// Adds what is counted. Counters of the host's kernel have names of their own, since each machine
+/// tells the same ones.
 pub(super) fn render(text: &mut Text, merge: &MergeStatistics) {
     let prefix = match merge.scope {
         MergeScope::Machine => "ebb_merge",
@@ -14,7 +15,12 @@ pub(super) fn render(text: &mut Text, merge: &MergeStatistics) {
         (Kind::Gauge, "pages_shared", "Pages that are shared.", merge.pages_shared),
         (Kind::Gauge, "pages_sharing", "Further pages that share them.", merge.pages_sharing),
         (Kind::Gauge, "pages_unshared", "Pages without equal so far.", merge.pages_unshared),
-        (Kind::Gauge, "pages_volatile", "Pages that change too fast to be merged.", merge.pages_volatile),
+        (
+            Kind::Gauge,
+            "pages_volatile",
+            "Pages that change too fast to be merged.",
+            merge.pages_volatile,
+        ),
         (Kind::Gauge, "ksm_zero_pages", "Pages of zeros that cost nothing.", merge.ksm_zero_pages),
         (
             Kind::Gauge,
@@ -24,7 +30,12 @@ pub(super) fn render(text: &mut Text, merge: &MergeStatistics) {
         ),
         (Kind::Gauge, "stable_node_dups", "Copies of shared pages.", merge.stable_node_dups),
         (Kind::Counter, "pages_scanned_total", "Pages looked at.", merge.pages_scanned),
-        (Kind::Counter, "pages_skipped_total", "Pages left out by smart scan.", merge.pages_skipped),
+        (
+            Kind::Counter,
+            "pages_skipped_total",
+            "Pages left out by smart scan.",
+            merge.pages_skipped,
+        ),
         (Kind::Counter, "full_scans_total", "Scans of everything.", merge.full_scans),
         (
             Kind::Gauge,
@@ -32,14 +43,24 @@ pub(super) fn render(text: &mut Text, merge: &MergeStatistics) {
             "Pages that share one of another NUMA node.",
             merge.remote_merged_pages,
         ),
-        (Kind::Counter, "hashed_pages_total", "Pages whose content was looked at.", merge.hashed_pages),
+        (
+            Kind::Counter,
+            "hashed_pages_total",
+            "Pages whose content was looked at.",
+            merge.hashed_pages,
+        ),
         (
             Kind::Counter,
             "clean_pages_total",
             "Pages that had not been written to since the last scan.",
             merge.clean_pages,
         ),
-        (Kind::Counter, "broken_pages_total", "Merged pages that were written to.", merge.broken_pages),
+        (
+            Kind::Counter,
+            "broken_pages_total",
+            "Merged pages that were written to.",
+            merge.broken_pages,
+        ),
         (
             Kind::Counter,
             "brought_back_pages_total",
@@ -52,7 +73,12 @@ pub(super) fn render(text: &mut Text, merge: &MergeStatistics) {
             "Pages that were written to after a merge and are merged again.",
             merge.remerged_pages,
         ),
-        (Kind::Gauge, "metadata_bytes", "Memory that merging needs for itself.", merge.metadata_bytes),
+        (
+            Kind::Gauge,
+            "metadata_bytes",
+            "Memory that merging needs for itself.",
+            merge.metadata_bytes,
+        ),
     ];
     for (kind, name, help, value) in values {
         if let Some(value) = value {
@@ -92,7 +118,11 @@ mod tests {
     fn names(merge: MergeStatistics) -> Vec<String> {
         let text = render(&Metrics { merge: Some(merge), ..Metrics::default() });
         let samples = parse(&text).unwrap();
-        samples.into_iter().map(|sample| sample.name).filter(|name| name.contains("merge")).collect()
+        samples
+            .into_iter()
+            .map(|sample| sample.name)
+            .filter(|name| name.contains("merge"))
+            .collect()
     }
 
     #[test]

@@ -3,8 +3,8 @@
 use super::{Fields, Operation, Parameters};
 use crate::api::http::Request;
 use crate::api::merge::{
-    MAX_MERGE_CLEAN_PASSES, MAX_MERGE_PAGE_SHARING, MAX_MERGE_PAGES_PER_SECOND, MAX_MERGE_PASS_MILLISECS,
-    MAX_MERGE_SCAN_SECONDS, MergeChange, MergeRun,
+    MAX_MERGE_CLEAN_PASSES, MAX_MERGE_PAGE_SHARING, MAX_MERGE_PAGES_PER_SECOND,
+    MAX_MERGE_PASS_MILLISECS, MAX_MERGE_SCAN_SECONDS, MergeChange, MergeRun,
 };
 use crate::api::reply::{Problem, Status};
 
@@ -28,7 +28,11 @@ pub(super) fn set_merge(request: &Request<'_>) -> Result<Operation, Problem> {
     let change = MergeChange {
         run: fields.optional_word("run", &MergeRun::ALL, MergeRun::name)?,
         merge_across_nodes: fields.optional_switch("merge_across_nodes")?,
-        max_page_sharing: fields.optional_integer("max_page_sharing", "pages", 2..=MAX_MERGE_PAGE_SHARING)?,
+        max_page_sharing: fields.optional_integer(
+            "max_page_sharing",
+            "pages",
+            2..=MAX_MERGE_PAGE_SHARING,
+        )?,
         use_zero_pages: fields.optional_switch("use_zero_pages")?,
         smart_scan: fields.optional_switch("smart_scan")?,
         pages_per_second: fields.optional_integer(
@@ -47,7 +51,11 @@ pub(super) fn set_merge(request: &Request<'_>) -> Result<Operation, Problem> {
             "milliseconds",
             0..=MAX_MERGE_PASS_MILLISECS,
         )?,
-        clean_passes: fields.optional_integer("clean_passes", "scans", 1..=MAX_MERGE_CLEAN_PASSES)?,
+        clean_passes: fields.optional_integer(
+            "clean_passes",
+            "scans",
+            1..=MAX_MERGE_CLEAN_PASSES,
+        )?,
     };
     if change.is_empty() {
         let message = "the object says nothing that could be changed";

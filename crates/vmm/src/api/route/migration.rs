@@ -5,8 +5,8 @@ use std::time::Duration;
 use super::{Fields, Operation, Parameters, expect_no_fields};
 use crate::api::http::Request;
 use crate::api::migration::{
-    DEFAULT_DOWNTIME_MS, FreePageChoice, MAX_DOWNTIME_MS, MAX_MIGRATION_SECONDS, MAX_MIGRATION_STREAMS,
-    MAX_MIGRATION_WAIT_MS, MigrationRequest, OnTimeout, TlsPaths,
+    DEFAULT_DOWNTIME_MS, FreePageChoice, MAX_DOWNTIME_MS, MAX_MIGRATION_SECONDS,
+    MAX_MIGRATION_STREAMS, MAX_MIGRATION_WAIT_MS, MigrationRequest, OnTimeout, TlsPaths,
 };
 use crate::api::reply::Problem;
 
@@ -14,19 +14,24 @@ pub(super) fn migrate(request: &Request<'_>) -> Result<Operation, Problem> {
     Parameters::of_query(request, &[])?;
     let fields = Fields::of_body(request, &MIGRATION_FIELDS)?;
     let mut migration = MigrationRequest::new(fields.text("to", "tcp:HOST:PORT or unix:PATH")?);
-    if let Some(streams) = fields.optional_integer("streams", "streams", 1..=MAX_MIGRATION_STREAMS)? {
+    if let Some(streams) =
+        fields.optional_integer("streams", "streams", 1..=MAX_MIGRATION_STREAMS)?
+    {
         migration.streams = u16::try_from(streams).unwrap_or(1);
     }
     let downtime = fields.optional_integer("downtime_ms", "milliseconds", 1..=MAX_DOWNTIME_MS)?;
     migration.downtime_ms = downtime.unwrap_or(DEFAULT_DOWNTIME_MS);
     let rates = MIN_BANDWIDTH_BYTES..=u64::MAX;
-    migration.bandwidth_bytes_per_s = fields.optional_integer("bandwidth_bytes_per_s", "bytes", rates)?;
+    migration.bandwidth_bytes_per_s =
+        fields.optional_integer("bandwidth_bytes_per_s", "bytes", rates)?;
     let seconds = 1..=MAX_MIGRATION_SECONDS;
     migration.timeout_seconds = fields.optional_integer("timeout_seconds", "seconds", seconds)?;
     if let Some(action) = fields.optional_word("on_timeout", &OnTimeout::ALL, OnTimeout::name)? {
         migration.on_timeout = action;
     }
-    if let Some(choice) = fields.optional_word("free_pages", &FreePageChoice::ALL, FreePageChoice::name)? {
+    if let Some(choice) =
+        fields.optional_word("free_pages", &FreePageChoice::ALL, FreePageChoice::name)?
+    {
         migration.free_pages = choice;
     }
     for (name, switch) in [
@@ -62,7 +67,8 @@ pub(super) const MIGRATION_FIELDS: [&str; 16] = [
     "share_memory",
 ];
 
-/// The slowest rate that can be asked for: below, not even the state of a machine gets through in reasonable time.
+/// The slowest rate that can be asked for: below, not even the state of a machine gets through in
+/// reasonable time.
 pub const MIN_BANDWIDTH_BYTES: u64 = 64 << 10;
 
 /// All three files, or none.

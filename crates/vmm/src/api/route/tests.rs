@@ -23,8 +23,10 @@ fn refused(method: &str, target: &str, body: &str) -> (u16, String) {
 #[test]
 fn finds_every_operation() {
     let interval = Some(Duration::from_secs(5));
-    let free_pages =
-        |min_order, limit_ms| Operation::FreePages { min_order, time_limit: Duration::from_millis(limit_ms) };
+    let free_pages = |min_order, limit_ms| Operation::FreePages {
+        min_order,
+        time_limit: Duration::from_millis(limit_ms),
+    };
     for (method, target, body, operation) in [
         ("GET", "/openapi.json", "", Operation::OpenApi),
         ("GET", "/vm", "", Operation::VmInfo),
@@ -32,7 +34,12 @@ fn finds_every_operation() {
         ("PUT", "/vm/resume", "{}", Operation::Resume),
         ("PUT", "/vm/power-button", " { } ", Operation::PowerButton),
         ("PUT", "/vm/trim", "", Operation::Trim),
-        ("PUT", "/vm/snapshot", r#"{"path": "/a b/c"}"#, Operation::Snapshot { path: "/a b/c".into() }),
+        (
+            "PUT",
+            "/vm/snapshot",
+            r#"{"path": "/a b/c"}"#,
+            Operation::Snapshot { path: "/a b/c".into() },
+        ),
         ("PUT", "/vm/kill", "\n", Operation::Kill),
         ("GET", "/merge", "", Operation::Merge),
         (
@@ -55,7 +62,12 @@ fn finds_every_operation() {
         ),
         ("PUT", "/vm/migration/cancel", "", Operation::CancelMigration),
         ("GET", "/balloon", "", Operation::Balloon),
-        ("PUT", "/balloon", r#"{"target_bytes": 4096}"#, Operation::SetBalloon { target_bytes: 4096 }),
+        (
+            "PUT",
+            "/balloon",
+            r#"{"target_bytes": 4096}"#,
+            Operation::SetBalloon { target_bytes: 4096 },
+        ),
         ("GET", "/balloon/statistics", "", Operation::Statistics { max_age: None }),
         (
             "GET",
@@ -77,7 +89,12 @@ fn finds_every_operation() {
         ),
         ("PUT", "/balloon/free-pages", "", free_pages(0, 5000)),
         ("PUT", "/balloon/free-pages", "{}", free_pages(0, 5000)),
-        ("PUT", "/balloon/free-pages", r#"{"min_order": 18, "timeout_ms": 60000}"#, free_pages(18, 60_000)),
+        (
+            "PUT",
+            "/balloon/free-pages",
+            r#"{"min_order": 18, "timeout_ms": 60000}"#,
+            free_pages(18, 60_000),
+        ),
         ("GET", "/metrics", "", Operation::Metrics),
     ] {
         assert_eq!(ask(method, target, body), Ok(operation), "{method} {target}");
@@ -126,7 +143,8 @@ fn bad_bodies_are_named() {
         assert_eq!(code, status, "{body}: {message}");
         assert!(message.contains(part), "{body}: {message}");
     }
-    let (code, message) = refused("PUT", "/balloon/statistics-interval", r#"{"interval_seconds": 86401}"#);
+    let (code, message) =
+        refused("PUT", "/balloon/statistics-interval", r#"{"interval_seconds": 86401}"#);
     assert_eq!(code, 422);
     assert!(message.contains("86401"), "{message}");
     assert_eq!(refused("PUT", "/vm/pause", r#"{"force": true}"#).0, 422);
@@ -235,6 +253,9 @@ fn a_wrong_migration_names_its_field() {
             (problem.status, problem.detail.field.as_deref()),
             (Status::UnprocessableContent, Some(field))
         );
-        assert!(problem.detail.message.contains(field) && problem.detail.remedy.is_some(), "{problem:?}");
+        assert!(
+            problem.detail.message.contains(field) && problem.detail.remedy.is_some(),
+            "{problem:?}"
+        );
     }
 }

@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 use ebb_abi::balloon::{DEVICE_ID, Feature, Features, QueueKind};
 use ebb_abi::{Order, PAGE_SIZE_BYTES};
 use ebb_balloon::{
-    Balloon, BalloonConfig, BalloonError, Counters, HintSink, QueueCounters, ReportCheck, Statistics,
+    Balloon, BalloonConfig, BalloonError, Counters, HintSink, QueueCounters, ReportCheck,
+    Statistics,
 };
 use ebb_guest_ram::GuestRam;
 use virtio_queue::{Queue, QueueState};
@@ -14,12 +15,13 @@ use virtio_queue::{Queue, QueueState};
 use super::state::DeviceState;
 use super::{DeferredWork, VirtioDevice, Work};
 use crate::api::control::{
-    BalloonFeature, BalloonInfo, BalloonMetrics, BalloonState, ControlError, KindCount, StatisticsReading,
-    StatisticsValues,
+    BalloonFeature, BalloonInfo, BalloonMetrics, BalloonState, ControlError, KindCount,
+    StatisticsReading, StatisticsValues,
 };
 use crate::config::{BalloonDeviceConfig, Switch};
 
-/// Pages that could become part of a whole huge page wait for this long after the last buffer of the guest.
+/// Pages that could become part of a whole huge page wait for this long after the last buffer of
+/// the guest.
 const FLUSH_AFTER: Duration = Duration::from_millis(10);
 
 /// The device with its timers.
@@ -45,13 +47,16 @@ fn features(config: &BalloonDeviceConfig) -> Features {
     optional
         .into_iter()
         .filter(|(_, switch)| *switch == Switch::On)
-        .fold(Features::NONE.with(Feature::MustTellHost), |features, (feature, _)| features.with(feature))
+        .fold(Features::NONE.with(Feature::MustTellHost), |features, (feature, _)| {
+            features.with(feature)
+        })
 }
 
 impl BalloonDevice {
     /// A balloon over `ram`.
     pub fn new(config: &BalloonDeviceConfig, ram: Arc<GuestRam>) -> Result<Self, BalloonError> {
-        let check = if config.verify_reports.is_on() { ReportCheck::Overwrite } else { ReportCheck::None };
+        let check =
+            if config.verify_reports.is_on() { ReportCheck::Overwrite } else { ReportCheck::None };
         let config = BalloonConfig {
             features: features(config),
             target_bytes: config.size.bytes(),
@@ -88,10 +93,14 @@ impl BalloonDevice {
         let invalid = |message: String| ControlError::Invalid {
             field: "target_bytes",
             message,
-            remedy: Some("ask for a multiple of 4096 that is at most the guest's memory".to_owned()),
+            remedy: Some(
+                "ask for a multiple of 4096 that is at most the guest's memory".to_owned(),
+            ),
         };
         if !target_bytes.is_multiple_of(PAGE_SIZE_BYTES) {
-            return Err(invalid(format!("a balloon of {target_bytes} bytes is not made of whole pages")));
+            return Err(invalid(format!(
+                "a balloon of {target_bytes} bytes is not made of whole pages"
+            )));
         }
         self.balloon.set_target_bytes(target_bytes).map_err(|error| invalid(error.to_string()))
     }
@@ -103,15 +112,16 @@ impl BalloonDevice {
                 message: "the guest's balloon driver and this device have not agreed on statistics"
                     .to_owned(),
                 remedy: Some(
-                    "start with --balloon statistics=on and use a driver that tells them".to_owned(),
+                    "start with --balloon statistics=on and use a driver that tells them"
+                        .to_owned(),
                 ),
             });
         }
         Ok(self.balloon.request_statistics())
     }
 
-    /// Asks the guest for its free pages; the sink is told. Returns the number of the request, and `true` when the driver has
-    /// to be interrupted for it.
+    /// Asks the guest for its free pages; the sink is told. Returns the number of the request, and
+    /// `true` when the driver has to be interrupted for it.
     pub fn request_free_pages(
         &mut self,
         smallest: Order,
@@ -127,13 +137,15 @@ impl BalloonDevice {
                 Err(wrong_state(error.to_string(), "ask again when it has answered"))
             }
             Err(_) => Err(wrong_state(
-                "the guest's balloon driver and this device have not agreed on host requests".to_owned(),
+                "the guest's balloon driver and this device have not agreed on host requests"
+                    .to_owned(),
                 "start with --balloon host_requests=on and use a driver that knows them, such as ebb_balloon",
             )),
         }
     }
 
-    /// Withdraws the request with this number, unless it has ended; `true` when the driver has to be interrupted.
+    /// Withdraws the request with this number, unless it has ended; `true` when the driver has to
+    /// be interrupted.
     pub fn cancel_free_pages(&mut self, request_id: u64) -> bool {
         self.balloon.last_request_id() == request_id && self.balloon.cancel_free_pages()
     }
@@ -166,7 +178,10 @@ impl BalloonDevice {
     /// The statistics received last.
     pub fn statistics(&self) -> StatisticsReading {
         let statistics = self.balloon.statistics();
-        StatisticsReading { age: statistics.age_ms.map(Duration::from_millis), values: values(&statistics) }
+        StatisticsReading {
+            age: statistics.age_ms.map(Duration::from_millis),
+            values: values(&statistics),
+        }
     }
 
     /// Asks for statistics regularly from now on, or no more.
@@ -184,8 +199,11 @@ impl BalloonDevice {
     /// The device's counters.
     pub fn metrics(&self) -> BalloonMetrics {
         let counters = self.balloon.counters();
-        let mut errors: Vec<_> =
-            counters.errors.iter().map(|(error, count)| KindCount::new(error.name(), count)).collect();
+        let mut errors: Vec<_> = counters
+            .errors
+            .iter()
+            .map(|(error, count)| KindCount::new(error.name(), count))
+            .collect();
         errors.push(KindCount::new("discard_failed", counters.discard.failures));
         BalloonMetrics {
             target_bytes: self.balloon.target_bytes(),
@@ -328,7 +346,11 @@ impl VirtioDevice for BalloonDevice {
         DeviceState::Balloon(self.balloon.save())
     }
 
-    fn restore(&mut self, state: &DeviceState, driver: Option<(u64, Vec<Queue>)>) -> Result<(), String> {
+    fn restore(
+        &mut self,
+        state: &DeviceState,
+        driver: Option<(u64, Vec<Queue>)>,
+    ) -> Result<(), String> {
         let DeviceState::Balloon(state) = state else {
             return Err("its state is that of another device".to_owned());
         };

@@ -59,7 +59,8 @@ pub enum DiskError {
 pub enum DiskLock {
     /// When it is opened.
     Now,
-    /// When the machine [takes it over](VirtioDevice::take_over): until then it belongs to the monitor that sends the machine.
+    /// When the machine [takes it over](VirtioDevice::take_over): until then it belongs to the
+    /// monitor that sends the machine.
     Later,
 }
 
@@ -111,8 +112,8 @@ impl Block {
             lock(&file, path, config.readonly)?;
         }
         // Seeking to the end works for block devices too, whose metadata say 0.
-        let bytes =
-            rustix::fs::seek(&file, rustix::fs::SeekFrom::End(0)).map_err(|error| open(error.into()))?;
+        let bytes = rustix::fs::seek(&file, rustix::fs::SeekFrom::End(0))
+            .map_err(|error| open(error.into()))?;
         if !bytes.is_multiple_of(SECTOR_BYTES) {
             return Err(DiskError::OddSize { path: path.clone(), bytes });
         }
@@ -150,19 +151,23 @@ impl Block {
         writer: &mut Writer<'a, WriteLogSlice<'a>>,
     ) -> Status {
         let result = match header.kind {
-            blk::VIRTIO_BLK_T_IN => self.position(header.sector, writer.available_bytes()).map(|start| {
-                copy(writer.available_bytes(), |done, buffer| {
-                    self.file.read_exact_at(buffer, start + done)?;
-                    writer.write_all(buffer)
+            blk::VIRTIO_BLK_T_IN => {
+                self.position(header.sector, writer.available_bytes()).map(|start| {
+                    copy(writer.available_bytes(), |done, buffer| {
+                        self.file.read_exact_at(buffer, start + done)?;
+                        writer.write_all(buffer)
+                    })
                 })
-            }),
+            }
             blk::VIRTIO_BLK_T_OUT if self.readonly => None,
-            blk::VIRTIO_BLK_T_OUT => self.position(header.sector, reader.available_bytes()).map(|start| {
-                copy(reader.available_bytes(), |done, buffer| {
-                    reader.read_exact(buffer)?;
-                    self.file.write_all_at(buffer, start + done)
+            blk::VIRTIO_BLK_T_OUT => {
+                self.position(header.sector, reader.available_bytes()).map(|start| {
+                    copy(reader.available_bytes(), |done, buffer| {
+                        reader.read_exact(buffer)?;
+                        self.file.write_all_at(buffer, start + done)
+                    })
                 })
-            }),
+            }
             blk::VIRTIO_BLK_T_FLUSH => Some(self.file.sync_data()),
             blk::VIRTIO_BLK_T_GET_ID => {
                 let length = writer.available_bytes().min(self.serial.len());
@@ -232,12 +237,14 @@ impl VirtioDevice for Block {
     }
 
     fn read_config(&self, offset: u64, data: &mut [u8]) {
-        // capacity u64, size_max u32, seg_max u32 (section 5.2.4): two descriptors go to header and status.
+        // capacity u64, size_max u32, seg_max u32 (section 5.2.4): two descriptors go to header and
+        // status.
         let mut config = [0u8; 16];
         config[..8].copy_from_slice(&self.sectors.to_le_bytes());
         config[12..].copy_from_slice(&u32::from(QUEUE_SIZE - 2).to_le_bytes());
         for (index, byte) in data.iter_mut().enumerate() {
-            let position = usize::try_from(offset).ok().and_then(|offset| offset.checked_add(index));
+            let position =
+                usize::try_from(offset).ok().and_then(|offset| offset.checked_add(index));
             *byte = position.and_then(|position| config.get(position)).copied().unwrap_or(0);
         }
     }
@@ -283,7 +290,8 @@ impl VirtioDevice for Block {
     }
 
     fn give_away(&mut self) -> Result<(), String> {
-        let failed = |error: &dyn std::fmt::Display| format!("the disk {}: {error}", self.path.display());
+        let failed =
+            |error: &dyn std::fmt::Display| format!("the disk {}: {error}", self.path.display());
         if !self.readonly {
             self.file.sync_data().map_err(|error| failed(&error))?;
         }
@@ -295,7 +303,11 @@ impl VirtioDevice for Block {
         lock(&self.file, &self.path, readonly).map_err(|error| error.to_string())
     }
 
-    fn restore(&mut self, state: &DeviceState, driver: Option<(u64, Vec<Queue>)>) -> Result<(), String> {
+    fn restore(
+        &mut self,
+        state: &DeviceState,
+        driver: Option<(u64, Vec<Queue>)>,
+    ) -> Result<(), String> {
         match state {
             DeviceState::Disk { sectors } if *sectors == self.sectors => {
                 driver.map_or(Ok(()), |(features, queues)| self.activate(features, queues))

@@ -103,8 +103,9 @@ impl<D: VirtioDevice> MmioTransport<D> {
         &self.device
     }
 
-    /// The device, to be changed by the monitor. Follow it with [`config_changed`](Self::config_changed) or
-    /// [`wake`](Self::wake) where the driver or the worker should notice.
+    /// The device, to be changed by the monitor. Follow it with
+    /// [`config_changed`](Self::config_changed) or [`wake`](Self::wake) where the driver or the
+    /// worker should notice.
     pub fn device_mut(&mut self) -> &mut D {
         &mut self.device
     }
@@ -193,8 +194,12 @@ impl<D: VirtioDevice> MmioTransport<D> {
                 1 => (self.offered_features() >> 32) as u32,
                 _ => 0,
             },
-            reg::VIRTIO_MMIO_QUEUE_NUM_MAX => self.selected().map_or(0, |queue| u32::from(queue.max_size())),
-            reg::VIRTIO_MMIO_QUEUE_READY => self.selected().map_or(0, |queue| u32::from(queue.ready())),
+            reg::VIRTIO_MMIO_QUEUE_NUM_MAX => {
+                self.selected().map_or(0, |queue| u32::from(queue.max_size()))
+            }
+            reg::VIRTIO_MMIO_QUEUE_READY => {
+                self.selected().map_or(0, |queue| u32::from(queue.ready()))
+            }
             reg::VIRTIO_MMIO_STATUS => self.status,
             reg::VIRTIO_MMIO_CONFIG_GENERATION => self.config_generation,
             // Shared memory regions: none (length of all ones, section 4.2.2.1).
@@ -240,7 +245,8 @@ impl<D: VirtioDevice> MmioTransport<D> {
             reg::VIRTIO_MMIO_QUEUE_USED_HIGH => {
                 self.with_selected(|queue| queue.set_used_ring_address(None, Some(value)));
             }
-            // With ioeventfd KVM answers this itself; it arrives here only for a queue that does not exist.
+            // With ioeventfd KVM answers this itself; it arrives here only for a queue that does
+            // not exist.
             reg::VIRTIO_MMIO_QUEUE_NOTIFY => {
                 if let Some(kick) = self.wires.kicks.get(value as usize) {
                     let _ = kick.write(1);
@@ -289,7 +295,8 @@ impl<D: VirtioDevice> MmioTransport<D> {
 
     fn accept_features(&self) -> bool {
         let version_1 = 1 << VIRTIO_F_VERSION_1;
-        self.driver_features & !self.offered_features() == 0 && self.driver_features & version_1 != 0
+        self.driver_features & !self.offered_features() == 0
+            && self.driver_features & version_1 != 0
     }
 
     fn activate(&mut self) {
@@ -306,7 +313,10 @@ impl<D: VirtioDevice> MmioTransport<D> {
                 self.wake();
             }
             Err(problem) => {
-                crate::guest_log!("virtio device {}: not started: {problem}", self.device.device_id());
+                crate::guest_log!(
+                    "virtio device {}: not started: {problem}",
+                    self.device.device_id()
+                );
                 self.queues = new_queues(&self.device);
                 self.status |= VIRTIO_CONFIG_S_NEEDS_RESET;
                 self.interrupt(INTERRUPT_CONFIG);
@@ -323,7 +333,8 @@ pub trait ManagedDevice: Send {
     /// The state for a snapshot. The worker must be paused.
     fn save(&mut self) -> TransportState;
 
-    /// Takes a saved state. The device must be new, and nobody may run it yet. An error says what does not fit.
+    /// Takes a saved state. The device must be new, and nobody may run it yet. An error says what
+    /// does not fit.
     fn restore(&mut self, state: &TransportState) -> Result<(), String>;
 
     /// The device for a monitor that it is to be moved to.
@@ -335,8 +346,8 @@ pub trait ManagedDevice: Send {
     /// As [`VirtioDevice::take_over`].
     fn take_over(&mut self) -> Result<(), String>;
 
-    /// Raises the interrupt if the driver has causes to look at. An interrupt may be on its way to the interrupt controller
-    /// when that is saved, and would be lost; one too many does no harm.
+    /// Raises the interrupt if the driver has causes to look at. An interrupt may be on its way to
+    /// the interrupt controller when that is saved, and would be lost; one too many does no harm.
     fn interrupt_again(&self);
 }
 
@@ -370,7 +381,11 @@ impl<D: VirtioDevice> ManagedDevice for MmioTransport<D> {
 
     fn restore(&mut self, state: &TransportState) -> Result<(), String> {
         if state.device_id != self.device.device_id() {
-            return Err(format!("it is device {}, not {}", self.device.device_id(), state.device_id));
+            return Err(format!(
+                "it is device {}, not {}",
+                self.device.device_id(),
+                state.device_id
+            ));
         }
         // Before they are agreed on, a driver may have written anything.
         let agreed = state.active || state.status & VIRTIO_CONFIG_S_FEATURES_OK != 0;
@@ -390,9 +405,12 @@ impl<D: VirtioDevice> ManagedDevice for MmioTransport<D> {
         }
         let queues = saved
             .iter()
-            .map(|&queue| Queue::try_from(queue).map_err(|error| format!("a queue cannot be: {error}")))
+            .map(|&queue| {
+                Queue::try_from(queue).map_err(|error| format!("a queue cannot be: {error}"))
+            })
             .collect::<Result<Vec<_>, _>>()?;
-        if queues.iter().any(|queue| state.active && queue.ready() && !queue.is_valid(&self.memory)) {
+        if queues.iter().any(|queue| state.active && queue.ready() && !queue.is_valid(&self.memory))
+        {
             return Err("a queue lies outside of guest memory".to_owned());
         }
         if state.active {
@@ -439,8 +457,8 @@ impl<D: VirtioDevice> ManagedDevice for MmioTransport<D> {
 
 /// The register window as vCPUs see it.
 ///
-/// The two interrupt registers are answered without the transport's lock: a driver touches them at every interrupt, and
-/// must not wait there for a device that is busy with its next buffer.
+/// The two interrupt registers are answered without the transport's lock: a driver touches them at
+/// every interrupt, and must not wait there for a device that is busy with its next buffer.
 pub struct MmioWindow<D> {
     transport: Arc<Mutex<MmioTransport<D>>>,
     interrupt_status: Arc<AtomicU32>,
@@ -482,7 +500,12 @@ impl<D: VirtioDevice> BusDevice for MmioWindow<D> {
 }
 
 fn new_queues(device: &impl VirtioDevice) -> Vec<Queue> {
-    device.queue_sizes().into_iter().take(MAX_QUEUES).filter_map(|size| Queue::new(size).ok()).collect()
+    device
+        .queue_sizes()
+        .into_iter()
+        .take(MAX_QUEUES)
+        .filter_map(|size| Queue::new(size).ok())
+        .collect()
 }
 
 impl<D: VirtioDevice> ExclusiveDevice for MmioTransport<D> {

@@ -29,9 +29,9 @@ pub type DeferredWork = Box<dyn Fn() + Send>;
 
 /// A virtio device without its transport.
 ///
-/// All methods are called under the transport's lock: by vCPU threads (registers), by the device's worker thread
-/// (queues and timers), by the API thread. Each call must be short; a device bounds the work of one call and asks to be
-/// called again.
+/// All methods are called under the transport's lock: by vCPU threads (registers), by the device's
+/// worker thread (queues and timers), by the API thread. Each call must be short; a device bounds
+/// the work of one call and asks to be called again.
 pub trait VirtioDevice: Send {
     /// Device id (virtio 1.3 section 5).
     fn device_id(&self) -> u32;
@@ -88,20 +88,25 @@ pub trait VirtioDevice: Send {
         DeviceState::Queues
     }
 
-    /// Lets go of what only one monitor may have at a time, because another one goes on with the machine. Called while the
-    /// worker is paused. An error says what cannot be let go.
+    /// Lets go of what only one monitor may have at a time, because another one goes on with the
+    /// machine. Called while the worker is paused. An error says what cannot be let go.
     fn give_away(&mut self) -> Result<(), String> {
         Ok(())
     }
 
-    /// Takes what only one monitor may have, before the machine goes on here. An error says what somebody else has.
+    /// Takes what only one monitor may have, before the machine goes on here. An error says what
+    /// somebody else has.
     fn take_over(&mut self) -> Result<(), String> {
         Ok(())
     }
 
-    /// Takes a saved state, with what `activate` got if a driver was active. Called on a new device. An error says what does
-    /// not fit.
-    fn restore(&mut self, state: &DeviceState, driver: Option<(u64, Vec<Queue>)>) -> Result<(), String> {
+    /// Takes a saved state, with what `activate` got if a driver was active. Called on a new
+    /// device. An error says what does not fit.
+    fn restore(
+        &mut self,
+        state: &DeviceState,
+        driver: Option<(u64, Vec<Queue>)>,
+    ) -> Result<(), String> {
         if *state != DeviceState::Queues {
             return Err("its state is that of another device".to_owned());
         }

@@ -1,4 +1,5 @@
-//! Entropy device (virtio 1.3 section 5.4): fills the driver's buffers from the host's random number generator.
+//! Entropy device (virtio 1.3 section 5.4): fills the driver's buffers from the host's random
+//! number generator.
 
 use ebb_guest_ram::GuestMemory;
 use virtio_queue::{Queue, QueueState, QueueT};
@@ -8,7 +9,8 @@ use super::{VirtioDevice, Work};
 
 const DEVICE_ID: u32 = 4;
 const QUEUE_SIZE: u16 = 64;
-/// Buffers filled in one call, and bytes in each: a guest cannot keep the thread busy with one notification.
+/// Buffers filled in one call, and bytes in each: a guest cannot keep the thread busy with one
+/// notification.
 const BUFFERS_A_CALL: usize = 16;
 const BYTES_A_BUFFER: usize = 4096;
 

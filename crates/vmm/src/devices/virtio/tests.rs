@@ -130,11 +130,14 @@ fn sectors_are_read_and_written() {
 fn pages_that_devices_write_to_are_in_the_memory_s_log() {
     let image = image();
     let read = || request(blk::VIRTIO_BLK_T_IN, 0, 4096);
-    let random =
-        || memory(&[Descriptor { address: DATA + 0xff0, length: 4096, flags: WRITE, next: 0 }], &[0]);
+    let random = || {
+        memory(&[Descriptor { address: DATA + 0xff0, length: 4096, flags: WRITE, next: 0 }], &[0])
+    };
     let written = |requested: GuestMemory, work: &dyn Fn(&GuestMemory) -> Work| {
-        let region = RegionSpec { start: GuestAddress(0), size_bytes: MEMORY_BYTES, host_node: None };
-        let ram = GuestRam::new(&[region], Backing::Anonymous, HugePages::Off, Populate::Lazy).unwrap();
+        let region =
+            RegionSpec { start: GuestAddress(0), size_bytes: MEMORY_BYTES, host_node: None };
+        let ram =
+            GuestRam::new(&[region], Backing::Anonymous, HugePages::Off, Populate::Lazy).unwrap();
         let content = |memory: &GuestMemory| {
             let mut content = vec![0_u8; MEMORY_BYTES as usize];
             memory.read_slice(&mut content, GuestAddress(0)).unwrap();
@@ -209,12 +212,8 @@ fn entropy_fills_what_may_be_written() {
 fn descriptor() -> impl Strategy<Value = Descriptor> {
     let address = prop_oneof![0..MEMORY_BYTES + 0x2000, any::<u64>()];
     let length = prop_oneof![0u32..2048, any::<u32>()];
-    (address, length, 0u16..8, 0..RING_SIZE + 2).prop_map(|(address, length, flags, next)| Descriptor {
-        address,
-        length,
-        flags,
-        next,
-    })
+    (address, length, 0u16..8, 0..RING_SIZE + 2)
+        .prop_map(|(address, length, flags, next)| Descriptor { address, length, flags, next })
 }
 
 proptest! {

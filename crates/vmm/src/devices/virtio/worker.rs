@@ -36,8 +36,9 @@ struct Control {
 
 struct State {
     mode: Mode,
-    /// The thread has seen that it must not work. It stays set from then until the thread sees that it may: a pause right
-    /// after a resume finds a thread that has not woken up yet, and need not wait for it.
+    /// The thread has seen that it must not work. It stays set from then until the thread sees that
+    /// it may: a pause right after a resume finds a thread that has not woken up yet, and need not
+    /// wait for it.
     parked: bool,
 }
 
@@ -57,10 +58,9 @@ impl Worker {
         let control = Arc::new(Control { state: Mutex::new(state), changed: Condvar::new(), wake });
         let (thread_control, filter) = (control.clone(), filters.for_thread(ThreadKind::Device));
         let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || {
-            let result = filter
-                .apply()
-                .map_err(|error| error.to_string())
-                .and_then(|()| run(&transport, &kicks, &thread_control).map_err(|error| error.to_string()));
+            let result = filter.apply().map_err(|error| error.to_string()).and_then(|()| {
+                run(&transport, &kicks, &thread_control).map_err(|error| error.to_string())
+            });
             thread_control.end();
             if let Err(error) = result {
                 exit.raise(GuestExit::Monitor { message: format!("device thread: {error}") });
@@ -69,7 +69,8 @@ impl Worker {
         Ok(Self { control, thread: Some(thread) })
     }
 
-    /// Stops the device's work and returns when the thread has finished what it was doing, or has ended.
+    /// Stops the device's work and returns when the thread has finished what it was doing, or has
+    /// ended.
     pub fn pause(&self) {
         self.set_mode(Mode::Paused);
         let mut state = lock(&self.control.state);
@@ -91,7 +92,8 @@ impl Worker {
 }
 
 impl Control {
-    /// What the thread is to do now; notes that it knows. `quiesce` is called before it counts as parked.
+    /// What the thread is to do now; notes that it knows. `quiesce` is called before it counts as
+    /// parked.
     fn observe(&self, quiesce: impl FnOnce()) -> Mode {
         let mut state = lock(&self.state);
         if state.mode == Mode::Paused && !state.parked {
@@ -140,7 +142,8 @@ fn run<D: VirtioDevice>(
         let parked = mode == Mode::Paused;
         let mut deadline = None;
         if !parked {
-            for (index, pending) in pending.iter_mut().enumerate().filter(|(_, pending)| **pending) {
+            for (index, pending) in pending.iter_mut().enumerate().filter(|(_, pending)| **pending)
+            {
                 // The lock is taken for each call, so that the API and vCPUs come in between.
                 let (work, deferred_work) = {
                     let mut transport = lock(transport);
@@ -154,7 +157,8 @@ fn run<D: VirtioDevice>(
             }
             let now = Instant::now();
             let mut transport = lock(transport);
-            if transport.is_active() && transport.device().deadline().is_some_and(|deadline| deadline <= now)
+            if transport.is_active()
+                && transport.device().deadline().is_some_and(|deadline| deadline <= now)
             {
                 transport.on_timer(now);
             }

@@ -2,7 +2,12 @@ use super::*;
 use crate::snapshot::tests::machine;
 
 fn disk(bytes: u64) -> DeviceDescription {
-    DeviceDescription { device_id: 2, features: 0b11, queue_sizes: vec![128], disk_bytes: Some(bytes) }
+    DeviceDescription {
+        device_id: 2,
+        features: 0b11,
+        queue_sizes: vec![128],
+        disk_bytes: Some(bytes),
+    }
 }
 
 fn description() -> Description {
@@ -78,7 +83,8 @@ fn a_full_host_is_refused_unless_memory_is_handed_over() {
     let error = machine.check_memory(19 << 20).unwrap_err().to_string();
     assert!(error.contains("19M") && error.contains("20M"), "{error}");
     let regions = Vec::new();
-    machine.shared = Some(SharedLayout { version: 1, backing: ebb_guest_ram::Backing::Memfd, regions });
+    machine.shared =
+        Some(SharedLayout { version: 1, backing: ebb_guest_ram::Backing::Memfd, regions });
     assert_eq!(machine.check_memory(0), Ok(()));
 }
 

@@ -11,8 +11,9 @@ const SIGNALS: [(libc::c_int, &str); 4] = [
     (libc::SIGQUIT, "SIGQUIT"),
 ];
 
-/// A signal that would end the process when a file must not become larger (setrlimit(2), `RLIMIT_FSIZE`). The call that wanted it
-/// fails, which is enough: merging, for one, then has no room for shared pages.
+/// A signal that would end the process when a file must not become larger (setrlimit(2),
+/// `RLIMIT_FSIZE`). The call that wanted it fails, which is enough: merging, for one, then has no
+/// room for shared pages.
 const FILE_TOO_LARGE: libc::c_int = libc::SIGXFSZ;
 
 /// Signals that arrive at a descriptor instead of interrupting.
@@ -32,13 +33,15 @@ impl Signals {
         let set = set_of(&ends)?;
         let blocked = set_of(&[&ends[..], &[FILE_TOO_LARGE]].concat())?;
         // SAFETY: `blocked` is an initialized signal set; the old mask is not asked for.
-        let result =
-            unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &raw const blocked, std::ptr::null_mut()) };
+        let result = unsafe {
+            libc::pthread_sigmask(libc::SIG_BLOCK, &raw const blocked, std::ptr::null_mut())
+        };
         if result != 0 {
             return Err(io::Error::from_raw_os_error(result));
         }
         // SAFETY: `set` is an initialized signal set, and -1 asks for a new descriptor.
-        let fd = unsafe { libc::signalfd(-1, &raw const set, libc::SFD_CLOEXEC | libc::SFD_NONBLOCK) };
+        let fd =
+            unsafe { libc::signalfd(-1, &raw const set, libc::SFD_CLOEXEC | libc::SFD_NONBLOCK) };
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }

@@ -24,7 +24,8 @@ impl Machine {
     fn new(negotiated: Features) -> Self {
         let setup = Setup { offered: Features::ALL_WITH_EXTENSION, negotiated, ..Setup::default() };
         let mut guest = Guest::new(setup);
-        let mut device = BalloonDevice::new(&BalloonDeviceConfig::default(), guest.ram.clone()).unwrap();
+        let mut device =
+            BalloonDevice::new(&BalloonDeviceConfig::default(), guest.ram.clone()).unwrap();
         device.activate(negotiated.0, guest.fresh_queues()).unwrap();
         let wires = Wires::new(6).unwrap();
         let transport = MmioTransport::new(device, guest.ram.memory().clone(), wires);
@@ -77,11 +78,16 @@ fn what_the_guest_names_is_reported() {
     assert_eq!(question.report(), None);
     machine.answer(1, AnswerStatus::More, &[PageRange::new(Pfn(1024), 1024)]);
     assert_eq!(question.report(), None);
-    machine.answer(1, AnswerStatus::Done, &[PageRange::new(Pfn(2048), 512), PageRange::new(Pfn(1024), 512)]);
+    machine.answer(
+        1,
+        AnswerStatus::Done,
+        &[PageRange::new(Pfn(2048), 512), PageRange::new(Pfn(1024), 512)],
+    );
     let report = question.report().unwrap();
     assert_eq!((report.request_id, report.status, report.min_order), (1, FreePagesStatus::Done, 9));
     assert_eq!((report.bytes, report.ranges, report.largest_range_bytes), (6 << 20, 1, 6 << 20));
-    let block = |order, block_bytes| FreeBlocks { order, block_bytes, blocks: 1, bytes: block_bytes };
+    let block =
+        |order, block_bytes| FreeBlocks { order, block_bytes, blocks: 1, bytes: block_bytes };
     assert_eq!(report.by_order, [block(9, 2 << 20), block(10, 4 << 20)]);
     assert_eq!((report.blocks, report.memory_bytes), (2, machine.guest.ram.size_bytes()));
     assert_eq!((report.messages, report.encodings.ranges, report.message_bytes), (2, 2, 48 + 64));

@@ -9,18 +9,23 @@ use std::time::Duration;
 use ebb_guest_ram::{GuestRam, KernelMerging as Advice};
 use ebb_page_merge::kernel::knobs::{ADVISOR_NONE, ADVISOR_SCAN_TIME, RUN_MERGE, RUN_STOP};
 use ebb_page_merge::kernel::users::RUN_FOLDER;
-use ebb_page_merge::kernel::{Counter, Counters, Knob, Ksm, KsmError, KsmUsers, Membership, SYSFS, Values};
+use ebb_page_merge::kernel::{
+    Counter, Counters, Knob, Ksm, KsmError, KsmUsers, Membership, SYSFS, Values,
+};
 
 use super::{Status, failed, wrong_state};
 use crate::api::control::ControlError;
-use crate::api::merge::{MergeChange, MergeRun, MergeScope, MergeSettings, MergeState, MergeStatistics};
+use crate::api::merge::{
+    MergeChange, MergeRun, MergeScope, MergeSettings, MergeState, MergeStatistics,
+};
 use crate::config::MergeConfig;
 use crate::config::merge::DEFAULT_KERNEL_DOMAIN;
 use crate::exit::{ExitSignal, GuestExit};
 use crate::seccomp::{Filters, ThreadKind};
 use crate::vm::lock;
 
-/// The pages scanned in one go follow from the pace; between two goes the kernel's thread rests so long.
+/// The pages scanned in one go follow from the pace; between two goes the kernel's thread rests so
+/// long.
 const SLEEP_MILLISECS: u64 = 20;
 /// How long whoever asks for a change waits for it. The kernel may have to unmerge the whole host.
 const ANSWER_TIME_LIMIT: Duration = Duration::from_secs(2);
@@ -79,9 +84,14 @@ impl KernelMerging {
         let membership = Arc::new(users.join(Arc::new(ksm), domain, &wanted).map_err(text)?);
         // Only now: nobody of another domain is there.
         ram.advise_mergeable(Advice::Allow).map_err(|error| error.to_string())?;
-        let shared = Arc::new(Shared { ram: ram.clone(), membership, status: Mutex::new(Status::default()) });
+        let shared = Arc::new(Shared {
+            ram: ram.clone(),
+            membership,
+            status: Mutex::new(Status::default()),
+        });
         let (requests, incoming) = mpsc::channel::<Request>();
-        let (worker, filter, exit) = (shared.clone(), filters.for_thread(ThreadKind::Merge), exit.clone());
+        let (worker, filter, exit) =
+            (shared.clone(), filters.for_thread(ThreadKind::Merge), exit.clone());
         let thread = std::thread::Builder::new()
             .name("merge".to_owned())
             .spawn(move || match filter.apply() {
@@ -102,7 +112,8 @@ impl KernelMerging {
         let run = self.shared.ksm().settings().ok().and_then(|values| values.get(Knob::Run));
         if status.state == MergeState::Merging && run != Some(RUN_MERGE) {
             status.state = MergeState::Stopped;
-            status.reason = Some(format!("somebody has stopped the kernel's merging: {SYSFS}/run is not 1"));
+            status.reason =
+                Some(format!("somebody has stopped the kernel's merging: {SYSFS}/run is not 1"));
         }
         status
     }
@@ -198,12 +209,16 @@ impl Shared {
         Ok(())
     }
 
-    /// Whether settings that decide which pages may share can change: not while pages of this machine do. What the kernel counts may
-    /// be of pages that it has not noticed to be gone, so a machine that was unmerged is believed.
+    /// Whether settings that decide which pages may share can change: not while pages of this
+    /// machine do. What the kernel counts may be of pages that it has not noticed to be gone, so a
+    /// machine that was unmerged is believed.
     fn check_unmerged(&self, present: &Values, wanted: &Values) -> Answer {
-        let changes = |knob: &Knob| wanted.get(*knob).is_some_and(|value| present.get(*knob) != Some(value));
-        let guarded = Knob::ALL.into_iter().find(|knob| knob.needs_nothing_shared() && changes(knob));
-        let Some(knob) = guarded.filter(|_| lock(&self.status).state != MergeState::Unmerged) else {
+        let changes =
+            |knob: &Knob| wanted.get(*knob).is_some_and(|value| present.get(*knob) != Some(value));
+        let guarded =
+            Knob::ALL.into_iter().find(|knob| knob.needs_nothing_shared() && changes(knob));
+        let Some(knob) = guarded.filter(|_| lock(&self.status).state != MergeState::Unmerged)
+        else {
             return Ok(());
         };
         match self.ksm().counters().map_err(failed)?.count(Counter::PagesShared) {
@@ -274,7 +289,8 @@ fn values(change: &MergeChange, present: &Values) -> Values {
     values
 }
 
-/// Pages to scan between two rests, and the length of a rest in milliseconds, for about `pages_per_second`.
+/// Pages to scan between two rests, and the length of a rest in milliseconds, for about
+/// `pages_per_second`.
 fn pace(pages_per_second: u64) -> (u64, u64) {
     let goes_per_second = 1000 / SLEEP_MILLISECS;
     match pages_per_second {

@@ -1,6 +1,7 @@
 //! Same-page merging of a machine: by the monitor itself, or by the kernel.
 //!
-//! Merging never keeps a machine from running: where it is not possible, the machine runs without it, and says why.
+//! Merging never keeps a machine from running: where it is not possible, the machine runs without
+//! it, and says why.
 
 mod kernel;
 mod owner;
@@ -56,7 +57,8 @@ enum Backend {
 }
 
 impl Merging {
-    /// Begins, if that was asked for. The machine stands still, and so does merging until [`go_on`](Self::go_on).
+    /// Begins, if that was asked for. The machine stands still, and so does merging until
+    /// [`go_on`](Self::go_on).
     pub(super) fn start(
         config: &MergeConfig,
         ram: &Arc<GuestRam>,
@@ -65,8 +67,12 @@ impl Merging {
     ) -> Self {
         let started = match config.backend {
             MergeBackend::Off => Ok(Backend::Off),
-            MergeBackend::Kernel => KernelMerging::start(config, ram, filters, exit).map(Backend::Kernel),
-            MergeBackend::Owner => OwnerMerging::start(config, ram, filters, exit).map(Backend::Owner),
+            MergeBackend::Kernel => {
+                KernelMerging::start(config, ram, filters, exit).map(Backend::Kernel)
+            }
+            MergeBackend::Owner => {
+                OwnerMerging::start(config, ram, filters, exit).map(Backend::Owner)
+            }
         };
         let backend = started.unwrap_or_else(|reason| {
             tracing::warn!("the machine runs without merging of equal pages: {reason}");
@@ -75,7 +81,8 @@ impl Merging {
         Self { config: config.clone(), backend }
     }
 
-    /// Memory of the machine that shares pages with other memory, in bytes; `None` where nobody merges.
+    /// Memory of the machine that shares pages with other memory, in bytes; `None` where nobody
+    /// merges.
     pub(super) fn merged_bytes(&self) -> Option<u64> {
         match &self.backend {
             Backend::Off | Backend::Unavailable(_) => None,
@@ -92,8 +99,8 @@ impl Merging {
         }
     }
 
-    /// Stops the monitor's own merging, and returns when nothing is under way. The kernel's goes on: what it does nobody can
-    /// notice.
+    /// Stops the monitor's own merging, and returns when nothing is under way. The kernel's goes
+    /// on: what it does nobody can notice.
     pub(super) fn stand_still(&self) {
         if let Backend::Owner(owner) = &self.backend {
             owner.stand_still();

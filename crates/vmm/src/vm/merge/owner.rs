@@ -67,7 +67,8 @@ impl OwnerMerging {
         ram.enable_merging(segments.clone()).map_err(|error| text(&error))?;
         let memory = OwnerMemory::new(ram.clone()).map_err(|error| text(&error))?;
         let nodes = if config.across_nodes == Some(false) { Nodes::Apart } else { Nodes::Across };
-        let settings = Settings { run: Run::Merge, merge_across_nodes: nodes, ..Settings::default() };
+        let settings =
+            Settings { run: Run::Merge, merge_across_nodes: nodes, ..Settings::default() };
         let prepared = Prepared { ram: ram.clone(), memory, segments, settings };
         match connect(config, nodes, &prepared.segments) {
             None => prepared.merge_alone(Sharing::Alone, filters, exit),
@@ -108,7 +109,10 @@ impl OwnerMerging {
             Run::Unmerge => {
                 let statistics = self.control.statistics();
                 let is_done = statistics.merged_pages == 0 && statistics.pages_shared == 0;
-                (MergeRun::Unmerge, if is_done { MergeState::Unmerged } else { MergeState::Unmerging })
+                (
+                    MergeRun::Unmerge,
+                    if is_done { MergeState::Unmerged } else { MergeState::Unmerging },
+                )
             }
         };
         Status { run, state, reason: lost.or_else(|| self.control.last_error()) }
@@ -123,7 +127,10 @@ impl OwnerMerging {
     }
 
     pub(super) fn statistics(&self) -> MergeStatistics {
-        MergeStatistics { merged_bytes: Some(self.merged_bytes()), ..statistics(&self.control.statistics()) }
+        MergeStatistics {
+            merged_bytes: Some(self.merged_bytes()),
+            ..statistics(&self.control.statistics())
+        }
     }
 
     /// Changes settings, and waits for the thread to take them.
@@ -136,7 +143,10 @@ impl OwnerMerging {
                 "start the machine again with another merge_across_nodes, or the broker with another limit",
             ));
         }
-        self.control.change(|settings| apply(change, settings)).map(drop).map_err(|error| refused(&error))
+        self.control
+            .change(|settings| apply(change, settings))
+            .map(drop)
+            .map_err(|error| refused(&error))
     }
 }
 
@@ -198,7 +208,8 @@ impl Prepared {
         }
         let (mut worker, control) = Worker::new(merger);
         let brake = Mutex::new(Some(control.pause()));
-        // The first look at a clock learns where the kernel's is, by calls that the filter does not know.
+        // The first look at a clock learns where the kernel's is, by calls that the filter does not
+        // know.
         let _ = SystemClock.now();
         let (filter, exit) = (filters.for_thread(ThreadKind::Merge), exit.clone());
         let thread = std::thread::Builder::new()
@@ -258,7 +269,10 @@ fn apply(change: &MergeChange, settings: &mut Settings) {
         settings.pages_per_second = None;
     }
     set(&mut settings.min_pass_millisecs, change.min_pass_millisecs);
-    set(&mut settings.clean_passes, change.clean_passes.and_then(|passes| u8::try_from(passes).ok()));
+    set(
+        &mut settings.clean_passes,
+        change.clean_passes.and_then(|passes| u8::try_from(passes).ok()),
+    );
     if let Some(percent) = change.cpu_percent.map(number) {
         settings.max_cpu_percent = percent;
         settings.advisor_max_cpu_percent = percent;

@@ -51,7 +51,8 @@ impl<S: Losable> Watched<S> {
             return;
         }
         if let Some(reason) = self.store.why_gone() {
-            let reason = format!("the broker of shared pages is gone ({reason}); what is merged stays so");
+            let reason =
+                format!("the broker of shared pages is gone ({reason}); what is merged stays so");
             // The store has said so on standard error already.
             *lock(&self.loss.0) = Some(reason);
             self.is_told = true;

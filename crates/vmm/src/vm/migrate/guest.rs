@@ -39,7 +39,8 @@ enum Stop {
     RebootFirst,
 }
 
-/// What is known of a machine that was stopped; the engine has the machine, and whoever runs the engine has this.
+/// What is known of a machine that was stopped; the engine has the machine, and whoever runs the
+/// engine has this.
 #[derive(Clone, Default)]
 pub(super) struct Stopped(Arc<Mutex<Saved>>);
 

@@ -56,21 +56,29 @@ impl FreePages {
 
     fn way(&self) -> Result<Way, Unasked> {
         let transport = lock(&self.transport);
-        let (negotiated, asked) = (transport.device().negotiated(), transport.device().asks_for_poison());
+        let (negotiated, asked) =
+            (transport.device().negotiated(), transport.device().asks_for_poison());
         drop(transport);
         if !asked {
             return Err(Unasked::PoisonUnknown);
         }
-        // The guest finds zeros at the destination where its pattern was, or an older content where it has put zeros.
+        // The guest finds zeros at the destination where its pattern was, or an older content where
+        // it has put zeros.
         if negotiated.contains(Feature::PagePoison) {
             return Err(Unasked::Poisoned);
         }
         let (hints, query) = (Feature::FreePageHint, Feature::HostRequest);
         match self.choice {
-            FreePageChoice::Query | FreePageChoice::Auto if negotiated.contains(query) => Ok(Way::Query),
-            FreePageChoice::Hints | FreePageChoice::Auto if negotiated.contains(hints) => Ok(Way::Hints),
+            FreePageChoice::Query | FreePageChoice::Auto if negotiated.contains(query) => {
+                Ok(Way::Query)
+            }
+            FreePageChoice::Hints | FreePageChoice::Auto if negotiated.contains(hints) => {
+                Ok(Way::Hints)
+            }
             FreePageChoice::Query => Err(Unasked::NotNegotiated("host requests")),
-            FreePageChoice::Hints | FreePageChoice::Auto => Err(Unasked::NotNegotiated("free page hinting")),
+            FreePageChoice::Hints | FreePageChoice::Auto => {
+                Err(Unasked::NotNegotiated("free page hinting"))
+            }
             FreePageChoice::Off => Err(Unasked::NotNegotiated("anything")),
         }
     }
@@ -101,7 +109,8 @@ impl FreePageSource for FreePages {
             }
             Way::Query => {
                 let asked = transport.device_mut().request_free_pages(Order(0), sink);
-                let (request_id, interrupt) = asked.map_err(|error| Unasked::Refused(error.to_string()))?;
+                let (request_id, interrupt) =
+                    asked.map_err(|error| Unasked::Refused(error.to_string()))?;
                 if interrupt {
                     transport.interrupt_used();
                 }

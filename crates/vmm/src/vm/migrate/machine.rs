@@ -15,7 +15,9 @@ impl Vm {
         let tsc = self.tsc.ok_or(GuestClockError::NoFrequency)?;
         let mut machine = MachineConfig::of(&self.config);
         let absolute = |path: &mut std::path::PathBuf| {
-            std::path::absolute(&*path).map(|full| *path = full).map_err(VmError::host("find its own folder"))
+            std::path::absolute(&*path)
+                .map(|full| *path = full)
+                .map_err(VmError::host("find its own folder"))
         };
         machine.kernel.as_mut().map(absolute).transpose()?;
         machine.merge.broker.as_mut().map(absolute).transpose()?;

@@ -1,7 +1,7 @@
 //! Moving this machine to another monitor.
 //!
-//! The API asks and looks ([`Migrations`]); a thread of its own ([`MigrationThread`]) does the work, because that takes system
-//! calls that no other thread may make, and waits for the network.
+//! The API asks and looks ([`Migrations`]); a thread of its own ([`MigrationThread`]) does the
+//! work, because that takes system calls that no other thread may make, and waits for the network.
 
 mod guest;
 mod hints;
@@ -23,7 +23,8 @@ use crate::seccomp::{Filters, ThreadKind};
 /// What is said when something does not go together with a migration.
 pub(super) const BEING_MOVED: &str = "the virtual machine is migrating to another monitor";
 
-/// How long the monitor waits for somebody to read the report of a completed migration before it ends.
+/// How long the monitor waits for somebody to read the report of a completed migration before it
+/// ends.
 const REPORT_TIME_LIMIT: Duration = Duration::from_secs(1);
 
 /// The migration that is under way, or the last one.
@@ -80,7 +81,8 @@ impl Migrations {
         };
         slot.asked_at = Some(Instant::now());
         slot.request = Some(request);
-        (slot.cancel, slot.cancelled, slot.committed, slot.report_read) = (None, false, false, false);
+        (slot.cancel, slot.cancelled, slot.committed, slot.report_read) =
+            (None, false, false, false);
         self.changed.notify_all();
         Ok(())
     }
@@ -103,7 +105,10 @@ impl Migrations {
     pub(super) fn cancel(&self) -> Result<(), ControlError> {
         let mut slot = self.lock();
         if !slot.status.phase.is_active() {
-            return Err(wrong_state("no migration is under way", "look at /vm/migration for the last one"));
+            return Err(wrong_state(
+                "no migration is under way",
+                "look at /vm/migration for the last one",
+            ));
         }
         if slot.committed {
             return Err(wrong_state(
@@ -129,7 +134,8 @@ impl Migrations {
         }
     }
 
-    /// What ends the present migration from now on. It is called at once if it was given up already.
+    /// What ends the present migration from now on. It is called at once if it was given up
+    /// already.
     fn set_cancel(&self, cancel: impl Fn() + Send + 'static) {
         let mut slot = self.lock();
         if slot.cancelled {
@@ -142,7 +148,8 @@ impl Migrations {
         self.lock().cancelled
     }
 
-    /// Notes that the machine is given away now, unless the migration was given up. Returns whether it was noted.
+    /// Notes that the machine is given away now, unless the migration was given up. Returns whether
+    /// it was noted.
     fn commit(&self) -> bool {
         let mut slot = self.lock();
         slot.committed = !slot.cancelled && !slot.ending;
@@ -232,7 +239,11 @@ fn work(vm: &Arc<Vm>) {
         let report = source::migrate(vm, &request);
         let status = report.status;
         if let Some(problem) = &report.error {
-            tracing::warn!("the migration to {} has ended as {}: {problem}", request.to, status.name());
+            tracing::warn!(
+                "the migration to {} has ended as {}: {problem}",
+                request.to,
+                status.name()
+            );
         }
         if status == MigrationPhase::Completed {
             *super::lock(&vm.state) = VmState::Stopping;

@@ -8,8 +8,8 @@ use ebb_migration::{AtTimeLimit, AutoConverge, Config, Holes, TimeLimit, ZeroPag
 use crate::api::control::ControlError;
 use crate::api::migration::{MigrationRequest, OnTimeout};
 
-/// Refuses an address that cannot be used. Host names are not looked up here: a resolver needs system calls that a monitor
-/// does not make.
+/// Refuses an address that cannot be used. Host names are not looked up here: a resolver needs
+/// system calls that a monitor does not make.
 pub(in crate::vm) fn check_address(text: &str) -> Result<(), ControlError> {
     let invalid = |message: String, remedy: Option<&str>| ControlError::Invalid {
         field: "to",
@@ -18,16 +18,22 @@ pub(in crate::vm) fn check_address(text: &str) -> Result<(), ControlError> {
     };
     match text.parse::<Address>().map_err(|error| invalid(error.to_string(), None))? {
         Address::Tcp { host, .. }
-            if host.parse::<std::net::IpAddr>().is_err() && !host.eq_ignore_ascii_case("localhost") =>
+            if host.parse::<std::net::IpAddr>().is_err()
+                && !host.eq_ignore_ascii_case("localhost") =>
         {
-            let message =
-                format!("the host {host:?} in {text:?} is a name, and the monitor looks no names up");
+            let message = format!(
+                "the host {host:?} in {text:?} is a name, and the monitor looks no names up"
+            );
             Err(invalid(message, Some("write it in numbers; `ebb migrate` does that by itself")))
         }
         Address::Unix { path } if path.is_relative() => {
-            let message =
-                format!("the path in {text:?} is relative, and the monitor may have another folder");
-            Err(invalid(message, Some("write it from the root on; `ebb migrate` does that by itself")))
+            let message = format!(
+                "the path in {text:?} is relative, and the monitor may have another folder"
+            );
+            Err(invalid(
+                message,
+                Some("write it from the root on; `ebb migrate` does that by itself"),
+            ))
         }
         _ => Ok(()),
     }
@@ -75,9 +81,11 @@ mod tests {
         for good in ["tcp:127.0.0.1:1", "tcp:[::1]:1", "tcp:localhost:1", "unix:/run/x"] {
             assert_eq!(check_address(good), Ok(()), "{good}");
         }
-        for (bad, words) in
-            [("10.0.0.1:1", "tcp:HOST:PORT"), ("tcp:receiver.example:1", "is a name"), ("unix:x", "relative")]
-        {
+        for (bad, words) in [
+            ("10.0.0.1:1", "tcp:HOST:PORT"),
+            ("tcp:receiver.example:1", "is a name"),
+            ("unix:x", "relative"),
+        ] {
             let error = check_address(bad).unwrap_err();
             assert!(matches!(error, ControlError::Invalid { field: "to", .. }), "{error}");
             assert!(error.to_string().contains(words), "{bad}: {error}");

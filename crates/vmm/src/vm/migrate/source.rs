@@ -8,11 +8,12 @@ use std::time::Duration;
 use ebb_guest_ram::kvm_dirty::DirtyBitmap;
 use ebb_guest_ram::{InhibitReason, PageSet, SharedRam};
 use ebb_migration::session::{
-    self, Address, CancelHandle, Cancellation, Greeting, Outcome, SourcePrepared, SourceStreaming, TimeLimits,
+    self, Address, CancelHandle, Cancellation, Greeting, Outcome, SourcePrepared, SourceStreaming,
+    TimeLimits,
 };
 use ebb_migration::{
-    BoxError, Cancel, DirtySource, FreePageSource, Guest, Phase, Precopy, Progress, Report, RoundSync,
-    WithWriteLog,
+    BoxError, Cancel, DirtySource, FreePageSource, Guest, Phase, Precopy, Progress, Report,
+    RoundSync, WithWriteLog,
 };
 
 use super::guest::{MovedGuest, Stopped};
@@ -62,7 +63,8 @@ pub(in crate::vm) fn greeting() -> Greeting {
 /// Moves the machine; tells how that went.
 pub(super) fn migrate(vm: &Arc<Vm>, request: &MigrationRequest) -> MigrationReport {
     let cpu_before = monitor_time(vm);
-    let mut report = MigrationReport { memory_bytes: vm.ram.size_bytes(), ..MigrationReport::default() };
+    let mut report =
+        MigrationReport { memory_bytes: vm.ram.size_bytes(), ..MigrationReport::default() };
     let result = Migration { vm, migrations: &vm.migrations, request, report: &mut report }.run();
     report.source_cpu_ms = in_ms(monitor_time(vm).saturating_sub(cpu_before));
     (report.status, report.error) = match result {
@@ -102,8 +104,13 @@ impl Migration<'_> {
         });
 
         let limits = TimeLimits::default();
-        let session =
-            session::connect(&address, &security(self.request), &greeting(), &limits, &cancel_session)?;
+        let session = session::connect(
+            &address,
+            &security(self.request),
+            &greeting(),
+            &limits,
+            &cancel_session,
+        )?;
         let mut description = self.vm.describe()?;
         let shared = self.shared(&address)?;
         description.shared = shared.as_ref().map(|shared| shared.layout.clone());
@@ -178,12 +185,13 @@ impl Migration<'_> {
         let vm = self.vm;
         let streaming = Arc::new(Mutex::new(Some(streaming)));
         let give_up = |problem: String| {
-            let said = lock(&streaming).take().and_then(|streaming| streaming.abort(problem.clone()));
+            let said =
+                lock(&streaming).take().and_then(|streaming| streaming.abort(problem.clone()));
             // What the other side said first is the better reason.
             Broken::Failed(said.map_or(problem, |said| with_causes(&said)))
         };
-        // SAFETY: the regions of `vm.ram` are the memory slots of `vm.kvm` in their order, see `register_memory`; the machine
-        // keeps them mapped as long as it lives.
+        // SAFETY: the regions of `vm.ram` are the memory slots of `vm.kvm` in their order, see
+        // `register_memory`; the machine keeps them mapped as long as it lives.
         let log = unsafe { DirtyBitmap::new(&vm.kvm, &vm.ram) };
         let log = log.map_err(|error| give_up(with_causes(&error)))?;
         let mut dirty = WithWriteLog::new(GuestWrites(log), vm.ram.clone());
@@ -214,8 +222,8 @@ impl Migration<'_> {
         if let Some(at) = stopped.at() {
             tracing::debug!("all memory is there {:?} after the stop", at.elapsed());
         }
-        // All memory is there. The log goes on until the machine is elsewhere: to switch it off takes time, and the guest stands
-        // still.
+        // All memory is there. The log goes on until the machine is elsewhere: to switch it off
+        // takes time, and the guest stands still.
         let result = self.hand_over(&stopped, &streaming);
         switchover.stay_paused();
         drop(dirty);
@@ -279,7 +287,8 @@ impl Migration<'_> {
     /// The guest's driver, if it is to be asked and can answer.
     fn free_pages(&self) -> Option<FreePages> {
         let balloon = self.vm.balloon.clone()?;
-        let asks = self.request.free_pages != FreePageChoice::Off && self.vm.state() == VmState::Running;
+        let asks =
+            self.request.free_pages != FreePageChoice::Off && self.vm.state() == VmState::Running;
         asks.then(|| FreePages::new(balloon, self.request.free_pages))
     }
 }

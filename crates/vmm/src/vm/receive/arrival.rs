@@ -103,7 +103,8 @@ impl Arrival {
                 return Err(reason.to_owned());
             }
         };
-        let (mut streaming, streams) = waiting.accept()?.join(&mut self.listener).map_err(problem)?;
+        let (mut streaming, streams) =
+            waiting.accept()?.join(&mut self.listener).map_err(problem)?;
         // Its place in the file system is free again for the next one.
         drop(self.listener);
         if !shares {
@@ -133,7 +134,9 @@ fn take_shared(
     setup: DestinationSetup,
     description: &Description,
 ) -> Result<(Waiting, Option<SharedRam>), Problem> {
-    let Some(layout) = description.shared.clone() else { return Ok((Waiting::Answer(setup), None)) };
+    let Some(layout) = description.shared.clone() else {
+        return Ok((Waiting::Answer(setup), None));
+    };
     let mut accepted = setup.accept(1).map_err(problem)?;
     match accepted.receive_descriptors() {
         Ok(files) => Ok((Waiting::Taken(accepted), Some(SharedRam { layout, files }))),
@@ -155,7 +158,9 @@ fn receive_memory(
     let receiver = Receiver {
         memory: &*vm.ram as &dyn TargetMemory,
         streams,
-        round_done: &mut |round| streaming.round_done(round).map_err(|error| Box::new(error) as BoxError),
+        round_done: &mut |round| {
+            streaming.round_done(round).map_err(|error| Box::new(error) as BoxError)
+        },
         cancel: cancel.clone(),
     };
     match receiver.run() {
@@ -183,7 +188,10 @@ fn restore(vm: &Vm, bytes: &[u8], cpus: u8) -> Result<(), Problem> {
         .map_err(|error| format!("the state of the machine cannot be understood: {error}"))?;
     tracing::debug!("a state of {} bytes was read in {:?}", bytes.len(), begin.elapsed());
     if state.machine.cpus != cpus {
-        return Err(format!("the state is that of {} vCPUs, and {cpus} were announced", state.machine.cpus));
+        return Err(format!(
+            "the state is that of {} vCPUs, and {cpus} were announced",
+            state.machine.cpus
+        ));
     }
     state
         .validate(vm.ram.size_bytes())
@@ -191,8 +199,8 @@ fn restore(vm: &Vm, bytes: &[u8], cpus: u8) -> Result<(), Problem> {
     vm.restore(state).map_err(problem)
 }
 
-/// The source has given the machine away: lets it run here, or says that it never will. The latter only while no vCPU has run:
-/// whatever becomes of a machine that was started, it was started here.
+/// The source has given the machine away: lets it run here, or says that it never will. The latter
+/// only while no vCPU has run: whatever becomes of a machine that was started, it was started here.
 fn start(vm: &Arc<Vm>, committed: DestinationCommitted, paused: bool) -> Result<(), Problem> {
     let started = vm
         .take_devices()

@@ -1,5 +1,5 @@
-//! The API of a monitor whose machine has not arrived yet: it says so, and can be told to end. Everything else it passes on to
-//! the machine as soon as that is built.
+//! The API of a monitor whose machine has not arrived yet: it says so, and can be told to end.
+//! Everything else it passes on to the machine as soon as that is built.
 
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use ebb_kvm_clock::ClockPolicy;
 
 use crate::api::control::{
-    BalloonInfo, ClockInfo, ControlError, Metrics, RamBacking, SnapshotReport, StatisticsReading, TrimReport,
-    VmControl, VmInfo, VmState,
+    BalloonInfo, ClockInfo, ControlError, Metrics, RamBacking, SnapshotReport, StatisticsReading,
+    TrimReport, VmControl, VmInfo, VmState,
 };
 use crate::api::free_pages::{FreePagesAnswer, FreePagesRequest};
 use crate::api::merge::{MergeChange, MergeInfo};

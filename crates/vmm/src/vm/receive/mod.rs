@@ -1,7 +1,8 @@
 //! A monitor that waits for a machine of another one, and goes on with it.
 //!
-//! The main thread builds the machine, since that takes system calls that no thread with a filter may make. What comes over
-//! the network is read by a thread with the filter for migrations ([`arrival`]), also before there is a machine.
+//! The main thread builds the machine, since that takes system calls that no thread with a filter
+//! may make. What comes over the network is read by a thread with the filter for migrations
+//! ([`arrival`]), also before there is a machine.
 
 mod arrival;
 mod control;
@@ -46,14 +47,20 @@ pub struct ReceiveConfig {
     pub backing: Option<Backing>,
 }
 
-/// Waits for a machine, and runs it to its end. `on_listening` is told where it listens, as soon as it does.
-pub fn receive(config: ReceiveConfig, on_listening: impl FnOnce(&Address)) -> Result<GuestExit, VmError> {
+/// Waits for a machine, and runs it to its end. `on_listening` is told where it listens, as soon as
+/// it does.
+pub fn receive(
+    config: ReceiveConfig,
+    on_listening: impl FnOnce(&Address),
+) -> Result<GuestExit, VmError> {
     // As for a machine that starts here: before any thread does.
     let signals = Signals::block().map_err(VmError::host("take over signals"))?;
     let filters = Filters::new(config.overrides.seccomp)?;
     let exit = Arc::new(ExitSignal::new().map_err(VmError::host("create an event"))?);
-    let expected =
-        Arc::new(Expected::new(exit.clone(), config.overrides.clock.unwrap_or(ClockPolicy::Continue)));
+    let expected = Arc::new(Expected::new(
+        exit.clone(),
+        config.overrides.clock.unwrap_or(ClockPolicy::Continue),
+    ));
     let api = config.overrides.api.clone();
     let _api = api.map(|path| start_api(&path, expected.clone(), &exit, &filters)).transpose()?;
     let session = CancelHandle::new().map_err(VmError::host("create an event"))?;
@@ -79,7 +86,8 @@ pub fn receive(config: ReceiveConfig, on_listening: impl FnOnce(&Address)) -> Re
     let on_reboot = vm.config.on_reboot;
     let vm = Arc::new(vm);
     expected.arrive(&vm);
-    let _migrations = vm.config.api.is_some().then(|| MigrationThread::start(&vm, &filters)).transpose()?;
+    let _migrations =
+        vm.config.api.is_some().then(|| MigrationThread::start(&vm, &filters)).transpose()?;
     let wake = input_read.try_clone().map_err(VmError::host("duplicate an event"))?;
     let console = ConsoleInput::open(&serial, input_read)?;
     filters.for_thread(ThreadKind::Main).apply()?;
@@ -87,7 +95,9 @@ pub fn receive(config: ReceiveConfig, on_listening: impl FnOnce(&Address)) -> Re
     let end = wait_for_end(&vm, &signals, console, on_reboot);
     lock(&vm.serial).output().drain();
     match waiting.end() {
-        Some(problem) if matches!(end, GuestExit::Monitor { .. }) => Err(VmError::NotReceived(problem)),
+        Some(problem) if matches!(end, GuestExit::Monitor { .. }) => {
+            Err(VmError::NotReceived(problem))
+        }
         _ => Ok(end),
     }
 }
@@ -163,12 +173,14 @@ impl Waiting {
             answers: answers_receiver,
             event: wake,
         };
-        let (filter, exit, told) = (filters.for_thread(ThreadKind::Migrate), exit.clone(), problem.clone());
+        let (filter, exit, told) =
+            (filters.for_thread(ThreadKind::Migrate), exit.clone(), problem.clone());
         let thread = std::thread::Builder::new()
             .name("receive".to_owned())
             .spawn(move || {
                 let event = arrival.event.try_clone();
-                let result = filter.apply().map_err(|error| error.to_string()).and_then(|()| arrival.run());
+                let result =
+                    filter.apply().map_err(|error| error.to_string()).and_then(|()| arrival.run());
                 if let Err(problem) = result {
                     *lock(&told) = Some(problem.clone());
                     exit.raise(GuestExit::Monitor { message: problem });
@@ -191,8 +203,11 @@ impl Waiting {
     /// Waits for what is to be built.
     fn description(&mut self, exit: &ExitSignal, signals: &Signals) -> Result<Next, VmError> {
         loop {
-            let mut fds =
-                [readable(exit.event()), PollFd::new(signals, PollFlags::IN), readable(&self.event)];
+            let mut fds = [
+                readable(exit.event()),
+                PollFd::new(signals, PollFlags::IN),
+                readable(&self.event),
+            ];
             match poll(&mut fds, None) {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 Err(error) => return Err(VmError::host("wait for events")(error)),
@@ -207,7 +222,9 @@ impl Waiting {
             }
             if let Some(exit) = exit.pending() {
                 return match self.end() {
-                    Some(problem) if exit != GuestExit::Killed => Err(VmError::NotReceived(problem)),
+                    Some(problem) if exit != GuestExit::Killed => {
+                        Err(VmError::NotReceived(problem))
+                    }
                     _ => Ok(Next::End(exit)),
                 };
             }
@@ -217,7 +234,8 @@ impl Waiting {
     /// The machine is built.
     fn go_on(&mut self, vm: &Arc<Vm>, running: EventFd) {
         // A thread that has ended has said why.
-        let _ = self.answers.take().map(|answers| answers.send(Answer::Vm { vm: vm.clone(), running }));
+        let _ =
+            self.answers.take().map(|answers| answers.send(Answer::Vm { vm: vm.clone(), running }));
     }
 
     /// The machine cannot be built.

@@ -20,7 +20,12 @@ const VERSION_1: u64 = 1 << 32;
 
 fn without_extension() -> BalloonDeviceConfig {
     let off = Switch::Off;
-    BalloonDeviceConfig { page_bitmap: off, page_ranges: off, host_requests: off, ..Default::default() }
+    BalloonDeviceConfig {
+        page_bitmap: off,
+        page_ranges: off,
+        host_requests: off,
+        ..Default::default()
+    }
 }
 
 /// A guest's memory with rings in it, and the device.

@@ -46,7 +46,8 @@ fn worker() -> (Worker, Arc<AtomicUsize>) {
     let quiesced = Arc::new(AtomicUsize::new(0));
     let memory = GuestMemory::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
     let device = Idle { quiesced: quiesced.clone() };
-    let transport = Arc::new(Mutex::new(MmioTransport::new(device, memory, Wires::new(1).unwrap())));
+    let transport =
+        Arc::new(Mutex::new(MmioTransport::new(device, memory, Wires::new(1).unwrap())));
     let exit = Arc::new(ExitSignal::new().unwrap());
     (Worker::spawn("test", transport, &Filters::new(Switch::Off).unwrap(), exit).unwrap(), quiesced)
 }

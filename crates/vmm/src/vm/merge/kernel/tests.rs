@@ -33,7 +33,8 @@ fn after(change: &MergeChange) -> MergeSettings {
 fn a_pace_is_what_was_asked_for() {
     assert_eq!(settings(&present(), MergeRun::Merge).pages_per_second, Some(5000));
     for pages_per_second in [1, 10, 50, 5000, 1_000_000] {
-        let change = MergeChange { pages_per_second: Some(pages_per_second), ..MergeChange::default() };
+        let change =
+            MergeChange { pages_per_second: Some(pages_per_second), ..MergeChange::default() };
         assert_eq!(after(&change).pages_per_second, Some(pages_per_second));
     }
 }
@@ -47,7 +48,8 @@ fn a_fixed_pace_and_the_advisor_exclude_each_other() {
     );
     let limited = after(&MergeChange { cpu_percent: Some(5), ..MergeChange::default() });
     assert_eq!((limited.target_scan_seconds, limited.cpu_percent), (Some(200), Some(5)));
-    let fixed = MergeChange { pages_per_second: Some(100), cpu_percent: Some(5), ..MergeChange::default() };
+    let fixed =
+        MergeChange { pages_per_second: Some(100), cpu_percent: Some(5), ..MergeChange::default() };
     assert_eq!((after(&fixed).cpu_percent, after(&fixed).pages_per_second), (None, Some(100)));
 }
 
@@ -57,13 +59,18 @@ fn a_kernel_without_advisor_can_have_a_pace() {
     let change = MergeChange { pages_per_second: Some(100), ..MergeChange::default() };
     assert_eq!(values(&change, &old).get(Knob::AdvisorMode), None);
     let advised = MergeChange { cpu_percent: Some(5), ..MergeChange::default() };
-    assert!(values(&advised, &old).get(Knob::AdvisorMode).is_some(), "which the kernel then refuses");
+    assert!(
+        values(&advised, &old).get(Knob::AdvisorMode).is_some(),
+        "which the kernel then refuses"
+    );
 }
 
 #[test]
 fn what_somebody_else_decides_is_a_conflict() {
     let error = refused(&KsmError::Busy { knob: Knob::MergeAcrossNodes, pages_shared: 5 });
-    assert!(matches!(&error, ControlError::WrongState { message, .. } if message.contains("unmerge first")));
+    assert!(
+        matches!(&error, ControlError::WrongState { message, .. } if message.contains("unmerge first"))
+    );
     let error = refused(&KsmError::Record { path: "/run/x".into(), problem: "y".to_owned() });
     assert!(matches!(error, ControlError::Failed { .. }));
 }
@@ -90,7 +97,12 @@ fn start(folder: &Path, domain: &str, ram: &Arc<GuestRam>) -> Result<KernelMergi
 fn wait(merging: &KernelMerging, what: &str, reached: impl Fn() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(60);
     while !reached() {
-        assert!(Instant::now() < deadline, "{what}: {:?} {:?}", merging.status(), merging.statistics());
+        assert!(
+            Instant::now() < deadline,
+            "{what}: {:?} {:?}",
+            merging.status(),
+            merging.statistics()
+        );
         std::thread::sleep(Duration::from_millis(5));
     }
 }
@@ -100,7 +112,9 @@ fn the_kernel_merges_and_unmerges_and_is_left_as_it_was() {
     let Some(machine) = MachineKsm::take() else { return };
     let (folder, ram) = (tempfile::tempdir().unwrap(), ram(Backing::Anonymous));
     let merging = start(folder.path(), "a", &ram).unwrap();
-    merging.change(&MergeChange { pages_per_second: Some(500_000), ..MergeChange::default() }).unwrap();
+    merging
+        .change(&MergeChange { pages_per_second: Some(500_000), ..MergeChange::default() })
+        .unwrap();
     assert_eq!(merging.settings().unwrap().pages_per_second, Some(500_000));
     let merged = || merging.statistics().unwrap().merged_bytes.unwrap();
     wait(&merging, "merging", || merged() >= (PAGES / 2) << 12);
@@ -112,8 +126,12 @@ fn the_kernel_merges_and_unmerges_and_is_left_as_it_was() {
     let sharing = machine.before.get(Knob::MaxPageSharing).unwrap();
     let change = MergeChange { max_page_sharing: Some(sharing + 1), ..MergeChange::default() };
     let error = merging.change(&change).unwrap_err();
-    assert!(matches!(&error, ControlError::WrongState { message, .. } if message.contains("unmerge first")));
-    merging.change(&MergeChange { run: Some(MergeRun::Unmerge), ..MergeChange::default() }).unwrap();
+    assert!(
+        matches!(&error, ControlError::WrongState { message, .. } if message.contains("unmerge first"))
+    );
+    merging
+        .change(&MergeChange { run: Some(MergeRun::Unmerge), ..MergeChange::default() })
+        .unwrap();
     wait(&merging, "unmerging", || merging.status().state == MergeState::Unmerged);
     assert_eq!(merged(), 0);
     merging.change(&change).unwrap();

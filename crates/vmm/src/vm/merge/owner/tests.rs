@@ -18,7 +18,9 @@ fn ram(backing: Backing) -> Arc<GuestRam> {
 /// Fills all pages with the numbers of their kinds.
 fn fill(ram: &GuestRam, kind: impl Fn(u64) -> u64) {
     for page in 0..PAGES {
-        ram.memory().write_slice(&kind(page).to_ne_bytes().repeat(512), GuestAddress(page * PAGE)).unwrap();
+        ram.memory()
+            .write_slice(&kind(page).to_ne_bytes().repeat(512), GuestAddress(page * PAGE))
+            .unwrap();
     }
 }
 
@@ -34,8 +36,11 @@ fn start(config: &MergeConfig, ram: &Arc<GuestRam>) -> Merging {
     let exit = Arc::new(ExitSignal::new().unwrap());
     let merging = Merging::start(config, ram, &Filters::new(Switch::On).unwrap(), &exit);
     if merging.info().unwrap().settings.is_some() {
-        let quick =
-            MergeChange { min_pass_millisecs: Some(0), clean_passes: Some(1), ..MergeChange::default() };
+        let quick = MergeChange {
+            min_pass_millisecs: Some(0),
+            clean_passes: Some(1),
+            ..MergeChange::default()
+        };
         merging.change(&quick).unwrap();
     }
     merging
@@ -74,7 +79,10 @@ fn equal_pages_are_merged_behind_the_filter_and_unmerged_again() {
     assert_eq!(counted(&merging.info().unwrap()).pages_scanned, Some(0));
     merging.go_on();
     wait("merging", &merging, |info| {
-        counted(info).pages_sharing.zip(counted(info).pages_shared).is_some_and(|(a, b)| a + b == PAGES)
+        counted(info)
+            .pages_sharing
+            .zip(counted(info).pages_shared)
+            .is_some_and(|(a, b)| a + b == PAGES)
     });
     let info = merging.info().unwrap();
     assert_eq!(counted(&info).merged_bytes, Some(PAGES * PAGE));
