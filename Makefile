@@ -1,7 +1,7 @@
 # What there is to do here; `make help` lists it. Everything works a second time.
 
 CARGO ?= cargo
-EBB = target/x86_64-unknown-linux-gnu/release/ebb
+PROGRAMS = target/x86_64-unknown-linux-gnu/release
 FUZZ_SECONDS ?= 60
 SCALE ?= demo
 
@@ -17,22 +17,26 @@ MODULE = $(MODULE_DIRECTORY)/ebb_balloon.ko
 .PHONY: help deps build module module-of-kernel demo test bench lint style fmt doc fuzz clean
 
 help:
-	@echo 'make demo    install what is needed, build, and run the main experiment on real Linux guests (minutes)'
+	@echo 'make demo    install what is needed, build, and run the main experiment on real Linux'
+	@echo '             guests (minutes)'
 	@echo 'make test    install what is needed and run all tests, those on real guests included'
-	@echo 'make build   the release programs: $(EBB) and ebb-agent beside it, and the module'
-	@echo 'make module  the balloon driver for guests: target/ebb_balloon/RELEASE/ebb_balloon.ko (MODULE_KERNEL=RELEASE)'
-	@echo 'make bench   benchmarks of the balloon device, of guest memory, of the migration engine and of merging'
+	@echo 'make build   the release programs in $(PROGRAMS):'
+	@echo '             ebb, ebb-lab, ebb-agent; and the module'
+	@echo 'make module  the balloon driver for guests: target/ebb_balloon/RELEASE/ebb_balloon.ko'
+	@echo '             (MODULE_KERNEL=RELEASE)'
+	@echo 'make bench   benchmarks of the balloon device, guest memory, migration and merging'
 	@echo 'make lint    formatting, clippy with warnings as errors, licences'
 	@echo 'make style   the same without the licences, which are among the tests'
 	@echo 'make doc     the documentation of all crates, with warnings as errors'
-	@echo 'make fuzz    each fuzz target for FUZZ_SECONDS=$(FUZZ_SECONDS) (needs a nightly compiler and cargo-fuzz)'
+	@echo 'make fuzz    each fuzz target for FUZZ_SECONDS=$(FUZZ_SECONDS) (needs a nightly compiler'
+	@echo '             and cargo-fuzz)'
 	@echo 'make deps    only install what is needed, from Debian packages (as root)'
 
 deps:
 	scripts/install-deps.sh
 
 build: module
-	$(CARGO) build --release --locked -p ebb -p ebb-agent
+	$(CARGO) build --release --locked -p ebb -p ebb-lab -p ebb-agent
 
 # In a make of its own: `deps` may have installed the kernel after this file was read. One at a
 # time: Kbuild has no lock.
@@ -57,9 +61,9 @@ $(MODULE): $(MODULE_SOURCES) $(MODULE_HEADERS)/Module.symvers
 
 demo: deps build
 	@echo 'demo: what this machine can do'
-	$(EBB) doctor
+	$(PROGRAMS)/ebb-lab doctor
 	@echo 'demo: guests on a host without swap, with and without free page reporting (a few minutes)'
-	$(EBB) lab run density --scale $(SCALE)
+	$(PROGRAMS)/ebb-lab run density --scale $(SCALE)
 
 # The tests of all packages bring their programs with them, the guest agent too; built on its own,
 # it would be built twice, because the tests want other features of the same dependencies.

@@ -5,9 +5,8 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Context;
-use ebb_virtual_host::extract_vmlinux::extract_vmlinux;
-
-use crate::guest_image::write_whole;
+use ebb_program::write_whole;
+use ebb_vmlinux::extract_vmlinux;
 
 /// Take the ELF kernel (vmlinux) out of a bzImage (gzip, xz, LZ4 or zstd).
 #[derive(Debug, clap::Args)]

@@ -164,11 +164,11 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     Ok(match report.status {
         MigrationPhase::Completed => ExitCode::SUCCESS,
         MigrationPhase::Unknown => {
-            eprintln!("ebb: {}", crate::printable(problem));
+            eprintln!("ebb: {}", ebb_program::printable(problem));
             ExitCode::from(UNKNOWN)
         }
         status => {
-            let problem = crate::printable(problem);
+            let problem = ebb_program::printable(problem);
             eprintln!("ebb: the migration was not completed ({}): {problem}", status.name());
             ExitCode::FAILURE
         }

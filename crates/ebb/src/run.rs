@@ -173,7 +173,7 @@ fn check_kvm() -> anyhow::Result<()> {
     anyhow::bail!(
         "/dev/kvm emulates its guests on this machine: {ns_per_iteration:.0} ns for a round of a loop that takes hardware \
          about 1 ns, so that Linux would boot for many minutes; run the same command in a KVM host of Ebb's own, \
-         `ebb virtual-host -- ebb run …`, or give --emulated-kvm use"
+         `ebb-lab virtual-host -- ebb run …`, or give --emulated-kvm use"
     )
 }
 
@@ -206,7 +206,7 @@ pub fn run_machine(
     } else if exit.code() == 0 {
         tracing::info!("{exit}");
     } else {
-        eprintln!("ebb: {}", crate::printable(&exit.to_string()));
+        eprintln!("ebb: {}", ebb_program::printable(&exit.to_string()));
     }
     Ok(ExitCode::from(exit.code()))
 }

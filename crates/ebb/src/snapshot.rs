@@ -131,6 +131,6 @@ fn print(description: &Description) {
         if description.verified { "header, state and memory" } else { "header and state" };
     rows.push(("checked", checked.to_owned()));
     for (name, value) in rows {
-        println!("{name:<14} {}", crate::printable(&value));
+        println!("{name:<14} {}", ebb_program::printable(&value));
     }
 }

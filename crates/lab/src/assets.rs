@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use ebb_virtual_host::cache::Cache;
 use ebb_virtual_host::guest_image::{self, GuestImage};
 use ebb_virtual_host::kernel::Kernel;
-use ebb_virtual_host::{HostError, Inclusion, balloon_module, vmlinux};
+use ebb_virtual_host::{HostError, Inclusion, balloon_module, programs, vmlinux};
 
 use crate::LabError;
 use crate::monitor::{Assets, Presence};
@@ -35,8 +35,7 @@ impl FoundAssets {
             if path.is_file() {
                 return Ok(path);
             }
-            let remedy =
-                "the virtual host has it when the program that started it has ebb-agent beside it";
+            let remedy = "the virtual host has it when ebb-lab has ebb and ebb-agent beside it";
             Err(LabError::MissingFile { what, path, remedy })
         };
         let elf = PathBuf::from("/ebb/vmlinux");
@@ -59,10 +58,10 @@ impl FoundAssets {
     /// without an agent.
     pub fn on_this_machine(memhog: Inclusion) -> Result<Self, LabError> {
         let kernel = Kernel::find(None)?;
-        let agent = guest_image::find_agent(None).ok_or_else(|| LabError::MissingFile {
+        let agent = programs::find_agent(None).ok_or_else(|| LabError::MissingFile {
             what: "the guest agent",
             path: PathBuf::from("ebb-agent"),
-            remedy: "build it (cargo build -p ebb-agent) so that it lies beside ebb, or name it in EBB_AGENT",
+            remedy: "build it (cargo build -p ebb-agent) so that it lies beside ebb-lab, or name it in EBB_AGENT",
         })?;
         let failed = |path: &Path| {
             let path = path.to_owned();
@@ -77,7 +76,11 @@ impl FoundAssets {
         image.memhog = memhog;
         let module = presence(image.balloon_module.is_some());
         guest_image::build(&image, file)?;
-        let ebb = env::current_exe().map_err(failed(Path::new("/proc/self/exe")))?;
+        let ebb = programs::find_monitor(None).ok_or_else(|| LabError::MissingFile {
+            what: "the monitor",
+            path: PathBuf::from("ebb"),
+            remedy: "build it (cargo build -p ebb) so that it lies beside ebb-lab, or name it in EBB_MONITOR",
+        })?;
         let assets = Assets {
             ebb,
             qemu: find_program(QEMU),

@@ -209,7 +209,7 @@ pub trait Experiment: Sync {
     }
 }
 
-/// All experiments, in the order of `ebb lab list`.
+/// All experiments, in the order of `ebb-lab list`.
 pub fn all() -> [&'static dyn Experiment; 9] {
     [
         &density::Density,

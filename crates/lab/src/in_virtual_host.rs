@@ -142,8 +142,8 @@ fn time_limit(scale: Scale) -> Duration {
 /// The same experiment as it is run inside.
 fn command(experiment: &dyn Experiment, size: RunSize, selection: &Selection) -> Command {
     let series: Vec<&str> = selection.plans.iter().map(|plan| plan.name).collect();
-    let command = Command::new("/bin/ebb")
-        .args(["lab", "run", experiment.name(), "--where", "direct", "--json-events"])
+    let command = Command::new("/init")
+        .args(["run", experiment.name(), "--where", "direct", "--json-events"])
         .args(["--scale", size.scale.name(), "--series", &series.join(",")]);
     match size.most_guests {
         None => command,
@@ -281,9 +281,9 @@ mod tests {
         let experiment = experiment::find("memhog").unwrap();
         let plans = experiment::choose(experiment, None).unwrap();
         let selection = Selection { plans, chosen: Chosen::ByDefault };
-        let words = "lab run memhog --where direct --json-events --scale full --series \
+        let words = "run memhog --where direct --json-events --scale full --series \
                      no-reporting,reporting,bitmap,percpu,qemu-reporting";
-        let expected = Command::new("/bin/ebb").args(words.split(' '));
+        let expected = Command::new("/init").args(words.split(' '));
         let size = RunSize { scale: Scale::Full, most_guests: None };
         assert_eq!(command(experiment, size, &selection), expected);
         let size = RunSize { most_guests: Some(2), ..size };

@@ -15,11 +15,16 @@ pub fn choose(wanted: Wanted, progress: &Progress) -> Result<Place, LabError> {
     if wanted == Wanted::VirtualHost {
         return Ok(Place::VirtualHost);
     }
-    let obstacle = obstacle(&probe());
+    let obstacle = obstacle_here();
     if let (Wanted::Auto, Some(reason)) = (wanted, &obstacle) {
         progress.say(&format!("guests run in the virtual host: {reason}"));
     }
     decide(wanted, obstacle)
+}
+
+/// Why guests cannot run directly on this machine; `None` when they can.
+pub fn obstacle_here() -> Option<String> {
+    obstacle(&probe())
 }
 
 fn decide(wanted: Wanted, obstacle: Option<String>) -> Result<Place, LabError> {

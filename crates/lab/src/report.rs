@@ -241,7 +241,7 @@ fn setting(page: &mut String, results: &Results) {
     let _ = write!(
         page,
         "<h2>Setting</h2>\n<p>Machine: {}, {} CPUs, {} MiB, Linux {}. Host of the guests: {limit}. \
-         Sizes: {}. Made by <code>ebb lab run {} --scale {}</code>, version {}; the numbers are in \
+         Sizes: {}. Made by <code>ebb-lab run {} --scale {}</code>, version {}; the numbers are in \
          <code>results.json</code>.</p>\n",
         escaped(&machine.cpu),
         machine.cpus,

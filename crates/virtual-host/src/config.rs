@@ -145,8 +145,12 @@ pub struct HostConfig {
     pub kernel: Option<PathBuf>,
     /// Kernel of the host itself.
     pub host_kernel: HostKernel,
-    /// Static executable that becomes init and `/bin/ebb`; `None` takes the running program.
+    /// Static executable that becomes `/init` and calls [`init_main`](crate::inside::init_main)
+    /// there; `None` takes the running program.
     pub init: Option<PathBuf>,
+    /// The monitor, a static executable that becomes `/bin/ebb`; `None` takes `EBB_MONITOR` or `ebb`
+    /// beside the running program.
+    pub monitor: Option<PathBuf>,
     /// Guest agent for the test guests' initramfs; `None` takes `EBB_AGENT` or `ebb-agent` beside
     /// the running program.
     pub agent: Option<PathBuf>,
@@ -184,6 +188,7 @@ impl Default for HostConfig {
             kernel: None,
             host_kernel: HostKernel::default(),
             init: None,
+            monitor: None,
             agent: None,
             kernel_arguments: String::new(),
             memhog: Inclusion::Excluded,

@@ -7,18 +7,19 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use ebb_vmlinux::extract_vmlinux;
 use serde::{Deserialize, Serialize};
 
 use crate::cache::{Cache, Key};
 use crate::config::{HostConfig, Inclusion};
 use crate::elf;
 use crate::error::HostError;
-use crate::extract_vmlinux::extract_vmlinux;
-use crate::guest_image::{self, GuestImage, MEMHOG, find_agent};
+use crate::guest_image::{self, GuestImage, MEMHOG};
 use crate::initramfs::{Archive, add_skeleton, memory_file};
 use crate::kernel::Kernel;
 use crate::libraries::{program_with_libraries, qemu_with_firmware};
 use crate::modules::{ModuleIndex, uncompressed_path};
+use crate::programs::{find_agent, find_monitor};
 use crate::qemu;
 
 /// Modules that the host loads at start: its own devices, and KVM for guests.
@@ -104,8 +105,14 @@ fn build_initramfs(
     for directory in ["root", "sbin", "etc/ebb", "var", "mnt"] {
         archive.directory(directory)?;
     }
-    archive.copy("bin/ebb", Some(0o755), &init)?;
-    archive.link("init", "bin/ebb")?;
+    archive.copy("init", Some(0o755), &init)?;
+    match find_monitor(config.monitor.as_deref()) {
+        Some(monitor) => {
+            elf::require_static(&monitor)?;
+            archive.copy("bin/ebb", Some(0o755), &monitor)?;
+        }
+        None => tracing::warn!("no ebb beside this program: the virtual host gets no /bin/ebb"),
+    }
     add_busybox(&mut archive)?;
     archive.file("etc/passwd", 0o644, b"root:x:0:0:root:/root:/bin/sh\n")?;
     archive.file("etc/group", 0o644, b"root:x:0:\n")?;

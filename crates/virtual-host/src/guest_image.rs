@@ -4,7 +4,6 @@
 //! anyway.
 
 use std::collections::BTreeSet;
-use std::env;
 use std::fmt::Write as _;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -23,8 +22,6 @@ pub const STANDARD_MODULES: [&str; 5] =
     ["virtio_pci", "virtio_mmio", "virtio_balloon", "virtio_blk", "virtio_rng"];
 /// Debian's memhog (package numactl).
 pub const MEMHOG: &str = "/usr/bin/memhog";
-/// Names another guest agent than the one beside the running program.
-pub const AGENT_VARIABLE: &str = "EBB_AGENT";
 
 /// What a test guest's initramfs holds.
 #[derive(Debug, Clone)]
@@ -106,21 +103,4 @@ pub fn build<W: Write>(image: &GuestImage, writer: W) -> Result<W, HostError> {
         archive.copy(&file.target, file.mode, &file.source)?;
     }
     archive.finish()
-}
-
-/// The guest agent's executable: `chosen`, else `EBB_AGENT`, else `ebb-agent` beside the running
-/// program or in the directory above (where cargo puts it, seen from a test). `None` if there is
-/// none.
-pub fn find_agent(chosen: Option<&Path>) -> Option<PathBuf> {
-    let named =
-        chosen.map(Path::to_owned).or_else(|| env::var_os(AGENT_VARIABLE).map(PathBuf::from));
-    named.or_else(|| {
-        let program = env::current_exe().ok()?;
-        let directory = program.parent()?;
-        [Some(directory), directory.parent()]
-            .into_iter()
-            .flatten()
-            .map(|directory| directory.join("ebb-agent"))
-            .find(|path| path.is_file())
-    })
 }

@@ -7,8 +7,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
+use ebb_vmlinux::kernel_release;
+
 use crate::error::HostError;
-use crate::extract_vmlinux::kernel_release;
 
 /// Names another kernel image than the newest in `/boot`.
 pub const KERNEL_VARIABLE: &str = "EBB_KERNEL";

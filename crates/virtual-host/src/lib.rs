@@ -6,7 +6,7 @@
 //! in memory, a swap disk has no name, and the control channel is a socket pair. QEMU dies with the
 //! process that started it, whatever ends that.
 //!
-//! Inside are `/bin/ebb` (the program that started the host, also its init), busybox, the modules
+//! Inside are `/init` (the program that started the host), `/bin/ebb`, busybox, the modules
 //! of KVM, and for guests `/ebb/vmlinuz`, `/ebb/vmlinux`, `/ebb/guest.cpio` and `/ebb/ebb-agent`.
 //! Guests have Ebb's own balloon driver too if it was built ([`balloon_module`]).
 
@@ -19,7 +19,6 @@ mod console;
 mod contents;
 mod elf;
 mod error;
-pub mod extract_vmlinux;
 pub mod guest_image;
 mod host;
 pub mod initramfs;
@@ -29,6 +28,7 @@ pub mod kernel;
 pub mod libraries;
 pub mod memory;
 pub mod modules;
+pub mod programs;
 mod qemu;
 
 pub use channel::{ExitStatus, Hello, MemorySample};

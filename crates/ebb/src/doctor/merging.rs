@@ -3,11 +3,10 @@
 use std::path::Path;
 
 use ebb_page_merge::kernel::{Counter, Knob, Ksm, SYSFS};
+use ebb_program::{Check, Grade};
 use ebb_vmm::probe::probe_merging;
 
 use super::facts::read;
-use super::judge::check;
-use super::{Check, Grade};
 
 /// Linux KSM as it was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,16 +45,19 @@ impl Merging {
     fn check_owner(&self) -> Check {
         const NAME: &str = "merging by the monitor";
         match &self.owner {
-            Ok(Some(mappings)) => check(
+            Ok(Some(mappings)) => Check::new(
                 NAME,
                 Grade::Ok,
                 format!("merge=owner works, with up to {mappings} mappings"),
                 None,
             ),
-            Ok(None) => check(NAME, Grade::Ok, "merge=owner works", None),
-            Err(reason) => {
-                check(NAME, Grade::Warning, format!("merge=owner does not work: {reason}"), None)
-            }
+            Ok(None) => Check::new(NAME, Grade::Ok, "merge=owner works", None),
+            Err(reason) => Check::new(
+                NAME,
+                Grade::Warning,
+                format!("merge=owner does not work: {reason}"),
+                None,
+            ),
         }
     }
 
@@ -68,12 +70,12 @@ impl Merging {
                     _ => "KSM is there and does not run".to_owned(),
                 };
                 if *may_change {
-                    check(NAME, Grade::Ok, what, None)
+                    Check::new(NAME, Grade::Ok, what, None)
                 } else {
                     let found = format!(
                         "{what}; this user cannot change it, so merge=kernel does not work"
                     );
-                    check(
+                    Check::new(
                         NAME,
                         Grade::Warning,
                         found,
@@ -81,7 +83,7 @@ impl Merging {
                     )
                 }
             }
-            Err(reason) => check(NAME, Grade::Warning, reason.as_str(), None),
+            Err(reason) => Check::new(NAME, Grade::Warning, reason.as_str(), None),
         }
     }
 

@@ -84,6 +84,9 @@ const TESTS: [&[Test]; 24] = [
 const SLOWEST: usize = 30;
 
 fn main() -> ExitCode {
+    if std::process::id() == 1 {
+        ebb_virtual_host::inside::init_main();
+    }
     let words: Vec<String> = std::env::args().collect();
     if let [_, hostile_driver::ARGUMENT, seed, rounds] =
         words.iter().map(String::as_str).collect::<Vec<_>>()[..]

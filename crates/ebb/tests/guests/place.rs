@@ -37,7 +37,7 @@ const HOST_NEEDS_MIB: usize = 5 << 10;
 /// So many failed tests have a second try at most; more are no accident.
 const MOST_TRIED_AGAIN: usize = 6;
 /// This program in the virtual host, and the images made for it.
-const PROGRAM_INSIDE: &str = "/opt/guests";
+const PROGRAM_INSIDE: &str = "/init";
 const INITRD_INSIDE: &str = "/opt/guest.cpio";
 const HOSTILE_INITRD_INSIDE: &str = "/opt/hostile.cpio";
 /// This program in a guest of the hostile image.
@@ -138,7 +138,8 @@ fn file(source: PathBuf, target: &str) -> HostFile {
 /// The agent beside `ebb`: cargo puts both there.
 fn agent() -> Result<PathBuf, String> {
     let beside = Path::new(env!("CARGO_BIN_EXE_ebb")).with_file_name("ebb-agent");
-    let chosen = env::var_os(guest_image::AGENT_VARIABLE).map_or(beside, PathBuf::from);
+    let chosen =
+        env::var_os(ebb_virtual_host::programs::AGENT_VARIABLE).map_or(beside, PathBuf::from);
     if chosen.is_file() {
         return Ok(chosen);
     }
@@ -326,7 +327,6 @@ impl Outside {
             swap_mib: 1024,
             huge_pages: 320,
             files: vec![
-                file(env::current_exe().map_err(text)?, PROGRAM_INSIDE),
                 image("guest.cpio", INITRD_INSIDE),
                 image("hostile.cpio", HOSTILE_INITRD_INSIDE),
             ],
@@ -335,7 +335,7 @@ impl Outside {
             } else {
                 HOST_LIMIT
             },
-            init: Some(env!("CARGO_BIN_EXE_ebb").into()),
+            monitor: Some(env!("CARGO_BIN_EXE_ebb").into()),
             agent: Some(agent()?),
             host_kernel: kernel.clone(),
             ..HostConfig::default()

@@ -1,7 +1,7 @@
 //! The driver against the real agent as an ordinary process, and against processes that misbehave.
 
 use super::*;
-use ebb_virtual_host::guest_image::find_agent;
+use ebb_virtual_host::programs::find_agent;
 use std::path::{Path, PathBuf};
 
 const LIMIT: Duration = Duration::from_secs(60);

@@ -285,7 +285,7 @@ fn open_kvm() -> Result<Kvm, VmError> {
         },
         libc::ENOENT | libc::ENODEV | libc::ENXIO => VmError::NoKvm {
             problem: "this machine has no /dev/kvm".to_owned(),
-            remedy: "load kvm_intel or kvm_amd; `ebb doctor` says more, and `ebb virtual-host` brings a KVM of its own"
+            remedy: "load kvm_intel or kvm_amd; `ebb doctor` says more, and `ebb-lab virtual-host` brings a KVM of its own"
                 .to_owned(),
         },
         _ => VmError::NoKvm {

@@ -1,4 +1,4 @@
-//! `ebb virtual-host`: runs a command in a complete KVM host of its own.
+//! `ebb-lab virtual-host`: runs a command in a complete KVM host of its own.
 
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -16,7 +16,7 @@ const BROKEN_PIPE_CODE: i32 = 141;
 
 const INSIDE: &str = "\
 Inside the virtual host:
-  /bin/ebb          this program; /dev/kvm is a genuine KVM with nested paging
+  /bin/ebb          the monitor; /dev/kvm is a genuine KVM with nested paging
   /ebb/vmlinuz      kernel for guests (bzImage), /ebb/vmlinux the same as ELF
   /ebb/guest.cpio   initramfs of test guests with the guest agent as init
   /ebb/ebb-agent    the guest agent
@@ -25,10 +25,10 @@ Inside the virtual host:
 Programs get an empty standard input. The file system is gone when the command ends.
 
 Examples:
-  ebb virtual-host -- uname -a
-  ebb virtual-host --memory 3G --swap 1G -- sh -c 'free -m; ls -l /dev/kvm'
-  ebb virtual-host --node size=1G,cpus=0 --node size=1G,cpus=1 -- ls /sys/devices/system/node
-  ebb virtual-host --host-kernel newest --nodes 4 -- uname -r";
+  ebb-lab virtual-host -- uname -a
+  ebb-lab virtual-host --memory 3G --swap 1G -- sh -c 'free -m; ls -l /dev/kvm'
+  ebb-lab virtual-host --node size=1G,cpus=0 --node size=1G,cpus=1 -- ls /sys/devices/system/node
+  ebb-lab virtual-host --host-kernel newest --nodes 4 -- uname -r";
 
 /// Run a command in a KVM host that works on any machine (QEMU with nested SVM).
 #[derive(Debug, clap::Args)]
@@ -92,7 +92,7 @@ pub struct Args {
 /// Runs the command; its exit code becomes this program's.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     let Some((program, arguments)) = args.command.split_first() else {
-        println!("{INSIDE}\n\nSee also: ebb virtual-host --help");
+        println!("{INSIDE}\n\nSee also: ebb-lab virtual-host --help");
         return Ok(ExitCode::SUCCESS);
     };
     let command = Command::new(program).args(arguments);

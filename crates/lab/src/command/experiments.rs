@@ -1,4 +1,4 @@
-//! `ebb lab`: experiments on real guests.
+//! `ebb-lab list` and `ebb-lab run`: experiments on real guests.
 
 use std::fmt::Write as _;
 use std::io::{self, Write};
@@ -15,34 +15,16 @@ use ebb_lab::run::{self, Request, Wanted};
 use ebb_lab::{LabError, table};
 use serde_json::json;
 
-/// Exit code for a command line that cannot be meant.
-const USAGE: u8 = 2;
-
-/// Arguments of `ebb lab`.
 #[derive(Debug, clap::Args)]
-pub struct Args {
-    #[command(subcommand)]
-    command: Command,
-}
-
-#[derive(Debug, clap::Subcommand)]
-enum Command {
-    /// List the experiments and their series
-    List(ListArgs),
-    /// Run an experiment; writes results.json and report.html, and prints a table
-    Run(RunArgs),
-}
-
-#[derive(Debug, clap::Args)]
-struct ListArgs {
+pub struct ListArgs {
     /// Print one JSON document
     #[arg(long)]
     json: bool,
 }
 
 #[derive(Debug, clap::Args)]
-struct RunArgs {
-    /// Experiment (see `ebb lab list`)
+pub struct RunArgs {
+    /// Experiment (see `ebb-lab list`)
     name: String,
     /// Size: demo takes minutes on two cores, full is the published experiment's
     #[arg(long, value_enum, default_value = "demo")]
@@ -82,24 +64,21 @@ enum PlaceArg {
     VirtualHost,
 }
 
-/// Runs the subcommand.
+/// Runs an experiment.
 ///
 /// # Errors
 /// What went wrong, with what to do about it.
-pub fn run(args: Args) -> anyhow::Result<ExitCode> {
-    match args.command {
-        Command::List(args) => list(&args),
-        Command::Run(args) => match request(&args) {
-            Ok(request) if args.json_events => {
-                run::run_inside(&request, io::stdout())?;
-                Ok(ExitCode::SUCCESS)
-            }
-            Ok(request) => run_and_report(&request, &args),
-            Err(error) => {
-                eprintln!("ebb: {error}");
-                Ok(ExitCode::from(USAGE))
-            }
-        },
+pub fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
+    match request(&args) {
+        Ok(request) if args.json_events => {
+            run::run_inside(&request, io::stdout())?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Ok(request) => run_and_report(&request, &args),
+        Err(error) => {
+            eprintln!("ebb-lab: {error}");
+            Ok(ExitCode::from(ebb_program::USAGE))
+        }
     }
 }
 
@@ -146,13 +125,14 @@ fn run_and_report(request: &Request, args: &RunArgs) -> anyhow::Result<ExitCode>
     match results.first_error() {
         None => Ok(ExitCode::SUCCESS),
         Some((series, error)) => {
-            eprintln!("ebb: series {series} ended early: {error}");
+            eprintln!("ebb-lab: series {series} ended early: {error}");
             Ok(ExitCode::FAILURE)
         }
     }
 }
 
-fn list(args: &ListArgs) -> anyhow::Result<ExitCode> {
+/// Lists the experiments.
+pub fn list(args: ListArgs) -> anyhow::Result<ExitCode> {
     let text = if args.json {
         let all: Vec<_> = experiment::all().into_iter().map(describe).collect();
         serde_json::to_string_pretty(&json!({ "experiments": all })).context("cannot write JSON")?
@@ -211,15 +191,12 @@ mod tests {
     #[derive(Debug, clap::Parser)]
     struct Cli {
         #[command(flatten)]
-        args: Args,
+        args: RunArgs,
     }
 
     fn run_args(words: &str) -> Result<RunArgs, clap::Error> {
-        let line = ["lab", "run"].into_iter().chain(words.split_whitespace());
-        match Cli::try_parse_from(line)?.args.command {
-            Command::Run(args) => Ok(args),
-            Command::List(_) => unreachable!("the words begin with run"),
-        }
+        let line = std::iter::once("run").chain(words.split_whitespace());
+        Cli::try_parse_from(line).map(|cli| cli.args)
     }
 
     #[test]

@@ -1,13 +1,14 @@
-//! `ebb guest-image`: writes the initramfs of a test guest.
+//! `ebb-lab guest-image`: writes the initramfs of a test guest.
 
-use std::io::{BufWriter, Write};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Context;
+use ebb_program::write_whole;
 use ebb_virtual_host::balloon_module;
-use ebb_virtual_host::guest_image::{GuestImage, build, find_agent};
+use ebb_virtual_host::guest_image::{GuestImage, build};
 use ebb_virtual_host::kernel::Kernel;
+use ebb_virtual_host::programs::find_agent;
 use ebb_virtual_host::{HostFile, Inclusion};
 
 /// Write an initramfs for test guests: the guest agent as init, and the virtio modules.
@@ -78,27 +79,4 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
         );
     }
     Ok(ExitCode::SUCCESS)
-}
-
-/// Writes a file through a temporary one beside it, so that a failure leaves nothing half-made;
-/// returns its length.
-pub(crate) fn write_whole(
-    path: &Path,
-    content: impl FnOnce(&mut dyn Write) -> anyhow::Result<()>,
-) -> anyhow::Result<u64> {
-    use std::os::unix::fs::PermissionsExt;
-    let describe = || format!("cannot write {}", path.display());
-    let directory =
-        path.parent().filter(|path| !path.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let mut file = tempfile::Builder::new()
-        .permissions(std::fs::Permissions::from_mode(0o644))
-        .tempfile_in(directory)
-        .with_context(describe)?;
-    let mut writer = BufWriter::new(file.as_file_mut());
-    content(&mut writer)?;
-    writer.flush().with_context(describe)?;
-    drop(writer);
-    let length = file.as_file().metadata().with_context(describe)?.len();
-    file.persist(path).map_err(|error| error.error).with_context(describe)?;
-    Ok(length)
 }

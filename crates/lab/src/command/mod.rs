@@ -1,0 +1,6 @@
+//! The commands of `ebb-lab`, one file each.
+
+pub mod doctor;
+pub mod experiments;
+pub mod guest_image;
+pub mod virtual_host;

@@ -1,0 +1,67 @@
+//! The command line of Ebb's laboratory.
+
+mod command;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use ebb_program::LogArgs;
+
+use command::{doctor, experiments, guest_image, virtual_host};
+
+/// Measures what Ebb does, on real guests
+#[derive(Debug, Parser)]
+#[command(
+    name = "ebb-lab",
+    version,
+    propagate_version = true,
+    subcommand_required = true,
+    arg_required_else_help = true
+)]
+struct Cli {
+    #[command(flatten)]
+    log: LogArgs,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// List the experiments and their series
+    List(experiments::ListArgs),
+    /// Run an experiment; writes results.json and report.html, and prints a table
+    Run(experiments::RunArgs),
+    /// Say where guests run on this machine, and what is missing for it
+    Doctor(doctor::Args),
+    /// Run a command in a KVM host of our own, on machines whose KVM cannot run Linux
+    VirtualHost(virtual_host::Args),
+    /// Build the initial RAM file system of test guests
+    GuestImage(guest_image::Args),
+}
+
+fn main() -> ExitCode {
+    if std::process::id() == 1 {
+        ebb_virtual_host::inside::init_main();
+    }
+    let cli = Cli::parse();
+    ebb_program::run("ebb-lab", &cli.log, || match cli.command {
+        Command::List(args) => experiments::list(args),
+        Command::Run(args) => experiments::run(args),
+        Command::Doctor(args) => doctor::run(args),
+        Command::VirtualHost(args) => virtual_host::run(args),
+        Command::GuestImage(args) => guest_image::run(args),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory as _;
+
+    use super::*;
+
+    /// Clap finds contradictions when a command is used first.
+    #[test]
+    fn the_command_line_is_sound() {
+        Cli::command().debug_assert();
+    }
+}
