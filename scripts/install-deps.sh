@@ -18,7 +18,8 @@ set -eu
 # iproute2               shaped links between network namespaces of the virtual host
 # gcc libc6-dev make     linking the static binaries, and the Makefile
 # ca-certificates        cargo fetches crates over TLS
-packages="linux-image-cloud-amd64 linux-headers-cloud-amd64 busybox-static numactl iproute2 gcc libc6-dev make ca-certificates"
+packages="linux-image-cloud-amd64 linux-headers-cloud-amd64 busybox-static numactl iproute2"
+packages="$packages gcc libc6-dev make ca-certificates"
 
 # QEMU is the virtual host, on machines whose KVM cannot run Linux, and a peer to compare with. It
 # has to be 8.1 or newer: older emulators may go on with a translation of code that another
@@ -26,7 +27,6 @@ packages="linux-image-cloud-amd64 linux-headers-cloud-amd64 busybox-static numac
 # crash once in a few hundred boots. Debian 12 has 7.2, its backports have 10.0.
 emulator=qemu-system-x86
 emulator_needed=1:8.1
-backports=${EBB_BACKPORTS:-http://deb.debian.org/debian}
 
 # Merging pages in the monitor's own memory needs Linux 6.8 or newer under the monitor
 # (UFFDIO_MOVE). Guests stay with the distribution's kernel, whose headers their module is built
@@ -82,9 +82,33 @@ host_kernel() {
     return 1
 }
 
+# The mirror of Debian that the machine's own sources name, or EBB_BACKPORTS. Whose a source is, apt
+# knows only once its lists were fetched; before that the first one of the release must do.
+mirror() {
+    if [ -n "${EBB_BACKPORTS:-}" ]; then
+        echo "$EBB_BACKPORTS"
+        return
+    fi
+    for origin in 'Origin: Debian' 'Component: main'; do
+        # shellcheck disable=SC2016 # apt replaces the word in parentheses
+        found=$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' \
+            'Release: bookworm' "$origin" 2>/dev/null | grep -v '^cdrom:' | head -n 1)
+        if [ -n "$found" ]; then
+            echo "${found%/}"
+            return
+        fi
+    done
+    return 1
+}
+
 # Runs a function with apt-get's arguments for Debian 12's backports, with lists of sources of their
 # own, so that the machine's stay as they are.
 with_backports() {
+    if ! backports=$(mirror); then
+        backports='a mirror'
+        say "warning: no source of Debian bookworm in /etc/apt"
+        return 1
+    fi
     own=$(mktemp -d) || return 1
     # Apart from the sources: apt removes what it does not know from its lists.
     mkdir -p "$own/lists/partial"
@@ -116,10 +140,12 @@ kernel_from_backports() {
         sed -n 's/^  Depends: \(linux-image-.*-cloud-amd64\)$/\1/p' | head -n 1)
     [ -n "$package" ] || return 1
     release=${package#linux-image-}
-    mkdir -p "$own/package" "$host_kernels" && new=$(mktemp -d "$host_kernels/.new-XXXXXX") || return 1
+    mkdir -p "$own/package" "$host_kernels" &&
+        new=$(mktemp -d "$host_kernels/.new-XXXXXX") || return 1
     # apt fetches as a user of its own if it may write here.
     if id _apt >/dev/null 2>&1; then chown _apt "$own/package"; fi
-    (cd "$own/package" && apt-get "$@" download "$package") && dpkg-deb -x "$own"/package/*.deb "$new" &&
+    (cd "$own/package" && apt-get "$@" download "$package") &&
+        dpkg-deb -x "$own"/package/*.deb "$new" &&
         { [ -d "$new/lib/modules" ] || ln -s usr/lib "$new/lib"; } &&
         depmod -b "$new" "$release" && chmod 755 "$new" && rm -rf "${host_kernels:?}/$release" &&
         mv "$new" "$host_kernels/$release" && return
@@ -131,8 +157,9 @@ install_emulator() {
     if ! candidate_is_new && is_bookworm; then
         say "installing: $emulator, from backports"
         with_backports emulator_from_backports && return
-        say "warning: no $emulator from backports at $backports (EBB_BACKPORTS names another mirror); Debian 12's own" \
-            "loses changes of code now and then: tests on real guests may hang or crash without Ebb's doing"
+        say "warning: no $emulator from backports at $backports (EBB_BACKPORTS names another" \
+            "mirror); Debian 12's own loses changes of code now and then: tests on real guests" \
+            "may hang or crash without Ebb's doing"
     fi
     installed "$emulator" || apt-get install -q -y --no-install-recommends "$emulator" ||
         fail "apt-get could not install: $emulator (see above)"
@@ -142,11 +169,13 @@ install_host_kernel() {
     if is_bookworm; then
         say "unpacking: a kernel for virtual hosts, from backports, into $host_kernels"
         with_backports kernel_from_backports && return
-        say "warning: no kernel for virtual hosts from backports at $backports (EBB_BACKPORTS names another mirror):" \
-            "tests and experiments on merging need Linux $host_kernel_needed or newer and will fail; nothing else does"
+        say "warning: no kernel for virtual hosts from backports at $backports (EBB_BACKPORTS" \
+            "names another mirror): tests and experiments on merging need Linux" \
+            "$host_kernel_needed or newer and will fail; nothing else does"
     else
-        say "warning: the cloud kernel in /boot is older than Linux $host_kernel_needed: tests and experiments on merging" \
-            "will fail unless EBB_HOST_KERNEL names a newer one; nothing else does"
+        say "warning: the cloud kernel in /boot is older than Linux $host_kernel_needed: tests" \
+            "and experiments on merging will fail unless EBB_HOST_KERNEL names a newer one;" \
+            "nothing else does"
     fi
 }
 
@@ -166,13 +195,15 @@ elif [ "$check_only" = yes ]; then
     fail "missing:$missing$newer (install with: sudo $0)"
 elif [ "$(id -u)" != 0 ]; then
     [ -z "$missing" ] || fail "missing:$missing; run this script as root: sudo $0"
-    say "warning: missing:$newer: tests and experiments on merging will fail; install it with: sudo $0"
+    say "warning: missing:$newer: tests and experiments on merging will fail;" \
+        "install it with: sudo $0"
 elif [ -n "$missing" ]; then
     say "installing:$missing"
     export DEBIAN_FRONTEND=noninteractive
     # The lists of a fresh machine are missing or old: packages they name may be gone from the
     # mirror.
-    apt-get update -q || fail "apt-get update failed: is there a network, and are the sources in /etc/apt right?"
+    apt-get update -q ||
+        fail "apt-get update failed: is there a network, and are the sources in /etc/apt right?"
     others=${missing% "$emulator"}
     if [ -n "$others" ]; then
         # Headers fit one kernel only: an older kernel that is there already gets a newer one beside
@@ -191,7 +222,8 @@ fi
 
 # What the packages are for must really be there.
 for program in qemu-system-x86_64 busybox memhog ip tc gcc make; do
-    command -v "$program" >/dev/null 2>&1 || fail "$program is not in PATH although its package is installed"
+    command -v "$program" >/dev/null 2>&1 ||
+        fail "$program is not in PATH although its package is installed"
 done
 kernel=
 for image in /boot/vmlinuz-*-cloud-amd64; do
