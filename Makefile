@@ -3,6 +3,7 @@
 CARGO ?= cargo
 PROGRAMS = target/x86_64-unknown-linux-gnu/release
 FUZZ_SECONDS ?= 60
+LONG_RESULTS = docs/results/tests/long.json
 SCALE ?= demo
 
 # The guest's driver as a module: for the kernel that the virtual host and its guests run, which is
@@ -14,12 +15,13 @@ MODULE_SOURCES = $(wildcard $(addprefix guest/linux/ebb_balloon/,*.c *.h Kbuild)
 MODULE_DIRECTORY = target/ebb_balloon/$(MODULE_KERNEL)
 MODULE = $(MODULE_DIRECTORY)/ebb_balloon.ko
 
-.PHONY: help deps build module module-of-kernel demo test bench lint style fmt doc fuzz clean
+.PHONY: help deps build module module-of-kernel demo test test-long bench lint style fmt doc fuzz clean
 
 help:
 	@echo 'make demo    install what is needed, build, and run the main experiment on real Linux'
 	@echo '             guests (minutes)'
 	@echo 'make test    install what is needed and run all tests, those on real guests included'
+	@echo 'make test-long  the tests on real guests with full counts (hours); writes $(LONG_RESULTS)'
 	@echo 'make build   the release programs in $(PROGRAMS):'
 	@echo '             ebb, ebb-lab, ebb-agent; and the module'
 	@echo 'make module  the balloon driver for guests: target/ebb_balloon/RELEASE/ebb_balloon.ko'
@@ -70,6 +72,13 @@ demo: deps build
 test: deps module
 	@echo 'test: all crates, and real guests among them'
 	$(CARGO) test --locked --workspace
+
+# The same tests on real guests as above, with full counts, sizes and times. The results are
+# committed; `.ci/run` says when they are older than a mechanism.
+test-long: deps module
+	@mkdir -p $(dir $(LONG_RESULTS))
+	EBB_TESTS=long EBB_TEST_RESULTS=$(abspath $(LONG_RESULTS)) \
+		$(CARGO) test --locked -p ebb -p ebb-agent --test guests --bins -- $(LONG_TESTS)
 
 bench:
 	$(CARGO) bench --locked -p ebb-balloon -p ebb-guest-ram -p ebb-migration -p ebb-page-merge

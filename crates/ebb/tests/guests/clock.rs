@@ -12,7 +12,7 @@ use ebb_agent::protocol::Command;
 
 use crate::clocks::{Advance, Distribution, Look, complaints, watch, watched, watched_since};
 use crate::guest::Guest;
-use crate::harness::{Scene, Test};
+use crate::harness::{Scene, Test, counts};
 use crate::saved::Restore;
 use crate::setup::{Clocksource, Setup};
 
@@ -32,11 +32,15 @@ const PAUSES: usize = 100;
 /// Snapshots that no reader may notice.
 const RESTORES: usize = 20;
 /// The same with clocks that catch up, where the readers see gaps.
-const RESTORES_THAT_CATCH_UP: usize = 3;
+fn restores_that_catch_up() -> usize {
+    counts(3, 5)
+}
 /// A pause that is long against what the emulated host loses by itself.
 const PAUSE: Duration = Duration::from_secs(2);
 /// Longer than the watchdogs of a guest's kernel wait: 20 s for a soft lockup, 21 s for a stall.
-const LONG_PAUSE: Duration = Duration::from_secs(30);
+fn long_pause_time() -> Duration {
+    counts(Duration::from_secs(30), Duration::from_secs(60))
+}
 /// Age of an old snapshot; its guest waits for one second only.
 const AGE: Duration = Duration::from_secs(20);
 /// What the host may take longer, or a guest may have gained, in these tests. Half a pause.
@@ -143,10 +147,11 @@ fn long_pause(scene: &Scene) {
     for (guest, _) in &guests {
         guest.put("/vm/pause");
     }
-    thread::sleep(LONG_PAUSE);
+    let stopped = long_pause_time();
+    thread::sleep(stopped);
     for ((guest, _), (policy, (readers, look))) in guests.iter().zip(POLICIES.iter().zip(&before)) {
         guest.put("/vm/resume");
-        assert_policy(policy, look, &Look::at(guest), LONG_PAUSE);
+        assert_policy(policy, look, &Look::at(guest), stopped);
         watched_since(guest, readers);
     }
     // The watchdogs of both kernels look once more before they are asked.
@@ -184,7 +189,7 @@ fn restores_catch_up(scene: &Scene) {
         watch(&guest);
         let mut readers = watched(&guest);
         let (mut advances, mut real_time) = (Vec::new(), Vec::new());
-        for _ in 0..RESTORES_THAT_CATCH_UP {
+        for _ in 0..restores_that_catch_up() {
             let before = Look::at(&guest);
             guest.save_and_end(&file);
             thread::sleep(PAUSE);

@@ -6,7 +6,6 @@ use std::fmt::Write as _;
 use std::io;
 use std::panic::{self, AssertUnwindSafe};
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Mutex, Once, PoisonError};
 use std::thread;
@@ -14,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use ebb_virtual_host::kernel::is_at_least;
 use libtest_mimic::Trial;
+use serde::{Deserialize, Serialize};
 
 use crate::guest::Handle;
 use crate::trace::{HOST_FAILED, Trace};
@@ -144,7 +144,7 @@ fn keep_panics() {
 }
 
 impl Test {
-    /// A test that must end within `limit_s` seconds.
+    /// A test that must end within `limit_s` seconds, or several times that in a long run.
     pub const fn new(name: &'static str, limit_s: u64, body: fn(&Scene)) -> Self {
         Self { name, limit_s, needs: Needs::AnyKernel, body }
     }
@@ -156,26 +156,34 @@ impl Test {
 
     /// The test for libtest-mimic; without a world it can only be listed.
     pub fn trial(&self, world: Option<World>) -> Trial {
-        let (name, body, limit) = (self.name, self.body, Duration::from_secs(self.limit_s));
+        let (name, body) = (self.name, self.body);
+        let limit = Duration::from_secs(self.limit_s) * counts(1, LONG_LIMITS);
         let needs = self.needs;
         Trial::test(name, move || {
             let world = world.ok_or("there are no guests to test")?;
             needs.check()?;
             let started = Instant::now();
             let result = run(body, limit, world.clone());
-            TIMES.lock().unwrap_or_else(PoisonError::into_inner).push((started.elapsed(), name));
-            result.map_err(|Failure { mut message, triple_fault }| {
+            let mut outcome = TestResult {
+                name: name.to_owned(),
+                seconds: started.elapsed().as_secs(),
+                end: TestEnd::Passed,
+            };
+            let result = result.map_err(|Failure { mut message, triple_fault }| {
                 if let (Some(vcpu), Machine::Emulated(Some(trace))) = (triple_fault, &world.machine)
                 {
                     message.push_str(&trace.before_triple_fault(vcpu));
                 }
-                FAILED.lock().unwrap_or_else(PoisonError::into_inner).push(name);
                 let host_failed = triple_fault.is_some() || message.contains(HOST_FAILED);
-                if !host_failed || message.contains(WRONG_CONTENT) {
-                    NO_EXCUSE.store(true, Ordering::Relaxed);
-                }
+                outcome.end = if host_failed && !message.contains(WRONG_CONTENT) {
+                    TestEnd::HostFailed
+                } else {
+                    TestEnd::Failed
+                };
                 message.into()
-            })
+            });
+            RESULTS.lock().unwrap_or_else(PoisonError::into_inner).push(outcome);
+            result
         })
     }
 
@@ -211,40 +219,69 @@ impl Needs {
     }
 }
 
-/// How long each test took.
-static TIMES: Mutex<Vec<(Duration, &str)>> = Mutex::new(Vec::new());
+/// Set to `long` for the full counts (`make test-long`).
+pub const RUN_VARIABLE: &str = "EBB_TESTS";
+/// How much longer a test may take in a long run.
+const LONG_LIMITS: u32 = 6;
 
-/// The `count` tests that took longest, for those who look where the time goes.
-pub fn slowest(count: usize) -> String {
-    let mut times = TIMES.lock().unwrap_or_else(PoisonError::into_inner).clone();
-    times.sort_unstable_by(|one, other| other.cmp(one));
-    let words: Vec<_> = times
+/// Whether this is a long run.
+pub fn is_long() -> bool {
+    std::env::var(RUN_VARIABLE).is_ok_and(|run| run == "long")
+}
+
+/// A count, size or time of a test: `short` in an ordinary run, which has a case of every
+/// mechanism; `long` in a long one.
+pub fn counts<T>(short: T, long: T) -> T {
+    if is_long() { long } else { short }
+}
+
+/// How a test has ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum TestEnd {
+    /// As it should.
+    Passed,
+    /// With a sign that the emulated host was at fault: a guest that ended with a triple fault
+    /// which the test did not ask for, or [`HOST_FAILED`] in its report.
+    HostFailed,
+    /// Without such a sign, or with [`WRONG_CONTENT`].
+    Failed,
+}
+
+/// A test that was run.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct TestResult {
+    /// The test.
+    pub name: String,
+    /// How long it took.
+    pub seconds: u64,
+    /// How it ended.
+    pub end: TestEnd,
+}
+
+/// The tests that were run so far.
+static RESULTS: Mutex<Vec<TestResult>> = Mutex::new(Vec::new());
+
+/// The tests that were run so far.
+pub fn results() -> Vec<TestResult> {
+    RESULTS.lock().unwrap_or_else(PoisonError::into_inner).clone()
+}
+
+/// The `count` tests that took longest.
+pub fn slowest(results: &[TestResult], count: usize) -> String {
+    let mut results: Vec<_> = results.iter().collect();
+    results.sort_by_key(|result| std::cmp::Reverse(result.seconds));
+    let words: Vec<_> = results
         .iter()
         .take(count)
-        .map(|(time, name)| format!("{name} {} s", time.as_secs()))
+        .map(|result| format!("{} {} s", result.name, result.seconds))
         .collect();
     words.join(", ")
 }
 
-/// Names of the tests that have failed.
-static FAILED: Mutex<Vec<&str>> = Mutex::new(Vec::new());
-
-/// Says of a failure that a guest's memory did not hold what was written to it. Once is too often,
-/// so nothing is tried again then.
-pub const WRONG_CONTENT: &str = "pages hold what nobody has written there";
-
-/// Whether a test has failed without a sign that the emulated host was at fault, or for
-/// [`WRONG_CONTENT`].
-static NO_EXCUSE: AtomicBool = AtomicBool::new(false);
-
-/// Names of the tests that have failed so far, if all of them may be tried again: each has to have
-/// a guest that ended with a triple fault unasked, or [`HOST_FAILED`] in its report.
-pub fn failed() -> Vec<&'static str> {
-    if NO_EXCUSE.load(Ordering::Relaxed) {
-        return Vec::new();
-    }
-    FAILED.lock().unwrap_or_else(PoisonError::into_inner).clone()
-}
+/// In the failure of a test whose guest's memory did not hold what was written to it. Such a test
+/// is not tried again.
+pub const WRONG_CONTENT: &str = "pages hold what was not written there";
 
 /// Why a test has failed.
 struct Failure {

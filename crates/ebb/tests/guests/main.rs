@@ -80,9 +80,6 @@ const TESTS: [&[Test]; 24] = [
     merge_stress::TESTS,
 ];
 
-/// So many tests are named with the time that they took.
-const SLOWEST: usize = 30;
-
 fn main() -> ExitCode {
     if std::process::id() == 1 {
         ebb_virtual_host::inside::init_main();
@@ -111,8 +108,7 @@ fn main() -> ExitCode {
                     .status();
             }
             let conclusion = libtest_mimic::run(&arguments, trials(|| Some(world.clone())));
-            println!("guests: slowest: {}", harness::slowest(SLOWEST));
-            match place::note_failures(&harness::failed()) {
+            match place::leave_results() {
                 Ok(()) => conclusion.exit_code(),
                 Err(problem) => {
                     eprintln!("guests: {problem}");

@@ -15,17 +15,21 @@ use ebb_virtual_host::{
 use ebb_vmm::probe::probe;
 use tempfile::TempDir;
 
-use crate::harness::{Machine, Needs, World};
-use crate::migration::MOVES_VARIABLE;
-use crate::module_trackers::SOAK_VARIABLE;
+use crate::harness::{
+    Machine, Needs, RUN_VARIABLE, TestEnd, TestResult, World, counts, is_long, results, slowest,
+};
 use crate::trace::Trace;
 
 /// Set in the virtual host.
 const INSIDE: &str = "EBB_GUEST_TESTS_INSIDE";
 /// Names of tests, with commas between them: only these are run in the virtual host.
 const ONLY: &str = "EBB_GUEST_TESTS_ONLY";
-/// Where the tests in the virtual host leave the names of those that failed.
-const FAILED_INSIDE: &str = "/tmp/failed-tests";
+/// Where the tests in the virtual host leave their results.
+const RESULTS_INSIDE: &str = "/tmp/results.json";
+/// Names a file for the results of a run, with date and commit.
+const RESULTS_VARIABLE: &str = "EBB_TEST_RESULTS";
+/// So many tests are listed with the time that they took.
+const SLOWEST: usize = 10;
 /// How many virtual hosts share the tests; by processors and memory if it is not set.
 const HOSTS: &str = "EBB_GUEST_TESTS_HOSTS";
 /// More hosts than this are not worth their start.
@@ -49,7 +53,7 @@ const BUSYBOX: &str = "/bin/busybox";
 const MODULES: [&str; 3] = ["button", "evdev", "pvpanic-mmio"];
 /// All tests take a few minutes; this is for a host that hangs.
 const HOST_LIMIT: Duration = Duration::from_secs(30 * 60);
-/// For a soak of a length that was asked for.
+/// The same in a long run.
 const LONG_HOST_LIMIT: Duration = Duration::from_secs(6 * 3600);
 
 /// Where to run.
@@ -117,14 +121,33 @@ pub fn only() -> Option<Vec<String>> {
     Some(names.split(',').map(str::to_owned).collect())
 }
 
-/// Leaves the names of failed tests where [`Outside`] finds them.
-pub fn note_failures(names: &[&str]) -> Result<(), String> {
+/// Leaves the results of a run where [`Outside`] finds them, or reports them if this is the outer
+/// program.
+pub fn leave_results() -> Result<(), String> {
     if env::var_os(INSIDE).is_none() {
-        return Ok(());
+        return report(&results());
     }
-    let lines: String = names.iter().flat_map(|name| [name, "\n"]).collect();
-    std::fs::write(FAILED_INSIDE, lines)
-        .map_err(|error| format!("cannot write {FAILED_INSIDE}: {error}"))
+    let document = serde_json::to_vec(&results()).map_err(text)?;
+    std::fs::write(RESULTS_INSIDE, document)
+        .map_err(|error| format!("cannot write {RESULTS_INSIDE}: {error}"))
+}
+
+/// Prints the slowest tests, and writes all results to the file that [`RESULTS_VARIABLE`] names.
+fn report(results: &[TestResult]) -> Result<(), String> {
+    println!("guests: slowest: {}", slowest(results, SLOWEST));
+    let Some(path) = env::var_os(RESULTS_VARIABLE) else { return Ok(()) };
+    let output = |program: &str, arguments: &[&str]| -> Result<String, String> {
+        let output = std::process::Command::new(program).args(arguments).output().map_err(text)?;
+        Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+    };
+    let document = serde_json::json!({
+        "run": if is_long() { "long" } else { "short" },
+        "date": output("date", &["-u", "+%F"])?,
+        "commit": output("git", &["rev-parse", "HEAD"])?,
+        "tests": results,
+    });
+    std::fs::write(&path, format!("{document:#}\n"))
+        .map_err(|error| format!("cannot write {}: {error}", path.display()))
 }
 
 fn text(error: impl Display) -> String {
@@ -189,18 +212,31 @@ impl From<String> for Failure {
 struct Outcome {
     /// Exit code of the program in there.
     code: u8,
-    /// Names of those that failed, if all of them may be tried again.
-    failed: Vec<String>,
+    /// The tests that were run.
+    results: Vec<TestResult>,
 }
 
 impl Outcome {
-    /// That of several hosts. Nothing is tried again if one of them has failures that may not be.
+    /// That of several hosts.
     fn of_all(outcomes: Vec<Self>) -> Self {
-        let final_failure =
-            outcomes.iter().any(|outcome| outcome.code != 0 && outcome.failed.is_empty());
-        let code = outcomes.iter().map(|outcome| outcome.code).max().unwrap_or(0);
-        let failed = outcomes.into_iter().flat_map(|outcome| outcome.failed);
-        Self { code, failed: if final_failure { Vec::new() } else { failed.collect() } }
+        Self {
+            code: outcomes.iter().map(|outcome| outcome.code).max().unwrap_or(0),
+            results: outcomes.into_iter().flat_map(|outcome| outcome.results).collect(),
+        }
+    }
+
+    /// Names of the tests that have failed.
+    fn failed(&self) -> Vec<String> {
+        let failed = self.results.iter().filter(|result| result.end != TestEnd::Passed);
+        failed.map(|result| result.name.clone()).collect()
+    }
+
+    /// Names of the failed tests if all of them may be tried again: few, and each with a sign that
+    /// the emulated host was at fault.
+    fn to_try_again(&self) -> Vec<String> {
+        let failed = self.failed();
+        let excused = self.results.iter().all(|result| result.end != TestEnd::Failed);
+        if excused && failed.len() <= MOST_TRIED_AGAIN { failed } else { Vec::new() }
     }
 }
 
@@ -230,26 +266,35 @@ impl Outside {
     /// are run once more, in a new virtual host; their first failure has been told in full. What
     /// fails without such a sign, or twice, has failed.
     pub fn run_again(&self, names: &[&str]) -> ExitCode {
-        let result = match self.run_shared(names) {
-            Ok(Outcome { failed, .. })
-                if !failed.is_empty() && failed.len() <= MOST_TRIED_AGAIN =>
-            {
-                let names = failed.join(", ");
-                println!("guests: once more, in a new virtual host: {names}");
-                self.run_of_kinds(0, &failed).inspect(|again| {
-                    let still = if again.failed.is_empty() {
-                        "none".to_owned()
-                    } else {
-                        again.failed.join(", ")
-                    };
-                    println!("guests: failed at first: {names}; failed again: {still}");
-                })
+        let outcome = self.run_shared(names).and_then(|mut first| {
+            let names = first.to_try_again();
+            if names.is_empty() {
+                return Ok(first);
             }
-            result => result,
-        };
-        match result {
-            Ok(outcome) => ExitCode::from(outcome.code),
+            println!("guests: once more, in a new virtual host: {}", names.join(", "));
+            let again = self.run_of_kinds(0, &names)?;
+            println!(
+                "guests: failed at first: {}; failed again: {}",
+                names.join(", "),
+                if again.failed().is_empty() {
+                    "none".to_owned()
+                } else {
+                    again.failed().join(", ")
+                }
+            );
+            first.results.retain(|result| !names.contains(&result.name));
+            Ok(Outcome { code: again.code, results: [first.results, again.results].concat() })
+        });
+        let outcome = match outcome {
+            Ok(outcome) => outcome,
             Err(Failure::HostEnded(problem) | Failure::Other(problem)) => {
+                eprintln!("guests: {problem}");
+                return ExitCode::FAILURE;
+            }
+        };
+        match report(&outcome.results) {
+            Ok(()) => ExitCode::from(outcome.code),
+            Err(problem) => {
                 eprintln!("guests: {problem}");
                 ExitCode::FAILURE
             }
@@ -330,21 +375,15 @@ impl Outside {
                 image("guest.cpio", INITRD_INSIDE),
                 image("hostile.cpio", HOSTILE_INITRD_INSIDE),
             ],
-            time_limit: if env::var_os(SOAK_VARIABLE).is_some() {
-                LONG_HOST_LIMIT
-            } else {
-                HOST_LIMIT
-            },
+            time_limit: counts(HOST_LIMIT, LONG_HOST_LIMIT),
             monitor: Some(env!("CARGO_BIN_EXE_ebb").into()),
             agent: Some(agent()?),
             host_kernel: kernel.clone(),
             ..HostConfig::default()
         })?;
         let mut command = Command::new(PROGRAM_INSIDE).args(env::args().skip(1)).env(INSIDE, "1");
-        for name in [SOAK_VARIABLE, MOVES_VARIABLE] {
-            if let Ok(number) = env::var(name) {
-                command = command.env(name, number);
-            }
+        if let Ok(run) = env::var(RUN_VARIABLE) {
+            command = command.env(RUN_VARIABLE, run);
         }
         command = command.env(ONLY, names.join(","));
         let mut broken = None;
@@ -358,14 +397,14 @@ impl Outside {
                 broken.get_or_insert(error);
             }
         })?;
-        let failures = self.files.path().join(format!("failed-tests.{number}"));
-        host.get_file(FAILED_INSIDE, &failures)?;
+        let file = self.files.path().join(format!("results.{number}.json"));
+        host.get_file(RESULTS_INSIDE, &file)?;
         host.shutdown()?;
-        let failed =
-            std::fs::read_to_string(&failures).map_err(text)?.lines().map(str::to_owned).collect();
+        let results = std::fs::read(&file).map_err(text)?;
+        let results = serde_json::from_slice(&results).map_err(text)?;
         match broken {
             Some(error) => Err(format!("cannot print the results: {error}").into()),
-            None => Ok(Outcome { code: u8::try_from(status.shell_code()).unwrap_or(1), failed }),
+            None => Ok(Outcome { code: u8::try_from(status.shell_code()).unwrap_or(1), results }),
         }
     }
 }
