@@ -193,7 +193,7 @@ impl Balloon {
             RequestPhase::Idle => return false,
             RequestPhase::Waiting => {}
             RequestPhase::Sent | RequestPhase::Answering => {
-                requests.withdrawn = Some(requests.last_id)
+                requests.withdrawn = Some(requests.last_id);
             }
         }
         requests.end(HintEnd::Cancelled);

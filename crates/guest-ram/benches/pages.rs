@@ -42,7 +42,7 @@ fn sets(criterion: &mut Criterion) {
     ];
     for (name, set) in &sets {
         group.bench_function(format!("ranges/{name}"), |bencher| {
-            bencher.iter(|| set.ranges().count())
+            bencher.iter(|| set.ranges().count());
         });
     }
     let (sparse, dense) = (&sets[1].1, &sets[3].1);
@@ -51,7 +51,7 @@ fn sets(criterion: &mut Criterion) {
     let mut sum = dense.clone();
     group.bench_function("union", |bencher| bencher.iter(|| black_box(&mut sum).union(sparse)));
     group.bench_function("subtract", |bencher| {
-        bencher.iter(|| black_box(&mut sum).subtract(sparse))
+        bencher.iter(|| black_box(&mut sum).subtract(sparse));
     });
     let words = vec![0x0100_0000_0000_1000; (SET_PAGES / 64) as usize];
     group.bench_function("insert_words", |bencher| {

@@ -40,7 +40,7 @@ impl GuestRam {
                 for run in runs {
                     match held[first_of_part..].last_mut() {
                         Some(last) if last.end() == run.range.start => {
-                            last.pages += run.range.pages
+                            last.pages += run.range.pages;
                         }
                         _ => held.push(run.range),
                     }

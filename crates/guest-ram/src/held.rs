@@ -60,7 +60,7 @@ impl GuestRam {
             let states = pagemap.read(piece.address, range.pages as usize);
             states
                 .inspect_err(|error| {
-                    tracing::warn!("/proc/self/pagemap: {error}; looking at all pages")
+                    tracing::warn!("/proc/self/pagemap: {error}; looking at all pages");
                 })
                 .ok()
         });
@@ -99,7 +99,7 @@ impl GuestRam {
             first = part.end();
             match (same[0], &self.restored) {
                 (PageSource::Memory, _) => {
-                    runs.push(HeldRun { range: part, source: Source::Memory })
+                    runs.push(HeldRun { range: part, source: Source::Memory });
                 }
                 (PageSource::Snapshot, Some(restored)) => {
                     let (file, offset) = restored.in_file(self.ram_offset_bytes(part.start));

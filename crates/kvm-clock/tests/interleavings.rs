@@ -109,7 +109,7 @@ impl SharedWords for Flawed<'_> {
         match (self.flaw, ordering) {
             (Flaw::NoOddVersion, _) if index == VERSION && !value.is_multiple_of(2) => {}
             (Flaw::RelaxedEvenVersion, Ordering::Release) => {
-                self.page.store(index, value, Ordering::Relaxed)
+                self.page.store(index, value, Ordering::Relaxed);
             }
             _ => self.page.store(index, value, ordering),
         }

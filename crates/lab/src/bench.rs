@@ -234,7 +234,7 @@ impl<'a> Bench<'a> {
         let limit = PROGRAM_LIMIT + Duration::from_secs(program_mib / SLOWEST_MIB_PER_S);
         let mut peak_mib: f64 = 0.0;
         let answer = guest.command(command, limit, &mut || {
-            peak_mib = peak_mib.max(footprint_mib(pid).unwrap_or(0.0))
+            peak_mib = peak_mib.max(footprint_mib(pid).unwrap_or(0.0));
         })?;
         peak_mib = peak_mib.max(footprint_mib(pid).unwrap_or(0.0));
         record.peak_mib = Some(rounded(peak_mib));

@@ -415,7 +415,7 @@ fn read_console(mut output: impl BufRead, events: &Sender<Arrival>, tail: &Share
             Line::Text(text) => push(tail, text),
             // A receiver that is gone is a guest that is being dropped.
             Line::Event(event) => {
-                drop(events.send(Arrival { begun, at: Instant::now(), event: *event }))
+                drop(events.send(Arrival { begun, at: Instant::now(), event: *event }));
             }
         }
     }

@@ -45,8 +45,8 @@ fn main() -> ExitCode {
     }
     let cli = Cli::parse();
     ebb_program::run("ebb-lab", &cli.log, || match cli.command {
-        Command::List(args) => experiments::list(args),
-        Command::Run(args) => experiments::run(args),
+        Command::List(args) => experiments::list(&args),
+        Command::Run(args) => experiments::run(&args),
         Command::Doctor(args) => doctor::run(args),
         Command::VirtualHost(args) => virtual_host::run(args),
         Command::GuestImage(args) => guest_image::run(args),

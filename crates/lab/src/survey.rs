@@ -177,7 +177,7 @@ impl Look {
         for (shared, node) in shared.into_iter().zip(nodes(self.pid, &addresses)?) {
             match (shared, node) {
                 (Some((page, place)), node) => {
-                    observed.merged.push(MergedPage { page, place, node })
+                    observed.merged.push(MergedPage { page, place, node });
                 }
                 (None, Some(node)) => *observed.others.entry(node).or_default() += 1,
                 (None, None) => {}

@@ -35,11 +35,11 @@ fn hashing(criterion: &mut Criterion) {
     group.throughput(Throughput::Elements(1));
     let page: Vec<u8> = (0..4096_u32).map(|byte| (byte * 7 + byte / 256) as u8).collect();
     group.bench_function("a page", |bencher| {
-        bencher.iter(|| hasher.content(std::hint::black_box(&page)))
+        bencher.iter(|| hasher.content(std::hint::black_box(&page)));
     });
     let zeros = vec![0; 4096];
     group.bench_function("zeros", |bencher| {
-        bencher.iter(|| hasher.content(std::hint::black_box(&zeros)))
+        bencher.iter(|| hasher.content(std::hint::black_box(&zeros)));
     });
     group.finish();
 }

@@ -106,12 +106,11 @@ fn build_initramfs(
         archive.directory(directory)?;
     }
     archive.copy("init", Some(0o755), &init)?;
-    match find_monitor(config.monitor.as_deref()) {
-        Some(monitor) => {
-            elf::require_static(&monitor)?;
-            archive.copy("bin/ebb", Some(0o755), &monitor)?;
-        }
-        None => tracing::warn!("no ebb beside this program: the virtual host gets no /bin/ebb"),
+    if let Some(monitor) = find_monitor(config.monitor.as_deref()) {
+        elf::require_static(&monitor)?;
+        archive.copy("bin/ebb", Some(0o755), &monitor)?;
+    } else {
+        tracing::warn!("no ebb beside this program: the virtual host gets no /bin/ebb");
     }
     add_busybox(&mut archive)?;
     archive.file("etc/passwd", 0o644, b"root:x:0:0:root:/root:/bin/sh\n")?;

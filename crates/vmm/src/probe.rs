@@ -272,7 +272,7 @@ mod tests {
         ] {
             match open(errno, processor) {
                 KvmQuality::Unavailable { remedy, .. } => {
-                    assert!(remedy.contains(part), "{remedy}")
+                    assert!(remedy.contains(part), "{remedy}");
                 }
                 other => panic!("{other:?}"),
             }

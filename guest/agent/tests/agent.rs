@@ -231,7 +231,7 @@ fn commands_run_side_by_side_up_to_a_limit_and_can_be_cancelled() {
     }
     match agent.event() {
         Event::Failed { id, error } => {
-            assert!(id == count + 1 && error.contains("run already"), "{error}")
+            assert!(id == count + 1 && error.contains("run already"), "{error}");
         }
         other => panic!("{other:?}"),
     }
@@ -331,7 +331,7 @@ fn the_kernels_log_is_read_or_refused() {
             assert_eq!(none["text"].as_str(), Some(""));
         }
         (Err(first), Err(second)) => {
-            assert!(first.contains("kernel's log") && first == second, "{first}")
+            assert!(first.contains("kernel's log") && first == second, "{first}");
         }
         other => panic!("{other:?}"),
     }

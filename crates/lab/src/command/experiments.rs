@@ -68,13 +68,13 @@ enum PlaceArg {
 ///
 /// # Errors
 /// What went wrong, with what to do about it.
-pub fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
-    match request(&args) {
+pub fn run(args: &RunArgs) -> anyhow::Result<ExitCode> {
+    match request(args) {
         Ok(request) if args.json_events => {
             run::run_inside(&request, io::stdout())?;
             Ok(ExitCode::SUCCESS)
         }
-        Ok(request) => run_and_report(&request, &args),
+        Ok(request) => run_and_report(&request, args),
         Err(error) => {
             eprintln!("ebb-lab: {error}");
             Ok(ExitCode::from(ebb_program::USAGE))
@@ -132,7 +132,7 @@ fn run_and_report(request: &Request, args: &RunArgs) -> anyhow::Result<ExitCode>
 }
 
 /// Lists the experiments.
-pub fn list(args: ListArgs) -> anyhow::Result<ExitCode> {
+pub fn list(args: &ListArgs) -> anyhow::Result<ExitCode> {
     let text = if args.json {
         let all: Vec<_> = experiment::all().into_iter().map(describe).collect();
         serde_json::to_string_pretty(&json!({ "experiments": all })).context("cannot write JSON")?

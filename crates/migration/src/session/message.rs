@@ -196,7 +196,7 @@ impl Message {
         match self {
             Self::Hello(greeting) => serde_json::to_writer(&mut frame, greeting).map_err(failed)?,
             Self::Accept(acceptance) => {
-                serde_json::to_writer(&mut frame, acceptance).map_err(failed)?
+                serde_json::to_writer(&mut frame, acceptance).map_err(failed)?;
             }
             Self::Refuse(reason) | Self::Failed(reason) | Self::Abort(reason) => {
                 serde_json::to_writer(&mut frame, reason).map_err(failed)?;

@@ -68,7 +68,7 @@ impl Link {
             match send(&self.socket, rest, None) {
                 Ok(count) => self.gone += count,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    self.wait(PollFlags::OUT)?
+                    self.wait(PollFlags::OUT)?;
                 }
                 Err(error) => return Err(self.last_words(&error)),
             }
@@ -107,7 +107,7 @@ impl Link {
                 Ok(0) => return Err(BrokerError::Gone("it has ended the connection".to_owned())),
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    self.wait(PollFlags::IN)?
+                    self.wait(PollFlags::IN)?;
                 }
                 Err(error) => return Err(BrokerError::Gone(error.to_string())),
             }

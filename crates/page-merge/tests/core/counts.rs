@@ -283,7 +283,7 @@ fn ranges_with_gaps() {
     let ranges = [PageRange::new(Pfn(3), 10), PageRange::new(Pfn(700), 900)];
     let guest = host.guest_of(0, &ranges);
     ranges.iter().for_each(|range| {
-        (range.start.0..range.end().0).for_each(|pfn| guest.write(pfn, 1 + pfn % 10))
+        (range.start.0..range.end().0).for_each(|pfn| guest.write(pfn, 1 + pfn % 10));
     });
     host.settle();
     assert_eq!(host.counts(), (10, 900, 0, 0));

@@ -19,7 +19,7 @@ pub fn init_main() -> ! {
     let mut warnings = setup::prepare();
     // Kept by process 1, whose end is the machine's.
     let _steady = steady::SteadyMachine::create().inspect_err(|error| {
-        warnings.push(format!("cannot keep a virtual machine of KVM: {error}"))
+        warnings.push(format!("cannot keep a virtual machine of KVM: {error}"));
     });
     for warning in &warnings {
         eprintln!("ebb init: {warning}");

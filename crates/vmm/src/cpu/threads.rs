@@ -123,7 +123,7 @@ impl VcpuThreads {
                 match filter.apply() {
                     Ok(()) => run(&shared, &buses, &mut vcpu),
                     Err(error) => {
-                        shared.exit.raise(GuestExit::Monitor { message: error.to_string() })
+                        shared.exit.raise(GuestExit::Monitor { message: error.to_string() });
                     }
                 }
                 KICK_TARGET.set(ptr::null_mut());

@@ -97,7 +97,7 @@ fn when_all_connections_are_busy_the_next_is_told_so() {
         .collect();
     match served.client().get::<VmInfo>("/vm") {
         Err(ClientError::Refused { status: 503, detail }) => {
-            assert!(detail.message.contains("all 2"))
+            assert!(detail.message.contains("all 2"));
         }
         other => panic!("{other:?}"),
     }

@@ -99,7 +99,7 @@ impl<P: Pages> Ledger<P> {
             let duplicates = self.shelves[&page.node].index.get(&page.hash);
             match page.standing {
                 Standing::Roomy => {
-                    assert_eq!(duplicates.unwrap().roomy[page.place as usize], *slot)
+                    assert_eq!(duplicates.unwrap().roomy[page.place as usize], *slot);
                 }
                 Standing::Full => assert!(duplicates.unwrap().full > 0),
                 Standing::Retired => continue,
