@@ -6,7 +6,7 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::monitor::Missing;
+use crate::harness::monitor::Missing;
 
 /// An error of the lab.
 #[derive(Debug, thiserror::Error)]

@@ -109,7 +109,7 @@ pub fn use_pool() -> MutexGuard<'static, ()> {
 /// Free huge pages in the pool.
 pub fn pool_free() -> u64 {
     let text = fs::read_to_string("/proc/meminfo").unwrap();
-    ebb_lab::proc::meminfo(&text)["HugePages_Free"]
+    ebb_lab::harness::proc::meminfo(&text)["HugePages_Free"]
 }
 
 fn hugetlb(scene: &Scene) {

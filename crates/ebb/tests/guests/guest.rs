@@ -13,7 +13,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use ebb_agent::protocol::{Command, Crash, Event, Request};
-use ebb_lab::console::{self, Line};
+use ebb_lab::harness::console::{self, Line};
 use ebb_vmm::api::{BalloonInfo, Client, ClientError, StatisticsDocument, VmInfo};
 use rustix::process::{
     Pid, Signal, getpid, getppid, kill_process, set_parent_process_death_signal,

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::process::{Command, ExitCode, Stdio};
 
 use anyhow::Context as _;
-use ebb_lab::place;
+use ebb_lab::harness::target;
 use ebb_program::{Check, Grade};
 use ebb_virtual_host::kernel::Kernel;
 use ebb_virtual_host::modules::ModuleIndex;
@@ -112,9 +112,9 @@ impl Facts {
                 .map(|path| path.display().to_string())
                 .ok_or_else(|| format!("it is not beside ebb-lab; cargo build -p {name}"))
         };
-        let available_kib = ebb_lab::host::MemoryState::read()?.available_kib;
+        let available_kib = ebb_lab::harness::host::MemoryState::read()?.available_kib;
         Ok(Self {
-            kvm: place::obstacle_here().map_or(Ok(()), Err),
+            kvm: target::obstacle_here().map_or(Ok(()), Err),
             available: ByteSize::from_bytes(available_kib << 10),
             everywhere: vec![
                 (

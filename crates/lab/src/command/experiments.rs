@@ -6,13 +6,14 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Context;
-use ebb_lab::direct::{Chosen, Selection};
-use ebb_lab::experiment::{self, Experiment, RunSize, Runs};
-use ebb_lab::output::{OutputDirectory, REPORT_FILE, RESULTS_FILE};
-use ebb_lab::progress::Progress;
-use ebb_lab::results::Scale;
-use ebb_lab::run::{self, Request, Wanted};
-use ebb_lab::{LabError, table};
+use ebb_lab::LabError;
+use ebb_lab::harness::direct::{Chosen, Selection};
+use ebb_lab::harness::experiment::{self, Experiment, RunSize, Runs};
+use ebb_lab::harness::run::{self, Request, Wanted};
+use ebb_lab::report::output::{OutputDirectory, REPORT_FILE, RESULTS_FILE};
+use ebb_lab::report::progress::Progress;
+use ebb_lab::report::results::Scale;
+use ebb_lab::report::table;
 use serde_json::json;
 
 #[derive(Debug, clap::Args)]

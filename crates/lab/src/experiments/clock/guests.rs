@@ -1,0 +1,258 @@
+//! The clock of a real Linux guest against its host's, over pauses, snapshots and restores, with a
+//! clock policy.
+//!
+//! A guest's clocks are looked at before and after each stop. What its monotonic clock has gained
+//! on the host's must be what the policy promises: nothing with `catch-up`, and with `continue` the
+//! time that it stood still, lost. The same is done without a stop in between, which shows what the
+//! looks themselves are worth. A reader on each vCPU watches for steps backward all the time.
+
+use std::thread;
+use std::time::Duration;
+
+use ebb_agent::clock_watch::WatchReport;
+use ebb_kvm_clock::ClockPolicy;
+
+use crate::LabError;
+use crate::harness::testbed::Testbed;
+use crate::report::results::{Scale, Series};
+use interval::{Interval, Look};
+use subject::{Stop, Subject};
+
+mod board;
+mod interval;
+mod memory;
+mod metrics;
+mod subject;
+
+pub(super) use metrics::metrics;
+pub(super) use subject::SIZE;
+
+/// Lengths of pauses, one after the other and from the beginning again.
+const PAUSES_MS: [u64; 10] = [0, 5, 20, 50, 100, 200, 400, 800, 1500, 3000];
+/// How long a saved guest waits, likewise.
+const WAITS_MS: [u64; 5] = [0, 100, 500, 1000, 2000];
+/// Without a stop: the time between two looks.
+const UNSTOPPED: Duration = Duration::from_millis(300);
+
+/// How many stops of each kind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Stops {
+    pub(super) unstopped: usize,
+    pub(super) pauses: usize,
+    pub(super) restores: usize,
+}
+
+pub(super) const fn stops(scale: Scale) -> Stops {
+    match scale {
+        Scale::Demo => Stops { unstopped: 5, pauses: 10, restores: 5 },
+        Scale::Full => Stops { unstopped: 20, pauses: 100, restores: 20 },
+    }
+}
+
+/// What happens between two looks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    /// Nothing: the guest runs.
+    Unstopped,
+    /// Pause and resume.
+    Pause,
+    /// Snapshot, end of the monitor, restore in another one.
+    Restore,
+}
+
+impl Kind {
+    const ALL: [Self; 3] = [Self::Unstopped, Self::Pause, Self::Restore];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Unstopped => "no stop",
+            Self::Pause => "pause",
+            Self::Restore => "restore",
+        }
+    }
+}
+
+/// What a snapshot and its restore cost.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Cost {
+    save_ms: u64,
+    stored_bytes: u64,
+    ram_bytes: u64,
+    first_answer_ms: f64,
+}
+
+/// How long a guest stood still, by the host's clock.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Stopped {
+    time: Interval,
+    /// How far KVM's clock is off the promise, by what the monitor says of both ends of the stop.
+    kvm_error_ns: Option<i64>,
+    /// Whether that agrees with when the monitor was asked.
+    agrees: bool,
+}
+
+impl Stopped {
+    /// Not at all.
+    const NOT: Self = Self { time: Interval::ZERO, kvm_error_ns: None, agrees: true };
+
+    /// What the monitor says, unless it cannot be.
+    fn by(stop: &Stop, policy: ClockPolicy) -> Self {
+        let asked = Self { time: stop.asked, kvm_error_ns: None, agrees: true };
+        let (Some(stopped), Some(started)) = (stop.told.stopped, stop.told.started) else {
+            return asked;
+        };
+        let time_ns = started.realtime_ns.cast_signed() - stopped.realtime_ns.cast_signed();
+        if !stop.asked.holds(time_ns) {
+            return Self { agrees: false, ..asked };
+        }
+        let promised_ns = match policy {
+            ClockPolicy::Continue => 0,
+            ClockPolicy::CatchUp => time_ns,
+        };
+        let advance_ns = started.clock_ns.cast_signed() - stopped.clock_ns.cast_signed();
+        Self {
+            time: Interval::between(time_ns, time_ns),
+            kvm_error_ns: Some(advance_ns - promised_ns),
+            agrees: true,
+        }
+    }
+}
+
+/// Two looks and what happened in between.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Cycle {
+    kind: Kind,
+    /// How long the guest was left alone, by plan.
+    planned: Duration,
+    before: Look,
+    after: Look,
+    /// How long it stood still.
+    stopped: Stopped,
+    /// The largest difference between two readings of a reader over the stop.
+    gap_ns: u64,
+    cost: Option<Cost>,
+}
+
+impl Cycle {
+    /// How far the guest's monotonic clock has gone ahead of the policy's promise.
+    fn error(&self, policy: ClockPolicy) -> Interval {
+        self.after.monotonic.minus(self.before.monotonic).plus(lost(policy, self.stopped.time))
+    }
+
+    /// How much larger a reader's gap was than the stop that it has to see.
+    fn gap_beyond_ns(&self, policy: ClockPolicy) -> i64 {
+        let promised_ns = match policy {
+            ClockPolicy::Continue => 0,
+            ClockPolicy::CatchUp => self.stopped.time.low_ns,
+        };
+        self.gap_ns.cast_signed() - promised_ns
+    }
+}
+
+/// What a guest loses by a stop.
+fn lost(policy: ClockPolicy, stopped: Interval) -> Interval {
+    match policy {
+        ClockPolicy::Continue => stopped,
+        ClockPolicy::CatchUp => Interval::ZERO,
+    }
+}
+
+/// All that a series has seen.
+#[derive(Debug)]
+struct Record {
+    policy: ClockPolicy,
+    cycles: Vec<Cycle>,
+    /// What the readers have seen, last.
+    watched: WatchReport,
+    clock_source: String,
+    /// Why the guest's clock was read over the console only, if it was.
+    console_only: Option<String>,
+    /// Lines of the guest's kernel that were not there when it had booted.
+    complaints: Vec<String>,
+}
+
+/// Runs a series.
+///
+/// # Errors
+/// What the guest or its monitor did not do; what was measured before is told all the same.
+pub(super) fn run(testbed: &mut Testbed<'_>, series: &mut Series) -> Result<(), LabError> {
+    let stops = stops(testbed.scale());
+    let mut record = Record {
+        policy: testbed.setup().clock,
+        cycles: Vec::new(),
+        watched: WatchReport::default(),
+        clock_source: String::new(),
+        console_only: None,
+        complaints: Vec::new(),
+    };
+    let outcome = watch(testbed, stops, &mut record);
+    record.tell(series);
+    outcome
+}
+
+fn watch(testbed: &mut Testbed<'_>, stops: Stops, record: &mut Record) -> Result<(), LabError> {
+    let mut subject = Subject::boot(testbed)?;
+    record.clock_source = subject.clock_source()?;
+    let before = subject.complaints()?;
+    let mut last = subject.look()?;
+    let counts = [stops.unstopped, stops.pauses, stops.restores];
+    for (kind, count) in Kind::ALL.into_iter().zip(counts) {
+        subject.step(format!("{} x {count}", kind.name()));
+        for number in 0..count {
+            let plan = (kind, planned(kind, number));
+            let cycle = cycle(&mut subject, record.policy, plan, last, &mut record.watched)?;
+            last = cycle.after;
+            record.cycles.push(cycle);
+            record.console_only = subject.console_only().map(str::to_owned);
+        }
+    }
+    record.complaints =
+        subject.complaints()?.into_iter().filter(|line| !before.contains(line)).collect();
+    Ok(())
+}
+
+/// How long the guest is left alone.
+fn planned(kind: Kind, number: usize) -> Duration {
+    match kind {
+        Kind::Unstopped => UNSTOPPED,
+        Kind::Pause => Duration::from_millis(PAUSES_MS[number % PAUSES_MS.len()]),
+        Kind::Restore => Duration::from_millis(WAITS_MS[number % WAITS_MS.len()]),
+    }
+}
+
+fn cycle(
+    subject: &mut Subject<'_, '_>,
+    policy: ClockPolicy,
+    (kind, planned): (Kind, Duration),
+    before: Look,
+    watched: &mut WatchReport,
+) -> Result<Cycle, LabError> {
+    // Begins a new interval of the readers' gaps.
+    *watched = subject.watched()?;
+    let (stopped, cost) = match kind {
+        Kind::Unstopped => {
+            thread::sleep(planned);
+            (Stopped::NOT, None)
+        }
+        Kind::Pause => (Stopped::by(&subject.pause(planned)?, policy), None),
+        Kind::Restore => {
+            let saved = subject.save_and_end()?;
+            thread::sleep(planned);
+            let restored = subject.restore(&saved)?;
+            let cost = Cost {
+                save_ms: saved.report.elapsed_ms,
+                stored_bytes: saved.report.stored_bytes,
+                ram_bytes: saved.report.ram_bytes,
+                first_answer_ms: restored.first_answer.as_secs_f64() * 1e3,
+            };
+            (Stopped::by(&restored.stop, policy), Some(cost))
+        }
+    };
+    let after = subject.look()?;
+    *watched = subject.watched()?;
+    let gap_ns = watched.cpus.iter().map(|cpu| cpu.largest_gap_since_report_ns).max().unwrap_or(0);
+    Ok(Cycle { kind, planned, before, after, stopped, gap_ns, cost })
+}
+
+#[cfg(test)]
+mod tests;

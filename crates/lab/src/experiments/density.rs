@@ -1,0 +1,511 @@
+//! How many guests fit on a host without swap, when each has used most of its memory once and is
+//! idle since.
+//!
+//! The procedure of the page hinting series for Linux (v8 and v10, 2019): guests are started one
+//! after another; in each a program allocates and writes four fifths of the guest's memory and
+//! exits; the guest stays; the next one is started. It ends when the host swaps.
+
+use std::collections::BTreeMap;
+
+use ebb_agent::protocol::Command;
+use ebb_vmm::api::TrimReport;
+
+use crate::LabError;
+use crate::harness::counters::Counters;
+use crate::harness::driver::{Driver, Tracker};
+use crate::harness::experiment::{Experiment, HostShape, Runs, SeriesPlan, Subject};
+use crate::harness::merging::{Merging, Nodes};
+use crate::harness::monitor::{
+    BounceBuffer, GuestSize, HugePages, KernelImage, MonitorKind, Reporting, Setup, Trim,
+};
+use crate::harness::testbed::Testbed;
+use crate::report::figures::{DataTable, Value};
+use crate::report::results::{Better, GuestRecord, MetricInfo, Scale, Series, rounded};
+use crate::report::statistics::{median, median_or_never};
+
+/// The experiment.
+#[derive(Debug, Clone, Copy)]
+pub struct Density;
+
+/// Sizes of one scale.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Sizes {
+    host: HostShape,
+    guest: GuestSize,
+    program_mib: u64,
+    /// The series ends with so many guests even if the host has room for more.
+    most_guests: u32,
+}
+
+/// How fast pages of guests are looked at, by each monitor or by the kernel for all; an emulated
+/// processor is slow.
+const MERGED_PAGES_PER_SECOND: u64 = 200_000;
+
+fn sizes(scale: Scale) -> Sizes {
+    match scale {
+        Scale::Demo => Sizes {
+            host: HostShape { memory_mib: 2048, swap_mib: 1024, nodes: 1 },
+            guest: GuestSize { memory_mib: 512, cpus: 1 },
+            program_mib: 400,
+            most_guests: 6,
+        },
+        Scale::Full => Sizes {
+            host: HostShape { memory_mib: 15 * 1024, swap_mib: 4096, nodes: 1 },
+            guest: GuestSize { memory_mib: 5 * 1024, cpus: 1 },
+            program_mib: 4096,
+            most_guests: 32,
+        },
+    }
+}
+
+impl Experiment for Density {
+    fn name(&self) -> &'static str {
+        "density"
+    }
+
+    fn summary(&self) -> &'static str {
+        "How many guests fit on a host without swap when each has once used four fifths of its memory and is idle \
+         since"
+    }
+
+    fn host(&self, scale: Scale) -> HostShape {
+        sizes(scale).host
+    }
+
+    fn parameters(&self, scale: Scale) -> BTreeMap<String, u64> {
+        let sizes = sizes(scale);
+        BTreeMap::from([
+            ("host_mib".to_owned(), sizes.host.memory_mib),
+            ("swap_mib".to_owned(), sizes.host.swap_mib),
+            ("guest_mib".to_owned(), sizes.guest.memory_mib),
+            ("guest_cpus".to_owned(), u64::from(sizes.guest.cpus)),
+            ("program_mib".to_owned(), sizes.program_mib),
+            ("most_guests".to_owned(), u64::from(sizes.most_guests)),
+        ])
+    }
+
+    fn metrics(&self) -> Vec<MetricInfo> {
+        vec![
+            MetricInfo::new("guests_without_swap", "Guests without swap", "", Better::Higher),
+            MetricInfo::new("swap_used_mib", "Swap used at the end", "MiB", Better::Lower),
+            MetricInfo::new(
+                "idle_guest_rss_mib",
+                "Left at the host by an idle guest",
+                "MiB",
+                Better::Lower,
+            ),
+            MetricInfo::new(
+                "idle_guest_pss_mib",
+                "the same, shared pages divided among sharers",
+                "MiB",
+                Better::Lower,
+            ),
+            MetricInfo::new(
+                "host_per_guest_mib",
+                "What the host has in use more, for each guest",
+                "MiB",
+                Better::Lower,
+            ),
+            MetricInfo::new("guest_in_use_mib", "In use in an idle guest", "MiB", Better::Lower),
+            MetricInfo::new(
+                "guest_fragments_mib",
+                "Free in an idle guest, in pieces below 2 MiB",
+                "MiB",
+                Better::Lower,
+            ),
+            MetricInfo::new(
+                "uncaptured_mib",
+                "Free in an idle guest, and still at the host",
+                "MiB",
+                Better::Lower,
+            ),
+            MetricInfo::new("booted_rss_mib", "Memory of a guest after boot", "MiB", Better::Lower),
+            MetricInfo::new(
+                "return_90_s",
+                "90 % of the program's memory is back after",
+                "s",
+                Better::Lower,
+            ),
+            MetricInfo::new("start_to_init_s", "Start to the guest's init", "s", Better::Lower),
+            MetricInfo::new("program_s", "Program's run", "s", Better::Lower),
+            MetricInfo::new("monitor_rss_mib", "Monitor without guest RAM", "MiB", Better::Lower),
+            MetricInfo::new("merge_cpu_s", "Processor time of merging", "s", Better::Lower),
+        ]
+    }
+
+    fn series(&self) -> Vec<SeriesPlan> {
+        let plan = |name, summary, runs, setup| SeriesPlan {
+            name,
+            summary,
+            runs,
+            subject: Subject::Guests(setup),
+        };
+        vec![
+            plan(
+                "no-reporting",
+                "Ebb, the balloon offers no free page reporting",
+                Runs::ByDefault,
+                Setup { reporting: Reporting::Off, ..Setup::EBB },
+            ),
+            plan("reporting", "Ebb with free page reporting", Runs::ByDefault, Setup::EBB),
+            plan(
+                "bitmap",
+                "Ebb with its driver in the guest, which finds free blocks by a bitmap for each zone",
+                Runs::ByDefault,
+                Setup { driver: Driver::tracking(Tracker::Bitmap), ..Setup::EBB },
+            ),
+            plan(
+                "qemu-reporting",
+                "the same guest under QEMU with free page reporting",
+                Runs::ByDefault,
+                Setup { monitor: MonitorKind::Qemu, ..Setup::EBB },
+            ),
+            plan(
+                "merge",
+                "reporting, and the monitors merge equal pages of all guests",
+                Runs::WhenNamed,
+                Setup { merging: Merging::Owner(Nodes::Across), ..Setup::EBB },
+            ),
+            plan(
+                "merge-kernel",
+                "reporting, and the kernel merges equal pages of all guests",
+                Runs::WhenNamed,
+                Setup { merging: Merging::Kernel(Nodes::Across), ..Setup::EBB },
+            ),
+            plan(
+                "percpu",
+                "Ebb with its driver in the guest, which finds free pages by an array for each CPU",
+                Runs::WhenNamed,
+                Setup { driver: Driver::tracking(Tracker::Percpu), ..Setup::EBB },
+            ),
+            plan(
+                "module-reporting",
+                "Ebb with its driver in the guest, which reports through the kernel's own page reporting",
+                Runs::WhenNamed,
+                Setup { driver: Driver::tracking(Tracker::Reporting), ..Setup::EBB },
+            ),
+            plan(
+                "reporting-trim",
+                "and the monitor looks once for memory that is all zero",
+                Runs::WhenNamed,
+                Setup { trim: Trim::WhenIdle, ..Setup::EBB },
+            ),
+            plan(
+                "reporting-order-5",
+                "the guest reports blocks of 128 KiB and up",
+                Runs::WhenNamed,
+                Setup { reporting_order: Some(5), ..Setup::EBB },
+            ),
+            plan(
+                "reporting-order-0",
+                "the guest reports every free page",
+                Runs::WhenNamed,
+                Setup { reporting_order: Some(0), ..Setup::EBB },
+            ),
+            plan(
+                "no-thp",
+                "guest memory without transparent huge pages",
+                Runs::WhenNamed,
+                Setup { huge_pages: HugePages::Off, ..Setup::EBB },
+            ),
+            plan(
+                "no-thp-order-0",
+                "both: no huge pages, and every free page reported",
+                Runs::WhenNamed,
+                Setup { huge_pages: HugePages::Off, reporting_order: Some(0), ..Setup::EBB },
+            ),
+            plan(
+                "no-swiotlb",
+                "the guest has no bounce buffer, which it needs for none of its devices",
+                Runs::WhenNamed,
+                Setup { bounce_buffer: BounceBuffer::Off, ..Setup::EBB },
+            ),
+            plan(
+                "lean",
+                "no bounce buffer, and blocks of 128 KiB and up reported",
+                Runs::WhenNamed,
+                Setup { bounce_buffer: BounceBuffer::Off, reporting_order: Some(5), ..Setup::EBB },
+            ),
+            plan(
+                "vmlinux-pvh",
+                "an uncompressed kernel, entered through its PVH note",
+                Runs::WhenNamed,
+                Setup { kernel: KernelImage::Elf, ..Setup::EBB },
+            ),
+        ]
+    }
+
+    fn guests(&self, scale: Scale) -> u32 {
+        sizes(scale).most_guests
+    }
+
+    fn run(&self, testbed: &mut Testbed<'_>, series: &mut Series) -> Result<(), LabError> {
+        let sizes = sizes(testbed.scale());
+        let before_mib = testbed.usage()?.used_mib;
+        let merge_cpu_before_s = testbed.merging_cpu_s()?;
+        let filled = fill(testbed, series, sizes).and_then(|()| merge(testbed, series));
+        let merge_cpu_s = testbed.merging_cpu_s();
+        // What has been measured is worth keeping even if a guest failed in the end.
+        let ended = testbed.find_ended(&mut series.guests);
+        let measured = filled
+            .and_then(|()| testbed.measure_idle(&mut series.guests, sizes.guest))
+            .and_then(|()| testbed.ask_idle(&mut series.guests, sizes.guest))
+            .and_then(|()| ask_drivers(testbed, series))
+            .and(ended);
+        let usage = testbed.usage()?;
+        summarize(series, testbed.swap_threshold_mib(), usage.swap_used_mib);
+        let guests = alive(series.guests.iter());
+        let per_guest_mib = (guests > 0)
+            .then(|| rounded((usage.used_mib + usage.swap_used_mib - before_mib) / guests as f64));
+        series.metrics.insert("host_per_guest_mib".to_owned(), per_guest_mib);
+        if testbed.setup().merging != Merging::Off {
+            let merge_cpu_s = merge_cpu_s.ok().map(|now_s| rounded(now_s - merge_cpu_before_s));
+            series.metrics.insert("merge_cpu_s".to_owned(), merge_cpu_s);
+        }
+        measured
+    }
+}
+
+/// Lets the idle guests' pages be merged, if the series is about that, until nothing more comes.
+fn merge(testbed: &mut Testbed<'_>, series: &mut Series) -> Result<(), LabError> {
+    if testbed.setup().merging == Merging::Off {
+        return Ok(());
+    }
+    let guests: Vec<u32> = series.guests.iter().map(|record| record.guest).collect();
+    testbed.events().step(0, "waits until nothing more is merged");
+    let settled = testbed.wait_for_merging(&guests)?;
+    let shared = testbed.shared()?;
+    series.notes.push(format!(
+        "{} pages are shared by {} further ones; nothing more was merged after {} s{}",
+        shared.pages_shared,
+        shared.pages_sharing,
+        settled.elapsed_s,
+        if settled.quiet { "" } else { ", which may be too early" }
+    ));
+    Ok(())
+}
+
+/// Notes what the guests' drivers have counted, which explains what a tracker did not capture.
+fn ask_drivers(testbed: &mut Testbed<'_>, series: &mut Series) -> Result<(), LabError> {
+    let mut all = Vec::new();
+    for record in series.guests.iter().filter(|record| record.ended.is_none()) {
+        if let Some(counters) = testbed.driver_counters(record.guest)? {
+            all.push((record.guest, counters));
+        }
+    }
+    series.details.extend(counters_table(&all));
+    Ok(())
+}
+
+/// The counters of each guest's driver: a row for each counter that any guest has used.
+fn counters_table(guests: &[(u32, Counters)]) -> Option<DataTable> {
+    let mut names: Vec<&str> = guests
+        .iter()
+        .flat_map(|(_, counters)| {
+            counters.iter().filter(|(_, value)| *value > 0.0).map(|(name, _)| name)
+        })
+        .collect();
+    names.sort_unstable();
+    names.dedup();
+    let mut columns = vec!["counter".to_owned()];
+    columns.extend(guests.iter().map(|(guest, _)| format!("guest {guest}")));
+    let row = |name: &&str| {
+        let values =
+            guests.iter().map(|(_, counters)| Value::from(counters.get(name).unwrap_or(0.0)));
+        std::iter::once(Value::from(*name)).chain(values).collect()
+    };
+    let rows: Vec<Vec<Value>> = names.iter().map(row).collect();
+    (!rows.is_empty()).then(|| DataTable {
+        title: "what the guests' drivers counted".to_owned(),
+        columns,
+        rows,
+    })
+}
+
+/// Memory that is free in a guest and has not come back to the host: what its process occupies
+/// beyond the monitor and what the guest has in use. It is at least so much, since the guest has
+/// not touched all that it counts as in use.
+fn uncaptured_mib(guest: &GuestRecord) -> Option<f64> {
+    Some((guest.idle_rss_mib? - guest.monitor_rss_mib? - guest.guest_in_use_mib?).max(0.0))
+}
+
+/// Starts guests until the host swaps or there are enough.
+fn fill(testbed: &mut Testbed<'_>, series: &mut Series, sizes: Sizes) -> Result<(), LabError> {
+    let threshold_mib = testbed.swap_threshold_mib();
+    let most_guests = testbed.guests(sizes.most_guests);
+    let mut trims = Vec::new();
+    while (series.guests.len() as u32) < most_guests {
+        let mut record = testbed.start_guest(sizes.guest)?;
+        if testbed.setup().merging != Merging::Off {
+            // While its program runs as well: what that costs the guest is part of the question.
+            testbed.set_merging(&[record.guest], Some(MERGED_PAGES_PER_SECOND))?;
+        }
+        let command = Command::AllocTouchExit { bytes: sizes.program_mib << 20 };
+        let ran = testbed.run_program(&mut record, command, sizes.program_mib);
+        let full = record.swap_used_mib.is_some_and(|swap_mib| swap_mib > threshold_mib);
+        // A host that swaps has shown what it should; what comes back now says nothing any more.
+        let settled = match ran {
+            Ok(_) if !full => testbed.wait_for_return(&mut record, sizes.program_mib),
+            Ok(_) => Ok(()),
+            Err(error) => Err(error),
+        };
+        let guest = record.guest;
+        series.guests.push(record);
+        settled?;
+        trims.extend(testbed.trim(guest)?);
+        if full {
+            series
+                .notes
+                .push(format!("ended when the host swapped while guest {guest} ran its program"));
+            series.notes.extend(trim_note(&trims));
+            return Ok(());
+        }
+    }
+    series.notes.push(format!(
+        "ended with {most_guests} guests, the most of this run; the host had not swapped"
+    ));
+    series.notes.extend(trim_note(&trims));
+    Ok(())
+}
+
+/// What trimming gave and what it cost.
+fn trim_note(trims: &[TrimReport]) -> Option<String> {
+    let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+    let returned = median(trims.iter().map(|trim| mib(trim.returned_bytes)))?;
+    let longest_us = trims.iter().map(|trim| trim.longest_pause_us).max()?;
+    let longest_ms = longest_us as f64 / 1000.0;
+    Some(format!(
+        "a trim gave back {returned:.0} MiB (median); the longest pause of a guest was {longest_ms:.1} ms"
+    ))
+}
+
+/// Fills in the metrics from the guests' records.
+fn summarize(series: &mut Series, threshold_mib: f64, swap_used_mib: f64) {
+    let guests = &series.guests;
+    let fits = |guest: &&GuestRecord| {
+        guest.swap_used_mib.is_some_and(|swap_mib| swap_mib <= threshold_mib)
+    };
+    let present = |value: fn(&GuestRecord) -> Option<f64>| median(guests.iter().filter_map(value));
+    let metrics = [
+        ("guests_without_swap", Some(alive(guests.iter().take_while(fits)) as f64)),
+        ("swap_used_mib", Some(swap_used_mib)),
+        ("idle_guest_rss_mib", present(|guest| guest.idle_rss_mib)),
+        ("idle_guest_pss_mib", present(|guest| guest.idle_pss_mib)),
+        ("host_per_guest_mib", None),
+        ("guest_in_use_mib", present(|guest| guest.guest_in_use_mib)),
+        ("guest_fragments_mib", present(|guest| guest.guest_fragments_mib)),
+        ("uncaptured_mib", present(uncaptured_mib)),
+        ("booted_rss_mib", present(|guest| guest.booted_rss_mib)),
+        // A guest at whose program the host was full was not waited for.
+        (
+            "return_90_s",
+            median_or_never(guests.iter().take_while(fits).map(|guest| guest.return_90_s)),
+        ),
+        ("start_to_init_s", present(|guest| guest.start_to_init_s)),
+        ("program_s", present(|guest| guest.program_s)),
+        ("monitor_rss_mib", present(|guest| guest.monitor_rss_mib)),
+        ("merge_cpu_s", None),
+    ];
+    series.metrics = metrics.map(|(name, value)| (name.to_owned(), value.map(rounded))).into();
+}
+
+/// How many of these guests have stayed.
+fn alive<'a>(guests: impl Iterator<Item = &'a GuestRecord>) -> usize {
+    guests.filter(|guest| guest.ended.is_none()).count()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn guest(number: u32, swap_used_mib: Option<f64>, return_90_s: Option<f64>) -> GuestRecord {
+        GuestRecord { guest: number, swap_used_mib, return_90_s, ..GuestRecord::default() }
+    }
+
+    fn summarized(guests: Vec<GuestRecord>) -> BTreeMap<String, Option<f64>> {
+        let mut series = Series { guests, ..Series::new("reporting", String::new()) };
+        summarize(&mut series, 10.0, 321.0);
+        series.metrics
+    }
+
+    #[test]
+    fn guests_count_until_the_host_swaps() {
+        let metrics = summarized(vec![
+            guest(1, Some(0.0), Some(4.0)),
+            guest(2, Some(9.0), Some(6.0)),
+            guest(3, Some(300.0), None),
+        ]);
+        assert_eq!(metrics["guests_without_swap"], Some(2.0));
+        assert_eq!(metrics["return_90_s"], Some(5.0));
+        assert_eq!(metrics["swap_used_mib"], Some(321.0));
+        assert_eq!(metrics["monitor_rss_mib"], None);
+    }
+
+    #[test]
+    fn a_guest_whose_program_failed_does_not_count() {
+        let metrics = summarized(vec![guest(1, Some(0.0), None), guest(2, None, None)]);
+        assert_eq!(metrics["guests_without_swap"], Some(1.0));
+        assert_eq!(metrics["return_90_s"], None);
+    }
+
+    #[test]
+    fn a_guest_that_ended_by_itself_does_not_count() {
+        let ended = GuestRecord {
+            ended: Some("triple fault".to_owned()),
+            ..guest(2, Some(0.0), Some(1.0))
+        };
+        let metrics =
+            summarized(vec![guest(1, Some(0.0), Some(1.0)), ended, guest(3, Some(0.0), Some(1.0))]);
+        assert_eq!(metrics["guests_without_swap"], Some(2.0));
+    }
+
+    #[test]
+    fn what_was_not_captured_is_neither_the_monitors_nor_in_use() {
+        let record = GuestRecord {
+            idle_rss_mib: Some(120.0),
+            monitor_rss_mib: Some(5.0),
+            guest_in_use_mib: Some(95.0),
+            ..guest(1, Some(0.0), Some(1.0))
+        };
+        let more = GuestRecord { guest_in_use_mib: Some(130.0), ..record.clone() };
+        assert_eq!(uncaptured_mib(&more), Some(0.0), "memory in use need not have been touched");
+        let metrics = summarized(vec![record, guest(2, Some(0.0), None)]);
+        assert_eq!(metrics["uncaptured_mib"], Some(20.0));
+    }
+
+    #[test]
+    fn counters_are_told_by_guest_and_unused_ones_left_out() {
+        let guests = [
+            (1, Counters::of_driver("captured 4\nlost 0\n")),
+            (2, Counters::of_driver("captured 0\nlost 0\nframes 2\n")),
+        ];
+        let table = counters_table(&guests).unwrap();
+        assert_eq!(table.columns, ["counter", "guest 1", "guest 2"]);
+        assert_eq!(table.rows[0], [Value::from("captured"), Value::from(4.0), Value::from(0.0)]);
+        assert_eq!(table.rows.len(), 2);
+        assert_eq!(counters_table(&[]), None);
+    }
+
+    #[test]
+    fn every_metric_that_is_described_is_measured() {
+        let described: Vec<String> = Density.metrics().into_iter().map(|info| info.name).collect();
+        let metrics = summarized(Vec::new());
+        assert_eq!(metrics.len(), described.len());
+        assert!(described.iter().all(|name| metrics.contains_key(name)));
+    }
+
+    #[test]
+    fn three_guests_fit_and_four_do_not() {
+        for scale in [Scale::Demo, Scale::Full] {
+            let sizes = sizes(scale);
+            assert!(sizes.program_mib * 10 <= sizes.guest.memory_mib * 8);
+            // Even the smaller guest occupies 100 MiB beside its program, and the host something
+            // itself.
+            let with_guests = |count: u64| count * (sizes.program_mib + 100) + 256;
+            assert!(
+                with_guests(3) < sizes.host.memory_mib && sizes.host.memory_mib < with_guests(4)
+            );
+            assert!(sizes.most_guests > 4);
+        }
+    }
+}

@@ -1,0 +1,191 @@
+//! What a tracker of free pages costs programs that do nothing but allocate and free: page faults
+//! per second.
+//!
+//! The test cases page_fault1 to page_fault3 of will-it-scale, and page_fault1 with huge pages, as
+//! in the patch series that the trackers come from (v8 and v10, 2019; v16.1, 2020). A machine on
+//! which anything else runs is noisier than the few percent that are looked for. So the trackers
+//! take turns within each guest, a few seconds each, in an order in which each follows each other
+//! equally often; each time is compared with that without a tracker in the same round, and what is
+//! told is the median of these comparisons with a confidence interval. One more turn without a
+//! tracker shows what the comparison itself is worth.
+
+use std::collections::BTreeMap;
+
+use ebb_agent::page_faults::{FaultKind, TaskKind};
+
+use crate::LabError;
+use crate::harness::driver::{Driver, Tracker};
+use crate::harness::experiment::{Experiment, Grouping, HostShape, Runs, SeriesPlan, Subject};
+use crate::harness::monitor::{GuestSize, Setup};
+use crate::harness::testbed::Testbed;
+use crate::report::results::{MetricInfo, Scale, Series};
+
+mod analysis;
+mod metrics;
+mod order;
+mod slots;
+
+/// The experiment.
+#[derive(Debug, Clone, Copy)]
+pub struct Faults;
+
+/// Sizes of one scale.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Sizes {
+    host: HostShape,
+    guest_mib: u64,
+    mapping_mib: u64,
+    /// Guests of each number of vCPUs.
+    boots: u32,
+    /// How often each tracker has its turn in a guest with each workload.
+    rounds: u32,
+    /// Seconds of a turn that count, after those in which it settles.
+    seconds: u32,
+    kinds: &'static [Kind],
+    task_kinds: &'static [TaskKind],
+}
+
+/// Numbers of vCPUs; as many tasks run.
+const CPUS: [u32; 2] = [1, 2];
+
+/// Seconds at the beginning of a turn that do not count. A tracker that was just switched on has
+/// work that it does not have again: `bitmap` and `reporting` report all that is free, 2 s after
+/// it.
+const SETTLE_S: u32 = 3;
+
+/// A workload with its name in metrics and its name for people.
+type Kind = (FaultKind, &'static str, &'static str);
+
+/// All of them. The last one hardly frees memory: the file's pages stay allocated.
+const KINDS: [Kind; 4] = [
+    (FaultKind::Fault1, "fault1", "page_fault1"),
+    (FaultKind::Fault1Huge, "fault1_huge", "page_fault1 with huge pages"),
+    (FaultKind::Fault2, "fault2", "page_fault2"),
+    (FaultKind::Fault3, "fault3", "page_fault3"),
+];
+
+/// The trackers, by the names of their series. What is off is what the others are compared with.
+const TRACKERS: [Tracker; 4] = [Tracker::Off, Tracker::Percpu, Tracker::Bitmap, Tracker::Reporting];
+
+fn sizes(scale: Scale) -> Sizes {
+    match scale {
+        Scale::Demo => Sizes {
+            host: HostShape { memory_mib: 1792, swap_mib: 256, nodes: 1 },
+            guest_mib: 1024,
+            mapping_mib: 128,
+            boots: 1,
+            rounds: 1,
+            seconds: 2,
+            kinds: KINDS.split_at(3).0,
+            task_kinds: &[TaskKind::Processes],
+        },
+        Scale::Full => Sizes {
+            host: HostShape { memory_mib: 3584, swap_mib: 512, nodes: 1 },
+            guest_mib: 2048,
+            mapping_mib: 128,
+            boots: 5,
+            rounds: 2,
+            seconds: 3,
+            kinds: &KINDS,
+            task_kinds: &[TaskKind::Processes, TaskKind::Threads],
+        },
+    }
+}
+
+impl Sizes {
+    fn guest(self, cpus: u32) -> GuestSize {
+        GuestSize { memory_mib: self.guest_mib, cpus }
+    }
+}
+
+impl Experiment for Faults {
+    fn name(&self) -> &'static str {
+        "faults"
+    }
+
+    fn summary(&self) -> &'static str {
+        "What trackers of free pages cost programs that do nothing but allocate and free (will-it-scale page_fault1 to 3)"
+    }
+
+    fn host(&self, scale: Scale) -> HostShape {
+        sizes(scale).host
+    }
+
+    fn parameters(&self, scale: Scale) -> BTreeMap<String, u64> {
+        let sizes = sizes(scale);
+        BTreeMap::from([
+            ("host_mib".to_owned(), sizes.host.memory_mib),
+            ("swap_mib".to_owned(), sizes.host.swap_mib),
+            ("guest_mib".to_owned(), sizes.guest_mib),
+            ("mapping_mib".to_owned(), sizes.mapping_mib),
+            ("boots".to_owned(), u64::from(sizes.boots)),
+            ("rounds".to_owned(), u64::from(sizes.rounds)),
+            ("seconds".to_owned(), u64::from(sizes.seconds)),
+        ])
+    }
+
+    fn metrics(&self) -> Vec<MetricInfo> {
+        metrics::metrics()
+    }
+
+    fn series(&self) -> Vec<SeriesPlan> {
+        let summary = |tracker| match tracker {
+            Tracker::Off => {
+                "no tracker; its overhead is that of a second turn without one, which shows the noise"
+            }
+            Tracker::Percpu => "an array of freed pages for each CPU",
+            Tracker::Bitmap => "a bitmap of freed blocks for each zone",
+            Tracker::Reporting => "the kernel's own page reporting",
+        };
+        let plan = |tracker: Tracker| SeriesPlan {
+            name: tracker.name(),
+            summary: summary(tracker),
+            runs: Runs::ByDefault,
+            subject: Subject::Guests(Setup { driver: Driver::tracking(tracker), ..Setup::EBB }),
+        };
+        TRACKERS.map(plan).into()
+    }
+
+    fn grouping(&self) -> Grouping {
+        Grouping::Together(Setup { driver: Driver::tracking(Tracker::Off), ..Setup::EBB })
+    }
+
+    fn guests(&self, scale: Scale) -> u32 {
+        sizes(scale).boots * CPUS.len() as u32
+    }
+
+    fn run(&self, testbed: &mut Testbed<'_>, series: &mut Series) -> Result<(), LabError> {
+        self.run_together(testbed, std::slice::from_mut(series))
+    }
+
+    fn run_together(
+        &self,
+        testbed: &mut Testbed<'_>,
+        series: &mut [Series],
+    ) -> Result<(), LabError> {
+        slots::run(testbed, sizes(testbed.scale()), series)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_largest_workload_fits_into_the_guest() {
+        for scale in [Scale::Demo, Scale::Full] {
+            let sizes = sizes(scale);
+            // page_fault2: each task has a file and its copy of it.
+            let largest = u64::from(CPUS[1]) * 2 * sizes.mapping_mib;
+            assert!(largest + 256 <= sizes.guest_mib);
+            assert!(sizes.guest_mib + 512 < sizes.host.memory_mib, "no swap shall disturb");
+        }
+    }
+
+    #[test]
+    fn the_full_size_is_that_which_was_asked_for() {
+        let sizes = sizes(Scale::Full);
+        assert!(sizes.boots >= 5 && sizes.task_kinds.len() == 2 && sizes.kinds.len() == 4);
+        assert_eq!(Faults.series().len(), 4);
+    }
+}

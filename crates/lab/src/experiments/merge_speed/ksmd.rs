@@ -1,0 +1,207 @@
+//! The kernel's side: KSM's thread on memory of this process.
+
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use ebb_guest_ram::{GuestRam, KernelMerging};
+use ebb_page_merge::kernel::knobs::{RUN_MERGE, RUN_STOP, RUN_UNMERGE};
+use ebb_page_merge::kernel::users::RUN_FOLDER;
+use ebb_page_merge::kernel::{Counter, Counters, Knob, Ksm, KsmUsers, Membership, SYSFS, Values};
+
+use super::memory::Arena;
+use super::side::{PASSES_IN_VAIN, Side, Until, Work};
+use crate::LabError;
+use crate::harness::{merging, proc};
+
+/// Pages between two looks of the kernel's thread at its settings: it cannot be stopped in between.
+const PAGES_TO_SCAN: u64 = 500;
+/// How often its counters are looked at.
+const LOOK: Duration = Duration::from_micros(500);
+/// It does not take longer, whatever is merged.
+const LIMIT: Duration = Duration::from_secs(300);
+/// Of the pages of a first pass: it would be in the midst of the second one otherwise until it is
+/// stopped.
+const MOST_OF: f64 = 0.95;
+/// `struct ksm_rmap_item` of Linux 6.x on 64-bit machines (mm/ksm.c), where the kernel does not
+/// tell it itself.
+const ITEM_BYTES: u64 = 64;
+const ITEM_SIZE_FILE: &str = "/sys/kernel/slab/ksm_rmap_item/object_size";
+
+/// Whether KSM leaves out pages that it could not merge several times (`smart_scan`, Linux 6.7).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum SmartScan {
+    /// It does.
+    On,
+    /// It looks at all of them in each pass.
+    Off,
+}
+
+/// KSM, used by this process alone.
+#[derive(Debug)]
+pub(super) struct Ksmd {
+    membership: Membership,
+    pid: u32,
+}
+
+fn failed(error: impl std::fmt::Display) -> LabError {
+    LabError::Merging(error.to_string())
+}
+
+impl Ksmd {
+    /// Becomes KSM's only user, with settings that let it run without rests.
+    ///
+    /// # Errors
+    /// [`LabError::Merging`]: no KSM, no right to change it, or somebody else uses it.
+    pub(super) fn join(smart_scan: SmartScan) -> Result<Self, LabError> {
+        let ksm = Arc::new(Ksm::open(Path::new(SYSFS)).map_err(failed)?);
+        let counters = ksm.counters().map_err(failed)?;
+        let others = counters.count(Counter::PagesShared) + counters.count(Counter::PagesUnshared);
+        if others > 0 {
+            return Err(LabError::Merging(format!(
+                "KSM has {others} pages of other programs already; end them first, or let it unmerge them (write 2 to {SYSFS}/run)"
+            )));
+        }
+        if let Some(name) = other_user() {
+            return Err(LabError::Merging(format!(
+                "KSM would merge the pages of '{name}' as well; end it first, or start it so that it does not want that (QEMU: \
+                 -M ...,mem-merge=off)"
+            )));
+        }
+        let wanted = [
+            (Knob::Run, RUN_STOP),
+            (Knob::PagesToScan, PAGES_TO_SCAN),
+            (Knob::SleepMillisecs, 0),
+            (Knob::MaxPageSharing, 256),
+            (Knob::UseZeroPages, 1),
+            (Knob::SmartScan, u64::from(smart_scan == SmartScan::On)),
+            (Knob::AdvisorMode, 0),
+        ];
+        let present = ksm.settings().map_err(failed)?;
+        let wanted: Values =
+            wanted.into_iter().filter(|(knob, _)| present.get(*knob).is_some()).collect();
+        let users = KsmUsers::open(Path::new(RUN_FOLDER)).map_err(failed)?;
+        let membership = users.join(ksm, "lab merge-speed", &wanted).map_err(failed)?;
+        Ok(Self { membership, pid: merging::kernel_thread()? })
+    }
+
+    fn run(&self, value: u64) -> Result<(), LabError> {
+        self.membership.change(&Values::from_iter([(Knob::Run, value)])).map_err(failed)
+    }
+
+    fn counters(&self) -> Result<Counters, LabError> {
+        self.membership.ksm().counters().map_err(failed)
+    }
+
+    /// Makes sure that it had no other pages to look at than those of this process.
+    fn check_alone(&self) -> Result<(), LabError> {
+        let now = self.counters()?;
+        let kinds = [
+            Counter::PagesShared,
+            Counter::PagesSharing,
+            Counter::PagesUnshared,
+            Counter::PagesVolatile,
+        ];
+        let all: u64 = kinds.into_iter().map(|kind| now.count(kind)).sum();
+        let own = own_items()?;
+        if all > own + own / 20 {
+            return Err(LabError::Merging(format!(
+                "KSM knows {all} pages, of which this process has {own}: somebody else began to use it"
+            )));
+        }
+        Ok(())
+    }
+
+    /// Its processor time; exact while it is stopped.
+    fn cpu_ns(&self) -> Result<u64, LabError> {
+        merging::running_ns(self.pid, self.pid)
+    }
+}
+
+impl Drop for Ksmd {
+    fn drop(&mut self) {
+        // Whoever comes next shall find nothing of this; a failure shows there.
+        let _ = self.run(RUN_UNMERGE);
+    }
+}
+
+impl Side for Ksmd {
+    fn prepare(&self, ram: &GuestRam) -> Result<(), LabError> {
+        ram.advise_mergeable(KernelMerging::Allow).map_err(failed)
+    }
+
+    fn merge(&mut self, _arena: &Arena, until: Until) -> Result<Work, LabError> {
+        let (before, cpu_ns, begin) = (self.counters()?, self.cpu_ns()?, Instant::now());
+        let since =
+            |now: &Counters, counter| now.count(counter).saturating_sub(before.count(counter));
+        let covered =
+            |now: &Counters| since(now, Counter::PagesScanned) + since(now, Counter::PagesSkipped);
+        self.run(RUN_MERGE)?;
+        loop {
+            thread::sleep(LOOK);
+            let now = self.counters()?;
+            let passes = since(&now, Counter::FullScans);
+            let over = match until {
+                Until::Covered(pages) => covered(&now) >= pages,
+                Until::Passes(wanted) => passes >= wanted,
+                Until::Freed(pages) => {
+                    since(&now, Counter::PagesSharing) >= pages || passes >= PASSES_IN_VAIN
+                }
+            };
+            if over {
+                break;
+            }
+            if begin.elapsed() > LIMIT {
+                self.run(RUN_STOP)?;
+                return Err(LabError::Merging(format!(
+                    "KSM did not come to an end within {LIMIT:?}"
+                )));
+            }
+        }
+        let wall_ns = begin.elapsed().as_nanos() as u64;
+        self.run(RUN_STOP)?;
+        // It sleeps a moment after it was stopped, and its time is exact then.
+        thread::sleep(2 * LOOK);
+        self.check_alone()?;
+        Ok(Work { cpu_ns: self.cpu_ns()? - cpu_ns, wall_ns, pages: covered(&self.counters()?) })
+    }
+
+    fn first_pass(&self, arena: &Arena) -> Until {
+        Until::Covered((arena.contents().pages() as f64 * MOST_OF) as u64)
+    }
+
+    fn metadata_bytes(&mut self, _arena: &Arena) -> Result<u64, LabError> {
+        let items = own_items()?;
+        let item_bytes =
+            fs::read_to_string(ITEM_SIZE_FILE).ok().and_then(|text| text.trim().parse().ok());
+        Ok(items * item_bytes.unwrap_or(ITEM_BYTES))
+    }
+}
+
+/// Pages of this process that KSM knows.
+fn own_items() -> Result<u64, LabError> {
+    const PATH: &str = "/proc/self/ksm_stat";
+    let text = fs::read_to_string(PATH)
+        .map_err(|cause| LabError::SystemFile { path: PATH.into(), cause })?;
+    proc::named_number(&text, "ksm_rmap_items")
+        .ok_or(LabError::MissingField { path: PATH.into(), field: "ksm_rmap_items" })
+}
+
+/// The name of another process that wants KSM to merge its pages, as far as the kernel tells (Linux
+/// 6.16).
+fn other_user() -> Option<String> {
+    let own = std::process::id().to_string();
+    fs::read_dir("/proc")
+        .ok()?
+        .flatten()
+        .filter(|entry| entry.file_name() != own.as_str())
+        .find_map(|entry| {
+            let text = fs::read_to_string(entry.path().join("ksm_stat")).ok()?;
+            if !text.lines().any(|line| line.trim() == "ksm_mergeable: yes") {
+                return None;
+            }
+            fs::read_to_string(entry.path().join("comm")).ok().map(|name| name.trim().to_owned())
+        })
+}

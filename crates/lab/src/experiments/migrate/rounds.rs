@@ -1,0 +1,165 @@
+//! The migrations of a series, one after another with the same guest.
+
+use std::thread;
+use std::time::Duration;
+
+use super::link_check::Carried;
+use super::strategies::{Report, Way};
+use super::subject::Subject;
+use super::{FAST, SLOW, Sizes, metrics};
+use crate::LabError;
+use crate::error::GuestProblem;
+use crate::harness::link::{Link, Rate};
+use crate::harness::monitor::Reporting;
+use crate::harness::testbed::Testbed;
+use crate::report::results::Series;
+
+/// What a series does.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Plan {
+    pub(super) sizes: Sizes,
+    pub(super) way: Way,
+}
+
+/// Under what a guest is moved.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Case {
+    /// Idle, over the fast link.
+    Fast,
+    /// Idle, over the slow link.
+    Slow,
+    /// While it rewrites its working set, over the fast link.
+    Busy,
+}
+
+impl Case {
+    pub(super) fn rate(self) -> Rate {
+        match self {
+            Self::Fast | Self::Busy => FAST,
+            Self::Slow => SLOW,
+        }
+    }
+
+    /// In words.
+    pub(super) fn load(self) -> &'static str {
+        match self {
+            Self::Fast | Self::Slow => "idle",
+            Self::Busy => "rewrites its working set",
+        }
+    }
+}
+
+/// A migration.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Moved {
+    pub(super) case: Case,
+    pub(super) report: Report,
+    /// From the order to the guest's first answer at the other end.
+    pub(super) answered_ms: f64,
+    /// What the guest used of its memory right before.
+    pub(super) used_bytes: u64,
+}
+
+/// From the start of a load to the migration: its memory is in use by then.
+const LOAD_LEAD: Duration = Duration::from_secs(1);
+/// Idle guests are over long before, at the rate of the slow link.
+const PATIENCE: Duration = Duration::from_secs(150);
+
+/// Runs a series.
+///
+/// # Errors
+/// What the system, a guest or a monitor did not do; what was measured before is told all the same.
+pub(super) fn run(testbed: &Testbed<'_>, plan: Plan, series: &mut Series) -> Result<(), LabError> {
+    let link = Link::create()?;
+    testbed.events().step(0, "measures the link");
+    let carried = Carried::measure(&link)?;
+    series.notes.extend(carried.notes());
+    let mut moved = Vec::new();
+    let outcome = all(testbed, &link, plan, series, &mut moved);
+    metrics::series(&moved, carried, series);
+    outcome
+}
+
+fn all(
+    testbed: &Testbed<'_>,
+    link: &Link,
+    plan: Plan,
+    series: &mut Series,
+    moved: &mut Vec<Moved>,
+) -> Result<(), LabError> {
+    let fast = (0..plan.sizes.repeats).map(|_| Case::Fast);
+    let mut guest = None;
+    for case in fast.chain([Case::Slow, Case::Busy]) {
+        let mut attempts = 0;
+        let done = loop {
+            match one(testbed, link, plan, case, &mut guest, &mut series.notes) {
+                Ok(done) => break done,
+                // An emulated host loses a guest now and then; memory that is damaged is another
+                // matter.
+                Err(error) if attempts == 0 && !is_damage(&error) => {
+                    attempts += 1;
+                    guest = None;
+                    let place = format!("{}, {}", case.rate().describe(), case.load());
+                    series.notes.push(format!("run again with a new guest ({place}): {error}"));
+                }
+                Err(error) => return Err(error),
+            }
+        };
+        moved.push(done);
+    }
+    Ok(())
+}
+
+fn is_damage(error: &LabError) -> bool {
+    matches!(error, LabError::Guest { problem: GuestProblem::Damaged(_), .. })
+}
+
+/// One migration of the guest, which is booted if there is none.
+fn one<'a, 'b>(
+    testbed: &'a Testbed<'b>,
+    link: &'a Link,
+    plan: Plan,
+    case: Case,
+    guest: &mut Option<Subject<'a, 'b>>,
+    notes: &mut Vec<String>,
+) -> Result<Moved, LabError> {
+    let sizes = plan.sizes;
+    let subject = match guest {
+        Some(subject) => subject,
+        None => guest.insert(Subject::boot(testbed, link, sizes.guest, sizes.hold_mib)?),
+    };
+    subject.use_memory(sizes.program_mib)?;
+    if testbed.setup().reporting == Reporting::On {
+        subject.wait_for_return(sizes.program_mib, testbed.scale())?;
+    }
+    link.shape(case.rate())?;
+    let lasts = Duration::from_secs(sizes.load_s);
+    let load = match case {
+        Case::Fast | Case::Slow => None,
+        Case::Busy => Some(subject.begin_load(sizes.working_set_mib, lasts)?),
+    };
+    if load.is_some() {
+        thread::sleep(LOAD_LEAD);
+    }
+    let used_bytes = subject.used_bytes()?;
+    subject.step(format!("moves over {}, {}", case.rate().describe(), case.load()));
+    let patience = if load.is_some() { lasts / 2 } else { PATIENCE };
+    let (report, answered_ms) = subject.migrate(plan.way, patience)?;
+    if report.forced {
+        notes.push(format!(
+            "{}: stopped after {patience:?}, since it did not converge",
+            case.load()
+        ));
+    }
+    if let Some(reason) = &report.not_asked {
+        notes.push(format!("the guest was not asked for its free pages: {reason}"));
+    }
+    if let Some(load) = load {
+        if load.is_over() {
+            notes.push(format!("{}: that was over before the migration", case.load()));
+        }
+        subject.finish_load(load)?;
+    }
+    subject.verify()?;
+    Ok(Moved { case, report, answered_ms, used_bytes })
+}

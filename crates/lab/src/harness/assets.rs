@@ -1,0 +1,134 @@
+//! Finding, or making, the files that guests are made from.
+
+use std::env;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+
+use ebb_virtual_host::cache::Cache;
+use ebb_virtual_host::guest_image::{self, GuestImage};
+use ebb_virtual_host::kernel::Kernel;
+use ebb_virtual_host::{HostError, Inclusion, balloon_module, programs, vmlinux};
+
+use crate::LabError;
+use crate::harness::monitor::{Assets, Presence};
+
+/// Name of the peer's program.
+const QEMU: &str = "qemu-system-x86_64";
+
+/// Assets, and the directory they lie in if they were made for this run.
+#[derive(Debug)]
+pub struct FoundAssets {
+    /// The files.
+    pub assets: Assets,
+    /// Removed with its content when dropped.
+    _directory: Option<tempfile::TempDir>,
+}
+
+impl FoundAssets {
+    /// The files that the virtual host has in fixed places.
+    ///
+    /// # Errors
+    /// [`LabError::MissingFile`] when one of them is not there.
+    pub fn in_virtual_host() -> Result<Self, LabError> {
+        let present = |what, path: &str| {
+            let path = PathBuf::from(path);
+            if path.is_file() {
+                return Ok(path);
+            }
+            let remedy = "the virtual host has it when ebb-lab has ebb and ebb-agent beside it";
+            Err(LabError::MissingFile { what, path, remedy })
+        };
+        let elf = PathBuf::from("/ebb/vmlinux");
+        let assets = Assets {
+            ebb: present("the monitor", "/bin/ebb")?,
+            qemu: find_program(QEMU),
+            bzimage: present("the guest's kernel", "/ebb/vmlinuz")?,
+            elf: elf.is_file().then_some(elf),
+            initrd: present("the guest's initramfs", "/ebb/guest.cpio")?,
+            // The run outside has left out what needs it if it is not.
+            module: Presence::Present,
+        };
+        Ok(Self { assets, _directory: None })
+    }
+
+    /// The machine's own kernel package, and an initramfs made for this run.
+    ///
+    /// # Errors
+    /// [`LabError::VirtualHost`] when there is no kernel or its modules, [`LabError::MissingFile`]
+    /// without an agent.
+    pub fn on_this_machine(memhog: Inclusion) -> Result<Self, LabError> {
+        let kernel = Kernel::find(None)?;
+        let agent = programs::find_agent(None).ok_or_else(|| LabError::MissingFile {
+            what: "the guest agent",
+            path: PathBuf::from("ebb-agent"),
+            remedy: "build it (cargo build -p ebb-agent) so that it lies beside ebb-lab, or name it in EBB_AGENT",
+        })?;
+        let failed = |path: &Path| {
+            let path = path.to_owned();
+            move |cause| LabError::SystemFile { path, cause }
+        };
+        let directory = tempfile::tempdir().map_err(failed(&env::temp_dir()))?;
+        let elf = directory.path().join("vmlinux");
+        fs::write(&elf, vmlinux(&kernel.image, &Cache::of_user())?).map_err(failed(&elf))?;
+        let initrd = directory.path().join("guest.cpio");
+        let file = File::create(&initrd).map_err(failed(&initrd))?;
+        let mut image = GuestImage::new(agent, kernel.clone());
+        image.memhog = memhog;
+        let module = presence(image.balloon_module.is_some());
+        guest_image::build(&image, file)?;
+        let ebb = programs::find_monitor(None).ok_or_else(|| LabError::MissingFile {
+            what: "the monitor",
+            path: PathBuf::from("ebb"),
+            remedy: "build it (cargo build -p ebb) so that it lies beside ebb-lab, or name it in EBB_MONITOR",
+        })?;
+        let assets = Assets {
+            ebb,
+            qemu: find_program(QEMU),
+            bzimage: kernel.image,
+            elf: Some(elf),
+            initrd,
+            module,
+        };
+        Ok(Self { assets, _directory: Some(directory) })
+    }
+}
+
+fn presence(is_there: bool) -> Presence {
+    if is_there { Presence::Present } else { Presence::Absent }
+}
+
+/// The module `ebb_balloon` for the guests' kernel: it is in their image where it was built.
+///
+/// # Errors
+/// [`LabError::VirtualHost`] when there is no kernel.
+pub fn module_here() -> Result<Presence, LabError> {
+    Ok(presence(balloon_module::find(None, &Kernel::find(None)?.release).is_some()))
+}
+
+/// A program in `PATH`.
+fn find_program(name: &str) -> Option<PathBuf> {
+    let path = env::var_os("PATH")?;
+    env::split_paths(&path).map(|directory| directory.join(name)).find(|program| program.is_file())
+}
+
+/// Debian's memhog, if this machine has it: the agent's own does the same where it is missing.
+pub fn memhog_here() -> Inclusion {
+    if Path::new(guest_image::MEMHOG).is_file() { Inclusion::Included } else { Inclusion::Excluded }
+}
+
+impl From<HostError> for LabError {
+    fn from(error: HostError) -> Self {
+        Self::VirtualHost(Box::new(error))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn programs_are_found_in_the_path() {
+        assert!(find_program("sh").unwrap().ends_with("sh"));
+        assert_eq!(find_program("no-such-program-anywhere"), None);
+    }
+}

@@ -1,0 +1,192 @@
+//! Changing a guest's balloon through its monitor: Ebb's API, or QEMU's machine protocol.
+
+use std::path::Path;
+use std::time::Duration;
+
+use ebb_vmm::api::{
+    BalloonInfo, Client, ClientError, FreePagesReport, MergeChange, MergeInfo, TrimReport,
+};
+use serde_json::{Value, json};
+
+use crate::harness::counters::Counters;
+use crate::harness::monitor::MonitorKind;
+use crate::harness::qmp::{Qmp, QmpError};
+
+/// How long a monitor may take to answer.
+const ANSWER_LIMIT: Duration = Duration::from_secs(30);
+/// How long a guest may take to name its free pages.
+const FREE_PAGES_LIMIT_MS: u64 = 20_000;
+const MIB: u64 = 1 << 20;
+
+/// Why a balloon could not be changed or read.
+#[derive(Debug, thiserror::Error)]
+pub enum BalloonError {
+    /// Ebb's API.
+    #[error("{0}")]
+    Api(ClientError),
+    /// QEMU's machine protocol.
+    #[error(transparent)]
+    Qemu(#[from] QmpError),
+    /// The monitor has no such thing.
+    #[error("only Ebb can do that: {0}")]
+    OnlyEbb(&'static str),
+}
+
+/// A way to one guest's balloon.
+#[derive(Debug)]
+pub enum Balloon {
+    /// Through Ebb's API.
+    Ebb(Client),
+    /// Through QEMU's machine protocol, for a guest of so many MiB.
+    Qemu(Box<Qmp>, u64),
+}
+
+impl Balloon {
+    /// Opens the way that a monitor offers at `socket`, for a guest of `guest_mib`.
+    ///
+    /// # Errors
+    /// [`BalloonError`].
+    pub fn open(monitor: MonitorKind, socket: &Path, guest_mib: u64) -> Result<Self, BalloonError> {
+        Ok(match monitor {
+            MonitorKind::Ebb => Self::Ebb(Client::new(socket, ANSWER_LIMIT)),
+            MonitorKind::Qemu => Self::Qemu(Box::new(Qmp::connect(socket)?), guest_mib),
+        })
+    }
+
+    /// Asks the guest for a balloon of this size; it gets there by and by.
+    ///
+    /// # Errors
+    /// [`BalloonError`].
+    pub fn set_target_mib(&mut self, target_mib: u64) -> Result<(), BalloonError> {
+        match self {
+            Self::Ebb(client) => {
+                let body = json!({ "target_bytes": target_mib * MIB });
+                client.put_json::<Value>("/balloon", &body).map(drop).map_err(BalloonError::Api)
+            }
+            Self::Qemu(qmp, guest_mib) => {
+                // QEMU counts what is left to the guest.
+                let left = guest_mib.saturating_sub(target_mib) * MIB;
+                Ok(qmp.call("balloon", &json!({ "value": left })).map(drop)?)
+            }
+        }
+    }
+
+    /// Gives back what is all zero, as a whole.
+    ///
+    /// # Errors
+    /// [`BalloonError`]; QEMU has no such thing.
+    pub fn trim(&mut self) -> Result<TrimReport, BalloonError> {
+        let Self::Ebb(client) = self else {
+            return Err(BalloonError::OnlyEbb("trim"));
+        };
+        let mut total = TrimReport::default();
+        while !total.complete {
+            let part: TrimReport = client.put("/vm/trim").map_err(BalloonError::Api)?;
+            total.add(&part);
+        }
+        Ok(total)
+    }
+
+    /// The monitor's counters; QEMU has none.
+    ///
+    /// # Errors
+    /// [`BalloonError`].
+    pub fn counters(&mut self) -> Result<Option<Counters>, BalloonError> {
+        match self {
+            Self::Ebb(client) => {
+                let reply = client.request("GET", "/metrics", "").map_err(BalloonError::Api)?;
+                Ok(Some(Counters::of_monitor(&reply.body)))
+            }
+            Self::Qemu(..) => Ok(None),
+        }
+    }
+
+    /// Asks the guest for its free blocks of at least this order.
+    ///
+    /// # Errors
+    /// [`BalloonError`]; QEMU has no such thing.
+    pub fn free_pages(&mut self, min_order: u8) -> Result<FreePagesReport, BalloonError> {
+        let Self::Ebb(client) = self else {
+            return Err(BalloonError::OnlyEbb("free pages"));
+        };
+        let body = json!({ "min_order": min_order, "timeout_ms": FREE_PAGES_LIMIT_MS });
+        client.put_json("/balloon/free-pages", &body).map_err(BalloonError::Api)
+    }
+
+    /// What the monitor says of the merging of the guest's pages.
+    ///
+    /// # Errors
+    /// [`BalloonError`]; QEMU has no such thing.
+    pub fn merge_info(&mut self) -> Result<MergeInfo, BalloonError> {
+        let Self::Ebb(client) = self else {
+            return Err(BalloonError::OnlyEbb("merging"));
+        };
+        client.get("/merge").map_err(BalloonError::Api)
+    }
+
+    /// Changes how the guest's pages are merged.
+    ///
+    /// # Errors
+    /// [`BalloonError`]; QEMU has no such thing.
+    pub fn change_merging(&mut self, change: &MergeChange) -> Result<MergeInfo, BalloonError> {
+        let Self::Ebb(client) = self else {
+            return Err(BalloonError::OnlyEbb("merging"));
+        };
+        client.put_json("/merge", change).map_err(BalloonError::Api)
+    }
+
+    /// Size that the guest says its balloon has, MiB.
+    ///
+    /// # Errors
+    /// [`BalloonError`].
+    pub fn actual_mib(&mut self) -> Result<u64, BalloonError> {
+        match self {
+            Self::Ebb(client) => {
+                let info: BalloonInfo = client.get("/balloon").map_err(BalloonError::Api)?;
+                Ok(info.actual_bytes / MIB)
+            }
+            Self::Qemu(qmp, guest_mib) => {
+                const COMMAND: &str = "query-balloon";
+                let answer = qmp.call(COMMAND, &json!({}))?;
+                let left = answer["actual"].as_u64().ok_or_else(|| QmpError::Refused {
+                    command: COMMAND,
+                    answer: answer.to_string(),
+                })?;
+                Ok(guest_mib.saturating_sub(left / MIB))
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::harness::qmp::tests::peer;
+
+    #[test]
+    fn qemu_is_told_what_is_left_and_tells_what_is_left() {
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("qmp");
+        let peer = peer(
+            &socket,
+            vec![
+                "{\"return\": {}}\n",
+                "{\"event\": \"BALLOON_CHANGE\", \"data\": {\"actual\": 1}}\n{\"return\": {}}\n",
+                "{\"return\": {\"actual\": 268435456}}\n",
+            ],
+        );
+        let mut balloon = Balloon::open(MonitorKind::Qemu, &socket, 1024).unwrap();
+        balloon.set_target_mib(768).unwrap();
+        assert_eq!(balloon.actual_mib().unwrap(), 768);
+        let sent = peer.join().unwrap();
+        assert_eq!(sent[1], json!({ "execute": "balloon", "arguments": { "value": 268_435_456 } }));
+    }
+
+    #[test]
+    fn a_socket_that_is_not_there_is_named() {
+        let error = Balloon::open(MonitorKind::Qemu, Path::new("/no/such/socket"), 1).unwrap_err();
+        assert!(error.to_string().contains("/no/such/socket"));
+        let mut ebb = Balloon::open(MonitorKind::Ebb, Path::new("/no/such/socket"), 1).unwrap();
+        assert!(ebb.actual_mib().unwrap_err().to_string().contains("/no/such/socket"));
+    }
+}

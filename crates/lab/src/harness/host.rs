@@ -1,0 +1,326 @@
+//! Measuring and tending the host that the guests run on.
+
+use std::fs;
+use std::hint::black_box;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::thread;
+
+use crate::LabError;
+use crate::harness::proc::{self, ProcessMemory};
+use crate::report::results::{Host, Machine, MemoryLimit, Place};
+
+const MEMINFO: &str = "/proc/meminfo";
+const KIB_PER_MIB: u64 = 1024;
+/// Memory that a warm-up leaves alone, so that it neither swaps nor meets the OOM killer.
+const WARM_UP_MARGIN_MIB: u64 = 128;
+/// Allocation step of a warm-up.
+const WARM_UP_CHUNK_MIB: u64 = 32;
+
+/// KiB as MiB with its fraction.
+pub fn mib(kib: u64) -> f64 {
+    kib as f64 / KIB_PER_MIB as f64
+}
+
+fn read(path: impl AsRef<Path>) -> Result<String, LabError> {
+    let path = path.as_ref();
+    fs::read_to_string(path).map_err(|cause| LabError::SystemFile { path: path.to_owned(), cause })
+}
+
+fn write(path: impl AsRef<Path>, text: &str) -> Result<(), LabError> {
+    let path = path.as_ref();
+    fs::write(path, text).map_err(|cause| LabError::SystemFile { path: path.to_owned(), cause })
+}
+
+/// The fields of `/proc/meminfo` that the lab needs, in KiB.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MemoryState {
+    /// `MemTotal`.
+    pub total_kib: u64,
+    /// `MemAvailable`.
+    pub available_kib: u64,
+    /// `SwapTotal`.
+    pub swap_total_kib: u64,
+    /// `SwapFree`.
+    pub swap_free_kib: u64,
+}
+
+impl MemoryState {
+    /// Reads the present state.
+    pub fn read() -> Result<Self, LabError> {
+        Self::parse(&read(MEMINFO)?)
+    }
+
+    fn parse(text: &str) -> Result<Self, LabError> {
+        let fields = proc::meminfo(text);
+        let field = |name: &'static str| {
+            fields
+                .get(name)
+                .copied()
+                .ok_or_else(|| LabError::MissingField { path: PathBuf::from(MEMINFO), field: name })
+        };
+        Ok(Self {
+            total_kib: field("MemTotal")?,
+            available_kib: field("MemAvailable")?,
+            swap_total_kib: field("SwapTotal")?,
+            swap_free_kib: field("SwapFree")?,
+        })
+    }
+
+    /// Memory in use that the kernel could not hand out without swapping.
+    pub fn used_kib(self) -> u64 {
+        self.total_kib.saturating_sub(self.available_kib)
+    }
+
+    /// Swap in use.
+    pub fn swap_used_kib(self) -> u64 {
+        self.swap_total_kib.saturating_sub(self.swap_free_kib)
+    }
+}
+
+/// What the host has in use, in MiB.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Usage {
+    /// Memory.
+    pub used_mib: f64,
+    /// Swap, or what would be swap on a host of the experiment's size.
+    pub swap_used_mib: f64,
+}
+
+/// Reads the use of a host, whatever its size is compared with the experiment's.
+#[derive(Debug, Clone, Copy)]
+pub struct Gauge {
+    limit: MemoryLimit,
+    budget_mib: f64,
+    /// Use when the gauge was made; a budget counts from there.
+    idle_used_mib: f64,
+}
+
+impl Gauge {
+    /// A gauge for an experiment whose host has `shape_mib` of RAM and `swap_mib` of swap.
+    ///
+    /// A host whose RAM is within a tenth of that, and which has swap if the experiment's has, is
+    /// the experiment's host. Any other one is given a budget: the guests may take as much as the
+    /// experiment's host would have.
+    pub fn new(shape_mib: u64, swap_mib: u64) -> Result<Self, LabError> {
+        let state = MemoryState::read()?;
+        Ok(Self::from_state(state, shape_mib, swap_mib))
+    }
+
+    fn from_state(state: MemoryState, shape_mib: u64, swap_mib: u64) -> Self {
+        let total_mib = state.total_kib / KIB_PER_MIB;
+        let same_size = total_mib.abs_diff(shape_mib) <= shape_mib / 10;
+        let swap_as_asked = swap_mib == 0 || state.swap_total_kib > 0;
+        let limit =
+            if same_size && swap_as_asked { MemoryLimit::HostMemory } else { MemoryLimit::Budget };
+        Self { limit, budget_mib: shape_mib as f64, idle_used_mib: mib(state.used_kib()) }
+    }
+
+    /// What bounds the guests.
+    pub fn limit(&self) -> MemoryLimit {
+        self.limit
+    }
+
+    /// The present use.
+    pub fn read(&self) -> Result<Usage, LabError> {
+        Ok(self.usage(MemoryState::read()?))
+    }
+
+    fn usage(&self, state: MemoryState) -> Usage {
+        let used_mib = mib(state.used_kib());
+        let swap_used_mib = match self.limit {
+            MemoryLimit::HostMemory => mib(state.swap_used_kib()),
+            MemoryLimit::Budget => (used_mib - self.idle_used_mib - self.budget_mib).max(0.0),
+        };
+        Usage { used_mib, swap_used_mib }
+    }
+}
+
+/// Memory of a process; `None` when it has ended.
+pub fn process_memory(pid: u32) -> Option<ProcessMemory> {
+    proc::status(&fs::read_to_string(format!("/proc/{pid}/status")).ok()?)
+}
+
+/// Resident memory of a monitor without its guest's RAM, MiB; `None` when it has ended.
+pub fn monitor_rss_mib(pid: u32, guest_mib: u64) -> Option<f64> {
+    let text = fs::read_to_string(format!("/proc/{pid}/smaps")).ok()?;
+    Some(mib(proc::monitor_resident_kib(&proc::smaps(&text), guest_mib)))
+}
+
+/// Memory of a process, resident and swapped, with shared pages divided among those that have them
+/// mapped, MiB; `None` when it has ended.
+pub fn proportional_mib(pid: u32) -> Option<f64> {
+    let text = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?;
+    let fields = proc::meminfo(&text);
+    Some(mib(fields.get("Pss")? + fields.get("SwapPss").unwrap_or(&0)))
+}
+
+/// Processor time of a monitor without its vCPUs, ms; `None` when it has ended.
+///
+/// Threads of vCPUs are known by their names: `vcpu0` under Ebb, `CPU 0/KVM` under QEMU with
+/// `debug-threads=on`.
+pub fn monitor_cpu_ms(pid: u32) -> Option<f64> {
+    let process = PathBuf::from(format!("/proc/{pid}"));
+    let total_ms = proc::process_cpu_ms(&fs::read_to_string(process.join("stat")).ok()?)?;
+    let threads = fs::read_dir(process.join("task")).ok()?.flatten();
+    let vcpus_ns = threads.filter_map(|thread| {
+        let name = fs::read_to_string(thread.path().join("comm")).ok()?;
+        if !name.starts_with("vcpu") && !name.starts_with("CPU ") {
+            return None;
+        }
+        let times = fs::read_to_string(thread.path().join("schedstat")).ok()?;
+        times.split_ascii_whitespace().next()?.parse::<f64>().ok()
+    });
+    Some((total_ms - vcpus_ns.sum::<f64>() / 1e6).max(0.0))
+}
+
+/// Whether a process, or its network namespace, has something that listens on a TCP port.
+pub fn listens(pid: u32, port: u16) -> bool {
+    fs::read_to_string(format!("/proc/{pid}/net/tcp")).is_ok_and(|text| proc::listens(&text, port))
+}
+
+fn cpus() -> u32 {
+    thread::available_parallelism().map_or(1, |count| count.get() as u32)
+}
+
+fn kernel_release() -> Result<String, LabError> {
+    Ok(read("/proc/sys/kernel/osrelease")?.trim().to_owned())
+}
+
+/// Describes the machine that this process runs on.
+pub fn machine() -> Result<Machine, LabError> {
+    let cpuinfo = read("/proc/cpuinfo")?;
+    Ok(Machine {
+        cpu: proc::cpu_name(&cpuinfo).unwrap_or("unknown").to_owned(),
+        cpus: cpus(),
+        memory_mib: MemoryState::read()?.total_kib / KIB_PER_MIB,
+        kernel: kernel_release()?,
+    })
+}
+
+/// Describes the host of the guests, which is the one that this process runs on.
+pub fn describe(place: Place, gauge: &Gauge) -> Result<Host, LabError> {
+    let state = MemoryState::read()?;
+    // Kernels without NUMA have no such file, and one node.
+    let nodes = fs::read_to_string("/sys/devices/system/node/has_memory").unwrap_or_default();
+    Ok(Host {
+        place,
+        limit: gauge.limit(),
+        cpus: cpus(),
+        memory_mib: state.total_kib / KIB_PER_MIB,
+        swap_mib: state.swap_total_kib / KIB_PER_MIB,
+        nodes: proc::list_length(&nodes).max(1),
+        kernel: kernel_release()?,
+    })
+}
+
+/// Makes a host fit for the next series: swap empty, caches dropped, free memory compacted.
+///
+/// Only for a host of the experiment's own size, which nobody else uses: there all guests of the
+/// last series are gone, so that everything swapped out fits into memory. On other machines it does
+/// nothing.
+pub fn reset(gauge: &Gauge) -> Result<(), LabError> {
+    if gauge.limit() == MemoryLimit::Budget {
+        return Ok(());
+    }
+    for device in proc::swaps(&read("/proc/swaps")?) {
+        for program in ["swapoff", "swapon"] {
+            run(program, &device)?;
+        }
+    }
+    write("/proc/sys/vm/drop_caches", "3")?;
+    write("/proc/sys/vm/compact_memory", "1")
+}
+
+fn run(program: &str, device: &str) -> Result<(), LabError> {
+    let failed = |cause| LabError::EmptySwap { path: device.to_owned(), cause };
+    let status = Command::new(program).arg(device).status().map_err(failed)?;
+    if status.success() {
+        Ok(())
+    } else {
+        Err(failed(std::io::Error::other(format!("{program}: {status}"))))
+    }
+}
+
+/// Touches all free memory of the host once and gives it back.
+///
+/// In a virtual host the first touch of each page costs several times a later one, because the
+/// machine below has to back it; without this the first series would pay for all others.
+pub fn warm_up(gauge: &Gauge) -> Result<(), LabError> {
+    if gauge.limit() == MemoryLimit::Budget {
+        return Ok(());
+    }
+    let mut chunks: Vec<Vec<u8>> = Vec::new();
+    while MemoryState::read()?.available_kib / KIB_PER_MIB > WARM_UP_MARGIN_MIB + WARM_UP_CHUNK_MIB
+    {
+        let mut chunk = vec![0_u8; (WARM_UP_CHUNK_MIB << 20) as usize];
+        for page in chunk.chunks_mut(4096) {
+            page[0] = 1;
+        }
+        chunks.push(chunk);
+    }
+    black_box(&chunks);
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIB_KIB: u64 = 1 << 20;
+
+    fn state(total_gib: u64, used_gib: u64, swap_gib: u64, swap_used_gib: u64) -> MemoryState {
+        MemoryState {
+            total_kib: total_gib * GIB_KIB,
+            available_kib: (total_gib - used_gib) * GIB_KIB,
+            swap_total_kib: swap_gib * GIB_KIB,
+            swap_free_kib: (swap_gib - swap_used_gib) * GIB_KIB,
+        }
+    }
+
+    #[test]
+    fn a_host_of_the_right_size_is_full_when_it_swaps() {
+        let gauge = Gauge::from_state(state(15, 1, 4, 0), 15 * 1024, 4096);
+        assert_eq!(gauge.limit(), MemoryLimit::HostMemory);
+        let usage = gauge.usage(state(15, 14, 4, 1));
+        assert_eq!(usage, Usage { used_mib: 14.0 * 1024.0, swap_used_mib: 1024.0 });
+    }
+
+    #[test]
+    fn another_host_is_full_when_the_budget_is_spent() {
+        for idle in [state(256, 10, 4, 0), state(15, 10, 0, 0)] {
+            let gauge = Gauge::from_state(idle, 15 * 1024, 4096);
+            assert_eq!(gauge.limit(), MemoryLimit::Budget);
+        }
+        let gauge = Gauge::from_state(state(256, 10, 0, 0), 15 * 1024, 4096);
+        let within = gauge.usage(state(256, 25, 0, 0));
+        assert_eq!(within, Usage { used_mib: 25.0 * 1024.0, swap_used_mib: 0.0 });
+        let beyond = gauge.usage(state(256, 27, 0, 0));
+        assert_eq!(beyond, Usage { used_mib: 27.0 * 1024.0, swap_used_mib: 2048.0 });
+    }
+
+    #[test]
+    fn a_missing_field_is_named() {
+        let message = MemoryState::parse("MemTotal: 1 kB\n").unwrap_err().to_string();
+        assert_eq!(message, "/proc/meminfo has no field MemAvailable");
+    }
+
+    #[test]
+    fn this_machine_and_this_process_can_be_described() {
+        let gauge = Gauge::new(1, 0).unwrap();
+        let host = describe(Place::Direct, &gauge).unwrap();
+        assert!(host.cpus >= 1 && host.nodes >= 1 && host.memory_mib > 0);
+        assert_eq!(machine().unwrap().kernel, host.kernel);
+        assert!(process_memory(std::process::id()).unwrap().resident_kib > 0);
+        assert!(monitor_rss_mib(std::process::id(), 1 << 20).unwrap() > 0.0);
+        assert!(process_memory(u32::MAX).is_none());
+        assert!(proportional_mib(std::process::id()).is_some_and(|mib| mib > 0.0));
+        assert!(proportional_mib(u32::MAX).is_none());
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        assert!(listens(std::process::id(), port));
+        drop(listener);
+        assert!(!listens(std::process::id(), port) && !listens(u32::MAX, port));
+        assert!(monitor_cpu_ms(std::process::id()).is_some() && monitor_cpu_ms(u32::MAX).is_none());
+    }
+}

@@ -1,0 +1,292 @@
+//! Running the series of an experiment in a virtual host: the same program, the same code, another
+//! place.
+
+use std::time::Duration;
+
+use ebb_virtual_host::kernel::is_at_least;
+use ebb_virtual_host::{
+    Command, ExitStatus, HostConfig, HostKernel, Inclusion, NodeConfig, Output, VirtualHost,
+};
+
+use crate::LabError;
+use crate::harness::assets::{memhog_here, module_here};
+use crate::harness::console::Tail;
+use crate::harness::direct::Selection;
+use crate::harness::experiment::{
+    Experiment, NeedsKernel, NeedsMemhog, NeedsNetwork, RunSize, SeriesPlan, Subject,
+};
+use crate::harness::host::MemoryState;
+use crate::harness::link::Tools;
+use crate::harness::merging::Merging;
+use crate::harness::monitor::MonitorKind;
+use crate::report::event::{Event, Events};
+use crate::report::results::Scale;
+
+/// Processors of a virtual host at most: the guests run one after another and have one or two.
+const MOST_CPUS: u32 = 4;
+/// What QEMU's emulator takes beside the memory of the host it runs: translated code above all.
+const EMULATOR_MIB: u64 = 768;
+/// The first Linux under which a monitor can merge its guest's pages (UFFDIO_MOVE).
+pub(crate) const MERGING_SINCE: (u32, u32) = (6, 8);
+
+/// Starts a host of the experiment's shape, runs the series in it and passes on what happens.
+///
+/// # Errors
+/// [`LabError::TooLittleMemory`] before anything is started, [`LabError::VirtualHost`],
+/// [`LabError::InnerRun`] and [`LabError::InnerProtocol`].
+pub fn run(
+    experiment: &dyn Experiment,
+    size: RunSize,
+    selection: &Selection,
+    cpus: u32,
+    events: &Events,
+) -> Result<(), LabError> {
+    let mut selection = selection.clone();
+    let module = module_here()?;
+    for reason in selection.keep_possible(|setup| setup.missing_in_guest(module))? {
+        events.step(0, reason);
+    }
+    let same_host = |one: &SeriesPlan, other: &SeriesPlan| {
+        experiment.host_of(size.scale, one) == experiment.host_of(size.scale, other)
+    };
+    for plans in selection.plans.chunk_by(same_host) {
+        let selection = Selection { plans: plans.to_vec(), chosen: selection.chosen };
+        run_in_one(experiment, size, &selection, cpus, events)?;
+    }
+    Ok(())
+}
+
+/// Runs series that share a host.
+fn run_in_one(
+    experiment: &dyn Experiment,
+    size: RunSize,
+    selection: &Selection,
+    cpus: u32,
+    events: &Events,
+) -> Result<(), LabError> {
+    let Some(first) = selection.plans.first() else { return Ok(()) };
+    let shape = experiment.host_of(size.scale, first);
+    let needed_mib = shape.memory_mib + EMULATOR_MIB;
+    let available_mib = MemoryState::read()?.available_kib / 1024;
+    if available_mib < needed_mib {
+        let what = format!("{} at {} scale in the virtual host", experiment.name(), size.scale);
+        return Err(LabError::TooLittleMemory { what, needed_mib, available_mib });
+    }
+    let nodes = if shape.nodes > 1 { format!(", {} nodes", shape.nodes) } else { String::new() };
+    events.step(
+        0,
+        format!(
+            "starts the virtual host: {} MiB, {} MiB swap{nodes}",
+            shape.memory_mib, shape.swap_mib
+        ),
+    );
+    let wants_qemu = selection.plans.iter().any(
+        |plan| matches!(plan.subject, Subject::Guests(setup) if setup.monitor == MonitorKind::Qemu),
+    );
+    let programs = match experiment.needs_network() {
+        NeedsNetwork::Yes => {
+            let tools = Tools::find()?;
+            vec![tools.ip, tools.tc]
+        }
+        NeedsNetwork::No => Vec::new(),
+    };
+    let merges = |plan: &SeriesPlan| matches!(plan.subject, Subject::Guests(setup) if setup.merging != Merging::Off);
+    let needs_kernel = if selection.plans.iter().any(merges) {
+        NeedsKernel::Merging
+    } else {
+        experiment.needs_kernel()
+    };
+    let cpus = cpus.clamp(1, MOST_CPUS);
+    let host = VirtualHost::start(&HostConfig {
+        memory_mib: shape.memory_mib,
+        swap_mib: shape.swap_mib,
+        cpus,
+        nodes: match shape.nodes {
+            0 | 1 => Vec::new(),
+            nodes => NodeConfig::even(nodes, shape.memory_mib, cpus),
+        },
+        host_kernel: match needs_kernel {
+            NeedsKernel::Any => HostKernel::OfGuests,
+            NeedsKernel::Merging => HostKernel::Newest,
+        },
+        time_limit: time_limit(size.scale),
+        memhog: match experiment.needs_memhog() {
+            NeedsMemhog::Yes => memhog_here(),
+            NeedsMemhog::No => Inclusion::Excluded,
+        },
+        programs,
+        qemu: if wants_qemu { Inclusion::Included } else { Inclusion::Excluded },
+        ..HostConfig::default()
+    })?;
+    let (major, minor) = MERGING_SINCE;
+    let release = &host.hello().kernel;
+    if needs_kernel == NeedsKernel::Merging && !is_at_least(release, major, minor) {
+        return Err(LabError::OldKernel { release: release.clone() });
+    }
+    let mut inner = InnerRun::new(events);
+    let status =
+        host.run(&command(experiment, size, selection), &mut |output| inner.take(output))?;
+    inner.finish(status)?;
+    host.shutdown()?;
+    Ok(())
+}
+
+/// How long a run may take; it is an end for something that hangs, not a measure.
+fn time_limit(scale: Scale) -> Duration {
+    match scale {
+        Scale::Demo => Duration::from_secs(30 * 60),
+        Scale::Full => Duration::from_secs(6 * 3600),
+    }
+}
+
+/// The same experiment as it is run inside.
+fn command(experiment: &dyn Experiment, size: RunSize, selection: &Selection) -> Command {
+    let series: Vec<&str> = selection.plans.iter().map(|plan| plan.name).collect();
+    let command = Command::new("/init")
+        .args(["run", experiment.name(), "--where", "direct", "--json-events"])
+        .args(["--scale", size.scale.name(), "--series", &series.join(",")]);
+    match size.most_guests {
+        None => command,
+        Some(most) => command.arg("--guests").arg(most.to_string()),
+    }
+}
+
+/// Takes the output of the run inside: events line by line, and messages for the case of failure.
+struct InnerRun<'a> {
+    events: &'a Events,
+    stdout: Vec<u8>,
+    stderr: Vec<u8>,
+    messages: Tail,
+    /// The first line that was no event.
+    failure: Option<LabError>,
+}
+
+impl<'a> InnerRun<'a> {
+    fn new(events: &'a Events) -> Self {
+        Self {
+            events,
+            stdout: Vec::new(),
+            stderr: Vec::new(),
+            messages: Tail::default(),
+            failure: None,
+        }
+    }
+
+    fn take(&mut self, output: Output<'_>) {
+        match output {
+            Output::Stdout(bytes) => {
+                self.stdout.extend_from_slice(bytes);
+                for line in whole_lines(&mut self.stdout) {
+                    self.event(line);
+                }
+            }
+            Output::Stderr(bytes) => {
+                self.stderr.extend_from_slice(bytes);
+                for line in whole_lines(&mut self.stderr) {
+                    tracing::debug!("inside: {line}");
+                    self.messages.push(line);
+                }
+            }
+        }
+    }
+
+    fn event(&mut self, line: String) {
+        match serde_json::from_str::<Event>(&line) {
+            Ok(event) => self.events.tell(event),
+            Err(cause) if self.failure.is_none() => {
+                self.failure = Some(LabError::InnerProtocol { line, cause });
+            }
+            Err(_) => {}
+        }
+    }
+
+    fn finish(mut self, status: ExitStatus) -> Result<(), LabError> {
+        let rest = String::from_utf8_lossy(&self.stderr).into_owned();
+        self.messages.push(rest);
+        match (status, self.failure) {
+            (ExitStatus::Code(0), None) => Ok(()),
+            (ExitStatus::Code(0), Some(failure)) => Err(failure),
+            (ExitStatus::Code(code), _) => {
+                Err(inner_failed(format!("exit code {code}"), &self.messages))
+            }
+            (ExitStatus::Signal(signal), _) => {
+                Err(inner_failed(format!("signal {signal}"), &self.messages))
+            }
+        }
+    }
+}
+
+fn inner_failed(status: String, messages: &Tail) -> LabError {
+    LabError::InnerRun { status, output: messages.show("its last messages") }
+}
+
+/// Takes the complete lines out of a buffer.
+fn whole_lines(buffer: &mut Vec<u8>) -> Vec<String> {
+    let Some(end) = buffer.iter().rposition(|&byte| byte == b'\n') else { return Vec::new() };
+    let rest = buffer.split_off(end + 1);
+    let whole = std::mem::replace(buffer, rest);
+    String::from_utf8_lossy(&whole).lines().map(str::to_owned).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::harness::direct::Chosen;
+    use crate::harness::experiment;
+    use std::sync::mpsc;
+
+    fn step(text: &str) -> Event {
+        Event::Step { guest: 1, text: text.to_owned() }
+    }
+
+    #[test]
+    fn events_arrive_however_the_output_is_cut() {
+        let lines: String = ["starts", "runs"]
+            .map(|text| serde_json::to_string(&step(text)).unwrap() + "\n")
+            .concat();
+        for size in [1, 7, lines.len()] {
+            let (sender, receiver) = mpsc::channel();
+            let events = Events::new(sender);
+            let mut inner = InnerRun::new(&events);
+            lines.as_bytes().chunks(size).for_each(|bytes| inner.take(Output::Stdout(bytes)));
+            inner.finish(ExitStatus::Code(0)).unwrap();
+            drop(events);
+            assert_eq!(receiver.iter().collect::<Vec<_>>(), [step("starts"), step("runs")]);
+        }
+    }
+
+    #[test]
+    fn a_failure_inside_is_told_with_its_last_messages() {
+        let (sender, _receiver) = mpsc::channel();
+        let events = Events::new(sender);
+        let mut inner = InnerRun::new(&events);
+        inner.take(Output::Stderr(b"Error: no KVM\nwithout end"));
+        let message = inner.finish(ExitStatus::Code(1)).unwrap_err().to_string();
+        assert!(message.contains("exit code 1"), "{message}");
+        assert!(message.contains("    Error: no KVM\n    without end"), "{message}");
+    }
+
+    #[test]
+    fn a_line_that_is_no_event_is_an_error_even_if_the_run_succeeds() {
+        let (sender, _receiver) = mpsc::channel();
+        let events = Events::new(sender);
+        let mut inner = InnerRun::new(&events);
+        inner.take(Output::Stdout(b"hello\n"));
+        let message = inner.finish(ExitStatus::Code(0)).unwrap_err().to_string();
+        assert!(message.ends_with("hello"), "{message}");
+    }
+
+    #[test]
+    fn the_command_inside_is_this_program_with_the_same_series() {
+        let experiment = experiment::find("memhog").unwrap();
+        let plans = experiment::choose(experiment, None).unwrap();
+        let selection = Selection { plans, chosen: Chosen::ByDefault };
+        let words = "run memhog --where direct --json-events --scale full --series \
+                     no-reporting,reporting,bitmap,percpu,qemu-reporting";
+        let expected = Command::new("/init").args(words.split(' '));
+        let size = RunSize { scale: Scale::Full, most_guests: None };
+        assert_eq!(command(experiment, size, &selection), expected);
+        let size = RunSize { most_guests: Some(2), ..size };
+        assert_eq!(command(experiment, size, &selection), expected.args(["--guests", "2"]));
+    }
+}

@@ -1,0 +1,131 @@
+use super::*;
+use crate::harness::driver::{Blocks, Module};
+use crate::harness::merging::Nodes;
+
+const SIZE: GuestSize = GuestSize { memory_mib: 512, cpus: 2 };
+
+fn assets() -> Assets {
+    Assets {
+        ebb: "/bin/ebb".into(),
+        qemu: Some("/usr/bin/qemu-system-x86_64".into()),
+        bzimage: "/ebb/vmlinuz".into(),
+        elf: Some("/ebb/vmlinux".into()),
+        initrd: "/ebb/guest.cpio".into(),
+        module: Presence::Present,
+    }
+}
+
+fn line(setup: &Setup) -> String {
+    let command = assets().command(setup, SIZE, Some(Path::new("/tmp/c"))).unwrap();
+    let words = std::iter::once(command.get_program()).chain(command.get_args());
+    words.map(|word| word.to_str().unwrap()).collect::<Vec<_>>().join(" ")
+}
+
+#[test]
+fn ebb_is_run_as_its_users_would() {
+    let line = line(&Setup::EBB);
+    assert!(line.starts_with("/bin/ebb run --serial stdio "), "{line}");
+    assert!(
+        line.contains("--cpus 2 --memory size=512M,backing=anon --balloon size=0,reporting=on"),
+        "{line}"
+    );
+    assert!(
+        line.contains("--kernel /ebb/vmlinuz --initrd /ebb/guest.cpio --cmdline console=ttyS0"),
+        "{line}"
+    );
+}
+
+#[test]
+fn each_setting_of_a_series_reaches_the_command() {
+    let off = line(&Setup { reporting: Reporting::Off, ..Setup::EBB });
+    assert!(off.contains("reporting=off") && !off.contains("reporting=on"));
+    assert!(
+        line(&Setup { huge_pages: HugePages::Off, ..Setup::EBB })
+            .contains("size=512M,backing=anon,thp=off")
+    );
+    assert!(
+        line(&Setup { kernel: KernelImage::Elf, ..Setup::EBB }).contains("--kernel /ebb/vmlinux ")
+    );
+    let merged = line(&Setup { merging: Merging::Kernel(Nodes::Apart), ..Setup::EBB });
+    assert!(merged.contains("backing=anon,merge=kernel,"), "{merged}");
+    let lean = line(&Setup { bounce_buffer: BounceBuffer::Off, ..Setup::EBB });
+    assert!(lean.contains("reboot=t swiotlb=noforce"), "{lean}");
+    let late = line(&Setup { clock: ClockPolicy::CatchUp, ..Setup::EBB });
+    assert!(late.contains(" --clock catch-up "), "{late}");
+    let seed = Driver::Module(Module { blocks: Blocks::SinglePages, ..Module::DEFAULT });
+    let single = line(&Setup { driver: seed, clearing: Clearing::Off, ..Setup::EBB });
+    assert!(
+        single.contains("init_on_alloc=0 ebb.balloon=ebb_balloon ebb_balloon.tracker="),
+        "{single}"
+    );
+    let plain = line(&Setup { extension: Extension::Withheld, ..Setup::EBB });
+    assert!(plain.contains(",page_bitmap=off,page_ranges=off,host_requests=off "), "{plain}");
+    let ordered = line(&Setup { reporting_order: Some(4), ..Setup::EBB });
+    assert!(ordered.ends_with(" page_reporting.page_reporting_order=4 --api /tmp/c"), "{ordered}");
+}
+
+#[test]
+fn a_restored_guest_has_the_console_and_the_clock_of_its_series() {
+    let setup = Setup { clock: ClockPolicy::CatchUp, ..Setup::EBB };
+    let command = assets().restore_command(&setup, Path::new("/tmp/s"), Path::new("/tmp/c"));
+    let words: Vec<_> = command.get_args().map(|word| word.to_str().unwrap()).collect();
+    let expected = "restore /tmp/s --serial stdio --on-reboot exit --clock catch-up --api /tmp/c";
+    assert_eq!(words.join(" "), expected);
+}
+
+#[test]
+fn a_guest_is_taken_over_by_a_monitor_of_its_kind() {
+    let line = |setup: &Setup| {
+        let command =
+            assets().receive_command(setup, SIZE, "198.18.0.2:4444", Path::new("/tmp/c")).unwrap();
+        command.get_args().map(|word| word.to_str().unwrap()).collect::<Vec<_>>().join(" ")
+    };
+    assert_eq!(
+        line(&Setup::EBB),
+        "receive --listen tcp:198.18.0.2:4444 --insecure --serial stdio --on-reboot exit --clock continue --api /tmp/c"
+    );
+    let qemu = Setup { monitor: MonitorKind::Qemu, hinting: Hinting::On, ..Setup::EBB };
+    let hinted = line(&qemu);
+    assert!(hinted.starts_with("-object iothread,id=hints "), "{hinted}");
+    assert!(hinted.contains("deflate-on-oom=on,free-page-hint=on,iothread=hints "), "{hinted}");
+    assert!(hinted.ends_with(" -incoming tcp:198.18.0.2:4444"), "{hinted}");
+}
+
+#[test]
+fn qemu_gets_the_same_guest() {
+    let line = line(&Setup { monitor: MonitorKind::Qemu, ..Setup::EBB });
+    assert!(
+        line.contains("-smp 2 -m 512M -device virtio-balloon-pci,free-page-reporting=on"),
+        "{line}"
+    );
+    assert!(
+        line.contains("-kernel /ebb/vmlinuz -initrd /ebb/guest.cpio -append console=ttyS0"),
+        "{line}"
+    );
+    assert!(line.ends_with("-qmp unix:/tmp/c,server=on,wait=off"), "{line}");
+}
+
+#[test]
+fn what_is_not_there_is_said_and_not_run() {
+    let bare = Assets { qemu: None, elf: None, module: Presence::Absent, ..assets() };
+    let module = Setup { driver: Driver::Module(Module::DEFAULT), ..Setup::EBB };
+    assert_eq!(bare.missing(&module), Some(Missing::Module));
+    assert_eq!(assets().missing(&module), None);
+    let qemu = Setup { monitor: MonitorKind::Qemu, ..Setup::EBB };
+    let elf = Setup { kernel: KernelImage::Elf, ..Setup::EBB };
+    assert_eq!(bare.missing(&Setup::EBB), None);
+    assert_eq!(bare.missing(&qemu), Some(Missing::Qemu));
+    assert_eq!(bare.command(&qemu, SIZE, None).unwrap_err(), Missing::Qemu);
+    assert_eq!(bare.command(&elf, SIZE, None).unwrap_err(), Missing::Elf);
+}
+
+#[test]
+fn setups_are_described_by_what_makes_them_differ() {
+    let text =
+        Setup { huge_pages: HugePages::Off, reporting_order: Some(0), ..Setup::EBB }.describe();
+    assert_eq!(
+        text,
+        "ebb run, free page reporting on, guest reports blocks of order 0 and up, guest memory without \
+         transparent huge pages"
+    );
+}

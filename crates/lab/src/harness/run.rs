@@ -1,0 +1,287 @@
+//! A run of an experiment from its beginning to its document.
+
+use std::io::{self, Write};
+use std::panic::resume_unwind;
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use crate::LabError;
+use crate::harness::assets::{FoundAssets, memhog_here};
+use crate::harness::direct::{self, Selection};
+use crate::harness::experiment::{Experiment, NeedsMemhog, RunSize, Subject};
+use crate::harness::host;
+use crate::harness::in_virtual_host;
+use crate::harness::target;
+use crate::report::event::{Collector, Event, Events};
+use crate::report::progress::Progress;
+use crate::report::results::{Place, Results, SCHEMA_VERSION};
+
+/// What to run, and where.
+#[derive(Clone)]
+pub struct Request {
+    /// The experiment.
+    pub experiment: &'static dyn Experiment,
+    /// Its size.
+    pub size: RunSize,
+    /// The series.
+    pub selection: Selection,
+    /// Where the user wants it.
+    pub place: Wanted,
+}
+
+/// Where a run shall take place.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Wanted {
+    /// Directly if KVM serves here, else in the virtual host.
+    #[default]
+    Auto,
+    /// Directly, or not at all.
+    Direct,
+    /// In the virtual host.
+    VirtualHost,
+}
+
+/// Runs an experiment and shows its progress; its document.
+///
+/// A series that failed has its error in the document ([`Results::first_error`]).
+///
+/// # Errors
+/// What kept the run from taking place or from ending.
+pub fn run(request: &Request, progress: &mut Progress) -> Result<Results, LabError> {
+    let begin = Instant::now();
+    let started_unix_s =
+        SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+    let machine = host::machine()?;
+    // Series about the machine run on the machine, unless all shall run in the virtual host.
+    let wanted = where_to_run(request)?;
+    let (on_machine, with_guests) = match wanted {
+        Wanted::VirtualHost => (Vec::new(), request.selection.clone()),
+        Wanted::Auto | Wanted::Direct => request.selection.clone().by_subject(),
+    };
+    let place = if with_guests.plans.is_empty() {
+        Place::Direct
+    } else {
+        target::choose(wanted, progress)?
+    };
+    let mut collector = Collector::default();
+    let ended = follow(
+        |events| {
+            if !on_machine.is_empty() {
+                direct::run_on_machine(
+                    request.experiment,
+                    request.size,
+                    &on_machine,
+                    Place::Direct,
+                    events,
+                )?;
+            }
+            if with_guests.plans.is_empty() {
+                return Ok(());
+            }
+            match place {
+                Place::Direct => {
+                    let memhog = match request.experiment.needs_memhog() {
+                        NeedsMemhog::Yes => memhog_here(),
+                        NeedsMemhog::No => ebb_virtual_host::Inclusion::Excluded,
+                    };
+                    let found = FoundAssets::on_this_machine(memhog)?;
+                    run_guests(request, with_guests, Place::Direct, &found, events)
+                }
+                Place::VirtualHost => in_virtual_host::run(
+                    request.experiment,
+                    request.size,
+                    &with_guests,
+                    machine.cpus,
+                    events,
+                ),
+            }
+        },
+        |event| {
+            progress.show(&event);
+            collector.take(event);
+        },
+    );
+    if let Err(error) = ended {
+        collector.interrupted(error)?;
+    }
+    request.experiment.compare(&mut collector.series);
+    let host = collector.host.ok_or_else(|| LabError::InnerRun {
+        status: "it never described its host".to_owned(),
+        output: String::new(),
+    })?;
+    Ok(Results {
+        schema: SCHEMA_VERSION,
+        experiment: request.experiment.name().to_owned(),
+        summary: request.experiment.summary().to_owned(),
+        scale: request.size.scale,
+        parameters: request.experiment.parameters(request.size.scale),
+        ebb_version: env!("CARGO_PKG_VERSION").to_owned(),
+        started_unix_s,
+        elapsed_s: begin.elapsed().as_secs_f64().round(),
+        machine,
+        host,
+        metrics: request.experiment.metrics(),
+        series: collector.series,
+        samples: collector.samples,
+    })
+}
+
+/// Where the run shall take place: in the virtual host too if this machine lacks what series about
+/// the machine need.
+fn where_to_run(request: &Request) -> Result<Wanted, LabError> {
+    let about_machine = request.selection.plans.iter().any(|plan| plan.subject == Subject::Machine);
+    match (request.place, request.experiment.machine_lacks()) {
+        (Wanted::Direct, Some(reason)) if about_machine => Err(LabError::MachineLacks(reason)),
+        (Wanted::Auto, Some(_)) if about_machine => Ok(Wanted::VirtualHost),
+        (place, _) => Ok(place),
+    }
+}
+
+/// The part of a run that takes place inside of the virtual host: events as JSON, one a line.
+///
+/// # Errors
+/// What kept the run from taking place or from ending.
+pub fn run_inside(request: &Request, mut output: impl Write) -> Result<(), LabError> {
+    let (on_machine, with_guests) = request.selection.clone().by_subject();
+    let mut written: io::Result<()> = Ok(());
+    follow(
+        |events| {
+            if !on_machine.is_empty() {
+                let place = Place::VirtualHost;
+                direct::run_on_machine(
+                    request.experiment,
+                    request.size,
+                    &on_machine,
+                    place,
+                    events,
+                )?;
+            }
+            if with_guests.plans.is_empty() {
+                return Ok(());
+            }
+            run_guests(
+                request,
+                with_guests,
+                Place::VirtualHost,
+                &FoundAssets::in_virtual_host()?,
+                events,
+            )
+        },
+        |event| {
+            if written.is_ok() {
+                written = write_line(&mut output, &event);
+            }
+        },
+    )?;
+    written.map_err(|cause| LabError::SystemFile { path: "/dev/stdout".into(), cause })
+}
+
+fn write_line(output: &mut impl Write, event: &Event) -> io::Result<()> {
+    let mut line = serde_json::to_vec(event)?;
+    line.push(b'\n');
+    output.write_all(&line)?;
+    output.flush()
+}
+
+fn run_guests(
+    request: &Request,
+    selection: Selection,
+    place: Place,
+    found: &FoundAssets,
+    events: &Events,
+) -> Result<(), LabError> {
+    direct::run(request.experiment, request.size, selection, place, &found.assets, events)
+}
+
+/// Lets the work happen on a thread of its own, which its guests are tied to, and hands on its
+/// events meanwhile.
+fn follow(
+    work: impl FnOnce(&Events) -> Result<(), LabError> + Send,
+    mut take: impl FnMut(Event),
+) -> Result<(), LabError> {
+    let (sender, receiver) = mpsc::channel();
+    thread::scope(|scope| {
+        let worker = scope.spawn(move || work(&Events::new(sender)));
+        receiver.iter().for_each(&mut take);
+        worker.join().unwrap_or_else(|panic| resume_unwind(panic))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_events_are_taken_before_the_work_is_over() {
+        let mut taken = Vec::new();
+        follow(
+            |events| {
+                (1..=3).for_each(|guest| events.step(guest, "starts"));
+                Ok(())
+            },
+            |event| taken.push(event),
+        )
+        .unwrap();
+        assert_eq!(taken.len(), 3);
+    }
+
+    #[test]
+    fn an_error_comes_after_the_events_before_it() {
+        let mut taken = 0;
+        let outcome = follow(
+            |events| {
+                events.step(0, "begins");
+                Err(LabError::NoDirectKvm("for a test".to_owned()))
+            },
+            |_| taken += 1,
+        );
+        assert!(outcome.is_err());
+        assert_eq!(taken, 1);
+    }
+
+    /// A run about the machine, which needs neither KVM nor the virtual host nor files of guests.
+    fn request(place: Wanted) -> Request {
+        let experiment = crate::harness::experiment::find("clock").unwrap();
+        let plans =
+            crate::harness::experiment::choose(experiment, Some(&["raw".to_owned()])).unwrap();
+        Request {
+            experiment,
+            size: RunSize { scale: crate::report::results::Scale::Demo, most_guests: None },
+            selection: Selection { plans, chosen: direct::Chosen::ByName },
+            place,
+        }
+    }
+
+    #[test]
+    fn series_about_the_machine_run_on_it() {
+        let results = run(&request(Wanted::Auto), &mut Progress::Silent).unwrap();
+        assert_eq!(results.host.place, Place::Direct);
+        assert_eq!(results.first_error(), None);
+        assert_eq!(results.series.len(), 1);
+        assert_eq!(results.series[0].metrics["max_jump_ns"], Some(0.0));
+    }
+
+    #[test]
+    fn inside_the_virtual_host_they_are_told_as_events() {
+        let mut output = Vec::new();
+        run_inside(&request(Wanted::Direct), &mut output).unwrap();
+        let text = String::from_utf8(output).unwrap();
+        let events: Vec<Event> =
+            text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        assert!(matches!(&events[0], Event::Host(host) if host.place == Place::VirtualHost));
+        assert!(matches!(&events[1], Event::SeriesBegins { series, .. } if series == "raw"));
+        assert!(matches!(events.last(), Some(Event::SeriesEnds(series)) if series.error.is_none()));
+    }
+
+    #[test]
+    fn events_are_lines_of_json() {
+        let mut output = Vec::new();
+        let event = Event::Step { guest: 1, text: "starts\nagain".to_owned() };
+        write_line(&mut output, &event).unwrap();
+        write_line(&mut output, &event).unwrap();
+        let text = String::from_utf8(output).unwrap();
+        assert_eq!(text.lines().count(), 2);
+        assert!(text.lines().all(|line| serde_json::from_str::<Event>(line).unwrap() == event));
+    }
+}

@@ -1,0 +1,445 @@
+//! The testbed of one series: it starts guests, lets them work, and watches the host meanwhile.
+
+use std::path::Path;
+use std::process::Command as Program;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use ebb_agent::protocol::Command;
+use serde_json::Value;
+
+use crate::LabError;
+use crate::error::GuestProblem;
+use crate::harness::counters::Counters;
+use crate::harness::driver::Driver;
+use crate::harness::experiment::RunSize;
+use crate::harness::guest::{Answer, Guest};
+use crate::harness::host::{self, Gauge, Usage};
+use crate::harness::merging::{Broker, HostKsm, Merging};
+use crate::harness::monitor::{Assets, GuestSize, Setup, Trim};
+use crate::harness::proc;
+use crate::harness::sampler::{GuestProcesses, Sampler};
+use crate::harness::watch::{AfterReturn, Patience, ReturnWatch, Verdict};
+use crate::report::event::Events;
+use crate::report::results::{GuestRecord, Scale, rounded};
+use control::Control;
+
+mod control;
+mod merging;
+
+pub use merging::Settled;
+
+/// How often the memory of a guest is looked at while it comes back.
+const LOOK_INTERVAL: Duration = Duration::from_millis(200);
+/// A guest that is not there by then will not come; an emulated host that swaps may be slow.
+const BOOT_LIMIT: Duration = Duration::from_secs(240);
+/// A program may take so long, plus the time that its memory takes at [`SLOWEST_MIB_PER_S`].
+const PROGRAM_LIMIT: Duration = Duration::from_secs(120);
+/// Writing to memory while the host swaps on an emulated disk.
+const SLOWEST_MIB_PER_S: u64 = 4;
+/// Swap that is no sign of a full host, as a part of its RAM: a kernel moves out pages that its own
+/// services have not used since boot before it is short of memory.
+const SWAP_THRESHOLD_PART: f64 = 1.0 / 200.0;
+
+/// A guest with nothing to do answers by then.
+const ANSWER_LIMIT: Duration = Duration::from_secs(60);
+/// Counters of the module `ebb_balloon`, in lines of a name and a value.
+const DRIVER_COUNTERS: &str = "/sys/kernel/debug/ebb_balloon/counters";
+/// Order of the smallest blocks that Linux reports by default on x86: 2 MiB (`pageblock_order`).
+const PAGEBLOCK_ORDER: usize = 9;
+
+/// What a series has at hand.
+pub struct Testbed<'a> {
+    // Dropped in this order: no sample is taken of guests that are gone.
+    sampler: Option<Sampler>,
+    controls: Vec<Control>,
+    guests: Vec<Guest>,
+    /// Ends after the guests, which share pages through it.
+    broker: Option<Broker>,
+    /// Puts the kernel's settings back when the guests are gone.
+    ksm: Option<HostKsm>,
+    /// How many guests were started.
+    started: u32,
+    processes: GuestProcesses,
+    size: RunSize,
+    setup: Setup,
+    assets: &'a Assets,
+    gauge: Gauge,
+    host_memory_mib: u64,
+    events: Events,
+}
+
+impl<'a> Testbed<'a> {
+    /// Sets up for a series, and starts sampling.
+    pub fn new(
+        series: &str,
+        size: RunSize,
+        setup: Setup,
+        assets: &'a Assets,
+        gauge: Gauge,
+        host_memory_mib: u64,
+        events: Events,
+    ) -> Self {
+        let interval = match size.scale {
+            Scale::Demo => Duration::from_millis(500),
+            Scale::Full => Duration::from_secs(2),
+        };
+        let processes = GuestProcesses::default();
+        let sampler =
+            Sampler::start(series.to_owned(), interval, gauge, processes.clone(), events.clone());
+        Self {
+            sampler: Some(sampler),
+            controls: Vec::new(),
+            guests: Vec::new(),
+            broker: None,
+            ksm: None,
+            started: 0,
+            processes,
+            size,
+            setup,
+            assets,
+            gauge,
+            host_memory_mib,
+            events,
+        }
+    }
+
+    /// The scale of the run.
+    pub fn scale(&self) -> Scale {
+        self.size.scale
+    }
+
+    /// How many guests to start when the experiment itself would start `planned`.
+    pub fn guests(&self, planned: u32) -> u32 {
+        self.size.guests(planned)
+    }
+
+    /// How the guests of this series are run.
+    pub fn setup(&self) -> Setup {
+        self.setup
+    }
+
+    /// Where to tell what goes on.
+    pub fn events(&self) -> &Events {
+        &self.events
+    }
+
+    /// The command that runs a guest of this series, for an experiment that keeps its guests
+    /// itself.
+    ///
+    /// # Errors
+    /// [`LabError::Missing`].
+    pub fn command(&self, size: GuestSize, control: Option<&Path>) -> Result<Program, LabError> {
+        Ok(self.assets.command(&self.setup, size, control)?)
+    }
+
+    /// The command that lets a guest of this series go on from its snapshot.
+    pub fn restore_command(&self, snapshot: &Path, control: &Path) -> Program {
+        self.assets.restore_command(&self.setup, snapshot, control)
+    }
+
+    /// The command of a monitor that takes over a guest of this series.
+    ///
+    /// # Errors
+    /// [`LabError::Missing`].
+    pub fn receive_command(
+        &self,
+        size: GuestSize,
+        address: &str,
+        control: &Path,
+    ) -> Result<Program, LabError> {
+        Ok(self.assets.receive_command(&self.setup, size, address, control)?)
+    }
+
+    /// The program `ebb`.
+    pub fn ebb(&self) -> Program {
+        Program::new(&self.assets.ebb)
+    }
+
+    /// Shows the processes of the only guest that an experiment keeps itself in the samples, in the
+    /// place of earlier ones.
+    pub fn show(&self, pids: &[u32]) {
+        self.processes.only(pids);
+    }
+
+    /// The host's present use.
+    pub fn usage(&self) -> Result<Usage, LabError> {
+        self.gauge.read()
+    }
+
+    /// Swap in use beyond this many MiB says that the host is full: half a percent of its RAM.
+    pub fn swap_threshold_mib(&self) -> f64 {
+        self.host_memory_mib as f64 * SWAP_THRESHOLD_PART
+    }
+
+    /// Starts the next guest and waits until its agent is ready; with a control socket if the
+    /// series needs one.
+    ///
+    /// # Errors
+    /// [`LabError::StartMonitor`], [`LabError::Missing`] and [`LabError::Guest`].
+    pub fn start_guest(&mut self, size: GuestSize) -> Result<GuestRecord, LabError> {
+        match (self.setup.trim, self.setup.merging) {
+            (Trim::Never, Merging::Off) => self.start(size, None),
+            _ => self.start_controlled_guest(size),
+        }
+    }
+
+    fn start(&mut self, size: GuestSize, control: Option<&Path>) -> Result<GuestRecord, LabError> {
+        let mut guest = self.launch(size, control, &[])?;
+        let number = guest.number();
+        let ready = guest.wait_ready(BOOT_LIMIT);
+        let pid = guest.pid();
+        let ready = ready?;
+        guest.require_driver(self.setup.driver.in_guest())?;
+        self.guests.push(guest);
+        Ok(GuestRecord {
+            guest: number,
+            start_to_init_s: Some(rounded(ready.as_secs_f64())),
+            booted_rss_mib: footprint_mib(pid).map(rounded),
+            ..GuestRecord::default()
+        })
+    }
+
+    /// Starts the next guest's monitor, with more arguments for it, without waiting for the guest.
+    fn launch(
+        &mut self,
+        size: GuestSize,
+        control: Option<&Path>,
+        arguments: &[&str],
+    ) -> Result<Guest, LabError> {
+        self.prepare_merging()?;
+        self.started += 1;
+        let number = self.started;
+        self.events.step(number, "starts");
+        let mut command = self.assets.command(&self.setup, size, control)?;
+        command.args(arguments);
+        let guest = Guest::start(number, command)?;
+        self.processes.add(guest.pid());
+        Ok(guest)
+    }
+
+    /// Runs a program that uses `program_mib` in a guest, noting the guest's peak.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`].
+    pub fn run_program(
+        &mut self,
+        record: &mut GuestRecord,
+        command: Command,
+        program_mib: u64,
+    ) -> Result<Answer, LabError> {
+        self.events.step(record.guest, "runs its program");
+        let guest = self.guest(record.guest)?;
+        let pid = guest.pid();
+        let limit = PROGRAM_LIMIT + Duration::from_secs(program_mib / SLOWEST_MIB_PER_S);
+        let mut peak_mib: f64 = 0.0;
+        let answer = guest.command(command, limit, &mut || {
+            peak_mib = peak_mib.max(footprint_mib(pid).unwrap_or(0.0));
+        })?;
+        peak_mib = peak_mib.max(footprint_mib(pid).unwrap_or(0.0));
+        record.peak_mib = Some(rounded(peak_mib));
+        record.program_s = Some(rounded(answer.elapsed.as_secs_f64()));
+        record.swap_used_mib = Some(rounded(self.usage()?.swap_used_mib));
+        Ok(answer)
+    }
+
+    /// Sends a command that takes next to no time; what it gave.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`].
+    pub fn ask(&mut self, guest: u32, command: Command) -> Result<Value, LabError> {
+        self.work(guest, command, ANSWER_LIMIT)
+    }
+
+    /// Sends a command that may take this long; what it gave.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`].
+    pub fn work(
+        &mut self,
+        guest: u32,
+        command: Command,
+        limit: Duration,
+    ) -> Result<Value, LabError> {
+        Ok(self.guest(guest)?.command(command, limit, &mut || {})?.result)
+    }
+
+    /// The counters of the guest's balloon driver; `None` for Linux's own, which has none.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`].
+    pub fn driver_counters(&mut self, guest: u32) -> Result<Option<Counters>, LabError> {
+        if self.setup.driver == Driver::Stock {
+            return Ok(None);
+        }
+        let answer = self.ask(guest, Command::ReadFile { path: DRIVER_COUNTERS.to_owned() })?;
+        Ok(answer["text"].as_str().map(Counters::of_driver))
+    }
+
+    /// Ends a guest that nothing more is wanted of, and gives its memory back.
+    pub fn end_guest(&mut self, number: u32) {
+        self.controls.retain(|control| control.guest != number);
+        self.guests.retain(|guest| guest.number() != number);
+    }
+
+    /// Waits until the memory of a program that has just ended is back at the host, or nothing more
+    /// comes.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`] when the guest ends meanwhile.
+    pub fn wait_for_return(
+        &mut self,
+        record: &mut GuestRecord,
+        program_mib: u64,
+    ) -> Result<(), LabError> {
+        let ended = Instant::now();
+        self.events.step(record.guest, "gives its memory back");
+        let patience = patience(self.size.scale);
+        let guest = self.guest(record.guest)?;
+        let mut watch =
+            ReturnWatch::new(record.peak_mib.unwrap_or(0.0), program_mib as f64, patience);
+        loop {
+            let Some(footprint_mib) = footprint_mib(guest.pid()) else {
+                return Err(guest.lost("its memory"));
+            };
+            if watch.observe(ended.elapsed().as_secs_f64(), footprint_mib) == Verdict::Over {
+                record.return_90_s = watch.return_90_s().map(rounded);
+                return Ok(());
+            }
+            thread::sleep(LOOK_INTERVAL);
+        }
+    }
+
+    /// Looks for guests that have ended by themselves while they had nothing to do, and notes it in
+    /// their records.
+    ///
+    /// What they had is the host's again, so that they must not count as guests that fit.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`] for the first of them, with its last words.
+    pub fn find_ended(&mut self, records: &mut [GuestRecord]) -> Result<(), LabError> {
+        let mut first = Ok(());
+        for record in records {
+            if let Some(error) = self.guest(record.guest)?.ended_by_itself() {
+                record.ended = Some(error.to_string());
+                first = first.and(Err(error));
+            }
+        }
+        first
+    }
+
+    /// Waits until the idle guests give back nothing more, and notes what each of them still has.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`] when a guest has ended.
+    pub fn measure_idle(
+        &mut self,
+        records: &mut [GuestRecord],
+        size: GuestSize,
+    ) -> Result<(), LabError> {
+        self.events.step(0, "waits until the guests are quiet");
+        let pids: Vec<u32> = self.guests.iter().map(Guest::pid).collect();
+        let total = || pids.iter().filter_map(|&pid| footprint_mib(pid)).sum::<f64>();
+        let patience =
+            Patience { after_return: AfterReturn::UntilQuiet, ..patience(self.size.scale) };
+        let begin = Instant::now();
+        let mut watch = ReturnWatch::new(total(), size.memory_mib as f64, patience);
+        while watch.observe(begin.elapsed().as_secs_f64(), total()) == Verdict::Continue {
+            thread::sleep(LOOK_INTERVAL);
+        }
+        let merging = self.setup.merging;
+        for record in running(records) {
+            let guest = self.guest(record.guest)?;
+            let (pid, lost) = (guest.pid(), "its idle memory");
+            let footprint = footprint_mib(pid);
+            record.idle_rss_mib = Some(rounded(footprint.ok_or_else(|| guest.lost(lost))?));
+            record.idle_pss_mib = host::proportional_mib(pid).map(rounded);
+            // Memory with merged pages is in many mappings, which cannot be told from the monitor's
+            // own.
+            if merging == Merging::Off {
+                record.monitor_rss_mib = host::monitor_rss_mib(pid, size.memory_mib).map(rounded);
+            }
+        }
+        Ok(())
+    }
+
+    /// Asks the idle guests what they use themselves, which explains what they leave at the host.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`] when a guest does not answer.
+    pub fn ask_idle(
+        &mut self,
+        records: &mut [GuestRecord],
+        size: GuestSize,
+    ) -> Result<(), LabError> {
+        for record in running(records) {
+            let memory = self.ask(record.guest, Command::MemInfo)?;
+            let free_kib = memory["MemFree"].as_u64();
+            record.guest_in_use_mib =
+                free_kib.map(|free_kib| rounded(size.memory_mib as f64 - host::mib(free_kib)));
+            let command = Command::ReadFile { path: "/proc/buddyinfo".to_owned() };
+            let blocks = self.ask(record.guest, command)?;
+            record.guest_fragments_mib = blocks["text"]
+                .as_str()
+                .map(|text| rounded(host::mib(proc::free_below_order_kib(text, PAGEBLOCK_ORDER))));
+        }
+        Ok(())
+    }
+
+    /// What a guest occupies at the host, resident and swapped, MiB.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`] when it has ended.
+    pub fn footprint_mib(&mut self, number: u32) -> Result<f64, LabError> {
+        let guest = self.guest(number)?;
+        footprint_mib(guest.pid()).ok_or_else(|| guest.lost("its memory"))
+    }
+
+    fn guest(&mut self, number: u32) -> Result<&mut Guest, LabError> {
+        self.guests.iter_mut().find(|guest| guest.number() == number).ok_or_else(|| {
+            LabError::Guest {
+                guest: number,
+                problem: GuestProblem::Protocol("it was never started".to_owned()),
+                diagnostics: String::new(),
+            }
+        })
+    }
+}
+
+impl Drop for Testbed<'_> {
+    fn drop(&mut self) {
+        self.sampler = None;
+        // All at once: each takes a while to give its memory back.
+        self.guests.iter_mut().for_each(Guest::kill);
+    }
+}
+
+/// The records of guests that have not ended.
+fn running(records: &mut [GuestRecord]) -> impl Iterator<Item = &mut GuestRecord> {
+    records.iter_mut().filter(|record| record.ended.is_none())
+}
+
+/// What a guest occupies at the host, resident and swapped; `None` when it has ended.
+pub(crate) fn footprint_mib(pid: u32) -> Option<f64> {
+    host::process_memory(pid).map(|memory| host::mib(memory.footprint_kib()))
+}
+
+/// How long memory may take to come back. Linux reports 2 s after a page was freed, then every 2 s
+/// a sixteenth of what is free and a batch (`mm/page_reporting.c`): quiet for more than two such
+/// passes means that all is reported.
+pub(crate) fn patience(scale: Scale) -> Patience {
+    match scale {
+        Scale::Demo => Patience {
+            beginning_s: 4.0,
+            quiet_s: 4.5,
+            whole_s: 30.0,
+            after_return: AfterReturn::Stop,
+        },
+        Scale::Full => Patience {
+            beginning_s: 12.0,
+            quiet_s: 6.0,
+            whole_s: 60.0,
+            after_return: AfterReturn::UntilQuiet,
+        },
+    }
+}

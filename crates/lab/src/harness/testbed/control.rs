@@ -1,0 +1,184 @@
+//! What a testbed does through a guest's monitor: balloon, trim, counters.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use ebb_vmm::api::{FreePagesReport, TrimReport};
+
+use super::Testbed;
+use crate::LabError;
+use crate::error::GuestProblem;
+use crate::harness::balloon::{Balloon, BalloonError};
+use crate::harness::counters::Counters;
+use crate::harness::guest::Guest;
+use crate::harness::monitor::{GuestSize, Trim};
+use crate::report::results::GuestRecord;
+
+/// A balloon that is not there by then does not get there.
+const BALLOON_LIMIT: Duration = Duration::from_secs(600);
+/// A balloon's size is asked for again after this part of the time that has passed, within these
+/// bounds: so its time is known to a few parts in a hundred, and asking takes little of the
+/// processors that the guest needs.
+const BALLOON_INTERVAL_PART: u32 = 50;
+const SHORTEST_INTERVAL: Duration = Duration::from_millis(2);
+const LONGEST_INTERVAL: Duration = Duration::from_millis(20);
+/// Memory of a guest that has not changed for so long has come to rest.
+const REST: Duration = Duration::from_millis(200);
+/// And by less than this.
+const REST_MIB: f64 = 1.0;
+/// How often it is looked at.
+const REST_INTERVAL: Duration = Duration::from_millis(10);
+
+/// The way to one guest's monitor; the socket's directory goes with it.
+pub(super) struct Control {
+    pub(super) guest: u32,
+    balloon: Balloon,
+    _directory: tempfile::TempDir,
+}
+
+/// How a balloon's change of size went.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Resized {
+    /// Until the guest said that its balloon had the new size, in seconds.
+    pub elapsed_s: f64,
+    /// Until what the guest occupies at the host did not change any more, in seconds.
+    pub settled_s: f64,
+}
+
+impl Testbed<'_> {
+    /// As [`Testbed::start_guest`], with a control socket, so that the guest's balloon can be
+    /// changed.
+    ///
+    /// # Errors
+    /// As [`Testbed::start_guest`], and [`LabError::SystemFile`] when there is no place for the
+    /// socket.
+    pub fn start_controlled_guest(&mut self, size: GuestSize) -> Result<GuestRecord, LabError> {
+        let directory = tempfile::tempdir()
+            .map_err(|cause| LabError::SystemFile { path: std::env::temp_dir(), cause })?;
+        let socket = directory.path().join("control");
+        let record = self.start(size, Some(&socket))?;
+        let balloon = Balloon::open(self.setup.monitor, &socket, size.memory_mib)
+            .map_err(|error| balloon_failed(record.guest, &error))?;
+        self.controls.push(Control { guest: record.guest, balloon, _directory: directory });
+        Ok(record)
+    }
+
+    /// Starts the next guest's monitor with a control socket, without waiting for the guest.
+    pub(super) fn launch_controlled(
+        &mut self,
+        size: GuestSize,
+        arguments: &[&str],
+    ) -> Result<Guest, LabError> {
+        let directory = tempfile::tempdir()
+            .map_err(|cause| LabError::SystemFile { path: std::env::temp_dir(), cause })?;
+        let socket = directory.path().join("control");
+        let guest = self.launch(size, Some(&socket), arguments)?;
+        let balloon = Balloon::open(self.setup.monitor, &socket, size.memory_mib)
+            .map_err(|error| balloon_failed(guest.number(), &error))?;
+        self.controls.push(Control { guest: guest.number(), balloon, _directory: directory });
+        Ok(guest)
+    }
+
+    /// Trims a guest, if the series says so; returns what that did.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`] when the monitor refuses or the guest has no control socket.
+    pub fn trim(&mut self, guest: u32) -> Result<Option<TrimReport>, LabError> {
+        if self.setup.trim == Trim::Never {
+            return Ok(None);
+        }
+        self.events.step(guest, "is trimmed");
+        self.through(guest, Balloon::trim).map(Some)
+    }
+
+    /// The monitor's counters for a guest; `None` under QEMU.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`].
+    pub fn monitor_counters(&mut self, guest: u32) -> Result<Option<Counters>, LabError> {
+        self.through(guest, Balloon::counters)
+    }
+
+    /// Asks a guest for its free blocks of at least this order.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`] when the monitor refuses, as it does without Ebb's driver in the guest.
+    pub fn free_pages(&mut self, guest: u32, min_order: u8) -> Result<FreePagesReport, LabError> {
+        self.through(guest, |balloon| balloon.free_pages(min_order))
+    }
+
+    /// Sets the target of a guest's balloon, and waits until it is there and the guest's memory has
+    /// come to rest.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`] when the monitor refuses, the guest ends, or it takes too long.
+    pub fn balloon_to(
+        &mut self,
+        guest: u32,
+        target_mib: u64,
+        what: &str,
+    ) -> Result<Resized, LabError> {
+        self.events.step(guest, what);
+        let begin = Instant::now();
+        self.through(guest, |balloon| balloon.set_target_mib(target_mib))?;
+        let elapsed = loop {
+            if self.through(guest, Balloon::actual_mib)? == target_mib {
+                break begin.elapsed();
+            }
+            if begin.elapsed() > BALLOON_LIMIT {
+                let problem = GuestProblem::TimeOut {
+                    what: "balloon of its target size",
+                    limit: BALLOON_LIMIT,
+                };
+                return Err(LabError::Guest { guest, problem, diagnostics: String::new() });
+            }
+            let interval = begin.elapsed() / BALLOON_INTERVAL_PART;
+            thread::sleep(interval.clamp(SHORTEST_INTERVAL, LONGEST_INTERVAL));
+        };
+        let settled = self.wait_for_rest(guest, begin)?;
+        Ok(Resized {
+            elapsed_s: elapsed.as_secs_f64(),
+            settled_s: settled.max(elapsed).as_secs_f64(),
+        })
+    }
+
+    /// Waits until a guest's memory does not change any more; when it changed last, since `begin`;
+    /// nothing if it did not.
+    fn wait_for_rest(&mut self, guest: u32, begin: Instant) -> Result<Duration, LabError> {
+        let mut last_mib = self.footprint_mib(guest)?;
+        let (mut changed, mut since) = (Duration::ZERO, Instant::now());
+        while since.elapsed() < REST && begin.elapsed() < BALLOON_LIMIT {
+            thread::sleep(REST_INTERVAL);
+            let now_mib = self.footprint_mib(guest)?;
+            if (now_mib - last_mib).abs() >= REST_MIB {
+                (last_mib, since, changed) = (now_mib, Instant::now(), begin.elapsed());
+            }
+        }
+        Ok(changed)
+    }
+
+    /// Does something through a guest's monitor.
+    pub(super) fn through<T>(
+        &mut self,
+        guest: u32,
+        action: impl FnOnce(&mut Balloon) -> Result<T, BalloonError>,
+    ) -> Result<T, LabError> {
+        let control =
+            self.controls.iter_mut().find(|control| control.guest == guest).ok_or_else(|| {
+                let problem = GuestProblem::Protocol("it has no control socket".to_owned());
+                LabError::Guest { guest, problem, diagnostics: String::new() }
+            })?;
+        action(&mut control.balloon).map_err(|error| {
+            // That a monitor does not answer is not the news if it has ended; it closes its socket
+            // first.
+            thread::sleep(REST);
+            let ended = self.guest(guest).ok().and_then(Guest::ended_by_itself);
+            ended.unwrap_or_else(|| balloon_failed(guest, &error))
+        })
+    }
+}
+
+fn balloon_failed(guest: u32, error: &BalloonError) -> LabError {
+    let problem = GuestProblem::Protocol(error.to_string());
+    LabError::Guest { guest, problem, diagnostics: String::new() }
+}

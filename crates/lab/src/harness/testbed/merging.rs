@@ -1,0 +1,299 @@
+//! What a testbed does about the merging of its guests' pages.
+
+use std::num::NonZero;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use ebb_page_merge::kernel::Knob;
+use ebb_page_merge::kernel::knobs::{RUN_MERGE, RUN_STOP};
+use ebb_vmm::api::{MergeChange, MergeInfo, MergeRun, MergeState};
+
+use super::{BOOT_LIMIT, Testbed, footprint_mib};
+use crate::LabError;
+use crate::error::GuestProblem;
+use crate::harness::balloon::Balloon;
+use crate::harness::guest::Guest;
+use crate::harness::merging::{self, Broker, HostKsm, Merging, SharedCounts};
+use crate::harness::monitor::GuestSize;
+use crate::harness::survey::{self, Survey};
+use crate::report::results::{GuestRecord, rounded};
+
+/// A monitor that starts answers by then.
+const ANSWER_LIMIT: Duration = Duration::from_secs(60);
+/// How often it is asked how far merging has come.
+const MERGE_INTERVAL: Duration = Duration::from_millis(500);
+/// Merging is over when nothing more was merged for so many passes over all memory.
+const QUIET_PASSES: u64 = 2;
+/// And it is not waited for longer than this.
+const MERGE_LIMIT: Duration = Duration::from_secs(150);
+/// A change of so few pages is none: guests do something now and then.
+const FEW_PAGES: u64 = 64;
+
+/// How merging has come to rest.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Settled {
+    /// Until the last pages were merged, s.
+    pub elapsed_s: f64,
+    /// Whether it did.
+    pub quiet: bool,
+}
+
+/// Finds out when merging has come to rest.
+#[derive(Debug, Default)]
+struct Rest {
+    merged: u64,
+    /// Passes over all memory that each one who merges had made at the first look: the kernel
+    /// counts from its start on.
+    first: Vec<u64>,
+    /// And when more or less was merged than before.
+    at_change: Vec<u64>,
+}
+
+/// What a look at merging has shown.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Seen {
+    /// It goes on.
+    Change,
+    /// Nothing yet.
+    Nothing,
+    /// It is at rest.
+    Rest,
+}
+
+impl Rest {
+    /// Takes how many pages are merged, and the passes that each one has made.
+    fn observe(&mut self, merged: u64, passes: &[u64]) -> Seen {
+        let is_first = self.first.is_empty();
+        if is_first {
+            self.first = passes.to_vec();
+        }
+        if is_first || merged.abs_diff(self.merged) > FEW_PAGES {
+            self.merged = merged;
+            self.at_change = passes.to_vec();
+            return Seen::Change;
+        }
+        // A page is merged in the second pass at the earliest, and the first one may have been
+        // under way.
+        let enough = |(now, (first, change)): (&u64, (&u64, &u64))| {
+            *now >= change + QUIET_PASSES && *now > first + QUIET_PASSES + 1
+        };
+        let is_quiet = passes.iter().zip(self.first.iter().zip(&self.at_change)).all(enough);
+        if is_quiet { Seen::Rest } else { Seen::Nothing }
+    }
+}
+
+impl Testbed<'_> {
+    /// Readies the host for the merging of a series' guests: the broker of monitors that merge, or
+    /// the kernel's settings.
+    ///
+    /// # Errors
+    /// As [`Broker::start`] and [`HostKsm::join`].
+    pub(super) fn prepare_merging(&mut self) -> Result<(), LabError> {
+        match self.setup.merging {
+            Merging::Owner(_) if self.broker.is_none() => {
+                self.broker = Some(Broker::start(&self.assets.ebb)?);
+            }
+            Merging::Kernel(nodes) if self.ksm.is_none() => self.ksm = Some(HostKsm::join(nodes)?),
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// Lets the pages of all guests of the series be merged, so many a second, or not any more for
+    /// now.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`], [`LabError::Merging`].
+    pub fn set_merging(
+        &mut self,
+        guests: &[u32],
+        pages_per_second: Option<u64>,
+    ) -> Result<(), LabError> {
+        // The kernel's settings are the host's, and no single monitor's.
+        if let Some(ksm) = &self.ksm {
+            if let Some(pages) = pages_per_second {
+                ksm.set_pace(pages)?;
+            }
+            return ksm
+                .set(Knob::Run, if pages_per_second.is_some() { RUN_MERGE } else { RUN_STOP });
+        }
+        let run = if pages_per_second.is_some() { MergeRun::Merge } else { MergeRun::Stop };
+        let change = MergeChange { run: Some(run), pages_per_second, ..MergeChange::default() };
+        for guest in guests {
+            self.through(*guest, |balloon| balloon.change_merging(&change))?;
+        }
+        Ok(())
+    }
+
+    /// Starts guests, each with its memory on one of these nodes of the host, with a control
+    /// socket. Merging stands still. At most as many boot at a time as the host has processors:
+    /// more would take longer, each of them and all together.
+    ///
+    /// # Errors
+    /// As [`Testbed::start_guest`], and [`Testbed::set_merging`].
+    pub fn start_guests_on_nodes(
+        &mut self,
+        size: GuestSize,
+        nodes: &[u32],
+    ) -> Result<Vec<GuestRecord>, LabError> {
+        let at_once = thread::available_parallelism().map_or(1, NonZero::get);
+        let mut records = Vec::new();
+        for some in nodes.chunks(at_once) {
+            let mut starting = Vec::new();
+            for node in some {
+                let on_node = format!("size={}M,cpus=0,host_node={node}", size.memory_mib);
+                let guest = self.launch_controlled(size, &["--numa", &on_node])?;
+                self.events
+                    .step(guest.number(), format!("boots on node {node} of {}", nodes.len()));
+                starting.push(guest);
+            }
+            // Each monitor begins to merge when it starts, or has the kernel begin.
+            let numbers: Vec<u32> = starting.iter().map(Guest::number).collect();
+            self.stop_merging_from_the_start(&numbers)?;
+            let mut booting = Vec::new();
+            for mut guest in starting {
+                let ready = guest.wait_ready(BOOT_LIMIT)?;
+                booting.push((guest.number(), ready, guest.pid()));
+                self.guests.push(guest);
+            }
+            records.extend(booting.into_iter().map(|(guest, ready, pid)| GuestRecord {
+                guest,
+                start_to_init_s: Some(rounded(ready.as_secs_f64())),
+                booted_rss_mib: footprint_mib(pid).map(rounded),
+                ..GuestRecord::default()
+            }));
+        }
+        Ok(records)
+    }
+
+    /// Has merging stand still as soon as the monitors of these guests, which are just starting,
+    /// can be told so.
+    fn stop_merging_from_the_start(&mut self, guests: &[u32]) -> Result<(), LabError> {
+        let begin = Instant::now();
+        for guest in guests {
+            // A monitor that answers has begun to merge.
+            while let Err(error) = self.merge_info(*guest) {
+                if begin.elapsed() > ANSWER_LIMIT {
+                    return Err(error);
+                }
+            }
+        }
+        self.set_merging(guests, None)
+    }
+
+    /// What a guest's monitor says of merging.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`].
+    pub fn merge_info(&mut self, guest: u32) -> Result<MergeInfo, LabError> {
+        self.through(guest, Balloon::merge_info)
+    }
+
+    /// Waits until nothing more is merged in any of the guests.
+    ///
+    /// # Errors
+    /// [`LabError::Guest`], also for a guest whose pages are not merged at all.
+    pub fn wait_for_merging(&mut self, guests: &[u32]) -> Result<Settled, LabError> {
+        let begin = Instant::now();
+        let (mut rest, mut changed_s) = (Rest::default(), 0.0);
+        loop {
+            let (mut merged, mut passes) = (0, Vec::new());
+            for guest in guests {
+                let info = self.merge_info(*guest)?;
+                if matches!(info.state, MergeState::Off | MergeState::Unavailable) {
+                    let text =
+                        format!("its pages are not merged: {}", info.reason.unwrap_or_default());
+                    let problem = GuestProblem::Protocol(text);
+                    return Err(LabError::Guest {
+                        guest: *guest,
+                        problem,
+                        diagnostics: String::new(),
+                    });
+                }
+                let statistics = info.statistics.unwrap_or_default();
+                merged += statistics.merged_bytes.unwrap_or(0) / 4096
+                    + statistics.pages_sharing.unwrap_or(0);
+                passes.push(statistics.full_scans.unwrap_or(0));
+            }
+            let elapsed = begin.elapsed();
+            let seen = rest.observe(merged, &passes);
+            if seen == Seen::Change {
+                changed_s = elapsed.as_secs_f64();
+            }
+            if seen == Seen::Rest || elapsed > MERGE_LIMIT {
+                return Ok(Settled { elapsed_s: rounded(changed_s), quiet: seen == Seen::Rest });
+            }
+            thread::sleep(MERGE_INTERVAL);
+        }
+    }
+
+    /// Processor time that merging has taken until now: that of the threads of the guests'
+    /// monitors, or the kernel's.
+    ///
+    /// # Errors
+    /// [`LabError::SystemFile`], [`LabError::MissingField`], [`LabError::Merging`].
+    pub fn merging_cpu_s(&self) -> Result<f64, LabError> {
+        let ns = match self.setup.merging {
+            Merging::Off => 0,
+            Merging::Kernel(_) => {
+                let thread = merging::kernel_thread()?;
+                merging::running_ns(thread, thread)?
+            }
+            Merging::Owner(_) => {
+                let times =
+                    self.guests.iter().map(|guest| merging::monitor_running_ns(guest.pid()));
+                times.sum::<Result<u64, LabError>>()?
+            }
+        };
+        Ok(Duration::from_nanos(ns).as_secs_f64())
+    }
+
+    /// What all guests share, as broker or kernel count it.
+    ///
+    /// # Errors
+    /// [`LabError::Merging`].
+    pub fn shared(&self) -> Result<SharedCounts, LabError> {
+        match (&self.broker, &self.ksm) {
+            (Some(broker), _) => broker.shared(),
+            (None, Some(ksm)) => ksm.shared(),
+            (None, None) => Ok(SharedCounts::default()),
+        }
+    }
+
+    /// Looks at the merged pages of guests from outside, each of which is on a node of the host.
+    ///
+    /// # Errors
+    /// [`LabError::SystemFile`], [`LabError::Merging`].
+    pub fn survey(&mut self, guests: &[(u32, u32)]) -> Result<Survey, LabError> {
+        let Some(by) = self.setup.merging.by() else { return Ok(Survey::default()) };
+        let mut processes = Vec::new();
+        for (guest, node) in guests {
+            let pid = self.guest(*guest).map(|guest| Guest::pid(guest))?;
+            processes.push((*node, survey::of_process(pid, by)?));
+        }
+        Ok(Survey::new(&processes))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn merging_rests_when_passes_have_found_nothing_more() {
+        let mut rest = Rest::default();
+        assert_eq!(rest.observe(0, &[0, 0]), Seen::Change);
+        assert_eq!(rest.observe(900, &[2, 2]), Seen::Change);
+        assert_eq!(rest.observe(910, &[4, 3]), Seen::Nothing);
+        assert_eq!(rest.observe(910, &[5, 4]), Seen::Rest);
+    }
+
+    #[test]
+    fn passes_of_earlier_series_do_not_count() {
+        let mut rest = Rest::default();
+        assert_eq!(rest.observe(0, &[70]), Seen::Change);
+        assert_eq!(rest.observe(0, &[73]), Seen::Nothing, "it may not have merged anything yet");
+        assert_eq!(rest.observe(5000, &[74]), Seen::Change);
+        assert_eq!(rest.observe(5000, &[76]), Seen::Rest);
+    }
+}

@@ -1,0 +1,117 @@
+//! What a series shows beside its metrics: tables and curves, as data of the document.
+
+use serde::{Deserialize, Serialize};
+
+use crate::report::table;
+
+/// A table.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct DataTable {
+    /// What it shows.
+    pub title: String,
+    /// Headings, with units.
+    pub columns: Vec<String>,
+    /// Rows of as many values.
+    pub rows: Vec<Vec<Value>>,
+}
+
+/// A value of a table. Integers stay exact, to 64 bits with and without sign.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum Value {
+    /// An integer.
+    Signed(i64),
+    /// An integer beyond those with a sign.
+    Unsigned(u64),
+    /// A number.
+    Float(f64),
+    /// Words.
+    Text(String),
+}
+
+impl Value {
+    /// The value as people read it.
+    pub fn shown(&self) -> String {
+        match self {
+            Self::Signed(value) => value.to_string(),
+            Self::Unsigned(value) => value.to_string(),
+            Self::Float(value) => table::number(Some(*value)),
+            Self::Text(text) => text.clone(),
+        }
+    }
+}
+
+impl From<i64> for Value {
+    fn from(value: i64) -> Self {
+        Self::Signed(value)
+    }
+}
+
+impl From<u64> for Value {
+    /// Documents do not tell the types of small numbers apart, so that there is one for them.
+    fn from(value: u64) -> Self {
+        i64::try_from(value).map_or(Self::Unsigned(value), Self::Signed)
+    }
+}
+
+impl From<f64> for Value {
+    fn from(value: f64) -> Self {
+        Self::Float(value)
+    }
+}
+
+impl From<&str> for Value {
+    fn from(text: &str) -> Self {
+        Self::Text(text.to_owned())
+    }
+}
+
+impl From<String> for Value {
+    fn from(text: String) -> Self {
+        Self::Text(text)
+    }
+}
+
+/// Curves over one axis.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Drawing {
+    /// What it shows.
+    pub title: String,
+    /// The horizontal axis, with its unit.
+    pub x: String,
+    /// The vertical axis, with its unit.
+    pub y: String,
+    /// The curves, in the order of the legend.
+    pub curves: Vec<Curve>,
+}
+
+/// One curve.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Curve {
+    /// Its name in the legend.
+    pub name: String,
+    /// Its points, from left to right.
+    pub points: Vec<(f64, f64)>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn integers_survive_the_way_through_json_exactly() {
+        for value in [
+            Value::from(-1_i64),
+            Value::from(i64::MIN),
+            Value::from(u64::MAX),
+            Value::from(u64::MAX - 123_200_000),
+            Value::from(7_u64),
+            Value::from(0.5),
+            Value::from("master"),
+        ] {
+            let text = serde_json::to_string(&value).unwrap();
+            assert_eq!(serde_json::from_str::<Value>(&text).unwrap(), value);
+        }
+        assert_eq!(Value::from(u64::MAX).shown(), "18446744073709551615");
+    }
+}

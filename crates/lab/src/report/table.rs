@@ -1,0 +1,139 @@
+//! The results as a table for a terminal, in a form that Markdown understands as well.
+
+use std::fmt::Write as _;
+
+use comfy_table::{Cell, CellAlignment, Table, presets};
+
+use crate::report::figures::DataTable;
+use crate::report::results::{Place, Results};
+
+/// A value as people read it: as many decimals as it is worth, a dash for what was not measured.
+pub fn number(value: Option<f64>) -> String {
+    match value {
+        None => "-".to_owned(),
+        Some(value) if value.fract().abs() < 1e-9 => format!("{value:.0}"),
+        Some(value) if value.abs() >= 100.0 => format!("{value:.0}"),
+        Some(value) if value.abs() >= 10.0 => format!("{value:.1}"),
+        Some(value) => format!("{value:.2}"),
+    }
+}
+
+/// The heading of a metric with its unit.
+pub fn heading(title: &str, unit: &str) -> String {
+    if unit.is_empty() { title.to_owned() } else { format!("{title}, {unit}") }
+}
+
+/// One line on where the numbers come from.
+pub fn origin(results: &Results) -> String {
+    let place = match results.host.place {
+        Place::Direct => "directly on this machine",
+        Place::VirtualHost => "in the virtual host",
+    };
+    format!(
+        "{} at {} scale, {place}: {} CPUs, {} MiB RAM, {} MiB swap, Linux {}; {:.0} s",
+        results.experiment,
+        results.scale,
+        results.host.cpus,
+        results.host.memory_mib,
+        results.host.swap_mib,
+        results.host.kernel,
+        results.elapsed_s,
+    )
+}
+
+/// Metrics as rows, series as columns, then the notes of each series.
+pub fn render(results: &Results) -> String {
+    let mut table = Table::new();
+    table.load_style(presets::ASCII_MARKDOWN);
+    let mut header = vec![Cell::new("")];
+    header.extend(
+        results
+            .series
+            .iter()
+            .map(|series| Cell::new(&series.name).set_alignment(CellAlignment::Right)),
+    );
+    table.set_header(header);
+    for metric in &results.metrics {
+        let mut row = vec![Cell::new(heading(&metric.title, &metric.unit))];
+        row.extend(results.series.iter().map(|series| {
+            let value = series.metrics.get(&metric.name).copied().flatten();
+            Cell::new(number(value)).set_alignment(CellAlignment::Right)
+        }));
+        table.add_row(row);
+    }
+    // Writing to a String cannot fail.
+    let mut text = format!("{}\n{table}\n", origin(results));
+    for series in &results.series {
+        for data in &series.tables {
+            let _ = writeln!(text, "\n{}: {}\n{}", series.name, data.title, data_table(data));
+        }
+    }
+    for series in &results.series {
+        for note in series.notes.iter().chain(series.error.as_ref()) {
+            let _ = writeln!(text, "{}: {note}", series.name);
+        }
+    }
+    text
+}
+
+fn data_table(data: &DataTable) -> Table {
+    let mut table = Table::new();
+    table.load_style(presets::ASCII_MARKDOWN);
+    let cell = |text: String| Cell::new(text).set_alignment(CellAlignment::Right);
+    table.set_header(data.columns.iter().map(|column| cell(column.clone())));
+    for row in &data.rows {
+        table.add_row(row.iter().map(|value| cell(value.shown())));
+    }
+    table
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::results::tests::example;
+
+    #[test]
+    fn numbers_have_the_decimals_they_are_worth() {
+        assert_eq!(number(None), "-");
+        assert_eq!(number(Some(3.0)), "3");
+        assert_eq!(number(Some(4.256)), "4.26");
+        assert_eq!(number(Some(42.16)), "42.2");
+        assert_eq!(number(Some(326.4)), "326");
+    }
+
+    #[test]
+    fn every_metric_is_a_row_and_every_series_a_column() {
+        let text = render(&example());
+        let header = text.lines().find(|line| line.contains("no-reporting")).unwrap();
+        assert!(header.find("no-reporting").unwrap() < header.rfind(" reporting").unwrap());
+        let row = text.lines().find(|line| line.contains("90 % returned after, s")).unwrap();
+        let values: Vec<&str> =
+            row.split([' ', '|']).filter(|word| !word.is_empty()).rev().take(2).collect();
+        assert_eq!(values, ["4.25", "-"]);
+    }
+
+    #[test]
+    fn tables_of_a_series_follow_and_details_do_not() {
+        let mut results = example();
+        let table = |title: &str| DataTable {
+            title: title.to_owned(),
+            columns: vec!["uptime".to_owned(), "+1 ppm".to_owned()],
+            rows: vec![vec!["14 d".into(), "-0.210".into()]],
+        };
+        results.series[0].tables.push(table("fresh guests"));
+        results.series[0].details.push(table("everything"));
+        let text = render(&results);
+        assert!(text.contains("\nno-reporting: fresh guests\n"), "{text}");
+        assert!(text.contains("|   14 d | -0.210 |"), "{text}");
+        assert!(!text.contains("everything"));
+    }
+
+    #[test]
+    fn notes_and_errors_are_told_with_their_series() {
+        let mut results = example();
+        results.series[1].error = Some("guest 2 died".to_owned());
+        let text = render(&results);
+        assert!(text.contains("no-reporting: swap was used <by> guest 4\n"));
+        assert!(text.contains("\nreporting: guest 2 died\n"));
+    }
+}
