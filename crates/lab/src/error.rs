@@ -3,10 +3,8 @@
 //! Each message has its cause in it, so none is told twice as the source of another.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
-
-use crate::harness::monitor::Missing;
 
 /// An error of the lab.
 #[derive(Debug, thiserror::Error)]
@@ -34,14 +32,6 @@ pub enum LabError {
     NoSeries {
         /// The names there are.
         known: String,
-    },
-    /// A series about the machine of an experiment that is about guests only.
-    #[error("experiment '{experiment}' cannot run its series '{series}' without guests")]
-    NoMachineSeries {
-        /// The experiment.
-        experiment: &'static str,
-        /// The series.
-        series: String,
     },
     /// The directory for the results does not serve.
     #[error("cannot write results to {directory}: {cause}; give another directory with --out")]
@@ -129,9 +119,6 @@ pub enum LabError {
         /// What it said.
         reason: String,
     },
-    /// Drawing a plot failed.
-    #[error("cannot draw the report: {0}")]
-    Plot(String),
     /// KVM refused something.
     #[error("KVM cannot {action}: {cause}")]
     Kvm {
@@ -190,6 +177,37 @@ pub enum LabError {
         /// What the parser said.
         cause: serde_json::Error,
     },
+}
+
+impl LabError {
+    /// A guest did not do what it was asked for, and its console says no more of it.
+    pub fn guest(guest: u32, problem: GuestProblem) -> Self {
+        Self::Guest { guest, problem, diagnostics: String::new() }
+    }
+
+    /// A guest or its monitor said something else than it should.
+    pub fn unexpected(guest: u32, what: impl std::fmt::Display) -> Self {
+        Self::guest(guest, GuestProblem::Protocol(what.to_string()))
+    }
+
+    /// A file of the system could not be used; for `map_err`.
+    pub(crate) fn of_file(path: impl AsRef<Path>) -> impl FnOnce(io::Error) -> Self {
+        move |cause| Self::SystemFile { path: path.as_ref().to_owned(), cause }
+    }
+}
+
+/// What a series needs and the host has not.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Missing {
+    /// There is no QEMU.
+    #[error("there is no qemu-system-x86_64 (Debian: apt-get install qemu-system-x86)")]
+    Qemu,
+    /// There is no uncompressed kernel.
+    #[error("there is no uncompressed kernel (ebb extract-vmlinux makes one)")]
+    Elf,
+    /// The module was not built.
+    #[error("there is no module ebb_balloon for the guest's kernel (make module builds it)")]
+    Module,
 }
 
 /// What a guest did not do.

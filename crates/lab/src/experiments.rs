@@ -1,5 +1,8 @@
 //! The experiments, one file or folder each, and which there are.
 
+use crate::LabError;
+use crate::harness::experiment::Experiment;
+
 pub mod clock;
 pub mod density;
 pub mod faults;
@@ -9,3 +12,99 @@ pub mod memhog;
 pub mod merge_speed;
 pub mod migrate;
 pub mod numa_merge;
+
+/// All experiments, in the order of the list.
+pub static ALL: [&Experiment; 9] = [
+    &density::DENSITY,
+    &memhog::MEMHOG,
+    &inflate::INFLATE,
+    &free_pages::FREE_PAGES,
+    &migrate::MIGRATE,
+    &faults::FAULTS,
+    &clock::CLOCK,
+    &merge_speed::MERGE_SPEED,
+    &numa_merge::NUMA_MERGE,
+];
+
+/// The experiment of this name.
+///
+/// # Errors
+/// [`LabError::UnknownExperiment`] with the names there are.
+pub fn find(name: &str) -> Result<&'static Experiment, LabError> {
+    ALL.into_iter().find(|experiment| experiment.name == name).ok_or_else(|| {
+        LabError::UnknownExperiment {
+            name: name.to_owned(),
+            known: ALL.map(|experiment| experiment.name).join(", "),
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::harness::experiment::SeriesPlan;
+    use crate::report::results::Scale;
+    use std::collections::BTreeSet;
+
+    fn names(plans: &[SeriesPlan]) -> Vec<&str> {
+        plans.iter().map(|plan| plan.name).collect()
+    }
+
+    #[test]
+    fn experiments_are_found_by_name_and_others_are_answered_with_the_list() {
+        assert_eq!(find("density").unwrap().name, "density");
+        let message = find("densitiy").err().unwrap().to_string();
+        assert_eq!(
+            message,
+            "unknown experiment 'densitiy'; there are: density, memhog, inflate, free-pages, migrate, faults, clock, \
+             merge-speed, numa-merge"
+        );
+    }
+
+    #[test]
+    fn series_come_in_the_order_of_the_experiment() {
+        let experiment = find("density").unwrap();
+        let chosen = ["reporting", "no-reporting", "reporting"].map(str::to_owned);
+        assert_eq!(
+            names(&experiment.choose(Some(&chosen)).unwrap()),
+            ["no-reporting", "reporting"]
+        );
+        let default = experiment.choose(None).unwrap();
+        assert_eq!(names(&default), ["no-reporting", "reporting", "bitmap", "qemu-reporting"]);
+    }
+
+    #[test]
+    fn unknown_and_missing_series_are_answered_with_the_list() {
+        let experiment = find("memhog").unwrap();
+        let unknown = experiment.choose(Some(&["fast".to_owned()])).unwrap_err().to_string();
+        assert!(
+            unknown.contains("'memhog' has no series 'fast'; there are: no-reporting, reporting"),
+            "{unknown}"
+        );
+        assert!(matches!(experiment.choose(Some(&[])), Err(LabError::NoSeries { .. })));
+    }
+
+    #[test]
+    fn each_experiment_is_consistent() {
+        for experiment in ALL {
+            let plans = (experiment.series)();
+            assert_eq!(names(&plans).into_iter().collect::<BTreeSet<_>>().len(), plans.len());
+            let metrics = (experiment.metrics)();
+            assert_eq!(
+                metrics.iter().map(|info| &info.name).collect::<BTreeSet<_>>().len(),
+                metrics.len()
+            );
+            for plan in &plans {
+                let [demo, full] =
+                    [Scale::Demo, Scale::Full].map(|scale| (experiment.host)(scale, plan.name));
+                assert!(demo.memory_mib < full.memory_mib && demo.swap_mib < full.swap_mib);
+            }
+            assert!((experiment.guests)(Scale::Demo) > 0);
+            let parameters = |scale| (experiment.parameters)(scale);
+            let names = |scale| parameters(scale).into_keys().collect::<Vec<_>>();
+            assert_eq!(names(Scale::Demo), names(Scale::Full));
+            let host_mib = |scale| parameters(scale)["host_mib"];
+            assert!(host_mib(Scale::Demo) < host_mib(Scale::Full));
+        }
+    }
+}

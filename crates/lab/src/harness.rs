@@ -17,6 +17,7 @@ pub mod proc;
 pub mod qmp;
 pub mod run;
 pub mod sampler;
+pub mod size;
 pub mod survey;
 pub mod target;
 pub mod testbed;

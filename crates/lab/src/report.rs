@@ -1,11 +1,11 @@
 //! What a run found: the document, and the table and the page made from it.
 
-pub mod drawing;
+pub mod chart;
 pub mod event;
 pub mod figures;
+pub mod metrics;
 pub mod output;
 pub mod page;
-pub mod plot;
 pub mod progress;
 pub mod results;
 pub mod statistics;

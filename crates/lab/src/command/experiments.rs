@@ -7,9 +7,12 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 use ebb_lab::LabError;
+use ebb_lab::experiments;
 use ebb_lab::harness::direct::{Chosen, Selection};
-use ebb_lab::harness::experiment::{self, Experiment, RunSize, Runs};
-use ebb_lab::harness::run::{self, Request, Wanted};
+use ebb_lab::harness::experiment::{Experiment, Runs};
+use ebb_lab::harness::run::{self, Request};
+use ebb_lab::harness::size::RunSize;
+use ebb_lab::harness::target::Wanted;
 use ebb_lab::report::output::{OutputDirectory, REPORT_FILE, RESULTS_FILE};
 use ebb_lab::report::progress::Progress;
 use ebb_lab::report::results::Scale;
@@ -85,9 +88,9 @@ pub fn run(args: &RunArgs) -> anyhow::Result<ExitCode> {
 
 /// What the command line asks for; an error is the command line's fault.
 fn request(args: &RunArgs) -> Result<Request, LabError> {
-    let experiment = experiment::find(&args.name)?;
+    let experiment = experiments::find(&args.name)?;
     let chosen = if args.series.is_some() { Chosen::ByName } else { Chosen::ByDefault };
-    let plans = experiment::choose(experiment, args.series.as_deref())?;
+    let plans = experiment.choose(args.series.as_deref())?;
     let scale = match args.scale {
         ScaleArg::Demo => Scale::Demo,
         ScaleArg::Full => Scale::Full,
@@ -106,11 +109,8 @@ fn request(args: &RunArgs) -> Result<Request, LabError> {
 
 fn run_and_report(request: &Request, args: &RunArgs) -> anyhow::Result<ExitCode> {
     let directory = args.out.clone().unwrap_or_else(|| {
-        PathBuf::from("lab-results").join(format!(
-            "{}-{}",
-            request.experiment.name(),
-            request.size.scale
-        ))
+        PathBuf::from("lab-results")
+            .join(format!("{}-{}", request.experiment.name, request.size.scale))
     });
     let output = OutputDirectory::check(&directory)?;
     let results = run::run(request, &mut Progress::on_stderr())?;
@@ -135,48 +135,46 @@ fn run_and_report(request: &Request, args: &RunArgs) -> anyhow::Result<ExitCode>
 /// Lists the experiments.
 pub fn list(args: &ListArgs) -> anyhow::Result<ExitCode> {
     let text = if args.json {
-        let all: Vec<_> = experiment::all().into_iter().map(describe).collect();
+        let all: Vec<_> = experiments::ALL.into_iter().map(describe).collect();
         serde_json::to_string_pretty(&json!({ "experiments": all })).context("cannot write JSON")?
             + "\n"
     } else {
-        experiment::all().map(listing).join("\n")
+        experiments::ALL.map(listing).join("\n")
     };
     io::stdout().write_all(text.as_bytes()).context("cannot write to standard output")?;
     Ok(ExitCode::SUCCESS)
 }
 
-fn describe(experiment: &dyn Experiment) -> serde_json::Value {
-    let series: Vec<_> = experiment
-        .series()
+fn describe(experiment: &Experiment) -> serde_json::Value {
+    let series: Vec<_> = (experiment.series)()
         .into_iter()
         .map(|plan| {
             json!({ "name": plan.name, "summary": plan.summary, "default": plan.runs == Runs::ByDefault })
         })
         .collect();
     json!({
-        "name": experiment.name(),
-        "summary": experiment.summary(),
+        "name": experiment.name,
+        "summary": experiment.summary,
         "series": series,
-        "metrics": experiment.metrics(),
+        "metrics": (experiment.metrics)(),
         "scales": {
-            "demo": experiment.parameters(Scale::Demo),
-            "full": experiment.parameters(Scale::Full),
+            "demo": (experiment.parameters)(Scale::Demo),
+            "full": (experiment.parameters)(Scale::Full),
         },
     })
 }
 
-fn listing(experiment: &dyn Experiment) -> String {
-    let mut text = format!("{}: {}\n", experiment.name(), experiment.summary());
+fn listing(experiment: &Experiment) -> String {
+    let mut text = format!("{}: {}\n", experiment.name, experiment.summary);
     for scale in [Scale::Demo, Scale::Full] {
-        let parameters: Vec<String> = experiment
-            .parameters(scale)
+        let parameters: Vec<String> = (experiment.parameters)(scale)
             .into_iter()
             .map(|(name, value)| format!("{name} {value}"))
             .collect();
         // Writing to a String cannot fail, here and below.
         let _ = writeln!(text, "  {:<6} {}", scale.name(), parameters.join(", "));
     }
-    for plan in experiment.series() {
+    for plan in (experiment.series)() {
         let mark = if plan.runs == Runs::ByDefault { ' ' } else { '-' };
         let _ = writeln!(text, "  {mark} {:<18} {}", plan.name, plan.summary);
     }
@@ -205,7 +203,7 @@ mod tests {
         let args =
             run_args("density --scale full --series reporting,no-reporting --guests 2").unwrap();
         let request = request(&args).unwrap();
-        assert_eq!(request.experiment.name(), "density");
+        assert_eq!(request.experiment.name, "density");
         assert_eq!(request.size, RunSize { scale: Scale::Full, most_guests: Some(2) });
         assert_eq!(request.selection.chosen, Chosen::ByName);
         assert_eq!(request.selection.plans.len(), 2);
@@ -224,15 +222,15 @@ mod tests {
 
     #[test]
     fn the_list_has_every_experiment_with_its_series() {
-        for experiment in experiment::all() {
+        for experiment in experiments::ALL {
             let text = listing(experiment);
             let document = describe(experiment);
-            assert!(text.starts_with(&format!("{}: ", experiment.name())));
-            assert_eq!(document["name"], experiment.name());
-            for plan in experiment.series() {
+            assert!(text.starts_with(&format!("{}: ", experiment.name)));
+            assert_eq!(document["name"], experiment.name);
+            for plan in (experiment.series)() {
                 assert!(text.contains(plan.name));
             }
-            assert_eq!(document["series"].as_array().unwrap().len(), experiment.series().len());
+            assert_eq!(document["series"].as_array().unwrap().len(), (experiment.series)().len());
             assert!(
                 document["scales"]["demo"]["host_mib"].as_u64()
                     < document["scales"]["full"]["host_mib"].as_u64()

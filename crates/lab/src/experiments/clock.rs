@@ -14,16 +14,17 @@
 //! - `guest-continue`, `guest-catch-up`: the clocks of a real Linux guest over pauses, snapshots
 //!   and restores, by clock policy.
 
-use std::collections::BTreeMap;
-
 use ebb_kvm_clock::ClockPolicy;
 use ebb_kvm_clock::model::KernelMode;
+use serde::Serialize;
 
 use crate::LabError;
-use crate::harness::experiment::{Experiment, HostShape, OnMachine, Runs, SeriesPlan, Subject};
+use crate::harness::experiment::{Experiment, OnMachine, Run, SeriesPlan, parameters};
 use crate::harness::monitor::Setup;
+use crate::harness::size::{GuestSize, HostShape};
 use crate::harness::testbed::Testbed;
-use crate::report::results::{Better, MetricInfo, Place, Scale, Series};
+use crate::report::results::{Place, Scale, Series};
+use metrics::Found;
 use slew::Slew;
 
 mod checks;
@@ -31,37 +32,45 @@ mod guests;
 mod host_clock;
 mod kvm;
 mod live;
+mod metrics;
 mod mixed;
 mod model;
 mod slew;
 
 /// The experiment.
-#[derive(Debug, Clone, Copy)]
-pub struct Clock;
+pub static CLOCK: Experiment = Experiment {
+    name: "clock",
+    summary: "What a guest's clock shows on a host whose clocks drift apart, in a model and on this machine's KVM",
+    host: |scale, _| sizes(scale).host,
+    parameters: |scale| parameters(&sizes(scale)),
+    metrics: metrics::describe,
+    series,
+    ..Experiment::DEFAULT
+};
 
 /// Sizes of one scale.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 struct Sizes {
+    #[serde(flatten)]
     host: HostShape,
+    #[serde(flatten)]
+    guest: GuestSize,
     /// How long the real clocks are watched.
     watch_s: u64,
     /// The longest uptime of the model.
     uptime_days: u64,
+    #[serde(flatten)]
+    stops: guests::Stops,
 }
 
 fn sizes(scale: Scale) -> Sizes {
-    match scale {
-        Scale::Demo => Sizes {
-            host: HostShape { memory_mib: 1536, swap_mib: 256, nodes: 1 },
-            watch_s: 10,
-            uptime_days: 60,
-        },
-        Scale::Full => Sizes {
-            host: HostShape { memory_mib: 2048, swap_mib: 512, nodes: 1 },
-            watch_s: 120,
-            uptime_days: 60,
-        },
-    }
+    let (guest, uptime_days, stops) = (guests::SIZE, 60, guests::stops(scale));
+    let (memory_mib, swap_mib, watch_s) = match scale {
+        Scale::Demo => (1536, 256, 10),
+        Scale::Full => (2048, 512, 120),
+    };
+    let host = HostShape { memory_mib, swap_mib, nodes: 1 };
+    Sizes { host, guest, watch_s, uptime_days, stops }
 }
 
 /// Series about the real KVM.
@@ -69,178 +78,91 @@ const KVM: &str = "kvm";
 /// The same, with a slew.
 const KVM_SLEWED: &str = "kvm-slewed";
 
-impl Experiment for Clock {
-    fn name(&self) -> &'static str {
-        "clock"
-    }
+fn series() -> Vec<SeriesPlan> {
+    let machine = |name, summary| SeriesPlan::new(name, summary, Run::Machine(run));
+    let guest = |name, summary, clock| {
+        SeriesPlan::new(name, summary, Run::Guests(Setup { clock, ..Setup::EBB }, run_guest))
+    };
+    vec![
+        machine(KernelMode::Mixed.name(), "model of a kernel between 53fafdbb8b21f and its fix"),
+        machine(KernelMode::Raw.name(), "model of a kernel that uses raw clocks only"),
+        machine(KVM, "the KVM of this machine against its clocks, and checks of its clock page"),
+        machine(KVM_SLEWED, "the same with a clock slewed by 100 ppm; in the virtual host only")
+            .when_named(),
+        guest(
+            "guest-continue",
+            "a Linux guest over pauses and restores that it does not notice",
+            ClockPolicy::Continue,
+        ),
+        guest(
+            "guest-catch-up",
+            "a Linux guest over pauses and restores in which its clock goes on",
+            ClockPolicy::CatchUp,
+        ),
+    ]
+}
 
-    fn summary(&self) -> &'static str {
-        "What a guest's clock shows on a host whose clocks drift apart, in a model and on this machine's KVM"
-    }
+fn run(machine: OnMachine<'_>, series: &mut Series) -> Result<(), LabError> {
+    let mut found = Found::default();
+    let outcome = measure(machine, &mut found, series);
+    found.measure(series);
+    outcome
+}
 
-    fn host(&self, scale: Scale) -> HostShape {
-        sizes(scale).host
+fn measure(
+    OnMachine { size, place, events }: OnMachine<'_>,
+    found: &mut Found,
+    series: &mut Series,
+) -> Result<(), LabError> {
+    let sizes = sizes(size.scale);
+    if let Some(mode) = KernelMode::ALL.into_iter().find(|mode| mode.name() == series.name) {
+        events.step(0, "runs weeks of host time in the model");
+        model::sweep(mode, sizes.uptime_days).show(found, series);
+        return Ok(());
     }
+    let slew = match (series.name == KVM_SLEWED, place) {
+        (false, _) => None,
+        (true, Place::VirtualHost) => Some(Slew::start()?),
+        (true, Place::Direct) => return Err(LabError::SlewsHost(series.name.clone())),
+    };
+    let outcome = live::run(sizes.watch_s, events, found, series);
+    drop(slew);
+    outcome
+}
 
-    fn parameters(&self, scale: Scale) -> BTreeMap<String, u64> {
-        let (sizes, stops) = (sizes(scale), guests::stops(scale));
-        BTreeMap::from([
-            ("host_mib".to_owned(), sizes.host.memory_mib),
-            ("swap_mib".to_owned(), sizes.host.swap_mib),
-            ("watch_s".to_owned(), sizes.watch_s),
-            ("uptime_days".to_owned(), sizes.uptime_days),
-            ("guest_mib".to_owned(), guests::SIZE.memory_mib),
-            ("guest_cpus".to_owned(), u64::from(guests::SIZE.cpus)),
-            ("pauses".to_owned(), stops.pauses as u64),
-            ("restores".to_owned(), stops.restores as u64),
-        ])
-    }
+fn run_guest(testbed: &mut Testbed<'_>, series: &mut Series) -> Result<(), LabError> {
+    let (record, outcome) = guests::run(testbed);
+    show_guest(record, series);
+    outcome
+}
 
-    fn metrics(&self) -> Vec<MetricInfo> {
-        let mut metrics = vec![
-            MetricInfo::new(
-                "min_system_time_ns",
-                "Smallest time of a fresh guest",
-                "ns",
-                Better::Higher,
-            ),
-            MetricInfo::new(
-                "max_jump_ns",
-                "Largest jump at a master clock flip",
-                "ns",
-                Better::Lower,
-            ),
-            MetricInfo::new(
-                "wall_error_ns",
-                "Largest error of the wall clock",
-                "ns",
-                Better::Lower,
-            ),
-            MetricInfo::new(
-                "raw_deviation_ns",
-                "KVM's clock against CLOCK_MONOTONIC_RAW",
-                "ns",
-                Better::Lower,
-            ),
-            MetricInfo::new(
-                "monotonic_deviation_ns",
-                "KVM's clock against CLOCK_MONOTONIC",
-                "ns",
-                Better::Lower,
-            ),
-            MetricInfo::new(
-                "boottime_deviation_ns",
-                "KVM's clock against CLOCK_BOOTTIME",
-                "ns",
-                Better::Lower,
-            ),
-            MetricInfo::new(
-                "drift_ns",
-                "CLOCK_MONOTONIC ahead of raw since boot",
-                "ns",
-                Better::Lower,
-            ),
-            MetricInfo::new("failed_checks", "Failed checks of KVM's clock", "", Better::Lower),
-        ];
-        metrics.extend(guests::metrics());
-        metrics
-    }
-
-    fn series(&self) -> Vec<SeriesPlan> {
-        let plan =
-            |name, summary, runs| SeriesPlan { name, summary, runs, subject: Subject::Machine };
-        let guest = |name, summary, clock| SeriesPlan {
-            name,
-            summary,
-            runs: Runs::ByDefault,
-            subject: Subject::Guests(Setup { clock, ..Setup::EBB }),
-        };
-        vec![
-            plan(
-                KernelMode::Mixed.name(),
-                "model of a kernel between 53fafdbb8b21f and its fix",
-                Runs::ByDefault,
-            ),
-            plan(
-                KernelMode::Raw.name(),
-                "model of a kernel that uses raw clocks only",
-                Runs::ByDefault,
-            ),
-            plan(
-                KVM,
-                "the KVM of this machine against its clocks, and checks of its clock page",
-                Runs::ByDefault,
-            ),
-            plan(
-                KVM_SLEWED,
-                "the same with a clock slewed by 100 ppm; in the virtual host only",
-                Runs::WhenNamed,
-            ),
-            guest(
-                "guest-continue",
-                "a Linux guest over pauses and restores that it does not notice",
-                ClockPolicy::Continue,
-            ),
-            guest(
-                "guest-catch-up",
-                "a Linux guest over pauses and restores in which its clock goes on",
-                ClockPolicy::CatchUp,
-            ),
-        ]
-    }
-
-    fn guests(&self, _scale: Scale) -> u32 {
-        1
-    }
-
-    fn run(&self, testbed: &mut Testbed<'_>, series: &mut Series) -> Result<(), LabError> {
-        for metric in self.metrics() {
-            series.metrics.insert(metric.name, None);
-        }
-        guests::run(testbed, series)
-    }
-
-    fn run_on_machine(&self, machine: OnMachine<'_>, series: &mut Series) -> Result<(), LabError> {
-        let OnMachine { size, place, events } = machine;
-        let sizes = sizes(size.scale);
-        for metric in self.metrics() {
-            series.metrics.insert(metric.name, None);
-        }
-        if let Some(mode) = KernelMode::ALL.into_iter().find(|mode| mode.name() == series.name) {
-            events.step(0, "runs weeks of host time in the model");
-            model::sweep(mode, sizes.uptime_days).tell(series);
-            return Ok(());
-        }
-        let slew = match (series.name == KVM_SLEWED, place) {
-            (false, _) => None,
-            (true, Place::VirtualHost) => Some(Slew::start()?),
-            (true, Place::Direct) => return Err(LabError::SlewsHost(series.name.clone())),
-        };
-        let outcome = live::run(sizes.watch_s, events, series);
-        drop(slew);
-        outcome
-    }
+fn show_guest(record: guests::Record, series: &mut Series) {
+    record.show(series);
+    Found::of_guest(record).measure(series);
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::harness::experiment::RunSize;
+    use crate::harness::size::RunSize;
     use crate::report::event::Events;
     use std::sync::mpsc;
 
-    #[test]
-    fn the_models_fill_the_metrics_that_are_theirs() {
+    fn run_directly(name: &str) -> (Series, Result<(), LabError>) {
         let (sender, _receiver) = mpsc::channel();
         let events = Events::new(sender);
         let size = RunSize { scale: Scale::Demo, most_guests: None };
+        let mut series = Series::new(name, String::new());
         let machine = OnMachine { size, place: Place::Direct, events: &events };
+        let outcome = run(machine, &mut series);
+        (series, outcome)
+    }
+
+    #[test]
+    fn the_models_fill_the_metrics_that_are_theirs() {
         for mode in KernelMode::ALL {
-            let mut series = Series::new(mode.name(), String::new());
-            Clock.run_on_machine(machine, &mut series).unwrap();
-            let described: Vec<String> =
-                Clock.metrics().into_iter().map(|info| info.name).collect();
-            assert_eq!(series.metrics.len(), described.len());
+            let (series, outcome) = run_directly(mode.name());
+            outcome.unwrap();
             for name in ["min_system_time_ns", "max_jump_ns", "wall_error_ns"] {
                 assert!(series.metrics[name].is_some(), "{name}");
             }
@@ -251,12 +173,6 @@ mod tests {
 
     #[test]
     fn the_clock_of_the_machine_itself_is_not_slewed() {
-        let (sender, _receiver) = mpsc::channel();
-        let events = Events::new(sender);
-        let size = RunSize { scale: Scale::Demo, most_guests: None };
-        let machine = OnMachine { size, place: Place::Direct, events: &events };
-        let mut series = Series::new(KVM_SLEWED, String::new());
-        let outcome = Clock.run_on_machine(machine, &mut series);
-        assert!(matches!(outcome, Err(LabError::SlewsHost(_))));
+        assert!(matches!(run_directly(KVM_SLEWED).1, Err(LabError::SlewsHost(_))));
     }
 }

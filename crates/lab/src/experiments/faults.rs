@@ -5,20 +5,20 @@
 //! in the patch series that the trackers come from (v8 and v10, 2019; v16.1, 2020). A machine on
 //! which anything else runs is noisier than the few percent that are looked for. So the trackers
 //! take turns within each guest, a few seconds each, in an order in which each follows each other
-//! equally often; each time is compared with that without a tracker in the same round, and what is
-//! told is the median of these comparisons with a confidence interval. One more turn without a
+//! equally often; each time is compared with that without a tracker in the same round, and the
+//! result is the median of these comparisons with a confidence interval. One more turn without a
 //! tracker shows what the comparison itself is worth.
 
-use std::collections::BTreeMap;
-
 use ebb_agent::page_faults::{FaultKind, TaskKind};
+use serde::Serialize;
 
 use crate::LabError;
 use crate::harness::driver::{Driver, Tracker};
-use crate::harness::experiment::{Experiment, Grouping, HostShape, Runs, SeriesPlan, Subject};
-use crate::harness::monitor::{GuestSize, Setup};
+use crate::harness::experiment::{Experiment, Run, SeriesPlan, parameters};
+use crate::harness::monitor::Setup;
+use crate::harness::size::{GuestSize, HostShape};
 use crate::harness::testbed::Testbed;
-use crate::report::results::{MetricInfo, Scale, Series};
+use crate::report::results::{Scale, Series};
 
 mod analysis;
 mod metrics;
@@ -26,12 +26,21 @@ mod order;
 mod slots;
 
 /// The experiment.
-#[derive(Debug, Clone, Copy)]
-pub struct Faults;
+pub static FAULTS: Experiment = Experiment {
+    name: "faults",
+    summary: "What trackers of free pages cost programs that do nothing but allocate and free (will-it-scale page_fault1 to 3)",
+    host: |scale, _| sizes(scale).host,
+    parameters: |scale| parameters(&sizes(scale)),
+    guests: |scale| sizes(scale).boots * CPUS.len() as u32,
+    metrics: metrics::describe,
+    series: || TRACKERS.map(plan).into(),
+    ..Experiment::DEFAULT
+};
 
 /// Sizes of one scale.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 struct Sizes {
+    #[serde(flatten)]
     host: HostShape,
     guest_mib: u64,
     mapping_mib: u64,
@@ -41,7 +50,9 @@ struct Sizes {
     rounds: u32,
     /// Seconds of a turn that count, after those in which it settles.
     seconds: u32,
+    #[serde(skip)]
     kinds: &'static [Kind],
+    #[serde(skip)]
     task_kinds: &'static [TaskKind],
 }
 
@@ -98,73 +109,23 @@ impl Sizes {
     }
 }
 
-impl Experiment for Faults {
-    fn name(&self) -> &'static str {
-        "faults"
-    }
+fn plan(tracker: Tracker) -> SeriesPlan {
+    let summary = match tracker {
+        Tracker::Off => {
+            "no tracker; its overhead is that of a second turn without one, which shows the noise"
+        }
+        Tracker::Percpu => "an array of freed pages for each CPU",
+        Tracker::Bitmap => "a bitmap of freed blocks for each zone",
+        Tracker::Reporting => "the kernel's own page reporting",
+    };
+    let setup = Setup { driver: Driver::tracking(tracker), ..Setup::EBB };
+    SeriesPlan::new(tracker.name(), summary, Run::SameGuests(setup, run))
+}
 
-    fn summary(&self) -> &'static str {
-        "What trackers of free pages cost programs that do nothing but allocate and free (will-it-scale page_fault1 to 3)"
-    }
-
-    fn host(&self, scale: Scale) -> HostShape {
-        sizes(scale).host
-    }
-
-    fn parameters(&self, scale: Scale) -> BTreeMap<String, u64> {
-        let sizes = sizes(scale);
-        BTreeMap::from([
-            ("host_mib".to_owned(), sizes.host.memory_mib),
-            ("swap_mib".to_owned(), sizes.host.swap_mib),
-            ("guest_mib".to_owned(), sizes.guest_mib),
-            ("mapping_mib".to_owned(), sizes.mapping_mib),
-            ("boots".to_owned(), u64::from(sizes.boots)),
-            ("rounds".to_owned(), u64::from(sizes.rounds)),
-            ("seconds".to_owned(), u64::from(sizes.seconds)),
-        ])
-    }
-
-    fn metrics(&self) -> Vec<MetricInfo> {
-        metrics::metrics()
-    }
-
-    fn series(&self) -> Vec<SeriesPlan> {
-        let summary = |tracker| match tracker {
-            Tracker::Off => {
-                "no tracker; its overhead is that of a second turn without one, which shows the noise"
-            }
-            Tracker::Percpu => "an array of freed pages for each CPU",
-            Tracker::Bitmap => "a bitmap of freed blocks for each zone",
-            Tracker::Reporting => "the kernel's own page reporting",
-        };
-        let plan = |tracker: Tracker| SeriesPlan {
-            name: tracker.name(),
-            summary: summary(tracker),
-            runs: Runs::ByDefault,
-            subject: Subject::Guests(Setup { driver: Driver::tracking(tracker), ..Setup::EBB }),
-        };
-        TRACKERS.map(plan).into()
-    }
-
-    fn grouping(&self) -> Grouping {
-        Grouping::Together(Setup { driver: Driver::tracking(Tracker::Off), ..Setup::EBB })
-    }
-
-    fn guests(&self, scale: Scale) -> u32 {
-        sizes(scale).boots * CPUS.len() as u32
-    }
-
-    fn run(&self, testbed: &mut Testbed<'_>, series: &mut Series) -> Result<(), LabError> {
-        self.run_together(testbed, std::slice::from_mut(series))
-    }
-
-    fn run_together(
-        &self,
-        testbed: &mut Testbed<'_>,
-        series: &mut [Series],
-    ) -> Result<(), LabError> {
-        slots::run(testbed, sizes(testbed.scale()), series)
-    }
+fn run(testbed: &mut Testbed<'_>, series: &mut [Series]) -> Result<(), LabError> {
+    // Guests boot without a tracker; each turn switches its own on.
+    testbed.run_like(Setup { driver: Driver::tracking(Tracker::Off), ..Setup::EBB });
+    slots::run(testbed, sizes(testbed.scale()), series)
 }
 
 #[cfg(test)]
@@ -186,6 +147,6 @@ mod tests {
     fn the_full_size_is_that_which_was_asked_for() {
         let sizes = sizes(Scale::Full);
         assert!(sizes.boots >= 5 && sizes.task_kinds.len() == 2 && sizes.kinds.len() == 4);
-        assert_eq!(Faults.series().len(), 4);
+        assert_eq!((FAULTS.series)().len(), 4);
     }
 }

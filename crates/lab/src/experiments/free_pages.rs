@@ -6,30 +6,39 @@
 //! measured while nothing else happens in the guest: fresh from its boot, and after a program has
 //! used most of its memory.
 
-use std::collections::BTreeMap;
-
 use ebb_agent::protocol::Command;
-use ebb_vmm::api::{FreePagesReport, FreePagesStatus};
+use ebb_vmm::api::{FreeBlocks, FreePagesReport, FreePagesStatus};
+use serde::Serialize;
 
 use crate::LabError;
-use crate::error::GuestProblem;
 use crate::harness::counters::Counters;
 use crate::harness::driver::{Driver, Encoding, Module, Tracker};
-use crate::harness::experiment::{Experiment, HostShape, Runs, SeriesPlan, Subject};
-use crate::harness::monitor::{GuestSize, Setup};
+use crate::harness::experiment::{Experiment, Run, SeriesPlan, parameters};
+use crate::harness::monitor::Setup;
+use crate::harness::size::{GuestSize, HostShape};
 use crate::harness::testbed::Testbed;
-use crate::report::figures::{DataTable, Value};
-use crate::report::results::{Better, GuestRecord, MetricInfo, Scale, Series, rounded};
-use crate::report::statistics::{median, quantile};
+use crate::report::figures::DataTable;
+use crate::report::metrics::{self, Metric};
+use crate::report::results::{GuestRecord, Scale, Series};
+use crate::report::statistics::quantile;
 
 /// The experiment.
-#[derive(Debug, Clone, Copy)]
-pub struct FreePages;
+pub static FREE_PAGES: Experiment = Experiment {
+    name: "free-pages",
+    summary: "What it costs to ask an idle guest which of its pages are free",
+    host: |scale, _| sizes(scale).host,
+    parameters: |scale| parameters(&sizes(scale)),
+    metrics: || metrics::describe(metrics()),
+    series,
+    ..Experiment::DEFAULT
+};
 
 /// Sizes of one scale.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 struct Sizes {
+    #[serde(flatten)]
     host: HostShape,
+    #[serde(flatten)]
     guest: GuestSize,
     program_mib: u64,
     /// How often the guest is asked before and after the program.
@@ -58,88 +67,96 @@ const BLOCKS: &str = "blocks";
 /// The order of such a block.
 const BLOCK_ORDER: u8 = 9;
 
-impl Experiment for FreePages {
-    fn name(&self) -> &'static str {
-        "free-pages"
-    }
+fn series() -> Vec<SeriesPlan> {
+    let plan = |name, summary, encoding| {
+        let module = Module { tracker: Tracker::Off, encoding, ..Module::DEFAULT };
+        let setup = Setup { driver: Driver::Module(module), ..Setup::EBB };
+        SeriesPlan::new(name, summary, Run::Guests(setup, run))
+    };
+    vec![
+        plan("ranges", "all free pages, answered in ranges", Encoding::Ranges),
+        plan("bitmap", "all free pages, answered in bitmaps", Encoding::Bitmap),
+        plan(BLOCKS, "blocks of 2 MiB and up, in whatever is shorter", Encoding::Auto),
+    ]
+}
 
-    fn summary(&self) -> &'static str {
-        "What it costs to ask an idle guest which of its pages are free"
+fn metrics() -> Vec<Metric<Vec<Question>>> {
+    type Questions = Vec<Question>;
+    /// The median of what was asked with this memory.
+    fn middle(
+        memory: Memory,
+        (name, title, unit): (&str, &str, &str),
+        value: fn(&Question) -> Option<f64>,
+    ) -> Metric<Questions> {
+        Metric::median(name, title, unit, move |all: &Questions| {
+            all.iter().filter(|one| one.memory == memory).filter_map(value).collect()
+        })
     }
+    fn largest(all: &Questions, value: fn(&Question) -> Option<f64>) -> Option<f64> {
+        quantile(all.iter().filter_map(value), 1.0)
+    }
+    use Memory::{Fresh, Used};
+    let coverage =
+        |memory, words| middle(memory, words, Question::coverage_percent).better_higher();
+    vec![
+        middle(
+            Fresh,
+            ("guest_ms", "Guest's time for an answer, fresh from boot", "ms"),
+            Question::guest_ms,
+        ),
+        middle(Used, ("guest_used_ms", "The same after a program", "ms"), Question::guest_ms),
+        Metric::lower("guest_max_ms", "The longest answer", "ms", |all: &Questions| {
+            largest(all, Question::guest_ms)
+        }),
+        Metric::median(
+            "longest_lock_us",
+            "Longest time under a zone's lock in an answer",
+            "us",
+            |all: &Questions| all.iter().filter_map(Question::longest_lock_us).collect(),
+        ),
+        Metric::lower("longest_lock_max_us", "The longest of all", "us", |all: &Questions| {
+            largest(all, Question::longest_lock_us)
+        }),
+        middle(
+            Fresh,
+            ("elapsed_ms", "From the question to the end of its answer, fresh", "ms"),
+            |one| Some(one.elapsed_ms()),
+        ),
+        middle(Used, ("elapsed_used_ms", "The same after a program", "ms"), |one| {
+            Some(one.elapsed_ms())
+        }),
+        coverage(
+            Fresh,
+            ("coverage_percent", "Named, of what the guest counts as free, fresh", "%"),
+        ),
+        coverage(Used, ("coverage_used_percent", "The same after a program", "%")),
+        middle(Used, ("messages", "Messages of an answer, after a program", ""), |one| {
+            Some(one.report.messages as f64)
+        }),
+        middle(Used, ("queue_kib", "Their size", "KiB"), |one| {
+            Some(one.report.message_bytes as f64 / 1024.0)
+        }),
+        middle(Used, ("translate_ms", "Host: reading them", "ms"), |one| {
+            Some(one.report.translate_ns as f64 / 1e6)
+        }),
+    ]
+}
 
-    fn host(&self, scale: Scale) -> HostShape {
-        sizes(scale).host
-    }
+fn run(testbed: &mut Testbed<'_>, series: &mut Series) -> Result<(), LabError> {
+    let sizes = sizes(testbed.scale());
+    let min_order = if series.name == BLOCKS { BLOCK_ORDER } else { 0 };
+    let mut record = testbed.start_controlled_guest(sizes.guest)?;
+    let mut questions = Vec::new();
+    let outcome = ask_all(testbed, &mut record, sizes, min_order, &mut questions);
+    fill(&questions, series);
+    series.guests.push(record);
+    outcome
+}
 
-    fn parameters(&self, scale: Scale) -> BTreeMap<String, u64> {
-        let sizes = sizes(scale);
-        BTreeMap::from([
-            ("host_mib".to_owned(), sizes.host.memory_mib),
-            ("swap_mib".to_owned(), sizes.host.swap_mib),
-            ("guest_mib".to_owned(), sizes.guest.memory_mib),
-            ("guest_cpus".to_owned(), u64::from(sizes.guest.cpus)),
-            ("program_mib".to_owned(), sizes.program_mib),
-            ("questions".to_owned(), u64::from(sizes.questions)),
-        ])
-    }
-
-    fn metrics(&self) -> Vec<MetricInfo> {
-        let lower =
-            |name: &str, title: &str, unit: &str| MetricInfo::new(name, title, unit, Better::Lower);
-        let higher = |name: &str, title: &str, unit: &str| {
-            MetricInfo::new(name, title, unit, Better::Higher)
-        };
-        vec![
-            lower("guest_ms", "Guest's time for an answer, fresh from boot", "ms"),
-            lower("guest_used_ms", "The same after a program", "ms"),
-            lower("guest_max_ms", "The longest answer", "ms"),
-            lower("longest_lock_us", "Longest time under a zone's lock in an answer", "us"),
-            lower("longest_lock_max_us", "The longest of all", "us"),
-            lower("elapsed_ms", "From the question to the end of its answer, fresh", "ms"),
-            lower("elapsed_used_ms", "The same after a program", "ms"),
-            higher("coverage_percent", "Named, of what the guest counts as free, fresh", "%"),
-            higher("coverage_used_percent", "The same after a program", "%"),
-            lower("messages", "Messages of an answer, after a program", ""),
-            lower("queue_kib", "Their size", "KiB"),
-            lower("translate_ms", "Host: reading them", "ms"),
-        ]
-    }
-
-    fn series(&self) -> Vec<SeriesPlan> {
-        let plan = |name, summary, encoding| SeriesPlan {
-            name,
-            summary,
-            runs: Runs::ByDefault,
-            subject: Subject::Guests(Setup {
-                driver: Driver::Module(Module {
-                    tracker: Tracker::Off,
-                    encoding,
-                    ..Module::DEFAULT
-                }),
-                ..Setup::EBB
-            }),
-        };
-        vec![
-            plan("ranges", "all free pages, answered in ranges", Encoding::Ranges),
-            plan("bitmap", "all free pages, answered in bitmaps", Encoding::Bitmap),
-            plan(BLOCKS, "blocks of 2 MiB and up, in whatever is shorter", Encoding::Auto),
-        ]
-    }
-
-    fn guests(&self, _scale: Scale) -> u32 {
-        1
-    }
-
-    fn run(&self, testbed: &mut Testbed<'_>, series: &mut Series) -> Result<(), LabError> {
-        let sizes = sizes(testbed.scale());
-        let min_order = if series.name == BLOCKS { BLOCK_ORDER } else { 0 };
-        let mut record = testbed.start_controlled_guest(sizes.guest)?;
-        let mut questions = Vec::new();
-        let outcome = ask_all(testbed, &mut record, sizes, min_order, &mut questions);
-        tell(&questions, series);
-        series.guests.push(record);
-        outcome
-    }
+fn fill(questions: &Vec<Question>, series: &mut Series) {
+    metrics::measure(&metrics(), questions, series);
+    series.details.push(questions_table(questions));
+    series.details.extend(questions.last().map(|last| blocks_table(&last.report)));
 }
 
 /// What the guest's memory was when it was asked.
@@ -212,97 +229,49 @@ fn ask(
     let report = testbed.free_pages(guest, min_order)?;
     let now = testbed.driver_counters(guest)?.unwrap_or_default();
     if report.status != FreePagesStatus::Done {
-        let problem = GuestProblem::Protocol(format!("its answer ended as {:?}", report.status));
-        return Err(LabError::Guest { guest, problem, diagnostics: String::new() });
+        let what = format!("its answer ended as {:?}", report.status);
+        return Err(LabError::unexpected(guest, what));
     }
     // Unlike the other counters this one begins anew with each request.
     let longest_lock_ns = now.get("longest_lock_ns");
     Ok(Question { memory, report, driver: now.since(&before), longest_lock_ns, free_bytes })
 }
 
-fn tell(questions: &[Question], series: &mut Series) {
-    let of = |memory: Memory| questions.iter().filter(move |question| question.memory == memory);
-    let used_middle = |value: fn(&Question) -> f64| median(of(Memory::Used).map(value));
-    let metrics = [
-        ("guest_ms", median(of(Memory::Fresh).filter_map(Question::guest_ms))),
-        ("guest_used_ms", median(of(Memory::Used).filter_map(Question::guest_ms))),
-        ("guest_max_ms", quantile(questions.iter().filter_map(Question::guest_ms), 1.0)),
-        ("longest_lock_us", median(questions.iter().filter_map(Question::longest_lock_us))),
-        (
-            "longest_lock_max_us",
-            quantile(questions.iter().filter_map(Question::longest_lock_us), 1.0),
-        ),
-        ("elapsed_ms", median(of(Memory::Fresh).map(Question::elapsed_ms))),
-        ("elapsed_used_ms", used_middle(Question::elapsed_ms)),
-        ("coverage_percent", median(of(Memory::Fresh).filter_map(Question::coverage_percent))),
-        ("coverage_used_percent", median(of(Memory::Used).filter_map(Question::coverage_percent))),
-        ("messages", used_middle(|question| question.report.messages as f64)),
-        ("queue_kib", used_middle(|question| question.report.message_bytes as f64 / 1024.0)),
-        ("translate_ms", used_middle(|question| question.report.translate_ns as f64 / 1e6)),
-    ];
-    series.metrics = metrics.map(|(name, value)| (name.to_owned(), value.map(rounded))).into();
-    series.details.push(questions_table(questions));
-    if let Some(last) = questions.last() {
-        series.details.push(blocks_table(&last.report));
-    }
-}
-
 fn questions_table(questions: &[Question]) -> DataTable {
-    let columns = [
-        "memory",
-        "guest, ms",
-        "question to answer, ms",
-        "named, MiB",
-        "free in the guest, MiB",
-        "ranges",
-        "messages",
-        "bytes",
-        "host reads, us",
-        "times under a lock",
-        "longest, us",
-    ];
-    let mib = |bytes: u64| rounded(bytes as f64 / f64::from(1 << 20));
-    let number = |value: Option<f64>| {
-        value.map_or_else(|| Value::from("-"), |value| Value::from(rounded(value)))
+    let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+    let memory = |one: &Question| match one.memory {
+        Memory::Fresh => "fresh",
+        Memory::Used => "used before",
     };
-    let row = |question: &Question| {
-        vec![
-            Value::from(match question.memory {
-                Memory::Fresh => "fresh",
-                Memory::Used => "used before",
-            }),
-            number(question.guest_ms()),
-            Value::from(rounded(question.elapsed_ms())),
-            Value::from(mib(question.report.bytes)),
-            number(question.free_bytes.map(mib)),
-            Value::from(question.report.ranges),
-            Value::from(question.report.messages),
-            Value::from(question.report.message_bytes),
-            Value::from(rounded(question.report.translate_ns as f64 / 1e3)),
-            number(question.driver.get("locks")),
-            number(question.longest_lock_us()),
-        ]
-    };
-    DataTable {
-        title: "questions".to_owned(),
-        columns: columns.map(str::to_owned).into(),
-        rows: questions.iter().map(row).collect(),
-    }
+    DataTable::of(
+        "questions",
+        questions,
+        &[
+            ("memory", &|one| memory(one).into()),
+            ("guest, ms", &|one| one.guest_ms().into()),
+            ("question to answer, ms", &|one| one.elapsed_ms().into()),
+            ("named, MiB", &|one| mib(one.report.bytes).into()),
+            ("free in the guest, MiB", &|one| one.free_bytes.map(mib).into()),
+            ("ranges", &|one| one.report.ranges.into()),
+            ("messages", &|one| one.report.messages.into()),
+            ("bytes", &|one| one.report.message_bytes.into()),
+            ("host reads, us", &|one| (one.report.translate_ns as f64 / 1e3).into()),
+            ("times under a lock", &|one| one.driver.get("locks").into()),
+            ("longest, us", &|one| one.longest_lock_us().into()),
+        ],
+    )
 }
 
 fn blocks_table(report: &FreePagesReport) -> DataTable {
-    let row = |blocks: &ebb_vmm::api::FreeBlocks| {
-        vec![
-            Value::from(u64::from(blocks.order)),
-            Value::from(blocks.blocks),
-            Value::from(blocks.bytes),
-        ]
-    };
-    DataTable {
-        title: "the last answer by size of blocks".to_owned(),
-        columns: ["order", "blocks", "bytes"].map(str::to_owned).into(),
-        rows: report.by_order.iter().map(row).collect(),
-    }
+    DataTable::of(
+        "the last answer by size of blocks",
+        &report.by_order,
+        &[
+            ("order", &|one: &FreeBlocks| u32::from(one.order).into()),
+            ("blocks", &|one| one.blocks.into()),
+            ("bytes", &|one| one.bytes.into()),
+        ],
+    )
 }
 
 #[cfg(test)]
@@ -327,22 +296,15 @@ mod tests {
     }
 
     #[test]
-    fn every_metric_that_is_described_is_measured() {
+    fn metrics_follow_from_the_questions() {
         let mut series = Series::new("ranges", String::new());
-        let questions = [
+        let questions = vec![
             question(Memory::Fresh, 3_000_000, 784 << 20),
             question(Memory::Used, 5_000_000, 400 << 20),
             question(Memory::Used, 7_000_000, 400 << 20),
         ];
-        tell(&questions, &mut series);
-        let described: Vec<String> =
-            FreePages.metrics().into_iter().map(|info| info.name).collect();
-        assert_eq!(series.metrics.len(), described.len());
-        assert!(
-            described.iter().all(|name| series.metrics[name].is_some()),
-            "{:?}",
-            series.metrics
-        );
+        fill(&questions, &mut series);
+        assert!(series.metrics.values().all(Option::is_some), "{:?}", series.metrics);
         let metric = |name: &str| series.metrics[name].unwrap();
         assert!(
             (metric("guest_ms") - 3.0).abs() < 1e-9 && (metric("guest_used_ms") - 6.0).abs() < 1e-9

@@ -7,29 +7,41 @@
 //! case that gives memory back. Linux's own driver sends 256 page numbers of 4 KiB in a buffer and
 //! waits for each (drivers/virtio/virtio_balloon.c).
 
-use std::collections::BTreeMap;
-
 use ebb_agent::protocol::Command;
+use serde::Serialize;
 
 use crate::LabError;
-use crate::harness::driver::{Blocks, Driver, Encoding, Extension, Module, Tracker};
-use crate::harness::experiment::{Experiment, HostShape, Runs, SeriesPlan, Subject};
-use crate::harness::monitor::{Clearing, GuestSize, HugePages, MonitorKind, Reporting, Setup};
+use crate::harness::driver::{Blocks, Driver, Encoding, Module, Tracker};
+use crate::harness::experiment::{Experiment, Run, SeriesPlan, parameters};
+use crate::harness::monitor::{MonitorKind, Setup};
+use crate::harness::size::{GuestSize, HostShape};
 use crate::harness::testbed::Testbed;
-use crate::report::results::{GuestRecord, MetricInfo, Scale, Series, rounded};
+use crate::report::results::{GuestRecord, Scale, Series};
+use crate::report::statistics::rounded;
 use rounds::{Direction, Memory, Round};
 
 mod metrics;
 mod rounds;
 
 /// The experiment.
-#[derive(Debug, Clone, Copy)]
-pub struct Inflate;
+pub static INFLATE: Experiment = Experiment {
+    name: "inflate",
+    summary: "How fast the balloon of a guest inflates to most of its memory and deflates again, by how the driver names its \
+              pages",
+    host: |scale, _| sizes(scale).host,
+    parameters: |scale| parameters(&sizes(scale)),
+    metrics: metrics::describe,
+    series,
+    compare: metrics::compare,
+    ..Experiment::DEFAULT
+};
 
 /// Sizes of one scale.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 struct Sizes {
+    #[serde(flatten)]
     host: HostShape,
+    #[serde(flatten)]
     guest: GuestSize,
     balloon_mib: u64,
     program_mib: u64,
@@ -56,132 +68,77 @@ fn sizes(scale: Scale) -> Sizes {
     }
 }
 
-impl Experiment for Inflate {
-    fn name(&self) -> &'static str {
-        "inflate"
-    }
+fn series() -> Vec<SeriesPlan> {
+    let quiet = Setup { reporting: false, ..Setup::EBB };
+    let module = |module| Setup { driver: Driver::Module(module), ..quiet };
+    let plain = Module { tracker: Tracker::Off, ..Module::DEFAULT };
+    let pages = Module { blocks: Blocks::SinglePages, ..plain };
+    let pfn = Setup { extension: false, ..module(pages) };
+    let bitmap_pages = module(Module { encoding: Encoding::Bitmap, ..pages });
+    let by_default = [
+        ("stock", "Linux's own driver: arrays of 256 single pages", quiet),
+        (metrics::PFN, "ebb_balloon as the standard has it: arrays of 256 single pages", pfn),
+        (
+            "bitmap",
+            "ebb_balloon, bitmaps of the largest free blocks",
+            module(Module { encoding: Encoding::Bitmap, ..plain }),
+        ),
+        (
+            "ranges",
+            "ebb_balloon, ranges of the largest free blocks",
+            module(Module { encoding: Encoding::Ranges, ..plain }),
+        ),
+        (
+            "qemu",
+            "the same guest and its own driver under QEMU",
+            Setup { monitor: MonitorKind::Qemu, ..quiet },
+        ),
+    ];
+    let when_named = [
+        (
+            "bitmap-pages",
+            "ebb_balloon, bitmaps of single pages, as in the patch series",
+            bitmap_pages,
+        ),
+        (
+            "ranges-pages",
+            "ebb_balloon, ranges of single pages",
+            module(Module { encoding: Encoding::Ranges, ..pages }),
+        ),
+        (
+            "stock-uncleared",
+            "Linux's own driver in a guest that does not clear pages at their allocation",
+            Setup { clearing: false, ..quiet },
+        ),
+        (
+            "pfn-uncleared",
+            "ebb_balloon as the standard has it, in such a guest",
+            Setup { clearing: false, ..pfn },
+        ),
+        (
+            "bitmap-pages-uncleared",
+            "ebb_balloon, bitmaps of single pages, in such a guest",
+            Setup { clearing: false, ..bitmap_pages },
+        ),
+        (
+            "stock-no-thp",
+            "Linux's own driver, guest memory without transparent huge pages",
+            Setup { huge_pages: false, ..quiet },
+        ),
+    ];
+    let plan = |(name, summary, setup)| SeriesPlan::new(name, summary, Run::Guests(setup, run));
+    let named = when_named.map(|row| plan(row).when_named());
+    by_default.map(plan).into_iter().chain(named).collect()
+}
 
-    fn summary(&self) -> &'static str {
-        "How fast the balloon of a guest inflates to most of its memory and deflates again, by how the driver names its \
-         pages"
-    }
-
-    fn host(&self, scale: Scale) -> HostShape {
-        sizes(scale).host
-    }
-
-    fn parameters(&self, scale: Scale) -> BTreeMap<String, u64> {
-        let sizes = sizes(scale);
-        BTreeMap::from([
-            ("host_mib".to_owned(), sizes.host.memory_mib),
-            ("swap_mib".to_owned(), sizes.host.swap_mib),
-            ("guest_mib".to_owned(), sizes.guest.memory_mib),
-            ("guest_cpus".to_owned(), u64::from(sizes.guest.cpus)),
-            ("balloon_mib".to_owned(), sizes.balloon_mib),
-            ("program_mib".to_owned(), sizes.program_mib),
-            ("rounds".to_owned(), u64::from(sizes.rounds)),
-        ])
-    }
-
-    fn metrics(&self) -> Vec<MetricInfo> {
-        metrics::metrics()
-    }
-
-    fn series(&self) -> Vec<SeriesPlan> {
-        let quiet = Setup { reporting: Reporting::Off, ..Setup::EBB };
-        let module = |module| Setup { driver: Driver::Module(module), ..quiet };
-        let plain = Module { tracker: Tracker::Off, ..Module::DEFAULT };
-        let pages = Module { blocks: Blocks::SinglePages, ..plain };
-        let pfn = Setup { extension: Extension::Withheld, ..module(pages) };
-        let bitmap_pages = module(Module { encoding: Encoding::Bitmap, ..pages });
-        let plan = |name, summary, runs, setup| SeriesPlan {
-            name,
-            summary,
-            runs,
-            subject: Subject::Guests(setup),
-        };
-        vec![
-            plan("stock", "Linux's own driver: arrays of 256 single pages", Runs::ByDefault, quiet),
-            plan(
-                metrics::PFN,
-                "ebb_balloon as the standard has it: arrays of 256 single pages",
-                Runs::ByDefault,
-                pfn,
-            ),
-            plan(
-                "bitmap",
-                "ebb_balloon, bitmaps of the largest free blocks",
-                Runs::ByDefault,
-                module(Module { encoding: Encoding::Bitmap, ..plain }),
-            ),
-            plan(
-                "ranges",
-                "ebb_balloon, ranges of the largest free blocks",
-                Runs::ByDefault,
-                module(Module { encoding: Encoding::Ranges, ..plain }),
-            ),
-            plan(
-                "qemu",
-                "the same guest and its own driver under QEMU",
-                Runs::ByDefault,
-                Setup { monitor: MonitorKind::Qemu, ..quiet },
-            ),
-            plan(
-                "bitmap-pages",
-                "ebb_balloon, bitmaps of single pages, as in the patch series",
-                Runs::WhenNamed,
-                bitmap_pages,
-            ),
-            plan(
-                "ranges-pages",
-                "ebb_balloon, ranges of single pages",
-                Runs::WhenNamed,
-                module(Module { encoding: Encoding::Ranges, ..pages }),
-            ),
-            plan(
-                "stock-uncleared",
-                "Linux's own driver in a guest that does not clear pages at their allocation",
-                Runs::WhenNamed,
-                Setup { clearing: Clearing::Off, ..quiet },
-            ),
-            plan(
-                "pfn-uncleared",
-                "ebb_balloon as the standard has it, in such a guest",
-                Runs::WhenNamed,
-                Setup { clearing: Clearing::Off, ..pfn },
-            ),
-            plan(
-                "bitmap-pages-uncleared",
-                "ebb_balloon, bitmaps of single pages, in such a guest",
-                Runs::WhenNamed,
-                Setup { clearing: Clearing::Off, ..bitmap_pages },
-            ),
-            plan(
-                "stock-no-thp",
-                "Linux's own driver, guest memory without transparent huge pages",
-                Runs::WhenNamed,
-                Setup { huge_pages: HugePages::Off, ..quiet },
-            ),
-        ]
-    }
-
-    fn guests(&self, _scale: Scale) -> u32 {
-        1
-    }
-
-    fn run(&self, testbed: &mut Testbed<'_>, series: &mut Series) -> Result<(), LabError> {
-        let sizes = sizes(testbed.scale());
-        let mut record = testbed.start_controlled_guest(sizes.guest)?;
-        let mut rounds = Vec::new();
-        let outcome = measure(testbed, &mut record, sizes, &mut rounds);
-        metrics::series(&rounds, series);
-        series.guests.push(record);
-        outcome
-    }
-
-    fn compare(&self, series: &mut [Series]) {
-        metrics::compare(series);
-    }
+fn run(testbed: &mut Testbed<'_>, series: &mut Series) -> Result<(), LabError> {
+    let sizes = sizes(testbed.scale());
+    let mut record = testbed.start_controlled_guest(sizes.guest)?;
+    let mut rounds = Vec::new();
+    let outcome = measure(testbed, &mut record, sizes, &mut rounds);
+    metrics::fill(&rounds, series);
+    series.guests.push(record);
+    outcome
 }
 
 fn measure(
@@ -227,15 +184,10 @@ mod tests {
 
     #[test]
     fn only_the_standards_series_do_without_the_extension() {
-        for plan in Inflate.series() {
-            let Subject::Guests(setup) = plan.subject else { panic!("{} has no guest", plan.name) };
-            assert_eq!(
-                setup.extension == Extension::Withheld,
-                plan.name.starts_with(metrics::PFN),
-                "{}",
-                plan.name
-            );
-            assert_eq!(setup.reporting, Reporting::Off, "only the balloon returns memory");
+        for plan in series() {
+            let setup = plan.setup().unwrap();
+            assert_eq!(!setup.extension, plan.name.starts_with(metrics::PFN), "{}", plan.name);
+            assert!(!setup.reporting, "only the balloon returns memory");
         }
     }
 }

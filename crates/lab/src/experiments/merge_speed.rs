@@ -3,20 +3,17 @@
 //!
 //! Neither guests nor KVM are needed. Memories of four shapes are merged by each side in turns.
 //! What was freed is counted by the page frames behind the memory (`/proc/self/pagemap`), so that
-//! nobody's own counters are believed. Processor time is that of the thread that merges.
-
-use std::collections::BTreeMap;
+//! no side's own counters are believed. Processor time is that of the thread that merges.
 
 use ebb_virtual_host::kernel::is_at_least;
+use serde::Serialize;
 
 use crate::LabError;
-use crate::harness::experiment::{
-    Experiment, HostShape, NeedsKernel, OnMachine, Runs, SeriesPlan, Subject, Turns,
-};
+use crate::harness::experiment::{Experiment, Needs, OnMachine, Run, SeriesPlan, parameters};
 use crate::harness::host;
 use crate::harness::in_virtual_host::MERGING_SINCE;
-use crate::harness::testbed::Testbed;
-use crate::report::results::{MetricInfo, Scale, Series};
+use crate::harness::size::HostShape;
+use crate::report::results::{Scale, Series};
 use content::Shape;
 use ksmd::{Ksmd, SmartScan};
 use measure::{Amount, Company};
@@ -34,8 +31,49 @@ mod sibling;
 mod side;
 
 /// The experiment.
-#[derive(Debug, Clone, Copy)]
-pub struct MergeSpeed;
+pub static MERGE_SPEED: Experiment = Experiment {
+    name: "merge-speed",
+    summary: "What merging of equal pages costs: in the process that owns the memory, and by the kernel's thread on the same memory",
+    host: |scale, _| host_shape(scale),
+    parameters: |scale| {
+        parameters(&Sizes {
+            host: host_shape(scale),
+            amount: amount(scale),
+            run_pages: content::RUN_PAGES,
+            copies: content::COPIES,
+        })
+    },
+    needs: Needs { merging: true, ..Experiment::DEFAULT.needs },
+    machine_lacks,
+    metrics: metrics::describe,
+    series: || {
+        let plan = |name, summary| SeriesPlan::new(name, summary, Run::MachineInTurns(run));
+        vec![
+            plan(
+                metrics::OWNER,
+                "the process itself, by moving pages away, comparing and mapping (merge=owner)",
+            ),
+            plan(
+                metrics::KSMD,
+                "KSM without rests, each page looked at in each pass (smart_scan 0)",
+            ),
+            plan(metrics::KSMD_SMART, "KSM without rests, with smart_scan"),
+        ]
+    },
+    compare: metrics::compare,
+    ..Experiment::DEFAULT
+};
+
+/// Sizes of one scale, for the document.
+#[derive(Serialize)]
+struct Sizes {
+    #[serde(flatten)]
+    host: HostShape,
+    #[serde(flatten)]
+    amount: Amount,
+    run_pages: usize,
+    copies: usize,
+}
 
 fn host_shape(scale: Scale) -> HostShape {
     match scale {
@@ -77,114 +115,34 @@ fn steady_passes(name: &str) -> (u64, u64) {
     if name == metrics::KSMD_SMART { (12, 5) } else { (2, 2) }
 }
 
-impl Experiment for MergeSpeed {
-    fn name(&self) -> &'static str {
-        "merge-speed"
+fn machine_lacks() -> Option<String> {
+    let (major, minor) = MERGING_SINCE;
+    let kernel = host::machine().map_or_else(|_| String::new(), |machine| machine.kernel);
+    if !is_at_least(&kernel, major, minor) {
+        return Some(format!("it runs Linux {kernel}, and the owner's side needs {major}.{minor}"));
     }
-
-    fn summary(&self) -> &'static str {
-        "What merging of equal pages costs: in the process that owns the memory, and by the kernel's thread on the same memory"
+    if !std::path::Path::new(ebb_page_merge::kernel::SYSFS).exists() {
+        return Some("its kernel has no KSM".to_owned());
     }
+    (!rustix::process::geteuid().is_root())
+        .then(|| "only root can set KSM and look at page frames".to_owned())
+}
 
-    fn host(&self, scale: Scale) -> HostShape {
-        host_shape(scale)
-    }
-
-    fn parameters(&self, scale: Scale) -> BTreeMap<String, u64> {
-        let (shape, amount) = (host_shape(scale), amount(scale));
-        BTreeMap::from([
-            ("host_mib".to_owned(), shape.memory_mib),
-            ("swap_mib".to_owned(), shape.swap_mib),
-            ("unique_mib".to_owned(), amount.unique_mib),
-            ("scattered_mib".to_owned(), amount.scattered_mib),
-            ("runs_mib".to_owned(), amount.runs_mib),
-            ("clones_mib".to_owned(), amount.clones_mib),
-            ("run_pages".to_owned(), content::RUN_PAGES as u64),
-            ("copies".to_owned(), content::COPIES as u64),
-            ("rounds".to_owned(), amount.rounds),
-        ])
-    }
-
-    fn metrics(&self) -> Vec<MetricInfo> {
-        metrics::metrics()
-    }
-
-    fn series(&self) -> Vec<SeriesPlan> {
-        let plan = |name, summary| SeriesPlan {
-            name,
-            summary,
-            runs: Runs::ByDefault,
-            subject: Subject::Machine,
-        };
-        vec![
-            plan(
-                metrics::OWNER,
-                "the process itself, by moving pages away, comparing and mapping (merge=owner)",
-            ),
-            plan(
-                metrics::KSMD,
-                "KSM without rests, each page looked at in each pass (smart_scan 0)",
-            ),
-            plan(metrics::KSMD_SMART, "KSM without rests, with smart_scan"),
-        ]
-    }
-
-    fn needs_kernel(&self) -> NeedsKernel {
-        NeedsKernel::Merging
-    }
-
-    fn machine_lacks(&self) -> Option<String> {
-        let (major, minor) = MERGING_SINCE;
-        let kernel = host::machine().map_or_else(|_| String::new(), |machine| machine.kernel);
-        if !is_at_least(&kernel, major, minor) {
-            return Some(format!(
-                "it runs Linux {kernel}, and the owner's side needs {major}.{minor}"
-            ));
-        }
-        if !std::path::Path::new(ebb_page_merge::kernel::SYSFS).exists() {
-            return Some("its kernel has no KSM".to_owned());
-        }
-        (!rustix::process::geteuid().is_root())
-            .then(|| "only root can set KSM and look at page frames".to_owned())
-    }
-
-    fn turns(&self) -> Turns {
-        Turns::InTurns
-    }
-
-    fn guests(&self, _scale: Scale) -> u32 {
-        1
-    }
-
-    fn run(&self, _bench: &mut Testbed<'_>, series: &mut Series) -> Result<(), LabError> {
-        // It has no series about guests.
-        Err(LabError::UnknownSeries {
-            experiment: self.name().to_owned(),
-            name: series.name.clone(),
-            known: self.series().iter().map(|plan| plan.name).collect::<Vec<_>>().join(", "),
-        })
-    }
-
-    fn run_in_turns(&self, machine: OnMachine<'_>, series: &mut [Series]) {
-        let amount = amount(machine.size.scale);
-        let mut found: Vec<Found> = series.iter().map(|_| Found::default()).collect();
-        for turn in turns(amount.rounds) {
-            for (series, found) in series.iter_mut().zip(&mut found) {
-                // One that has failed once is not tried again.
-                if series.error.is_none() {
-                    machine.events.step(0, format!("{}: {}", series.name, turn.describe()));
-                    series.error =
-                        turn.take(&series.name, amount, found).err().map(|error| error.to_string());
-                }
+fn run(machine: OnMachine<'_>, series: &mut [Series]) {
+    let amount = amount(machine.size.scale);
+    let mut found: Vec<Found> = series.iter().map(|_| Found::default()).collect();
+    for turn in turns(amount.rounds) {
+        for (series, found) in series.iter_mut().zip(&mut found) {
+            // One that has failed once is not tried again.
+            if series.error.is_none() {
+                machine.events.step(0, format!("{}: {}", series.name, turn.describe()));
+                series.error =
+                    turn.take(&series.name, amount, found).err().map(|error| error.to_string());
             }
         }
-        for (series, found) in series.iter_mut().zip(&found) {
-            metrics::series(found, series);
-        }
     }
-
-    fn compare(&self, series: &mut [Series]) {
-        metrics::compare(series);
+    for (series, found) in series.iter_mut().zip(&found) {
+        metrics::fill(found, series);
     }
 }
 

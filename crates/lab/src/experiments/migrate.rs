@@ -6,19 +6,17 @@
 //! from one network namespace to the other over a link of a known rate, and the next time back.
 //! What it holds is checked after each migration.
 
-use std::collections::BTreeMap;
+use serde::Serialize;
 
 use crate::LabError;
 use crate::harness::driver::{Driver, Module, Tracker};
-use crate::harness::experiment::{
-    Experiment, HostShape, NeedsNetwork, Runs, SeriesPlan, Subject as Of,
-};
+use crate::harness::experiment::{Experiment, Needs, Run, Runs, SeriesPlan, parameters};
 use crate::harness::link::Rate;
-use crate::harness::monitor::{Clearing, GuestSize, Hinting, MonitorKind, Reporting, Setup};
+use crate::harness::monitor::{MonitorKind, Setup};
+use crate::harness::size::{GuestSize, HostShape};
 use crate::harness::testbed::Testbed;
-use crate::report::results::{MetricInfo, Scale, Series};
-use rounds::Plan;
-use strategies::{FreePages, Settings, Switch, Way};
+use crate::report::results::{Scale, Series};
+use strategies::{Settings, Strategy};
 
 mod link_check;
 mod metrics;
@@ -27,18 +25,46 @@ mod strategies;
 mod subject;
 
 /// The experiment.
-#[derive(Debug, Clone, Copy)]
-pub struct Migrate;
+pub static MIGRATE: Experiment = Experiment {
+    name: "migrate",
+    summary: "How long an idle guest that has used most of its memory takes to another host, and what of its memory is sent",
+    host: |scale, _| sizes(scale).host,
+    parameters: |scale| {
+        let constants = [
+            ("fast_mbit_s", FAST_MBIT_S),
+            ("slow_mbit_s", SLOW_MBIT_S),
+            ("downtime_limit_ms", strategies::DOWNTIME_LIMIT_MS),
+        ];
+        let mut parameters = parameters(&sizes(scale));
+        parameters.extend(constants.map(|(name, value)| (name.to_owned(), value)));
+        parameters
+    },
+    needs: Needs { network: true, ..Experiment::DEFAULT.needs },
+    metrics: metrics::describe,
+    series: || {
+        let plan = |(runs, name, summary, setup, _)| SeriesPlan {
+            runs,
+            ..SeriesPlan::new(name, summary, Run::Guests(setup, run))
+        };
+        rows().map(plan).into()
+    },
+    compare: metrics::compare,
+    ..Experiment::DEFAULT
+};
 
 /// The links.
-const FAST: Rate = Rate::Megabits(10_000);
-const SLOW: Rate = Rate::Megabits(1000);
+const FAST_MBIT_S: u64 = 10_000;
+const SLOW_MBIT_S: u64 = 1000;
+const FAST: Rate = Rate::Megabits(FAST_MBIT_S);
+const SLOW: Rate = Rate::Megabits(SLOW_MBIT_S);
 
 /// Sizes of one scale.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 struct Sizes {
     /// Room for a guest at both ends.
+    #[serde(flatten)]
     host: HostShape,
+    #[serde(flatten)]
     guest: GuestSize,
     /// What the guest writes and frees before each migration.
     program_mib: u64,
@@ -74,144 +100,66 @@ fn sizes(scale: Scale) -> Sizes {
     }
 }
 
-/// A series: its name, what it shows, how its guests are run and how they are moved.
-struct Row {
-    name: &'static str,
-    summary: &'static str,
-    runs: Runs,
-    setup: Setup,
-    way: Way,
-}
-
 /// The series that the others are compared with.
 const ALL_PAGES: &str = "all-pages";
 
+/// A series: when it runs, its name, what it shows, how its guests are run and how they are moved.
+type Row = (Runs, &'static str, &'static str, Setup, Strategy);
+
 /// All series.
 fn rows() -> [Row; 9] {
-    let quiet = Setup { reporting: Reporting::Off, ..Setup::EBB };
+    let quiet = Setup { reporting: false, ..Setup::EBB };
     let module = Driver::Module(Module { tracker: Tracker::Off, ..Module::DEFAULT });
     let qemu = Setup { monitor: MonitorKind::Qemu, ..quiet };
-    let ebb = |zero_pages, holes, free_pages| Way::Ebb(Settings { zero_pages, holes, free_pages });
-    let lean = |free_pages| ebb(Switch::On, Switch::On, free_pages);
-    let row = |name, summary, setup, way| Row { name, summary, runs: Runs::ByDefault, setup, way };
-    let named =
-        |name, summary, setup, way| Row { runs: Runs::WhenNamed, ..row(name, summary, setup, way) };
-    let qemu_hints = Setup { hinting: Hinting::On, ..qemu };
+    let ebb =
+        |zero_pages, holes, free_pages| Strategy::Ebb(Settings { zero_pages, holes, free_pages });
+    let lean = |free_pages| ebb("on", "on", free_pages);
+    let qemu_hints = Setup { hinting: true, ..qemu };
+    let row = |name, summary, setup, strategy| (Runs::ByDefault, name, summary, setup, strategy);
+    let named = |name, summary, setup, strategy| (Runs::WhenNamed, name, summary, setup, strategy);
     [
-        row(
-            ALL_PAGES,
-            "every page is sent, whatever is in it",
-            quiet,
-            ebb(Switch::Off, Switch::Off, FreePages::Off),
-        ),
-        row(
-            "zero-skip",
-            "pages that are all zero are not sent",
-            quiet,
-            ebb(Switch::On, Switch::Off, FreePages::Off),
-        ),
+        row(ALL_PAGES, "every page is sent, whatever is in it", quiet, ebb("off", "off", "off")),
+        row("zero-skip", "pages that are all zero are not sent", quiet, ebb("on", "off", "off")),
         row(
             "hints",
             "nor are pages that Linux's driver names as free (free page hinting)",
             quiet,
-            lean(FreePages::Hints),
+            lean("hints"),
         ),
         row(
             "unused-query",
             "nor are pages that Ebb's driver answers to be unused",
             Setup { driver: module, ..quiet },
-            lean(FreePages::Query),
+            lean("query"),
         ),
         row(
             "reported",
             "free pages were reported before, and the host does not hold them any more",
             Setup::EBB,
-            lean(FreePages::Off),
+            lean("off"),
         ),
-        row("qemu", "the same guest under QEMU", qemu, Way::Qemu),
-        row("qemu-hints", "the same with free page hinting", qemu_hints, Way::Qemu),
+        row("qemu", "the same guest under QEMU", qemu, Strategy::Qemu),
+        row("qemu-hints", "the same with free page hinting", qemu_hints, Strategy::Qemu),
         named(
             "hints-uncleared",
             "as hints, in a guest that does not clear pages at their allocation, also those that it names",
-            Setup { clearing: Clearing::Off, ..quiet },
-            lean(FreePages::Hints),
+            Setup { clearing: false, ..quiet },
+            lean("hints"),
         ),
         named(
             "qemu-hints-uncleared",
             "as qemu-hints, in such a guest",
-            Setup { clearing: Clearing::Off, ..qemu_hints },
-            Way::Qemu,
+            Setup { clearing: false, ..qemu_hints },
+            Strategy::Qemu,
         ),
     ]
 }
 
-impl Experiment for Migrate {
-    fn name(&self) -> &'static str {
-        "migrate"
-    }
-
-    fn summary(&self) -> &'static str {
-        "How long an idle guest that has used most of its memory takes to another host, and what of its memory is sent"
-    }
-
-    fn host(&self, scale: Scale) -> HostShape {
-        sizes(scale).host
-    }
-
-    fn parameters(&self, scale: Scale) -> BTreeMap<String, u64> {
-        let sizes = sizes(scale);
-        let rate = |rate: Rate| match rate {
-            Rate::Unshaped => 0,
-            Rate::Megabits(rate) => rate,
-        };
-        BTreeMap::from([
-            ("host_mib".to_owned(), sizes.host.memory_mib),
-            ("swap_mib".to_owned(), sizes.host.swap_mib),
-            ("guest_mib".to_owned(), sizes.guest.memory_mib),
-            ("guest_cpus".to_owned(), u64::from(sizes.guest.cpus)),
-            ("program_mib".to_owned(), sizes.program_mib),
-            ("hold_mib".to_owned(), sizes.hold_mib),
-            ("working_set_mib".to_owned(), sizes.working_set_mib),
-            ("load_s".to_owned(), sizes.load_s),
-            ("repeats".to_owned(), u64::from(sizes.repeats)),
-            ("fast_mbit_s".to_owned(), rate(FAST)),
-            ("slow_mbit_s".to_owned(), rate(SLOW)),
-            ("downtime_limit_ms".to_owned(), strategies::DOWNTIME_LIMIT_MS),
-        ])
-    }
-
-    fn metrics(&self) -> Vec<MetricInfo> {
-        metrics::metrics()
-    }
-
-    fn series(&self) -> Vec<SeriesPlan> {
-        let plan = |row: Row| SeriesPlan {
-            name: row.name,
-            summary: row.summary,
-            runs: row.runs,
-            subject: Of::Guests(row.setup),
-        };
-        rows().map(plan).into()
-    }
-
-    fn needs_network(&self) -> NeedsNetwork {
-        NeedsNetwork::Yes
-    }
-
-    fn guests(&self, _scale: Scale) -> u32 {
-        1
-    }
-
-    fn run(&self, testbed: &mut Testbed<'_>, series: &mut Series) -> Result<(), LabError> {
-        let row = rows().into_iter().find(|row| row.name == series.name);
-        let way = row.map_or(Way::Qemu, |row| row.way);
-        series.setup.push_str(&way.describe());
-        rounds::run(testbed, Plan { sizes: sizes(testbed.scale()), way }, series)
-    }
-
-    fn compare(&self, series: &mut [Series]) {
-        metrics::compare(series);
-    }
+fn run(testbed: &mut Testbed<'_>, series: &mut Series) -> Result<(), LabError> {
+    let row = rows().into_iter().find(|(_, name, ..)| *name == series.name);
+    let strategy = row.map_or(Strategy::Qemu, |(.., strategy)| strategy);
+    series.setup.push_str(&strategy.describe());
+    rounds::run(testbed, sizes(testbed.scale()), strategy, series)
 }
 
 #[cfg(test)]
@@ -233,19 +181,9 @@ mod tests {
 
     #[test]
     fn only_one_series_gives_its_memory_back_before() {
-        for row in rows() {
-            assert_eq!(
-                row.setup.reporting == Reporting::On,
-                row.name == "reported",
-                "{}",
-                row.name
-            );
-            assert_eq!(
-                row.setup.monitor == MonitorKind::Qemu,
-                row.way == Way::Qemu,
-                "{}",
-                row.name
-            );
+        for (_, name, _, setup, strategy) in rows() {
+            assert_eq!(setup.reporting, name == "reported", "{name}");
+            assert_eq!(setup.monitor == MonitorKind::Qemu, strategy == Strategy::Qemu, "{name}");
         }
     }
 }

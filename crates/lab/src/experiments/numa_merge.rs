@@ -6,34 +6,58 @@
 //! within each. Here the machines are virtual hosts, whose nodes are all equally far: where merged
 //! pages are is real and is looked at from outside, the times of remote memory are a model's.
 
-use std::collections::BTreeMap;
 use std::time::Duration;
 
 use ebb_agent::protocol::Command;
 use ebb_agent::timed_reads::ReadReport;
+use serde::Serialize;
 
 use crate::LabError;
 use crate::error::GuestProblem;
-use crate::harness::experiment::{Experiment, HostShape, NeedsKernel, Runs, SeriesPlan, Subject};
+use crate::harness::experiment::{Experiment, Needs, Run, SeriesPlan, parameters};
 use crate::harness::merging::{Merging, Nodes};
-use crate::harness::monitor::{GuestSize, HugePages, Setup};
+use crate::harness::monitor::Setup;
+use crate::harness::size::{GuestSize, HostShape};
 use crate::harness::survey::Survey;
 use crate::harness::testbed::Testbed;
-use crate::report::results::{MetricInfo, Scale, Series};
+use crate::report::results::{Scale, Series};
 use metrics::{Found, GuestFound};
 
 mod metrics;
 mod model;
 
 /// The experiment.
-#[derive(Debug, Clone, Copy)]
-pub struct NumaMerge;
+pub static NUMA_MERGE: Experiment = Experiment {
+    name: "numa-merge",
+    summary: "Guests pinned to the nodes of a host with 2, 4 and 8: what merging their equal pages across and within nodes saves, and how \
+              far they are from their merged pages",
+    host: |scale, name| host_shape(scale, case(name).1),
+    parameters: |scale| {
+        let largest = host_shape(scale, MOST_NODES);
+        let mut parameters = parameters(&sizes(scale));
+        for (name, value) in [
+            ("host_mib", largest.memory_mib),
+            ("copies", COPIES),
+            ("pages_per_second", PAGES_PER_SECOND),
+        ] {
+            parameters.insert(name.to_owned(), value);
+        }
+        parameters
+    },
+    guests: |_| MOST_NODES,
+    needs: Needs { merging: true, ..Experiment::DEFAULT.needs },
+    metrics: metrics::describe,
+    series: || NAMES.map(plan).into(),
+    compare: |series| metrics::compare(series, &case),
+    ..Experiment::DEFAULT
+};
 
 /// Sizes of one scale.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 struct Sizes {
     /// Memory of each node.
     node_mib: u64,
+    #[serde(flatten)]
     guest: GuestSize,
     /// Memory with the same content in all guests.
     same_mib: u64,
@@ -58,8 +82,8 @@ fn sizes(scale: Scale) -> Sizes {
     }
 }
 
-/// Numbers of nodes.
-const NODES: [u32; 3] = [2, 4, 8];
+/// The most nodes of a host.
+const MOST_NODES: u32 = 8;
 /// Series with more are run when they are named.
 const MOST_BY_DEFAULT: u32 = 4;
 /// A host of two nodes would have too little for itself with nodes as small as the others'.
@@ -88,133 +112,45 @@ fn host_shape(scale: Scale, nodes: u32) -> HostShape {
     }
 }
 
-/// One series: who merges, how, and on how many nodes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Case {
-    name: &'static str,
-    summary: &'static str,
-    merging: Merging,
-    nodes: u32,
-}
-
-/// All series; neighbours share a host.
-const CASES: [Case; 12] = [
-    case(
-        "owner-across-2",
-        "merged by the monitors across 2 nodes",
-        Merging::Owner(Nodes::Across),
-        2,
-    ),
-    case(
-        "owner-apart-2",
-        "merged by the monitors within each of 2 nodes",
-        Merging::Owner(Nodes::Apart),
-        2,
-    ),
-    case(
-        "kernel-across-2",
-        "merged by the kernel across 2 nodes",
-        Merging::Kernel(Nodes::Across),
-        2,
-    ),
-    case(
-        "kernel-apart-2",
-        "merged by the kernel within each of 2 nodes",
-        Merging::Kernel(Nodes::Apart),
-        2,
-    ),
-    case("owner-across-4", "the same with 4 nodes", Merging::Owner(Nodes::Across), 4),
-    case("owner-apart-4", "the same with 4 nodes", Merging::Owner(Nodes::Apart), 4),
-    case("kernel-across-4", "the same with 4 nodes", Merging::Kernel(Nodes::Across), 4),
-    case("kernel-apart-4", "the same with 4 nodes", Merging::Kernel(Nodes::Apart), 4),
-    case("owner-across-8", "the same with 8 nodes", Merging::Owner(Nodes::Across), 8),
-    case("owner-apart-8", "the same with 8 nodes", Merging::Owner(Nodes::Apart), 8),
-    case("kernel-across-8", "the same with 8 nodes", Merging::Kernel(Nodes::Across), 8),
-    case("kernel-apart-8", "the same with 8 nodes", Merging::Kernel(Nodes::Apart), 8),
+/// All series, by name and what it shows; neighbours share a host.
+const NAMES: [(&str, &str); 12] = [
+    ("owner-across-2", "merged by the monitors across 2 nodes"),
+    ("owner-apart-2", "merged by the monitors within each of 2 nodes"),
+    ("kernel-across-2", "merged by the kernel across 2 nodes"),
+    ("kernel-apart-2", "merged by the kernel within each of 2 nodes"),
+    ("owner-across-4", "the same with 4 nodes"),
+    ("owner-apart-4", "the same with 4 nodes"),
+    ("kernel-across-4", "the same with 4 nodes"),
+    ("kernel-apart-4", "the same with 4 nodes"),
+    ("owner-across-8", "the same with 8 nodes"),
+    ("owner-apart-8", "the same with 8 nodes"),
+    ("kernel-across-8", "the same with 8 nodes"),
+    ("kernel-apart-8", "the same with 8 nodes"),
 ];
 
-const fn case(name: &'static str, summary: &'static str, merging: Merging, nodes: u32) -> Case {
-    Case { name, summary, merging, nodes }
+/// What the name of a series says: who merges, how, and on how many nodes.
+fn case(name: &str) -> (Merging, u32) {
+    let nodes = if name.contains("-across-") { Nodes::Across } else { Nodes::Apart };
+    let merging =
+        if name.starts_with("owner") { Merging::Owner(nodes) } else { Merging::Kernel(nodes) };
+    let count = name.rsplit('-').next().and_then(|count| count.parse().ok());
+    (merging, count.unwrap_or(1))
 }
 
-fn nodes_of(name: &str) -> u32 {
-    CASES.iter().find(|case| case.name == name).map_or(1, |case| case.nodes)
+fn plan((name, summary): (&'static str, &'static str)) -> SeriesPlan {
+    let (merging, nodes) = case(name);
+    let setup = Setup { merging, huge_pages: false, ..Setup::EBB };
+    let plan = SeriesPlan::new(name, summary, Run::Guests(setup, run));
+    // Eight guests on an emulated host take minutes to boot.
+    if nodes > MOST_BY_DEFAULT { plan.when_named() } else { plan }
 }
 
-impl Experiment for NumaMerge {
-    fn name(&self) -> &'static str {
-        "numa-merge"
-    }
-
-    fn summary(&self) -> &'static str {
-        "Guests pinned to the nodes of a host with 2, 4 and 8: what merging their equal pages across and within nodes saves, and how \
-         far they are from their merged pages"
-    }
-
-    fn host(&self, scale: Scale) -> HostShape {
-        host_shape(scale, NODES.into_iter().max().unwrap_or(1))
-    }
-
-    fn host_of(&self, scale: Scale, plan: &SeriesPlan) -> HostShape {
-        host_shape(scale, nodes_of(plan.name))
-    }
-
-    fn needs_kernel(&self) -> NeedsKernel {
-        NeedsKernel::Merging
-    }
-
-    fn parameters(&self, scale: Scale) -> BTreeMap<String, u64> {
-        let sizes = sizes(scale);
-        BTreeMap::from([
-            // Of the host with the most nodes.
-            ("host_mib".to_owned(), self.host(scale).memory_mib),
-            ("node_mib".to_owned(), sizes.node_mib),
-            ("guest_mib".to_owned(), sizes.guest.memory_mib),
-            ("guest_cpus".to_owned(), u64::from(sizes.guest.cpus)),
-            ("same_mib".to_owned(), sizes.same_mib),
-            ("copies".to_owned(), COPIES),
-            ("passes".to_owned(), u64::from(sizes.passes)),
-            ("pages_per_second".to_owned(), PAGES_PER_SECOND),
-        ])
-    }
-
-    fn metrics(&self) -> Vec<MetricInfo> {
-        metrics::metrics()
-    }
-
-    fn series(&self) -> Vec<SeriesPlan> {
-        let plan = |case: Case| SeriesPlan {
-            name: case.name,
-            summary: case.summary,
-            // Eight guests on an emulated host take minutes to boot.
-            runs: if case.nodes > MOST_BY_DEFAULT { Runs::WhenNamed } else { Runs::ByDefault },
-            subject: Subject::Guests(Setup {
-                merging: case.merging,
-                huge_pages: HugePages::Off,
-                ..Setup::EBB
-            }),
-        };
-        CASES.map(plan).to_vec()
-    }
-
-    fn guests(&self, _scale: Scale) -> u32 {
-        NODES.into_iter().max().unwrap_or(1)
-    }
-
-    fn run(&self, testbed: &mut Testbed<'_>, series: &mut Series) -> Result<(), LabError> {
-        let (sizes, nodes) = (sizes(testbed.scale()), nodes_of(&series.name));
-        let mut found = Found { nodes, ..Found::default() };
-        let measured = measure(testbed, sizes, nodes, &mut found, series);
-        metrics::series(&found, series);
-        measured
-    }
-
-    fn compare(&self, series: &mut [Series]) {
-        metrics::compare(series, &|name| {
-            let case = CASES.iter().find(|case| case.name == name)?;
-            Some((case.merging, case.nodes))
-        });
-    }
+fn run(testbed: &mut Testbed<'_>, series: &mut Series) -> Result<(), LabError> {
+    let (sizes, (_, nodes)) = (sizes(testbed.scale()), case(&series.name));
+    let mut found = Found { nodes, ..Found::default() };
+    let measured = measure(testbed, sizes, nodes, &mut found, series);
+    metrics::fill(&found, series);
+    measured
 }
 
 /// Starts a guest on each node, gives all of them the same memory, lets it be merged, and looks.
@@ -231,10 +167,10 @@ fn measure(
     let read = |testbed: &mut Testbed<'_>, guest: u32, passes: u32| -> Result<f64, LabError> {
         let command = Command::ReadHeld { passes, seed: PATTERN };
         let answer = testbed.work(guest, command, READ_LIMIT)?;
-        let report: ReadReport = serde_json::from_value(answer)
-            .map_err(|error| wrong(guest, GuestProblem::Protocol(error.to_string())))?;
+        let report: ReadReport =
+            serde_json::from_value(answer).map_err(|error| LabError::unexpected(guest, error))?;
         crate::report::statistics::median(report.ns_per_read)
-            .ok_or_else(|| wrong(guest, GuestProblem::Protocol("it read nothing".to_owned())))
+            .ok_or_else(|| LabError::unexpected(guest, "it read nothing"))
     };
     for (guest, home) in guests.iter().zip(&homes) {
         testbed.events().step(*guest, "holds and reads its memory");
@@ -273,7 +209,7 @@ fn measure(
     for guest in &guests {
         let answer = testbed.work(*guest, Command::VerifyHeld, READ_LIMIT)?;
         if answer["wrong_pages"].as_u64() != Some(0) {
-            return Err(wrong(*guest, GuestProblem::Damaged(answer.to_string())));
+            return Err(LabError::guest(*guest, GuestProblem::Damaged(answer.to_string())));
         }
     }
     Ok(())
@@ -285,22 +221,17 @@ fn misplaced(survey: &Survey) -> u64 {
         + survey.guests.iter().map(|guest| guest.misplaced_pages).sum::<u64>()
 }
 
-fn wrong(guest: u32, problem: GuestProblem) -> LabError {
-    LabError::Guest { guest, problem, diagnostics: String::new() }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn series_with_the_same_host_are_neighbours() {
-        let plans = NumaMerge.series();
-        let hosts: Vec<u32> =
-            plans.iter().map(|plan| NumaMerge.host_of(Scale::Demo, plan).nodes).collect();
-        assert!(hosts.is_sorted(), "{hosts:?}");
-        assert_eq!(hosts.chunk_by(|one, other| one == other).count(), NODES.len());
-        assert!(plans.iter().all(|plan| plan.name.ends_with(&nodes_of(plan.name).to_string())));
+        let hosts = NAMES.map(|(name, _)| (NUMA_MERGE.host)(Scale::Demo, name).nodes);
+        assert_eq!(hosts, [2, 2, 2, 2, 4, 4, 4, 4, 8, 8, 8, 8]);
+        let cases = NAMES.map(|(name, _)| case(name));
+        assert_eq!(cases[0], (Merging::Owner(Nodes::Across), 2));
+        assert_eq!(cases[11], (Merging::Kernel(Nodes::Apart), 8));
     }
 
     #[test]

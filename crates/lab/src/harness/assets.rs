@@ -10,6 +10,7 @@ use ebb_virtual_host::kernel::Kernel;
 use ebb_virtual_host::{HostError, Inclusion, balloon_module, programs, vmlinux};
 
 use crate::LabError;
+use crate::harness::experiment::Needs;
 use crate::harness::monitor::{Assets, Presence};
 
 /// Name of the peer's program.
@@ -63,15 +64,12 @@ impl FoundAssets {
             path: PathBuf::from("ebb-agent"),
             remedy: "build it (cargo build -p ebb-agent) so that it lies beside ebb-lab, or name it in EBB_AGENT",
         })?;
-        let failed = |path: &Path| {
-            let path = path.to_owned();
-            move |cause| LabError::SystemFile { path, cause }
-        };
-        let directory = tempfile::tempdir().map_err(failed(&env::temp_dir()))?;
+        let directory = tempfile::tempdir().map_err(LabError::of_file(env::temp_dir()))?;
         let elf = directory.path().join("vmlinux");
-        fs::write(&elf, vmlinux(&kernel.image, &Cache::of_user())?).map_err(failed(&elf))?;
+        fs::write(&elf, vmlinux(&kernel.image, &Cache::of_user())?)
+            .map_err(LabError::of_file(&elf))?;
         let initrd = directory.path().join("guest.cpio");
-        let file = File::create(&initrd).map_err(failed(&initrd))?;
+        let file = File::create(&initrd).map_err(LabError::of_file(&initrd))?;
         let mut image = GuestImage::new(agent, kernel.clone());
         image.memhog = memhog;
         let module = presence(image.balloon_module.is_some());
@@ -111,9 +109,11 @@ fn find_program(name: &str) -> Option<PathBuf> {
     env::split_paths(&path).map(|directory| directory.join(name)).find(|program| program.is_file())
 }
 
-/// Debian's memhog, if this machine has it: the agent's own does the same where it is missing.
-pub fn memhog_here() -> Inclusion {
-    if Path::new(guest_image::MEMHOG).is_file() { Inclusion::Included } else { Inclusion::Excluded }
+/// Debian's memhog, if it is needed and this machine has it: the agent's own does the same where it
+/// is missing.
+pub fn memhog_here(needs: Needs) -> Inclusion {
+    let is_here = needs.memhog && Path::new(guest_image::MEMHOG).is_file();
+    if is_here { Inclusion::Included } else { Inclusion::Excluded }
 }
 
 impl From<HostError> for LabError {

@@ -1,17 +1,17 @@
 //! Running the series of an experiment on the host, or the machine, that this process is on.
 
 use crate::LabError;
-use crate::harness::experiment::{
-    Experiment, Grouping, OnMachine, RunSize, SeriesPlan, Subject, Turns,
-};
+use crate::error::Missing;
+use crate::harness::experiment::{Experiment, OnMachine, Run, SeriesPlan};
 use crate::harness::host::{self, Gauge, MemoryState};
-use crate::harness::monitor::{Assets, Missing, Setup};
+use crate::harness::monitor::{Assets, Setup};
+use crate::harness::size::RunSize;
 use crate::harness::testbed::Testbed;
 use crate::report::event::{Event, Events};
 use crate::report::results::{MemoryLimit, Place, Series};
 
-/// Which series, and whether somebody asked for them by name.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// Which series, and how they were chosen.
+#[derive(Debug, Clone)]
 pub struct Selection {
     /// The series, in order.
     pub plans: Vec<SeriesPlan>,
@@ -31,8 +31,7 @@ pub enum Chosen {
 impl Selection {
     /// The series about the machine itself, and those about guests.
     pub fn by_subject(self) -> (Vec<SeriesPlan>, Self) {
-        let (machine, guests) =
-            self.plans.into_iter().partition(|plan| plan.subject == Subject::Machine);
+        let (machine, guests) = self.plans.into_iter().partition(|plan| plan.setup().is_none());
         (machine, Self { plans: guests, chosen: self.chosen })
     }
 
@@ -49,11 +48,7 @@ impl Selection {
         let mut kept = Vec::new();
         let mut last = None;
         for plan in self.plans.drain(..) {
-            let Subject::Guests(setup) = plan.subject else {
-                kept.push(plan);
-                continue;
-            };
-            match missing(&setup) {
+            match plan.setup().and_then(&missing) {
                 None => kept.push(plan),
                 Some(missing) if self.chosen == Chosen::ByName => return Err(missing.into()),
                 Some(missing) => {
@@ -70,144 +65,118 @@ impl Selection {
     }
 }
 
-/// Runs the series one after another and tells what happens.
+/// Runs the series with guests one after another and reports what happens.
 ///
 /// All series share the host. Between them all guests are killed, swap is emptied, caches are
 /// dropped and free memory is compacted, so that each finds the host as the first one did. A series
-/// that fails is told with its error; the others run all the same.
+/// that fails is reported with its error; the others run all the same.
 ///
 /// # Errors
 /// What concerns the host and so every series.
-pub fn run(
-    experiment: &dyn Experiment,
+pub fn run_guests(
+    experiment: &Experiment,
     size: RunSize,
     mut selection: Selection,
     place: Place,
     assets: &Assets,
     events: &Events,
 ) -> Result<(), LabError> {
-    let shape = selection
-        .plans
-        .first()
-        .map_or_else(|| experiment.host(size.scale), |plan| experiment.host_of(size.scale, plan));
+    let Some(first) = selection.plans.first() else { return Ok(()) };
+    let shape = (experiment.host)(size.scale, first.name);
     let gauge = Gauge::new(shape.memory_mib, shape.swap_mib)?;
     let host = host::describe(place, &gauge)?;
     let available_mib = MemoryState::read()?.available_kib / 1024;
     if gauge.limit() == MemoryLimit::Budget && available_mib < shape.memory_mib {
         return Err(LabError::TooLittleMemory {
-            what: format!("{} at {} scale", experiment.name(), size.scale),
+            what: format!("{} at {} scale", experiment.name, size.scale),
             needed_mib: shape.memory_mib,
             available_mib,
         });
     }
     let host_memory_mib = host.memory_mib;
-    events.tell(Event::Host(host));
+    events.send(Event::Host(host));
     for reason in selection.keep_possible(|setup| assets.missing(setup))? {
         events.step(0, reason);
     }
     events.step(0, "touches the host's memory once");
     host::warm_up(&gauge)?;
-    let hosting = Hosting { experiment, size, assets, gauge, host_memory_mib, events };
-    match experiment.grouping() {
-        Grouping::OneByOne => selection.plans.iter().try_for_each(|plan| match plan.subject {
-            Subject::Guests(setup) => hosting.run(setup, std::slice::from_ref(plan)),
-            Subject::Machine => Ok(()),
-        }),
-        Grouping::Together(setup) => hosting.run(setup, &selection.plans),
-    }
-}
-
-/// What all series of a run have in common.
-struct Hosting<'a> {
-    experiment: &'a dyn Experiment,
-    size: RunSize,
-    assets: &'a Assets,
-    gauge: Gauge,
-    host_memory_mib: u64,
-    events: &'a Events,
-}
-
-impl Hosting<'_> {
-    /// Runs these series in the same guests, with their error if they fail.
-    fn run(&self, setup: Setup, plans: &[SeriesPlan]) -> Result<(), LabError> {
-        host::reset(&self.gauge)?;
-        let series = plans.iter().filter_map(|plan| match plan.subject {
-            Subject::Guests(setup) => Some(Series::new(plan.name, setup.describe())),
-            Subject::Machine => None,
+    let guests = size.guests((experiment.guests)(size.scale));
+    for group in selection.plans.chunk_by(SeriesPlan::runs_with) {
+        let [SeriesPlan { name, run, .. }, ..] = group else { continue };
+        host::reset(&gauge)?;
+        in_series(group, guests, events, |all| {
+            let testbed = |setup: &Setup| {
+                let events = events.clone();
+                Testbed::new(name, size, *setup, assets, gauge, host_memory_mib, events)
+            };
+            let outcome = match run {
+                Run::Guests(setup, run) => {
+                    all.iter_mut().try_for_each(|series| run(&mut testbed(setup), series))
+                }
+                Run::SameGuests(setup, run) => run(&mut testbed(setup), all),
+                Run::Machine(_) | Run::MachineInTurns(_) => Ok(()),
+            };
+            for series in all {
+                series.error = outcome.as_ref().err().map(ToString::to_string);
+            }
         });
-        let mut series: Vec<Series> = series.collect();
-        let Some(first) = series.first() else { return Ok(()) };
-        let names: Vec<&str> = series.iter().map(|series| series.name.as_str()).collect();
-        self.events.tell(Event::SeriesBegins {
-            series: names.join("+"),
-            guests: self.size.guests(self.experiment.guests(self.size.scale)),
-        });
-        let mut testbed = Testbed::new(
-            &first.name,
-            self.size,
-            setup,
-            self.assets,
-            self.gauge,
-            self.host_memory_mib,
-            self.events.clone(),
-        );
-        let outcome = match series.as_mut_slice() {
-            [only] => self.experiment.run(&mut testbed, only),
-            all => self.experiment.run_together(&mut testbed, all),
-        };
-        drop(testbed);
-        for mut series in series {
-            series.error = outcome.as_ref().err().map(ToString::to_string);
-            self.events.tell(Event::SeriesEnds(series));
-        }
-        Ok(())
     }
+    Ok(())
 }
 
-/// Runs the series that are about the machine itself, one after another; others are left out. A
-/// series that fails is told with its error; the others run all the same.
+/// Runs the series that are about the machine itself; others are left out. A series that fails is
+/// reported with its error; the others run all the same.
 ///
 /// # Errors
 /// What concerns the machine and so every series.
 pub fn run_on_machine(
-    experiment: &dyn Experiment,
+    experiment: &Experiment,
     size: RunSize,
     plans: &[SeriesPlan],
     place: Place,
     events: &Events,
 ) -> Result<(), LabError> {
-    let shape = experiment.host(size.scale);
-    events
-        .tell(Event::Host(host::describe(place, &Gauge::new(shape.memory_mib, shape.swap_mib)?)?));
-    let plans: Vec<&SeriesPlan> =
-        plans.iter().filter(|plan| plan.subject == Subject::Machine).collect();
-    let together = match experiment.turns() {
-        Turns::OneByOne => 1,
-        Turns::InTurns => plans.len().max(1),
-    };
-    for plans in plans.chunks(together) {
-        let names: Vec<&str> = plans.iter().map(|plan| plan.name).collect();
-        events.tell(Event::SeriesBegins { series: names.join("+"), guests: 1 });
-        let series = plans.iter().map(|plan| Series::new(plan.name, plan.summary.to_owned()));
-        let mut series: Vec<Series> = series.collect();
-        experiment.run_in_turns(OnMachine { size, place, events }, &mut series);
-        for series in series {
-            events.tell(Event::SeriesEnds(series));
-        }
+    let Some(first) = plans.first() else { return Ok(()) };
+    let shape = (experiment.host)(size.scale, first.name);
+    let gauge = Gauge::new(shape.memory_mib, shape.swap_mib)?;
+    events.send(Event::Host(host::describe(place, &gauge)?));
+    let machine = OnMachine { size, place, events };
+    for group in plans.chunk_by(SeriesPlan::runs_with) {
+        in_series(group, 1, events, |all| match group.first().map(|plan| &plan.run) {
+            Some(Run::MachineInTurns(run)) => run(machine, all),
+            Some(Run::Machine(run)) => {
+                for series in all {
+                    series.error = run(machine, series).err().map(|error| error.to_string());
+                }
+            }
+            _ => {}
+        });
     }
     Ok(())
+}
+
+/// Reports the begin and the end of series that run together.
+fn in_series(plans: &[SeriesPlan], guests: u32, events: &Events, run: impl FnOnce(&mut [Series])) {
+    let names: Vec<&str> = plans.iter().map(|plan| plan.name).collect();
+    events.send(Event::SeriesBegins { series: names.join("+"), guests });
+    let describe =
+        |plan: &SeriesPlan| plan.setup().map_or_else(|| plan.summary.to_owned(), Setup::describe);
+    let mut all: Vec<Series> =
+        plans.iter().map(|plan| Series::new(plan.name, describe(plan))).collect();
+    run(&mut all);
+    all.into_iter().for_each(|series| events.send(Event::SeriesEnds(series)));
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::harness::experiment;
+    use crate::experiments;
     use crate::harness::monitor::Presence;
 
     fn selection(names: &[&str], chosen: Chosen) -> Selection {
         let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
-        let experiment = experiment::find("density").unwrap();
-        Selection { plans: experiment::choose(experiment, Some(&names)).unwrap(), chosen }
+        let experiment = experiments::find("density").unwrap();
+        Selection { plans: experiment.choose(Some(&names)).unwrap(), chosen }
     }
 
     fn bare() -> Assets {
@@ -243,8 +212,8 @@ mod tests {
 
     #[test]
     fn series_about_the_machine_need_no_files_of_guests() {
-        let experiment = experiment::find("clock").unwrap();
-        let plans = experiment::choose(experiment, Some(&["raw".to_owned()])).unwrap();
+        let experiment = experiments::find("clock").unwrap();
+        let plans = experiment.choose(Some(&["raw".to_owned()])).unwrap();
         let mut chosen = Selection { plans, chosen: Chosen::ByName };
         assert!(chosen.keep_possible(|setup| bare().missing(setup)).unwrap().is_empty());
         let (machine, guests) = chosen.by_subject();

@@ -84,15 +84,6 @@ pub enum Blocks {
     SinglePages,
 }
 
-/// Whether the device offers the extension (docs/extension.md).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Extension {
-    /// As the monitor does by itself.
-    Offered,
-    /// Not: the device is that of the standard.
-    Withheld,
-}
-
 impl Driver {
     /// The module with this tracker.
     pub const fn tracking(tracker: Tracker) -> Self {
@@ -108,42 +99,26 @@ impl Driver {
     }
 
     /// The words that choose the driver on the guest's kernel command line.
-    pub(crate) fn kernel_arguments(self) -> String {
-        let Self::Module(module) = self else { return String::new() };
-        let mut words =
-            format!(" ebb.balloon=ebb_balloon ebb_balloon.tracker={}", module.tracker.name());
-        if module.encoding != Encoding::Auto {
-            words.push_str(" ebb_balloon.encoding=");
-            words.push_str(module.encoding.name());
-        }
-        if module.blocks == Blocks::SinglePages {
-            words.push_str(" ebb_balloon.max_order=0");
-        }
-        words
+    pub(crate) fn kernel_arguments(self) -> Option<String> {
+        let Self::Module(Module { tracker, encoding, blocks }) = self else { return None };
+        let encoding = match encoding {
+            Encoding::Auto => String::new(),
+            _ => format!(" ebb_balloon.encoding={}", encoding.name()),
+        };
+        let blocks = if blocks == Blocks::SinglePages { " ebb_balloon.max_order=0" } else { "" };
+        let tracker = tracker.name();
+        Some(format!("ebb.balloon=ebb_balloon ebb_balloon.tracker={tracker}{encoding}{blocks}"))
     }
 
     /// In words, for a document.
-    pub(crate) fn describe(self) -> String {
-        let Self::Module(module) = self else { return String::new() };
-        let mut words = format!(", driver ebb_balloon, tracker {}", module.tracker.name());
-        if module.encoding != Encoding::Auto {
-            words.push_str(", encoding ");
-            words.push_str(module.encoding.name());
-        }
-        if module.blocks == Blocks::SinglePages {
-            words.push_str(", single pages");
-        }
-        words
-    }
-}
-
-impl Extension {
-    /// What the monitor's option `--balloon` gets.
-    pub(crate) fn option(self) -> &'static str {
-        match self {
-            Self::Offered => "",
-            Self::Withheld => ",page_bitmap=off,page_ranges=off,host_requests=off",
-        }
+    pub(crate) fn describe(self) -> Option<String> {
+        let Self::Module(Module { tracker, encoding, blocks }) = self else { return None };
+        let encoding = match encoding {
+            Encoding::Auto => String::new(),
+            _ => format!(", encoding {}", encoding.name()),
+        };
+        let blocks = if blocks == Blocks::SinglePages { ", single pages" } else { "" };
+        Some(format!("driver ebb_balloon, tracker {}{encoding}{blocks}", tracker.name()))
     }
 }
 
@@ -154,15 +129,14 @@ mod tests {
 
     #[test]
     fn the_stock_driver_needs_no_words() {
-        assert_eq!(Driver::Stock.kernel_arguments(), "");
-        assert_eq!(Driver::Stock.describe(), "");
+        assert_eq!((Driver::Stock.kernel_arguments(), Driver::Stock.describe()), (None, None));
     }
 
     #[test]
     fn each_setting_of_the_module_is_a_word() {
         assert_eq!(
-            Driver::Module(Module::DEFAULT).kernel_arguments(),
-            " ebb.balloon=ebb_balloon ebb_balloon.tracker=reporting"
+            Driver::Module(Module::DEFAULT).kernel_arguments().unwrap(),
+            "ebb.balloon=ebb_balloon ebb_balloon.tracker=reporting"
         );
         let all = Module {
             tracker: Tracker::Percpu,
@@ -170,15 +144,15 @@ mod tests {
             blocks: Blocks::SinglePages,
         };
         assert_eq!(
-            Driver::Module(all).kernel_arguments(),
-            " ebb.balloon=ebb_balloon ebb_balloon.tracker=percpu ebb_balloon.encoding=bitmap \
+            Driver::Module(all).kernel_arguments().unwrap(),
+            "ebb.balloon=ebb_balloon ebb_balloon.tracker=percpu ebb_balloon.encoding=bitmap \
              ebb_balloon.max_order=0"
         );
         let read = CommandLine::new("quiet ebb.balloon=ebb_balloon ebb_balloon.tracker=percpu");
         assert_eq!(read.balloon_driver(), Ok(Driver::Module(all).in_guest()));
         assert_eq!(
-            Driver::Module(all).describe(),
-            ", driver ebb_balloon, tracker percpu, encoding bitmap, single pages"
+            Driver::Module(all).describe().unwrap(),
+            "driver ebb_balloon, tracker percpu, encoding bitmap, single pages"
         );
     }
 }

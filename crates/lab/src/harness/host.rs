@@ -23,13 +23,11 @@ pub fn mib(kib: u64) -> f64 {
 }
 
 fn read(path: impl AsRef<Path>) -> Result<String, LabError> {
-    let path = path.as_ref();
-    fs::read_to_string(path).map_err(|cause| LabError::SystemFile { path: path.to_owned(), cause })
+    fs::read_to_string(&path).map_err(LabError::of_file(path))
 }
 
 fn write(path: impl AsRef<Path>, text: &str) -> Result<(), LabError> {
-    let path = path.as_ref();
-    fs::write(path, text).map_err(|cause| LabError::SystemFile { path: path.to_owned(), cause })
+    fs::write(&path, text).map_err(LabError::of_file(path))
 }
 
 /// The fields of `/proc/meminfo` that the lab needs, in KiB.

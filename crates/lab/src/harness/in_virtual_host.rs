@@ -12,13 +12,12 @@ use crate::LabError;
 use crate::harness::assets::{memhog_here, module_here};
 use crate::harness::console::Tail;
 use crate::harness::direct::Selection;
-use crate::harness::experiment::{
-    Experiment, NeedsKernel, NeedsMemhog, NeedsNetwork, RunSize, SeriesPlan, Subject,
-};
+use crate::harness::experiment::{Experiment, SeriesPlan};
 use crate::harness::host::MemoryState;
 use crate::harness::link::Tools;
 use crate::harness::merging::Merging;
-use crate::harness::monitor::MonitorKind;
+use crate::harness::monitor::{MonitorKind, Setup};
+use crate::harness::size::RunSize;
 use crate::report::event::{Event, Events};
 use crate::report::results::Scale;
 
@@ -35,7 +34,7 @@ pub(crate) const MERGING_SINCE: (u32, u32) = (6, 8);
 /// [`LabError::TooLittleMemory`] before anything is started, [`LabError::VirtualHost`],
 /// [`LabError::InnerRun`] and [`LabError::InnerProtocol`].
 pub fn run(
-    experiment: &dyn Experiment,
+    experiment: &Experiment,
     size: RunSize,
     selection: &Selection,
     cpus: u32,
@@ -47,7 +46,7 @@ pub fn run(
         events.step(0, reason);
     }
     let same_host = |one: &SeriesPlan, other: &SeriesPlan| {
-        experiment.host_of(size.scale, one) == experiment.host_of(size.scale, other)
+        (experiment.host)(size.scale, one.name) == (experiment.host)(size.scale, other.name)
     };
     for plans in selection.plans.chunk_by(same_host) {
         let selection = Selection { plans: plans.to_vec(), chosen: selection.chosen };
@@ -58,18 +57,18 @@ pub fn run(
 
 /// Runs series that share a host.
 fn run_in_one(
-    experiment: &dyn Experiment,
+    experiment: &Experiment,
     size: RunSize,
     selection: &Selection,
     cpus: u32,
     events: &Events,
 ) -> Result<(), LabError> {
     let Some(first) = selection.plans.first() else { return Ok(()) };
-    let shape = experiment.host_of(size.scale, first);
+    let shape = (experiment.host)(size.scale, first.name);
     let needed_mib = shape.memory_mib + EMULATOR_MIB;
     let available_mib = MemoryState::read()?.available_kib / 1024;
     if available_mib < needed_mib {
-        let what = format!("{} at {} scale in the virtual host", experiment.name(), size.scale);
+        let what = format!("{} at {} scale in the virtual host", experiment.name, size.scale);
         return Err(LabError::TooLittleMemory { what, needed_mib, available_mib });
     }
     let nodes = if shape.nodes > 1 { format!(", {} nodes", shape.nodes) } else { String::new() };
@@ -80,21 +79,15 @@ fn run_in_one(
             shape.memory_mib, shape.swap_mib
         ),
     );
-    let wants_qemu = selection.plans.iter().any(
-        |plan| matches!(plan.subject, Subject::Guests(setup) if setup.monitor == MonitorKind::Qemu),
-    );
-    let programs = match experiment.needs_network() {
-        NeedsNetwork::Yes => {
-            let tools = Tools::find()?;
-            vec![tools.ip, tools.tc]
-        }
-        NeedsNetwork::No => Vec::new(),
-    };
-    let merges = |plan: &SeriesPlan| matches!(plan.subject, Subject::Guests(setup) if setup.merging != Merging::Off);
-    let needs_kernel = if selection.plans.iter().any(merges) {
-        NeedsKernel::Merging
+    let any =
+        |is: fn(&Setup) -> bool| selection.plans.iter().any(|plan| plan.setup().is_some_and(is));
+    let wants_qemu = any(|setup| setup.monitor == MonitorKind::Qemu);
+    let merges = experiment.needs.merging || any(|setup| setup.merging != Merging::Off);
+    let programs = if experiment.needs.network {
+        let tools = Tools::find()?;
+        vec![tools.ip, tools.tc]
     } else {
-        experiment.needs_kernel()
+        Vec::new()
     };
     let cpus = cpus.clamp(1, MOST_CPUS);
     let host = VirtualHost::start(&HostConfig {
@@ -105,22 +98,16 @@ fn run_in_one(
             0 | 1 => Vec::new(),
             nodes => NodeConfig::even(nodes, shape.memory_mib, cpus),
         },
-        host_kernel: match needs_kernel {
-            NeedsKernel::Any => HostKernel::OfGuests,
-            NeedsKernel::Merging => HostKernel::Newest,
-        },
+        host_kernel: if merges { HostKernel::Newest } else { HostKernel::OfGuests },
         time_limit: time_limit(size.scale),
-        memhog: match experiment.needs_memhog() {
-            NeedsMemhog::Yes => memhog_here(),
-            NeedsMemhog::No => Inclusion::Excluded,
-        },
+        memhog: memhog_here(experiment.needs),
         programs,
         qemu: if wants_qemu { Inclusion::Included } else { Inclusion::Excluded },
         ..HostConfig::default()
     })?;
     let (major, minor) = MERGING_SINCE;
     let release = &host.hello().kernel;
-    if needs_kernel == NeedsKernel::Merging && !is_at_least(release, major, minor) {
+    if merges && !is_at_least(release, major, minor) {
         return Err(LabError::OldKernel { release: release.clone() });
     }
     let mut inner = InnerRun::new(events);
@@ -140,10 +127,10 @@ fn time_limit(scale: Scale) -> Duration {
 }
 
 /// The same experiment as it is run inside.
-fn command(experiment: &dyn Experiment, size: RunSize, selection: &Selection) -> Command {
+fn command(experiment: &Experiment, size: RunSize, selection: &Selection) -> Command {
     let series: Vec<&str> = selection.plans.iter().map(|plan| plan.name).collect();
     let command = Command::new("/init")
-        .args(["run", experiment.name(), "--where", "direct", "--json-events"])
+        .args(["run", experiment.name, "--where", "direct", "--json-events"])
         .args(["--scale", size.scale.name(), "--series", &series.join(",")]);
     match size.most_guests {
         None => command,
@@ -192,7 +179,7 @@ impl<'a> InnerRun<'a> {
 
     fn event(&mut self, line: String) {
         match serde_json::from_str::<Event>(&line) {
-            Ok(event) => self.events.tell(event),
+            Ok(event) => self.events.send(event),
             Err(cause) if self.failure.is_none() => {
                 self.failure = Some(LabError::InnerProtocol { line, cause });
             }
@@ -231,8 +218,8 @@ fn whole_lines(buffer: &mut Vec<u8>) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::experiments;
     use crate::harness::direct::Chosen;
-    use crate::harness::experiment;
     use std::sync::mpsc;
 
     fn step(text: &str) -> Event {
@@ -278,8 +265,8 @@ mod tests {
 
     #[test]
     fn the_command_inside_is_this_program_with_the_same_series() {
-        let experiment = experiment::find("memhog").unwrap();
-        let plans = experiment::choose(experiment, None).unwrap();
+        let experiment = experiments::find("memhog").unwrap();
+        let plans = experiment.choose(None).unwrap();
         let selection = Selection { plans, chosen: Chosen::ByDefault };
         let words = "run memhog --where direct --json-events --scale full --series \
                      no-reporting,reporting,bitmap,percpu,qemu-reporting";

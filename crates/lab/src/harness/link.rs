@@ -141,10 +141,8 @@ pub struct Namespace {
 impl Namespace {
     fn open(name: &str) -> Result<Self, LabError> {
         let path = Path::new(NAMES).join(name);
-        match File::open(&path) {
-            Ok(file) => Ok(Self { path, file }),
-            Err(cause) => Err(LabError::SystemFile { path, cause }),
-        }
+        let file = File::open(&path).map_err(LabError::of_file(&path))?;
+        Ok(Self { path, file })
     }
 
     /// Makes a program run in this namespace.
@@ -152,11 +150,8 @@ impl Namespace {
     /// # Errors
     /// [`LabError::SystemFile`] when there are no descriptors left.
     pub fn enter(&self, program: &mut Command) -> Result<(), LabError> {
-        let namespace: OwnedFd = self
-            .file
-            .as_fd()
-            .try_clone_to_owned()
-            .map_err(|cause| LabError::SystemFile { path: self.path.clone(), cause })?;
+        let namespace: OwnedFd =
+            self.file.as_fd().try_clone_to_owned().map_err(LabError::of_file(&self.path))?;
         let in_child = move || {
             move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::Network))
                 .map_err(Into::into)

@@ -73,16 +73,17 @@ impl Merging {
     }
 
     /// In words, for a document.
-    pub fn describe(self) -> String {
-        let nodes = |nodes| match nodes {
+    pub fn describe(self) -> Option<String> {
+        let (by, nodes) = match self {
+            Self::Off => return None,
+            Self::Owner(nodes) => ("monitors", nodes),
+            Self::Kernel(nodes) => ("kernel", nodes),
+        };
+        let nodes = match nodes {
             Nodes::Across => "across nodes",
             Nodes::Apart => "within each node",
         };
-        match self {
-            Self::Off => String::new(),
-            Self::Owner(across) => format!(", pages merged by the monitors {}", nodes(across)),
-            Self::Kernel(across) => format!(", pages merged by the kernel {}", nodes(across)),
-        }
+        Some(format!("pages merged by the {by} {nodes}"))
     }
 }
 
@@ -229,8 +230,7 @@ impl HostKsm {
 /// # Errors
 /// [`LabError::SystemFile`], [`LabError::Merging`].
 pub(crate) fn kernel_thread() -> Result<u32, LabError> {
-    let processes = fs::read_dir("/proc")
-        .map_err(|cause| LabError::SystemFile { path: "/proc".into(), cause })?;
+    let processes = fs::read_dir("/proc").map_err(LabError::of_file("/proc"))?;
     processes
         .flatten()
         .filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok())
@@ -250,8 +250,7 @@ pub(crate) fn kernel_thread() -> Result<u32, LabError> {
 /// [`LabError::SystemFile`], [`LabError::MissingField`].
 pub(crate) fn running_ns(pid: u32, thread: u32) -> Result<u64, LabError> {
     let path = PathBuf::from(format!("/proc/{pid}/task/{thread}/schedstat"));
-    let text = fs::read_to_string(&path)
-        .map_err(|cause| LabError::SystemFile { path: path.clone(), cause })?;
+    let text = fs::read_to_string(&path).map_err(LabError::of_file(&path))?;
     proc::schedstat(&text)
         .map(|times| times.running_ns)
         .ok_or(LabError::MissingField { path, field: "time spent on the CPU" })
@@ -264,8 +263,7 @@ pub(crate) fn running_ns(pid: u32, thread: u32) -> Result<u64, LabError> {
 /// such thread.
 pub(crate) fn monitor_running_ns(pid: u32) -> Result<u64, LabError> {
     let path = PathBuf::from(format!("/proc/{pid}/task"));
-    let threads =
-        fs::read_dir(&path).map_err(|cause| LabError::SystemFile { path: path.clone(), cause })?;
+    let threads = fs::read_dir(&path).map_err(LabError::of_file(&path))?;
     let thread = threads
         .flatten()
         .filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok())

@@ -1,14 +1,15 @@
 //! The monitors that guests run under: Ebb, and QEMU as its peer, each as a process with the same
 //! guest.
 
-use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use ebb_kvm_clock::ClockPolicy;
 
-use crate::harness::driver::{Driver, Extension};
+use crate::error::Missing;
+use crate::harness::driver::Driver;
 use crate::harness::merging::Merging;
+use crate::harness::size::GuestSize;
 
 /// Words that every guest's kernel gets: a quiet serial console, and an end instead of a hang after
 /// a crash.
@@ -23,110 +24,41 @@ pub enum MonitorKind {
     Qemu,
 }
 
-/// Whether the balloon offers free page reporting.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Reporting {
-    /// Offered.
-    On,
-    /// Not offered.
-    Off,
-}
-
-impl Reporting {
-    fn word(self) -> &'static str {
-        match self {
-            Self::On => "on",
-            Self::Off => "off",
-        }
-    }
-}
-
-/// Transparent huge pages behind the guest's memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum HugePages {
-    /// As the monitor does by itself.
-    Default,
-    /// Switched off.
-    Off,
-}
-
-/// The form of the guest's kernel.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum KernelImage {
-    /// Compressed: decompresses itself in the guest's memory.
-    BzImage,
-    /// Uncompressed ELF, entered through its PVH note.
-    Elf,
-}
-
-/// The bounce buffer that Linux sets up when a machine has memory above 4 GiB
-/// (kernel/dma/swiotlb.c), for devices that cannot reach there. Virtio devices of a monitor reach
-/// everywhere.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum BounceBuffer {
-    /// As the kernel does by itself: 64 MiB, written with zeros at boot.
-    Default,
-    /// None (`swiotlb=noforce`).
-    Off,
-}
-
-/// Whether an idle guest's monitor looks for memory that is all zero (`PUT /vm/trim`, Ebb only).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Trim {
-    /// Never.
-    Never,
-    /// Once, when the guest's memory has come back after its program.
-    WhenIdle,
-}
-
-/// Whether the guest's kernel writes zeros to pages that it allocates. Debian's does
-/// (`CONFIG_INIT_ON_ALLOC_DEFAULT_ON`), also to those that a driver takes for its balloon.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Clearing {
-    /// As the kernel was built.
-    Default,
-    /// Not (`init_on_alloc=0`).
-    Off,
-}
-
-/// Free page hinting of the balloon: what a guest says is free while it is moved to another host.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Hinting {
-    /// As the monitor does by itself: Ebb offers it, QEMU does not.
-    Default,
-    /// Offered.
-    On,
-}
-
 /// How the guests of a series are run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Setup {
     /// Under which monitor.
     pub monitor: MonitorKind,
-    /// With or without reporting.
-    pub reporting: Reporting,
-    /// With which pages.
-    pub huge_pages: HugePages,
-    /// From which kernel image.
-    pub kernel: KernelImage,
+    /// Whether the balloon offers free page reporting.
+    pub reporting: bool,
     /// Smallest block that the guest reports, as the exponent of its number of 4 KiB pages; `None`
     /// leaves the kernel's default (`pageblock_order`, 9 on x86). Linux `mm/page_reporting.c`,
     /// parameter `page_reporting_order`.
     pub reporting_order: Option<u32>,
-    /// With or without the guest's bounce buffer.
-    pub bounce_buffer: BounceBuffer,
-    /// With or without a trim.
-    pub trim: Trim,
-    /// What the guest's clocks do over pauses and restores; Ebb only.
-    pub clock: ClockPolicy,
+    /// Whether the balloon offers free page hinting (what a guest says is free while it is moved)
+    /// also under QEMU, which does not by itself.
+    pub hinting: bool,
     /// With which driver of the balloon.
     pub driver: Driver,
-    /// With or without the extension of the balloon; Ebb only.
-    pub extension: Extension,
-    /// With or without clearing of allocated pages.
-    pub clearing: Clearing,
-    /// With or without free page hinting.
-    pub hinting: Hinting,
+    /// Whether the device offers the extension (docs/extension.md); Ebb only.
+    pub extension: bool,
+    /// Whether the guest's memory is on transparent huge pages where the monitor likes.
+    pub huge_pages: bool,
+    /// Whether the kernel is an uncompressed one, entered through its PVH note, and no bzImage,
+    /// which decompresses itself in the guest's memory.
+    pub uncompressed_kernel: bool,
+    /// Whether Linux sets up a bounce buffer when a machine has memory above 4 GiB
+    /// (kernel/dma/swiotlb.c): 64 MiB, written with zeros at boot, for devices that cannot reach
+    /// there. Virtio devices of a monitor reach everywhere.
+    pub bounce_buffer: bool,
+    /// Whether the guest's kernel writes zeros to pages that it allocates, as it was built. Debian's
+    /// does (`CONFIG_INIT_ON_ALLOC_DEFAULT_ON`), also to those that a driver takes for its balloon.
+    pub clearing: bool,
+    /// Whether an idle guest's monitor looks once for memory that is all zero (`PUT /vm/trim`), when
+    /// the guest's memory has come back after its program; Ebb only.
+    pub trim: bool,
+    /// What the guest's clocks do over pauses and restores; Ebb only.
+    pub clock: ClockPolicy,
     /// With or without merging of equal pages; Ebb only.
     pub merging: Merging,
 }
@@ -135,93 +67,71 @@ impl Setup {
     /// Ebb with everything at its default.
     pub const EBB: Self = Self {
         monitor: MonitorKind::Ebb,
-        reporting: Reporting::On,
-        huge_pages: HugePages::Default,
-        kernel: KernelImage::BzImage,
+        reporting: true,
         reporting_order: None,
-        bounce_buffer: BounceBuffer::Default,
-        trim: Trim::Never,
-        clock: ClockPolicy::Continue,
+        hinting: false,
         driver: Driver::Stock,
-        extension: Extension::Offered,
-        clearing: Clearing::Default,
-        hinting: Hinting::Default,
+        extension: true,
+        huge_pages: true,
+        uncompressed_kernel: false,
+        bounce_buffer: true,
+        clearing: true,
+        trim: false,
+        clock: ClockPolicy::Continue,
         merging: Merging::Off,
     };
 
     /// In words, for a document.
     pub fn describe(&self) -> String {
-        let mut text = match self.monitor {
-            MonitorKind::Ebb => "ebb run".to_owned(),
-            MonitorKind::Qemu => "qemu-system-x86_64 -accel kvm -M q35".to_owned(),
-        };
-        text.push_str(match self.reporting {
-            Reporting::On => ", free page reporting on",
-            Reporting::Off => ", free page reporting off",
-        });
-        if self.hinting == Hinting::On {
-            text.push_str(", free page hinting on");
-        }
-        if let Some(order) = self.reporting_order {
-            // Writing to a String cannot fail.
-            let _ = write!(text, ", guest reports blocks of order {order} and up");
-        }
-        text.push_str(&self.driver.describe());
-        if self.extension == Extension::Withheld {
-            text.push_str(", device without the extension");
-        }
-        if self.clearing == Clearing::Off {
-            text.push_str(", guest does not clear allocated pages");
-        }
-        if self.huge_pages == HugePages::Off {
-            text.push_str(", guest memory without transparent huge pages");
-        }
-        text.push_str(&self.merging.describe());
-        if self.bounce_buffer == BounceBuffer::Off {
-            text.push_str(", guest without a bounce buffer");
-        }
-        if self.trim == Trim::WhenIdle {
-            text.push_str(", trimmed when idle");
-        }
-        if self.clock != ClockPolicy::Continue {
-            // Writing to a String cannot fail.
-            let _ = write!(text, ", --clock {}", self.clock.name());
-        }
-        if self.kernel == KernelImage::Elf {
-            text.push_str(", uncompressed kernel (PVH)");
-        }
-        text
+        let when = |holds: bool, words: &str| holds.then(|| words.to_owned());
+        let order = |order| format!("guest reports blocks of order {order} and up");
+        let words = [
+            Some(match self.monitor {
+                MonitorKind::Ebb => "ebb run".to_owned(),
+                MonitorKind::Qemu => "qemu-system-x86_64 -accel kvm -M q35".to_owned(),
+            }),
+            Some(format!("free page reporting {}", on_off(self.reporting))),
+            when(self.hinting, "free page hinting on"),
+            self.reporting_order.map(order),
+            self.driver.describe(),
+            when(!self.extension, "device without the extension"),
+            when(!self.clearing, "guest does not clear allocated pages"),
+            when(!self.huge_pages, "guest memory without transparent huge pages"),
+            self.merging.describe(),
+            when(!self.bounce_buffer, "guest without a bounce buffer"),
+            when(self.trim, "trimmed when idle"),
+            (self.clock != ClockPolicy::Continue).then(|| format!("--clock {}", self.clock.name())),
+            when(self.uncompressed_kernel, "uncompressed kernel (PVH)"),
+        ];
+        words.into_iter().flatten().collect::<Vec<_>>().join(", ")
     }
 
     fn balloon_option(&self) -> String {
-        let extension = self.extension.option();
-        format!("size=0,reporting={},deflate_on_oom=on{extension}", self.reporting.word())
+        let extension =
+            if self.extension { "" } else { ",page_bitmap=off,page_ranges=off,host_requests=off" };
+        format!("size=0,reporting={},deflate_on_oom=on{extension}", on_off(self.reporting))
     }
 
     fn kernel_arguments(&self) -> String {
-        let mut arguments = KERNEL_ARGUMENTS.to_owned();
-        if let Some(order) = self.reporting_order {
-            // Writing to a String cannot fail.
-            let _ = write!(arguments, " page_reporting.page_reporting_order={order}");
-        }
-        if self.bounce_buffer == BounceBuffer::Off {
-            arguments.push_str(" swiotlb=noforce");
-        }
-        if self.clearing == Clearing::Off {
-            arguments.push_str(" init_on_alloc=0");
-        }
-        arguments.push_str(&self.driver.kernel_arguments());
-        arguments
+        let order = |order| format!("page_reporting.page_reporting_order={order}");
+        let words = [
+            Some(KERNEL_ARGUMENTS.to_owned()),
+            self.reporting_order.map(order),
+            (!self.bounce_buffer).then(|| "swiotlb=noforce".to_owned()),
+            (!self.clearing).then(|| "init_on_alloc=0".to_owned()),
+            self.driver.kernel_arguments(),
+        ];
+        words.into_iter().flatten().collect::<Vec<_>>().join(" ")
+    }
+
+    /// What these guests need of their initramfs and do not find in it; `None` when they have all.
+    pub fn missing_in_guest(&self, module: Presence) -> Option<Missing> {
+        (self.driver != Driver::Stock && module == Presence::Absent).then_some(Missing::Module)
     }
 }
 
-/// Size of a guest.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct GuestSize {
-    /// RAM in MiB.
-    pub memory_mib: u64,
-    /// Virtual CPUs.
-    pub cpus: u32,
+fn on_off(is_on: bool) -> &'static str {
+    if is_on { "on" } else { "off" }
 }
 
 /// Files and programs that guests are made from.
@@ -250,34 +160,13 @@ pub enum Presence {
     Absent,
 }
 
-/// What a setup needs and the host has not.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum Missing {
-    /// There is no QEMU.
-    #[error("there is no qemu-system-x86_64 (Debian: apt-get install qemu-system-x86)")]
-    Qemu,
-    /// There is no uncompressed kernel.
-    #[error("there is no uncompressed kernel (ebb extract-vmlinux makes one)")]
-    Elf,
-    /// The module was not built.
-    #[error("there is no module ebb_balloon for the guest's kernel (make module builds it)")]
-    Module,
-}
-
-impl Setup {
-    /// What these guests need of their initramfs and do not find in it; `None` when they have all.
-    pub fn missing_in_guest(&self, module: Presence) -> Option<Missing> {
-        (self.driver != Driver::Stock && module == Presence::Absent).then_some(Missing::Module)
-    }
-}
-
 impl Assets {
     /// What the setup needs beyond these files; `None` when it can run.
     pub fn missing(&self, setup: &Setup) -> Option<Missing> {
         if setup.monitor == MonitorKind::Qemu && self.qemu.is_none() {
             return Some(Missing::Qemu);
         }
-        if setup.kernel == KernelImage::Elf && self.elf.is_none() {
+        if setup.uncompressed_kernel && self.elf.is_none() {
             return Some(Missing::Elf);
         }
         setup.missing_in_guest(self.module)
@@ -294,9 +183,9 @@ impl Assets {
         size: GuestSize,
         control: Option<&Path>,
     ) -> Result<Command, Missing> {
-        let kernel = match setup.kernel {
-            KernelImage::BzImage => &self.bzimage,
-            KernelImage::Elf => self.elf.as_ref().ok_or(Missing::Elf)?,
+        let kernel = match setup.uncompressed_kernel {
+            false => &self.bzimage,
+            true => self.elf.as_ref().ok_or(Missing::Elf)?,
         };
         let mut command = match setup.monitor {
             MonitorKind::Ebb => self.ebb_command(setup, size),
@@ -330,19 +219,8 @@ impl Assets {
     /// socket like [`Self::command`].
     pub fn restore_command(&self, setup: &Setup, snapshot: &Path, control: &Path) -> Command {
         let mut command = Command::new(&self.ebb);
-        command
-            .arg("restore")
-            .arg(snapshot)
-            .args([
-                "--serial",
-                "stdio",
-                "--on-reboot",
-                "exit",
-                "--clock",
-                setup.clock.name(),
-                "--api",
-            ])
-            .arg(control);
+        command.arg("restore").arg(snapshot);
+        with_console(&mut command, setup).arg("--api").arg(control);
         command
     }
 
@@ -359,80 +237,51 @@ impl Assets {
         address: &str,
         control: &Path,
     ) -> Result<Command, Missing> {
-        match setup.monitor {
-            MonitorKind::Ebb => {
-                let mut command = Command::new(&self.ebb);
-                command
-                    .args(["receive", "--listen", &format!("tcp:{address}"), "--insecure"])
-                    .args([
-                        "--serial",
-                        "stdio",
-                        "--on-reboot",
-                        "exit",
-                        "--clock",
-                        setup.clock.name(),
-                        "--api",
-                    ])
-                    .arg(control);
-                Ok(command)
-            }
-            MonitorKind::Qemu => {
-                let mut command = self.command(setup, size, Some(control))?;
-                command.args(["-incoming", &format!("tcp:{address}")]);
-                Ok(command)
-            }
+        let from = format!("tcp:{address}");
+        if setup.monitor == MonitorKind::Qemu {
+            let mut command = self.command(setup, size, Some(control))?;
+            command.args(["-incoming", &from]);
+            return Ok(command);
         }
+        let mut command = Command::new(&self.ebb);
+        command.args(["receive", "--listen", &from, "--insecure"]);
+        with_console(&mut command, setup).arg("--api").arg(control);
+        Ok(command)
     }
 
     fn ebb_command(&self, setup: &Setup, size: GuestSize) -> Command {
-        let mut memory = format!("size={}M,backing=anon", size.memory_mib);
-        if setup.huge_pages == HugePages::Off {
-            memory.push_str(",thp=off");
-        }
-        memory.push_str(&setup.merging.memory_option());
+        let thp = if setup.huge_pages { "" } else { ",thp=off" };
+        let merging = setup.merging.memory_option();
+        let memory = format!("size={}M,backing=anon{thp}{merging}", size.memory_mib);
         let mut command = Command::new(&self.ebb);
-        command
-            .args([
-                "run",
-                "--serial",
-                "stdio",
-                "--on-reboot",
-                "exit",
-                "--clock",
-                setup.clock.name(),
-            ])
-            .args(["--cpus", &size.cpus.to_string()])
-            .args(["--memory", &memory])
+        with_console(command.arg("run"), setup)
+            .args(["--cpus", &size.cpus.to_string(), "--memory", &memory])
             .args(["--balloon", &setup.balloon_option()]);
         command
     }
 }
 
+/// What all of Ebb's monitors are told: the console, and what the clock does.
+fn with_console<'a>(command: &'a mut Command, setup: &Setup) -> &'a mut Command {
+    command.args(["--serial", "stdio", "--on-reboot", "exit"]).args(["--clock", setup.clock.name()])
+}
+
 fn qemu_command(qemu: &PathBuf, setup: &Setup, size: GuestSize) -> Command {
     let mut balloon = format!(
         "virtio-balloon-pci,free-page-reporting={},deflate-on-oom=on",
-        setup.reporting.word()
+        on_off(setup.reporting)
     );
     let mut command = Command::new(qemu);
-    if setup.hinting == Hinting::On {
+    if setup.hinting {
         balloon.push_str(",free-page-hint=on,iothread=hints");
         command.args(["-object", "iothread,id=hints"]);
     }
+    let words = "-accel kvm -M q35 -cpu host -nodefaults -no-user-config -no-reboot \
+                 -display none -monitor none -serial stdio";
     command
         // Threads have names then, by which those of vCPUs are told from the rest.
         .args(["-name", "ebb-lab,debug-threads=on"])
-        .args([
-            "-accel",
-            "kvm",
-            "-M",
-            "q35",
-            "-cpu",
-            "host",
-            "-nodefaults",
-            "-no-user-config",
-            "-no-reboot",
-        ])
-        .args(["-display", "none", "-monitor", "none", "-serial", "stdio"])
+        .args(words.split_ascii_whitespace())
         .args(["-smp", &size.cpus.to_string(), "-m", &format!("{}M", size.memory_mib)])
         .args(["-device", &balloon]);
     command

@@ -9,10 +9,10 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use crate::LabError;
 use crate::harness::assets::{FoundAssets, memhog_here};
 use crate::harness::direct::{self, Selection};
-use crate::harness::experiment::{Experiment, NeedsMemhog, RunSize, Subject};
-use crate::harness::host;
-use crate::harness::in_virtual_host;
-use crate::harness::target;
+use crate::harness::experiment::Experiment;
+use crate::harness::size::RunSize;
+use crate::harness::target::{self, Wanted};
+use crate::harness::{host, in_virtual_host};
 use crate::report::event::{Collector, Event, Events};
 use crate::report::progress::Progress;
 use crate::report::results::{Place, Results, SCHEMA_VERSION};
@@ -21,25 +21,13 @@ use crate::report::results::{Place, Results, SCHEMA_VERSION};
 #[derive(Clone)]
 pub struct Request {
     /// The experiment.
-    pub experiment: &'static dyn Experiment,
+    pub experiment: &'static Experiment,
     /// Its size.
     pub size: RunSize,
     /// The series.
     pub selection: Selection,
     /// Where the user wants it.
     pub place: Wanted,
-}
-
-/// Where a run shall take place.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Wanted {
-    /// Directly if KVM serves here, else in the virtual host.
-    #[default]
-    Auto,
-    /// Directly, or not at all.
-    Direct,
-    /// In the virtual host.
-    VirtualHost,
 }
 
 /// Runs an experiment and shows its progress; its document.
@@ -65,37 +53,19 @@ pub fn run(request: &Request, progress: &mut Progress) -> Result<Results, LabErr
         target::choose(wanted, progress)?
     };
     let mut collector = Collector::default();
+    let Request { experiment, size, .. } = *request;
     let ended = follow(
         |events| {
-            if !on_machine.is_empty() {
-                direct::run_on_machine(
-                    request.experiment,
-                    request.size,
-                    &on_machine,
-                    Place::Direct,
-                    events,
-                )?;
-            }
+            direct::run_on_machine(experiment, size, &on_machine, Place::Direct, events)?;
             if with_guests.plans.is_empty() {
                 return Ok(());
             }
-            match place {
-                Place::Direct => {
-                    let memhog = match request.experiment.needs_memhog() {
-                        NeedsMemhog::Yes => memhog_here(),
-                        NeedsMemhog::No => ebb_virtual_host::Inclusion::Excluded,
-                    };
-                    let found = FoundAssets::on_this_machine(memhog)?;
-                    run_guests(request, with_guests, Place::Direct, &found, events)
-                }
-                Place::VirtualHost => in_virtual_host::run(
-                    request.experiment,
-                    request.size,
-                    &with_guests,
-                    machine.cpus,
-                    events,
-                ),
+            if place == Place::VirtualHost {
+                let cpus = machine.cpus;
+                return in_virtual_host::run(experiment, size, &with_guests, cpus, events);
             }
+            let found = FoundAssets::on_this_machine(memhog_here(experiment.needs))?;
+            direct::run_guests(experiment, size, with_guests, place, &found.assets, events)
         },
         |event| {
             progress.show(&event);
@@ -105,23 +75,23 @@ pub fn run(request: &Request, progress: &mut Progress) -> Result<Results, LabErr
     if let Err(error) = ended {
         collector.interrupted(error)?;
     }
-    request.experiment.compare(&mut collector.series);
+    (experiment.compare)(&mut collector.series);
     let host = collector.host.ok_or_else(|| LabError::InnerRun {
         status: "it never described its host".to_owned(),
         output: String::new(),
     })?;
     Ok(Results {
         schema: SCHEMA_VERSION,
-        experiment: request.experiment.name().to_owned(),
-        summary: request.experiment.summary().to_owned(),
-        scale: request.size.scale,
-        parameters: request.experiment.parameters(request.size.scale),
+        experiment: experiment.name.to_owned(),
+        summary: experiment.summary.to_owned(),
+        scale: size.scale,
+        parameters: (experiment.parameters)(size.scale),
         ebb_version: env!("CARGO_PKG_VERSION").to_owned(),
         started_unix_s,
         elapsed_s: begin.elapsed().as_secs_f64().round(),
         machine,
         host,
-        metrics: request.experiment.metrics(),
+        metrics: (experiment.metrics)(),
         series: collector.series,
         samples: collector.samples,
     })
@@ -130,8 +100,8 @@ pub fn run(request: &Request, progress: &mut Progress) -> Result<Results, LabErr
 /// Where the run shall take place: in the virtual host too if this machine lacks what series about
 /// the machine need.
 fn where_to_run(request: &Request) -> Result<Wanted, LabError> {
-    let about_machine = request.selection.plans.iter().any(|plan| plan.subject == Subject::Machine);
-    match (request.place, request.experiment.machine_lacks()) {
+    let about_machine = request.selection.plans.iter().any(|plan| plan.setup().is_none());
+    match (request.place, (request.experiment.machine_lacks)()) {
         (Wanted::Direct, Some(reason)) if about_machine => Err(LabError::MachineLacks(reason)),
         (Wanted::Auto, Some(_)) if about_machine => Ok(Wanted::VirtualHost),
         (place, _) => Ok(place),
@@ -144,29 +114,17 @@ fn where_to_run(request: &Request) -> Result<Wanted, LabError> {
 /// What kept the run from taking place or from ending.
 pub fn run_inside(request: &Request, mut output: impl Write) -> Result<(), LabError> {
     let (on_machine, with_guests) = request.selection.clone().by_subject();
+    let Request { experiment, size, .. } = *request;
+    let place = Place::VirtualHost;
     let mut written: io::Result<()> = Ok(());
     follow(
         |events| {
-            if !on_machine.is_empty() {
-                let place = Place::VirtualHost;
-                direct::run_on_machine(
-                    request.experiment,
-                    request.size,
-                    &on_machine,
-                    place,
-                    events,
-                )?;
-            }
+            direct::run_on_machine(experiment, size, &on_machine, place, events)?;
             if with_guests.plans.is_empty() {
                 return Ok(());
             }
-            run_guests(
-                request,
-                with_guests,
-                Place::VirtualHost,
-                &FoundAssets::in_virtual_host()?,
-                events,
-            )
+            let found = FoundAssets::in_virtual_host()?;
+            direct::run_guests(experiment, size, with_guests, place, &found.assets, events)
         },
         |event| {
             if written.is_ok() {
@@ -174,7 +132,7 @@ pub fn run_inside(request: &Request, mut output: impl Write) -> Result<(), LabEr
             }
         },
     )?;
-    written.map_err(|cause| LabError::SystemFile { path: "/dev/stdout".into(), cause })
+    written.map_err(LabError::of_file("/dev/stdout"))
 }
 
 fn write_line(output: &mut impl Write, event: &Event) -> io::Result<()> {
@@ -182,16 +140,6 @@ fn write_line(output: &mut impl Write, event: &Event) -> io::Result<()> {
     line.push(b'\n');
     output.write_all(&line)?;
     output.flush()
-}
-
-fn run_guests(
-    request: &Request,
-    selection: Selection,
-    place: Place,
-    found: &FoundAssets,
-    events: &Events,
-) -> Result<(), LabError> {
-    direct::run(request.experiment, request.size, selection, place, &found.assets, events)
 }
 
 /// Lets the work happen on a thread of its own, which its guests are tied to, and hands on its
@@ -242,9 +190,8 @@ mod tests {
 
     /// A run about the machine, which needs neither KVM nor the virtual host nor files of guests.
     fn request(place: Wanted) -> Request {
-        let experiment = crate::harness::experiment::find("clock").unwrap();
-        let plans =
-            crate::harness::experiment::choose(experiment, Some(&["raw".to_owned()])).unwrap();
+        let experiment = crate::experiments::find("clock").unwrap();
+        let plans = experiment.choose(Some(&["raw".to_owned()])).unwrap();
         Request {
             experiment,
             size: RunSize { scale: crate::report::results::Scale::Demo, most_guests: None },

@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 use crate::LabError;
 use crate::harness::host::{self, Gauge};
 use crate::report::event::{Event, Events};
-use crate::report::results::{Sample, rounded};
+use crate::report::results::Sample;
+use crate::report::statistics::rounded;
 
 /// Processes of the guests, in the order of starting; shared with the sampler.
 #[derive(Debug, Clone, Default)]
@@ -52,7 +53,7 @@ impl Sampler {
         let thread = thread::spawn(move || {
             loop {
                 match sample(&series, begin, &gauge, &guests) {
-                    Ok(sample) => events.tell(Event::Sample(sample)),
+                    Ok(sample) => events.send(Event::Sample(sample)),
                     Err(error) => tracing::warn!(%error, "no sample"),
                 }
                 if stopped.recv_timeout(interval) != Err(RecvTimeoutError::Timeout) {

@@ -83,7 +83,7 @@ pub struct Observed {
 pub fn of_process(pid: u32, by: MergedBy) -> Result<Observed, LabError> {
     let process = PathBuf::from(format!("/proc/{pid}"));
     let path = process.join("maps");
-    let text = fs::read_to_string(&path).map_err(|cause| LabError::SystemFile { path, cause })?;
+    let text = fs::read_to_string(&path).map_err(LabError::of_file(&path))?;
     let look = Look {
         pid,
         pagemap: open(process.join("pagemap"))?,
@@ -116,7 +116,7 @@ fn failed(cause: &io::Error) -> LabError {
 }
 
 fn open(path: PathBuf) -> Result<File, LabError> {
-    File::open(&path).map_err(|cause| LabError::SystemFile { path, cause })
+    File::open(&path).map_err(LabError::of_file(&path))
 }
 
 /// Entries of the pages from `first` on.

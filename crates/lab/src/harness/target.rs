@@ -3,9 +3,20 @@
 use ebb_vmm::probe::{KvmProbe, KvmQuality, probe};
 
 use crate::LabError;
-use crate::harness::run::Wanted;
 use crate::report::progress::Progress;
 use crate::report::results::Place;
+
+/// Where a run shall take place.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Wanted {
+    /// Directly if KVM serves here, else in the virtual host.
+    #[default]
+    Auto,
+    /// Directly, or not at all.
+    Direct,
+    /// In the virtual host.
+    VirtualHost,
+}
 
 /// The place for a run: as it is wanted, or where the probe says that guests run well.
 ///

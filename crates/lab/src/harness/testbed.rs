@@ -9,19 +9,19 @@ use ebb_agent::protocol::Command;
 use serde_json::Value;
 
 use crate::LabError;
-use crate::error::GuestProblem;
 use crate::harness::counters::Counters;
 use crate::harness::driver::Driver;
-use crate::harness::experiment::RunSize;
 use crate::harness::guest::{Answer, Guest};
 use crate::harness::host::{self, Gauge, Usage};
 use crate::harness::merging::{Broker, HostKsm, Merging};
-use crate::harness::monitor::{Assets, GuestSize, Setup, Trim};
+use crate::harness::monitor::{Assets, Setup};
 use crate::harness::proc;
 use crate::harness::sampler::{GuestProcesses, Sampler};
+use crate::harness::size::{GuestSize, RunSize};
 use crate::harness::watch::{AfterReturn, Patience, ReturnWatch, Verdict};
 use crate::report::event::Events;
-use crate::report::results::{GuestRecord, Scale, rounded};
+use crate::report::results::{GuestRecord, Scale};
+use crate::report::statistics::rounded;
 use control::Control;
 
 mod control;
@@ -119,7 +119,12 @@ impl<'a> Testbed<'a> {
         self.setup
     }
 
-    /// Where to tell what goes on.
+    /// Runs further guests like this, for series that share them.
+    pub fn run_like(&mut self, setup: Setup) {
+        self.setup = setup;
+    }
+
+    /// Where to report what goes on.
     pub fn events(&self) -> &Events {
         &self.events
     }
@@ -178,9 +183,10 @@ impl<'a> Testbed<'a> {
     /// # Errors
     /// [`LabError::StartMonitor`], [`LabError::Missing`] and [`LabError::Guest`].
     pub fn start_guest(&mut self, size: GuestSize) -> Result<GuestRecord, LabError> {
-        match (self.setup.trim, self.setup.merging) {
-            (Trim::Never, Merging::Off) => self.start(size, None),
-            _ => self.start_controlled_guest(size),
+        if self.setup.trim || self.setup.merging != Merging::Off {
+            self.start_controlled_guest(size)
+        } else {
+            self.start(size, None)
         }
     }
 
@@ -396,13 +402,8 @@ impl<'a> Testbed<'a> {
     }
 
     fn guest(&mut self, number: u32) -> Result<&mut Guest, LabError> {
-        self.guests.iter_mut().find(|guest| guest.number() == number).ok_or_else(|| {
-            LabError::Guest {
-                guest: number,
-                problem: GuestProblem::Protocol("it was never started".to_owned()),
-                diagnostics: String::new(),
-            }
-        })
+        let guest = self.guests.iter_mut().find(|guest| guest.number() == number);
+        guest.ok_or_else(|| LabError::unexpected(number, "it was never started"))
     }
 }
 

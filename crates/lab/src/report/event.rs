@@ -1,4 +1,4 @@
-//! What a running experiment tells: the same events whether it runs here or in the virtual host.
+//! What a running experiment reports: the same events whether it runs here or in the virtual host.
 //!
 //! In the virtual host they cross the border as JSON, one a line on standard output
 //! (`--json-events`).
@@ -39,7 +39,7 @@ pub enum Event {
     SeriesEnds(Series),
 }
 
-/// Where an experiment tells its events; a receiver that has gone away is no error, the run ends by
+/// Where an experiment reports its events; a receiver that has gone away is no error, the run ends by
 /// other means.
 #[derive(Debug, Clone)]
 pub struct Events(Sender<Event>);
@@ -50,14 +50,14 @@ impl Events {
         Self(sender)
     }
 
-    /// Tells an event.
-    pub fn tell(&self, event: Event) {
+    /// Reports an event.
+    pub fn send(&self, event: Event) {
         let _ = self.0.send(event);
     }
 
-    /// Tells that something begins which takes time.
+    /// Reports that something begins which takes time.
     pub fn step(&self, guest: u32, text: impl Into<String>) {
-        self.tell(Event::Step { guest, text: text.into() });
+        self.send(Event::Step { guest, text: text.into() });
     }
 }
 

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::report::table;
+use crate::report::statistics::{number, rounded};
 
 /// A table.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -13,6 +13,32 @@ pub struct DataTable {
     pub columns: Vec<String>,
     /// Rows of as many values.
     pub rows: Vec<Vec<Value>>,
+}
+
+impl DataTable {
+    /// A table with a row for each item: the headings, and what an item has below each.
+    pub fn of<'a, T: 'a>(
+        title: impl Into<String>,
+        items: impl IntoIterator<Item = &'a T>,
+        columns: &[(&str, &dyn Fn(&T) -> Value)],
+    ) -> Self {
+        let row = |item| columns.iter().map(|(_, value)| value(item)).collect();
+        let rows = items.into_iter().map(row);
+        Self::new(title, columns.iter().map(|(heading, _)| *heading), rows)
+    }
+
+    /// A table from its parts.
+    pub fn new<C: Into<String>>(
+        title: impl Into<String>,
+        columns: impl IntoIterator<Item = C>,
+        rows: impl IntoIterator<Item = Vec<Value>>,
+    ) -> Self {
+        Self {
+            title: title.into(),
+            columns: columns.into_iter().map(Into::into).collect(),
+            rows: rows.into_iter().collect(),
+        }
+    }
 }
 
 /// A value of a table. Integers stay exact, to 64 bits with and without sign.
@@ -35,7 +61,7 @@ impl Value {
         match self {
             Self::Signed(value) => value.to_string(),
             Self::Unsigned(value) => value.to_string(),
-            Self::Float(value) => table::number(Some(*value)),
+            Self::Float(value) => number(Some(*value)),
             Self::Text(text) => text.clone(),
         }
     }
@@ -44,6 +70,12 @@ impl Value {
 impl From<i64> for Value {
     fn from(value: i64) -> Self {
         Self::Signed(value)
+    }
+}
+
+impl From<u32> for Value {
+    fn from(value: u32) -> Self {
+        Self::Signed(value.into())
     }
 }
 
@@ -56,7 +88,7 @@ impl From<u64> for Value {
 
 impl From<f64> for Value {
     fn from(value: f64) -> Self {
-        Self::Float(value)
+        Self::Float(rounded(value))
     }
 }
 
@@ -69,6 +101,13 @@ impl From<&str> for Value {
 impl From<String> for Value {
     fn from(text: String) -> Self {
         Self::Text(text)
+    }
+}
+
+impl<T: Into<Self>> From<Option<T>> for Value {
+    /// A dash for what was not measured.
+    fn from(value: Option<T>) -> Self {
+        value.map_or_else(|| Self::from("-"), Into::into)
     }
 }
 

@@ -46,11 +46,10 @@ impl OutputDirectory {
     /// touched.
     ///
     /// # Errors
-    /// [`LabError::Output`] when the file system refuses, [`LabError::Plot`] when the report cannot
-    /// be drawn.
+    /// [`LabError::Output`] when the file system refuses.
     pub fn write(&self, results: &Results) -> Result<(), LabError> {
         let failed = |cause| self.failed(cause);
-        let page = page::render(results)?;
+        let page = page::render(results);
         let mut document =
             serde_json::to_vec_pretty(results).map_err(|error| failed(error.into()))?;
         document.push(b'\n');

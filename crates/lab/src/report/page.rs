@@ -1,41 +1,49 @@
 //! The results as one self-contained page: no script, no font and no picture from elsewhere.
+//!
+//! It begins with what one wants to see: the host's memory over time, then each metric as a small
+//! chart with the series side by side, then the numbers.
 
 use std::fmt::Write as _;
 
-use crate::LabError;
-use crate::report::drawing;
+use crate::report::chart::{self, CURVES, Extent, GUESTS, HOST, SWAP, escaped};
 use crate::report::figures::DataTable;
-use crate::report::plot::{self, Extent};
-use crate::report::results::{Better, MemoryLimit, Results, Sample, Series};
-use crate::report::table;
+use crate::report::results::{
+    Better, GuestRecord, MemoryLimit, MetricInfo, Results, Sample, Series,
+};
+use crate::report::statistics::number;
+use crate::report::table::{heading, origin};
 
-/// Colours come from the reader's preference; the drawings take the text's colour for their axes
-/// and labels.
+/// Colours come from the reader's preference; charts take the text's colour for axes and labels.
 const STYLE: &str = "\
 :root { color-scheme: light dark; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 920px; margin: 2em auto; padding: 0 1em; }
-h1 { font-size: 1.5em; margin-bottom: 0; } h2 { font-size: 1.15em; margin-top: 2em; }
-table { border-collapse: collapse; } th, td { padding: .25em .8em; border-bottom: 1px solid #8884; }
-td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
-svg { max-width: 100%; height: auto; } svg text { fill: currentColor; }
-figure { margin: 1em 0; } figcaption { font-weight: 600; }
-.bars { display: flex; flex-wrap: wrap; gap: 1em 2em; }
-.muted { opacity: .75; } .error { color: #d62728; font-weight: 600; } code { font-size: .95em; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1160px; margin: 0 auto; padding: 1em; }
+h1 { font-size: 1.5em; margin: 0; } h2 { font-size: 1.15em; margin: 2em 0 .6em; }
+.grid { display: grid; gap: 1em; grid-template-columns: repeat(auto-fill, minmax(min(100%, 30em), 1fr)); }
+.small { grid-template-columns: repeat(auto-fill, minmax(min(100%, 17em), 1fr)); }
+figure { margin: 0; padding: .6em .8em; border: 1px solid #8885; border-radius: 6px; min-width: 0; }
+figcaption { font-weight: 600; line-height: 1.3; margin-bottom: .4em; }
+svg { display: block; width: 100%; height: auto; } svg text { fill: currentColor; }
+.legend { display: flex; flex-wrap: wrap; gap: .2em 1.2em; margin: .3em 0 .8em; font-size: .9em; }
+.legend i { display: inline-block; width: 1em; height: .8em; margin-right: .4em; }
+.bars { display: grid; grid-template-columns: fit-content(45%) 1fr fit-content(30%); gap: .15em .6em;
+  align-items: center; font-size: .9em; overflow-wrap: anywhere; }
+.bars b { font-weight: 400; text-align: right; font-variant-numeric: tabular-nums; }
+.bars div { position: relative; height: .9em; min-width: 3em; }
+.bars div * { position: absolute; top: 0; bottom: 0; min-width: 1px; border-radius: 1px; }
+.bars s { top: 45%; bottom: 45%; background: currentColor; opacity: .7; }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; }
+th, td { padding: .25em .8em; border-bottom: 1px solid #8884; text-align: left; vertical-align: top; }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+details { margin: .4em 0; } summary { cursor: pointer; } li { margin: .15em 0; }
+.muted { opacity: .75; font-weight: 400; } .error { color: #d62728; font-weight: 600; }
+.noisy { border-left: 4px solid #e08a1e; padding: .1em 1em; } code { font-size: .95em; }
 ";
 
-/// Text for HTML and for attributes in double quotes.
-pub(crate) fn escaped(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
-}
-
 /// The page.
-///
-/// # Errors
-/// [`LabError::Plot`] when a drawing fails.
-pub fn render(results: &Results) -> Result<String, LabError> {
+pub fn render(results: &Results) -> String {
     let mut page = String::new();
-    // Writing to a String cannot fail, here and below.
     let title = format!("{} ({})", results.experiment, results.scale);
+    // Writing to a String cannot fail, here and below.
     let _ = write!(
         page,
         "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
@@ -43,61 +51,166 @@ pub fn render(results: &Results) -> Result<String, LabError> {
          <style>\n{STYLE}</style>\n</head>\n<body>\n<h1>{0}</h1>\n<p>{1}</p>\n<p class=\"muted\">{2}</p>\n",
         escaped(&title),
         escaped(&results.summary),
-        escaped(&table::origin(results)),
+        escaped(&origin(results)),
     );
+    errors(&mut page, results);
+    timelines(&mut page, results);
+    drawings(&mut page, results);
+    metrics_bars(&mut page, results);
     metrics_table(&mut page, results);
     data_tables(&mut page, results);
-    drawings(&mut page, results)?;
-    metrics_bars(&mut page, results)?;
-    if !results.samples.is_empty() {
-        timelines(&mut page, results)?;
-    }
-    if results.series.iter().any(|series| !series.guests.is_empty()) {
-        guests(&mut page, results);
-    }
+    guests(&mut page, results);
     setting(&mut page, results);
     page.push_str("</body>\n</html>\n");
-    Ok(page)
+    page
+}
+
+/// What went wrong, and what cannot be believed: before anything else.
+fn errors(page: &mut String, results: &Results) {
+    for Series { name, error, too_noisy, .. } in &results.series {
+        if let Some(error) = error {
+            let _ = writeln!(page, "<p class=\"error\">{}: {}</p>", escaped(name), escaped(error));
+        }
+        if !too_noisy.is_empty() {
+            let lines: Vec<String> = too_noisy.iter().map(|line| escaped(line)).collect();
+            let _ = writeln!(
+                page,
+                "<p class=\"noisy\">{}: the machine was too noisy to tell. {}.</p>",
+                escaped(name),
+                lines.join(".<br>")
+            );
+        }
+    }
+}
+
+/// Colours with what they stand for.
+fn legend<'a>(page: &mut String, entries: impl IntoIterator<Item = (&'a str, &'a str)>) {
+    page.push_str("<div class=\"legend\">");
+    for (color, name) in entries {
+        let _ = write!(page, "<span><i style=\"background:{color}\"></i>{}</span>", escaped(name));
+    }
+    page.push_str("</div>\n");
+}
+
+fn timelines(page: &mut String, results: &Results) {
+    if results.samples.is_empty() {
+        return;
+    }
+    let extent = Extent::of(results);
+    page.push_str("<h2>Host memory over time</h2>\n");
+    let most = results.samples.iter().map(|sample| sample.guest_rss_mib.len()).max().unwrap_or(0);
+    let names: Vec<String> =
+        (1..=most.min(GUESTS.len())).map(|guest| format!("guest {guest}")).collect();
+    let guests = GUESTS.into_iter().zip(names.iter().map(String::as_str));
+    let repeated = (most > GUESTS.len()).then_some(("none", "and so on, in the order of starting"));
+    let all = [(HOST, "the host itself")].into_iter().chain(guests).chain(repeated);
+    legend(page, all.chain([(SWAP, "swap in use"), ("none", "dashed: the host's RAM")]));
+    page.push_str("<div class=\"grid\">\n");
+    for Series { name, .. } in &results.series {
+        let samples: Vec<&Sample> = results.samples_of(name).collect();
+        // Series that ran together have their samples under the first one's name.
+        if samples.is_empty() {
+            continue;
+        }
+        let title = format!("Host memory over time, {name}");
+        let chart = chart::timeline(&samples, results.host.memory_mib, extent, &title);
+        let name = escaped(name);
+        let _ = writeln!(page, "<figure><figcaption>{name}</figcaption>\n{chart}</figure>");
+    }
+    page.push_str("</div>\n");
+}
+
+fn drawings(page: &mut String, results: &Results) {
+    if results.series.iter().all(|series| series.drawings.is_empty()) {
+        return;
+    }
+    page.push_str("<h2>Curves</h2>\n<div class=\"grid\">\n");
+    for series in &results.series {
+        for drawing in &series.drawings {
+            let title = escaped(&format!("{}: {}", series.name, drawing.title));
+            let chart = chart::curves(drawing);
+            let _ = writeln!(page, "<figure><figcaption>{title}</figcaption>\n{chart}");
+            let names = drawing.curves.iter().map(|curve| curve.name.as_str());
+            legend(page, CURVES.into_iter().cycle().zip(names));
+            page.push_str("</figure>\n");
+        }
+    }
+    page.push_str("</div>\n");
+}
+
+/// A chart for each metric that any series has.
+fn metrics_bars(page: &mut String, results: &Results) {
+    page.push_str("<h2>Metrics</h2>\n<div class=\"grid small\">\n");
+    for metric in &results.metrics {
+        if results.series.iter().any(|series| value(series, metric).is_some()) {
+            bars(page, &results.series, metric);
+        }
+    }
+    page.push_str("</div>\n");
+}
+
+fn value(series: &Series, metric: &MetricInfo) -> Option<f64> {
+    series.metrics.get(&metric.name).copied().flatten()
+}
+
+/// One metric of every series as horizontal bars from zero with the value beside each, and a line
+/// from the lowest to the highest of repeated measurements.
+fn bars(page: &mut String, all: &[Series], metric: &MetricInfo) {
+    let better = match metric.better {
+        Better::Higher => "more is better",
+        Better::Lower => "less is better",
+    };
+    let _ = writeln!(
+        page,
+        "<figure><figcaption>{} <span class=\"muted\">({better})</span></figcaption>\n<div class=\"bars\">",
+        escaped(&heading(&metric.title, &metric.unit)),
+    );
+    let spread = |series: &Series| series.spread.get(&metric.name).copied();
+    let values = || {
+        let bounds = all.iter().filter_map(spread).flatten();
+        all.iter().filter_map(|series| value(series, metric)).chain(bounds).chain([0.0])
+    };
+    let (low, high) = (values().fold(0.0, f64::min), values().fold(0.0, f64::max));
+    let span = if high > low { high - low } else { 1.0 };
+    let style = |from: f64, to: f64| {
+        let percent = |length: f64| length / span * 100.0;
+        format!("left:{:.1}%;width:{:.1}%", percent(from.min(to) - low), percent((to - from).abs()))
+    };
+    for (series, color) in all.iter().zip(CURVES.iter().cycle()) {
+        let measured = value(series, metric);
+        let _ = write!(page, "<span>{}</span><div>", escaped(&series.name));
+        if let Some(measured) = measured {
+            let style = style(0.0, measured);
+            let _ = write!(page, "<i style=\"background:{color};{style}\"></i>");
+        }
+        if let Some([from, to]) = spread(series) {
+            let _ = write!(page, "<s style=\"{}\"></s>", style(from, to));
+        }
+        let _ = writeln!(page, "</div><b>{}</b>", number(measured));
+    }
+    page.push_str("</div></figure>\n");
 }
 
 fn metrics_table(page: &mut String, results: &Results) {
-    page.push_str("<h2>Results</h2>\n<table>\n<tr><th></th>");
+    page.push_str("<h2>Numbers</h2>\n<div class=\"scroll\"><table>\n<tr><th></th>");
     for series in &results.series {
         let _ = write!(page, "<th class=\"n\">{}</th>", escaped(&series.name));
     }
     page.push_str("</tr>\n");
     for metric in &results.metrics {
-        let _ =
-            write!(page, "<tr><td>{}</td>", escaped(&table::heading(&metric.title, &metric.unit)));
+        let title = escaped(&heading(&metric.title, &metric.unit));
+        let _ = write!(page, "<tr><td>{title}</td>");
         for series in &results.series {
-            let value = series.metrics.get(&metric.name).copied().flatten();
-            let _ = write!(page, "<td class=\"n\">{}</td>", table::number(value));
+            let _ = write!(page, "<td class=\"n\">{}</td>", number(value(series, metric)));
         }
         page.push_str("</tr>\n");
     }
-    page.push_str("</table>\n<ul>\n");
-    for series in &results.series {
-        let _ = writeln!(
-            page,
-            "<li><code>{}</code>: {}</li>",
-            escaped(&series.name),
-            escaped(&series.setup)
-        );
-        for note in &series.notes {
-            let _ = writeln!(
-                page,
-                "<li class=\"muted\">{}: {}</li>",
-                escaped(&series.name),
-                escaped(note)
-            );
-        }
-        if let Some(error) = &series.error {
-            let _ = writeln!(
-                page,
-                "<li class=\"error\">{}: {}</li>",
-                escaped(&series.name),
-                escaped(error)
-            );
+    page.push_str("</table></div>\n<ul>\n");
+    for Series { name, setup, notes, .. } in &results.series {
+        let _ = writeln!(page, "<li><code>{}</code>: {}</li>", escaped(name), escaped(setup));
+        for note in notes {
+            let line = escaped(&format!("{name}: {note}"));
+            let _ = writeln!(page, "<li class=\"muted\">{line}</li>");
         }
     }
     page.push_str("</ul>\n");
@@ -106,20 +219,24 @@ fn metrics_table(page: &mut String, results: &Results) {
 fn data_tables(page: &mut String, results: &Results) {
     for series in &results.series {
         for table in &series.tables {
-            let _ = writeln!(page, "<h2>{}: {}</h2>", escaped(&series.name), escaped(&table.title));
+            let title = escaped(&format!("{}: {}", series.name, table.title));
+            let _ = writeln!(page, "<h2>{title}</h2>");
             data_table(page, table);
         }
         for table in &series.details {
-            let title = format!("{}: {}", series.name, table.title);
-            let _ = writeln!(page, "<details><summary>{}</summary>", escaped(&title));
-            data_table(page, table);
-            page.push_str("</details>\n");
+            folded(page, &format!("{}: {}", series.name, table.title), table);
         }
     }
 }
 
+fn folded(page: &mut String, title: &str, table: &DataTable) {
+    let _ = writeln!(page, "<details><summary>{}</summary>", escaped(title));
+    data_table(page, table);
+    page.push_str("</details>\n");
+}
+
 fn data_table(page: &mut String, table: &DataTable) {
-    page.push_str("<table>\n<tr>");
+    page.push_str("<div class=\"scroll\"><table>\n<tr>");
     for column in &table.columns {
         let _ = write!(page, "<th class=\"n\">{}</th>", escaped(column));
     }
@@ -131,98 +248,31 @@ fn data_table(page: &mut String, table: &DataTable) {
         }
         page.push_str("</tr>\n");
     }
-    page.push_str("</table>\n");
-}
-
-fn drawings(page: &mut String, results: &Results) -> Result<(), LabError> {
-    for series in &results.series {
-        for drawing in &series.drawings {
-            let _ = writeln!(
-                page,
-                "<figure><figcaption>{}: {}</figcaption>\n{}</figure>",
-                escaped(&series.name),
-                escaped(&drawing.title),
-                drawing::lines(drawing)?,
-            );
-        }
-    }
-    Ok(())
-}
-
-fn metrics_bars(page: &mut String, results: &Results) -> Result<(), LabError> {
-    page.push_str("<div class=\"bars\">\n");
-    for metric in &results.metrics {
-        let direction = match metric.better {
-            Better::Higher => "more is better",
-            Better::Lower => "less is better",
-        };
-        let title = table::heading(&metric.title, &metric.unit);
-        let _ = writeln!(
-            page,
-            "<figure><figcaption>{} <span class=\"muted\">({direction})</span></figcaption>\n{}</figure>",
-            escaped(&title),
-            plot::bars(&results.series, &metric.name, &title)?,
-        );
-    }
-    page.push_str("</div>\n");
-    Ok(())
-}
-
-fn timelines(page: &mut String, results: &Results) -> Result<(), LabError> {
-    let extent = Extent::of(results);
-    page.push_str(
-        "<h2>Host memory over time</h2>\n<p class=\"muted\">Grey at the bottom: the host itself; above it the \
-         resident memory of each guest in the order of starting. Dashed: the host's RAM. Red: swap in use.</p>\n",
-    );
-    for series in &results.series {
-        let samples: Vec<&Sample> = results.samples_of(&series.name).collect();
-        let title = format!("Host memory over time, {}", series.name);
-        let _ = writeln!(
-            page,
-            "<figure><figcaption>{}</figcaption>\n{}</figure>",
-            escaped(&series.name),
-            plot::timeline(&samples, results.host.memory_mib, extent, &title)?,
-        );
-    }
-    Ok(())
+    page.push_str("</table></div>\n");
 }
 
 fn guests(page: &mut String, results: &Results) {
-    const HEADINGS: [&str; 9] = [
-        "guest",
-        "start to init, s",
-        "after boot, MiB",
-        "program, s",
-        "peak, MiB",
-        "90 % back, s",
-        "idle, MiB",
-        "monitor, MiB",
-        "host swap, MiB",
-    ];
+    if results.series.iter().all(|series| series.guests.is_empty()) {
+        return;
+    }
     page.push_str("<h2>Each guest</h2>\n");
     for Series { name, guests, .. } in &results.series {
-        let _ = write!(page, "<details><summary>{}</summary>\n<table>\n<tr>", escaped(name));
-        for heading in HEADINGS {
-            let _ = write!(page, "<th class=\"n\">{heading}</th>");
-        }
-        page.push_str("</tr>\n");
-        for guest in guests {
-            let _ = write!(page, "<tr><td class=\"n\">{}</td>", guest.guest);
-            for value in [
-                guest.start_to_init_s,
-                guest.booted_rss_mib,
-                guest.program_s,
-                guest.peak_mib,
-                guest.return_90_s,
-                guest.idle_rss_mib,
-                guest.monitor_rss_mib,
-                guest.swap_used_mib,
-            ] {
-                let _ = write!(page, "<td class=\"n\">{}</td>", table::number(value));
-            }
-            page.push_str("</tr>\n");
-        }
-        page.push_str("</table></details>\n");
+        let table = DataTable::of(
+            "",
+            guests,
+            &[
+                ("guest", &|guest: &GuestRecord| guest.guest.into()),
+                ("start to init, s", &|guest| guest.start_to_init_s.into()),
+                ("after boot, MiB", &|guest| guest.booted_rss_mib.into()),
+                ("program, s", &|guest| guest.program_s.into()),
+                ("peak, MiB", &|guest| guest.peak_mib.into()),
+                ("90 % back, s", &|guest| guest.return_90_s.into()),
+                ("idle, MiB", &|guest| guest.idle_rss_mib.into()),
+                ("monitor, MiB", &|guest| guest.monitor_rss_mib.into()),
+                ("host swap, MiB", &|guest| guest.swap_used_mib.into()),
+            ],
+        );
+        folded(page, name, &table);
     }
 }
 
@@ -262,7 +312,7 @@ mod tests {
 
     #[test]
     fn the_page_needs_nothing_from_elsewhere() {
-        let page = render(&example()).unwrap();
+        let page = render(&example());
         for foreign in ["http://", "https://", "src=", "href=", "@import", "url("] {
             let found: Vec<&str> = page
                 .match_indices(foreign)
@@ -278,15 +328,52 @@ mod tests {
     }
 
     #[test]
-    fn the_page_shows_each_series_as_table_bars_and_timeline() {
+    fn the_page_shows_time_then_bars_then_numbers() {
         let results = example();
-        let page = render(&results).unwrap();
-        assert_eq!(
-            page.matches("aria-label=\"Host memory over time").count(),
-            results.series.len()
-        );
-        assert_eq!(page.matches("<svg").count(), results.series.len() + results.metrics.len());
+        let page = render(&results);
+        let timelines = page.matches("aria-label=\"Host memory over time").count();
+        assert_eq!(timelines, results.series.len());
+        assert_eq!(page.matches("class=\"bars\"").count(), results.metrics.len());
+        let places =
+            ["Host memory over time", "<h2>Metrics", "<h2>Numbers"].map(|it| page.find(it));
+        assert!(places.is_sorted() && places[0].is_some(), "{places:?}");
         assert!(page.contains("<td class=\"n\">4.25</td>"));
+    }
+
+    #[test]
+    fn bars_are_as_long_as_their_values_and_begin_at_zero() {
+        let mut series = example().series;
+        let metric = example().metrics.remove(0);
+        series[0].metrics.insert(metric.name.clone(), Some(-2.0));
+        series[1].spread.insert(metric.name.clone(), [6.0, 8.0]);
+        let mut page = String::new();
+        bars(&mut page, &series, &metric);
+        assert!(page.contains(";left:0.0%;width:20.0%\"></i></div><b>-2</b>"), "{page}");
+        assert!(page.contains(";left:20.0%;width:80.0%\"></i>"), "{page}");
+        assert!(page.contains("<s style=\"left:80.0%;width:20.0%\">"), "{page}");
+    }
+
+    #[test]
+    fn what_was_not_measured_is_a_dash_and_what_nothing_measured_no_chart() {
+        let mut results = example();
+        let page = render(&results);
+        assert!(page.contains("<span>no-reporting</span><div></div><b>-</b>"), "{page}");
+        results.metrics.push(MetricInfo {
+            name: "other".to_owned(),
+            title: "Never measured".to_owned(),
+            unit: String::new(),
+            better: Better::Lower,
+        });
+        assert_eq!(render(&results).matches("Never measured").count(), 1);
+    }
+
+    #[test]
+    fn what_the_machine_was_too_noisy_for_is_said_first() {
+        let mut results = example();
+        results.series[1].too_noisy.push("Times as fast: 1.1 is not certain".to_owned());
+        let page = render(&results);
+        let at = page.find("too noisy to tell. Times as fast: 1.1").unwrap();
+        assert!(at < page.find("<h2>").unwrap());
     }
 
     #[test]
@@ -305,7 +392,7 @@ mod tests {
             vec![Curve { name: "+1 ppm".to_owned(), points: vec![(0.0, 1.0), (14.0, -0.2)] }];
         let [title, x, y] = ["drift", "days", "s"].map(str::to_owned);
         results.series[0].drawings.push(Drawing { title, x, y, curves });
-        let page = render(&results).unwrap();
+        let page = render(&results);
         assert_eq!(page.matches("<td class=\"n\">18446744073709551615</td>").count(), 2);
         assert_eq!(page.matches("time &lt;of&gt; a guest").count(), 2);
         assert!(page.contains("aria-label=\"drift\"") && page.contains("+1 ppm"));
@@ -317,7 +404,7 @@ mod tests {
     fn names_and_notes_cannot_break_the_page() {
         let mut results = example();
         results.series[0].error = Some("<script>alert(1)</script>".to_owned());
-        let page = render(&results).unwrap();
+        let page = render(&results);
         assert!(page.contains("A &amp; B"));
         assert!(page.contains("swap was used &lt;by&gt; guest 4"));
         assert!(!page.contains("<script>"));

@@ -6,7 +6,7 @@ use std::time::Duration;
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::report::event::Event;
-use crate::report::table;
+use crate::report::statistics::number;
 
 /// Shows events on standard error.
 pub enum Progress {
@@ -110,7 +110,7 @@ fn line(event: &Event) -> Option<String> {
             let metrics: Vec<String> = series
                 .metrics
                 .iter()
-                .map(|(name, value)| format!("{name} {}", table::number(*value)))
+                .map(|(name, value)| format!("{name} {}", number(*value)))
                 .collect();
             let ending =
                 series.error.as_deref().map_or_else(String::new, |error| format!("; {error}"));

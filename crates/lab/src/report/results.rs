@@ -117,13 +117,6 @@ pub struct MetricInfo {
     pub better: Better,
 }
 
-impl MetricInfo {
-    /// A description from its parts.
-    pub fn new(name: &str, title: &str, unit: &str, better: Better) -> Self {
-        Self { name: name.to_owned(), title: title.to_owned(), unit: unit.to_owned(), better }
-    }
-}
-
 /// One way of doing the same thing, measured.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Series {
@@ -147,6 +140,12 @@ pub struct Series {
     /// Why the series ended, and what a reader of its numbers should know.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub notes: Vec<String>,
+    /// Lowest and highest of the repeated measurements behind a metric, by its name.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub spread: BTreeMap<String, [f64; 2]>,
+    /// What the metrics seem to show, and the machine was too noisy to tell.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub too_noisy: Vec<String>,
     /// The error that ended the series early; its metrics cover what had been measured until then.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
@@ -164,6 +163,8 @@ impl Series {
             details: Vec::new(),
             drawings: Vec::new(),
             notes: Vec::new(),
+            spread: BTreeMap::new(),
+            too_noisy: Vec::new(),
             error: None,
         }
     }
@@ -272,11 +273,6 @@ impl Results {
     }
 }
 
-/// Rounds for a document: three decimals are below every measure's own noise.
-pub fn rounded(value: f64) -> f64 {
-    (value * 1000.0).round() / 1000.0
-}
-
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
@@ -291,6 +287,10 @@ pub(crate) mod tests {
             guests: vec![GuestRecord { guest: 1, return_90_s: returned, ..GuestRecord::default() }],
             notes: vec!["swap was used <by> guest 4".to_owned()],
             ..Series::new(name, format!("ebb, {name}"))
+        };
+        let metric = |name: &str, title: &str, unit: &str, better| {
+            let [name, title, unit] = [name, title, unit].map(str::to_owned);
+            MetricInfo { name, title, unit, better }
         };
         let sample = |series: &str, t_ms: u64, rss: &[f64], swap: f64| Sample {
             series: series.to_owned(),
@@ -325,8 +325,8 @@ pub(crate) mod tests {
                 kernel: "6.1.0".to_owned(),
             },
             metrics: vec![
-                MetricInfo::new("guests_without_swap", "Guests without swap", "", Better::Higher),
-                MetricInfo::new("return_90_s", "90 % returned after", "s", Better::Lower),
+                metric("guests_without_swap", "Guests without swap", "", Better::Higher),
+                metric("return_90_s", "90 % returned after", "s", Better::Lower),
             ],
             series: vec![series("no-reporting", 3.0, None), series("reporting", 8.0, Some(4.25))],
             samples: vec![

@@ -1,4 +1,4 @@
-//! Summaries of a handful of measurements.
+//! Summaries of a handful of measurements, and numbers as they are written.
 
 /// The median: the middle value, or the mean of the two middle ones. `None` without values.
 ///
@@ -14,16 +14,6 @@ pub fn median(values: impl IntoIterator<Item = f64>) -> Option<f64> {
     }
 }
 
-/// The median of measurements of which some never came: one that is missing counts as later than
-/// each that came, so that the median is `None` when most of them are missing.
-///
-/// For times with a limit: leaving the missing ones out would make a series look faster the more
-/// often it failed.
-pub fn median_or_never(values: impl IntoIterator<Item = Option<f64>>) -> Option<f64> {
-    median(values.into_iter().map(|value| value.unwrap_or(f64::INFINITY)))
-        .filter(|value| value.is_finite())
-}
-
 /// The smallest value that at least this part (0 to 1) of all values does not exceed: 1 for the
 /// largest. `None` without values.
 ///
@@ -33,6 +23,22 @@ pub fn quantile(values: impl IntoIterator<Item = f64>, part: f64) -> Option<f64>
     sorted.sort_by(f64::total_cmp);
     let rank = (part * sorted.len() as f64).ceil().max(1.0) as usize;
     sorted.get(rank.min(sorted.len()).checked_sub(1)?).copied()
+}
+
+/// Rounds for a document: three decimals are below every measure's own noise.
+pub fn rounded(value: f64) -> f64 {
+    (value * 1000.0).round() / 1000.0
+}
+
+/// A value as people read it: as many decimals as it is worth, a dash for what was not measured.
+pub fn number(value: Option<f64>) -> String {
+    match value {
+        None => "-".to_owned(),
+        Some(value) if value.fract().abs() < 1e-9 => format!("{value:.0}"),
+        Some(value) if value.abs() >= 100.0 => format!("{value:.0}"),
+        Some(value) if value.abs() >= 10.0 => format!("{value:.1}"),
+        Some(value) => format!("{value:.2}"),
+    }
 }
 
 /// How often values are drawn again for an interval.
@@ -45,7 +51,7 @@ const DRAWS: usize = 2000;
 pub fn median_interval(groups: &[Vec<f64>], confidence: f64) -> Option<(f64, f64)> {
     let groups: Vec<&[f64]> =
         groups.iter().map(Vec::as_slice).filter(|group| !group.is_empty()).collect();
-    let mut draw = Draw(0);
+    let mut draw = Random(0);
     let mut medians = Vec::with_capacity(DRAWS);
     for _ in 0..DRAWS {
         let mut values = Vec::new();
@@ -63,19 +69,25 @@ pub fn median_interval(groups: &[Vec<f64>], confidence: f64) -> Option<(f64, f64
 
 /// Numbers that look random and are the same each time (SplitMix64: G. Steele, D. Lea and C. Flood,
 /// "Fast splittable pseudorandom number generators", 2014).
-struct Draw(u64);
+#[derive(Debug, Clone)]
+pub struct Random(pub u64);
 
-impl Draw {
-    fn next(&mut self) -> u64 {
+impl Random {
+    /// The next number.
+    pub fn draw(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         mixed ^ (mixed >> 31)
     }
 
+    /// A number below `limit`, which is not 0.
+    pub fn below(&mut self, limit: usize) -> usize {
+        (self.draw() % limit as u64) as usize
+    }
+
     fn one_of<'a, T>(&mut self, all: &'a [T]) -> Option<&'a T> {
-        let count = u64::try_from(all.len()).ok().filter(|count| *count > 0)?;
-        all.get(usize::try_from(self.next() % count).ok()?)
+        if all.is_empty() { None } else { all.get(self.below(all.len())) }
     }
 }
 
@@ -85,20 +97,21 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
+    fn numbers_have_the_decimals_they_are_worth() {
+        assert_eq!(number(None), "-");
+        assert_eq!(number(Some(3.0)), "3");
+        assert_eq!(number(Some(4.256)), "4.26");
+        assert_eq!(number(Some(42.16)), "42.2");
+        assert_eq!(number(Some(326.4)), "326");
+    }
+
+    #[test]
     fn the_middle_of_odd_and_even_counts() {
         assert_eq!(median([]), None);
         assert_eq!(median([7.0]), Some(7.0));
         assert_eq!(median([3.0, 1.0, 2.0]), Some(2.0));
         assert_eq!(median([4.0, 1.0, 3.0, 2.0]), Some(2.5));
         assert_eq!(median([f64::NAN, 5.0]), Some(5.0));
-    }
-
-    #[test]
-    fn missing_values_count_as_late() {
-        assert_eq!(median_or_never([Some(1.0), None, Some(2.0)]), Some(2.0));
-        assert_eq!(median_or_never([Some(1.0), None, None]), None);
-        assert_eq!(median_or_never([Some(1.0), None]), None);
-        assert_eq!(median_or_never([]), None);
     }
 
     #[test]

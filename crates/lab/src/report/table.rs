@@ -6,17 +6,7 @@ use comfy_table::{Cell, CellAlignment, Table, presets};
 
 use crate::report::figures::DataTable;
 use crate::report::results::{Place, Results};
-
-/// A value as people read it: as many decimals as it is worth, a dash for what was not measured.
-pub fn number(value: Option<f64>) -> String {
-    match value {
-        None => "-".to_owned(),
-        Some(value) if value.fract().abs() < 1e-9 => format!("{value:.0}"),
-        Some(value) if value.abs() >= 100.0 => format!("{value:.0}"),
-        Some(value) if value.abs() >= 10.0 => format!("{value:.1}"),
-        Some(value) => format!("{value:.2}"),
-    }
-}
+use crate::report::statistics::number;
 
 /// The heading of a metric with its unit.
 pub fn heading(title: &str, unit: &str) -> String {
@@ -72,6 +62,9 @@ pub fn render(results: &Results) -> String {
         for note in series.notes.iter().chain(series.error.as_ref()) {
             let _ = writeln!(text, "{}: {note}", series.name);
         }
+        for line in &series.too_noisy {
+            let _ = writeln!(text, "{}: TOO NOISY TO TELL: {line}", series.name);
+        }
     }
     text
 }
@@ -91,15 +84,6 @@ fn data_table(data: &DataTable) -> Table {
 mod tests {
     use super::*;
     use crate::report::results::tests::example;
-
-    #[test]
-    fn numbers_have_the_decimals_they_are_worth() {
-        assert_eq!(number(None), "-");
-        assert_eq!(number(Some(3.0)), "3");
-        assert_eq!(number(Some(4.256)), "4.26");
-        assert_eq!(number(Some(42.16)), "42.2");
-        assert_eq!(number(Some(326.4)), "326");
-    }
 
     #[test]
     fn every_metric_is_a_row_and_every_series_a_column() {
@@ -129,7 +113,17 @@ mod tests {
     }
 
     #[test]
-    fn notes_and_errors_are_told_with_their_series() {
+    fn what_the_machine_was_too_noisy_for_is_a_line() {
+        let mut results = example();
+        results.series[1].too_noisy.push("Times as fast: 1.1 is not certain".to_owned());
+        assert!(
+            render(&results)
+                .ends_with("\nreporting: TOO NOISY TO TELL: Times as fast: 1.1 is not certain\n")
+        );
+    }
+
+    #[test]
+    fn notes_and_errors_are_shown_with_their_series() {
         let mut results = example();
         results.series[1].error = Some("guest 2 died".to_owned());
         let text = render(&results);

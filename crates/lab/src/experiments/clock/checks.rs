@@ -12,8 +12,9 @@ use kvm_bindings::{KVM_CLOCK_REALTIME, kvm_clock_data};
 use kvm_ioctls::{Cap, Kvm};
 
 use super::kvm::{ClockGuest, MasterClock, clock_flags};
+use super::metrics::Found;
 use crate::LabError;
-use crate::report::figures::{DataTable, Value};
+use crate::report::figures::DataTable;
 use crate::report::results::Series;
 
 /// Readings of a check that compares the page with KVM's clock.
@@ -107,25 +108,23 @@ impl Checks {
     }
 
     /// Puts them into the document.
-    pub(super) fn tell(&self, series: &mut Series) {
-        series.metrics.insert("failed_checks".to_owned(), Some(self.failed().len() as f64));
-        series.metrics.insert(
-            "min_system_time_ns".to_owned(),
-            self.smallest_ns.map(|ns| ns.cast_signed() as f64),
-        );
-        let rows = self.all.iter().map(|check| {
-            let (outcome, seen) = match &check.outcome {
-                Outcome::Passed(seen) => ("passed", seen),
-                Outcome::Failed(seen) => ("FAILED", seen),
-                Outcome::Skipped(why) => ("skipped", why),
-            };
-            vec![Value::from(check.name.as_str()), Value::from(outcome), Value::from(seen.as_str())]
-        });
-        series.tables.push(DataTable {
-            title: "checks of KVM's clock".to_owned(),
-            columns: ["check", "outcome", "seen"].map(str::to_owned).to_vec(),
-            rows: rows.collect(),
-        });
+    pub(super) fn show(&self, found: &mut Found, series: &mut Series) {
+        found.failed_checks = Some(self.failed().len() as f64);
+        found.min_system_time = self.smallest_ns.map(|ns| ns.cast_signed() as f64);
+        let outcome = |check: &Check| match &check.outcome {
+            Outcome::Passed(seen) => ("passed", seen.clone()),
+            Outcome::Failed(seen) => ("FAILED", seen.clone()),
+            Outcome::Skipped(why) => ("skipped", why.clone()),
+        };
+        series.tables.push(DataTable::of(
+            "checks of KVM's clock",
+            &self.all,
+            &[
+                ("check", &|check| check.name.as_str().into()),
+                ("outcome", &|check| outcome(check).0.into()),
+                ("seen", &|check| outcome(check).1.into()),
+            ],
+        ));
     }
 }
 
@@ -231,7 +230,7 @@ fn stop_notice(guest: &mut ClockGuest) -> Result<Outcome, LabError> {
     let failed = |what: &str| Ok(Outcome::Failed(what.to_owned()));
     guest.run()?;
     if guest.take_stop_notice()? {
-        return failed("there was one that nobody gave");
+        return failed("there was one before it was given");
     }
     guest.give_stop_notice()?;
     for _ in 0..2 {
@@ -293,9 +292,9 @@ mod tests {
         checks.add("c".to_owned(), Outcome::Skipped("no scaling".to_owned()));
         let mut series = Series::new("kvm", String::new());
         assert!(checks.verdict().is_err_and(|error| error.to_string().ends_with("failed: b")));
-        checks.tell(&mut series);
-        assert_eq!(series.metrics["failed_checks"], Some(1.0));
-        assert_eq!(series.metrics["min_system_time_ns"], Some(17.0));
+        let mut found = Found::default();
+        checks.show(&mut found, &mut series);
+        assert_eq!((found.failed_checks, found.min_system_time), (Some(1.0), Some(17.0)));
         let outcomes: Vec<String> =
             series.tables[0].rows.iter().map(|row| row[1].shown()).collect();
         assert_eq!(outcomes, ["passed", "FAILED", "skipped"]);

@@ -11,10 +11,11 @@ use std::time::Duration;
 
 use ebb_agent::clock_watch::WatchReport;
 use ebb_kvm_clock::ClockPolicy;
+use serde::Serialize;
 
 use crate::LabError;
 use crate::harness::testbed::Testbed;
-use crate::report::results::{Scale, Series};
+use crate::report::results::Scale;
 use interval::{Interval, Look};
 use subject::{Stop, Subject};
 
@@ -35,8 +36,9 @@ const WAITS_MS: [u64; 5] = [0, 100, 500, 1000, 2000];
 const UNSTOPPED: Duration = Duration::from_millis(300);
 
 /// How many stops of each kind.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub(super) struct Stops {
+    #[serde(skip)]
     pub(super) unstopped: usize,
     pub(super) pauses: usize,
     pub(super) restores: usize,
@@ -159,7 +161,7 @@ fn lost(policy: ClockPolicy, stopped: Interval) -> Interval {
 
 /// All that a series has seen.
 #[derive(Debug)]
-struct Record {
+pub(super) struct Record {
     policy: ClockPolicy,
     cycles: Vec<Cycle>,
     /// What the readers have seen, last.
@@ -171,11 +173,8 @@ struct Record {
     complaints: Vec<String>,
 }
 
-/// Runs a series.
-///
-/// # Errors
-/// What the guest or its monitor did not do; what was measured before is told all the same.
-pub(super) fn run(testbed: &mut Testbed<'_>, series: &mut Series) -> Result<(), LabError> {
+/// Runs a series: what was measured, also before something failed.
+pub(super) fn run(testbed: &mut Testbed<'_>) -> (Record, Result<(), LabError>) {
     let stops = stops(testbed.scale());
     let mut record = Record {
         policy: testbed.setup().clock,
@@ -186,8 +185,7 @@ pub(super) fn run(testbed: &mut Testbed<'_>, series: &mut Series) -> Result<(), 
         complaints: Vec::new(),
     };
     let outcome = watch(testbed, stops, &mut record);
-    record.tell(series);
-    outcome
+    (record, outcome)
 }
 
 fn watch(testbed: &mut Testbed<'_>, stops: Stops, record: &mut Record) -> Result<(), LabError> {

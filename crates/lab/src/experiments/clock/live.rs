@@ -10,10 +10,11 @@ use kvm_ioctls::Kvm;
 
 use super::host_clock::{Ahead, HostClock};
 use super::kvm::{ClockGuest, MasterClock};
+use super::metrics::Found;
 use super::{checks, mixed};
 use crate::LabError;
 use crate::report::event::Events;
-use crate::report::figures::{Curve, DataTable, Drawing, Value};
+use crate::report::figures::{Curve, DataTable, Drawing};
 use crate::report::results::Series;
 
 /// Time between two samples.
@@ -66,8 +67,13 @@ impl Sample {
 /// # Errors
 /// [`LabError::Kvm`] and [`LabError::TestGuest`] when a KVM that is there fails,
 /// [`LabError::ChecksFailed`] when all has been measured and its clock is not what it should be.
-pub(super) fn run(watch_s: u64, events: &Events, series: &mut Series) -> Result<(), LabError> {
-    mixed_kernel(series);
+pub(super) fn run(
+    watch_s: u64,
+    events: &Events,
+    found: &mut Found,
+    series: &mut Series,
+) -> Result<(), LabError> {
+    mixed_kernel(found, series);
     let kvm = match Kvm::new() {
         Ok(kvm) => kvm,
         Err(cause) => {
@@ -80,9 +86,9 @@ pub(super) fn run(watch_s: u64, events: &Events, series: &mut Series) -> Result<
     };
     events.step(0, "checks the clock page of a small guest");
     let checks = checks::run(&kvm)?;
-    checks.tell(series);
+    checks.show(found, series);
     events.step(0, "looks for what a mixed kernel would do");
-    mixed::look(&kvm)?.tell(series);
+    mixed::look(&kvm)?.show(found, series);
     events.step(0, format!("watches KVM's clock for {watch_s} s"));
     let guests = Guests::new(&kvm)?;
     let stable = guests.master.clock()?.flags & KVM_CLOCK_TSC_STABLE != 0;
@@ -97,18 +103,8 @@ pub(super) fn run(watch_s: u64, events: &Events, series: &mut Series) -> Result<
         thread::sleep(INTERVAL);
         samples.push(Sample::take(&guests)?);
     }
-    tell(&samples, series);
+    show(&samples, found, series);
     checks.verdict()
-}
-
-/// Name of the metric of a deviation.
-fn metric(clock: HostClock) -> &'static str {
-    match clock {
-        HostClock::Raw => "raw_deviation_ns",
-        HostClock::Monotonic => "monotonic_deviation_ns",
-        HostClock::Boottime => "boottime_deviation_ns",
-        HostClock::Realtime => "realtime_deviation_ns",
-    }
 }
 
 fn clock_source() -> String {
@@ -118,9 +114,9 @@ fn clock_source() -> String {
 }
 
 /// What a kernel that mixed raw and slewed clocks would do on this host now.
-fn mixed_kernel(series: &mut Series) {
+fn mixed_kernel(found: &mut Found, series: &mut Series) {
     let drift = Ahead::of_monotonic();
-    series.metrics.insert("drift_ns".to_owned(), Some(drift.ns as f64));
+    found.drift = Some(drift.ns as f64);
     series.notes.push(error_now(drift, HostClock::Raw.now_ns()));
 }
 
@@ -171,7 +167,7 @@ fn seconds(ns: i64) -> f64 {
     ns as f64 / NS_PER_SECOND
 }
 
-fn tell(samples: &[Sample], series: &mut Series) {
+fn show(samples: &[Sample], found: &mut Found, series: &mut Series) {
     let (Some(first), Some(last)) = (samples.first(), samples.last()) else { return };
     let elapsed_ns = last.raw_ns - first.raw_ns;
     let gained = |of: fn(&Sample) -> [Ahead; 3]| -> Vec<(HostClock, Ahead)> {
@@ -180,29 +176,26 @@ fn tell(samples: &[Sample], series: &mut Series) {
     };
     let plain = gained(|sample| sample.plain);
     let master = gained(|sample| sample.master);
-    for (clock, deviation) in &plain {
-        series.metrics.insert(metric(*clock).to_owned(), Some(deviation.ns.unsigned_abs() as f64));
+    for (metric, (_, deviation)) in found.deviations.iter_mut().zip(&plain) {
+        *metric = Some(deviation.ns.unsigned_abs() as f64);
     }
     series.notes.push(judged(&plain, elapsed_ns));
     let slewed = last.drift.since(first.drift);
     series.notes.push(forecast(last.drift, slewed, elapsed_ns, last.raw_ns));
-    let row = |(kind, (clock, deviation)): (&str, &(HostClock, Ahead))| {
-        vec![
-            Value::from(kind),
-            Value::from(clock.name()),
-            Value::from(deviation.ns),
-            Value::from(deviation.uncertainty_ns),
-            Value::from(deviation.ns * NS_PER_SECOND as i64 / elapsed_ns.max(1)),
-        ]
-    };
+    type Row<'a> = (&'static str, &'a (HostClock, Ahead));
     let rows = plain.iter().map(|pair| ("off", pair)).chain(master.iter().map(|pair| ("on", pair)));
-    series.tables.push(DataTable {
-        title: format!("what KVM's clock gained in {:.1} s", seconds(elapsed_ns)),
-        columns: ["master clock", "on", "ns", "known to within, ns", "ppb"]
-            .map(str::to_owned)
-            .to_vec(),
-        rows: rows.map(row).collect(),
-    });
+    let ppb = |ahead: Ahead| ahead.ns * NS_PER_SECOND as i64 / elapsed_ns.max(1);
+    series.tables.push(DataTable::of(
+        format!("what KVM's clock gained in {:.1} s", seconds(elapsed_ns)),
+        &rows.collect::<Vec<Row<'_>>>(),
+        &[
+            ("master clock", &|(kind, _)| (*kind).into()),
+            ("on", &|(_, (clock, _))| clock.name().into()),
+            ("ns", &|(_, (_, ahead))| ahead.ns.into()),
+            ("known to within, ns", &|(_, (_, ahead))| ahead.uncertainty_ns.into()),
+            ("ppb", &|(_, (_, ahead))| ppb(*ahead).into()),
+        ],
+    ));
     let curve = |name: String, of: &dyn Fn(&Sample) -> Ahead| Curve {
         name,
         points: samples
@@ -316,7 +309,8 @@ mod tests {
     #[test]
     fn the_drift_of_this_machine_can_be_read() {
         let mut series = Series::new("kvm", String::new());
-        mixed_kernel(&mut series);
-        assert!(series.metrics["drift_ns"].is_some());
+        let mut found = Found::default();
+        mixed_kernel(&mut found, &mut series);
+        assert!(found.drift.is_some() && series.notes.len() == 1);
     }
 }

@@ -9,6 +9,7 @@ use kvm_ioctls::Kvm;
 
 use super::host_clock::{Ahead, HostClock};
 use super::kvm::{ClockGuest, MasterClock};
+use super::metrics::Found;
 use crate::LabError;
 use crate::report::figures::{DataTable, Value};
 use crate::report::results::Series;
@@ -84,12 +85,12 @@ fn largest(jumps: &[Ahead]) -> Option<Ahead> {
 
 impl Signs {
     /// Puts metrics, a table and a verdict into the document.
-    pub(super) fn tell(self, series: &mut Series) {
+    pub(super) fn show(self, found: &mut Found, series: &mut Series) {
         let off = largest(&self.off_jumps);
         let on = largest(&self.on_jumps);
         let jump = largest(&off.into_iter().chain(on).collect::<Vec<_>>());
-        series.metrics.insert("max_jump_ns".to_owned(), jump.map(|jump| jump.ns.abs() as f64));
-        series.metrics.insert("wall_error_ns".to_owned(), Some(self.wall.ns.abs() as f64));
+        found.max_jump = jump.map(|jump| jump.ns.abs() as f64);
+        found.wall_error = Some(self.wall.ns.abs() as f64);
         if jump.is_none() {
             series.notes.push(
                 "KVM did not switch its master clock, so that there is no jump to be seen"
@@ -113,13 +114,8 @@ impl Signs {
                 Value::from(*mixed_ns),
             ])
         });
-        series.tables.push(DataTable {
-            title: "signs of mixed clocks".to_owned(),
-            columns: ["sign", "seen, ns", "known to within, ns", "with mixed clocks, ns"]
-                .map(str::to_owned)
-                .to_vec(),
-            rows: rows.collect(),
-        });
+        let columns = ["sign", "seen, ns", "known to within, ns", "with mixed clocks, ns"];
+        series.tables.push(DataTable::new("signs of mixed clocks", columns, rows));
     }
 }
 
@@ -198,8 +194,9 @@ mod tests {
             return;
         };
         let mut series = Series::new("kvm", String::new());
-        look(&kvm).unwrap().tell(&mut series);
-        assert!(series.metrics["wall_error_ns"].is_some());
+        let mut found = Found::default();
+        look(&kvm).unwrap().show(&mut found, &mut series);
+        assert!(found.wall_error.is_some());
         assert!(!series.notes.iter().any(|note| note.contains("mix")), "{:?}", series.notes);
     }
 

@@ -4,6 +4,7 @@
 use ebb_kvm_clock::Kilohertz;
 use ebb_kvm_clock::model::{KernelMode, Machine, VcpuTscs};
 
+use super::metrics::Found;
 use crate::report::figures::{Curve, DataTable, Drawing, Value};
 use crate::report::results::Series;
 
@@ -129,19 +130,12 @@ fn milliseconds(ns: i64) -> String {
 
 impl Sweep {
     /// Puts metrics, tables, curves and a summary into the document.
-    pub(super) fn tell(self, series: &mut Series) {
-        let smallest = self.cases.iter().map(|case| case.time_ns).min();
-        let largest = |of: fn(&Case) -> u64| self.cases.iter().map(of).max();
-        let jump =
+    pub(super) fn show(self, found: &mut Found, series: &mut Series) {
+        let largest = |of: fn(&Case) -> u64| self.cases.iter().map(of).max().map(|ns| ns as f64);
+        found.min_system_time = self.cases.iter().map(|case| case.time_ns as f64).reduce(f64::min);
+        found.max_jump =
             largest(|case| case.off_jump_ns.unsigned_abs().max(case.on_jump_ns.unsigned_abs()));
-        let wall = largest(|case| case.wall_error_ns.unsigned_abs());
-        for (name, value) in [
-            ("min_system_time_ns", smallest.map(|ns| ns as f64)),
-            ("max_jump_ns", jump.map(|ns| ns as f64)),
-            ("wall_error_ns", wall.map(|ns| ns as f64)),
-        ] {
-            series.metrics.insert(name.to_owned(), value);
-        }
+        found.wall_error = largest(|case| case.wall_error_ns.unsigned_abs());
         let negative = self.cases.iter().filter(|case| case.time_ns < 0).count();
         series.notes.push(format!(
             "{negative} of {} fresh guests read a negative time one second after their creation{}",
@@ -183,38 +177,25 @@ impl Sweep {
                 .map(Value::Text)
                 .collect()
         });
-        DataTable { title: title.to_owned(), columns, rows: rows.collect() }
+        DataTable::new(title, columns, rows)
     }
 
     /// Everything, in nanoseconds.
     fn list(&self) -> DataTable {
-        let columns = [
-            "uptime_s",
-            "slew_ppm",
-            "drift_ns",
-            "system_time_ns",
-            "system_time_seen_ns",
-            "master_clock_off_jump_ns",
-            "master_clock_on_jump_ns",
-            "wall_error_ns",
-        ];
-        let row = |case: &Case| {
-            vec![
-                Value::from(case.uptime_ns / SECOND_NS),
-                Value::from(case.slew_ppm),
-                Value::from(case.drift_ns),
-                Value::from(case.time_ns),
-                Value::from(case.seen_ns),
-                Value::from(case.off_jump_ns),
-                Value::from(case.on_jump_ns),
-                Value::from(case.wall_error_ns),
-            ]
-        };
-        DataTable {
-            title: "all cases, in nanoseconds".to_owned(),
-            columns: columns.map(str::to_owned).to_vec(),
-            rows: self.cases.iter().map(row).collect(),
-        }
+        DataTable::of(
+            "all cases, in nanoseconds",
+            &self.cases,
+            &[
+                ("uptime_s", &|case| (case.uptime_ns / SECOND_NS).into()),
+                ("slew_ppm", &|case| case.slew_ppm.into()),
+                ("drift_ns", &|case| case.drift_ns.into()),
+                ("system_time_ns", &|case| case.time_ns.into()),
+                ("system_time_seen_ns", &|case| case.seen_ns.into()),
+                ("master_clock_off_jump_ns", &|case| case.off_jump_ns.into()),
+                ("master_clock_on_jump_ns", &|case| case.on_jump_ns.into()),
+                ("wall_error_ns", &|case| case.wall_error_ns.into()),
+            ],
+        )
     }
 }
 

@@ -7,101 +7,132 @@ use super::slots::{Slot, Turn, Workload};
 use super::{CPUS, KINDS, SETTLE_S, TRACKERS};
 use crate::harness::driver::Tracker;
 use crate::report::figures::{DataTable, Value};
-use crate::report::results::{Better, MetricInfo, Series, rounded};
-use crate::report::statistics::{median, quantile};
+use crate::report::metrics::{self, Metric};
+use crate::report::results::{MetricInfo, Series};
+use crate::report::statistics::{median, number, quantile};
 
-/// What the metrics of all workloads together are called.
-const ALL: &str = "";
+/// What a series has found.
+struct Found {
+    /// Its own turns.
+    own: Vec<Slot>,
+    /// Each against those without a tracker.
+    compared: Vec<Comparison>,
+}
 
-/// All metrics.
-pub(super) fn metrics() -> Vec<MetricInfo> {
-    let mut metrics = vec![MetricInfo::new(
+impl Found {
+    fn new(slots: &[Slot], turn: Turn) -> Self {
+        let own = slots.iter().filter(|slot| slot.turn == turn).cloned().collect();
+        Self { own, compared: comparisons(slots, turn) }
+    }
+
+    /// The overhead with this workload, or with all.
+    fn overhead(&self, kind: Option<FaultKind>) -> Option<Overhead> {
+        let of_kind = |one: &Comparison| kind.is_none_or(|kind| one.workload.kind == kind);
+        overhead(&self.compared.iter().copied().filter(of_kind).collect::<Vec<_>>())
+    }
+
+    /// Pages a second and vCPU, with a workload.
+    fn rate(&self, kind: FaultKind) -> Option<f64> {
+        let of_kind = self.own.iter().filter(|slot| slot.workload.kind == kind);
+        median(of_kind.map(|slot| slot.ops_per_s / f64::from(slot.workload.cpus)))
+    }
+}
+
+/// All metrics: first those of all workloads together.
+fn metrics() -> Vec<Metric<Found>> {
+    let mut metrics = vec![Metric::higher(
         "ops_per_s",
         "Pages a second and vCPU, geometric mean of the workloads",
         "",
-        Better::Higher,
+        |found: &Found| geometric_mean(KINDS.into_iter().filter_map(|(kind, ..)| found.rate(kind))),
     )];
-    let groups = std::iter::once((ALL, "all workloads"))
-        .chain(KINDS.into_iter().map(|(_, name, title)| (name, title)));
-    for (name, title) in groups {
-        if name != ALL {
-            let title = format!("Pages a second and vCPU, {title}");
-            metrics.push(MetricInfo::new(&named(name, "ops_per_s"), &title, "", Better::Higher));
-        }
-        for (measure, words) in [
-            ("", "Overhead"),
-            ("_low", "its 95 % interval: from"),
-            ("_high", "its 95 % interval: to"),
-        ] {
-            let metric = named(name, &format!("overhead{measure}_percent"));
-            metrics.push(MetricInfo::new(
-                &metric,
-                &format!("{words}, {title}"),
-                "%",
-                Better::Lower,
-            ));
-        }
+    metrics.extend(overheads("", "all workloads", None));
+    for (kind, name, title) in KINDS {
+        let rate = format!("Pages a second and vCPU, {title}");
+        metrics.push(Metric::higher(
+            format!("{name}_ops_per_s"),
+            rate,
+            "",
+            move |found: &Found| found.rate(kind),
+        ));
+        metrics.extend(overheads(&format!("{name}_"), title, Some(kind)));
     }
     metrics
 }
 
-fn named(group: &str, metric: &str) -> String {
-    if group == ALL { metric.to_owned() } else { format!("{group}_{metric}") }
+fn overheads(prefix: &str, title: &str, kind: Option<FaultKind>) -> [Metric<Found>; 3] {
+    let metric = |bound: &str, words: &str, value: fn(Overhead) -> Option<f64>| {
+        let name = format!("{prefix}overhead{bound}_percent");
+        Metric::lower(name, format!("{words}, {title}"), "%", move |found: &Found| {
+            found.overhead(kind).and_then(value)
+        })
+    };
+    [
+        metric("", "Overhead", |found| Some(found.percent)),
+        metric("_low", "its 95 % interval: from", |found| Some(found.interval?.0)),
+        metric("_high", "its 95 % interval: to", |found| Some(found.interval?.1)),
+    ]
+}
+
+/// What the metrics are.
+pub(super) fn describe() -> Vec<MetricInfo> {
+    metrics::describe(metrics())
 }
 
 /// Fills in metrics and tables of all series from the turns so far.
-pub(super) fn series(slots: &[Slot], all: &mut [Series]) {
-    let noise = noise(slots);
+pub(super) fn fill(slots: &[Slot], all: &mut [Series]) {
+    let noise_percent = noise_percent(slots);
     for series in all {
         let Some(tracker) = TRACKERS.into_iter().find(|tracker| tracker.name() == series.name)
         else {
             continue;
         };
-        one(slots, Turn::Of(tracker), series);
-        series.notes.extend(noise.clone());
+        let turn = Turn::Of(tracker);
+        let found = Found::new(slots, turn);
+        metrics::measure(&metrics(), &found, series);
+        series.tables = vec![workloads(&found)];
+        series.details = vec![turns(slots, turn)];
+        series.details.extend(activity(&found.own));
+        series.notes.extend(noise_percent.map(|percent| {
+            format!(
+                "two turns without a tracker differed by {} % (median); anything else that the machine does goes into that",
+                number(Some(percent))
+            )
+        }));
+        if tracker != Tracker::Off {
+            series.too_noisy = too_noisy(&found, noise_percent);
+        }
     }
 }
 
-/// What the comparison of two turns is worth on this host, if there were two without a tracker.
-fn noise(slots: &[Slot]) -> Option<String> {
+/// What the comparison of two turns is worth on this host, if there were two without a tracker: by
+/// how many percent they differ.
+fn noise_percent(slots: &[Slot]) -> Option<f64> {
     let same = comparisons(slots, Turn::Of(Tracker::Off));
-    let percent = median(same.iter().map(|comparison| comparison.overhead_percent.abs()))?;
-    Some(format!(
-        "two turns without a tracker differed by {} % (median); anything else that the machine does goes into that",
-        crate::report::table::number(Some(percent))
-    ))
+    median(same.iter().map(|comparison| comparison.overhead_percent.abs()))
 }
 
-fn one(slots: &[Slot], turn: Turn, series: &mut Series) {
-    let compared = comparisons(slots, turn);
-    let own: Vec<&Slot> = slots.iter().filter(|slot| slot.turn == turn).collect();
-    let rate = |kind: FaultKind| {
-        let of_kind = own.iter().filter(|slot| slot.workload.kind == kind);
-        median(of_kind.map(|slot| slot.ops_per_s / f64::from(slot.workload.cpus)))
+/// The workloads whose overhead the machine was too noisy to tell: it is no larger than what two
+/// turns without a tracker differ by, or its interval holds zero, or there is none.
+fn too_noisy(found: &Found, noise_percent: Option<f64>) -> Vec<String> {
+    let all = std::iter::once((None, "all workloads"))
+        .chain(KINDS.into_iter().map(|(kind, _, title)| (Some(kind), title)));
+    let line = |(kind, title): (Option<FaultKind>, &str)| {
+        let Overhead { percent, interval, .. } = found.overhead(kind)?;
+        let shown = |value: f64| number(Some(value));
+        let reason = match (interval, noise_percent) {
+            (_, Some(noise)) if percent.abs() <= noise => {
+                format!("two turns without a tracker differ by {} %", shown(noise))
+            }
+            (Some((low, high)), _) if low <= 0.0 && 0.0 <= high => {
+                format!("its 95 % interval is from {} to {}", shown(low), shown(high))
+            }
+            (None, _) => "it was measured once".to_owned(),
+            _ => return None,
+        };
+        Some(format!("Overhead, {title}: {} % is not certain, {reason}", shown(percent)))
     };
-    let of_kind = |kind: FaultKind| -> Vec<Comparison> {
-        compared.iter().copied().filter(|comparison| comparison.workload.kind == kind).collect()
-    };
-    let mut metrics: Vec<(String, Option<f64>)> = Vec::new();
-    let mut tell = |group: &str, found: Option<Overhead>| {
-        let bound = |of: fn((f64, f64)) -> f64| found.and_then(|found| found.interval).map(of);
-        metrics.push((named(group, "overhead_percent"), found.map(|found| found.percent)));
-        metrics.push((named(group, "overhead_low_percent"), bound(|(low, _)| low)));
-        metrics.push((named(group, "overhead_high_percent"), bound(|(_, high)| high)));
-    };
-    tell(ALL, overhead(&compared));
-    for (kind, name, _) in KINDS {
-        tell(name, overhead(&of_kind(kind)));
-    }
-    metrics.push((
-        "ops_per_s".to_owned(),
-        geometric_mean(KINDS.into_iter().filter_map(|(kind, ..)| rate(kind))),
-    ));
-    metrics.extend(KINDS.map(|(kind, name, _)| (named(name, "ops_per_s"), rate(kind))));
-    series.metrics = metrics.into_iter().map(|(name, value)| (name, value.map(rounded))).collect();
-    series.tables = vec![workloads(&own, &compared)];
-    series.details = vec![turns(slots, turn)];
-    series.details.extend(activity(&own));
+    all.filter_map(line).collect()
 }
 
 fn geometric_mean(values: impl Iterator<Item = f64>) -> Option<f64> {
@@ -121,63 +152,52 @@ fn tasks_of(tasks: TaskKind) -> &'static str {
     }
 }
 
-fn number(value: Option<f64>) -> Value {
-    value.map_or_else(|| Value::from("-"), |value| Value::from(rounded(value)))
+/// What was compared with one workload.
+struct OfWorkload {
+    workload: Workload,
+    rates: Vec<f64>,
+    overhead: Overhead,
+    percents: Vec<f64>,
+    by_guest: Vec<f64>,
 }
 
 /// Each workload by itself, with how comparisons and guests vary.
-fn workloads(own: &[&Slot], compared: &[Comparison]) -> DataTable {
-    let mut rows = Vec::new();
-    for (kind, _, title) in KINDS {
-        for cpus in CPUS {
-            for tasks in [TaskKind::Processes, TaskKind::Threads] {
-                let workload = Workload { cpus, kind, tasks };
-                let of: Vec<Comparison> = compared
-                    .iter()
-                    .copied()
-                    .filter(|comparison| comparison.workload == workload)
-                    .collect();
-                let Some(found) = overhead(&of) else { continue };
-                let rates =
-                    own.iter().filter(|slot| slot.workload == workload).map(|slot| slot.ops_per_s);
-                let percents = || of.iter().map(|comparison| comparison.overhead_percent);
-                let guests = by_boot(&of);
-                rows.push(vec![
-                    Value::from(title),
-                    Value::from(u64::from(cpus)),
-                    Value::from(tasks_of(tasks)),
-                    number(median(rates).map(f64::round)),
-                    number(Some(found.percent)),
-                    number(found.interval.map(|(low, _)| low)),
-                    number(found.interval.map(|(_, high)| high)),
-                    number(quantile(percents(), 0.25)),
-                    number(quantile(percents(), 0.75)),
-                    number(quantile(guests.iter().copied(), 0.0)),
-                    number(quantile(guests, 1.0)),
-                    Value::from(found.count as u64),
-                ]);
-            }
-        }
-    }
-    let columns = [
-        "workload",
-        "vCPUs",
-        "tasks",
-        "pages/s",
-        "overhead, %",
-        "95 % from",
-        "to",
-        "quartile",
-        "quartile",
-        "lowest guest",
-        "highest guest",
-        "comparisons",
-    ];
-    DataTable {
-        title: "by workload, against no tracker".to_owned(),
-        columns: columns.map(str::to_owned).into(),
-        rows,
-    }
+fn workloads(found: &Found) -> DataTable {
+    let tasks = [TaskKind::Processes, TaskKind::Threads];
+    let all = KINDS.into_iter().flat_map(|(kind, ..)| {
+        CPUS.into_iter().flat_map(move |cpus| tasks.map(|tasks| Workload { cpus, kind, tasks }))
+    });
+    let of = |workload: Workload| {
+        let is = |one: &&Comparison| one.workload == workload;
+        let compared: Vec<Comparison> = found.compared.iter().filter(is).copied().collect();
+        let own = found.own.iter().filter(|slot| slot.workload == workload);
+        Some(OfWorkload {
+            workload,
+            rates: own.map(|slot| slot.ops_per_s).collect(),
+            overhead: overhead(&compared)?,
+            percents: compared.iter().map(|one| one.overhead_percent).collect(),
+            by_guest: by_boot(&compared),
+        })
+    };
+    let part = |values: &[f64], part| Value::from(quantile(values.iter().copied(), part));
+    DataTable::of(
+        "by workload, against no tracker",
+        &all.filter_map(of).collect::<Vec<_>>(),
+        &[
+            ("workload", &|of| title_of(of.workload.kind).into()),
+            ("vCPUs", &|of| of.workload.cpus.into()),
+            ("tasks", &|of| tasks_of(of.workload.tasks).into()),
+            ("pages/s", &|of| median(of.rates.iter().copied()).map(f64::round).into()),
+            ("overhead, %", &|of| of.overhead.percent.into()),
+            ("95 % from", &|of| of.overhead.interval.map(|(low, _)| low).into()),
+            ("to", &|of| of.overhead.interval.map(|(_, high)| high).into()),
+            ("quartile", &|of| part(&of.percents, 0.25)),
+            ("quartile", &|of| part(&of.percents, 0.75)),
+            ("lowest guest", &|of| part(&of.by_guest, 0.0)),
+            ("highest guest", &|of| part(&of.by_guest, 1.0)),
+            ("comparisons", &|of| (of.overhead.count as u64).into()),
+        ],
+    )
 }
 
 /// The median overhead in each guest.
@@ -192,27 +212,25 @@ fn by_boot(compared: &[Comparison]) -> Vec<f64> {
 
 /// Every turn of the series and of the baseline.
 fn turns(slots: &[Slot], turn: Turn) -> DataTable {
-    let columns = ["guest", "workload", "vCPUs", "tasks", "round", "place", "turn", "pages/s"]
-        .map(str::to_owned);
-    let rows =
-        slots.iter().filter(|slot| slot.turn == turn || slot.turn == Turn::Baseline).map(|slot| {
-            vec![
-                Value::from(u64::from(slot.boot) + 1),
-                Value::from(title_of(slot.workload.kind)),
-                Value::from(u64::from(slot.workload.cpus)),
-                Value::from(tasks_of(slot.workload.tasks)),
-                Value::from(u64::from(slot.round) + 1),
-                Value::from(slot.place as u64 + 1),
-                Value::from(slot.turn.name()),
-                Value::from(slot.ops_per_s.round()),
-            ]
-        });
-    DataTable { title: "all turns".to_owned(), columns: columns.into(), rows: rows.collect() }
+    DataTable::of(
+        "all turns",
+        slots.iter().filter(|slot| slot.turn == turn || slot.turn == Turn::Baseline),
+        &[
+            ("guest", &|slot: &Slot| (slot.boot + 1).into()),
+            ("workload", &|slot| title_of(slot.workload.kind).into()),
+            ("vCPUs", &|slot| slot.workload.cpus.into()),
+            ("tasks", &|slot| tasks_of(slot.workload.tasks).into()),
+            ("round", &|slot| (slot.round + 1).into()),
+            ("place", &|slot| (slot.place as u64 + 1).into()),
+            ("turn", &|slot| slot.turn.name().into()),
+            ("pages/s", &|slot| slot.ops_per_s.round().into()),
+        ],
+    )
 }
 
 /// What the guests' driver counted in a second of each workload, and what a free cost by its own
 /// clock.
-fn activity(own: &[&Slot]) -> Option<DataTable> {
+fn activity(own: &[Slot]) -> Option<DataTable> {
     /// A mean and numbers of the moment, which do not grow.
     const NO_COUNTERS: [&str; 4] = ["free_ns", "bitmap_set", "percpu_waiting", "isolated_now"];
     let mut names: Vec<&str> = own
@@ -245,7 +263,7 @@ fn activity(own: &[&Slot]) -> Option<DataTable> {
     };
     let row = |name: String, value: &dyn Fn(FaultKind) -> f64| -> Vec<Value> {
         std::iter::once(Value::from(name))
-            .chain(kinds().map(|(kind, ..)| Value::from(rounded(value(kind)))))
+            .chain(kinds().map(|(kind, ..)| Value::from(value(kind))))
             .collect()
     };
     let mut rows: Vec<Vec<Value>> = names
@@ -258,7 +276,7 @@ fn activity(own: &[&Slot]) -> Option<DataTable> {
     }));
     let mut columns = vec!["the driver's counters".to_owned()];
     columns.extend(kinds().map(|(_, _, title)| title.to_owned()));
-    Some(DataTable { title: "what the driver did".to_owned(), columns, rows })
+    Some(DataTable::new("what the driver did", columns, rows))
 }
 
 #[cfg(test)]
@@ -294,21 +312,13 @@ mod tests {
 
     fn told(name: &str) -> Series {
         let mut all = [Series::new(name, String::new())];
-        series(&slots(), &mut all);
+        fill(&slots(), &mut all);
         let [told] = all;
         told
     }
 
     #[test]
-    fn every_metric_that_is_described_is_there() {
-        let described: Vec<String> = metrics().into_iter().map(|info| info.name).collect();
-        let told = told("percpu");
-        assert_eq!(told.metrics.len(), described.len());
-        assert!(described.iter().all(|name| told.metrics.contains_key(name)));
-    }
-
-    #[test]
-    fn overheads_are_told_by_workload() {
+    fn overheads_are_shown_by_workload() {
         let told = told("percpu");
         let metric = |name: &str| told.metrics[name].unwrap();
         assert_eq!(
@@ -330,6 +340,20 @@ mod tests {
         assert_eq!(told.metrics["overhead_percent"], Some(0.0));
         assert!(told.details[0].rows.iter().any(|row| row.contains(&Value::from("baseline"))));
         assert!(told.notes[0].contains("differed by 0 %"), "{:?}", told.notes);
+    }
+
+    #[test]
+    fn an_overhead_below_the_noise_is_not_certain() {
+        let noisy = told("percpu").too_noisy;
+        assert!(noisy.iter().all(|line| !line.contains("page_fault1:")), "{noisy:?}");
+        assert!(
+            noisy.contains(
+                &"Overhead, page_fault2: 0 % is not certain, two turns without a tracker differ by 0 %"
+                    .to_owned()
+            ),
+            "{noisy:?}"
+        );
+        assert!(told("none").too_noisy.is_empty());
     }
 
     #[test]

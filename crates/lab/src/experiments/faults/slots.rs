@@ -9,7 +9,6 @@ use serde_json::Value;
 use super::order::order;
 use super::{CPUS, SETTLE_S, Sizes, TRACKERS, metrics};
 use crate::LabError;
-use crate::error::GuestProblem;
 use crate::harness::counters::Counters;
 use crate::harness::driver::Tracker;
 use crate::harness::testbed::Testbed;
@@ -108,9 +107,9 @@ pub(super) fn run(
             series.guests.clone_from(&records);
             series.notes.clone_from(&notes);
         }
-        metrics::series(&slots, series);
+        metrics::fill(&slots, series);
         for series in series.iter() {
-            testbed.events().tell(Event::SeriesSoFar(series.clone()));
+            testbed.events().send(Event::SeriesSoFar(series.clone()));
         }
     }
     outcome
@@ -211,9 +210,10 @@ fn take_turn(
     let report = testbed.work(guest, command, limit)?;
     let after = testbed.driver_counters(guest)?.unwrap_or_default();
     let report: FaultReport =
-        serde_json::from_value(report).map_err(|error| unexpected(guest, &error.to_string()))?;
-    let ops_per_s = settled_rate(&report.samples)
-        .ok_or_else(|| unexpected(guest, &format!("{} samples of a turn", report.samples.len())))?;
+        serde_json::from_value(report).map_err(|error| LabError::unexpected(guest, error))?;
+    let ops_per_s = settled_rate(&report.samples).ok_or_else(|| {
+        LabError::unexpected(guest, format!("{} samples of a turn", report.samples.len()))
+    })?;
     Ok(Taken { ops_per_s, before, after })
 }
 
@@ -231,16 +231,11 @@ fn switch(testbed: &mut Testbed<'_>, guest: u32, tracker: Tracker) -> Result<(),
     let now: Value = testbed.ask(guest, Command::ReadFile { path: path() })?;
     match now["text"].as_str().map(str::trim) {
         Some(name) if name == tracker.name() => Ok(()),
-        name => Err(unexpected(
-            guest,
-            &format!("its tracker is {name:?} and should be {}", tracker.name()),
-        )),
+        name => {
+            let what = format!("its tracker is {name:?} and should be {}", tracker.name());
+            Err(LabError::unexpected(guest, what))
+        }
     }
-}
-
-fn unexpected(guest: u32, what: &str) -> LabError {
-    let problem = GuestProblem::Protocol(what.to_owned());
-    LabError::Guest { guest, problem, diagnostics: String::new() }
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 use crate::LabError;
 use crate::harness::counters::Counters;
 use crate::harness::testbed::Testbed;
-use crate::report::results::rounded;
+use crate::report::statistics::rounded;
 
 /// What the guest's memory was before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,5 +1,7 @@
 //! What memory is filled with: which pages are alike, and where they are.
 
+use crate::report::statistics::Random;
+
 /// Pages of a run of duplicates.
 pub(super) const RUN_PAGES: usize = 64;
 /// How often a content occurs that occurs more than once.
@@ -119,7 +121,7 @@ fn duplicates(pages: usize, run_pages: usize, random: &mut Random) -> Vec<Conten
         (original * run_pages) as ContentId
     };
     let mut order: Vec<ContentId> = (0..runs).map(of_run).collect();
-    random.shuffle(&mut order);
+    shuffle(random, &mut order);
     order.into_iter().flat_map(|first| first..first + run_pages as ContentId).collect()
 }
 
@@ -151,30 +153,10 @@ pub(super) fn page(id: ContentId) -> [u8; PAGE_BYTES] {
     bytes
 }
 
-/// Numbers that look random and are the same each time (SplitMix64: G. Steele, D. Lea and C. Flood,
-/// "Fast splittable pseudorandom number generators", 2014).
-#[derive(Debug, Clone)]
-pub(super) struct Random(pub(super) u64);
-
-impl Random {
-    /// The next number.
-    pub(super) fn draw(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
-    }
-
-    /// A number below `limit`, which is not 0.
-    pub(super) fn below(&mut self, limit: usize) -> usize {
-        (self.draw() % limit as u64) as usize
-    }
-
-    /// Any order is as likely as any other (R. A. Fisher and F. Yates).
-    pub(super) fn shuffle<T>(&mut self, values: &mut [T]) {
-        for last in (1..values.len()).rev() {
-            values.swap(last, self.below(last + 1));
-        }
+/// Any order is as likely as any other (R. A. Fisher and F. Yates).
+fn shuffle<T>(random: &mut Random, values: &mut [T]) {
+    for last in (1..values.len()).rev() {
+        values.swap(last, random.below(last + 1));
     }
 }
 

@@ -183,8 +183,7 @@ impl Side for Ksmd {
 /// Pages of this process that KSM knows.
 fn own_items() -> Result<u64, LabError> {
     const PATH: &str = "/proc/self/ksm_stat";
-    let text = fs::read_to_string(PATH)
-        .map_err(|cause| LabError::SystemFile { path: PATH.into(), cause })?;
+    let text = fs::read_to_string(PATH).map_err(LabError::of_file(PATH))?;
     proc::named_number(&text, "ksm_rmap_items")
         .ok_or(LabError::MissingField { path: PATH.into(), field: "ksm_rmap_items" })
 }

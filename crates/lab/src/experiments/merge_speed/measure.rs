@@ -3,6 +3,8 @@
 use std::thread;
 use std::time::Duration;
 
+use serde::Serialize;
+
 use super::content::{Contents, Shape};
 use super::memory::Arena;
 use super::sibling::Sibling;
@@ -15,7 +17,7 @@ const CALM: Duration = Duration::from_millis(250);
 const WRITES: usize = 20_000;
 
 /// How much memory there is of each shape, and how often it is measured.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub(super) struct Amount {
     pub(super) unique_mib: u64,
     pub(super) scattered_mib: u64,

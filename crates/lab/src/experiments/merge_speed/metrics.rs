@@ -1,12 +1,10 @@
-//! What is told of the measuring.
-
-use std::collections::BTreeMap;
+//! What the measurements come to, as metrics and a table, and how the sides compare.
 
 use super::content::Shape;
 use super::measure::{Company, Merging, Scanning};
-use crate::report::figures::{DataTable, Value};
-use crate::report::results::{Better, MetricInfo, Series, rounded};
-use crate::report::statistics::median;
+use crate::report::figures::DataTable;
+use crate::report::metrics::{self, Metric};
+use crate::report::results::{MetricInfo, Series};
 
 /// Name of the owner's series.
 pub(super) const OWNER: &str = "owner";
@@ -17,14 +15,6 @@ pub(super) const KSMD_SMART: &str = "ksmd-smart";
 
 /// Shapes with duplicates.
 pub(super) const MERGED: [Shape; 3] = [Shape::Scattered, Shape::Runs, Shape::Clones];
-/// Rates that are compared with the kernel's, and the metric for that.
-const COMPARED: [(&str, &str, &str); 5] = [
-    ("unique_first_pages_per_cpu_s", "unique_first_times_ksmd", "unique pages, first pass"),
-    ("unique_steady_pages_per_cpu_s", "unique_steady_times_ksmd", "unique pages, steady state"),
-    ("scattered_freed_per_cpu_s", "scattered_times_ksmd", "scattered duplicates freed"),
-    ("runs_freed_per_cpu_s", "runs_times_ksmd", "duplicates in runs of 64 freed"),
-    ("clones_freed_per_cpu_s", "clones_times_ksmd", "pages of four clones freed"),
-];
 
 /// What a series has measured.
 #[derive(Debug, Default)]
@@ -34,100 +24,94 @@ pub(super) struct Found {
 }
 
 /// All metrics.
-pub(super) fn metrics() -> Vec<MetricInfo> {
-    let higher =
-        |name: &str, title: &str, unit: &str| MetricInfo::new(name, title, unit, Better::Higher);
-    let lower =
-        |name: &str, title: &str, unit: &str| MetricInfo::new(name, title, unit, Better::Lower);
+fn metrics() -> Vec<Metric<Found>> {
+    fn scanned(name: &str, title: &str, value: fn(&Scanning) -> Option<f64>) -> Metric<Found> {
+        Metric::median(name, title, "", move |found: &Found| {
+            found.scannings.iter().filter_map(value).collect()
+        })
+        .better_higher()
+    }
+    let merged = |shape: Shape, company, name: &str, title: &str, unit, value: Value| {
+        let (name, title) =
+            (format!("{}_{name}", shape.name()), format!("{title}: {}", shape.title()));
+        Metric::median(name, title, unit, move |found: &Found| {
+            let of = |one: &&Merging| one.shape == shape && one.company == company;
+            found.mergings.iter().filter(of).filter_map(value).collect()
+        })
+    };
+    let times =
+        |name, title, of| Metric::ratio(name, format!("Times as many as ksmd: {title}"), of);
     let mut metrics = vec![
-        higher(
+        scanned(
             "unique_first_pages_per_cpu_s",
             "Unique pages scanned in a CPU-second, until each was read once",
-            "",
+            |scanning| scanning.first.per_cpu_s(scanning.first.pages),
         ),
-        higher(
+        scanned(
             "unique_steady_pages_per_cpu_s",
             "Unique pages scanned in a CPU-second, steady state",
-            "",
+            |scanning| scanning.steady.per_cpu_s(scanning.steady.pages),
         ),
-        lower("metadata_bytes_per_page", "Metadata for each scanned page", "bytes"),
+        Metric::median(
+            "metadata_bytes_per_page",
+            "Metadata for each scanned page",
+            "bytes",
+            |found: &Found| found.scannings.iter().map(|one| one.metadata_bytes_per_page).collect(),
+        ),
     ];
+    let (rate, busy) = ("Pages freed in a CPU-second", Company::Sibling);
+    let beside = "Pages freed in a CPU-second, beside a busy thread";
+    let freed = "Freed of what could be";
+    let loss = "What the busy thread loses meanwhile";
     for shape in MERGED {
-        let (name, title) = (shape.name(), shape.title());
+        let alone =
+            |name, title, unit, value| merged(shape, Company::Alone, name, title, unit, value);
         metrics.extend([
-            higher(
-                &format!("{name}_freed_per_cpu_s"),
-                &format!("Pages freed in a CPU-second: {title}"),
-                "",
-            ),
-            higher(
-                &format!("{name}_busy_freed_per_cpu_s"),
-                &format!("Pages freed in a CPU-second, beside a busy thread: {title}"),
-                "",
-            ),
-            higher(
-                &format!("{name}_freed_percent"),
-                &format!("Freed of what could be: {title}"),
-                "%",
-            ),
-            lower(
-                &format!("{name}_write_ns"),
-                &format!("First write to a merged page: {title}"),
-                "ns",
-            ),
-            lower(
-                &format!("{name}_sibling_loss_percent"),
-                &format!("What the busy thread loses meanwhile: {title}"),
-                "%",
-            ),
+            alone("freed_per_cpu_s", rate, "", freed_rate).better_higher(),
+            merged(shape, busy, "busy_freed_per_cpu_s", beside, "", freed_rate).better_higher(),
+            alone("freed_percent", freed, "%", freed_percent).better_higher(),
+            alone("write_ns", "First write to a merged page", "ns", |merging| merging.write_ns),
+            merged(shape, busy, "sibling_loss_percent", loss, "%", loss_percent),
         ]);
     }
-    metrics.extend(
-        COMPARED
-            .map(|(_, name, title)| higher(name, &format!("Times as many as ksmd: {title}"), "")),
-    );
+    metrics.extend([
+        times(
+            "unique_first_times_ksmd",
+            "unique pages, first pass",
+            "unique_first_pages_per_cpu_s",
+        ),
+        times(
+            "unique_steady_times_ksmd",
+            "unique pages, steady state",
+            "unique_steady_pages_per_cpu_s",
+        ),
+        times("scattered_times_ksmd", "scattered duplicates freed", "scattered_freed_per_cpu_s"),
+        times("runs_times_ksmd", "duplicates in runs of 64 freed", "runs_freed_per_cpu_s"),
+        times("clones_times_ksmd", "pages of four clones freed", "clones_freed_per_cpu_s"),
+    ]);
     metrics
 }
 
+/// How a metric follows from one measurement.
+type Value = fn(&Merging) -> Option<f64>;
+
+fn freed_rate(merging: &Merging) -> Option<f64> {
+    merging.work.per_cpu_s(merging.freed_pages)
+}
+
+/// What the metrics are.
+pub(super) fn describe() -> Vec<MetricInfo> {
+    metrics::describe(metrics())
+}
+
+/// Says how many times as much as the kernel's thread each series does.
+pub(super) fn compare(all: &mut [Series]) {
+    metrics::compare(&metrics(), KSMD, all);
+}
+
 /// Fills in a series' metrics and its table.
-pub(super) fn series(found: &Found, series: &mut Series) {
-    let scanned = |value: &dyn Fn(&Scanning) -> Option<f64>| {
-        median(found.scannings.iter().filter_map(value)).map(rounded)
-    };
-    let mut metrics: BTreeMap<String, Option<f64>> = BTreeMap::from([
-        (
-            "unique_first_pages_per_cpu_s".to_owned(),
-            scanned(&|scanning| scanning.first.per_cpu_s(scanning.first.pages)),
-        ),
-        (
-            "unique_steady_pages_per_cpu_s".to_owned(),
-            scanned(&|scanning| scanning.steady.per_cpu_s(scanning.steady.pages)),
-        ),
-        (
-            "metadata_bytes_per_page".to_owned(),
-            scanned(&|scanning| Some(scanning.metadata_bytes_per_page)),
-        ),
-    ]);
-    for shape in MERGED {
-        let of = |company: Company, value: &dyn Fn(&Merging) -> Option<f64>| {
-            let those = found
-                .mergings
-                .iter()
-                .filter(|merging| merging.shape == shape && merging.company == company);
-            median(those.filter_map(value)).map(rounded)
-        };
-        let rate = |merging: &Merging| merging.work.per_cpu_s(merging.freed_pages);
-        let name = shape.name();
-        metrics.extend([
-            (format!("{name}_freed_per_cpu_s"), of(Company::Alone, &rate)),
-            (format!("{name}_busy_freed_per_cpu_s"), of(Company::Sibling, &rate)),
-            (format!("{name}_freed_percent"), of(Company::Alone, &freed_percent)),
-            (format!("{name}_write_ns"), of(Company::Alone, &|merging| merging.write_ns)),
-            (format!("{name}_sibling_loss_percent"), of(Company::Sibling, &loss_percent)),
-        ]);
-    }
-    metrics.extend(COMPARED.map(|(_, name, _)| (name.to_owned(), None)));
-    series.metrics = metrics;
+pub(super) fn fill(found: &Found, series: &mut Series) {
+    metrics::measure(&metrics(), found, series);
     if !found.mergings.is_empty() {
         series.details.push(table(&found.mergings));
     }
@@ -146,57 +130,24 @@ fn loss_percent(merging: &Merging) -> Option<f64> {
 
 /// Every measurement by itself.
 fn table(mergings: &[Merging]) -> DataTable {
-    let columns = [
-        "memory",
-        "second thread",
-        "could go, pages",
-        "freed, pages",
-        "CPU, ms",
-        "time, ms",
-        "first write, ns",
-        "second thread's loss, %",
-    ];
-    let number =
-        |value: Option<f64>| value.map_or(Value::from("-"), |value| Value::from(rounded(value)));
-    let row = |merging: &Merging| {
-        vec![
-            Value::from(merging.shape.title()),
-            Value::from(match merging.company {
-                Company::Alone => "none",
-                Company::Sibling => "busy",
-            }),
-            Value::from(merging.surplus_pages),
-            Value::from(merging.freed_pages),
-            Value::from(rounded(merging.work.cpu_ns as f64 / 1e6)),
-            Value::from(rounded(merging.work.wall_ns as f64 / 1e6)),
-            number(merging.write_ns),
-            number(loss_percent(merging)),
-        ]
+    let company = |company| match company {
+        Company::Alone => "none",
+        Company::Sibling => "busy",
     };
-    DataTable {
-        title: "every measurement".to_owned(),
-        columns: columns.map(str::to_owned).to_vec(),
-        rows: mergings.iter().map(row).collect(),
-    }
-}
-
-/// Says how many times as much as the kernel's thread each series does.
-pub(super) fn compare(all: &mut [Series]) {
-    let Some(base) =
-        all.iter().find(|series| series.name == KSMD).map(|series| series.metrics.clone())
-    else {
-        return;
-    };
-    for series in all.iter_mut() {
-        for (rate, times, _) in COMPARED {
-            let value = |metrics: &BTreeMap<String, Option<f64>>| {
-                metrics.get(rate).copied().flatten().filter(|rate| *rate > 0.0)
-            };
-            let ratio =
-                value(&series.metrics).zip(value(&base)).map(|(this, base)| rounded(this / base));
-            series.metrics.insert(times.to_owned(), ratio);
-        }
-    }
+    DataTable::of(
+        "every measurement",
+        mergings,
+        &[
+            ("memory", &|one| one.shape.title().into()),
+            ("second thread", &|one| company(one.company).into()),
+            ("could go, pages", &|one| one.surplus_pages.into()),
+            ("freed, pages", &|one| one.freed_pages.into()),
+            ("CPU, ms", &|one| (one.work.cpu_ns as f64 / 1e6).into()),
+            ("time, ms", &|one| (one.work.wall_ns as f64 / 1e6).into()),
+            ("first write, ns", &|one| one.write_ns.into()),
+            ("second thread's loss, %", &|one| loss_percent(one).into()),
+        ],
+    )
 }
 
 #[cfg(test)]
@@ -231,16 +182,13 @@ mod tests {
                 .collect(),
         };
         let mut told = Series::new(name, String::new());
-        series(&found, &mut told);
+        fill(&found, &mut told);
         told
     }
 
     #[test]
-    fn every_metric_that_is_described_is_there() {
+    fn metrics_follow_from_the_measurements() {
         let told = told(KSMD, 100);
-        let described: Vec<String> = metrics().into_iter().map(|info| info.name).collect();
-        assert_eq!(told.metrics.len(), described.len());
-        assert!(described.iter().all(|name| told.metrics.contains_key(name)));
         assert_eq!(told.metrics["unique_steady_pages_per_cpu_s"], Some(100_000.0));
         assert_eq!(told.metrics["runs_freed_per_cpu_s"], Some(10_000.0));
         assert_eq!(told.metrics["runs_freed_percent"], Some(50.0));
@@ -262,9 +210,9 @@ mod tests {
     }
 
     #[test]
-    fn nothing_measured_is_told_as_nothing() {
+    fn nothing_measured_is_shown_as_nothing() {
         let mut empty = Series::new(OWNER, String::new());
-        series(&Found::default(), &mut empty);
+        fill(&Found::default(), &mut empty);
         assert!(empty.metrics.values().all(Option::is_none));
         assert!(empty.details.is_empty());
     }

@@ -10,9 +10,10 @@ use ebb_abi::{PageRange, Pfn};
 use ebb_guest_ram::{Backing, GuestRam, HugePages, Populate, RegionSpec};
 use vm_memory::{Bytes, GuestAddress};
 
-use super::content::{PAGE_BYTES, Random};
+use super::content::PAGE_BYTES;
 use crate::LabError;
 use crate::harness::proc;
+use crate::report::statistics::Random;
 
 /// Memory that it writes to: more than translations are kept for.
 const PAGES: usize = 8192;

@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::{FAST, SLOW};
 use crate::LabError;
 use crate::harness::link::{Link, Rate, transfer};
-use crate::report::results::rounded;
+use crate::report::statistics::rounded;
 
 /// How long a plain transfer is measured.
 const COUNTED: Duration = Duration::from_millis(500);

@@ -4,22 +4,14 @@ use std::thread;
 use std::time::Duration;
 
 use super::link_check::Carried;
-use super::strategies::{Report, Way};
+use super::strategies::{Report, Strategy};
 use super::subject::Subject;
 use super::{FAST, SLOW, Sizes, metrics};
 use crate::LabError;
 use crate::error::GuestProblem;
 use crate::harness::link::{Link, Rate};
-use crate::harness::monitor::Reporting;
 use crate::harness::testbed::Testbed;
 use crate::report::results::Series;
-
-/// What a series does.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Plan {
-    pub(super) sizes: Sizes,
-    pub(super) way: Way,
-}
 
 /// Under what a guest is moved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -69,30 +61,35 @@ const PATIENCE: Duration = Duration::from_secs(150);
 ///
 /// # Errors
 /// What the system, a guest or a monitor did not do; what was measured before is told all the same.
-pub(super) fn run(testbed: &Testbed<'_>, plan: Plan, series: &mut Series) -> Result<(), LabError> {
+pub(super) fn run(
+    testbed: &Testbed<'_>,
+    sizes: Sizes,
+    strategy: Strategy,
+    series: &mut Series,
+) -> Result<(), LabError> {
     let link = Link::create()?;
     testbed.events().step(0, "measures the link");
     let carried = Carried::measure(&link)?;
     series.notes.extend(carried.notes());
     let mut moved = Vec::new();
-    let outcome = all(testbed, &link, plan, series, &mut moved);
-    metrics::series(&moved, carried, series);
+    let outcome = all(testbed, &link, (sizes, strategy), series, &mut moved);
+    metrics::fill(moved, carried, series);
     outcome
 }
 
 fn all(
     testbed: &Testbed<'_>,
     link: &Link,
-    plan: Plan,
+    (sizes, strategy): (Sizes, Strategy),
     series: &mut Series,
     moved: &mut Vec<Moved>,
 ) -> Result<(), LabError> {
-    let fast = (0..plan.sizes.repeats).map(|_| Case::Fast);
+    let fast = (0..sizes.repeats).map(|_| Case::Fast);
     let mut guest = None;
     for case in fast.chain([Case::Slow, Case::Busy]) {
         let mut attempts = 0;
         let done = loop {
-            match one(testbed, link, plan, case, &mut guest, &mut series.notes) {
+            match one(testbed, link, (sizes, strategy), case, &mut guest, &mut series.notes) {
                 Ok(done) => break done,
                 // An emulated host loses a guest now and then; memory that is damaged is another
                 // matter.
@@ -118,18 +115,17 @@ fn is_damage(error: &LabError) -> bool {
 fn one<'a, 'b>(
     testbed: &'a Testbed<'b>,
     link: &'a Link,
-    plan: Plan,
+    (sizes, strategy): (Sizes, Strategy),
     case: Case,
     guest: &mut Option<Subject<'a, 'b>>,
     notes: &mut Vec<String>,
 ) -> Result<Moved, LabError> {
-    let sizes = plan.sizes;
     let subject = match guest {
         Some(subject) => subject,
         None => guest.insert(Subject::boot(testbed, link, sizes.guest, sizes.hold_mib)?),
     };
     subject.use_memory(sizes.program_mib)?;
-    if testbed.setup().reporting == Reporting::On {
+    if testbed.setup().reporting {
         subject.wait_for_return(sizes.program_mib, testbed.scale())?;
     }
     link.shape(case.rate())?;
@@ -144,7 +140,7 @@ fn one<'a, 'b>(
     let used_bytes = subject.used_bytes()?;
     subject.step(format!("moves over {}, {}", case.rate().describe(), case.load()));
     let patience = if load.is_some() { lasts / 2 } else { PATIENCE };
-    let (report, answered_ms) = subject.migrate(plan.way, patience)?;
+    let (report, answered_ms) = subject.migrate(strategy, patience)?;
     if report.forced {
         notes.push(format!(
             "{}: stopped after {patience:?}, since it did not converge",

@@ -1,4 +1,4 @@
-//! The ways of moving a guest: `ebb migrate`, and QEMU's machine protocol. Each gives the same
+//! How a guest is moved: `ebb migrate`, and QEMU's machine protocol. Each gives the same
 //! report.
 
 use std::path::Path;
@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 use crate::harness::host;
 use crate::harness::qmp::{Qmp, QmpError};
-use crate::report::results::rounded;
+use crate::report::statistics::rounded;
 
 /// The longest stop that a monitor may plan; QEMU's own default.
 pub(super) const DOWNTIME_LIMIT_MS: u64 = 300;
@@ -25,76 +25,39 @@ const QEMU_ANY_DOWNTIME_MS: u64 = 2_000_000;
 /// Beyond the time after which the guest is stopped: for the end of the migration.
 const END_LIMIT: Duration = Duration::from_secs(120);
 
-/// A setting.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Switch {
-    On,
-    Off,
-}
-
-impl Switch {
-    fn word(self) -> &'static str {
-        match self {
-            Self::On => "on",
-            Self::Off => "off",
-        }
-    }
-}
-
-/// Who is asked which pages are free.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum FreePages {
-    Off,
-    Hints,
-    Query,
-}
-
-impl FreePages {
-    fn word(self) -> &'static str {
-        match self {
-            Self::Off => "off",
-            Self::Hints => "hints",
-            Self::Query => "query",
-        }
-    }
-}
-
-/// What `ebb migrate` is told.
+/// What `ebb migrate` is told; the words of its options.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Settings {
-    pub(super) zero_pages: Switch,
-    pub(super) holes: Switch,
-    pub(super) free_pages: FreePages,
+    pub(super) zero_pages: &'static str,
+    pub(super) holes: &'static str,
+    pub(super) free_pages: &'static str,
 }
 
 impl Settings {
     fn options(self) -> [(&'static str, &'static str); 3] {
         [
-            ("--zero-pages", self.zero_pages.word()),
-            ("--holes", self.holes.word()),
-            ("--free-pages", self.free_pages.word()),
+            ("--zero-pages", self.zero_pages),
+            ("--holes", self.holes),
+            ("--free-pages", self.free_pages),
         ]
     }
 }
 
 /// How a guest is moved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Way {
+pub(super) enum Strategy {
     Ebb(Settings),
     Qemu,
 }
 
-impl Way {
+impl Strategy {
     /// In words, to go on from the description of the guest.
     pub(super) fn describe(self) -> String {
-        match self {
-            Self::Ebb(settings) => {
-                let options =
-                    settings.options().map(|(option, value)| format!(" {option} {value}"));
-                format!("; ebb migrate{}", options.concat())
-            }
-            Self::Qemu => "; migrate over QMP, one connection".to_owned(),
-        }
+        let Self::Ebb(settings) = self else {
+            return "; migrate over QMP, one connection".to_owned();
+        };
+        let options = settings.options().map(|(option, value)| format!(" {option} {value}"));
+        format!("; ebb migrate{}", options.concat())
     }
 }
 
@@ -133,10 +96,10 @@ pub(super) struct Report {
 }
 
 /// Moves a guest; `ebb` is that program. What went wrong is told in words.
-pub(super) fn run(way: Way, ebb: Command, order: &Order<'_>) -> Result<Report, String> {
-    match way {
-        Way::Ebb(settings) => by_ebb(settings, ebb, order),
-        Way::Qemu => by_qemu(order),
+pub(super) fn run(strategy: Strategy, ebb: Command, order: &Order<'_>) -> Result<Report, String> {
+    match strategy {
+        Strategy::Ebb(settings) => by_ebb(settings, ebb, order),
+        Strategy::Qemu => by_qemu(order),
     }
 }
 
@@ -299,8 +262,7 @@ mod tests {
             address: "198.18.0.2:4444",
             patience: Duration::from_secs(9),
         };
-        let settings =
-            Settings { zero_pages: Switch::On, holes: Switch::Off, free_pages: FreePages::Query };
+        let settings = Settings { zero_pages: "on", holes: "off", free_pages: "query" };
         by_ebb(settings, shell, &order)
     }
 

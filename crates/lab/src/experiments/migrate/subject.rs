@@ -8,13 +8,13 @@ use ebb_agent::churn::ChurnReport;
 use ebb_agent::protocol::Command;
 use serde_json::Value;
 
-use super::strategies::{self, Order, Report, Way};
+use super::strategies::{self, Order, Report, Strategy};
 use crate::LabError;
 use crate::error::GuestProblem;
 use crate::harness::guest::{Begun, Guest};
 use crate::harness::host;
 use crate::harness::link::{End, Link};
-use crate::harness::monitor::GuestSize;
+use crate::harness::size::GuestSize;
 use crate::harness::testbed::{self, Testbed};
 use crate::harness::watch::{ReturnWatch, Verdict};
 use crate::report::results::Scale;
@@ -73,8 +73,7 @@ impl<'a, 'b> Subject<'a, 'b> {
         size: GuestSize,
         hold_mib: u64,
     ) -> Result<Self, LabError> {
-        let directory = tempfile::tempdir()
-            .map_err(|cause| LabError::SystemFile { path: std::env::temp_dir(), cause })?;
+        let directory = tempfile::tempdir().map_err(LabError::of_file(std::env::temp_dir()))?;
         testbed.events().step(NUMBER, "starts");
         let mut command = testbed.command(size, Some(&directory.path().join("control-0")))?;
         let end = End::Left;
@@ -176,7 +175,7 @@ impl<'a, 'b> Subject<'a, 'b> {
     /// answered there, in ms.
     pub(super) fn migrate(
         &mut self,
-        way: Way,
+        strategy: Strategy,
         patience: Duration,
     ) -> Result<(Report, f64), LabError> {
         let to = self.end.other();
@@ -190,7 +189,7 @@ impl<'a, 'b> Subject<'a, 'b> {
         wait_until_listening(&mut taking)?;
         let order = Order { pid: self.guest.pid(), control: &here, address: &address, patience };
         let begun = Instant::now();
-        let report = strategies::run(way, self.testbed.ebb(), &order).map_err(|reason| {
+        let report = strategies::run(strategy, self.testbed.ebb(), &order).map_err(|reason| {
             let other =
                 taking.ended_by_itself().map(|error| format!("\n  at the other end: {error}"));
             self.guest.failed(GuestProblem::Migration(reason + &other.unwrap_or_default()))

@@ -1,4 +1,4 @@
-//! What is told of merged pages on several nodes.
+//! What a series found of merged pages on several nodes, as metrics and tables.
 
 use ebb_vmm::api::{MergeScope, MergeStatistics};
 
@@ -6,7 +6,8 @@ use super::model::{self, PUBLISHED, Spread};
 use crate::harness::merging::{Merging, Nodes, SharedCounts};
 use crate::harness::survey::{GuestSurvey, Survey};
 use crate::report::figures::{DataTable, Value};
-use crate::report::results::{Better, MetricInfo, Series, rounded};
+use crate::report::metrics::{self, Metric};
+use crate::report::results::{MetricInfo, Series};
 
 /// What one guest showed.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -76,42 +77,98 @@ impl Found {
 }
 
 /// All metrics.
-pub(super) fn metrics() -> Vec<MetricInfo> {
-    let lower =
-        |name: &str, title: &str, unit: &str| MetricInfo::new(name, title, unit, Better::Lower);
-    let higher =
-        |name: &str, title: &str, unit: &str| MetricInfo::new(name, title, unit, Better::Higher);
+fn metrics() -> Vec<Metric<Found>> {
+    fn survey(name: &str, title: &str, value: fn(&Survey) -> u64) -> Metric<Found> {
+        Metric::higher(name, title, "", move |found: &Found| {
+            found.survey.as_ref().map(|survey| value(survey) as f64)
+        })
+    }
+    type Of = fn(&Found) -> Option<f64>;
+    let count = |name, title, value: Of| Metric::higher(name, title, "", value);
+    let ns = |name, title, value: Of| Metric::lower(name, title, "ns", value);
+    let percent = |name, title, value: Of| Metric::lower(name, title, "%", value);
     vec![
-        higher("pages_shared", "Pages that are shared", ""),
-        higher("pages_sharing", "Further pages that share them", ""),
-        higher("zero_pages", "Pages of zeros merged with each other, or taken away", ""),
-        higher("seen_merged_pages", "Merged pages, seen from outside", ""),
-        higher("read_merged_pages", "of these read by their guest since", ""),
-        lower("remote_merged_pages", "Merged pages on another node than their guest", ""),
-        lower("remote_merged_pages_counted", "the same, as the monitors count them", ""),
-        lower("misplaced_pages", "Pages of guests on another node before merging", ""),
-        higher("saved_mib", "Saved", "MiB"),
-        higher("host_freed_mib", "Memory that the host has in use less", "MiB"),
-        lower("merge_s", "Until nothing more was merged", "s"),
-        lower("access_before_ns", "Read before merging, mean of guests", "ns"),
-        lower(
+        count("pages_shared", "Pages that are shared", |found| {
+            Some(found.shared?.pages_shared as f64)
+        }),
+        count("pages_sharing", "Further pages that share them", |found| {
+            Some(found.shared?.pages_sharing as f64)
+        }),
+        count("zero_pages", "Pages of zeros merged with each other, or taken away", |found| {
+            Some(found.zero_pages()? as f64)
+        }),
+        survey("seen_merged_pages", "Merged pages, seen from outside", |survey| {
+            survey.pages_shared + survey.pages_sharing
+        }),
+        survey("read_merged_pages", "of these read by their guest since", |survey| {
+            survey.guests.iter().map(|guest| guest.read_pages).sum()
+        }),
+        Metric::lower(
+            "remote_merged_pages",
+            "Merged pages on another node than their guest",
+            "",
+            |found: &Found| Some(found.survey.as_ref()?.remote_merged_pages as f64),
+        ),
+        Metric::lower(
+            "remote_merged_pages_counted",
+            "the same, as the monitors count them",
+            "",
+            |found: &Found| Some(found.survey.as_ref().and(found.counted_remote())? as f64),
+        ),
+        Metric::lower(
+            "misplaced_pages",
+            "Pages of guests on another node before merging",
+            "",
+            |found: &Found| Some(found.misplaced_before? as f64),
+        ),
+        Metric::higher("saved_mib", "Saved", "MiB", |found: &Found| {
+            Some(found.saved_pages()? as f64 / 256.0)
+        }),
+        Metric::higher(
+            "host_freed_mib",
+            "Memory that the host has in use less",
+            "MiB",
+            |found: &Found| found.freed_mib,
+        ),
+        Metric::lower("merge_s", "Until nothing more was merged", "s", |found: &Found| {
+            found.merge_s
+        }),
+        ns("access_before_ns", "Read before merging, mean of guests", |found| {
+            let times: Vec<f64> = found.guests.iter().map(|guest| guest.before_ns).collect();
+            Some(Spread::new(&times)?.mean)
+        }),
+        ns(
             "access_meanwhile_ns",
             "Read of a merged page while merging goes on, first guest",
-            "ns",
+            |found| found.meanwhile_ns,
         ),
-        lower(
+        ns(
             "access_ns",
             "Read of a merged page, mean of guests (all nodes are equally far here)",
-            "ns",
+            |found| Some(after(found)?.mean),
         ),
-        lower(
+        percent(
             "access_deviation_percent",
             "its deviation between nodes (noise: all are equally far)",
-            "%",
+            |found| Some(after(found)?.percent(0.0)),
         ),
-        lower("modelled_access_ns", "Modelled: access to a merged page, mean of guests", "ns"),
-        lower("modelled_deviation_percent", "Modelled: its deviation between nodes", "%"),
+        ns("modelled_access_ns", "Modelled: access to a merged page, mean of guests", |found| {
+            Some(modelled(found)?.mean)
+        }),
+        percent("modelled_deviation_percent", "Modelled: its deviation between nodes", |found| {
+            Some(modelled(found)?.percent(0.0))
+        }),
     ]
+}
+
+/// What the metrics are.
+pub(super) fn describe() -> Vec<MetricInfo> {
+    metrics::describe(metrics())
+}
+
+/// Times of a read after merging, by guest.
+fn after(found: &Found) -> Option<Spread> {
+    Spread::new(&found.guests.iter().map(|guest| guest.after_ns).collect::<Option<Vec<f64>>>()?)
 }
 
 /// Modelled times of an access to merged pages, by guest.
@@ -126,53 +183,22 @@ fn modelled(found: &Found) -> Option<Spread> {
     Spread::new(&times?)
 }
 
-/// Fills in a series' metrics and its table.
-pub(super) fn series(found: &Found, series: &mut Series) {
-    let before: Vec<f64> = found.guests.iter().map(|guest| guest.before_ns).collect();
-    let after: Option<Vec<f64>> = found.guests.iter().map(|guest| guest.after_ns).collect();
-    let after = after.and_then(|times| Spread::new(&times));
-    let modelled = modelled(found);
-    let survey = found.survey.as_ref();
-    let of_survey = |value: fn(&Survey) -> u64| survey.map(|survey| value(survey) as f64);
-    let metrics = [
-        ("pages_shared", found.shared.map(|shared| shared.pages_shared as f64)),
-        ("pages_sharing", found.shared.map(|shared| shared.pages_sharing as f64)),
-        ("zero_pages", found.zero_pages().map(|pages| pages as f64)),
-        ("seen_merged_pages", of_survey(|survey| survey.pages_shared + survey.pages_sharing)),
-        (
-            "read_merged_pages",
-            of_survey(|survey| survey.guests.iter().map(|guest| guest.read_pages).sum()),
-        ),
-        ("remote_merged_pages", of_survey(|survey| survey.remote_merged_pages)),
-        (
-            "remote_merged_pages_counted",
-            found.counted_remote().filter(|_| survey.is_some()).map(|count| count as f64),
-        ),
-        ("misplaced_pages", found.misplaced_before.map(|pages| pages as f64)),
-        ("saved_mib", found.saved_pages().map(|pages| pages as f64 / 256.0)),
-        ("host_freed_mib", found.freed_mib),
-        ("merge_s", found.merge_s),
-        ("access_before_ns", Spread::new(&before).map(|spread| spread.mean)),
-        ("access_meanwhile_ns", found.meanwhile_ns),
-        ("access_ns", after.map(|spread| spread.mean)),
-        ("access_deviation_percent", after.map(|spread| spread.percent(0.0))),
-        ("modelled_access_ns", modelled.map(|spread| spread.mean)),
-        ("modelled_deviation_percent", modelled.map(|spread| spread.percent(0.0))),
-    ];
-    series.metrics = metrics.map(|(name, value)| (name.to_owned(), value.map(rounded))).into();
-    if let Some(survey) = survey {
-        if survey.pages_without_node > 0 {
-            series.notes.push(format!(
-                "of {} merged pages the node is not known",
-                survey.pages_without_node
-            ));
-        }
-        series.notes.extend(disagreement(found, survey));
-        series.details.push(places(found, survey));
-        series.details.push(reasons(found, survey));
-        series.details.extend(remote(found, survey));
+/// Fills in a series' metrics and its tables.
+pub(super) fn fill(found: &Found, series: &mut Series) {
+    metrics::measure(&metrics(), found, series);
+    let Some(survey) = &found.survey else { return };
+    if survey.pages_without_node > 0 {
+        let count = survey.pages_without_node;
+        series.notes.push(format!("of {count} merged pages the node is not known"));
     }
+    series.notes.extend(disagreement(found, survey));
+    let guests: Vec<Guest<'_>> = found.guests.iter().zip(&survey.guests).collect();
+    series.details.extend([places(found, &guests), reasons(&guests)]);
+    series.details.extend(remote(&guests));
 }
+
+/// What a guest showed, and what was seen of it from outside.
+type Guest<'a> = (&'a GuestFound, &'a GuestSurvey);
 
 /// Says so if the monitors count other numbers of remote pages than there are.
 fn disagreement(found: &Found, survey: &Survey) -> Option<String> {
@@ -185,109 +211,83 @@ fn disagreement(found: &Found, survey: &Survey) -> Option<String> {
 }
 
 /// Each guest by itself: times, and where its merged pages are.
-fn places(found: &Found, survey: &Survey) -> DataTable {
-    let mut columns: Vec<String> =
-        ["guest's node", "read before, ns", "read after, ns", "modelled, ns"]
-            .map(str::to_owned)
-            .into();
-    columns.extend((0..found.nodes).map(|node| format!("merged pages on node {node}")));
-    let row = |(guest, seen): (&GuestFound, &GuestSurvey)| {
-        let number = |value: Option<f64>| {
-            value.map_or(Value::from("-"), |value| Value::from(rounded(value)))
-        };
+fn places(found: &Found, guests: &[Guest<'_>]) -> DataTable {
+    let columns = ["guest's node", "read before, ns", "read after, ns", "modelled, ns"];
+    let merged = (0..found.nodes).map(|node| format!("merged pages on node {node}"));
+    let row = |(guest, seen): &Guest<'_>| {
         let placement = &seen.placement;
-        let mut row = vec![
-            Value::from(u64::from(guest.node)),
-            Value::from(rounded(guest.before_ns)),
-            number(guest.after_ns),
-            number(model::access_ns(found.nodes, guest.node, placement)),
-        ];
-        row.extend(
-            (0..found.nodes).map(|node| Value::from(placement.get(&node).copied().unwrap_or(0))),
-        );
+        let modelled = model::access_ns(found.nodes, guest.node, placement);
+        let mut row: Vec<Value> =
+            vec![guest.node.into(), guest.before_ns.into(), guest.after_ns.into(), modelled.into()];
+        let on = |node| placement.get(&node).copied().unwrap_or(0);
+        row.extend((0..found.nodes).map(|node| Value::from(on(node))));
         row
     };
-    DataTable {
-        title: "guests by node".to_owned(),
-        columns,
-        rows: found.guests.iter().zip(&survey.guests).map(row).collect(),
-    }
+    let columns = columns.map(str::to_owned).into_iter().chain(merged);
+    DataTable::new("guests by node", columns, guests.iter().map(row))
 }
 
 /// What became of each guest's pages, and why some are not merged.
-fn reasons(found: &Found, survey: &Survey) -> DataTable {
-    let columns = [
-        "guest's node",
-        "merged",
-        "zeros",
-        "written since they were merged",
-        "other pages at the host",
-        "of these: without a duplicate",
-        "of these: written lately",
-        "of these: duplicates that were not replaced, and pages not looked at yet",
-        "attempts: done",
-        "content had changed",
-        "pinned",
-        "too few mappings",
-        "gone",
-    ];
-    let row = |(guest, seen): (&GuestFound, &GuestSurvey)| {
-        let number = |value: Option<u64>| {
-            value.filter(|_| guest.is_counted()).map_or_else(|| Value::from("-"), Value::from)
-        };
-        let statistics = &guest.statistics;
-        let known = statistics.pages_unshared.zip(statistics.pages_volatile);
-        let rest =
-            known.map(|(unshared, lately)| seen.other_pages.saturating_sub(unshared + lately));
-        let replaced = statistics.replaced;
-        vec![
-            Value::from(u64::from(guest.node)),
-            Value::from(seen.placement.values().sum::<u64>()),
-            Value::from(guest.zeroed_pages().unwrap_or(0) + seen.zero_pages),
-            Value::from(seen.copied_pages),
-            Value::from(seen.other_pages),
-            number(statistics.pages_unshared),
-            number(statistics.pages_volatile),
-            number(rest),
-            number(replaced.map(|replaced| replaced.done)),
-            number(replaced.map(|replaced| replaced.different)),
-            number(replaced.map(|replaced| replaced.busy)),
-            number(replaced.map(|replaced| replaced.no_mappings)),
-            number(replaced.map(|replaced| replaced.gone)),
-        ]
+fn reasons(guests: &[Guest<'_>]) -> DataTable {
+    let counted = |guest: &GuestFound, count: fn(&MergeStatistics) -> Option<u64>| {
+        Value::from(count(&guest.statistics).filter(|_| guest.is_counted()))
     };
-    DataTable {
-        title: "what became of the guests' pages, and of the monitors' attempts to replace pages"
-            .to_owned(),
-        columns: columns.map(str::to_owned).into(),
-        rows: found.guests.iter().zip(&survey.guests).map(row).collect(),
-    }
+    let rest = |(guest, seen): &Guest<'_>| {
+        let statistics = &guest.statistics;
+        let known = statistics.pages_unshared.zip(statistics.pages_volatile)?;
+        guest.is_counted().then(|| seen.other_pages.saturating_sub(known.0 + known.1))
+    };
+    DataTable::of(
+        "what became of the guests' pages, and of the monitors' attempts to replace pages",
+        guests,
+        &[
+            ("guest's node", &|(guest, _): &Guest<'_>| guest.node.into()),
+            ("merged", &|(_, seen)| seen.placement.values().sum::<u64>().into()),
+            ("zeros", &|(guest, seen)| {
+                (guest.zeroed_pages().unwrap_or(0) + seen.zero_pages).into()
+            }),
+            ("written since they were merged", &|(_, seen)| seen.copied_pages.into()),
+            ("other pages at the host", &|(_, seen)| seen.other_pages.into()),
+            ("of these: without a duplicate", &|(guest, _)| counted(guest, |s| s.pages_unshared)),
+            ("of these: written lately", &|(guest, _)| counted(guest, |s| s.pages_volatile)),
+            (
+                "of these: duplicates that were not replaced, and pages not looked at yet",
+                &|guest| rest(guest).into(),
+            ),
+            ("attempts: done", &|(guest, _)| counted(guest, |s| Some(s.replaced?.done))),
+            ("content had changed", &|(guest, _)| counted(guest, |s| Some(s.replaced?.different))),
+            ("pinned", &|(guest, _)| counted(guest, |s| Some(s.replaced?.busy))),
+            ("too few mappings", &|(guest, _)| counted(guest, |s| Some(s.replaced?.no_mappings))),
+            ("gone", &|(guest, _)| counted(guest, |s| Some(s.replaced?.gone))),
+        ],
+    )
 }
 
 /// Remote pages one by one, where they are few enough to be read.
-fn remote(found: &Found, survey: &Survey) -> Option<DataTable> {
+fn remote(guests: &[Guest<'_>]) -> Option<DataTable> {
     const MOST: usize = 64;
-    let all = found.guests.iter().zip(&survey.guests);
-    let rows: Vec<Vec<Value>> = all
-        .flat_map(|(guest, seen)| seen.remote.iter().map(|run| (guest.node, *run)))
-        .map(|(home, (place, pages, node))| {
-            let home = Value::from(u64::from(home));
-            vec![home, Value::from(place), Value::from(pages), Value::from(u64::from(node))]
-        })
-        .collect();
-    (1..=MOST).contains(&rows.len()).then(|| DataTable {
-        title: "merged pages on another node than their guest".to_owned(),
-        columns: ["guest's node", "first page of its memory", "pages", "their node"]
-            .map(str::to_owned)
-            .into(),
-        rows,
-    })
+    let runs =
+        guests.iter().flat_map(|(guest, seen)| seen.remote.iter().map(|run| (guest.node, *run)));
+    let runs: Vec<(u32, (u64, u64, u32))> = runs.collect();
+    let table = || {
+        DataTable::of(
+            "merged pages on another node than their guest",
+            &runs,
+            &[
+                ("guest's node", &|(home, _)| (*home).into()),
+                ("first page of its memory", &|(_, (place, ..))| (*place).into()),
+                ("pages", &|(_, (_, pages, _))| (*pages).into()),
+                ("their node", &|(_, (.., node))| (*node).into()),
+            ],
+        )
+    };
+    (1..=MOST).contains(&runs.len()).then(table)
 }
 
 /// Puts the table of the patch beside what the model makes of the places of merged pages.
-pub(super) fn compare(all: &mut [Series], case_of: &dyn Fn(&str) -> Option<(Merging, u32)>) {
+pub(super) fn compare(all: &mut [Series], case_of: &dyn Fn(&str) -> (Merging, u32)) {
     let spread = |merging: Merging, nodes: u32| {
-        let series = all.iter().find(|series| case_of(&series.name) == Some((merging, nodes)))?;
+        let series = all.iter().find(|series| case_of(&series.name) == (merging, nodes))?;
         let value = |name: &str| series.metrics.get(name).copied().flatten();
         let (mean, percent) = (value("modelled_access_ns")?, value("modelled_deviation_percent")?);
         Some(Spread { mean, deviation: mean * percent / 100.0 })
@@ -303,22 +303,18 @@ pub(super) fn compare(all: &mut [Series], case_of: &dyn Fn(&str) -> Option<(Merg
     for (nodes, across, apart) in PUBLISHED {
         for (which, published) in [(Nodes::Across, across), (Nodes::Apart, apart)] {
             let mut row = vec![
-                Value::from(u64::from(nodes)),
+                Value::from(nodes),
                 Value::from(match which {
                     Nodes::Across => "across",
                     Nodes::Apart => "apart",
                 }),
                 Value::from(published),
             ];
-            let number = |value: Option<f64>| {
-                value.map_or(Value::from("-"), |value| Value::from(rounded(value)))
-            };
             for (by, constant) in by.iter().zip(constants) {
                 let spread = spread(by(which), nodes);
-                row.push(number(spread.map(|spread| spread.percent(0.0))));
-                row.push(number(
-                    spread.zip(constant).map(|(spread, constant)| spread.percent(constant)),
-                ));
+                row.push(spread.map(|spread| spread.percent(0.0)).into());
+                let with_constant = spread.zip(constant);
+                row.push(with_constant.map(|(spread, constant)| spread.percent(constant)).into());
             }
             rows.push(row);
         }
@@ -333,13 +329,8 @@ pub(super) fn compare(all: &mut [Series], case_of: &dyn Fn(&str) -> Option<(Merg
         "kernel: with the published share of memory, %",
     ];
     if let Some(first) = all.first_mut() {
-        first.tables.push(DataTable {
-            title:
-                "deviation of access times between nodes: published, and MODELLED from where merged pages are"
-                    .to_owned(),
-            columns: columns.map(str::to_owned).to_vec(),
-            rows,
-        });
+        let title = "deviation of access times between nodes: published, and MODELLED from where merged pages are";
+        first.tables.push(DataTable::new(title, columns, rows));
     }
 }
 
@@ -394,16 +385,14 @@ mod tests {
 
     fn told(name: &str, nodes: u32, which: Nodes) -> Series {
         let mut told = Series::new(name, String::new());
-        series(&found(nodes, which), &mut told);
+        fill(&found(nodes, which), &mut told);
         told
     }
 
     #[test]
-    fn every_metric_that_is_described_is_there() {
+    fn metrics_follow_from_what_was_found() {
         let told = told("x", 2, Nodes::Across);
-        let described: Vec<String> = metrics().into_iter().map(|info| info.name).collect();
-        assert_eq!(told.metrics.len(), described.len());
-        assert!(described.iter().all(|name| told.metrics[name].is_some()), "{:?}", told.metrics);
+        assert!(told.metrics.values().all(Option::is_some), "{:?}", told.metrics);
         // The pages of zeros of both, too.
         assert_eq!(told.metrics["saved_mib"], Some(3.0));
         assert_eq!(told.metrics["zero_pages"], Some(256.0));
@@ -420,7 +409,7 @@ mod tests {
     }
 
     #[test]
-    fn monitors_that_count_something_else_are_told() {
+    fn monitors_that_count_something_else_are_reported() {
         let mut found = found(2, Nodes::Across);
         let mut survey = found.survey.clone().unwrap();
         assert!(disagreement(&found, &survey).unwrap().contains("14 remote pages, but 100"));
@@ -431,9 +420,9 @@ mod tests {
     }
 
     #[test]
-    fn nothing_found_is_nothing_told() {
+    fn nothing_found_is_nothing_shown() {
         let mut empty = Series::new("x", String::new());
-        series(&Found::default(), &mut empty);
+        fill(&Found::default(), &mut empty);
         assert!(empty.metrics.values().all(Option::is_none), "{:?}", empty.metrics);
     }
 
@@ -446,8 +435,8 @@ mod tests {
         ];
         let mut all = cases.map(|(name, nodes, which)| told(name, nodes, which));
         compare(&mut all, &|name| {
-            let (_, nodes, which) = cases.iter().find(|case| case.0 == name)?;
-            Some((Merging::Owner(*which), *nodes))
+            let (_, nodes, which) = cases.iter().find(|case| case.0 == name).unwrap();
+            (Merging::Owner(*which), *nodes)
         });
         let rows = &all[0].tables[0].rows;
         assert_eq!(rows.len(), 6);

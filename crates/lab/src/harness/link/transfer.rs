@@ -2,7 +2,6 @@
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
-use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -21,8 +20,7 @@ const SILENCE_LIMIT: Duration = Duration::from_secs(20);
 /// # Errors
 /// [`LabError::SystemFile`] with what a socket said.
 pub fn megabits_per_s(link: &Link, counted: Duration) -> Result<f64, LabError> {
-    transfer(link, counted)
-        .map_err(|cause| LabError::SystemFile { path: PathBuf::from(NAMES), cause })
+    transfer(link, counted).map_err(LabError::of_file(NAMES))
 }
 
 fn transfer(link: &Link, counted: Duration) -> io::Result<f64> {

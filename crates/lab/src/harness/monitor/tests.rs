@@ -37,28 +37,27 @@ fn ebb_is_run_as_its_users_would() {
 
 #[test]
 fn each_setting_of_a_series_reaches_the_command() {
-    let off = line(&Setup { reporting: Reporting::Off, ..Setup::EBB });
+    let off = line(&Setup { reporting: false, ..Setup::EBB });
     assert!(off.contains("reporting=off") && !off.contains("reporting=on"));
     assert!(
-        line(&Setup { huge_pages: HugePages::Off, ..Setup::EBB })
-            .contains("size=512M,backing=anon,thp=off")
+        line(&Setup { huge_pages: false, ..Setup::EBB }).contains("size=512M,backing=anon,thp=off")
     );
     assert!(
-        line(&Setup { kernel: KernelImage::Elf, ..Setup::EBB }).contains("--kernel /ebb/vmlinux ")
+        line(&Setup { uncompressed_kernel: true, ..Setup::EBB }).contains("--kernel /ebb/vmlinux ")
     );
     let merged = line(&Setup { merging: Merging::Kernel(Nodes::Apart), ..Setup::EBB });
     assert!(merged.contains("backing=anon,merge=kernel,"), "{merged}");
-    let lean = line(&Setup { bounce_buffer: BounceBuffer::Off, ..Setup::EBB });
+    let lean = line(&Setup { bounce_buffer: false, ..Setup::EBB });
     assert!(lean.contains("reboot=t swiotlb=noforce"), "{lean}");
     let late = line(&Setup { clock: ClockPolicy::CatchUp, ..Setup::EBB });
     assert!(late.contains(" --clock catch-up "), "{late}");
     let seed = Driver::Module(Module { blocks: Blocks::SinglePages, ..Module::DEFAULT });
-    let single = line(&Setup { driver: seed, clearing: Clearing::Off, ..Setup::EBB });
+    let single = line(&Setup { driver: seed, clearing: false, ..Setup::EBB });
     assert!(
         single.contains("init_on_alloc=0 ebb.balloon=ebb_balloon ebb_balloon.tracker="),
         "{single}"
     );
-    let plain = line(&Setup { extension: Extension::Withheld, ..Setup::EBB });
+    let plain = line(&Setup { extension: false, ..Setup::EBB });
     assert!(plain.contains(",page_bitmap=off,page_ranges=off,host_requests=off "), "{plain}");
     let ordered = line(&Setup { reporting_order: Some(4), ..Setup::EBB });
     assert!(ordered.ends_with(" page_reporting.page_reporting_order=4 --api /tmp/c"), "{ordered}");
@@ -84,7 +83,7 @@ fn a_guest_is_taken_over_by_a_monitor_of_its_kind() {
         line(&Setup::EBB),
         "receive --listen tcp:198.18.0.2:4444 --insecure --serial stdio --on-reboot exit --clock continue --api /tmp/c"
     );
-    let qemu = Setup { monitor: MonitorKind::Qemu, hinting: Hinting::On, ..Setup::EBB };
+    let qemu = Setup { monitor: MonitorKind::Qemu, hinting: true, ..Setup::EBB };
     let hinted = line(&qemu);
     assert!(hinted.starts_with("-object iothread,id=hints "), "{hinted}");
     assert!(hinted.contains("deflate-on-oom=on,free-page-hint=on,iothread=hints "), "{hinted}");
@@ -112,7 +111,7 @@ fn what_is_not_there_is_said_and_not_run() {
     assert_eq!(bare.missing(&module), Some(Missing::Module));
     assert_eq!(assets().missing(&module), None);
     let qemu = Setup { monitor: MonitorKind::Qemu, ..Setup::EBB };
-    let elf = Setup { kernel: KernelImage::Elf, ..Setup::EBB };
+    let elf = Setup { uncompressed_kernel: true, ..Setup::EBB };
     assert_eq!(bare.missing(&Setup::EBB), None);
     assert_eq!(bare.missing(&qemu), Some(Missing::Qemu));
     assert_eq!(bare.command(&qemu, SIZE, None).unwrap_err(), Missing::Qemu);
@@ -121,8 +120,7 @@ fn what_is_not_there_is_said_and_not_run() {
 
 #[test]
 fn setups_are_described_by_what_makes_them_differ() {
-    let text =
-        Setup { huge_pages: HugePages::Off, reporting_order: Some(0), ..Setup::EBB }.describe();
+    let text = Setup { huge_pages: false, reporting_order: Some(0), ..Setup::EBB }.describe();
     assert_eq!(
         text,
         "ebb run, free page reporting on, guest reports blocks of order 0 and up, guest memory without \

@@ -1,5 +1,6 @@
 //! What a testbed does through a guest's monitor: balloon, trim, counters.
 
+use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -11,7 +12,7 @@ use crate::error::GuestProblem;
 use crate::harness::balloon::{Balloon, BalloonError};
 use crate::harness::counters::Counters;
 use crate::harness::guest::Guest;
-use crate::harness::monitor::{GuestSize, Trim};
+use crate::harness::size::GuestSize;
 use crate::report::results::GuestRecord;
 
 /// A balloon that is not there by then does not get there.
@@ -53,13 +54,9 @@ impl Testbed<'_> {
     /// As [`Testbed::start_guest`], and [`LabError::SystemFile`] when there is no place for the
     /// socket.
     pub fn start_controlled_guest(&mut self, size: GuestSize) -> Result<GuestRecord, LabError> {
-        let directory = tempfile::tempdir()
-            .map_err(|cause| LabError::SystemFile { path: std::env::temp_dir(), cause })?;
-        let socket = directory.path().join("control");
+        let (directory, socket) = control_socket()?;
         let record = self.start(size, Some(&socket))?;
-        let balloon = Balloon::open(self.setup.monitor, &socket, size.memory_mib)
-            .map_err(|error| balloon_failed(record.guest, &error))?;
-        self.controls.push(Control { guest: record.guest, balloon, _directory: directory });
+        self.control(record.guest, size, directory, &socket)?;
         Ok(record)
     }
 
@@ -69,14 +66,23 @@ impl Testbed<'_> {
         size: GuestSize,
         arguments: &[&str],
     ) -> Result<Guest, LabError> {
-        let directory = tempfile::tempdir()
-            .map_err(|cause| LabError::SystemFile { path: std::env::temp_dir(), cause })?;
-        let socket = directory.path().join("control");
+        let (directory, socket) = control_socket()?;
         let guest = self.launch(size, Some(&socket), arguments)?;
-        let balloon = Balloon::open(self.setup.monitor, &socket, size.memory_mib)
-            .map_err(|error| balloon_failed(guest.number(), &error))?;
-        self.controls.push(Control { guest: guest.number(), balloon, _directory: directory });
+        self.control(guest.number(), size, directory, &socket)?;
         Ok(guest)
+    }
+
+    fn control(
+        &mut self,
+        guest: u32,
+        size: GuestSize,
+        directory: tempfile::TempDir,
+        socket: &Path,
+    ) -> Result<(), LabError> {
+        let balloon = Balloon::open(self.setup.monitor, socket, size.memory_mib)
+            .map_err(|error| LabError::unexpected(guest, error))?;
+        self.controls.push(Control { guest, balloon, _directory: directory });
+        Ok(())
     }
 
     /// Trims a guest, if the series says so; returns what that did.
@@ -84,7 +90,7 @@ impl Testbed<'_> {
     /// # Errors
     /// [`LabError::Guest`] when the monitor refuses or the guest has no control socket.
     pub fn trim(&mut self, guest: u32) -> Result<Option<TrimReport>, LabError> {
-        if self.setup.trim == Trim::Never {
+        if !self.setup.trim {
             return Ok(None);
         }
         self.events.step(guest, "is trimmed");
@@ -130,7 +136,7 @@ impl Testbed<'_> {
                     what: "balloon of its target size",
                     limit: BALLOON_LIMIT,
                 };
-                return Err(LabError::Guest { guest, problem, diagnostics: String::new() });
+                return Err(LabError::guest(guest, problem));
             }
             let interval = begin.elapsed() / BALLOON_INTERVAL_PART;
             thread::sleep(interval.clamp(SHORTEST_INTERVAL, LONGEST_INTERVAL));
@@ -163,22 +169,22 @@ impl Testbed<'_> {
         guest: u32,
         action: impl FnOnce(&mut Balloon) -> Result<T, BalloonError>,
     ) -> Result<T, LabError> {
+        let control = self.controls.iter_mut().find(|control| control.guest == guest);
         let control =
-            self.controls.iter_mut().find(|control| control.guest == guest).ok_or_else(|| {
-                let problem = GuestProblem::Protocol("it has no control socket".to_owned());
-                LabError::Guest { guest, problem, diagnostics: String::new() }
-            })?;
+            control.ok_or_else(|| LabError::unexpected(guest, "it has no control socket"))?;
         action(&mut control.balloon).map_err(|error| {
             // That a monitor does not answer is not the news if it has ended; it closes its socket
             // first.
             thread::sleep(REST);
             let ended = self.guest(guest).ok().and_then(Guest::ended_by_itself);
-            ended.unwrap_or_else(|| balloon_failed(guest, &error))
+            ended.unwrap_or_else(|| LabError::unexpected(guest, error))
         })
     }
 }
 
-fn balloon_failed(guest: u32, error: &BalloonError) -> LabError {
-    let problem = GuestProblem::Protocol(error.to_string());
-    LabError::Guest { guest, problem, diagnostics: String::new() }
+/// A place for a control socket, in a directory of its own.
+fn control_socket() -> Result<(tempfile::TempDir, PathBuf), LabError> {
+    let directory = tempfile::tempdir().map_err(LabError::of_file(std::env::temp_dir()))?;
+    let socket = directory.path().join("control");
+    Ok((directory, socket))
 }

@@ -10,13 +10,13 @@ use ebb_vmm::api::{MergeChange, MergeInfo, MergeRun, MergeState};
 
 use super::{BOOT_LIMIT, Testbed, footprint_mib};
 use crate::LabError;
-use crate::error::GuestProblem;
 use crate::harness::balloon::Balloon;
 use crate::harness::guest::Guest;
 use crate::harness::merging::{self, Broker, HostKsm, Merging, SharedCounts};
-use crate::harness::monitor::GuestSize;
+use crate::harness::size::GuestSize;
 use crate::harness::survey::{self, Survey};
-use crate::report::results::{GuestRecord, rounded};
+use crate::report::results::GuestRecord;
+use crate::report::statistics::rounded;
 
 /// A monitor that starts answers by then.
 const ANSWER_LIMIT: Duration = Duration::from_secs(60);
@@ -201,14 +201,9 @@ impl Testbed<'_> {
             for guest in guests {
                 let info = self.merge_info(*guest)?;
                 if matches!(info.state, MergeState::Off | MergeState::Unavailable) {
-                    let text =
-                        format!("its pages are not merged: {}", info.reason.unwrap_or_default());
-                    let problem = GuestProblem::Protocol(text);
-                    return Err(LabError::Guest {
-                        guest: *guest,
-                        problem,
-                        diagnostics: String::new(),
-                    });
+                    let reason = info.reason.unwrap_or_default();
+                    let what = format!("its pages are not merged: {reason}");
+                    return Err(LabError::unexpected(*guest, what));
                 }
                 let statistics = info.statistics.unwrap_or_default();
                 merged += statistics.merged_bytes.unwrap_or(0) / 4096

@@ -4,9 +4,10 @@ use ebb_agent::clock_watch::{CpuReport, Steps};
 use ebb_kvm_clock::ClockPolicy;
 
 use super::interval::{Interval, Look};
-use super::{Cycle, Kind, Record, lost};
+use super::{Cost, Cycle, Kind, Record, lost};
 use crate::report::figures::{Curve, DataTable, Drawing, Value};
-use crate::report::results::{Better, MetricInfo, Series, rounded};
+use crate::report::metrics::Metric;
+use crate::report::results::Series;
 use crate::report::statistics::{median, quantile};
 
 /// The reach of a guest's clock against its policy's promise.
@@ -16,49 +17,64 @@ const MOST: f64 = 0.95;
 const MIB: f64 = (1_u64 << 20) as f64;
 
 /// The metrics that only these series have.
-pub(in crate::experiments::clock) fn metrics() -> Vec<MetricInfo> {
-    let lower =
-        |name: &str, title: &str, unit: &str| MetricInfo::new(name, title, unit, Better::Lower);
+pub(in crate::experiments::clock) fn metrics() -> Vec<Metric<Record>> {
+    type Of = fn(&Record) -> Option<f64>;
+    let lower = |name, title, unit, value: Of| Metric::lower(name, title, unit, value);
     let mut metrics = vec![
-        lower("backward_steps", "Steps backward seen by a reader", ""),
-        lower("warps", "Warps between vCPUs", ""),
-        lower("kernel_complaints", "Complaints of the guest's kernel", ""),
+        lower("backward_steps", "Steps backward seen by a reader", "", |record| {
+            let (backward, real) =
+                (record.steps(|cpu| cpu.backward)?, record.steps(|cpu| cpu.realtime_backward)?);
+            Some((backward.count + real.count) as f64)
+        }),
+        lower("warps", "Warps between vCPUs", "", |record| {
+            Some(record.steps(|cpu| cpu.warps)?.count as f64)
+        }),
+        lower("kernel_complaints", "Complaints of the guest's kernel", "", |record| {
+            record.cycles.first()?;
+            Some(record.complaints.len() as f64)
+        }),
     ];
-    for (kind, title) in [
-        (Kind::Unstopped, "without a stop"),
-        (Kind::Pause, "over a pause"),
-        (Kind::Restore, "over a restore"),
+    for (kind, name, title) in [
+        (Kind::Unstopped, "unstopped", "without a stop"),
+        (Kind::Pause, "pause", "over a pause"),
+        (Kind::Restore, "restore", "over a restore"),
     ] {
-        for (measure, words) in MEASURES {
-            metrics.push(lower(&name(kind, measure), &format!("{words} {title}"), "ns"));
-        }
+        metrics.extend(MEASURES.map(|(measure, words, value)| {
+            let (name, title) = (format!("{name}_{measure}_ns"), format!("{words} {title}"));
+            Metric::lower(name, title, "ns", move |record: &Record| {
+                value(&record.distribution(kind))
+            })
+        }));
     }
     metrics.extend([
-        lower("kvm_error_ns", "Largest error of KVM's clock over a stop", "ns"),
-        lower("gap_ns", "Largest gap of a reader beyond the stop", "ns"),
-        lower("snapshot_ms", "Time to write a snapshot", "ms"),
-        lower("snapshot_mib", "Snapshot on the disk", "MiB"),
-        lower("restore_ms", "Restore to the guest's first answer", "ms"),
+        lower("kvm_error_ns", "Largest error of KVM's clock over a stop", "ns", |record| {
+            let errors = record.stops().filter_map(|cycle| cycle.stopped.kvm_error_ns);
+            Some(errors.map(i64::unsigned_abs).max()? as f64)
+        }),
+        lower("gap_ns", "Largest gap of a reader beyond the stop", "ns", |record| {
+            Some(record.stops().map(|cycle| cycle.gap_beyond_ns(record.policy)).max()? as f64)
+        }),
+        lower("snapshot_ms", "Time to write a snapshot", "ms", |record| {
+            median(record.costs().map(|cost| cost.save_ms as f64))
+        }),
+        lower("snapshot_mib", "Snapshot on the disk", "MiB", |record| {
+            median(record.costs().map(|cost| cost.stored_bytes as f64 / MIB))
+        }),
+        lower("restore_ms", "Restore to the guest's first answer", "ms", |record| {
+            median(record.costs().map(|cost| cost.first_answer_ms))
+        }),
     ]);
     metrics
 }
 
-/// What is told of the errors of a kind of stops, and how it is called.
-const MEASURES: [(&str, &str); 4] = [
-    ("error", "Error"),
-    ("error_p95", "95 % of errors"),
-    ("error_max", "Largest error"),
-    ("uncertainty", "Uncertainty of the error"),
+/// What is shown of the errors of a kind of stops: name, what it is called, value.
+type Measure = (&'static str, &'static str, fn(&Distribution) -> Option<f64>);
+const MEASURES: [Measure; 4] = [
+    ("error", "Error", |errors| median(errors.sizes())),
+    ("error_p95", "95 % of errors", |errors| quantile(errors.sizes(), MOST)),
+    ("error_max", "Largest error", |errors| quantile(errors.sizes(), 1.0)),
+    ("uncertainty", "Uncertainty of the error", |errors| median(errors.uncertainties())),
 ];
-
-fn name(kind: Kind, measure: &str) -> String {
-    let kind = match kind {
-        Kind::Unstopped => "unstopped",
-        Kind::Pause => "pause",
-        Kind::Restore => "restore",
-    };
-    format!("{kind}_{measure}_ns")
-}
 
 /// Errors of one kind of stops.
 struct Distribution {
@@ -74,52 +90,35 @@ impl Distribution {
         self.errors.iter().map(|error| error.uncertainty_ns() as f64)
     }
 
-    /// In the order of [`MEASURES`].
-    fn measures(&self) -> [Option<f64>; 4] {
-        [
-            median(self.sizes()),
-            quantile(self.sizes(), MOST),
-            quantile(self.sizes(), 1.0),
-            median(self.uncertainties()),
-        ]
-    }
-
     fn count(&self, is: impl Fn(&Interval) -> bool) -> Value {
         Value::from(self.errors.iter().filter(|error| is(error)).count() as u64)
     }
 
-    fn row(&self, kind: Kind) -> Vec<Value> {
-        let us = |value: Option<f64>| Value::from(rounded(value.unwrap_or(0.0) / 1e3));
-        let [middle, most, largest, uncertainty] = self.measures();
-        vec![
-            Value::from(kind.name()),
-            self.count(|_| true),
-            us(median(self.errors.iter().map(|error| error.middle_ns() as f64))),
-            us(middle),
-            us(most),
-            us(largest),
-            us(uncertainty),
-            us(quantile(self.uncertainties(), 1.0)),
-            self.count(|error| error.middle_ns().abs() <= REACH_NS),
-            self.count(|error| error.at_most_ns() <= REACH_NS),
-            self.count(|error| error.surely_ns() > REACH_NS),
-        ]
+    fn table(all: &[(Kind, Self)]) -> DataTable {
+        let us = |ns: Option<f64>| Value::from(ns.unwrap_or(0.0) / 1e3);
+        let middle =
+            |errors: &Self| median(errors.errors.iter().map(|error| error.middle_ns() as f64));
+        DataTable::of(
+            "the guest's monotonic clock against the policy's promise",
+            all,
+            &[
+                ("between two looks", &|(kind, _)| kind.name().into()),
+                ("times", &|(_, errors)| errors.count(|_| true)),
+                ("median with sign, us", &|(_, errors)| us(middle(errors))),
+                ("median, us", &|(_, errors)| us(median(errors.sizes()))),
+                ("95 %, us", &|(_, errors)| us(quantile(errors.sizes(), MOST))),
+                ("largest, us", &|(_, errors)| us(quantile(errors.sizes(), 1.0))),
+                ("known to within (median), us", &|(_, errors)| us(median(errors.uncertainties()))),
+                ("(largest), us", &|(_, errors)| us(quantile(errors.uncertainties(), 1.0))),
+                ("within 1 ms", &|(_, errors)| {
+                    errors.count(|error| error.middle_ns().abs() <= REACH_NS)
+                }),
+                ("surely", &|(_, errors)| errors.count(|error| error.at_most_ns() <= REACH_NS)),
+                ("surely not", &|(_, errors)| errors.count(|error| error.surely_ns() > REACH_NS)),
+            ],
+        )
     }
 }
-
-const DISTRIBUTION_COLUMNS: [&str; 11] = [
-    "between two looks",
-    "times",
-    "median with sign, us",
-    "median, us",
-    "95 %, us",
-    "largest, us",
-    "known to within (median), us",
-    "(largest), us",
-    "within 1 ms",
-    "surely",
-    "surely not",
-];
 
 impl Record {
     fn distribution(&self, kind: Kind) -> Distribution {
@@ -127,12 +126,43 @@ impl Record {
         Distribution { errors: of_kind.map(|cycle| cycle.error(self.policy)).collect() }
     }
 
-    /// Steps that a clock must not make, of all readers.
-    fn steps(&self, which: impl Fn(&CpuReport) -> Steps) -> Steps {
-        self.watched.cpus.iter().map(which).fold(Steps::default(), |all, steps| Steps {
+    /// Steps that a clock must not make, of all readers; `None` if it was never looked at.
+    fn steps(&self, which: impl Fn(&CpuReport) -> Steps) -> Option<Steps> {
+        self.cycles.first()?;
+        let all = self.watched.cpus.iter().map(which);
+        Some(all.fold(Steps::default(), |all, steps| Steps {
             count: all.count + steps.count,
             largest: all.largest.max(steps.largest),
-        })
+        }))
+    }
+
+    /// The smallest time that the guest read.
+    pub(in crate::experiments::clock) fn min_system_time_ns(&self) -> Option<f64> {
+        let cycles = self.cycles.iter();
+        let smallest = cycles.flat_map(|cycle| [cycle.before.smallest_ns, cycle.after.smallest_ns]);
+        Some(smallest.min()? as f64)
+    }
+
+    /// The largest step of its clock, or jump ahead over a stop that is sure.
+    pub(in crate::experiments::clock) fn max_jump_ns(&self) -> Option<f64> {
+        let ahead = self.cycles.iter().map(|cycle| cycle.error(self.policy).low_ns).max()?;
+        let steps = [
+            self.steps(|cpu| cpu.backward)?.largest,
+            self.steps(|cpu| cpu.realtime_backward)?.largest,
+            self.steps(|cpu| cpu.warps)?.largest,
+            ahead.max(0).unsigned_abs(),
+        ];
+        Some(steps.into_iter().max()? as f64)
+    }
+
+    /// The largest error of its real time.
+    pub(in crate::experiments::clock) fn wall_error_ns(&self) -> Option<f64> {
+        let errors = self.gained(|look| look.real).into_iter();
+        Some(errors.map(|error| error.middle_ns().unsigned_abs()).max()? as f64)
+    }
+
+    fn costs(&self) -> impl Iterator<Item = Cost> {
+        self.cycles.iter().filter_map(|cycle| cycle.cost)
     }
 
     /// What a clock of the guest has gained on the promise since the first look, at the end of each
@@ -147,59 +177,11 @@ impl Record {
         since_first.collect()
     }
 
-    pub(super) fn tell(&self, series: &mut Series) {
-        let mut put =
-            |name: &str, value: Option<f64>| series.metrics.insert(name.to_owned(), value);
-        if !self.cycles.is_empty() {
-            let backward = self.steps(|cpu| cpu.backward);
-            let real = self.steps(|cpu| cpu.realtime_backward);
-            let warps = self.steps(|cpu| cpu.warps);
-            put("backward_steps", Some((backward.count + real.count) as f64));
-            put("warps", Some(warps.count as f64));
-            put("kernel_complaints", Some(self.complaints.len() as f64));
-            let smallest = self
-                .cycles
-                .iter()
-                .flat_map(|cycle| [cycle.before.smallest_ns, cycle.after.smallest_ns]);
-            put("min_system_time_ns", smallest.min().map(|ns| ns as f64));
-            let forward =
-                self.cycles.iter().map(|cycle| cycle.error(self.policy).low_ns).max().unwrap_or(0);
-            let steps =
-                [backward.largest, real.largest, warps.largest, forward.max(0).unsigned_abs()];
-            put("max_jump_ns", steps.into_iter().max().map(|ns| ns as f64));
-            let wall = self
-                .gained(|look| look.real)
-                .into_iter()
-                .map(|error| error.middle_ns().unsigned_abs());
-            put("wall_error_ns", wall.max().map(|ns| ns as f64));
-        }
-        let mut rows = Vec::new();
-        for kind in Kind::ALL {
-            let distribution = self.distribution(kind);
-            for ((measure, _), value) in MEASURES.into_iter().zip(distribution.measures()) {
-                put(&name(kind, measure), value);
-            }
-            if !distribution.errors.is_empty() {
-                rows.push(distribution.row(kind));
-            }
-        }
-        let gap = self.stops().map(|cycle| cycle.gap_beyond_ns(self.policy)).max();
-        put("gap_ns", gap.map(|ns| ns as f64));
-        let kvm = self
-            .stops()
-            .filter_map(|cycle| cycle.stopped.kvm_error_ns)
-            .map(i64::unsigned_abs)
-            .max();
-        put("kvm_error_ns", kvm.map(|ns| ns as f64));
-        let costs = || self.cycles.iter().filter_map(|cycle| cycle.cost);
-        put("snapshot_ms", median(costs().map(|cost| cost.save_ms as f64)));
-        put("snapshot_mib", median(costs().map(|cost| rounded(cost.stored_bytes as f64 / MIB))));
-        put("restore_ms", median(costs().map(|cost| rounded(cost.first_answer_ms))));
-        series.tables.push(DataTable {
-            title: "the guest's monotonic clock against the policy's promise".to_owned(),
-            columns: DISTRIBUTION_COLUMNS.map(str::to_owned).to_vec(),
-            rows,
-        });
+    /// Puts tables, curves and notes into the document.
+    pub(in crate::experiments::clock) fn show(&self, series: &mut Series) {
+        let all = Kind::ALL.map(|kind| (kind, self.distribution(kind)));
+        let some: Vec<_> = all.into_iter().filter(|(_, all)| !all.errors.is_empty()).collect();
+        series.tables.push(Distribution::table(&some));
         series.details.push(self.details());
         series.drawings.extend([
             drawing(
@@ -268,50 +250,42 @@ impl Record {
     }
 
     fn details(&self) -> DataTable {
-        let row = |(number, cycle): (usize, &Cycle)| {
-            let error = cycle.error(self.policy);
-            let cost =
-                |of: fn(&super::Cost) -> Value| cycle.cost.as_ref().map_or(Value::from(""), of);
-            vec![
-                Value::from(number as u64 + 1),
-                Value::from(cycle.kind.name()),
-                Value::from(cycle.planned.as_millis() as u64),
-                Value::from(cycle.stopped.time.middle_ns()),
-                Value::from(cycle.stopped.time.uncertainty_ns()),
-                cycle.stopped.kvm_error_ns.map_or(Value::from(""), Value::from),
-                Value::from(error.middle_ns()),
-                Value::from(error.uncertainty_ns()),
-                Value::from(cycle.after.monotonic.uncertainty_ns()),
-                Value::from(cycle.after.real.middle_ns()),
-                Value::from(cycle.gap_beyond_ns(self.policy)),
-                cost(|cost| Value::from(cost.save_ms)),
-                cost(|cost| Value::from(cost.stored_bytes)),
-                cost(|cost| Value::from(cost.ram_bytes)),
-                cost(|cost| Value::from(rounded(cost.first_answer_ms))),
-            ]
-        };
-        let columns = [
-            "number",
-            "between two looks",
-            "planned, ms",
-            "stopped, ns",
-            "to within, ns",
-            "error of KVM's clock, ns",
-            "error, ns",
-            "to within, ns",
-            "a look is good to, ns",
-            "real time ahead of the host's, ns",
-            "a reader's gap beyond the stop, ns",
-            "saved in, ms",
-            "stored, bytes",
-            "guest memory in it, bytes",
-            "restored to first answer, ms",
-        ];
-        DataTable {
-            title: "all looks".to_owned(),
-            columns: columns.map(str::to_owned).to_vec(),
-            rows: self.cycles.iter().enumerate().map(row).collect(),
-        }
+        type Of<'a> = (usize, &'a Cycle);
+        let cost =
+            |cycle: &Cycle, of: fn(&Cost) -> Value| cycle.cost.as_ref().map_or(Value::from(""), of);
+        DataTable::of(
+            "all looks",
+            &self.cycles.iter().enumerate().collect::<Vec<_>>(),
+            &[
+                ("number", &|(number, _): &Of<'_>| (*number as u64 + 1).into()),
+                ("between two looks", &|(_, cycle)| cycle.kind.name().into()),
+                ("planned, ms", &|(_, cycle)| (cycle.planned.as_millis() as u64).into()),
+                ("stopped, ns", &|(_, cycle)| cycle.stopped.time.middle_ns().into()),
+                ("to within, ns", &|(_, cycle)| cycle.stopped.time.uncertainty_ns().into()),
+                ("error of KVM's clock, ns", &|(_, cycle)| {
+                    cycle.stopped.kvm_error_ns.map_or(Value::from(""), Value::from)
+                }),
+                ("error, ns", &|(_, cycle)| cycle.error(self.policy).middle_ns().into()),
+                ("to within, ns", &|(_, cycle)| cycle.error(self.policy).uncertainty_ns().into()),
+                ("a look is good to, ns", &|(_, cycle)| {
+                    cycle.after.monotonic.uncertainty_ns().into()
+                }),
+                ("real time ahead of the host's, ns", &|(_, cycle)| {
+                    cycle.after.real.middle_ns().into()
+                }),
+                ("a reader's gap beyond the stop, ns", &|(_, cycle)| {
+                    cycle.gap_beyond_ns(self.policy).into()
+                }),
+                ("saved in, ms", &|(_, cycle)| cost(cycle, |cost| cost.save_ms.into())),
+                ("stored, bytes", &|(_, cycle)| cost(cycle, |cost| cost.stored_bytes.into())),
+                ("guest memory in it, bytes", &|(_, cycle)| {
+                    cost(cycle, |cost| cost.ram_bytes.into())
+                }),
+                ("restored to first answer, ms", &|(_, cycle)| {
+                    cost(cycle, |cost| cost.first_answer_ms.into())
+                }),
+            ],
+        )
     }
 
     /// The error of each cycle.

@@ -16,7 +16,7 @@ use super::memory::GuestMemory;
 use crate::LabError;
 use crate::error::GuestProblem;
 use crate::harness::guest::{Guest, Sending};
-use crate::harness::monitor::GuestSize;
+use crate::harness::size::GuestSize;
 use crate::harness::testbed::Testbed;
 
 /// The guest.
@@ -100,8 +100,7 @@ pub(super) struct Restored {
 impl<'a, 'b> Subject<'a, 'b> {
     /// Boots the guest and starts a reader of its clocks on each vCPU.
     pub(super) fn boot(testbed: &'a mut Testbed<'b>) -> Result<Self, LabError> {
-        let directory = tempfile::tempdir()
-            .map_err(|cause| LabError::SystemFile { path: std::env::temp_dir(), cause })?;
+        let directory = tempfile::tempdir().map_err(LabError::of_file(std::env::temp_dir()))?;
         testbed.events().step(NUMBER, "starts");
         let began = Instant::now();
         let control = directory.path().join("control-0");

@@ -1,0 +1,215 @@
+//! Metrics: each is one row that says what it is called, and how it follows from what was found.
+
+use crate::report::results::{Better, MetricInfo, Series};
+use crate::report::statistics::{median, number, quantile, rounded};
+
+/// A metric of an experiment whose series find an `F`.
+pub struct Metric<F> {
+    info: MetricInfo,
+    source: Source<F>,
+}
+
+/// Where a metric's value comes from.
+enum Source<F> {
+    /// The repeated measurements of it, of which the median is shown; or the only one. One that
+    /// never came is infinite.
+    Values(Box<dyn Fn(&F) -> Vec<f64>>),
+    /// How many times as good a series is as the one that all are compared with, by this metric.
+    Ratio(&'static str),
+}
+
+impl<F> Metric<F> {
+    fn new(
+        (name, title, unit): (impl Into<String>, impl Into<String>, &str),
+        better: Better,
+        source: Source<F>,
+    ) -> Self {
+        let info =
+            MetricInfo { name: name.into(), title: title.into(), unit: unit.to_owned(), better };
+        Self { info, source }
+    }
+
+    /// A metric that is better when it is lower: name with unit, title, unit, and how it is found.
+    pub fn lower(
+        name: impl Into<String>,
+        title: impl Into<String>,
+        unit: &str,
+        value: impl Fn(&F) -> Option<f64> + 'static,
+    ) -> Self {
+        let values = move |found: &F| value(found).into_iter().collect();
+        Self::new((name, title, unit), Better::Lower, Source::Values(Box::new(values)))
+    }
+
+    /// A metric that is better when it is higher.
+    pub fn higher(
+        name: impl Into<String>,
+        title: impl Into<String>,
+        unit: &str,
+        value: impl Fn(&F) -> Option<f64> + 'static,
+    ) -> Self {
+        Self::lower(name, title, unit, value).better_higher()
+    }
+
+    /// The median of repeated measurements, of which a lower one is better.
+    pub fn median(
+        name: impl Into<String>,
+        title: impl Into<String>,
+        unit: &str,
+        values: impl Fn(&F) -> Vec<f64> + 'static,
+    ) -> Self {
+        Self::new((name, title, unit), Better::Lower, Source::Values(Box::new(values)))
+    }
+
+    /// The same metric, if a higher value is better.
+    #[must_use]
+    pub fn better_higher(mut self) -> Self {
+        self.info.better = Better::Higher;
+        self
+    }
+
+    /// The same metric, of a part of what is found.
+    pub fn within<G: 'static>(self, part: fn(&G) -> Option<&F>) -> Metric<G>
+    where
+        F: 'static,
+    {
+        let source =
+            match self.source {
+                Source::Values(values) => Source::Values(Box::new(move |whole: &G| {
+                    part(whole).map_or_else(Vec::new, &values)
+                }) as Box<_>),
+                Source::Ratio(of) => Source::Ratio(of),
+            };
+        Metric { info: self.info, source }
+    }
+
+    /// How many times as good a series is by the metric `of` as the one that [`compare`] is given.
+    pub fn ratio(name: &str, title: impl Into<String>, of: &'static str) -> Self {
+        Self::new((name, title, ""), Better::Higher, Source::Ratio(of))
+    }
+}
+
+/// What the metrics are, for the document.
+pub fn describe<F>(metrics: Vec<Metric<F>>) -> Vec<MetricInfo> {
+    metrics.into_iter().map(|metric| metric.info).collect()
+}
+
+/// Fills in all metrics of a series, and the spread of those that were measured repeatedly; what
+/// was not measured is `None`, and so are ratios.
+pub fn measure<F>(metrics: &[Metric<F>], found: &F, series: &mut Series) {
+    for Metric { info, source } in metrics {
+        let values = match source {
+            Source::Values(values) => values(found),
+            Source::Ratio(_) => Vec::new(),
+        };
+        let bound = |part| quantile(values.iter().copied(), part).map(rounded);
+        if let (Some(low), Some(high), 2..) = (bound(0.0), bound(1.0), values.len())
+            && high.is_finite()
+        {
+            series.spread.insert(info.name.clone(), [low, high]);
+        }
+        // What never came is infinitely late, and so is a median of which most never came.
+        let value = median(values).filter(|value| value.is_finite());
+        series.metrics.insert(info.name.clone(), value.map(rounded));
+    }
+}
+
+/// Says of each series how many times as good it is as the series `base`, and of which of these
+/// numbers the machine was too noisy to tell: repeated measurements of both overlap.
+pub fn compare<F>(metrics: &[Metric<F>], base: &str, all: &mut [Series]) {
+    let Some(base) = all.iter().find(|series| series.name == base).cloned() else { return };
+    for series in all {
+        for Metric { info, source } in metrics {
+            let Source::Ratio(of) = source else { continue };
+            let better = metrics.iter().find(|metric| metric.info.name == *of);
+            let value = |of_series: &Series| {
+                of_series.metrics.get(*of).copied().flatten().filter(|value| *value > 0.0)
+            };
+            let ratio = value(series).zip(value(&base)).map(|(this, base)| {
+                let higher = better.is_some_and(|metric| metric.info.better == Better::Higher);
+                rounded(if higher { this / base } else { base / this })
+            });
+            series.metrics.insert(info.name.clone(), ratio);
+            let overlap = series.spread.get(*of).zip(base.spread.get(*of)).filter(
+                |([low, high], [base_low, base_high])| low <= base_high && base_low <= high,
+            );
+            if let (Some((this, other)), Some(ratio), false) =
+                (overlap, ratio, series.name == base.name)
+            {
+                let bounds = |of: &[f64; 2]| of.map(|bound| number(Some(bound))).join(" to ");
+                series.too_noisy.push(format!(
+                    "{}: {} is not certain, repeated measurements overlap ({}, and {} of {})",
+                    info.title,
+                    number(Some(ratio)),
+                    bounds(this),
+                    bounds(other),
+                    base.name
+                ));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    type Found = Vec<f64>;
+
+    fn metrics() -> Vec<Metric<Found>> {
+        vec![
+            Metric::median("time_ms", "Time", "ms", |found: &Found| found.clone()),
+            Metric::higher("first", "First", "", |found: &Found| found.first().copied()),
+            Metric::ratio("times_faster", "Times as fast", "time_ms"),
+            Metric::ratio("times_first", "Times as high", "first"),
+        ]
+    }
+
+    fn measured(name: &str, found: &[f64]) -> Series {
+        let mut series = Series::new(name, String::new());
+        measure(&metrics(), &found.to_vec(), &mut series);
+        series
+    }
+
+    #[test]
+    fn every_metric_that_is_described_is_measured() {
+        let series = measured("a", &[3.0, 5.0, 4.0]);
+        let described = describe(metrics());
+        assert_eq!(described.len(), series.metrics.len());
+        assert!(described.iter().all(|info| series.metrics.contains_key(&info.name)));
+        assert_eq!(series.metrics["time_ms"], Some(4.0));
+        assert_eq!(series.spread["time_ms"], [3.0, 5.0]);
+        assert_eq!((series.metrics["first"], series.spread.get("first")), (Some(3.0), None));
+        assert_eq!(measured("a", &[]).metrics["time_ms"], None);
+        let late = measured("a", &[1.0, f64::INFINITY, f64::INFINITY]);
+        assert_eq!((late.metrics["time_ms"], late.spread.get("time_ms")), (None, None));
+        assert_eq!(measured("a", &[1.0, f64::INFINITY, 2.0]).metrics["time_ms"], Some(2.0));
+    }
+
+    #[test]
+    fn ratios_are_above_one_for_the_better_series() {
+        let mut all = [measured("base", &[100.0]), measured("fast", &[50.0])];
+        compare(&metrics(), "base", &mut all);
+        assert_eq!(all[1].metrics["times_faster"], Some(2.0));
+        assert_eq!(all[1].metrics["times_first"], Some(0.5));
+        assert_eq!(all[0].metrics["times_faster"], Some(1.0));
+        compare(&metrics(), "other", &mut all[1..]);
+        assert_eq!(all[1].metrics["times_faster"], Some(2.0), "without a base nothing changes");
+    }
+
+    #[test]
+    fn overlapping_measurements_are_too_noisy_to_tell() {
+        let mut all = [
+            measured("base", &[90.0, 110.0]),
+            measured("near", &[80.0, 95.0]),
+            measured("far", &[10.0, 20.0]),
+        ];
+        compare(&metrics(), "base", &mut all);
+        assert!(all[0].too_noisy.is_empty() && all[2].too_noisy.is_empty());
+        assert_eq!(
+            all[1].too_noisy,
+            [
+                "Times as fast: 1.14 is not certain, repeated measurements overlap (80 to 95, and 90 to 110 of base)"
+            ]
+        );
+    }
+}
