@@ -8,7 +8,7 @@ use ebb_abi::PAGE_SIZE_BYTES;
 use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
 
-use crate::mincore::{is_in_memory, mincore};
+use crate::pagemap::{is_in_memory, mincore};
 
 /// The parts of `range`, which must begin and end at page borders, that may hold something other
 /// than zeros, in whole pages and ascending order (lseek(2), `SEEK_DATA`). A file system that does

@@ -12,11 +12,20 @@ use rustix::mm::{
     Advice, MapFlags, MremapFlags, ProtFlags, madvise, mmap, mmap_anonymous, mremap_fixed, munmap,
 };
 
-use crate::ram::{Backing, HugePages, RegionSpec};
-use crate::{RamError, numa};
+use crate::RamError;
+use crate::region::{Backing, HugePages, RegionSpec};
 
 const HUGE: usize = HUGE_PAGE_SIZE_BYTES as usize;
 const PAGE: usize = PAGE_SIZE_BYTES as usize;
+
+/// Allocate from the given nodes only (include/uapi/linux/mempolicy.h).
+const MPOL_BIND: libc::c_int = 2;
+
+/// Bits in a word of the kernel's node mask.
+const WORD_BITS: u32 = usize::BITS;
+
+/// Largest node number that Linux can be configured for (`NODES_SHIFT` 10).
+const MAX_NODE: u32 = 1023;
 
 /// A region of guest memory in the process's address space, with an inaccessible page or more at
 /// either end.
@@ -111,7 +120,7 @@ impl Mapping {
 
     fn bind(&self, spec: &RegionSpec) -> Result<(), RamError> {
         let Some(node) = spec.host_node else { return Ok(()) };
-        numa::bind(self.address, self.size_bytes, node)
+        bind_to_node(self.address, self.size_bytes, node)
             .map_err(|source| RamError::BindNode { node, source })
     }
 
@@ -248,6 +257,25 @@ impl Drop for Reservation {
             tracing::error!("cannot unmap guest memory at {:#x}: {error}", self.address);
         }
     }
+}
+
+/// Binds the pages of `[address, address + size_bytes)` that will be allocated from now on to
+/// `node` (mbind(2)).
+pub(crate) fn bind_to_node(address: usize, size_bytes: usize, node: u32) -> io::Result<()> {
+    if node > MAX_NODE {
+        return Err(io::Error::from(io::ErrorKind::InvalidInput));
+    }
+    let mut mask = [0_usize; (MAX_NODE + 1) as usize / WORD_BITS as usize];
+    mask[(node / WORD_BITS) as usize] = 1 << (node % WORD_BITS);
+    // The kernel reads one bit less than the number given (mm/mempolicy.c, get_nodes).
+    let mask_bits = mask.len() * WORD_BITS as usize + 1;
+    // SAFETY: mbind changes only where future pages of the range come from, never the content of
+    // memory, and reads `mask_bits - 1` bits from `mask`, which lives until the call returns and is
+    // that long.
+    let result = unsafe {
+        libc::syscall(libc::SYS_mbind, address, size_bytes, MPOL_BIND, mask.as_ptr(), mask_bits, 0)
+    };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 /// Ends the process if guest memory was lost. The kernel takes the old mapping away before it makes

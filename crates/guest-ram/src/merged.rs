@@ -27,9 +27,9 @@ use vm_memory::GuestAddress;
 
 use crate::discard::{DiscardOutcome, Piece};
 use crate::mapping::Mapping;
-use crate::ram::{GuestRam, Region, RegionSpec};
+use crate::region::{Region, RegionSpec};
 use crate::templates::{Templates, max_mappings};
-use crate::{Backing, GuestRange, RamError, StableSlot};
+use crate::{Backing, GuestRam, GuestRange, RamError, StableSlot};
 pub(crate) use runs::{MergedRuns, Verdict};
 
 mod kernel;

@@ -1,7 +1,7 @@
-//! What the host holds for each page of private memory, from /proc/self/pagemap.
+//! What the host holds for each page: /proc/self/pagemap and mincore(2).
 //!
-//! mincore(2) would not do: for a page that was swapped out it answers no, and for a private
-//! mapping of a file it tells of the page cache.
+//! For private memory only pagemap will do: mincore(2) does not report a page that was swapped out,
+//! and for a private mapping of a file it reports the page cache.
 
 use std::fs::File;
 use std::io;
@@ -59,6 +59,23 @@ impl Pagemap {
         let (entries, _) = entries.as_chunks::<ENTRY_BYTES>();
         Ok(entries.iter().map(|entry| PageState(u64::from_ne_bytes(*entry))).collect())
     }
+}
+
+/// Fills `states` with what the host says of the pages from `address` on: the lowest bit of each is
+/// whether the page is in memory. That includes pages of a mapped file that are not mapped, and the
+/// shared page of zeros; pages in swap space do not count.
+pub(crate) fn mincore(address: usize, states: &mut [u8]) -> io::Result<()> {
+    let size_bytes = states.len() * PAGE_SIZE_BYTES as usize;
+    // SAFETY: mincore writes one byte a page of the range into `states`, which has as many. It
+    // changes nothing else, and answers with an error where nothing is mapped.
+    let result =
+        unsafe { libc::mincore(address as *mut libc::c_void, size_bytes, states.as_mut_ptr()) };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Whether a state says that the page is in memory.
+pub(crate) const fn is_in_memory(state: u8) -> bool {
+    state & 1 != 0
 }
 
 #[cfg(test)]

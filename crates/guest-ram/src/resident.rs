@@ -30,7 +30,7 @@ use ebb_abi::PAGE_SIZE_BYTES;
 
 use crate::mapping::Mapping;
 use crate::merge::STABLE_FILE_NAME;
-use crate::mincore::{is_in_memory, mincore};
+use crate::pagemap::{is_in_memory, mincore};
 
 /// Unit of `st_blocks`, in bytes (stat(2)).
 const BLOCK_BYTES: u64 = 512;

@@ -25,9 +25,9 @@ use rustix::fs::{Stat, fstat};
 use crate::discard::{DiscardOutcome, Piece};
 use crate::image::{Extent, MAX_EXTENTS, merge_across_gaps};
 use crate::mapping::Mapping;
-use crate::ram::{Backing, GuestRam, HugePages, RegionSpec};
+use crate::region::{Backing, HugePages, RegionSpec};
 use crate::templates::{Templates, max_mappings};
-use crate::{GuestRange, ImageError, RamError, RamImage};
+use crate::{GuestRam, GuestRange, ImageError, RamError, RamImage};
 use runs::{FileRuns, Verdict};
 
 mod runs;

@@ -8,7 +8,7 @@ use ebb_abi::{HUGE_PAGE_SIZE_PAGES, PAGE_SIZE_BYTES, PageRange, Pfn};
 use rustix::mm::{Advice, madvise};
 use vm_memory::{Bytes, GuestAddress};
 
-use crate::mincore::{is_in_memory, mincore};
+use crate::pagemap::{is_in_memory, mincore};
 use crate::{DiscardOutcome, GuestRam, GuestRange, RamError};
 
 /// Zero pages that a block of 2 MiB must have for it to be taken apart, if not all of it is zero: a

@@ -1,5 +1,5 @@
 use super::*;
-use vm_memory::Bytes;
+use vm_memory::{Bytes, GuestAddress};
 
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;

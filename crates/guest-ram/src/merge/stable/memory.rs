@@ -16,7 +16,7 @@ use rustix::fs::{
 use super::free_slots::FreeSlots;
 use super::segments::{Access, FileMapping};
 use super::{STABLE_FILE_NAME, StableError, StableSegments, StableSlot};
-use crate::numa;
+use crate::mapping::bind_to_node;
 
 const PAGE: usize = PAGE_SIZE_BYTES as usize;
 
@@ -271,7 +271,7 @@ impl OwnedSegment {
         if let Some(node) = node {
             // The policy of a shared mapping is the file's: it holds for pages that are allocated
             // by write(2) too.
-            numa::bind(mapping.address, size_bytes, node)
+            bind_to_node(mapping.address, size_bytes, node)
                 .map_err(|source| StableError::BindNode { node, source })?;
         }
         Ok(Self { file, mapping, node, slots: FreeSlots::new(pages) })

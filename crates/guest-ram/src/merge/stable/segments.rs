@@ -12,8 +12,7 @@ use rustix::fs::{SealFlags, fcntl_get_seals, fstat};
 use rustix::mm::{Advice, MapFlags, MremapFlags, ProtFlags, madvise, mmap, mremap_fixed, munmap};
 
 use super::{StableError, StableSlot};
-use crate::mapping::abort_unless_mapped;
-use crate::numa;
+use crate::mapping::{abort_unless_mapped, bind_to_node};
 
 const PAGE: usize = PAGE_SIZE_BYTES as usize;
 
@@ -144,7 +143,7 @@ impl Segment {
                 let template =
                     FileMapping::new(&self.file, self.pages as usize * PAGE, Access::Private)?;
                 if let Some(node) = node {
-                    numa::bind(template.address, template.size_bytes, node)?;
+                    bind_to_node(template.address, template.size_bytes, node)?;
                 }
                 entry.insert(template)
             }

@@ -1,0 +1,112 @@
+//! What guest memory consists of: regions, what backs them, and how they are allocated.
+
+use std::fmt;
+
+use ebb_abi::{HUGE_PAGE_SIZE_BYTES, PAGE_SIZE_BYTES, Pfn};
+use serde::{Deserialize, Serialize};
+use vm_memory::GuestAddress;
+
+use crate::{GuestRange, RamError};
+
+/// A contiguous piece of guest memory to be mapped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RegionSpec {
+    /// Guest-physical address of the first byte.
+    pub start: GuestAddress,
+    /// Size in bytes.
+    pub size_bytes: u64,
+    /// Node of the host that the memory must come from; any if `None`.
+    pub host_node: Option<u32>,
+}
+
+/// What backs guest memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Backing {
+    /// Private anonymous memory.
+    Anonymous,
+    /// A memory file that can be shared with other processes.
+    Memfd,
+    /// A memory file of 2 MiB pages from the host's pool. A huge page returns to the pool when all
+    /// of it is discarded, and is lost to others until then.
+    #[serde(rename = "hugetlb-2M")]
+    Hugetlb2M,
+}
+
+impl Backing {
+    /// What a region's start and size must be multiples of, in bytes.
+    pub const fn unit_bytes(self) -> u64 {
+        match self {
+            Self::Anonymous | Self::Memfd => PAGE_SIZE_BYTES,
+            Self::Hugetlb2M => HUGE_PAGE_SIZE_BYTES,
+        }
+    }
+}
+
+impl fmt::Display for Backing {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(match self {
+            Self::Anonymous => "anonymous memory",
+            Self::Memfd => "memfd",
+            Self::Hugetlb2M => "hugetlb memory of 2 MiB pages",
+        })
+    }
+}
+
+/// Whether the host may use transparent huge pages; without meaning for [`Backing::Hugetlb2M`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HugePages {
+    /// Wherever it can (`MADV_HUGEPAGE`).
+    On,
+    /// Never (`MADV_NOHUGEPAGE`): slower to access, and no page is held for a neighbour's sake.
+    Off,
+}
+
+/// When the host allocates memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Populate {
+    /// At the first access.
+    Lazy,
+    /// All of it before the guest starts.
+    Prealloc,
+}
+
+/// A mapped region.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Region {
+    /// Guest-physical address of the first byte.
+    pub start: GuestAddress,
+    /// Size in bytes.
+    pub size_bytes: u64,
+    /// Host address of the first byte, for KVM's memory slots. Valid as long as the [`GuestRam`].
+    pub host_address: u64,
+    /// Node of the host that the memory is bound to.
+    pub host_node: Option<u32>,
+}
+
+impl Region {
+    /// The region's guest pages.
+    pub const fn pages(&self) -> GuestRange {
+        GuestRange::new(Pfn::containing(self.start.0), self.size_bytes / PAGE_SIZE_BYTES)
+    }
+}
+
+/// Checks what a caller asks for before anything is mapped.
+pub(crate) fn check(regions: &[RegionSpec], backing: Backing) -> Result<(), RamError> {
+    if regions.is_empty() {
+        return Err(RamError::NoRegions);
+    }
+    let unit_bytes = backing.unit_bytes();
+    let mut previous_end = 0;
+    for RegionSpec { start: GuestAddress(start), size_bytes, .. } in regions.iter().copied() {
+        if size_bytes == 0
+            || !start.is_multiple_of(unit_bytes)
+            || !size_bytes.is_multiple_of(unit_bytes)
+        {
+            return Err(RamError::UnalignedRegion { start, size_bytes, unit_bytes });
+        }
+        let end = start.checked_add(size_bytes).filter(|_| start >= previous_end);
+        previous_end = end.ok_or(RamError::OverlappingRegion { start, size_bytes })?;
+    }
+    Ok(())
+}
