@@ -4,7 +4,7 @@
 //! | --- | --- | --- |
 //! | anonymous private | `madvise(MADV_DONTNEED)`, for several ranges `process_madvise` where the kernel allows it | the pages belong to the mapping alone |
 //! | shared memfd | `fallocate(FALLOC_FL_PUNCH_HOLE)` | `MADV_DONTNEED` on a shared file mapping only unmaps: it returns 0 and the file keeps its pages |
-//! | private mapping of a file (restored and merged memory) | replaced by anonymous memory, see [`restored`](crate::restored) and [`merged`](crate::merged) | `MADV_DONTNEED` would bring back what the file holds |
+//! | private mapping of a file (restored and merged memory) | replaced by anonymous memory, see [`overlay`](crate::overlay) | `MADV_DONTNEED` would bring back what the file holds |
 //! | hugetlb memfd | the same, whole huge pages only | the file system zeroes parts of a huge page instead of freeing them |
 //!
 //! Each leaves the range reading as zeros: a hole punched into a file is also taken out of every

@@ -4,7 +4,7 @@
 use ebb_abi::{HUGE_PAGE_SIZE_PAGES, PAGE_SIZE_BYTES};
 
 use crate::image::{CHUNK_BYTES, Extent, ImageRegion, MAX_EXTENTS, RAM_IMAGE_VERSION, RamImage};
-use crate::restored::file_runs;
+use crate::restore::file_runs;
 
 /// A fuzz target by name.
 pub type Target = (&'static str, fn(&[u8]));

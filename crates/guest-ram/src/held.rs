@@ -8,6 +8,7 @@ use std::ops::Range;
 use ebb_abi::{PAGE_SIZE_BYTES, Pfn};
 
 use crate::holes::{data_segments, mapped_data_segments};
+use crate::overlay::Source;
 use crate::{Backing, GuestRam, GuestRange};
 
 /// A run of pages that may hold something.
@@ -16,12 +17,12 @@ pub(crate) struct HeldRun<'a> {
     /// Guest pages, within one region.
     pub(crate) range: GuestRange,
     /// Where their content is.
-    pub(crate) source: Source<'a>,
+    pub(crate) content: Content<'a>,
 }
 
 /// Where the content of pages is.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Source<'a> {
+pub(crate) enum Content<'a> {
     /// In memory or swap space.
     Memory,
     /// In a file, from this offset in bytes on. Read from there, pages need not be mapped, and
@@ -30,9 +31,9 @@ pub(crate) enum Source<'a> {
     File(&'a File, u64),
 }
 
-/// What is to be done with a page.
+/// Where the content of a page is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum PageSource {
+enum PageContent {
     Nothing,
     Memory,
     Snapshot,
@@ -55,7 +56,7 @@ impl GuestRam {
             return Ok(runs_of_segments(file, offset, range, segments));
         }
         // Pages that are just being merged look as if they were not there.
-        let merged = self.lock_merged();
+        let extents = self.lock_overlay();
         let states = self.pagemap.as_ref().and_then(|pagemap| {
             let states = pagemap.read(piece.address, range.pages as usize);
             states
@@ -65,44 +66,45 @@ impl GuestRam {
                 .ok()
         });
         let Some(states) = states else {
-            // Nothing else tells of pages in swap space: each must be looked at, which costs time
-            // and page tables.
-            return Ok(vec![HeldRun { range, source: Source::Memory }]);
+            // Nothing else reports pages in swap space: each must be looked at, which costs time and
+            // page tables.
+            return Ok(vec![HeldRun { range, content: Content::Memory }]);
         };
-        let mut sources: Vec<_> = states
+        let mut contents: Vec<_> = states
             .iter()
-            .map(|state| if state.is_private() { PageSource::Memory } else { PageSource::Nothing })
+            .map(
+                |state| if state.is_private() { PageContent::Memory } else { PageContent::Nothing },
+            )
             .collect();
-        if let Some(merged) = &merged {
-            // Read from memory, whether or not the stable page was mapped by an access since it was
-            // put there.
-            for (part, _) in merged.stable_mapped(range) {
-                let first = (part.start.0 - range.start.0) as usize;
-                sources[first..first + part.pages as usize].fill(PageSource::Memory);
-            }
-        }
-        drop(merged);
-        if let Some(restored) = &self.restored {
-            for part in restored.file_backed(range) {
-                let first = (part.start.0 - range.start.0) as usize;
-                for source in &mut sources[first..first + part.pages as usize] {
-                    if *source == PageSource::Nothing {
-                        *source = PageSource::Snapshot;
-                    }
+        for (part, source) in extents.iter().flat_map(|extents| extents.mapped(range)) {
+            let first = (part.start.0 - range.start.0) as usize;
+            let contents = contents[first..first + part.pages as usize].iter_mut();
+            match source {
+                Source::Snapshot => {
+                    contents.filter(|content| **content == PageContent::Nothing).for_each(
+                        |content| {
+                            *content = PageContent::Snapshot;
+                        },
+                    );
                 }
+                // Read from memory, whether or not an access has mapped the stable page since it
+                // was put there.
+                #[cfg(feature = "merge")]
+                Source::Stable(_) => contents.for_each(|content| *content = PageContent::Memory),
             }
         }
+        drop(extents);
         let mut runs = Vec::new();
         let mut first = range.start;
-        for same in sources.chunk_by(PartialEq::eq) {
+        for same in contents.chunk_by(PartialEq::eq) {
             let part = GuestRange::new(first, same.len() as u64);
             first = part.end();
-            match (same[0], &self.restored) {
-                (PageSource::Memory, _) => {
-                    runs.push(HeldRun { range: part, source: Source::Memory });
+            match (same[0], self.snapshot()) {
+                (PageContent::Memory, _) => {
+                    runs.push(HeldRun { range: part, content: Content::Memory })
                 }
-                (PageSource::Snapshot, Some(restored)) => {
-                    let (file, offset) = restored.in_file(self.ram_offset_bytes(part.start));
+                (PageContent::Snapshot, Some(snapshot)) => {
+                    let (file, offset) = snapshot.at(self.ram_offset_bytes(part.start));
                     runs.append(&mut runs_of_file(file, offset, part)?);
                 }
                 _ => {}
@@ -130,7 +132,7 @@ fn runs_of_segments(
             Pfn(range.start.0 + (segment.start - offset) / PAGE_SIZE_BYTES),
             (segment.end - segment.start) / PAGE_SIZE_BYTES,
         ),
-        source: Source::File(file, segment.start),
+        content: Content::File(file, segment.start),
     };
     segments.into_iter().map(run).collect()
 }

@@ -29,11 +29,12 @@ mod held_pages;
 mod holes;
 mod image;
 mod inhibit;
+mod ksm;
 #[cfg(feature = "kvm")]
 pub mod kvm_dirty;
 mod mapping;
 pub mod merge;
-mod merged;
+mod overlay;
 mod page_set;
 mod pagemap;
 mod populate;
@@ -41,10 +42,9 @@ mod ram;
 mod ranges;
 mod region;
 mod resident;
-mod restored;
+mod restore;
 mod save;
 mod share;
-mod templates;
 mod write_log;
 mod zeros;
 
@@ -54,13 +54,14 @@ pub use image::{
     CHUNK_BYTES, Extent, ImageError, ImageRegion, MAX_EXTENTS, RAM_IMAGE_VERSION, RamImage,
 };
 pub use inhibit::{InhibitGuard, InhibitReason};
+pub use ksm::KernelMerging;
+#[doc(hidden)]
+pub use merge::testing;
 pub use merge::{
     MergeError, MergeSession, MergeUnavailable, StableError, StableMemory, StableSegments,
     StableSlot,
 };
-#[doc(hidden)]
-pub use merged::testing;
-pub use merged::{KernelMerging, Returns};
+pub use overlay::Returns;
 pub use page_set::PageSet;
 pub use ram::GuestRam;
 pub use ranges::{coalesce, huge_blocks_first};

@@ -12,20 +12,24 @@
 //!   not replaced by anything.
 //!
 //! [`GuestRam::enable_merging`](crate::GuestRam::enable_merging) prepares, a [`MergeSession`]
-//! works. Which pages are worth it is decided elsewhere. What is merged is kept in the registry of
-//! merged pages (`merged.rs`).
+//! works. Which pages are worth it is decided elsewhere. What is merged is kept in the memory's overlay
+//! (`overlay.rs`).
 
 mod bring_back;
+mod enable;
 mod freeze;
 mod huge;
 mod mend;
-mod merging;
+pub(crate) mod merging;
 mod nodes;
 mod scan;
+pub(crate) mod scratch;
 mod session;
 mod stable;
 #[doc(hidden)]
 pub mod stress;
+#[doc(hidden)]
+pub mod testing;
 mod uffd;
 mod unavailable;
 mod unmerge;

@@ -1,6 +1,6 @@
 //! Guest memory as a whole.
 
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use ebb_abi::{PAGE_SIZE_BYTES, Pfn};
 use vm_memory::{GuestRegionMmap, MmapRegion};
@@ -9,12 +9,12 @@ use crate::discard::{DiscardMethod, DiscardOutcome, Discarder, Piece};
 use crate::held_pages::{HeldPages, Tenure};
 use crate::inhibit::{DiscardPermission, InhibitGuard, InhibitReason, Inhibitors};
 use crate::mapping::Mapping;
+#[cfg(feature = "merge")]
 use crate::merge::Merging;
-use crate::merged::Merged;
+use crate::overlay::{FileExtents, Overlay, SnapshotFile, Source};
 use crate::pagemap::Pagemap;
 use crate::region::{Backing, HugePages, Populate, Region, RegionSpec, check};
 use crate::resident::{Meter, Residency};
-use crate::restored::Restored;
 use crate::{GuestMemory, GuestRange, RamError, WriteLog, populate};
 
 /// The memory of a virtual machine.
@@ -30,11 +30,11 @@ pub struct GuestRam {
     held: Option<Mutex<HeldPages>>,
     meter: Meter,
     pub(crate) pagemap: Option<Pagemap>,
-    pub(crate) restored: Option<Restored>,
     huge_pages: HugePages,
-    /// Once pages may be merged.
-    pub(crate) merged: OnceLock<Merged>,
+    /// For memory that was restored, and once pages may be merged.
+    pub(crate) overlay: OnceLock<Overlay>,
     /// Once this process may merge pages.
+    #[cfg(feature = "merge")]
     pub(crate) merging: OnceLock<Merging>,
 }
 
@@ -72,7 +72,7 @@ impl GuestRam {
         mappings: Vec<Mapping>,
         backing: Backing,
         huge_pages: HugePages,
-        restored: Option<Restored>,
+        overlay: Option<Overlay>,
     ) -> Result<Self, RamError> {
         let memory = regions
             .iter()
@@ -101,9 +101,9 @@ impl GuestRam {
             held: (backing == Backing::Hugetlb2M).then(Mutex::default),
             meter: Meter::new(),
             pagemap: Pagemap::open(),
-            restored,
             huge_pages,
-            merged: OnceLock::new(),
+            overlay: overlay.map_or_else(OnceLock::new, OnceLock::from),
+            #[cfg(feature = "merge")]
             merging: OnceLock::new(),
         })
     }
@@ -214,16 +214,16 @@ impl GuestRam {
         Ok(outcome)
     }
 
-    /// Permission to take pages away below who uses them by other means than this process's page
-    /// tables; `None` while somebody may.
+    /// Permission to discard pages that others may access without this process's page tables;
+    /// `None` while discards are inhibited.
     pub(crate) fn discard_permission(&self) -> Option<DiscardPermission<'_>> {
         self.inhibitors.permission()
     }
 
     fn discard_pieces(&self, ranges: &[GuestRange]) -> Result<DiscardOutcome, RamError> {
         let outcome = self.discard_unnoted(ranges);
-        // Behind the discard: noted before, it could be taken for done by who reads the page before
-        // it is gone. In case of an error too, since then some pages are gone.
+        // Log after discarding: logged earlier, a concurrent reader could clear the mark while the
+        // old content is still there. In case of an error too, since then some pages are gone.
         self.note_changed(ranges);
         outcome
     }
@@ -235,32 +235,36 @@ impl GuestRam {
             .filter_map(|part| self.piece(part))
             .collect();
         let mut outcome = DiscardOutcome::default();
-        // Kept until all pages are gone, whether or not they are merged: one that is just being
-        // merged would come back.
-        let mut merged = self.lock_merged();
-        if let Some(restored) = &self.restored {
-            let other_mappings = merged.as_ref().map_or(0, |runs| runs.own_mappings());
-            let mut replaced = Vec::new();
+        // Held until all pages are gone, whether or not they are mapped from a file: one that is
+        // just being merged would come back.
+        let mut locked = self.overlay.get().map(|overlay| (overlay, overlay.lock()));
+        if let Some((overlay, extents)) = &mut locked {
             // SAFETY: every piece was cut to a region's bounds, and its content may vanish since
             // its pages are to be discarded.
-            let result = unsafe { restored.replace(&mut pieces, other_mappings, &mut replaced) };
-            if let (Some(runs), false) = (&mut merged, replaced.is_empty()) {
-                for part in replaced {
-                    runs.note_discarded(part);
-                }
-                runs.set_other_mappings(restored.mappings());
-            }
-            outcome += result?;
-        }
-        if let (Some(merged), Some(runs)) = (self.merged.get(), &mut merged) {
-            // SAFETY: as above.
-            outcome += unsafe { merged.replace(runs, &mut pieces) }?;
+            outcome += unsafe { overlay.replace(extents, &mut pieces) }?;
         }
         // SAFETY: every piece was cut to a region's bounds, and the region's mapping lives as long
         // as `self`. vm-memory hands out raw pointers and volatile slices only, so no Rust
         // reference to guest memory exists.
         outcome += unsafe { self.discarder.discard(&pieces) }?;
         Ok(outcome)
+    }
+
+    /// The file that the memory was restored from.
+    pub(crate) fn snapshot(&self) -> Option<&SnapshotFile> {
+        self.overlay.get()?.snapshot()
+    }
+
+    /// Keeps pages from being merged and discarded while the result lives; `None` if no page of
+    /// this memory is ever mapped from a file.
+    pub(crate) fn lock_overlay(&self) -> Option<MutexGuard<'_, FileExtents>> {
+        self.overlay.get().map(Overlay::lock)
+    }
+
+    /// The parts of a range that are mapped from files, in ascending order. Without private copies
+    /// they hold nothing of this memory's own.
+    pub(crate) fn file_mapped(&self, range: GuestRange) -> Vec<(GuestRange, Source)> {
+        self.lock_overlay().map_or(Vec::new(), |extents| extents.mapped(range).collect())
     }
 
     /// Where a range within one region is.

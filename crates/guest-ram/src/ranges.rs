@@ -1,6 +1,6 @@
 //! Arithmetic on lists of guest page ranges.
 
-use ebb_abi::HUGE_PAGE_SIZE_PAGES;
+use ebb_abi::{HUGE_PAGE_SIZE_PAGES, Pfn};
 
 use crate::GuestRange;
 
@@ -46,10 +46,20 @@ pub fn huge_blocks_first(ranges: &[GuestRange]) -> Vec<GuestRange> {
     blocks
 }
 
+/// The parts of `range` that lie in none of `others`, which must be in ascending order.
+pub(crate) fn gaps(range: GuestRange, others: &[GuestRange]) -> impl Iterator<Item = GuestRange> {
+    let behind = GuestRange::new(range.end(), 0);
+    let mut start = range.start.0;
+    others.iter().copied().chain([behind]).filter_map(move |other| {
+        let gap = GuestRange::new(Pfn(start), other.start.0.saturating_sub(start));
+        start = start.max(other.end().0);
+        (!gap.is_empty()).then_some(gap)
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ebb_abi::Pfn;
     use proptest::prelude::*;
     use std::collections::BTreeSet;
 
@@ -57,6 +67,18 @@ mod tests {
         let range = (0..4000_u64, 0..1500_u64)
             .prop_map(|(start, pages)| GuestRange::new(Pfn(start), pages));
         prop::collection::vec(range, 0..12)
+    }
+
+    #[test]
+    fn gaps_are_what_is_left() {
+        let range = |start, pages| GuestRange::new(Pfn(start), pages);
+        let gaps = |others: &[GuestRange]| gaps(range(10, 20), others).collect::<Vec<_>>();
+        assert_eq!(gaps(&[]), [range(10, 20)]);
+        assert_eq!(
+            gaps(&[range(10, 5), range(15, 2), range(20, 1), range(29, 1)]),
+            [range(17, 3), range(21, 8)]
+        );
+        assert_eq!(gaps(&[range(10, 20)]), []);
     }
 
     fn pages(ranges: &[GuestRange]) -> BTreeSet<u64> {

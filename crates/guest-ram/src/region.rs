@@ -84,7 +84,20 @@ pub struct Region {
     pub host_node: Option<u32>,
 }
 
+impl RegionSpec {
+    /// The region's guest pages.
+    pub(crate) const fn pages(&self) -> GuestRange {
+        GuestRange::new(Pfn::containing(self.start.0), self.size_bytes / PAGE_SIZE_BYTES)
+    }
+}
+
 impl Region {
+    /// What the region was made from.
+    #[cfg(feature = "merge")]
+    pub(crate) const fn spec(&self) -> RegionSpec {
+        RegionSpec { start: self.start, size_bytes: self.size_bytes, host_node: self.host_node }
+    }
+
     /// The region's guest pages.
     pub const fn pages(&self) -> GuestRange {
         GuestRange::new(Pfn::containing(self.start.0), self.size_bytes / PAGE_SIZE_BYTES)

@@ -8,7 +8,7 @@ use ebb_abi::{PAGE_SIZE_BYTES, Pfn};
 use rustix::fs::{FallocateFlags, FileType, fallocate, fstat};
 use vm_memory::{Bytes, GuestAddress};
 
-use crate::held::{HeldRun, Source};
+use crate::held::{Content, HeldRun};
 use crate::image::{
     CHUNK_BYTES, ChunkHasher, ExtentList, ImageRegion, RAM_IMAGE_VERSION, end_in_file, nonzero_runs,
 };
@@ -80,8 +80,11 @@ impl GuestRam {
     /// as it is.
     fn prepare_file(&self, file: &File, file_offset_bytes: u64) -> Result<(), RamError> {
         let stat = fstat(file).map_err(write_error(file_offset_bytes))?;
-        if let Some(restored) = &self.restored {
-            restored.check_target(&stat, self.size_bytes())?;
+        if let Some(snapshot) = self.snapshot() {
+            snapshot.check_is_not(&stat)?;
+            if self.file_backed_bytes() > 0 {
+                snapshot.check_length(self.size_bytes())?;
+            }
         }
         if FileType::from_raw_mode(stat.st_mode).is_file()
             && stat.st_size as u64 > file_offset_bytes
@@ -149,8 +152,8 @@ impl<'a> Writer<'a> {
         while done_bytes < run.range.size_bytes() {
             let size_bytes = (run.range.size_bytes() - done_bytes).min(buffer.len() as u64);
             let content = &mut buffer[..size_bytes as usize];
-            match run.source {
-                Source::Memory => {
+            match run.content {
+                Content::Memory => {
                     let address = GuestAddress(run.range.start.address() + done_bytes);
                     // A volatile copy: from here on the content cannot change between its hash and
                     // its writing.
@@ -159,7 +162,7 @@ impl<'a> Writer<'a> {
                         .read_slice(content, address)
                         .map_err(|error| RamError::Layout(error.to_string()))?;
                 }
-                Source::File(file, file_offset) => {
+                Content::File(file, file_offset) => {
                     let offset_bytes = file_offset + done_bytes;
                     file.read_exact_at(content, offset_bytes)
                         .map_err(|source| RamError::ReadImage { offset_bytes, source })?;

@@ -18,7 +18,7 @@ const MIN_PAGES_TO_SPLIT: usize = 64;
 const PAGE: usize = PAGE_SIZE_BYTES as usize;
 
 /// Length that a run of zero pages in the middle of a mapped file must have to be worth two more
-/// mappings, see [`restored`](crate::restored) and [`merged`](crate::merged).
+/// mappings, see [`overlay`](crate::overlay).
 const MIN_PAGES_TO_CUT: u64 = 16;
 
 /// What a search for zero pages found.
@@ -103,7 +103,7 @@ impl GuestRam {
         }
         if !file_mapped.is_empty() {
             let touches_file = |run: &GuestRange| {
-                file_mapped.iter().any(|part| !part.intersection(*run).is_empty())
+                file_mapped.iter().any(|(part, _)| !part.intersection(*run).is_empty())
             };
             runs.retain(|run| run.pages >= MIN_PAGES_TO_CUT || !touches_file(run));
         }

@@ -27,6 +27,7 @@
 
 use std::collections::HashMap;
 use std::io;
+use std::ptr;
 
 use ebb_abi::Pfn;
 
@@ -34,7 +35,8 @@ use super::freeze::must_succeed;
 use super::session::{MergeSession, PageLook};
 use super::uffd::Watch;
 use crate::GuestRange;
-use crate::merged::{Merged, MergedRuns};
+use crate::discard::Piece;
+use crate::overlay::FileExtents;
 
 /// Looks in a row that must not have found another page written to.
 const QUIET_LOOKS: u8 = 2;
@@ -131,19 +133,19 @@ impl MergeSession {
     fn bring_back(&self, pages: &[Pfn]) -> bool {
         // Before the lock, as for a discard.
         let Some(_permission) = self.ram.discard_permission() else { return false };
-        let Some(merged) = self.ram.merged.get() else { return true };
-        let mut runs = merged.lock();
+        let Some(mut overlaid) = self.ram.lock_overlay() else { return true };
         let is_copy =
-            |page: &&Pfn| runs.is_stable_mapped(**page) && runs.share_of(**page).is_none();
+            |page: &&Pfn| overlaid.is_stable_mapped(**page) && overlaid.share_of(**page).is_none();
         let copies: Vec<Pfn> = pages.iter().filter(is_copy).copied().collect();
         let mut is_all = true;
         for run in copies.chunk_by(|left, right| left.0 + 1 == right.0) {
             let range = GuestRange::new(run[0], run.len() as u64);
-            if !may_bring_back(merged, &mut runs, range) {
+            let may = |overlaid: &FileExtents| overlaid.may_bring_back(range);
+            if !self.merging().may(self.ram.regions(), &mut overlaid, may) {
                 is_all = false;
                 continue;
             }
-            if let Err(error) = self.bring_back_run(merged, &mut runs, range) {
+            if let Err(error) = self.bring_back_run(&mut overlaid, range) {
                 tracing::debug!("{range} cannot be brought back: {error}");
                 return false;
             }
@@ -151,17 +153,14 @@ impl MergeSession {
         is_all
     }
 
-    fn bring_back_run(
-        &self,
-        merged: &Merged,
-        runs: &mut MergedRuns,
-        range: GuestRange,
-    ) -> io::Result<()> {
+    fn bring_back_run(&self, overlaid: &mut FileExtents, range: GuestRange) -> io::Result<()> {
         let Some(piece) = self.ram.piece(range) else { return Ok(()) };
         if self.protection == Protection::No {
             // SAFETY: none in earnest: this is the control, whose memory is that of a test that
             // counts what gets lost.
-            return unsafe { merged.bring_back(runs, &piece) };
+            unsafe { self.put_copy(&piece) }?;
+            overlaid.note_brought_back(range);
+            return Ok(());
         }
         let (address, size_bytes) = (piece.address, range.size_bytes() as usize);
         let waiting = &self.merging().waiting;
@@ -171,8 +170,9 @@ impl MergeSession {
             .and_then(|()| {
                 // SAFETY: the piece is guest memory that no processor writes to now, and that no
                 // device has pinned, or discards would be inhibited.
-                unsafe { merged.bring_back(runs, &piece) }
-            });
+                unsafe { self.put_copy(&piece) }
+            })
+            .inspect(|()| overlaid.note_brought_back(range));
         must_succeed("pages that were to be brought back cannot be released", || {
             waiting.forget(address, size_bytes)
         });
@@ -181,20 +181,31 @@ impl MergeSession {
         });
         result
     }
-}
 
-/// Whether there are mappings for it.
-fn may_bring_back(merged: &Merged, runs: &mut MergedRuns, range: GuestRange) -> bool {
-    if runs.may_bring_back(range) {
-        return true;
+    /// Replaces `piece` by anonymous memory with the same content.
+    ///
+    /// # Errors
+    /// The kernel's; nothing has been replaced then.
+    ///
+    /// # Safety
+    /// The piece must lie within the region that it names, its content must not change until this
+    /// returns, and what a device has pinned of it must not be written to any more.
+    unsafe fn put_copy(&self, piece: &Piece<'_>) -> io::Result<()> {
+        let fill = |copy: *mut u8| {
+            // SAFETY: both are memory of as many bytes, read and written through pointers only; the
+            // scratch area is no guest memory.
+            unsafe {
+                ptr::copy_nonoverlapping(
+                    piece.address as *const u8,
+                    copy,
+                    piece.range.size_bytes() as usize,
+                );
+            };
+            Ok(())
+        };
+        // SAFETY: the copy is the piece's content, as the caller vouches.
+        unsafe { self.merging().scratch.put_copy(piece, fill) }
     }
-    if !runs.is_recount_due() {
-        return false;
-    }
-    if let Err(error) = merged.recount(runs) {
-        tracing::debug!("mappings of guest memory cannot be counted: {error}");
-    }
-    runs.may_bring_back(range)
 }
 
 #[cfg(test)]

@@ -5,8 +5,8 @@
 //! touches the page meanwhile waits, since its place is registered for missing pages for so long;
 //! nobody has to handle the fault, since all who wait are woken at the end.
 //!
-//! A block is worked on under the lock of the registry of merged pages, so that nobody discards or
-//! looks for pages that are away. It ends in one way only: each page that was moved away is either
+//! A block is worked on under the lock of the overlay, so that no page that is away is discarded or
+//! overlooked. It ends in one way only: each page that was moved away is either
 //! back or replaced, its place is not watched for missing pages any more, and who waits is woken.
 //! If that is impossible, the process ends: a guest with a page lost must not run on.
 
@@ -27,7 +27,7 @@ use super::session::{MergeError, MergeSession, kernel};
 use super::stable::Segment;
 use super::uffd::Watch;
 use crate::GuestRange;
-use crate::merged::{Merged, MergedRuns};
+use crate::overlay::FileExtents;
 use items::{Item, Stage, extents, few_extents, place, ranges, span};
 
 const PAGE: usize = PAGE_SIZE_BYTES as usize;
@@ -110,28 +110,27 @@ impl MergeSession {
         outcomes: &mut Vec<MergeOutcome>,
     ) -> Result<(), MergeError> {
         let ram = Arc::clone(&self.ram);
-        let (Some(merging), Some(merged)) = (ram.merging(), ram.merged.get()) else {
+        let (Some(merging), Some(overlay)) = (ram.merging(), ram.overlay.get()) else {
             outcomes.extend(pages.iter().map(|_| MergeOutcome::Gone));
             return Ok(());
         };
         self.clear_staging()?;
-        let mut runs = merged.lock();
-        let mut items = self.candidates(&runs, pages);
+        let mut overlaid = overlay.lock();
+        let mut items = candidates(&overlaid, pages);
         let mappings =
-            if runs.may_map_all(items.len()) { Mappings::Plenty } else { Mappings::Scarce };
+            if overlaid.may_map_all(items.len()) { Mappings::Plenty } else { Mappings::Scarce };
         if mappings == Mappings::Scarce {
-            plan_mappings(merged, &mut runs, &mut items);
+            self.plan_mappings(&mut overlaid, &mut items);
         }
         self.staged = span(pages);
-        let mut batch =
-            Batch { session: self, merging, merged, items, mappings, frozen: Vec::new() };
+        let mut batch = Batch { session: self, merging, items, mappings, frozen: Vec::new() };
         batch.freeze();
         batch.compare();
-        batch.map(&mut runs);
+        batch.map(&mut overlaid);
         batch.give_back();
         batch.thaw();
         let items = batch.items;
-        drop(runs);
+        drop(overlaid);
         if items.iter().any(|item| item.stage == Stage::Ended(MergeOutcome::Done)) {
             self.huge.merged(pages[0].0.huge_block());
         }
@@ -155,51 +154,40 @@ impl MergeSession {
         Ok(())
     }
 
-    /// Those of `pages` that can be replaced at all are candidates.
-    fn candidates(&self, runs: &MergedRuns, pages: &[(Pfn, MergeTarget)]) -> Vec<Item> {
-        let Some(span) = span(pages) else { return Vec::new() };
-        let file_backed = self.file_backed(span);
-        // Both are ascending: what lies before a page is in nobody's way any more.
-        let mut mapped = runs.stable_mapped(span).map(|(part, _)| part).peekable();
-        let mut before = None;
-        let item = |&(page, target): &(Pfn, MergeTarget)| {
-            let ascending = before < Some(page);
-            before = before.max(Some(page));
-            while mapped.next_if(|part| part.end() <= page).is_some() {}
-            let excluded = mapped.peek().is_some_and(|part| part.contains(page))
-                || file_backed.iter().any(|part| part.contains(page));
-            let gone = !ascending || excluded;
-            let stage = if gone { Stage::Ended(MergeOutcome::Gone) } else { Stage::Candidate };
-            Item { page, target, stage }
-        };
-        pages.iter().map(item).collect()
-    }
-}
-
-/// Takes out candidates for which there would be no mappings, before anything is done for them.
-fn plan_mappings(merged: &Merged, runs: &mut MergedRuns, items: &mut [Item]) {
-    for extent in extents(items, Stage::Candidate) {
-        if !may_map(merged, runs, &items[extent.clone()]) {
-            for item in &mut items[extent] {
-                item.stage = Stage::Ended(MergeOutcome::NoMappings);
+    /// Takes out candidates for which there would be no mappings, before anything is done for them.
+    fn plan_mappings(&self, overlaid: &mut FileExtents, items: &mut [Item]) {
+        for extent in extents(items, Stage::Candidate) {
+            if !self.may_map(overlaid, &items[extent.clone()]) {
+                for item in &mut items[extent] {
+                    item.stage = Stage::Ended(MergeOutcome::NoMappings);
+                }
             }
         }
     }
+
+    /// Whether an extent may be mapped.
+    fn may_map(&self, overlaid: &mut FileExtents, extent: &[Item]) -> bool {
+        let Some((range, slot)) = place(extent) else { return true };
+        let may = |overlaid: &FileExtents| overlaid.may_map(range, slot);
+        self.merging().may(self.ram.regions(), overlaid, may)
+    }
 }
 
-/// Whether an extent may be mapped.
-fn may_map(merged: &Merged, runs: &mut MergedRuns, extent: &[Item]) -> bool {
-    let Some((range, slot)) = place(extent) else { return true };
-    if runs.may_map(range, slot) {
-        return true;
-    }
-    if !runs.is_recount_due() {
-        return false;
-    }
-    if let Err(error) = merged.recount(runs) {
-        tracing::debug!("mappings of guest memory cannot be counted: {error}");
-    }
-    runs.may_map(range, slot)
+/// Those of `pages` that can be replaced at all are candidates: what is mapped from a file cannot.
+fn candidates(overlaid: &FileExtents, pages: &[(Pfn, MergeTarget)]) -> Vec<Item> {
+    let Some(span) = span(pages) else { return Vec::new() };
+    // Both are ascending: what lies before a page is in nobody's way any more.
+    let mut mapped = overlaid.mapped(span).map(|(part, _)| part).peekable();
+    let mut before = None;
+    let item = |&(page, target): &(Pfn, MergeTarget)| {
+        let ascending = before < Some(page);
+        before = before.max(Some(page));
+        while mapped.next_if(|part| part.end() <= page).is_some() {}
+        let gone = !ascending || mapped.peek().is_some_and(|part| part.contains(page));
+        let stage = if gone { Stage::Ended(MergeOutcome::Gone) } else { Stage::Candidate };
+        Item { page, target, stage }
+    };
+    pages.iter().map(item).collect()
 }
 
 /// How many mappings there are left.
@@ -215,7 +203,6 @@ enum Mappings {
 struct Batch<'a> {
     session: &'a mut MergeSession,
     merging: &'a Merging,
-    merged: &'a Merged,
     items: Vec<Item>,
     mappings: Mappings,
     /// Runs of items whose places are watched for missing pages.
@@ -364,7 +351,7 @@ impl Batch<'_> {
     }
 
     /// Maps stable pages in the place of those that are the same.
-    fn map(&mut self, runs: &mut MergedRuns) {
+    fn map(&mut self, overlaid: &mut FileExtents) {
         for extent in extents(&self.items, Stage::Same) {
             let Some((range, slot)) = place(&self.items[extent.clone()]) else {
                 // Nothing is mapped: what is missing reads as zeros once it is not watched for any
@@ -373,9 +360,9 @@ impl Batch<'_> {
                 continue;
             };
             let may = self.mappings == Mappings::Plenty
-                || may_map(self.merged, runs, &self.items[extent.clone()]);
+                || self.session.may_map(overlaid, &self.items[extent.clone()]);
             let stage = if may {
-                self.map_extent(runs, range, slot)
+                self.map_extent(overlaid, range, slot)
             } else {
                 Stage::Back(MergeOutcome::NoMappings)
             };
@@ -383,7 +370,7 @@ impl Batch<'_> {
         }
     }
 
-    fn map_extent(&self, runs: &mut MergedRuns, range: GuestRange, slot: StableSlot) -> Stage {
+    fn map_extent(&self, overlaid: &mut FileExtents, range: GuestRange, slot: StableSlot) -> Stage {
         let ram = &self.session.ram;
         let (Some(piece), Some(segment)) =
             (ram.piece(range), self.merging.segments.get(slot.segment))
@@ -395,7 +382,7 @@ impl Batch<'_> {
         // mapped there.
         match unsafe { segment.map_over(slot.index, range.pages as u32, piece.address, node) } {
             Ok(()) => {
-                runs.note_merged(range, slot);
+                overlaid.note_merged(range, slot);
                 Stage::Ended(MergeOutcome::Done)
             }
             Err(error) => {

@@ -11,7 +11,7 @@
 
 use std::sync::Arc;
 
-use ebb_abi::{PAGE_SIZE_BYTES, Pfn};
+use ebb_abi::PAGE_SIZE_BYTES;
 use rustix::io::Errno;
 
 use super::freeze::must_succeed;
@@ -21,7 +21,8 @@ use super::session::MergeSession;
 use super::uffd::Watch;
 use crate::GuestRange;
 use crate::discard::Piece;
-use crate::merged::{Merged, MergedRuns};
+use crate::overlay::FileExtents;
+use crate::ranges::gaps;
 
 const PAGE: usize = PAGE_SIZE_BYTES as usize;
 
@@ -67,19 +68,18 @@ impl MergeSession {
             return;
         }
         let ram = Arc::clone(&self.ram);
-        let (Some(merging), Some(merged)) = (ram.merging(), ram.merged.get()) else { return };
-        let mut of_files = self.file_backed(block);
-        let mut runs = merged.lock();
-        of_files.extend(runs.stable_mapped(block).map(|(part, _)| part));
-        of_files.sort_unstable();
-        for ordinary in between(block, &of_files) {
-            let mappings = runs.mappings_in(ordinary);
+        let (Some(merging), Some(mut overlaid)) = (ram.merging(), ram.lock_overlay()) else {
+            return;
+        };
+        let of_files: Vec<GuestRange> = overlaid.mapped(block).map(|(part, _)| part).collect();
+        for ordinary in gaps(block, &of_files) {
+            let mappings = overlaid.vmas_within(ordinary);
             let (Some(first), Some(last)) = (mappings.first(), mappings.last()) else { continue };
             let range = GuestRange::new(first.start, last.end().0 - first.start.0);
             if mappings.len() >= LEAST_MAPPINGS
                 && let Some(piece) = ram.piece(range)
             {
-                self.join(merging, merged, &mut runs, &piece, &mappings);
+                self.join(merging, &mut overlaid, &piece, &mappings);
             }
         }
     }
@@ -88,14 +88,13 @@ impl MergeSession {
     fn join(
         &mut self,
         merging: &Merging,
-        merged: &Merged,
-        runs: &mut MergedRuns,
+        overlaid: &mut FileExtents,
         piece: &Piece<'_>,
         mappings: &[GuestRange],
     ) {
         let size_bytes = piece.range.size_bytes() as usize;
         // The destination of a move must be watched, too.
-        let scratch = merged.scratch_for(piece).and_then(|scratch| {
+        let scratch = merging.scratch.empty_for(piece).and_then(|scratch| {
             merging.watch_writes_again(scratch, size_bytes)?;
             Ok(scratch)
         });
@@ -112,10 +111,12 @@ impl MergeSession {
                 self.move_all(merging, place, away, size_bytes)
             })
             // SAFETY: all pages of the piece have been moved to the scratch area.
-            && unsafe { merged.put_scratch(runs, piece) }
+            && unsafe { merging.scratch.put(piece) }
                 .inspect_err(|error| tracing::debug!("{} stays in its mappings: {error}", piece.range))
                 .is_ok();
-        if !is_joined {
+        if is_joined {
+            overlaid.note_joined(piece.range);
+        } else {
             for mapping in mappings {
                 let (place, away, size_bytes) = places(piece, scratch, *mapping);
                 self.move_back(merging, away, place, size_bytes);
@@ -197,33 +198,9 @@ fn places(piece: &Piece<'_>, scratch: usize, mapping: GuestRange) -> (usize, usi
     (piece.address + offset_bytes, scratch + offset_bytes, mapping.size_bytes() as usize)
 }
 
-/// The parts of `range` that none of `others`, in ascending order, has a page of.
-fn between(range: GuestRange, others: &[GuestRange]) -> Vec<GuestRange> {
-    let mut parts = Vec::new();
-    let mut start = range.start.0;
-    for other in others {
-        parts.push(GuestRange::new(Pfn(start), other.start.0.saturating_sub(start)));
-        start = start.max(other.end().0);
-    }
-    parts.push(GuestRange::new(Pfn(start), range.end().0.saturating_sub(start)));
-    parts.retain(|part| !part.is_empty());
-    parts
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn what_is_between_is_what_is_left() {
-        let range = |start, pages| GuestRange::new(Pfn(start), pages);
-        assert_eq!(between(range(10, 20), &[]), [range(10, 20)]);
-        assert_eq!(
-            between(range(10, 20), &[range(10, 5), range(15, 2), range(20, 1), range(29, 1)]),
-            [range(17, 3), range(21, 8)]
-        );
-        assert_eq!(between(range(10, 20), &[range(10, 20)]), []);
-    }
 
     #[test]
     fn everybody_has_a_turn_now_and_then() {

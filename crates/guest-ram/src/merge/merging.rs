@@ -1,21 +1,20 @@
-//! Making a memory's pages mergeable.
+//! What a process needs to merge pages.
 
-use std::io;
-use std::sync::Arc;
+use std::fs::File;
+use std::io::{self, Read, Seek};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
-use ebb_abi::{HUGE_PAGE_SIZE_BYTES, HUGE_PAGE_SIZE_PAGES, PAGE_SIZE_BYTES};
+use ebb_abi::{HUGE_PAGE_SIZE_BYTES, HUGE_PAGE_SIZE_PAGES, PAGE_SIZE_BYTES, Pfn};
 use vm_memory::GuestAddress;
 
 use super::scan::PageScan;
+use super::scratch::Scratch;
 use super::uffd::{Userfaultfd, Watch};
 use super::{MergeUnavailable, StableSegments};
 use crate::mapping::Mapping;
-use crate::{Backing, GuestRam, GuestRange, HugePages, RegionSpec};
-
-/// What `vm.max_map_count` must be at least: half of it is for guest memory, and what is less would
-/// soon be used up.
-const MIN_MAP_COUNT: u64 = 4096;
+use crate::overlay::FileExtents;
+use crate::{Backing, HugePages, Region, RegionSpec};
 
 /// What is needed to merge a memory's pages, opened when the process could still open everything.
 #[derive(Debug)]
@@ -26,25 +25,22 @@ pub struct Merging {
     pub(super) segments: Arc<StableSegments>,
     /// Where pages are while they are compared: as large as a huge page, and as aligned.
     pub(super) staging: Mapping,
+    pub(super) scratch: Scratch,
+    /// Kept open: a monitor may have no access to /proc later on.
+    maps: Option<Mutex<File>>,
     in_use: AtomicBool,
 }
 
-impl GuestRam {
-    /// Lets the pages of this memory be merged, with stable pages out of `segments`: from now on
-    /// the kernel keeps track of which pages are written to. To be called before the guest runs,
-    /// and while files can be opened; a [`MergeSession`](super::MergeSession) then does the work.
+impl Merging {
+    /// For memory of these regions.
     ///
     /// # Errors
-    /// [`MergeUnavailable`]: the memory works as before then.
-    pub fn enable_merging(&self, segments: Arc<StableSegments>) -> Result<(), MergeUnavailable> {
-        if self.merging.get().is_some() {
-            return Err(MergeUnavailable::Enabled);
-        }
-        if self.backing() != Backing::Anonymous {
-            return Err(MergeUnavailable::Backing { backing: self.backing() });
-        }
-        check_map_count()?;
-        self.check_unlocked()?;
+    /// [`MergeUnavailable`]
+    pub(super) fn new(
+        regions: &[RegionSpec],
+        huge_pages: HugePages,
+        segments: Arc<StableSegments>,
+    ) -> Result<Self, MergeUnavailable> {
         let uffd = Userfaultfd::open()?;
         let waiting = Userfaultfd::open_waiting()?;
         PageScan::open(1)?;
@@ -54,85 +50,18 @@ impl GuestRam {
             host_node: None,
         };
         let staging = Mapping::new(&spec, Backing::Anonymous, HugePages::Off)?;
-        self.note_merges()?;
-        let merging = Merging { uffd, waiting, segments, staging, in_use: AtomicBool::new(false) };
+        let scratch = Scratch::new(regions, huge_pages)?;
+        let maps = File::open("/proc/self/maps")
+            .inspect_err(|error| tracing::debug!("/proc/self/maps cannot be read: {error}"));
+        let maps = maps.ok().map(Mutex::new);
+        let in_use = AtomicBool::new(false);
+        let merging = Self { uffd, waiting, segments, staging, scratch, maps, in_use };
         // The destination of a move must be watched (Linux mm/userfaultfd.c,
         // `validate_move_areas`).
         merging.watch_writes(merging.staging.address(), merging.staging.size_bytes())?;
-        for range in self.anonymous_ranges() {
-            let Some(address) = self.host_address(range) else { continue };
-            merging.watch_writes(address, range.size_bytes() as usize)?;
-        }
-        self.merging.set(merging).map_err(|_| MergeUnavailable::Enabled)
+        Ok(merging)
     }
 
-    /// What [`enable_merging`](Self::enable_merging) has prepared.
-    pub fn merging(&self) -> Option<&Merging> {
-        self.merging.get()
-    }
-
-    /// What is not mapped from a file.
-    fn anonymous_ranges(&self) -> Vec<GuestRange> {
-        let mut ranges = Vec::new();
-        for region in self.page_ranges() {
-            let mut rest = region;
-            for part in
-                self.restored.as_ref().map_or(Vec::new(), |restored| restored.file_backed(region))
-            {
-                ranges.push(GuestRange::new(rest.start, part.start.0 - rest.start.0));
-                rest = GuestRange::new(part.end(), region.end().0 - part.end().0);
-            }
-            ranges.push(rest);
-        }
-        ranges.retain(|range| !range.is_empty());
-        ranges
-    }
-
-    /// Locked memory cannot be moved to where it is not locked, and who locks it does not want to
-    /// wait for its pages.
-    fn check_unlocked(&self) -> Result<(), MergeUnavailable> {
-        let path = "/proc/self/smaps";
-        let smaps = std::fs::read_to_string(path)
-            .map_err(|source| MergeUnavailable::Proc { path, source })?;
-        let regions = self.regions().iter().map(|region| (region.host_address, region.size_bytes));
-        let regions: Vec<(u64, u64)> = regions.collect();
-        if is_locked(&smaps, &regions) { Err(MergeUnavailable::Locked) } else { Ok(()) }
-    }
-}
-
-/// Whether a mapping in an smaps text that overlaps one of `ranges` (address, size in bytes) is
-/// locked.
-fn is_locked(smaps: &str, ranges: &[(u64, u64)]) -> bool {
-    let mut counts = false;
-    smaps.lines().any(|line| {
-        if let Some(flags) = line.strip_prefix("VmFlags:") {
-            return counts && flags.split_whitespace().any(|flag| flag == "lo");
-        }
-        let bounds = line.split_once(' ').and_then(|(bounds, _)| bounds.split_once('-'));
-        let number = |text| u64::from_str_radix(text, 16).ok();
-        if let Some((start, end)) =
-            bounds.and_then(|(start, end)| Some((number(start)?, number(end)?)))
-        {
-            counts = ranges.iter().any(|(address, size)| start < address + size && *address < end);
-        }
-        false
-    })
-}
-
-fn check_map_count() -> Result<(), MergeUnavailable> {
-    let path = "/proc/sys/vm/max_map_count";
-    let text =
-        std::fs::read_to_string(path).map_err(|source| MergeUnavailable::Proc { path, source })?;
-    match text.trim().parse() {
-        Ok(found) if found < MIN_MAP_COUNT => {
-            Err(MergeUnavailable::TooFewMappings { found, needed: MIN_MAP_COUNT })
-        }
-        // What cannot be understood is checked by the kernel with each mapping.
-        _ => Ok(()),
-    }
-}
-
-impl Merging {
     /// Watches memory for writes.
     pub(super) fn watch_writes(
         &self,
@@ -151,6 +80,28 @@ impl Merging {
         unsafe { self.uffd.watch(address, size_bytes, Watch::Writes) }
     }
 
+    /// Whether `may` says so; if not, and if it may be for VMAs that have gone since they were
+    /// counted, the real ones are read and it is asked again.
+    pub(super) fn may(
+        &self,
+        regions: &[Region],
+        extents: &mut FileExtents,
+        may: impl Fn(&FileExtents) -> bool,
+    ) -> bool {
+        if may(extents) {
+            return true;
+        }
+        if !extents.is_recount_due() {
+            return false;
+        }
+        match self.maps.as_ref().map(|maps| vma_starts(maps, regions)) {
+            Some(Ok(starts)) => extents.set_vma_starts(starts),
+            Some(Err(error)) => tracing::debug!("/proc/self/maps cannot be read: {error}"),
+            None => {}
+        }
+        may(extents)
+    }
+
     /// Takes the right to merge; false if somebody else has it.
     pub(super) fn take(&self) -> bool {
         // Acquire: what the last one did with the staging area is done.
@@ -163,20 +114,24 @@ impl Merging {
     }
 
     /// Where a page is while it is away from the guest: at the same place within a huge page.
-    pub(super) fn staging_address(&self, page: ebb_abi::Pfn) -> usize {
+    pub(super) fn staging_address(&self, page: Pfn) -> usize {
         self.staging.address() + (page.0 % HUGE_PAGE_SIZE_PAGES * PAGE_SIZE_BYTES) as usize
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn locked_mappings_are_found_by_their_flags() {
-        let text = "7f0000000000-7f0000200000 rw-p 00000000 00:00 0 \nSize: 4 kB\nVmFlags: rd wr mr mw me ac sd \n\
-                    7f0000200000-7f0000400000 rw-p 00000000 00:00 0 [x]\nVmFlags: rd wr lo ac \n";
-        assert!(is_locked(text, &[(0x7f00_0020_0000, 0x1000)]));
-        assert!(!is_locked(text, &[(0x7f00_0000_0000, 0x20_0000), (0x7f00_0040_0000, 0x1000)]));
-    }
+/// First pages of the VMAs of guest memory. System calls: `lseek`, `read`.
+pub(crate) fn vma_starts(maps: &Mutex<File>, regions: &[Region]) -> io::Result<Vec<Pfn>> {
+    let mut text = String::new();
+    let mut file = maps.lock().unwrap_or_else(PoisonError::into_inner);
+    file.rewind()?;
+    file.read_to_string(&mut text)?;
+    let starts =
+        text.lines().filter_map(|line| u64::from_str_radix(line.split_once('-')?.0, 16).ok());
+    let pages = starts.filter_map(|address| {
+        let region = regions.iter().find(|region| {
+            (region.host_address..region.host_address + region.size_bytes).contains(&address)
+        })?;
+        Some(Pfn(region.pages().start.0 + (address - region.host_address) / PAGE_SIZE_BYTES))
+    });
+    Ok(pages.collect())
 }

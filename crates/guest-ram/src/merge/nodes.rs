@@ -72,12 +72,12 @@ impl MergeSession {
     /// Where to ask for pages.
     fn places(&self, pages: &[Pfn]) -> Places {
         let mut places = Places::default();
-        let runs = self.ram.lock_merged();
+        let overlaid = self.ram.lock_overlay();
         // Neighbours are mostly of one segment.
         let mut last: Option<(u32, Option<Arc<Segment>>)> = None;
         for (index, page) in pages.iter().enumerate() {
             let own = self.ram.host_address(GuestRange::new(*page, 1)).unwrap_or(0);
-            let slot = runs.as_ref().and_then(|runs| runs.share_of(*page));
+            let slot = overlaid.as_ref().and_then(|overlaid| overlaid.share_of(*page));
             let stable = slot.and_then(|slot| {
                 if last.as_ref().is_none_or(|(number, _)| *number != slot.segment) {
                     let segment = self.merging().segments.get(slot.segment);

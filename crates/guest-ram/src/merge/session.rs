@@ -13,6 +13,7 @@ use super::merging::Merging;
 use super::nodes::only_node;
 use super::scan::{PageScan, Question};
 use super::{MergeUnavailable, StableSlot};
+use crate::overlay::Source;
 use crate::{GuestRam, GuestRange};
 
 const PAGE: usize = PAGE_SIZE_BYTES as usize;
@@ -139,8 +140,10 @@ impl MergeSession {
                 looks[first..first + run.1 / PAGE].fill(look);
                 seen[first..first + run.1 / PAGE].fill(true);
             }
-            let file_backed = self.file_backed(block);
-            for part in &file_backed {
+            for (part, source) in self.ram.file_mapped(block) {
+                if source != Source::Snapshot {
+                    continue;
+                }
                 let first = (part.start.0 - block.start.0) as usize;
                 looks[first..first + part.pages as usize].fill(PageLook::Excluded);
                 seen[first..first + part.pages as usize].fill(true);
@@ -227,16 +230,15 @@ impl MergeSession {
     /// Puts right what was said of pages that a stable file is mapped for. `copied` are pages of
     /// the block that have a page of their own.
     fn look_at_merged(&mut self, block: GuestRange, copied: &[bool], looks: &mut [PageLook]) {
-        let Some(merged) = self.ram.merged.get() else { return };
-        let mut runs = merged.lock();
+        let Some(mut overlaid) = self.ram.lock_overlay() else { return };
         let place = |page: Pfn| (page.0 - block.start.0) as usize;
-        for (part, _) in runs.stable_mapped(block) {
+        for (part, _) in overlaid.stable_mapped(block) {
             for page in place(part.start)..place(part.end()) {
                 looks[page] = if copied[page] { PageLook::Copied } else { PageLook::Excluded };
             }
         }
         let mut broken = Vec::new();
-        for (part, _) in runs.shares(block) {
+        for (part, _) in overlaid.shares(block) {
             for page in part.start.0..part.end().0 {
                 if copied[place(Pfn(page))] {
                     broken.push(Pfn(page));
@@ -246,7 +248,8 @@ impl MergeSession {
             }
         }
         for page in broken {
-            looks[place(page)] = runs.note_broken(page).map_or(PageLook::Copied, PageLook::Broken);
+            looks[place(page)] =
+                overlaid.note_broken(page).map_or(PageLook::Copied, PageLook::Broken);
         }
     }
 
@@ -271,11 +274,10 @@ impl MergeSession {
         let mut unwatched = std::mem::take(&mut self.unwatched);
         unwatched.retain(|range| !self.watch_range(*range));
         self.unwatched.append(&mut unwatched);
-        let Some(merged) = self.ram.merged.get() else { return };
-        let mut runs = merged.lock();
-        for range in runs.untracked(block) {
+        let Some(mut overlaid) = self.ram.lock_overlay() else { return };
+        for range in overlaid.untracked(block) {
             if self.watch_range(range) {
-                runs.note_tracked(range);
+                overlaid.note_tracked(range);
             }
         }
     }
@@ -326,10 +328,10 @@ impl MergeSession {
         range: GuestRange,
         released: &mut Vec<StableSlot>,
     ) -> Result<(), MergeError> {
-        let Some(merged) = self.ram.merged.get() else { return Ok(()) };
+        let Some(overlay) = self.ram.overlay.get() else { return Ok(()) };
         for start in (range.start.0..range.end().0).step_by(HUGE_PAGE_SIZE_PAGES as usize) {
             let block = GuestRange::new(Pfn(start), HUGE_PAGE_SIZE_PAGES).intersection(range);
-            self.unmerge_block(merged, &mut merged.lock(), block, released)?;
+            self.unmerge_block(&mut overlay.lock(), block, released)?;
         }
         Ok(())
     }
@@ -337,21 +339,16 @@ impl MergeSession {
     /// The memory is about to go away: appends the slots that the pages of `range` share, which
     /// share them no more.
     pub fn abandon(&mut self, range: GuestRange, released: &mut Vec<StableSlot>) {
-        if let Some(merged) = self.ram.merged.get() {
-            merged.lock().note_unmerged(range, released);
+        if let Some(mut overlaid) = self.ram.lock_overlay() {
+            overlaid.note_unmerged(range, released);
         }
     }
 
     /// Appends the slots whose shares discards have given up, once for each page.
     pub fn take_released(&mut self, released: &mut Vec<StableSlot>) {
-        if let Some(merged) = self.ram.merged.get() {
-            merged.lock().take_released(released);
+        if let Some(mut overlaid) = self.ram.lock_overlay() {
+            overlaid.take_released(released);
         }
-    }
-
-    /// The parts of a block that are mapped from the file that the memory was restored from.
-    pub(super) fn file_backed(&self, block: GuestRange) -> Vec<GuestRange> {
-        self.ram.restored.as_ref().map_or(Vec::new(), |restored| restored.file_backed(block))
     }
 
     /// What was prepared for merging: a session exists only when it was.

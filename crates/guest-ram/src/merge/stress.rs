@@ -232,8 +232,7 @@ impl MergeSession {
         outcomes: &mut Vec<MergeOutcome>,
     ) {
         let ram = Arc::clone(&self.ram);
-        let Some(merged) = ram.merged.get() else { return };
-        let mut runs = merged.lock();
+        let Some(mut overlaid) = ram.lock_overlay() else { return };
         // All comparisons first, as with a freeze.
         let mut same = Vec::new();
         for &(page, target) in pages {
@@ -245,7 +244,7 @@ impl MergeSession {
             else {
                 continue;
             };
-            if runs.is_stable_mapped(page) || !runs.may_map(range, slot) {
+            if overlaid.is_stable_mapped(page) || !overlaid.may_map(range, slot) {
                 continue;
             }
             // SAFETY: both are mapped pages, read through pointers.
@@ -265,7 +264,7 @@ impl MergeSession {
             // SAFETY: none in earnest: this is the control, whose memory is that of a test that
             // counts what gets lost.
             if unsafe { segment.map_over(slot.index, 1, piece.address, None) }.is_ok() {
-                runs.note_merged(GuestRange::new(page, 1), slot);
+                overlaid.note_merged(GuestRange::new(page, 1), slot);
                 if let Some(index) = pages.iter().position(|(of, _)| *of == page) {
                     outcomes[index] = MergeOutcome::Done;
                 }

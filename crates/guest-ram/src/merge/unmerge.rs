@@ -20,7 +20,7 @@ use super::session::{MergeError, MergeSession, kernel};
 use super::uffd::Watch;
 use super::{StableSlot, freeze::must_succeed};
 use crate::GuestRange;
-use crate::merged::{Merged, MergedRuns};
+use crate::overlay::FileExtents;
 use crate::pagemap::PageState;
 
 /// How often pages are brought into memory to look at them.
@@ -31,14 +31,13 @@ impl MergeSession {
     /// hold shares. Those that were written to and have a copy keep it where it is.
     pub(super) fn unmerge_block(
         &self,
-        merged: &Merged,
-        runs: &mut MergedRuns,
+        overlaid: &mut FileExtents,
         block: GuestRange,
         released: &mut Vec<StableSlot>,
     ) -> Result<(), MergeError> {
-        let parts: Vec<_> = runs.shares(block).map(|(part, _)| part).collect();
+        let parts: Vec<_> = overlaid.shares(block).map(|(part, _)| part).collect();
         for part in parts {
-            let result = self.unmerge_part(merged, runs, part, released);
+            let result = self.unmerge_part(overlaid, part, released);
             result.map_err(|error| kernel("give merged pages memory of their own", part, error))?;
         }
         Ok(())
@@ -46,8 +45,7 @@ impl MergeSession {
 
     fn unmerge_part(
         &self,
-        merged: &Merged,
-        runs: &mut MergedRuns,
+        overlaid: &mut FileExtents,
         part: GuestRange,
         released: &mut Vec<StableSlot>,
     ) -> io::Result<()> {
@@ -58,7 +56,7 @@ impl MergeSession {
         unsafe { waiting.watch(address, size_bytes, Watch::Writes) }?;
         let result = waiting
             .protect(address, size_bytes)
-            .and_then(|()| self.replace_shares(merged, runs, part, released));
+            .and_then(|()| self.replace_shares(overlaid, part, released));
         must_succeed("a mapping of stable pages cannot be released", || {
             waiting.forget(address, size_bytes)
         });
@@ -71,17 +69,16 @@ impl MergeSession {
     /// Replaces what still shares stable pages, while nobody writes.
     fn replace_shares(
         &self,
-        merged: &Merged,
-        runs: &mut MergedRuns,
+        overlaid: &mut FileExtents,
         part: GuestRange,
         released: &mut Vec<StableSlot>,
     ) -> io::Result<()> {
         for (page, state) in (part.start.0..).zip(self.states(part)?) {
             if state.is_private() {
-                released.extend(runs.note_broken(Pfn(page)));
+                released.extend(overlaid.note_broken(Pfn(page)));
             }
         }
-        let shares: Vec<_> = runs.shares(part).collect();
+        let shares: Vec<_> = overlaid.shares(part).collect();
         for (share, first) in shares {
             let Some(piece) = self.ram.piece(share) else { continue };
             let fill = |content: *mut u8| {
@@ -99,7 +96,8 @@ impl MergeSession {
             };
             // SAFETY: the piece is guest memory that nobody writes to, and what replaces it has the
             // same content.
-            unsafe { merged.replace_by_copy(runs, &piece, fill, released) }?;
+            unsafe { self.merging().scratch.put_copy(&piece, fill) }?;
+            overlaid.note_moved_here(share, released);
         }
         Ok(())
     }

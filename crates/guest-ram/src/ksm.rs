@@ -6,6 +6,7 @@ use rustix::io::Errno;
 use rustix::mm::{Advice, madvise};
 
 use crate::mapping::Mapping;
+use crate::overlay::Overlay;
 use crate::{Backing, GuestRam, RamError};
 
 /// Whether the kernel may merge guest memory.
@@ -37,7 +38,7 @@ impl GuestRam {
         }
         // What is to be put in the place of restored pages must be as the rest, or would not become
         // one mapping with it.
-        let templates = self.restored.iter().flat_map(|restored| restored.templates().mappings());
+        let templates = self.overlay.get().map_or(&[][..], Overlay::templates);
         self.mappings.iter().chain(templates).try_for_each(|mapping| advise(mapping, merging))?;
         if merging == KernelMerging::Allow {
             self.count_kernel_merged();

@@ -1,16 +1,18 @@
-//! Merged memory as the kernel has it. Pages are merged here by a plain mapping, while nobody
-//! writes to them.
+//! Merged memory as the kernel has it. Pages are merged here by a plain mapping, while they are not
+//! written to.
 
 use std::os::unix::fs::FileExt;
 
-use ebb_abi::HUGE_PAGE_SIZE_PAGES;
+use ebb_abi::{PAGE_SIZE_BYTES, Pfn};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::mm::{Advice, madvise};
 use vm_memory::{Bytes, GuestAddress};
 
 use super::*;
 use crate::merge::STABLE_FILE_NAME;
-use crate::{HugePages, Populate, RamImage, Residency};
+use crate::merge::merging::vma_starts;
+use crate::merge::scratch::Scratch;
+use crate::{Backing, GuestRam, Populate, RamImage, Residency, StableSlot};
 
 const PAGE: u64 = PAGE_SIZE_BYTES;
 const MIB: u64 = 1 << 20;
@@ -33,7 +35,7 @@ fn specs() -> [RegionSpec; 2] {
 
 fn ram(huge_pages: HugePages) -> GuestRam {
     let ram = GuestRam::new(&specs(), Backing::Anonymous, huge_pages, Populate::Lazy).unwrap();
-    ram.note_merges().unwrap();
+    ram.overlay_for_merging().unwrap();
     ram
 }
 
@@ -63,8 +65,7 @@ impl Segment {
 
     /// Maps stable pages in the place of others.
     fn map(&self, ram: &GuestRam, range: GuestRange, first: StableSlot) {
-        let merged = ram.note_merges().unwrap();
-        let mut runs = merged.lock();
+        let mut extents = ram.overlay_for_merging().unwrap().lock();
         let region =
             ram.regions().iter().position(|region| region.pages().contains(range.start)).unwrap();
         let offset = (range.start.address() - ram.regions()[region].start.0) as usize;
@@ -75,7 +76,7 @@ impl Segment {
         let address = (ram.mappings[region].address() + offset) as *mut _;
         // SAFETY: the range was mapped above; the advice changes no content.
         unsafe { madvise(address, size_bytes, Advice::LinuxDontDump) }.unwrap();
-        runs.note_merged(range, first);
+        extents.note_merged(range, first);
     }
 }
 
@@ -99,7 +100,7 @@ fn read(ram: &GuestRam, page: u64) -> u8 {
 
 fn released(ram: &GuestRam) -> Vec<StableSlot> {
     let mut released = Vec::new();
-    ram.lock_merged().unwrap().take_released(&mut released);
+    ram.lock_overlay().unwrap().take_released(&mut released);
     released
 }
 
@@ -132,7 +133,14 @@ fn mappings(ram: &GuestRam) -> Vec<(u64, Vec<String>)> {
 }
 
 fn counted(ram: &GuestRam) -> u64 {
-    ram.lock_merged().unwrap().mappings()
+    ram.lock_overlay().unwrap().vma_count()
+}
+
+/// Reads the real VMAs.
+fn recount(ram: &GuestRam) {
+    let maps = Mutex::new(File::open("/proc/self/maps").unwrap());
+    let starts = vma_starts(&maps, ram.regions()).unwrap();
+    ram.lock_overlay().unwrap().set_vma_starts(starts);
 }
 
 #[test]
@@ -181,7 +189,7 @@ fn a_copy_whose_share_is_gone_is_not_discarded_by_dontneed() {
     fill(&ram, range(0, 20));
     let first = segment.merge(&ram, range(0, 20));
     ram.memory().write_slice(&[99; PAGE as usize], GuestAddress(7 * PAGE)).unwrap();
-    assert_eq!(ram.lock_merged().unwrap().note_broken(Pfn(7)), Some(first.offset(7)));
+    assert_eq!(ram.lock_overlay().unwrap().note_broken(Pfn(7)), Some(first.offset(7)));
     ram.discard(&[range(7, 1)]).unwrap();
     assert_eq!((read(&ram, 7), read(&ram, 6), released(&ram)), (0, value(6), vec![]));
 }
@@ -217,7 +225,7 @@ fn what_replaces_merged_pages_is_like_all_other_memory() {
     let specs = specs().map(|spec| RegionSpec { host_node: Some(0), ..spec });
     for huge_pages in [HugePages::On, HugePages::Off] {
         let ram = GuestRam::new(&specs, Backing::Anonymous, huge_pages, Populate::Lazy).unwrap();
-        ram.note_merges().unwrap();
+        ram.overlay_for_merging().unwrap();
         let flags = mappings(&ram)[0].1.clone();
         fill(&ram, range(0, 512));
         Segment::new().merge(&ram, range(16, 64));
@@ -311,7 +319,7 @@ fn saved_merged_memory_is_the_same_as_if_it_was_not_merged() {
 
     // The restored memory can be merged itself as far as it is not the file's.
     let restored = GuestRam::restore(&specs(), HugePages::On, merged.0, 0, &merged.1).unwrap();
-    restored.note_merges().unwrap();
+    restored.overlay_for_merging().unwrap();
     fill(&restored, range(1000, 50));
     segment.merge(&restored, range(1000, 50));
     restored.discard(&[range(90, 20)]).unwrap();
@@ -325,14 +333,10 @@ fn saved_merged_memory_is_the_same_as_if_it_was_not_merged() {
     for page in 0..600 {
         assert_eq!(read(&restored, page), if (80..120).contains(&page) { 0 } else { value(page) });
     }
-    assert_eq!(mappings(&restored).len() as u64, {
-        let merged = restored.note_merges().unwrap();
-        let mut runs = merged.lock();
-        let before = runs.mappings();
-        merged.recount(&mut runs).unwrap();
-        assert!(runs.own_mappings() + 2 <= before);
-        runs.own_mappings() + 2
-    });
+    let before = counted(&restored);
+    recount(&restored);
+    assert!(counted(&restored) <= before);
+    assert_eq!(mappings(&restored).len() as u64, counted(&restored));
 }
 
 #[test]
@@ -371,7 +375,7 @@ fn every_other_page_does_not_exhaust_the_mappings() {
     let mut segment = Segment::new();
     fill(&ram, range(0, REGION));
     segment.merge(&ram, range(0, REGION));
-    ram.lock_merged().unwrap().set_max_mappings(160);
+    ram.lock_overlay().unwrap().set_max_vmas(160);
     let ranges: Vec<_> = (0..REGION).step_by(2).map(|page| range(page, 1)).collect();
     let outcome = ram.discard(&ranges).unwrap();
     assert_eq!(outcome.bytes + outcome.deferred_bytes, REGION / 2 * PAGE);
@@ -401,7 +405,11 @@ fn without_mappings_what_is_ordinary_goes_and_what_is_merged_stays() {
     let mut segment = Segment::new();
     fill(&ram, range(0, 300));
     segment.merge(&ram, range(100, 100));
-    ram.lock_merged().unwrap().set_max_mappings(1);
+    let mut extents = ram.lock_overlay().unwrap();
+    extents.set_max_vmas(1);
+    // What is tracked for writes is not joined with what a discard puts there.
+    extents.note_tracked(range(0, 100));
+    drop(extents);
     // One border goes, and two would come.
     let outcome = ram.discard(&[range(50, 100)]).unwrap();
     assert_eq!((outcome.bytes, outcome.deferred_bytes), (50 * PAGE, 50 * PAGE));
@@ -425,9 +433,14 @@ fn the_real_number_of_mappings_stays_within_the_count() {
         match place / 37 % 4 {
             0 => drop(ram.discard(&[part]).unwrap()),
             // Slots as the pages before have them, now and then.
-            1 if start > 0 && ram.lock_merged().unwrap().is_stable_mapped(Pfn(start - 1)) => {
-                let before =
-                    ram.lock_merged().unwrap().stable_mapped(range(start - 1, 1)).next().unwrap().1;
+            1 if start > 0 && ram.lock_overlay().unwrap().is_stable_mapped(Pfn(start - 1)) => {
+                let before = ram
+                    .lock_overlay()
+                    .unwrap()
+                    .stable_mapped(range(start - 1, 1))
+                    .next()
+                    .unwrap()
+                    .1;
                 let part = range(start, part.pages.min(u64::from(segment.next - before.index - 1)));
                 if !part.is_empty() {
                     segment.map(&ram, part, before.offset(1));
@@ -442,8 +455,7 @@ fn the_real_number_of_mappings_stays_within_the_count() {
             ram.memory().write_obj(1_u8, GuestAddress(page * PAGE)).unwrap();
         }
         if step % 100 == 99 {
-            let merged = ram.note_merges().unwrap();
-            merged.recount(&mut merged.lock()).unwrap();
+            recount(&ram);
             assert_eq!(mappings(&ram).len() as u64, self::counted(&ram));
         }
     }
@@ -453,7 +465,7 @@ fn the_real_number_of_mappings_stays_within_the_count() {
 #[test]
 fn memory_of_files_is_not_merged() {
     let ram = GuestRam::new(&specs(), Backing::Memfd, HugePages::Off, Populate::Lazy).unwrap();
-    let error = ram.note_merges().unwrap_err();
+    let error = ram.overlay_for_merging().unwrap_err();
     assert!(matches!(error, RamError::NotMergeable { backing: Backing::Memfd }), "{error}");
     assert_eq!((ram.merged_bytes(), ram.merged_mappings()), (0, 0));
 }
@@ -464,25 +476,27 @@ fn a_copy_takes_the_place_of_merged_pages() {
     let mut segment = Segment::new();
     fill(&ram, range(0, 100));
     let first = segment.merge(&ram, range(10, 20));
-    let merged = ram.note_merges().unwrap();
-    let mut runs = merged.lock();
+    let scratch = Scratch::new(&specs(), HugePages::Off).unwrap();
+    let mut extents = ram.lock_overlay().unwrap();
+    all().iter().for_each(|region| extents.note_tracked(*region));
     let mut released = Vec::new();
     let piece = ram.piece(range(12, 4)).unwrap();
     let write = |content: *mut u8| {
-        // SAFETY: the content of four pages, which nobody else knows.
+        // SAFETY: the content of four pages, in the scratch area.
         unsafe { content.write_bytes(99, 4 * PAGE as usize) };
         Ok(())
     };
     // SAFETY: the piece is this memory's, and the test does without its content.
-    unsafe { merged.replace_by_copy(&mut runs, &piece, write, &mut released) }.unwrap();
+    unsafe { scratch.put_copy(&piece, write) }.unwrap();
+    extents.note_moved_here(range(12, 4), &mut released);
     assert_eq!(released, [2, 3, 4, 5].map(|index| first.offset(index)));
-    assert_eq!(runs.untracked(range(0, HUGE_PAGE_SIZE_PAGES)), [range(12, 4)]);
+    assert_eq!(extents.untracked(range(0, HUGE_PAGE_SIZE_PAGES)), [range(12, 4)]);
     let refused = |_: *mut u8| Err(io::ErrorKind::NotFound.into());
     let piece = ram.piece(range(18, 4)).unwrap();
     // SAFETY: nothing is replaced.
-    let result = unsafe { merged.replace_by_copy(&mut runs, &piece, refused, &mut released) };
-    assert_eq!((result.unwrap_err().kind(), released.len()), (io::ErrorKind::NotFound, 4));
-    drop(runs);
+    let result = unsafe { scratch.put_copy(&piece, refused) };
+    assert_eq!(result.unwrap_err().kind(), io::ErrorKind::NotFound);
+    drop(extents);
     assert_eq!((read(&ram, 11), read(&ram, 12), read(&ram, 15), read(&ram, 16)), (12, 99, 99, 17));
     assert_eq!(read(&ram, 18), value(18));
     // From now on it is like all other memory.

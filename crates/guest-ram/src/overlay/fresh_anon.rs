@@ -1,8 +1,8 @@
-//! Fresh anonymous memory to be put in place of other memory.
+//! Fresh anonymous memory that takes the place of other memory.
 //!
 //! A *template* is a mapping that is never touched and has the policies of a region. `mremap` with
 //! `MREMAP_DONTUNMAP` (Linux 5.7) puts a piece of it in place in one step, so no page is ever
-//! allocated without the policies, and threads that could not set them (`mbind`) can discard.
+//! allocated without the policies, and threads that may not set them (`mbind`) can discard.
 
 use ebb_abi::{PAGE_SIZE_BYTES, Pfn};
 use vm_memory::GuestAddress;
@@ -14,14 +14,11 @@ use crate::{Backing, GuestRange, HugePages, RamError, RegionSpec};
 /// Size of a template, in bytes: what one system call can replace.
 const TEMPLATE_BYTES: u64 = 1 << 30;
 
-/// Linux's default of `vm.max_map_count`.
-const DEFAULT_MAX_MAP_COUNT: u64 = 65530;
-
 /// A template for each region.
 #[derive(Debug)]
-pub(crate) struct Templates(Vec<Mapping>);
+pub(crate) struct FreshAnon(Vec<Mapping>);
 
-impl Templates {
+impl FreshAnon {
     /// Templates with the policies of anonymous memory in these regions.
     pub(crate) fn new(regions: &[RegionSpec], huge_pages: HugePages) -> Result<Self, RamError> {
         let template = |spec: &RegionSpec| {
@@ -36,19 +33,18 @@ impl Templates {
     }
 
     /// The templates.
-    pub(crate) fn mappings(&self) -> &[Mapping] {
+    pub(crate) fn templates(&self) -> &[Mapping] {
         &self.0
     }
 
-    /// Replaces `piece` by fresh memory, as much at a time as there is of the template. `done` is
-    /// told each part at once: whoever asks next must not take it for what it was if a later one
-    /// fails.
+    /// Replaces `piece` by fresh memory, as much at a time as there is of the template. Calls `done`
+    /// after each part, since an error in a later one must not leave the earlier ones unrecorded.
     ///
     /// # Errors
     /// [`RamError::Discard`] if the kernel refuses.
     ///
     /// # Safety
-    /// The piece must lie within guest memory of the region that it names, and nobody may rely on
+    /// The piece must lie within guest memory of the region that it names, and nothing may rely on
     /// its content.
     pub(crate) unsafe fn put_over(
         &self,
@@ -63,7 +59,7 @@ impl Templates {
                 step_pages.min(piece.range.pages - first),
             );
             let address = piece.address + (first * PAGE_SIZE_BYTES) as usize;
-            // SAFETY: the part is guest memory whose content nobody relies on, as the caller
+            // SAFETY: the part is guest memory on whose content nothing relies, as the caller
             // vouches, and the template is a mapping of its own.
             unsafe { template.copy_over(address, part.size_bytes() as usize) }.map_err(
                 |source| RamError::Discard {
@@ -76,10 +72,4 @@ impl Templates {
         }
         Ok(())
     }
-}
-
-/// Mappings that guest memory may take: half of what the process may have.
-pub(crate) fn max_mappings() -> u64 {
-    let text = std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap_or_default();
-    text.trim().parse().unwrap_or(DEFAULT_MAX_MAP_COUNT) / 2
 }

@@ -1,5 +1,8 @@
 use super::*;
-use crate::{Populate, Residency};
+use std::sync::MutexGuard;
+
+use crate::overlay::FileExtents;
+use crate::{ImageError, Populate, Residency};
 use vm_memory::{Bytes, GuestAddress};
 
 const PAGE: u64 = PAGE_SIZE_BYTES;
@@ -56,8 +59,8 @@ fn first_region_full() -> (File, RamImage) {
     saved(8 * MIB, (0..8 * MIB).step_by(4096))
 }
 
-fn runs(ram: &mut GuestRam) -> &mut FileRuns {
-    ram.restored.as_mut().unwrap().runs.get_mut().unwrap()
+fn extents(ram: &GuestRam) -> MutexGuard<'_, FileExtents> {
+    ram.lock_overlay().unwrap()
 }
 
 /// Lines of a file in /proc/self that are about guest memory: those that begin with a start address
@@ -195,8 +198,8 @@ fn pages_that_replace_the_files_have_the_policies_of_all_others() {
 #[test]
 fn every_other_page_does_not_exhaust_the_mappings() {
     let (file, image) = first_region_full();
-    let mut ram = restore(&file, &image);
-    runs(&mut ram).set_max_mappings(200);
+    let ram = restore(&file, &image);
+    extents(&ram).set_max_vmas(114);
     let ranges: Vec<_> = (0..8 * MIB).step_by(8192).map(|address| pages(address, PAGE)).collect();
     let outcome = ram.discard(&ranges).unwrap();
     assert_eq!(outcome.bytes + outcome.deferred_bytes, 4 * MIB);
@@ -223,8 +226,8 @@ fn the_real_number_of_mappings_stays_within_the_count() {
     // meet.
     let (file, image) =
         saved(8 * MIB, (0..8 * MIB).step_by(4096).filter(|address| address / 65536 % 2 == 0));
-    let mut ram = restore(&file, &image);
-    assert_eq!(mappings(&ram) as u64, runs(&mut ram).mappings() - 1);
+    let ram = restore(&file, &image);
+    assert_eq!(mappings(&ram) as u64, extents(&ram).vma_count());
     fill(&ram, (0..8 * MIB).step_by(4096));
     // A fixed sequence of places without order.
     let mut place = 1_u64;
@@ -235,7 +238,7 @@ fn the_real_number_of_mappings_stays_within_the_count() {
         let range = pages(address, size_bytes.min(8 * MIB - address));
         ram.discard(&[range]).unwrap();
         fill(&ram, (address..range.end().address()).step_by(4096));
-        let (real, counted) = (mappings(&ram) as u64, runs(&mut ram).mappings());
+        let (real, counted) = (mappings(&ram) as u64, extents(&ram).vma_count());
         assert!(real <= counted, "{real} mappings, {counted} counted");
     }
 }

@@ -1,0 +1,148 @@
+//! Making a memory's pages mergeable.
+
+use std::sync::Arc;
+
+use ebb_abi::PAGE_SIZE_BYTES;
+
+use super::merging::Merging;
+use super::{MergeUnavailable, StableSegments};
+use crate::overlay::{Overlay, Returns};
+use crate::ranges::gaps;
+use crate::{Backing, GuestRam, GuestRange, RamError, Region, RegionSpec};
+
+/// What `vm.max_map_count` must be at least: half of it is for guest memory, and what is less would
+/// soon be used up.
+const MIN_MAP_COUNT: u64 = 4096;
+
+impl GuestRam {
+    /// Lets the pages of this memory be merged, with stable pages out of `segments`: from now on
+    /// the kernel keeps track of which pages are written to. To be called before the guest runs,
+    /// and while files can be opened; a [`MergeSession`](super::MergeSession) then does the work.
+    ///
+    /// # Errors
+    /// [`MergeUnavailable`]: the memory works as before then.
+    pub fn enable_merging(&self, segments: Arc<StableSegments>) -> Result<(), MergeUnavailable> {
+        if self.merging.get().is_some() {
+            return Err(MergeUnavailable::Enabled);
+        }
+        if self.backing() != Backing::Anonymous {
+            return Err(MergeUnavailable::Backing { backing: self.backing() });
+        }
+        check_map_count()?;
+        self.check_unlocked()?;
+        let specs: Vec<RegionSpec> = self.regions().iter().map(Region::spec).collect();
+        let merging = Merging::new(&specs, self.huge_pages(), segments)?;
+        let overlay = self.overlay_for_merging()?;
+        for range in self.anonymous_ranges() {
+            let Some(address) = self.host_address(range) else { continue };
+            merging.watch_writes(address, range.size_bytes() as usize)?;
+            overlay.lock().note_tracked(range);
+        }
+        self.merging.set(merging).map_err(|_| MergeUnavailable::Enabled)
+    }
+
+    /// What [`enable_merging`](Self::enable_merging) has prepared.
+    pub fn merging(&self) -> Option<&Merging> {
+        self.merging.get()
+    }
+
+    /// Bytes of guest memory for which a stable page is mapped, as far as writes to them have been
+    /// noticed.
+    pub fn merged_bytes(&self) -> u64 {
+        self.lock_overlay().map_or(0, |extents| extents.merged_pages() * PAGE_SIZE_BYTES)
+    }
+
+    /// Number of VMAs that guest memory takes beyond one a region, at most: because pages are
+    /// merged, or mapped from the file that the memory was restored from.
+    pub fn merged_mappings(&self) -> u64 {
+        self.lock_overlay().map_or(0, |extents| extents.own_vmas())
+    }
+
+    /// What became of merged pages that were written to.
+    pub fn returns(&self) -> Returns {
+        self.lock_overlay().map_or_else(Returns::default, |extents| extents.returns())
+    }
+
+    /// Prepares for pages to be merged; from now on discards exclude merges. Does nothing the
+    /// second time.
+    ///
+    /// # Errors
+    /// [`RamError::NotMergeable`]; else as for [`GuestRam::new`].
+    pub(crate) fn overlay_for_merging(&self) -> Result<&Overlay, RamError> {
+        if self.backing() != Backing::Anonymous {
+            return Err(RamError::NotMergeable { backing: self.backing() });
+        }
+        if let Some(overlay) = self.overlay.get() {
+            return Ok(overlay);
+        }
+        let specs: Vec<RegionSpec> = self.regions().iter().map(Region::spec).collect();
+        let overlay = Overlay::new(&specs, self.huge_pages(), None)?;
+        // Another thread may have been quicker.
+        Ok(self.overlay.get_or_init(|| overlay))
+    }
+
+    /// What is not mapped from a file.
+    fn anonymous_ranges(&self) -> Vec<GuestRange> {
+        let in_region = |region: GuestRange| {
+            let mapped: Vec<_> = self.file_mapped(region).iter().map(|(part, _)| *part).collect();
+            gaps(region, &mapped).collect::<Vec<_>>()
+        };
+        self.page_ranges().into_iter().flat_map(in_region).collect()
+    }
+
+    /// Locked memory cannot be moved to where it is not locked, and who locks it does not want to
+    /// wait for its pages.
+    fn check_unlocked(&self) -> Result<(), MergeUnavailable> {
+        let path = "/proc/self/smaps";
+        let smaps = std::fs::read_to_string(path)
+            .map_err(|source| MergeUnavailable::Proc { path, source })?;
+        let regions = self.regions().iter().map(|region| (region.host_address, region.size_bytes));
+        let regions: Vec<(u64, u64)> = regions.collect();
+        if is_locked(&smaps, &regions) { Err(MergeUnavailable::Locked) } else { Ok(()) }
+    }
+}
+
+/// Whether a mapping in an smaps text that overlaps one of `ranges` (address, size in bytes) is
+/// locked.
+fn is_locked(smaps: &str, ranges: &[(u64, u64)]) -> bool {
+    let mut counts = false;
+    smaps.lines().any(|line| {
+        if let Some(flags) = line.strip_prefix("VmFlags:") {
+            return counts && flags.split_whitespace().any(|flag| flag == "lo");
+        }
+        let bounds = line.split_once(' ').and_then(|(bounds, _)| bounds.split_once('-'));
+        let number = |text| u64::from_str_radix(text, 16).ok();
+        if let Some((start, end)) =
+            bounds.and_then(|(start, end)| Some((number(start)?, number(end)?)))
+        {
+            counts = ranges.iter().any(|(address, size)| start < address + size && *address < end);
+        }
+        false
+    })
+}
+
+fn check_map_count() -> Result<(), MergeUnavailable> {
+    let path = "/proc/sys/vm/max_map_count";
+    let text =
+        std::fs::read_to_string(path).map_err(|source| MergeUnavailable::Proc { path, source })?;
+    match text.trim().parse() {
+        Ok(found) if found < MIN_MAP_COUNT => {
+            Err(MergeUnavailable::TooFewMappings { found, needed: MIN_MAP_COUNT })
+        }
+        // What cannot be understood is checked by the kernel with each mapping.
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn locked_mappings_are_found_by_their_flags() {
+        let text = "7f0000000000-7f0000200000 rw-p 00000000 00:00 0 \nSize: 4 kB\nVmFlags: rd wr mr mw me ac sd \n\
+                    7f0000200000-7f0000400000 rw-p 00000000 00:00 0 [x]\nVmFlags: rd wr lo ac \n";
+        assert!(is_locked(text, &[(0x7f00_0020_0000, 0x1000)]));
+        assert!(!is_locked(text, &[(0x7f00_0000_0000, 0x20_0000), (0x7f00_0040_0000, 0x1000)]));
+    }
+}

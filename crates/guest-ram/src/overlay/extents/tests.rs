@@ -1,0 +1,713 @@
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::Returns;
+
+fn range(start: u64, pages: u64) -> GuestRange {
+    GuestRange::new(Pfn(start), pages)
+}
+
+fn slot(segment: u32, index: u32) -> StableSlot {
+    StableSlot { segment, index }
+}
+
+/// Extents with a budget of their own, of memory that is not tracked for writes.
+fn restored(snapshot: &[GuestRange], regions: &[GuestRange], max_vmas: u64) -> FileExtents {
+    let vmas = VmaBudget::with_bound(regions.to_vec(), max_vmas, Arc::default());
+    FileExtents::new(snapshot, regions, vmas)
+}
+
+/// Extents of memory without a snapshot that is tracked for writes.
+fn tracked(regions: &[GuestRange], max_vmas: u64) -> FileExtents {
+    let mut extents = restored(&[], regions, max_vmas);
+    regions.iter().for_each(|region| extents.note_tracked(*region));
+    extents
+}
+
+/// Parts of `range` that are mapped from the snapshot.
+fn of_snapshot(extents: &FileExtents, range: GuestRange) -> Vec<GuestRange> {
+    let mapped = extents.mapped(range).filter(|(_, source)| *source == Source::Snapshot);
+    mapped.map(|(part, _)| part).collect()
+}
+
+fn released(extents: &mut FileExtents) -> Vec<StableSlot> {
+    let mut released = Vec::new();
+    extents.take_released(&mut released);
+    released
+}
+
+#[test]
+fn a_share_is_given_up_once() {
+    let mut extents = tracked(&[range(0, 100)], 1000);
+    extents.note_merged(range(10, 10), slot(1, 40));
+    assert_eq!((extents.merged_pages(), extents.share_of(Pfn(12))), (10, Some(slot(1, 42))));
+    assert_eq!(extents.note_broken(Pfn(12)), Some(slot(1, 42)));
+    assert_eq!((extents.note_broken(Pfn(12)), extents.share_of(Pfn(12))), (None, None));
+    assert!(extents.is_stable_mapped(Pfn(12)));
+    extents.note_discarded(range(11, 3));
+    assert_eq!(released(&mut extents), [slot(1, 41), slot(1, 43)]);
+    assert_eq!(released(&mut extents), []);
+    let mapped: Vec<_> = extents.stable_mapped(range(0, 100)).collect();
+    assert_eq!(mapped, [(range(10, 1), slot(1, 40)), (range(14, 6), slot(1, 44))]);
+    let mut unmerged = Vec::new();
+    extents.note_unmerged(range(0, 16), &mut unmerged);
+    assert_eq!(unmerged, [slot(1, 40), slot(1, 44), slot(1, 45)]);
+    assert!(extents.is_stable_mapped(Pfn(14)) && extents.share_of(Pfn(14)).is_none());
+    // Merged again: what is mapped there gives up its shares.
+    extents.note_merged(range(15, 2), slot(2, 0));
+    assert_eq!(released(&mut extents), [slot(1, 46)]);
+    extents.note_discarded(range(0, 100));
+    assert_eq!(
+        released(&mut extents),
+        [slot(2, 0), slot(2, 1), slot(1, 47), slot(1, 48), slot(1, 49)]
+    );
+    assert_eq!((extents.merged_pages(), extents.vmas.count()), (0, 1));
+}
+
+#[test]
+fn neighbours_with_neighbouring_slots_are_one_mapping() {
+    let mut extents = tracked(&[range(0, 100), range(100, 100)], 1000);
+    assert_eq!(extents.vmas.count(), 2);
+    extents.note_merged(range(50, 10), slot(0, 0));
+    assert_eq!(extents.vmas.count(), 4);
+    extents.note_merged(range(60, 10), slot(0, 10));
+    assert_eq!(extents.vmas.count(), 4);
+    extents.note_merged(range(70, 10), slot(0, 30));
+    extents.note_merged(range(80, 10), slot(1, 40));
+    assert_eq!(extents.vmas.count(), 6);
+    // To the right, but not across regions.
+    extents.note_merged(range(20, 10), slot(2, 10));
+    assert_eq!(extents.vmas.count(), 8);
+    extents.note_merged(range(10, 10), slot(2, 0));
+    assert_eq!(extents.vmas.count(), 8);
+    extents.note_merged(range(100, 10), slot(1, 60));
+    extents.note_merged(range(90, 10), slot(1, 50));
+    assert_eq!(extents.vmas.count(), 8);
+    let mapped: Vec<_> = extents.stable_mapped(range(0, 200)).map(|(part, _)| part).collect();
+    assert_eq!(
+        mapped,
+        [range(10, 20), range(50, 20), range(70, 10), range(80, 20), range(100, 10)]
+    );
+}
+
+#[test]
+fn short_extents_leave_mappings_to_long_ones_and_those_to_discards() {
+    let mut extents = tracked(&[range(0, 1 << 20)], 800);
+    let merge = |extents: &mut FileExtents, pages: u64| {
+        let mut merged = 0;
+        for index in 0..2000 {
+            let range = range((pages << 12) + index * 2 * pages + 1, pages);
+            let first = slot(0, index as u32 * 100);
+            if extents.may_map(range, first) {
+                extents.note_merged(range, first);
+                merged += 1;
+            }
+        }
+        merged
+    };
+    assert_eq!((merge(&mut extents, 1), extents.vmas.count()), (149, 299));
+    assert_eq!((merge(&mut extents, 7), extents.vmas.count()), (0, 299));
+    assert_eq!((merge(&mut extents, 8), extents.vmas.count()), (150, 599));
+    assert_eq!((merge(&mut extents, 64), extents.vmas.count()), (0, 599));
+    // Where no mapping more is needed there is no bound: in the place of others, and in
+    // continuation of one.
+    assert!(extents.may_map(range(4097, 1), slot(9, 9)));
+    let end = (8 << 12) + 9;
+    assert!(
+        !extents.may_map(range(end, 1), slot(0, 9)) && extents.may_map(range(end, 1), slot(0, 8))
+    );
+    // Discards go on in the middle of a run until the last mappings, which are for whole huge
+    // pages.
+    let huge = range(600 << 9, 512 * 300);
+    extents.note_merged(huge, slot(1, 0));
+    let mut discarded = 0;
+    for page in (huge.start.0 + 1..huge.end().0).step_by(2) {
+        match extents.judge(range(page, 1)) {
+            Verdict::Replace => {
+                extents.note_discarded(range(page, 1));
+                discarded += 1;
+            }
+            verdict => assert_eq!(verdict, Verdict::Keep),
+        }
+    }
+    // The last one takes one border only.
+    assert_eq!((discarded, extents.vmas.count()), (50, 700));
+    assert_eq!(extents.judge(range((700 << 9) + 1, 513)), Verdict::Replace);
+    extents.note_discarded(range((700 << 9) + 1, 513));
+    assert_eq!(extents.judge(range(0, 1 << 20)), Verdict::Replace);
+    extents.note_discarded(range(0, 1 << 20));
+    assert_eq!((extents.vmas.count(), extents.judge(range(0, 1 << 20))), (1, Verdict::Ordinary));
+}
+
+#[test]
+fn what_is_brought_back_takes_no_mappings_from_what_is_merged() {
+    let mut extents = tracked(&[range(0, 1 << 16)], 800);
+    extents.note_merged(range(0, 1 << 16), slot(0, 0));
+    let single = (0..1 << 16).step_by(10).map(|page| range(page + 5, 1));
+    let mut brought_back = 0;
+    for page in single {
+        if extents.may_bring_back(page) {
+            extents.note_brought_back(page);
+            brought_back += 1;
+        }
+    }
+    // A quarter of what is for merging. The last one, at the end of the run, took one border only.
+    assert_eq!((brought_back, extents.vmas.count()), (75, 150));
+    assert_eq!(extents.returns(), Returns { brought_back_pages: 75, ..Returns::default() });
+    // What needs no mapping more: several in one, or the end of a run.
+    assert!(extents.may_bring_back(range(5, 11)) && !extents.may_bring_back(range(7000, 1)));
+    assert_eq!(released(&mut extents).len(), 75);
+    // Merged again with the same pages as before, it is part of a run again, which the count does
+    // not know for sure.
+    extents.note_merged(range(5, 1), slot(0, 5));
+    assert_eq!((extents.returns().remerged_pages, extents.vmas.count()), (1, 149));
+    assert_eq!(extents.stable_mapped(range(0, 100)).next(), Some((range(0, 15), slot(0, 0))));
+}
+
+#[test]
+fn memories_of_one_process_share_the_bound() {
+    let of_process = Arc::<AtomicU64>::default();
+    let all = [range(0, 1000)];
+    let memory = |snapshot: &[GuestRange]| {
+        let vmas = VmaBudget::with_bound(all.to_vec(), 40, Arc::clone(&of_process));
+        let mut extents = FileExtents::new(snapshot, &all, vmas);
+        extents.note_tracked(all[0]);
+        extents
+    };
+    let mut memories = [memory(&[]), memory(&[])];
+    let mut merged = [0, 0];
+    for place in 0..40_u32 {
+        for (extents, merged) in memories.iter_mut().zip(&mut merged) {
+            let place = range(u64::from(place) * 20 + 1, 10);
+            if extents.may_map(place, slot(0, place.start.0 as u32)) {
+                extents.note_merged(place, slot(0, place.start.0 as u32));
+                *merged += 1;
+            }
+        }
+    }
+    assert_eq!((merged, of_process.load(Ordering::Relaxed)), ([7, 7], 28));
+    let [first, mut second] = memories;
+    drop(first);
+    assert_eq!(of_process.load(Ordering::Relaxed), 14);
+    assert!(second.may_map(range(900, 10), slot(0, 0)));
+    // What a restored memory takes counts for others, and for its own discards.
+    let snapshot: Vec<_> = (0..10).map(|index| range(index * 100 + 1, 50)).collect();
+    let third = memory(&snapshot);
+    assert_eq!(of_process.load(Ordering::Relaxed), 34);
+    assert!(!second.may_map(range(900, 10), slot(0, 0)));
+    assert_eq!(third.judge(range(20, 1)), Verdict::Keep);
+    drop(third);
+    second.note_discarded(range(0, 1000));
+    assert_eq!(of_process.load(Ordering::Relaxed), 0);
+}
+
+#[test]
+fn single_pages_of_a_snapshot_leave_vmas_to_huge_ones() {
+    let all = range(0, 1 << 20);
+    let mut extents = restored(&[all], &[all], 100);
+    let mut replaced = 0;
+    for page in (1..2000).step_by(2) {
+        if extents.judge(range(page, 1)) == Verdict::Replace {
+            extents.note_discarded(range(page, 1));
+            replaced += 1;
+        }
+    }
+    assert_eq!((replaced, extents.vmas.count()), (43, 87));
+    assert_eq!(extents.judge(range(1, 1)), Verdict::Ordinary);
+    // Next to what is anonymous, or all of an extent: no VMA more.
+    assert_eq!(extents.judge(range(2, 1)), Verdict::Replace);
+    assert_eq!(extents.judge(range(85, 2)), Verdict::Replace);
+    assert_eq!(extents.judge(range(86, 1)), Verdict::Replace);
+    assert_eq!(extents.judge(range(87, 1)), Verdict::Keep);
+    let mut huge = 0;
+    for block in (10..1000).step_by(2) {
+        let block = range(block * 512, 512);
+        if extents.judge(block) == Verdict::Replace {
+            extents.note_discarded(block);
+            huge += 1;
+        }
+    }
+    assert_eq!((huge, extents.vmas.count()), (6, 99));
+    assert_eq!(extents.judge(all), Verdict::Replace);
+    extents.note_discarded(all);
+    assert_eq!((extents.snapshot_pages(), extents.judge(all)), (0, Verdict::Ordinary));
+    assert!(extents.is_all_ordinary());
+}
+
+#[test]
+fn regions_that_adjoin_stay_apart() {
+    let regions = [range(0, 100), range(100, 100)];
+    let mut extents = restored(&regions, &regions, 1000);
+    extents.note_discarded(range(0, 100));
+    assert_eq!(extents.judge(range(100, 50)), Verdict::Replace);
+    extents.note_discarded(range(100, 100));
+    assert_eq!((extents.snapshot_pages(), extents.vmas.count()), (0, 2));
+}
+
+#[test]
+fn what_a_discard_has_put_there_is_untracked_until_told() {
+    let mut extents = tracked(&[range(0, 50), range(50, 50)], 1000);
+    extents.note_merged(range(10, 80 - 40), slot(0, 0));
+    extents.note_merged(range(50, 40), slot(0, 40));
+    extents.note_discarded(range(20, 10));
+    extents.note_discarded(range(30, 20));
+    extents.note_discarded(range(50, 10));
+    // Whole extents, but none across regions.
+    assert_eq!(extents.untracked(range(25, 1)), [range(20, 30)]);
+    assert_eq!(extents.untracked(range(0, 100)), [range(20, 30), range(50, 10)]);
+    assert_eq!(extents.untracked(range(0, 20)), []);
+    let before = extents.vmas.count();
+    extents.note_tracked(range(22, 4));
+    assert_eq!(extents.vmas.count(), before + 2);
+    assert_eq!(extents.untracked(range(0, 50)), [range(20, 2), range(26, 24)]);
+    // Merged memory is the merging thread's own business.
+    extents.note_merged(range(26, 24), slot(3, 0));
+    assert_eq!(extents.untracked(range(0, 50)), [range(20, 2)]);
+    extents.note_tracked(range(0, 100));
+    assert_eq!(extents.untracked(range(0, 100)), []);
+}
+
+#[test]
+fn counting_replaces_what_was_assumed() {
+    let mut extents = tracked(&[range(10, 50), range(60, 40)], 64);
+    extents.note_merged(range(20, 10), slot(0, 0));
+    extents.note_discarded(range(20, 10));
+    extents.note_tracked(range(0, 100));
+    assert_eq!(extents.vmas.count(), 4);
+    assert!(extents.is_recount_due());
+    // A region's first page is no border, and neither is one outside.
+    extents.set_vma_starts([5, 10, 42, 60, 100].map(Pfn));
+    assert_eq!(extents.vmas.count(), 3);
+    assert!(!extents.is_recount_due());
+}
+
+/// The plainest model: each page by itself.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Page {
+    mapped: Option<Source>,
+    shares: bool,
+    untracked: bool,
+    moved: bool,
+    brought_back: bool,
+    /// Number of the mapping that it lies in. The kernel's least generous joining: each mapping
+    /// gets a page of its own as soon as it is made, so that only a new one is ever joined with a
+    /// neighbour, and with one only.
+    mapping: u64,
+}
+
+impl Page {
+    fn stable(&self) -> Option<StableSlot> {
+        match self.mapped {
+            Some(Source::Stable(slot)) => Some(slot),
+            Some(Source::Snapshot) | None => None,
+        }
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Merge { start: u64, pages: u64, first: StableSlot },
+    Break { page: u64 },
+    Discard { start: u64, pages: u64 },
+    Unmerge { start: u64, pages: u64 },
+    Moved { start: u64, pages: u64 },
+    BringBack { start: u64, pages: u64 },
+    Empty { start: u64, pages: u64 },
+    Join { start: u64, pages: u64 },
+    Track { start: u64, pages: u64 },
+    Take,
+}
+
+const PAGES: u64 = 200;
+const REGIONS: [(u64, u64); 2] = [(0, 120), (120, 80)];
+
+fn step() -> impl Strategy<Value = Step> {
+    let place = || (0..PAGES, 1..30_u64);
+    // Few slots, so that many neighbours have neighbouring ones: those that match the page's
+    // number.
+    let slot = |start: u64, kind: u32| slot(kind / 2, start as u32 + 1000 * (kind % 2));
+    prop_oneof![
+        5 => (place(), 0..4_u32).prop_map(move |((start, pages), kind)| {
+            let Step::Discard { start, pages } = within_region(start, pages) else { unreachable!() };
+            Step::Merge { start, pages, first: slot(start, kind) }
+        }),
+        2 => (0..PAGES).prop_map(|page| Step::Break { page }),
+        3 => place().prop_map(|(start, pages)| within_region(start, pages)),
+        1 => place().prop_map(|(start, pages)| Step::Unmerge { start, pages }),
+        1 => place().prop_map(|(start, pages)| {
+            let Step::Discard { start, pages } = within_region(start, pages) else { unreachable!() };
+            Step::Moved { start, pages }
+        }),
+        2 => place().prop_map(|(start, pages)| {
+            let Step::Discard { start, pages } = within_region(start, pages) else { unreachable!() };
+            Step::BringBack { start, pages }
+        }),
+        1 => place().prop_map(|(start, pages)| Step::Empty { start, pages }),
+        2 => place().prop_map(|(start, pages)| {
+            let Step::Discard { start, pages } = within_region(start, pages) else { unreachable!() };
+            Step::Join { start, pages }
+        }),
+        2 => place().prop_map(|(start, pages)| Step::Track { start, pages }),
+        1 => Just(Step::Take),
+    ]
+}
+
+fn within_region(start: u64, pages: u64) -> Step {
+    let region = REGIONS.iter().find(|(first, size)| start < first + size).unwrap();
+    Step::Discard { start, pages: pages.min(region.0 + region.1 - start) }
+}
+
+/// Pages of a snapshot: none, or some extents.
+fn snapshot() -> impl Strategy<Value = Vec<GuestRange>> {
+    prop::collection::vec((0..20_u64, 1..30_u64), 0..6).prop_map(|extents| {
+        let mut end = 0;
+        let extents = extents.into_iter().map(|(gap, pages)| {
+            let extent = range(end + gap + 1, pages);
+            end = extent.end().0;
+            extent
+        });
+        let cut = |extent| REGIONS.map(|(first, size)| range(first, size).intersection(extent));
+        extents.flat_map(cut).filter(|part| !part.is_empty()).collect()
+    })
+}
+
+struct Model {
+    pages: Vec<Page>,
+    next_mapping: u64,
+    released: Vec<StableSlot>,
+    returns: Returns,
+}
+
+impl Model {
+    /// With pages of a snapshot, of memory that is tracked or not.
+    fn new(snapshot: &[GuestRange], untracked: bool) -> Self {
+        let region = |page: u64| u64::from(page >= REGIONS[1].0);
+        let page = |page| Page { mapping: region(page), untracked, ..Page::default() };
+        let pages = (0..PAGES).map(page).collect();
+        let mut model =
+            Self { pages, next_mapping: 2, released: Vec::new(), returns: Returns::default() };
+        for range in snapshot {
+            model.split_at(range.start.0);
+            model.split_at(range.end().0);
+            for page in &mut model.pages[range.start.0 as usize..range.end().0 as usize] {
+                (page.mapped, page.untracked) = (Some(Source::Snapshot), false);
+            }
+        }
+        model
+    }
+
+    /// Takes shares away; returns their slots in the pages' order.
+    fn release(&mut self, start: u64, pages: u64) -> Vec<StableSlot> {
+        let pages = &mut self.pages[start as usize..(start + pages).min(PAGES) as usize];
+        let release = |page: &mut Page| page.stable().filter(|_| std::mem::take(&mut page.shares));
+        pages.iter_mut().filter_map(release).collect()
+    }
+
+    fn replace(&mut self, start: u64, pages: u64, first: Option<StableSlot>) {
+        self.split_at(start);
+        self.split_at(start + pages);
+        let mapping = self.next_mapping;
+        self.next_mapping += 1;
+        for index in 0..pages {
+            let mapped = first.map(|first| Source::Stable(first.offset(index as u32)));
+            let page = Page {
+                mapped,
+                shares: mapped.is_some(),
+                untracked: mapped.is_none(),
+                mapping,
+                ..Page::default()
+            };
+            let before = std::mem::replace(&mut self.pages[(start + index) as usize], page);
+            self.returns.remerged_pages += u64::from(before.brought_back && mapped.is_some());
+        }
+        let joins = |left: u64, right: u64| {
+            let same_region =
+                REGIONS.iter().any(|(first, size)| *first < right && right < first + size);
+            same_region && {
+                let (left, right) = (self.pages[left as usize], self.pages[right as usize]);
+                match (left.mapped, right.mapped) {
+                    (Some(left @ Source::Stable(_)), Some(right)) => left.offset(1) == right,
+                    (None, None) => {
+                        left.untracked && right.untracked && !left.moved && !right.moved
+                    }
+                    _ => false,
+                }
+            }
+        };
+        let end = start + pages;
+        let joined = if start > 0 && joins(start - 1, start) {
+            self.pages[start as usize - 1].mapping
+        } else if end < PAGES && joins(end - 1, end) {
+            self.pages[end as usize].mapping
+        } else {
+            return;
+        };
+        self.pages[start as usize..end as usize].iter_mut().for_each(|page| page.mapping = joined);
+    }
+
+    /// Anonymous memory that is not joined with anything.
+    fn move_here(&mut self, start: u64, pages: u64) {
+        self.split_at(start);
+        self.split_at(start + pages);
+        let mapping = self.next_mapping;
+        self.next_mapping += 1;
+        for place in &mut self.pages[start as usize..(start + pages) as usize] {
+            let brought_back = place.brought_back;
+            *place =
+                Page { untracked: true, moved: true, brought_back, mapping, ..Page::default() };
+        }
+    }
+
+    /// The same for pages that were merged and written to, or are around such.
+    fn bring_back(&mut self, start: u64, pages: u64) {
+        for page in &mut self.pages[start as usize..(start + pages) as usize] {
+            page.brought_back |= page.stable().is_some();
+            self.returns.brought_back_pages += u64::from(page.stable().is_some());
+        }
+        self.move_here(start, pages);
+    }
+
+    /// Makes the pages behind `border` another mapping than those before it.
+    fn split_at(&mut self, border: u64) {
+        let Some(before) = border.checked_sub(1).map(|page| self.pages[page as usize].mapping)
+        else {
+            return;
+        };
+        let mapping = self.next_mapping;
+        self.next_mapping += 1;
+        let behind = &mut self.pages[border as usize..];
+        behind
+            .iter_mut()
+            .take_while(|page| page.mapping == before)
+            .for_each(|page| page.mapping = mapping);
+    }
+
+    fn track(&mut self, start: u64, pages: u64) {
+        let end = (start + pages).min(PAGES);
+        for edge in [start, end] {
+            let cut = edge > 0 && edge < PAGES && self.pages[edge as usize].untracked;
+            if cut && self.pages[edge as usize - 1].untracked {
+                self.split_at(edge);
+            }
+        }
+        self.pages[start as usize..end as usize].iter_mut().for_each(|page| page.untracked = false);
+    }
+
+    fn mappings(&self) -> u64 {
+        self.pages.chunk_by(|left, right| left.mapping == right.mapping).count() as u64
+    }
+}
+
+fn check(extents: &FileExtents, model: &Model) -> Result<(), TestCaseError> {
+    let everything = range(0, PAGES);
+    let mut end = 0;
+    for (part, first) in extents.mapped(everything) {
+        prop_assert!(part.start.0 >= end && !part.is_empty(), "extents overlap");
+        prop_assert!(
+            REGIONS.iter().any(|region| range(region.0, region.1).intersection(part) == part)
+        );
+        end = part.end().0;
+        for index in 0..part.pages {
+            let page = model.pages[(part.start.0 + index) as usize];
+            prop_assert_eq!(page.mapped, Some(first.offset(index)));
+        }
+    }
+    let mut untracked = vec![false; PAGES as usize];
+    for part in extents.untracked(everything) {
+        untracked[part.start.0 as usize..part.end().0 as usize].fill(true);
+    }
+    for (number, page) in model.pages.iter().enumerate() {
+        let pfn = Pfn(number as u64);
+        prop_assert_eq!(extents.extent_at(pfn.0).is_some(), page.mapped.is_some());
+        prop_assert_eq!(extents.is_stable_mapped(pfn), page.stable().is_some());
+        prop_assert_eq!(extents.share_of(pfn), page.stable().filter(|_| page.shares));
+        prop_assert_eq!(untracked[number], page.untracked, "page {}", number);
+    }
+    prop_assert_eq!(
+        extents.merged_pages(),
+        model.pages.iter().filter(|page| page.shares).count() as u64
+    );
+    let of_snapshot = |page: &&Page| page.mapped == Some(Source::Snapshot);
+    prop_assert_eq!(
+        extents.snapshot_pages(),
+        model.pages.iter().filter(of_snapshot).count() as u64
+    );
+    prop_assert_eq!(extents.returns(), model.returns);
+    prop_assert!(
+        model.mappings() <= extents.vmas.count(),
+        "{} > {}",
+        model.mappings(),
+        extents.vmas.count()
+    );
+    Ok(())
+}
+
+proptest! {
+    #[test]
+    fn it_says_what_a_page_by_page_model_says(
+        steps in prop::collection::vec(step(), 1..80),
+        snapshot in snapshot(),
+        is_tracked: bool,
+        max_vmas in 20..80_u64,
+    ) {
+        let regions = REGIONS.map(|(first, size)| range(first, size));
+        let mut extents = restored(&snapshot, &regions, max_vmas);
+        let mut model = Model::new(&snapshot, !is_tracked);
+        if is_tracked {
+            regions.iter().for_each(|region| extents.note_tracked(*region));
+        }
+        check(&extents, &model)?;
+        for step in steps {
+            match step {
+                Step::Merge { start, pages, first } => {
+                    if !extents.may_map(range(start, pages), first) {
+                        prop_assert!(extents.vmas.count() + 2 > max_vmas * 6 / 16);
+                        continue;
+                    }
+                    extents.note_merged(range(start, pages), first);
+                    let released = model.release(start, pages);
+                    model.released.extend(released);
+                    model.replace(start, pages, Some(first));
+                }
+                Step::Break { page } => {
+                    let expected = model.release(page, 1).first().copied();
+                    prop_assert_eq!(extents.note_broken(Pfn(page)), expected);
+                }
+                Step::Discard { start, pages } => {
+                    let mapped = model.pages[start as usize..(start + pages) as usize]
+                        .iter()
+                        .any(|page| page.mapped.is_some());
+                    match extents.judge(range(start, pages)) {
+                        Verdict::Ordinary => prop_assert!(!mapped),
+                        Verdict::Keep => {
+                            prop_assert!(mapped && extents.vmas.count() + 2 > max_vmas * 14 / 16);
+                        }
+                        Verdict::Replace => {
+                            prop_assert!(mapped);
+                            extents.note_discarded(range(start, pages));
+                            let released = model.release(start, pages);
+                            model.released.extend(released);
+                            model.replace(start, pages, None);
+                        }
+                    }
+                }
+                Step::Unmerge { start, pages } => {
+                    let mut released = Vec::new();
+                    extents.note_unmerged(range(start, pages), &mut released);
+                    prop_assert_eq!(released, model.release(start, pages));
+                }
+                Step::Moved { start, pages } => {
+                    let mut released = Vec::new();
+                    extents.note_moved_here(range(start, pages), &mut released);
+                    prop_assert_eq!(released, model.release(start, pages));
+                    model.move_here(start, pages);
+                }
+                Step::BringBack { start, pages } => {
+                    if !extents.may_bring_back(range(start, pages)) {
+                        prop_assert!(extents.vmas.count() + 2 > max_vmas * 3 / 16);
+                        continue;
+                    }
+                    extents.note_brought_back(range(start, pages));
+                    let released = model.release(start, pages);
+                    model.released.extend(released);
+                    model.bring_back(start, pages);
+                }
+                Step::Join { start, pages } => {
+                    if extents.mapped(range(start, pages)).next().is_some() {
+                        continue;
+                    }
+                    let mappings = extents.vmas_within(range(start, pages));
+                    let (Some(first), Some(last)) = (mappings.first(), mappings.last()) else { continue };
+                    let (start, end) = (first.start.0, last.end().0);
+                    // Neighbours, each of which is within one mapping.
+                    let of = |page: u64| model.pages.get(page as usize).map(|page| page.mapping);
+                    prop_assert!(mappings.windows(2).all(|pair| pair[0].end() == pair[1].start));
+                    for mapping in &mappings {
+                        let inside = mapping.start.0..mapping.end().0;
+                        prop_assert!(inside.into_iter().all(|page| of(page) == of(mapping.start.0)));
+                    }
+                    let (before, joined) = (extents.vmas.count(), extents.returns().joined_mappings);
+                    extents.note_joined(range(start, end - start));
+                    model.move_here(start, end - start);
+                    prop_assert_eq!(extents.vmas.count() + mappings.len() as u64, before + 1);
+                    model.returns.joined_mappings = joined + mappings.len() as u64 - 1;
+                }
+                Step::Empty { start, pages } => {
+                    extents.note_emptied(range(start, pages));
+                    let end = (start + pages).min(PAGES);
+                    model.pages[start as usize..end as usize]
+                        .iter_mut()
+                        .for_each(|page| page.brought_back = false);
+                }
+                Step::Track { start, pages } => {
+                    extents.note_tracked(range(start, pages));
+                    model.track(start, pages);
+                }
+                Step::Take => {
+                    prop_assert_eq!(released(&mut extents), std::mem::take(&mut model.released));
+                }
+            }
+            check(&extents, &model)?;
+        }
+        prop_assert_eq!(released(&mut extents), model.released);
+    }
+
+    /// The model: a set of pages, and VMAs counted with the kernel's least generous joining.
+    #[test]
+    fn extents_of_a_snapshot_are_the_pages_left_and_vmas_stay_within_their_bound(
+        initial in prop::collection::vec((1..40_u64, 1..40_u64), 1..10),
+        steps in prop::collection::vec((0..400_u64, 1..60_u64), 0..60),
+        max_vmas in 20..60_u64,
+    ) {
+        let region = range(0, 500);
+        let mut end = 0;
+        let mut snapshot = Vec::new();
+        for (gap, pages) in initial {
+            let extent = range(end + gap, pages);
+            end = extent.end().0;
+            snapshot.push(extent.intersection(region));
+        }
+        snapshot.retain(|extent| !extent.is_empty());
+        let mut extents = restored(&snapshot, &[region], max_vmas);
+        let mut model: BTreeSet<u64> =
+            snapshot.iter().flat_map(|extent| extent.start.0..extent.end().0).collect();
+        // First page of each VMA but the first.
+        let mut starts: BTreeSet<u64> =
+            (1..500).filter(|page| model.contains(page) != model.contains(&(page - 1))).collect();
+        let bound = max_vmas.max(extents.vmas.count());
+        for (start, pages) in steps {
+            let asked = range(start, pages);
+            let end = asked.end().0;
+            let of_file: Vec<u64> = (start..end).filter(|page| model.contains(page)).collect();
+            match extents.judge(asked) {
+                Verdict::Ordinary => prop_assert_eq!(of_file.len(), 0),
+                Verdict::Keep => prop_assert_eq!(of_file.len() as u64, pages),
+                Verdict::Replace => {
+                    prop_assert!(!of_file.is_empty());
+                    extents.note_discarded(asked);
+                    model.retain(|page| !asked.contains(Pfn(*page)));
+                    starts.retain(|edge| *edge <= start || *edge > end);
+                    starts.extend([start, end].into_iter().filter(|edge| (1..500).contains(edge)));
+                    // Joined to the left, or else to the right.
+                    if start > 0 && !model.contains(&(start - 1)) {
+                        starts.remove(&start);
+                    } else if !model.contains(&end) {
+                        starts.remove(&end);
+                    }
+                }
+            }
+            let left: BTreeSet<u64> = of_snapshot(&extents, region)
+                .iter()
+                .flat_map(|part| part.start.0..part.end().0)
+                .collect();
+            prop_assert_eq!(&left, &model);
+            prop_assert_eq!(extents.snapshot_pages(), model.len() as u64);
+            prop_assert!((starts.len() as u64) < extents.vmas.count());
+            prop_assert!(extents.vmas.count() <= bound);
+        }
+    }
+}

@@ -1,0 +1,341 @@
+//! What is known of merged pages.
+//!
+//! Besides whether a stable page is mapped in a page's place there are three things: whether the
+//! page still holds a *share* of its stable page (it gives it up once it is found to have been
+//! written to), whether it lies in memory that is not *tracked* for writes, because a discard has
+//! put it there, and whether it was *moved* to where it is.
+
+use ebb_abi::Pfn;
+
+use super::extents::{FileExtent, FileExtents, Source};
+use crate::merge::StableSlot;
+use crate::{GuestRange, PageSet};
+
+/// Length in pages from which on a run of merged pages may use up all VMAs that are for merging.
+/// Each costs the kernel some 200 bytes and makes all changes of mappings slower.
+const MIN_RUN_PAGES: u64 = 8;
+
+/// Shares of the VMA budget, in sixteenths: a quarter is for discards, and half of the rest for runs
+/// that free something worth a VMA. Merging something new comes before reanonymizing: it is known
+/// to free a page.
+const FOR_RUNS: u64 = 12;
+const FOR_SHORT_RUNS: u64 = 6;
+const FOR_REANONYMIZED: u64 = 3;
+
+/// Neighbouring slots.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Slots {
+    first: StableSlot,
+    pages: u32,
+}
+
+/// What became of merged pages that were written to; the numbers only grow.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Returns {
+    /// Pages that were brought back to ordinary memory.
+    pub brought_back_pages: u64,
+    /// Of these, pages that were merged again.
+    pub remerged_pages: u64,
+    /// Mappings that were saved by putting neighbouring ones together, at most.
+    pub joined_mappings: u64,
+}
+
+/// The pages of a memory that are or were merged.
+#[derive(Debug)]
+pub(super) struct MergedPages {
+    /// Pages that hold a share of the slot that is mapped for them.
+    shares: PageSet,
+    share_pages: u64,
+    /// Pages of anonymous memory that is not tracked for writes.
+    untracked: PageSet,
+    /// Pages that were moved to where they are, so that the kernel joins their mapping with no
+    /// neighbour.
+    moved: PageSet,
+    /// Pages that were merged, were written to, and have been brought back to ordinary memory, and
+    /// are still there.
+    brought_back: PageSet,
+    returns: Returns,
+    /// Slots whose shares were given up by discards.
+    released: Vec<Slots>,
+}
+
+impl MergedPages {
+    /// Nothing is merged or tracked yet.
+    pub(super) fn new(snapshot: &[GuestRange], regions: &[GuestRange]) -> Self {
+        let mut untracked = PageSet::full(regions);
+        for range in snapshot {
+            untracked.remove(*range);
+        }
+        Self {
+            shares: PageSet::new(regions),
+            share_pages: 0,
+            untracked,
+            moved: PageSet::new(regions),
+            brought_back: PageSet::new(regions),
+            returns: Returns::default(),
+            released: Vec::new(),
+        }
+    }
+}
+
+impl FileExtents {
+    /// Number of VMAs that guest memory takes beyond one a region, at most.
+    pub(crate) fn own_vmas(&self) -> u64 {
+        self.vmas.own()
+    }
+
+    /// Number of pages that hold a share of a stable page, as far as is known.
+    pub(crate) fn merged_pages(&self) -> u64 {
+        self.merged.share_pages
+    }
+
+    /// The slot that a page holds a share of. It may have been written to since, unnoticed.
+    pub(crate) fn share_of(&self, page: Pfn) -> Option<StableSlot> {
+        self.shares(GuestRange::new(page, 1)).next().map(|(_, slot)| slot)
+    }
+
+    /// The parts of `range` that hold shares, in ascending order, each with the slot of its first
+    /// page.
+    pub(crate) fn shares(
+        &self,
+        range: GuestRange,
+    ) -> impl Iterator<Item = (GuestRange, StableSlot)> + use<'_> {
+        self.stable_mapped(range).flat_map(|(part, first)| {
+            let shares = self.merged.shares.ranges_in(part);
+            shares.map(move |share| (share, first.offset((share.start.0 - part.start.0) as u32)))
+        })
+    }
+
+    /// Whether a stable file is mapped in the page's place, whether or not the page holds a share.
+    pub(crate) fn is_stable_mapped(&self, page: Pfn) -> bool {
+        self.stable_mapped(GuestRange::new(page, 1)).next().is_some()
+    }
+
+    /// The parts of `range` that a stable file is mapped for, in ascending order, each with the
+    /// slot of its first page.
+    pub(crate) fn stable_mapped(
+        &self,
+        range: GuestRange,
+    ) -> impl Iterator<Item = (GuestRange, StableSlot)> + use<'_> {
+        self.mapped(range).filter_map(|(part, source)| match source {
+            Source::Stable(first) => Some((part, first)),
+            Source::Snapshot => None,
+        })
+    }
+
+    /// Whether so many runs, however short, may be mapped anywhere without asking
+    /// [`may_map`](Self::may_map) for each.
+    pub(crate) fn may_map_all(&self, runs: usize) -> bool {
+        self.vmas.fits(2 * runs as i64, FOR_SHORT_RUNS)
+    }
+
+    /// Whether the stable pages from `first` on may be mapped over `range`, which lies within a
+    /// region, in one go.
+    pub(crate) fn may_map(&self, range: GuestRange, first: StableSlot) -> bool {
+        let joins = self.left_neighbour(range, first).is_some();
+        let added = self.vmas.added_by(range) - i64::from(joins);
+        let is_long = range.pages >= MIN_RUN_PAGES || joins;
+        self.vmas.fits(added, if is_long { FOR_RUNS } else { FOR_SHORT_RUNS })
+    }
+
+    /// Whether `range`, which lies within a region, may be brought back to ordinary memory.
+    pub(crate) fn may_bring_back(&self, range: GuestRange) -> bool {
+        self.vmas.fits(self.vmas.added_by(range), FOR_REANONYMIZED)
+    }
+
+    /// What became of merged pages that were written to.
+    pub(crate) fn returns(&self) -> Returns {
+        self.merged.returns
+    }
+
+    /// Notes that stable pages from `first` on were mapped over `range`, which lies within a
+    /// region, as one mapping, and that its pages hold shares of them. Shares that they held before
+    /// are released.
+    pub(crate) fn note_merged(&mut self, range: GuestRange, first: StableSlot) {
+        if range.is_empty() {
+            return;
+        }
+        self.release(range);
+        self.cut_out(range);
+        self.vmas.cover(range);
+        let merged = &mut self.merged;
+        merged.untracked.remove(range);
+        merged.moved.remove(range);
+        merged.returns.remerged_pages += merged.brought_back.count_in(range);
+        merged.brought_back.remove(range);
+        merged.shares.insert(range);
+        merged.share_pages += range.pages;
+        let mut start = range.start.0;
+        let mut extent = FileExtent { end: range.end().0, source: Source::Stable(first) };
+        let left = self.left_neighbour(range, first);
+        let right = self.right_neighbour(range, first);
+        if let Some((left_start, left)) = left {
+            (start, extent.source) = (left_start, left.source);
+            self.vmas.join_at(range.start.0);
+        }
+        if let Some(right) = right {
+            self.extents.remove(&range.end().0);
+            extent.end = right.end;
+            // With both neighbours only if they are from the same origin.
+            if left.is_none() {
+                self.vmas.join_at(range.end().0);
+            } else {
+                self.vmas.doubt(1);
+            }
+        }
+        self.extents.insert(start, extent);
+        self.vmas.report();
+    }
+
+    /// Notes that a page was found to have been written to: it has a page of its own now. Returns
+    /// the slot whose share it has given up, once. The stable file stays mapped behind it.
+    pub(crate) fn note_broken(&mut self, page: Pfn) -> Option<StableSlot> {
+        let slot = self.share_of(page)?;
+        self.merged.shares.remove(GuestRange::new(page, 1));
+        self.merged.share_pages -= 1;
+        Some(slot)
+    }
+
+    /// Notes that all pages of `range` that held shares were given pages of their own where they
+    /// are, in front of the stable file.
+    pub(crate) fn note_unmerged(&mut self, range: GuestRange, released: &mut Vec<StableSlot>) {
+        let earlier = std::mem::take(&mut self.merged.released);
+        self.release(range);
+        expand(&std::mem::replace(&mut self.merged.released, earlier), released);
+    }
+
+    /// Notes that `range`, which lies within a region, was replaced by one mapping of anonymous
+    /// memory with the same content, which came from elsewhere and is not tracked yet.
+    pub(crate) fn note_moved_here(&mut self, range: GuestRange, released: &mut Vec<StableSlot>) {
+        if range.is_empty() {
+            return;
+        }
+        self.note_unmerged(range, released);
+        self.cut_out(range);
+        self.vmas.cover(range);
+        self.vmas.doubt(2);
+        self.merged.untracked.insert(range);
+        self.merged.moved.insert(range);
+        self.vmas.report();
+    }
+
+    /// Notes that `range`, which lies within a region, was replaced by one mapping of anonymous
+    /// memory with the same content: what was merged there once is ordinary memory again. Shares
+    /// that it held are released.
+    pub(crate) fn note_brought_back(&mut self, range: GuestRange) {
+        self.release(range);
+        let stable: Vec<GuestRange> = self.stable_mapped(range).map(|(part, _)| part).collect();
+        for part in stable {
+            self.merged.returns.brought_back_pages += part.pages;
+            self.merged.brought_back.insert(part);
+        }
+        self.note_moved_here(range, &mut Vec::new());
+    }
+
+    /// The VMAs, as far as they are known, that lie within `range`, which is part of a region. One
+    /// of the kernel's may be several here.
+    pub(crate) fn vmas_within(&self, range: GuestRange) -> Vec<GuestRange> {
+        self.vmas.within(range)
+    }
+
+    /// Notes that `range`, which lies within a region and is not mapped from a file, was replaced
+    /// by one mapping with the same pages.
+    pub(crate) fn note_joined(&mut self, range: GuestRange) {
+        let before = self.vmas.own();
+        self.note_moved_here(range, &mut Vec::new());
+        self.merged.returns.joined_mappings += before.saturating_sub(self.vmas.own());
+    }
+
+    /// Notes that `range` is discarded by ordinary means.
+    pub(super) fn note_emptied(&mut self, range: GuestRange) {
+        self.merged.brought_back.remove(range);
+    }
+
+    /// Notes that `range` is about to be fresh anonymous memory, as far as merging is concerned.
+    pub(super) fn forget_merged(&mut self, range: GuestRange) {
+        self.release(range);
+        self.vmas.doubt(2);
+        self.merged.moved.remove(range);
+        self.merged.brought_back.remove(range);
+        self.merged.untracked.insert(range);
+    }
+
+    /// Whether a page lies in a mapping like one of fresh anonymous memory.
+    pub(super) fn is_like_fresh(&self, page: u64) -> bool {
+        self.merged.untracked.contains(Pfn(page)) && !self.merged.moved.contains(Pfn(page))
+    }
+
+    /// Runs of untracked pages that `range` touches; they may reach beyond it.
+    pub(crate) fn untracked(&self, range: GuestRange) -> Vec<GuestRange> {
+        let mut found: Vec<GuestRange> = Vec::new();
+        for part in self.merged.untracked.ranges_in(range) {
+            let region = self.vmas.region_of(part.start).unwrap_or(part);
+            let mut start = part.start.0;
+            while start > region.start.0 && self.merged.untracked.contains(Pfn(start - 1)) {
+                start -= 1;
+            }
+            let rest = GuestRange::new(Pfn(start), region.end().0 - start);
+            found.extend(self.merged.untracked.next_range(rest));
+        }
+        found
+    }
+
+    /// Notes that `range` is tracked now.
+    pub(crate) fn note_tracked(&mut self, range: GuestRange) {
+        // Where only a part of an untracked mapping is tracked now, it was cut.
+        for edge in [range.start.0, range.end().0] {
+            let is_untracked = |page: &u64| self.merged.untracked.contains(Pfn(*page));
+            if edge > 0 && [edge - 1, edge].iter().all(is_untracked) {
+                self.vmas.cut_at(edge);
+            }
+        }
+        self.merged.untracked.remove(range);
+        self.vmas.report();
+    }
+
+    /// Appends the slots whose shares discards gave up, once for each share.
+    pub(crate) fn take_released(&mut self, released: &mut Vec<StableSlot>) {
+        expand(&std::mem::take(&mut self.merged.released), released);
+    }
+
+    /// Whether so many starts of VMAs may have gone that it is worth reading the real ones.
+    pub(crate) fn is_recount_due(&self) -> bool {
+        self.vmas.is_recount_due()
+    }
+
+    /// Replaces the starts of VMAs by the real ones. Those of regions are left out.
+    pub(crate) fn set_vma_starts(&mut self, starts: impl IntoIterator<Item = Pfn>) {
+        self.vmas.set_starts(starts);
+    }
+
+    /// The extent that `range`, mapped from `first` on, continues.
+    fn left_neighbour(&self, range: GuestRange, first: StableSlot) -> Option<(u64, FileExtent)> {
+        let (start, extent) = self.extent_at(range.start.0.checked_sub(1)?)?;
+        let follows = extent.source.offset(range.start.0 - start) == Source::Stable(first);
+        (follows && self.vmas.is_inside_a_region(range.start.0)).then_some((start, extent))
+    }
+
+    /// The extent that continues `range`, mapped from `first` on, if it begins behind it.
+    fn right_neighbour(&self, range: GuestRange, first: StableSlot) -> Option<FileExtent> {
+        let extent = *self.extents.get(&range.end().0)?;
+        let follows = extent.source == Source::Stable(first).offset(range.pages);
+        (follows && self.vmas.is_inside_a_region(range.end().0)).then_some(extent)
+    }
+
+    /// Puts all shares of `range` on the list of released ones.
+    fn release(&mut self, range: GuestRange) {
+        let shares: Vec<_> = self.shares(range).collect();
+        for (share, first) in shares {
+            self.merged.shares.remove(share);
+            self.merged.share_pages -= share.pages;
+            self.merged.released.push(Slots { first, pages: share.pages as u32 });
+        }
+    }
+}
+
+/// Appends each slot of `runs`.
+fn expand(runs: &[Slots], slots: &mut Vec<StableSlot>) {
+    for run in runs {
+        slots.extend((0..run.pages).map(|page| run.first.offset(page)));
+    }
+}
