@@ -4,7 +4,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use ebb_abi::{Order, PageRange};
-use ebb_guest_ram::{GuestRam, PageSet};
+use ebb_guest_ram::{GuestRam, PageBitmap};
 use serde::Serialize;
 
 use crate::{AnswerMessage, EncodingCounters, HintEnd, HintSink};
@@ -32,12 +32,12 @@ pub struct FreePageSummary {
 
 /// The pages of guest memory that a driver told of.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct FreePageMap(PageSet);
+pub struct FreePageMap(PageBitmap);
 
 impl FreePageMap {
     /// The empty set of pages of this memory.
     pub fn new(ram: &GuestRam) -> Self {
-        Self(PageSet::new(&ram.page_ranges()))
+        Self(PageBitmap::new(&ram.page_ranges()))
     }
 
     /// Adds those of the pages that are guest memory.
@@ -56,7 +56,7 @@ impl FreePageMap {
     }
 
     /// The pages.
-    pub fn pages(&self) -> &PageSet {
+    pub fn pages(&self) -> &PageBitmap {
         &self.0
     }
 

@@ -9,11 +9,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use ebb_abi::{PAGE_SIZE_BYTES, PageRange};
-use ebb_guest_ram::GuestRam;
+use ebb_guest_ram::{GuestRam, RangeSet};
 
 use crate::counters::DiscardCounters;
 use crate::log_limit::LogLimit;
-use crate::pages::PageSet;
 use crate::verify::{ReportCheck, overwrite};
 
 /// Pages that may wait for the rest of their huge pages: 64 MiB.
@@ -32,7 +31,7 @@ const DUE_PAGES: u64 = 2 << 10;
 /// queue.
 #[derive(Debug, Default)]
 struct Pending {
-    pages: PageSet,
+    pages: RangeSet,
     /// Pages that were added since whole huge pages were last taken out.
     fresh_pages: u64,
     check: ReportCheck,

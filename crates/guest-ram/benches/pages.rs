@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
 use ebb_abi::{PAGE_SIZE_BYTES, Pfn};
-use ebb_guest_ram::{Backing, GuestRam, GuestRange, HugePages, PageSet, Populate, RegionSpec};
+use ebb_guest_ram::{Backing, GuestRam, GuestRange, HugePages, PageBitmap, Populate, RegionSpec};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap, GuestRegionMmap, MmapRegion};
 
 /// Pages of 8 GiB.
@@ -22,8 +22,8 @@ fn all() -> [GuestRange; 1] {
 }
 
 /// A set with `pages` of every `step` pages.
-fn set(step: u64, pages: u64) -> PageSet {
-    let mut set = PageSet::new(&all());
+fn set(step: u64, pages: u64) -> PageBitmap {
+    let mut set = PageBitmap::new(&all());
     for first in (0..SET_PAGES).step_by(step as usize) {
         set.insert(GuestRange::new(Pfn(first), pages));
     }
@@ -34,11 +34,11 @@ fn sets(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("set of 8 GiB");
     group.warm_up_time(Duration::from_millis(200)).measurement_time(Duration::from_secs(1));
     let sets = [
-        ("empty", PageSet::new(&all())),
+        ("empty", PageBitmap::new(&all())),
         ("1 page of 100", set(100, 1)),
         ("every other page", set(2, 1)),
         ("2 MiB of 4", set(1024, 512)),
-        ("full", PageSet::full(&all())),
+        ("full", PageBitmap::full(&all())),
     ];
     for (name, set) in &sets {
         group.bench_function(format!("ranges/{name}"), |bencher| {
@@ -96,7 +96,7 @@ fn write_log(criterion: &mut Criterion) {
 
     let mut group = criterion.benchmark_group("write log of 256 MiB");
     group.warm_up_time(Duration::from_millis(200)).measurement_time(Duration::from_secs(1));
-    let mut pages = PageSet::new(&ram.page_ranges());
+    let mut pages = PageBitmap::new(&ram.page_ranges());
     group.bench_function("start", |bencher| bencher.iter(|| ram.start_write_log().unwrap()));
     group.bench_function("take", |bencher| bencher.iter(|| ram.take_write_log(&mut pages)));
 }

@@ -5,53 +5,9 @@
 //! remembered here until their huge page is complete; a page that goes back to the guest is
 //! forgotten.
 
-use std::collections::BTreeMap;
-
 use ebb_abi::{HUGE_PAGE_SIZE_PAGES, Pfn};
 
-use crate::GuestRange;
-
-/// One bit for each page of a 2 MiB block.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Block([u64; (HUGE_PAGE_SIZE_PAGES / 64) as usize]);
-
-impl Block {
-    fn set(&mut self, first: u64, pages: u64) {
-        self.for_each_word(first, pages, |word, mask| *word |= mask);
-    }
-
-    fn clear(&mut self, first: u64, pages: u64) {
-        self.for_each_word(first, pages, |word, mask| *word &= !mask);
-    }
-
-    fn for_each_word(&mut self, first: u64, pages: u64, mut change: impl FnMut(&mut u64, u64)) {
-        let mut next = first;
-        let end = (first + pages).min(HUGE_PAGE_SIZE_PAGES);
-        while next < end {
-            let bit = next % 64;
-            let count = (64 - bit).min(end - next);
-            let mask = (u64::MAX >> (64 - count)) << bit;
-            change(&mut self.0[(next / 64) as usize], mask);
-            next += count;
-        }
-    }
-
-    fn union(&self, other: &Self) -> Self {
-        Self(std::array::from_fn(|word| self.0[word] | other.0[word]))
-    }
-
-    fn count(&self) -> u64 {
-        self.0.iter().map(|word| u64::from(word.count_ones())).sum()
-    }
-
-    fn is_full(&self) -> bool {
-        self.0.iter().all(|word| *word == u64::MAX)
-    }
-
-    fn is_empty(&self) -> bool {
-        self.0.iter().all(|word| *word == 0)
-    }
-}
+use crate::{GuestRange, PageBitmap};
 
 /// Whether the guest keeps its hands off discarded pages after the call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,37 +27,37 @@ pub(crate) struct Plan {
     pub(crate) deferred_pages: u64,
 }
 
-/// The held pages by 2 MiB block; blocks without a held page are absent. Complete blocks stay until
-/// reclaimed, so that a page that is reclaimed and given away again completes its block again.
-#[derive(Debug, Default)]
-pub(crate) struct HeldPages {
-    blocks: BTreeMap<u64, Block>,
-}
+/// The pages that stay out of use. Complete huge pages stay until reclaimed, so that a page that is
+/// reclaimed and given away again completes its huge page again.
+#[derive(Debug)]
+pub(crate) struct HeldPages(PageBitmap);
 
 impl HeldPages {
+    /// None of the pages of these regions, which must consist of whole huge pages.
+    pub(crate) fn new(regions: &[GuestRange]) -> Self {
+        Self(PageBitmap::new(regions))
+    }
+
     /// Finds the huge pages that `ranges`, together with what is held, completes.
     pub(crate) fn plan(&mut self, ranges: &[GuestRange], tenure: Tenure) -> Plan {
-        let mut asked: BTreeMap<u64, Block> = BTreeMap::new();
+        let mut asked = ranges.to_vec();
+        crate::coalesce(&mut asked);
+        let parts: Vec<GuestRange> = asked.iter().copied().flat_map(parts).collect();
         let mut plan = Plan::default();
-        for range in ranges {
-            for (block, first, pages) in parts(*range) {
-                asked.entry(block).or_default().set(first, pages);
+        for parts in parts.chunk_by(|one, other| one.start.huge_block() == other.start.huge_block())
+        {
+            let number = parts[0].start.huge_block();
+            let block = GuestRange::new(Pfn(number * HUGE_PAGE_SIZE_PAGES), HUGE_PAGE_SIZE_PAGES);
+            let asked_pages: u64 = parts.iter().map(|part| part.pages).sum();
+            let held_pages: u64 = parts.iter().map(|part| self.0.count_in(*part)).sum();
+            if self.0.count_in(block) + asked_pages - held_pages == HUGE_PAGE_SIZE_PAGES {
+                plan.whole.push(block);
+            } else {
+                plan.deferred_pages += asked_pages;
             }
         }
-        for (number, block) in &asked {
-            let held = self.blocks.get(number).copied().unwrap_or_default();
-            let known = held.union(block);
-            if tenure == Tenure::Held {
-                self.blocks.insert(*number, known);
-            }
-            if known.is_full() {
-                plan.whole.push(GuestRange::new(
-                    Pfn(number * HUGE_PAGE_SIZE_PAGES),
-                    HUGE_PAGE_SIZE_PAGES,
-                ));
-            } else {
-                plan.deferred_pages += block.count();
-            }
+        if tenure == Tenure::Held {
+            asked.iter().for_each(|range| self.0.insert(*range));
         }
         crate::coalesce(&mut plan.whole);
         plan
@@ -109,36 +65,18 @@ impl HeldPages {
 
     /// Forgets pages: they are in use again.
     pub(crate) fn reclaim(&mut self, range: GuestRange) {
-        let Some(last) = range.pages.checked_sub(1) else { return };
-        let (first_block, last_block) =
-            (range.start.huge_block(), Pfn(range.start.0.saturating_add(last)).huge_block());
-        let mut emptied = Vec::new();
-        for (number, block) in self.blocks.range_mut(first_block..=last_block) {
-            let base = number * HUGE_PAGE_SIZE_PAGES;
-            let part = range.intersection(GuestRange::new(Pfn(base), HUGE_PAGE_SIZE_PAGES));
-            block.clear(part.start.0 - base, part.pages);
-            if block.is_empty() {
-                emptied.push(*number);
-            }
-        }
-        for number in emptied {
-            self.blocks.remove(&number);
-        }
+        self.0.remove(range);
     }
 }
 
-/// Splits a range at block borders: (block, first page in it, pages).
-fn parts(range: GuestRange) -> impl Iterator<Item = (u64, u64, u64)> {
-    let mut next = range.start.0;
-    let end = range.end().0;
+/// Splits a range at the borders of huge pages.
+fn parts(range: GuestRange) -> impl Iterator<Item = GuestRange> {
+    let mut rest = range;
     std::iter::from_fn(move || {
-        (next < end).then(|| {
-            let first = next % HUGE_PAGE_SIZE_PAGES;
-            let pages = (HUGE_PAGE_SIZE_PAGES - first).min(end - next);
-            let part = (next / HUGE_PAGE_SIZE_PAGES, first, pages);
-            next += pages;
-            part
-        })
+        let end = (rest.start.0 + 1).next_multiple_of(HUGE_PAGE_SIZE_PAGES).min(rest.end().0);
+        let part = GuestRange::new(rest.start, end - rest.start.0);
+        rest = GuestRange::new(Pfn(end), rest.end().0 - end);
+        (!part.is_empty()).then_some(part)
     })
 }
 
@@ -152,9 +90,13 @@ mod tests {
         GuestRange::new(Pfn(start), pages)
     }
 
+    fn held() -> HeldPages {
+        HeldPages::new(&[range(0, 4096)])
+    }
+
     #[test]
     fn a_block_is_complete_when_its_last_page_comes() {
-        let mut held = HeldPages::default();
+        let mut held = held();
         let plan = held.plan(&[range(512, 511)], Tenure::Held);
         assert_eq!(plan, Plan { whole: vec![], deferred_pages: 511 });
         let plan = held.plan(&[range(1023, 2)], Tenure::Held);
@@ -163,7 +105,7 @@ mod tests {
 
     #[test]
     fn momentary_pages_count_only_during_the_call() {
-        let mut held = HeldPages::default();
+        let mut held = held();
         assert_eq!(held.plan(&[range(0, 256)], Tenure::Momentary).deferred_pages, 256);
         assert_eq!(held.plan(&[range(256, 256)], Tenure::Held).whole, []);
         let both = held.plan(&[range(0, 256)], Tenure::Momentary);
@@ -173,13 +115,13 @@ mod tests {
 
     #[test]
     fn a_reclaimed_page_must_come_back_before_its_block_goes() {
-        let mut held = HeldPages::default();
+        let mut held = held();
         assert_eq!(held.plan(&[range(0, 1024)], Tenure::Held).whole, [range(0, 1024)]);
         held.reclaim(range(7, 1));
         assert_eq!(held.plan(&[range(8, 1)], Tenure::Held).whole, []);
         assert_eq!(held.plan(&[range(7, 1)], Tenure::Held).whole, [range(0, 512)]);
         held.reclaim(range(0, u64::MAX));
-        assert!(held.blocks.is_empty());
+        assert!(held.0.is_empty());
     }
 
     proptest! {
@@ -188,7 +130,7 @@ mod tests {
         fn whole_blocks_consist_of_asked_and_held_pages(
             steps in prop::collection::vec((0..3_u8, 0..1600_u64, 0..1100_u64), 1..20),
         ) {
-            let mut held = HeldPages::default();
+            let mut held = held();
             let mut model: BTreeSet<u64> = BTreeSet::new();
             for (action, start, pages) in steps {
                 let asked: BTreeSet<u64> = (start..start + pages).collect();

@@ -14,7 +14,7 @@
 //! Who copies memory while it changes (a live migration) asks what is there with
 //! [`GuestRam::held_ranges`], and what has changed: the monitor's own doing with
 //! [`GuestRam::start_write_log`], what the guest writes with `kvm_dirty` (feature `kvm`). A
-//! [`PageSet`] holds the answers.
+//! [`PageBitmap`] holds the answers.
 //!
 //! Guest memory is never a Rust reference: the guest writes to it at any time. It is read and
 //! written through [`vm_memory`]'s volatile accesses only.
@@ -35,10 +35,11 @@ pub mod kvm_dirty;
 mod mapping;
 pub mod merge;
 mod overlay;
-mod page_set;
+mod page_bitmap;
 mod pagemap;
 mod populate;
 mod ram;
+mod range_set;
 mod ranges;
 mod region;
 mod resident;
@@ -62,8 +63,9 @@ pub use merge::{
     StableSlot,
 };
 pub use overlay::Returns;
-pub use page_set::PageSet;
+pub use page_bitmap::PageBitmap;
 pub use ram::GuestRam;
+pub use range_set::RangeSet;
 pub use ranges::{coalesce, huge_blocks_first};
 pub use region::{Backing, HugePages, Populate, Region, RegionSpec};
 pub use resident::Residency;

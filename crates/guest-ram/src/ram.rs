@@ -81,6 +81,10 @@ impl GuestRam {
             .collect::<Result<Vec<_>, _>>()?;
         let memory = GuestMemory::from_regions(memory)
             .map_err(|error| RamError::Layout(error.to_string()))?;
+        let held = (backing == Backing::Hugetlb2M).then(|| {
+            let pages: Vec<GuestRange> = regions.iter().map(RegionSpec::pages).collect();
+            Mutex::new(HeldPages::new(&pages))
+        });
         let regions = regions
             .iter()
             .zip(&mappings)
@@ -98,7 +102,7 @@ impl GuestRam {
             backing,
             discarder: Discarder::probe(),
             inhibitors: Arc::default(),
-            held: (backing == Backing::Hugetlb2M).then(Mutex::default),
+            held,
             meter: Meter::new(),
             pagemap: Pagemap::open(),
             huge_pages,
@@ -126,7 +130,7 @@ impl GuestRam {
         &self.regions
     }
 
-    /// Pages of the regions, in ascending order: what a [`PageSet`](crate::PageSet) is made for.
+    /// Pages of the regions, in ascending order: what a [`PageBitmap`](crate::PageBitmap) is made for.
     pub fn page_ranges(&self) -> Vec<GuestRange> {
         self.regions.iter().map(Region::pages).collect()
     }

@@ -12,7 +12,7 @@ use rustix::thread::{MembarrierCommand, membarrier};
 use vm_memory::bitmap::{Bitmap, NewBitmap, RefSlice, WithBitmapSlice};
 use vm_memory::{GuestMemoryBackend, GuestMemoryMmap};
 
-use crate::{GuestRam, GuestRange, PageSet, RamError};
+use crate::{GuestRam, GuestRange, PageBitmap, RamError};
 
 /// Guest memory as vm-memory has it, with a log of what is written through it.
 pub type GuestMemory = GuestMemoryMmap<WriteLog>;
@@ -149,7 +149,7 @@ impl GuestRam {
 
     /// Adds the pages that were changed since the log was started or last taken to `pages`, and
     /// forgets them.
-    pub fn take_write_log(&self, pages: &mut PageSet) {
+    pub fn take_write_log(&self, pages: &mut PageBitmap) {
         for (region, log) in self.regions().iter().zip(self.logs()) {
             pages.insert_words(region.pages().start, log.take());
         }

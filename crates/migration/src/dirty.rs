@@ -1,7 +1,7 @@
 //! Finding the pages that were written.
 
 use ebb_abi::PageRange;
-use ebb_guest_ram::PageSet;
+use ebb_guest_ram::PageBitmap;
 
 use crate::BoxError;
 
@@ -30,7 +30,7 @@ pub trait DirtySource: Send {
     ///
     /// # Errors
     /// If the log cannot be read.
-    fn sync(&mut self, found: &mut PageSet) -> Result<(), BoxError>;
+    fn sync(&mut self, found: &mut PageBitmap) -> Result<(), BoxError>;
 
     /// Takes the marks of these pages, so that the next write sets them again. The range lies
     /// within one region.
@@ -48,7 +48,7 @@ pub trait DirtySource: Send {
     ///
     /// # Errors
     /// If the log cannot be changed.
-    fn clear_all(&mut self, pages: &PageSet) -> Result<(), BoxError> {
+    fn clear_all(&mut self, pages: &PageBitmap) -> Result<(), BoxError> {
         pages.ranges().try_for_each(|range| self.clear(range))
     }
 

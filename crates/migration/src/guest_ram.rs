@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use ebb_abi::{PAGE_SIZE_BYTES, PageRange};
-use ebb_guest_ram::{GuestRam, PageSet};
+use ebb_guest_ram::{GuestRam, PageBitmap};
 
 use crate::{BoxError, DirtySource, SourceMemory, TargetMemory};
 
@@ -31,7 +31,7 @@ impl<D: DirtySource> DirtySource for WithWriteLog<D> {
         self.vcpus.arm()
     }
 
-    fn sync(&mut self, found: &mut PageSet) -> Result<(), BoxError> {
+    fn sync(&mut self, found: &mut PageBitmap) -> Result<(), BoxError> {
         self.vcpus.sync(found)?;
         self.ram.take_write_log(found);
         Ok(())
@@ -41,7 +41,7 @@ impl<D: DirtySource> DirtySource for WithWriteLog<D> {
         self.vcpus.clear(range)
     }
 
-    fn clear_all(&mut self, pages: &PageSet) -> Result<(), BoxError> {
+    fn clear_all(&mut self, pages: &PageBitmap) -> Result<(), BoxError> {
         self.vcpus.clear_all(pages)
     }
 
@@ -143,7 +143,7 @@ mod tests {
         ram.write(PageRange::new(Pfn(2), 1), &[1; 4096]).unwrap();
         GuestRam::discard(&ram, &[PageRange::new(Pfn(1), 1)]).unwrap();
         let look = |dirty: &mut WithWriteLog<NoWrites>| {
-            let mut found = PageSet::new(&ram.page_ranges());
+            let mut found = PageBitmap::new(&ram.page_ranges());
             dirty.sync(&mut found).unwrap();
             found.ranges().collect::<Vec<_>>()
         };

@@ -7,7 +7,7 @@ use std::thread;
 
 use ebb_abi::migration::RoundKind;
 use ebb_abi::{PAGE_SIZE_BYTES, PageRange};
-use ebb_guest_ram::PageSet;
+use ebb_guest_ram::PageBitmap;
 use serde::{Deserialize, Serialize};
 
 use crate::parser::{Parser, RecordSink};
@@ -177,13 +177,13 @@ struct Target<'a> {
     memory: &'a dyn TargetMemory,
     regions: Vec<PageRange>,
     /// Pages that may hold something else than zeros.
-    written: Mutex<PageSet>,
+    written: Mutex<PageBitmap>,
 }
 
 impl<'a> Target<'a> {
     fn new(memory: &'a dyn TargetMemory) -> Self {
         let regions = memory.regions();
-        let written = Mutex::new(PageSet::new(&regions));
+        let written = Mutex::new(PageBitmap::new(&regions));
         Self { memory, regions, written }
     }
 

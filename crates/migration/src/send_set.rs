@@ -1,14 +1,14 @@
 //! The pages that are still to be sent in a round.
 
 use ebb_abi::{PageRange, Pfn};
-use ebb_guest_ram::PageSet;
+use ebb_guest_ram::PageBitmap;
 
 /// The send set: workers take pages from its front, hints take pages out anywhere.
 ///
 /// It says nothing about what was written; that is the dirty source's.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct SendSet {
-    pages: PageSet,
+    pages: PageBitmap,
     /// No page before this one is left to be taken in this round.
     cursor: Pfn,
     /// The window in which hints are honoured, by number.
@@ -28,7 +28,7 @@ impl SendSet {
     /// All pages.
     pub(crate) fn full(regions: &[PageRange]) -> Self {
         Self {
-            pages: PageSet::full(regions),
+            pages: PageBitmap::full(regions),
             cursor: Pfn(0),
             window: None,
             last_window: 0,
@@ -37,12 +37,12 @@ impl SendSet {
     }
 
     /// The pages.
-    pub(crate) fn pages(&self) -> &PageSet {
+    pub(crate) fn pages(&self) -> &PageBitmap {
         &self.pages
     }
 
     /// Adds what was written. No window may be open, which [`Tracker`](crate::Tracker) sees to.
-    pub(crate) fn add(&mut self, written: &PageSet) {
+    pub(crate) fn add(&mut self, written: &PageBitmap) {
         debug_assert_eq!(self.window, None, "a sync inside a window");
         self.pages.union(written);
         self.cursor = Pfn(0);
@@ -137,7 +137,7 @@ mod tests {
         assert_eq!(take(&mut set, 16), [range(0, 4), range(10, 6)]);
         assert_eq!(set.close(), 6);
         set.hint(first, &[range(0, 16)]);
-        set.add(&PageSet::full(&[range(0, 16)]));
+        set.add(&PageBitmap::full(&[range(0, 16)]));
         let second = set.open();
         assert_ne!(first, second);
         set.hint(first, &[range(0, 16)]);

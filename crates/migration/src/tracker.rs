@@ -20,7 +20,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ebb_abi::PageRange;
-use ebb_guest_ram::PageSet;
+use ebb_guest_ram::PageBitmap;
 
 use crate::chunk::{by_region, span};
 use crate::send_set::SendSet;
@@ -46,7 +46,7 @@ pub trait PageFeed: Sync {
 
     /// The pages that are left in this round, for the model check.
     #[cfg(feature = "testing")]
-    fn pages_to_send(&self) -> PageSet;
+    fn pages_to_send(&self) -> PageBitmap;
 }
 
 /// The send set with the lock under which workers and hints change it.
@@ -67,7 +67,7 @@ pub struct Tracker<'d> {
     dirty: &'d mut dyn DirtySource,
     regions: Vec<PageRange>,
     shared: Arc<Shared>,
-    found: PageSet,
+    found: PageBitmap,
     marks: Marks,
 }
 
@@ -99,7 +99,7 @@ impl<'d> Tracker<'d> {
             set: Mutex::new(SendSet::full(regions)),
             hints_ended: Condvar::new(),
         });
-        let found = PageSet::new(regions);
+        let found = PageBitmap::new(regions);
         Ok(Self { dirty, regions: regions.to_vec(), shared, found, marks: Marks::Taken })
     }
 
@@ -126,7 +126,7 @@ impl<'d> Tracker<'d> {
 
     /// The pages to be sent, for the model check.
     #[cfg(feature = "testing")]
-    pub fn pages_to_send(&self) -> PageSet {
+    pub fn pages_to_send(&self) -> PageBitmap {
         self.shared.set().pages().clone()
     }
 
@@ -184,7 +184,7 @@ fn clear(
     by_region(regions, pages).try_for_each(|here| match here {
         [only] => dirty.clear(*only),
         several => {
-            let mut set = PageSet::new(&[span(several)]);
+            let mut set = PageBitmap::new(&[span(several)]);
             for range in several {
                 set.insert(*range);
             }
@@ -216,7 +216,7 @@ impl PageFeed for ClearingRound<'_> {
     }
 
     #[cfg(feature = "testing")]
-    fn pages_to_send(&self) -> PageSet {
+    fn pages_to_send(&self) -> PageBitmap {
         self.shared.set().pages().clone()
     }
 }
@@ -241,7 +241,7 @@ impl<F: PageFeed> PageFeed for FirstPages<F> {
     }
 
     #[cfg(feature = "testing")]
-    fn pages_to_send(&self) -> PageSet {
+    fn pages_to_send(&self) -> PageBitmap {
         self.feed.pages_to_send()
     }
 }
@@ -262,7 +262,7 @@ impl PageFeed for LastRound<'_> {
     }
 
     #[cfg(feature = "testing")]
-    fn pages_to_send(&self) -> PageSet {
+    fn pages_to_send(&self) -> PageBitmap {
         self.shared.set().pages().clone()
     }
 }
@@ -323,7 +323,7 @@ impl PageFeed for HintWindow<'_> {
     }
 
     #[cfg(feature = "testing")]
-    fn pages_to_send(&self) -> PageSet {
+    fn pages_to_send(&self) -> PageBitmap {
         self.shared.set().pages().clone()
     }
 

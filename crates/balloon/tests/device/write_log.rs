@@ -5,13 +5,13 @@ use std::collections::BTreeSet;
 use ebb_abi::Pfn;
 use ebb_abi::balloon::QueueKind;
 use ebb_balloon::testing::{Buffer, Guest};
-use ebb_guest_ram::PageSet;
+use ebb_guest_ram::PageBitmap;
 
 /// Pages in the log after the device has looked at a queue.
 fn logged(guest: &mut Guest, kind: QueueKind) -> BTreeSet<u64> {
     guest.ram.start_write_log().unwrap();
     let _ = guest.kick(kind);
-    let mut pages = PageSet::new(&guest.ram.page_ranges());
+    let mut pages = PageBitmap::new(&guest.ram.page_ranges());
     guest.ram.take_write_log(&mut pages);
     pages.ranges().flat_map(|range| range.start.0..range.end().0).collect()
 }
@@ -40,7 +40,7 @@ fn ballooned_pages_are_logged_when_they_are_discarded() {
     let used = used_ring(&guest, QueueKind::Inflate);
     assert_eq!(logged(&mut guest, QueueKind::Inflate), BTreeSet::from([used]));
     guest.balloon.flush();
-    let mut pages = PageSet::new(&guest.ram.page_ranges());
+    let mut pages = PageBitmap::new(&guest.ram.page_ranges());
     guest.ram.take_write_log(&mut pages);
     let pages: BTreeSet<u64> =
         pages.ranges().flat_map(|range| range.start.0..range.end().0).collect();

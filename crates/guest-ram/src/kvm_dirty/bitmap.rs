@@ -8,7 +8,7 @@ use kvm_bindings::{
 use kvm_ioctls::VmFd;
 
 use super::{DirtyLogError, Logging, refused, set_logging, vm_ioctl};
-use crate::{GuestRam, GuestRange, PageSet};
+use crate::{GuestRam, GuestRange, PageBitmap};
 
 /// `KVM_CLEAR_DIRTY_LOG`: `_IOWR(KVMIO, 0xc0, struct kvm_clear_dirty_log)`.
 const KVM_CLEAR_DIRTY_LOG: libc::c_ulong = 0xc018_aec0;
@@ -96,7 +96,7 @@ impl<'a> DirtyBitmap<'a> {
     ///
     /// # Errors
     /// [`DirtyLogError::Refused`], for example if it is not enabled.
-    pub fn get(&self, pages: &mut PageSet) -> Result<(), DirtyLogError> {
+    pub fn get(&self, pages: &mut PageBitmap) -> Result<(), DirtyLogError> {
         for (slot, region) in self.ram.regions().iter().enumerate() {
             let words = self
                 .vm
@@ -115,7 +115,7 @@ impl<'a> DirtyBitmap<'a> {
     pub fn clear(&self, range: GuestRange) -> Result<(), DirtyLogError> {
         let parts = self.ram.parts_of(range).map_err(|_| DirtyLogError::OutsideRam { range })?;
         for part in parts {
-            let mut pages = PageSet::new(&[part]);
+            let mut pages = PageBitmap::new(&[part]);
             pages.fill();
             self.clear_part(part, &pages)?;
         }
@@ -127,13 +127,13 @@ impl<'a> DirtyBitmap<'a> {
     ///
     /// # Errors
     /// [`DirtyLogError::Refused`]. Pages of the set that are not guest memory are left out.
-    pub fn clear_all(&self, pages: &PageSet) -> Result<(), DirtyLogError> {
+    pub fn clear_all(&self, pages: &PageBitmap) -> Result<(), DirtyLogError> {
         let parts = pages.regions().flat_map(|region| self.ram.clip(region));
         parts.into_iter().try_for_each(|part| self.clear_part(part, pages))
     }
 
     /// Clears the pages of a set that are in `part`, a part of one region.
-    fn clear_part(&self, part: GuestRange, pages: &PageSet) -> Result<(), DirtyLogError> {
+    fn clear_part(&self, part: GuestRange, pages: &PageBitmap) -> Result<(), DirtyLogError> {
         let regions = self.ram.regions();
         let Some(slot) = regions.iter().position(|region| region.pages().contains(part.start))
         else {

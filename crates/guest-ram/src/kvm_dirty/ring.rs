@@ -13,7 +13,7 @@ use kvm_ioctls::{VcpuFd, VmFd};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use super::{DirtyLogError, Logging, refused, set_logging, vm_ioctl};
-use crate::{GuestRam, GuestRange, PageSet};
+use crate::{GuestRam, GuestRange, PageBitmap};
 
 /// `KVM_RESET_DIRTY_RINGS`: `_IO(KVMIO, 0xc7)`.
 const KVM_RESET_DIRTY_RINGS: libc::c_ulong = 0xaec7;
@@ -73,7 +73,7 @@ struct State {
 struct Found {
     /// By slot.
     regions: Vec<GuestRange>,
-    pages: PageSet,
+    pages: PageBitmap,
 }
 
 impl DirtyRing {
@@ -136,7 +136,7 @@ impl DirtyRing {
             return Ok(());
         }
         let regions = ram.page_ranges();
-        state.found = Some(Found { pages: PageSet::new(&regions), regions });
+        state.found = Some(Found { pages: PageBitmap::new(&regions), regions });
         // SAFETY: as the caller vouches.
         let result = unsafe { set_logging(vm, ram, Logging::On) };
         if result.is_err() {
@@ -180,7 +180,7 @@ impl DirtyRing {
     ///
     /// # Errors
     /// [`DirtyLogError::Refused`]; what was found until then comes with the next call.
-    pub fn take(&self, vm: &VmFd, pages: &mut PageSet) -> Result<(), DirtyLogError> {
+    pub fn take(&self, vm: &VmFd, pages: &mut PageBitmap) -> Result<(), DirtyLogError> {
         let mut state = self.lock();
         state.empty(vm)?;
         if let Some(found) = &mut state.found {

@@ -9,7 +9,7 @@ use ebb_abi::Pfn;
 
 use super::extents::{FileExtent, FileExtents, Source};
 use crate::merge::StableSlot;
-use crate::{GuestRange, PageSet};
+use crate::{GuestRange, PageBitmap};
 
 /// Length in pages from which on a run of merged pages may use up all VMAs that are for merging.
 /// Each costs the kernel some 200 bytes and makes all changes of mappings slower.
@@ -44,16 +44,16 @@ pub struct Returns {
 #[derive(Debug)]
 pub(super) struct MergedPages {
     /// Pages that hold a share of the slot that is mapped for them.
-    shares: PageSet,
+    shares: PageBitmap,
     share_pages: u64,
     /// Pages of anonymous memory that is not tracked for writes.
-    untracked: PageSet,
+    untracked: PageBitmap,
     /// Pages that were moved to where they are, so that the kernel joins their mapping with no
     /// neighbour.
-    moved: PageSet,
+    moved: PageBitmap,
     /// Pages that were merged, were written to, and have been brought back to ordinary memory, and
     /// are still there.
-    brought_back: PageSet,
+    brought_back: PageBitmap,
     returns: Returns,
     /// Slots whose shares were given up by discards.
     released: Vec<Slots>,
@@ -62,16 +62,16 @@ pub(super) struct MergedPages {
 impl MergedPages {
     /// Nothing is merged or tracked yet.
     pub(super) fn new(snapshot: &[GuestRange], regions: &[GuestRange]) -> Self {
-        let mut untracked = PageSet::full(regions);
+        let mut untracked = PageBitmap::full(regions);
         for range in snapshot {
             untracked.remove(*range);
         }
         Self {
-            shares: PageSet::new(regions),
+            shares: PageBitmap::new(regions),
             share_pages: 0,
             untracked,
-            moved: PageSet::new(regions),
-            brought_back: PageSet::new(regions),
+            moved: PageBitmap::new(regions),
+            brought_back: PageBitmap::new(regions),
             returns: Returns::default(),
             released: Vec::new(),
         }

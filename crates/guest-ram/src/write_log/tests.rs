@@ -26,7 +26,7 @@ fn ram(backing: Backing) -> GuestRam {
 }
 
 fn taken(ram: &GuestRam) -> BTreeSet<u64> {
-    let mut set = PageSet::new(&ram.page_ranges());
+    let mut set = PageBitmap::new(&ram.page_ranges());
     ram.take_write_log(&mut set);
     set.ranges().flat_map(|range| range.start.0..range.end().0).collect()
 }

@@ -5,7 +5,7 @@ use std::sync::mpsc::{TryRecvError, channel};
 use std::thread;
 
 use ebb_abi::{PAGE_SIZE_BYTES, Pfn};
-use ebb_guest_ram::{GuestRam, GuestRange, PageSet};
+use ebb_guest_ram::{GuestRam, GuestRange, PageBitmap};
 use kvm_ioctls::VcpuFd;
 
 use crate::guest::{Guest, REGIONS, Stop, create_vcpu, go_on, kvm, prepare};
@@ -31,12 +31,12 @@ impl<'a> Copy<'a> {
     fn new(ram: &'a GuestRam) -> Self {
         let region = ram.page_ranges()[2];
         let mut copy = Self { ram, region, content: vec![0xff; region.size_bytes() as usize] };
-        copy.renew(&PageSet::full(&[region]));
+        copy.renew(&PageBitmap::full(&[region]));
         copy
     }
 
     /// Copies these pages anew.
-    fn renew(&mut self, pages: &PageSet) {
+    fn renew(&mut self, pages: &PageBitmap) {
         for range in pages.ranges_in(self.region) {
             let first = ((range.start.0 - self.region.start.0) * PAGE_SIZE_BYTES) as usize;
             let content = &mut self.content[first..first + range.size_bytes() as usize];
@@ -63,7 +63,7 @@ fn follow(
     mut vcpu: VcpuFd,
     ram: &GuestRam,
     ring_is_full: impl Fn() + Send,
-    mut look: impl FnMut() -> PageSet,
+    mut look: impl FnMut() -> PageBitmap,
 ) {
     let (first, pages) = REGIONS[2];
     let mut copy = Copy::new(ram);

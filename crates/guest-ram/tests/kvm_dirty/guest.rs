@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 
 use ebb_abi::PAGE_SIZE_BYTES;
-use ebb_guest_ram::{Backing, GuestRam, GuestRange, HugePages, PageSet, Populate, RegionSpec};
+use ebb_guest_ram::{Backing, GuestRam, GuestRange, HugePages, PageBitmap, Populate, RegionSpec};
 use kvm_bindings::{kvm_regs, kvm_segment, kvm_userspace_memory_region};
 use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
 use vm_memory::{Bytes, GuestAddress};
@@ -89,8 +89,8 @@ impl Guest {
     }
 
     /// An empty set of the guest's pages.
-    pub fn no_pages(&self) -> PageSet {
-        PageSet::new(&self.ram.page_ranges())
+    pub fn no_pages(&self) -> PageBitmap {
+        PageBitmap::new(&self.ram.page_ranges())
     }
 }
 
@@ -140,6 +140,6 @@ pub fn go_on(vcpu: &mut VcpuFd) -> Stop {
 }
 
 /// Pages as numbers.
-pub fn numbers(pages: &PageSet) -> Vec<u64> {
+pub fn numbers(pages: &PageBitmap) -> Vec<u64> {
     pages.ranges().flat_map(|range: GuestRange| range.start.0..range.end().0).collect()
 }

@@ -1,7 +1,7 @@
 //! A log of writes for vCPUs that never write.
 
 use ebb_abi::PageRange;
-use ebb_guest_ram::PageSet;
+use ebb_guest_ram::PageBitmap;
 
 use crate::{BoxError, DirtySource};
 
@@ -14,7 +14,7 @@ impl DirtySource for NoWrites {
         Ok(())
     }
 
-    fn sync(&mut self, _found: &mut PageSet) -> Result<(), BoxError> {
+    fn sync(&mut self, _found: &mut PageBitmap) -> Result<(), BoxError> {
         Ok(())
     }
 

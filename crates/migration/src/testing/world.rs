@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ebb_abi::{PAGE_SIZE_BYTES, PageRange, Pfn};
-use ebb_guest_ram::PageSet;
+use ebb_guest_ram::PageBitmap;
 
 use crate::{BoxError, Cancel, DirtySource, FreePageSource, Guest, HintReceiver, SourceMemory};
 
@@ -406,7 +406,7 @@ impl DirtySource for SimDirty {
         Ok(())
     }
 
-    fn sync(&mut self, found: &mut PageSet) -> Result<(), BoxError> {
+    fn sync(&mut self, found: &mut PageBitmap) -> Result<(), BoxError> {
         let mut world = self.0.world();
         world.live();
         for index in 0..world.pages.len() {

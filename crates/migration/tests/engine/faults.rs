@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::io::{Read, Write};
 
 use ebb_abi::PageRange;
-use ebb_guest_ram::PageSet;
+use ebb_guest_ram::PageBitmap;
 use ebb_migration::testing::{
     Activity, Hooks, Link, SimDirty, SimGuest, SimHints, SimMemory, TestTarget, link,
 };
@@ -45,7 +45,7 @@ impl DirtySource for Faulty<SimDirty> {
         self.fail(Fault::Arm)
     }
 
-    fn sync(&mut self, found: &mut PageSet) -> Result<(), BoxError> {
+    fn sync(&mut self, found: &mut PageBitmap) -> Result<(), BoxError> {
         self.fail(Fault::Look)?;
         self.0.sync(found)
     }

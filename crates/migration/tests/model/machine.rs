@@ -1,7 +1,7 @@
 //! Drives the engine's tracker along a path of steps.
 
 use ebb_abi::PageRange;
-use ebb_guest_ram::PageSet;
+use ebb_guest_ram::PageBitmap;
 use ebb_migration::{PageFeed, Tracker};
 
 use crate::world::{Dirty, Mutant, Request, Scope, Shared, Use, Worker, World, range_of};
@@ -173,7 +173,7 @@ impl Machine {
         }
     }
 
-    fn node(&self, to_send: &PageSet) -> Node {
+    fn node(&self, to_send: &PageBitmap) -> Node {
         let world = self.world.get();
         let mut key = vec![self.stage as u8, u8::from(self.looked)];
         key.extend(
@@ -186,7 +186,7 @@ impl Machine {
     }
 
     /// What can happen now.
-    fn next_steps(&self, world: &World, to_send: &PageSet) -> Vec<Step> {
+    fn next_steps(&self, world: &World, to_send: &PageBitmap) -> Vec<Step> {
         let mut next = Vec::new();
         if self.stage == Stage::Over {
             return next;
@@ -227,7 +227,7 @@ impl Machine {
     }
 }
 
-fn round_steps(world: &World, to_send: &PageSet, next: &mut Vec<Step>) {
+fn round_steps(world: &World, to_send: &PageBitmap, next: &mut Vec<Step>) {
     for (worker, state) in world.workers.iter().enumerate() {
         match state {
             Worker::Idle if !to_send.is_empty() => next.push(Step::Take(worker)),

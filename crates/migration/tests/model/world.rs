@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ebb_abi::{PageRange, Pfn};
-use ebb_guest_ram::PageSet;
+use ebb_guest_ram::PageBitmap;
 use ebb_migration::{BoxError, DirtySource, HintReceiver};
 
 /// How much there is.
@@ -272,7 +272,7 @@ impl DirtySource for Dirty {
         Ok(())
     }
 
-    fn sync(&mut self, found: &mut PageSet) -> Result<(), BoxError> {
+    fn sync(&mut self, found: &mut PageBitmap) -> Result<(), BoxError> {
         let mut world = self.0.get();
         world.armed = true;
         for (page, state) in world.pages.iter_mut().enumerate() {

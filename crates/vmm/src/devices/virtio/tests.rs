@@ -3,7 +3,7 @@
 use std::io::Write;
 
 use ebb_abi::Pfn;
-use ebb_guest_ram::{Backing, GuestMemory, GuestRam, HugePages, PageSet, Populate, RegionSpec};
+use ebb_guest_ram::{Backing, GuestMemory, GuestRam, HugePages, PageBitmap, Populate, RegionSpec};
 use proptest::prelude::*;
 use virtio_bindings::virtio_blk as blk;
 use virtio_queue::{Queue, QueueT};
@@ -147,7 +147,7 @@ fn pages_that_devices_write_to_are_in_the_memory_s_log() {
         ram.memory().write_slice(&before, GuestAddress(0)).unwrap();
         ram.start_write_log().unwrap();
         assert!(work(ram.memory()).interrupt);
-        let mut logged = PageSet::new(&ram.page_ranges());
+        let mut logged = PageBitmap::new(&ram.page_ranges());
         ram.take_write_log(&mut logged);
         let after = content(ram.memory());
         let changed: Vec<u64> = (0..MEMORY_BYTES)

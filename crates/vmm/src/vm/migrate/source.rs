@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use ebb_guest_ram::kvm_dirty::DirtyBitmap;
-use ebb_guest_ram::{InhibitReason, PageSet, SharedRam};
+use ebb_guest_ram::{InhibitReason, PageBitmap, SharedRam};
 use ebb_migration::session::{
     self, Address, CancelHandle, Cancellation, Greeting, Outcome, SourcePrepared, SourceStreaming,
     TimeLimits,
@@ -337,7 +337,7 @@ impl DirtySource for GuestWrites<'_> {
         Ok(self.0.enable()?)
     }
 
-    fn sync(&mut self, found: &mut PageSet) -> Result<(), BoxError> {
+    fn sync(&mut self, found: &mut PageBitmap) -> Result<(), BoxError> {
         Ok(self.0.get(found)?)
     }
 
@@ -345,7 +345,7 @@ impl DirtySource for GuestWrites<'_> {
         Ok(self.0.clear(range)?)
     }
 
-    fn clear_all(&mut self, pages: &PageSet) -> Result<(), BoxError> {
+    fn clear_all(&mut self, pages: &PageBitmap) -> Result<(), BoxError> {
         Ok(self.0.clear_all(pages)?)
     }
 

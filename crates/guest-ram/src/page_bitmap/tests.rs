@@ -57,8 +57,8 @@ fn any_step() -> impl Strategy<Value = Step> {
     ]
 }
 
-fn other_set(layout: &[PageRange], ranges: &[PageRange]) -> PageSet {
-    let mut set = PageSet::new(layout);
+fn other_set(layout: &[PageRange], ranges: &[PageRange]) -> PageBitmap {
+    let mut set = PageBitmap::new(layout);
     for range in ranges {
         set.insert(*range);
     }
@@ -66,7 +66,7 @@ fn other_set(layout: &[PageRange], ranges: &[PageRange]) -> PageSet {
 }
 
 /// Does a step on the set and on its model.
-fn take(step: &Step, layout: &[PageRange], set: &mut PageSet, model: &mut BTreeSet<u64>) {
+fn take(step: &Step, layout: &[PageRange], set: &mut PageBitmap, model: &mut BTreeSet<u64>) {
     let all = all();
     let in_any =
         |ranges: &[PageRange], page: &u64| ranges.iter().any(|range| range.contains(Pfn(*page)));
@@ -117,7 +117,7 @@ proptest! {
         steps in prop::collection::vec((any_step(), any::<bool>()), 0..25),
         window in any_range(),
     ) {
-        let mut set = PageSet::new(&regions());
+        let mut set = PageBitmap::new(&regions());
         let mut model = BTreeSet::new();
         for (step, same_layout) in &steps {
             // A set of other regions, which have all of the pages.
@@ -151,7 +151,7 @@ proptest! {
         for window in [short, range(300, 201), range(364, 70)] {
             let mut words = vec![u64::MAX; window.pages.div_ceil(64) as usize];
             let any = set.copy_words(window, &mut words);
-            let mut copy = PageSet::new(&[window]);
+            let mut copy = PageBitmap::new(&[window]);
             copy.insert_words(window.start, words.iter().copied());
             prop_assert_eq!(pages(copy.ranges()), pages(set.ranges_in(window)));
             prop_assert_eq!(any, words.iter().any(|word| *word != 0));
@@ -163,7 +163,7 @@ proptest! {
 
 #[test]
 fn a_full_set_has_all_pages_and_no_other() {
-    let set = PageSet::full(&regions());
+    let set = PageBitmap::full(&regions());
     assert_eq!(pages(set.ranges()), all());
     assert_eq!(
         set.ranges().collect::<Vec<_>>(),
@@ -174,9 +174,9 @@ fn a_full_set_has_all_pages_and_no_other() {
 
 #[test]
 fn sets_of_the_same_pages_are_equal_whatever_was_done_to_them() {
-    let mut one = PageSet::full(&regions());
+    let mut one = PageBitmap::full(&regions());
     one.remove(range(0, 120));
-    let mut other = PageSet::new(&regions());
+    let mut other = PageBitmap::new(&regions());
     other.insert(range(120, 10_000));
     assert_eq!(one, other);
 }
@@ -184,5 +184,5 @@ fn sets_of_the_same_pages_are_equal_whatever_was_done_to_them() {
 #[test]
 #[should_panic(expected = "ascending order")]
 fn regions_that_overlap_are_refused() {
-    let _ = PageSet::new(&[range(0, 10), range(9, 10)]);
+    let _ = PageBitmap::new(&[range(0, 10), range(9, 10)]);
 }

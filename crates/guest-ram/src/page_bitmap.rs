@@ -11,7 +11,7 @@ mod bits;
 ///
 /// A page outside the regions that it was made for is never in it: inserting it does nothing.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PageSet {
+pub struct PageBitmap {
     /// In ascending order.
     regions: Vec<Region>,
 }
@@ -22,7 +22,7 @@ struct Region {
     bits: Bits,
 }
 
-impl PageSet {
+impl PageBitmap {
     /// The empty set of pages of these regions. They must be in ascending order and must not
     /// overlap; they may adjoin.
     ///
