@@ -101,7 +101,7 @@ impl GuestRam {
             first = part.end();
             match (same[0], self.snapshot()) {
                 (PageContent::Memory, _) => {
-                    runs.push(HeldRun { range: part, content: Content::Memory })
+                    runs.push(HeldRun { range: part, content: Content::Memory });
                 }
                 (PageContent::Snapshot, Some(snapshot)) => {
                     let (file, offset) = snapshot.at(self.ram_offset_bytes(part.start));

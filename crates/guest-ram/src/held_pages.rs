@@ -57,7 +57,9 @@ impl HeldPages {
             }
         }
         if tenure == Tenure::Held {
-            asked.iter().for_each(|range| self.0.insert(*range));
+            for range in asked {
+                self.0.insert(range);
+            }
         }
         crate::coalesce(&mut plan.whole);
         plan

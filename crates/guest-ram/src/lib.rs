@@ -22,6 +22,7 @@
 mod access;
 mod discard;
 mod error;
+#[cfg(feature = "testing")]
 #[doc(hidden)]
 pub mod fuzzing;
 mod held;
@@ -33,6 +34,7 @@ mod ksm;
 #[cfg(feature = "kvm")]
 pub mod kvm_dirty;
 mod mapping;
+#[cfg(feature = "merge")]
 pub mod merge;
 mod overlay;
 mod page_bitmap;
@@ -56,12 +58,15 @@ pub use image::{
 };
 pub use inhibit::{InhibitGuard, InhibitReason};
 pub use ksm::KernelMerging;
+#[cfg(feature = "testing")]
 #[doc(hidden)]
 pub use merge::testing;
+#[cfg(feature = "merge")]
 pub use merge::{
     MergeError, MergeSession, MergeUnavailable, StableError, StableMemory, StableSegments,
     StableSlot,
 };
+#[cfg(feature = "merge")]
 pub use overlay::Returns;
 pub use page_bitmap::PageBitmap;
 pub use ram::GuestRam;

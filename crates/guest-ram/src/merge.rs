@@ -26,16 +26,19 @@ mod scan;
 pub(crate) mod scratch;
 mod session;
 mod stable;
+#[cfg(feature = "testing")]
 #[doc(hidden)]
 pub mod stress;
+#[cfg(feature = "testing")]
 #[doc(hidden)]
 pub mod testing;
 mod uffd;
 mod unavailable;
 mod unmerge;
 
+pub use crate::resident::STABLE_FILE_NAME;
 pub use freeze::{MergeOutcome, MergeTarget};
 pub use merging::Merging;
 pub use session::{MergeError, MergeSession, PageLook};
-pub use stable::{Freed, STABLE_FILE_NAME, StableError, StableMemory, StableSegments, StableSlot};
+pub use stable::{Freed, StableError, StableMemory, StableSegments, StableSlot};
 pub use unavailable::MergeUnavailable;

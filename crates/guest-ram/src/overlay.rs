@@ -74,7 +74,7 @@ impl Overlay {
             None => (None, &[][..]),
         };
         let pages: Vec<GuestRange> = regions.iter().map(RegionSpec::pages).collect();
-        let extents = FileExtents::new(ranges, &pages, VmaBudget::new(pages.clone()));
+        let extents = FileExtents::new(ranges, VmaBudget::new(pages));
         let fresh = FreshAnon::new(regions, huge_pages)?;
         Ok(Self { snapshot, extents: Mutex::new(extents), fresh })
     }

@@ -39,7 +39,7 @@ impl PageState {
 
     /// Whether the page is private and in memory.
     pub(crate) const fn is_private_in_memory(self) -> bool {
-        self.is_private() && self.0 & Self::PRESENT != 0
+        self.is_private() && self.is_in_memory()
     }
 }
 

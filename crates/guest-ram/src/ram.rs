@@ -141,7 +141,7 @@ impl GuestRam {
     }
 
     /// Whether the host was asked for huge pages.
-    pub(crate) fn huge_pages(&self) -> HugePages {
+    pub fn huge_pages(&self) -> HugePages {
         self.huge_pages
     }
 

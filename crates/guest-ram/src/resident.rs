@@ -29,8 +29,10 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use ebb_abi::PAGE_SIZE_BYTES;
 
 use crate::mapping::Mapping;
-use crate::merge::STABLE_FILE_NAME;
 use crate::pagemap::{is_in_memory, mincore};
+
+/// Name of the memory files of stable pages, by which /proc distinguishes their mappings.
+pub const STABLE_FILE_NAME: &str = "ebb-stable";
 
 /// Unit of `st_blocks`, in bytes (stat(2)).
 const BLOCK_BYTES: u64 = 512;

@@ -48,6 +48,7 @@ impl Turns {
     }
 
     /// One in so many looks, on average.
+    #[cfg(feature = "testing")]
     pub(super) fn set_looks(&mut self, looks: u64) {
         self.looks = looks.max(1);
     }

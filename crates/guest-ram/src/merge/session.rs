@@ -6,7 +6,9 @@ use std::sync::Arc;
 
 use ebb_abi::{HUGE_PAGE_SIZE_PAGES, PAGE_SIZE_BYTES, Pfn};
 
-use super::bring_back::{Copies, Protection};
+use super::bring_back::Copies;
+#[cfg(feature = "testing")]
+use super::bring_back::Protection;
 use super::huge::{Advice, HugeBlocks, sample};
 use super::mend::Turns;
 use super::merging::Merging;
@@ -75,6 +77,7 @@ pub struct MergeSession {
     pub(super) scan: PageScan,
     pub(super) huge: HugeBlocks,
     pub(super) copies: Copies,
+    #[cfg(feature = "testing")]
     pub(super) protection: Protection,
     pub(super) turns: Turns,
     /// Parts that could not be watched again, to be tried later.
@@ -105,6 +108,7 @@ impl MergeSession {
             scan,
             huge: HugeBlocks::default(),
             copies: Copies::default(),
+            #[cfg(feature = "testing")]
             protection: Protection::Yes,
             turns: Turns::new(seed),
             unwatched: Vec::new(),

@@ -36,9 +36,6 @@ impl StableSlot {
     }
 }
 
-/// Name of the memory files, by which their mappings can be told from others in /proc.
-pub const STABLE_FILE_NAME: &str = "ebb-stable";
-
 /// What can go wrong with stable pages.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]

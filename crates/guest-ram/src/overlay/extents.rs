@@ -35,6 +35,7 @@ pub(crate) enum Source {
 
 impl Source {
     /// What is mapped `pages` pages further on.
+    #[cfg_attr(not(feature = "merge"), expect(unused_variables))]
     pub(super) fn offset(self, pages: u64) -> Self {
         match self {
             Self::Snapshot => Self::Snapshot,
@@ -78,17 +79,15 @@ pub(crate) struct FileExtents {
 
 impl FileExtents {
     /// `snapshot` are the pages mapped from the file that the memory was restored from; they must
-    /// not overlap and not cross `regions`.
-    pub(super) fn new(snapshot: &[GuestRange], regions: &[GuestRange], vmas: VmaBudget) -> Self {
+    /// not overlap and not cross regions.
+    pub(super) fn new(snapshot: &[GuestRange], vmas: VmaBudget) -> Self {
         let mut extents = Self {
             extents: BTreeMap::new(),
             snapshot_pages: 0,
-            vmas,
             #[cfg(feature = "merge")]
-            merged: MergedPages::new(snapshot, regions),
+            merged: MergedPages::new(snapshot, vmas.regions()),
+            vmas,
         };
-        #[cfg(not(feature = "merge"))]
-        let _ = regions;
         for range in snapshot {
             let extent = FileExtent { end: range.end().0, source: Source::Snapshot };
             extents.extents.insert(range.start.0, extent);

@@ -163,6 +163,11 @@ impl VmaBudget {
         self.starts.len() as u64
     }
 
+    /// The memory's regions.
+    pub(super) fn regions(&self) -> &[GuestRange] {
+        &self.regions
+    }
+
     /// The region of a page.
     pub(super) fn region_of(&self, page: Pfn) -> Option<GuestRange> {
         self.regions.iter().copied().find(|region| region.contains(page))

@@ -15,8 +15,9 @@ use rustix::fs::{
 
 use super::free_slots::FreeSlots;
 use super::segments::{Access, FileMapping};
-use super::{STABLE_FILE_NAME, StableError, StableSegments, StableSlot};
+use super::{StableError, StableSegments, StableSlot};
 use crate::mapping::bind_to_node;
+use crate::resident::STABLE_FILE_NAME;
 
 const PAGE: usize = PAGE_SIZE_BYTES as usize;
 

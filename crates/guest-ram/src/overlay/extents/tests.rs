@@ -18,7 +18,7 @@ fn slot(segment: u32, index: u32) -> StableSlot {
 /// Extents with a budget of their own, of memory that is not tracked for writes.
 fn restored(snapshot: &[GuestRange], regions: &[GuestRange], max_vmas: u64) -> FileExtents {
     let vmas = VmaBudget::with_bound(regions.to_vec(), max_vmas, Arc::default());
-    FileExtents::new(snapshot, regions, vmas)
+    FileExtents::new(snapshot, vmas)
 }
 
 /// Extents of memory without a snapshot that is tracked for writes.
@@ -174,7 +174,7 @@ fn memories_of_one_process_share_the_bound() {
     let all = [range(0, 1000)];
     let memory = |snapshot: &[GuestRange]| {
         let vmas = VmaBudget::with_bound(all.to_vec(), 40, Arc::clone(&of_process));
-        let mut extents = FileExtents::new(snapshot, &all, vmas);
+        let mut extents = FileExtents::new(snapshot, vmas);
         extents.note_tracked(all[0]);
         extents
     };
