@@ -36,6 +36,7 @@ pub mod kvm_dirty;
 mod mapping;
 #[cfg(feature = "merge")]
 pub mod merge;
+mod monitor_writes;
 mod overlay;
 mod page_bitmap;
 mod pagemap;

@@ -12,8 +12,8 @@
 //!   not replaced by anything.
 //!
 //! [`GuestRam::enable_merging`](crate::GuestRam::enable_merging) prepares, a [`MergeSession`]
-//! works. Which pages are worth it is decided elsewhere. What is merged is kept in the memory's overlay
-//! (`overlay.rs`).
+//! works. Which pages are worth it is decided elsewhere. What is merged is kept in the memory's
+//! overlay (`overlay.rs`).
 
 mod bring_back;
 mod enable;
@@ -23,6 +23,7 @@ mod mend;
 pub(crate) mod merging;
 mod nodes;
 mod scan;
+mod schedule;
 pub(crate) mod scratch;
 mod session;
 mod stable;

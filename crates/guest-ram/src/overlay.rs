@@ -34,12 +34,14 @@ use vma_budget::VmaBudget;
 mod extents;
 pub(crate) mod fresh_anon;
 #[cfg(feature = "merge")]
+mod merged_pages;
+#[cfg(feature = "merge")]
 mod stable;
 mod vma_budget;
 
 pub(crate) use extents::{FileExtents, Source};
 #[cfg(feature = "merge")]
-pub use stable::Returns;
+pub use merged_pages::Returns;
 pub(crate) use vma_budget::max_vmas;
 
 /// The file that memory was restored from. A page's place in it is its RAM offset.

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use ebb_abi::{PAGE_SIZE_BYTES, Pfn};
-use vm_memory::{GuestRegionMmap, MmapRegion};
+use vm_memory::{GuestAddress, GuestRegionMmap, MmapRegion};
 
 use crate::discard::{DiscardMethod, DiscardOutcome, Discarder, Piece};
 use crate::held_pages::{HeldPages, Tenure};
@@ -13,7 +13,7 @@ use crate::mapping::Mapping;
 use crate::merge::Merging;
 use crate::overlay::{FileExtents, Overlay, SnapshotFile, Source};
 use crate::pagemap::Pagemap;
-use crate::region::{Backing, HugePages, Populate, Region, RegionSpec, check};
+use crate::region::{Backing, HugePages, Populate, Region, RegionSpec};
 use crate::resident::{Meter, Residency};
 use crate::{GuestMemory, GuestRange, RamError, WriteLog, populate};
 
@@ -391,6 +391,26 @@ fn region_of(spec: &RegionSpec, mapping: &Mapping) -> Result<GuestRegionMmap<Wri
         .map_err(|error| RamError::Layout(error.to_string()))?;
     GuestRegionMmap::new(region, spec.start)
         .ok_or(RamError::OverlappingRegion { start: spec.start.0, size_bytes: spec.size_bytes })
+}
+
+/// Checks what a caller asks for before anything is mapped.
+pub(crate) fn check(regions: &[RegionSpec], backing: Backing) -> Result<(), RamError> {
+    if regions.is_empty() {
+        return Err(RamError::NoRegions);
+    }
+    let unit_bytes = backing.unit_bytes();
+    let mut previous_end = 0;
+    for RegionSpec { start: GuestAddress(start), size_bytes, .. } in regions.iter().copied() {
+        if size_bytes == 0
+            || !start.is_multiple_of(unit_bytes)
+            || !size_bytes.is_multiple_of(unit_bytes)
+        {
+            return Err(RamError::UnalignedRegion { start, size_bytes, unit_bytes });
+        }
+        let end = start.checked_add(size_bytes).filter(|_| start >= previous_end);
+        previous_end = end.ok_or(RamError::OverlappingRegion { start, size_bytes })?;
+    }
+    Ok(())
 }
 
 #[cfg(test)]

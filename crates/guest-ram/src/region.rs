@@ -6,7 +6,7 @@ use ebb_abi::{HUGE_PAGE_SIZE_BYTES, PAGE_SIZE_BYTES, Pfn};
 use serde::{Deserialize, Serialize};
 use vm_memory::GuestAddress;
 
-use crate::{GuestRange, RamError};
+use crate::GuestRange;
 
 /// A contiguous piece of guest memory to be mapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -102,24 +102,4 @@ impl Region {
     pub const fn pages(&self) -> GuestRange {
         GuestRange::new(Pfn::containing(self.start.0), self.size_bytes / PAGE_SIZE_BYTES)
     }
-}
-
-/// Checks what a caller asks for before anything is mapped.
-pub(crate) fn check(regions: &[RegionSpec], backing: Backing) -> Result<(), RamError> {
-    if regions.is_empty() {
-        return Err(RamError::NoRegions);
-    }
-    let unit_bytes = backing.unit_bytes();
-    let mut previous_end = 0;
-    for RegionSpec { start: GuestAddress(start), size_bytes, .. } in regions.iter().copied() {
-        if size_bytes == 0
-            || !start.is_multiple_of(unit_bytes)
-            || !size_bytes.is_multiple_of(unit_bytes)
-        {
-            return Err(RamError::UnalignedRegion { start, size_bytes, unit_bytes });
-        }
-        let end = start.checked_add(size_bytes).filter(|_| start >= previous_end);
-        previous_end = end.ok_or(RamError::OverlappingRegion { start, size_bytes })?;
-    }
-    Ok(())
 }

@@ -14,7 +14,7 @@ use rustix::io::fcntl_dupfd_cloexec;
 use serde::{Deserialize, Serialize};
 
 use crate::mapping::Mapping;
-use crate::region::check;
+use crate::ram::check;
 use crate::{Backing, GuestRam, HugePages, ImageRegion, RamError, Region, RegionSpec};
 
 /// Version of [`SharedLayout`] that this crate writes, and the only one that it reads.

@@ -1,6 +1,6 @@
 //! What can be wrong with saved guest memory.
 
-use super::{ImageRegion, MAX_EXTENTS, RAM_IMAGE_VERSION};
+use super::extents::{ImageRegion, MAX_EXTENTS, RAM_IMAGE_VERSION};
 
 /// Saved guest memory, or its description, is not what it must be.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

@@ -1,6 +1,45 @@
-//! Lists of extents that stay short.
+//! The parts of saved memory: regions, and extents that hold something, in lists that stay short.
 
-use super::{Extent, MAX_EXTENTS};
+use serde::{Deserialize, Serialize};
+
+/// Version of [`RamImage`] that this crate writes, and the only one that it reads.
+pub const RAM_IMAGE_VERSION: u32 = 1;
+
+/// Bytes of guest memory that share a checksum: small enough to tell where damage is and to verify
+/// in pieces, large enough that the checksums of a terabyte fit into some hundred kilobytes.
+pub const CHUNK_BYTES: u64 = 64 << 20;
+
+/// More extents than this are merged across the smallest gaps. Each becomes a mapping of the
+/// restored memory with another one behind it, and a process has 65530 by default
+/// (`vm.max_map_count`).
+pub const MAX_EXTENTS: usize = 4096;
+
+/// A region of the memory that was saved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ImageRegion {
+    /// Guest-physical address of the first byte.
+    pub start: u64,
+    /// Size in bytes.
+    pub size_bytes: u64,
+}
+
+/// A part of the memory that holds something; all others read as zeros.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Extent {
+    /// RAM offset of the first byte.
+    pub offset_bytes: u64,
+    /// Size in bytes.
+    pub size_bytes: u64,
+}
+
+impl Extent {
+    /// RAM offset of the byte behind the last one; saturates.
+    pub const fn end_bytes(&self) -> u64 {
+        self.offset_bytes.saturating_add(self.size_bytes)
+    }
+}
 
 /// Collects extents in ascending order.
 #[derive(Debug, Default)]

@@ -20,86 +20,20 @@
 //!   the same way. So nothing is brought back while discards are inhibited, and a device that wants
 //!   to begin waits until the end of what is under way.
 //! - Discards wait: they need the lock that is held here.
-//!
-//! When it is done depends on the place of a huge page as a whole, so that pages that are written
-//! to together come back together: when no more of them were written to for some looks, but not
-//! later than some more looks after the first one.
 
-use std::collections::HashMap;
 use std::io;
 use std::ptr;
 
 use ebb_abi::Pfn;
 
-use super::freeze::must_succeed;
+use super::schedule::Found;
+#[cfg(feature = "testing")]
+use super::schedule::Protection;
 use super::session::{MergeSession, PageLook};
-use super::uffd::Watch;
+use super::uffd::{Watch, must_succeed};
 use crate::GuestRange;
 use crate::discard::Piece;
 use crate::overlay::FileExtents;
-
-/// Looks in a row that must not have found another page written to.
-const QUIET_LOOKS: u8 = 2;
-
-/// Looks after which what is there is brought back in any case.
-const MOST_LOOKS: u8 = 8;
-
-/// Looks until the next try, where something could not be brought back.
-const LOOKS_BETWEEN_TRIES: u8 = 16;
-
-/// Whether writers wait while pages are brought back.
-#[cfg(feature = "testing")]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Protection {
-    /// As it must be.
-    Yes,
-    /// Not at all, as a control for tests: writes get lost.
-    No,
-}
-
-/// What a look found of copies in the place of a huge page.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Found {
-    /// Only such as were known.
-    Known,
-    /// New ones, too.
-    New,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Wait {
-    quiet: u8,
-    left: u8,
-}
-
-/// How long copies have been there, by number of the huge page's place; places without copies have
-/// no entry.
-#[derive(Debug, Default)]
-pub(super) struct Copies(HashMap<u64, Wait>);
-
-impl Copies {
-    /// Notes what a look found; true if it is time to bring them back.
-    fn is_due(&mut self, block: u64, found: Found) -> bool {
-        let wait = self.0.entry(block).or_insert(Wait { quiet: 0, left: MOST_LOOKS });
-        wait.quiet = if found == Found::New { 0 } else { wait.quiet.saturating_add(1) };
-        wait.left = wait.left.saturating_sub(1);
-        // Somebody who was refused waits for the end of the time.
-        wait.left == 0 || (wait.quiet >= QUIET_LOOKS && wait.left < MOST_LOOKS)
-    }
-
-    /// Nothing is there any more.
-    fn forget(&mut self, block: u64) {
-        // Most of the time there is nothing anywhere.
-        if !self.0.is_empty() {
-            self.0.remove(&block);
-        }
-    }
-
-    /// Some of it could not be brought back.
-    fn try_later(&mut self, block: u64) {
-        self.0.insert(block, Wait { quiet: 0, left: MOST_LOOKS + LOOKS_BETWEEN_TRIES });
-    }
-}
 
 impl MergeSession {
     /// Takes over what a look at `block` found, and brings copies back that have waited for long
@@ -207,43 +141,5 @@ impl MergeSession {
         };
         // SAFETY: the copy is the piece's content, as the caller vouches.
         unsafe { self.merging().scratch.put_copy(piece, fill) }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn looks(copies: &mut Copies, found: &[Found]) -> Vec<bool> {
-        found.iter().map(|found| copies.is_due(7, *found)).collect()
-    }
-
-    #[test]
-    fn copies_come_back_when_no_more_of_them_come_up() {
-        let mut copies = Copies::default();
-        assert_eq!(
-            looks(&mut copies, &[Found::New, Found::Known, Found::New, Found::Known, Found::Known]),
-            [false, false, false, false, true]
-        );
-    }
-
-    #[test]
-    fn a_place_that_is_written_to_again_and_again_has_its_turn_nevertheless() {
-        let mut copies = Copies::default();
-        let due = looks(&mut copies, &[Found::New; MOST_LOOKS as usize]);
-        assert_eq!(due.iter().position(|due| *due), Some(MOST_LOOKS as usize - 1));
-    }
-
-    #[test]
-    fn what_was_refused_is_tried_again_after_a_while() {
-        let mut copies = Copies::default();
-        copies.try_later(7);
-        let due = looks(&mut copies, &[Found::Known; 64]);
-        let first = due.iter().position(|due| *due).unwrap();
-        assert_eq!(first, usize::from(LOOKS_BETWEEN_TRIES));
-        // What has gone in the meantime starts anew.
-        copies.forget(7);
-        assert!(copies.0.is_empty());
-        assert_eq!(looks(&mut copies, &[Found::New, Found::Known]), [false, false]);
     }
 }

@@ -14,7 +14,6 @@ mod items;
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Duration;
 
 use ebb_abi::{PAGE_SIZE_BYTES, Pfn};
 use rustix::io::Errno;
@@ -25,7 +24,7 @@ use super::merging::Merging;
 use super::scan::Question;
 use super::session::{MergeError, MergeSession, kernel};
 use super::stable::Segment;
-use super::uffd::Watch;
+use super::uffd::{Watch, must_succeed};
 use crate::GuestRange;
 use crate::overlay::FileExtents;
 use items::{Item, Stage, extents, few_extents, place, ranges, span};
@@ -35,9 +34,6 @@ const PAGE: usize = PAGE_SIZE_BYTES as usize;
 /// How often a move that the kernel asks to repeat is repeated without a page moved in between:
 /// somebody has the page locked for a moment.
 const MOVE_ATTEMPTS: u32 = 8;
-
-/// How often what must succeed is tried, with a pause of a millisecond in between.
-const BACK_ATTEMPTS: u32 = 1000;
 
 /// What pages of zeros are compared with.
 static ZEROS: [u8; PAGE] = [0; PAGE];
@@ -501,17 +497,4 @@ impl Batch<'_> {
 /// mapping on either side, and a run may lie in several that the kernel did not join.
 fn shorter(size_bytes: usize) -> usize {
     size_bytes / PAGE / 2
-}
-
-/// Does what the guest cannot run on without; ends the process if it goes on failing.
-pub(super) fn must_succeed(what: &str, mut action: impl FnMut() -> std::io::Result<()>) {
-    for _ in 0..BACK_ATTEMPTS {
-        match action() {
-            Ok(()) => return,
-            Err(error) => tracing::warn!("{what}: {error}; trying again"),
-        }
-        std::thread::sleep(Duration::from_millis(1));
-    }
-    tracing::error!("{what}; the guest cannot run on without it");
-    std::process::abort();
 }

@@ -14,11 +14,10 @@ use std::sync::Arc;
 use ebb_abi::PAGE_SIZE_BYTES;
 use rustix::io::Errno;
 
-use super::freeze::must_succeed;
 use super::merging::Merging;
 use super::scan::Question;
 use super::session::MergeSession;
-use super::uffd::Watch;
+use super::uffd::{Watch, must_succeed};
 use crate::GuestRange;
 use crate::discard::Piece;
 use crate::overlay::FileExtents;
@@ -29,38 +28,8 @@ const PAGE: usize = PAGE_SIZE_BYTES as usize;
 /// Neighbouring mappings that are worth it.
 const LEAST_MAPPINGS: usize = 4;
 
-/// Looks at a block of which one, on average, also looks for mappings to be put together.
-const LOOKS: u64 = 32;
-
 /// How often a move that the kernel asks to repeat is repeated without a page moved in between.
 const MOVE_ATTEMPTS: u32 = 8;
-
-/// Says whose turn it is, without any order: blocks are looked at in the same one in each pass.
-#[derive(Debug)]
-pub(super) struct Turns {
-    random: u64,
-    looks: u64,
-}
-
-impl Turns {
-    pub(super) fn new(seed: u64) -> Self {
-        Self { random: seed | 1, looks: LOOKS }
-    }
-
-    /// One in so many looks, on average.
-    #[cfg(feature = "testing")]
-    pub(super) fn set_looks(&mut self, looks: u64) {
-        self.looks = looks.max(1);
-    }
-
-    fn is_next(&mut self) -> bool {
-        // xorshift64
-        self.random ^= self.random << 13;
-        self.random ^= self.random >> 7;
-        self.random ^= self.random << 17;
-        self.random.is_multiple_of(self.looks)
-    }
-}
 
 impl MergeSession {
     /// Puts small mappings of a block together, if it is its turn.
@@ -197,16 +166,4 @@ impl MergeSession {
 fn places(piece: &Piece<'_>, scratch: usize, mapping: GuestRange) -> (usize, usize, usize) {
     let offset_bytes = (mapping.start.address() - piece.range.start.address()) as usize;
     (piece.address + offset_bytes, scratch + offset_bytes, mapping.size_bytes() as usize)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn everybody_has_a_turn_now_and_then() {
-        let mut turns = Turns::new(7);
-        let count = (0..64 * LOOKS).filter(|_| turns.is_next()).count();
-        assert!((32..128).contains(&count), "{count}");
-    }
 }

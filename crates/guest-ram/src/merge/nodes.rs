@@ -117,12 +117,6 @@ fn nodes_at(addresses: &[usize]) -> io::Result<Vec<Option<u32>>> {
     Ok(nodes.into_iter().map(|node| u32::try_from(node).ok()).collect())
 }
 
-/// The number of the host's node that has memory, if it is the only one. Opens a file in /sys.
-pub(super) fn only_node() -> Option<u32> {
-    // A list like "0-3,5" names more than one.
-    std::fs::read_to_string("/sys/devices/system/node/has_memory").ok()?.trim().parse().ok()
-}
-
 #[cfg(test)]
 mod tests {
     use ebb_abi::PAGE_SIZE_BYTES;

@@ -6,14 +6,12 @@ use std::sync::Arc;
 
 use ebb_abi::{HUGE_PAGE_SIZE_PAGES, PAGE_SIZE_BYTES, Pfn};
 
-use super::bring_back::Copies;
-#[cfg(feature = "testing")]
-use super::bring_back::Protection;
 use super::huge::{Advice, HugeBlocks, sample};
-use super::mend::Turns;
 use super::merging::Merging;
-use super::nodes::only_node;
 use super::scan::{PageScan, Question};
+#[cfg(feature = "testing")]
+use super::schedule::Protection;
+use super::schedule::{Copies, Turns};
 use super::{MergeUnavailable, StableSlot};
 use crate::overlay::Source;
 use crate::{GuestRam, GuestRange};
@@ -412,4 +410,10 @@ struct Aligned([u8; PAGE]);
 /// An error with what was tried.
 pub(super) fn kernel(action: &'static str, range: GuestRange, source: io::Error) -> MergeError {
     MergeError::Kernel { action, range, source }
+}
+
+/// The number of the host's node that has memory, if it is the only one. Opens a file in /sys.
+fn only_node() -> Option<u32> {
+    // A list like "0-3,5" names more than one.
+    std::fs::read_to_string("/sys/devices/system/node/has_memory").ok()?.trim().parse().ok()
 }

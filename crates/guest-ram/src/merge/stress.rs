@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use ebb_abi::{PAGE_SIZE_BYTES, Pfn};
 use vm_memory::GuestAddress;
 
-use super::bring_back::Protection;
+use super::schedule::Protection;
 use super::{
     MergeError, MergeOutcome, MergeSession, MergeTarget, MergeUnavailable, PageLook, StableError,
     StableMemory, StableSegments, StableSlot,

@@ -9,6 +9,7 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::time::Duration;
 
 use rustix::io::Errno;
 
@@ -43,6 +44,9 @@ const UFFDIO_WAKE: libc::Ioctl = 0x8010_aa02;
 const UFFDIO_COPY: libc::Ioctl = 0xc028_aa03;
 const UFFDIO_MOVE: libc::Ioctl = 0xc028_aa05;
 const UFFDIO_WRITEPROTECT: libc::Ioctl = 0xc018_aa06;
+
+/// How often what must succeed is tried, with a pause of a millisecond in between.
+const BACK_ATTEMPTS: u32 = 1000;
 
 /// `struct uffdio_api`
 #[repr(C)]
@@ -319,4 +323,17 @@ unsafe fn ioctl<T>(descriptor: RawFd, request: libc::Ioctl, argument: *mut T) ->
             return Err(error);
         }
     }
+}
+
+/// Does what the guest cannot run on without; ends the process if it goes on failing.
+pub(super) fn must_succeed(what: &str, mut action: impl FnMut() -> io::Result<()>) {
+    for _ in 0..BACK_ATTEMPTS {
+        match action() {
+            Ok(()) => return,
+            Err(error) => tracing::warn!("{what}: {error}; trying again"),
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    tracing::error!("{what}; the guest cannot run on without it");
+    std::process::abort();
 }

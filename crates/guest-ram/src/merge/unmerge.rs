@@ -16,9 +16,9 @@ use ebb_abi::{PAGE_SIZE_BYTES, Pfn};
 use rustix::io::Errno;
 use rustix::mm::{Advice, madvise};
 
+use super::StableSlot;
 use super::session::{MergeError, MergeSession, kernel};
-use super::uffd::Watch;
-use super::{StableSlot, freeze::must_succeed};
+use super::uffd::{Watch, must_succeed};
 use crate::GuestRange;
 use crate::overlay::FileExtents;
 use crate::pagemap::PageState;

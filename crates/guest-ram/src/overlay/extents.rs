@@ -12,7 +12,7 @@ use super::vma_budget::VmaBudget;
 use crate::GuestRange;
 
 #[cfg(feature = "merge")]
-use super::stable::MergedPages;
+use super::merged_pages::MergedPages;
 #[cfg(feature = "merge")]
 use crate::merge::StableSlot;
 

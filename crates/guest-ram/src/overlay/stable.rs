@@ -1,15 +1,11 @@
-//! What is known of merged pages.
-//!
-//! Besides whether a stable page is mapped in a page's place there are three things: whether the
-//! page still holds a *share* of its stable page (it gives it up once it is found to have been
-//! written to), whether it lies in memory that is not *tracked* for writes, because a discard has
-//! put it there, and whether it was *moved* to where it is.
+//! What a merge, a write to a merged page and a discard change in the extents of a memory.
 
 use ebb_abi::Pfn;
 
 use super::extents::{FileExtent, FileExtents, Source};
+use super::merged_pages::{Returns, SlotRun};
+use crate::GuestRange;
 use crate::merge::StableSlot;
-use crate::{GuestRange, PageBitmap};
 
 /// Length in pages from which on a run of merged pages may use up all VMAs that are for merging.
 /// Each costs the kernel some 200 bytes and makes all changes of mappings slower.
@@ -21,62 +17,6 @@ const MIN_RUN_PAGES: u64 = 8;
 const FOR_RUNS: u64 = 12;
 const FOR_SHORT_RUNS: u64 = 6;
 const FOR_REANONYMIZED: u64 = 3;
-
-/// Neighbouring slots.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Slots {
-    first: StableSlot,
-    pages: u32,
-}
-
-/// What became of merged pages that were written to; the numbers only grow.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Returns {
-    /// Pages that were brought back to ordinary memory.
-    pub brought_back_pages: u64,
-    /// Of these, pages that were merged again.
-    pub remerged_pages: u64,
-    /// Mappings that were saved by putting neighbouring ones together, at most.
-    pub joined_mappings: u64,
-}
-
-/// The pages of a memory that are or were merged.
-#[derive(Debug)]
-pub(super) struct MergedPages {
-    /// Pages that hold a share of the slot that is mapped for them.
-    shares: PageBitmap,
-    share_pages: u64,
-    /// Pages of anonymous memory that is not tracked for writes.
-    untracked: PageBitmap,
-    /// Pages that were moved to where they are, so that the kernel joins their mapping with no
-    /// neighbour.
-    moved: PageBitmap,
-    /// Pages that were merged, were written to, and have been brought back to ordinary memory, and
-    /// are still there.
-    brought_back: PageBitmap,
-    returns: Returns,
-    /// Slots whose shares were given up by discards.
-    released: Vec<Slots>,
-}
-
-impl MergedPages {
-    /// Nothing is merged or tracked yet.
-    pub(super) fn new(snapshot: &[GuestRange], regions: &[GuestRange]) -> Self {
-        let mut untracked = PageBitmap::full(regions);
-        for range in snapshot {
-            untracked.remove(*range);
-        }
-        Self {
-            shares: PageBitmap::new(regions),
-            share_pages: 0,
-            untracked,
-            moved: PageBitmap::new(regions),
-            brought_back: PageBitmap::new(regions),
-            returns: Returns::default(),
-            released: Vec::new(),
-        }
-    }
-}
 
 impl FileExtents {
     /// Number of VMAs that guest memory takes beyond one a region, at most.
@@ -201,7 +141,8 @@ impl FileExtents {
     pub(crate) fn note_unmerged(&mut self, range: GuestRange, released: &mut Vec<StableSlot>) {
         let earlier = std::mem::take(&mut self.merged.released);
         self.release(range);
-        expand(&std::mem::replace(&mut self.merged.released, earlier), released);
+        self.take_released(released);
+        self.merged.released = earlier;
     }
 
     /// Notes that `range`, which lies within a region, was replaced by one mapping of anonymous
@@ -295,7 +236,9 @@ impl FileExtents {
 
     /// Appends the slots whose shares discards gave up, once for each share.
     pub(crate) fn take_released(&mut self, released: &mut Vec<StableSlot>) {
-        expand(&std::mem::take(&mut self.merged.released), released);
+        for run in std::mem::take(&mut self.merged.released) {
+            released.extend((0..run.pages).map(|page| run.first.offset(page)));
+        }
     }
 
     /// Whether so many starts of VMAs may have gone that it is worth reading the real ones.
@@ -328,14 +271,7 @@ impl FileExtents {
         for (share, first) in shares {
             self.merged.shares.remove(share);
             self.merged.share_pages -= share.pages;
-            self.merged.released.push(Slots { first, pages: share.pages as u32 });
+            self.merged.released.push(SlotRun { first, pages: share.pages as u32 });
         }
-    }
-}
-
-/// Appends each slot of `runs`.
-fn expand(runs: &[Slots], slots: &mut Vec<StableSlot>) {
-    for run in runs {
-        slots.extend((0..run.pages).map(|page| run.first.offset(page)));
     }
 }

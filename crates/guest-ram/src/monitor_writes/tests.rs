@@ -4,7 +4,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc;
 
-use ebb_abi::Pfn;
+use ebb_abi::{PAGE_SIZE_BYTES, Pfn};
 use proptest::prelude::*;
 use vm_memory::{Bytes, GuestAddress, ReadVolatile, VolatileMemory};
 

@@ -1,0 +1,145 @@
+//! When a block is due for more than a look at its pages.
+//!
+//! Copies are brought back for the place of a huge page as a whole, so that pages that are written
+//! to together come back together: when no more of them were written to for some looks, but not
+//! later than some more looks after the first one. Mappings are put together at random looks.
+
+use std::collections::HashMap;
+
+/// Looks in a row that must not have found another page written to.
+const QUIET_LOOKS: u8 = 2;
+
+/// Looks after which what is there is brought back in any case.
+const MOST_LOOKS: u8 = 8;
+
+/// Looks until the next try, where something could not be brought back.
+const LOOKS_BETWEEN_TRIES: u8 = 16;
+
+/// Looks at a block of which one, on average, also looks for mappings to be put together.
+const LOOKS: u64 = 32;
+
+/// Whether writers wait while pages are brought back.
+#[cfg(feature = "testing")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Protection {
+    /// As it must be.
+    Yes,
+    /// Not at all, as a control for tests: writes get lost.
+    No,
+}
+
+/// What a look found of copies in the place of a huge page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Found {
+    /// Only such as were known.
+    Known,
+    /// New ones, too.
+    New,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Wait {
+    quiet: u8,
+    left: u8,
+}
+
+/// How long copies have been there, by number of the huge page's place; places without copies have
+/// no entry.
+#[derive(Debug, Default)]
+pub(super) struct Copies(HashMap<u64, Wait>);
+
+impl Copies {
+    /// Notes what a look found; true if it is time to bring them back.
+    pub(super) fn is_due(&mut self, block: u64, found: Found) -> bool {
+        let wait = self.0.entry(block).or_insert(Wait { quiet: 0, left: MOST_LOOKS });
+        wait.quiet = if found == Found::New { 0 } else { wait.quiet.saturating_add(1) };
+        wait.left = wait.left.saturating_sub(1);
+        // Somebody who was refused waits for the end of the time.
+        wait.left == 0 || (wait.quiet >= QUIET_LOOKS && wait.left < MOST_LOOKS)
+    }
+
+    /// Nothing is there any more.
+    pub(super) fn forget(&mut self, block: u64) {
+        // Most of the time there is nothing anywhere.
+        if !self.0.is_empty() {
+            self.0.remove(&block);
+        }
+    }
+
+    /// Some of it could not be brought back.
+    pub(super) fn try_later(&mut self, block: u64) {
+        self.0.insert(block, Wait { quiet: 0, left: MOST_LOOKS + LOOKS_BETWEEN_TRIES });
+    }
+}
+
+/// Says whose turn it is, without any order: blocks are looked at in the same one in each pass.
+#[derive(Debug)]
+pub(super) struct Turns {
+    random: u64,
+    looks: u64,
+}
+
+impl Turns {
+    pub(super) fn new(seed: u64) -> Self {
+        Self { random: seed | 1, looks: LOOKS }
+    }
+
+    /// One in so many looks, on average.
+    #[cfg(feature = "testing")]
+    pub(super) fn set_looks(&mut self, looks: u64) {
+        self.looks = looks.max(1);
+    }
+
+    pub(super) fn is_next(&mut self) -> bool {
+        // xorshift64
+        self.random ^= self.random << 13;
+        self.random ^= self.random >> 7;
+        self.random ^= self.random << 17;
+        self.random.is_multiple_of(self.looks)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn looks(copies: &mut Copies, found: &[Found]) -> Vec<bool> {
+        found.iter().map(|found| copies.is_due(7, *found)).collect()
+    }
+
+    #[test]
+    fn copies_come_back_when_no_more_of_them_come_up() {
+        let mut copies = Copies::default();
+        assert_eq!(
+            looks(&mut copies, &[Found::New, Found::Known, Found::New, Found::Known, Found::Known]),
+            [false, false, false, false, true]
+        );
+    }
+
+    #[test]
+    fn a_place_that_is_written_to_again_and_again_has_its_turn_nevertheless() {
+        let mut copies = Copies::default();
+        let due = looks(&mut copies, &[Found::New; MOST_LOOKS as usize]);
+        assert_eq!(due.iter().position(|due| *due), Some(MOST_LOOKS as usize - 1));
+    }
+
+    #[test]
+    fn what_was_refused_is_tried_again_after_a_while() {
+        let mut copies = Copies::default();
+        copies.try_later(7);
+        let due = looks(&mut copies, &[Found::Known; 64]);
+        let first = due.iter().position(|due| *due).unwrap();
+        assert_eq!(first, usize::from(LOOKS_BETWEEN_TRIES));
+        // What has gone in the meantime starts anew.
+        copies.forget(7);
+        assert!(copies.0.is_empty());
+        assert_eq!(looks(&mut copies, &[Found::New, Found::Known]), [false, false]);
+    }
+
+    #[test]
+    fn everybody_has_a_turn_now_and_then() {
+        let mut turns = Turns::new(7);
+        let count = (0..64 * LOOKS).filter(|_| turns.is_next()).count();
+        assert!((32..128).contains(&count), "{count}");
+    }
+}
