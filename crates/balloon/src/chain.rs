@@ -2,11 +2,14 @@
 
 use ebb_abi::PageRange;
 use ebb_guest_ram::GuestMemory;
+use virtio_queue::DescriptorChain;
 use vm_memory::{Bytes, GuestMemoryBackend};
 
 use crate::budget::Budget;
 use crate::counters::{Faults, GuestError};
-use crate::queue::Chain;
+
+/// A descriptor chain in guest memory.
+pub(crate) type Chain<'a> = DescriptorChain<&'a GuestMemory>;
 
 /// Descriptors read of a chain. Linux uses 1 for page frame numbers and 32 for reports; the bound
 /// keeps indirect tables of 65535 entries from costing more than the driver paid for them.

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::time::Instant;
 
+use ebb_abi::PageRange;
 use ebb_abi::balloon::QueueKind;
 use ebb_abi::balloon::extension::Encoding;
 use ebb_guest_ram::DiscardOutcome;
@@ -154,6 +155,12 @@ pub struct QueueCounters {
 }
 
 impl QueueCounters {
+    /// Counts a range of pages that a driver has named.
+    pub(crate) fn count(&mut self, range: PageRange) {
+        self.bytes += range.size_bytes();
+        self.ranges += 1;
+    }
+
     /// Accounts for the time since `started`, and returns it in nanoseconds.
     pub(crate) fn translated(&mut self, started: Instant) -> u64 {
         let elapsed_ns = elapsed_ns(started);

@@ -17,7 +17,7 @@ use crate::hinting::{HintPhase, Hinting};
 use crate::host_request::{HostRequests, RequestPhase};
 use crate::inflate::Scratch;
 use crate::pending::Discarder;
-use crate::queue::{DeviceQueue, DeviceQueues};
+use crate::queue::{DeviceQueue, DeviceQueues, Progress};
 use crate::state::{BalloonState, READABLE_VERSIONS, STATE_VERSION};
 use crate::statistics::Collector;
 use crate::verify::ReportCheck;
@@ -25,22 +25,6 @@ use crate::{BalloonConfig, BalloonError, StatisticsBuffer};
 
 /// Entries that each queue may have. Reporting needs 32 at least.
 const QUEUE_SIZE: u16 = 128;
-
-/// What a call did, and what its caller must do.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[must_use = "the driver may wait for an interrupt"]
-pub struct Progress {
-    /// Raise the queue's interrupt.
-    pub interrupt: bool,
-    /// Call [`Balloon::process_queue`] with this queue again, after the interrupt.
-    pub more: bool,
-    /// Whole huge pages wait to be discarded: call [`Discarder::discard_due`], best without the
-    /// device's lock.
-    pub due: bool,
-    /// Pages of the balloon wait to be discarded: call [`Discarder::flush`] once nothing has come
-    /// for some milliseconds.
-    pub pending: bool,
-}
 
 /// The device's state for people and for the API.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]

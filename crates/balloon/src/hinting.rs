@@ -15,7 +15,6 @@ use crate::budget::Budget;
 use crate::chain::ChainReader;
 use crate::config::ConfigSpace;
 use crate::counters::GuestError;
-use crate::inflate::count;
 use crate::queue::DeviceQueue;
 use crate::{Balloon, BalloonError, Progress};
 
@@ -221,7 +220,7 @@ impl Balloon {
             if is_hint {
                 self.read_ranges(chain, &mut budget);
                 for range in &self.scratch.ranges {
-                    count(&mut self.counters.hinting, *range);
+                    self.counters.hinting.count(*range);
                 }
                 if !self.hinting.receive(&self.scratch.ranges) {
                     self.faults.count(

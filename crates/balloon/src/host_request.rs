@@ -15,10 +15,10 @@ use serde::{Deserialize, Serialize};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 
 use crate::budget::Budget;
-use crate::chain::ChainReader;
+use crate::chain::{Chain, ChainReader};
 use crate::counters::GuestError;
 use crate::message::{Message, Verdict};
-use crate::queue::{Chain, DeviceQueue};
+use crate::queue::DeviceQueue;
 use crate::{AnswerMessage, Balloon, BalloonError, HintEnd, HintSink, Progress};
 
 /// Pieces of a request buffer at most: one for each byte.

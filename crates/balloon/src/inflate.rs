@@ -7,11 +7,12 @@ use ebb_abi::PageRange;
 use ebb_abi::balloon::{Feature, Features, QueueKind};
 
 use crate::budget::Budget;
-use crate::counters::{GuestError, QueueCounters};
+use crate::chain::Chain;
+use crate::counters::GuestError;
 use crate::message::{Message, Verdict};
 use crate::pages::RunBuilder;
 use crate::pending::Inserted;
-use crate::queue::{Chain, DeviceQueue};
+use crate::queue::DeviceQueue;
 use crate::verify::{ReportCheck, overwrite};
 use crate::{Balloon, Progress};
 
@@ -146,7 +147,7 @@ impl Balloon {
         let counters = self.counters.queue_mut(kind);
         message.translate_ns += counters.translated(started);
         for range in &self.scratch.ranges {
-            count(counters, *range);
+            counters.count(*range);
         }
         !self.scratch.ranges.is_empty()
     }
@@ -194,9 +195,4 @@ impl Balloon {
             self.account(result);
         }
     }
-}
-
-pub(crate) fn count(counters: &mut QueueCounters, range: PageRange) {
-    counters.bytes += range.size_bytes();
-    counters.ranges += 1;
 }

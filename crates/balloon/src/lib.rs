@@ -2,7 +2,7 @@
 //! transport.
 //!
 //! [`Balloon`] takes virtqueues and guest memory. Page frame numbers and ranges that the driver
-//! sends are checked, sorted, freed of doubles and coalesced, and go to
+//! sends are checked, sorted, deduplicated and coalesced, and go to
 //! [`GuestRam`](ebb_guest_ram::GuestRam), which gives them back to the host.
 //!
 //! # Driving the device
@@ -75,13 +75,14 @@ pub use counters::{
     Counters, DiscardCounters, EncodingCounters, ErrorCounts, GuestError, QueueCounters,
     RequestCounters,
 };
-pub use device::{Balloon, Info, Progress};
+pub use device::{Balloon, Info};
 pub use error::BalloonError;
 pub use free_pages::{Answer, FreePageCollector, FreePageMap, FreePageSummary, LARGEST_BLOCK};
 pub use hinting::{AnswerMessage, HintEnd, HintPhase, HintSink};
 pub use host_request::{RequestBuffer, RequestPhase};
 pub use log_limit::LogLimit;
 pub use pending::Discarder;
+pub use queue::Progress;
 pub use state::{BalloonState, STATE_VERSION};
 pub use statistics::{Statistics, StatisticsBuffer, StatisticsPoll};
 pub use verify::{ReportCheck, overwritten_word};

@@ -15,10 +15,9 @@ use ebb_guest_ram::GuestRam;
 
 use crate::Balloon;
 use crate::budget::Budget;
-use crate::chain::ChainReader;
+use crate::chain::{Chain, ChainReader};
 use crate::counters::GuestError;
 use crate::pages::RunBuilder;
-use crate::queue::Chain;
 
 /// Pages of a portion at most, 32 MiB: half of what may wait to be discarded, so that a portion and
 /// what waited before it fit.

@@ -3,15 +3,28 @@
 
 use ebb_abi::balloon::QueueMap;
 use ebb_guest_ram::GuestMemory;
-use virtio_queue::{DescriptorChain, Queue, QueueOwnedT, QueueT};
+use virtio_queue::{Queue, QueueOwnedT, QueueT};
 
-use crate::Progress;
 use crate::budget::Budget;
+use crate::chain::Chain;
 use crate::counters::{Faults, GuestError};
 use crate::message::Message;
 
-/// A descriptor chain in guest memory.
-pub(crate) type Chain<'a> = DescriptorChain<&'a GuestMemory>;
+/// What a call did, and what its caller must do.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[must_use = "the driver may wait for an interrupt"]
+pub struct Progress {
+    /// Raise the queue's interrupt.
+    pub interrupt: bool,
+    /// Call [`Balloon::process_queue`](crate::Balloon::process_queue) with this queue again, after the interrupt.
+    pub more: bool,
+    /// Whole huge pages wait to be discarded: call [`Discarder::discard_due`](crate::Discarder::discard_due), best without the
+    /// device's lock.
+    pub due: bool,
+    /// Pages of the balloon wait to be discarded: call [`Discarder::flush`](crate::Discarder::flush) once nothing has come
+    /// for some milliseconds.
+    pub pending: bool,
+}
 
 /// A queue and what is known of its health.
 #[derive(Debug)]

@@ -9,9 +9,8 @@ use ebb_abi::PageRange;
 use ebb_abi::balloon::Features;
 
 use crate::budget::Budget;
-use crate::chain::ChainReader;
-use crate::inflate::count;
-use crate::queue::{Chain, DeviceQueue};
+use crate::chain::{Chain, ChainReader};
+use crate::queue::DeviceQueue;
 use crate::{Balloon, Progress};
 
 impl Balloon {
@@ -30,7 +29,7 @@ impl Balloon {
             self.counters.reporting.translated(started);
             let ranges = std::mem::take(&mut self.scratch.ranges);
             for range in &ranges {
-                count(&mut self.counters.reporting, *range);
+                self.counters.reporting.count(*range);
                 if poisoned {
                     self.counters.discard.poisoned_bytes += range.size_bytes();
                 }
