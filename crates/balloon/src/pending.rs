@@ -68,7 +68,7 @@ impl Pending {
             self.counters.verified_pages += overwrite(ram, ranges);
         }
         let started = Instant::now();
-        let result = ram.discard_held(ranges);
+        let result = ram.discard_ballooned(ranges);
         self.counters.took(started);
         match result {
             Ok(outcome) => self.counters.add(outcome),

@@ -115,11 +115,11 @@ fn whole_pages(criterion: &mut Criterion) {
         let mut call = 0;
         let mut held = Vec::new();
         for (state, ram) in [("held", &full), ("never touched", &fresh)] {
-            group.bench_function(format!("held_ranges/{name}, {state}"), |bencher| {
+            group.bench_function(format!("populated_ranges/{name}, {state}"), |bencher| {
                 bencher.iter(|| {
                     call += 1;
                     held.clear();
-                    ram.held_ranges(range(call), &mut held).unwrap();
+                    ram.populated_ranges(range(call), &mut held).unwrap();
                 });
             });
         }

@@ -12,13 +12,13 @@ use crate::{Backing, GuestRam, GuestRange, RamError};
 const LOOK_PAGES: u64 = (64 << 20) / PAGE_SIZE_BYTES;
 
 impl GuestRam {
-    /// Adds to `held` the parts of `range` that the host holds content for: in memory, in swap
+    /// Adds to `populated` the parts of `range` that the host holds content for: in memory, in swap
     /// space, in the memory's file, or in the file that it was [restored](Self::restore) from. All
     /// other pages read as zeros, and reading them would make the host allocate some of them.
     ///
     /// The parts are in ascending order, as long as they can be, and do not cross regions. If
-    /// others write to the memory meanwhile, a page is told as it was at some moment of the call.
-    /// If the host does not tell of single pages, all count as held.
+    /// others write to the memory meanwhile, a page is reported as it was at some moment of the
+    /// call. If the host does not report single pages, all count as populated.
     ///
     /// Opens no file. System calls: `pread64`, `lseek`, `mincore`, and what memory of the heap
     /// needs.
@@ -26,23 +26,24 @@ impl GuestRam {
     /// # Errors
     /// [`RamError::OutsideRam`] if not all of the range is guest memory, [`RamError::Resident`] if
     /// the host refuses to tell.
-    pub fn held_ranges(
+    pub fn populated_ranges(
         &self,
         range: GuestRange,
-        held: &mut Vec<GuestRange>,
+        populated: &mut Vec<GuestRange>,
     ) -> Result<(), RamError> {
         for part in self.parts_of(range)? {
             // No range of this part is joined with one from before.
-            let first_of_part = held.len();
+            let first_of_part = populated.len();
             for start in (part.start.0..part.end().0).step_by(LOOK_PAGES as usize) {
                 let look = GuestRange::new(Pfn(start), LOOK_PAGES).intersection(part);
-                let runs = self.held_runs(look).map_err(|source| RamError::Resident { source })?;
+                let runs =
+                    self.populated_runs(look).map_err(|source| RamError::Resident { source })?;
                 for run in runs {
-                    match held[first_of_part..].last_mut() {
+                    match populated[first_of_part..].last_mut() {
                         Some(last) if last.end() == run.range.start => {
                             last.pages += run.range.pages;
                         }
-                        _ => held.push(run.range),
+                        _ => populated.push(run.range),
                     }
                 }
             }
@@ -50,20 +51,20 @@ impl GuestRam {
         Ok(())
     }
 
-    /// Whether the host holds content for a page, as [`held_ranges`](Self::held_ranges) tells it.
+    /// Whether the host holds content for a page, as [`populated_ranges`](Self::populated_ranges) reports it.
     ///
     /// # Errors
-    /// Those of [`held_ranges`](Self::held_ranges).
-    pub fn is_held(&self, page: Pfn) -> Result<bool, RamError> {
-        let mut held = Vec::new();
-        self.held_ranges(GuestRange::new(page, 1), &mut held)?;
-        Ok(!held.is_empty())
+    /// Those of [`populated_ranges`](Self::populated_ranges).
+    pub fn is_populated(&self, page: Pfn) -> Result<bool, RamError> {
+        let mut populated = Vec::new();
+        self.populated_ranges(GuestRange::new(page, 1), &mut populated)?;
+        Ok(!populated.is_empty())
     }
 
     /// Copies the pages of `range` into `content`. The guest may write meanwhile: then some bytes
     /// are from before a write and others from after it, even within a page.
     ///
-    /// Meant for pages that are [held](Self::held_ranges). Others are zeros, and anonymous memory
+    /// Meant for pages that are [populated](Self::populated_ranges). Others are zeros, and anonymous memory
     /// gets an entry in its page tables for each. System calls: `pread64`.
     ///
     /// # Errors

@@ -4,7 +4,7 @@
 //! [`GuestRam`] owns the mappings, one a [`RegionSpec`]. What backs them decides how a page is
 //! given back, see [`Backing`]; callers need not care: they pass guest page ranges to
 //! [`GuestRam::discard`] (pages that may be in use again as soon as the call returns, as in page
-//! reporting) or [`GuestRam::discard_held`] (pages that stay out of use until
+//! reporting) or [`GuestRam::discard_ballooned`] (pages that stay out of use until
 //! [`GuestRam::reclaim`], as in a balloon).
 //!
 //! [`GuestRam::save`] writes memory to a sparse file, and [`GuestRam::restore`] starts from one,
@@ -12,7 +12,7 @@
 //! process.
 //!
 //! Who copies memory while it changes (a live migration) asks what is there with
-//! [`GuestRam::held_ranges`], and what has changed: the monitor's own doing with
+//! [`GuestRam::populated_ranges`], and what has changed: the monitor's own doing with
 //! [`GuestRam::start_write_log`], what the guest writes with `kvm_dirty` (feature `kvm`). A
 //! [`PageBitmap`] holds the answers.
 //!
@@ -25,8 +25,6 @@ mod error;
 #[cfg(feature = "testing")]
 #[doc(hidden)]
 pub mod fuzzing;
-mod held;
-mod held_pages;
 mod holes;
 mod image;
 mod inhibit;
@@ -40,7 +38,9 @@ mod monitor_writes;
 mod overlay;
 mod page_bitmap;
 mod pagemap;
+mod partial_huge;
 mod populate;
+mod populated;
 mod ram;
 mod range_set;
 mod ranges;

@@ -6,13 +6,13 @@ use ebb_abi::{PAGE_SIZE_BYTES, Pfn};
 use vm_memory::{GuestAddress, GuestRegionMmap, MmapRegion};
 
 use crate::discard::{DiscardMethod, DiscardOutcome, Discarder, Piece};
-use crate::held_pages::{HeldPages, Tenure};
 use crate::inhibit::{DiscardPermission, InhibitGuard, InhibitReason, Inhibitors};
 use crate::mapping::Mapping;
 #[cfg(feature = "merge")]
 use crate::merge::Merging;
 use crate::overlay::{FileExtents, Overlay, SnapshotFile, Source};
 use crate::pagemap::Pagemap;
+use crate::partial_huge::{PartialHugePages, Tenure};
 use crate::region::{Backing, HugePages, Populate, Region, RegionSpec};
 use crate::resident::{Meter, Residency};
 use crate::{GuestMemory, GuestRange, RamError, WriteLog, populate};
@@ -27,7 +27,7 @@ pub struct GuestRam {
     discarder: Discarder,
     inhibitors: Arc<Inhibitors>,
     /// Only for backings that discard whole huge pages.
-    held: Option<Mutex<HeldPages>>,
+    partial_huge: Option<Mutex<PartialHugePages>>,
     meter: Meter,
     pub(crate) pagemap: Option<Pagemap>,
     huge_pages: HugePages,
@@ -81,9 +81,9 @@ impl GuestRam {
             .collect::<Result<Vec<_>, _>>()?;
         let memory = GuestMemory::from_regions(memory)
             .map_err(|error| RamError::Layout(error.to_string()))?;
-        let held = (backing == Backing::Hugetlb2M).then(|| {
+        let partial_huge = (backing == Backing::Hugetlb2M).then(|| {
             let pages: Vec<GuestRange> = regions.iter().map(RegionSpec::pages).collect();
-            Mutex::new(HeldPages::new(&pages))
+            Mutex::new(PartialHugePages::new(&pages))
         });
         let regions = regions
             .iter()
@@ -102,7 +102,7 @@ impl GuestRam {
             backing,
             discarder: Discarder::probe(),
             inhibitors: Arc::default(),
-            held,
+            partial_huge,
             meter: Meter::new(),
             pagemap: Pagemap::open(),
             huge_pages,
@@ -172,7 +172,7 @@ impl GuestRam {
     /// soon as this returns, as with page reporting.
     ///
     /// Some pages may be left as they are, and are counted as deferred: with [`Backing::Hugetlb2M`]
-    /// those whose huge page is neither asked for in this call nor held, and in
+    /// those whose huge page is neither asked for in this call nor in the balloon, and in
     /// [restored](Self::restore) and in merged memory those in the middle of a part of a file that
     /// cannot be cut any more, because the process may have no more mappings. To leave a page
     /// unchanged is always right for who gave it away: a guest that expects zeros or a pattern in
@@ -186,13 +186,13 @@ impl GuestRam {
         self.discard_with(ranges, Tenure::Momentary)
     }
 
-    /// As [`discard`](Self::discard), for pages that the guest leaves alone until it is told of
-    /// [`reclaim`](Self::reclaim), as with a balloon.
+    /// As [`discard`](Self::discard), for pages in a balloon: the guest does not use them until
+    /// [`reclaim`](Self::reclaim).
     ///
     /// With [`Backing::Hugetlb2M`], pages whose huge page is not complete are remembered and given
     /// back once it is.
-    pub fn discard_held(&self, ranges: &[GuestRange]) -> Result<DiscardOutcome, RamError> {
-        self.discard_with(ranges, Tenure::Held)
+    pub fn discard_ballooned(&self, ranges: &[GuestRange]) -> Result<DiscardOutcome, RamError> {
+        self.discard_with(ranges, Tenure::Ballooned)
     }
 
     fn discard_with(
@@ -207,12 +207,12 @@ impl GuestRam {
             let inhibited_bytes = ranges.iter().map(|range| range.size_bytes()).sum();
             return Ok(DiscardOutcome { inhibited_bytes, ..DiscardOutcome::default() });
         };
-        let Some(held) = &self.held else {
+        let Some(partial_huge) = &self.partial_huge else {
             return self.discard_pieces(ranges);
         };
         // Kept until the pages are gone: a reclaim in between must wait.
-        let mut held = held.lock().unwrap_or_else(PoisonError::into_inner);
-        let plan = held.plan(ranges, tenure);
+        let mut partial_huge = partial_huge.lock().unwrap_or_else(PoisonError::into_inner);
+        let plan = partial_huge.plan(ranges, tenure);
         let mut outcome = self.discard_pieces(&plan.whole)?;
         outcome.deferred_bytes += plan.deferred_pages * PAGE_SIZE_BYTES;
         Ok(outcome)
@@ -301,13 +301,13 @@ impl GuestRam {
         self.piece(range).map(|piece| piece.address)
     }
 
-    /// The guest uses these pages again: they do not count as held any more. Parts outside guest
+    /// The guest uses these pages again: they are no longer in the balloon. Parts outside guest
     /// memory are ignored.
     pub fn reclaim(&self, ranges: &[GuestRange]) {
-        if let Some(held) = &self.held {
-            let mut held = held.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(partial_huge) = &self.partial_huge {
+            let mut partial_huge = partial_huge.lock().unwrap_or_else(PoisonError::into_inner);
             for range in ranges {
-                held.reclaim(*range);
+                partial_huge.reclaim(*range);
             }
         }
     }

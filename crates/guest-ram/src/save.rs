@@ -8,10 +8,10 @@ use ebb_abi::{PAGE_SIZE_BYTES, Pfn};
 use rustix::fs::{FallocateFlags, FileType, fallocate, fstat};
 use vm_memory::{Bytes, GuestAddress};
 
-use crate::held::{Content, HeldRun};
 use crate::image::{
     CHUNK_BYTES, ChunkHasher, ExtentList, ImageRegion, RAM_IMAGE_VERSION, end_in_file, nonzero_runs,
 };
+use crate::populated::{Content, PopulatedRun};
 use crate::{GuestRam, GuestRange, RamError, RamImage};
 
 /// What is copied at a time, in bytes: stays in the processor's cache while it is searched for
@@ -127,7 +127,7 @@ impl<'a> Writer<'a> {
     fn write_chunk(&mut self, start: u64, buffer: &mut [u8]) -> Result<u64, RamError> {
         let mut hasher = ChunkHasher::new();
         for (part, part_offset) in self.ram.parts(start, start + CHUNK_BYTES) {
-            let runs = self.held_runs(part)?;
+            let runs = self.populated_runs(part)?;
             for run in runs {
                 let offset_bytes =
                     part_offset + (run.range.start.0 - part.start.0) * PAGE_SIZE_BYTES;
@@ -137,13 +137,13 @@ impl<'a> Writer<'a> {
         Ok(hasher.finish())
     }
 
-    fn held_runs(&self, part: GuestRange) -> Result<Vec<HeldRun<'a>>, RamError> {
-        self.ram.held_runs(part).map_err(|source| RamError::Resident { source })
+    fn populated_runs(&self, part: GuestRange) -> Result<Vec<PopulatedRun<'a>>, RamError> {
+        self.ram.populated_runs(part).map_err(|source| RamError::Resident { source })
     }
 
     fn write_run(
         &mut self,
-        run: HeldRun<'_>,
+        run: PopulatedRun<'_>,
         offset_bytes: u64,
         buffer: &mut [u8],
         hasher: &mut ChunkHasher,
@@ -188,7 +188,7 @@ impl<'a> Writer<'a> {
     fn refused(&self, offset_bytes: u64, source: io::Error) -> RamError {
         match source.kind() {
             ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
-                let rest_bytes = self.held_bytes_from(offset_bytes);
+                let rest_bytes = self.populated_bytes_from(offset_bytes);
                 RamError::DiskFull {
                     written_bytes: self.data_bytes,
                     needed_bytes: self.data_bytes + rest_bytes,
@@ -202,11 +202,11 @@ impl<'a> Writer<'a> {
     }
 
     /// Bytes that may be data from a RAM offset on: what is still to be written at most.
-    fn held_bytes_from(&self, offset_bytes: u64) -> u64 {
+    fn populated_bytes_from(&self, offset_bytes: u64) -> u64 {
         let chunks = (offset_bytes..self.ram.size_bytes()).step_by(CHUNK_BYTES as usize);
         let parts = chunks.flat_map(|start| self.ram.parts(start, start + CHUNK_BYTES));
         parts
-            .map(|(part, _)| match self.held_runs(part) {
+            .map(|(part, _)| match self.populated_runs(part) {
                 Ok(runs) => runs.iter().map(|run| run.range.size_bytes()).sum(),
                 Err(_) => part.size_bytes(),
             })

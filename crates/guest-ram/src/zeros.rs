@@ -67,24 +67,24 @@ impl GuestRam {
         zeros: &mut Vec<GuestRange>,
     ) -> Result<(), RamError> {
         let Some(address) = self.host_address(block) else { return Ok(()) };
-        let mut held = [0u8; HUGE_PAGE_SIZE_PAGES as usize];
-        let held = &mut held[..block.pages as usize];
-        mincore(address, held).map_err(|source| RamError::Resident { source })?;
+        let mut states = [0u8; HUGE_PAGE_SIZE_PAGES as usize];
+        let states = &mut states[..block.pages as usize];
+        mincore(address, states).map_err(|source| RamError::Resident { source })?;
         let file_mapped = self.file_mapped(block);
-        if !file_mapped.is_empty() && !self.only_private(address, held) {
+        if !file_mapped.is_empty() && !self.only_private(address, states) {
             return Ok(());
         }
-        let held_pages = held.iter().filter(|state| is_in_memory(**state)).count();
-        if held_pages == 0 {
+        let resident_pages = states.iter().filter(|state| is_in_memory(**state)).count();
+        if resident_pages == 0 {
             return Ok(());
         }
-        scan.scanned_bytes += (held_pages * PAGE) as u64;
+        scan.scanned_bytes += (resident_pages * PAGE) as u64;
         let found: Vec<u64> = (0..block.pages)
             .filter(|&page| {
-                is_in_memory(held[page as usize]) && self.is_zero(Pfn(block.start.0 + page))
+                is_in_memory(states[page as usize]) && self.is_zero(Pfn(block.start.0 + page))
             })
             .collect();
-        let whole = found.len() == held_pages && held_pages == block.pages as usize;
+        let whole = found.len() == resident_pages && resident_pages == block.pages as usize;
         if !whole {
             if found.len() < MIN_PAGES_TO_SPLIT {
                 return Ok(());
@@ -111,16 +111,16 @@ impl GuestRam {
         Ok(())
     }
 
-    /// Makes `held`, mincore's answer for a block with pages of the file that the memory was
+    /// Makes `states`, mincore's answer for a block with pages of the file that the memory was
     /// restored from, or with stable pages, say which pages are there for this memory alone. Of
     /// pages that the guest has not written to, mincore tells whether they are in the page cache,
     /// and there is nothing to give back. False if the kernel does not tell.
-    fn only_private(&self, address: usize, held: &mut [u8]) -> bool {
-        let states =
-            self.pagemap.as_ref().and_then(|pagemap| pagemap.read(address, held.len()).ok());
-        let Some(states) = states else { return false };
-        for (held, state) in held.iter_mut().zip(states) {
-            *held = u8::from(state.is_private_in_memory());
+    fn only_private(&self, address: usize, states: &mut [u8]) -> bool {
+        let private =
+            self.pagemap.as_ref().and_then(|pagemap| pagemap.read(address, states.len()).ok());
+        let Some(private) = private else { return false };
+        for (state, private) in states.iter_mut().zip(private) {
+            *state = u8::from(private.is_private_in_memory());
         }
         true
     }

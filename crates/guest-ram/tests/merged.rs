@@ -188,7 +188,7 @@ fn a_snapshot_of_merged_memory_is_that_of_the_same_memory_unmerged() {
     assert_eq!((&merged, merged.data_bytes()), (&plain, PAGES / 2 * PAGE));
     assert_eq!((ram.resident_bytes().unwrap(), ram.merged_bytes()), (0, PAGES / 2 * PAGE));
     let mut held = Vec::new();
-    ram.held_ranges(range(0, PAGES), &mut held).unwrap();
+    ram.populated_ranges(range(0, PAGES), &mut held).unwrap();
     assert_eq!(held.len() as u64, PAGES / 2);
     // Nothing of it is touched and zero.
     assert_eq!(ram.discard_zeros(range(0, PAGES)).unwrap().returned_bytes, 0);
@@ -246,7 +246,7 @@ fn pages_that_are_away_to_be_compared_are_not_overlooked() {
             // At any moment, not only at the one at which the other one has just ended.
             (0..random.below(5000)).for_each(|_| std::hint::spin_loop());
             held.clear();
-            ram.held_ranges(range(0, PAGES), &mut held).unwrap();
+            ram.populated_ranges(range(0, PAGES), &mut held).unwrap();
             assert_eq!(held, [range(0, 512)], "look {look}");
             // A failure of the other one shows when it is joined.
             if merger.is_finished() {
@@ -273,7 +273,7 @@ fn pages_that_a_discard_has_brought_are_merged_again() {
         assert_eq!(merger.merge(range(0, PAGES)).unwrap(), PAGES, "round {round}");
         assert_eq!((merger.release(), ram.resident_bytes().unwrap()), (PAGES, 0));
         let ranges: Vec<_> = (0..PAGES).step_by(64).map(|page| range(page, 64)).collect();
-        assert_eq!(ram.discard_held(&ranges).unwrap().bytes, PAGES * PAGE);
+        assert_eq!(ram.discard_ballooned(&ranges).unwrap().bytes, PAGES * PAGE);
         assert_eq!(merger.release(), 0);
         assert!((0..PAGES).all(|page| holds(&ram, page, 0)));
     }

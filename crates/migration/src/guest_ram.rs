@@ -57,7 +57,7 @@ impl SourceMemory for GuestRam {
     }
 
     fn held(&self, range: PageRange, held: &mut Vec<PageRange>) -> Result<(), BoxError> {
-        Ok(self.held_ranges(range, held)?)
+        Ok(self.populated_ranges(range, held)?)
     }
 
     fn read(&self, range: PageRange, bytes: &mut [u8]) -> Result<(), BoxError> {

@@ -30,7 +30,7 @@ fn range(start: u64, pages: u64) -> GuestRange {
 
 fn held(ram: &GuestRam, range: GuestRange) -> Vec<GuestRange> {
     let mut held = Vec::new();
-    ram.held_ranges(range, &mut held).unwrap();
+    ram.populated_ranges(range, &mut held).unwrap();
     held
 }
 
@@ -83,7 +83,7 @@ proptest! {
         let border = |pair: &[GuestRange]| pair[0].end() != pair[1].start || pair[1].start == Pfn(PAGES);
         prop_assert!(found.windows(2).all(border));
         for page in asked.start.0..asked.end().0 {
-            prop_assert_eq!(ram.is_held(Pfn(page)).unwrap(), model[page as usize].is_some());
+            prop_assert_eq!(ram.is_populated(Pfn(page)).unwrap(), model[page as usize].is_some());
         }
         let mut content = vec![1; asked.size_bytes() as usize];
         ram.read_pages(asked, &mut content).unwrap();
@@ -108,7 +108,7 @@ fn ranges_that_are_not_guest_memory_are_refused() {
         let mut content = vec![9; outside.size_bytes() as usize];
         let refused =
             |result| matches!(result, Err(RamError::OutsideRam { range }) if range == outside);
-        assert!(refused(ram.held_ranges(outside, &mut Vec::new())), "{outside}");
+        assert!(refused(ram.populated_ranges(outside, &mut Vec::new())), "{outside}");
         assert!(refused(ram.read_pages(outside, &mut content)), "{outside}");
         assert!(refused(ram.write_pages(outside, &content)), "{outside}");
     }
@@ -120,7 +120,7 @@ fn what_was_there_before_stays_in_the_list() {
     let ram = ram(Backing::Anonymous);
     ram.write_pages(range(1, 1), &[1; PAGE as usize]).unwrap();
     let mut held = vec![range(0, 1)];
-    ram.held_ranges(range(1, 5), &mut held).unwrap();
+    ram.populated_ranges(range(1, 5), &mut held).unwrap();
     assert_eq!(held, [range(0, 1), range(1, 1)]);
 }
 

@@ -96,7 +96,7 @@ fn pages_that_the_kernel_merged_are_held_counted_apart_and_discarded() {
     assert!(residency.private_bytes <= 64 * PAGE, "{residency:?}");
     assert_eq!((residency.merged_bytes, residency.file_bytes), (PAGES * PAGE, 0));
     let mut held = Vec::new();
-    ram.held_ranges(range(0, PAGES), &mut held).unwrap();
+    ram.populated_ranges(range(0, PAGES), &mut held).unwrap();
     assert_eq!(held, [range(0, PAGES)]);
     let again = tempfile::tempfile().unwrap();
     assert_eq!(ram.save(&again, 0, &mut |_| {}).unwrap(), image);

@@ -77,11 +77,11 @@ impl TestMerger {
             }
         }
         self.release();
-        let mut held = Vec::new();
-        self.session.ram().held_ranges(block, &mut held)?;
+        let mut populated = Vec::new();
+        self.session.ram().populated_ranges(block, &mut populated)?;
         let mut replacements = Vec::new();
         let mut content = vec![0; PAGE_SIZE_BYTES as usize];
-        for page in held.iter().flat_map(|range| range.start.0..range.end().0).map(Pfn) {
+        for page in populated.iter().flat_map(|range| range.start.0..range.end().0).map(Pfn) {
             self.session.ram().read_pages(GuestRange::new(page, 1), &mut content)?;
             let target = if content.iter().all(|byte| *byte == 0) {
                 MergeTarget::Zero

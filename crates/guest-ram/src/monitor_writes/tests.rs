@@ -133,7 +133,7 @@ proptest! {
             .into_iter()
             .map(|(start, pages)| GuestRange::new(Pfn(start), pages.min(2 * REGION_PAGES - start)))
             .collect();
-        let discard = || if held { ram.discard_held(&ranges) } else { ram.discard(&ranges) };
+        let discard = || if held { ram.discard_ballooned(&ranges) } else { ram.discard(&ranges) };
         discard().unwrap();
         prop_assert!(taken(&ram).is_empty());
         ram.start_write_log().unwrap();

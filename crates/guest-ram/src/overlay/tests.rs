@@ -176,7 +176,7 @@ fn a_discarded_page_never_shows_the_stable_page() {
                 fill(&ram, range);
             }
             // The second time there is nothing special about most of it.
-            assert_eq!(ram.discard_held(&ranges).unwrap().bytes, 26 * PAGE);
+            assert_eq!(ram.discard_ballooned(&ranges).unwrap().bytes, 26 * PAGE);
         }
         assert_eq!(released(&ram), []);
     }
@@ -272,9 +272,9 @@ fn merged_pages_are_held_and_read_as_what_they_are() {
     fill(&ram, range(33, 1));
     ram.discard(&[range(38, 1)]).unwrap();
     let mut held = Vec::new();
-    ram.held_ranges(range(0, REGION), &mut held).unwrap();
+    ram.populated_ranges(range(0, REGION), &mut held).unwrap();
     assert_eq!(held, [range(10, 10), range(30, 8), range(39, 1)]);
-    assert!(ram.is_held(Pfn(36)).unwrap() && !ram.is_held(Pfn(38)).unwrap());
+    assert!(ram.is_populated(Pfn(36)).unwrap() && !ram.is_populated(Pfn(38)).unwrap());
     let mut content = vec![0; 10 * PAGE as usize];
     ram.read_pages(range(30, 10), &mut content).unwrap();
     for (page, content) in (30..40).zip(content.chunks(PAGE as usize)) {

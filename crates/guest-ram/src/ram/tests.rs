@@ -91,19 +91,19 @@ fn hugetlb_pages_go_as_a_whole_once_all_of_them_is_held() {
     fill(&ram, 0, 4 * MIB);
     assert_eq!(ram.resident_bytes().unwrap(), 4 * MIB);
 
-    let outcome = ram.discard_held(&[pages(0, MIB)]).unwrap();
+    let outcome = ram.discard_ballooned(&[pages(0, MIB)]).unwrap();
     assert_eq!((outcome.bytes, outcome.deferred_bytes, outcome.syscalls), (0, MIB, 0));
     assert_eq!(filled_pages(&ram, 0, 4 * MIB), 1024);
 
-    let outcome = ram.discard_held(&[pages(MIB, 2 * MIB)]).unwrap();
+    let outcome = ram.discard_ballooned(&[pages(MIB, 2 * MIB)]).unwrap();
     assert_eq!((outcome.bytes, outcome.deferred_bytes), (2 * MIB, MIB));
     assert_eq!(ram.resident_bytes().unwrap(), 2 * MIB);
     assert_eq!(filled_pages(&ram, 0, 4 * MIB), 512);
 
     // A page that went back to the guest keeps its huge page.
     ram.reclaim(&[pages(2 * MIB, 4096)]);
-    assert_eq!(ram.discard_held(&[pages(3 * MIB, MIB)]).unwrap().bytes, 0);
-    assert_eq!(ram.discard_held(&[pages(2 * MIB, 4096)]).unwrap().bytes, 2 * MIB);
+    assert_eq!(ram.discard_ballooned(&[pages(3 * MIB, MIB)]).unwrap().bytes, 0);
+    assert_eq!(ram.discard_ballooned(&[pages(2 * MIB, 4096)]).unwrap().bytes, 2 * MIB);
 }
 
 #[test]

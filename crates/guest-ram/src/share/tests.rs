@@ -94,7 +94,7 @@ fn another_process_can_go_on_with_the_memory() {
         .unwrap();
     assert!(status.success());
     assert_eq!(ram.memory().read_obj::<u64>(PAGE).unwrap(), 0xfeed);
-    assert!(!ram.is_held(Pfn(3)).unwrap());
+    assert!(!ram.is_populated(Pfn(3)).unwrap());
 }
 
 #[test]

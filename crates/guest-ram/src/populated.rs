@@ -13,7 +13,7 @@ use crate::{Backing, GuestRam, GuestRange};
 
 /// A run of pages that may hold something.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct HeldRun<'a> {
+pub(crate) struct PopulatedRun<'a> {
     /// Guest pages, within one region.
     pub(crate) range: GuestRange,
     /// Where their content is.
@@ -42,7 +42,7 @@ enum PageContent {
 impl GuestRam {
     /// The runs of `range`, which must lie within one region, that may hold something, in ascending
     /// order. Pages in none of them are zero.
-    pub(crate) fn held_runs(&self, range: GuestRange) -> io::Result<Vec<HeldRun<'_>>> {
+    pub(crate) fn populated_runs(&self, range: GuestRange) -> io::Result<Vec<PopulatedRun<'_>>> {
         let Some(piece) = self.piece(range) else { return Ok(Vec::new()) };
         if let Some((file, offset)) = piece.file {
             let in_file = offset..offset + range.size_bytes();
@@ -68,7 +68,7 @@ impl GuestRam {
         let Some(states) = states else {
             // Nothing else reports pages in swap space: each must be looked at, which costs time and
             // page tables.
-            return Ok(vec![HeldRun { range, content: Content::Memory }]);
+            return Ok(vec![PopulatedRun { range, content: Content::Memory }]);
         };
         let mut contents: Vec<_> = states
             .iter()
@@ -101,7 +101,7 @@ impl GuestRam {
             first = part.end();
             match (same[0], self.snapshot()) {
                 (PageContent::Memory, _) => {
-                    runs.push(HeldRun { range: part, content: Content::Memory });
+                    runs.push(PopulatedRun { range: part, content: Content::Memory });
                 }
                 (PageContent::Snapshot, Some(snapshot)) => {
                     let (file, offset) = snapshot.at(self.ram_offset_bytes(part.start));
@@ -115,7 +115,7 @@ impl GuestRam {
 }
 
 /// The runs of `range` for which `file`, from `offset` on, has data.
-fn runs_of_file(file: &File, offset: u64, range: GuestRange) -> io::Result<Vec<HeldRun<'_>>> {
+fn runs_of_file(file: &File, offset: u64, range: GuestRange) -> io::Result<Vec<PopulatedRun<'_>>> {
     let segments = data_segments(file, offset..offset + range.size_bytes())?;
     Ok(runs_of_segments(file, offset, range, segments))
 }
@@ -126,8 +126,8 @@ fn runs_of_segments(
     offset: u64,
     range: GuestRange,
     segments: Vec<Range<u64>>,
-) -> Vec<HeldRun<'_>> {
-    let run = |segment: Range<u64>| HeldRun {
+) -> Vec<PopulatedRun<'_>> {
+    let run = |segment: Range<u64>| PopulatedRun {
         range: GuestRange::new(
             Pfn(range.start.0 + (segment.start - offset) / PAGE_SIZE_BYTES),
             (segment.end - segment.start) / PAGE_SIZE_BYTES,

@@ -1,21 +1,20 @@
-//! Memory of which pages the guest has given away, for backings that can only discard whole huge
-//! pages.
+//! Pages in the balloon whose huge page is in use in part, for backings that can only discard whole
+//! huge pages.
 //!
 //! A hugetlb page goes back to the host only as a whole. Pages that a balloon takes one by one are
-//! remembered here until their huge page is complete; a page that goes back to the guest is
-//! forgotten.
+//! recorded here until their huge page is complete; a page that goes back to the guest is dropped.
 
 use ebb_abi::{HUGE_PAGE_SIZE_PAGES, Pfn};
 
 use crate::{GuestRange, PageBitmap};
 
-/// Whether the guest keeps its hands off discarded pages after the call.
+/// How long discarded pages stay out of use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Tenure {
-    /// The pages may be in use again as soon as the call returns.
+    /// They may be in use again as soon as the call returns.
     Momentary,
-    /// The pages stay out of use until they are reclaimed.
-    Held,
+    /// They are in the balloon: out of use until they are reclaimed.
+    Ballooned,
 }
 
 /// What may be discarded now.
@@ -27,18 +26,18 @@ pub(crate) struct Plan {
     pub(crate) deferred_pages: u64,
 }
 
-/// The pages that stay out of use. Complete huge pages stay until reclaimed, so that a page that is
+/// The pages in the balloon. Complete huge pages stay until reclaimed, so that a page that is
 /// reclaimed and given away again completes its huge page again.
 #[derive(Debug)]
-pub(crate) struct HeldPages(PageBitmap);
+pub(crate) struct PartialHugePages(PageBitmap);
 
-impl HeldPages {
+impl PartialHugePages {
     /// None of the pages of these regions, which must consist of whole huge pages.
     pub(crate) fn new(regions: &[GuestRange]) -> Self {
         Self(PageBitmap::new(regions))
     }
 
-    /// Finds the huge pages that `ranges`, together with what is held, completes.
+    /// Finds the huge pages that `ranges`, together with the pages in the balloon, completes.
     pub(crate) fn plan(&mut self, ranges: &[GuestRange], tenure: Tenure) -> Plan {
         let mut asked = ranges.to_vec();
         crate::coalesce(&mut asked);
@@ -49,14 +48,14 @@ impl HeldPages {
             let number = parts[0].start.huge_block();
             let block = GuestRange::new(Pfn(number * HUGE_PAGE_SIZE_PAGES), HUGE_PAGE_SIZE_PAGES);
             let asked_pages: u64 = parts.iter().map(|part| part.pages).sum();
-            let held_pages: u64 = parts.iter().map(|part| self.0.count_in(*part)).sum();
-            if self.0.count_in(block) + asked_pages - held_pages == HUGE_PAGE_SIZE_PAGES {
+            let known_pages: u64 = parts.iter().map(|part| self.0.count_in(*part)).sum();
+            if self.0.count_in(block) + asked_pages - known_pages == HUGE_PAGE_SIZE_PAGES {
                 plan.whole.push(block);
             } else {
                 plan.deferred_pages += asked_pages;
             }
         }
-        if tenure == Tenure::Held {
+        if tenure == Tenure::Ballooned {
             for range in asked {
                 self.0.insert(range);
             }
@@ -92,69 +91,69 @@ mod tests {
         GuestRange::new(Pfn(start), pages)
     }
 
-    fn held() -> HeldPages {
-        HeldPages::new(&[range(0, 4096)])
+    fn none() -> PartialHugePages {
+        PartialHugePages::new(&[range(0, 4096)])
     }
 
     #[test]
     fn a_block_is_complete_when_its_last_page_comes() {
-        let mut held = held();
-        let plan = held.plan(&[range(512, 511)], Tenure::Held);
+        let mut ballooned = none();
+        let plan = ballooned.plan(&[range(512, 511)], Tenure::Ballooned);
         assert_eq!(plan, Plan { whole: vec![], deferred_pages: 511 });
-        let plan = held.plan(&[range(1023, 2)], Tenure::Held);
+        let plan = ballooned.plan(&[range(1023, 2)], Tenure::Ballooned);
         assert_eq!(plan, Plan { whole: vec![range(512, 512)], deferred_pages: 1 });
     }
 
     #[test]
     fn momentary_pages_count_only_during_the_call() {
-        let mut held = held();
-        assert_eq!(held.plan(&[range(0, 256)], Tenure::Momentary).deferred_pages, 256);
-        assert_eq!(held.plan(&[range(256, 256)], Tenure::Held).whole, []);
-        let both = held.plan(&[range(0, 256)], Tenure::Momentary);
+        let mut ballooned = none();
+        assert_eq!(ballooned.plan(&[range(0, 256)], Tenure::Momentary).deferred_pages, 256);
+        assert_eq!(ballooned.plan(&[range(256, 256)], Tenure::Ballooned).whole, []);
+        let both = ballooned.plan(&[range(0, 256)], Tenure::Momentary);
         assert_eq!(both, Plan { whole: vec![range(0, 512)], deferred_pages: 0 });
-        assert_eq!(held.plan(&[range(0, 255)], Tenure::Momentary).whole, []);
+        assert_eq!(ballooned.plan(&[range(0, 255)], Tenure::Momentary).whole, []);
     }
 
     #[test]
     fn a_reclaimed_page_must_come_back_before_its_block_goes() {
-        let mut held = held();
-        assert_eq!(held.plan(&[range(0, 1024)], Tenure::Held).whole, [range(0, 1024)]);
-        held.reclaim(range(7, 1));
-        assert_eq!(held.plan(&[range(8, 1)], Tenure::Held).whole, []);
-        assert_eq!(held.plan(&[range(7, 1)], Tenure::Held).whole, [range(0, 512)]);
-        held.reclaim(range(0, u64::MAX));
-        assert!(held.0.is_empty());
+        let mut ballooned = none();
+        assert_eq!(ballooned.plan(&[range(0, 1024)], Tenure::Ballooned).whole, [range(0, 1024)]);
+        ballooned.reclaim(range(7, 1));
+        assert_eq!(ballooned.plan(&[range(8, 1)], Tenure::Ballooned).whole, []);
+        assert_eq!(ballooned.plan(&[range(7, 1)], Tenure::Ballooned).whole, [range(0, 512)]);
+        ballooned.reclaim(range(0, u64::MAX));
+        assert!(ballooned.0.is_empty());
     }
 
     proptest! {
-        /// The model is the plain set of held pages.
+        /// The model is the plain set of ballooned pages.
         #[test]
         fn whole_blocks_consist_of_asked_and_held_pages(
             steps in prop::collection::vec((0..3_u8, 0..1600_u64, 0..1100_u64), 1..20),
         ) {
-            let mut held = held();
+            let mut ballooned = none();
             let mut model: BTreeSet<u64> = BTreeSet::new();
             for (action, start, pages) in steps {
                 let asked: BTreeSet<u64> = (start..start + pages).collect();
                 if action == 2 {
-                    held.reclaim(range(start, pages));
+                    ballooned.reclaim(range(start, pages));
                     model.retain(|page| !asked.contains(page));
                     continue;
                 }
-                let tenure = if action == 0 { Tenure::Held } else { Tenure::Momentary };
+                let tenure = if action == 0 { Tenure::Ballooned } else { Tenure::Momentary };
                 let known: BTreeSet<u64> = model.union(&asked).copied().collect();
                 let complete: BTreeSet<u64> = asked
                     .iter()
                     .map(|page| page / 512)
                     .filter(|block| (block * 512..block * 512 + 512).all(|page| known.contains(&page)))
                     .collect();
-                let plan = held.plan(&[range(start, pages)], tenure);
+                let plan = ballooned.plan(&[range(start, pages)], tenure);
                 let whole: BTreeSet<u64> =
                     plan.whole.iter().flat_map(|range| range.start.0..range.end().0).map(|page| page / 512).collect();
                 let deferred = asked.iter().filter(|page| !complete.contains(&(**page / 512))).count() as u64;
                 prop_assert_eq!(whole, complete);
                 prop_assert_eq!(plan.deferred_pages, deferred);
-                if tenure == Tenure::Held {
+                if tenure == Tenure::Ballooned {
                     model = known;
                 }
             }
