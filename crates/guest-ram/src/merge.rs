@@ -15,13 +15,13 @@
 //! works. Which pages are worth it is decided elsewhere. What is merged is kept in the memory's
 //! overlay (`overlay.rs`).
 
-mod bring_back;
+mod coalesce_vmas;
 mod enable;
 mod freeze;
 mod huge;
-mod mend;
 pub(crate) mod merging;
 mod nodes;
+mod reanonymize;
 mod scan;
 mod schedule;
 pub(crate) mod scratch;

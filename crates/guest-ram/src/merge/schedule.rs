@@ -1,24 +1,24 @@
 //! When a block is due for more than a look at its pages.
 //!
-//! Copies are brought back for the place of a huge page as a whole, so that pages that are written
-//! to together come back together: when no more of them were written to for some looks, but not
-//! later than some more looks after the first one. Mappings are put together at random looks.
+//! Copies are reanonymized for the place of a huge page as a whole, so that pages that are written
+//! to together are so together: when no more of them were written to for some looks, but not later
+//! than some more looks after the first one. VMAs are coalesced at random looks.
 
 use std::collections::HashMap;
 
 /// Looks in a row that must not have found another page written to.
 const QUIET_LOOKS: u8 = 2;
 
-/// Looks after which what is there is brought back in any case.
+/// Looks after which the copies are reanonymized in any case.
 const MOST_LOOKS: u8 = 8;
 
-/// Looks until the next try, where something could not be brought back.
+/// Looks until the next try, where a copy could not be reanonymized.
 const LOOKS_BETWEEN_TRIES: u8 = 16;
 
-/// Looks at a block of which one, on average, also looks for mappings to be put together.
+/// Looks at a block of which one, on average, also looks for VMAs to coalesce.
 const LOOKS: u64 = 32;
 
-/// Whether writers wait while pages are brought back.
+/// Whether writers block while pages are reanonymized.
 #[cfg(feature = "testing")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Protection {
@@ -49,12 +49,12 @@ struct Wait {
 pub(super) struct Copies(HashMap<u64, Wait>);
 
 impl Copies {
-    /// Notes what a look found; true if it is time to bring them back.
+    /// Records what a look found; true if it is time to reanonymize the copies.
     pub(super) fn is_due(&mut self, block: u64, found: Found) -> bool {
         let wait = self.0.entry(block).or_insert(Wait { quiet: 0, left: MOST_LOOKS });
         wait.quiet = if found == Found::New { 0 } else { wait.quiet.saturating_add(1) };
         wait.left = wait.left.saturating_sub(1);
-        // Somebody who was refused waits for the end of the time.
+        // After a refusal nothing is due before the end of the time.
         wait.left == 0 || (wait.quiet >= QUIET_LOOKS && wait.left < MOST_LOOKS)
     }
 
@@ -66,20 +66,20 @@ impl Copies {
         }
     }
 
-    /// Some of it could not be brought back.
+    /// A copy could not be reanonymized.
     pub(super) fn try_later(&mut self, block: u64) {
         self.0.insert(block, Wait { quiet: 0, left: MOST_LOOKS + LOOKS_BETWEEN_TRIES });
     }
 }
 
-/// Says whose turn it is, without any order: blocks are looked at in the same one in each pass.
+/// Picks one look of many at random: blocks are looked at in the same order in each pass.
 #[derive(Debug)]
-pub(super) struct Turns {
+pub(super) struct Sampler {
     random: u64,
     looks: u64,
 }
 
-impl Turns {
+impl Sampler {
     pub(super) fn new(seed: u64) -> Self {
         Self { random: seed | 1, looks: LOOKS }
     }
@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn copies_come_back_when_no_more_of_them_come_up() {
+    fn copies_are_due_when_no_more_of_them_come_up() {
         let mut copies = Copies::default();
         assert_eq!(
             looks(&mut copies, &[Found::New, Found::Known, Found::New, Found::Known, Found::Known]),
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn a_place_that_is_written_to_again_and_again_has_its_turn_nevertheless() {
+    fn a_place_that_is_written_to_again_and_again_is_due_nevertheless() {
         let mut copies = Copies::default();
         let due = looks(&mut copies, &[Found::New; MOST_LOOKS as usize]);
         assert_eq!(due.iter().position(|due| *due), Some(MOST_LOOKS as usize - 1));
@@ -137,9 +137,9 @@ mod tests {
     }
 
     #[test]
-    fn everybody_has_a_turn_now_and_then() {
-        let mut turns = Turns::new(7);
-        let count = (0..64 * LOOKS).filter(|_| turns.is_next()).count();
+    fn one_look_of_many_is_picked() {
+        let mut sampler = Sampler::new(7);
+        let count = (0..64 * LOOKS).filter(|_| sampler.is_next()).count();
         assert!((32..128).contains(&count), "{count}");
     }
 }

@@ -11,7 +11,7 @@ use super::merging::Merging;
 use super::scan::{PageScan, Question};
 #[cfg(feature = "testing")]
 use super::schedule::Protection;
-use super::schedule::{Copies, Turns};
+use super::schedule::{Copies, Sampler};
 use super::{MergeUnavailable, StableSlot};
 use crate::overlay::Source;
 use crate::{GuestRam, GuestRange};
@@ -77,7 +77,7 @@ pub struct MergeSession {
     pub(super) copies: Copies,
     #[cfg(feature = "testing")]
     pub(super) protection: Protection,
-    pub(super) turns: Turns,
+    pub(super) sampler: Sampler,
     /// Parts that could not be watched again, to be tried later.
     pub(super) unwatched: Vec<GuestRange>,
     /// Pages whose places in the staging area may not be empty.
@@ -108,7 +108,7 @@ impl MergeSession {
             copies: Copies::default(),
             #[cfg(feature = "testing")]
             protection: Protection::Yes,
-            turns: Turns::new(seed),
+            sampler: Sampler::new(seed),
             unwatched: Vec::new(),
             staged: None,
             only_node: only_node(),
@@ -130,7 +130,7 @@ impl MergeSession {
         looks.clear();
         let address = self.address(block)?;
         looks.resize(block.pages as usize, PageLook::Absent);
-        self.mend(block);
+        self.coalesce_vmas(block);
         self.watch_again(block);
         let huge_block = block.start.huge_block();
         let mut seen = vec![false; looks.len()];

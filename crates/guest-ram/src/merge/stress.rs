@@ -123,7 +123,7 @@ pub fn run(stress: &Stress) -> Result<Report, StressError> {
     }
     ram.enable_merging(segments)?;
     let mut session = MergeSession::new(Arc::clone(&ram))?;
-    session.turns.set_looks(2);
+    session.sampler.set_looks(2);
     if stress.freeze == Freeze::NotWhenBroughtBack {
         session.protection = Protection::No;
     }

@@ -39,7 +39,7 @@ pub(super) struct MergedPages {
     pub(super) moved: PageBitmap,
     /// Pages that were merged, were written to, and have been brought back to ordinary memory, and
     /// are still there.
-    pub(super) brought_back: PageBitmap,
+    pub(super) reanonymized: PageBitmap,
     pub(super) returns: Returns,
     /// Slots whose shares were given up by discards.
     pub(super) released: Vec<SlotRun>,
@@ -57,7 +57,7 @@ impl MergedPages {
             share_pages: 0,
             untracked,
             moved: PageBitmap::new(regions),
-            brought_back: PageBitmap::new(regions),
+            reanonymized: PageBitmap::new(regions),
             returns: Returns::default(),
             released: Vec::new(),
         }

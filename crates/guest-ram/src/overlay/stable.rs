@@ -78,8 +78,8 @@ impl FileExtents {
         self.vmas.fits(added, if is_long { FOR_RUNS } else { FOR_SHORT_RUNS })
     }
 
-    /// Whether `range`, which lies within a region, may be brought back to ordinary memory.
-    pub(crate) fn may_bring_back(&self, range: GuestRange) -> bool {
+    /// Whether `range`, which lies within a region, may be reanonymized.
+    pub(crate) fn may_reanonymize(&self, range: GuestRange) -> bool {
         self.vmas.fits(self.vmas.added_by(range), FOR_REANONYMIZED)
     }
 
@@ -101,8 +101,8 @@ impl FileExtents {
         let merged = &mut self.merged;
         merged.untracked.remove(range);
         merged.moved.remove(range);
-        merged.returns.remerged_pages += merged.brought_back.count_in(range);
-        merged.brought_back.remove(range);
+        merged.returns.remerged_pages += merged.reanonymized.count_in(range);
+        merged.reanonymized.remove(range);
         merged.shares.insert(range);
         merged.share_pages += range.pages;
         let mut start = range.start.0;
@@ -163,12 +163,12 @@ impl FileExtents {
     /// Notes that `range`, which lies within a region, was replaced by one mapping of anonymous
     /// memory with the same content: what was merged there once is ordinary memory again. Shares
     /// that it held are released.
-    pub(crate) fn note_brought_back(&mut self, range: GuestRange) {
+    pub(crate) fn note_reanonymized(&mut self, range: GuestRange) {
         self.release(range);
         let stable: Vec<GuestRange> = self.stable_mapped(range).map(|(part, _)| part).collect();
         for part in stable {
             self.merged.returns.brought_back_pages += part.pages;
-            self.merged.brought_back.insert(part);
+            self.merged.reanonymized.insert(part);
         }
         self.note_moved_here(range, &mut Vec::new());
     }
@@ -181,7 +181,7 @@ impl FileExtents {
 
     /// Notes that `range`, which lies within a region and is not mapped from a file, was replaced
     /// by one mapping with the same pages.
-    pub(crate) fn note_joined(&mut self, range: GuestRange) {
+    pub(crate) fn note_coalesced(&mut self, range: GuestRange) {
         let before = self.vmas.own();
         self.note_moved_here(range, &mut Vec::new());
         self.merged.returns.joined_mappings += before.saturating_sub(self.vmas.own());
@@ -189,7 +189,7 @@ impl FileExtents {
 
     /// Notes that `range` is discarded by ordinary means.
     pub(super) fn note_emptied(&mut self, range: GuestRange) {
-        self.merged.brought_back.remove(range);
+        self.merged.reanonymized.remove(range);
     }
 
     /// Notes that `range` is about to be fresh anonymous memory, as far as merging is concerned.
@@ -197,7 +197,7 @@ impl FileExtents {
         self.release(range);
         self.vmas.doubt(2);
         self.merged.moved.remove(range);
-        self.merged.brought_back.remove(range);
+        self.merged.reanonymized.remove(range);
         self.merged.untracked.insert(range);
     }
 

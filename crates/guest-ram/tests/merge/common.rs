@@ -112,7 +112,7 @@ pub fn mappings_of(setup: &Setup) -> usize {
 /// comes. `pages`, each of which begins with this byte, are written to in between: another test may
 /// have made a child process, to which they belong, too, until then, and what belongs to somebody
 /// else is not moved.
-pub fn is_mended(setup: &mut Setup, pages: &[(u64, u8)], most: usize) -> bool {
+pub fn are_coalesced(setup: &mut Setup, pages: &[(u64, u8)], most: usize) -> bool {
     (0..2000).any(|_| {
         for (page, byte) in pages {
             setup.ram.memory().write_obj(*byte, GuestAddress(page * PAGE_SIZE_BYTES)).unwrap();

@@ -5,12 +5,12 @@
 
 #![allow(clippy::unwrap_used, reason = "a test")]
 
-mod bring_back;
+mod coalesce_vmas;
 mod common;
 mod huge;
 mod mappings;
-mod mend;
 mod pinned;
+mod reanonymize;
 mod refused;
 mod replace;
 mod stress;

@@ -10,7 +10,7 @@ use ebb_abi::Pfn;
 use ebb_guest_ram::merge::{MergeOutcome, PageLook};
 use ebb_guest_ram::{GuestRange, HugePages, InhibitReason};
 
-use crate::common::{PAGE, is_mended, mappings_of, setup};
+use crate::common::{PAGE, are_coalesced, mappings_of, setup};
 
 // include/uapi/linux/io_uring.h
 const SETUP: libc::c_long = 425;
@@ -242,6 +242,6 @@ fn mappings_with_a_pinned_page_are_not_put_together() {
     assert!((0..512).all(|page| setup.is_full_of(page, if page == 150 { 9 } else { 7 })));
     ring.register(UNREGISTER_BUFFERS, None).unwrap();
     let pages: Vec<_> = (0..512).map(|page| (page, if page == 150 { 9 } else { 7 })).collect();
-    assert!(is_mended(&mut setup, &pages, 10));
+    assert!(are_coalesced(&mut setup, &pages, 10));
     assert!((0..512).all(|page| setup.is_full_of(page, if page == 150 { 9 } else { 7 })));
 }

@@ -148,18 +148,18 @@ fn what_is_brought_back_takes_no_mappings_from_what_is_merged() {
     let mut extents = tracked(&[range(0, 1 << 16)], 800);
     extents.note_merged(range(0, 1 << 16), slot(0, 0));
     let single = (0..1 << 16).step_by(10).map(|page| range(page + 5, 1));
-    let mut brought_back = 0;
+    let mut reanonymized = 0;
     for page in single {
-        if extents.may_bring_back(page) {
-            extents.note_brought_back(page);
-            brought_back += 1;
+        if extents.may_reanonymize(page) {
+            extents.note_reanonymized(page);
+            reanonymized += 1;
         }
     }
     // A quarter of what is for merging. The last one, at the end of the run, took one border only.
-    assert_eq!((brought_back, extents.vmas.count()), (75, 150));
+    assert_eq!((reanonymized, extents.vmas.count()), (75, 150));
     assert_eq!(extents.returns(), Returns { brought_back_pages: 75, ..Returns::default() });
     // What needs no mapping more: several in one, or the end of a run.
-    assert!(extents.may_bring_back(range(5, 11)) && !extents.may_bring_back(range(7000, 1)));
+    assert!(extents.may_reanonymize(range(5, 11)) && !extents.may_reanonymize(range(7000, 1)));
     assert_eq!(released(&mut extents).len(), 75);
     // Merged again with the same pages as before, it is part of a run again, which the count does
     // not know for sure.
@@ -292,7 +292,7 @@ struct Page {
     shares: bool,
     untracked: bool,
     moved: bool,
-    brought_back: bool,
+    reanonymized: bool,
     /// Number of the mapping that it lies in. The kernel's least generous joining: each mapping
     /// gets a page of its own as soon as it is made, so that only a new one is ever joined with a
     /// neighbour, and with one only.
@@ -315,7 +315,7 @@ enum Step {
     Discard { start: u64, pages: u64 },
     Unmerge { start: u64, pages: u64 },
     Moved { start: u64, pages: u64 },
-    BringBack { start: u64, pages: u64 },
+    Reanonymize { start: u64, pages: u64 },
     Empty { start: u64, pages: u64 },
     Join { start: u64, pages: u64 },
     Track { start: u64, pages: u64 },
@@ -344,7 +344,7 @@ fn step() -> impl Strategy<Value = Step> {
         }),
         2 => place().prop_map(|(start, pages)| {
             let Step::Discard { start, pages } = within_region(start, pages) else { unreachable!() };
-            Step::BringBack { start, pages }
+            Step::Reanonymize { start, pages }
         }),
         1 => place().prop_map(|(start, pages)| Step::Empty { start, pages }),
         2 => place().prop_map(|(start, pages)| {
@@ -422,7 +422,7 @@ impl Model {
                 ..Page::default()
             };
             let before = std::mem::replace(&mut self.pages[(start + index) as usize], page);
-            self.returns.remerged_pages += u64::from(before.brought_back && mapped.is_some());
+            self.returns.remerged_pages += u64::from(before.reanonymized && mapped.is_some());
         }
         let joins = |left: u64, right: u64| {
             let same_region =
@@ -456,16 +456,16 @@ impl Model {
         let mapping = self.next_mapping;
         self.next_mapping += 1;
         for place in &mut self.pages[start as usize..(start + pages) as usize] {
-            let brought_back = place.brought_back;
+            let reanonymized = place.reanonymized;
             *place =
-                Page { untracked: true, moved: true, brought_back, mapping, ..Page::default() };
+                Page { untracked: true, moved: true, reanonymized, mapping, ..Page::default() };
         }
     }
 
     /// The same for pages that were merged and written to, or are around such.
-    fn bring_back(&mut self, start: u64, pages: u64) {
+    fn reanonymize(&mut self, start: u64, pages: u64) {
         for page in &mut self.pages[start as usize..(start + pages) as usize] {
-            page.brought_back |= page.stable().is_some();
+            page.reanonymized |= page.stable().is_some();
             self.returns.brought_back_pages += u64::from(page.stable().is_some());
         }
         self.move_here(start, pages);
@@ -606,15 +606,15 @@ proptest! {
                     prop_assert_eq!(released, model.release(start, pages));
                     model.move_here(start, pages);
                 }
-                Step::BringBack { start, pages } => {
-                    if !extents.may_bring_back(range(start, pages)) {
+                Step::Reanonymize { start, pages } => {
+                    if !extents.may_reanonymize(range(start, pages)) {
                         prop_assert!(extents.vmas.count() + 2 > max_vmas * 3 / 16);
                         continue;
                     }
-                    extents.note_brought_back(range(start, pages));
+                    extents.note_reanonymized(range(start, pages));
                     let released = model.release(start, pages);
                     model.released.extend(released);
-                    model.bring_back(start, pages);
+                    model.reanonymize(start, pages);
                 }
                 Step::Join { start, pages } => {
                     if extents.mapped(range(start, pages)).next().is_some() {
@@ -631,7 +631,7 @@ proptest! {
                         prop_assert!(inside.into_iter().all(|page| of(page) == of(mapping.start.0)));
                     }
                     let (before, joined) = (extents.vmas.count(), extents.returns().joined_mappings);
-                    extents.note_joined(range(start, end - start));
+                    extents.note_coalesced(range(start, end - start));
                     model.move_here(start, end - start);
                     prop_assert_eq!(extents.vmas.count() + mappings.len() as u64, before + 1);
                     model.returns.joined_mappings = joined + mappings.len() as u64 - 1;
@@ -641,7 +641,7 @@ proptest! {
                     let end = (start + pages).min(PAGES);
                     model.pages[start as usize..end as usize]
                         .iter_mut()
-                        .for_each(|page| page.brought_back = false);
+                        .for_each(|page| page.reanonymized = false);
                 }
                 Step::Track { start, pages } => {
                     extents.note_tracked(range(start, pages));

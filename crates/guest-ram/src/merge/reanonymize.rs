@@ -1,4 +1,4 @@
-//! Bringing merged pages that were written to back to ordinary memory, so that they can be merged
+//! Giving merged pages that were written to anonymous memory again, so that they can be merged
 //! again.
 //!
 //! The write has given such a page a copy of its own, in front of the stable page, within a mapping
@@ -14,10 +14,10 @@
 //!   before it finds the new page behind it.
 //! - The kernel's own writes for the guest go through the same page tables, or are told of the
 //!   change (MMU notifiers).
-//! - A device that has pinned a page notices neither, and nothing in the kernel tells who has
-//!   pinned what. Whoever lets a device do that must [inhibit
+//! - A device that has pinned a page notices neither, and the kernel does not report what is
+//!   pinned. A monitor that lets a device pin memory must [inhibit
 //!   discards](crate::GuestRam::inhibit_discard), which would take pages away below the device in
-//!   the same way. So nothing is brought back while discards are inhibited, and a device that wants
+//!   the same way. So nothing is reanonymized while discards are inhibited, and a device that wants
 //!   to begin waits until the end of what is under way.
 //! - Discards wait: they need the lock that is held here.
 
@@ -56,7 +56,7 @@ impl MergeSession {
             .zip(looks)
             .filter(|(_, look)| is_copy(look))
             .map(|(page, _)| Pfn(page));
-        if self.bring_back(&pages.collect::<Vec<_>>()) {
+        if self.reanonymize(&pages.collect::<Vec<_>>()) {
             self.copies.forget(number);
         } else {
             self.copies.try_later(number);
@@ -65,7 +65,7 @@ impl MergeSession {
 
     /// Brings those of `pages` back (ascending, and of one region) that still have copies in front
     /// of stable pages. True if none is left.
-    fn bring_back(&self, pages: &[Pfn]) -> bool {
+    fn reanonymize(&self, pages: &[Pfn]) -> bool {
         // Before the lock, as for a discard.
         let Some(_permission) = self.ram.discard_permission() else { return false };
         let Some(mut overlaid) = self.ram.lock_overlay() else { return true };
@@ -75,27 +75,27 @@ impl MergeSession {
         let mut is_all = true;
         for run in copies.chunk_by(|left, right| left.0 + 1 == right.0) {
             let range = GuestRange::new(run[0], run.len() as u64);
-            let may = |overlaid: &FileExtents| overlaid.may_bring_back(range);
+            let may = |overlaid: &FileExtents| overlaid.may_reanonymize(range);
             if !self.merging().may(self.ram.regions(), &mut overlaid, may) {
                 is_all = false;
                 continue;
             }
-            if let Err(error) = self.bring_back_run(&mut overlaid, range) {
-                tracing::debug!("{range} cannot be brought back: {error}");
+            if let Err(error) = self.reanonymize_run(&mut overlaid, range) {
+                tracing::debug!("{range} cannot be reanonymized: {error}");
                 return false;
             }
         }
         is_all
     }
 
-    fn bring_back_run(&self, overlaid: &mut FileExtents, range: GuestRange) -> io::Result<()> {
+    fn reanonymize_run(&self, overlaid: &mut FileExtents, range: GuestRange) -> io::Result<()> {
         let Some(piece) = self.ram.piece(range) else { return Ok(()) };
         #[cfg(feature = "testing")]
         if self.protection == Protection::No {
             // SAFETY: not upheld: this is the control of a test, which counts the writes that get
             // lost in its own memory.
             unsafe { self.put_copy(&piece) }?;
-            overlaid.note_brought_back(range);
+            overlaid.note_reanonymized(range);
             return Ok(());
         }
         let (address, size_bytes) = (piece.address, range.size_bytes() as usize);
@@ -108,8 +108,8 @@ impl MergeSession {
                 // device has pinned, or discards would be inhibited.
                 unsafe { self.put_copy(&piece) }
             })
-            .inspect(|()| overlaid.note_brought_back(range));
-        must_succeed("pages that were to be brought back cannot be released", || {
+            .inspect(|()| overlaid.note_reanonymized(range));
+        must_succeed("pages that were to be reanonymized cannot be released", || {
             waiting.forget(address, size_bytes)
         });
         must_succeed("who waits for a page of the guest cannot be woken", || {

@@ -28,7 +28,7 @@ fn fill_all(setup: &Setup, pages: &[(u64, StableSlot)], byte: impl Fn(u64) -> u8
 }
 
 /// Looks until nothing is a copy in front of a stable page any more.
-fn bring_back(setup: &mut Setup) {
+fn reanonymize(setup: &mut Setup) {
     let is_copy = |look: &PageLook| matches!(look, PageLook::Broken(_) | PageLook::Copied);
     assert!((0..50).any(|_| !setup.look(0, 512).iter().any(is_copy)));
 }
@@ -49,7 +49,7 @@ fn what_was_written_to_and_back_is_merged_again() {
         [MergeOutcome::Gone],
         "in front of the stable page it cannot be"
     );
-    bring_back(&mut setup);
+    reanonymize(&mut setup);
     assert_eq!(setup.ram.returns().brought_back_pages, written.len() as u64);
     assert!((0..512).all(|page| setup.is_full_of(page, byte(page))));
     assert_eq!(setup.ram.merged_bytes(), (256 - written.len() as u64) * 4096);
@@ -72,7 +72,7 @@ fn what_was_written_to_and_back_is_merged_again() {
 fn pages_without_equal_are_ordinary_memory_and_take_no_stable_page_along() {
     let Some((mut setup, pages)) = merged() else { return };
     fill_all(&setup, &pages, |_| 200);
-    bring_back(&mut setup);
+    reanonymize(&mut setup);
     assert_eq!((setup.ram.merged_bytes(), setup.ram.resident_bytes().unwrap()), (0, 512 * 4096));
     assert!(pages.iter().all(|(page, _)| setup.is_full_of(*page, 200)));
     // What is discarded now is discarded as anything else is.
@@ -98,7 +98,7 @@ fn nothing_is_brought_back_while_discards_are_inhibited() {
         assert!(matches!(setup.look(0, 512)[70], PageLook::Broken(_) | PageLook::Copied));
     }
     drop(guard);
-    bring_back(&mut setup);
+    reanonymize(&mut setup);
     assert!(setup.is_full_of(70, 200) && setup.is_full_of(71, byte(71)));
 }
 
@@ -108,7 +108,7 @@ fn copies_that_are_discarded_stay_away() {
     (100..110).for_each(|page| setup.fill(page, 200));
     setup.look(0, 512);
     setup.ram.discard(&[GuestRange::new(Pfn(104), 20)]).unwrap();
-    bring_back(&mut setup);
+    reanonymize(&mut setup);
     assert_eq!(setup.ram.returns().brought_back_pages, 4);
     for page in 0..512 {
         let expected = match page {

@@ -1,4 +1,4 @@
-//! Putting memory that lies in many small mappings into one again.
+//! Putting memory that lies in many small VMAs into one again.
 //!
 //! Merging, writes and discards leave many mappings behind, and the kernel joins few of them: each
 //! has pages of its own that came from elsewhere. Where nothing is merged any more they serve no
@@ -33,8 +33,8 @@ const MOVE_ATTEMPTS: u32 = 8;
 
 impl MergeSession {
     /// Puts small mappings of a block together, if it is its turn.
-    pub(super) fn mend(&mut self, block: GuestRange) {
-        if !self.turns.is_next() {
+    pub(super) fn coalesce_vmas(&mut self, block: GuestRange) {
+        if !self.sampler.is_next() {
             return;
         }
         let ram = Arc::clone(&self.ram);
@@ -85,7 +85,7 @@ impl MergeSession {
                 .inspect_err(|error| tracing::debug!("{} stays in its mappings: {error}", piece.range))
                 .is_ok();
         if is_joined {
-            overlaid.note_joined(piece.range);
+            overlaid.note_coalesced(piece.range);
         } else {
             for mapping in mappings {
                 let (place, away, size_bytes) = places(piece, scratch, *mapping);

@@ -6,7 +6,7 @@ use ebb_abi::Pfn;
 use ebb_guest_ram::merge::{MergeOutcome, PageLook};
 use ebb_guest_ram::{GuestRange, HugePages, InhibitReason};
 
-use crate::common::{PAGE, Setup, is_mended, mappings_of, setup};
+use crate::common::{PAGE, Setup, are_coalesced, mappings_of, setup};
 
 /// A word of a page full of 7.
 const SEVENS: u64 = u64::from_ne_bytes([7; 8]);
@@ -48,7 +48,7 @@ fn what_is_not_merged_any_more_is_in_few_mappings_after_a_while() {
     let Some(mut setup) = in_pieces() else { return };
     let (before, resident) = (mappings_of(&setup), setup.ram.resident_bytes().unwrap());
     assert!(before > 100, "{before}");
-    assert!(is_mended(&mut setup, &pages(0, 0), 10), "{} mappings", mappings_of(&setup));
+    assert!(are_coalesced(&mut setup, &pages(0, 0), 10), "{} mappings", mappings_of(&setup));
     assert_eq!(setup.ram.resident_bytes().unwrap(), resident);
     assert!(setup.ram.returns().joined_mappings > 100);
     assert!(setup.ram.merged_mappings() < 10, "it counts: {}", setup.ram.merged_mappings());
@@ -71,7 +71,7 @@ fn what_is_merged_is_left_where_it_is() {
     (200..264).for_each(|page| setup.fill(page, byte(page)));
     let shared: Vec<_> = (200..264).zip(slots).collect();
     assert_eq!(setup.replace(&shared), [MergeOutcome::Done; 64]);
-    assert!(is_mended(&mut setup, &pages(200, 264), 12), "{} mappings", mappings_of(&setup));
+    assert!(are_coalesced(&mut setup, &pages(200, 264), 12), "{} mappings", mappings_of(&setup));
     assert_eq!(setup.look(200, 64), [PageLook::Merged; 64]);
     assert!((200..264).all(|page| setup.is_full_of(page, byte(page))));
     assert!(setup.is_full_of(199, byte(199)) && setup.is_full_of(265, byte(265)));
@@ -82,7 +82,7 @@ fn it_goes_on_while_discards_are_inhibited() {
     // Nothing is copied, and what is pinned is not moved.
     let Some(mut setup) = in_pieces() else { return };
     let _guard = setup.ram.inhibit_discard(InhibitReason::PinnedMemory);
-    assert!(is_mended(&mut setup, &pages(0, 0), 10), "{} mappings", mappings_of(&setup));
+    assert!(are_coalesced(&mut setup, &pages(0, 0), 10), "{} mappings", mappings_of(&setup));
     assert!(is_as_it_was(&setup));
 }
 
@@ -122,7 +122,7 @@ fn everybody_who_touches_pages_on_their_way_is_woken() {
                 setup.fill(*page, 7);
             }
             let joined = setup.ram.returns().joined_mappings;
-            // Another test may have made a child process: see `is_mended`.
+            // Another test may have made a child process: see `are_coalesced`.
             while done && setup.ram.returns().joined_mappings == joined {
                 setup.look(0, 512);
                 for (page, _) in &pages {
