@@ -16,13 +16,14 @@ use crate::message::Message;
 pub struct Progress {
     /// Raise the queue's interrupt.
     pub interrupt: bool,
-    /// Call [`Balloon::process_queue`](crate::Balloon::process_queue) with this queue again, after the interrupt.
+    /// Call [`Balloon::process_queue`](crate::Balloon::process_queue) with this queue again, after
+    /// the interrupt.
     pub more: bool,
-    /// Whole huge pages wait to be discarded: call [`Discarder::discard_due`](crate::Discarder::discard_due), best without the
-    /// device's lock.
+    /// Whole huge pages wait to be discarded: call
+    /// [`Discarder::discard_due`](crate::Discarder::discard_due), best without the device's lock.
     pub due: bool,
-    /// Pages of the balloon wait to be discarded: call [`Discarder::flush`](crate::Discarder::flush) once nothing has come
-    /// for some milliseconds.
+    /// Pages of the balloon wait to be discarded: call
+    /// [`Discarder::flush`](crate::Discarder::flush) once nothing has come for some milliseconds.
     pub pending: bool,
 }
 

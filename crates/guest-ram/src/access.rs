@@ -25,7 +25,7 @@ impl GuestRam {
     ///
     /// # Errors
     /// [`RamError::OutsideRam`] if not all of the range is guest memory, [`RamError::Resident`] if
-    /// the host refuses to tell.
+    /// the host refuses to report it.
     pub fn populated_ranges(
         &self,
         range: GuestRange,
@@ -51,7 +51,8 @@ impl GuestRam {
         Ok(())
     }
 
-    /// Whether the host holds content for a page, as [`populated_ranges`](Self::populated_ranges) reports it.
+    /// Whether the host holds content for a page, as [`populated_ranges`](Self::populated_ranges)
+    /// reports it.
     ///
     /// # Errors
     /// Those of [`populated_ranges`](Self::populated_ranges).
@@ -64,8 +65,8 @@ impl GuestRam {
     /// Copies the pages of `range` into `content`. The guest may write meanwhile: then some bytes
     /// are from before a write and others from after it, even within a page.
     ///
-    /// Meant for pages that are [populated](Self::populated_ranges). Others are zeros, and anonymous memory
-    /// gets an entry in its page tables for each. System calls: `pread64`.
+    /// Meant for pages that are [populated](Self::populated_ranges). Others are zeros, and
+    /// anonymous memory gets an entry in its page tables for each. System calls: `pread64`.
     ///
     /// # Errors
     /// [`RamError::OutsideRam`] if not all of the range is guest memory; [`RamError::ReadPages`] if

@@ -157,8 +157,8 @@ impl Discarder {
     }
 }
 
-/// Discards pieces with one call; returns how many were discarded entirely. Whoever calls goes on
-/// with the next one alone, so that an error, if there is one, shows with its range.
+/// Discards pieces with one call; returns how many were discarded entirely. The caller goes on with
+/// the next one alone, so that an error, if there is one, is reported with its range.
 ///
 /// # Safety
 /// As for [`Discarder::discard`], and the pieces must be anonymous memory.
@@ -249,7 +249,7 @@ fn probe_vectored() -> io::Result<OwnedFd> {
         )
     }?;
     let vector = libc::iovec { iov_base: page, iov_len: size_bytes };
-    // SAFETY: the page was mapped above for this purpose; nobody else knows it.
+    // SAFETY: the page was mapped above for this purpose and is used by nothing else.
     let result = unsafe { process_madvise(&process, &[vector]) };
     // SAFETY: the page was mapped above and is not used any more.
     unsafe { munmap(page, size_bytes) }?;

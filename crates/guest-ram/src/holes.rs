@@ -42,8 +42,8 @@ pub(crate) fn data_segments(file: &File, range: Range<u64>) -> io::Result<Vec<Ra
 /// As [`data_segments`], for a memory file that is mapped at `address` from the range's start on.
 ///
 /// The end of a segment is expensive to find with `SEEK_HOLE` in such a file: the kernel looks at
-/// each page up to there, and all of a guest's memory can be one segment. mincore(2) tells of a
-/// bounded number of pages, except of those in swap space; `SEEK_DATA` is cheap, and finds these.
+/// each page up to there, and all of a guest's memory can be one segment. mincore(2) reports a
+/// bounded number of pages, except those in swap space; `SEEK_DATA` is cheap, and finds these.
 pub(crate) fn mapped_data_segments(
     file: &File,
     range: Range<u64>,

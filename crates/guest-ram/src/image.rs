@@ -4,7 +4,7 @@
 //! with *RAM offset* `n` (its offset in its region plus the sizes of all regions before) is the
 //! file's byte `offset + n`. Pages of zeros are not written; where the file system knows holes,
 //! they take no place. [`RamImage`] says which parts must be mapped and what they must contain;
-//! whoever writes the file keeps it beside them.
+//! the writer of the file keeps it beside them.
 
 use std::fs::File;
 

@@ -21,8 +21,8 @@ pub enum KernelMerging {
 }
 
 impl GuestRam {
-    /// Tells the kernel whether it may merge this memory (Linux mm/ksm.c). Nothing happens before
-    /// somebody starts its thread (/sys/kernel/mm/ksm/run).
+    /// Advises the kernel whether it may merge this memory (Linux mm/ksm.c). Nothing happens before
+    /// its thread is started (/sys/kernel/mm/ksm/run).
     ///
     /// In [restored](Self::restore) memory, pages of the file are not merged, only those that the
     /// guest has written to. System call: `madvise`.

@@ -1,4 +1,4 @@
-//! Which pages the guest has written to, as KVM tells it.
+//! Which pages the guest has written to, as KVM reports it.
 //!
 //! KVM logs writes of vCPUs, and its own on their behalf (the pages of its clock, for example), in
 //! one of two ways. Which one is decided when the machine is made:
@@ -6,11 +6,11 @@
 //! - [`DirtyBitmap`], the ordinary one: a bit for each page of a memory slot, asked for as a whole.
 //!   Bits are cleared page by page, so that a page is cleared right before it is read.
 //! - [`DirtyRing`]: each vCPU has a ring of the pages it wrote to. Asking costs as much as was
-//!   written, not as much as there is memory; a vCPU whose ring is full stops until somebody has
-//!   emptied it.
+//!   written, not as much as there is memory; a vCPU whose ring is full stops until it has
+//!   been emptied.
 //!
 //! Logging splits the host's huge mappings of guest memory into small ones and makes the first
-//! write to each page slow, so it is on only while somebody needs it. What the monitor writes
+//! write to each page slow, so it is on only while it is needed. What the monitor writes
 //! itself is not in it: see [`GuestRam::start_write_log`](crate::GuestRam::start_write_log).
 
 use std::os::fd::AsRawFd;
@@ -26,7 +26,7 @@ mod ring;
 pub use bitmap::DirtyBitmap;
 pub use ring::DirtyRing;
 
-/// Why KVM does not tell which pages were written to.
+/// Why KVM does not report which pages were written to.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DirtyLogError {

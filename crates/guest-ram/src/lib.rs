@@ -11,7 +11,7 @@
 //! reading what is touched. [`GuestRam::share`] and [`GuestRam::adopt`] hand memory over to another
 //! process.
 //!
-//! Who copies memory while it changes (a live migration) asks what is there with
+//! A live migration, which copies memory while it changes, asks what is there with
 //! [`GuestRam::populated_ranges`], and what has changed: the monitor's own doing with
 //! [`GuestRam::start_write_log`], what the guest writes with `kvm_dirty` (feature `kvm`). A
 //! [`PageBitmap`] holds the answers.

@@ -164,7 +164,7 @@ impl Mapping {
     /// must be anonymous. What it contains goes there; if it was never touched, that is nothing.
     ///
     /// # Safety
-    /// The memory at `address` must be guest memory or a mapping of this crate's own, nobody may
+    /// The memory at `address` must be guest memory or a mapping of this crate's own, nothing may
     /// rely on its content (other than that it is what takes its place), and it must not overlap
     /// this mapping.
     pub(crate) unsafe fn copy_over(&self, address: usize, size_bytes: usize) -> io::Result<()> {
@@ -172,7 +172,7 @@ impl Mapping {
         let flags = MremapFlags::MAYMOVE | MremapFlags::DONTUNMAP;
         let (from, to) = (self.address as *mut _, address as *mut _);
         // SAFETY: MREMAP_DONTUNMAP leaves this mapping in place. What it replaces is guest memory
-        // whose content nobody relies on, as the caller vouches, and stays guest memory.
+        // on whose content nothing relies, as the caller vouches, and stays guest memory.
         let result = unsafe { mremap_fixed(from, size_bytes, size_bytes, flags, to) };
         if let Err(error) = result {
             abort_unless_mapped(to, size_bytes, error);
@@ -236,12 +236,12 @@ impl Reservation {
         if let Some(file) = file {
             let flags = MapFlags::SHARED | MapFlags::FIXED | reserve;
             // SAFETY: MAP_FIXED replaces only pages of this reservation, as asserted above, and
-            // nobody else uses them.
+            // nothing else uses them.
             unsafe { mmap(address as *mut _, size_bytes, protection, flags, file, 0) }?;
         } else {
             let flags = MapFlags::PRIVATE | MapFlags::FIXED | reserve;
             // SAFETY: MAP_FIXED replaces only pages of this reservation, as asserted above, and
-            // nobody else uses them.
+            // nothing else uses them.
             unsafe { mmap_anonymous(address as *mut _, size_bytes, protection, flags) }?;
         }
         Ok(())
@@ -283,7 +283,7 @@ pub(crate) fn bind_to_node(address: usize, size_bytes: usize, node: u32) -> io::
 /// something of its own there, for the guest to write to.
 pub(crate) fn abort_unless_mapped(address: *mut std::ffi::c_void, size_bytes: usize, error: Errno) {
     // SAFETY: normal access is what all guest memory is advised, and the advice changes no content.
-    // The range was guest memory, and nobody unmaps guest memory while it is being discarded.
+    // The range was guest memory, and guest memory is not unmapped while it is being discarded.
     let result = unsafe { madvise(address, size_bytes, Advice::Normal) };
     if result == Err(Errno::NOMEM) {
         tracing::error!("guest memory at {address:p} was lost while it was replaced: {error}");

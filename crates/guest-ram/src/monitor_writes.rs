@@ -15,7 +15,7 @@ impl GuestRam {
     /// [`take_write_log`](Self::take_write_log) finds it when it is finished, not before: a thread
     /// that is in the middle of it has to end it before a last look.
     ///
-    /// Not noted is what nobody can see from here: writes of vCPUs, and writes through pointers
+    /// Not noted is what cannot be seen from here: writes of vCPUs, and writes through pointers
     /// that were taken out of vm-memory's types. System call: `membarrier`.
     ///
     /// # Errors
@@ -23,7 +23,7 @@ impl GuestRam {
     pub fn start_write_log(&self) -> Result<(), RamError> {
         self.logs().for_each(WriteLog::start);
         // A thread may have written to memory and then have found the log switched off, with the
-        // write still in its processor's store buffer. Behind this barrier everybody sees such
+        // write still in its processor's store buffer. Behind this barrier all threads see such
         // writes.
         let barrier = membarrier(MembarrierCommand::RegisterPrivateExpedited)
             .and_then(|()| membarrier(MembarrierCommand::PrivateExpedited));

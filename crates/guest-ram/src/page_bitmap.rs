@@ -96,7 +96,7 @@ impl PageBitmap {
         }
     }
 
-    /// Replaces `words` by bits that tell which pages of `window` are in the set, the lowest bit of
+    /// Replaces `words` by bits that say which pages of `window` are in the set, the lowest bit of
     /// the first word its first page; bits behind its last page are 0. Returns whether any bit is 1.
     ///
     /// Quickest if `window` lies in one region and begins a multiple of 64 pages behind its start.

@@ -66,8 +66,8 @@ impl GuestRam {
                 .ok()
         });
         let Some(states) = states else {
-            // Nothing else reports pages in swap space: each must be looked at, which costs time and
-            // page tables.
+            // Nothing else reports pages in swap space: each must be looked at, which costs time
+            // and page tables.
             return Ok(vec![PopulatedRun { range, content: Content::Memory }]);
         };
         let mut contents: Vec<_> = states

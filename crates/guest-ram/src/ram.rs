@@ -130,7 +130,8 @@ impl GuestRam {
         &self.regions
     }
 
-    /// Pages of the regions, in ascending order: what a [`PageBitmap`](crate::PageBitmap) is made for.
+    /// Pages of the regions, in ascending order: what a [`PageBitmap`](crate::PageBitmap) is made
+    /// for.
     pub fn page_ranges(&self) -> Vec<GuestRange> {
         self.regions.iter().map(Region::pages).collect()
     }
@@ -175,7 +176,7 @@ impl GuestRam {
     /// those whose huge page is neither asked for in this call nor in the balloon, and in
     /// [restored](Self::restore) and in merged memory those in the middle of a part of a file that
     /// cannot be cut any more, because the process may have no more mappings. To leave a page
-    /// unchanged is always right for who gave it away: a guest that expects zeros or a pattern in
+    /// unchanged is always correct: a guest that expects zeros or a pattern in
     /// its free pages (Linux with `init_on_free` or page poisoning) has put them there. Memory that
     /// is discarded as a whole is never left.
     ///
@@ -335,7 +336,7 @@ impl GuestRam {
     /// either.
     ///
     /// # Errors
-    /// [`RamError::Resident`] if the host does not tell.
+    /// [`RamError::Resident`] if the host does not report it.
     pub fn resident_bytes(&self) -> Result<u64, RamError> {
         Ok(self.residency()?.private_bytes)
     }
@@ -343,7 +344,7 @@ impl GuestRam {
     /// As [`resident_bytes`](Self::resident_bytes), with the pages that are shared with others.
     ///
     /// # Errors
-    /// [`RamError::Resident`] if the host does not tell.
+    /// [`RamError::Resident`] if the host does not report it.
     pub fn residency(&self) -> Result<Residency, RamError> {
         self.meter.residency(&self.mappings).map_err(|source| RamError::Resident { source })
     }
@@ -355,8 +356,8 @@ impl GuestRam {
 }
 
 impl Drop for GuestRam {
-    /// Unmaps the memory, except regions to which somebody still has a handle of vm-memory's, which
-    /// can be cloned: those stay mapped, since an access through such a handle must not hit someone
+    /// Unmaps the memory, except regions to which a handle of vm-memory's is left, which can be
+    /// cloned: those stay mapped, since an access through such a handle must not hit someone
     /// else's memory.
     fn drop(&mut self) {
         let mut memory = std::mem::take(&mut self.memory);

@@ -5,20 +5,20 @@
 //!
 //! - `anon=` in /proc/self/numa_maps (kernels with CONFIG_NUMA) is right.
 //! - `Anonymous` in /proc/self/smaps leaves out huge pages that automatic NUMA balancing has made
-//!   inaccessible to learn who uses them (Linux mm/huge_memory.c, `follow_trans_huge_pmd`): up to
-//!   all of them, on hosts with several nodes. It serves kernels without numa_maps, where there is
-//!   no balancing either.
+//!   inaccessible to learn which processors use them (Linux mm/huge_memory.c,
+//!   `follow_trans_huge_pmd`): up to all of them, on hosts with several nodes. It serves kernels
+//!   without numa_maps, where there is no balancing either.
 //! - mincore(2) also counts the shared zero page, which a mere read maps, and serves only without
 //!   /proc.
 //!
-//! Restored memory also has pages of the file that it is from. As long as nobody writes to them
+//! Restored memory also has pages of the file that it is from. As long as they are not written to
 //! they are the page cache's: shared with all machines from the same file, and given up by the host
 //! when it needs memory. They are counted apart (numa_maps: what is mapped and not `anon`; smaps:
 //! `Rss` without `Anonymous`); mincore would count all of the file that is cached.
 //!
 //! Merged memory has stable pages, mapped from files of a name of their own; they are counted apart
 //! too. The kernel's KSM leaves its pages among the anonymous ones. `KSM` in /proc/self/smaps
-//! (Linux 6.7) tells their number; /proc/self/ksm_merging_pages (Linux 5.19), for the process as a
+//! (Linux 6.7) has their number; /proc/self/ksm_merging_pages (Linux 5.19), for the process as a
 //! whole, also counts those that were written to since the kernel's last pass.
 
 use std::fs::File;
@@ -67,7 +67,7 @@ impl AddAssign for Residency {
 pub(crate) struct Meter {
     /// Kept open: a monitor may have no access to /proc later on.
     accounting: Option<(Accounting, Mutex<File>)>,
-    /// Where the kernel tells of pages that it has merged, once that is of interest.
+    /// Where the kernel reports pages that it has merged, once that is of interest.
     kernel_merged: OnceLock<KernelMerged>,
 }
 
@@ -157,7 +157,7 @@ impl Meter {
     }
 }
 
-/// Where the kernel tells of pages that it has merged.
+/// Where the kernel reports pages that it has merged.
 #[derive(Debug)]
 struct KernelMerged {
     smaps: Option<Mutex<File>>,
@@ -183,7 +183,7 @@ impl KernelMerged {
 }
 
 /// Sums up the pages merged by the kernel in those mappings of an smaps text that overlap one of
-/// `ranges` (address, size in bytes). `None` if the text does not tell.
+/// `ranges` (address, size in bytes). `None` if the text does not report them.
 fn ksm_bytes(smaps: &str, ranges: &[(u64, u64)]) -> Option<u64> {
     let mut sum = None;
     let mut counts = false;

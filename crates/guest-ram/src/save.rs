@@ -24,10 +24,10 @@ impl GuestRam {
     /// holes. The file is made long enough for the whole memory. What it held there before is
     /// discarded.
     ///
-    /// Nobody may write to the memory meanwhile: vCPUs and devices must be stopped. `progress` is
-    /// told after each 64 MiB of guest memory how many bytes of [`size_bytes`](Self::size_bytes)
-    /// are done. Nothing is synchronized: who relies on the file calls `fsync`, which can also tell
-    /// of a full disk.
+    /// The memory must not be written to meanwhile: vCPUs and devices must be stopped. `progress`
+    /// is called after each 64 MiB of guest memory with the number of bytes of
+    /// [`size_bytes`](Self::size_bytes) that are done. Nothing is synchronized: a caller that
+    /// relies on the file calls `fsync`, which can also report a full disk.
     ///
     /// Opens no file. System calls: `fstat`, `fallocate`, `ftruncate`, `pread64`, `lseek`,
     /// `mincore`, `pwrite64`, and what memory of the heap needs.

@@ -2,7 +2,7 @@
 //!
 //! Memory files can be mapped by several processes. A monitor that is to be replaced sends its
 //! successor their descriptors (unix(7), `SCM_RIGHTS`); both then have the same memory, and have to
-//! agree on who uses it.
+//! agree on which of them uses it.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -79,14 +79,14 @@ impl GuestRam {
     /// Maps the memory of another process. The regions must be those that it had, but may be bound
     /// to other nodes: that applies to pages that are not there yet.
     ///
-    /// Nothing of the content changes, and nothing is allocated: whoever adopts memory and drops it
-    /// again has not touched it. With [`Backing::Hugetlb2M`], it is not known which parts of huge
+    /// Nothing of the content changes, and nothing is allocated: adopting memory and dropping it
+    /// again leaves it as it was. With [`Backing::Hugetlb2M`], it is not known which parts of huge
     /// pages are in the balloon: those go back to the host when their huge page is in it as a whole
     /// anew. System calls: `fstat`, `fstatfs`, `fcntl` with `F_GET_SEALS`, and those of
     /// [`new`](Self::new) except `memfd_create`.
     ///
     /// # Errors
-    /// [`RamError::Adopt`] if the files are not such memory, or could be made shorter by somebody
+    /// [`RamError::Adopt`] if the files are not such memory, or could be made shorter
     /// (an access to a part that is gone would end the process); else as [`new`](Self::new).
     pub fn adopt(
         regions: &[RegionSpec],
@@ -137,7 +137,7 @@ impl SharedLayout {
     }
 }
 
-/// Makes sure that a file can be mapped as a region. Returns what tells it from others, or what is
+/// Makes sure that a file can be mapped as a region. Returns what identifies it, or what is
 /// wrong with it.
 fn check_file(spec: &RegionSpec, backing: Backing, file: &OwnedFd) -> Result<(u64, u64), String> {
     let unknown = |error: rustix::io::Errno| format!("cannot be examined: {error}");

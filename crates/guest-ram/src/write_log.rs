@@ -1,8 +1,7 @@
 //! A log of writes through vm-memory's interface.
 //!
 //! KVM's log of dirty pages knows of what vCPUs write and of what KVM writes on their behalf, not
-//! of what the monitor's devices write. [`GuestMemory`] notes those writes while somebody wants to
-//! know.
+//! of what the monitor's devices write. [`GuestMemory`] notes those writes while the log is on.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, compiler_fence};
@@ -56,8 +55,8 @@ impl WriteLog {
     /// Hands over what was noted since the last time, word by word.
     pub(crate) fn take(&self) -> impl Iterator<Item = u64> {
         // Most words are 0, and need no locked access. A bit that is set just behind the look is
-        // found the next time. Acquire, as partner of the Release in `mark`: who finds a bit finds
-        // what was written before it was set.
+        // found the next time. Acquire, as partner of the Release in `mark`: a reader that finds a
+        // bit finds what was written before it was set.
         self.words.get().into_iter().flatten().map(|word| {
             if word.load(Ordering::Relaxed) == 0 { 0 } else { word.swap(0, Ordering::Acquire) }
         })

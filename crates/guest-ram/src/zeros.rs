@@ -24,7 +24,7 @@ const MIN_PAGES_TO_CUT: u64 = 16;
 /// What a search for zero pages found.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ZeroScan {
-    /// Bytes that the host held and that were looked at.
+    /// Bytes that were populated and that were looked at.
     pub scanned_bytes: u64,
     /// Bytes of them that were zero and were given back.
     pub returned_bytes: u64,
@@ -40,8 +40,8 @@ impl GuestRam {
     /// between look and discard would be lost.
     ///
     /// # Errors
-    /// [`RamError::Resident`] if the host does not tell what it holds, [`RamError::Discard`] if it
-    /// refuses to take pages.
+    /// [`RamError::Resident`] if the host does not report what is populated, [`RamError::Discard`]
+    /// if it refuses to take pages.
     pub fn discard_zeros(&self, range: GuestRange) -> Result<ZeroScan, RamError> {
         let mut scan = ZeroScan::default();
         let mut zeros = Vec::new();
@@ -113,8 +113,8 @@ impl GuestRam {
 
     /// Makes `states`, mincore's answer for a block with pages of the file that the memory was
     /// restored from, or with stable pages, say which pages are there for this memory alone. Of
-    /// pages that the guest has not written to, mincore tells whether they are in the page cache,
-    /// and there is nothing to give back. False if the kernel does not tell.
+    /// pages that the guest has not written to, mincore reports whether they are in the page
+    /// cache, and there is nothing to give back. False if the kernel does not report it.
     fn only_private(&self, address: usize, states: &mut [u8]) -> bool {
         let private =
             self.pagemap.as_ref().and_then(|pagemap| pagemap.read(address, states.len()).ok());

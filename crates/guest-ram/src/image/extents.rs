@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 /// Version of [`RamImage`] that this crate writes, and the only one that it reads.
 pub const RAM_IMAGE_VERSION: u32 = 1;
 
-/// Bytes of guest memory that share a checksum: small enough to tell where damage is and to verify
+/// Bytes of guest memory that share a checksum: small enough to locate damage and to verify
 /// in pieces, large enough that the checksums of a terabyte fit into some hundred kilobytes.
 pub const CHUNK_BYTES: u64 = 64 << 20;
 

@@ -12,7 +12,7 @@ const BUFFER_BYTES: usize = 512 << 10;
 
 impl RamImage {
     /// Reads all memory that was saved to `file` from `file_offset_bytes` on, and compares it with
-    /// the checksums. `progress` is told after each chunk how many bytes of
+    /// the checksums. `progress` is called after each chunk with the number of bytes of
     /// [`ram_bytes`](Self::ram_bytes) are done.
     ///
     /// What lies outside of the extents is not looked at, since it is not used.

@@ -47,7 +47,7 @@ const MIN_ENTRIES: u32 = PAGE_SIZE_BYTES as u32 / ENTRY_BYTES;
 /// A vCPU whose ring is nearly full leaves KVM_RUN with `KVM_EXIT_DIRTY_RING_FULL`; its thread
 /// calls [`harvest`](Self::harvest) and goes on. Nobody else has to stop for that. Pages that are
 /// harvested are kept here, and are protected against writes again, until [`take`](Self::take)
-/// hands them over: who takes them before reading them misses no write.
+/// hands them over: a caller that takes them before it reads the pages misses no write.
 ///
 /// Pages that a processor logs on its own come to the ring when its vCPU leaves the guest, so the
 /// last look must come after all vCPUs have stopped.
@@ -63,7 +63,7 @@ pub struct DirtyRing {
 #[derive(Debug, Default)]
 struct State {
     rings: Vec<VcpuRing>,
-    /// Entries that were read and that the kernel has not been told of.
+    /// Entries that were read and that were not reported to the kernel yet.
     read_entries: u64,
     /// Harvested and not taken yet; `None` while nothing is logged.
     found: Option<Found>,

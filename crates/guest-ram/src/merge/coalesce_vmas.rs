@@ -6,7 +6,7 @@
 //!
 //! So all pages of neighbouring mappings of ordinary memory are moved away (`UFFDIO_MOVE`), to a
 //! mapping that then takes the place of all of them. As with pages that are
-//! [compared](super::freeze) whoever touches them meanwhile waits, and a page that is pinned cannot
+//! [compared](super::freeze) an access to them blocks meanwhile, and a page that is pinned cannot
 //! be moved: then all of them go back. No page is copied, and none changes its content.
 
 use std::sync::Arc;
@@ -72,7 +72,7 @@ impl MergeSession {
             Ok(scratch) => scratch,
             Err(error) => return tracing::debug!("no memory to put mappings together: {error}"),
         };
-        // SAFETY: who waits is woken below, whatever happens in between.
+        // SAFETY: blocked threads are woken below, whatever happens in between.
         let watched =
             unsafe { merging.uffd.watch(piece.address, size_bytes, Watch::WritesAndMissing) };
         let is_joined = watched.is_ok()
@@ -109,8 +109,8 @@ impl MergeSession {
         let mut done = 0;
         while done < size_bytes {
             // SAFETY: both are anonymous memory of this crate's mappings, to which no Rust
-            // reference exists, and who touches what is guest memory of it waits until this is
-            // over.
+            // reference exists, and an access to what is guest memory of it blocks until this
+            // is over.
             let moved = unsafe {
                 merging.uffd.move_what_is_there(from + done, to + done, size_bytes - done)
             };

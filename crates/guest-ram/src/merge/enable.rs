@@ -90,8 +90,7 @@ impl GuestRam {
         self.page_ranges().into_iter().flat_map(in_region).collect()
     }
 
-    /// Locked memory cannot be moved to where it is not locked, and who locks it does not want to
-    /// wait for its pages.
+    /// Locked memory cannot be moved to where it is not locked, and its accesses must not block.
     fn check_unlocked(&self) -> Result<(), MergeUnavailable> {
         let path = "/proc/self/smaps";
         let smaps = std::fs::read_to_string(path)

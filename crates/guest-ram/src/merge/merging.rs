@@ -76,7 +76,7 @@ impl Merging {
 
     /// As [`watch_writes`](Self::watch_writes), later on.
     pub(super) fn watch_writes_again(&self, address: usize, size_bytes: usize) -> io::Result<()> {
-        // SAFETY: who is watched for writes only never waits.
+        // SAFETY: an access to memory that is watched for writes only never blocks.
         unsafe { self.uffd.watch(address, size_bytes, Watch::Writes) }
     }
 
@@ -102,7 +102,7 @@ impl Merging {
         may(extents)
     }
 
-    /// Takes the right to merge; false if somebody else has it.
+    /// Takes the right to merge; false if another session has it.
     pub(super) fn take(&self) -> bool {
         // Acquire: what the last one did with the staging area is done.
         !self.in_use.swap(true, Ordering::Acquire)

@@ -10,10 +10,10 @@
 //!
 //! - Processors, of the guest and of the monitor, wait: meanwhile the place is write-protected by a
 //!   userfaultfd whose protection is not resolved by the kernel, as when pages are
-//!   [unmerged](super::unmerge). The replacement itself is one system call, and whoever was refused
-//!   before it finds the new page behind it.
-//! - The kernel's own writes for the guest go through the same page tables, or are told of the
-//!   change (MMU notifiers).
+//!   [unmerged](super::unmerge). The replacement itself is one system call, and a write that was
+//!   refused before it finds the new page behind it.
+//! - The kernel's own writes for the guest go through the same page tables, or are notified of
+//!   the change (MMU notifiers).
 //! - A device that has pinned a page notices neither, and the kernel does not report what is
 //!   pinned. A monitor that lets a device pin memory must [inhibit
 //!   discards](crate::GuestRam::inhibit_discard), which would take pages away below the device in
@@ -36,7 +36,7 @@ use crate::discard::Piece;
 use crate::overlay::FileExtents;
 
 impl MergeSession {
-    /// Takes over what a look at `block` found, and brings copies back that have waited for long
+    /// Records what a look at `block` found, and reanonymizes copies that have waited for long
     /// enough.
     pub(super) fn tend_copies(&mut self, block: GuestRange, looks: &[PageLook]) {
         let number = block.start.huge_block();
@@ -100,7 +100,7 @@ impl MergeSession {
         }
         let (address, size_bytes) = (piece.address, range.size_bytes() as usize);
         let waiting = &self.merging().waiting;
-        // SAFETY: who waits is woken below, whatever happens in between.
+        // SAFETY: blocked threads are woken below, whatever happens in between.
         let result = unsafe { waiting.watch(address, size_bytes, Watch::Writes) }
             .and_then(|()| waiting.protect(address, size_bytes))
             .and_then(|()| {

@@ -21,7 +21,7 @@ const BLOCK_PAGES: u64 = 512;
 pub struct TestMerger {
     session: MergeSession,
     stable: StableMemory,
-    /// Content of each stable page that somebody shares.
+    /// Content of each stable page that is shared.
     slots: BTreeMap<Vec<u8>, StableSlot>,
     /// Its shares.
     shares: BTreeMap<StableSlot, (u64, Vec<u8>)>,
@@ -29,7 +29,7 @@ pub struct TestMerger {
 }
 
 impl TestMerger {
-    /// For a memory whose pages nobody merges yet.
+    /// For a memory whose pages are not merged yet.
     ///
     /// # Errors
     /// [`MergeUnavailable`]

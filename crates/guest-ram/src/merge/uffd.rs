@@ -2,9 +2,9 @@
 //! pages away from the guest.
 //!
 //! Guest memory is registered for write protection that the kernel resolves by itself
-//! (`UFFD_FEATURE_WP_ASYNC`): a write makes the page count as written, and nobody need handle it.
-//! Only while pages are away for a comparison their place is registered for missing pages too: who
-//! touches it waits until it is woken.
+//! (`UFFD_FEATURE_WP_ASYNC`): a write makes the page count as written, without a fault to handle.
+//! Only while pages are away for a comparison their place is registered for missing pages too: an
+//! access to it blocks until it is woken.
 
 use std::fs::File;
 use std::io;
@@ -134,8 +134,8 @@ impl Userfaultfd {
         Ok(Self(descriptor))
     }
 
-    /// Opens one that lets writers wait: write protection that nobody resolves, for memory files
-    /// too.
+    /// Opens one that lets writers wait: write protection that the kernel does not resolve, for
+    /// memory files too.
     pub(super) fn open_waiting() -> Result<Self, MergeUnavailable> {
         let descriptor = open()?;
         Self::handshake(&descriptor, FEATURE_WP_SHMEM)
@@ -155,7 +155,7 @@ impl Userfaultfd {
     /// `userfaultfd_register_range`).
     ///
     /// # Safety
-    /// For [`Watch::WritesAndMissing`], the caller must see to it that whoever waits is woken.
+    /// For [`Watch::WritesAndMissing`], the caller must wake the threads that block.
     pub(super) unsafe fn watch(
         &self,
         address: usize,
@@ -172,7 +172,8 @@ impl Userfaultfd {
         unsafe { ioctl(self.0.as_raw_fd(), UFFDIO_REGISTER, &raw mut register) }
     }
 
-    /// Watches memory no more, and wakes who waits. Its pages count as written from now on.
+    /// Watches memory no more, and wakes threads that block. Its pages count as written from now
+    /// on.
     pub(super) fn forget(&self, address: usize, size_bytes: usize) -> io::Result<()> {
         let mut range = range(address, size_bytes);
         // SAFETY: UFFDIO_UNREGISTER reads one `struct uffdio_range`. It changes no content of
@@ -180,7 +181,7 @@ impl Userfaultfd {
         unsafe { ioctl(self.0.as_raw_fd(), UFFDIO_UNREGISTER, &raw mut range) }
     }
 
-    /// Wakes who waits for a page of this range.
+    /// Wakes threads that block on a page of this range.
     pub(super) fn wake(&self, address: usize, size_bytes: usize) -> io::Result<()> {
         let mut range = range(address, size_bytes);
         // SAFETY: UFFDIO_WAKE reads one `struct uffdio_range`. It changes no memory.
@@ -188,11 +189,11 @@ impl Userfaultfd {
     }
 
     /// Moves pages: afterwards they are at `to`, which must be watched and have no pages, and
-    /// missing at `from`. Pages that are pinned are refused with EBUSY. Wakes nobody.
+    /// missing at `from`. Pages that are pinned are refused with EBUSY. Wakes no thread.
     ///
     /// # Safety
     /// Both must be mappings of anonymous memory to which no Rust reference exists, and the caller
-    /// must see to it that who needs the pages at `from` waits until they are back.
+    /// must see to it that an access to the pages at `from` blocks until they are back.
     pub(super) unsafe fn move_pages(&self, from: usize, to: usize, size_bytes: usize) -> Moved {
         // SAFETY: as for this function.
         unsafe { self.move_with(DONT_WAKE, from, to, size_bytes) }
@@ -286,7 +287,7 @@ fn open() -> Result<OwnedFd, MergeUnavailable> {
     // SAFETY: the call makes a new descriptor and touches no memory.
     let result = unsafe { libc::syscall(libc::SYS_userfaultfd, flags) };
     if result >= 0 {
-        // SAFETY: the call has just returned this descriptor, which nobody else owns.
+        // SAFETY: the call has just returned this descriptor, which nothing else owns.
         return Ok(unsafe { OwnedFd::from_raw_fd(result as RawFd) });
     }
     let call = io::Error::last_os_error();
@@ -304,7 +305,7 @@ fn open_by_device(device: &File) -> io::Result<OwnedFd> {
     if result < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the call has just returned this descriptor, which nobody else owns.
+    // SAFETY: the call has just returned this descriptor, which nothing else owns.
     Ok(unsafe { OwnedFd::from_raw_fd(result) })
 }
 

@@ -3,12 +3,12 @@
 //! A page that still shares its stable page is to have anonymous memory with the same content, so
 //! that it is like all other memory, and can be merged again. A copy is made elsewhere, and takes
 //! the page's place in one step. What the guest writes between copy and step must not get lost, so
-//! writes wait meanwhile: for that while the stable mapping is registered with another userfaultfd,
-//! whose write protection is not resolved by the kernel. Nobody handles it; all who wait are woken
-//! at the end.
+//! writes block meanwhile: for that while the stable mapping is registered with another
+//! userfaultfd, whose write protection is not resolved by the kernel. The faults are not handled;
+//! the threads that block are woken at the end.
 //!
-//! Devices that have pinned a page do not notice write protection. But who pins a page to write to
-//! it has made the kernel give it a copy before, and pages with copies stay where they are.
+//! Devices that have pinned a page do not notice write protection. But a page that was pinned
+//! for writing was given a copy by the kernel before, and pages with copies stay where they are.
 
 use std::io;
 
@@ -52,7 +52,7 @@ impl MergeSession {
         let Some(piece) = self.ram.piece(part) else { return Ok(()) };
         let (address, size_bytes) = (piece.address, part.size_bytes() as usize);
         let waiting = &self.merging().waiting;
-        // SAFETY: who waits is woken below, whatever happens in between.
+        // SAFETY: blocked threads are woken below, whatever happens in between.
         unsafe { waiting.watch(address, size_bytes, Watch::Writes) }?;
         let result = waiting
             .protect(address, size_bytes)
@@ -66,7 +66,7 @@ impl MergeSession {
         result
     }
 
-    /// Replaces what still shares stable pages, while nobody writes.
+    /// Replaces what still shares stable pages, while writes block.
     fn replace_shares(
         &self,
         overlaid: &mut FileExtents,

@@ -53,7 +53,8 @@ pub(crate) enum Verdict {
     /// It must be replaced by fresh anonymous memory as a whole, or replacing it reduces the number
     /// of VMAs.
     Replace,
-    /// The VMA budget is used up: what is mapped from a file must stay, the rest is ordinary memory.
+    /// The VMA budget is used up: what is mapped from a file must stay, the rest is ordinary
+    /// memory.
     Keep,
 }
 

@@ -37,8 +37,9 @@ impl FreshAnon {
         &self.0
     }
 
-    /// Replaces `piece` by fresh memory, as much at a time as there is of the template. Calls `done`
-    /// after each part, since an error in a later one must not leave the earlier ones unrecorded.
+    /// Replaces `piece` by fresh memory, as much at a time as there is of the template. Calls
+    /// `done` after each part, since an error in a later one must not leave the earlier ones
+    /// unrecorded.
     ///
     /// # Errors
     /// [`RamError::Discard`] if the kernel refuses.

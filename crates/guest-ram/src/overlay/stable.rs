@@ -11,9 +11,9 @@ use crate::merge::StableSlot;
 /// Each costs the kernel some 200 bytes and makes all changes of mappings slower.
 const MIN_RUN_PAGES: u64 = 8;
 
-/// Shares of the VMA budget, in sixteenths: a quarter is for discards, and half of the rest for runs
-/// that free something worth a VMA. Merging something new comes before reanonymizing: it is known
-/// to free a page.
+/// Shares of the VMA budget, in sixteenths: a quarter is for discards, and half of the rest for
+/// runs that free something worth a VMA. Merging something new comes before reanonymizing: it is
+/// known to free a page.
 const FOR_RUNS: u64 = 12;
 const FOR_SHORT_RUNS: u64 = 6;
 const FOR_REANONYMIZED: u64 = 3;
