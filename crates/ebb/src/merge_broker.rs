@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use ebb_migration::session::Address;
+use ebb_page_merge::MAX_PAGE_SHARING;
 use ebb_page_merge::broker::{
     Broker, BrokerConfig, BrokerStatus, DomainRule, Limits, Placement, ask_status,
 };
@@ -66,7 +67,7 @@ pub struct Args {
         long,
         value_name = "N",
         default_value_t = Limits::default().max_page_sharing,
-        value_parser = clap::value_parser!(u32).range(2..),
+        value_parser = clap::value_parser!(u32).range(2..=i64::from(MAX_PAGE_SHARING)),
         conflicts_with = "status"
     )]
     max_page_sharing: u32,

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use ebb_guest_ram::{StableSegments, StableSlot};
 use ebb_page_merge::broker::{BrokerStatus, BrokerStore, MemberConfig, Placement};
-use ebb_page_merge::{Answer, Node, PageHasher, Slot, StableStore};
+use ebb_page_merge::{Answer, Node, PageHasher, StableStore};
 
 fn ebb(arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_ebb")).args(arguments).output().expect("ebb runs")
@@ -99,19 +99,19 @@ fn clients_share_pages_through_it_and_it_ends_at_a_signal() {
         let (mut a, _) = join(&broker.path, domain, placement);
         let (mut b, segments) = join(&broker.path, domain, placement);
         let hash = PageHasher::new(&a.secret()).hash(&page);
-        let mut slots: Vec<Slot> = Vec::new();
+        let mut slots: Vec<StableSlot> = Vec::new();
         a.publish(node, &[hash], &page, &mut slots).expect("room");
         a.shared(slots[0]);
         let mut answers = Vec::new();
         b.query(node, &[hash], &mut answers).expect("an answer");
         assert_eq!(answers, [Answer::Stable(slots[0])]);
         let mut content = vec![0; 4096];
-        let slot = StableSlot { segment: slots[0].segment, index: slots[0].index };
+        let slot = slots[0];
         segments.read(slot, &mut content).expect("the page");
         assert_eq!(content, page);
         b.shared(slots[0]);
-        a.news(&mut Vec::new());
-        b.news(&mut Vec::new());
+        a.take_notifications(&mut Vec::new());
+        b.take_notifications(&mut Vec::new());
         let status = broker.status();
         let found =
             status.domains.iter().find(|found| found.name.as_str() == domain).expect("the domain");
@@ -119,7 +119,7 @@ fn clients_share_pages_through_it_and_it_ends_at_a_signal() {
         // All the way back, through the closing of a segment.
         for store in [&mut a, &mut b] {
             store.release(slots[0]);
-            store.news(&mut Vec::new());
+            store.take_notifications(&mut Vec::new());
         }
     }
     let output = ebb(&["merge-broker", "--status", broker.path.to_str().expect("a path")]);

@@ -68,7 +68,7 @@ pub use merge::{
     StableSlot,
 };
 #[cfg(feature = "merge")]
-pub use overlay::Returns;
+pub use overlay::BrokenCowStats;
 pub use page_bitmap::PageBitmap;
 pub use ram::GuestRam;
 pub use range_set::RangeSet;

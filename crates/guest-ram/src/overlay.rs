@@ -41,7 +41,7 @@ mod vma_budget;
 
 pub(crate) use extents::{FileExtents, Source};
 #[cfg(feature = "merge")]
-pub use merged_pages::Returns;
+pub use merged_pages::BrokenCowStats;
 pub(crate) use vma_budget::max_vmas;
 
 /// The file that memory was restored from. A page's place in it is its RAM offset.

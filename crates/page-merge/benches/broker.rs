@@ -12,10 +12,11 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use ebb_guest_ram::StableSlot;
 use ebb_page_merge::broker::{
     Broker, BrokerConfig, BrokerStore, Limits, MemberConfig, Placement, SegmentUser, ask_status,
 };
-use ebb_page_merge::{Answer, Node, PageHash, Slot, StableStore};
+use ebb_page_merge::{Answer, Node, PageHash, StableStore};
 
 type Failure = Box<dyn std::error::Error>;
 
@@ -137,7 +138,7 @@ fn ask(member: &mut Member, hashes: &[PageHash]) -> Result<(), Failure> {
     Ok(())
 }
 
-fn publish(member: &mut Member, first: u64, slots: &mut Vec<Slot>) -> Result<(), Failure> {
+fn publish(member: &mut Member, first: u64, slots: &mut Vec<StableSlot>) -> Result<(), Failure> {
     let before = slots.len();
     // The broker hashes for itself.
     member.publish(Node::ANY, &hashes(first, PUBLISHED), &contents(first, PUBLISHED), slots)?;

@@ -6,9 +6,10 @@ use std::time::Duration;
 
 use criterion::{Criterion, Throughput};
 use ebb_abi::{PAGE_SIZE_BYTES, PageRange, Pfn};
-use ebb_guest_ram::{Backing, GuestRam, HugePages, Populate, RegionSpec, StableSegments};
-use ebb_page_merge::owner::{OwnSlots, OwnerMemory};
-use ebb_page_merge::{LocalStore, Merger, Run, Secret, Settings};
+use ebb_guest_ram::{
+    Backing, GuestRam, HugePages, MergeSession, Populate, RegionSpec, StableMemory, StableSegments,
+};
+use ebb_page_merge::{Merger, Run, Secret, Settings, StablePages};
 use rustix::time::{ClockId, clock_gettime};
 use vm_memory::GuestAddress;
 
@@ -21,7 +22,7 @@ const PASSES: u32 = 2;
 /// Pages that are written at a time.
 const CHUNK_PAGES: usize = 256;
 
-type Owner = Merger<OwnerMemory, LocalStore<OwnSlots>>;
+type Owner = Merger<MergeSession, StablePages<StableMemory>>;
 
 /// Processor time of the calling thread.
 fn cpu_time() -> Duration {
@@ -80,9 +81,9 @@ fn owner(contents: &[u64]) -> Option<(Owner, Arc<GuestRam>)> {
     }
     let ram = Arc::new(ram);
     let settings = Settings { run: Run::Merge, clean_passes: 1, ..Settings::default() };
-    let mut merger = Merger::new(settings).ok()?;
-    let domain = merger.add_domain(LocalStore::new(OwnSlots::new(segments)), Secret([1; 32]));
-    merger.add_member(domain, OwnerMemory::new(Arc::clone(&ram)).ok()?).ok()?;
+    let store = StablePages::new(StableMemory::own(segments));
+    let memory = MergeSession::new(Arc::clone(&ram)).ok()?;
+    let merger = Merger::new(memory, store, Secret([1; 32]), settings).ok()?;
     Some((merger, ram))
 }
 

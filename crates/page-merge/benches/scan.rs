@@ -6,26 +6,23 @@ use std::time::{Duration, Instant};
 use criterion::{BatchSize, Criterion, Throughput};
 use ebb_abi::{PageRange, Pfn};
 use ebb_page_merge::{
-    Answer, LocalStore, Merger, Node, PageHash, PageHasher, Run, Secret, Settings, StableStore,
+    Answer, Merger, Node, PageHash, PageHasher, Run, Secret, Settings, StablePages, StableStore,
     testing::{Guest, SimMemory, SimSlots, World},
 };
 
 const PAGES: u64 = 1 << 16;
 
-type Sim = Merger<SimMemory, LocalStore<SimSlots>>;
+type Sim = Merger<SimMemory, StablePages<SimSlots>>;
 
 fn merger(content: impl Fn(u64) -> u64) -> (Sim, Guest, World) {
     let world = World::new();
     let guest = world.guest(&[PageRange::new(Pfn(0), PAGES)]);
     (0..PAGES).for_each(|pfn| guest.write(pfn, content(pfn)));
     let settings = Settings { run: Run::Merge, clean_passes: 1, ..Settings::default() };
-    let Ok(mut merger) = Merger::new(settings) else {
-        unreachable!("the settings are the default")
+    let store = StablePages::new(world.slots(0));
+    let Ok(merger) = Merger::new(guest.memory(), store, Secret([1; 32]), settings) else {
+        unreachable!("the settings are the default, and there is room for one machine")
     };
-    let domain = merger.add_domain(LocalStore::new(world.slots(0)), Secret([1; 32]));
-    if merger.add_member(domain, guest.memory()).is_err() {
-        unreachable!("there is room for one machine");
-    }
     (merger, guest, world)
 }
 
@@ -89,7 +86,7 @@ fn passes(criterion: &mut Criterion) {
 
 fn store(criterion: &mut Criterion) {
     let world = World::new();
-    let mut store = LocalStore::new(world.slots(0));
+    let mut store = StablePages::new(world.slots(0));
     let hash = |number: u64| PageHash::new(number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 8);
     let hashes: Vec<PageHash> = (0..PAGES).map(hash).collect();
     let mut slots = Vec::new();

@@ -1,4 +1,4 @@
-//! The records of all pages of a domain, in blocks of at most 512 pages.
+//! The records of all pages of a memory, in blocks of at most 512 pages.
 
 use ebb_abi::{PageRange, Pfn};
 
@@ -7,18 +7,16 @@ use crate::{
     record::{Record, State},
 };
 
-/// Number of a page in its domain: number of its block times 512, and its place in the block. 32
+/// Number of a page in its memory: number of its block times 512, and its place in the block. 32
 /// bits are enough for 16 TiB.
 pub(crate) type PageNumber = u32;
 
-/// Most blocks of a domain.
+/// Most blocks of a memory.
 const MOST_BLOCKS: usize = 1 << (32 - BLOCK_PAGES.trailing_zeros());
 
-/// Part of a member's memory, within one naturally aligned block of 512 pages.
+/// Part of the memory, within one naturally aligned block of 512 pages.
 #[derive(Debug)]
 pub(crate) struct Block {
-    /// Number of the member in the domain.
-    pub(crate) member: u32,
     /// Its pages.
     pub(crate) range: PageRange,
     /// One for each page; `None` as long as nothing is known of any.
@@ -47,57 +45,38 @@ impl Block {
     }
 }
 
-/// All blocks of a domain.
+/// All blocks of a memory.
 #[derive(Debug, Default)]
 pub(crate) struct Blocks {
-    all: Vec<Option<Block>>,
-    free: Vec<u32>,
+    all: Vec<Block>,
     states: [u64; State::COUNT],
     remote: u64,
     records: u64,
 }
 
 impl Blocks {
-    /// How many numbers of blocks there are, unused ones included.
+    /// Number of blocks.
     pub(crate) fn len(&self) -> u32 {
         self.all.len() as u32
     }
 
     /// Adds the blocks of `range`; `false` if there are too many.
-    pub(crate) fn add(&mut self, member: u32, range: PageRange) -> bool {
-        cut(range).all(|range| self.add_block(member, range))
-    }
-
-    /// Adds a block; `false` if there are too many.
-    pub(crate) fn add_block(&mut self, member: u32, range: PageRange) -> bool {
-        let block = Block {
-            member,
-            range,
-            records: None,
-            merged: 0,
-            others: 0,
-            huge: false,
-            cold_passes: 0,
-            wanted: 0,
-        };
-        if let Some(free) = self.free.pop() {
-            self.all[free as usize] = Some(block);
-        } else if self.all.len() < MOST_BLOCKS {
-            self.all.push(Some(block));
-        } else {
-            return false;
+    pub(crate) fn add(&mut self, range: PageRange) -> bool {
+        for range in cut(range) {
+            if self.all.len() >= MOST_BLOCKS {
+                return false;
+            }
+            self.all.push(Block {
+                range,
+                records: None,
+                merged: 0,
+                others: 0,
+                huge: false,
+                cold_passes: 0,
+                wanted: 0,
+            });
         }
         true
-    }
-
-    /// Takes a block away; its records must be forgotten already.
-    pub(crate) fn remove(&mut self, number: u32) {
-        self.forget(number);
-        if let Some(block) = self.all.get_mut(number as usize)
-            && block.take().is_some()
-        {
-            self.free.push(number);
-        }
     }
 
     /// Sets the records of a block back to unknown.
@@ -114,7 +93,7 @@ impl Blocks {
 
     /// Gives up the records of a block of which nothing is known.
     pub(crate) fn shrink(&mut self, number: u32) {
-        if let Some(block) = self.all.get_mut(number as usize).and_then(Option::as_mut)
+        if let Some(block) = self.all.get_mut(number as usize)
             && block.merged == 0
             && block.others == 0
             && block.records.as_ref().is_some_and(|records| {
@@ -128,24 +107,17 @@ impl Blocks {
     }
 
     pub(crate) fn block(&self, number: u32) -> Option<&Block> {
-        self.all.get(number as usize)?.as_ref()
+        self.all.get(number as usize)
     }
 
     pub(crate) fn block_mut(&mut self, number: u32) -> Option<&mut Block> {
-        self.all.get_mut(number as usize)?.as_mut()
+        self.all.get_mut(number as usize)
     }
 
-    /// The numbers of a member's blocks.
-    pub(crate) fn of_member(&self, member: u32) -> Vec<u32> {
-        (0..self.len())
-            .filter(|&number| self.block(number).is_some_and(|block| block.member == member))
-            .collect()
-    }
-
-    /// Member and place of a page.
-    pub(crate) fn page(&self, page: PageNumber) -> Option<(u32, Pfn)> {
+    /// Place of a page in guest memory.
+    pub(crate) fn pfn(&self, page: PageNumber) -> Option<Pfn> {
         let block = self.block(block_of(page))?;
-        Some((block.member, Pfn(block.range.start.0 + u64::from(page) % BLOCK_PAGES)))
+        Some(Pfn(block.range.start.0 + u64::from(page) % BLOCK_PAGES))
     }
 
     /// What is known of a page.
@@ -158,7 +130,7 @@ impl Blocks {
 
     /// Notes what is known of a page.
     pub(crate) fn set(&mut self, page: PageNumber, record: Record) {
-        let Some(block) = self.all.get_mut(block_of(page) as usize).and_then(Option::as_mut) else {
+        let Some(block) = self.all.get_mut(block_of(page) as usize) else {
             return;
         };
         if block.records.is_none() {
@@ -208,13 +180,12 @@ impl Blocks {
     /// Memory of blocks and records.
     pub(crate) fn memory_bytes(&self) -> u64 {
         self.records * size_of::<Record>() as u64
-            + (self.all.capacity() * size_of::<Option<Block>>()
-                + self.free.capacity() * size_of::<u32>()) as u64
+            + (self.all.capacity() * size_of::<Block>()) as u64
     }
 }
 
 /// The parts of a range in each naturally aligned block.
-pub(crate) fn cut(range: PageRange) -> impl Iterator<Item = PageRange> {
+fn cut(range: PageRange) -> impl Iterator<Item = PageRange> {
     let (first, end) = (range.start.0 / BLOCK_PAGES, range.end().0.div_ceil(BLOCK_PAGES));
     (first..end)
         .map(move |block| range.intersection(PageRange::new(Pfn(block * BLOCK_PAGES), BLOCK_PAGES)))
@@ -237,7 +208,7 @@ mod tests {
     #[test]
     fn ranges_are_cut_at_aligned_blocks() {
         let mut blocks = Blocks::default();
-        assert!(blocks.add(3, PageRange::new(Pfn(500), 600)));
+        assert!(blocks.add(PageRange::new(Pfn(500), 600)));
         let ranges: Vec<_> =
             (0..blocks.len()).map(|number| blocks.block(number).unwrap().range).collect();
         assert_eq!(
@@ -248,15 +219,14 @@ mod tests {
                 PageRange::new(Pfn(1024), 76)
             ]
         );
-        assert_eq!(blocks.page(first_of(1) + 5), Some((3, Pfn(517))));
-        assert_eq!(blocks.of_member(3), [0, 1, 2]);
-        assert!(blocks.of_member(2).is_empty());
+        assert_eq!(blocks.pfn(first_of(1) + 5), Some(Pfn(517)));
+        assert_eq!(blocks.pfn(first_of(3)), None);
     }
 
     #[test]
     fn counts_follow_the_records_and_nothing_is_kept_of_unknown_pages() {
         let mut blocks = Blocks::default();
-        blocks.add(0, PageRange::new(Pfn(0), 1024));
+        blocks.add(PageRange::new(Pfn(0), 1024));
         let empty = blocks.memory_bytes();
         blocks.set(7, Record::UNKNOWN);
         assert_eq!(blocks.memory_bytes(), empty);
@@ -274,8 +244,5 @@ mod tests {
             (0, 0, 0)
         );
         assert_eq!(blocks.memory_bytes(), empty);
-        blocks.remove(0);
-        blocks.add(1, PageRange::new(Pfn(9), 1));
-        assert_eq!(blocks.block(0).unwrap().range, PageRange::new(Pfn(9), 1));
     }
 }

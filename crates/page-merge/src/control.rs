@@ -19,6 +19,7 @@ struct State {
     settings: Settings,
     statistics: Statistics,
     last_error: Option<String>,
+    why_gone: Option<String>,
     /// Settings that somebody wants, and for whom the answer is.
     wanted: Option<(u64, Settings)>,
     answer: Option<(u64, Result<(), SettingsError>)>,
@@ -85,9 +86,14 @@ impl Control {
         lock(&self.state).statistics.clone()
     }
 
-    /// The last error of the store or of a member's memory.
+    /// Most recent error of the store or the memory.
     pub fn last_error(&self) -> Option<String> {
         lock(&self.state).last_error.clone()
+    }
+
+    /// Why the store is lost, once it is.
+    pub fn why_gone(&self) -> Option<String> {
+        lock(&self.state).why_gone.clone()
     }
 
     /// Whether the thread runs (also while it is paused).
@@ -152,10 +158,18 @@ impl Control {
         self.clients.notify_all();
     }
 
-    /// Tells others what the thread has done.
-    pub(crate) fn publish(&self, statistics: Statistics, last_error: Option<&str>) {
+    /// Publishes what the thread has done.
+    pub(crate) fn publish(
+        &self,
+        statistics: Statistics,
+        last_error: Option<&str>,
+        why_gone: Option<&str>,
+    ) {
         let mut state = lock(&self.state);
         state.statistics = statistics;
+        if state.why_gone.is_none() {
+            state.why_gone = why_gone.map(str::to_owned);
+        }
         if state.last_error.as_deref() != last_error {
             state.last_error = last_error.map(str::to_owned);
         }

@@ -1,19 +1,16 @@
-//! One trust domain: its members' pages, its unstable index for each node, and its store of stable
-//! pages.
+//! A machine's memory within its trust domain: what is known of each page, the unstable index for
+//! each node, and the domain's store of stable pages.
 
-use std::collections::BTreeSet;
-
-use ebb_abi::PageRange;
+use ebb_guest_ram::merge::MergeTarget;
 
 use crate::{
-    blocks::{Block, Blocks, PageNumber, block_of, cut, first_of},
-    hash::PageHasher,
-    memory::{Memory, Node, PageHash, Secret},
+    blocks::{Block, Blocks, PageNumber, block_of, first_of},
+    hash::{PageHash, PageHasher, Secret},
+    memory::{Memory, Node},
     record::{NodeNumber, Record, State},
-    replace::Planned,
     settings::{Nodes, Settings},
-    statistics::{Counters, Statistics},
-    store::{Slot, StableStore, StoreError},
+    statistics::Statistics,
+    store::{StableStore, StoreError},
     table::Table,
 };
 
@@ -70,163 +67,91 @@ impl Pass<'_> {
 
 /// What the store is good for in this pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Help {
+pub(crate) enum StoreHealth {
     /// Everything.
     Full,
     /// It has no room: what is there can be shared, and nothing is published.
-    Known,
-    /// It does not answer. Pages that it was not asked for are tried later: somebody else may have
-    /// what they contain.
+    LookupOnly,
+    /// It does not answer. Pages that it was not asked for are tried later: others may have what
+    /// they contain.
     Late,
     /// It is gone, for good as a rule.
-    None,
+    Gone,
 }
 
-/// The memory of one virtual machine.
-pub(crate) struct Member<M> {
-    pub(crate) memory: M,
-    pub(crate) ranges: Vec<PageRange>,
-    /// Shortest run that is worth a try.
-    pub(crate) min_run_pages: u32,
-    /// The memory refused a run in this pass because of its length.
-    pub(crate) refused_short_runs: bool,
+/// A page that is to be replaced; for a slot there is a reservation.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Planned {
+    pub(crate) page: PageNumber,
+    pub(crate) hash: PageHash,
+    pub(crate) target: MergeTarget,
 }
 
 pub(crate) struct Domain<M, S> {
+    pub(crate) memory: M,
     pub(crate) store: S,
-    pub(crate) secret: Secret,
     pub(crate) hasher: PageHasher,
-    pub(crate) members: Vec<Option<Member<M>>>,
     pub(crate) blocks: Blocks,
     /// Nodes by number; the first is [`Node::ANY`].
     pub(crate) nodes: Vec<Node>,
     /// Unstable index by the node's number.
     pub(crate) unstable: Vec<Table>,
-    pub(crate) counters: Counters,
+    /// What only grows is counted here; the rest is 0.
+    pub(crate) counters: Statistics,
     /// Room for contents that are about to be published.
     pub(crate) contents: Vec<u8>,
     /// Pages that are about to be replaced; none between two steps.
     pub(crate) planned: Vec<Planned>,
-    /// What the store is good for in this pass.
-    pub(crate) help: Help,
-    /// The last error, for whoever wonders.
+    pub(crate) health: StoreHealth,
+    /// Shortest run that is worth a try.
+    pub(crate) min_run_pages: u32,
+    /// The memory refused a run in this pass because of its length.
+    pub(crate) refused_short_runs: bool,
+    /// Most recent error, for diagnostics.
     pub(crate) last_error: Option<String>,
     /// Passes since then.
     calm_passes: u64,
 }
 
 impl<M: Memory, S: StableStore> Domain<M, S> {
-    pub(crate) fn new(store: S, secret: Secret) -> Self {
-        Self {
+    /// `None` if the memory has more pages than can be numbered.
+    pub(crate) fn new(memory: M, store: S, secret: &Secret) -> Option<Self> {
+        let mut blocks = Blocks::default();
+        memory.ranges().into_iter().all(|range| blocks.add(range)).then(|| Self {
+            memory,
             store,
-            secret,
-            hasher: PageHasher::new(&secret),
-            members: Vec::new(),
-            blocks: Blocks::default(),
+            hasher: PageHasher::new(secret),
+            blocks,
             nodes: vec![Node::ANY],
             unstable: vec![Table::default()],
-            counters: Counters::default(),
+            counters: Statistics::default(),
             contents: Vec::new(),
             planned: Vec::new(),
-            help: Help::Full,
+            health: StoreHealth::Full,
+            min_run_pages: 1,
+            refused_short_runs: false,
             last_error: None,
             calm_passes: 0,
-        }
+        })
     }
 
-    /// Adds a member; gives the memory back if the domain is full.
-    pub(crate) fn add_member(&mut self, memory: M) -> Result<usize, M> {
-        let number = self.members.iter().position(Option::is_none).unwrap_or(self.members.len());
-        let ranges = memory.ranges();
-        for range in &ranges {
-            if !self.blocks.add(number as u32, *range) {
-                self.remove_blocks(number as u32);
-                return Err(memory);
-            }
-        }
-        let member = Some(Member { memory, ranges, min_run_pages: 1, refused_short_runs: false });
-        match self.members.get_mut(number) {
-            Some(place) => *place = member,
-            None => self.members.push(member),
-        }
-        Ok(number)
-    }
-
-    /// Removes a member whose memory is about to go away, and gives up its shares.
-    pub(crate) fn remove_member(&mut self, number: usize) -> Option<(M, Result<(), M::Error>)> {
-        self.take_released(number);
-        let mut member = self.members.get_mut(number)?.take()?;
-        let mut released = Vec::new();
-        let mut outcome = Ok(());
-        for range in &member.ranges {
-            if let Err(error) = member.memory.abandon(*range, &mut released) {
-                outcome = Err(error);
-            }
-        }
-        member.memory.take_released(&mut released);
-        self.counters.returns += member.memory.returns();
-        for slot in released {
-            self.store.release(slot);
-        }
-        self.remove_blocks(number as u32);
-        Some((member.memory, outcome))
-    }
-
-    fn remove_blocks(&mut self, member: u32) {
-        for block in self.blocks.of_member(member) {
-            self.forget_block(block);
-            self.blocks.remove(block);
-        }
-    }
-
-    /// Takes over what has changed in the members' layout, and begins a pass.
+    /// Begins a pass: what failed in the last one is tried again.
     pub(crate) fn begin_pass(&mut self, pass: &Pass<'_>) {
-        self.help = Help::Full;
+        self.health = StoreHealth::Full;
         self.calm_passes += 1;
         if self.calm_passes > CALM_PASSES {
             self.last_error = None;
         }
-        for number in 0..self.members.len() {
-            let Some(member) = self.members[number].as_mut() else { continue };
-            if member.refused_short_runs {
-                member.min_run_pages =
-                    (member.min_run_pages * 2).clamp(pass.settings.min_run_pages, LONGEST_MIN_RUN);
-            } else if pass.number.is_multiple_of(SELDOM_PASSES) {
-                member.min_run_pages /= 2;
-                if member.min_run_pages < pass.settings.min_run_pages {
-                    member.min_run_pages = 1;
-                }
-            }
-            member.refused_short_runs = false;
-            let ranges = member.memory.ranges();
-            if ranges != member.ranges {
-                self.change_ranges(number, ranges);
+        let least = pass.settings.min_run_pages;
+        if self.refused_short_runs {
+            self.min_run_pages = (self.min_run_pages * 2).clamp(least, LONGEST_MIN_RUN);
+        } else if pass.number.is_multiple_of(SELDOM_PASSES) {
+            self.min_run_pages /= 2;
+            if self.min_run_pages < least {
+                self.min_run_pages = 1;
             }
         }
-    }
-
-    /// The member's memory has another layout: pages that are no longer part of it get pages of
-    /// their own again. If that fails, the old layout is kept, and the next pass tries again.
-    fn change_ranges(&mut self, number: usize, ranges: Vec<PageRange>) {
-        let mut missing: BTreeSet<PageRange> = ranges.iter().copied().flat_map(cut).collect();
-        for block in self.blocks.of_member(number as u32) {
-            let Some(old) = self.blocks.block(block).map(|block| block.range) else { continue };
-            if missing.remove(&old) {
-                continue;
-            }
-            if let Err(error) = self.unmerge_block(block) {
-                self.note_memory_error(&error);
-                return;
-            }
-            self.blocks.remove(block);
-        }
-        for block in missing {
-            // There was room for the old layout; what does not fit is not looked at.
-            self.blocks.add_block(number as u32, block);
-        }
-        if let Some(Some(member)) = self.members.get_mut(number) {
-            member.ranges = ranges;
-        }
+        self.refused_short_runs = false;
     }
 
     /// The number of a node; [`NodeNumber::NONE`] if there are too many.
@@ -243,10 +168,9 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
     }
 
     /// Gives back shares of pages that the owner has discarded.
-    pub(crate) fn take_released(&mut self, member: usize) {
-        let Some(Some(member)) = self.members.get_mut(member) else { return };
+    pub(crate) fn take_released(&mut self) {
         let mut released = Vec::new();
-        member.memory.take_released(&mut released);
+        self.memory.take_released(&mut released);
         for slot in released {
             self.store.release(slot);
         }
@@ -329,20 +253,13 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
     /// Gives all pages of a block pages of their own again, and forgets them. After an error some
     /// may still be merged.
     pub(crate) fn unmerge_block(&mut self, block: u32) -> Result<(), M::Error> {
-        let Some((member, range)) =
-            self.blocks.block(block).map(|block| (block.member as usize, block.range))
-        else {
-            return Ok(());
-        };
+        let Some(range) = self.blocks.block(block).map(|block| block.range) else { return Ok(()) };
         let mut released = Vec::new();
-        let outcome = match self.members.get_mut(member) {
-            Some(Some(member)) => member.memory.unmerge(range, &mut released),
-            _ => Ok(()),
-        };
+        let outcome = self.memory.unmerge(range, &mut released);
         for slot in released {
             self.store.release(slot);
         }
-        self.take_released(member);
+        self.take_released();
         if outcome.is_ok() {
             self.forget_block(block);
         }
@@ -358,31 +275,15 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         self.unstable = vec![Table::default()];
     }
 
-    /// Pages of this domain that have a share.
-    pub(crate) fn merged_pages(&self) -> u64 {
-        self.blocks.count(State::Merged)
-    }
-
-    /// A page's member, if it is still there.
-    pub(crate) fn member_of(&mut self, page: PageNumber) -> Option<&mut Member<M>> {
-        let number = self.blocks.block(block_of(page))?.member as usize;
-        self.members.get_mut(number)?.as_mut()
-    }
-
-    /// A page's share is gone.
-    pub(crate) fn release(&mut self, slot: Slot) {
-        self.store.release(slot);
-    }
-
     pub(crate) fn note_store_error(&mut self, error: &StoreError) {
         self.counters.store_errors += 1;
-        self.help = match error {
-            StoreError::NoRoom { .. } => Help::Known,
-            StoreError::Late(_) => Help::Late,
-            StoreError::Gone(_) => Help::None,
+        self.health = match error {
+            StoreError::NoRoom { .. } => StoreHealth::LookupOnly,
+            StoreError::Late(_) => StoreHealth::Late,
+            StoreError::Gone(_) => StoreHealth::Gone,
         };
-        // A store that is gone is so for good, and its owner has said so already.
-        if self.is_worth_a_line(self.counters.store_errors) && self.help != Help::None {
+        // A lost store never comes back, and has logged that itself.
+        if self.is_worth_a_line(self.counters.store_errors) && self.health != StoreHealth::Gone {
             tracing::warn!(%error, "some pages are merged later");
         } else {
             tracing::debug!(%error, "some pages are merged later");
@@ -398,7 +299,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         self.note_error(error.to_string());
     }
 
-    /// Whether an error should be told, as the `count`th of its kind: the first one after a calm
+    /// Whether an error should be logged, as the `count`th of its kind: the first one after a calm
     /// time, and then ever fewer.
     fn is_worth_a_line(&self, count: u64) -> bool {
         self.last_error.is_none() || count.is_power_of_two()
@@ -408,34 +309,32 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         (self.last_error, self.calm_passes) = (Some(text), 0);
     }
 
-    /// Memory of tables.
-    fn metadata_bytes(&self) -> u64 {
-        let indexes: u64 = self.unstable.iter().map(Table::memory_bytes).sum();
-        self.blocks.memory_bytes() + indexes + self.store.counts().metadata_bytes
-    }
-
-    /// Adds this domain's numbers to `statistics`.
-    pub(crate) fn add_to(&self, statistics: &mut Statistics) {
+    /// What was found and done so far.
+    pub(crate) fn statistics(&self) -> Statistics {
         let counts = self.store.counts();
-        let (merged, zeroed) = (self.merged_pages(), self.blocks.count(State::Zeroed));
-        let sharing = merged.saturating_sub(counts.pages_shared);
-        let metadata = self.metadata_bytes();
-        self.counters.add_to(statistics);
-        for member in self.members.iter().flatten() {
-            statistics.add_returns(member.memory.returns());
+        let merged_pages = self.blocks.count(State::Merged);
+        let ksm_zero_pages = self.blocks.count(State::Zeroed);
+        let pages_sharing = merged_pages.saturating_sub(counts.pages_shared);
+        let indexes: u64 = self.unstable.iter().map(Table::memory_bytes).sum();
+        let metadata_bytes = self.blocks.memory_bytes() + indexes + counts.metadata_bytes;
+        let broken_cow = self.memory.broken_cow_stats();
+        Statistics {
+            pages_shared: counts.pages_shared,
+            pages_sharing,
+            pages_unshared: self.blocks.count(State::Unshared),
+            pages_volatile: self.blocks.count(State::Watched),
+            pages_refused: self.blocks.count(State::Refused),
+            ksm_zero_pages,
+            merged_pages,
+            remote_merged_pages: self.blocks.remote(),
+            stable_node_chains: counts.stable_node_chains,
+            stable_node_dups: counts.stable_node_dups,
+            metadata_bytes,
+            general_profit: ((pages_sharing + ksm_zero_pages) * ebb_abi::PAGE_SIZE_BYTES) as i64
+                - metadata_bytes as i64,
+            brought_back_pages: broken_cow.brought_back_pages,
+            remerged_pages: broken_cow.remerged_pages,
+            ..self.counters.clone()
         }
-        statistics.pages_shared += counts.pages_shared;
-        statistics.pages_sharing += sharing;
-        statistics.pages_unshared += self.blocks.count(State::Unshared);
-        statistics.pages_volatile += self.blocks.count(State::Watched);
-        statistics.pages_refused += self.blocks.count(State::Refused);
-        statistics.ksm_zero_pages += zeroed;
-        statistics.merged_pages += merged;
-        statistics.remote_merged_pages += self.blocks.remote();
-        statistics.stable_node_chains += counts.stable_node_chains;
-        statistics.stable_node_dups += counts.stable_node_dups;
-        statistics.metadata_bytes += metadata;
-        statistics.general_profit +=
-            ((sharing + zeroed) * ebb_abi::PAGE_SIZE_BYTES) as i64 - metadata as i64;
     }
 }

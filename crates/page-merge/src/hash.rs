@@ -4,18 +4,55 @@
 use ebb_abi::PAGE_SIZE_BYTES;
 use twox_hash::XxHash3_64;
 
-use crate::memory::{Content, PageHash, Secret};
+/// Hash of a page's content under a [`Secret`]: equal contents have equal hashes, and nothing
+/// follows from equal hashes but that a comparison is worth its price. Only the low 48 bits are
+/// used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct PageHash(u64);
+
+impl PageHash {
+    /// Number of bits used.
+    pub const BITS: u32 = 48;
+
+    /// Stands for pages of zeros where they are merged like any others.
+    pub const ZEROS: Self = Self::new(0);
+
+    /// The low bits of `hash`.
+    pub const fn new(hash: u64) -> Self {
+        Self(hash & ((1 << Self::BITS) - 1))
+    }
+
+    /// The bits.
+    pub const fn get(self) -> u64 {
+        self.0
+    }
+}
+
+/// What hashes depend on; a guest that does not know it cannot make pages whose hashes collide. All
+/// members of a domain that share a store have the same.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Secret(pub [u8; 32]);
+
+impl std::fmt::Debug for Secret {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.write_str("Secret(..)")
+    }
+}
+
+/// Content of a page that was read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Content {
+    /// Zeros only.
+    Zero,
+    /// Anything else.
+    Hash(PageHash),
+}
 
 /// Bytes of the secret that XXH3 works with (its own default secret is as long; 136 are the least).
 const EXPANDED_BYTES: usize = 192;
 
 /// A page of zeros, to compare with.
 static ZEROS: [u8; PAGE_SIZE_BYTES as usize] = [0; PAGE_SIZE_BYTES as usize];
-
-impl PageHash {
-    /// Stands for pages of zeros where they are merged like any others.
-    pub const ZEROS: Self = Self::new(0);
-}
 
 /// Hashes pages. All who share stable pages must hash with the same function and the same
 /// [`Secret`].

@@ -10,13 +10,15 @@
 use std::collections::{HashMap, HashSet};
 
 use ebb_abi::{PAGE_SIZE_BYTES, Pfn};
+use ebb_guest_ram::merge::MergeTarget;
 
 use crate::{
     blocks::{PageNumber, block_of},
-    domain::{Domain, Help, Pass},
-    memory::{Memory, PageHash, Target},
+    domain::{Domain, Pass, Planned, StoreHealth},
+    hash::PageHash,
+    memory::Memory,
     record::{NodeNumber, Record, State},
-    replace::{Planned, pages_in_short_runs},
+    replace::pages_in_short_runs,
     store::{Answer, StableStore},
 };
 
@@ -63,7 +65,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
     /// unstable index.
     pub(crate) fn join(&mut self, found: Found, pass: &Pass<'_>) {
         for page in found.zeros {
-            self.plan(Planned { page, hash: PageHash::ZEROS, target: Target::Zero });
+            self.plan(Planned { page, hash: PageHash::ZEROS, target: MergeTarget::Zero });
         }
         let mut round = found.others;
         while !round.is_empty() {
@@ -83,13 +85,13 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         for (candidate, answer) in round.into_iter().zip(answers) {
             match answer {
                 Answer::Stable(slot) => {
-                    let target = Target::Slot(slot);
+                    let target = MergeTarget::Slot(slot);
                     self.plan(Planned { page: candidate.page, hash: candidate.hash, target });
                 }
                 Answer::Unknown | Answer::Wanted => unanswered.push((candidate, answer)),
             }
         }
-        if self.help == Help::Late {
+        if self.health == StoreHealth::Late {
             for (candidate, _) in &unanswered {
                 self.refuse(candidate);
             }
@@ -104,7 +106,9 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
             }
             let partner = self.partner(&candidate, &splittable);
             match (partner, answer) {
-                _ if self.help != Help::Full && (partner.is_some() || answer == Answer::Wanted) => {
+                _ if self.health != StoreHealth::Full
+                    && (partner.is_some() || answer == Answer::Wanted) =>
+                {
                     self.refuse(&candidate);
                 }
                 (Some(partner), _) => {
@@ -143,7 +147,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
     /// What the store knows of each candidate: nothing, if it fails.
     fn ask(&mut self, round: &[Candidate]) -> Vec<Answer> {
         let mut answers = vec![Answer::Unknown; round.len()];
-        if matches!(self.help, Help::Late | Help::None) {
+        if matches!(self.health, StoreHealth::Late | StoreHealth::Gone) {
             return answers;
         }
         let mut nodes: Vec<NodeNumber> = round.iter().map(|candidate| candidate.node).collect();
@@ -242,7 +246,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
                 unanswered.push((*candidate, answer));
             }
         }
-        if self.help == Help::Late {
+        if self.health == StoreHealth::Late {
             // Once more some passes later.
             if let Some(block) = self.blocks.block_mut(number) {
                 block.cold_passes = 0;
@@ -313,12 +317,8 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         for item in part {
             let begin = readable.len() * PAGE;
             let content = &mut contents[begin..begin + PAGE];
-            let read = self.blocks.page(item.page).is_some_and(|(_, pfn)| {
-                match self.member_of(item.page) {
-                    Some(member) => member.memory.read(pfn, content).is_ok(),
-                    None => false,
-                }
-            });
+            let pfn = self.blocks.pfn(item.page);
+            let read = pfn.is_some_and(|pfn| self.memory.read(pfn, content).is_ok());
             // What is published under a hash must have it: the page may have changed since it was
             // hashed.
             if read && self.hasher.hash(content) == item.hash {
@@ -343,7 +343,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
                     self.plan(Planned {
                         page: item.page,
                         hash: item.hash,
-                        target: Target::Slot(slot),
+                        target: MergeTarget::Slot(slot),
                     });
                 }
                 true
@@ -361,23 +361,15 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         if !pass.are_apart() {
             return;
         }
-        // By member and ascending, as the memory is asked; the order of the list stays.
-        let mut order: Vec<(u32, Pfn, usize)> = list
-            .iter()
-            .enumerate()
-            .filter_map(|(place, item)| {
-                self.blocks.page(item.page).map(|(member, pfn)| (member, pfn, place))
-            })
+        // Ascending, as the memory is asked; the order of the list stays.
+        let mut order: Vec<(Pfn, usize)> = (0..list.len())
+            .filter_map(|place| Some((self.blocks.pfn(list[place].page)?, place)))
             .collect();
         order.sort_unstable();
+        let pages: Vec<Pfn> = order.iter().map(|(pfn, _)| *pfn).collect();
         let mut confirmed = vec![None; list.len()];
-        for group in order.chunk_by(|a, b| a.0 == b.0) {
-            let pages: Vec<Pfn> = group.iter().map(|(_, pfn, _)| *pfn).collect();
-            for ((_, _, place), node) in
-                group.iter().zip(self.where_are(group[0].0 as usize, &pages))
-            {
-                confirmed[*place] = node;
-            }
+        for ((_, place), node) in order.into_iter().zip(self.nodes_now(&pages)) {
+            confirmed[place] = node;
         }
         let mut confirmed = confirmed.into_iter();
         list.retain(|item| {
@@ -396,35 +388,20 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
     /// Where mappings are scarce, leaves out what would be a short run, on the side of the partners
     /// or of those that found them.
     fn drop_short_runs(&mut self, list: &mut Vec<Publish>) {
-        let scarce = self.members.iter().flatten().any(|member| member.min_run_pages > 1);
-        if !scarce {
+        let least = self.min_run_pages;
+        if least <= 1 {
             return;
         }
         let mut short = vec![false; list.len()];
         for side in [|item: &Publish| item.page, |item: &Publish| item.by] {
-            let places: Vec<Option<(u32, Pfn)>> =
-                list.iter().map(|item| self.blocks.page(side(item))).collect();
-            let least = |member: u32| {
-                self.members
-                    .get(member as usize)
-                    .and_then(Option::as_ref)
-                    .map_or(1, |m| m.min_run_pages)
-            };
+            let places: Vec<Option<Pfn>> =
+                list.iter().map(|item| self.blocks.pfn(side(item))).collect();
             // Neighbours in the list will get neighbouring slots.
             let follows = |a: usize, b: usize| match (places[a], places[b]) {
-                (Some((one, first)), Some((other, second))) => {
-                    one == other && first.0 + 1 == second.0
-                }
+                (Some(first), Some(second)) => first.0 + 1 == second.0,
                 _ => false,
             };
-            pages_in_short_runs(
-                list.len(),
-                follows,
-                |place| places[place].map_or(1, |(member, _)| least(member)),
-                |place| {
-                    short[place] = true;
-                },
-            );
+            pages_in_short_runs(list.len(), follows, |_| least, |place| short[place] = true);
         }
         let mut short = short.into_iter();
         list.retain(|item| {
@@ -438,11 +415,11 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
     }
 
     /// Tries pages again that others have made stable pages for.
-    pub(crate) fn hear_news(&mut self, pass: &Pass<'_>) {
-        let mut news = Vec::new();
-        self.store.news(&mut news);
+    pub(crate) fn take_notifications(&mut self, pass: &Pass<'_>) {
+        let mut notifications = Vec::new();
+        self.store.take_notifications(&mut notifications);
         let mut found = Vec::new();
-        for (node, hash) in news {
+        for (node, hash) in notifications {
             let Some(number) = self.nodes.iter().position(|known| *known == node) else { continue };
             let node = NodeNumber(number as u16);
             let mut pages = Vec::new();

@@ -28,19 +28,19 @@
 //!
 //! ```
 //! use ebb_abi::{PageRange, Pfn};
-//! use ebb_page_merge::{LocalStore, Merger, Run, Secret, Settings, SystemClock, Worker, testing::World};
+//! use ebb_page_merge::{Merger, Run, Secret, Settings, StablePages, SystemClock, Worker, testing::World};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! // A simulated machine of 4 MiB, with equal pages everywhere. For a real one see the module `owner`.
+//! // A simulated machine of 4 MiB, with equal pages everywhere. A real one is an
+//! // `ebb_guest_ram::MergeSession`.
 //! let world = World::new();
 //! let guest = world.guest(&[PageRange::new(Pfn(0), 1024)]);
 //! (0..1024).for_each(|page| guest.write(page, 42));
 //!
 //! let settings = Settings { run: Run::Merge, min_pass_millisecs: 0, sleep_millisecs: 1, ..Settings::default() };
-//! let mut merger = Merger::new(settings)?;
-//! // One trust domain. In earnest, the secret comes from the kernel's random numbers.
-//! let domain = merger.add_domain(LocalStore::new(world.slots(0)), Secret([7; 32]));
-//! merger.add_member(domain, guest.memory()).map_err(|_| "16 TiB are enough")?;
+//! // For one machine alone. In earnest, the secret comes from the kernel's random numbers.
+//! let store = StablePages::new(world.slots(0));
+//! let merger = Merger::new(guest.memory(), store, Secret([7; 32]), settings)?;
 //!
 //! let (mut worker, control) = Worker::new(merger);
 //! let thread = std::thread::spawn(move || worker.run(&SystemClock));
@@ -66,16 +66,15 @@ mod domain;
 mod hash;
 mod join;
 pub mod kernel;
-mod local;
 pub mod memory;
 mod merger;
-pub mod owner;
 mod pace;
 mod record;
 mod replace;
 mod scan;
 mod settings;
 mod slots;
+mod stable;
 mod statistics;
 pub mod store;
 mod table;
@@ -86,15 +85,13 @@ mod worker;
 
 pub use advisor::Advisor;
 pub use control::{Control, Paused};
-pub use hash::PageHasher;
-pub use local::LocalStore;
-pub use memory::{
-    Content, Look, Memory, Node, PageHash, Replace, Replaced, Returns, Secret, Target,
-};
-pub use merger::{DomainId, MemberId, Merger, Step};
+pub use hash::{Content, PageHash, PageHasher, Secret};
+pub use memory::{Memory, Node};
+pub use merger::{Merger, MergerError, Step};
 pub use pace::Effort;
 pub use settings::{AdvisorMode, MAX_PAGE_SHARING, Nodes, Run, Settings, SettingsError};
 pub use slots::Slots;
+pub use stable::StablePages;
 pub use statistics::Statistics;
-pub use store::{Answer, Slot, StableStore, StoreCounts, StoreError};
+pub use store::{Answer, StableStore, StoreCounts, StoreError};
 pub use worker::{Clock, SystemClock, Worker};

@@ -1,22 +1,24 @@
-//! The whole: domains, their members, and the way of the scan over all of them.
+//! The whole: a machine's memory, its store of stable pages, and how far the scan has come.
 
 use crate::{
     domain::{Domain, Pass},
-    memory::{Memory, Secret},
+    hash::Secret,
+    memory::Memory,
     settings::{Run, Settings, SettingsError},
     statistics::Statistics,
     store::StableStore,
 };
 
-/// A trust domain of a [`Merger`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct DomainId(usize);
-
-/// A member of a domain of a [`Merger`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct MemberId {
-    domain: usize,
-    member: usize,
+/// Why pages cannot be merged.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum MergerError {
+    /// The settings are not allowed.
+    #[error(transparent)]
+    Settings(#[from] SettingsError),
+    /// The memory has more pages than can be numbered: 16 TiB at most, less if its regions do not
+    /// begin at multiples of 2 MiB.
+    #[error("guest memory is too large to be merged")]
+    TooLarge,
 }
 
 /// What a step has done.
@@ -30,96 +32,55 @@ pub struct Step {
     pub finished_pass: bool,
 }
 
-/// Merges equal pages of the members of each trust domain; never pages of different domains.
+/// Merges equal pages of a machine with each other, and with those of other machines that use the
+/// same store of stable pages. A store belongs to one trust domain.
 ///
 /// It belongs to one thread. See [`Worker`](crate::Worker) for a thread that paces itself and can
 /// be talked to.
 pub struct Merger<M, S> {
-    domains: Vec<Option<Domain<M, S>>>,
+    domain: Domain<M, S>,
     settings: Settings,
     /// What the advisor made of `settings.pages_to_scan`.
     pages_to_scan: u64,
     full_scans: u64,
-    /// Where the scan goes on; `None` before a pass.
-    cursor: Option<(usize, u32)>,
-    /// Where unmerging goes on; `None` if there is nothing to be unmerged any more.
-    unmerging: Option<(usize, u32)>,
+    /// The block where the scan goes on; `None` before a pass.
+    cursor: Option<u32>,
+    /// The block where unmerging goes on; `None` if there is nothing to be unmerged any more.
+    unmerging: Option<u32>,
 }
 
 impl<M: Memory, S: StableStore> Merger<M, S> {
-    /// A merger without domains.
-    pub fn new(settings: Settings) -> Result<Self, SettingsError> {
+    /// Merges the pages of `memory`. `secret` must be the one that all who share this store hash
+    /// with.
+    ///
+    /// # Errors
+    /// [`MergerError`]
+    pub fn new(
+        memory: M,
+        mut store: S,
+        secret: Secret,
+        settings: Settings,
+    ) -> Result<Self, MergerError> {
         settings.check()?;
+        store.limit_sharing(settings.max_page_sharing);
         Ok(Self {
-            domains: Vec::new(),
+            domain: Domain::new(memory, store, &secret).ok_or(MergerError::TooLarge)?,
             pages_to_scan: settings.pages_to_scan,
-            unmerging: (settings.run == Run::Unmerge).then_some((0, 0)),
+            unmerging: (settings.run == Run::Unmerge).then_some(0),
             settings,
             full_scans: 0,
             cursor: None,
         })
     }
 
-    /// Adds a trust domain with a store of stable pages of its own. `secret` must be the one that
-    /// everybody hashes with who shares this store.
-    pub fn add_domain(&mut self, mut store: S, secret: Secret) -> DomainId {
-        store.limit_sharing(self.settings.max_page_sharing);
-        self.domains.push(Some(Domain::new(store, secret)));
-        DomainId(self.domains.len() - 1)
+    /// The store of stable pages.
+    pub fn store(&self) -> &S {
+        &self.domain.store
     }
 
-    /// Adds memory to a domain; gives it back if there is no such domain, or if the domain has 16
-    /// TiB already.
-    pub fn add_member(&mut self, domain: DomainId, memory: M) -> Result<MemberId, M> {
-        match self.domains.get_mut(domain.0).and_then(Option::as_mut) {
-            Some(found) => {
-                found.add_member(memory).map(|member| MemberId { domain: domain.0, member })
-            }
-            None => Err(memory),
-        }
-    }
-
-    /// Removes a member whose memory is about to go away (its pages need no content any more) and
-    /// gives up its shares. Returns the memory, and whether it could name all of them: if not, some
-    /// stable pages stay in use for good.
-    pub fn remove_member(&mut self, id: MemberId) -> Option<(M, Result<(), M::Error>)> {
-        self.domains.get_mut(id.domain)?.as_mut()?.remove_member(id.member)
-    }
-
-    /// Removes a domain without members and returns its store; `None` if it has any.
-    pub fn remove_domain(&mut self, id: DomainId) -> Option<S> {
-        let place = self.domains.get_mut(id.0)?;
-        if place.as_ref()?.members.iter().any(Option::is_some) {
-            return None;
-        }
-        place.take().map(|domain| domain.store)
-    }
-
-    /// A member's memory.
-    pub fn memory(&self, id: MemberId) -> Option<&M> {
-        self.domains
-            .get(id.domain)?
-            .as_ref()?
-            .members
-            .get(id.member)?
-            .as_ref()
-            .map(|member| &member.memory)
-    }
-
-    /// A member's memory.
-    pub fn memory_mut(&mut self, id: MemberId) -> Option<&mut M> {
-        let domain = self.domains.get_mut(id.domain)?.as_mut()?;
-        domain.members.get_mut(id.member)?.as_mut().map(|member| &mut member.memory)
-    }
-
-    /// A domain's store.
-    pub fn store(&self, id: DomainId) -> Option<&S> {
-        self.domains.get(id.0)?.as_ref().map(|domain| &domain.store)
-    }
-
-    /// A domain's store.
-    pub fn store_mut(&mut self, id: DomainId) -> Option<&mut S> {
-        self.domains.get_mut(id.0)?.as_mut().map(|domain| &mut domain.store)
+    /// The store of stable pages.
+    pub fn store_mut(&mut self) -> &mut S {
+        &mut self.domain.store
     }
 
     /// The settings.
@@ -133,26 +94,22 @@ impl<M: Memory, S: StableStore> Merger<M, S> {
         settings.check()?;
         let decisive = self.settings.decides_sharing(&settings);
         if let Some(setting) = decisive {
-            // What the owners have discarded is not merged any more.
-            self.domains.iter_mut().flatten().for_each(|domain| {
-                (0..domain.members.len()).for_each(|member| domain.take_released(member));
-            });
+            // What the owner has discarded is not merged any more.
+            self.domain.take_released();
             let statistics = self.statistics();
             let merged_pages = statistics.merged_pages.max(statistics.pages_shared);
             if merged_pages > 0 {
                 return Err(SettingsError::Merged { setting, merged_pages });
             }
-            for domain in self.domains.iter_mut().flatten() {
-                domain.forget_all();
-                domain.store.limit_sharing(settings.max_page_sharing);
-            }
+            self.domain.forget_all();
+            self.domain.store.limit_sharing(settings.max_page_sharing);
             self.cursor = None;
         }
         if settings.run == Run::Unmerge && self.settings.run != Run::Unmerge {
-            self.unmerging = Some((0, 0));
+            self.unmerging = Some(0);
         }
         if settings.use_zero_pages && !self.settings.use_zero_pages {
-            self.domains.iter_mut().flatten().for_each(Domain::watch_zeros);
+            self.domain.watch_zeros();
         }
         if settings.pages_to_scan != self.settings.pages_to_scan
             || settings.advisor_mode != self.settings.advisor_mode
@@ -186,40 +143,24 @@ impl<M: Memory, S: StableStore> Merger<M, S> {
     /// and at most until the pass over all memory ends.
     pub fn scan(&mut self, pages: u64) -> Step {
         let pass = Pass { number: self.full_scans, settings: &self.settings };
-        let begins = self.cursor.is_none();
-        for domain in self.domains.iter_mut().flatten() {
-            if begins {
-                domain.begin_pass(&pass);
-            }
-            domain.hear_news(&pass);
-            domain.replace_planned(&pass);
+        let domain = &mut self.domain;
+        if self.cursor.is_none() {
+            domain.begin_pass(&pass);
         }
-        let (mut number, mut block) = self.cursor.unwrap_or((0, 0));
+        domain.take_notifications(&pass);
+        domain.replace_planned(&pass);
+        let mut block = self.cursor.unwrap_or(0);
         let mut step = Step::default();
-        while let Some(place) = self.domains.get_mut(number) {
-            match place {
-                Some(domain) if block < domain.blocks.len() => {
-                    if step.pages >= pages {
-                        domain.replace_planned(&pass);
-                        self.cursor = Some((number, block));
-                        return step;
-                    }
-                    let written = domain.counters.written_pages;
-                    step.pages += domain.scan_block(block, &pass);
-                    step.written += domain.counters.written_pages - written;
-                    block += 1;
-                }
-                place => {
-                    if let Some(domain) = place {
-                        domain.replace_planned(&pass);
-                    }
-                    (number, block) = (number + 1, 0);
-                }
-            }
+        let written = domain.counters.written_pages;
+        while block < domain.blocks.len() && step.pages < pages {
+            step.pages += domain.scan_block(block, &pass);
+            block += 1;
         }
-        self.cursor = None;
-        self.full_scans += 1;
-        step.finished_pass = true;
+        domain.replace_planned(&pass);
+        step.written = domain.counters.written_pages - written;
+        step.finished_pass = block >= domain.blocks.len();
+        self.cursor = (!step.finished_pass).then_some(block);
+        self.full_scans += u64::from(step.finished_pass);
         step
     }
 
@@ -227,58 +168,39 @@ impl<M: Memory, S: StableStore> Merger<M, S> {
     /// where the last call stopped. With the end of it everything that was known about pages is
     /// forgotten. What fails is tried again with the next call.
     pub fn unmerge(&mut self, pages: u64) -> Step {
-        let Some((mut number, mut block)) = self.unmerging else {
-            return Step { finished_pass: true, ..Step::default() };
-        };
-        self.cursor = None;
         let mut step = Step::default();
-        while let Some(place) = self.domains.get_mut(number) {
-            match place {
-                Some(domain) if block < domain.blocks.len() => {
-                    if step.pages >= pages {
-                        self.unmerging = Some((number, block));
-                        return step;
-                    }
-                    if let Err(error) = domain.unmerge_block(block) {
-                        domain.note_memory_error(&error);
-                        self.unmerging = Some((number, block));
-                        return step;
-                    }
-                    step.pages += domain.blocks.block(block).map_or(0, |block| block.range.pages);
-                    block += 1;
-                }
-                _ => (number, block) = (number + 1, 0),
+        self.cursor = None;
+        while let Some(number) = self.unmerging {
+            let Some(block) = self.domain.blocks.block(number) else {
+                self.unmerging = None;
+                break;
+            };
+            if step.pages >= pages {
+                return step;
             }
+            let block_pages = block.range.pages;
+            if let Err(error) = self.domain.unmerge_block(number) {
+                self.domain.note_memory_error(&error);
+                return step;
+            }
+            step.pages += block_pages;
+            self.unmerging = Some(number + 1);
         }
-        self.unmerging = None;
         step.finished_pass = true;
         step
     }
 
-    /// What was found and done, in all domains.
+    /// What was found and done.
     pub fn statistics(&self) -> Statistics {
-        let mut statistics = Statistics {
+        Statistics {
             full_scans: self.full_scans,
             pages_to_scan: self.pages_to_scan,
-            ..Statistics::default()
-        };
-        self.domains.iter().flatten().for_each(|domain| domain.add_to(&mut statistics));
-        statistics
+            ..self.domain.statistics()
+        }
     }
 
-    /// What was found and done in one domain.
-    pub fn domain_statistics(&self, id: DomainId) -> Option<Statistics> {
-        let mut statistics = Statistics {
-            full_scans: self.full_scans,
-            pages_to_scan: self.pages_to_scan,
-            ..Statistics::default()
-        };
-        self.domains.get(id.0)?.as_ref()?.add_to(&mut statistics);
-        Some(statistics)
-    }
-
-    /// The last error of a store or a memory, if there was any.
+    /// Most recent error of the store or the memory, if there was any lately.
     pub fn last_error(&self) -> Option<&str> {
-        self.domains.iter().flatten().find_map(|domain| domain.last_error.as_deref())
+        self.domain.last_error.as_deref()
     }
 }

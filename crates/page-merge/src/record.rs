@@ -1,6 +1,6 @@
 //! What is remembered of a page: eight bytes.
 
-use crate::memory::PageHash;
+use crate::hash::PageHash;
 
 const STATE_SHIFT: u32 = PageHash::BITS;
 const AGE_SHIFT: u32 = STATE_SHIFT + 3;

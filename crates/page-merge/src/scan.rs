@@ -1,12 +1,14 @@
 //! One look at a block: what each page's state becomes, and which pages are worth reading.
 
 use ebb_abi::Pfn;
+use ebb_guest_ram::merge::PageLook;
 
 use crate::{
     blocks::{PageNumber, block_of, first_of},
     domain::{Domain, Pass},
+    hash::{Content, PageHash},
     join::{Candidate, Found},
-    memory::{BLOCK_PAGES, Content, Look, Memory, PageHash},
+    memory::{BLOCK_PAGES, Memory, Node},
     record::{NodeNumber, Record, State},
     store::StableStore,
 };
@@ -33,15 +35,14 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
     /// Looks at a block and merges what can be merged of it. Returns the number of pages looked at.
     pub(crate) fn scan_block(&mut self, number: u32, pass: &Pass<'_>) -> u64 {
         let Some(block) = self.blocks.block(number) else { return 0 };
-        let (member, range) = (block.member as usize, block.range);
+        let range = block.range;
         // A look must find what it is told of a page.
         if self.planned.iter().any(|item| block_of(item.page) == number) {
             self.replace_planned(pass);
         }
-        self.take_released(member);
+        self.take_released();
         let mut looks = Vec::with_capacity(range.pages as usize);
-        let Some(Some(owner)) = self.members.get_mut(member) else { return 0 };
-        if let Err(error) = owner.memory.look(range, &mut looks) {
+        if let Err(error) = self.memory.look(range, &mut looks) {
             self.note_memory_error(&error);
             return range.pages;
         }
@@ -69,7 +70,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
             }
         }
         if !worth.is_empty() {
-            let found = self.find_candidates(member, &worth, pass);
+            let found = self.find_candidates(&worth, pass);
             if judged
                 && found.zeros.len() + found.others.len() < worth.len()
                 && let Some(block) = self.blocks.block_mut(number)
@@ -85,7 +86,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
             self.check_nodes(number, pass);
         }
         if pass.are_apart() && pass.is_rare_turn_of(number) {
-            self.follow_moved(member, number, pass);
+            self.follow_moved(number, pass);
         }
         self.blocks.shrink(number);
         range.pages
@@ -95,51 +96,51 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
     fn note_look(
         &mut self,
         page: PageNumber,
-        look: Look,
+        look: PageLook,
         huge: &mut HugeLook,
         pass: &Pass<'_>,
     ) -> bool {
         let record = self.blocks.record(page);
         match (look, record.state()) {
-            (Look::Clean | Look::HugeClean, State::Unshared) | (Look::Merged, State::Merged) => {
+            (PageLook::Clean | PageLook::HugeClean, State::Unshared) | (PageLook::Merged, State::Merged) => {
                 self.counters.clean_pages += 1;
-                huge.clean += u64::from(look == Look::HugeClean);
+                huge.clean += u64::from(look == PageLook::HugeClean);
                 false
             }
-            (Look::Absent, State::Unknown | State::Zeroed)
-            | (Look::Excluded, State::Unknown)
+            (PageLook::Absent, State::Unknown | State::Zeroed)
+            | (PageLook::Excluded, State::Unknown)
             // What is known of it is for when it is brought back.
-            | (Look::Copied, State::Watched) => false,
-            (Look::Absent | Look::Excluded, _) => {
+            | (PageLook::Copied, State::Watched) => false,
+            (PageLook::Absent | PageLook::Excluded, _) => {
                 self.set_state(page, Record::UNKNOWN);
                 false
             }
-            (Look::Merged, _) => {
+            (PageLook::Merged, _) => {
                 // Merged before this core knew the page.
                 self.set_state(page, Record::UNKNOWN.with(State::Merged, 0));
                 false
             }
-            (Look::Broken(slot), _) => {
+            (PageLook::Broken(slot), _) => {
                 self.counters.broken_pages += 1;
                 self.counters.written_pages += 1;
-                self.release(slot);
+                self.store.release(slot);
                 // Merging it was a mistake: it counts twice.
                 self.blocks.set(page, self.blocks.record(page).older());
                 self.watch(page, pass);
                 false
             }
-            (Look::Written, _) => {
+            (PageLook::Written, _) => {
                 self.counters.written_pages += 1;
                 self.watch(page, pass);
                 false
             }
-            (Look::HugeWritten, _) => {
+            (PageLook::HugeWritten, _) => {
                 huge.written += 1;
                 self.counters.written_pages += 1;
                 self.watch(page, pass);
                 false
             }
-            (Look::HugeClean, state) => {
+            (PageLook::HugeClean, state) => {
                 self.counters.clean_pages += 1;
                 huge.clean += 1;
                 if !matches!(state, State::Watched | State::Refused) {
@@ -147,7 +148,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
                 }
                 false
             }
-            (Look::Clean, State::Watched) => {
+            (PageLook::Clean, State::Watched) => {
                 self.counters.clean_pages += 1;
                 let waits = record.value();
                 if waits > 0 {
@@ -156,11 +157,11 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
                 }
                 waits == 0
             }
-            (Look::Clean, State::Refused) => {
+            (PageLook::Clean, State::Refused) => {
                 self.counters.clean_pages += 1;
                 pass.is_turn_of(block_of(page))
             }
-            (Look::Clean | Look::Copied, _) => {
+            (PageLook::Clean | PageLook::Copied, _) => {
                 self.watch(page, pass);
                 false
             }
@@ -183,16 +184,16 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         if block.cold_passes == cold || wanted { Turn::Judge } else { Turn::Nothing }
     }
 
-    /// Reads pages of a member whose content is not known yet, and says which are zeros and what
-    /// the others contain.
-    fn find_candidates(&mut self, member: usize, pages: &[PageNumber], pass: &Pass<'_>) -> Found {
+    /// Reads pages whose content is not known yet, and says which are zeros and what the others
+    /// contain.
+    fn find_candidates(&mut self, pages: &[PageNumber], pass: &Pass<'_>) -> Found {
         let mut contents: Vec<(PageNumber, Pfn, Option<PageHash>)> =
             Vec::with_capacity(pages.len());
         for &page in pages {
             let record = self.blocks.record(page);
             let known =
                 matches!(record.state(), State::Unshared | State::Refused).then(|| record.hash());
-            if let Some((_, pfn)) = self.blocks.page(page) {
+            if let Some(pfn) = self.blocks.pfn(page) {
                 contents.push((page, pfn, known));
             }
         }
@@ -202,10 +203,9 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
             .map(|(_, pfn, _)| *pfn)
             .collect();
         let mut read = Vec::with_capacity(unread.len());
-        let Some(Some(owner)) = self.members.get_mut(member) else { return Found::default() };
         if !unread.is_empty() {
             self.counters.hashed_pages += unread.len() as u64;
-            if let Err(error) = owner.memory.hash(&unread, &self.secret, &mut read) {
+            if let Err(error) = self.memory.hash(&unread, &self.hasher, &mut read) {
                 self.note_memory_error(&error);
             }
         }
@@ -231,7 +231,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
             contents.retain(|(_, _, hash)| *hash != Some(PageHash::ZEROS));
         }
         let places: Vec<Pfn> = contents.iter().map(|(_, pfn, _)| *pfn).collect();
-        let nodes = self.nodes_of(member, &places, pass);
+        let nodes = self.nodes_of(&places, pass);
         for ((page, _, hash), node) in contents.into_iter().zip(nodes) {
             if let (Some(hash), Some(node)) = (hash, node) {
                 found.others.push(Candidate { page, hash, node });
@@ -242,24 +242,18 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
 
     /// The index that each page belongs to: that of its node, or the only one; `None` if a page has
     /// no node just now.
-    pub(crate) fn nodes_of(
-        &mut self,
-        member: usize,
-        pages: &[Pfn],
-        pass: &Pass<'_>,
-    ) -> Vec<Option<NodeNumber>> {
+    pub(crate) fn nodes_of(&mut self, pages: &[Pfn], pass: &Pass<'_>) -> Vec<Option<NodeNumber>> {
         if !pass.are_apart() {
             return vec![Some(NodeNumber(0)); pages.len()];
         }
-        self.where_are(member, pages)
+        self.nodes_now(pages)
     }
 
     /// The node of each page.
-    pub(crate) fn where_are(&mut self, member: usize, pages: &[Pfn]) -> Vec<Option<NodeNumber>> {
+    pub(crate) fn nodes_now(&mut self, pages: &[Pfn]) -> Vec<Option<NodeNumber>> {
         let mut nodes = Vec::with_capacity(pages.len());
-        if let Some(Some(owner)) = self.members.get_mut(member)
-            && !pages.is_empty()
-            && let Err(error) = owner.memory.nodes(pages, &mut nodes)
+        if !pages.is_empty()
+            && let Err(error) = self.memory.nodes(pages, &mut nodes)
         {
             self.note_memory_error(&error);
         }
@@ -267,7 +261,8 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         nodes
             .into_iter()
             .map(|node| {
-                node.map(|node| self.node_number(node)).filter(|number| *number != NodeNumber::NONE)
+                node.map(|node| self.node_number(Node(node)))
+                    .filter(|number| *number != NodeNumber::NONE)
             })
             .collect()
     }
@@ -287,7 +282,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
 
     /// Looks up where a block's waiting pages are, and brings those that have moved to another node
     /// together with pages there.
-    fn follow_moved(&mut self, member: usize, number: u32, pass: &Pass<'_>) {
+    fn follow_moved(&mut self, number: u32, pass: &Pass<'_>) {
         let Some(block) = self.blocks.block(number) else { return };
         let first = block.range.start;
         let waiting: Vec<(PageNumber, Pfn)> = block
@@ -303,7 +298,7 @@ impl<M: Memory, S: StableStore> Domain<M, S> {
         }
         let places: Vec<Pfn> = waiting.iter().map(|(_, pfn)| *pfn).collect();
         let mut found = Found::default();
-        for ((page, _), node) in waiting.into_iter().zip(self.where_are(member, &places)) {
+        for ((page, _), node) in waiting.into_iter().zip(self.nodes_now(&places)) {
             let record = self.blocks.record(page);
             match node {
                 Some(node) if node != record.node() => {

@@ -2,8 +2,6 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::memory::Returns;
-
 /// What merging has found and done. All pages are of 4096 bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
@@ -73,55 +71,4 @@ pub struct Statistics {
     pub memory_errors: u64,
     /// What `pages_to_scan` is at the moment (the advisor may change it).
     pub pages_to_scan: u64,
-}
-
-impl Statistics {
-    pub(crate) fn add_returns(&mut self, returns: Returns) {
-        self.brought_back_pages += returns.brought_back_pages;
-        self.remerged_pages += returns.remerged_pages;
-    }
-}
-
-/// The counters that only grow, as they are counted.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Counters {
-    pub(crate) pages_scanned: u64,
-    pub(crate) pages_skipped: u64,
-    pub(crate) moved_pages: u64,
-    pub(crate) hashed_pages: u64,
-    pub(crate) clean_pages: u64,
-    pub(crate) written_pages: u64,
-    pub(crate) broken_pages: u64,
-    /// Of members that are gone.
-    pub(crate) returns: Returns,
-    pub(crate) huge_pages_split: u64,
-    pub(crate) replaced_done: u64,
-    pub(crate) replaced_different: u64,
-    pub(crate) replaced_busy: u64,
-    pub(crate) replaced_no_mappings: u64,
-    pub(crate) replaced_gone: u64,
-    pub(crate) store_errors: u64,
-    pub(crate) memory_errors: u64,
-}
-
-impl Counters {
-    /// Adds them to `statistics`.
-    pub(crate) fn add_to(&self, statistics: &mut Statistics) {
-        statistics.pages_scanned += self.pages_scanned;
-        statistics.pages_skipped += self.pages_skipped;
-        statistics.moved_pages += self.moved_pages;
-        statistics.hashed_pages += self.hashed_pages;
-        statistics.clean_pages += self.clean_pages;
-        statistics.written_pages += self.written_pages;
-        statistics.broken_pages += self.broken_pages;
-        statistics.add_returns(self.returns);
-        statistics.huge_pages_split += self.huge_pages_split;
-        statistics.replaced_done += self.replaced_done;
-        statistics.replaced_different += self.replaced_different;
-        statistics.replaced_busy += self.replaced_busy;
-        statistics.replaced_no_mappings += self.replaced_no_mappings;
-        statistics.replaced_gone += self.replaced_gone;
-        statistics.store_errors += self.store_errors;
-        statistics.memory_errors += self.memory_errors;
-    }
 }

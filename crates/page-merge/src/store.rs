@@ -3,23 +3,10 @@
 use std::io;
 use std::time::Duration;
 
-use crate::memory::{Node, PageHash};
+use ebb_guest_ram::StableSlot;
 
-/// The place of a stable page: a page of a memory file of the store.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Slot {
-    /// Number of the file (segment) in the store.
-    pub segment: u32,
-    /// Number of the page within it.
-    pub index: u32,
-}
-
-impl Slot {
-    /// Whether `other` is the page behind this one, so that both can be mapped in one go.
-    pub fn is_followed_by(self, other: Self) -> bool {
-        self.segment == other.segment && self.index.checked_add(1) == Some(other.index)
-    }
-}
+use crate::hash::PageHash;
+use crate::memory::Node;
 
 /// What a store knows of a content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,7 +14,7 @@ pub enum Answer {
     /// Nothing. A store that is shared with others remembers that it was asked.
     Unknown,
     /// A stable page with this hash that may get one more sharer.
-    Stable(Slot),
+    Stable(StableSlot),
     /// No stable page yet, but somebody else has a page like this: it is worth publishing.
     Wanted,
 }
@@ -85,23 +72,23 @@ pub trait StableStore {
         node: Node,
         hashes: &[PageHash],
         contents: &[u8],
-        slots: &mut Vec<Slot>,
+        slots: &mut Vec<StableSlot>,
     ) -> Result<(), StoreError>;
 
     /// A page has this slot in its place now, under a reservation.
-    fn shared(&mut self, slot: Slot);
+    fn shared(&mut self, slot: StableSlot);
 
     /// A reservation is not needed. Without sharers and reservations the slot is given back to the
     /// host.
-    fn unused(&mut self, slot: Slot);
+    fn unused(&mut self, slot: StableSlot);
 
     /// A page has given up its share. Without sharers and reservations the slot is given back to
     /// the host.
-    fn release(&mut self, slot: Slot);
+    fn release(&mut self, slot: StableSlot);
 
     /// No more sharers for this slot: its page is not on the node that it should be on. The shares
     /// it has stay valid.
-    fn retire(&mut self, slot: Slot) {
+    fn retire(&mut self, slot: StableSlot) {
         let _ = slot;
     }
 
@@ -118,5 +105,12 @@ pub trait StableStore {
 
     /// Appends hashes that were [`Answer::Unknown`] once and have a stable page by now (for stores
     /// shared with others).
-    fn news(&mut self, news: &mut Vec<(Node, PageHash)>);
+    fn take_notifications(&mut self, notifications: &mut Vec<(Node, PageHash)>) {
+        let _ = notifications;
+    }
+
+    /// Why the store is lost, once it is. A lost store never comes back.
+    fn why_gone(&self) -> Option<&str> {
+        None
+    }
 }

@@ -1,7 +1,7 @@
 //! Hash table of 32-bit numbers with five bytes a cell. The hashes themselves are kept elsewhere,
 //! once.
 
-use crate::memory::PageHash;
+use crate::hash::PageHash;
 
 /// The table is cut into this many parts that grow on their own, so that growing needs little
 /// memory and time at once.
@@ -14,7 +14,7 @@ const DELETED: u8 = 1;
 const LEAST_CELLS: usize = 8;
 
 /// Numbers by the hash of what they stand for; several may have the same hash.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Table {
     parts: Vec<Part>,
     len: usize,

@@ -65,17 +65,21 @@ impl<M: Memory, S: StableStore> Worker<M, S> {
     /// Makes a worker of `merger`, and what other threads talk to it by.
     pub fn new(merger: Merger<M, S>) -> (Self, Arc<Control>) {
         let control = Control::new(merger.settings().clone());
-        control.publish(merger.statistics(), None);
-        (
-            Self {
-                merger,
-                control: Arc::clone(&control),
-                advisor: Advisor::default(),
-                pass: None,
-                effort: Effort::default(),
-            },
-            control,
-        )
+        let worker = Self {
+            merger,
+            control: Arc::clone(&control),
+            advisor: Advisor::default(),
+            pass: None,
+            effort: Effort::default(),
+        };
+        worker.publish();
+        (worker, control)
+    }
+
+    fn publish(&self) {
+        let merger = &self.merger;
+        let why_gone = merger.store().why_gone();
+        self.control.publish(merger.statistics(), merger.last_error(), why_gone);
     }
 
     /// What it works with.
@@ -93,7 +97,7 @@ impl<M: Memory, S: StableStore> Worker<M, S> {
                 Next::Change(ticket, settings) => {
                     let answer = self.merger.change(settings);
                     self.pass = None;
-                    self.control.publish(self.merger.statistics(), self.merger.last_error());
+                    self.publish();
                     self.control.answer(ticket, self.merger.settings(), answer);
                     sleep = Some(Duration::ZERO);
                 }
@@ -136,7 +140,7 @@ impl<M: Memory, S: StableStore> Worker<M, S> {
                 }
             }
         };
-        self.control.publish(self.merger.statistics(), self.merger.last_error());
+        self.publish();
         sleep
     }
 

@@ -6,7 +6,7 @@ use ebb_abi::PAGE_SIZE_BYTES;
 
 use super::merging::Merging;
 use super::{MergeUnavailable, StableSegments};
-use crate::overlay::{Overlay, Returns};
+use crate::overlay::{BrokenCowStats, Overlay};
 use crate::ranges::gaps;
 use crate::{Backing, GuestRam, GuestRange, RamError, Region, RegionSpec};
 
@@ -59,8 +59,8 @@ impl GuestRam {
     }
 
     /// What became of merged pages that were written to.
-    pub fn returns(&self) -> Returns {
-        self.lock_overlay().map_or_else(Returns::default, |extents| extents.returns())
+    pub fn broken_cow_stats(&self) -> BrokenCowStats {
+        self.lock_overlay().map_or_else(BrokenCowStats::default, |extents| extents.returns())
     }
 
     /// Prepares for pages to be merged; from now on discards exclude merges. Does nothing the

@@ -50,15 +50,15 @@ pub enum MergeTarget {
 /// What became of a page that was to be replaced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MergeOutcome {
-    /// The target is in its place.
+    /// The target is in its place. The page's memory is the host's again.
     Done,
-    /// The contents differ; nothing was changed.
+    /// The contents differ: nothing was changed.
     Different,
-    /// It is pinned, or the kernel does not want to move it for now; nothing was changed.
+    /// The page is pinned, or the kernel refuses to move it for now: nothing was changed.
     Busy,
-    /// Its run is too short for the mappings that are left; nothing was changed.
+    /// Its run is too short for the mappings that are left: nothing was changed.
     NoMappings,
-    /// There is nothing to be replaced, or it cannot be replaced.
+    /// There is nothing to be replaced any more, or it cannot be replaced.
     Gone,
 }
 

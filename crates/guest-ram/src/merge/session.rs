@@ -24,24 +24,28 @@ const PREFETCH_BYTES: usize = PAGE;
 /// What a look at a page found, without reading it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PageLook {
-    /// The host holds nothing for it.
+    /// No content: the host holds nothing for it (it reads as zeros).
     Absent,
-    /// It may have been written to since the last look, and is tracked from now on.
+    /// The page may have been written to since the last look at it. It is tracked from now on: what
+    /// is read after this look is what it contains unless a later look reports `Written` again.
     Written,
     /// Not written to since the last look.
     Clean,
-    /// It shares a stable page.
+    /// A stable page is mapped in its place, and it was not written to since.
     Merged,
-    /// It shared this stable page, and has been written to: told once.
+    /// A stable page was mapped in its place, but it has been written to since: it has a page of
+    /// its own again, and has given up its share of the stable page. Reported once; later looks
+    /// report `Copied` for a while, or `Written` or `Clean`.
     Broken(StableSlot),
-    /// Part of a huge page, not written to since the last look.
+    /// Part of a huge page, not written to since the last look. Splitting costs the guest speed, so
+    /// more is asked for.
     HugeClean,
-    /// Part of a huge page that may have been written to.
+    /// Part of a huge page that may have been written to; tracked from now on.
     HugeWritten,
-    /// It was merged and written to before: it has a copy of its own in front of the stable page,
-    /// which is brought back to ordinary memory before it can be merged again.
+    /// It was reported as `Broken` before and has a copy of its own in front of the stable page,
+    /// which is brought back to ordinary memory after a while. It cannot be merged until then.
     Copied,
-    /// It cannot be merged: swapped out, or mapped from a file.
+    /// It cannot be merged: swapped out, mapped from a file, or excluded otherwise.
     Excluded,
 }
 

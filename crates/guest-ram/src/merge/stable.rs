@@ -34,6 +34,11 @@ impl StableSlot {
     pub const fn offset(self, pages: u32) -> Self {
         Self { segment: self.segment, index: self.index + pages }
     }
+
+    /// Whether `other` is the page behind this one, so that both can be mapped in one go.
+    pub fn is_followed_by(self, other: Self) -> bool {
+        self.segment == other.segment && self.index.checked_add(1) == Some(other.index)
+    }
 }
 
 /// What can go wrong with stable pages.
@@ -93,6 +98,20 @@ pub enum StableError {
         /// The system's answer.
         source: io::Error,
     },
+}
+
+impl From<StableError> for io::Error {
+    /// Keeps the kind of the system's answer, if there is one.
+    fn from(error: StableError) -> Self {
+        let kind = match &error {
+            StableError::Create { source, .. }
+            | StableError::BindNode { source, .. }
+            | StableError::Map { source, .. }
+            | StableError::Write { source, .. } => source.kind(),
+            StableError::Unfit { .. } | StableError::NoSlot { .. } => io::ErrorKind::InvalidInput,
+        };
+        Self::new(kind, error)
+    }
 }
 
 #[cfg(test)]

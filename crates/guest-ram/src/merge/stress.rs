@@ -151,7 +151,7 @@ pub fn run(stress: &Stress) -> Result<Report, StressError> {
             report.lost += of_writer.lost;
             report.discarded += of_writer.discarded;
         }
-        let returns = ram.returns();
+        let returns = ram.broken_cow_stats();
         (report.brought_back, report.remerged) =
             (returns.brought_back_pages, returns.remerged_pages);
         report.joined = returns.joined_mappings;

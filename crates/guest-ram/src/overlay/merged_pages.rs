@@ -17,7 +17,7 @@ pub(super) struct SlotRun {
 
 /// What became of merged pages that were written to; the numbers only grow.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Returns {
+pub struct BrokenCowStats {
     /// Pages that were brought back to ordinary memory.
     pub brought_back_pages: u64,
     /// Of these, pages that were merged again.
@@ -40,7 +40,7 @@ pub(super) struct MergedPages {
     /// Pages that were merged, were written to, and have been brought back to ordinary memory, and
     /// are still there.
     pub(super) reanonymized: PageBitmap,
-    pub(super) returns: Returns,
+    pub(super) returns: BrokenCowStats,
     /// Slots whose shares were given up by discards.
     pub(super) released: Vec<SlotRun>,
 }
@@ -58,7 +58,7 @@ impl MergedPages {
             untracked,
             moved: PageBitmap::new(regions),
             reanonymized: PageBitmap::new(regions),
-            returns: Returns::default(),
+            returns: BrokenCowStats::default(),
             released: Vec::new(),
         }
     }

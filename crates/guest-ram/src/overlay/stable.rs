@@ -3,7 +3,7 @@
 use ebb_abi::Pfn;
 
 use super::extents::{FileExtent, FileExtents, Source};
-use super::merged_pages::{Returns, SlotRun};
+use super::merged_pages::{BrokenCowStats, SlotRun};
 use crate::GuestRange;
 use crate::merge::StableSlot;
 
@@ -84,7 +84,7 @@ impl FileExtents {
     }
 
     /// What became of merged pages that were written to.
-    pub(crate) fn returns(&self) -> Returns {
+    pub(crate) fn returns(&self) -> BrokenCowStats {
         self.merged.returns
     }
 

@@ -50,7 +50,7 @@ fn what_is_not_merged_any_more_is_in_few_mappings_after_a_while() {
     assert!(before > 100, "{before}");
     assert!(are_coalesced(&mut setup, &pages(0, 0), 10), "{} mappings", mappings_of(&setup));
     assert_eq!(setup.ram.resident_bytes().unwrap(), resident);
-    assert!(setup.ram.returns().joined_mappings > 100);
+    assert!(setup.ram.broken_cow_stats().joined_mappings > 100);
     assert!(setup.ram.merged_mappings() < 10, "it counts: {}", setup.ram.merged_mappings());
     assert!(is_as_it_was(&setup));
     // Writes are noticed, and pages are merged, as before.
@@ -121,9 +121,9 @@ fn everybody_who_touches_pages_on_their_way_is_woken() {
                 setup.ram.discard(&[GuestRange::new(Pfn(*page), 1)]).unwrap();
                 setup.fill(*page, 7);
             }
-            let joined = setup.ram.returns().joined_mappings;
+            let joined = setup.ram.broken_cow_stats().joined_mappings;
             // Another test may have made a child process: see `are_coalesced`.
-            while done && setup.ram.returns().joined_mappings == joined {
+            while done && setup.ram.broken_cow_stats().joined_mappings == joined {
                 setup.look(0, 512);
                 for (page, _) in &pages {
                     setup.fill(*page, 7);

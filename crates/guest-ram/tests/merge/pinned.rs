@@ -189,7 +189,7 @@ fn what_a_device_writes_is_there(said: Said) -> Option<bool> {
     ring.start_read(&reader, address);
     assert_eq!(setup.look(0, 16)[5], PageLook::Broken(slot));
     (0..50).for_each(|_| drop(setup.look(0, 16)));
-    assert_eq!(setup.ram.returns().brought_back_pages, u64::from(said == Said::No));
+    assert_eq!(setup.ram.broken_cow_stats().brought_back_pages, u64::from(said == Said::No));
     File::from(writer).write_all(&[9; PAGE]).unwrap();
     assert_eq!(ring.finish_read(), PAGE as i32);
     let is_there = setup.is_full_of(5, 9);
@@ -236,7 +236,7 @@ fn mappings_with_a_pinned_page_are_not_put_together() {
     let (reader, writer) = rustix::pipe::pipe().unwrap();
     ring.start_read(&reader, address);
     (0..1000).for_each(|_| drop(setup.look(0, 512)));
-    assert_eq!((mappings_of(&setup), setup.ram.returns().joined_mappings), (mappings, 0));
+    assert_eq!((mappings_of(&setup), setup.ram.broken_cow_stats().joined_mappings), (mappings, 0));
     File::from(writer).write_all(&[9; PAGE]).unwrap();
     assert_eq!(ring.finish_read(), PAGE as i32);
     assert!((0..512).all(|page| setup.is_full_of(page, if page == 150 { 9 } else { 7 })));

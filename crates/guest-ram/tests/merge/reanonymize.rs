@@ -50,7 +50,7 @@ fn what_was_written_to_and_back_is_merged_again() {
         "in front of the stable page it cannot be"
     );
     reanonymize(&mut setup);
-    assert_eq!(setup.ram.returns().brought_back_pages, written.len() as u64);
+    assert_eq!(setup.ram.broken_cow_stats().brought_back_pages, written.len() as u64);
     assert!((0..512).all(|page| setup.is_full_of(page, byte(page))));
     assert_eq!(setup.ram.merged_bytes(), (256 - written.len() as u64) * 4096);
     // Writes are noticed, as with any page.
@@ -61,7 +61,7 @@ fn what_was_written_to_and_back_is_merged_again() {
     setup.fill(64, byte(64));
 
     assert!(setup.replace(&written).iter().all(|outcome| *outcome == MergeOutcome::Done));
-    assert_eq!(setup.ram.returns().remerged_pages, written.len() as u64);
+    assert_eq!(setup.ram.broken_cow_stats().remerged_pages, written.len() as u64);
     assert_eq!(setup.ram.merged_bytes(), 256 * 4096);
     assert_eq!(setup.ram.resident_bytes().unwrap(), 256 * 4096);
     assert_eq!(mappings_of(&setup), mappings, "one run again");
@@ -83,7 +83,7 @@ fn pages_without_equal_are_ordinary_memory_and_take_no_stable_page_along() {
     setup.fill(104, 200);
     assert_eq!(setup.replace(&[(99, slots[0]), (104, slots[1])]), [MergeOutcome::Done; 2]);
     assert_eq!(
-        setup.ram.returns().remerged_pages,
+        setup.ram.broken_cow_stats().remerged_pages,
         1,
         "what was discarded does not count as merged again"
     );
@@ -109,7 +109,7 @@ fn copies_that_are_discarded_stay_away() {
     setup.look(0, 512);
     setup.ram.discard(&[GuestRange::new(Pfn(104), 20)]).unwrap();
     reanonymize(&mut setup);
-    assert_eq!(setup.ram.returns().brought_back_pages, 4);
+    assert_eq!(setup.ram.broken_cow_stats().brought_back_pages, 4);
     for page in 0..512 {
         let expected = match page {
             100..104 => 200,

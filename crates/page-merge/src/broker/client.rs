@@ -4,25 +4,28 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::memory::{Node, PageHash, Secret};
-use crate::store::{Answer, Slot, StableStore, StoreCounts, StoreError};
+use ebb_guest_ram::{StableSegments, StableSlot};
+
+use crate::hash::{PageHash, Secret};
+use crate::memory::Node;
+use crate::store::{Answer, StableStore, StoreCounts, StoreError};
 
 use super::error::BrokerError;
 use super::hello::{Hello, Placement, Role, Welcome};
-use super::limits::{BATCH_HASHES, BATCH_NEWS, BATCH_PAGES, BATCH_UPDATES, ToldLimits};
+use super::limits::{BATCH_HASHES, BATCH_NOTIFICATIONS, BATCH_PAGES, BATCH_UPDATES, ToldLimits};
 use super::link::Link;
 use super::message::{Change, PAGE, Reply, Request};
 use super::name::DomainName;
-use super::pages::SegmentUser;
 use super::status::BrokerStatus;
 
 /// After so many times its time limit a broker that does not answer counts as gone.
 const LIMITS_UNTIL_GONE: u32 = 60;
 
-/// Messages of news that are taken in one call; more can wait.
-const MOST_NEWS: usize = 64;
+/// Messages with notifications that are taken in one call; more can wait.
+const MOST_NOTIFICATIONS: usize = 64;
 
 /// How a process joins a domain.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -42,6 +45,24 @@ impl MemberConfig {
     /// With the usual time limit.
     pub const fn new(path: PathBuf, domain: DomainName, placement: Placement) -> Self {
         Self { path, domain, placement, time_limit: Duration::from_secs(1) }
+    }
+}
+
+/// What a client does with the segments that it gets.
+pub trait SegmentUser {
+    /// A segment that answers will speak of.
+    fn add(&mut self, number: u32, file: File) -> io::Result<()>;
+    /// A segment without shared pages.
+    fn remove(&mut self, number: u32);
+}
+
+impl SegmentUser for Arc<StableSegments> {
+    fn add(&mut self, number: u32, file: File) -> io::Result<()> {
+        Ok(StableSegments::add(self, number, file)?)
+    }
+
+    fn remove(&mut self, number: u32) {
+        StableSegments::remove(self, number);
     }
 }
 
@@ -70,11 +91,11 @@ pub struct BrokerStore<U> {
     nodes: Vec<u32>,
     limits: ToldLimits,
     placement: Placement,
-    updates: Vec<(Change, Slot)>,
-    /// News that came late.
-    news: Vec<(Node, PageHash)>,
+    updates: Vec<(Change, StableSlot)>,
+    /// Notifications that came late.
+    notifications: Vec<(Node, PageHash)>,
     /// Shares of this client's pages by slot.
-    shares: HashMap<Slot, u32>,
+    shares: HashMap<StableSlot, u32>,
     /// Shares and reservations by segment, of all segments that the broker has announced.
     holds: HashMap<u32, u64>,
 }
@@ -105,7 +126,7 @@ impl<U: SegmentUser> BrokerStore<U> {
             limits,
             placement: config.placement,
             updates: Vec::new(),
-            news: Vec::new(),
+            notifications: Vec::new(),
             shares: HashMap::new(),
             holds: HashMap::new(),
         })
@@ -126,11 +147,6 @@ impl<U: SegmentUser> BrokerStore<U> {
         self.placement
     }
 
-    /// Why there are no further shares, once the broker is gone.
-    pub fn why_gone(&self) -> Option<&str> {
-        self.link.is_none().then_some(self.why_gone.as_str())
-    }
-
     /// Tells the broker what has been shared and given up. The other calls do so, too.
     pub fn flush(&mut self) {
         while !self.updates.is_empty() && self.catch_up().is_ok() {
@@ -142,7 +158,7 @@ impl<U: SegmentUser> BrokerStore<U> {
         }
     }
 
-    fn update(&mut self, change: Change, slot: Slot) {
+    fn update(&mut self, change: Change, slot: StableSlot) {
         if self.link.is_none() {
             return;
         }
@@ -214,7 +230,7 @@ impl<U: SegmentUser> BrokerStore<U> {
 
     /// An answer that nobody waits for any more.
     fn give_back(&mut self, answer: Reply) {
-        let slots: Vec<Slot> = match answer {
+        let slots: Vec<StableSlot> = match answer {
             Reply::Slots(slots) => slots,
             Reply::Answers(answers) => answers
                 .into_iter()
@@ -223,8 +239,8 @@ impl<U: SegmentUser> BrokerStore<U> {
                     Answer::Unknown | Answer::Wanted => None,
                 })
                 .collect(),
-            Reply::News(news) => {
-                self.news.extend(news);
+            Reply::Notifications(late) => {
+                self.notifications.extend(late);
                 return;
             }
             _ => return,
@@ -265,7 +281,7 @@ impl<U: SegmentUser> BrokerStore<U> {
         tracing::warn!("the merge broker is gone, there are no further shared pages: {why}");
         self.link = None;
         self.updates = Vec::new();
-        self.news = Vec::new();
+        self.notifications = Vec::new();
         (self.late_since, self.unanswered) = (None, false);
         self.why_gone.clone_from(&why);
         // Nobody says any more when a segment is not needed.
@@ -287,12 +303,12 @@ impl<U: SegmentUser> BrokerStore<U> {
     }
 
     /// This client has got a reservation.
-    fn note_hold(&mut self, slot: Slot) {
+    fn note_hold(&mut self, slot: StableSlot) {
         *self.holds.entry(slot.segment).or_default() += 1;
     }
 
     /// This client has given up a share or a reservation.
-    fn drop_hold(&mut self, slot: Slot) {
+    fn drop_hold(&mut self, slot: StableSlot) {
         let Some(holds) = self.holds.get_mut(&slot.segment) else { return };
         *holds = holds.saturating_sub(1);
         if *holds == 0 && self.link.is_none() {
@@ -319,7 +335,7 @@ impl<U: SegmentUser> BrokerStore<U> {
         &mut self,
         node: Node,
         contents: &[u8],
-        slots: &mut Vec<Slot>,
+        slots: &mut Vec<StableSlot>,
     ) -> Result<(), StoreError> {
         match self.ask(&Request::Publish { node, contents })? {
             Reply::Slots(made) if made.len() == contents.len() / PAGE => {
@@ -379,7 +395,7 @@ impl<U: SegmentUser> StableStore for BrokerStore<U> {
         node: Node,
         _hashes: &[PageHash],
         contents: &[u8],
-        slots: &mut Vec<Slot>,
+        slots: &mut Vec<StableSlot>,
     ) -> Result<(), StoreError> {
         self.check_node(node)?;
         let before = slots.len();
@@ -394,17 +410,17 @@ impl<U: SegmentUser> StableStore for BrokerStore<U> {
         Ok(())
     }
 
-    fn shared(&mut self, slot: Slot) {
+    fn shared(&mut self, slot: StableSlot) {
         *self.shares.entry(slot).or_default() += 1;
         self.update(Change::Shared, slot);
     }
 
-    fn unused(&mut self, slot: Slot) {
+    fn unused(&mut self, slot: StableSlot) {
         self.drop_hold(slot);
         self.update(Change::Unused, slot);
     }
 
-    fn release(&mut self, slot: Slot) {
+    fn release(&mut self, slot: StableSlot) {
         if let Some(shares) = self.shares.get_mut(&slot) {
             *shares -= 1;
             if *shares == 0 {
@@ -415,12 +431,16 @@ impl<U: SegmentUser> StableStore for BrokerStore<U> {
         self.update(Change::Released, slot);
     }
 
-    fn retire(&mut self, slot: Slot) {
+    fn retire(&mut self, slot: StableSlot) {
         self.update(Change::Retired, slot);
     }
 
+    fn why_gone(&self) -> Option<&str> {
+        self.link.is_none().then_some(self.why_gone.as_str())
+    }
+
     fn counts(&self) -> StoreCounts {
-        let entry = size_of::<(Slot, u32)>() + 1;
+        let entry = size_of::<(StableSlot, u32)>() + 1;
         StoreCounts {
             pages_shared: self.shares.len() as u64,
             metadata_bytes: (self.shares.capacity() * entry) as u64,
@@ -428,14 +448,14 @@ impl<U: SegmentUser> StableStore for BrokerStore<U> {
         }
     }
 
-    fn news(&mut self, news: &mut Vec<(Node, PageHash)>) {
-        for _ in 0..MOST_NEWS {
-            let reply = self.ask(&Request::News);
-            news.append(&mut self.news);
+    fn take_notifications(&mut self, notifications: &mut Vec<(Node, PageHash)>) {
+        for _ in 0..MOST_NOTIFICATIONS {
+            let reply = self.ask(&Request::Notifications);
+            notifications.append(&mut self.notifications);
             match reply {
-                Ok(Reply::News(found)) => {
-                    let more = found.len() >= BATCH_NEWS;
-                    news.extend(found);
+                Ok(Reply::Notifications(found)) => {
+                    let more = found.len() >= BATCH_NOTIFICATIONS;
+                    notifications.extend(found);
                     if !more {
                         return;
                     }

@@ -10,7 +10,7 @@ use rustix::event::PollFlags;
 use rustix::io::Errno;
 use rustix::net::RecvFlags;
 
-use super::domains::{Membership, Parcel};
+use super::domains::{Membership, OutMessage};
 use super::hello::{PREAMBLE_BYTES, Role};
 use super::peer::Peer;
 use super::socket::send;
@@ -41,7 +41,7 @@ pub(super) struct Connection {
     /// Bytes at its beginning that were taken. They go when more is read: a client may send many
     /// small messages.
     taken: usize,
-    outgoing: VecDeque<Parcel>,
+    outgoing: VecDeque<OutMessage>,
     /// Bytes of the first outgoing message that have gone.
     gone: usize,
     ended: bool,
@@ -108,8 +108,8 @@ impl Connection {
         Ok(role)
     }
 
-    pub(super) fn push(&mut self, parcels: impl IntoIterator<Item = Parcel>) {
-        self.outgoing.extend(parcels);
+    pub(super) fn push(&mut self, messages: impl IntoIterator<Item = OutMessage>) {
+        self.outgoing.extend(messages);
     }
 
     /// Reads what is there, once. Descriptors that come with it are closed by the system, since

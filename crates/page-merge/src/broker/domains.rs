@@ -2,20 +2,22 @@
 //! ledger of its domain only.
 
 use std::collections::BTreeMap;
-use std::os::fd::OwnedFd;
+use std::fs::File;
 use std::sync::Arc;
 
-use crate::hash::PageHasher;
-use crate::memory::{Node, Secret};
-use crate::store::{Answer, Slot};
+use ebb_guest_ram::{StableMemory, StableSegments, StableSlot};
+
+use crate::hash::{PageHasher, Secret};
+use crate::memory::Node;
+use crate::slots::Slots;
+use crate::store::Answer;
 
 use super::error::Refusal;
 use super::hello::{Hello, Placement, Welcome};
 use super::ledger::{Ledger, MemberId, NoRoom};
-use super::limits::{BATCH_NEWS, Limits, ToldLimits};
+use super::limits::{BATCH_NOTIFICATIONS, Limits, ToldLimits};
 use super::message::{BATCH_CLOSED, Reply, Request};
 use super::name::{DomainName, DomainRule};
-use super::pages::SealedPages;
 use super::status::{DomainStatus, NodeStatus};
 
 /// All domains.
@@ -32,7 +34,7 @@ pub(super) struct Domains {
 
 #[derive(Debug)]
 struct Domain {
-    ledger: Ledger<SealedPages>,
+    ledger: Ledger<StableMemory>,
     secret: Secret,
     placement: Placement,
     clients: usize,
@@ -46,8 +48,8 @@ pub(super) struct Membership {
     member: MemberId,
 }
 
-/// A message for a client, with the descriptor that goes with it.
-pub(super) type Parcel = (Vec<u8>, Option<Arc<OwnedFd>>);
+/// A message for a client, with the file whose descriptor goes with it.
+pub(super) type OutMessage = (Vec<u8>, Option<Arc<File>>);
 
 /// What is left of a client that is not connected any more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,7 +70,7 @@ impl Domains {
         &mut self,
         hello: Hello,
         user: u32,
-    ) -> Result<(Membership, Parcel), Refusal> {
+    ) -> Result<(Membership, OutMessage), Refusal> {
         let Hello { domain: name, placement } = hello;
         let allowed = if self.rules.is_empty() {
             self.user
@@ -106,7 +108,7 @@ impl Domains {
         &mut self,
         membership: &Membership,
         request: Request<'_>,
-        parcels: &mut Vec<Parcel>,
+        messages: &mut Vec<OutMessage>,
     ) -> Result<(), Refusal> {
         let Membership { domain: name, member } = membership;
         let member = *member;
@@ -133,7 +135,7 @@ impl Domains {
                     Answer::Stable(slot) => Some(*slot),
                     Answer::Unknown | Answer::Wanted => None,
                 });
-                domain.announce(member, slots, parcels);
+                domain.announce(member, slots, messages);
                 Reply::Answers(answers)
             }
             Request::Publish { node, contents } => {
@@ -141,7 +143,7 @@ impl Domains {
                 let mut slots = Vec::new();
                 match domain.ledger.publish(member, node, contents, &mut slots) {
                     Ok(()) => {
-                        domain.announce(member, slots.iter().copied(), parcels);
+                        domain.announce(member, slots.iter().copied(), messages);
                         Reply::Slots(slots)
                     }
                     Err(error) => {
@@ -154,13 +156,15 @@ impl Domains {
                     }
                 }
             }
-            Request::News => Reply::News(domain.ledger.take_news(member, BATCH_NEWS)),
+            Request::Notifications => {
+                Reply::Notifications(domain.ledger.take_notifications(member, BATCH_NOTIFICATIONS))
+            }
         };
         let closed = domain.ledger.take_closed(member, BATCH_CLOSED);
         if !closed.is_empty() {
-            parcels.push((Reply::Closed(closed).encode(), None));
+            messages.push((Reply::Closed(closed).encode(), None));
         }
-        parcels.push((reply.encode(), None));
+        messages.push((reply.encode(), None));
         Ok(())
     }
 
@@ -178,7 +182,7 @@ impl Domains {
 
     /// The process of a client that was [disconnected](Self::disconnect) and held something has
     /// ended.
-    pub(super) fn bury(&mut self, membership: &Membership) {
+    pub(super) fn reap(&mut self, membership: &Membership) {
         let Some(domain) = self.by_name.get_mut(&membership.domain) else { return };
         domain.lost -= 1;
         domain.ledger.leave(membership.member);
@@ -203,7 +207,8 @@ impl Domain {
         // getrandom(2) fills requests of up to 256 bytes completely.
         rustix::rand::getrandom(&mut secret, rustix::rand::GetRandomFlags::empty())?;
         let secret = Secret(secret);
-        let ledger = Ledger::new(SealedPages::new(), PageHasher::new(&secret), limits);
+        let slots = StableMemory::sealed(StableSegments::new());
+        let ledger = Ledger::new(slots, PageHasher::new(&secret), limits);
         Ok(Self { ledger, secret, placement, clients: 0, lost: 0 })
     }
 
@@ -211,35 +216,34 @@ impl Domain {
     fn announce(
         &mut self,
         member: MemberId,
-        slots: impl Iterator<Item = Slot>,
-        parcels: &mut Vec<Parcel>,
+        slots: impl Iterator<Item = StableSlot>,
+        messages: &mut Vec<OutMessage>,
     ) {
-        for Slot { segment, .. } in slots {
+        for StableSlot { segment, .. } in slots {
             if self.ledger.announce(member, segment)
-                && let Some((descriptor, pages)) = self.ledger.pages().reader(segment)
+                && let Some((descriptor, pages)) = self.ledger.slots().reader(segment)
             {
                 let announcement = Reply::Segment { number: segment, pages };
-                parcels.push((announcement.encode(), Some(descriptor)));
+                messages.push((announcement.encode(), Some(descriptor)));
             }
         }
     }
 
     fn status(&self, name: &DomainName) -> DomainStatus {
-        use super::ledger::Pages as _;
         let node = |node: Node| (node != Node::ANY).then_some(node.0);
         let nodes = self.ledger.counts().into_iter().map(|(number, counts)| NodeStatus {
             node: node(number),
             stable_pages: counts.pages,
             sharers: counts.shares,
             reservations: counts.reservations,
-            remembered_hashes: counts.asked,
+            remembered_hashes: counts.remembered_hashes,
         });
         DomainStatus {
             name: name.clone(),
             placement: self.placement,
             clients: self.clients,
-            segments: self.ledger.pages().segments(),
-            segment_pages: self.ledger.pages().capacity(),
+            segments: self.ledger.slots().segments().count(),
+            segment_pages: self.ledger.slots().capacity(),
             nodes: nodes.collect(),
         }
     }

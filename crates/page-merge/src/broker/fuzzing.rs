@@ -12,21 +12,21 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use crate::memory::{Node, PageHash};
+use crate::hash::PageHash;
+use crate::memory::Node;
 use crate::store::StableStore;
 
-use super::client::{BrokerStore, MemberConfig};
+use super::client::{BrokerStore, MemberConfig, SegmentUser};
 use super::hello::Placement;
 use super::limits::Limits;
 use super::message::{PAGE, Reply, Request, split_frame};
-use super::pages::SegmentUser;
 use super::server::{Broker, BrokerConfig};
 
 /// A fuzz target by name.
-pub type Target = (&'static str, fn(&[u8]));
+pub type MergeTarget = (&'static str, fn(&[u8]));
 
 /// All targets.
-pub const TARGETS: [Target; 3] =
+pub const TARGETS: [MergeTarget; 3] =
     [("broker_frame", frame), ("broker_server", server), ("broker_client", client)];
 
 /// What fits into a socket's buffer, so that no thread is needed to write it.
@@ -104,7 +104,7 @@ pub fn client(data: &[u8]) {
         for &slot in &slots {
             store.shared(slot);
         }
-        store.news(&mut news);
+        store.take_notifications(&mut news);
         for &slot in &slots {
             store.release(slot);
         }

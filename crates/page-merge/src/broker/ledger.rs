@@ -7,30 +7,20 @@
 //! its holds.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::hash::{BuildHasher, RandomState};
 use std::io;
 
-use crate::hash::PageHasher;
-use crate::memory::{Node, PageHash};
-use crate::store::{Answer, Slot};
+use ebb_guest_ram::StableSlot;
 
-use super::asked::{Asked, Asker, Before};
+use crate::hash::{PageHash, PageHasher};
+use crate::memory::Node;
+use crate::slots::Slots;
+use crate::stable::{Found, StablePages};
+use crate::store::{Answer, StableStore};
+
+use super::interest::{Asker, Before, Interest};
 use super::limits::Limits;
 use super::message::{Change, PAGE};
-
-/// Memory files of a domain's stable pages.
-pub(super) trait Pages {
-    /// Appends free slots on `node`, neighbours as far as possible; none after an error.
-    fn allocate(&mut self, node: Node, pages: usize, slots: &mut Vec<Slot>) -> io::Result<()>;
-    /// Fills neighbouring slots from `first` on, which nobody else knows.
-    fn write(&mut self, first: Slot, contents: &[u8]) -> io::Result<()>;
-    /// Copies a page that was written.
-    fn read(&self, slot: Slot, content: &mut [u8]) -> io::Result<()>;
-    /// Gives back a slot that nobody holds. The segment that was closed with it, if it was its last
-    /// one.
-    fn free(&mut self, slot: Slot) -> Option<u32>;
-    /// Pages that the segments may have memory for.
-    fn capacity(&self) -> u64;
-}
 
 /// A client of the domain. Numbers are given again.
 pub(super) type MemberId = u16;
@@ -38,7 +28,7 @@ pub(super) type MemberId = u16;
 /// A client did what none does. Its connection ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("it changed slot {index} of segment {segment}, which it does not hold like that", segment = .0.segment, index = .0.index)]
-pub(super) struct NotHeld(Slot);
+pub(super) struct NotHeld(StableSlot);
 
 /// Nothing was published.
 #[derive(Debug, thiserror::Error)]
@@ -63,63 +53,33 @@ pub(super) struct NodeCounts {
     /// Reservations.
     pub reservations: u64,
     /// Hashes that are remembered.
-    pub asked: u64,
+    pub remembered_hashes: u64,
 }
 
 /// The state of a domain.
 #[derive(Debug)]
 #[cfg_attr(test, derive(Clone))]
-pub(super) struct Ledger<P> {
-    pages: P,
+pub(super) struct Ledger<T> {
+    stable: StablePages<T>,
+    /// Clients choose the hashes; they must not choose the places in the index.
+    keys: RandomState,
     hasher: PageHasher,
     limits: Limits,
-    shelves: BTreeMap<Node, Shelf>,
-    stable: HashMap<Slot, Page>,
+    nodes: BTreeMap<Node, NodeIndex>,
+    publishers: HashMap<StableSlot, Publisher>,
     members: BTreeMap<MemberId, Member>,
     /// Clients that have joined so far.
     joined: u32,
 }
 
-/// Stable pages and unanswered hashes of one node.
+/// Counts and unanswered hashes of one node.
 #[derive(Debug)]
 #[cfg_attr(test, derive(Clone))]
-struct Shelf {
-    index: HashMap<PageHash, Duplicates>,
-    asked: Asked,
+struct NodeIndex {
+    interest: Interest,
     pages: u64,
     shares: u64,
     reservations: u64,
-}
-
-/// Stable pages with one content.
-#[derive(Debug, Default)]
-#[cfg_attr(test, derive(Clone))]
-struct Duplicates {
-    /// Those that may get more sharers, each at its [`Page::place`]; the last one does next.
-    roomy: Vec<Slot>,
-    /// Number of those that have as many as they may.
-    full: u32,
-}
-
-/// Where a stable page stands.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Standing {
-    Roomy,
-    Full,
-    Retired,
-}
-
-#[derive(Debug)]
-#[cfg_attr(test, derive(Clone))]
-struct Page {
-    node: Node,
-    hash: PageHash,
-    holds: u32,
-    standing: Standing,
-    /// Where it is among its content's roomy ones, if it is one of them: a content can have many,
-    /// and nobody shall search them.
-    place: u32,
-    publisher: Publisher,
 }
 
 /// A client that may be gone by now: its number can be another's then, but not how many had joined
@@ -135,12 +95,12 @@ struct Publisher {
 struct Member {
     /// Clients that had joined before.
     joined: u32,
-    holds: HashMap<Slot, Hold>,
+    holds: HashMap<StableSlot, Hold>,
     reservations: u32,
     published: u64,
     segments: BTreeSet<u32>,
     closed: Vec<u32>,
-    news: VecDeque<(Node, PageHash)>,
+    notifications: VecDeque<(Node, PageHash)>,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -155,21 +115,29 @@ impl Hold {
     }
 }
 
-impl<P: Pages> Ledger<P> {
-    pub(super) fn new(pages: P, hasher: PageHasher, limits: Limits) -> Self {
+impl<T: Slots> Ledger<T> {
+    pub(super) fn new(slots: T, hasher: PageHasher, limits: Limits) -> Self {
+        let mut stable = StablePages::new(slots);
+        stable.limit_sharing(limits.max_page_sharing);
         Self {
-            pages,
+            stable,
+            keys: RandomState::new(),
             hasher,
             limits,
-            shelves: BTreeMap::new(),
-            stable: HashMap::new(),
+            nodes: BTreeMap::new(),
+            publishers: HashMap::new(),
             members: BTreeMap::new(),
             joined: 0,
         }
     }
 
-    pub(super) fn pages(&self) -> &P {
-        &self.pages
+    pub(super) fn slots(&self) -> &T {
+        self.stable.slots()
+    }
+
+    /// What a content's stable pages are found under.
+    fn key(&self, hash: PageHash) -> PageHash {
+        PageHash::new(self.keys.hash_one(hash.get()))
     }
 
     /// One more client; `None` if there are too many.
@@ -195,19 +163,21 @@ impl<P: Pages> Ledger<P> {
     }
 
     fn answer(&mut self, member: MemberId, node: Node, hash: PageHash) -> Answer {
-        let limit = self.hashes_of_a_client();
-        let shelf = self.shelves.entry(node).or_insert_with(|| Shelf::new(&self.limits));
-        if let Some(duplicates) = shelf.index.get(&hash) {
-            let Some(&slot) = duplicates.roomy.last() else { return Answer::Wanted };
-            if !self.may_reserve(member, 1) {
-                return Answer::Unknown;
+        match self.stable.find(node, self.key(hash)) {
+            Found::Full => Answer::Wanted,
+            Found::Available(slot) if self.may_reserve(member, 1) => {
+                self.stable.reserve(slot);
+                self.note_reservation(member, slot);
+                Answer::Stable(slot)
             }
-            self.reserve(member, slot);
-            return Answer::Stable(slot);
-        }
-        match shelf.asked.ask(hash, Asker(member), limit) {
-            Before::Nobody => Answer::Unknown,
-            Before::Another => Answer::Wanted,
+            Found::Available(_) => Answer::Unknown,
+            Found::Nothing => {
+                let limit = self.hashes_of_a_client();
+                match self.node(node).interest.ask(hash, Asker(member), limit) {
+                    Before::Nobody => Answer::Unknown,
+                    Before::Another => Answer::Wanted,
+                }
+            }
         }
     }
 
@@ -216,7 +186,7 @@ impl<P: Pages> Ledger<P> {
         &mut self,
         member: MemberId,
         change: Change,
-        slot: Slot,
+        slot: StableSlot,
     ) -> Result<(), NotHeld> {
         let not_held = NotHeld(slot);
         let state = self.members.get_mut(&member).ok_or(not_held)?;
@@ -226,10 +196,10 @@ impl<P: Pages> Ledger<P> {
                 hold.reserved -= 1;
                 state.reservations -= 1;
                 hold.shared += 1;
-                let page = self.stable.get(&slot).ok_or(not_held)?;
-                let shelf = self.shelves.get_mut(&page.node).ok_or(not_held)?;
-                shelf.reservations -= 1;
-                shelf.shares += 1;
+                let node = self.stable.node(slot).ok_or(not_held)?;
+                let node = self.node(node);
+                node.reservations -= 1;
+                node.shares += 1;
             }
             Change::Unused if hold.reserved > 0 => self.end_reservation(member, slot),
             Change::Released if hold.shared > 0 => {
@@ -239,7 +209,7 @@ impl<P: Pages> Ledger<P> {
                 }
                 self.drop_holds(slot, Hold { reserved: 0, shared: 1 });
             }
-            Change::Retired => self.set_standing(slot, Standing::Retired),
+            Change::Retired => self.stable.retire(slot),
             _ => return Err(not_held),
         }
         Ok(())
@@ -248,11 +218,11 @@ impl<P: Pages> Ledger<P> {
     /// The client is not there any more, but its process is: it gets no answers, and keeps what it
     /// holds. False if it holds nothing; it is forgotten then.
     pub(super) fn disconnect(&mut self, member: MemberId) -> bool {
-        for shelf in self.shelves.values_mut() {
-            shelf.asked.forget(Asker(member));
+        for node in self.nodes.values_mut() {
+            node.interest.forget(Asker(member));
         }
         let Some(state) = self.members.get_mut(&member) else { return false };
-        state.news = VecDeque::new();
+        state.notifications = VecDeque::new();
         state.closed = Vec::new();
         state.segments = BTreeSet::new();
         if state.holds.is_empty() {
@@ -264,8 +234,8 @@ impl<P: Pages> Ledger<P> {
 
     /// The client's process has ended: everything it held is free for others.
     pub(super) fn leave(&mut self, member: MemberId) {
-        for shelf in self.shelves.values_mut() {
-            shelf.asked.forget(Asker(member));
+        for node in self.nodes.values_mut() {
+            node.interest.forget(Asker(member));
         }
         let Some(state) = self.members.remove(&member) else { return };
         for (slot, hold) in state.holds {
@@ -285,27 +255,40 @@ impl<P: Pages> Ledger<P> {
         state.closed.drain(..count).collect()
     }
 
-    /// News for the client, at most `most`.
-    pub(super) fn take_news(&mut self, member: MemberId, most: usize) -> Vec<(Node, PageHash)> {
+    /// Notifications for the client, at most `most`.
+    pub(super) fn take_notifications(
+        &mut self,
+        member: MemberId,
+        most: usize,
+    ) -> Vec<(Node, PageHash)> {
         let Some(state) = self.members.get_mut(&member) else { return Vec::new() };
-        let count = state.news.len().min(most);
-        state.news.drain(..count).collect()
+        let count = state.notifications.len().min(most);
+        state.notifications.drain(..count).collect()
     }
 
     /// What there is, by node.
     pub(super) fn counts(&self) -> BTreeMap<Node, NodeCounts> {
-        let count = |shelf: &Shelf| NodeCounts {
-            pages: shelf.pages,
-            shares: shelf.shares,
-            reservations: shelf.reservations,
-            asked: shelf.asked.len() as u64,
+        let count = |node: &NodeIndex| NodeCounts {
+            pages: node.pages,
+            shares: node.shares,
+            reservations: node.reservations,
+            remembered_hashes: node.interest.len() as u64,
         };
-        self.shelves.iter().map(|(&node, shelf)| (node, count(shelf))).collect()
+        self.nodes.iter().map(|(&number, node)| (number, count(node))).collect()
+    }
+
+    fn node(&mut self, node: Node) -> &mut NodeIndex {
+        self.nodes.entry(node).or_insert_with(|| NodeIndex {
+            interest: Interest::new(self.limits.remembered_hashes),
+            pages: 0,
+            shares: 0,
+            reservations: 0,
+        })
     }
 
     /// What may be remembered for a client and a node: the more of them there are, the less.
     fn hashes_of_a_client(&self) -> u32 {
-        let parts = (self.members.len() * self.shelves.len()).max(1) as u64;
+        let parts = (self.members.len() * self.nodes.len()).max(1) as u64;
         let share = u32::try_from(self.limits.domain_hashes / parts).unwrap_or(u32::MAX);
         self.limits.remembered_hashes.min(share)
     }
@@ -315,24 +298,18 @@ impl<P: Pages> Ledger<P> {
         taken.checked_add(count).is_some_and(|sum| sum <= self.limits.reservations)
     }
 
-    fn reserve(&mut self, member: MemberId, slot: Slot) {
-        let (Some(state), Some(page)) = (self.members.get_mut(&member), self.stable.get_mut(&slot))
-        else {
-            return;
-        };
-        page.holds += 1;
-        if let Some(shelf) = self.shelves.get_mut(&page.node) {
-            shelf.reservations += 1;
+    /// A client has a reference to a stable page as a reservation.
+    fn note_reservation(&mut self, member: MemberId, slot: StableSlot) {
+        if let Some(state) = self.members.get_mut(&member) {
+            state.holds.entry(slot).or_default().reserved += 1;
+            state.reservations += 1;
         }
-        let full = page.holds >= self.limits.max_page_sharing && page.standing == Standing::Roomy;
-        state.holds.entry(slot).or_default().reserved += 1;
-        state.reservations += 1;
-        if full {
-            self.set_standing(slot, Standing::Full);
+        if let Some(node) = self.stable.node(slot) {
+            self.node(node).reservations += 1;
         }
     }
 
-    fn end_reservation(&mut self, member: MemberId, slot: Slot) {
+    fn end_reservation(&mut self, member: MemberId, slot: StableSlot) {
         let Some(state) = self.members.get_mut(&member) else { return };
         let Some(hold) = state.holds.get_mut(&slot) else { return };
         hold.reserved -= 1;
@@ -343,86 +320,29 @@ impl<P: Pages> Ledger<P> {
         self.drop_holds(slot, Hold { reserved: 1, shared: 0 });
     }
 
-    fn drop_holds(&mut self, slot: Slot, Hold { reserved, shared }: Hold) {
-        let Some(page) = self.stable.get_mut(&slot) else { return };
-        if let Some(shelf) = self.shelves.get_mut(&page.node) {
-            shelf.reservations -= u64::from(reserved);
-            shelf.shares -= u64::from(shared);
+    fn drop_holds(&mut self, slot: StableSlot, Hold { reserved, shared }: Hold) {
+        let Some(number) = self.stable.node(slot) else { return };
+        let closed = self.stable.drop_references(slot, reserved + shared);
+        let is_gone = self.stable.references(slot) == 0;
+        let node = self.node(number);
+        node.reservations -= u64::from(reserved);
+        node.shares -= u64::from(shared);
+        if !is_gone {
+            return;
         }
-        page.holds -= reserved + shared;
-        if page.holds == 0 {
-            self.remove(slot);
-        } else if page.standing == Standing::Full && page.holds < self.limits.max_page_sharing {
-            self.set_standing(slot, Standing::Roomy);
-        }
-    }
-
-    /// Nobody holds this page any more.
-    fn remove(&mut self, slot: Slot) {
-        self.set_standing(slot, Standing::Retired);
-        let Some(page) = self.stable.remove(&slot) else { return };
-        if let Some(shelf) = self.shelves.get_mut(&page.node) {
-            shelf.pages -= 1;
-        }
-        let Publisher { member, joined } = page.publisher;
-        if let Some(publisher) =
-            self.members.get_mut(&member).filter(|state| state.joined == joined)
+        node.pages -= 1;
+        if let Some(Publisher { member, joined }) = self.publishers.remove(&slot)
+            && let Some(publisher) =
+                self.members.get_mut(&member).filter(|state| state.joined == joined)
         {
             publisher.published -= 1;
         }
-        self.give_back(slot);
-    }
-
-    fn give_back(&mut self, slot: Slot) {
-        let Some(segment) = self.pages.free(slot) else { return };
+        let Some(segment) = closed else { return };
         for state in self.members.values_mut() {
             if state.segments.remove(&segment) {
                 state.closed.push(segment);
             }
         }
-    }
-
-    /// Moves a page between the lists of its content.
-    fn set_standing(&mut self, slot: Slot, standing: Standing) {
-        let Some(page) = self.stable.get_mut(&slot) else { return };
-        let was = page.standing;
-        if was == standing || was == Standing::Retired {
-            return;
-        }
-        let Some(shelf) = self.shelves.get_mut(&page.node) else { return };
-        let hash = page.hash;
-        let duplicates = shelf.index.entry(hash).or_default();
-        page.standing = standing;
-        let place = page.place as usize;
-        match standing {
-            Standing::Roomy => {
-                page.place = duplicates.roomy.len() as u32;
-                duplicates.roomy.push(slot);
-            }
-            Standing::Full => duplicates.full += 1,
-            Standing::Retired => {}
-        }
-        if was == Standing::Full {
-            duplicates.full -= 1;
-        } else {
-            duplicates.roomy.swap_remove(place);
-            // The last one has taken its place.
-            if let Some(moved) =
-                duplicates.roomy.get(place).and_then(|moved| self.stable.get_mut(moved))
-            {
-                moved.place = place as u32;
-            }
-        }
-        if duplicates.roomy.is_empty() && duplicates.full == 0 {
-            shelf.index.remove(&hash);
-        }
-    }
-}
-
-impl Shelf {
-    fn new(limits: &Limits) -> Self {
-        let asked = Asked::new(limits.remembered_hashes);
-        Self { index: HashMap::new(), asked, pages: 0, shares: 0, reservations: 0 }
     }
 }
 

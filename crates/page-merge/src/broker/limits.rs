@@ -13,8 +13,8 @@ pub const BATCH_PAGES: usize = 64;
 /// Most shares taken and given up in one message.
 pub const BATCH_UPDATES: usize = 4096;
 
-/// Most news in one message.
-pub const BATCH_NEWS: usize = 1024;
+/// Most notifications in one message.
+pub const BATCH_NOTIFICATIONS: usize = 1024;
 
 /// Limits of a broker. Nothing that a client can make grow is without one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,8 +34,8 @@ pub struct Limits {
     pub domain_hashes: u64,
     /// Reservations that a client may have at a time.
     pub reservations: u32,
-    /// News that are kept for a client; the oldest are forgotten.
-    pub news: usize,
+    /// Notifications that are kept for a client; the oldest are forgotten.
+    pub notifications: usize,
     /// Clients, those among them that are not connected any more and still hold shares.
     pub clients: usize,
     /// Clients of one process.
@@ -56,7 +56,7 @@ impl Default for Limits {
             remembered_hashes: 1 << 22,
             domain_hashes: 1 << 23,
             reservations: 1 << 16,
-            news: 1 << 16,
+            notifications: 1 << 16,
             clients: 1024,
             clients_of_process: 8,
             strangers: 32,

@@ -4,11 +4,14 @@
 //! of for the first time are announced before it, each with a descriptor (unix(7), `SCM_RIGHTS`)
 //! that goes with the announcement's bytes, and segments that have been closed are told before it.
 
-use crate::memory::{Node, PageHash};
-use crate::store::{Answer, Slot};
+use ebb_guest_ram::StableSlot;
+
+use crate::hash::PageHash;
+use crate::memory::Node;
+use crate::store::Answer;
 
 use super::hello::{Hello, Welcome};
-use super::limits::{BATCH_HASHES, BATCH_NEWS, BATCH_PAGES, BATCH_UPDATES};
+use super::limits::{BATCH_HASHES, BATCH_NOTIFICATIONS, BATCH_PAGES, BATCH_UPDATES};
 
 /// Length of the body (32 bits, little endian) and kind.
 pub(super) const HEADER_BYTES: usize = 5;
@@ -21,7 +24,7 @@ const HASH_BYTES: usize = 8;
 const SLOT_BYTES: usize = 8;
 const UPDATE_BYTES: usize = 1 + SLOT_BYTES;
 const ANSWER_BYTES: usize = 1 + SLOT_BYTES;
-const NEWS_BYTES: usize = NODE_BYTES + HASH_BYTES;
+const NOTIFICATION_BYTES: usize = NODE_BYTES + HASH_BYTES;
 
 /// Longest text: JSON and reasons.
 const TEXT_BYTES: usize = 16 << 10;
@@ -51,8 +54,8 @@ pub(super) enum Request<'a> {
     Hello(Hello),
     Query { node: Node, hashes: Vec<PageHash> },
     Publish { node: Node, contents: &'a [u8] },
-    Updates(Vec<(Change, Slot)>),
-    News,
+    Updates(Vec<(Change, StableSlot)>),
+    Notifications,
 }
 
 /// What a broker says.
@@ -67,13 +70,13 @@ pub(super) enum Reply {
     },
     Closed(Vec<u32>),
     Answers(Vec<Answer>),
-    Slots(Vec<Slot>),
+    Slots(Vec<StableSlot>),
     /// Nothing was published.
     NoRoom {
         errno: i32,
         reason: String,
     },
-    News(Vec<(Node, PageHash)>),
+    Notifications(Vec<(Node, PageHash)>),
     /// JSON.
     Status(Vec<u8>),
 }
@@ -85,7 +88,7 @@ pub(super) enum Kind {
     Query = 2,
     Publish = 3,
     Updates = 4,
-    AskNews = 5,
+    AskNotifications = 5,
     Welcome = 65,
     Refused = 66,
     Segment = 67,
@@ -93,7 +96,7 @@ pub(super) enum Kind {
     Answers = 69,
     Slots = 70,
     NoRoom = 71,
-    News = 72,
+    Notifications = 72,
     Status = 73,
 }
 
@@ -103,7 +106,7 @@ impl Kind {
         Self::Query,
         Self::Publish,
         Self::Updates,
-        Self::AskNews,
+        Self::AskNotifications,
         Self::Welcome,
         Self::Refused,
         Self::Segment,
@@ -111,7 +114,7 @@ impl Kind {
         Self::Answers,
         Self::Slots,
         Self::NoRoom,
-        Self::News,
+        Self::Notifications,
         Self::Status,
     ];
 
@@ -122,12 +125,12 @@ impl Kind {
             Self::Query => NODE_BYTES + BATCH_HASHES * HASH_BYTES,
             Self::Publish => NODE_BYTES + BATCH_PAGES * PAGE,
             Self::Updates => BATCH_UPDATES * UPDATE_BYTES,
-            Self::AskNews => 0,
+            Self::AskNotifications => 0,
             Self::Segment => 8,
             Self::Closed => BATCH_CLOSED * 4,
             Self::Answers => BATCH_HASHES * ANSWER_BYTES,
             Self::Slots => BATCH_PAGES * SLOT_BYTES,
-            Self::News => BATCH_NEWS * NEWS_BYTES,
+            Self::Notifications => BATCH_NOTIFICATIONS * NOTIFICATION_BYTES,
             Self::Status => STATUS_BYTES,
         }
     }
@@ -194,7 +197,7 @@ impl<'a> Request<'a> {
                 };
                 Ok((change, reader.slot()?))
             })?),
-            Kind::AskNews => Self::News,
+            Kind::AskNotifications => Self::Notifications,
             _ => return Err(FrameError::Direction(kind)),
         };
         Ok(request)
@@ -222,7 +225,7 @@ impl<'a> Request<'a> {
                     put_slot(body, *slot);
                 }
             }),
-            Self::News => frame(Kind::AskNews, |_| ()),
+            Self::Notifications => frame(Kind::AskNotifications, |_| ()),
         }
     }
 }
@@ -251,9 +254,9 @@ impl Reply {
                 }
             })?),
             Kind::Slots => Self::Slots(reader.list(SLOT_BYTES, Reader::slot)?),
-            Kind::News => {
-                Self::News(reader.list(NEWS_BYTES, |reader| Ok((reader.node()?, reader.hash()?)))?)
-            }
+            Kind::Notifications => Self::Notifications(
+                reader.list(NOTIFICATION_BYTES, |reader| Ok((reader.node()?, reader.hash()?)))?,
+            ),
             _ => return Err(FrameError::Direction(kind)),
         };
         if reader.rest.is_empty() { Ok(reply) } else { Err(reader.problem("bytes behind its end")) }
@@ -273,9 +276,9 @@ impl Reply {
             Self::Answers(answers) => frame(Kind::Answers, |body| {
                 for answer in answers {
                     let (tag, slot) = match answer {
-                        Answer::Unknown => (0, Slot { segment: 0, index: 0 }),
+                        Answer::Unknown => (0, StableSlot { segment: 0, index: 0 }),
                         Answer::Stable(slot) => (1, *slot),
-                        Answer::Wanted => (2, Slot { segment: 0, index: 0 }),
+                        Answer::Wanted => (2, StableSlot { segment: 0, index: 0 }),
                     };
                     body.push(tag);
                     put_slot(body, slot);
@@ -288,7 +291,7 @@ impl Reply {
                 put(body, *errno as u32);
                 body.extend(short(reason));
             }),
-            Self::News(news) => frame(Kind::News, |body| {
+            Self::Notifications(news) => frame(Kind::Notifications, |body| {
                 for (node, hash) in news {
                     put(body, node.0);
                     body.extend(hash.get().to_le_bytes());
@@ -329,8 +332,8 @@ impl Reader<'_> {
         self.number().map(Node)
     }
 
-    fn slot(&mut self) -> Result<Slot, FrameError> {
-        Ok(Slot { segment: self.number()?, index: self.number()? })
+    fn slot(&mut self) -> Result<StableSlot, FrameError> {
+        Ok(StableSlot { segment: self.number()?, index: self.number()? })
     }
 
     fn hash(&mut self) -> Result<PageHash, FrameError> {
@@ -364,7 +367,7 @@ fn put(body: &mut Vec<u8>, number: u32) {
     body.extend(number.to_le_bytes());
 }
 
-fn put_slot(body: &mut Vec<u8>, slot: Slot) {
+fn put_slot(body: &mut Vec<u8>, slot: StableSlot) {
     put(body, slot.segment);
     put(body, slot.index);
 }

@@ -17,7 +17,6 @@
 //!   before it replaces anything: a client that lies costs others nothing but time, and room up to
 //!   its quota.
 
-mod asked;
 mod client;
 mod connection;
 mod domains;
@@ -26,22 +25,22 @@ mod error;
 #[allow(clippy::missing_panics_doc)]
 pub mod fuzzing;
 mod hello;
+mod interest;
 mod ledger;
 mod limits;
 mod link;
 mod message;
 mod name;
-mod pages;
+mod nodes;
 mod peer;
 mod server;
 mod socket;
 mod status;
 
-pub use client::{BrokerStore, MemberConfig, ask_status};
+pub use client::{BrokerStore, MemberConfig, SegmentUser, ask_status};
 pub use error::BrokerError;
 pub use hello::{PROTOCOL_VERSION, Placement};
 pub use limits::Limits;
 pub use name::{DomainName, DomainRule, NameError, RuleError};
-pub use pages::SegmentUser;
 pub use server::{Broker, BrokerConfig};
 pub use status::{BrokerStatus, DomainStatus, NodeStatus};

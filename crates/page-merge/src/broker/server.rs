@@ -19,7 +19,7 @@ use super::hello::Role;
 use super::limits::Limits;
 use super::message::{Reply, Request, split_frame};
 use super::name::DomainRule;
-use super::pages::host_nodes;
+use super::nodes::host_nodes;
 use super::peer::Peer;
 use super::socket::{send, wait};
 use super::status::BrokerStatus;
@@ -175,7 +175,7 @@ impl Broker {
         let (of_connections, of_lost) = happened.split_at(ids.len() * 2);
         for index in (0..of_lost.len()).rev().filter(|&index| of_lost[index]) {
             let (membership, _) = self.lost.swap_remove(index);
-            self.domains.bury(&membership);
+            self.domains.reap(&membership);
         }
         let now = Instant::now();
         for (id, events) in ids.into_iter().zip(of_connections.chunks_exact(2)) {
@@ -257,10 +257,10 @@ impl Broker {
                     return Ok(false);
                 };
                 let request = Request::decode(kind, body).map_err(Refusal::from)?;
-                let mut parcels = Vec::new();
-                self.domains.request(membership, request, &mut parcels)?;
+                let mut messages = Vec::new();
+                self.domains.request(membership, request, &mut messages)?;
                 connection.take(length);
-                connection.push(parcels);
+                connection.push(messages);
                 Ok(true)
             }
         }

@@ -1,11 +1,13 @@
 //! A guest's memory, as the core sees it.
 
 use ebb_abi::{PAGE_SIZE_BYTES, PageRange, Pfn};
+use ebb_guest_ram::StableSlot;
+use ebb_guest_ram::merge::{MergeOutcome, MergeTarget, PageLook};
 
 use super::world::{Backing, Guest, Inner, Page, World};
-use crate::{Content, Look, Memory, Node, PageHasher, Replace, Replaced, Secret, Slot, Target};
+use crate::{Content, Memory, PageHasher};
 
-/// Simulated memory of one machine.
+/// Simulated memory of one process.
 #[derive(Clone, Debug)]
 pub struct SimMemory {
     world: World,
@@ -40,80 +42,84 @@ impl Inner {
         }
     }
 
-    fn look(page: &mut Page) -> Look {
+    fn look(page: &mut Page) -> PageLook {
         if page.excluded {
             // What is merged stays so, and what was written to is told all the same.
             if let Some(slot) = page.lost.take() {
-                return Look::Broken(slot);
+                return PageLook::Broken(slot);
             }
             return if matches!(page.backing, Backing::Merged(_)) {
-                Look::Merged
+                PageLook::Merged
             } else {
-                Look::Excluded
+                PageLook::Excluded
             };
         }
         match (page.lost.take(), page.backing) {
-            (Some(slot), _) => Look::Broken(slot),
+            (Some(slot), _) => PageLook::Broken(slot),
             (None, Backing::Private) if page.copied > 0 => {
                 page.copied -= 1;
                 // What it was brought back as is new.
                 page.written = true;
-                Look::Copied
+                PageLook::Copied
             }
-            (None, Backing::Absent) => Look::Absent,
-            (None, Backing::Merged(_)) => Look::Merged,
-            (None, Backing::Private) if std::mem::take(&mut page.written) => Look::Written,
-            (None, Backing::Private) => Look::Clean,
-            (None, Backing::Huge) if std::mem::take(&mut page.written) => Look::HugeWritten,
-            (None, Backing::Huge) => Look::HugeClean,
+            (None, Backing::Absent) => PageLook::Absent,
+            (None, Backing::Merged(_)) => PageLook::Merged,
+            (None, Backing::Private) if std::mem::take(&mut page.written) => PageLook::Written,
+            (None, Backing::Private) => PageLook::Clean,
+            (None, Backing::Huge) if std::mem::take(&mut page.written) => PageLook::HugeWritten,
+            (None, Backing::Huge) => PageLook::HugeClean,
         }
     }
 
-    fn replace(&mut self, vm: usize, item: &Replace) -> Replaced {
-        let content = self.content(vm, item.page);
-        let Some(page) = self.vms[vm].pages.get(&item.page).copied() else { return Replaced::Gone };
+    fn replace(&mut self, vm: usize, &(pfn, target): &(Pfn, MergeTarget)) -> MergeOutcome {
+        let content = self.content(vm, pfn);
+        let Some(page) = self.vms[vm].pages.get(&pfn).copied() else {
+            return MergeOutcome::Gone;
+        };
         match page.backing {
             // A page that has not yet told that it lost its share must do so first.
-            Backing::Absent | Backing::Merged(_) => return Replaced::Gone,
-            _ if page.excluded || page.lost.is_some() || page.copied > 0 => return Replaced::Gone,
-            _ if page.pinned => return Replaced::Busy,
+            Backing::Absent | Backing::Merged(_) => return MergeOutcome::Gone,
+            _ if page.excluded || page.lost.is_some() || page.copied > 0 => {
+                return MergeOutcome::Gone;
+            }
+            _ if page.pinned => return MergeOutcome::Busy,
             _ => {}
         }
-        let target = match item.target {
-            Target::Zero => Some(0),
-            Target::Slot(slot) => match self.slots.get(&slot) {
+        let wanted = match target {
+            MergeTarget::Zero => Some(0),
+            MergeTarget::Slot(slot) => match self.slots.get(&slot) {
                 Some(stable) => stable.content,
-                None => panic!("{} was to be replaced by {slot:?}, which is free", item.page),
+                None => panic!("{pfn} was to be replaced by {slot:?}, which is free"),
             },
         };
-        if target != content {
-            return Replaced::Different;
+        if wanted != content {
+            return MergeOutcome::Different;
         }
-        let backing = match item.target {
-            Target::Zero => Backing::Absent,
-            Target::Slot(slot) => Backing::Merged(slot),
+        let backing = match target {
+            MergeTarget::Zero => Backing::Absent,
+            MergeTarget::Slot(slot) => Backing::Merged(slot),
         };
         if page.backing == Backing::Huge {
-            self.split(vm, item.page);
+            self.split(vm, pfn);
         }
-        if let Some(place) = self.vms[vm].pages.get_mut(&item.page) {
+        if let Some(place) = self.vms[vm].pages.get_mut(&pfn) {
             *place = Page { backing, content: 0, written: false, ..*place };
         }
-        if let Target::Slot(slot) = item.target
+        if let MergeTarget::Slot(slot) = target
             && let Some(stable) = self.slots.get_mut(&slot)
         {
             stable.mapped += 1;
         }
-        Replaced::Done
+        MergeOutcome::Done
     }
 
     /// Takes a replacement back.
-    fn undo(&mut self, vm: usize, item: &Replace) {
-        let content = self.content(vm, item.page).unwrap_or(0);
-        if let Target::Slot(slot) = item.target {
+    fn undo(&mut self, vm: usize, &(pfn, target): &(Pfn, MergeTarget)) {
+        let content = self.content(vm, pfn).unwrap_or(0);
+        if let MergeTarget::Slot(slot) = target {
             self.unmap(slot);
         }
-        if let Some(page) = self.vms[vm].pages.get_mut(&item.page) {
+        if let Some(page) = self.vms[vm].pages.get_mut(&pfn) {
             *page = Page { backing: Backing::Private, content, ..*page };
         }
     }
@@ -126,7 +132,7 @@ impl Memory for SimMemory {
         self.world.lock().vms[self.number].ranges.clone()
     }
 
-    fn look(&mut self, block: PageRange, looks: &mut Vec<Look>) -> Result<(), Failure> {
+    fn look(&mut self, block: PageRange, looks: &mut Vec<PageLook>) -> Result<(), Failure> {
         let mut inner = self.world.lock();
         inner.may_fail(self.number)?;
         let pages = &mut inner.vms[self.number].pages;
@@ -137,28 +143,27 @@ impl Memory for SimMemory {
     fn hash(
         &mut self,
         pages: &[Pfn],
-        secret: &Secret,
+        hasher: &PageHasher,
         contents: &mut Vec<Option<Content>>,
     ) -> Result<(), Failure> {
         let mut inner = self.world.lock();
         inner.may_fail(self.number)?;
         inner.hashed += pages.len() as u64;
-        let hasher = PageHasher::new(secret);
         contents.extend(pages.iter().map(|&pfn| {
             inner.content(self.number, pfn).map(|content| hasher.content(&page_of(content)))
         }));
         Ok(())
     }
 
-    fn nodes(&mut self, pages: &[Pfn], nodes: &mut Vec<Option<Node>>) -> Result<(), Failure> {
+    fn nodes(&mut self, pages: &[Pfn], nodes: &mut Vec<Option<u32>>) -> Result<(), Failure> {
         let mut inner = self.world.lock();
         inner.may_fail(self.number)?;
         nodes.extend(pages.iter().map(|pfn| {
             let page = inner.vms[self.number].pages.get(pfn)?;
             match page.backing {
                 Backing::Absent => None,
-                Backing::Merged(slot) => inner.slots.get(&slot).map(|stable| stable.node),
-                Backing::Private | Backing::Huge => Some(page.node),
+                Backing::Merged(slot) => inner.slots.get(&slot).map(|stable| stable.node.0),
+                Backing::Private | Backing::Huge => Some(page.node.0),
             }
         }));
         Ok(())
@@ -171,18 +176,19 @@ impl Memory for SimMemory {
         Ok(())
     }
 
-    fn replace(&mut self, pages: &[Replace], replaced: &mut Vec<Replaced>) -> Result<(), Failure> {
-        assert!(
-            pages.windows(2).all(|pair| pair[0].page < pair[1].page),
-            "not ascending: {pages:?}"
-        );
+    fn replace(
+        &mut self,
+        pages: &[(Pfn, MergeTarget)],
+        replaced: &mut Vec<MergeOutcome>,
+    ) -> Result<(), Failure> {
+        assert!(pages.windows(2).all(|pair| pair[0].0 < pair[1].0), "not ascending: {pages:?}");
         let mut inner = self.world.lock();
         for (pfn, content) in std::mem::take(&mut inner.vms[self.number].races) {
             inner.write(self.number, pfn, content);
         }
-        for run in pages.chunk_by(|a, b| match (a.target, b.target) {
-            (Target::Slot(first), Target::Slot(second)) => {
-                a.page.0 + 1 == b.page.0 && first.is_followed_by(second)
+        for run in pages.chunk_by(|a, b| match (a.1, b.1) {
+            (MergeTarget::Slot(first), MergeTarget::Slot(second)) => {
+                a.0.0 + 1 == b.0.0 && first.is_followed_by(second)
             }
             _ => false,
         }) {
@@ -194,12 +200,12 @@ impl Memory for SimMemory {
             }
             if inner.vms[self.number]
                 .mappings
-                .is_some_and(|most| inner.mappings(self.number) > most)
+                .is_some_and(|most| inner.mappings(self.number, Pfn(0)..Pfn(u64::MAX)) > most)
             {
                 for (item, outcome) in run.iter().zip(&mut replaced[begin..]) {
-                    if *outcome == Replaced::Done && item.target != Target::Zero {
+                    if *outcome == MergeOutcome::Done && item.1 != MergeTarget::Zero {
                         inner.undo(self.number, item);
-                        *outcome = Replaced::NoMappings;
+                        *outcome = MergeOutcome::NoMappings;
                     }
                 }
             }
@@ -207,7 +213,7 @@ impl Memory for SimMemory {
         Ok(())
     }
 
-    fn unmerge(&mut self, range: PageRange, released: &mut Vec<Slot>) -> Result<(), Failure> {
+    fn unmerge(&mut self, range: PageRange, released: &mut Vec<StableSlot>) -> Result<(), Failure> {
         let mut inner = self.world.lock();
         let pages: Vec<(Pfn, Page)> = inner.vms[self.number]
             .pages
@@ -233,7 +239,7 @@ impl Memory for SimMemory {
         Ok(())
     }
 
-    fn take_released(&mut self, released: &mut Vec<Slot>) {
+    fn take_released(&mut self, released: &mut Vec<StableSlot>) {
         released.append(&mut self.world.lock().vms[self.number].released);
     }
 }

@@ -3,9 +3,10 @@
 use std::{collections::BTreeMap, io};
 
 use ebb_abi::PAGE_SIZE_BYTES;
+use ebb_guest_ram::StableSlot;
 
-use super::world::{StableSlot, World};
-use crate::{Node, Slot, Slots};
+use super::world::{SimSlot, World};
+use crate::{Node, Slots};
 
 /// Memory files of one store: one for each node.
 #[derive(Debug)]
@@ -40,7 +41,12 @@ impl SimSlots {
 }
 
 impl Slots for SimSlots {
-    fn allocate(&mut self, node: Node, pages: usize, slots: &mut Vec<Slot>) -> io::Result<()> {
+    fn allocate(
+        &mut self,
+        node: Node,
+        pages: usize,
+        slots: &mut Vec<StableSlot>,
+    ) -> io::Result<()> {
         let segment = self.segment(node);
         let mut inner = self.world.lock();
         if inner.no_room {
@@ -51,23 +57,23 @@ impl Slots for SimSlots {
         let next = self.next.entry(segment).or_default();
         while slots.len() < pages {
             *next = (*next + 1) % 100_000_000;
-            let slot = Slot { segment, index: *next };
+            let slot = StableSlot { segment, index: *next };
             let node = if node == Node::ANY { Node(0) } else { node };
             inner.slots.entry(slot).or_insert_with(|| {
                 slots.push(slot);
-                StableSlot { content: None, node, mapped: 0 }
+                SimSlot { content: None, node, mapped: 0 }
             });
         }
         Ok(())
     }
 
-    fn write(&mut self, first: Slot, contents: &[u8]) -> io::Result<()> {
+    fn write(&mut self, first: StableSlot, contents: &[u8]) -> io::Result<()> {
         let mut inner = self.world.lock();
         if inner.no_room {
             return Err(io::ErrorKind::StorageFull.into());
         }
         for (number, content) in (0..).zip(contents.chunks(PAGE_SIZE_BYTES as usize)) {
-            let slot = Slot { index: first.index + number, ..first };
+            let slot = StableSlot { index: first.index + number, ..first };
             let Some(stable) = inner.slots.get_mut(&slot) else {
                 panic!("{slot:?} is not allocated")
             };
@@ -79,10 +85,25 @@ impl Slots for SimSlots {
         Ok(())
     }
 
-    fn free(&mut self, slot: Slot) {
+    fn read(&self, slot: StableSlot, content: &mut [u8]) -> io::Result<()> {
+        match self.world.lock().slots.get(&slot).and_then(|stable| stable.content) {
+            Some(number) => {
+                content.copy_from_slice(&number.to_le_bytes().repeat(content.len() / 8))
+            }
+            None => panic!("{slot:?} is no stable page"),
+        }
+        Ok(())
+    }
+
+    fn free(&mut self, slot: StableSlot) -> Option<u32> {
         match self.world.lock().slots.remove(&slot) {
             Some(stable) => assert_eq!(stable.mapped, 0, "{slot:?} was freed while it was mapped"),
             None => panic!("{slot:?} was freed twice"),
         }
+        None
+    }
+
+    fn capacity(&self) -> u64 {
+        self.world.lock().slots.len() as u64
     }
 }

@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use crate::{Answer, Node, PageHash, Slot, StableStore, StoreCounts, StoreError};
+use ebb_guest_ram::StableSlot;
+
+use crate::{Answer, Node, PageHash, StableStore, StoreCounts, StoreError};
 
 /// Passes everything on to another store, or fails as if that were gone.
 #[derive(Debug)]
@@ -15,8 +17,8 @@ pub struct UnreliableStore<S> {
     /// Hashes that are answered with [`Answer::Wanted`] if the store does not know them, as if
     /// another process had such pages.
     pub wanted: Vec<PageHash>,
-    /// What the next call of `news` tells.
-    pub news: Vec<(Node, PageHash)>,
+    /// What the next call of `notifications` tells.
+    pub notifications: Vec<(Node, PageHash)>,
     /// Reservations that have not ended.
     pub reservations: i64,
 }
@@ -29,7 +31,7 @@ impl<S> UnreliableStore<S> {
             gone: false,
             late: false,
             wanted: Vec::new(),
-            news: Vec::new(),
+            notifications: Vec::new(),
             reservations: 0,
         }
     }
@@ -73,7 +75,7 @@ impl<S: StableStore> StableStore for UnreliableStore<S> {
         node: Node,
         hashes: &[PageHash],
         contents: &[u8],
-        slots: &mut Vec<Slot>,
+        slots: &mut Vec<StableSlot>,
     ) -> Result<(), StoreError> {
         self.check()?;
         self.store.publish(node, hashes, contents, slots)?;
@@ -81,21 +83,21 @@ impl<S: StableStore> StableStore for UnreliableStore<S> {
         Ok(())
     }
 
-    fn shared(&mut self, slot: Slot) {
+    fn shared(&mut self, slot: StableSlot) {
         self.reservations -= 1;
         self.store.shared(slot);
     }
 
-    fn unused(&mut self, slot: Slot) {
+    fn unused(&mut self, slot: StableSlot) {
         self.reservations -= 1;
         self.store.unused(slot);
     }
 
-    fn release(&mut self, slot: Slot) {
+    fn release(&mut self, slot: StableSlot) {
         self.store.release(slot);
     }
 
-    fn retire(&mut self, slot: Slot) {
+    fn retire(&mut self, slot: StableSlot) {
         self.store.retire(slot);
     }
 
@@ -107,8 +109,8 @@ impl<S: StableStore> StableStore for UnreliableStore<S> {
         self.store.counts()
     }
 
-    fn news(&mut self, news: &mut Vec<(Node, PageHash)>) {
-        news.append(&mut self.news);
-        self.store.news(news);
+    fn take_notifications(&mut self, notifications: &mut Vec<(Node, PageHash)>) {
+        notifications.append(&mut self.notifications);
+        self.store.take_notifications(notifications);
     }
 }

@@ -6,8 +6,9 @@ use std::{
 };
 
 use ebb_abi::{PageRange, Pfn};
+use ebb_guest_ram::StableSlot;
 
-use crate::{Node, Slot};
+use crate::Node;
 
 /// How a page is backed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -16,7 +17,7 @@ pub(super) enum Backing {
     Private,
     /// Part of a huge page.
     Huge,
-    Merged(Slot),
+    Merged(StableSlot),
 }
 
 /// A page of a guest.
@@ -30,7 +31,7 @@ pub(super) struct Page {
     pub(super) pinned: bool,
     pub(super) excluded: bool,
     /// Share that was lost to a write and has not been told of yet.
-    pub(super) lost: Option<Slot>,
+    pub(super) lost: Option<StableSlot>,
     /// Looks for which it cannot be merged, since it was merged and written to.
     pub(super) copied: u8,
     /// What the guest wrote last, or zeros after a discard: what it must read, whatever is merged.
@@ -57,7 +58,7 @@ impl Page {
 pub(super) struct Vm {
     pub(super) ranges: Vec<PageRange>,
     pub(super) pages: BTreeMap<Pfn, Page>,
-    pub(super) released: Vec<Slot>,
+    pub(super) released: Vec<StableSlot>,
     /// Mappings that its memory may have beyond the first of each range.
     pub(super) mappings: Option<usize>,
     /// What happens in the guest just before pages are frozen the next time.
@@ -70,7 +71,7 @@ pub(super) struct Vm {
 
 /// A slot of a memory file.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct StableSlot {
+pub(super) struct SimSlot {
     /// `None` before it is written.
     pub(super) content: Option<u64>,
     pub(super) node: Node,
@@ -80,7 +81,7 @@ pub(super) struct StableSlot {
 #[derive(Debug, Default)]
 pub(super) struct Inner {
     pub(super) vms: Vec<Vm>,
-    pub(super) slots: BTreeMap<Slot, StableSlot>,
+    pub(super) slots: BTreeMap<StableSlot, SimSlot>,
     /// Calls of `hash`, in pages.
     pub(super) hashed: u64,
     pub(super) no_room: bool,
@@ -90,12 +91,19 @@ pub(super) struct Inner {
 #[derive(Clone, Debug, Default)]
 pub struct World(Arc<Mutex<Inner>>);
 
-/// A virtual machine of a [`World`], as its guest and its host see it.
+/// A virtual machine of a [`World`], as its guest and its host see it. Several can be parts of one
+/// process's memory.
 #[derive(Clone, Debug)]
 pub struct Guest {
     pub(super) world: World,
+    /// Number of the process.
     pub(super) number: usize,
+    /// Where its pages begin in the memory of the process.
+    base: u64,
 }
+
+/// Pages of the memory of a process that are for one guest.
+const GUEST_PAGES: u64 = 1 << 30;
 
 impl World {
     /// A host without anything.
@@ -110,14 +118,11 @@ impl World {
     /// A machine with absent pages in `ranges`; all of node 0 once they are there.
     pub fn guest(&self, ranges: &[PageRange]) -> Guest {
         let mut inner = self.lock();
-        let pages = ranges
-            .iter()
-            .flat_map(|range| {
-                (range.start.0..range.end().0).map(|pfn| (Pfn(pfn), Page::absent(Node(0))))
-            })
-            .collect();
-        inner.vms.push(Vm { ranges: ranges.to_vec(), pages, ..Vm::default() });
-        Guest { world: self.clone(), number: inner.vms.len() - 1 }
+        inner.vms.push(Vm::default());
+        let process = Guest { world: self.clone(), number: inner.vms.len() - 1, base: 0 };
+        drop(inner);
+        process.add(0, ranges);
+        process
     }
 
     /// Number of slots that are in use.
@@ -126,9 +131,9 @@ impl World {
     }
 
     /// For each slot in use, how many pages have it mapped, or have lost it without having told so.
-    pub fn shares(&self) -> BTreeMap<Slot, u64> {
+    pub fn shares(&self) -> BTreeMap<StableSlot, u64> {
         let inner = self.lock();
-        let mut shares: BTreeMap<Slot, u64> =
+        let mut shares: BTreeMap<StableSlot, u64> =
             inner.slots.iter().map(|(slot, stable)| (*slot, stable.mapped)).collect();
         for vm in &inner.vms {
             for slot in
@@ -141,14 +146,14 @@ impl World {
     }
 
     /// Moves the page of a slot to another node, as the host does when a node is taken offline.
-    pub fn move_slot(&self, slot: Slot, node: Node) {
+    pub fn move_slot(&self, slot: StableSlot, node: Node) {
         if let Some(stable) = self.lock().slots.get_mut(&slot) {
             stable.node = node;
         }
     }
 
     /// Slots in use, and the node of each.
-    pub fn slot_nodes(&self) -> BTreeMap<Slot, Node> {
+    pub fn slot_nodes(&self) -> BTreeMap<StableSlot, Node> {
         self.lock().slots.iter().map(|(slot, stable)| (*slot, stable.node)).collect()
     }
 
@@ -165,7 +170,7 @@ impl World {
 
 impl Inner {
     /// A page stops being mapped to a slot.
-    pub(super) fn unmap(&mut self, slot: Slot) {
+    pub(super) fn unmap(&mut self, slot: StableSlot) {
         let Some(stable) = self.slots.get_mut(&slot) else {
             panic!("{slot:?} was freed while it was mapped")
         };
@@ -179,7 +184,7 @@ impl Inner {
             Backing::Absent => 0,
             Backing::Private | Backing::Huge => page.content,
             Backing::Merged(slot) => match self.slots.get(&slot) {
-                Some(StableSlot { content: Some(content), .. }) => *content,
+                Some(SimSlot { content: Some(content), .. }) => *content,
                 found => panic!("{pfn} of machine {vm} is mapped to {slot:?}, which is {found:?}"),
             },
         })
@@ -217,7 +222,7 @@ impl Inner {
 
     /// Number of mappings of a machine's memory: runs of neighbouring slots, and what is between
     /// them.
-    pub(super) fn mappings(&self, vm: usize) -> usize {
+    pub(super) fn mappings(&self, vm: usize, pages: std::ops::Range<Pfn>) -> usize {
         let key = |pfn: Pfn, page: &Page| match page.backing {
             Backing::Merged(slot) => {
                 Some((slot.segment, i128::from(slot.index) - i128::from(pfn.0)))
@@ -225,7 +230,7 @@ impl Inner {
             _ => None,
         };
         let keys: Vec<_> =
-            self.vms[vm].pages.iter().map(|(pfn, page)| (*pfn, key(*pfn, page))).collect();
+            self.vms[vm].pages.range(pages).map(|(pfn, page)| (*pfn, key(*pfn, page))).collect();
         keys.windows(2)
             .filter(|pair| pair[0].1 != pair[1].1 || pair[0].0.0 + 1 != pair[1].0.0)
             .count()
@@ -233,18 +238,45 @@ impl Inner {
 }
 
 impl Guest {
+    /// One more machine whose memory is merged by the same process.
+    pub fn beside(&self, ranges: &[PageRange]) -> Guest {
+        let last = self.world.lock().vms[self.number].ranges.last().map_or(0, |last| last.start.0);
+        let base = (last / GUEST_PAGES + 1) * GUEST_PAGES;
+        self.add(base, ranges);
+        Guest { base, ..self.clone() }
+    }
+
+    fn add(&self, base: u64, ranges: &[PageRange]) {
+        let vm = &mut self.world.lock().vms[self.number];
+        for range in ranges {
+            let range = PageRange::new(Pfn(base + range.start.0), range.pages);
+            let pages = range.start.0..range.end().0;
+            vm.pages.extend(pages.map(|pfn| (Pfn(pfn), Page::absent(Node(0)))));
+            vm.ranges.push(range);
+        }
+    }
+
+    fn at(&self, pfn: u64) -> Pfn {
+        Pfn(self.base + pfn)
+    }
+
+    /// Its pages in the memory of the process.
+    fn all(&self) -> std::ops::Range<Pfn> {
+        self.at(0)..self.at(GUEST_PAGES)
+    }
+
     /// Writes a content: a page full of this number. 0 is a page of zeros.
     pub fn write(&self, pfn: u64, content: u64) {
-        self.world.lock().write(self.number, Pfn(pfn), content);
+        self.world.lock().write(self.number, self.at(pfn), content);
     }
 
     /// What a page contains.
     pub fn read(&self, pfn: u64) -> Option<u64> {
-        self.world.lock().content(self.number, Pfn(pfn))
+        self.world.lock().content(self.number, self.at(pfn))
     }
 
     fn change(&self, pfn: u64, change: impl FnOnce(&mut Page)) {
-        if let Some(page) = self.world.lock().vms[self.number].pages.get_mut(&Pfn(pfn)) {
+        if let Some(page) = self.world.lock().vms[self.number].pages.get_mut(&self.at(pfn)) {
             change(page);
         }
     }
@@ -252,9 +284,9 @@ impl Guest {
     /// The owner discards a page (balloon): it reads as zeros.
     pub fn discard(&self, pfn: u64) {
         let mut inner = self.world.lock();
-        inner.split(self.number, Pfn(pfn));
+        inner.split(self.number, self.at(pfn));
         let vm = &mut inner.vms[self.number];
-        let Some(page) = vm.pages.get_mut(&Pfn(pfn)) else { return };
+        let Some(page) = vm.pages.get_mut(&self.at(pfn)) else { return };
         let backing = std::mem::replace(&mut page.backing, Backing::Absent);
         let lost = page.lost.take();
         (page.content, page.expected, page.copied) = (0, 0, 0);
@@ -278,7 +310,7 @@ impl Guest {
     /// Checks that each page reads as what the guest wrote last.
     pub fn check(&self) {
         let inner = self.world.lock();
-        for (pfn, page) in &inner.vms[self.number].pages {
+        for (pfn, page) in inner.vms[self.number].pages.range(self.all()) {
             assert_eq!(
                 inner.content(self.number, *pfn),
                 Some(page.expected),
@@ -289,26 +321,15 @@ impl Guest {
     }
 
     /// Merged pages: the slot, the node that the page was on, and the node that the slot is on.
-    pub fn merged(&self) -> Vec<(Slot, Node, Node)> {
+    pub fn merged(&self) -> Vec<(StableSlot, Node, Node)> {
         let inner = self.world.lock();
-        let pages = inner.vms[self.number].pages.values();
+        let pages = inner.vms[self.number].pages.range(self.all());
         pages
-            .filter_map(|page| match page.backing {
+            .filter_map(|(_, page)| match page.backing {
                 Backing::Merged(slot) => Some((slot, page.node, inner.slots.get(&slot)?.node)),
                 _ => None,
             })
             .collect()
-    }
-
-    /// Takes every page out of the machine's memory, as its end does.
-    pub fn end(&self) {
-        let mut inner = self.world.lock();
-        let pages = std::mem::take(&mut inner.vms[self.number].pages);
-        for page in pages.into_values() {
-            if let Backing::Merged(slot) = page.backing {
-                inner.unmap(slot);
-            }
-        }
     }
 
     /// A device holds on to the page, or lets go.
@@ -338,13 +359,13 @@ impl Guest {
     pub fn is_huge(&self, pfn: u64) -> bool {
         self.world.lock().vms[self.number]
             .pages
-            .get(&Pfn(pfn))
+            .get(&self.at(pfn))
             .is_some_and(|page| page.backing == Backing::Huge)
     }
 
     /// The slot that a page is merged with.
-    pub fn slot(&self, pfn: u64) -> Option<Slot> {
-        match self.world.lock().vms[self.number].pages.get(&Pfn(pfn))?.backing {
+    pub fn slot(&self, pfn: u64) -> Option<StableSlot> {
+        match self.world.lock().vms[self.number].pages.get(&self.at(pfn))?.backing {
             Backing::Merged(slot) => Some(slot),
             _ => None,
         }
@@ -352,14 +373,17 @@ impl Guest {
 
     /// The node that a page is on, or was on before it was merged.
     pub fn node(&self, pfn: u64) -> Node {
-        self.world.lock().vms[self.number].pages.get(&Pfn(pfn)).map_or(Node::ANY, |page| page.node)
+        self.world.lock().vms[self.number]
+            .pages
+            .get(&self.at(pfn))
+            .map_or(Node::ANY, |page| page.node)
     }
 
     /// Whether the host has a page for it.
     pub fn is_absent(&self, pfn: u64) -> bool {
         self.world.lock().vms[self.number]
             .pages
-            .get(&Pfn(pfn))
+            .get(&self.at(pfn))
             .is_none_or(|page| page.backing == Backing::Absent)
     }
 
@@ -370,21 +394,16 @@ impl Guest {
 
     /// How many mappings its memory has, less one.
     pub fn mappings(&self) -> usize {
-        self.world.lock().mappings(self.number)
+        self.world.lock().mappings(self.number, self.all())
     }
 
     /// Just before pages are frozen the next time, the guest writes this.
     pub fn write_before_freeze(&self, pfn: u64, content: u64) {
-        self.world.lock().vms[self.number].races.push((Pfn(pfn), content));
+        self.world.lock().vms[self.number].races.push((self.at(pfn), content));
     }
 
     /// The next `calls` calls of its memory fail.
     pub fn fail(&self, calls: usize) {
         self.world.lock().vms[self.number].failing = calls;
-    }
-
-    /// Changes the ranges that may be looked at.
-    pub fn set_ranges(&self, ranges: &[PageRange]) {
-        self.world.lock().vms[self.number].ranges = ranges.to_vec();
     }
 }

@@ -122,7 +122,7 @@ fn sharer(path: &Path) {
     let mut member = Member::join(path, "web", Placement::Across).unwrap();
     let pages: Vec<u64> = (0..10).collect();
     member.make(&pages);
-    member.news();
+    member.take_notifications();
     println!("\nsharing");
     let mut line = String::new();
     std::io::stdin().read_line(&mut line).unwrap();
@@ -150,7 +150,7 @@ fn churner(path: &Path) {
         for &slot in slots.iter().skip((round % 7) as usize) {
             member.store.release(slot);
         }
-        member.news();
+        member.take_notifications();
     }
 }
 

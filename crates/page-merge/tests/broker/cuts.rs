@@ -2,7 +2,7 @@
 
 use std::net::Shutdown;
 
-use ebb_page_merge::Slot;
+use ebb_guest_ram::StableSlot;
 use ebb_page_merge::broker::Limits;
 
 use crate::child::Process;
@@ -12,7 +12,7 @@ use crate::support::{NOTHING, Running, page, wait_until};
 /// All that a client says in its life, without waiting for answers, and where its messages end. It
 /// publishes two pages into an empty domain, whose slots are known therefore.
 pub fn script(domain: &str) -> (Vec<u8>, Vec<usize>) {
-    let slot = |index| Slot { segment: 0, index };
+    let slot = |index| StableSlot { segment: 0, index };
     let hash = ebb_page_merge::PageHash::new(77);
     let messages = [
         PREAMBLE.to_vec(),
@@ -20,7 +20,7 @@ pub fn script(domain: &str) -> (Vec<u8>, Vec<usize>) {
         raw::query(ANY, &[hash]),
         raw::publish(ANY, &[page(1), page(2)].concat()),
         raw::change(1, slot(0)),
-        raw::news(),
+        raw::ask_notifications(),
         raw::change(3, slot(1)),
         raw::change(2, slot(0)),
     ];

@@ -43,7 +43,7 @@ fn a_client_that_lost_its_connection_keeps_its_pages_until_its_process_ends() {
     let slot = member.share(9);
     member.make(&(200..264).collect::<Vec<u64>>());
     member.store.release(slot);
-    member.news();
+    member.take_notifications();
     assert_eq!(member.share(9), slot);
     process.kill();
     wait_until("the end of the process", || broker.pages_of("web").stable_pages == 65);
@@ -74,7 +74,7 @@ fn clients_killed_at_any_time_leave_nothing_and_disturb_nobody() {
     for slot in slots {
         member.store.release(slot);
     }
-    member.news();
+    member.take_notifications();
     assert_eq!(broker.pages_of("web").stable_pages, 0);
     assert_eq!(broker.domain("web").unwrap().segments, 0);
 }

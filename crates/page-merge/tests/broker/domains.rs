@@ -2,8 +2,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use ebb_guest_ram::StableSlot;
 use ebb_page_merge::broker::{BrokerError, DomainRule, Limits, NodeStatus, Placement};
-use ebb_page_merge::{Answer, Node, PageHash, Slot, StableStore};
+use ebb_page_merge::{Answer, Node, PageHash, StableStore};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
@@ -19,7 +20,7 @@ enum Step {
     Share(usize),
     Unused(usize),
     Release(usize),
-    News(usize),
+    Notifications(usize),
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -31,7 +32,7 @@ fn step() -> impl Strategy<Value = Step> {
         3 => client.clone().prop_map(Step::Share),
         1 => client.clone().prop_map(Step::Unused),
         2 => client.clone().prop_map(Step::Release),
-        1 => client.prop_map(Step::News),
+        1 => client.prop_map(Step::Notifications),
     ]
 }
 
@@ -39,14 +40,14 @@ fn step() -> impl Strategy<Value = Step> {
 #[derive(Default)]
 struct Domain {
     /// Where each content is, and how often it is held.
-    stable: BTreeMap<u64, (Slot, usize)>,
+    stable: BTreeMap<u64, (StableSlot, usize)>,
     asked: BTreeSet<(u64, usize)>,
 }
 
 #[derive(Default)]
 struct Client {
-    reserved: Vec<(u64, Slot)>,
-    shared: Vec<(u64, Slot)>,
+    reserved: Vec<(u64, StableSlot)>,
+    shared: Vec<(u64, StableSlot)>,
     news: Vec<u64>,
 }
 
@@ -110,14 +111,14 @@ impl World {
                 self.members[client].store.release(slot);
                 self.drop_hold(client, number);
             }
-            Step::News(client) => {
+            Step::Notifications(client) => {
                 let member = &mut self.members[client];
                 let expected: Vec<(Node, PageHash)> =
                     std::mem::take(&mut self.clients[client].news)
                         .into_iter()
                         .map(|number| (Node::ANY, member.hash(number)))
                         .collect();
-                assert_eq!(member.news(), expected);
+                assert_eq!(member.take_notifications(), expected);
             }
         }
     }
@@ -126,7 +127,7 @@ impl World {
         // What others do next must not come before it.
         self.members[client].store.flush();
         let mut ignored = Vec::new();
-        self.members[client].store.news(&mut ignored);
+        self.members[client].store.take_notifications(&mut ignored);
         let member = &self.members[client];
         let news =
             ignored.into_iter().map(|(_, hash)| (0..5).find(|&n| member.hash(n) == hash).unwrap());
@@ -157,7 +158,7 @@ impl World {
         };
         assert!(inodes(0).is_disjoint(&inodes(1)), "a memory file has got into another domain");
         self.members.iter_mut().for_each(|member| {
-            member.store.news(&mut Vec::new());
+            member.store.take_notifications(&mut Vec::new());
         });
         for (number, name) in NAMES.iter().enumerate() {
             let clients = || self.clients.iter().skip(number).step_by(2);

@@ -9,7 +9,7 @@ use crate::support::page;
 
 /// Pieces of what belongs on these connections, and anything else, so that inputs get somewhere.
 fn input() -> impl Strategy<Value = Vec<u8>> {
-    let slot = |index| ebb_page_merge::Slot { segment: 0, index };
+    let slot = |index| ebb_guest_ram::StableSlot { segment: 0, index };
     let hash = ebb_page_merge::PageHash::new(1);
     let pieces = vec![
         [PREAMBLE.to_vec(), raw::hello("web")].concat(),
@@ -21,7 +21,7 @@ fn input() -> impl Strategy<Value = Vec<u8>> {
         raw::change(2, slot(0)),
         raw::change(3, slot(1)),
         raw::change(4, slot(1)),
-        raw::news(),
+        raw::ask_notifications(),
         raw::frame(66, b"no"),
         raw::frame(67, &[0; 8]),
         raw::frame(68, &[0; 4]),

@@ -19,9 +19,9 @@ fn assert_serves(broker: &Running, domain: &str) {
     let slot = a.make(&[9_999_999])[0];
     assert_eq!(b.share(9_999_999), slot);
     b.store.release(slot);
-    b.news();
+    b.take_notifications();
     a.store.release(slot);
-    a.news();
+    a.take_notifications();
 }
 
 #[test]
@@ -103,8 +103,8 @@ fn a_lie_about_a_page_reaches_nobody() {
     // It was asked for page 1 and gives page 2.
     liar.send(&raw::publish(ANY, &page(2)));
     assert_eq!(liar.slots().len(), 1);
-    assert!(honest.news().is_empty());
-    assert_ne!(honest.query(1), Answer::Stable(ebb_page_merge::Slot { segment: 0, index: 0 }));
+    assert!(honest.take_notifications().is_empty());
+    assert_ne!(honest.query(1), Answer::Stable(ebb_guest_ram::StableSlot { segment: 0, index: 0 }));
     honest.share(2);
 }
 
@@ -212,7 +212,8 @@ fn one_client_cannot_use_up_the_room_of_all() {
 
 #[test]
 fn what_is_asked_for_is_not_remembered_without_end() {
-    let broker = Running::new(Limits { remembered_hashes: 10_000, news: 10, ..Limits::default() });
+    let broker =
+        Running::new(Limits { remembered_hashes: 10_000, notifications: 10, ..Limits::default() });
     let mut honest = broker.member("web");
     assert_eq!(honest.query(1), Answer::Unknown);
     let mut flooding = Raw::join(&broker.path(), "web");
@@ -243,10 +244,10 @@ fn descriptors_that_are_sent_to_the_broker_are_not_kept() {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(20))];
         let mut ancillary = SendAncillaryBuffer::new(&mut space);
         assert!(ancillary.push(SendAncillaryMessage::ScmRights(&descriptors)));
-        let bytes = raw::news();
+        let bytes = raw::ask_notifications();
         let slices = [IoSlice::new(&bytes)];
         rustix::net::sendmsg(&hostile.0, &slices, &mut ancillary, SendFlags::NOSIGNAL).unwrap();
-        assert_eq!(hostile.answer().unwrap().0, raw::NEWS);
+        assert_eq!(hostile.answer().unwrap().0, raw::NOTIFICATIONS);
     }
     assert_eq!(open(), before);
 }

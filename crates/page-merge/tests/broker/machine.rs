@@ -5,9 +5,10 @@ use std::io::BufRead;
 use std::path::Path;
 use std::sync::Arc;
 
-use ebb_guest_ram::{Backing, GuestRam, HugePages, Populate, RegionSpec, StableSegments};
+use ebb_guest_ram::{
+    Backing, GuestRam, HugePages, MergeSession, Populate, RegionSpec, StableSegments,
+};
 use ebb_page_merge::broker::{BrokerStore, MemberConfig, Placement};
-use ebb_page_merge::owner::OwnerMemory;
 use ebb_page_merge::{Merger, Run, Settings};
 use vm_memory::{Bytes, GuestAddress};
 
@@ -61,14 +62,13 @@ pub fn run(path: &Path) {
     let mut machine = Machine::new(u64::from(std::process::id()));
     let segments = StableSegments::new();
     machine.ram.enable_merging(segments.clone()).unwrap();
-    let memory = OwnerMemory::new(machine.ram.clone()).unwrap();
+    let memory = MergeSession::new(machine.ram.clone()).unwrap();
     let mut config = MemberConfig::new(path.to_owned(), "web".parse().unwrap(), Placement::Across);
     config.time_limit = LONG;
     let store = BrokerStore::connect(&config, segments).unwrap();
     let secret = store.secret();
-    let mut merger = Merger::new(Settings { run: Run::Merge, ..Settings::default() }).unwrap();
-    let domain = merger.add_domain(store, secret);
-    assert!(merger.add_member(domain, memory).is_ok());
+    let settings = Settings { run: Run::Merge, ..Settings::default() };
+    let mut merger = Merger::new(memory, store, secret, settings).unwrap();
     println!("\nready");
     for line in std::io::stdin().lock().lines() {
         let line = line.unwrap();
@@ -94,7 +94,7 @@ pub fn run(path: &Path) {
             ["unmerge"] => {
                 merger.change(Settings { run: Run::Unmerge, ..merger.settings().clone() }).unwrap();
                 while !merger.step(512).finished_pass {}
-                merger.store_mut(domain).unwrap().flush();
+                merger.store_mut().flush();
                 println!("\nunmerged");
             }
             _ => panic!("the unknown order {line}"),

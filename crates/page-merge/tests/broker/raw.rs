@@ -4,7 +4,8 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
-use ebb_page_merge::{PageHash, Slot};
+use ebb_guest_ram::StableSlot;
+use ebb_page_merge::PageHash;
 
 use crate::support::{LONG, PAGE};
 
@@ -16,7 +17,7 @@ pub const REFUSED: u8 = 66;
 pub const SEGMENT: u8 = 67;
 pub const ANSWERS: u8 = 69;
 pub const SLOTS: u8 = 70;
-pub const NEWS: u8 = 72;
+pub const NOTIFICATIONS: u8 = 72;
 
 pub fn frame(kind: u8, body: &[u8]) -> Vec<u8> {
     let mut frame = (body.len() as u32).to_le_bytes().to_vec();
@@ -41,14 +42,14 @@ pub fn publish(node: u32, contents: &[u8]) -> Vec<u8> {
 }
 
 /// 1 shared, 2 released, 3 unused, 4 retired.
-pub fn change(change: u8, slot: Slot) -> Vec<u8> {
+pub fn change(change: u8, slot: StableSlot) -> Vec<u8> {
     let mut body = vec![change];
     body.extend(slot.segment.to_le_bytes());
     body.extend(slot.index.to_le_bytes());
     frame(4, &body)
 }
 
-pub fn news() -> Vec<u8> {
+pub fn ask_notifications() -> Vec<u8> {
     frame(5, &[])
 }
 
@@ -96,12 +97,12 @@ impl Raw {
     }
 
     /// The slots of an answer to a publication.
-    pub fn slots(&mut self) -> Vec<Slot> {
+    pub fn slots(&mut self) -> Vec<StableSlot> {
         let (kind, body) = self.answer().unwrap();
         assert_eq!(kind, SLOTS);
         let number = |bytes: &[u8]| u32::from_le_bytes(bytes.try_into().unwrap());
         body.chunks_exact(8)
-            .map(|slot| Slot { segment: number(&slot[..4]), index: number(&slot[4..]) })
+            .map(|slot| StableSlot { segment: number(&slot[..4]), index: number(&slot[4..]) })
             .collect()
     }
 

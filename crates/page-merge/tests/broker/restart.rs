@@ -48,7 +48,7 @@ fn pages_stay_right_when_the_broker_is_killed_and_the_next_one_begins_anew() {
     let mut no_slots = Vec::new();
     let gone = a.store.publish(Node::ANY, &[hash], &page(0), &mut no_slots).unwrap_err();
     assert!(matches!(gone, StoreError::Gone(_)), "{gone}");
-    assert!(a.news().is_empty());
+    assert!(a.take_notifications().is_empty());
     assert!(a.store.why_gone().is_some());
     // What it does not need any more is not kept for it.
     assert_eq!(a.segments.numbers(), [slots[0].segment]);
@@ -110,7 +110,9 @@ fn a_broker_that_is_late_is_asked_again_and_what_it_gave_meanwhile_is_given_back
         let error = member.store.query(Node::ANY, &[hash], &mut answers).unwrap_err();
         assert!(matches!(error, StoreError::Late(_)), "{error}");
         assert!(
-            answers.is_empty() && member.news().is_empty() && member.store.why_gone().is_none()
+            answers.is_empty()
+                && member.take_notifications().is_empty()
+                && member.store.why_gone().is_none()
         );
 
         broker.go_on();

@@ -12,8 +12,8 @@ fn two_clients_find_each_others_pages_in_one_memory_file() {
     assert_eq!(a.query(1), Answer::Unknown);
     assert_eq!(b.query(1), Answer::Wanted);
     let slot = b.make(&[1])[0];
-    assert_eq!(a.news(), [(Node::ANY, a.hash(1))]);
-    assert!(b.news().is_empty());
+    assert_eq!(a.take_notifications(), [(Node::ANY, a.hash(1))]);
+    assert!(b.take_notifications().is_empty());
     assert_eq!(a.share(1), slot);
     assert_eq!((a.read(slot), b.read(slot)), (page(1), page(1)));
     let inode = |member: &Member| {
@@ -23,7 +23,7 @@ fn two_clients_find_each_others_pages_in_one_memory_file() {
     };
     assert_eq!(inode(&a), inode(&b));
     // Two sharers, and both are told as counts.
-    b.news();
+    b.take_notifications();
     assert_eq!(broker.pages_of("web"), NodeStatus { stable_pages: 1, sharers: 2, ..NOTHING });
     assert_eq!(broker.pages_of("web").saved_pages(), 1);
     assert_eq!(a.store.counts().pages_shared, 1);
@@ -62,7 +62,7 @@ fn counts_of_many_clients_are_exact_and_memory_is_given_back() {
         }
         // Nobody else has these.
         slots.extend(client.make(&[1000 + number as u64]));
-        client.news();
+        client.take_notifications();
         held.push(slots);
     }
     let duplicates = CLIENTS.div_ceil(5) * PAGES;
@@ -81,13 +81,13 @@ fn counts_of_many_clients_are_exact_and_memory_is_given_back() {
         for slot in slots {
             client.store.release(slot);
         }
-        client.news();
+        client.take_notifications();
     }
     assert_eq!(broker.pages_of("web"), NOTHING);
     let domain = broker.domain("web").unwrap();
     assert_eq!((domain.segments, domain.segment_pages), (0, 0));
     for client in &mut clients {
-        client.news();
+        client.take_notifications();
         assert!(client.segments.numbers().is_empty(), "a closed segment is kept");
     }
 }
@@ -101,7 +101,7 @@ fn a_released_slot_is_used_again_and_others_keep_theirs() {
     for &slot in &slots {
         a.store.release(slot);
     }
-    a.news();
+    a.take_notifications();
     assert_eq!(broker.pages_of("web"), NodeStatus { stable_pages: 1, sharers: 1, ..NOTHING });
     let fresh = a.make(&[4, 5]);
     assert_eq!(fresh, slots[1..], "free slots are used before others");
@@ -122,7 +122,7 @@ fn the_quota_is_told_as_no_room_and_leaves_things_as_they_were() {
     assert!(matches!(error, StoreError::NoRoom { node: Node::ANY, .. }), "{error}");
     assert!(error.to_string().contains("50"), "{error}");
     assert!(slots.is_empty());
-    member.news();
+    member.take_notifications();
     assert_eq!(broker.pages_of("web"), NOTHING);
     assert!(member.store.why_gone().is_none());
     member.make(&numbers[..50]);
@@ -138,7 +138,7 @@ fn a_batch_that_fails_half_way_leaves_nothing() {
     let mut slots = Vec::new();
     member.store.publish(Node::ANY, &hashes, &contents, &mut slots).unwrap_err();
     assert!(slots.is_empty());
-    member.news();
+    member.take_notifications();
     assert_eq!(broker.pages_of("web"), NOTHING);
 }
 

@@ -13,7 +13,7 @@ use ebb_page_merge::broker::{
     Broker, BrokerConfig, BrokerError, BrokerStatus, BrokerStore, DomainRule, DomainStatus, Limits,
     MemberConfig, NodeStatus, Placement, SegmentUser, ask_status,
 };
-use ebb_page_merge::{Answer, Node, PageHash, PageHasher, Slot, StableStore};
+use ebb_page_merge::{Answer, Node, PageHash, PageHasher, StableStore};
 use tempfile::TempDir;
 
 pub const PAGE: usize = 4096;
@@ -148,7 +148,7 @@ impl Member {
         answers[0]
     }
 
-    pub fn publish(&mut self, numbers: &[u64]) -> Vec<Slot> {
+    pub fn publish(&mut self, numbers: &[u64]) -> Vec<StableSlot> {
         let contents: Vec<u8> = numbers.iter().flat_map(|&number| page(number)).collect();
         let hashes: Vec<PageHash> = numbers.iter().map(|&number| self.hash(number)).collect();
         let mut slots = Vec::new();
@@ -157,7 +157,7 @@ impl Member {
     }
 
     /// Publishes pages and shares each once.
-    pub fn make(&mut self, numbers: &[u64]) -> Vec<Slot> {
+    pub fn make(&mut self, numbers: &[u64]) -> Vec<StableSlot> {
         let slots = self.publish(numbers);
         for &slot in &slots {
             self.store.shared(slot);
@@ -167,7 +167,7 @@ impl Member {
     }
 
     /// Shares a page that is there.
-    pub fn share(&mut self, number: u64) -> Slot {
+    pub fn share(&mut self, number: u64) -> StableSlot {
         let Answer::Stable(slot) = self.query(number) else { panic!("page {number} is not there") };
         assert_eq!(self.read(slot), page(number));
         self.store.shared(slot);
@@ -176,16 +176,16 @@ impl Member {
     }
 
     /// A stable page as this client sees it.
-    pub fn read(&self, slot: Slot) -> Vec<u8> {
+    pub fn read(&self, slot: StableSlot) -> Vec<u8> {
         let mut content = vec![0; PAGE];
         let slot = StableSlot { segment: slot.segment, index: slot.index };
         self.segments.mapped.read(slot, &mut content).unwrap();
         content
     }
 
-    pub fn news(&mut self) -> Vec<(Node, PageHash)> {
+    pub fn take_notifications(&mut self) -> Vec<(Node, PageHash)> {
         let mut news = Vec::new();
-        self.store.news(&mut news);
+        self.store.take_notifications(&mut news);
         news
     }
 }

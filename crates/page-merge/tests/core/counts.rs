@@ -17,7 +17,7 @@ fn fill(guest: &ebb_page_merge::testing::Guest, content: char) {
 /// ksm01: three children whose memory is the same in different ways, one after the other. (ksm02,
 /// ksm03 and ksm04 do the same under a cpuset, a memory group and memory policies.)
 fn four_groups(settings: Settings, children: usize) {
-    let mut host = Host::new(settings, 1);
+    let mut host = Host::new(settings);
     let guests: Vec<_> = (0..children).map(|_| host.guest(PAGES)).collect();
     let all = PAGES * children as u64;
     let phases = [("cac", (2, all - 2)), ("cba", (3, all - 3)), ("ddd", (1, all - 1))];
@@ -70,7 +70,7 @@ fn ltp_ksm02_to_ksm04_with_nodes_apart_on_one_node() {
 /// kernel).
 #[test]
 fn ltp_ksm05_discard_while_merging() {
-    let mut host = Host::new(eager(), 1);
+    let mut host = Host::new(eager());
     let guest = host.guest(PAGES);
     for round in 0..20 {
         fill(&guest, 'a');
@@ -88,7 +88,7 @@ fn ltp_ksm05_discard_while_merging() {
 #[test]
 fn ltp_ksm06_merge_across_nodes() {
     for nodes in 1_u32..=8 {
-        let mut host = Host::new(eager(), 1);
+        let mut host = Host::new(eager());
         let guest = host.guest(u64::from(nodes) * 100);
         for pfn in 0..u64::from(nodes) * 100 {
             guest.write(pfn, 10);
@@ -125,7 +125,7 @@ fn ltp_ksm06_merge_across_nodes() {
 /// ksm07: pages that change again and again are skipped.
 #[test]
 fn ltp_ksm07_smart_scan_skips() {
-    let mut host = Host::new(Settings { smart_scan: true, ..eager() }, 1);
+    let mut host = Host::new(Settings { smart_scan: true, ..eager() });
     let guest = host.guest(100);
     for round in 0..40 {
         for pfn in 0..100 {
@@ -136,7 +136,7 @@ fn ltp_ksm07_smart_scan_skips() {
     let smart = host.merger.statistics();
     assert!(smart.pages_skipped > 0);
 
-    let mut host = Host::new(eager(), 1);
+    let mut host = Host::new(eager());
     let guest = host.guest(100);
     for round in 0..40 {
         for pfn in 0..100 {
@@ -159,13 +159,13 @@ fn ltp_ksm07_smart_scan_skips() {
 #[test]
 fn selftest_merge() {
     for pages in [2, 10, 512, 513, 2000] {
-        let mut host = Host::new(eager(), 1);
+        let mut host = Host::new(eager());
         let guest = host.guest(pages);
         (0..pages).for_each(|pfn| guest.write(pfn, u64::from('*')));
         host.settle();
         assert_eq!(host.counts(), (1, pages - 1, 0, 0));
     }
-    let mut host = Host::new(eager(), 1);
+    let mut host = Host::new(eager());
     let guest = host.guest(1);
     guest.write(0, u64::from('*'));
     host.settle();
@@ -176,7 +176,7 @@ fn selftest_merge() {
 /// merged.
 #[test]
 fn selftest_unmerge_by_writing() {
-    let mut host = Host::new(eager(), 1);
+    let mut host = Host::new(eager());
     let guest = host.guest(2);
     (0..2).for_each(|pfn| guest.write(pfn, u64::from('*')));
     host.settle();
@@ -195,7 +195,7 @@ fn selftest_unmerge_by_writing() {
 #[test]
 fn selftest_zero_pages() {
     let zeros = |use_zero_pages| {
-        let mut host = Host::new(Settings { use_zero_pages, ..eager() }, 1);
+        let mut host = Host::new(Settings { use_zero_pages, ..eager() });
         let guest = host.guest(100);
         (0..100).for_each(|pfn| guest.write(pfn, 0));
         host.settle();
@@ -220,7 +220,7 @@ fn selftest_zero_pages() {
 /// test_unmerge_discarded of ksm_functional_tests: half of the merged pages are discarded.
 #[test]
 fn selftest_discarded() {
-    let mut host = Host::new(eager(), 1);
+    let mut host = Host::new(eager());
     let guest = host.guest(100);
     (0..100).for_each(|pfn| guest.write(pfn, 3));
     host.settle();
@@ -237,7 +237,7 @@ fn selftest_discarded() {
 #[test]
 fn selftest_two_nodes() {
     for (nodes, expected) in [(Nodes::Across, (1, 1, 0, 0)), (Nodes::Apart, (0, 0, 0, 2))] {
-        let mut host = Host::new(Settings { merge_across_nodes: nodes, ..eager() }, 1);
+        let mut host = Host::new(Settings { merge_across_nodes: nodes, ..eager() });
         let guest = host.guest(2);
         guest.write(0, 42);
         guest.write(1, 42);
@@ -251,7 +251,7 @@ fn selftest_two_nodes() {
 /// `max_page_sharing`).
 #[test]
 fn chains_of_duplicates() {
-    let mut host = Host::new(Settings { max_page_sharing: 10, ..eager() }, 1);
+    let mut host = Host::new(Settings { max_page_sharing: 10, ..eager() });
     let guest = host.guest(100);
     (0..100).for_each(|pfn| guest.write(pfn, 3));
     host.settle();
@@ -279,9 +279,9 @@ fn chains_of_duplicates() {
 /// Two ranges of a machine, and machines that begin in the middle of a block.
 #[test]
 fn ranges_with_gaps() {
-    let mut host = Host::new(eager(), 1);
+    let mut host = Host::new(eager());
     let ranges = [PageRange::new(Pfn(3), 10), PageRange::new(Pfn(700), 900)];
-    let guest = host.guest_of(0, &ranges);
+    let guest = host.guest_of(&ranges);
     ranges.iter().for_each(|range| {
         (range.start.0..range.end().0).for_each(|pfn| guest.write(pfn, 1 + pfn % 10));
     });

@@ -18,7 +18,7 @@ fn huge_page(guest: &Guest, other: &Guest, duplicates: u64) {
 #[test]
 fn a_huge_page_is_split_when_half_of_it_is_duplicate() {
     for (duplicates, split) in [(255, false), (256, true), (512, true)] {
-        let mut host = Host::new(eager(), 1);
+        let mut host = Host::new(eager());
         let (guest, other) = (host.guest(512), host.guest(512));
         huge_page(&guest, &other, duplicates);
         host.settle();
@@ -36,7 +36,7 @@ fn a_huge_page_is_split_when_half_of_it_is_duplicate() {
 
 #[test]
 fn a_huge_page_of_zeros_is_taken_away() {
-    let mut host = Host::new(eager(), 1);
+    let mut host = Host::new(eager());
     let guest = host.guest(512);
     (0..512).for_each(|pfn| guest.write(pfn, u64::from(pfn >= 300)));
     guest.make_huge(0);
@@ -47,7 +47,7 @@ fn a_huge_page_of_zeros_is_taken_away() {
 
 #[test]
 fn a_huge_page_in_use_is_kept() {
-    let mut host = Host::new(eager(), 1);
+    let mut host = Host::new(eager());
     let (guest, other) = (host.guest(512), host.guest(512));
     huge_page(&guest, &other, 512);
     for round in 0..30 {
@@ -64,7 +64,7 @@ fn a_huge_page_in_use_is_kept() {
 /// Two machines with huge pages and the same content.
 #[test]
 fn clones_with_huge_pages_are_merged() {
-    let mut host = Host::new(eager(), 1);
+    let mut host = Host::new(eager());
     let (one, other) = (host.guest(1024), host.guest(1024));
     for guest in [&one, &other] {
         (0..1024).for_each(|pfn| guest.write(pfn, 1 + pfn));
@@ -79,7 +79,7 @@ fn clones_with_huge_pages_are_merged() {
 /// Others find its pages one by one, until it is worth it.
 #[test]
 fn a_huge_page_is_judged_again_when_enough_of_it_is_wanted() {
-    let mut host = Host::new(eager(), 1);
+    let mut host = Host::new(eager());
     let (guest, other) = (host.guest(512), host.guest(512));
     huge_page(&guest, &other, 0);
     host.settle();
@@ -98,7 +98,7 @@ fn a_huge_page_is_judged_again_when_enough_of_it_is_wanted() {
 /// A huge page with the same content everywhere has its duplicates within itself.
 #[test]
 fn a_huge_page_of_one_content_is_merged_with_itself() {
-    let mut host = Host::new(eager(), 1);
+    let mut host = Host::new(eager());
     let guest = host.guest(512);
     (0..512).for_each(|pfn| guest.write(pfn, 9));
     guest.make_huge(0);

@@ -3,10 +3,11 @@
 //! apart, and nothing is left in the end.
 
 use ebb_abi::{PageRange, Pfn};
-use ebb_page_merge::{Node, Nodes, Run, Settings, SettingsError};
+use ebb_page_merge::testing::{Guest, SimMemory, World};
+use ebb_page_merge::{Merger, Node, Nodes, Run, Settings, SettingsError};
 use proptest::prelude::*;
 
-use crate::support::{Host, eager};
+use crate::support::{Host, Store, eager};
 
 const NODES: u32 = 3;
 /// Machines 0 and 1 are in the first domain, 2 in the second.
@@ -37,8 +38,6 @@ enum Event {
     Room(bool),
     MemoryFails(usize, usize),
     Mappings(usize, Option<usize>),
-    Ranges(usize, bool),
-    EndMachine(usize),
 }
 
 /// Two ranges, one of which holds a whole aligned block when `huge` pages are wanted.
@@ -85,52 +84,62 @@ fn event(huge: bool) -> impl Strategy<Value = Event> {
         1 => any::<bool>().prop_map(Event::StoreGone),
         1 => any::<bool>().prop_map(Event::Room),
         1 => (machine.clone(), 1_usize..4).prop_map(|(m, n)| Event::MemoryFails(m, n)),
-        1 => (machine.clone(), prop::option::of(0_usize..12)).prop_map(|(m, n)| Event::Mappings(m, n)),
-        1 => (machine.clone(), any::<bool>()).prop_map(|(m, all)| Event::Ranges(m, all)),
-        1 => machine.prop_map(Event::EndMachine),
+        1 => (machine, prop::option::of(0_usize..12)).prop_map(|(m, n)| Event::Mappings(m, n)),
     ];
     prop_oneof![2 => often, 1 => seldom]
 }
 
 struct Play {
-    host: Host,
+    /// One for each domain, in one world.
+    hosts: [Host; 2],
     huge: bool,
 }
 
 impl Play {
     fn new(huge: bool) -> Self {
         let settings = Settings { max_page_sharing: 4, huge_min_duplicates: 100, ..eager() };
-        let mut host = Host::new(settings, 2);
+        let world = World::new();
+        let mut hosts = [0, 1].map(|domain| Host::in_world(&world, domain, settings.clone()));
         for number in 0..MACHINES {
-            host.guest_of(usize::from(number == 2), &ranges(huge));
+            hosts[number / 2].guest_of(&ranges(huge));
         }
-        Self { host, huge }
+        Self { hosts, huge }
     }
 
-    fn guest(&self, machine: usize) -> &ebb_page_merge::testing::Guest {
-        &self.host.guests[machine].1
+    fn guest(&self, machine: usize) -> &Guest {
+        &self.hosts[machine / 2].guests[machine % 2]
+    }
+
+    fn world(&self) -> &World {
+        &self.hosts[0].world
+    }
+
+    fn mergers(&mut self) -> impl Iterator<Item = &mut Merger<SimMemory, Store>> {
+        self.hosts.iter_mut().map(|host| &mut host.merger)
     }
 
     /// A change of what decides sharing is refused exactly while something is merged.
-    fn change(&mut self, change: impl FnOnce(&mut Settings)) {
-        let old = self.host.merger.settings().clone();
-        let mut settings = old.clone();
-        change(&mut settings);
-        let decisive = settings.merge_across_nodes != old.merge_across_nodes
-            || settings.max_page_sharing != old.max_page_sharing;
-        let outcome = self.host.merger.change(settings);
-        let shared = self.host.world.slots_in_use() > 0;
-        if decisive && shared {
-            assert!(matches!(outcome, Err(SettingsError::Merged { .. })), "{outcome:?}");
-            assert_eq!(*self.host.merger.settings(), old);
-        } else if decisive {
-            // Pages that have told nothing yet of shares they lost count as merged.
-            assert!(outcome.is_ok() || self.host.merger.statistics().merged_pages > 0);
-        } else {
-            outcome.unwrap();
-        }
-        if decisive && self.host.merger.settings().merge_across_nodes == Nodes::Apart && !shared {
-            self.host.slots_were_moved = false;
+    fn change(&mut self, change: impl Fn(&mut Settings)) {
+        for host in &mut self.hosts {
+            let old = host.merger.settings().clone();
+            let mut settings = old.clone();
+            change(&mut settings);
+            let decisive = settings.merge_across_nodes != old.merge_across_nodes
+                || settings.max_page_sharing != old.max_page_sharing;
+            let outcome = host.merger.change(settings);
+            let shared = host.slots_in_use() > 0;
+            if decisive && shared {
+                assert!(matches!(outcome, Err(SettingsError::Merged { .. })), "{outcome:?}");
+                assert_eq!(*host.merger.settings(), old);
+            } else if decisive {
+                // Pages that have reported nothing yet of shares they lost count as merged.
+                assert!(outcome.is_ok() || host.merger.statistics().merged_pages > 0);
+            } else {
+                outcome.unwrap();
+            }
+            if decisive && host.merger.settings().merge_across_nodes == Nodes::Apart && !shared {
+                host.slots_were_moved = false;
+            }
         }
     }
 
@@ -147,9 +156,9 @@ impl Play {
             Event::Discard(machine, page) => self.guest(machine).discard(page),
             Event::Move(machine, page, node) => self.guest(machine).move_to(page, Node(node)),
             Event::MoveSlot(number, node) => {
-                if let Some(slot) = self.host.world.shares().keys().nth(number) {
-                    self.host.world.move_slot(*slot, Node(node));
-                    self.host.slots_were_moved = true;
+                if let Some(slot) = self.world().shares().keys().nth(number) {
+                    self.world().move_slot(*slot, Node(node));
+                    self.hosts.iter_mut().for_each(|host| host.slots_were_moved = true);
                 }
             }
             Event::Pin(machine, page, on) => self.guest(machine).pin(page, on),
@@ -161,53 +170,37 @@ impl Play {
                 }
             }
             Event::Scan(pages) => {
-                self.host.merger.scan(pages);
+                for merger in self.mergers() {
+                    merger.scan(pages);
+                }
             }
-            Event::Passes(count) => self.host.passes(count),
+            Event::Passes(count) => self.hosts.iter_mut().for_each(|host| host.passes(count)),
             Event::Step(pages) => {
-                self.host.merger.step(pages);
+                for merger in self.mergers() {
+                    merger.step(pages);
+                }
             }
             Event::Apart(nodes) => self.change(|settings| settings.merge_across_nodes = nodes),
             Event::Sharing(most) => self.change(|settings| settings.max_page_sharing = most),
             Event::ZeroPages(on) => self.change(|settings| settings.use_zero_pages = on),
             Event::SmartScan(on) => self.change(|settings| settings.smart_scan = on),
             Event::Run(run) => self.change(|settings| settings.run = run),
-            Event::StoreGone(gone) => self.host.store().gone = gone,
-            Event::Room(room) => self.host.world.set_room(room),
+            Event::StoreGone(gone) => self.hosts[0].store().gone = gone,
+            Event::Room(room) => self.world().set_room(room),
             Event::MemoryFails(machine, calls) => self.guest(machine).fail(calls),
             Event::Mappings(machine, most) => self.guest(machine).limit_mappings(most),
-            Event::Ranges(machine, all) => {
-                let ranges = ranges(self.huge);
-                self.guest(machine).set_ranges(if all { &ranges } else { &ranges[1..] });
-            }
-            Event::EndMachine(machine) => {
-                self.guest(machine).fail(0);
-                let domain = usize::from(machine == 2);
-                if let Some(member) = self.host.guests[machine].2.take() {
-                    let (_, outcome) = self.host.merger.remove_member(member).unwrap();
-                    outcome.unwrap();
-                    let guest = self.guest(machine).clone();
-                    assert!(guest.merged().is_empty());
-                    guest.end();
-                    // Another takes its place.
-                    let new = self.host.guest_of(domain, &ranges(self.huge));
-                    let last = self.host.guests.pop().unwrap();
-                    self.host.guests[machine] = (last.0, new, last.2);
-                }
-            }
         }
-        self.host.check();
+        self.hosts.iter().for_each(Host::check);
     }
 
     /// When nothing fails and nothing changes any more, everything is as it should be; and after
     /// unmerging nothing is left.
     fn finish(mut self) {
-        self.host.store().gone = false;
-        self.host.world.set_room(true);
+        self.hosts[0].store().gone = false;
+        self.world().set_room(true);
         for machine in 0..MACHINES {
             self.guest(machine).fail(0);
             self.guest(machine).limit_mappings(None);
-            self.guest(machine).set_ranges(&ranges(self.huge));
             for pfn in ranges(self.huge).iter().flat_map(|range| range.start.0..range.end().0) {
                 self.guest(machine).pin(pfn, false);
                 self.guest(machine).exclude(pfn, false);
@@ -217,58 +210,58 @@ impl Play {
             settings.run = Run::Merge;
             settings.smart_scan = false;
         });
-        self.host.passes(130);
-        self.host.slots_were_moved = false;
-        self.host.check();
-        let statistics = self.host.merger.statistics();
-        assert_eq!(statistics.merged_pages, self.host.merged_pages());
-        assert_eq!(statistics.pages_shared, self.host.world.slots_in_use() as u64);
-        assert_eq!(statistics.pages_volatile, 0);
-        if self.host.merger.settings().merge_across_nodes == Nodes::Apart {
-            assert_eq!(statistics.remote_merged_pages, 0);
-        }
-        if !self.huge {
-            self.check_that_nothing_was_missed();
-        }
-        let hashed = self.host.world.hashed_pages();
-        self.host.passes(70);
-        assert_eq!(self.host.world.hashed_pages(), hashed, "pages are read again and again");
-
-        self.host.unmerge();
-        self.host.check();
-        assert_eq!(self.host.world.slots_in_use(), 0);
-        let statistics = self.host.merger.statistics();
-        assert_eq!(
-            (
-                statistics.pages_shared,
-                statistics.pages_sharing,
-                statistics.pages_unshared,
-                statistics.pages_volatile
-            ),
-            (0, 0, 0, 0)
-        );
-        assert_eq!((statistics.ksm_zero_pages, statistics.merged_pages), (0, 0));
-    }
-
-    /// No two pages of a domain (and node, if kept apart) with equal contents are both unmerged,
-    /// unless stable pages are full.
-    fn check_that_nothing_was_missed(&self) {
-        let apart = self.host.merger.settings().merge_across_nodes == Nodes::Apart;
-        let zeros = self.host.merger.settings().use_zero_pages;
-        let mut seen = std::collections::BTreeSet::new();
-        for (number, (_, guest, _)) in self.host.guests.iter().enumerate() {
-            for pfn in ranges(self.huge).iter().flat_map(|range| range.start.0..range.end().0) {
-                if guest.is_absent(pfn) || guest.slot(pfn).is_some() {
-                    continue;
-                }
-                let content = guest.read(pfn).unwrap();
-                assert!(content != 0 || !zeros, "zeros at {pfn:#x}");
-                let node = if apart { guest.node(pfn) } else { Node::ANY };
-                assert!(
-                    seen.insert((number == 2, node, content)),
-                    "{content} is there twice, and not merged"
-                );
+        for host in &mut self.hosts {
+            host.passes(130);
+            host.slots_were_moved = false;
+            host.check();
+            let statistics = host.merger.statistics();
+            assert_eq!(statistics.merged_pages, host.merged_pages());
+            assert_eq!(statistics.pages_shared, host.slots_in_use());
+            assert_eq!(statistics.pages_volatile, 0);
+            if host.merger.settings().merge_across_nodes == Nodes::Apart {
+                assert_eq!(statistics.remote_merged_pages, 0);
             }
+            if !self.huge {
+                check_that_nothing_was_missed(host);
+            }
+            let hashed = host.world.hashed_pages();
+            host.passes(70);
+            assert_eq!(host.world.hashed_pages(), hashed, "pages are read again and again");
+        }
+        for host in &mut self.hosts {
+            host.unmerge();
+            host.check();
+            assert_eq!(host.slots_in_use(), 0);
+            let statistics = host.merger.statistics();
+            assert_eq!(
+                (
+                    statistics.pages_shared,
+                    statistics.pages_sharing,
+                    statistics.pages_unshared,
+                    statistics.pages_volatile
+                ),
+                (0, 0, 0, 0)
+            );
+            assert_eq!((statistics.ksm_zero_pages, statistics.merged_pages), (0, 0));
+        }
+    }
+}
+
+/// No two pages of a domain (and node, if kept apart) with equal contents are both unmerged,
+/// unless stable pages are full.
+fn check_that_nothing_was_missed(host: &Host) {
+    let apart = host.merger.settings().merge_across_nodes == Nodes::Apart;
+    let zeros = host.merger.settings().use_zero_pages;
+    let mut seen = std::collections::BTreeSet::new();
+    for guest in &host.guests {
+        for pfn in ranges(false).iter().flat_map(|range| range.start.0..range.end().0) {
+            if guest.is_absent(pfn) || guest.slot(pfn).is_some() {
+                continue;
+            }
+            let content = guest.read(pfn).unwrap();
+            assert!(content != 0 || !zeros, "zeros at {pfn:#x}");
+            let node = if apart { guest.node(pfn) } else { Node::ANY };
+            assert!(seen.insert((node, content)), "{content} is there twice, and not merged");
         }
     }
 }

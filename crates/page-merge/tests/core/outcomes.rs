@@ -1,13 +1,13 @@
 //! What becomes of pages that cannot be merged, and of runs.
 
-use ebb_abi::{PageRange, Pfn};
+use ebb_page_merge::testing::World;
 use ebb_page_merge::{Answer, Node, PageHasher, Secret, Settings, StableStore};
 
 use crate::support::{Host, eager};
 
 #[test]
 fn a_page_written_to_between_hash_and_freeze_keeps_what_was_written() {
-    let mut host = Host::new(eager(), 1);
+    let mut host = Host::new(eager());
     let guest = host.guest(4);
     (0..4).for_each(|pfn| guest.write(pfn, 5));
     host.passes(1);
@@ -26,7 +26,7 @@ fn a_page_written_to_between_hash_and_freeze_keeps_what_was_written() {
 
 #[test]
 fn a_pinned_page_is_left_alone_and_tried_again() {
-    let mut host = Host::new(eager(), 1);
+    let mut host = Host::new(eager());
     let guest = host.guest(3);
     (0..3).for_each(|pfn| guest.write(pfn, 5));
     guest.pin(1, true);
@@ -43,7 +43,7 @@ fn a_pinned_page_is_left_alone_and_tried_again() {
 
 #[test]
 fn excluded_pages_are_not_counted_and_not_merged() {
-    let mut host = Host::new(eager(), 1);
+    let mut host = Host::new(eager());
     let guest = host.guest(10);
     (0..10).for_each(|pfn| guest.write(pfn, 5));
     (0..5).for_each(|pfn| guest.exclude(pfn, true));
@@ -55,7 +55,7 @@ fn excluded_pages_are_not_counted_and_not_merged() {
 /// Equal memory of two machines is merged with neighbouring slots, in both.
 #[test]
 fn clones_share_runs() {
-    let mut host = Host::new(eager(), 1);
+    let mut host = Host::new(eager());
     let (one, other) = (host.guest(2000), host.guest(2000));
     for pfn in 0..2000 {
         one.write(pfn, 1 + pfn);
@@ -73,7 +73,7 @@ fn clones_share_runs() {
 fn a_page_is_replaced_once_although_it_waits_while_others_look_for_partners() {
     // After two sharers a stable page is full, so that each further pair of pages needs another
     // one.
-    let mut host = Host::new(Settings { max_page_sharing: 2, ..eager() }, 1);
+    let mut host = Host::new(Settings { max_page_sharing: 2, ..eager() });
     let guest = host.guest(2048);
     (0..2048).for_each(|pfn| guest.write(pfn, if pfn % 32 == 0 { 5 } else { 1000 + pfn }));
     host.passes(2);
@@ -86,7 +86,7 @@ fn a_page_is_replaced_once_although_it_waits_while_others_look_for_partners() {
 /// With few mappings left, short runs are no longer tried, but long ones are.
 #[test]
 fn scarce_mappings_go_to_long_runs() {
-    let mut host = Host::new(eager(), 1);
+    let mut host = Host::new(eager());
     let guest = host.guest(4096);
     // Every second page a duplicate of another scattered one; then runs of 64 which are there
     // twice.
@@ -115,25 +115,27 @@ fn scarce_mappings_go_to_long_runs() {
     assert_eq!(guest.mappings(), guest.mappings().min(100));
 }
 
+/// What is equal in two domains of a host is merged within each of them only.
 #[test]
 fn domains_never_share() {
-    let mut host = Host::new(eager(), 2);
-    let range = [PageRange::new(Pfn(0), 100)];
-    let (one, other) = (host.guest_of(0, &range), host.guest_of(1, &range));
-    for pfn in 0..100 {
-        one.write(pfn, 7);
-        other.write(pfn, 7);
+    let world = World::new();
+    let mut hosts = [0, 1].map(|domain| Host::in_world(&world, domain, eager()));
+    let guests = hosts.each_mut().map(|host| host.guest(100));
+    for guest in &guests {
+        (0..100).for_each(|pfn| guest.write(pfn, 7));
     }
-    host.settle();
-    assert_eq!(host.counts(), (2, 198, 0, 0));
-    assert_ne!(one.slot(0).unwrap().segment, other.slot(0).unwrap().segment);
-    let statistics = host.merger.domain_statistics(host.domains[1]).unwrap();
-    assert_eq!((statistics.pages_shared, statistics.pages_sharing), (1, 99));
+    for host in &mut hosts {
+        host.settle();
+        assert_eq!(host.counts(), (1, 99, 0, 0));
+    }
+    hosts[0].check();
+    assert_eq!(world.slots_in_use(), 2);
+    assert_ne!(guests[0].slot(0).unwrap().segment, guests[1].slot(0).unwrap().segment);
 }
 
 #[test]
 fn without_room_or_store_pages_stay_as_they_are_and_are_merged_later() {
-    let mut host = Host::new(eager(), 1);
+    let mut host = Host::new(eager());
     let guest = host.guest(10);
     (0..10).for_each(|pfn| guest.write(pfn, 5));
     host.world.set_room(false);
@@ -154,7 +156,7 @@ fn without_room_or_store_pages_stay_as_they_are_and_are_merged_later() {
 /// A failing store is asked once a pass, not for every page.
 #[test]
 fn a_lost_store_is_not_asked_for_every_page() {
-    let mut host = Host::new(eager(), 1);
+    let mut host = Host::new(eager());
     let guest = host.guest(5000);
     (0..5000).for_each(|pfn| guest.write(pfn, 1 + pfn));
     host.store().gone = true;
@@ -167,7 +169,7 @@ fn a_lost_store_is_not_asked_for_every_page() {
 /// at for the first time.
 #[test]
 fn a_full_store_still_shares_what_is_there() {
-    let mut host = Host::new(eager(), 1);
+    let mut host = Host::new(eager());
     let guest = host.guest(1536);
     (600..602).for_each(|pfn| guest.write(pfn, 5));
     host.settle();
@@ -192,7 +194,7 @@ fn a_full_store_still_shares_what_is_there() {
 /// Pages that a slow store was not asked for are asked for once it answers: others may have them.
 #[test]
 fn what_a_late_store_was_not_asked_is_asked_later() {
-    let mut host = Host::new(eager(), 1);
+    let mut host = Host::new(eager());
     let guest = host.guest(600);
     (0..600).for_each(|pfn| guest.write(pfn, 1 + pfn));
     host.store().late = true;
@@ -212,7 +214,7 @@ fn what_a_late_store_was_not_asked_is_asked_later() {
 /// when there is news of it.
 #[test]
 fn pages_that_others_have_are_merged_without_a_partner_here() {
-    let mut host = Host::new(eager(), 1);
+    let mut host = Host::new(eager());
     let guest = host.guest(3);
     (0..3).for_each(|pfn| guest.write(pfn, 50 + pfn));
     let hash =
@@ -228,7 +230,7 @@ fn pages_that_others_have_are_merged_without_a_partner_here() {
     host.store().publish(Node::ANY, &[hash(51)], &content, &mut slots).unwrap();
     host.passes(3);
     assert!(guest.slot(1).is_none(), "nothing was heard of it yet");
-    host.store().news = vec![(Node::ANY, hash(51)), (Node::ANY, hash(99))];
+    host.store().notifications = vec![(Node::ANY, hash(51)), (Node::ANY, hash(99))];
     host.passes(1);
     assert_eq!(guest.slot(1), Some(slots[0]));
     host.store().unused(slots[0]);
@@ -238,35 +240,10 @@ fn pages_that_others_have_are_merged_without_a_partner_here() {
     assert_eq!(answers, [Answer::Unknown]);
 }
 
-#[test]
-fn the_end_of_a_machine_gives_up_its_shares() {
-    let mut host = Host::new(eager(), 1);
-    let (one, other) = (host.guest(100), host.guest(100));
-    for pfn in 0..100 {
-        one.write(pfn, 1 + pfn % 10);
-        other.write(pfn, 1 + pfn % 5);
-    }
-    host.settle();
-    assert_eq!(host.counts(), (10, 190, 0, 0));
-    let member = host.guests[0].2.take().unwrap();
-    let (_, outcome) = host.merger.remove_member(member).unwrap();
-    outcome.unwrap();
-    one.end();
-    host.check();
-    assert_eq!(host.counts(), (5, 95, 0, 0));
-    assert!(host.merger.remove_member(member).is_none());
-    // Its place is taken by another, whose pages find those that are there.
-    let third = host.guest(100);
-    (0..100).for_each(|pfn| third.write(pfn, 1 + pfn % 5));
-    host.settle();
-    assert_eq!(host.counts(), (5, 195, 0, 0));
-    assert_eq!(third.slot(0), other.slot(0));
-}
-
 /// A block that fails does not keep others from being merged.
 #[test]
 fn memory_that_fails_is_gone_past() {
-    let mut host = Host::new(eager(), 1);
+    let mut host = Host::new(eager());
     let guest = host.guest(1536);
     (0..1536).for_each(|pfn| guest.write(pfn, 1 + pfn % 512));
     for _ in 0..6 {
@@ -283,7 +260,7 @@ fn memory_that_fails_is_gone_past() {
 /// Pages of zeros among others do not need a long run when mappings are scarce.
 #[test]
 fn zeros_need_no_mappings() {
-    let mut host = Host::new(Settings { use_zero_pages: true, ..eager() }, 1);
+    let mut host = Host::new(Settings { use_zero_pages: true, ..eager() });
     let guest = host.guest(100);
     guest.limit_mappings(Some(0));
     (0..100).for_each(|pfn| guest.write(pfn, if pfn % 2 == 0 { 0 } else { 1 + pfn % 4 }));

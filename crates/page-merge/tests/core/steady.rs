@@ -1,14 +1,14 @@
 //! What merging costs: hashes, index, memory.
 
 use ebb_abi::{PageRange, Pfn};
-use ebb_page_merge::{LocalStore, Memory, Merger, Run, Secret, Settings, testing::World};
+use ebb_page_merge::{Merger, Run, Secret, Settings, StablePages, testing::World};
 
 use crate::support::{Host, eager};
 
 /// Pages that nobody writes to are hashed once.
 #[test]
 fn clean_pages_are_hashed_once() {
-    let mut host = Host::new(eager(), 1);
+    let mut host = Host::new(eager());
     let guest = host.guest(2000);
     // Unique pages, duplicates, zeros.
     (0..1000).for_each(|pfn| guest.write(pfn, 10_000 + pfn));
@@ -32,7 +32,7 @@ fn clean_pages_are_hashed_once() {
 #[test]
 fn clean_passes_are_waited_for() {
     for clean_passes in 1..5 {
-        let mut host = Host::new(Settings { clean_passes, ..eager() }, 1);
+        let mut host = Host::new(Settings { clean_passes, ..eager() });
         let guest = host.guest(10);
         (0..10).for_each(|pfn| guest.write(pfn, 1));
         host.passes(u64::from(clean_passes));
@@ -53,7 +53,7 @@ fn pages_that_break_again_and_again_are_left_alone() {
 }
 
 fn check_pauses(copied_looks: u8) {
-    let mut host = Host::new(Settings { smart_scan: true, ..eager() }, 1);
+    let mut host = Host::new(Settings { smart_scan: true, ..eager() });
     let guest = host.guest(2);
     guest.keep_copies(copied_looks);
     let (mut merges, mut merged) = (Vec::new(), false);
@@ -81,7 +81,7 @@ fn check_pauses(copied_looks: u8) {
 /// A page that is written to in every pass is never hashed.
 #[test]
 fn busy_pages_are_never_hashed() {
-    let mut host = Host::new(eager(), 1);
+    let mut host = Host::new(eager());
     let guest = host.guest(100);
     for round in 0..20 {
         (0..100).for_each(|pfn| guest.write(pfn, round));
@@ -94,7 +94,7 @@ fn busy_pages_are_never_hashed() {
 /// Memory without content costs next to nothing.
 #[test]
 fn absent_memory_has_no_records() {
-    let mut host = Host::new(eager(), 1);
+    let mut host = Host::new(eager());
     let guest = host.guest(100_000);
     host.passes(3);
     assert!(host.merger.statistics().metadata_bytes < 100_000 / 5);
@@ -109,9 +109,9 @@ fn metadata_of(copies: u64) -> f64 {
     let world = World::new();
     let guest = world.guest(&[PageRange::new(Pfn(0), PAGES)]);
     (0..PAGES).for_each(|pfn| guest.write(pfn, 1 + pfn / copies));
-    let mut merger = Merger::new(Settings { run: Run::Merge, ..Settings::default() }).unwrap();
-    let domain = merger.add_domain(LocalStore::new(world.slots(0)), Secret([1; 32]));
-    merger.add_member(domain, guest.memory()).map_err(|memory| memory.ranges()).unwrap();
+    let settings = Settings { run: Run::Merge, ..Settings::default() };
+    let store = StablePages::new(world.slots(0));
+    let mut merger = Merger::new(guest.memory(), store, Secret([1; 32]), settings).unwrap();
     for _ in 0..3 {
         while !merger.scan(1 << 18).finished_pass {
             let statistics = merger.statistics();

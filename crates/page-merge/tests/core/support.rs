@@ -1,21 +1,23 @@
 //! A merger over simulated machines.
 
 use ebb_abi::{PageRange, Pfn};
+use ebb_guest_ram::StableSlot;
 use ebb_page_merge::{
-    DomainId, LocalStore, MemberId, Merger, Nodes, Run, Secret, Settings, Slot, StableStore,
-    Statistics,
+    Merger, Nodes, Run, Secret, Settings, StablePages, StableStore, Statistics,
     testing::{Guest, SimMemory, SimSlots, UnreliableStore, World},
 };
 
 /// The store of the tests.
-pub type Store = UnreliableStore<LocalStore<SimSlots>>;
+pub type Store = UnreliableStore<StablePages<SimSlots>>;
 
-/// A host, and a merger over its machines.
+/// A host, and a merger over the machines of one trust domain. (In earnest each machine has a
+/// process of its own, and they share a store; see the tests of the broker.)
 pub struct Host {
     pub world: World,
+    /// Tells its stable pages from those of other domains of the same world.
+    pub domain: u32,
     pub merger: Merger<SimMemory, Store>,
-    pub domains: Vec<DomainId>,
-    pub guests: Vec<(DomainId, Guest, Option<MemberId>)>,
+    pub guests: Vec<Guest>,
     /// The host has moved slots lately: pages may share one of another node until that is noticed.
     pub slots_were_moved: bool,
 }
@@ -31,34 +33,48 @@ pub fn eager() -> Settings {
     }
 }
 
+fn merger(
+    memory: SimMemory,
+    world: &World,
+    domain: u32,
+    settings: Settings,
+) -> Merger<SimMemory, Store> {
+    let store = UnreliableStore::new(StablePages::new(world.slots(domain)));
+    Merger::new(memory, store, Secret([domain as u8; 32]), settings).unwrap()
+}
+
 impl Host {
-    pub fn new(settings: Settings, domains: usize) -> Self {
-        let world = World::new();
-        let mut merger = Merger::new(settings).unwrap();
-        let domains = (0..domains)
-            .map(|number| {
-                let store = UnreliableStore::new(LocalStore::new(world.slots(number as u32)));
-                merger.add_domain(store, Secret([number as u8; 32]))
-            })
-            .collect();
-        Self { world, merger, domains, guests: Vec::new(), slots_were_moved: false }
+    pub fn new(settings: Settings) -> Self {
+        Self::in_world(&World::new(), 0, settings)
     }
 
-    /// A machine with `pages` pages from 0 on, in the first domain.
+    /// A further trust domain of a world.
+    pub fn in_world(world: &World, domain: u32, settings: Settings) -> Self {
+        let nothing = world.guest(&[]).memory();
+        let merger = merger(nothing, world, domain, settings);
+        Self { world: world.clone(), domain, merger, guests: Vec::new(), slots_were_moved: false }
+    }
+
+    /// A machine with `pages` pages from 0 on.
     pub fn guest(&mut self, pages: u64) -> Guest {
-        self.guest_of(0, &[PageRange::new(Pfn(0), pages)])
+        self.guest_of(&[PageRange::new(Pfn(0), pages)])
     }
 
-    pub fn guest_of(&mut self, domain: usize, ranges: &[PageRange]) -> Guest {
-        let guest = self.world.guest(ranges);
-        let domain = self.domains[domain];
-        let member = self.merger.add_member(domain, guest.memory()).unwrap();
-        self.guests.push((domain, guest.clone(), Some(member)));
+    /// A machine; all must be there before the first pass.
+    pub fn guest_of(&mut self, ranges: &[PageRange]) -> Guest {
+        assert_eq!(self.merger.statistics().pages_scanned, 0, "merging has begun");
+        let guest = match self.guests.first() {
+            Some(first) => first.beside(ranges),
+            None => self.world.guest(ranges),
+        };
+        let settings = self.merger.settings().clone();
+        self.merger = merger(guest.memory(), &self.world, self.domain, settings);
+        self.guests.push(guest.clone());
         guest
     }
 
     pub fn store(&mut self) -> &mut Store {
-        self.merger.store_mut(self.domains[0]).unwrap()
+        self.merger.store_mut()
     }
 
     /// Whole passes.
@@ -108,35 +124,24 @@ impl Host {
     /// What holds at any time between two steps.
     pub fn check(&self) {
         let shares = self.world.shares();
-        let mut of_domains = std::collections::BTreeMap::<Slot, usize>::new();
-        for (number, domain) in self.domains.iter().enumerate() {
-            let store = self.merger.store(*domain).unwrap();
-            assert_eq!(store.reservations, 0, "reservations are left");
-            let mine: Vec<Slot> = shares
-                .keys()
-                .copied()
-                .filter(|slot| slot.segment / 1000 == number as u32)
-                .collect();
-            for slot in &mine {
-                assert_eq!(
-                    u64::from(store.inner().references(*slot)),
-                    shares[slot],
-                    "references of {slot:?} are not its shares"
-                );
-                assert_ne!(shares[slot], 0, "{slot:?} is in use without a share");
-            }
-            assert_eq!(store.counts().pages_shared, mine.len() as u64);
-            of_domains.extend(mine.iter().map(|slot| (*slot, number)));
+        let store = self.merger.store();
+        assert_eq!(store.reservations, 0, "reservations are left");
+        let mine: Vec<StableSlot> =
+            shares.keys().copied().filter(|slot| self.is_mine(*slot)).collect();
+        for slot in &mine {
+            assert_eq!(
+                u64::from(store.inner().references(*slot)),
+                shares[slot],
+                "references of {slot:?} are not its shares"
+            );
+            assert_ne!(shares[slot], 0, "{slot:?} is in use without a share");
         }
+        assert_eq!(store.counts().pages_shared, mine.len() as u64);
         let apart = self.merger.settings().merge_across_nodes == Nodes::Apart;
-        for (domain, guest, member) in &self.guests {
+        for guest in &self.guests {
             guest.check();
-            if member.is_none() {
-                continue;
-            }
-            let number = self.domains.iter().position(|known| known == domain).unwrap();
             for (slot, page_node, slot_node) in guest.merged() {
-                assert_eq!(of_domains.get(&slot), Some(&number), "a slot of another domain");
+                assert!(self.is_mine(slot), "a slot of another domain");
                 if apart && !self.slots_were_moved {
                     assert_eq!(page_node, slot_node, "a page shares one of another node");
                 }
@@ -144,12 +149,17 @@ impl Host {
         }
     }
 
+    fn is_mine(&self, slot: StableSlot) -> bool {
+        slot.segment / 1000 == self.domain
+    }
+
+    /// Stable pages of this domain.
+    pub fn slots_in_use(&self) -> u64 {
+        self.world.shares().keys().filter(|slot| self.is_mine(**slot)).count() as u64
+    }
+
     /// Pages that are merged, as the machines have them.
     pub fn merged_pages(&self) -> u64 {
-        self.guests
-            .iter()
-            .filter(|guest| guest.2.is_some())
-            .map(|(_, guest, _)| guest.merged().len() as u64)
-            .sum()
+        self.guests.iter().map(|guest| guest.merged().len() as u64).sum()
     }
 }

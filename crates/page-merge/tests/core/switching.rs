@@ -6,7 +6,7 @@ use crate::support::{Host, eager};
 
 /// Equal pages on two nodes.
 fn host(nodes: Nodes) -> (Host, ebb_page_merge::testing::Guest) {
-    let mut host = Host::new(Settings { merge_across_nodes: nodes, ..eager() }, 1);
+    let mut host = Host::new(Settings { merge_across_nodes: nodes, ..eager() });
     let guest = host.guest(200);
     for pfn in 0..200 {
         guest.write(pfn, 1 + pfn % 10);
@@ -63,7 +63,7 @@ fn switching_is_allowed_when_the_last_merged_page_is_discarded() {
 /// partners.
 #[test]
 fn nothing_stale_survives_a_switch() {
-    let mut host = Host::new(eager(), 1);
+    let mut host = Host::new(eager());
     let guest = host.guest(4);
     guest.write(0, 1);
     guest.move_to(0, Node(1));
@@ -83,7 +83,7 @@ fn nothing_stale_survives_a_switch() {
 /// the old one.
 #[test]
 fn a_waiting_page_that_moved_is_found_on_its_new_node() {
-    let mut host = Host::new(Settings { merge_across_nodes: Nodes::Apart, ..eager() }, 1);
+    let mut host = Host::new(Settings { merge_across_nodes: Nodes::Apart, ..eager() });
     let guest = host.guest(3);
     guest.write(0, 1);
     host.settle();
@@ -144,7 +144,7 @@ fn stable_pages_that_moved_are_counted_where_nodes_are_not_apart() {
 /// While nothing is merged, KSM allows the switch without unmerging first; so do we.
 #[test]
 fn switching_with_nothing_merged_needs_no_unmerging() {
-    let mut host = Host::new(eager(), 1);
+    let mut host = Host::new(eager());
     let guest = host.guest(10);
     (0..10).for_each(|pfn| guest.write(pfn, 1 + pfn));
     host.settle();

@@ -8,7 +8,7 @@ use std::{
 
 use ebb_abi::{PageRange, Pfn};
 use ebb_page_merge::{
-    AdvisorMode, Clock, LocalStore, Merger, Nodes, Run, Secret, Settings, SettingsError,
+    AdvisorMode, Clock, Merger, Nodes, Run, Secret, Settings, SettingsError, StablePages,
     SystemClock, Worker,
     testing::{Guest, SimClock, SimMemory, SimSlots, World},
 };
@@ -16,12 +16,11 @@ use ebb_page_merge::{
 fn worker(
     settings: Settings,
     pages: u64,
-) -> (Worker<SimMemory, LocalStore<SimSlots>>, Guest, std::sync::Arc<ebb_page_merge::Control>) {
+) -> (Worker<SimMemory, StablePages<SimSlots>>, Guest, std::sync::Arc<ebb_page_merge::Control>) {
     let world = World::new();
     let guest = world.guest(&[PageRange::new(Pfn(0), pages)]);
-    let mut merger = Merger::new(settings).unwrap();
-    let domain = merger.add_domain(LocalStore::new(world.slots(0)), Secret([3; 32]));
-    merger.add_member(domain, guest.memory()).ok().unwrap();
+    let store = StablePages::new(world.slots(0));
+    let merger = Merger::new(guest.memory(), store, Secret([3; 32]), settings).unwrap();
     let (worker, control) = Worker::new(merger);
     (worker, guest, control)
 }
@@ -143,7 +142,7 @@ fn who_pauses_first_prevents_the_first_step() {
 
 /// Runs turns on a simulated clock, for a while; returns the share of the processor.
 fn pace(
-    worker: &mut Worker<SimMemory, LocalStore<SimSlots>>,
+    worker: &mut Worker<SimMemory, StablePages<SimSlots>>,
     clock: &SimClock,
     time: Duration,
 ) -> f64 {

@@ -3,9 +3,11 @@
 
 use std::sync::Arc;
 
-use ebb_guest_ram::{Backing, GuestRam, HugePages, Populate, RegionSpec, StableSegments};
-use ebb_page_merge::owner::{MergeUnavailable, OwnSlots, OwnerMemory};
-use ebb_page_merge::{LocalStore, Merger, Run, Secret, Settings, Statistics};
+use ebb_guest_ram::{
+    Backing, GuestRam, HugePages, MergeSession, MergeUnavailable, Populate, RegionSpec,
+    StableMemory, StableSegments,
+};
+use ebb_page_merge::{Merger, Run, Secret, Settings, StablePages, Statistics};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use vm_memory::{Bytes, GuestAddress};
 
@@ -19,7 +21,7 @@ fn limit(bytes: Option<u64>) {
 
 fn ram(segments: &Arc<StableSegments>) -> Result<Arc<GuestRam>, MergeUnavailable> {
     let spec =
-        RegionSpec { start: GuestAddress(0), size_bytes: PAGES * PAGE as u64, host_node: None };
+        RegionSpec { start: GuestAddress(0), size_bytes: 2 * PAGES * PAGE as u64, host_node: None };
     let ram = GuestRam::new(&[spec], Backing::Anonymous, HugePages::Off, Populate::Lazy)?;
     ram.enable_merging(Arc::clone(segments))?;
     Ok(Arc::new(ram))
@@ -43,8 +45,8 @@ fn read(ram: &GuestRam, page: u64) -> [u8; PAGE] {
 }
 
 struct Host {
-    rams: [Arc<GuestRam>; 2],
-    merger: Merger<OwnerMemory, LocalStore<OwnSlots>>,
+    ram: Arc<GuestRam>,
+    merger: Merger<MergeSession, StablePages<StableMemory>>,
 }
 
 impl Host {
@@ -53,36 +55,30 @@ impl Host {
             while !self.merger.scan(256).finished_pass {}
         }
         // Nothing is lost, whatever became of merging.
-        for ram in &self.rams {
-            assert!((0..PAGES).all(|page| read(ram, page) == content(page)));
-        }
+        assert!((0..2 * PAGES).all(|page| read(&self.ram, page) == content(page % PAGES)));
         let statistics = self.merger.statistics();
         assert_eq!(statistics.memory_errors, 0);
         statistics
     }
 }
 
-/// What the test's process does: two memories with the same content, and files that must not become
-/// larger for a while.
+/// What the test's process does: memory of two halves with the same content, and files that must
+/// not become larger for a while.
 pub fn merge() {
     let segments = StableSegments::new();
-    let rams = match (ram(&segments), ram(&segments)) {
-        (Err(error @ MergeUnavailable::OldKernel { .. }), _) => {
+    let ram = match ram(&segments) {
+        Err(error @ MergeUnavailable::OldKernel { .. }) => {
             println!("not tested: {error}");
             return;
         }
-        (first, second) => [first.unwrap(), second.unwrap()],
+        ram => ram.unwrap(),
     };
-    for ram in &rams {
-        (0..PAGES).for_each(|page| write(ram, page, page));
-    }
+    (0..2 * PAGES).for_each(|page| write(&ram, page, page % PAGES));
     let settings = Settings { run: Run::Merge, clean_passes: 1, ..Settings::default() };
-    let mut merger = Merger::new(settings).unwrap();
-    let domain = merger.add_domain(LocalStore::new(OwnSlots::new(segments)), Secret([5; 32]));
-    for ram in &rams {
-        assert!(merger.add_member(domain, OwnerMemory::new(Arc::clone(ram)).unwrap()).is_ok());
-    }
-    let mut host = Host { rams, merger };
+    let memory = MergeSession::new(Arc::clone(&ram)).unwrap();
+    let store = StablePages::new(StableMemory::own(segments));
+    let merger = Merger::new(memory, store, Secret([5; 32]), settings).unwrap();
+    let mut host = Host { ram, merger };
 
     // No file at all.
     limit(Some(0));
@@ -95,8 +91,7 @@ pub fn merge() {
     // A file that is there, with memory for a part of it.
     let room = PAGES / 4;
     limit(None);
-    let memory = host.merger.store_mut(domain).unwrap();
-    assert_eq!(memory.slots().pages_in_use(), 0);
+    assert_eq!(host.merger.store().slots().pages_in_use(), 0);
     let mut first = 0;
     while first < 40 && host.merger.statistics().pages_shared == 0 {
         host.merger.scan(256);
@@ -106,8 +101,8 @@ pub fn merge() {
     limit(Some(room * PAGE as u64));
     let statistics = host.passes(40);
     assert!(statistics.pages_shared <= room, "{statistics:?}");
-    assert_eq!(host.merger.store(domain).unwrap().slots().pages_in_use(), statistics.pages_shared);
-    let resident: u64 = host.rams.iter().map(|ram| ram.resident_bytes().unwrap()).sum();
+    assert_eq!(host.merger.store().slots().pages_in_use(), statistics.pages_shared);
+    let resident = host.ram.resident_bytes().unwrap();
     assert!(resident >= (2 * PAGES - 2 * room) * PAGE as u64, "{resident}");
 
     // There is memory again.

@@ -318,7 +318,7 @@ impl Vm {
     /// Stops vCPUs, then devices: a vCPU could give a device new work, a device cannot start a
     /// vCPU. Merging before both, so that neither waits for a page that is being merged.
     fn stop_all(&self) {
-        self.merging.stand_still();
+        self.merging.pause();
         self.vcpus.pause();
         for worker in &self.workers {
             worker.pause();
@@ -331,7 +331,7 @@ impl Vm {
             worker.resume();
         }
         self.vcpus.resume();
-        self.merging.go_on();
+        self.merging.resume();
     }
 
     /// Starts the guest anew after a reboot. Its memory is given back to the host first: the new

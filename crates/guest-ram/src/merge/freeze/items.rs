@@ -73,9 +73,7 @@ pub(super) fn extents(items: &[Item], stage: Stage) -> Vec<Range<usize>> {
 pub(super) fn are_followed(left: MergeTarget, right: MergeTarget) -> bool {
     match (left, right) {
         (MergeTarget::Zero, MergeTarget::Zero) => true,
-        (MergeTarget::Slot(left), MergeTarget::Slot(right)) => {
-            left.segment == right.segment && left.index.checked_add(1) == Some(right.index)
-        }
+        (MergeTarget::Slot(left), MergeTarget::Slot(right)) => left.is_followed_by(right),
         _ => false,
     }
 }

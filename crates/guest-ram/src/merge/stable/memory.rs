@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::ptr;
 use std::sync::Arc;
@@ -148,8 +148,7 @@ impl StableMemory {
         let number = self.next_segment;
         let mut segment = OwnedSegment::new(self.sharing, number, node)?;
         let count = pages.min(segment.slots.free());
-        let copy = segment.reader(self.sharing)?;
-        self.shared_with.add(number, File::from(copy))?;
+        self.shared_with.add(number, segment.reader(self.sharing)?)?;
         // A segment without a slot in use has as many neighbours as it is long.
         let index = segment.slots.take(count).unwrap_or_default();
         self.segments.insert(number, segment);
@@ -202,15 +201,18 @@ impl StableMemory {
         }
     }
 
-    /// A descriptor for reading of a segment, and its number of pages, for another process. Opens a
-    /// file in /proc.
+    /// The memory file of a segment for another process, and its number of pages; `None` if there is
+    /// no such segment. A sealed segment's file is open for reading only.
+    pub fn reader(&self, segment: u32) -> Option<(Arc<File>, u32)> {
+        self.shared_with.file(segment)
+    }
+
+    /// Copies a stable page, for which a slot must have been given out, into `content`.
     ///
     /// # Errors
-    /// [`StableError::Create`]; [`StableError::NoSlot`] if there is no such segment.
-    pub fn reader(&self, segment: u32) -> Result<(OwnedFd, u32), StableError> {
-        let slot = StableSlot { segment, index: 0 };
-        let owned = self.segments.get(&segment).ok_or(StableError::NoSlot { slot })?;
-        Ok((owned.reader(Sharing::Sealed)?, (owned.mapping.size_bytes / PAGE) as u32))
+    /// [`StableError::NoSlot`]
+    pub fn read(&self, slot: StableSlot, content: &mut [u8]) -> Result<(), StableError> {
+        self.shared_with.read(slot, content)
     }
 
     /// Numbers of the segments.
@@ -278,12 +280,10 @@ impl OwnedSegment {
         Ok(Self { file, mapping, node, slots: FreeSlots::new(pages) })
     }
 
-    fn reader(&self, sharing: Sharing) -> Result<OwnedFd, StableError> {
+    fn reader(&self, sharing: Sharing) -> Result<File, StableError> {
         let copy = match sharing {
-            Sharing::Own => self.file.try_clone().map(OwnedFd::from),
-            Sharing::Sealed => {
-                File::open(format!("/proc/self/fd/{}", self.file.as_raw_fd())).map(OwnedFd::from)
-            }
+            Sharing::Own => self.file.try_clone(),
+            Sharing::Sealed => File::open(format!("/proc/self/fd/{}", self.file.as_raw_fd())),
         };
         copy.map_err(|source| StableError::Create { action: "open once more", source })
     }

@@ -52,9 +52,10 @@ impl StableSegments {
         self.segments.write().unwrap_or_else(PoisonError::into_inner).remove(&segment).is_some()
     }
 
-    /// Number of pages of a segment; `None` if it is not there.
-    pub fn pages(&self, segment: u32) -> Option<u32> {
-        self.get(segment).map(|segment| segment.pages)
+    /// The memory file of a segment as it was added, for another process, and its number of pages;
+    /// `None` if it is not there.
+    pub fn file(&self, segment: u32) -> Option<(Arc<File>, u32)> {
+        self.get(segment).map(|segment| (Arc::clone(&segment.file), segment.pages))
     }
 
     /// Copies a stable page, for which a slot must have been given out, into `content`.
@@ -83,7 +84,7 @@ impl StableSegments {
 /// A segment, mapped for reading.
 #[derive(Debug)]
 pub(crate) struct Segment {
-    file: File,
+    file: Arc<File>,
     pages: u32,
     mapping: FileMapping,
     /// Private mappings of the whole file that are never touched, with the policies of guest memory
@@ -108,7 +109,7 @@ impl Segment {
             })?;
         let mapping = FileMapping::new(&file, size_bytes as usize, Access::Read)
             .map_err(|source| StableError::Map { segment, source })?;
-        Ok(Self { file, pages, mapping, templates: Mutex::default() })
+        Ok(Self { file: Arc::new(file), pages, mapping, templates: Mutex::default() })
     }
 
     /// Where `pages` slots from `index` on are mapped for reading; `None` if not all of them are in

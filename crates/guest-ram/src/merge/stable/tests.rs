@@ -1,5 +1,4 @@
 use std::fs::File;
-use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::Arc;
 
@@ -47,14 +46,14 @@ fn a_freed_slot_of_ones_own_is_the_hosts_again_and_the_last_one_takes_the_segmen
     let mut memory = StableMemory::own(Arc::clone(&segments));
     let slots = allocate(&mut memory, None, 2);
     memory.write(slots[0], &[page(1), page(2)].concat()).unwrap();
-    let file = File::from(memory.reader(slots[0].segment).unwrap().0);
+    let file = memory.reader(slots[0].segment).unwrap().0;
     let blocks = |file: &File| file.metadata().unwrap().blocks() * 512;
     assert_eq!(blocks(&file), 2 * PAGE as u64);
     assert_eq!(memory.free(slots[0]), Freed::Punched);
     assert_eq!(blocks(&file), PAGE as u64);
     assert_eq!(memory.free(slots[0]), Freed::Unknown);
     assert_eq!(memory.free(slots[1]), Freed::Segment(slots[1].segment));
-    assert_eq!(segments.pages(slots[1].segment), None);
+    assert!(segments.file(slots[1].segment).is_none());
     assert_eq!(memory.pages_in_use(), 0);
 }
 
@@ -72,8 +71,8 @@ fn nobody_else_can_change_a_sealed_segment() {
     assert_eq!(writer.set_len(0).unwrap_err().raw_os_error(), Some(libc::EPERM));
     // Another process uses it as it is.
     let segments = StableSegments::new();
-    segments.add(slots[0].segment, File::from(reader)).unwrap();
-    assert_eq!(segments.pages(slots[0].segment), Some(pages));
+    segments.add(slots[0].segment, reader.try_clone().unwrap()).unwrap();
+    assert_eq!(segments.file(slots[0].segment).map(|(_, pages)| pages), Some(pages));
     let mut content = page(0);
     segments.read(slots[0], &mut content).unwrap();
     assert_eq!(content, page(7));
@@ -84,7 +83,7 @@ fn nobody_else_can_change_a_sealed_segment() {
     assert_eq!(content, page(9));
 }
 
-fn reader_refuses_changes(reader: &OwnedFd) -> bool {
+fn reader_refuses_changes(reader: &File) -> bool {
     rustix::io::pwrite(reader, &[1], 0) == Err(Errno::BADF)
         && ftruncate(reader, 0) == Err(Errno::INVAL)
 }
@@ -125,7 +124,7 @@ fn what_could_become_shorter_or_is_none_of_ours_is_refused() {
     assert!(refused(tempfile::tempfile().unwrap()).contains("cannot be used"));
     let mut memory = StableMemory::own(Arc::clone(&segments));
     let slot = allocate(&mut memory, None, 1)[0];
-    let twice = File::from(memory.reader(slot.segment).unwrap().0);
+    let twice = memory.reader(slot.segment).unwrap().0.try_clone().unwrap();
     assert!(segments.add(slot.segment, twice).unwrap_err().to_string().contains("already"));
     let nowhere = StableSlot { segment: slot.segment, index: u32::MAX };
     assert!(matches!(segments.read(nowhere, &mut page(0)), Err(StableError::NoSlot { .. })));

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use proptest::prelude::*;
 
 use super::*;
-use crate::Returns;
+use crate::BrokenCowStats;
 
 fn range(start: u64, pages: u64) -> GuestRange {
     GuestRange::new(Pfn(start), pages)
@@ -157,7 +157,7 @@ fn what_is_brought_back_takes_no_mappings_from_what_is_merged() {
     }
     // A quarter of what is for merging. The last one, at the end of the run, took one border only.
     assert_eq!((reanonymized, extents.vmas.count()), (75, 150));
-    assert_eq!(extents.returns(), Returns { brought_back_pages: 75, ..Returns::default() });
+    assert_eq!(extents.returns(), BrokenCowStats { brought_back_pages: 75, ..BrokenCowStats::default() });
     // What needs no mapping more: several in one, or the end of a run.
     assert!(extents.may_reanonymize(range(5, 11)) && !extents.may_reanonymize(range(7000, 1)));
     assert_eq!(released(&mut extents).len(), 75);
@@ -379,7 +379,7 @@ struct Model {
     pages: Vec<Page>,
     next_mapping: u64,
     released: Vec<StableSlot>,
-    returns: Returns,
+    returns: BrokenCowStats,
 }
 
 impl Model {
@@ -388,8 +388,12 @@ impl Model {
         let region = |page: u64| u64::from(page >= REGIONS[1].0);
         let page = |page| Page { mapping: region(page), untracked, ..Page::default() };
         let pages = (0..PAGES).map(page).collect();
-        let mut model =
-            Self { pages, next_mapping: 2, released: Vec::new(), returns: Returns::default() };
+        let mut model = Self {
+            pages,
+            next_mapping: 2,
+            released: Vec::new(),
+            returns: BrokenCowStats::default(),
+        };
         for range in snapshot {
             model.split_at(range.start.0);
             model.split_at(range.end().0);

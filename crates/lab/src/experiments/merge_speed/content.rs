@@ -81,6 +81,20 @@ impl Contents {
         Self { memories: memories.collect() }
     }
 
+    /// Where a memory begins, if all are one behind the other.
+    pub(super) fn first_page(&self, memory: usize) -> usize {
+        self.memories.iter().take(memory).map(Vec::len).sum()
+    }
+
+    /// The contents of at most `most` neighbouring pages of a memory at a time, and where they
+    /// begin.
+    pub(super) fn chunks(&self, most: usize) -> impl Iterator<Item = (usize, &[ContentId])> {
+        self.memories.iter().enumerate().flat_map(move |(memory, ids)| {
+            let first = self.first_page(memory);
+            ids.chunks(most).enumerate().map(move |(chunk, ids)| (first + chunk * most, ids))
+        })
+    }
+
     /// All pages.
     pub(super) fn pages(&self) -> u64 {
         self.memories.iter().map(Vec::len).sum::<usize>() as u64

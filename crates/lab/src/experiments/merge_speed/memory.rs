@@ -21,11 +21,11 @@ const ENTRY_BYTES: usize = 8;
 const PRESENT: u64 = 1 << 63;
 const FRAME: u64 = (1 << 55) - 1;
 
-/// Memories of this process, written once with known contents.
+/// Memory of this process, written once with known contents: one memory behind the other.
 #[derive(Debug)]
 pub(super) struct Arena {
     /// As a monitor has its guest's memory.
-    pub(super) rams: Vec<Arc<GuestRam>>,
+    pub(super) ram: Arc<GuestRam>,
     contents: Contents,
 }
 
@@ -47,24 +47,19 @@ impl Arena {
         prepare: impl Fn(&GuestRam) -> Result<(), LabError>,
     ) -> Result<Self, LabError> {
         let cannot = failed("cannot make memory");
-        let mut rams = Vec::new();
-        for ids in &contents.memories {
-            let region = RegionSpec {
-                start: GuestAddress(0),
-                size_bytes: (ids.len() * PAGE_BYTES) as u64,
-                host_node: None,
-            };
-            let ram = GuestRam::new(&[region], Backing::Anonymous, HugePages::Off, Populate::Lazy)
-                .map_err(|error| cannot(&error))?;
-            prepare(&ram)?;
-            for (chunk, ids) in ids.chunks(CHUNK_PAGES).enumerate() {
-                let bytes: Vec<u8> = ids.iter().flat_map(|id| page(*id)).collect();
-                let range = pages(chunk * CHUNK_PAGES, ids.len());
-                ram.write_pages(range, &bytes).map_err(|error| cannot(&error))?;
-            }
-            rams.push(Arc::new(ram));
+        let region = RegionSpec {
+            start: GuestAddress(0),
+            size_bytes: contents.pages() * PAGE_BYTES as u64,
+            host_node: None,
+        };
+        let ram = GuestRam::new(&[region], Backing::Anonymous, HugePages::Off, Populate::Lazy)
+            .map_err(|error| cannot(&error))?;
+        prepare(&ram)?;
+        for (first, ids) in contents.chunks(CHUNK_PAGES) {
+            let bytes: Vec<u8> = ids.iter().flat_map(|id| page(*id)).collect();
+            ram.write_pages(pages(first, ids.len()), &bytes).map_err(|error| cannot(&error))?;
         }
-        Ok(Self { rams, contents })
+        Ok(Self { ram: Arc::new(ram), contents })
     }
 
     /// What was written.
@@ -79,24 +74,22 @@ impl Arena {
         let cannot = failed("cannot count page frames");
         let pagemap = File::open(PAGEMAP).map_err(|error| cannot(&error))?;
         let mut frames: Vec<u64> = Vec::new();
-        for (ram, ids) in self.rams.iter().zip(&self.contents.memories) {
-            for page in 0..ids.len() {
-                let address = GuestAddress((page * PAGE_BYTES) as u64);
-                let _: u64 = ram.memory().read_obj(address).map_err(|error| cannot(&error))?;
-            }
-            for region in ram.regions() {
-                let mut entries = vec![0; (region.size_bytes as usize / PAGE_BYTES) * ENTRY_BYTES];
-                let first = region.host_address / PAGE_BYTES as u64 * ENTRY_BYTES as u64;
-                pagemap.read_exact_at(&mut entries, first).map_err(|error| cannot(&error))?;
-                let entries = entries.as_chunks::<ENTRY_BYTES>().0;
-                frames.extend(
-                    entries
-                        .iter()
-                        .map(|entry| u64::from_ne_bytes(*entry))
-                        .filter(|entry| entry & PRESENT != 0)
-                        .map(|entry| entry & FRAME),
-                );
-            }
+        for page in 0..self.contents.pages() {
+            let address = GuestAddress(page * PAGE_BYTES as u64);
+            let _: u64 = self.ram.memory().read_obj(address).map_err(|error| cannot(&error))?;
+        }
+        for region in self.ram.regions() {
+            let mut entries = vec![0; (region.size_bytes as usize / PAGE_BYTES) * ENTRY_BYTES];
+            let first = region.host_address / PAGE_BYTES as u64 * ENTRY_BYTES as u64;
+            pagemap.read_exact_at(&mut entries, first).map_err(|error| cannot(&error))?;
+            let entries = entries.as_chunks::<ENTRY_BYTES>().0;
+            frames.extend(
+                entries
+                    .iter()
+                    .map(|entry| u64::from_ne_bytes(*entry))
+                    .filter(|entry| entry & PRESENT != 0)
+                    .map(|entry| entry & FRAME),
+            );
         }
         if frames.iter().all(|frame| *frame == 0) {
             return Err(cannot(&"the kernel hides them from anybody but root"));
@@ -111,11 +104,12 @@ impl Arena {
         let cannot = failed("cannot write to memory");
         let begin = thread_cpu_ns();
         for (memory, page) in places {
-            let ram = self.rams.get(*memory).ok_or_else(|| cannot(&"there is none"))?;
+            let place = self.contents.first_page(*memory) + page;
             // The content stays the same: only the fault is wanted.
-            let address = GuestAddress((page * PAGE_BYTES) as u64);
-            let word: u64 = ram.memory().read_obj(address).map_err(|error| cannot(&error))?;
-            ram.memory().write_obj(word, address).map_err(|error| cannot(&error))?;
+            let address = GuestAddress((place * PAGE_BYTES) as u64);
+            let memory = self.ram.memory();
+            let word: u64 = memory.read_obj(address).map_err(|error| cannot(&error))?;
+            memory.write_obj(word, address).map_err(|error| cannot(&error))?;
         }
         Ok((thread_cpu_ns() - begin) as f64 / places.len().max(1) as f64)
     }
@@ -124,16 +118,14 @@ impl Arena {
     pub(super) fn wrong_pages(&self) -> Result<u64, LabError> {
         let cannot = failed("cannot read memory");
         let mut wrong = 0;
-        for (ram, ids) in self.rams.iter().zip(&self.contents.memories) {
-            for (chunk, ids) in ids.chunks(CHUNK_PAGES).enumerate() {
-                let mut bytes = vec![0; ids.len() * PAGE_BYTES];
-                ram.read_pages(pages(chunk * CHUNK_PAGES, ids.len()), &mut bytes)
-                    .map_err(|error| cannot(&error))?;
-                let is_wrong = |(found, id): (&[u8], &ContentId)| found != page(*id);
-                wrong +=
-                    bytes.chunks(PAGE_BYTES).zip(ids).map(is_wrong).filter(|wrong| *wrong).count()
-                        as u64;
-            }
+        for (first, ids) in self.contents.chunks(CHUNK_PAGES) {
+            let mut bytes = vec![0; ids.len() * PAGE_BYTES];
+            self.ram
+                .read_pages(pages(first, ids.len()), &mut bytes)
+                .map_err(|error| cannot(&error))?;
+            let is_wrong = |(found, id): (&[u8], &ContentId)| found != page(*id);
+            wrong += bytes.chunks(PAGE_BYTES).zip(ids).map(is_wrong).filter(|wrong| *wrong).count()
+                as u64;
         }
         Ok(wrong)
     }

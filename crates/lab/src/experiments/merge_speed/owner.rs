@@ -3,9 +3,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ebb_guest_ram::{GuestRam, StableSegments};
-use ebb_page_merge::owner::{OwnSlots, OwnerMemory};
-use ebb_page_merge::{LocalStore, Merger, Run, Secret, Settings};
+use ebb_guest_ram::{GuestRam, MergeSession, StableMemory, StableSegments};
+use ebb_page_merge::{Merger, Run, Secret, Settings, StablePages};
 
 use super::memory::{Arena, thread_cpu_ns};
 use super::side::{PASSES_IN_VAIN, Side, Until, Work};
@@ -18,10 +17,12 @@ const LIMIT: Duration = Duration::from_secs(300);
 /// Nobody makes pages here whose hashes collide on purpose.
 const SECRET: Secret = Secret([0x5a; 32]);
 
+type OwnMerger = Merger<MergeSession, StablePages<StableMemory>>;
+
 /// The owner of the memory, which merges it on the calling thread.
 pub(super) struct Owner {
     segments: Arc<StableSegments>,
-    merger: Option<Merger<OwnerMemory, LocalStore<OwnSlots>>>,
+    merger: Option<OwnMerger>,
 }
 
 fn failed(error: impl std::fmt::Display) -> LabError {
@@ -34,24 +35,15 @@ impl Owner {
         Self { segments: StableSegments::new(), merger: None }
     }
 
-    /// All memories of the arena, in one trust domain.
-    fn merger(
-        &mut self,
-        arena: &Arena,
-    ) -> Result<&mut Merger<OwnerMemory, LocalStore<OwnSlots>>, LabError> {
+    fn merger(&mut self, arena: &Arena) -> Result<&mut OwnMerger, LabError> {
         let merger = if let Some(merger) = self.merger.take() {
             merger
         } else {
             // As KSM does it: what has not changed over one pass is a candidate.
             let settings = Settings { run: Run::Merge, clean_passes: 1, ..Settings::default() };
-            let mut merger = Merger::new(settings).map_err(failed)?;
-            let store = LocalStore::new(OwnSlots::new(self.segments.clone()));
-            let domain = merger.add_domain(store, SECRET);
-            for ram in &arena.rams {
-                let memory = OwnerMemory::new(ram.clone()).map_err(failed)?;
-                merger.add_member(domain, memory).map_err(|_| failed("too much memory"))?;
-            }
-            merger
+            let store = StablePages::new(StableMemory::own(self.segments.clone()));
+            let memory = MergeSession::new(arena.ram.clone()).map_err(failed)?;
+            Merger::new(memory, store, SECRET, settings).map_err(failed)?
         };
         Ok(self.merger.insert(merger))
     }

@@ -18,13 +18,13 @@ const STARTS: [u8; 2] = [2, 1];
 
 /// Slots and the numbers of their contents. Segments have two slots.
 #[derive(Clone, Debug, Default)]
-struct Numbers(BTreeMap<Slot, Option<u8>>);
+struct Numbers(BTreeMap<StableSlot, Option<u8>>);
 
-impl Pages for Numbers {
-    fn allocate(&mut self, _: Node, pages: usize, slots: &mut Vec<Slot>) -> io::Result<()> {
-        let all = (0..8).map(|number| Slot { segment: number / 2, index: number % 2 });
+impl Slots for Numbers {
+    fn allocate(&mut self, _: Node, pages: usize, slots: &mut Vec<StableSlot>) -> io::Result<()> {
+        let all = (0..8).map(|number| StableSlot { segment: number / 2, index: number % 2 });
         // The lowest free slot: reused as soon as it can be.
-        let free: Vec<Slot> =
+        let free: Vec<StableSlot> =
             all.filter(|slot| self.0.get(slot).is_none_or(Option::is_none)).take(pages).collect();
         for slot in free {
             self.0.insert(slot, Some(0));
@@ -33,19 +33,19 @@ impl Pages for Numbers {
         Ok(())
     }
 
-    fn write(&mut self, first: Slot, contents: &[u8]) -> io::Result<()> {
+    fn write(&mut self, first: StableSlot, contents: &[u8]) -> io::Result<()> {
         for (index, page) in (first.index..).zip(contents.chunks_exact(PAGE)) {
-            self.0.insert(Slot { segment: first.segment, index }, Some(page[17]));
+            self.0.insert(StableSlot { segment: first.segment, index }, Some(page[17]));
         }
         Ok(())
     }
 
-    fn read(&self, slot: Slot, content: &mut [u8]) -> io::Result<()> {
+    fn read(&self, slot: StableSlot, content: &mut [u8]) -> io::Result<()> {
         content.copy_from_slice(&page(self.0[&slot].expect("only stable pages are read")));
         Ok(())
     }
 
-    fn free(&mut self, slot: Slot) -> Option<u32> {
+    fn free(&mut self, slot: StableSlot) -> Option<u32> {
         let content = self.0.get_mut(&slot).expect("a slot that was allocated");
         content.take().expect("a slot is freed once");
         None
@@ -60,7 +60,7 @@ impl Pages for Numbers {
 enum Sent {
     Query(u8),
     Publish(u8),
-    Change(Change, Slot),
+    Change(Change, StableSlot),
 }
 
 /// What a client is doing.
@@ -73,7 +73,7 @@ enum Doing {
 
 #[derive(Clone, Debug)]
 struct Client {
-    /// Its number at the broker, until that has buried it.
+    /// Its number at the broker, until that has forgotten it.
     member: Option<MemberId>,
     lives: bool,
     connected: bool,
@@ -82,7 +82,7 @@ struct Client {
     doing: Doing,
     starts: u8,
     /// Slots in the place of its pages, with what those contain.
-    mapped: Vec<(Slot, u8)>,
+    mapped: Vec<(StableSlot, u8)>,
     under_way: VecDeque<Sent>,
 }
 
@@ -266,7 +266,7 @@ impl World {
         };
         match answer {
             Answer::Stable(slot) => {
-                let same = self.ledger.pages().0.get(&slot) == Some(&Some(content));
+                let same = self.ledger.slots().0.get(&slot) == Some(&Some(content));
                 if wants && same {
                     client.mapped.push((slot, content));
                     client.send(Sent::Change(Change::Shared, slot));
@@ -288,7 +288,7 @@ impl World {
             let wrong = client
                 .mapped
                 .iter()
-                .find(|(slot, content)| self.ledger.pages().0.get(slot) != Some(&Some(*content)));
+                .find(|(slot, content)| self.ledger.slots().0.get(slot) != Some(&Some(*content)));
             wrong.map(|(slot, content)| format!("{slot:?} should contain {content}"))
         })
     }
@@ -310,8 +310,11 @@ impl World {
             })
             .collect();
         members.sort();
-        let mut stable: Vec<_> =
-            ledger.stable.iter().map(|(slot, page)| (*slot, page.holds, page.publisher)).collect();
+        let mut stable: Vec<_> = ledger
+            .publishers
+            .iter()
+            .map(|(slot, publisher)| (*slot, ledger.stable.references(*slot), *publisher))
+            .collect();
         stable.sort_unstable();
         let clients: Vec<_> = self
             .clients
@@ -323,7 +326,7 @@ impl World {
                 (client.member, flags, client.doing, mapped, &client.under_way)
             })
             .collect();
-        format!("{members:?}{stable:?}{clients:?}{:?}", ledger.pages().0)
+        format!("{members:?}{stable:?}{clients:?}{:?}", ledger.slots().0)
     }
 }
 
@@ -356,7 +359,7 @@ fn explore(mistake: Mistake) -> Result<usize, String> {
                 next.ledger.check();
             }
             if next.clients.iter().all(|client| client.member.is_none()) {
-                let left: Vec<_> = next.ledger.pages().0.values().flatten().collect();
+                let left: Vec<_> = next.ledger.slots().0.values().flatten().collect();
                 assert!(
                     left.is_empty() || mistake != Mistake::None,
                     "{left:?} is left after {way:?}"

@@ -1,16 +1,18 @@
 //! Publishing: contents become stable pages, as far as there is room.
 
-use std::io;
+use ebb_guest_ram::StableSlot;
 
-use crate::memory::{Node, PageHash};
-use crate::store::Slot;
+use crate::hash::PageHash;
+use crate::memory::Node;
+use crate::slots::Slots;
+use crate::stable::Found;
 
-use super::{Asker, Ledger, MemberId, NoRoom, PAGE, Page, Pages, Publisher, Shelf, Standing};
+use super::{Asker, Ledger, MemberId, NoRoom, PAGE, Publisher};
 
 /// A segment of a node that is hardly used does not count against the quota.
 const SPARE_PAGES: u64 = 1 << 13;
 
-impl<P: Pages> Ledger<P> {
+impl<T: Slots> Ledger<T> {
     /// Makes stable pages, or finds equal ones. Each page is found under its own hash, whatever the
     /// client thinks that is: a client cannot make others look at pages that are not what they ask
     /// for.
@@ -19,7 +21,7 @@ impl<P: Pages> Ledger<P> {
         member: MemberId,
         node: Node,
         contents: &[u8],
-        slots: &mut Vec<Slot>,
+        slots: &mut Vec<StableSlot>,
     ) -> Result<(), NoRoom> {
         let pages: Vec<&[u8]> = contents.chunks_exact(PAGE).collect();
         if !self.may_reserve(member, pages.len() as u32) {
@@ -29,16 +31,19 @@ impl<P: Pages> Ledger<P> {
         // What there is already is reserved before anything else, so that it has room for all of
         // them.
         let mut found = Vec::with_capacity(pages.len());
+        let (mut missing, mut missing_contents) = (Vec::new(), Vec::new());
         for (page, &hash) in pages.iter().zip(&hashes) {
             let slot = self.find(node, hash, page);
             if let Some(slot) = slot {
-                self.reserve(member, slot);
+                self.stable.reserve(slot);
+                self.note_reservation(member, slot);
+            } else {
+                missing.push(hash);
+                missing_contents.extend_from_slice(page);
             }
             found.push(slot);
         }
-        let missing = pages.iter().zip(&found).filter(|(_, slot)| slot.is_none());
-        let missing: Vec<&[u8]> = missing.map(|(page, _)| *page).collect();
-        let fresh = match self.make(member, node, &missing) {
+        let fresh = match self.make(member, node, &missing, &missing_contents) {
             Ok(fresh) => fresh,
             Err(error) => {
                 for slot in found.into_iter().flatten() {
@@ -47,100 +52,77 @@ impl<P: Pages> Ledger<P> {
                 return Err(error);
             }
         };
+        // There are as many as were missing.
         let mut fresh = fresh.into_iter();
-        for (slot, hash) in found.into_iter().zip(hashes) {
-            let slot = if let Some(slot) = slot {
-                slot
-            } else {
-                // There are as many as were missing.
-                let Some(slot) = fresh.next() else { break };
-                self.shelve(member, node, hash, slot);
-                self.reserve(member, slot);
-                slot
-            };
-            slots.push(slot);
-        }
+        slots.extend(found.into_iter().filter_map(|slot| slot.or_else(|| fresh.next())));
         Ok(())
     }
 
     /// A stable page with room for one more and this content.
-    fn find(&self, node: Node, hash: PageHash, content: &[u8]) -> Option<Slot> {
-        let slot = *self.shelves.get(&node)?.index.get(&hash)?.roomy.last()?;
+    fn find(&self, node: Node, hash: PageHash, content: &[u8]) -> Option<StableSlot> {
+        let Found::Available(slot) = self.stable.find(node, self.key(hash)) else { return None };
         let mut stable = [0; PAGE];
-        self.pages.read(slot, &mut stable).ok()?;
+        self.slots().read(slot, &mut stable).ok()?;
         (stable == content).then_some(slot)
     }
 
-    /// Slots with these contents, not yet in the index.
+    /// Makes stable pages with a reservation for the client.
     fn make(
         &mut self,
         member: MemberId,
         node: Node,
-        contents: &[&[u8]],
-    ) -> Result<Vec<Slot>, NoRoom> {
-        let mut slots = Vec::with_capacity(contents.len());
-        if contents.is_empty() {
+        hashes: &[PageHash],
+        contents: &[u8],
+    ) -> Result<Vec<StableSlot>, NoRoom> {
+        let mut slots = Vec::with_capacity(hashes.len());
+        if hashes.is_empty() {
             return Ok(slots);
         }
         let limit = self.limits.domain_pages;
-        if self.stable.len() as u64 + contents.len() as u64 > limit {
+        if self.stable.len() + hashes.len() as u64 > limit {
             return Err(NoRoom::Domain(limit));
         }
-        let published = self.members.get(&member).map_or(0, |state| state.published);
-        if published + contents.len() as u64 > self.limits.published_pages {
+        let Some(state) = self.members.get_mut(&member) else { return Ok(slots) };
+        if state.published + hashes.len() as u64 > self.limits.published_pages {
             return Err(NoRoom::Client(self.limits.published_pages));
         }
-        self.pages.allocate(node, contents.len(), &mut slots)?;
+        let publisher = Publisher { member, joined: state.joined };
+        let keys: Vec<PageHash> = hashes.iter().map(|&hash| self.key(hash)).collect();
+        self.stable.make(node, &keys, contents, &mut slots)?;
+        if let Some(state) = self.members.get_mut(&member) {
+            state.published += hashes.len() as u64;
+        }
+        self.node(node).pages += hashes.len() as u64;
+        for &slot in &slots {
+            self.publishers.insert(slot, publisher);
+            self.note_reservation(member, slot);
+        }
         // Free slots between others keep their memory.
-        let nodes = self.shelves.len() as u64 + 1;
-        let result = if self.pages.capacity() > 2 * limit + nodes * SPARE_PAGES {
-            Err(NoRoom::Domain(limit))
-        } else {
-            self.write(&slots, contents).map_err(NoRoom::from)
-        };
-        if let Err(error) = result {
+        let nodes = self.nodes.len() as u64;
+        if self.slots().capacity() > 2 * limit + nodes * SPARE_PAGES {
             for slot in slots {
-                self.give_back(slot);
+                self.end_reservation(member, slot);
             }
-            return Err(error);
+            return Err(NoRoom::Domain(limit));
+        }
+        for &hash in hashes {
+            self.notify(member, node, hash);
         }
         Ok(slots)
     }
 
-    /// Writes pages into slots, neighbours in one go.
-    fn write(&mut self, slots: &[Slot], pages: &[&[u8]]) -> io::Result<()> {
-        let mut done = 0;
-        while let Some(rest) = slots.get(done..).filter(|rest| !rest.is_empty()) {
-            let run =
-                1 + rest.windows(2).take_while(|pair| pair[0].is_followed_by(pair[1])).count();
-            self.pages.write(rest[0], &pages[done..done + run].concat())?;
-            done += run;
-        }
-        Ok(())
-    }
-
-    /// A stable page that was written gets into the index, and those who asked for it learn of it.
-    fn shelve(&mut self, member: MemberId, node: Node, hash: PageHash, slot: Slot) {
-        let Some(state) = self.members.get_mut(&member) else { return };
-        state.published += 1;
-        let publisher = Publisher { member, joined: state.joined };
-        let shelf = self.shelves.entry(node).or_insert_with(|| Shelf::new(&self.limits));
-        shelf.pages += 1;
-        let roomy = &mut shelf.index.entry(hash).or_default().roomy;
-        let place = roomy.len() as u32;
-        roomy.push(slot);
+    /// Those who asked for a content learn that it has a stable page.
+    fn notify(&mut self, publisher: MemberId, node: Node, hash: PageHash) {
         let mut askers = Vec::new();
-        shelf.asked.take(hash, &mut askers);
-        let page = Page { node, hash, holds: 0, standing: Standing::Roomy, place, publisher };
-        self.stable.insert(slot, page);
+        self.node(node).interest.take(hash, &mut askers);
         for Asker(asker) in askers {
-            let Some(state) = self.members.get_mut(&asker).filter(|_| asker != member) else {
+            let Some(state) = self.members.get_mut(&asker).filter(|_| asker != publisher) else {
                 continue;
             };
-            if state.news.len() >= self.limits.news {
-                state.news.pop_front();
+            if state.notifications.len() >= self.limits.notifications {
+                state.notifications.pop_front();
             }
-            state.news.push_back((node, hash));
+            state.notifications.push_back((node, hash));
         }
     }
 }

@@ -9,7 +9,7 @@ use super::*;
 /// Slots by number: their contents, while allocated.
 #[derive(Debug, Default)]
 pub(super) struct Files {
-    pub(super) contents: BTreeMap<Slot, Option<Vec<u8>>>,
+    pub(super) contents: BTreeMap<StableSlot, Option<Vec<u8>>>,
     pub(super) fail_next: bool,
 }
 
@@ -27,7 +27,7 @@ impl SimPages {
     }
 
     /// What is in a slot, as whoever has it mapped sees it: an ended use leaves its content.
-    pub(super) fn content(&self, slot: Slot) -> Option<Vec<u8>> {
+    pub(super) fn content(&self, slot: StableSlot) -> Option<Vec<u8>> {
         self.files.borrow().contents.get(&slot).cloned().flatten()
     }
 
@@ -36,8 +36,13 @@ impl SimPages {
     }
 }
 
-impl Pages for SimPages {
-    fn allocate(&mut self, node: Node, pages: usize, slots: &mut Vec<Slot>) -> io::Result<()> {
+impl Slots for SimPages {
+    fn allocate(
+        &mut self,
+        node: Node,
+        pages: usize,
+        slots: &mut Vec<StableSlot>,
+    ) -> io::Result<()> {
         let mut files = self.files.borrow_mut();
         if std::mem::take(&mut files.fail_next) {
             return Err(io::ErrorKind::OutOfMemory.into());
@@ -47,7 +52,7 @@ impl Pages for SimPages {
         let all =
             (0..).flat_map(|segment| (0..self.segment_slots).map(move |index| (segment, index)));
         for (segment, index) in all {
-            let slot = Slot { segment: base + segment, index };
+            let slot = StableSlot { segment: base + segment, index };
             if slots.len() == pages {
                 return Ok(());
             }
@@ -59,22 +64,22 @@ impl Pages for SimPages {
         Ok(())
     }
 
-    fn write(&mut self, first: Slot, contents: &[u8]) -> io::Result<()> {
+    fn write(&mut self, first: StableSlot, contents: &[u8]) -> io::Result<()> {
         let mut files = self.files.borrow_mut();
         for (index, page) in (first.index..).zip(contents.chunks_exact(PAGE)) {
-            let slot = Slot { segment: first.segment, index };
+            let slot = StableSlot { segment: first.segment, index };
             let content = files.contents.get_mut(&slot).and_then(Option::as_mut);
             *content.expect("only allocated slots are written to") = page.to_vec();
         }
         Ok(())
     }
 
-    fn read(&self, slot: Slot, content: &mut [u8]) -> io::Result<()> {
+    fn read(&self, slot: StableSlot, content: &mut [u8]) -> io::Result<()> {
         content.copy_from_slice(&self.content(slot).expect("only stable pages are read"));
         Ok(())
     }
 
-    fn free(&mut self, slot: Slot) -> Option<u32> {
+    fn free(&mut self, slot: StableSlot) -> Option<u32> {
         let mut files = self.files.borrow_mut();
         let content = files.contents.get_mut(&slot).expect("a slot that was allocated");
         content.take().expect("a slot is freed once");
@@ -88,48 +93,34 @@ impl Pages for SimPages {
     }
 }
 
-impl<P: Pages> Ledger<P> {
-    /// Counts everything anew, and looks whether each page is where it says that it is.
+impl<T: Slots> Ledger<T> {
+    /// Counts everything anew.
     pub(super) fn check(&self) {
         let mut counts: BTreeMap<Node, NodeCounts> =
-            self.shelves.keys().map(|&node| (node, NodeCounts::default())).collect();
-        let mut indexed = 0;
-        for (slot, page) in &self.stable {
-            counts.get_mut(&page.node).expect("a shelf").pages += 1;
-            let duplicates = self.shelves[&page.node].index.get(&page.hash);
-            match page.standing {
-                Standing::Roomy => {
-                    assert_eq!(duplicates.unwrap().roomy[page.place as usize], *slot);
-                }
-                Standing::Full => assert!(duplicates.unwrap().full > 0),
-                Standing::Retired => continue,
-            }
-            indexed += 1;
+            self.nodes.keys().map(|&node| (node, NodeCounts::default())).collect();
+        for slot in self.publishers.keys() {
+            counts.get_mut(&self.stable.node(*slot).unwrap()).expect("a node").pages += 1;
         }
-        let contents = self.shelves.values().flat_map(|shelf| shelf.index.values());
-        assert_eq!(
-            contents.map(|found| found.roomy.len() + found.full as usize).sum::<usize>(),
-            indexed
-        );
-        let mut holds: HashMap<Slot, u32> = HashMap::new();
+        assert_eq!(self.stable.len(), self.publishers.len() as u64);
+        let mut holds: HashMap<StableSlot, u32> = HashMap::new();
         for (slot, hold) in self.members.values().flat_map(|member| &member.holds) {
-            let count = counts.get_mut(&self.stable[slot].node).expect("a shelf");
+            let count = counts.get_mut(&self.stable.node(*slot).unwrap()).expect("a node");
             count.shares += u64::from(hold.shared);
             count.reservations += u64::from(hold.reserved);
             *holds.entry(*slot).or_default() += hold.shared + hold.reserved;
         }
-        assert!(
-            self.stable
-                .iter()
-                .all(|(slot, page)| page.holds > 0 && holds.get(slot) == Some(&page.holds))
-        );
+        for slot in self.publishers.keys() {
+            let references = self.stable.references(*slot);
+            assert!(references > 0 && holds.get(slot) == Some(&references), "{slot:?}");
+        }
+        self.stable.check();
         for (number, member) in &self.members {
             let publisher = Publisher { member: *number, joined: member.joined };
-            let published = self.stable.values().filter(|page| page.publisher == publisher).count();
+            let published = self.publishers.values().filter(|who| **who == publisher).count();
             assert_eq!(member.published, published as u64);
         }
         for (node, count) in &mut counts {
-            count.asked = self.shelves[node].asked.len() as u64;
+            count.remembered_hashes = self.nodes[node].interest.len() as u64;
         }
         assert_eq!(self.counts(), counts);
     }

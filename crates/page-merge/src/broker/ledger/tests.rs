@@ -18,7 +18,7 @@ fn publish(
     ledger: &mut Ledger<SimPages>,
     member: MemberId,
     numbers: &[u8],
-) -> Result<Vec<Slot>, NoRoom> {
+) -> Result<Vec<StableSlot>, NoRoom> {
     let contents: Vec<u8> = numbers.iter().flat_map(|&number| page(number)).collect();
     let mut slots = Vec::new();
     ledger.publish(member, NODE, &contents, &mut slots).map(|()| slots)
@@ -33,14 +33,14 @@ fn two_clients_come_to_share_a_page() {
     assert_eq!(query(&mut ledger, b, 1), Answer::Wanted);
     let slot = publish(&mut ledger, b, &[1]).unwrap()[0];
     assert_eq!(pages.content(slot), Some(page(1)));
-    assert_eq!(ledger.take_news(a, 10), [(NODE, hash(1))]);
-    assert!(ledger.take_news(b, 10).is_empty());
+    assert_eq!(ledger.take_notifications(a, 10), [(NODE, hash(1))]);
+    assert!(ledger.take_notifications(b, 10).is_empty());
     assert_eq!(query(&mut ledger, a, 1), Answer::Stable(slot));
     for member in [a, b] {
         ledger.change(member, Change::Shared, slot).unwrap();
     }
     let counts = ledger.counts()[&NODE];
-    assert_eq!(counts, NodeCounts { pages: 1, shares: 2, reservations: 0, asked: 0 });
+    assert_eq!(counts, NodeCounts { pages: 1, shares: 2, reservations: 0, remembered_hashes: 0 });
     ledger.change(a, Change::Released, slot).unwrap();
     assert_eq!(pages.in_use(), 1);
     ledger.change(b, Change::Released, slot).unwrap();
@@ -53,7 +53,7 @@ fn only_own_shares_and_reservations_can_be_given_up() {
     let (mut ledger, pages) = ledger(Limits::default());
     let (a, b) = (ledger.join().unwrap(), ledger.join().unwrap());
     let slot = publish(&mut ledger, a, &[1]).unwrap()[0];
-    let nowhere = Slot { segment: 9, index: 9 };
+    let nowhere = StableSlot { segment: 9, index: 9 };
     for change in [Change::Shared, Change::Released, Change::Unused, Change::Retired] {
         assert_eq!(ledger.change(b, change, slot), Err(NotHeld(slot)), "{change:?}");
         assert_eq!(ledger.change(a, change, nowhere), Err(NotHeld(nowhere)), "{change:?}");
@@ -75,7 +75,7 @@ fn what_is_published_is_found_under_its_own_hash() {
     // The liar was asked for page 1.
     let slot = publish(&mut ledger, liar, &[2]).unwrap()[0];
     assert_eq!(query(&mut ledger, honest, 1), Answer::Wanted);
-    assert!(ledger.take_news(honest, 10).is_empty());
+    assert!(ledger.take_notifications(honest, 10).is_empty());
     assert_eq!(query(&mut ledger, honest, 2), Answer::Stable(slot));
 }
 
@@ -142,7 +142,7 @@ fn a_retired_page_gets_no_more_sharers_and_keeps_those_it_has() {
 fn duplicates_come_and_go_in_any_order() {
     let (mut ledger, pages) = ledger(Limits { max_page_sharing: 3, ..Limits::default() });
     let mut members: Vec<_> = (0..3).map(|_| ledger.join().unwrap()).collect();
-    let mut held: Vec<(MemberId, Slot)> = Vec::new();
+    let mut held: Vec<(MemberId, StableSlot)> = Vec::new();
     let mut random = 1_u32;
     for step in 0..3000_usize {
         random ^= random << 13;
@@ -192,7 +192,7 @@ fn the_more_clients_there_are_the_less_is_remembered_for_each() {
         }
     }
     // 40 for the first one, half of 60 for the second, a third and a quarter of 60.
-    assert!(ledger.counts()[&NODE].asked <= 40 + 30 + 20 + 15, "{:?}", ledger.counts());
+    assert!(ledger.counts()[&NODE].remembered_hashes <= 40 + 30 + 20 + 15, "{:?}", ledger.counts());
 }
 
 #[test]
@@ -220,7 +220,7 @@ fn what_a_client_can_make_grow_has_limits() {
         published_pages: 3,
         reservations: 4,
         remembered_hashes: 10,
-        news: 2,
+        notifications: 2,
         ..Limits::default()
     };
     let (mut ledger, pages) = ledger(limits);
@@ -250,7 +250,7 @@ fn what_a_client_can_make_grow_has_limits() {
     for number in 20..200 {
         query(&mut ledger, a, number);
     }
-    assert!(ledger.counts()[&NODE].asked <= 11);
+    assert!(ledger.counts()[&NODE].remembered_hashes <= 11);
     for slot in [published[0]; 2] {
         ledger.change(b, Change::Unused, slot).unwrap();
     }
@@ -260,7 +260,7 @@ fn what_a_client_can_make_grow_has_limits() {
     }
     let slot = publish(&mut ledger, b, &[199]).unwrap()[0];
     ledger.change(b, Change::Unused, slot).unwrap();
-    assert_eq!(ledger.take_news(a, 10), [(NODE, hash(198)), (NODE, hash(199))]);
+    assert_eq!(ledger.take_notifications(a, 10), [(NODE, hash(198)), (NODE, hash(199))]);
 }
 
 #[test]
@@ -298,5 +298,5 @@ fn nodes_have_nothing_in_common() {
     let mut slots = Vec::new();
     ledger.publish(b, Node(1), &page(1), &mut slots).unwrap();
     assert_eq!(slots[0].segment, 1000);
-    assert!(ledger.take_news(a, 10).is_empty());
+    assert!(ledger.take_notifications(a, 10).is_empty());
 }

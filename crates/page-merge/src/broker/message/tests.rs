@@ -4,8 +4,8 @@ use super::*;
 use crate::broker::hello::Placement;
 use crate::broker::limits::{Limits, ToldLimits};
 
-fn slot() -> impl Strategy<Value = Slot> {
-    any::<(u32, u32)>().prop_map(|(segment, index)| Slot { segment, index })
+fn slot() -> impl Strategy<Value = StableSlot> {
+    any::<(u32, u32)>().prop_map(|(segment, index)| StableSlot { segment, index })
 }
 
 fn hash() -> impl Strategy<Value = PageHash> {
@@ -29,7 +29,8 @@ fn reply() -> impl Strategy<Value = Reply> {
         prop::collection::vec(answer(), 0..9).prop_map(Reply::Answers),
         prop::collection::vec(slot(), 0..9).prop_map(Reply::Slots),
         (any::<i32>(), text).prop_map(|(errno, reason)| Reply::NoRoom { errno, reason }),
-        prop::collection::vec((any::<u32>().prop_map(Node), hash()), 0..9).prop_map(Reply::News),
+        prop::collection::vec((any::<u32>().prop_map(Node), hash()), 0..9)
+            .prop_map(Reply::Notifications),
         prop::collection::vec(any::<u8>(), 0..90).prop_map(Reply::Status),
     ]
 }
@@ -52,7 +53,7 @@ fn request(contents: &[u8]) -> impl Strategy<Value = Request<'_>> {
             .prop_map(|(node, hashes)| Request::Query { node, hashes }),
         node.prop_map(move |node| Request::Publish { node, contents }),
         prop::collection::vec((change, slot()), 0..9).prop_map(Request::Updates),
-        Just(Request::News),
+        Just(Request::Notifications),
     ]
 }
 

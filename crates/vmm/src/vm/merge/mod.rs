@@ -5,7 +5,6 @@
 
 mod kernel;
 mod owner;
-mod watched;
 
 use std::sync::Arc;
 
@@ -58,7 +57,7 @@ enum Backend {
 
 impl Merging {
     /// Begins, if that was asked for. The machine stands still, and so does merging until
-    /// [`go_on`](Self::go_on).
+    /// [`resume`](Self::resume).
     pub(super) fn start(
         config: &MergeConfig,
         ram: &Arc<GuestRam>,
@@ -101,16 +100,16 @@ impl Merging {
 
     /// Stops the monitor's own merging, and returns when nothing is under way. The kernel's goes
     /// on: what it does nobody can notice.
-    pub(super) fn stand_still(&self) {
+    pub(super) fn pause(&self) {
         if let Backend::Owner(owner) = &self.backend {
-            owner.stand_still();
+            owner.pause();
         }
     }
 
     /// Lets it work again.
-    pub(super) fn go_on(&self) {
+    pub(super) fn resume(&self) {
         if let Backend::Owner(owner) = &self.backend {
-            owner.go_on();
+            owner.resume();
         }
     }
 

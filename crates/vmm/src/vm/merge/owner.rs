@@ -3,15 +3,13 @@
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
-use ebb_guest_ram::{GuestRam, StableSegments};
+use ebb_guest_ram::{GuestRam, MergeSession, StableMemory, StableSegments};
 use ebb_page_merge::broker::{BrokerStore, MemberConfig, Placement};
-use ebb_page_merge::owner::{OwnSlots, OwnerMemory};
 use ebb_page_merge::{
-    AdvisorMode, Clock as _, Control, LocalStore, Merger, Nodes, Paused, Run, Secret, Settings,
-    SettingsError, StableStore, Statistics, SystemClock, Worker,
+    AdvisorMode, Clock as _, Control, Merger, Nodes, Paused, Run, Secret, Settings, SettingsError,
+    StablePages, StableStore, Statistics, SystemClock, Worker,
 };
 
-use super::watched::{Loss, Watched};
 use super::{Status, failed, wrong_state};
 use crate::api::control::ControlError;
 use crate::api::merge::{
@@ -40,13 +38,13 @@ enum Sharing {
     /// With nobody, although a broker was named: this is why.
     WithoutBroker(String),
     /// With all of the broker's domain, as long as it is there.
-    Broker(Loss),
+    Broker,
 }
 
 /// What was opened for it.
 struct Prepared {
     ram: Arc<GuestRam>,
-    memory: OwnerMemory,
+    session: MergeSession,
     segments: Arc<StableSegments>,
     settings: Settings,
 }
@@ -62,20 +60,18 @@ impl OwnerMerging {
         filters: &Filters,
         exit: &Arc<ExitSignal>,
     ) -> Result<Self, String> {
-        let text = |error: &dyn std::error::Error| error.to_string();
         let segments = StableSegments::new();
-        ram.enable_merging(segments.clone()).map_err(|error| text(&error))?;
-        let memory = OwnerMemory::new(ram.clone()).map_err(|error| text(&error))?;
+        ram.enable_merging(segments.clone()).map_err(|error| error.to_string())?;
+        let session = MergeSession::new(ram.clone()).map_err(|error| error.to_string())?;
         let nodes = if config.across_nodes == Some(false) { Nodes::Apart } else { Nodes::Across };
         let settings =
             Settings { run: Run::Merge, merge_across_nodes: nodes, ..Settings::default() };
-        let prepared = Prepared { ram: ram.clone(), memory, segments, settings };
+        let prepared = Prepared { ram: ram.clone(), session, segments, settings };
         match connect(config, nodes, &prepared.segments) {
             None => prepared.merge_alone(Sharing::Alone, filters, exit),
             Some(Ok(store)) => {
                 let secret = store.secret();
-                let (store, loss) = Watched::new(store);
-                prepared.merge_with(store, secret, Sharing::Broker(loss), filters, exit)
+                prepared.merge_with(store, secret, Sharing::Broker, filters, exit)
             }
             Some(Err(reason)) => {
                 tracing::warn!("pages are merged within the machine only: {reason}");
@@ -85,13 +81,13 @@ impl OwnerMerging {
     }
 
     /// Stops it, and returns when nothing is under way.
-    pub(super) fn stand_still(&self) {
+    pub(super) fn pause(&self) {
         let paused = self.control.pause();
         *lock(&self.brake) = Some(paused);
     }
 
     /// Lets it work again.
-    pub(super) fn go_on(&self) {
+    pub(super) fn resume(&self) {
         *lock(&self.brake) = None;
     }
 
@@ -100,7 +96,9 @@ impl OwnerMerging {
         let lost = match &self.sharing {
             Sharing::Alone => None,
             Sharing::WithoutBroker(reason) => Some(reason.clone()),
-            Sharing::Broker(loss) => loss.reason(),
+            Sharing::Broker => self.control.why_gone().map(|reason| {
+                format!("the broker of shared pages is gone ({reason}); what is merged stays so")
+            }),
         };
         let (run, state) = match settings.run {
             Run::Stop => (MergeRun::Stop, MergeState::Stopped),
@@ -135,7 +133,7 @@ impl OwnerMerging {
 
     /// Changes settings, and waits for the thread to take them.
     pub(super) fn change(&self, change: &MergeChange) -> Result<(), ControlError> {
-        if matches!(self.sharing, Sharing::Broker(_))
+        if matches!(self.sharing, Sharing::Broker)
             && (change.merge_across_nodes.is_some() || change.max_page_sharing.is_some())
         {
             return Err(wrong_state(
@@ -153,7 +151,7 @@ impl OwnerMerging {
 impl Drop for OwnerMerging {
     fn drop(&mut self) {
         self.control.stop();
-        self.go_on();
+        self.resume();
         if let Some(thread) = self.thread.take() {
             // A panic of the thread has been printed where it happened.
             let _ = thread.join();
@@ -189,7 +187,7 @@ impl Prepared {
         let mut secret = [0; 32];
         rustix::rand::getrandom(&mut secret, rustix::rand::GetRandomFlags::empty())
             .map_err(|error| format!("no random numbers can be had: {error}"))?;
-        let store = LocalStore::new(OwnSlots::new(self.segments.clone()));
+        let store = StablePages::new(StableMemory::own(self.segments.clone()));
         self.merge_with(store, Secret(secret), sharing, filters, exit)
     }
 
@@ -201,11 +199,8 @@ impl Prepared {
         filters: &Filters,
         exit: &Arc<ExitSignal>,
     ) -> Result<OwnerMerging, String> {
-        let mut merger = Merger::new(self.settings).map_err(|error| error.to_string())?;
-        let domain = merger.add_domain(store, secret);
-        if merger.add_member(domain, self.memory).is_err() {
-            return Err("guest memory is too large to be merged".to_owned());
-        }
+        let merger = Merger::new(self.session, store, secret, self.settings)
+            .map_err(|error| error.to_string())?;
         let (mut worker, control) = Worker::new(merger);
         let brake = Mutex::new(Some(control.pause()));
         // The first look at a clock learns where the kernel's is, by calls that the filter does not

@@ -77,7 +77,7 @@ fn equal_pages_are_merged_behind_the_filter_and_unmerged_again() {
     // It stands still until the machine runs.
     std::thread::sleep(Duration::from_millis(50));
     assert_eq!(counted(&merging.info().unwrap()).pages_scanned, Some(0));
-    merging.go_on();
+    merging.resume();
     wait("merging", &merging, |info| {
         counted(info)
             .pages_sharing
@@ -96,11 +96,11 @@ fn equal_pages_are_merged_behind_the_filter_and_unmerged_again() {
         "{error}"
     );
 
-    merging.stand_still();
+    merging.pause();
     let scanned = counted(&merging.info().unwrap()).pages_scanned;
     std::thread::sleep(Duration::from_millis(100));
     assert_eq!(counted(&merging.info().unwrap()).pages_scanned, scanned);
-    merging.go_on();
+    merging.resume();
 
     merging.change(&run(MergeRun::Unmerge)).unwrap();
     wait("unmerging", &merging, |info| info.state == MergeState::Unmerged);
@@ -133,7 +133,7 @@ fn without_its_broker_a_machine_merges_on_its_own() {
     let info = merging.info().unwrap();
     assert_eq!(info.state, MergeState::Degraded);
     assert!(info.reason.unwrap().contains("/nothing/here"));
-    merging.go_on();
+    merging.resume();
     wait("merging", &merging, |info| counted(info).pages_sharing > Some(0));
 }
 

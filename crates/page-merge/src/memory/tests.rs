@@ -2,26 +2,28 @@
 
 use std::sync::Arc;
 
-use ebb_guest_ram::{Backing, GuestRam, HugePages, Populate, RegionSpec};
+use ebb_guest_ram::{
+    Backing, GuestRam, HugePages, MergeSession, MergeUnavailable, Populate, RegionSpec,
+    StableMemory, StableSegments,
+};
 use vm_memory::{Bytes, GuestAddress};
 
-use super::{MergeUnavailable, OwnSlots, OwnerMemory, StableSegments};
-use crate::{LocalStore, Merger, Run, Secret, Settings, Statistics};
+use crate::{Merger, Run, Secret, Settings, StablePages, Statistics};
 
 const PAGES: u64 = 1024;
 const PAGE: usize = 4096;
 
-/// The content of each page: `of(page)` in all its bytes.
+/// Two halves with the same content, of each page `of(page)` in all its bytes.
 fn ram(
     segments: &Arc<StableSegments>,
     of: impl Fn(u64) -> u8,
 ) -> Result<Arc<GuestRam>, MergeUnavailable> {
     let spec =
-        RegionSpec { start: GuestAddress(0), size_bytes: PAGES * PAGE as u64, host_node: None };
+        RegionSpec { start: GuestAddress(0), size_bytes: 2 * PAGES * PAGE as u64, host_node: None };
     let ram = GuestRam::new(&[spec], Backing::Anonymous, HugePages::Off, Populate::Lazy)?;
     ram.enable_merging(Arc::clone(segments))?;
-    for page in 0..PAGES {
-        write(&ram, page, of(page));
+    for page in 0..2 * PAGES {
+        write(&ram, page, of(page % PAGES));
     }
     Ok(Arc::new(ram))
 }
@@ -36,7 +38,15 @@ fn is_full_of(ram: &GuestRam, page: u64, byte: u8) -> bool {
     content == [byte; PAGE]
 }
 
-fn passes(merger: &mut Merger<OwnerMemory, LocalStore<OwnSlots>>, passes: u32) -> Statistics {
+type Own = Merger<MergeSession, StablePages<StableMemory>>;
+
+fn merger(ram: &Arc<GuestRam>, segments: Arc<StableSegments>, settings: Settings) -> Own {
+    let memory = MergeSession::new(Arc::clone(ram)).unwrap();
+    let store = StablePages::new(StableMemory::own(segments));
+    Merger::new(memory, store, Secret([5; 32]), settings).unwrap()
+}
+
+fn passes(merger: &mut Own, passes: u32) -> Statistics {
     for _ in 0..passes {
         while !merger.scan(256).finished_pass {}
     }
@@ -44,16 +54,16 @@ fn passes(merger: &mut Merger<OwnerMemory, LocalStore<OwnSlots>>, passes: u32) -
 }
 
 #[test]
-fn two_memories_share_what_is_the_same_and_keep_what_is_written() {
+fn pages_share_what_is_the_same_and_keep_what_is_written() {
     let segments = StableSegments::new();
     // A quarter of zeros, and three contents otherwise.
     let of = |page: u64| (page / 64 % 4) as u8;
-    let rams = match (ram(&segments, of), ram(&segments, of)) {
-        (Err(error @ MergeUnavailable::OldKernel { .. }), _) => {
+    let ram = match ram(&segments, of) {
+        Err(error @ MergeUnavailable::OldKernel { .. }) => {
             eprintln!("not tested: {error}");
             return;
         }
-        (first, second) => [first.unwrap(), second.unwrap()],
+        ram => ram.unwrap(),
     };
     let settings = Settings {
         run: Run::Merge,
@@ -61,59 +71,48 @@ fn two_memories_share_what_is_the_same_and_keep_what_is_written() {
         max_page_sharing: 4096,
         ..Settings::default()
     };
-    let mut merger = Merger::new(settings).unwrap();
-    let domain = merger.add_domain(LocalStore::new(OwnSlots::new(segments)), Secret([5; 32]));
-    for ram in &rams {
-        let memory = OwnerMemory::new(Arc::clone(ram)).unwrap();
-        assert!(merger.add_member(domain, memory).is_ok());
-    }
+    let mut merger = merger(&ram, segments, settings);
     let statistics = passes(&mut merger, 6);
     assert_eq!(statistics.memory_errors, 0);
     let merged = statistics.pages_shared + statistics.pages_sharing;
     assert!(merged > 2 * PAGES * 3 / 4 - 64, "{statistics:?}");
-    let resident: u64 = rams.iter().map(|ram| ram.resident_bytes().unwrap()).sum();
+    let resident = ram.resident_bytes().unwrap();
     assert!(resident < 2 * PAGES * PAGE as u64 / 4, "{resident} bytes: {statistics:?}");
-    for ram in &rams {
-        assert!((0..PAGES).all(|page| is_full_of(ram, page, of(page))));
-    }
+    assert!((0..2 * PAGES).all(|page| is_full_of(&ram, page, of(page % PAGES))));
     // One writes; the other does not see it, and the share is given up.
-    (64..96).for_each(|page| write(&rams[0], page, 77));
+    (64..96).for_each(|page| write(&ram, page, 77));
     let later = passes(&mut merger, 1);
     assert!(later.pages_sharing + 32 <= statistics.pages_sharing, "{later:?}");
     assert!(
-        (64..96).all(|page| is_full_of(&rams[0], page, 77) && is_full_of(&rams[1], page, of(page)))
+        (64..96).all(|page| is_full_of(&ram, page, 77) && is_full_of(&ram, PAGES + page, of(page)))
     );
 }
 
-/// Two machines with the same content; half of the pages of one are written to, and later have
+/// Half of the pages of one half are written to, and later have
 /// their old content again.
 #[test]
 fn pages_that_were_written_to_and_back_are_shared_as_before() {
     let segments = StableSegments::new();
     let of = |page: u64| (page % 200) as u8 + 1;
-    let rams = match (ram(&segments, of), ram(&segments, of)) {
-        (Err(error @ MergeUnavailable::OldKernel { .. }), _) => {
+    let ram = match ram(&segments, of) {
+        Err(error @ MergeUnavailable::OldKernel { .. }) => {
             eprintln!("not tested: {error}");
             return;
         }
-        (first, second) => [first.unwrap(), second.unwrap()],
+        ram => ram.unwrap(),
     };
     let settings =
         Settings { run: Run::Merge, clean_passes: 1, smart_scan: false, ..Settings::default() };
-    let mut merger = Merger::new(settings).unwrap();
-    let domain = merger.add_domain(LocalStore::new(OwnSlots::new(segments)), Secret([5; 32]));
-    for ram in &rams {
-        assert!(merger.add_member(domain, OwnerMemory::new(Arc::clone(ram)).unwrap()).is_ok());
-    }
+    let mut merger = merger(&ram, segments, settings);
     let before = passes(&mut merger, 6);
-    let mappings = mappings_of(&rams[0]);
+    let mappings = mappings_of(&ram);
     let mut written: Vec<u64> = (0..PAGES / 2).collect();
     written.extend((PAGES / 2..PAGES).step_by(16));
     let mut broken = before.broken_pages;
     for round in 0..3 {
         for page in &written {
-            write(&rams[0], *page, 255);
-            write(&rams[0], *page, of(*page));
+            write(&ram, *page, 255);
+            write(&ram, *page, of(*page));
         }
         broken += written.len() as u64;
         let found = passes(&mut merger, 1);
@@ -131,10 +130,10 @@ fn pages_that_were_written_to_and_back_are_shared_as_before() {
             (after.broken_pages, after.brought_back_pages, after.remerged_pages),
             (broken, broken, broken)
         );
-        assert!((0..PAGES).all(|page| is_full_of(&rams[0], page, of(page))));
+        assert!((0..PAGES).all(|page| is_full_of(&ram, page, of(page))));
     }
-    assert_eq!(mappings_of(&rams[0]), mappings);
-    assert_eq!(rams[0].resident_bytes().unwrap(), 0);
+    assert_eq!(mappings_of(&ram), mappings);
+    assert_eq!(ram.resident_bytes().unwrap(), 0);
 }
 
 /// Mappings that guest memory consists of.

@@ -2,10 +2,9 @@
 
 use std::collections::HashMap;
 
-use crate::{
-    memory::{Node, PageHash},
-    store::Slot,
-};
+use ebb_guest_ram::StableSlot;
+
+use crate::{hash::PageHash, memory::Node};
 
 /// Slots of a chunk.
 const CHUNK: u32 = 512;
@@ -52,6 +51,7 @@ impl Entry {
     }
 }
 
+#[derive(Clone, Debug)]
 struct Chunk {
     segment: u32,
     /// Index of its first slot.
@@ -62,7 +62,7 @@ struct Chunk {
 }
 
 /// Entries by slot, and by a number of 32 bits that stands for a slot.
-#[derive(Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Entries {
     chunks: Vec<Option<Chunk>>,
     free: Vec<u32>,
@@ -77,7 +77,7 @@ impl Entries {
     }
 
     /// The number of a slot with a stable page.
-    pub(super) fn number(&self, slot: Slot) -> Option<u32> {
+    pub(super) fn number(&self, slot: StableSlot) -> Option<u32> {
         let chunk = self.places.get(&(slot.segment, slot.index / CHUNK))?;
         let number = chunk * CHUNK + slot.index % CHUNK;
         (self.get(number) != Entry::NONE).then_some(number)
@@ -97,10 +97,10 @@ impl Entries {
     }
 
     /// The slot that a number stands for.
-    pub(super) fn slot(&self, number: u32) -> Slot {
+    pub(super) fn slot(&self, number: u32) -> StableSlot {
         let (segment, first) =
             self.chunk(number).map_or((0, 0), |chunk| (chunk.segment, chunk.first));
-        Slot { segment, index: first + number % CHUNK }
+        StableSlot { segment, index: first + number % CHUNK }
     }
 
     pub(super) fn set(&mut self, number: u32, entry: Entry) {
@@ -111,7 +111,7 @@ impl Entries {
     }
 
     /// Adds a stable page. All slots of a segment are of one node.
-    pub(super) fn add(&mut self, slot: Slot, node: Node, entry: Entry) -> u32 {
+    pub(super) fn add(&mut self, slot: StableSlot, node: Node, entry: Entry) -> u32 {
         let key = (slot.segment, slot.index / CHUNK);
         let place = self.places.get(&key).copied().unwrap_or_else(|| {
             let chunk = Chunk {
@@ -152,6 +152,13 @@ impl Entries {
             self.chunks[place as usize] = None;
             self.free.push(place);
         }
+    }
+
+    /// All stable pages.
+    #[cfg(test)]
+    pub(super) fn iter(&self) -> impl Iterator<Item = Entry> + '_ {
+        let chunks = self.chunks.iter().flatten();
+        chunks.flat_map(|chunk| &chunk.entries).copied().filter(|entry| *entry != Entry::NONE)
     }
 
     /// Memory of all this.

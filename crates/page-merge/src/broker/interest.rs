@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
 
-use crate::memory::PageHash;
+use crate::hash::PageHash;
 
 /// Smallest part of a table.
 const LEAST_PLACES: usize = 8;
@@ -42,7 +42,7 @@ const HALF: u64 = 1 << 63;
 /// others. In a table of many parts this holds for each part, among which hashes are spread evenly.
 #[derive(Debug)]
 #[cfg_attr(test, derive(Clone))]
-pub(super) struct Asked {
+pub(super) struct Interest {
     parts: Box<[Part]>,
     /// Clients choose the hashes; they must not choose the places.
     keys: RandomState,
@@ -77,7 +77,7 @@ pub(super) enum Before {
     Another,
 }
 
-impl Asked {
+impl Interest {
     /// Nothing yet. A client's limit will be `limit` or less.
     pub(super) fn new(limit: u32) -> Self {
         let parts = if limit / LEAST_PART_LIMIT >= PARTS as u32 { PARTS } else { 1 };
@@ -294,7 +294,7 @@ mod tests {
     proptest! {
         #[test]
         fn without_reaching_the_limit_it_is_a_set(steps in prop::collection::vec(step(), 0..400)) {
-            let mut asked = Asked::new(LIMIT);
+            let mut asked = Interest::new(LIMIT);
             let mut model = BTreeSet::new();
             for step in steps {
                 match step {
@@ -325,7 +325,7 @@ mod tests {
 
     #[test]
     fn the_oldest_are_forgotten_and_memory_stays_bounded() {
-        let mut asked = Asked::new(LIMIT);
+        let mut asked = Interest::new(LIMIT);
         let (flooding, other) = (Asker(0), Asker(1));
         asked.ask(PageHash::new(1 << 40), other, LIMIT);
         for hash in 0..100_000 {
@@ -345,7 +345,7 @@ mod tests {
     #[test]
     fn a_large_table_forgets_part_by_part() {
         let limit = 1 << 16;
-        let mut asked = Asked::new(limit);
+        let mut asked = Interest::new(limit);
         let (flooding, other) = (Asker(0), Asker(1));
         let hash = |number: u64| PageHash::new(number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 16);
         for number in 0..4 * u64::from(limit) {

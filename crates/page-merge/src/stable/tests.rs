@@ -1,17 +1,29 @@
 use super::*;
 use crate::testing::{SimSlots, World};
 
+impl<T: Slots> StablePages<T> {
+    /// Counts the index anew.
+    pub(crate) fn check(&self) {
+        let indexed = self.entries.iter().filter(|entry| !entry.is_retired()).count();
+        let found = |index: &Index| {
+            index.table.len() + (index.chains.pages() - index.chains.len()) as usize
+        };
+        assert_eq!(self.indexes.iter().map(found).sum::<usize>(), indexed);
+        assert_eq!(self.entries.iter().count() as u64, self.len());
+    }
+}
+
 fn hash(number: u64) -> PageHash {
     PageHash::new(number << 20 | number)
 }
 
-fn store(world: &World, max_page_sharing: u32) -> LocalStore<SimSlots> {
-    let mut store = LocalStore::new(world.slots(0));
+fn store(world: &World, max_page_sharing: u32) -> StablePages<SimSlots> {
+    let mut store = StablePages::new(world.slots(0));
     store.limit_sharing(max_page_sharing);
     store
 }
 
-fn publish(store: &mut LocalStore<SimSlots>, node: Node, numbers: &[u64]) -> Vec<Slot> {
+fn publish(store: &mut StablePages<SimSlots>, node: Node, numbers: &[u64]) -> Vec<StableSlot> {
     let hashes: Vec<PageHash> = numbers.iter().map(|&number| hash(number)).collect();
     let contents: Vec<u8> =
         numbers.iter().flat_map(|number| number.to_le_bytes().repeat(512)).collect();
@@ -20,7 +32,7 @@ fn publish(store: &mut LocalStore<SimSlots>, node: Node, numbers: &[u64]) -> Vec
     slots
 }
 
-fn query(store: &mut LocalStore<SimSlots>, node: Node, number: u64) -> Option<Slot> {
+fn query(store: &mut StablePages<SimSlots>, node: Node, number: u64) -> Option<StableSlot> {
     let mut answers = Vec::new();
     store.query(node, &[hash(number)], &mut answers).unwrap();
     match answers[..] {

@@ -2,10 +2,10 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use crate::memory::PageHash;
+use crate::hash::PageHash;
 
 /// Of each such content, the references and the numbers of its stable pages, in order.
-#[derive(Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Chains {
     chains: HashMap<PageHash, BTreeSet<(u16, u32)>>,
     pages: u64,
@@ -64,7 +64,7 @@ impl Chains {
         self.pages
     }
 
-    /// Memory, as an estimate: the standard library does not tell.
+    /// Memory, as an estimate: the standard library does not report it.
     pub(super) fn memory_bytes(&self) -> u64 {
         (self.chains.capacity() * size_of::<(PageHash, BTreeSet<(u16, u32)>)>()) as u64
             + self.pages * 16

@@ -1,0 +1,286 @@
+//! The stable pages of a trust domain: an index, and counts of sharers, over [`Slots`].
+
+mod chains;
+mod entries;
+
+use std::io;
+
+use ebb_guest_ram::StableSlot;
+
+use crate::{
+    hash::PageHash,
+    memory::Node,
+    settings::MAX_PAGE_SHARING,
+    slots::Slots,
+    store::{Answer, StableStore, StoreCounts, StoreError},
+    table::Table,
+};
+use chains::Chains;
+use entries::{Entries, Entry};
+
+/// Stable pages of one domain: by themselves the store of a machine that shares its pages with no
+/// other, and in a broker's ledger those of all its clients.
+///
+/// A content has one stable page. When that has as many sharers as it may have, another stable page
+/// with the same content is made, and they form a *chain* (as in Linux's mm/ksm.c: unmapping a page
+/// with millions of sharers would take the kernel too long). A page of a chain without sharers goes
+/// back to the host at once, and a chain with one page left is none any more. New sharers go to the
+/// fullest page that has room, so that the others run empty.
+///
+/// A stable page takes eight bytes, and five to seven in the index.
+#[derive(Debug)]
+#[cfg_attr(test, derive(Clone))]
+pub struct StablePages<T> {
+    slots: T,
+    max_page_sharing: u16,
+    indexes: Vec<Index>,
+    entries: Entries,
+}
+
+/// Stable pages of one node that may get more sharers some day.
+#[derive(Debug)]
+#[cfg_attr(test, derive(Clone))]
+struct Index {
+    node: Node,
+    /// One stable page for each content.
+    table: Table,
+    /// All stable pages of the contents that have several.
+    chains: Chains,
+}
+
+/// What there is of a content.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Found {
+    /// No stable page that could ever get another sharer.
+    Nothing,
+    /// Stable pages, all of which have as many sharers as they may have.
+    Full,
+    /// The stable page that should get the next sharer.
+    Available(StableSlot),
+}
+
+impl<T: Slots> StablePages<T> {
+    /// None yet; they will be in `slots`.
+    pub fn new(slots: T) -> Self {
+        Self { slots, max_page_sharing: 256, indexes: Vec::new(), entries: Entries::default() }
+    }
+
+    /// Where the stable pages are.
+    pub fn slots(&self) -> &T {
+        &self.slots
+    }
+
+    /// Shares and reservations of a stable page; 0 if there is none in this slot.
+    pub fn references(&self, slot: StableSlot) -> u32 {
+        self.entries.number(slot).map_or(0, |number| self.entries.get(number).references().into())
+    }
+
+    /// Number of stable pages.
+    pub(crate) fn len(&self) -> u64 {
+        self.entries.len()
+    }
+
+    /// The node that a stable page was made for.
+    pub(crate) fn node(&self, slot: StableSlot) -> Option<Node> {
+        Some(self.entries.node(self.entries.number(slot)?))
+    }
+
+    /// What there is of a content on a node.
+    pub(crate) fn find(&self, node: Node, hash: PageHash) -> Found {
+        let Some(index) = self.indexes.iter().find(|index| index.node == node) else {
+            return Found::Nothing;
+        };
+        let available = if index.chains.contains(hash) {
+            index.chains.fullest_below(hash, self.max_page_sharing)
+        } else {
+            let same = |number| self.entries.get(number).hash() == hash;
+            let Some(number) = index.table.find(hash, same) else { return Found::Nothing };
+            Some(number)
+                .filter(|&number| self.entries.get(number).references() < self.max_page_sharing)
+        };
+        available.map_or(Found::Full, |number| Found::Available(self.entries.slot(number)))
+    }
+
+    /// One reference more to a stable page that is [`Found::Available`].
+    pub(crate) fn reserve(&mut self, slot: StableSlot) {
+        if let Some(number) = self.entries.number(slot) {
+            self.set_references(number, self.entries.get(number).references() + 1);
+        }
+    }
+
+    /// Fewer references to a stable page. Without any it is gone. Returns the number of its segment
+    /// if that was closed then.
+    pub(crate) fn drop_references(&mut self, slot: StableSlot, count: u32) -> Option<u32> {
+        let Some(number) = self.entries.number(slot) else {
+            tracing::error!(?slot, "a share of a stable page that does not exist was given up");
+            return None;
+        };
+        let entry = self.entries.get(number);
+        let left = u32::from(entry.references()).saturating_sub(count) as u16;
+        if left > 0 {
+            self.set_references(number, left);
+            return None;
+        }
+        if !entry.is_retired() {
+            self.take_out(number);
+        }
+        self.entries.remove(number);
+        self.slots.free(slot)
+    }
+
+    /// Makes stable pages with one reference each out of `contents`, one for each of `hashes`, and
+    /// appends their slots. After an error there are none.
+    pub(crate) fn make(
+        &mut self,
+        node: Node,
+        hashes: &[PageHash],
+        contents: &[u8],
+        slots: &mut Vec<StableSlot>,
+    ) -> io::Result<()> {
+        let mut new = Vec::with_capacity(hashes.len());
+        self.slots.allocate(node, hashes.len(), &mut new)?;
+        let page_bytes = contents.len().checked_div(hashes.len()).unwrap_or(0);
+        let mut rest = contents;
+        for run in new.chunk_by(|a, b| a.is_followed_by(*b)) {
+            let (these, behind) = rest.split_at(run.len() * page_bytes);
+            if let Err(error) = self.slots.write(run[0], these) {
+                for slot in new {
+                    self.slots.free(slot);
+                }
+                return Err(error);
+            }
+            rest = behind;
+        }
+        let index = self.index(node);
+        for (&slot, &hash) in new.iter().zip(hashes) {
+            let number = self.entries.add(slot, node, Entry::new(hash, 1));
+            self.put(index, number);
+        }
+        slots.append(&mut new);
+        Ok(())
+    }
+
+    fn index(&mut self, node: Node) -> usize {
+        if let Some(place) = self.indexes.iter().position(|index| index.node == node) {
+            return place;
+        }
+        self.indexes.push(Index { node, table: Table::default(), chains: Chains::default() });
+        self.indexes.len() - 1
+    }
+
+    fn set_references(&mut self, number: u32, references: u16) {
+        let entry = self.entries.get(number);
+        if !entry.is_retired() {
+            let index = self.index(self.entries.node(number));
+            let chains = &mut self.indexes[index].chains;
+            chains.count(entry.hash(), number, entry.references(), references);
+        }
+        self.entries.set(number, entry.with_references(references));
+    }
+
+    /// Puts a new stable page into the index.
+    fn put(&mut self, index: usize, number: u32) {
+        let entry = self.entries.get(number);
+        let (hash, entries) = (entry.hash(), &self.entries);
+        let index = &mut self.indexes[index];
+        match index.table.find(hash, |number| entries.get(number).hash() == hash) {
+            None => index.table.insert(hash, number, |number| entries.get(number).hash()),
+            Some(first) => {
+                index.chains.add(
+                    hash,
+                    (entries.get(first).references(), first),
+                    (entry.references(), number),
+                );
+            }
+        }
+    }
+
+    /// Takes a stable page out of the index.
+    fn take_out(&mut self, number: u32) {
+        let entry = self.entries.get(number);
+        let node = self.entries.node(number);
+        let index = self.index(node);
+        let (hash, entries, index) = (entry.hash(), &self.entries, &mut self.indexes[index]);
+        let hash_of = |number| entries.get(number).hash();
+        let other = index.chains.remove(hash, number, entry.references());
+        if index.table.remove(hash, number, hash_of)
+            && let Some(other) = other
+        {
+            index.table.insert(hash, other, hash_of);
+        }
+    }
+}
+
+impl<T: Slots> StableStore for StablePages<T> {
+    fn query(
+        &mut self,
+        node: Node,
+        hashes: &[PageHash],
+        answers: &mut Vec<Answer>,
+    ) -> Result<(), StoreError> {
+        for &hash in hashes {
+            answers.push(match self.find(node, hash) {
+                // Without another process that has such a page a full one is of no use.
+                Found::Nothing | Found::Full => Answer::Unknown,
+                Found::Available(slot) => {
+                    self.reserve(slot);
+                    Answer::Stable(slot)
+                }
+            });
+        }
+        Ok(())
+    }
+
+    fn publish(
+        &mut self,
+        node: Node,
+        hashes: &[PageHash],
+        contents: &[u8],
+        slots: &mut Vec<StableSlot>,
+    ) -> Result<(), StoreError> {
+        self.make(node, hashes, contents, slots)
+            .map_err(|source| StoreError::NoRoom { node, source })
+    }
+
+    fn shared(&mut self, _slot: StableSlot) {
+        // A reservation is counted as a share already.
+    }
+
+    fn unused(&mut self, slot: StableSlot) {
+        self.drop_references(slot, 1);
+    }
+
+    fn release(&mut self, slot: StableSlot) {
+        self.drop_references(slot, 1);
+    }
+
+    fn retire(&mut self, slot: StableSlot) {
+        if let Some(number) = self.entries.number(slot)
+            && !self.entries.get(number).is_retired()
+        {
+            self.take_out(number);
+            self.entries.set(number, self.entries.get(number).retired());
+        }
+    }
+
+    fn limit_sharing(&mut self, max_page_sharing: u32) {
+        self.max_page_sharing = max_page_sharing.clamp(1, MAX_PAGE_SHARING) as u16;
+    }
+
+    fn counts(&self) -> StoreCounts {
+        let tables: u64 = self
+            .indexes
+            .iter()
+            .map(|index| index.table.memory_bytes() + index.chains.memory_bytes())
+            .sum();
+        StoreCounts {
+            pages_shared: self.entries.len(),
+            stable_node_chains: self.indexes.iter().map(|index| index.chains.len()).sum(),
+            stable_node_dups: self.indexes.iter().map(|index| index.chains.pages()).sum(),
+            metadata_bytes: tables + self.entries.memory_bytes(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;
