@@ -56,7 +56,31 @@ pub(crate) enum Found {
     /// Stable pages, all of which have as many sharers as they may have.
     Full,
     /// The stable page that should get the next sharer.
-    Available(StableSlot),
+    Available(Number),
+}
+
+/// Number of a stable page in this store, by which it is found faster than by its slot.
+pub(crate) type Number = u32;
+
+/// What became of a stable page that lost references.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Dropped {
+    /// The node that it was made for.
+    pub(crate) node: Node,
+    /// Whether there are others left.
+    pub(crate) left: Left,
+}
+
+/// Whether a stable page has references left.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Left {
+    /// It has.
+    Some,
+    /// It is gone, and with it its segment, if there is the number of one.
+    None {
+        /// Number of the segment.
+        closed: Option<u32>,
+    },
 }
 
 impl<T: Slots> StablePages<T> {
@@ -98,34 +122,38 @@ impl<T: Slots> StablePages<T> {
             Some(number)
                 .filter(|&number| self.entries.get(number).references() < self.max_page_sharing)
         };
-        available.map_or(Found::Full, |number| Found::Available(self.entries.slot(number)))
+        available.map_or(Found::Full, Found::Available)
+    }
+
+    /// The slot of a stable page.
+    pub(crate) fn slot(&self, number: Number) -> StableSlot {
+        self.entries.slot(number)
     }
 
     /// One reference more to a stable page that is [`Found::Available`].
-    pub(crate) fn reserve(&mut self, slot: StableSlot) {
-        if let Some(number) = self.entries.number(slot) {
-            self.set_references(number, self.entries.get(number).references() + 1);
-        }
+    pub(crate) fn reserve(&mut self, number: Number) -> StableSlot {
+        self.set_references(number, self.entries.get(number).references() + 1);
+        self.entries.slot(number)
     }
 
-    /// Fewer references to a stable page. Without any it is gone. Returns the number of its segment
-    /// if that was closed then.
-    pub(crate) fn drop_references(&mut self, slot: StableSlot, count: u32) -> Option<u32> {
+    /// Fewer references to a stable page; `None` if there is none. Without any it is gone.
+    pub(crate) fn drop_references(&mut self, slot: StableSlot, count: u32) -> Option<Dropped> {
         let Some(number) = self.entries.number(slot) else {
             tracing::error!(?slot, "a share of a stable page that does not exist was given up");
             return None;
         };
+        let node = self.entries.node(number);
         let entry = self.entries.get(number);
         let left = u32::from(entry.references()).saturating_sub(count) as u16;
         if left > 0 {
             self.set_references(number, left);
-            return None;
+            return Some(Dropped { node, left: Left::Some });
         }
         if !entry.is_retired() {
             self.take_out(number);
         }
         self.entries.remove(number);
-        self.slots.free(slot)
+        Some(Dropped { node, left: Left::None { closed: self.slots.free(slot) } })
     }
 
     /// Makes stable pages with one reference each out of `contents`, one for each of `hashes`, and
@@ -168,7 +196,7 @@ impl<T: Slots> StablePages<T> {
         self.indexes.len() - 1
     }
 
-    fn set_references(&mut self, number: u32, references: u16) {
+    fn set_references(&mut self, number: Number, references: u16) {
         let entry = self.entries.get(number);
         if !entry.is_retired() {
             let index = self.index(self.entries.node(number));
@@ -179,7 +207,7 @@ impl<T: Slots> StablePages<T> {
     }
 
     /// Puts a new stable page into the index.
-    fn put(&mut self, index: usize, number: u32) {
+    fn put(&mut self, index: usize, number: Number) {
         let entry = self.entries.get(number);
         let (hash, entries) = (entry.hash(), &self.entries);
         let index = &mut self.indexes[index];
@@ -196,7 +224,7 @@ impl<T: Slots> StablePages<T> {
     }
 
     /// Takes a stable page out of the index.
-    fn take_out(&mut self, number: u32) {
+    fn take_out(&mut self, number: Number) {
         let entry = self.entries.get(number);
         let node = self.entries.node(number);
         let index = self.index(node);
@@ -222,10 +250,7 @@ impl<T: Slots> StableStore for StablePages<T> {
             answers.push(match self.find(node, hash) {
                 // Without another process that has such a page a full one is of no use.
                 Found::Nothing | Found::Full => Answer::Unknown,
-                Found::Available(slot) => {
-                    self.reserve(slot);
-                    Answer::Stable(slot)
-                }
+                Found::Available(number) => Answer::Stable(self.reserve(number)),
             });
         }
         Ok(())

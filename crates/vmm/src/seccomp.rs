@@ -174,7 +174,7 @@ const DEVICE: &[c_long] =
     &[libc::SYS_fdatasync, libc::SYS_fsync, libc::SYS_lseek, libc::SYS_pread64, libc::SYS_pwrite64];
 
 /// What the main thread does at the end and when the guest starts again: reload the images, remove
-/// the socket, put KSM's settings back.
+/// the socket.
 const MAIN: &[c_long] = &[
     libc::SYS_flock,
     libc::SYS_fstat,
@@ -231,10 +231,8 @@ const MIGRATE: &[c_long] = &[
     libc::SYS_unlinkat,
 ];
 
-/// What merging does: shared pages in memory files, a broker's socket, KSM's settings and its
-/// users.
+/// What merging does: shared pages in memory files, a broker's socket.
 const MERGE: &[c_long] = &[
-    libc::SYS_flock,
     libc::SYS_fstat,
     libc::SYS_ftruncate,
     libc::SYS_lseek,

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use ebb_page_merge::kernel::{Counter, Knob, Ksm, SYSFS};
+use ebb_page_merge::kernel::{Counter, Knob, Ksm, RUN_FOLDER, SYSFS};
 use ebb_program::{Check, Grade};
 use ebb_vmm::probe::probe_merging;
 
@@ -14,7 +14,8 @@ pub(super) struct KernelMerging {
     /// The setting `run`.
     run: u64,
     pages_sharing: u64,
-    may_change: bool,
+    /// Whether this user can name a machine's trust domain where others look for it.
+    may_join: bool,
 }
 
 /// What was found; `Err` holds what is wrong, with its remedy.
@@ -64,16 +65,18 @@ impl Merging {
     fn check_kernel(&self) -> Check {
         const NAME: &str = "merging by the kernel";
         match &self.kernel {
-            Ok(KernelMerging { run, pages_sharing, may_change }) => {
+            Ok(KernelMerging { run, pages_sharing, may_join }) => {
                 let what = match run {
                     1 => format!("KSM runs, {pages_sharing} pages share others"),
-                    _ => "KSM is there and does not run".to_owned(),
+                    _ => {
+                        format!("KSM is there and does not run (`echo 1 > {SYSFS}/run` starts it)")
+                    }
                 };
-                if *may_change {
+                if *may_join {
                     Check::new(NAME, Grade::Ok, what, None)
                 } else {
                     let found = format!(
-                        "{what}; this user cannot change it, so merge=kernel does not work"
+                        "{what}; this user cannot write to {RUN_FOLDER}, so merge=kernel does not work"
                     );
                     Check::new(
                         NAME,
@@ -90,7 +93,7 @@ impl Merging {
     /// For tests of what else is judged.
     #[cfg(test)]
     pub(super) fn possible() -> Self {
-        let kernel = KernelMerging { run: 0, pages_sharing: 0, may_change: true };
+        let kernel = KernelMerging { run: 0, pages_sharing: 0, may_join: true };
         Self { owner: Ok(Some(65530)), kernel: Ok(kernel) }
     }
 }
@@ -100,8 +103,14 @@ fn kernel_merging() -> Result<KernelMerging, ebb_page_merge::kernel::KsmError> {
     Ok(KernelMerging {
         run: ksm.settings()?.get(Knob::Run).unwrap_or(0),
         pages_sharing: ksm.counters()?.count(Counter::PagesSharing),
-        may_change: ksm.check_writable().is_ok(),
+        may_join: may_write(Path::new(RUN_FOLDER)),
     })
+}
+
+/// Whether this user may write to a folder, or make it.
+fn may_write(folder: &Path) -> bool {
+    let there = folder.ancestors().find(|folder| folder.exists());
+    there.is_some_and(|folder| rustix::fs::access(folder, rustix::fs::Access::WRITE_OK).is_ok())
 }
 
 #[cfg(test)]
@@ -112,7 +121,7 @@ mod tests {
     fn what_does_not_work_is_a_warning_with_its_reason() {
         let grades = |merging: &Merging| merging.checks().map(|check| check.grade);
         assert_eq!(grades(&Merging::possible()), [Grade::Ok, Grade::Ok]);
-        let kernel = KernelMerging { run: 1, pages_sharing: 7, may_change: false };
+        let kernel = KernelMerging { run: 1, pages_sharing: 7, may_join: false };
         let poor = Merging { owner: Err("no UFFDIO_MOVE".into()), kernel: Ok(kernel) };
         assert_eq!(grades(&poor), [Grade::Warning, Grade::Warning]);
         let [owner, kernel] = poor.checks();

@@ -1,12 +1,13 @@
-//! Merging by Linux's KSM on a machine's behalf: its settings are everybody's, so they are put
-//! back.
+//! Merging by Linux's KSM on a machine's behalf: its settings are the host's, and it knows no
+//! trust domains.
 
-use std::fs;
+use std::path::Path;
 
 use ebb_agent::protocol::Command;
+use ebb_page_merge::kernel::knobs::{RUN_MERGE, RUN_STOP};
+use ebb_page_merge::kernel::{Knob, Ksm, KsmGuard, SYSFS, Values};
 use ebb_vmm::api::{MergeScope, MergeState};
 use rustix::process::Signal;
-use serde_json::json;
 
 use crate::guest::MIB;
 use crate::harness::{Scene, Test, eventually, when};
@@ -15,43 +16,37 @@ use crate::setup::Setup;
 /// The tests. They run where tests that merge do: settings of a host on which others are started
 /// would be theirs, too.
 pub const TESTS: &[Test] =
-    &[Test::new("merge_kernel::settings_are_put_back", 240, settings_are_put_back).merging()];
-
-/// Settings that merging changes.
-const SETTINGS: [&str; 6] = [
-    "run",
-    "merge_across_nodes",
-    "pages_to_scan",
-    "sleep_millisecs",
-    "max_page_sharing",
-    "advisor_mode",
-];
-
-fn settings() -> Vec<String> {
-    let read = |name: &&str| {
-        let text = fs::read_to_string(format!("/sys/kernel/mm/ksm/{name}")).unwrap_or_default();
-        format!("{name}={}", text.trim())
-    };
-    SETTINGS.iter().map(read).collect()
-}
+    &[Test::new("merge_kernel::one_domain_on_a_host", 240, one_domain_on_a_host).merging()];
 
 fn red<'a>(scene: &'a Scene, name: &str) -> Setup<'a> {
     let memory = "size=160M,thp=off,merge=kernel,merge_domain=red,merge_across_nodes=off";
     Setup::new(scene).memory(memory).socket(name)
 }
 
-fn settings_are_put_back(scene: &Scene) {
-    let before = settings();
-    assert!(
-        before.contains(&"merge_across_nodes=1".to_owned()),
-        "another one was here: {before:?}"
-    );
+fn one_domain_on_a_host(scene: &Scene) {
+    let host = KsmGuard::new(Ksm::open(Path::new(SYSFS)).unwrap()).unwrap();
+    let set = |values: &[(Knob, u64)]| {
+        host.ksm().apply(&values.iter().copied().collect()).unwrap();
+        host.ksm().settings().unwrap()
+    };
+    set(&[(Knob::Run, RUN_STOP), (Knob::MergeAcrossNodes, 1)]);
+    // It is asked for what the host does not do.
+    let apart = red(scene, "apart").start_api();
+    let info = apart.merge();
+    assert_eq!(info.state, MergeState::Unavailable);
+    assert!(info.reason.as_ref().is_some_and(|reason| reason.contains(SYSFS)), "{info:?}");
+    apart.end();
+
+    set(&[(Knob::MergeAcrossNodes, 0), (Knob::PagesToScan, 800), (Knob::SleepMillisecs, 20)]);
     let mut first = red(scene, "first").start();
-    first.set_merge(&json!({ "pages_per_second": 40_000 }));
+    let info = first.merge();
+    assert_eq!(info.state, MergeState::Stopped, "{info:?}");
+    let start = "`echo 1 > /sys/kernel/mm/ksm/run`";
+    assert!(info.reason.as_ref().is_some_and(|reason| reason.contains(start)), "{info:?}");
+    let settings = set(&[(Knob::Run, RUN_MERGE)]);
     for _ in 0..2 {
         first.run(Command::Hold { bytes: 16 * MIB, pattern: 71 });
     }
-    assert!(settings().contains(&"merge_across_nodes=0".to_owned()), "{:?}", settings());
     eventually("ksmd merges", 60, || {
         let info = first.merge();
         let merged = info.statistics.as_ref().and_then(|statistics| statistics.merged_bytes);
@@ -62,26 +57,45 @@ fn settings_are_put_back(scene: &Scene) {
         (info.state, info.statistics.unwrap().scope),
         (MergeState::Merging, MergeScope::Host)
     );
+    assert_eq!(info.settings.unwrap().pages_per_second, Some(40_000));
     first.check_held();
+
+    // What holds for the whole host is not a machine's to change.
+    for (body, file) in [
+        (r#"{"pages_per_second":100}"#, "pages_to_scan"),
+        (r#"{"merge_across_nodes":true}"#, "merge_across_nodes"),
+        (r#"{"run":"stop"}"#, "run"),
+    ] {
+        let (status, said) = first.refused("PUT", "/merge", body);
+        assert_eq!(status, 409, "{said}");
+        assert!(said.contains(&format!("{SYSFS}/{file}")), "{said}");
+    }
+
     // Nobody of another domain may join.
-    let blue = Setup::new(scene).memory("size=128M,merge=kernel,merge_domain=blue");
-    let stranger = blue.socket("stranger").start_api();
-    let info = stranger.merge();
-    assert_eq!(info.state, MergeState::Unavailable);
-    assert!(info.reason.as_ref().is_some_and(|reason| reason.contains("red")), "{info:?}");
-    stranger.end();
-    // The last one that ends puts everything back, whoever was killed before.
+    let stranger = |name| {
+        let setup = Setup::new(scene).memory("size=128M,merge=kernel,merge_domain=blue");
+        setup.socket(name).start_api()
+    };
+    let is_refused = |name| {
+        let blue = stranger(name);
+        let info = blue.merge();
+        assert_eq!(info.state, MergeState::Unavailable);
+        assert!(info.reason.as_ref().is_some_and(|reason| reason.contains("red")), "{info:?}");
+        blue.end();
+    };
+    is_refused("stranger");
+    // As long as there is one, however others end.
     let second = red(scene, "second").start_api();
     first.signal(Signal::KILL);
     first.wait_end();
-    assert!(settings().contains(&"merge_across_nodes=0".to_owned()), "{:?}", settings());
+    is_refused("stranger still");
     second.end();
-    assert_eq!(settings(), before);
-    // Without another one, the next one does.
-    let mut alone = red(scene, "alone").start_api();
-    alone.signal(Signal::KILL);
-    alone.wait_end();
-    assert_ne!(settings(), before);
-    red(scene, "after").start_api().end();
-    assert_eq!(settings(), before);
+    let blue = stranger("another");
+    assert_eq!(blue.merge().state, MergeState::Merging);
+    blue.end();
+    assert_eq!(host.ksm().settings().unwrap(), settings, "the settings are the host's");
+    // Unmerged, and as they were before.
+    let before: Values = *host.before();
+    drop(host);
+    assert_eq!(Ksm::open(Path::new(SYSFS)).unwrap().settings().unwrap(), before);
 }

@@ -4,14 +4,14 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use ebb_page_merge::broker::ask_status;
 use ebb_page_merge::kernel::knobs::RUN_STOP;
-use ebb_page_merge::kernel::users::RUN_FOLDER;
-use ebb_page_merge::kernel::{Counter, Knob, Ksm, KsmUsers, Membership, SYSFS, Values};
+use ebb_page_merge::kernel::{
+    Counter, KernelDomain, Knob, Ksm, KsmGuard, RUN_FOLDER, SYSFS, Values,
+};
 
 use crate::LabError;
 use crate::harness::proc;
@@ -169,27 +169,32 @@ impl Drop for Broker {
     }
 }
 
-/// The host's KSM while the kernel merges the pages of guests: the lab is one of its users, and the
-/// last one to leave.
+/// The host's KSM while the kernel merges the pages of guests.
 #[derive(Debug)]
-pub struct HostKsm(Membership);
+pub struct HostKsm {
+    /// Puts the settings back when the guests are gone.
+    guard: KsmGuard,
+    _domain: KernelDomain,
+}
 
 impl HostKsm {
-    /// Becomes a user of the guests' domain, before any of them: some settings cannot be changed
-    /// later.
+    /// Readies it, stopped, before any guest starts; machines of other trust domains are kept away.
     ///
     /// # Errors
     /// [`LabError::Merging`].
     pub fn join(nodes: Nodes) -> Result<Self, LabError> {
         let failed = |error: &dyn std::fmt::Display| LabError::Merging(error.to_string());
-        let ksm = Arc::new(Ksm::open(Path::new(SYSFS)).map_err(|error| failed(&error))?);
+        let domain =
+            KernelDomain::join(Path::new(RUN_FOLDER), DOMAIN).map_err(|error| failed(&error))?;
+        let ksm = Ksm::open(Path::new(SYSFS)).map_err(|error| failed(&error))?;
+        let guard = KsmGuard::new(ksm).map_err(|error| failed(&error))?;
         let mut wanted = Values::new().with(Knob::Run, RUN_STOP);
         // A kernel without NUMA has no such setting.
-        if ksm.settings().map_err(|error| failed(&error))?.get(Knob::MergeAcrossNodes).is_some() {
+        if guard.before().get(Knob::MergeAcrossNodes).is_some() {
             wanted = wanted.with(Knob::MergeAcrossNodes, u64::from(nodes == Nodes::Across));
         }
-        let users = KsmUsers::open(Path::new(RUN_FOLDER)).map_err(|error| failed(&error))?;
-        users.join(ksm, DOMAIN, &wanted).map(Self).map_err(|error| failed(&error))
+        guard.ksm().apply(&wanted).map_err(|error| failed(&error))?;
+        Ok(Self { guard, _domain: domain })
     }
 
     /// What the whole host shares.
@@ -198,7 +203,7 @@ impl HostKsm {
     /// [`LabError::Merging`].
     pub fn shared(&self) -> Result<SharedCounts, LabError> {
         let counters =
-            self.0.ksm().counters().map_err(|error| LabError::Merging(error.to_string()))?;
+            self.guard.ksm().counters().map_err(|error| LabError::Merging(error.to_string()))?;
         Ok(SharedCounts {
             pages_shared: counters.count(Counter::PagesShared),
             pages_sharing: counters.count(Counter::PagesSharing),
@@ -211,7 +216,7 @@ impl HostKsm {
     /// [`LabError::Merging`].
     pub fn set(&self, knob: Knob, value: u64) -> Result<(), LabError> {
         let wanted = Values::new().with(knob, value);
-        self.0.change(&wanted).map_err(|error| LabError::Merging(error.to_string()))
+        self.guard.ksm().apply(&wanted).map_err(|error| LabError::Merging(error.to_string()))
     }
 
     /// Lets it look at so many pages a second, if they take it no time.

@@ -15,7 +15,7 @@ use ebb_guest_ram::StableSlot;
 use crate::hash::{PageHash, PageHasher};
 use crate::memory::Node;
 use crate::slots::Slots;
-use crate::stable::{Found, StablePages};
+use crate::stable::{Dropped, Found, Left, StablePages};
 use crate::store::{Answer, StableStore};
 
 use super::interest::{Asker, Before, Interest};
@@ -165,9 +165,9 @@ impl<T: Slots> Ledger<T> {
     fn answer(&mut self, member: MemberId, node: Node, hash: PageHash) -> Answer {
         match self.stable.find(node, self.key(hash)) {
             Found::Full => Answer::Wanted,
-            Found::Available(slot) if self.may_reserve(member, 1) => {
-                self.stable.reserve(slot);
-                self.note_reservation(member, slot);
+            Found::Available(number) if self.may_reserve(member, 1) => {
+                let slot = self.stable.reserve(number);
+                self.note_reservation(member, node, slot);
                 Answer::Stable(slot)
             }
             Found::Available(_) => Answer::Unknown,
@@ -299,14 +299,12 @@ impl<T: Slots> Ledger<T> {
     }
 
     /// A client has a reference to a stable page as a reservation.
-    fn note_reservation(&mut self, member: MemberId, slot: StableSlot) {
+    fn note_reservation(&mut self, member: MemberId, node: Node, slot: StableSlot) {
         if let Some(state) = self.members.get_mut(&member) {
             state.holds.entry(slot).or_default().reserved += 1;
             state.reservations += 1;
         }
-        if let Some(node) = self.stable.node(slot) {
-            self.node(node).reservations += 1;
-        }
+        self.node(node).reservations += 1;
     }
 
     fn end_reservation(&mut self, member: MemberId, slot: StableSlot) {
@@ -321,15 +319,14 @@ impl<T: Slots> Ledger<T> {
     }
 
     fn drop_holds(&mut self, slot: StableSlot, Hold { reserved, shared }: Hold) {
-        let Some(number) = self.stable.node(slot) else { return };
-        let closed = self.stable.drop_references(slot, reserved + shared);
-        let is_gone = self.stable.references(slot) == 0;
-        let node = self.node(number);
+        let Some(Dropped { node, left }) = self.stable.drop_references(slot, reserved + shared)
+        else {
+            return;
+        };
+        let node = self.node(node);
         node.reservations -= u64::from(reserved);
         node.shares -= u64::from(shared);
-        if !is_gone {
-            return;
-        }
+        let Left::None { closed } = left else { return };
         node.pages -= 1;
         if let Some(Publisher { member, joined }) = self.publishers.remove(&slot)
             && let Some(publisher) =

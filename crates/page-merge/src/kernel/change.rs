@@ -5,7 +5,7 @@ use super::knobs::{ADVISOR_NONE, ADVISOR_SCAN_TIME, Knob, RUN_UNMERGE, Values};
 
 /// One step of a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Step {
+pub(super) enum Action {
     /// Write a value.
     Write(Knob, u64),
     /// Unmerge everything and wait until nothing is shared; `run` is 2 afterwards.
@@ -20,7 +20,7 @@ pub enum Step {
 /// - `advisor_mode` comes before `pages_to_scan`, which cannot be written while there is an
 ///   advisor, and which the kernel sets anew when the advisor goes.
 /// - `run` comes last, so that no page is merged under a setting that is about to change.
-pub fn plan(present: &Values, wanted: &Values) -> Result<Vec<Step>, KsmError> {
+pub(super) fn plan(present: &Values, wanted: &Values) -> Result<Vec<Action>, KsmError> {
     if let Some((knob, _)) = wanted.iter().find(|(knob, _)| present.get(*knob).is_none()) {
         return Err(KsmError::NoKnob { knob });
     }
@@ -29,17 +29,17 @@ pub fn plan(present: &Values, wanted: &Values) -> Result<Vec<Step>, KsmError> {
     let guarded: Vec<_> = Knob::ALL
         .into_iter()
         .filter(|knob| knob.needs_nothing_shared())
-        .filter_map(|knob| Some(Step::Write(knob, changes(knob)?)))
+        .filter_map(|knob| Some(Action::Write(knob, changes(knob)?)))
         .collect();
     let unmerges = !guarded.is_empty();
     if unmerges {
-        steps.push(Step::Unmerge);
+        steps.push(Action::Unmerge);
         steps.extend(guarded);
     }
     let advisor =
         wanted.get(Knob::AdvisorMode).or(present.get(Knob::AdvisorMode)).unwrap_or(ADVISOR_NONE);
     if let Some(mode) = changes(Knob::AdvisorMode) {
-        steps.push(Step::Write(Knob::AdvisorMode, mode));
+        steps.push(Action::Write(Knob::AdvisorMode, mode));
     }
     for knob in Knob::ALL {
         let value = match knob {
@@ -51,31 +51,16 @@ pub fn plan(present: &Values, wanted: &Values) -> Result<Vec<Step>, KsmError> {
             }
             knob => changes(knob),
         };
-        steps.extend(value.map(|value| Step::Write(knob, value)));
+        steps.extend(value.map(|value| Action::Write(knob, value)));
     }
     let run = wanted.get(Knob::Run).or(present.get(Knob::Run));
     match run {
         Some(RUN_UNMERGE) if unmerges => {}
-        Some(RUN_UNMERGE) if wanted.get(Knob::Run).is_some() => steps.push(Step::Unmerge),
+        Some(RUN_UNMERGE) if wanted.get(Knob::Run).is_some() => steps.push(Action::Unmerge),
         Some(run) if unmerges || present.get(Knob::Run) != Some(run) => {
-            steps.push(Step::Write(Knob::Run, run));
+            steps.push(Action::Write(Knob::Run, run));
         }
         _ => {}
     }
     Ok(steps)
-}
-
-/// The settings that `steps` change, `pages_to_scan` among them if an advisor changes it.
-pub fn touched(steps: &[Step]) -> Vec<Knob> {
-    let mut knobs: Vec<Knob> = steps
-        .iter()
-        .flat_map(|step| match step {
-            Step::Write(Knob::AdvisorMode, _) => vec![Knob::AdvisorMode, Knob::PagesToScan],
-            Step::Write(knob, _) => vec![*knob],
-            Step::Unmerge => vec![Knob::Run],
-        })
-        .collect();
-    knobs.sort_unstable();
-    knobs.dedup();
-    knobs
 }

@@ -73,19 +73,6 @@ pub enum KsmError {
         /// The system's answer.
         source: io::Error,
     },
-    /// Somebody else uses KSM with this setting.
-    #[error(
-        "'{knob}' holds for all virtual machines that the kernel merges, and {others} other(s) run with {present}; end them first, or \
-         leave the setting as it is", knob = knob.name(), present = knob.text(*present)
-    )]
-    NotAlone {
-        /// Which setting.
-        knob: Knob,
-        /// Its present value.
-        present: u64,
-        /// How many others there are.
-        others: usize,
-    },
     /// Virtual machines of another trust domain are merged by the kernel.
     #[error(
         "the kernel merges pages of the trust domain '{present}' on this host (process {pid}), and it cannot keep them apart from \
@@ -94,29 +81,19 @@ pub enum KsmError {
     OtherDomain {
         /// Whose they are.
         present: String,
-        /// One of its users.
+        /// The process that has named it.
         pid: u32,
         /// The domain that was to join.
         wanted: String,
     },
-    /// The file of users.
-    #[error("cannot {action} {path}, where users of KSM and their trust domain are noted: {source}", path = path.display())]
-    Users {
+    /// The file that names the domain.
+    #[error("cannot {action} {path}, which names the trust domain that the kernel merges for: {source}", path = path.display())]
+    Domain {
         /// What was tried.
         action: &'static str,
         /// The file.
         path: PathBuf,
         /// The system's answer.
         source: io::Error,
-    },
-    /// The file of users is not one.
-    #[error(
-        "{path} is not a list of users of KSM ({problem}); if no virtual machine with merge=kernel runs, remove it", path = path.display()
-    )]
-    Record {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong with it.
-        problem: String,
     },
 }

@@ -2,10 +2,6 @@
 
 use std::fmt;
 
-use serde::de::{Error as _, MapAccess, Visitor};
-use serde::ser::SerializeMap;
-use serde::{Deserialize, Deserializer, Serialize, Serializer};
-
 /// A setting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Knob {
@@ -249,41 +245,5 @@ impl fmt::Debug for Values {
 impl FromIterator<(Knob, u64)> for Values {
     fn from_iter<I: IntoIterator<Item = (Knob, u64)>>(values: I) -> Self {
         values.into_iter().fold(Self::new(), |all, (knob, value)| all.with(knob, value))
-    }
-}
-
-impl Serialize for Values {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let mut map = serializer.serialize_map(None)?;
-        for (knob, value) in self.iter() {
-            map.serialize_entry(knob.name(), &value)?;
-        }
-        map.end()
-    }
-}
-
-impl<'de> Deserialize<'de> for Values {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_map(ValuesVisitor)
-    }
-}
-
-struct ValuesVisitor;
-
-impl<'de> Visitor<'de> for ValuesVisitor {
-    type Value = Values;
-
-    fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str("settings of KSM")
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Values, A::Error> {
-        let mut values = Values::new();
-        while let Some((name, value)) = map.next_entry::<String, u64>()? {
-            let knob = Knob::ALL.into_iter().find(|knob| knob.name() == name);
-            values
-                .set(knob.ok_or_else(|| A::Error::custom(format!("no setting '{name}'")))?, value);
-        }
-        Ok(values)
     }
 }

@@ -1,34 +1,27 @@
-//! Merging by the kernel: Linux's KSM, its settings and its users.
+//! Merging by the kernel: Linux's KSM, its settings and counters, and its one trust domain.
 //!
 //! The kernel merges the pages of all processes that asked for it (`madvise(MADV_MERGEABLE)`), by
 //! one thread, `ksmd`, with one set of settings for the whole host (Linux
 //! Documentation/admin-guide/mm/ksm.rst). It knows no trust domains. So this back end is for
-//! virtual machines of *one* domain only, and refuses a second one while a user of another is
-//! there.
+//! virtual machines of *one* domain only, and refuses a second one while a machine of another is
+//! there ([`KernelDomain`]).
 //!
-//! | module | what |
-//! | --- | --- |
-//! | [`knobs`] | the settings, by name |
-//! | [`sysfs`] | reading and writing the files, which are opened once |
-//! | [`change`] | the order in which settings may be changed, pure |
-//! | [`users`] | who uses it: a file that also keeps what the settings were before |
-//!
-//! Everything is opened when a [`Ksm`] and a [`KsmUsers`] are made; settings can be changed and put
-//! back later by a thread that has no privileges any more.
+//! The settings are the host's: a monitor reads them, and whoever runs the host changes them, in
+//! the order that [`Ksm::apply`] knows and, for a while only, through a [`KsmGuard`].
 
-pub mod change;
 pub mod knobs;
 pub mod sysfs;
-pub mod users;
 
+mod change;
+mod domain;
 mod error;
-mod record;
+mod guard;
 
-pub use change::Step;
+pub use domain::{KernelDomain, RUN_FOLDER};
 pub use error::KsmError;
+pub use guard::KsmGuard;
 pub use knobs::{Counter, Knob, Values};
 pub use sysfs::{Counters, Ksm};
-pub use users::{KsmUsers, Membership};
 
 /// Where Linux has the settings.
 pub const SYSFS: &str = "/sys/kernel/mm/ksm";

@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use super::change::{self, Step};
+use super::change::{self, Action};
 use super::error::KsmError;
 use super::knobs::{Counter, Knob, RUN_UNMERGE, Values};
 
@@ -147,13 +147,13 @@ impl Ksm {
     /// Changes settings, in an order in which the kernel takes them. If one of them can only change
     /// while nothing is shared, everything is unmerged first, on the whole host.
     pub fn apply(&self, wanted: &Values) -> Result<(), KsmError> {
-        change::plan(&self.settings()?, wanted)?.into_iter().try_for_each(|step| self.step(step))
+        change::plan(&self.settings()?, wanted)?.into_iter().try_for_each(|action| self.act(action))
     }
 
-    fn step(&self, step: Step) -> Result<(), KsmError> {
-        match step {
-            Step::Write(knob, value) => self.write(knob, value),
-            Step::Unmerge => self.unmerge(),
+    fn act(&self, action: Action) -> Result<(), KsmError> {
+        match action {
+            Action::Write(knob, value) => self.write(knob, value),
+            Action::Unmerge => self.unmerge(),
         }
     }
 

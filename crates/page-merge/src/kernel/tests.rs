@@ -2,15 +2,14 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Duration;
 
 use super::knobs::{ADVISOR_NONE, ADVISOR_SCAN_TIME, RUN_MERGE, RUN_STOP, RUN_UNMERGE};
 use super::*;
 
+mod domain;
 mod order;
 mod real;
-mod shared;
 
 /// The files of Linux 6.18 on a host with NUMA.
 const FILES: [(&str, &str); 24] = [
@@ -59,10 +58,6 @@ impl Copy {
         self.folder.path().join("ksm")
     }
 
-    fn run_folder(&self) -> PathBuf {
-        self.folder.path().join("run")
-    }
-
     fn write(&self, name: &str, text: &str) {
         fs::write(self.sysfs().join(name), format!("{text}\n")).unwrap();
     }
@@ -81,10 +76,6 @@ impl Copy {
 
     fn ksm(&self) -> Ksm {
         Ksm::open(&self.sysfs()).unwrap().with_patience(Duration::from_millis(30))
-    }
-
-    fn join(&self, domain: &str, wanted: &Values) -> Result<Membership, KsmError> {
-        KsmUsers::open(&self.run_folder())?.join(Arc::new(self.ksm()), domain, wanted)
     }
 }
 
@@ -171,4 +162,16 @@ fn only_who_may_write_can_change() {
     let error =
         Ksm::open(&copy.sysfs()).map(|ksm| ksm.check_writable()).unwrap().unwrap_err().to_string();
     assert!(error.contains("run as root"), "{error}");
+}
+
+#[test]
+fn all_settings_are_put_back() {
+    let copy = Copy::new();
+    let guard = KsmGuard::new(copy.ksm()).unwrap();
+    guard.ksm().apply(&merge_apart().with(Knob::PagesToScan, 4000)).unwrap();
+    guard.ksm().apply(&Values::new().with(Knob::AdvisorMode, ADVISOR_SCAN_TIME)).unwrap();
+    assert_eq!((copy.read("run"), copy.read("merge_across_nodes")), ("1".into(), "0".into()));
+    let before = *guard.before();
+    drop(guard);
+    assert_eq!(copy.ksm().settings().unwrap(), before);
 }

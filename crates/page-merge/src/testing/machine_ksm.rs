@@ -2,20 +2,16 @@
 
 use std::fs::File;
 use std::path::Path;
-use std::sync::Arc;
 
 use rustix::fs::{FlockOperation, flock};
 
-use crate::kernel::{Counter, Ksm, SYSFS, Values};
+use crate::kernel::{Counter, Ksm, KsmGuard, SYSFS, Values};
 
 /// The machine's KSM for one test at a time; its settings are put back in any case. Whatever else
 /// changes them in tests locks the same file.
 #[derive(Debug)]
 pub struct MachineKsm {
-    /// KSM.
-    pub ksm: Arc<Ksm>,
-    /// The settings as they were.
-    pub before: Values,
+    guard: KsmGuard,
     _lock: File,
 }
 
@@ -38,19 +34,29 @@ impl MachineKsm {
         let ksm = Ksm::open(Path::new(SYSFS)).map_err(|error| error.to_string())?;
         let lock = File::open(Path::new(SYSFS).join("run")).map_err(|error| error.to_string())?;
         flock(&lock, FlockOperation::LockExclusive).map_err(|error| error.to_string())?;
-        let before = ksm.settings().map_err(|error| error.to_string())?;
-        Ok(Self { ksm: Arc::new(ksm), before, _lock: lock })
+        let guard = KsmGuard::new(ksm).map_err(|error| error.to_string())?;
+        Ok(Self { guard, _lock: lock })
+    }
+
+    /// KSM.
+    pub fn ksm(&self) -> &Ksm {
+        self.guard.ksm()
+    }
+
+    /// The settings as they were.
+    pub fn before(&self) -> &Values {
+        self.guard.before()
     }
 
     /// Pages that are shared on the machine.
     pub fn shared(&self) -> u64 {
-        self.ksm.counters().map_or(0, |counters| counters.count(Counter::PagesShared))
+        self.ksm().counters().map_or(0, |counters| counters.count(Counter::PagesShared))
     }
 }
 
 impl Drop for MachineKsm {
     fn drop(&mut self) {
-        let result = self.ksm.apply(&self.before);
+        let result = self.ksm().apply(self.before());
         assert!(
             result.is_ok() || std::thread::panicking(),
             "KSM's settings could not be put back: {result:?}"

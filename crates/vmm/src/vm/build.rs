@@ -162,7 +162,6 @@ pub(super) fn build(
     let vm = Vm {
         config,
         ram,
-        _ksm: merging.membership(),
         merging,
         kvm: vm_fd,
         interrupt_controllers,

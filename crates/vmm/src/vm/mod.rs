@@ -20,7 +20,6 @@ use std::time::Instant;
 
 use ebb_guest_ram::{GuestRam, InhibitGuard, RamError};
 use ebb_kvm_clock::{ClockPolicy, SavedClock};
-use ebb_page_merge::kernel::Membership;
 use kvm_bindings::CpuId;
 use kvm_ioctls::VmFd;
 use thiserror::Error;
@@ -180,9 +179,8 @@ type SharedTransport = Arc<Mutex<MmioTransport<BalloonDevice>>>;
 /// vCPU is waited for except `trim_cursor`, `state` and `frozen`, which no vCPU thread takes.
 pub struct Vm {
     // Fields are dropped from top to bottom: threads end before what they use goes away, guest
-    // memory goes last.
+    // memory goes last but for merging, which has shares of it of its own.
     vcpus: VcpuThreads,
-    merging: Merging,
     workers: Vec<Worker>,
     kvm: VmFd,
     config: VmConfig,
@@ -219,9 +217,9 @@ pub struct Vm {
     /// First page that the next trim looks at.
     trim_cursor: Mutex<u64>,
     ram: Arc<GuestRam>,
-    /// Puts KSM's settings back after guest memory is gone: pages that were merged would have to be
-    /// copied first otherwise.
-    _ksm: Option<Arc<Membership>>,
+    /// After guest memory: as long as the kernel may merge it, no machine of another trust domain
+    /// may come.
+    merging: Merging,
 }
 
 /// Whether a call has brought a machine to life.

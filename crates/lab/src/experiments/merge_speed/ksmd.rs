@@ -2,14 +2,14 @@
 
 use std::fs;
 use std::path::Path;
-use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use ebb_guest_ram::{GuestRam, KernelMerging};
 use ebb_page_merge::kernel::knobs::{RUN_MERGE, RUN_STOP, RUN_UNMERGE};
-use ebb_page_merge::kernel::users::RUN_FOLDER;
-use ebb_page_merge::kernel::{Counter, Counters, Knob, Ksm, KsmUsers, Membership, SYSFS, Values};
+use ebb_page_merge::kernel::{
+    Counter, Counters, KernelDomain, Knob, Ksm, KsmGuard, RUN_FOLDER, SYSFS, Values,
+};
 
 use super::memory::Arena;
 use super::side::{PASSES_IN_VAIN, Side, Until, Work};
@@ -42,7 +42,8 @@ pub(super) enum SmartScan {
 /// KSM, used by this process alone.
 #[derive(Debug)]
 pub(super) struct Ksmd {
-    membership: Membership,
+    guard: KsmGuard,
+    _domain: KernelDomain,
     pid: u32,
 }
 
@@ -56,7 +57,9 @@ impl Ksmd {
     /// # Errors
     /// [`LabError::Merging`]: no KSM, no right to change it, or somebody else uses it.
     pub(super) fn join(smart_scan: SmartScan) -> Result<Self, LabError> {
-        let ksm = Arc::new(Ksm::open(Path::new(SYSFS)).map_err(failed)?);
+        let domain =
+            KernelDomain::join(Path::new(RUN_FOLDER), "lab merge-speed").map_err(failed)?;
+        let ksm = Ksm::open(Path::new(SYSFS)).map_err(failed)?;
         let counters = ksm.counters().map_err(failed)?;
         let others = counters.count(Counter::PagesShared) + counters.count(Counter::PagesUnshared);
         if others > 0 {
@@ -79,20 +82,19 @@ impl Ksmd {
             (Knob::SmartScan, u64::from(smart_scan == SmartScan::On)),
             (Knob::AdvisorMode, 0),
         ];
-        let present = ksm.settings().map_err(failed)?;
+        let guard = KsmGuard::new(ksm).map_err(failed)?;
         let wanted: Values =
-            wanted.into_iter().filter(|(knob, _)| present.get(*knob).is_some()).collect();
-        let users = KsmUsers::open(Path::new(RUN_FOLDER)).map_err(failed)?;
-        let membership = users.join(ksm, "lab merge-speed", &wanted).map_err(failed)?;
-        Ok(Self { membership, pid: merging::kernel_thread()? })
+            wanted.into_iter().filter(|(knob, _)| guard.before().get(*knob).is_some()).collect();
+        guard.ksm().apply(&wanted).map_err(failed)?;
+        Ok(Self { guard, _domain: domain, pid: merging::kernel_thread()? })
     }
 
     fn run(&self, value: u64) -> Result<(), LabError> {
-        self.membership.change(&Values::from_iter([(Knob::Run, value)])).map_err(failed)
+        self.guard.ksm().apply(&Values::from_iter([(Knob::Run, value)])).map_err(failed)
     }
 
     fn counters(&self) -> Result<Counters, LabError> {
-        self.membership.ksm().counters().map_err(failed)
+        self.guard.ksm().counters().map_err(failed)
     }
 
     /// Makes sure that it had no other pages to look at than those of this process.

@@ -5,7 +5,7 @@ use ebb_guest_ram::StableSlot;
 use crate::hash::PageHash;
 use crate::memory::Node;
 use crate::slots::Slots;
-use crate::stable::Found;
+use crate::stable::{Found, Number};
 
 use super::{Asker, Ledger, MemberId, NoRoom, PAGE, Publisher};
 
@@ -33,10 +33,9 @@ impl<T: Slots> Ledger<T> {
         let mut found = Vec::with_capacity(pages.len());
         let (mut missing, mut missing_contents) = (Vec::new(), Vec::new());
         for (page, &hash) in pages.iter().zip(&hashes) {
-            let slot = self.find(node, hash, page);
+            let slot = self.find(node, hash, page).map(|number| self.stable.reserve(number));
             if let Some(slot) = slot {
-                self.stable.reserve(slot);
-                self.note_reservation(member, slot);
+                self.note_reservation(member, node, slot);
             } else {
                 missing.push(hash);
                 missing_contents.extend_from_slice(page);
@@ -59,11 +58,11 @@ impl<T: Slots> Ledger<T> {
     }
 
     /// A stable page with room for one more and this content.
-    fn find(&self, node: Node, hash: PageHash, content: &[u8]) -> Option<StableSlot> {
-        let Found::Available(slot) = self.stable.find(node, self.key(hash)) else { return None };
+    fn find(&self, node: Node, hash: PageHash, content: &[u8]) -> Option<Number> {
+        let Found::Available(number) = self.stable.find(node, self.key(hash)) else { return None };
         let mut stable = [0; PAGE];
-        self.slots().read(slot, &mut stable).ok()?;
-        (stable == content).then_some(slot)
+        self.slots().read(self.stable.slot(number), &mut stable).ok()?;
+        (stable == content).then_some(number)
     }
 
     /// Makes stable pages with a reservation for the client.
@@ -95,7 +94,7 @@ impl<T: Slots> Ledger<T> {
         self.node(node).pages += hashes.len() as u64;
         for &slot in &slots {
             self.publishers.insert(slot, publisher);
-            self.note_reservation(member, slot);
+            self.note_reservation(member, node, slot);
         }
         // Free slots between others keep their memory.
         let nodes = self.nodes.len() as u64;

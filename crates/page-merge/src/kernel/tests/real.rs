@@ -6,40 +6,36 @@ use crate::testing::MachineKsm;
 #[test]
 fn the_kernel_takes_changes_and_has_them_taken_back() {
     let Some(machine) = MachineKsm::take() else { return };
-    let folder = tempfile::tempdir().unwrap();
-    let join = |wanted: &Values| {
-        let ksm = Arc::new(Ksm::open(Path::new(SYSFS)).unwrap());
-        KsmUsers::open(folder.path()).unwrap().join(ksm, "test", wanted)
-    };
-    let sharing = machine.before.get(Knob::MaxPageSharing).unwrap();
+    let sharing = machine.before().get(Knob::MaxPageSharing).unwrap();
     let mut wanted = Values::new()
         .with(Knob::Run, RUN_MERGE)
         .with(Knob::PagesToScan, 123)
         .with(Knob::SleepMillisecs, 5)
         .with(Knob::MaxPageSharing, sharing + 1);
-    if let Some(across) = machine.before.get(Knob::MergeAcrossNodes) {
+    if let Some(across) = machine.before().get(Knob::MergeAcrossNodes) {
         wanted.set(Knob::MergeAcrossNodes, 1 - across);
     }
-    let membership = join(&wanted).unwrap();
-    let now = machine.ksm.settings().unwrap();
+    let guard = KsmGuard::new(Ksm::open(Path::new(SYSFS)).unwrap()).unwrap();
+    guard.ksm().apply(&wanted).unwrap();
+    let now = machine.ksm().settings().unwrap();
     for (knob, value) in wanted.iter() {
         assert_eq!(now.get(knob), Some(value), "{knob:?}");
     }
     if now.get(Knob::AdvisorMode).is_some() {
-        membership.change(&Values::new().with(Knob::AdvisorMode, ADVISOR_SCAN_TIME)).unwrap();
-        let advised = machine.ksm.settings().unwrap();
+        guard.ksm().apply(&Values::new().with(Knob::AdvisorMode, ADVISOR_SCAN_TIME)).unwrap();
+        let advised = machine.ksm().settings().unwrap();
         assert_eq!(advised.get(Knob::AdvisorMode), Some(ADVISOR_SCAN_TIME));
         // The kernel refuses the number itself while there is an advisor: here it is left out.
-        membership.change(&Values::new().with(Knob::PagesToScan, 5)).unwrap();
+        guard.ksm().apply(&Values::new().with(Knob::PagesToScan, 5)).unwrap();
     }
-    drop(membership);
-    assert_eq!(machine.ksm.settings().unwrap(), machine.before);
+    drop(guard);
+    assert_eq!(machine.ksm().settings().unwrap(), *machine.before());
 }
 
 #[test]
 fn the_kernel_says_what_it_does_not_take() {
     let Some(machine) = MachineKsm::take() else { return };
-    let error = machine.ksm.apply(&Values::new().with(Knob::MaxPageSharing, 1)).unwrap_err();
+    let error = machine.ksm().apply(&Values::new().with(Knob::MaxPageSharing, 1)).unwrap_err();
     assert!(
         matches!(error, KsmError::Refused { knob: Knob::MaxPageSharing, value: 1, .. }),
         "{error}"

@@ -1,16 +1,12 @@
-//! Merging by Linux's KSM.
+//! Merging by Linux's KSM, whose settings are the host's: a machine offers its memory, no more.
 
 use std::path::Path;
-use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex};
-use std::thread::JoinHandle;
-use std::time::Duration;
 
 use ebb_guest_ram::{GuestRam, KernelMerging as Advice};
-use ebb_page_merge::kernel::knobs::{ADVISOR_NONE, ADVISOR_SCAN_TIME, RUN_MERGE, RUN_STOP};
-use ebb_page_merge::kernel::users::RUN_FOLDER;
+use ebb_page_merge::kernel::knobs::{ADVISOR_SCAN_TIME, RUN_MERGE};
 use ebb_page_merge::kernel::{
-    Counter, Counters, Knob, Ksm, KsmError, KsmUsers, Membership, SYSFS, Values,
+    Counter, Counters, KernelDomain, Knob, Ksm, RUN_FOLDER, SYSFS, Values,
 };
 
 use super::{Status, failed, wrong_state};
@@ -20,36 +16,16 @@ use crate::api::merge::{
 };
 use crate::config::MergeConfig;
 use crate::config::merge::DEFAULT_KERNEL_DOMAIN;
-use crate::exit::{ExitSignal, GuestExit};
-use crate::seccomp::{Filters, ThreadKind};
 use crate::vm::lock;
-
-/// The pages scanned in one go follow from the pace; between two goes the kernel's thread rests so
-/// long.
-const SLEEP_MILLISECS: u64 = 20;
-/// How long whoever asks for a change waits for it. The kernel may have to unmerge the whole host.
-const ANSWER_TIME_LIMIT: Duration = Duration::from_secs(2);
-
-type Answer = Result<(), ControlError>;
-
-/// A change, and who waits for it.
-struct Request {
-    change: MergeChange,
-    answer: Sender<Answer>,
-}
-
-/// What the thread and the API know.
-struct Shared {
-    ram: Arc<GuestRam>,
-    membership: Arc<Membership>,
-    status: Mutex<Status>,
-}
 
 /// Merging by the kernel; dropped, it ends, while what was merged stays so.
 pub(super) struct KernelMerging {
-    shared: Arc<Shared>,
-    requests: Option<Sender<Request>>,
-    thread: Option<JoinHandle<()>>,
+    ksm: Ksm,
+    status: Mutex<Status>,
+    ram: Arc<GuestRam>,
+    /// Dropped last: as long as there is memory that the kernel may merge, others of another domain
+    /// must be kept away.
+    _domain: KernelDomain,
 }
 
 impl KernelMerging {
@@ -57,188 +33,100 @@ impl KernelMerging {
     ///
     /// # Errors
     /// Why it cannot.
-    pub(super) fn start(
-        config: &MergeConfig,
-        ram: &Arc<GuestRam>,
-        filters: &Filters,
-        exit: &Arc<ExitSignal>,
-    ) -> Result<Self, String> {
-        Self::start_among(Path::new(RUN_FOLDER), config, ram, filters, exit)
+    pub(super) fn start(config: &MergeConfig, ram: &Arc<GuestRam>) -> Result<Self, String> {
+        Self::start_among(Path::new(RUN_FOLDER), config, ram)
     }
 
-    /// The same among the users that are noted in `folder`.
+    /// The same among the machines whose domain is named in `folder`.
     fn start_among(
         folder: &Path,
         config: &MergeConfig,
         ram: &Arc<GuestRam>,
-        filters: &Filters,
-        exit: &Arc<ExitSignal>,
     ) -> Result<Self, String> {
         let ksm = Ksm::open(Path::new(SYSFS)).map_err(text)?;
-        let mut wanted = Values::new().with(Knob::Run, RUN_MERGE);
         if let Some(across) = config.across_nodes {
-            wanted.set(Knob::MergeAcrossNodes, u64::from(across));
+            let present = ksm.settings().map_err(text)?.get(Knob::MergeAcrossNodes);
+            if present != Some(u64::from(across)) {
+                return Err(format!(
+                    "merge_across_nodes is a setting of the host for merge=kernel, and it is {}; set {SYSFS}/{} for all machines, \
+                     or leave it out",
+                    match present {
+                        None => "not there (this kernel knows no nodes)",
+                        Some(0) => "off",
+                        Some(_) => "on",
+                    },
+                    Knob::MergeAcrossNodes.name(),
+                ));
+            }
         }
         let domain = config.domain.as_deref().unwrap_or(DEFAULT_KERNEL_DOMAIN);
-        let users = KsmUsers::open(folder).map_err(text)?;
-        let membership = Arc::new(users.join(Arc::new(ksm), domain, &wanted).map_err(text)?);
-        // Only now: nobody of another domain is there.
-        ram.advise_mergeable(Advice::Allow).map_err(|error| error.to_string())?;
-        let shared = Arc::new(Shared {
-            ram: ram.clone(),
-            membership,
-            status: Mutex::new(Status::default()),
-        });
-        let (requests, incoming) = mpsc::channel::<Request>();
-        let (worker, filter, exit) =
-            (shared.clone(), filters.for_thread(ThreadKind::Merge), exit.clone());
-        let thread = std::thread::Builder::new()
-            .name("merge".to_owned())
-            .spawn(move || match filter.apply() {
-                Ok(()) => incoming.into_iter().for_each(|request| worker.serve(request)),
-                Err(error) => exit.raise(GuestExit::Monitor { message: error.to_string() }),
-            })
-            .map_err(|error| format!("the thread for merging cannot be started: {error}"))?;
-        Ok(Self { shared, requests: Some(requests), thread: Some(thread) })
-    }
-
-    /// What keeps KSM's settings as they are for this machine.
-    pub(super) fn membership(&self) -> Arc<Membership> {
-        self.shared.membership.clone()
+        let domain = KernelDomain::join(folder, domain).map_err(text)?;
+        // Only now: no machine of another domain is there.
+        ram.advise_mergeable(Advice::Allow).map_err(text)?;
+        Ok(Self { ksm, status: Mutex::default(), ram: ram.clone(), _domain: domain })
     }
 
     pub(super) fn status(&self) -> Status {
-        let mut status = lock(&self.shared.status).clone();
-        let run = self.shared.ksm().settings().ok().and_then(|values| values.get(Knob::Run));
+        let mut status = lock(&self.status).clone();
+        let run = self.ksm.settings().ok().and_then(|values| values.get(Knob::Run));
         if status.state == MergeState::Merging && run != Some(RUN_MERGE) {
             status.state = MergeState::Stopped;
-            status.reason =
-                Some(format!("somebody has stopped the kernel's merging: {SYSFS}/run is not 1"));
+            status.reason = Some(format!(
+                "the kernel's merging does not run on this host; start it with `echo {RUN_MERGE} > {SYSFS}/run`"
+            ));
         }
         status
     }
 
     pub(super) fn settings(&self) -> Result<MergeSettings, ControlError> {
-        let values = self.shared.ksm().settings().map_err(failed)?;
-        Ok(settings(&values, lock(&self.shared.status).run))
+        let values = self.ksm.settings().map_err(failed)?;
+        Ok(settings(&values, lock(&self.status).run))
     }
 
     pub(super) fn merged_bytes(&self) -> Option<u64> {
-        self.shared.ram.residency().ok().map(|residency| residency.merged_bytes)
+        self.ram.residency().ok().map(|residency| residency.merged_bytes)
     }
 
     pub(super) fn statistics(&self) -> Result<MergeStatistics, ControlError> {
-        let counters = self.shared.ksm().counters().map_err(failed)?;
+        let counters = self.ksm.counters().map_err(failed)?;
         Ok(MergeStatistics { merged_bytes: self.merged_bytes(), ..statistics(&counters) })
     }
 
-    /// Asks for a change, and waits a while for it.
-    pub(super) fn change(&self, change: &MergeChange) -> Answer {
-        let (answer, answered) = mpsc::channel();
-        let request = Request { change: change.clone(), answer };
-        let sent = self.requests.as_ref().map(|requests| requests.send(request));
-        match (sent, answered.recv_timeout(ANSWER_TIME_LIMIT)) {
-            (Some(Ok(())), Ok(answer)) => answer,
-            // It goes on, and its end is told in the state.
-            (Some(Ok(())), Err(RecvTimeoutError::Timeout)) => Ok(()),
-            _ => Err(failed("the thread for merging has ended")),
-        }
-    }
-}
-
-impl Drop for KernelMerging {
-    fn drop(&mut self) {
-        drop(self.requests.take());
-        if let Some(thread) = self.thread.take() {
-            // A panic of the thread has been printed where it happened.
-            let _ = thread.join();
-        }
-    }
-}
-
-impl Shared {
-    fn ksm(&self) -> &Ksm {
-        self.membership.ksm()
-    }
-
-    fn serve(&self, Request { change, answer }: Request) {
-        let result = self.change(&change);
-        if let Err(error) = &result {
-            lock(&self.status).reason = Some(error.to_string());
-        }
-        let unmerges = result.is_ok() && change.run == Some(MergeRun::Unmerge);
-        if unmerges {
-            lock(&self.status).state = MergeState::Unmerging;
-        }
-        // Nobody waits any more if it took too long.
-        let _ = answer.send(result);
-        if unmerges {
-            self.unmerge();
-        }
-    }
-
-    fn change(&self, change: &MergeChange) -> Answer {
+    /// Offers the machine's memory to the kernel, or takes it back: its pages get memory of their
+    /// own again then, while those of others stay as they are. It returns when that is done.
+    pub(super) fn change(&self, change: &MergeChange) -> Result<(), ControlError> {
         if change.min_pass_millisecs.is_some() || change.clean_passes.is_some() {
             return Err(wrong_state(
                 "the kernel has no settings 'min_pass_millisecs' and 'clean_passes'",
                 "leave them out, or let the monitor merge (merge=owner)",
             ));
         }
-        let present = self.ksm().settings().map_err(failed)?;
-        let mut wanted = values(change, &present);
-        self.check_unmerged(&present, &wanted)?;
-        match change.run {
-            None | Some(MergeRun::Unmerge) => {}
-            Some(MergeRun::Merge) => wanted.set(Knob::Run, RUN_MERGE),
-            Some(MergeRun::Stop) => {
-                let others = self.membership.others().map_err(|error| refused(&error))?;
-                if others > 0 {
-                    let present = present.get(Knob::Run).unwrap_or(RUN_MERGE);
-                    return Err(refused(&KsmError::NotAlone { knob: Knob::Run, present, others }));
-                }
-                wanted.set(Knob::Run, RUN_STOP);
-            }
+        if let Some((what, file)) = of_the_host(change) {
+            return Err(wrong_state(
+                format!(
+                    "{what} is a setting of the host for merge=kernel, and the same for all that the kernel merges"
+                ),
+                &format!("change it in {SYSFS}/{file}, or let the monitor merge (merge=owner)"),
+            ));
         }
-        self.membership.change(&wanted).map_err(|error| refused(&error))?;
-        let Some(run) = change.run else { return Ok(()) };
-        if run == MergeRun::Merge {
-            self.ram.advise_mergeable(Advice::Allow).map_err(failed)?;
-        }
-        let state = if run == MergeRun::Merge { MergeState::Merging } else { MergeState::Stopped };
-        *lock(&self.status) = Status { run, state, reason: None };
-        Ok(())
-    }
-
-    /// Whether settings that decide which pages may share can change: not while pages of this
-    /// machine do. What the kernel counts may be of pages that it has not noticed to be gone, so a
-    /// machine that was unmerged is believed.
-    fn check_unmerged(&self, present: &Values, wanted: &Values) -> Answer {
-        let changes =
-            |knob: &Knob| wanted.get(*knob).is_some_and(|value| present.get(*knob) != Some(value));
-        let guarded =
-            Knob::ALL.into_iter().find(|knob| knob.needs_nothing_shared() && changes(knob));
-        let Some(knob) = guarded.filter(|_| lock(&self.status).state != MergeState::Unmerged)
-        else {
-            return Ok(());
+        let (run, advice, state) = match change.run {
+            Some(run @ MergeRun::Merge) => (run, Advice::Allow, MergeState::Merging),
+            Some(run @ MergeRun::Unmerge) => (run, Advice::Forbid, MergeState::Unmerged),
+            Some(MergeRun::Stop) | None => return Ok(()),
         };
-        match self.ksm().counters().map_err(failed)?.count(Counter::PagesShared) {
-            0 => Ok(()),
-            pages_shared => Err(refused(&KsmError::Busy { knob, pages_shared })),
-        }
-    }
-
-    /// Gives this machine's pages memory of their own; those of others stay as they are.
-    fn unmerge(&self) {
-        let result = self.ram.advise_mergeable(Advice::Forbid);
-        let mut status = lock(&self.status);
-        status.run = MergeRun::Unmerge;
-        match result {
-            Ok(()) => (status.state, status.reason) = (MergeState::Unmerged, None),
-            Err(error) => {
-                status.state = MergeState::Stopped;
-                status.reason = Some(format!("not all pages could be unmerged: {error}"));
-            }
-        }
+        let result = self.ram.advise_mergeable(advice);
+        *lock(&self.status) = match &result {
+            Ok(()) => Status { run, state, reason: None },
+            Err(error) => Status {
+                run,
+                state: MergeState::Stopped,
+                reason: Some(match advice {
+                    Advice::Allow => error.to_string(),
+                    Advice::Forbid => format!("not all pages could be unmerged: {error}"),
+                }),
+            },
+        };
+        result.map_err(failed)
     }
 }
 
@@ -246,57 +134,20 @@ fn text(error: impl std::fmt::Display) -> String {
     error.to_string()
 }
 
-/// What somebody else decides, or what has to be done first, is no failure.
-fn refused(error: &KsmError) -> ControlError {
-    let message = error.to_string();
-    match error {
-        KsmError::Busy { .. }
-        | KsmError::NotAlone { .. }
-        | KsmError::NoKnob { .. }
-        | KsmError::Refused { .. }
-        | KsmError::StillShared { .. }
-        | KsmError::Permission { .. } => ControlError::WrongState { message, remedy: None },
-        _ => ControlError::Failed { message },
-    }
-}
-
-/// A change in KSM's terms.
-fn values(change: &MergeChange, present: &Values) -> Values {
-    let mut values = Values::new();
-    let mut set = |knob, value: Option<u64>| {
-        if let Some(value) = value {
-            values.set(knob, value);
-        }
-    };
-    set(Knob::MergeAcrossNodes, change.merge_across_nodes.map(u64::from));
-    set(Knob::MaxPageSharing, change.max_page_sharing);
-    set(Knob::UseZeroPages, change.use_zero_pages.map(u64::from));
-    set(Knob::SmartScan, change.smart_scan.map(u64::from));
-    if let Some(pages_per_second) = change.pages_per_second {
-        // An older kernel has no advisor that would have to go.
-        set(Knob::AdvisorMode, present.get(Knob::AdvisorMode).map(|_| ADVISOR_NONE));
-        let (pages, sleep_ms) = pace(pages_per_second);
-        set(Knob::PagesToScan, Some(pages));
-        set(Knob::SleepMillisecs, Some(sleep_ms));
-    }
-    if change.pages_per_second.is_none()
-        && (change.cpu_percent.is_some() || change.target_scan_seconds.is_some())
-    {
-        set(Knob::AdvisorMode, Some(ADVISOR_SCAN_TIME));
-    }
-    set(Knob::AdvisorMaxCpu, change.cpu_percent);
-    set(Knob::AdvisorTargetScanTime, change.target_scan_seconds);
-    values
-}
-
-/// Pages to scan between two rests, and the length of a rest in milliseconds, for about
-/// `pages_per_second`.
-fn pace(pages_per_second: u64) -> (u64, u64) {
-    let goes_per_second = 1000 / SLEEP_MILLISECS;
-    match pages_per_second {
-        0..50 => (1, 1000 / pages_per_second.max(1)),
-        many => (many / goes_per_second, SLEEP_MILLISECS),
-    }
+/// The first of the settings in `change` that is the whole host's, and the file that has it.
+fn of_the_host(change: &MergeChange) -> Option<(&'static str, &'static str)> {
+    [
+        ("run=stop", change.run == Some(MergeRun::Stop), Knob::Run),
+        ("merge_across_nodes", change.merge_across_nodes.is_some(), Knob::MergeAcrossNodes),
+        ("max_page_sharing", change.max_page_sharing.is_some(), Knob::MaxPageSharing),
+        ("use_zero_pages", change.use_zero_pages.is_some(), Knob::UseZeroPages),
+        ("smart_scan", change.smart_scan.is_some(), Knob::SmartScan),
+        ("pages_per_second", change.pages_per_second.is_some(), Knob::PagesToScan),
+        ("cpu_percent", change.cpu_percent.is_some(), Knob::AdvisorMaxCpu),
+        ("target_scan_seconds", change.target_scan_seconds.is_some(), Knob::AdvisorTargetScanTime),
+    ]
+    .into_iter()
+    .find_map(|(name, is_wanted, knob)| is_wanted.then_some((name, knob.name())))
 }
 
 /// KSM's settings in our terms.

@@ -9,7 +9,6 @@ mod owner;
 use std::sync::Arc;
 
 use ebb_guest_ram::GuestRam;
-use ebb_page_merge::kernel::Membership;
 
 use super::control::wrong_state;
 use crate::api::control::ControlError;
@@ -66,9 +65,7 @@ impl Merging {
     ) -> Self {
         let started = match config.backend {
             MergeBackend::Off => Ok(Backend::Off),
-            MergeBackend::Kernel => {
-                KernelMerging::start(config, ram, filters, exit).map(Backend::Kernel)
-            }
+            MergeBackend::Kernel => KernelMerging::start(config, ram).map(Backend::Kernel),
             MergeBackend::Owner => {
                 OwnerMerging::start(config, ram, filters, exit).map(Backend::Owner)
             }
@@ -87,14 +84,6 @@ impl Merging {
             Backend::Off | Backend::Unavailable(_) => None,
             Backend::Kernel(kernel) => kernel.merged_bytes(),
             Backend::Owner(owner) => Some(owner.merged_bytes()),
-        }
-    }
-
-    /// What puts KSM's settings back when it is dropped: to be kept until guest memory is gone.
-    pub(super) fn membership(&self) -> Option<Arc<Membership>> {
-        match &self.backend {
-            Backend::Kernel(kernel) => Some(kernel.membership()),
-            _ => None,
         }
     }
 

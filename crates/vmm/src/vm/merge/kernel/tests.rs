@@ -1,18 +1,18 @@
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use ebb_guest_ram::{Backing, HugePages, Populate, RegionSpec};
 use ebb_page_merge::testing::MachineKsm;
 use vm_memory::{Bytes, GuestAddress};
 
 use super::*;
-use crate::config::{MergeBackend, Switch};
+use crate::config::MergeBackend;
 
 fn present() -> Values {
     let values = [
         (Knob::Run, RUN_MERGE),
         (Knob::PagesToScan, 100),
         (Knob::SleepMillisecs, 20),
-        (Knob::AdvisorMode, ADVISOR_NONE),
+        (Knob::AdvisorMode, 0),
         (Knob::AdvisorMaxCpu, 70),
         (Knob::AdvisorTargetScanTime, 200),
         (Knob::MergeAcrossNodes, 1),
@@ -21,58 +21,42 @@ fn present() -> Values {
     values.into_iter().collect()
 }
 
-fn after(change: &MergeChange) -> MergeSettings {
-    let mut values_after = present();
-    for (knob, value) in values(change, &present()).iter() {
-        values_after.set(knob, value);
-    }
-    settings(&values_after, MergeRun::Merge)
-}
-
 #[test]
-fn a_pace_is_what_was_asked_for() {
-    assert_eq!(settings(&present(), MergeRun::Merge).pages_per_second, Some(5000));
-    for pages_per_second in [1, 10, 50, 5000, 1_000_000] {
-        let change =
-            MergeChange { pages_per_second: Some(pages_per_second), ..MergeChange::default() };
-        assert_eq!(after(&change).pages_per_second, Some(pages_per_second));
-    }
-}
-
-#[test]
-fn a_fixed_pace_and_the_advisor_exclude_each_other() {
-    let advised = after(&MergeChange { target_scan_seconds: Some(60), ..MergeChange::default() });
+fn the_hosts_settings_are_reported_in_the_apis_terms() {
+    let fixed = settings(&present(), MergeRun::Merge);
     assert_eq!(
-        (advised.target_scan_seconds, advised.cpu_percent, advised.pages_per_second),
-        (Some(60), Some(70), None)
+        (fixed.pages_per_second, fixed.cpu_percent, fixed.target_scan_seconds),
+        (Some(5000), None, None)
     );
-    let limited = after(&MergeChange { cpu_percent: Some(5), ..MergeChange::default() });
-    assert_eq!((limited.target_scan_seconds, limited.cpu_percent), (Some(200), Some(5)));
-    let fixed =
-        MergeChange { pages_per_second: Some(100), cpu_percent: Some(5), ..MergeChange::default() };
-    assert_eq!((after(&fixed).cpu_percent, after(&fixed).pages_per_second), (None, Some(100)));
-}
-
-#[test]
-fn a_kernel_without_advisor_can_have_a_pace() {
-    let old: Values = present().iter().filter(|(knob, _)| *knob < Knob::AdvisorMode).collect();
-    let change = MergeChange { pages_per_second: Some(100), ..MergeChange::default() };
-    assert_eq!(values(&change, &old).get(Knob::AdvisorMode), None);
-    let advised = MergeChange { cpu_percent: Some(5), ..MergeChange::default() };
-    assert!(
-        values(&advised, &old).get(Knob::AdvisorMode).is_some(),
-        "which the kernel then refuses"
+    assert_eq!((fixed.merge_across_nodes, fixed.max_page_sharing), (Some(true), Some(256)));
+    let advised = settings(&present().with(Knob::AdvisorMode, ADVISOR_SCAN_TIME), MergeRun::Merge);
+    assert_eq!(
+        (advised.pages_per_second, advised.cpu_percent, advised.target_scan_seconds),
+        (None, Some(70), Some(200))
     );
 }
 
 #[test]
-fn what_somebody_else_decides_is_a_conflict() {
-    let error = refused(&KsmError::Busy { knob: Knob::MergeAcrossNodes, pages_shared: 5 });
-    assert!(
-        matches!(&error, ControlError::WrongState { message, .. } if message.contains("unmerge first"))
-    );
-    let error = refused(&KsmError::Record { path: "/run/x".into(), problem: "y".to_owned() });
-    assert!(matches!(error, ControlError::Failed { .. }));
+fn every_setting_of_the_host_is_refused_with_its_file() {
+    let change = |change: MergeChange| of_the_host(&change).map(|(_, file)| file);
+    let nothing = MergeChange::default;
+    for (wanted, file) in [
+        (MergeChange { run: Some(MergeRun::Stop), ..nothing() }, Some("run")),
+        (MergeChange { run: Some(MergeRun::Unmerge), ..nothing() }, None),
+        (MergeChange { run: Some(MergeRun::Merge), ..nothing() }, None),
+        (MergeChange { merge_across_nodes: Some(true), ..nothing() }, Some("merge_across_nodes")),
+        (MergeChange { max_page_sharing: Some(5), ..nothing() }, Some("max_page_sharing")),
+        (MergeChange { use_zero_pages: Some(true), ..nothing() }, Some("use_zero_pages")),
+        (MergeChange { smart_scan: Some(true), ..nothing() }, Some("smart_scan")),
+        (MergeChange { pages_per_second: Some(5), ..nothing() }, Some("pages_to_scan")),
+        (MergeChange { cpu_percent: Some(5), ..nothing() }, Some("advisor_max_cpu")),
+        (
+            MergeChange { target_scan_seconds: Some(5), ..nothing() },
+            Some("advisor_target_scan_time"),
+        ),
+    ] {
+        assert_eq!(change(wanted), file);
+    }
 }
 
 const PAGES: u64 = 512;
@@ -90,8 +74,7 @@ fn start(folder: &Path, domain: &str, ram: &Arc<GuestRam>) -> Result<KernelMergi
         domain: Some(domain.to_owned()),
         ..MergeConfig::default()
     };
-    let exit = Arc::new(ExitSignal::new().unwrap());
-    KernelMerging::start_among(folder, &config, ram, &Filters::new(Switch::On).unwrap(), &exit)
+    KernelMerging::start_among(folder, &config, ram)
 }
 
 fn wait(merging: &KernelMerging, what: &str, reached: impl Fn() -> bool) {
@@ -107,14 +90,24 @@ fn wait(merging: &KernelMerging, what: &str, reached: impl Fn() -> bool) {
     }
 }
 
+fn run(run: MergeRun) -> MergeChange {
+    MergeChange { run: Some(run), ..MergeChange::default() }
+}
+
 #[test]
-fn the_kernel_merges_and_unmerges_and_is_left_as_it_was() {
+fn the_kernel_merges_and_unmerges_and_its_settings_stay_as_they_are() {
     let Some(machine) = MachineKsm::take() else { return };
+    let quick = [
+        (Knob::Run, RUN_MERGE),
+        (Knob::AdvisorMode, 0),
+        (Knob::PagesToScan, 10_000),
+        (Knob::SleepMillisecs, 20),
+    ];
+    let known = |(knob, _): &(Knob, u64)| machine.before().get(*knob).is_some();
+    machine.ksm().apply(&quick.into_iter().filter(known).collect()).unwrap();
+    let during = machine.ksm().settings().unwrap();
     let (folder, ram) = (tempfile::tempdir().unwrap(), ram(Backing::Anonymous));
     let merging = start(folder.path(), "a", &ram).unwrap();
-    merging
-        .change(&MergeChange { pages_per_second: Some(500_000), ..MergeChange::default() })
-        .unwrap();
     assert_eq!(merging.settings().unwrap().pages_per_second, Some(500_000));
     let merged = || merging.statistics().unwrap().merged_bytes.unwrap();
     wait(&merging, "merging", || merged() >= (PAGES / 2) << 12);
@@ -123,38 +116,48 @@ fn the_kernel_merges_and_unmerges_and_is_left_as_it_was() {
     let refused = start(folder.path(), "b", &ram).err().unwrap();
     assert!(refused.contains("trust domain 'a'"), "{refused}");
 
-    let sharing = machine.before.get(Knob::MaxPageSharing).unwrap();
-    let change = MergeChange { max_page_sharing: Some(sharing + 1), ..MergeChange::default() };
-    let error = merging.change(&change).unwrap_err();
-    assert!(
-        matches!(&error, ControlError::WrongState { message, .. } if message.contains("unmerge first"))
-    );
-    merging
-        .change(&MergeChange { run: Some(MergeRun::Unmerge), ..MergeChange::default() })
-        .unwrap();
-    wait(&merging, "unmerging", || merging.status().state == MergeState::Unmerged);
-    assert_eq!(merged(), 0);
-    merging.change(&change).unwrap();
-    assert_eq!(merging.settings().unwrap().max_page_sharing, Some(sharing + 1));
-    merging.change(&MergeChange { run: Some(MergeRun::Merge), ..MergeChange::default() }).unwrap();
+    let sharing = MergeChange { max_page_sharing: Some(300), ..MergeChange::default() };
+    let error = merging.change(&sharing).unwrap_err();
+    assert!(matches!(&error, ControlError::WrongState { .. }), "{error}");
+    merging.change(&run(MergeRun::Unmerge)).unwrap();
+    assert_eq!((merging.status().state, merged()), (MergeState::Unmerged, 0));
+    merging.change(&run(MergeRun::Merge)).unwrap();
     wait(&merging, "merging again", || merged() > 0);
-    merging.change(&MergeChange { run: Some(MergeRun::Stop), ..MergeChange::default() }).unwrap();
-    assert_eq!(merging.status().state, MergeState::Stopped);
-    assert_eq!(machine.ksm.settings().unwrap().get(Knob::Run), Some(RUN_STOP));
-
-    // As in a machine that ends: memory goes first, and nothing has to be copied.
-    let membership = merging.membership();
+    assert_eq!(machine.ksm().settings().unwrap(), during);
     drop(merging);
-    drop(ram);
-    drop(membership);
-    assert_eq!(machine.ksm.settings().unwrap(), machine.before);
+    start(folder.path(), "b", &ram).unwrap();
 }
 
 #[test]
-fn memory_of_files_is_refused_and_nothing_stays_changed() {
+fn a_kernel_that_does_not_merge_is_reported_with_what_starts_it() {
     let Some(machine) = MachineKsm::take() else { return };
+    machine.ksm().apply(&Values::new().with(Knob::Run, 0)).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let ram = ram(Backing::Anonymous);
+    let merging = start(folder.path(), "a", &ram).unwrap();
+    let status = merging.status();
+    assert_eq!(status.state, MergeState::Stopped);
+    let reason = status.reason.unwrap();
+    assert!(reason.contains("`echo 1 > /sys/kernel/mm/ksm/run`"), "{reason}");
+    machine.ksm().apply(&Values::new().with(Knob::Run, RUN_MERGE)).unwrap();
+    assert_eq!(merging.status().state, MergeState::Merging);
+    drop(merging);
+
+    let Some(across) = machine.before().get(Knob::MergeAcrossNodes) else { return };
+    let config = MergeConfig {
+        backend: MergeBackend::Kernel,
+        across_nodes: Some(across == 0),
+        ..MergeConfig::default()
+    };
+    let reason = KernelMerging::start_among(folder.path(), &config, &ram).err().unwrap();
+    assert!(reason.contains("/sys/kernel/mm/ksm/merge_across_nodes"), "{reason}");
+}
+
+#[test]
+fn memory_of_files_is_refused() {
+    let Some(_machine) = MachineKsm::take() else { return };
     let folder = tempfile::tempdir().unwrap();
     let reason = start(folder.path(), "a", &ram(Backing::Memfd)).err().unwrap();
     assert!(reason.contains("memfd"), "{reason}");
-    assert_eq!(machine.ksm.settings().unwrap(), machine.before);
+    KernelDomain::join(folder.path(), "b").unwrap();
 }
