@@ -84,5 +84,5 @@ pub use log_limit::LogLimit;
 pub use pending::Discarder;
 pub use queue::Progress;
 pub use state::{BalloonState, STATE_VERSION};
-pub use statistics::{Statistics, StatisticsBuffer, StatisticsPoll};
+pub use statistics::{Statistics, StatisticsBuffer, StatisticsPoll, StatisticsValues};
 pub use verify::{ReportCheck, overwritten_word};

@@ -6,7 +6,7 @@
 use std::time::{Duration, Instant};
 
 use ebb_abi::balloon::{QueueKind, StatisticsEntry, StatisticsTag};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::budget::Budget;
 use crate::chain::ChainReader;
@@ -17,41 +17,51 @@ use crate::{Balloon, Progress};
 /// Entries read from a buffer; Linux sends up to 16.
 const MAX_ENTRIES: usize = 256;
 
-/// A guest's memory statistics; what the guest did not tell is `None`, never 0.
+/// What a guest says about its memory (virtio 1.3 section 5.5.6.4; tags 10 to 15 as in Linux
+/// include/uapi/linux/virtio_balloon.h). null is "not told", never zero.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema), schemars(rename = "Statistics"))]
+pub struct StatisticsValues {
+    /// Tag 0: memory swapped in since boot.
+    pub swap_in_bytes: Option<u64>,
+    /// Tag 1: memory swapped out since boot.
+    pub swap_out_bytes: Option<u64>,
+    /// Tag 2: page faults that needed I/O, since boot.
+    pub major_faults: Option<u64>,
+    /// Tag 3: page faults that needed no I/O, since boot.
+    pub minor_faults: Option<u64>,
+    /// Tag 4: memory not in use for anything.
+    pub free_memory_bytes: Option<u64>,
+    /// Tag 5: memory the guest has in all, without the balloon.
+    pub total_memory_bytes: Option<u64>,
+    /// Tag 6: an estimate of what programs could get without swapping.
+    pub available_memory_bytes: Option<u64>,
+    /// Tag 7: file caches that can be given up quickly.
+    pub disk_caches_bytes: Option<u64>,
+    /// Tag 8: huge pages allocated since boot.
+    pub hugetlb_allocations: Option<u64>,
+    /// Tag 9: huge pages that could not be allocated, since boot.
+    pub hugetlb_failures: Option<u64>,
+    /// Tag 10: processes killed for lack of memory, since boot.
+    pub oom_kills: Option<u64>,
+    /// Tag 11: allocations that had to reclaim memory themselves, since boot.
+    pub allocation_stalls: Option<u64>,
+    /// Tag 12: memory scanned in the background, since boot.
+    pub async_scan_bytes: Option<u64>,
+    /// Tag 13: memory scanned by allocations, since boot.
+    pub direct_scan_bytes: Option<u64>,
+    /// Tag 14: memory reclaimed in the background, since boot.
+    pub async_reclaim_bytes: Option<u64>,
+    /// Tag 15: memory reclaimed by allocations, since boot.
+    pub direct_reclaim_bytes: Option<u64>,
+}
+
+/// A guest's memory statistics.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Statistics {
-    /// Bytes swapped in since boot.
-    pub swap_in_bytes: Option<u64>,
-    /// Bytes swapped out since boot.
-    pub swap_out_bytes: Option<u64>,
-    /// Page faults that needed disk I/O, since boot.
-    pub major_faults: Option<u64>,
-    /// Page faults that needed none, since boot.
-    pub minor_faults: Option<u64>,
-    /// Bytes not used for anything.
-    pub free_bytes: Option<u64>,
-    /// Bytes of memory that the guest manages.
-    pub total_bytes: Option<u64>,
-    /// Estimate of the bytes available to new programs without swapping.
-    pub available_bytes: Option<u64>,
-    /// Bytes in caches that can be reclaimed quickly.
-    pub disk_caches_bytes: Option<u64>,
-    /// Successful hugetlb page allocations.
-    pub hugetlb_allocations: Option<u64>,
-    /// Failed hugetlb page allocations.
-    pub hugetlb_failures: Option<u64>,
-    /// Processes killed for lack of memory.
-    pub oom_kills: Option<u64>,
-    /// Allocations that had to reclaim memory themselves.
-    pub allocation_stalls: Option<u64>,
-    /// Pages scanned in the background.
-    pub async_scans: Option<u64>,
-    /// Pages scanned directly by allocations.
-    pub direct_scans: Option<u64>,
-    /// Pages reclaimed in the background.
-    pub async_reclaims: Option<u64>,
-    /// Pages reclaimed directly by allocations.
-    pub direct_reclaims: Option<u64>,
+    /// What the guest has said last.
+    #[serde(flatten)]
+    pub values: StatisticsValues,
     /// Time since the values arrived, in milliseconds; `None` if none ever did.
     pub age_ms: Option<u64>,
     /// How many times values have arrived. Whoever asks for new ones waits for this to grow.
@@ -121,23 +131,26 @@ impl Collector {
     fn report(&self, now: Instant) -> Statistics {
         let value = |tag: StatisticsTag| self.values[usize::from(tag.number())];
         let age = self.received.map(|received| now.saturating_duration_since(received));
-        Statistics {
+        let values = StatisticsValues {
             swap_in_bytes: value(StatisticsTag::SwapIn),
             swap_out_bytes: value(StatisticsTag::SwapOut),
             major_faults: value(StatisticsTag::MajorFaults),
             minor_faults: value(StatisticsTag::MinorFaults),
-            free_bytes: value(StatisticsTag::FreeMemory),
-            total_bytes: value(StatisticsTag::TotalMemory),
-            available_bytes: value(StatisticsTag::AvailableMemory),
+            free_memory_bytes: value(StatisticsTag::FreeMemory),
+            total_memory_bytes: value(StatisticsTag::TotalMemory),
+            available_memory_bytes: value(StatisticsTag::AvailableMemory),
             disk_caches_bytes: value(StatisticsTag::DiskCaches),
             hugetlb_allocations: value(StatisticsTag::HugetlbAllocations),
             hugetlb_failures: value(StatisticsTag::HugetlbFailures),
             oom_kills: value(StatisticsTag::OomKills),
             allocation_stalls: value(StatisticsTag::AllocationStalls),
-            async_scans: value(StatisticsTag::AsyncScans),
-            direct_scans: value(StatisticsTag::DirectScans),
-            async_reclaims: value(StatisticsTag::AsyncReclaims),
-            direct_reclaims: value(StatisticsTag::DirectReclaims),
+            async_scan_bytes: value(StatisticsTag::AsyncScans),
+            direct_scan_bytes: value(StatisticsTag::DirectScans),
+            async_reclaim_bytes: value(StatisticsTag::AsyncReclaims),
+            direct_reclaim_bytes: value(StatisticsTag::DirectReclaims),
+        };
+        Statistics {
+            values,
             age_ms: age.map(|age| u64::try_from(age.as_millis()).unwrap_or(u64::MAX)),
             updates: self.updates,
         }

@@ -6,16 +6,18 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use ebb_vmm::api::route::{
-    FREE_PAGES_TIME_LIMIT_MS, MAX_FREE_PAGES_TIME_LIMIT_MS, MAX_STATISTICS_INTERVAL_SECONDS,
-};
 use ebb_vmm::api::{
-    BalloonFeature, BalloonInfo, BalloonState, Client, ClientError, MAX_FREE_PAGES_ORDER,
-    RamBacking, SnapshotReport, StatisticsDocument, TrimReport, VmInfo, VmState, prometheus,
+    BalloonFeature, BalloonInfo, BalloonState, BalloonTarget, Client, ClientError,
+    FreePagesRequest, MAX_STATISTICS_INTERVAL_SECONDS, MergeSettings, SnapshotReport,
+    SnapshotTarget, StatisticsDocument, StatisticsInterval, TrimReport, VmInfo, VmState,
+    prometheus,
 };
+use ebb_vmm::config::Backing;
 use ebb_vmm::size::ByteSize;
 use serde::Serialize;
 use serde_json::json;
+
+use crate::flags::Settings;
 
 mod free_pages;
 mod merge;
@@ -88,16 +90,9 @@ enum Command {
         seconds: u64,
     },
     /// Ask the guest which of its pages are free; its balloon driver must know Ebb's extension
-    FreePages {
-        /// Leave out blocks smaller than 2^N pages [default: 0]
-        #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(0..=i64::from(MAX_FREE_PAGES_ORDER)))]
-        min_order: Option<u8>,
-        /// How long the guest may take
-        #[arg(long, value_name = "MILLISECONDS", default_value_t = FREE_PAGES_TIME_LIMIT_MS, value_parser = clap::value_parser!(u64).range(1..=MAX_FREE_PAGES_TIME_LIMIT_MS))]
-        timeout_ms: u64,
-    },
+    FreePages(Settings<FreePagesRequest>),
     /// Show how equal pages are merged, or change it
-    Merge(merge::Args),
+    Merge(Settings<MergeSettings>),
     /// Show all counters
     Metrics,
 }
@@ -137,7 +132,7 @@ enum Form {
 fn execute(args: Args, out: &mut Vec<u8>) -> anyhow::Result<()> {
     let usual = match args.command {
         Command::Snapshot { .. } => 600,
-        Command::FreePages { timeout_ms, .. } => 5 + timeout_ms / 1000,
+        Command::FreePages(Settings(request)) => 5 + request.timeout_ms / 1000,
         _ => 5,
     };
     let client = Client::new(args.socket, Duration::from_secs(args.timeout.unwrap_or(usual)));
@@ -154,7 +149,7 @@ fn execute(args: Args, out: &mut Vec<u8>) -> anyhow::Result<()> {
             show(out, form, &client.get("/balloon")?, balloon_rows)
         }
         Command::Balloon(BalloonArgs { action: Some(BalloonAction::Set { size }) }) => {
-            let body = json!({ "target_bytes": size.bytes() });
+            let body = BalloonTarget { target_bytes: size.bytes() };
             show(out, form, &client.put_json("/balloon", &body)?, balloon_rows)
         }
         Command::Statistics { max_age } => {
@@ -166,14 +161,15 @@ fn execute(args: Args, out: &mut Vec<u8>) -> anyhow::Result<()> {
             show(out, form, &document, statistics_rows)
         }
         Command::StatisticsInterval { seconds } => {
-            let body = json!({ "interval_seconds": seconds });
+            let body = StatisticsInterval { interval_seconds: seconds };
             show(out, form, &client.put_json("/balloon/statistics-interval", &body)?, interval_row)
         }
-        Command::FreePages { min_order, timeout_ms } => {
-            let body = json!({ "min_order": min_order.unwrap_or(0), "timeout_ms": timeout_ms });
-            show(out, form, &client.put_json("/balloon/free-pages", &body)?, free_pages::rows)
+        Command::FreePages(Settings(request)) => {
+            show(out, form, &client.put_json("/balloon/free-pages", &request)?, free_pages::rows)
         }
-        Command::Merge(args) => show(out, form, &args.execute(&client)?, merge::rows),
+        Command::Merge(Settings(change)) => {
+            show(out, form, &merge::execute(&change, &client)?, merge::rows)
+        }
         Command::Metrics => metrics(out, form, &client),
     }
 }
@@ -277,9 +273,7 @@ fn trim(client: &Client) -> anyhow::Result<TrimReport> {
 fn snapshot(client: &Client, file: &Path) -> anyhow::Result<SnapshotReport> {
     let path = std::path::absolute(file)
         .with_context(|| format!("cannot use the path {}", file.display()))?;
-    let path =
-        path.to_str().with_context(|| format!("the path {} is not Unicode", path.display()))?;
-    Ok(client.put_json("/vm/snapshot", &json!({ "path": path }))?)
+    Ok(client.put_json("/vm/snapshot", &SnapshotTarget { path })?)
 }
 
 fn snapshot_rows(report: &SnapshotReport) -> Vec<Row> {
@@ -308,9 +302,9 @@ fn state_row(info: &VmInfo) -> Vec<Row> {
 
 fn vm_rows(info: &VmInfo) -> Vec<Row> {
     let backing = match info.backing {
-        RamBacking::Anon => "anonymous",
-        RamBacking::Memfd => "shared memfd",
-        RamBacking::Hugetlb => "2 MiB huge pages",
+        Backing::Anonymous => "anonymous",
+        Backing::Memfd => "shared memfd",
+        Backing::Hugetlb2M => "2 MiB huge pages",
     };
     let mut rows = vec![
         row("state", vm_state(info.state)),
@@ -346,14 +340,15 @@ fn vm_rows(info: &VmInfo) -> Vec<Row> {
 fn feature(feature: BalloonFeature) -> &'static str {
     match feature {
         BalloonFeature::MustTellHost => "must tell host",
-        BalloonFeature::Statistics => "statistics",
+        BalloonFeature::StatisticsQueue => "statistics",
         BalloonFeature::DeflateOnOom => "deflate on OOM",
         BalloonFeature::FreePageHint => "free page hint",
         BalloonFeature::PagePoison => "page poison",
         BalloonFeature::PageReporting => "page reporting",
         BalloonFeature::PageBitmap => "page bitmaps",
         BalloonFeature::PageRanges => "page ranges",
-        BalloonFeature::HostRequests => "host requests",
+        BalloonFeature::HostRequest => "host requests",
+        BalloonFeature::Version1 => "virtio 1",
     }
 }
 

@@ -3,6 +3,8 @@
 mod ctl;
 mod doctor;
 mod extract_vmlinux;
+mod flags;
+mod host_options;
 mod merge_broker;
 mod migrate;
 mod overrides;

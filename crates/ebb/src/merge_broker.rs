@@ -19,7 +19,7 @@ use ebb_vmm::size::ByteSize;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::json;
 
-use crate::run::Toggle;
+use crate::flags::word;
 
 const AFTER_HELP: &str = "\
 Machines that merge their own memory (ebb run --memory ...,merge=owner,merge_domain=NAME,merge_broker=PATH) share pages with other
@@ -72,8 +72,8 @@ pub struct Args {
     )]
     max_page_sharing: u32,
     /// System call filter
-    #[arg(long, value_enum, default_value_t = Toggle::On, conflicts_with = "status")]
-    seccomp: Toggle,
+    #[arg(long, default_value = "on", value_parser = word::<Switch>(), conflicts_with = "status")]
+    seccomp: Switch,
     /// Print JSON: one line when it listens, or the state
     #[arg(long)]
     json: bool,
@@ -101,8 +101,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     raise_descriptor_limit();
     let signals = ebb_vmm::vm::Signals::block().context("cannot wait for signals")?;
     let mut broker = Broker::bind(config)?;
-    let switch = if matches!(args.seccomp, Toggle::On) { Switch::On } else { Switch::Off };
-    let filter = Filters::new(switch)?.for_thread(ThreadKind::Broker);
+    let filter = Filters::new(args.seccomp)?.for_thread(ThreadKind::Broker);
     announce(broker.path(), args.json)?;
     filter.apply()?;
     broker.run(signals.as_fd())?;

@@ -8,17 +8,17 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use clap::ValueEnum;
 use ebb_migration::session::Address;
-use ebb_vmm::api::route::MIN_BANDWIDTH_BYTES;
 use ebb_vmm::api::{
-    Client, DEFAULT_DOWNTIME_MS, FreePageChoice, MAX_DOWNTIME_MS, MAX_MIGRATION_SECONDS,
-    MAX_MIGRATION_STREAMS, MigrationPhase, MigrationReport, MigrationRequest, MigrationStatus,
-    OnTimeout, TlsPaths,
+    AtTimeLimit, Client, FreePageChoice, MAX_DOWNTIME_MS, MAX_MIGRATION_SECONDS,
+    MAX_MIGRATION_STREAMS, MIN_BANDWIDTH_BYTES, MigrationPhase, MigrationReport, MigrationRequest,
+    MigrationStatus,
 };
+use ebb_vmm::config::Switch;
 use ebb_vmm::size::ByteSize;
+use ebb_vmm::words::to_word;
 
-use crate::run::Toggle;
+use crate::flags::word;
 
 const AFTER_HELP: &str = "\
 The other monitor waits for the machine: `ebb receive`, on this machine or on another one. Memory is sent while the guest
@@ -55,10 +55,10 @@ pub struct Args {
     #[arg(long, conflicts_with = "to")]
     cancel: bool,
     /// Data streams
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=MAX_MIGRATION_STREAMS as i64))]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=i64::from(MAX_MIGRATION_STREAMS)))]
     streams: u16,
     /// How long the guest may stand still; it is stopped when what is left can be sent in this time
-    #[arg(long, value_name = "MILLISECONDS", default_value_t = DEFAULT_DOWNTIME_MS, value_parser = clap::value_parser!(u64).range(1..=MAX_DOWNTIME_MS))]
+    #[arg(long, value_name = "MILLISECONDS", default_value_t = MigrationRequest::default().downtime_ms, value_parser = clap::value_parser!(u64).range(1..=MAX_DOWNTIME_MS))]
     downtime: u64,
     /// Most bytes a second while the guest runs, with K, M, G or T for powers of 1024 [default: as
     /// many as possible]
@@ -68,21 +68,21 @@ pub struct Args {
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=MAX_MIGRATION_SECONDS))]
     timeout: Option<u64>,
     /// What to do then: give up, or stop the guest for as long as the rest takes
-    #[arg(long, value_enum, default_value_t = AtTimeout::Cancel)]
-    on_timeout: AtTimeout,
+    #[arg(long, default_value = "cancel", value_parser = word::<AtTimeLimit>())]
+    on_timeout: AtTimeLimit,
     /// Slow the guest's vCPUs down when it writes faster than can be sent
     #[arg(long)]
     auto_converge: bool,
     /// Who names pages that need not be sent: the guest's driver by free page hinting, by the
     /// question of Ebb's extension, by the best that it knows, or nobody
-    #[arg(long, value_enum, default_value_t = Ask::Auto)]
-    free_pages: Ask,
+    #[arg(long, default_value = "auto", value_parser = word::<FreePageChoice>())]
+    free_pages: FreePageChoice,
     /// Whether to look for pages that are zero
-    #[arg(long, value_enum, default_value_t = Toggle::On)]
-    zero_pages: Toggle,
+    #[arg(long, default_value = "on", value_parser = word::<Switch>())]
+    zero_pages: Switch,
     /// Whether to leave out memory that the host does not hold
-    #[arg(long, value_enum, default_value_t = Toggle::On)]
-    holes: Toggle,
+    #[arg(long, default_value = "on", value_parser = word::<Switch>())]
+    holes: Switch,
     /// Our certificate (PEM), for TLS; `ebb receive` needs one, too
     #[arg(long, value_name = "FILE", requires_all = ["tls_key", "tls_ca"])]
     tls_cert: Option<PathBuf>,
@@ -109,28 +109,6 @@ pub struct Args {
     json: bool,
 }
 
-/// What to do at the time limit.
-#[derive(Debug, Clone, Copy, ValueEnum)]
-pub enum AtTimeout {
-    /// Give up.
-    Cancel,
-    /// Stop the guest for as long as it takes.
-    Force,
-}
-
-/// Who is asked for free pages.
-#[derive(Debug, Clone, Copy, ValueEnum)]
-pub enum Ask {
-    /// The best way that the guest's driver knows.
-    Auto,
-    /// Free page hinting.
-    Hints,
-    /// The question of the extension.
-    Query,
-    /// Nobody.
-    Off,
-}
-
 /// For answers of the monitor.
 const API_LIMIT: Duration = Duration::from_secs(15);
 /// How long the monitor may wait for the end before it tells how far it is.
@@ -149,7 +127,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
         return show(&client.put::<MigrationStatus>("/vm/migration/cancel")?, json);
     }
     let request = args.into_request()?;
-    let _: MigrationStatus = client.put_json("/vm/migrate", &request.to_body())?;
+    let _: MigrationStatus = client.put_json("/vm/migrate", &request)?;
     let report = watch(&client, &request.to).unwrap_or_else(|error| MigrationReport {
         status: MigrationPhase::Failed,
         error: Some(format!("{error:#}")),
@@ -180,14 +158,9 @@ impl Args {
         let here = std::env::current_dir().context("cannot find the present folder")?;
         let address = self.to.context("--to is missing")?.absolute(&here);
         let absolute = |path: PathBuf| here.join(path);
-        let mut tls = match (self.tls_cert, self.tls_key, self.tls_ca) {
-            (Some(cert), Some(key), Some(ca)) => {
-                let name = self.peer_name;
-                Some(TlsPaths { cert: absolute(cert), key: absolute(key), ca: absolute(ca), name })
-            }
-            _ => None,
-        };
-        let to = in_numbers(address, tls.as_mut())?;
+        let mut tls_name = self.peer_name;
+        let encrypted = self.tls_cert.is_some();
+        let to = in_numbers(address, encrypted.then_some(&mut tls_name))?;
         if let Some(bandwidth) = self.bandwidth
             && bandwidth.bytes() < MIN_BANDWIDTH_BYTES
         {
@@ -202,20 +175,15 @@ impl Args {
             downtime_ms: self.downtime,
             bandwidth_bytes_per_s: self.bandwidth.map(ByteSize::bytes),
             timeout_seconds: self.timeout,
-            on_timeout: match self.on_timeout {
-                AtTimeout::Cancel => OnTimeout::Cancel,
-                AtTimeout::Force => OnTimeout::Force,
-            },
+            on_timeout: self.on_timeout,
             auto_converge: self.auto_converge,
-            free_pages: match self.free_pages {
-                Ask::Auto => FreePageChoice::Auto,
-                Ask::Hints => FreePageChoice::Hints,
-                Ask::Query => FreePageChoice::Query,
-                Ask::Off => FreePageChoice::Off,
-            },
-            zero_pages: matches!(self.zero_pages, Toggle::On),
-            holes: matches!(self.holes, Toggle::On),
-            tls,
+            free_pages: self.free_pages,
+            zero_pages: self.zero_pages.is_on(),
+            holes: self.holes.is_on(),
+            tls_cert: self.tls_cert.map(absolute),
+            tls_key: self.tls_key.map(absolute),
+            tls_ca: self.tls_ca.map(absolute),
+            tls_name,
             insecure: self.insecure,
             share_memory: self.share_memory,
         })
@@ -224,7 +192,7 @@ impl Args {
 
 /// The address without a name: a monitor looks none up. The name stays the one that a certificate
 /// must have.
-fn in_numbers(address: Address, tls: Option<&mut TlsPaths>) -> anyhow::Result<Address> {
+fn in_numbers(address: Address, tls_name: Option<&mut Option<String>>) -> anyhow::Result<Address> {
     let Address::Tcp { host, port } = address else { return Ok(address) };
     if host.parse::<IpAddr>().is_ok() || host.eq_ignore_ascii_case("localhost") {
         return Ok(Address::Tcp { host, port });
@@ -236,8 +204,8 @@ fn in_numbers(address: Address, tls: Option<&mut TlsPaths>) -> anyhow::Result<Ad
         })?
         .next()
         .with_context(|| format!("the host {host} has no address; write its address in numbers"))?;
-    if let Some(tls) = tls {
-        tls.name.get_or_insert(host);
+    if let Some(name) = tls_name {
+        name.get_or_insert(host);
     }
     Ok(Address::Tcp { host: found.ip().to_string(), port })
 }
@@ -282,7 +250,7 @@ fn progress(status: &MigrationStatus) -> String {
         MigrationPhase::SwitchOver => {
             format!("switching over: {} left", size(status.remaining_bytes))
         }
-        phase => return phase.name().to_owned(),
+        phase => return phase.name(),
     };
     if status.rate_bytes_per_s > 0 {
         let _ = write!(text, ", {}/s", size(status.rate_bytes_per_s));
@@ -327,7 +295,7 @@ fn print(to: &str, report: &MigrationReport) {
         ("  not held", pages(report.pages_discarded)),
         (
             "  free",
-            format!("{} (asked: {})", pages(report.pages_skipped), report.free_pages.name()),
+            format!("{} (asked: {})", pages(report.pages_skipped), to_word(report.free_pages)),
         ),
     ];
     for (name, value) in rows {
@@ -372,7 +340,7 @@ mod tests {
             downtime_ms: 50,
             bandwidth_bytes_per_s: Some(1 << 30),
             timeout_seconds: Some(9),
-            on_timeout: OnTimeout::Force,
+            on_timeout: AtTimeLimit::Force,
             auto_converge: true,
             free_pages: FreePageChoice::Query,
             zero_pages: false,
@@ -389,13 +357,13 @@ mod tests {
         let here = std::env::current_dir().unwrap();
         let request = parse("a --to unix:move --tls-cert c --tls-key k --tls-ca /a").unwrap();
         assert_eq!(request.to, format!("unix:{}", here.join("move").display()));
-        let tls = request.tls.unwrap();
-        assert_eq!((tls.cert, tls.key, tls.ca), (here.join("c"), here.join("k"), "/a".into()));
-        assert_eq!(tls.name, None);
+        let files = [request.tls_cert, request.tls_key, request.tls_ca];
+        assert_eq!(files, [here.join("c"), here.join("k"), "/a".into()].map(Some));
+        assert_eq!(request.tls_name, None);
         let named =
             parse("a --to tcp:192.0.2.1:1 --peer-name b --tls-cert c --tls-key k --tls-ca /a")
                 .unwrap();
-        assert_eq!(named.tls.unwrap().name.as_deref(), Some("b"));
+        assert_eq!(named.tls_name.as_deref(), Some("b"));
     }
 
     #[test]

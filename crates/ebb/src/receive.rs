@@ -4,13 +4,13 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use clap::ValueEnum;
 use ebb_migration::session::{Address, Security, TlsFiles};
-use ebb_vmm::api::RamBacking;
+use ebb_vmm::config::Backing;
 use ebb_vmm::vm::{self, ReceiveConfig};
 
+use crate::flags::word;
 use crate::overrides::OverrideArgs;
-use crate::run::{EmulatedKvm, run_machine};
+use crate::run::run_machine;
 
 const AFTER_HELP: &str = "\
 Takes one machine, which `ebb migrate SOCKET --to ADDRESS` sends, and is its monitor from then on, as `ebb run` would be. It
@@ -43,8 +43,8 @@ pub struct Args {
     #[command(flatten)]
     overrides: OverrideArgs,
     /// What backs guest memory [default: as before]
-    #[arg(long, value_enum)]
-    backing: Option<MemoryBacking>,
+    #[arg(long, value_parser = word::<Backing>())]
+    backing: Option<Backing>,
     /// Our certificate (PEM), for TLS; `ebb migrate` needs one, too
     #[arg(long, value_name = "FILE", requires_all = ["tls_key", "tls_ca", "peer_name"])]
     tls_cert: Option<PathBuf>,
@@ -61,38 +61,11 @@ pub struct Args {
     /// Take a machine over TCP from anybody who can reach the port, unencrypted
     #[arg(long, conflicts_with = "tls_cert")]
     insecure: bool,
-    /// A KVM that emulates each instruction of its guests: refuse it, or use it all the same
-    #[arg(long, value_enum, default_value_t = EmulatedKvm::Refuse)]
-    emulated_kvm: EmulatedKvm,
-    /// Say how the guest ended as one JSON line on standard error (standard output may be the
-    /// guest's console)
-    #[arg(long)]
-    json: bool,
-}
-
-/// What backs guest memory.
-#[derive(Debug, Clone, Copy, ValueEnum)]
-pub enum MemoryBacking {
-    /// Private anonymous memory.
-    Anon,
-    /// A memory file.
-    Memfd,
-    /// A memory file of 2 MiB pages from the host's pool.
-    Hugetlb,
-}
-
-impl From<MemoryBacking> for RamBacking {
-    fn from(backing: MemoryBacking) -> Self {
-        match backing {
-            MemoryBacking::Anon => Self::Anon,
-            MemoryBacking::Memfd => Self::Memfd,
-            MemoryBacking::Hugetlb => Self::Hugetlb,
-        }
-    }
 }
 
 /// Runs the guest; the exit code says how it ended.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
+    let end = args.overrides.host.end;
     let overrides = args.overrides.into_overrides();
     let security = match (args.tls_cert, args.tls_key, args.tls_ca) {
         (Some(certificate), Some(key), Some(authorities)) => {
@@ -106,9 +79,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
         security,
         time_limit: args.timeout.map(Duration::from_secs),
         overrides,
-        backing: args.backing.map(|backing| RamBacking::from(backing).into()),
+        backing: args.backing,
     };
-    run_machine(args.emulated_kvm, args.json, || {
-        vm::receive(config, |address| eprintln!("listening on {address}"))
-    })
+    run_machine(end, || vm::receive(config, |address| eprintln!("listening on {address}")))
 }

@@ -7,7 +7,7 @@ use ebb_vmm::snapshot::SnapshotFile;
 use ebb_vmm::vm::{self, Start};
 
 use crate::overrides::OverrideArgs;
-use crate::run::{EmulatedKvm, run_machine};
+use crate::run::run_machine;
 
 const AFTER_HELP: &str = "\
 The machine has the memory, vCPUs and devices that it had. Its memory is read from the snapshot when the guest touches it,
@@ -41,13 +41,6 @@ pub struct Args {
     /// Use a snapshot that belongs to another user or that others may write
     #[arg(long)]
     trust: bool,
-    /// A KVM that emulates each instruction of its guests: refuse it, or use it all the same
-    #[arg(long, value_enum, default_value_t = EmulatedKvm::Refuse)]
-    emulated_kvm: EmulatedKvm,
-    /// Say how the guest ended as one JSON line on standard error (standard output may be the
-    /// guest's console)
-    #[arg(long)]
-    json: bool,
 }
 
 /// Runs the guest; the exit code says how it ended.
@@ -59,7 +52,8 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     if args.verify {
         crate::snapshot::verify(&snapshot)?;
     }
+    let end = args.overrides.host.end;
     let overrides = args.overrides.into_overrides();
     let start = if args.paused { Start::Paused } else { Start::Running };
-    run_machine(args.emulated_kvm, args.json, || vm::restore(snapshot, overrides, start))
+    run_machine(end, || vm::restore(snapshot, overrides, start))
 }

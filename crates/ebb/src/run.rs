@@ -1,21 +1,20 @@
 //! `ebb run`: a virtual machine in the foreground.
 
-use std::io::IsTerminal;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::ValueEnum;
 use ebb_kvm_clock::ClockPolicy;
-use ebb_vmm::config::options::{
-    self, BALLOON_FORM, DISK_FORM, MEMORY_FORM, NUMA_FORM, SERIAL_FORM,
-};
+use ebb_vmm::config::options::{self, BALLOON_FORM, DISK_FORM, MEMORY_FORM, NUMA_FORM};
 use ebb_vmm::config::{
-    BootFiles, ConfigError, DiskConfig, MemoryConfig, NumaNodeConfig, RebootAction, SerialConfig,
-    Switch, VmConfig,
+    BootFiles, ConfigError, DiskConfig, MemoryConfig, NumaNodeConfig, RebootAction, Switch,
+    VmConfig,
 };
 use ebb_vmm::exit::GuestExit;
 use ebb_vmm::probe::{self, KvmQuality};
 use ebb_vmm::vm::VmError;
+
+use crate::flags::word;
+use crate::host_options::{CLOCK_FORM, EmulatedKvm, EndArgs, HostArgs};
 
 const AFTER_HELP: &str = "\
 Sizes take K, M, G and T for powers of 1024.
@@ -70,64 +69,18 @@ pub struct Args {
     /// An entropy device
     #[arg(long)]
     rng: bool,
-    /// The guest's first serial line [default: tty on a terminal, else stdio]
-    #[arg(long, value_name = SERIAL_FORM)]
-    serial: Option<SerialConfig>,
-    /// Socket for `ebb ctl`
-    #[arg(long, value_name = "PATH")]
-    api: Option<PathBuf>,
-    /// System call filters
-    #[arg(long, value_enum, default_value_t = Toggle::On)]
-    seccomp: Toggle,
-    /// A KVM that emulates each instruction of its guests: refuse it, or use it all the same
-    #[arg(long, value_enum, default_value_t = EmulatedKvm::Refuse)]
-    emulated_kvm: EmulatedKvm,
-    /// Say how the guest ended as one JSON line on standard error (standard output may be the
-    /// guest's console)
-    #[arg(long)]
-    json: bool,
     /// What a reboot of the guest does: start it again, or end the monitor
-    #[arg(long, value_enum, default_value_t = OnReboot::Reset)]
-    on_reboot: OnReboot,
+    #[arg(long, default_value = "reset", value_parser = word::<RebootAction>())]
+    on_reboot: RebootAction,
     /// What the guest's clocks do while it is paused: stand still, or catch up with real time
     #[arg(long, value_name = CLOCK_FORM, default_value_t)]
     clock: ClockPolicy,
-}
-
-/// How a clock policy is given.
-pub const CLOCK_FORM: &str = "continue|catch-up";
-
-/// On or off.
-#[derive(Debug, Clone, Copy, ValueEnum)]
-pub enum Toggle {
-    /// On.
-    On,
-    /// Off.
-    Off,
-}
-
-/// What to do about a KVM that emulates its guests.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum EmulatedKvm {
-    /// Refuse it.
-    Refuse,
-    /// Use it.
-    Use,
-}
-
-/// What a reboot of the guest does.
-#[derive(Debug, Clone, Copy, ValueEnum)]
-pub enum OnReboot {
-    /// Start the guest again.
-    Reset,
-    /// End the monitor.
-    Exit,
+    #[command(flatten)]
+    host: HostArgs,
 }
 
 impl Args {
     fn into_config(self) -> Result<VmConfig, ConfigError> {
-        let switch = |on| if on { Switch::On } else { Switch::Off };
-        let interactive = std::io::stdin().is_terminal();
         let config = VmConfig {
             boot: Some(BootFiles { kernel: self.kernel, initrd: self.initrd }),
             cmdline: self.cmdline,
@@ -136,18 +89,11 @@ impl Args {
             numa: self.numa,
             balloon: options::parse_balloon(&self.balloon)?,
             disks: self.disk,
-            rng: switch(self.rng),
-            serial: self.serial.unwrap_or(if interactive {
-                SerialConfig::Tty
-            } else {
-                SerialConfig::Stdio
-            }),
-            api: self.api,
-            seccomp: switch(matches!(self.seccomp, Toggle::On)),
-            on_reboot: match self.on_reboot {
-                OnReboot::Reset => RebootAction::Reset,
-                OnReboot::Exit => RebootAction::Exit,
-            },
+            rng: if self.rng { Switch::On } else { Switch::Off },
+            serial: self.host.serial(),
+            api: self.host.api,
+            seccomp: self.host.seccomp,
+            on_reboot: self.on_reboot,
             clock: self.clock,
         };
         config.validate()?;
@@ -156,7 +102,7 @@ impl Args {
 }
 
 /// Refuses a KVM on which Linux does not boot in reasonable time. A processor that virtualizes is
-/// believed; anything else is tried with a loop, which takes up to two seconds.
+/// believed; anything else is tried with a loop, which takes a millisecond on a fast KVM.
 fn check_kvm() -> anyhow::Result<()> {
     let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let virtualizes = |line: &str| {
@@ -179,7 +125,7 @@ fn check_kvm() -> anyhow::Result<()> {
 
 /// Runs the guest; the exit code says how it ended.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
-    let (emulated_kvm, json) = (args.emulated_kvm, args.json);
+    let end = args.host.end;
     let config = match args.into_config() {
         Ok(config) => config,
         Err(error) => {
@@ -187,20 +133,19 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
             return Ok(ExitCode::from(2));
         }
     };
-    run_machine(emulated_kvm, json, || ebb_vmm::vm::run(config))
+    run_machine(end, || ebb_vmm::vm::run(config))
 }
 
 /// Runs a machine to its end and says how it ended.
 pub fn run_machine(
-    emulated_kvm: EmulatedKvm,
-    json: bool,
+    end: EndArgs,
     machine: impl FnOnce() -> Result<GuestExit, VmError>,
 ) -> anyhow::Result<ExitCode> {
-    if emulated_kvm == EmulatedKvm::Refuse {
+    if end.emulated_kvm == EmulatedKvm::Refuse {
         check_kvm()?;
     }
     let exit = machine()?;
-    if json {
+    if end.json {
         let document = serde_json::json!({ "end": exit.kind(), "code": exit.code(), "message": exit.to_string() });
         eprintln!("{document}");
     } else if exit.code() == 0 {

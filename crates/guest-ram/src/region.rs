@@ -21,15 +21,16 @@ pub struct RegionSpec {
 
 /// What backs guest memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
+#[serde(rename_all = "snake_case")]
 pub enum Backing {
     /// Private anonymous memory.
+    #[serde(rename = "anon")]
     Anonymous,
     /// A memory file that can be shared with other processes.
     Memfd,
     /// A memory file of 2 MiB pages from the host's pool. A huge page returns to the pool when all
     /// of it is discarded, and is lost to others until then.
-    #[serde(rename = "hugetlb-2M")]
+    #[serde(rename = "hugetlb")]
     Hugetlb2M,
 }
 

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use ebb_abi::HUGE_PAGE_SIZE_PAGES;
+use serde::{Deserialize, Serialize};
 
 /// How to move a guest's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,7 +64,8 @@ pub struct TimeLimit {
 }
 
 /// What to do at the time limit.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum AtTimeLimit {
     /// Give up; the guest runs on at the source.
     Cancel,

@@ -14,7 +14,7 @@ use kvm_bindings::{KVM_CLOCK_HOST_TSC, KVM_CLOCK_REALTIME, kvm_clock_data};
 use kvm_ioctls::{Cap, Kvm, VcpuFd, VmFd};
 use thiserror::Error;
 
-use crate::api::control::ClockInstant;
+use crate::api::vm::ClockInstant;
 use crate::cpu::threads::VcpuThreads;
 use crate::cpu::{CpuError, tsc};
 

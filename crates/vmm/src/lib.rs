@@ -36,3 +36,4 @@ pub mod seccomp;
 pub mod size;
 pub mod snapshot;
 pub mod vm;
+pub mod words;

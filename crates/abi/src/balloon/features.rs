@@ -9,11 +9,17 @@ use core::ops::{BitAnd, BitOr};
 
 /// A feature that virtio-balloon or virtio itself defines and that this device knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[cfg_attr(
+    feature = "serde",
+    derive(serde::Serialize, serde::Deserialize),
+    serde(rename_all = "snake_case")
+)]
 #[repr(u8)]
 pub enum Feature {
     /// The driver tells the device, and waits, before it uses a page of the balloon again.
     MustTellHost = 0,
     /// The statistics queue exists.
+    #[cfg_attr(feature = "serde", serde(rename = "statistics"))]
     StatisticsQueue = 1,
     /// The driver takes pages back by itself when the guest is out of memory.
     DeflateOnOom = 2,
@@ -23,13 +29,16 @@ pub enum Feature {
     PagePoison = 4,
     /// The page reporting queue exists.
     PageReporting = 5,
-    /// Compliance with virtio 1.0 or later (virtio 1.3 section 6).
+    /// Compliance with virtio 1.0 or later (virtio 1.3 section 6). It is any device's, so documents
+    /// about the balloon leave it out.
+    #[cfg_attr(feature = "serde", serde(skip))]
     Version1 = 32,
     /// Extension: messages may name pages by a bitmap.
     PageBitmap = 50,
     /// Extension: messages may name pages by ranges.
     PageRanges = 51,
     /// Extension: the host request queue exists.
+    #[cfg_attr(feature = "serde", serde(rename = "host_requests"))]
     HostRequest = 52,
 }
 

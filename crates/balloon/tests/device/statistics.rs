@@ -26,8 +26,11 @@ fn the_buffer_is_held_until_newer_values_are_wanted() {
     assert_eq!(guest.balloon.statistics_buffer(), StatisticsBuffer::WithDevice);
     assert!(guest.used(QueueKind::Statistics).is_empty());
     let statistics = guest.balloon.statistics();
-    assert_eq!((statistics.free_bytes, statistics.total_bytes), (Some(400), Some(500)));
-    assert_eq!((statistics.swap_in_bytes, statistics.updates), (None, 1));
+    assert_eq!(
+        (statistics.values.free_memory_bytes, statistics.values.total_memory_bytes),
+        (Some(400), Some(500))
+    );
+    assert_eq!((statistics.values.swap_in_bytes, statistics.updates), (None, 1));
     assert!(statistics.age_ms.is_some());
 
     assert!(guest.balloon.request_statistics());
@@ -40,7 +43,11 @@ fn the_buffer_is_held_until_newer_values_are_wanted() {
     send(&mut guest, &[(5, 501)]);
     let statistics = guest.balloon.statistics();
     assert_eq!(
-        (statistics.free_bytes, statistics.total_bytes, statistics.updates),
+        (
+            statistics.values.free_memory_bytes,
+            statistics.values.total_memory_bytes,
+            statistics.updates
+        ),
         (None, Some(501), 2)
     );
 }
@@ -78,7 +85,10 @@ fn an_incomplete_entry_is_ignored() {
     let buffer = guest.buffer(&bytes);
     let _ = guest.send(QueueKind::Statistics, &[buffer]);
     let statistics = guest.balloon.statistics();
-    assert_eq!((statistics.free_bytes, statistics.total_bytes), (Some(7), None));
+    assert_eq!(
+        (statistics.values.free_memory_bytes, statistics.values.total_memory_bytes),
+        (Some(7), None)
+    );
     assert_eq!(guest.balloon.counters().errors.get(GuestError::PartialEntry), 1);
 }
 
@@ -88,7 +98,7 @@ fn a_second_buffer_sends_the_first_one_back() {
     send(&mut guest, &[(4, 1)]);
     send(&mut guest, &[(4, 2)]);
     assert_eq!(guest.used(QueueKind::Statistics), [0]);
-    assert_eq!(guest.balloon.statistics().free_bytes, Some(2));
+    assert_eq!(guest.balloon.statistics().values.free_memory_bytes, Some(2));
     assert_eq!(guest.balloon.counters().errors.get(GuestError::ExtraStatistics), 1);
     assert!(guest.balloon.request_statistics());
     assert_eq!(guest.used(QueueKind::Statistics), [1]);
@@ -130,11 +140,11 @@ fn a_reset_drops_the_buffer_and_the_values() {
     send(&mut guest, &[(4, 1)]);
     guest.balloon.reset();
     assert_eq!(guest.balloon.statistics_buffer(), StatisticsBuffer::Absent);
-    assert_eq!(guest.balloon.statistics().free_bytes, None);
+    assert_eq!(guest.balloon.statistics().values.free_memory_bytes, None);
     assert!(!guest.balloon.request_statistics());
     guest.activate();
     assert!(!guest.balloon.request_statistics());
     assert!(guest.used(QueueKind::Statistics).is_empty());
     send(&mut guest, &[(4, 3)]);
-    assert_eq!(guest.balloon.statistics().free_bytes, Some(3));
+    assert_eq!(guest.balloon.statistics().values.free_memory_bytes, Some(3));
 }

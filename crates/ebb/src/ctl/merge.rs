@@ -1,97 +1,26 @@
 //! Same-page merging: changes and the table.
 
-use clap::ValueEnum;
 use ebb_vmm::api::{
-    Client, MAX_MERGE_CLEAN_PASSES, MAX_MERGE_PAGE_SHARING, MAX_MERGE_PAGES_PER_SECOND,
-    MAX_MERGE_PASS_MILLISECS, MAX_MERGE_SCAN_SECONDS, MergeBackend, MergeChange, MergeInfo,
-    MergeRun, MergeScope, MergeSettings, MergeState, MergeStatistics,
+    Client, ClientError, MergeBackend, MergeInfo, MergeScope, MergeSettings, MergeState,
+    MergeStatistics,
 };
+use ebb_vmm::words::to_word;
 
 use super::{Row, bytes, row};
-use crate::run::Toggle;
 
-/// What is to change.
-#[derive(Debug, clap::Args)]
-pub(super) struct Args {
-    /// Stop (what is merged stays so), merge, or give all pages of the machine memory of their own
-    /// again
-    #[arg(long, value_enum)]
-    run: Option<Run>,
-    /// A fixed pace, in pages of 4096 bytes a second
-    #[arg(long, value_name = "N", conflicts_with = "target_scan_seconds", value_parser = clap::value_parser!(u64).range(1..=MAX_MERGE_PAGES_PER_SECOND))]
-    pages_per_second: Option<u64>,
-    /// Processor time that may be used, in percent of one processor
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=100))]
-    cpu_percent: Option<u64>,
-    /// How long a scan of everything is to take; the pace follows from it
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=MAX_MERGE_SCAN_SECONDS))]
-    target_scan_seconds: Option<u64>,
-    /// Whether pages of different NUMA nodes are merged; only while nothing is merged
-    #[arg(long, value_enum)]
-    merge_across_nodes: Option<Toggle>,
-    /// How many pages share one at most; only while nothing is merged
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(2..=MAX_MERGE_PAGE_SHARING))]
-    max_page_sharing: Option<u64>,
-    /// Whether pages of zeros are merged with none at all
-    #[arg(long, value_enum)]
-    use_zero_pages: Option<Toggle>,
-    /// Whether pages that could not be merged several times are looked at less often
-    #[arg(long, value_enum)]
-    smart_scan: Option<Toggle>,
-    /// How long a scan of everything takes at least, in milliseconds (merge=owner)
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(0..=MAX_MERGE_PASS_MILLISECS))]
-    min_pass_millisecs: Option<u64>,
-    /// Scans over which a page must not have been written to before it is looked at (merge=owner)
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=MAX_MERGE_CLEAN_PASSES))]
-    clean_passes: Option<u64>,
-}
-
-#[derive(Debug, Clone, Copy, ValueEnum)]
-enum Run {
-    /// Nothing more is merged.
-    Stop,
-    /// Equal pages are merged.
-    Merge,
-    /// Nothing stays merged.
-    Unmerge,
-}
-
-impl Args {
-    fn change(&self) -> MergeChange {
-        let on = |toggle: Option<Toggle>| toggle.map(|toggle| matches!(toggle, Toggle::On));
-        MergeChange {
-            run: self.run.map(|run| match run {
-                Run::Stop => MergeRun::Stop,
-                Run::Merge => MergeRun::Merge,
-                Run::Unmerge => MergeRun::Unmerge,
-            }),
-            merge_across_nodes: on(self.merge_across_nodes),
-            max_page_sharing: self.max_page_sharing,
-            use_zero_pages: on(self.use_zero_pages),
-            smart_scan: on(self.smart_scan),
-            pages_per_second: self.pages_per_second,
-            cpu_percent: self.cpu_percent,
-            target_scan_seconds: self.target_scan_seconds,
-            min_pass_millisecs: self.min_pass_millisecs,
-            clean_passes: self.clean_passes,
-        }
-    }
-
-    /// Changes what is to change, and tells how it is.
-    pub(super) fn execute(&self, client: &Client) -> anyhow::Result<MergeInfo> {
-        let change = self.change();
-        Ok(if change.is_empty() {
-            client.get("/merge")?
-        } else {
-            client.put_json("/merge", &change)?
-        })
+/// Changes what is to change, and tells how it is.
+pub(super) fn execute(change: &MergeSettings, client: &Client) -> Result<MergeInfo, ClientError> {
+    if *change == MergeSettings::default() {
+        client.get("/merge")
+    } else {
+        client.put_json("/merge", change)
     }
 }
 
-fn state(state: MergeState) -> &'static str {
+fn state(state: MergeState) -> String {
     match state {
-        MergeState::Unavailable => "not possible here",
-        state => state.name(),
+        MergeState::Unavailable => "not possible here".to_owned(),
+        state => to_word(state),
     }
 }
 
@@ -132,7 +61,7 @@ fn settings_rows(settings: &MergeSettings) -> Vec<Row> {
     .into_iter()
     .flatten()
     .collect();
-    let mut rows = vec![row("run", settings.run.name())];
+    let mut rows: Vec<_> = settings.run.map(|run| row("run", to_word(run))).into_iter().collect();
     rows.extend(nodes.map(|nodes| row("pages of different nodes", nodes)));
     if !pace.is_empty() {
         rows.push(row("pace", pace.join(", ")));

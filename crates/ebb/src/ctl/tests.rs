@@ -128,7 +128,7 @@ fn metrics_are_shown_by_name_and_kind() {
     let machine = machine(Mood::Willing);
     let table = machine.ctl("metrics");
     assert_eq!(value(&table, "balloon_reported_bytes_total"), "2097152 (2.0 MiB)");
-    assert_eq!(value(&table, "balloon_errors_total bad_address"), "3");
+    assert_eq!(value(&table, "balloon_errors_total discard_failed"), "3");
     let json = machine.json("metrics");
     let list = json["metrics"].as_array().unwrap();
     let overhead =

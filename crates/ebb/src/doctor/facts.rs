@@ -63,7 +63,7 @@ impl Facts {
     }
 }
 
-pub(super) fn read(path: &str) -> Option<String> {
+fn read(path: &str) -> Option<String> {
     fs::read_to_string(path).ok().map(|text| text.trim().to_owned())
 }
 

@@ -6,7 +6,6 @@ use ebb_page_merge::kernel::{Counter, Knob, Ksm, RUN_FOLDER, SYSFS};
 use ebb_program::{Check, Grade};
 use ebb_vmm::probe::probe_merging;
 
-use super::facts::read;
 
 /// Linux KSM as it was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,8 +29,10 @@ pub(super) struct Merging {
 impl Merging {
     /// Tries both.
     pub(super) fn collect() -> Self {
-        let max_map_count =
-            || read("/proc/sys/vm/max_map_count").and_then(|text| text.parse().ok());
+        let max_map_count = || {
+            let text = std::fs::read_to_string("/proc/sys/vm/max_map_count").ok()?;
+            text.trim().parse().ok()
+        };
         Self {
             owner: probe_merging().map(|()| max_map_count()).map_err(|error| error.to_string()),
             kernel: kernel_merging().map_err(|error| error.to_string()),

@@ -58,8 +58,8 @@ fn refusals(scene: &Scene) {
     }
     let info = guest.balloon();
     assert_eq!((info.target_bytes, info.actual_bytes), (32 * MIB, 32 * MIB));
-    assert!(info.offered_features.contains(&BalloonFeature::HostRequests), "{info:?}");
-    assert!(!info.negotiated_features.contains(&BalloonFeature::HostRequests), "{info:?}");
+    assert!(info.offered_features.contains(&BalloonFeature::HostRequest), "{info:?}");
+    assert!(!info.negotiated_features.contains(&BalloonFeature::HostRequest), "{info:?}");
 
     guest.put("/vm/pause");
     for target in ["/vm/power-button", "/balloon/free-pages"] {

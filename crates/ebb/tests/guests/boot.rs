@@ -4,7 +4,8 @@ use std::fs;
 use std::path::Path;
 
 use ebb_agent::protocol::{Command, Event};
-use ebb_vmm::api::{RamBacking, VmState};
+use ebb_vmm::api::VmState;
+use ebb_vmm::config::Backing;
 
 use crate::guest::{GIB, Guest, MIB};
 use crate::harness::{Scene, Test, eventually, when};
@@ -40,7 +41,7 @@ fn bzimage_on_one_vcpu(scene: &Scene) {
     assert!(guest.read_file("/proc/cmdline").trim_end().ends_with("ebb.word=\"a b\""));
     let vm = guest.vm();
     assert_eq!((vm.state, vm.cpus, vm.memory_bytes), (VmState::Running, 1, 512 * MIB));
-    assert_eq!((vm.backing, vm.pid), (RamBacking::Anon, guest.pid()));
+    assert_eq!((vm.backing, vm.pid), (Backing::Anonymous, guest.pid()));
     assert_eq!(vm.kernel, scene.world.bzimage.to_str().unwrap());
     assert!(vm.resident_bytes > 16 * MIB && vm.resident_bytes < 512 * MIB, "{vm:?}");
     // The balloon is what a stock driver takes over.

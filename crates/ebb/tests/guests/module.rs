@@ -20,7 +20,7 @@ pub const TESTS: &[Test] = &[
 
 /// The extension's features.
 const EXTENSION: [BalloonFeature; 3] =
-    [BalloonFeature::PageBitmap, BalloonFeature::PageRanges, BalloonFeature::HostRequests];
+    [BalloonFeature::PageBitmap, BalloonFeature::PageRanges, BalloonFeature::HostRequest];
 /// Target of the balloon.
 const SIZE: u64 = 320 * MIB;
 

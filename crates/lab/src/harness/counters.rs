@@ -91,12 +91,13 @@ mod tests {
         use ebb_vmm::api::prometheus;
         let text = prometheus::render(&ebb_vmm::api::Metrics {
             balloon: Some(ebb_vmm::api::BalloonMetrics {
-                discard_syscalls: 3,
+                target_bytes: 3,
                 ..ebb_vmm::api::BalloonMetrics::default()
             }),
             ..ebb_vmm::api::Metrics::default()
         });
         let counters = Counters::of_monitor(&text);
-        assert_eq!(counters.get("ebb_balloon_discard_syscalls_total"), Some(3.0));
+        assert_eq!(counters.get("ebb_balloon_target_bytes"), Some(3.0));
+        assert_eq!(counters.get("ebb_balloon_discard_syscalls_total"), Some(0.0));
     }
 }

@@ -10,6 +10,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use serde_json::Value;
 
 use super::reply::{ErrorDetail, ErrorDocument};
 
@@ -149,14 +150,18 @@ impl Client {
         self.document(&self.request("PUT", target, "")?)
     }
 
-    /// Sends `body` as JSON and reads the document that comes back.
+    /// Sends `body` as JSON and reads the document that comes back. A null is left out: it means
+    /// nothing in a request.
     pub fn put_json<T: DeserializeOwned>(
         &self,
         target: &str,
         body: &impl Serialize,
     ) -> Result<T, ClientError> {
-        let body = serde_json::to_string(body).map_err(|error| self.io(error.into()))?;
-        self.document(&self.request("PUT", target, &body)?)
+        let mut body = serde_json::to_value(body).map_err(|error| self.io(error.into()))?;
+        if let Value::Object(members) = &mut body {
+            members.retain(|_, value| !value.is_null());
+        }
+        self.document(&self.request("PUT", target, &body.to_string())?)
     }
 
     fn document<T: DeserializeOwned>(&self, reply: &ClientReply) -> Result<T, ClientError> {

@@ -7,12 +7,10 @@ use rustix::event::PollFlags;
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, Shutdown};
 
-use super::control::VmControl;
-use super::execute::{Outcome, Wait, execute};
-use super::http::{self, Parsed};
+use super::control::{ControlError, Document, Machine, Outcome, Wait};
+use super::http::{self, Parsed, Request};
 use super::reply::{BodyMode, Persistence, Problem, Reply, Status};
 use super::route::route;
-use super::server::Limits;
 
 /// How long the rest of a refused request is read and thrown away, so that its sender comes to read
 /// the refusal.
@@ -20,6 +18,30 @@ const LINGER_TIME_LIMIT: Duration = Duration::from_millis(500);
 
 /// Bytes read at a time.
 const CHUNK_BYTES: usize = 4096;
+
+/// Limits on clients, so that a slow or hostile one costs little and blocks nobody.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Most connections at a time. When they are used up, an idle one is closed for a new one.
+    pub connections: usize,
+    /// From the first byte of a request to its last.
+    pub request: Duration,
+    /// From the first byte of a reply to its last.
+    pub reply: Duration,
+    /// Between two requests.
+    pub idle: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            connections: 16,
+            request: Duration::from_secs(5),
+            reply: Duration::from_secs(5),
+            idle: Duration::from_secs(60),
+        }
+    }
+}
 
 /// A client's connection.
 pub(super) struct Connection {
@@ -122,7 +144,7 @@ impl Connection {
     }
 
     /// Handles what poll has reported.
-    pub(super) fn on_ready(&mut self, ready: PollFlags, vm: &dyn VmControl, now: Instant) -> Fate {
+    pub(super) fn on_ready(&mut self, ready: PollFlags, vm: &dyn Machine, now: Instant) -> Fate {
         if ready.is_empty() {
             return Fate::Keep;
         }
@@ -136,12 +158,12 @@ impl Connection {
     }
 
     /// Handles the passing of time.
-    pub(super) fn on_time(&mut self, vm: &dyn VmControl, now: Instant) -> Fate {
-        if let Phase::Awaiting(wait, persistence, body) = &self.phase {
+    pub(super) fn on_time(&mut self, vm: &dyn Machine, now: Instant) -> Fate {
+        if let Phase::Awaiting(wait, persistence, body) = &mut self.phase {
             let (persistence, body) = (*persistence, *body);
-            return match wait.poll(vm) {
-                Some(reply) => {
-                    self.answer(&reply, persistence, body, now);
+            return match wait.poll() {
+                Some(answer) => {
+                    self.answer(&late_reply(answer), persistence, body, now);
                     self.send(vm, now)
                 }
                 None => Fate::Keep,
@@ -163,18 +185,19 @@ impl Connection {
 
     /// Answers a client that waits for the guest, because the monitor ends. Returns whether
     /// anything is left to send.
-    pub(super) fn end(&mut self, vm: &dyn VmControl, now: Instant) -> bool {
-        if let Phase::Awaiting(wait, _, body) = &self.phase {
+    pub(super) fn end(&mut self, now: Instant) -> bool {
+        if let Phase::Awaiting(wait, _, body) = &mut self.phase {
             let body = *body;
-            let reply = wait.poll(vm).unwrap_or_else(|| {
-                Problem::new(Status::ServiceUnavailable, "the machine has ended").into()
-            });
+            let reply = wait.poll().map_or_else(
+                || Problem::new(Status::ServiceUnavailable, "the machine has ended").into(),
+                late_reply,
+            );
             self.answer(&reply, Persistence::Close, body, now);
         }
         matches!(self.phase, Phase::Writing(_))
     }
 
-    fn receive(&mut self, vm: &dyn VmControl, now: Instant) -> Fate {
+    fn receive(&mut self, vm: &dyn Machine, now: Instant) -> Fate {
         let mut chunk = [0; CHUNK_BYTES];
         match rustix::net::recv(&self.socket, &mut chunk, RecvFlags::DONTWAIT) {
             Ok((0, _)) => self.input_end = InputEnd::Reached,
@@ -192,22 +215,23 @@ impl Connection {
 
     /// Carries out the requests that have arrived, until one has to wait or the reply cannot be
     /// sent at once.
-    fn serve(&mut self, vm: &dyn VmControl, now: Instant) -> Fate {
+    fn serve(&mut self, vm: &dyn Machine, now: Instant) -> Fate {
         while let Phase::Reading(leave) = self.phase {
             match http::parse(&self.input) {
                 Ok(Parsed::Complete { request, consumed_bytes }) => {
                     let (persistence, body) = (request.persistence, request.reply_body());
                     tracing::debug!(method = request.method, path = request.path, "API request");
-                    let outcome = match route(&request) {
-                        Ok(operation) => execute(operation, vm),
-                        Err(problem) => Outcome::Done(problem.into()),
-                    };
+                    let outcome = carry_out(&request, vm);
                     self.input.drain(..consumed_bytes);
                     match outcome {
-                        Outcome::Done(reply) => self.answer(&reply, persistence, body, now),
-                        Outcome::Await(wait) => {
+                        Ok((status, Outcome::Done(document))) => {
+                            let reply = Reply::document(status, &document);
+                            self.answer(&reply, persistence, body, now);
+                        }
+                        Ok((_, Outcome::Await(wait))) => {
                             self.phase = Phase::Awaiting(wait, persistence, body);
                         }
+                        Err(problem) => self.answer(&problem.into(), persistence, body, now),
                     }
                 }
                 Ok(Parsed::Incomplete { .. }) if self.input_end == InputEnd::Reached => {
@@ -255,7 +279,7 @@ impl Connection {
     }
 
     /// Sends, then goes on with what the client has sent meanwhile.
-    fn send(&mut self, vm: &dyn VmControl, now: Instant) -> Fate {
+    fn send(&mut self, vm: &dyn Machine, now: Instant) -> Fate {
         match self.send_some(now) {
             Fate::Keep => self.serve(vm, now),
             Fate::Close => Fate::Close,
@@ -304,5 +328,20 @@ impl Connection {
             Ok(_) | Err(Errno::AGAIN | Errno::INTR) => Fate::Keep,
             Err(_) => Fate::Close,
         }
+    }
+}
+
+/// What `request` comes to, and the status if it does so at once.
+fn carry_out(request: &Request<'_>, vm: &dyn Machine) -> Result<(Status, Outcome), Problem> {
+    let operation = route(request)?;
+    let status = Status::of(&operation);
+    Ok((status, vm.handle(operation)?))
+}
+
+/// The reply to what was waited for.
+fn late_reply(answer: Result<Document, ControlError>) -> Reply {
+    match answer {
+        Ok(document) => Reply::document(Status::Ok, &document),
+        Err(error) => Problem::from(error).into(),
     }
 }

@@ -2,23 +2,13 @@
 
 use std::path::PathBuf;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 pub use crate::config::MergeBackend;
 
-/// The most pages a second that can be asked for: 64 GiB.
-pub const MAX_MERGE_PAGES_PER_SECOND: u64 = 16 << 20;
-/// The longest time for a scan of everything that can be asked for: a day.
-pub const MAX_MERGE_SCAN_SECONDS: u64 = 24 * 60 * 60;
-/// The longest time that a scan of everything can be made to take: a day.
-pub const MAX_MERGE_PASS_MILLISECS: u64 = 24 * 60 * 60 * 1000;
-/// The most scans over which a page must not be written to that can be asked for.
-pub const MAX_MERGE_CLEAN_PASSES: u64 = 64;
-/// The most sharers of one page that can be asked for.
-pub const MAX_MERGE_PAGE_SHARING: u64 = 1 << 20;
-
 /// What is to be done about equal pages (KSM's `run`).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum MergeRun {
     /// Nothing more is merged; what is merged stays so.
@@ -30,22 +20,8 @@ pub enum MergeRun {
     Unmerge,
 }
 
-impl MergeRun {
-    /// All of them.
-    pub const ALL: [Self; 3] = [Self::Stop, Self::Merge, Self::Unmerge];
-
-    /// As it is written.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Stop => "stop",
-            Self::Merge => "merge",
-            Self::Unmerge => "unmerge",
-        }
-    }
-}
-
 /// What merging is doing.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum MergeState {
     /// It was not asked for.
@@ -65,23 +41,8 @@ pub enum MergeState {
     Unmerged,
 }
 
-impl MergeState {
-    /// As it is written.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Off => "off",
-            Self::Unavailable => "unavailable",
-            Self::Merging => "merging",
-            Self::Degraded => "degraded",
-            Self::Stopped => "stopped",
-            Self::Unmerging => "unmerging",
-            Self::Unmerged => "unmerged",
-        }
-    }
-}
-
 /// What counters are about.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum MergeScope {
     /// This machine.
@@ -92,11 +53,13 @@ pub enum MergeScope {
 }
 
 /// `GET /merge`.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[schemars(rename = "Merge")]
 pub struct MergeInfo {
     /// Who merges.
     pub backend: MergeBackend,
-    /// The trust domain; `None` for a machine on its own.
+    /// The trust domain: pages of different domains are never merged by the monitor. Null for a
+    /// machine on its own.
     pub domain: Option<String>,
     /// Socket of the broker, if machines of the domain share pages through one.
     pub broker: Option<PathBuf>,
@@ -104,44 +67,60 @@ pub struct MergeInfo {
     pub state: MergeState,
     /// Why it is unavailable or degraded, or what went wrong last.
     pub reason: Option<String>,
-    /// How pages are merged; `None` where nobody does.
+    /// How pages are merged; null where nobody does.
     pub settings: Option<MergeSettings>,
-    /// What has been counted; `None` where nobody does.
+    /// What has been counted; null where nobody merges.
     pub statistics: Option<MergeStatistics>,
 }
 
-/// How pages are merged. Names are KSM's where it has the setting; `None` for what is not set, or
-/// what the kernel does not have.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+/// How pages are merged, and what is to change about it. Names are KSM's where it has the setting.
+/// Asked for with `GET /merge`, null is what is not set, or what the host's kernel does not have;
+/// with `PUT /merge`, what is left out stays as it is.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
 pub struct MergeSettings {
-    /// What is to be done.
-    pub run: MergeRun,
-    /// Whether pages of different NUMA nodes are merged.
+    /// What is to be done about equal pages.
+    pub run: Option<MergeRun>,
+    /// Whether pages of different NUMA nodes of the host are merged; changes only while nothing is
+    /// merged: unmerge first.
     pub merge_across_nodes: Option<bool>,
-    /// How many pages share one at most.
+    /// How many pages share one at most; changes only while nothing is merged.
+    #[schemars(range(min = 2, max = 1_048_576), extend("x-unit" = "pages"))]
     pub max_page_sharing: Option<u64>,
     /// Whether pages of zeros are merged with none at all.
     pub use_zero_pages: Option<bool>,
-    /// Whether pages that could not be merged are looked at less often.
+    /// Whether pages that could not be merged several times are looked at less often.
     pub smart_scan: Option<bool>,
-    /// Fixed pace in pages a second; `None` if the pace follows from the others.
+    /// A fixed pace, in pages of 4096 bytes a second; not together with target_scan_seconds. At
+    /// most 64 GiB.
+    #[schemars(range(min = 1, max = 16_777_216), extend("x-unit" = "pages"))]
+    #[schemars(extend("x-conflicts-with" = "target_scan_seconds"))]
     pub pages_per_second: Option<u64>,
-    /// Processor time that may be used, in percent of one processor.
+    /// Processor time that may be used, in percent of one processor. The kernel obeys it when the
+    /// pace follows from target_scan_seconds.
+    #[schemars(range(min = 1, max = 100), extend("x-unit" = "percent"))]
     pub cpu_percent: Option<u64>,
-    /// How long a scan of everything is to take, in seconds.
+    /// How long a scan of everything is to take, in seconds; the pace follows from it.
+    #[schemars(range(min = 1, max = 86_400), extend("x-unit" = "seconds"))]
     pub target_scan_seconds: Option<u64>,
     /// Milliseconds that a scan of everything takes at least; only where the monitor merges.
+    #[schemars(range(max = 86_400_000), extend("x-unit" = "milliseconds"))]
     pub min_pass_millisecs: Option<u64>,
     /// Scans over which a page must not have been written to before it is looked at; only where the
     /// monitor merges.
+    #[schemars(range(min = 1, max = 64), extend("x-unit" = "scans"))]
     pub clean_passes: Option<u64>,
 }
 
+/// Settings that are to change.
+pub type MergeChange = MergeSettings;
+
 /// What has been counted. The first ones are KSM's, by its names; `None` for what is not counted
 /// here.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct MergeStatistics {
-    /// What the counters are about.
+    /// machine: this machine. host: all processes of the host whose pages the kernel merges;
+    /// merged_bytes is about this machine in any case.
     pub scope: MergeScope,
     /// Pages that are shared.
     pub pages_shared: Option<u64>,
@@ -149,7 +128,7 @@ pub struct MergeStatistics {
     pub pages_sharing: Option<u64>,
     /// Pages without equal so far.
     pub pages_unshared: Option<u64>,
-    /// Pages that change too fast.
+    /// Pages that change too fast to be merged.
     pub pages_volatile: Option<u64>,
     /// Pages looked at.
     pub pages_scanned: Option<u64>,
@@ -165,7 +144,8 @@ pub struct MergeStatistics {
     pub stable_node_chains: Option<u64>,
     /// Those copies.
     pub stable_node_dups: Option<u64>,
-    /// Memory of this machine that is shared, in bytes.
+    /// Memory of this machine that is shared, as far as it is known that it was not written to
+    /// since.
     pub merged_bytes: Option<u64>,
     /// Pages of this machine that share one of another NUMA node than their own.
     pub remote_merged_pages: Option<u64>,
@@ -173,20 +153,20 @@ pub struct MergeStatistics {
     pub hashed_pages: Option<u64>,
     /// Pages that had not been written to since the last scan.
     pub clean_pages: Option<u64>,
-    /// Merged pages that were written to, and so share no more.
+    /// Merged pages that were written to, and so share no more. Only where the monitor merges.
     pub broken_pages: Option<u64>,
-    /// Of these, pages that were made ordinary memory again, which can be merged.
+    /// Of these, pages that were made ordinary memory again some time later, and so can be merged.
     pub brought_back_pages: Option<u64>,
     /// Of these, pages that were merged again.
     pub remerged_pages: Option<u64>,
-    /// Memory that merging needs for itself, in bytes.
+    /// Memory that merging needs for itself.
     pub metadata_bytes: Option<u64>,
-    /// What became of pages that were to be replaced.
+    /// Pages that were to be replaced by a shared one, by what became of them.
     pub replaced: Option<MergeReplaced>,
 }
 
 /// What became of pages that were to be replaced.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct MergeReplaced {
     /// They share one now.
     pub done: u64,
@@ -194,51 +174,8 @@ pub struct MergeReplaced {
     pub different: u64,
     /// They were in use by the host's kernel.
     pub busy: u64,
-    /// The run was too short for the mappings that are left.
+    /// Their run was too short for the mappings that a process may have.
     pub no_mappings: u64,
-    /// They were gone.
+    /// There was nothing to be replaced any more.
     pub gone: u64,
-}
-
-/// `PUT /merge`: what is `None` stays as it is.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct MergeChange {
-    /// What is to be done.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub run: Option<MergeRun>,
-    /// Whether pages of different NUMA nodes are merged; only while nothing is merged.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub merge_across_nodes: Option<bool>,
-    /// How many pages share one at most; as above with the kernel's merging.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub max_page_sharing: Option<u64>,
-    /// Whether pages of zeros are merged with none at all.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub use_zero_pages: Option<bool>,
-    /// Whether pages that could not be merged are looked at less often.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub smart_scan: Option<bool>,
-    /// A fixed pace in pages a second.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub pages_per_second: Option<u64>,
-    /// Processor time that may be used, in percent of one processor.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub cpu_percent: Option<u64>,
-    /// How long a scan of everything is to take, in seconds.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub target_scan_seconds: Option<u64>,
-    /// Milliseconds that a scan of everything takes at least; only where the monitor merges.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub min_pass_millisecs: Option<u64>,
-    /// Scans over which a page must not have been written to before it is looked at; only where the
-    /// monitor merges.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub clean_passes: Option<u64>,
-}
-
-impl MergeChange {
-    /// Whether it changes nothing.
-    pub fn is_empty(&self) -> bool {
-        *self == Self::default()
-    }
 }

@@ -2,6 +2,8 @@
 
 use std::borrow::Cow;
 
+pub use ebb_balloon::{Counters, DiscardCounters, QueueCounters};
+
 use super::merge::MergeStatistics;
 
 /// Counters for `GET /metrics`.
@@ -25,43 +27,15 @@ pub struct Metrics {
     pub vcpu_exits: Vec<KindCount>,
 }
 
-/// The balloon's counters since the monitor started.
+/// The balloon's sizes, and its counters since the monitor started.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct BalloonMetrics {
     /// The size asked for.
     pub target_bytes: u64,
     /// The size the guest says it has got to.
     pub actual_bytes: u64,
-    /// Memory the guest reported as free.
-    pub reported_bytes: u64,
-    /// Memory the guest put into the balloon.
-    pub inflated_bytes: u64,
-    /// Memory the guest took out of the balloon.
-    pub deflated_bytes: u64,
-    /// Memory given back to the host.
-    pub discarded_bytes: u64,
-    /// Ranges given back to the host, after coalescing.
-    pub discarded_ranges: u64,
-    /// System calls that gave memory back.
-    pub discard_syscalls: u64,
-    /// Time the host took for that, in nanoseconds.
-    pub discard_ns: u64,
-    /// Memory that was not given back although the guest gave it away, by reason.
-    pub kept_bytes: Vec<KindCount>,
-    /// Pages that were overwritten before they were given back, to check the guest.
-    pub verified_pages: u64,
-    /// Time it took to read what came on each queue and to find its ranges, in nanoseconds.
-    pub translate_ns: Vec<KindCount>,
-    /// Buffers that came on each queue.
-    pub queue_buffers: Vec<KindCount>,
-    /// Bytes of the arrays and messages that came on each queue.
-    pub queue_bytes: Vec<KindCount>,
-    /// Arrays and messages by the way in which they named pages.
-    pub messages: Vec<KindCount>,
-    /// Requests for free pages, by what became of them.
-    pub requests: Vec<KindCount>,
-    /// Mistakes of the guest and failures of the host, by kind.
-    pub errors: Vec<KindCount>,
+    /// What the device has counted.
+    pub counters: Counters,
 }
 
 /// A counter with a label.

@@ -3,145 +3,111 @@
 
 use std::path::PathBuf;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use crate::words::{one_of, to_word};
+
+pub use ebb_migration::AtTimeLimit;
+
+/// The longest that `GET /vm/migration` waits for the end: ten seconds.
+pub const MAX_MIGRATION_WAIT_MS: u64 = 10 * 1000;
 /// The longest time limit of a migration: a day.
 pub const MAX_MIGRATION_SECONDS: u64 = 24 * 60 * 60;
 /// Most data streams.
-pub const MAX_MIGRATION_STREAMS: u64 = 16;
+pub const MAX_MIGRATION_STREAMS: u16 = 16;
 /// The longest downtime that can be aimed at: a minute.
 pub const MAX_DOWNTIME_MS: u64 = 60 * 1000;
-/// The downtime that is aimed at unless the request says otherwise.
-pub const DEFAULT_DOWNTIME_MS: u64 = 300;
-/// The longest that `GET /vm/migration` waits for the end: ten seconds.
-pub const MAX_MIGRATION_WAIT_MS: u64 = 10 * 1000;
+/// The slowest rate that can be asked for: below, not even the state of a machine gets through in
+/// reasonable time.
+pub const MIN_BANDWIDTH_BYTES: u64 = 64 << 10;
 
 /// `PUT /vm/migrate`: where to, and how.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+#[schemars(extend("required" = ["to"]))]
 pub struct MigrationRequest {
-    /// Where the receiver listens: `tcp:HOST:PORT` with the host in numbers, or `unix:PATH`.
+    /// Where the receiver listens: `tcp:HOST:PORT` with the host in numbers or `localhost`
+    /// (`ebb migrate` looks names up), or `unix:PATH` with an absolute path.
+    #[schemars(extend("x-form" = "tcp:HOST:PORT or unix:PATH"))]
     pub to: String,
-    /// Number of data streams.
+    /// Data streams, each with a connection and a thread of its own.
+    #[schemars(range(min = 1, max = MAX_MIGRATION_STREAMS), extend("x-unit" = "streams"))]
     pub streams: u16,
-    /// Downtime to aim at, in milliseconds.
+    /// The machine is stopped when what is left can be sent in this time.
+    #[schemars(range(min = 1, max = MAX_DOWNTIME_MS), extend("x-unit" = "milliseconds"))]
     pub downtime_ms: u64,
-    /// Most bytes a second that are sent before the machine is stopped; `None` for as many as
-    /// possible.
+    /// Most bytes a second while the guest runs; without it, as many as possible.
+    #[schemars(range(min = MIN_BANDWIDTH_BYTES), extend("x-unit" = "bytes"))]
     pub bandwidth_bytes_per_s: Option<u64>,
-    /// When to give up or to force it, in seconds; `None` for never.
+    /// When `on_timeout` happens; without it, never.
+    #[schemars(range(min = 1, max = MAX_MIGRATION_SECONDS), extend("x-unit" = "seconds"))]
     pub timeout_seconds: Option<u64>,
-    /// What happens then.
-    pub on_timeout: OnTimeout,
-    /// Whether a guest that writes faster than can be sent is slowed down.
+    /// cancel: the machine runs on here. force: it is stopped for as long as the rest takes.
+    #[schemars(schema_with = "one_of::<AtTimeLimit>")]
+    pub on_timeout: AtTimeLimit,
+    /// Slow the guest's vCPUs down when it writes faster than can be sent.
     pub auto_converge: bool,
-    /// Who is asked which pages are free.
+    /// What names pages that need not be sent because the guest does not use them.
     pub free_pages: FreePageChoice,
-    /// Whether pages that are zero are sent as such.
+    /// Send pages that are zero as such.
     pub zero_pages: bool,
-    /// Whether memory that the host does not hold is left out.
+    /// Leave out memory that the host does not hold: never touched, reported as free, in the
+    /// balloon.
     pub holes: bool,
-    /// Certificates, for a connection with TLS.
-    pub tls: Option<TlsPaths>,
-    /// Whether a plain connection may leave this machine.
+    /// Absolute path of our certificate (PEM), for TLS 1.3 with certificates on both sides. All
+    /// three files, or none.
+    #[schemars(regex(pattern = "^/"))]
+    pub tls_cert: Option<PathBuf>,
+    /// Absolute path of its private key (PEM).
+    #[schemars(regex(pattern = "^/"))]
+    pub tls_key: Option<PathBuf>,
+    /// Absolute path of the authorities (PEM) that the receiver's certificate must come from.
+    #[schemars(regex(pattern = "^/"))]
+    pub tls_ca: Option<PathBuf>,
+    /// Name in the receiver's certificate, where that is not the host of `to`.
+    #[schemars(extend("x-form" = "the name in a certificate"))]
+    pub tls_name: Option<String>,
+    /// Send the guest's memory over a plain TCP connection, on this host or to another one. Whoever
+    /// is on the way, or has taken the port, can read and change it.
     pub insecure: bool,
-    /// Whether memory is handed over instead of copied.
+    /// Hand the memory to a receiver on the same machine instead of copying it: needs
+    /// `backing=memfd` or `hugetlb` and a `unix:` address.
     pub share_memory: bool,
+}
+
+impl Default for MigrationRequest {
+    fn default() -> Self {
+        Self {
+            to: String::new(),
+            streams: 1,
+            downtime_ms: 300,
+            bandwidth_bytes_per_s: None,
+            timeout_seconds: None,
+            on_timeout: AtTimeLimit::Cancel,
+            auto_converge: false,
+            free_pages: FreePageChoice::Auto,
+            zero_pages: true,
+            holes: true,
+            tls_cert: None,
+            tls_key: None,
+            tls_ca: None,
+            tls_name: None,
+            insecure: false,
+            share_memory: false,
+        }
+    }
 }
 
 impl MigrationRequest {
     /// A migration to `to` with the defaults of the API.
     pub fn new(to: impl Into<String>) -> Self {
-        Self {
-            to: to.into(),
-            streams: 1,
-            downtime_ms: DEFAULT_DOWNTIME_MS,
-            bandwidth_bytes_per_s: None,
-            timeout_seconds: None,
-            on_timeout: OnTimeout::Cancel,
-            auto_converge: false,
-            free_pages: FreePageChoice::Auto,
-            zero_pages: true,
-            holes: true,
-            tls: None,
-            insecure: false,
-            share_memory: false,
-        }
-    }
-
-    /// The body of the request; fields that have their default are left out.
-    pub fn to_body(&self) -> serde_json::Value {
-        let mut body = serde_json::Map::new();
-        let default = Self::new("");
-        let mut set = |name: &str, value: serde_json::Value, is_default: bool| {
-            if !is_default {
-                body.insert(name.to_owned(), value);
-            }
-        };
-        set("to", self.to.as_str().into(), false);
-        set("streams", self.streams.into(), self.streams == default.streams);
-        set("downtime_ms", self.downtime_ms.into(), self.downtime_ms == default.downtime_ms);
-        set(
-            "bandwidth_bytes_per_s",
-            self.bandwidth_bytes_per_s.into(),
-            self.bandwidth_bytes_per_s.is_none(),
-        );
-        set("timeout_seconds", self.timeout_seconds.into(), self.timeout_seconds.is_none());
-        set("on_timeout", self.on_timeout.name().into(), self.on_timeout == default.on_timeout);
-        set("auto_converge", self.auto_converge.into(), !self.auto_converge);
-        set("free_pages", self.free_pages.name().into(), self.free_pages == default.free_pages);
-        set("zero_pages", self.zero_pages.into(), self.zero_pages);
-        set("holes", self.holes.into(), self.holes);
-        set("insecure", self.insecure.into(), !self.insecure);
-        set("share_memory", self.share_memory.into(), !self.share_memory);
-        if let Some(TlsPaths { cert, key, ca, name }) = &self.tls {
-            set("tls_name", name.as_deref().into(), name.is_none());
-            for (name, path) in [("tls_cert", cert), ("tls_key", key), ("tls_ca", ca)] {
-                set(name, path.to_string_lossy().into(), false);
-            }
-        }
-        body.into()
-    }
-}
-
-/// Files of a connection with TLS, in PEM.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct TlsPaths {
-    /// Our certificate, followed by those that lead to the authority.
-    pub cert: PathBuf,
-    /// Its private key.
-    pub key: PathBuf,
-    /// Certificates of the authorities that the other side's certificate must come from.
-    pub ca: PathBuf,
-    /// Name in the receiver's certificate, where that is not the host of the address.
-    pub name: Option<String>,
-}
-
-/// What happens when the time limit of a migration is reached.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum OnTimeout {
-    /// It is given up.
-    #[default]
-    Cancel,
-    /// The machine is stopped for as long as the rest takes.
-    Force,
-}
-
-impl OnTimeout {
-    /// All, for those who read and write them.
-    pub const ALL: [Self; 2] = [Self::Cancel, Self::Force];
-
-    /// The word for it.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Cancel => "cancel",
-            Self::Force => "force",
-        }
+        Self { to: to.into(), ..Self::default() }
     }
 }
 
 /// Who is asked which pages of the guest are free, so that they need not be sent.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum FreePageChoice {
     /// The guest's driver, by the best way that it knows.
@@ -155,23 +121,8 @@ pub enum FreePageChoice {
     Off,
 }
 
-impl FreePageChoice {
-    /// All, for those who read and write them.
-    pub const ALL: [Self; 4] = [Self::Auto, Self::Hints, Self::Query, Self::Off];
-
-    /// The word for it.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Auto => "auto",
-            Self::Hints => "hints",
-            Self::Query => "query",
-            Self::Off => "off",
-        }
-    }
-}
-
 /// How far a migration is.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum MigrationPhase {
     /// None was asked for.
@@ -200,54 +151,47 @@ impl MigrationPhase {
         matches!(self, Self::Completed | Self::Failed | Self::Cancelled | Self::Unknown)
     }
 
+    /// The word for it.
+    pub fn name(self) -> String {
+        to_word(self)
+    }
+
     /// Whether it is under way.
     pub fn is_active(self) -> bool {
         matches!(self, Self::Connecting | Self::Precopy | Self::SwitchOver)
     }
-
-    /// The word for it.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::None => "none",
-            Self::Connecting => "connecting",
-            Self::Precopy => "precopy",
-            Self::SwitchOver => "switch_over",
-            Self::Completed => "completed",
-            Self::Failed => "failed",
-            Self::Cancelled => "cancelled",
-            Self::Unknown => "unknown",
-        }
-    }
 }
 
 /// `GET /vm/migration`: the migration that is under way, or the last one.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[schemars(rename = "Migration")]
 pub struct MigrationStatus {
     /// How far it is.
     pub phase: MigrationPhase,
     /// Where to.
     pub to: Option<String>,
-    /// Number of the round that is being sent; the first is 1.
+    /// Number of the round that is being sent, from 1.
     pub round: u64,
-    /// Memory that has to be sent in this round yet, in bytes.
+    /// Memory that has to be sent in this round yet.
     pub remaining_bytes: u64,
     /// Bytes sent so far.
     pub bytes_sent: u64,
     /// Bytes a second at present.
     pub rate_bytes_per_s: u64,
-    /// How long the machine would stand still if it were stopped now; `None` before that can be
+    /// How long the machine would stand still if it were stopped now; null before that can be
     /// known.
     pub expected_downtime_ms: Option<u64>,
-    /// By how much the vCPUs are slowed down, in percent.
+    /// By how much the vCPUs are slowed down.
+    #[schemars(range(max = 100))]
     pub throttle_percent: u8,
-    /// Time since the request, in milliseconds.
+    /// Time since the request.
     pub elapsed_ms: u64,
     /// What it has come to, at its end.
     pub report: Option<MigrationReport>,
 }
 
 /// What a migration has come to.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct MigrationReport {
     /// `completed`, `failed`, `cancelled` or `unknown`.
     pub status: MigrationPhase,
@@ -255,11 +199,12 @@ pub struct MigrationReport {
     pub error: Option<String>,
     /// From the request to the end.
     pub total_ms: u64,
-    /// How long the guest stood still.
+    /// How long the guest stood still: from the stop of its vCPUs to the receiver's word that it
+    /// runs.
     pub downtime_ms: u64,
     /// From the request to the first byte of memory.
     pub setup_ms: u64,
-    /// Bytes of all memory records and the state.
+    /// Bytes of all memory records and of the state.
     pub bytes_sent: u64,
     /// Rounds.
     pub rounds: u64,
@@ -269,7 +214,7 @@ pub struct MigrationReport {
     pub pages_zero: u64,
     /// Pages that the host did not hold.
     pub pages_discarded: u64,
-    /// Pages that were not sent because the guest said that they are free.
+    /// Pages not sent because the guest said that they are free.
     pub pages_skipped: u64,
     /// The guest's memory.
     pub memory_bytes: u64,
@@ -277,7 +222,7 @@ pub struct MigrationReport {
     pub source_cpu_ms: u64,
     /// Bytes a second over the time in which memory was sent.
     pub bandwidth_bytes_per_s: u64,
-    /// Who was asked for free pages: `hints`, `query` or `off`.
+    /// Who was asked for free pages; auto if it was not decided.
     pub free_pages: FreePageChoice,
     /// Why nobody was asked, if somebody was to be.
     pub free_pages_error: Option<String>,
@@ -288,7 +233,7 @@ pub struct MigrationReport {
 }
 
 /// One round of a migration.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct MigrationRound {
     /// Number, from 1.
     pub round: u64,
@@ -308,33 +253,7 @@ pub struct MigrationRound {
     pub pages_written: u64,
     /// How long nothing was sent because the guest was naming its free pages.
     pub hint_wait_ms: u64,
-    /// By how much the vCPUs were slowed down, in percent.
+    /// By how much the vCPUs were slowed down.
+    #[schemars(range(max = 100))]
     pub throttle_percent: u8,
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn words_are_those_of_the_documents() {
-        for choice in FreePageChoice::ALL {
-            assert_eq!(serde_json::to_value(choice).unwrap(), choice.name());
-        }
-        for action in OnTimeout::ALL {
-            assert_eq!(serde_json::to_value(action).unwrap(), action.name());
-        }
-        for phase in [MigrationPhase::None, MigrationPhase::SwitchOver, MigrationPhase::Unknown] {
-            assert_eq!(serde_json::to_value(phase).unwrap(), phase.name());
-        }
-    }
-
-    #[test]
-    fn a_body_has_only_what_differs() {
-        let request = MigrationRequest::new("unix:/run/x");
-        assert_eq!(request.to_body(), serde_json::json!({ "to": "unix:/run/x" }));
-        let request = MigrationRequest { holes: false, streams: 4, ..request };
-        let wanted = serde_json::json!({ "to": "unix:/run/x", "holes": false, "streams": 4 });
-        assert_eq!(request.to_body(), wanted);
-    }
 }

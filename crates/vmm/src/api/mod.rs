@@ -6,49 +6,56 @@
 //!
 //! | module | what |
 //! | --- | --- |
-//! | [`control`] | the [`VmControl`] trait and the documents |
-//! | [`free_pages`] | a question to the guest that takes a while, and its document |
-//! | [`merge`] | same-page merging: documents |
-//! | [`migration`] | moving the machine to another monitor: documents |
-//! | [`metrics`] | counters |
+//! | [`control`] | what can be asked of a [`Machine`], and what comes back |
+//! | [`vm`], [`balloon`], [`free_pages`], [`merge`], [`migration`] | documents |
+//! | [`metrics`], [`prometheus`] | counters, and their text |
 //! | [`http`] | bytes -> [`http::Request`], pure |
-//! | [`route`] | [`http::Request`] -> [`route::Operation`], pure |
-//! | [`reply`] | statuses, errors and replies -> bytes, pure |
-//! | [`prometheus`] | counters -> text, pure |
-//! | [`execute`] | [`route::Operation`] + [`VmControl`] -> reply |
+//! | [`route`], [`fields`] | [`http::Request`] -> [`Operation`], pure |
+//! | [`statistics`] | waiting for the guest to deliver them |
+//! | [`reply`] | statuses, errors and documents -> bytes, pure |
 //! | [`server`] | socket, thread, connections, time limits |
 //! | [`client`] | the other end of the socket |
+//!
+//! The types of the documents are their only declaration: fields, defaults, bounds and words are
+//! read from their schemas by [`fields`], by the test that writes `docs/openapi.json`, and by the
+//! command line.
 
+pub mod balloon;
 pub mod client;
 pub mod control;
-pub mod execute;
+pub mod fields;
 pub mod free_pages;
 pub mod http;
 pub mod merge;
 pub mod metrics;
 pub mod migration;
+
 pub mod prometheus;
 pub mod reply;
 pub mod route;
 pub mod server;
+pub mod statistics;
+pub mod vm;
 
 mod connection;
 
+pub use balloon::*;
 pub use client::{Client, ClientError};
 pub use control::*;
 pub use free_pages::*;
 pub use merge::*;
+pub use metrics::*;
 pub use migration::*;
+pub use reply::OPENAPI_JSON;
 pub use server::{ApiError, ApiServer};
-
-/// The OpenAPI 3.1 description of everything this module serves; also at `GET /openapi.json`.
-pub const OPENAPI_JSON: &str = include_str!("../../../../docs/openapi.json");
+pub use statistics::*;
+pub use vm::*;
 
 /// The way of one request from bytes to operation without any I/O, as an entry for fuzzing.
 ///
 /// Returns what would be executed, or the status of the refusal, or `None` when more bytes are
 /// needed.
-pub fn parse_and_route(bytes: &[u8]) -> Option<Result<route::Operation, reply::Status>> {
+pub fn parse_and_route(bytes: &[u8]) -> Option<Result<Operation, reply::Status>> {
     match http::parse(bytes) {
         Ok(http::Parsed::Incomplete { .. }) => None,
         Ok(http::Parsed::Complete { request, .. }) => {

@@ -2,208 +2,76 @@
 
 use std::fmt::Write as _;
 
-use super::control::{KindCount, Metrics};
+use super::merge::MergeScope;
+use super::metrics::{KindCount, Metrics};
 
-mod merge;
+use rows::{BALLOON, MACHINE, MERGE, MERGE_OF_MACHINE, Row, Value};
 
-/// Whether a value may fall.
-#[derive(Clone, Copy)]
-enum Kind {
-    /// May rise and fall.
-    Gauge,
-    /// Only rises.
-    Counter,
-}
+mod rows;
 
 /// All metrics as text. A machine without balloon has no `ebb_balloon_*` lines.
 pub fn render(metrics: &Metrics) -> String {
-    let mut text = Text(String::with_capacity(4096));
-    text.value(
-        Kind::Gauge,
-        "ebb_memory_bytes",
-        "Guest memory, without regard to the balloon.",
-        metrics.memory_bytes,
-    );
-    text.value(
-        Kind::Gauge,
-        "ebb_guest_resident_bytes",
-        "Guest memory that the host holds at present.",
-        metrics.guest_resident_bytes,
-    );
-    text.value(
-        Kind::Gauge,
-        "ebb_guest_shared_bytes",
-        "Shared pages that are mapped for guest memory at present.",
-        metrics.guest_shared_bytes,
-    );
-    text.value(
-        Kind::Gauge,
-        "ebb_process_resident_bytes",
-        "Resident memory of the monitor process, with guest memory.",
-        metrics.process_resident_bytes,
-    );
-    text.value(
-        Kind::Gauge,
-        "ebb_overhead_resident_bytes",
-        "Resident memory of the monitor process, without guest memory.",
-        metrics
-            .process_resident_bytes
-            .saturating_sub(metrics.guest_resident_bytes)
-            .saturating_sub(metrics.guest_shared_bytes),
-    );
-    text.help(Kind::Gauge, "ebb_uptime_seconds", "Time since the vCPUs were started.");
-    text.line(format_args!(
-        "ebb_uptime_seconds {}.{:03}",
-        metrics.uptime_ms / 1000,
-        metrics.uptime_ms % 1000
-    ));
-    text.kinds("ebb_vcpu_exits_total", "vCPU exits to the monitor, by kind.", &metrics.vcpu_exits);
+    let mut text = String::with_capacity(4096);
+    write_rows(&mut text, "ebb_", &MACHINE, metrics);
     if let Some(merge) = &metrics.merge {
-        merge::render(&mut text, merge);
+        // Counters of the host's kernel have names of their own, since each machine publishes the
+        // same ones.
+        let prefix = match merge.scope {
+            MergeScope::Machine => "ebb_merge_",
+            MergeScope::Host => "ebb_merge_host_",
+        };
+        write_rows(&mut text, prefix, &MERGE, merge);
+        write_rows(&mut text, "ebb_merge_", &MERGE_OF_MACHINE, merge);
     }
-    let Some(balloon) = &metrics.balloon else {
-        return text.0;
-    };
-    let gauges = [
-        ("ebb_balloon_target_bytes", "The size the balloon should get to.", balloon.target_bytes),
-        (
-            "ebb_balloon_actual_bytes",
-            "The size the guest says the balloon has.",
-            balloon.actual_bytes,
-        ),
-    ];
-    for (name, help, value) in gauges {
-        text.value(Kind::Gauge, name, help, value);
+    if let Some(balloon) = &metrics.balloon {
+        write_rows(&mut text, "ebb_balloon_", &BALLOON, balloon);
     }
-    let counters = [
-        (
-            "ebb_balloon_reported_bytes_total",
-            "Memory the guest reported as free.",
-            balloon.reported_bytes,
-        ),
-        (
-            "ebb_balloon_inflated_bytes_total",
-            "Memory the guest put into the balloon.",
-            balloon.inflated_bytes,
-        ),
-        (
-            "ebb_balloon_deflated_bytes_total",
-            "Memory the guest took out of the balloon.",
-            balloon.deflated_bytes,
-        ),
-        (
-            "ebb_balloon_discarded_bytes_total",
-            "Memory given back to the host.",
-            balloon.discarded_bytes,
-        ),
-        (
-            "ebb_balloon_discarded_ranges_total",
-            "Ranges given back to the host, after coalescing.",
-            balloon.discarded_ranges,
-        ),
-        (
-            "ebb_balloon_discard_syscalls_total",
-            "System calls that gave memory back to the host.",
-            balloon.discard_syscalls,
-        ),
-        (
-            "ebb_balloon_discard_nanoseconds_total",
-            "Time the host took to take memory back.",
-            balloon.discard_ns,
-        ),
-        (
-            "ebb_balloon_verified_pages_total",
-            "Pages overwritten before they were given back, to check the guest.",
-            balloon.verified_pages,
-        ),
-    ];
-    for (name, help, value) in counters {
-        text.value(Kind::Counter, name, help, value);
-    }
-    let by_kind = [
-        (
-            "ebb_balloon_kept_bytes_total",
-            "Memory given away and kept, by reason.",
-            &balloon.kept_bytes,
-        ),
-        (
-            "ebb_balloon_translate_nanoseconds_total",
-            "Time it took to read what came on a queue and to find its ranges.",
-            &balloon.translate_ns,
-        ),
-        (
-            "ebb_balloon_queue_buffers_total",
-            "Buffers that came on a queue.",
-            &balloon.queue_buffers,
-        ),
-        (
-            "ebb_balloon_queue_bytes_total",
-            "Bytes of the arrays and messages that came on a queue.",
-            &balloon.queue_bytes,
-        ),
-        (
-            "ebb_balloon_messages_total",
-            "Arrays and messages that named pages, by the way they did.",
-            &balloon.messages,
-        ),
-        (
-            "ebb_balloon_free_page_requests_total",
-            "Requests for free pages, by what became of them.",
-            &balloon.requests,
-        ),
-    ];
-    for (name, help, counts) in by_kind {
-        text.kinds(name, help, counts);
-    }
-    text.kinds(
-        "ebb_balloon_errors_total",
-        "Mistakes of the guest and failures of the host, by kind.",
-        &balloon.errors,
-    );
-    text.0
+    text
 }
 
-struct Text(String);
+/// The names of all metrics as Markdown, for the OpenAPI document.
+pub fn names() -> String {
+    fn list<T>(rows: &[Row<T>], prefix: &str) -> String {
+        let name = |row: &Row<T>| format!("`{prefix}{}`", row.name);
+        rows.iter().map(name).collect::<Vec<_>>().join(", ")
+    }
+    format!(
+        "{}; with merging `ebb_merge_` + {}, {} (counters of the host's kernel have the prefix \
+         `ebb_merge_host_` instead, but for the last two); with a balloon `ebb_balloon_` + {}. \
+         Counters by kind have the label `kind`.",
+        list(&MACHINE, "ebb_"),
+        list(&MERGE, ""),
+        list(&MERGE_OF_MACHINE, ""),
+        list(&BALLOON, ""),
+    )
+}
 
-impl Text {
-    fn line(&mut self, line: std::fmt::Arguments<'_>) {
+/// A row whose name ends in `_total` is a counter, which only rises; any other is a gauge.
+fn write_rows<T>(text: &mut String, prefix: &str, rows: &[Row<T>], counted: &T) {
+    for Row { name, help, value } in rows {
+        let value = value(counted);
+        if matches!(&value, Value::None) || matches!(&value, Value::Kinds(list) if list.is_empty())
+        {
+            continue;
+        }
+        let kind = if name.ends_with("_total") { "counter" } else { "gauge" };
         // Writing into a String cannot fail.
-        let _ = self.0.write_fmt(line);
-        self.0.push('\n');
-    }
-
-    fn help(&mut self, kind: Kind, name: &str, help: &str) {
-        let kind = match kind {
-            Kind::Gauge => "gauge",
-            Kind::Counter => "counter",
-        };
-        self.line(format_args!("# HELP {name} {help}\n# TYPE {name} {kind}"));
-    }
-
-    fn value(&mut self, kind: Kind, name: &str, help: &str, value: u64) {
-        self.help(kind, name, help);
-        self.line(format_args!("{name} {value}"));
-    }
-
-    fn kinds(&mut self, name: &str, help: &str, counts: &[KindCount]) {
-        if counts.is_empty() {
-            return;
-        }
-        self.help(Kind::Counter, name, help);
-        for KindCount { kind, count } in counts {
-            self.0.push_str(name);
-            self.0.push_str("{kind=\"");
-            for character in kind.chars() {
-                match character {
-                    '\\' => self.0.push_str("\\\\"),
-                    '"' => self.0.push_str("\\\""),
-                    '\n' => self.0.push_str("\\n"),
-                    other => self.0.push(other),
-                }
+        let _ = writeln!(text, "# HELP {prefix}{name} {help}\n# TYPE {prefix}{name} {kind}");
+        let _ = match value {
+            Value::None => Ok(()),
+            Value::Number(number) => writeln!(text, "{prefix}{name} {number}"),
+            Value::Milliseconds(ms) => {
+                writeln!(text, "{prefix}{name} {}.{:03}", ms / 1000, ms % 1000)
             }
-            self.line(format_args!("\"}} {count}"));
-        }
+            Value::Kinds(counts) => counts.iter().try_for_each(|KindCount { kind, count }| {
+                writeln!(text, "{prefix}{name}{{kind=\"{}\"}} {count}", escape(kind))
+            }),
+        };
     }
+}
+
+fn escape(label: &str) -> String {
+    label.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
 }
 
 /// One sample of a text in the exposition format.
@@ -261,7 +129,8 @@ fn unescape(escaped: &str) -> Option<String> {
 mod tests {
     use proptest::prelude::*;
 
-    use super::super::control::BalloonMetrics;
+    use super::super::merge::{MergeReplaced, MergeStatistics};
+    use super::super::metrics::BalloonMetrics;
     use super::*;
 
     fn find<'a>(samples: &'a [Sample], name: &str, kind: Option<&str>) -> Option<&'a Sample> {
@@ -289,10 +158,7 @@ mod tests {
     #[test]
     fn every_sample_has_help_and_type_before_it() {
         let metrics = Metrics {
-            balloon: Some(BalloonMetrics {
-                errors: vec![KindCount::new("bad_address", 1), KindCount::new("too_long", 2)],
-                ..BalloonMetrics::default()
-            }),
+            balloon: Some(BalloonMetrics::default()),
             vcpu_exits: vec![KindCount::new("io", 7)],
             ..Metrics::default()
         };
@@ -309,6 +175,33 @@ mod tests {
                 sample.name
             );
         }
+    }
+
+    fn merge_names(merge: MergeStatistics) -> Vec<String> {
+        let text = render(&Metrics { merge: Some(merge), ..Metrics::default() });
+        let samples = parse(&text).unwrap();
+        samples
+            .into_iter()
+            .map(|sample| sample.name)
+            .filter(|name| name.contains("merge"))
+            .collect()
+    }
+
+    #[test]
+    fn only_what_is_counted_is_told() {
+        assert!(merge_names(MergeStatistics::default()).is_empty());
+        let counted = MergeStatistics {
+            pages_shared: Some(3),
+            general_profit: Some(-5),
+            replaced: Some(MergeReplaced { done: 7, ..MergeReplaced::default() }),
+            ..MergeStatistics::default()
+        };
+        let own = merge_names(counted.clone());
+        assert_eq!(own.iter().filter(|name| *name == "ebb_merge_replaced_pages_total").count(), 5);
+        assert!(own.contains(&"ebb_merge_pages_shared".to_owned()), "{own:?}");
+        let host = merge_names(MergeStatistics { scope: MergeScope::Host, ..counted });
+        assert!(host.contains(&"ebb_merge_host_pages_shared".to_owned()), "{host:?}");
+        assert!(host.contains(&"ebb_merge_host_general_profit_bytes".to_owned()), "{host:?}");
     }
 
     #[test]

@@ -3,9 +3,15 @@
 use std::borrow::Cow;
 use std::io::Write as _;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::control::{ControlError, StatisticsDocument};
+use super::balloon::StatisticsDocument;
+use super::control::{ControlError, Document, Operation};
+use super::prometheus;
+
+/// The OpenAPI 3.1 description of everything the API serves; also at `GET /openapi.json`.
+pub const OPENAPI_JSON: &str = include_str!("../../../../docs/openapi.json");
 
 /// The statuses this server uses (RFC 9110 section 15, RFC 6585).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -83,14 +89,15 @@ pub struct Problem {
 }
 
 /// The JSON document of an error.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[schemars(rename = "Error")]
 pub struct ErrorDocument {
     /// The error.
     pub error: ErrorDetail,
 }
 
 /// What an error says.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct ErrorDetail {
     /// What was asked and what was found.
     pub message: String,
@@ -125,13 +132,6 @@ impl Problem {
         self.detail.field = Some(field.into());
         self
     }
-
-    /// Adds the statistics received last.
-    #[must_use]
-    pub fn with_last_known(mut self, last_known: StatisticsDocument) -> Self {
-        self.detail.last_known = Some(Box::new(last_known));
-        self
-    }
 }
 
 impl From<ControlError> for Problem {
@@ -152,6 +152,15 @@ impl From<ControlError> for Problem {
                 problem
             }
             ControlError::Failed { .. } => Self::new(Status::InternalServerError, message),
+            ControlError::NoAnswer { .. } => Self::new(Status::GatewayTimeout, message).with_remedy(
+                "it may be busy or dead; 'last_known' has what it said before, and ?max_age_ms=N \
+                 accepts such values at once",
+            ),
+            ControlError::NoFreshStatistics { error, last_known } => {
+                let mut problem = Self::from(*error);
+                problem.detail.last_known = Some(last_known);
+                problem
+            }
         }
     }
 }
@@ -206,7 +215,32 @@ pub enum BodyMode {
     HeadersOnly,
 }
 
+impl Status {
+    /// The status of `operation` once it is done.
+    pub fn of(operation: &Operation) -> Self {
+        match operation {
+            Operation::PowerButton
+            | Operation::Migrate(_)
+            | Operation::CancelMigration
+            | Operation::Kill => Self::Accepted,
+            _ => Self::Ok,
+        }
+    }
+}
+
 impl Reply {
+    /// A reply with what an operation has come to.
+    pub fn document(status: Status, document: &Document) -> Self {
+        let (content_type, body) = match document {
+            Document::OpenApi => (ContentType::Json, Cow::Borrowed(OPENAPI_JSON)),
+            Document::Metrics(metrics) => {
+                (ContentType::Prometheus, Cow::Owned(prometheus::render(metrics)))
+            }
+            document => return Self::json(status, document),
+        };
+        Self { status, content_type, body, allow: None }
+    }
+
     /// A reply with `document` as JSON.
     pub fn json(status: Status, document: &impl Serialize) -> Self {
         match serde_json::to_string(document) {
@@ -261,12 +295,6 @@ impl From<Problem> for Reply {
     fn from(problem: Problem) -> Self {
         let document = ErrorDocument { error: problem.detail };
         Self { allow: problem.allow, ..Self::json(problem.status, &document) }
-    }
-}
-
-impl<E: Into<Problem>> From<Result<Reply, E>> for Reply {
-    fn from(result: Result<Reply, E>) -> Self {
-        result.unwrap_or_else(|error| Self::from(error.into()))
     }
 }
 

@@ -3,7 +3,7 @@
 //! System calls of the thread after `on_thread_start`, for its seccomp list: `ppoll`, `accept4`,
 //! `recvfrom`, `sendto`, `shutdown`, `close` (and `fcntl` with F_GETFD before it in debug builds of
 //! the standard library's owners), `write` for logs, memory allocation, `futex`, the end of a
-//! thread, and whatever the [`VmControl`] does. The socket is bound and removed by the owner's
+//! thread, and whatever the [`Machine`] does. The socket is bound and removed by the owner's
 //! thread.
 
 use std::fmt;
@@ -20,8 +20,9 @@ use rustix::fs::Mode;
 use rustix::io::Errno;
 use rustix::net::{SendFlags, SocketFlags};
 
+pub use super::connection::Limits;
 use super::connection::{Connection, Fate};
-use super::control::VmControl;
+use super::control::Machine;
 use super::reply::{BodyMode, Persistence, Problem, Reply, Status};
 
 /// Clients that may wait to be accepted.
@@ -38,30 +39,6 @@ const FINISH_TIME_LIMIT: Duration = Duration::from_millis(200);
 
 /// The thread needs little: requests are parsed from and replies written to the heap.
 const STACK_BYTES: usize = 256 << 10;
-
-/// Limits on clients, so that a slow or hostile one costs little and blocks nobody.
-#[derive(Clone, Copy, Debug)]
-pub struct Limits {
-    /// Most connections at a time. When they are used up, an idle one is closed for a new one.
-    pub connections: usize,
-    /// From the first byte of a request to its last.
-    pub request: Duration,
-    /// From the first byte of a reply to its last.
-    pub reply: Duration,
-    /// Between two requests.
-    pub idle: Duration,
-}
-
-impl Default for Limits {
-    fn default() -> Self {
-        Self {
-            connections: 16,
-            request: Duration::from_secs(5),
-            reply: Duration::from_secs(5),
-            idle: Duration::from_secs(60),
-        }
-    }
-}
 
 /// Why the API cannot be served.
 #[derive(Debug, thiserror::Error)]
@@ -90,7 +67,7 @@ pub struct ApiServer {
 impl ApiServer {
     /// Serves `vm` on the socket `path`, with mode 0600. A socket that nobody listens on any more
     /// is replaced.
-    pub fn start(path: &Path, vm: Arc<dyn VmControl>) -> Result<Self, ApiError> {
+    pub fn start(path: &Path, vm: Arc<dyn Machine>) -> Result<Self, ApiError> {
         Self::start_with(path, vm, Limits::default(), || ())
     }
 
@@ -98,7 +75,7 @@ impl ApiServer {
     /// it serves anybody, for example to install a seccomp filter.
     pub fn start_with(
         path: &Path,
-        vm: Arc<dyn VmControl>,
+        vm: Arc<dyn Machine>,
         limits: Limits,
         on_thread_start: impl FnOnce() + Send + 'static,
     ) -> Result<Self, ApiError> {
@@ -156,7 +133,7 @@ impl Drop for ApiServer {
 struct Service {
     listener: OwnedFd,
     stop: Arc<OwnedFd>,
-    vm: Arc<dyn VmControl>,
+    vm: Arc<dyn Machine>,
     limits: Limits,
     connections: Vec<Connection>,
     /// No new clients before this time.
@@ -267,13 +244,12 @@ impl Service {
     /// Sends the replies that are under way, for a short while.
     fn finish(mut self) {
         let end = Instant::now() + FINISH_TIME_LIMIT;
-        let vm = &*self.vm;
         loop {
             let now = Instant::now();
             self.connections.retain_mut(|connection| {
-                connection.end(vm, now)
+                connection.end(now)
                     && connection.send_some(now) == Fate::Keep
-                    && connection.end(vm, now)
+                    && connection.end(now)
             });
             if self.connections.is_empty() || now >= end {
                 return;

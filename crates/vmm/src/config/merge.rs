@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::str::FromStr;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::options::Pairs;
@@ -19,7 +20,7 @@ pub const MERGE_FORM: &str =
     "merge=off|owner|kernel[,merge_domain=NAME][,merge_broker=PATH][,merge_across_nodes=on|off]";
 
 /// Who merges equal pages.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum MergeBackend {
     /// Nobody.
@@ -29,17 +30,6 @@ pub enum MergeBackend {
     Owner,
     /// Linux's KSM, with all other processes of the host that asked for it.
     Kernel,
-}
-
-impl MergeBackend {
-    /// As it is written.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Off => "off",
-            Self::Owner => "owner",
-            Self::Kernel => "kernel",
-        }
-    }
 }
 
 /// Same-page merging of a machine.
@@ -74,8 +64,6 @@ pub struct MergeOverrides {
 impl MergeOverrides {
     /// Takes the keys for merging out of `pairs`.
     pub(super) fn take(pairs: &mut Pairs<'_>) -> Result<Self, ConfigError> {
-        let backends = [MergeBackend::Off, MergeBackend::Owner, MergeBackend::Kernel];
-        let switches = [("on", Switch::On), ("off", Switch::Off)];
         let domain = match pairs.take("merge_domain") {
             Some(name) if !is_domain(name) => {
                 let form = format!(
@@ -93,11 +81,10 @@ impl MergeOverrides {
             path => path.map(|path| PathBuf::from(path.strip_prefix("unix:").unwrap_or(path))),
         };
         Ok(Self {
-            backend: pairs
-                .take_choice("merge", &backends.map(|backend| (backend.name(), backend)))?,
+            backend: pairs.take_word("merge")?,
             domain,
             broker,
-            across_nodes: pairs.take_choice("merge_across_nodes", &switches)?,
+            across_nodes: pairs.take_word("merge_across_nodes")?,
         })
     }
 

@@ -10,12 +10,14 @@ pub mod options;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use ebb_guest_ram::{Backing, HugePages, Populate};
+use ebb_guest_ram::{HugePages, Populate};
 use ebb_kvm_clock::ClockPolicy;
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::size::ByteSize;
 
+pub use ebb_guest_ram::Backing;
 pub use merge::{MergeBackend, MergeConfig, MergeOverrides};
 
 /// Bytes in the smallest amount of RAM a guest can be given.
@@ -87,7 +89,8 @@ pub struct BootFiles {
 }
 
 /// On or off.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Switch {
     /// The feature is in use.
     On,
@@ -203,7 +206,8 @@ pub enum SerialConfig {
 }
 
 /// What a reboot of the guest does.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum RebootAction {
     /// The guest starts again in the same process, with its memory given back to the host first.
     #[default]

@@ -5,12 +5,14 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use ebb_guest_ram::{Backing, HugePages, Populate};
+use serde::de::DeserializeOwned;
 
 use super::{
     BalloonDeviceConfig, ConfigError, DiskConfig, MemoryConfig, MergeConfig, MergeOverrides,
     NumaNodeConfig, SerialConfig, Switch,
 };
 use crate::size::ByteSize;
+use crate::words::{from_word, words};
 
 /// The pairs of one option. Every key must be taken exactly once; what is left over is an error.
 pub(super) struct Pairs<'a> {
@@ -84,21 +86,17 @@ impl<'a> Pairs<'a> {
         })
     }
 
-    pub(super) fn take_choice<T: Copy>(
+    pub(super) fn take_word<T: DeserializeOwned>(
         &mut self,
         key: &str,
-        choices: &[(&str, T)],
     ) -> Result<Option<T>, ConfigError> {
         let Some(value) = self.take(key) else { return Ok(None) };
-        if let Some((_, choice)) = choices.iter().find(|(name, _)| *name == value) {
-            return Ok(Some(*choice));
-        }
-        let names: Vec<_> = choices.iter().map(|(name, _)| *name).collect();
-        Err(self.error(key, value, &format!("one of {}", names.join(", "))))
+        let names = words::<T>().join(", ");
+        from_word(value).map(Some).ok_or_else(|| self.error(key, value, &format!("one of {names}")))
     }
 
     fn take_switch(&mut self, key: &str, default: Switch) -> Result<Switch, ConfigError> {
-        Ok(self.take_choice(key, &[("on", Switch::On), ("off", Switch::Off)])?.unwrap_or(default))
+        Ok(self.take_word(key)?.unwrap_or(default))
     }
 
     pub(super) fn finish(self) -> Result<(), ConfigError> {
@@ -137,22 +135,15 @@ impl FromStr for MemoryConfig {
         let mut pairs = Pairs::parse("--memory", MEMORY_FORM, text)?;
         let config = Self {
             size: pairs.take_required_size("size")?,
-            backing: pairs
-                .take_choice(
-                    "backing",
-                    &[
-                        ("anon", Backing::Anonymous),
-                        ("memfd", Backing::Memfd),
-                        ("hugetlb", Backing::Hugetlb2M),
-                    ],
-                )?
-                .unwrap_or(Backing::Anonymous),
-            huge_pages: pairs
-                .take_choice("thp", &[("on", HugePages::On), ("off", HugePages::Off)])?
-                .unwrap_or(HugePages::On),
-            populate: pairs
-                .take_choice("prealloc", &[("on", Populate::Prealloc), ("off", Populate::Lazy)])?
-                .unwrap_or(Populate::Lazy),
+            backing: pairs.take_word("backing")?.unwrap_or(Backing::Anonymous),
+            huge_pages: match pairs.take_switch("thp", Switch::On)? {
+                Switch::On => HugePages::On,
+                Switch::Off => HugePages::Off,
+            },
+            populate: match pairs.take_switch("prealloc", Switch::Off)? {
+                Switch::On => Populate::Prealloc,
+                Switch::Off => Populate::Lazy,
+            },
             merge: MergeOverrides::take(&mut pairs)?.apply(MergeConfig::default())?,
         };
         pairs.finish()?;

@@ -1,7 +1,5 @@
 //! A throw-away machine that counts down in 64-bit mode.
 
-use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::thread;
 use std::time::{Duration, Instant};
 
 use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, kvm_regs, kvm_segment, kvm_userspace_memory_region};
@@ -9,7 +7,6 @@ use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 
 use super::ITERATIONS;
-use super::kick::Kicker;
 
 /// All of the guest's memory.
 const MEMORY_BYTES: u64 = 64 << 10;
@@ -44,16 +41,10 @@ const EFER_LMA: u64 = 1 << 10;
 /// Bit 1 of RFLAGS is always set.
 const RFLAGS_RESERVED: u64 = 1 << 1;
 
-/// How long a guest that was told to stop may take to do so.
-const STOP_TIME_LIMIT: Duration = Duration::from_secs(3);
-/// Time between two attempts to stop it: the first may come just before the thread enters the
-/// guest.
-const STOP_INTERVAL: Duration = Duration::from_millis(5);
-
 /// What a run of the loop has shown.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Run {
-    /// Rounds done: [`ITERATIONS`], or fewer if the time was up.
+    /// Rounds done.
     pub(super) iterations: u64,
     /// Time they took.
     pub(super) elapsed: Duration,
@@ -66,12 +57,8 @@ pub(super) enum GuestError {
     Kvm { what: &'static str, source: kvm_ioctls::Error },
     #[error("a test guest could not be set up: memory: {0}")]
     Memory(String),
-    #[error("the test guest's thread could not be started: {0}")]
-    Thread(std::io::Error),
     #[error("the test guest stopped for an unexpected reason: {0}")]
     Exit(String),
-    #[error("the test guest could not be stopped")]
-    Stuck,
 }
 
 fn kvm_error(what: &'static str) -> impl Fn(kvm_ioctls::Error) -> GuestError {
@@ -85,41 +72,20 @@ struct Guest {
     _memory: GuestMemoryMmap,
 }
 
-/// The best of up to `runs` runs that take `time_limit` together. Stops after the first that is
-/// slow by any measure.
-pub(super) fn best_run(kvm: &Kvm, runs: u32, time_limit: Duration) -> Result<Run, GuestError> {
+/// The best of up to `runs` runs, of which the first that is fast is the last.
+pub(super) fn best_run(kvm: &Kvm, runs: u32) -> Result<Run, GuestError> {
     let mut guest = Guest::new(kvm)?;
-    let kicker = Kicker::install().map_err(GuestError::Thread)?;
-    let (sender, receiver) = channel();
-    let thread = thread::Builder::new()
-        .name("kvm-probe".to_owned())
-        .spawn(move || {
-            Kicker::unblock();
-            // The receiver is gone only after it has given up on this thread.
-            let _ = sender.send(guest.best_run(runs, time_limit));
-        })
-        .map_err(GuestError::Thread)?;
-    let mut result = receiver.recv_timeout(time_limit);
-    let stop_deadline = Instant::now() + STOP_TIME_LIMIT;
-    while matches!(result, Err(RecvTimeoutError::Timeout)) && Instant::now() < stop_deadline {
-        kicker.kick(&thread);
-        result = receiver.recv_timeout(STOP_INTERVAL);
-    }
-    match result {
-        Ok(run) => {
-            // It has nothing left to do but to end; a kick that is still pending must find the
-            // handler.
-            let joined = thread.join();
-            drop(kicker);
-            joined.map_err(|_| GuestError::Stuck).and(run)
+    let mut best = guest.run()?;
+    for _ in 1..runs {
+        if super::KvmQuality::from_run(best.iterations, best.elapsed).runs_linux() {
+            break;
         }
-        Err(RecvTimeoutError::Timeout) => {
-            // Were the handler removed, a late kick would end the process.
-            kicker.leave_installed();
-            Err(GuestError::Stuck)
+        let run = guest.run()?;
+        if run.elapsed < best.elapsed {
+            best = run;
         }
-        Err(RecvTimeoutError::Disconnected) => Err(GuestError::Stuck),
     }
+    Ok(best)
 }
 
 impl Guest {
@@ -165,43 +131,24 @@ impl Guest {
         Ok(Self { vcpu, _vm: vm, _memory: memory })
     }
 
-    fn best_run(&mut self, runs: u32, time_limit: Duration) -> Result<Run, GuestError> {
-        let begin = Instant::now();
-        let mut best = self.run()?;
-        for _ in 1..runs {
-            let fast = super::KvmQuality::from_run(best.iterations, best.elapsed).runs_linux();
-            // Another run as long as this one must fit into the time.
-            if fast || best.iterations < ITERATIONS || begin.elapsed() + best.elapsed > time_limit {
-                break;
-            }
-            let run = self.run()?;
-            if run.iterations == ITERATIONS && run.elapsed < best.elapsed {
-                best = run;
-            }
-        }
-        Ok(best)
-    }
-
-    /// Runs the loop once, to its end or to a kick.
+    /// Runs the loop once.
     fn run(&mut self) -> Result<Run, GuestError> {
         let registers =
             kvm_regs { rip: CODE, rcx: ITERATIONS, rflags: RFLAGS_RESERVED, ..kvm_regs::default() };
         self.vcpu.set_regs(&registers).map_err(kvm_error("set registers"))?;
         let begin = Instant::now();
-        let exit = self.vcpu.run();
-        let elapsed = begin.elapsed();
-        match exit {
-            Ok(VcpuExit::Hlt) => Ok(Run { iterations: ITERATIONS, elapsed }),
-            Ok(VcpuExit::Intr) => self.interrupted(elapsed),
-            Err(error) if error.errno() == libc::EINTR => self.interrupted(elapsed),
-            Ok(other) => Err(GuestError::Exit(format!("{other:?}"))),
-            Err(error) => Err(GuestError::Exit(error.to_string())),
+        loop {
+            match self.vcpu.run() {
+                Ok(VcpuExit::Hlt) => {
+                    return Ok(Run { iterations: ITERATIONS, elapsed: begin.elapsed() });
+                }
+                // A signal has come; the loop goes on where it was.
+                Ok(VcpuExit::Intr) => {}
+                Err(error) if error.errno() == libc::EINTR => {}
+                Ok(other) => return Err(GuestError::Exit(format!("{other:?}"))),
+                Err(error) => return Err(GuestError::Exit(error.to_string())),
+            }
         }
-    }
-
-    fn interrupted(&self, elapsed: Duration) -> Result<Run, GuestError> {
-        let left = self.vcpu.get_regs().map_err(kvm_error("read registers"))?.rcx;
-        Ok(Run { iterations: ITERATIONS.saturating_sub(left), elapsed })
     }
 }
 

@@ -7,12 +7,12 @@ use ebb_kvm_clock::ClockPolicy;
 use serde::{Deserialize, Serialize};
 
 use super::SnapshotError;
-use crate::api::control::RamBacking;
 use crate::config::{
     BalloonDeviceConfig, BootFiles, DiskConfig, MemoryConfig, MergeConfig, MergeOverrides,
     NumaNodeConfig, RebootAction, SerialConfig, Switch, VmConfig,
 };
 use crate::size::ByteSize;
+use crate::words::to_word;
 
 /// The part of a [`VmConfig`] that belongs to the machine, in a form that stays readable.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -30,7 +30,7 @@ pub struct MachineConfig {
     /// RAM in bytes.
     pub memory_bytes: u64,
     /// What backed it; restored RAM is a private mapping of the snapshot.
-    pub backing: RamBacking,
+    pub backing: Backing,
     /// Whether the host may use transparent huge pages.
     pub huge_pages: bool,
     /// Same-page merging. Snapshots without this field are of machines that did not have it.
@@ -164,7 +164,7 @@ impl MachineConfig {
             cmdline: config.cmdline.clone(),
             cpus: config.cpus,
             memory_bytes: config.memory.size.bytes(),
-            backing: config.memory.backing.into(),
+            backing: config.memory.backing,
             huge_pages: config.memory.huge_pages == HugePages::On,
             merge: config.memory.merge.clone(),
             numa: config
@@ -228,7 +228,7 @@ impl MachineConfig {
                 tracing::warn!(
                     "pages of this machine were merged (merge={}) and are not any more: --memory merge=… says how \
                      they are merged here",
-                    merge.backend.name()
+                    to_word(merge.backend)
                 );
             }
         }

@@ -12,10 +12,9 @@ use vm_memory::GuestAddress;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::merge::Merging;
-use super::migrate::Migrations;
 use super::{Vm, VmError, interrupts};
 use crate::acpi::{MmioDevice, NumaNode, Platform};
-use crate::api::control::{ClockInfo, VmState};
+use crate::api::vm::{ClockInfo, VmState};
 use crate::boot::BootImage;
 use crate::clock::{GuestClockError, TscFrequencies};
 use crate::config::{ConfigError, RebootAction, VmConfig};
@@ -182,7 +181,7 @@ pub(super) fn build(
         counters,
         vcpus,
         state: Mutex::new(state),
-        migrations: Migrations::default(),
+        migrations: Arc::default(),
         handed_over: Mutex::new(None),
         given_away: AtomicBool::new(false),
         started: Instant::now(),

@@ -14,8 +14,9 @@ use super::migrate::MigrationThread;
 use super::terminal::{EscapeSequence, RawTerminal, Typed};
 use super::{Vm, VmError, lock};
 use crate::api::ApiServer;
-use crate::api::control::{VmControl, VmState};
+use crate::api::control::Machine;
 use crate::api::server::Limits;
+use crate::api::vm::VmState;
 use crate::config::{RebootAction, SerialConfig, VmConfig};
 use crate::event::readable;
 use crate::exit::{ExitSignal, GuestExit};
@@ -101,7 +102,7 @@ fn run_from(config: VmConfig, origin: Origin, start: Start) -> Result<GuestExit,
 /// Serves the API for `vm`; `exit` is told if that cannot be.
 pub(super) fn start_api(
     path: &Path,
-    vm: Arc<dyn VmControl>,
+    vm: Arc<dyn Machine>,
     exit: &Arc<ExitSignal>,
     filters: &Filters,
 ) -> Result<ApiServer, VmError> {

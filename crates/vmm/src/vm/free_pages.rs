@@ -3,13 +3,13 @@
 use std::time::{Duration, Instant};
 
 use ebb_abi::Order;
-use ebb_balloon::{FreePageCollector, HintEnd};
+use ebb_abi::balloon::QueueKind;
+use ebb_balloon::{BalloonError, FreePageCollector, HintEnd};
 
 use super::{SharedTransport, lock};
-use crate::api::control::ControlError;
-use crate::api::{
-    FreeBlocks, FreePagesAnswer, FreePagesReport, FreePagesRequest, FreePagesStatus,
-    MessageEncodings,
+use crate::api::control::{ControlError, Document, TimeLeft, Wait};
+use crate::api::free_pages::{
+    FreeBlocks, FreePagesReport, FreePagesRequest, FreePagesStatus, MessageEncodings,
 };
 
 /// A question under way.
@@ -17,7 +17,7 @@ pub(super) struct Question {
     transport: SharedTransport,
     collector: FreePageCollector,
     request_id: u64,
-    min_order: u8,
+    request: FreePagesRequest,
     memory_bytes: u64,
     asked_at: Instant,
 }
@@ -33,10 +33,14 @@ impl Question {
         let asked_at = Instant::now();
         let mut locked = lock(transport);
         let device = locked.device_mut();
-        let (request_id, mut interrupt) =
-            device.request_free_pages(Order(request.min_order), Box::new(collector.clone()))?;
+        let (request_id, mut interrupt) = device
+            .request_free_pages(Order(request.min_order), Box::new(collector.clone()))
+            .map_err(|error| refused(&error))?;
+        let balloon = device.balloon_mut();
         // To be compared with; a guest that does not tell is asked for its free pages all the same.
-        interrupt |= device.request_statistics().unwrap_or(false);
+        if balloon.queue_index(QueueKind::Statistics).is_some() {
+            interrupt |= balloon.request_statistics();
+        }
         if interrupt {
             locked.interrupt_used();
         }
@@ -44,10 +48,36 @@ impl Question {
             transport: transport.clone(),
             collector,
             request_id,
-            min_order: request.min_order,
+            request,
             memory_bytes: ram.size_bytes(),
             asked_at,
         })
+    }
+
+    /// The answer, which is given up when the guest has had its time.
+    pub(super) fn wait(self) -> Wait {
+        let deadline = self.asked_at + Duration::from_millis(self.request.timeout_ms);
+        Wait::until(deadline, move |left| {
+            let report = match left {
+                TimeLeft::Some => self.report()?,
+                TimeLeft::None => self.give_up(),
+            };
+            Some(Ok(Document::FreePages(report)))
+        })
+    }
+
+    /// What the guest has said, once nothing more will come; `None` before.
+    fn report(&self) -> Option<FreePagesReport> {
+        self.collector.answer().end.map(|(end, ended_at)| self.describe(end, ended_at))
+    }
+
+    /// Withdraws the question, unless it has ended just now; returns what the guest has said so
+    /// far.
+    fn give_up(&self) -> FreePagesReport {
+        self.withdraw();
+        let (end, ended_at) =
+            self.collector.answer().end.unwrap_or((HintEnd::Cancelled, Instant::now()));
+        self.describe(end, ended_at)
     }
 
     fn withdraw(&self) {
@@ -59,7 +89,7 @@ impl Question {
 
     fn describe(&self, end: HintEnd, ended_at: Instant) -> FreePagesReport {
         let (summary, answer) = (self.collector.summary(), self.collector.answer());
-        let statistics = lock(&self.transport).device().statistics();
+        let statistics = lock(&self.transport).device().balloon().statistics();
         let free_memory_bytes = statistics.values.free_memory_bytes;
         let by_order: Vec<_> = (0..)
             .zip(summary.blocks)
@@ -78,7 +108,7 @@ impl Question {
                 HintEnd::Cancelled => FreePagesStatus::Timeout,
                 HintEnd::Reset => FreePagesStatus::Reset,
             },
-            min_order: self.min_order,
+            min_order: self.request.min_order,
             bytes: summary.bytes,
             blocks: summary.blocks.iter().sum(),
             ranges: summary.ranges,
@@ -87,7 +117,7 @@ impl Question {
             poisoned_bytes: answer.poisoned_bytes,
             memory_bytes: self.memory_bytes,
             free_memory_bytes,
-            free_memory_age_ms: statistics.age.filter(|_| free_memory_bytes.is_some()).map(in_ms),
+            free_memory_age_ms: statistics.age_ms.filter(|_| free_memory_bytes.is_some()),
             coverage_percent: free_memory_bytes
                 .filter(|free| *free > 0)
                 .map(|free| (summary.bytes as f64 / free as f64 * 1000.0).round() / 10.0),
@@ -107,21 +137,17 @@ impl Question {
     }
 }
 
-fn in_ms(duration: Duration) -> u64 {
-    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
-}
-
-impl FreePagesAnswer for Question {
-    fn report(&self) -> Option<FreePagesReport> {
-        self.collector.answer().end.map(|(end, ended_at)| self.describe(end, ended_at))
-    }
-
-    fn give_up(&self) -> FreePagesReport {
-        self.withdraw();
-        // It may have ended in another way just before.
-        let (end, ended_at) =
-            self.collector.answer().end.unwrap_or((HintEnd::Cancelled, Instant::now()));
-        self.describe(end, ended_at)
+/// Why the guest cannot be asked.
+fn refused(error: &BalloonError) -> ControlError {
+    match error {
+        BalloonError::RequestActive => {
+            ControlError::wrong_state(error.to_string(), "ask again when it has answered")
+        }
+        _ => ControlError::wrong_state(
+            "the guest's balloon driver and this device have not agreed on host requests",
+            "start with --balloon host_requests=on and use a driver that knows them, such as \
+             ebb_balloon",
+        ),
     }
 }
 

@@ -1,5 +1,6 @@
 //! A whole virtual machine: built from its [`VmConfig`] or from a snapshot, run until it ends.
 
+mod balloon;
 mod build;
 mod control;
 mod event_loop;
@@ -26,7 +27,7 @@ use thiserror::Error;
 
 use crate::acpi::{AcpiError, Platform};
 use crate::api::ApiError;
-use crate::api::control::{ClockInfo, ClockInstant, VmState};
+use crate::api::vm::{ClockInfo, ClockInstant, VmState};
 use crate::boot::{BootError, BootImage};
 use crate::clock::{self, GuestClockError, TscFrequencies};
 use crate::config::{ConfigError, VmConfig};
@@ -208,7 +209,7 @@ pub struct Vm {
     exit: Arc<ExitSignal>,
     counters: Arc<ExitCounters>,
     state: Mutex<VmState>,
-    migrations: Migrations,
+    migrations: Arc<Migrations>,
     /// Memory that another monitor may have now, after a migration whose end is unknown.
     handed_over: Mutex<Option<InhibitGuard>>,
     /// Devices have let go of what only one monitor may have.

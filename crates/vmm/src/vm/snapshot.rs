@@ -4,9 +4,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use super::migrate::BEING_MOVED;
 use super::{Vm, VmError, interrupts, lock, saved_instant};
-use crate::api::control::{SnapshotReport, VmState};
+use crate::api::control::BEING_MOVED;
+use crate::api::vm::{SnapshotReport, VmState};
 use crate::clock::{self, GuestClockError};
 use crate::cpu::state::VcpuState;
 use crate::snapshot::file::{NewSnapshot, RAM_OFFSET_BYTES};

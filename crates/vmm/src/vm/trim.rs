@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use ebb_abi::{PageRange, Pfn};
 
 use super::{Vm, VmError, lock};
-use crate::api::control::{TrimReport, VmState};
+use crate::api::vm::{TrimReport, VmState};
 
 /// Resident memory looked at in one pause is at most this much: some milliseconds.
 const SLICE_PAGES: u64 = (64 << 20) / ebb_abi::PAGE_SIZE_BYTES;

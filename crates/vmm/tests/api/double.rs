@@ -1,10 +1,10 @@
 //! A stand-in for a virtual machine. The server under test is the real one.
 
-use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use ebb_vmm::api::*;
+use ebb_vmm::config::Backing;
 
 pub const MEMORY_BYTES: u64 = 4 << 30;
 
@@ -34,8 +34,11 @@ pub struct State {
     pub mood: Mood,
     pub vm: VmState,
     pub target_bytes: u64,
-    pub interval: Option<Duration>,
+    /// Seconds between two questions for statistics.
+    pub interval: u64,
     pub statistics_at: Option<Instant>,
+    /// How often the guest has delivered statistics.
+    pub updates: u64,
     pub requests: u32,
     pub kills: u32,
     /// Questions for free pages that are under way.
@@ -80,7 +83,34 @@ struct Shared {
     asked: Condvar,
 }
 
+impl State {
+    /// The guest delivers statistics.
+    pub fn deliver(&mut self) {
+        self.statistics_at = Some(Instant::now());
+        self.updates += 1;
+    }
+}
+
 impl Shared {
+    fn statistics(&self) -> Result<Statistics, ControlError> {
+        let state = self.state();
+        match state.mood {
+            Mood::NoBalloon => return Err(ControlError::NoBalloon),
+            Mood::Broken => return Err(ControlError::Failed { message: "KVM said EIO".into() }),
+            _ => {}
+        }
+        let Some(at) = state.statistics_at else { return Ok(Statistics::default()) };
+        Ok(Statistics {
+            values: StatisticsValues {
+                free_memory_bytes: Some(1 << 30),
+                oom_kills: Some(0),
+                ..StatisticsValues::default()
+            },
+            age_ms: Some(at.elapsed().as_millis() as u64),
+            updates: state.updates,
+        })
+    }
+
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap()
     }
@@ -126,16 +156,6 @@ impl Question {
     }
 }
 
-impl FreePagesAnswer for Question {
-    fn report(&self) -> Option<FreePagesReport> {
-        (self.0.state().mood == Mood::Willing).then(|| self.describe(FreePagesStatus::Done))
-    }
-
-    fn give_up(&self) -> FreePagesReport {
-        self.describe(FreePagesStatus::Timeout)
-    }
-}
-
 impl Drop for Question {
     fn drop(&mut self) {
         let mut state = self.0.state();
@@ -151,8 +171,9 @@ impl TestVm {
             mood,
             vm: VmState::Running,
             target_bytes: 0,
-            interval: None,
+            interval: 0,
             statistics_at: None,
+            updates: 0,
             requests: 0,
             kills: 0,
             questions: 0,
@@ -189,17 +210,73 @@ impl TestVm {
             Mood::Willing | Mood::Silent | Mood::NoBalloon => Ok(state),
         }
     }
+}
 
-    fn values() -> StatisticsValues {
-        StatisticsValues {
-            free_memory_bytes: Some(1 << 30),
-            oom_kills: Some(0),
-            ..StatisticsValues::default()
-        }
+impl Machine for TestVm {
+    fn handle(&self, operation: Operation) -> Result<Outcome, ControlError> {
+        let document = match operation {
+            Operation::OpenApi => Document::OpenApi,
+            Operation::VmInfo => Document::Vm(self.info()),
+            Operation::Pause => {
+                self.change(Needs::Nothing)?.vm = VmState::Paused;
+                Document::Vm(self.info())
+            }
+            Operation::Resume => {
+                self.change(Needs::Nothing)?.vm = VmState::Running;
+                Document::Vm(self.info())
+            }
+            Operation::PowerButton => {
+                drop(self.change(Needs::Nothing)?);
+                Document::Vm(self.info())
+            }
+            Operation::Trim => Document::Trim(self.trim()?),
+            Operation::Snapshot(target) => Document::Snapshot(self.snapshot(&target)?),
+            Operation::Migrate(request) => {
+                self.change(Needs::Nothing)?.migration = Some(*request);
+                Document::Migration(Box::new(self.migration()))
+            }
+            Operation::Migration { .. } => Document::Migration(Box::new(self.migration())),
+            Operation::CancelMigration => {
+                drop(self.change(Needs::Nothing)?);
+                Document::Migration(Box::new(self.migration()))
+            }
+            Operation::Kill => {
+                {
+                    let mut state = self.change(Needs::Nothing)?;
+                    state.kills += 1;
+                    state.vm = VmState::Stopping;
+                }
+                Document::Vm(self.info())
+            }
+            Operation::Balloon => Document::Balloon(self.balloon()?),
+            Operation::SetBalloon(target) => {
+                self.set_balloon_target(target.target_bytes)?;
+                Document::Balloon(self.balloon()?)
+            }
+            Operation::Statistics { max_age } => {
+                let shared = self.shared.clone();
+                return fresh_statistics(max_age, move || shared.statistics(), || self.request());
+            }
+            Operation::SetStatisticsInterval(interval) => {
+                self.change(Needs::Balloon)?.interval = interval.interval_seconds;
+                Document::Balloon(self.balloon()?)
+            }
+            Operation::FreePages(request) => return self.request_free_pages(request),
+            Operation::Merge => Document::Merge(Box::new(self.merge()?)),
+            Operation::SetMerge(change) => {
+                {
+                    let mut state = self.change(Needs::Nothing)?;
+                    state.merge_run = change.run.unwrap_or(state.merge_run);
+                }
+                Document::Merge(Box::new(self.merge()?))
+            }
+            Operation::Metrics => Document::Metrics(Box::new(Self::metrics())),
+        };
+        Ok(document.into())
     }
 }
 
-impl VmControl for TestVm {
+impl TestVm {
     fn info(&self) -> VmInfo {
         let state = self.state();
         let summary = BalloonSummary {
@@ -211,7 +288,7 @@ impl VmControl for TestVm {
             state: state.vm,
             cpus: 2,
             memory_bytes: MEMORY_BYTES,
-            backing: RamBacking::Anon,
+            backing: Backing::Anonymous,
             resident_bytes: 123 << 20,
             merged_bytes: Some(5 << 20),
             snapshot_bytes: None,
@@ -227,24 +304,10 @@ impl VmControl for TestVm {
         }
     }
 
-    fn pause(&self) -> Result<(), ControlError> {
-        self.change(Needs::Nothing)?.vm = VmState::Paused;
-        Ok(())
-    }
-
-    fn resume(&self) -> Result<(), ControlError> {
-        self.change(Needs::Nothing)?.vm = VmState::Running;
-        Ok(())
-    }
-
-    fn power_button(&self) -> Result<(), ControlError> {
-        self.change(Needs::Nothing).map(|_| ())
-    }
-
-    fn snapshot(&self, path: &Path) -> Result<SnapshotReport, ControlError> {
+    fn snapshot(&self, target: &SnapshotTarget) -> Result<SnapshotReport, ControlError> {
         let _state = self.change(Needs::Nothing)?;
         Ok(SnapshotReport {
-            path: path.display().to_string(),
+            path: target.path.display().to_string(),
             file_bytes: 1 << 30,
             stored_bytes: 100 << 20,
             ram_bytes: 99 << 20,
@@ -264,11 +327,6 @@ impl VmControl for TestVm {
         })
     }
 
-    fn migrate(&self, request: MigrationRequest) -> Result<(), ControlError> {
-        self.change(Needs::Nothing)?.migration = Some(request);
-        Ok(())
-    }
-
     fn migration(&self) -> MigrationStatus {
         let state = self.state();
         let Some(request) = &state.migration else { return MigrationStatus::default() };
@@ -286,17 +344,6 @@ impl VmControl for TestVm {
         }
     }
 
-    fn cancel_migration(&self) -> Result<(), ControlError> {
-        self.change(Needs::Nothing).map(|_| ())
-    }
-
-    fn kill(&self) -> Result<(), ControlError> {
-        let mut state = self.change(Needs::Nothing)?;
-        state.kills += 1;
-        state.vm = VmState::Stopping;
-        Ok(())
-    }
-
     fn balloon(&self) -> Result<BalloonInfo, ControlError> {
         let state = self.state();
         match state.mood {
@@ -308,13 +355,18 @@ impl VmControl for TestVm {
             target_bytes: state.target_bytes,
             actual_bytes: 0,
             state: BalloonState::from_sizes(DriverPresence::Present, state.target_bytes, 0),
-            offered_features: BalloonFeature::ALL.to_vec(),
-            negotiated_features: BalloonFeature::from_bits(0b10_0110),
+            offered_features: {
+                let version_1 = BalloonFeature::Version1;
+                BalloonFeature::ALL.into_iter().filter(|feature| *feature != version_1).collect()
+            },
+            negotiated_features: vec![
+                BalloonFeature::StatisticsQueue,
+                BalloonFeature::DeflateOnOom,
+                BalloonFeature::PageReporting,
+            ],
             poison: None,
             discard_inhibited: Some("a migration is coming in".into()),
-            statistics_interval_seconds: state
-                .interval
-                .map_or(0, |interval| interval.as_secs() as u32),
+            statistics_interval_seconds: state.interval as u32,
         })
     }
 
@@ -331,38 +383,17 @@ impl VmControl for TestVm {
         Ok(())
     }
 
-    fn request_statistics(&self) -> Result<(), ControlError> {
+    fn request(&self) -> Result<(), ControlError> {
         let mut state = self.change(Needs::Balloon)?;
         state.requests += 1;
         self.shared.asked.notify_all();
         if state.mood == Mood::Willing {
-            state.statistics_at = Some(Instant::now());
+            state.deliver();
         }
         Ok(())
     }
 
-    fn statistics(&self) -> Result<StatisticsReading, ControlError> {
-        let state = self.state();
-        match state.mood {
-            Mood::NoBalloon => return Err(ControlError::NoBalloon),
-            Mood::Broken => return Err(ControlError::Failed { message: "KVM said EIO".into() }),
-            _ => {}
-        }
-        Ok(match state.statistics_at {
-            Some(at) => StatisticsReading { age: Some(at.elapsed()), values: Self::values() },
-            None => StatisticsReading::default(),
-        })
-    }
-
-    fn set_statistics_interval(&self, interval: Option<Duration>) -> Result<(), ControlError> {
-        self.change(Needs::Balloon)?.interval = interval;
-        Ok(())
-    }
-
-    fn request_free_pages(
-        &self,
-        request: FreePagesRequest,
-    ) -> Result<Box<dyn FreePagesAnswer>, ControlError> {
+    fn request_free_pages(&self, request: FreePagesRequest) -> Result<Outcome, ControlError> {
         let mut state = self.change(Needs::Balloon)?;
         if state.questions > 0 {
             return Err(ControlError::WrongState {
@@ -372,7 +403,17 @@ impl VmControl for TestVm {
         }
         state.questions += 1;
         self.shared.asked.notify_all();
-        Ok(Box::new(Question(self.shared.clone(), request)))
+        let question = Question(self.shared.clone(), request);
+        let deadline = Instant::now() + Duration::from_millis(request.timeout_ms);
+        Ok(Outcome::Await(Wait::until(deadline, move |left| {
+            let is_willing = question.0.state().mood == Mood::Willing;
+            let status = match left {
+                _ if is_willing => FreePagesStatus::Done,
+                TimeLeft::None => FreePagesStatus::Timeout,
+                TimeLeft::Some => return None,
+            };
+            Some(Ok(Document::FreePages(question.describe(status))))
+        })))
     }
 
     fn merge(&self) -> Result<MergeInfo, ControlError> {
@@ -384,7 +425,7 @@ impl VmControl for TestVm {
             state: MergeState::Degraded,
             reason: Some("the broker is gone".into()),
             settings: Some(MergeSettings {
-                run: state.merge_run,
+                run: Some(state.merge_run),
                 merge_across_nodes: Some(true),
                 pages_per_second: Some(50_000),
                 ..MergeSettings::default()
@@ -393,15 +434,7 @@ impl VmControl for TestVm {
         })
     }
 
-    fn set_merge(&self, change: &MergeChange) -> Result<(), ControlError> {
-        let mut state = self.change(Needs::Nothing)?;
-        state.merge_run = change.run.unwrap_or(state.merge_run);
-        Ok(())
-    }
-
-    fn metrics(&self) -> Metrics {
-        let errors = vec![KindCount::new("bad_address", 3)];
-        let kinds = |kind: &'static str| vec![KindCount::new(kind, 1)];
+    fn metrics() -> Metrics {
         Metrics {
             memory_bytes: MEMORY_BYTES,
             guest_resident_bytes: 123 << 20,
@@ -409,14 +442,11 @@ impl VmControl for TestVm {
             process_resident_bytes: 128 << 20,
             uptime_ms: 1234,
             balloon: Some(BalloonMetrics {
-                reported_bytes: 2 << 20,
-                kept_bytes: kinds("inhibited"),
-                translate_ns: kinds("inflate"),
-                queue_buffers: kinds("inflate"),
-                queue_bytes: kinds("inflate"),
-                messages: kinds("bitmaps"),
-                requests: kinds("sent"),
-                errors,
+                counters: Counters {
+                    reporting: QueueCounters { bytes: 2 << 20, ..QueueCounters::default() },
+                    discard: DiscardCounters { failures: 3, ..DiscardCounters::default() },
+                    ..Counters::default()
+                },
                 ..BalloonMetrics::default()
             }),
             merge: Some(counted()),

@@ -1,17 +1,105 @@
-//! `docs/openapi.json` and the server agree: every documented answer can be had and has the
-//! documented form, and nothing is served that is not documented.
+//! `docs/openapi.json` and the server agree: its schemas are those of the types, every documented
+//! answer can be had and has the documented form, and nothing is served that is not documented.
+//!
+//! Paths, examples and statuses are written in the document by hand; schemas and names of metrics
+//! come from the code: `UPDATE=1 cargo test -p ebb-vmm --test api openapi` writes them.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use ebb_vmm::api::OPENAPI_JSON;
+use ebb_vmm::api::fields::{drop_null, request_schema};
+use ebb_vmm::api::reply::ErrorDocument;
 use ebb_vmm::api::route::ROUTES;
-use serde_json::{Value, json};
+use ebb_vmm::api::*;
+use schemars::JsonSchema;
+use schemars::generate::{Contract, SchemaSettings};
+use serde_json::{Map, Value, json};
 
 use crate::double::Mood;
 use crate::wire::{Answer, Served, serve};
 
 fn document() -> Value {
     serde_json::from_str(OPENAPI_JSON).unwrap()
+}
+
+/// The schemas of all documents by their names.
+fn schemas() -> Map<String, Value> {
+    fn request<T: JsonSchema>(name: &str) -> (String, Value) {
+        (name.to_owned(), request_schema::<T>().to_value())
+    }
+    let mut settings = SchemaSettings::draft2020_12();
+    settings.definitions_path = "/components/schemas".into();
+    settings.contract = Contract::Serialize;
+    let mut replies = settings.into_generator();
+    replies.subschema_for::<VmInfo>();
+    replies.subschema_for::<TrimReport>();
+    replies.subschema_for::<SnapshotReport>();
+    replies.subschema_for::<BalloonInfo>();
+    replies.subschema_for::<StatisticsDocument>();
+    replies.subschema_for::<FreePagesReport>();
+    replies.subschema_for::<MigrationStatus>();
+    replies.subschema_for::<MergeInfo>();
+    replies.subschema_for::<ErrorDocument>();
+    let mut schemas = replies.take_definitions(false);
+    // Bounds are those of requests; a kernel may have been set otherwise.
+    for setting in schemas["MergeSettings"]["properties"].as_object_mut().unwrap().values_mut() {
+        let setting = setting.as_object_mut().unwrap();
+        setting.shift_remove("maximum");
+        setting.shift_remove("default");
+        setting.entry("minimum").and_modify(|minimum| *minimum = 0.into());
+    }
+    schemas["ErrorDetail"]["properties"].as_object_mut().unwrap().values_mut().for_each(drop_null);
+    schemas.extend([
+        request::<SnapshotTarget>("SnapshotTarget"),
+        request::<MigrationRequest>("MigrationRequest"),
+        request::<BalloonTarget>("BalloonTarget"),
+        request::<StatisticsInterval>("StatisticsInterval"),
+        request::<FreePagesRequest>("FreePagesRequest"),
+        request::<MergeSettings>("MergeChange"),
+    ]);
+    schemas["MergeChange"]["minProperties"] = 1.into();
+    schemas.values_mut().for_each(tidy);
+    schemas
+}
+
+/// Takes out what is of Rust or of this API only, joins lines, and closes objects.
+fn tidy(schema: &mut Value) {
+    match schema {
+        Value::Object(members) => {
+            if !members.get("properties").is_some_and(Value::is_object)
+                || members.get("type").is_some_and(|name| name == "object")
+            {
+                for key in ["title", "format", "x-unit", "x-form", "x-conflicts-with"] {
+                    members.shift_remove(key);
+                }
+            }
+            if let Some(Value::String(text)) = members.get_mut("description") {
+                *text = text.replace('\n', " ");
+            }
+            if members.get("type").is_some_and(|name| name == "object") {
+                members.insert("additionalProperties".to_owned(), false.into());
+            }
+            members.values_mut().for_each(tidy);
+        }
+        Value::Array(values) => values.iter_mut().for_each(tidy),
+        _ => {}
+    }
+}
+
+#[test]
+fn the_schemas_are_those_of_the_types() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/openapi.json");
+    let mut generated = document();
+    generated["components"]["schemas"] = schemas().into();
+    let names = prometheus::names();
+    generated["paths"]["/metrics"]["get"]["description"] =
+        format!("Text exposition format, version 0.0.4. Names: {names}").into();
+    let text = format!("{}\n", serde_json::to_string_pretty(&generated).unwrap());
+    if std::env::var_os("UPDATE").is_some() {
+        std::fs::write(path, text).unwrap();
+    } else {
+        let update = "UPDATE=1 cargo test -p ebb-vmm --test api openapi";
+        assert!(text == OPENAPI_JSON, "docs/openapi.json is not what the types say; {update}");
+    }
 }
 
 /// The operation of each documented method of each path.
@@ -210,7 +298,7 @@ fn every_metric_is_documented() {
     let document = document();
     let description = document["paths"]["/metrics"]["get"]["description"].as_str().unwrap();
     let answer = serve(Mood::Willing).ask("GET", "/metrics", "");
-    let samples = ebb_vmm::api::prometheus::parse(&answer.body).unwrap();
+    let samples = prometheus::parse(&answer.body).unwrap();
     assert!(samples.len() > 10);
     for sample in samples {
         let known = |name: &str| {

@@ -45,7 +45,11 @@ impl Machine {
     }
 
     fn ask(&self, min_order: u8) -> Result<Question, ControlError> {
-        Question::ask(FreePagesRequest { min_order }, &self.transport, &self.guest.ram)
+        Question::ask(
+            FreePagesRequest { min_order, ..FreePagesRequest::default() },
+            &self.transport,
+            &self.guest.ram,
+        )
     }
 
     fn answer(&mut self, request_id: u64, status: AnswerStatus, blocks: &[PageRange]) {

@@ -157,7 +157,7 @@ fn settings(values: &Values, run: MergeRun) -> MergeSettings {
     let advised = |knob| values.get(knob).filter(|_| is_advised);
     let rests = values.get(Knob::SleepMillisecs).filter(|sleep_ms| *sleep_ms > 0 && !is_advised);
     MergeSettings {
-        run,
+        run: Some(run),
         merge_across_nodes: on(Knob::MergeAcrossNodes),
         max_page_sharing: values.get(Knob::MaxPageSharing),
         use_zero_pages: on(Knob::UseZeroPages),

@@ -10,7 +10,6 @@ use std::sync::Arc;
 
 use ebb_guest_ram::GuestRam;
 
-use super::control::wrong_state;
 use crate::api::control::ControlError;
 use crate::api::merge::{
     MergeBackend, MergeChange, MergeInfo, MergeRun, MergeSettings, MergeState, MergeStatistics,
@@ -37,7 +36,11 @@ impl Default for Status {
 }
 
 fn failed(error: impl std::fmt::Display) -> ControlError {
-    ControlError::Failed { message: error.to_string() }
+    ControlError::failed(error)
+}
+
+fn wrong_state(message: impl Into<String>, remedy: &str) -> ControlError {
+    ControlError::wrong_state(message, remedy)
 }
 
 /// Merging of a machine.

@@ -277,11 +277,11 @@ fn apply(change: &MergeChange, settings: &mut Settings) {
 fn settings(settings: &Settings) -> MergeSettings {
     let is_advised = settings.advisor_mode == AdvisorMode::ScanTime;
     MergeSettings {
-        run: match settings.run {
+        run: Some(match settings.run {
             Run::Stop => MergeRun::Stop,
             Run::Merge => MergeRun::Merge,
             Run::Unmerge => MergeRun::Unmerge,
-        },
+        }),
         merge_across_nodes: Some(settings.merge_across_nodes == Nodes::Across),
         max_page_sharing: Some(settings.max_page_sharing.into()),
         use_zero_pages: Some(settings.use_zero_pages),

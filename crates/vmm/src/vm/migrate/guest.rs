@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use ebb_migration::{BoxError, Guest};
 use thiserror::Error;
 
-use crate::api::control::VmState;
+use crate::api::vm::VmState;
 use crate::config::RebootAction;
 use crate::exit::GuestExit;
 use crate::snapshot::MachineState;

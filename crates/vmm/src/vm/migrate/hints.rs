@@ -1,6 +1,6 @@
 //! The guest's balloon driver as a source of free pages.
 
-use ebb_abi::balloon::Feature;
+use ebb_abi::balloon::{Feature, Features};
 use ebb_abi::{Order, PageRange};
 use ebb_balloon::{HintEnd, HintSink};
 use ebb_migration::{BoxError, FreePageSource, HintReceiver};
@@ -56,8 +56,9 @@ impl FreePages {
 
     fn way(&self) -> Result<Way, Unasked> {
         let transport = lock(&self.transport);
-        let (negotiated, asked) =
-            (transport.device().negotiated(), transport.device().asks_for_poison());
+        let balloon = transport.device().balloon();
+        let negotiated = balloon.negotiated();
+        let asked = Features(balloon.info().offered_features).contains(Feature::PagePoison);
         drop(transport);
         if !asked {
             return Err(Unasked::PoisonUnknown);
@@ -101,7 +102,7 @@ impl FreePageSource for FreePages {
         let mut transport = lock(&self.transport);
         match way {
             Way::Hints => {
-                let started = transport.device_mut().start_hinting(sink);
+                let started = transport.device_mut().balloon_mut().start_hinting(sink);
                 started.map_err(|error| Unasked::Refused(error.to_string()))?;
                 transport.config_changed();
                 self.asked = Some((Way::Hints, 0));
@@ -125,7 +126,7 @@ impl FreePageSource for FreePages {
         match self.asked {
             Some((Way::Hints, _)) => {
                 let mut transport = lock(&self.transport);
-                if transport.device_mut().stop_hinting() {
+                if transport.device_mut().balloon_mut().stop_hinting() {
                     transport.config_changed();
                 }
             }
@@ -138,7 +139,7 @@ impl FreePageSource for FreePages {
         match self.asked {
             Some((Way::Hints, _)) => {
                 let mut transport = lock(&self.transport);
-                if transport.device_mut().finish_hinting() {
+                if transport.device_mut().balloon_mut().finish_hinting() {
                     transport.config_changed();
                 }
             }

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
-use crate::api::control::VmState;
+use crate::api::vm::VmState;
 use crate::clock::GuestClockError;
 use crate::migration::{Description, Here, MemoryRegion};
 use crate::snapshot::MachineConfig;

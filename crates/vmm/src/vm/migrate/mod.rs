@@ -13,15 +13,12 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::control::wrong_state;
 use super::{Vm, VmError};
-use crate::api::control::{ControlError, VmState};
+use crate::api::control::{BEING_MOVED, ControlError, Document, Outcome, TimeLeft, Wait};
 use crate::api::migration::{MigrationPhase, MigrationReport, MigrationRequest, MigrationStatus};
+use crate::api::vm::VmState;
 use crate::exit::GuestExit;
 use crate::seccomp::{Filters, ThreadKind};
-
-/// What is said when something does not go together with a migration.
-pub(super) const BEING_MOVED: &str = "the virtual machine is migrating to another monitor";
 
 /// How long the monitor waits for somebody to read the report of a completed migration before it
 /// ends.
@@ -69,10 +66,16 @@ impl Migrations {
         if slot.status.phase.is_active() {
             let to = slot.status.to.as_deref().unwrap_or_default();
             let message = format!("{BEING_MOVED} already, to {to}");
-            return Err(wrong_state(message, "wait for the end of that migration, or cancel it"));
+            return Err(ControlError::wrong_state(
+                message,
+                "wait for the end of that migration, or cancel it",
+            ));
         }
         if slot.ending {
-            return Err(wrong_state("the virtual machine has ended", "start it again"));
+            return Err(ControlError::wrong_state(
+                "the virtual machine has ended",
+                "start it again",
+            ));
         }
         slot.status = MigrationStatus {
             phase: MigrationPhase::Connecting,
@@ -101,17 +104,32 @@ impl Migrations {
         status
     }
 
+    /// The same as an answer of the API.
+    pub(super) fn document(&self) -> Document {
+        Document::Migration(Box::new(self.status()))
+    }
+
+    /// How far it is; at its end, or after `wait`, if it is under way.
+    pub(super) fn outcome(self: &Arc<Self>, wait: Option<Duration>) -> Outcome {
+        let Some(wait) = wait.filter(|_| self.is_active()) else { return self.document().into() };
+        let migrations = self.clone();
+        Outcome::Await(Wait::until(Instant::now() + wait, move |left| {
+            let is_due = left == TimeLeft::None || !migrations.is_active();
+            is_due.then(|| Ok(migrations.document()))
+        }))
+    }
+
     /// Gives the migration under way up.
     pub(super) fn cancel(&self) -> Result<(), ControlError> {
         let mut slot = self.lock();
         if !slot.status.phase.is_active() {
-            return Err(wrong_state(
+            return Err(ControlError::wrong_state(
                 "no migration is under way",
                 "look at /vm/migration for the last one",
             ));
         }
         if slot.committed {
-            return Err(wrong_state(
+            return Err(ControlError::wrong_state(
                 "the virtual machine has been given away to its destination already",
                 "wait for the end of the migration",
             ));

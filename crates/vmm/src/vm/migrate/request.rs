@@ -3,10 +3,10 @@
 use std::time::Duration;
 
 use ebb_migration::session::{Address, Security, TlsFiles};
-use ebb_migration::{AtTimeLimit, AutoConverge, Config, Holes, TimeLimit, ZeroPages};
+use ebb_migration::{AutoConverge, Config, Holes, TimeLimit, ZeroPages};
 
 use crate::api::control::ControlError;
-use crate::api::migration::{MigrationRequest, OnTimeout};
+use crate::api::migration::MigrationRequest;
 
 /// Refuses an address that cannot be used. Host names are not looked up here: a resolver needs
 /// system calls that a monitor does not make.
@@ -41,24 +41,21 @@ pub(in crate::vm) fn check_address(text: &str) -> Result<(), ControlError> {
 
 /// Whom the connection trusts.
 pub(super) fn security(request: &MigrationRequest) -> Security {
-    match &request.tls {
-        Some(tls) => Security::Tls(TlsFiles {
-            certificate: tls.cert.clone(),
-            key: tls.key.clone(),
-            authorities: tls.ca.clone(),
-            peer_names: tls.name.iter().cloned().collect(),
+    match (&request.tls_cert, &request.tls_key, &request.tls_ca) {
+        (Some(certificate), Some(key), Some(authorities)) => Security::Tls(TlsFiles {
+            certificate: certificate.clone(),
+            key: key.clone(),
+            authorities: authorities.clone(),
+            peer_names: request.tls_name.iter().cloned().collect(),
         }),
-        None if request.insecure => Security::Insecure,
-        None => Security::Local,
+        _ if request.insecure => Security::Insecure,
+        _ => Security::Local,
     }
 }
 
 /// How memory is sent.
 pub(super) fn config(request: &MigrationRequest) -> Config {
-    let then = match request.on_timeout {
-        OnTimeout::Cancel => AtTimeLimit::Cancel,
-        OnTimeout::Force => AtTimeLimit::Force,
-    };
+    let then = request.on_timeout;
     Config {
         downtime_limit: Duration::from_millis(request.downtime_ms),
         bandwidth_limit: request.bandwidth_bytes_per_s,
@@ -74,6 +71,8 @@ pub(super) fn config(request: &MigrationRequest) -> Config {
 
 #[cfg(test)]
 mod tests {
+    use ebb_migration::AtTimeLimit;
+
     use super::*;
 
     #[test]
@@ -100,7 +99,7 @@ mod tests {
             downtime_ms: 7,
             bandwidth_bytes_per_s: Some(1 << 20),
             timeout_seconds: Some(3),
-            on_timeout: OnTimeout::Force,
+            on_timeout: AtTimeLimit::Force,
             auto_converge: true,
             zero_pages: false,
             holes: false,

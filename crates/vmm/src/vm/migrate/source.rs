@@ -20,10 +20,10 @@ use super::guest::{MovedGuest, Stopped};
 use super::hints::FreePages;
 use super::request::{config, security};
 use super::{Migrations, in_ms};
-use crate::api::control::VmState;
 use crate::api::migration::{
     FreePageChoice, MigrationPhase, MigrationReport, MigrationRequest, MigrationRound,
 };
+use crate::api::vm::VmState;
 use crate::cpu::threads::process_time;
 use crate::vm::{Vm, lock};
 

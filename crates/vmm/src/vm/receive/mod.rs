@@ -31,7 +31,7 @@ use crate::migration::Description;
 use crate::seccomp::{Filters, ThreadKind};
 use crate::snapshot::Overrides;
 use arrival::{Announced, Arrival, Built as Answer};
-use control::Expected;
+use control::PendingVm;
 
 /// What a monitor that waits for a machine has to know.
 pub struct ReceiveConfig {
@@ -57,12 +57,12 @@ pub fn receive(
     let signals = Signals::block().map_err(VmError::host("take over signals"))?;
     let filters = Filters::new(config.overrides.seccomp)?;
     let exit = Arc::new(ExitSignal::new().map_err(VmError::host("create an event"))?);
-    let expected = Arc::new(Expected::new(
+    let pending = Arc::new(PendingVm::new(
         exit.clone(),
         config.overrides.clock.unwrap_or(ClockPolicy::Continue),
     ));
     let api = config.overrides.api.clone();
-    let _api = api.map(|path| start_api(&path, expected.clone(), &exit, &filters)).transpose()?;
+    let _api = api.map(|path| start_api(&path, pending.clone(), &exit, &filters)).transpose()?;
     let session = CancelHandle::new().map_err(VmError::host("create an event"))?;
     let limits = TimeLimits::default();
     let listener = Listener::bind(&config.listen, &config.security, &greeting(), &limits, &session)
@@ -85,7 +85,7 @@ pub fn receive(
     };
     let on_reboot = vm.config.on_reboot;
     let vm = Arc::new(vm);
-    expected.arrive(&vm);
+    pending.arrive(&vm);
     let _migrations =
         vm.config.api.is_some().then(|| MigrationThread::start(&vm, &filters)).transpose()?;
     let wake = input_read.try_clone().map_err(VmError::host("duplicate an event"))?;
@@ -110,7 +110,7 @@ fn build_for(
     filters: &Filters,
     exit: &Arc<ExitSignal>,
 ) -> Result<Built, VmError> {
-    let backing = config.backing.unwrap_or(description.machine.backing.into());
+    let backing = config.backing.unwrap_or(description.machine.backing);
     let mut machine = description.machine.clone().into_vm_config(config.overrides)?;
     machine.memory.backing = shared.as_ref().map_or(backing, |shared| shared.layout.backing);
     if backing != Backing::Hugetlb2M

@@ -1,5 +1,6 @@
 //! The balloon behind its registers: drivers with and without the extension, and snapshots of both.
 
+use ebb_abi::balloon::QueueKind;
 use ebb_abi::balloon::extension::HostRequest;
 use ebb_abi::{PageRange, Pfn};
 use ebb_balloon::testing::{Buffer, Guest, Setup};
@@ -109,7 +110,7 @@ impl Machine {
         buffer
     }
 
-    fn ask(&mut self) -> Result<(u64, bool), ControlError> {
+    fn ask(&mut self) -> Result<(u64, bool), BalloonError> {
         let collector = FreePageCollector::new(&self.guest.ram);
         self.transport.device_mut().request_free_pages(Order::PAGE, Box::new(collector))
     }
@@ -122,7 +123,7 @@ impl Machine {
     }
 
     fn discarded_bytes(&self) -> u64 {
-        self.transport.device().metrics().discarded_bytes
+        self.transport.device().balloon().counters().discard.bytes
     }
 }
 
@@ -135,10 +136,10 @@ fn a_driver_that_does_not_know_the_extension_finds_the_standards_device() {
         machine.inflate(1024);
         machine.report(PageRange::new(Pfn(2048), 512));
         assert_eq!(machine.discarded_bytes(), 513 * 4096);
-        let metrics = machine.transport.device().metrics();
-        assert!(metrics.errors.iter().all(|error| error.count == 0), "{:?}", metrics.errors);
-        assert_eq!(metrics.messages[0], KindCount::new("arrays", 1));
-        assert!(matches!(machine.ask(), Err(ControlError::WrongState { .. })));
+        let counters = machine.transport.device().balloon().counters();
+        assert_eq!((counters.errors.total(), counters.discard.failures), (0, 0), "{counters:?}");
+        assert_eq!(counters.encodings.arrays, 1);
+        assert!(machine.ask().is_err());
         machine.restore(&config);
     }
 }
@@ -193,5 +194,8 @@ fn pages_are_overwritten_in_a_restored_machine_as_well() {
     drop(kept);
     machine.report(PageRange::new(Pfn(2048), 1));
     let word: u64 = machine.guest.ram.memory().read_obj(GuestAddress(2048 << 12)).unwrap();
-    assert_eq!((word, machine.transport.device().metrics().verified_pages), (0, 2));
+    assert_eq!(
+        (word, machine.transport.device().balloon().counters().discard.verified_pages),
+        (0, 2)
+    );
 }

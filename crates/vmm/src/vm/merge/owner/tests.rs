@@ -157,7 +157,7 @@ fn every_setting_is_what_was_asked_for() {
     assert_eq!(
         settings(&changed),
         MergeSettings {
-            run: MergeRun::Merge,
+            run: Some(MergeRun::Merge),
             merge_across_nodes: Some(false),
             max_page_sharing: Some(9),
             use_zero_pages: Some(false),

@@ -1,0 +1,214 @@
+//! The metrics: one row for each.
+
+use ebb_abi::balloon::QueueKind;
+
+use crate::api::merge::MergeStatistics;
+use crate::api::metrics::{BalloonMetrics, KindCount, Metrics, QueueCounters};
+
+/// A metric.
+pub(super) struct Row<T> {
+    /// Its name, after the prefix of its table.
+    pub(super) name: &'static str,
+    /// What it means.
+    pub(super) help: &'static str,
+    /// Its value.
+    pub(super) value: fn(&T) -> Value,
+}
+
+/// The value of a metric.
+pub(super) enum Value {
+    /// It is not counted here.
+    None,
+    /// A number.
+    Number(i128),
+    /// A time, which is published in seconds.
+    Milliseconds(u64),
+    /// A number for each value of the label `kind`.
+    Kinds(Vec<KindCount>),
+}
+
+impl From<u64> for Value {
+    fn from(number: u64) -> Self {
+        Self::Number(number.into())
+    }
+}
+
+impl<T: Into<i128>> From<Option<T>> for Value {
+    fn from(number: Option<T>) -> Self {
+        number.map_or(Self::None, |number| Self::Number(number.into()))
+    }
+}
+
+fn kinds(counts: impl IntoIterator<Item = (&'static str, u64)>) -> Value {
+    Value::Kinds(counts.into_iter().map(|(kind, count)| KindCount::new(kind, count)).collect())
+}
+
+/// A counter of each queue.
+fn queues(balloon: &BalloonMetrics, count: impl Fn(&QueueCounters) -> u64) -> Value {
+    let of = |kind: QueueKind| (kind.name(), count(balloon.counters.queue(kind)));
+    kinds(QueueKind::ALL.into_iter().map(of))
+}
+
+const fn row<T>(name: &'static str, help: &'static str, value: fn(&T) -> Value) -> Row<T> {
+    Row { name, help, value }
+}
+
+/// With the prefix `ebb_`.
+pub(super) const MACHINE: [Row<Metrics>; 7] = [
+    row("memory_bytes", "Guest memory, without regard to the balloon.", |m| m.memory_bytes.into()),
+    row("guest_resident_bytes", "Guest memory that the host holds at present.", |m| {
+        m.guest_resident_bytes.into()
+    }),
+    row("guest_shared_bytes", "Shared pages that are mapped for guest memory at present.", |m| {
+        m.guest_shared_bytes.into()
+    }),
+    row(
+        "process_resident_bytes",
+        "Resident memory of the monitor process, with guest memory.",
+        |m| m.process_resident_bytes.into(),
+    ),
+    row(
+        "overhead_resident_bytes",
+        "Resident memory of the monitor process, without guest memory.",
+        |m| {
+            let guest_bytes = m.guest_resident_bytes.saturating_add(m.guest_shared_bytes);
+            m.process_resident_bytes.saturating_sub(guest_bytes).into()
+        },
+    ),
+    row("uptime_seconds", "Time since the vCPUs were started.", |m| {
+        Value::Milliseconds(m.uptime_ms)
+    }),
+    row("vcpu_exits_total", "vCPU exits to the monitor, by kind.", |m| {
+        Value::Kinds(m.vcpu_exits.clone())
+    }),
+];
+
+/// With the prefix `ebb_merge_`, or `ebb_merge_host_` for counters of the host's kernel.
+pub(super) const MERGE: [Row<MergeStatistics>; 18] = [
+    row("pages_shared", "Pages that are shared.", |m| m.pages_shared.into()),
+    row("pages_sharing", "Further pages that share them.", |m| m.pages_sharing.into()),
+    row("pages_unshared", "Pages without equal so far.", |m| m.pages_unshared.into()),
+    row("pages_volatile", "Pages that change too fast to be merged.", |m| m.pages_volatile.into()),
+    row("ksm_zero_pages", "Pages of zeros that cost nothing.", |m| m.ksm_zero_pages.into()),
+    row("stable_node_chains", "Shared pages of which there are copies.", |m| {
+        m.stable_node_chains.into()
+    }),
+    row("stable_node_dups", "Copies of shared pages.", |m| m.stable_node_dups.into()),
+    row("pages_scanned_total", "Pages looked at.", |m| m.pages_scanned.into()),
+    row("pages_skipped_total", "Pages left out by smart scan.", |m| m.pages_skipped.into()),
+    row("full_scans_total", "Scans of everything.", |m| m.full_scans.into()),
+    row("remote_merged_pages", "Pages that share one of another NUMA node.", |m| {
+        m.remote_merged_pages.into()
+    }),
+    row("hashed_pages_total", "Pages whose content was looked at.", |m| m.hashed_pages.into()),
+    row("clean_pages_total", "Pages that had not been written to since the last scan.", |m| {
+        m.clean_pages.into()
+    }),
+    row("broken_pages_total", "Merged pages that were written to.", |m| m.broken_pages.into()),
+    row(
+        "brought_back_pages_total",
+        "Pages that were written to after a merge and are ordinary memory again.",
+        |m| m.brought_back_pages.into(),
+    ),
+    row(
+        "remerged_pages_total",
+        "Pages that were written to after a merge and are merged again.",
+        |m| m.remerged_pages.into(),
+    ),
+    row("metadata_bytes", "Memory that merging needs for itself.", |m| m.metadata_bytes.into()),
+    row("general_profit_bytes", "Memory saved without what it costs.", |m| m.general_profit.into()),
+];
+
+/// With the prefix `ebb_merge_` in any case.
+pub(super) const MERGE_OF_MACHINE: [Row<MergeStatistics>; 2] = [
+    row("merged_bytes", "Memory of this machine that is shared.", |m| m.merged_bytes.into()),
+    row(
+        "replaced_pages_total",
+        "Pages that were to be replaced by a shared one, by what became of them.",
+        |m| {
+            m.replaced.map_or(Value::None, |replaced| {
+                kinds([
+                    ("done", replaced.done),
+                    ("different", replaced.different),
+                    ("busy", replaced.busy),
+                    ("no_mappings", replaced.no_mappings),
+                    ("gone", replaced.gone),
+                ])
+            })
+        },
+    ),
+];
+
+/// With the prefix `ebb_balloon_`.
+pub(super) const BALLOON: [Row<BalloonMetrics>; 17] = [
+    row("target_bytes", "The size the balloon should get to.", |m| m.target_bytes.into()),
+    row("actual_bytes", "The size the guest says the balloon has.", |m| m.actual_bytes.into()),
+    row("reported_bytes_total", "Memory the guest reported as free.", |m| {
+        m.counters.reporting.bytes.into()
+    }),
+    row("inflated_bytes_total", "Memory the guest put into the balloon.", |m| {
+        m.counters.inflate.bytes.into()
+    }),
+    row("deflated_bytes_total", "Memory the guest took out of the balloon.", |m| {
+        m.counters.deflate.bytes.into()
+    }),
+    row("discarded_bytes_total", "Memory given back to the host.", |m| {
+        m.counters.discard.bytes.into()
+    }),
+    row("discarded_ranges_total", "Ranges given back to the host, after coalescing.", |m| {
+        m.counters.discard.ranges.into()
+    }),
+    row("discard_syscalls_total", "System calls that gave memory back to the host.", |m| {
+        m.counters.discard.syscalls.into()
+    }),
+    row("discard_nanoseconds_total", "Time the host took to take memory back.", |m| {
+        m.counters.discard.elapsed_ns.into()
+    }),
+    row(
+        "verified_pages_total",
+        "Pages overwritten before they were given back, to check the guest.",
+        |m| m.counters.discard.verified_pages.into(),
+    ),
+    row("kept_bytes_total", "Memory given away and kept, by reason.", |m| {
+        let discard = &m.counters.discard;
+        kinds([
+            ("inhibited", discard.inhibited_bytes),
+            ("deferred", discard.deferred_bytes),
+            ("poisoned", discard.poisoned_bytes),
+            ("dropped", discard.dropped_bytes),
+        ])
+    }),
+    row(
+        "translate_nanoseconds_total",
+        "Time it took to read what came on a queue and to find its ranges.",
+        |m| queues(m, |queue| queue.translate_ns),
+    ),
+    row("queue_buffers_total", "Buffers that came on a queue.", |m| {
+        queues(m, |queue| queue.buffers)
+    }),
+    row("queue_bytes_total", "Bytes of the arrays and messages that came on a queue.", |m| {
+        queues(m, |queue| queue.message_bytes)
+    }),
+    row("messages_total", "Arrays and messages that named pages, by the way they did.", |m| {
+        let encodings = &m.counters.encodings;
+        kinds([
+            ("arrays", encodings.arrays),
+            ("pfns", encodings.pfns),
+            ("bitmaps", encodings.bitmaps),
+            ("ranges", encodings.ranges),
+        ])
+    }),
+    row("free_page_requests_total", "Requests for free pages, by what became of them.", |m| {
+        let requests = &m.counters.requests;
+        kinds([
+            ("sent", requests.sent),
+            ("completed", requests.completed),
+            ("aborted", requests.aborted),
+            ("cancelled", requests.cancelled),
+        ])
+    }),
+    row("errors_total", "Mistakes of the guest and failures of the host, by kind.", |m| {
+        let mistakes = m.counters.errors.iter().map(|(kind, count)| (kind.name(), count));
+        kinds(mistakes.chain([("discard_failed", m.counters.discard.failures)]))
+    }),
+];

@@ -1,0 +1,124 @@
+//! The balloon, as the API asks for it.
+
+use std::time::Duration;
+
+use ebb_abi::PAGE_SIZE_BYTES;
+use ebb_abi::balloon::QueueKind;
+
+use super::{SharedTransport, Vm, lock};
+use crate::api::balloon::{BalloonInfo, BalloonTarget, DriverPresence};
+use crate::api::control::{ControlError, Outcome};
+use crate::api::free_pages::FreePagesRequest;
+use crate::api::metrics::BalloonMetrics;
+use crate::api::statistics::fresh_statistics;
+use crate::api::vm::VmState;
+use crate::devices::virtio::balloon::BalloonDevice;
+use crate::devices::virtio::mmio::MmioTransport;
+
+use super::free_pages::Question;
+
+/// What there is to say of the balloon behind `transport`.
+pub(super) fn info(transport: &MmioTransport<BalloonDevice>) -> BalloonInfo {
+    BalloonInfo::of(transport.device().balloon(), driver(transport))
+}
+
+/// Its sizes and counters.
+pub(super) fn metrics(transport: &MmioTransport<BalloonDevice>) -> BalloonMetrics {
+    let balloon = transport.device().balloon();
+    BalloonMetrics {
+        target_bytes: balloon.target_bytes(),
+        actual_bytes: balloon.actual_bytes(),
+        counters: balloon.counters(),
+    }
+}
+
+fn driver(transport: &MmioTransport<BalloonDevice>) -> DriverPresence {
+    if transport.is_active() { DriverPresence::Present } else { DriverPresence::Absent }
+}
+
+impl Vm {
+    fn balloon_transport(&self) -> Result<&SharedTransport, ControlError> {
+        self.balloon.as_ref().ok_or(ControlError::NoBalloon)
+    }
+
+    /// The balloon, if a driver in the guest can answer a question for `what` now.
+    fn answering_balloon(&self, what: &str) -> Result<&SharedTransport, ControlError> {
+        let transport = self.balloon_transport()?;
+        if self.state() != VmState::Running {
+            let message = format!("a virtual machine that does not run cannot tell {what}");
+            return Err(ControlError::wrong_state(message, "resume it"));
+        }
+        if driver(&lock(transport)) == DriverPresence::Absent {
+            let remedy = "load virtio_balloon or ebb_balloon in the guest";
+            return Err(ControlError::wrong_state(
+                "no driver in the guest runs the balloon",
+                remedy,
+            ));
+        }
+        Ok(transport)
+    }
+
+    pub(super) fn balloon_info(&self) -> Result<BalloonInfo, ControlError> {
+        Ok(info(&lock(self.balloon_transport()?)))
+    }
+
+    pub(super) fn set_balloon(&self, target: &BalloonTarget) -> Result<(), ControlError> {
+        let invalid = |message: String| ControlError::Invalid {
+            field: "target_bytes",
+            message,
+            remedy: Some(
+                "ask for a multiple of 4096 that is at most the guest's memory".to_owned(),
+            ),
+        };
+        self.not_given_away()?;
+        let mut transport = lock(self.balloon_transport()?);
+        let target_bytes = target.target_bytes;
+        if !target_bytes.is_multiple_of(PAGE_SIZE_BYTES) {
+            return Err(invalid(format!(
+                "a balloon of {target_bytes} bytes is not made of whole pages"
+            )));
+        }
+        let balloon = transport.device_mut().balloon_mut();
+        if balloon.set_target_bytes(target_bytes).map_err(|error| invalid(error.to_string()))? {
+            transport.config_changed();
+        }
+        Ok(())
+    }
+
+    pub(super) fn statistics(&self, max_age: Option<Duration>) -> Result<Outcome, ControlError> {
+        let transport = self.balloon_transport()?.clone();
+        let read = move || Ok(lock(&transport).device().balloon().statistics());
+        fresh_statistics(max_age, read, || self.request_statistics())
+    }
+
+    fn request_statistics(&self) -> Result<(), ControlError> {
+        let mut transport = lock(self.answering_balloon("statistics")?);
+        let balloon = transport.device_mut().balloon_mut();
+        if balloon.queue_index(QueueKind::Statistics).is_none() {
+            return Err(ControlError::wrong_state(
+                "the guest's balloon driver and this device have not agreed on statistics",
+                "start with --balloon statistics=on and use a driver that tells them",
+            ));
+        }
+        if balloon.request_statistics() {
+            transport.interrupt_used();
+        }
+        Ok(())
+    }
+
+    pub(super) fn set_statistics_interval(
+        &self,
+        interval: Option<Duration>,
+    ) -> Result<(), ControlError> {
+        self.not_given_away()?;
+        let mut transport = lock(self.balloon_transport()?);
+        transport.device_mut().set_statistics_interval(interval);
+        transport.wake();
+        Ok(())
+    }
+
+    pub(super) fn free_pages(&self, request: FreePagesRequest) -> Result<Outcome, ControlError> {
+        let transport = self.answering_balloon("its free pages")?;
+        Ok(Outcome::Await(Question::ask(request, transport, &self.ram)?.wait()))
+    }
+}

@@ -1,0 +1,59 @@
+//! The words that stand for the values of an enum, from its serde declaration.
+
+use schemars::{Schema, SchemaGenerator, json_schema};
+use serde::de::value::{Error, StrDeserializer};
+use serde::de::{DeserializeOwned, Deserializer, IntoDeserializer as _, Visitor};
+use serde::{Deserialize, Serialize, forward_to_deserialize_any};
+
+/// The words of `T`, an enum whose variants hold nothing.
+pub fn words<'de, T: Deserialize<'de>>() -> &'static [&'static str] {
+    let mut words: &'static [&'static str] = &[];
+    // An error in any case: nothing is there to be read.
+    let _ = T::deserialize(Words(&mut words));
+    words
+}
+
+/// The value that `word` stands for.
+pub fn from_word<T: DeserializeOwned>(word: &str) -> Option<T> {
+    let word: StrDeserializer<'_, Error> = word.into_deserializer();
+    T::deserialize(word).ok()
+}
+
+/// The word for `value`.
+pub fn to_word(value: impl Serialize) -> String {
+    match serde_json::to_value(value) {
+        Ok(serde_json::Value::String(word)) => word,
+        other => format!("{other:?}"),
+    }
+}
+
+/// The schema of an enum of another crate.
+pub fn one_of<T: DeserializeOwned>(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({ "enum": words::<T>() })
+}
+
+/// Notes the variants that it is asked for.
+struct Words<'a>(&'a mut &'static [&'static str]);
+
+impl<'de> Deserializer<'de> for Words<'_> {
+    type Error = Error;
+
+    fn deserialize_enum<V: Visitor<'de>>(
+        self,
+        _: &'static str,
+        variants: &'static [&'static str],
+        _: V,
+    ) -> Result<V::Value, Error> {
+        *self.0 = variants;
+        Err(serde::de::Error::custom("nothing is there"))
+    }
+
+    fn deserialize_any<V: Visitor<'de>>(self, _: V) -> Result<V::Value, Error> {
+        Err(serde::de::Error::custom("not an enum"))
+    }
+
+    forward_to_deserialize_any! {
+        bool i8 i16 i32 i64 i128 u8 u16 u32 u64 u128 f32 f64 char str string bytes byte_buf option
+        unit unit_struct newtype_struct seq tuple tuple_struct map struct identifier ignored_any
+    }
+}
