@@ -1,9 +1,14 @@
-//! Opening files that a person has named.
+//! Descriptors: opening files that a person has named, and eventfds of vmm-sys-util, which KVM's
+//! bindings take, to be polled.
 
 use std::fs::{File, OpenOptions};
 use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _};
 use std::path::Path;
+
+use rustix::event::{PollFd, PollFlags};
+use vmm_sys_util::eventfd::EventFd;
 
 /// Whether a file is written to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,6 +42,14 @@ pub(crate) fn open_image(path: &Path, access: Access) -> io::Result<File> {
     };
     let problem = format!("it is {found}, not a regular file or block device");
     Err(io::Error::new(io::ErrorKind::InvalidInput, problem))
+}
+
+/// Polls `event` for being signalled.
+pub fn readable(event: &EventFd) -> PollFd<'_> {
+    // SAFETY: the descriptor stays open as long as `event` does, which the returned lifetime is
+    // bound to.
+    let fd = unsafe { BorrowedFd::borrow_raw(event.as_raw_fd()) };
+    PollFd::from_borrowed_fd(fd, PollFlags::IN)
 }
 
 #[cfg(test)]

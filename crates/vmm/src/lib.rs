@@ -12,7 +12,6 @@
 //! | [`devices`] | buses, serial line, platform registers, virtio over memory-mapped registers |
 //! | [`clock`] | the guest's clocks over pause, snapshot and restore |
 //! | [`snapshot`] | a virtual machine in a file |
-//! | [`migration`] | what two monitors tell each other of a machine that is moved |
 //! | [`vm`] | the whole machine: built, run, paused, reset, saved, restored, moved |
 //! | [`api`] | the control socket |
 //! | [`seccomp`] | system call filters |
@@ -25,12 +24,9 @@ pub mod clock;
 pub mod config;
 pub mod cpu;
 pub mod devices;
-mod event;
 pub mod exit;
 mod file;
-pub mod guest_log;
 pub mod layout;
-pub mod migration;
 pub mod probe;
 pub mod seccomp;
 pub mod size;

@@ -183,7 +183,8 @@ fn examine(device: &Path, result: &mut KvmProbe) -> Result<guest::Run, KvmQualit
 /// # Errors
 /// Why it cannot be, with what to do.
 pub fn probe_merging() -> Result<(), MergeUnavailable> {
-    let spec = RegionSpec { start: GuestAddress(0), size_bytes: LEAST_MERGED_BYTES, host_node: None };
+    let spec =
+        RegionSpec { start: GuestAddress(0), size_bytes: LEAST_MERGED_BYTES, host_node: None };
     let ram = GuestRam::new(&[spec], Backing::Anonymous, HugePages::Off, Populate::Lazy)?;
     ram.enable_merging(StableSegments::new())
 }

@@ -90,7 +90,7 @@ impl ThreadFilter {
     /// Restricts the calling thread for good: no capabilities (filters or not), and the filter of
     /// its kind.
     pub fn apply(&self) -> Result<(), SeccompError> {
-        crate::vm::privileges::drop_all().map_err(|error| SeccompError {
+        handler::drop_all().map_err(|error| SeccompError {
             kind: self.kind,
             problem: format!("giving up capabilities: {error}"),
         })?;

@@ -1,13 +1,29 @@
-//! What happens when a filter refuses a call: the kernel sends SIGSYS, this handler says which call
-//! it was.
+//! What goes with a filter: a thread drops its capabilities, and when the filter refuses a call, for
+//! which the kernel sends SIGSYS, a handler says which call it was.
 
+use std::io;
 use std::sync::Once;
+
+use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
 
 /// Exit code of a process that was stopped by its filter: 128 + SIGSYS, as a shell shows a death by
 /// that signal.
 pub const EXIT_CODE: i32 = 128 + libc::SIGSYS;
 
 static INSTALLED: Once = Once::new();
+
+/// Drops every capability of the calling thread, and the possibility to get any back through
+/// `execve`. Capabilities are a thread's own: each thread of the monitor does this when it starts,
+/// the main one when everything is opened.
+pub(super) fn drop_all() -> io::Result<()> {
+    rustix::thread::set_no_new_privs(true)?;
+    let empty = CapabilitySet::empty();
+    set_capabilities(
+        None,
+        CapabilitySets { effective: empty, permitted: empty, inheritable: empty },
+    )?;
+    Ok(())
+}
 
 /// Installs the handler, once for the process.
 pub(super) fn install() -> Result<(), vmm_sys_util::errno::Error> {

@@ -155,3 +155,14 @@ fn filters_can_be_left_out() {
     let filters = Filters::new(Switch::Off).unwrap();
     assert!(filters.for_thread(ThreadKind::Vcpu).programs.is_none());
 }
+
+#[test]
+fn no_capability_is_left() {
+    // On a thread of its own: the test runner keeps what it has.
+    let left = std::thread::spawn(|| {
+        handler::drop_all().unwrap();
+        rustix::thread::capabilities(None).unwrap()
+    });
+    let left = left.join().unwrap();
+    assert!(left.effective.is_empty() && left.permitted.is_empty() && left.inheritable.is_empty());
+}

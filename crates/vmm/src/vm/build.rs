@@ -12,7 +12,9 @@ use vm_memory::GuestAddress;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::merge::Merging;
-use super::{Vm, VmError, interrupts};
+use super::migration::description::capabilities;
+use super::snapshot::capture_interrupts;
+use super::{Vm, VmError};
 use crate::acpi::{MmioDevice, NumaNode, Platform};
 use crate::api::vm::{ClockInfo, VmState};
 use crate::boot::BootImage;
@@ -31,7 +33,6 @@ use crate::devices::virtio::rng::Rng;
 use crate::devices::virtio::worker::Worker;
 use crate::exit::ExitSignal;
 use crate::layout;
-use crate::migration::capabilities;
 use crate::seccomp::Filters;
 use crate::snapshot::file::RAM_OFFSET_BYTES;
 use crate::snapshot::processor::Processor;
@@ -150,7 +151,7 @@ pub(super) fn build(
     let vcpus = Vcpu::create_all(&kvm, &vm_fd, &cpuid, config.cpus)?;
     let tsc = set_tsc_frequency(&kvm, &vcpus, &Processor::of(&cpuid).vendor(), origin.tsc_khz())?;
     let msrs = vcpus.first().map(Vcpu::msrs).unwrap_or_default();
-    let interrupt_controllers = interrupts::capture(&vm_fd)?;
+    let interrupt_controllers = capture_interrupts(&vm_fd)?;
     let counters = Arc::new(ExitCounters::default());
     let vcpus = VcpuThreads::spawn(vcpus, &Arc::new(buses), exit, &counters, filters)
         .map_err(VmError::host("start the vCPU threads"))?;
@@ -183,7 +184,7 @@ pub(super) fn build(
         state: Mutex::new(state),
         migrations: Arc::default(),
         handed_over: Mutex::new(None),
-        given_away: AtomicBool::new(false),
+        released_exclusive: AtomicBool::new(false),
         started: Instant::now(),
         trim_cursor: Mutex::new(0),
     };

@@ -1,12 +1,13 @@
 //! What the API does to a virtual machine.
 
+use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::balloon;
-use super::migrate::request::check_address;
+use super::migration::request::check_address;
 use super::snapshot::WriteError;
-use super::{Vm, VmError, lock, metrics};
+use super::{Vm, VmError, lock};
 use crate::api::control::{ControlError, Document, Machine, Operation, Outcome};
 use crate::api::metrics::{KindCount, Metrics};
 use crate::api::migration::MigrationRequest;
@@ -133,7 +134,7 @@ impl Vm {
             VmState::Running => Ok(()),
             VmState::Paused => {
                 // After a migration whose end is unknown: a destination that runs has the disks.
-                self.take_devices_back()
+                self.reacquire_exclusive()
                     .map_err(|problem| ControlError::wrong_state(problem, "end the other one"))?;
                 self.thaw().map_err(ControlError::failed)?;
                 *lock(&self.handed_over) = None;
@@ -192,7 +193,7 @@ impl Vm {
             memory_bytes: self.ram.size_bytes(),
             guest_resident_bytes: residency.private_bytes,
             guest_shared_bytes: residency.merged_bytes,
-            process_resident_bytes: metrics::process_resident_bytes().unwrap_or(0),
+            process_resident_bytes: process_resident_bytes().unwrap_or(0),
             uptime_ms: self.uptime_ms(),
             balloon: self.balloon.as_ref().map(|shared| balloon::metrics(&lock(shared))),
             // What cannot be read now is told by `GET /merge`.
@@ -215,5 +216,34 @@ fn snapshot_error(error: VmError) -> ControlError {
             problem @ (SnapshotError::Path { .. } | SnapshotError::Exists { .. }),
         ) => ControlError::Invalid { field: "path", message: problem.to_string(), remedy: None },
         error => ControlError::failed(error),
+    }
+}
+
+/// Resident memory of this process in bytes, guest memory included (Linux
+/// Documentation/filesystems/proc.rst, `statm`).
+pub(super) fn process_resident_bytes() -> io::Result<u64> {
+    let statm = std::fs::read_to_string("/proc/self/statm")?;
+    let pages: u64 = statm
+        .split_ascii_whitespace()
+        .nth(1)
+        .and_then(|field| field.parse().ok())
+        .ok_or_else(|| io::Error::other("/proc/self/statm has no second number"))?;
+    // Pages of the host; x86_64 has one size of them.
+    Ok(pages * ebb_abi::PAGE_SIZE_BYTES)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn touched_memory_is_counted() {
+        // Much more than the other tests of this process use and free meanwhile.
+        const BYTES: usize = 256 << 20;
+        let before = process_resident_bytes().unwrap();
+        let touched = std::hint::black_box(vec![1u8; BYTES]);
+        let after = process_resident_bytes().unwrap();
+        assert!(after >= before + BYTES as u64 / 2, "{before} -> {after}");
+        drop(touched);
     }
 }

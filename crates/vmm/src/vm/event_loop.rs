@@ -10,7 +10,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::build::{Built, Origin, build};
-use super::migrate::MigrationThread;
+use super::migration::MigrationThread;
 use super::terminal::{EscapeSequence, RawTerminal, Typed};
 use super::{Vm, VmError, lock};
 use crate::api::ApiServer;
@@ -18,8 +18,8 @@ use crate::api::control::Machine;
 use crate::api::server::Limits;
 use crate::api::vm::VmState;
 use crate::config::{RebootAction, SerialConfig, VmConfig};
-use crate::event::readable;
 use crate::exit::{ExitSignal, GuestExit};
+use crate::file::readable;
 use crate::seccomp::{Filters, ThreadKind};
 use crate::snapshot::{Overrides, SnapshotFile};
 

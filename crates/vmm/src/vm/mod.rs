@@ -5,12 +5,8 @@ mod build;
 mod control;
 mod event_loop;
 mod free_pages;
-mod interrupts;
 mod merge;
-mod metrics;
-mod migrate;
-pub mod privileges;
-mod receive;
+mod migration;
 mod snapshot;
 pub mod terminal;
 mod trim;
@@ -42,17 +38,17 @@ use crate::devices::virtio::block::DiskError;
 use crate::devices::virtio::mmio::{ManagedDevice, MmioTransport};
 use crate::devices::virtio::worker::Worker;
 use crate::exit::{ExitSignal, GuestExit};
-use crate::migration::Incompatible;
 use crate::seccomp::SeccompError;
 use crate::snapshot::SnapshotError;
 use crate::snapshot::state::InterruptControllers;
 
 use merge::Merging;
-use migrate::Migrations;
+use migration::Migrations;
+use migration::description::Incompatible;
 
 pub use event_loop::signals::Signals;
 pub use event_loop::{Start, restore, run};
-pub use receive::{ReceiveConfig, receive};
+pub use migration::destination::{ReceiveConfig, receive};
 
 /// Why a virtual machine could not be started or run.
 #[derive(Debug, Error)]
@@ -213,7 +209,7 @@ pub struct Vm {
     /// Memory that another monitor may have now, after a migration whose end is unknown.
     handed_over: Mutex<Option<InhibitGuard>>,
     /// Devices have let go of what only one monitor may have.
-    given_away: AtomicBool,
+    released_exclusive: AtomicBool,
     started: Instant,
     /// First page that the next trim looks at.
     trim_cursor: Mutex<u64>,
@@ -348,7 +344,7 @@ impl Vm {
             lock(device).reset();
         }
         self.vcpus.on_each(|vcpu| vcpu.reset())?;
-        interrupts::apply(&self.interrupt_controllers, &self.kvm)?;
+        snapshot::apply_interrupts(&self.interrupt_controllers, &self.kvm)?;
         self.ram.reclaim_all();
         let all: Vec<_> = self.ram.regions().iter().map(ebb_guest_ram::Region::pages).collect();
         self.ram.discard(&all)?;

@@ -4,13 +4,19 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use super::{Vm, VmError, interrupts, lock, saved_instant};
+use kvm_bindings::{
+    KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, kvm_irqchip,
+};
+use kvm_ioctls::VmFd;
+
+use super::{Vm, VmError, lock, saved_instant};
 use crate::api::control::BEING_MOVED;
 use crate::api::vm::{SnapshotReport, VmState};
 use crate::clock::{self, GuestClockError};
 use crate::cpu::state::VcpuState;
 use crate::snapshot::file::{NewSnapshot, RAM_OFFSET_BYTES};
 use crate::snapshot::processor::Processor;
+use crate::snapshot::state::InterruptControllers;
 use crate::snapshot::{MachineConfig, MachineState, SnapshotError};
 
 const ENDED: WriteError = WriteError::State("the guest has ended or is about to start again");
@@ -100,7 +106,7 @@ impl Vm {
     /// meanwhile.
     pub(super) fn capture(&self) -> Result<MachineState, VmError> {
         let vcpus = self.vcpus.collect(|vcpu| vcpu.capture())?;
-        let interrupts = interrupts::capture(&self.kvm)?;
+        let interrupts = capture_interrupts(&self.kvm)?;
         let clock = lock(&self.frozen).clone().ok_or(GuestClockError::NoFrequency)?;
         let devices = self.devices.iter().map(|device| lock(device).save()).collect();
         let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -149,7 +155,7 @@ impl Vm {
         let vcpus: Arc<[VcpuState]> = saved.vcpus.into();
         let states = vcpus.clone();
         self.vcpus.on_each(move |vcpu| states[usize::from(vcpu.index)].apply(&vcpu.fd))?;
-        interrupts::apply(&saved.interrupts, &self.kvm)?;
+        apply_interrupts(&saved.interrupts, &self.kvm)?;
 
         let tsc = self.tsc.ok_or(GuestClockError::NoFrequency)?;
         clock::prime(&self.kvm)?;
@@ -170,4 +176,29 @@ impl Vm {
             .restore(saved.acpi_events)
             .map_err(VmError::host("interrupt the guest for its power button"))
     }
+}
+
+/// Reads the state of KVM's interrupt controllers and timer.
+pub(super) fn capture_interrupts(vm: &VmFd) -> Result<InterruptControllers, VmError> {
+    let chips = [KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_IRQCHIP_IOAPIC]
+        .into_iter()
+        .map(|chip_id| {
+            let mut chip = kvm_irqchip { chip_id, ..Default::default() };
+            vm.get_irqchip(&mut chip).map(|()| chip)
+        })
+        .collect::<Result<_, _>>()
+        .map_err(VmError::kvm("read its interrupt controllers"))?;
+    Ok(InterruptControllers {
+        chips,
+        timer: vm.get_pit2().map_err(VmError::kvm("read its timer"))?,
+    })
+}
+
+/// Sets that state. Interrupts that wait in the I/O APIC go to the local APICs at once, so those must have their
+/// state already.
+pub(super) fn apply_interrupts(state: &InterruptControllers, vm: &VmFd) -> Result<(), VmError> {
+    for chip in &state.chips {
+        vm.set_irqchip(chip).map_err(VmError::kvm("set its interrupt controllers"))?;
+    }
+    vm.set_pit2(&state.timer).map_err(VmError::kvm("set its timer"))
 }

@@ -59,7 +59,7 @@ pub enum DiskError {
 pub enum DiskLock {
     /// When it is opened.
     Now,
-    /// When the machine [takes it over](VirtioDevice::take_over): until then it belongs to the
+    /// When the machine [takes it over](VirtioDevice::acquire_exclusive): until then it belongs to the
     /// monitor that sends the machine.
     Later,
 }
@@ -267,7 +267,7 @@ impl VirtioDevice for Block {
             };
             let written = self.serve(&chain);
             if queue.add_used(&self.memory, chain.head_index(), written).is_err() {
-                crate::guest_log!("virtio-blk: the used ring cannot be written");
+                crate::devices::guest_log!("virtio-blk: the used ring cannot be written");
                 work.more = false;
                 break;
             }
@@ -289,7 +289,7 @@ impl VirtioDevice for Block {
         DeviceState::Disk { sectors: self.sectors }
     }
 
-    fn give_away(&mut self) -> Result<(), String> {
+    fn release_exclusive(&mut self) -> Result<(), String> {
         let failed =
             |error: &dyn std::fmt::Display| format!("the disk {}: {error}", self.path.display());
         if !self.readonly {
@@ -298,7 +298,7 @@ impl VirtioDevice for Block {
         rustix::fs::flock(&self.file, FlockOperation::Unlock).map_err(|error| failed(&error))
     }
 
-    fn take_over(&mut self) -> Result<(), String> {
+    fn acquire_exclusive(&mut self) -> Result<(), String> {
         let readonly = if self.readonly { Switch::On } else { Switch::Off };
         lock(&self.file, &self.path, readonly).map_err(|error| error.to_string())
     }

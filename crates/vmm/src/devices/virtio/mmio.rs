@@ -16,10 +16,9 @@ use virtio_bindings::virtio_mmio as reg;
 use virtio_queue::{Queue, QueueT};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use super::state::{SavedQueue, TransportState};
+use super::state::{DeviceDescription, SavedQueue, TransportState};
 use super::{VirtioDevice, Work};
 use crate::devices::bus::{BusDevice, ExclusiveDevice};
-use crate::migration::DeviceDescription;
 
 const MAGIC: u32 = u32::from_le_bytes(*b"virt");
 /// Version 2 is the layout of virtio 1.0 and later.
@@ -313,7 +312,7 @@ impl<D: VirtioDevice> MmioTransport<D> {
                 self.wake();
             }
             Err(problem) => {
-                crate::guest_log!(
+                crate::devices::guest_log!(
                     "virtio device {}: not started: {problem}",
                     self.device.device_id()
                 );
@@ -340,11 +339,11 @@ pub trait ManagedDevice: Send {
     /// The device for a monitor that it is to be moved to.
     fn describe(&self) -> DeviceDescription;
 
-    /// As [`VirtioDevice::give_away`].
-    fn give_away(&mut self) -> Result<(), String>;
+    /// As [`VirtioDevice::release_exclusive`].
+    fn release_exclusive(&mut self) -> Result<(), String>;
 
-    /// As [`VirtioDevice::take_over`].
-    fn take_over(&mut self) -> Result<(), String>;
+    /// As [`VirtioDevice::acquire_exclusive`].
+    fn acquire_exclusive(&mut self) -> Result<(), String>;
 
     /// Raises the interrupt if the driver has causes to look at. An interrupt may be on its way to
     /// the interrupt controller when that is saved, and would be lost; one too many does no harm.
@@ -440,12 +439,12 @@ impl<D: VirtioDevice> ManagedDevice for MmioTransport<D> {
         }
     }
 
-    fn give_away(&mut self) -> Result<(), String> {
-        self.device.give_away()
+    fn release_exclusive(&mut self) -> Result<(), String> {
+        self.device.release_exclusive()
     }
 
-    fn take_over(&mut self) -> Result<(), String> {
-        self.device.take_over()
+    fn acquire_exclusive(&mut self) -> Result<(), String> {
+        self.device.acquire_exclusive()
     }
 
     fn interrupt_again(&self) {

@@ -90,13 +90,13 @@ pub trait VirtioDevice: Send {
 
     /// Lets go of what only one monitor may have at a time, because another one goes on with the
     /// machine. Called while the worker is paused. An error says what cannot be let go.
-    fn give_away(&mut self) -> Result<(), String> {
+    fn release_exclusive(&mut self) -> Result<(), String> {
         Ok(())
     }
 
     /// Takes what only one monitor may have, before the machine goes on here. An error says what
     /// somebody else has.
-    fn take_over(&mut self) -> Result<(), String> {
+    fn acquire_exclusive(&mut self) -> Result<(), String> {
         Ok(())
     }
 

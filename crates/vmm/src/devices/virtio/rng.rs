@@ -70,7 +70,7 @@ impl VirtioDevice for Rng {
                 written += length;
             }
             if queue.add_used(&self.memory, head, written as u32).is_err() {
-                crate::guest_log!("virtio-rng: the used ring cannot be written");
+                crate::devices::guest_log!("virtio-rng: the used ring cannot be written");
                 return work;
             }
             work.interrupt = true;

@@ -103,3 +103,28 @@ pub enum DeviceState {
         sectors: u64,
     },
 }
+
+/// A virtio device as its driver knows it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DeviceDescription {
+    /// Device id (virtio 1.3 section 5).
+    pub device_id: u32,
+    /// Features that it offers.
+    pub features: u64,
+    /// Largest size of each queue.
+    pub queue_sizes: Vec<u16>,
+    /// Size of a disk.
+    pub disk_bytes: Option<u64>,
+}
+
+impl DeviceDescription {
+    /// The device for people.
+    pub fn name(&self) -> String {
+        match self.device_id {
+            2 => "disk".to_owned(),
+            4 => "entropy device".to_owned(),
+            5 => "balloon".to_owned(),
+            other => format!("device with the virtio id {other}"),
+        }
+    }
+}

@@ -10,8 +10,8 @@ use vmm_sys_util::eventfd::EventFd;
 
 use super::VirtioDevice;
 use super::mmio::MmioTransport;
-use crate::event::readable;
 use crate::exit::{ExitSignal, GuestExit};
+use crate::file::readable;
 use crate::seccomp::{Filters, ThreadKind};
 
 /// Whether the device may work.

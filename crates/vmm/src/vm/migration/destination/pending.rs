@@ -13,7 +13,7 @@ use crate::api::migration::MigrationStatus;
 use crate::api::vm::{ClockInfo, VmInfo, VmState};
 use crate::exit::{ExitSignal, GuestExit};
 use crate::vm::Vm;
-use crate::vm::metrics::process_resident_bytes;
+use crate::vm::control::process_resident_bytes;
 
 /// A machine that will come, or has.
 pub(super) struct PendingVm {

@@ -5,7 +5,7 @@
 //! ([`arrival`]), also before there is a machine.
 
 mod arrival;
-mod control;
+mod pending;
 
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex};
@@ -19,19 +19,19 @@ use ebb_migration::session::{Address, CancelHandle, Cancellation, Listener, Secu
 use rustix::event::{PollFd, PollFlags, poll};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use super::build::{Arriving, Built, Origin, build};
-use super::event_loop::signals::Signals;
-use super::event_loop::{ConsoleInput, start_api, wait_for_end};
-use super::migrate::MigrationThread;
-use super::migrate::source::greeting;
-use super::{Vm, VmError, lock};
-use crate::event::readable;
+use super::MigrationThread;
+use super::description::Description;
+use super::source::greeting;
 use crate::exit::{ExitSignal, GuestExit};
-use crate::migration::Description;
+use crate::file::readable;
 use crate::seccomp::{Filters, ThreadKind};
 use crate::snapshot::Overrides;
+use crate::vm::build::{Arriving, Built, Origin, build};
+use crate::vm::event_loop::signals::Signals;
+use crate::vm::event_loop::{ConsoleInput, start_api, wait_for_end};
+use crate::vm::{Vm, VmError, lock};
 use arrival::{Announced, Arrival, Built as Answer};
-use control::PendingVm;
+use pending::PendingVm;
 
 /// What a monitor that waits for a machine has to know.
 pub struct ReceiveConfig {

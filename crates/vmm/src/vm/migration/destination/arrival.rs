@@ -12,7 +12,7 @@ use ebb_migration::session::{
 use ebb_migration::{BoxError, Cancel, Receiver, TargetMemory};
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::migration::Description;
+use super::super::description::Description;
 use crate::snapshot::MachineState;
 use crate::vm::{Started, Vm};
 
@@ -203,7 +203,7 @@ fn restore(vm: &Vm, bytes: &[u8], cpus: u8) -> Result<(), Problem> {
 /// only while no vCPU has run: whatever becomes of a machine that was started, it was started here.
 fn start(vm: &Arc<Vm>, committed: DestinationCommitted, paused: bool) -> Result<(), Problem> {
     let started = vm
-        .take_devices()
+        .acquire_exclusive()
         .and_then(|()| if paused { Ok(vm.start_paused()) } else { vm.start().map_err(problem) });
     let reason = match started {
         Ok(Started::Yes) => {
@@ -214,7 +214,7 @@ fn start(vm: &Arc<Vm>, committed: DestinationCommitted, paused: bool) -> Result<
         Err(reason) => reason,
     };
     // The source takes them back at once, perhaps before this process has ended.
-    if let Err(problem) = vm.give_devices_away() {
+    if let Err(problem) = vm.release_exclusive() {
         tracing::warn!("the source may not get its devices back: {problem}");
     }
     committed.failed(reason.as_str());

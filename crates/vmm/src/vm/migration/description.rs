@@ -8,6 +8,7 @@ use kvm_ioctls::{Cap, Kvm};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+use crate::devices::virtio::state::DeviceDescription;
 use crate::size::ByteSize;
 use crate::snapshot::MachineConfig;
 use crate::snapshot::processor::Processor;
@@ -44,31 +45,6 @@ pub struct MemoryRegion {
     pub start: u64,
     /// Size in bytes.
     pub size_bytes: u64,
-}
-
-/// A virtio device as its driver knows it.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DeviceDescription {
-    /// Device id (virtio 1.3 section 5).
-    pub device_id: u32,
-    /// Features that it offers.
-    pub features: u64,
-    /// Largest size of each queue.
-    pub queue_sizes: Vec<u16>,
-    /// Size of a disk.
-    pub disk_bytes: Option<u64>,
-}
-
-impl DeviceDescription {
-    /// The device for people.
-    fn name(&self) -> String {
-        match self.device_id {
-            2 => "disk".to_owned(),
-            4 => "entropy device".to_owned(),
-            5 => "balloon".to_owned(),
-            other => format!("device with the virtio id {other}"),
-        }
-    }
 }
 
 /// KVM's capabilities without which a part of a machine's state could not be set, or without which

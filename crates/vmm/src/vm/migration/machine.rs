@@ -2,9 +2,9 @@
 
 use std::sync::atomic::Ordering;
 
+use super::description::{Description, Here, MemoryRegion};
 use crate::api::vm::VmState;
 use crate::clock::GuestClockError;
-use crate::migration::{Description, Here, MemoryRegion};
 use crate::snapshot::MachineConfig;
 use crate::snapshot::processor::Processor;
 use crate::vm::{Vm, VmError, lock};
@@ -54,23 +54,23 @@ impl Vm {
     }
 
     /// Lets devices go of what only one monitor may have.
-    pub(in crate::vm) fn give_devices_away(&self) -> Result<(), String> {
-        self.given_away.store(true, Ordering::Relaxed);
-        self.devices.iter().try_for_each(|device| lock(device).give_away())
+    pub(in crate::vm) fn release_exclusive(&self) -> Result<(), String> {
+        self.released_exclusive.store(true, Ordering::Relaxed);
+        self.devices.iter().try_for_each(|device| lock(device).release_exclusive())
     }
 
     /// Takes what only one monitor may have, if devices have let go of it.
-    pub(in crate::vm) fn take_devices_back(&self) -> Result<(), String> {
-        if self.given_away.load(Ordering::Relaxed) {
-            self.take_devices()?;
-            self.given_away.store(false, Ordering::Relaxed);
+    pub(in crate::vm) fn reacquire_exclusive(&self) -> Result<(), String> {
+        if self.released_exclusive.load(Ordering::Relaxed) {
+            self.acquire_exclusive()?;
+            self.released_exclusive.store(false, Ordering::Relaxed);
         }
         Ok(())
     }
 
     /// Takes what only one monitor may have, for a machine that another one has given away.
-    pub(in crate::vm) fn take_devices(&self) -> Result<(), String> {
-        self.devices.iter().try_for_each(|device| lock(device).take_over())
+    pub(in crate::vm) fn acquire_exclusive(&self) -> Result<(), String> {
+        self.devices.iter().try_for_each(|device| lock(device).acquire_exclusive())
     }
 
     /// Lets a machine that was stopped for a migration go on here.
@@ -80,7 +80,7 @@ impl Vm {
             return Ok(());
         }
         *state = VmState::Paused;
-        self.take_devices_back().map_err(VmError::Device)?;
+        self.reacquire_exclusive().map_err(VmError::Device)?;
         if !was_paused {
             self.thaw()?;
             *state = VmState::Running;

@@ -1,13 +1,21 @@
-//! Moving this machine to another monitor.
+//! Moving a machine to another monitor, and taking one in.
 //!
-//! The API asks and looks ([`Migrations`]); a thread of its own ([`MigrationThread`]) does the
-//! work, because that takes system calls that no other thread may make, and waits for the network.
+//! How monitors talk, and how memory gets across, is the crate `ebb-migration`. A
+//! [`description`] goes ahead of the memory: whatever the destination cannot provide is found
+//! before the first byte of memory is sent. The state that goes behind the memory is that of a
+//! snapshot, a [`MachineState`](crate::snapshot::MachineState) without RAM.
+//!
+//! At the source, the API asks and looks ([`Migrations`]); a thread of its own
+//! ([`MigrationThread`]) does the work, because that takes system calls that no other thread may
+//! make, and waits for the network. The [`destination`] is a monitor that has no machine yet.
 
+pub(super) mod description;
+pub(super) mod destination;
 mod guest;
 mod hints;
 mod machine;
 pub(super) mod request;
-pub(super) mod source;
+mod source;
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;

@@ -239,7 +239,7 @@ impl Migration<'_> {
     ) -> Result<(), Kept> {
         let stopped_at = stopped.at();
         let prepared = self.prepare(stopped, streaming).map_err(Kept::Stopped)?;
-        if let Err(problem) = self.vm.give_devices_away() {
+        if let Err(problem) = self.vm.release_exclusive() {
             prepared.abort(problem.as_str());
             return Err(Kept::Stopped(problem));
         }
