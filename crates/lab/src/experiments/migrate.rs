@@ -11,11 +11,12 @@ use serde::Serialize;
 use crate::LabError;
 use crate::harness::driver::{Driver, Module, Tracker};
 use crate::harness::experiment::{Experiment, Needs, Run, Runs, SeriesPlan, parameters};
-use crate::harness::link::Rate;
+use crate::harness::link::{Link, Rate};
 use crate::harness::monitor::{MonitorKind, Setup};
 use crate::harness::size::{GuestSize, HostShape};
 use crate::harness::testbed::Testbed;
 use crate::report::results::{Scale, Series};
+use link_check::Carried;
 use strategies::{Settings, Strategy};
 
 mod link_check;
@@ -159,7 +160,15 @@ fn run(testbed: &mut Testbed<'_>, series: &mut Series) -> Result<(), LabError> {
     let row = rows().into_iter().find(|(_, name, ..)| *name == series.name);
     let strategy = row.map_or(Strategy::Qemu, |(.., strategy)| strategy);
     series.setup.push_str(&strategy.describe());
-    rounds::run(testbed, sizes(testbed.scale()), strategy, series)
+    let link = Link::create()?;
+    testbed.events().step(0, "measures the link");
+    let carried = Carried::measure(&link)?;
+    series.notes.extend(carried.notes());
+    let mut moved = Vec::new();
+    let sizes = sizes(testbed.scale());
+    let outcome = rounds::run(testbed, &link, (sizes, strategy), series, &mut moved);
+    metrics::fill(moved, carried, series);
+    outcome
 }
 
 #[cfg(test)]

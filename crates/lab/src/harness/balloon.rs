@@ -1,6 +1,6 @@
 //! Changing a guest's balloon through its monitor: Ebb's API, or QEMU's machine protocol.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use ebb_vmm::api::{
@@ -8,6 +8,7 @@ use ebb_vmm::api::{
 };
 use serde_json::{Value, json};
 
+use crate::LabError;
 use crate::harness::counters::Counters;
 use crate::harness::monitor::MonitorKind;
 use crate::harness::qmp::{Qmp, QmpError};
@@ -39,6 +40,55 @@ pub enum Balloon {
     Ebb(Client),
     /// Through QEMU's machine protocol, for a guest of so many MiB.
     Qemu(Box<Qmp>, u64),
+}
+
+/// A place for a monitor's control socket, in a directory of its own.
+#[derive(Debug)]
+pub struct ControlSocket(tempfile::TempDir);
+
+impl ControlSocket {
+    /// Makes the directory.
+    ///
+    /// # Errors
+    /// [`LabError::SystemFile`].
+    pub fn new() -> Result<Self, LabError> {
+        tempfile::tempdir().map(Self).map_err(LabError::of_file(std::env::temp_dir()))
+    }
+
+    /// Where the monitor shall listen.
+    pub fn path(&self) -> PathBuf {
+        self.0.path().join("control")
+    }
+}
+
+/// The way to one guest's monitor.
+#[derive(Debug)]
+pub struct Control {
+    /// Number of the guest.
+    pub guest: u32,
+    /// Its balloon.
+    pub balloon: Balloon,
+    /// Goes with it.
+    _socket: ControlSocket,
+}
+
+impl Control {
+    /// Opens it for a guest of `guest_mib`, whose monitor listens at `socket`.
+    ///
+    /// # Errors
+    /// [`BalloonError`].
+    pub fn open(
+        guest: u32,
+        monitor: MonitorKind,
+        socket: ControlSocket,
+        guest_mib: u64,
+    ) -> Result<Self, BalloonError> {
+        Ok(Self {
+            guest,
+            balloon: Balloon::open(monitor, &socket.path(), guest_mib)?,
+            _socket: socket,
+        })
+    }
 }
 
 impl Balloon {

@@ -9,6 +9,7 @@ use ebb_agent::protocol::Command;
 use serde_json::Value;
 
 use crate::LabError;
+use crate::harness::balloon::Control;
 use crate::harness::counters::Counters;
 use crate::harness::driver::Driver;
 use crate::harness::guest::{Answer, Guest};
@@ -22,12 +23,9 @@ use crate::harness::watch::{AfterReturn, Patience, ReturnWatch, Verdict};
 use crate::report::event::Events;
 use crate::report::results::{GuestRecord, Scale};
 use crate::report::statistics::rounded;
-use control::Control;
 
 mod control;
-mod merging;
-
-pub use merging::Settled;
+pub mod merging;
 
 /// How often the memory of a guest is looked at while it comes back.
 const LOOK_INTERVAL: Duration = Duration::from_millis(200);

@@ -22,10 +22,9 @@ use subject::{Stop, Subject};
 mod board;
 mod interval;
 mod memory;
-mod metrics;
+pub(super) mod metrics;
 mod subject;
 
-pub(super) use metrics::metrics;
 pub(super) use subject::SIZE;
 
 /// Lengths of pauses, one after the other and from the beginning again.

@@ -57,7 +57,7 @@ fn metrics() -> Vec<Metric<Found>> {
             found.failed_checks
         }),
     ];
-    let of_guest = super::guests::metrics().into_iter();
+    let of_guest = super::guests::metrics::metrics().into_iter();
     metrics.extend(of_guest.map(|metric| metric.within(|found: &Found| found.guest.as_ref())));
     metrics
 }

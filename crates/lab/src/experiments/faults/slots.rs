@@ -7,7 +7,7 @@ use ebb_agent::protocol::Command;
 use serde_json::Value;
 
 use super::order::order;
-use super::{CPUS, SETTLE_S, Sizes, TRACKERS, metrics};
+use super::{CPUS, SETTLE_S, Sizes, TRACKERS};
 use crate::LabError;
 use crate::harness::counters::Counters;
 use crate::harness::driver::Tracker;
@@ -75,7 +75,7 @@ pub(super) struct Slot {
     pub(super) free_ns: Option<f64>,
 }
 
-/// Runs all guests; what was measured is in `series` even if some failed.
+/// Runs all guests; what was measured is filled in after each of them, even if some failed.
 ///
 /// # Errors
 /// The first failure of a guest that could not be made good by another one.
@@ -83,6 +83,7 @@ pub(super) fn run(
     testbed: &mut Testbed<'_>,
     sizes: Sizes,
     series: &mut [Series],
+    fill: impl Fn(&[Slot], &mut [Series]),
 ) -> Result<(), LabError> {
     let turns = turns(series);
     let guests = testbed.guests(sizes.boots * CPUS.len() as u32);
@@ -107,7 +108,7 @@ pub(super) fn run(
             series.guests.clone_from(&records);
             series.notes.clone_from(&notes);
         }
-        metrics::fill(&slots, series);
+        fill(&slots, series);
         for series in series.iter() {
             testbed.events().send(Event::SeriesSoFar(series.clone()));
         }

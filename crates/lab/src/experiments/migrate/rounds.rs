@@ -3,10 +3,9 @@
 use std::thread;
 use std::time::Duration;
 
-use super::link_check::Carried;
 use super::strategies::{Report, Strategy};
 use super::subject::Subject;
-use super::{FAST, SLOW, Sizes, metrics};
+use super::{FAST, SLOW, Sizes};
 use crate::LabError;
 use crate::error::GuestProblem;
 use crate::harness::link::{Link, Rate};
@@ -57,27 +56,11 @@ const LOAD_LEAD: Duration = Duration::from_secs(1);
 /// Idle guests are over long before, at the rate of the slow link.
 const PATIENCE: Duration = Duration::from_secs(150);
 
-/// Runs a series.
+/// Runs a series; `moved` has what was measured also if something failed.
 ///
 /// # Errors
-/// What the system, a guest or a monitor did not do; what was measured before is told all the same.
+/// What the system, a guest or a monitor did not do.
 pub(super) fn run(
-    testbed: &Testbed<'_>,
-    sizes: Sizes,
-    strategy: Strategy,
-    series: &mut Series,
-) -> Result<(), LabError> {
-    let link = Link::create()?;
-    testbed.events().step(0, "measures the link");
-    let carried = Carried::measure(&link)?;
-    series.notes.extend(carried.notes());
-    let mut moved = Vec::new();
-    let outcome = all(testbed, &link, (sizes, strategy), series, &mut moved);
-    metrics::fill(moved, carried, series);
-    outcome
-}
-
-fn all(
     testbed: &Testbed<'_>,
     link: &Link,
     (sizes, strategy): (Sizes, Strategy),

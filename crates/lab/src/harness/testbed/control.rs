@@ -1,6 +1,5 @@
 //! What a testbed does through a guest's monitor: balloon, trim, counters.
 
-use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -9,7 +8,7 @@ use ebb_vmm::api::{FreePagesReport, TrimReport};
 use super::Testbed;
 use crate::LabError;
 use crate::error::GuestProblem;
-use crate::harness::balloon::{Balloon, BalloonError};
+use crate::harness::balloon::{Balloon, BalloonError, Control, ControlSocket};
 use crate::harness::counters::Counters;
 use crate::harness::guest::Guest;
 use crate::harness::size::GuestSize;
@@ -30,13 +29,6 @@ const REST_MIB: f64 = 1.0;
 /// How often it is looked at.
 const REST_INTERVAL: Duration = Duration::from_millis(10);
 
-/// The way to one guest's monitor; the socket's directory goes with it.
-pub(super) struct Control {
-    pub(super) guest: u32,
-    balloon: Balloon,
-    _directory: tempfile::TempDir,
-}
-
 /// How a balloon's change of size went.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Resized {
@@ -54,9 +46,9 @@ impl Testbed<'_> {
     /// As [`Testbed::start_guest`], and [`LabError::SystemFile`] when there is no place for the
     /// socket.
     pub fn start_controlled_guest(&mut self, size: GuestSize) -> Result<GuestRecord, LabError> {
-        let (directory, socket) = control_socket()?;
-        let record = self.start(size, Some(&socket))?;
-        self.control(record.guest, size, directory, &socket)?;
+        let socket = ControlSocket::new()?;
+        let record = self.start(size, Some(&socket.path()))?;
+        self.control(record.guest, size, socket)?;
         Ok(record)
     }
 
@@ -66,9 +58,9 @@ impl Testbed<'_> {
         size: GuestSize,
         arguments: &[&str],
     ) -> Result<Guest, LabError> {
-        let (directory, socket) = control_socket()?;
-        let guest = self.launch(size, Some(&socket), arguments)?;
-        self.control(guest.number(), size, directory, &socket)?;
+        let socket = ControlSocket::new()?;
+        let guest = self.launch(size, Some(&socket.path()), arguments)?;
+        self.control(guest.number(), size, socket)?;
         Ok(guest)
     }
 
@@ -76,12 +68,11 @@ impl Testbed<'_> {
         &mut self,
         guest: u32,
         size: GuestSize,
-        directory: tempfile::TempDir,
-        socket: &Path,
+        socket: ControlSocket,
     ) -> Result<(), LabError> {
-        let balloon = Balloon::open(self.setup.monitor, socket, size.memory_mib)
+        let control = Control::open(guest, self.setup.monitor, socket, size.memory_mib)
             .map_err(|error| LabError::unexpected(guest, error))?;
-        self.controls.push(Control { guest, balloon, _directory: directory });
+        self.controls.push(control);
         Ok(())
     }
 
@@ -180,11 +171,4 @@ impl Testbed<'_> {
             ended.unwrap_or_else(|| LabError::unexpected(guest, error))
         })
     }
-}
-
-/// A place for a control socket, in a directory of its own.
-fn control_socket() -> Result<(tempfile::TempDir, PathBuf), LabError> {
-    let directory = tempfile::tempdir().map_err(LabError::of_file(std::env::temp_dir()))?;
-    let socket = directory.path().join("control");
-    Ok((directory, socket))
 }
