@@ -41,6 +41,14 @@ pub enum LabError {
         /// What the system said.
         cause: io::Error,
     },
+    /// A file is no document of the laboratory.
+    #[error("{path} is no results.json: {cause}")]
+    Document {
+        /// The file.
+        path: PathBuf,
+        /// What the parser said.
+        cause: serde_json::Error,
+    },
     /// Less memory than the scale takes.
     #[error(
         "{what} needs {needed_mib} MiB of available memory, this machine has {available_mib} MiB: free some, or \
@@ -180,6 +188,23 @@ pub enum LabError {
 }
 
 impl LabError {
+    /// Whether this machine lacks what was asked for, so that nothing was tried.
+    pub fn is_lack(&self) -> bool {
+        use ebb_virtual_host::HostError;
+        match self {
+            Self::TooLittleMemory { .. }
+            | Self::MissingFile { .. }
+            | Self::Missing(_)
+            | Self::MachineLacks(_)
+            | Self::NoDirectKvm(_)
+            | Self::OldKernel { .. } => true,
+            Self::VirtualHost(error) => {
+                matches!(**error, HostError::QemuMissing { .. } | HostError::KernelMissing { .. })
+            }
+            _ => false,
+        }
+    }
+
     /// A guest did not do what it was asked for, and its console says no more of it.
     pub fn guest(guest: u32, problem: GuestProblem) -> Self {
         Self::Guest { guest, problem, diagnostics: String::new() }

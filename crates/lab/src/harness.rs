@@ -1,5 +1,6 @@
 //! What experiments run on: guests and their monitors, the host, and the virtual host.
 
+pub mod all;
 pub mod assets;
 pub mod balloon;
 pub mod console;

@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use ebb_program::LogArgs;
 
-use command::{doctor, experiments, guest_image, virtual_host};
+use command::{doctor, experiments, guest_image, results, virtual_host};
 
 /// Measures what Ebb does, on real guests
 #[derive(Debug, Parser)]
@@ -31,6 +31,10 @@ enum Command {
     List(experiments::ListArgs),
     /// Run an experiment; writes results.json and report.html, and prints a table
     Run(experiments::RunArgs),
+    /// Make a page of Markdown from a folder of results
+    Results(results::ResultsArgs),
+    /// Make the page of one run (report.html) from its results.json
+    Report(results::ReportArgs),
     /// Say where guests run on this machine, and what is missing for it
     Doctor(doctor::Args),
     /// Run a command in a KVM host of our own, on machines whose KVM cannot run Linux
@@ -47,6 +51,8 @@ fn main() -> ExitCode {
     ebb_program::run("ebb-lab", &cli.log, || match cli.command {
         Command::List(args) => experiments::list(&args),
         Command::Run(args) => experiments::run(&args),
+        Command::Results(args) => results::results(args),
+        Command::Report(args) => results::report(args),
         Command::Doctor(args) => doctor::run(args),
         Command::VirtualHost(args) => virtual_host::run(args),
         Command::GuestImage(args) => guest_image::run(args),

@@ -1,6 +1,7 @@
 //! What a run found: the document, and the table and the page made from it.
 
 pub mod chart;
+pub mod collection;
 pub mod event;
 pub mod figures;
 pub mod metrics;

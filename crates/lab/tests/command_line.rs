@@ -19,6 +19,7 @@ fn wrong_usage_has_exit_code_2_and_a_message() {
         &["run", "densty"],
         &["run", "density", "--scale", "huge"],
         &["run", "memhog", "--series", "fast"],
+        &["run", "all", "--series", "reporting"],
         &["virtual-host", "--memory", "4Q", "--", "true"],
         &["no-such-command"],
         &["--log", "=loud=", "list"],
@@ -31,7 +32,7 @@ fn wrong_usage_has_exit_code_2_and_a_message() {
 
 #[test]
 fn every_command_has_help() {
-    for command in ["list", "run", "doctor", "virtual-host", "guest-image"] {
+    for command in ["list", "run", "results", "report", "doctor", "virtual-host", "guest-image"] {
         let output = ebb_lab(&[command, "--help"]);
         assert!(output.status.success(), "{command}");
         assert!(output.stdout.len() > 200, "{command}");

@@ -8,6 +8,7 @@ use std::process::ExitCode;
 use anyhow::Context;
 use ebb_lab::LabError;
 use ebb_lab::experiments;
+use ebb_lab::harness::all::{self, Ending};
 use ebb_lab::harness::direct::{Chosen, Selection};
 use ebb_lab::harness::experiment::{Experiment, Runs};
 use ebb_lab::harness::run::{self, Request};
@@ -19,6 +20,9 @@ use ebb_lab::report::results::Scale;
 use ebb_lab::report::table;
 use serde_json::json;
 
+/// The name that stands for every experiment.
+const ALL: &str = "all";
+
 #[derive(Debug, clap::Args)]
 pub struct ListArgs {
     /// Print one JSON document
@@ -28,7 +32,8 @@ pub struct ListArgs {
 
 #[derive(Debug, clap::Args)]
 pub struct RunArgs {
-    /// Experiment (see `ebb-lab list`)
+    /// Experiment (see `ebb-lab list`), or `all`: each one writes NAME.json into one folder, and one
+    /// that fails or cannot run here does not stop the others
     name: String,
     /// Size: demo takes minutes on two cores, full is the published experiment's
     #[arg(long, value_enum, default_value = "demo")]
@@ -39,7 +44,8 @@ pub struct RunArgs {
     /// Start no more than this many guests in a series
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     guests: Option<u32>,
-    /// Directory for results.json and report.html [default: lab-results/NAME-SCALE]
+    /// Directory for results.json and report.html, or for the documents of all experiments
+    /// [default: lab-results/NAME-SCALE]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
     /// Print results.json on standard output instead of the table
@@ -73,6 +79,9 @@ enum PlaceArg {
 /// # Errors
 /// What went wrong, with what to do about it.
 pub fn run(args: &RunArgs) -> anyhow::Result<ExitCode> {
+    if args.name == ALL && args.series.is_none() && !args.json && !args.json_events {
+        return run_all(args);
+    }
     match request(args) {
         Ok(request) if args.json_events => {
             run::run_inside(&request, io::stdout())?;
@@ -91,27 +100,48 @@ fn request(args: &RunArgs) -> Result<Request, LabError> {
     let experiment = experiments::find(&args.name)?;
     let chosen = if args.series.is_some() { Chosen::ByName } else { Chosen::ByDefault };
     let plans = experiment.choose(args.series.as_deref())?;
-    let scale = match args.scale {
-        ScaleArg::Demo => Scale::Demo,
-        ScaleArg::Full => Scale::Full,
-    };
-    Ok(Request {
-        experiment,
-        size: RunSize { scale, most_guests: args.guests },
-        selection: Selection { plans, chosen },
-        place: match args.place {
+    let selection = Selection { plans, chosen };
+    Ok(Request { experiment, size: args.size(), selection, place: args.place() })
+}
+
+impl RunArgs {
+    fn size(&self) -> RunSize {
+        let scale = match self.scale {
+            ScaleArg::Demo => Scale::Demo,
+            ScaleArg::Full => Scale::Full,
+        };
+        RunSize { scale, most_guests: self.guests }
+    }
+
+    fn place(&self) -> Wanted {
+        match self.place {
             PlaceArg::Auto => Wanted::Auto,
             PlaceArg::Direct => Wanted::Direct,
             PlaceArg::VirtualHost => Wanted::VirtualHost,
-        },
-    })
+        }
+    }
+
+    fn directory(&self) -> PathBuf {
+        let name = || format!("{}-{}", self.name, self.size().scale);
+        self.out.clone().unwrap_or_else(|| PathBuf::from("lab-results").join(name()))
+    }
+}
+
+/// Runs every experiment.
+fn run_all(args: &RunArgs) -> anyhow::Result<ExitCode> {
+    let (folder, mut progress) = (args.directory(), Progress::on_stderr());
+    let endings = all::run(&experiments::ALL, args.size(), args.place(), &folder, &mut progress)?;
+    drop(progress);
+    let lines = endings.iter().map(|(name, ending)| format!("{name}: {}\n", ending.describe()));
+    let text: String = lines.collect();
+    io::stdout().write_all(text.as_bytes()).context("cannot write to standard output")?;
+    eprintln!("written: {}", folder.display());
+    let failed = endings.iter().any(|(_, ending)| matches!(ending, Ending::Failed(_)));
+    Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
 fn run_and_report(request: &Request, args: &RunArgs) -> anyhow::Result<ExitCode> {
-    let directory = args.out.clone().unwrap_or_else(|| {
-        PathBuf::from("lab-results")
-            .join(format!("{}-{}", request.experiment.name, request.size.scale))
-    });
+    let directory = args.directory();
     let output = OutputDirectory::check(&directory)?;
     let results = run::run(request, &mut Progress::on_stderr())?;
     output.write(&results)?;

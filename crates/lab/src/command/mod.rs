@@ -3,4 +3,5 @@
 pub mod doctor;
 pub mod experiments;
 pub mod guest_image;
+pub mod results;
 pub mod virtual_host;

@@ -50,9 +50,7 @@ impl OutputDirectory {
     pub fn write(&self, results: &Results) -> Result<(), LabError> {
         let failed = |cause| self.failed(cause);
         let page = page::render(results);
-        let mut document =
-            serde_json::to_vec_pretty(results).map_err(|error| failed(error.into()))?;
-        document.push(b'\n');
+        let document = document(results).map_err(failed)?;
         let mut made = self.make()?;
         let mut files = Vec::new();
         for (name, content) in [(RESULTS_FILE, document.as_slice()), (REPORT_FILE, page.as_bytes())]
@@ -88,6 +86,13 @@ impl OutputDirectory {
     }
 }
 
+/// The text of `results.json`.
+pub(crate) fn document(results: &Results) -> io::Result<Vec<u8>> {
+    let mut document = serde_json::to_vec_pretty(results)?;
+    document.push(b'\n');
+    Ok(document)
+}
+
 /// Directories that were made, outermost first; removed when dropped.
 struct MadeDirectories(Vec<PathBuf>);
 
@@ -101,7 +106,7 @@ impl Drop for MadeDirectories {
 }
 
 /// A file under another name until it is complete; removed when it does not get that far.
-struct Temporary {
+pub(crate) struct Temporary {
     file: File,
     path: PathBuf,
     target: PathBuf,
@@ -109,7 +114,7 @@ struct Temporary {
 }
 
 impl Temporary {
-    fn create(target: &Path) -> io::Result<Self> {
+    pub(crate) fn create(target: &Path) -> io::Result<Self> {
         let name = target.file_name().unwrap_or_default().to_string_lossy();
         let path = target.with_file_name(format!(".{name}.{}", std::process::id()));
         let file = File::create(&path)?;
@@ -117,12 +122,12 @@ impl Temporary {
     }
 
     /// Writes all of it through to the file system, which may find only then that it is full.
-    fn write(&mut self, content: &[u8]) -> io::Result<()> {
+    pub(crate) fn write(&mut self, content: &[u8]) -> io::Result<()> {
         self.file.write_all(content)?;
         self.file.sync_all()
     }
 
-    fn keep(mut self) -> io::Result<()> {
+    pub(crate) fn keep(mut self) -> io::Result<()> {
         fs::rename(&self.path, &self.target)?;
         self.kept = true;
         Ok(())

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use comfy_table::{Cell, CellAlignment, Table, presets};
 
 use crate::report::figures::DataTable;
-use crate::report::results::{Place, Results};
+use crate::report::results::{Place, Results, Series};
 use crate::report::statistics::number;
 
 /// The heading of a metric with its unit.
@@ -33,40 +33,45 @@ pub fn origin(results: &Results) -> String {
 
 /// Metrics as rows, series as columns, then the notes of each series.
 pub fn render(results: &Results) -> String {
+    format!("{}\n{}", origin(results), body(results, ""))
+}
+
+/// The same as Markdown.
+pub fn markdown(results: &Results) -> String {
+    format!("{}\n\n{}", origin(results), body(results, "- "))
+}
+
+/// The tables, then a line for each note, which begins like this.
+fn body(results: &Results, bullet: &str) -> String {
     let mut table = Table::new();
     table.load_style(presets::ASCII_MARKDOWN);
-    let mut header = vec![Cell::new("")];
-    header.extend(
-        results
-            .series
-            .iter()
-            .map(|series| Cell::new(&series.name).set_alignment(CellAlignment::Right)),
-    );
-    table.set_header(header);
+    let cell = |text: String| Cell::new(text).set_alignment(CellAlignment::Right);
+    let names = results.series.iter().map(|series| cell(series.name.clone()));
+    table.set_header([Cell::new("")].into_iter().chain(names));
     for metric in &results.metrics {
-        let mut row = vec![Cell::new(heading(&metric.title, &metric.unit))];
-        row.extend(results.series.iter().map(|series| {
-            let value = series.metrics.get(&metric.name).copied().flatten();
-            Cell::new(number(value)).set_alignment(CellAlignment::Right)
-        }));
-        table.add_row(row);
+        let value = |series: &Series| series.metrics.get(&metric.name).copied().flatten();
+        let values = results.series.iter().map(|series| cell(number(value(series))));
+        let title = Cell::new(heading(&metric.title, &metric.unit));
+        table.add_row([title].into_iter().chain(values));
     }
     // Writing to a String cannot fail.
-    let mut text = format!("{}\n{table}\n", origin(results));
+    let mut text = format!("{table}\n");
     for series in &results.series {
         for data in &series.tables {
-            let _ = writeln!(text, "\n{}: {}\n{}", series.name, data.title, data_table(data));
+            let _ = writeln!(text, "\n{}: {}\n\n{}", series.name, data.title, data_table(data));
         }
     }
-    for series in &results.series {
-        for note in series.notes.iter().chain(series.error.as_ref()) {
-            let _ = writeln!(text, "{}: {note}", series.name);
-        }
-        for line in &series.too_noisy {
-            let _ = writeln!(text, "{}: TOO NOISY TO TELL: {line}", series.name);
-        }
+    let too_noisy = |line: &String| format!("TOO NOISY TO TELL: {line}");
+    let lines = results.series.iter().flat_map(|series| {
+        let notes = series.notes.iter().chain(series.error.as_ref()).cloned();
+        let all = notes.chain(series.too_noisy.iter().map(too_noisy));
+        all.map(|line| format!("{bullet}{}: {line}\n", series.name))
+    });
+    let lines: String = lines.collect();
+    if !lines.is_empty() && !bullet.is_empty() {
+        text.push('\n');
     }
-    text
+    text + &lines
 }
 
 fn data_table(data: &DataTable) -> Table {
@@ -107,7 +112,7 @@ mod tests {
         results.series[0].tables.push(table("fresh guests"));
         results.series[0].details.push(table("everything"));
         let text = render(&results);
-        assert!(text.contains("\nno-reporting: fresh guests\n"), "{text}");
+        assert!(text.contains("\nno-reporting: fresh guests\n\n"), "{text}");
         assert!(text.contains("|   14 d | -0.210 |"), "{text}");
         assert!(!text.contains("everything"));
     }

@@ -1,0 +1,136 @@
+//! A folder of results, and the Markdown page made from it.
+//!
+//! The folder has one document for each experiment, `NAME.json`, exactly as the laboratory wrote it.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::LabError;
+use crate::report::output::{Temporary, document};
+use crate::report::results::Results;
+use crate::report::table;
+
+/// Reads a document.
+///
+/// # Errors
+/// [`LabError::SystemFile`], and [`LabError::Document`] for a file that is none.
+pub fn read(path: &Path) -> Result<Results, LabError> {
+    let text = fs::read_to_string(path).map_err(LabError::of_file(path))?;
+    serde_json::from_str(&text).map_err(|cause| LabError::Document { path: path.to_owned(), cause })
+}
+
+/// Reads all documents of a folder, in the order of their names.
+///
+/// # Errors
+/// As [`read`].
+pub fn read_all(folder: &Path) -> Result<Vec<Results>, LabError> {
+    let entries = fs::read_dir(folder).map_err(LabError::of_file(folder))?;
+    let mut paths: Vec<PathBuf> = entries
+        .flatten()
+        .map(|entry| entry.path())
+        .filter(|path| path.extension().is_some_and(|extension| extension == "json"))
+        .collect();
+    paths.sort();
+    paths.iter().map(|path| read(path)).collect()
+}
+
+/// Writes a document into a folder under the name of its experiment; its path.
+///
+/// # Errors
+/// [`LabError::Output`].
+pub fn write(folder: &Path, results: &Results) -> Result<PathBuf, LabError> {
+    let path = folder.join(format!("{}.json", results.experiment));
+    let write = || {
+        let mut file = Temporary::create(&path)?;
+        file.write(&document(results)?)?;
+        file.keep()
+    };
+    write().map_err(|cause| LabError::Output { directory: folder.to_owned(), cause })?;
+    Ok(path)
+}
+
+/// All results as one page of Markdown.
+pub fn render(all: &[Results]) -> String {
+    let mut text = "# Results\n\nMade from `docs/results` by `ebb-lab results docs/results`; what the experiments and \
+                    metrics are is in\n[experiments.md](experiments.md). Each table is one run on one machine: compare \
+                    columns, not rows with other\nmachines.\n"
+        .to_owned();
+    for results in all {
+        let machine = &results.machine;
+        // Writing to a String cannot fail.
+        let _ = write!(
+            text,
+            "\n## {} ({})\n\n{}.\n\n{}, {}, {} CPUs, {} MiB, Linux {}; ebb {}\n\n{}",
+            results.experiment,
+            results.scale,
+            results.summary,
+            date(results.started_unix_s),
+            machine.cpu,
+            machine.cpus,
+            machine.memory_mib,
+            machine.kernel,
+            results.ebb_version,
+            table::markdown(results),
+        );
+    }
+    text
+}
+
+/// The day of a time, in UTC (H. Hinnant, "chrono-Compatible Low-Level Date Algorithms").
+fn date(unix_s: u64) -> String {
+    // Days since 1 March of the year 0: leap days come last.
+    let days = unix_s / 86_400 + 719_468;
+    let (era, day_of_era) = (days / 146_097, days % 146_097);
+    let year_of_era =
+        (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let month_from_march = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * month_from_march + 2) / 5 + 1;
+    let month = if month_from_march < 10 { month_from_march + 3 } else { month_from_march - 9 };
+    let year = era * 400 + year_of_era + u64::from(month <= 2);
+    format!("{year}-{month:02}-{day:02}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::results::tests::example;
+
+    #[test]
+    fn days_are_those_of_the_calendar() {
+        for (unix_s, day) in [
+            (0, "1970-01-01"),
+            (951_782_399, "2000-02-28"),
+            (951_782_400, "2000-02-29"),
+            (951_868_800, "2000-03-01"),
+            (1_790_000_000, "2026-09-21"),
+            (4_102_444_799, "2099-12-31"),
+        ] {
+            assert_eq!(date(unix_s), day);
+        }
+    }
+
+    #[test]
+    fn what_is_written_is_read_again_in_the_order_of_names() {
+        let folder = tempfile::tempdir().unwrap();
+        let second = Results { experiment: "clock".to_owned(), ..example() };
+        for results in [&example(), &second] {
+            let path = write(folder.path(), results).unwrap();
+            assert_eq!(&read(&path).unwrap(), results);
+        }
+        fs::write(folder.path().join("notes.txt"), "none").unwrap();
+        assert_eq!(read_all(folder.path()).unwrap(), [second, example()]);
+        fs::write(folder.path().join("broken.json"), "{").unwrap();
+        let message = read_all(folder.path()).unwrap_err().to_string();
+        assert!(message.contains("broken.json"), "{message}");
+    }
+
+    #[test]
+    fn the_page_has_each_experiment_with_its_machine_and_day() {
+        let page = render(&[example()]);
+        assert!(page.contains("\n## density (demo)\n\nHow many guests fit.\n"), "{page}");
+        assert!(page.contains("\n2026-09-21, A & B, 2 CPUs, 24000 MiB, Linux 6.1.0; ebb 0.1.0\n"));
+        assert!(page.contains("\n- no-reporting: swap was used <by> guest 4\n"), "{page}");
+    }
+}
