@@ -9,6 +9,7 @@ pub mod direct;
 pub mod driver;
 pub mod experiment;
 pub mod guest;
+pub mod guest_process;
 pub mod host;
 pub mod in_virtual_host;
 pub mod link;

@@ -1,23 +1,19 @@
 //! A guest under test: `ebb run` as a child, its agent on the serial console, its API socket.
 
-use std::collections::VecDeque;
 use std::fmt::Write as _;
 use std::fs;
-use std::io::{BufRead, BufReader, Read, Write};
-use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
-use std::process::{Child, ChildStdin, Command as Program, ExitStatus, Stdio};
+use std::process::{Command as Program, ExitStatus};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::{self, JoinHandle};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use ebb_agent::protocol::{Command, Crash, Event, Request};
-use ebb_lab::harness::console::{self, Line};
+use ebb_lab::harness::guest_process::{GuestProcess, NotSaid, Said, Sending, Transcript};
 use ebb_vmm::api::{BalloonInfo, Client, ClientError, StatisticsDocument, VmInfo};
-use rustix::process::{
-    Pid, Signal, getpid, getppid, kill_process, set_parent_process_death_signal,
-};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 use crate::harness::{Guests, eventually, when};
@@ -31,8 +27,6 @@ const COMMAND_LIMIT: Duration = Duration::from_secs(60);
 const API_LIMIT: Duration = Duration::from_secs(10);
 /// For the end of a monitor whose guest has ended.
 const END_LIMIT_S: u64 = 20;
-/// Lines kept of a console and of a log.
-const KEPT_LINES: usize = 200;
 /// What the monitor says before the number of a vCPU that could not go on.
 const TRIPLE_FAULT: &str = "the guest crashed: triple fault on vCPU ";
 /// Number of the next command, of whatever guest: a restored one must not be asked under a number
@@ -43,44 +37,10 @@ pub const MIB: u64 = 1 << 20;
 /// One GiB in bytes.
 pub const GIB: u64 = 1 << 30;
 
-/// What the console and the log have said.
-#[derive(Default)]
-struct Said {
-    events: Vec<Event>,
-    console: VecDeque<String>,
-    log: VecDeque<String>,
-    log_bytes: u64,
-    console_closed: bool,
-}
-
-#[derive(Default)]
-struct Shared {
-    said: Mutex<Said>,
-    changed: Condvar,
-}
-
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, Said> {
-        self.said.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn update(&self, change: impl FnOnce(&mut Said)) {
-        change(&mut self.lock());
-        self.changed.notify_all();
-    }
-}
-
-fn keep(lines: &mut VecDeque<String>, line: String) {
-    if lines.len() == KEPT_LINES {
-        lines.pop_front();
-    }
-    lines.push_back(line);
-}
-
 /// What is left of a guest for those who have to end it or to say how it was.
 #[derive(Clone)]
 pub struct Handle {
-    shared: Arc<Shared>,
+    transcript: Transcript,
     /// `None` from when the process was waited for: its number may be somebody else's then.
     pid: Arc<Mutex<Option<Pid>>>,
     socket: PathBuf,
@@ -102,8 +62,8 @@ impl Handle {
         if self.triple_fault_asked.load(Ordering::Relaxed) {
             return None;
         }
-        let number = |line: &String| line.split_once(TRIPLE_FAULT)?.1.trim().parse().ok();
-        self.shared.lock().log.iter().find_map(number)
+        let number = |line: &str| line.split_once(TRIPLE_FAULT)?.1.trim().parse().ok();
+        self.transcript.lock().log.lines().find_map(number)
     }
 
     /// Command, state, console and log.
@@ -132,14 +92,14 @@ impl Handle {
                 }
             }
         }
-        let said = self.shared.lock();
+        let said = self.transcript.lock();
         for (name, lines) in [("console", &said.console), ("log", &said.log)] {
             let _ = writeln!(text, "{name}:");
-            for line in lines.iter().rev().take(25).rev() {
+            for line in lines.lines().skip(lines.lines().len().saturating_sub(25)) {
                 let _ = writeln!(text, "    {line}");
             }
         }
-        let events: Vec<_> = said.events.iter().rev().take(3).rev().collect();
+        let events: Vec<_> = said.events.iter().rev().take(3).rev().map(|it| &it.event).collect();
         let _ = writeln!(text, "last events: {events:?}");
         text
     }
@@ -147,40 +107,32 @@ impl Handle {
 
 /// A running guest. Dropped, it is killed and waited for.
 pub struct Guest {
-    process: Child,
-    input: Mutex<Option<ChildStdin>>,
+    process: GuestProcess,
     handle: Handle,
     guests: Arc<Guests>,
     status: Option<ExitStatus>,
-    readers: Vec<JoinHandle<()>>,
 }
 
 impl Guest {
     /// Runs a monitor whose guest has its console on standard input and output.
     pub fn spawn(mut program: Program, socket: PathBuf, guests: &Arc<Guests>) -> Self {
-        program.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        end_with_parent(&mut program);
         let command = format!("{program:?}");
-        let mut process = program.spawn().unwrap_or_else(|error| panic!("{command}: {error}"));
-        let shared = Arc::new(Shared::default());
-        let (output, errors) = (process.stdout.take().unwrap(), process.stderr.take().unwrap());
-        let (console, log) = (shared.clone(), shared.clone());
-        let readers = vec![
-            thread::spawn(move || read_console(output, &console)),
-            thread::spawn(move || read_log(errors, &log)),
-        ];
-        let pid = Pid::from_raw(process.id().cast_signed());
-        let triple_fault_asked = Arc::new(AtomicBool::new(false));
-        let handle =
-            Handle { shared, pid: Arc::new(Mutex::new(pid)), socket, command, triple_fault_asked };
+        let process =
+            GuestProcess::start(&mut program).unwrap_or_else(|error| panic!("{command}: {error}"));
+        let handle = Handle {
+            transcript: process.transcript().clone(),
+            pid: Arc::new(Mutex::new(Pid::from_raw(process.pid().cast_signed()))),
+            socket,
+            command,
+            triple_fault_asked: Arc::default(),
+        };
         guests.add(handle.clone());
-        let input = Mutex::new(process.stdin.take());
-        Self { process, input, handle, guests: guests.clone(), status: None, readers }
+        Self { process, handle, guests: guests.clone(), status: None }
     }
 
     /// The monitor's process.
     pub fn pid(&self) -> u32 {
-        self.process.id()
+        self.process.pid()
     }
 
     /// The API socket's path.
@@ -199,13 +151,7 @@ impl Guest {
         self.wait(
             Duration::from_secs(BOOT_LIMIT_S),
             &format!("start number {count} of the agent"),
-            |said| {
-                said.events
-                    .iter()
-                    .filter(|event| matches!(event, Event::Ready { .. }))
-                    .nth(count - 1)
-                    .cloned()
-            },
+            |said| said.starts().nth(count - 1).map(|arrival| arrival.event.clone()),
         )
     }
 
@@ -225,27 +171,11 @@ impl Guest {
 
     /// Waits until `look` finds something in what was said.
     #[track_caller]
-    fn wait<T>(&self, limit: Duration, what: &str, mut look: impl FnMut(&Said) -> Option<T>) -> T {
-        let deadline = Instant::now() + limit;
-        let mut said = self.handle.shared.lock();
-        loop {
-            if let Some(found) = look(&said) {
-                return found;
-            }
-            let closed = said.console_closed;
-            let left = deadline.saturating_duration_since(Instant::now());
-            if closed || left.is_zero() {
-                drop(said);
-                assert!(!closed, "the monitor has ended before this: {what}");
-                panic!("not within {} s: {what}", limit.as_secs());
-            }
-            said = self
-                .handle
-                .shared
-                .changed
-                .wait_timeout(said, left)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
+    fn wait<T>(&self, limit: Duration, what: &str, look: impl FnMut(&Said) -> Option<T>) -> T {
+        match self.handle.transcript.wait(Instant::now() + limit, look) {
+            Ok(found) => found,
+            Err(NotSaid::Closed) => panic!("the monitor has ended before this: {what}"),
+            Err(NotSaid::TimeOut) => panic!("not within {} s: {what}", limit.as_secs()),
         }
     }
 
@@ -255,18 +185,16 @@ impl Guest {
         if command == (Command::Crash { how: Crash::TripleFault }) {
             self.handle.triple_fault_asked.store(true, Ordering::Relaxed);
         }
-        let mut input = self.input.lock().unwrap_or_else(PoisonError::into_inner);
         let id = NEXT_COMMAND.fetch_add(1, Ordering::Relaxed);
-        let line = Request { id, command }.to_line().unwrap();
-        let sent = input.as_mut().expect("the console is open").write_all(&line);
-        drop(input);
-        sent.expect("the monitor reads its standard input");
+        self.process
+            .send(&Request { id, command }, Sending::AtOnce)
+            .expect("the monitor reads its standard input");
         id
     }
 
     /// The end of a command, if it has come.
     pub fn poll(&self, id: u64) -> Option<Result<Value, String>> {
-        end_of(&self.handle.shared.lock(), id)
+        end_of(&self.handle.transcript.lock(), id)
     }
 
     /// Waits until the agent has taken a command: what is on its way to the guest is in no
@@ -275,7 +203,7 @@ impl Guest {
     pub fn wait_started(&self, id: u64) {
         self.wait(COMMAND_LIMIT, &format!("the start of command {id}"), |said| {
             let started = |event: &Event| matches!(event, Event::Started { id: of } if *of == id);
-            said.events.iter().any(started).then_some(())
+            said.events.iter().any(|arrival| started(&arrival.event)).then_some(())
         });
     }
 
@@ -422,17 +350,15 @@ impl Guest {
     #[track_caller]
     pub fn wait_end(&mut self) -> (Option<i32>, String) {
         let status = eventually("the monitor ends", END_LIMIT_S, || {
-            self.process.try_wait().unwrap().ok_or_else(|| "it still runs".to_owned())
+            self.process.status().ok_or_else(|| "it still runs".to_owned())
         });
         self.ended(status);
-        let said = self.handle.shared.lock();
-        let log: Vec<_> = said.log.iter().map(String::as_str).collect();
-        (status.code(), log.join("\n"))
+        (status.code(), self.log())
     }
 
     /// Whether the monitor has not ended.
     pub fn is_running(&mut self) -> bool {
-        self.status.is_none() && matches!(self.process.try_wait(), Ok(None))
+        self.status.is_none() && self.process.status().is_none()
     }
 
     /// Signal that has ended the monitor.
@@ -442,21 +368,18 @@ impl Guest {
 
     /// What the monitor has logged, as far as it is kept.
     pub fn log(&self) -> String {
-        let said = self.handle.shared.lock();
-        said.log.iter().map(String::as_str).collect::<Vec<_>>().join("\n")
+        self.handle.transcript.lock().log.lines().collect::<Vec<_>>().join("\n")
     }
 
     /// Bytes the monitor has logged.
     pub fn log_bytes(&self) -> u64 {
-        self.handle.shared.lock().log_bytes
+        self.handle.transcript.lock().log_bytes
     }
 
     fn ended(&mut self, status: ExitStatus) {
         *self.handle.pid.lock().unwrap_or_else(PoisonError::into_inner) = None;
         self.status = Some(status);
-        for reader in self.readers.drain(..) {
-            let _ = reader.join();
-        }
+        self.process.finish_reading();
     }
 }
 
@@ -469,14 +392,14 @@ impl Drop for Guest {
             while self.is_running() && !self.socket().exists() && Instant::now() < deadline {
                 thread::sleep(Duration::from_millis(50));
             }
-            if let (None, Ok(Some(status))) = (self.status, self.process.try_wait()) {
+            if let (None, Some(status)) = (self.status, self.process.status()) {
                 self.ended(status);
             }
             self.guests.report(&self.handle.diagnose());
         }
         if self.status.is_none() {
-            self.handle.kill();
-            if let Ok(status) = self.process.wait() {
+            self.process.kill();
+            if let Some(status) = self.process.wait_end(Duration::from_secs(END_LIMIT_S)) {
                 self.ended(status);
             }
         }
@@ -484,11 +407,8 @@ impl Drop for Guest {
 }
 
 fn end_of(said: &Said, id: u64) -> Option<Result<Value, String>> {
-    said.events.iter().find_map(|event| match event {
-        Event::Done { id: of, result, .. } if *of == id => Some(Ok(result.clone())),
-        Event::Failed { id: of, error } if *of == id => Some(Err(error.clone())),
-        _ => None,
-    })
+    let (_, outcome) = said.end_of(id)?;
+    Some(outcome.map(|(_, result)| result.clone()).map_err(str::to_owned))
 }
 
 /// Name, processor time and place in the kernel of each thread.
@@ -506,37 +426,4 @@ fn threads(pid: impl std::fmt::Display) -> String {
         let _ = writeln!(text, "thread {name}: {} + {} ticks, {place}", ticks(11), ticks(12));
     }
     text
-}
-
-fn read_console(output: impl Read, shared: &Shared) {
-    let mut output = BufReader::new(output);
-    while let Ok(Some(line)) = console::read_line(&mut output, &mut || ()) {
-        shared.update(|said| match line {
-            Line::Event(event) => said.events.push(*event),
-            Line::Text(text) => keep(&mut said.console, text),
-        });
-    }
-    shared.update(|said| said.console_closed = true);
-}
-
-fn read_log(errors: impl Read, shared: &Shared) {
-    for line in BufReader::new(errors).lines().map_while(Result::ok) {
-        shared.update(|said| {
-            said.log_bytes += line.len() as u64 + 1;
-            keep(&mut said.log, line);
-        });
-    }
-}
-
-/// Makes the kernel kill the program when this thread ends, so that no guest outlives its test.
-pub fn end_with_parent(program: &mut Program) {
-    let parent = getpid();
-    let in_child = move || {
-        set_parent_process_death_signal(Some(Signal::KILL))?;
-        // The parent may have ended before the request was made.
-        if getppid() == Some(parent) { Ok(()) } else { Err(std::io::ErrorKind::BrokenPipe.into()) }
-    };
-    // SAFETY: between fork and exec only async-signal-safe functions may be called. The closure
-    // makes two system calls (prctl, getppid) through rustix, takes no lock and allocates nothing.
-    unsafe { program.pre_exec(in_child) };
 }

@@ -9,10 +9,11 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command as Program, Stdio};
 
+use ebb_lab::harness::guest_process::end_with_parent;
 use ebb_vmm::api::{MergeInfo, MergeState, MergeStatistics};
 use serde_json::{Value, json};
 
-use crate::guest::{Guest, end_with_parent};
+use crate::guest::Guest;
 use crate::harness::{Scene, WRONG_CONTENT, eventually, when};
 use crate::setup::Setup;
 

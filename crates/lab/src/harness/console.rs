@@ -7,8 +7,9 @@ use ebb_agent::protocol::{Event, RECORD_SEPARATOR};
 
 /// The longest line that is kept; a guest may send as much as it likes without an end of line.
 const LONGEST_LINE_BYTES: usize = 1 << 20;
-/// Lines kept to explain a failure.
-const TAIL_LINES: usize = 12;
+/// Lines kept, and those of them that explain a failure.
+const KEPT_LINES: usize = 200;
+const SHOWN_LINES: usize = 12;
 
 /// One line of a console.
 #[derive(Debug, Clone, PartialEq)]
@@ -64,18 +65,25 @@ impl Tail {
         if line.is_empty() {
             return;
         }
-        if self.0.len() == TAIL_LINES {
+        if self.0.len() == KEPT_LINES {
             self.0.pop_front();
         }
         self.0.push_back(line);
     }
 
-    /// The lines under a heading, each on a line of its own; nothing when there are none.
+    /// The lines, oldest first.
+    pub fn lines(&self) -> impl DoubleEndedIterator<Item = &str> + ExactSizeIterator {
+        self.0.iter().map(String::as_str)
+    }
+
+    /// The last few lines under a heading, each on a line of its own; nothing when there are none.
     pub fn show(&self, heading: &str) -> String {
         if self.0.is_empty() {
             return String::new();
         }
-        let lines: Vec<String> = self.0.iter().map(|line| format!("\n    {line}")).collect();
+        let first = self.0.len().saturating_sub(SHOWN_LINES);
+        let lines: Vec<String> =
+            self.lines().skip(first).map(|line| format!("\n    {line}")).collect();
         format!("\n  {heading}:{}", lines.concat())
     }
 }
@@ -138,13 +146,14 @@ mod tests {
     fn the_tail_keeps_the_last_lines() {
         let mut tail = Tail::default();
         assert_eq!(tail.show("console"), "");
-        for number in 0..TAIL_LINES + 3 {
+        for number in 0..KEPT_LINES + 3 {
             tail.push(format!("line {number}"));
             tail.push(String::new());
         }
         let shown = tail.show("console");
-        assert!(shown.starts_with("\n  console:\n    line 3\n"), "{shown}");
-        assert_eq!(shown.lines().count(), TAIL_LINES + 2);
+        assert!(shown.starts_with("\n  console:\n    line 191\n"), "{shown}");
+        assert_eq!(tail.lines().next(), Some("line 3"));
+        assert_eq!(shown.lines().count(), SHOWN_LINES + 2);
     }
 
     proptest! {

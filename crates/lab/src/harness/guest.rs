@@ -1,65 +1,28 @@
-//! A running guest: its monitor as a child process, its agent on the serial console.
+//! A running guest of a series: what it is asked, and what it answers.
 
-use std::io::{BufRead, BufReader, Write};
-use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::process::{Child, ChildStdin, Command as Program, ExitStatus, Stdio};
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::thread;
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Command as Program, ExitStatus};
 use std::time::{Duration, Instant};
 
 use ebb_agent::command_line::BalloonDriver;
 use ebb_agent::protocol::{Command, Event, Request};
-use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
 
 use crate::LabError;
 use crate::error::GuestProblem;
-use crate::harness::console::{self, Line, Tail};
+use crate::harness::guest_process::{GuestProcess, NotSaid, Said, Sending};
 
 /// How often a waiting caller is asked to look around.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 /// How long a monitor that has closed its console may take to end.
 const END_LIMIT: Duration = Duration::from_secs(5);
-/// A guest has taken a command's text from its console by then.
-const BEFORE_END: Duration = Duration::from_millis(4);
 
 /// A guest; killed with its monitor when dropped, and when this process ends in whatever way.
 #[derive(Debug)]
 pub struct Guest {
     number: u32,
-    process: Child,
-    input: Option<ChildStdin>,
-    events: Receiver<Arrival>,
-    console: SharedTail,
-    log: SharedTail,
+    process: GuestProcess,
     started: Instant,
     next_id: u64,
-    /// Commands that were begun and not waited for yet, and the ends of those of them that are
-    /// over.
-    begun: Vec<u64>,
-    ends: Vec<Arrival>,
-    /// What its agent said of its balloon driver, and what went wrong at its start.
-    driver: Option<(BalloonDriver, Vec<String>)>,
-}
-
-/// An event of the agent, and when it came.
-#[derive(Debug)]
-struct Arrival {
-    /// When its first byte was here.
-    begun: Instant,
-    /// When all of it was here.
-    at: Instant,
-    event: Event,
-}
-
-/// How a command is sent.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Sending {
-    /// At once.
-    AtOnce,
-    /// The end of its line a moment after the rest, when the guest has taken that: from the end to
-    /// the answer is all that the command takes, without the way of its text over the console.
-    EndLast,
 }
 
 /// What a command came to.
@@ -84,17 +47,6 @@ pub struct Begun {
     sent: Instant,
 }
 
-type SharedTail = Arc<Mutex<Tail>>;
-
-fn push(tail: &SharedTail, line: String) {
-    // Each line is whole, whatever happened to another holder of the lock.
-    tail.lock().unwrap_or_else(PoisonError::into_inner).push(line);
-}
-
-fn show(tail: &SharedTail, heading: &str) -> String {
-    tail.lock().unwrap_or_else(PoisonError::into_inner).show(heading)
-}
-
 impl Guest {
     /// Starts a monitor whose guest has its serial console on the monitor's standard input and
     /// output.
@@ -105,42 +57,13 @@ impl Guest {
     /// # Errors
     /// [`LabError::StartMonitor`] when the program cannot be run.
     pub fn start(number: u32, mut monitor: Program) -> Result<Self, LabError> {
-        monitor.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        end_with_parent(&mut monitor);
         let started = Instant::now();
-        let mut process = monitor.spawn().map_err(|cause| LabError::StartMonitor {
-            program: monitor.get_program().to_string_lossy().into_owned(),
-            cause,
-        })?;
-        let (sender, events) = mpsc::channel();
-        let (console, log) = (SharedTail::default(), SharedTail::default());
-        if let Some(output) = process.stdout.take() {
-            let console = console.clone();
-            thread::spawn(move || read_console(BufReader::new(output), &sender, &console));
-        }
-        if let Some(errors) = process.stderr.take() {
-            let log = log.clone();
-            thread::spawn(move || {
-                BufReader::new(errors)
-                    .lines()
-                    .map_while(Result::ok)
-                    .for_each(|line| push(&log, line));
-            });
-        }
-        let input = process.stdin.take();
-        Ok(Self {
-            number,
-            process,
-            input,
-            events,
-            console,
-            log,
-            started,
-            next_id: 1,
-            begun: Vec::new(),
-            ends: Vec::new(),
-            driver: None,
-        })
+        let process =
+            GuestProcess::start(&mut monitor).map_err(|cause| LabError::StartMonitor {
+                program: monitor.get_program().to_string_lossy().into_owned(),
+                cause,
+            })?;
+        Ok(Self { number, process, started, next_id: 1 })
     }
 
     /// The guest of `earlier` in another monitor: its agent goes on with the commands' numbers, and
@@ -148,13 +71,14 @@ impl Guest {
     pub fn goes_on_from(&mut self, earlier: &mut Self) {
         self.next_id = earlier.next_id;
         // A command may have ended before the guest was moved.
-        let begun = &earlier.begun;
-        let ends = earlier.events.try_iter().filter(|arrival| {
-            ended_command(&arrival.event).is_some_and(|command| begun.contains(&command))
-        });
-        earlier.ends.extend(ends);
-        self.begun.append(&mut earlier.begun);
-        self.ends.append(&mut earlier.ends);
+        let of_earlier = |event: &Event| match event {
+            Event::Done { id, .. } | Event::Failed { id, .. } => *id < earlier.next_id,
+            Event::Ready { .. } => true,
+            _ => false,
+        };
+        let mut events = std::mem::take(&mut earlier.process.transcript().lock().events);
+        events.retain(|arrival| of_earlier(&arrival.event));
+        self.process.transcript().lock().events.extend(events);
     }
 
     /// Number of the guest in its series.
@@ -164,7 +88,7 @@ impl Guest {
 
     /// Process of its monitor.
     pub fn pid(&self) -> u32 {
-        self.process.id()
+        self.process.pid()
     }
 
     /// Waits for the agent's first event; the time from the start of the monitor until then.
@@ -172,15 +96,10 @@ impl Guest {
     /// # Errors
     /// [`LabError::Guest`] when the monitor ends first, or the limit passes.
     pub fn wait_ready(&mut self, limit: Duration) -> Result<Duration, LabError> {
-        const WHAT: &str = "sign of its agent";
         let deadline = self.started + limit;
-        loop {
-            let Arrival { at, event, .. } = self.next_event(WHAT, deadline, limit, &mut || {})?;
-            if let Event::Ready { balloon_driver, warnings, .. } = event {
-                self.driver = Some((balloon_driver, warnings));
-                return Ok(at - self.started);
-            }
-        }
+        let ready = |said: &Said| said.starts().next().map(|arrival| arrival.at);
+        let at = self.wait("sign of its agent", deadline, limit, &mut || {}, ready)?;
+        Ok(at - self.started)
     }
 
     /// Makes sure that the guest has this balloon driver.
@@ -188,11 +107,15 @@ impl Guest {
     /// # Errors
     /// [`LabError::Guest`] with what its agent said when it was ready.
     pub fn require_driver(&self, wanted: BalloonDriver) -> Result<(), LabError> {
-        let (loaded, warnings) = match &self.driver {
-            Some((loaded, _)) if *loaded == wanted => return Ok(()),
-            Some((loaded, warnings)) => (loaded.name(), warnings.join("; ")),
-            None => ("nothing yet", String::new()),
+        let said = self.process.transcript().lock();
+        let (loaded, warnings) = match said.starts().next().map(|arrival| &arrival.event) {
+            Some(Event::Ready { balloon_driver, .. }) if *balloon_driver == wanted => return Ok(()),
+            Some(Event::Ready { balloon_driver, warnings, .. }) => {
+                (balloon_driver.name(), warnings.join("; "))
+            }
+            _ => ("nothing yet", String::new()),
         };
+        drop(said);
         let text = format!("it should have {}, and has {loaded} ({warnings})", wanted.name());
         Err(self.failed(GuestProblem::Protocol(text)))
     }
@@ -221,10 +144,8 @@ impl Guest {
         limit: Duration,
         look: &mut dyn FnMut(),
     ) -> Result<Answer, LabError> {
-        let id = self.next_id;
-        self.next_id += 1;
-        let sent = self.send(&Request { id, command }, sending)?;
-        self.await_end(Begun { id, sent }, sent + limit, limit, look)
+        let begun = self.send(command, sending)?;
+        self.await_end(begun, begun.sent + limit, limit, look)
     }
 
     /// Begins a command that is waited for later, by [`Self::finish`]; other commands may come in
@@ -233,11 +154,7 @@ impl Guest {
     /// # Errors
     /// [`LabError::Guest`] when the command cannot be sent.
     pub fn begin(&mut self, command: Command) -> Result<Begun, LabError> {
-        let id = self.next_id;
-        self.next_id += 1;
-        let sent = self.send(&Request { id, command }, Sending::AtOnce)?;
-        self.begun.push(id);
-        Ok(Begun { id, sent })
+        self.send(command, Sending::AtOnce)
     }
 
     /// Waits for the end of a command that was begun.
@@ -245,7 +162,6 @@ impl Guest {
     /// # Errors
     /// As [`Self::command`]; the limit counts from now.
     pub fn finish(&mut self, begun: Begun, limit: Duration) -> Result<Answer, LabError> {
-        self.begun.retain(|id| *id != begun.id);
         self.await_end(begun, Instant::now() + limit, limit, &mut || {})
     }
 
@@ -256,71 +172,48 @@ impl Guest {
         limit: Duration,
         look: &mut dyn FnMut(),
     ) -> Result<Answer, LabError> {
-        const WHAT: &str = "end of its command";
-        loop {
-            let early =
-                self.ends.iter().position(|arrival| ended_command(&arrival.event) == Some(id));
-            let arrival = match early {
-                Some(index) => self.ends.swap_remove(index),
-                None => self.next_event(WHAT, deadline, limit, look)?,
+        let end = |said: &Said| {
+            let Some((arrival, outcome)) = said.end_of(id) else {
+                // A second start means that the guest has forgotten the command.
+                let restarted = said.starts().nth(1).is_some();
+                let problem = GuestProblem::Protocol("the guest restarted".to_owned());
+                return restarted.then_some(Err(problem));
             };
-            let of = ended_command(&arrival.event);
-            if of.is_some_and(|of| self.begun.contains(&of)) {
-                self.ends.push(arrival);
-                continue;
-            }
-            let Arrival { begun, at, event } = arrival;
-            match event {
-                Event::Done { id: of, elapsed_ms, result } if of == id => {
-                    return Ok(Answer {
-                        sent,
-                        answered: begun,
-                        elapsed: Duration::from_millis(elapsed_ms),
-                        waited: at - sent,
-                        result,
-                    });
-                }
-                Event::Failed { id: of, error } if of == id => {
-                    return Err(self.failed(GuestProblem::Failed(error)));
-                }
-                // A second Ready means that the guest has started anew, and forgotten the command.
-                Event::Ready { .. } => {
-                    return Err(
-                        self.failed(GuestProblem::Protocol("the guest restarted".to_owned()))
-                    );
-                }
-                _ => {}
-            }
-        }
+            Some(match outcome {
+                Ok((elapsed, result)) => Ok(Answer {
+                    sent,
+                    answered: arrival.begun,
+                    elapsed,
+                    waited: arrival.at - sent,
+                    result: result.clone(),
+                }),
+                Err(error) => Err(GuestProblem::Failed(error.to_owned())),
+            })
+        };
+        self.wait("end of its command", deadline, limit, look, end)?
+            .map_err(|problem| self.failed(problem))
     }
 
     /// The error for a guest that has ended by itself; `None` while it runs.
     pub fn ended_by_itself(&mut self) -> Option<LabError> {
-        match self.process.try_wait() {
-            Ok(Some(status)) => Some(self.failed(GuestProblem::EndedIdle(describe(status)))),
-            _ => None,
-        }
+        let status = self.process.status()?;
+        Some(self.failed(GuestProblem::EndedIdle(describe(status))))
     }
 
     /// Sends the signal that no process survives, and does not wait.
     pub fn kill(&mut self) {
-        // It may have ended already.
-        let _ = self.process.kill();
+        self.process.kill();
     }
 
-    /// Sends a command; the time right before its end was sent.
-    fn send(&mut self, request: &Request, sending: Sending) -> Result<Instant, LabError> {
-        let line =
-            request.to_line().map_err(|error| self.failed(GuestProblem::Console(error.into())))?;
-        let sent = match &mut self.input {
-            Some(input) => write_line(input, &line, sending),
-            None => Err(std::io::ErrorKind::NotConnected.into()),
-        };
-        match sent {
-            Ok(at) => Ok(at),
-            // A console that nobody reads any more: how the monitor ended says more than the broken
+    /// Sends a command.
+    fn send(&mut self, command: Command, sending: Sending) -> Result<Begun, LabError> {
+        let id = self.next_id;
+        self.next_id += 1;
+        match self.process.send(&Request { id, command }, sending) {
+            Ok(sent) => Ok(Begun { id, sent }),
+            // A console that is not read any more: how the monitor ended says more than the broken
             // pipe.
-            Err(error) => Err(match self.ended() {
+            Err(error) => Err(match self.process.wait_end(END_LIMIT) {
                 Some(status) => {
                     self.failed(GuestProblem::Ended(describe(status), "the next command"))
                 }
@@ -329,72 +222,45 @@ impl Guest {
         }
     }
 
-    fn next_event(
+    /// Waits until `find` finds something in what the guest has said.
+    fn wait<T>(
         &mut self,
         what: &'static str,
         deadline: Instant,
         limit: Duration,
         look: &mut dyn FnMut(),
-    ) -> Result<Arrival, LabError> {
+        find: impl Fn(&Said) -> Option<T>,
+    ) -> Result<T, LabError> {
         loop {
-            let left = deadline.saturating_duration_since(Instant::now());
-            match self.events.recv_timeout(left.min(POLL_INTERVAL)) {
-                Ok(arrival) => return Ok(arrival),
-                Err(RecvTimeoutError::Timeout) if left.is_zero() => {
+            let next_look = deadline.min(Instant::now() + POLL_INTERVAL);
+            match self.process.transcript().wait(next_look, &find) {
+                Ok(found) => return Ok(found),
+                Err(NotSaid::TimeOut) if next_look == deadline => {
                     return Err(self.failed(GuestProblem::TimeOut { what, limit }));
                 }
-                Err(RecvTimeoutError::Timeout) => look(),
-                Err(RecvTimeoutError::Disconnected) => {
-                    let end =
-                        self.ended().map_or_else(|| "its console is closed".to_owned(), describe);
+                Err(NotSaid::TimeOut) => look(),
+                Err(NotSaid::Closed) => {
+                    let status = self.process.wait_end(END_LIMIT);
+                    let end = status.map_or_else(|| "its console is closed".to_owned(), describe);
                     return Err(self.failed(GuestProblem::Ended(end, what)));
                 }
             }
         }
     }
 
-    /// How the monitor ended; `None` when it has not within a short time.
-    fn ended(&mut self) -> Option<ExitStatus> {
-        let deadline = Instant::now() + END_LIMIT;
-        loop {
-            match self.process.try_wait() {
-                Ok(Some(status)) => return Some(status),
-                Ok(None) if Instant::now() < deadline => thread::sleep(Duration::from_millis(10)),
-                _ => return None,
-            }
-        }
-    }
-
     /// The error for a guest that was found to have ended while something was measured.
     pub fn lost(&mut self, what: &'static str) -> LabError {
-        let end = self.ended().map_or_else(|| "it has no memory".to_owned(), describe);
+        let status = self.process.wait_end(END_LIMIT);
+        let end = status.map_or_else(|| "it has no memory".to_owned(), describe);
         self.failed(GuestProblem::Ended(end, what))
     }
 
     /// The error for a guest with this problem.
     pub fn failed(&self, problem: GuestProblem) -> LabError {
-        let diagnostics = format!(
-            "{}{}",
-            show(&self.console, "last lines of its console"),
-            show(&self.log, "last lines of its monitor")
-        );
+        let said = self.process.transcript().lock();
+        let console = said.console.show("last lines of its console");
+        let diagnostics = console + &said.log.show("last lines of its monitor");
         LabError::Guest { guest: self.number, problem, diagnostics }
-    }
-}
-
-impl Drop for Guest {
-    fn drop(&mut self) {
-        self.kill();
-        // Its memory is the host's again only when it has been waited for.
-        let _ = self.process.wait();
-    }
-}
-
-/// The command whose end an event tells.
-fn ended_command(event: &Event) -> Option<u64> {
-    match event {
-        Event::Done { id, .. } | Event::Failed { id, .. } => Some(*id),
-        _ => None,
     }
 }
 
@@ -405,51 +271,6 @@ fn describe(status: ExitStatus) -> String {
         (None, Some(signal)) => format!("signal {signal}"),
         (None, None) => status.to_string(),
     }
-}
-
-/// Sorts a console until its end.
-fn read_console(mut output: impl BufRead, events: &Sender<Arrival>, tail: &SharedTail) {
-    let mut begun = Instant::now();
-    while let Ok(Some(line)) = console::read_line(&mut output, &mut || begun = Instant::now()) {
-        match line {
-            Line::Text(text) => push(tail, text),
-            // A receiver that is gone is a guest that is being dropped.
-            Line::Event(event) => {
-                drop(events.send(Arrival { begun, at: Instant::now(), event: *event }));
-            }
-        }
-    }
-}
-
-/// Writes a line, which has an end; the time right before the end was written.
-fn write_line(input: &mut impl Write, line: &[u8], sending: Sending) -> std::io::Result<Instant> {
-    let (before, end) = match sending {
-        Sending::AtOnce => (&[][..], line),
-        Sending::EndLast => line.split_at(line.len().saturating_sub(1)),
-    };
-    if !before.is_empty() {
-        input.write_all(before)?;
-        input.flush()?;
-        thread::sleep(BEFORE_END);
-    }
-    let sent = Instant::now();
-    input.write_all(end)?;
-    input.flush()?;
-    Ok(sent)
-}
-
-/// Makes the kernel kill the program when this thread ends, so that no guest outlives the lab.
-pub(crate) fn end_with_parent(program: &mut Program) {
-    let parent = getpid();
-    let in_child = move || {
-        set_parent_process_death_signal(Some(Signal::KILL))?;
-        // The parent may have ended before the request was made.
-        if getppid() == Some(parent) { Ok(()) } else { Err(std::io::ErrorKind::BrokenPipe.into()) }
-    };
-    // SAFETY: between fork and exec only async-signal-safe functions may be called. The closure
-    // makes two system calls (prctl, getppid) through rustix, takes no lock and allocates nothing;
-    // `ErrorKind` to `Error` is a value.
-    unsafe { program.pre_exec(in_child) };
 }
 
 #[cfg(test)]

@@ -120,7 +120,7 @@ impl Broker {
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(Stdio::null());
-        crate::harness::guest::end_with_parent(&mut program);
+        crate::harness::guest_process::end_with_parent(&mut program);
         let child = program.spawn().map_err(|cause| LabError::StartMonitor {
             program: ebb.display().to_string(),
             cause,

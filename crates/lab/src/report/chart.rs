@@ -30,7 +30,7 @@ pub(crate) const GUESTS: [&str; 6] =
     ["#1f77b4", "#7fb8e0", "#2a8c6e", "#8fd1b5", "#6a51a3", "#b3a2d6"];
 /// Series and curves, repeated.
 pub(crate) const CURVES: [&str; 6] =
-    ["#1f77b4", "#e08a1e", "#2a8c6e", "#d62728", "#6a51a3", "#9aa0a6"];
+    ["#1f77b4", "#e08a1e", "#2a8c6e", "#8e6bbf", "#d62728", "#9aa0a6"];
 
 /// Text for HTML and for attributes in double quotes.
 pub(crate) fn escaped(text: &str) -> String {

@@ -39,6 +39,10 @@ details { margin: .4em 0; } summary { cursor: pointer; } li { margin: .15em 0; }
 .noisy { border-left: 4px solid #e08a1e; padding: .1em 1em; } code { font-size: .95em; }
 ";
 
+/// The mark of a dashed line.
+const DASHED: &str = "repeating-linear-gradient(90deg, currentColor 0 4px, transparent 4px 7px) 0 50%/100% 2px \
+                      no-repeat";
+
 /// The page.
 pub fn render(results: &Results) -> String {
     let mut page = String::new();
@@ -104,7 +108,7 @@ fn timelines(page: &mut String, results: &Results) {
     let guests = GUESTS.into_iter().zip(names.iter().map(String::as_str));
     let repeated = (most > GUESTS.len()).then_some(("none", "and so on, in the order of starting"));
     let all = [(HOST, "the host itself")].into_iter().chain(guests).chain(repeated);
-    legend(page, all.chain([(SWAP, "swap in use"), ("none", "dashed: the host's RAM")]));
+    legend(page, all.chain([(SWAP, "swap in use"), (DASHED, "the host's RAM")]));
     page.push_str("<div class=\"grid\">\n");
     for Series { name, .. } in &results.series {
         let samples: Vec<&Sample> = results.samples_of(name).collect();
@@ -140,7 +144,12 @@ fn drawings(page: &mut String, results: &Results) {
 
 /// A chart for each metric that any series has.
 fn metrics_bars(page: &mut String, results: &Results) {
-    page.push_str("<h2>Metrics</h2>\n<div class=\"grid small\">\n");
+    page.push_str("<h2>Metrics</h2>\n");
+    if results.series.iter().any(|series| !series.spread.is_empty()) {
+        let words = "Lines reach from the lowest to the highest of repeated measurements.";
+        let _ = writeln!(page, "<p class=\"muted\">{words}</p>");
+    }
+    page.push_str("<div class=\"grid small\">\n");
     for metric in &results.metrics {
         if results.series.iter().any(|series| value(series, metric).is_some()) {
             bars(page, &results.series, metric);

@@ -2,7 +2,9 @@
 
 use super::*;
 use ebb_virtual_host::programs::find_agent;
+use rustix::process::Signal;
 use std::path::{Path, PathBuf};
+use std::thread;
 
 const LIMIT: Duration = Duration::from_secs(60);
 
@@ -142,8 +144,8 @@ fn a_command_that_was_begun_is_waited_for_later_and_elsewhere() {
 fn a_guest_that_ends_while_idle_is_noticed() {
     let mut guest = script("read line; exit 4");
     assert!(guest.ended_by_itself().is_none());
-    guest.input = None;
-    guest.ended();
+    guest.process.close_input();
+    guest.process.wait_end(LIMIT);
     let text = message(&guest.ended_by_itself().unwrap());
     assert!(text.contains("exit code 4"), "{text}");
 }
@@ -167,6 +169,6 @@ fn a_dropped_guest_is_gone() {
 fn guests_end_with_the_thread_that_started_them() {
     let guest = thread::spawn(|| script("read forever")).join().unwrap();
     let mut guest = guest;
-    let status = guest.process.wait().unwrap();
+    let status = guest.process.wait_end(LIMIT).unwrap();
     assert_eq!(status.signal(), Some(Signal::KILL.as_raw()));
 }

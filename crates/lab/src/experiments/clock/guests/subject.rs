@@ -15,7 +15,8 @@ use super::interval::{HostTimes, Interval, Look};
 use super::memory::GuestMemory;
 use crate::LabError;
 use crate::error::GuestProblem;
-use crate::harness::guest::{Guest, Sending};
+use crate::harness::guest::Guest;
+use crate::harness::guest_process::Sending;
 use crate::harness::size::GuestSize;
 use crate::harness::testbed::Testbed;
 

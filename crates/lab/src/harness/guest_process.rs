@@ -1,0 +1,270 @@
+//! A guest as a process: its monitor as a child of this one, its agent on the serial console.
+//!
+//! The laboratory's guests and those of the tests on real guests are both made of it.
+
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use ebb_agent::protocol::{Event, Request};
+use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
+use serde_json::Value;
+
+use crate::harness::console::{self, Line, Tail};
+
+/// A guest has taken a command's text from its console by then.
+const BEFORE_END: Duration = Duration::from_millis(4);
+
+/// An event of the agent, and when it came.
+#[derive(Debug, Clone)]
+pub struct Arrival {
+    /// When its first byte was here.
+    pub begun: Instant,
+    /// When all of it was here.
+    pub at: Instant,
+    /// What it says.
+    pub event: Event,
+}
+
+/// What the console and the monitor's log have said.
+#[derive(Debug, Default)]
+pub struct Said {
+    /// Events of the agent.
+    pub events: Vec<Arrival>,
+    /// Other lines of the console.
+    pub console: Tail,
+    /// The monitor's log.
+    pub log: Tail,
+    /// All bytes of the log.
+    pub log_bytes: u64,
+    /// Nothing more comes from the console.
+    console_closed: bool,
+}
+
+impl Said {
+    /// The end of the command with this number, and what it came to: time by the guest's clock, and
+    /// result, or why it failed.
+    pub fn end_of(&self, id: u64) -> Option<(&Arrival, Result<(Duration, &Value), &str>)> {
+        self.events.iter().find_map(|arrival| match &arrival.event {
+            Event::Done { id: of, elapsed_ms, result } if *of == id => {
+                Some((arrival, Ok((Duration::from_millis(*elapsed_ms), result))))
+            }
+            Event::Failed { id: of, error } if *of == id => Some((arrival, Err(error.as_str()))),
+            _ => None,
+        })
+    }
+
+    /// The events that say that the agent has started.
+    pub fn starts(&self) -> impl Iterator<Item = &Arrival> {
+        self.events.iter().filter(|arrival| matches!(arrival.event, Event::Ready { .. }))
+    }
+}
+
+/// Why something was not said.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NotSaid {
+    /// The time was over.
+    TimeOut,
+    /// The console is closed.
+    Closed,
+}
+
+/// What a guest has said so far, shared with the threads that read it.
+#[derive(Debug, Clone, Default)]
+pub struct Transcript(Arc<(Mutex<Said>, Condvar)>);
+
+impl Transcript {
+    /// All of it.
+    pub fn lock(&self) -> MutexGuard<'_, Said> {
+        // Each line is whole, whatever happened to another holder of the lock.
+        self.0.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until `look` finds something in it.
+    ///
+    /// # Errors
+    /// Why nothing was found.
+    pub fn wait<T>(
+        &self,
+        deadline: Instant,
+        mut look: impl FnMut(&Said) -> Option<T>,
+    ) -> Result<T, NotSaid> {
+        let mut said = self.lock();
+        loop {
+            if let Some(found) = look(&said) {
+                return Ok(found);
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if said.console_closed {
+                return Err(NotSaid::Closed);
+            }
+            if left.is_zero() {
+                return Err(NotSaid::TimeOut);
+            }
+            let waited = self.0.1.wait_timeout(said, left);
+            said = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    fn update(&self, change: impl FnOnce(&mut Said)) {
+        change(&mut self.lock());
+        self.0.1.notify_all();
+    }
+
+    fn read_console(&self, output: impl Read) {
+        let mut output = BufReader::new(output);
+        let mut begun = Instant::now();
+        while let Ok(Some(line)) = console::read_line(&mut output, &mut || begun = Instant::now()) {
+            self.update(|said| match line {
+                Line::Event(event) => {
+                    said.events.push(Arrival { begun, at: Instant::now(), event: *event });
+                }
+                Line::Text(text) => said.console.push(text),
+            });
+        }
+        self.update(|said| said.console_closed = true);
+    }
+
+    fn read_log(&self, errors: impl Read) {
+        for line in BufReader::new(errors).lines().map_while(Result::ok) {
+            self.update(|said| {
+                said.log_bytes += line.len() as u64 + 1;
+                said.log.push(line);
+            });
+        }
+    }
+}
+
+/// How a command is sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Sending {
+    /// At once.
+    AtOnce,
+    /// The end of its line a moment after the rest, when the guest has taken that: from the end to
+    /// the answer is all that the command takes, without the way of its text over the console.
+    EndLast,
+}
+
+/// A guest; killed and waited for when dropped, and killed when the thread that started it ends in
+/// whatever way.
+#[derive(Debug)]
+pub struct GuestProcess {
+    process: Child,
+    input: Mutex<Option<ChildStdin>>,
+    transcript: Transcript,
+    readers: Vec<JoinHandle<()>>,
+}
+
+impl GuestProcess {
+    /// Starts a monitor whose guest has its serial console on the monitor's standard input and
+    /// output.
+    ///
+    /// # Errors
+    /// Why the program cannot be run.
+    pub fn start(monitor: &mut Command) -> io::Result<Self> {
+        monitor.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        end_with_parent(monitor);
+        let mut process = monitor.spawn()?;
+        let transcript = Transcript::default();
+        let (console, log) = (transcript.clone(), transcript.clone());
+        let output =
+            process.stdout.take().map(|it| thread::spawn(move || console.read_console(it)));
+        let errors = process.stderr.take().map(|it| thread::spawn(move || log.read_log(it)));
+        let input = Mutex::new(process.stdin.take());
+        let readers = output.into_iter().chain(errors).collect();
+        Ok(Self { process, input, transcript, readers })
+    }
+
+    /// Number of the monitor's process.
+    pub fn pid(&self) -> u32 {
+        self.process.id()
+    }
+
+    /// What the guest and its monitor have said.
+    pub fn transcript(&self) -> &Transcript {
+        &self.transcript
+    }
+
+    /// Sends a command; the time right before its end was sent.
+    ///
+    /// # Errors
+    /// Those of the console: a monitor that has ended does not read it.
+    pub fn send(&self, request: &Request, sending: Sending) -> io::Result<Instant> {
+        let line = request.to_line()?;
+        let mut input = self.input.lock().unwrap_or_else(PoisonError::into_inner);
+        let input = input.as_mut().ok_or(io::ErrorKind::NotConnected)?;
+        let (before, end) = match sending {
+            Sending::AtOnce => (&[][..], line.as_slice()),
+            Sending::EndLast => line.split_at(line.len().saturating_sub(1)),
+        };
+        if !before.is_empty() {
+            input.write_all(before)?;
+            input.flush()?;
+            thread::sleep(BEFORE_END);
+        }
+        let sent = Instant::now();
+        input.write_all(end)?;
+        input.flush()?;
+        Ok(sent)
+    }
+
+    /// Closes the console's input.
+    pub fn close_input(&self) {
+        *self.input.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+
+    /// How the monitor has ended; `None` while it runs.
+    pub fn status(&mut self) -> Option<ExitStatus> {
+        self.process.try_wait().ok().flatten()
+    }
+
+    /// Waits for the monitor's end; `None` if it has not come by then.
+    pub fn wait_end(&mut self, limit: Duration) -> Option<ExitStatus> {
+        let deadline = Instant::now() + limit;
+        loop {
+            match self.status() {
+                None if Instant::now() < deadline => thread::sleep(Duration::from_millis(10)),
+                status => return status,
+            }
+        }
+    }
+
+    /// Sends the signal that no process survives, and does not wait.
+    pub fn kill(&mut self) {
+        // It may have ended already.
+        let _ = self.process.kill();
+    }
+
+    /// Waits until all that a monitor said which has ended is in the transcript.
+    pub fn finish_reading(&mut self) {
+        for reader in self.readers.drain(..) {
+            // One that has panicked has said so itself.
+            let _ = reader.join();
+        }
+    }
+}
+
+impl Drop for GuestProcess {
+    fn drop(&mut self) {
+        self.kill();
+        // Its memory is the host's again only when it has been waited for.
+        let _ = self.process.wait();
+    }
+}
+
+/// Makes the kernel kill the program when this thread ends, so that no guest outlives it.
+pub fn end_with_parent(program: &mut Command) {
+    let parent = getpid();
+    let in_child = move || {
+        set_parent_process_death_signal(Some(Signal::KILL))?;
+        // The parent may have ended before the request was made.
+        if getppid() == Some(parent) { Ok(()) } else { Err(io::ErrorKind::BrokenPipe.into()) }
+    };
+    // SAFETY: between fork and exec only async-signal-safe functions may be called. The closure
+    // makes two system calls (prctl, getppid) through rustix, takes no lock and allocates nothing;
+    // `ErrorKind` to `Error` is a value.
+    unsafe { program.pre_exec(in_child) };
+}
