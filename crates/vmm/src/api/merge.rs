@@ -96,8 +96,7 @@ pub struct MergeSettings {
     #[schemars(range(min = 1, max = 16_777_216), extend("x-unit" = "pages"))]
     #[schemars(extend("x-conflicts-with" = "target_scan_seconds"))]
     pub pages_per_second: Option<u64>,
-    /// Processor time that may be used, in percent of one processor. The kernel obeys it when the
-    /// pace follows from target_scan_seconds.
+    /// Processor time that may be used, in percent of one processor.
     #[schemars(range(min = 1, max = 100), extend("x-unit" = "percent"))]
     pub cpu_percent: Option<u64>,
     /// How long a scan of everything is to take, in seconds; the pace follows from it.
