@@ -13,6 +13,7 @@
 
 #include "counts.h"
 #include "isolate.h"
+#include "record.h"
 #include "symbols.h"
 
 bool ebb_find_free(unsigned long pfn, unsigned int least_order, struct ebb_block *found)
@@ -72,6 +73,7 @@ enum ebb_hold ebb_batch_hold(struct ebb_batch *batch, const struct ebb_block *bl
 	if (!ebb_symbols.isolate_free_page(page, block->order))
 		return EBB_LOW_MEMORY;
 
+	ebb_record(EBB_EVENT_ISOLATE, batch->zone, block->pfn, block->order);
 	batch->held[batch->held_count++] = *block;
 	atomic64_inc(&ebb_counts.isolated_now);
 	atomic64_inc(&ebb_counts.isolated_blocks);
@@ -94,6 +96,8 @@ static void ebb_batch_putback(struct ebb_batch *batch)
 
 		ebb_symbols.putback_isolated_page(page, batch->held[i].order,
 						  ebb_migratetype(page));
+		ebb_record(EBB_EVENT_PUTBACK, batch->zone, batch->held[i].pfn,
+			   batch->held[i].order);
 	}
 	spin_unlock_irq(&batch->zone->lock);
 	atomic64_sub(batch->held_count, &ebb_counts.isolated_now);

@@ -4,6 +4,7 @@
  * allocate meanwhile are named, and the host answers when it is done with them.
  */
 #include "ebb_balloon.h"
+#include "record.h"
 
 /**
  * ebb_report_returned() - callback of reporting_vq
@@ -54,7 +55,7 @@ static int report(struct ebb_balloon *eb, const struct ebb_block *blocks, unsign
 	return 0;
 }
 
-int ebb_report_blocks(struct ebb_balloon *eb, const struct ebb_block *blocks, unsigned int count)
+static int report_all(struct ebb_balloon *eb, const struct ebb_block *blocks, unsigned int count)
 {
 	struct virtqueue *vq = eb->vqs[EBB_VQ_REPORTING];
 	unsigned int room;
@@ -81,5 +82,15 @@ int ebb_report_blocks(struct ebb_balloon *eb, const struct ebb_block *blocks, un
 	}
 	clear_bit_unlock(0, &eb->report_busy);
 	wake_up_all(&eb->report_wait);
+	return err;
+}
+
+int ebb_report_blocks(struct ebb_balloon *eb, const struct ebb_block *blocks, unsigned int count)
+{
+	int err;
+
+	ebb_record_blocks(EBB_EVENT_REPORT, blocks, count);
+	err = report_all(eb, blocks, count);
+	ebb_record_blocks(err ? EBB_EVENT_FAILED : EBB_EVENT_ANSWER, blocks, count);
 	return err;
 }

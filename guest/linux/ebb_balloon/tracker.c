@@ -13,8 +13,10 @@
 #include <linux/mutex.h>
 #include <linux/seq_file.h>
 #include <linux/string.h>
+#include <linux/tracepoint.h>
 
 #include "counts.h"
+#include "record.h"
 #include "tracker.h"
 
 DEFINE_PER_CPU(struct ebb_hot_counts, ebb_hot);
@@ -87,12 +89,29 @@ static void ebb_tracker_memory_set(const struct ebb_tracker_ops *ops)
 	mutex_unlock(&ebb_memory_mutex);
 }
 
+static void ebb_record_tracker(enum ebb_event event, const struct ebb_tracker_ops *ops)
+{
+	unsigned int i;
+
+	if (!static_branch_unlikely(&ebb_recording))
+		return;
+	/* Whatever is freed from here on is seen by the tracker's hooks as well. */
+	if (event == EBB_EVENT_STARTED)
+		tracepoint_synchronize_unregister();
+	for (i = 0; i < ARRAY_SIZE(ebb_tracker_list); i++) {
+		if (ebb_tracker_list[i] == ops)
+			ebb_record(event, NULL, i, 0);
+	}
+}
+
 static void ebb_tracker_stop(void)
 {
 	lockdep_assert_held(&ebb_tracker_mutex);
 
 	if (ebb_tracker_running && ebb_tracker_running->stop) {
+		ebb_record_tracker(EBB_EVENT_STOP, ebb_tracker_running);
 		ebb_tracker_running->stop();
+		ebb_record_tracker(EBB_EVENT_STOPPED, ebb_tracker_running);
 		ebb_tracker_memory_set(NULL);
 	}
 	ebb_tracker_running = NULL;
@@ -111,7 +130,9 @@ static int ebb_tracker_start(void)
 	if (ops->start) {
 		ebb_counts_reset();
 		ebb_tracker_memory_set(ops);
+		ebb_record_tracker(EBB_EVENT_START, ops);
 		err = ops->start(ebb_tracker_device);
+		ebb_record_tracker(err ? EBB_EVENT_STOPPED : EBB_EVENT_STARTED, ops);
 		if (err)
 			ebb_tracker_memory_set(NULL);
 	}
@@ -147,6 +168,7 @@ void ebb_trackers_exit(struct ebb_balloon *eb)
 	mutex_lock(&ebb_tracker_mutex);
 	if (ebb_tracker_device == eb) {
 		ebb_tracker_stop();
+		ebb_recording_free();
 		unregister_memory_notifier(&ebb_memory_notifier);
 		ebb_tracker_device = NULL;
 	}
@@ -167,6 +189,28 @@ void ebb_trackers_resume(struct ebb_balloon *eb)
 	if (ebb_tracker_device == eb && !ebb_tracker_running)
 		ebb_tracker_start();
 	mutex_unlock(&ebb_tracker_mutex);
+}
+
+int ebb_trackers_record(struct ebb_balloon *eb, unsigned int events)
+{
+	bool running;
+	int err = 0;
+
+	mutex_lock(&ebb_tracker_mutex);
+	if (ebb_tracker_device != eb) {
+		err = -ENODEV;
+		goto out;
+	}
+	running = ebb_tracker_running;
+	ebb_tracker_stop();
+	ebb_recording_end();
+	if (events)
+		err = ebb_recording_begin(events);
+	if (running)
+		ebb_tracker_start();
+out:
+	mutex_unlock(&ebb_tracker_mutex);
+	return err;
 }
 
 static int ebb_tracker_set(const char *value, const struct kernel_param *kp)

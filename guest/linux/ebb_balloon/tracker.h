@@ -85,7 +85,21 @@ void ebb_trackers_resume(struct ebb_balloon *eb);
 void ebb_trackers_show(struct ebb_balloon *eb, struct seq_file *m);
 
 /**
- * ebb_debugfs_add() - create /sys/kernel/debug/ebb_balloon/counters
+ * ebb_trackers_record() - begin or end a recording, see record.h
+ * @eb: the device
+ * @events: room for so many; 0 ends the recording that is under way
+ *
+ * The tracker that runs is stopped before and started again afterwards: a
+ * recording begins without any state of a tracker, and nothing is isolated at
+ * either end of it.
+ *
+ * Return: 0, -ENODEV if another device has the trackers, or what
+ * ebb_recording_begin() returned.
+ */
+int ebb_trackers_record(struct ebb_balloon *eb, unsigned int events);
+
+/**
+ * ebb_debugfs_add() - create counters and recording in /sys/kernel/debug/ebb_balloon
  * @eb: a device for which ebb_balloon_show() can be called from now on
  *
  * Return: the directory, for ebb_debugfs_remove(), which accepts whatever this
@@ -127,5 +141,11 @@ extern struct mutex ebb_memory_mutex;
 extern const struct ebb_tracker_ops ebb_tracker_percpu;
 extern const struct ebb_tracker_ops ebb_tracker_bitmap;
 extern const struct ebb_tracker_ops ebb_tracker_reporting;
+
+/* Whether this is a pass of the kernel's own reporting. In any context. */
+bool ebb_reporting_at_work(void);
+
+/* Entries of the array of a CPU. */
+unsigned int ebb_percpu_entries(void);
 
 #endif

@@ -55,6 +55,7 @@
 #include "bounded.h"
 #include "counts.h"
 #include "isolate.h"
+#include "record.h"
 #include "symbols.h"
 #include "tracker.h"
 
@@ -111,9 +112,15 @@ static atomic64_t ebb_percpu_small;
 static void ebb_percpu_flush(struct work_struct *work);
 static DECLARE_DELAYED_WORK(ebb_flush_work, ebb_percpu_flush);
 
+unsigned int ebb_percpu_entries(void)
+{
+	return percpu_entries;
+}
+
 /* Interrupts are off on the array's CPU. */
 static void ebb_array_hand_over(struct ebb_array *array)
 {
+	ebb_record(EBB_EVENT_FULL, NULL, array->used, 0);
 	array->full = true;
 	irq_work_queue(&array->wake);
 }
@@ -140,6 +147,7 @@ static void ebb_array_scan(struct ebb_array *array)
 	}
 	atomic64_add(dropped, &ebb_percpu_dropped);
 	array->used = kept;
+	ebb_record(EBB_EVENT_SCAN, NULL, kept, 0);
 	if (kept > percpu_entries - percpu_entries / 8)
 		ebb_array_hand_over(array);
 }
@@ -154,8 +162,10 @@ static void ebb_percpu_freed(void *unused, struct page *page, unsigned int order
 	local_irq_save(flags);
 	array = this_cpu_ptr(&ebb_arrays);
 	if (unlikely(array->full)) {
+		ebb_record(EBB_EVENT_LOST, page_zone(page), page_to_pfn(page), order);
 		this_cpu_inc(ebb_hot.lost);
 	} else {
+		ebb_record(EBB_EVENT_CAPTURE, page_zone(page), page_to_pfn(page), order);
 		array->entries[array->used++] = page_to_pfn(page);
 		this_cpu_inc(ebb_hot.captured);
 		if (unlikely(array->used == percpu_entries))
@@ -171,6 +181,7 @@ static void ebb_array_take(struct ebb_array *array)
 	lockdep_assert_held(&ebb_memory_mutex);
 
 	local_irq_disable();
+	ebb_record(EBB_EVENT_TURN, NULL, array->used, 0);
 	swap(array->entries, array->taken);
 	array->taken_count = array->used;
 	array->used = 0;

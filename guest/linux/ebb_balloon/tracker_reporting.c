@@ -18,6 +18,7 @@
 #include <linux/module.h>
 #include <linux/page_reporting.h>
 #include <linux/scatterlist.h>
+#include <linux/workqueue.h>
 
 #include "compat.h"
 #include "counts.h"
@@ -89,6 +90,11 @@ static int ebb_reporting_report(struct page_reporting_dev_info *info, struct sca
 static struct page_reporting_dev_info ebb_reporting_info = {
 	.report = ebb_reporting_report,
 };
+
+bool ebb_reporting_at_work(void)
+{
+	return current_work() == &ebb_reporting_info.work.work;
+}
 
 static int ebb_reporting_start(struct ebb_balloon *eb)
 {

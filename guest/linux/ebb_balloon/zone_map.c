@@ -16,6 +16,7 @@
 #include <linux/spinlock.h>
 
 #include "isolate.h"
+#include "record.h"
 #include "zone_map.h"
 
 /* Blocks looked at before others may run, without a lock. */
@@ -27,11 +28,6 @@ DEFINE_MUTEX(ebb_zone_maps_mutex);
 /* One of each zone of each node. */
 static struct ebb_zone_map __rcu **ebb_maps;
 static unsigned int ebb_map_count;
-
-static unsigned int ebb_map_index(struct zone *zone)
-{
-	return zone_to_nid(zone) * MAX_NR_ZONES + zone_idx(zone);
-}
 
 unsigned int ebb_zone_maps_count(void)
 {
@@ -45,12 +41,17 @@ struct ebb_zone_map *ebb_zone_maps_get(unsigned int number)
 					 lockdep_is_held(&ebb_memory_mutex));
 }
 
+static void ebb_record_bit(enum ebb_event event, struct ebb_zone_map *map, unsigned long bit)
+{
+	ebb_record(event, map->zone, (map->first + bit) << EBB_BLOCK_ORDER, EBB_BLOCK_ORDER);
+}
+
 int ebb_zone_maps_mark(struct page *page, unsigned long pfn, enum ebb_moment moment)
 {
 	struct ebb_zone_map *map;
 	unsigned long bit;
 
-	map = rcu_dereference_sched(ebb_maps[ebb_map_index(page_zone(page))]);
+	map = rcu_dereference_sched(ebb_maps[ebb_zone_number(page_zone(page))]);
 	if (!map)
 		return EBB_MARKED_BEFORE;
 	bit = (pfn >> EBB_BLOCK_ORDER) - map->first;
@@ -58,7 +59,10 @@ int ebb_zone_maps_mark(struct page *page, unsigned long pfn, enum ebb_moment mom
 		return EBB_OUTSIDE;
 	if (moment == EBB_COMING)
 		set_bit(bit, map->coming);
-	if (test_bit(bit, map->bits) || test_and_set_bit(bit, map->bits))
+	if (test_bit(bit, map->bits))
+		return EBB_MARKED_BEFORE;
+	ebb_record_bit(EBB_EVENT_MARK, map, bit);
+	if (test_and_set_bit(bit, map->bits))
 		return EBB_MARKED_BEFORE;
 	/* A walk may have counted the bit down already: at least the one of this call. */
 	return max(atomic_inc_return(&map->set), 1);
@@ -66,8 +70,11 @@ int ebb_zone_maps_mark(struct page *page, unsigned long pfn, enum ebb_moment mom
 
 bool ebb_zone_map_clear(struct ebb_zone_map *map, unsigned long bit)
 {
-	if (bit >= map->blocks || !test_and_clear_bit(bit, map->bits))
+	/* Bits are cleared only here, under the zone's lock: what is set now is so below. */
+	if (bit >= map->blocks || !test_bit(bit, map->bits))
 		return false;
+	ebb_record_bit(EBB_EVENT_CLEAR, map, bit);
+	clear_bit(bit, map->bits);
 	atomic_dec(&map->set);
 	return true;
 }
@@ -82,6 +89,7 @@ void ebb_zone_map_restore(struct ebb_zone_map *map, const struct ebb_block *bloc
 		unsigned long end = bit + (1UL << (blocks[i].order - EBB_BLOCK_ORDER));
 
 		for (; bit < end; bit++) {
+			ebb_record_bit(EBB_EVENT_MARK, map, bit);
 			if (!test_and_set_bit(bit, map->bits))
 				atomic_inc(&map->set);
 		}
@@ -130,7 +138,7 @@ int ebb_zone_maps_alloc(void)
 				err = -ENOMEM;
 				goto out;
 			}
-			RCU_INIT_POINTER(ebb_maps[ebb_map_index(zone)], map);
+			RCU_INIT_POINTER(ebb_maps[ebb_zone_number(zone)], map);
 		}
 	}
 out:
@@ -196,7 +204,7 @@ unsigned long ebb_zone_maps_seed(void)
 void ebb_zone_maps_online(unsigned long pfn, unsigned long pages)
 {
 	struct zone *zone = page_zone(pfn_to_page(pfn));
-	unsigned int index = ebb_map_index(zone);
+	unsigned int index = ebb_zone_number(zone);
 	struct ebb_zone_map *old, *new;
 	unsigned long bit;
 

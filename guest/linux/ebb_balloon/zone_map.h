@@ -49,6 +49,12 @@ enum ebb_moment {
 #define EBB_MARKED_BEFORE	0
 #define EBB_OUTSIDE		(-1)
 
+/* Number of a zone, below nr_node_ids * MAX_NR_ZONES. */
+static inline unsigned int ebb_zone_number(struct zone *zone)
+{
+	return zone_to_nid(zone) * MAX_NR_ZONES + zone_idx(zone);
+}
+
 /* Maps are not replaced while this is held. Taken after ebb_memory_mutex. */
 extern struct mutex ebb_zone_maps_mutex;
 
