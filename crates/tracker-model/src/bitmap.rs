@@ -1,5 +1,7 @@
 //! Tracker `bitmap`: one bit for each block of [`Order::BLOCK`], set when it becomes free.
 
+use std::collections::BTreeSet;
+
 use crate::buddy::Allocator;
 use crate::tracker::{Answer, Batch, Flaw, Losses, Path, Tracker, hold};
 use crate::units::{Block, Order, Pfn};
@@ -7,9 +9,12 @@ use crate::units::{Block, Order, Pfn};
 /// The tracker's state.
 #[derive(Clone, Debug)]
 pub struct Bitmap {
-    bits: Vec<bool>,
+    /// Number of blocks.
+    blocks: usize,
+    /// The set bits.
+    bits: BTreeSet<usize>,
     /// Blocks that were marked before they were free.
-    coming: Vec<bool>,
+    coming: BTreeSet<usize>,
     threshold: usize,
     batch_blocks: usize,
     cursor: usize,
@@ -30,8 +35,9 @@ impl Bitmap {
     ) -> Self {
         let blocks = pages.div_ceil(Order::BLOCK.pages()) as usize;
         let mut bitmap = Self {
-            bits: vec![false; blocks],
-            coming: vec![false; blocks],
+            blocks,
+            bits: BTreeSet::new(),
+            coming: BTreeSet::new(),
             threshold,
             batch_blocks,
             cursor: 0,
@@ -54,15 +60,30 @@ impl Bitmap {
         bitmap
     }
 
+    /// Whether the bit of the block is set that a page is in.
+    pub fn is_marked(&self, page: Pfn) -> bool {
+        self.bits.contains(&bit_of(page))
+    }
+
+    /// Sets the bit of the block that a page is in.
+    pub fn mark_page(&mut self, page: Pfn) {
+        self.mark(bit_of(page));
+    }
+
+    /// Clears that bit. Whether it was set.
+    pub fn clear(&mut self, page: Pfn) -> bool {
+        self.bits.remove(&bit_of(page))
+    }
+
     fn mark(&mut self, bit: usize) {
-        if !std::mem::replace(&mut self.bits[bit], true) {
+        if self.bits.insert(bit) {
             self.losses.captured += 1;
             self.queue();
         }
     }
 
     fn queue(&mut self) {
-        let set = self.bits.iter().filter(|&&set| set).count();
+        let set = self.bits.len();
         if set >= self.threshold {
             self.threshold_timer = true;
         } else if set > 0 && self.flaw != Flaw::NoLeftoverWalk {
@@ -71,11 +92,9 @@ impl Bitmap {
     }
 
     /// Adds what is to be reported of a block that is held.
-    fn name(&mut self, batch: &mut Batch, block: Block) {
-        let parts: Vec<Block> = block
-            .parts(Order::BLOCK)
-            .filter(|part| std::mem::replace(&mut self.bits[bit_of(part.first)], false))
-            .collect();
+    pub(crate) fn name(&mut self, batch: &mut Batch, block: Block) {
+        let parts: Vec<Block> =
+            block.parts(Order::BLOCK).filter(|part| self.clear(part.first)).collect();
         if parts.len() == block.parts(Order::BLOCK).count() {
             batch.named.push(block);
         } else {
@@ -100,7 +119,9 @@ impl Tracker for Bitmap {
         self.losses.frees += 1;
         for part in block.parts(block.order.min(Order::BLOCK)) {
             let bit = bit_of(part.first);
-            self.coming[bit] = self.flaw != Flaw::NoSecondLook;
+            if self.flaw != Flaw::NoSecondLook {
+                self.coming.insert(bit);
+            }
             self.mark(bit);
         }
     }
@@ -128,33 +149,33 @@ impl Tracker for Bitmap {
 
     fn fill(&mut self, allocator: &mut Allocator) -> Option<Batch> {
         let mut batch = Batch::default();
-        while self.cursor < self.bits.len() && batch.named.len() < self.batch_blocks {
+        while self.cursor < self.blocks && batch.named.len() < self.batch_blocks {
             let bit = self.cursor;
             self.cursor += 1;
-            if !self.bits[bit] {
+            if !self.bits.contains(&bit) {
                 continue;
             }
             if self.flaw == Flaw::IsolateUnchecked {
-                self.bits[bit] = false;
+                self.bits.remove(&bit);
                 batch.named.push(block_of(bit));
                 continue;
             }
             let Some(block) = allocator.find(block_of(bit).first, Order::BLOCK) else {
-                if !std::mem::take(&mut self.coming[bit]) {
-                    self.bits[bit] = false;
+                if !self.coming.remove(&bit) {
+                    self.bits.remove(&bit);
                 }
                 continue;
             };
             if allocator.is_reported(block) {
-                self.bits[bit] = false;
+                self.bits.remove(&bit);
             } else if hold(&mut batch, block, allocator, self.flaw) {
                 self.name(&mut batch, block);
             } else {
                 // Memory is short: what is left waits.
-                self.cursor = self.bits.len();
+                self.cursor = self.blocks;
             }
         }
-        if batch.named.is_empty() && self.cursor == self.bits.len() {
+        if batch.named.is_empty() && self.cursor == self.blocks {
             if self.flaw != Flaw::NoSecondWalk {
                 self.queue();
             }
@@ -167,11 +188,11 @@ impl Tracker for Bitmap {
         if answer == Answer::Failed {
             if self.flaw != Flaw::FailureForgotten {
                 for part in named.iter().flat_map(|block| block.parts(Order::BLOCK)) {
-                    self.bits[bit_of(part.first)] = true;
+                    self.bits.insert(bit_of(part.first));
                 }
             }
             // The walk ends, and the next one begins later.
-            self.cursor = self.bits.len();
+            self.cursor = self.blocks;
         }
     }
 

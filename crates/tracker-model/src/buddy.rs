@@ -28,17 +28,21 @@ pub struct Allocator {
 }
 
 impl Allocator {
+    /// An allocator of pages 0 to `pages`, none of them free, without a watermark.
+    pub fn empty(pages: u32) -> Self {
+        Self {
+            pages,
+            watermark_pages: 0,
+            lists: vec![BTreeSet::new(); usize::from(Order::LARGEST.0) + 1],
+            reported: BTreeSet::new(),
+            flag_on_removal: FlagOnRemoval::Cleared,
+            free_pages: 0,
+        }
+    }
+
     /// An allocator of pages 0 to `pages`, all of them free.
     pub fn new(pages: u32, watermark_pages: u32, flag_on_removal: FlagOnRemoval) -> Self {
-        let lists = vec![BTreeSet::new(); usize::from(Order::LARGEST.0) + 1];
-        let mut allocator = Self {
-            pages,
-            watermark_pages,
-            lists,
-            reported: BTreeSet::new(),
-            flag_on_removal,
-            free_pages: 0,
-        };
+        let mut allocator = Self { watermark_pages, flag_on_removal, ..Self::empty(pages) };
         for page in 0..pages {
             allocator.free(Block { first: Pfn(page), order: Order(0) });
         }
@@ -72,16 +76,26 @@ impl Allocator {
     pub fn allocate(&mut self, order: Order, from_top: bool) -> Option<Block> {
         let from = order.and_above().find(|&order| !self.list(order).is_empty())?;
         let list = self.list(from);
-        let first = *if from_top { list.last() } else { list.first() }?;
-        let mut block = Block { first, order: from };
-        self.remove(block);
-        while block.order > order {
-            let half = block.first_half();
-            let (kept, rest) = if from_top { (half.buddy(), half) } else { (half, half.buddy()) };
-            self.insert(rest);
-            block = kept;
+        let block = if from_top {
+            let end = list.last()?.0 + from.pages();
+            Block { first: Pfn(end - order.pages()), order }
+        } else {
+            Block { first: *list.first()?, order }
+        };
+        self.take(block).then_some(block)
+    }
+
+    /// Takes this block, splitting the free block that it is in. Whether it is in one.
+    pub fn take(&mut self, block: Block) -> bool {
+        let Some(mut whole) = self.find(block.first, block.order) else { return false };
+        self.remove(whole);
+        while whole.order > block.order {
+            let half = whole.first_half();
+            let kept = if block.first < half.buddy().first { half } else { half.buddy() };
+            self.insert(kept.buddy());
+            whole = kept;
         }
-        Some(block)
+        true
     }
 
     /// Gives a block back. Returns what it is a part of after merging.
@@ -110,6 +124,11 @@ impl Allocator {
     /// Marks a free block as known to the host.
     pub fn set_reported(&mut self, block: Block) {
         self.reported.insert(block);
+    }
+
+    /// Takes that back, because the block may have been merged.
+    pub fn clear_reported(&mut self, block: Block) {
+        self.reported.remove(&block);
     }
 
     /// Whether a free block is known to the host.
