@@ -34,6 +34,7 @@ mod merge_support;
 mod migration;
 mod migration_refused;
 mod module;
+mod module_recordings;
 mod module_support;
 mod module_trackers;
 mod moved;
@@ -53,7 +54,7 @@ use libtest_mimic::{Arguments, Trial};
 use harness::{Test, World};
 
 /// All tests, file by file.
-const TESTS: [&[Test]; 24] = [
+const TESTS: [&[Test]; 25] = [
     boot::TESTS,
     inflate::TESTS,
     reporting::TESTS,
@@ -65,6 +66,7 @@ const TESTS: [&[Test]; 24] = [
     devices::TESTS,
     driver::TESTS,
     module::TESTS,
+    module_recordings::TESTS,
     module_trackers::TESTS,
     api::TESTS,
     bad_input::TESTS,
