@@ -50,9 +50,6 @@ fn sets(criterion: &mut Criterion) {
     group.bench_function("insert 2 MiB of 4", |bencher| bencher.iter(|| set(1024, 512)));
     let mut sum = dense.clone();
     group.bench_function("union", |bencher| bencher.iter(|| black_box(&mut sum).union(sparse)));
-    group.bench_function("subtract", |bencher| {
-        bencher.iter(|| black_box(&mut sum).subtract(sparse));
-    });
     let words = vec![0x0100_0000_0000_1000; (SET_PAGES / 64) as usize];
     group.bench_function("insert_words", |bencher| {
         bencher.iter(|| sum.insert_words(Pfn(0), words.iter().copied()));

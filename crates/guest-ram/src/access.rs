@@ -51,17 +51,6 @@ impl GuestRam {
         Ok(())
     }
 
-    /// Whether the host holds content for a page, as [`populated_ranges`](Self::populated_ranges)
-    /// reports it.
-    ///
-    /// # Errors
-    /// Those of [`populated_ranges`](Self::populated_ranges).
-    pub fn is_populated(&self, page: Pfn) -> Result<bool, RamError> {
-        let mut populated = Vec::new();
-        self.populated_ranges(GuestRange::new(page, 1), &mut populated)?;
-        Ok(!populated.is_empty())
-    }
-
     /// Copies the pages of `range` into `content`. The guest may write meanwhile: then some bytes
     /// are from before a write and others from after it, even within a page.
     ///

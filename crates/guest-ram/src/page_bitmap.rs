@@ -182,27 +182,13 @@ impl PageBitmap {
 
     /// Adds the pages of another set.
     pub fn union(&mut self, other: &Self) {
-        self.combine(other, Self::insert, |own, others| own | others);
-    }
-
-    /// Takes out the pages of another set.
-    pub fn subtract(&mut self, other: &Self) {
-        self.combine(other, Self::remove, |own, others| own & !others);
-    }
-
-    /// Takes out the pages that are not in another set.
-    pub fn intersect(&mut self, other: &Self) {
-        if self.has_layout_of(other) {
-            self.combine(other, Self::remove, |own, others| own & others);
+        if !self.regions().eq(other.regions()) {
+            other.ranges().for_each(|range| self.insert(range));
             return;
         }
-        let mut both = Self::new(&self.regions().collect::<Vec<_>>());
-        for range in other.ranges() {
-            for part in self.ranges_in(range) {
-                both.insert(part);
-            }
+        for (own, others) in self.regions.iter_mut().zip(&other.regions) {
+            own.bits.add(&others.bits);
         }
-        *self = both;
     }
 
     /// Takes all pages out.
@@ -213,27 +199,6 @@ impl PageBitmap {
     /// Adds all pages of the regions.
     pub fn fill(&mut self) {
         self.for_each_part(PageRange::new(Pfn(0), u64::MAX), Bits::set);
-    }
-
-    /// Applies `words` to each pair of words, or `one_by_one` to each range of the other set if its
-    /// regions are not the same.
-    fn combine(
-        &mut self,
-        other: &Self,
-        one_by_one: impl Fn(&mut Self, PageRange),
-        words: impl Fn(u64, u64) -> u64,
-    ) {
-        if !self.has_layout_of(other) {
-            other.ranges().for_each(|range| one_by_one(self, range));
-            return;
-        }
-        for (own, others) in self.regions.iter_mut().zip(&other.regions) {
-            own.bits.combine(&others.bits, &words);
-        }
-    }
-
-    fn has_layout_of(&self, other: &Self) -> bool {
-        self.regions().eq(other.regions())
     }
 
     /// Index of the first region that does not end at or before `page`.

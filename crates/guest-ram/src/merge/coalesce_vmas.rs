@@ -43,7 +43,7 @@ impl MergeSession {
         };
         let of_files: Vec<GuestRange> = overlaid.mapped(block).map(|(part, _)| part).collect();
         for ordinary in gaps(block, &of_files) {
-            let mappings = overlaid.vmas_within(ordinary);
+            let mappings = overlaid.vmas.within(ordinary);
             let (Some(first), Some(last)) = (mappings.first(), mappings.last()) else { continue };
             let range = GuestRange::new(first.start, last.end().0 - first.start.0);
             if mappings.len() >= LEAST_MAPPINGS

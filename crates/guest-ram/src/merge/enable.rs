@@ -55,7 +55,7 @@ impl GuestRam {
     /// Number of VMAs that guest memory takes beyond one a region, at most: because pages are
     /// merged, or mapped from the file that the memory was restored from.
     pub fn merged_mappings(&self) -> u64 {
-        self.lock_overlay().map_or(0, |extents| extents.own_vmas())
+        self.lock_overlay().map_or(0, |extents| extents.vmas.own())
     }
 
     /// What became of merged pages that were written to.

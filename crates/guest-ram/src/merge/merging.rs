@@ -91,11 +91,11 @@ impl Merging {
         if may(extents) {
             return true;
         }
-        if !extents.is_recount_due() {
+        if !extents.vmas.is_recount_due() {
             return false;
         }
         match self.maps.as_ref().map(|maps| vma_starts(maps, regions)) {
-            Some(Ok(starts)) => extents.set_vma_starts(starts),
+            Some(Ok(starts)) => extents.vmas.set_starts(starts),
             Some(Err(error)) => tracing::debug!("/proc/self/maps cannot be read: {error}"),
             None => {}
         }

@@ -73,7 +73,8 @@ pub(crate) struct FileExtents {
     /// By first page. They do not overlap and do not cross regions.
     pub(super) extents: BTreeMap<u64, FileExtent>,
     snapshot_pages: u64,
-    pub(super) vmas: VmaBudget,
+    /// Where VMAs begin; the number of them that may be added.
+    pub(crate) vmas: VmaBudget,
     #[cfg(feature = "merge")]
     pub(super) merged: MergedPages,
 }
@@ -97,18 +98,6 @@ impl FileExtents {
         }
         extents.vmas.report();
         extents
-    }
-
-    /// Sets a bound of VMAs that no other memory shares.
-    #[cfg(test)]
-    pub(crate) fn set_max_vmas(&mut self, max_vmas: u64) {
-        self.vmas.set_own_bound(max_vmas);
-    }
-
-    /// Number of VMAs that guest memory takes at most.
-    #[cfg(test)]
-    pub(crate) fn vma_count(&self) -> u64 {
-        self.vmas.count()
     }
 
     /// Number of pages that are mapped from the file that the memory was restored from.

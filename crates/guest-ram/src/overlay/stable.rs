@@ -19,11 +19,6 @@ const FOR_SHORT_RUNS: u64 = 6;
 const FOR_REANONYMIZED: u64 = 3;
 
 impl FileExtents {
-    /// Number of VMAs that guest memory takes beyond one a region, at most.
-    pub(crate) fn own_vmas(&self) -> u64 {
-        self.vmas.own()
-    }
-
     /// Number of pages that hold a share of a stable page, as far as is known.
     pub(crate) fn merged_pages(&self) -> u64 {
         self.merged.share_pages
@@ -173,12 +168,6 @@ impl FileExtents {
         self.note_moved_here(range, &mut Vec::new());
     }
 
-    /// The VMAs, as far as they are known, that lie within `range`, which is part of a region. One
-    /// of the kernel's may be several here.
-    pub(crate) fn vmas_within(&self, range: GuestRange) -> Vec<GuestRange> {
-        self.vmas.within(range)
-    }
-
     /// Notes that `range`, which lies within a region and is not mapped from a file, was replaced
     /// by one mapping with the same pages.
     pub(crate) fn note_coalesced(&mut self, range: GuestRange) {
@@ -239,16 +228,6 @@ impl FileExtents {
         for run in std::mem::take(&mut self.merged.released) {
             released.extend((0..run.pages).map(|page| run.first.offset(page)));
         }
-    }
-
-    /// Whether so many starts of VMAs may have gone that it is worth reading the real ones.
-    pub(crate) fn is_recount_due(&self) -> bool {
-        self.vmas.is_recount_due()
-    }
-
-    /// Replaces the starts of VMAs by the real ones. Those of regions are left out.
-    pub(crate) fn set_vma_starts(&mut self, starts: impl IntoIterator<Item = Pfn>) {
-        self.vmas.set_starts(starts);
     }
 
     /// The extent that `range`, mapped from `first` on, continues.

@@ -133,14 +133,14 @@ fn mappings(ram: &GuestRam) -> Vec<(u64, Vec<String>)> {
 }
 
 fn counted(ram: &GuestRam) -> u64 {
-    ram.lock_overlay().unwrap().vma_count()
+    ram.lock_overlay().unwrap().vmas.count()
 }
 
 /// Reads the real VMAs.
 fn recount(ram: &GuestRam) {
     let maps = Mutex::new(File::open("/proc/self/maps").unwrap());
     let starts = vma_starts(&maps, ram.regions()).unwrap();
-    ram.lock_overlay().unwrap().set_vma_starts(starts);
+    ram.lock_overlay().unwrap().vmas.set_starts(starts);
 }
 
 #[test]
@@ -274,7 +274,10 @@ fn merged_pages_are_held_and_read_as_what_they_are() {
     let mut held = Vec::new();
     ram.populated_ranges(range(0, REGION), &mut held).unwrap();
     assert_eq!(held, [range(10, 10), range(30, 8), range(39, 1)]);
-    assert!(ram.is_populated(Pfn(36)).unwrap() && !ram.is_populated(Pfn(38)).unwrap());
+    held.clear();
+    ram.populated_ranges(range(36, 1), &mut held).unwrap();
+    ram.populated_ranges(range(38, 1), &mut held).unwrap();
+    assert_eq!(held, [range(36, 1)]);
     let mut content = vec![0; 10 * PAGE as usize];
     ram.read_pages(range(30, 10), &mut content).unwrap();
     for (page, content) in (30..40).zip(content.chunks(PAGE as usize)) {
@@ -375,7 +378,7 @@ fn every_other_page_does_not_exhaust_the_mappings() {
     let mut segment = Segment::new();
     fill(&ram, range(0, REGION));
     segment.merge(&ram, range(0, REGION));
-    ram.lock_overlay().unwrap().set_max_vmas(160);
+    ram.lock_overlay().unwrap().vmas.set_own_bound(160);
     let ranges: Vec<_> = (0..REGION).step_by(2).map(|page| range(page, 1)).collect();
     let outcome = ram.discard(&ranges).unwrap();
     assert_eq!(outcome.bytes + outcome.deferred_bytes, REGION / 2 * PAGE);
@@ -406,7 +409,7 @@ fn without_mappings_what_is_ordinary_goes_and_what_is_merged_stays() {
     fill(&ram, range(0, 300));
     segment.merge(&ram, range(100, 100));
     let mut extents = ram.lock_overlay().unwrap();
-    extents.set_max_vmas(1);
+    extents.vmas.set_own_bound(1);
     // What is tracked for writes is not joined with what a discard puts there.
     extents.note_tracked(range(0, 100));
     drop(extents);
@@ -478,7 +481,9 @@ fn a_copy_takes_the_place_of_merged_pages() {
     let first = segment.merge(&ram, range(10, 20));
     let scratch = Scratch::new(&specs(), HugePages::Off).unwrap();
     let mut extents = ram.lock_overlay().unwrap();
-    all().iter().for_each(|region| extents.note_tracked(*region));
+    for region in all() {
+        extents.note_tracked(region);
+    }
     let mut released = Vec::new();
     let piece = ram.piece(range(12, 4)).unwrap();
     let write = |content: *mut u8| {

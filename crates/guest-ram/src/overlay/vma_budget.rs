@@ -33,7 +33,7 @@ pub(crate) fn max_vmas() -> u64 {
 
 /// Where the VMAs of a memory begin, and the bound of their number.
 #[derive(Debug)]
-pub(super) struct VmaBudget {
+pub(crate) struct VmaBudget {
     regions: Vec<GuestRange>,
     /// First pages of VMAs, apart from the regions' first pages.
     starts: BTreeSet<u64>,
@@ -72,7 +72,7 @@ impl VmaBudget {
 
     /// Sets a bound that no other memory shares.
     #[cfg(test)]
-    pub(super) fn set_own_bound(&mut self, max_vmas: u64) {
+    pub(crate) fn set_own_bound(&mut self, max_vmas: u64) {
         self.of_process.fetch_sub(self.reported, Ordering::Relaxed);
         self.of_process = Arc::default();
         self.reported = 0;
@@ -81,7 +81,7 @@ impl VmaBudget {
     }
 
     /// Number of VMAs that this memory takes at most.
-    pub(super) fn count(&self) -> u64 {
+    pub(crate) fn count(&self) -> u64 {
         (self.regions.len() + self.starts.len()) as u64
     }
 
@@ -159,7 +159,7 @@ impl VmaBudget {
 #[cfg(feature = "merge")]
 impl VmaBudget {
     /// Number of VMAs that this memory takes beyond one a region, at most.
-    pub(super) fn own(&self) -> u64 {
+    pub(crate) fn own(&self) -> u64 {
         self.starts.len() as u64
     }
 
@@ -175,7 +175,7 @@ impl VmaBudget {
 
     /// The VMAs, as far as they are known, that lie within `range`, which is part of a region. One
     /// of the kernel's may be several here.
-    pub(super) fn within(&self, range: GuestRange) -> Vec<GuestRange> {
+    pub(crate) fn within(&self, range: GuestRange) -> Vec<GuestRange> {
         let is_edge = |page: &u64| self.starts.contains(page) || !self.is_inside_a_region(*page);
         let inside = self.starts_inside(range);
         let edges = [range.start.0].into_iter().chain(inside).chain([range.end().0]);
@@ -189,12 +189,12 @@ impl VmaBudget {
     }
 
     /// Whether so many starts may have gone that it is worth reading the real ones.
-    pub(super) fn is_recount_due(&self) -> bool {
+    pub(crate) fn is_recount_due(&self) -> bool {
         self.doubtful > 0 && self.doubtful >= self.max_vmas / 32
     }
 
     /// Replaces the starts by the real ones. Those of regions are left out.
-    pub(super) fn set_starts(&mut self, starts: impl IntoIterator<Item = Pfn>) {
+    pub(crate) fn set_starts(&mut self, starts: impl IntoIterator<Item = Pfn>) {
         let inside = |page: &u64| self.is_inside_a_region(*page);
         self.starts = starts.into_iter().map(|page| page.0).filter(inside).collect();
         self.doubtful = 0;

@@ -108,11 +108,10 @@ impl Bits {
         (found < end).then_some(found)
     }
 
-    /// Replaces each word by what `operation` makes of it and of the other's, which must have as
-    /// many bits.
-    pub(super) fn combine(&mut self, other: &Self, operation: impl Fn(u64, u64) -> u64) {
+    /// Makes those bits 1 that are 1 in `other`, which must have as many.
+    pub(super) fn add(&mut self, other: &Self) {
         for (own, others) in self.0.iter_mut().zip(&other.0) {
-            *own = operation(*own, *others);
+            *own |= others;
         }
     }
 }

@@ -27,8 +27,6 @@ enum Step {
     Remove(PageRange),
     Words(u64, Vec<u64>),
     Union(Vec<PageRange>),
-    Subtract(Vec<PageRange>),
-    Intersect(Vec<PageRange>),
     Clear,
     Fill,
 }
@@ -50,8 +48,6 @@ fn any_step() -> impl Strategy<Value = Step> {
         4 => any_range().prop_map(Step::Remove),
         2 => (first, prop::collection::vec(word, 0..5)).prop_map(|(first, words)| Step::Words(first, words)),
         2 => ranges().prop_map(Step::Union),
-        2 => ranges().prop_map(Step::Subtract),
-        2 => ranges().prop_map(Step::Intersect),
         1 => Just(Step::Clear),
         1 => Just(Step::Fill),
     ]
@@ -68,8 +64,6 @@ fn other_set(layout: &[PageRange], ranges: &[PageRange]) -> PageBitmap {
 /// Does a step on the set and on its model.
 fn take(step: &Step, layout: &[PageRange], set: &mut PageBitmap, model: &mut BTreeSet<u64>) {
     let all = all();
-    let in_any =
-        |ranges: &[PageRange], page: &u64| ranges.iter().any(|range| range.contains(Pfn(*page)));
     match step {
         Step::Insert(range) => {
             set.insert(*range);
@@ -91,14 +85,6 @@ fn take(step: &Step, layout: &[PageRange], set: &mut PageBitmap, model: &mut BTr
             let other = other_set(layout, ranges);
             set.union(&other);
             model.extend(pages(other.ranges()).intersection(&all));
-        }
-        Step::Subtract(ranges) => {
-            set.subtract(&other_set(layout, ranges));
-            model.retain(|page| !in_any(ranges, page));
-        }
-        Step::Intersect(ranges) => {
-            set.intersect(&other_set(layout, ranges));
-            model.retain(|page| in_any(ranges, page));
         }
         Step::Clear => {
             set.clear();

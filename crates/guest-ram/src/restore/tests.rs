@@ -199,7 +199,7 @@ fn pages_that_replace_the_files_have_the_policies_of_all_others() {
 fn every_other_page_does_not_exhaust_the_mappings() {
     let (file, image) = first_region_full();
     let ram = restore(&file, &image);
-    extents(&ram).set_max_vmas(114);
+    extents(&ram).vmas.set_own_bound(114);
     let ranges: Vec<_> = (0..8 * MIB).step_by(8192).map(|address| pages(address, PAGE)).collect();
     let outcome = ram.discard(&ranges).unwrap();
     assert_eq!(outcome.bytes + outcome.deferred_bytes, 4 * MIB);
@@ -227,7 +227,7 @@ fn the_real_number_of_mappings_stays_within_the_count() {
     let (file, image) =
         saved(8 * MIB, (0..8 * MIB).step_by(4096).filter(|address| address / 65536 % 2 == 0));
     let ram = restore(&file, &image);
-    assert_eq!(mappings(&ram) as u64, extents(&ram).vma_count());
+    assert_eq!(mappings(&ram) as u64, extents(&ram).vmas.count());
     fill(&ram, (0..8 * MIB).step_by(4096));
     // A fixed sequence of places without order.
     let mut place = 1_u64;
@@ -238,7 +238,7 @@ fn the_real_number_of_mappings_stays_within_the_count() {
         let range = pages(address, size_bytes.min(8 * MIB - address));
         ram.discard(&[range]).unwrap();
         fill(&ram, (address..range.end().address()).step_by(4096));
-        let (real, counted) = (mappings(&ram) as u64, extents(&ram).vma_count());
+        let (real, counted) = (mappings(&ram) as u64, extents(&ram).vmas.count());
         assert!(real <= counted, "{real} mappings, {counted} counted");
     }
 }
