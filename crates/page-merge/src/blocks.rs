@@ -49,6 +49,7 @@ impl Block {
 #[derive(Debug, Default)]
 pub(crate) struct Blocks {
     all: Vec<Block>,
+    pages: u64,
     states: [u64; State::COUNT],
     remote: u64,
     records: u64,
@@ -60,12 +61,18 @@ impl Blocks {
         self.all.len() as u32
     }
 
+    /// Number of pages.
+    pub(crate) fn pages(&self) -> u64 {
+        self.pages
+    }
+
     /// Adds the blocks of `range`; `false` if there are too many.
     pub(crate) fn add(&mut self, range: PageRange) -> bool {
         for range in cut(range) {
             if self.all.len() >= MOST_BLOCKS {
                 return false;
             }
+            self.pages += range.pages;
             self.all.push(Block {
                 range,
                 records: None,

@@ -58,7 +58,6 @@
 //! ```
 #![forbid(unsafe_code)]
 
-mod advisor;
 mod blocks;
 pub mod broker;
 mod control;
@@ -83,13 +82,12 @@ mod table;
 pub mod testing;
 mod worker;
 
-pub use advisor::Advisor;
 pub use control::{Control, Paused};
 pub use hash::{Content, PageHash, PageHasher, Secret};
 pub use memory::{Memory, Node};
 pub use merger::{Merger, MergerError, Step};
 pub use pace::Effort;
-pub use settings::{AdvisorMode, MAX_PAGE_SHARING, Nodes, Run, Settings, SettingsError};
+pub use settings::{MAX_PAGE_SHARING, Nodes, Run, Settings, SettingsError};
 pub use slots::Slots;
 pub use stable::StablePages;
 pub use statistics::Statistics;

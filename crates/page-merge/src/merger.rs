@@ -40,8 +40,6 @@ pub struct Step {
 pub struct Merger<M, S> {
     domain: Domain<M, S>,
     settings: Settings,
-    /// What the advisor made of `settings.pages_to_scan`.
-    pages_to_scan: u64,
     full_scans: u64,
     /// The block where the scan goes on; `None` before a pass.
     cursor: Option<u32>,
@@ -65,7 +63,6 @@ impl<M: Memory, S: StableStore> Merger<M, S> {
         store.limit_sharing(settings.max_page_sharing);
         Ok(Self {
             domain: Domain::new(memory, store, &secret).ok_or(MergerError::TooLarge)?,
-            pages_to_scan: settings.pages_to_scan,
             unmerging: (settings.run == Run::Unmerge).then_some(0),
             settings,
             full_scans: 0,
@@ -111,23 +108,13 @@ impl<M: Memory, S: StableStore> Merger<M, S> {
         if settings.use_zero_pages && !self.settings.use_zero_pages {
             self.domain.watch_zeros();
         }
-        if settings.pages_to_scan != self.settings.pages_to_scan
-            || settings.advisor_mode != self.settings.advisor_mode
-        {
-            self.pages_to_scan = settings.pages_to_scan;
-        }
         self.settings = settings;
         Ok(())
     }
 
-    /// How many pages a step should take.
-    pub fn pages_to_scan(&self) -> u64 {
-        self.pages_to_scan
-    }
-
-    /// Sets how many pages a step should take, without touching the settings (for the advisor).
-    pub fn advise(&mut self, pages_to_scan: u64) {
-        self.pages_to_scan = pages_to_scan.max(1);
+    /// Pages of the memory.
+    pub fn pages(&self) -> u64 {
+        self.domain.blocks.pages()
     }
 
     /// Does what [`Settings::run`] says, for about `pages` pages.
@@ -192,11 +179,7 @@ impl<M: Memory, S: StableStore> Merger<M, S> {
 
     /// What was found and done.
     pub fn statistics(&self) -> Statistics {
-        Statistics {
-            full_scans: self.full_scans,
-            pages_to_scan: self.pages_to_scan,
-            ..self.domain.statistics()
-        }
+        Statistics { full_scans: self.full_scans, ..self.domain.statistics() }
     }
 
     /// Most recent error of the store or the memory, if there was any lately.

@@ -18,17 +18,33 @@ pub struct Effort {
 }
 
 impl Settings {
-    /// The sleep after a step: at least `sleep_millisecs`, and long enough to stay below
-    /// `pages_per_second`, `max_written_per_second` and `max_cpu_percent`.
-    pub fn sleep_after(&self, effort: Effort) -> Duration {
+    /// Pages to look at in a second, in a memory of `pages` pages, if that was asked for.
+    fn rate(&self, pages: u64) -> Option<u64> {
+        let for_target = self.target_scan_seconds.map(|seconds| pages.div_ceil(seconds.max(1)));
+        [self.pages_per_second, for_target].into_iter().flatten().min()
+    }
+
+    /// How many pages to look at between two sleeps, in a memory of `pages` pages.
+    pub fn pages_at_a_time(&self, pages: u64) -> u64 {
+        let at_rate = |rate: u64| rate.saturating_mul(self.sleep_millisecs.max(1)) / 1000;
+        self.rate(pages).map_or(self.pages_to_scan, at_rate).max(1)
+    }
+
+    /// The sleep after a step, in a memory of `pages` pages: as long as was asked for, and long
+    /// enough to stay below `max_written_per_second` and `max_cpu_percent`.
+    pub fn sleep_after(&self, effort: Effort, pages: u64) -> Duration {
         let percent = self.max_cpu_percent.clamp(1, 100);
+        let rate = self.rate(pages);
         let least = [
-            self.pages_per_second.map_or(Duration::ZERO, |rate| time_for(effort.pages, rate)),
+            rate.map_or(Duration::ZERO, |rate| time_for(effort.pages, rate)),
             time_for(effort.written, self.max_written_per_second),
             effort.cpu.saturating_mul(100) / percent,
         ];
-        let least = least.into_iter().max().unwrap_or_default();
-        Duration::from_millis(self.sleep_millisecs).max(least.saturating_sub(effort.elapsed))
+        let least = least.into_iter().max().unwrap_or_default().saturating_sub(effort.elapsed);
+        match rate {
+            Some(_) => least,
+            None => least.max(Duration::from_millis(self.sleep_millisecs)),
+        }
     }
 }
 
@@ -49,15 +65,32 @@ mod tests {
         let settings =
             Settings { sleep_millisecs: 20, max_cpu_percent: 100, ..Settings::default() };
         let effort = Effort { pages: 5000, written: 100, cpu: 10 * MS, elapsed: 10 * MS };
-        assert_eq!(settings.sleep_after(effort), 20 * MS);
+        assert_eq!(settings.sleep_after(effort, 1 << 20), 20 * MS);
         let half = Settings { max_cpu_percent: 25, ..settings.clone() };
-        assert_eq!(half.sleep_after(effort), 30 * MS);
+        assert_eq!(half.sleep_after(effort, 1 << 20), 30 * MS);
         let slow = Settings { pages_per_second: Some(50_000), ..settings.clone() };
-        assert_eq!(slow.sleep_after(effort), 90 * MS);
+        assert_eq!(slow.sleep_after(effort, 1 << 20), 90 * MS);
         let busy = Settings { max_written_per_second: 1000, ..settings.clone() };
-        assert_eq!(busy.sleep_after(effort), 90 * MS);
+        assert_eq!(busy.sleep_after(effort, 1 << 20), 90 * MS);
         let both = Settings { pages_per_second: Some(50_000), max_cpu_percent: 10, ..settings };
-        assert_eq!(both.sleep_after(effort), 90 * MS);
+        assert_eq!(both.sleep_after(effort, 1 << 20), 90 * MS);
+    }
+
+    #[test]
+    fn a_pass_takes_as_long_as_it_should() {
+        let settings =
+            Settings { target_scan_seconds: Some(60), max_cpu_percent: 100, ..Settings::default() };
+        for pages in [1 << 12, 1 << 20, 1 << 26] {
+            let at_a_time = settings.pages_at_a_time(pages);
+            let elapsed = Duration::from_nanos(at_a_time);
+            let effort = Effort { pages: at_a_time, written: 0, cpu: elapsed, elapsed };
+            let turn = elapsed + settings.sleep_after(effort, pages);
+            let pass = turn.as_secs_f64() * pages as f64 / at_a_time as f64;
+            assert!((59.0..=61.0).contains(&pass), "{pages} pages take {pass} s");
+        }
+        // What was asked for as the most comes first.
+        let slower = Settings { pages_per_second: Some(1000), ..settings };
+        assert_eq!(slower.pages_at_a_time(1 << 26), 20);
     }
 
     #[test]
@@ -77,7 +110,7 @@ mod tests {
                 elapsed: Duration::from_micros(250 + step),
             };
             (cpu, pages) = (cpu + effort.cpu, pages + effort.pages);
-            now += effort.elapsed + settings.sleep_after(effort);
+            now += effort.elapsed + settings.sleep_after(effort, 1 << 20);
         }
         assert!(cpu.as_secs_f64() / now.as_secs_f64() <= 0.2001);
         assert!(pages as f64 / now.as_secs_f64() <= 1_000_100.0);

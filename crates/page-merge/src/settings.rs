@@ -28,26 +28,17 @@ pub enum Nodes {
     Apart,
 }
 
-/// Who decides how many pages are scanned between two sleeps.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum AdvisorMode {
-    /// `pages_to_scan` is as it was set.
-    #[default]
-    None,
-    /// `pages_to_scan` follows `advisor_target_scan_time_s`.
-    ScanTime,
-}
-
 /// What merging does, and how much of it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Settings {
     /// What the merging thread does.
     pub run: Run,
-    /// Pages that are looked at between two sleeps.
+    /// Pages that are looked at between two sleeps, where neither `pages_per_second` nor
+    /// `target_scan_seconds` says how many.
     pub pages_to_scan: u64,
-    /// Length of these sleeps.
+    /// Length of these sleeps, of time that passes with looks as well where one of the two says how
+    /// many pages are looked at.
     pub sleep_millisecs: u64,
     /// Whether pages of different nodes are merged. Can be changed only while nothing is merged.
     pub merge_across_nodes: Nodes,
@@ -60,17 +51,10 @@ pub struct Settings {
     /// has this off by default, because its zero page may have the wrong colour for some caches;
     /// here there is no page at all.)
     pub use_zero_pages: bool,
-    /// Who decides about `pages_to_scan`.
-    pub advisor_mode: AdvisorMode,
-    /// Seconds that a pass over all memory should take.
-    pub advisor_target_scan_time_s: u64,
-    /// Share of one processor that the advisor may use at most, in percent.
-    pub advisor_max_cpu_percent: u32,
-    /// Fewest pages between two sleeps that the advisor goes down to.
-    pub advisor_min_pages_to_scan: u64,
-    /// Most pages between two sleeps that the advisor goes up to.
-    pub advisor_max_pages_to_scan: u64,
-    /// Pages looked at in a second at most, whatever the other settings say.
+    /// Seconds that a pass over all memory should take, if the other settings allow it. (KSM: the
+    /// scan-time advisor.)
+    pub target_scan_seconds: Option<u64>,
+    /// Pages looked at in a second at most, whatever `target_scan_seconds` says.
     pub pages_per_second: Option<u64>,
     /// Share of one processor that merging may use at most, in percent, whatever the other settings
     /// say.
@@ -111,11 +95,7 @@ impl Default for Settings {
             max_page_sharing: 256,
             smart_scan: true,
             use_zero_pages: true,
-            advisor_mode: AdvisorMode::None,
-            advisor_target_scan_time_s: 200,
-            advisor_max_cpu_percent: 70,
-            advisor_min_pages_to_scan: 500,
-            advisor_max_pages_to_scan: 30_000,
+            target_scan_seconds: None,
             pages_per_second: None,
             max_cpu_percent: 20,
             min_pass_millisecs: 2000,
@@ -175,20 +155,7 @@ impl Settings {
         within("pages_to_scan", self.pages_to_scan, 1, u64::from(u32::MAX))?;
         within("sleep_millisecs", self.sleep_millisecs, 0, 3_600_000)?;
         within("max_page_sharing", self.max_page_sharing.into(), 2, MAX_PAGE_SHARING.into())?;
-        within("advisor_target_scan_time_s", self.advisor_target_scan_time_s, 1, 86_400)?;
-        within("advisor_max_cpu_percent", self.advisor_max_cpu_percent.into(), 1, 100)?;
-        within(
-            "advisor_min_pages_to_scan",
-            self.advisor_min_pages_to_scan,
-            1,
-            self.advisor_max_pages_to_scan,
-        )?;
-        within(
-            "advisor_max_pages_to_scan",
-            self.advisor_max_pages_to_scan,
-            1,
-            u64::from(u32::MAX),
-        )?;
+        within("target_scan_seconds", self.target_scan_seconds.unwrap_or(1), 1, 86_400)?;
         within("pages_per_second", self.pages_per_second.unwrap_or(1), 1, 1 << 40)?;
         within("max_cpu_percent", self.max_cpu_percent.into(), 1, 100)?;
         within("huge_min_duplicates", self.huge_min_duplicates.into(), 1, 512)?;
@@ -224,7 +191,7 @@ mod tests {
             Settings { max_page_sharing: 0x8000, ..Settings::default() },
             Settings { max_cpu_percent: 0, ..Settings::default() },
             Settings { pages_per_second: Some(0), ..Settings::default() },
-            Settings { advisor_min_pages_to_scan: 30_001, ..Settings::default() },
+            Settings { target_scan_seconds: Some(0), ..Settings::default() },
             Settings { huge_min_duplicates: 513, ..Settings::default() },
         ];
         for settings in refused {
@@ -240,7 +207,6 @@ mod tests {
         let json = serde_json::to_value(Settings::default()).unwrap();
         assert_eq!(json["run"], "stop");
         assert_eq!(json["merge_across_nodes"], "across");
-        assert_eq!(json["advisor_mode"], "none");
         assert_eq!(serde_json::from_value::<Settings>(json).unwrap(), Settings::default());
         assert!(serde_json::from_str::<Settings>(r#"{"pages_to_scn": 1}"#).is_err());
     }

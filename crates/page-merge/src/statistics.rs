@@ -69,6 +69,4 @@ pub struct Statistics {
     pub store_errors: u64,
     /// Times that memory could not be looked at, read or replaced.
     pub memory_errors: u64,
-    /// What `pages_to_scan` is at the moment (the advisor may change it).
-    pub pages_to_scan: u64,
 }

@@ -3,12 +3,11 @@
 use std::{sync::Arc, time::Duration};
 
 use crate::{
-    advisor::Advisor,
     control::{Control, Life, Next},
     memory::Memory,
     merger::Merger,
     pace::Effort,
-    settings::{AdvisorMode, Run},
+    settings::Run,
     store::StableStore,
 };
 
@@ -43,20 +42,12 @@ fn since_zero(clock: rustix::time::ClockId) -> Duration {
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-/// Begin of a pass, for the advisor.
-#[derive(Clone, Copy)]
-struct Began {
-    now: Duration,
-    cpu: Duration,
-}
-
 /// A [`Merger`] that paces itself as its settings say, on a thread of its own.
 pub struct Worker<M, S> {
     merger: Merger<M, S>,
     control: Arc<Control>,
-    advisor: Advisor,
-    /// `None` if the pass did not begin under the advisor's eyes, or was interrupted.
-    pass: Option<Began>,
+    /// When the pass began; `None` if none has, or if it was interrupted.
+    pass: Option<Duration>,
     /// Since the last sleep.
     effort: Effort,
 }
@@ -65,13 +56,8 @@ impl<M: Memory, S: StableStore> Worker<M, S> {
     /// Makes a worker of `merger`, and what other threads talk to it by.
     pub fn new(merger: Merger<M, S>) -> (Self, Arc<Control>) {
         let control = Control::new(merger.settings().clone());
-        let worker = Self {
-            merger,
-            control: Arc::clone(&control),
-            advisor: Advisor::default(),
-            pass: None,
-            effort: Effort::default(),
-        };
+        let worker =
+            Self { merger, control: Arc::clone(&control), pass: None, effort: Effort::default() };
         worker.publish();
         (worker, control)
     }
@@ -110,48 +96,34 @@ impl<M: Memory, S: StableStore> Worker<M, S> {
     /// One step; returns how long to sleep then, `None` for until something happens.
     /// ([`run`](Self::run) calls it; call it directly only without `run`.)
     pub fn turn(&mut self, clock: &impl Clock) -> Option<Duration> {
-        let begin = Began { now: clock.now(), cpu: clock.cpu() };
-        let began = *self.pass.get_or_insert(begin);
-        let wanted = self.merger.pages_to_scan();
+        let (begin, cpu) = (clock.now(), clock.cpu());
+        let pass = *self.pass.get_or_insert(begin);
+        let (settings, pages) = (self.merger.settings().clone(), self.merger.pages());
+        let wanted = settings.pages_at_a_time(pages);
         let left = wanted.saturating_sub(self.effort.pages).clamp(1, STEP_PAGES);
         let step = self.merger.step(left);
-        let end = Began { now: clock.now(), cpu: clock.cpu() };
+        let (end, cpu_end) = (clock.now(), clock.cpu());
         self.effort.pages += step.pages;
         self.effort.written += step.written;
-        self.effort.cpu += end.cpu.saturating_sub(begin.cpu);
-        self.effort.elapsed += end.now.saturating_sub(begin.now);
-        let sleep = match self.merger.settings().run {
+        self.effort.cpu += cpu_end.saturating_sub(cpu);
+        self.effort.elapsed += end.saturating_sub(begin);
+        let sleep = match settings.run {
             Run::Stop => None,
             Run::Unmerge if step.finished_pass => None,
             // What could not be unmerged is tried again.
             Run::Unmerge => Some(Duration::from_millis(u64::from(step.pages == 0))),
-            Run::Merge => {
-                if step.finished_pass {
-                    self.finish_pass(wanted, began, end);
-                }
-                let settings = self.merger.settings();
-                if step.finished_pass || self.effort.pages >= wanted {
-                    let sleep = settings.sleep_after(std::mem::take(&mut self.effort));
-                    let next_pass = began.now + Duration::from_millis(settings.min_pass_millisecs);
-                    let until_next = next_pass.saturating_sub(end.now);
-                    Some(if step.finished_pass { sleep.max(until_next) } else { sleep })
-                } else {
-                    Some(Duration::ZERO)
-                }
+            Run::Merge if step.finished_pass => {
+                self.pass = None;
+                let next_pass = pass + Duration::from_millis(settings.min_pass_millisecs);
+                let sleep = settings.sleep_after(std::mem::take(&mut self.effort), pages);
+                Some(sleep.max(next_pass.saturating_sub(end)))
             }
+            Run::Merge if self.effort.pages >= wanted => {
+                Some(settings.sleep_after(std::mem::take(&mut self.effort), pages))
+            }
+            Run::Merge => Some(Duration::ZERO),
         };
         self.publish();
         sleep
-    }
-
-    fn finish_pass(&mut self, pages_to_scan: u64, began: Began, end: Began) {
-        self.pass = None;
-        let settings = self.merger.settings();
-        if settings.advisor_mode == AdvisorMode::ScanTime {
-            let (scan, cpu) =
-                (end.now.saturating_sub(began.now), end.cpu.saturating_sub(began.cpu));
-            let advised = self.advisor.finished_pass(settings, pages_to_scan, scan, cpu);
-            self.merger.advise(advised);
-        }
     }
 }

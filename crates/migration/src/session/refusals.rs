@@ -1,22 +1,18 @@
 //! Who was refused, told at a limited rate: whoever reaches the port can be refused as often as he
 //! likes.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
+
+use ebb_local_io::LogLimit;
 
 use super::error::printable;
-
-/// Lines in a period.
-const LINES: u32 = 5;
-const PERIOD: Duration = Duration::from_secs(10);
 
 /// Connections that a destination has refused.
 #[derive(Debug, Default)]
 pub struct Refusals {
     count: u64,
     last: Option<String>,
-    period_start: Option<Instant>,
-    lines: u32,
-    suppressed: u64,
+    limit: LogLimit,
 }
 
 impl Refusals {
@@ -33,24 +29,10 @@ impl Refusals {
     pub(super) fn note(&mut self, peer: &str, problem: &str) {
         self.count += 1;
         let line = format!("a connection from {peer} was refused: {}", printable(problem, 400));
-        if let Some(suppressed) = self.permit(Instant::now()) {
+        if let Some(suppressed) = self.limit.permit(Instant::now()) {
             tracing::warn!(suppressed, "{line}");
         }
         self.last = Some(line);
-    }
-
-    /// Whether a line may be logged; if so, how many have been left out since the last one.
-    fn permit(&mut self, now: Instant) -> Option<u64> {
-        if self.period_start.is_none_or(|start| now.saturating_duration_since(start) >= PERIOD) {
-            self.period_start = Some(now);
-            self.lines = 0;
-        }
-        if self.lines == LINES {
-            self.suppressed += 1;
-            return None;
-        }
-        self.lines += 1;
-        Some(std::mem::take(&mut self.suppressed))
     }
 }
 
@@ -59,12 +41,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_flood_becomes_a_few_lines_and_all_are_counted() {
+    fn all_of_a_flood_are_counted() {
         let mut refusals = Refusals::default();
-        let begin = Instant::now();
-        let logged = (0..100).filter(|_| refusals.permit(begin).is_some()).count();
-        assert_eq!(logged, 5);
-        assert_eq!(refusals.permit(begin + PERIOD), Some(95));
         (0..100).for_each(|_| refusals.note("tcp:127.0.0.1:9", "it sent\x1b[2Jgarbage"));
         assert_eq!(refusals.count(), 100);
         let last = refusals.last().unwrap();

@@ -95,7 +95,7 @@ pub fn client(data: &[u8]) {
     let mut config = MemberConfig::new(place.0.clone(), domain, Placement::Across);
     config.time_limit = Duration::from_secs(10);
     if let Ok(mut store) = BrokerStore::connect(&config, Nowhere) {
-        let (mut answers, mut slots, mut news) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut answers, mut slots, mut notifications) = (Vec::new(), Vec::new(), Vec::new());
         let hashes = [PageHash::new(1), PageHash::new(2)];
         let known = store.query(Node::ANY, &hashes, &mut answers);
         assert_eq!(answers.len(), if known.is_ok() { 2 } else { 0 });
@@ -104,7 +104,7 @@ pub fn client(data: &[u8]) {
         for &slot in &slots {
             store.shared(slot);
         }
-        store.take_notifications(&mut news);
+        store.take_notifications(&mut notifications);
         for &slot in &slots {
             store.release(slot);
         }

@@ -291,8 +291,8 @@ impl Reply {
                 put(body, *errno as u32);
                 body.extend(short(reason));
             }),
-            Self::Notifications(news) => frame(Kind::Notifications, |body| {
-                for (node, hash) in news {
+            Self::Notifications(notifications) => frame(Kind::Notifications, |body| {
+                for (node, hash) in notifications {
                     put(body, node.0);
                     body.extend(hash.get().to_le_bytes());
                 }

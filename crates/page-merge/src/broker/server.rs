@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ebb_local_io::SocketFile;
+use ebb_local_io::{LogLimit, SocketFile};
 use rustix::event::{PollFd, PollFlags};
 use rustix::fs::Mode;
 use rustix::io::Errno;
@@ -30,10 +30,6 @@ const BACKLOG: i32 = 128;
 /// How long nobody is accepted after the system had no descriptor or memory for one more
 /// connection.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-
-/// Lines on refused connections in a period.
-const LINES: u32 = 5;
-const PERIOD: Duration = Duration::from_secs(10);
 
 /// What a broker is to do.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -64,8 +60,7 @@ pub struct Broker {
     lost: Vec<(Membership, Arc<Peer>)>,
     accept_after: Option<Instant>,
     refused: u64,
-    /// Beginning of the period, and lines logged in it.
-    logged: Option<(Instant, u32)>,
+    log_limit: LogLimit,
 }
 
 impl Broker {
@@ -96,7 +91,7 @@ impl Broker {
             lost: Vec::new(),
             accept_after: None,
             refused: 0,
-            logged: None,
+            log_limit: LogLimit::default(),
         })
     }
 
@@ -362,17 +357,10 @@ impl Broker {
         self.log(&format!("process {} of user {} was refused: {refusal}", peer.pid, peer.user));
     }
 
-    /// Logs at a limited rate: whoever can connect can be refused as often as he likes.
     fn log(&mut self, line: &str) {
-        let now = Instant::now();
-        let (start, lines) = self
-            .logged
-            .filter(|(start, _)| now.saturating_duration_since(*start) < PERIOD)
-            .unwrap_or((now, 0));
-        if lines < LINES {
-            tracing::warn!("{line}");
+        if let Some(suppressed) = self.log_limit.permit(Instant::now()) {
+            tracing::warn!(suppressed, "{line}");
         }
-        self.logged = Some((start, lines.saturating_add(1)));
     }
 }
 

@@ -48,7 +48,7 @@ struct Domain {
 struct Client {
     reserved: Vec<(u64, StableSlot)>,
     shared: Vec<(u64, StableSlot)>,
-    news: Vec<u64>,
+    notifications: Vec<u64>,
 }
 
 struct World {
@@ -90,7 +90,7 @@ impl World {
                     for &(_, by) in
                         domain.asked.iter().filter(|(asked, by)| *asked == number && *by != client)
                     {
-                        self.clients[by].news.push(number);
+                        self.clients[by].notifications.push(number);
                     }
                     domain.asked.retain(|(asked, _)| *asked != number);
                 }
@@ -114,7 +114,7 @@ impl World {
             Step::Notifications(client) => {
                 let member = &mut self.members[client];
                 let expected: Vec<(Node, PageHash)> =
-                    std::mem::take(&mut self.clients[client].news)
+                    std::mem::take(&mut self.clients[client].notifications)
                         .into_iter()
                         .map(|number| (Node::ANY, member.hash(number)))
                         .collect();
@@ -129,9 +129,9 @@ impl World {
         let mut ignored = Vec::new();
         self.members[client].store.take_notifications(&mut ignored);
         let member = &self.members[client];
-        let news =
+        let notifications =
             ignored.into_iter().map(|(_, hash)| (0..5).find(|&n| member.hash(n) == hash).unwrap());
-        assert!(news.eq(std::mem::take(&mut self.clients[client].news)));
+        assert!(notifications.eq(std::mem::take(&mut self.clients[client].notifications)));
         let stable = &mut self.domains[client % 2].stable;
         let (_, holds) = stable.get_mut(&number).unwrap();
         *holds -= 1;

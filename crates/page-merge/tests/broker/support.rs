@@ -184,9 +184,9 @@ impl Member {
     }
 
     pub fn take_notifications(&mut self) -> Vec<(Node, PageHash)> {
-        let mut news = Vec::new();
-        self.store.take_notifications(&mut news);
-        news
+        let mut notifications = Vec::new();
+        self.store.take_notifications(&mut notifications);
+        notifications
     }
 }
 

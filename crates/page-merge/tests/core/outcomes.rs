@@ -211,7 +211,7 @@ fn what_a_late_store_was_not_asked_is_asked_later() {
 }
 
 /// What others have (a store that is shared with other processes) is published at once, or merged
-/// when there is news of it.
+/// when there is notifications of it.
 #[test]
 fn pages_that_others_have_are_merged_without_a_partner_here() {
     let mut host = Host::new(eager());

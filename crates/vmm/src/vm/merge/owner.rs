@@ -6,8 +6,8 @@ use std::thread::JoinHandle;
 use ebb_guest_ram::{GuestRam, MergeSession, StableMemory, StableSegments};
 use ebb_page_merge::broker::{BrokerStore, MemberConfig, Placement};
 use ebb_page_merge::{
-    AdvisorMode, Clock as _, Control, Merger, Nodes, Paused, Run, Secret, Settings, SettingsError,
-    StablePages, StableStore, Statistics, SystemClock, Worker,
+    Clock as _, Control, Merger, Nodes, Paused, Run, Secret, Settings, SettingsError, StablePages,
+    StableStore, Statistics, SystemClock, Worker,
 };
 
 use super::{Status, failed, wrong_state};
@@ -236,8 +236,6 @@ fn apply(change: &MergeChange, settings: &mut Settings) {
             *setting = value;
         }
     }
-    /// Goes between two rests a second, for a fixed pace.
-    const GOES_PER_SECOND: u64 = 50;
     let number = |value: u64| u32::try_from(value).unwrap_or(u32::MAX);
     set(
         &mut settings.run,
@@ -252,15 +250,13 @@ fn apply(change: &MergeChange, settings: &mut Settings) {
     set(&mut settings.max_page_sharing, change.max_page_sharing.map(number));
     set(&mut settings.use_zero_pages, change.use_zero_pages);
     set(&mut settings.smart_scan, change.smart_scan);
-    if let Some(pages_per_second) = change.pages_per_second {
-        settings.advisor_mode = AdvisorMode::None;
-        settings.pages_per_second = Some(pages_per_second);
-        settings.pages_to_scan = (pages_per_second / GOES_PER_SECOND).max(1);
-        settings.sleep_millisecs = 1000 / GOES_PER_SECOND;
+    // One of the two at a time.
+    if change.pages_per_second.is_some() {
+        settings.pages_per_second = change.pages_per_second;
+        settings.target_scan_seconds = None;
     }
-    if let Some(seconds) = change.target_scan_seconds {
-        settings.advisor_mode = AdvisorMode::ScanTime;
-        settings.advisor_target_scan_time_s = seconds;
+    if change.target_scan_seconds.is_some() {
+        settings.target_scan_seconds = change.target_scan_seconds;
         settings.pages_per_second = None;
     }
     set(&mut settings.min_pass_millisecs, change.min_pass_millisecs);
@@ -268,14 +264,10 @@ fn apply(change: &MergeChange, settings: &mut Settings) {
         &mut settings.clean_passes,
         change.clean_passes.and_then(|passes| u8::try_from(passes).ok()),
     );
-    if let Some(percent) = change.cpu_percent.map(number) {
-        settings.max_cpu_percent = percent;
-        settings.advisor_max_cpu_percent = percent;
-    }
+    set(&mut settings.max_cpu_percent, change.cpu_percent.map(number));
 }
 
 fn settings(settings: &Settings) -> MergeSettings {
-    let is_advised = settings.advisor_mode == AdvisorMode::ScanTime;
     MergeSettings {
         run: Some(match settings.run {
             Run::Stop => MergeRun::Stop,
@@ -288,7 +280,7 @@ fn settings(settings: &Settings) -> MergeSettings {
         smart_scan: Some(settings.smart_scan),
         pages_per_second: settings.pages_per_second,
         cpu_percent: Some(settings.max_cpu_percent.into()),
-        target_scan_seconds: is_advised.then_some(settings.advisor_target_scan_time_s),
+        target_scan_seconds: settings.target_scan_seconds,
         min_pass_millisecs: Some(settings.min_pass_millisecs),
         clean_passes: Some(settings.clean_passes.into()),
     }

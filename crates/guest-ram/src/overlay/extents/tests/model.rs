@@ -8,7 +8,7 @@ use proptest::prelude::*;
 use super::super::{FileExtents, Source, Verdict};
 use super::{of_snapshot, range, released, restored, slot};
 use crate::merge::StableSlot;
-use crate::{GuestRange, Returns};
+use crate::{GuestRange, BrokenCowStats};
 
 /// The plainest model: each page by itself.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -104,7 +104,7 @@ struct Model {
     pages: Vec<Page>,
     next_mapping: u64,
     released: Vec<StableSlot>,
-    returns: Returns,
+    returns: BrokenCowStats,
 }
 
 impl Model {
@@ -114,7 +114,7 @@ impl Model {
         let page = |page| Page { mapping: region(page), untracked, ..Page::default() };
         let pages = (0..PAGES).map(page).collect();
         let mut model =
-            Self { pages, next_mapping: 2, released: Vec::new(), returns: Returns::default() };
+            Self { pages, next_mapping: 2, released: Vec::new(), returns: BrokenCowStats::default() };
         for range in snapshot {
             model.split_at(range.start.0);
             model.split_at(range.end().0);
