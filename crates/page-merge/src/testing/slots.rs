@@ -88,7 +88,7 @@ impl Slots for SimSlots {
     fn read(&self, slot: StableSlot, content: &mut [u8]) -> io::Result<()> {
         match self.world.lock().slots.get(&slot).and_then(|stable| stable.content) {
             Some(number) => {
-                content.copy_from_slice(&number.to_le_bytes().repeat(content.len() / 8))
+                content.copy_from_slice(&number.to_le_bytes().repeat(content.len() / 8));
             }
             None => panic!("{slot:?} is no stable page"),
         }

@@ -239,11 +239,12 @@ impl Inner {
 
 impl Guest {
     /// One more machine whose memory is merged by the same process.
-    pub fn beside(&self, ranges: &[PageRange]) -> Guest {
+    #[must_use]
+    pub fn beside(&self, ranges: &[PageRange]) -> Self {
         let last = self.world.lock().vms[self.number].ranges.last().map_or(0, |last| last.start.0);
         let base = (last / GUEST_PAGES + 1) * GUEST_PAGES;
         self.add(base, ranges);
-        Guest { base, ..self.clone() }
+        Self { base, ..self.clone() }
     }
 
     fn add(&self, base: u64, ranges: &[PageRange]) {
