@@ -89,7 +89,7 @@ impl Args {
             numa: self.numa,
             balloon: options::parse_balloon(&self.balloon)?,
             disks: self.disk,
-            rng: if self.rng { Switch::On } else { Switch::Off },
+            rng: Switch::from_bool(self.rng),
             serial: self.host.serial(),
             api: self.host.api,
             seccomp: self.host.seccomp,

@@ -124,7 +124,7 @@ fn print(description: &Description) {
         ),
     ];
     for disk in &machine.disks {
-        let access = if disk.readonly { "read only" } else { "writable" };
+        let access = if disk.readonly.is_on() { "read only" } else { "writable" };
         rows.push(("disk", format!("{}, {access}", disk.path.display())));
     }
     let checked =

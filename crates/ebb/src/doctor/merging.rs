@@ -6,7 +6,6 @@ use ebb_page_merge::kernel::{Counter, Knob, Ksm, RUN_FOLDER, SYSFS};
 use ebb_program::{Check, Grade};
 use ebb_vmm::probe::probe_merging;
 
-
 /// Linux KSM as it was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct KernelMerging {

@@ -100,9 +100,30 @@ pub enum Switch {
 }
 
 impl Switch {
+    /// On for `true`.
+    pub fn from_bool(on: bool) -> Self {
+        if on { Self::On } else { Self::Off }
+    }
+
     /// `true` for [`Switch::On`].
     pub fn is_on(self) -> bool {
         self == Self::On
+    }
+}
+
+/// A [`Switch`] in descriptions of machines, where it is `true` or `false`.
+mod as_bool {
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    use super::Switch;
+
+    #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes references")]
+    pub(super) fn serialize<S: Serializer>(switch: &Switch, to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_bool(switch.is_on())
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Switch, D::Error> {
+        bool::deserialize(from).map(Switch::from_bool)
     }
 }
 
@@ -122,9 +143,10 @@ pub struct MemoryConfig {
 }
 
 /// One NUMA node of the guest.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NumaNodeConfig {
     /// RAM of the node, in bytes.
+    #[serde(rename = "size_bytes")]
     pub size: ByteSize,
     /// vCPUs of the node.
     pub cpus: Vec<u8>,
@@ -135,31 +157,43 @@ pub struct NumaNodeConfig {
     pub distances: Option<Vec<u8>>,
 }
 
-/// The balloon device (virtio 1.3 section 5.5).
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// The balloon device (virtio 1.3 section 5.5). Its sizes are part of its state, and not of the
+/// description of its machine; what a description leaves out, its machine did not have.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BalloonDeviceConfig {
     /// Balloon size to ask for at start, in bytes.
+    #[serde(skip)]
     pub size: ByteSize,
     /// Free page reporting.
+    #[serde(with = "as_bool")]
     pub reporting: Switch,
     /// Free page hinting.
+    #[serde(with = "as_bool")]
     pub hinting: Switch,
     /// Whether the guest may take pages back when it runs out of memory.
+    #[serde(with = "as_bool")]
     pub deflate_on_oom: Switch,
     /// Whether the guest may announce a page poison value.
+    #[serde(with = "as_bool")]
     pub poison: Switch,
     /// The statistics queue.
+    #[serde(with = "as_bool")]
     pub statistics: Switch,
     /// Messages of the extension (docs/extension.md) that name pages by bitmaps.
+    #[serde(default, with = "as_bool")]
     pub page_bitmap: Switch,
     /// Messages of the extension that name pages by ranges.
+    #[serde(default, with = "as_bool")]
     pub page_ranges: Switch,
     /// The extension's queue on which the host asks for free pages.
+    #[serde(default, with = "as_bool")]
     pub host_requests: Switch,
     /// Whether pages that the guest gives away are overwritten before they go to the host: a slow
     /// check of guests.
+    #[serde(default, with = "as_bool")]
     pub verify_reports: Switch,
     /// How often statistics are asked for; `None`: only when somebody asks.
+    #[serde(skip)]
     pub statistics_interval: Option<Duration>,
 }
 
@@ -184,11 +218,12 @@ impl Default for BalloonDeviceConfig {
 }
 
 /// A raw disk image.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskConfig {
     /// Image file or block device.
     pub path: PathBuf,
     /// Refuse the guest's writes.
+    #[serde(with = "as_bool")]
     pub readonly: Switch,
 }
 

@@ -37,67 +37,17 @@ pub struct MachineConfig {
     #[serde(default, skip_serializing_if = "MergeConfig::is_off")]
     pub merge: MergeConfig,
     /// NUMA nodes.
-    pub numa: Vec<NumaNode>,
+    pub numa: Vec<NumaNodeConfig>,
     /// The balloon device.
-    pub balloon: Option<BalloonOptions>,
+    pub balloon: Option<BalloonDeviceConfig>,
     /// Disks in order.
-    pub disks: Vec<Disk>,
+    pub disks: Vec<DiskConfig>,
     /// Whether there is an entropy device.
     pub rng: bool,
     /// Whether the guest is started again after a reboot.
     pub restarts: bool,
     /// What the guest's clocks did over pauses.
     pub clock: ClockPolicy,
-}
-
-/// A NUMA node.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct NumaNode {
-    /// RAM in bytes.
-    pub size_bytes: u64,
-    /// vCPUs.
-    pub cpus: Vec<u8>,
-    /// Host node that the RAM is bound to.
-    pub host_node: Option<u32>,
-    /// Distances to all nodes.
-    pub distances: Option<Vec<u8>>,
-}
-
-/// What the balloon device offers. Its sizes are part of its state.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[expect(clippy::struct_excessive_bools, reason = "independent switches of a document")]
-pub struct BalloonOptions {
-    /// Free page reporting.
-    pub reporting: bool,
-    /// Free page hinting.
-    pub hinting: bool,
-    /// Whether the guest may take pages back when it runs out of memory.
-    pub deflate_on_oom: bool,
-    /// Whether the guest may announce a page poison value.
-    pub poison: bool,
-    /// The statistics queue.
-    pub statistics: bool,
-    /// Messages with bitmaps. Snapshots without this field are of machines that did not have them.
-    #[serde(default)]
-    pub page_bitmap: bool,
-    /// Messages with ranges; as above.
-    #[serde(default)]
-    pub page_ranges: bool,
-    /// The queue for requests of the host; as above.
-    #[serde(default)]
-    pub host_requests: bool,
-    /// Whether pages are overwritten before they are discarded; as above.
-    #[serde(default)]
-    pub verify_reports: bool,
-}
-
-/// A disk.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Disk {
-    /// Image file or block device.
-    pub path: PathBuf,
-    /// Whether the guest's writes are refused.
-    pub readonly: bool,
 }
 
 /// What is done with the paths in a snapshot or in another monitor's description of a machine.
@@ -151,10 +101,6 @@ impl Default for Overrides {
     }
 }
 
-fn switch(on: bool) -> Switch {
-    if on { Switch::On } else { Switch::Off }
-}
-
 impl MachineConfig {
     /// What a snapshot of a machine of `config` says of it.
     pub fn of(config: &VmConfig) -> Self {
@@ -167,32 +113,13 @@ impl MachineConfig {
             backing: config.memory.backing,
             huge_pages: config.memory.huge_pages == HugePages::On,
             merge: config.memory.merge.clone(),
-            numa: config
-                .numa
-                .iter()
-                .map(|node| NumaNode {
-                    size_bytes: node.size.bytes(),
-                    cpus: node.cpus.clone(),
-                    host_node: node.host_node,
-                    distances: node.distances.clone(),
-                })
-                .collect(),
-            balloon: config.balloon.as_ref().map(|balloon| BalloonOptions {
-                reporting: balloon.reporting.is_on(),
-                hinting: balloon.hinting.is_on(),
-                deflate_on_oom: balloon.deflate_on_oom.is_on(),
-                poison: balloon.poison.is_on(),
-                statistics: balloon.statistics.is_on(),
-                page_bitmap: balloon.page_bitmap.is_on(),
-                page_ranges: balloon.page_ranges.is_on(),
-                host_requests: balloon.host_requests.is_on(),
-                verify_reports: balloon.verify_reports.is_on(),
+            numa: config.numa.clone(),
+            balloon: config.balloon.as_ref().map(|balloon| BalloonDeviceConfig {
+                size: ByteSize::default(),
+                statistics_interval: None,
+                ..balloon.clone()
             }),
-            disks: config
-                .disks
-                .iter()
-                .map(|disk| Disk { path: disk.path.clone(), readonly: disk.readonly.is_on() })
-                .collect(),
+            disks: config.disks.clone(),
             rng: config.rng.is_on(),
             restarts: config.on_reboot == RebootAction::Reset,
             clock: config.clock,
@@ -234,14 +161,13 @@ impl MachineConfig {
         }
         let mut disks = overrides.disks;
         if disks.is_empty() {
-            let disk = |disk: Disk| DiskConfig { path: disk.path, readonly: switch(disk.readonly) };
-            disks = self.disks.into_iter().map(disk).collect();
+            disks = self.disks;
         } else {
             // The guest knows such a disk as one that it cannot write to.
-            for (disk, _) in
-                disks.iter_mut().zip(&self.disks).filter(|(_, described)| described.readonly)
-            {
-                disk.readonly = Switch::On;
+            for (disk, described) in disks.iter_mut().zip(&self.disks) {
+                if described.readonly.is_on() {
+                    disk.readonly = Switch::On;
+                }
             }
         }
         Ok(VmConfig {
@@ -255,30 +181,10 @@ impl MachineConfig {
                 populate: Populate::Lazy,
                 merge: overrides.merge.apply(self.merge)?,
             },
-            numa: self
-                .numa
-                .into_iter()
-                .map(|node| NumaNodeConfig {
-                    size: ByteSize::from_bytes(node.size_bytes),
-                    cpus: node.cpus,
-                    host_node: node.host_node,
-                    distances: node.distances,
-                })
-                .collect(),
-            balloon: self.balloon.map(|balloon| BalloonDeviceConfig {
-                reporting: switch(balloon.reporting),
-                hinting: switch(balloon.hinting),
-                deflate_on_oom: switch(balloon.deflate_on_oom),
-                poison: switch(balloon.poison),
-                statistics: switch(balloon.statistics),
-                page_bitmap: switch(balloon.page_bitmap),
-                page_ranges: switch(balloon.page_ranges),
-                host_requests: switch(balloon.host_requests),
-                verify_reports: switch(balloon.verify_reports),
-                ..BalloonDeviceConfig::default()
-            }),
+            numa: self.numa,
+            balloon: self.balloon,
             disks,
-            rng: switch(self.rng),
+            rng: Switch::from_bool(self.rng),
             serial: overrides.serial,
             api: overrides.api,
             seccomp: overrides.seccomp,

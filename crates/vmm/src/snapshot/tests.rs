@@ -229,7 +229,7 @@ fn no_path_of_a_description_is_opened() {
 #[test]
 fn a_description_of_very_many_disks_is_refused_in_few_words() {
     let mut machine = machine();
-    let disk = config::Disk { path: "x".repeat(5000).into(), readonly: false };
+    let disk = DiskConfig { path: "x".repeat(5000).into(), readonly: Switch::Off };
     machine.disks = vec![disk; 10_000];
     let text = machine.into_vm_config(Overrides::default()).unwrap_err().to_string();
     assert!(text.len() < 2000 && text.contains("9996 more disks"), "{text}");
