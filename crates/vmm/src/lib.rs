@@ -14,6 +14,7 @@
 //! | [`snapshot`] | a virtual machine in a file |
 //! | [`vm`] | the whole machine: built, run, paused, reset, saved, restored, moved |
 //! | [`api`] | the control socket |
+//! | [`words`] | the words that stand for the values of an enum |
 //! | [`seccomp`] | system call filters |
 //! | [`probe`] | whether this machine's KVM can run guests |
 
