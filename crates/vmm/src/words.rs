@@ -57,3 +57,18 @@ impl<'de> Deserializer<'de> for Words<'_> {
         unit unit_struct newtype_struct seq tuple tuple_struct map struct identifier ignored_any
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{MergeBackend, Switch};
+
+    #[test]
+    fn words_are_those_of_the_declaration() {
+        assert_eq!(words::<Switch>(), ["on", "off"]);
+        assert_eq!(from_word("kernel"), Some(MergeBackend::Kernel));
+        assert_eq!(from_word::<MergeBackend>("ksm"), None);
+        assert_eq!(to_word(MergeBackend::Owner), "owner");
+        assert!(words::<u32>().is_empty(), "not an enum");
+    }
+}

@@ -72,9 +72,9 @@ pub(super) fn body<T: JsonSchema + DeserializeOwned>(
     let properties = schema.get("properties").and_then(Value::as_object).unwrap_or(&none);
     let known: Vec<_> = properties.keys().map(String::as_str).collect();
     let fields = if empty == EmptyBody::Allowed && request.body.trim_ascii().is_empty() {
-        Fields(Vec::new())
+        Members(Vec::new())
     } else {
-        Fields::of_body(request, &known)?
+        Members::of_body(request, &known)?
     };
     let required = schema.get("required").and_then(Value::as_array);
     let is_required = |name: &str| required.is_some_and(|names| names.iter().any(|n| n == name));
@@ -100,7 +100,7 @@ fn missing(name: &str, property: &Value) -> Problem {
 }
 
 /// The absolute path `path`, which a request must have together with other fields.
-pub(super) fn together(name: &str, path: Option<&PathBuf>) -> Result<PathBuf, Problem> {
+pub(super) fn required_path(name: &str, path: Option<&PathBuf>) -> Result<PathBuf, Problem> {
     path.cloned().ok_or_else(|| missing(name, &serde_json::json!({ "pattern": "^/" })))
 }
 
@@ -195,7 +195,7 @@ pub(super) fn no_body(request: &Request<'_>) -> Result<(), Problem> {
             Problem::new(Status::BadRequest, message).with_remedy("use PUT to change something")
         );
     }
-    Fields::of_body(request, &[]).map(|_| ())
+    Members::of_body(request, &[]).map(|_| ())
 }
 
 /// The parameters of a query, all of them known.
@@ -239,9 +239,9 @@ impl<'a> Parameters<'a> {
 }
 
 /// The members of a JSON object, all of them known and each there once.
-struct Fields(Vec<(String, Value)>);
+struct Members(Vec<(String, Value)>);
 
-impl Fields {
+impl Members {
     fn of_body(request: &Request<'_>, known: &[&str]) -> Result<Self, Problem> {
         if request.body.trim_ascii().is_empty() {
             let message =
@@ -277,26 +277,26 @@ impl Fields {
     }
 }
 
-impl<'de> Deserialize<'de> for Fields {
+impl<'de> Deserialize<'de> for Members {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_map(FieldsVisitor)
+        deserializer.deserialize_map(MembersVisitor)
     }
 }
 
-struct FieldsVisitor;
+struct MembersVisitor;
 
-impl<'de> Visitor<'de> for FieldsVisitor {
-    type Value = Fields;
+impl<'de> Visitor<'de> for MembersVisitor {
+    type Value = Members;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("an object")
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Fields, A::Error> {
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Members, A::Error> {
         let mut members = Vec::new();
         while let Some(member) = map.next_entry()? {
             members.push(member);
         }
-        Ok(Fields(members))
+        Ok(Members(members))
     }
 }

@@ -71,7 +71,7 @@ pub fn parse(buffer: &[u8]) -> Result<Parsed<'_>, Problem> {
         }
         Err(error) => return Err(malformed(error)),
     };
-    let fields = Fields::read(head.headers)?;
+    let fields = HeaderFields::read(head.headers)?;
     let body_bytes = fields.body_bytes;
     let total_bytes = head_bytes + body_bytes;
     if buffer.len() < total_bytes {
@@ -111,14 +111,14 @@ fn malformed(error: httparse::Error) -> Problem {
 
 /// The header fields that matter here.
 #[derive(Default)]
-struct Fields {
+struct HeaderFields {
     body_bytes: usize,
     wants_continue: bool,
     keep_alive: bool,
     close: bool,
 }
 
-impl Fields {
+impl HeaderFields {
     fn read(headers: &[httparse::Header<'_>]) -> Result<Self, Problem> {
         let mut fields = Self::default();
         let mut content_length = None;

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use super::merge::MergeScope;
 use super::metrics::{KindCount, Metrics};
 
-use rows::{BALLOON, MACHINE, MERGE, MERGE_OF_MACHINE, Row, Value};
+use rows::{BALLOON, MACHINE, MERGE, MERGE_OF_MACHINE, Row, Sampled};
 
 mod rows;
 
@@ -50,7 +50,8 @@ pub fn names() -> String {
 fn write_rows<T>(text: &mut String, prefix: &str, rows: &[Row<T>], counted: &T) {
     for Row { name, help, value } in rows {
         let value = value(counted);
-        if matches!(&value, Value::None) || matches!(&value, Value::Kinds(list) if list.is_empty())
+        if matches!(&value, Sampled::None)
+            || matches!(&value, Sampled::Kinds(list) if list.is_empty())
         {
             continue;
         }
@@ -58,12 +59,12 @@ fn write_rows<T>(text: &mut String, prefix: &str, rows: &[Row<T>], counted: &T) 
         // Writing into a String cannot fail.
         let _ = writeln!(text, "# HELP {prefix}{name} {help}\n# TYPE {prefix}{name} {kind}");
         let _ = match value {
-            Value::None => Ok(()),
-            Value::Number(number) => writeln!(text, "{prefix}{name} {number}"),
-            Value::Milliseconds(ms) => {
+            Sampled::None => Ok(()),
+            Sampled::Number(number) => writeln!(text, "{prefix}{name} {number}"),
+            Sampled::Milliseconds(ms) => {
                 writeln!(text, "{prefix}{name} {}.{:03}", ms / 1000, ms % 1000)
             }
-            Value::Kinds(counts) => counts.iter().try_for_each(|KindCount { kind, count }| {
+            Sampled::Kinds(counts) => counts.iter().try_for_each(|KindCount { kind, count }| {
                 writeln!(text, "{prefix}{name}{{kind=\"{}\"}} {count}", escape(kind))
             }),
         };

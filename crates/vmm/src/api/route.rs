@@ -7,7 +7,7 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::control::Operation;
-use super::fields::{EmptyBody, Parameters, body, no_body, request_schema, together};
+use super::fields::{EmptyBody, Parameters, body, no_body, request_schema, required_path};
 use super::http::Request;
 use super::merge::MergeSettings;
 use super::migration::{MAX_MIGRATION_WAIT_MS, MigrationRequest};
@@ -142,7 +142,7 @@ fn migrate(request: &Request<'_>) -> Result<Operation, Problem> {
         ("tls_ca", &migration.tls_ca),
     ];
     if migration.tls_name.is_some() || paths.iter().any(|(_, path)| path.is_some()) {
-        paths.iter().try_for_each(|(name, path)| together(name, path.as_ref()).map(drop))?;
+        paths.iter().try_for_each(|(name, path)| required_path(name, path.as_ref()).map(drop))?;
     }
     Ok(Operation::Migrate(Box::new(migration)))
 }

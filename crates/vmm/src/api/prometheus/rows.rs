@@ -12,11 +12,11 @@ pub(super) struct Row<T> {
     /// What it means.
     pub(super) help: &'static str,
     /// Its value.
-    pub(super) value: fn(&T) -> Value,
+    pub(super) value: fn(&T) -> Sampled,
 }
 
 /// The value of a metric.
-pub(super) enum Value {
+pub(super) enum Sampled {
     /// It is not counted here.
     None,
     /// A number.
@@ -27,29 +27,29 @@ pub(super) enum Value {
     Kinds(Vec<KindCount>),
 }
 
-impl From<u64> for Value {
+impl From<u64> for Sampled {
     fn from(number: u64) -> Self {
         Self::Number(number.into())
     }
 }
 
-impl<T: Into<i128>> From<Option<T>> for Value {
+impl<T: Into<i128>> From<Option<T>> for Sampled {
     fn from(number: Option<T>) -> Self {
         number.map_or(Self::None, |number| Self::Number(number.into()))
     }
 }
 
-fn kinds(counts: impl IntoIterator<Item = (&'static str, u64)>) -> Value {
-    Value::Kinds(counts.into_iter().map(|(kind, count)| KindCount::new(kind, count)).collect())
+fn kinds(counts: impl IntoIterator<Item = (&'static str, u64)>) -> Sampled {
+    Sampled::Kinds(counts.into_iter().map(|(kind, count)| KindCount::new(kind, count)).collect())
 }
 
 /// A counter of each queue.
-fn queues(balloon: &BalloonMetrics, count: impl Fn(&QueueCounters) -> u64) -> Value {
+fn queues(balloon: &BalloonMetrics, count: impl Fn(&QueueCounters) -> u64) -> Sampled {
     let of = |kind: QueueKind| (kind.name(), count(balloon.counters.queue(kind)));
     kinds(QueueKind::ALL.into_iter().map(of))
 }
 
-const fn row<T>(name: &'static str, help: &'static str, value: fn(&T) -> Value) -> Row<T> {
+const fn row<T>(name: &'static str, help: &'static str, value: fn(&T) -> Sampled) -> Row<T> {
     Row { name, help, value }
 }
 
@@ -76,10 +76,10 @@ pub(super) const MACHINE: [Row<Metrics>; 7] = [
         },
     ),
     row("uptime_seconds", "Time since the vCPUs were started.", |m| {
-        Value::Milliseconds(m.uptime_ms)
+        Sampled::Milliseconds(m.uptime_ms)
     }),
     row("vcpu_exits_total", "vCPU exits to the monitor, by kind.", |m| {
-        Value::Kinds(m.vcpu_exits.clone())
+        Sampled::Kinds(m.vcpu_exits.clone())
     }),
 ];
 
@@ -126,7 +126,7 @@ pub(super) const MERGE_OF_MACHINE: [Row<MergeStatistics>; 2] = [
         "replaced_pages_total",
         "Pages that were to be replaced by a shared one, by what became of them.",
         |m| {
-            m.replaced.map_or(Value::None, |replaced| {
+            m.replaced.map_or(Sampled::None, |replaced| {
                 kinds([
                     ("done", replaced.done),
                     ("different", replaced.different),

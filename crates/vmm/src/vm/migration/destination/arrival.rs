@@ -20,7 +20,7 @@ use crate::vm::{Started, Vm};
 const MAX_STREAMS: u16 = 16;
 
 /// What the main thread has made of a description.
-pub(super) enum Built {
+pub(super) enum Answer {
     /// A machine; `running` is signalled when it runs.
     Vm { vm: Arc<Vm>, running: EventFd },
     /// It cannot be built, for this reason.
@@ -33,7 +33,7 @@ pub(super) struct Arrival {
     pub time_limit: Option<Duration>,
     pub cancel: Cancel,
     pub descriptions: Sender<Box<Announced>>,
-    pub answers: Incoming<Built>,
+    pub answers: Incoming<Answer>,
     /// Wakes the main thread.
     pub event: EventFd,
 }
@@ -53,14 +53,14 @@ pub(super) struct Announced {
 }
 
 /// A source that waits for an answer.
-enum Waiting {
+enum Source {
     /// Whether the machine is taken.
     Answer(DestinationSetup),
     /// It was taken for its memory's sake, and may still turn out not to be possible.
     Taken(DestinationAccepted),
 }
 
-impl Waiting {
+impl Source {
     fn refuse(self, reason: &str) {
         match self {
             Self::Answer(setup) => setup.refuse(reason),
@@ -92,8 +92,8 @@ impl Arrival {
         let _ = self.event.write(1);
         let answer = sent.ok().and_then(|()| self.answers.recv().ok());
         let (vm, running) = match answer {
-            Some(Built::Vm { vm, running }) => (vm, running),
-            Some(Built::Refused(reason)) => {
+            Some(Answer::Vm { vm, running }) => (vm, running),
+            Some(Answer::Refused(reason)) => {
                 waiting.refuse(&reason);
                 return Err(reason);
             }
@@ -133,13 +133,13 @@ impl Arrival {
 fn take_shared(
     setup: DestinationSetup,
     description: &Description,
-) -> Result<(Waiting, Option<SharedRam>), Problem> {
+) -> Result<(Source, Option<SharedRam>), Problem> {
     let Some(layout) = description.shared.clone() else {
-        return Ok((Waiting::Answer(setup), None));
+        return Ok((Source::Answer(setup), None));
     };
     let mut accepted = setup.accept(1).map_err(problem)?;
     match accepted.receive_descriptors() {
-        Ok(files) => Ok((Waiting::Taken(accepted), Some(SharedRam { layout, files }))),
+        Ok(files) => Ok((Source::Taken(accepted), Some(SharedRam { layout, files }))),
         Err(error) => {
             let reason = problem(error);
             accepted.abort(reason.as_str());

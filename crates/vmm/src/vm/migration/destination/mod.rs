@@ -30,7 +30,7 @@ use crate::vm::build::{Arriving, Built, Origin, build};
 use crate::vm::event_loop::signals::Signals;
 use crate::vm::event_loop::{ConsoleInput, start_api, wait_for_end};
 use crate::vm::{Vm, VmError, lock};
-use arrival::{Announced, Arrival, Built as Answer};
+use arrival::{Announced, Answer, Arrival};
 use pending::PendingVm;
 
 /// What a monitor that waits for a machine has to know.
