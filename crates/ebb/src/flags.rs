@@ -29,6 +29,7 @@ fn option(name: &str, property: &Value) -> Arg {
     let help = property["description"].as_str().unwrap_or_default().replace('\n', " ");
     let arg = Arg::new(name.to_owned())
         .long(name.replace('_', "-"))
+        .value_name(name.to_uppercase())
         .help(help.trim_end_matches('.').to_owned());
     let arg = match property["x-conflicts-with"].as_str() {
         Some(other) => arg.conflicts_with(other.to_owned()),

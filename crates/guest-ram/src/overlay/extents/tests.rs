@@ -158,7 +158,10 @@ fn what_is_brought_back_takes_no_mappings_from_what_is_merged() {
     }
     // A quarter of what is for merging. The last one, at the end of the run, took one border only.
     assert_eq!((reanonymized, extents.vmas.count()), (75, 150));
-    assert_eq!(extents.returns(), BrokenCowStats { brought_back_pages: 75, ..BrokenCowStats::default() });
+    assert_eq!(
+        extents.returns(),
+        BrokenCowStats { brought_back_pages: 75, ..BrokenCowStats::default() }
+    );
     // What needs no mapping more: several in one, or the end of a run.
     assert!(extents.may_reanonymize(range(5, 11)) && !extents.may_reanonymize(range(7000, 1)));
     assert_eq!(released(&mut extents).len(), 75);
