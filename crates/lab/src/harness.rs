@@ -13,6 +13,7 @@ pub mod guest_process;
 pub mod host;
 pub mod in_virtual_host;
 pub mod link;
+pub mod maps;
 pub mod merging;
 pub mod monitor;
 pub mod proc;

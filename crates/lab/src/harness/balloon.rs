@@ -121,14 +121,20 @@ impl Balloon {
         }
     }
 
+    /// Ebb's API, for what only it can do.
+    fn api(&self, what: &'static str) -> Result<&Client, BalloonError> {
+        match self {
+            Self::Ebb(client) => Ok(client),
+            Self::Qemu(..) => Err(BalloonError::OnlyEbb(what)),
+        }
+    }
+
     /// Gives back what is all zero, as a whole.
     ///
     /// # Errors
     /// [`BalloonError`]; QEMU has no such thing.
     pub fn trim(&mut self) -> Result<TrimReport, BalloonError> {
-        let Self::Ebb(client) = self else {
-            return Err(BalloonError::OnlyEbb("trim"));
-        };
+        let client = self.api("trim")?;
         let mut total = TrimReport::default();
         while !total.complete {
             let part: TrimReport = client.put("/vm/trim").map_err(BalloonError::Api)?;
@@ -156,9 +162,7 @@ impl Balloon {
     /// # Errors
     /// [`BalloonError`]; QEMU has no such thing.
     pub fn free_pages(&mut self, min_order: u8) -> Result<FreePagesReport, BalloonError> {
-        let Self::Ebb(client) = self else {
-            return Err(BalloonError::OnlyEbb("free pages"));
-        };
+        let client = self.api("free pages")?;
         let body = json!({ "min_order": min_order, "timeout_ms": FREE_PAGES_LIMIT_MS });
         client.put_json("/balloon/free-pages", &body).map_err(BalloonError::Api)
     }
@@ -168,9 +172,7 @@ impl Balloon {
     /// # Errors
     /// [`BalloonError`]; QEMU has no such thing.
     pub fn merge_info(&mut self) -> Result<MergeInfo, BalloonError> {
-        let Self::Ebb(client) = self else {
-            return Err(BalloonError::OnlyEbb("merging"));
-        };
+        let client = self.api("merging")?;
         client.get("/merge").map_err(BalloonError::Api)
     }
 
@@ -179,9 +181,7 @@ impl Balloon {
     /// # Errors
     /// [`BalloonError`]; QEMU has no such thing.
     pub fn change_merging(&mut self, change: &MergeChange) -> Result<MergeInfo, BalloonError> {
-        let Self::Ebb(client) = self else {
-            return Err(BalloonError::OnlyEbb("merging"));
-        };
+        let client = self.api("merging")?;
         client.put_json("/merge", change).map_err(BalloonError::Api)
     }
 

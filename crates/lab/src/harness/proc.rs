@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use crate::harness::maps::Mapping;
+
 /// Fields of `/proc/meminfo` in kB (which are KiB), by name.
 ///
 /// Lines that are not `Name: number kB` are left out; `HugePages_Total` and its like are counts,
@@ -44,55 +46,30 @@ pub fn status(text: &str) -> Option<ProcessMemory> {
     })
 }
 
-/// One mapping of `/proc/PID/smaps`.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Mapping {
-    /// First address.
-    pub start: u64,
-    /// Length of the address range, KiB.
-    pub size_kib: u64,
-    /// Resident part, KiB.
-    pub resident_kib: u64,
-    /// File or name; empty for plain anonymous memory.
-    pub name: String,
-}
-
-/// The mappings of `/proc/PID/smaps` in the order of their addresses.
-pub fn smaps(text: &str) -> Vec<Mapping> {
-    let mut mappings: Vec<Mapping> = Vec::new();
+/// The mappings of `/proc/PID/smaps` in the order of their addresses, each with its resident part
+/// in KiB.
+pub fn smaps(text: &str) -> Vec<(Mapping, u64)> {
+    let mut mappings: Vec<(Mapping, u64)> = Vec::new();
     for line in text.lines() {
-        if let Some(mapping) = mapping_header(line) {
-            mappings.push(mapping);
-        } else if let (Some(mapping), Some(("Rss", number))) =
+        if let Some(mapping) = Mapping::parse(line) {
+            mappings.push((mapping, 0));
+        } else if let (Some((_, resident_kib)), Some(("Rss", number))) =
             (mappings.last_mut(), field_kib(line))
         {
-            mapping.resident_kib = number;
+            *resident_kib = number;
         }
     }
     mappings
-}
-
-/// `start-end perms offset dev inode   name`, the line that begins a mapping.
-fn mapping_header(line: &str) -> Option<Mapping> {
-    let mut words = line.split_ascii_whitespace();
-    let (start, end) = words.next()?.split_once('-')?;
-    let start = u64::from_str_radix(start, 16).ok()?;
-    let end = u64::from_str_radix(end, 16).ok()?;
-    let name = words.skip(4).collect::<Vec<_>>().join(" ");
-    Some(Mapping { start, size_kib: end.checked_sub(start)? / 1024, resident_kib: 0, name })
 }
 
 /// Resident memory of a monitor without the RAM of its guest, in KiB.
 ///
 /// Guest RAM is what no other part of a monitor looks like: mappings of at least an eighth of the
 /// guest's size (RAM of a 5 GiB guest is one of 3 GiB below the hole and one of 2 GiB above 4 GiB).
-pub fn monitor_resident_kib(mappings: &[Mapping], guest_mib: u64) -> u64 {
-    let guest_ram_kib = guest_mib * 1024 / 8;
-    mappings
-        .iter()
-        .filter(|mapping| mapping.size_kib < guest_ram_kib)
-        .map(|mapping| mapping.resident_kib)
-        .sum()
+pub fn monitor_resident_kib(mappings: &[(Mapping, u64)], guest_mib: u64) -> u64 {
+    let guest_ram_bytes = (guest_mib << 20) / 8;
+    let others = mappings.iter().filter(|(it, _)| it.end - it.start < guest_ram_bytes);
+    others.map(|(_, resident_kib)| resident_kib).sum()
 }
 
 /// Free memory of `/proc/buddyinfo` in blocks below an order, in KiB: what is free, but in pieces
@@ -225,10 +202,9 @@ Rss:                  20 kB
     fn smaps_mappings_with_names() {
         let mappings = smaps(SMAPS);
         assert_eq!(mappings.len(), 3);
-        assert_eq!(mappings[0].name, "/bin/ebb with blank");
-        assert_eq!(mappings[1].resident_kib, 204_800);
-        assert_eq!(mappings[1].name, "");
-        assert_eq!(mappings[2].start, 0x7ffc_0000_0000);
+        assert_eq!(mappings[0].0.name, "/bin/ebb with blank");
+        assert_eq!((mappings[1].0.name.as_str(), mappings[1].1), ("", 204_800));
+        assert_eq!(mappings[2].0.start, 0x7ffc_0000_0000);
     }
 
     #[test]
@@ -297,7 +273,7 @@ Rss:                  20 kB
         assert!(own.resident_kib > 0);
         let mappings = smaps(&std::fs::read_to_string("/proc/self/smaps").unwrap());
         assert!(
-            mappings.iter().any(|mapping| mapping.name == "[stack]" && mapping.resident_kib > 0)
+            mappings.iter().any(|(mapping, resident)| mapping.name == "[stack]" && *resident > 0)
         );
         assert!(meminfo(&std::fs::read_to_string("/proc/meminfo").unwrap())["MemTotal"] > 0);
     }
@@ -314,7 +290,7 @@ Rss:                  20 kB
             free_below_order_kib(&text, 9);
             schedstat(&text);
             named_number(&text, "x");
-            prop_assert!(smaps(&text).iter().all(|mapping| mapping.size_kib <= u64::MAX / 1024));
+            prop_assert!(smaps(&text).iter().all(|(mapping, _)| mapping.start <= mapping.end));
         }
 
         #[test]
@@ -327,15 +303,14 @@ Rss:                  20 kB
 
         #[test]
         fn the_parts_of_a_process_add_up(sizes in prop::collection::vec((1..4096u64, 0..4096u64), 1..20)) {
-            let mappings: Vec<Mapping> = sizes
-                .iter()
-                .map(|&(size_mib, resident_kib)| Mapping {
-                    start: 0, size_kib: size_mib * 1024, resident_kib, name: String::new(),
-                })
-                .collect();
-            let all: u64 = mappings.iter().map(|mapping| mapping.resident_kib).sum();
+            let mapping = |size_mib: u64| {
+                Mapping::parse(&format!("0-{:x} rw-p 0 00:00 0", size_mib << 20)).unwrap()
+            };
+            let mappings: Vec<(Mapping, u64)> =
+                sizes.iter().map(|&(size_mib, resident)| (mapping(size_mib), resident)).collect();
+            let all: u64 = mappings.iter().map(|(_, resident)| resident).sum();
             let monitor = monitor_resident_kib(&mappings, 4096);
-            let guest: u64 = mappings.iter().filter(|m| m.size_kib >= 512 * 1024).map(|m| m.resident_kib).sum();
+            let guest: u64 = sizes.iter().filter(|(size_mib, _)| *size_mib >= 512).map(|(_, it)| it).sum();
             prop_assert_eq!(monitor + guest, all);
         }
     }

@@ -1,9 +1,9 @@
 //! Merged pages as the host's kernel has them, seen from outside of the monitors: which ones there
 //! are, who shares them, and on which node they are.
 //!
-//! Nobody's own counters are believed. Pages merged by their owner are those of private mappings of
+//! The counters of neither side are believed. Pages merged by their owner are those of private mappings of
 //! its files of stable pages in the place of guest memory, as long as they were not written to
-//! (`/proc/PID/maps`, `/proc/PID/pagemap`), whether or not anybody has read them since; pages
+//! (`/proc/PID/maps`, `/proc/PID/pagemap`), whether or not they have been read since; pages
 //! merged by the kernel are those of guest memory that are mapped more than once
 //! (`/proc/kpagecount`), since monitors never fork. The mark for them in `/proc/kpageflags` is of
 //! no use: since Linux 6.10 all anonymous pages have it (fs/proc/page.c, `stable_page_flags`).
@@ -16,17 +16,8 @@ use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
 use crate::LabError;
-use maps::{Mapping, PAGE_BYTES};
+use crate::harness::maps::{self, FRAME, Mapping, OF_FILE, PAGE_BYTES, PRESENT, SWAPPED, entries};
 
-mod maps;
-
-/// Entries of `/proc/PID/pagemap` and `/proc/kpagecount` (Linux
-/// Documentation/admin-guide/mm/pagemap.rst).
-const ENTRY_BYTES: u64 = 8;
-const PRESENT: u64 = 1 << 63;
-const SWAPPED: u64 = 1 << 62;
-const OF_FILE: u64 = 1 << 61;
-const FRAME: u64 = (1 << 55) - 1;
 /// Pages that are asked about at once.
 const CHUNK: usize = 4096;
 
@@ -119,14 +110,6 @@ fn open(path: PathBuf) -> Result<File, LabError> {
     File::open(&path).map_err(LabError::of_file(&path))
 }
 
-/// Entries of the pages from `first` on.
-fn entries(file: &File, first: u64, count: usize) -> io::Result<Vec<u64>> {
-    let mut bytes = vec![0; count * ENTRY_BYTES as usize];
-    file.read_exact_at(&mut bytes, first * ENTRY_BYTES)?;
-    let entries = bytes.as_chunks::<{ ENTRY_BYTES as usize }>().0;
-    Ok(entries.iter().map(|entry| u64::from_ne_bytes(*entry)).collect())
-}
-
 /// What the kernel is asked with about one process.
 struct Look {
     pid: u32,
@@ -145,7 +128,7 @@ impl Look {
         let (mut addresses, mut shared) = (Vec::new(), Vec::new());
         for (entry, page) in entries(&self.pagemap, first, count)?.into_iter().zip(0..) {
             let is_present = entry & PRESENT != 0;
-            let merged = match (mapping.stable, &self.counts) {
+            let merged = match (mapping.stable(), &self.counts) {
                 // A page of its own in front of the file.
                 (Some(_), _) if entry & SWAPPED != 0 || (is_present && entry & OF_FILE == 0) => {
                     observed.copied_pages += 1;
@@ -200,7 +183,7 @@ impl Look {
 
     /// Stable pages that are mapped to be read.
     fn stable(&self, mapping: &Mapping) -> io::Result<Vec<(SharedPage, u32)>> {
-        let Some((inode, offset)) = mapping.stable else { return Ok(Vec::new()) };
+        let Some((inode, offset)) = mapping.stable() else { return Ok(Vec::new()) };
         let (first, count) = mapping.pages();
         let (mut addresses, mut shared) = (Vec::new(), Vec::new());
         for (entry, page) in entries(&self.pagemap, first, count)?.into_iter().zip(0..) {

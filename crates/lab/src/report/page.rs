@@ -25,9 +25,9 @@ figcaption { font-weight: 600; line-height: 1.3; margin-bottom: .4em; }
 svg { display: block; width: 100%; height: auto; } svg text { fill: currentColor; }
 .legend { display: flex; flex-wrap: wrap; gap: .2em 1.2em; margin: .3em 0 .8em; font-size: .9em; }
 .legend i { display: inline-block; width: 1em; height: .8em; margin-right: .4em; }
-.bars { display: grid; grid-template-columns: fit-content(45%) 1fr fit-content(30%); gap: .15em .6em;
+.bars { display: grid; grid-template-columns: fit-content(40%) 1fr max-content; gap: .15em .6em;
   align-items: center; font-size: .9em; overflow-wrap: anywhere; }
-.bars b { font-weight: 400; text-align: right; font-variant-numeric: tabular-nums; }
+.bars b { font-weight: 400; text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 .bars div { position: relative; height: .9em; min-width: 3em; }
 .bars div * { position: absolute; top: 0; bottom: 0; min-width: 1px; border-radius: 1px; }
 .bars s { top: 45%; bottom: 45%; background: currentColor; opacity: .7; }

@@ -1,7 +1,6 @@
 //! Memory with a known content, and what the kernel says of the page frames behind it.
 
 use std::fs::File;
-use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
 use ebb_abi::{PageRange, Pfn};
@@ -11,15 +10,11 @@ use vm_memory::{Bytes, GuestAddress};
 
 use super::content::{ContentId, Contents, PAGE_BYTES, page};
 use crate::LabError;
+use crate::harness::maps::{self, FRAME, PRESENT};
 
 /// Pages that are handled at a time.
 const CHUNK_PAGES: usize = 256;
 const PAGEMAP: &str = "/proc/self/pagemap";
-/// Bytes of an entry (Linux Documentation/admin-guide/mm/pagemap.rst): bit 63 says present, bits
-/// 0-54 have the page frame.
-const ENTRY_BYTES: usize = 8;
-const PRESENT: u64 = 1 << 63;
-const FRAME: u64 = (1 << 55) - 1;
 
 /// Memory of this process, written once with known contents: one memory behind the other.
 #[derive(Debug)]
@@ -79,17 +74,11 @@ impl Arena {
             let _: u64 = self.ram.memory().read_obj(address).map_err(|error| cannot(&error))?;
         }
         for region in self.ram.regions() {
-            let mut entries = vec![0; (region.size_bytes as usize / PAGE_BYTES) * ENTRY_BYTES];
-            let first = region.host_address / PAGE_BYTES as u64 * ENTRY_BYTES as u64;
-            pagemap.read_exact_at(&mut entries, first).map_err(|error| cannot(&error))?;
-            let entries = entries.as_chunks::<ENTRY_BYTES>().0;
-            frames.extend(
-                entries
-                    .iter()
-                    .map(|entry| u64::from_ne_bytes(*entry))
-                    .filter(|entry| entry & PRESENT != 0)
-                    .map(|entry| entry & FRAME),
-            );
+            let first = region.host_address / maps::PAGE_BYTES;
+            let count = region.size_bytes as usize / PAGE_BYTES;
+            let entries = maps::entries(&pagemap, first, count).map_err(|error| cannot(&error))?;
+            let present = entries.iter().filter(|entry| *entry & PRESENT != 0);
+            frames.extend(present.map(|entry| entry & FRAME));
         }
         if frames.iter().all(|frame| *frame == 0) {
             return Err(cannot(&"the kernel hides them from anybody but root"));

@@ -5,12 +5,10 @@ use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
+use crate::harness::maps::{self, Mapping, PRESENT};
+
 /// Bytes of a page.
-pub(super) const PAGE_BYTES: usize = 4096;
-/// Bytes of an entry of `/proc/PID/pagemap` (Linux Documentation/admin-guide/mm/pagemap.rst).
-const ENTRY_BYTES: usize = 8;
-/// The page is in memory.
-const PRESENT: u64 = 1 << 63;
+const PAGE_BYTES: usize = maps::PAGE_BYTES as usize;
 /// Pages that are read at a time.
 const CHUNK_PAGES: usize = 256;
 
@@ -87,13 +85,9 @@ impl GuestMemory {
 
     /// Runs of pages that are in the host's memory: reading others would bring them there.
     fn present(&self) -> io::Result<Vec<Range<usize>>> {
-        let mut entries = vec![0; self.pages * ENTRY_BYTES];
-        self.pagemap
-            .read_exact_at(&mut entries, self.start / PAGE_BYTES as u64 * ENTRY_BYTES as u64)?;
+        let entries = maps::entries(&self.pagemap, self.start / maps::PAGE_BYTES, self.pages)?;
         let mut runs: Vec<Range<usize>> = Vec::new();
-        for (page, _) in
-            words(&entries).into_iter().enumerate().filter(|(_, entry)| entry & PRESENT != 0)
-        {
+        for (page, _) in entries.iter().enumerate().filter(|(_, entry)| *entry & PRESENT != 0) {
             match runs.last_mut() {
                 Some(run) if run.end == page => run.end += 1,
                 _ => runs.push(page..page + 1),
@@ -112,31 +106,15 @@ fn words(bytes: &[u8]) -> Vec<u64> {
 /// side. The monitor keeps inaccessible pages at both ends of guest memory. Memory of a restored
 /// guest is partly that of a file; the monitor then has a range of that size without one beside it.
 fn start_of(maps: &str, bytes: u64) -> Option<u64> {
-    struct Run {
-        range: Range<u64>,
-        has_file: bool,
-    }
-    let mut runs: Vec<Run> = Vec::new();
-    for line in maps.lines() {
-        let mut words = line.split_ascii_whitespace();
-        let (start, end) = words.next()?.split_once('-')?;
-        let (start, end) =
-            (u64::from_str_radix(start, 16).ok()?, u64::from_str_radix(end, 16).ok()?);
-        let writable = words.next()?.starts_with("rw");
-        let has_file = words.nth(2)? != "0";
-        if !writable {
-            continue;
-        }
-        match runs.last_mut() {
-            Some(run) if run.range.end == start => {
-                run.range.end = end;
-                run.has_file |= has_file;
-            }
-            _ => runs.push(Run { range: start..end, has_file }),
-        }
-    }
-    runs.retain(|run| run.range.end - run.range.start == bytes);
-    runs.iter().find(|run| run.has_file).or(runs.first()).map(|run| run.range.start)
+    let mappings = maps::parse(maps);
+    let writable: Vec<&Mapping> =
+        mappings.iter().filter(|mapping| mapping.permissions.starts_with("rw")).collect();
+    let runs: Vec<&[&Mapping]> = writable
+        .chunk_by(|one, next| one.end == next.start)
+        .filter(|run| run.iter().map(|mapping| mapping.end - mapping.start).sum::<u64>() == bytes)
+        .collect();
+    let has_file = |run: &&&[&Mapping]| run.iter().any(|mapping| mapping.inode != 0);
+    runs.iter().find(has_file).or(runs.first())?.first().map(|mapping| mapping.start)
 }
 
 #[cfg(test)]

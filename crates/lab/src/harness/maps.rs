@@ -1,62 +1,97 @@
-//! Where a monitor has its guest's memory, and files of stable pages, by `/proc/PID/maps`.
+//! The address space of a process: its mappings (`/proc/PID/maps`), where a monitor has its guest's
+//! memory, and what is behind its pages (`/proc/PID/pagemap`).
 
+use std::fs::File;
+use std::io;
 use std::ops::Range;
+use std::os::unix::fs::FileExt;
 
 use ebb_guest_ram::merge::STABLE_FILE_NAME;
 
-pub(super) const PAGE_BYTES: u64 = 4096;
+/// Bytes of a page.
+pub const PAGE_BYTES: u64 = 4096;
+/// Bytes of an entry of `/proc/PID/pagemap` and `/proc/kpagecount` (Linux
+/// Documentation/admin-guide/mm/pagemap.rst).
+const ENTRY_BYTES: usize = 8;
+/// The page is in memory.
+pub const PRESENT: u64 = 1 << 63;
+/// The page is in swap.
+pub const SWAPPED: u64 = 1 << 62;
+/// The page is one of a file, or shared.
+pub const OF_FILE: u64 = 1 << 61;
+/// The page frame of a page that is present; 0 for all but root.
+pub const FRAME: u64 = (1 << 55) - 1;
+
+/// The entries of pages from `first` on.
+///
+/// # Errors
+/// Those of the file.
+pub fn entries(file: &File, first: u64, count: usize) -> io::Result<Vec<u64>> {
+    let mut bytes = vec![0; count * ENTRY_BYTES];
+    file.read_exact_at(&mut bytes, first * ENTRY_BYTES as u64)?;
+    let entries = bytes.as_chunks::<ENTRY_BYTES>().0;
+    Ok(entries.iter().map(|entry| u64::from_ne_bytes(*entry)).collect())
+}
 
 /// A mapping of a process.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Mapping {
-    pub(super) start: u64,
-    pub(super) end: u64,
+pub struct Mapping {
+    /// First address.
+    pub start: u64,
+    /// Address behind the last one.
+    pub end: u64,
     /// What may be done with it, as `rw-p`.
-    permissions: String,
-    /// Of a file of stable pages: the file's number, and the number of the first page in it.
-    pub(super) stable: Option<(u64, u64)>,
-    /// Of no file.
-    pub(super) is_anonymous: bool,
+    pub permissions: String,
+    /// Where it begins in its file.
+    pub offset: u64,
+    /// Number of its file; 0 for none.
+    pub inode: u64,
+    /// File or name; empty for plain anonymous memory.
+    pub name: String,
 }
 
 impl Mapping {
-    /// `start-end perms offset dev inode   name`.
-    fn parse(line: &str) -> Option<Self> {
+    /// `start-end perms offset dev inode   name`, as `maps` and `smaps` have it.
+    pub fn parse(line: &str) -> Option<Self> {
         let mut words = line.split_ascii_whitespace();
         let (start, end) = words.next()?.split_once('-')?;
         let number = |text| u64::from_str_radix(text, 16).ok();
         let (start, end) = (number(start)?, number(end)?);
         let permissions = words.next()?.to_owned();
         let offset = number(words.next()?)?;
-        let inode: u64 = words.nth(1)?.parse().ok()?;
-        let is_stable = words.next().is_some_and(|name| name.contains(STABLE_FILE_NAME));
-        let stable = is_stable.then_some((inode, offset / PAGE_BYTES));
-        Some(Self { start, end, permissions, stable, is_anonymous: inode == 0 })
+        let inode = words.nth(1)?.parse().ok()?;
+        let name = words.collect::<Vec<_>>().join(" ");
+        (start <= end).then_some(Self { start, end, permissions, offset, inode, name })
     }
 
     /// Its pages: number of the first one in the address space, and how many they are.
-    pub(super) fn pages(&self) -> (u64, usize) {
+    pub fn pages(&self) -> (u64, usize) {
         (self.start / PAGE_BYTES, ((self.end - self.start) / PAGE_BYTES) as usize)
     }
 
-    /// Whether it is memory that the process may write to, and nobody else sees that.
-    pub(super) fn is_private_memory(&self) -> bool {
+    /// Of a file of stable pages: the file's number, and the number of the first page in it.
+    pub fn stable(&self) -> Option<(u64, u64)> {
+        self.name.contains(STABLE_FILE_NAME).then_some((self.inode, self.offset / PAGE_BYTES))
+    }
+
+    /// Whether it is memory that the process may write to, and no other process sees that.
+    pub fn is_private_memory(&self) -> bool {
         self.permissions.starts_with("rw-p")
     }
 
     /// Whether it is what the process reads stable pages through.
-    pub(super) fn is_reader(&self) -> bool {
-        self.stable.is_some() && self.permissions.starts_with("r--s")
+    pub fn is_reader(&self) -> bool {
+        self.stable().is_some() && self.permissions.starts_with("r--s")
     }
 
-    /// Whether nobody may do anything with it: address space that is kept free.
+    /// Whether nothing may be done with it: address space that is kept free.
     fn is_reserved(&self) -> bool {
         self.permissions.starts_with("---")
     }
 }
 
 /// All mappings.
-pub(super) fn parse(text: &str) -> Vec<Mapping> {
+pub fn parse(text: &str) -> Vec<Mapping> {
     text.lines().filter_map(Mapping::parse).collect()
 }
 
@@ -65,7 +100,7 @@ const LEAST_BYTES: u64 = 16 << 20;
 
 /// Where guest memory is: private memory without gaps between two pieces of reserved address space
 /// that touch it.
-pub(super) fn guest_memory(mappings: &[Mapping]) -> Vec<Range<u64>> {
+pub fn guest_memory(mappings: &[Mapping]) -> Vec<Range<u64>> {
     let mut found = Vec::new();
     // What began right behind reserved address space, and goes on.
     let mut open: Option<Range<u64>> = None;
@@ -119,11 +154,12 @@ rubbish
     fn mappings_say_what_they_are_of() {
         let mappings = parse(MAPS);
         assert_eq!(mappings.len(), 16);
-        assert_eq!(mappings[1].stable, Some((77, 3)));
+        assert_eq!(mappings[1].stable(), Some((77, 3)));
         assert_eq!(mappings[1].pages(), (0x7_f000_0001, 15));
         assert!(mappings[1].is_private_memory() && !mappings[1].is_reader());
         assert!(mappings[6].is_reader() && !mappings[6].is_private_memory());
-        assert!(mappings[2].is_anonymous && !mappings[15].is_anonymous);
+        assert_eq!((mappings[2].inode, mappings[15].inode), (0, 1234));
+        assert_eq!(mappings[15].name, "/bin/ebb");
     }
 
     #[test]
