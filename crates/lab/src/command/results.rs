@@ -44,10 +44,8 @@ pub fn report(args: ReportArgs) -> anyhow::Result<ExitCode> {
 
 fn print(text: &str, out: Option<PathBuf>) -> anyhow::Result<ExitCode> {
     match out {
-        Some(path) => fs::write(&path, text).with_context(|| path.display().to_string())?,
-        None => {
-            io::stdout().write_all(text.as_bytes()).context("cannot write to standard output")?
-        }
-    }
+        Some(path) => fs::write(&path, text).with_context(|| path.display().to_string()),
+        None => io::stdout().write_all(text.as_bytes()).context("cannot write to standard output"),
+    }?;
     Ok(ExitCode::SUCCESS)
 }

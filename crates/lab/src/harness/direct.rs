@@ -164,7 +164,9 @@ fn in_series(plans: &[SeriesPlan], guests: u32, events: &Events, run: impl FnOnc
     let mut all: Vec<Series> =
         plans.iter().map(|plan| Series::new(plan.name, describe(plan))).collect();
     run(&mut all);
-    all.into_iter().for_each(|series| events.send(Event::SeriesEnds(series)));
+    for series in all {
+        events.send(Event::SeriesEnds(series));
+    }
 }
 
 #[cfg(test)]

@@ -44,10 +44,12 @@ pub struct Said {
     console_closed: bool,
 }
 
+/// What a command came to: time by the guest's clock, and result; or why it failed.
+pub type Outcome<'a> = Result<(Duration, &'a Value), &'a str>;
+
 impl Said {
-    /// The end of the command with this number, and what it came to: time by the guest's clock, and
-    /// result, or why it failed.
-    pub fn end_of(&self, id: u64) -> Option<(&Arrival, Result<(Duration, &Value), &str>)> {
+    /// The end of the command with this number, and what it came to.
+    pub fn end_of(&self, id: u64) -> Option<(&Arrival, Outcome<'_>)> {
         self.events.iter().find_map(|arrival| match &arrival.event {
             Event::Done { id: of, elapsed_ms, result } if *of == id => {
                 Some((arrival, Ok((Duration::from_millis(*elapsed_ms), result))))

@@ -183,9 +183,10 @@ impl Assets {
         size: GuestSize,
         control: Option<&Path>,
     ) -> Result<Command, Missing> {
-        let kernel = match setup.uncompressed_kernel {
-            false => &self.bzimage,
-            true => self.elf.as_ref().ok_or(Missing::Elf)?,
+        let kernel = if setup.uncompressed_kernel {
+            self.elf.as_ref().ok_or(Missing::Elf)?
+        } else {
+            &self.bzimage
         };
         let mut command = match setup.monitor {
             MonitorKind::Ebb => self.ebb_command(setup, size),

@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use crate::LabError;
 use crate::harness::maps::{self, FRAME, Mapping, OF_FILE, PAGE_BYTES, PRESENT, SWAPPED, entries};
@@ -80,7 +80,7 @@ pub fn of_process(pid: u32, by: MergedBy) -> Result<Observed, LabError> {
         pagemap: open(process.join("pagemap"))?,
         counts: match by {
             MergedBy::Owner => None,
-            MergedBy::Kernel => Some(open("/proc/kpagecount".into())?),
+            MergedBy::Kernel => Some(open("/proc/kpagecount")?),
         },
         memory: open(process.join("mem"))?,
     };
@@ -106,8 +106,8 @@ fn failed(cause: &io::Error) -> LabError {
     LabError::Merging(format!("cannot look at a process's pages: {cause}"))
 }
 
-fn open(path: PathBuf) -> Result<File, LabError> {
-    File::open(&path).map_err(LabError::of_file(&path))
+fn open(path: impl AsRef<Path>) -> Result<File, LabError> {
+    File::open(&path).map_err(LabError::of_file(path))
 }
 
 /// What the kernel is asked with about one process.
@@ -390,9 +390,9 @@ mod tests {
         assert!(observed.others.values().sum::<u64>() >= 3, "{observed:?}");
         let look = Look {
             pid: std::process::id(),
-            pagemap: open("/proc/self/pagemap".into()).unwrap(),
+            pagemap: open("/proc/self/pagemap").unwrap(),
             counts: None,
-            memory: open("/proc/self/mem".into()).unwrap(),
+            memory: open("/proc/self/mem").unwrap(),
         };
         let address = ram.regions()[0].host_address;
         assert!(!look.is_zero(address).unwrap() && look.is_zero(address + 5 * PAGE_BYTES).unwrap());

@@ -15,12 +15,15 @@ pub struct DataTable {
     pub rows: Vec<Vec<Value>>,
 }
 
+/// A column: its heading, and what an item has below it.
+pub type Column<'a, T> = (&'a str, &'a dyn Fn(&T) -> Value);
+
 impl DataTable {
     /// A table with a row for each item: the headings, and what an item has below each.
     pub fn of<'a, T: 'a>(
         title: impl Into<String>,
         items: impl IntoIterator<Item = &'a T>,
-        columns: &[(&str, &dyn Fn(&T) -> Value)],
+        columns: &[Column<'_, T>],
     ) -> Self {
         let row = |item| columns.iter().map(|(_, value)| value(item)).collect();
         let rows = items.into_iter().map(row);

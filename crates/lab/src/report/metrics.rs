@@ -9,11 +9,14 @@ pub struct Metric<F> {
     source: Source<F>,
 }
 
+/// Takes the measurements of a metric from what was found.
+type Values<F> = Box<dyn Fn(&F) -> Vec<f64>>;
+
 /// Where a metric's value comes from.
 enum Source<F> {
     /// The repeated measurements of it, of which the median is shown; or the only one. One that
     /// never came is infinite.
-    Values(Box<dyn Fn(&F) -> Vec<f64>>),
+    Values(Values<F>),
     /// How many times as good a series is as the one that all are compared with, by this metric.
     Ratio(&'static str),
 }
@@ -177,7 +180,7 @@ mod tests {
         assert_eq!(described.len(), series.metrics.len());
         assert!(described.iter().all(|info| series.metrics.contains_key(&info.name)));
         assert_eq!(series.metrics["time_ms"], Some(4.0));
-        assert_eq!(series.spread["time_ms"], [3.0, 5.0]);
+        assert_eq!(series.spread.get("time_ms"), Some(&[3.0, 5.0]));
         assert_eq!((series.metrics["first"], series.spread.get("first")), (Some(3.0), None));
         assert_eq!(measured("a", &[]).metrics["time_ms"], None);
         let late = measured("a", &[1.0, f64::INFINITY, f64::INFINITY]);

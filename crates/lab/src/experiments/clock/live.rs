@@ -168,6 +168,8 @@ fn seconds(ns: i64) -> f64 {
 }
 
 fn show(samples: &[Sample], found: &mut Found, series: &mut Series) {
+    /// With the master clock or without: a clock and what was gained on it.
+    type Row<'a> = (&'static str, &'a (HostClock, Ahead));
     let (Some(first), Some(last)) = (samples.first(), samples.last()) else { return };
     let elapsed_ns = last.raw_ns - first.raw_ns;
     let gained = |of: fn(&Sample) -> [Ahead; 3]| -> Vec<(HostClock, Ahead)> {
@@ -182,7 +184,6 @@ fn show(samples: &[Sample], found: &mut Found, series: &mut Series) {
     series.notes.push(judged(&plain, elapsed_ns));
     let slewed = last.drift.since(first.drift);
     series.notes.push(forecast(last.drift, slewed, elapsed_ns, last.raw_ns));
-    type Row<'a> = (&'static str, &'a (HostClock, Ahead));
     let rows = plain.iter().map(|pair| ("off", pair)).chain(master.iter().map(|pair| ("on", pair)));
     let ppb = |ahead: Ahead| ahead.ns * NS_PER_SECOND as i64 / elapsed_ns.max(1);
     series.tables.push(DataTable::of(
