@@ -22,13 +22,13 @@ pub use statistics::{StatisticsEntry, StatisticsTag};
 /// Device type number of the traditional memory balloon (virtio 1.3 section 5).
 pub const DEVICE_ID: u32 = 5;
 
-/// Entries that Linux asks of the reporting queue (`PAGE_REPORTING_CAPACITY`,
-/// include/linux/page_reporting.h); with fewer, its probe fails with ENOSPC.
+/// Minimum size of the reporting queue in entries: with fewer, Linux's probe fails with ENOSPC
+/// (`PAGE_REPORTING_CAPACITY`, include/linux/page_reporting.h).
 pub const REPORTING_QUEUE_MIN_ENTRIES: u16 = 32;
 
-/// Page frame numbers that Linux puts into one buffer of the inflate or deflate queue at most
-/// (`VIRTIO_BALLOON_ARRAY_PFNS_MAX`, drivers/virtio/virtio_balloon.c).
+/// Maximum number of page frame numbers that Linux puts into one buffer of the inflate or deflate
+/// queue (`VIRTIO_BALLOON_ARRAY_PFNS_MAX`, drivers/virtio/virtio_balloon.c).
 pub const LINUX_PFNS_PER_BUFFER: usize = 256;
 
-/// Bytes of a page frame number on the inflate and deflate queues.
+/// Size of a page frame number in bytes on the inflate and deflate queues.
 pub const PFN_BYTES: usize = 4;

@@ -1,7 +1,7 @@
 //! Wire formats shared by host and guest, and the units of guest memory.
 //!
-//! Everything here is plain data: no allocation, no I/O, no unsafe code, so that a guest driver, a
-//! device and a tool that reads a dump can all use it.
+//! All of it is plain data without allocation, I/O or unsafe code, so that guest drivers, devices
+//! and tools that read dumps can use it.
 //!
 //! - [`units`]: page frame numbers, orders, page ranges.
 //! - [`balloon`]: virtio-balloon as in virtio 1.3 section 5.5.

@@ -1,41 +1,41 @@
-//! What is on a data stream of a live migration: rounds of records.
+//! Format of the data streams of a live migration: rounds of records.
 //!
-//! All numbers are little-endian. A record is a header of [`HEADER_BYTES`]; the content of its
-//! pages follows a [`Record::Data`], and an [`EndOfRound`] a [`Record::EndOfRound`]:
+//! All numbers are little-endian. A record is a header of [`HEADER_BYTES`]. A [`Record::Data`] is
+//! followed by the content of its pages, a [`Record::EndOfRound`] by an [`EndOfRound`].
 //!
 //! | offset | size | |
 //! | --- | --- | --- |
 //! | 0 | 4 | kind: 1 zero, 2 discard, 3 data, 4 end of round, 5 end of the last round |
 //! | 4 | 4 | number of pages; 0 at the end of a round |
-//! | 8 | 8 | number of the first page; at the end of a round, the round's number from 0 on |
+//! | 8 | 8 | number of the first page; at the end of a round, the round's number, from 0 |
 //!
-//! A page is named at most once in a round, all streams together. Each stream ends each round, and
-//! nothing of the next round may be applied before all streams have ended this one.
+//! A page occurs at most once in a round, over all streams. Each stream ends each round, and no
+//! record of the next round may be applied before all streams have ended the current one.
 
 use crate::{PAGE_SHIFT, PageRange, Pfn};
 
-/// Size of a record's header in bytes.
+/// Size of a record header in bytes.
 pub const HEADER_BYTES: usize = 16;
 
 /// Size of an [`EndOfRound`] in bytes.
 pub const END_OF_ROUND_BYTES: usize = 16;
 
-/// Pages whose content one record carries at most: 2 MiB of them.
+/// Maximum number of pages whose content one record carries: 2 MiB.
 pub const MAX_DATA_PAGES: u32 = 512;
 
-/// Page numbers end here: the address space of 64 bits.
+/// First page frame number beyond the 64-bit address space.
 const PFN_LIMIT: u64 = 1 << (64 - PAGE_SHIFT);
 
-/// Whether the guest runs on after a round.
+/// Whether another round follows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RoundKind {
     /// Another round follows.
     More,
-    /// The guest stands still and this was all.
+    /// The guest is paused and all memory has been sent.
     Last,
 }
 
-/// A record's header.
+/// A record header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Record {
     /// These pages are all zero.
@@ -44,7 +44,7 @@ pub enum Record {
     Discard(PageRange),
     /// The content of these pages, at most [`MAX_DATA_PAGES`], follows.
     Data(PageRange),
-    /// The stream has no more in this round. An [`EndOfRound`] follows.
+    /// The stream has no more records in this round. An [`EndOfRound`] follows.
     EndOfRound {
         /// Number of the round, from 0.
         round: u32,
@@ -59,19 +59,19 @@ const DATA: u32 = 3;
 const END_OF_ROUND: u32 = 4;
 const END_OF_LAST_ROUND: u32 = 5;
 
-/// Why a header was refused.
+/// Reason why a header is invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RecordError {
-    /// No record has this kind.
+    /// Unknown kind.
     Kind(u32),
-    /// No pages, more than there can be, or more than a record may carry.
+    /// No pages, pages beyond the address space, or more pages than a record may carry.
     Pages {
         /// Number of the first page.
         start: u64,
-        /// How many.
+        /// Number of pages.
         pages: u32,
     },
-    /// A round's end that names pages, or a round's number that cannot be.
+    /// An end of a round that has pages, or an invalid round number.
     Round(u64),
 }
 
@@ -84,18 +84,15 @@ impl core::fmt::Display for RecordError {
                 write!(formatter, "a record of kind {kind}, which there is none of")
             }
             Self::Pages { start, pages } => {
-                write!(
-                    formatter,
-                    "a record of {pages} pages from page {start:#x} on, which cannot be"
-                )
+                write!(formatter, "an invalid record of {pages} pages from page {start:#x} on")
             }
-            Self::Round(round) => write!(formatter, "an end of round {round} that cannot be"),
+            Self::Round(round) => write!(formatter, "an invalid end of round {round}"),
         }
     }
 }
 
 impl Record {
-    /// As bytes. A range must have at least one page and at most `u32::MAX`.
+    /// Encodes the header. A range must have between 1 and `u32::MAX` pages.
     pub fn to_bytes(self) -> [u8; HEADER_BYTES] {
         let (kind, pages, start) = match self {
             Self::Zero(range) => (ZERO, range.pages as u32, range.start.0),
@@ -113,10 +110,10 @@ impl Record {
         bytes
     }
 
-    /// From bytes. Whether the pages are the guest's is for the caller to check.
+    /// Decodes a header. The caller must check that the pages belong to the guest.
     ///
     /// # Errors
-    /// [`RecordError`] for a header that [`to_bytes`](Self::to_bytes) does not make.
+    /// [`RecordError`] for a header that [`to_bytes`](Self::to_bytes) does not produce.
     pub fn from_bytes(bytes: &[u8; HEADER_BYTES]) -> Result<Self, RecordError> {
         let (kind, pages, start) = (word(bytes, 0), word(bytes, 4), long(bytes, 8));
         let range = |limit: u32| {
@@ -146,18 +143,18 @@ impl Record {
     }
 }
 
-/// What follows the header of a round's end.
+/// Trailer of a round, which follows a [`Record::EndOfRound`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EndOfRound {
-    /// Records of this stream in this round before its end.
+    /// Number of records of this stream in this round, without its end.
     pub records: u64,
-    /// XXH3 (64 bits, seed 0) over all bytes of this stream in this round up to here: records,
+    /// XXH3 (64 bits, seed 0) over all preceding bytes of this stream in this round: records,
     /// content, and the header and the number of records of its end.
     pub checksum: u64,
 }
 
 impl EndOfRound {
-    /// As bytes.
+    /// Encodes the trailer.
     pub fn to_bytes(self) -> [u8; END_OF_ROUND_BYTES] {
         let mut bytes = [0; END_OF_ROUND_BYTES];
         bytes[..8].copy_from_slice(&self.records.to_le_bytes());
@@ -165,21 +162,21 @@ impl EndOfRound {
         bytes
     }
 
-    /// From bytes.
+    /// Decodes a trailer.
     pub fn from_bytes(bytes: &[u8; END_OF_ROUND_BYTES]) -> Self {
         Self { records: long(bytes, 0), checksum: long(bytes, 8) }
     }
 
-    /// How many of its bytes the checksum covers.
+    /// Number of the trailer's bytes that the checksum covers.
     pub const CHECKED_BYTES: usize = 8;
 }
 
-/// The number of 4 bytes at `offset`, which with them lies inside `bytes`.
+/// The 32-bit number at `offset`, which must lie within `bytes`.
 fn word(bytes: &[u8], offset: usize) -> u32 {
     u32::from_le_bytes(core::array::from_fn(|index| bytes[offset + index]))
 }
 
-/// The number of 8 bytes at `offset`, which with them lies inside `bytes`.
+/// The 64-bit number at `offset`, which must lie within `bytes`.
 fn long(bytes: &[u8], offset: usize) -> u64 {
     u64::from_le_bytes(core::array::from_fn(|index| bytes[offset + index]))
 }
@@ -194,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_is_these_bytes() {
+    fn records_have_the_documented_layout() {
         let bytes = [3, 0, 0, 0, 0, 2, 0, 0, 0x21, 0x43, 0, 0, 0, 0, 0, 0];
         assert_eq!(Record::Data(range(0x4321, 512)).to_bytes(), bytes);
         let end = Record::EndOfRound { round: 7, kind: RoundKind::Last }.to_bytes();
@@ -202,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn records_that_cannot_be_are_refused() {
+    fn invalid_records_are_refused() {
         let refused = |record: Record| Record::from_bytes(&record.to_bytes()).unwrap_err();
         assert_eq!(refused(Record::Zero(range(5, 0))), RecordError::Pages { start: 5, pages: 0 });
         assert_eq!(
@@ -226,9 +223,9 @@ mod tests {
     }
 
     proptest! {
-        /// Any bytes are refused, or are the bytes of the record that they make.
+        /// Any bytes are refused or decode to a record that encodes to the same bytes.
         #[test]
-        fn what_is_understood_is_what_was_said(
+        fn decoded_records_encode_to_the_same_bytes(
             kind in prop_oneof![0..7_u32, any::<u32>()],
             pages in prop_oneof![0..600_u32, any::<u32>()],
             start in prop_oneof![0..9_u64, any::<u64>(), PFN_LIMIT - 9..PFN_LIMIT + 9],

@@ -2,7 +2,7 @@
 
 use core::fmt;
 
-/// Binary logarithm of [`PAGE_SIZE_BYTES`]; virtio-balloon fixes it for every guest page size
+/// Binary logarithm of [`PAGE_SIZE_BYTES`], which virtio-balloon fixes for every guest page size
 /// (virtio 1.3 section 5.5.6, `VIRTIO_BALLOON_PFN_SHIFT`).
 pub const PAGE_SHIFT: u32 = 12;
 
@@ -23,7 +23,7 @@ const _: () = assert!(HUGE_PAGE_SIZE_PAGES == Order::HUGE.pages());
 pub struct Pfn(pub u64);
 
 impl Pfn {
-    /// The frame that contains the guest-physical address `address`.
+    /// The frame that contains the guest-physical `address`.
     pub const fn containing(address: u64) -> Self {
         Self(address >> PAGE_SHIFT)
     }
@@ -43,7 +43,7 @@ impl Pfn {
 }
 
 impl From<u32> for Pfn {
-    /// Frame numbers are 32 bits wide on the virtio-balloon queues.
+    /// From a 32-bit frame number of the virtio-balloon queues.
     fn from(number: u32) -> Self {
         Self(u64::from(number))
     }
@@ -87,12 +87,12 @@ pub struct PageRange {
 }
 
 impl PageRange {
-    /// The range of `pages` frames from `start` on. Its end must not exceed 2^64 frames.
+    /// The range of `pages` frames from `start` on. Its end must not exceed frame number 2^64.
     pub const fn new(start: Pfn, pages: u64) -> Self {
         Self { start, pages }
     }
 
-    /// The whole pages inside `size_bytes` bytes at `address`: both ends are rounded inwards.
+    /// The whole pages in the `size_bytes` bytes at `address`: both ends are rounded inwards.
     /// `None` if the bytes wrap around the end of the address space.
     pub const fn inside_bytes(address: u64, size_bytes: u64) -> Option<Self> {
         let Some(end) = address.checked_add(size_bytes) else { return None };
@@ -111,17 +111,17 @@ impl PageRange {
         self.pages << PAGE_SHIFT
     }
 
-    /// Whether the range has no page.
+    /// Whether the range is empty.
     pub const fn is_empty(self) -> bool {
         self.pages == 0
     }
 
-    /// Whether `pfn` is one of the range's frames.
+    /// Whether the range contains `pfn`.
     pub const fn contains(self, pfn: Pfn) -> bool {
         pfn.0 >= self.start.0 && pfn.0 < self.end().0
     }
 
-    /// The frames in both ranges; empty if there are none.
+    /// The frames in both ranges; possibly empty.
     #[must_use]
     pub fn intersection(self, other: Self) -> Self {
         let start = self.start.max(other.start);
@@ -129,7 +129,7 @@ impl PageRange {
         Self { start, pages: end.0.saturating_sub(start.0) }
     }
 
-    /// The largest part of the range that consists of whole 2 MiB blocks; empty if there is none.
+    /// The largest part of the range that consists of whole 2 MiB blocks; possibly empty.
     #[must_use]
     pub const fn whole_huge_blocks(self) -> Self {
         let first = self.start.0.next_multiple_of(HUGE_PAGE_SIZE_PAGES);

@@ -11,7 +11,7 @@ use super::le::Le32;
 pub struct Config {
     /// Pages that the device wants in the balloon; read-only for the driver.
     pub num_pages: Le32,
-    /// Pages that the driver says are in the balloon; written by the driver.
+    /// Pages in the balloon as reported by the driver; written by the driver.
     pub actual: Le32,
     /// Command of free page hinting ([`super::HintCommand`]); read-only for the driver.
     pub free_page_hint_command_id: Le32,
@@ -30,12 +30,12 @@ const _: () = {
 impl Config {
     /// Size in bytes.
     pub const SIZE_BYTES: usize = size_of::<Self>();
-    /// Where `actual` is, in bytes.
+    /// Byte range of `actual`.
     pub const ACTUAL: Range<usize> = 4..8;
-    /// Where `poison_value` is, in bytes.
+    /// Byte range of `poison_value`.
     pub const POISON_VALUE: Range<usize> = 12..16;
 
-    /// The structure as the driver sees it.
+    /// Encodes the structure as the driver reads it.
     pub const fn to_bytes(self) -> [u8; Self::SIZE_BYTES] {
         let (a, b, c, d) = (
             self.num_pages.0,
@@ -49,7 +49,7 @@ impl Config {
         ]
     }
 
-    /// The structure from what the driver sees.
+    /// Decodes the structure from the bytes that the driver reads.
     pub const fn from_bytes(bytes: [u8; Self::SIZE_BYTES]) -> Self {
         let [a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3] = bytes;
         Self {
@@ -66,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bytes_are_little_endian_in_the_order_of_the_specification() {
+    fn bytes_are_little_endian_in_specification_order() {
         let config = Config {
             num_pages: Le32::new(0x0403_0201),
             actual: Le32::new(0x0807_0605),

@@ -1,13 +1,13 @@
 //! Feature bits (virtio 1.3 section 5.5.3, and Ebb's extension, docs/extension.md).
 //!
-//! The extension's bits are above 49: bits 0 to 23 and 50 to 127 are the device type's (virtio 1.3
-//! section 2.2), and the low ones are given out by the specification. Bits 3 and 4, which a series
-//! of 2016 proposed for what the extension does, mean something else since.
+//! The extension's bits are above 49: bits 0 to 23 and 50 to 127 belong to the device type (virtio
+//! 1.3 section 2.2), and the specification assigns them from the bottom. Bits 3 and 4, which a
+//! patch series of 2016 proposed for what the extension does, have since got other meanings.
 
 use core::fmt;
 use core::ops::{BitAnd, BitOr};
 
-/// A feature that virtio-balloon or virtio itself defines and that this device knows.
+/// A feature of virtio-balloon or of virtio itself that this device knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[cfg_attr(
     feature = "serde",
@@ -16,16 +16,16 @@ use core::ops::{BitAnd, BitOr};
 )]
 #[repr(u8)]
 pub enum Feature {
-    /// The driver tells the device, and waits, before it uses a page of the balloon again.
+    /// The driver notifies the device, and waits, before it reuses a page of the balloon.
     MustTellHost = 0,
     /// The statistics queue exists.
     #[cfg_attr(feature = "serde", serde(rename = "statistics"))]
     StatisticsQueue = 1,
-    /// The driver takes pages back by itself when the guest is out of memory.
+    /// The driver deflates the balloon by itself when the guest is out of memory.
     DeflateOnOom = 2,
     /// The free page hinting queue exists.
     FreePageHint = 3,
-    /// The driver tells the pattern with which the guest fills freed pages.
+    /// The driver reports the pattern with which the guest fills freed pages.
     PagePoison = 4,
     /// The page reporting queue exists.
     PageReporting = 5,
@@ -33,9 +33,9 @@ pub enum Feature {
     /// about the balloon leave it out.
     #[cfg_attr(feature = "serde", serde(skip))]
     Version1 = 32,
-    /// Extension: messages may name pages by a bitmap.
+    /// Extension: messages may describe pages by a bitmap.
     PageBitmap = 50,
-    /// Extension: messages may name pages by ranges.
+    /// Extension: messages may describe pages by ranges.
     PageRanges = 51,
     /// Extension: the host request queue exists.
     #[cfg_attr(feature = "serde", serde(rename = "host_requests"))]
@@ -43,7 +43,7 @@ pub enum Feature {
 }
 
 impl Feature {
-    /// All known features by bit.
+    /// All known features in bit order.
     pub const ALL: [Self; 10] = [
         Self::MustTellHost,
         Self::StatisticsQueue,
@@ -62,7 +62,7 @@ impl Feature {
         1 << self as u8
     }
 
-    /// The specification's name without its prefix; for the extension, docs/extension.md's.
+    /// Name in the specification (for the extension, in docs/extension.md) without its prefix.
     pub const fn name(self) -> &'static str {
         match self {
             Self::MustTellHost => "MUST_TELL_HOST",
@@ -85,7 +85,7 @@ impl Feature {
 pub struct Features(pub u64);
 
 impl Features {
-    /// No feature.
+    /// The empty set.
     pub const NONE: Self = Self(0);
 
     /// Every feature of virtio-balloon in the specification, bits 0 to 5.
@@ -94,10 +94,10 @@ impl Features {
     /// Every feature of the extension, bits 50 to 52.
     pub const EXTENSION: Self = Self(0b111 << 50);
 
-    /// Every feature of the balloon, those of the extension included.
+    /// Every feature of the balloon, including the extension's.
     pub const ALL_WITH_EXTENSION: Self = Self(Self::ALL_BALLOON.0 | Self::EXTENSION.0);
 
-    /// Whether the set has `feature`.
+    /// Whether the set contains `feature`.
     pub const fn contains(self, feature: Feature) -> bool {
         self.0 & feature.mask() != 0
     }
@@ -114,7 +114,7 @@ impl Features {
         Self(self.0 | feature.mask())
     }
 
-    /// The set with `feature` taken out.
+    /// The set without `feature`.
     #[must_use]
     pub const fn without(self, feature: Feature) -> Self {
         Self(self.0 & !feature.mask())
@@ -159,7 +159,7 @@ mod tests {
     use std::string::ToString;
 
     #[test]
-    fn bits_are_those_of_the_specification() {
+    fn bits_match_the_specification() {
         let bits = Feature::ALL.map(|feature| feature.mask().trailing_zeros());
         assert_eq!(bits, [0, 1, 2, 3, 4, 5, 32, 50, 51, 52]);
         let balloon =
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn an_encoding_makes_messages_and_the_queue_does_not() {
+    fn encodings_enable_messages_and_the_request_queue_does_not() {
         assert!(!Features::ALL_BALLOON.with(Feature::HostRequest).has_messages());
         assert!(Features::from(Feature::PageBitmap).has_messages());
         assert!(Features::from(Feature::PageRanges).has_messages());

@@ -7,11 +7,11 @@ pub const COMMAND_ID_BYTES: usize = 4;
 /// hinting queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum HintCommand {
-    /// Hinting is to stop, or has stopped; hinted pages stay with the driver.
+    /// Hinting must stop, or has stopped; the driver keeps the hinted pages.
     Stop,
-    /// The device has finished; the driver may use the hinted pages again.
+    /// The device has finished; the driver may reuse the hinted pages.
     Done,
-    /// Hinting is wanted, or under way, under this number, which is at least 2.
+    /// Hinting is requested, or running, under this identifier, which is at least 2.
     Start(u32),
 }
 
@@ -20,10 +20,10 @@ impl HintCommand {
     pub const STOP_ID: u32 = 0;
     /// `VIRTIO_BALLOON_CMD_ID_DONE`.
     pub const DONE_ID: u32 = 1;
-    /// The smallest number of a start command.
+    /// The smallest identifier of a start command.
     pub const FIRST_START_ID: u32 = 2;
 
-    /// The number's meaning.
+    /// Decodes an identifier.
     pub const fn from_id(id: u32) -> Self {
         match id {
             Self::STOP_ID => Self::Stop,
@@ -32,7 +32,7 @@ impl HintCommand {
         }
     }
 
-    /// The number on the wire.
+    /// The identifier on the wire.
     pub const fn id(self) -> u32 {
         match self {
             Self::Stop => Self::STOP_ID,
@@ -41,8 +41,8 @@ impl HintCommand {
         }
     }
 
-    /// The start command to use after one with the number `previous`; 0 and 1 are skipped when the
-    /// numbers wrap.
+    /// The start command that follows the identifier `previous`; the identifiers wrap and skip 0
+    /// and 1.
     #[must_use]
     pub const fn start_after(previous: u32) -> Self {
         match previous.wrapping_add(1) {
@@ -57,14 +57,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn start_numbers_skip_the_reserved_ones() {
+    fn start_identifiers_skip_the_reserved_ones() {
         assert_eq!(HintCommand::start_after(0), HintCommand::Start(2));
         assert_eq!(HintCommand::start_after(2), HintCommand::Start(3));
         assert_eq!(HintCommand::start_after(u32::MAX), HintCommand::Start(2));
     }
 
     #[test]
-    fn numbers_and_meanings_correspond() {
+    fn identifiers_survive_decoding() {
         for id in [0, 1, 2, 3, u32::MAX] {
             assert_eq!(HintCommand::from_id(id).id(), id);
         }

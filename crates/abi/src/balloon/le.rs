@@ -1,19 +1,19 @@
-//! Numbers in little-endian byte order, as they lie in configuration space and messages.
+//! Little-endian numbers of configuration space and messages.
 
 macro_rules! little_endian {
     ($name:ident, $number:ty, $bytes:literal, $bits:literal) => {
-        #[doc = concat!("A ", $bits, "-bit number in little-endian byte order with the alignment of a byte.")]
+        #[doc = concat!("A ", $bits, "-bit little-endian number with byte alignment.")]
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
         #[repr(transparent)]
         pub struct $name(pub(crate) [u8; $bytes]);
 
         impl $name {
-            /// The number in wire order.
+            /// Converts from host byte order.
             pub const fn new(value: $number) -> Self {
                 Self(value.to_le_bytes())
             }
 
-            /// The number in the machine's order.
+            /// Converts to host byte order.
             pub const fn get(self) -> $number {
                 <$number>::from_le_bytes(self.0)
             }

@@ -1,33 +1,33 @@
-//! Which virtqueue means what.
+//! Mapping of transport indexes to the balloon's virtqueues.
 //!
 //! The specification gives each queue a fixed number (virtio 1.3 section 5.5.2). Drivers and
-//! devices have not kept to it: Linux numbers the queues of the *negotiated* features densely
-//! (`vm_find_vqs` in drivers/virtio/virtio_mmio.c skips the names that are NULL without using up an
-//! index), QEMU and Firecracker those of the *offered* features. A driver written for either, or
-//! for the specification, makes queues ready under its own numbers.
+//! devices deviate: Linux numbers the queues of the *negotiated* features densely (`vm_find_vqs` in
+//! drivers/virtio/virtio_mmio.c skips NULL names without using up an index), QEMU and Firecracker
+//! those of the *offered* features. A driver written for either, or for the specification, makes
+//! queues ready under its own numbers.
 //!
-//! All three schemes keep the order of the queues. So the set of indexes that the driver made ready
-//! tells which queue is which, whatever the scheme: the k-th ready queue is the k-th queue of the
-//! negotiated features. Only if the driver made fewer or more queues ready than it negotiated do
-//! the schemes have to be tried one by one.
+//! All three schemes keep the order of the queues. Therefore the set of ready indexes identifies
+//! the queues under any scheme: the k-th ready queue is the k-th queue of the negotiated features.
+//! Only if the number of ready queues differs from the number of negotiated ones are the schemes
+//! tried one by one.
 
 use super::features::{Feature, Features};
 
-/// Queues that the specification defines.
+/// Number of queues that the specification defines.
 pub const STANDARD_QUEUES: usize = 5;
 
-/// Queues of a balloon with the extension, which has one more.
+/// Number of queues including the extension's one.
 pub const MAX_QUEUES: usize = STANDARD_QUEUES + 1;
 
 /// The meaning of a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u8)]
 pub enum QueueKind {
-    /// Page frame numbers that the driver gives to the balloon.
+    /// Pages that the driver puts into the balloon.
     Inflate = 0,
-    /// Page frame numbers that the driver takes back.
+    /// Pages that the driver takes out of the balloon.
     Deflate = 1,
-    /// The one statistics buffer.
+    /// Memory statistics; holds a single buffer.
     Statistics = 2,
     /// Free page hinting.
     FreePageHint = 3,
@@ -38,7 +38,7 @@ pub enum QueueKind {
 }
 
 impl QueueKind {
-    /// All kinds in the order of every numbering scheme.
+    /// All kinds in the order that every numbering scheme keeps.
     pub const ALL: [Self; MAX_QUEUES] = [
         Self::Inflate,
         Self::Deflate,
@@ -59,12 +59,12 @@ impl QueueKind {
         }
     }
 
-    /// The queue's number in the specification; that of the host request queue follows them.
+    /// The queue's number in the specification; the host request queue's follows the last of them.
     pub const fn specification_index(self) -> usize {
         self as usize
     }
 
-    /// Name for people and for metrics.
+    /// Name in messages and metrics.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Inflate => "inflate",
@@ -77,7 +77,7 @@ impl QueueKind {
     }
 }
 
-/// The queues that exist with some features, in order.
+/// The queues that exist with a set of features.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QueueSet(u8);
 
@@ -99,18 +99,18 @@ impl QueueSet {
         QueueKind::ALL.into_iter().filter(move |kind| self.contains(*kind))
     }
 
-    /// How many queues exist.
+    /// Number of queues.
     pub const fn count(self) -> usize {
         self.0.count_ones() as usize
     }
 
-    /// How many queues exist before `kind`.
+    /// Number of queues before `kind`.
     const fn rank(self, kind: QueueKind) -> usize {
         (self.0 & ((1 << kind as u8) - 1)).count_ones() as usize
     }
 }
 
-/// A way to number the queues.
+/// A numbering scheme for the queues.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Numbering {
     /// Fixed numbers, with gaps (virtio 1.3 section 5.5.2).
@@ -122,7 +122,7 @@ pub enum Numbering {
 }
 
 impl Numbering {
-    /// All schemes; first the one that most drivers use.
+    /// All schemes, the most common one first.
     pub const ALL: [Self; 3] = [Self::DenseNegotiated, Self::Specification, Self::DenseOffered];
 
     /// Index of `kind` under this scheme.
@@ -135,26 +135,26 @@ impl Numbering {
     }
 }
 
-/// Transport indexes of queues, 0 to 31, for example those that the driver made ready.
+/// A set of transport indexes of queues, 0 to 31, for example the ready ones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct QueueIndexes(u32);
 
 impl QueueIndexes {
-    /// No index.
+    /// The empty set.
     pub const NONE: Self = Self(0);
 
-    /// The set with `index` added; indexes above 31, which no balloon has, are left out.
+    /// The set with `index` added; indexes above 31, which no balloon has, are ignored.
     #[must_use]
     pub const fn with(self, index: usize) -> Self {
         if index < 32 { Self(self.0 | 1 << index) } else { self }
     }
 
-    /// Whether the set has `index`.
+    /// Whether the set contains `index`.
     pub const fn contains(self, index: usize) -> bool {
         index < 32 && self.0 & (1 << index) != 0
     }
 
-    /// How many indexes the set has.
+    /// Number of indexes in the set.
     pub const fn count(self) -> usize {
         self.0.count_ones() as usize
     }
@@ -171,12 +171,12 @@ impl FromIterator<usize> for QueueIndexes {
     }
 }
 
-/// Why the queues could not be told apart.
+/// Reason why the queues could not be identified.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QueueMapError {
-    /// The queue that every balloon needs and that the driver did not make ready.
+    /// The mandatory queue that the driver did not make ready.
     pub missing: QueueKind,
-    /// What the driver made ready.
+    /// The ready queues.
     pub ready: QueueIndexes,
 }
 
@@ -193,22 +193,21 @@ impl core::fmt::Display for QueueMapError {
 
 impl core::error::Error for QueueMapError {}
 
-/// Meaning of each transport index, resolved once, at activation.
+/// The queue at each transport index, resolved once, at activation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct QueueMap {
     index_of: [Option<u8>; MAX_QUEUES],
 }
 
 impl QueueMap {
-    /// Finds out which queue is which.
+    /// Resolves the mapping.
     ///
     /// `offered` and `negotiated` are feature words, `ready` the transport indexes that the driver
-    /// made ready. A queue that was negotiated and not made ready is absent from the map; one that
-    /// was made ready and not negotiated has no meaning.
+    /// made ready. Queues that are not both negotiated and ready are absent from the map.
     ///
     /// # Errors
-    /// [`QueueMapError`] when the inflate or the deflate queue is not ready: these two exist always
-    /// and are 0 and 1 in every scheme.
+    /// [`QueueMapError`] if the inflate or the deflate queue is not ready: these two always exist
+    /// and have the numbers 0 and 1 in every scheme.
     pub fn resolve(
         offered: Features,
         negotiated: Features,
@@ -231,8 +230,8 @@ impl QueueMap {
         Ok(Self::resolve_by_scheme(offered, negotiated, ready))
     }
 
-    /// For drivers whose ready queues are not as many as the negotiated ones: the scheme that
-    /// explains most of the ready queues; among equals the most common one.
+    /// The mapping if the number of ready queues differs from the number of negotiated ones: by
+    /// the scheme that explains most of the ready queues; among equals the most common one.
     fn resolve_by_scheme(offered: QueueSet, negotiated: QueueSet, ready: QueueIndexes) -> Self {
         let mut best = Self::default();
         for numbering in Numbering::ALL {
@@ -250,17 +249,17 @@ impl QueueMap {
         best
     }
 
-    /// Meaning of the queue with this transport index.
+    /// The queue at this transport index.
     pub fn kind(&self, index: usize) -> Option<QueueKind> {
         QueueKind::ALL.into_iter().find(|kind| self.index(*kind) == Some(index))
     }
 
-    /// Transport index of the queue with this meaning.
+    /// Transport index of the queue.
     pub fn index(&self, kind: QueueKind) -> Option<usize> {
         self.index_of[kind as usize].map(usize::from)
     }
 
-    /// How many queues have a meaning.
+    /// Number of mapped queues.
     pub fn count(&self) -> usize {
         self.index_of.iter().flatten().count()
     }
@@ -271,9 +270,9 @@ mod tests {
     use super::*;
     use std::vec::Vec;
 
-    /// Every pair of offered features and a subset of them that the driver accepted.
+    /// Every set of offered features with every subset of it that a driver may accept.
     fn offers_and_answers() -> impl Iterator<Item = (Features, Features)> {
-        // Bits 6 to 8 stand for the extension's.
+        // Bits 6 to 8 are moved to those of the extension.
         let features = |bits: u64| Features(bits & 0x3f | (bits >> 6) << 50);
         (0..512_u64).flat_map(move |offered| {
             // Each subset once: counting downwards within the mask.
@@ -285,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn every_scheme_is_understood_for_every_subset_of_features() {
+    fn every_scheme_is_resolved_for_every_subset_of_features() {
         for (offered, negotiated) in offers_and_answers() {
             let (offered_set, negotiated_set) = (QueueSet::of(offered), QueueSet::of(negotiated));
             for numbering in Numbering::ALL {
@@ -306,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn the_schemes_differ_as_soon_as_an_earlier_queue_is_declined() {
+    fn the_schemes_differ_once_an_earlier_queue_is_declined() {
         let indexes = |kind: QueueKind, offered, negotiated| -> Vec<_> {
             let (offered, negotiated) = (QueueSet::of(offered), QueueSet::of(negotiated));
             Numbering::ALL
@@ -321,7 +320,7 @@ mod tests {
             indexes(QueueKind::HostRequest, offered, reporting.with(Feature::HostRequest)),
             [3, 5, 4]
         );
-        // The standard's queues stay where they are.
+        // The extension does not move the standard's queues.
         assert_eq!(
             indexes(QueueKind::Reporting, Features::ALL_WITH_EXTENSION, reporting),
             [2, 4, 4]
@@ -348,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ready_queue_that_was_not_negotiated_has_no_meaning() {
+    fn a_ready_queue_that_was_not_negotiated_is_ignored() {
         let ready = (0..MAX_QUEUES).collect();
         let map =
             QueueMap::resolve(Features::ALL_BALLOON, Features::NONE, ready).expect("enough queues");
@@ -357,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn without_inflate_or_deflate_there_is_no_balloon() {
+    fn inflate_and_deflate_queues_are_mandatory() {
         let error =
             QueueMap::resolve(Features::ALL_BALLOON, Features::NONE, QueueIndexes::NONE.with(0));
         assert_eq!(error.map_err(|error| error.missing), Err(QueueKind::Deflate));
@@ -366,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn indexes_out_of_reach_are_ignored() {
+    fn indexes_above_31_are_ignored() {
         let indexes: QueueIndexes = [0, 31, 32, usize::MAX].into_iter().collect();
         assert_eq!(indexes.iter().collect::<Vec<_>>(), [0, 31]);
         assert!(!indexes.contains(32));

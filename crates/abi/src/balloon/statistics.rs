@@ -1,7 +1,7 @@
 //! Memory statistics (virtio 1.3 section 5.5.6.3; tags 10 to 15 are from Linux
 //! include/uapi/linux/virtio_balloon.h).
 
-/// What a statistics value means.
+/// Meaning of a statistics value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u16)]
 pub enum StatisticsTag {
@@ -11,9 +11,9 @@ pub enum StatisticsTag {
     SwapOut = 1,
     /// Page faults that needed disk I/O, since boot.
     MajorFaults = 2,
-    /// Page faults that needed none, since boot.
+    /// Page faults that needed no disk I/O, since boot.
     MinorFaults = 3,
-    /// Bytes not used for anything.
+    /// Bytes of unused memory.
     FreeMemory = 4,
     /// Bytes of memory that the guest manages.
     TotalMemory = 5,
@@ -25,17 +25,17 @@ pub enum StatisticsTag {
     HugetlbAllocations = 8,
     /// Failed hugetlb page allocations.
     HugetlbFailures = 9,
-    /// Processes killed for lack of memory.
+    /// Processes killed by the OOM killer.
     OomKills = 10,
-    /// Allocations that had to reclaim memory themselves.
+    /// Allocations stalled by direct reclaim.
     AllocationStalls = 11,
     /// Pages scanned in the background (kswapd).
     AsyncScans = 12,
-    /// Pages scanned directly by allocations.
+    /// Pages scanned by direct reclaim.
     DirectScans = 13,
     /// Pages reclaimed in the background.
     AsyncReclaims = 14,
-    /// Pages reclaimed directly by allocations.
+    /// Pages reclaimed by direct reclaim.
     DirectReclaims = 15,
 }
 
@@ -43,7 +43,7 @@ impl StatisticsTag {
     /// Number of known tags; they are numbered from 0.
     pub const COUNT: usize = 16;
 
-    /// All known tags by number.
+    /// All known tags in the order of their numbers.
     pub const ALL: [Self; Self::COUNT] = [
         Self::SwapIn,
         Self::SwapOut,
@@ -73,7 +73,7 @@ impl StatisticsTag {
         self as u16
     }
 
-    /// Name for people and for metrics; memory amounts end in `_bytes`.
+    /// Name in messages and metrics; amounts of memory end in `_bytes`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::SwapIn => "swap_in_bytes",

@@ -5,16 +5,16 @@ use core::ops::Range;
 use super::{MAX_BITMAP_BITS, MAX_PAGE_SHIFT};
 use crate::{PAGE_SHIFT, PageRange, Pfn};
 
-/// Consecutive bits that are set.
+/// A run of consecutive set bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BitRun {
-    /// Number of the first one.
+    /// Number of the first bit.
     pub first: u32,
-    /// How many, at least 1.
+    /// Number of bits, at least 1.
     pub bits: u32,
 }
 
-/// A bitmap to be read.
+/// A bitmap for reading.
 #[derive(Clone, Copy, Debug)]
 pub struct Bitmap<'a> {
     bytes: &'a [u8],
@@ -22,19 +22,19 @@ pub struct Bitmap<'a> {
 }
 
 impl<'a> Bitmap<'a> {
-    /// The first `bits` bits of `bytes`; bits after them in the last byte are not looked at. `None`
-    /// if there are fewer bytes than that.
+    /// The first `bits` bits of `bytes`; further bits in the last byte are ignored. `None` if
+    /// `bytes` is too short.
     pub fn new(bytes: &'a [u8], bits: u32) -> Option<Self> {
         (bits.div_ceil(8) as usize <= bytes.len()).then_some(Self { bytes, bits })
     }
 
-    /// The runs of set bits within `window`, in ascending order; a run that crosses the window's
-    /// end is cut there. The part of the window beyond the bitmap is empty.
+    /// The runs of set bits within `window`, in ascending order; a run that crosses the end of the
+    /// window is cut there. Bits of the window beyond the bitmap count as clear.
     pub fn runs(self, window: Range<u32>) -> BitRuns<'a> {
         BitRuns { bitmap: self, next: window.start, end: window.end.min(self.bits) }
     }
 
-    /// The 64 bits from bit `64 * index` on; those beyond the bytes are 0.
+    /// The 64 bits from bit `64 * index` on; bits beyond the bytes are 0.
     fn word(&self, index: usize) -> u64 {
         let rest = self.bytes.get(index * 8..).unwrap_or_default();
         match rest.first_chunk() {
@@ -43,8 +43,8 @@ impl<'a> Bitmap<'a> {
         }
     }
 
-    /// The first bit from `from` on, and before `end`, whose word has it set after `invert` was
-    /// applied; `end` if there is none.
+    /// The first bit in `from..end` that is set after its word was XORed with `invert`; `end` if
+    /// no bit is.
     fn find(&self, from: u32, end: u32, invert: u64) -> u32 {
         let mut index = from as usize / 64;
         let mut mask = u64::MAX << (from % 64);
@@ -82,7 +82,7 @@ impl Iterator for BitRuns<'_> {
     }
 }
 
-/// A bitmap to be filled in.
+/// A bitmap for writing.
 #[derive(Debug)]
 pub struct BitmapWriter<'a> {
     bytes: &'a mut [u8],
@@ -92,9 +92,9 @@ pub struct BitmapWriter<'a> {
 }
 
 impl<'a> BitmapWriter<'a> {
-    /// An empty bitmap of `bits` bits in the first bytes of `bytes`, each of them a block of
-    /// `page_shift`, the first of them at `start`. `None` if there are fewer bytes than that, or if
-    /// no message can have such a bitmap.
+    /// An empty bitmap of `bits` bits at the start of `bytes`. Each bit stands for a block of
+    /// `2^page_shift` bytes, the first one at `start`. `None` if `bytes` is too short or the
+    /// bitmap is not valid in a message.
     pub fn new(bytes: &'a mut [u8], start: Pfn, page_shift: u32, bits: u32) -> Option<Self> {
         let order = page_shift.checked_sub(PAGE_SHIFT).filter(|_| page_shift <= MAX_PAGE_SHIFT)?;
         if bits > MAX_BITMAP_BITS || !start.0.is_multiple_of(1 << order) {
@@ -105,8 +105,8 @@ impl<'a> BitmapWriter<'a> {
         Some(Self { bytes, start, page_shift, bits })
     }
 
-    /// Sets the bits of the whole blocks in `range`; returns the pages for which that was possible,
-    /// which are empty if the range has no whole block in the bitmap's window.
+    /// Sets the bits of the whole blocks in `range` and returns their pages: an empty range if
+    /// `range` contains no whole block of the bitmap's window.
     pub fn set(&mut self, range: PageRange) -> PageRange {
         let order = self.page_shift - PAGE_SHIFT;
         let window = PageRange::new(self.start, u64::from(self.bits) << order);

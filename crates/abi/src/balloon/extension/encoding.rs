@@ -1,4 +1,4 @@
-//! The three ways to name pages, and which one is shortest.
+//! The three encodings of page sets, and the choice of the shortest.
 
 use super::{HEADER_BYTES, MAX_BITMAP_BITS, MAX_PAGE_SHIFT, MAX_PFNS, MAX_RANGES, RANGE_BYTES};
 use crate::balloon::{Feature, Features, PFN_BYTES};
@@ -17,7 +17,7 @@ pub enum Encoding {
 }
 
 impl Encoding {
-    /// All encodings by number.
+    /// All encodings in the order of their numbers.
     pub const ALL: [Self; 3] = [Self::Pfns, Self::Bitmap, Self::Ranges];
 
     /// The encoding with this number.
@@ -25,7 +25,7 @@ impl Encoding {
         Self::ALL.into_iter().find(|encoding| *encoding as u16 == number)
     }
 
-    /// Name for people and for metrics.
+    /// Name in messages and metrics.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Pfns => "pfns",
@@ -34,7 +34,7 @@ impl Encoding {
         }
     }
 
-    /// Whether messages may use the encoding when `negotiated` was.
+    /// Whether messages may use the encoding with the features `negotiated`.
     pub const fn is_allowed(self, negotiated: Features) -> bool {
         match self {
             Self::Pfns => true,
@@ -44,22 +44,22 @@ impl Encoding {
     }
 }
 
-/// What of a set of blocks decides how long their message is in each encoding. A driver keeps it up
-/// to date while it allocates, at no more than a few instructions a block.
+/// The properties of a set of blocks that determine its message length in each encoding. A driver
+/// updates them while it allocates, at a cost of a few instructions a block.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Shape {
     /// Pages in all blocks.
     pub pages: u64,
-    /// Blocks, neighbours that were merged counted once.
+    /// Number of blocks; merged neighbours count once.
     pub ranges: u64,
     /// First page and the one after the last page.
     bounds: Option<(u64, u64)>,
-    /// All bits that are set in any block's start or length: their lowest one is the alignment.
+    /// Bitwise or of all blocks' starts and ends: the lowest set bit is the alignment.
     alignment: u64,
 }
 
 impl Shape {
-    /// Adds a block, which must not be in the set.
+    /// Adds a block, which must not be in the set yet.
     pub fn add(&mut self, block: PageRange) {
         if block.is_empty() {
             return;
@@ -80,24 +80,24 @@ impl Shape {
         shape
     }
 
-    /// The largest page shift with which a bitmap can name exactly these pages.
+    /// The largest page shift with which a bitmap can represent exactly these pages.
     pub fn page_shift(&self) -> u32 {
         (PAGE_SHIFT + self.alignment.trailing_zeros()).min(MAX_PAGE_SHIFT)
     }
 
-    /// First page of the smallest window that has all blocks.
+    /// First page of the smallest window that contains all blocks.
     pub fn first_page(&self) -> u64 {
         self.bounds.map_or(0, |(first, _)| first)
     }
 
-    /// Bits of a bitmap with [`page_shift`](Self::page_shift) from [`first_page`](Self::first_page)
-    /// on.
+    /// Number of bits of a bitmap that starts at [`first_page`](Self::first_page) and has
+    /// [`page_shift`](Self::page_shift).
     pub fn bits(&self) -> u64 {
         self.bounds.map_or(0, |(first, end)| (end - first) >> (self.page_shift() - PAGE_SHIFT))
     }
 
-    /// Bytes of the message in an encoding, header included; `None` if the set does not fit into
-    /// one such message.
+    /// Size in bytes of the message in an encoding, header included; `None` if the set does not
+    /// fit into one message.
     pub fn message_bytes(&self, encoding: Encoding) -> Option<usize> {
         let (count, limit, bits_each) = match encoding {
             Encoding::Pfns => {
@@ -111,8 +111,8 @@ impl Shape {
         Some(HEADER_BYTES + (count as usize * bits_each).div_ceil(8))
     }
 
-    /// The allowed encoding with the shortest message; the one that is cheapest to read among
-    /// equals. `None` if the set is empty or has to be divided.
+    /// The allowed encoding with the shortest message; of equally short ones, the one that is
+    /// cheapest to decode. `None` if the set is empty or does not fit into one message.
     pub fn shortest(&self, negotiated: Features) -> Option<Encoding> {
         [Encoding::Ranges, Encoding::Bitmap, Encoding::Pfns]
             .into_iter()

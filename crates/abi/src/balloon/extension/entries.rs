@@ -7,8 +7,8 @@ use super::{PFN_LIMIT, RANGE_BYTES};
 use crate::balloon::PFN_BYTES;
 use crate::{PageRange, Pfn};
 
-/// Iterator over the page frame numbers of a payload. Bytes after the last whole number are left
-/// out.
+/// Iterator over the page frame numbers of a payload. Bytes after the last whole number are
+/// ignored.
 #[derive(Clone, Debug)]
 pub struct Pfns<'a>(&'a [[u8; PFN_BYTES]]);
 
@@ -29,10 +29,10 @@ impl Iterator for Pfns<'_> {
     }
 }
 
-/// Why a range is not legal.
+/// Reason why a range is invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RangeError {
-    /// It has no page.
+    /// It is empty.
     Empty {
         /// Its first page.
         start: Pfn,
@@ -49,7 +49,7 @@ pub enum RangeError {
 impl fmt::Display for RangeError {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Empty { start } => write!(formatter, "range without pages at {start}"),
+            Self::Empty { start } => write!(formatter, "empty range at {start}"),
             Self::TooLong { start, pages } => {
                 write!(formatter, "range of {pages} pages at {start} ends beyond the address space")
             }
@@ -59,7 +59,7 @@ impl fmt::Display for RangeError {
 
 impl core::error::Error for RangeError {}
 
-/// Iterator over the ranges of a payload. Bytes after the last whole entry are left out.
+/// Iterator over the ranges of a payload. Bytes after the last whole entry are ignored.
 #[derive(Clone, Debug)]
 pub struct Ranges<'a>(&'a [[u8; RANGE_BYTES]]);
 

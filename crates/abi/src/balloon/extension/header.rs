@@ -10,7 +10,7 @@ use super::{MAX_MESSAGE_BYTES, RANGE_BYTES};
 use crate::balloon::{Le16, Le64, PFN_BYTES};
 use crate::{PAGE_SHIFT, PageRange, Pfn};
 
-/// `struct virtio_balloon_msg_hdr` as it lies in the buffer.
+/// `struct virtio_balloon_msg_hdr` as laid out in the buffer.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Wire {
@@ -39,7 +39,7 @@ const STATUS_MORE: u16 = 1;
 const STATUS_DONE: u16 = 2;
 const STATUS_ABORTED: u16 = 3;
 
-/// What is to become of the pages in a message.
+/// Purpose of the pages in a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Purpose {
     /// They go into the balloon.
@@ -50,7 +50,7 @@ pub enum Purpose {
     FreePages {
         /// The request's number, which is not 0.
         request_id: u64,
-        /// Whether more will come.
+        /// Whether more messages follow.
         status: AnswerStatus,
     },
 }
@@ -63,7 +63,7 @@ pub enum AnswerStatus {
     More = STATUS_MORE,
     /// The answer is complete.
     Done = STATUS_DONE,
-    /// The driver gives up: what it sent is valid and is not everything.
+    /// The driver gave up: its messages are valid but incomplete.
     Aborted = STATUS_ABORTED,
 }
 
@@ -72,7 +72,7 @@ pub enum AnswerStatus {
 pub enum Layout {
     /// Page frame numbers.
     Pfns {
-        /// How many.
+        /// Number of entries.
         count: u32,
     },
     /// Bits from `start` on.
@@ -81,12 +81,12 @@ pub enum Layout {
         start: Pfn,
         /// Binary logarithm of a block's size in bytes.
         page_shift: u32,
-        /// How many bits.
+        /// Number of bits.
         bits: u32,
     },
     /// Ranges.
     Ranges {
-        /// How many.
+        /// Number of entries.
         count: u32,
     },
 }
@@ -101,7 +101,7 @@ impl Layout {
         }
     }
 
-    /// Entries of the payload: numbers, bits or ranges.
+    /// Number of entries in the payload: page frame numbers, bits or ranges.
     pub const fn count(self) -> u32 {
         match self {
             Self::Pfns { count } | Self::Ranges { count } => count,
@@ -122,7 +122,7 @@ impl Layout {
     pub const fn pages_of_bits(self, first_bit: u32, bits: u32) -> PageRange {
         match self {
             Self::Bitmap { start, page_shift, .. } => {
-                // No overflow: `start` and all blocks of a legal header end below PFN_LIMIT.
+                // No overflow: `start` and all blocks of a valid header end below PFN_LIMIT.
                 let order = page_shift - PAGE_SHIFT;
                 PageRange::new(Pfn(start.0 + ((first_bit as u64) << order)), (bits as u64) << order)
             }
@@ -131,50 +131,50 @@ impl Layout {
     }
 }
 
-/// Why a header is not legal.
+/// Reason why a header is invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HeaderError {
-    /// No command has this number.
+    /// Unknown command.
     Command(u16),
-    /// No encoding has this number.
+    /// Unknown encoding.
     Encoding(u16),
-    /// No status has this number, or the command does not go with it.
+    /// Unknown status, or one that the command does not allow.
     Status(u16),
-    /// The request's number is 0 in an answer, or not 0 in another message.
+    /// The request number is 0 in an answer, or not 0 in another message.
     RequestId(u64),
-    /// The blocks of a bitmap have another size than 4 KiB to 1 GiB, or the unit of another
-    /// encoding is not 4 KiB.
+    /// A bitmap's block size is not between 4 KiB and 1 GiB, or another encoding's unit is not
+    /// 4 KiB.
     PageShift(u16),
-    /// A bitmap starts within a block or ends beyond the address space, or another encoding has a
-    /// start.
+    /// A bitmap does not start at a block boundary or ends beyond the address space, or another
+    /// encoding has a start.
     StartPfn(u64),
-    /// There are too many entries, or none in a message that must have some.
+    /// Too many entries, or none in a message that must not be empty.
     Count(u64),
 }
 
 impl fmt::Display for HeaderError {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Command(number) => write!(formatter, "no command has the number {number}"),
-            Self::Encoding(number) => write!(formatter, "no encoding has the number {number}"),
+            Self::Command(number) => write!(formatter, "unknown command {number}"),
+            Self::Encoding(number) => write!(formatter, "unknown encoding {number}"),
             Self::Status(number) => {
-                write!(formatter, "status {number} does not go with the command")
+                write!(formatter, "status {number} is invalid for the command")
             }
             Self::RequestId(id) => {
-                write!(formatter, "request number {id} does not go with the command")
+                write!(formatter, "request number {id} is invalid for the command")
             }
             Self::PageShift(shift) => {
-                write!(formatter, "page shift {shift} does not go with the encoding")
+                write!(formatter, "page shift {shift} is invalid for the encoding")
             }
             Self::StartPfn(pfn) => write!(formatter, "pages cannot start at {pfn:#x}"),
-            Self::Count(count) => write!(formatter, "{count} entries"),
+            Self::Count(count) => write!(formatter, "invalid number of entries: {count}"),
         }
     }
 }
 
 impl core::error::Error for HeaderError {}
 
-/// A legal header.
+/// A valid header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Header {
     purpose: Purpose,
@@ -182,7 +182,7 @@ pub struct Header {
 }
 
 impl Header {
-    /// A header.
+    /// Creates a header.
     ///
     /// # Errors
     /// [`HeaderError`] if the specification does not allow it.
@@ -217,7 +217,7 @@ impl Header {
         Ok(Self { purpose, layout })
     }
 
-    /// What is to become of the pages.
+    /// Purpose of the pages.
     pub const fn purpose(&self) -> Purpose {
         self.purpose
     }
@@ -253,7 +253,7 @@ impl Header {
     /// Decodes a header.
     ///
     /// # Errors
-    /// [`HeaderError`] names the first field with a value that is not legal.
+    /// [`HeaderError`] for the first field with an invalid value.
     pub fn from_bytes(bytes: [u8; HEADER_BYTES]) -> Result<Self, HeaderError> {
         let wire = Wire::from_bytes(bytes);
         let (status, request_id) = (wire.status.get(), wire.request_id.get());
@@ -323,8 +323,7 @@ impl Wire {
     }
 }
 
-/// The bytes of a field of a structure; `offset` is that of the field, so that the array ends
-/// within the structure.
+/// The bytes of a structure's field at `offset`; the field must lie within `bytes`.
 pub(super) fn field<const SIZE: usize>(bytes: &[u8], offset: usize) -> [u8; SIZE] {
     core::array::from_fn(|index| bytes[offset + index])
 }

@@ -1,4 +1,4 @@
-//! What the host asks of the driver.
+//! Requests of the host to the driver.
 
 use core::fmt;
 use core::mem::{align_of, offset_of, size_of};
@@ -8,7 +8,7 @@ use super::{MAX_PAGE_SHIFT, REQUEST_BYTES};
 use crate::PAGE_SHIFT;
 use crate::balloon::{Le16, Le32, Le64};
 
-/// `struct virtio_balloon_host_request` as it lies in the buffer.
+/// `struct virtio_balloon_host_request` as laid out in the buffer.
 #[repr(C)]
 struct Wire {
     command: Le16,
@@ -28,28 +28,28 @@ const CANCEL: u16 = 4;
 /// A request of the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum HostRequest {
-    /// Tell which pages are free.
+    /// Report the free pages.
     FreePages {
-        /// Number that every message of the answer carries; not 0.
+        /// Number that every message of the answer repeats; not 0.
         request_id: u64,
-        /// Binary logarithm of the smallest block, in bytes, that the host wants to know of.
+        /// Binary logarithm of the size in bytes of the smallest block to report.
         page_shift: u32,
     },
-    /// Send no more of the answer to this request.
+    /// Stop answering this request.
     Cancel {
         /// The request's number.
         request_id: u64,
     },
 }
 
-/// Why a request is not legal.
+/// Reason why a request is invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RequestError {
-    /// No request has this command.
+    /// Unknown command.
     Command(u16),
-    /// The number of a request is never 0.
+    /// The request number is 0.
     RequestId,
-    /// Blocks have another size than 4 KiB to 1 GiB, or it is given where there is none.
+    /// The block size is not between 4 KiB and 1 GiB, or given for a command without one.
     PageShift(u16),
     /// The reserved field is not 0.
     Reserved(u32),
@@ -58,10 +58,10 @@ pub enum RequestError {
 impl fmt::Display for RequestError {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Command(number) => write!(formatter, "no request has the command {number}"),
+            Self::Command(number) => write!(formatter, "unknown command {number}"),
             Self::RequestId => formatter.write_str("request number 0"),
             Self::PageShift(shift) => {
-                write!(formatter, "page shift {shift} does not go with the request")
+                write!(formatter, "page shift {shift} is invalid for the request")
             }
             Self::Reserved(value) => write!(formatter, "reserved field is {value}"),
         }
@@ -95,7 +95,7 @@ impl HostRequest {
     /// Decodes a request, as a driver does.
     ///
     /// # Errors
-    /// [`RequestError`] names the first field with a value that is not legal.
+    /// [`RequestError`] for the first field with an invalid value.
     pub fn from_bytes(bytes: [u8; REQUEST_BYTES]) -> Result<Self, RequestError> {
         let page_shift = u16::from_le_bytes(field(&bytes, offset_of!(Wire, page_shift)));
         let reserved = u32::from_le_bytes(field(&bytes, offset_of!(Wire, reserved)));

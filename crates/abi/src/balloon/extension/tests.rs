@@ -13,7 +13,7 @@ fn range(start: u64, pages: u64) -> PageRange {
 }
 
 #[test]
-fn fields_lie_where_the_specification_says() {
+fn fields_are_at_the_offsets_of_the_specification() {
     let answer =
         Purpose::FreePages { request_id: 0x0807_0605_0403_0201, status: AnswerStatus::Done };
     let layout = Layout::Bitmap { start: Pfn(0x1_0000_0200), page_shift: 21, bits: 0x0102 };
@@ -39,7 +39,7 @@ fn fields_lie_where_the_specification_says() {
 
 /// The two messages that the specification shows (section "Names for C").
 #[test]
-fn the_examples_are_right() {
+fn the_examples_of_the_specification_are_encoded_alike() {
     let text = include_str!("../../../../../docs/extension.md");
     let hex: Vec<Vec<u8>> = text
         .lines()
@@ -61,7 +61,7 @@ fn the_examples_are_right() {
     assert_eq!(hex.len(), 4);
 }
 
-/// A header with one field of a legal one changed.
+/// Decodes a valid header with one field changed.
 fn broken(offset: usize, value: u64, width: usize) -> Result<Header, HeaderError> {
     let layout = Layout::Bitmap { start: Pfn(512), page_shift: 21, bits: 64 };
     let mut bytes = Header::new(Purpose::Inflate, layout).unwrap().to_bytes();
@@ -80,13 +80,13 @@ fn each_field_is_checked() {
     for shift in [0, 11, 31, 64, 0xffff] {
         assert_eq!(broken(2, shift, 2), Err(HeaderError::PageShift(shift as u16)));
     }
-    // A block of 4 MiB does not start at 2 MiB.
+    // 2 MiB is not a block boundary of 4 MiB blocks.
     assert_eq!(broken(2, 22, 2), Err(HeaderError::StartPfn(512)));
     assert_eq!(broken(4, 1, 2), Err(HeaderError::Status(1)));
     for encoding in [0, 4, 0xffff] {
         assert_eq!(broken(6, encoding, 2), Err(HeaderError::Encoding(encoding as u16)));
     }
-    // Numbers and ranges have neither a block size nor a start.
+    // Page frame numbers and ranges have neither a block size nor a start.
     assert_eq!(broken(6, 1, 2), Err(HeaderError::PageShift(21)));
     assert_eq!(broken(8, 7, 8), Err(HeaderError::RequestId(7)));
     assert_eq!(broken(16, 513, 8), Err(HeaderError::StartPfn(513)));
@@ -110,14 +110,14 @@ fn only_answers_may_be_empty() {
         assert!(Header::new(done, layout).is_ok());
         assert_eq!(Header::new(Purpose::Deflate, layout), Err(HeaderError::Count(0)));
     }
-    let nobody = Purpose::FreePages { request_id: 0, status: AnswerStatus::Done };
-    assert_eq!(Header::new(nobody, Layout::Pfns { count: 1 }), Err(HeaderError::RequestId(0)));
+    let no_request = Purpose::FreePages { request_id: 0, status: AnswerStatus::Done };
+    assert_eq!(Header::new(no_request, Layout::Pfns { count: 1 }), Err(HeaderError::RequestId(0)));
     assert!(Header::new(done, Layout::Ranges { count: MAX_RANGES + 1 }).is_err());
     assert!(Header::new(done, Layout::Pfns { count: MAX_PFNS + 1 }).is_err());
 }
 
 #[test]
-fn requests_are_checked_too() {
+fn each_field_of_a_request_is_checked() {
     let bytes = |command: u8, shift: u8, reserved: u8, id: u8| {
         [command, 0, shift, 0, 0, 0, 0, reserved, id, 0, 0, 0, 0, 0, 0, 0]
     };
@@ -135,7 +135,7 @@ fn requests_are_checked_too() {
 }
 
 #[test]
-fn ranges_outside_the_address_space_are_told_apart() {
+fn ranges_outside_the_address_space_are_refused() {
     let mut bytes = Vec::new();
     for (start, pages) in
         [(5, 1), (5, 0), (PFN_LIMIT - 1, 1), (PFN_LIMIT, 1), (u64::MAX, 2), (2, u64::MAX)]
@@ -152,22 +152,21 @@ fn the_shortest_encoding_follows_the_blocks() {
     let both = Features::EXTENSION;
     let shortest =
         |blocks: &[PageRange], features| Shape::of(blocks.iter().copied()).shortest(features);
-    // 7 GiB in blocks of 4 MiB, every one apart from the next: 448 bytes of bitmap beat 28 KiB of
-    // ranges.
+    // 7 GiB in separate blocks of 4 MiB: 448 bytes of bitmap beat 28 KiB of ranges.
     let blocks: Vec<_> = (0..1792).map(|index| range(index * 2048, 1024)).collect();
     assert_eq!(shortest(&blocks, both), Some(Encoding::Bitmap));
     assert_eq!(Shape::of(blocks.iter().copied()).page_shift(), 22);
     assert_eq!(shortest(&blocks, Feature::PageRanges.into()), Some(Encoding::Ranges));
-    // Without an encoding for them, so many pages do not fit into one message.
+    // As page frame numbers they do not fit into one message.
     assert_eq!(shortest(&blocks, Features::NONE), None);
-    // The same as one range.
+    // The same amount as one range.
     assert_eq!(shortest(&[range(1024, 1792 * 1024)], both), Some(Encoding::Ranges));
-    // A page for the guest's compaction.
+    // One page, as when the guest's compaction moves a page of the balloon.
     assert_eq!(shortest(&[range(7, 1)], Feature::PageRanges.into()), Some(Encoding::Pfns));
     // A few pages far apart.
     let scattered: Vec<_> = (0..100).map(|index| range(index * 99_991, 1)).collect();
     assert_eq!(shortest(&scattered, both), Some(Encoding::Pfns));
-    // Above 16 TiB page frame numbers do not reach.
+    // 32-bit page frame numbers end at 16 TiB.
     assert_eq!(shortest(&[range(1 << 32, 1)], Features::NONE), None);
     assert_eq!(shortest(&[], both), None);
 }
@@ -176,7 +175,7 @@ fn pages(ranges: &[PageRange]) -> BTreeSet<u64> {
     ranges.iter().flat_map(|range| range.start.0..range.end().0).collect()
 }
 
-/// Blocks of any order, aligned to it, in a window.
+/// Disjoint, naturally aligned blocks of several orders in a window.
 fn blocks() -> impl Strategy<Value = Vec<PageRange>> {
     prop::collection::vec((0..6_u8, 0..256_u64), 1..40).prop_map(|blocks| {
         let mut taken = BTreeSet::new();
@@ -194,14 +193,13 @@ fn blocks() -> impl Strategy<Value = Vec<PageRange>> {
 
 proptest! {
     #[test]
-    fn headers_are_what_their_bytes_say(bytes in any::<[u8; HEADER_BYTES]>()) {
+    fn decoded_headers_encode_to_the_same_bytes(bytes in any::<[u8; HEADER_BYTES]>()) {
         if let Ok(header) = Header::from_bytes(bytes) {
             prop_assert_eq!(header.to_bytes(), bytes);
         }
     }
 
-    /// Bytes that are nearly legal; each that is accepted is read back the same and keeps to the
-    /// bounds.
+    /// Nearly valid bytes: each accepted header encodes to the same bytes and respects the limits.
     #[test]
     fn accepted_headers_are_bounded(
         command in 0..5_u16,
@@ -210,7 +208,12 @@ proptest! {
         encoding in 0..5_u16,
         request_id in prop_oneof![Just(0), any::<u64>()],
         start in prop_oneof![Just(0), (0..64_u64).prop_map(|bit| 1 << bit), any::<u64>()],
-        count in prop_oneof![0..100_u64, 0x0_ffff..0x1_0002_u64, 0x7f_ffff..0x80_0002_u64, any::<u64>()],
+        count in prop_oneof![
+            0..100_u64,
+            0x0_ffff..0x1_0002_u64,
+            0x7f_ffff..0x80_0002_u64,
+            any::<u64>(),
+        ],
     ) {
         let mut bytes = [0; HEADER_BYTES];
         for (index, field) in [command, page_shift, status, encoding].into_iter().enumerate() {
@@ -230,7 +233,11 @@ proptest! {
     }
 
     #[test]
-    fn requests_are_what_their_bytes_say(bytes in any::<[u8; REQUEST_BYTES]>(), command in 0..6_u8, shift in 0..32_u8) {
+    fn decoded_requests_encode_to_the_same_bytes(
+        bytes in any::<[u8; REQUEST_BYTES]>(),
+        command in 0..6_u8,
+        shift in 0..32_u8,
+    ) {
         let mut likely = bytes;
         likely[..8].copy_from_slice(&[command, 0, shift, 0, 0, 0, 0, 0]);
         for bytes in [bytes, likely] {
@@ -240,29 +247,34 @@ proptest! {
         }
     }
 
-    /// The model is the plain set of bit numbers; windows of any size find the same.
+    /// The model is a plain list of bit numbers; windows of any size yield the same bits.
     #[test]
-    fn runs_hold_exactly_the_bits_that_are_set(
+    fn runs_contain_exactly_the_set_bits(
         bytes in prop::collection::vec(prop_oneof![Just(0_u8), Just(0xff_u8), any::<u8>()], 0..70),
         excess in 0..8_u32,
         window in 1..200_u32,
     ) {
         let bits = (bytes.len() as u32 * 8).saturating_sub(excess);
         let bitmap = Bitmap::new(&bytes, bits).expect("enough bytes");
-        let expected: Vec<u32> = (0..bits).filter(|bit| bytes[*bit as usize / 8] >> (bit % 8) & 1 != 0).collect();
+        let expected: Vec<u32> =
+            (0..bits).filter(|bit| bytes[*bit as usize / 8] >> (bit % 8) & 1 != 0).collect();
         let runs: Vec<BitRun> = bitmap.runs(0..bits).collect();
         prop_assert!(runs.windows(2).all(|pair| pair[0].first + pair[0].bits < pair[1].first));
-        let listed = |runs: &[BitRun]| -> Vec<u32> { runs.iter().flat_map(|run| run.first..run.first + run.bits).collect() };
+        let listed = |runs: &[BitRun]| -> Vec<u32> {
+            runs.iter().flat_map(|run| run.first..run.first + run.bits).collect()
+        };
         prop_assert_eq!(listed(&runs), expected.clone());
-        let parts: Vec<BitRun> =
-            (0..=bits).step_by(window as usize).flat_map(|start| bitmap.runs(start..start + window)).collect();
+        let parts: Vec<BitRun> = (0..=bits)
+            .step_by(window as usize)
+            .flat_map(|start| bitmap.runs(start..start + window))
+            .collect();
         prop_assert_eq!(listed(&parts), expected);
         prop_assert!(Bitmap::new(&bytes, bytes.len() as u32 * 8 + 1).is_none());
         prop_assert_eq!(bitmap.runs(bits..u32::MAX).next(), None);
     }
 
     #[test]
-    fn any_entries_are_read(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+    fn any_bytes_decode_to_entries(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
         prop_assert_eq!(Pfns::new(&bytes).count(), bytes.len() / 4);
         prop_assert_eq!(Ranges::new(&bytes).count(), bytes.len() / 16);
         for range in Ranges::new(&bytes).flatten() {
@@ -270,8 +282,7 @@ proptest! {
         }
     }
 
-    /// A set of blocks survives every encoding that its shape says it fits into, in as many bytes
-    /// as it says.
+    /// A set of blocks survives every encoding, in the number of bytes that its shape predicts.
     #[test]
     fn blocks_survive_every_encoding(blocks in blocks()) {
         let shape = Shape::of(blocks.iter().copied());
@@ -281,7 +292,8 @@ proptest! {
         let bits = u32::try_from(shape.bits()).expect("a small window");
         let mut bytes = vec![0xaa; bits.div_ceil(8) as usize];
         let start = Pfn(shape.first_page());
-        let mut writer = BitmapWriter::new(&mut bytes, start, shape.page_shift(), bits).expect("a window");
+        let mut writer =
+            BitmapWriter::new(&mut bytes, start, shape.page_shift(), bits).expect("a window");
         for block in &blocks {
             prop_assert_eq!(writer.set(*block), *block);
         }
@@ -295,10 +307,11 @@ proptest! {
 
         let bytes: Vec<u8> = blocks.iter().flat_map(|block| encode_range(*block)).collect();
         prop_assert_eq!(shape.message_bytes(Encoding::Ranges), Some(HEADER_BYTES + bytes.len()));
-        let read: Vec<_> = Ranges::new(&bytes).collect::<Result<_, _>>().expect("legal ranges");
+        let read: Vec<_> = Ranges::new(&bytes).collect::<Result<_, _>>().expect("valid ranges");
         prop_assert_eq!(read, blocks);
 
-        let bytes: Vec<u8> = expected.iter().flat_map(|page| (*page as u32).to_le_bytes()).collect();
+        let bytes: Vec<u8> =
+            expected.iter().flat_map(|page| (*page as u32).to_le_bytes()).collect();
         prop_assert_eq!(shape.message_bytes(Encoding::Pfns), Some(HEADER_BYTES + bytes.len()));
         prop_assert_eq!(Pfns::new(&bytes).map(|pfn| pfn.0).collect::<BTreeSet<_>>(), expected);
 
@@ -307,7 +320,7 @@ proptest! {
         prop_assert_eq!(shape.message_bytes(shortest), all.into_iter().flatten().min());
     }
 
-    /// Whatever is set, nothing outside of the range or in part of a block is.
+    /// A writer sets no bit outside of the range, and none of a partial block.
     #[test]
     fn a_writer_sets_whole_blocks_inside_its_window(
         order in 0..4_u32,
@@ -318,8 +331,9 @@ proptest! {
     ) {
         let start = start << order;
         let mut bytes = [0xff; 12];
+        let page_shift = crate::PAGE_SHIFT + order;
         let mut writer =
-            BitmapWriter::new(&mut bytes, Pfn(start), crate::PAGE_SHIFT + order, bits).expect("a window");
+            BitmapWriter::new(&mut bytes, Pfn(start), page_shift, bits).expect("a window");
         let set = writer.set(range(first, length));
         let expected: BTreeSet<u64> = (0..u64::from(bits))
             .map(|bit| range(start + (bit << order), 1 << order))
@@ -327,7 +341,7 @@ proptest! {
             .flat_map(|block| block.start.0..block.end().0)
             .collect();
         prop_assert_eq!(pages(&[set]), expected.clone());
-        let layout = Layout::Bitmap { start: Pfn(start), page_shift: crate::PAGE_SHIFT + order, bits };
+        let layout = Layout::Bitmap { start: Pfn(start), page_shift, bits };
         let runs = Bitmap::new(&bytes, bits).expect("enough bytes").runs(0..bits);
         let read: Vec<_> = runs.map(|run| layout.pages_of_bits(run.first, run.bits)).collect();
         prop_assert_eq!(pages(&read), expected);
