@@ -1,4 +1,4 @@
-//! The TSC that a guest reads: the host's, scaled by a fixed-point ratio, plus an offset.
+//! The guest's TSC: the host's, scaled by a fixed-point ratio, plus an offset.
 //!
 //! `guest = ((host * ratio) >> fraction bits) + offset`, the product in 128 bits and everything
 //! else modulo 2^64, as the processor does it (Intel SDM volume 3, "Time-Stamp Counter Offset" and
@@ -7,11 +7,11 @@
 
 use crate::units::Kilohertz;
 
-/// Digits behind the binary point of a TSC ratio; a property of the processor's maker.
+/// Number of fraction bits of a TSC ratio; depends on the processor's vendor.
 ///
-/// KVM does not tell user space this number, apart from debugfs (`tsc-scaling-ratio-frac-bits`). It
-/// is needed to compute an offset: a ratio cut after 32 bits instead of 48 is up to 2^-32 smaller,
-/// which is 0.6 ms of TSC after a month's uptime.
+/// KVM exports this number only in debugfs (`tsc-scaling-ratio-frac-bits`). It is needed to compute
+/// an offset: a ratio truncated to 32 instead of 48 bits is up to 2^-32 smaller, which is 0.6 ms of
+/// TSC after a month of uptime.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum FractionBits {
     /// AMD SVM: 32 bits, and 8 bits of integer part.
@@ -29,7 +29,7 @@ impl FractionBits {
         }
     }
 
-    /// The largest ratio that the hardware takes (Linux: `SVM_TSC_RATIO_MAX`, and all 64 bits for
+    /// The largest ratio that the hardware accepts (Linux: `SVM_TSC_RATIO_MAX`, and all 64 bits for
     /// VMX).
     const fn largest_ratio(self) -> u64 {
         match self {
@@ -39,7 +39,7 @@ impl FractionBits {
     }
 }
 
-/// Ratio of a guest's TSC frequency to its host's, as the hardware holds it.
+/// Ratio of a guest's TSC frequency to its host's, in the hardware's format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct TscRatio {
     ratio: u64,
@@ -47,15 +47,15 @@ pub struct TscRatio {
 }
 
 impl TscRatio {
-    /// The guest's TSC runs at the host's frequency.
+    /// Ratio of an unscaled guest, whose TSC runs at the host's frequency.
     pub const ONE: Self = Self { ratio: 1, fraction_bits: 0 };
 
-    /// The ratio that KVM programs for a guest of `guest` on a host of `host` (Linux
+    /// The ratio that KVM programs for a guest TSC of `guest` on a host TSC of `host` (Linux
     /// `kvm_set_tsc_khz`), rounded down.
     ///
-    /// `None` when the hardware cannot hold it: zero or beyond its integer part. The relative error
-    /// of the guest's frequency is in (-2^-n, 0] for a ratio of 1 and n fraction bits, and grows as
-    /// the ratio falls.
+    /// `None` if the hardware cannot represent it: zero or beyond its integer part. The relative
+    /// error of the guest's frequency is in (-2^-n, 0] for a ratio of 1 and n fraction bits, and
+    /// grows as the ratio falls.
     pub const fn new(guest: Kilohertz, host: Kilohertz, fraction: FractionBits) -> Option<Self> {
         let ratio = ((guest.get() as u128) << fraction.get()) / host.get() as u128;
         if ratio == 0 || ratio > fraction.largest_ratio() as u128 {
@@ -69,7 +69,7 @@ impl TscRatio {
         self.ratio
     }
 
-    /// Digits behind the binary point; 0 for [`Self::ONE`].
+    /// Number of fraction bits; 0 for [`Self::ONE`].
     pub const fn fraction_bits(self) -> u32 {
         self.fraction_bits
     }
@@ -80,7 +80,7 @@ impl TscRatio {
         ((host_tsc as u128 * self.ratio as u128) >> self.fraction_bits) as u64
     }
 
-    /// What a guest with `offset` (`KVM_VCPU_TSC_OFFSET`) reads when the host's TSC is `host_tsc`.
+    /// The TSC of a guest with `offset` (`KVM_VCPU_TSC_OFFSET`) when the host's TSC is `host_tsc`.
     pub const fn guest_tsc(self, host_tsc: u64, offset: u64) -> u64 {
         self.scale(host_tsc).wrapping_add(offset)
     }
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn ratios_are_what_the_registers_hold() {
+    fn ratios_have_the_format_of_the_registers() {
         let ratio =
             |fraction| TscRatio::new(khz(3_000_000), khz(2_000_000), fraction).unwrap().raw();
         assert_eq!(ratio(FractionBits::Amd32), 3 << 31);
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn ratios_that_the_registers_cannot_hold_are_refused() {
+    fn ratios_beyond_the_registers_are_refused() {
         assert_eq!(TscRatio::new(khz(256), khz(1), FractionBits::Amd32), None);
         assert!(TscRatio::new(khz(255), khz(1), FractionBits::Amd32).is_some());
         assert!(TscRatio::new(khz(65_535), khz(1), FractionBits::Intel48).is_some());
@@ -120,7 +120,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn offsets_put_the_guest_where_it_is_wanted(
+        fn offsets_give_the_requested_guest_tsc(
             guest in 1_000u32..10_000_000,
             host in 1_000_000u32..10_000_000,
             host_tsc in any::<u64>(),
@@ -128,12 +128,13 @@ mod tests {
         ) {
             for fraction in [FractionBits::Amd32, FractionBits::Intel48] {
                 let ratio = TscRatio::new(khz(guest), khz(host), fraction).unwrap();
-                prop_assert_eq!(ratio.guest_tsc(host_tsc, ratio.offset_for(wanted, host_tsc)), wanted);
+                let offset = ratio.offset_for(wanted, host_tsc);
+                prop_assert_eq!(ratio.guest_tsc(host_tsc, offset), wanted);
             }
         }
 
-        /// Scaling is never ahead of the wanted frequency, and behind by at most 2^-n of the host's
-        /// ticks and one tick.
+        /// Scaled ticks are never ahead of the requested frequency, and behind it by at most 2^-n
+        /// of the host's ticks plus one tick.
         #[test]
         fn scaling_has_the_stated_error(
             guest in 100_000u32..10_000_000,

@@ -1,30 +1,31 @@
 //! KVM's paravirtual clock, for monitors, guests and tests.
 //!
 //! KVM gives each vCPU of a guest a page with a time, the guest TSC of that instant, and a factor
-//! between ticks and nanoseconds; the guest adds what its TSC has counted since. This crate is that
-//! clock without the kernel: the layout, the arithmetic, both sides of the protocol, what has to be
-//! set after a pause or a restore, and a model of a host in which all of it can be run through
-//! weeks of drift in no time. No ioctl and no unsafe code is in it.
+//! between ticks and nanoseconds; the guest adds the TSC ticks since then. This crate implements
+//! that clock without the kernel: the layout, the arithmetic, both sides of the protocol, the
+//! settings after a pause or a restore, and a model of a host that simulates weeks of drift in an
+//! instant. It contains no ioctl and no unsafe code.
 //!
-//! | module | what it is for |
+//! | module | purpose |
 //! | --- | --- |
-//! | [`page`] | the two structures that host and guest share, their registers and flags |
-//! | [`scale`], [`guest_tsc`], [`units`] | frequency to factor and back; the TSC that a guest of another frequency reads |
-//! | [`protocol`] | writing and reading a page on any memory: guest memory, plain atomics, a model checker's |
-//! | [`reader`] | a guest's clock: time, stability, age, and never backwards |
-//! | [`policy`] | KVM's clock and each vCPU's TSC after a pause or a restore: continue, or catch up |
-//! | [`model`] | a host's clocks and KVM's on it, with the bug of 2020 and without |
+//! | [`page`] | the two structures shared by host and guest, their registers and flags |
+//! | [`scale`] | conversion between frequency and factor |
+//! | [`guest_tsc`] | the TSC of a guest with another frequency than its host |
+//! | [`units`] | frequencies, and conversion between ticks and time |
+//! | [`protocol`] | writing and reading a page in any memory: guest, atomics, model checker |
+//! | [`reader`] | a guest's monotonic clock: time, stability and age |
+//! | [`policy`] | KVM's clock and each vCPU's TSC after a pause or a restore |
+//! | [`model`] | the clocks of a host and of its guests, with and without the bug of 2020 |
 //!
 //! # Exactness
 //!
-//! All of it is integer arithmetic.
+//! All arithmetic is on integers.
 //! - A factor's relative error is in (-2^-31, 0]: a page's time is never ahead of the exact one,
-//!   and loses at most 0.47 ns a second. That is a property test from 1 kHz to 10 GHz.
-//! - Ticks for a time and time for ticks are exact and rounded down, in 128 bits.
-//! - After a pause the vCPUs' TSCs and KVM's clock have advanced by the same time, to less than a
-//!   tick.
+//!   and loses at most 0.47 ns a second. Property-tested from 1 kHz to 10 GHz.
+//! - Conversions between ticks and time are exact and rounded down, in 128 bits.
+//! - Over a pause the vCPUs' TSCs and KVM's clock advance by the same time, to less than a tick.
 //!
-//! # A page, written and read
+//! # Writing and reading a page
 //!
 //! ```
 //! use core::sync::atomic::AtomicU64;
@@ -50,8 +51,8 @@
 //! # Features
 //!
 //! - `alloc` (default): [`policy`] and [`model`], which need a heap. Without it the crate needs
-//!   nothing but `core`.
-//! - `serde`: a saved clock and a policy as documents.
+//!   only `core`.
+//! - `serde`: serialization of saved clocks and policies.
 //!
 //! # Sources
 //!

@@ -1,18 +1,18 @@
 //! The memory that KVM shares with a guest: one time page a vCPU, and a wall clock.
 //!
-//! Both structures are little-endian, as x86 is, and are placed by the guest, which writes their
-//! address to a model-specific register (Linux, Documentation/virt/kvm/x86/msr.rst;
+//! Both structures are little-endian, as x86 is. The guest chooses their addresses and writes them
+//! to model-specific registers (Linux, Documentation/virt/kvm/x86/msr.rst;
 //! arch/x86/include/asm/pvclock-abi.h).
 
 use core::mem::{align_of, offset_of, size_of};
 
 use crate::scale::TscScale;
 
-/// MSR that takes the address of the wall clock; a write makes KVM fill it in
+/// MSR for the address of the wall clock; on a write KVM fills in the structure
 /// (`MSR_KVM_WALL_CLOCK_NEW`).
 pub const MSR_WALL_CLOCK: u32 = 0x4b56_4d00;
 
-/// MSR that takes the address of a vCPU's time page; bit 0 enables it (`MSR_KVM_SYSTEM_TIME_NEW`).
+/// MSR for the address of a vCPU's time page; bit 0 enables it (`MSR_KVM_SYSTEM_TIME_NEW`).
 pub const MSR_SYSTEM_TIME: u32 = 0x4b56_4d01;
 
 /// The bit of [`MSR_SYSTEM_TIME`] that enables the page.
@@ -30,12 +30,12 @@ pub const WALL_CLOCK_BYTES: usize = 12;
 pub struct TimeFlags(pub u8);
 
 impl TimeFlags {
-    /// None.
+    /// No flags.
     pub const NONE: Self = Self(0);
     /// Times read on different vCPUs can be compared (`PVCLOCK_TSC_STABLE_BIT`). Without it a
-    /// reader has to hold time back to the latest that any vCPU has seen.
+    /// reader has to clamp its time to the latest that any vCPU has seen.
     pub const TSC_STABLE: Self = Self(1);
-    /// The monitor stopped the vCPU (`PVCLOCK_GUEST_STOPPED`): watchdogs should forgive the time
+    /// The monitor paused the vCPU (`PVCLOCK_GUEST_STOPPED`): watchdogs should ignore the time
     /// since. The guest clears it.
     pub const GUEST_STOPPED: Self = Self(2);
 
@@ -45,13 +45,13 @@ impl TimeFlags {
         self.0 & other.0 == other.0
     }
 
-    /// The bits of both.
+    /// The bits in either.
     #[must_use]
     pub const fn union(self, other: Self) -> Self {
         Self(self.0 | other.0)
     }
 
-    /// The bits that are also in `other`.
+    /// The bits in both.
     #[must_use]
     pub const fn intersection(self, other: Self) -> Self {
         Self(self.0 & other.0)
@@ -65,11 +65,11 @@ impl TimeFlags {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct VcpuTimeInfo {
-    /// Odd while the host writes; another even number after each write.
+    /// Odd while the host writes; a new even number after each write.
     pub version: u32,
     /// Unused.
     pub padding0: u32,
-    /// Guest TSC of the instant that [`Self::system_time_ns`] means.
+    /// Guest TSC at the instant of [`Self::system_time_ns`].
     pub tsc_timestamp: u64,
     /// The clock at that instant, modulo 2^64.
     pub system_time_ns: u64,
@@ -104,18 +104,19 @@ impl VcpuTimeInfo {
     /// Nanoseconds from the page's timestamp to `tsc`; 0 if `tsc` is before it.
     ///
     /// Guests compute without this lower bound: a TSC slightly behind the timestamp makes their
-    /// time leap by centuries.
+    /// time jump by centuries.
     pub const fn age_ns(&self, tsc: u64) -> u64 {
         let ticks = tsc.wrapping_sub(self.tsc_timestamp);
         if ticks.cast_signed() < 0 { 0 } else { self.scale().ns(ticks) }
     }
 
-    /// The time at `tsc`, modulo 2^64 as guests compute it: a negative time is a very late one.
+    /// The time at `tsc`, modulo 2^64 as guests compute it: a negative time reads as a very late
+    /// one.
     pub const fn time_ns(&self, tsc: u64) -> u64 {
         self.system_time_ns.wrapping_add(self.age_ns(tsc))
     }
 
-    /// The page as it is in memory.
+    /// Encodes the page as in memory.
     pub fn to_bytes(&self) -> [u8; TIME_PAGE_BYTES] {
         let mut bytes = [0; TIME_PAGE_BYTES];
         for (bytes, word) in bytes.chunks_exact_mut(4).zip(self.to_words()) {
@@ -124,7 +125,7 @@ impl VcpuTimeInfo {
         bytes
     }
 
-    /// The page from memory.
+    /// Decodes a page from memory.
     pub fn from_bytes(bytes: &[u8; TIME_PAGE_BYTES]) -> Self {
         let mut words = [0; TIME_PAGE_BYTES / 4];
         for (word, bytes) in words.iter_mut().zip(bytes.as_chunks::<4>().0) {
@@ -133,7 +134,7 @@ impl VcpuTimeInfo {
         Self::from_words(words)
     }
 
-    /// The page as eight little-endian words.
+    /// Encodes the page as eight little-endian words.
     pub(crate) const fn to_words(self) -> [u32; TIME_PAGE_BYTES / 4] {
         let last = self.padding1;
         [
@@ -148,7 +149,7 @@ impl VcpuTimeInfo {
         ]
     }
 
-    /// The page from eight little-endian words.
+    /// Decodes a page from eight little-endian words.
     pub(crate) const fn from_words(words: [u32; TIME_PAGE_BYTES / 4]) -> Self {
         let [shift, flags, ref padding1 @ ..] = words[7].to_le_bytes();
         Self {
@@ -164,13 +165,13 @@ impl VcpuTimeInfo {
     }
 }
 
-/// The wall clock (`struct pvclock_wall_clock`): the real time at which the guest's system time was 0.
+/// The wall clock (`struct pvclock_wall_clock`): the real time at system time 0 of the guest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct WallClock {
     /// Odd while the host writes.
     pub version: u32,
-    /// Seconds since 1970; 32 bits, which end in 2106.
+    /// Seconds since 1970; 32 bits, which overflow in 2106.
     pub sec: u32,
     /// Nanoseconds in that second.
     pub nsec: u32,
@@ -184,8 +185,8 @@ const _: () = {
 };
 
 impl WallClock {
-    /// The wall clock for the real time `ns` since 1970, with version 0. Seconds are cut to 32
-    /// bits, as KVM does.
+    /// The wall clock for the real time `ns` since 1970, with version 0. Seconds are truncated to
+    /// 32 bits, as in KVM.
     pub const fn from_ns(ns: u64) -> Self {
         let second = crate::units::NS_PER_SECOND;
         Self { version: 0, sec: (ns / second) as u32, nsec: (ns % second) as u32 }
@@ -196,7 +197,7 @@ impl WallClock {
         self.sec as u64 * crate::units::NS_PER_SECOND + self.nsec as u64
     }
 
-    /// The structure as it is in memory.
+    /// Encodes the structure as in memory.
     pub fn to_bytes(&self) -> [u8; WALL_CLOCK_BYTES] {
         let mut bytes = [0; WALL_CLOCK_BYTES];
         for (bytes, word) in bytes.chunks_exact_mut(4).zip([self.version, self.sec, self.nsec]) {
@@ -205,7 +206,7 @@ impl WallClock {
         bytes
     }
 
-    /// The structure from memory.
+    /// Decodes the structure from memory.
     pub fn from_bytes(bytes: &[u8; WALL_CLOCK_BYTES]) -> Self {
         let [version, sec, nsec] = [0, 4, 8]
             .map(|at| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]));
@@ -219,7 +220,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn bytes_are_where_the_abi_has_them() {
+    fn fields_are_at_the_offsets_of_the_abi() {
         let page = VcpuTimeInfo {
             version: 0x0403_0201,
             padding0: 0x0807_0605,
@@ -246,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tsc_before_the_timestamp_is_no_leap() {
+    fn a_tsc_before_the_timestamp_does_not_make_time_jump() {
         let page = VcpuTimeInfo {
             tsc_timestamp: 1000,
             system_time_ns: 77,
@@ -264,12 +265,15 @@ mod tests {
 
     proptest! {
         #[test]
-        fn bytes_are_read_back(bytes in any::<[u8; TIME_PAGE_BYTES]>(), wall_ns in 0..u64::from(u32::MAX) * 1_000_000_000) {
+        fn structures_survive_encoding(
+            bytes in any::<[u8; TIME_PAGE_BYTES]>(),
+            wall_ns in 0..u64::from(u32::MAX) * 1_000_000_000,
+        ) {
             prop_assert_eq!(VcpuTimeInfo::from_bytes(&bytes).to_bytes(), bytes);
             prop_assert_eq!(WallClock::from_ns(wall_ns).ns(), wall_ns);
         }
 
-        /// Whatever is in the memory, reading it is defined.
+        /// Reading is defined for any content of the memory.
         #[test]
         fn any_page_can_be_read(bytes in any::<[u8; TIME_PAGE_BYTES]>(), tsc in any::<u64>()) {
             let page = VcpuTimeInfo::from_bytes(&bytes);

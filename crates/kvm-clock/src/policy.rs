@@ -1,44 +1,44 @@
-//! What a guest's clocks have to be after a pause or a restore.
+//! A guest's clocks after a pause or a restore.
 //!
-//! A virtual machine that has been stopped has two clocks to be set before it runs: KVM's clock
-//! (`KVM_SET_CLOCK`), which its pvclock pages are made from, and the TSC of each vCPU. Both stand
-//! for the same time, so that both must be moved by the same amount, on the new host's terms: its
-//! TSC has another value, and perhaps another frequency. Here is the arithmetic, free of I/O; the
-//! monitor makes the readings and writes the result.
+//! Before a stopped virtual machine runs again, two clocks have to be set: KVM's clock
+//! (`KVM_SET_CLOCK`), from which KVM fills the pvclock pages, and the TSC of each vCPU. Both
+//! represent the same time and must advance by the same amount, in terms of the new host, whose TSC
+//! has another value and perhaps another frequency. This module contains the arithmetic, without
+//! I/O; the monitor takes the readings and applies the result.
 //!
-//! # The way of a clock
+//! # Procedure
 //!
 //! To save, after all vCPUs have stopped:
-//! 1. `KVM_GET_CLOCK`: clock, `CLOCK_REALTIME` and host TSC of one instant. The latter two only
-//!    where the flags `KVM_CLOCK_REALTIME` and `KVM_CLOCK_HOST_TSC` say so (Linux 5.16, host clock
-//!    source TSC). Where the real time is missing, read `CLOCK_REALTIME` directly before or after:
-//!    the error is the time between both calls.
+//! 1. `KVM_GET_CLOCK`: clock, `CLOCK_REALTIME` and host TSC of one instant. The latter two are
+//!    valid only with the flags `KVM_CLOCK_REALTIME` and `KVM_CLOCK_HOST_TSC` (Linux 5.16, host
+//!    clock source TSC). If the real time is missing, read `CLOCK_REALTIME` directly before or
+//!    after: the error is the time between both calls.
 //! 2. For each vCPU: its offset (`KVM_VCPU_TSC_OFFSET` of group `KVM_VCPU_TSC_CTRL`), and
 //!    [`SavedClock::from_offsets`]; or, where the kernel has no host TSC or no offsets,
 //!    `MSR_IA32_TSC`, right after step 1.
 //!
 //! To resume or to restore, before any vCPU runs:
-//! 1. A [`HostReading`] of now, in the same way: from `KVM_GET_CLOCK` of the VM that is about to
+//! 1. A present [`HostReading`], taken in the same way: from `KVM_GET_CLOCK` of the VM about to
 //!    run.
 //! 2. [`SavedClock::plan`].
-//! 3. In this order: `KVM_SET_TSC_KHZ` on each vCPU if [`ClockPlan::tsc_rate`] wants it, each
+//! 3. In this order: `KVM_SET_TSC_KHZ` on each vCPU if [`ClockPlan::tsc_rate`] requires it, each
 //!    vCPU's TSC (its offset where the plan has one, else `MSR_IA32_TSC`), the TSC deadline MSR,
 //!    `KVM_SET_CLOCK`, `KVMCLOCK_CTRL` on each vCPU, run.
 //!
 //! `KVM_SET_CLOCK` gets [`ClockPlan::clock_ns`], and [`ClockPlan::realtime_ns`] with
-//! `KVM_CLOCK_REALTIME` where the kernel has it, **with both policies**: the kernel then adds the
-//! time that went by between the reading and the call, so that clock and TSC offsets mean the same
+//! `KVM_CLOCK_REALTIME` where the kernel supports it, **with both policies**: the kernel then adds
+//! the time between the reading and the call, so that clock and TSC offsets refer to the same
 //! instant. This is the procedure of Linux, Documentation/virt/kvm/devices/vcpu.rst section 4.1,
-//! with the elapsed time taken out for [`ClockPolicy::Continue`].
+//! without the elapsed time for [`ClockPolicy::Continue`].
 //!
-//! The kernel takes the instant that its clock counts from a little before it looks at the real
-//! time (`kvm_vm_ioctl_set_clock`), so that the clock is ahead of the plan by up to the time of the
-//! call, about a microsecond, and never behind.
+//! The kernel samples the base instant of its clock slightly before the real time
+//! (`kvm_vm_ioctl_set_clock`). The clock is therefore ahead of the plan by up to the duration of
+//! the call, about a microsecond, and never behind.
 //!
-//! A vCPU's TSC by `MSR_IA32_TSC` has a trap: KVM takes a value within a second of the one it
-//! expects for an attempt to synchronize vCPUs, and keeps the running counter
-//! (`kvm_synchronize_tsc`). After a pause of less than a second the counter so stays where it is,
-//! ahead of the clock; the offset has no such trap.
+//! Setting a vCPU's TSC by `MSR_IA32_TSC` has a pitfall: KVM interprets a value within a second of
+//! the expected one as an attempt to synchronize vCPUs, and keeps the running counter
+//! (`kvm_synchronize_tsc`). After a pause of less than a second the counter thus stays ahead of the
+//! clock. The offset has no such pitfall.
 //!
 //! # Example
 //!
@@ -77,11 +77,12 @@ use crate::units::Kilohertz;
 #[cfg(test)]
 mod tests;
 
-/// How far a guest's TSC frequency may be from the host's for KVM to run it unscaled, in parts per
-/// million (parameter `tsc_tolerance_ppm` of Linux's module `kvm`; its default).
+/// Maximum difference between the TSC frequencies of guest and host with which KVM runs the guest
+/// unscaled, in parts per million (default of the parameter `tsc_tolerance_ppm` of Linux's module
+/// `kvm`).
 pub const TSC_TOLERANCE_PPM: u64 = 250;
 
-/// What a guest's clocks do while it does not run.
+/// Behaviour of a guest's clocks while the guest is paused.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[cfg_attr(
     feature = "serde",
@@ -89,11 +90,11 @@ pub const TSC_TOLERANCE_PPM: u64 = 250;
     serde(rename_all = "kebab-case")
 )]
 pub enum ClockPolicy {
-    /// They stand still: the guest does not notice the time it did not run. Its wall clock is late
-    /// afterwards, by that time, until something sets it.
+    /// They stop: the guest does not notice the pause. Afterwards its wall clock is late by the
+    /// duration of the pause, until it is set.
     #[default]
     Continue,
-    /// They go on: the guest sees the real time pass. Its timers that are due all fire at once.
+    /// They keep running: the guest sees real time pass. All its expired timers fire at once.
     CatchUp,
 }
 
@@ -116,10 +117,11 @@ impl fmt::Display for ClockPolicy {
     }
 }
 
-/// A name that is no clock policy.
+/// Error for an unknown name of a clock policy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "no such clock policy: use `continue` (the guest does not notice) or `catch-up` (it sees real time pass)"
+    "no such clock policy: use `continue` (the guest does not notice the pause) or `catch-up` \
+     (it sees real time pass)"
 )]
 pub struct UnknownPolicy;
 
@@ -131,22 +133,23 @@ impl FromStr for ClockPolicy {
     }
 }
 
-/// Why no clock can be computed for a guest.
+/// Reason why no clock can be computed for a guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ClockError {
-    /// The guest cannot be told how much time went by.
+    /// The elapsed time is unknown.
     #[error(
-        "clock policy `catch-up` needs the real time of both the save and the restore, and the {missing} has none: \
-         read CLOCK_REALTIME there, or use the policy `continue`"
+        "clock policy `catch-up` needs the real time of both the save and the restore, and the \
+         {missing} has none: read CLOCK_REALTIME there, or use the policy `continue`"
     )]
     NoRealtime {
-        /// Which of both has none.
+        /// The reading without real time.
         missing: Missing,
     },
     /// The guest's TSC has another frequency than the host's, and the host cannot scale.
     #[error(
-        "the guest's TSC runs at {guest} and this host's at {host}, which differ by more than {TSC_TOLERANCE_PPM} ppm, and \
-         this host has no TSC scaling (KVM_CAP_TSC_CONTROL): restore on a host with that or with the same frequency"
+        "the guest's TSC runs at {guest} and this host's at {host}, which differ by more than \
+         {TSC_TOLERANCE_PPM} ppm, and this host has no TSC scaling (KVM_CAP_TSC_CONTROL): restore \
+         on a host with TSC scaling or with the same frequency"
     )]
     NoScaling {
         /// The guest's frequency.
@@ -154,9 +157,10 @@ pub enum ClockError {
         /// The host's frequency.
         host: Kilohertz,
     },
-    /// The hardware's ratio register is too small.
+    /// The ratio is beyond the hardware's register.
     #[error(
-        "this host cannot scale its TSC of {host} to the guest's {guest}: the ratio is beyond its hardware"
+        "this host cannot scale its TSC of {host} to the guest's {guest}: the ratio is out of the \
+         hardware's range"
     )]
     RatioOutOfRange {
         /// The guest's frequency.
@@ -166,23 +170,23 @@ pub enum ClockError {
     },
     /// The clock would be beyond 2^64 ns, 584 years.
     #[error(
-        "a clock of {clock_ns} ns cannot be advanced by {elapsed_ns} ns: the result is beyond 64 bits; the real time of \
-         the save or of this host is wrong"
+        "a clock of {clock_ns} ns cannot be advanced by {elapsed_ns} ns: the result is beyond 64 \
+         bits; the real time of the save or of this host is wrong"
     )]
     OutOfRange {
         /// The saved clock.
         clock_ns: u64,
-        /// The time elapsed.
+        /// The elapsed time.
         elapsed_ns: u64,
     },
 }
 
-/// Where a reading was missing.
+/// The reading that lacks real time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Missing {
-    /// In the saved clock.
+    /// The saved clock.
     SavedClock,
-    /// In the reading of the present host.
+    /// The present host's reading.
     PresentHost,
 }
 
@@ -195,27 +199,26 @@ impl fmt::Display for Missing {
     }
 }
 
-/// The clocks of a virtual machine at the instant at which it was saved. All fields mean the same
-/// instant.
+/// The clocks of a saved virtual machine. All fields refer to the same instant.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct SavedClock {
     /// KVM's clock, from `KVM_GET_CLOCK`.
     pub clock_ns: u64,
-    /// The host's `CLOCK_REALTIME`, from `KVM_GET_CLOCK` where it has it, else read beside it.
+    /// The host's `CLOCK_REALTIME`, from `KVM_GET_CLOCK` if available, else read next to that call.
     pub host_realtime_ns: Option<u64>,
-    /// The host's TSC, from `KVM_GET_CLOCK` where it has it. Not needed to restore; for diagnosis.
+    /// The host's TSC, from `KVM_GET_CLOCK` if available. For diagnosis; not needed to restore.
     pub host_tsc: Option<u64>,
     /// Frequency of the guest's TSC, from `KVM_GET_TSC_KHZ` on a vCPU.
     pub tsc_khz: Kilohertz,
-    /// What each vCPU's TSC read, by vCPU number.
+    /// TSC of each vCPU, by vCPU number.
     pub guest_tsc: Vec<u64>,
 }
 
 impl SavedClock {
-    /// The saved clock from a host TSC and the vCPUs' offsets (`KVM_VCPU_TSC_OFFSET`), which is
-    /// exact: no time goes by between two readings. `ratio` is how the host that is being left runs
-    /// the guest: [`TscRatio::ONE`] unless it scales (see [`TscRate::between`]).
+    /// The saved clock from a host TSC and the vCPUs' offsets (`KVM_VCPU_TSC_OFFSET`). This is
+    /// exact, since no time passes between two readings. `ratio` is the guest's TSC ratio on the
+    /// source host: [`TscRatio::ONE`] unless that scales (see [`TscRate::between`]).
     pub fn from_offsets(
         clock_ns: u64,
         host_realtime_ns: Option<u64>,
@@ -233,11 +236,11 @@ impl SavedClock {
         }
     }
 
-    /// What has to be set for this guest to go on at the instant of `now`.
+    /// Computes the settings with which this guest resumes at the instant of `now`.
     ///
     /// Exact: KVM's clock advances by the whole nanoseconds between both real times, 0 if the real
-    /// time went backwards, and every vCPU's TSC by the whole ticks in them, so that differences
-    /// between vCPUs stay what they were.
+    /// time went backwards, and every vCPU's TSC by the whole ticks in that time, so that the
+    /// differences between vCPUs are preserved.
     pub fn plan(&self, policy: ClockPolicy, now: &HostReading) -> Result<ClockPlan, ClockError> {
         let tsc_rate = TscRate::between(self.tsc_khz, now.tsc_khz, now.scaling)?;
         let elapsed_ns = match policy {
@@ -252,7 +255,7 @@ impl SavedClock {
             .guest_tsc
             .iter()
             .map(|&saved| {
-                // Wraps like the counter itself.
+                // Wraps like the counter.
                 let guest_tsc = saved.wrapping_add(elapsed_ticks);
                 VcpuTsc {
                     guest_tsc,
@@ -283,34 +286,34 @@ impl SavedClock {
 /// Whether a host can run a guest's TSC at another frequency than its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TscScaling {
-    /// No (`KVM_CAP_TSC_CONTROL` is missing).
+    /// It cannot (`KVM_CAP_TSC_CONTROL` is missing).
     Unavailable,
-    /// Yes, with these fraction bits, which follow from the processor's maker.
+    /// It can, with these fraction bits, which depend on the processor's vendor.
     Available(FractionBits),
 }
 
-/// A host at the instant at which a guest shall go on. All values mean the same instant.
+/// Clocks of a host when a guest resumes. All values refer to the same instant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostReading {
-    /// `CLOCK_REALTIME`, from `KVM_GET_CLOCK` where it has it, else read beside it.
+    /// `CLOCK_REALTIME`, from `KVM_GET_CLOCK` if available, else read next to that call.
     pub realtime_ns: Option<u64>,
-    /// The TSC, from `KVM_GET_CLOCK`; `None` where that has none.
+    /// The TSC, from `KVM_GET_CLOCK`; `None` if not available.
     pub host_tsc: Option<u64>,
-    /// Frequency of the host's TSC, from `KVM_GET_TSC_KHZ` on the VM or on a vCPU that has not been
-    /// given another one.
+    /// Frequency of the host's TSC, from `KVM_GET_TSC_KHZ` on the VM or on a vCPU whose frequency
+    /// has not been changed.
     pub tsc_khz: Kilohertz,
-    /// Whether it can scale.
+    /// Whether the host can scale its TSC.
     pub scaling: TscScaling,
 }
 
-/// How a guest's TSC runs on a host.
+/// Rate of a guest's TSC on a host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TscRate {
-    /// Both have the same frequency. `KVM_SET_TSC_KHZ` is not needed.
+    /// The frequencies are equal. `KVM_SET_TSC_KHZ` is not needed.
     Same,
-    /// Both differ by at most [`TSC_TOLERANCE_PPM`], and the host does not scale: the guest's TSC
-    /// runs at the host's frequency. `KVM_SET_TSC_KHZ` takes the guest's frequency and corrects the
-    /// pvclock pages for it.
+    /// The frequencies differ by at most [`TSC_TOLERANCE_PPM`], and the host does not scale: the
+    /// guest's TSC runs at the host's frequency. `KVM_SET_TSC_KHZ` with the guest's frequency
+    /// corrects the pvclock pages.
     Tolerated,
     /// The hardware scales. `KVM_SET_TSC_KHZ` with the guest's frequency is needed before the TSC
     /// is set.
@@ -318,10 +321,10 @@ pub enum TscRate {
 }
 
 impl TscRate {
-    /// How KVM runs a guest of `guest` on a host of `host` (Linux `kvm_set_tsc_khz`).
+    /// The rate at which KVM runs a guest TSC of `guest` on a host TSC of `host` (Linux
+    /// `kvm_set_tsc_khz`).
     ///
-    /// KVM's tolerance comes first: a host that could scale does not when both are close to each
-    /// other.
+    /// Within its tolerance KVM does not scale, even if the host can.
     pub fn between(
         guest: Kilohertz,
         host: Kilohertz,
@@ -330,7 +333,7 @@ impl TscRate {
         if guest == host {
             return Ok(Self::Same);
         }
-        // Cut down like Linux's `adjust_tsc_khz`.
+        // Rounded down as in Linux's `adjust_tsc_khz`.
         let bound = |ppm: u64| u64::from(host.get()) * ppm / 1_000_000;
         let tolerated = bound(1_000_000 - TSC_TOLERANCE_PPM)..=bound(1_000_000 + TSC_TOLERANCE_PPM);
         if tolerated.contains(&u64::from(guest.get())) {
@@ -353,21 +356,21 @@ impl TscRate {
     }
 }
 
-/// What a monitor has to set before a guest runs. All values mean the instant of the
-/// [`HostReading`].
+/// The clock settings that a monitor has to apply before a guest runs. All values refer to the
+/// instant of the [`HostReading`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ClockPlan {
     /// KVM's clock, for `KVM_SET_CLOCK`.
     pub clock_ns: u64,
-    /// The instant's `CLOCK_REALTIME`: goes beside [`Self::clock_ns`] with `KVM_CLOCK_REALTIME`,
-    /// with both policies, so that the kernel adds what goes by until the call. `None` if the
-    /// reading had none.
+    /// `CLOCK_REALTIME` of the instant, to be passed with [`Self::clock_ns`] and
+    /// `KVM_CLOCK_REALTIME`, with both policies, so that the kernel adds the time until the call.
+    /// `None` if the reading had none.
     pub realtime_ns: Option<u64>,
-    /// The time by which the guest's clocks have been advanced; 0 with [`ClockPolicy::Continue`].
+    /// The time by which the guest's clocks advance; 0 with [`ClockPolicy::Continue`].
     pub elapsed_ns: u64,
     /// The same in ticks of the guest's TSC, rounded down.
     pub elapsed_ticks: u64,
-    /// How the guest's TSC runs here.
+    /// Rate of the guest's TSC on this host.
     pub tsc_rate: TscRate,
     /// The TSC of each vCPU, by vCPU number.
     pub vcpus: Vec<VcpuTsc>,
@@ -376,8 +379,8 @@ pub struct ClockPlan {
 /// A vCPU's TSC after a resume or a restore.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VcpuTsc {
-    /// What it reads at the instant of the plan; for `MSR_IA32_TSC` where there is no offset.
+    /// The TSC at the instant of the plan; for `MSR_IA32_TSC` if there is no offset.
     pub guest_tsc: u64,
-    /// The offset to be set by `KVM_VCPU_TSC_OFFSET`; `None` if the host's TSC is not known.
+    /// The offset for `KVM_VCPU_TSC_OFFSET`; `None` if the host's TSC is unknown.
     pub offset: Option<u64>,
 }

@@ -1,10 +1,10 @@
-//! The protocol by which a host writes and a guest reads the shared structures, on any memory.
+//! The protocol by which a host writes and a guest reads the shared structures, for any memory.
 //!
 //! # The protocol
 //!
-//! One writer, any number of readers. The writer makes the version odd, writes the fields, and
-//! makes the version the next even number. A reader takes the version, the fields, and the version
-//! again, and starts over if it was odd or has changed. Between them:
+//! There are one writer and any number of readers. The writer makes the version odd, writes the
+//! fields, and sets the version to the next even number. A reader loads the version, the fields,
+//! and the version again, and retries if it was odd or has changed. Memory ordering:
 //!
 //! | writer | reader |
 //! | --- | --- |
@@ -14,24 +14,24 @@
 //! | store version even (release) | load version (relaxed) |
 //!
 //! The release fence pairs with the acquire fence: a reader that saw any field of a write also sees
-//! that the version became odd before. The release store pairs with the acquire load: a reader that
-//! saw the even version sees all fields. That is a sequence lock as in Boehm, "Can seqlocks get
+//! the preceding odd version. The release store pairs with the acquire load: a reader that saw the
+//! even version sees all fields. This is a sequence lock as in Boehm, "Can seqlocks get
 //! along with programming language memory models?" (2012), and Linux's `pvclock_read_begin` and
 //! `kvm_setup_guest_pvclock` on x86, where loads are not reordered with loads nor stores with
-//! stores, so that all of it costs no instruction but keeps the compiler from reordering.
+//! stores, so that the ordering costs no instruction and only constrains the compiler.
 //!
-//! Every access is an atomic one of 32 bits, the alignment that the ABI gives a page. The memory is
-//! whatever implements [`SharedWords`]: [`AtomicWords`] here, guest memory in a monitor, and the
-//! atomics of a model checker in this crate's tests, which run these functions over all
+//! Every access is a 32-bit atomic, since the ABI aligns a page to 4 bytes. The memory can be any
+//! implementation of [`SharedWords`]: [`AtomicWords`] in this crate, guest memory in a monitor, and
+//! a model checker's atomics in this crate's tests, which run these functions over all
 //! interleavings.
 //!
 //! # GUEST_STOPPED
 //!
-//! The flag is the one thing in a page that the guest writes: it clears it when it has seen it. So
-//! a host that writes the page keeps the flag if it is set there (Linux `kvm_setup_guest_pvclock`),
-//! and a request that the monitor made (`KVMCLOCK_CTRL`) sets it, once. A guest that clears the
-//! flag exactly while the host writes may find it set again; that is one forgiving look at its
-//! watchdogs too many, and never one too few.
+//! The flag is the only part of a page that the guest writes: the guest clears it after reading it.
+//! A host that writes the page therefore preserves the flag (Linux `kvm_setup_guest_pvclock`), and
+//! a request of the monitor (`KVMCLOCK_CTRL`) sets it, once. A guest that clears the flag while the
+//! host writes may find it set again: its watchdogs may be reset once too often, but never too
+//! rarely.
 
 use core::sync::atomic::{AtomicU32, Ordering, fence};
 
@@ -40,9 +40,9 @@ use crate::scale::TscScale;
 
 /// Index of the version, in both structures.
 const VERSION: usize = 0;
-/// Index of the word with shift and flags.
+/// Index of the word that contains shift and flags.
 const FLAGS_WORD: usize = 7;
-/// Place of the flags in that word.
+/// Bit position of the flags in that word.
 const FLAGS_SHIFT: u32 = 8;
 /// Words of a time page.
 const TIME_WORDS: usize = TIME_PAGE_BYTES / 4;
@@ -51,14 +51,14 @@ const WALL_WORDS: usize = WALL_CLOCK_BYTES / 4;
 
 /// Memory that host and guest share, as 32-bit little-endian words.
 ///
-/// Implementations translate the value's byte order if they run on a big-endian machine. All
-/// accesses have to be single and atomic.
+/// Implementations convert the byte order on a big-endian machine. Each access has to be a single
+/// atomic one.
 pub trait SharedWords {
     /// Loads the word at `index`.
     fn load(&self, index: usize, ordering: Ordering) -> u32;
     /// Stores the word at `index`.
     fn store(&self, index: usize, value: u32, ordering: Ordering);
-    /// Replaces the word at `index` by its bitwise and with `mask`; what it was before.
+    /// Replaces the word at `index` by its bitwise and with `mask`; returns the previous value.
     fn fetch_and(&self, index: usize, mask: u32, ordering: Ordering) -> u32;
     /// A fence of the same memory model.
     fn fence(&self, ordering: Ordering);
@@ -82,8 +82,8 @@ impl<M: SharedWords + ?Sized> SharedWords for &M {
     }
 }
 
-/// A page in plain memory. `repr(transparent)`, so that a monitor may lay a reference to it over
-/// mapped guest memory.
+/// A page in plain memory. `repr(transparent)`, so that a monitor may cast a pointer into mapped
+/// guest memory to a reference to it.
 #[derive(Debug)]
 #[repr(transparent)]
 pub struct AtomicWords<const WORDS: usize>([AtomicU32; WORDS]);
@@ -125,25 +125,25 @@ impl<const WORDS: usize> SharedWords for AtomicWords<WORDS> {
     }
 }
 
-/// Whether times of different vCPUs can be compared.
+/// Whether times read on different vCPUs can be compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Stability {
-    /// They can ([`TimeFlags::TSC_STABLE`]).
+    /// They can be compared ([`TimeFlags::TSC_STABLE`]).
     Stable,
     /// They may be off by the differences between the vCPUs' TSCs and pages.
     Unstable,
 }
 
-/// Whether a write tells the guest that it was stopped.
+/// Whether a write notifies the guest that it was stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum StopNotice {
-    /// No news: a notice that the guest has not taken yet stays.
+    /// No new notice; one that the guest has not taken yet is kept.
     Keep,
-    /// The monitor asked for it (`KVMCLOCK_CTRL`).
+    /// The monitor requested a notice (`KVMCLOCK_CTRL`).
     Give,
 }
 
-/// What a host writes into a time page.
+/// Content of a time page as written by the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TimeUpdate {
     /// Guest TSC of the instant.
@@ -157,7 +157,7 @@ pub struct TimeUpdate {
     pub stability: Stability,
 }
 
-/// Writes a vCPU's time page. There may be one writer at a time.
+/// Writes a vCPU's time page. Only one writer is allowed at a time.
 pub fn write_time(page: &impl SharedWords, update: &TimeUpdate, notice: StopNotice) {
     let mut flags = match update.stability {
         Stability::Stable => TimeFlags::TSC_STABLE,
@@ -188,9 +188,9 @@ pub fn write_wall_clock(memory: &impl SharedWords, wall: &WallClock) {
     close(memory, version);
 }
 
-/// Makes the version odd; what it is then.
+/// Makes the version odd and returns it.
 fn open(memory: &impl SharedWords) -> u32 {
-    // The guest may have left any number there.
+    // The guest may have written any number.
     let odd = memory.load(VERSION, Ordering::Relaxed).wrapping_add(1) | 1;
     memory.store(VERSION, odd, Ordering::Relaxed);
     memory.fence(Ordering::Release);
@@ -209,9 +209,9 @@ fn store_fields<const WORDS: usize>(memory: &impl SharedWords, words: [u32; WORD
     }
 }
 
-/// Reads a time page once, and the TSC in the middle of it; `None` if the host wrote meanwhile.
+/// Reads a time page once, with the TSC in between; `None` if the host wrote at the same time.
 ///
-/// `tsc` reads the counter of the page's own vCPU, ordered after the loads before it
+/// `tsc` reads the counter of the page's own vCPU, ordered after the preceding loads
 /// (`lfence; rdtsc` or `rdtscp`).
 pub fn try_read_time(
     page: &impl SharedWords,
@@ -221,13 +221,13 @@ pub fn try_read_time(
     Some((VcpuTimeInfo::from_words(words), tsc))
 }
 
-/// Reads the wall clock once; `None` if the host wrote meanwhile.
+/// Reads the wall clock once; `None` if the host wrote at the same time.
 pub fn try_read_wall_clock(memory: &impl SharedWords) -> Option<WallClock> {
     let ([version, sec, nsec], ()) = try_read::<WALL_WORDS, _>(memory, || ())?;
     Some(WallClock { version, sec, nsec })
 }
 
-/// Reads all words as one write left them, and something else in between.
+/// Reads all words of one write, and calls the closure in between.
 fn try_read<const WORDS: usize, T>(
     memory: &impl SharedWords,
     between: impl FnOnce() -> T,
@@ -245,11 +245,11 @@ fn try_read<const WORDS: usize, T>(
     (memory.load(VERSION, Ordering::Relaxed) == version).then_some((words, between))
 }
 
-/// Takes the notice that the vCPU was stopped, if there is one: the guest's part of
+/// Clears the notice that the vCPU was stopped and returns whether it was set: the guest's side of
 /// `KVMCLOCK_CTRL`.
 pub fn take_stop_notice(page: &impl SharedWords) -> bool {
     let bit = u32::from(TimeFlags::GUEST_STOPPED.0) << FLAGS_SHIFT;
-    // Looked at first: the page is written only when there is something to clear.
+    // Check first, so that the page is written only if the flag is set.
     page.load(FLAGS_WORD, Ordering::Relaxed) & bit != 0
         && page.fetch_and(FLAGS_WORD, !bit, Ordering::Relaxed) & bit != 0
 }
@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read() {
+    fn a_written_page_is_read_back() {
         let page = AtomicTimePage::default();
         write_time(&page, &UPDATE, StopNotice::Keep);
         let info = read(&page);
@@ -293,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_that_was_written_in_between_is_not_read() {
+    fn a_page_that_changes_during_a_read_is_not_read() {
         let page = AtomicTimePage::default();
         let outcome = try_read_time(&page, || {
             write_time(&page, &UPDATE, StopNotice::Keep);
@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn other_flags_are_the_hosts_alone() {
+    fn guests_clear_no_other_flag() {
         let page = AtomicTimePage::default();
         write_time(&page, &UPDATE, StopNotice::Keep);
         write_time(
@@ -328,8 +328,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the guest put there before, a written page has an even version that is another
-        /// one than before.
+        /// For any version that the guest left, a written page has an even version that differs
+        /// from it.
         #[test]
         fn versions_end_even_and_new(before in any::<u32>()) {
             let page = AtomicTimePage::default();

@@ -1,4 +1,4 @@
-//! A guest's clock: what its vCPU's page and TSC say, held back to what other vCPUs have seen.
+//! A guest's clock: the time of a vCPU's page and TSC, clamped to the times of the other vCPUs.
 
 use core::hint::spin_loop;
 use core::sync::atomic::{AtomicU64, Ordering};
@@ -6,11 +6,11 @@ use core::sync::atomic::{AtomicU64, Ordering};
 use crate::page::TimeFlags;
 use crate::protocol::{SharedWords, Stability, try_read_time};
 
-/// The latest time that any vCPU of a guest has been given, shared by all their readers.
+/// The latest time returned to any vCPU of a guest, shared by the readers of all vCPUs.
 pub trait LastTime {
     /// The latest time, in nanoseconds.
     fn load_ns(&self) -> u64;
-    /// Replaces `current_ns` by `new_ns`; the present value if it is another one.
+    /// Replaces `current_ns` by `new_ns`; returns the present value as an error if it differs.
     fn replace_ns(&self, current_ns: u64, new_ns: u64) -> Result<(), u64>;
 }
 
@@ -19,8 +19,8 @@ impl LastTime for AtomicU64 {
         self.load(Ordering::Relaxed)
     }
 
-    // Relaxed: the promise is about the values of this one variable, whose modification order all
-    // vCPUs agree on.
+    // Relaxed: only the values of this one variable matter, and all vCPUs agree on its modification
+    // order.
     fn replace_ns(&self, current_ns: u64, new_ns: u64) -> Result<(), u64> {
         self.compare_exchange_weak(current_ns, new_ns, Ordering::Relaxed, Ordering::Relaxed)
             .map(drop)
@@ -37,12 +37,12 @@ impl<L: LastTime + ?Sized> LastTime for &L {
     }
 }
 
-/// `time_ns`, or the latest time given to any vCPU if that is later (Linux
+/// Returns `time_ns`, or the latest time returned to any vCPU if that is later (Linux
 /// `pvclock_clocksource_read`).
 ///
 /// No call returns less than a call that ended before it began. Times are compared as unsigned
-/// numbers, as Linux does: a negative time, which reads as a very late one, is kept for ever, and
-/// the clock stands still from then on.
+/// numbers, as in Linux: a negative time, which reads as a very late one, is kept for ever and
+/// stops the clock.
 pub fn never_backwards(last: &impl LastTime, time_ns: u64) -> u64 {
     let mut latest_ns = last.load_ns();
     while time_ns > latest_ns {
@@ -54,28 +54,28 @@ pub fn never_backwards(last: &impl LastTime, time_ns: u64) -> u64 {
     latest_ns
 }
 
-/// A time with what is known about it.
+/// A time with its properties.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reading {
-    /// The clock, modulo 2^64 as guests have it. Of a clock that is not stable it is never less
-    /// than an earlier reading of any vCPU; stable readings are not held back, nor remembered for
-    /// later ones, as in Linux.
+    /// The clock, modulo 2^64 as in guests. For an unstable clock it is never less than an earlier
+    /// reading of any vCPU; stable readings are neither clamped nor recorded for later ones, as in
+    /// Linux.
     pub time_ns: u64,
-    /// Whether it can be compared with other vCPUs' readings without being held back.
+    /// Whether it can be compared with other vCPUs' readings without the clamp.
     pub stability: Stability,
-    /// Time since the host wrote the page: how far the reading relies on the TSC alone.
+    /// Time since the host wrote the page, which is taken from the TSC alone.
     pub age_ns: u64,
-    /// Whether there is a notice that the vCPU was stopped ([`crate::protocol::take_stop_notice`]
-    /// takes it).
+    /// Whether a notice that the vCPU was stopped is pending ([`crate::protocol::take_stop_notice`]
+    /// clears it).
     pub stopped: Stopped,
 }
 
-/// Whether the monitor has stopped the vCPU since the guest last looked.
+/// Whether the monitor has stopped the vCPU since the guest last took a notice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Stopped {
-    /// Yes: a watchdog should start anew.
+    /// It was stopped: a watchdog should restart its interval.
     Yes,
-    /// No.
+    /// It was not stopped.
     No,
 }
 
@@ -92,11 +92,11 @@ impl<P: SharedWords, L: LastTime> Reader<P, L> {
         Self { page, last }
     }
 
-    /// The present time. `tsc` reads the counter of the page's own vCPU (see [`try_read_time`]),
-    /// once an attempt.
+    /// The present time. `tsc` reads the counter of the page's own vCPU (see [`try_read_time`]) and
+    /// is called once per attempt.
     ///
-    /// Waits while the host writes the page, which takes it nanoseconds, unless it is preempted in
-    /// the middle of that. Where that matters use [`Self::try_read`].
+    /// Spins while the host writes the page, which takes nanoseconds unless the host is preempted
+    /// during the write. Use [`Self::try_read`] where that matters.
     pub fn read(&self, mut tsc: impl FnMut() -> u64) -> Reading {
         loop {
             if let Some(reading) = self.try_read(&mut tsc) {
@@ -152,7 +152,7 @@ mod tests {
                 stopped: Stopped::Yes
             }
         );
-        // A stable clock needs no memory of the latest time.
+        // A stable clock does not record the latest time.
         assert_eq!(last.load_ns(), 0);
     }
 
@@ -177,19 +177,22 @@ mod tests {
         write_time(&page, &update(0, -123_000_000, Stability::Unstable), StopNotice::Keep);
         let negative = reader.read(|| 0).time_ns;
         assert_eq!(negative, u64::MAX - 122_999_999);
-        // A second later the page says 0.877 s, and the guest is told the old time.
+        // A second later the page's time is 0.877 s, and the guest still reads the old time.
         assert_eq!(reader.read(|| 1_000_000_000).time_ns, negative);
         write_time(&page, &update(0, -123_000_000, Stability::Stable), StopNotice::Keep);
         assert_eq!(reader.read(|| 1_000_000_000).time_ns, 877_000_000);
     }
 
     proptest! {
-        /// Readers with any offsets between their TSCs, in any order, with pages written anew at
-        /// any time: no reading is less than the one before, and each is either its page's time or
-        /// the latest one.
+        /// Readers with any offsets between their TSCs, in any order, with pages rewritten at any
+        /// time: no reading is less than the one before, and each is either its page's time or the
+        /// latest one.
         #[test]
         fn time_never_goes_backwards(
-            steps in prop::collection::vec((0usize..3, 0u64..1_000_000, any::<bool>(), -5_000i64..5_000), 1..100),
+            steps in prop::collection::vec(
+                (0usize..3, 0u64..1_000_000, any::<bool>(), -5_000i64..5_000),
+                1..100,
+            ),
         ) {
             let pages: [AtomicTimePage; 3] = core::array::from_fn(|_| AtomicTimePage::default());
             let last = AtomicU64::new(0);
@@ -202,7 +205,8 @@ mod tests {
                 tsc += ticks;
                 if renew {
                     let time_ns = tsc as i64 + 10_000 + error_ns;
-                    write_time(&pages[vcpu], &update(tsc, time_ns, Stability::Unstable), StopNotice::Keep);
+                    let update = update(tsc, time_ns, Stability::Unstable);
+                    write_time(&pages[vcpu], &update, StopNotice::Keep);
                 }
                 let unclamped_ns = try_read_time(&pages[vcpu], || tsc).unwrap().0.time_ns(tsc);
                 let time_ns = Reader::new(&pages[vcpu], &last).read(|| tsc).time_ns;

@@ -1,9 +1,9 @@
 //! From ticks to nanoseconds: a multiplication and a shift.
 //!
-//! A page's factor is `mul / 2^32 * 2^shift` with `mul` in [2^31, 2^32). It is cut, never rounded
-//! up, so that a page's time is never ahead of the exact one: the relative error is in (-2^-31, 0],
-//! that is 0.47 ns a second, 40 us a day. Dividing ticks by a power of two (a negative shift) loses
-//! up to `2^-shift - 1` ticks more, once and not growing.
+//! A page's factor is `mul / 2^32 * 2^shift` with `mul` in [2^31, 2^32). It is truncated, never
+//! rounded up, so that a page's time is never ahead of the exact one: the relative error is in
+//! (-2^-31, 0], that is 0.47 ns a second or 40 us a day. Dividing ticks by a power of two (a
+//! negative shift) loses up to `2^-shift - 1` ticks more, a constant error.
 
 use crate::guest_tsc::TscRatio;
 use crate::units::{Hertz, Kilohertz, NS_PER_SECOND};
@@ -18,15 +18,15 @@ pub struct TscScale {
 }
 
 impl TscScale {
-    /// The factor for a TSC of `frequency`: the largest that is not above the exact one.
+    /// The factor for a TSC of `frequency`: the largest one not above the exact value.
     ///
-    /// Frequencies from 1 Hz to 2^64 - 1 Hz have one. Linux (`kvm_get_time_scale`) computes the
-    /// same for frequencies below 2^32 Hz, and drops bits of the frequency above that.
+    /// Defined from 1 Hz to 2^64 - 1 Hz. Linux (`kvm_get_time_scale`) computes the same for
+    /// frequencies below 2^32 Hz, and drops bits of the frequency above that.
     pub const fn for_frequency(frequency: Hertz) -> Self {
         Self::for_fraction(frequency.get() as u128, 0)
     }
 
-    /// The factor for a guest's TSC that a host of `host` runs through `ratio`.
+    /// The factor for a guest's TSC that a host TSC of `host` scales by `ratio`.
     ///
     /// KVM computes it from the scaled frequency in whole kilohertz instead: a guest of 1 GHz on a
     /// host of 2.6 GHz gets the factor of 999999 kHz, and its clock gains 1 ppm, 86 ms a day.
@@ -53,8 +53,8 @@ impl TscScale {
     /// The frequency that this factor stands for, rounded to the nearest hertz; `None` for a
     /// multiplier of 0 and for frequencies below half a hertz or beyond 64 bits.
     ///
-    /// Of a factor made by [`Self::for_frequency`] from f it is f or above it, by at most f * 2^-31 +
-    /// 1/2 hertz.
+    /// For a factor made by [`Self::for_frequency`] from f the result is in
+    /// [f, f + f * 2^-31 + 1/2 Hz].
     pub const fn frequency(self) -> Option<Hertz> {
         if self.mul == 0 || self.shift > 64 || self.shift < -64 {
             return None;
@@ -74,7 +74,7 @@ impl TscScale {
 
     /// The frequency in kilohertz, rounded to the nearest; `None` if there is none below 2^32 kHz.
     ///
-    /// Of a factor made from whole kilohertz up to 1 THz it is these again.
+    /// Exact for a factor made from whole kilohertz up to 1 THz.
     pub const fn kilohertz(self) -> Option<Kilohertz> {
         let Some(hertz) = self.frequency() else { return None };
         let khz = (hertz.get() / 500).div_ceil(2);
@@ -82,10 +82,10 @@ impl TscScale {
     }
 
     /// Nanoseconds in `ticks`, rounded down, modulo 2^64; defined for any `mul` and `shift` that
-    /// memory may hold.
+    /// memory may contain.
     ///
-    /// The same as `pvclock_scale_delta` of Linux wherever that does not overflow: here the shifted
-    /// ticks have 128 bits.
+    /// Equal to Linux's `pvclock_scale_delta` wherever that does not overflow: the shifted ticks
+    /// have 128 bits here.
     pub const fn ns(self, ticks: u64) -> u64 {
         let ticks = ticks as u128;
         let distance = self.shift.unsigned_abs() as u32;
@@ -100,24 +100,24 @@ impl TscScale {
     }
 }
 
-/// Whether `left < right * 2^shift`, where both sides' leading bits are at the same place.
+/// Whether `left < right * 2^shift`, where the leading bits of both sides are at the same position.
 const fn less_than_shifted(left: u128, right: u128, shift: i32) -> bool {
     if shift >= 0 { left < right << shift } else { (left << -shift) < right }
 }
 
-/// `dividend * 2^shift / divisor`, rounded down, for a quotient below 2^32, a bit at a time where
-/// 128 bits would not do.
+/// `dividend * 2^shift / divisor`, rounded down, for a quotient below 2^32; bit by bit where 128
+/// bits do not suffice.
 const fn shifted_quotient(dividend: u128, divisor: u128, shift: i32) -> u128 {
     if shift < 0 {
-        // The quotient, which has 32 bits, would have more without the shift: the divisor is far
-        // below the dividend.
+        // The shifted quotient has 32 bits, the unshifted one more: the divisor is far below the
+        // dividend, and shifting it does not overflow.
         return dividend / (divisor << -shift);
     }
     let mut quotient = dividend / divisor;
     let mut rest = dividend % divisor;
     let mut bit = 0;
     while bit < shift {
-        // The rest is below the divisor, which has at most 106 bits.
+        // No overflow: the rest is below the divisor, which has at most 106 bits.
         rest <<= 1;
         quotient <<= 1;
         if rest >= divisor {
@@ -165,12 +165,12 @@ mod tests {
         for frequency in [1_000_000_000u64, 2_000_000_000] {
             assert_eq!(TscScale::for_frequency(hz(frequency)).ns(frequency), NS_PER_SECOND);
         }
-        // Cut, so that a page is never early.
+        // Truncated, so that a page's time is never ahead.
         assert_eq!(TscScale::for_frequency(hz(2_600_000_000)).ns(2_600_000_000), NS_PER_SECOND - 1);
     }
 
     #[test]
-    fn the_ends_of_the_range_have_factors() {
+    fn extreme_frequencies_have_factors() {
         for frequency in [1, 2, 3, u64::MAX / 2, u64::MAX] {
             let scale = TscScale::for_frequency(hz(frequency));
             assert!(scale.mul >= 1 << 31, "{frequency}: {scale:?}");
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn factors_that_mean_nothing_have_no_frequency() {
+    fn invalid_factors_have_no_frequency() {
         for (mul, shift) in [(0, 0), (1, 127), (u32::MAX, 64), (1, -128), (1, -64)] {
             assert_eq!(TscScale { mul, shift }.frequency(), None, "{mul} {shift}");
         }
@@ -193,20 +193,20 @@ mod tests {
         for fraction in [FractionBits::Amd32, FractionBits::Intel48] {
             let ratio = TscRatio::new(guest, host, fraction).unwrap();
             let ticks = ratio.scale(host.ticks_in_ns(day_ns).unwrap());
-            // KVM's way (kvm_guest_time_update): scale the host's kilohertz.
+            // As in KVM (kvm_guest_time_update): scale the host's kilohertz.
             let truncated = khz(ratio.scale(u64::from(host.get())) as u32);
             assert_eq!(truncated.get(), 999_999);
             let error_ns =
                 TscScale::for_frequency(truncated.hertz()).ns(ticks) as i64 - day_ns as i64;
             assert_eq!(error_ns / 1_000_000, 86, "{error_ns}");
-            // Without that detour: the bound of the factor itself.
+            // From the ratio: only the factor's own error remains.
             let error_ns = TscScale::for_scaled(host, ratio).ns(ticks) as i64 - day_ns as i64;
             assert!((-41_000..=0).contains(&error_ns), "{error_ns}");
         }
     }
 
     fn frequencies() -> impl Strategy<Value = u64> {
-        // Evenly over the magnitudes from 1 kHz to 10 GHz, and at powers of two and their
+        // Logarithmically uniform from 1 kHz to 10 GHz, and around powers of two and their
         // neighbours.
         prop_oneof![
             (10u32..34, any::<u64>()).prop_map(|(bits, noise)| {
@@ -219,7 +219,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(4096))]
 
-        /// The multiplier is normalized and is the exact one, cut: its relative error is in
+        /// The multiplier is normalized and is the exact one, truncated: its relative error is in
         /// (-2^-31, 0].
         #[test]
         fn the_factor_has_the_stated_error(frequency in frequencies()) {
@@ -232,12 +232,13 @@ mod tests {
             prop_assert!((mul + 1) * u128::from(frequency) > exact);
         }
 
-        /// So is time: never ahead of the exact one, and behind it by less than its 2^-31st, the
-        /// ticks that a shift to the right drops, and the rounding to nanoseconds.
+        /// Time is never ahead of the exact one, and behind it by less than the sum of its 2^-31st,
+        /// the ticks that a right shift drops, and the rounding to nanoseconds.
         #[test]
         fn time_is_never_ahead(frequency in frequencies(), wanted_ns in 0u64..1 << 62) {
             let scale = TscScale::for_frequency(hz(frequency));
-            let ticks = (u128::from(wanted_ns) * u128::from(frequency) / u128::from(NS_PER_SECOND)) as u64;
+            let ticks = (u128::from(wanted_ns) * u128::from(frequency)
+                / u128::from(NS_PER_SECOND)) as u64;
             let ns = u128::from(scale.ns(ticks));
             let exact_by_frequency = u128::from(ticks) * u128::from(NS_PER_SECOND);
             prop_assert!(ns * u128::from(frequency) <= exact_by_frequency);
@@ -249,26 +250,31 @@ mod tests {
             prop_assert!(behind <= bound, "{} > {}", behind, bound);
         }
 
-        /// Back to a frequency: from below by nothing, from above by the stated bound; kilohertz
-        /// come back exactly.
+        /// The frequency of a factor is not below the original one, above it by at most the stated
+        /// bound, and exact for kilohertz.
         #[test]
-        fn frequencies_come_back(frequency in frequencies()) {
+        fn frequencies_survive_conversion(frequency in frequencies()) {
             let back = TscScale::for_frequency(hz(frequency)).frequency().unwrap().get();
             prop_assert!(back >= frequency);
-            prop_assert!(u128::from(back - frequency) << 32 <= (u128::from(frequency) << 1) + (1 << 31));
+            let bound = (u128::from(frequency) << 1) + (1 << 31);
+            prop_assert!(u128::from(back - frequency) << 32 <= bound);
             let whole = khz((frequency / 1000) as u32);
             prop_assert_eq!(TscScale::for_frequency(whole.hertz()).kilohertz(), Some(whole));
         }
 
-        /// Time never falls when ticks rise.
+        /// Time never decreases when ticks increase.
         #[test]
-        fn time_is_monotonic(frequency in frequencies(), ticks in 0u64..1 << 55, more in 0u64..1 << 20) {
+        fn time_is_monotonic(
+            frequency in frequencies(),
+            ticks in 0u64..1 << 55,
+            more in 0u64..1 << 20,
+        ) {
             let scale = TscScale::for_frequency(hz(frequency.max(1_000_000)));
             prop_assert!(scale.ns(ticks + more) >= scale.ns(ticks));
         }
 
-        /// A scaled guest's factor is as good as the one of its exact frequency, for ratios of both
-        /// makers' registers.
+        /// A scaled guest's factor is as exact as that of its exact frequency, for the ratio
+        /// formats of both vendors.
         #[test]
         fn scaled_factors_have_the_stated_error(
             host in 500_000u32..10_000_000,

@@ -34,11 +34,11 @@ impl fmt::Display for Hertz {
     }
 }
 
-/// A frequency in kilohertz, the unit in which KVM speaks of TSC frequencies (`KVM_GET_TSC_KHZ`,
-/// `KVM_SET_TSC_KHZ`); never zero.
+/// A frequency in kilohertz, KVM's unit of TSC frequencies (`KVM_GET_TSC_KHZ`, `KVM_SET_TSC_KHZ`);
+/// never zero.
 ///
-/// KVM cuts a frequency down to whole kilohertz. What is cut off is lost as drift: up to 1 ppm at 1
-/// GHz, 86 ms a day.
+/// KVM truncates a frequency to whole kilohertz. The remainder becomes drift: up to 1 ppm at 1 GHz,
+/// 86 ms a day.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(transparent))]
 pub struct Kilohertz(NonZeroU32);

@@ -1,9 +1,8 @@
-//! The page's protocol and the clamp of readers, run by loom over all interleavings and all values
-//! that the memory model lets a load see.
+//! Checks the page's protocol and the readers' clamp with loom, over all interleavings and all
+//! values that the memory model lets a load return.
 //!
-//! Each property is checked of the crate's own functions, on loom's atomics instead of the
-//! processor's, and then of variants with one step missing. The variants have to fail: that shows
-//! that the check can.
+//! Each property is checked for the crate's own functions on loom's atomics, and for variants that
+//! lack one step. The variants must fail, which shows that the check is effective.
 
 #![allow(clippy::unwrap_used)]
 
@@ -19,12 +18,12 @@ use loom::thread;
 
 /// Index of the version in a page.
 const VERSION: usize = 0;
-/// The words whose accesses loom orders: the version, and the first, a middle and the last word of
-/// what it guards. A page of all eight takes a good part of a minute and behaves alike.
+/// The words whose accesses loom explores: the version, and the first, a middle and the last word
+/// that it guards. All eight words take most of a minute and behave alike.
 const SEARCHED: [usize; 4] = [VERSION, 2, 6, 7];
 
-/// A time page on loom's atomics; of the words that are not searched stores get lost, and loads
-/// give 0.
+/// A time page on loom's atomics; for words that are not searched, stores are dropped and loads
+/// return 0.
 struct LoomPage([AtomicU32; SEARCHED.len()]);
 
 impl LoomPage {
@@ -60,30 +59,30 @@ impl SharedWords for LoomPage {
     }
 }
 
-/// The step of the protocol that is missing.
+/// The missing step of the protocol.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Flaw {
     None,
     /// The writer never makes the version odd.
     NoOddVersion,
-    /// Nothing keeps the fields from being seen before the odd version.
+    /// The fields may be seen before the odd version.
     NoReleaseFence,
-    /// Nothing keeps the even version from being seen before the fields.
+    /// The even version may be seen before the fields.
     RelaxedEvenVersion,
-    /// Nothing keeps the reader's fields from being loaded after its second look at the version.
+    /// The reader's fields may be loaded after its second load of the version.
     NoAcquireFence,
-    /// Nothing keeps the reader's fields from being loaded before its first look at the version.
-    RelaxedFirstLook,
+    /// The reader's fields may be loaded before its first load of the version.
+    RelaxedFirstLoad,
 }
 
-/// Who accesses a page.
+/// The side that accesses a page.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Side {
     Writer,
     Reader,
 }
 
-/// A page on which one step of the crate's functions gets lost.
+/// A page that drops one step of the crate's functions.
 struct Flawed<'a> {
     page: &'a LoomPage,
     side: Side,
@@ -93,12 +92,12 @@ struct Flawed<'a> {
 impl SharedWords for Flawed<'_> {
     fn load(&self, index: usize, ordering: Ordering) -> u32 {
         match (self.side, self.flaw, ordering) {
-            // The writer finds what it left there, in round 0. It must not look at loom's atomics
-            // for it: loom keeps one access of an atomic for its search, and this one would hide
-            // the reader's.
+            // The writer reads its own value of round 0. It must not read it from loom's atomics:
+            // loom keeps one access of an atomic for its search, and this one would hide the
+            // reader's.
             (Side::Writer, ..) if index == VERSION => 0,
             (Side::Writer, ..) => u32::from(TimeFlags::TSC_STABLE.0) << 8,
-            (_, Flaw::RelaxedFirstLook, Ordering::Acquire) => {
+            (_, Flaw::RelaxedFirstLoad, Ordering::Acquire) => {
                 self.page.load(index, Ordering::Relaxed)
             }
             _ => self.page.load(index, ordering),
@@ -128,7 +127,7 @@ impl SharedWords for Flawed<'_> {
     }
 }
 
-/// The page of a round: each word that is searched tells the round.
+/// The page of a round: each searched word contains the round's number.
 fn update(round: u32) -> TimeUpdate {
     TimeUpdate {
         tsc_timestamp: u64::from(round),
@@ -149,7 +148,7 @@ fn info(round: u32) -> VcpuTimeInfo {
     }
 }
 
-/// One writer, one reader that looks once: what it accepts is one round's page, and the version's.
+/// One writer and one reader with one attempt: an accepted page is that of its version's round.
 fn no_torn_read(flaw: Flaw) {
     loom::model(move || {
         let page = Arc::new(LoomPage::new(&info(0)));
@@ -199,12 +198,12 @@ fn without_the_acquire_fence_a_read_is_torn() {
 
 #[test]
 #[should_panic(expected = "torn")]
-fn with_a_relaxed_first_look_a_read_is_torn() {
-    no_torn_read(Flaw::RelaxedFirstLook);
+fn with_a_relaxed_first_load_a_read_is_torn() {
+    no_torn_read(Flaw::RelaxedFirstLoad);
 }
 
-/// A guest that takes the notice while the host writes: the notice is never lost, and after the
-/// guest has taken it with no host writing, it is gone.
+/// A guest takes the notice while the host writes: the notice is never lost, and it is cleared once
+/// the guest has taken it without a concurrent write.
 #[test]
 fn a_stop_notice_is_never_lost() {
     loom::model(|| {
@@ -233,11 +232,10 @@ impl LastTime for LoomLast {
     }
 }
 
-/// What a reader does instead of the clamp.
+/// The clamp, or a replacement of it.
 type Clamp = fn(&LoomLast, u64) -> u64;
 
-/// A store where the exchange should be: two readers may both be ahead of the old time, and the
-/// later store wins.
+/// A store instead of the exchange: if two readers are ahead of the old time, the later store wins.
 fn store_instead(last: &LoomLast, time_ns: u64) -> u64 {
     let latest_ns = last.load_ns();
     if time_ns > latest_ns {
@@ -247,9 +245,8 @@ fn store_instead(last: &LoomLast, time_ns: u64) -> u64 {
     latest_ns
 }
 
-/// Two vCPUs, each of which reads twice with TSCs that are apart; when both have ended a third
-/// reads, whose TSC is behind. No vCPU sees time go back, and the third sees none before what both
-/// saw.
+/// Two vCPUs with different TSCs read twice each; after both have ended, a third one reads, whose
+/// TSC is behind. No vCPU sees time go backwards, and the third sees no time before theirs.
 fn time_is_monotonic(clamp: Clamp) {
     loom::model(move || {
         let last = Arc::new(LoomLast(AtomicU64::new(10)));

@@ -1,9 +1,9 @@
-//! The page's protocol over every order in which a reader's loads can meet a writer's stores on
+//! Checks the page's protocol over every interleaving of a reader's loads and a writer's stores on
 //! x86.
 //!
-//! There, stores are seen in the order of the program and loads are done in it, so that what a
-//! reader sees is told by how many stores there have been at each of its loads. That is few enough
-//! for all of them to be tried, with whole pages and two writes in a row. (Weaker orders:
+//! On x86, loads and stores are each performed in program order, so that a reader's view is
+//! determined by the number of stores before each of its loads. There are few enough combinations
+//! to try all of them, with whole pages and two successive writes. (Weaker orders:
 //! `interleavings.rs`.)
 
 #![allow(clippy::unwrap_used)]
@@ -23,7 +23,7 @@ const LOADS: usize = WORDS + 1;
 
 type Page = [u32; WORDS];
 
-/// The page after each store of a writer; the last one is the present.
+/// The page after each store of a writer; the last one is the present page.
 struct History(RefCell<Vec<Page>>);
 
 impl SharedWords for History {
@@ -47,7 +47,7 @@ impl SharedWords for History {
     fn fence(&self, _ordering: Ordering) {}
 }
 
-/// What a reader sees whose n-th load comes after `schedule[n]` stores.
+/// A reader's view whose n-th load follows `schedule[n]` stores.
 struct Replay<'a> {
     pages: &'a [Page],
     schedule: &'a [usize; LOADS],
@@ -104,7 +104,7 @@ fn written() -> Vec<Page> {
     history.0.into_inner()
 }
 
-/// How many reads of all orders were accepted, and how many of these were torn.
+/// Number of accepted reads over all interleavings, and the number of torn ones among them.
 fn accepted_and_torn(pages: &[Page]) -> (usize, usize) {
     let last = pages.len() - 1;
     let (mut accepted, mut torn) = (0, 0);
@@ -115,7 +115,7 @@ fn accepted_and_torn(pages: &[Page]) -> (usize, usize) {
             accepted += 1;
             torn += usize::from(read != info(read.version / 2));
         }
-        // The next sequence that does not fall.
+        // The next non-decreasing sequence.
         let Some(place) = schedule.iter().rposition(|&stores| stores < last) else {
             return (accepted, torn);
         };
@@ -125,12 +125,12 @@ fn accepted_and_torn(pages: &[Page]) -> (usize, usize) {
 }
 
 #[test]
-fn no_order_gives_a_torn_page() {
+fn no_interleaving_gives_a_torn_page() {
     let pages = written();
     assert_eq!(pages.len(), 1 + 2 * LOADS);
     let (accepted, torn) = accepted_and_torn(&pages);
     assert_eq!(torn, 0);
-    // All loads at once, in each of the three rounds, at least.
+    // At least the reads with all loads in the same round, for each of the three rounds.
     assert!(accepted >= 3);
 }
 
@@ -144,9 +144,9 @@ fn without_odd_versions_pages_are_torn() {
 }
 
 #[test]
-fn with_the_odd_version_late_pages_are_torn() {
+fn with_a_late_odd_version_pages_are_torn() {
     let mut pages = written();
-    // As if it came after the first two other words, one of which is unused.
+    // The version is stored after the first two other words, one of which is unused.
     for first in [1, 1 + LOADS] {
         let before = pages[first - 1][0];
         pages[first..first + 3].iter_mut().for_each(|page| page[0] = before);
@@ -155,11 +155,11 @@ fn with_the_odd_version_late_pages_are_torn() {
 }
 
 #[test]
-fn with_the_even_version_early_pages_are_torn() {
+fn with_an_early_even_version_pages_are_torn() {
     let mut pages = written();
     for last in [LOADS, 2 * LOADS] {
         let after = pages[last];
-        // Before the last word, the one with the flags.
+        // The version is stored before the last word, which contains the flags.
         pages[last - 1][0] = after[0];
         pages[last - 1][WORDS - 1] = pages[last - 2][WORDS - 1];
     }

@@ -2,33 +2,33 @@
 
 use crate::units::{Kilohertz, NS_PER_SECOND};
 
-/// Parts in 10^9 that are the whole.
+/// The whole in parts per billion.
 const WHOLE_PPB: u64 = NS_PER_SECOND;
-/// Nanoseconds times kilohertz times parts in 10^9 in a tick.
+/// A tick in units of nanoseconds times kilohertz times parts per billion.
 const TICK: u128 = 1_000_000 * WHOLE_PPB as u128;
 
-/// What a host counts time by.
+/// Clock source of a host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ClockSource {
-    /// Its TSC: `CLOCK_MONOTONIC_RAW` is the TSC by its nominal frequency, errors included.
+    /// The TSC: `CLOCK_MONOTONIC_RAW` is the TSC divided by its nominal frequency, errors included.
     Tsc,
-    /// Something else, the HPET for example, which makes KVM do without its master clock.
+    /// Another source, for example the HPET, with which KVM uses no master clock.
     Other {
-        /// How much faster than true time it runs, in parts in 10^9.
+        /// Frequency error in parts in 10^9; positive if it runs faster than true time.
         error_ppb: i64,
     },
 }
 
-/// What happens to the TSC while the host sleeps.
+/// Behaviour of the TSC during suspend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum TscInSuspend {
-    /// It runs on.
+    /// It keeps counting.
     RunsOn,
-    /// It starts from 0 when the host wakes.
+    /// It restarts from 0 when the host wakes.
     Resets,
 }
 
-/// A count with the remainder that does not make one yet.
+/// A count and its fractional remainder.
 #[derive(Clone, Copy, Debug, Default)]
 struct Counter {
     count: u64,
@@ -36,7 +36,7 @@ struct Counter {
 }
 
 impl Counter {
-    /// Adds `parts` of which `whole` make one.
+    /// Adds `parts / whole`.
     fn add(&mut self, parts: u128, whole: u128) {
         let parts = self.rest + parts;
         self.count = self.count.wrapping_add((parts / whole) as u64);
@@ -51,7 +51,7 @@ pub struct HostClock {
     tsc_error_ppb: i64,
     tsc: Counter,
     source: ClockSource,
-    /// The TSC and the raw clock when the TSC last became clock source or woke.
+    /// The TSC and the raw clock when the TSC last became the clock source or the host last woke.
     tsc_base: u64,
     raw_base_ns: u64,
     raw_ns: Counter,
@@ -62,7 +62,7 @@ pub struct HostClock {
 }
 
 impl HostClock {
-    /// Real time at which hosts boot: some second of the year 2020.
+    /// Real time at boot: a second in January 2020.
     const BOOT_REALTIME_NS: i64 = 1_579_702_953 * NS_PER_SECOND as i64;
 
     pub(super) const fn new(tsc_khz: Kilohertz) -> Self {
@@ -97,32 +97,32 @@ impl HostClock {
         self.source
     }
 
-    /// `CLOCK_MONOTONIC_RAW`: the clock source since boot, without sleep.
+    /// `CLOCK_MONOTONIC_RAW`: the clock source since boot, without the time suspended.
     pub const fn raw_ns(&self) -> u64 {
         self.raw_ns.count
     }
 
-    /// `CLOCK_MONOTONIC`: the same, slewed.
+    /// `CLOCK_MONOTONIC`: the slewed raw clock.
     pub const fn monotonic_ns(&self) -> u64 {
         self.monotonic_ns.count
     }
 
-    /// D: how far `CLOCK_MONOTONIC` is ahead of `CLOCK_MONOTONIC_RAW`.
+    /// D: the lead of `CLOCK_MONOTONIC` over `CLOCK_MONOTONIC_RAW`.
     pub const fn drift_ns(&self) -> i64 {
         self.monotonic_ns().wrapping_sub(self.raw_ns()).cast_signed()
     }
 
-    /// Time asleep since boot.
+    /// Time suspended since boot.
     pub const fn suspended_ns(&self) -> u64 {
         self.suspended_ns
     }
 
-    /// `CLOCK_BOOTTIME`: `CLOCK_MONOTONIC` and the time asleep.
+    /// `CLOCK_BOOTTIME`: `CLOCK_MONOTONIC` plus the time suspended.
     pub const fn boottime_ns(&self) -> u64 {
         self.monotonic_ns() + self.suspended_ns
     }
 
-    /// The raw clock and the time asleep: what KVM's clock is based on (`get_kvmclock_base_ns`).
+    /// The raw clock plus the time suspended: the base of KVM's clock (`get_kvmclock_base_ns`).
     pub const fn raw_boottime_ns(&self) -> u64 {
         self.raw_ns() + self.suspended_ns
     }
@@ -186,15 +186,14 @@ impl HostClock {
         self.rebase();
     }
 
-    /// The raw clock goes on from where it is.
+    /// Rebases the raw clock so that it continues from its present value.
     fn rebase(&mut self) {
         self.tsc_base = self.tsc();
         self.raw_base_ns = self.raw_ns();
     }
 }
 
-/// A factor of `1 + ppb / 10^9` in parts in 10^9; one that would let a clock run backwards lets it
-/// stand still.
+/// The factor `1 + ppb / 10^9` in parts in 10^9; 0, which stops the clock, if it would be negative.
 fn parts(ppb: i64) -> u128 {
     u128::from(WHOLE_PPB.saturating_add_signed(ppb))
 }

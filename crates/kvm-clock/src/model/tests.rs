@@ -21,7 +21,7 @@ fn machine(mode: KernelMode, slew_ppm: i64) -> Machine {
     machine
 }
 
-/// What a guest that was created after `days` reads when it is a second old.
+/// Time of a one-second-old guest that was created after `days` of uptime.
 fn fresh_guest_ns(mode: KernelMode, days: u64, slew_ppm: i64) -> u64 {
     let mut machine = machine(mode, slew_ppm);
     machine.advance(days * DAY_NS);
@@ -42,15 +42,15 @@ fn mixed_clocks_make_a_fresh_guests_time_negative_after_two_weeks() {
     {
         let seen = fresh_guest_ns(KernelMode::Mixed, days, slew_ppm);
         assert_eq!(milliseconds(seen.cast_signed()), expected_ms, "{days} d, {slew_ppm} ppm");
-        // What the guest sees: centuries, if it is negative.
+        // The guest reads a negative time as centuries.
         assert_eq!(seen > u64::MAX / 2, expected_ms < 0);
     }
-    // 1 s - 1.1232 s, and a nanosecond less by the factor's rounding.
+    // 1 s - 1.1232 s, less a nanosecond by the factor's rounding.
     assert_eq!(fresh_guest_ns(KernelMode::Mixed, 13, 1), 18_446_744_073_586_351_615);
 }
 
 #[test]
-fn raw_clocks_do_not() {
+fn raw_clocks_keep_a_fresh_guests_time_exact() {
     for days in [0, 7, 13, 14, 60] {
         for slew_ppm in [-100, -5, -1, 0, 1, 5, 100] {
             // A nanosecond less by the factor's rounding.
@@ -72,7 +72,7 @@ fn master_clock_flips_jump_by_the_drift_in_mixed_mode_only() {
                 (1, VcpuTscs::Matched, -1),
             ] {
                 machine.advance(days * DAY_NS);
-                // The jump of the switch alone, without what the factor has lost in days.
+                // Measure the jump of the switch alone, without the factor's loss over days.
                 machine.renew_clock(vm);
                 let before_ns = machine.clock(vm).clock_ns;
                 machine.set_vcpu_tscs(vm, tscs);
@@ -104,7 +104,7 @@ fn the_wall_clock_is_wrong_by_the_drift_in_mixed_mode_only() {
 }
 
 #[test]
-fn results_do_not_depend_on_how_time_is_cut() {
+fn results_do_not_depend_on_the_time_step() {
     let (mut whole, mut cut) = (machine(KernelMode::Raw, 7), machine(KernelMode::Raw, 7));
     whole.set_tsc_error_ppb(-333);
     cut.set_tsc_error_ppb(-333);
@@ -119,7 +119,7 @@ fn results_do_not_depend_on_how_time_is_cut() {
 }
 
 #[test]
-fn sleep_counts_for_guests_and_for_boot_time() {
+fn suspended_time_counts_for_guests_and_boot_time() {
     for tsc in [TscInSuspend::RunsOn, TscInSuspend::Resets] {
         let mut machine = machine(KernelMode::Raw, 0);
         let vm = machine.create_vm();
@@ -172,13 +172,13 @@ fn pause_and_resume_follow_the_policy() {
         assert_eq!(reading.stopped, Stopped::Yes);
         assert_eq!(reading.time_ns.div_ceil(SECOND_NS), expected_s);
         assert!(expected_s * SECOND_NS - reading.time_ns < 100);
-        // The TSC goes the same way.
+        // The TSC advances by the same time.
         assert_eq!(machine.vm(vm).guest_tsc(machine.host().tsc()), expected_s * 2_600_000_000);
     }
 }
 
 #[test]
-fn a_saved_clock_that_is_set_elsewhere_goes_on_by_real_time() {
+fn a_saved_clock_set_on_another_host_advances_by_real_time() {
     for offset_s in [0i64, 180, -180] {
         let mut machine = machine(KernelMode::Raw, 0);
         let vm = machine.create_vm();
@@ -204,7 +204,7 @@ fn whole_kilohertz_cost_a_scaled_guest_86_ms_a_day() {
     assert_eq!(drift_ms(ScaledFactor::Exact), 0);
 }
 
-/// Something that happens to a host or its guest.
+/// An event on a host or its guest.
 #[derive(Clone, Debug)]
 enum Step {
     Advance(u64),
@@ -258,18 +258,22 @@ fn take(machine: &mut Machine, vm: VmId, step: &Step) {
             let realtime_ns =
                 realtime_s.and_then(|s| now_ns.checked_add_signed(s * SECOND_NS as i64));
             machine.set_clock(vm, clock_ns, realtime_ns);
-            // A guest whose clock is set back has to forget the latest time, or the clamp of an
-            // unstable clock holds it there.
+            // A guest whose clock is set back has to forget the latest time; otherwise the clamp of
+            // an unstable clock keeps it there.
             machine.vms[vm.0].last_ns = AtomicU64::new(0);
         }
     }
 }
 
 proptest! {
-    /// In a kernel with raw clocks a guest's time is never negative and never goes backwards,
-    /// whatever happens, unless somebody sets it back; and what KVM_GET_CLOCK says agrees with it.
+    /// In a kernel with raw clocks a guest's time is never negative and never goes backwards over
+    /// any events, unless it is set back; and KVM_GET_CLOCK agrees with it.
     #[test]
-    fn raw_clocks_never_go_backwards(uptime_ns in 0..60 * DAY_NS, slew_ppm in -100i64..100, steps in steps()) {
+    fn raw_clocks_never_go_backwards(
+        uptime_ns in 0..60 * DAY_NS,
+        slew_ppm in -100i64..100,
+        steps in steps(),
+    ) {
         let mut machine = machine(KernelMode::Raw, slew_ppm);
         machine.advance(uptime_ns);
         let vm = machine.create_vm();
@@ -280,7 +284,7 @@ proptest! {
                 (latest_ns, latest_clock_ns) = (0, 0);
             }
             if let Step::Resume(_) = step {
-                // KVM's clock went on during the pause, and no guest saw it.
+                // KVM's clock continued during the pause, unseen by the guest.
                 latest_clock_ns = 0;
             }
             let clock_ns = machine.clock(vm).clock_ns;
@@ -288,7 +292,11 @@ proptest! {
             latest_clock_ns = clock_ns;
             if let Some(reading) = machine.guest_time(vm) {
                 prop_assert!(reading.time_ns <= i64::MAX.cast_unsigned(), "{step:?}: negative");
-                prop_assert!(reading.time_ns >= latest_ns, "{step:?}: {} < {latest_ns}", reading.time_ns);
+                prop_assert!(
+                    reading.time_ns >= latest_ns,
+                    "{step:?}: {} < {latest_ns}",
+                    reading.time_ns
+                );
                 latest_ns = reading.time_ns;
                 if reading.stability == Stability::Stable {
                     prop_assert_eq!(reading.time_ns.cast_signed(), clock_ns);
@@ -297,7 +305,7 @@ proptest! {
         }
     }
 
-    /// In both modes the model is what the formulas of the module's documentation say.
+    /// In both modes the model agrees with the formulas of the module's documentation.
     #[test]
     fn the_formulas_hold(
         created_ns in 0..60 * DAY_NS,
@@ -311,9 +319,10 @@ proptest! {
         let drift_ns = machine.host().drift_ns();
         let vm = machine.create_vm();
         machine.advance(age_ns);
-        let expected_ns = age_ns.cast_signed() - if mode == KernelMode::Mixed { drift_ns } else { 0 };
+        let drift_ns = if mode == KernelMode::Mixed { drift_ns } else { 0 };
+        let expected_ns = age_ns.cast_signed() - drift_ns;
         let time_ns = machine.guest_time(vm).unwrap().time_ns.cast_signed();
-        // The factor's error, at most 2^-31, and a tick that its shift drops.
+        // The factor's error, at most 2^-31, and the tick that its shift drops.
         let lost_ns = expected_ns - time_ns;
         prop_assert!((-1..=(age_ns >> 31).cast_signed() + 2).contains(&lost_ns), "{}", lost_ns);
     }

@@ -1,4 +1,4 @@
-//! A virtual machine's clock as KVM keeps it.
+//! A virtual machine's clock as KVM implements it.
 
 use alloc::vec;
 use core::sync::atomic::AtomicU64;
@@ -11,13 +11,13 @@ use crate::reader::{Reader, Reading};
 use crate::scale::TscScale;
 use crate::units::Kilohertz;
 
-/// Which of the host's clocks a kernel makes KVM's clock from.
+/// The host's clocks that a kernel derives KVM's clock from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum KernelMode {
     /// Linux between commits 53fafdbb8b21f and 8171cd68806b (January 2020): the master clock from
-    /// `CLOCK_MONOTONIC_RAW`, all else from `CLOCK_BOOTTIME`.
+    /// `CLOCK_MONOTONIC_RAW`, everything else from `CLOCK_BOOTTIME`.
     Mixed,
-    /// Linux since then: everything from `CLOCK_MONOTONIC_RAW` and the time asleep.
+    /// Linux since then: everything from `CLOCK_MONOTONIC_RAW` and the time suspended.
     Raw,
 }
 
@@ -34,16 +34,16 @@ impl KernelMode {
     }
 }
 
-/// Whether KVM takes the TSCs of a virtual machine's vCPUs for the same.
+/// Whether KVM considers the TSCs of a virtual machine's vCPUs matched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum VcpuTscs {
-    /// They are; the master clock can be used.
+    /// They match; the master clock can be used.
     Matched,
-    /// They are not.
+    /// They do not match.
     Unmatched,
 }
 
-/// How the factor in the page of a scaled guest is computed.
+/// Computation of the factor in the page of a scaled guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ScaledFactor {
     /// From the scaled frequency in whole kilohertz, as KVM does.
@@ -52,7 +52,7 @@ pub enum ScaledFactor {
     Exact,
 }
 
-/// What `KVM_GET_CLOCK` says.
+/// Result of `KVM_GET_CLOCK`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VmClock {
     /// The clock.
@@ -63,7 +63,7 @@ pub struct VmClock {
     pub host_tsc: Option<u64>,
 }
 
-/// The instant that a master clock counts from.
+/// Base instant of a master clock.
 #[derive(Clone, Copy, Debug)]
 struct MasterClock {
     kernel_ns: u64,
@@ -85,7 +85,7 @@ pub struct Vm {
     tsc_offset: u64,
     paused: Option<SavedClock>,
     page: AtomicTimePage,
-    /// The latest time that the guest has read, which the guest keeps.
+    /// The latest time that the guest has read; part of the guest's state.
     pub(super) last_ns: AtomicU64,
 }
 
@@ -97,7 +97,7 @@ impl Vm {
         factor: ScaledFactor,
     ) -> Self {
         let host_khz = host.tsc_khz();
-        // As KVM cuts it.
+        // Truncated as in KVM.
         let tsc_khz =
             Kilohertz::new(ratio.scale(u64::from(host_khz.get())) as u32).unwrap_or(host_khz);
         let mut vm = Self {
@@ -117,7 +117,7 @@ impl Vm {
             page: AtomicTimePage::default(),
             last_ns: AtomicU64::new(0),
         };
-        // The clock starts from 0 (kvm_arch_init_vm), by the clock that the kernel takes for it.
+        // The clock starts from 0 (kvm_arch_init_vm) on the kernel's base clock.
         vm.offset_ns = -vm.plain_base_ns(host).cast_signed();
         vm.update(host);
         vm
@@ -141,7 +141,7 @@ impl Vm {
         self.ratio.guest_tsc(host_tsc, self.tsc_offset)
     }
 
-    /// Decides on the master clock, takes its instant anew and writes the page
+    /// Decides on the master clock, takes a new instant for it and writes the page
     /// (`pvclock_update_vm_gtod_copy`, `kvm_guest_time_update`).
     pub(super) fn update(&mut self, host: &HostClock) {
         self.write_page(host, StopNotice::Keep);
@@ -149,7 +149,7 @@ impl Vm {
 
     fn write_page(&mut self, host: &HostClock, notice: StopNotice) {
         let possible = host.source() == ClockSource::Tsc && self.tscs == VcpuTscs::Matched;
-        // In both modes: this is what commit 53fafdbb8b21f changed.
+        // Raw in both modes since commit 53fafdbb8b21f.
         self.master = possible
             .then(|| MasterClock { kernel_ns: host.raw_boottime_ns(), host_tsc: host.tsc() });
         let (base_ns, stability) = match self.master {
@@ -170,7 +170,7 @@ impl Vm {
             return None;
         }
         if host.source() != ClockSource::Tsc {
-            // A vCPU's page is written anew at each of its entries then (kvm_arch_vcpu_load).
+            // Without the master clock each vCPU entry rewrites the page (kvm_arch_vcpu_load).
             self.update(host);
         }
         Some(Reader::new(&self.page, &self.last_ns).read(|| self.guest_tsc(host.tsc())))
@@ -196,9 +196,9 @@ impl Vm {
         let elapsed_ns = realtime_ns.map_or(0, |then| host.realtime_ns().saturating_sub(then));
         let clock_ns = clock_ns.saturating_add_unsigned(elapsed_ns);
         self.offset_ns = match self.mode {
-            // By the difference to what the clock says.
+            // Relative to the clock's present value.
             KernelMode::Mixed => self.offset_ns + (clock_ns - self.clock(host).clock_ns),
-            // By the base at the instant that the master clock takes anew.
+            // Relative to the base at the master clock's new instant.
             KernelMode::Raw => clock_ns - self.plain_base_ns(host).cast_signed(),
         };
         self.update(host);
@@ -209,7 +209,7 @@ impl Vm {
         self.update(host);
     }
 
-    /// The guest's TSC goes on where it was, on the page's next write.
+    /// Lets the guest's TSC continue from its last value, from the next write of the page on.
     pub(super) fn tsc_was_reset(&mut self, host_tsc_before: u64, host_tsc: u64) {
         self.tsc_offset = self.ratio.offset_for(self.guest_tsc(host_tsc_before), host_tsc);
     }
@@ -219,7 +219,7 @@ impl Vm {
         let at_zero_ns = match self.mode {
             // kvm_write_wall_clock before the fix: getboottime64 and the offset.
             KernelMode::Mixed => host.realtime_at_boot_ns() - self.offset_ns,
-            // And with it: the real time less the clock.
+            // Since the fix: the real time less the clock.
             KernelMode::Raw => host.realtime_ns().cast_signed() - clock_ns,
         };
         at_zero_ns + clock_ns - host.realtime_ns().cast_signed()

@@ -36,7 +36,7 @@ fn guest_tsc(plan: &ClockPlan) -> Vec<u64> {
 }
 
 #[test]
-fn names_of_policies_are_read_back() {
+fn names_of_policies_survive_parsing() {
     for policy in ClockPolicy::ALL {
         assert_eq!(ClockPolicy::from_str(&policy.to_string()), Ok(policy));
     }
@@ -78,14 +78,14 @@ fn offsets_make_the_vcpus_read_the_planned_tsc() {
 }
 
 #[test]
-fn real_time_that_went_backwards_counts_as_none() {
+fn real_time_that_went_backwards_counts_as_zero() {
     let plan = saved().plan(ClockPolicy::CatchUp, &present(-180)).unwrap();
     assert_eq!(plan, saved().plan(ClockPolicy::Continue, &present(-180)).unwrap());
     assert_eq!(plan.clock_ns, 100 * SECOND_NS);
 }
 
 #[test]
-fn catch_up_without_real_time_is_refused_and_continue_is_not() {
+fn only_catch_up_needs_real_time() {
     let blind = HostReading { realtime_ns: None, ..present(1) };
     assert_eq!(
         saved().plan(ClockPolicy::CatchUp, &blind),
@@ -108,7 +108,7 @@ fn without_a_host_tsc_there_are_no_offsets() {
 }
 
 #[test]
-fn another_frequency_needs_scaling_and_small_differences_do_not() {
+fn only_frequencies_beyond_the_tolerance_need_scaling() {
     let guest = khz(2_600_000);
     let slower = khz(2_000_000);
     assert_eq!(
@@ -118,7 +118,7 @@ fn another_frequency_needs_scaling_and_small_differences_do_not() {
     for fraction in [FractionBits::Amd32, FractionBits::Intel48] {
         let scaled = TscRate::between(guest, slower, TscScaling::Available(fraction)).unwrap();
         assert!(matches!(scaled, TscRate::Scaled(_)));
-        // 1.3 has no finite binary fraction: the ratio is rounded down.
+        // 1.3 is no finite binary fraction: the ratio is rounded down.
         assert_eq!(scaled.ratio().scale(2_000_000_000), 2_599_999_999);
         // 250 ppm of the host's 2.6 GHz are 650 kHz.
         let available = TscScaling::Available(fraction);
@@ -133,7 +133,7 @@ fn another_frequency_needs_scaling_and_small_differences_do_not() {
             Ok(TscRate::Scaled(_))
         ));
     }
-    // AMD's integer part has eight bits.
+    // The integer part has eight bits on AMD.
     let (fast, slow) = (khz(2_560_000), khz(10_000));
     assert_eq!(
         TscRate::between(fast, slow, TscScaling::Available(FractionBits::Amd32)),
@@ -163,7 +163,7 @@ fn impossible_real_times_are_an_error_and_not_a_wrapped_clock() {
 
 #[cfg(feature = "serde")]
 #[test]
-fn saved_clocks_are_documents() {
+fn saved_clocks_survive_serialization() {
     let text = serde_json::to_string(&saved()).unwrap();
     assert!(text.contains("\"tsc_khz\":2600000"), "{text}");
     assert_eq!(serde_json::from_str::<SavedClock>(&text).unwrap(), saved());
@@ -176,8 +176,8 @@ fn frequencies() -> impl Strategy<Value = Kilohertz> {
 }
 
 proptest! {
-    /// The guest's TSC, as time, never lags or leads its KVM clock by a tick or more, over any host
-    /// and any pause.
+    /// The guest's TSC, as time, differs from its KVM clock by less than a tick, over any host and
+    /// any pause.
     #[test]
     fn clock_and_tsc_advance_by_the_same_time(
         guest in frequencies(),
@@ -199,8 +199,8 @@ proptest! {
         }
     }
 
-    /// Whatever both hosts' TSCs are and however the guest is scaled, what the hardware computes
-    /// from the plan's offset is never less than what the guest last read.
+    /// For any TSCs of both hosts and any scaling, the TSC that the hardware computes from the
+    /// plan's offset is never below the guest's last reading.
     #[test]
     fn no_guest_clock_goes_backwards(
         guest in frequencies(),
@@ -236,7 +236,8 @@ proptest! {
         let scaling = TscScaling::Available(FractionBits::Intel48);
         let ratio = TscRate::between(guest, host, scaling).unwrap().ratio();
         let saved = SavedClock::from_offsets(7, Some(9), host_tsc, guest, ratio, &offsets);
-        let now = HostReading { realtime_ns: Some(9), host_tsc: Some(host_tsc), tsc_khz: host, scaling };
+        let now =
+            HostReading { realtime_ns: Some(9), host_tsc: Some(host_tsc), tsc_khz: host, scaling };
         let plan = saved.plan(ClockPolicy::CatchUp, &now).unwrap();
         let restored: Vec<_> = plan.vcpus.iter().filter_map(|vcpu| vcpu.offset).collect();
         prop_assert_eq!(restored, offsets);
