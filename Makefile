@@ -1,4 +1,4 @@
-# What there is to do here; `make help` lists it. Everything works a second time.
+# `make help` lists the targets. All of them may be run repeatedly.
 
 CARGO ?= cargo
 PROGRAMS = target/x86_64-unknown-linux-gnu/release
@@ -6,21 +6,23 @@ FUZZ_SECONDS ?= 60
 LONG_RESULTS = docs/results/tests/long.json
 SCALE ?= demo
 
-# The guest's driver as a module: for the kernel that the virtual host and its guests run, which is
-# EBB_KERNEL's or the newest cloud kernel in /boot. The sources are linked into the build's own
-# folder, because Kbuild writes beside them.
-MODULE_KERNEL ?= $(patsubst vmlinuz-%,%,$(notdir $(or $(EBB_KERNEL),$(lastword $(shell ls /boot/vmlinuz-*-cloud-amd64 | sort -V)))))
+# The guest's driver as a module, for the kernel of the virtual host and its guests: EBB_KERNEL or
+# the newest cloud kernel in /boot. The sources are linked into the build directory, because Kbuild
+# writes its output next to them.
+CLOUD_KERNEL = $(lastword $(shell ls /boot/vmlinuz-*-cloud-amd64 | sort -V))
+MODULE_KERNEL ?= $(patsubst vmlinuz-%,%,$(notdir $(or $(EBB_KERNEL),$(CLOUD_KERNEL))))
 MODULE_HEADERS = /lib/modules/$(MODULE_KERNEL)/build
 MODULE_SOURCES = $(wildcard $(addprefix guest/linux/ebb_balloon/,*.c *.h Kbuild))
 MODULE_DIRECTORY = target/ebb_balloon/$(MODULE_KERNEL)
 MODULE = $(MODULE_DIRECTORY)/ebb_balloon.ko
 
-.PHONY: help deps build module module-of-kernel demo test test-long bench lint style fmt doc fuzz clean
+.PHONY: help deps build module module-of-kernel demo test test-long bench lint style fmt doc fuzz
+.PHONY: clean
 
 help:
-	@echo 'make demo    install what is needed, build, and run the main experiment on real Linux'
+	@echo 'make demo    install the dependencies, build, and run the main experiment on real Linux'
 	@echo '             guests (minutes)'
-	@echo 'make test    install what is needed and run all tests, those on real guests included'
+	@echo 'make test    install the dependencies and run all tests, including those on real guests'
 	@echo 'make test-long  the tests on real guests with full counts (hours); writes $(LONG_RESULTS)'
 	@echo 'make build   the release programs in $(PROGRAMS):'
 	@echo '             ebb, ebb-lab, ebb-agent; and the module'
@@ -28,11 +30,11 @@ help:
 	@echo '             (MODULE_KERNEL=RELEASE)'
 	@echo 'make bench   benchmarks of the balloon device, guest memory, migration and merging'
 	@echo 'make lint    formatting, clippy with warnings as errors, licences'
-	@echo 'make style   the same without the licences, which are among the tests'
+	@echo 'make style   the same without the licences, which the tests also check'
 	@echo 'make doc     the documentation of all crates, with warnings as errors'
 	@echo 'make fuzz    each fuzz target for FUZZ_SECONDS=$(FUZZ_SECONDS) (needs a nightly compiler'
 	@echo '             and cargo-fuzz)'
-	@echo 'make deps    only install what is needed, from Debian packages (as root)'
+	@echo 'make deps    only install the dependencies, from Debian packages (as root)'
 
 deps:
 	scripts/install-deps.sh
@@ -40,8 +42,8 @@ deps:
 build: module
 	$(CARGO) build --release --locked -p ebb -p ebb-lab -p ebb-agent
 
-# In a make of its own: `deps` may have installed the kernel after this file was read. One at a
-# time: Kbuild has no lock.
+# Runs a separate make, because `deps` may have installed the kernel after this file was read. The
+# lock serializes builds, because Kbuild has none.
 module:
 	@mkdir -p target/ebb_balloon
 	@flock target/ebb_balloon $(MAKE) --no-print-directory module-of-kernel
@@ -49,11 +51,12 @@ module:
 module-of-kernel: $(MODULE)
 
 $(MODULE_HEADERS)/Module.symvers:
-	@echo 'module: no headers of kernel $(MODULE_KERNEL): run make deps, or apt-get install linux-headers-$(MODULE_KERNEL)' >&2
+	@echo 'module: no headers of kernel $(MODULE_KERNEL): run make deps, or' \
+		'apt-get install linux-headers-$(MODULE_KERNEL)' >&2
 	@exit 1
 
-# Parts of the folder that have no source any more would be built on; so it begins with the links of
-# today. Object files stay, and Kbuild makes new only what has changed.
+# The links are recreated, so that deleted sources are not built. Object files are kept, and Kbuild
+# rebuilds only what has changed.
 $(MODULE): $(MODULE_SOURCES) $(MODULE_HEADERS)/Module.symvers
 	@mkdir -p $(MODULE_DIRECTORY)/build
 	@find $(MODULE_DIRECTORY)/build -type l -delete
@@ -62,19 +65,19 @@ $(MODULE): $(MODULE_SOURCES) $(MODULE_HEADERS)/Module.symvers
 	@strip --strip-debug -o $@ $(MODULE_DIRECTORY)/build/ebb_balloon.ko
 
 demo: deps build
-	@echo 'demo: what this machine can do'
+	@echo 'demo: capabilities of this machine'
 	$(PROGRAMS)/ebb-lab doctor
 	@echo 'demo: guests on a host without swap, with and without free page reporting (a few minutes)'
 	$(PROGRAMS)/ebb-lab run density --scale $(SCALE)
 
-# The tests of all packages bring their programs with them, the guest agent too; built on its own,
-# it would be built twice, because the tests want other features of the same dependencies.
+# The tests of all packages build their programs, including the guest agent. A separate build of the
+# agent would compile it twice, because the tests need other features of the same dependencies.
 test: deps module
-	@echo 'test: all crates, and real guests among them'
+	@echo 'test: all crates, including tests on real guests'
 	$(CARGO) test --locked --workspace
 
-# The same tests on real guests as above, with full counts, sizes and times. The results are
-# committed; `.ci/run` says when they are older than a mechanism.
+# The tests on real guests with full counts, sizes and times. The results are committed; `.ci/run`
+# reports when they are older than a mechanism.
 test-long: deps module
 	@mkdir -p $(dir $(LONG_RESULTS))
 	EBB_TESTS=long EBB_TEST_RESULTS=$(abspath $(LONG_RESULTS)) \

@@ -1,18 +1,17 @@
 #!/bin/sh
-# Installs from Debian's packages what building, testing and running Ebb's experiments needs. May be
-# run again at any time: what is there already is left alone, and without anything to do apt is not
-# even asked.
+# Installs the Debian packages that are needed to build and test Ebb and to run its experiments. It
+# may be run repeatedly: installed packages are kept, and apt runs only if a package is missing.
 #
-#   sudo scripts/install-deps.sh            install what is missing
-#   scripts/install-deps.sh --check         only say what is missing (exit code 1 if anything is)
+#   sudo scripts/install-deps.sh            install missing packages
+#   scripts/install-deps.sh --check         only report missing packages (exit code 1 if any)
 #
-# Debian 12 has no kernel that can merge: one from its backports is unpacked into
-# /var/lib/ebb/kernels, for virtual hosts only. This machine goes on starting what it starts; to be
-# rid of it, remove the directory.
+# Debian 12 has no kernel that supports merging: one from its backports is unpacked into
+# /var/lib/ebb/kernels, for virtual hosts only. The kernel that this machine boots does not change;
+# to uninstall, remove the directory.
 set -eu
 
 # linux-image-cloud-...  kernel and modules of the virtual host and of the test guests
-# linux-headers-cloud-.. what the guests' kernel module (guest/linux) is built with
+# linux-headers-cloud-.. building the guests' kernel module (guest/linux)
 # busybox-static         programs inside the virtual host
 # numactl                the real memhog
 # iproute2               shaped links between network namespaces of the virtual host
@@ -21,17 +20,17 @@ set -eu
 packages="linux-image-cloud-amd64 linux-headers-cloud-amd64 busybox-static numactl iproute2"
 packages="$packages gcc libc6-dev make ca-certificates"
 
-# QEMU is the virtual host, on machines whose KVM cannot run Linux, and a peer to compare with. It
-# has to be 8.1 or newer: older emulators may go on with a translation of code that another
-# processor has just changed, and Linux changes its own code all the time, so that guests hang or
+# QEMU runs the virtual host, on machines whose KVM cannot run Linux, and serves as a peer for
+# comparison. It has to be 8.1 or newer: older emulators may keep executing a translation of code
+# that another processor has just changed. Linux patches its own code often, so that guests hang or
 # crash once in a few hundred boots. Debian 12 has 7.2, its backports have 10.0.
 emulator=qemu-system-x86
 emulator_needed=1:8.1
 
 # Merging pages in the monitor's own memory needs Linux 6.8 or newer under the monitor
-# (UFFDIO_MOVE). Guests stay with the distribution's kernel, whose headers their module is built
-# with. A newer one for virtual hosts is unpacked into a place of its own: a package installed in
-# the usual way would become what this machine itself starts next time.
+# (UFFDIO_MOVE). Guests keep the distribution's kernel, whose headers their module is built with. A
+# newer one for virtual hosts is unpacked into a separate directory: installing the package would
+# make this machine itself boot it.
 host_kernel_needed=6.8
 host_kernels=/var/lib/ebb/kernels
 
@@ -46,7 +45,7 @@ esac
 
 command -v dpkg-query >/dev/null 2>&1 ||
     fail "this script needs a Debian system (dpkg); elsewhere install the equivalents of: $packages"
-[ "$(uname -m)" = x86_64 ] || fail "Ebb runs on x86_64 so far; this machine is $(uname -m)"
+[ "$(uname -m)" = x86_64 ] || fail "Ebb supports only x86_64; this machine is $(uname -m)"
 
 installed() {
     [ "$(dpkg-query -W -f '${db:Status-Status}' "$1" 2>/dev/null)" = installed ]
@@ -57,7 +56,7 @@ emulator_is_new() {
         dpkg --compare-versions "$(dpkg-query -W -f '${Version}' "$emulator")" ge "$emulator_needed"
 }
 
-# Whether the machine's own sources have an emulator that is new enough, as Debian 13 has.
+# Whether the machine's package sources have a new enough emulator, as in Debian 13.
 candidate_is_new() {
     candidate=$(apt-cache policy "$emulator" | sed -n 's/^  Candidate: //p')
     case "$candidate" in '' | '(none)') return 1 ;; esac
@@ -68,8 +67,8 @@ is_bookworm() {
     grep -q '^VERSION_CODENAME=bookworm' /etc/os-release
 }
 
-# Whether there is a kernel for virtual hosts that can merge: unpacked, or the distribution's own,
-# as in Debian 13.
+# Prints the release of a kernel for virtual hosts that supports merging: an unpacked one, or the
+# distribution's, as in Debian 13. Fails if there is none.
 host_kernel() {
     for image in "$host_kernels"/*/boot/vmlinuz-* /boot/vmlinuz-*-cloud-amd64; do
         release=${image##*/vmlinuz-}
@@ -82,8 +81,8 @@ host_kernel() {
     return 1
 }
 
-# The mirror of Debian that the machine's own sources name, or EBB_BACKPORTS. Whose a source is, apt
-# knows only once its lists were fetched; before that the first one of the release must do.
+# Prints EBB_BACKPORTS or the Debian mirror of the machine's package sources. apt knows the origin
+# of a source only after its lists were fetched; before that the release's first source is used.
 mirror() {
     if [ -n "${EBB_BACKPORTS:-}" ]; then
         echo "$EBB_BACKPORTS"
@@ -101,8 +100,8 @@ mirror() {
     return 1
 }
 
-# Runs a function with apt-get's arguments for Debian 12's backports, with lists of sources of their
-# own, so that the machine's stay as they are.
+# Runs a function with apt-get arguments for Debian 12's backports. They use separate source lists,
+# so that the machine's lists do not change.
 with_backports() {
     if ! backports=$(mirror); then
         backports='a mirror'
@@ -110,16 +109,16 @@ with_backports() {
         return 1
     fi
     own=$(mktemp -d) || return 1
-    # Apart from the sources: apt removes what it does not know from its lists.
+    # Separate from the sources: apt removes unknown files from its lists directory.
     mkdir -p "$own/lists/partial"
     key=/usr/share/keyrings/debian-archive-keyring.gpg
     for suite in bookworm bookworm-backports; do
         printf 'deb [signed-by=%s] %s %s main\n' "$key" "$backports" "$suite"
     done >"$own/sources.list"
-    # apt reads lists as a user of its own.
+    # apt reads lists as the user _apt.
     chmod -R a+rX "$own"
     what=$1
-    # Where there is no way to the mirror, that is to be known soon: the next run asks again.
+    # A short timeout, so that an unreachable mirror fails soon; the next run tries again.
     set -- -q -o Dir::Etc::sourcelist="$own/sources.list" -o Dir::Etc::sourceparts="$own/none" \
         -o Dir::State::lists="$own/lists" -o Acquire::http::Timeout=20
     mkdir "$own/none"
@@ -133,8 +132,7 @@ emulator_from_backports() {
     apt-get "$@" install -y --no-install-recommends -t bookworm-backports "$emulator"
 }
 
-# The package that the newest cloud kernel's name stands for, unpacked; there at once and as a
-# whole, or not at all.
+# Unpacks the package of the newest cloud kernel, atomically.
 kernel_from_backports() {
     package=$(apt-cache "$@" depends -t bookworm-backports linux-image-cloud-amd64 |
         sed -n 's/^  Depends: \(linux-image-.*-cloud-amd64\)$/\1/p' | head -n 1)
@@ -142,7 +140,7 @@ kernel_from_backports() {
     release=${package#linux-image-}
     mkdir -p "$own/package" "$host_kernels" &&
         new=$(mktemp -d "$host_kernels/.new-XXXXXX") || return 1
-    # apt fetches as a user of its own if it may write here.
+    # apt downloads as the user _apt if that may write here.
     if id _apt >/dev/null 2>&1; then chown _apt "$own/package"; fi
     (cd "$own/package" && apt-get "$@" download "$package") &&
         dpkg-deb -x "$own"/package/*.deb "$new" &&
@@ -157,9 +155,9 @@ install_emulator() {
     if ! candidate_is_new && is_bookworm; then
         say "installing: $emulator, from backports"
         with_backports emulator_from_backports && return
-        say "warning: no $emulator from backports at $backports (EBB_BACKPORTS names another" \
-            "mirror); Debian 12's own loses changes of code now and then: tests on real guests" \
-            "may hang or crash without Ebb's doing"
+        say "warning: no $emulator from backports at $backports (EBB_BACKPORTS selects another" \
+            "mirror); Debian 12's version sometimes misses changes of code: tests on real guests" \
+            "may hang or crash through no fault of Ebb"
     fi
     installed "$emulator" || apt-get install -q -y --no-install-recommends "$emulator" ||
         fail "apt-get could not install: $emulator (see above)"
@@ -170,12 +168,12 @@ install_host_kernel() {
         say "unpacking: a kernel for virtual hosts, from backports, into $host_kernels"
         with_backports kernel_from_backports && return
         say "warning: no kernel for virtual hosts from backports at $backports (EBB_BACKPORTS" \
-            "names another mirror): tests and experiments on merging need Linux" \
-            "$host_kernel_needed or newer and will fail; nothing else does"
+            "selects another mirror): tests and experiments on merging need Linux" \
+            "$host_kernel_needed or newer and will fail; nothing else is affected"
     else
         say "warning: the cloud kernel in /boot is older than Linux $host_kernel_needed: tests" \
             "and experiments on merging will fail unless EBB_HOST_KERNEL names a newer one;" \
-            "nothing else does"
+            "nothing else is affected"
     fi
 }
 
@@ -200,14 +198,14 @@ elif [ "$(id -u)" != 0 ]; then
 elif [ -n "$missing" ]; then
     say "installing:$missing"
     export DEBIAN_FRONTEND=noninteractive
-    # The lists of a fresh machine are missing or old: packages they name may be gone from the
-    # mirror.
+    # The lists of a new machine are missing or old: they may name packages that the mirror no
+    # longer has.
     apt-get update -q ||
         fail "apt-get update failed: is there a network, and are the sources in /etc/apt right?"
     others=${missing% "$emulator"}
     if [ -n "$others" ]; then
-        # Headers fit one kernel only: an older kernel that is there already gets a newer one beside
-        # it.
+        # Headers fit only one kernel: next to an older installed kernel the matching one is
+        # installed.
         case "$others" in *linux-headers*) others="$others linux-image-cloud-amd64" ;; esac
         # shellcheck disable=SC2086 # the list is split into words on purpose
         apt-get install -q -y --no-install-recommends $others ||
@@ -216,11 +214,11 @@ elif [ -n "$missing" ]; then
     emulator_is_new || install_emulator
 fi
 if [ -n "$newer" ] && [ "$(id -u)" = 0 ]; then
-    # What was just installed may be one.
+    # The kernel that was just installed may be sufficient.
     host_kernel >/dev/null || install_host_kernel
 fi
 
-# What the packages are for must really be there.
+# Verify that the packages provide the required programs and a kernel.
 for program in qemu-system-x86_64 busybox memhog ip tc gcc make; do
     command -v "$program" >/dev/null 2>&1 ||
         fail "$program is not in PATH although its package is installed"

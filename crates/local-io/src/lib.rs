@@ -1,8 +1,8 @@
-//! What processes need that talk to each other over sockets.
+//! Sockets between processes: names in the file system, and log lines at a limited rate.
 //!
-//! [`SocketFile::listen`] binds a stream socket to a name in the file system with the permissions
-//! asked for, takes over the name of a process that has died, leaves that of a live one alone, and
-//! removes its own at the end. [`LogLimit`] bounds what strangers can bring about in the log.
+//! [`SocketFile::listen`] binds a stream socket to a name in the file system with the requested
+//! permissions. It takes over the name of a process that has died, but not that of a live one, and
+//! removes its own name at the end. [`LogLimit`] bounds the log lines that strangers can cause.
 
 mod listener;
 mod lock;

@@ -11,16 +11,16 @@ use thiserror::Error;
 
 use crate::lock::{LIMIT, NameLock};
 
-/// Why a process cannot listen at a path.
+/// Reason why a process cannot listen at a path.
 #[derive(Debug, Error)]
 pub enum ListenError {
-    /// The path does not fit into a socket address (unix(7)), or has a zero byte.
+    /// The path does not fit into a socket address (unix(7)) or contains a zero byte.
     #[error(
-        "the socket path {path:?} cannot be used: it has {length} bytes, and 1 to 107 without zeros \
-         are possible; choose a shorter one"
+        "the socket path {path:?} cannot be used: it has {length} bytes, but must have 1 to 107, \
+         none of them zero; choose a shorter one"
     )]
     BadPath {
-        /// What was asked.
+        /// The requested path.
         path: PathBuf,
         /// Its length in bytes.
         length: usize,
@@ -31,57 +31,58 @@ pub enum ListenError {
          another path"
     )]
     NoDirectory {
-        /// What was asked.
+        /// The requested path.
         path: PathBuf,
     },
     /// The directory may not be written.
     #[error(
-        "the socket {path:?} cannot be created: no permission; choose a directory that this user may \
-         write"
+        "the socket {path:?} cannot be created: permission denied; choose a directory that this \
+         user may write"
     )]
     PermissionDenied {
-        /// What was asked.
+        /// The requested path.
         path: PathBuf,
     },
     /// A live process listens there.
     #[error("another process listens at {path:?}; choose another path or end that process first")]
     InUse {
-        /// What was asked.
+        /// The requested path.
         path: PathBuf,
     },
     /// A file of another kind has this name.
     #[error(
-        "{path:?} exists and is not a socket; choose another path for the socket or remove that file"
+        "{path:?} exists and is not a socket; choose another path for the socket or remove that \
+         file"
     )]
     NotASocket {
-        /// What was asked.
+        /// The requested path.
         path: PathBuf,
     },
-    /// Another process or user has the lock on the name.
+    /// Another process or user holds the lock on the name.
     #[error(
-        "the socket {path:?} cannot be created: its lock {lock:?} belongs to another process or user; choose a directory \
-         that only this user may write, or remove that file"
+        "the socket {path:?} cannot be created: its lock {lock:?} belongs to another process or \
+         user; choose a directory that only this user may write, or remove that file"
     )]
     Locked {
-        /// What was asked.
+        /// The requested path.
         path: PathBuf,
-        /// The file of the lock.
+        /// The lock file.
         lock: PathBuf,
     },
-    /// Anything else.
+    /// Any other system error.
     #[error("cannot {action} for the socket {path:?}: {source}")]
     Io {
-        /// What was attempted.
+        /// The failed action.
         action: &'static str,
-        /// What was asked.
+        /// The requested path.
         path: PathBuf,
-        /// The system's answer.
+        /// The system's error.
         source: io::Error,
     },
 }
 
-/// The name of a socket that this process has bound. Dropping it removes the name, unless it has
-/// become another file's.
+/// The name of a socket that this process has bound. Dropping it removes the name, unless another
+/// file has taken it.
 #[derive(Debug)]
 pub struct SocketFile {
     path: PathBuf,
@@ -90,21 +91,21 @@ pub struct SocketFile {
 }
 
 impl SocketFile {
-    /// A stream socket, non-blocking, that listens at `path`, a file with the permissions `mode`
-    /// from its first moment on. The name of a process that has died is taken over. `backlog` is as
-    /// in listen(2).
+    /// Creates a non-blocking stream socket that listens at `path`, a file that is created with the
+    /// permissions `mode`. The name of a process that has died is taken over. `backlog` is that of
+    /// listen(2).
     ///
-    /// Drop the name before the socket: after the socket, another process can have taken the name
-    /// over.
+    /// Drop the name before the socket: once the socket is closed, another process may have taken
+    /// over the name.
     ///
     /// System calls: `openat`, `flock`, `fstat`, `lstat`, `socket`, `fchmod`, `bind`, `listen`,
     /// `connect`, `unlink`, and `chmod` for a mode wider than the owner's.
     ///
-    /// In a directory that others may write to (`/tmp`), they can keep a name for themselves, as a
-    /// socket, a file or a lock; no process waits for that longer than five seconds.
+    /// In a directory that other users may write to (`/tmp`), they can occupy a name by a socket, a
+    /// file or a lock; no process waits for that longer than five seconds.
     ///
     /// # Errors
-    /// [`ListenError`]; a live process and files that are not sockets are left alone.
+    /// [`ListenError`]. Sockets of live processes and files that are not sockets are kept.
     pub fn listen(path: &Path, mode: Mode, backlog: i32) -> Result<(Self, OwnedFd), ListenError> {
         let bad_path =
             |_| ListenError::BadPath { path: path.to_owned(), length: path.as_os_str().len() };
@@ -112,11 +113,11 @@ impl SocketFile {
             return Err(bad_path(Errno::INVAL));
         }
         let address = SocketAddrUnix::new(path).map_err(bad_path)?;
-        // A process that has bound and does not listen yet looks like one that has died: of two
-        // that start at the same time, both would take over.
+        // A process that has bound its socket but does not listen yet looks like one that has
+        // died: of two processes that start at the same time, both would take over.
         let lock = NameLock::take(path, LIMIT).map_err(|errno| match errno {
             Errno::WOULDBLOCK => locked(path),
-            // Of another user, in a directory that all may write to, or no regular file.
+            // Another user's file in a directory that all may write to, or no regular file.
             Errno::ACCESS | Errno::PERM | Errno::LOOP | Errno::ISDIR | Errno::NXIO
                 if lock_exists(path) =>
             {
@@ -125,8 +126,8 @@ impl SocketFile {
             errno => failed(path, "lock the name", errno),
         })?;
         let socket = stream_socket().map_err(|errno| failed(path, "create a socket", errno))?;
-        // The file takes the mode of the socket's own inode (Linux net/unix/af_unix.c,
-        // unix_bind_bsd): there is no moment with wider permissions.
+        // The file inherits the mode of the socket's inode (Linux net/unix/af_unix.c,
+        // unix_bind_bsd): at no time does it have wider permissions.
         rustix::fs::fchmod(&socket, mode)
             .map_err(|errno| failed(path, "set the permissions", errno))?;
         match rustix::net::bind(&socket, &address) {
@@ -139,7 +140,7 @@ impl SocketFile {
         .map_err(|errno| failed(path, "bind the socket", errno))?;
         let file = Self { path: path.to_owned(), identity: identity(path) };
         if mode.intersects(Mode::RWXG | Mode::RWXO) {
-            // The process's umask has been subtracted.
+            // bind(2) has applied the process's umask.
             file.set_mode(mode).map_err(|errno| failed(path, "set the permissions", errno))?;
         }
         rustix::net::listen(&socket, backlog).map_err(|errno| failed(path, "listen", errno))?;
@@ -147,7 +148,7 @@ impl SocketFile {
         Ok((file, socket))
     }
 
-    /// Changes the permissions of the socket, and of nothing that has taken its name.
+    /// Changes the permissions of the socket, but not of another file that has taken its name.
     fn set_mode(&self, mode: Mode) -> Result<(), Errno> {
         let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let socket = rustix::fs::open(&self.path, flags, Mode::empty())?;
@@ -155,11 +156,11 @@ impl SocketFile {
         if Some((stat.st_dev, stat.st_ino)) != self.identity {
             return Err(Errno::NOENT);
         }
-        // fchmod(2) takes no descriptor of O_PATH.
+        // fchmod(2) does not accept O_PATH descriptors.
         rustix::fs::chmod(format!("/proc/self/fd/{}", socket.as_raw_fd()), mode)
     }
 
-    /// The path that was asked for.
+    /// The requested path.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -182,7 +183,7 @@ impl Drop for SocketFile {
     }
 }
 
-/// A new non-blocking stream socket of the unix family.
+/// Creates a non-blocking stream socket of the unix family.
 ///
 /// # Errors
 /// Those of socket(2).
@@ -217,13 +218,13 @@ fn remove_stale(path: &Path, address: &SocketAddrUnix) -> Result<(), ListenError
     match rustix::net::connect(&probe, address) {
         Err(Errno::CONNREFUSED) => {}
         Err(Errno::NOENT) => return Ok(()),
-        // Connected, or its queue is full, or it is a datagram socket: a process listens.
+        // Connected, the backlog is full, or it is a datagram socket: a process uses it.
         Ok(()) | Err(Errno::AGAIN | Errno::PROTOTYPE) => {
             return Err(ListenError::InUse { path: path.to_owned() });
         }
-        Err(errno) => return Err(failed(path, "find out whether another process listens", errno)),
+        Err(errno) => return Err(failed(path, "check for another listening process", errno)),
     }
-    tracing::info!("replacing the socket {path:?}, on which no process listens any more");
+    tracing::info!("replacing the stale socket {path:?}, on which no process listens");
     match rustix::fs::unlink(path) {
         Ok(()) | Err(Errno::NOENT) => Ok(()),
         Err(errno) => Err(failed(path, "remove the old socket", errno)),

@@ -1,7 +1,7 @@
-//! A lock on a name in a directory that only those who may write to the directory can hold.
+//! A lock on a name in a directory, for users with write permission on the directory.
 //!
-//! flock(2) on the directory itself would do, but takes read permission only: on `/run` or `/tmp`
-//! any user of the host could hold it for ever.
+//! flock(2) on the directory would not do, because it needs only read permission: on `/run` or
+//! `/tmp` any user of the host could hold it for ever.
 
 use std::ffi::OsString;
 use std::os::fd::OwnedFd;
@@ -11,13 +11,13 @@ use std::time::{Duration, Instant};
 use rustix::fs::{FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
 
-/// Longest wait for another process that takes the same name. It needs the lock for some system
+/// Maximum wait for another process that takes the same name, which holds the lock for a few system
 /// calls.
 pub(crate) const LIMIT: Duration = Duration::from_secs(5);
-/// Between two attempts.
+/// Pause between two attempts.
 const PAUSE: Duration = Duration::from_millis(2);
 
-/// The lock. Dropping it removes its file and releases it, in this order.
+/// The lock. Dropping it removes its file and then releases it.
 #[derive(Debug)]
 pub(crate) struct NameLock {
     path: PathBuf,
@@ -25,7 +25,7 @@ pub(crate) struct NameLock {
 }
 
 impl NameLock {
-    /// The file of the lock on `name`: `.NAME.lock` beside it.
+    /// The lock file of `name`: `.NAME.lock` in the same directory.
     pub(crate) fn path(name: &Path) -> PathBuf {
         let mut file_name = OsString::from(".");
         file_name.push(name.file_name().unwrap_or_default());
@@ -33,11 +33,11 @@ impl NameLock {
         name.with_file_name(file_name)
     }
 
-    /// Locks `name`, at most after `limit`.
+    /// Locks `name`, waiting up to `limit`.
     ///
     /// # Errors
-    /// [`Errno::WOULDBLOCK`] if another process holds the lock for as long, else the reason for
-    /// which the file cannot be created.
+    /// [`Errno::WOULDBLOCK`] if another process holds the lock until then; otherwise the error of
+    /// creating the file.
     pub(crate) fn take(name: &Path, limit: Duration) -> Result<Self, Errno> {
         let path = Self::path(name);
         let deadline = Instant::now() + limit;
@@ -57,12 +57,12 @@ impl NameLock {
         rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR)
     }
 
-    /// Locks the opened file if it still has the name: the holder before may have removed it since
-    /// it was opened, and a file without the name protects nothing.
+    /// Locks the opened file and checks that it still has its name: the previous holder may have
+    /// removed it after it was opened, and an unnamed file protects nothing.
     fn lock(file: OwnedFd, path: &Path) -> Result<OwnedFd, Errno> {
         match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            // A file system without locks, where two processes that start at once are not told
-            // apart.
+            // The file system has no locks: processes that start at the same time are not
+            // serialized.
             Ok(()) | Err(Errno::NOLCK | Errno::OPNOTSUPP) => {}
             Err(errno) => return Err(errno),
         }
@@ -77,7 +77,7 @@ impl NameLock {
 
 impl Drop for NameLock {
     fn drop(&mut self) {
-        // While it is held: any process that has opened this file finds out that it lost its name.
+        // While the lock is held, so that a process that has opened this file sees it unnamed.
         if let Err(errno) = rustix::fs::unlink(&self.path) {
             tracing::warn!("cannot remove the lock file {:?}: {errno}", self.path);
         }
@@ -89,7 +89,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_at_a_time_and_nothing_is_left() {
+    fn one_holder_at_a_time_and_no_file_is_left() {
         let directory = tempfile::tempdir().unwrap();
         let name = directory.path().join("a.sock");
         let holders = std::sync::atomic::AtomicU32::new(0);
@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lock_that_is_held_is_waited_for_with_a_limit() {
+    fn the_wait_for_a_held_lock_is_limited() {
         let directory = tempfile::tempdir().unwrap();
         let name = directory.path().join("a.sock");
         let held = NameLock::take(&name, LIMIT).unwrap();
@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lock_file_that_was_removed_after_it_was_opened_locks_nothing() {
+    fn a_lock_file_removed_after_opening_is_not_a_lock() {
         let directory = tempfile::tempdir().unwrap();
         let name = directory.path().join("a.sock");
         let path = NameLock::path(&name);
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_of_a_killed_process_is_no_obstacle() {
+    fn the_lock_file_of_a_killed_process_can_be_locked() {
         let directory = tempfile::tempdir().unwrap();
         let name = directory.path().join("a.sock");
         std::fs::write(NameLock::path(&name), "").unwrap();

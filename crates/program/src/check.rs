@@ -4,15 +4,15 @@ use std::fmt::Write as _;
 
 use serde::Serialize;
 
-/// How good a thing is.
+/// Result of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Grade {
-    /// Nothing to do.
+    /// No action needed.
     Ok,
-    /// Guests run, but something is missing or slow.
+    /// Guests run, but with a missing feature or slowly.
     Warning,
-    /// Guests cannot run because of it.
+    /// Guests cannot run.
     Problem,
 }
 
@@ -31,16 +31,16 @@ impl Grade {
 pub struct Check {
     /// The property's name.
     pub name: &'static str,
-    /// How good it is.
+    /// Its grade.
     pub grade: Grade,
-    /// What was found.
+    /// The value found.
     pub found: String,
-    /// What to do about it, if anything.
+    /// Suggested action, if any.
     pub remedy: Option<String>,
 }
 
 impl Check {
-    /// A check with its remedy, if there is one.
+    /// A check with an optional remedy.
     pub fn new(
         name: &'static str,
         grade: Grade,
@@ -51,7 +51,7 @@ impl Check {
     }
 }
 
-/// The checks as lines, the summary below them.
+/// Formats the checks as lines with the summary below them.
 pub fn table(checks: &[Check], summary: &str) -> String {
     let width = checks.iter().map(|check| check.name.len()).max().unwrap_or(0);
     let mut text = String::new();
@@ -71,14 +71,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_remedy_stands_below_its_check_and_the_summary_last() {
+    fn remedies_follow_their_check_and_the_summary_is_last() {
         let checks = [
             Check::new("KVM", Grade::Ok, "/dev/kvm", None),
             Check::new("memory", Grade::Warning, "little", Some("buy more")),
         ];
         assert_eq!(
             table(&checks, "guests run"),
-            "ok       KVM     /dev/kvm\nwarning  memory  little\n                 -> buy more\n\nguests run\n"
+            "ok       KVM     /dev/kvm\nwarning  memory  little\n                 -> buy more\n\n\
+             guests run\n"
         );
     }
 }

@@ -1,4 +1,4 @@
-//! Files that appear under their names when they are whole.
+//! Atomic file writes: a file gets its name once it is complete.
 
 use std::io::{BufWriter, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -6,11 +6,11 @@ use std::path::Path;
 
 use anyhow::Context;
 
-/// Writes a file through a temporary one beside it, so that a failure leaves nothing half-made;
-/// returns its length in bytes. Everyone may read it.
+/// Writes a file through a temporary one in the same directory, so that a failure leaves no partial
+/// file; returns its length in bytes. The file is readable by all users.
 ///
 /// # Errors
-/// Those of `content`, and those of the file system with the path.
+/// Errors of `content`, and errors of the file system with the path.
 pub fn write_whole(
     path: &Path,
     content: impl FnOnce(&mut dyn Write) -> anyhow::Result<()>,
@@ -36,15 +36,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_failure_leaves_what_was_there() {
+    fn a_failure_keeps_the_old_file() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("file");
         assert_eq!(write_whole(&path, |file| Ok(file.write_all(b"old")?)).unwrap(), 3);
         let failed = write_whole(&path, |file| {
             file.write_all(b"half")?;
-            anyhow::bail!("the rest cannot be had")
+            anyhow::bail!("the rest is missing")
         });
-        assert_eq!(failed.unwrap_err().to_string(), "the rest cannot be had");
+        assert_eq!(failed.unwrap_err().to_string(), "the rest is missing");
         assert_eq!(std::fs::read(&path).unwrap(), b"old");
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 1);
     }

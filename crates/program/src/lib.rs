@@ -1,6 +1,5 @@
-//! What the programs `ebb` and `ebb-lab` share on their command lines: how they log, how an error
-//! reaches the terminal, how checks of a machine are printed, and files that appear when they are
-//! whole.
+//! Command-line code shared by the programs `ebb` and `ebb-lab`: logging, error output, the table
+//! of machine checks, and atomic file writes.
 
 mod check;
 mod file;
@@ -12,13 +11,13 @@ use std::process::ExitCode;
 
 use tracing_subscriber::EnvFilter;
 
-/// Exit code for wrong usage, as clap has it.
+/// Exit code for wrong usage, the same as clap's.
 pub const USAGE: u8 = 2;
 
-/// The option that every program has.
+/// The logging option of every program.
 #[derive(Debug, clap::Args)]
 pub struct LogArgs {
-    /// What to log on standard error: error, warn, info, debug, trace, or a filter such as
+    /// Log level for standard error: error, warn, info, debug, trace, or a filter such as
     /// ebb_vmm=debug
     #[arg(
         long,
@@ -31,7 +30,7 @@ pub struct LogArgs {
     log: String,
 }
 
-/// Runs `command` with logging as asked for, and prints its error. `name` is the program's.
+/// Sets up logging, runs `command` and prints its error. `name` is the program's name.
 pub fn run(
     name: &str,
     log: &LogArgs,
@@ -49,9 +48,9 @@ pub fn run(
         .with_writer(std::io::stderr)
         .without_time()
         .finish();
-    // Not `init`: depending on features that other crates choose, it would also print what
-    // libraries log through the crate `log`. virtio-queue logs a line there for each register that
-    // a guest writes wrongly, without a limit.
+    // Not `init`: depending on the features selected by other crates, it would also print the
+    // output of libraries that use the crate `log`. virtio-queue logs a line there for each invalid
+    // register write of a guest, without a limit.
     if let Err(error) = tracing::subscriber::set_global_default(subscriber) {
         eprintln!("{name}: cannot log: {error}");
     }
@@ -61,7 +60,7 @@ pub fn run(
     })
 }
 
-/// An error with its causes, each once: many errors have their cause in their own words already.
+/// Formats an error with its causes, each once: many errors already include their cause.
 pub fn describe(error: &anyhow::Error) -> String {
     let mut text = error.to_string();
     for cause in error.chain().skip(1).map(ToString::to_string) {
@@ -72,8 +71,8 @@ pub fn describe(error: &anyhow::Error) -> String {
     text
 }
 
-/// Text for a terminal. Part of it can come from a guest, a peer or a file, and must not move the
-/// cursor or fill the screen: control characters are escaped, and its length is bounded.
+/// Sanitizes text for a terminal. Parts of it can come from a guest, a peer or a file, and must not
+/// move the cursor or fill the screen: control characters are escaped and the length is bounded.
 pub fn printable(message: &str) -> String {
     const MOST_CHARACTERS: usize = 4000;
     let mut text = String::new();
@@ -97,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn messages_leave_the_terminal_alone() {
+    fn control_characters_and_long_messages_are_defused() {
         assert_eq!(
             printable("no\nsuch file \u{1b}]0;x\u{7}\u{9b}2J"),
             "no\nsuch file \\u{1b}]0;x\\u{7}\\u{9b}2J"

@@ -1,16 +1,15 @@
-//! Takes the ELF kernel (`vmlinux`) out of a bzImage: a pure function over bytes.
+//! Extracts the ELF kernel (`vmlinux`) from a bzImage, as a pure function over bytes.
 //!
-//! The setup header (Linux Documentation/arch/x86/boot.rst) says where the compressed payload lies.
-//! Its length includes a little-endian u32 with the size of the decompressed kernel, which Linux's
-//! build appends (gzip ends in one of its own), so that the output is known before decompression
-//! and bounds it.
+//! The setup header (Linux Documentation/arch/x86/boot.rst) locates the compressed payload. Linux's
+//! build appends the size of the decompressed kernel to the payload as a little-endian u32 (gzip
+//! ends with its own), so that the output's size is known before decompression and bounds it.
 
 use std::io::Read;
 
 #[cfg(test)]
 mod tests;
 
-/// Largest kernel accepted, decompressed.
+/// Maximum accepted size of a decompressed kernel, in bytes.
 pub const KERNEL_LIMIT_BYTES: usize = 512 << 20;
 
 const SETUP_SECTORS: usize = 0x1f1;
@@ -19,26 +18,30 @@ const PROTOCOL_VERSION: usize = 0x206;
 const KERNEL_VERSION: usize = 0x20e;
 const PAYLOAD_OFFSET: usize = 0x248;
 const PAYLOAD_LENGTH: usize = 0x24c;
-/// First protocol version with the payload's place in the header.
+/// First protocol version with the payload's location in the header.
 const PROTOCOL_2_08: u16 = 0x208;
 const SECTOR_BYTES: usize = 512;
-/// LZ4's legacy format compresses blocks of this size.
+/// Block size of LZ4's legacy format, decompressed.
 const LZ4_BLOCK_BYTES: usize = 8 << 20;
 const ELF_MAGIC: [u8; 4] = [0x7f, b'E', b'L', b'F'];
 
-/// Why no kernel could be taken out of an image.
+/// Reason why no kernel could be extracted from an image.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum ExtractError {
     /// Not a bzImage.
-    #[error("this is no bzImage: {0}")]
+    #[error("not a bzImage: {0}")]
     NotBzImage(&'static str),
     /// The boot protocol is too old.
-    #[error("boot protocol {major}.{minor:02} of the image is older than 2.08 and does not say where its payload is",
-        major = .0 >> 8, minor = .0 & 0xff)]
+    #[error(
+        "boot protocol {major}.{minor:02} of the image is older than 2.08, which added the \
+         location of the payload",
+        major = .0 >> 8, minor = .0 & 0xff
+    )]
     OldProtocol(u16),
     /// The payload lies outside the file.
     #[error(
-        "the payload (offset {offset}, {length} bytes) is not inside the image of {image} bytes: it is cut off"
+        "the payload (offset {offset}, {length} bytes) is not within the image of {image} bytes: \
+         the image is truncated"
     )]
     PayloadOutside {
         /// Offset in the file.
@@ -48,13 +51,16 @@ pub enum ExtractError {
         /// Length of the file.
         image: usize,
     },
-    /// The compression is not known.
+    /// The compression is unknown.
     #[error("the payload's compression (first bytes {0:02x?}) is none of gzip, xz, LZ4 and zstd")]
     UnknownCompression([u8; 4]),
     /// The kernel is larger than accepted.
-    #[error("the image claims a kernel of {claimed} bytes; at most {limit} are accepted", limit = KERNEL_LIMIT_BYTES)]
+    #[error(
+        "the image claims a kernel of {claimed} bytes; at most {limit} are accepted",
+        limit = KERNEL_LIMIT_BYTES
+    )]
     TooLarge {
-        /// Size in the image.
+        /// Size claimed by the image.
         claimed: usize,
     },
     /// The data are damaged.
@@ -62,15 +68,15 @@ pub enum ExtractError {
     Damaged {
         /// Compression.
         format: &'static str,
-        /// What the decompressor said.
+        /// Error of the decompressor.
         reason: String,
     },
     /// The content is not an ELF file.
-    #[error("the payload decompresses, but not to an ELF kernel")]
+    #[error("the decompressed payload is not an ELF kernel")]
     NotElf,
 }
 
-/// Takes the ELF kernel out of `image`. An image that already is an ELF file is returned as it is.
+/// Extracts the ELF kernel from `image`. An ELF file is returned unchanged.
 pub fn extract_vmlinux(image: &[u8]) -> Result<Vec<u8>, ExtractError> {
     if image.starts_with(&ELF_MAGIC) {
         return Ok(image.to_vec());
@@ -101,7 +107,7 @@ pub fn kernel_release(image: &[u8]) -> Result<String, ExtractError> {
 fn check_magic(image: &[u8]) -> Result<(), ExtractError> {
     match image.get(HEADER_MAGIC..HEADER_MAGIC + 4) {
         Some(b"HdrS") => Ok(()),
-        Some(_) => Err(ExtractError::NotBzImage("the mark `HdrS` at 0x202 is missing")),
+        Some(_) => Err(ExtractError::NotBzImage("the magic number `HdrS` at 0x202 is missing")),
         None => Err(ExtractError::NotBzImage("it is too short for a setup header")),
     }
 }
@@ -114,8 +120,8 @@ fn payload(image: &[u8]) -> Result<&[u8], ExtractError> {
         return Err(ExtractError::OldProtocol(version));
     }
     let field =
-        |at| read_u32(image, at).ok_or(ExtractError::NotBzImage("its setup header is cut off"));
-    // 0 stands for 4, for loaders older than the field.
+        |at| read_u32(image, at).ok_or(ExtractError::NotBzImage("its setup header is truncated"));
+    // 0 means 4, for compatibility with old loaders.
     let sectors = match image[SETUP_SECTORS] {
         0 => 4,
         sectors => usize::from(sectors),
@@ -130,7 +136,7 @@ fn payload(image: &[u8]) -> Result<&[u8], ExtractError> {
     }
 }
 
-/// The compressions that Linux's build knows and distributions use.
+/// The compressions of Linux's build that distributions use.
 #[derive(Debug, Clone, Copy)]
 enum Format {
     Gzip,
@@ -170,7 +176,7 @@ fn decompress(payload: &[u8]) -> Result<Vec<u8>, ExtractError> {
         return Err(ExtractError::TooLarge { claimed });
     }
     let result = match format {
-        // The size at the end is part of the format, so the decoder gets it too.
+        // The size at the end is part of the gzip format, so the decoder needs it.
         Format::Gzip => bounded(flate2::read::GzDecoder::new(payload), claimed),
         Format::Xz => bounded(lzma_rust2::XzReader::new(data, false), claimed),
         Format::Zstd => ruzstd::decoding::StreamingDecoder::new(data)
@@ -182,14 +188,14 @@ fn decompress(payload: &[u8]) -> Result<Vec<u8>, ExtractError> {
     match result {
         Ok(kernel) if kernel.len() == claimed => Ok(kernel),
         Ok(kernel) => {
-            Err(damaged(format!("{} bytes came out, {claimed} were announced", kernel.len())))
+            Err(damaged(format!("{} bytes decompressed, {claimed} expected", kernel.len())))
         }
         Err(reason) => Err(damaged(reason)),
     }
 }
 
-/// Reads at most one byte more than announced; memory grows with what arrives and not with what is
-/// claimed.
+/// Reads at most one byte more than claimed. Memory is allocated for actual and not for claimed
+/// bytes.
 fn bounded(reader: impl Read, claimed: usize) -> Result<Vec<u8>, String> {
     let mut kernel = Vec::new();
     reader.take(claimed as u64 + 1).read_to_end(&mut kernel).map_err(|error| error.to_string())?;
@@ -201,9 +207,9 @@ fn lz4_legacy(mut data: &[u8], claimed: usize) -> Result<Vec<u8>, String> {
     let mut kernel: Vec<u8> = Vec::new();
     while let Some((length, rest)) = data.split_first_chunk::<4>() {
         let length = u32::from_le_bytes(*length) as usize;
-        let block = rest.get(..length).ok_or("a block is cut off")?;
-        // A block of LZ4 grows at most 255-fold, which bounds the memory that a small file can ask
-        // for.
+        let block = rest.get(..length).ok_or("a block is truncated")?;
+        // An LZ4 block grows at most 255-fold, which bounds the memory that a small file can
+        // request.
         let room = (claimed - kernel.len()).min(LZ4_BLOCK_BYTES).min(length.saturating_mul(255));
         let start = kernel.len();
         kernel.resize(start + room, 0);
@@ -211,7 +217,7 @@ fn lz4_legacy(mut data: &[u8], claimed: usize) -> Result<Vec<u8>, String> {
         kernel.truncate(start + written.map_err(|error| error.to_string())?);
         data = &rest[length..];
     }
-    if data.is_empty() { Ok(kernel) } else { Err("bytes are left over".to_owned()) }
+    if data.is_empty() { Ok(kernel) } else { Err("trailing bytes".to_owned()) }
 }
 
 fn read_u16(bytes: &[u8], at: usize) -> Option<u16> {

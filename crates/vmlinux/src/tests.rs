@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// A bzImage with one setup sector, the payload after a gap of 16 bytes.
+/// A bzImage with one setup sector, and the payload after a gap of 16 bytes.
 fn image(payload: &[u8]) -> Vec<u8> {
     let mut image = vec![0_u8; 2 * SECTOR_BYTES];
     image[SETUP_SECTORS] = 1;
@@ -58,7 +58,7 @@ fn zstd(kernel: &[u8]) -> Vec<u8> {
 }
 
 #[test]
-fn all_formats_give_the_kernel_back() {
+fn all_formats_are_decompressed() {
     let kernel = kernel(100_000);
     for (name, payload) in [
         ("lz4", lz4(&kernel, LZ4_BLOCK_BYTES)),
@@ -72,13 +72,13 @@ fn all_formats_give_the_kernel_back() {
 }
 
 #[test]
-fn an_elf_kernel_stays_as_it_is() {
+fn an_elf_kernel_is_returned_unchanged() {
     let kernel = kernel(64);
     assert_eq!(extract_vmlinux(&kernel), Ok(kernel));
 }
 
 #[test]
-fn mistakes_are_told_apart() {
+fn errors_are_distinguished() {
     let kernel = kernel(1000);
     assert!(matches!(extract_vmlinux(b"MZ"), Err(ExtractError::NotBzImage(_))));
     assert!(matches!(extract_vmlinux(&[0; 4096]), Err(ExtractError::NotBzImage(_))));
@@ -113,7 +113,7 @@ fn mistakes_are_told_apart() {
 }
 
 #[test]
-fn a_bomb_stops_at_the_announced_size() {
+fn a_bomb_stops_at_the_claimed_size() {
     let zeros = vec![0_u8; 64 << 20];
     let mut payload = gzip(&zeros);
     let at = payload.len() - 4;
@@ -133,8 +133,8 @@ fn the_release_is_read_from_the_header() {
 }
 
 proptest! {
-    /// Stands in for a fuzzer in every test run: damaged images give errors, in bounded memory, and
-    /// never a panic.
+    /// Substitute for a fuzzer in every test run: damaged images cause errors, in bounded memory,
+    /// and never a panic.
     #[test]
     fn damage_never_panics(
         format in 0..4,
@@ -153,7 +153,7 @@ proptest! {
             let at = at.index(image.len());
             image[at] = value;
         }
-        // A changed image may still be whole (a byte of the gap); what comes out is then a kernel.
+        // A changed image may still be valid (a byte of the gap); the output is then a kernel.
         if let Ok(out) = extract_vmlinux(&image) {
             prop_assert!(out.starts_with(&ELF_MAGIC));
         }

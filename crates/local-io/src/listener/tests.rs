@@ -18,7 +18,7 @@ fn names(directory: &Path) -> Vec<String> {
 }
 
 #[test]
-fn the_socket_alone_is_there_with_its_permissions_and_goes_with_its_owner() {
+fn only_the_socket_is_created_with_its_permissions_and_removed_on_drop() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("s");
     for mode in [0o600, 0o666] {
@@ -33,26 +33,26 @@ fn the_socket_alone_is_there_with_its_permissions_and_goes_with_its_owner() {
     }
 }
 
-/// Any user who may read the directory can lock it: `flock /run sleep inf`.
+/// Any user with read permission on a directory can lock it: `flock /run sleep inf`.
 #[test]
-fn a_lock_on_the_directory_does_not_keep_a_process_from_listening() {
+fn a_lock_on_the_directory_does_not_prevent_listening() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("s");
     let lock = File::open(directory.path()).unwrap();
     rustix::fs::flock(&lock, FlockOperation::LockExclusive).unwrap();
     drop(bind(&path).unwrap());
-    // Over the socket of a killed process, too.
+    // Also over the socket of a killed process.
     drop(UnixListener::bind(&path).unwrap());
     drop(bind(&path).unwrap());
 }
 
 #[test]
-fn live_sockets_are_refused_and_live_on() {
+fn live_sockets_are_not_taken_over() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("stream");
     let first = bind(&path).unwrap();
     assert!(matches!(bind(&path), Err(ListenError::InUse { path: named }) if named == path));
-    // With its queue full, too.
+    // Also with a full backlog.
     let address = SocketAddrUnix::new(&path).unwrap();
     let clients: Vec<_> = (0..8).map(|_| stream_socket().unwrap()).collect();
     let connect = |socket| rustix::net::connect(socket, &address);
@@ -66,7 +66,7 @@ fn live_sockets_are_refused_and_live_on() {
 }
 
 #[test]
-fn of_many_that_start_over_a_stale_socket_one_gets_it() {
+fn one_of_many_concurrent_listeners_takes_over_a_stale_socket() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("s");
     drop(UnixListener::bind(&path).unwrap());
@@ -80,7 +80,7 @@ fn of_many_that_start_over_a_stale_socket_one_gets_it() {
 }
 
 #[test]
-fn another_file_that_took_the_name_stays() {
+fn another_file_that_took_the_name_is_kept() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("s");
     let listener = bind(&path).unwrap();
@@ -93,7 +93,7 @@ fn another_file_that_took_the_name_stays() {
 }
 
 #[test]
-fn impossible_paths_are_named() {
+fn invalid_paths_are_refused() {
     let directory = tempfile::tempdir().unwrap();
     let missing = directory.path().join("missing/s");
     assert!(matches!(bind(&missing), Err(ListenError::NoDirectory { path }) if path == missing));
@@ -108,9 +108,9 @@ fn impossible_paths_are_named() {
     assert_eq!(fs::read_link(&link).unwrap(), Path::new("nowhere"));
 }
 
-/// In a directory that others may write to, they can put anything where the lock belongs.
+/// In a directory that other users may write to, they can create any file in place of the lock.
 #[test]
-fn nothing_in_place_of_the_lock_is_followed_waited_for_or_changed() {
+fn other_files_in_place_of_the_lock_are_neither_followed_nor_changed() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("s");
     let lock = NameLock::path(&path);
@@ -121,15 +121,15 @@ fn nothing_in_place_of_the_lock_is_followed_waited_for_or_changed() {
     fs::create_dir(&lock).unwrap();
     assert!(matches!(bind(&path), Err(ListenError::Locked { .. })));
     fs::remove_dir(&lock).unwrap();
-    // A FIFO can be locked like a file, and is not waited for.
+    // A FIFO can be locked like a file and does not block the open.
     rustix::fs::mknodat(rustix::fs::CWD, &lock, FileType::Fifo, OWNER, 0).unwrap();
     drop(bind(&path).unwrap());
 }
 
 #[test]
-fn a_lock_of_another_user_is_named() {
+fn the_error_names_the_lock_of_another_user() {
     if !rustix::process::geteuid().is_root() {
-        println!("only root can play another user: not tested");
+        println!("not tested: needs root to become another user");
         return;
     }
     let directory = tempfile::tempdir().unwrap();
@@ -138,7 +138,7 @@ fn a_lock_of_another_user_is_named() {
     fs::write(NameLock::path(&path), "").unwrap();
     fs::set_permissions(NameLock::path(&path), fs::Permissions::from_mode(0o600)).unwrap();
     let other = std::thread::spawn(move || {
-        // Of this thread only.
+        // Affects this thread only.
         rustix::thread::set_thread_uid(rustix::thread::Uid::from_raw(65534)).unwrap();
         bind(&path).unwrap_err()
     });
@@ -147,7 +147,7 @@ fn a_lock_of_another_user_is_named() {
 }
 
 #[test]
-fn a_lock_that_is_held_is_named() {
+fn the_error_names_a_held_lock() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("s");
     let _lock = NameLock::take(&path, LIMIT).unwrap();
