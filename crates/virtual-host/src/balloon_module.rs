@@ -1,5 +1,4 @@
-//! Ebb's own balloon driver for guests: a kernel module that `make module` builds, for one kernel
-//! release.
+//! Ebb's balloon driver for guests: a kernel module for one kernel release, built by `make module`.
 
 use std::env;
 use std::fs;
@@ -7,21 +6,21 @@ use std::path::{Path, PathBuf};
 
 use crate::error::HostError;
 
-/// Names another module file than the one beside the running program's build.
+/// Environment variable for a module file other than that of the running program's build.
 pub const BALLOON_MODULE_VARIABLE: &str = "EBB_BALLOON_MODULE";
-/// Below the build's directory, before the kernel's release.
+/// Subdirectory of the build directory that contains a directory per kernel release.
 const BUILD_DIRECTORY: &str = "ebb_balloon";
-/// The module's file.
+/// Name of the module file.
 const FILE_NAME: &str = "ebb_balloon.ko";
 
-/// Where the module is in a guest.
+/// Path of the module in a guest.
 pub fn path_in_guest(release: &str) -> String {
     format!("/lib/modules/{release}/extra/{FILE_NAME}")
 }
 
 /// The module for the kernel `release`: `chosen`, else `EBB_BALLOON_MODULE`, else
-/// `ebb_balloon/RELEASE/ebb_balloon.ko` in a directory that the running program is below, which is
-/// cargo's `target` for one that was built here. `None` if nothing is named and nothing was built.
+/// `ebb_balloon/RELEASE/ebb_balloon.ko` in one of the running program's parent directories, such as
+/// cargo's `target`. `None` if no module is given or built.
 pub fn find(chosen: Option<&Path>, release: &str) -> Option<PathBuf> {
     let named = chosen
         .map(Path::to_owned)
@@ -37,7 +36,7 @@ fn beside(program: &Path, release: &str) -> Option<PathBuf> {
         .find(|path| path.is_file())
 }
 
-/// The module's content, if it is one for the kernel `release`.
+/// Reads the module and checks that it is for the kernel `release`.
 pub fn read(path: &Path, release: &str) -> Result<Vec<u8>, HostError> {
     let content =
         fs::read(path).map_err(HostError::io(format!("cannot read {}", path.display())))?;
@@ -47,7 +46,7 @@ pub fn read(path: &Path, release: &str) -> Result<Vec<u8>, HostError> {
         release: release.to_owned(),
     };
     match release_of(&content) {
-        None => Err(unusable("it is no kernel module".to_owned())),
+        None => Err(unusable("it is not a kernel module".to_owned())),
         Some(found) if found == release.as_bytes() => Ok(content),
         Some(found) => {
             Err(unusable(format!("it is for kernel {}", String::from_utf8_lossy(found))))
@@ -55,8 +54,8 @@ pub fn read(path: &Path, release: &str) -> Result<Vec<u8>, HostError> {
     }
 }
 
-/// The kernel release that a module names in its section `.modinfo` (`vermagic=RELEASE WORDS`,
-/// Linux include/linux/vermagic.h).
+/// The kernel release in a module's section `.modinfo` (`vermagic=RELEASE WORDS`, Linux
+/// include/linux/vermagic.h).
 fn release_of(module: &[u8]) -> Option<&[u8]> {
     const MARK: &[u8] = b"\0vermagic=";
     let start = module.windows(MARK.len()).position(|window| window == MARK)? + MARK.len();
@@ -69,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_build_beside_a_program_is_found() {
+    fn the_build_of_a_program_is_found() {
         let directory = tempfile::tempdir().unwrap();
         let built = directory.path().join("ebb_balloon/6.1.0-56-cloud-amd64");
         fs::create_dir_all(&built).unwrap();
@@ -82,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_named_comes_first() {
+    fn a_chosen_module_takes_precedence() {
         let named = Path::new("/no/such.ko");
         assert_eq!(find(Some(named), "6.1"), Some(named.to_owned()));
     }
@@ -92,14 +91,14 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("x.ko");
         let read = || read(&path, "6.1.0-56-cloud-amd64").map_err(|error| error.to_string());
-        assert!(read().unwrap_err().contains("x.ko"), "there is none");
+        assert!(read().unwrap_err().contains("x.ko"), "the file is missing");
         fs::write(&path, b"\x7fELF\0depends=\0vermagic=6.1.0-56-cloud-amd64 SMP preempt \0")
             .unwrap();
         assert!(read().is_ok());
         for (content, words) in [
             (b"\0vermagic=6.1.0-5-cloud-amd64 SMP".as_slice(), "for kernel 6.1.0-5-cloud-amd64"),
-            (b"text", "no kernel module"),
-            (b"\0vermagic=6.1.0-56-cloud-amd64", "no kernel module"),
+            (b"text", "not a kernel module"),
+            (b"\0vermagic=6.1.0-56-cloud-amd64", "not a kernel module"),
         ] {
             fs::write(&path, content).unwrap();
             let error = read().unwrap_err();

@@ -1,9 +1,9 @@
-//! Keeps derived files (such as the extracted kernel) between runs.
+//! Caches derived files (such as the extracted kernel) between runs.
 //!
-//! An entry's name holds a hash of everything it was made from, so it never goes stale; entries
-//! appear by rename, so that concurrent runs see whole ones only; each ends in a checksum, so that
-//! a damaged one is made anew. Without a writable cache directory everything works, only more
-//! slowly.
+//! An entry's name contains a hash of all its inputs, so that it never becomes stale. Entries are
+//! created by rename, so that concurrent runs see only complete ones. Each ends with a checksum, so
+//! that a damaged one is recreated. The cache is optional: without a writable directory everything
+//! is only slower.
 
 use std::env;
 use std::fs;
@@ -11,7 +11,7 @@ use std::io::{self, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// Entries kept; the ones unused longest go first.
+/// Maximum number of entries; the least recently used ones are removed.
 const ENTRY_LIMIT: usize = 8;
 
 /// A directory of derived files.
@@ -20,12 +20,12 @@ pub struct Cache {
     directory: Option<PathBuf>,
 }
 
-/// What a derived file is made from; goes into its name.
+/// Hash of a derived file's inputs, used as its name.
 #[derive(Debug, Clone, Copy)]
 pub struct Key(u64);
 
 impl Key {
-    /// A key for this kind of derived file. Change `version` when the way of making it changes.
+    /// A key for this kind of derived file. Change `version` when its computation changes.
     pub fn new(kind: &str, version: u32) -> Self {
         Self(0xcbf2_9ce4_8422_2325).with_bytes(kind.as_bytes()).with_bytes(&version.to_le_bytes())
     }
@@ -42,7 +42,7 @@ impl Key {
         )
     }
 
-    /// Adds a file that the derived one depends on: its path, size, inode and time of change.
+    /// Adds a file that the derived one depends on: its path, size, inode and change time.
     pub fn with_file(self, path: &Path) -> io::Result<Self> {
         let metadata = fs::metadata(path)?;
         let numbers = [
@@ -74,7 +74,7 @@ impl Cache {
         Self { directory: Some(directory.to_owned()) }
     }
 
-    /// The content under `key`: from the cache, or made by `make` and then kept.
+    /// The content for `key`: from the cache, or made by `make` and then cached.
     pub fn get_or_make<E>(
         &self,
         key: Key,
@@ -87,7 +87,7 @@ impl Cache {
         }
         let content = make()?;
         if let Err(error) = write_entry(directory, &path, &content) {
-            tracing::debug!(path = %path.display(), %error, "not kept in the cache");
+            tracing::debug!(path = %path.display(), %error, "not cached");
         }
         Ok(content)
     }
@@ -118,7 +118,7 @@ fn write_entry(directory: &Path, path: &Path, content: &[u8]) -> io::Result<()> 
     prune(directory)
 }
 
-/// Removes the entries used longest ago beyond the limit, and left-overs of runs that were killed.
+/// Removes the least recently used entries beyond the limit, and left-overs of killed runs.
 fn prune(directory: &Path) -> io::Result<()> {
     let mut entries: Vec<_> = fs::read_dir(directory)?
         .flatten()
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn made_once_and_read_again() {
+    fn entries_are_made_once_and_read_again() {
         let directory = tempfile::tempdir().unwrap();
         let cache = Cache::at(&directory.path().join("deep/er"));
         let key = Key::new("test", 1);
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn a_damaged_entry_is_made_anew() {
+    fn a_damaged_entry_is_recreated() {
         let directory = tempfile::tempdir().unwrap();
         let cache = Cache::at(directory.path());
         let key = Key::new("test", 1);
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_writable_directory_it_works_uncached() {
+    fn an_unwritable_directory_disables_the_cache() {
         let cache = Cache::at(Path::new("/proc/no/such"));
         assert_eq!(get(&cache, Key::new("k", 1), b"x"), (b"x".to_vec(), true));
         assert_eq!(get(&cache, Key::new("k", 1), b"y"), (b"y".to_vec(), true));

@@ -1,10 +1,9 @@
 //! The control channel between a virtual host and the program that started it: messages and their
 //! framing.
 //!
-//! A frame is a header length and a payload length (u32, little-endian), a JSON header and a raw
-//! payload. Bulk data (output of commands, files) is payload, so that it is neither escaped nor
-//! copied through JSON. Both lengths are bounded: a peer that sends rubbish is noticed and not
-//! obeyed.
+//! A frame consists of a header length and a payload length (u32, little-endian), a JSON header and
+//! a raw payload. Bulk data (output of commands, files) is sent as payload, so that it is neither
+//! escaped nor copied through JSON. Both lengths are bounded, so that garbage is detected.
 
 use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
@@ -12,37 +11,37 @@ use std::io::{self, Read, Write};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-/// Version of the protocol; the init announces it in its first message.
+/// Version of the protocol; the init sends it in its first message.
 pub const PROTOCOL_VERSION: u32 = 1;
 /// Name of the virtio-serial port.
 pub const PORT_NAME: &str = "ebb.control";
-/// Longest JSON header in bytes.
+/// Maximum length of a JSON header in bytes.
 pub const HEADER_LIMIT: usize = 1 << 20;
-/// Longest payload in bytes.
+/// Maximum length of a payload in bytes.
 pub const PAYLOAD_LIMIT: usize = 1 << 16;
 
-/// A program to run inside.
+/// A program to run in the host.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Program {
-    /// Program and its arguments.
+    /// The program and its arguments.
     pub argv: Vec<String>,
-    /// Variables added to the standard environment.
+    /// Additions to the standard environment.
     pub environment: Vec<(String, String)>,
     /// Working directory; `None` is `/`.
     pub directory: Option<String>,
 }
 
-/// From the starter to the host.
+/// Message from the starter to the host.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Request {
     /// Start a program; answered by `Started`, `Stdout`, `Stderr`, and `Exited` or `Failed`.
     Run(Program),
-    /// Kill the program of this id with all of its process group.
+    /// Kill the program of this id and its process group.
     Kill,
     /// Create a file; `size_bytes` bytes follow in `FileData`, then the host answers `FileDone`.
     PutFile {
-        /// Absolute path inside.
+        /// Absolute path in the host.
         path: String,
         /// Permission bits.
         mode: u32,
@@ -53,24 +52,24 @@ pub enum Request {
     FileData,
     /// Send a file; answered by `FileStart`, `FileData` … and `FileDone`.
     GetFile {
-        /// Absolute path inside.
+        /// Absolute path in the host.
         path: String,
     },
-    /// Send a sample of the host's memory.
+    /// Send the state of the host's memory.
     Sample,
     /// Power off.
     Shutdown,
 }
 
-/// From the host to the starter.
+/// Message from the host to the starter.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Reply {
     /// First message, with id 0.
     Hello(Hello),
-    /// The program runs.
+    /// The program has been started.
     Started {
-        /// Its process id inside.
+        /// Its process id in the host.
         pid: u32,
     },
     /// Standard output of the program, in the payload.
@@ -90,38 +89,38 @@ pub enum Reply {
     FileData,
     /// The file is complete.
     FileDone {
-        /// Length that arrived or was sent.
+        /// Length received or sent.
         size_bytes: u64,
     },
     /// State of the host's memory.
     Sample(MemorySample),
     /// The request failed.
     Failed {
-        /// Why.
+        /// The reason.
         error: String,
     },
 }
 
-/// What the host says about itself when it is ready.
+/// Description of a host, sent when it is ready.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hello {
-    /// Version of the protocol inside.
+    /// Version of the host's protocol.
     pub version: u32,
     /// Kernel release.
     pub kernel: String,
     /// Time since the kernel's start in ms.
     pub uptime_ms: u64,
-    /// What went wrong in the set-up without making the host unusable.
+    /// Failures of the set-up that left the host usable.
     pub warnings: Vec<String>,
 }
 
-/// How a program ended.
+/// Exit status of a program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ExitStatus {
-    /// It returned this code.
+    /// The exit code.
     Code(i32),
-    /// A signal ended it.
+    /// The signal that killed it.
     Signal(i32),
 }
 
@@ -131,7 +130,7 @@ impl ExitStatus {
         self == Self::Code(0)
     }
 
-    /// The code a shell would report: the program's own, or 128 and the signal's number.
+    /// The code that a shell would report: the exit code, or 128 plus the signal's number.
     pub fn shell_code(self) -> i32 {
         match self {
             Self::Code(code) => code,
@@ -145,13 +144,13 @@ impl ExitStatus {
 pub struct MemorySample {
     /// Time since the kernel's start in ms.
     pub uptime_ms: u64,
-    /// `/proc/meminfo` in KiB (counts of huge pages as they are).
+    /// `/proc/meminfo` in KiB (numbers of huge pages unchanged).
     pub meminfo: BTreeMap<String, u64>,
     /// Pages swapped in since the start (`pswpin` of `/proc/vmstat`).
     pub swapped_in_pages: u64,
     /// Pages swapped out since the start (`pswpout` of `/proc/vmstat`).
     pub swapped_out_pages: u64,
-    /// By NUMA node: `MemTotal`, `MemFree` … in KiB.
+    /// For each NUMA node: `MemTotal`, `MemFree` … in KiB.
     pub nodes: Vec<BTreeMap<String, u64>>,
 }
 
@@ -163,7 +162,7 @@ impl MemorySample {
     }
 }
 
-/// A message with the number of the request it belongs to.
+/// A message with the number of its request.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Message<T> {
     /// Number of the request; chosen by the starter, above 0.
@@ -172,7 +171,7 @@ pub struct Message<T> {
     pub body: T,
 }
 
-/// Writes one frame with a single write, so that frames of several threads do not mix.
+/// Writes one frame with a single write, so that frames of several threads do not interleave.
 pub fn write_frame<T: Serialize>(
     mut writer: impl Write,
     message: &Message<T>,
@@ -248,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn a_clean_end_is_no_error_and_a_cut_frame_is() {
+    fn only_a_truncated_frame_is_an_error_at_the_end() {
         assert!(read_frame::<Request>(&[][..]).unwrap().is_none());
         let mut bytes = Vec::new();
         write_frame(&mut bytes, &Message { id: 1, body: Request::Sample }, b"xyz").unwrap();
@@ -258,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn lengths_are_bounded_both_ways() {
+    fn lengths_are_bounded_in_both_directions() {
         let message = Message { id: 1, body: Request::FileData };
         assert!(write_frame(Vec::new(), &message, &vec![0; PAYLOAD_LIMIT + 1]).is_err());
         let mut huge = u32::MAX.to_le_bytes().to_vec();
@@ -267,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn exit_statuses_as_a_shell_reports_them() {
+    fn exit_statuses_are_reported_as_by_a_shell() {
         assert_eq!(ExitStatus::Code(3).shell_code(), 3);
         assert_eq!(ExitStatus::Signal(9).shell_code(), 137);
         assert!(ExitStatus::Code(0).success() && !ExitStatus::Signal(0).success());
@@ -275,13 +274,18 @@ mod tests {
 
     proptest! {
         #[test]
-        fn rubbish_is_an_error_and_never_a_panic(bytes in proptest::collection::vec(any::<u8>(), 0..64)) {
+        fn garbage_is_an_error_and_never_a_panic(
+            bytes in proptest::collection::vec(any::<u8>(), 0..64),
+        ) {
             let mut reader = bytes.as_slice();
             while let Ok(Some(_)) = read_frame::<Request>(&mut reader) {}
         }
 
         #[test]
-        fn any_program_and_payload_survive(argv in proptest::collection::vec(".*", 0..4), payload: Vec<u8>) {
+        fn any_program_and_payload_survive(
+            argv in proptest::collection::vec(".*", 0..4),
+            payload: Vec<u8>,
+        ) {
             round_trip(Request::Run(Program { argv, ..Program::default() }), &payload);
         }
     }

@@ -1,10 +1,10 @@
-//! Commands to run in a virtual host, and their output.
+//! Commands for a virtual host, and their output.
 
 use std::time::Duration;
 
 use crate::channel::{ExitStatus, Program};
 
-/// A command to run inside. Its standard input is empty.
+/// A command to run in the host. Its standard input is empty.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Command {
     pub(crate) program: Program,
@@ -12,7 +12,7 @@ pub struct Command {
 }
 
 impl Command {
-    /// A command that runs `program`, searched for in the host's `PATH`.
+    /// A command that runs `program`, which is searched in the host's `PATH`.
     pub fn new(program: impl Into<String>) -> Self {
         let program = Program { argv: vec![program.into()], ..Program::default() };
         Self { program, time_limit: None }
@@ -51,7 +51,7 @@ impl Command {
         self
     }
 
-    /// Limits its time; without, only the host's own limit holds.
+    /// Limits its run time; by default only the host's own limit applies.
     #[must_use]
     pub fn time_limit(mut self, limit: Duration) -> Self {
         self.time_limit = Some(limit);
@@ -68,14 +68,14 @@ pub enum Output<'bytes> {
     Stderr(&'bytes [u8]),
 }
 
-/// A command's end and everything it wrote.
+/// A command's exit status and output.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Captured {
-    /// How it ended.
+    /// Its exit status.
     pub status: ExitStatus,
-    /// What it wrote to standard output.
+    /// Its standard output.
     pub stdout: Vec<u8>,
-    /// What it wrote to standard error.
+    /// Its standard error.
     pub stderr: Vec<u8>,
 }
 

@@ -1,4 +1,4 @@
-//! The shape of a virtual host: memory, processors, NUMA nodes, swap and files.
+//! Configuration of a virtual host: memory, processors, NUMA nodes, swap and files.
 
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
@@ -8,10 +8,10 @@ use std::time::Duration;
 use crate::error::HostError;
 use crate::kernel::HostKernel;
 
-/// Smallest host that boots with all of its files in its root file system.
+/// Minimum memory with which a host boots with all files in its root file system, in MiB.
 pub const MINIMUM_MEMORY_MIB: u64 = 768;
-/// Most processors a host may have; QEMU's own limit for q35 is higher, but each is a thread of
-/// this machine.
+/// Maximum number of processors of a host; QEMU's own limit for q35 is higher, but each is a thread
+/// of this machine.
 pub const MAXIMUM_CPUS: u32 = 64;
 
 /// One NUMA node of the host.
@@ -24,9 +24,8 @@ pub struct NodeConfig {
 }
 
 impl NodeConfig {
-    /// `nodes` nodes that share `memory_mib` and `cpus` processors as evenly as whole numbers do:
-    /// the first ones get what is left over. Nodes beyond the number of processors have memory
-    /// only.
+    /// `nodes` nodes that evenly share `memory_mib` and `cpus` processors; the first ones get the
+    /// remainder. Nodes beyond the number of processors have memory only.
     pub fn even(nodes: u32, memory_mib: u64, cpus: u32) -> Vec<Self> {
         let (mut first_cpu, mut list) = (0, Vec::new());
         for node in 0..nodes {
@@ -44,7 +43,7 @@ impl NodeConfig {
 impl FromStr for NodeConfig {
     type Err = HostError;
 
-    /// Parses `size=1G,cpus=0-1`; `cpus` may be left out.
+    /// Parses `size=1G,cpus=0-1`; `cpus` is optional.
     fn from_str(text: &str) -> Result<Self, HostError> {
         let bad = |reason: &str| {
             HostError::Configuration(format!("node `{text}`: {reason}; expected size=1G,cpus=0-1"))
@@ -56,7 +55,7 @@ impl FromStr for NodeConfig {
                 Some(("cpus", value)) => {
                     let (first, last) = value.split_once('-').unwrap_or((value, value));
                     let number = |digits: &str| {
-                        digits.parse::<u32>().map_err(|_| bad("cpus is no range of numbers"))
+                        digits.parse::<u32>().map_err(|_| bad("cpus is not a range of numbers"))
                     };
                     cpus = Some(number(first)?..=number(last)?);
                 }
@@ -67,14 +66,14 @@ impl FromStr for NodeConfig {
     }
 }
 
-/// A file of this machine that is put into the host's root file system.
+/// A file of this machine to copy into the host's root file system.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HostFile {
     /// Path on this machine.
     pub source: PathBuf,
-    /// Absolute path inside.
+    /// Absolute path in the host.
     pub target: PathBuf,
-    /// Permission bits inside; `None` keeps those of the source.
+    /// Permission bits in the host; `None` keeps those of the source.
     pub mode: Option<u32>,
 }
 
@@ -94,20 +93,20 @@ impl FromStr for HostFile {
     }
 }
 
-/// Policy for transparent huge pages inside.
+/// The host's policy for transparent huge pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum TransparentHugePages {
-    /// For all anonymous memory: Debian's default.
+    /// For all anonymous memory, Debian's default.
     #[default]
     Always,
-    /// Only where asked for with `madvise(MADV_HUGEPAGE)`.
+    /// Only on request with `madvise(MADV_HUGEPAGE)`.
     Madvise,
-    /// Not at all.
+    /// Never.
     Never,
 }
 
 impl TransparentHugePages {
-    /// The word that `/sys/kernel/mm/transparent_hugepage/enabled` takes.
+    /// The value for `/sys/kernel/mm/transparent_hugepage/enabled`.
     pub fn word(self) -> &'static str {
         match self {
             Self::Always => "always",
@@ -117,58 +116,58 @@ impl TransparentHugePages {
     }
 }
 
-/// What a virtual host shall be like.
+/// Configuration of a virtual host.
 #[derive(Debug, Clone)]
 pub struct HostConfig {
-    /// Memory in MiB. With `nodes` it is their sum that counts.
+    /// Memory in MiB. Ignored with `nodes`, whose sum counts.
     pub memory_mib: u64,
     /// Number of processors for programs and guests. If it is not 1, the kernel has one more,
-    /// number 0, which is kept free, and number `cpus` is the one that stands for 0 in `nodes`.
+    /// number 0, which stays idle; processor 0 of `nodes` is then the kernel's number `cpus`.
     pub cpus: u32,
-    /// NUMA nodes; none means one node with everything.
+    /// NUMA nodes; if empty, there is one node with all memory and processors.
     pub nodes: Vec<NodeConfig>,
-    /// Swap disk in MiB, 0 for none. The disk is a sparse file without a name, gone with the host.
+    /// Swap disk in MiB, 0 for none. The disk is a sparse unnamed file that is freed with the host.
     pub swap_mib: u64,
-    /// Huge pages of 2 MiB to reserve at start.
+    /// Number of huge pages of 2 MiB to reserve at boot.
     pub huge_pages: u64,
     /// Policy for transparent huge pages.
     pub transparent_huge_pages: TransparentHugePages,
-    /// Files put into the root file system, beside the standard ones.
+    /// Files for the root file system in addition to the standard ones.
     pub files: Vec<HostFile>,
-    /// Executables put into the root file system at their own paths, with the libraries they need.
+    /// Executables for the root file system, with their libraries, at their own paths.
     pub programs: Vec<PathBuf>,
-    /// Limit for the life of the host.
+    /// Maximum lifetime of the host.
     pub time_limit: Duration,
-    /// Limit for the start.
+    /// Time limit for the start.
     pub boot_limit: Duration,
-    /// Kernel image for guests; `None` takes `EBB_KERNEL` or the newest cloud kernel in `/boot`.
+    /// Kernel image for guests; `None` selects `EBB_KERNEL` or the newest cloud kernel in `/boot`.
     pub kernel: Option<PathBuf>,
     /// Kernel of the host itself.
     pub host_kernel: HostKernel,
     /// Static executable that becomes `/init` and calls [`init_main`](crate::inside::init_main)
-    /// there; `None` takes the running program.
+    /// there; `None` selects the running program.
     pub init: Option<PathBuf>,
-    /// The monitor, a static executable that becomes `/bin/ebb`; `None` takes `EBB_MONITOR` or `ebb`
-    /// beside the running program.
+    /// The monitor, a static executable that becomes `/bin/ebb`; `None` selects `EBB_MONITOR` or
+    /// `ebb` in the running program's directory.
     pub monitor: Option<PathBuf>,
-    /// Guest agent for the test guests' initramfs; `None` takes `EBB_AGENT` or `ebb-agent` beside
-    /// the running program.
+    /// Guest agent for the test guests' initramfs; `None` selects `EBB_AGENT` or `ebb-agent` in the
+    /// running program's directory.
     pub agent: Option<PathBuf>,
-    /// More words for the kernel's command line.
+    /// Additional kernel command line arguments.
     pub kernel_arguments: String,
-    /// Whether the real `memhog` goes into the host and into the test guests' initramfs.
+    /// Whether the host and the test guests' initramfs include the real `memhog`.
     pub memhog: Inclusion,
-    /// Whether QEMU with its firmware goes into the host, as a peer to compare with.
+    /// Whether the host includes QEMU with its firmware, as a peer for comparison.
     pub qemu: Inclusion,
 }
 
-/// Whether an optional program is put into an image.
+/// Whether an image includes an optional program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Inclusion {
-    /// Left out.
+    /// Not included.
     #[default]
     Excluded,
-    /// Put in.
+    /// Included.
     Included,
 }
 
@@ -207,19 +206,19 @@ impl HostConfig {
         }
     }
 
-    /// Checks that the parts fit together.
+    /// Checks the configuration for consistency.
     pub fn validate(&self) -> Result<(), HostError> {
         let bad = |text: String| Err(HostError::Configuration(text));
         if self.cpus == 0 || self.cpus > MAXIMUM_CPUS {
             return bad(format!(
-                "{} processors were asked for; 1 to {MAXIMUM_CPUS} are possible",
+                "{} processors were requested; 1 to {MAXIMUM_CPUS} are possible",
                 self.cpus
             ));
         }
         let total_mib = self.total_memory_mib();
         if total_mib < MINIMUM_MEMORY_MIB {
             return bad(format!(
-                "{total_mib} MiB of memory are too few; at least {MINIMUM_MEMORY_MIB} are needed"
+                "{total_mib} MiB of memory are too little; at least {MINIMUM_MEMORY_MIB} are needed"
             ));
         }
         if let Some(file) = self.files.iter().find(|file| !file.target.is_absolute()) {
@@ -330,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn even_nodes_share_everything() {
+    fn even_nodes_share_memory_and_processors() {
         for (nodes, memory_mib, cpus) in
             [(1, 1024, 2), (2, 1024, 2), (4, 1027, 2), (8, 2048, 3), (4, 1024, 16)]
         {
@@ -389,7 +388,7 @@ mod tests {
     #[test]
     fn limits_are_checked() {
         let small = HostConfig { memory_mib: 64, ..HostConfig::default() };
-        assert!(small.validate().unwrap_err().to_string().contains("too few"));
+        assert!(small.validate().unwrap_err().to_string().contains("too little"));
         let none = HostConfig { cpus: 0, ..HostConfig::default() };
         assert!(none.validate().unwrap_err().to_string().contains("processors"));
     }

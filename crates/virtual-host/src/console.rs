@@ -1,26 +1,26 @@
-//! The last part of a console's output, kept for error messages.
+//! The tail of a console's output, for error messages.
 
 use std::collections::VecDeque;
 use std::io::Read;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 
-/// Bytes kept.
+/// Number of bytes kept.
 const TAIL_BYTES: usize = 16 << 10;
-/// Lines shown in an error message.
+/// Number of lines in an error message.
 const TAIL_LINES: usize = 20;
-/// What QEMU says about every feature of the processor model that its emulator lacks; none of them
-/// matters.
+/// QEMU's warning about each feature of the processor model that its emulator lacks; all of them
+/// are irrelevant.
 const NOISE: &str = "TCG doesn't support requested feature";
-/// How Linux begins to report that it gives up.
+/// Start of Linux's panic message.
 const PANIC: &str = "Kernel panic";
 
-/// The tail of an output stream that is written by one thread and read when something went wrong.
+/// The tail of an output stream, written by one thread and read after a failure.
 #[derive(Debug, Clone, Default)]
 pub struct Tail(Arc<Mutex<VecDeque<u8>>>);
 
 impl Tail {
-    /// Appends output; what exceeds the bound is forgotten from the front.
+    /// Appends output; the oldest bytes beyond the bound are dropped.
     pub fn push(&self, bytes: &[u8]) {
         let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let bytes = &bytes[bytes.len().saturating_sub(TAIL_BYTES)..];
@@ -29,7 +29,7 @@ impl Tail {
         kept.extend(bytes);
     }
 
-    /// Collects everything from `source` in a thread until its end.
+    /// Collects the output of `source` in a thread until its end.
     pub fn collect(
         &self,
         mut source: impl Read + Send + 'static,
@@ -43,8 +43,8 @@ impl Tail {
         })
     }
 
-    /// The lines that explain an end best: those from a kernel panic on, else the last ones.
-    /// Without control characters.
+    /// The lines that best explain a failure, without control characters: those from a kernel panic
+    /// on, else the last ones.
     pub fn lines(&self) -> Vec<String> {
         let bytes: Vec<u8> =
             self.0.lock().unwrap_or_else(PoisonError::into_inner).iter().copied().collect();
@@ -81,7 +81,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_end_is_kept() {
+    fn the_last_lines_are_kept() {
         let tail = Tail::default();
         for number in 0..10_000 {
             tail.push(format!("line {number}\r\n").as_bytes());
@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_is_shown_from_its_beginning_and_noise_is_not() {
+    fn a_panic_is_shown_from_its_beginning_and_without_noise() {
         let tail = Tail::default();
         tail.push(b"boot\n[    3.1] Kernel panic - not syncing: why\n");
         for number in 0..100 {
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_said_about_nothing() {
+    fn an_empty_console_has_no_description() {
         assert_eq!(Tail::default().describe(), "");
     }
 }

@@ -1,4 +1,4 @@
-//! What is in a virtual host's root file system, and the files it is made from.
+//! Contents of a virtual host's root file system, and the other files that it boots from.
 
 use std::env;
 use std::fs::{self, File};
@@ -24,47 +24,47 @@ use crate::qemu;
 
 /// Modules that the host loads at start: its own devices, and KVM for guests.
 const MODULES: [&str; 4] = ["virtio_pci", "virtio_console", "virtio_blk", "kvm_amd"];
-/// Modules that the host loads where the kernel has them: a link between network namespaces, and
-/// what slows it down.
+/// Modules that the host loads if the kernel has them: a link between network namespaces, and a
+/// shaper that slows it down.
 const NETWORK_MODULES: [&str; 2] = ["veth", "sch_tbf"];
-/// Names another busybox than the one in `/bin`.
+/// Environment variable for a busybox other than `/bin/busybox`.
 const BUSYBOX_VARIABLE: &str = "EBB_BUSYBOX";
-/// Where the init finds its settings.
+/// Path of the init's settings.
 pub const SETTINGS_PATH: &str = "/etc/ebb/host.json";
 /// Page size of x86-64, the unit of a swap area.
 const PAGE_BYTES: u64 = 4096;
 
-/// Settings for the init inside.
+/// Settings for the host's init.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Settings {
     /// Paths of the modules to load, in order.
     pub modules: Vec<String>,
-    /// Swap device, such as `/dev/vda`.
+    /// Swap device, for example `/dev/vda`.
     pub swap: Option<String>,
-    /// Word for `/sys/kernel/mm/transparent_hugepage/enabled`.
+    /// Value for `/sys/kernel/mm/transparent_hugepage/enabled`.
     pub transparent_huge_pages: String,
-    /// Huge pages of 2 MiB to reserve.
+    /// Number of huge pages of 2 MiB to reserve.
     pub huge_pages: u64,
 }
 
-/// The files that a host boots from, in memory.
+/// The in-memory files that a host boots from.
 pub struct BootFiles {
-    /// ELF kernel with a PVH entry, or the bzImage of a kernel without.
+    /// ELF kernel with a PVH entry, or a bzImage if the kernel has none.
     pub kernel: File,
     /// The root file system.
     pub initramfs: File,
 }
 
-/// The kernels of a host and of its guests; they may be the same.
+/// The kernels of a host and of its guests, which may be the same.
 #[derive(Debug, Clone)]
 pub struct Kernels {
-    /// That of the host itself.
+    /// The host's kernel.
     pub host: Kernel,
-    /// That of its guests.
+    /// The guests' kernel.
     pub guests: Kernel,
 }
 
-/// Builds what a host boots from.
+/// Builds the files that a host boots from.
 pub fn build(
     config: &HostConfig,
     kernels: &Kernels,
@@ -75,7 +75,7 @@ pub fn build(
     let initramfs = build_initramfs(config, kernels, &for_guests)?;
     let vmlinux =
         if *kernel == kernels.guests { for_guests } else { vmlinux(&kernel.image, cache)? };
-    // The emulator is slow at decompressing: an entry behind that saves a third of a second.
+    // Decompression in the emulator is slow: an entry after it saves a third of a second.
     let kernel = if elf::has_pvh_entry(&vmlinux) {
         let mut file = memory_file("ebb-host-kernel")?;
         file.write_all(&vmlinux).map_err(HostError::io("cannot write the kernel to memory"))?;
@@ -110,7 +110,7 @@ fn build_initramfs(
         elf::require_static(&monitor)?;
         archive.copy("bin/ebb", Some(0o755), &monitor)?;
     } else {
-        tracing::warn!("no ebb beside this program: the virtual host gets no /bin/ebb");
+        tracing::warn!("no ebb in this program's directory: the virtual host gets no /bin/ebb");
     }
     add_busybox(&mut archive)?;
     archive.file("etc/passwd", 0o644, b"root:x:0:0:root:/root:/bin/sh\n")?;
@@ -140,7 +140,7 @@ fn add_modules<W: Write>(
 ) -> Result<Vec<String>, HostError> {
     let index = ModuleIndex::read(&kernel.modules)?;
     let mut files = index.load_order(&MODULES)?;
-    // Only one experiment needs them: a kernel of one's own may be without.
+    // Only one experiment needs them, so a custom kernel may lack them.
     files.extend(index.load_order(&NETWORK_MODULES).unwrap_or_default());
     let mut paths = Vec::new();
     for file in files {
@@ -161,7 +161,7 @@ fn add_guest_files<W: Write>(
     archive.file("ebb/vmlinux", 0o644, vmlinux)?;
     let Some(agent) = find_agent(config.agent.as_deref()) else {
         tracing::warn!(
-            "no ebb-agent beside this program: the virtual host gets no /ebb/guest.cpio"
+            "no ebb-agent in this program's directory: the virtual host gets no /ebb/guest.cpio"
         );
         return Ok(());
     };
@@ -191,7 +191,7 @@ fn add_programs<W: Write>(archive: &mut Archive<W>, config: &HostConfig) -> Resu
     Ok(())
 }
 
-/// The ELF kernel in a bzImage; extracted once and then kept in the cache.
+/// The ELF kernel of a bzImage, extracted once and then cached.
 pub fn vmlinux(image: &Path, cache: &Cache) -> Result<Vec<u8>, HostError> {
     let describe = || format!("cannot read {}", image.display());
     let key = Key::new("vmlinux", 1).with_file(image).map_err(HostError::io(describe()))?;
@@ -228,8 +228,8 @@ fn add_busybox<W: Write>(archive: &mut Archive<W>) -> Result<(), HostError> {
     Ok(())
 }
 
-/// A sparse file without a name that is a swap area of `size_mib`. It lies in `TMPDIR`, else in
-/// `/var/tmp`, which is a disk where `/tmp` may be memory.
+/// A sparse unnamed file formatted as a swap area of `size_mib`. It is created in `TMPDIR`, else in
+/// `/var/tmp`, which is on a disk while `/tmp` may be in memory.
 pub fn swap_disk(size_mib: u64) -> Result<File, HostError> {
     let directory = env::var_os("TMPDIR").map_or_else(|| PathBuf::from("/var/tmp"), PathBuf::from);
     let describe =
@@ -241,7 +241,7 @@ pub fn swap_disk(size_mib: u64) -> Result<File, HostError> {
 }
 
 /// First page of a swap area (Linux include/linux/swap.h, `union swap_header`): version 1, the
-/// number of the last page, no bad pages, and the mark in the last ten bytes.
+/// number of the last page, no bad pages, and the signature in the last ten bytes.
 fn swap_header(size_bytes: u64) -> Vec<u8> {
     let mut page = vec![0_u8; PAGE_BYTES as usize];
     page[1024..1028].copy_from_slice(&1_u32.to_le_bytes());
@@ -255,7 +255,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_swap_header_is_that_of_linux() {
+    fn the_swap_header_has_the_format_of_linux() {
         let page = swap_header(1 << 30);
         assert_eq!(page.len(), 4096);
         assert_eq!(page[1028..1032], ((1_u32 << 18) - 1).to_le_bytes());

@@ -1,5 +1,4 @@
-//! As much of ELF as is needed: whether an executable is static, and whether a kernel has a PVH
-//! entry.
+//! Minimal ELF parser: whether an executable is static, and whether a kernel has a PVH entry.
 
 use std::fs::File;
 use std::io::Read;
@@ -11,16 +10,16 @@ use crate::error::HostError;
 const PT_INTERP: u32 = 3;
 /// Program header type of notes.
 const PT_NOTE: u32 = 4;
-/// Note of the name "Xen" that holds the 32-bit PVH entry point (Xen public/elfnote.h,
+/// Type of the "Xen" note with the 32-bit PVH entry point (Xen public/elfnote.h,
 /// XEN_ELFNOTE_PHYS32_ENTRY).
 const PHYS32_ENTRY: usize = 18;
-/// Program headers lie within this many bytes of the start in all that linkers write.
+/// Size of the head of a file, which contains the program headers in the output of all linkers.
 const HEAD_BYTES: u64 = 64 << 10;
 
-/// What kind of executable a file is.
+/// Kind of an executable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Linkage {
-    /// Runs by itself.
+    /// Statically linked.
     Static,
     /// Needs a dynamic loader.
     Dynamic,
@@ -34,8 +33,8 @@ fn number(bytes: &[u8], at: usize, length: usize) -> Option<usize> {
     Some(bytes.iter().rev().fold(0, |value, byte| (value << 8) | usize::from(*byte)))
 }
 
-/// Where the program headers are, those of type `kind` only; `None` if this is no 64-bit
-/// little-endian ELF file.
+/// Offsets of the program headers of type `kind`; `None` if `file` is not a 64-bit little-endian
+/// ELF file.
 fn program_headers(file: &[u8], kind: u32) -> Option<Vec<usize>> {
     // EI_CLASS 2 is 64 bits, EI_DATA 1 is little-endian.
     if file.get(..6) != Some(&[0x7f, b'E', b'L', b'F', 2, 1]) {
@@ -56,8 +55,7 @@ pub fn linkage(head: &[u8]) -> Linkage {
     }
 }
 
-/// Whether the ELF kernel `file` can be entered the PVH way, which needs no decompression in the
-/// machine.
+/// Whether the ELF kernel `file` has a PVH entry, with which the machine does not decompress it.
 pub fn has_pvh_entry(file: &[u8]) -> bool {
     let notes = |header: usize| {
         let (offset, length) = (number(file, header + 8, 8)?, number(file, header + 32, 8)?);
@@ -67,7 +65,7 @@ pub fn has_pvh_entry(file: &[u8]) -> bool {
     headers.into_iter().filter_map(notes).any(|notes| notes_have_pvh_entry(notes).is_some())
 }
 
-/// Walks notes: lengths of name and content, type, then both, padded to 4 bytes.
+/// Walks the notes: lengths of name and content, type, then name and content, padded to 4 bytes.
 fn notes_have_pvh_entry(mut notes: &[u8]) -> Option<()> {
     loop {
         let (name, content, kind) =
@@ -89,8 +87,8 @@ pub fn require_static(path: &Path) -> Result<(), HostError> {
         .map_err(|error| unusable(error.to_string()))?;
     match linkage(&head) {
         Linkage::Static => Ok(()),
-        Linkage::Dynamic => Err(unusable("it is linked dynamically".to_owned())),
-        Linkage::NotElf => Err(unusable("it is no x86-64 ELF executable".to_owned())),
+        Linkage::Dynamic => Err(unusable("it is dynamically linked".to_owned())),
+        Linkage::NotElf => Err(unusable("it is not an x86-64 ELF executable".to_owned())),
     }
 }
 
@@ -105,10 +103,10 @@ mod tests {
         let dynamic = require_static(Path::new("/bin/sh")).unwrap_err().to_string();
         assert!(dynamic.contains("dynamically") && dynamic.contains("/bin/sh"), "{dynamic}");
         let text = require_static(Path::new("/etc/passwd")).unwrap_err().to_string();
-        assert!(text.contains("no x86-64 ELF"), "{text}");
+        assert!(text.contains("not an x86-64 ELF"), "{text}");
     }
 
-    /// An ELF head with one program header of notes at 64, the notes at 120.
+    /// An ELF file with one program header of type notes at 64, and the notes at 120.
     fn with_notes(notes: &[u8]) -> Vec<u8> {
         let mut file = vec![0; 120];
         file[..6].copy_from_slice(&[0x7f, b'E', b'L', b'F', 2, 1]);
@@ -119,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn the_entry_is_found_behind_other_notes() {
+    fn the_entry_is_found_after_other_notes() {
         let note = |kind: u8, name: &[u8]| {
             [&[4, 0, 0, 0, 5, 0, 0, 0, kind, 0, 0, 0], name, &[0; 8]].concat()
         };
@@ -135,7 +133,10 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_judged(tail: Vec<u8>, notes in proptest::collection::vec(any::<u8>(), 0..100)) {
+        fn any_bytes_are_parsed(
+            tail: Vec<u8>,
+            notes in proptest::collection::vec(any::<u8>(), 0..100),
+        ) {
             let mut head = vec![0x7f, b'E', b'L', b'F', 2, 1];
             head.extend(tail);
             linkage(&head);

@@ -1,6 +1,6 @@
 //! The initramfs of test guests: the agent as init, the virtio modules, and optional programs.
 //!
-//! It is not compressed: the guest unpacks it at once, and the page cache of the host holds it
+//! It is not compressed, because the guest unpacks it at once and it is in the host's page cache
 //! anyway.
 
 use std::collections::BTreeSet;
@@ -23,28 +23,28 @@ pub const STANDARD_MODULES: [&str; 5] =
 /// Debian's memhog (package numactl).
 pub const MEMHOG: &str = "/usr/bin/memhog";
 
-/// What a test guest's initramfs holds.
+/// Content of a test guest's initramfs.
 #[derive(Debug, Clone)]
 pub struct GuestImage {
     /// The guest agent: a static executable that becomes `/init`.
     pub agent: PathBuf,
-    /// Kernel whose modules are used.
+    /// Kernel whose modules are included.
     pub kernel: Kernel,
-    /// Modules to load after the standard ones: names, each with its parameters after a space if
-    /// any.
+    /// Modules to load after the standard ones: each a name, optionally followed by a space and its
+    /// parameters.
     pub modules: Vec<String>,
-    /// Ebb's own balloon driver for this kernel; the agent loads it instead of the stock one when
-    /// the guest's command line says so.
+    /// Ebb's balloon driver for this kernel; the agent loads it instead of the stock one if the
+    /// guest's command line requests it.
     pub balloon_module: Option<PathBuf>,
-    /// Whether the real memhog is put in.
+    /// Whether to include the real memhog.
     pub memhog: Inclusion,
-    /// More files.
+    /// Additional files.
     pub files: Vec<HostFile>,
 }
 
 impl GuestImage {
-    /// An image with the standard modules of `kernel`, Ebb's own balloon driver if it is found
-    /// ([`balloon_module::find`]), and nothing else.
+    /// An image with only the standard modules of `kernel` and, if found
+    /// ([`balloon_module::find`]), Ebb's balloon driver.
     pub fn new(agent: PathBuf, kernel: Kernel) -> Self {
         let balloon_module = balloon_module::find(None, &kernel.release);
         Self {
@@ -78,7 +78,7 @@ pub fn build<W: Write>(image: &GuestImage, writer: W) -> Result<W, HostError> {
                 let base = uncompressed_path(file).rsplit('/').next().unwrap_or(file);
                 let path = format!("/modules/{base}");
                 archive.file(&path, 0o644, &index.content(file)?)?;
-                // Parameters belong to the module that was asked for, not to its dependencies.
+                // Parameters belong to the requested module, not to its dependencies.
                 let parameters = if at == last { parameters } else { "" };
                 let _ = writeln!(list, "{}", format!("{path} {parameters}").trim_end());
             }

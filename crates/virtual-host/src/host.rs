@@ -1,4 +1,4 @@
-//! A running virtual host, as the program that started it sees it.
+//! A running virtual host, from the side of the program that started it.
 
 use std::collections::HashMap;
 use std::io::{self, BufReader, Read, Write};
@@ -26,20 +26,20 @@ use crate::kernel::Kernel;
 use crate::memory;
 use crate::qemu;
 
-/// Frames that wait for a slow reader before the channel is held up.
+/// Number of frames queued for a slow reader before the channel blocks.
 const QUEUE_FRAMES: usize = 64;
-/// A host that takes no data for this long is taken for dead.
+/// A host that accepts no data for this long is considered dead.
 const WRITE_LIMIT: Duration = Duration::from_secs(60);
-/// Time for a request that does little, such as a memory sample, on an overloaded machine.
+/// Time limit for a short request, such as a memory sample, on an overloaded machine.
 const ANSWER_LIMIT: Duration = Duration::from_secs(60);
-/// Time for an orderly power-off before QEMU is killed.
+/// Time limit for an orderly power-off before QEMU is killed.
 const SHUTDOWN_LIMIT: Duration = Duration::from_secs(10);
 
 type Answer = (Reply, Vec<u8>);
 type Waiters = HashMap<u64, SyncSender<Answer>>;
 type Waiting = Arc<Mutex<Waiters>>;
 
-/// A virtual host. Dropping it ends QEMU at once.
+/// A virtual host. Dropping it kills QEMU.
 #[derive(Debug)]
 pub struct VirtualHost {
     keeper: Keeper,
@@ -52,7 +52,7 @@ pub struct VirtualHost {
 }
 
 impl VirtualHost {
-    /// Builds the host's files, starts QEMU and waits until the init inside is ready.
+    /// Builds the host's files, starts QEMU and waits until the host's init is ready.
     pub fn start(config: &HostConfig) -> Result<Self, HostError> {
         config.validate()?;
         let program = qemu::find()?;
@@ -132,7 +132,7 @@ impl VirtualHost {
         }
     }
 
-    /// What the host said about itself when it was ready.
+    /// The host's description of itself.
     pub fn hello(&self) -> &Hello {
         &self.hello
     }
@@ -147,8 +147,8 @@ impl VirtualHost {
         self.console.lines()
     }
 
-    /// Runs a command and hands its output on as it comes. Several threads may do so at the same
-    /// time.
+    /// Runs a command and passes on its output as it arrives. Several threads may call this at the
+    /// same time.
     ///
     /// A command that reaches its time limit is killed with its process group.
     pub fn run(
@@ -198,7 +198,7 @@ impl VirtualHost {
         Ok(Captured { status, stdout, stderr })
     }
 
-    /// Writes a file inside; `size_bytes` bytes are taken from `content`.
+    /// Writes a file in the host with `size_bytes` bytes from `content`.
     pub fn put(
         &self,
         path: &str,
@@ -259,7 +259,7 @@ impl VirtualHost {
         }
     }
 
-    /// Copies a file of the host to a file of this machine, which appears when it is whole.
+    /// Copies a file of the host to a file of this machine, which is created when it is complete.
     pub fn get_file(&self, source: &str, target: &Path) -> Result<u64, HostError> {
         let describe = || format!("cannot write {}", target.display());
         let directory =
@@ -307,7 +307,7 @@ impl VirtualHost {
                 Err(HostError::Protocol(error.to_string()))
             }
             Err(_) => {
-                // Part of a frame may be out: the channel is of no further use.
+                // Part of a frame may have been sent: the channel is unusable.
                 let _ = writer.shutdown(Shutdown::Both);
                 drop(writer);
                 Err(self.ended())
@@ -328,7 +328,7 @@ impl VirtualHost {
         }
     }
 
-    /// Why the channel is closed.
+    /// The reason why the channel is closed.
     fn ended(&self) -> HostError {
         let console = || self.console.describe();
         match self.keeper.wait(Duration::from_secs(2)) {
@@ -344,7 +344,7 @@ impl VirtualHost {
     }
 }
 
-/// A request whose answers are awaited; forgotten when dropped.
+/// A request whose answers are awaited; it is deregistered on drop.
 struct Pending<'host> {
     waiting: &'host Waiting,
     id: u64,
@@ -361,14 +361,14 @@ fn lock(waiting: &Waiting) -> std::sync::MutexGuard<'_, Waiters> {
     waiting.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Hands frames to those who wait for them, until the channel's end.
+/// Dispatches frames to the waiting requests, until the channel's end.
 fn receive(stream: UnixStream, waiting: &Waiting) {
     let mut reader = BufReader::with_capacity(2 * PAYLOAD_LIMIT, stream);
     loop {
         match read_frame::<Reply>(&mut reader) {
             Ok(Some((message, payload))) => {
                 let sender = lock(waiting).get(&message.id).cloned();
-                // Nobody waits any more when a command was given up; its frames are dropped.
+                // The frames of an abandoned command, which has no receiver, are dropped.
                 if let Some(sender) = sender {
                     let _ = sender.send((message.body, payload));
                 }

@@ -11,7 +11,7 @@ use cpio::newc::{Builder, ModeFileType};
 
 use crate::error::HostError;
 
-/// An archive under construction. Parent directories are added as they are needed.
+/// An archive under construction. Parent directories are added as needed.
 pub struct Archive<W: Write> {
     writer: W,
     known: BTreeSet<PathBuf>,
@@ -23,7 +23,7 @@ impl<W: Write> Archive<W> {
         Self { writer, known: BTreeSet::new() }
     }
 
-    /// Adds a directory and its parents; once is enough, more do no harm.
+    /// Adds a directory and its parents, unless they have already been added.
     pub fn directory(&mut self, path: impl AsRef<Path>) -> Result<(), HostError> {
         let mut parent = PathBuf::new();
         for component in relative(path.as_ref())?.components() {
@@ -45,7 +45,7 @@ impl<W: Write> Archive<W> {
         self.leaf(path.as_ref(), ModeFileType::Regular, mode, content, None)
     }
 
-    /// Adds a regular file from this machine; `mode` `None` keeps its permission bits.
+    /// Adds a regular file of this machine; with `mode` `None` its permission bits are kept.
     pub fn copy(
         &mut self,
         path: impl AsRef<Path>,
@@ -75,7 +75,7 @@ impl<W: Write> Archive<W> {
         self.leaf(path.as_ref(), ModeFileType::Char, mode, &[], Some((major, minor)))
     }
 
-    /// Writes the end mark and gives the writer back.
+    /// Writes the trailer and returns the writer.
     pub fn finish(self) -> Result<W, HostError> {
         cpio::newc::trailer(self.writer).map_err(HostError::io("cannot write the initramfs"))
     }
@@ -141,8 +141,8 @@ fn relative(path: &Path) -> Result<PathBuf, HostError> {
     Ok(clean)
 }
 
-/// Adds what every initramfs needs before its init has mounted anything: mount points and the
-/// console, without which the kernel starts init with no open files.
+/// Adds the files that every initramfs needs before its init mounts file systems: mount points and
+/// the console, without which the kernel starts init with no open files.
 pub fn add_skeleton<W: Write>(archive: &mut Archive<W>) -> Result<(), HostError> {
     for directory in ["dev", "proc", "sys", "tmp", "run"] {
         archive.directory(directory)?;
@@ -150,8 +150,7 @@ pub fn add_skeleton<W: Write>(archive: &mut Archive<W>) -> Result<(), HostError>
     archive.character_device("dev/console", 0o600, 5, 1)
 }
 
-/// A file in memory without a name that holds an archive; it is gone when the last descriptor is
-/// closed.
+/// An unnamed in-memory file for an archive; it is freed when the last descriptor is closed.
 pub fn memory_file(name: &str) -> Result<File, HostError> {
     rustix::fs::memfd_create(name, rustix::fs::MemfdFlags::CLOEXEC)
         .map(File::from)
@@ -180,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn parents_come_first_and_once() {
+    fn parents_are_added_first_and_once() {
         let mut archive = Archive::new(Vec::new());
         archive.file("/a/b/c", 0o644, b"12345").unwrap();
         archive.link("/a/d", "b/c").unwrap();
@@ -202,13 +201,13 @@ mod tests {
     }
 
     #[test]
-    fn no_way_out_of_the_root() {
+    fn paths_outside_of_the_root_are_refused() {
         let error = Archive::new(Vec::new()).file("/a/../../etc", 0, b"").unwrap_err().to_string();
         assert!(error.contains(".."), "{error}");
     }
 
     #[test]
-    fn a_missing_source_is_named() {
+    fn the_error_names_a_missing_source() {
         let error = Archive::new(Vec::new())
             .copy("/a", None, Path::new("/no/such"))
             .unwrap_err()

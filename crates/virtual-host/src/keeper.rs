@@ -1,8 +1,8 @@
 //! The thread that owns the QEMU process.
 //!
-//! The kernel kills QEMU when the thread that started it ends (`PR_SET_PDEATHSIG`), so that thread
-//! has to live as long as the host does, whichever thread asked for it. It also enforces the host's
-//! time limit.
+//! The kernel kills QEMU when the thread that started it ends (`PR_SET_PDEATHSIG`). A dedicated
+//! thread therefore lives as long as the host, independent of the caller's. It also enforces the
+//! host's time limit.
 
 use std::ffi::OsString;
 use std::io;
@@ -21,12 +21,12 @@ use crate::console::Tail;
 use crate::error::HostError;
 use crate::qemu::{self, Files};
 
-/// How QEMU ended.
+/// Reason of QEMU's end.
 #[derive(Debug, Clone, Copy)]
 pub enum End {
-    /// By itself.
+    /// It exited by itself.
     Exited(ExitStatus),
-    /// Killed because the host's time limit passed.
+    /// Killed because the host reached its time limit.
     TimeLimit,
     /// Killed because the host was dropped.
     Killed,
@@ -42,7 +42,7 @@ pub struct Keeper {
 }
 
 impl Keeper {
-    /// Starts QEMU in a thread of its own.
+    /// Starts QEMU in a separate thread.
     pub fn start(
         program: PathBuf,
         arguments: Vec<OsString>,
@@ -108,7 +108,7 @@ fn start_child(
     sender: &Sender<Result<u32, HostError>>,
 ) -> Option<(Child, OwnedFd)> {
     let spawned = qemu::spawn(program, arguments, &files);
-    // QEMU has its own copies; ours would keep the channel open after its end.
+    // QEMU has its own copies; these would keep the channel open after its end.
     drop(files);
     let result = spawned.and_then(|mut child| match watch(&mut child, tail) {
         Ok(pidfd) => Ok((child, pidfd)),
@@ -151,7 +151,7 @@ fn keep(mut child: Child, pidfd: &OwnedFd, stop: &OwnedFd, deadline: Instant) ->
             Err(rustix::io::Errno::INTR) => {}
             Ok(0) => break End::TimeLimit,
             Ok(_) if !events[0].revents().is_empty() => break End::Exited(ExitStatus::default()),
-            // The other end of the pipe is closed: the host was dropped.
+            // The other end of the pipe was closed: the host was dropped.
             Ok(_) | Err(_) => break End::Killed,
         }
     };

@@ -1,5 +1,5 @@
-//! Finds the kernels: that of guests, which is Debian's cloud kernel package or one that is named,
-//! and that of the virtual host, which may be a newer one in a place of its own.
+//! Finds the kernel of guests, which is Debian's cloud kernel or a chosen one, and that of the
+//! virtual host, which may be a newer one in a separate directory.
 
 use std::cmp::Ordering;
 use std::env;
@@ -11,24 +11,25 @@ use ebb_vmlinux::kernel_release;
 
 use crate::error::HostError;
 
-/// Names another kernel image than the newest in `/boot`.
+/// Environment variable for a kernel image other than the newest in `/boot`.
 pub const KERNEL_VARIABLE: &str = "EBB_KERNEL";
-/// Names another modules directory than `/lib/modules/RELEASE`.
+/// Environment variable for a modules directory other than `/lib/modules/RELEASE`.
 pub const MODULES_VARIABLE: &str = "EBB_MODULES";
-/// Names another kernel image for virtual hosts than the newest one.
+/// Environment variable for a kernel image of virtual hosts other than the newest one.
 pub const HOST_KERNEL_VARIABLE: &str = "EBB_HOST_KERNEL";
-/// Where `scripts/install-deps.sh` puts newer kernels for virtual hosts, out of the way of the
-/// machine's own start: a directory for each, with `boot` and `lib/modules` as in Debian's package.
+/// Directory where `scripts/install-deps.sh` unpacks newer kernels for virtual hosts, so that this
+/// machine does not boot them: one subdirectory each, with `boot` and `lib/modules` as in Debian's
+/// package.
 pub const KERNELS_DIRECTORY: &str = "/var/lib/ebb/kernels";
 
-/// Which kernel a virtual host runs.
+/// Choice of a virtual host's kernel.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum HostKernel {
-    /// The one that its guests run.
+    /// The guests' kernel.
     #[default]
     OfGuests,
-    /// The one in `EBB_HOST_KERNEL`, else the newest in [`KERNELS_DIRECTORY`] if that is newer than
-    /// the guests'.
+    /// `EBB_HOST_KERNEL`, else the newest in [`KERNELS_DIRECTORY`] if that is newer than the
+    /// guests' kernel.
     Newest,
     /// This image.
     At(PathBuf),
@@ -51,7 +52,7 @@ impl FromStr for HostKernel {
 }
 
 impl HostKernel {
-    /// The kernel itself, where guests run `of_guests`.
+    /// Resolves the choice if guests run `of_guests`.
     pub fn find(&self, of_guests: &Kernel) -> Result<Kernel, HostError> {
         match self {
             Self::OfGuests => Ok(of_guests.clone()),
@@ -76,8 +77,8 @@ pub struct Kernel {
 }
 
 impl Kernel {
-    /// The kernel at `chosen`, else at `EBB_KERNEL`, else the newest `/boot/vmlinuz-*-cloud-amd64`,
-    /// else the newest `/boot/vmlinuz-*-amd64`.
+    /// The kernel at `chosen`, else at `EBB_KERNEL`, else the newest
+    /// `/boot/vmlinuz-*-cloud-amd64`, else the newest `/boot/vmlinuz-*-amd64`.
     pub fn find(chosen: Option<&Path>) -> Result<Self, HostError> {
         let named =
             chosen.map(Path::to_owned).or_else(|| env::var_os(KERNEL_VARIABLE).map(PathBuf::from));
@@ -87,7 +88,7 @@ impl Kernel {
         }
     }
 
-    /// The kernel whose release is `release`, in `/boot`.
+    /// The kernel with this release in `/boot`.
     pub fn of_release(release: &str) -> Result<Self, HostError> {
         Self::at(&Path::new("/boot").join(format!("vmlinuz-{release}")))
     }
@@ -117,7 +118,7 @@ impl Kernel {
     }
 }
 
-/// The release that an image says it is.
+/// The release in the header of an image.
 fn release_of(image: &Path) -> Result<String, HostError> {
     if !image.exists() {
         return Err(HostError::KernelMissing { looked_for: image.display().to_string() });
@@ -127,11 +128,11 @@ fn release_of(image: &Path) -> Result<String, HostError> {
     kernel_release(&head).map_err(|error| unusable(error.to_string()))
 }
 
-/// The newest kernel below `kernels`, or `of_guests` if there is none or none newer.
+/// The newest kernel below `kernels`, or `of_guests` if none is newer.
 fn newest_of_hosts(kernels: &Path, of_guests: &Kernel) -> Kernel {
     let mut newest = of_guests.clone();
     for tree in fs::read_dir(kernels).into_iter().flatten().flatten() {
-        // One that is half there is none.
+        // Incomplete kernels are skipped.
         let found =
             self::newest(&tree.path().join("boot")).and_then(|image| Kernel::in_tree(&image));
         let Ok(kernel) = found else { continue };
@@ -147,7 +148,7 @@ pub fn is_at_least(release: &str, major: u32, minor: u32) -> bool {
     compare_versions(release, &format!("{major}.{minor}")) != Ordering::Less
 }
 
-/// The part of an image that holds the setup header and the version string.
+/// The part of an image with the setup header and the version string.
 fn read_head(image: &Path) -> std::io::Result<Vec<u8>> {
     use std::io::Read;
     let mut head = Vec::new();
@@ -198,7 +199,7 @@ fn compare_versions(a: &str, b: &str) -> Ordering {
     }
 }
 
-/// Takes a run of digits off the front, without leading zeros.
+/// Removes a run of digits from the front and returns it without leading zeros.
 fn take_number<'a>(text: &mut &'a [u8]) -> &'a [u8] {
     let end = text.iter().position(|byte| !byte.is_ascii_digit()).unwrap_or(text.len());
     let (digits, rest) = text.split_at(end);
@@ -220,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn cloud_kernels_come_first() {
+    fn cloud_kernels_are_preferred() {
         let names = |list: &[&str]| list.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
         let all = names(&[
             "vmlinuz-6.1.0-9-cloud-amd64",
@@ -247,7 +248,7 @@ mod tests {
         }
     }
 
-    /// As much of a bzImage as says its release.
+    /// The part of a bzImage that contains its release.
     fn image(release: &str) -> Vec<u8> {
         let mut image = vec![0; 1024];
         image[0x202..0x206].copy_from_slice(b"HdrS");
@@ -267,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn hosts_get_the_newest_kernel_of_a_place_of_its_own_if_it_is_newer() {
+    fn hosts_get_the_newest_unpacked_kernel_if_newer_than_the_guests() {
         let directory = tempfile::tempdir().unwrap();
         let of_guests = |release: &str| Kernel {
             image: "/boot/guests".into(),
@@ -278,7 +279,7 @@ mod tests {
         assert_eq!(newest("6.1.0-56-cloud-amd64").image, Path::new("/boot/guests"));
         let [old, new] = ["6.9.1-cloud-amd64", "6.12.95+deb12-cloud-amd64"]
             .map(|release| install(&directory.path().join(release), release));
-        // One that was not installed to its end.
+        // An incomplete installation.
         let unfinished = install(&directory.path().join(".new"), "6.99-cloud-amd64");
         fs::remove_file(unfinished.with_file_name("../lib/modules/6.99-cloud-amd64/modules.dep"))
             .unwrap();
@@ -304,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn a_named_kernel_that_is_missing_or_wrong_is_named() {
+    fn the_error_names_a_missing_or_invalid_kernel() {
         let missing = Kernel::find(Some(Path::new("/no/such/vmlinuz"))).unwrap_err().to_string();
         assert!(missing.contains("/no/such/vmlinuz") && missing.contains("apt-get"), "{missing}");
         let wrong = Kernel::find(Some(Path::new("/bin/sh"))).unwrap_err().to_string();

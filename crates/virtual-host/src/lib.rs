@@ -2,13 +2,13 @@
 //! Debian's cloud kernel, and an init that takes commands.
 //!
 //! [`VirtualHost::start`] boots one from a [`HostConfig`] in a few seconds; [`VirtualHost::run`]
-//! runs programs in it with live output. Nothing is written to disk: the root file system is a file
-//! in memory, a swap disk has no name, and the control channel is a socket pair. QEMU dies with the
-//! process that started it, whatever ends that.
+//! runs programs in it with live output. No file is left on disk: the root file system is an
+//! in-memory file, a swap disk is an unnamed file, and the control channel is a socket pair. QEMU
+//! dies with the process that started it, for whatever reason that ends.
 //!
-//! Inside are `/init` (the program that started the host), `/bin/ebb`, busybox, the modules
-//! of KVM, and for guests `/ebb/vmlinuz`, `/ebb/vmlinux`, `/ebb/guest.cpio` and `/ebb/ebb-agent`.
-//! Guests have Ebb's own balloon driver too if it was built ([`balloon_module`]).
+//! The root file system contains `/init` (the program that started the host), `/bin/ebb`, busybox,
+//! the modules of KVM, and for guests `/ebb/vmlinuz`, `/ebb/vmlinux`, `/ebb/guest.cpio` and
+//! `/ebb/ebb-agent`. Guests also have Ebb's balloon driver if it was built ([`balloon_module`]).
 
 pub mod balloon_module;
 pub mod cache;

@@ -1,4 +1,4 @@
-//! Dynamic executables for an image: which libraries they need.
+//! Finds the libraries of dynamic executables for an image.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -16,15 +16,15 @@ const QEMU_FIRMWARE: [&str; 6] = [
     "bios-microvm.bin",
     "efi-virtio.rom",
 ];
-/// Where Debian's packages seabios and qemu-system-data keep it.
+/// Firmware directories of Debian's packages seabios and qemu-system-data.
 const QEMU_FIRMWARE_DIRECTORIES: [&str; 2] = ["/usr/share/seabios", "/usr/share/qemu"];
 
-/// The files an executable needs in an image: itself and the shared libraries that `ldd` names, at
-/// their own paths.
+/// The files that an executable needs in an image, at their own paths: itself and the shared
+/// libraries listed by `ldd`.
 pub fn program_with_libraries(path: &Path) -> Result<Vec<HostFile>, HostError> {
     let fail = |reason: String| HostError::Libraries { path: path.to_owned(), reason };
     if !path.is_absolute() || !path.exists() {
-        return Err(fail("there is no such file (an absolute path is needed)".to_owned()));
+        return Err(fail("no such file (an absolute path is needed)".to_owned()));
     }
     let output = Command::new("ldd")
         .arg(path)
@@ -69,7 +69,7 @@ pub fn qemu_with_firmware(path: &Path) -> Result<Vec<HostFile>, HostError> {
     Ok(files)
 }
 
-/// Paths in the output of `ldd`; a library that was not found is an error.
+/// Paths in the output of `ldd`; a missing library is an error.
 fn parse_ldd(text: &str) -> Result<BTreeSet<PathBuf>, String> {
     let mut paths = BTreeSet::new();
     for line in text.lines().map(str::trim) {
@@ -77,7 +77,7 @@ fn parse_ldd(text: &str) -> Result<BTreeSet<PathBuf>, String> {
         if target.starts_with("not found") {
             return Err(line.to_owned());
         }
-        // The virtual vDSO has no path.
+        // The vDSO has no path.
         if let Some(path) = target.split_whitespace().next().filter(|path| path.starts_with('/')) {
             paths.insert(PathBuf::from(path));
         }
@@ -90,8 +90,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn paths_are_taken_from_all_forms_of_lines() {
-        let text = "\tlinux-vdso.so.1 (0x00007ffd)\n\tlibc.so.6 => /lib/x86_64-linux-gnu/libc.so.6 (0x00007f)\n\
+    fn all_forms_of_lines_are_parsed() {
+        let text = "\tlinux-vdso.so.1 (0x00007ffd)\n\
+             \tlibc.so.6 => /lib/x86_64-linux-gnu/libc.so.6 (0x00007f)\n\
                     \t/lib64/ld-linux-x86-64.so.2 (0x00007f)\n";
         let paths: Vec<_> = parse_ldd(text).unwrap().into_iter().collect();
         assert_eq!(
@@ -104,12 +105,12 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_library_is_named() {
+    fn the_error_names_a_missing_library() {
         assert!(parse_ldd("\tlibnuma.so.1 => not found\n").unwrap_err().contains("libnuma.so.1"));
     }
 
     #[test]
-    fn a_real_program_brings_its_loader() {
+    fn a_real_program_includes_its_loader() {
         let files = program_with_libraries(Path::new("/bin/sh")).unwrap();
         assert_eq!(files[0].target, Path::new("/bin/sh"));
         assert!(
@@ -119,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_program_is_named() {
+    fn the_error_names_a_missing_program() {
         let error = program_with_libraries(Path::new("/no/such")).unwrap_err().to_string();
         assert!(error.contains("/no/such"), "{error}");
     }

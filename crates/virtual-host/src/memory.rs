@@ -1,27 +1,26 @@
-//! `/proc/meminfo` and relatives, here and inside.
+//! `/proc/meminfo` and similar files, of this machine and of the host.
 
 use std::collections::BTreeMap;
 use std::fs;
 
 use crate::error::HostError;
 
-/// What QEMU itself needs beside the memory of the host it runs (translated code, page tables,
-/// devices).
+/// QEMU's memory overhead in MiB (translated code, page tables, devices).
 const EMULATOR_MIB: u64 = 256;
 
-/// Reads lines of `Name: value [kB]` into a map.
+/// Parses lines of `Name: value [kB]` into a map.
 pub fn parse_meminfo(text: &str) -> BTreeMap<String, u64> {
     text.lines()
         .filter_map(|line| {
             let (name, value) = line.split_once(':')?;
-            // Lines of a node's meminfo begin with "Node 0 ".
+            // Lines of a node's meminfo start with "Node 0 ".
             let name = name.rsplit(' ').next()?;
             Some((name.to_owned(), value.split_whitespace().next()?.parse().ok()?))
         })
         .collect()
 }
 
-/// Checks that this machine has memory for a host of `memory_mib`.
+/// Checks that this machine has enough memory for a host of `memory_mib`.
 pub fn check_available(memory_mib: u64) -> Result<(), HostError> {
     let text =
         fs::read_to_string("/proc/meminfo").map_err(HostError::io("cannot read /proc/meminfo"))?;
@@ -40,9 +39,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn both_forms_of_meminfo() {
+    fn both_forms_of_meminfo_are_parsed() {
         let values = parse_meminfo(
-            "MemTotal:  100 kB\nHugePages_Total:   3\nNode 1 MemFree: 7 kB\nrubbish\n",
+            "MemTotal:  100 kB\nHugePages_Total:   3\nNode 1 MemFree: 7 kB\ngarbage\n",
         );
         let expected = [("HugePages_Total", 3), ("MemFree", 7), ("MemTotal", 100)];
         assert_eq!(
@@ -52,7 +51,7 @@ mod tests {
     }
 
     #[test]
-    fn more_than_there_is_is_refused_with_both_numbers() {
+    fn too_much_memory_is_refused_with_both_numbers() {
         assert!(check_available(1).is_ok());
         let error = check_available(1 << 40).unwrap_err().to_string();
         assert!(error.contains("1099511628032") && error.contains("--memory"), "{error}");

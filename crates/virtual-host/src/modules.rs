@@ -1,4 +1,4 @@
-//! Kernel modules: which files a module needs, in the order in which they must be loaded.
+//! Kernel modules: the files that a module needs, in load order.
 
 use std::collections::HashMap;
 use std::fs;
@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use crate::error::HostError;
 
-/// Largest module accepted after decompression.
+/// Maximum size of a decompressed module.
 const MODULE_LIMIT_BYTES: u64 = 64 << 20;
 
 /// `modules.dep` and `modules.builtin` of one kernel release.
@@ -33,8 +33,8 @@ impl ModuleIndex {
 
     /// Builds the index from the texts of `modules.dep` and `modules.builtin`.
     ///
-    /// A line of `modules.dep` is `file: dependency dependency …`, all dependencies listed, the one
-    /// to load first last (kmod's modules.dep(5)).
+    /// A line of `modules.dep` is `file: dependency dependency …` with all dependencies, in reverse
+    /// load order (kmod's modules.dep(5)).
     pub fn parse(directory: &Path, dependencies: &str, builtin: &str) -> Self {
         let files = dependencies
             .lines()
@@ -56,8 +56,8 @@ impl ModuleIndex {
         }
     }
 
-    /// Files (relative to the directory) to load for `modules` in this order, each once. Built-in
-    /// modules need none.
+    /// The files (relative to the directory) to load for `modules`, in load order and without
+    /// duplicates. Built-in modules need none.
     pub fn load_order(&self, modules: &[&str]) -> Result<Vec<String>, HostError> {
         let mut order: Vec<String> = Vec::new();
         for module in modules {
@@ -82,8 +82,7 @@ impl ModuleIndex {
         Ok(order)
     }
 
-    /// Content of a module's file, decompressed when the kernel package ships it as `.xz`, `.zst`
-    /// or `.gz`.
+    /// Content of a module's file, decompressed if it is an `.xz`, `.zst` or `.gz` file.
     pub fn content(&self, file: &str) -> Result<Vec<u8>, HostError> {
         let path = self.directory.join(file);
         let raw =
@@ -107,12 +106,12 @@ impl ModuleIndex {
     }
 }
 
-/// Path of a module's file inside an image: without the suffix of the compression.
+/// Path of a module's file in an image: without the compression suffix.
 pub fn uncompressed_path(file: &str) -> &str {
     file.find(".ko").map_or(file, |at| &file[..at + 3])
 }
 
-/// A module's name as the kernel knows it: base name, no suffix, underscores.
+/// The kernel's name of a module: base name, no suffix, underscores.
 fn module_name(path: &str) -> String {
     let base = path.trim().rsplit('/').next().unwrap_or_default();
     base.find(".ko").map_or(base, |at| &base[..at]).replace('-', "_")
@@ -130,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn dependencies_first_and_each_once() {
+    fn dependencies_are_loaded_first_and_once() {
         let order = index().load_order(&["kvm_amd", "kvm", "x"]).unwrap();
         assert_eq!(
             order,
@@ -139,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn built_in_modules_need_no_file_and_unknown_ones_are_named() {
+    fn built_in_modules_need_no_file_and_unknown_ones_are_errors() {
         assert!(index().load_order(&["serial-core"]).unwrap().is_empty());
         let error = index().load_order(&["nonsense"]).unwrap_err().to_string();
         assert!(error.contains("nonsense") && error.contains("/m/modules.dep"), "{error}");

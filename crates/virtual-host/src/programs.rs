@@ -1,22 +1,22 @@
-//! The programs that lie beside the running one.
+//! Finds the programs in the running program's directory.
 
 use std::env;
 use std::path::{Path, PathBuf};
 
-/// Names another guest agent than the one beside the running program.
+/// Environment variable for a guest agent other than that in the running program's directory.
 pub const AGENT_VARIABLE: &str = "EBB_AGENT";
-/// Names another monitor than the one beside the running program.
+/// Environment variable for a monitor other than that in the running program's directory.
 pub const MONITOR_VARIABLE: &str = "EBB_MONITOR";
 
-/// The guest agent's executable: `chosen`, else `EBB_AGENT`, else `ebb-agent` beside the running
-/// program or in the directory above (where cargo puts it, seen from a test). `None` if there is
-/// none.
+/// The guest agent's executable: `chosen`, else `EBB_AGENT`, else `ebb-agent` in the running
+/// program's directory or the one above (where cargo puts it, relative to a test). `None` if there
+/// is none.
 pub fn find_agent(chosen: Option<&Path>) -> Option<PathBuf> {
     find(chosen, AGENT_VARIABLE, "ebb-agent")
 }
 
-/// The monitor's executable: `chosen`, else `EBB_MONITOR`, else `ebb` found as
-/// [`find_agent`] finds the agent.
+/// The monitor's executable: `chosen`, else `EBB_MONITOR`, else `ebb` in the directories that
+/// [`find_agent`] searches.
 pub fn find_monitor(chosen: Option<&Path>) -> Option<PathBuf> {
     find(chosen, MONITOR_VARIABLE, "ebb")
 }

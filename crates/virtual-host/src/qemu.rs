@@ -1,5 +1,4 @@
-//! QEMU's command line and its process: one emulator per virtual host, nothing of it on disk,
-//! nothing left behind.
+//! QEMU's command line and process: one emulator per virtual host, without files on disk.
 
 use std::env;
 use std::ffi::OsString;
@@ -15,19 +14,19 @@ use crate::error::HostError;
 
 /// The emulator's program.
 pub const PROGRAM: &str = "qemu-system-x86_64";
-/// Words that every virtual host's kernel gets. Mitigations and address randomization cost start
-/// time and protect nothing here; the time stamp counter is the emulator's own and thus reliable,
-/// which Linux cannot see. The root stays in memory (ramfs), so that swap holds nothing but the
-/// memory of programs.
+/// Kernel arguments of every virtual host. Mitigations and address randomization cost boot time
+/// without protecting anything here. The emulator's time stamp counter is reliable, which Linux
+/// cannot detect. The root stays in memory (ramfs), so that swap contains only the memory of
+/// programs.
 const KERNEL_ARGUMENTS: &str =
     "console=ttyS0 quiet panic=-1 rootfstype=ramfs mitigations=off nokaslr tsc=reliable";
-/// An AMD processor with nested paging, which QEMU emulates completely enough for KVM.
+/// An AMD processor with nested paging, which QEMU emulates well enough for KVM.
 const CPU_MODEL: &str = "EPYC,+svm,+npt";
-/// Keeps programs, and so the processors of guests, off QEMU's first processor; see
+/// Keeps programs, and thus the vCPUs of guests, off QEMU's first processor; see
 /// [`emulated_processors`].
 const SPARE_FIRST_PROCESSOR: &str = "isolcpus=0";
 
-/// Open files that QEMU gets.
+/// Open files that QEMU inherits.
 #[derive(Debug)]
 pub struct Files {
     /// Control channel, connected.
@@ -66,8 +65,7 @@ pub fn arguments(config: &HostConfig, files: &Files) -> Vec<OsString> {
         "-no-reboot",
     ]);
     add(&["-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny"]);
-    // The kernel of this machine is not to merge pages of the host: its own merging is what is
-    // tried in there.
+    // This machine's kernel must not merge pages of the host, which itself is used to test merging.
     add(&["-M", "q35,mem-merge=off", "-accel", "tcg,thread=multi", "-cpu", CPU_MODEL]);
     let processors = emulated_processors(config);
     add(&["-smp", &format!("{processors},sockets={processors},cores=1,threads=1")]);
@@ -81,7 +79,7 @@ pub fn arguments(config: &HostConfig, files: &Files) -> Vec<OsString> {
             .cpus
             .as_ref()
             .map_or_else(String::new, |range| format!(",cpus={}-{}", range.start(), range.end()));
-        // The one that stands in for the first processor is in its node.
+        // The processor that replaces the first one is in its node.
         let first = node.cpus.as_ref().is_some_and(|range| range.contains(&0));
         let cpus =
             if first && has_spare(config) { format!("{cpus},cpus={}", config.cpus) } else { cpus };
@@ -109,29 +107,29 @@ pub fn arguments(config: &HostConfig, files: &Files) -> Vec<OsString> {
     list
 }
 
-/// How many processors QEMU has: where several are wanted one more, so that no guest runs on QEMU's
-/// first one, number 0. The last one, number `config.cpus`, stands in for it; the others have the
-/// numbers asked for.
+/// Number of QEMU's processors. If several are requested, there is one more, so that no guest runs
+/// on QEMU's first one, number 0. The last one, number `config.cpus`, replaces it; the others have
+/// the requested numbers.
 ///
-/// An emulated FXRSTOR or XRSTOR, hence nearly each switch between programs, clears a flag of
-/// QEMU's *first* processor, whichever processor it runs on (QEMU 10.0.2, `cpu_clear_ignne` in
+/// An emulated FXRSTOR or XRSTOR, hence nearly every context switch, clears a flag of QEMU's
+/// *first* processor, whichever processor it runs on (QEMU 10.0.2, `cpu_clear_ignne` in
 /// `target/i386/tcg/system/fpu_helper.c`). It reads and writes the word `hflags2` without a lock,
-/// so that what the first processor's own thread changes there meanwhile is lost. The word also
-/// says whether nested paging is on and whether interrupts are, which each VMRUN and #VMEXIT
-/// changes: the host then goes on with nested paging, which leaves its own state in its guest's, or
-/// the guest without, on the host's memory, or the processor takes no interrupts any more. Where no
-/// guest runs, nothing in that word changes.
+/// so that concurrent changes of the first processor's own thread are lost. The word also contains
+/// whether nested paging and interrupts are enabled, which each VMRUN and #VMEXIT changes. After a
+/// lost change the host continues with nested paging, which leaves its own state in its guest's, or
+/// the guest continues without, on the host's memory, or the processor takes no more interrupts.
+/// The word does not change while no guest runs.
 fn emulated_processors(config: &HostConfig) -> u32 {
     config.cpus + u32::from(has_spare(config))
 }
 
-/// Whether QEMU's first processor is kept free: nobody else could write to its flags if it were the
-/// only one.
+/// Whether QEMU's first processor is kept free. This is not needed if it is the only one, because
+/// no other processor then writes to its flags.
 fn has_spare(config: &HostConfig) -> bool {
     config.cpus > 1
 }
 
-/// Starts the emulator. It dies with the calling *thread*, which must therefore outlive it.
+/// Starts the emulator. It is killed when the calling *thread* ends.
 pub fn spawn(program: &Path, arguments: &[OsString], files: &Files) -> Result<Child, HostError> {
     let mut kept: Vec<RawFd> = vec![files.control.as_raw_fd(), files.console.as_raw_fd()];
     kept.extend([&files.kernel, &files.initramfs].map(AsRawFd::as_raw_fd));
@@ -155,16 +153,16 @@ pub fn spawn(program: &Path, arguments: &[OsString], files: &Files) -> Result<Ch
         }
         Ok(())
     };
-    // SAFETY: `prepare` runs between fork and exec and makes system calls only; it allocates
-    // nothing on success.
+    // SAFETY: `prepare` runs between fork and exec and only makes system calls; it does not
+    // allocate on success.
     unsafe { command.pre_exec(prepare) };
     command.spawn().map_err(HostError::io(format!("cannot start {}", program.display())))
 }
 
-/// Marks every descriptor above standard error to be closed by exec, also those inherited from this
-/// program's own parent.
+/// Sets close-on-exec on every descriptor above standard error, including those inherited from this
+/// program's parent.
 fn close_all_on_exec() -> std::io::Result<()> {
-    // SAFETY: close_range with CLOSE_RANGE_CLOEXEC takes numbers only and touches no memory of the
+    // SAFETY: close_range with CLOSE_RANGE_CLOEXEC takes only numbers and accesses no memory of the
     // process.
     let result = unsafe {
         libc::syscall(libc::SYS_close_range, 3, libc::c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC)
@@ -190,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_without_nodes_is_plain() {
+    fn a_host_without_nodes_has_plain_memory() {
         let line = text(&HostConfig { memory_mib: 3000, cpus: 3, ..HostConfig::default() });
         assert!(
             line.contains("-m 3000M") && line.contains("-smp 4,") && !line.contains("-numa"),
@@ -199,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn programs_leave_the_first_of_several_processors_alone() {
+    fn the_first_of_several_processors_is_kept_free() {
         let several = text(&HostConfig::default());
         assert!(several.contains("-smp 3,") && several.contains(" isolcpus=0 "), "{several}");
         let one = text(&HostConfig { cpus: 1, ..HostConfig::default() });
@@ -207,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn nodes_have_a_backend_each() {
+    fn each_node_has_a_backend() {
         let nodes = vec!["size=1G,cpus=0-1".parse().unwrap(), "size=512M".parse().unwrap()];
         let line = text(&HostConfig { nodes, ..HostConfig::default() });
         assert!(line.contains("-m 1536M"), "{line}");

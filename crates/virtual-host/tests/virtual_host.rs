@@ -1,8 +1,8 @@
-//! Boots virtual hosts for real and uses them as `ebb` and the lab do.
+//! Boots real virtual hosts and uses them as `ebb` and the lab do.
 //!
-//! They need QEMU and Debian's cloud kernel (`scripts/install-deps.sh`). A start takes a few
-//! seconds, so tests that can share a host do. Only one host runs at a time: each emulated
-//! processor takes one of this machine.
+//! The tests need QEMU and Debian's cloud kernel (`scripts/install-deps.sh`). A start takes a few
+//! seconds, so tests share a host where possible. Only one host runs at a time, because each
+//! emulated processor occupies one of this machine.
 
 #![allow(clippy::unwrap_used)]
 
@@ -35,7 +35,7 @@ fn shell(host: &VirtualHost, line: &str) -> String {
 }
 
 fn alive(process_id: u32) -> bool {
-    // A process that was killed but not yet collected by init has no command line any more.
+    // A process that was killed but not yet reaped has an empty command line.
     fs::read(format!("/proc/{process_id}/cmdline")).is_ok_and(|line| !line.is_empty())
 }
 
@@ -53,7 +53,7 @@ fn commands_files_and_devices() {
 
     exit_codes(&host);
     output_streams(&host);
-    files_cross_both_ways(&host, directory.path());
+    files_are_copied_in_both_directions(&host, directory.path());
     limits(&host);
     side_by_side(&host);
 
@@ -63,7 +63,7 @@ fn commands_files_and_devices() {
         shell(&host, "cat /sys/kernel/mm/transparent_hugepage/enabled"),
         "[always] madvise never\n"
     );
-    // A dynamic program of this machine runs with its libraries.
+    // A dynamic program of this machine runs with the copied libraries.
     assert!(shell(&host, "/bin/ls --version").contains("coreutils"));
     assert_eq!(shell(&host, "cat /proc/sys/vm/nr_hugepages"), "16\n");
     assert_eq!(shell(&host, "head -c 4 /ebb/vmlinux | od -An -c | tr -d ' '"), "177ELF\n");
@@ -78,9 +78,9 @@ fn commands_files_and_devices() {
     assert_eq!(sample.meminfo["SwapTotal"], 256 * 1024 - 4);
     assert_eq!(sample.swap_used_kib(), 0);
     assert_eq!(sample.nodes.len(), 1);
-    // Network namespaces can be joined by a link that is slowed down.
+    // A shaped link between network namespaces is possible.
     shell(&host, "ls -d /sys/module/veth /sys/module/sch_tbf");
-    // Orphans are collected by process 1.
+    // Process 1 reaps orphans.
     shell(&host, "(sleep 0.1 &) ; sleep 0.5; ! grep -l '^State:.*Z' /proc/[0-9]*/status");
 
     let process_id = host.process_id();
@@ -101,8 +101,8 @@ fn exit_codes(host: &VirtualHost) {
 }
 
 fn output_streams(host: &VirtualHost) {
-    // The second line is written only after the first has arrived here and been answered with a
-    // file: output is live.
+    // Output is live: the second line is written only after the first has arrived here and been
+    // answered with a file.
     let line =
         "echo first; while [ ! -e /tmp/go ]; do sleep 0.05; done; echo second; echo third >&2";
     let mut seen = Vec::new();
@@ -123,13 +123,13 @@ fn output_streams(host: &VirtualHost) {
     let text = |stream, line: &str| (stream, line.to_owned());
     assert_eq!(seen, [text("out", "first\n"), text("err", "third\n"), text("out", "second\n")]);
 
-    // More than all buffers on the way hold, from both streams, none of it lost.
+    // Both streams exceed all buffers in between, and no output is lost.
     let captured = host.output(&Command::shell("seq 300000; seq 100000 >&2")).unwrap();
     assert_eq!(captured.text().lines().count(), 300_000);
     assert!(captured.stdout.ends_with(b"\n300000\n") && captured.stderr.ends_with(b"\n100000\n"));
 }
 
-fn files_cross_both_ways(host: &VirtualHost, directory: &Path) {
+fn files_are_copied_in_both_directions(host: &VirtualHost, directory: &Path) {
     let content: Vec<u8> = (0..3_000_000_u32).map(|index| (index * 7 / 3) as u8).collect();
     let (source, back) = (directory.join("source"), directory.join("back"));
     fs::write(&source, &content).unwrap();
@@ -138,7 +138,7 @@ fn files_cross_both_ways(host: &VirtualHost, directory: &Path) {
     assert_eq!(host.get_file("/root/new/place/file", &back).unwrap(), 3_000_000);
     assert!(fs::read(&back).unwrap() == content);
 
-    // Files of /proc have no length of their own.
+    // Files of /proc report no length.
     let mut version = Vec::new();
     host.get("/proc/version", &mut version).unwrap();
     assert!(version.starts_with(b"Linux version"));
@@ -157,10 +157,10 @@ fn limits(host: &VirtualHost) {
     assert_eq!(
         shell(host, "pidof sleep || echo none"),
         "none\n",
-        "the whole process group is gone"
+        "the whole process group was killed"
     );
 
-    // A background process that keeps the output open does not keep the command from ending.
+    // A background process that keeps the output open does not delay the command's end.
     let started = Instant::now();
     host.output(&Command::shell("sleep 1000 & echo started")).unwrap();
     assert!(started.elapsed() < Duration::from_secs(500));
@@ -176,9 +176,9 @@ fn side_by_side(host: &VirtualHost) {
     });
 }
 
-/// `KVM_CREATE_VM` works, a guest's processor runs in it, and both happen at the nested level.
+/// `KVM_CREATE_VM` works and a guest's processor runs, both at the nested level.
 #[test]
-fn kvm_is_genuine_and_nodes_are_as_asked() {
+fn kvm_runs_guests_and_nodes_are_as_configured() {
     let _alone = alone();
     let nodes = vec!["size=700M,cpus=0".parse().unwrap(), "size=500M,cpus=1".parse().unwrap()];
     let host = VirtualHost::start(&HostConfig { nodes, ..config() }).unwrap();
@@ -188,7 +188,7 @@ fn kvm_is_genuine_and_nodes_are_as_asked() {
     let total_mib = |node: usize| sample.nodes[node]["MemTotal"] / 1024;
     assert!((500..700).contains(&total_mib(0)) && (400..500).contains(&total_mib(1)), "{sample:?}");
 
-    // This test program is static too: it goes inside and runs the ignored test below there.
+    // This test program is static: it is copied into the host and runs the ignored test below.
     host.put_file(&std::env::current_exe().unwrap(), "/tmp/test", 0o755).unwrap();
     let inner = Command::new("/tmp/test").args(["--ignored", "--exact", "inside_a_guest_computes"]);
     let captured = host.output(&inner.time_limit(Duration::from_secs(60))).unwrap();
@@ -242,7 +242,7 @@ fn dropping_a_host_leaves_nothing_behind() {
     let host = VirtualHost::start(&HostConfig { swap_mib: 64, ..config() }).unwrap();
     let process_id = host.process_id();
     std::thread::scope(|scope| {
-        // A host that dies under a command gives an error and no hang.
+        // A host that dies during a command causes an error and no hang.
         let running = scope.spawn(|| host.output(&Command::shell("sleep 1000")));
         let crash = host.output(&Command::shell("sleep 0.3; echo c > /proc/sysrq-trigger"));
         for result in [crash, running.join().unwrap()] {
@@ -251,7 +251,7 @@ fn dropping_a_host_leaves_nothing_behind() {
         }
     });
     let error = host.sample().unwrap_err().to_string();
-    assert!(error.contains("sysrq"), "the console explains the end: {error}");
+    assert!(error.contains("sysrq"), "the error shows the end of the console: {error}");
     drop(host);
     assert!(!alive(process_id));
 
@@ -263,7 +263,7 @@ fn dropping_a_host_leaves_nothing_behind() {
 }
 
 fn descriptors() -> usize {
-    // Reader threads close their ends a moment after QEMU's; wait until the number is stable.
+    // Reader threads close their ends shortly after QEMU's; wait until the number is stable.
     let count = || fs::read_dir("/proc/self/fd").unwrap().count();
     let mut last = count();
     loop {
@@ -290,7 +290,7 @@ fn limits_of_the_host_and_failures_at_start() {
     let never = HostConfig { boot_limit: Duration::from_millis(50), ..config() };
     assert!(matches!(VirtualHost::start(&never).unwrap_err(), HostError::BootTimeout { .. }));
 
-    // An init that ends at once makes the kernel panic; the console's end says so.
+    // An init that ends at once makes the kernel panic; the console's tail shows it.
     let broken = HostConfig { kernel_arguments: "rdinit=/bin/false".to_owned(), ..config() };
     let error = VirtualHost::start(&broken).unwrap_err();
     assert!(matches!(error, HostError::EndedAtStart { .. }), "{error}");

@@ -1,4 +1,4 @@
-//! The init of a virtual host: sets the system up, serves the control channel, collects orphans,
+//! The init of a virtual host: sets up the system, serves the control channel, reaps orphans and
 //! powers off.
 
 mod programs;
@@ -13,18 +13,18 @@ use rustix::system::{RebootCommand, reboot};
 
 /// Runs as process 1 of a virtual host; powers the machine off at the end.
 ///
-/// Process 1 itself only collects orphans: the server is its child, so that both can wait for
-/// children of their own.
+/// Process 1 itself only reaps orphans. The server is its child, so that each can wait for its own
+/// children.
 pub fn init_main() -> ! {
     let mut warnings = setup::prepare();
-    // Kept by process 1, whose end is the machine's.
+    // Owned by process 1, which lives as long as the machine.
     let _steady = steady::SteadyMachine::create().inspect_err(|error| {
         warnings.push(format!("cannot keep a virtual machine of KVM: {error}"));
     });
     for warning in &warnings {
         eprintln!("ebb init: {warning}");
     }
-    // SAFETY: the process has a single thread here, so that the child may go on in any way.
+    // SAFETY: the process has a single thread here, so that the child may run any code.
     match unsafe { libc::fork() } {
         0 => {
             if let Err(error) = server::serve(warnings) {
@@ -43,7 +43,7 @@ pub fn init_main() -> ! {
     }
 }
 
-/// Collects ended children until the server is one of them.
+/// Reaps children until the server has ended.
 fn collect_until(server: i32) {
     loop {
         match wait(WaitOptions::empty()) {

@@ -1,4 +1,4 @@
-//! Programs that run inside on behalf of the starter.
+//! Programs that run in the host on behalf of the starter.
 
 use std::collections::HashMap;
 use std::io::{self, Read};
@@ -16,18 +16,18 @@ use crate::channel::{ExitStatus, Program, Reply};
 use crate::inside::server::Replies;
 
 const SEARCH_PATH: &str = "/bin:/sbin:/usr/bin:/usr/sbin";
-/// Bytes of output in one message.
+/// Maximum bytes of output in one message.
 const CHUNK_BYTES: usize = 32 << 10;
-/// After a program's end its output may still be open in a background process; that is not waited
-/// for longer.
+/// Maximum wait for output after a program's end, since a background process may keep the output
+/// open.
 const DRAIN_LIMIT: Duration = Duration::from_millis(500);
 
-/// The programs that run, by the number of their request.
+/// The running programs by the number of their request.
 #[derive(Debug, Clone, Default)]
 pub struct Programs(Arc<Mutex<HashMap<u64, Pid>>>);
 
 impl Programs {
-    /// Starts a program in its own process group; output and end are reported by threads.
+    /// Starts a program in its own process group; threads report its output and end.
     pub fn start(&self, id: u64, program: &Program, replies: &Replies) {
         let name = program.argv.first().cloned().unwrap_or_default();
         // The lock is held so that a `Kill` finds the program as soon as it runs.
@@ -44,7 +44,7 @@ impl Programs {
         }
     }
 
-    /// Kills a program and its process group; one that has ended is no error.
+    /// Kills a program and its process group; no effect if it has ended.
     pub fn kill(&self, id: u64) {
         let running = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(pid) = running.get(&id) {
@@ -61,14 +61,14 @@ impl Programs {
         if let Some(stream) = child.stderr.take() {
             pump(stream, id, Reply::Stderr, replies.clone(), Arc::clone(&over), done);
         }
-        // Wait without collecting first: the process id stays taken until it is out of the table,
-        // so that `kill` can never hit another process that got the same number.
+        // Wait without reaping first: the process id stays allocated until it is removed from the
+        // table, so that `kill` can never hit another process with the same id.
         let pid = Pid::from_child(&child);
         let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
         while matches!(waitid(WaitId::Pid(pid), options), Err(rustix::io::Errno::INTR)) {}
         self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&id);
         let status = child.wait();
-        // Both pumps drop their senders when their stream ends, which ends this wait.
+        // Both pumps drop their senders at the end of their streams, which ends this wait.
         let _ = all_done.recv_timeout(DRAIN_LIMIT);
         over.store(true, Ordering::Release);
         match status {
@@ -88,7 +88,7 @@ fn spawn(program: &Program) -> io::Result<Child> {
     let (name, arguments) = program
         .argv
         .split_first()
-        .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "no program is named"))?;
+        .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "no program given"))?;
     let mut command = Command::new(name);
     command.args(arguments).env_clear();
     command.env("PATH", SEARCH_PATH).env("HOME", "/root").env("TERM", "dumb");
@@ -98,8 +98,7 @@ fn spawn(program: &Program) -> io::Result<Child> {
     command.spawn()
 }
 
-/// Sends a stream piece by piece; after `over` it is still read, so that whoever writes is not held
-/// up.
+/// Sends a stream in chunks; after `over` it is still read, so that its writer does not block.
 fn pump(
     mut stream: impl Read + Send + 'static,
     id: u64,

@@ -1,4 +1,4 @@
-//! Serves the control channel: starts programs, moves files, samples memory.
+//! Serves the control channel: starts programs, transfers files, samples memory.
 
 use std::collections::HashMap;
 use std::fs::{self, File, OpenOptions};
@@ -16,17 +16,17 @@ use crate::channel::{
 use crate::inside::programs::Programs;
 use crate::memory::parse_meminfo;
 
-/// Most NUMA nodes that are looked for; Linux's own limit on x86-64.
+/// Maximum number of NUMA nodes: Linux's limit on x86-64.
 const NODE_LIMIT: u32 = 1024;
-/// Time for the port to appear after its module was loaded.
+/// Time limit for the port to appear after its module was loaded.
 const PORT_LIMIT: Duration = Duration::from_secs(20);
 
-/// The way back to the starter, shared by all threads.
+/// The channel's sending side, shared by all threads.
 #[derive(Debug, Clone)]
 pub struct Replies(Arc<Mutex<File>>);
 
 impl Replies {
-    /// Sends one reply; a channel that is closed is noticed by the reader.
+    /// Sends one reply; errors are only logged, because the reader detects a closed channel.
     pub fn send(&self, id: u64, body: Reply, payload: &[u8]) {
         let mut file = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Err(error) = write_frame(&mut *file, &Message { id, body }, payload) {
@@ -34,13 +34,13 @@ impl Replies {
         }
     }
 
-    /// Says that request `id` failed.
+    /// Reports the failure of request `id`.
     pub fn fail(&self, id: u64, error: String) {
         self.send(id, Reply::Failed { error }, &[]);
     }
 }
 
-/// A file that is arriving.
+/// A file being received.
 struct Incoming {
     file: File,
     part: PathBuf,
@@ -49,7 +49,7 @@ struct Incoming {
     received_bytes: u64,
 }
 
-/// Serves requests until the starter asks for the end or closes the channel.
+/// Serves requests until the starter requests a shutdown or closes the channel.
 pub fn serve(warnings: Vec<String>) -> io::Result<()> {
     let port = open_port()?;
     let replies = Replies(Arc::new(Mutex::new(port.try_clone()?)));
@@ -103,10 +103,7 @@ impl Incoming {
     fn write(&mut self, data: &[u8]) -> io::Result<()> {
         self.received_bytes += data.len() as u64;
         if self.received_bytes > self.expected_bytes {
-            return Err(io::Error::new(
-                io::ErrorKind::InvalidData,
-                "more arrived than was announced",
-            ));
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "received more than announced"));
         }
         self.file.write_all(data)?;
         if self.received_bytes == self.expected_bytes {
@@ -116,7 +113,7 @@ impl Incoming {
     }
 }
 
-/// Adds data to a file that is arriving; data for a file that has failed are dropped.
+/// Appends data to a file being received; data for a failed file are dropped.
 fn receive(incoming: &mut HashMap<u64, Incoming>, id: u64, data: &[u8], replies: &Replies) {
     let Some(file) = incoming.get_mut(&id) else { return };
     match file.write(data) {
@@ -130,7 +127,7 @@ fn receive(incoming: &mut HashMap<u64, Incoming>, id: u64, data: &[u8], replies:
     incoming.remove(&id);
 }
 
-/// Sends a file from a thread of its own, so that other requests are served meanwhile.
+/// Sends a file from a separate thread, so that other requests are served meanwhile.
 fn send_file(id: u64, path: String, replies: Replies) {
     thread::spawn(move || {
         let result = (|| -> io::Result<u64> {
@@ -144,7 +141,7 @@ fn send_file(id: u64, path: String, replies: Replies) {
             replies.send(id, start, &[]);
             let mut buffer = vec![0; PAYLOAD_LIMIT];
             let mut sent = 0;
-            // Files of /proc and /sys have no length: what can be read counts.
+            // Files of /proc and /sys report no length: the content read counts.
             loop {
                 let length = file.read(&mut buffer)?;
                 if length == 0 {

@@ -1,4 +1,4 @@
-//! Mounts, modules, swap and settings of the memory management.
+//! Sets up mounts, modules, swap and memory management.
 
 use std::ffi::CStr;
 use std::fs::{self, File};
@@ -8,7 +8,7 @@ use rustix::mount::{MountFlags, mount};
 
 use crate::contents::{SETTINGS_PATH, Settings};
 
-/// Source, mount point, file system and options, in order.
+/// Source, mount point, file system and options, in mount order.
 const MOUNTS: [(&str, &str, &str, Option<&CStr>); 9] = [
     ("proc", "/proc", "proc", None),
     ("sysfs", "/sys", "sysfs", None),
@@ -21,11 +21,11 @@ const MOUNTS: [(&str, &str, &str, Option<&CStr>); 9] = [
     ("hugetlbfs", "/dev/hugepages", "hugetlbfs", None),
 ];
 
-/// Makes the machine usable; what fails is reported and left out.
+/// Sets up the machine; failed steps are skipped and returned as warnings.
 pub fn prepare() -> Vec<String> {
     let mut warnings = Vec::new();
     for (source, target, kind, options) in MOUNTS {
-        // Directories below /proc and /sys exist or cannot be made.
+        // Directories below /proc and /sys exist or cannot be created.
         let _ = fs::create_dir_all(target);
         if let Err(error) = mount(source, target, kind, MountFlags::empty(), options) {
             warnings.push(format!("cannot mount {target}: {error}"));
@@ -85,7 +85,7 @@ fn load_module(path: &str) -> std::io::Result<()> {
 
 fn swap_on(device: &str) -> std::io::Result<()> {
     let path = std::ffi::CString::new(device)?;
-    // SAFETY: `path` is a string with an end mark that lives until the call returns.
+    // SAFETY: `path` is a NUL-terminated string that lives until the call returns.
     match unsafe { libc::swapon(path.as_ptr(), 0) } {
         0 => Ok(()),
         _ => Err(std::io::Error::last_os_error()),

@@ -1,13 +1,13 @@
-//! Keeps the emulated kernel from patching its own code while guests come and go.
+//! Keeps the emulated kernel from patching its own code when guests start and end.
 //!
 //! Linux turns rarely used branches on and off by rewriting instructions
-//! (Documentation/staging/static-keys.rst). KVM has two such switches: `preempt_notifier_key`, on
-//! while there is any virtual machine, and `apic_sw_disabled`, on while any local APIC is disabled
-//! by software, as each one is until its guest has booted. QEMU's multi-threaded emulator may go on
-//! with its translation of an instruction that was there while Linux rewrote it: a breakpoint,
-//! which the processor then hits for ever (seen with QEMU 7.2 in `__schedule`, where memory held a
+//! (Documentation/staging/static-keys.rst). KVM has two such static keys: `preempt_notifier_key`,
+//! on while any virtual machine exists, and `apic_sw_disabled`, on while any local APIC is disabled
+//! by software, as each one is until its guest has booted. QEMU's multi-threaded emulator may keep
+//! executing its translation of the breakpoint that Linux temporarily writes while it patches: the
+//! processor then hits it for ever (seen with QEMU 7.2 in `__schedule`, where memory contained a
 //! no-operation again; all other processors wait for that one). One virtual machine that never runs
-//! keeps both switches on.
+//! keeps both keys on.
 
 use std::fs::OpenOptions;
 use std::io;
@@ -22,7 +22,7 @@ const KVM_CREATE_VM: libc::c_ulong = 0xae01;
 const KVM_CREATE_IRQCHIP: libc::c_ulong = 0xae60;
 const KVM_CREATE_VCPU: libc::c_ulong = 0xae41;
 
-/// A virtual machine that exists and never runs; gone when this is dropped.
+/// A virtual machine that never runs; destroyed on drop.
 #[derive(Debug)]
 pub struct SteadyMachine {
     _machine: OwnedFd,
@@ -30,7 +30,7 @@ pub struct SteadyMachine {
 }
 
 impl SteadyMachine {
-    /// Creates it; `None` where there is no KVM.
+    /// Creates the virtual machine; `None` without KVM.
     pub fn create() -> io::Result<Option<Self>> {
         if !Path::new(DEVICE).exists() {
             return Ok(None);
@@ -45,14 +45,14 @@ impl SteadyMachine {
 
 fn descriptor(on: RawFd, what: libc::c_ulong) -> io::Result<OwnedFd> {
     let number = request(on, what)?;
-    // SAFETY: the request has returned a new descriptor, which nobody else knows of. KVM closes it
-    // on exec.
+    // SAFETY: the request has returned a new descriptor, which has no other owner. KVM closes it on
+    // exec.
     Ok(unsafe { OwnedFd::from_raw_fd(number) })
 }
 
 fn request(on: RawFd, what: libc::c_ulong) -> io::Result<RawFd> {
     // SAFETY: the requests of this module take a number, here 0 (machine type, vCPU number), and
-    // touch no memory of the process.
+    // access no memory of the process.
     match unsafe { libc::ioctl(on, what, 0) } {
         -1 => Err(io::Error::last_os_error()),
         number => Ok(number),
