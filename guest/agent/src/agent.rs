@@ -1,4 +1,4 @@
-//! The agent's loop: commands come in, jobs run, events go out.
+//! The agent's main loop: it receives commands, runs jobs and sends events.
 
 use std::fs;
 use std::io;
@@ -24,25 +24,25 @@ use crate::console::{Console, Place};
 use crate::jobs::Job;
 use crate::setup::{self, Prepared};
 
-/// Memory that is kept on the host's behalf, with the seed of its pattern.
+/// Memory held on the host's behalf, with the seed of its pattern.
 struct Held {
     mapping: Mapping,
     seed: u64,
 }
 
-/// State of the agent.
+/// The agent's state.
 pub struct Agent {
     console: Console,
     place: Place,
     jobs: Vec<Job>,
     held: Vec<Held>,
-    /// Interval of samples and the time of the next.
+    /// Interval of the samples and time of the next one.
     samples: Option<(Duration, Instant)>,
     watch: Option<ClockWatch>,
     over: bool,
 }
 
-/// What the loop found to do.
+/// Reason for the loop to wake up.
 enum Wake {
     Input,
     Job(usize),
@@ -50,7 +50,7 @@ enum Wake {
 }
 
 impl Agent {
-    /// An agent that talks over `console`.
+    /// Creates an agent that communicates over `console`.
     pub fn new(console: Console, place: Place) -> Self {
         Self {
             console,
@@ -63,8 +63,8 @@ impl Agent {
         }
     }
 
-    /// Announces itself and serves until the guest is to end, or the input ends in an ordinary
-    /// process.
+    /// Reports that it is ready and serves commands until the guest ends or, in an ordinary
+    /// process, the input ends.
     pub fn run(mut self, prepared: Prepared) -> io::Result<()> {
         let ready = Event::Ready {
             uptime_ms: uptime_ms(),
@@ -108,7 +108,7 @@ impl Agent {
         Ok(())
     }
 
-    /// Waits for input, the end of a job or the time of a sample.
+    /// Waits for input, the end of a job or the time of the next sample.
     fn wait(&mut self) -> io::Result<Wake> {
         loop {
             let timeout = self.samples.map(|(_, next)| {
@@ -251,10 +251,10 @@ impl Agent {
         self.answer(id, started.elapsed().as_millis() as u64, outcome)
     }
 
-    /// Runs a command in a process of its own; its end is answered by the loop.
+    /// Runs a command in a separate process; the loop reports its end.
     fn job(&mut self, id: u64, work: impl FnOnce() -> Outcome) -> io::Result<()> {
         if self.jobs.len() >= JOB_LIMIT {
-            return self.answer(id, 0, Err(format!("{JOB_LIMIT} commands run already")));
+            return self.answer(id, 0, Err(format!("{JOB_LIMIT} commands are already running")));
         }
         match Job::start(id, work) {
             Ok(job) => {
@@ -266,7 +266,7 @@ impl Agent {
     }
 
     fn cancel(&self, id: u64) -> Outcome {
-        let job = self.jobs.iter().find(|job| job.id == id).ok_or("no such command runs")?;
+        let job = self.jobs.iter().find(|job| job.id == id).ok_or("no such command is running")?;
         job.kill();
         Ok(Value::Null)
     }
@@ -280,7 +280,7 @@ impl Agent {
 
     fn start_watch(&mut self, rhythm: Rhythm) -> Outcome {
         if self.watch.is_some() {
-            return Err("the clocks are watched already".to_owned());
+            return Err("the clocks are already watched".to_owned());
         }
         let watch = ClockWatch::start(rhythm).map_err(describe("cannot watch the clocks"))?;
         let cpus = json!({ "cpus": watch.cpus() });
@@ -297,13 +297,13 @@ impl Agent {
         self.held.iter().map(|held| held.mapping.len_bytes() as u64).sum()
     }
 
-    /// Ends the guest; an ordinary process just ends.
+    /// Ends the guest, or only the process if it is an ordinary one.
     fn end(&mut self, how: impl FnOnce() -> io::Result<()>) -> Outcome {
         if self.place == Place::Process {
             self.over = true;
             return Ok(Value::Null);
         }
-        // On success the call does not return, or the machine ends a moment later.
+        // On success the call does not return, or the machine ends shortly afterwards.
         how().map(|()| Value::Null).map_err(describe("cannot end the guest"))
     }
 }
@@ -312,7 +312,7 @@ fn crash(how: Crash) -> io::Result<()> {
     match how {
         Crash::Panic => fs::write("/proc/sysrq-trigger", "c"),
         Crash::TripleFault => {
-            // The way Linux restarts a machine can be chosen
+            // Selects how Linux restarts the machine
             // (Documentation/ABI/testing/sysfs-kernel-reboot).
             fs::write("/sys/kernel/reboot/type", "triple")?;
             Ok(reboot(RebootCommand::Restart)?)
@@ -320,8 +320,8 @@ fn crash(how: Crash) -> io::Result<()> {
     }
 }
 
-/// Collects processes whose parents have ended. Only called without jobs and without readers of
-/// clocks, whose ends are waited for by number.
+/// Reaps orphaned processes. Only called without jobs and clock readers, which are waited for by
+/// process id.
 fn collect_orphans() {
     while let Ok(Some(_)) = wait(WaitOptions::NOHANG) {}
 }

@@ -1,4 +1,4 @@
-//! Work in a process of its own, so that its memory is really freed at the end.
+//! Work in a separate process, so that all its memory is freed at the end.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -12,13 +12,13 @@ use rustix::process::{Pid, Signal, WaitOptions, getpid, getppid, kill_process, w
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// Longest result in bytes.
+/// Maximum length of a result in bytes.
 const RESULT_LIMIT_BYTES: u64 = 1 << 20;
 
-/// A process that works for a result. It ends with this one, and when this value is dropped.
+/// A process that computes a result. It is killed when this process ends or this value is dropped.
 #[derive(Debug)]
 pub struct Child<T> {
-    /// `None` after it was waited for.
+    /// `None` after the process was reaped.
     pid: Option<Pid>,
     result: File,
     of: PhantomData<T>,
@@ -29,8 +29,8 @@ impl<T: Serialize + DeserializeOwned> Child<T> {
     pub fn start(work: impl FnOnce() -> Result<T, String>) -> io::Result<Self> {
         let (result, sender) = pipe_with(PipeFlags::CLOEXEC)?;
         let parent = getpid();
-        // SAFETY: the process has a single thread (required above), so that the child finds no lock
-        // held by another.
+        // SAFETY: the process has a single thread (required above), so that no other thread holds a
+        // lock in the child.
         match unsafe { libc::fork() } {
             -1 => Err(io::Error::last_os_error()),
             0 => {
@@ -43,31 +43,31 @@ impl<T: Serialize + DeserializeOwned> Child<T> {
         }
     }
 
-    /// Readable when the child is about to end.
+    /// Descriptor that becomes readable when the child is about to end.
     pub fn descriptor(&self) -> BorrowedFd<'_> {
         self.result.as_fd()
     }
 
-    /// Whether the child has a result, or has ended without one.
+    /// Whether the child has sent a result or ended without one.
     pub fn has_ended(&self) -> bool {
         let mut events = [PollFd::new(&self.result, PollFlags::IN)];
         poll(&mut events, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok_and(|ready| ready > 0)
     }
 
-    /// Kills the process; its end is still to be waited for.
+    /// Kills the process, which must still be waited for.
     pub fn kill(&self) {
         if let Some(pid) = self.pid {
             let _ = kill_process(pid, Signal::KILL);
         }
     }
 
-    /// Waits for the child's end; its result, or why there is none.
+    /// Waits for the child's end and returns its result or the reason of its failure.
     pub fn finish(mut self) -> Result<T, String> {
         let mut text = Vec::new();
         let read = (&self.result).take(RESULT_LIMIT_BYTES).read_to_end(&mut text);
         match self.pid.take().map(wait) {
             Some(Ok(Some((_, status)))) => match status.terminating_signal() {
-                Some(signal) => Err(format!("its process was ended by signal {signal}")),
+                Some(signal) => Err(format!("its process was killed by signal {signal}")),
                 None => match read.map(|_| serde_json::from_slice::<Result<T, String>>(&text)) {
                     Ok(Ok(result)) => result,
                     _ => Err("its process ended without a result".to_owned()),
@@ -96,15 +96,15 @@ fn wait(pid: Pid) -> rustix::io::Result<Option<(Pid, rustix::process::WaitStatus
     }
 }
 
-/// Does the work and ends the process, without running anything that belongs to the parent.
+/// Does the work and ends the process, without running any code of the parent.
 fn run<T: Serialize>(parent: Pid, sender: OwnedFd, work: impl FnOnce() -> Result<T, String>) -> ! {
-    // A workload shall not outlive its parent where that is an ordinary process.
+    // A workload must not outlive its parent if that is an ordinary process.
     let _ = rustix::process::set_parent_process_death_signal(Some(Signal::KILL));
     // The parent may have ended before the line above took effect.
     if getppid() != Some(parent) {
         end(1);
     }
-    // The out-of-memory killer shall take the workload; process 1 cannot be taken.
+    // The OOM killer should select the workload; it cannot kill process 1.
     let _ = std::fs::write("/proc/self/oom_score_adj", "1000");
     let result =
         catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| Err("it has panicked".to_owned()));
@@ -113,6 +113,6 @@ fn run<T: Serialize>(parent: Pid, sender: OwnedFd, work: impl FnOnce() -> Result
 }
 
 fn end(code: i32) -> ! {
-    // SAFETY: ends the process at once; the parent's exit handlers and buffers stay untouched.
+    // SAFETY: ends the process at once, without the parent's exit handlers and buffers.
     unsafe { libc::_exit(code) }
 }

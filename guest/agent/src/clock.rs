@@ -8,12 +8,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::kernel_log;
 
-/// Where Linux tells of its clock sources.
+/// Directory of Linux's clock source attributes.
 const CLOCKSOURCE: &str = "/sys/devices/system/clocksource/clocksource0";
-/// Readings that the cost of one is taken from.
+/// Number of readings over which the cost of one is averaged.
 const COST_READINGS: u32 = 64;
-/// What Linux's log says of the time stamp counter's frequency (arch/x86/kernel/tsc.c); later lines
-/// are more exact.
+/// Linux's log messages with the frequency of the time stamp counter (arch/x86/kernel/tsc.c); later
+/// ones are more exact.
 const FREQUENCY_WORDS: [&str; 2] = ["tsc: Detected ", "tsc: Refined TSC clocksource calibration: "];
 
 /// All clocks, read one after the other.
@@ -33,16 +33,15 @@ pub struct ClockReading {
     pub tsc_after: u64,
     /// First number of `/proc/uptime`, in ms.
     pub uptime_ms: u64,
-    /// The clock source in use, such as `kvm-clock`.
+    /// The current clock source, for example `kvm-clock`.
     pub clocksource: String,
-    /// Those that could be used.
+    /// The available clock sources.
     pub available_clocksources: Vec<String>,
-    /// Frequency of the time stamp counter in kHz, as the kernel's log says; `None` if it does not
-    /// say or cannot be read.
+    /// Frequency of the time stamp counter in kHz from the kernel's log; `None` if the log lacks it
+    /// or cannot be read.
     pub tsc_khz: Option<u64>,
     /// Time of one reading of CLOCK_MONOTONIC through the vDSO, in ns. Close to `system_call_ns` if
-    /// the vDSO has to ask the kernel, which it does when the clock source cannot be read by
-    /// programs.
+    /// the vDSO falls back to the system call because user space cannot read the clock source.
     pub read_ns: u64,
     /// Time of one reading of CLOCK_MONOTONIC through a system call, in ns.
     pub system_call_ns: u64,
@@ -79,21 +78,21 @@ impl ClockReading {
     }
 }
 
-/// A clock in ns, through the vDSO where it can.
+/// Reads a clock in ns, through the vDSO if possible.
 pub fn read(clock: ClockId) -> u64 {
     let now = clock_gettime(clock);
     (now.tv_sec as u64).wrapping_mul(1_000_000_000).wrapping_add(now.tv_nsec as u64)
 }
 
-/// The time stamp counter, read after all earlier loads are done and before any later one starts.
+/// Reads the time stamp counter after all earlier loads and before all later ones.
 #[cfg(target_arch = "x86_64")]
 pub fn tsc() -> u64 {
     use std::arch::x86_64::{_mm_lfence, _rdtsc};
     compiler_fence(Ordering::SeqCst);
     // SAFETY: LFENCE is part of SSE2, which every x86-64 processor has.
     unsafe { _mm_lfence() };
-    // SAFETY: RDTSC is allowed in user mode on Linux, unless a program forbids it to itself (prctl
-    // PR_SET_TSC), which this one does not.
+    // SAFETY: Linux allows RDTSC in user mode, unless a program disables it (prctl PR_SET_TSC),
+    // which this one does not.
     let now = unsafe { _rdtsc() };
     // SAFETY: as above.
     unsafe { _mm_lfence() };
@@ -121,7 +120,7 @@ fn uptime_ms(text: &str) -> u64 {
     (seconds * 1000.0).round() as u64
 }
 
-/// The last frequency that the log mentions, as `2445.404 MHz`.
+/// The last frequency in the log, for example `2445.404 MHz`.
 fn tsc_khz(log: &str) -> Option<u64> {
     let megahertz = |line: &str| {
         let rest = FREQUENCY_WORDS
@@ -137,7 +136,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn all_clocks_go_on() {
+    fn all_clocks_advance() {
         let (first, second) = (ClockReading::take(), ClockReading::take());
         for (before, after) in [
             (first.monotonic_ns, second.monotonic_ns),
@@ -148,7 +147,7 @@ mod tests {
         ] {
             assert!(0 < before && before < after, "{first:?} {second:?}");
         }
-        // Boot time includes suspends, so that it is never behind.
+        // Boot time includes suspended time, so that it is never behind.
         assert!(first.boottime_ns >= first.monotonic_ns);
         assert!(first.available_clocksources.contains(&first.clocksource), "{first:?}");
         assert!(first.system_call_ns > 0);

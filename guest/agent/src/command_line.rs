@@ -1,28 +1,28 @@
-//! What the kernel's command line says to the agent: which balloon driver to load, and modules'
-//! parameters.
+//! The agent's arguments on the kernel's command line: the balloon driver and the parameters of
+//! modules.
 
 use serde::{Deserialize, Serialize};
 
-/// The word that chooses the balloon driver.
+/// Prefix of the argument that selects the balloon driver.
 const BALLOON_WORD: &str = "ebb.balloon=";
 
 /// A driver for the balloon device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BalloonDriver {
-    /// Linux' own.
+    /// Linux's driver.
     VirtioBalloon,
-    /// Ebb's.
+    /// Ebb's driver.
     EbbBalloon,
-    /// No driver: the device is left alone.
+    /// No driver.
     None,
 }
 
 impl BalloonDriver {
-    /// All of them.
+    /// All drivers.
     pub const ALL: [Self; 3] = [Self::VirtioBalloon, Self::EbbBalloon, Self::None];
 
-    /// The name on the command line; but for `none`, the module's name too.
+    /// The name on the command line, which is also the module's name except for `none`.
     pub fn name(self) -> &'static str {
         match self {
             Self::VirtioBalloon => "virtio_balloon",
@@ -32,28 +32,28 @@ impl BalloonDriver {
     }
 }
 
-/// Words of a kernel's command line.
+/// A kernel command line.
 #[derive(Debug, Clone, Copy)]
 pub struct CommandLine<'text>(&'text str);
 
 impl<'text> CommandLine<'text> {
-    /// The words in the text of `/proc/cmdline`.
+    /// From the text of `/proc/cmdline`.
     pub fn new(text: &'text str) -> Self {
         Self(text)
     }
 
-    /// The balloon driver to load: Linux' own if nothing is said. The last word counts.
+    /// The balloon driver to load: Linux's by default. The last argument takes precedence.
     pub fn balloon_driver(self) -> Result<BalloonDriver, String> {
         let word = self.words().filter_map(|word| word.strip_prefix(BALLOON_WORD)).last();
         let Some(name) = word else { return Ok(BalloonDriver::VirtioBalloon) };
         BalloonDriver::ALL.into_iter().find(|driver| driver.name() == name).ok_or_else(|| {
             let names = BalloonDriver::ALL.map(BalloonDriver::name).join(", ");
-            format!("{BALLOON_WORD}{name}: there is no such driver; there are {names}")
+            format!("{BALLOON_WORD}{name}: unknown driver; use one of {names}")
         })
     }
 
-    /// Parameters for `module`, as for `insmod`: all words `module.PARAMETER=VALUE`, as modprobe(8)
-    /// takes them.
+    /// Parameters for `module` in the format of `insmod`, from all arguments
+    /// `module.PARAMETER=VALUE`, as in modprobe(8).
     pub fn parameters_of(self, module: &str) -> String {
         let of_module = |word: &'text str| word.strip_prefix(module)?.strip_prefix('.');
         self.words().filter_map(of_module).collect::<Vec<_>>().join(" ")
@@ -70,7 +70,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn the_driver_is_chosen_by_a_word() {
+    fn an_argument_selects_the_driver() {
         let driver = |text| CommandLine::new(text).balloon_driver();
         assert_eq!(driver("console=ttyS0 quiet\n"), Ok(BalloonDriver::VirtioBalloon));
         assert_eq!(driver("ebb.balloon=ebb_balloon quiet"), Ok(BalloonDriver::EbbBalloon));
@@ -86,7 +86,8 @@ mod tests {
     #[test]
     fn parameters_go_to_the_module_they_name() {
         let text = CommandLine::new(
-            "ebb_balloon.tracker=percpu ebb_balloonx.a=1 ebb.balloon=none ebb_balloon.encoding=auto\n",
+            "ebb_balloon.tracker=percpu ebb_balloonx.a=1 ebb.balloon=none \
+             ebb_balloon.encoding=auto\n",
         );
         assert_eq!(text.parameters_of("ebb_balloon"), "tracker=percpu encoding=auto");
         assert_eq!(text.parameters_of("virtio_balloon"), "");
@@ -94,7 +95,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_text_is_read(text: String, module in "[a-z_]{1,8}") {
+        fn any_text_is_parsed(text: String, module in "[a-z_]{1,8}") {
             let line = CommandLine::new(&text);
             let _ = line.balloon_driver();
             prop_assert!(line.parameters_of(&module).len() <= text.len());

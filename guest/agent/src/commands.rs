@@ -1,4 +1,4 @@
-//! The workloads and look-ups behind the commands.
+//! The workloads and queries that implement the commands.
 
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -13,9 +13,9 @@ use serde_json::{Map, Value, json};
 
 /// Debian's memhog.
 const MEMHOG: &str = "/usr/bin/memhog";
-/// Longest text in a result.
+/// Maximum length of a text in a result.
 const TEXT_LIMIT_BYTES: u64 = 64 << 10;
-/// Step between two looks at `MemAvailable`.
+/// Bytes to allocate between two checks of `MemAvailable`.
 const FILL_STEP_BYTES: u64 = 4 << 20;
 /// Size of a read into the page cache.
 const READ_BYTES: usize = 1 << 20;
@@ -23,7 +23,7 @@ const READ_BYTES: usize = 1 << 20;
 /// Result of a command.
 pub type Outcome = Result<Value, String>;
 
-/// An error with what was being done.
+/// Formats an error with the failed action.
 pub fn describe(what: impl std::fmt::Display) -> impl FnOnce(io::Error) -> String {
     move |error| format!("{what}: {error}")
 }
@@ -32,7 +32,7 @@ fn milliseconds(since: Instant) -> u64 {
     since.elapsed().as_millis() as u64
 }
 
-/// Allocates, writes everything once; the memory goes with the process.
+/// Allocates memory and writes all of it once; it is freed with the process.
 pub fn alloc_touch(bytes: u64) -> Outcome {
     let mut mapping = Mapping::new(bytes).map_err(describe(format!("{bytes} bytes")))?;
     let started = Instant::now();
@@ -40,7 +40,7 @@ pub fn alloc_touch(bytes: u64) -> Outcome {
     Ok(json!({ "touch_ms": milliseconds(started) }))
 }
 
-/// The real memhog, or the same by own means.
+/// Runs the real memhog, or a built-in equivalent.
 pub fn memhog(bytes: u64) -> Outcome {
     if Path::new(MEMHOG).exists() {
         let status = Program::new(MEMHOG)
@@ -95,10 +95,10 @@ pub fn touch_file(path: &str, bytes: u64) -> Outcome {
     }
 }
 
-/// Runs a program and returns its end and output.
+/// Runs a program and returns its exit status and output.
 pub fn exec(argv: &[String]) -> Outcome {
     use std::os::unix::process::ExitStatusExt;
-    let (name, arguments) = argv.split_first().ok_or("no program is named")?;
+    let (name, arguments) = argv.split_first().ok_or("no program given")?;
     let output =
         Program::new(name).args(arguments).stdin(Stdio::null()).output().map_err(describe(name))?;
     let text = |bytes: &[u8]| {
@@ -112,7 +112,7 @@ pub fn exec(argv: &[String]) -> Outcome {
     }))
 }
 
-/// Names and numbers of a file of `/proc`.
+/// Names and values of a file of `/proc`.
 pub fn counters(path: &str) -> Outcome {
     let text = fs::read_to_string(path).map_err(describe(path))?;
     let map: Map<String, Value> =
@@ -120,7 +120,7 @@ pub fn counters(path: &str) -> Outcome {
     Ok(Value::Object(map))
 }
 
-/// Start of a file's text.
+/// Reads the start of a file's text.
 pub fn read_file(path: &str) -> Outcome {
     let mut bytes = Vec::new();
     File::open(path)
@@ -129,13 +129,13 @@ pub fn read_file(path: &str) -> Outcome {
     Ok(json!({ "text": String::from_utf8_lossy(&bytes) }))
 }
 
-/// Writes a file, also one of `/proc` and `/sys`.
+/// Writes a file, including those of `/proc` and `/sys`.
 pub fn write_file(path: &str, text: &str) -> Outcome {
     fs::write(path, text).map_err(describe(path))?;
     Ok(Value::Null)
 }
 
-/// Lines of the kernel's log, the last ones if there are many.
+/// Reads lines of the kernel's log: the last ones if they exceed the limit.
 pub fn kernel_log(words: &[String]) -> Outcome {
     let log = kernel_log::read().map_err(describe("the kernel's log"))?;
     Ok(json!({ "text": kernel_log::select(&log, words, TEXT_LIMIT_BYTES as usize) }))

@@ -1,4 +1,4 @@
-//! The line to the host: the guest's console in raw mode, or standard input and output.
+//! The connection to the host: the guest's console in raw mode, or standard input and output.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};
@@ -8,23 +8,23 @@ use std::os::fd::{AsFd, BorrowedFd, FromRawFd};
 use ebb_agent::protocol::Event;
 use rustix::termios::{OptionalActions, tcgetattr, tcsetattr};
 
-/// Where the agent runs.
+/// Environment of the agent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Place {
-    /// As process 1 of a guest.
+    /// It is process 1 of a guest.
     Init,
-    /// As an ordinary process.
+    /// It is an ordinary process.
     Process,
 }
 
-/// Both directions of the line.
+/// Both directions of the connection.
 pub struct Console {
     input: ManuallyDrop<File>,
     output: ManuallyDrop<File>,
 }
 
 impl Console {
-    /// Opens the line; a terminal is put into raw mode, so that nothing is echoed or changed.
+    /// Opens the connection; a terminal is set to raw mode, so that no data is echoed or changed.
     pub fn open(place: Place) -> io::Result<Self> {
         let (input, output) = match place {
             Place::Init => {
@@ -47,19 +47,18 @@ impl Console {
         self.output.write_all(&line)
     }
 
-    /// Reads what has arrived; 0 at the end.
+    /// Reads available input; returns 0 at its end.
     pub fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         self.input.read(buffer)
     }
 
-    /// To wait for input.
+    /// Descriptor to wait for input.
     pub fn input(&self) -> BorrowedFd<'_> {
         self.input.as_fd()
     }
 }
 
-/// A standard stream as a file, without the buffers of the standard library, which would split
-/// writes.
+/// A standard stream as a file, without the standard library's buffers, which would split writes.
 fn standard(number: i32) -> File {
     // SAFETY: the standard streams stay open for the life of the process: the file is kept in a
     // `ManuallyDrop` that is never dropped, and nothing else closes them.

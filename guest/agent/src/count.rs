@@ -1,10 +1,9 @@
-//! Counters in all pages of some memory, counted up one page after another for as long as asked,
-//! with every page checked before it is written.
+//! Workload with a counter in each page. The pages are incremented in turn for a given time, and
+//! each is checked before it is written.
 //!
-//! Many pages have the same content at any time, so whoever merges equal pages finds the same ones
-//! again and again, and each of them is written to again. A write that is lost, or that shows in
-//! another page, is found when the page's turn comes next, because what each page has to hold is
-//! known apart from it.
+//! Many pages have the same content at any time, so that they are merged again and again, and each
+//! merged page is written to again. A lost write, or one that appears in another page, is detected
+//! at the page's next turn, because its expected content is recorded separately.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -14,66 +13,65 @@ use serde::{Deserialize, Serialize};
 use crate::child::Child;
 use crate::memory::{Mapping, PAGE_BYTES, PAGE_WORDS, pattern_word};
 
-/// Most processes.
+/// Maximum number of processes.
 pub const TASK_LIMIT: u32 = 16;
-/// Most pages between two pauses.
+/// Maximum number of pages between two pauses.
 const BURST_LIMIT: u32 = 1 << 20;
 
-/// What is to be done.
+/// Parameters of the workload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Count {
-    /// Memory of all processes together.
+    /// Total memory of all processes.
     pub bytes: u64,
-    /// Processes.
+    /// Number of processes.
     pub tasks: u32,
-    /// How many different contents there are as long as all pages have been counted up equally
-    /// often.
+    /// Number of different page contents while all counters are equal.
     pub kinds: u32,
-    /// Pages that are counted up without a pause.
+    /// Number of pages to increment between two pauses.
     pub burst_pages: u32,
     /// Length of a pause in microseconds.
     pub pause_us: u64,
-    /// How long it goes on.
+    /// Duration.
     pub seconds: u64,
 }
 
-/// What was done and found.
+/// Result of the workload.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CountReport {
-    /// How often a page was counted up.
+    /// Number of increments.
     pub increments: u64,
-    /// Times that all pages were, by the process that did so least often.
+    /// Number of complete sweeps over all pages by the slowest process.
     pub sweeps: u64,
-    /// Checks of pages that found something else than what was written.
+    /// Number of checks that found a wrong page.
     pub wrong_pages: u64,
-    /// The first of these.
+    /// The first wrong word found.
     pub first_wrong: Option<WrongWord>,
 }
 
-/// A word that does not hold what was written to it.
+/// A word whose content differs from the last write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WrongWord {
     /// Number of the page.
     pub page: usize,
-    /// Number of the word in it.
+    /// Number of the word in the page.
     pub word: usize,
-    /// What it should hold.
+    /// Expected value.
     pub expected: u64,
-    /// What it holds.
+    /// Value found.
     pub found: u64,
-    /// How often the page was counted up before.
+    /// Number of previous increments of the page.
     pub count: u64,
 }
 
 impl Count {
-    /// Does it. The calling process must have a single thread.
+    /// Runs the workload. The calling process must have a single thread.
     ///
     /// # Errors
-    /// Says what cannot be meant, or which process could not do its work.
+    /// An invalid parameter, or the failure of a process.
     pub fn run(self) -> Result<CountReport, String> {
         let pages = self.bytes / u64::from(self.tasks.max(1)) / PAGE_BYTES as u64;
         let bad = |name: &str, value: u64, range: &str| {
-            Err(format!("{name}: {value} was asked for; {range}"))
+            Err(format!("{name}: {value} requested; {range}"))
         };
         if !(1..=TASK_LIMIT).contains(&self.tasks) {
             return bad("tasks", self.tasks.into(), &format!("1 to {TASK_LIMIT} are possible"));
@@ -113,11 +111,11 @@ impl Count {
     }
 }
 
-/// One process' pages.
+/// The pages of one process.
 struct Task {
     order: Count,
     mapping: Mapping,
-    /// How often each page was counted up.
+    /// Number of increments of each page.
     counts: Vec<u64>,
     report: CountReport,
 }
@@ -135,8 +133,7 @@ impl Task {
         Ok(Self { order, mapping, counts: vec![0; pages], report: CountReport::default() })
     }
 
-    /// Counts until the deadline, but to the end of the first sweep, and checks everything once
-    /// more.
+    /// Increments until the deadline, but at least for one sweep, and then checks all pages.
     fn run(mut self, deadline: Instant) -> CountReport {
         let (burst, pause) =
             (self.order.burst_pages as usize, Duration::from_micros(self.order.pause_us));
@@ -181,7 +178,7 @@ impl Task {
             let wrong =
                 WrongWord { page, word, expected: expected(word), found: words[word], count };
             self.report.first_wrong.get_or_insert(wrong);
-            // One mistake counts once.
+            // Restore the page, so that an error is counted once.
             for (word, value) in self.mapping.page_mut(page).iter_mut().enumerate() {
                 *value = expected(word);
             }
@@ -189,13 +186,13 @@ impl Task {
     }
 }
 
-/// Neighbours are of different kinds, and the kinds follow each other in the same order again and
-/// again, so that runs of pages are equal too.
+/// Kind of a page. Neighbours are of different kinds, and the sequence of kinds repeats, so that
+/// runs of pages are equal too.
 fn kind_of(page: usize, kinds: u32) -> u64 {
     page as u64 % u64::from(kinds)
 }
 
-/// The word that counts in pages of a kind.
+/// Index of the counter in pages of a kind.
 fn counter_of(kind: u64) -> usize {
     (kind as usize).wrapping_mul(37) % PAGE_WORDS
 }
@@ -214,14 +211,14 @@ mod tests {
     };
 
     #[test]
-    fn all_pages_are_counted_up_and_nothing_is_wrong() {
+    fn all_pages_are_incremented_and_right() {
         let report = Task::new(COUNT, 64).unwrap().run(Instant::now());
         assert_eq!((report.sweeps, report.increments, report.wrong_pages), (1, 64, 0));
         assert_eq!(report.first_wrong, None);
     }
 
     #[test]
-    fn pages_of_a_kind_are_equal_and_others_are_not() {
+    fn only_pages_of_a_kind_are_equal() {
         let mut task = Task::new(COUNT, 64).unwrap();
         for page in 0..64 {
             task.count_up(page);
@@ -231,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lost_write_and_a_strange_one_are_found() {
+    fn lost_and_foreign_writes_are_detected() {
         let mut task = Task::new(COUNT, 64).unwrap();
         let before = task.mapping.page(5).to_vec();
         task.count_up(5);
@@ -245,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn impossible_requests_are_refused() {
+    fn invalid_parameters_are_refused() {
         for (count, words) in [
             (Count { tasks: 0, ..COUNT }, "tasks: 0"),
             (Count { tasks: 17, ..COUNT }, "1 to 16"),

@@ -1,11 +1,11 @@
-//! Splits what arrives on the console into command lines of bounded length.
+//! Splits the console's input into command lines of bounded length.
 
-/// What a line turned out to be.
+/// A line of input.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Line {
-    /// A whole line without its end.
+    /// A complete line without its terminator.
     Whole(Vec<u8>),
-    /// A line that was longer than the limit; its content is gone.
+    /// A line that exceeded the limit and was dropped.
     TooLong,
 }
 
@@ -23,7 +23,7 @@ impl Lines {
         Self { limit_bytes, pending: Vec::new(), overflow: false }
     }
 
-    /// Takes bytes as they come; calls `found` for every line that is complete and not empty.
+    /// Adds input; calls `found` for every complete line that is not empty.
     pub fn push(&mut self, bytes: &[u8], mut found: impl FnMut(Line)) {
         for &byte in bytes {
             match byte {
@@ -61,13 +61,13 @@ mod tests {
     }
 
     #[test]
-    fn lines_end_in_any_way_and_arrive_in_pieces() {
+    fn all_line_terminators_and_partial_input_are_accepted() {
         let whole = |text: &str| Line::Whole(text.as_bytes().to_vec());
         assert_eq!(split(9, &[b"ab", b"c\r\nd\n\n", b"e"]), [whole("abc"), whole("d")]);
     }
 
     #[test]
-    fn a_long_line_is_dropped_and_the_next_one_is_not() {
+    fn only_the_long_line_is_dropped() {
         assert_eq!(
             split(3, &[b"abc\nabcd\nx\n"]),
             [Line::Whole(b"abc".to_vec()), Line::TooLong, Line::Whole(b"x".to_vec())]
@@ -76,7 +76,10 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_pieces_do_not_matter(bytes: Vec<u8>, cut in any::<prop::sample::Index>()) {
+        fn the_split_of_the_input_is_irrelevant(
+            bytes: Vec<u8>,
+            cut in any::<prop::sample::Index>(),
+        ) {
             let at = cut.index(bytes.len() + 1);
             prop_assert_eq!(split(8, &[&bytes]), split(8, &[&bytes[..at], &bytes[at..]]));
         }

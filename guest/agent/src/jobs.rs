@@ -1,4 +1,4 @@
-//! Commands that run in a process of their own.
+//! Commands that run in separate processes.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -7,7 +7,7 @@ use std::time::Instant;
 use ebb_agent::child::Child;
 use serde_json::Value;
 
-/// A command that runs.
+/// A running command.
 pub struct Job {
     /// Number of the command.
     pub id: u64,
@@ -15,22 +15,22 @@ pub struct Job {
     started: Instant,
 }
 
-/// How a job ended.
+/// End of a job.
 pub struct JobEnd {
-    /// Time from its start to the end of its process, in ms.
+    /// Time from the start to the end of its process, in ms.
     pub elapsed_ms: u64,
-    /// Its result, or why it failed.
+    /// Its result, or the reason of its failure.
     pub result: Result<Value, String>,
 }
 
 impl Job {
-    /// Runs `work` in a child process. The agent itself has a single thread, as that requires.
+    /// Runs `work` in a child process, which requires that the agent has a single thread.
     pub fn start(id: u64, work: impl FnOnce() -> Result<Value, String>) -> io::Result<Self> {
         let started = Instant::now();
         Ok(Self { id, child: Child::start(work)?, started })
     }
 
-    /// Readable when the job is about to end.
+    /// Descriptor that becomes readable when the job is about to end.
     pub fn descriptor(&self) -> BorrowedFd<'_> {
         self.child.descriptor()
     }

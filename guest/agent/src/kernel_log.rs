@@ -1,8 +1,8 @@
-//! The kernel's log, from its ring buffer: what `quiet` keeps off the console is there too.
+//! The kernel's log from its ring buffer, including messages that `quiet` hides from the console.
 
 use std::io;
 
-/// Text of the whole ring buffer. Needs CAP_SYSLOG where `kernel.dmesg_restrict` is set.
+/// Text of the whole ring buffer. Needs CAP_SYSLOG if `kernel.dmesg_restrict` is set.
 pub fn read() -> io::Result<String> {
     let size = syslog(SYSLOG_ACTION_SIZE_BUFFER, &mut [])?;
     let mut buffer = vec![0; size];
@@ -23,8 +23,8 @@ fn syslog(action: libc::c_int, buffer: &mut [u8]) -> io::Result<usize> {
     usize::try_from(result).map_err(|_| io::Error::last_os_error())
 }
 
-/// Lines that hold one of `words`, upper and lower case alike; all lines if there are no words. At
-/// most the last `limit_bytes`, in whole lines.
+/// Selects the lines that contain one of `words`, ignoring case, or all lines if `words` is empty;
+/// of these the last ones that fit into `limit_bytes`.
 pub fn select(log: &str, words: &[String], limit_bytes: usize) -> String {
     let words: Vec<String> = words.iter().map(|word| word.to_lowercase()).collect();
     let wanted = |line: &&str| {
@@ -55,7 +55,7 @@ mod tests {
         "<6>[ 0.1] Linux\n<0>[ 9.0] watchdog: BUG: soft lockup - CPU#1 stuck\n<4>[ 9.1] end\n";
 
     #[test]
-    fn lines_are_found_by_words() {
+    fn lines_are_selected_by_words() {
         assert_eq!(select(LOG, &[], 1000), LOG);
         let words = ["SOFT lockup".to_owned(), "hung task".to_owned()];
         assert_eq!(
@@ -73,7 +73,10 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_limit_holds_and_lines_stay_whole(lines in prop::collection::vec("[a-c]{0,9}", 0..20), limit in 0_usize..100) {
+        fn the_limit_applies_to_whole_lines(
+            lines in prop::collection::vec("[a-c]{0,9}", 0..20),
+            limit in 0_usize..100,
+        ) {
             let log: String = lines.iter().flat_map(|line| [line, "\n"]).collect();
             let selected = select(&log, &[], limit);
             prop_assert!(selected.len() <= limit);
@@ -82,7 +85,10 @@ mod tests {
             let before = &log[..log.len() - selected.len()];
             prop_assert!(before.is_empty() || before.ends_with('\n'), "{selected:?}");
             let next = before.lines().last().map_or(0, |line| line.len() + 1);
-            prop_assert!(before.is_empty() || selected.len() + next > limit, "a line more would have fitted");
+            prop_assert!(
+                before.is_empty() || selected.len() + next > limit,
+                "one more line would have fitted"
+            );
         }
     }
 }

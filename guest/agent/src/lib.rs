@@ -1,8 +1,8 @@
-//! The guest agent: init of test guests. It loads modules, runs workloads and reports over the
-//! serial console.
+//! The guest agent is the init of test guests. It loads modules, runs workloads and reports over
+//! the serial console.
 //!
-//! This library holds the protocol, which the host's side uses too, and the parts that do not need
-//! to be process 1.
+//! This library contains the protocol, which the host's side also uses, and the parts that do not
+//! require process 1.
 
 pub mod child;
 pub mod churn;

@@ -1,11 +1,12 @@
-//! Init of test guests: mounts, loads modules, then takes commands on the console.
+//! Init of test guests: mounts file systems, loads modules, and then serves commands on the
+//! console.
 //!
-//! The kernel's command line tells it which balloon driver to load (`ebb.balloon=virtio_balloon`,
-//! which is the default, `ebb.balloon=ebb_balloon` or `ebb.balloon=none`) and with which parameters
-//! (`ebb_balloon.tracker=bitmap`; the same for every other module that it loads).
+//! The kernel's command line selects the balloon driver (`ebb.balloon=virtio_balloon`, which is the
+//! default, `ebb.balloon=ebb_balloon` or `ebb.balloon=none`) and the parameters of all loaded
+//! modules (for example `ebb_balloon.tracker=bitmap`).
 //!
-//! As an ordinary process (any other process id than 1) it speaks the same protocol on standard
-//! input and output and leaves the system alone, which is how its tests run it.
+//! As an ordinary process (with a process id other than 1) it uses the same protocol on standard
+//! input and output and does not set up the system. Its tests run it in this way.
 
 mod agent;
 mod commands;

@@ -1,17 +1,17 @@
-//! `/proc/meminfo`, as far as guests report it without being asked for more.
+//! The values of `/proc/meminfo` that guests report by default.
 
 use serde::{Deserialize, Serialize};
 
 /// State of a guest's memory, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemInfo {
-    /// `MemTotal`: what the kernel manages.
+    /// `MemTotal`: memory that the kernel manages.
     pub total_bytes: u64,
-    /// `MemFree`: unused.
+    /// `MemFree`: unused memory.
     pub free_bytes: u64,
-    /// `MemAvailable`: estimate of what programs could get without swapping.
+    /// `MemAvailable`: estimate of the memory available to programs without swapping.
     pub available_bytes: u64,
-    /// `Cached`: page cache, shared memory included.
+    /// `Cached`: page cache, including shared memory.
     pub cached_bytes: u64,
     /// `AnonPages`: memory of programs.
     pub anonymous_bytes: u64,
@@ -24,7 +24,7 @@ pub struct MemInfo {
 }
 
 impl MemInfo {
-    /// Reads the text of `/proc/meminfo`; lines that are missing leave 0.
+    /// Parses the text of `/proc/meminfo`; values of missing lines are 0.
     pub fn parse(text: &str) -> Self {
         let mut info = Self::default();
         for (name, kib) in lines(text) {
@@ -44,13 +44,13 @@ impl MemInfo {
         info
     }
 
-    /// The state now.
+    /// Reads the present state.
     pub fn read() -> std::io::Result<Self> {
         std::fs::read_to_string("/proc/meminfo").map(|text| Self::parse(&text))
     }
 }
 
-/// Names and numbers of the lines of `/proc/meminfo` (`Name:  12 kB`) and `/proc/vmstat`
+/// Names and values of the lines of `/proc/meminfo` (`Name:  12 kB`) or `/proc/vmstat`
 /// (`name 12`).
 pub fn lines(text: &str) -> impl Iterator<Item = (&str, u64)> {
     text.lines().filter_map(|line| {
@@ -65,9 +65,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_become_bytes() {
+    fn values_are_converted_to_bytes() {
         let info = MemInfo::parse(
-            "MemTotal:  16 kB\nMemFree:\t2 kB\nrubbish\nSlab: x kB\nSwapFree: 1 kB\n",
+            "MemTotal:  16 kB\nMemFree:\t2 kB\ngarbage\nSlab: x kB\nSwapFree: 1 kB\n",
         );
         let expected = MemInfo {
             total_bytes: 16384,
@@ -79,12 +79,12 @@ mod tests {
     }
 
     #[test]
-    fn both_forms_of_lines() {
+    fn both_forms_of_lines_are_parsed() {
         assert_eq!(lines("a: 1 kB\nb 2\nc\n").collect::<Vec<_>>(), [("a", 1), ("b", 2)]);
     }
 
     #[test]
-    fn this_machine() {
+    fn meminfo_of_this_machine_is_read() {
         let info = MemInfo::read().unwrap();
         assert!(info.total_bytes > info.free_bytes && info.free_bytes > 0);
     }

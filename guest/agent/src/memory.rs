@@ -1,4 +1,4 @@
-//! Memory that is really written: the workloads' raw material.
+//! Mapped memory that the workloads write to.
 
 use std::ffi::c_void;
 use std::fs::{self, File};
@@ -12,44 +12,44 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, mun
 
 /// Page size of x86-64 in bytes.
 pub const PAGE_BYTES: usize = 4096;
-/// Words of a page.
+/// Number of words in a page.
 pub const PAGE_WORDS: usize = PAGE_BYTES / size_of::<u64>();
 /// Size of a transparent huge page of x86-64.
 pub const HUGE_PAGE_BYTES: usize = 2 << 20;
-/// Step in which numactl's memhog fills memory.
+/// Step size with which numactl's memhog fills memory.
 pub const MEMHOG_STEP_BYTES: usize = 10 << 20;
-/// Spreads the word's index over all bits, so that pages differ from one another (2^64 divided by
-/// the golden ratio).
+/// Multiplier that spreads a word's index over all bits, so that pages differ (2^64 divided by the
+/// golden ratio).
 const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// One mapping; given back when dropped.
+/// A mapping, which is unmapped on drop.
 #[derive(Debug)]
 pub struct Mapping {
     start: NonNull<u64>,
     len_bytes: usize,
 }
 
-/// Who sees what is written to a mapping of a file.
+/// Visibility of writes to a mapped file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Sharing {
-    /// All that map the file (MAP_SHARED).
+    /// For all mappings of the file (MAP_SHARED).
     Shared,
-    /// This mapping alone (MAP_PRIVATE).
+    /// Only for this mapping (MAP_PRIVATE).
     Private,
 }
 
 impl Mapping {
-    /// Maps `bytes` of private anonymous memory, rounded up to whole pages; nothing is touched yet.
+    /// Maps `bytes` of private anonymous memory, rounded up to whole pages, without touching it.
     pub fn new(bytes: u64) -> io::Result<Self> {
         let len_bytes = whole_pages(bytes)?;
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
-        // SAFETY: the kernel chooses an unused place, so that no memory in use is replaced.
+        // SAFETY: the kernel chooses an unused address, so that no memory in use is replaced.
         let start = unsafe { mmap_anonymous(std::ptr::null_mut(), len_bytes, PROTECTION, flags) }?;
         Self::at(start, len_bytes)
     }
 
-    /// Private anonymous memory that begins at a huge page's boundary and asks for huge pages;
-    /// `bytes` are rounded up to whole huge pages.
+    /// Maps private anonymous memory that is aligned to huge pages and requests them; `bytes` are
+    /// rounded up to whole huge pages.
     pub fn huge(bytes: u64) -> io::Result<Self> {
         let len_bytes = whole_pages(bytes)?
             .checked_next_multiple_of(HUGE_PAGE_BYTES)
@@ -68,8 +68,8 @@ impl Mapping {
             Sharing::Shared => MapFlags::SHARED,
             Sharing::Private => MapFlags::PRIVATE,
         };
-        // SAFETY: as in `new`. Nobody but this process and its children has the file
-        // (`unnamed_file`), and none of them makes it shorter.
+        // SAFETY: as in `new`. Only this process and its children have the file (`unnamed_file`),
+        // and none of them truncates it.
         let start = unsafe { mmap(std::ptr::null_mut(), len_bytes, PROTECTION, flags, file, 0) }?;
         Self::at(start, len_bytes)
     }
@@ -79,17 +79,17 @@ impl Mapping {
         Ok(Self { start, len_bytes })
     }
 
-    /// Keeps `len_bytes` from `before` on, both whole pages, and gives the rest back.
+    /// Keeps `len_bytes` from `before` on, both multiples of the page size, and unmaps the rest.
     fn cut(self, before: usize, len_bytes: usize) -> Self {
         let start = self.start.cast::<u8>();
         let end = before + len_bytes;
-        // SAFETY: `huge` has mapped a huge page more than it keeps, so `before` is inside the
+        // SAFETY: `huge` has mapped one huge page more than it keeps, so `before` is inside the
         // mapping.
         let kept = unsafe { start.add(before) }.cast();
-        // SAFETY: and `end` is not beyond its end.
+        // SAFETY: for the same reason, `end` is not beyond the end of the mapping.
         let behind = unsafe { start.add(end) }.cast();
         let behind_bytes = self.len_bytes - end;
-        // Whole, when it is dropped: the kernel unmaps any part of a mapping.
+        // Dropped as separate mappings: the kernel can unmap any part of a mapping.
         let ends = [(start.cast(), before), (behind, behind_bytes)];
         std::mem::forget(self);
         for (start, len_bytes) in ends.into_iter().filter(|(_, len_bytes)| *len_bytes > 0) {
@@ -98,15 +98,14 @@ impl Mapping {
         Self { start: kept, len_bytes }
     }
 
-    /// Tells the kernel something about a range of pages, which may change their content.
+    /// Calls `madvise` on a range of pages, which may change their content.
     pub fn advise(&mut self, pages: Range<usize>, advice: Advice) -> io::Result<()> {
         if pages.start > pages.end || pages.end > self.pages() {
             return Err(io::ErrorKind::InvalidInput.into());
         }
         // SAFETY: the range was checked to be inside the mapping.
         let start = unsafe { self.start.as_ptr().cast::<u8>().add(pages.start * PAGE_BYTES) };
-        // SAFETY: the range is this value's own, and `&mut self` says that nobody has a reference
-        // into it.
+        // SAFETY: this value owns the range, and `&mut self` excludes any other reference into it.
         unsafe { madvise(start.cast(), pages.len() * PAGE_BYTES, advice) }.map_err(Into::into)
     }
 
@@ -120,8 +119,9 @@ impl Mapping {
         self.len_bytes
     }
 
-    /// Fills everything with `byte`, in steps of `step_bytes`; `after` is called after each step
-    /// with the bytes written so far and says whether to go on. Returns the bytes written.
+    /// Fills the mapping with `byte` in steps of `step_bytes`. `after` is called after each step
+    /// with the number of bytes written so far; it stops by returning false. Returns the number of
+    /// bytes written.
     pub fn fill(
         &mut self,
         byte: u8,
@@ -133,8 +133,8 @@ impl Mapping {
             let step = step_bytes.max(1).min(self.len_bytes - done);
             // SAFETY: `done` is less than the length of the mapping, so the result is inside it.
             let target = unsafe { self.start.cast::<u8>().add(done) };
-            // SAFETY: `step` bytes from `target` are inside the mapping, which this value owns
-            // alone.
+            // SAFETY: `step` bytes from `target` are inside the mapping, which only this value
+            // owns.
             unsafe { target.write_bytes(byte, step) };
             done += step;
             if !after(done) {
@@ -144,14 +144,14 @@ impl Mapping {
         done
     }
 
-    /// Fills everything with the pattern of `seed`.
+    /// Fills the mapping with the pattern of `seed`.
     pub fn fill_pattern(&mut self, seed: u64) {
         for (index, word) in self.words_mut().iter_mut().enumerate() {
             *word = pattern_word(seed, index);
         }
     }
 
-    /// Number of pages that do not hold the pattern of `seed`.
+    /// Number of pages that differ from the pattern of `seed`.
     pub fn wrong_pages(&self, seed: u64) -> usize {
         let page_is_wrong = |page: usize, words: &[u64]| {
             let first = page * PAGE_WORDS;
@@ -164,11 +164,11 @@ impl Mapping {
             .count()
     }
 
-    /// Writes one byte at `offset`, for the page fault alone: nothing keeps the compiler from
-    /// leaving out others.
+    /// Writes one byte at `offset` to cause a page fault; volatile, so that the compiler does not
+    /// remove it.
     pub fn write_byte(&mut self, offset: usize) {
         let word = &mut self.words_mut()[offset / size_of::<u64>()];
-        // SAFETY: the pointer is that of a reference, so it is valid, and one byte has no
+        // SAFETY: the pointer comes from a reference, so it is valid, and a byte needs no
         // alignment.
         unsafe { std::ptr::from_mut(word).cast::<u8>().write_volatile(1) };
     }
@@ -183,7 +183,7 @@ impl Mapping {
         &self.words()[page * PAGE_WORDS..][..PAGE_WORDS]
     }
 
-    /// The words of a page, to be written.
+    /// The words of a page, mutable.
     pub fn page_mut(&mut self, page: usize) -> &mut [u64] {
         &mut self.words_mut()[page * PAGE_WORDS..][..PAGE_WORDS]
     }
@@ -197,7 +197,7 @@ impl Mapping {
         }
     }
 
-    /// All words, to be written.
+    /// All words, mutable.
     pub fn words_mut(&mut self) -> &mut [u64] {
         // SAFETY: as in `words`, and `&mut self` makes it the only reference.
         unsafe {
@@ -208,7 +208,7 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: the mapping is this value's own and no reference into it outlives it.
+        // SAFETY: this value owns the mapping and no reference into it outlives it.
         let _ = unsafe { munmap(self.start.as_ptr().cast::<c_void>(), self.len_bytes) };
     }
 }
@@ -227,7 +227,7 @@ fn whole_pages(bytes: u64) -> io::Result<usize> {
         .ok_or_else(|| cannot_map(bytes))
 }
 
-/// A file of `bytes` zeros in `/tmp` that has no name any more.
+/// An unlinked file of `bytes` zeros in `/tmp`.
 pub fn unnamed_file(bytes: u64) -> io::Result<File> {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -271,14 +271,14 @@ mod tests {
     }
 
     #[test]
-    fn filling_stops_when_told() {
+    fn filling_stops_on_request() {
         let mut mapping = Mapping::new(1 << 20).unwrap();
         assert_eq!(mapping.fill(1, PAGE_BYTES, |done| done < 3 * PAGE_BYTES), 3 * PAGE_BYTES);
         assert_eq!(mapping.words()[3 * PAGE_BYTES / 8], 0);
     }
 
     #[test]
-    fn huge_mappings_are_aligned_and_whole() {
+    fn huge_mappings_are_aligned_and_complete() {
         for bytes in [1, HUGE_PAGE_BYTES as u64, 5 << 20] {
             let mut mapping = Mapping::huge(bytes).unwrap();
             assert_eq!(mapping.address() % HUGE_PAGE_BYTES, 0);
@@ -290,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn mappings_of_files_share_what_is_written_or_do_not() {
+    fn only_shared_mappings_of_files_share_writes() {
         let file = unnamed_file(2 * PAGE_BYTES as u64).unwrap();
         let map = |sharing| Mapping::of_file(&file, 2 * PAGE_BYTES as u64, sharing).unwrap();
         let (mut private, mut shared) = (map(Sharing::Private), map(Sharing::Shared));
@@ -306,7 +306,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(32))]
         #[test]
-        fn damage_is_found_where_it_is(
+        fn damage_is_found_at_its_position(
             seed: u64,
             pages in 1_usize..40,
             places in proptest::collection::vec(any::<prop::sample::Index>(), 0..10),

@@ -1,8 +1,8 @@
-//! The agent's protocol: one JSON document a line over the serial console.
+//! The agent's protocol: one JSON document per line over the serial console.
 //!
-//! Lines of the agent begin with a record separator (RFC 7464), so that they are told from the
-//! kernel's messages on the same console. Commands have no such mark. Several commands may run at
-//! the same time; events name the command they belong to.
+//! The agent's lines begin with a record separator (RFC 7464), which distinguishes them from the
+//! kernel's messages on the same console. Commands have no separator. Several commands may run at
+//! the same time; events contain the number of their command.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -13,72 +13,72 @@ use crate::page_faults::{FaultKind, TaskKind};
 
 /// First byte of each event (RFC 7464, record separator).
 pub const RECORD_SEPARATOR: u8 = 0x1e;
-/// Longest command line in bytes, without its end.
+/// Maximum length of a command line in bytes, without its terminator.
 pub const COMMAND_LIMIT_BYTES: usize = 64 << 10;
-/// Most programs and workloads that run at the same time.
+/// Maximum number of concurrent programs and workloads.
 pub const JOB_LIMIT: usize = 16;
 
 /// A command with its number.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Request {
-    /// Number that the answers carry; 0 stands for "unknown" in answers and should not be used.
+    /// Number that the answers repeat; 0 means "unknown" in answers and should not be used.
     pub id: u64,
-    /// What to do.
+    /// The command.
     pub command: Command,
 }
 
-/// What the agent can do. All but the last ones answer with `Done` or `Failed`.
+/// Commands of the agent. All but the last ones are answered by `Done` or `Failed`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Command {
-    /// A process allocates memory, writes all of it and exits. Result: `touch_ms`, time of the
-    /// writing alone.
+    /// A process allocates memory, writes all of it and exits. Result: `touch_ms`, the time of the
+    /// writes.
     AllocTouchExit {
         /// Bytes to allocate.
         bytes: u64,
     },
-    /// memhog of numactl: one private mapping, filled with 0xff in steps of 10 MiB, then exit.
-    /// Debian's real program is used if it is in the image. Result: `program`, `touch_ms` (own
+    /// numactl's memhog: maps private memory, fills it with 0xff in steps of 10 MiB and exits.
+    /// Debian's program is used if it is in the image. Result: `program`, `touch_ms` (built-in
     /// workload only).
     Memhog {
         /// Bytes to map.
         bytes: u64,
     },
-    /// Allocates memory, fills it with a pattern and keeps it; more than once adds. Result:
-    /// `held_bytes`.
+    /// Allocates memory, fills it with a pattern and keeps it in addition to memory already held.
+    /// Result: `held_bytes`.
     Hold {
         /// Bytes to add.
         bytes: u64,
         /// Seed of the pattern.
         pattern: u64,
     },
-    /// Gives all held memory back. Result: `released_bytes`.
+    /// Frees all held memory. Result: `released_bytes`.
     Release,
     /// Reads all held memory. Result: `held_bytes`, `wrong_pages`.
     VerifyHeld,
-    /// Reads all held memory in random order, timed: see [`crate::timed_reads`]. Result: a
+    /// Measures reads of all held memory in random order: see [`crate::timed_reads`]. Result: a
     /// [`crate::timed_reads::ReadReport`].
     ReadHeld {
-        /// How often all pages are read; one more pass before does not count.
+        /// Number of passes over all pages, without one warm-up pass.
         passes: u32,
-        /// What the order depends on.
+        /// Seed of the order.
         seed: u64,
     },
-    /// Result: all of `/proc/meminfo`, by name, in KiB.
+    /// Reads `/proc/meminfo`. Result: all values by name, in KiB.
     MemInfo,
-    /// Result: all of `/proc/vmstat`, by name.
+    /// Reads `/proc/vmstat`. Result: all values by name.
     VmStat,
-    /// Waits.
+    /// Sleeps.
     Sleep {
-        /// How long.
+        /// Duration in ms.
         ms: u64,
     },
-    /// Result: `text`, at most 64 KiB of the file.
+    /// Reads a file. Result: `text`, at most 64 KiB.
     ReadFile {
         /// Path in the guest.
         path: String,
     },
-    /// Writes a file, also one of `/proc` and `/sys`.
+    /// Writes a file, including those of `/proc` and `/sys`.
     WriteFile {
         /// Path in the guest.
         path: String,
@@ -98,62 +98,62 @@ pub enum Command {
         name: String,
     },
     /// A process allocates and writes memory until `MemAvailable` is below a limit, then exits. The
-    /// out-of-memory killer takes this process first. Result: `allocated_bytes`, or `Failed` when
-    /// it was killed.
+    /// OOM killer selects this process first. Result: `allocated_bytes`, or `Failed` if it was
+    /// killed.
     FillUntilOom {
         /// Memory to leave available.
         leave_bytes: u64,
     },
-    /// Page faults as fast as they come, counted: see [`crate::page_faults`]. Result: a
+    /// Measures the rate of page faults: see [`crate::page_faults`]. Result: a
     /// [`crate::page_faults::FaultReport`].
     PageFaults {
-        /// What is mapped.
+        /// Kind of the mapping.
         kind: FaultKind,
-        /// How many tasks.
+        /// Number of tasks.
         tasks: u32,
-        /// What they are: processes or threads.
+        /// Kind of the tasks.
         threads: TaskKind,
-        /// Seconds that count; the run takes one more.
+        /// Measured seconds; the run takes one more.
         seconds: u32,
         /// Size of each mapping; 128 MiB in will-it-scale.
         mapping_bytes: u64,
     },
-    /// Memory is mapped, written, checked and given back in many ways: see [`crate::churn`]. Ends
-    /// after `operations` or `seconds`, whatever comes first; one of them must be given. Result: a
+    /// Maps, writes, checks and frees memory in many ways: see [`crate::churn`]. Ends after
+    /// `operations` or `seconds`, whichever comes first; one of them must be given. Result: a
     /// [`crate::churn::ChurnReport`].
     Churn {
-        /// Memory that all tasks together use at most.
+        /// Maximum total memory of all tasks.
         bytes: u64,
-        /// Processes.
+        /// Number of processes.
         tasks: u32,
-        /// What the sequence of operations depends on.
+        /// Seed of the sequence of operations.
         seed: u64,
-        /// Operations of all tasks together.
+        /// Total number of operations of all tasks.
         operations: Option<u64>,
         /// Time limit.
         seconds: Option<u64>,
     },
-    /// Counters in all pages are counted up and checked: see [`crate::count`]. Result: a
+    /// Increments and checks counters in all pages: see [`crate::count`]. Result: a
     /// [`crate::count::CountReport`].
     Count {
-        /// Memory of all tasks together.
+        /// Total memory of all tasks.
         bytes: u64,
-        /// Processes.
+        /// Number of processes.
         tasks: u32,
-        /// Different contents.
+        /// Number of different page contents.
         kinds: u32,
-        /// Pages between two pauses.
+        /// Number of pages between two pauses.
         burst_pages: u32,
-        /// Length of a pause.
+        /// Length of a pause in µs.
         pause_us: u64,
-        /// How long it goes on.
+        /// Duration in seconds.
         seconds: u64,
     },
     /// Reads a file or block device into the page cache. Result: `read_bytes`.
     TouchFile {
         /// Path in the guest.
         path: String,
-        /// Bytes to read at most.
+        /// Maximum number of bytes to read.
         bytes: u64,
     },
     /// Drops clean page cache, dentries and inodes.
@@ -171,7 +171,7 @@ pub enum Command {
         /// Number of that command.
         id: u64,
     },
-    /// Sends a `Sample` at this interval from now on; 0 stops it.
+    /// Sends a `Sample` at this interval; 0 stops the samples.
     Samples {
         /// Interval in ms.
         interval_ms: u64,
@@ -179,49 +179,49 @@ pub enum Command {
     /// Reads all clocks once. Result: a [`crate::clock::ClockReading`].
     Clock,
     /// Starts one reader of the clocks on each processor. Only one such watch runs at a time; it
-    /// goes on until it is stopped, also over a pause of the guest, and over its being saved and
-    /// restored. Result: `cpus`, their numbers.
+    /// runs until it is stopped, also over pauses, saves and restores of the guest. Result: `cpus`,
+    /// the processors' numbers.
     ClockWatchStart {
-        /// Readings in a row.
+        /// Number of successive readings.
         burst_readings: u32,
         /// Sleep between two bursts in µs.
         pause_us: u64,
     },
-    /// What the readers have seen; they go on. Result: a [`crate::clock_watch::WatchReport`].
+    /// Returns the readers' observations so far. Result: a [`crate::clock_watch::WatchReport`].
     ClockWatchRead,
-    /// Stops the readers. Result: what they have seen, as for `ClockWatchRead`.
+    /// Stops the readers. Result: as for `ClockWatchRead`.
     ClockWatchStop,
-    /// Lines of the kernel's ring buffer, the last 64 KiB at most. Result: `text`.
+    /// Reads lines of the kernel's ring buffer. Result: `text`, at most the last 64 KiB.
     KernelLog {
-        /// Only lines that hold one of these, in upper or lower case; empty for all lines.
+        /// Selects the lines that contain one of these, ignoring case; empty for all lines.
         words: Vec<String>,
     },
-    /// Powers the guest off. No answer but `Started`.
+    /// Powers the guest off. Only answered by `Started`.
     PowerOff,
-    /// Restarts the guest. No answer but `Started`.
+    /// Restarts the guest. Only answered by `Started`.
     Reboot,
-    /// Ends the guest the hard way. No answer but `Started`.
+    /// Crashes the guest. Only answered by `Started`.
     Crash {
-        /// How.
+        /// Kind of the crash.
         how: Crash,
     },
 }
 
-/// Ways for a guest to end without its own doing.
+/// Kinds of crashes of a guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Crash {
     /// Kernel panic.
     Panic,
-    /// Fault while a fault of a fault is handled: the processor gives up.
+    /// Fault during the delivery of a double fault: the processor shuts down.
     TripleFault,
 }
 
-/// What the agent says.
+/// Messages of the agent.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Event {
-    /// The guest is up: modules are loaded, commands are taken.
+    /// The guest is up: modules are loaded and commands are accepted.
     Ready {
         /// Time since the kernel's start in ms.
         uptime_ms: u64,
@@ -233,29 +233,29 @@ pub enum Event {
         memory: MemInfo,
         /// The balloon driver that was loaded; `none` in an ordinary process.
         balloon_driver: BalloonDriver,
-        /// What went wrong on the way without making the guest unusable.
+        /// Failures of the set-up that left the guest usable.
         warnings: Vec<String>,
     },
-    /// A command is being worked on.
+    /// A command has been started.
     Started {
         /// Its number.
         id: u64,
     },
-    /// A command has ended well.
+    /// A command has succeeded.
     Done {
         /// Its number.
         id: u64,
-        /// Time from its start to its end, the end of its process included, in ms
+        /// Time from its start to its end, including the end of its process, in ms
         /// (CLOCK_MONOTONIC).
         elapsed_ms: u64,
-        /// What it gave; see [`Command`].
+        /// Its result; see [`Command`].
         result: Value,
     },
     /// A command has failed.
     Failed {
-        /// Its number, 0 if the line could not be understood.
+        /// Its number, 0 if the line could not be parsed.
         id: u64,
-        /// Why.
+        /// The reason.
         error: String,
     },
     /// State of the guest's memory; see [`Command::Samples`].
@@ -268,7 +268,7 @@ pub enum Event {
 }
 
 impl Request {
-    /// The command's line, with its end.
+    /// Encodes the command as a line, with its terminator.
     pub fn to_line(&self) -> Result<Vec<u8>, serde_json::Error> {
         let mut line = serde_json::to_vec(self)?;
         line.push(b'\n');
@@ -277,7 +277,7 @@ impl Request {
 }
 
 impl Event {
-    /// The event's line, with its mark and its end.
+    /// Encodes the event as a line, with its separator and terminator.
     pub fn to_line(&self) -> Result<Vec<u8>, serde_json::Error> {
         let mut line = vec![RECORD_SEPARATOR];
         serde_json::to_writer(&mut line, self)?;
@@ -285,10 +285,10 @@ impl Event {
         Ok(line)
     }
 
-    /// The event in a line of the console; `None` for text of the kernel and for events that were
-    /// damaged by it.
+    /// Decodes the event in a line of the console; `None` for the kernel's text and for events that
+    /// it has damaged.
     ///
-    /// Text without an end of line may stand before the event.
+    /// Unterminated text may precede the event.
     pub fn from_line(line: &[u8]) -> Option<Self> {
         let at = line.iter().rposition(|byte| *byte == RECORD_SEPARATOR)?;
         serde_json::from_slice(&line[at + 1..]).ok()
@@ -301,7 +301,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn commands_read_well() {
+    fn commands_have_readable_encodings() {
         let request = Request { id: 3, command: Command::AllocTouchExit { bytes: 1024 } };
         let line = request.to_line().unwrap();
         assert_eq!(line, b"{\"id\":3,\"command\":{\"alloc_touch_exit\":{\"bytes\":1024}}}\n");
@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn events_are_found_behind_text() {
+    fn events_are_found_after_text() {
         let event = Event::Failed { id: 1, error: "no\nsuch \u{1e} \"file\"".to_owned() };
         let line = event.to_line().unwrap();
         assert_eq!(line.iter().position(|byte| *byte == b'\n'), Some(line.len() - 1), "one line");
@@ -330,7 +330,7 @@ mod tests {
         }
 
         #[test]
-        fn any_line_is_judged(line: Vec<u8>) {
+        fn any_line_is_parsed(line: Vec<u8>) {
             Event::from_line(&line);
         }
     }

@@ -1,11 +1,11 @@
-//! Numbers that look random and depend on a seed alone.
+//! Deterministic pseudorandom numbers.
 
 /// SplitMix64 (Steele, Lea, Flood: "Fast Splittable Pseudorandom Number Generators", 2014).
 #[derive(Debug, Clone)]
 pub struct Random(u64);
 
 impl Random {
-    /// The numbers of `seed`.
+    /// A generator with this seed.
     pub fn new(seed: u64) -> Self {
         Self(seed)
     }
@@ -16,18 +16,18 @@ impl Random {
         mix(self.0)
     }
 
-    /// A number below `limit`; 0 for a limit of 0.
+    /// The next number, reduced to below `limit`; 0 for a limit of 0.
     pub fn below(&mut self, limit: usize) -> usize {
         self.draw().checked_rem(limit as u64).unwrap_or(0) as usize
     }
 
-    /// True in `part` of `whole` cases.
+    /// True with a probability of `part / whole`.
     pub fn chance(&mut self, part: usize, whole: usize) -> bool {
         self.below(whole) < part
     }
 }
 
-/// A number whose bits all depend on all bits of `number`; two numbers never give the same.
+/// Bijective mix: each bit of the result depends on all bits of `number`.
 pub fn mix(number: u64) -> u64 {
     let number = (number ^ (number >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let number = (number ^ (number >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -39,7 +39,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn known_numbers() {
+    fn the_published_outputs_are_reproduced() {
         // The published generator's first outputs for seed 1234567.
         let mut random = Random::new(1_234_567);
         let first = [random.draw(), random.draw(), random.draw()];

@@ -1,4 +1,4 @@
-//! What process 1 does before it takes commands: mounts, console, modules.
+//! Set-up by process 1 before it accepts commands: mounts, console, modules.
 
 use std::ffi::{CStr, CString};
 use std::fs::{self, File};
@@ -8,9 +8,9 @@ use std::path::Path;
 use ebb_agent::command_line::{BalloonDriver, CommandLine};
 use rustix::mount::{MountFlags, mount};
 
-/// One module a line: path, then parameters.
+/// List of modules, one per line: path, then parameters.
 const MODULES_LIST: &str = "/modules.list";
-/// In this order: one may lie in another.
+/// Mount points and file systems, in mount order, since they may be nested.
 const MOUNTS: [(&CStr, &CStr); 5] = [
     (c"/proc", c"proc"),
     (c"/sys", c"sysfs"),
@@ -19,15 +19,15 @@ const MOUNTS: [(&CStr, &CStr); 5] = [
     (c"/tmp", c"tmpfs"),
 ];
 
-/// What the guest was made of.
+/// Result of the set-up.
 pub struct Prepared {
     /// The balloon driver that was loaded.
     pub balloon_driver: BalloonDriver,
-    /// What went wrong and was left out.
+    /// Failed steps, which were skipped.
     pub warnings: Vec<String>,
 }
 
-/// Makes the guest usable; what fails is reported and left out.
+/// Sets up the guest; failed steps are reported and skipped.
 pub fn prepare() -> Prepared {
     let mut warnings = Vec::new();
     for (target, kind) in MOUNTS {
@@ -58,7 +58,7 @@ pub fn prepare() -> Prepared {
         }
         Err(error) => warnings.push(format!("cannot read {MODULES_LIST}: {error}")),
     }
-    // Last: it needs the transport, and nothing needs it.
+    // Last, because it needs the transport and no other module needs it.
     if driver == BalloonDriver::EbbBalloon
         && !load(&ebb_balloon_path(), "", command_line, &mut warnings)
     {
@@ -67,18 +67,18 @@ pub fn prepare() -> Prepared {
     Prepared { balloon_driver: driver, warnings }
 }
 
-/// The place of modules that do not come with the kernel, as in Debian.
+/// Path of the driver, in Debian's directory for modules that are not part of the kernel.
 fn ebb_balloon_path() -> String {
     let release = rustix::system::uname().release().to_string_lossy().into_owned();
     format!("/lib/modules/{release}/extra/{}.ko", BalloonDriver::EbbBalloon.name())
 }
 
-/// A module's name, from its file's.
+/// A module's name from its file name.
 fn module_name(path: &str) -> String {
     Path::new(path).file_stem().unwrap_or_default().to_string_lossy().replace('-', "_")
 }
 
-/// Loads a module with the parameters that the command line has for it as well; says whether it is
+/// Loads a module with these parameters and those of the command line; returns whether it is
 /// loaded.
 fn load(
     path: &str,
@@ -94,7 +94,7 @@ fn load(
     loaded.is_ok()
 }
 
-/// Loads a module; one that is already loaded is no error.
+/// Loads a module unless it is already loaded.
 pub fn load_module(path: &str, parameters: &str) -> io::Result<()> {
     let file = File::open(path)?;
     match rustix::system::finit_module(file, &CString::new(parameters)?, 0) {
@@ -103,7 +103,7 @@ pub fn load_module(path: &str, parameters: &str) -> io::Result<()> {
     }
 }
 
-/// Unloads a module that nothing uses.
+/// Unloads an unused module.
 pub fn unload_module(name: &str) -> io::Result<()> {
     // O_NONBLOCK: fail when the module is in use rather than wait (delete_module(2)).
     Ok(rustix::system::delete_module(&CString::new(name)?, libc::O_NONBLOCK)?)

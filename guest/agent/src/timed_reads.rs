@@ -1,10 +1,10 @@
-//! Reads of memory, one page after another in random order, timed: what a page's distance from its
-//! reader costs.
+//! Measures reads of memory, page by page in random order: the cost of a page's distance from its
+//! reader.
 //!
 //! The benchmark of the patch "ksm: allow trees per NUMA node" (2013) allocates pages with the same
-//! content in all guests and times the access to them. Here the pages are those held with a
-//! pattern. Where in a page a read takes place depends on what was read before, so that no read
-//! begins before the one before it has ended.
+//! content in all guests and measures the access to them. Here these are the pages held with a
+//! pattern. The offset of a read within its page depends on the previous read's value, so that
+//! reads do not overlap.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -14,25 +14,25 @@ use serde::{Deserialize, Serialize};
 use crate::memory::{Mapping, PAGE_WORDS};
 use crate::random::Random;
 
-/// Most passes in one command.
+/// Maximum number of passes in one command.
 pub const PASSES_LIMIT: u32 = 10_000;
 
-/// What was measured.
+/// Result of a measurement.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ReadReport {
-    /// Pages that were read in each pass.
+    /// Number of pages read in each pass.
     pub pages: u64,
-    /// Time of a read in ns, the mean of each pass.
+    /// Mean time of a read in each pass, in ns.
     pub ns_per_read: Vec<f64>,
 }
 
-/// Reads a word of each page in random order, over and over.
+/// Reads a word of each page in random order, in `passes` passes.
 ///
 /// # Errors
-/// Says what cannot be meant: no memory, no passes, too many of them.
+/// No memory, no passes, or too many of them.
 pub fn run(mappings: &[&Mapping], passes: u32, seed: u64) -> Result<ReadReport, String> {
     if passes == 0 || passes > PASSES_LIMIT {
-        return Err(format!("{passes} passes were asked for; 1 to {PASSES_LIMIT} are possible"));
+        return Err(format!("{passes} passes requested; 1 to {PASSES_LIMIT} are possible"));
     }
     let pages =
         mappings.iter().flat_map(|mapping| (0..mapping.pages()).map(move |page| (*mapping, page)));
@@ -41,8 +41,7 @@ pub fn run(mappings: &[&Mapping], passes: u32, seed: u64) -> Result<ReadReport, 
         return Err("no memory is held".to_owned());
     }
     let mut random = Random::new(seed);
-    // The first pass only brings in what the others shall find: translations, and pages that are
-    // not mapped yet.
+    // The first pass warms up: it fills in translations and maps pages.
     let mut word = pass(&pages, 0);
     let mut ns_per_read = Vec::new();
     for _ in 0..passes {
@@ -55,14 +54,14 @@ pub fn run(mappings: &[&Mapping], passes: u32, seed: u64) -> Result<ReadReport, 
     Ok(ReadReport { pages: pages.len() as u64, ns_per_read })
 }
 
-/// Reads one word of each page; what the last one led to.
+/// Reads one word of each page; returns the index that the last one determines.
 fn pass(pages: &[(&Mapping, usize)], first: usize) -> usize {
     pages.iter().fold(first, |word, (mapping, page)| {
         (mapping.page(*page)[word] as usize).wrapping_add(word) % PAGE_WORDS
     })
 }
 
-/// Any order is as likely as any other (R. A. Fisher and F. Yates).
+/// Shuffles with uniform probability (R. A. Fisher and F. Yates).
 fn shuffle<T>(values: &mut [T], random: &mut Random) {
     for last in (1..values.len()).rev() {
         values.swap(last, random.below(last + 1));
@@ -86,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_meant_is_refused() {
+    fn invalid_parameters_are_refused() {
         let mapping = Mapping::new(1).unwrap();
         assert!(run(&[], 1, 1).unwrap_err().contains("no memory"));
         assert!(run(&[&mapping], 0, 1).unwrap_err().contains("0 passes"));
@@ -94,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shuffle_loses_and_doubles_nothing_and_depends_on_the_seed() {
+    fn a_shuffle_is_a_permutation_that_depends_on_the_seed() {
         let shuffled = |seed| {
             let mut values: Vec<u32> = (0..100).collect();
             shuffle(&mut values, &mut Random::new(seed));

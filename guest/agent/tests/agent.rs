@@ -1,4 +1,4 @@
-//! Runs the real agent as an ordinary process and talks to it over its standard streams.
+//! Runs the real agent as an ordinary process and controls it over its standard streams.
 
 #![allow(clippy::unwrap_used)]
 
@@ -110,7 +110,7 @@ fn page_faults_are_counted() {
         assert!(report.ops_per_s > 0.0, "{report:?}");
     }
     assert!(agent.run(faults(FaultKind::Fault2, 65)).unwrap_err().contains("1 to 64"));
-    // None is left behind when the command is cancelled: their pipe would keep the agent from
+    // Cancelling the command kills all tasks: otherwise their pipe would keep the agent from
     // answering.
     agent.send(8, faults(FaultKind::Fault1, 3));
     assert_eq!(agent.event(), Event::Started { id: 8 });
@@ -122,7 +122,7 @@ fn page_faults_are_counted() {
 }
 
 #[test]
-fn memory_is_churned_and_right() {
+fn churned_memory_is_right() {
     let mut agent = Agent::start();
     let churn = |operations, seconds| Command::Churn {
         bytes: 24 << 20,
@@ -136,14 +136,14 @@ fn memory_is_churned_and_right() {
     let first = run(churn(Some(501), None));
     assert_eq!((first.operations, first.wrong_pages, first.refused), (501, 0, 0), "{first:?}");
     assert!(first.forks > 0 && first.pages_verified > first.pages_written, "{first:?}");
-    assert_eq!(run(churn(Some(501), None)), first, "a seed says what is done");
+    assert_eq!(run(churn(Some(501), None)), first, "the seed determines the operations");
     let timed = run(churn(None, Some(1)));
     assert!(timed.operations > 0 && timed.wrong_pages == 0, "{timed:?}");
     assert!(agent.run(churn(None, None)).unwrap_err().contains("never end"));
 }
 
 #[test]
-fn pages_are_counted_up_and_right() {
+fn incremented_pages_are_right() {
     let mut agent = Agent::start();
     let count = |tasks| Command::Count {
         bytes: 2 << 20,
@@ -180,7 +180,7 @@ fn held_memory_is_kept_and_verified() {
 }
 
 #[test]
-fn files_and_counters() {
+fn files_and_counters_are_read_and_written() {
     let mut agent = Agent::start();
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("file").to_string_lossy().into_owned();
@@ -202,11 +202,11 @@ fn files_and_counters() {
 }
 
 #[test]
-fn bad_lines_are_answered_and_do_no_harm() {
+fn invalid_lines_are_answered_and_harmless() {
     let mut agent = Agent::start();
     let long = vec![b'x'; COMMAND_LIMIT_BYTES + 1];
     for (line, word) in [
-        (b"rubbish".as_slice(), "not a command"),
+        (b"garbage".as_slice(), "not a command"),
         (b"{\"id\":1,\"command\":\"dance\"}", "dance"),
         (b"{\"id\":-1,\"command\":\"mem_info\"}", "not a command"),
         (&long, "longer than"),
@@ -222,7 +222,7 @@ fn bad_lines_are_answered_and_do_no_harm() {
 }
 
 #[test]
-fn commands_run_side_by_side_up_to_a_limit_and_can_be_cancelled() {
+fn commands_run_concurrently_up_to_a_limit_and_can_be_cancelled() {
     let mut agent = Agent::start();
     let count = JOB_LIMIT as u64;
     for id in 1..=count + 1 {
@@ -231,7 +231,7 @@ fn commands_run_side_by_side_up_to_a_limit_and_can_be_cancelled() {
     }
     match agent.event() {
         Event::Failed { id, error } => {
-            assert!(id == count + 1 && error.contains("run already"), "{error}");
+            assert!(id == count + 1 && error.contains("already running"), "{error}");
         }
         other => panic!("{other:?}"),
     }
@@ -257,7 +257,7 @@ fn commands_run_side_by_side_up_to_a_limit_and_can_be_cancelled() {
 }
 
 #[test]
-fn samples_come_until_they_are_stopped() {
+fn samples_are_sent_until_they_are_stopped() {
     let mut agent = Agent::start();
     agent.run(Command::Samples { interval_ms: 5 }).unwrap();
     for _ in 0..3 {
@@ -294,7 +294,7 @@ fn clocks_are_watched_while_commands_run() {
     let mut last = report(agent.run(Command::ClockWatchRead).unwrap());
     assert_eq!(last.cpus.len(), cpus);
     for _ in 0..3 {
-        // Each reader goes on, however busy this machine is.
+        // Each reader makes progress, however busy this machine is.
         loop {
             let next = report(agent.run(Command::ClockWatchRead).unwrap());
             let grows = last.cpus.iter().zip(&next.cpus).all(|(last, next)| {
@@ -310,7 +310,7 @@ fn clocks_are_watched_while_commands_run() {
         agent.run(Command::MemInfo).unwrap();
     }
     for cpu in &last.cpus {
-        // Real time may be set by others, the monotonic clock by nobody.
+        // Other programs may set real time, but not the monotonic clock.
         assert_eq!((cpu.backward.count, cpu.warps.count), (0, 0), "{cpu:?}");
         assert!(cpu.largest_gap_ns >= cpu.largest_burst_gap_ns.max(500_000), "{cpu:?}");
     }
@@ -323,7 +323,7 @@ fn clocks_are_watched_while_commands_run() {
 #[test]
 fn the_kernels_log_is_read_or_refused() {
     let mut agent = Agent::start();
-    // The log may be empty and reading it may be forbidden, but nothing else can happen.
+    // The log may be empty or its reading forbidden, but there is no other outcome.
     let nowhere = Command::KernelLog { words: vec!["no such \u{1} words".to_owned()] };
     match (agent.run(Command::KernelLog { words: Vec::new() }), agent.run(nowhere)) {
         (Ok(all), Ok(none)) => {

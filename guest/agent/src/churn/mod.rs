@@ -1,9 +1,9 @@
-//! Memory is mapped, written, checked, given back in part and in whole, and inherited by child
-//! processes, while the content of every page is known. Each page is checked before it is given
-//! back.
+//! Workload that maps, writes, checks and frees memory in part and in whole, and lets child
+//! processes inherit it. The content of every page is known, and each page is checked before it is
+//! freed.
 //!
-//! What is done depends on a seed alone, except for how far it gets within a time limit. All of it
-//! is ordinary use of memory; what a page holds is wrong only if somebody else has written to it.
+//! The operations depend only on a seed; their number may depend on a time limit. All of them are
+//! ordinary uses of memory: a page's content is wrong only if it was changed from outside.
 
 mod region;
 
@@ -18,51 +18,51 @@ use crate::memory::{HUGE_PAGE_BYTES, PAGE_BYTES};
 use crate::random::{Random, mix};
 use region::Region;
 
-/// Most processes.
+/// Maximum number of processes.
 pub const TASK_LIMIT: u32 = 16;
-/// Least memory of a process.
+/// Minimum memory of a process in bytes.
 pub const LEAST_TASK_BYTES: u64 = 8 << 20;
-/// Pages of a huge page.
+/// Number of pages in a huge page.
 const HUGE_PAGES: usize = HUGE_PAGE_BYTES / PAGE_BYTES;
 
-/// What is to be done.
+/// Parameters of the workload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Churn {
-    /// Memory that all processes together use at most, apart from copies for their child processes.
+    /// Maximum total memory of all processes, apart from copies for their child processes.
     pub bytes: u64,
-    /// Processes.
+    /// Number of processes.
     pub tasks: u32,
-    /// What the operations depend on.
+    /// Seed of the operations.
     pub seed: u64,
-    /// Operations of all processes together.
+    /// Total number of operations of all processes.
     pub operations: Option<u64>,
     /// Time limit.
     pub seconds: Option<u64>,
 }
 
-/// What was done and found.
+/// Result of the workload.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ChurnReport {
-    /// Operations.
+    /// Number of operations.
     pub operations: u64,
-    /// Pages that were written.
+    /// Number of pages written.
     pub pages_written: u64,
-    /// Pages that were checked.
+    /// Number of pages checked.
     pub pages_verified: u64,
-    /// Pages that were given back, unmapped ones included.
+    /// Number of pages freed, including unmapped ones.
     pub pages_freed: u64,
-    /// Child processes that inherited memory and wrote to it.
+    /// Number of child processes that inherited memory and wrote to it.
     pub forks: u64,
-    /// Operations that the kernel refused, for example because there was no memory.
+    /// Number of operations that the kernel refused, for example for lack of memory.
     pub refused: u64,
-    /// Pages that did not hold what was written to them.
+    /// Number of pages with wrong content.
     pub wrong_pages: u64,
-    /// The first of these.
+    /// The first wrong page found.
     pub first_wrong: Option<WrongPage>,
 }
 
 impl ChurnReport {
-    /// Adds what another one has done and found.
+    /// Adds the result of another process.
     pub fn add(&mut self, other: Self) {
         self.operations += other.operations;
         self.pages_written += other.pages_written;
@@ -81,29 +81,28 @@ impl ChurnReport {
 }
 
 impl Churn {
-    /// Does it. The calling process must have a single thread.
+    /// Runs the workload. The calling process must have a single thread.
     pub fn run(self) -> Result<ChurnReport, String> {
         if !(1..=TASK_LIMIT).contains(&self.tasks) {
-            return Err(format!(
-                "tasks: {} was asked for; 1 to {TASK_LIMIT} are possible",
-                self.tasks
-            ));
+            return Err(format!("tasks: {} requested; 1 to {TASK_LIMIT} are possible", self.tasks));
         }
         let tasks = u64::from(self.tasks);
         let task_bytes = self.bytes / tasks;
         if task_bytes < LEAST_TASK_BYTES {
             return Err(format!(
-                "bytes: {} was asked for; {tasks} tasks need at least {LEAST_TASK_BYTES} each",
+                "bytes: {} requested; {tasks} tasks need at least {LEAST_TASK_BYTES} each",
                 self.bytes
             ));
         }
         if self.operations.is_none() && self.seconds.is_none() {
-            return Err("neither operations nor seconds was given: it would never end".to_owned());
+            return Err(
+                "neither operations nor seconds given: the workload would never end".to_owned()
+            );
         }
         let deadline = self.seconds.map(|seconds| Instant::now() + Duration::from_secs(seconds));
         let children = (0..tasks)
             .map(|index| {
-                // The first ones take what the division leaves over.
+                // The first tasks get the remainder of the division.
                 let operations =
                     self.operations.map(|all| all / tasks + u64::from(index < all % tasks));
                 let pages = usize::try_from(task_bytes / PAGE_BYTES as u64).unwrap_or(usize::MAX);
@@ -120,7 +119,7 @@ impl Churn {
     }
 }
 
-/// What can be done next.
+/// Operations of a task.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Operation {
     Map,
@@ -131,7 +130,7 @@ enum Operation {
     Fork,
 }
 
-/// One process' memory.
+/// The memory of one process.
 struct Task {
     random: Random,
     limit_pages: usize,
@@ -195,7 +194,7 @@ impl Task {
         }
     }
 
-    /// Maps a new region and writes to it; makes room first if there is none.
+    /// Maps a new region and writes to it; unmaps others first if the limit is reached.
     fn map(&mut self) {
         let (source, most_pages) = match self.random.below(20) {
             0..8 => (Source::Anonymous, 64),
@@ -204,7 +203,7 @@ impl Task {
             16..18 => (Source::SharedFile, 512),
             _ => (Source::PrivateFile, 256),
         };
-        // A quarter of all: the regions shall be many.
+        // At most a quarter of the limit, so that there are many regions.
         let most_pages = most_pages.min(self.limit_pages / 4);
         let pages = 1 + self.random.below(most_pages);
         let seed = self.random.draw();
@@ -246,13 +245,13 @@ impl Task {
         self.regions[index].verify(pages, |page| report.wrong(page));
     }
 
-    /// A child process writes to what it inherits while this one does the same, so that both take
-    /// copies.
+    /// Forks a child process that writes to inherited pages while this one writes to the same, so
+    /// that both cause copies.
     fn fork(&mut self, index: usize, pages: std::ops::Range<usize>) {
         self.report.forks += 1;
         let region = &mut self.regions[index];
         let all = 0..region.pages();
-        // What both see only one of them may write to.
+        // Only one of both may write to shared pages.
         let childs = if region.is_shared() { 0..0 } else { pages.clone() };
         let child = Child::start(|| {
             let mut report =
@@ -267,13 +266,13 @@ impl Task {
         self.write(index, pages);
         match child.map(Child::finish) {
             Ok(Ok(report)) => self.report.add(report),
-            // It was killed for memory, which happens to the process with the most first.
+            // The OOM killer, which selects the largest process first, killed it.
             Ok(Err(_)) | Err(_) => self.report.refused += 1,
         }
         self.verify(index, 0..self.regions[index].pages());
     }
 
-    /// Some pages of a region, one at least.
+    /// A random non-empty part of a region.
     fn part_of(&mut self, index: usize) -> std::ops::Range<usize> {
         let pages = self.regions[index].pages();
         let start = self.random.below(pages);
@@ -292,7 +291,7 @@ mod tests {
     const CHURN: Churn =
         Churn { bytes: 8 << 20, tasks: 1, seed: 1, operations: Some(1), seconds: None };
 
-    /// Operations of a task without those that need a process with a single thread.
+    /// Runs operations of a task, without those that require a single-threaded process.
     fn steps(seed: u64, count: usize) -> ChurnReport {
         let mut task = Task::new(seed, 8 << 8);
         let mut steps = 0;
@@ -310,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_wrong_and_everything_is_given_back() {
+    fn all_pages_are_right_and_all_memory_is_freed() {
         let report = steps(5, 400);
         assert_eq!(
             (report.operations, report.wrong_pages, report.first_wrong.as_ref()),
@@ -324,15 +323,15 @@ mod tests {
     }
 
     #[test]
-    fn a_seed_says_what_is_done() {
+    fn the_seed_determines_the_operations() {
         assert_eq!(steps(1, 100), steps(1, 100));
         assert_ne!(steps(1, 100), steps(2, 100));
     }
 
     #[test]
-    fn impossible_requests_are_refused() {
+    fn invalid_parameters_are_refused() {
         for (churn, words) in [
-            (Churn { tasks: 0, ..CHURN }, "tasks: 0 was asked for; 1 to 16"),
+            (Churn { tasks: 0, ..CHURN }, "tasks: 0 requested; 1 to 16"),
             (Churn { tasks: 17, ..CHURN }, "1 to 16"),
             (Churn { tasks: 2, ..CHURN }, "at least 8388608 each"),
             (Churn { operations: None, ..CHURN }, "would never end"),

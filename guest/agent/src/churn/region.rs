@@ -1,4 +1,4 @@
-//! A piece of memory whose content is known page by page.
+//! A region of memory with known content of each page.
 
 use std::fs::File;
 use std::io;
@@ -11,19 +11,19 @@ use serde::{Deserialize, Serialize};
 use crate::memory::{Mapping, PAGE_BYTES, PAGE_WORDS, Sharing, pattern_word, unnamed_file};
 use crate::random::mix;
 
-/// Words of a wrong page that are told.
+/// Number of reported words of a wrong page.
 const SHOWN_WORDS: usize = 4;
-/// Bits of an entry of `/proc/PID/pagemap` that are the page's number (Linux
+/// Bits of the page frame number in an entry of `/proc/PID/pagemap` (Linux
 /// Documentation/admin-guide/mm/pagemap.rst).
 const PAGEMAP_PFN: u64 = (1 << 55) - 1;
 
-/// Where a region's pages come from.
+/// Source of a region's pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Source {
     /// Private anonymous memory.
     Anonymous,
-    /// The same in huge pages.
+    /// Private anonymous memory in huge pages.
     Huge,
     /// A file in `/tmp`, mapped shared.
     SharedFile,
@@ -31,27 +31,26 @@ pub enum Source {
     PrivateFile,
 }
 
-/// A page that does not hold what was written to it.
+/// A page whose content differs from the last write.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WrongPage {
-    /// Where the page comes from.
+    /// Source of the page.
     pub source: Source,
     /// Address in the process, in hexadecimal.
     pub address: String,
-    /// Number of the guest's page frame, in hexadecimal, if it could be found out.
+    /// Page frame number in the guest, in hexadecimal, if available.
     pub pfn: Option<String>,
     /// Index of the first wrong word of 8 bytes.
     pub word: usize,
     /// Number of wrong words.
     pub wrong_words: usize,
-    /// What the words from there on should be, in hexadecimal.
+    /// Expected words from there on, in hexadecimal.
     pub expected: Vec<String>,
-    /// What they are.
+    /// Words found, in hexadecimal.
     pub found: Vec<String>,
 }
 
-/// Memory of which every page's content is known. A page was never written, or holds the pattern of
-/// its version.
+/// Memory with known content of each page: either never written, or the pattern of its version.
 #[derive(Debug)]
 pub struct Region {
     source: Source,
@@ -60,12 +59,12 @@ pub struct Region {
     seed: u64,
     /// Version of each page; 0 for zeros.
     versions: Vec<u32>,
-    /// Version of a page whose copy was given back.
+    /// Version of a page after its copy was freed.
     base: u32,
 }
 
 impl Region {
-    /// Maps a region; a privately mapped file is written in full, everything else is zeros.
+    /// Maps a region. A privately mapped file is filled; the other sources contain zeros.
     pub fn map(source: Source, pages: usize, seed: u64) -> io::Result<Self> {
         let bytes = (pages * PAGE_BYTES) as u64;
         let (file, mapping) = match source {
@@ -96,12 +95,12 @@ impl Region {
         self.mapping.pages()
     }
 
-    /// Pages of memory that the region takes when all of it was written.
+    /// Memory of the region in pages once all of it was written.
     pub fn cost_pages(&self) -> usize {
         if self.source == Source::PrivateFile { 2 * self.pages() } else { self.pages() }
     }
 
-    /// Whether other processes see what is written.
+    /// Whether writes are visible to other processes.
     pub fn is_shared(&self) -> bool {
         self.source == Source::SharedFile
     }
@@ -114,27 +113,26 @@ impl Region {
         }
     }
 
-    /// Gives these pages back: they become what they are without a copy, which is zeros or the
-    /// file's content.
+    /// Frees these pages: their content reverts to zeros or to the file's content.
     pub fn give_back(&mut self, pages: Range<usize>) -> io::Result<()> {
-        // A shared file's pages would stay in the page cache; removal takes them from there too.
+        // MADV_DONTNEED would keep a shared file's pages in the page cache.
         let advice = if self.is_shared() { Advice::LinuxRemove } else { Advice::LinuxDontNeed };
         self.mapping.advise(pages.clone(), advice)?;
         self.versions[pages].fill(self.base);
         Ok(())
     }
 
-    /// Checks these pages; tells each that is wrong, and writes it again, so that it is told once.
-    pub fn verify(&mut self, pages: Range<usize>, mut tell: impl FnMut(WrongPage)) {
+    /// Checks these pages; reports each wrong one and restores it, so that it is reported once.
+    pub fn verify(&mut self, pages: Range<usize>, mut report: impl FnMut(WrongPage)) {
         for page in pages {
             if !self.mapping.page(page).iter().copied().eq(self.content(page)) {
-                tell(self.describe(page));
+                report(self.describe(page));
                 self.restore(page);
             }
         }
     }
 
-    /// What a page should hold.
+    /// Expected content of a page.
     fn content(&self, page: usize) -> impl Iterator<Item = u64> + use<> {
         let version = self.versions[page];
         let seed = mix(self.seed ^ mix(page as u64) ^ (u64::from(version) << 32));
@@ -174,8 +172,8 @@ fn hex(number: u64) -> String {
     format!("{number:#x}")
 }
 
-/// Number of the page frame at an address of this process. The kernel tells it to privileged
-/// processes only.
+/// Page frame number at an address of this process. The kernel reports it only to privileged
+/// processes.
 fn pfn_of(address: u64) -> Option<u64> {
     let mut entry = [0; 8];
     let page = address / PAGE_BYTES as u64;
@@ -197,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_and_given_back_is_known() {
+    fn content_after_writes_and_frees_is_known() {
         for source in ALL {
             let mut region = Region::map(source, 512, 7).unwrap();
             assert_eq!(wrong(&mut region), [], "{source:?} as mapped");
@@ -205,14 +203,14 @@ mod tests {
             region.write(50..60);
             assert_eq!(wrong(&mut region), [], "{source:?} as written");
             region.give_back(40..55).unwrap();
-            assert_eq!(wrong(&mut region), [], "{source:?} with a part given back");
+            assert_eq!(wrong(&mut region), [], "{source:?} with a part freed");
             region.write(45..50);
             assert_eq!(wrong(&mut region), [], "{source:?} as written again");
         }
     }
 
     #[test]
-    fn a_changed_page_is_told_once() {
+    fn a_changed_page_is_reported_once() {
         for source in ALL {
             let mut region = Region::map(source, 512, 7).unwrap();
             region.write(0..10);
@@ -229,19 +227,19 @@ mod tests {
     }
 
     #[test]
-    fn lost_and_exchanged_pages_are_noticed() {
+    fn lost_and_exchanged_pages_are_detected() {
         let mut region = Region::map(Source::Anonymous, 4, 1).unwrap();
         region.write(0..4);
         region.mapping.advise(1..2, Advice::LinuxDontNeed).unwrap();
         let other = region.mapping.page(2).to_vec();
         region.mapping.page_mut(3).copy_from_slice(&other);
         assert_eq!(wrong(&mut region).len(), 2);
-        // An older version of the same page, too.
+        // Also an older version of the same page.
         let old = region.mapping.page(0).to_vec();
         region.write(0..1);
         region.mapping.page_mut(0).copy_from_slice(&old);
         assert_eq!(wrong(&mut region).len(), 1);
-        // And what should be zeros and is not.
+        // Also content where zeros are expected.
         region.give_back(0..1).unwrap();
         region.mapping.page_mut(0)[511] = 1;
         assert_eq!(wrong(&mut region)[0].word, 511);

@@ -1,68 +1,67 @@
-//! What the readers have seen, in memory that all of them share and that can be looked at while
-//! they go on.
+//! The readers' observations, in shared memory that can be read while they run.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use serde::{Deserialize, Serialize};
 
-/// Most processors that are watched.
+/// Maximum number of watched processors.
 pub const CPU_LIMIT: usize = 64;
 
-/// Steps in a direction that a clock must not go.
+/// Steps of a clock in the wrong direction.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Steps {
-    /// How many.
+    /// Number of steps.
     pub count: u64,
-    /// The largest, in ns (in ticks for the time stamp counter).
+    /// The largest step in ns (in ticks for the time stamp counter).
     pub largest: u64,
 }
 
-/// What one reader has seen.
+/// Observations of one reader.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CpuReport {
     /// The processor that the reader is bound to.
     pub cpu: u32,
-    /// Readings of each clock so far.
+    /// Number of readings of each clock so far.
     pub readings: u64,
     /// The last reading of CLOCK_MONOTONIC in ns.
     pub monotonic_ns: u64,
     /// The last reading of the time stamp counter.
     pub tsc: u64,
-    /// CLOCK_MONOTONIC, smaller than this reader's own reading before.
+    /// Readings of CLOCK_MONOTONIC below this reader's previous one.
     pub backward: Steps,
-    /// CLOCK_MONOTONIC, smaller than a value that some reader had published before this reading
-    /// began: kvm-unit-tests' kvmclock_test calls it a warp. Steps backward are among them; after
-    /// one, every reading counts until the clock has passed the largest published value.
+    /// Readings of CLOCK_MONOTONIC below a value that any reader had published before the reading
+    /// began: a warp in kvm-unit-tests' kvmclock_test. They include steps backward; after one,
+    /// every reading counts until the clock has passed the largest published value.
     pub warps: Steps,
     /// As `backward`, for the time stamp counter.
     pub tsc_backward: Steps,
     /// As `warps`, for the time stamp counter (Linux arch/x86/kernel/tsc_sync.c, check_tsc_warp).
     pub tsc_warps: Steps,
-    /// CLOCK_REALTIME, smaller than this reader's own reading before.
+    /// Readings of CLOCK_REALTIME below this reader's previous one.
     pub realtime_backward: Steps,
-    /// Largest difference of CLOCK_MONOTONIC between two readings in a row within a burst, in ns.
+    /// Largest difference of CLOCK_MONOTONIC between two successive readings in a burst, in ns.
     pub largest_burst_gap_ns: u64,
-    /// The same with the sleeps between bursts.
+    /// The same including the sleeps between bursts.
     pub largest_gap_ns: u64,
-    /// The same since the report before, in ns.
+    /// The same since the previous report, in ns.
     pub largest_gap_since_report_ns: u64,
 }
 
-/// What all readers have seen.
+/// Observations of all readers.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WatchReport {
-    /// One entry a processor, in order.
+    /// One entry per processor, in order.
     pub cpus: Vec<CpuReport>,
 }
 
 impl WatchReport {
-    /// Readings of all processors.
+    /// Total number of readings.
     pub fn readings(&self) -> u64 {
         self.cpus.iter().map(|cpu| cpu.readings).sum()
     }
 
-    /// What must not be, in words; empty if all is well. The time stamp counter is left out: a
-    /// hypervisor may have reasons to set it back.
+    /// Descriptions of all errors. The time stamp counter is ignored: a hypervisor may have reasons
+    /// to set it back.
     pub fn faults(&self) -> Vec<String> {
         let fault = |cpu: &CpuReport, name: &str, steps: Steps| {
             (steps.count > 0).then(|| {
@@ -88,7 +87,7 @@ struct AtomicSteps {
 }
 
 impl AtomicSteps {
-    /// Counts a step if `now` is before `floor`.
+    /// Counts a step if `now` is below `floor`.
     fn judge(&self, floor: u64, now: u64) {
         if now < floor {
             self.count.fetch_add(1, Ordering::Relaxed);
@@ -104,10 +103,9 @@ impl AtomicSteps {
     }
 }
 
-/// The record of one reader, apart from the others' in memory so that they do not slow each other
-/// down.
+/// The record of one reader, on separate cache lines to avoid false sharing.
 ///
-/// All zeros is a record without readings. Only its reader writes to it, apart from
+/// All zeros is a record without readings. Only its reader writes to it, except for
 /// `gap_since_report`.
 #[repr(align(128))]
 #[derive(Default)]
@@ -126,12 +124,12 @@ struct Record {
     gap_since_report: AtomicU64,
 }
 
-/// Where a reading stands among others.
+/// Position of a reading in its burst.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Position {
-    /// First of a burst, or first of all.
+    /// First of a burst, or first at all.
     First,
-    /// Right behind another one.
+    /// Directly after another one.
     Next,
 }
 
@@ -155,24 +153,24 @@ pub struct Reading {
     pub realtime_ns: u64,
 }
 
-/// A value on a cache line of its own.
+/// A value on a separate cache line.
 #[repr(align(128))]
 #[derive(Default)]
 struct Alone(AtomicU64);
 
-/// All records. All zeros is a board that nobody has written to.
+/// All records. All zeros is an empty board.
 pub struct Board {
     monotonic: Alone,
     tsc: Alone,
-    /// Number of an error that kept a reader from its processor; 0 if none did.
+    /// Error number of a reader that could not be bound to its processor; 0 if none failed.
     error: AtomicU32,
     records: [Record; CPU_LIMIT],
 }
 
 impl Board {
-    /// What was published so far. To be called before the clocks are read: a value that is here was
-    /// read earlier, on whatever processor, so that a smaller one afterwards means that time went
-    /// backward.
+    /// The values published so far. Must be called before the clocks are read: a published value
+    /// was read earlier, on any processor, so that a smaller reading afterwards means that time
+    /// went backward.
     pub fn published(&self) -> Published {
         Published {
             monotonic_ns: self.monotonic.0.load(Ordering::Acquire),
@@ -180,7 +178,7 @@ impl Board {
         }
     }
 
-    /// Judges a reading of the reader with this index and publishes it.
+    /// Checks a reading of the reader with this index and publishes it.
     pub fn enter(&self, index: usize, position: Position, before: Published, now: Reading) {
         let Some(record) = self.records.get(index) else { return };
         record.warps.judge(before.monotonic_ns, now.monotonic_ns);
@@ -203,17 +201,17 @@ impl Board {
         record.tsc.store(now.tsc, Ordering::Relaxed);
         record.realtime.store(now.realtime_ns, Ordering::Relaxed);
         record.readings.fetch_add(1, Ordering::Relaxed);
-        // Release: who sees the value has begun after this reading's end.
+        // Release: a reading that sees the value begins after this one's end.
         self.monotonic.0.fetch_max(now.monotonic_ns, Ordering::AcqRel);
         self.tsc.0.fetch_max(now.tsc, Ordering::AcqRel);
     }
 
-    /// Notes that a reader could not start.
+    /// Records that a reader could not start.
     pub fn fail(&self, errno: i32) {
         self.error.store(errno.unsigned_abs(), Ordering::Relaxed);
     }
 
-    /// What was seen by the readers of these processors; begins a new interval of
+    /// The observations of these processors' readers; starts a new interval of
     /// `largest_gap_since_report_ns`.
     pub fn report(&self, cpus: &[u32]) -> Result<WatchReport, std::io::Error> {
         match self.error.load(Ordering::Relaxed) {
@@ -258,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn steps_and_gaps_by_hand() {
+    fn steps_and_gaps_are_counted() {
         let board = board();
         for (index, position, monotonic_ns, realtime_ns) in [
             (0, Position::First, 100, 1000),
@@ -305,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_without_its_processor_is_told() {
+    fn a_reader_without_its_processor_is_reported() {
         let board = board();
         board.fail(libc::EINVAL);
         assert_eq!(board.report(&[0]).unwrap_err().raw_os_error(), Some(libc::EINVAL));
@@ -313,7 +311,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn readings_in_order_have_no_faults(steps in prop::collection::vec((0_usize..4, 0_u64..1000), 1..100)) {
+        fn readings_in_order_have_no_faults(
+            steps in prop::collection::vec((0_usize..4, 0_u64..1000), 1..100),
+        ) {
             let board = board();
             let mut now = 1;
             for (index, step) in &steps {
@@ -325,9 +325,11 @@ mod tests {
             prop_assert_eq!(report.readings(), steps.len() as u64);
         }
 
-        /// Against a model that keeps all readings.
+        /// Compares the board with a model that keeps all readings.
         #[test]
-        fn each_smaller_reading_is_a_warp(readings in prop::collection::vec((0_usize..3, 1_u64..1000), 1..60)) {
+        fn each_smaller_reading_is_a_warp(
+            readings in prop::collection::vec((0_usize..3, 1_u64..1000), 1..60),
+        ) {
             let board = board();
             let mut warps = [Steps::default(); 3];
             for (at, (index, now)) in readings.iter().enumerate() {

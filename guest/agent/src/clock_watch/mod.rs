@@ -1,8 +1,8 @@
-//! One reader a processor looks at the clocks all the time and takes note of what must not happen.
+//! Watches the clocks with one reader per processor that records errors.
 //!
-//! The readers are threads of a process of their own: the agent, which starts other processes,
-//! keeps a single thread. What they see is in shared memory, so that it can be reported while they
-//! go on, and after a guest was saved and restored.
+//! The readers are threads of a separate process, because the agent, which forks other processes,
+//! must have a single thread. They write to shared memory, so that their observations can be
+//! reported while they run, and after a guest was saved and restored.
 
 mod board;
 
@@ -24,30 +24,30 @@ pub use board::{CPU_LIMIT, CpuReport, Steps, WatchReport};
 use crate::clock;
 use board::{Board, Position, Reading};
 
-/// Most readings in a burst; a second or so.
+/// Maximum number of readings in a burst, about a second.
 pub const BURST_LIMIT: u32 = 1_000_000;
 
-/// How the readers share their processors with others.
+/// Timing of the readers, by which they share their processors with other tasks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Rhythm {
-    /// Readings in a row, 1 to [`BURST_LIMIT`].
+    /// Number of successive readings, 1 to [`BURST_LIMIT`].
     pub burst_readings: u32,
     /// Sleep between two bursts.
     pub pause: Duration,
 }
 
-/// A board in memory that is shared with a child process. It is never unmapped: the agent needs few
-/// in its life.
+/// A board in memory shared with a child process. It is never unmapped, because the agent needs
+/// only few of them.
 #[derive(Clone, Copy)]
 struct SharedBoard(NonNull<Board>);
 
-// SAFETY: a board is made of atomics only, and its memory stays for the life of the process.
+// SAFETY: a board consists of atomics, and its memory is mapped for the life of the process.
 unsafe impl Send for SharedBoard {}
 
 impl SharedBoard {
     fn new() -> io::Result<Self> {
         let protection = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: the kernel chooses an unused place, so that no memory in use is replaced.
+        // SAFETY: the kernel chooses an unused address, so that no memory in use is replaced.
         let start = unsafe {
             mmap_anonymous(std::ptr::null_mut(), size_of::<Board>(), protection, MapFlags::SHARED)
         }?;
@@ -59,14 +59,14 @@ impl Deref for SharedBoard {
     type Target = Board;
 
     fn deref(&self) -> &Board {
-        // SAFETY: the memory is mapped, page-aligned, as large as a board and never unmapped; it
-        // began as zeros, which is a valid board; all that write to it, in whatever process, do so
-        // through atomics.
+        // SAFETY: the memory is mapped, page-aligned, as large as a board and never unmapped. It
+        // was initialized to zeros, which is a valid board, and all processes write to it through
+        // atomics.
         unsafe { self.0.as_ref() }
     }
 }
 
-/// Readers that run. They end when this is dropped.
+/// Running readers. They end when this value is dropped.
 pub struct ClockWatch {
     board: SharedBoard,
     cpus: Vec<u32>,
@@ -74,13 +74,13 @@ pub struct ClockWatch {
 }
 
 impl ClockWatch {
-    /// Starts one reader on each processor that this process may use, [`CPU_LIMIT`] at most.
+    /// Starts one reader on each processor that this process may use, up to [`CPU_LIMIT`].
     ///
     /// The calling process must have a single thread.
     pub fn start(rhythm: Rhythm) -> io::Result<Self> {
         if !(1..=BURST_LIMIT).contains(&rhythm.burst_readings) {
             let text = format!(
-                "a burst of {} readings was asked for; 1 to {BURST_LIMIT} are possible",
+                "a burst of {} readings requested; 1 to {BURST_LIMIT} are possible",
                 rhythm.burst_readings
             );
             return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
@@ -92,8 +92,8 @@ impl ClockWatch {
             .collect();
         let board = SharedBoard::new()?;
         let parent = getpid();
-        // SAFETY: the process has a single thread (required above), so that the child finds no lock
-        // held by another.
+        // SAFETY: the process has a single thread (required above), so that no other thread holds a
+        // lock in the child.
         match unsafe { libc::fork() } {
             -1 => Err(io::Error::last_os_error()),
             0 => run_child(parent, board, &cpus, rhythm),
@@ -104,17 +104,17 @@ impl ClockWatch {
         }
     }
 
-    /// The processors that are watched.
+    /// The watched processors.
     pub fn cpus(&self) -> &[u32] {
         &self.cpus
     }
 
-    /// What was seen since the start; the readers go on.
+    /// The observations since the start; the readers keep running.
     pub fn report(&self) -> io::Result<WatchReport> {
         let report = self.board.report(&self.cpus)?;
-        // A look without collecting: the process id stays this child's until the watch is dropped.
-        let look = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
-        match waitid(WaitId::Pid(self.pid), look)? {
+        // Check without reaping: the process id stays allocated until the watch is dropped.
+        let check = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+        match waitid(WaitId::Pid(self.pid), check)? {
             None => Ok(report),
             Some(_) => Err(io::Error::other("the readers have ended by themselves")),
         }
@@ -130,9 +130,9 @@ impl Drop for ClockWatch {
     }
 }
 
-/// The child's life: starts the readers, which never end by themselves.
+/// Main function of the child: starts the readers, which never end by themselves.
 fn run_child(parent: Pid, board: SharedBoard, cpus: &[u32], rhythm: Rhythm) -> ! {
-    // Readers shall not outlive the agent where that is an ordinary process.
+    // Readers must not outlive the agent if that is an ordinary process.
     let _ = rustix::process::set_parent_process_death_signal(Some(Signal::KILL));
     if getppid() == Some(parent) {
         let readers: Vec<_> = cpus
@@ -141,7 +141,7 @@ fn run_child(parent: Pid, board: SharedBoard, cpus: &[u32], rhythm: Rhythm) -> !
             .filter_map(|(index, cpu)| {
                 let cpu = *cpu;
                 let reader = thread::Builder::new().spawn(move || {
-                    // The whole value, not its field alone, which could not be sent.
+                    // Captures the whole value; its field alone is not `Send`.
                     let board = board;
                     match bind(cpu) {
                         Ok(()) => read_on(&board, index, rhythm),
@@ -157,7 +157,7 @@ fn run_child(parent: Pid, board: SharedBoard, cpus: &[u32], rhythm: Rhythm) -> !
             let _ = reader.join();
         }
     }
-    // SAFETY: ends the process at once; the parent's exit handlers and buffers stay untouched.
+    // SAFETY: ends the process at once, without the parent's exit handlers and buffers.
     unsafe { libc::_exit(1) }
 }
 
@@ -171,8 +171,8 @@ fn read_on(board: &Board, index: usize, rhythm: Rhythm) -> ! {
     loop {
         for number in 0..rhythm.burst_readings {
             let before = board.published();
-            // The counter first: its fences keep all readings behind the load of what was
-            // published.
+            // The counter first: its fences order all readings after the load of the published
+            // values.
             let tsc = clock::tsc();
             let monotonic_ns = clock::read(ClockId::Monotonic);
             let realtime_ns = clock::read(ClockId::Realtime);

@@ -1,11 +1,11 @@
-//! Page faults as fast as they come: the test cases page_fault1 to page_fault3 of the benchmark
-//! suite will-it-scale.
+//! Rate of page faults: the test cases page_fault1 to page_fault3 of the benchmark suite
+//! will-it-scale.
 //!
-//! Each task is bound to a processor, waits for all others, and then maps memory, writes one byte
-//! to each page of 4 KiB, which is what is counted, and unmaps it, again and again. The counts are
-//! read once a second; the first second is left out. Differences from the original: the size of a
-//! mapping is a parameter, and whether page_fault1 gets huge pages is said by `madvise(2)` rather
-//! than left to the guest's setting.
+//! Each task is bound to a processor, waits for all others, and then repeatedly maps memory, writes
+//! one byte to each page of 4 KiB, which is counted, and unmaps the memory. The counts are read
+//! once a second; the first second is ignored. Differences from the original: the size of a mapping
+//! is a parameter, and `madvise(2)` instead of the guest's setting determines whether page_fault1
+//! gets huge pages.
 
 mod board;
 
@@ -21,70 +21,70 @@ use crate::child::Child;
 use crate::memory::{HUGE_PAGE_BYTES, Mapping, PAGE_BYTES, Sharing, unnamed_file};
 use board::{Board, SharedBoard};
 
-/// Most tasks of a run.
+/// Maximum number of tasks of a run.
 pub const TASK_LIMIT: u32 = 64;
-/// Longest run in seconds.
+/// Maximum duration of a run in seconds.
 pub const SECONDS_LIMIT: u32 = 3600;
-/// Time between two counts.
+/// Interval of the samples.
 const SAMPLE: Duration = Duration::from_secs(1);
-/// Pause between two looks at whether all are ready.
-const LOOK: Duration = Duration::from_millis(1);
+/// Interval of checks whether all tasks are ready.
+const POLL: Duration = Duration::from_millis(1);
 
-/// What is mapped.
+/// Kind of the mapping.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FaultKind {
-    /// Private anonymous memory, no huge pages: page_fault1.
+    /// Private anonymous memory without huge pages: page_fault1.
     Fault1,
-    /// Private anonymous memory in huge pages, at a huge page's boundary: page_fault1 with
-    /// transparent huge pages.
+    /// Private anonymous memory in aligned huge pages: page_fault1 with transparent huge pages.
     Fault1Huge,
-    /// A file in `/tmp`, mapped privately: page_fault2. Each write takes a copy of the file's page.
+    /// A file in `/tmp`, mapped privately: page_fault2. Each write copies the file's page.
     Fault2,
     /// A file in `/tmp`, mapped shared: page_fault3. The file's pages stay allocated.
     Fault3,
 }
 
-/// What the tasks are.
+/// Kind of the tasks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TaskKind {
-    /// Processes, each with an address space of its own.
+    /// Processes, each with its own address space.
     Processes,
     /// Threads in one address space.
     Threads,
 }
 
-/// A run.
+/// Parameters of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PageFaults {
-    /// What is mapped.
+    /// Kind of the mappings.
     pub kind: FaultKind,
-    /// How many tasks, 1 to [`TASK_LIMIT`].
+    /// Number of tasks, 1 to [`TASK_LIMIT`].
     pub tasks: u32,
-    /// What they are.
+    /// Kind of the tasks.
     pub task_kind: TaskKind,
-    /// Seconds that count, 1 to [`SECONDS_LIMIT`]; the run takes one more.
+    /// Measured seconds, 1 to [`SECONDS_LIMIT`]; the run takes one more.
     pub seconds: u32,
-    /// Size of each mapping, whole pages, or whole huge pages with [`FaultKind::Fault1Huge`].
+    /// Size of each mapping: a multiple of the page size, with [`FaultKind::Fault1Huge`] of the
+    /// huge page size.
     pub mapping_bytes: u64,
 }
 
-/// What a run has counted.
+/// Result of a run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct FaultReport {
-    /// Pages written in the seconds that count.
+    /// Number of pages written in the measured seconds.
     pub ops_total: u64,
-    /// Pages written in a second, on the average.
+    /// Mean number of pages written per second.
     pub ops_per_s: f64,
-    /// Pages written in a second, for each second that counts.
+    /// Number of pages written in each measured second.
     pub samples: Vec<f64>,
-    /// Pages written in the seconds that count, by task.
+    /// Number of pages written in the measured seconds by each task.
     pub tasks: Vec<u64>,
 }
 
 impl PageFaults {
-    /// Runs it. The calling process must have a single thread.
+    /// Runs the measurement. The calling process must have a single thread.
     pub fn run(self) -> Result<FaultReport, String> {
         self.check()?;
         let board = SharedBoard::new().map_err(|error| format!("memory for counters: {error}"))?;
@@ -96,7 +96,7 @@ impl PageFaults {
             TaskKind::Threads => self.run_threads(&board, &tasks),
         }?;
         match report.ops_total {
-            0 => Err("not a single page was written in the time that counts".to_owned()),
+            0 => Err("no page was written in the measured time".to_owned()),
             _ => Ok(report),
         }
     }
@@ -104,7 +104,7 @@ impl PageFaults {
     fn check(&self) -> Result<(), String> {
         let limits = |name: &str, value: u32, limit: u32| match value {
             value if (1..=limit).contains(&value) => Ok(()),
-            _ => Err(format!("{name}: {value} was asked for; 1 to {limit} are possible")),
+            _ => Err(format!("{name}: {value} requested; 1 to {limit} are possible")),
         };
         limits("tasks", self.tasks, TASK_LIMIT)?;
         limits("seconds", self.seconds, SECONDS_LIMIT)?;
@@ -112,7 +112,7 @@ impl PageFaults {
             if self.kind == FaultKind::Fault1Huge { HUGE_PAGE_BYTES } else { PAGE_BYTES } as u64;
         match self.mapping_bytes {
             bytes if bytes > 0 && bytes.is_multiple_of(unit) => Ok(()),
-            bytes => Err(format!("mapping_bytes: {bytes} is no multiple of {unit}")),
+            bytes => Err(format!("mapping_bytes: {bytes} is not a multiple of {unit}")),
         }
     }
 
@@ -121,7 +121,7 @@ impl PageFaults {
         board: &SharedBoard,
         tasks: &[(usize, u32)],
     ) -> Result<FaultReport, String> {
-        // Should one fail to start, those before it are killed by being dropped.
+        // If a task fails to start, dropping the previous ones kills them.
         let start = |(index, cpu): &(usize, u32)| {
             Child::<()>::start(|| self.task(board, *index, *cpu)).map_err(describe)
         };
@@ -145,7 +145,7 @@ impl PageFaults {
                 match thread::Builder::new().spawn_scoped(scope, task) {
                     Ok(thread) => threads.push(thread),
                     Err(error) => {
-                        // Those that wait for all to be ready would wait for ever.
+                        // Otherwise tasks that wait for all to be ready would wait for ever.
                         board.stop();
                         return Err(describe(error));
                     }
@@ -160,13 +160,13 @@ impl PageFaults {
         })
     }
 
-    /// Lets the tasks go and counts what they do.
+    /// Starts the tasks and samples their counts.
     fn watch(self, board: &Board, all_alive: impl Fn() -> bool) -> Result<FaultReport, String> {
         while board.ready() < self.tasks {
             if board.stopped() || !all_alive() {
-                return Err("a task could not begin".to_owned());
+                return Err("a task could not start".to_owned());
             }
-            thread::sleep(LOOK);
+            thread::sleep(POLL);
         }
         board.go();
         let started = Instant::now();
@@ -183,7 +183,7 @@ impl PageFaults {
             }
             last = now;
         }
-        let first = first.ok_or("no second counts")?;
+        let first = first.ok_or("no second was measured")?;
         let tasks: Vec<u64> =
             last.1.iter().zip(&first.1).map(|(last, first)| last - first).collect();
         let ops_total = tasks.iter().sum();
@@ -191,7 +191,7 @@ impl PageFaults {
         Ok(FaultReport { ops_total, ops_per_s, samples, tasks })
     }
 
-    /// One task's life.
+    /// Main function of a task.
     fn task(self, board: &Board, index: usize, cpu: u32) -> Result<(), String> {
         let result = bind(cpu).and_then(|()| self.fault(board, index)).map_err(describe);
         if result.is_err() {
@@ -219,7 +219,7 @@ impl PageFaults {
                 Ok(mapping)
             }
         };
-        board.wait_for_go(LOOK);
+        board.wait_for_go(POLL);
         let mut count = 0;
         loop {
             let mut mapping = map()?;
@@ -273,9 +273,9 @@ mod tests {
     }
 
     #[test]
-    fn impossible_runs_are_refused_with_what_is_possible() {
+    fn invalid_parameters_are_refused_with_their_range() {
         for (run, words) in [
-            (PageFaults { tasks: 0, ..RUN }, "tasks: 0 was asked for; 1 to 64"),
+            (PageFaults { tasks: 0, ..RUN }, "tasks: 0 requested; 1 to 64"),
             (PageFaults { tasks: 65, ..RUN }, "1 to 64"),
             (PageFaults { seconds: 0, ..RUN }, "seconds: 0"),
             (PageFaults { mapping_bytes: 0, ..RUN }, "multiple of 4096"),
