@@ -1,9 +1,9 @@
-//! Throughput of the engine: zero detection alone, and memory from a simulated source through
-//! loopback TCP into a target, with 1, 2 and 4 streams.
+//! Throughput of the engine: zero detection alone, and memory sent from a simulated source over
+//! loopback TCP to a target, with 1, 2 and 4 streams.
 //!
 //! Each iteration is a whole migration of 512 MiB: source, checksums, sockets, receiver and the
-//! copy into the target's memory run on the same processors, so "a core" is what the printed
-//! processor time says.
+//! copy into the target's memory run on the same processors, so the cost in cores is the printed
+//! processor time.
 
 #![allow(clippy::unwrap_used, missing_docs, reason = "a benchmark")]
 
@@ -27,7 +27,7 @@ use vm_memory::GuestAddress;
 
 const PAGE: usize = PAGE_SIZE_BYTES as usize;
 
-/// Size of the memory that is moved.
+/// Size of the memory that is migrated.
 const MEMORY_BYTES: u64 = 512 << 20;
 
 fn zero_detection(criterion: &mut Criterion) {
@@ -53,7 +53,7 @@ fn zero_detection(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// What is done to each byte at the source, step by step, and the socket without the engine.
+/// The work per byte at the source, step by step, and the socket without the engine.
 fn parts(criterion: &mut Criterion) {
     const PIECE: usize = 256 << 10;
     let mut group = criterion.benchmark_group("parts");
@@ -106,7 +106,7 @@ fn parts(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// Processor time that this process spends in `work`, with the kernel's part.
+/// Processor time that this process spends in `work`, including system time.
 fn processor_time(work: impl FnOnce()) -> Duration {
     let now = || {
         let time = clock_gettime(ClockId::ProcessCPUTime);
@@ -117,7 +117,7 @@ fn processor_time(work: impl FnOnce()) -> Duration {
     now().saturating_sub(start)
 }
 
-/// What the source's memory holds.
+/// Content of the source's memory.
 #[derive(Clone, Copy)]
 enum Content {
     Data,
@@ -178,7 +178,7 @@ fn pair() -> (TcpStream, TcpStream) {
     (from, to)
 }
 
-/// Moves the source's memory; returns the time it took.
+/// Migrates the source's memory; returns the time it took.
 fn migrate(source: &Source, target: &GuestRam, streams: usize, config: Config) -> Duration {
     let (send, receive): (Vec<_>, Vec<_>) = (0..streams).map(|_| pair()).unzip();
     let (rounds, mut confirm) = pair();
@@ -220,7 +220,7 @@ fn engine(criterion: &mut Criterion) {
     group.throughput(Throughput::Bytes(MEMORY_BYTES)).sample_size(10);
     let spec =
         RegionSpec { start: GuestAddress::default(), size_bytes: MEMORY_BYTES, host_node: None };
-    // Populated, so that what is measured is the engine and not the host's page faults.
+    // Populated, so that the host's page faults are not measured.
     let target =
         GuestRam::new(&[spec], Backing::Anonymous, HugePages::On, Populate::Prealloc).unwrap();
     for (name, content, zero_pages) in [

@@ -1,5 +1,5 @@
-//! Records on their way to a stream: collected while they fit the processor's cache, and written
-//! with few calls.
+//! Records waiting to be written to a stream: batched to fit the processor's cache and written with
+//! few system calls.
 
 use std::hash::Hasher;
 use std::io::{self, IoSlice, Write};
@@ -14,19 +14,19 @@ use crate::progress::PageCounters;
 use crate::zero::{PageContent, first_run};
 use crate::{BoxError, ZeroPages};
 
-/// Pages that are read at a time: they stay in the second level cache while they are searched for
+/// Number of pages read at a time: they stay in the second level cache while they are scanned for
 /// zeros, hashed, and copied by the kernel.
 pub(crate) const PIECE_PAGES: u64 = 64;
 
 const PAGE: usize = PAGE_SIZE_BYTES as usize;
 
-/// Room for content in bytes.
+/// Size of the content buffer in bytes.
 const CONTENT_BYTES: usize = PIECE_PAGES as usize * PAGE;
 
-/// Bytes of headers after which a batch is written even if there is hardly any content.
+/// Bytes of headers after which a batch is written even if it has hardly any content.
 const HEADERS_BYTES: usize = 16 << 10;
 
-/// A part of what is to be written.
+/// A part of the output.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Part {
     Headers(Range<usize>),
@@ -39,7 +39,7 @@ pub(crate) struct Batch {
     used: usize,
     headers: Vec<u8>,
     parts: Vec<Part>,
-    /// How many of the parts are in the checksum.
+    /// Number of parts already in the checksum.
     hashed_parts: usize,
     /// A record without content that may still grow.
     open: Option<Record>,
@@ -64,17 +64,17 @@ impl Batch {
         }
     }
 
-    /// Pages that can be read before the next [`write`](Self::write).
+    /// Number of pages that can be read before the next [`write`](Self::write).
     pub(crate) fn room_pages(&self) -> u64 {
         ((self.content.len() - self.used) / PAGE) as u64
     }
 
-    /// Whether it is time to write: nothing can be read any more, or there are headers enough.
+    /// Whether the batch must be written: the content buffer is full, or there are enough headers.
     pub(crate) fn is_full(&self) -> bool {
         self.room_pages() == 0 || self.headers.len() >= HEADERS_BYTES
     }
 
-    /// Bytes that [`write`](Self::write) will write.
+    /// Number of bytes that [`write`](Self::write) will write.
     pub(crate) fn size_bytes(&self) -> u64 {
         let content: usize = self
             .parts
@@ -87,7 +87,7 @@ impl Batch {
         (content + self.headers.len()) as u64
     }
 
-    /// Adds pages for which the host has no memory.
+    /// Adds pages that are not populated on the host.
     pub(crate) fn discard(&mut self, range: PageRange) {
         self.pages.discarded += range.pages;
         match &mut self.open {
@@ -96,7 +96,7 @@ impl Batch {
         }
     }
 
-    /// Reads pages, for which there must be [room](Self::room_pages), and adds them.
+    /// Reads and adds pages. There must be [room](Self::room_pages) for them.
     pub(crate) fn read(
         &mut self,
         memory: &dyn SourceMemory,
@@ -190,7 +190,7 @@ impl Batch {
         self.hashed_parts = self.parts.len();
     }
 
-    /// Writes what is there. A record that may still grow stays.
+    /// Writes the batch. A record that may still grow stays.
     pub(crate) fn write(&mut self, stream: &mut dyn Write) -> io::Result<()> {
         self.hash_parts();
         let mut slices: Vec<IoSlice<'_>> = self
@@ -210,7 +210,7 @@ impl Batch {
     }
 }
 
-/// Whether a record can grow by a range.
+/// Whether `range` can be appended to a record for `open`.
 fn joins(open: PageRange, range: PageRange) -> bool {
     open.end() == range.start && u32::try_from(open.pages + range.pages).is_ok()
 }

@@ -1,8 +1,9 @@
-//! Pages of one chunk, which may be in several regions.
+//! Splits the pages of a chunk by memory region.
 
 use ebb_abi::PageRange;
 
-/// Cuts ranges, in ascending order and none of them across a border, where the region changes.
+/// Splits ranges into one slice per region. They must be in ascending order, and none may cross a
+/// region's border.
 pub(crate) fn by_region<'p>(
     regions: &'p [PageRange],
     pages: &'p [PageRange],
@@ -18,7 +19,7 @@ pub(crate) fn by_region<'p>(
     })
 }
 
-/// From the start of the first range to the end of the last.
+/// The range from the start of the first range to the end of the last.
 pub(crate) fn span(pages: &[PageRange]) -> PageRange {
     match pages {
         [first, .., last] => PageRange::new(first.start, last.end().0 - first.start.0),

@@ -1,4 +1,4 @@
-//! What can be asked of a migration.
+//! Settings of a migration.
 
 use std::time::Duration;
 
@@ -8,31 +8,32 @@ use serde::{Deserialize, Serialize};
 /// How to move a guest's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// The guest is stopped for the last round when what is left takes no longer than this.
+    /// The guest is paused for the last round once the remaining memory can be sent within this
+    /// time.
     pub downtime_limit: Duration,
-    /// Bytes a second on all streams together, at most.
+    /// Most bytes per second, over all streams.
     pub bandwidth_limit: Option<u64>,
-    /// When to stop trying.
+    /// Time limit of the whole migration.
     pub time_limit: Option<TimeLimit>,
-    /// What to do with a guest that writes faster than its memory can be sent.
+    /// How to handle a guest that writes faster than its memory can be sent.
     pub auto_converge: AutoConverge,
-    /// What to do with pages that are all zero.
+    /// How to handle pages that are all zero.
     pub zero_pages: ZeroPages,
-    /// What to do with pages that the host does not hold.
+    /// How to handle pages that are not populated on the host.
     pub holes: Holes,
-    /// When the guest is asked for free pages.
+    /// Rounds in which the guest is asked for free page hints.
     pub hint_rounds: HintRounds,
-    /// How long a round waits for hints, at most, before it sends what was not named. Pages that
-    /// are sent before they are named are sent in vain.
+    /// Longest time a round waits for hints before it sends the pages that were not hinted. A page
+    /// that is sent before it is hinted is sent in vain.
     pub hint_wait: Duration,
-    /// Pages that are sent before the guest is asked for free ones, to find out how fast the link
-    /// is: the wait for hints goes on as long as they come at half of that or faster. A guest with
-    /// less than four times as many is asked at once.
+    /// Number of pages sent before the guest is asked for hints, to measure the link's bandwidth:
+    /// the wait for hints continues as long as they arrive at half of it or faster. A guest with
+    /// less than four times as many pages is asked at once.
     pub probe_pages: u64,
-    /// Bytes a second that the guest must name for the wait to go on where the link's speed is not
-    /// known.
+    /// Bytes per second that the guest must hint for the wait to continue while the link's
+    /// bandwidth is unknown.
     pub hint_rate: u64,
-    /// Pages that a stream takes at a time.
+    /// Number of pages that a stream takes at a time.
     pub chunk_pages: u64,
 }
 
@@ -54,57 +55,57 @@ impl Default for Config {
     }
 }
 
-/// When to stop trying, and what then.
+/// Time limit of a migration and the action to take when it expires.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TimeLimit {
-    /// Time from the beginning.
+    /// Time since the start of the migration.
     pub after: Duration,
-    /// What to do then.
+    /// Action at the time limit.
     pub then: AtTimeLimit,
 }
 
-/// What to do at the time limit.
+/// Action at the time limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum AtTimeLimit {
-    /// Give up; the guest runs on at the source.
+    /// Fail; the guest continues at the source.
     Cancel,
-    /// Stop the guest and send what is left, however long that takes.
+    /// Pause the guest and send the rest, however long that takes.
     Force,
 }
 
-/// What to do with a guest that writes faster than its memory can be sent.
+/// How to handle a guest that writes faster than its memory can be sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AutoConverge {
-    /// Let it run, up to the time limit.
+    /// Do not throttle it; keep sending up to the time limit.
     Off,
-    /// Slow its vCPUs down in steps until there is progress.
+    /// Throttle its vCPUs in steps until there is progress.
     On,
 }
 
-/// What to do with pages that are all zero.
+/// How to handle pages that are all zero.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ZeroPages {
-    /// Look for them and send that they are zero.
+    /// Scan for them and send a record without content.
     Detect,
-    /// Send them as all others.
+    /// Send their content like that of other pages.
     Send,
 }
 
-/// What to do with pages that the host does not hold.
+/// How to handle pages that are not populated on the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Holes {
-    /// Ask the host which these are, do not read them, and send that there is nothing.
+    /// Query them on the host and send a discard record without reading them.
     Skip,
-    /// Do not ask; read all pages.
+    /// Read all pages without a query.
     Read,
 }
 
-/// When the guest is asked for free pages.
+/// Rounds in which the guest is asked for free page hints.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HintRounds {
-    /// In the round in which all pages are sent.
+    /// Only in the round that sends all pages.
     First,
-    /// In each round but the last.
+    /// In each round except the last.
     Every,
 }

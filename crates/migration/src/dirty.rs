@@ -1,50 +1,49 @@
-//! Finding the pages that were written.
+//! Dirty logging: the set of pages that were written.
 
 use ebb_abi::PageRange;
 use ebb_guest_ram::PageBitmap;
 
 use crate::BoxError;
 
-/// Tells which pages were written: by vCPUs (KVM's dirty bitmap or ring), by the monitor and its
-/// devices, or by a simulated guest.
+/// Reports the pages that were written by vCPUs (KVM's dirty bitmap or ring), by the monitor and
+/// its devices, or by a simulated guest.
 ///
-/// Each page has a mark. A write sets it, at the latest when the writer can do something else;
-/// marking may cost the guest a fault. What else the engine relies on is said at each call.
+/// Each page has a mark. A write sets it before the writer can do anything else; marking may cost
+/// the guest a fault. Further guarantees that the engine relies on are stated at each method.
 pub trait DirtySource: Send {
-    /// Begins. When this returns, every later write sets the mark of its page, and no mark of an
-    /// earlier write is needed: all pages are sent once.
+    /// Starts logging. After this returns, every write sets the mark of its page. Marks of earlier
+    /// writes are not needed, since all pages are sent once.
     ///
-    /// So pages must be write-protected by then, all of them. With KVM that means not to ask for
-    /// `KVM_DIRTY_LOG_INITIALLY_SET`, with which a page is protected when it is cleared for the
-    /// first time, and writes before that are not told.
+    /// So all pages must be write-protected by then. With KVM that rules out
+    /// `KVM_DIRTY_LOG_INITIALLY_SET`, which write-protects a page only when it is cleared for the
+    /// first time and does not log earlier writes.
     ///
     /// # Errors
-    /// If the log cannot be had.
+    /// If logging cannot be enabled.
     fn arm(&mut self) -> Result<(), BoxError>;
 
-    /// Adds all marked pages to `found`. Marks may stay until [`clear`](Self::clear) takes them, or
-    /// go at once (a log that is taken as it is read, such as the ring); in the second case pages
-    /// are ready to be marked again when this returns.
+    /// Adds all marked pages to `found`. Marks may stay until [`clear`](Self::clear), or be cleared
+    /// by this call (a log that is consumed as it is read, such as the ring); in the second case
+    /// pages can be marked again when this returns.
     ///
-    /// A page whose write has finished before the call is found.
+    /// A page whose write finished before the call is found.
     ///
     /// # Errors
     /// If the log cannot be read.
     fn sync(&mut self, found: &mut PageBitmap) -> Result<(), BoxError>;
 
-    /// Takes the marks of these pages, so that the next write sets them again. The range lies
+    /// Clears the marks of these pages, so that the next write sets them again. The range lies
     /// within one region.
     ///
-    /// Marks of other pages stay: a source that can only clear more at a time (KVM's
-    /// `KVM_CLEAR_DIRTY_LOG` names 64 pages, with a bit for each) leaves the bits of the others
-    /// out.
+    /// Marks of other pages must stay: a source with a coarser granularity (`KVM_CLEAR_DIRTY_LOG`
+    /// covers 64 pages, with a bit for each) leaves the bits of the others out.
     ///
     /// # Errors
     /// If the log cannot be changed.
     fn clear(&mut self, range: PageRange) -> Result<(), BoxError>;
 
-    /// As [`clear`](Self::clear), for a whole set, which may be one of a small part of memory only.
-    /// A source that can clear many pages with one call does that here.
+    /// Like [`clear`](Self::clear), for a set, which may cover only a small part of memory. A
+    /// source that can clear many pages with one call does so here.
     ///
     /// # Errors
     /// If the log cannot be changed.
@@ -52,10 +51,10 @@ pub trait DirtySource: Send {
         pages.ranges().try_for_each(|range| self.clear(range))
     }
 
-    /// Ends. Called on every way out except that the process ends; does nothing if the source is
-    /// not armed.
+    /// Stops logging. Called on every exit path except the end of the process; does nothing if the
+    /// source is not armed.
     ///
     /// # Errors
-    /// If the log cannot be given up, which costs the guest time and nothing else.
+    /// If logging cannot be disabled, which only costs the guest time.
     fn disarm(&mut self) -> Result<(), BoxError>;
 }

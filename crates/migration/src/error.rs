@@ -1,4 +1,4 @@
-//! Why a migration failed.
+//! Errors of a migration.
 
 use std::fmt;
 use std::time::Duration;
@@ -8,48 +8,49 @@ use ebb_abi::migration::RecordError;
 
 use crate::{BoxError, Report};
 
-/// Why the source gave up. The guest runs on there.
+/// Failure at the source. The guest continues there.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MigrationError {
-    /// Somebody called it off.
-    #[error("the migration was cancelled; the guest runs on here")]
+    /// The migration was cancelled.
+    #[error("the migration was cancelled; the guest continues to run here")]
     Cancelled,
 
-    /// The time limit has passed.
+    /// The time limit expired.
     #[error(
-        "the migration was not done within {} s: {remaining_bytes} bytes were left to send; the guest runs on here. \
-         Allow more time, a longer downtime, more bandwidth, or let the guest be slowed down or be stopped at the limit",
+        "the migration did not finish within {} s: {remaining_bytes} bytes were left to send; the \
+         guest continues to run here. Allow more time, a longer downtime or more bandwidth, or let \
+         the guest be throttled, or be stopped at the limit",
         limit.as_secs_f64()
     )]
     TimeLimit {
         /// The limit.
         limit: Duration,
-        /// What was left.
+        /// Bytes left to send.
         remaining_bytes: u64,
     },
 
-    /// There was no stream to send on.
+    /// No data stream was given.
     #[error("a migration needs at least one data stream and was given none")]
     NoStreams,
 
-    /// The dirty log refused something.
+    /// An operation on the dirty log failed.
     #[error("cannot {action}: {source}")]
     Dirty {
-        /// What was tried.
+        /// Operation, for the message.
         action: &'static str,
-        /// Why not.
+        /// Cause.
         source: BoxError,
     },
 
     /// Guest memory could not be read.
     #[error("cannot {action} guest memory {range}: {source}")]
     Memory {
-        /// What was tried.
+        /// Operation, for the message.
         action: &'static str,
-        /// With which pages.
+        /// Pages concerned.
         range: PageRange,
-        /// Why not.
+        /// Cause.
         source: BoxError,
     },
 
@@ -58,29 +59,31 @@ pub enum MigrationError {
     Stream {
         /// Number of the stream.
         stream: usize,
-        /// Why not.
+        /// Cause.
         source: std::io::Error,
     },
 
-    /// The destination did not say that it was through with a round.
+    /// The destination did not confirm a round.
     #[error("the destination did not confirm round {round} of memory: {source}")]
     NotConfirmed {
         /// Number of the round.
         round: u32,
-        /// Why not.
+        /// Cause.
         source: BoxError,
     },
 
-    /// The guest could not be stopped.
-    #[error("the guest could not be stopped and its state taken: {0}")]
+    /// The guest could not be paused.
+    #[error("the guest could not be paused and its state saved: {0}")]
     Pause(#[source] BoxError),
 
-    /// The guest could not go on after a failure.
-    #[error("the migration failed ({first}) and the guest at the source cannot go on: {source}")]
+    /// The guest could not be resumed after a failure.
+    #[error(
+        "the migration failed ({first}) and the guest at the source cannot be resumed: {source}"
+    )]
     Resume {
-        /// What had failed before.
+        /// The failure before.
         first: Box<MigrationError>,
-        /// Why the guest cannot go on.
+        /// Why the guest cannot be resumed.
         source: BoxError,
     },
 }
@@ -88,9 +91,9 @@ pub enum MigrationError {
 /// A migration that failed before the guest was handed over.
 #[derive(Debug)]
 pub struct Failure {
-    /// Why.
+    /// Error.
     pub error: MigrationError,
-    /// How far it was.
+    /// Report up to the failure.
     pub report: Report,
 }
 
@@ -106,15 +109,15 @@ impl std::error::Error for Failure {
     }
 }
 
-/// Why the destination gave up. Its memory is worth nothing then.
+/// Failure at the destination. The memory's content must not be used.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ReceiveError {
-    /// Somebody called it off.
+    /// The migration was cancelled.
     #[error("the migration was cancelled")]
     Cancelled,
 
-    /// There was no stream to read from.
+    /// No data stream was given.
     #[error("a migration needs at least one data stream and was given none")]
     NoStreams,
 
@@ -123,7 +126,7 @@ pub enum ReceiveError {
     Stream {
         /// Number of the stream.
         stream: usize,
-        /// Why not.
+        /// Cause.
         source: std::io::Error,
     },
 
@@ -136,16 +139,16 @@ pub enum ReceiveError {
         round: u32,
     },
 
-    /// What came is not what a source sends.
+    /// A stream carried something that no source sends.
     #[error("stream {stream} of the source is damaged or hostile: {source}")]
     Malformed {
         /// Number of the stream.
         stream: usize,
-        /// What was wrong.
+        /// What was wrong with it.
         source: StreamError,
     },
 
-    /// One stream ended the last round, and another one a round in between.
+    /// One stream ended the last round, another one an earlier round.
     #[error("the streams of the source do not agree on whether round {round} was the last")]
     Disagreement {
         /// Number of the round.
@@ -155,67 +158,67 @@ pub enum ReceiveError {
     /// Guest memory could not be written.
     #[error("cannot {action} guest memory {range}: {source}")]
     Memory {
-        /// What was tried.
+        /// Operation, for the message.
         action: &'static str,
-        /// With which pages.
+        /// Pages concerned.
         range: PageRange,
-        /// Why not.
+        /// Cause.
         source: BoxError,
     },
 
-    /// The source could not be told of the end of a round.
+    /// A round could not be confirmed to the source.
     #[error("cannot confirm round {round} to the source: {source}")]
     Confirm {
         /// Number of the round.
         round: u32,
-        /// Why not.
+        /// Cause.
         source: BoxError,
     },
 }
 
-/// What is wrong with a data stream.
+/// Error in the content of a data stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum StreamError {
-    /// A record that cannot be.
+    /// An invalid record.
     #[error(transparent)]
     Record(#[from] RecordError),
 
-    /// Pages that are not the guest's.
+    /// A record for pages outside of guest memory.
     #[error("a record for {range}, which is not in guest memory")]
     OutsideRam {
         /// The pages.
         range: PageRange,
     },
 
-    /// The end of another round than the one that is going on.
+    /// The end of another round than the current one.
     #[error("an end of round {found} during round {expected}")]
     WrongRound {
-        /// The round that is going on.
+        /// Number of the current round.
         expected: u32,
-        /// The one that was ended.
+        /// Number in the record.
         found: u32,
     },
 
     /// Records were lost or added.
-    #[error("round {round} ended after {found} records, and the source says {claimed}")]
+    #[error("round {round} ended after {found} records, but the source sent {claimed}")]
     RecordCount {
         /// Number of the round.
         round: u32,
-        /// Records that came.
+        /// Number of records received.
         found: u64,
-        /// Records that the source has sent.
+        /// Number of records sent, according to the source.
         claimed: u64,
     },
 
-    /// What came is not what was sent.
-    #[error("the checksum of round {round} is {found:#018x}, and the source says {claimed:#018x}")]
+    /// The bytes received differ from those sent.
+    #[error("the checksum of round {round} is {found:#018x}, but the source sent {claimed:#018x}")]
     Checksum {
         /// Number of the round.
         round: u32,
-        /// Checksum of what came.
+        /// Checksum of the bytes received.
         found: u64,
-        /// Checksum of what was sent.
+        /// Checksum according to the source.
         claimed: u64,
     },
 }

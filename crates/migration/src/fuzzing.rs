@@ -1,5 +1,5 @@
-//! Bodies of the fuzz targets of the engine: each takes any bytes, plays a hostile source, and
-//! panics if the destination misbehaves. They also run as ordinary tests.
+//! Fuzz targets of the engine: each takes arbitrary bytes, acts as a hostile source, and panics if
+//! the destination misbehaves. They also run as ordinary tests.
 
 use std::collections::HashMap;
 use std::hash::Hasher;
@@ -22,14 +22,14 @@ pub const TARGETS: [Target; 3] = [
     ("migration_receiver", receiver),
 ];
 
-/// Memory of a destination: two regions that adjoin, and one apart.
+/// The destination's memory: two adjacent regions and a separate one.
 const REGIONS: [PageRange; 3] =
     [PageRange::new(Pfn(16), 16), PageRange::new(Pfn(32), 8), PageRange::new(Pfn(0x10_0000), 8)];
 
-/// Steps of one run, so that long inputs do not take long.
+/// Most steps in a run, so that long inputs do not take long.
 const MAX_STEPS: usize = 64;
 
-/// Headers and ends of rounds: what is understood is what the bytes say.
+/// Headers and ends of rounds: encoding a decoded record gives the same bytes.
 pub fn records(data: &[u8]) {
     for bytes in data.as_chunks::<HEADER_BYTES>().0 {
         if let Ok(record) = Record::from_bytes(bytes) {
@@ -45,7 +45,7 @@ pub fn records(data: &[u8]) {
     }
 }
 
-/// A stream of any bytes, which come in pieces.
+/// A stream of arbitrary bytes that arrive in pieces.
 pub fn garbage(data: &[u8]) {
     let (&piece, data) = data.split_first().unwrap_or((&1, &[]));
     let target = TestTarget::new(&REGIONS);
@@ -63,7 +63,7 @@ pub fn garbage(data: &[u8]) {
     assert!(result.is_err() || target.held_pages() * PAGE_SIZE_BYTES <= data.len() as u64);
 }
 
-/// Streams that are nearly right: if they are, memory is as they say, and if not, they are refused.
+/// Nearly valid streams: a valid one gives the expected memory, an invalid one is refused.
 pub fn receiver(data: &[u8]) {
     let mut input = Input(data);
     let mut source = Source::new(1 + usize::from(input.byte() % 3));
@@ -82,12 +82,12 @@ pub fn receiver(data: &[u8]) {
     source.check(usize::from(input.byte()) * 64 + 1);
 }
 
-/// A source that keeps a model of what it has sent.
+/// A source with a model of the memory that it has sent.
 struct Source {
     streams: Vec<Stream>,
-    /// Content of pages by the byte that fills them.
+    /// Pages with the byte that fills them.
     model: HashMap<u64, u8>,
-    /// Pages of this round: a source names each once.
+    /// Pages of this round: a source sends each once.
     named: Vec<u64>,
     right: bool,
 }
@@ -105,7 +105,7 @@ impl Source {
         Self { streams, model: HashMap::new(), named: Vec::new(), right: true }
     }
 
-    /// One record, mostly a right one.
+    /// Sends one record, usually a valid one.
     fn step(&mut self, input: &mut Input<'_>) {
         let which = usize::from(input.byte()) % self.streams.len();
         let range = input.range();
@@ -132,7 +132,7 @@ impl Source {
         stream.bytes.extend(record.to_bytes());
         if let Record::Data(_) = record {
             let fill = input.byte();
-            // Its content is not sent if the record will not be accepted.
+            // No content follows a record that will be refused.
             let sent = if self.right { range.pages } else { 0 };
             stream.bytes.resize(stream.bytes.len() + (sent * PAGE_SIZE_BYTES) as usize, fill);
             if self.right {
@@ -147,7 +147,7 @@ impl Source {
 
     fn end_round(&mut self, round: u32, kind: RoundKind, input: &mut Input<'_>) {
         self.named.clear();
-        // An only stream that says that it was the last round is believed.
+        // A single stream cannot disagree with another one about the last round.
         let can_disagree = self.streams.len() > 1 || kind == RoundKind::Last;
         for (index, stream) in self.streams.iter_mut().enumerate() {
             let wrong = input.byte();
@@ -170,7 +170,7 @@ impl Source {
         }
     }
 
-    /// Changes or cuts a stream, sometimes.
+    /// Changes or truncates a stream, sometimes.
     fn damage(&mut self, input: &mut Input<'_>) {
         let kind = input.byte();
         let which = usize::from(input.byte()) % self.streams.len();
@@ -184,7 +184,7 @@ impl Source {
         self.right = false;
     }
 
-    /// Lets a receiver have it.
+    /// Runs a receiver on the streams and checks the result.
     fn check(self, piece: usize) {
         let target = TestTarget::new(&REGIONS);
         let pieces = |stream: Stream| -> Box<dyn Read + Send> {
@@ -210,7 +210,7 @@ impl Source {
     }
 }
 
-/// Bytes that come in pieces.
+/// Bytes that arrive in pieces.
 struct Pieces {
     bytes: Vec<u8>,
     piece: usize,
@@ -227,7 +227,7 @@ impl Read for Pieces {
     }
 }
 
-/// Numbers taken from bytes; zeros once they are used up.
+/// Numbers taken from the input; zeros once it is exhausted.
 struct Input<'a>(&'a [u8]);
 
 impl Input<'_> {
@@ -241,12 +241,12 @@ impl Input<'_> {
         u64::from_le_bytes(std::array::from_fn(|_| self.byte()))
     }
 
-    /// Pages, mostly in memory.
+    /// A range of pages, usually in memory.
     fn range(&mut self) -> PageRange {
         let kind = self.byte();
         let pages = 1 + u64::from(self.byte() % 4);
         let start = match kind {
-            // Across a border, or beyond one.
+            // Across the border of a region, or beyond it.
             0..8 => 14 + u64::from(self.byte() % 40),
             8 => self.number() >> 12,
             9..100 => 0x10_0000 + u64::from(self.byte() % 5),

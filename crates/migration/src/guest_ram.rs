@@ -1,4 +1,4 @@
-//! The monitor's guest memory at both ends.
+//! [`GuestRam`] as the memory of a source and of a destination.
 
 use std::sync::Arc;
 
@@ -7,11 +7,11 @@ use ebb_guest_ram::{GuestRam, PageBitmap};
 
 use crate::{BoxError, DirtySource, SourceMemory, TargetMemory};
 
-/// A dirty source for what vCPUs write, together with the memory's log of what the monitor itself
-/// writes and discards.
+/// A dirty source for writes of vCPUs, combined with the memory's log of the monitor's own writes
+/// and discards.
 ///
-/// That log is marked when a write or discard is done, and taken as it is read: a write that is not
-/// yet in the log at a look at it is found by the next one, and its page is read again.
+/// That log is marked after a write or discard is done, and is consumed as it is read: a write that
+/// is not yet in the log during one sync is found by the next one, and its page is read again.
 #[derive(Debug)]
 pub struct WithWriteLog<D> {
     vcpus: D,
@@ -19,7 +19,7 @@ pub struct WithWriteLog<D> {
 }
 
 impl<D: DirtySource> WithWriteLog<D> {
-    /// Joins both.
+    /// Combines the source for vCPUs with the log of `ram`.
     pub fn new(vcpus: D, ram: Arc<GuestRam>) -> Self {
         Self { vcpus, ram }
     }
@@ -74,7 +74,7 @@ impl TargetMemory for GuestRam {
         Ok(self.write_pages(range, bytes)?)
     }
 
-    /// Pages of zeros need no memory.
+    /// Discards the pages: zeros need no memory.
     fn zero(&self, range: PageRange) -> Result<(), BoxError> {
         TargetMemory::discard(self, range)
     }
@@ -82,8 +82,8 @@ impl TargetMemory for GuestRam {
     fn discard(&self, range: PageRange) -> Result<(), BoxError> {
         let outcome = GuestRam::discard(self, &[range])?;
         if outcome.bytes < range.size_bytes() {
-            // Part of a huge page that can only go as a whole, or somebody needs the memory to
-            // stay.
+            // Part of a huge page that can only be discarded as a whole, or discarding is not
+            // permitted now.
             let zeros = vec![0; PAGE_SIZE_BYTES as usize];
             for page in range.start.0..range.end().0 {
                 self.write_pages(PageRange::new(ebb_abi::Pfn(page), 1), &zeros)?;
@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_are_held_when_written_and_gone_when_discarded() {
+    fn pages_are_populated_when_written_and_not_after_a_discard() {
         for backing in [Backing::Anonymous, Backing::Memfd] {
             let ram = ram(backing);
             let (range, content) = (PageRange::new(Pfn(5), 3), vec![7; 3 * 4096]);
@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_that_cannot_be_given_back_are_cleared() {
+    fn pages_that_cannot_be_discarded_are_cleared() {
         let ram = ram(Backing::Anonymous);
         let range = PageRange::new(Pfn(9), 2);
         ram.write(range, &[1; 2 * 4096]).unwrap();
@@ -135,22 +135,22 @@ mod tests {
     }
 
     #[test]
-    fn what_the_monitor_changes_is_found_once() {
+    fn changes_by_the_monitor_are_found_once() {
         let ram = Arc::new(ram(Backing::Anonymous));
         let mut dirty = WithWriteLog::new(NoWrites, Arc::clone(&ram));
         ram.write(PageRange::new(Pfn(1), 1), &[1; 4096]).unwrap();
         dirty.arm().unwrap();
         ram.write(PageRange::new(Pfn(2), 1), &[1; 4096]).unwrap();
         GuestRam::discard(&ram, &[PageRange::new(Pfn(1), 1)]).unwrap();
-        let look = |dirty: &mut WithWriteLog<NoWrites>| {
+        let sync = |dirty: &mut WithWriteLog<NoWrites>| {
             let mut found = PageBitmap::new(&ram.page_ranges());
             dirty.sync(&mut found).unwrap();
             found.ranges().collect::<Vec<_>>()
         };
-        assert_eq!(look(&mut dirty), [PageRange::new(Pfn(1), 2)]);
-        assert_eq!(look(&mut dirty), []);
+        assert_eq!(sync(&mut dirty), [PageRange::new(Pfn(1), 2)]);
+        assert_eq!(sync(&mut dirty), []);
         dirty.disarm().unwrap();
         ram.write(PageRange::new(Pfn(3), 1), &[1; 4096]).unwrap();
-        assert_eq!(look(&mut dirty), []);
+        assert_eq!(sync(&mut dirty), []);
     }
 }

@@ -1,20 +1,21 @@
 //! Live migration of a virtual machine's memory: pre-copy that skips what the guest does not use.
 //!
-//! The crate knows neither KVM nor a particular monitor. It works on traits: [`SourceMemory`] and
-//! [`TargetMemory`], [`DirtySource`], [`Guest`], [`FreePageSource`]. [`Precopy`] sends memory,
-//! [`Receiver`] takes it in, [`Tracker`] holds the rule that makes hints of free pages safe.
-//! [`session`] is how two monitors find, trust and understand each other.
+//! The crate depends neither on KVM nor on a particular monitor. It works on traits:
+//! [`SourceMemory`] and [`TargetMemory`], [`DirtySource`], [`Guest`], [`FreePageSource`].
+//! [`Precopy`] sends memory, [`Receiver`] receives it, [`Tracker`] enforces the rule that makes
+//! free page hints safe. [`session`] is the connection between two monitors: addresses, trust and
+//! protocol.
 //!
 //! ```text
-//! arm -> window { ask the guest | send what it has not named } -> look at the log
-//!     -> send, look; send, look; ... -> stop the guest -> look -> send the rest
+//! arm -> window { request hints | send the pages not hinted } -> sync the log
+//!     -> send, sync; send, sync; ... -> pause the guest -> sync -> send the rest
 //! ```
 
 mod batch;
 mod cancel;
 mod chunk;
 mod config;
-mod decision;
+mod convergence;
 mod dirty;
 mod error;
 #[cfg(feature = "testing")]
@@ -22,9 +23,9 @@ mod error;
 pub mod fuzzing;
 mod guest;
 mod guest_ram;
+mod hint_deadline;
 mod memory;
 mod parser;
-mod patience;
 mod precopy;
 mod progress;
 mod rate;

@@ -1,4 +1,4 @@
-//! Records from bytes as they come, in pieces of any size.
+//! Incremental parser of records: accepts bytes in pieces of any size.
 
 use std::hash::Hasher;
 
@@ -9,14 +9,14 @@ use twox_hash::XxHash3_64;
 use crate::StreamError;
 use crate::progress::PageCounters;
 
-/// Where records go.
+/// Receiver of parsed records.
 pub(crate) trait RecordSink {
     type Error;
 
-    /// Whether these pages may be named.
+    /// Checks whether a record may name these pages.
     fn check(&self, range: PageRange) -> Result<(), StreamError>;
 
-    /// The content of pages; called for parts of a record, too.
+    /// Content of pages. May be called for parts of a record.
     fn data(&mut self, range: PageRange, content: &[u8]) -> Result<(), Self::Error>;
 
     fn zero(&mut self, range: PageRange) -> Result<(), Self::Error>;
@@ -26,24 +26,24 @@ pub(crate) trait RecordSink {
     fn malformed(&self, error: StreamError) -> Self::Error;
 }
 
-/// Takes one stream apart. What it passes on is within the bounds of the format and was
-/// [checked](RecordSink::check); whether it is what was sent is known at the end of a round only.
+/// Parser of one stream. Records that it passes on are within the bounds of the format and were
+/// [checked](RecordSink::check); the checksum is verified only at the end of a round.
 pub(crate) struct Parser {
     round: u32,
-    /// Pages whose content is to come.
+    /// Pages whose content follows.
     expected: PageRange,
-    /// The end of the round was announced.
+    /// Kind of the round whose end was announced.
     ending: Option<RoundKind>,
     records: u64,
     hasher: XxHash3_64,
     pages: PageCounters,
 }
 
-/// What one step needed.
+/// Result of one step.
 enum Step {
-    /// This many bytes have been dealt with.
+    /// This many bytes were consumed.
     Used(usize),
-    /// The round is over.
+    /// This many bytes were consumed and the round is over.
     End(usize, RoundKind),
     /// More bytes are needed.
     Starved,
@@ -61,7 +61,7 @@ impl Parser {
         }
     }
 
-    /// Pages so far, in all rounds.
+    /// Number of pages so far, in all rounds.
     pub(crate) fn pages(&self) -> PageCounters {
         self.pages
     }
@@ -72,9 +72,9 @@ impl Parser {
         self.hasher = XxHash3_64::with_seed(0);
     }
 
-    /// Deals with as much of `bytes` as makes sense: less than a page with its header may be left.
-    /// Returns how much that was, and the end of the round if it has come; what is behind it is
-    /// left.
+    /// Consumes as much of `bytes` as possible: less than a page with its header may be left.
+    /// Returns the number of bytes consumed, and the kind of the round if its end was among them;
+    /// bytes after the end are left.
     pub(crate) fn parse<S: RecordSink>(
         &mut self,
         bytes: &[u8],
@@ -142,7 +142,7 @@ impl Parser {
         }
     }
 
-    /// Passes on the whole pages that are there.
+    /// Passes on the complete pages in `bytes`.
     fn content<S: RecordSink>(&mut self, bytes: &[u8], sink: &mut S) -> Result<Step, S::Error> {
         let pages = (bytes.len() as u64 / PAGE_SIZE_BYTES).min(self.expected.pages);
         if pages == 0 {

@@ -1,5 +1,4 @@
-//! Pre-copy: memory is sent while the guest runs, round after round, and the rest while it stands
-//! still.
+//! Pre-copy: memory is sent in rounds while the guest runs, and the rest while it is paused.
 
 use std::io::Write;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -8,53 +7,53 @@ use std::time::{Duration, Instant};
 use ebb_abi::migration::RoundKind;
 use ebb_abi::{PAGE_SIZE_BYTES, PageRange};
 
-use crate::decision::{Next, Policy, RoundOutcome};
-use crate::patience::Patience;
+use crate::convergence::{Next, Policy, RoundOutcome};
+use crate::hint_deadline::HintDeadline;
 use crate::progress::{PageCounters, Phase, Progress, Report, RoundReport};
 use crate::rate::{Bandwidth, RateLimiter};
-use crate::sender::{Look, Round, Stream};
+use crate::sender::{Round, RoundControl, Stream};
 use crate::tracker::FirstPages;
 use crate::{
     AtTimeLimit, BoxError, Cancel, Config, DirtySource, Failure, FreePageSource, Guest, HintRounds,
     HintWindow, MigrationError, PageFeed, RoundSync, SourceMemory, Switchover, Tracker,
 };
 
-/// How long hints are waited for at a time.
-const HINT_LOOK: Duration = Duration::from_millis(20);
+/// Longest single wait for hints, between two checks.
+const HINT_POLL: Duration = Duration::from_millis(20);
 
-/// A migration at its source, with all that it needs.
+/// The source of a migration.
 ///
-/// Without a time limit and without slowing the guest down, it goes on as long as the guest writes
-/// faster than its memory can be sent.
+/// Without a time limit and without throttling, it does not end while the guest writes faster than
+/// its memory can be sent.
 pub struct Precopy<'a> {
-    /// What was asked for.
+    /// Settings.
     pub config: Config,
     /// The guest's memory.
     pub memory: &'a dyn SourceMemory,
-    /// What is written to it. Not armed.
+    /// Dirty log of that memory. Not armed.
     pub dirty: &'a mut dyn DirtySource,
     /// The guest, running.
     pub guest: &'a mut dyn Guest,
-    /// Whom to ask for free pages, if anybody.
+    /// Source of free page hints, if any.
     pub free_pages: Option<&'a mut dyn FreePageSource>,
     /// Data streams to the destination, at least one. Records are written with
     /// [`write_vectored`](Write::write_vectored).
     pub streams: Vec<Box<dyn Write + Send + 'a>>,
-    /// Tells when the destination is through with a round.
+    /// Acknowledgements of rounds from the destination.
     pub round_sync: &'a mut dyn RoundSync,
-    /// Is told how far it is, some times a second and when something begins.
+    /// Called with the progress several times per second and at the start of each phase.
     pub observer: &'a mut dyn FnMut(&Progress),
-    /// Calls it off. Its callbacks must make writes to the streams and waits for rounds return; the
-    /// engine calls it by itself when one stream has failed and another is stuck.
+    /// Cancels the migration. Its callbacks must make writes to the streams and waits for rounds
+    /// return; the engine also cancels when one stream has failed and another is stuck.
     pub cancel: Cancel,
 }
 
 impl<'a> Precopy<'a> {
-    /// Sends the guest's memory. When this returns without an error, the guest stands still, its
-    /// state has been taken, and the destination has confirmed all of its memory.
+    /// Sends the guest's memory. On success the guest is paused, its state is saved, and the
+    /// destination has confirmed all of its memory.
     ///
     /// # Errors
-    /// [`Failure`]; the guest runs, without the dirty log and with all of its pages, and nothing of
+    /// [`Failure`]; the guest runs with all of its pages, the dirty log is disarmed, and nothing of
     /// the migration is left.
     pub fn run(self) -> Result<Switchover<'a>, Box<Failure>> {
         let regions = self.memory.regions();
@@ -98,7 +97,7 @@ impl<'a> Precopy<'a> {
     }
 }
 
-/// Lets the guest go on after a failure, as fast as it did before.
+/// Resumes the guest at full speed after a failure.
 fn run_on(
     guest: &mut dyn Guest,
     throttle_percent: u8,
@@ -108,7 +107,7 @@ fn run_on(
     if throttle_percent > 0
         && let Err(error) = guest.throttle(0)
     {
-        tracing::warn!("the guest stays slowed down: {error}");
+        tracing::warn!("the guest stays throttled: {error}");
     }
     match paused_at.map(|_| guest.resume()) {
         Some(Err(source)) => MigrationError::Resume { first: Box::new(error), source },
@@ -116,7 +115,7 @@ fn run_on(
     }
 }
 
-/// A migration that is going on.
+/// A migration in progress.
 struct Engine<'a> {
     config: Config,
     memory: &'a dyn SourceMemory,
@@ -133,20 +132,20 @@ struct Engine<'a> {
     policy: Policy,
     limiter: RateLimiter,
     sent_bytes: AtomicU64,
-    /// The guest has been asked for free pages.
+    /// Whether hints were requested before.
     asked: bool,
-    /// When the guest was told to stop.
+    /// When the guest was paused.
     paused_at: Option<Instant>,
 }
 
 impl<'a> Engine<'a> {
-    /// All of it. The tracker is dropped, and so the dirty source disarmed, on every error.
+    /// Runs the whole migration. Dropping the tracker disarms the dirty source on every error.
     fn migrate(&mut self, dirty: &'a mut dyn DirtySource) -> Result<Tracker<'a>, MigrationError> {
         if self.streams.is_empty() {
             return Err(MigrationError::NoStreams);
         }
         self.check_cancel()?;
-        self.tell(Phase::Arming, 0, None);
+        self.publish(Phase::Arming, 0, None);
         let mut tracker = Tracker::arm(dirty, &self.regions)?;
         self.report.setup_ms = milliseconds(self.started.elapsed());
 
@@ -157,10 +156,11 @@ impl<'a> Engine<'a> {
                 Next::Round => {}
                 Next::Throttle(percent) => {
                     tracing::info!(
-                        "the guest writes faster than memory can be sent: taking {percent} % of its time"
+                        "the guest writes faster than memory can be sent: throttling its vCPUs by \
+                         {percent} %"
                     );
                     if let Err(error) = self.guest.throttle(percent) {
-                        tracing::warn!("the guest cannot be slowed down: {error}");
+                        tracing::warn!("the guest cannot be throttled: {error}");
                     }
                 }
                 Next::SwitchOver => {
@@ -170,31 +170,31 @@ impl<'a> Engine<'a> {
                 Next::GiveUp => return Err(self.time_limit(outcome.remaining_bytes)),
             }
         }
-        // Rounds are numbered with 32 bits, which last for years.
+        // 32 bit round numbers last for years.
         Err(MigrationError::Cancelled)
     }
 
-    /// Sends a little, to find out how fast that goes, if hints are to be waited for. Returns the
+    /// Measures the link's bandwidth with a few pages if there is a source of hints. Returns the
     /// number of the next round.
     fn probe(&mut self, tracker: &mut Tracker<'_>) -> Result<u32, MigrationError> {
         let pages = self.config.probe_pages;
         if self.free_pages.is_none() || tracker.remaining_pages() / 4 < pages || pages == 0 {
             return Ok(0);
         }
-        let begun = Begun::now(self, tracker, 0);
+        let start = RoundStart::now(self, tracker, 0);
         let feed = FirstPages { feed: tracker.round(), left: AtomicU64::new(pages) };
         let sent = self.send(0, RoundKind::More, &feed)?;
-        self.end_round(tracker, begun, (sent, Duration::ZERO))?;
+        self.end_round(tracker, start, (sent, Duration::ZERO))?;
         Ok(1)
     }
 
-    /// One round, its confirmation, and a look at what was written meanwhile.
+    /// Sends one round, waits for its confirmation and syncs the dirty log.
     fn round_while_guest_runs(
         &mut self,
         tracker: &mut Tracker<'_>,
         round: u32,
     ) -> Result<RoundOutcome, MigrationError> {
-        let begun = Begun::now(self, tracker, round);
+        let start = RoundStart::now(self, tracker, round);
         let asks = !self.asked || self.config.hint_rounds == HintRounds::Every;
         let hinted = if asks { self.hinted_round(tracker, round)? } else { None };
         let sent = if let Some(hinted) = hinted {
@@ -202,15 +202,14 @@ impl<'a> Engine<'a> {
         } else {
             (self.send(round, RoundKind::More, &tracker.round())?, Duration::ZERO)
         };
-        self.end_round(tracker, begun, sent)
+        self.end_round(tracker, start, sent)
     }
 
-    /// The end of a round while the guest runs: its confirmation, and a look at what was written
-    /// meanwhile.
+    /// Ends a round while the guest runs: waits for its confirmation and syncs the dirty log.
     fn end_round(
         &mut self,
         tracker: &mut Tracker<'_>,
-        Begun { started, sent_before, mut detail }: Begun,
+        RoundStart { started, sent_before, mut detail }: RoundStart,
         (pages, hint_wait): (PageCounters, Duration),
     ) -> Result<RoundOutcome, MigrationError> {
         detail.pages = pages;
@@ -220,7 +219,7 @@ impl<'a> Engine<'a> {
         detail.bytes_sent = self.sent_bytes.load(Ordering::Relaxed) - sent_before;
         detail.total_ms = milliseconds(elapsed);
         detail.hint_wait_ms = milliseconds(hint_wait);
-        self.note(detail, elapsed.saturating_sub(hint_wait));
+        self.record(detail, elapsed.saturating_sub(hint_wait));
         Ok(RoundOutcome {
             elapsed: self.started.elapsed(),
             sent_bytes: detail.bytes_sent,
@@ -229,8 +228,8 @@ impl<'a> Engine<'a> {
         })
     }
 
-    /// A round in which the guest is asked for free pages; `None` if it cannot be. Returns the time
-    /// without sending, too.
+    /// Sends a round with hints. Returns its pages and the time spent waiting for hints; `None` if
+    /// hints cannot be requested.
     fn hinted_round(
         &mut self,
         tracker: &mut Tracker<'_>,
@@ -239,14 +238,14 @@ impl<'a> Engine<'a> {
         let Some(source) = self.free_pages.take() else { return Ok(None) };
         self.asked = true;
         let window = tracker.hint_window()?;
-        let asked = Asked(&mut *source);
+        let asked = RequestedHints(&mut *source);
         let result = match asked.0.start(window.receiver()) {
             Ok(()) => self
                 .wait_for_hints(&window, round)
                 .and_then(|wait| Ok((self.send(round, RoundKind::More, &window)?, wait)))
                 .map(Some),
             Err(error) => {
-                tracing::warn!("free pages of the guest are not known: {error}");
+                tracing::warn!("the guest's free pages are not known: {error}");
                 self.report.hints_error = Some(error.to_string());
                 Ok(None)
             }
@@ -264,12 +263,12 @@ impl<'a> Engine<'a> {
         round: u32,
     ) -> Result<Duration, MigrationError> {
         let started = Instant::now();
-        let mut patience = Patience::new(&self.config, self.bandwidth);
+        let mut deadline = HintDeadline::new(&self.config, self.bandwidth);
         loop {
-            self.tell(Phase::Hints, round, Some(window));
+            self.publish(Phase::Hints, round, Some(window));
             let waited = started.elapsed();
-            let look = self.config.hint_wait.saturating_sub(waited).min(HINT_LOOK);
-            if !patience.goes_on(waited, window.skipped_pages()) || window.wait_for_end(look) {
+            let wait = self.config.hint_wait.saturating_sub(waited).min(HINT_POLL);
+            if !deadline.keep_waiting(waited, window.skipped_pages()) || window.wait_for_end(wait) {
                 return Ok(started.elapsed());
             }
             self.check_cancel()?;
@@ -279,7 +278,7 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// Stops the guest and sends the rest.
+    /// Pauses the guest and sends the rest.
     fn last_round(&mut self, tracker: &mut Tracker<'_>, round: u32) -> Result<(), MigrationError> {
         self.check_cancel()?;
         let paused_at = Instant::now();
@@ -299,12 +298,12 @@ impl<'a> Engine<'a> {
         self.check_cancel()?;
         detail.bytes_sent = self.sent_bytes.load(Ordering::Relaxed) - sent_before;
         detail.total_ms = milliseconds(paused_at.elapsed());
-        self.note(detail, paused_at.elapsed());
-        self.tell(Phase::Sent, round, None);
+        self.record(detail, paused_at.elapsed());
+        self.publish(Phase::Sent, round, None);
         Ok(())
     }
 
-    /// Sends what a feed has, on all streams.
+    /// Sends the pages of a feed on all streams.
     fn send(
         &mut self,
         number: u32,
@@ -312,7 +311,7 @@ impl<'a> Engine<'a> {
         feed: &dyn PageFeed,
     ) -> Result<PageCounters, MigrationError> {
         let phase = if kind == RoundKind::Last { Phase::Final } else { Phase::Sending };
-        self.tell(phase, number, Some(feed));
+        self.publish(phase, number, Some(feed));
         let mut streams = std::mem::take(&mut self.streams);
         let state = State::of(self);
         let round = Round {
@@ -328,7 +327,7 @@ impl<'a> Engine<'a> {
         };
         let limit = self.config.time_limit.filter(|_| kind == RoundKind::More);
         let (observer, sent_bytes) = (&mut *self.observer, &self.sent_bytes);
-        let mut look = || {
+        let mut poll = || {
             observer(&state.progress(
                 phase,
                 number,
@@ -337,21 +336,21 @@ impl<'a> Engine<'a> {
             ));
             match limit {
                 Some(limit) if state.started.elapsed() >= limit.after => match limit.then {
-                    AtTimeLimit::Force => Ok(Look::EndEarly),
+                    AtTimeLimit::Force => Ok(RoundControl::EndEarly),
                     AtTimeLimit::Cancel => {
                         let remaining_bytes = feed.remaining_pages() * PAGE_SIZE_BYTES;
                         Err(MigrationError::TimeLimit { limit: limit.after, remaining_bytes })
                     }
                 },
-                _ => Ok(Look::GoOn),
+                _ => Ok(RoundControl::Continue),
             }
         };
-        let result = round.send(&mut streams, &mut look);
+        let result = round.send(&mut streams, &mut poll);
         self.streams = streams;
         result
     }
 
-    /// Waits until the destination is through with a round.
+    /// Waits until the destination confirms a round.
     fn confirm(&mut self, round: u32, remaining_pages: u64) -> Result<(), MigrationError> {
         let sent_bytes = self.sent_bytes.load(Ordering::Relaxed);
         let mut progress = State::of(self).progress(Phase::Acknowledging, round, None, sent_bytes);
@@ -366,8 +365,8 @@ impl<'a> Engine<'a> {
         })
     }
 
-    /// Writes a round down that took `sending` without waits for hints.
-    fn note(&mut self, detail: RoundReport, sending: Duration) {
+    /// Records a round that took `sending`, waits for hints excluded.
+    fn record(&mut self, detail: RoundReport, sending: Duration) {
         let pages = detail.pages;
         let handled_bytes = (pages.data + pages.zero + pages.discarded) * PAGE_SIZE_BYTES;
         self.bandwidth.observe(detail.bytes_sent, handled_bytes, sending);
@@ -384,7 +383,7 @@ impl<'a> Engine<'a> {
         self.report.bandwidth_bytes_per_s = self.bandwidth.bytes_per_s();
     }
 
-    fn tell(&mut self, phase: Phase, round: u32, feed: Option<&dyn PageFeed>) {
+    fn publish(&mut self, phase: Phase, round: u32, feed: Option<&dyn PageFeed>) {
         let sent_bytes = self.sent_bytes.load(Ordering::Relaxed);
         let progress = State::of(self).progress(phase, round, feed, sent_bytes);
         (self.observer)(&progress);
@@ -400,14 +399,14 @@ impl<'a> Engine<'a> {
     }
 }
 
-/// A round that has begun.
-struct Begun {
+/// Start of a round.
+struct RoundStart {
     started: Instant,
     sent_before: u64,
     detail: RoundReport,
 }
 
-impl Begun {
+impl RoundStart {
     fn now(engine: &Engine<'_>, tracker: &Tracker<'_>, round: u32) -> Self {
         let detail = RoundReport {
             round,
@@ -420,7 +419,7 @@ impl Begun {
     }
 }
 
-/// What does not change while a round is sent.
+/// Values that do not change while a round is sent.
 #[derive(Clone, Copy)]
 struct State {
     started: Instant,
@@ -463,10 +462,10 @@ impl State {
     }
 }
 
-/// Somebody who has been asked for free pages. The guest gets its pages back when this is dropped.
-struct Asked<'a>(&'a mut dyn FreePageSource);
+/// Hints that were requested. The guest gets its pages back when this is dropped.
+struct RequestedHints<'a>(&'a mut dyn FreePageSource);
 
-impl Drop for Asked<'_> {
+impl Drop for RequestedHints<'_> {
     fn drop(&mut self) {
         self.0.finish();
     }

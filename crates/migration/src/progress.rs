@@ -1,61 +1,61 @@
-//! How far a migration is, and what it was.
+//! Progress and report of a migration.
 
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// What a migration is doing.
+/// Phase of a migration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Phase {
-    /// The dirty log is being switched on.
+    /// The dirty log is being enabled.
     Arming,
-    /// The guest has been asked for free pages.
+    /// Hints were requested from the guest.
     Hints,
     /// Memory is sent while the guest runs.
     Sending,
-    /// The destination has been sent a round and has not dealt with all of it.
+    /// A round was sent and is not confirmed yet.
     Acknowledging,
-    /// The guest stands still and the rest is sent.
+    /// The guest is paused and the rest is sent.
     Final,
-    /// All memory is at the destination; the guest stands still.
+    /// All memory is at the destination; the guest is paused.
     Sent,
 }
 
-/// How far a migration is; a snapshot of a moving thing.
+/// Progress of a migration; a snapshot.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Progress {
-    /// What it is doing.
+    /// Current phase.
     pub phase: Phase,
     /// Number of the round, from 0.
     pub round: u32,
-    /// What is left of the round, if nothing of it is zero, in bytes.
+    /// Bytes left in the round, if none of its pages is zero.
     pub remaining_bytes: u64,
     /// Bytes sent so far, in all rounds.
     pub sent_bytes: u64,
-    /// Bandwidth measured last, in bytes a second; `None` before the first round with a measurable
+    /// Most recent bandwidth, in bytes per second; `None` before the first round with a measurable
     /// amount.
     pub bandwidth_bytes_per_s: Option<u64>,
-    /// How long the guest would have to stand still if it were stopped now.
+    /// Downtime if the guest were paused now.
     pub expected_downtime: Option<Duration>,
-    /// Part of their time that is taken from the vCPUs, in percent.
+    /// Current throttling of the vCPUs, in percent of their time.
     pub throttle_percent: u8,
-    /// Time since the beginning.
+    /// Time since the start.
     pub elapsed: Duration,
-    /// Pages so far.
+    /// Number of pages so far.
     pub pages: PageCounters,
 }
 
-/// Pages by what became of them.
+/// Numbers of pages by outcome.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PageCounters {
     /// Sent with their content.
     pub data: u64,
-    /// Sent as zero, after a look at them.
+    /// Sent as zero, after a scan.
     pub zero: u64,
-    /// Not held by the host.
+    /// Not populated on the host.
     pub discarded: u64,
-    /// Not sent since the guest said that it does not use them.
+    /// Not sent because the guest hinted them as free.
     pub skipped: u64,
 }
 
@@ -73,44 +73,44 @@ impl std::ops::AddAssign for PageCounters {
 pub struct RoundReport {
     /// Its number, from 0.
     pub round: u32,
-    /// Pages to send at its beginning.
+    /// Pages to send at its start.
     pub pages_to_send: u64,
-    /// What became of them.
+    /// Pages by outcome.
     pub pages: PageCounters,
     /// Bytes on the wire.
     pub bytes_sent: u64,
-    /// Time from its beginning until the destination had dealt with it, in milliseconds; of it
-    /// `hint_wait_ms` for hints alone.
+    /// Time from its start until the destination confirmed it, in milliseconds, including
+    /// `hint_wait_ms`.
     pub total_ms: u64,
-    /// Time in which nothing was sent since hints were coming, in milliseconds.
+    /// Time spent waiting for hints without sending, in milliseconds.
     pub hint_wait_ms: u64,
-    /// Pages written during it.
+    /// Pages that the guest wrote during the round.
     pub pages_written: u64,
-    /// Part of their time that was taken from the vCPUs, in percent.
+    /// Throttling of the vCPUs, in percent of their time.
     pub throttle_percent: u8,
 }
 
-/// What a migration was, up to its end or its failure.
+/// Report of a migration, up to its end or failure.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Report {
-    /// Time from the beginning until all memory was at the destination, in milliseconds.
+    /// Time from the start until all memory was at the destination, in milliseconds.
     pub total_ms: u64,
-    /// Part of it in which the guest stood still, in milliseconds. The monitor's own part (state,
-    /// start at the destination) comes on top.
+    /// Part of it during which the guest was paused, in milliseconds. The monitor's own part
+    /// (state, start at the destination) comes on top.
     pub downtime_ms: u64,
-    /// Part of it that switching the dirty log on took, in milliseconds.
+    /// Part of it spent enabling the dirty log, in milliseconds.
     pub setup_ms: u64,
     /// Bytes on the data streams.
     pub bytes_sent: u64,
-    /// Rounds, the last one included.
+    /// Number of rounds, including the last one.
     pub rounds: u32,
-    /// Pages of all rounds.
+    /// Pages of all rounds by outcome.
     pub pages: PageCounters,
-    /// Size of the guest's memory.
+    /// Size of guest memory in bytes.
     pub memory_bytes: u64,
-    /// Bandwidth measured last.
+    /// Most recent bandwidth, in bytes per second.
     pub bandwidth_bytes_per_s: Option<u64>,
-    /// Why there were no hints, if somebody had been asked for them.
+    /// Error of the request for hints, if it failed.
     pub hints_error: Option<String>,
     /// Each round.
     pub rounds_detail: Vec<RoundReport>,

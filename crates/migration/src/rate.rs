@@ -1,19 +1,19 @@
-//! Limits on bandwidth, and its measurement.
+//! Limiting and measuring bandwidth.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How much unused time may be made up for.
+/// Longest unused time that may be made up for.
 const BURST: Duration = Duration::from_millis(20);
 
-/// How long a sleep is at most, so that a migration that was called off ends soon.
+/// Longest sleep, so that a cancelled migration ends soon.
 const MAX_SLEEP: Duration = Duration::from_millis(50);
 
-/// Spreads bytes over time, for several threads.
+/// Limits the rate of several threads together.
 #[derive(Debug)]
 pub(crate) struct RateLimiter {
     bytes_per_s: Option<u64>,
-    /// When the bytes allowed so far have been sent.
+    /// Time at which the bytes reserved so far have been sent.
     free_at: Mutex<Option<Instant>>,
 }
 
@@ -22,7 +22,7 @@ impl RateLimiter {
         Self { bytes_per_s: bytes_per_s.map(|rate| rate.max(1)), free_at: Mutex::new(None) }
     }
 
-    /// Waits until `bytes` may be sent, or until `give_up` says so.
+    /// Waits until `bytes` may be sent, or until `give_up` returns true.
     pub(crate) fn wait(&self, bytes: u64, give_up: &dyn Fn() -> bool) {
         let Some(mut start) = self.reserve(bytes, Instant::now()) else { return };
         start = start.max(Instant::now());
@@ -35,8 +35,7 @@ impl RateLimiter {
         }
     }
 
-    /// When the next `bytes` may be sent; the time after them is free for others. `None` if there
-    /// is no limit.
+    /// Reserves time for `bytes` and returns when they may be sent. `None` if there is no limit.
     fn reserve(&self, bytes: u64, now: Instant) -> Option<Instant> {
         let rate = self.bytes_per_s?;
         let mut free_at = self.free_at.lock().unwrap_or_else(PoisonError::into_inner);
@@ -47,28 +46,27 @@ impl RateLimiter {
     }
 }
 
-/// The bandwidth that rounds have had.
+/// Bandwidth measured in rounds.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Bandwidth {
     bytes_per_s: Option<f64>,
 }
 
-/// Bytes that a round must have sent for its bandwidth to say something: less is mostly waiting for
-/// an answer.
+/// Least number of bytes in a round for a measurement: a smaller round mostly waits for the answer.
 const MIN_BYTES: u64 = 1 << 20;
 
 impl Bandwidth {
-    /// A round has taken `time` for `sent_bytes` on the wire, which stand for `handled_bytes` of
-    /// memory.
+    /// Adds a round that took `time` for `sent_bytes` on the wire, which stand for `handled_bytes`
+    /// of memory.
     pub(crate) fn observe(&mut self, sent_bytes: u64, handled_bytes: u64, time: Duration) {
         let seconds = time.as_secs_f64().max(1e-6);
         if sent_bytes >= MIN_BYTES {
             let measured = sent_bytes as f64 / seconds;
-            // Half old, half new: one round may have been lucky.
+            // Average of old and new: a single round may be an outlier.
             self.bytes_per_s =
                 Some(self.bytes_per_s.map_or(measured, |known| f64::midpoint(known, measured)));
         } else if self.bytes_per_s.is_none() && handled_bytes >= MIN_BYTES {
-            // Nothing but zeros: the next round will hardly be slower.
+            // Only zeros: the next round will hardly be slower.
             self.bytes_per_s = Some(handled_bytes as f64 / seconds);
         }
     }
@@ -77,12 +75,12 @@ impl Bandwidth {
         self.bytes_per_s.map(|rate| rate as u64)
     }
 
-    /// Time that this many bytes take; `None` if nothing is known.
+    /// Time to send this many bytes; `None` if the bandwidth is unknown.
     pub(crate) fn time_for(self, bytes: u64) -> Option<Duration> {
         if bytes == 0 {
             return Some(Duration::ZERO);
         }
-        // A day is as good as longer.
+        // Capped at a day.
         self.bytes_per_s
             .map(|rate| Duration::from_secs_f64((bytes as f64 / rate.max(1.0)).min(86_400.0)))
     }
@@ -100,14 +98,14 @@ mod tests {
         assert_eq!(limiter.reserve(500, now), Some(now));
         assert_eq!(limiter.reserve(1000, now), Some(now + second / 2));
         assert_eq!(limiter.reserve(1, now), Some(now + second * 3 / 2));
-        // Time that nobody used is lost but for a little.
+        // Unused time is lost except for the burst.
         let later = now + second * 100;
         assert_eq!(limiter.reserve(1, later), later.checked_sub(BURST));
         assert_eq!(RateLimiter::new(None).reserve(1 << 40, now), None);
     }
 
     #[test]
-    fn small_rounds_do_not_say_how_fast_the_link_is() {
+    fn small_rounds_are_not_measured() {
         let mut bandwidth = Bandwidth::default();
         let second = Duration::from_secs(1);
         bandwidth.observe(1000, 1000, second);

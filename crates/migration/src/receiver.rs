@@ -1,4 +1,4 @@
-//! The destination's end: records into memory.
+//! The destination: writes records to memory.
 
 use std::collections::BTreeSet;
 use std::io::{self, Read};
@@ -14,41 +14,41 @@ use crate::parser::{Parser, RecordSink};
 use crate::progress::PageCounters;
 use crate::{BoxError, Cancel, ReceiveError, StreamError, TargetMemory};
 
-/// What is read from a stream at a time: stays in the second level cache while it is hashed and
-/// copied to the guest's memory.
+/// Bytes read from a stream at a time: they stay in the second level cache while they are hashed
+/// and copied to guest memory.
 const BUFFER_BYTES: usize = 512 << 10;
 
-/// The destination of a migration, with all that it needs.
+/// The destination of a migration.
 pub struct Receiver<'a> {
     /// Memory for the guest, all zero.
     pub memory: &'a dyn TargetMemory,
     /// Data streams from the source, at least one.
     pub streams: Vec<Box<dyn Read + Send + 'a>>,
-    /// Tells the source that a round is in memory.
+    /// Confirms to the source that a round is in memory.
     pub round_done: &'a mut dyn FnMut(u32) -> Result<(), BoxError>,
-    /// Calls it off. Its callbacks must make reads from the streams return; the receiver calls it
-    /// by itself when one stream is not right, so that the others end as well.
+    /// Cancels the migration. Its callbacks must make reads from the streams return; the receiver
+    /// also cancels when one stream fails, so that the others end as well.
     pub cancel: Cancel,
 }
 
-/// What came.
+/// Report of a destination.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReceiveReport {
-    /// Rounds, the last one included.
+    /// Number of rounds, including the last one.
     pub rounds: u32,
     /// Bytes on the data streams.
     pub bytes_received: u64,
-    /// Pages by what they were; the destination does not know what was skipped.
+    /// Pages by outcome; the destination does not know about skipped ones.
     pub pages: PageCounters,
 }
 
 impl Receiver<'_> {
-    /// Receives the guest's memory; returns when all of it is there and the source has been told.
+    /// Receives the guest's memory; returns when all of it is in place and confirmed to the source.
     ///
     /// Nothing outside of the memory's regions is written, whatever the source sends.
     ///
     /// # Errors
-    /// [`ReceiveError`]; the memory's content is worth nothing then.
+    /// [`ReceiveError`]; the memory's content must not be used.
     pub fn run(self) -> Result<ReceiveReport, ReceiveError> {
         if self.streams.is_empty() {
             return Err(ReceiveError::NoStreams);
@@ -105,7 +105,7 @@ fn receive_round(
                 })
             })
             .collect();
-        // A panic of a thread is passed on by the scope.
+        // The scope propagates a panic of a thread.
         threads.into_iter().filter_map(|thread| thread.join().ok().flatten()).collect()
     });
     if let Some(error) = first_error.into_inner().unwrap_or_else(PoisonError::into_inner) {
@@ -118,13 +118,13 @@ fn receive_round(
     }
 }
 
-/// A data stream with what has been read and not dealt with.
+/// A data stream with the bytes read and not parsed yet.
 struct Stream<'a> {
     index: usize,
     reader: Box<dyn Read + Send + 'a>,
     parser: Parser,
     buffer: Vec<u8>,
-    /// Where in the buffer there is something.
+    /// Part of the buffer that holds unparsed bytes.
     filled: std::ops::Range<usize>,
     received_bytes: u64,
 }
@@ -152,9 +152,9 @@ impl<'a> Stream<'a> {
         }
     }
 
-    /// Reads more behind what is there.
+    /// Reads more bytes behind the unparsed ones.
     fn fill(&mut self, round: u32) -> Result<(), ReceiveError> {
-        // Less than a page and a header are left, which are moved to the front.
+        // Less than a page and a header are left; they are moved to the front.
         self.buffer.copy_within(self.filled.clone(), 0);
         self.filled = 0..self.filled.len();
         loop {
@@ -172,11 +172,11 @@ impl<'a> Stream<'a> {
     }
 }
 
-/// Memory with what is known of it.
+/// Guest memory with the set of pages written so far.
 struct Target<'a> {
     memory: &'a dyn TargetMemory,
     regions: Vec<PageRange>,
-    /// Pages that may hold something else than zeros.
+    /// Pages that may contain something other than zeros.
     written: Mutex<PageBitmap>,
 }
 
@@ -187,8 +187,7 @@ impl<'a> Target<'a> {
         Self { memory, regions, written }
     }
 
-    /// The parts of a range that are in regions. The source may have its memory cut into other
-    /// regions.
+    /// Parts of a range within regions. The source's memory may be split into other regions.
     fn parts(&self, range: PageRange) -> impl Iterator<Item = PageRange> {
         self.regions
             .iter()
@@ -196,7 +195,7 @@ impl<'a> Target<'a> {
             .filter(|part| !part.is_empty())
     }
 
-    /// Takes pages out of those that were written; returns them as ranges.
+    /// Removes the written pages of `range` from the set and returns them as ranges.
     fn forget(&self, range: PageRange) -> Vec<PageRange> {
         let mut written = self.written.lock().unwrap_or_else(PoisonError::into_inner);
         let ranges: Vec<_> = written.ranges_in(range).collect();

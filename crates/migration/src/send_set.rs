@@ -1,23 +1,23 @@
-//! The pages that are still to be sent in a round.
+//! The set of pages left to send.
 
 use ebb_abi::{PageRange, Pfn};
 use ebb_guest_ram::PageBitmap;
 
-/// The send set: workers take pages from its front, hints take pages out anywhere.
+/// The send set: workers take pages from its front, hints remove pages anywhere.
 ///
-/// It says nothing about what was written; that is the dirty source's.
+/// It does not know which pages were written; the dirty source does.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct SendSet {
     pages: PageBitmap,
-    /// No page before this one is left to be taken in this round.
+    /// No page before this one is left in this round.
     cursor: Pfn,
-    /// The window in which hints are honoured, by number.
+    /// Number of the window in which hints are honoured.
     window: Option<u64>,
     last_window: u64,
     hints: Hints,
 }
 
-/// What came through a window.
+/// State of the hints of a window.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Hints {
     taken_out: u64,
@@ -41,14 +41,14 @@ impl SendSet {
         &self.pages
     }
 
-    /// Adds what was written. No window may be open, which [`Tracker`](crate::Tracker) sees to.
+    /// Adds the pages written. No window may be open, which [`Tracker`](crate::Tracker) guarantees.
     pub(crate) fn add(&mut self, written: &PageBitmap) {
         debug_assert_eq!(self.window, None, "a sync inside a window");
         self.pages.union(written);
         self.cursor = Pfn(0);
     }
 
-    /// Takes out the next pages, within one block of `chunk_pages`, and appends them to `taken`.
+    /// Removes the next pages, within one block of `chunk_pages`, and appends them to `taken`.
     pub(crate) fn take(&mut self, chunk_pages: u64, taken: &mut Vec<PageRange>) {
         let chunk_pages = chunk_pages.max(1);
         let rest = PageRange::new(self.cursor, u64::MAX - self.cursor.0);
@@ -60,7 +60,7 @@ impl SendSet {
         self.cursor = chunk.end();
     }
 
-    /// From now on, until [`close`](Self::close), hints with the returned number are honoured.
+    /// Opens a window: hints with the returned number are honoured until [`close`](Self::close).
     pub(crate) fn open(&mut self) -> u64 {
         self.last_window += 1;
         self.window = Some(self.last_window);
@@ -68,20 +68,20 @@ impl SendSet {
         self.last_window
     }
 
-    /// Hints are not honoured any more. Returns how many pages they have taken out.
+    /// Closes the window. Returns the number of pages that hints removed.
     pub(crate) fn close(&mut self) -> u64 {
         self.window = None;
         self.hints.taken_out
     }
 
-    /// The guest has named pages in answer to the request of this window.
+    /// Removes pages that the guest hinted in answer to the request of this window.
     pub(crate) fn hint(&mut self, window: u64, ranges: &[PageRange]) {
         if self.window == Some(window) {
             self.take_out(ranges);
         }
     }
 
-    /// No more hints come in answer to the request of this window.
+    /// Records that the guest has sent all hints for the request of this window.
     pub(crate) fn end_hints(&mut self, window: u64) {
         if self.window == Some(window) {
             self.hints.ended = true;
@@ -96,7 +96,7 @@ impl SendSet {
         self.hints.taken_out
     }
 
-    /// Takes pages out of the set, whatever the window.
+    /// Removes pages from the set, whatever the window.
     pub(crate) fn take_out(&mut self, ranges: &[PageRange]) {
         for range in ranges {
             self.hints.taken_out += self.pages.count_in(*range);

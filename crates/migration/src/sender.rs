@@ -15,13 +15,13 @@ use crate::progress::PageCounters;
 use crate::rate::RateLimiter;
 use crate::{Cancel, Config, Holes, MigrationError, PageFeed, SourceMemory};
 
-/// How often somebody looks at a round that is going on.
-const LOOK: Duration = Duration::from_millis(100);
+/// Interval of progress reports and checks during a round.
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// How long the other streams may take after one has failed before they are cut.
+/// Time that the other streams get after one has failed before they are shut down.
 const FAILURE_GRACE: Duration = Duration::from_secs(2);
 
-/// A data stream with what is on its way to it.
+/// A data stream with its pending output.
 pub(crate) struct Stream<'a> {
     writer: Box<dyn Write + Send + 'a>,
     batch: Batch,
@@ -35,36 +35,35 @@ impl<'a> Stream<'a> {
     }
 }
 
-/// What a round needs.
+/// Parameters of a round.
 pub(crate) struct Round<'a> {
     pub(crate) number: u32,
     pub(crate) kind: RoundKind,
     pub(crate) config: &'a Config,
     pub(crate) memory: &'a dyn SourceMemory,
-    /// Its regions.
+    /// Regions of that memory.
     pub(crate) regions: &'a [PageRange],
     pub(crate) feed: &'a dyn PageFeed,
     pub(crate) limiter: &'a RateLimiter,
     pub(crate) cancel: &'a Cancel,
-    /// Bytes sent so far, in all rounds.
+    /// Number of bytes sent so far, in all rounds.
     pub(crate) sent_bytes: &'a AtomicU64,
 }
 
-/// Whether a round is to go on.
+/// Result of a check during a round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Look {
-    GoOn,
-    /// It is to end with pages left.
+pub(crate) enum RoundControl {
+    Continue,
+    /// End the round with pages left.
     EndEarly,
 }
 
 impl Round<'_> {
-    /// Sends what the feed has. `look` is called every now and then; returns what became of the
-    /// pages.
+    /// Sends the pages of the feed and calls `poll` periodically. Returns the pages by outcome.
     pub(crate) fn send(
         &self,
         streams: &mut [Stream<'_>],
-        look: &mut dyn FnMut() -> Result<Look, MigrationError>,
+        poll: &mut dyn FnMut() -> Result<RoundControl, MigrationError>,
     ) -> Result<PageCounters, MigrationError> {
         let stop = AtomicBool::new(false);
         let (sender, results) = channel();
@@ -74,7 +73,7 @@ impl Round<'_> {
                 let (sender, stop): (Sender<_>, _) = (sender.clone(), &stop);
                 scope.spawn(move || {
                     let result = self.send_on(index, stream, stop);
-                    // Nobody listens only if this thread's scope is being left by a panic.
+                    // The receiver is gone only if the scope's own thread is unwinding.
                     let _ = sender.send(result);
                 });
             }
@@ -82,7 +81,7 @@ impl Round<'_> {
             let (mut pages, mut failure) = (PageCounters::default(), None);
             let mut cut_at = None;
             while running > 0 {
-                match results.recv_timeout(LOOK) {
+                match results.recv_timeout(POLL_INTERVAL) {
                     Ok(Ok(counters)) => {
                         running -= 1;
                         pages += counters;
@@ -91,14 +90,14 @@ impl Round<'_> {
                         running -= 1;
                         failure.get_or_insert(error);
                     }
-                    // A stream's thread has panicked; leaving the scope passes that on.
+                    // A stream's thread has panicked; the end of the scope propagates that.
                     Err(RecvTimeoutError::Disconnected) => break,
                     Err(RecvTimeoutError::Timeout) => {}
                 }
                 if failure.is_none() {
-                    match look() {
-                        Ok(Look::GoOn) => {}
-                        Ok(Look::EndEarly) => stop.store(true, Ordering::Relaxed),
+                    match poll() {
+                        Ok(RoundControl::Continue) => {}
+                        Ok(RoundControl::EndEarly) => stop.store(true, Ordering::Relaxed),
                         Err(error) => failure = Some(error),
                     }
                 }
@@ -144,8 +143,8 @@ impl Round<'_> {
         Ok(std::mem::take(&mut stream.batch.pages))
     }
 
-    /// Sends pages of one region. The host is asked once what it holds: of pages that are all
-    /// written somewhere in a chunk, nearly all are held.
+    /// Sends pages of one region. The host is queried once for the whole span: nearly all of the
+    /// pages written in a chunk are populated.
     fn send_pages(
         &self,
         index: usize,
@@ -158,7 +157,7 @@ impl Round<'_> {
         match self.config.holes {
             Holes::Read => held.push(range),
             Holes::Skip => self.memory.held(range, &mut held).map_err(|source| {
-                MigrationError::Memory { action: "find out what is held of", range, source }
+                MigrationError::Memory { action: "query the populated pages of", range, source }
             })?,
         }
         for range in pages {

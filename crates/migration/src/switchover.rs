@@ -1,14 +1,14 @@
-//! The guest between two hosts.
+//! The guest between source and destination.
 
 use std::time::Instant;
 
 use crate::{Guest, MigrationError, Report, Tracker};
 
-/// All memory is at the destination and the guest stands still. Who holds this decides where it
-/// goes on.
+/// All memory is at the destination and the guest is paused. The owner of this value decides where
+/// the guest continues.
 ///
-/// Exactly one of both ends may run it. So the guest stays as it is when this is dropped: to let it
-/// go on here is right only if it is certain that the destination does not run it.
+/// Exactly one end may run it. So the guest stays paused when this is dropped: resuming it here is
+/// safe only if it is certain that the destination does not run it.
 #[must_use]
 pub struct Switchover<'a> {
     tracker: Tracker<'a>,
@@ -27,43 +27,42 @@ impl<'a> Switchover<'a> {
         Self { tracker, guest, report, paused_at }
     }
 
-    /// What the migration was up to here.
+    /// Report up to here.
     pub fn report(&self) -> &Report {
         &self.report
     }
 
-    /// When the guest was told to stop.
+    /// Time at which the guest was paused.
     pub fn paused_at(&self) -> Instant {
         self.paused_at
     }
 
-    /// The destination runs the guest.
+    /// Ends the migration: the destination runs the guest.
     pub fn complete(self) -> Report {
         self.report
     }
 
-    /// It is not known whether the destination runs the guest. It stays paused here, without the
-    /// dirty log.
+    /// Ends the migration with an unknown outcome: the destination may run the guest. It stays
+    /// paused here, with the dirty log disabled.
     pub fn stay_paused(self) -> Report {
         self.report
     }
 
-    /// Leaves the guest to the caller, paused. The second part switches the dirty log off when it
-    /// is dropped, which takes time that the guest does not wait for if it is dropped after the
-    /// guest goes on somewhere.
+    /// Leaves the paused guest to the caller. Dropping the second part disables the dirty log; drop
+    /// it after the guest continues somewhere, so that the guest need not wait for that.
     pub fn release(self) -> (Report, Tracker<'a>) {
         (self.report, self.tracker)
     }
 
-    /// The destination does not run the guest and never will. It goes on here.
+    /// Resumes the guest here: the destination does not run it and never will.
     ///
     /// # Errors
-    /// `because`, or [`MigrationError::Resume`] if it cannot go on; with what the migration was.
+    /// `because`, or [`MigrationError::Resume`] if the guest cannot be resumed; with the report.
     pub fn resume_source(self, because: MigrationError) -> (MigrationError, Report) {
         let Self { tracker, guest, report, .. } = self;
         drop(tracker);
         if let Err(error) = guest.throttle(0) {
-            tracing::warn!("the guest may stay slowed down: {error}");
+            tracing::warn!("the guest may stay throttled: {error}");
         }
         let error = match guest.resume() {
             Ok(()) => because,

@@ -1,9 +1,8 @@
-//! A simulated guest with everything that a migration needs, for tests, benchmarks and fuzz
-//! targets.
+//! A simulated guest for tests, benchmarks and fuzz targets.
 //!
 //! [`World`] is the guest, its driver for free page hinting, its balloon, the dirty log and the
-//! monitor's devices. All of them do something whenever the engine looks at memory or at the log,
-//! in an order that a seed decides.
+//! monitor's devices. All of them act whenever the engine accesses memory or the log, in an order
+//! that depends on a seed.
 
 mod dirty;
 mod link;

@@ -1,19 +1,19 @@
-//! What is still to be sent, and how hints may change it.
+//! The pages left to send, and the rule by which hints may change them.
 //!
-//! The guest says "I do not use page P", then uses and writes it, the dirty log finds that, and
-//! only then the hint arrives here: if it took P out of the send set now, the write would be lost.
-//! So the time in which hints count, the window, lies between two looks at the dirty log, and each
-//! write after its beginning is found by the look after its end:
+//! The guest hints page P as free, then uses and writes it; a sync of the dirty log finds the
+//! write, and only then does the hint arrive here. If the hint removed P from the send set now, the
+//! write would be lost. So the period in which hints are honoured, the window, lies between two
+//! syncs of the dirty log, and each write after its start is found by the sync after its end:
 //!
-//! 1. All marks that the last look found are taken in the dirty source before the window opens.
-//! 2. While it is open no mark is taken: not even a neighbour's, since a source may take 64 at a
+//! 1. All marks that the last sync found are cleared in the dirty source before the window opens.
+//! 2. While it is open no mark is cleared: not even a neighbour's, since a source may clear 64 at a
 //!    time.
-//! 3. It is closed, with no hint half done, before the next look.
+//! 3. It is closed, with no hint in progress, before the next sync.
 //!
-//! That is what the types say. A [`HintWindow`] borrows the [`Tracker`], so there can be neither a
-//! look nor a taken mark while it lives; a [`HintReceiver`] works under the lock that closes the
-//! window. Without hints, a [`ClearingRound`] takes marks of pages just before they are read, which
-//! is later and so finds fewer pages written twice.
+//! The types enforce this. A [`HintWindow`] borrows the [`Tracker`], so that no sync and no
+//! clearing is possible while it lives; a [`HintReceiver`] works under the lock that closes the
+//! window. Without hints, a [`ClearingRound`] clears the marks of pages just before they are read,
+//! which is later and so finds fewer pages written twice.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -26,25 +26,25 @@ use crate::chunk::{by_region, span};
 use crate::send_set::SendSet;
 use crate::{DirtySource, MigrationError};
 
-/// Hands pages to be sent to several threads, each page to one of them.
+/// Distributes the pages to send among several threads, each page to one of them.
 pub trait PageFeed: Sync {
     /// Appends the next pages, within one block of `chunk_pages`; nothing if none are left in this
-    /// round. They must be read only after this returns, and must be sent, since they are forgotten
-    /// here.
+    /// round. The caller must read them only after this returns, and must send them, since they are
+    /// removed here.
     ///
     /// # Errors
     /// [`MigrationError::Dirty`].
     fn take(&self, chunk_pages: u64, taken: &mut Vec<PageRange>) -> Result<(), MigrationError>;
 
-    /// Pages that are left in this round.
+    /// Number of pages left in this round.
     fn remaining_pages(&self) -> u64;
 
-    /// Pages that hints have taken out in this round.
+    /// Number of pages that hints removed in this round.
     fn skipped_pages(&self) -> u64 {
         0
     }
 
-    /// The pages that are left in this round, for the model check.
+    /// Pages left in this round, for the model check.
     #[cfg(feature = "testing")]
     fn pages_to_send(&self) -> PageBitmap;
 }
@@ -62,7 +62,7 @@ impl Shared {
     }
 }
 
-/// Knows what is to be sent and owns the dirty source while it is armed.
+/// Knows the pages left to send and owns the dirty source while it is armed.
 pub struct Tracker<'d> {
     dirty: &'d mut dyn DirtySource,
     regions: Vec<PageRange>,
@@ -71,7 +71,7 @@ pub struct Tracker<'d> {
     marks: Marks,
 }
 
-/// Whether the dirty source may still hold marks that a look at it has found.
+/// Whether the dirty source may still hold marks that a sync has found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Marks {
     Taken,
@@ -79,21 +79,18 @@ enum Marks {
 }
 
 impl<'d> Tracker<'d> {
-    /// Arms the dirty source. From here on all pages of `regions` are to be sent, and each page
-    /// that is written is to be sent again.
+    /// Arms the dirty source. All pages of `regions` must be sent, and each page written from here
+    /// on must be sent again.
     ///
     /// # Errors
-    /// [`MigrationError::Dirty`]; the source has been disarmed then.
+    /// [`MigrationError::Dirty`]; the source is disarmed again.
     pub fn arm(
         dirty: &'d mut dyn DirtySource,
         regions: &[PageRange],
     ) -> Result<Self, MigrationError> {
         if let Err(source) = dirty.arm() {
             disarm(dirty);
-            return Err(MigrationError::Dirty {
-                action: "switch the log of written pages on",
-                source,
-            });
+            return Err(MigrationError::Dirty { action: "enable the dirty log", source });
         }
         let shared = Arc::new(Shared {
             set: Mutex::new(SendSet::full(regions)),
@@ -103,28 +100,26 @@ impl<'d> Tracker<'d> {
         Ok(Self { dirty, regions: regions.to_vec(), shared, found, marks: Marks::Taken })
     }
 
-    /// Looks at what was written since the last time, and adds it to what is to be sent. Returns
-    /// how many pages were written.
+    /// Adds the pages written since the last sync to the pages to send. Returns their number.
     ///
     /// # Errors
     /// [`MigrationError::Dirty`].
     pub fn sync(&mut self) -> Result<u64, MigrationError> {
         self.found.clear();
-        self.dirty.sync(&mut self.found).map_err(|source| MigrationError::Dirty {
-            action: "read the log of written pages",
-            source,
-        })?;
+        self.dirty
+            .sync(&mut self.found)
+            .map_err(|source| MigrationError::Dirty { action: "read the dirty log", source })?;
         self.marks = Marks::OfPagesToSend;
         self.shared.set().add(&self.found);
         Ok(self.found.count())
     }
 
-    /// Pages to be sent.
+    /// Number of pages left to send.
     pub fn remaining_pages(&self) -> u64 {
         self.shared.set().pages().count()
     }
 
-    /// The pages to be sent, for the model check.
+    /// Pages left to send, for the model check.
     #[cfg(feature = "testing")]
     pub fn pages_to_send(&self) -> PageBitmap {
         self.shared.set().pages().clone()
@@ -142,7 +137,7 @@ impl<'d> Tracker<'d> {
     /// [`MigrationError::Dirty`].
     pub fn hint_window(&mut self) -> Result<HintWindow<'_>, MigrationError> {
         if self.marks == Marks::OfPagesToSend {
-            // A copy: a hint that comes too late must not wait for this with its device locked.
+            // A copy, so that a late hint does not wait for this with its device locked.
             let pages = self.shared.set().pages().clone();
             self.dirty.clear_all(&pages).map_err(clear_error)?;
             self.marks = Marks::Taken;
@@ -151,7 +146,7 @@ impl<'d> Tracker<'d> {
         Ok(HintWindow { shared: &self.shared, window })
     }
 
-    /// Begins the round in which nobody writes any more.
+    /// Begins the last round, in which nothing writes to memory.
     pub fn last_round(&mut self) -> LastRound<'_> {
         LastRound { shared: &self.shared }
     }
@@ -166,7 +161,7 @@ impl Drop for Tracker<'_> {
 
 fn disarm(dirty: &mut dyn DirtySource) {
     if let Err(error) = dirty.disarm() {
-        tracing::warn!("the log of written pages stays on and costs the guest time: {error}");
+        tracing::warn!("the dirty log stays enabled and costs the guest time: {error}");
     }
 }
 
@@ -174,8 +169,7 @@ fn clear_error(source: crate::BoxError) -> MigrationError {
     MigrationError::Dirty { action: "write-protect pages again", source }
 }
 
-/// Takes the marks of pages in one chunk, which are in ascending order: with one call for each
-/// region.
+/// Clears the marks of pages in one chunk, which are in ascending order, with one call per region.
 fn clear(
     dirty: &mut dyn DirtySource,
     regions: &[PageRange],
@@ -193,7 +187,7 @@ fn clear(
     })
 }
 
-/// A round without hints: takes the marks of pages before they are read.
+/// A round without hints: clears the marks of pages before they are read.
 pub struct ClearingRound<'t> {
     regions: &'t [PageRange],
     shared: &'t Shared,
@@ -221,7 +215,7 @@ impl PageFeed for ClearingRound<'_> {
     }
 }
 
-/// The first pages of a round, about as many as `left`.
+/// The first pages of a round, about `left` of them.
 pub(crate) struct FirstPages<F> {
     pub(crate) feed: F,
     pub(crate) left: AtomicU64,
@@ -246,7 +240,7 @@ impl<F: PageFeed> PageFeed for FirstPages<F> {
     }
 }
 
-/// A round in which the guest stands still: marks do not matter any more.
+/// The round in which the guest is paused: marks no longer matter.
 pub struct LastRound<'t> {
     shared: &'t Shared,
 }
@@ -267,9 +261,10 @@ impl PageFeed for LastRound<'_> {
     }
 }
 
-/// A round in which hints count, until it is dropped. Marks stay in the dirty source meanwhile.
+/// A round in which hints are honoured, until it is dropped. Marks stay in the dirty source
+/// meanwhile.
 ///
-/// The tracker cannot be used as long as the window lives:
+/// The tracker cannot be used while the window lives:
 ///
 /// ```compile_fail,E0499
 /// # use ebb_migration::{MigrationError, Tracker};
@@ -286,12 +281,12 @@ pub struct HintWindow<'t> {
 }
 
 impl HintWindow<'_> {
-    /// For whoever passes on what the guest says.
+    /// Returns a handle that passes on the guest's hints.
     pub fn receiver(&self) -> HintReceiver {
         HintReceiver { shared: Arc::clone(self.shared), window: self.window }
     }
 
-    /// Waits until hints have ended, but no longer than this. Returns whether they have.
+    /// Waits until the guest has sent all hints, at most for `limit`. Returns whether it has.
     pub fn wait_for_end(&self, limit: Duration) -> bool {
         let deadline = Instant::now() + limit;
         let mut set = self.shared.set();
@@ -306,7 +301,7 @@ impl HintWindow<'_> {
         true
     }
 
-    /// Ends the window. Returns how many pages hints have taken out.
+    /// Closes the window. Returns the number of pages that hints removed.
     pub fn close(self) -> u64 {
         self.shared.set().close()
     }
@@ -338,7 +333,7 @@ impl Drop for HintWindow<'_> {
     }
 }
 
-/// Where hints go, from any thread. What comes after the end of the window has no effect.
+/// Receives hints from any thread. Hints after the end of the window have no effect.
 #[derive(Clone, Debug)]
 pub struct HintReceiver {
     shared: Arc<Shared>,
@@ -346,20 +341,20 @@ pub struct HintReceiver {
 }
 
 impl HintReceiver {
-    /// The content of these pages did not matter at some time since the window was opened. Pages
+    /// Removes pages whose content did not matter at some time since the window was opened. Pages
     /// outside of guest memory are ignored.
     pub fn hint(&self, ranges: &[PageRange]) {
         self.shared.set().hint(self.window, ranges);
     }
 
-    /// The guest has named all that it had to name.
+    /// The guest has sent all of its hints.
     pub fn ended(&self) {
         self.shared.set().end_hints(self.window);
         self.shared.hints_ended.notify_all();
     }
 
-    /// As [`hint`](Self::hint), but whether the window is open or not. That is wrong: the model
-    /// check shows that it sees that.
+    /// Like [`hint`](Self::hint), but without checking the window. That is wrong on purpose: the
+    /// model check proves that it detects this.
     #[cfg(feature = "testing")]
     pub fn hint_whenever(&self, ranges: &[PageRange]) {
         self.shared.set().take_out(ranges);

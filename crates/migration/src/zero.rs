@@ -1,17 +1,16 @@
-//! Telling pages that are all zero.
+//! Detection of pages that are all zero.
 
 use ebb_abi::PAGE_SIZE_BYTES;
 
 const PAGE: usize = PAGE_SIZE_BYTES as usize;
 
-/// Bytes that are looked at before it is decided whether to go on. The compiler makes vector
-/// instructions of it.
+/// Bytes compared between two branches. The compiler vectorizes a step.
 const STEP: usize = 256;
 
 /// Whether all bytes of a page are zero.
 ///
-/// Most pages in use show that they are not in their first bytes; the rest is combined in steps,
-/// without a branch for each word.
+/// Most pages in use differ in their first or last byte; the rest is combined in steps, without a
+/// branch per word.
 pub fn is_zero_page(page: &[u8]) -> bool {
     page.first().is_none_or(|first| *first == 0)
         && page.last().is_none_or(|last| *last == 0)
@@ -22,8 +21,8 @@ pub fn is_zero_page(page: &[u8]) -> bool {
         })
 }
 
-/// Number of pages at the beginning of `pages`, whole pages, that are all zero, or that are all not
-/// zero; and which of both.
+/// Returns the length of the first run of pages in `pages` that are all zero or all not zero, and
+/// its kind.
 pub(crate) fn first_run(pages: &[u8]) -> (usize, PageContent) {
     let mut chunks = pages
         .chunks_exact(PAGE)
@@ -32,7 +31,7 @@ pub(crate) fn first_run(pages: &[u8]) -> (usize, PageContent) {
     (1 + chunks.take_while(|content| *content == first).count(), first)
 }
 
-/// What is in a page.
+/// Content of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PageContent {
     Zero,
@@ -44,7 +43,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_bit_anywhere_is_seen() {
+    fn one_bit_anywhere_is_found() {
         let mut page = vec![0; PAGE];
         assert!(is_zero_page(&page));
         for index in 0..PAGE {
@@ -55,7 +54,7 @@ mod tests {
     }
 
     #[test]
-    fn runs_end_where_the_kind_changes() {
+    fn runs_end_where_the_content_changes() {
         let mut pages = vec![0; 5 * PAGE];
         pages[2 * PAGE + 17] = 1;
         pages[4 * PAGE - 1] = 1;

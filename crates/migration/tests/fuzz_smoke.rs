@@ -1,11 +1,10 @@
-//! Runs the bodies of the engine's fuzz targets for a short while, without a fuzzer.
+//! Runs the engine's fuzz targets briefly, without a fuzzer.
 
 use ebb_migration::fuzzing::TARGETS;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
-/// Bytes as a fuzzer comes up with them: all kinds, with small values more often, so that steps of
-/// all kinds occur.
+/// Random bytes, with small values more often, so that all kinds of steps occur.
 fn input() -> impl Strategy<Value = Vec<u8>> {
     prop::collection::vec(prop_oneof![any::<u8>(), 0..16_u8], 0..600)
 }

@@ -1,4 +1,4 @@
-//! Where a destination listens: `tcp:HOST:PORT` or `unix:PATH`.
+//! Address of a destination: `tcp:HOST:PORT` or `unix:PATH`.
 
 use std::fmt;
 use std::io;
@@ -11,20 +11,20 @@ use thiserror::Error;
 /// Longest path of a unix socket: `sun_path` without its closing zero (unix(7)).
 pub const LONGEST_UNIX_PATH_BYTES: usize = 107;
 
-/// Longest name of a host (RFC 1035 section 2.3.4).
+/// Longest host name (RFC 1035 section 2.3.4).
 const LONGEST_HOST_BYTES: usize = 253;
 
-/// What to write, for messages.
+/// Syntax, for messages.
 const SYNTAX: &str = "write tcp:HOST:PORT, tcp:[IPV6]:PORT or unix:PATH";
 
-/// Where a destination listens.
+/// Address at which a destination listens.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Address {
     /// `tcp:HOST:PORT`.
     Tcp {
         /// A name or a numeric address, without brackets.
         host: String,
-        /// The port; 0 means any when listening.
+        /// The port; 0 when listening means any free one.
         port: u16,
     },
     /// `unix:PATH`.
@@ -34,52 +34,52 @@ pub enum Address {
     },
 }
 
-/// What was written is no address.
+/// A text that is not an address.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum AddressError {
     /// Neither `tcp:` nor `unix:`.
     #[error("the address {text:?} begins with neither tcp: nor unix:; {SYNTAX}")]
     Kind {
-        /// What was written.
+        /// The text.
         text: String,
     },
     /// No port after the host.
     #[error("the address {text:?} has no port; {SYNTAX}")]
     NoPort {
-        /// What was written.
+        /// The text.
         text: String,
     },
     /// The port is not a number from 0 to 65535.
     #[error("the port {port:?} in {text:?} is not a number from 0 to 65535; {SYNTAX}")]
     Port {
-        /// What was written.
+        /// The text.
         text: String,
         /// Its port.
         port: String,
     },
-    /// The host is empty, too long, or has characters that no host has.
-    #[error("the host {host:?} in {text:?} cannot be one: {problem}; {SYNTAX}")]
+    /// The host is empty, too long, or has invalid characters.
+    #[error("the host {host:?} in {text:?} is not valid: {problem}; {SYNTAX}")]
     Host {
-        /// What was written.
+        /// The text.
         text: String,
         /// Its host.
         host: String,
-        /// Why.
+        /// Reason.
         problem: &'static str,
     },
     /// The path is empty, too long, or has a zero byte.
-    #[error("the path in {text:?} cannot be that of a socket: {problem}; choose another one")]
+    #[error("the path in {text:?} is not valid for a socket: {problem}; choose another one")]
     Path {
-        /// What was written.
+        /// The text.
         text: String,
-        /// Why.
+        /// Reason.
         problem: &'static str,
     },
 }
 
 impl Address {
-    /// The socket addresses behind a TCP address. Numbers and `localhost` are known without a
-    /// resolver, and so without a system call.
+    /// Returns the socket addresses of a TCP address. Numeric addresses and `localhost` need no
+    /// resolver, and so no system call.
     pub(super) fn resolve(host: &str, port: u16) -> io::Result<Vec<SocketAddr>> {
         if let Ok(ip) = host.parse::<IpAddr>() {
             return Ok(vec![SocketAddr::new(ip, port)]);
@@ -95,13 +95,13 @@ impl Address {
         Ok(found)
     }
 
-    /// The address of a TCP socket.
+    /// Converts the address of a TCP socket.
     pub(super) fn of_socket(address: SocketAddr) -> Self {
         Self::Tcp { host: address.ip().to_string(), port: address.port() }
     }
 
-    /// The path of a unix address, made absolute with `folder` if it is relative; other addresses
-    /// as they are. For a client that hands an address to a process with another working folder.
+    /// Makes the path of a unix address absolute, relative to `folder`; other addresses stay as
+    /// they are. For a client that passes an address to a process with another working directory.
     #[must_use]
     pub fn absolute(self, folder: &Path) -> Self {
         match self {
@@ -146,12 +146,12 @@ fn parse_tcp(text: &str, rest: &str) -> Result<Address, AddressError> {
         let (host, after) =
             bracketed.split_once(']').ok_or_else(|| bad_host(rest, "a ] is missing"))?;
         host.parse::<Ipv6Addr>()
-            .map_err(|_| bad_host(host, "in brackets belongs an IPv6 address"))?;
+            .map_err(|_| bad_host(host, "only an IPv6 address may be in brackets"))?;
         (host, after.strip_prefix(':').ok_or_else(no_port)?)
     } else {
         let (host, port) = rest.rsplit_once(':').ok_or_else(no_port)?;
         if host.contains(':') {
-            return Err(bad_host(host, "an IPv6 address belongs in brackets"));
+            return Err(bad_host(host, "an IPv6 address must be in brackets"));
         }
         (host, port)
     };
@@ -163,9 +163,12 @@ fn parse_tcp(text: &str, rest: &str) -> Result<Address, AddressError> {
     }
     let fits = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_' | ':');
     if !host.chars().all(fits) {
-        return Err(bad_host(host, "it has characters other than letters, digits, dots, dashes"));
+        return Err(bad_host(
+            host,
+            "it has characters other than letters, digits, dots and dashes",
+        ));
     }
-    // `parse` would take a plus sign.
+    // `parse` would accept a plus sign.
     let number = Some(port).filter(|port| port.bytes().all(|byte| byte.is_ascii_digit()));
     let port = number
         .and_then(|port| port.parse().ok())

@@ -1,4 +1,4 @@
-//! A connection that has not introduced itself yet.
+//! An accepted connection before its hello or preamble.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -13,25 +13,25 @@ use super::preamble::{PreambleError, Role};
 use super::tls;
 use super::wire::Wire;
 
-/// Somebody who has connected to the destination, until it is known who.
+/// A connection to the destination that has not identified itself yet.
 #[derive(Debug)]
 pub(super) struct Candidate {
     wire: Wire,
     peer: String,
     deadline: Instant,
-    /// `None` once the connection is refused: it only has to read why.
+    /// `None` once the connection is refused: the peer only has to read the reason.
     received: Option<Vec<u8>>,
 }
 
-/// What has become of a candidate.
+/// Result of a step of a candidate.
 pub(super) enum Step {
-    /// More must come.
+    /// More bytes are needed.
     Wait(Candidate),
-    /// It has introduced itself.
+    /// It has identified itself.
     Arrived(Wire, String, Arrival),
-    /// It is refused, for this reason, and is kept until it has read that.
+    /// It is refused for this reason, and is kept until the peer has read it.
     Refused(Candidate, String),
-    /// The connection is over; a reason if it was not refused before.
+    /// The connection has ended; with a reason if it was not refused before.
     Gone(Option<String>),
 }
 
@@ -61,11 +61,11 @@ impl Candidate {
         self.wire.interest()
     }
 
-    /// Goes as far as possible without waiting.
+    /// Proceeds as far as possible without waiting.
     pub(super) fn step(mut self, now: Instant) -> Step {
         if now >= self.deadline {
             let late = self.received.is_some();
-            return Step::Gone(late.then(|| "it did not introduce itself in time".to_owned()));
+            return Step::Gone(late.then(|| "it did not identify itself in time".to_owned()));
         }
         if self.received.is_none() {
             return if self.wire.drain() { Step::Wait(self) } else { Step::Gone(None) };
@@ -73,7 +73,7 @@ impl Candidate {
         match self.introduce() {
             Ok(Ok(arrival)) => Step::Arrived(self.wire, self.peer, arrival),
             Ok(Err(unwanted)) => {
-                // A source of another version can say so only if it learns ours.
+                // A source of another version can report the mismatch only if it receives ours.
                 let answers = matches!(unwanted, Unwanted::Preamble(PreambleError::Version(_)));
                 let answer = if answers { Role::Control.preamble().to_vec() } else { Vec::new() };
                 self.refuse(&answer, unwanted.problem())
@@ -84,7 +84,7 @@ impl Candidate {
                     match error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>()) {
                         Some(error) => tls::explain(error, self.peer.clone()).to_string(),
                         None if error.kind() == io::ErrorKind::UnexpectedEof => {
-                            "it went away before it had introduced itself".to_owned()
+                            "it disconnected before it had identified itself".to_owned()
                         }
                         None => error.to_string(),
                     };
@@ -93,23 +93,23 @@ impl Candidate {
         }
     }
 
-    /// Lets the other side read why it is not wanted, if it is Ebb.
+    /// Refuses the connection and sends the reason, which an Ebb source can read.
     pub(super) fn refuse_with_reason(mut self, problem: String) -> Step {
         let mut answer = Role::Control.preamble().to_vec();
-        // A reason is far shorter than a frame may be.
+        // A reason is far shorter than the longest frame.
         answer.extend(Message::Abort(Reason::from(problem.clone())).encode().unwrap_or_default());
         self.received = None;
         self.refuse(&answer, problem)
     }
 
-    /// Somebody who has introduced himself and is not wanted.
+    /// A connection that has identified itself and is refused.
     pub(super) fn unwanted(wire: Wire, peer: String, deadline: Instant) -> Self {
         Self { wire, peer, deadline, received: None }
     }
 
     fn refuse(mut self, answer: &[u8], problem: String) -> Step {
         self.received = None;
-        // A new connection takes the few bytes at once, or it does not matter.
+        // A new connection accepts the few bytes at once; if not, they do not matter.
         let _ = self.wire.try_write(answer);
         self.wire.end_of_output();
         Step::Refused(self, problem)
@@ -124,7 +124,7 @@ impl Candidate {
                 Ok(Intake::Done(arrival)) => return Ok(Ok(arrival)),
                 Err(unwanted) => return Ok(Err(unwanted)),
             };
-            // Never more than is missing: what follows is not for here.
+            // Never more than is missing: later bytes belong to the session.
             let mut piece = [0; 4096];
             let wanted = missing.min(piece.len());
             match self.wire.try_read(&mut piece[..wanted])? {

@@ -1,5 +1,5 @@
-//! A connection to the other side: reads and writes that end after a time limit and when the
-//! session is cancelled.
+//! A connection to the other side whose reads and writes end at a time limit and when the session
+//! is cancelled.
 
 use std::fmt;
 use std::io::{self, IoSlice, Read, Write};
@@ -18,15 +18,14 @@ use super::wire::Wire;
 /// A connection to the other side: a data stream, or the control connection inside a session.
 ///
 /// A read or write fails with [`io::ErrorKind::TimedOut`] when no byte has moved for the session's
-/// limit, and at once when the session is cancelled. After a failed write nothing can be written
-/// any more. A write returns when the system has taken the bytes, also with TLS; there is nothing
-/// to flush.
+/// limit, and at once when the session is cancelled. After a failed write all later writes fail. A
+/// write returns when the kernel has accepted the bytes, also with TLS; there is nothing to flush.
 pub struct Connection {
     wire: Wire,
     cancel: Option<CancelHandle>,
     limit: Limit,
     peer: String,
-    /// A write has failed: what is left of it must never follow.
+    /// A write has failed: the rest of its bytes must never be sent.
     broken: bool,
 }
 
@@ -42,11 +41,11 @@ impl ShutdownHandle {
     }
 }
 
-/// Whether the system has been given anything of a frame that could not be written.
+/// Whether the kernel may have accepted a part of a frame whose write failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Begun {
     No,
-    /// Nothing can be written any more: it would be taken for the rest of the frame.
+    /// No more writes are possible: the bytes would be taken for the rest of the frame.
     Perhaps,
 }
 
@@ -55,12 +54,12 @@ pub(super) enum Begun {
 pub(super) enum Limit {
     /// This long after the last byte.
     Progress(Duration),
-    /// At a time; with the whole limit for messages.
+    /// At this time; with the whole limit, for messages.
     Until(Instant, Duration),
 }
 
 impl Limit {
-    /// From now on.
+    /// Starts the limit now.
     pub(super) fn from_now(limit: Duration) -> Self {
         Self::Until(Instant::now() + limit, limit)
     }
@@ -73,7 +72,7 @@ impl Limit {
     }
 }
 
-/// Why a wait ended without anything.
+/// Reason why a wait ended without a result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub(super) enum Trouble {
     #[error("no byte has moved for {} s", .0.as_secs_f64())]
@@ -101,7 +100,7 @@ impl From<Trouble> for io::Error {
     }
 }
 
-/// Waits until `socket` is ready, `deadline` is there, or the session is cancelled.
+/// Waits until `socket` is ready, `deadline` passes, or the session is cancelled.
 pub(super) fn wait(
     socket: BorrowedFd<'_>,
     flags: PollFlags,
@@ -145,7 +144,7 @@ impl Connection {
         Self { wire, cancel: Some(cancel), limit, peer, broken: false }
     }
 
-    /// Who is at the other end, for messages.
+    /// Name of the other end, for messages.
     pub fn peer(&self) -> &str {
         &self.peer
     }
@@ -155,12 +154,12 @@ impl Connection {
         self.wire.is_encrypted()
     }
 
-    /// Lets another thread end this connection.
+    /// Returns a handle by which another thread can end this connection.
     pub fn shutdown_handle(&self) -> ShutdownHandle {
         ShutdownHandle(Arc::clone(self.wire.socket()))
     }
 
-    /// How long a read or write may go without a byte.
+    /// Sets the longest time a read or write may take without moving a byte.
     pub fn set_progress_limit(&mut self, limit: Duration) {
         self.limit = Limit::Progress(limit);
     }
@@ -169,13 +168,13 @@ impl Connection {
         self.limit = limit;
     }
 
-    /// From here on a cancelled session does not end waits: what is left to say must be said.
+    /// From here on cancelling the session does not end waits: the final messages must be sent.
     pub(super) fn ignore_cancel(&mut self) {
         self.cancel = None;
     }
 
-    /// Writes all of `frame`. After a failure the other side cannot have it: the system has not
-    /// taken its last byte.
+    /// Writes all of `frame`. After a failure the other side cannot have it: the kernel did not
+    /// accept its last byte.
     pub(super) fn write_frame(&mut self, frame: &[u8]) -> Result<(), (io::Error, Begun)> {
         let mut left = frame;
         while !left.is_empty() {
@@ -194,7 +193,7 @@ impl Connection {
         Ok(())
     }
 
-    /// TLS up to its end.
+    /// Completes the TLS handshake.
     pub(super) fn handshake(&mut self) -> io::Result<()> {
         let deadline = self.limit.deadline();
         loop {
@@ -207,16 +206,17 @@ impl Connection {
         }
     }
 
-    /// Tells the other side that nothing follows, and waits a little until it has read everything.
+    /// Announces the end of output, and waits up to `limit` until the other side has read
+    /// everything.
     pub(super) fn close(mut self, limit: Duration) {
         self.close_until((Instant::now() + limit, limit));
     }
 
-    /// Like [`close`](Self::close), up to a time.
+    /// Like [`close`](Self::close), with a deadline.
     pub(super) fn close_until(&mut self, deadline: (Instant, Duration)) {
         self.ignore_cancel();
         self.end_of_output();
-        // Whoever sends without end is not listened to for longer.
+        // The deadline also stops a peer that sends without end.
         while self.wire.drain() && Instant::now() < deadline.0 {
             if self.wait(PollFlags::IN, deadline).is_err() {
                 return;
@@ -224,22 +224,22 @@ impl Connection {
         }
     }
 
-    /// Announces the end of what this side sends. What a failed write has left behind is not sent:
-    /// it might complete a message that counts as unsent.
+    /// Announces the end of output. The rest of a failed write is not sent: it might complete a
+    /// message that counts as unsent.
     pub(super) fn end_of_output(&mut self) {
         if !self.broken {
             self.wire.end_of_output();
         }
     }
 
-    /// Nothing can be written any more.
+    /// Makes all later writes fail.
     fn break_off(&mut self) {
         self.broken = true;
         self.wire.seal();
     }
 
-    /// What a failed read or write means to the operator. `doing` completes a sentence: "while its
-    /// hello was awaited".
+    /// Converts an error of a read or write into one for the operator. `doing` completes a
+    /// sentence: "while waiting for its hello".
     pub(super) fn explain(&self, error: &io::Error, doing: &'static str) -> SessionError {
         let peer = self.peer.clone();
         if let Some(error) = error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>())
@@ -252,13 +252,13 @@ impl Connection {
                 SessionError::TimedOut { peer, waiting_for: doing, limit }
             }
             _ if error.kind() == io::ErrorKind::UnexpectedEof => {
-                SessionError::Cut { peer, doing, problem: "it was closed there".to_owned() }
+                SessionError::Cut { peer, doing, problem: "the peer closed it".to_owned() }
             }
             _ => SessionError::Cut { peer, doing, problem: error.to_string() },
         }
     }
 
-    /// A connection that never has to wait ends as well.
+    /// Also ends a connection that never has to wait.
     fn check_cancelled(&self) -> io::Result<()> {
         match &self.cancel {
             Some(cancel) if cancel.is_cancelled() => Err(Trouble::Cancelled.into()),
@@ -270,7 +270,7 @@ impl Connection {
         wait(self.wire.as_fd(), flags, self.cancel.as_ref(), deadline)
     }
 
-    /// Everything that TLS holds goes to the system.
+    /// Writes everything that TLS has buffered to the socket.
     fn push(&mut self) -> io::Result<()> {
         let mut deadline = self.limit.deadline();
         loop {
@@ -284,7 +284,7 @@ impl Connection {
         }
     }
 
-    /// One write up to the point where the system has what was taken.
+    /// Performs one write, until the kernel has accepted all bytes taken.
     fn write_with(
         &mut self,
         mut attempt: impl FnMut(&mut Wire) -> io::Result<usize>,

@@ -1,5 +1,4 @@
-//! The control connection: messages over a [`Connection`], each one checked against the
-//! [`Protocol`].
+//! The control connection: messages over a [`Connection`], each checked against the [`Protocol`].
 
 use std::fmt::Display;
 use std::io::Read;
@@ -12,10 +11,10 @@ use super::limits::TimeLimits;
 use super::message::{FrameError, HEADER_BYTES, Message, MessageKind, parse_header};
 use super::protocol::{Protocol, Side};
 
-/// What is read of a body at a time, so that a length that is a lie costs no memory.
+/// Bytes of a body read at a time, so that a false length costs no memory.
 const PIECE_BYTES: usize = 64 << 10;
 
-/// Most messages that are looked through for the other side's last words.
+/// Most messages searched for the other side's reason at the end.
 const MOST_LATE_MESSAGES: usize = 64;
 
 /// One end of the control connection.
@@ -37,7 +36,7 @@ impl Control {
         Self { connection, protocol: Protocol::new(side), limits, cancel }
     }
 
-    /// Sends a message. If that fails, the other side cannot have it.
+    /// Sends a message. If this fails, the other side cannot have received it.
     pub(super) fn send(
         &mut self,
         message: &Message,
@@ -68,7 +67,7 @@ impl Control {
         self.connection.set_limit(limit);
         self.connection.write_frame(&frame).map_err(|(error, begun)| {
             match begun {
-                // As if it had never been tried: another message may follow.
+                // Nothing was sent: another message may follow.
                 Begun::No => self.protocol = before,
                 Begun::Perhaps => self.protocol.unsent(kind),
             }
@@ -76,14 +75,14 @@ impl Control {
         })
     }
 
-    /// Waits for the next message. That the other side has ended the session is an error. `doing`
-    /// completes a sentence: "while its hello was awaited".
+    /// Waits for the next message. Returns an error if the other side has ended the session.
+    /// `doing` completes a sentence: "while waiting for its hello".
     pub(super) fn receive(
         &mut self,
         limit: Duration,
         doing: &'static str,
     ) -> Result<Message, SessionError> {
-        // A large body takes its time: once it has begun, it only has to go on.
+        // A large body takes time: once it has begun, only the progress limit applies.
         let message =
             self.read(Limit::from_now(limit), Limit::Progress(self.limits.progress), doing)?;
         let peer = self.connection.peer().to_owned();
@@ -99,7 +98,7 @@ impl Control {
         }
     }
 
-    /// A message has been received elsewhere.
+    /// Records a message that was received elsewhere.
     pub(super) fn note_received(
         &mut self,
         found: MessageKind,
@@ -113,7 +112,7 @@ impl Control {
         })
     }
 
-    /// A message that the protocol allows at this place and that this side does not expect.
+    /// Error for a message that the protocol allows here but this side does not expect.
     pub(super) fn unexpected(&self, found: MessageKind, doing: &'static str) -> SessionError {
         SessionError::Unexpected { peer: self.connection.peer().to_owned(), found, doing }
     }
@@ -125,9 +124,8 @@ impl Control {
         }
     }
 
-    /// Ends the session because of `error`, which this side has met: the other side is told unless
-    /// it knows. If the connection is cut and the other side had given a reason, that comes back
-    /// instead.
+    /// Ends the session because of `error` on this side and sends it to the other side unless it
+    /// knows. If the connection was cut and the other side had sent a reason, returns that instead.
     pub(super) fn end(self, error: SessionError) -> SessionError {
         let known_there = matches!(
             error,
@@ -141,40 +139,40 @@ impl Control {
         }
         let cut = matches!(error, SessionError::Cut { .. });
         match self.abort(error.to_string().into()) {
-            // It went away with a word: that is the reason.
+            // The other side sent a reason before it disconnected.
             Some(word) if cut => word,
             _ => error,
         }
     }
 
-    /// Tells the other side that nothing comes of it, if it has not been told and the protocol
-    /// still allows it. What the other side had said to the same effect before comes back.
+    /// Aborts the session and sends `reason` to the other side, if the protocol still allows it.
+    /// Returns the reason that the other side sent before, if any.
     pub(super) fn abort(mut self, reason: Reason) -> Option<SessionError> {
         let farewell = self.limits.farewell;
         let deadline = (Instant::now() + farewell, farewell);
         let limit = Limit::Until(deadline.0, farewell);
         self.connection.ignore_cancel();
-        if let Some(kind) = self.protocol.word_of_failure() {
+        if let Some(kind) = self.protocol.failure_message() {
             let message = if kind == MessageKind::Failed {
                 Message::Failed(reason)
             } else {
                 Message::Abort(reason)
             };
-            // If it cannot be told, the end of the connection says the same.
-            let _ = self.send_within(limit, &message, "while it was told that this side gives up");
+            // If this cannot be sent, the end of the connection means the same.
+            let _ = self.send_within(limit, &message, "while sending it the reason of a failure");
         }
         self.protocol.lost();
         self.connection.end_of_output();
-        let word = self.last_word(limit);
+        let word = self.peer_reason(limit);
         self.connection.close_until(deadline);
         word
     }
 
-    /// The reason that the other side gave before it ended.
-    fn last_word(&mut self, limit: Limit) -> Option<SessionError> {
+    /// Returns the reason that the other side sent before it ended.
+    fn peer_reason(&mut self, limit: Limit) -> Option<SessionError> {
         for _ in 0..MOST_LATE_MESSAGES {
             let peer = self.connection.peer().to_owned();
-            match self.read(limit, limit, "while it ended").ok()? {
+            match self.read(limit, limit, "while it ended the session").ok()? {
                 Message::Abort(reason) => return Some(SessionError::Aborted { peer, reason }),
                 Message::Failed(reason) => return Some(SessionError::Failed { peer, reason }),
                 Message::Refuse(reason) => return Some(SessionError::Refused { peer, reason }),
@@ -184,7 +182,7 @@ impl Control {
         None
     }
 
-    /// Reads one message, whatever its place.
+    /// Reads one message without checking the protocol.
     fn read(
         &mut self,
         header_limit: Limit,

@@ -1,7 +1,7 @@
 //! File descriptors through a unix socket (unix(7), `SCM_RIGHTS`).
 //!
-//! Each goes with a byte of its own behind the message that announces them: a read of ordinary
-//! bytes would lose it.
+//! Each is sent with a byte of its own after the message that announces them: an ordinary read
+//! would lose it.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -18,7 +18,7 @@ use std::os::fd::AsFd;
 use super::cancel::CancelHandle;
 use super::connection::{Connection, wait};
 
-/// The byte that a descriptor goes with.
+/// The byte that carries a descriptor.
 const MARK: u8 = b'F';
 
 /// Sends one descriptor.

@@ -13,49 +13,49 @@ use super::listener::{Listener, NoArrival};
 use super::message::{Acceptance, Greeting, MOST_DESCRIPTORS, Message, SetupBody};
 use super::preamble::SessionId;
 
-const SETUP: &str = "while its setup was awaited";
-const DESCRIPTORS: &str = "while its file descriptors were awaited";
-const STREAMS: &str = "while its data streams were awaited";
-const STATE: &str = "while the machine's state was awaited";
-const DECISION: &str = "while its decision was awaited";
+const SETUP: &str = "while waiting for its setup";
+const DESCRIPTORS: &str = "while waiting for its file descriptors";
+const STREAMS: &str = "while waiting for its data streams";
+const STATE: &str = "while waiting for the machine's state";
+const DECISION: &str = "while waiting for its decision";
 
-/// A source that has said hello.
+/// Session with a source that has sent its hello.
 #[derive(Debug)]
 pub struct DestinationSession {
     control: Control,
     source: Greeting,
 }
 
-/// A source that has described its machine.
+/// Session with a source that has described its machine.
 #[derive(Debug)]
 pub struct DestinationSetup {
     control: Control,
     streams: u16,
 }
 
-/// The machine is taken; data streams may come.
+/// The machine is accepted; data streams may join.
 #[derive(Debug)]
 pub struct DestinationAccepted {
     control: Control,
     acceptance: Acceptance,
 }
 
-/// Data streams stand; memory is received.
+/// Data streams are open; memory is received.
 #[derive(Debug)]
 pub struct DestinationStreaming {
     control: Control,
 }
 
-/// The state is there; the machine is made from it.
+/// The state has arrived; the machine is restored from it.
 #[derive(Debug)]
 pub struct DestinationRestoring {
     control: Control,
 }
 
-/// The source has decided: the guest is this side's. Exactly one of the two methods must be called;
-/// dropping this lets the source keep the guest paused, with an unknown outcome.
+/// The source has decided: the guest belongs to this side. Exactly one of the two methods must be
+/// called; dropping this makes the source keep the guest paused, with an unknown outcome.
 #[derive(Debug)]
-#[must_use = "the source waits to hear whether the guest runs here"]
+#[must_use = "the source waits for the report that the guest runs here"]
 pub struct DestinationCommitted {
     control: Control,
 }
@@ -65,17 +65,17 @@ impl DestinationSession {
         Self { control, source }
     }
 
-    /// Who the source says it is.
+    /// The source's greeting.
     pub const fn source(&self) -> &Greeting {
         &self.source
     }
 
-    /// Where the source is, for messages.
+    /// Name of the source, for messages.
     pub fn peer(&self) -> &str {
         self.control.connection.peer()
     }
 
-    /// Waits for the description of the machine, in the monitor's own words.
+    /// Waits for the description of the machine, in the monitor's own format.
     pub fn setup<T: DeserializeOwned>(mut self) -> Result<(DestinationSetup, T), SessionError> {
         match self.receive_setup() {
             Ok(SetupBody { streams, machine }) => {
@@ -96,12 +96,12 @@ impl DestinationSession {
 }
 
 impl DestinationSetup {
-    /// How many data streams the source would like.
+    /// Number of data streams that the source requests.
     pub const fn streams(&self) -> u16 {
         self.streams
     }
 
-    /// Takes the machine, with at most `streams` data streams.
+    /// Accepts the machine, with at most `streams` data streams.
     pub fn accept(mut self, streams: u16) -> Result<DestinationAccepted, SessionError> {
         let acceptance = match SessionId::random() {
             Ok(session) => Acceptance { session, streams: streams.clamp(1, self.streams.max(1)) },
@@ -109,36 +109,36 @@ impl DestinationSetup {
         };
         match self
             .control
-            .send(&Message::Accept(acceptance.clone()), "while it was told that it may begin")
+            .send(&Message::Accept(acceptance.clone()), "while sending it the acceptance")
         {
             Ok(()) => Ok(DestinationAccepted { control: self.control, acceptance }),
             Err(error) => Err(self.control.end(error)),
         }
     }
 
-    /// Does not take the machine. The source learns why.
+    /// Refuses the machine and sends the reason to the source.
     pub fn refuse(mut self, reason: impl Into<Reason>) {
-        // A source that has gone away does not want to know.
-        let _ = self.control.send(&Message::Refuse(reason.into()), "while it was refused");
+        // A source that has disconnected does not need the reason.
+        let _ = self.control.send(&Message::Refuse(reason.into()), "while sending it the refusal");
         self.control.connection.close(self.control.limits.farewell);
     }
 }
 
 impl DestinationAccepted {
-    /// How many data streams there will be.
+    /// Number of data streams of the session.
     pub const fn streams(&self) -> u16 {
         self.acceptance.streams
     }
 
-    /// Waits for the file descriptors that the setup has announced.
+    /// Waits for the file descriptors that the setup announced.
     pub fn receive_descriptors(&mut self) -> Result<Vec<OwnedFd>, SessionError> {
         let limit = self.control.limits.progress;
         let count = match self.control.receive(limit, DESCRIPTORS)? {
             Message::Descriptors(count) if count <= MOST_DESCRIPTORS => count,
             Message::Descriptors(count) => {
-                return Err(self
-                    .control
-                    .malformed(format!("{count} descriptors of {MOST_DESCRIPTORS} possible")));
+                return Err(self.control.malformed(format!(
+                    "{count} descriptors, but at most {MOST_DESCRIPTORS} are allowed"
+                )));
             }
             other => return Err(self.control.unexpected(other.kind(), DESCRIPTORS)),
         };
@@ -150,8 +150,8 @@ impl DestinationAccepted {
             .map_err(|error| connection.explain(&error, DESCRIPTORS))
     }
 
-    /// Waits until all data streams have come to `listener`; whoever else comes is refused. They
-    /// are in order of their numbers.
+    /// Waits until all data streams have connected to `listener`; other connections are refused.
+    /// Returns them in order of their numbers.
     pub fn join(
         mut self,
         listener: &mut Listener,
@@ -184,7 +184,7 @@ impl DestinationAccepted {
                         limit: limits.streams,
                     });
                 }
-                // Before all streams stand the source has nothing to say but that it gives up.
+                // Before all streams are open the source can only send an abort.
                 Err(NoArrival::Watched) => {
                     let message = self.control.receive(limits.progress, STREAMS)?;
                     return Err(self.control.unexpected(message.kind(), STREAMS));
@@ -194,19 +194,19 @@ impl DestinationAccepted {
         Ok(streams.into_iter().flatten().collect())
     }
 
-    /// Ends the session. What the source had said to the same effect before comes back.
+    /// Ends the session. Returns the reason that the source sent before, if any.
     pub fn abort(self, reason: impl Into<Reason>) -> Option<SessionError> {
         self.control.abort(reason.into())
     }
 }
 
 impl DestinationStreaming {
-    /// Tells the source that everything of `round` is here.
+    /// Confirms to the source that all of `round` is in memory.
     pub fn round_done(&mut self, round: u32) -> Result<(), SessionError> {
-        self.control.send(&Message::RoundDone(round), "while it was told of the end of a round")
+        self.control.send(&Message::RoundDone(round), "while sending it the end of a round")
     }
 
-    /// Waits for what is left besides memory.
+    /// Waits for the state other than memory.
     pub fn receive_state(mut self) -> Result<(DestinationRestoring, Vec<u8>), SessionError> {
         match self.control.receive(self.control.limits.progress, STATE) {
             Ok(Message::State(state)) => {
@@ -220,20 +220,20 @@ impl DestinationStreaming {
         }
     }
 
-    /// Ends the session. What the source had said to the same effect before comes back: it is the
-    /// better reason for a data stream that has failed.
+    /// Ends the session. Returns the reason that the source sent before, if any: it explains a
+    /// failed data stream better.
     pub fn abort(self, reason: impl Into<Reason>) -> Option<SessionError> {
         self.control.abort(reason.into())
     }
 }
 
 impl DestinationRestoring {
-    /// Says that the guest could start here, and waits for the source's decision. After an error
+    /// Reports that the guest can start here, and waits for the source's decision. After an error
     /// this side must end without having run the guest.
     pub fn ready(mut self) -> Result<DestinationCommitted, SessionError> {
         let decision = self
             .control
-            .send(&Message::Ready, "while it was told that this side is ready")
+            .send(&Message::Ready, "while reporting to it that this side is ready")
             .and_then(|()| self.control.receive(self.control.limits.commit, DECISION));
         match decision {
             Ok(Message::Commit) if self.control.cancel.decide() => {
@@ -249,26 +249,28 @@ impl DestinationRestoring {
         }
     }
 
-    /// Ends the session because the machine cannot be made. What the source had said to the same
-    /// effect before comes back.
+    /// Ends the session because the machine cannot be restored. Returns the reason that the source
+    /// sent before, if any.
     pub fn fail(self, reason: impl Into<Reason>) -> Option<SessionError> {
         self.control.abort(reason.into())
     }
 }
 
 impl DestinationCommitted {
-    /// The guest runs here; to be called once it does. That the source cannot be told changes
-    /// nothing: it keeps the guest paused.
+    /// Reports that the guest runs here; call it once it does. A failure to send this changes
+    /// nothing: the source keeps the guest paused.
     pub fn running(mut self) {
         if let Err(error) =
-            self.control.send(&Message::Running, "while it was told that the guest runs here")
+            self.control.send(&Message::Running, "while reporting to it that the guest runs here")
         {
-            tracing::warn!("the guest runs here, but the source does not know: {error}");
+            tracing::warn!(
+                "the guest runs here, but this could not be reported to the source: {error}"
+            );
         }
         self.control.connection.close(self.control.limits.farewell);
     }
 
-    /// The guest has not run here and never will: the source runs it again.
+    /// Reports that the guest has not run here and never will: the source resumes it.
     pub fn failed(self, reason: impl Into<Reason>) {
         self.control.abort(reason.into());
     }

@@ -1,4 +1,4 @@
-//! What can go wrong with a session, in words for the operator.
+//! Errors of a session, worded for the operator.
 
 use std::fmt;
 use std::io;
@@ -10,11 +10,11 @@ use thiserror::Error;
 
 use super::message::MessageKind;
 
-/// Longest reason that is kept of what the other side says.
+/// Longest part of the other side's reason that is kept.
 const LONGEST_REASON_CHARACTERS: usize = 2000;
 
-/// A reason in the words of the other side: of bounded length and without control characters, so
-/// that it can be printed.
+/// A reason sent by the other side: of bounded length and without control characters, so that it
+/// can be printed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "String", into = "String")]
 pub struct Reason(String);
@@ -43,72 +43,77 @@ impl fmt::Display for Reason {
     }
 }
 
-/// At most `longest` characters of `text`, with a space for every control character.
+/// Returns at most `longest` characters of `text`, with a space for every control character.
 pub(super) fn printable(text: &str, longest: usize) -> String {
     text.chars().take(longest).map(|c| if c.is_control() { ' ' } else { c }).collect()
 }
 
-/// Why a session did not come about, or ended.
+/// Why a session could not be established, or ended.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum SessionError {
-    /// The name or address of the other side leads nowhere.
+    /// The name or address of the other side cannot be resolved.
     #[error("{address} cannot be found: {source}; check the name, or write the address in numbers")]
     NotFound {
-        /// What was asked.
+        /// The address.
         address: String,
-        /// What the resolver said.
+        /// Error of the resolver.
         source: io::Error,
     },
-    /// Nobody answers there.
+    /// Nothing answers at the address.
     #[error(
-        "{address} cannot be reached: {source}; check that `ebb receive` listens there and that no packet filter is in between"
+        "{address} cannot be reached: {source}; check that `ebb receive` listens there and that no \
+         packet filter is in between"
     )]
     Unreachable {
-        /// What was asked.
+        /// The address.
         address: String,
-        /// What the system said.
+        /// Error of the system.
         source: io::Error,
     },
-    /// TCP without encryption, which was not asked for in words.
+    /// TCP without encryption, which was not requested explicitly.
     #[error(
-        "{address} is a TCP address, and without TLS anyone on the way, or who takes the port, could read and change the guest's memory; give --tls-cert, --tls-key, --tls-ca and --peer-name, use unix:PATH, or --insecure if all users of this host and of the network are trusted"
+        "{address} is a TCP address: without TLS, anyone on the network path, or any process that \
+         takes the port, could read and change the guest's memory; give --tls-cert, --tls-key, \
+         --tls-ca and --peer-name, use unix:PATH, or --insecure if all users of this host and of \
+         the network are trusted"
     )]
     Unencrypted {
-        /// What was asked.
+        /// The address.
         address: String,
     },
-    /// TLS was asked for on a unix socket.
+    /// TLS was requested on a unix socket.
     #[error(
-        "TLS is for tcp: addresses; {address} is protected by the user's id: leave --tls-* away"
+        "TLS is for tcp: addresses; {address} is protected by the user id: omit the --tls options"
     )]
     TlsOverUnix {
-        /// What was asked.
+        /// The address.
         address: String,
     },
     /// The destination cannot listen.
     #[error("cannot listen on {address}: {what}: {source}; choose another address")]
     Listen {
-        /// What was asked.
+        /// The address.
         address: String,
-        /// What was attempted.
+        /// Operation, for the message.
         what: &'static str,
-        /// What the system said.
+        /// Error of the system.
         source: io::Error,
     },
     /// The destination cannot listen at a path.
     #[error(transparent)]
     ListenUnix(#[from] ebb_local_io::ListenError),
-    /// The process at the other end of a unix socket belongs to somebody else.
+    /// The process at the other end of a unix socket belongs to another user.
     #[error(
-        "the process at {address} belongs to user {theirs}, and only those of user {ours} and of root are trusted; run both as the same user"
+        "the process at {address} belongs to user {theirs}, but only processes of user {ours} and \
+         of root are trusted; run both as the same user"
     )]
     ForeignUser {
         /// The socket.
         address: String,
-        /// Its user.
+        /// User id of that process.
         theirs: u32,
-        /// Who runs this process.
+        /// User id of this process.
         ours: u32,
     },
     /// A certificate or key file cannot be used.
@@ -118,12 +123,13 @@ pub enum SessionError {
         option: &'static str,
         /// The file.
         path: PathBuf,
-        /// Why, and what to do.
+        /// Reason, and what to do.
         problem: String,
     },
-    /// A destination with TLS that would take a machine from everybody with a certificate.
+    /// A destination with TLS that would accept a machine from any holder of a certificate.
     #[error(
-        "--peer-name is missing: without it, every holder of a certificate of the authorities could send a machine; give the name in the source's certificate"
+        "--peer-name is missing: without it, every holder of a certificate of the authorities \
+         could send a machine; give the name in the source's certificate"
     )]
     NoPeerName,
     /// This side does not accept the other side's certificate.
@@ -131,7 +137,7 @@ pub enum SessionError {
     CertificateRefusedHere {
         /// The other side.
         peer: String,
-        /// Why, and what to do.
+        /// Reason, and what to do.
         problem: String,
     },
     /// The other side does not accept this side's certificate.
@@ -139,7 +145,7 @@ pub enum SessionError {
     CertificateRefusedThere {
         /// The other side.
         peer: String,
-        /// What it said, and what to do.
+        /// Its reason, and what to do.
         problem: String,
     },
     /// TLS failed otherwise.
@@ -147,22 +153,24 @@ pub enum SessionError {
     Tls {
         /// The other side.
         peer: String,
-        /// What was found.
+        /// Problem found.
         problem: String,
     },
-    /// Something else than Ebb answers.
+    /// Another program than Ebb answers.
     #[error(
-        "{peer} does not speak Ebb's migration protocol: {found}; check the address, and whether both sides use TLS"
+        "{peer} does not speak Ebb's migration protocol: {found}; check the address, and whether \
+         both sides use TLS"
     )]
     NotEbb {
         /// The other side.
         peer: String,
-        /// What it sent.
+        /// Description of the bytes it sent.
         found: String,
     },
-    /// Another version of the protocol.
+    /// The other side speaks another version of the protocol.
     #[error(
-        "{peer} speaks version {theirs} of the migration protocol, this side version {ours}; use the same release of Ebb on both sides"
+        "{peer} speaks version {theirs} of the migration protocol, this side version {ours}; use \
+         the same release of Ebb on both sides"
     )]
     Version {
         /// The other side.
@@ -172,14 +180,14 @@ pub enum SessionError {
         /// This side's.
         ours: u16,
     },
-    /// A wait has lasted too long.
-    #[error("{peer} let this side wait for more than {} s {waiting_for}", limit.as_secs_f64())]
+    /// A wait has timed out.
+    #[error("{peer} timed out after {} s {waiting_for}", limit.as_secs_f64())]
     TimedOut {
         /// The other side.
         peer: String,
-        /// For what.
+        /// Operation that timed out.
         waiting_for: &'static str,
-        /// How long.
+        /// Time limit.
         limit: Duration,
     },
     /// The connection has ended.
@@ -187,12 +195,12 @@ pub enum SessionError {
     Cut {
         /// The other side.
         peer: String,
-        /// During what.
+        /// Operation during which it happened.
         doing: &'static str,
-        /// What the system said.
+        /// Error of the system.
         problem: String,
     },
-    /// The destination does not take the machine.
+    /// The destination refuses the machine.
     #[error("{peer} refuses the machine: {reason}")]
     Refused {
         /// The destination.
@@ -216,29 +224,31 @@ pub enum SessionError {
         /// Why.
         reason: Reason,
     },
-    /// A message that has no place there.
+    /// A message that is not valid at this point.
     #[error(
-        "{peer} sent {found} {doing}, which has no place there; use the same release of Ebb on both sides"
+        "{peer} sent {found} {doing}, which is not valid there; use the same release of Ebb on \
+         both sides"
     )]
     Unexpected {
         /// The other side.
         peer: String,
-        /// Which.
+        /// The message.
         found: MessageKind,
-        /// During what.
+        /// Operation during which it happened.
         doing: &'static str,
     },
-    /// A message that cannot be read.
+    /// A message that cannot be parsed.
     #[error(
-        "{peer} sent something that cannot be read: {problem}; use the same release of Ebb on both sides"
+        "{peer} sent something that cannot be parsed: {problem}; use the same release of Ebb on \
+         both sides"
     )]
     Malformed {
         /// The other side.
         peer: String,
-        /// What is wrong.
+        /// Parse error.
         problem: String,
     },
-    /// What this side has to say does not fit.
+    /// A message of this side that is too long.
     #[error("{kind} of {bytes} bytes is longer than the {limit} bytes that the protocol allows")]
     TooLong {
         /// Which message.
@@ -248,17 +258,18 @@ pub enum SessionError {
         /// The longest possible.
         limit: usize,
     },
-    /// Data streams outside of what is possible.
-    #[error("{asked} data streams were asked for; 1 to {most} are possible")]
+    /// An invalid number of data streams.
+    #[error("{asked} data streams were requested; 1 to {most} are possible")]
     Streams {
-        /// How many were asked.
+        /// Number requested.
         asked: u16,
-        /// The most.
+        /// Largest number.
         most: u16,
     },
-    /// File descriptors can only go through a unix socket.
+    /// File descriptors can be sent only over a unix socket.
     #[error(
-        "memory can be handed over only through a unix: address, and {peer} is none; copy it, or use unix:PATH on both sides"
+        "memory can be handed over only through a unix: address, and {peer} is not one; copy it, \
+         or use unix:PATH on both sides"
     )]
     NoDescriptors {
         /// The other side.
@@ -267,20 +278,20 @@ pub enum SessionError {
     /// Cancelled on this side.
     #[error("the migration was cancelled")]
     Cancelled,
-    /// Nobody came.
-    #[error("no source has come to {address} within {} s", limit.as_secs_f64())]
+    /// No source has connected in time.
+    #[error("no source has connected to {address} within {} s", limit.as_secs_f64())]
     NobodyCame {
-        /// Where this side listens.
+        /// Address of this listener.
         address: String,
-        /// How long.
+        /// Time limit.
         limit: Duration,
     },
-    /// The system refused something.
+    /// A system call failed.
     #[error("cannot {what}: {source}")]
     System {
-        /// What was attempted.
+        /// Operation, for the message.
         what: &'static str,
-        /// What the system said.
+        /// Error of the system.
         source: io::Error,
     },
 }

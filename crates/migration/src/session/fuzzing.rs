@@ -1,5 +1,5 @@
-//! Bodies of the fuzz targets: each takes any bytes, does with them what a hostile other side could
-//! do, and panics if something gives way. They also run as ordinary tests.
+//! Fuzz targets: each takes arbitrary bytes, acts as a hostile peer with them, and panics if this
+//! side misbehaves. They also run as ordinary tests.
 //!
 //! A new target is a function here, a line in [`TARGETS`], and a file of two lines in
 //! `fuzz/fuzz_targets`.
@@ -36,10 +36,10 @@ pub const TARGETS: [Target; 5] = [
     ("session_source", source),
 ];
 
-/// What fits into a socket's buffer, so that no thread is needed to write it.
+/// Input that fits into a socket's buffer, so that no thread is needed to write it.
 const LONGEST_INPUT_BYTES: usize = 64 << 10;
 
-/// `--to` and `--listen`: what is read as an address is written the same way.
+/// `--to` and `--listen`: a parsed address is printed the same way.
 pub fn address(data: &[u8]) {
     let text = String::from_utf8_lossy(data);
     if let Ok(address) = text.parse::<Address>() {
@@ -47,12 +47,12 @@ pub fn address(data: &[u8]) {
     }
 }
 
-/// One frame of the control connection: what is read survives being written.
+/// One frame of the control connection: a decoded message survives encoding.
 pub fn frame(data: &[u8]) {
     let Some((&header, body)) = data.split_first_chunk::<HEADER_BYTES>() else { return };
     let Ok((kind, bytes)) = parse_header(header) else { return };
     assert!(bytes <= kind.longest_bytes());
-    // The length is the frame's; what is behind it does not matter here.
+    // The length is the frame's; bytes behind it do not matter here.
     let Ok(message) = Message::decode(kind, body.to_vec()) else { return };
     assert_eq!(message.kind(), kind);
     if let Ok(frame) = message.encode() {
@@ -61,8 +61,8 @@ pub fn frame(data: &[u8]) {
     }
 }
 
-/// The first bytes of a connection, as they come: never more is wanted than is missing, and the
-/// verdict on a beginning is that on the whole.
+/// The first bytes of a connection as they arrive: never more is requested than is missing, and the
+/// result for a prefix is that for the whole.
 pub fn hello(data: &[u8]) {
     let mut judged = 0;
     loop {
@@ -83,8 +83,8 @@ pub fn hello(data: &[u8]) {
     }
 }
 
-/// A whole destination. The first byte says how much of the way a real source goes before the other
-/// bytes come.
+/// A whole destination. The first byte selects how far a real source proceeds before the other
+/// bytes are sent.
 pub fn destination(data: &[u8]) {
     let Some((&way, bytes)) = data.split_first() else { return };
     let bytes = &bytes[..bytes.len().min(LONGEST_INPUT_BYTES)];
@@ -96,29 +96,30 @@ pub fn destination(data: &[u8]) {
         return;
     };
     let Ok(mut source) = UnixStream::connect(&place.0) else { return };
-    // A destination that has given up may have closed: nothing that is written here has to arrive.
-    let mut tell = |bytes: &[u8], last: bool| {
+    // A destination that has failed may have closed the connection: nothing written here has to
+    // arrive.
+    let mut write = |bytes: &[u8], last: bool| {
         let _ = source.write_all(bytes);
         if last {
             let _ = source.shutdown(Shutdown::Write);
         }
     };
     if way & 1 == 0 {
-        tell(bytes, true);
+        write(bytes, true);
     } else {
-        tell(&opening(&greeting()), false);
+        write(&opening(&greeting()), false);
         if way & 2 == 0 {
-            tell(bytes, true);
+            write(bytes, true);
         } else {
             let setup =
                 serde_json::to_vec(&SetupBody { streams: 1, machine: 7 }).unwrap_or_default();
-            tell(&encode(&Message::Setup(setup)), way & 4 == 0);
+            write(&encode(&Message::Setup(setup)), way & 4 == 0);
         }
     }
     let Ok(session) = listener.accept(Some(Duration::ZERO)) else { return };
     let Ok((setup, _)) = session.setup::<serde_json::Value>() else { return };
     let Ok(accepted) = setup.accept(1) else { return };
-    // Nobody gets further without the session's id, which the destination has told only the source.
+    // The next steps need the session's id, which the destination has sent only to the source.
     let mut data_stream = None;
     if way & 7 == 7 {
         data_stream = join(&mut source, &place);
@@ -134,12 +135,15 @@ pub fn destination(data: &[u8]) {
     let Ok((restoring, _)) = streaming.receive_state() else { return };
     if let Ok(committed) = restoring.ready() {
         let commit = [0, 0, 0, 0, MessageKind::Commit as u8];
-        assert!(bytes.windows(HEADER_BYTES).any(|frame| frame == commit), "nobody has decided");
+        assert!(
+            bytes.windows(HEADER_BYTES).any(|frame| frame == commit),
+            "the guest moved without a decision"
+        );
         committed.running();
     }
 }
 
-/// A whole source, with a destination that says hello and then these bytes.
+/// A whole source, with a destination that sends a hello and then these bytes.
 pub fn source(data: &[u8]) {
     let bytes = data[..data.len().min(LONGEST_INPUT_BYTES)].to_vec();
     let place = Place::new();
@@ -150,8 +154,11 @@ pub fn source(data: &[u8]) {
     let outcome = run_source(&place.address(), &cancel);
     let running = [0, 0, 0, 0, MessageKind::Running as u8];
     let says_running = bytes.windows(HEADER_BYTES).any(|frame| frame == running);
-    assert!(says_running || !matches!(outcome, Ok(Outcome::Moved)), "nobody has taken over");
-    // The thread waits for connections until one ends at once.
+    assert!(
+        says_running || !matches!(outcome, Ok(Outcome::Moved)),
+        "the guest moved without a destination"
+    );
+    // The thread accepts connections until one ends at once.
     drop(UnixStream::connect(&place.0));
     assert!(hostile.join().is_ok());
 }
@@ -163,8 +170,8 @@ fn run_source(address: &Address, cancel: &CancelHandle) -> Result<Outcome, Sessi
     Ok(streaming.send_state(vec![1, 2, 3])?.commit())
 }
 
-/// Says hello and then `answers` on the first connection, and lets data streams join. The control
-/// connection ends with the answers.
+/// Sends a hello and then `answers` on the first connection, and lets data streams join. The
+/// control connection ends with the answers.
 fn play_destination(listener: &UnixListener, answers: &[u8]) {
     let mut held = Vec::new();
     for connection in listener.incoming().flatten() {
@@ -173,7 +180,7 @@ fn play_destination(listener: &UnixListener, answers: &[u8]) {
         if connection.read_exact(&mut preamble).is_err() {
             return;
         }
-        // The source may be gone again.
+        // The source may have disconnected.
         let _ = if held.is_empty() {
             connection
                 .write_all(&opening(&greeting()))
@@ -225,12 +232,12 @@ fn encode(message: &Message) -> Vec<u8> {
     message.encode().unwrap_or_default()
 }
 
-/// Nothing is waited for: what the other side has to say is there, or its end is.
+/// No waits: the other side's bytes, or its end, are already there.
 fn limits() -> TimeLimits {
     TimeLimits::all(Duration::from_millis(200))
 }
 
-/// A socket's path of one run, removed at the end.
+/// Path of a run's socket, removed at the end.
 struct Place(PathBuf);
 
 impl Place {

@@ -1,9 +1,10 @@
-//! The first bytes of a connection, as the destination reads them: who comes, and what for.
+//! The destination's parser for the first bytes of a connection: which side it is from, and its
+//! role.
 
 use super::message::{FrameError, Greeting, HEADER_BYTES, Message, MessageKind, parse_header};
 use super::preamble::{PREAMBLE_BYTES, PreambleError, Role, SessionId};
 
-/// What a new connection turned out to be.
+/// Role of a new connection.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Arrival {
     /// A source.
@@ -12,24 +13,24 @@ pub(super) enum Arrival {
     Data { session: SessionId, stream: u16 },
 }
 
-/// How far a connection has introduced itself.
+/// Progress of a connection's identification.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Intake {
-    /// At least this many bytes are missing, and no others may be read for now.
+    /// At least this many bytes are missing, and no more may be read for now.
     More(usize),
     Done(Arrival),
 }
 
-/// Why a connection is not wanted.
+/// Why a connection is refused.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Unwanted {
     Preamble(PreambleError),
     Frame(FrameError),
-    /// Another message than a hello.
+    /// A message other than a hello.
     Message(MessageKind),
 }
 
-/// Judges the bytes that have come so far.
+/// Examines the bytes received so far.
 pub(super) fn examine(bytes: &[u8]) -> Result<Intake, Unwanted> {
     let Some(role) = Role::parse(bytes).map_err(Unwanted::Preamble)? else {
         return Ok(Intake::More(PREAMBLE_BYTES - bytes.len()));
@@ -55,7 +56,7 @@ pub(super) fn examine(bytes: &[u8]) -> Result<Intake, Unwanted> {
 }
 
 impl Unwanted {
-    /// For the log of the destination.
+    /// Description for the destination's log.
     pub(super) fn problem(&self) -> String {
         match self {
             Self::Preamble(PreambleError::Foreign(found)) => {

@@ -1,33 +1,36 @@
-//! How long each wait may take.
+//! Time limits of the waits of a session.
 
 use std::time::Duration;
 
-/// Limits on every wait of a session. Nothing in a session waits without one.
+/// Time limits of a session. Every wait has one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TimeLimits {
-    /// Source: until a connection stands (each one), name resolution excepted.
+    /// Source: until a connection is established (each one), name resolution excluded.
     pub connect: Duration,
-    /// Either: from a connection to the other side's hello, TLS included. A stranger can hold one
-    /// place of the destination for this long.
+    /// Either: from a connection to the other side's hello, including TLS. A stranger can occupy
+    /// one slot of the destination for this long.
     pub greeting: Duration,
-    /// Destination: from the hello to the source's setup. Without TLS, whoever says hello can hold
-    /// the destination for this long.
+    /// Destination: from the hello to the source's setup. Without TLS, anyone that sends a hello
+    /// can occupy the destination for this long.
     pub setup: Duration,
-    /// Source: from the setup to the destination's answer, which takes the building of a machine.
+    /// Source: from the setup to the destination's answer. The destination creates the machine in
+    /// this time.
     pub answer: Duration,
-    /// Destination: from its acceptance until all data streams have come.
+    /// Destination: from its acceptance until all data streams have joined.
     pub streams: Duration,
     /// Either: the longest time without a byte while memory is transferred, on each stream and on
     /// the control connection.
     pub progress: Duration,
     /// Source: from the last byte of the state until the destination is ready.
     pub restore: Duration,
-    /// Destination: from being ready to the source's decision. After it the destination ends.
+    /// Destination: from its ready message to the source's decision. The destination ends when it
+    /// expires.
     pub commit: Duration,
-    /// Source: from its decision until the destination says that the guest runs. After it the
-    /// outcome is unknown.
+    /// Source: from its decision until the destination reports that the guest runs. The outcome is
+    /// unknown when it expires.
     pub running: Duration,
-    /// Either: what is taken at the end so that the other side learns the reason of a failure.
+    /// Either: time spent at the end of a session so that the other side receives the reason of a
+    /// failure.
     pub farewell: Duration,
 }
 
@@ -49,7 +52,7 @@ impl Default for TimeLimits {
 }
 
 impl TimeLimits {
-    /// The same limit for everything.
+    /// Uses the same limit for every wait.
     pub const fn all(limit: Duration) -> Self {
         Self {
             connect: limit,

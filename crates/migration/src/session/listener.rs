@@ -1,4 +1,4 @@
-//! Where the destination listens, and how it finds its source among all who connect.
+//! The destination's listener: selects the source among all connections.
 
 use std::io::Write;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -29,28 +29,27 @@ use super::tls::TlsServer;
 use super::users;
 use super::wire::{self, Wire};
 
-/// Connections that may wait to be accepted.
+/// Length of the accept queue.
 const BACKLOG: i32 = 64;
 
-/// Connections that have not introduced themselves. The oldest has to go for one more.
+/// Most connections that have not identified themselves. The oldest is dropped for a new one.
 const MOST_CANDIDATES: usize = 32;
 
-/// How long nobody is accepted after the system had no descriptor or memory for one more
-/// connection.
+/// Pause of accepting after the system had no descriptor or memory for another connection.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// A wait without any other end.
+/// Limit of waits that have no other.
 const LONGEST_WAIT: Duration = Duration::from_secs(3600);
 
-/// A destination that waits for its source.
+/// The listener of a destination.
 ///
-/// Whoever connects has [`TimeLimits::greeting`] to show a certificate (with TLS) and to say hello.
-/// Until one has, many can try at the same time: who stalls, sends garbage or has no accepted
-/// certificate is refused, logged at a limited rate and keeps nobody else waiting.
+/// Each connection has [`TimeLimits::greeting`] to present a certificate (with TLS) and to send a
+/// hello. Many can try at the same time until one has: a connection that stalls, sends garbage or
+/// has no accepted certificate is refused, logged at a limited rate and does not delay others.
 #[derive(Debug)]
 pub struct Listener {
-    /// Removes the socket's file at the end; before the socket, while no other process can have
-    /// taken the name over.
+    /// Removes the socket's file at the end; before the socket is closed, while no other process
+    /// can have taken over the name.
     _file: Option<SocketFile>,
     socket: OwnedFd,
     address: Address,
@@ -63,20 +62,20 @@ pub struct Listener {
     pub(super) cancel: CancelHandle,
 }
 
-/// How a wait for connections ended without one.
+/// Why a wait ended without a connection.
 pub(super) enum NoArrival {
-    /// The time is over.
+    /// The time limit expired.
     Late,
-    /// The watched connection has something to say.
+    /// The watched connection is readable.
     Watched,
     Failed(SessionError),
 }
 
 impl Listener {
-    /// Listens at `address`; port 0 stands for any.
+    /// Listens at `address`; port 0 means any free one.
     ///
     /// System calls: `socket`, `setsockopt`, `bind`, `listen`, `getsockname`; for a unix socket
-    /// those of [`SocketFile::listen`]; for TLS what reading the files takes (`openat`, `fstat`,
+    /// those of [`SocketFile::listen`]; for TLS those that read the files (`openat`, `fstat`,
     /// `statx`, `lseek`, `read`). All later steps: `ppoll`, `accept4`, `getsockopt`, `setsockopt`,
     /// `sendto`, `sendmsg`, `recvfrom`, `recvmsg` (descriptors only), `getrandom`, `shutdown`,
     /// `close`, and `lstat`, `unlink` when a unix socket is removed.
@@ -117,22 +116,22 @@ impl Listener {
         })
     }
 
-    /// Where it listens, with the port that it really has.
+    /// The address of this listener, with its actual port.
     pub const fn address(&self) -> &Address {
         &self.address
     }
 
-    /// Who has been refused so far.
+    /// Connections refused so far.
     pub const fn refusals(&self) -> &Refusals {
         &self.refusals
     }
 
-    /// Waits until a source has said hello, at most for `limit`.
+    /// Waits until a source has sent its hello, at most for `limit`.
     pub fn accept(&mut self, limit: Option<Duration>) -> Result<DestinationSession, SessionError> {
         let deadline = limit.and_then(|limit| Instant::now().checked_add(limit));
         let wanted = |arrival: &Arrival| match arrival {
             Arrival::Control(_) => Ok(()),
-            Arrival::Data { .. } => Err("it is a data stream of no session"),
+            Arrival::Data { .. } => Err("it is a data stream, but there is no session"),
         };
         loop {
             let (wire, peer, arrival) =
@@ -146,15 +145,15 @@ impl Listener {
             let Arrival::Control(source) = arrival else { continue };
             match self.welcome(wire, &peer) {
                 Ok(control) => return Ok(DestinationSession::new(control, source)),
-                // It has gone away in the meantime; there may be another.
+                // It has disconnected; another one may connect.
                 Err(error) => self.refusals.note(&peer, &error.to_string()),
             }
         }
     }
 
-    /// Waits until a source has described its machine, at most for `limit`. A source that says
-    /// hello and then fails is one of the refused, and the next one may come: until a machine is
-    /// accepted, nobody can end the destination.
+    /// Waits until a source has described its machine, at most for `limit`. A source that sends a
+    /// hello and then fails counts as refused, and another one may connect: until a machine is
+    /// accepted, no connection can end the destination.
     pub fn receive_setup<T: DeserializeOwned>(
         &mut self,
         limit: Option<Duration>,
@@ -178,9 +177,9 @@ impl Listener {
         }
     }
 
-    /// Says hello to a source that has.
+    /// Answers the hello of a source.
     fn welcome(&self, wire: Wire, peer: &str) -> Result<Control, SessionError> {
-        const DOING: &str = "while it was greeted";
+        const DOING: &str = "while answering its hello";
         let connection = self.connection(wire, peer);
         let mut control =
             Control::new(connection, Side::Destination, self.limits, self.cancel.clone());
@@ -191,7 +190,8 @@ impl Listener {
         Ok(control)
     }
 
-    /// One more connection that knows the session's id. `missing` says which streams have not come.
+    /// Waits for another connection with the session's id. `missing` selects the streams that have
+    /// not joined yet.
     pub(super) fn next_stream(
         &mut self,
         session: SessionId,
@@ -224,7 +224,7 @@ impl Listener {
         Connection::new(wire, format!("the source {peer}"), limit, self.cancel.clone())
     }
 
-    /// Lets everybody introduce themselves until one does whom `wanted` accepts.
+    /// Steps all candidates until one identifies itself and `wanted` accepts it.
     fn next(
         &mut self,
         wanted: impl Fn(&Arrival) -> Result<(), &'static str>,
@@ -243,7 +243,7 @@ impl Listener {
         }
     }
 
-    /// Goes on with everybody, up to the first who is wanted.
+    /// Steps the candidates up to the first one that is wanted.
     fn step_candidates(
         &mut self,
         wanted: impl Fn(&Arrival) -> Result<(), &'static str>,
@@ -265,7 +265,7 @@ impl Listener {
                 Step::Wait(candidate) => (Some(candidate), None),
                 Step::Refused(candidate, problem) => (Some(candidate), Some(problem)),
                 Step::Gone(problem) => (None, problem),
-                // Taken care of above.
+                // Handled above.
                 Step::Arrived(..) => (None, None),
             };
             if let Some(problem) = problem {
@@ -279,7 +279,7 @@ impl Listener {
         None
     }
 
-    /// Waits until anybody has done something or is late, and takes new connections.
+    /// Waits for activity or a deadline of a candidate, and accepts new connections.
     fn wait(
         &mut self,
         deadline: Option<Instant>,
@@ -320,22 +320,24 @@ impl Listener {
         Ok(())
     }
 
-    /// Takes one new connection.
+    /// Accepts one new connection.
     fn take_one(&mut self) {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let socket = match rustix::net::accept_with(&self.socket, flags) {
             Ok(socket) => socket,
             Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => return,
             Err(errno) => {
-                self.refusals
-                    .note("somebody", &format!("the connection cannot be accepted: {errno}"));
+                self.refusals.note(
+                    "an unknown peer",
+                    &format!("the connection cannot be accepted: {errno}"),
+                );
                 self.accept_after = Some(Instant::now() + ACCEPT_PAUSE);
                 return;
             }
         };
         if self.candidates.len() == MOST_CANDIDATES {
             let oldest = self.candidates.remove(0);
-            self.refusals.note(oldest.peer(), "too many connections; the oldest had to go");
+            self.refusals.note(oldest.peer(), "too many connections; the oldest was dropped");
         }
         let deadline = Instant::now() + self.limits.greeting;
         let step = match &self.address {
@@ -358,7 +360,7 @@ impl Listener {
                 self.refusals.note(candidate.peer(), &problem);
                 self.candidates.push(candidate);
             }
-            Step::Gone(Some(problem)) => self.refusals.note("somebody", &problem),
+            Step::Gone(Some(problem)) => self.refusals.note("an unknown peer", &problem),
             Step::Wait(candidate) => self.candidates.push(candidate),
             Step::Gone(None) | Step::Arrived(..) => {}
         }
@@ -389,21 +391,20 @@ fn listen_tcp(
     };
     let found = Address::resolve(host, port)
         .map_err(|source| SessionError::NotFound { address: address.to_string(), source })?;
-    // A name can stand for several addresses; the first that this host has is taken.
+    // A name can have several addresses; the first one of this host is used.
     let mut failure = None;
     for socket_address in found {
         let socket =
             wire::stream_socket(wire::family(socket_address)).map_err(failed("create a socket"))?;
-        // Connections of an ended process must not keep its port.
+        // Connections of an ended process must not block its port.
         rustix::net::sockopt::set_socket_reuseaddr(&socket, true)
             .map_err(failed("prepare the socket"))?;
         match rustix::net::bind(&socket, &socket_address) {
             Ok(()) => {
                 rustix::net::listen(&socket, BACKLOG).map_err(failed("listen"))?;
+                let bound = rustix::net::getsockname(&socket).map_err(failed("read the port"))?;
                 let bound =
-                    rustix::net::getsockname(&socket).map_err(failed("find out the port"))?;
-                let bound =
-                    std::net::SocketAddr::try_from(bound).map_err(failed("find out the port"))?;
+                    std::net::SocketAddr::try_from(bound).map_err(failed("read the port"))?;
                 return Ok((socket, Address::of_socket(bound)));
             }
             Err(errno) => failure = Some(errno),

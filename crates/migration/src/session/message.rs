@@ -1,4 +1,4 @@
-//! Messages of the control connection: a frame of length, kind and body each.
+//! Messages of the control connection: frames of length, kind and body.
 
 use std::fmt;
 
@@ -9,7 +9,7 @@ use thiserror::Error;
 use super::error::Reason;
 use super::preamble::SessionId;
 
-/// Length of the body (32 bits, little endian) and kind.
+/// Size of a frame's header: length of the body (32 bits, little endian) and kind.
 pub(super) const HEADER_BYTES: usize = 5;
 
 /// Longest body of most messages.
@@ -21,33 +21,33 @@ pub const LARGE_BYTES: usize = 64 << 20;
 /// Most file descriptors in one session.
 pub const MOST_DESCRIPTORS: u16 = 64;
 
-/// What a message is for, and its number on the wire.
+/// Kind of a message and its number on the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum MessageKind {
-    /// Either: who speaks.
+    /// Either: the greeting.
     Hello = 1,
-    /// Source: the machine.
+    /// Source: description of the machine.
     Setup = 2,
-    /// Destination: the machine is taken, data streams may come.
+    /// Destination: the machine is accepted, data streams may join.
     Accept = 3,
-    /// Destination: it is not.
+    /// Destination: the machine is refused.
     Refuse = 4,
     /// Source: file descriptors follow.
     Descriptors = 5,
-    /// Destination: a round has been received completely.
+    /// Destination: a round is complete in memory.
     RoundDone = 6,
-    /// Source: what is left besides memory.
+    /// Source: the state other than memory.
     State = 7,
     /// Destination: the guest can start here.
     Ready = 8,
-    /// Source: it shall.
+    /// Source: the decision that the destination runs the guest.
     Commit = 9,
-    /// Destination: it does.
+    /// Destination: the guest runs here.
     Running = 10,
-    /// Destination: it does not and never will.
+    /// Destination: the guest does not run here and never will.
     Failed = 11,
-    /// Either, before [`Commit`](Self::Commit): nothing comes of it.
+    /// Either, before [`Commit`](Self::Commit): the session has failed.
     Abort = 12,
 }
 
@@ -72,7 +72,7 @@ impl MessageKind {
         Self::ALL.into_iter().find(|&kind| kind as u8 == number)
     }
 
-    /// The longest body.
+    /// Largest size of the body in bytes.
     pub const fn longest_bytes(self) -> usize {
         match self {
             Self::Setup | Self::State => LARGE_BYTES,
@@ -92,21 +92,21 @@ impl fmt::Display for MessageKind {
             Self::Descriptors => "file descriptors",
             Self::RoundDone => "the end of a round",
             Self::State => "a state",
-            Self::Ready => "that it is ready",
-            Self::Commit => "the decision",
-            Self::Running => "that the guest runs",
-            Self::Failed => "that it has failed",
-            Self::Abort => "that it gives up",
+            Self::Ready => "a ready message",
+            Self::Commit => "a commit message",
+            Self::Running => "a running message",
+            Self::Failed => "a failure message",
+            Self::Abort => "an abort message",
         })
     }
 }
 
-/// Who speaks.
+/// Greeting of one side.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Greeting {
     /// The program and its version, for messages: `ebb 0.1.0`.
     pub monitor: String,
-    /// What this side can do beyond the version of the protocol. Unknown ones are ignored.
+    /// Capabilities of this side beyond the protocol's version. Unknown ones are ignored.
     #[serde(default)]
     pub capabilities: Vec<String>,
 }
@@ -114,16 +114,16 @@ pub struct Greeting {
 /// The acceptance of a machine.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Acceptance {
-    /// What data streams have to show.
+    /// Id that data streams must present.
     pub session: SessionId,
-    /// How many there shall be.
+    /// Number of data streams.
     pub streams: u16,
 }
 
-/// A setup: what the session needs, and the machine in the monitor's words.
+/// A setup: the session's parameters, and the machine in the monitor's format.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct SetupBody<T> {
-    /// How many data streams the source would like.
+    /// Number of data streams that the source requests.
     pub streams: u16,
     /// The machine.
     pub machine: T,
@@ -133,7 +133,7 @@ pub(super) struct SetupBody<T> {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Message {
     Hello(Greeting),
-    /// JSON of a [`SetupBody`], whose type only the monitor knows.
+    /// JSON of a [`SetupBody`], whose type is known only to the monitor.
     Setup(Vec<u8>),
     Accept(Acceptance),
     Refuse(Reason),
@@ -147,18 +147,18 @@ pub(super) enum Message {
     Abort(Reason),
 }
 
-/// A frame that is none.
+/// An invalid frame.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub(super) enum FrameError {
     #[error("a message of the unknown kind {0}")]
     Kind(u8),
-    #[error("{kind} of {bytes} bytes, of which at most {} are possible", kind.longest_bytes())]
+    #[error("{kind} of {bytes} bytes, but at most {} are allowed", kind.longest_bytes())]
     Long { kind: MessageKind, bytes: u32 },
     #[error("{kind} that does not parse: {problem}")]
     Body { kind: MessageKind, problem: String },
 }
 
-/// The kind of the frame that begins with `header`, and the length of its body.
+/// Returns the kind of the frame that begins with `header`, and the length of its body.
 pub(super) fn parse_header(header: [u8; HEADER_BYTES]) -> Result<(MessageKind, usize), FrameError> {
     let [a, b, c, d, kind] = header;
     let kind = MessageKind::from_number(kind).ok_or(FrameError::Kind(kind))?;
@@ -187,7 +187,7 @@ impl Message {
         }
     }
 
-    /// The message as a frame.
+    /// Encodes the message as a frame.
     pub(super) fn encode(&self) -> Result<Vec<u8>, FrameError> {
         let kind = self.kind();
         let mut frame = vec![0, 0, 0, 0, kind as u8];
@@ -214,7 +214,7 @@ impl Message {
         Ok(frame)
     }
 
-    /// The message of a frame's kind and body.
+    /// Decodes a message from a frame's kind and body.
     pub(super) fn decode(kind: MessageKind, body: Vec<u8>) -> Result<Self, FrameError> {
         fn json<T: DeserializeOwned>(kind: MessageKind, body: &[u8]) -> Result<T, FrameError> {
             serde_json::from_slice(body)
@@ -242,7 +242,7 @@ impl Message {
 }
 
 impl Greeting {
-    /// The program's name is printed on the other side.
+    /// Makes the program's name printable: the other side logs it.
     fn printable(self) -> Self {
         Self { monitor: super::error::printable(&self.monitor, 80), ..self }
     }

@@ -1,12 +1,13 @@
-//! The connection of two monitors: how they find, trust and understand each other, and which of
-//! them runs the guest in the end.
+//! The session between two monitors: addresses, authentication, protocol, and the decision which of
+//! them runs the guest.
 //!
 //! A destination listens ([`Listener`]), a source connects ([`connect`]): over TCP, plain on
 //! loopback and with mutual TLS 1.3 elsewhere, or over a unix socket between processes of one user.
-//! A control connection carries messages in frames; memory goes over data streams, connections of
-//! their own that join the session by its random id.
+//! A control connection carries messages in frames; memory is sent over data streams, separate
+//! connections that join the session by its random id.
 //!
-//! Each side is a row of types, one for each step, so that a step cannot be left out or done twice:
+//! Each side is a sequence of types, one per step, so that a step can be neither skipped nor
+//! repeated:
 //!
 //! | source | destination |
 //! | --- | --- |
@@ -19,22 +20,24 @@
 //! | [`SourcePrepared::commit`] | [`DestinationRestoring::ready`] |
 //! | [`Outcome`] | [`DestinationCommitted::running`] or [`failed`](DestinationCommitted::failed) |
 //!
-//! A method that consumes its step and fails has told the other side and closed the connection. A
-//! method that borrows it leaves that to the caller, who calls `abort` with a reason.
+//! A method that consumes its step and fails has sent the reason to the other side and closed the
+//! connection. A method that borrows it leaves that to the caller, which calls `abort` with a
+//! reason.
 //!
 //! # Exactly one of the two runs the guest
 //!
-//! Until the source has written its decision, the guest is the source's, and whatever goes wrong,
-//! it runs on there. From then on it is the destination's, and the source runs it again only if the
-//! destination says in so many words that it has not and never will. If the connection is cut in
-//! between, the source cannot know: [`Outcome::Unknown`], with the guest paused until an operator
-//! has looked. The destination runs the guest only if it has read the decision.
+//! Until the source has written its decision, the guest belongs to the source and continues there
+//! after any failure. From then on it belongs to the destination, and the source resumes it only if
+//! the destination reports explicitly that it has not run it and never will. If the connection is
+//! cut in between, the source cannot know: [`Outcome::Unknown`], with the guest paused until an
+//! operator has checked the destination. The destination runs the guest only if it has read the
+//! decision.
 //!
 //! # Time
 //!
 //! Every wait has a limit ([`TimeLimits`]), and ends at once when the session is cancelled
-//! ([`CancelHandle`]). There is no runtime and no thread in here: sockets are non-blocking, and
-//! waits are ppoll(2) on the socket and the handle's event.
+//! ([`CancelHandle`]). This module uses neither an async runtime nor threads: sockets are
+//! non-blocking, and waits are ppoll(2) on the socket and the handle's event.
 
 mod address;
 mod cancel;

@@ -2,7 +2,7 @@
 //!
 //! | bytes | content |
 //! | --- | --- |
-//! | 0..8 | `EBB-MIG` and a line feed, which transfers in text mode would change |
+//! | 0..8 | `EBB-MIG` and a line feed, which a transfer in text mode would change |
 //! | 8..10 | version of the protocol, little endian |
 //! | 10 | 1: control connection, 2: data stream |
 //! | 11 | 0 |
@@ -17,33 +17,33 @@ use serde::{Deserialize, Serialize};
 
 use super::error::{SessionError, printable};
 
-/// The version of the protocol. Both sides must have the same.
+/// Version of the protocol. Both sides must use the same one.
 pub const PROTOCOL_VERSION: u16 = 1;
 
-/// How every connection begins.
+/// First bytes of every connection.
 pub(super) const MAGIC: [u8; 8] = *b"EBB-MIG\n";
 
-/// Length of a preamble.
+/// Length of a preamble in bytes.
 pub(super) const PREAMBLE_BYTES: usize = 32;
 
 /// Most data streams of a session.
 pub const MOST_STREAMS: u16 = 64;
 
-/// What shows that a data stream belongs to a session: 128 random bits that only the two sides
-/// know.
+/// Id that proves that a data stream belongs to a session: 128 random bits known only to the two
+/// sides.
 #[derive(Clone, Copy, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct SessionId([u8; 16]);
 
 impl std::fmt::Debug for SessionId {
-    /// The id is a secret; it does not belong into logs.
+    /// Hides the id: it is a secret and must not be logged.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("SessionId(..)")
     }
 }
 
 impl PartialEq for SessionId {
-    /// In constant time, so that nobody finds the id byte by byte.
+    /// Compares in constant time, so that the id cannot be guessed byte by byte.
     fn eq(&self, other: &Self) -> bool {
         self.0.iter().zip(&other.0).fold(0, |difference, (a, b)| difference | (a ^ b)) == 0
     }
@@ -52,7 +52,7 @@ impl PartialEq for SessionId {
 impl Eq for SessionId {}
 
 impl SessionId {
-    /// A new one.
+    /// Generates a new id.
     pub(super) fn random() -> Result<Self, SessionError> {
         let mut bytes = [0; 16];
         let flags = rustix::rand::GetRandomFlags::empty();
@@ -88,23 +88,23 @@ impl TryFrom<String> for SessionId {
     }
 }
 
-/// What a connection is for.
+/// Role of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Role {
     Control,
     Data { session: SessionId, stream: u16 },
 }
 
-/// What is wrong with the first bytes of a connection.
+/// Error in the first bytes of a connection.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum PreambleError {
-    /// Not Ebb; the words say what it looks like.
+    /// Not Ebb; with a description of the bytes.
     Foreign(String),
     Version(u16),
 }
 
 impl Role {
-    /// The first bytes of a connection for this.
+    /// Returns the first bytes of a connection with this role.
     pub(super) fn preamble(self) -> [u8; PREAMBLE_BYTES] {
         let mut bytes = [0; PREAMBLE_BYTES];
         bytes[..8].copy_from_slice(&MAGIC);
@@ -120,8 +120,8 @@ impl Role {
         bytes
     }
 
-    /// Reads the first bytes of a connection: `None` if more are needed. What cannot become a
-    /// preamble is refused as early as it shows.
+    /// Parses the first bytes of a connection: `None` if more are needed. Bytes that cannot become
+    /// a preamble are refused at the first one that differs.
     pub(super) fn parse(bytes: &[u8]) -> Result<Option<Self>, PreambleError> {
         let same = bytes.iter().zip(&MAGIC).all(|(byte, magic)| byte == magic);
         if !same {
@@ -141,12 +141,12 @@ impl Role {
             (2, 0, Ok(stream)) if stream < MOST_STREAMS => {
                 Ok(Some(Self::Data { session: SessionId(session), stream }))
             }
-            _ => Err(PreambleError::Foreign("a preamble with impossible fields".to_owned())),
+            _ => Err(PreambleError::Foreign("a preamble with invalid fields".to_owned())),
         }
     }
 }
 
-/// What bytes that are not Ebb's look like.
+/// Describes bytes that are not Ebb's.
 fn describe(bytes: &[u8]) -> String {
     // The first byte of a TLS record (RFC 8446 section 5.1), and the high byte of its version.
     if let [20..=23, 3, ..] = bytes {

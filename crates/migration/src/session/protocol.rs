@@ -1,8 +1,8 @@
-//! Whose turn it is, and who runs the guest in the end: the control protocol without any I/O.
+//! The control protocol without I/O: which message may come next, and which side runs the guest.
 //!
-//! Both sides keep a [`Protocol`] and tell it of every message they send (before the first byte)
-//! and receive, and of everything that goes wrong. A test walks through all interleavings of two of
-//! them over connections that are cut at every place, with time limits that expire at every moment.
+//! Both sides keep a [`Protocol`] and pass it every message they send (before the first byte) and
+//! receive, and every failure. A test explores all interleavings of two of them over connections
+//! that are cut at every point, with time limits that expire at every moment.
 //!
 //! ```text
 //!            source                 destination
@@ -18,19 +18,20 @@
 //!   Committed  <------- Running, or Failed
 //! ```
 //!
-//! `Abort` ends it at any place before `Commit`; from `Ready` on the destination says `Failed`
-//! instead, the one word after which a source that has written `Commit` may run the guest again.
+//! `Abort` ends the session at any point before `Commit`. From `Ready` on the destination sends
+//! `Failed` instead, the only message after which a source that has written `Commit` may resume the
+//! guest.
 
 use super::message::MessageKind;
 
-/// Which end of the control connection.
+/// One end of the control connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) enum Side {
     Source,
     Destination,
 }
 
-/// How far the conversation is, as one side sees it.
+/// Stage of the session, as seen by one side.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) enum Stage {
     Opening,
@@ -44,7 +45,7 @@ pub(super) enum Stage {
     Over(End),
 }
 
-/// Who runs the guest after the session, as one side knows it.
+/// The side that runs the guest after the session, as known to one side.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) enum End {
     /// The source; the destination never will.
@@ -59,7 +60,7 @@ pub(super) enum End {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Misplaced;
 
-/// One side's view of the conversation.
+/// One side's view of the session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) struct Protocol {
     side: Side,
@@ -84,15 +85,15 @@ impl Protocol {
         self.stage
     }
 
-    /// This side is about to send a message.
+    /// Records that this side is about to send a message.
     pub(super) fn send(&mut self, kind: MessageKind) -> Result<(), Misplaced> {
         self.stage = next(self.stage, self.side, kind).ok_or(Misplaced)?;
         Ok(())
     }
 
-    /// The system did not take the last byte of the message that was about to be sent, so the other
-    /// side cannot have it. Nothing more may be written: what is left of the message would complete
-    /// it.
+    /// Records that the kernel did not accept the last byte of the message being sent, so that the
+    /// other side cannot have it. Nothing more may be written: the rest of the message would
+    /// complete it.
     pub(super) fn unsent(&mut self, kind: MessageKind) {
         if self.side == Side::Source
             && kind == MessageKind::Commit
@@ -104,19 +105,19 @@ impl Protocol {
         }
     }
 
-    /// A whole message has come. One that has no place here changes nothing; this side has to give
-    /// up.
+    /// Records a complete message from the other side. One that is not valid here changes nothing;
+    /// this side must abort.
     pub(super) fn receive(&mut self, kind: MessageKind) -> Result<(), Misplaced> {
         self.stage = next(self.stage, self.side.other(), kind).ok_or(Misplaced)?;
         Ok(())
     }
 
-    /// No more messages: this side has given up, after a word of failure if one had a place.
+    /// Records that this side has given up, after a failure message if one was valid.
     pub(super) fn lost(&mut self) {
         self.stage = match (self.stage, self.side) {
             (over @ Stage::Over(_), _) => over,
             (Stage::Committed, Side::Source) => Stage::Over(End::Unknown),
-            // The decision is known here; nobody has to be heard any more.
+            // The decision is known here; no further message is needed.
             (Stage::Committed, Side::Destination) => Stage::Committed,
             _ => Stage::Over(End::Stays),
         };
@@ -135,8 +136,8 @@ impl Protocol {
         }
     }
 
-    /// With what this side tells the other that it gives up, where that has a place.
-    pub(super) fn word_of_failure(self) -> Option<MessageKind> {
+    /// The message by which this side reports a failure, if one is valid now.
+    pub(super) fn failure_message(self) -> Option<MessageKind> {
         [MessageKind::Abort, MessageKind::Failed]
             .into_iter()
             .find(|&kind| next(self.stage, self.side, kind).is_some())
@@ -161,7 +162,7 @@ fn next(stage: Stage, sender: Side, kind: MessageKind) -> Option<Stage> {
         | (Stage::Prepared | Stage::Committed, Destination, MessageKind::Failed) => {
             Stage::Over(End::Stays)
         }
-        // From `Ready` on a decision may be on its way to the destination: see `Failed`.
+        // From `Ready` on a decision may be in transit to the destination: see `Failed`.
         (Stage::Prepared, Destination, _) | (Stage::Committed | Stage::Over(_), _, _) => {
             return None;
         }

@@ -1,19 +1,19 @@
-//! Who may take part in a session.
+//! Authentication of the two sides of a session.
 
 use std::path::PathBuf;
 
 use super::address::Address;
 use super::error::SessionError;
 
-/// How the two sides trust each other.
+/// How the two sides authenticate each other.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum Security {
-    /// Unix sockets, where the other process must be of the same user or root.
+    /// Unix sockets, where the other process must belong to the same user or root.
     #[default]
     Local,
     /// Also TCP without encryption and authentication: any process that reaches the port, or
-    /// listens there, can be given, or give, a guest's memory. On loopback these are those of all
-    /// users of the host. Only when the operator says so.
+    /// listens there, can send or receive a guest's memory. On loopback these are the processes of
+    /// all users of the host. Only on explicit request of the operator.
     Insecure,
     /// TLS 1.3 with certificates on both sides, for TCP.
     Tls(TlsFiles),
@@ -22,18 +22,19 @@ pub enum Security {
 /// Certificates and keys, as PEM files.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TlsFiles {
-    /// The own certificate, with those between it and the authority.
+    /// The own certificate, followed by intermediate certificates.
     pub certificate: PathBuf,
     /// The own certificate's private key (PKCS #8, PKCS #1 or SEC 1).
     pub key: PathBuf,
-    /// The authorities that the other side's certificate must come from.
+    /// The authorities that may have issued the other side's certificate.
     pub authorities: PathBuf,
-    /// Names or addresses of which the other side's certificate must have one. A source takes the
-    /// first, or else the host of the address that it connects to; a destination needs one.
+    /// Names or addresses of which the other side's certificate must have one. A source uses the
+    /// first, or else the host of the address that it connects to; a destination needs at least
+    /// one.
     pub peer_names: Vec<String>,
 }
 
-/// What the connections of a session have to be, once addresses are known.
+/// Transport of a session's connections, once addresses are known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Transport {
     Plain,
@@ -41,7 +42,7 @@ pub(super) enum Transport {
 }
 
 impl Security {
-    /// Whether `address` may be used, and with TLS or without.
+    /// Returns the transport for `address`, or an error if the address may not be used.
     pub(super) fn transport(&self, address: &Address) -> Result<Transport, SessionError> {
         match (self, address) {
             (Self::Tls(_), Address::Tcp { .. }) => Ok(Transport::Tls),

@@ -28,23 +28,23 @@ use super::tls::TlsClient;
 use super::users;
 use super::wire::{self, Wire};
 
-const GREETING: &str = "while its hello was awaited";
-const ANSWER: &str = "while its answer to the setup was awaited";
-const ROUND: &str = "while the end of a round was awaited";
+const GREETING: &str = "while waiting for its hello";
+const ANSWER: &str = "while waiting for its answer to the setup";
+const ROUND: &str = "while waiting for the end of a round";
 const RESTORING: &str = "while it restored the machine";
-const DECISION: &str = "after this side had decided that the guest moves";
+const DECISION: &str = "after this side had decided to move the guest";
 
-/// How often a unix socket with a full queue is tried again.
+/// Interval of attempts to connect to a unix socket with a full queue.
 const RETRY: Duration = Duration::from_millis(20);
 
-/// Where the destination is, once a connection has stood.
+/// Address of the destination, once a connection was established.
 #[derive(Debug, Clone)]
 enum Endpoint {
     Tcp(SocketAddr),
     Unix(PathBuf),
 }
 
-/// What every connection of a session needs.
+/// Parameters of every connection of a session.
 #[derive(Debug)]
 struct Dialer {
     endpoint: Endpoint,
@@ -54,20 +54,20 @@ struct Dialer {
     cancel: CancelHandle,
 }
 
-/// Who runs the guest after the source has decided.
+/// The side that runs the guest after the source's decision.
 #[derive(Debug)]
 #[must_use = "the guest runs on exactly one side, and this says on which"]
 pub enum Outcome {
     /// The destination. The source must never run it again.
     Moved,
-    /// The source: the destination has ended and never will.
+    /// The source: the destination has ended and will never run it.
     RunsOn(SessionError),
-    /// Perhaps the destination. The source keeps the guest paused; only an operator who has made
-    /// sure that it does not run there may resume it here.
+    /// Possibly the destination. The source keeps the guest paused; only an operator who has
+    /// verified that it does not run there may resume it here.
     Unknown(SessionError),
 }
 
-/// A destination that has said hello.
+/// Session with a destination that has sent its hello.
 #[derive(Debug)]
 pub struct SourceSession {
     control: Control,
@@ -75,7 +75,7 @@ pub struct SourceSession {
     destination: Greeting,
 }
 
-/// A destination that takes the machine.
+/// Session with a destination that has accepted the machine.
 #[derive(Debug)]
 pub struct SourceAccepted {
     control: Control,
@@ -83,13 +83,13 @@ pub struct SourceAccepted {
     acceptance: Acceptance,
 }
 
-/// Data streams stand; memory is transferred.
+/// Data streams are open; memory is transferred.
 #[derive(Debug)]
 pub struct SourceStreaming {
     control: Control,
 }
 
-/// The destination could start the guest; the decision is the source's.
+/// The destination can start the guest; the source has to decide.
 #[derive(Debug)]
 pub struct SourcePrepared {
     control: Control,
@@ -100,8 +100,8 @@ pub struct SourcePrepared {
 ///
 /// System calls, with those of all later steps: `socket`, `connect`, `ppoll`, `getsockopt`,
 /// `setsockopt`, `sendto`, `recvfrom`, `sendmsg`, `shutdown`, `close`, `getrandom` (TLS); reading
-/// certificates takes `openat`, `fstat`, `statx`, `lseek`, `read`; a name other than `localhost`
-/// takes what the resolver does.
+/// certificates needs `openat`, `fstat`, `statx`, `lseek`, `read`; a name other than `localhost`
+/// needs those of the resolver.
 pub fn connect(
     address: &Address,
     security: &Security,
@@ -140,7 +140,7 @@ pub fn connect(
             Err(error) => return Err(error),
         }
     }
-    // A resolver that answers has at least one address.
+    // A successful resolution has at least one address.
     Err(failure.unwrap_or(SessionError::Cancelled))
 }
 
@@ -154,8 +154,8 @@ fn greet(
     let hello = Message::Hello(greeting.clone());
     let send_preamble = control.connection.write_all(&Role::Control.preamble());
     send_preamble.map_err(|error| control.connection.explain(&error, GREETING))?;
-    // Another program may close the connection at the sight of the preamble; what it has sent says
-    // more than that.
+    // Another program may close the connection when it reads the preamble; the bytes it has sent
+    // explain more than that.
     let sent = control.send(&hello, GREETING);
     control.connection.set_limit(Limit::from_now(dialer.limits.greeting));
     read_answer(&mut control.connection, Role::Control)?;
@@ -170,7 +170,7 @@ fn greet(
     }
 }
 
-/// The destination's preamble. Anything else is noticed at the first byte that differs.
+/// Reads the destination's preamble. Anything else is refused at the first byte that differs.
 fn read_answer(connection: &mut Connection, expected: Role) -> Result<(), SessionError> {
     let mut bytes = [0; PREAMBLE_BYTES];
     let mut filled = 0;
@@ -181,7 +181,7 @@ fn read_answer(connection: &mut Connection, expected: Role) -> Result<(), Sessio
         let peer = || connection.peer().to_owned();
         if count == 0 {
             let problem =
-                "it was closed there without an answer; the log there may say why".to_owned();
+                "the peer closed it without an answer; its log may give the reason".to_owned();
             return Err(SessionError::Cut { peer: peer(), doing: GREETING, problem });
         }
         filled += count;
@@ -189,7 +189,8 @@ fn read_answer(connection: &mut Connection, expected: Role) -> Result<(), Sessio
             Ok(None) => {}
             Ok(Some(role)) if role == expected => return Ok(()),
             Ok(Some(_)) => {
-                let problem = "the data stream was refused; the log there says why".to_owned();
+                let problem =
+                    "the data stream was refused; the peer's log gives the reason".to_owned();
                 return Err(SessionError::Cut { peer: peer(), doing: GREETING, problem });
             }
             Err(PreambleError::Foreign(found)) => {
@@ -204,7 +205,7 @@ fn read_answer(connection: &mut Connection, expected: Role) -> Result<(), Sessio
 }
 
 impl Dialer {
-    /// A connected socket.
+    /// Opens and connects a socket.
     fn socket(&self) -> Result<OwnedFd, SessionError> {
         let limit = self.limits.connect;
         let deadline = (Instant::now() + limit, limit);
@@ -277,7 +278,7 @@ impl Dialer {
         }
     }
 
-    /// A connection over a connected socket, after its TLS handshake.
+    /// Creates a connection over a connected socket and completes its TLS handshake.
     fn connection(&self, socket: OwnedFd) -> Result<Connection, SessionError> {
         let tls = self.tls.as_ref().map(TlsClient::connection).transpose()?;
         let limit = Limit::from_now(self.limits.greeting);
@@ -285,20 +286,19 @@ impl Dialer {
             Connection::new(Wire::new(socket, tls), self.peer.clone(), limit, self.cancel.clone());
         connection
             .handshake()
-            .map_err(|error| connection.explain(&error, "while certificates were exchanged"))?;
+            .map_err(|error| connection.explain(&error, "while exchanging certificates"))?;
         Ok(connection)
     }
 }
 
 impl SourceSession {
-    /// Who the destination says it is.
+    /// The destination's greeting.
     pub const fn destination(&self) -> &Greeting {
         &self.destination
     }
 
-    /// Describes the machine, in the monitor's own words, and waits for the destination's answer.
-    /// Up to `streams` data streams are asked for. A destination that does not take the machine is
-    /// [`SessionError::Refused`].
+    /// Describes the machine, in the monitor's own format, and waits for the destination's answer.
+    /// Requests up to `streams` data streams. A refusal is [`SessionError::Refused`].
     pub fn setup<T: Serialize>(
         mut self,
         machine: &T,
@@ -323,44 +323,48 @@ impl SourceSession {
         let body = serde_json::to_vec(&SetupBody { streams, machine }).map_err(|error| {
             SessionError::Malformed { peer: "this side".to_owned(), problem: error.to_string() }
         })?;
-        self.control.send(&Message::Setup(body), "while it was told of the machine")?;
+        self.control
+            .send(&Message::Setup(body), "while sending it the description of the machine")?;
         match self.control.receive(self.control.limits.answer, ANSWER)? {
             Message::Accept(acceptance) if (1..=streams).contains(&acceptance.streams) => {
                 Ok(acceptance)
             }
             Message::Accept(acceptance) => {
-                let problem = format!("it wants {} data streams of {streams}", acceptance.streams);
+                let problem = format!(
+                    "it accepts {} data streams where {streams} were requested",
+                    acceptance.streams
+                );
                 Err(self.control.malformed(problem))
             }
             other => Err(self.control.unexpected(other.kind(), ANSWER)),
         }
     }
 
-    /// Ends the session. What the destination had said to the same effect before comes back.
+    /// Ends the session. Returns the reason that the destination sent before, if any.
     pub fn abort(self, reason: impl Into<Reason>) -> Option<SessionError> {
         self.control.abort(reason.into())
     }
 }
 
 impl SourceAccepted {
-    /// How many data streams there will be.
+    /// Number of data streams of the session.
     pub const fn streams(&self) -> u16 {
         self.acceptance.streams
     }
 
-    /// Hands file descriptors to a destination on the same host. It has to expect them: the setup
-    /// must say so.
+    /// Sends file descriptors to a destination on the same host. The setup must have announced
+    /// them.
     pub fn send_descriptors(&mut self, descriptors: &[BorrowedFd<'_>]) -> Result<(), SessionError> {
-        const DOING: &str = "while it was handed file descriptors";
+        const DOING: &str = "while sending it file descriptors";
         if !matches!(self.dialer.endpoint, Endpoint::Unix(_)) {
             return Err(SessionError::NoDescriptors { peer: self.dialer.peer.clone() });
         }
         let count =
             u16::try_from(descriptors.len()).ok().filter(|&count| count <= MOST_DESCRIPTORS);
         let count = count.ok_or_else(|| SessionError::System {
-            what: "hand over file descriptors",
+            what: "send file descriptors",
             source: std::io::Error::other(format!(
-                "{} are more than {MOST_DESCRIPTORS}",
+                "{} descriptors, but at most {MOST_DESCRIPTORS} are allowed",
                 descriptors.len()
             )),
         })?;
@@ -376,7 +380,7 @@ impl SourceAccepted {
             .map_err(|error| connection.explain(&error, DOING))
     }
 
-    /// Opens the data streams. Each one is a connection of its own, in order of their numbers.
+    /// Opens the data streams, each a separate connection, in order of their numbers.
     pub fn open_streams(self) -> Result<(SourceStreaming, Vec<Connection>), SessionError> {
         match self.open() {
             Ok(streams) => Ok((SourceStreaming { control: self.control }, streams)),
@@ -403,31 +407,30 @@ impl SourceAccepted {
         Ok(streams)
     }
 
-    /// Ends the session. What the destination had said to the same effect before comes back.
+    /// Ends the session. Returns the reason that the destination sent before, if any.
     pub fn abort(self, reason: impl Into<Reason>) -> Option<SessionError> {
         self.control.abort(reason.into())
     }
 }
 
 impl SourceStreaming {
-    /// Waits until the destination has everything of `round`, the next one that it has not
-    /// acknowledged.
+    /// Waits until the destination confirms `round`, the next one not yet acknowledged.
     pub fn wait_round_done(&mut self, round: u32) -> Result<(), SessionError> {
         match self.control.receive(self.control.limits.progress, ROUND)? {
             Message::RoundDone(done) if done == round => Ok(()),
-            Message::RoundDone(done) => {
-                Err(self.control.malformed(format!("round {done} is done where {round} should be")))
-            }
+            Message::RoundDone(done) => Err(self
+                .control
+                .malformed(format!("round {done} was confirmed instead of {round}"))),
             other => Err(self.control.unexpected(other.kind(), ROUND)),
         }
     }
 
-    /// Sends what is left besides memory, once all rounds are acknowledged and the guest is paused,
-    /// and waits until the destination could start the guest.
+    /// Sends the state other than memory, once all rounds are acknowledged and the guest is paused,
+    /// and waits until the destination is ready to start the guest.
     pub fn send_state(mut self, state: Vec<u8>) -> Result<SourcePrepared, SessionError> {
         let answer = self
             .control
-            .send(&Message::State(state), "while it was sent the state")
+            .send(&Message::State(state), "while sending it the state")
             .and_then(|()| self.control.receive(self.control.limits.restore, RESTORING));
         match answer {
             Ok(Message::Ready) => Ok(SourcePrepared { control: self.control }),
@@ -439,16 +442,16 @@ impl SourceStreaming {
         }
     }
 
-    /// Ends the session. What the destination had said to the same effect before comes back: it is
-    /// the better reason for a data stream that has failed.
+    /// Ends the session. Returns the reason that the destination sent before, if any: it explains a
+    /// failed data stream better.
     pub fn abort(self, reason: impl Into<Reason>) -> Option<SessionError> {
         self.control.abort(reason.into())
     }
 }
 
 impl SourcePrepared {
-    /// Decides that the guest moves. From here on the session cannot be cancelled, and the source
-    /// does not run the guest again unless the outcome says so.
+    /// Decides to move the guest. From here on the session cannot be cancelled, and the source must
+    /// not resume the guest unless the outcome allows it.
     pub fn commit(mut self) -> Outcome {
         if !self.control.cancel.decide() {
             return Outcome::RunsOn(self.control.end(SessionError::Cancelled));
@@ -456,7 +459,7 @@ impl SourcePrepared {
         self.control.connection.ignore_cancel();
         let error = match self.control.send(&Message::Commit, DECISION) {
             Ok(()) => match self.control.receive(self.control.limits.running, DECISION) {
-                // Nothing is left to say or to read, so the connection needs no farewell.
+                // No message is left in either direction, so the connection needs no orderly end.
                 Ok(Message::Running) => return Outcome::Moved,
                 Ok(other) => self.control.unexpected(other.kind(), DECISION),
                 Err(error) => error,
@@ -470,7 +473,7 @@ impl SourcePrepared {
         }
     }
 
-    /// Ends the session. What the destination had said to the same effect before comes back.
+    /// Ends the session. Returns the reason that the destination sent before, if any.
     pub fn abort(self, reason: impl Into<Reason>) -> Option<SessionError> {
         self.control.abort(reason.into())
     }

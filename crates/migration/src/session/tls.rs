@@ -19,26 +19,25 @@ use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use super::error::SessionError;
 use super::security::TlsFiles;
 
-/// A server of something else, or a client that takes this port for another service, is found out
-/// in the handshake.
+/// Detects servers and clients of other services in the handshake.
 const ALPN: &[u8] = b"ebb-migration";
 
-/// What the source needs for each of its connections.
+/// TLS configuration of the source's connections.
 #[derive(Debug, Clone)]
 pub(super) struct TlsClient {
     config: Arc<ClientConfig>,
     name: ServerName<'static>,
 }
 
-/// What the destination needs for each of its connections.
+/// TLS configuration of the destination's connections.
 #[derive(Debug, Clone)]
 pub(super) struct TlsServer {
     config: Arc<ServerConfig>,
 }
 
 impl TlsClient {
-    /// Reads the files. The destination must show a certificate for `host`, or for the name that
-    /// the files say.
+    /// Reads the files. The destination must present a certificate for `host`, or for the
+    /// configured name.
     pub(super) fn load(files: &TlsFiles, host: &str) -> Result<Self, SessionError> {
         let named = files.peer_names.first();
         let name =
@@ -62,7 +61,7 @@ impl TlsClient {
 }
 
 impl TlsServer {
-    /// Reads the files. Each source must show a certificate of the authorities for one of the
+    /// Reads the files. Each source must present a certificate of the authorities for one of the
     /// names.
     pub(super) fn load(files: &TlsFiles) -> Result<Self, SessionError> {
         let authorities = Arc::new(authorities(&files.authorities)?);
@@ -82,7 +81,7 @@ impl TlsServer {
             .with_single_cert(certificates(&files.certificate)?, key(&files.key)?)
             .map_err(|error| pair_unusable(files, &error))?;
         config.alpn_protocols = vec![ALPN.to_vec()];
-        // Every connection shows its certificate anew.
+        // Every connection presents its certificate again.
         config.send_tls13_tickets = 0;
         Ok(Self { config: Arc::new(config) })
     }
@@ -146,12 +145,13 @@ impl ClientCertVerifier for NamedClients {
     }
 }
 
-/// A name or an address that a certificate can be for.
+/// Parses a name or an address that a certificate can be issued for.
 fn peer_name(option: &'static str, name: &str) -> Result<ServerName<'static>, SessionError> {
     ServerName::try_from(name.to_owned()).map_err(|_| SessionError::TlsFile {
         option,
         path: name.into(),
-        problem: "it is neither a name nor an address that a certificate could be for".to_owned(),
+        problem: "it is neither a name nor an address that a certificate could be issued for"
+            .to_owned(),
     })
 }
 
@@ -167,7 +167,7 @@ fn pair_unusable(files: &TlsFiles, error: &rustls::Error) -> SessionError {
     let problem = match error {
         rustls::Error::InconsistentKeys(_) => {
             format!(
-                "it does not belong to the certificate in {}; give the key that it was made with",
+                "it does not belong to the certificate in {}; give the certificate's own key",
                 files.certificate.display()
             )
         }
@@ -217,7 +217,7 @@ fn key(path: &Path) -> Result<PrivateKeyDer<'static>, SessionError> {
     })
 }
 
-/// What a failure of TLS means to the operator, and which side it was that refused.
+/// Converts a TLS error into one for the operator, by the side that refused.
 pub(super) fn explain(error: &rustls::Error, peer: String) -> SessionError {
     match error {
         rustls::Error::InvalidCertificate(error) => {
@@ -225,7 +225,7 @@ pub(super) fn explain(error: &rustls::Error, peer: String) -> SessionError {
         }
         rustls::Error::NoCertificatesPresented => SessionError::CertificateRefusedHere {
             peer,
-            problem: "it showed none; give it --tls-cert and --tls-key".to_owned(),
+            problem: "it presented none; give it --tls-cert and --tls-key".to_owned(),
         },
         rustls::Error::AlertReceived(alert) => match refused_there(*alert) {
             Some(problem) => {
@@ -255,10 +255,10 @@ fn refused_here(error: &CertificateError) -> String {
             "correct the clock of this host"
         }
         CertificateError::UnknownIssuer | CertificateError::BadSignature => {
-            "it does not come from the authorities in --tls-ca: give the one that has signed it"
+            "it does not come from the authorities in --tls-ca: give the one that signed it"
         }
         CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. } => {
-            "if it is meant to be the other side, give the name that the certificate is for with --peer-name"
+            "if this is the intended peer, give the certificate's name with --peer-name"
         }
         _ => "make a new one",
     };
@@ -269,15 +269,20 @@ fn refused_here(error: &CertificateError) -> String {
 fn refused_there(alert: AlertDescription) -> Option<&'static str> {
     Some(match alert {
         AlertDescription::UnknownCA => {
-            "it does not come from the authorities in its --tls-ca; give it the one that has signed this side's"
+            "it does not come from the authorities in its --tls-ca; give it the one that signed \
+             this side's"
         }
         AlertDescription::CertificateExpired => {
-            "it has expired, or is not valid yet by its clock; renew it, or correct the clock of that host"
+            "it has expired, or is not valid yet by its clock; renew it, or correct the clock of \
+             that host"
         }
-        AlertDescription::CertificateRequired => "none was shown; give --tls-cert and --tls-key",
+        AlertDescription::CertificateRequired => {
+            "none was presented; give --tls-cert and --tls-key"
+        }
         AlertDescription::CertificateRevoked => "it has been revoked; make a new one",
         AlertDescription::BadCertificate => {
-            "it is not for the name by which that side asked for it, or is damaged; see the message there"
+            "it is not issued for the name that the peer expects, or is damaged; see the message \
+             there"
         }
         AlertDescription::UnsupportedCertificate => {
             "it is of a kind that the other side cannot use; make a new one"

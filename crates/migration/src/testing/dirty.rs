@@ -1,11 +1,12 @@
-//! A log of writes for vCPUs that never write.
+//! A dirty log for vCPUs that never write.
 
 use ebb_abi::PageRange;
 use ebb_guest_ram::PageBitmap;
 
 use crate::{BoxError, DirtySource};
 
-/// Finds nothing: the guest is idle, or writes through the monitor's memory, whose own log has it.
+/// Reports no pages: the guest is idle, or writes through the monitor's memory, which has its own
+/// log.
 #[derive(Debug)]
 pub struct NoWrites;
 

@@ -1,4 +1,4 @@
-//! Connections between the two ends of a simulated migration: sockets, which can be cut anywhere.
+//! Connections between the two ends of a simulated migration: sockets that can be cut anywhere.
 
 use std::io::{self, Read, Write};
 use std::net::Shutdown;
@@ -13,25 +13,25 @@ pub struct Link {
     pub send: Vec<Wire>,
     /// Data streams at the destination.
     pub receive: Vec<UnixStream>,
-    /// Where the source hears of rounds.
+    /// Confirmations of rounds, at the source.
     pub rounds: Rounds,
-    /// Where the destination tells of rounds.
+    /// Confirmations of rounds, at the destination.
     pub confirm: UnixStream,
 }
 
-/// Where to cut a stream.
+/// Position at which a stream is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cut {
-    /// Which one.
+    /// Index of the stream.
     pub stream: usize,
-    /// Bytes that still get through.
+    /// Bytes that still pass.
     pub after_bytes: u64,
 }
 
-/// Connects both ends. Both `cancel`s shut everything down.
+/// Connects both ends. Cancelling either side shuts all connections down.
 ///
 /// # Errors
-/// If there are no sockets.
+/// If no sockets can be created.
 pub fn link(
     streams: usize,
     cut: Option<Cut>,
@@ -89,7 +89,7 @@ impl Write for Wire {
     }
 }
 
-/// Where the source hears of rounds.
+/// Confirmations of rounds, at the source.
 #[derive(Debug)]
 pub struct Rounds(UnixStream);
 

@@ -1,4 +1,4 @@
-//! Memory at the destination that checks what is done with it.
+//! Memory of a destination that checks each access.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -9,7 +9,7 @@ use crate::{BoxError, TargetMemory};
 
 const PAGE: usize = PAGE_SIZE_BYTES as usize;
 
-/// Memory of a destination: pages that are absent are zero and take no room.
+/// Memory of a destination: absent pages are zero and use no memory.
 #[derive(Debug)]
 pub struct TestTarget {
     regions: Vec<PageRange>,
@@ -30,7 +30,7 @@ impl TestTarget {
         }
     }
 
-    /// Pages that take room.
+    /// Number of populated pages.
     pub fn held_pages(&self) -> u64 {
         self.pages().len() as u64
     }
@@ -39,7 +39,8 @@ impl TestTarget {
         self.pages.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whoever writes elsewhere would hit the monitor's own memory.
+    /// Checks that the range is within a region: a write elsewhere would hit the monitor's own
+    /// memory.
     fn check(&self, range: PageRange) {
         let inside = self.regions.iter().any(|region| region.intersection(range) == range);
         assert!(inside && !range.is_empty(), "{range} is not in one region of {:?}", self.regions);

@@ -8,17 +8,17 @@ use ebb_guest_ram::PageBitmap;
 
 use crate::{BoxError, Cancel, DirtySource, FreePageSource, Guest, HintReceiver, SourceMemory};
 
-/// Numbers that a seed decides (xorshift64*, Vigna 2016).
+/// Pseudo-random numbers from a seed (xorshift64*, Vigna 2016).
 #[derive(Clone, Debug)]
 pub struct Random(u64);
 
 impl Random {
-    /// From a seed.
+    /// Starts from a seed.
     pub fn new(seed: u64) -> Self {
         Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
     }
 
-    /// A number below `limit`, which must not be 0.
+    /// Returns a number below `limit`, which must not be 0.
     pub fn below(&mut self, limit: u64) -> u64 {
         self.0 ^= self.0 >> 12;
         self.0 ^= self.0 << 25;
@@ -27,14 +27,14 @@ impl Random {
     }
 }
 
-/// Who has a page.
+/// Owner of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Use {
     /// The guest; its content matters.
     Used,
-    /// Nobody in the guest.
+    /// No owner in the guest.
     Free,
-    /// The driver, which has named it as free or is about to.
+    /// The driver, which has hinted it as free or is about to.
     Hinted,
     /// The balloon.
     Ballooned,
@@ -43,40 +43,40 @@ pub enum Use {
 #[derive(Clone, Copy, Debug)]
 struct Page {
     usage: Use,
-    /// What is in it, see [`page_bytes`].
+    /// Its content, see [`page_bytes`].
     value: u64,
     held: bool,
-    /// Mark in the log of vCPUs.
+    /// Mark in the vCPUs' log.
     marked: bool,
-    /// Mark in the log of the monitor.
-    noted: bool,
+    /// Mark in the monitor's log.
+    logged: bool,
 }
 
-/// The content that a number stands for; 0 for a page of zeros.
+/// Writes the content that `value` stands for; 0 is a page of zeros.
 pub fn page_bytes(value: u64, bytes: &mut [u8]) {
     if value == 0 {
         bytes.fill(0);
         return;
     }
     for (index, word) in bytes.chunks_exact_mut(8).enumerate() {
-        // Mostly zero, so that a scan for zeros has to look everywhere.
+        // Mostly zero, so that zero detection has to scan the whole page.
         let number = if index as u64 == value % 512 { value } else { 0 };
         word.copy_from_slice(&number.to_le_bytes());
     }
 }
 
-/// How much is going on.
+/// Amount of activity in the simulated guest.
 #[derive(Clone, Copy, Debug)]
 pub struct Activity {
-    /// Things that happen in all, after which the guest is idle.
+    /// Total number of steps, after which the guest is idle.
     pub steps: u64,
-    /// Things that happen at most each time that the engine looks at something.
+    /// Most steps per access of the engine.
     pub burst: u64,
-    /// The migration is called off after this many.
+    /// Number of steps after which the migration is cancelled.
     pub cancel_after: Option<u64>,
 }
 
-/// The guest and what surrounds it.
+/// The guest and its surroundings.
 #[derive(Debug)]
 pub struct World {
     regions: Vec<PageRange>,
@@ -89,21 +89,21 @@ pub struct World {
     paused: bool,
     throttle_percent: u8,
     hints: Option<HintReceiver>,
-    /// Named and not handled by the device yet.
+    /// Pages hinted and not handled by the device yet.
     queue: VecDeque<PageRange>,
     /// Hints of earlier requests that a thread of the device has not passed on yet.
     late: Vec<(HintReceiver, PageRange)>,
-    /// Changed by the monitor and not noted yet.
-    unnoted: Vec<usize>,
+    /// Pages changed by the monitor and not logged yet.
+    unlogged: Vec<usize>,
 }
 
-/// The world as the engine's parts hold it.
+/// A shared handle to the world.
 #[derive(Clone, Debug)]
 pub struct Hooks(Arc<Mutex<World>>);
 
 impl Hooks {
-    /// A guest with memory in these regions; about half of its pages are used, with content in most
-    /// of them.
+    /// Creates a guest with memory in these regions; about half of its pages are used, most of them
+    /// with content.
     pub fn new(regions: &[PageRange], seed: u64, activity: Activity, cancel: &Cancel) -> Self {
         let mut random = Random::new(seed);
         let mut next_value = 1;
@@ -114,7 +114,7 @@ impl Hooks {
                 let held = random.below(4) != 0;
                 next_value += 1;
                 let value = if held && random.below(5) != 0 { next_value } else { 0 };
-                Page { usage, value, held, marked: false, noted: false }
+                Page { usage, value, held, marked: false, logged: false }
             })
             .collect();
         let world = World {
@@ -130,19 +130,19 @@ impl Hooks {
             hints: None,
             queue: VecDeque::new(),
             late: Vec::new(),
-            unnoted: Vec::new(),
+            unlogged: Vec::new(),
         };
         Self(Arc::new(Mutex::new(world)))
     }
 
-    /// The world.
+    /// Locks the world.
     pub fn world(&self) -> MutexGuard<'_, World> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl World {
-    /// Lets some time pass.
+    /// Runs some steps.
     pub fn live(&mut self) {
         let steps = self.random.below(self.activity.burst + 1);
         for _ in 0..steps {
@@ -162,23 +162,23 @@ impl World {
         }
     }
 
-    /// What has been begun comes to its end.
+    /// Finishes the steps in progress.
     fn finish_steps(&mut self) {
         while self.handle_hint() {}
         if let Some(hints) = &self.hints {
             hints.ended();
         }
-        self.note_all();
+        self.log_all();
     }
 
     fn step(&mut self) {
         match self.random.below(12) {
             0..3 => self.write(Use::Used),
             3 => self.change(Use::Used, Use::Free),
-            // Used again: written at once, since until then its content is nobody's.
+            // Used again: written at once, since until then its content does not matter.
             4 => self.write(Use::Free),
             5 => self.write(Use::Hinted),
-            6 | 7 => self.name_free_pages(),
+            6 | 7 => self.hint_free_pages(),
             8 => {
                 self.handle_hint();
                 if let Some((hints, range)) = self.late.pop() {
@@ -186,12 +186,12 @@ impl World {
                 }
             }
             9 => self.inflate(),
-            10 => self.deflate_or_note(),
+            10 => self.deflate_or_log(),
             _ => self.device_write(),
         }
     }
 
-    /// A page in this use, if one is found.
+    /// Returns a page with this owner, if one is found.
     fn find(&mut self, usage: Use) -> Option<usize> {
         let start = self.random.below(self.pages.len() as u64) as usize;
         let places = (start..self.pages.len()).chain(0..start);
@@ -209,7 +209,7 @@ impl World {
         }
     }
 
-    /// A vCPU writes to a page, which it uses from then on.
+    /// A vCPU writes to a page and owns it from then on.
     fn write(&mut self, usage: Use) {
         let Some(index) = self.find(usage) else { return };
         let value = self.value();
@@ -223,8 +223,8 @@ impl World {
         };
     }
 
-    /// The driver takes free pages and names them.
-    fn name_free_pages(&mut self) {
+    /// The driver allocates free pages and hints them.
+    fn hint_free_pages(&mut self) {
         if self.hints.is_none() {
             return;
         }
@@ -237,7 +237,7 @@ impl World {
         }
     }
 
-    /// The device passes a hint on.
+    /// The device passes on a hint.
     fn handle_hint(&mut self) -> bool {
         let Some(range) = self.queue.pop_front() else { return false };
         if let Some(hints) = &self.hints {
@@ -249,36 +249,36 @@ impl World {
         true
     }
 
-    /// A page goes into the balloon and back to the host, which is noted later.
+    /// Inflates the balloon by a page and discards it, which is logged later.
     fn inflate(&mut self) {
         let Some(index) = self.find(Use::Free) else { return };
         let page = &mut self.pages[index];
         *page = Page { usage: Use::Ballooned, value: 0, held: false, ..*page };
-        self.unnoted.push(index);
+        self.unlogged.push(index);
     }
 
-    fn deflate_or_note(&mut self) {
-        if self.unnoted.is_empty() || self.random.below(2) == 0 {
+    fn deflate_or_log(&mut self) {
+        if self.unlogged.is_empty() || self.random.below(2) == 0 {
             self.change(Use::Ballooned, Use::Used);
         } else {
-            let which = self.random.below(self.unnoted.len() as u64) as usize;
-            let index = self.unnoted.swap_remove(which);
-            self.pages[index].noted = self.armed;
+            let which = self.random.below(self.unlogged.len() as u64) as usize;
+            let index = self.unlogged.swap_remove(which);
+            self.pages[index].logged = self.armed;
         }
     }
 
-    /// The monitor writes for a device, and notes that later.
+    /// The monitor writes for a device and logs that later.
     fn device_write(&mut self) {
         let Some(index) = self.find(Use::Used) else { return };
         let value = self.value();
         let page = &mut self.pages[index];
         *page = Page { value, held: true, ..*page };
-        self.unnoted.push(index);
+        self.unlogged.push(index);
     }
 
-    fn note_all(&mut self) {
-        for index in std::mem::take(&mut self.unnoted) {
-            self.pages[index].noted = self.armed;
+    fn log_all(&mut self) {
+        for index in std::mem::take(&mut self.unlogged) {
+            self.pages[index].logged = self.armed;
         }
     }
 
@@ -304,7 +304,7 @@ impl World {
         panic!("{range} is not in one region of {:?}", self.regions);
     }
 
-    /// Whether the guest stands still.
+    /// Whether the guest is paused.
     pub fn is_paused(&self) -> bool {
         self.paused
     }
@@ -314,15 +314,15 @@ impl World {
         self.armed
     }
 
-    /// Pages that the source holds.
+    /// Number of populated pages at the source.
     pub fn held_pages(&self) -> u64 {
         self.pages.iter().filter(|page| page.held).count() as u64
     }
 
-    /// Checks that nothing of a migration is left.
+    /// Checks that no effect of a migration is left.
     ///
     /// # Panics
-    /// If something is.
+    /// If one is.
     pub fn check_unharmed(&self) {
         assert!(
             !self.paused && !self.armed && self.hints.is_none(),
@@ -333,10 +333,10 @@ impl World {
         assert!(self.pages.iter().all(|page| page.usage != Use::Hinted));
     }
 
-    /// Checks that `content` has every page that is not free; returns how many are.
+    /// Checks that `content` has every page that is not free; returns the number of free pages.
     ///
     /// # Panics
-    /// If one is different.
+    /// If a page differs.
     pub fn check_moved(&self, content: &dyn Fn(Pfn, &mut [u8])) -> u64 {
         let (mut here, mut there) =
             (vec![0; PAGE_SIZE_BYTES as usize], vec![0; PAGE_SIZE_BYTES as usize]);
@@ -349,7 +349,7 @@ impl World {
             }
             page_bytes(page.value, &mut here);
             content(self.pfn(index), &mut there);
-            assert!(here == there, "{} ({page:?}) is different", self.pfn(index));
+            assert!(here == there, "{} ({page:?}) differs", self.pfn(index));
         }
         free
     }
@@ -392,7 +392,7 @@ impl SourceMemory for SimMemory {
     }
 }
 
-/// The logs.
+/// Both dirty logs.
 #[derive(Debug)]
 pub struct SimDirty(pub Hooks);
 
@@ -400,7 +400,7 @@ impl DirtySource for SimDirty {
     fn arm(&mut self) -> Result<(), BoxError> {
         let mut world = self.0.world();
         world.live();
-        // What the monitor is in the middle of is noted when it is done.
+        // A change that the monitor has begun is logged when it is done.
         world.armed = true;
         world.live();
         Ok(())
@@ -411,7 +411,7 @@ impl DirtySource for SimDirty {
         world.live();
         for index in 0..world.pages.len() {
             let page = PageRange::new(world.pfn(index), 1);
-            if world.pages[index].marked || std::mem::take(&mut world.pages[index].noted) {
+            if world.pages[index].marked || std::mem::take(&mut world.pages[index].logged) {
                 found.insert(page);
             }
         }
@@ -433,13 +433,13 @@ impl DirtySource for SimDirty {
         let mut world = self.0.world();
         world.armed = false;
         for page in &mut world.pages {
-            (page.marked, page.noted) = (false, false);
+            (page.marked, page.logged) = (false, false);
         }
         Ok(())
     }
 }
 
-/// Stops and throttles the guest.
+/// Pauses and throttles the guest.
 #[derive(Debug)]
 pub struct SimGuest(pub Hooks);
 
@@ -447,8 +447,8 @@ impl Guest for SimGuest {
     fn pause_and_save(&mut self) -> Result<(), BoxError> {
         let mut world = self.0.world();
         world.live();
-        assert!(world.hints.is_none(), "the driver has not been told of the end of hints");
-        world.note_all();
+        assert!(world.hints.is_none(), "the driver has not been notified of the end of hints");
+        world.log_all();
         world.paused = true;
         Ok(())
     }
@@ -478,7 +478,7 @@ impl FreePageSource for SimHints {
     }
 
     fn stop(&mut self) {
-        // The driver takes notice at some time; what it names until then comes too late.
+        // The driver notices at some later time; its hints until then are late.
         self.0.world().live();
     }
 

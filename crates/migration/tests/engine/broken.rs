@@ -1,4 +1,4 @@
-//! Migrations that fail: the guest runs on at the source, and both ends say why.
+//! Migrations that fail: the guest continues at the source, and both ends report why.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -11,7 +11,7 @@ use proptest::prelude::*;
 
 use crate::move_it::{REGIONS, Trial};
 
-/// A migration that is the same each time.
+/// A deterministic migration.
 fn trial() -> Trial {
     Trial {
         seed: 7,
@@ -20,7 +20,7 @@ fn trial() -> Trial {
     }
 }
 
-/// All bytes that the trial sends, from a receiver that only listens.
+/// All bytes that the trial sends, recorded by a receiver without memory.
 fn stream() -> Vec<u8> {
     use ebb_migration::testing::{Hooks, Link, SimDirty, SimGuest, SimHints, SimMemory, link};
     let (trial, cancel) = (trial(), Cancel::new());
@@ -32,7 +32,7 @@ fn stream() -> Vec<u8> {
             let mut bytes = Vec::new();
             let mut parsed = 0;
             for round in 0_u32.. {
-                let kind = listen(&mut receive[0], &mut bytes, &mut parsed);
+                let kind = record_round(&mut receive[0], &mut bytes, &mut parsed);
                 confirm.write_all(&round.to_le_bytes()).unwrap();
                 if kind == RoundKind::Last {
                     break;
@@ -56,8 +56,8 @@ fn stream() -> Vec<u8> {
     })
 }
 
-/// Appends what comes up to the end of a round.
-fn listen(stream: &mut UnixStream, bytes: &mut Vec<u8>, parsed: &mut usize) -> RoundKind {
+/// Appends the bytes up to the end of a round.
+fn record_round(stream: &mut UnixStream, bytes: &mut Vec<u8>, parsed: &mut usize) -> RoundKind {
     loop {
         let more = |stream: &mut UnixStream, bytes: &mut Vec<u8>, count: usize| {
             let start = bytes.len();
@@ -79,7 +79,7 @@ fn record_at(bytes: &[u8], at: usize) -> Record {
     Record::from_bytes(bytes[at..at + HEADER_BYTES].try_into().unwrap()).unwrap()
 }
 
-/// What follows a record's header.
+/// Size of the data after a record's header.
 fn rest_bytes(record: Record) -> usize {
     match record {
         Record::Data(range) => range.size_bytes() as usize,
@@ -88,7 +88,7 @@ fn rest_bytes(record: Record) -> usize {
     }
 }
 
-/// Places in a stream that a cut can be at, the first few of each kind.
+/// Positions at which a stream can be cut, the first few of each kind of record.
 fn cuts(bytes: &[u8]) -> Vec<u64> {
     let mut cuts = Vec::new();
     let mut seen = [0; 5];
@@ -149,7 +149,7 @@ fn a_cut_of_one_of_several_streams_ends_all() {
         for after_bytes in [0, 1, 5000, 40_000] {
             let cut = Some(Cut { stream, after_bytes });
             let outcome = Trial { cut, streams: 3, ..trial() }.run();
-            // A stream that was never used as far as that is not cut.
+            // A stream that never reached that position is not cut.
             assert_eq!(outcome.sent.is_ok(), outcome.received.is_ok());
             assert!(outcome.sent.is_err() || after_bytes >= 5000);
             outcome.check_whole();
@@ -174,7 +174,7 @@ fn a_changed_byte_anywhere_is_refused() {
     let bytes = stream();
     receive(&bytes).unwrap();
     let mut places = cuts(&bytes);
-    // And all over.
+    // And at regular positions.
     places.extend((0..bytes.len() as u64).step_by(1009));
     for place in places {
         let mut changed = bytes.clone();
@@ -188,11 +188,12 @@ fn a_changed_byte_anywhere_is_refused() {
 }
 
 #[test]
-fn a_receiver_that_is_fed_garbage_says_so() {
+fn garbage_is_refused_with_its_description() {
     let error = receive(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n").unwrap_err();
     assert_eq!(
         error.to_string(),
-        "stream 0 of the source is damaged or hostile: a record of kind 542393671, which there is none of"
+        "stream 0 of the source is damaged or hostile: a record of kind 542393671, which there is \
+         none of"
     );
     assert!(matches!(receive(&[]), Err(ReceiveError::CutShort { stream: 0, round: 0 })));
 }
@@ -201,7 +202,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
 
     #[test]
-    fn a_guest_that_stays_is_unharmed(
+    fn a_failed_migration_leaves_the_guest_unharmed(
         seed: u64,
         steps in 0..1500_u64,
         cancel_after in 0..1500_u64,

@@ -1,4 +1,4 @@
-//! What the engine was given fails: the guest runs on, and the error says what it was.
+//! Failures of the engine's surroundings: the guest continues, and the error names the cause.
 
 use std::cell::Cell;
 use std::io::{Read, Write};
@@ -15,11 +15,11 @@ use ebb_migration::{
 
 use crate::move_it::{REGIONS, Trial};
 
-/// What fails, the first time that it is asked for.
+/// The operation that fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fault {
     Arm,
-    Look,
+    Sync,
     Clear,
     Held,
     Read,
@@ -30,7 +30,7 @@ enum Fault {
     Write,
 }
 
-/// Something of the engine's with a fault.
+/// An implementation with a fault.
 struct Faulty<T>(T, Fault);
 
 impl<T> Faulty<T> {
@@ -46,7 +46,7 @@ impl DirtySource for Faulty<SimDirty> {
     }
 
     fn sync(&mut self, found: &mut PageBitmap) -> Result<(), BoxError> {
-        self.fail(Fault::Look)?;
+        self.fail(Fault::Sync)?;
         self.0.sync(found)
     }
 
@@ -127,7 +127,7 @@ impl TargetMemory for Faulty<TestTarget> {
     }
 }
 
-/// Moves a guest with a fault somewhere; returns its world, too.
+/// Migrates a guest with a fault; also returns its world.
 fn migrate(fault: Fault) -> (Hooks, Result<Report, Box<Failure>>) {
     let (cancel, target_cancel) = (Cancel::new(), Cancel::new());
     let activity = Activity { steps: 900, burst: 2, cancel_after: None };
@@ -172,7 +172,7 @@ fn migrate(fault: Fault) -> (Hooks, Result<Report, Box<Failure>>) {
     (hooks, result)
 }
 
-/// The message of a failure after which the guest runs as before.
+/// Message of a failure after which the guest runs as before.
 fn harmless_failure(fault: Fault) -> String {
     let (hooks, result) = migrate(fault);
     hooks.world().check_unharmed();
@@ -180,17 +180,21 @@ fn harmless_failure(fault: Fault) -> String {
 }
 
 #[test]
-fn each_failure_is_told_and_the_guest_runs_on() {
+fn each_failure_is_reported_and_the_guest_continues() {
     for (fault, message) in [
-        (Fault::Arm, "cannot switch the log of written pages on: Arm does not work"),
-        (Fault::Look, "cannot read the log of written pages: Look does not work"),
+        (Fault::Arm, "cannot enable the dirty log: Arm does not work"),
+        (Fault::Sync, "cannot read the dirty log: Sync does not work"),
         (Fault::Clear, "cannot write-protect pages again: Clear does not work"),
-        (Fault::Pause, "the guest could not be stopped and its state taken: Pause does not work"),
+        (Fault::Pause, "the guest could not be paused and its state saved: Pause does not work"),
     ] {
         assert_eq!(harmless_failure(fault), message);
     }
     for (fault, start, end) in [
-        (Fault::Held, "cannot find out what is held of guest memory [", "): Held does not work"),
+        (
+            Fault::Held,
+            "cannot query the populated pages of guest memory [",
+            "): Held does not work",
+        ),
         (Fault::Read, "cannot read guest memory [", "): Read does not work"),
         (Fault::Write, "cannot send to the destination on stream ", "; did it give up?"),
     ] {
@@ -205,7 +209,7 @@ fn each_failure_is_told_and_the_guest_runs_on() {
 }
 
 #[test]
-fn a_guest_that_cannot_be_asked_is_moved_without_hints() {
+fn a_guest_without_hints_is_migrated() {
     let (_, result) = migrate(Fault::Ask);
     let report = result.unwrap();
     assert_eq!(report.hints_error.as_deref(), Some("Ask does not work"));
@@ -213,13 +217,13 @@ fn a_guest_that_cannot_be_asked_is_moved_without_hints() {
 }
 
 #[test]
-fn a_log_that_stays_on_does_not_fail_a_migration() {
+fn a_failure_to_disable_the_log_does_not_fail_a_migration() {
     assert!(migrate(Fault::Disarm).1.is_ok());
 }
 
-/// The pause succeeds, and then everything goes wrong.
+/// The pause succeeds, and all later steps fail.
 #[test]
-fn a_guest_that_cannot_go_on_is_told() {
+fn a_guest_that_cannot_be_resumed_is_reported() {
     let hooks = Hooks::new(
         &REGIONS,
         1,
@@ -261,7 +265,7 @@ impl ebb_migration::RoundSync for FailsLater<'_> {
     fn wait_round_done(&mut self, round: u32) -> Result<(), BoxError> {
         let left = self.left.replace(self.left.get().saturating_sub(1));
         if left == 0 {
-            return Err("the destination has gone".into());
+            return Err("the destination is gone".into());
         }
         self.confirm.write_all(&round.to_le_bytes())?;
         self.rounds.wait_round_done(round)

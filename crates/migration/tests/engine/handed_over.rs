@@ -1,4 +1,4 @@
-//! All memory is at the destination: who runs the guest?
+//! The switchover: which side runs the guest.
 
 use std::io::{Write, sink};
 
@@ -7,7 +7,7 @@ use ebb_migration::{BoxError, Cancel, MigrationError, Precopy, RoundSync, Switch
 
 use crate::move_it::{REGIONS, Trial};
 
-/// A destination that is always content.
+/// A destination that confirms every round.
 struct Content;
 
 impl RoundSync for Content {
@@ -16,7 +16,7 @@ impl RoundSync for Content {
     }
 }
 
-/// Moves a guest's memory nowhere; `then` decides what becomes of the guest.
+/// Sends a guest's memory to no destination; `then` decides the switchover.
 fn hand_over(then: impl FnOnce(Switchover<'_>, &Hooks)) -> Hooks {
     let hooks = Hooks::new(
         &REGIONS,
@@ -40,7 +40,7 @@ fn hand_over(then: impl FnOnce(Switchover<'_>, &Hooks)) -> Hooks {
 }
 
 #[test]
-fn a_guest_that_nobody_decides_on_stays_paused() {
+fn a_guest_stays_paused_without_a_decision() {
     let hooks = hand_over(|switchover, _| drop(switchover));
     assert!(hooks.world().is_paused() && !hooks.world().is_armed());
     let hooks = hand_over(|switchover, _| {
@@ -50,7 +50,7 @@ fn a_guest_that_nobody_decides_on_stays_paused() {
 }
 
 #[test]
-fn the_log_stays_on_until_the_guest_need_not_wait_for_it() {
+fn a_release_leaves_the_log_enabled() {
     let hooks = hand_over(|switchover, hooks| {
         let (_, log) = switchover.release();
         assert!(hooks.world().is_armed());
@@ -61,7 +61,7 @@ fn the_log_stays_on_until_the_guest_need_not_wait_for_it() {
 }
 
 #[test]
-fn a_guest_that_the_destination_does_not_run_goes_on_here() {
+fn a_guest_that_the_destination_does_not_run_is_resumed_here() {
     let hooks = hand_over(|switchover, _| {
         let (error, report) = switchover.resume_source(MigrationError::Cancelled);
         assert!(matches!(error, MigrationError::Cancelled) && report.rounds > 1);

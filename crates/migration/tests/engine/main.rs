@@ -1,5 +1,5 @@
-//! Migrations of a simulated guest over real sockets: whatever the guest does meanwhile, what it
-//! uses arrives, or it runs on at the source.
+//! Migrations of a simulated guest over real sockets: whatever the guest does meanwhile, its used
+//! pages arrive, or it continues at the source.
 
 #![allow(clippy::unwrap_used, reason = "a failing helper is a failing test")]
 

@@ -1,4 +1,4 @@
-//! One migration from beginning to end.
+//! One complete migration.
 
 use std::io::{Read, Write};
 use std::time::Duration;
@@ -16,14 +16,14 @@ use ebb_migration::{
 pub const REGIONS: [PageRange; 3] =
     [PageRange::new(Pfn(0), 150), PageRange::new(Pfn(150), 70), PageRange::new(Pfn(1000), 137)];
 
-/// Whether the guest can be asked for free pages.
+/// Whether the guest can give free page hints.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hints {
     Asked,
     Off,
 }
 
-/// What to try.
+/// Parameters of a migration.
 #[derive(Clone, Copy, Debug)]
 pub struct Trial {
     pub seed: u64,
@@ -37,7 +37,7 @@ pub struct Trial {
 impl Default for Trial {
     fn default() -> Self {
         let config = Config {
-            // Rounds as long as anything is written.
+            // Rounds continue as long as any page is written.
             downtime_limit: Duration::ZERO,
             hint_wait: Duration::from_millis(1),
             chunk_pages: 16,
@@ -48,7 +48,7 @@ impl Default for Trial {
     }
 }
 
-/// What came of it.
+/// Outcome of a migration.
 pub struct Outcome {
     pub hooks: Hooks,
     pub target: TestTarget,
@@ -77,7 +77,7 @@ impl Trial {
                 };
                 let result = receiver.run();
                 if result.is_err() {
-                    // As a monitor that ends.
+                    // Like a monitor that ends.
                     target_cancel.cancel();
                 }
                 result
@@ -109,13 +109,14 @@ impl Trial {
 }
 
 impl Outcome {
-    /// Checks that what the guest uses has arrived; returns how many pages are free.
+    /// Checks that the guest's used pages have arrived; returns the number of free pages.
     pub fn check_moved(&self) -> u64 {
         let world = self.hooks.world();
         world.check_moved(&|page, bytes| self.target.read(page, bytes))
     }
 
-    /// Checks that it has either arrived, or runs on at the source and both ends know.
+    /// Checks that the guest has either arrived, or continues at the source and both ends report a
+    /// failure.
     pub fn check_whole(&self) {
         match &self.sent {
             Ok(_) => {

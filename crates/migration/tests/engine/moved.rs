@@ -45,15 +45,16 @@ proptest! {
         prop_assert_eq!(report.rounds as usize, report.rounds_detail.len());
         for round in &report.rounds_detail {
             let pages = round.pages;
-            let dealt_with = pages.data + pages.zero + pages.discarded + pages.skipped;
+            let sent_or_skipped = pages.data + pages.zero + pages.discarded + pages.skipped;
             // The first round may only have measured the link.
             let probed = asked && config.probe_pages > 0 && round.round == 0;
-            prop_assert!(dealt_with == round.pages_to_send || probed, "round {}", round.round);
-            prop_assert!(!probed || pages.skipped == 0 && dealt_with < config.probe_pages + config.chunk_pages);
+            prop_assert!(sent_or_skipped == round.pages_to_send || probed, "round {}", round.round);
+            let most = config.probe_pages + config.chunk_pages;
+            prop_assert!(!probed || pages.skipped == 0 && sent_or_skipped < most);
             prop_assert!(asked || pages.skipped == 0);
         }
-        let (sent, came) = (report.pages, received.pages);
-        prop_assert_eq!((sent.data, sent.zero, sent.discarded), (came.data, came.zero, came.discarded));
+        let sent_or_received = |pages: PageCounters| (pages.data, pages.zero, pages.discarded);
+        prop_assert_eq!(sent_or_received(report.pages), sent_or_received(received.pages));
     }
 }
 
@@ -82,9 +83,9 @@ fn an_idle_guest_is_sent_once() {
     }
 }
 
-/// A page that is discarded at the source after it was sent takes no room at the destination.
+/// A page that is discarded at the source after it was sent uses no memory at the destination.
 #[test]
-fn what_the_source_gave_back_does_not_stay_at_the_destination() {
+fn pages_discarded_at_the_source_are_discarded_at_the_destination() {
     let mut discarded_later = 0;
     for seed in 0..20 {
         let activity = Activity { steps: 2000, burst: 6, cancel_after: None };
@@ -98,9 +99,9 @@ fn what_the_source_gave_back_does_not_stay_at_the_destination() {
     assert!(discarded_later > 0);
 }
 
-/// The link is measured with a part of memory, and the guest is asked then.
+/// The link is measured with a part of memory, and hints are requested afterwards.
 #[test]
-fn hints_come_after_a_look_at_the_link() {
+fn hints_are_requested_after_the_link_is_measured() {
     let config = Config { probe_pages: 32, ..Trial::default().config };
     let activity = Activity { steps: 2000, burst: 6, cancel_after: None };
     let outcome = Trial { config, activity, ..Trial::default() }.run();
@@ -111,7 +112,7 @@ fn hints_come_after_a_look_at_the_link() {
     outcome.check_moved();
 }
 
-/// Hints save pages, and some of those pages are used again and sent all the same.
+/// Hints save pages, and some of those pages are used again and sent anyway.
 #[test]
 fn hinted_pages_are_skipped() {
     let mut skipped = 0;

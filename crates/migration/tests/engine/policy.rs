@@ -1,4 +1,4 @@
-//! When a guest that writes all the time is moved.
+//! Convergence of a guest that writes all the time.
 
 use std::time::Duration;
 
@@ -21,7 +21,7 @@ fn limit(then: AtTimeLimit) -> TimeLimit {
 }
 
 #[test]
-fn it_runs_on_after_the_time_limit() {
+fn it_continues_after_the_time_limit() {
     let config = Config { time_limit: Some(limit(AtTimeLimit::Cancel)), ..Trial::default().config };
     let outcome = busy(config).run();
     let failure = outcome.sent.as_ref().unwrap_err();
@@ -32,7 +32,7 @@ fn it_runs_on_after_the_time_limit() {
 }
 
 #[test]
-fn it_is_stopped_at_the_time_limit() {
+fn it_is_paused_at_the_time_limit() {
     let config = Config { time_limit: Some(limit(AtTimeLimit::Force)), ..Trial::default().config };
     let outcome = busy(config).run();
     let report = outcome.sent.as_ref().unwrap();
@@ -42,7 +42,7 @@ fn it_is_stopped_at_the_time_limit() {
 
 /// The limit passes within the first round, which is ended early.
 #[test]
-fn a_slow_link_does_not_hold_up_the_time_limit() {
+fn a_slow_link_does_not_delay_the_time_limit() {
     let time_limit = Some(limit(AtTimeLimit::Force));
     let slow = Config { time_limit, bandwidth_limit: Some(2 << 20), ..Trial::default().config };
     let outcome = busy(slow).run();
@@ -53,7 +53,7 @@ fn a_slow_link_does_not_hold_up_the_time_limit() {
 }
 
 #[test]
-fn it_is_slowed_down_and_runs_freely_again_after_a_failure() {
+fn it_is_throttled_and_at_full_speed_again_after_a_failure() {
     let time_limit =
         Some(TimeLimit { after: Duration::from_millis(300), then: AtTimeLimit::Cancel });
     let config = Config { time_limit, auto_converge: AutoConverge::On, ..Trial::default().config };
@@ -64,7 +64,7 @@ fn it_is_slowed_down_and_runs_freely_again_after_a_failure() {
 }
 
 #[test]
-fn it_is_stopped_when_the_rest_fits_the_downtime() {
+fn it_is_paused_when_the_rest_fits_the_downtime() {
     let config = Config { downtime_limit: Duration::from_secs(60), ..Trial::default().config };
     let outcome = busy(config).run();
     assert_eq!(outcome.sent.as_ref().unwrap().rounds, 2);

@@ -1,5 +1,5 @@
-//! Real memory, written by several threads while it is moved: what one thread after the other
-//! cannot show.
+//! Real memory, written by several threads while it is migrated: races that the single-threaded
+//! simulation cannot show.
 
 use std::io::{Read, Write};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -29,7 +29,7 @@ fn ram(backing: Backing) -> Arc<GuestRam> {
     Arc::new(GuestRam::new(&specs, backing, HugePages::Off, Populate::Lazy).unwrap())
 }
 
-/// What the threads share.
+/// State shared by the threads.
 struct Machine {
     ram: Arc<GuestRam>,
     /// Held by a thread in each of its steps; taken to stop them.
@@ -48,13 +48,14 @@ impl Machine {
         self.used[page as usize].store(true, Ordering::SeqCst);
     }
 
-    /// A thread of the guest: writes, frees and names pages, gives some to the balloon, and uses
-    /// them again.
+    /// A thread of the guest: writes, frees and hints pages, inflates some into the balloon, and
+    /// uses them again.
     fn live(&self, thread: u64, device: &Sender<(HintReceiver, PageRange)>) {
         let mut random = Random::new(thread + 1);
         loop {
             let _running = self.running.read().unwrap();
-            // Looked at with the lock held: who waited for it must not go on at the source.
+            // Checked with the lock held: a thread that waited for it must not continue at the
+            // source.
             if self.over.load(Ordering::SeqCst) || self.steps_left.load(Ordering::SeqCst) == 0 {
                 break;
             }
@@ -80,7 +81,7 @@ impl Machine {
     }
 }
 
-/// The device's thread: hints arrive when it comes to it.
+/// The device's thread: passes hints on with a delay.
 fn pass_on(hints: &Queue<(HintReceiver, PageRange)>) {
     while let Ok((receiver, range)) = hints.recv() {
         std::thread::yield_now();
@@ -127,19 +128,19 @@ fn page(ram: &GuestRam, page: u64) -> Vec<u8> {
     bytes
 }
 
-/// Whether somebody merges pages of the source, and of the target, meanwhile.
+/// Whether pages of the source and of the target are merged meanwhile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Merging {
-    Nobody,
+    Neither,
     AtBothEnds,
 }
 
-/// Somebody who merges the pages of `ram`, if that is possible here.
+/// Returns a merger for the pages of `ram`, if merging is possible here.
 fn merger(ram: &Arc<GuestRam>) -> Option<TestMerger> {
-    TestMerger::new(ram).inspect_err(|error| println!("nothing is merged here: {error}")).ok()
+    TestMerger::new(ram).inspect_err(|error| println!("merging is not possible here: {error}")).ok()
 }
 
-/// Merges all pages again and again until it is over. Returns how many were merged.
+/// Merges all pages repeatedly until the migration is over. Returns the number of pages merged.
 fn merge(mut merger: TestMerger, over: &AtomicBool) -> u64 {
     let mut merged = 0;
     while !over.load(Ordering::SeqCst) {
@@ -162,7 +163,7 @@ fn migrate(backing: Backing, merging: Merging) {
     let mut mergers = Vec::new();
     if merging == Merging::AtBothEnds {
         let Some(mut of_source) = merger(&machine.ram) else { return };
-        // All of what is sent in the first round.
+        // All pages that are sent in the first round.
         assert_eq!(of_source.merge(PageRange::new(Pfn(0), PAGES)).unwrap(), PAGES / 2);
         mergers = vec![Some(of_source), merger(&target)];
     }
@@ -225,7 +226,7 @@ fn migrate(backing: Backing, merging: Merging) {
         if machine.used[number as usize].load(Ordering::SeqCst) {
             assert!(
                 page(&machine.ram, number) == page(&target, number),
-                "page {number:#x} is different with {backing}, merged by {merging:?}"
+                "page {number:#x} differs with {backing}, merged by {merging:?}"
             );
         }
     }
@@ -233,8 +234,8 @@ fn migrate(backing: Backing, merging: Merging) {
 
 #[test]
 fn memory_that_is_written_meanwhile_arrives() {
-    migrate(Backing::Anonymous, Merging::Nobody);
-    migrate(Backing::Memfd, Merging::Nobody);
+    migrate(Backing::Anonymous, Merging::Neither);
+    migrate(Backing::Memfd, Merging::Neither);
 }
 
 #[test]

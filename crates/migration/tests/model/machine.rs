@@ -1,4 +1,4 @@
-//! Drives the engine's tracker along a path of steps.
+//! Runs the engine's tracker along a path of steps.
 
 use ebb_abi::PageRange;
 use ebb_guest_ram::PageBitmap;
@@ -6,69 +6,68 @@ use ebb_migration::{PageFeed, Tracker};
 
 use crate::world::{Dirty, Mutant, Request, Scope, Shared, Use, Worker, World, range_of};
 
-/// A step that somebody takes.
+/// A step of the guest, the monitor or the engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// A vCPU writes to a page that it uses, or uses a free page again, or one that the driver
-    /// holds.
+    /// A vCPU writes to a page that it uses, or uses a free page, or one that the driver holds.
     Write(usize),
-    /// The driver takes a page and names it.
+    /// The driver allocates a page and hints it.
     Name(usize),
-    /// The monitor discards or writes a page, or notes that.
+    /// The monitor discards or writes a page, or logs that.
     Monitor(usize),
     /// A hint reaches the engine.
     Handle(usize, Request),
-    /// The engine opens a window and asks the guest.
+    /// The engine opens a window and requests hints.
     Open,
     /// The engine begins a round without hints.
     Begin,
     /// A thread of the engine takes a page.
     Take(usize),
-    /// A thread goes on with its page.
+    /// A thread continues with its page.
     Work(usize),
     /// The round is over; its window, if any, is closed.
     End,
-    /// The driver is told of the end.
+    /// The driver is notified of the end.
     Done,
-    /// The engine looks at the log.
-    Look,
-    /// The guest is stopped, and the log looked at.
+    /// The engine syncs the log.
+    Sync,
+    /// The guest is paused, and the log is synced.
     Stop,
     /// The rest is sent and the guest handed over.
     HandOver,
 }
 
-/// Where the engine is.
+/// Stage of the engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
-    /// Armed, or behind a look at the log.
+    /// Armed, or after a sync of the log.
     Ready,
     /// In a round with hints.
     Window,
     /// In a round without.
     Round,
-    /// Behind the window, and the driver has not been told.
+    /// After the window, with the driver not notified yet.
     Closed,
-    /// Behind a round.
+    /// After a round.
     Sent,
     Stopped,
     Over,
 }
 
-/// A state that a path leads to.
+/// The state at the end of a path.
 pub struct Node {
     pub key: Vec<u8>,
     pub next: Vec<Step>,
     pub violation: Option<&'static str>,
 }
 
-/// Follows a path from the beginning.
+/// Follows a path from the initial state.
 pub fn follow(scope: Scope, mutant: Mutant, path: &[Step]) -> Node {
     let world = Shared::new(scope, mutant);
     let mut dirty = Dirty(world.clone());
     let all = [PageRange::new(range_of(0).start, scope.pages as u64)];
     let mut tracker = Tracker::arm(&mut dirty, &all).unwrap();
-    let mut machine = Machine { world, looked: false, stage: Stage::Ready };
+    let mut machine = Machine { world, synced: false, stage: Stage::Ready };
     let mut steps = path.iter().copied();
     while let Some(step) = steps.next() {
         match step {
@@ -93,9 +92,9 @@ pub fn follow(scope: Scope, mutant: Mutant, path: &[Step]) -> Node {
                 machine.world.get().done();
                 machine.stage = Stage::Sent;
             }
-            Step::Look => {
+            Step::Sync => {
                 tracker.sync().unwrap();
-                (machine.looked, machine.stage) = (true, Stage::Ready);
+                (machine.synced, machine.stage) = (true, Stage::Ready);
             }
             Step::Stop => {
                 machine.world.get().stop();
@@ -133,13 +132,13 @@ fn send_rest(feed: &dyn PageFeed, world: &mut World) {
 
 struct Machine {
     world: Shared,
-    /// The log has been looked at.
-    looked: bool,
+    /// The log was synced.
+    synced: bool,
     stage: Stage,
 }
 
 impl Machine {
-    /// Follows the path up to the end of a round; if the path ends before, the state there.
+    /// Follows the path up to the end of a round. Returns the state if the path ends before.
     fn round(&self, feed: &dyn PageFeed, steps: &mut dyn Iterator<Item = Step>) -> Option<Node> {
         loop {
             match steps.next() {
@@ -175,7 +174,7 @@ impl Machine {
 
     fn node(&self, to_send: &PageBitmap) -> Node {
         let world = self.world.get();
-        let mut key = vec![self.stage as u8, u8::from(self.looked)];
+        let mut key = vec![self.stage as u8, u8::from(self.synced)];
         key.extend(
             (0..world.scope.pages).map(|page| u8::from(to_send.contains(range_of(page).start))),
         );
@@ -185,7 +184,7 @@ impl Machine {
         Node { key, next: self.next_steps(&world, to_send), violation }
     }
 
-    /// What can happen now.
+    /// Returns the possible next steps.
     fn next_steps(&self, world: &World, to_send: &PageBitmap) -> Vec<Step> {
         let mut next = Vec::new();
         if self.stage == Stage::Over {
@@ -213,13 +212,13 @@ impl Machine {
         match self.stage {
             Stage::Ready => {
                 next.extend([Step::Open, Step::Begin]);
-                if self.looked {
+                if self.synced {
                     next.push(Step::Stop);
                 }
             }
             Stage::Window | Stage::Round => round_steps(world, to_send, &mut next),
             Stage::Closed => next.push(Step::Done),
-            Stage::Sent => next.push(Step::Look),
+            Stage::Sent => next.push(Step::Sync),
             Stage::Stopped => next.push(Step::HandOver),
             Stage::Over => {}
         }
@@ -235,7 +234,7 @@ fn round_steps(world: &World, to_send: &PageBitmap, next: &mut Vec<Step>) {
             Worker::Taken(_) | Worker::Reading { .. } => next.push(Step::Work(worker)),
         }
     }
-    // Also with pages left: a round is cut short at a time limit.
+    // Also with pages left: a round ends early at the time limit.
     if world.workers.iter().all(|worker| *worker == Worker::Idle) {
         next.push(Step::End);
     }

@@ -1,13 +1,12 @@
-//! Hints, writes and looks at the dirty log in every order there is, on a few pages.
+//! Hints, writes and syncs of the dirty log in every possible order, on a few pages.
 //!
 //! The engine's own [`Tracker`](ebb_migration::Tracker) with its windows and rounds is driven
 //! through all interleavings of what a guest, its driver, the monitor's devices and the engine's
-//! threads do, one small step at a time, with no bound on the number of steps: a state that was
-//! seen before is not looked at again. In no state may the guest be handed over with a page in use
-//! that is not the same at the destination, or with a driver that holds pages which it does not get
-//! back.
+//! threads do, one small step at a time, with no bound on the number of steps: a state visited
+//! before is not examined again. In no state may the guest be handed over with a used page that
+//! differs at the destination, or with a driver that holds hinted pages which are never returned.
 //!
-//! The rule is then broken in each way that it can be, to show that the search would find it.
+//! The rule is then broken in every possible way, to prove that the search finds each violation.
 
 #![allow(clippy::unwrap_used, reason = "a failing helper is a failing test")]
 
@@ -52,7 +51,7 @@ fn discards_and_writes_of_the_monitor_are_never_lost() {
     assert!(holds(MONITOR) > 10_000);
 }
 
-/// Expects that a mutant is found, and says by which steps.
+/// Checks that a mutant is found, and prints the steps.
 fn caught(mutant: Mutant, scope: Scope) {
     match search(scope, mutant) {
         Found::Nothing { states } => panic!("{mutant:?} was not found in {states} states"),
@@ -60,15 +59,15 @@ fn caught(mutant: Mutant, scope: Scope) {
     }
 }
 
-/// The window is open across a look at the log.
+/// The window is open across a sync of the log.
 #[test]
 fn a_late_hint_is_caught() {
     caught(Mutant::LateHint, HINTS);
 }
 
-/// A hint is honoured after the last look at the log.
+/// A hint is honoured after the last sync of the log.
 #[test]
-fn a_hint_after_the_guest_has_stopped_is_caught() {
+fn a_hint_after_the_pause_is_caught() {
     caught(Mutant::HintAfterStop, HINTS);
 }
 
@@ -77,14 +76,14 @@ fn a_hint_that_clears_the_log_is_caught() {
     caught(Mutant::HintClearsLog, HINTS);
 }
 
-/// Writes are found from the first look on only.
+/// Writes are found only from the first sync on.
 #[test]
 fn a_window_before_tracking_is_armed_is_caught() {
     caught(Mutant::ArmedLate, HINTS);
 }
 
 #[test]
-fn a_driver_that_is_not_told_of_the_end_is_caught() {
+fn a_driver_that_is_not_notified_of_the_end_is_caught() {
     caught(Mutant::NoDone, HINTS);
 }
 
@@ -106,6 +105,6 @@ fn clearing_after_reading_is_caught() {
 }
 
 #[test]
-fn a_discard_that_is_noted_before_it_is_done_is_caught() {
+fn a_discard_that_is_logged_before_it_is_done_is_caught() {
     caught(Mutant::NoteFirst, MONITOR);
 }

@@ -1,21 +1,21 @@
-//! Looks at all states, nearest first.
+//! Breadth-first search of all states.
 
 use std::collections::{HashSet, VecDeque};
 
 use crate::machine::{Step, follow};
 use crate::world::{Mutant, Scope};
 
-/// What a search found.
+/// Result of a search.
 pub enum Found {
     /// The rule holds in all states.
     Nothing { states: usize },
-    /// It is broken at the end of this path, which is one of the shortest.
+    /// The rule is violated at the end of this path, which is one of the shortest.
     Violation { path: Vec<Step>, what: &'static str },
 }
 
-/// Searches all states that can be reached.
+/// Searches all reachable states.
 ///
-/// A state is reached by following its path from the beginning on, since the engine's windows
+/// A state is reached by following its path from the initial state, since the engine's windows
 /// borrow the tracker and cannot be copied.
 pub fn search(scope: Scope, mutant: Mutant) -> Found {
     let mut seen = HashSet::new();

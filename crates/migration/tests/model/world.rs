@@ -6,7 +6,7 @@ use ebb_abi::{PageRange, Pfn};
 use ebb_guest_ram::PageBitmap;
 use ebb_migration::{BoxError, DirtySource, HintReceiver};
 
-/// How much there is.
+/// Size of the model.
 #[derive(Clone, Copy, Debug)]
 pub struct Scope {
     pub pages: usize,
@@ -15,7 +15,7 @@ pub struct Scope {
     pub monitor_changes: bool,
 }
 
-/// How the rule is broken.
+/// A way to break the rule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mutant {
     None,
@@ -30,35 +30,35 @@ pub enum Mutant {
     NoteFirst,
 }
 
-/// Who has a page.
+/// Owner of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Use {
     /// The guest; its content matters.
     Used,
     Free,
-    /// The driver, which has named it as free.
+    /// The driver, which has hinted it as free.
     Held,
 }
 
-/// Where a thread that sends is with a page.
+/// State of a sending thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Worker {
     Idle,
-    /// It is to be read.
+    /// The page was taken and not read yet.
     Taken(usize),
-    /// It is being read; what was read so far is still so if `clean`.
+    /// The page is being read; the part read so far is current if `clean`.
     Reading {
         page: usize,
         clean: bool,
     },
 }
 
-/// Whose request a hint answers.
+/// Request that a hint answers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Request {
-    /// The one that is in force.
+    /// The current one.
     Current,
-    /// An earlier one: the device's thread is late.
+    /// An earlier one: the device's thread was delayed.
     Earlier,
 }
 
@@ -67,13 +67,13 @@ pub struct Page {
     pub usage: Use,
     /// The destination has the same content.
     pub same: bool,
-    /// Mark in the log of vCPUs.
+    /// Mark in the vCPUs' log.
     pub marked: bool,
-    /// Mark in the log of the monitor.
-    pub noted: bool,
+    /// Mark in the monitor's log.
+    pub logged: bool,
     /// The monitor has done the first of two steps to change it.
     pub changing: bool,
-    /// Hints on their way.
+    /// A hint is in transit.
     pub hint: bool,
     pub earlier_hint: bool,
     /// Read, and its mark not yet cleared ([`Mutant::ClearAfterRead`]).
@@ -93,7 +93,7 @@ pub struct World {
     pub earlier_receiver: Option<HintReceiver>,
 }
 
-/// The world as several hold it.
+/// A shared handle to the world.
 #[derive(Clone, Debug)]
 pub struct Shared(Arc<Mutex<World>>);
 
@@ -103,7 +103,7 @@ impl Shared {
             usage: Use::Used,
             same: false,
             marked: false,
-            noted: false,
+            logged: false,
             changing: false,
             hint: false,
             earlier_hint: false,
@@ -143,14 +143,14 @@ impl World {
         }
     }
 
-    /// A vCPU writes to a page, which it uses from then on.
+    /// A vCPU writes to a page and owns it from then on.
     pub fn write(&mut self, page: usize) {
         self.change(page);
         self.pages[page].marked |= self.armed;
         self.pages[page].usage = Use::Used;
     }
 
-    /// The driver takes a page and names it.
+    /// The driver allocates a page and hints it.
     pub fn name(&mut self, page: usize) {
         self.pages[page].usage = Use::Held;
         self.pages[page].hint = true;
@@ -161,7 +161,7 @@ impl World {
         let first = !self.pages[page].changing;
         self.pages[page].changing = first;
         if first == (self.mutant == Mutant::NoteFirst) {
-            self.pages[page].noted |= self.armed;
+            self.pages[page].logged |= self.armed;
         } else {
             self.change(page);
         }
@@ -187,7 +187,7 @@ impl World {
         }
     }
 
-    /// The driver is told that it may use its pages again.
+    /// The driver is notified that it may use its pages again.
     pub fn done(&mut self) {
         self.earlier_receiver = self.receiver.take();
         for page in &mut self.pages {
@@ -198,7 +198,7 @@ impl World {
         }
     }
 
-    /// vCPUs and devices stop; what the monitor is in the middle of comes to its end.
+    /// vCPUs and devices stop; a change that the monitor has begun is finished.
     pub fn stop(&mut self) {
         for page in 0..self.pages.len() {
             if self.pages[page].changing {
@@ -212,7 +212,7 @@ impl World {
         self.workers[worker] = Worker::Taken(page);
     }
 
-    /// A thread goes on with its page: it begins to read it, or has read and sent it.
+    /// A thread continues with its page: it begins to read it, or has read and sent it.
     pub fn work(&mut self, worker: usize) {
         self.workers[worker] = match self.workers[worker] {
             Worker::Idle => Worker::Idle,
@@ -225,22 +225,22 @@ impl World {
         };
     }
 
-    /// What is wrong if the guest goes on at the destination now.
+    /// Returns the violation if the guest continued at the destination now.
     pub fn violation(&self) -> Option<&'static str> {
         if self.pages.iter().any(|page| page.usage == Use::Used && !page.same) {
-            return Some("a page in use is different at the destination");
+            return Some("a used page differs at the destination");
         }
         let held = self.pages.iter().any(|page| page.usage == Use::Held);
-        held.then_some("the driver holds pages that nobody gives back")
+        held.then_some("the driver holds pages that are never returned")
     }
 
-    /// All of it in bits, six a page at least.
+    /// Appends the whole state as bits, at least six per page.
     pub fn key(&self, key: &mut Vec<u8>) {
         for page in &self.pages {
             let flags = [
                 page.same,
                 page.marked,
-                page.noted,
+                page.logged,
                 page.changing,
                 page.hint,
                 page.earlier_hint,
@@ -262,7 +262,7 @@ impl World {
     }
 }
 
-/// The logs.
+/// Both dirty logs.
 pub struct Dirty(pub Shared);
 
 impl DirtySource for Dirty {
@@ -276,7 +276,7 @@ impl DirtySource for Dirty {
         let mut world = self.0.get();
         world.armed = true;
         for (page, state) in world.pages.iter_mut().enumerate() {
-            if state.marked || std::mem::take(&mut state.noted) {
+            if state.marked || std::mem::take(&mut state.logged) {
                 found.insert(range_of(page));
             }
         }

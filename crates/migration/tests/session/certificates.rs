@@ -1,4 +1,4 @@
-//! Certificates for tests, made on the spot.
+//! Certificates generated for tests.
 
 use std::path::{Path, PathBuf};
 
@@ -9,13 +9,13 @@ use rcgen::{
 };
 use tempfile::TempDir;
 
-/// An authority and the certificates that it has given out, as files.
+/// An authority and the certificates it has issued, as files.
 pub struct Authority {
     folder: TempDir,
     issuer: CertifiedIssuer<'static, KeyPair>,
 }
 
-/// When a certificate is valid.
+/// Period in which a certificate is valid.
 pub enum Validity {
     Now,
     Past,
@@ -38,8 +38,8 @@ impl Authority {
         self.folder.path().join("ca.pem")
     }
 
-    /// A certificate for `name` (a host's name or address) with its key, for both roles. It trusts
-    /// certificates of this authority for 127.0.0.1 and, as a destination, for a.example.
+    /// Issues a certificate for `name` (a host's name or address) with its key, for both roles. It
+    /// trusts certificates of this authority for 127.0.0.1 and, as a destination, for a.example.
     pub fn files(&self, name: &str, validity: &Validity) -> TlsFiles {
         self.files_for(
             name,
@@ -48,7 +48,7 @@ impl Authority {
         )
     }
 
-    /// As [`Self::files`], for these roles alone.
+    /// Like [`Self::files`], for these roles only.
     pub fn files_for(
         &self,
         name: &str,
@@ -85,7 +85,7 @@ impl Authority {
     }
 }
 
-/// Security by these files.
+/// TLS security with these files.
 pub fn tls(files: TlsFiles) -> Security {
     Security::Tls(files)
 }

@@ -1,5 +1,5 @@
-//! The control connection breaks at every message, in every way: who runs the guest is always what
-//! the rule says.
+//! Failures of the control connection at every message, in every manner: the side that runs the
+//! guest always follows the rule.
 
 use std::time::Duration;
 
@@ -25,10 +25,10 @@ const READY: usize = 6;
 const COMMIT: usize = 7;
 const RUNNING: usize = 8;
 
-/// Short where the time limit itself is what ends a wait, and long where it must not.
+/// Short where a wait must end at its time limit, long where it must not.
 fn limits(manner: Manner) -> TimeLimits {
     match manner {
-        // A destination that hears no decision gives up well before its source stops listening.
+        // A destination without a decision gives up well before its source stops waiting.
         Manner::Stall => TimeLimits {
             running: Duration::from_secs(5),
             farewell: Duration::from_millis(500),
@@ -44,13 +44,13 @@ fn migrate(
     at_destination: &Security,
 ) -> (SourceEnd, DestinationEnd, usize) {
     let limits = limits(fault.manner);
-    // A source that never comes is not waited for as long as one that is on its way.
-    let comes = match fault.place {
+    // A source that never connects is waited for less long than one that does.
+    let connects = match fault.place {
         Place::Before(0) | Place::Inside(0) => fault.direction == Direction::ToSource,
         Place::Byte(byte) => byte > 1000,
         _ => true,
     };
-    let limit = if comes { Duration::from_secs(20) } else { Duration::from_millis(500) };
+    let limit = if connects { Duration::from_secs(20) } else { Duration::from_millis(500) };
     let listener = drive::listen(&drive::loopback(), at_destination, &limits);
     let proxy = Proxy::new(listener.address(), fault);
     let destination = std::thread::spawn(move || drive::destination_within(listener, limit));
@@ -61,23 +61,23 @@ fn migrate(
 fn name(end: &SourceEnd) -> &'static str {
     match end {
         SourceEnd::Moved => "moved",
-        SourceEnd::RunsOn(_) => "runs on",
+        SourceEnd::RunsOn(_) => "continues",
         SourceEnd::Unknown(_) => "unknown",
     }
 }
 
-/// How a source may come out, and whether the guest runs at the destination, if the message with
-/// this place in [`MESSAGES`] is the last that is delivered, or the first that is not.
+/// Possible ends of a source, and whether the guest runs at the destination, if the message with
+/// this index in [`MESSAGES`] is the last that is delivered, or the first that is not.
 fn expected(message: usize, delivered: bool, manner: Manner) -> (&'static [&'static str], bool) {
     let runs = message > COMMIT || (message == COMMIT && delivered);
     let source: &[_] = match (message, delivered, manner) {
         (RUNNING, true, _) => &["moved"],
-        // The decision is stuck; the destination says in time that it has given up.
-        (COMMIT, false, Manner::Stall) => &["runs on"],
-        // The reset may come before or after the decision is written.
-        (READY, true, Manner::Reset) => &["runs on", "unknown"],
+        // The decision is stuck; the destination reports its failure in time.
+        (COMMIT, false, Manner::Stall) => &["continues"],
+        // The reset may happen before or after the decision is written.
+        (READY, true, Manner::Reset) => &["continues", "unknown"],
         (READY, true, _) | (COMMIT | RUNNING, ..) => &["unknown"],
-        _ => &["runs on"],
+        _ => &["continues"],
     };
     (source, runs)
 }
@@ -90,7 +90,7 @@ fn check(message: usize, place: Place, delivered: bool, manner: Manner) {
     let seen = format!("{what}, {fault:?}: source {source:?}, destination {destination:?}");
     assert!(allowed.contains(&name(&source)), "{seen}; expected {allowed:?}");
     assert_eq!(matches!(destination, DestinationEnd::Runs), runs, "{seen}");
-    // Both sides say something that names the other.
+    // Both errors name the other side.
     for error in [
         match &source {
             SourceEnd::RunsOn(error) | SourceEnd::Unknown(error) => Some(error),
@@ -110,10 +110,10 @@ fn check(message: usize, place: Place, delivered: bool, manner: Manner) {
     }
 }
 
-/// A place at the message with a number, and whether that message is delivered.
+/// Place of a fault for a message's index, and whether that message is delivered.
 type Cut = fn(usize) -> (Place, bool);
 
-/// All at once: most of the time is spent waiting.
+/// Runs all at once: most of the time is spent waiting.
 fn check_all(manner: Manner, places: &[Cut]) {
     std::thread::scope(|scope| {
         for (message, &(_, number, _)) in MESSAGES.iter().enumerate() {
@@ -143,11 +143,11 @@ fn the_connection_is_reset_at_every_message() {
 }
 
 #[test]
-fn the_connection_stands_still_at_every_message() {
+fn the_connection_stalls_at_every_message() {
     check_all(Manner::Stall, &[|n| (Place::Before(n), false), |n| (Place::Inside(n), false)]);
 }
 
-/// Without knowledge of frames, as behind TLS: the rule itself.
+/// Cuts at a byte without knowledge of frames, as behind TLS, and checks the rule.
 fn check_byte(byte: usize, source: &Security, destination: &Security) {
     let fault = Fault {
         direction: Direction::ToDestination,

@@ -1,4 +1,4 @@
-//! A source and a destination without a machine: they go through a whole session and tell who runs
+//! A source and a destination without a machine: they complete a session and return which side runs
 //! the guest.
 
 use std::io::{Read, Write};
@@ -15,14 +15,14 @@ use serde::{Deserialize, Serialize};
 /// Data streams of a session in these tests.
 pub const STREAMS: u16 = 3;
 
-/// What the source describes.
+/// Description of the machine.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Machine {
     pub vcpus: u32,
     pub memory: Vec<(u64, u64)>,
 }
 
-/// Who runs the guest, as the source knows it.
+/// The side that runs the guest, as known to the source.
 #[derive(Debug)]
 pub enum SourceEnd {
     Moved,
@@ -65,12 +65,12 @@ pub fn listen(address: &Address, security: &Security, limits: &TimeLimits) -> Li
     Listener::bind(address, security, &greeting("destination 1"), limits, &handle()).unwrap()
 }
 
-/// What a stream carries in the one round.
+/// Data of a stream in the only round.
 fn payload(stream: usize) -> Vec<u8> {
     (0..100_000_usize).map(|index| (index * 7 + stream) as u8).collect()
 }
 
-/// The whole way of a source.
+/// Runs all steps of a source.
 pub fn source(address: &Address, security: &Security, limits: &TimeLimits) -> SourceEnd {
     source_with(address, security, limits, &handle())
 }
@@ -86,7 +86,7 @@ pub fn source_with(
         assert_eq!(session.destination(), &greeting("destination 1"));
         let accepted = session.setup(&machine(), STREAMS)?;
         let (mut streaming, streams) = accepted.open_streams()?;
-        // A stream that fails is no reason of its own: the other side may have given one.
+        // A failed stream is not the reason by itself: the other side may have sent one.
         let sent = streams
             .into_iter()
             .enumerate()
@@ -108,12 +108,12 @@ pub fn source_with(
     }
 }
 
-/// The whole way of a destination.
+/// Runs all steps of a destination.
 pub fn destination(listener: Listener) -> DestinationEnd {
     destination_within(listener, Duration::from_secs(60))
 }
 
-/// Like [`destination`], waiting for a source for so long.
+/// Like [`destination`], with a limit on the wait for a source.
 pub fn destination_within(mut listener: Listener, limit: Duration) -> DestinationEnd {
     match receive(&mut listener, limit) {
         Ok(()) => DestinationEnd::Runs,
@@ -146,16 +146,16 @@ fn read_payload((number, mut stream): (usize, Connection)) -> std::io::Result<()
     let expected = payload(number);
     let mut received = vec![0; expected.len()];
     stream.read_exact(&mut received)?;
-    assert!(received == expected, "stream {number} carries other bytes");
+    assert!(received == expected, "stream {number} carries wrong data");
     Ok(())
 }
 
-/// A destination on a thread of its own.
+/// Runs a destination on a separate thread.
 pub fn spawn(listener: Listener) -> JoinHandle<DestinationEnd> {
     std::thread::spawn(move || destination(listener))
 }
 
-/// Source and destination with the same security.
+/// Runs source and destination with the same security.
 pub fn both(address: &Address, security: &Security) -> (SourceEnd, DestinationEnd) {
     let limits = TimeLimits::default();
     let listener = listen(address, security, &limits);

@@ -12,7 +12,7 @@ use rcgen::ExtendedKeyUsagePurpose;
 use crate::certificates::{Authority, Validity, tls};
 use crate::drive::{self, DestinationEnd, SourceEnd, both, greeting, handle, listen};
 
-/// What a source meets at a destination, and what the destination has logged of it.
+/// Returns the source's error at a destination, and the destination's log of it.
 fn refused(at_destination: &Security, at_source: &Security) -> (SessionError, String) {
     let limits = TimeLimits::default();
     let mut listener = listen(&drive::loopback(), at_destination, &limits);
@@ -39,7 +39,7 @@ fn a_machine_moves_over_tls() {
 }
 
 #[test]
-fn the_name_of_a_certificate_is_the_host_or_what_the_source_says() {
+fn a_certificate_must_be_for_the_host_or_the_configured_name() {
     let authority = Authority::new("authority");
     let limits = TimeLimits::default();
     for (host, name) in [("localhost", None), ("127.0.0.1", Some("b.example"))] {
@@ -129,7 +129,7 @@ fn a_source_with_another_name_is_refused_there() {
 }
 
 #[test]
-fn a_destination_has_to_name_its_sources() {
+fn a_destination_needs_the_names_of_its_sources() {
     let authority = Authority::new("authority");
     let bind = |names: &[&str]| {
         let peer_names = names.iter().map(|&name| name.to_owned()).collect();
@@ -147,10 +147,10 @@ fn a_destination_has_to_name_its_sources() {
     );
 }
 
-/// An authority can give out certificates for receiving alone, or for sending alone (RFC 5280
-/// section 4.2.1.12).
+/// An authority can issue certificates only for receiving, or only for sending (RFC 5280 section
+/// 4.2.1.12).
 #[test]
-fn a_certificate_for_one_role_is_not_one_for_the_other() {
+fn a_certificate_is_valid_only_for_its_role() {
     let authority = Authority::new("authority");
     let receiving = |name| {
         tls(authority.files_for(name, &Validity::Now, &[ExtendedKeyUsagePurpose::ServerAuth]))
@@ -182,7 +182,7 @@ fn a_source_without_a_certificate_is_refused() {
         &TimeLimits::default(),
     );
     let Address::Tcp { port, .. } = *listener.address() else { panic!("not TCP") };
-    // Ebb's own source always shows one, so this is another client.
+    // Ebb's own source always presents one, so this is another client.
     let client = std::thread::spawn(move || {
         use rustls_pki_types::pem::PemObject;
         let mut roots = rustls::RootCertStore::empty();
@@ -207,14 +207,14 @@ fn a_source_without_a_certificate_is_refused() {
         listener.accept(Some(Duration::from_millis(10))).unwrap_err();
     }
     let logged = listener.refusals().last().unwrap().to_owned();
-    assert!(logged.contains("it showed none"), "{logged}");
+    assert!(logged.contains("it presented none"), "{logged}");
     drop(listener);
     let seen = client.join().unwrap();
     assert!(seen.contains("CertificateRequired"), "{seen}");
 }
 
 #[test]
-fn one_side_with_tls_and_one_without_is_told_as_that() {
+fn tls_on_one_side_only_is_reported_as_such() {
     let authority = Authority::new("authority");
     let security = tls(authority.files("127.0.0.1", &Validity::Now));
     let (error, logged) = refused(&Security::Insecure, &security);
@@ -230,7 +230,7 @@ fn one_side_with_tls_and_one_without_is_told_as_that() {
 }
 
 #[test]
-fn files_that_cannot_be_used_are_named_with_their_option() {
+fn errors_of_files_name_the_option() {
     let authority = Authority::new("authority");
     let good = || authority.files("127.0.0.1", &Validity::Now);
     let problem = |files: TlsFiles| {

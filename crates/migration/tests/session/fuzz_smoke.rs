@@ -1,10 +1,10 @@
-//! Runs the bodies of the fuzz targets for a short while, without a fuzzer.
+//! Runs the fuzz targets briefly, without a fuzzer.
 
 use ebb_migration::session::fuzzing::TARGETS;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
-/// Pieces of what belongs on these connections, and anything else, so that inputs get somewhere.
+/// Pieces of valid traffic and random bytes, so that inputs reach later stages.
 fn input() -> impl Strategy<Value = Vec<u8>> {
     let frame = |kind: u8, body: &[u8]| {
         let mut bytes = (body.len() as u32).to_le_bytes().to_vec();

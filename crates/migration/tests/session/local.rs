@@ -31,9 +31,10 @@ fn a_machine_moves_over_a_unix_socket() {
 fn the_name_localhost_needs_no_resolver_and_ipv6_takes_brackets() {
     let listener =
         listen(&"tcp:localhost:0".parse().unwrap(), &Security::Insecure, &TimeLimits::default());
-    assert!(
-        matches!(listener.address(), Address::Tcp { host, port } if host == "127.0.0.1" && *port != 0)
-    );
+    assert!(matches!(
+        listener.address(),
+        Address::Tcp { host, port } if host == "127.0.0.1" && *port != 0
+    ));
     let ends = both(&"tcp:[::1]:0".parse().unwrap(), &Security::Insecure);
     assert!(matches!(ends, (SourceEnd::Moved, DestinationEnd::Runs)), "{ends:?}");
 }
@@ -64,7 +65,7 @@ fn a_stale_socket_is_replaced_and_a_live_one_is_not() {
     let error = bind().unwrap_err();
     assert!(error.to_string().contains("another process listens at"), "{error}");
     drop(first);
-    // As after a killed process: the standard library leaves the file, and nobody listens.
+    // Like after a killed process: the standard library leaves the file, with no listener.
     drop(std::os::unix::net::UnixListener::bind(folder.path().join("migration.sock")).unwrap());
     bind().unwrap();
     std::fs::write(folder.path().join("migration.sock"), "a file").unwrap();
@@ -73,7 +74,7 @@ fn a_stale_socket_is_replaced_and_a_live_one_is_not() {
 }
 
 #[test]
-fn file_descriptors_go_through_a_unix_socket() {
+fn file_descriptors_are_sent_over_a_unix_socket() {
     let folder = tempfile::tempdir().unwrap();
     let limits = TimeLimits::default();
     let mut listener = listen(&drive::unix(folder.path().join("s")), &Security::Local, &limits);
@@ -115,7 +116,7 @@ fn file_descriptors_go_through_a_unix_socket() {
 }
 
 #[test]
-fn file_descriptors_cannot_go_over_tcp() {
+fn file_descriptors_cannot_be_sent_over_tcp() {
     let limits = TimeLimits::default();
     let mut listener = listen(&drive::loopback(), &Security::Insecure, &limits);
     let address = listener.address().clone();
@@ -137,7 +138,7 @@ fn file_descriptors_cannot_go_over_tcp() {
 }
 
 #[test]
-fn a_refusal_tells_the_source_why() {
+fn a_refusal_reaches_the_source_with_its_reason() {
     let limits = TimeLimits::default();
     let mut listener = listen(&drive::loopback(), &Security::Insecure, &limits);
     let address = listener.address().clone();
@@ -156,7 +157,7 @@ fn a_refusal_tells_the_source_why() {
 }
 
 #[test]
-fn plain_tcp_has_to_be_forced() {
+fn plain_tcp_needs_an_explicit_request() {
     let limits = TimeLimits::default();
     // Loopback, where any user of the host reaches the port, or can take it before the destination
     // does; and TEST-NET-1 (RFC 5737). Both are refused before anything is sent.
@@ -194,7 +195,7 @@ fn plain_tcp_has_to_be_forced() {
 }
 
 #[test]
-fn where_nobody_listens_the_error_says_so() {
+fn a_missing_listener_is_reported() {
     let limits = TimeLimits::default();
     let listener = listen(&drive::loopback(), &Security::Insecure, &limits);
     let address = listener.address().clone();
@@ -215,7 +216,7 @@ fn where_nobody_listens_the_error_says_so() {
 }
 
 #[test]
-fn nobody_comes() {
+fn a_wait_without_a_source_times_out() {
     let mut listener = listen(&drive::loopback(), &Security::Insecure, &TimeLimits::default());
     let error = listener.accept(Some(Duration::from_millis(20))).unwrap_err();
     assert!(matches!(error, SessionError::NobodyCame { .. }), "{error}");

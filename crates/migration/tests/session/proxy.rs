@@ -1,4 +1,4 @@
-//! Stands between source and destination, and breaks the control connection at a chosen place.
+//! A proxy between source and destination that breaks the control connection at a chosen place.
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -6,9 +6,9 @@ use std::sync::{Arc, Mutex};
 
 use ebb_migration::session::Address;
 
-/// Length of what each side sends before its first frame.
+/// Bytes that each side sends before its first frame.
 const PREAMBLE_BYTES: usize = 32;
-/// Length of a frame's header: 32 bits of length, kind.
+/// Size of a frame's header: 32 bits of length, kind.
 const HEADER_BYTES: usize = 5;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -17,7 +17,7 @@ pub enum Direction {
     ToSource,
 }
 
-/// Which part of the bytes still passes.
+/// The part of the bytes that still passes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Place {
     /// All up to the frame with this number.
@@ -26,19 +26,19 @@ pub enum Place {
     Inside(usize),
     /// All of that frame as well.
     After(usize),
-    /// So many bytes, frames or not.
+    /// This number of bytes, regardless of frames.
     Byte(usize),
     Nowhere,
 }
 
-/// What happens there.
+/// Kind of failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Manner {
-    /// Both directions end; what is written from then on is taken and goes nowhere.
+    /// Both directions end; bytes written later are discarded.
     End,
     /// Both ends are reset.
     Reset,
-    /// This direction stands still.
+    /// This direction stalls.
     Stall,
 }
 
@@ -49,7 +49,7 @@ pub struct Fault {
     pub manner: Manner,
 }
 
-/// A proxy that is there until it is dropped.
+/// A proxy that works until it is dropped.
 pub struct Proxy {
     pub address: Address,
     shared: Arc<Shared>,
@@ -61,7 +61,7 @@ struct Shared {
     sockets: Mutex<Vec<TcpStream>>,
     /// Bytes that came from the source on the control connection.
     from_source: Mutex<usize>,
-    /// The control connection has been cut behind a frame.
+    /// The control connection was cut behind a frame.
     cut: Mutex<bool>,
 }
 
@@ -73,7 +73,7 @@ impl Proxy {
         let port = listener.local_addr().unwrap().port();
         let shared = Arc::new(Shared::default());
         let state = Arc::clone(&shared);
-        // Ends with the process: nothing waits for it.
+        // Ends with the process; it is not joined.
         std::thread::spawn(move || {
             for (number, source) in listener.incoming().enumerate() {
                 let (Ok(source), Ok(destination)) = (source, TcpStream::connect(destination))
@@ -88,7 +88,7 @@ impl Proxy {
         Self { address: Address::Tcp { host: "127.0.0.1".to_owned(), port }, shared }
     }
 
-    /// How much the source has sent on the control connection.
+    /// Bytes that the source has sent on the control connection.
     pub fn bytes_of_source(&self) -> usize {
         *self.shared.from_source.lock().unwrap()
     }
@@ -136,8 +136,8 @@ struct Pump {
 impl Pump {
     fn run(mut self) {
         if self.forward().is_none() {
-            // An end on this side is one on the other, and what cannot be delivered is taken all
-            // the same.
+            // An end on one side becomes one on the other, and bytes that cannot be delivered are
+            // discarded.
             let _ = self.to.shutdown(Shutdown::Write);
             let _ = std::io::copy(&mut self.from, &mut std::io::sink());
         }
@@ -174,8 +174,8 @@ impl Pump {
                 return Some(());
             }
             if place == Place::After(number) {
-                // At the same moment for the other direction: an answer to this frame must not slip
-                // through.
+                // At the same moment for the other direction: an answer to this frame must not
+                // pass.
                 let shared = Arc::clone(&self.shared);
                 let mut cut = shared.cut.lock().unwrap();
                 self.to.write_all(&frame).ok()?;
@@ -208,7 +208,7 @@ impl Pump {
 
     fn deliver(&mut self, bytes: &[u8]) -> Option<()> {
         let cut = self.shared.cut.lock().unwrap();
-        // What comes after the cut is taken and goes nowhere.
+        // Bytes after the cut are discarded.
         if self.is_control && *cut { Some(()) } else { self.to.write_all(bytes).ok() }
     }
 

@@ -1,4 +1,4 @@
-//! What each side learns when the other gives up, is cancelled, or is late.
+//! Errors on each side when the other one fails, is cancelled, or is late.
 
 use std::io::{Read, Write};
 use std::time::Duration;
@@ -47,7 +47,7 @@ fn reason(error: &SessionError) -> String {
 }
 
 #[test]
-fn a_full_destination_is_the_reason_of_a_broken_data_stream() {
+fn a_full_destination_explains_a_broken_data_stream() {
     let limits = TimeLimits::default();
     let (source, destination, mut listener) = accepted(&limits, &handle(), &handle());
     let source = std::thread::spawn(move || {
@@ -58,21 +58,21 @@ fn a_full_destination_is_the_reason_of_a_broken_data_stream() {
                 break error;
             }
         };
-        // Once a write has failed, no later one puts bytes behind the gap.
+        // Once a write has failed, no later one may add bytes behind the gap.
         assert_eq!(streams[0].write(b"more").unwrap_err().kind(), std::io::ErrorKind::BrokenPipe);
         streaming.abort(error.to_string())
     });
     let (streaming, mut streams) = destination.join(&mut listener).unwrap();
     streams[0].read_exact(&mut [0; 1000]).unwrap();
     drop(streams);
-    // The source says that its stream broke; both are right.
+    // The source reports that its stream broke; both are correct.
     streaming.abort("no memory left here");
-    let word = source.join().unwrap().expect("the destination has said why");
+    let word = source.join().unwrap().expect("the destination has sent its reason");
     assert_eq!(reason(&word), "no memory left here");
 }
 
 #[test]
-fn a_cancelled_source_stops_waiting_and_the_destination_learns_it() {
+fn a_cancelled_source_stops_waiting_and_the_destination_is_notified() {
     let limits = TimeLimits::default();
     let cancel = handle();
     let (source, destination, mut listener) = accepted(&limits, &cancel, &handle());
@@ -90,7 +90,7 @@ fn a_cancelled_source_stops_waiting_and_the_destination_learns_it() {
     assert_eq!(cancel.cancel(), Cancellation::Cancelled);
     let mut rest = Vec::new();
     streams[0].read_to_end(&mut rest).unwrap();
-    let word = streaming.abort("a data stream has ended").expect("the source has said why");
+    let word = streaming.abort("a data stream has ended").expect("the source has sent its reason");
     assert!(reason(&word).contains("cancelled"), "{word}");
     assert!(source.join().unwrap().is_none_or(|word| reason(&word) == "a data stream has ended"));
 }
@@ -141,16 +141,17 @@ fn a_cancelled_destination_stops_waiting_for_a_source() {
 }
 
 #[test]
-fn a_source_without_data_streams_is_told_that_it_is_late() {
+fn a_source_without_data_streams_times_out() {
     let limits = TimeLimits { streams: Duration::from_millis(50), ..TimeLimits::default() };
     let (source, destination, mut listener) = accepted(&limits, &handle(), &handle());
     let error = std::thread::scope(|scope| {
         let destination = scope.spawn(|| destination.join(&mut listener).unwrap_err());
         let error = destination.join().unwrap();
-        assert!(
-            matches!(&error, SessionError::TimedOut { waiting_for, .. } if waiting_for.contains("data streams"))
-        );
-        source.abort("late").expect("the destination has said why")
+        assert!(matches!(
+            &error,
+            SessionError::TimedOut { waiting_for, .. } if waiting_for.contains("data streams")
+        ));
+        source.abort("late").expect("the destination has sent its reason")
     });
     assert!(reason(&error).contains("data streams"), "{error}");
 }
@@ -179,7 +180,7 @@ fn prepared(
 }
 
 #[test]
-fn a_destination_that_cannot_restore_says_why() {
+fn a_failure_to_restore_reaches_the_source() {
     let outcome = prepared(
         &TimeLimits::default(),
         &handle(),
@@ -192,7 +193,7 @@ fn a_destination_that_cannot_restore_says_why() {
 }
 
 #[test]
-fn a_guest_that_does_not_start_there_runs_on_here() {
+fn a_guest_that_does_not_start_there_is_resumed_here() {
     let outcome = prepared(
         &TimeLimits::default(),
         &handle(),
@@ -225,12 +226,12 @@ fn a_source_that_gives_up_at_the_last_moment_ends_the_destination() {
         &handle(),
         &handle(),
         |prepared| {
-            assert!(prepared.abort("the operator has changed his mind").is_none());
+            assert!(prepared.abort("the operator has reconsidered").is_none());
             Outcome::RunsOn(SessionError::Cancelled)
         },
         |restoring| {
             let error = restoring.ready().unwrap_err();
-            assert!(reason(&error).contains("changed his mind"), "{error}");
+            assert!(reason(&error).contains("reconsidered"), "{error}");
         },
     );
     assert!(matches!(outcome, Outcome::RunsOn(SessionError::Cancelled)), "{outcome:?}");
@@ -273,7 +274,7 @@ fn a_decision_is_not_cancelled_and_a_cancelled_session_is_not_decided() {
 }
 
 #[test]
-fn a_destination_cancelled_before_the_decision_says_that_it_has_failed() {
+fn a_destination_cancelled_before_the_decision_reports_a_failure() {
     let cancel = handle();
     let cancelled = cancel.clone();
     let (waits, decides) = std::sync::mpsc::channel::<()>();
@@ -298,7 +299,7 @@ fn a_destination_cancelled_before_the_decision_says_that_it_has_failed() {
 }
 
 #[test]
-fn rounds_are_acknowledged_in_their_order() {
+fn rounds_are_acknowledged_in_order() {
     let (source, destination, mut listener) =
         accepted(&TimeLimits::default(), &handle(), &handle());
     let source = std::thread::spawn(move || {
@@ -313,12 +314,12 @@ fn rounds_are_acknowledged_in_their_order() {
         streaming.round_done(round).unwrap();
     }
     let error = source.join().unwrap();
-    assert!(error.to_string().contains("round 7 is done where 3 should be"), "{error}");
+    assert!(error.to_string().contains("round 7 was confirmed instead of 3"), "{error}");
     assert!(reason(&streaming.receive_state().unwrap_err()).contains("round 7"));
 }
 
 #[test]
-fn what_is_too_long_is_refused_before_it_is_sent() {
+fn messages_that_are_too_long_are_not_sent() {
     let mut listener = listen(&drive::loopback(), &Security::Insecure, &TimeLimits::default());
     let address: Address = listener.address().clone();
     let source = std::thread::spawn(move || {

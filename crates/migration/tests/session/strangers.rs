@@ -1,5 +1,4 @@
-//! Others than the two sides: whoever reaches the port, other programs, other versions, other
-//! users.
+//! Connections from outside of the session: strangers, other programs, other versions, other users.
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
@@ -17,7 +16,7 @@ fn dial(address: &Address) -> TcpStream {
     TcpStream::connect((Ipv4Addr::LOCALHOST, port)).unwrap()
 }
 
-/// What a connection for `role` (1: control, 2: data stream) begins with.
+/// First bytes of a connection for `role` (1: control, 2: data stream).
 fn preamble(version: u16, role: u8, stream: u32, session: [u8; 16]) -> Vec<u8> {
     let mut bytes = b"EBB-MIG\n".to_vec();
     bytes.extend(version.to_le_bytes());
@@ -27,7 +26,7 @@ fn preamble(version: u16, role: u8, stream: u32, session: [u8; 16]) -> Vec<u8> {
     bytes
 }
 
-/// Everything that comes until the end.
+/// Reads everything up to the end.
 fn read_all(mut stream: TcpStream) -> Vec<u8> {
     let mut bytes = Vec::new();
     // A reset is an end as well.
@@ -35,7 +34,7 @@ fn read_all(mut stream: TcpStream) -> Vec<u8> {
     bytes
 }
 
-/// Strangers of all kinds, who are there before the source and stay.
+/// Opens strangers' connections of all kinds, before the source connects and until the end.
 fn strangers(address: &Address) -> Vec<TcpStream> {
     let speak = |bytes: &[u8]| {
         let mut stream = dial(address);
@@ -74,8 +73,8 @@ fn strangers(address: &Address) -> Vec<TcpStream> {
 }
 
 #[test]
-fn strangers_do_not_keep_a_source_waiting() {
-    // Nobody is late with these limits: who stalls does so all the time.
+fn strangers_do_not_delay_a_source() {
+    // No connection times out with these limits: a stalled one stalls all the time.
     let limits = TimeLimits { greeting: Duration::from_secs(600), ..TimeLimits::default() };
     let authority = Authority::new("authority");
     let encrypted = tls(authority.files("127.0.0.1", &Validity::Now));
@@ -92,7 +91,7 @@ fn strangers_do_not_keep_a_source_waiting() {
 }
 
 #[test]
-fn who_stalls_is_sent_away_after_a_while() {
+fn stalled_connections_time_out() {
     let limits = TimeLimits { greeting: Duration::from_millis(50), ..TimeLimits::default() };
     let mut listener = listen(&drive::loopback(), &Security::Insecure, &limits);
     let stranger = dial(listener.address());
@@ -104,7 +103,7 @@ fn who_stalls_is_sent_away_after_a_while() {
 }
 
 #[test]
-fn nobody_joins_a_session_without_its_id_or_twice() {
+fn data_streams_join_with_the_id_and_only_once() {
     let limits = TimeLimits::default();
     let mut listener = listen(&drive::loopback(), &Security::Insecure, &limits);
     let address = listener.address().clone();
@@ -127,7 +126,7 @@ fn nobody_joins_a_session_without_its_id_or_twice() {
                 .collect();
             for guess in guesses {
                 let answer = read_all(guess);
-                // Not the answer that a stream gets which has joined.
+                // Not the answer to a stream that has joined.
                 assert!(answer.get(10) != Some(&2), "{answer:?}");
             }
             let error =
@@ -152,7 +151,7 @@ fn nobody_joins_a_session_without_its_id_or_twice() {
 }
 
 #[test]
-fn a_source_that_fails_before_it_is_accepted_does_not_use_the_listener_up() {
+fn a_source_that_fails_before_its_acceptance_does_not_end_the_listener() {
     let limits = TimeLimits::default();
     let mut listener = listen(&drive::loopback(), &Security::Insecure, &limits);
     let address = listener.address().clone();
@@ -161,31 +160,31 @@ fn a_source_that_fails_before_it_is_accepted_does_not_use_the_listener_up() {
     assert!(matches!(error, SessionError::Cut { .. }), "{error}");
     first.join().unwrap();
     let second = connect_in_thread(&address, |session| {
-        // Not what the destination understands.
+        // Not the destination's format.
         session.setup(&"a machine in other words", 1).unwrap_err().to_string()
     });
     let error = listener.accept(None).unwrap().setup::<Machine>().unwrap_err();
     assert!(matches!(error, SessionError::Malformed { .. }), "{error}");
     let text = second.join().unwrap();
-    assert!(text.contains("cannot be read") && text.contains("same release"), "{text}");
+    assert!(text.contains("cannot be parsed") && text.contains("same release"), "{text}");
     let destination = drive::spawn(listener);
     assert!(matches!(drive::source(&address, &Security::Insecure, &limits), SourceEnd::Moved));
     assert!(matches!(destination.join().unwrap(), DestinationEnd::Runs));
 }
 
 #[test]
-fn sources_that_fail_are_passed_over_until_one_describes_its_machine() {
+fn failing_sources_are_skipped_until_one_describes_its_machine() {
     let limits = TimeLimits { setup: Duration::from_millis(100), ..TimeLimits::default() };
     let mut listener = listen(&drive::loopback(), &Security::Insecure, &limits);
     let address = listener.address().clone();
     let sources = std::thread::spawn(move || {
         connect_in_thread(&address, drop).join().unwrap();
-        // This one says nothing more, and is told so.
+        // This one sends nothing more, and times out.
         let stalls = connect_in_thread(&address, |session| {
             std::thread::sleep(Duration::from_secs(1));
             session.setup(&machine(), 1).unwrap_err()
         });
-        assert!(stalls.join().unwrap().to_string().contains("setup was awaited"));
+        assert!(stalls.join().unwrap().to_string().contains("waiting for its setup"));
         let other =
             connect_in_thread(&address, |session| session.setup(&"other words", 1).unwrap_err());
         assert!(matches!(other.join().unwrap(), SessionError::Aborted { .. }));
@@ -217,7 +216,7 @@ fn connect_in_thread<T: Send + 'static>(
     })
 }
 
-/// What a source meets at a program that sends `answer` to whoever connects.
+/// Returns a source's error at a program that sends `answer` to each connection.
 fn meet(answer: &'static [u8], limits: &TimeLimits) -> SessionError {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let address =
@@ -235,7 +234,7 @@ fn meet(answer: &'static [u8], limits: &TimeLimits) -> SessionError {
 }
 
 #[test]
-fn other_programs_are_recognized() {
+fn other_programs_are_detected() {
     let limits = TimeLimits::default();
     let error = meet(b"SSH-2.0-OpenSSH_9.2\r\n", &limits);
     assert!(matches!(error, SessionError::NotEbb { .. }), "{error:?}");
@@ -247,7 +246,7 @@ fn other_programs_are_recognized() {
 }
 
 #[test]
-fn another_version_is_named_on_both_sides() {
+fn another_version_is_reported_on_both_sides() {
     // The destination of a later release.
     let mut answer = preamble(2, 1, 0, [0; 16]);
     answer.extend([0; 100]);
@@ -267,27 +266,28 @@ fn another_version_is_named_on_both_sides() {
     assert_eq!(
         read_all(source),
         preamble(1, 1, 0, [0; 16]),
-        "it learns which version is spoken here"
+        "it receives the version of this side"
     );
 }
 
 #[test]
 fn a_unix_socket_is_for_one_user() {
     if !rustix::process::geteuid().is_root() {
-        println!("only root can play another user: not tested");
+        println!("only root can act as another user: not tested");
         return;
     }
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s");
     let address = drive::unix(path.clone());
     let mut listener = listen(&address, &Security::Local, &TimeLimits::default());
-    // The file's mode would keep the other user away already; that is not what is tested here.
+    // The file's mode would already exclude the other user; the test is about the check itself.
     for (path, mode) in [(folder.path(), 0o711), (&path, 0o666)] {
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
     }
     let stranger = std::thread::spawn(move || {
         let nobody = rustix::thread::Uid::from_raw(65534);
-        // Of this thread only: the call itself, not the library's that reaches all threads.
+        // Only for this thread: the raw system call, not the library's function, which changes all
+        // threads.
         rustix::thread::set_thread_uid(nobody).unwrap();
         let mut stream = UnixStream::connect(path).unwrap();
         let mut answer = Vec::new();
@@ -307,7 +307,7 @@ fn a_unix_socket_is_for_one_user() {
 #[test]
 fn a_destination_of_another_user_is_not_trusted() {
     if !rustix::process::geteuid().is_root() {
-        println!("only root can play another user: not tested");
+        println!("only root can act as another user: not tested");
         return;
     }
     let folder = tempfile::tempdir().unwrap();

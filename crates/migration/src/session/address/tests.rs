@@ -11,7 +11,7 @@ fn tcp(host: &str, port: u16) -> Address {
 }
 
 #[test]
-fn addresses_are_read_and_written_alike() {
+fn addresses_survive_a_round_trip() {
     for (text, address) in [
         ("tcp:127.0.0.1:4444", tcp("127.0.0.1", 4444)),
         ("tcp:host-b.example:0", tcp("host-b.example", 0)),
@@ -26,7 +26,7 @@ fn addresses_are_read_and_written_alike() {
 }
 
 #[test]
-fn what_is_no_address_says_what_to_write() {
+fn invalid_addresses_are_refused_with_the_syntax() {
     let too_long_host = format!("tcp:{}:1", "h".repeat(254));
     for (text, part) in [
         ("", "neither tcp: nor unix:"),
@@ -40,7 +40,7 @@ fn what_is_no_address_says_what_to_write() {
         ("tcp:host:+1", "is not a number"),
         ("tcp:host:http", "is not a number"),
         ("tcp::4444", "it is empty"),
-        ("tcp:::1:4444", "belongs in brackets"),
+        ("tcp:::1:4444", "must be in brackets"),
         ("tcp:[::1:4444", "a ] is missing"),
         ("tcp:[host]:4444", "an IPv6 address"),
         ("tcp:ho st:4444", "characters"),
@@ -62,7 +62,7 @@ fn what_is_no_address_says_what_to_write() {
 }
 
 #[test]
-fn relative_paths_can_be_handed_to_another_process() {
+fn relative_paths_are_made_absolute() {
     let absolute = |text: &str| parse(text).unwrap().absolute(Path::new("/home/user")).to_string();
     assert_eq!(absolute("unix:in.sock"), "unix:/home/user/in.sock");
     assert_eq!(absolute("unix:/run/in.sock"), "unix:/run/in.sock");
@@ -78,7 +78,9 @@ fn numbers_and_localhost_need_no_resolver() {
 
 proptest! {
     #[test]
-    fn whatever_is_read_is_written_the_same_way(text in "(tcp|unix|udp)?:?[a-z0-9.:\\[\\]/ -]{0,40}") {
+    fn any_valid_address_survives_a_round_trip(
+        text in "(tcp|unix|udp)?:?[a-z0-9.:\\[\\]/ -]{0,40}",
+    ) {
         if let Ok(address) = parse(&text) {
             prop_assert_eq!(parse(&address.to_string()), Ok(address));
         }

@@ -1,4 +1,4 @@
-//! What becomes of a write that fails half-way, with TLS and without.
+//! Writes that fail half-way, with TLS and without.
 
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -42,10 +42,10 @@ fn connection(socket: UnixStream, tls: Option<rustls::Connection>, limit: Durati
     )
 }
 
-/// Everything that the other end can read until the end.
+/// Reads everything up to the end of the connection.
 fn read_all(connection: &mut Connection) -> Vec<u8> {
     let mut bytes = Vec::new();
-    // With TLS an end without farewell is an error, after the bytes before it.
+    // With TLS an end without `close_notify` is an error, after the bytes before it.
     let _ = connection.read_to_end(&mut bytes);
     bytes
 }
@@ -63,12 +63,12 @@ fn the_rest_of_a_failed_write_is_never_sent() {
         });
         assert_eq!(near.is_encrypted(), encrypted);
 
-        // Nobody reads, so the system takes only a part of this.
+        // The other end does not read, so the kernel accepts only a part of this.
         let frame: Vec<u8> = (0..8 << 20_u32).map(|index| (index % 251) as u8).collect();
         let (error, begun) = near.write_frame(&frame).unwrap_err();
         assert_eq!((error.kind(), begun), (io::ErrorKind::TimedOut, Begun::Perhaps));
 
-        // The other side speaks, which lets TLS work, then reads what there is.
+        // The other side writes, which makes TLS process its queue, then reads everything.
         far.write_all(b"last words").unwrap();
         let mut heard = [0; 10];
         let (heard, received) = std::thread::scope(|scope| {
@@ -85,7 +85,7 @@ fn the_rest_of_a_failed_write_is_never_sent() {
 }
 
 #[test]
-fn a_frame_that_is_cancelled_before_its_first_byte_leaves_room_for_another() {
+fn another_frame_may_follow_one_cancelled_before_its_first_byte() {
     let (near, far) = UnixStream::pair().unwrap();
     let mut near = connection(near, None, Duration::from_secs(20));
     let mut far = connection(far, None, Duration::from_secs(20));
@@ -99,13 +99,13 @@ fn a_frame_that_is_cancelled_before_its_first_byte_leaves_room_for_another() {
 }
 
 #[test]
-fn a_vectored_write_takes_all_buffers() {
+fn a_vectored_write_accepts_all_buffers() {
     let (near, far) = UnixStream::pair().unwrap();
     let mut near = connection(near, None, Duration::from_secs(20));
     let mut far = connection(far, None, Duration::from_secs(20));
     let pieces: Vec<[u8; 3]> = (0..2000_u32).map(|piece| [piece as u8; 3]).collect();
     let slices: Vec<_> = pieces.iter().map(|piece| IoSlice::new(piece)).collect();
-    // More than the system takes at a time: an ordinary short write.
+    // More than the kernel accepts at a time: an ordinary short write.
     let written = near.write_vectored(&slices).unwrap();
     assert_eq!(written, 1024 * 3);
     near.end_of_output();

@@ -8,7 +8,7 @@ fn hello() -> (Greeting, Vec<u8>) {
 }
 
 #[test]
-fn no_byte_beyond_the_hello_is_wanted() {
+fn no_byte_beyond_the_hello_is_requested() {
     let (greeting, bytes) = hello();
     for length in 0..bytes.len() {
         match examine(&bytes[..length]) {
@@ -22,7 +22,7 @@ fn no_byte_beyond_the_hello_is_wanted() {
 }
 
 #[test]
-fn a_data_stream_needs_its_preamble_only() {
+fn a_data_stream_needs_only_its_preamble() {
     let session = SessionId::random().unwrap();
     let bytes = Role::Data { session, stream: 5 }.preamble();
     assert_eq!(examine(&bytes[..20]), Ok(Intake::More(12)));
@@ -30,7 +30,7 @@ fn a_data_stream_needs_its_preamble_only() {
 }
 
 #[test]
-fn anything_else_than_a_hello_is_unwanted() {
+fn messages_other_than_a_hello_are_refused() {
     let control = |frame: &[u8]| {
         let mut bytes = Role::Control.preamble().to_vec();
         bytes.extend(frame);
@@ -38,7 +38,7 @@ fn anything_else_than_a_hello_is_unwanted() {
     };
     assert_eq!(control(&Message::Commit.encode().unwrap()), Unwanted::Message(MessageKind::Commit));
     assert_eq!(control(&[0, 0, 0, 0, 77]), Unwanted::Frame(FrameError::Kind(77)));
-    // Judged by its header, before any of it is read.
+    // Refused because of its header, before any of its body is read.
     let long = control(&[0xff, 0xff, 0xff, 0xff, 1]);
     assert!(matches!(long, Unwanted::Frame(FrameError::Long { .. })), "{long:?}");
     let body = control(&[2, 0, 0, 0, 1, b'[', b']']);

@@ -29,7 +29,7 @@ fn messages() -> Vec<Message> {
 }
 
 #[test]
-fn every_message_survives_its_frame() {
+fn every_message_survives_a_round_trip() {
     let messages = messages();
     assert_eq!(messages.iter().map(Message::kind).collect::<Vec<_>>(), MessageKind::ALL);
     for message in messages {
@@ -62,7 +62,7 @@ fn lengths_are_bounded_by_kind() {
     assert_eq!(header(0, 0), Err(FrameError::Kind(0)));
     assert_eq!(header(0, 13), Err(FrameError::Kind(13)));
     let reason = Message::Abort("x".repeat(1_000_000).into());
-    assert!(reason.encode().is_ok(), "a reason is cut to what can be sent");
+    assert!(reason.encode().is_ok(), "a reason is truncated to the longest frame");
     assert!(Message::State(vec![0; LARGE_BYTES + 1]).encode().is_err());
 }
 
@@ -84,7 +84,7 @@ fn bodies_of_the_wrong_kind_are_refused() {
 }
 
 #[test]
-fn what_the_other_side_says_can_be_printed() {
+fn texts_of_the_other_side_are_printable() {
     let text = format!("\u{1b}[2J{}", "é".repeat(10_000));
     let frame = Message::decode(MessageKind::Abort, serde_json::to_vec(&text).unwrap()).unwrap();
     let Message::Abort(reason) = frame else { panic!("{frame:?}") };
@@ -107,8 +107,7 @@ proptest! {
         let kind = MessageKind::from_number(kind).unwrap();
         if let Ok(message) = Message::decode(kind, body) {
             prop_assert_eq!(message.kind(), kind);
-            // A message without a body ignores one only here: its header must say that there is
-            // none.
+            // A message without a body ignores one only here: its header must give a length of 0.
             prop_assert_eq!(decode(&message.encode().unwrap()).unwrap(), message);
         }
     }

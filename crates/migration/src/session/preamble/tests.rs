@@ -5,7 +5,7 @@ fn data(stream: u16) -> Role {
 }
 
 #[test]
-fn roles_survive_their_preamble() {
+fn roles_survive_a_round_trip() {
     for role in [Role::Control, data(0), data(MOST_STREAMS - 1)] {
         assert_eq!(Role::parse(&role.preamble()), Ok(Some(role)));
     }
@@ -23,7 +23,7 @@ fn the_layout_does_not_change() {
 }
 
 #[test]
-fn a_part_of_a_preamble_wants_more() {
+fn a_part_of_a_preamble_needs_more() {
     let whole = data(1).preamble();
     for length in 0..whole.len() {
         assert_eq!(Role::parse(&whole[..length]), Ok(None), "{length} bytes");
@@ -31,7 +31,7 @@ fn a_part_of_a_preamble_wants_more() {
 }
 
 #[test]
-fn the_first_wrong_byte_is_noticed() {
+fn the_first_wrong_byte_is_refused() {
     let whole = data(1).preamble();
     for wrong in 0..16 {
         let mut bytes = whole;
@@ -54,7 +54,7 @@ fn the_first_wrong_byte_is_noticed() {
 }
 
 #[test]
-fn other_protocols_are_named() {
+fn other_protocols_are_described() {
     let foreign = |bytes: &[u8]| match Role::parse(bytes) {
         Err(PreambleError::Foreign(found)) => found,
         other => panic!("{other:?}"),
@@ -65,7 +65,7 @@ fn other_protocols_are_named() {
 }
 
 #[test]
-fn ids_are_different_and_secret() {
+fn ids_are_unique_and_secret() {
     let (a, b) = (SessionId::random().unwrap(), SessionId::random().unwrap());
     let copy = a;
     assert!(a != b && a == copy);

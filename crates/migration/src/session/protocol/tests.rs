@@ -1,17 +1,17 @@
-//! All interleavings of a source and a destination, over connections that are cut at every place.
+//! All interleavings of a source and a destination, over connections that are cut at every point.
 
 use std::collections::{HashSet, VecDeque};
 
 use super::*;
 
-/// Messages on their way in one direction at a time.
+/// Most messages in transit in one direction.
 const LONGEST_QUEUE: usize = 3;
 
 /// One direction of the control connection.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
 struct Line {
     under_way: Vec<MessageKind>,
-    /// Nothing that is sent from now on arrives.
+    /// Messages sent from now on do not arrive.
     cut: bool,
 }
 
@@ -30,22 +30,22 @@ struct World {
     killed: bool,
 }
 
-/// Ways to get it wrong. The search must find each of them out.
+/// Deliberate errors. The search must find each of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Mistake {
     None,
-    /// The source takes silence after its decision for a failure.
+    /// The source treats silence after its decision as a failure.
     SilenceIsFailure,
-    /// The destination takes silence before the decision for one.
+    /// The destination treats silence before the decision as a decision.
     SilenceIsDecision,
-    /// What is left of an unsent decision is sent later.
+    /// The rest of an unsent decision is sent later.
     RestIsSent,
-    /// The destination starts the guest and then says that it has failed.
+    /// The destination starts the guest and then reports a failure.
     FailedAfterStart,
-    /// The destination may still give up with a word that the source believes after its decision,
-    /// and starts all the same when the decision comes.
+    /// The destination may still report a failure that the source believes after its decision, and
+    /// starts the guest anyway when the decision arrives.
     GivesUpAndReads,
-    /// The destination reports the guest before it starts it.
+    /// The destination reports the guest as running before it starts it.
     RunningBeforeStart,
 }
 
@@ -84,7 +84,7 @@ impl World {
         !self.killed && self.destination.may_run()
     }
 
-    /// What the destination may send depends on whether the guest runs there: see
+    /// The messages that the destination may send depend on whether the guest runs there: see
     /// `DestinationCommitted`.
     fn may_send(&self, side: Side, kind: MessageKind, mistake: Mistake) -> bool {
         match (side, kind) {
@@ -98,7 +98,7 @@ impl World {
         }
     }
 
-    /// Everything that can happen next.
+    /// Returns all possible next states.
     fn successors(&self, mistake: Mistake) -> Vec<Self> {
         let mut next = Vec::new();
         for side in [Side::Source, Side::Destination] {
@@ -125,7 +125,7 @@ impl World {
         if !self.killed && !self.started && self.destination.stage() == Stage::Committed {
             next.push(Self { started: true, ..self.clone() });
         }
-        // A guest that dies with its monitor is not the protocol's business.
+        // A guest that dies with its monitor is outside of the protocol.
         if !self.killed && !self.started {
             let mut killed = Self { killed: true, ..self.clone() };
             killed.to_source.cut = true;
@@ -181,34 +181,36 @@ impl World {
         if line.under_way.is_empty() || matches!(protocol.stage(), Stage::Over(_)) {
             return None;
         }
-        // One without a place is dropped; giving up is a step of its own.
+        // An invalid message is dropped; giving up is a separate step.
         let _ = protocol.receive(line.under_way.remove(0));
         Some(world)
     }
 
-    /// What must hold at every moment.
+    /// The invariant of every state.
     fn is_safe(&self) -> bool {
         let source = self.source.may_run();
         let both = source && self.destination_may_run();
         let started_under_source = source && self.started;
         let moved_nowhere = self.source.stage() == Stage::Over(End::Moved) && !self.started;
-        // If neither may, an operator is told, or somebody still waits for a word or a time limit.
+        // If neither may run it, an operator is informed, or a side still waits for a message or a
+        // time limit.
         let neither = !source && !self.destination_may_run() && !self.started;
         let known = matches!(self.source.stage(), Stage::Over(End::Unknown) | Stage::Committed);
         !both && !started_under_source && !moved_nowhere && (!neither || known)
     }
 
-    /// Nobody does anything any more.
+    /// Whether both sides have ended.
     fn is_over(&self) -> bool {
         let over = |protocol: &Protocol| matches!(protocol.stage(), Stage::Over(_));
         over(&self.source) && (self.killed || over(&self.destination))
     }
 }
 
-/// Where the source has come to, and whether the destination has started the guest.
+/// Final stage of the source, and whether the destination has started the guest.
 type Ending = (Stage, bool);
 
-/// Visits every world. The number of worlds and how they end, or the first bad one.
+/// Visits every state. Returns the number of states and their ends, or the first one that violates
+/// the invariant.
 fn explore(mistake: Mistake) -> Result<(usize, HashSet<Ending>), Box<World>> {
     let mut seen = HashSet::from([World::new()]);
     let mut queue = VecDeque::from([World::new()]);
@@ -230,7 +232,7 @@ fn explore(mistake: Mistake) -> Result<(usize, HashSet<Ending>), Box<World>> {
 }
 
 #[test]
-fn never_both_run_and_never_neither_unless_the_source_knows_that_it_does_not_know() {
+fn exactly_one_side_runs_the_guest_or_the_source_reports_unknown() {
     let (worlds, ends) = explore(Mistake::None).unwrap();
     assert!(worlds > 1000, "only {worlds} worlds");
     let expected = HashSet::from([
@@ -243,7 +245,7 @@ fn never_both_run_and_never_neither_unless_the_source_knows_that_it_does_not_kno
 }
 
 #[test]
-fn the_search_finds_mistakes() {
+fn the_search_finds_each_mistake() {
     for mistake in [
         Mistake::SilenceIsFailure,
         Mistake::SilenceIsDecision,
@@ -252,14 +254,14 @@ fn the_search_finds_mistakes() {
         Mistake::GivesUpAndReads,
         Mistake::RunningBeforeStart,
     ] {
-        assert!(explore(mistake).is_err(), "{mistake:?} goes unnoticed");
+        assert!(explore(mistake).is_err(), "{mistake:?} was not found");
     }
 }
 
 #[test]
 fn from_ready_on_the_destination_fails_and_does_not_abort() {
     let mut destination = Protocol::new(Side::Destination);
-    assert_eq!(destination.word_of_failure(), Some(MessageKind::Abort));
+    assert_eq!(destination.failure_message(), Some(MessageKind::Abort));
     for (sender, kind) in [
         (Side::Source, MessageKind::Hello),
         (Side::Destination, MessageKind::Hello),
@@ -271,11 +273,11 @@ fn from_ready_on_the_destination_fails_and_does_not_abort() {
         let step = if sender == Side::Source { Protocol::receive } else { Protocol::send };
         step(&mut destination, kind).unwrap();
     }
-    assert_eq!(destination.word_of_failure(), Some(MessageKind::Failed));
+    assert_eq!(destination.failure_message(), Some(MessageKind::Failed));
     destination.receive(MessageKind::Commit).unwrap();
-    assert_eq!(destination.word_of_failure(), Some(MessageKind::Failed));
+    assert_eq!(destination.failure_message(), Some(MessageKind::Failed));
     assert!(destination.may_run());
     destination.send(MessageKind::Failed).unwrap();
-    assert_eq!(destination.word_of_failure(), None);
+    assert_eq!(destination.failure_message(), None);
     assert!(!destination.may_run());
 }

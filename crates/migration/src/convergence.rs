@@ -1,47 +1,48 @@
-//! Whether to stop the guest, to go on, or to give up: the policy, without the engine.
+//! Convergence policy: decides after each round whether to send another one, throttle the guest,
+//! switch over or fail. Pure, apart from the engine.
 
 use std::time::Duration;
 
 use crate::rate::Bandwidth;
 use crate::{AtTimeLimit, AutoConverge, Config};
 
-/// The first step of slowing a guest down, in percent.
+/// First throttling step in percent.
 const FIRST_THROTTLE: u8 = 20;
 
-/// Each further step.
+/// Further throttling steps in percent.
 const THROTTLE_STEP: u8 = 10;
 
-/// The last one. With all of its time gone a guest could as well be stopped.
+/// Largest throttling in percent. At 100 % the guest could as well be paused.
 const MAX_THROTTLE: u8 = 99;
 
-/// Rounds in a row without progress after which the guest is slowed down.
+/// Consecutive rounds without progress after which the guest is throttled.
 const ROUNDS_WITHOUT_PROGRESS: u32 = 2;
 
-/// What a round was.
+/// Outcome of a round.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RoundOutcome {
     pub(crate) elapsed: Duration,
     pub(crate) sent_bytes: u64,
-    /// Written by the guest during the round.
+    /// Bytes of the pages that the guest wrote during the round.
     pub(crate) written_bytes: u64,
-    /// To be sent now.
+    /// Bytes left to send.
     pub(crate) remaining_bytes: u64,
 }
 
-/// What to do next.
+/// Decision after a round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Next {
-    /// One more round while the guest runs.
+    /// Another round while the guest runs.
     Round,
-    /// One more round with the guest slowed down to this.
+    /// Another round with the guest throttled by this percentage.
     Throttle(u8),
-    /// Stop the guest and send the rest.
+    /// Pause the guest and send the rest.
     SwitchOver,
     /// The time limit has passed.
     GiveUp,
 }
 
-/// Looks at each round and decides.
+/// The policy with its state.
 #[derive(Debug)]
 pub(crate) struct Policy {
     config: Config,
@@ -71,7 +72,8 @@ impl Policy {
                 AtTimeLimit::Force => Next::SwitchOver,
             };
         }
-        // Half of what is sent has been written meanwhile: the rest shrinks slowly or not at all.
+        // The guest has written at least half of the amount sent: the rest shrinks slowly or not at
+        // all.
         if round.written_bytes > round.sent_bytes / 2 {
             self.rounds_without_progress += 1;
         } else {
@@ -116,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn the_guest_is_stopped_when_the_rest_fits_the_downtime() {
+    fn the_guest_is_paused_when_the_rest_fits_the_downtime() {
         let mut policy = Policy::new(Config::default());
         assert_eq!(policy.after_round(round(1000, 31), bandwidth()), Next::Round);
         assert_eq!(policy.after_round(round(1000, 30), bandwidth()), Next::SwitchOver);
@@ -125,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn a_busy_guest_is_slowed_down_step_by_step() {
+    fn a_busy_guest_is_throttled_step_by_step() {
         let config = Config { auto_converge: AutoConverge::On, ..Config::default() };
         let mut policy = Policy::new(config);
         let steps: Vec<_> =
@@ -141,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn progress_in_between_starts_the_count_again() {
+    fn progress_resets_the_count_of_rounds() {
         let config = Config { auto_converge: AutoConverge::On, ..Config::default() };
         let mut policy = Policy::new(config);
         for _ in 0..5 {
@@ -151,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn the_time_limit_ends_it_either_way() {
+    fn the_time_limit_cancels_or_forces() {
         for (then, next) in
             [(AtTimeLimit::Cancel, Next::GiveUp), (AtTimeLimit::Force, Next::SwitchOver)]
         {
@@ -160,7 +162,7 @@ mod tests {
                 |seconds| Policy::new(Config { time_limit: limit(seconds), ..Config::default() });
             assert_eq!(policy(11).after_round(round(100, 90), bandwidth()), Next::Round);
             assert_eq!(policy(10).after_round(round(100, 90), bandwidth()), next);
-            // What fits is not given up.
+            // A rest that fits the downtime is sent even after the limit.
             assert_eq!(policy(10).after_round(round(100, 1), bandwidth()), Next::SwitchOver);
         }
     }
