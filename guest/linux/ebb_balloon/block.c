@@ -2,10 +2,10 @@
 /*
  * The balloon's memory: blocks of the page allocator.
  *
- * A block of a whole pageblock or more stays one block: the work is per block
- * then, and not per page, on both sides. Compaction has no use for the pages
- * of such a block. Smaller blocks are split into pages that compaction can
- * move, as those of the stock driver.
+ * A block of a pageblock or more stays one block, so that guest and host work
+ * per block and not per page. Compaction does not need the pages of such a
+ * block. Smaller blocks are split into pages that compaction can move, like
+ * those of the stock driver.
  */
 #include <linux/delay.h>
 #include <linux/list_sort.h>
@@ -18,7 +18,7 @@
 #include "record.h"
 #include "symbols.h"
 
-/* Without reclaim: other blocks are tried before anything is taken from anyone. */
+/* No reclaim: other orders are tried first. */
 #define BLOCK_FLAGS	(__GFP_NORETRY | __GFP_NOWARN | __GFP_NOMEMALLOC)
 
 static bool is_kept_whole(unsigned int order)
@@ -27,12 +27,12 @@ static bool is_kept_whole(unsigned int order)
 }
 
 /*
- * Blocks are taken directly off the allocator's lists, as compaction does it:
- * alloc_pages() would clear them first (init_on_alloc is on in many kernels),
- * and to clear memory that is to be given away costs more than all the rest,
- * for the host as well, which has to provide it for that.
+ * Blocks are taken directly off the allocator's lists, as compaction does:
+ * alloc_pages() would clear them first (init_on_alloc is on in many kernels).
+ * Clearing memory that is about to be ballooned costs more than everything
+ * else, also for the host, which has to provide the memory.
  *
- * Where the kernel relies on what its free pages hold, the host has to know it.
+ * Where the kernel relies on the content of its free pages, the host must know.
  */
 void ebb_blocks_start(struct ebb_balloon *eb)
 {
@@ -44,7 +44,7 @@ void ebb_blocks_start(struct ebb_balloon *eb)
 		     !ebb_symbols_find();
 }
 
-/* The first block on those of a zone's lists that anyone may use; the zone's lock must be held. */
+/* First block of the zone's lists for general use. The zone's lock must be held. */
 static struct page *first_free(struct zone *zone, unsigned int order)
 {
 	static const int types[] = { MIGRATE_MOVABLE, MIGRATE_UNMOVABLE, MIGRATE_RECLAIMABLE };
@@ -69,7 +69,7 @@ static struct page *take_from_zone(struct zone *zone, unsigned int order)
 	if (!populated_zone(zone) || !READ_ONCE(zone->free_area[order].nr_free))
 		return NULL;
 	spin_lock_irqsave(&zone->lock, flags);
-	/* As an allocation that does not reclaim. */
+	/* The same limit as for an allocation without reclaim. */
 	if (zone_page_state(zone, NR_FREE_PAGES) > reserve + (1UL << order))
 		page = first_free(zone, order);
 	if (page && !ebb_symbols.isolate_free_page(page, order))
@@ -77,13 +77,13 @@ static struct page *take_from_zone(struct zone *zone, unsigned int order)
 	if (page)
 		ebb_record(EBB_EVENT_TAKE, zone, page_to_pfn(page), order);
 	spin_unlock_irqrestore(&zone->lock, flags);
-	/* What an allocated block looks like: its first page has one reference. */
+	/* The first page of an allocated block has one reference. */
 	if (page)
 		init_page_count(page);
 	return page;
 }
 
-/* From this processor's node first; not from memory that must stay movable. */
+/* Starts with this CPU's node. Never uses memory that must stay movable. */
 static struct page *take_directly(unsigned int order)
 {
 	int first = numa_mem_id();
@@ -107,12 +107,12 @@ static struct page *take_directly(unsigned int order)
 }
 
 /**
- * ebb_whole_take() - take a block that will stay whole
+ * ebb_whole_take() - allocate a block that stays whole
  * @eb: the device
  * @order: order of a pageblock or more
  *
- * Return: the block, or NULL if it cannot be had without reclaim. What it
- * holds is not defined.
+ * Return: the block, or NULL if none is free without reclaim. Its content is
+ * undefined.
  */
 struct page *ebb_whole_take(struct ebb_balloon *eb, unsigned int order)
 {
@@ -122,9 +122,9 @@ struct page *ebb_whole_take(struct ebb_balloon *eb, unsigned int order)
 }
 
 /**
- * ebb_whole_give() - give a block back
+ * ebb_whole_give() - free a block
  * @eb: the device
- * @page: what ebb_whole_take() returned
+ * @page: the block, from ebb_whole_take()
  * @order: its order
  */
 void ebb_whole_give(struct ebb_balloon *eb, struct page *page, unsigned int order)
@@ -132,7 +132,7 @@ void ebb_whole_give(struct ebb_balloon *eb, struct page *page, unsigned int orde
 	struct zone *zone = page_zone(page);
 	unsigned long flags;
 
-	/* Someone who looks at all page structures may have taken a reference. */
+	/* A walker of page structures may hold a temporary reference. */
 	if (!eb->direct || !page_ref_freeze(page, 1)) {
 		__free_pages(page, order);
 		return;
@@ -155,13 +155,12 @@ static struct page *allocate(struct ebb_balloon *eb, unsigned int order)
 }
 
 /**
- * ebb_block_allocate() - take a block out of the guest
- * @eb: the device; its @order is what worked last
- * @units: at most so many
+ * ebb_block_allocate() - allocate a block for the balloon
+ * @eb: the device; its @order is the last one that succeeded
+ * @units: largest size of the block
  * @order: order of the block
  *
- * Tries smaller and smaller blocks. Only for single pages anything is
- * reclaimed.
+ * Tries smaller orders on failure. Reclaims only for single pages.
  *
  * Return: the first page, or NULL.
  */
@@ -190,7 +189,7 @@ struct page *ebb_block_allocate(struct ebb_balloon *eb, u64 units, unsigned int 
 }
 
 /**
- * ebb_block_free() - give a block back to the guest
+ * ebb_block_free() - return a block to the guest
  * @eb: the device
  * @page: first page
  * @order: its order
@@ -229,9 +228,9 @@ static void split_block(struct page *page, struct list_head *pages)
 }
 
 /**
- * ebb_blocks_keep() - put blocks into the balloon
+ * ebb_blocks_keep() - add blocks to the balloon
  * @eb: the device
- * @pages: blocks that the host knows about
+ * @pages: blocks whose inflation the host has acknowledged
  */
 void ebb_blocks_keep(struct ebb_balloon *eb, struct list_head *pages)
 {
@@ -243,7 +242,7 @@ void ebb_blocks_keep(struct ebb_balloon *eb, struct list_head *pages)
 	list_for_each_entry_safe(page, next, pages, lru) {
 		list_del(&page->lru);
 		if (is_kept_whole(page_private(page))) {
-			/* Whoever looks at all pages knows by the first one what this is. */
+			/* Walkers of page structures recognize the block by its first page. */
 			__SetPageOffline(page);
 			list_add(&page->lru, &whole);
 		} else {
@@ -256,7 +255,7 @@ void ebb_blocks_keep(struct ebb_balloon *eb, struct list_head *pages)
 	spin_unlock_irqrestore(&eb->lock, flags);
 }
 
-/* For list_sort() of pages. */
+/* Comparison function for list_sort() of pages. */
 int ebb_by_address(void *unused, const struct list_head *left, const struct list_head *right)
 {
 	unsigned long a = page_to_pfn(list_entry(left, struct page, lru));
@@ -270,7 +269,7 @@ static u64 first_unit(struct page *page)
 	return (u64)page_to_pfn(page) << EBB_UNIT_SHIFT;
 }
 
-/* Moves single pages of the balloon into a message; returns whether there is room for more. */
+/* Moves single pages of the balloon into a message. Returns whether it has room for more. */
 static bool take_pages(struct ebb_balloon *eb, struct ebb_message *message,
 		       const struct ebb_format *format, u64 units)
 {
@@ -279,7 +278,7 @@ static bool take_pages(struct ebb_balloon *eb, struct ebb_message *message,
 	bool fits = true;
 	LIST_HEAD(pages);
 
-	/* More to choose from makes fewer bitmaps: each of them has one window. */
+	/* More candidates make fewer bitmaps, since each has one window. */
 	room = min_t(u64, room >> EBB_UNIT_SHIFT,
 		     format->encodings == BIT(VIRTIO_BALLOON_ENC_BITMAP) ?
 		     4 * EBB_SET_RANGES : EBB_SET_RANGES);
@@ -299,12 +298,13 @@ static bool take_pages(struct ebb_balloon *eb, struct ebb_message *message,
 }
 
 /**
- * ebb_blocks_take() - take the latest blocks out of the balloon
+ * ebb_blocks_take() - remove the most recent blocks from the balloon
  * @eb: the device
- * @message: an empty message that is to name them
- * @units: how many at most; the message of last resort may take a whole block
+ * @message: an empty message that will name them
+ * @units: largest number; the out-of-memory message may take a whole block
  *
- * Only what the host knows about is in the balloon. Allocates nothing.
+ * The balloon contains only blocks that the host has acknowledged. Does not
+ * allocate.
  */
 void ebb_blocks_take(struct ebb_balloon *eb, struct ebb_message *message, u64 units)
 {
@@ -338,7 +338,7 @@ void ebb_blocks_take(struct ebb_balloon *eb, struct ebb_message *message, u64 un
 		    ebb_set_add(set, &format, first_unit(page), size)) {
 			list_add_tail(&page->lru, &message->pages);
 		} else if (size > left || !set->units) {
-			/* A part is wanted, or a part is what a message can name. */
+			/* Only a part is needed, or fits into a message. */
 			LIST_HEAD(pages);
 
 			split_block(page, &pages);
@@ -358,7 +358,7 @@ void ebb_blocks_take(struct ebb_balloon *eb, struct ebb_message *message, u64 un
 	spin_unlock_irq(&eb->lock);
 }
 
-/* Waits for pages that compaction has in its hands at the moment; it is told to let go of them. */
+/* Also counts pages that compaction has isolated at the moment; it will return them. */
 static bool has_single_pages(struct ebb_balloon *eb)
 {
 	bool any;
@@ -370,8 +370,8 @@ static bool has_single_pages(struct ebb_balloon *eb)
 }
 
 /**
- * ebb_blocks_free_all() - give all of the balloon back without telling the host
- * @eb: a device that was reset, with no message under way
+ * ebb_blocks_free_all() - free the whole balloon without notifying the host
+ * @eb: a device that was reset, with no message in flight
  */
 void ebb_blocks_free_all(struct ebb_balloon *eb)
 {

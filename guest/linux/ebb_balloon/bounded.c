@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Module parameters that are numbers within bounds.
+ * Module parameters that are bounded numbers.
  */
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
 

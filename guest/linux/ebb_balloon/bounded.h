@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
 /*
- * Module parameters that are numbers within bounds.
+ * Module parameters that are bounded numbers.
  */
 #ifndef EBB_BALLOON_BOUNDED_H
 #define EBB_BALLOON_BOUNDED_H
@@ -9,9 +9,9 @@
 
 /**
  * struct ebb_bounded - a number and its bounds
- * @value: where it is kept
- * @least: smallest legal value
- * @most: largest legal value
+ * @value: the variable
+ * @least: smallest valid value
+ * @most: largest valid value
  */
 struct ebb_bounded {
 	unsigned int *value;
@@ -21,7 +21,7 @@ struct ebb_bounded {
 
 extern const struct kernel_param_ops ebb_bounded_ops;
 
-/* Makes a variable a parameter; other values are refused by a line that names the legal ones. */
+/* Makes a variable a parameter. Other values are refused and the valid ones are logged. */
 #define ebb_bounded_param(name, variable, lowest, highest, mode)		\
 	static const struct ebb_bounded name##_bounded = {			\
 		.value = &(variable), .least = (lowest), .most = (highest)	\

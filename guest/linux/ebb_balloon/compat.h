@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
 /*
- * What differs between the kernels that the module is built for (6.1, 6.12).
+ * Differences between the kernels that the module is built for (6.1, 6.12).
  */
 #ifndef EBB_BALLOON_COMPAT_H
 #define EBB_BALLOON_COMPAT_H
@@ -8,7 +8,7 @@
 #include <linux/mmzone.h>
 #include <linux/version.h>
 
-/* Order of the largest blocks that the page allocator has. */
+/* Largest order of the page allocator. */
 #if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 8, 0)
 #define EBB_LARGEST_ORDER MAX_PAGE_ORDER
 #elif LINUX_VERSION_CODE >= KERNEL_VERSION(6, 4, 0)

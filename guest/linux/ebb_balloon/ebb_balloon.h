@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
 /*
- * The driver's state, and what its files have of each other.
+ * The driver's state, and the interfaces between its files.
  *
  * Units: "pages" are pages of the kernel (PAGE_SIZE), "units" are the 4 KiB
  * pages in which a balloon device counts.
@@ -33,17 +33,17 @@
 /* Units of the device in a page of the kernel. */
 #define EBB_UNIT_SHIFT		(PAGE_SHIFT - VIRTIO_BALLOON_PFN_SHIFT)
 
-/* Most units in one message: 256 MiB. More would keep the next ones waiting. */
+/* Most units in one message: 256 MiB. More would delay the next messages. */
 #define EBB_MESSAGE_UNITS	65536U
-/* Ranges that a set can have; a message on one page has 254 at most, a bitmap more. */
+/* Most ranges in a set; a message of one page has at most 254, a bitmap more. */
 #define EBB_SET_RANGES		1024
-/* Numbers in a buffer where messages were not negotiated, as the stock driver has them. */
+/* Page numbers in a buffer without messages, like the stock driver. */
 #define EBB_BARE_PFNS		256
-/* Messages of inflation and deflation that can be under way at the same time. */
+/* Most messages of inflation and deflation in flight. */
 #define EBB_BULK_MESSAGES	4
-/* Messages of compaction: two for each page that is being moved. */
+/* Messages of compaction: two for each page in migration. */
 #define EBB_MOVE_MESSAGES	64
-/* Bytes of a message that names one page. */
+/* Size of a message that names one page, in bytes. */
 #define EBB_MOVE_BYTES \
 	(sizeof(struct virtio_balloon_msg_hdr) + (sizeof(__le32) << EBB_UNIT_SHIFT))
 
@@ -95,7 +95,7 @@ enum ebb_counter {
 /**
  * struct ebb_range - contiguous memory
  * @start: first unit
- * @units: how many
+ * @units: number of units
  */
 struct ebb_range {
 	u64 start;
@@ -103,13 +103,13 @@ struct ebb_range {
 };
 
 /**
- * struct ebb_set - memory that one message is to name
- * @ranges: the ranges, neighbours that came one after the other merged
- * @nr: how many
- * @max: room in @ranges
+ * struct ebb_set - memory named by one message
+ * @ranges: the ranges; consecutive neighbours are merged
+ * @nr: number of ranges
+ * @max: capacity of @ranges
  * @units: units in all of them
  * @first: lowest unit
- * @end: the one after the highest unit
+ * @end: highest unit plus one
  * @alignment: all bits that are set in any start or end
  */
 struct ebb_set {
@@ -123,10 +123,10 @@ struct ebb_set {
 };
 
 /**
- * struct ebb_format - how sets may be written
- * @bare: as an array of numbers without a header, for devices without messages
- * @encodings: bits of the encodings that are allowed
- * @bytes: room for the message
+ * struct ebb_format - allowed formats of a message
+ * @bare: an array of page numbers without a header, for devices without messages
+ * @encodings: bits of the allowed encodings
+ * @bytes: largest size of the message
  */
 struct ebb_format {
 	bool bare;
@@ -139,13 +139,13 @@ enum ebb_message_state { EBB_IDLE, EBB_SENT, EBB_DONE };
 
 /**
  * struct ebb_message - a message on inflateq or deflateq and its pages
- * @node: in a list of idle messages, or in the list of those that came back
- * @use: which of the lists of idle messages it belongs to
- * @state: where it is; protected by the device's lock
+ * @node: in a list of idle messages, or in the list of returned ones
+ * @use: selects the list of idle messages
+ * @state: current state; protected by the device's lock
  * @command: INFLATE or DEFLATE
  * @pages: first pages of the blocks, linked by lru, their order in private
  * @set: the same blocks
- * @buffer: where the message is written
+ * @buffer: buffer for the written message
  * @move: of messages of compaction: @buffer, @set's ranges, and the page, whose
  *	lru is not the driver's
  */
@@ -165,37 +165,37 @@ struct ebb_message {
 };
 
 enum ebb_hinting_phase {
-	/* Nothing to do. */
+	/* Idle. */
 	EBB_HINTING_IDLE,
-	/* The number of the command is to be sent. */
+	/* The command id has to be sent. */
 	EBB_HINTING_BEGIN,
 	/* Blocks are being sent. */
 	EBB_HINTING_BLOCKS,
-	/* The end is to be sent. */
+	/* The end has to be sent. */
 	EBB_HINTING_END,
 };
 
 /**
  * struct ebb_hinting - free page hinting
- * @work: takes free blocks and hints them
- * @phase: what it does next
- * @lock: protects the queue, @blocks and what the device has of the driver's
+ * @work: allocates free blocks and hints them
+ * @phase: next step of @work
+ * @lock: protects the queue, @blocks, @begin_sent and @end_sent
  * @blocks: hinted blocks, kept until the host is done or memory is short
- * @nr_blocks: how many
- * @changed: the command in the configuration is to be read
+ * @nr_blocks: number of @blocks
+ * @changed: the command in the configuration has to be read
  * @command: the last command that was read
- * @answered: number of the command that is or was answered
+ * @answered: id of the command that is or was answered
  * @begin: @answered, for the device
  * @end: the end of an answer, for the device
  * @begin_sent: the device has @begin
  * @end_sent: the device has @end
- * @shrinker: gives blocks back when memory is short
- * @registered: it was registered
+ * @shrinker: frees blocks when memory is short
+ * @registered: @shrinker is registered
  */
 struct ebb_hinting {
 	struct work_struct work;
 	enum ebb_hinting_phase phase;
-	/* Taken by the work item and by the shrinker. */
+	/* Taken in the work item and in the shrinker. */
 	spinlock_t lock;
 	struct list_head blocks;
 	unsigned long nr_blocks;
@@ -225,10 +225,10 @@ struct ebb_balloon {
 	struct workqueue_struct *wq;
 	struct dentry *debugfs;
 
-	/* Messages were negotiated, at most these encodings. */
+	/* Bits of the negotiated encodings, 0 without messages. */
 	u8 negotiated;
 	bool deflate_on_oom;
-	/* Whole blocks are taken off the allocator's lists as they are. */
+	/* Whole blocks are taken directly off the allocator's lists. */
 	bool direct;
 
 	/*
@@ -236,12 +236,12 @@ struct ebb_balloon {
 	 * the numbers of units, and @stopping. Taken in interrupts.
 	 */
 	spinlock_t lock;
-	/* No new work. */
+	/* No new work may be queued. */
 	bool stopping;
-	/* The device was reset: nobody waits for it any more. */
+	/* The device was reset: waiters must return. */
 	bool broken;
 	struct work_struct failed_work;
-	/* One at a time stops the device. */
+	/* Serializes stopping the device. */
 	struct mutex stop_mutex;
 	bool stopped;
 
@@ -250,23 +250,23 @@ struct ebb_balloon {
 	atomic_t config_changed;
 	u64 target;
 	unsigned int order;
-	/* Allocated, in no message yet, in the order of addresses. */
+	/* Allocated blocks that are in no message yet, sorted by address. */
 	struct list_head pending;
 	bool shortage_told;
-	/* Memory was taken back for want of any other: no more goes in until the host writes. */
+	/* Memory was deflated on out of memory: no inflation until the host writes the target. */
 	bool yielding;
 	ktime_t waiting_since;
 
-	/* Units in the balloon, also those that messages of DEFLATE under way name. */
+	/* Units in the balloon. */
 	u64 units;
-	/* Units in messages under way. */
+	/* Units in messages in flight. */
 	u64 inflating;
 	u64 deflating;
-	/* Writers of the configuration. */
+	/* Serializes writers of the configuration. */
 	struct mutex actual_mutex;
 	u32 actual;
 
-	/* Whole blocks, the latest first; single pages are in @info. */
+	/* Whole blocks, most recent first; single pages are in @info. */
 	struct list_head blocks;
 	struct balloon_dev_info info;
 

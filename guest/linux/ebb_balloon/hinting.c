@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
  * Free page hinting (virtio 1.3 section 5.5.6.4): on a command of the host the
- * guest's largest free blocks are allocated and named, and kept until the host
- * says that it is done. When memory is short they go back earlier: a hint says
- * nothing about what comes later.
+ * guest's largest free blocks are allocated, hinted, and kept until the host
+ * writes DONE. When memory is short they are freed earlier: a hint is no
+ * promise for later.
  */
 #include "ebb_balloon.h"
 
 #define HINT_ORDER	EBB_LARGEST_ORDER
 #define HINT_PAGES	BIT(HINT_ORDER)
-/* Longest time that the work item goes on before others have their turn. */
+/* Longest run of the work item before it yields to others. */
 #define TURN_MS		50
 
 static struct ebb_balloon *device_of(struct ebb_hinting *h)
@@ -17,7 +17,7 @@ static struct ebb_balloon *device_of(struct ebb_hinting *h)
 	return container_of(h, struct ebb_balloon, hinting);
 }
 
-/* Gives at most so many blocks back; returns how many. */
+/* Frees up to @count blocks. Returns their number. */
 static unsigned long release_blocks(struct ebb_hinting *h, unsigned long count)
 {
 	unsigned long released = 0;
@@ -64,7 +64,7 @@ static void take_returned(struct ebb_hinting *h)
 	}
 }
 
-/* Sends a number; false if there is no room yet, or the device still has the last one. */
+/* Sends a command id. Returns false if there is no room yet, or the last one is still in flight. */
 static bool send_number(struct ebb_hinting *h, __virtio32 *buffer, bool *sent, u32 number)
 {
 	struct ebb_balloon *eb = device_of(h);
@@ -85,7 +85,7 @@ static bool send_number(struct ebb_hinting *h, __virtio32 *buffer, bool *sent, u
 	return done;
 }
 
-/* Returns 0, -EAGAIN if there is no room yet, -ENOMEM if there is no free block any more. */
+/* Returns 0, -EAGAIN if there is no room yet, or -ENOMEM if no free block is left. */
 static int send_block(struct ebb_hinting *h)
 {
 	struct ebb_balloon *eb = device_of(h);
@@ -126,7 +126,7 @@ static int send_block(struct ebb_hinting *h)
 	return 0;
 }
 
-/* One step. Returns false when there is nothing to do until the device has done something. */
+/* Performs one step. Returns false when the next step has to wait for the device. */
 static bool hint(struct ebb_hinting *h)
 {
 	u32 command = read_command(h);
@@ -199,7 +199,7 @@ void ebb_hinting_returned(struct virtqueue *vq)
 {
 	struct ebb_balloon *eb = vq->vdev->priv;
 
-	/* Only a full queue makes the work item wait, or a number that is still on its way. */
+	/* The work item waits only for a full queue or for a command id in flight. */
 	queue_hinting(eb);
 }
 
@@ -270,7 +270,7 @@ static void unregister_hinting_shrinker(struct ebb_hinting *h)
  * ebb_hinting_init() - prepare hinting, if it was negotiated
  * @eb: the device
  *
- * Return: 0, or what the shrinker's registration says.
+ * Return: 0, or the error of the shrinker's registration.
  */
 int ebb_hinting_init(struct ebb_balloon *eb)
 {
@@ -294,7 +294,7 @@ void ebb_hinting_exit(struct ebb_balloon *eb)
 }
 
 /**
- * ebb_hinting_start() - forget what was before a reset
+ * ebb_hinting_start() - reset the state of hinting
  * @eb: a device with new queues
  */
 void ebb_hinting_start(struct ebb_balloon *eb)
@@ -309,8 +309,8 @@ void ebb_hinting_start(struct ebb_balloon *eb)
 }
 
 /**
- * ebb_hinting_release() - give all hinted blocks back
- * @eb: a device that was reset, whose work item does not run any more
+ * ebb_hinting_release() - free all hinted blocks
+ * @eb: a device that was reset, whose work item no longer runs
  */
 void ebb_hinting_release(struct ebb_balloon *eb)
 {

@@ -3,11 +3,11 @@
  * The balloon's size.
  *
  * One work item moves the balloon towards its target. It never waits: it sends
- * as many messages as are idle, and when one comes back it runs again. So a
- * host that is slow costs no time, and one that never answers blocks nothing.
+ * as many messages as are idle, and runs again when one is returned. So a slow
+ * host costs no time, and one that never answers blocks nothing.
  *
- * When nothing can be allocated any more, the out-of-memory notifier takes
- * blocks back by itself, with a message that is kept for that.
+ * When no memory can be allocated, the out-of-memory notifier deflates blocks
+ * by itself, with a preallocated message.
  */
 #include <linux/delay.h>
 #include <linux/list_sort.h>
@@ -15,24 +15,24 @@
 
 #include "ebb_balloon.h"
 
-/* Longest time that the work item goes on before others have their turn. */
+/* Longest run of the work item before it yields to others. */
 #define TURN_MS			50
-/* Longest time that is spent on what the next messages are to name. */
+/* Longest time spent allocating blocks for the next messages. */
 #define GATHER_MS		200
-/* Time until the next attempt when no memory could be had. */
+/* Time until the next attempt when no memory was available. */
 #define SHORTAGE_MS		200
-/* Time until the next attempt when compaction has the last pages. */
+/* Time until the next attempt when compaction has isolated the last pages. */
 #define ISOLATED_MS		20
-/* Units that are taken back on an out-of-memory condition, as by the stock driver. */
+/* Units that are deflated on out of memory, like the stock driver. */
 #define OOM_UNITS		256
-/* Called before notifiers of priority 0, as the stock driver's. */
+/* Called before notifiers of priority 0, like the stock driver's. */
 #define OOM_PRIORITY		80
-/* How long the out-of-memory notifier waits for a host that has to be told. */
+/* How long the out-of-memory notifier waits for the host's acknowledgement. */
 #define OOM_WAIT_MS		1000
 
 enum step { STEP_ON, STEP_WAIT, STEP_SHORTAGE, STEP_ISOLATED };
 
-/* What has come back is dealt with: inflated blocks enter the balloon, deflated ones are free. */
+/* Completes a returned message: inflated blocks enter the balloon, deflated ones are freed. */
 static bool finish(struct ebb_balloon *eb, struct ebb_message *message)
 {
 	u64 units = message->set.units;
@@ -61,7 +61,7 @@ static bool finish(struct ebb_balloon *eb, struct ebb_message *message)
 	return true;
 }
 
-/* Returns whether all messages that have come back could be dealt with. */
+/* Returns whether all returned messages could be completed. */
 static bool finish_all(struct ebb_balloon *eb)
 {
 	struct ebb_message *message;
@@ -87,8 +87,8 @@ static bool finish_all(struct ebb_balloon *eb)
 }
 
 /*
- * Allocates what the next messages are to name, and sorts it: neighbours make
- * one range, and a bitmap does not have to span all of memory for few pages.
+ * Allocates blocks for the next messages and sorts them: neighbours form one
+ * range, and a bitmap need not span all of memory for a few pages.
  */
 static void gather(struct ebb_balloon *eb, u64 units, const struct ebb_format *format)
 {
@@ -96,7 +96,7 @@ static void gather(struct ebb_balloon *eb, u64 units, const struct ebb_format *f
 	ktime_t start = ktime_get();
 	u64 most = EBB_MESSAGE_UNITS;
 
-	/* Numbers of larger blocks would not fit. */
+	/* The page numbers of larger blocks would not fit. */
 	if (format->encodings == BIT(VIRTIO_BALLOON_ENC_PFNS))
 		most = EBB_BARE_PFNS;
 	units = min_t(u64, units, EBB_MESSAGE_UNITS);
@@ -143,13 +143,13 @@ static enum step inflate(struct ebb_balloon *eb, u64 units)
 		list_move_tail(&page->lru, &message->pages);
 	}
 	if (!message->set.units) {
-		/* Gathered for another target or encoding; or numbers do not reach that far. */
+		/* Gathered for another target or encoding, or beyond the range of page numbers. */
 		ebb_blocks_free(eb, &eb->pending);
 		ebb_message_put(eb, message);
 		return fresh ? STEP_SHORTAGE : STEP_ON;
 	}
 	if (ebb_message_send(eb, message, VIRTIO_BALLOON_CMD_INFLATE)) {
-		/* Nobody was told: the blocks are the guest's. */
+		/* Nothing was sent: the blocks belong to the guest. */
 		ebb_blocks_free(eb, &message->pages);
 		ebb_message_put(eb, message);
 		return STEP_WAIT;
@@ -157,7 +157,7 @@ static enum step inflate(struct ebb_balloon *eb, u64 units)
 	return STEP_ON;
 }
 
-/* The message was not sent: its blocks are still the host's. */
+/* The message was not sent: its blocks stay in the balloon. */
 static void keep_again(struct ebb_balloon *eb, struct ebb_message *message)
 {
 	ebb_blocks_keep(eb, &message->pages);
@@ -212,7 +212,7 @@ static void read_target(struct ebb_balloon *eb)
 		eb->shortage_told = false;
 		eb->order = min_t(unsigned int, READ_ONCE(ebb_max_order), EBB_LARGEST_ORDER);
 	}
-	/* Part of a page cannot be inflated. */
+	/* A part of a page cannot be inflated. */
 	eb->target = round_down(target, 1U << EBB_UNIT_SHIFT);
 }
 
@@ -225,7 +225,10 @@ static enum step step(struct ebb_balloon *eb, bool *idle)
 	*idle = !eb->inflating && !eb->deflating;
 	spin_unlock_irq(&eb->lock);
 
-	/* What the guest could not do without is not taken again before the host says something. */
+	/*
+	 * After an out-of-memory deflation, do not inflate again before the
+	 * host writes the target.
+	 */
 	if (distance > 0 && !READ_ONCE(eb->yielding))
 		return inflate(eb, distance);
 	ebb_blocks_free(eb, &eb->pending);
@@ -266,7 +269,7 @@ static void size_work(struct work_struct *work)
 		again(eb, 0);
 		break;
 	case STEP_WAIT:
-		/* Nothing to do, or everything is under way. */
+		/* Nothing to do, or all messages are in flight. */
 		if (!idle)
 			eb->waiting_since = ktime_get();
 		break;
@@ -279,7 +282,7 @@ static void size_work(struct work_struct *work)
 		again(eb, SHORTAGE_MS);
 		break;
 	case STEP_ISOLATED:
-		/* What is under way starts this again when it comes back. */
+		/* Messages in flight restart this when they are returned. */
 		if (idle)
 			again(eb, ISOLATED_MS);
 		break;
@@ -287,10 +290,10 @@ static void size_work(struct work_struct *work)
 }
 
 /**
- * ebb_size_kick() - look at the balloon's size soon
+ * ebb_size_kick() - schedule a check of the balloon's size
  * @eb: the device
  *
- * For interrupts.
+ * Can be called from interrupts.
  */
 void ebb_size_kick(struct ebb_balloon *eb)
 {
@@ -311,7 +314,7 @@ void ebb_size_init(struct ebb_balloon *eb)
 }
 
 /**
- * ebb_size_start() - make an empty balloon ready
+ * ebb_size_start() - initialize an empty balloon
  * @eb: a device with queues
  *
  * Return: 0, or an error if the queues cannot be used.
@@ -330,20 +333,20 @@ int ebb_size_start(struct ebb_balloon *eb)
 }
 
 /**
- * ebb_size_release() - give everything back
- * @eb: a device that was reset, whose work item does not run any more
+ * ebb_size_release() - free all memory of the balloon
+ * @eb: a device that was reset, whose work item no longer runs
  */
 void ebb_size_release(struct ebb_balloon *eb)
 {
 	ebb_messages_take_back(eb);
-	/* Compaction holds its pages for a moment only. */
+	/* Compaction holds its pages only briefly. */
 	while (!finish_all(eb))
 		usleep_range(1000, 2000);
 	ebb_blocks_free(eb, &eb->pending);
 	ebb_blocks_free_all(eb);
 }
 
-/* Takes the message out of those that came back, if it is there. */
+/* Removes the out-of-memory message from the returned ones, if it is there. */
 static bool catch_oom_message(struct ebb_balloon *eb)
 {
 	bool caught;
@@ -389,9 +392,10 @@ static int oom_notify(struct notifier_block *notifier, unsigned long unused, voi
 		return NOTIFY_OK;
 	}
 	/*
-	 * The answer is waited for even if it need not be: nearly every host
-	 * gives one at once. One that does not must not stop a guest that is
-	 * out of memory; the pages come when the message does.
+	 * Waits for the acknowledgement even if it is not required: nearly
+	 * every host gives it at once. A host that does not must not block a
+	 * guest that is out of memory; the pages are freed when the message is
+	 * returned.
 	 */
 	if (oom_message_is_back(eb)) {
 		*freed += pages;

@@ -5,8 +5,8 @@
  *
  * Lock order: the page lock of a balloon page, then balloon_dev_info's
  * pages_lock; the device's lock, hinting's, the reports' and the requests' are
- * taken alone. All of them are taken in interrupts or around memory that is
- * being allocated, so nothing is allocated under them.
+ * taken alone. All of them are taken in interrupts or during memory allocation,
+ * so nothing is allocated under them.
  */
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
 
@@ -18,9 +18,9 @@
 #include "bounded.h"
 #include "ebb_balloon.h"
 
-/* 0: the shortest one that was negotiated. */
+/* 0: the shortest negotiated one. */
 static u8 forced_encoding;
-/* Encodings of the device that was started last, 0 without one. */
+/* Encodings of the most recently started device, 0 without one. */
 static u8 device_encodings;
 
 static const char * const encoding_names[] = { "auto", "pfns", "bitmap", "ranges" };
@@ -113,10 +113,10 @@ void ebb_balloon_show(struct ebb_balloon *eb, struct seq_file *m)
 }
 
 /**
- * ebb_encodings() - the encodings that a message may have now
+ * ebb_encodings() - currently allowed encodings of a message
  * @eb: the device
  *
- * Return: bits of them.
+ * Return: bits of the encodings.
  */
 u8 ebb_encodings(struct ebb_balloon *eb)
 {
@@ -171,7 +171,7 @@ static int find_queues(struct ebb_balloon *eb)
 #endif
 }
 
-/* What the host has to know before it may discard anything: what free pages hold. */
+/* The host must know the content of free pages before it may discard any. */
 static void tell_poison(struct ebb_balloon *eb)
 {
 	u32 value = 0;
@@ -183,7 +183,7 @@ static void tell_poison(struct ebb_balloon *eb)
 	virtio_cwrite_le(eb->vdev, struct virtio_balloon_config, poison_val, &value);
 }
 
-/* Queues and an empty balloon; for a new device and for one that was reset. */
+/* Sets up queues and an empty balloon, for a new device or after a reset. */
 static int start_device(struct ebb_balloon *eb)
 {
 	int err = find_queues(eb);
@@ -211,7 +211,7 @@ static int start_device(struct ebb_balloon *eb)
 	return 0;
 }
 
-/* Nobody sends anything any more, nobody waits any more, and the host has forgotten the balloon. */
+/* After this, nothing is sent, nothing waits for the host, and the host has dropped the balloon. */
 static void stop_device(struct ebb_balloon *eb)
 {
 	u32 actual = 0;
@@ -233,7 +233,7 @@ static void stop_device(struct ebb_balloon *eb)
 	mutex_unlock(&eb->stop_mutex);
 }
 
-/* All memory is the guest's again. */
+/* Returns all memory to the guest. */
 static void release_memory(struct ebb_balloon *eb)
 {
 	cancel_delayed_work_sync(&eb->size_work);
@@ -258,7 +258,7 @@ static void failed_work(struct work_struct *work)
  * ebb_device_failed() - stop using a device that breaks the rules of its queues
  * @eb: the device
  *
- * For interrupts.
+ * Can be called from interrupts.
  */
 void ebb_device_failed(struct ebb_balloon *eb)
 {
@@ -289,7 +289,7 @@ static void note_features(struct ebb_balloon *eb)
 		eb->negotiated |= BIT(VIRTIO_BALLOON_ENC_BITMAP);
 	if (ebb_offers(eb, VIRTIO_BALLOON_F_PAGE_RANGES))
 		eb->negotiated |= BIT(VIRTIO_BALLOON_ENC_RANGES);
-	/* Numbers are always allowed in messages, if there are messages. */
+	/* Page numbers are always allowed in messages. */
 	if (eb->negotiated)
 		eb->negotiated |= BIT(VIRTIO_BALLOON_ENC_PFNS);
 	WRITE_ONCE(device_encodings, ebb_encodings(eb) | eb->negotiated);
@@ -408,7 +408,7 @@ static int restore(struct virtio_device *vdev)
 
 static int validate(struct virtio_device *vdev)
 {
-	/* A page that the host has discarded reads as zeros: is that what the guest left in it? */
+	/* A discarded page reads as zeros, which must match the content that the guest expects. */
 	if (!want_init_on_free() && !page_poisoning_enabled_static())
 		__virtio_clear_bit(vdev, VIRTIO_BALLOON_F_PAGE_POISON);
 	else if (!virtio_has_feature(vdev, VIRTIO_BALLOON_F_PAGE_POISON))
@@ -419,7 +419,7 @@ static int validate(struct virtio_device *vdev)
 		__virtio_clear_bit(vdev, VIRTIO_BALLOON_F_PAGE_RANGES);
 		__virtio_clear_bit(vdev, VIRTIO_BALLOON_F_HOST_REQUEST_VQ);
 	}
-	/* Page frame numbers are the guest's own addresses in any case. */
+	/* Page frame numbers are always guest-physical. */
 	__virtio_clear_bit(vdev, VIRTIO_F_ACCESS_PLATFORM);
 	return 0;
 }

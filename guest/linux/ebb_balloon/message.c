@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Messages that name memory: sets of ranges, the shortest way to write them,
- * and the two queues on which the balloon's messages travel.
+ * Messages that name memory: sets of ranges, the choice of the shortest
+ * encoding, and the two queues of the balloon's messages.
  */
 #include <linux/bitops.h>
 #include <linux/slab.h>
@@ -10,14 +10,14 @@
 
 #define HEADER_BYTES	sizeof(struct virtio_balloon_msg_hdr)
 
-/* Log2 of the units that a bit stands for if a bitmap is to name exactly this set. */
+/* Log2 of the units per bit in a bitmap that names exactly this set. */
 static unsigned int bit_shift(const struct ebb_set *set)
 {
 	return min_t(unsigned int, __ffs64(set->alignment),
 		     VIRTIO_BALLOON_MAX_PAGE_SHIFT - VIRTIO_BALLOON_PFN_SHIFT);
 }
 
-/* Bytes of the message in one encoding, 0 if it does not fit. */
+/* Size of the message in one encoding in bytes, 0 if it does not fit. */
 static u32 message_bytes(const struct ebb_set *set, const struct ebb_format *format, u8 encoding)
 {
 	u64 room = format->bytes;
@@ -47,7 +47,7 @@ static u32 message_bytes(const struct ebb_set *set, const struct ebb_format *for
 /* The allowed encoding with the shortest message, 0 if none can name the set. */
 static u8 shortest(const struct ebb_set *set, const struct ebb_format *format, u32 *bytes)
 {
-	/* The cheapest one to read comes first among equals. */
+	/* Among equal lengths, the one that is cheapest to read. */
 	static const u8 order[] = {
 		VIRTIO_BALLOON_ENC_RANGES, VIRTIO_BALLOON_ENC_BITMAP, VIRTIO_BALLOON_ENC_PFNS
 	};
@@ -81,11 +81,12 @@ void ebb_set_clear(struct ebb_set *set)
 /**
  * ebb_set_add() - add memory to a set if one message can still name all of it
  * @set: the set
- * @format: how it will be written
+ * @format: format of the message
  * @start: first unit
- * @units: how many; none of them is in the set
+ * @units: number of units; none of them may be in the set
  *
- * Return: whether it was added. An unchanged set is to be sent first.
+ * Return: whether it was added. If not, the set is unchanged and must be sent
+ * first.
  */
 bool ebb_set_add(struct ebb_set *set, const struct ebb_format *format, u64 start, u64 units)
 {
@@ -122,10 +123,10 @@ bool ebb_set_add(struct ebb_set *set, const struct ebb_format *format, u64 start
 /**
  * ebb_set_room() - upper limit of the units that can be added to a set
  * @set: the set
- * @format: how it will be written
+ * @format: format of the message
  *
- * Return: the room for numbers if nothing but numbers can be used, else
- * what a message may have.
+ * Return: the room for page numbers if no other encoding is allowed, else the
+ * limit of a message.
  */
 u32 ebb_set_room(const struct ebb_set *set, const struct ebb_format *format)
 {
@@ -183,14 +184,14 @@ static void write_ranges(const struct ebb_set *set, struct virtio_balloon_range 
 }
 
 /**
- * ebb_set_write() - write the message
- * @set: what it names; a set without members is an empty answer
- * @format: how it may be written
- * @like: command, status and request of the header
- * @buffer: where it goes
- * @encoding: the encoding that was chosen
+ * ebb_set_write() - write a message
+ * @set: memory to name; an empty set is an empty answer
+ * @format: allowed formats
+ * @like: template of the header with command, status and request id
+ * @buffer: buffer for the message
+ * @encoding: returns the encoding used
  *
- * Return: bytes of the message, 0 if it cannot be written.
+ * Return: size of the message in bytes, 0 if it cannot be written.
  */
 u32 ebb_set_write(const struct ebb_set *set, const struct ebb_format *format,
 		  const struct virtio_balloon_msg_hdr *like, void *buffer, u8 *encoding)
@@ -234,11 +235,11 @@ u32 ebb_set_write(const struct ebb_set *set, const struct ebb_format *format,
 }
 
 /**
- * ebb_message_format() - how a message to the balloon may be written now
+ * ebb_message_format() - current format of a message
  * @eb: the device
  * @message: the message
  *
- * Return: the format; it can change with the parameter "encoding".
+ * Return: the format, which can change with the parameter "encoding".
  */
 struct ebb_format ebb_message_format(struct ebb_balloon *eb, const struct ebb_message *message)
 {
@@ -263,9 +264,9 @@ static struct list_head *idle_list(struct ebb_balloon *eb, const struct ebb_mess
 /**
  * ebb_message_get() - take an idle message
  * @eb: the device
- * @use: what it is wanted for
+ * @use: purpose of the message
  *
- * Return: an empty message, or NULL if all of that use are under way.
+ * Return: an empty message, or NULL if all messages of that use are in flight.
  */
 struct ebb_message *ebb_message_get(struct ebb_balloon *eb, enum ebb_message_use use)
 {
@@ -287,9 +288,9 @@ struct ebb_message *ebb_message_get(struct ebb_balloon *eb, enum ebb_message_use
 }
 
 /**
- * ebb_message_put() - give a message back that is not under way
+ * ebb_message_put() - return a message that is not in flight
  * @eb: the device
- * @message: a message whose pages were dealt with
+ * @message: a message whose pages were handled
  */
 void ebb_message_put(struct ebb_balloon *eb, struct ebb_message *message)
 {
@@ -308,10 +309,10 @@ void ebb_message_put(struct ebb_balloon *eb, struct ebb_message *message)
  * @message: a message with pages in its set
  * @command: INFLATE or DEFLATE
  *
- * Does not sleep and allocates nothing.
+ * Neither sleeps nor allocates.
  *
- * Return: 0; -ESHUTDOWN if the device is being stopped, or what the queue
- * says. The message is the caller's then.
+ * Return: 0, -ESHUTDOWN if the device is being stopped, or the error of the
+ * queue. On error the message still belongs to the caller.
  */
 int ebb_message_send(struct ebb_balloon *eb, struct ebb_message *message, u16 command)
 {
@@ -327,7 +328,7 @@ int ebb_message_send(struct ebb_balloon *eb, struct ebb_message *message, u16 co
 	int err;
 
 	bytes = ebb_set_write(&message->set, &format, &like, message->buffer, &encoding);
-	/* The parameter may have changed since the set was made. */
+	/* The parameter may have changed since the set was built. */
 	if (!bytes) {
 		format.encodings = eb->negotiated;
 		bytes = ebb_set_write(&message->set, &format, &like, message->buffer, &encoding);
@@ -344,7 +345,7 @@ int ebb_message_send(struct ebb_balloon *eb, struct ebb_message *message, u16 co
 		err = virtqueue_add_outbuf(vq, &sg, 1, message, GFP_ATOMIC);
 		if (!err) {
 			message->state = EBB_SENT;
-			/* A move changes nothing in the balloon's size. */
+			/* A move does not change the balloon's size. */
 			if (message->use != EBB_USE_MOVE && inflate)
 				eb->inflating += message->set.units;
 			else if (message->use != EBB_USE_MOVE)
@@ -390,7 +391,7 @@ void ebb_messages_returned(struct virtqueue *vq)
 }
 
 /**
- * ebb_messages_take_back() - end all messages that are under way
+ * ebb_messages_take_back() - complete all messages in flight
  * @eb: a device that was reset
  */
 void ebb_messages_take_back(struct ebb_balloon *eb)
@@ -429,10 +430,10 @@ static int message_init(struct ebb_message *message, enum ebb_message_use use)
 }
 
 /**
- * ebb_messages_init() - make all messages that there will ever be
+ * ebb_messages_init() - allocate all messages
  * @eb: the device
  *
- * Return: 0 or -ENOMEM. ebb_messages_exit() is needed in both cases.
+ * Return: 0 or -ENOMEM. ebb_messages_exit() must be called in both cases.
  */
 int ebb_messages_init(struct ebb_balloon *eb)
 {
@@ -468,7 +469,7 @@ void ebb_messages_exit(struct ebb_balloon *eb)
 }
 
 /**
- * ebb_messages_start() - make messages idle, as many as the queues can hold
+ * ebb_messages_start() - add as many idle messages as fit into the queues
  * @eb: a device with queues
  *
  * Return: 0, or -ENOSPC if the queues are too short.
@@ -485,12 +486,12 @@ int ebb_messages_start(struct ebb_balloon *eb)
 	eb->oom.state = EBB_IDLE;
 	if (!room)
 		return -ENOSPC;
-	/* One entry stays for the message of last resort. */
+	/* One entry is reserved for the out-of-memory message. */
 	if (room > 1)
 		room--;
 	for (i = 0; i < EBB_BULK_MESSAGES && room; i++, room--)
 		list_add_tail(&eb->bulk[i].node, &eb->idle_bulk);
-	/* Half of these use one queue, half the other. */
+	/* One half of these uses one queue, the other half the other. */
 	for (i = 0; i + 1 < EBB_MOVE_MESSAGES && room; i += 2, room--) {
 		list_add_tail(&eb->moves[i].node, &eb->idle_move);
 		list_add_tail(&eb->moves[i + 1].node, &eb->idle_move);

@@ -2,11 +2,11 @@
 /*
  * Compaction of the balloon's single pages.
  *
- * A page moves by one message of INFLATE for the new page and one of DEFLATE
- * for the old one. Nobody waits for the host here: compaction runs on behalf
- * of whoever needs memory, and a host that does not answer must not stop that.
- * Until the answers are there, the new page is not in the balloon yet, and the
- * old one is not free yet.
+ * A page is moved by one INFLATE message for the new page and one DEFLATE
+ * message for the old one. This does not wait for the host: compaction runs on
+ * behalf of tasks that need memory, and a host that does not answer must not
+ * block them. Until the messages are returned, the new page is not in the
+ * balloon yet, and the old one is not free yet.
  */
 #include <linux/pagemap.h>
 #include <linux/vmstat.h>
@@ -72,7 +72,7 @@ static int move_page(struct balloon_dev_info *info, struct page *newpage, struct
 
 	out->move.page = page;
 	if (ebb_message_send(eb, out, VIRTIO_BALLOON_CMD_DEFLATE)) {
-		/* Being stopped: the page is free when the device has been reset. */
+		/* The device is being stopped: the page is freed after the reset. */
 		spin_lock_irqsave(&eb->lock, flags);
 		out->state = EBB_DONE;
 		out->command = VIRTIO_BALLOON_CMD_DEFLATE;
@@ -89,11 +89,11 @@ give_up:
 }
 
 /**
- * ebb_move_end() - deal with the page of a message of a move that has come back
+ * ebb_move_end() - complete the returned message of a move
  * @eb: the device
  * @message: the message
  *
- * Return: false if compaction has not let go of the page yet.
+ * Return: false if compaction still holds the page.
  */
 bool ebb_move_end(struct ebb_balloon *eb, struct ebb_message *message)
 {

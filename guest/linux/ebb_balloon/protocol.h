@@ -13,7 +13,7 @@
 #define VIRTIO_BALLOON_F_PAGE_RANGES		51
 #define VIRTIO_BALLOON_F_HOST_REQUEST_VQ	52
 
-/* Commands: the first three of messages, the last two of requests. */
+/* Commands: the first three are for messages, the last two for requests. */
 #define VIRTIO_BALLOON_CMD_INFLATE		1
 #define VIRTIO_BALLOON_CMD_DEFLATE		2
 #define VIRTIO_BALLOON_CMD_FREE_PAGES		3
@@ -39,14 +39,14 @@
 #define VIRTIO_BALLOON_PFNS_END			BIT_ULL(32)
 
 /**
- * struct virtio_balloon_msg_hdr - what every message begins with
- * @command: what is to become of the pages
+ * struct virtio_balloon_msg_hdr - header of every message
+ * @command: operation on the pages
  * @page_shift: log2 of the bytes that a bit stands for; 12 without a bitmap
  * @status: whether more messages of an answer follow
- * @encoding: how the payload names pages
- * @request_id: number of the request that is answered, else 0
+ * @encoding: encoding of the payload
+ * @request_id: id of the request that is answered, else 0
  * @start_pfn: first page of a bitmap, else 0
- * @count: numbers, bits or ranges in the payload
+ * @count: number of page numbers, bits or ranges in the payload
  */
 struct virtio_balloon_msg_hdr {
 	__le16 command;

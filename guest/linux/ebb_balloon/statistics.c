@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Memory statistics: the device keeps one buffer and returns it when it wants
- * new numbers (virtio 1.3 section 5.5.6.3).
+ * Memory statistics: the device keeps one buffer and returns it to request new
+ * values (virtio 1.3 section 5.5.6.3).
  */
 #include <linux/swap.h>
 #include <linux/vmstat.h>
 
 #include "ebb_balloon.h"
 
-/* Tags that the kernel's header does not have in every version. */
+/* Tags that are missing in some versions of the kernel's header. */
 #define TAG_HTLB_PGALLOC	8
 #define TAG_HTLB_PGFAIL		9
 #define TAG_OOM_KILL		10
@@ -45,7 +45,7 @@ static unsigned int put_events(struct ebb_balloon *eb, unsigned int count)
 	put_stat(eb, &count, TAG_HTLB_PGALLOC, events[HTLB_BUDDY_PGALLOC]);
 	put_stat(eb, &count, TAG_HTLB_PGFAIL, events[HTLB_BUDDY_PGALLOC_FAIL]);
 #endif
-	/* The zones' stalls are next to each other, as many as there are zones. */
+	/* The stall counters of all zones are adjacent. */
 	for (zone = 0; zone < MAX_NR_ZONES; zone++)
 		stalls += events[ALLOCSTALL_NORMAL - ZONE_NORMAL + zone];
 	put_stat(eb, &count, TAG_OOM_KILL, events[OOM_KILL]);
@@ -58,7 +58,7 @@ static unsigned int put_events(struct ebb_balloon *eb, unsigned int count)
 	return count;
 }
 
-/* The only buffer of the queue is the driver's when this is called. */
+/* The queue's only buffer must belong to the driver. */
 static int send_stats(struct ebb_balloon *eb)
 {
 	struct virtqueue *vq = eb->vqs[EBB_VQ_STATS];
@@ -111,10 +111,10 @@ void ebb_stats_requested(struct virtqueue *vq)
 }
 
 /**
- * ebb_stats_start() - give the device its buffer
+ * ebb_stats_start() - make the buffer available to the device
  * @eb: the device, which is ready
  *
- * Return: 0, or what the queue says.
+ * Return: 0, or the error of the queue.
  */
 int ebb_stats_start(struct ebb_balloon *eb)
 {
