@@ -8,7 +8,7 @@ use proptest::prelude::*;
 use super::super::{FileExtents, Source, Verdict};
 use super::{of_snapshot, range, released, restored, slot};
 use crate::merge::StableSlot;
-use crate::{GuestRange, BrokenCowStats};
+use crate::{BrokenCowStats, GuestRange};
 
 /// The plainest model: each page by itself.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -113,8 +113,12 @@ impl Model {
         let region = |page: u64| u64::from(page >= REGIONS[1].0);
         let page = |page| Page { mapping: region(page), untracked, ..Page::default() };
         let pages = (0..PAGES).map(page).collect();
-        let mut model =
-            Self { pages, next_mapping: 2, released: Vec::new(), returns: BrokenCowStats::default() };
+        let mut model = Self {
+            pages,
+            next_mapping: 2,
+            released: Vec::new(),
+            returns: BrokenCowStats::default(),
+        };
         for range in snapshot {
             model.split_at(range.start.0);
             model.split_at(range.end().0);
