@@ -29,6 +29,8 @@ use crate::GuestRange;
 use crate::overlay::FileExtents;
 use items::{Item, Stage, extents, few_extents, place, ranges, span};
 
+pub use items::{MergeOutcome, MergeTarget};
+
 const PAGE: usize = PAGE_SIZE_BYTES as usize;
 
 /// How often a move that the kernel asks to repeat is repeated without a page moved in between:
@@ -37,30 +39,6 @@ const MOVE_ATTEMPTS: u32 = 8;
 
 /// What pages of zeros are compared with.
 static ZEROS: [u8; PAGE] = [0; PAGE];
-
-/// What a page is to be replaced by.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum MergeTarget {
-    /// Nothing at all: it reads as zeros.
-    Zero,
-    /// The stable page in this slot.
-    Slot(StableSlot),
-}
-
-/// What became of a page that was to be replaced.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum MergeOutcome {
-    /// The target is in its place. The page's memory is the host's again.
-    Done,
-    /// The contents differ: nothing was changed.
-    Different,
-    /// The page is pinned, or the kernel refuses to move it for now: nothing was changed.
-    Busy,
-    /// Its run is too short for the mappings that are left: nothing was changed.
-    NoMappings,
-    /// There is nothing to be replaced any more, or it cannot be replaced.
-    Gone,
-}
 
 /// Where a page is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

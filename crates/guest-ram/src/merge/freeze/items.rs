@@ -4,11 +4,34 @@ use std::ops::Range;
 
 use ebb_abi::Pfn;
 
-use super::{MergeOutcome, MergeTarget};
 use crate::{GuestRange, StableSlot};
 
 /// Mappings that are made at a time: who waits for a page meanwhile waits for all of them.
 const EXTENTS_AT_ONCE: usize = 64;
+
+/// What a page is to be replaced by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MergeTarget {
+    /// Nothing at all: it reads as zeros.
+    Zero,
+    /// The stable page in this slot.
+    Slot(StableSlot),
+}
+
+/// What became of a page that was to be replaced.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MergeOutcome {
+    /// The target is in its place. The page's memory is the host's again.
+    Done,
+    /// The contents differ: nothing was changed.
+    Different,
+    /// The page is pinned, or the kernel refuses to move it for now: nothing was changed.
+    Busy,
+    /// Its run is too short for the mappings that are left: nothing was changed.
+    NoMappings,
+    /// There is nothing to be replaced any more, or it cannot be replaced.
+    Gone,
+}
 
 /// A page on its way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
