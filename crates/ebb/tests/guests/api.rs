@@ -1,4 +1,4 @@
-//! What the API refuses on a real machine, and that a refusal changes nothing.
+//! Requests that the API refuses on a real machine, without side effects.
 
 use ebb_vmm::api::{BalloonFeature, VmInfo};
 
@@ -48,7 +48,7 @@ fn refusals(scene: &Scene) {
         ("{\"min_order\":19}", 422, "min_order"),
         ("{\"timeout_ms\":0}", 422, "timeout_ms"),
         ("{\"order\":9}", 422, "order"),
-        // Linux's own driver does not know the question.
+        // Linux's driver does not support the request.
         ("", 409, "host requests"),
         ("{\"min_order\":9,\"timeout_ms\":100}", 409, "host requests"),
     ] {

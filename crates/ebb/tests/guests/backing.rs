@@ -1,4 +1,4 @@
-//! What guest memory can be made of.
+//! Backings of guest memory.
 
 use std::fs;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -18,32 +18,33 @@ pub const TESTS: &[Test] = &[
     Test::new("backing::preallocated", 240, preallocated),
 ];
 
-/// Sizes of a guest's memory, and of what is done with it.
+/// Sizes of a guest's memory and of its uses.
 struct Bytes {
-    /// All of it.
+    /// The guest's memory.
     ram: u64,
-    /// What a program keeps.
+    /// Memory held by a program.
     held: u64,
-    /// What a program touches before it ends.
+    /// Memory touched by a program that then ends.
     touched: u64,
-    /// Where the balloon gets to.
+    /// Target of the balloon.
     balloon: u64,
 }
 
-/// In huge pages.
+/// Sizes for huge pages.
 const LARGE: Bytes =
     Bytes { ram: 512 * MIB, held: 48 * MIB, touched: 360 * MIB, balloon: 320 * MIB };
-/// In pages of 4 KiB, which an emulated host takes long to touch: less, unless the run is long.
+/// Sizes for 4 KiB pages, which are slow to touch in an emulated host: smaller unless in a long
+/// run.
 fn small() -> Bytes {
     const SMALL: Bytes =
         Bytes { ram: 256 * MIB, held: 16 * MIB, touched: 150 * MIB, balloon: 128 * MIB };
     counts(SMALL, LARGE)
 }
 
-/// Inflates, deflates and reports on a guest with all of its free memory touched; content is
-/// checked throughout.
+/// Inflates, deflates and reports on a guest with all of its free memory touched, and checks the
+/// content throughout.
 ///
-/// Of the balloon, at least `at_least` bytes must become the host's.
+/// At least `at_least` bytes of the balloon must be returned to the host.
 fn check_balloon(guest: &Guest, sizes: &Bytes, at_least: u64) {
     guest.run(Command::Hold { bytes: sizes.held, pattern: 11 });
     guest.run(Command::AllocTouchExit { bytes: sizes.touched });
@@ -51,11 +52,11 @@ fn check_balloon(guest: &Guest, sizes: &Bytes, at_least: u64) {
     let must_fall = at_least.saturating_sub(sizes.ram - resident);
     assert!(must_fall >= at_least / 2, "only {resident} bytes were touched");
     guest.inflate_to(sizes.balloon);
-    eventually("the balloon's pages are the host's", 20, || {
+    eventually("the balloon's pages are returned to the host", 20, || {
         let (now, process_now) = (guest.resident(), guest.process_bytes());
         when(now + must_fall <= resident && process_now + must_fall <= process + 4 * MIB, || {
             format!(
-                "{resident} -> {now}, process {process} -> {process_now}, {must_fall} must be less"
+                "{resident} -> {now}, process {process} -> {process_now}, must fall by {must_fall}"
             )
         })
     });
@@ -98,10 +99,10 @@ fn memfd(scene: &Scene) {
     check_balloon(&guest, &sizes, sizes.balloon);
 }
 
-/// Held by a test that uses huge pages of the pool: there are enough for one guest.
+/// Locked by a test that uses huge pages of the pool, which suffice for one guest.
 static POOL: Mutex<()> = Mutex::new(());
 
-/// Waits for the pool of huge pages to be this test's alone.
+/// Waits for exclusive use of the pool of huge pages.
 pub fn use_pool() -> MutexGuard<'static, ()> {
     POOL.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -117,7 +118,7 @@ fn hugetlb(scene: &Scene) {
     let before = pool_free();
     let setup = Setup::new(scene).memory("size=512M,backing=hugetlb");
     if before < LARGE.ram / (2 * MIB) {
-        // A machine without a pool: the monitor has to say so.
+        // A machine without a pool: the monitor must report it.
         let mut guest = setup.spawn();
         let (code, log) = guest.wait_end();
         assert_eq!(code, Some(1), "{log}");
@@ -125,11 +126,11 @@ fn hugetlb(scene: &Scene) {
         return;
     }
     let guest = setup.start();
-    // Only whole huge pages go back: the driver's pages are single ones, and some of its huge pages
-    // are shared with others.
+    // Only whole huge pages are returned: the driver allocates single pages, and some of its huge
+    // pages also contain pages of other owners.
     check_balloon(&guest, &LARGE, LARGE.balloon / 10 * 8);
     drop(guest);
-    assert_eq!(pool_free(), before, "the pool has all its pages again");
+    assert_eq!(pool_free(), before, "all pages are returned to the pool");
 }
 
 fn preallocated(scene: &Scene) {

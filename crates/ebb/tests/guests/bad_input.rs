@@ -1,5 +1,5 @@
-//! Requests that cannot be fulfilled: a message that names the thing and the remedy, an exit code,
-//! nothing left behind.
+//! Invalid requests: a message that names the cause and the remedy, an exit code, and no files left
+//! behind.
 
 use std::fs::{self, File};
 use std::io::Read;
@@ -23,7 +23,7 @@ pub const TESTS: &[Test] = &[
     Test::new("bad_input::kvm_without_permission", 120, kvm_without_permission),
 ];
 
-/// Runs a program that must end by itself with this code, and say all of these words.
+/// Runs a program that must end by itself with this code and print all of these words.
 #[track_caller]
 fn expect_failure(mut program: Program, code: i32, words: &[&str]) {
     program.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
@@ -44,10 +44,10 @@ fn expect_failure(mut program: Program, code: i32, words: &[&str]) {
     }
     assert!(!text.contains("panicked"), "{text}");
     let causes = text.matches("os error").count();
-    assert!(causes <= 1, "the cause is told {causes} times: {text}");
+    assert!(causes <= 1, "the cause is printed {causes} times: {text}");
 }
 
-/// The same for a setup whose socket must not be left behind.
+/// As [`expect_failure`], for a setup whose socket must not be left behind.
 #[track_caller]
 fn refuse(scene: &Scene, setup: &Setup<'_>, code: i32, words: &[&str]) {
     expect_failure(setup.program(), code, words);
@@ -67,14 +67,14 @@ fn kernels_and_images(scene: &Scene) {
     let empty = scene.path("empty");
     fs::write(&empty, "").unwrap();
     refuse(scene, &setup().kernel(&empty), 1, &["empty"]);
-    // A kernel that was cut off while it was copied.
+    // A truncated kernel.
     for kernel in [&scene.world.bzimage, &scene.world.vmlinux] {
         let cut = scene.path("cut");
         let whole = fs::read(kernel).unwrap();
         fs::write(&cut, &whole[..whole.len() / 2]).unwrap();
         refuse(scene, &setup().kernel(&cut), 1, &["cut"]);
     }
-    // A program of this machine is an ELF file, but no kernel.
+    // A program of this machine is an ELF file, but not a kernel.
     refuse(scene, &setup().kernel(&scene.world.busybox), 1, &["busybox"]);
 
     let large = scene.path("large");
@@ -114,7 +114,7 @@ fn sizes_and_options(scene: &Scene) {
     refuse(scene, &setup().args(["--numa", "size=256M,cpus=0"]), 2, &["--numa", "256M", "512M"]);
     refuse(scene, &setup().args(["--numa", "size=512M,cpus=0-1"]), 2, &["--numa", "vCPU 1"]);
     refuse(scene, &setup().args(["--numa", "size=512M,cpus=0,host_node=63"]), 1, &["63"]);
-    // More than KVM takes, and more than any machine has.
+    // More than KVM supports, and more than any machine has.
     refuse(scene, &setup().memory("size=64T"), 1, &["KVM", "--memory"]);
     refuse(scene, &setup().memory("size=200T"), 1, &["memory", "address space"]);
     refuse(scene, &setup().memory("size=64T,prealloc=on"), 1, &["in advance", "host has"]);
@@ -123,7 +123,7 @@ fn sizes_and_options(scene: &Scene) {
 
 fn sockets(scene: &Scene) {
     let guest = Setup::new(scene).start();
-    // The socket of a machine that runs is not taken away from it.
+    // The socket of a running machine is not taken over.
     let socket = guest.socket().display().to_string();
     expect_failure(Setup::new(scene).program(), 1, &[&socket]);
     assert_eq!(guest.vm().pid, guest.pid());
@@ -155,14 +155,14 @@ fn disks(scene: &Scene) {
     guest.run(Command::MemInfo);
 }
 
-/// User "nobody" of Linux.
+/// Linux's user `nobody`.
 const NOBODY: u32 = 65534;
 
 fn kvm_without_permission(scene: &Scene) {
     let mode = fs::metadata("/dev/kvm").unwrap().permissions().mode();
     if !rustix::process::geteuid().is_root() || mode & 0o006 == 0o006 {
-        // Nobody can be locked out here: this user cannot become another one, or everybody may use
-        // the device.
+        // Access cannot be denied here: this user cannot become another one, or all users may
+        // access the device.
         return;
     }
     fs::set_permissions(scene.path(""), fs::Permissions::from_mode(0o777)).unwrap();

@@ -1,4 +1,4 @@
-//! Kernels, vCPUs and memory maps, as the guest sees them.
+//! Kernels, vCPUs and memory maps as seen by the guest.
 
 use std::fs;
 use std::path::Path;
@@ -19,10 +19,10 @@ pub const TESTS: &[Test] = &[
     Test::new("boot::numa_nodes", 180, numa_nodes),
 ];
 
-/// What the kernel keeps of 512 MiB for itself: page structures, its own image, the initramfs.
+/// Memory that the kernel uses of 512 MiB: page structures, its image, the initramfs.
 const KERNEL_SHARE: u64 = 80 * MIB;
 
-/// The agent's first words, checked for what every guest must have.
+/// Checks the properties of every guest in the agent's first message.
 fn greeting(guest: &Guest) -> (u32, u64) {
     match guest.wait_ready(1) {
         Event::Ready { cpus, memory, warnings, .. } => {
@@ -44,7 +44,7 @@ fn bzimage_on_one_vcpu(scene: &Scene) {
     assert_eq!((vm.backing, vm.pid), (Backing::Anonymous, guest.pid()));
     assert_eq!(vm.kernel, scene.world.bzimage.to_str().unwrap());
     assert!(vm.resident_bytes > 16 * MIB && vm.resident_bytes < 512 * MIB, "{vm:?}");
-    // The balloon is what a stock driver takes over.
+    // The stock driver is bound to the balloon.
     assert!(guest.read_file("/proc/interrupts").contains("virtio0"));
 }
 
@@ -52,14 +52,11 @@ fn vmlinux_on_two_vcpus(scene: &Scene) {
     let guest = Setup::new(scene).args(["--cpus", "2"]).start();
     assert_eq!(greeting(&guest).0, 2);
     assert_eq!(guest.read_file("/sys/devices/system/cpu/online"), "0-1\n");
-    assert!(
-        guest.read_file("/proc/cpuinfo").contains("hypervisor"),
-        "guests are told that they are guests"
-    );
+    assert!(guest.read_file("/proc/cpuinfo").contains("hypervisor"), "the hypervisor flag is set");
     let sources =
         guest.read_file("/sys/devices/system/clocksource/clocksource0/available_clocksource");
     assert!(sources.contains("kvm-clock"), "{sources}");
-    // Both vCPUs do something at the same time: each command is a process of its own.
+    // Both vCPUs work at the same time: each command is a separate process.
     let both = [(); 2].map(|()| guest.send(Command::AllocTouchExit { bytes: 100 * MIB }));
     for id in both {
         guest.outcome(id).unwrap();
@@ -91,11 +88,11 @@ fn memory_above_4_gib(scene: &Scene) {
     assert!(taken > 200 * MIB, "{taken} bytes came from above 4 GiB");
     assert_eq!(guest.wrong_pages(), 0);
     assert!(guest.resident() > 256 * MIB);
-    // The balloon reaches over the hole below 4 GiB too.
+    // The balloon also contains pages above the hole below 4 GiB.
     guest.run(Command::Release);
     let before = guest.resident();
     guest.inflate_to(4 * GIB);
-    eventually("the pages above 4 GiB are the host's again", 20, || {
+    eventually("the pages above 4 GiB are returned to the host", 20, || {
         let now = guest.resident();
         when(now + 200 * MIB < before, || format!("{before} bytes before, {now} now"))
     });

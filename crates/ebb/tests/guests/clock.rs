@@ -1,16 +1,17 @@
-//! The guest's clocks over pauses, snapshots and restores: what kvm-unit-tests' kvmclock_test,
-//! Linux' kvm_clock_test and Firecracker's snapshot tests look for, in a real guest.
+//! The guest's clocks over pauses, snapshots and restores: the checks of kvm-unit-tests'
+//! kvmclock_test, Linux's kvm_clock_test and Firecracker's snapshot tests, in a real guest.
 //!
-//! A guest runs in seconds that are slow here, so tests look at the order of readings, which must
-//! be right at each of them, and compare times with margins that are wide; how far off they were is
-//! printed.
+//! Emulated guests are slow, so the tests check the order of all readings, which must always be
+//! right, but compare times with wide margins. They print the differences.
 
 use std::thread;
 use std::time::Duration;
 
 use ebb_agent::protocol::Command;
 
-use crate::clocks::{Advance, Distribution, Look, complaints, watch, watched, watched_since};
+use crate::clocks::{
+    Advance, ClockSample, Distribution, complaints, watch, watched, watched_since,
+};
 use crate::guest::Guest;
 use crate::harness::{Scene, Test, counts};
 use crate::saved::Restore;
@@ -27,29 +28,29 @@ pub const TESTS: &[Test] = &[
     Test::new("clock::old_snapshot", 400, old_snapshot),
 ];
 
-/// Pauses that no reader may notice.
+/// Number of pauses that no reader may notice.
 const PAUSES: usize = 100;
-/// Snapshots that no reader may notice.
+/// Number of snapshots that no reader may notice.
 const RESTORES: usize = 20;
-/// The same with clocks that catch up, where the readers see gaps.
+/// Number of snapshots with clocks that catch up, in which the readers see gaps.
 fn restores_that_catch_up() -> usize {
     counts(3, 5)
 }
-/// A pause that is long against what the emulated host loses by itself.
+/// A pause that is long compared with the time that the emulated host loses by itself.
 const PAUSE: Duration = Duration::from_secs(2);
-/// Longer than the watchdogs of a guest's kernel wait: 20 s for a soft lockup, 21 s for a stall.
+/// Longer than the watchdog timeouts of a guest's kernel: 20 s for a soft lockup, 21 s for a stall.
 fn long_pause_time() -> Duration {
     counts(Duration::from_secs(30), Duration::from_secs(60))
 }
-/// Age of an old snapshot; its guest waits for one second only.
+/// Age of an old snapshot, whose guest has watchdog timeouts of a few seconds.
 const AGE: Duration = Duration::from_secs(20);
-/// What the host may take longer, or a guest may have gained, in these tests. Half a pause.
+/// Margin for delays of the host and gains of the guest in these tests: half a pause.
 const MARGIN_NS: i64 = 1_000_000_000;
 
-/// Both policies, by the word for `--clock`.
+/// Both policies, as values of `--clock`.
 const POLICIES: [&str; 2] = ["continue", "catch-up"];
 
-/// A small guest with two vCPUs and a policy, and what its kernel has complained about already.
+/// A small guest with two vCPUs and a policy, and its kernel's complaints at boot.
 fn guest(scene: &Scene, clocksource: Clocksource, policy: &str) -> (Guest, String) {
     let guest = Setup::new(scene)
         .clocksource(clocksource)
@@ -57,7 +58,7 @@ fn guest(scene: &Scene, clocksource: Clocksource, policy: &str) -> (Guest, Strin
         .args(["--cpus", "2", "--clock", policy])
         .socket(policy)
         .start();
-    assert_eq!(Look::at(&guest).guest.clocksource, clocksource.name());
+    assert_eq!(ClockSample::take(&guest).guest.clocksource, clocksource.name());
     let complaints = complaints(&guest);
     (guest, complaints)
 }
@@ -77,15 +78,20 @@ fn readers_over_pauses(scene: &Scene) {
     assert_eq!(complaints(&guest), before);
 }
 
-/// Nanoseconds of a time that is known to be short.
+/// Nanoseconds of a short time.
 fn ns(time: Duration) -> i64 {
     i64::try_from(time.as_nanos()).unwrap()
 }
 
-/// Fails unless the guest's time has gone on as the policy says, over a time of which the guest
-/// stood still for at least `stopped`.
+/// Checks that the guest's time has advanced according to the policy, over a time in which the
+/// guest was paused for at least `stopped`.
 #[track_caller]
-fn assert_policy(policy: &str, before: &Look, after: &Look, stopped: Duration) -> Advance {
+fn assert_policy(
+    policy: &str,
+    before: &ClockSample,
+    after: &ClockSample,
+    stopped: Duration,
+) -> Advance {
     let advance = after.since(before);
     let what = format!("{policy}: {advance:?}");
     assert!(advance.guest_ns > 0, "{what}");
@@ -97,14 +103,14 @@ fn assert_policy(policy: &str, before: &Look, after: &Look, stopped: Duration) -
     advance
 }
 
-/// Prints how far guests have fallen behind the host's time, over one pause or restore each.
+/// Prints the lag of guests behind the host's time, over one pause or restore each.
 fn print_lags(what: &str, advances: &[Advance]) {
     println!("    {what}: behind the host's time");
     println!("        at least {}", Distribution::of(advances.iter().map(Advance::lag_least_ns)));
     println!("        at most  {}", Distribution::of(advances.iter().map(Advance::lag_most_ns)));
 }
 
-/// Prints how far the guests' real time was off, after one restore after the other.
+/// Prints the error of the guests' real time over successive restores.
 fn print_real_time(what: &str, errors_ns: &[i64]) {
     let (first, last) = (errors_ns.first().unwrap_or(&0), errors_ns.last().unwrap_or(&0));
     println!(
@@ -114,23 +120,22 @@ fn print_real_time(what: &str, errors_ns: &[i64]) {
     );
 }
 
-/// Pauses of guests with both policies: what their clocks have made of it.
+/// Checks the clocks of guests with both policies over pauses.
 fn pauses(scene: &Scene, clocksource: Clocksource) {
     let guests = POLICIES.map(|policy| (policy, guest(scene, clocksource, policy)));
     for (policy, (guest, silence)) in &guests {
         watch(guest);
-        let (readers, before) = (watched(guest), Look::at(guest));
+        let (readers, before) = (watched(guest), ClockSample::take(guest));
         guest.put("/vm/pause");
         thread::sleep(PAUSE);
         guest.put("/vm/resume");
-        let after = Look::at(guest);
+        let after = ClockSample::take(guest);
         let advance = assert_policy(policy, &before, &after, PAUSE);
         let readers = watched_since(guest, &readers);
         let what = format!("{policy}, {}, paused for {} ms", clocksource.name(), PAUSE.as_millis());
         print_lags(&what, &[advance]);
         print_real_time(&what, &[before.real_time_error_ns, after.real_time_error_ns]);
-        // A pause that catches up is a gap for each reader; one that the guest does not notice is
-        // none.
+        // A pause with `catch-up` is a gap for each reader; one with `continue` is not.
         let gaps_ns = readers.cpus.iter().map(|cpu| cpu.largest_gap_ns.cast_signed());
         println!("    {what}: the readers' largest gaps {}", Distribution::of(gaps_ns));
         assert_eq!(complaints(guest), *silence);
@@ -142,19 +147,20 @@ fn long_pause(scene: &Scene) {
     let guests = POLICIES.map(|policy| guest(scene, Clocksource::KvmClock, policy));
     let before = guests.each_ref().map(|(guest, _)| {
         watch(guest);
-        (watched(guest), Look::at(guest))
+        (watched(guest), ClockSample::take(guest))
     });
     for (guest, _) in &guests {
         guest.put("/vm/pause");
     }
     let stopped = long_pause_time();
     thread::sleep(stopped);
-    for ((guest, _), (policy, (readers, look))) in guests.iter().zip(POLICIES.iter().zip(&before)) {
+    for ((guest, _), (policy, (readers, sample))) in guests.iter().zip(POLICIES.iter().zip(&before))
+    {
         guest.put("/vm/resume");
-        assert_policy(policy, look, &Look::at(guest), stopped);
+        assert_policy(policy, sample, &ClockSample::take(guest), stopped);
         watched_since(guest, readers);
     }
-    // The watchdogs of both kernels look once more before they are asked.
+    // The watchdogs of both kernels run once more before their logs are read.
     for (guest, silence) in &guests {
         guest.run(Command::Sleep { ms: 5000 });
         assert_eq!(complaints(guest), *silence);
@@ -168,17 +174,17 @@ fn readers_over_restores(scene: &Scene) {
     let mut readers = watched(&guest);
     let (mut advances, mut real_time) = (Vec::new(), Vec::new());
     for _ in 0..RESTORES {
-        let before = Look::at(&guest);
+        let before = ClockSample::take(&guest);
         guest.save_and_end(&file);
         guest = Restore::new(scene, &file).start();
-        let after = Look::at(&guest);
+        let after = ClockSample::take(&guest);
         advances.push(assert_policy("continue", &before, &after, Duration::ZERO));
         real_time.push(after.real_time_error_ns);
         readers = watched_since(&guest, &readers);
     }
-    println!("    {} readings over {RESTORES} restores that go on", readers.readings());
-    print_lags("monitors that go on", &advances);
-    print_real_time("monitors that go on", &real_time);
+    println!("    {} readings over {RESTORES} restores with policy continue", readers.readings());
+    print_lags("restores with policy continue", &advances);
+    print_real_time("restores with policy continue", &real_time);
     assert_eq!(complaints(&guest), silence);
 }
 
@@ -190,11 +196,11 @@ fn restores_catch_up(scene: &Scene) {
         let mut readers = watched(&guest);
         let (mut advances, mut real_time) = (Vec::new(), Vec::new());
         for _ in 0..restores_that_catch_up() {
-            let before = Look::at(&guest);
+            let before = ClockSample::take(&guest);
             guest.save_and_end(&file);
             thread::sleep(PAUSE);
             guest = Restore::new(scene, &file).start();
-            let after = Look::at(&guest);
+            let after = ClockSample::take(&guest);
             advances.push(assert_policy("catch-up", &before, &after, PAUSE));
             real_time.push(after.real_time_error_ns);
             readers = watched_since(&guest, &readers);
@@ -206,21 +212,21 @@ fn restores_catch_up(scene: &Scene) {
     }
 }
 
-/// A guest that is told at once when it stands still, restored from a snapshot that is old for it:
-/// its kernel must hear that it was stopped (KVMCLOCK_CTRL), or it blames its programs.
+/// A guest with short watchdog timeouts is restored from a snapshot that is older than them: its
+/// kernel must be notified of the pause (KVMCLOCK_CTRL), or it reports lockups of its programs.
 fn old_snapshot(scene: &Scene) {
     let file = scene.path("vm.snapshot");
     let (guest, silence) = guest(scene, Clocksource::KvmClock, "catch-up");
     guest.write_file("/proc/sys/kernel/watchdog_thresh", "1");
     guest.write_file("/sys/module/rcupdate/parameters/rcu_cpu_stall_timeout", "3");
     watch(&guest);
-    let (readers, before) = (watched(&guest), Look::at(&guest));
+    let (readers, before) = (watched(&guest), ClockSample::take(&guest));
     guest.save_and_end(&file);
     thread::sleep(AGE);
-    // The policy may be another one than the saved one, each time.
+    // The policy may differ from the saved one, each time.
     for policy in POLICIES {
         let guest = Restore::new(scene, &file).args(["--clock", policy]).start();
-        let after = Look::at(&guest);
+        let after = ClockSample::take(&guest);
         assert_policy(policy, &before, &after, AGE);
         watched_since(&guest, &readers);
         guest.run(Command::Sleep { ms: 3000 });

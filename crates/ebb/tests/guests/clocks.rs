@@ -1,4 +1,4 @@
-//! Clocks of guests and of the host, as tests look at them.
+//! Samples of the clocks of guests and of the host.
 
 use std::fmt;
 
@@ -10,8 +10,7 @@ use rustix::time::{ClockId, clock_gettime};
 use crate::guest::Guest;
 use crate::harness::{eventually, when};
 
-/// Lines of a kernel's log that tell of a guest that has stood still without knowing, or of a clock
-/// that it distrusts.
+/// Words of kernel messages about an unnoticed pause of the guest or a distrusted clock.
 const COMPLAINTS: [&str; 7] = [
     "soft lockup",
     "stall",
@@ -21,29 +20,31 @@ const COMPLAINTS: [&str; 7] = [
     "time jump",
     "clock skew",
 ];
-/// Looks at a guest's clocks of which one is taken.
-const LOOKS: usize = 4;
-/// Readings in a burst, and the pause between bursts: a quarter of a processor in an emulated host.
+/// Number of attempts to sample a guest's clocks, of which the best one is used.
+const ATTEMPTS: usize = 4;
+/// Timing of the readers, which use a quarter of a processor in an emulated host.
 const BURST: Command = Command::ClockWatchStart { burst_readings: 50, pause_us: 3000 };
 
-/// A guest's clocks between two looks at the host's.
-pub struct Look {
+/// A guest's clocks, read between two readings of the host's.
+pub struct ClockSample {
     /// The host's CLOCK_MONOTONIC before, in ns.
     pub host_before_ns: i64,
     /// The guest's clocks.
     pub guest: ClockReading,
     /// The host's CLOCK_MONOTONIC after, in ns.
     pub host_after_ns: i64,
-    /// Host's CLOCK_REALTIME minus the guest's, at the middle of the look, in ns.
+    /// Host's CLOCK_REALTIME minus the guest's, at the middle of the sample, in ns.
     pub real_time_error_ns: i64,
 }
 
-impl Look {
-    /// Looks a few times and takes the shortest look, which says most.
+impl ClockSample {
+    /// Takes several samples and returns the shortest, which is the most exact.
     #[track_caller]
-    pub fn at(guest: &Guest) -> Self {
-        let looks = (0..LOOKS).map(|_| Self::once(guest));
-        looks.min_by_key(|look| look.host_after_ns - look.host_before_ns).expect("there was a look")
+    pub fn take(guest: &Guest) -> Self {
+        let samples = (0..ATTEMPTS).map(|_| Self::once(guest));
+        samples
+            .min_by_key(|sample| sample.host_after_ns - sample.host_before_ns)
+            .expect("at least one sample")
     }
 
     #[track_caller]
@@ -62,7 +63,7 @@ impl Look {
         self.guest.monotonic_ns.cast_signed()
     }
 
-    /// How far the clocks have gone since an earlier look.
+    /// The advance of the clocks since an earlier sample.
     pub fn since(&self, earlier: &Self) -> Advance {
         Advance {
             guest_ns: self.monotonic_ns() - earlier.monotonic_ns(),
@@ -72,27 +73,26 @@ impl Look {
     }
 }
 
-/// Time that has passed.
+/// Elapsed time in the guest and at the host.
 #[derive(Debug, Clone, Copy)]
 #[expect(clippy::struct_field_names, reason = "units belong to the names")]
 pub struct Advance {
-    /// In the guest.
+    /// Elapsed time in the guest.
     pub guest_ns: i64,
-    /// At the host, at least.
+    /// Lower bound of the elapsed time at the host.
     pub host_least_ns: i64,
-    /// At the host, at most.
+    /// Upper bound of the elapsed time at the host.
     pub host_most_ns: i64,
 }
 
 impl Advance {
-    /// How far the guest's time has fallen behind the host's at least, in ns; negative if it need
-    /// not have.
+    /// Lower bound of the lag of the guest's time behind the host's in ns; possibly negative.
     pub fn lag_least_ns(&self) -> i64 {
         self.host_least_ns - self.guest_ns
     }
 
-    /// How far the guest's time has fallen behind the host's at most, in ns; negative if it has run
-    /// ahead.
+    /// Upper bound of the lag of the guest's time behind the host's in ns; negative if the guest's
+    /// time is ahead.
     pub fn lag_most_ns(&self) -> i64 {
         self.host_most_ns - self.guest_ns
     }
@@ -109,41 +109,41 @@ pub fn watch(guest: &Guest) {
     guest.run(BURST);
 }
 
-/// What the readers have seen so far.
+/// The readers' observations so far.
 #[track_caller]
 pub fn watched(guest: &Guest) -> WatchReport {
     serde_json::from_value(guest.run(Command::ClockWatchRead)).expect("a report")
 }
 
-/// Waits until each reader has gone on since `earlier`; no clock may have gone backward.
+/// Waits until each reader has made progress since `earlier` and checks for errors of the clocks.
 #[track_caller]
 pub fn watched_since(guest: &Guest, earlier: &WatchReport) -> WatchReport {
-    eventually("each reader of the clocks goes on", 30, || {
+    eventually("each reader of the clocks makes progress", 30, || {
         let now = watched(guest);
         assert_eq!(now.faults(), Vec::<String>::new(), "{now:?}");
-        let goes_on = earlier.cpus.iter().zip(&now.cpus).all(|(before, now)| {
+        let progresses = earlier.cpus.iter().zip(&now.cpus).all(|(before, now)| {
             now.readings > before.readings
                 && now.monotonic_ns > before.monotonic_ns
                 && now.tsc > before.tsc
         });
-        when(goes_on, || format!("{earlier:?} {now:?}"))?;
+        when(progresses, || format!("{earlier:?} {now:?}"))?;
         Ok(now)
     })
 }
 
-/// What the guest's kernel complains about, line by line. At boot it may find the time stamp
-/// counters of a virtual machine hard to trust, so what counts is what comes later.
+/// Complaints in the guest's kernel log, line by line. At boot the kernel may distrust the time
+/// stamp counters of a virtual machine, so that only later complaints count.
 #[track_caller]
 pub fn complaints(guest: &Guest) -> String {
     let log = guest.run(Command::KernelLog { words: COMPLAINTS.map(str::to_owned).to_vec() });
     log["text"].as_str().expect("text").to_owned()
 }
 
-/// Smallest, middle and largest of some numbers, in µs.
+/// Distribution of some numbers, printed in µs.
 pub struct Distribution(Vec<i64>);
 
 impl Distribution {
-    /// Of these numbers in ns.
+    /// The distribution of these numbers in ns.
     pub fn of(numbers_ns: impl IntoIterator<Item = i64>) -> Self {
         let mut numbers: Vec<_> = numbers_ns.into_iter().collect();
         numbers.sort_unstable();
@@ -166,6 +166,6 @@ impl fmt::Display for Distribution {
             at(9),
             at(10)
         )?;
-        write!(f, " (least, 10 %, middle, 90 %, most)")
+        write!(f, " (minimum, 10 %, median, 90 %, maximum)")
     }
 }

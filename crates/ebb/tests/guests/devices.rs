@@ -28,7 +28,7 @@ fn disk_writes_and_reads(scene: &Scene) {
     assert_eq!(guest.read_file("/sys/block/vda/size").trim(), (8 * MIB / 512).to_string());
     assert_eq!(guest.read_file("/sys/block/vda/serial").trim(), "ebb-disk-0");
 
-    // The guest turns the second half into the first one, and both sides see it.
+    // The guest copies the first half to the second one, and both sides see the result.
     let copied =
         run_shell(&guest, "dd if=/dev/vda of=/dev/vda bs=1M count=4 seek=4 conv=notrunc,fsync");
     assert_eq!(copied["code"], 0, "{copied}");
@@ -66,8 +66,8 @@ fn readonly_disk_refuses(scene: &Scene) {
     let written =
         run_shell(&guest, "dd if=/dev/zero of=/dev/vda bs=512 count=1 conv=notrunc,fsync");
     assert_ne!(written["code"], 0, "{written}");
-    // A driver that does not care either: the flag is taken away in the guest, the device stays
-    // firm.
+    // Also if the guest's driver ignores the flag: the flag is cleared in the guest, but the device
+    // still refuses writes.
     run_shell(
         &guest,
         "blockdev --setrw /dev/vda; dd if=/dev/zero of=/dev/vda bs=512 count=1 conv=notrunc,fsync",

@@ -1,4 +1,4 @@
-//! The balloon driver comes and goes while the guest runs.
+//! The balloon driver is loaded and unloaded while the guest runs.
 
 use ebb_agent::protocol::Command;
 use ebb_vmm::api::BalloonState;
@@ -35,23 +35,23 @@ fn reload_with_a_full_balloon(scene: &Scene) {
         assert_eq!(
             (info.target_bytes, info.actual_bytes),
             (128 * MIB, 0),
-            "the target stays, the balloon is empty"
+            "the target is kept, the balloon is empty"
         );
         assert_eq!(
             guest.meminfo("MemTotal"),
             total,
-            "the driver gives its pages back before it goes"
+            "the driver deflates the balloon before it is unloaded"
         );
         guest.run(Command::AllocTouchExit { bytes: 250 * MIB });
         assert_eq!(guest.wrong_pages(), 0, "round {round}");
         load(&guest);
-        eventually("the new driver gets to the target", 30, || {
+        eventually("the new driver reaches the target", 30, || {
             let info = guest.balloon();
             when(info.actual_bytes == 128 * MIB, || format!("{info:?}"))
         });
         assert!(guest.statistics().is_ok() || guest.statistics().is_ok(), "round {round}");
     }
-    // In the middle of its work.
+    // Also during an inflation.
     guest.set_target(300 * MIB);
     unload(&guest);
     load(&guest);

@@ -1,4 +1,4 @@
-//! How a machine ends: exit code, one line that says why, nothing left behind.
+//! Ends of a machine: an exit code, one line with the reason, and no files left behind.
 
 use std::fs::File;
 use std::process::Stdio;
@@ -24,14 +24,14 @@ pub const TESTS: &[Test] = &[
     Test::new("ends::from_a_terminal", 120, from_a_terminal),
 ];
 
-/// Waits for the end, which must have this code and say this.
+/// Waits for the monitor's end and checks its exit code and message.
 #[track_caller]
 fn expect_end(mut guest: Guest, code: i32, words: &str) {
     let (found, log) = guest.wait_end();
     assert_eq!(found, Some(code), "{log}");
     let lines: Vec<_> = log.lines().collect();
     if code == 0 {
-        assert_eq!(lines, [] as [&str; 0], "a guest that powers off is nothing to complain about");
+        assert_eq!(lines, [] as [&str; 0], "a guest that powers off causes no messages");
     } else {
         assert_eq!(lines.len(), 1, "{log}");
         assert!(lines[0].contains(words), "{log}");
@@ -47,7 +47,7 @@ fn power_off(scene: &Scene) {
 
 fn power_button(scene: &Scene) {
     let guest = Setup::new(scene).start();
-    // What acpid does: wait for KEY_POWER (116) pressed (1) at the input device (Linux
+    // As acpid does: wait for KEY_POWER (116) pressed (1) at the input device (Linux
     // include/uapi/linux/input.h).
     let script = "head -c 24 /dev/input/event0 | hexdump -v -e '1/1 \"%02x\"'";
     let argv = ["/bin/busybox", "sh", "-c", script].map(str::to_owned).to_vec();
@@ -135,6 +135,6 @@ fn from_a_terminal(scene: &Scene) {
         process.try_wait().unwrap().ok_or_else(|| "it runs".to_owned())
     });
     assert_eq!(status.code(), Some(6));
-    assert_eq!(modes(), before, "the terminal is not as it was");
+    assert_eq!(modes(), before, "the terminal's modes are restored");
     assert!(!scene.path("api").exists(), "the socket is left behind");
 }

@@ -1,5 +1,4 @@
-//! Running one test: a time limit, a directory of its own, and an end of all its guests whatever
-//! happens.
+//! Runs a test with a time limit and its own directory, and ends all its guests in any case.
 
 use std::cell::RefCell;
 use std::fmt::Write as _;
@@ -18,9 +17,9 @@ use serde::{Deserialize, Serialize};
 use crate::guest::Handle;
 use crate::trace::{HOST_FAILED, Trace};
 
-/// How long a test may take to end after its guests were killed.
+/// Time limit for the end of a test after its guests were killed.
 const GRACE: Duration = Duration::from_secs(5);
-/// Pause between two looks at something that is awaited.
+/// Interval of checks for an awaited state.
 const POLL: Duration = Duration::from_millis(30);
 
 /// A test with its time limit.
@@ -31,28 +30,28 @@ pub struct Test {
     body: fn(&Scene),
 }
 
-/// What a test needs of the kernel under the monitor.
+/// Requirements of a test on the host's kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Needs {
-    /// Nothing that Debian 12's does not have.
+    /// Debian 12's kernel is sufficient.
     AnyKernel,
-    /// Linux 6.8 or newer: pages of the monitor's memory can be merged by itself.
+    /// Linux 6.8 or newer, with which the monitor can merge pages of its memory.
     Merging,
 }
 
-/// What the guests run on.
+/// The machine on which the guests run.
 #[derive(Debug, Clone)]
 pub enum Machine {
-    /// A processor with virtualization of its own.
+    /// A processor with hardware virtualization.
     Real,
-    /// An emulator of one, with a trace of what KVM does if the kernel has that.
+    /// An emulated processor, with a trace of KVM if the kernel supports it.
     Emulated(Option<Trace>),
 }
 
-/// Programs and files that guests are made from.
+/// Programs and files for guests.
 #[derive(Debug, Clone)]
 pub struct World {
-    /// What they run on.
+    /// The machine on which they run.
     pub machine: Machine,
     /// The `ebb` program.
     pub ebb: PathBuf,
@@ -62,13 +61,13 @@ pub struct World {
     pub vmlinux: PathBuf,
     /// Initramfs with the agent, the test modules and busybox.
     pub initrd: PathBuf,
-    /// The same with this program in it, as `/bin/guests`.
+    /// The same with this program as `/bin/guests`.
     pub hostile_initrd: PathBuf,
     /// Busybox on the host.
     pub busybox: PathBuf,
 }
 
-/// What one test has to itself.
+/// Environment of one test.
 pub struct Scene {
     /// The files.
     pub world: World,
@@ -76,7 +75,7 @@ pub struct Scene {
     guests: Arc<Guests>,
 }
 
-/// The guests of a test, and what they left behind when it failed.
+/// The guests of a test, and their reports for its failure.
 #[derive(Default)]
 pub struct Guests {
     handles: Mutex<Vec<Handle>>,
@@ -84,12 +83,12 @@ pub struct Guests {
 }
 
 impl Guests {
-    /// Takes note of a guest, to be ended with the test.
+    /// Registers a guest, which is ended with the test.
     pub fn add(&self, handle: Handle) {
         self.handles.lock().unwrap_or_else(PoisonError::into_inner).push(handle);
     }
 
-    /// Adds to what is said about the failure.
+    /// Adds to the report of the failure.
     pub fn report(&self, text: &str) {
         self.report.lock().unwrap_or_else(PoisonError::into_inner).push_str(text);
     }
@@ -98,7 +97,7 @@ impl Guests {
         std::mem::take(&mut *self.report.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Kills what still runs; says what it was doing.
+    /// Kills the running guests and reports their state.
     fn end_all(&self) -> String {
         let mut text = String::new();
         for handle in self.handles.lock().unwrap_or_else(PoisonError::into_inner).iter() {
@@ -108,7 +107,7 @@ impl Guests {
         text
     }
 
-    /// The vCPU on which a guest has ended with a triple fault that its test had not asked for.
+    /// The vCPU on which a guest has ended with a triple fault that its test did not request.
     fn unasked_triple_fault(&self) -> Option<u32> {
         let handles = self.handles.lock().unwrap_or_else(PoisonError::into_inner);
         handles.iter().find_map(Handle::unasked_triple_fault)
@@ -131,25 +130,25 @@ thread_local! {
     static PANIC: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
-/// Keeps what a panic says for the result of its test, instead of printing it between the others.
+/// Stores a panic's message for the result of its test, instead of printing it between others.
 fn keep_panics() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         panic::set_hook(Box::new(|info| {
             let text = info.to_string();
-            // The first one is the cause; one in a destructor is a consequence.
+            // The first panic is the cause; one in a destructor is a consequence.
             PANIC.with(|kept| kept.borrow_mut().get_or_insert(text).truncate(16 << 10));
         }));
     });
 }
 
 impl Test {
-    /// A test that must end within `limit_s` seconds, or several times that in a long run.
+    /// A test with a time limit of `limit_s` seconds, or several times that in a long run.
     pub const fn new(name: &'static str, limit_s: u64, body: fn(&Scene)) -> Self {
         Self { name, limit_s, needs: Needs::AnyKernel, body }
     }
 
-    /// The same test, where memory can be merged.
+    /// The same test with the requirement [`Needs::Merging`].
     pub const fn merging(self) -> Self {
         Self { needs: Needs::Merging, ..self }
     }
@@ -160,7 +159,7 @@ impl Test {
         let limit = Duration::from_secs(self.limit_s) * counts(1, LONG_LIMITS);
         let needs = self.needs;
         Trial::test(name, move || {
-            let world = world.ok_or("there are no guests to test")?;
+            let world = world.ok_or("no environment for guests")?;
             needs.check()?;
             let started = Instant::now();
             let result = run(body, limit, world.clone());
@@ -192,36 +191,37 @@ impl Test {
         self.name
     }
 
-    /// What it needs of the kernel.
+    /// Its requirements on the kernel.
     pub fn needs(&self) -> Needs {
         self.needs
     }
 }
 
 impl Needs {
-    /// That of the test with this name.
+    /// The requirements of the test with this name.
     pub fn of(name: &str) -> Self {
         crate::tests().find(|test| test.name() == name).map_or(Self::AnyKernel, Test::needs)
     }
 
-    /// Whether the kernel has it. Without, the test fails and is not left out: nobody would know
-    /// that nothing was tested.
+    /// Checks that the kernel meets the requirement. Otherwise the test fails instead of being
+    /// skipped, so that the missing coverage is noticed.
     fn check(self) -> Result<(), String> {
         let release = rustix::system::uname().release().to_string_lossy().into_owned();
         if self == Self::AnyKernel || is_at_least(&release, 6, 8) {
             return Ok(());
         }
         Err(format!(
-            "this test merges pages in the monitor's memory, which Linux can do from 6.8 on; here runs {release}. \
-             scripts/install-deps.sh unpacks a newer kernel for virtual hosts from Debian 12's backports (EBB_BACKPORTS \
-             names another mirror), or EBB_HOST_KERNEL names one"
+            "this test merges pages in the monitor's memory, which needs Linux 6.8 or newer; this \
+             is {release}. scripts/install-deps.sh unpacks a newer kernel for virtual hosts from \
+             Debian 12's backports (EBB_BACKPORTS selects another mirror), or EBB_HOST_KERNEL \
+             names one"
         ))
     }
 }
 
 /// Set to `long` for the full counts (`make test-long`).
 pub const RUN_VARIABLE: &str = "EBB_TESTS";
-/// How much longer a test may take in a long run.
+/// Factor of the tests' time limits in a long run.
 const LONG_LIMITS: u32 = 6;
 
 /// Whether this is a long run.
@@ -229,45 +229,45 @@ pub fn is_long() -> bool {
     std::env::var(RUN_VARIABLE).is_ok_and(|run| run == "long")
 }
 
-/// A count, size or time of a test: `short` in an ordinary run, which has a case of every
-/// mechanism; `long` in a long one.
+/// A count, size or time of a test: `short` in an ordinary run, which covers every mechanism;
+/// `long` in a long one.
 pub fn counts<T>(short: T, long: T) -> T {
     if is_long() { long } else { short }
 }
 
-/// How a test has ended.
+/// Outcome of a test.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TestEnd {
-    /// As it should.
+    /// The test passed.
     Passed,
-    /// With a sign that the emulated host was at fault: a guest that ended with a triple fault
-    /// which the test did not ask for, or [`HOST_FAILED`] in its report.
+    /// The test failed with a sign that the emulated host was at fault: a guest that ended with a
+    /// triple fault which the test did not request, or [`HOST_FAILED`] in its report.
     HostFailed,
-    /// Without such a sign, or with [`WRONG_CONTENT`].
+    /// The test failed without such a sign, or with [`WRONG_CONTENT`].
     Failed,
 }
 
-/// A test that was run.
+/// Result of a test.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct TestResult {
-    /// The test.
+    /// Name of the test.
     pub name: String,
-    /// How long it took.
+    /// Duration.
     pub seconds: u64,
-    /// How it ended.
+    /// Outcome.
     pub end: TestEnd,
 }
 
-/// The tests that were run so far.
+/// Results of the tests so far.
 static RESULTS: Mutex<Vec<TestResult>> = Mutex::new(Vec::new());
 
-/// The tests that were run so far.
+/// Results of the tests so far.
 pub fn results() -> Vec<TestResult> {
     RESULTS.lock().unwrap_or_else(PoisonError::into_inner).clone()
 }
 
-/// The `count` tests that took longest.
+/// The `count` slowest tests.
 pub fn slowest(results: &[TestResult], count: usize) -> String {
     let mut results: Vec<_> = results.iter().collect();
     results.sort_by_key(|result| std::cmp::Reverse(result.seconds));
@@ -279,14 +279,14 @@ pub fn slowest(results: &[TestResult], count: usize) -> String {
     words.join(", ")
 }
 
-/// In the failure of a test whose guest's memory did not hold what was written to it. Such a test
-/// is not tried again.
+/// Message of the failure of a test whose guest's memory had wrong content. Such a test is not
+/// repeated.
 pub const WRONG_CONTENT: &str = "pages hold what was not written there";
 
-/// Why a test has failed.
+/// Reason of a test's failure.
 struct Failure {
     message: String,
-    /// The vCPU on which a guest has ended in a way that the test had not asked for.
+    /// The vCPU on which a guest has ended with a triple fault that the test did not request.
     triple_fault: Option<u32>,
 }
 
@@ -336,13 +336,12 @@ fn run(body: fn(&Scene), limit: Duration, world: World) -> Result<(), Failure> {
     Err(Failure { message, triple_fault: guests.unasked_triple_fault() })
 }
 
-/// Looks until `look` finds something; fails with what it said last when that takes longer than
-/// `limit_s` seconds.
+/// Calls `check` until it returns `Ok`; fails with its last error after `limit_s` seconds.
 #[track_caller]
-pub fn eventually<T>(what: &str, limit_s: u64, mut look: impl FnMut() -> Result<T, String>) -> T {
+pub fn eventually<T>(what: &str, limit_s: u64, mut check: impl FnMut() -> Result<T, String>) -> T {
     let started = Instant::now();
     loop {
-        match look() {
+        match check() {
             Ok(found) => return found,
             Err(state) => {
                 assert!(
@@ -355,7 +354,7 @@ pub fn eventually<T>(what: &str, limit_s: u64, mut look: impl FnMut() -> Result<
     }
 }
 
-/// `Ok` when `condition` holds, else what `state` says.
+/// `Ok` if `condition` holds, otherwise the text of `state`.
 pub fn when(condition: bool, state: impl FnOnce() -> String) -> Result<(), String> {
     if condition { Ok(()) } else { Err(state()) }
 }

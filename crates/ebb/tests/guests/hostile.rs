@@ -1,4 +1,5 @@
-//! A hostile guest over the real transport: the monitor lives, answers, counts and stays small.
+//! A hostile guest over the real transport: the monitor keeps running, answers, counts errors, and
+//! limits its memory and log.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -20,7 +21,7 @@ pub const TESTS: &[Test] = &[
     Test::new("hostile::with_hugetlb", 300, with_hugetlb),
 ];
 
-/// Mistakes that the device tells apart (`ebb_balloon::GuestError`).
+/// Errors that the device distinguishes (`ebb_balloon::GuestError`).
 const KINDS: [&str; 20] = [
     "broken_queue",
     "bad_head",
@@ -43,13 +44,13 @@ const KINDS: [&str; 20] = [
     "extra_request_buffer",
     "short_request_buffer",
 ];
-/// The device as Linux names it (ACPI identifier and instance).
+/// Linux's name of the device (ACPI identifier and instance).
 const DEVICE: &str = "LNRO0005:00";
-/// What a monitor may take for itself, without guest RAM.
+/// Maximum memory of a monitor without guest RAM.
 const OVERHEAD_LIMIT: u64 = 16 * MIB;
-/// What a monitor may log because of a guest, in bytes: a few lines for each place that logs.
+/// Maximum log output caused by a guest, in bytes: a few lines for each message.
 const LOG_LIMIT: u64 = 16 << 10;
-/// How long the hostile driver may take.
+/// Time limit for the hostile driver.
 const LIMIT: Duration = Duration::from_secs(240);
 
 fn bind(guest: &Guest, how: &str) {
@@ -60,7 +61,7 @@ fn errors(guest: &Guest, kind: &str) -> u64 {
     guest.metric(&format!("ebb_balloon_errors_total{{kind=\"{kind}\"}}"))
 }
 
-/// Lets the hostile driver loose on the device, while somebody uses the API.
+/// Runs the hostile driver on the device, with concurrent API requests.
 fn attack(guest: &Guest, seed: u32, rounds: u32) {
     let argv = [PROGRAM_IN_GUEST, hostile_driver::ARGUMENT, &seed.to_string(), &rounds.to_string()];
     let id = guest.send(Command::Exec { argv: argv.map(str::to_owned).to_vec() });
@@ -74,9 +75,9 @@ fn attack(guest: &Guest, seed: u32, rounds: u32) {
         assert_eq!(guest.vm().state, VmState::Running);
         guest.balloon();
         guest.metric("ebb_balloon_target_bytes");
-        // Fresh statistics of such a driver, or an error; but an answer.
+        // Statistics of such a driver may be an error, but the API must answer.
         let _ = guest.client().request("GET", "/balloon/statistics?max_age_ms=60000", "");
-        // One question at a time, and what such a driver answers.
+        // One request at a time, with any result.
         match guest
             .client()
             .put_json::<FreePagesReport>("/balloon/free-pages", &json!({ "timeout_ms": 30 }))
@@ -101,7 +102,7 @@ fn check(guest: &Guest, seed: u32, rounds: u32) {
     attack(guest, seed, rounds);
 
     let none: Vec<_> = KINDS.into_iter().filter(|kind| errors(guest, kind) == 0).collect();
-    assert_eq!(none, [] as [&str; 0], "mistakes that were not noticed");
+    assert_eq!(none, [] as [&str; 0], "errors that were not detected");
     assert_eq!(errors(guest, "discard_failed"), 0);
     assert!(
         guest.log_bytes() > 0 && guest.log_bytes() < LOG_LIMIT,
@@ -110,10 +111,10 @@ fn check(guest: &Guest, seed: u32, rounds: u32) {
     );
     let after = guest.metric("ebb_overhead_resident_bytes");
     assert!(after < OVERHEAD_LIMIT, "the monitor grew from {overhead} to {after} bytes");
-    assert_eq!(guest.wrong_pages(), 0, "memory that was never named is as it was");
+    assert_eq!(guest.wrong_pages(), 0, "memory outside of the balloon is unchanged");
     assert_eq!(guest.balloon().state, BalloonState::DriverAbsent);
 
-    // The kernel's driver finds a device like any other.
+    // The kernel's driver can use the device again.
     bind(guest, "bind");
     guest.inflate_to(64 * MIB);
     assert!(guest.statistics().is_ok() || guest.statistics().is_ok());
@@ -138,7 +139,7 @@ fn every_mistake_and_then_anything(scene: &Scene) {
 fn with_hugetlb(scene: &Scene) {
     let _pool = backing::use_pool();
     if backing::pool_free() < 256 {
-        // `backing::hugetlb` says what the monitor does on such a machine.
+        // `backing::hugetlb` tests the monitor on such a machine.
         return;
     }
     check(&setup(scene, "size=512M,backing=hugetlb").start(), 42, 100);

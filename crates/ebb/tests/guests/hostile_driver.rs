@@ -1,9 +1,9 @@
-//! A balloon driver that breaks every rule. It runs as a program in a guest and drives the device's
-//! registers and rings through `/dev/mem`, after the kernel's own driver was taken off the device.
+//! A balloon driver that violates every rule. It runs as a program in a guest and drives the
+//! device's registers and rings through `/dev/mem`, after the kernel's driver was unbound.
 //!
-//! It harms only the monitor, if anybody: page frames that it names are its own or no memory at
-//! all, and its rings lie in pages of its own. Otherwise it would bring down the guest that it runs
-//! in, which is every driver's right and proves nothing.
+//! It can harm only the monitor: the page frames that it sends are its own or not memory at all,
+//! and its rings are in its own pages. Otherwise it would crash its own guest, which every driver
+//! can do and which tests nothing.
 
 mod chaos;
 mod memory;
@@ -19,9 +19,9 @@ use std::time::{Duration, Instant};
 use memory::Memory;
 use window::{Register, Window};
 
-/// First argument that makes this program the hostile driver.
+/// First argument that runs this program as the hostile driver.
 pub const ARGUMENT: &str = "--hostile-driver";
-/// Entries of each ring. All three rings of this size fit into a page.
+/// Number of entries of each ring. All three rings of this size fit into a page.
 const QUEUE_SIZE: u16 = 128;
 /// Offsets of the rings in their page.
 const AVAILABLE_OFFSET: usize = 2048;
@@ -29,14 +29,14 @@ const USED_OFFSET: usize = 2560;
 /// virtio 1.3 section 5.5.2: inflate, deflate, statistics, free page hints, reports;
 /// docs/extension.md: host requests.
 const QUEUES: usize = 6;
-/// Queues of a driver that does not know the extension.
+/// Number of queues without the extension.
 const STANDARD_QUEUES: usize = 5;
-/// Bits of the extension.
+/// Feature bits of the extension.
 const PAGE_BITMAP: u64 = 1 << 50;
 const PAGE_RANGES: u64 = 1 << 51;
 const HOST_REQUESTS: u64 = 1 << 52;
 const EXTENSION: u64 = PAGE_BITMAP | PAGE_RANGES | HOST_REQUESTS;
-/// The bits of virtio 1.3 section 2.1.
+/// Device status bits (virtio 1.3 section 2.1).
 const ACKNOWLEDGE: u32 = 1;
 const DRIVER: u32 = 2;
 const DRIVER_OK: u32 = 4;
@@ -45,12 +45,13 @@ const FEATURES_OK: u32 = 8;
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 const INDIRECT: u16 = 4;
-/// The device answers within microseconds; a chain that it refuses is never answered.
+/// Time limit for an answer. The device answers within microseconds, but never answers a chain that
+/// it refuses.
 const ANSWER_LIMIT: Duration = Duration::from_millis(100);
-/// The same where many chains are refused.
+/// Time limit for an answer if many chains are refused.
 const SHORT_LIMIT: Duration = Duration::from_millis(2);
 
-/// A queue as this driver sees it.
+/// A queue by its index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Queue {
     Inflate,
@@ -94,7 +95,7 @@ impl Descriptor {
     }
 }
 
-/// The device and the memory it is driven with.
+/// The device and the driver's memory.
 struct Device {
     window: Window,
     memory: Memory,
@@ -108,7 +109,7 @@ impl Device {
         Ok(Self { window, memory: Memory::allocate(QUEUES)?, next: [0; QUEUES] })
     }
 
-    /// Resets the device and accepts these features; `true` if the device agrees.
+    /// Resets the device and accepts these features; returns whether the device agrees.
     fn negotiate(&mut self, features: u64) -> bool {
         let window = &self.window;
         window.set(Register::Status, 0);
@@ -130,7 +131,7 @@ impl Device {
         page(0) | page(1) << 32
     }
 
-    /// Makes a queue ready, its rings empty and in the page that belongs to it.
+    /// Makes a queue ready, with empty rings in its page.
     fn prepare(&mut self, index: usize) {
         self.memory.ring_mut(index).fill(0);
         self.next[index] = 0;
@@ -143,7 +144,7 @@ impl Device {
         self.window.set(Register::QueueReady, 1);
     }
 
-    /// Selects a queue and tells where its rings are.
+    /// Selects a queue and sets the addresses of its rings.
     fn place(&self, index: usize, size: u32, rings: [u64; 3]) {
         self.window.set(Register::QueueSelect, index as u32);
         self.window.set(Register::QueueSize, size);
@@ -154,7 +155,8 @@ impl Device {
         }
     }
 
-    /// A well-behaved start with these features and their queues, which must be the first ones.
+    /// Starts the device correctly with these features and their queues, which must be the first
+    /// ones.
     fn start_with(&mut self, features: u64) {
         self.negotiate(features);
         let queues = if features & HOST_REQUESTS == 0 { STANDARD_QUEUES } else { QUEUES };
@@ -188,13 +190,13 @@ impl Device {
         self.window.set(Register::QueueNotify, index as u32);
     }
 
-    /// Chains the descriptors from slot 0 on, makes them available, and waits for the answer, or
-    /// for its time to pass.
+    /// Chains the descriptors from slot 0 on, makes them available, and waits for the answer or the
+    /// time limit.
     fn send(&mut self, queue: Queue, descriptors: &[Descriptor]) {
         self.send_within(queue, descriptors, ANSWER_LIMIT);
     }
 
-    /// The same with another time limit.
+    /// As [`Device::send`], with another time limit.
     fn send_within(&mut self, queue: Queue, descriptors: &[Descriptor], limit: Duration) {
         let index = queue as usize;
         for (at, descriptor) in descriptors.iter().enumerate() {
@@ -214,7 +216,7 @@ impl Device {
     }
 }
 
-/// Makes every mistake once, then `rounds` times anything. Prints what it has done.
+/// Makes every mistake once, then random accesses in `rounds` rounds. Prints their number.
 pub fn main(seed: &str, rounds: &str) -> ExitCode {
     let done = || -> Result<(u64, u64), String> {
         let seed: u64 = seed.parse().map_err(|_| format!("no seed: {seed}"))?;
@@ -222,7 +224,7 @@ pub fn main(seed: &str, rounds: &str) -> ExitCode {
         let mut device = Device::open()?;
         let mistakes = mistakes::make_all(&mut device);
         let chains = chaos::run(&mut device, seed, rounds);
-        // Whoever comes next finds the device as after power-on.
+        // Reset the device for the next driver.
         device.window.set(Register::Status, 0);
         Ok((mistakes, chains))
     };

@@ -1,4 +1,4 @@
-//! The balloon goes up and down, and what the guest keeps in its memory stays.
+//! The balloon inflates and deflates, and the content of the guest's memory is preserved.
 
 use ebb_agent::protocol::Command;
 use ebb_vmm::api::BalloonState;
@@ -16,7 +16,7 @@ pub const TESTS: &[Test] = &[
 ];
 
 fn to_a_target_and_back(scene: &Scene) {
-    // Without deflate on OOM the driver takes the balloon out of the guest's total (Linux
+    // Without deflate on OOM the driver subtracts the balloon from the guest's total (Linux
     // virtio_balloon.c, adjust_managed_page_count).
     let guest =
         Setup::new(scene).memory("size=1G").balloon("reporting=off,deflate_on_oom=off").start();
@@ -29,17 +29,18 @@ fn to_a_target_and_back(scene: &Scene) {
     guest.inflate_to(size);
     assert_eq!(guest.balloon().state, BalloonState::Idle);
     assert_eq!(guest.meminfo("MemTotal"), total_before - size);
-    // Of what the program touched at least this lies in the balloon; the driver's choice is not
-    // ours.
+    // At least this many of the touched bytes must be in the balloon, whichever pages the driver
+    // selects.
     let must_fall = size - (GIB - resident_before);
-    eventually("the balloon's pages are the host's", 20, || {
+    eventually("the balloon's pages are returned to the host", 20, || {
         let (resident, process) = (guest.resident(), guest.process_bytes());
         when(
             resident + must_fall <= resident_before
                 && process + must_fall <= process_before + 4 * MIB,
             || {
                 format!(
-                    "{resident_before} -> {resident}, process {process_before} -> {process}, asked for {must_fall}"
+                    "{resident_before} -> {resident}, process {process_before} -> {process}, \
+                     must fall by {must_fall}"
                 )
             },
         )
@@ -66,7 +67,7 @@ fn to_a_target_and_back(scene: &Scene) {
 fn content_survives(scene: &Scene) {
     let guest = Setup::new(scene).memory("size=1G").balloon("reporting=on").start();
     for pattern in 1..=4 {
-        // In between, memory is freed, so that held pages and free ones lie side by side.
+        // Memory is freed in between, so that held and free pages are interleaved.
         guest.run(Command::Hold { bytes: 48 * MIB, pattern });
         guest.run(Command::AllocTouchExit { bytes: 64 * MIB });
     }
@@ -74,7 +75,7 @@ fn content_survives(scene: &Scene) {
         guest.inflate_to(target);
         assert_eq!(guest.wrong_pages(), 0, "with a balloon of {target} bytes");
         guest.run(Command::AllocTouchExit { bytes: 128 * MIB });
-        assert_eq!(guest.wrong_pages(), 0, "after work beside a balloon of {target} bytes");
+        assert_eq!(guest.wrong_pages(), 0, "after work with a balloon of {target} bytes");
     }
     let reported = guest.metric("ebb_balloon_reported_bytes_total");
     guest.run(Command::AllocTouchExit { bytes: 400 * MIB });
@@ -90,23 +91,23 @@ fn deflates_on_oom(scene: &Scene) {
     let target = guest.meminfo("MemAvailable") - 24 * MIB;
     guest.inflate_to(target / (4 * MIB) * (4 * MIB));
     let full = guest.balloon().actual_bytes;
-    // Four times what is left: it has to come out of the balloon.
+    // Four times the available memory, so that the balloon must deflate.
     guest.run(Command::AllocTouchExit { bytes: 160 * MIB });
     assert!(guest.metric("ebb_balloon_deflated_bytes_total") >= 100 * MIB);
-    eventually("the guest says that the balloon is smaller", 20, || {
+    eventually("the guest reports a smaller balloon", 20, || {
         let info = guest.balloon();
         when(info.actual_bytes + 100 * MIB <= full, || format!("{full} -> {info:?}"))
     });
     let counters = guest.run(Command::VmStat);
-    assert_eq!(counters["oom_kill"], 0, "nobody had to be killed");
-    // A new target puts the driver to work again.
+    assert_eq!(counters["oom_kill"], 0, "no process was killed");
+    // A new target makes the driver inflate again.
     guest.inflate_to(16 * MIB);
     assert!(guest.meminfo("MemAvailable") > 300 * MIB);
 }
 
 fn initial_size(scene: &Scene) {
     let guest = Setup::new(scene).balloon("size=128M,reporting=off,deflate_on_oom=off").start();
-    eventually("the balloon has the size it was started with", 30, || {
+    eventually("the balloon has its initial size", 30, || {
         let info = guest.balloon();
         when(info.actual_bytes == 128 * MIB && info.state == BalloonState::Idle, || {
             format!("{info:?}")

@@ -1,4 +1,4 @@
-//! Pause and resume, restarts, and ends in the middle of work.
+//! Pause and resume, restarts, and ends during work.
 
 use std::thread;
 use std::time::Duration;
@@ -20,7 +20,7 @@ pub const TESTS: &[Test] = &[
     Test::new("lifecycle::restart_in_place", 300, restart_in_place),
 ];
 
-/// Time that a paused guest is given to betray itself.
+/// Time in which a paused guest must show no activity.
 const PAUSE: Duration = Duration::from_millis(60);
 
 fn pause_and_resume(scene: &Scene) {
@@ -36,7 +36,7 @@ fn pause_and_resume(scene: &Scene) {
         assert_eq!(guest.vm().state, VmState::Running);
         guest.outcome(id).unwrap();
     }
-    // Twice is no error, in either direction.
+    // Repeating either request is no error.
     for (target, state) in [("/vm/pause", VmState::Paused), ("/vm/resume", VmState::Running)] {
         guest.put(target);
         guest.put(target);
@@ -64,7 +64,7 @@ fn pause_while_inflating(scene: &Scene) {
     let bytes = || guest.metric("ebb_balloon_inflated_bytes_total");
     let (inflated, resident) = (bytes(), guest.resident());
     thread::sleep(PAUSE);
-    assert_eq!((bytes(), guest.resident()), (inflated, resident), "a paused guest went on");
+    assert_eq!((bytes(), guest.resident()), (inflated, resident), "a paused guest ran");
     guest.put("/vm/resume");
     guest.inflate_to(760 * MIB);
     assert!(guest.resident() <= GIB - 760 * MIB + 4 * MIB);
@@ -75,7 +75,7 @@ fn sigkill_while_inflating(scene: &Scene) {
     guest.signal(Signal::KILL);
     let (code, _) = guest.wait_end();
     assert_eq!((code, guest.end_signal()), (None, Some(9)));
-    // Its socket could not be removed; the next guest takes its place.
+    // Its socket could not be removed; the next guest replaces it.
     assert!(guest.socket().exists());
     let next = Setup::new(scene).start();
     assert_eq!(next.vm().pid, next.pid());
@@ -115,7 +115,7 @@ fn restart_in_place(scene: &Scene) {
             resident < fresh + 64 * MIB,
             "{fresh} when fresh, {used} in use, {resident} after restart {restart}"
         );
-        // The balloon's target is its owner's and stays; its driver is a new one.
+        // The balloon's target belongs to the user and is kept; its driver is a new one.
         guest.inflate_to(64 * MIB);
         assert!(guest.statistics().is_ok() || guest.statistics().is_ok());
         guest.run(Command::AllocTouchExit { bytes: 200 * MIB });

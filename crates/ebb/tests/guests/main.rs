@@ -1,12 +1,11 @@
 //! Tests of `ebb run` on real Linux guests.
 //!
-//! Where KVM runs Linux well, the tests run right there. Elsewhere this program boots one virtual
-//! host (crate `ebb-virtual-host`), copies itself into it and runs itself again with the same
-//! arguments. The guests' kernel is Debian's stock one, their init is the guest agent (crate
-//! `ebb-agent`).
+//! Where KVM runs Linux well, the tests run directly. Otherwise this program boots a virtual host
+//! (crate `ebb-virtual-host`), copies itself into it and runs there with the same arguments. The
+//! guests' kernel is Debian's stock one, their init is the guest agent (crate `ebb-agent`).
 //!
 //! `cargo test -p ebb --test guests -- NAME` runs the tests whose names contain NAME; `--list`
-//! lists them. The agent is a program of its own: `cargo build -p ebb-agent` first.
+//! lists them. The agent is a separate program: run `cargo build -p ebb-agent` first.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -99,12 +98,11 @@ fn main() -> ExitCode {
     }
     match place::choose() {
         Ok(place::Place::Here(world, _files)) => {
-            // In an emulated host, tests that run side by side take the processors and the memory
-            // from each other and run into their limits. `--test-threads 2` is for a machine that
-            // is fast.
+            // In an emulated host, concurrent tests compete for processors and memory and exceed
+            // their time limits. `--test-threads 2` is for fast machines.
             arguments.test_threads.get_or_insert(1);
             if let harness::Machine::Emulated(_) = world.machine {
-                // For monitors that reach each other over TCP; nobody else has done so in there.
+                // For monitors that connect over TCP; the host's init leaves it down.
                 let _ = std::process::Command::new(&world.busybox)
                     .args(["ifconfig", "lo", "up"])
                     .status();
@@ -144,7 +142,7 @@ fn trials(world: impl Fn() -> Option<World>) -> Vec<Trial> {
     tests().filter(wanted).map(|test| test.trial(world())).collect()
 }
 
-/// Whether libtest-mimic would run the test: no start of a virtual host when it would not.
+/// Whether libtest-mimic would run the test; a virtual host is started only if it runs any.
 fn is_selected(arguments: &Arguments, name: &str) -> bool {
     let matches = |pattern: &String| {
         if arguments.exact { name == pattern } else { name.contains(pattern.as_str()) }

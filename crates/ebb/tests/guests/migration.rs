@@ -1,5 +1,4 @@
-//! Guests that move from monitor to monitor while they work: what arrives, what it costs, and what
-//! is not sent.
+//! Live migration of working guests: the result, its cost, and the pages that are not sent.
 
 use ebb_agent::clock_watch::WatchReport;
 use ebb_agent::protocol::Command;
@@ -29,14 +28,14 @@ pub const TESTS: &[Test] = &[
     Test::new("migration::more_writing_than_sending", 300, more_writing_than_sending),
 ];
 
-/// No options.
+/// Empty list of options.
 const NONE: [&str; 0] = [];
-/// How often a guest moves: a move takes some seconds in an emulated host.
+/// Number of migrations of a guest; each takes some seconds in an emulated host.
 fn moves() -> usize {
     counts(6, 20)
 }
 
-/// Fails unless all held memory holds what was put there.
+/// Checks the content of all held memory.
 #[track_caller]
 fn check_memory(guest: &Guest) {
     let wrong = guest.wrong_pages();
@@ -54,7 +53,7 @@ fn everything_goes_on(scene: &Scene) {
     guest.run(Command::Hold { bytes: 64 * MIB, pattern: 41 });
     guest.write_file("/tmp/note", "written before");
     guest.inflate_to(64 * MIB);
-    // A program that is under way all the time.
+    // A program that runs during all migrations.
     let argv =
         ["/bin/busybox", "sh", "-c", "sleep 25; echo still here"].map(str::to_owned).to_vec();
     let program = guest.send(Command::Exec { argv });
@@ -65,8 +64,7 @@ fn everything_goes_on(scene: &Scene) {
     let second = Receive::new(scene, "second", Route::Unix).args(["--disk", &image]);
     let (guest, report) = move_to(second, guest, NONE);
     assert_eq!(number(&report, "memory_bytes"), memory_bytes, "{report}");
-    // All that is held, and not much that is not: the balloon's 64 MiB and what was never touched
-    // are not there.
+    // All held memory and little more: the balloon's 64 MiB and untouched memory are not sent.
     let sent = number(&report, "bytes_sent");
     assert!((64 * MIB..256 * MIB).contains(&sent), "{report}");
     assert_eq!(guest.outcome(program).unwrap()["stdout"], "still here\n");
@@ -80,11 +78,12 @@ fn everything_goes_on(scene: &Scene) {
     eventually("statistics", 30, || guest.statistics().map_err(|error| error.to_string()));
     guest.inflate_to(96 * MIB);
     guest.inflate_to(0);
-    let script = "dd if=/dev/vda bs=1M count=1 | md5sum && dd if=/dev/urandom of=/dev/vda bs=1M count=1 conv=fsync";
+    let script = "dd if=/dev/vda bs=1M count=1 | md5sum && \
+                  dd if=/dev/urandom of=/dev/vda bs=1M count=1 conv=fsync";
     let argv = ["/bin/busybox", "sh", "-c", script].map(str::to_owned).to_vec();
     assert_eq!(guest.run(Command::Exec { argv })["code"], 0);
 
-    // And on, by another way, with several streams.
+    // Again, over another transport, with several streams.
     let third = Receive::new(scene, "third", Route::Tcp).args(["--disk", &image]);
     let (mut guest, _) = move_to(third, guest, ["--streams", "3"]);
     check_memory(&guest);
@@ -100,7 +99,7 @@ fn everything_goes_on(scene: &Scene) {
     assert_eq!(code, Some(0), "{log}");
 }
 
-/// Moves a guest whose programs check their memory and whose clocks are watched.
+/// Repeatedly migrates a guest whose programs check their memory and whose clocks are watched.
 fn move_often(scene: &Scene, cpus: &str) {
     let mut guest = Setup::new(scene)
         .memory("size=256M")
@@ -122,7 +121,7 @@ fn move_often(scene: &Scene, cpus: &str) {
             2 => &["--free-pages", "auto", "--zero-pages", "off"],
             _ => &["--free-pages", "hints", "--holes", "off"],
         };
-        // The balloon moves, too.
+        // The balloon changes, too.
         guest.set_target([0, 48 * MIB, 16 * MIB][round % 3]);
         let name = format!("monitor{round}");
         let (moved, report, before) =
@@ -140,18 +139,18 @@ fn move_often(scene: &Scene, cpus: &str) {
         }
     }
     if checked == 0 {
-        // All moves were over sooner.
+        // The workload is still running.
         checked += checked_pages(&guest.outcome(work).unwrap());
     } else {
-        // It may have ended just now.
+        // It may have just ended.
         let _ = guest.outcome(guest.send(Command::Cancel { id: work }));
     }
-    assert!(moves_at_work >= 3, "{moves_at_work} moves while the workload ran");
+    assert!(moves_at_work >= 3, "{moves_at_work} migrations while the workload ran");
     assert!(checked > 0, "the workload has checked nothing");
     assert_eq!(complaints(&guest), "");
 }
 
-/// Pages that a workload has checked; none may have been wrong.
+/// Number of pages that a workload has checked; fails if any was wrong.
 #[track_caller]
 fn checked_pages(report: &Value) -> u64 {
     assert_eq!(report["wrong_pages"], 0, "{WRONG_CONTENT}: {report}");
@@ -168,9 +167,9 @@ fn back_and_forth_with_two_processors(scene: &Scene) {
 
 fn free_pages_are_not_sent(scene: &Scene) {
     const FREED: u64 = 256 * MIB;
-    // Nothing is reported, so all that was touched is held by the host. The driver allocates what
-    // it names; a kernel that clears what is allocated takes so long for that in an emulated host
-    // that it is not waited for.
+    // Reporting is off, so that all touched memory is resident. The driver allocates the pages that
+    // it hints; a kernel that clears allocated pages takes longer for this in an emulated host than
+    // the migration waits.
     let setup = || Setup::new(scene).memory("size=448M").words("init_on_alloc=0");
     let touched_and_freed = |guest: &Guest| {
         guest.run(Command::Hold { bytes: 32 * MIB, pattern: 45 });
@@ -184,14 +183,14 @@ fn free_pages_are_not_sent(scene: &Scene) {
     assert!(number(&all, "bytes_sent") > FREED, "{all}");
     assert_eq!(number(&all, "pages_skipped"), 0, "{all}");
     check_memory(&guest);
-    // What was not sent is not there, so the memory has to be touched again.
+    // Skipped pages are not resident at the destination, so the memory has to be touched again.
     guest.run(Command::Memhog { bytes: FREED });
     let (guest, hints) =
         move_to(Receive::new(scene, "hints", Route::Unix), guest, ["--free-pages", "hints"]);
     check_memory(&guest);
     assert!(number(&hints, "pages_skipped") * 4096 > FREED / 2, "{hints}");
     assert!(number(&hints, "bytes_sent") * 2 < number(&all, "bytes_sent"), "{hints} {all}");
-    // The driver has its pages back.
+    // The driver has its pages again.
     guest.run(Command::AllocTouchExit { bytes: FREED });
     check_memory(&guest);
     guest.end();
@@ -209,8 +208,8 @@ fn free_pages_are_not_sent(scene: &Scene) {
     check_memory(&guest);
 }
 
-/// A guest with Debian's defaults: its kernel clears what the hinting driver allocates, so that
-/// hints take long. Over a link that is slower still they are waited for.
+/// A guest with Debian's defaults: its kernel clears pages that the hinting driver allocates, so
+/// that hints take long. Over a link that is even slower the migration waits for them.
 fn hints_of_a_guest_that_clears(scene: &Scene) {
     const FREED: u64 = 128 * MIB;
     let guest = Setup::new(scene)
@@ -224,7 +223,7 @@ fn hints_of_a_guest_that_clears(scene: &Scene) {
     let (guest, hints) = move_to(Receive::new(scene, "second", Route::Unix), guest, options);
     check_memory(&guest);
     assert!(number(&hints, "pages_skipped") * 4096 > FREED / 2, "{hints}");
-    // The driver has its pages back, and what it gives to programs is cleared.
+    // The driver has its pages again, and pages given to programs are cleared.
     guest.run(Command::AllocTouchExit { bytes: FREED });
     check_memory(&guest);
 }
@@ -261,7 +260,7 @@ fn more_writing_than_sending(scene: &Scene) {
         Command::Churn { bytes, tasks: 1, seed: 48, operations: None, seconds: Some(seconds) };
     let work = guest.send(churn);
     guest.wait_started(work);
-    // Much less than the guest writes: only the time limit ends it.
+    // Much less bandwidth than the guest writes: only the time limit ends the migration.
     let options =
         ["--bandwidth", "4M", "--timeout", "8", "--on-timeout", "force", "--downtime", "20"];
     let (guest, report) = move_to(Receive::new(scene, "second", Route::Tcp), guest, options);

@@ -1,5 +1,5 @@
-//! Migrations that do not come about: the guest runs on where it is, and the other monitor ends
-//! without a trace.
+//! Failed migrations: the guest continues at the source, and the destination's monitor ends without
+//! leaving files behind.
 
 use std::ffi::OsString;
 use std::io::{Read, Write};
@@ -17,7 +17,7 @@ use serde_json::Value;
 use crate::clocks::{complaints, watch, watched, watched_since};
 use crate::guest::{Guest, MIB};
 use crate::harness::{Scene, Test, eventually, when};
-use crate::moved::{Migrate, Receive, Route, move_to, nobody, unix};
+use crate::moved::{Migrate, Receive, Route, move_to, unix, unused_address};
 use crate::saved::boot_files;
 use crate::setup::Setup;
 
@@ -39,19 +39,19 @@ pub const TESTS: &[Test] = &[
 
 const NONE: [&str; 0] = [];
 
-/// What a migration that fails says, after it was seen that the guest runs on.
+/// Runs a migration that must fail, checks that the guest still runs, and returns the message.
 #[track_caller]
 fn refused(scene: &Scene, guest: &Guest, address: &str, options: &[&str]) -> String {
     let seen = watched(guest);
-    let (code, report, said) = Migrate::new(scene, guest, address).args(options).run();
-    assert_ne!(code, Some(0), "{report} {said}");
+    let (code, report, message) = Migrate::new(scene, guest, address).args(options).run();
+    assert_ne!(code, Some(0), "{report} {message}");
     runs_on(guest);
     watched_since(guest, &seen);
     let error = report["error"].as_str().unwrap_or_default();
-    format!("{error}\n{said}")
+    format!("{error}\n{message}")
 }
 
-/// The guest is where it was, with its memory.
+/// Checks that the guest still runs at the source, with its memory.
 #[track_caller]
 fn runs_on(guest: &Guest) {
     assert_eq!(guest.vm().state, VmState::Running);
@@ -72,7 +72,7 @@ fn wait_sending(guest: &Guest, least_bytes: u64) -> Value {
         let status: Value =
             guest.client().get("/vm/migration").map_err(|error| error.to_string())?;
         let sent = status["bytes_sent"].as_u64().unwrap_or(0);
-        // Not what the last one has sent.
+        // Not the amount that the previous migration has sent.
         when(status["phase"] == "precopy" && sent >= least_bytes, || status.to_string())?;
         Ok(status)
     })
@@ -80,21 +80,21 @@ fn wait_sending(guest: &Guest, least_bytes: u64) -> Value {
 
 fn nobody_there(scene: &Scene) {
     let guest = start(scene);
-    let said = refused(scene, &guest, &nobody(), &[]);
-    assert!(said.contains("refused"), "{said}");
-    let said = refused(scene, &guest, &unix(&scene.path("nothing")), &[]);
-    assert!(said.contains("nothing"), "{said}");
-    let said = refused(scene, &guest, "tcp:127.0.0.1", &[]);
-    assert!(said.contains("HOST:PORT"), "{said}");
-    // Not even on this host, where any user could listen.
+    let message = refused(scene, &guest, &unused_address(), &[]);
+    assert!(message.contains("refused"), "{message}");
+    let message = refused(scene, &guest, &unix(&scene.path("nothing")), &[]);
+    assert!(message.contains("nothing"), "{message}");
+    let message = refused(scene, &guest, "tcp:127.0.0.1", &[]);
+    assert!(message.contains("HOST:PORT"), "{message}");
+    // Also refused on this host, where any user could listen.
     for address in ["tcp:192.0.2.1:4444", "tcp:localhost:4444"] {
-        let said = refused(scene, &guest, address, &[]);
-        assert!(said.contains("--insecure") && said.contains("--tls-cert"), "{said}");
+        let message = refused(scene, &guest, address, &[]);
+        assert!(message.contains("--insecure") && message.contains("--tls-cert"), "{message}");
     }
     assert_eq!(complaints(&guest), "");
 }
 
-/// Either monitor is killed while memory is on its way.
+/// Either monitor is killed while memory is sent.
 fn cut_off(scene: &Scene) {
     let mut guest = start(scene);
     for (round, sent) in [0, 8 * MIB, 40 * MIB].into_iter().enumerate() {
@@ -109,7 +109,7 @@ fn cut_off(scene: &Scene) {
         assert_ne!(client.wait().unwrap().code(), Some(0));
         runs_on(&guest);
     }
-    // And a receiver whose source dies ends by itself.
+    // A receiver whose source dies ends by itself.
     let (mut receiver, address) = Receive::new(scene, "orphan", Route::Tcp).start();
     let mut client = Migrate::new(scene, &guest, &address).args(["--bandwidth", "20M"]).spawn();
     wait_sending(&guest, 8 * MIB);
@@ -127,12 +127,12 @@ fn cancelled_or_late(scene: &Scene) {
     let (mut receiver, address) = Receive::new(scene, "cancelled", Route::Tcp).start();
     let mut client = Migrate::new(scene, &guest, &address).args(slow).spawn();
     wait_sending(&guest, MIB);
-    // One at a time, and nothing that needs the machine for itself.
-    let said = refused_while_moving(scene, &guest, &address);
-    assert!(said.contains("migrat"), "{said}");
-    let said = guest.try_save(&scene.path("no.snapshot")).unwrap_err();
-    assert!(said.contains("migrat"), "{said}");
-    // Pausing and going on is allowed.
+    // No second migration, and no operation that needs exclusive access to the machine.
+    let message = refused_while_moving(scene, &guest, &address);
+    assert!(message.contains("migrat"), "{message}");
+    let message = guest.try_save(&scene.path("no.snapshot")).unwrap_err();
+    assert!(message.contains("migrat"), "{message}");
+    // Pause and resume are allowed.
     guest.put("/vm/pause");
     guest.put("/vm/resume");
     guest.put("/vm/migration/cancel");
@@ -141,10 +141,10 @@ fn cancelled_or_late(scene: &Scene) {
     runs_on(&guest);
 
     let (mut receiver, address) = Receive::new(scene, "late", Route::Tcp).start();
-    let said = refused(scene, &guest, &address, &["--bandwidth", "10M", "--timeout", "2"]);
-    assert!(said.contains("2 s"), "{said}");
+    let message = refused(scene, &guest, &address, &["--bandwidth", "10M", "--timeout", "2"]);
+    assert!(message.contains("2 s"), "{message}");
     assert_eq!(receiver.wait_end().0, Some(1));
-    // After all that it still moves.
+    // The guest can still be migrated.
     let (guest, _) = move_to(Receive::new(scene, "third", Route::Unix), guest, NONE);
     runs_on(&guest);
     assert_eq!(complaints(&guest), "");
@@ -152,12 +152,12 @@ fn cancelled_or_late(scene: &Scene) {
 
 #[track_caller]
 fn refused_while_moving(scene: &Scene, guest: &Guest, address: &str) -> String {
-    let (code, report, said) = Migrate::new(scene, guest, address).run();
-    assert_ne!(code, Some(0), "{report} {said}");
-    format!("{report} {said}")
+    let (code, report, message) = Migrate::new(scene, guest, address).run();
+    assert_ne!(code, Some(0), "{report} {message}");
+    format!("{report} {message}")
 }
 
-/// Whoever is at the other end says something else than Ebb would.
+/// The peer does not use Ebb's protocol.
 fn strangers(scene: &Scene) {
     let guest = start(scene);
     let path = scene.path("stranger");
@@ -167,17 +167,17 @@ fn strangers(scene: &Scene) {
         peer.write_all(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n").unwrap();
         let _ = peer.read(&mut [0; 64]);
     });
-    let said = refused(scene, &guest, &unix(&path), &[]);
-    assert!(said.contains("Ebb"), "{said}");
+    let message = refused(scene, &guest, &unix(&path), &[]);
+    assert!(message.contains("Ebb"), "{message}");
     stranger.join().unwrap();
-    // One that takes the connection and hangs up.
+    // A peer that accepts the connection and closes it.
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = format!("tcp:{}", listener.local_addr().unwrap());
     let stranger = thread::spawn(move || drop(listener.accept()));
     refused(scene, &guest, &address, &[]);
     stranger.join().unwrap();
 
-    // Strangers at a receiver do not keep it from its guest.
+    // Other clients do not prevent a receiver from accepting its guest.
     let (receiver, address) = Receive::new(scene, "second", Route::Tcp).start();
     let to = address.strip_prefix("tcp:").unwrap();
     for garbage in [&b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"[..], &[0xff; 5000], b"EBB-MIG\n", b""] {
@@ -185,12 +185,12 @@ fn strangers(scene: &Scene) {
         let _ = peer.write_all(garbage);
         thread::sleep(Duration::from_millis(20));
     }
-    let (code, report, said) = Migrate::new(scene, &guest, &address).run();
-    assert_eq!(code, Some(0), "{report} {said} {}", receiver.log());
+    let (code, report, message) = Migrate::new(scene, &guest, &address).run();
+    assert_eq!(code, Some(0), "{report} {message} {}", receiver.log());
     runs_on(&receiver);
 }
 
-/// A destination that lacks what the guest has.
+/// A destination that does not match the guest's configuration.
 fn does_not_fit(scene: &Scene) {
     let disk = scene.path("disk");
     std::fs::write(&disk, vec![0; 1 << 20]).unwrap();
@@ -205,16 +205,16 @@ fn does_not_fit(scene: &Scene) {
     let wrong_disk = Receive::new(scene, "smaller", Route::Unix);
     let (mut receiver, address) =
         wrong_disk.args(["--disk", &format!("path={}", other.display())]).start();
-    let said = refused(scene, &guest, &address, &[]);
-    assert!(said.contains("disk"), "{said}");
+    let message = refused(scene, &guest, &address, &[]);
+    assert!(message.contains("disk"), "{message}");
     let (code, log) = receiver.wait_end();
     assert_eq!(code, Some(1), "{log}");
     assert!(log.contains("disk"), "{log}");
     assert!(!receiver.socket().exists(), "the socket is left behind");
 }
 
-/// What a receiver does with the paths that the other monitor describes its machine by: nothing,
-/// unless it is told to.
+/// A receiver does not open the paths in the source's description of its machine, unless an option
+/// allows it.
 fn described_paths_are_not_opened(scene: &Scene) {
     let (disk, fifo) = (scene.path("disk"), scene.path("fifo"));
     std::fs::write(&disk, vec![0; 1 << 20]).unwrap();
@@ -242,22 +242,22 @@ fn described_paths_are_not_opened(scene: &Scene) {
     .enumerate()
     {
         let (mut receiver, address) = named(index, arguments);
-        let said = refused(scene, &guest, &address, &[]);
+        let message = refused(scene, &guest, &address, &[]);
         let (code, log) = receiver.wait_end();
         assert_eq!(code, Some(1), "{log}");
         for word in words {
-            assert!(said.contains(word) && log.contains(word), "{word}: {said} {log}");
+            assert!(message.contains(word) && log.contains(word), "{word}: {message} {log}");
         }
     }
-    // A FIFO in place of the kernel is refused instead of waited for.
+    // A FIFO in place of the kernel is refused and does not block.
     rustix::fs::mknodat(rustix::fs::CWD, &fifo, rustix::fs::FileType::Fifo, 0o600.into(), 0)
         .unwrap();
     let (mut receiver, address) = named(4, &["--kernel", fifo.to_str().unwrap(), "--disk", &image]);
-    let said = refused(scene, &guest, &address, &[]);
-    assert!(said.contains("FIFO"), "{said}");
+    let message = refused(scene, &guest, &address, &[]);
+    assert!(message.contains("FIFO"), "{message}");
     assert_eq!(receiver.wait_end().0, Some(1));
-    // A machine that needs no kernel here moves on from here, and those who trust each other need
-    // not repeat everything.
+    // A machine that needs no kernel here can be migrated further, and with `--trust-paths` the
+    // options need not be repeated.
     let ends = ["--on-reboot", "exit", "--disk", &image];
     let (guest, _) =
         move_to(Receive::without_names(scene, "ends", Route::Unix).args(ends), guest, NONE);
@@ -269,7 +269,7 @@ fn described_paths_are_not_opened(scene: &Scene) {
     assert_eq!(complaints(&guest), "");
 }
 
-/// Certificates with the right names move a guest; the same authority's for other names do not.
+/// Certificates with the right names allow a migration; those for other names do not.
 fn over_tls(scene: &Scene) {
     let authority = Authority::new(scene);
     let (here, there) = (authority.certificate("a.example"), authority.certificate("127.0.0.1"));
@@ -287,20 +287,20 @@ fn over_tls(scene: &Scene) {
     ] {
         let mut migrate =
             Migrate::with_defaults(scene, &guest, &address).args(certificate).args(more);
-        let (code, report, said) = migrate.run();
-        assert_eq!(code, Some(1), "{report} {said}");
-        assert!(said.contains(words), "{said}");
+        let (code, report, message) = migrate.run();
+        assert_eq!(code, Some(1), "{report} {message}");
+        assert!(message.contains(words), "{message}");
         runs_on(&guest);
     }
     watched_since(&guest, &seen);
-    // None of them has kept the receiver from its guest.
-    let (code, report, said) = Migrate::with_defaults(scene, &guest, &address).args(&here).run();
-    assert_eq!(code, Some(0), "{report} {said} {}", receiver.log());
+    // None of them has prevented the receiver from accepting its guest.
+    let (code, report, message) = Migrate::with_defaults(scene, &guest, &address).args(&here).run();
+    assert_eq!(code, Some(0), "{report} {message} {}", receiver.log());
     runs_on(&receiver);
     assert_eq!(complaints(&receiver), "");
 }
 
-/// An authority whose certificates are files of a test.
+/// A certificate authority, with its certificates in files of the test.
 struct Authority<'a> {
     scene: &'a Scene,
     issuer: CertifiedIssuer<'static, KeyPair>,
@@ -333,7 +333,7 @@ impl<'a> Authority<'a> {
     }
 }
 
-/// A guest that switches itself off, or starts again, while its memory is sent.
+/// A guest that powers off or reboots while its memory is sent.
 fn guest_ends_or_starts_again_on_the_way(scene: &Scene) {
     let slow = ["--bandwidth", "10M"];
     let guest = Setup::new(scene)
@@ -347,7 +347,7 @@ fn guest_ends_or_starts_again_on_the_way(scene: &Scene) {
     wait_sending(&guest, 16 * MIB);
     guest.send(Command::Reboot);
     let asked = Instant::now();
-    // Where its agent starts again depends on what is faster, the boot or the sending.
+    // Whether its agent restarts at the source or the destination is a race of boot and migration.
     assert_eq!(client.wait().unwrap().code(), Some(0));
     eventually("the machine runs there", 60, || {
         let state = moved.vm().state;
@@ -360,10 +360,7 @@ fn guest_ends_or_starts_again_on_the_way(scene: &Scene) {
     });
     let uptime = moved.read_file("/proc/uptime");
     let uptime_s: f64 = uptime.split(' ').next().unwrap().parse().unwrap();
-    assert!(
-        uptime_s < asked.elapsed().as_secs_f64() + 1.0,
-        "up for {uptime}: it has not started again"
-    );
+    assert!(uptime_s < asked.elapsed().as_secs_f64() + 1.0, "up for {uptime}: it has not rebooted");
     moved.run(Command::Hold { bytes: 96 * MIB, pattern: 54 });
     runs_on(&moved);
 

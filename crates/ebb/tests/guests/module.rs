@@ -1,4 +1,4 @@
-//! Ebb's own balloon driver: what the stock one does, and the extension.
+//! Ebb's balloon driver: the stock driver's functions, and the extension.
 
 use ebb_agent::command_line::BalloonDriver;
 use ebb_agent::protocol::{Command, Event};
@@ -24,13 +24,12 @@ const EXTENSION: [BalloonFeature; 3] =
 /// Target of the balloon.
 const SIZE: u64 = 320 * MIB;
 
-/// Messages that the device has got, by encoding.
+/// Number of messages that the device has received in an encoding.
 fn messages(guest: &Guest, encoding: &str) -> u64 {
     guest.metric(&format!("ebb_balloon_messages_total{{kind=\"{encoding}\"}}"))
 }
 
-/// Encodings: parameter, name at the host, counter of the driver, most bytes a page of inflation
-/// takes.
+/// Encodings: parameter, name at the host, counter of the driver.
 const ENCODINGS: [(&str, &str, &str); 3] = [
     ("pfns", "pfns", "messages_pfns"),
     ("bitmap", "bitmaps", "messages_bitmap"),
@@ -67,7 +66,7 @@ fn encodings(scene: &Scene) {
             let (at_host, in_guest) = (after.0 - before.0, after.1 - before.1);
             assert_eq!(
                 at_host, in_guest,
-                "{of} with encoding={encoding}: host and guest count the same"
+                "{of} with encoding={encoding}: the counts of host and guest agree"
             );
             assert_eq!(at_host > 0, of == counter, "{of} with encoding={encoding}");
         }
@@ -76,7 +75,7 @@ fn encodings(scene: &Scene) {
     module.set_refused("encoding", "morse");
     module.set("encoding", "auto");
 
-    // There and back by way of the other driver, with a balloon that is being worked on.
+    // Replacing the driver by the other one and back, during an inflation.
     guest.set_target(SIZE);
     module.unload();
     assert_eq!(guest.balloon().state, BalloonState::DriverAbsent);
@@ -98,8 +97,8 @@ fn encodings(scene: &Scene) {
     module.check_well();
 }
 
-/// Asks the guest for its free pages.
-fn ask(guest: &Guest, min_order: u8) -> FreePagesReport {
+/// Requests the guest's free pages.
+fn request_free_pages(guest: &Guest, min_order: u8) -> FreePagesReport {
     let body = json!({ "min_order": min_order, "timeout_ms": 8000 });
     guest.client().put_json("/balloon/free-pages", &body).unwrap_or_else(|error| panic!("{error}"))
 }
@@ -111,10 +110,10 @@ fn free_pages(scene: &Scene) {
     guest.run(Command::Hold { bytes: 32 * MIB, pattern: 7 });
     let check = |what: &str| {
         let free = guest.meminfo("MemFree");
-        let report = ask(guest, 0);
+        let report = request_free_pages(guest, 0);
         assert_eq!(report.status, FreePagesStatus::Done, "{what}: {report:?}");
-        // The kernel itself takes and frees a little between the two looks, and single pages that
-        // wait on a processor's own list are not on the allocator's.
+        // The kernel allocates and frees some memory between the two readings, and single pages on
+        // a processor's list are not on the allocator's lists.
         assert!(report.bytes <= free + 8 * MIB, "{what}: {free} bytes are free; {report:?}");
         assert!(report.bytes + 16 * MIB >= free, "{what}: {free} bytes are free; {report:?}");
         let sum = |value: fn(&FreeBlocks) -> u64| report.by_order.iter().map(value).sum::<u64>();
@@ -127,7 +126,7 @@ fn free_pages(scene: &Scene) {
     };
     let idle = check("idle");
     assert!(idle.messages > 0 && idle.message_bytes < idle.bytes / 4096, "{idle:?}");
-    let large = ask(guest, 9);
+    let large = request_free_pages(guest, 9);
     assert!(large.bytes > 0 && large.bytes <= idle.bytes + 8 * MIB, "{large:?}");
     assert!(large.by_order.iter().all(|of| of.order >= 9), "{large:?}");
 
@@ -139,7 +138,7 @@ fn free_pages(scene: &Scene) {
     let numbers = [idle.request_id, large.request_id, with_balloon.request_id];
     assert!(numbers.is_sorted_by(|a, b| a < b), "{numbers:?}");
 
-    // While memory comes and goes; and nothing is taken away because of an answer.
+    // During a workload; the pages of an answer are not discarded.
     let discarded = guest.metric("ebb_balloon_discarded_bytes_total");
     let work = guest.send(Command::Churn {
         bytes: 96 * MIB,
@@ -150,19 +149,19 @@ fn free_pages(scene: &Scene) {
     });
     let mut answers = 0;
     while guest.poll(work).is_none() || answers < 5 {
-        assert_eq!(ask(guest, answers % 3 * 3).status, FreePagesStatus::Done);
+        assert_eq!(request_free_pages(guest, answers % 3 * 3).status, FreePagesStatus::Done);
         answers += 1;
     }
     module.churned(work);
     assert_eq!(guest.metric("ebb_balloon_discarded_bytes_total"), discarded);
 
-    // A guest that does not answer, and one whose driver goes in the middle.
+    // A guest that does not answer, and one whose driver is unloaded during a request.
     guest.put("/vm/pause");
     let silent: Result<FreePagesReport, _> =
         guest.client().put_json("/balloon/free-pages", &json!({ "timeout_ms": 300 }));
     assert!(
         !silent.as_ref().is_ok_and(|report| report.status == FreePagesStatus::Done),
-        "a guest that stands still has answered: {silent:?}"
+        "a paused guest has answered: {silent:?}"
     );
     guest.put("/vm/resume");
     for _ in 0..4 {
@@ -172,7 +171,7 @@ fn free_pages(scene: &Scene) {
                 guest.client().put_json::<FreePagesReport>("/balloon/free-pages", &body)
             });
             module.unload();
-            // Whatever came of it: it has come to an end.
+            // The request has ended, with any result.
             drop(asking.join());
         });
         module.load("tracker=none");
@@ -194,47 +193,47 @@ fn saved_and_rebooted(scene: &Scene) {
     let module = Module::start(setup, &["tracker=bitmap", "bitmap_threshold=1"]);
     module.guest.run(Command::Hold { bytes: 48 * MIB, pattern: 11 });
     let total = module.guest.meminfo("MemTotal");
-    let last_number = ask(&module.guest, 0).request_id;
+    let last_number = request_free_pages(&module.guest, 0).request_id;
     let churn =
         Command::Churn { bytes: 96 * MIB, tasks: 2, seed: 6, operations: Some(400), seconds: None };
     let work = module.guest.send(churn);
     module.guest.wait_started(work);
     module.guest.set_target(128 * MIB);
 
-    // In the middle of an inflation, of reports, and of work.
+    // During an inflation, reports and a workload.
     let module = module.save_and_restore(scene);
     let guest = &module.guest;
     module.churned(work);
     guest.inflate_to(128 * MIB);
     assert_eq!(guest.meminfo("MemTotal"), total - 128 * MIB);
-    let answer = ask(guest, 0);
+    let answer = request_free_pages(guest, 0);
     assert_eq!(answer.status, FreePagesStatus::Done, "{answer:?}");
     assert!(answer.request_id > last_number, "{last_number}, then {answer:?}");
-    // Twice what the work has used: what it has left in pieces smaller than a block is used again
-    // first, and never reported.
+    // Twice the memory that the workload has used: fragments smaller than a block are reused first
+    // and never reported.
     let reported = guest.metric("ebb_balloon_reported_bytes_total");
     let program = 192 * MIB;
     let least = program / counts(3, 2);
     guest.run(Command::AllocTouchExit { bytes: program });
-    eventually("the tracker goes on", 30, || {
+    eventually("the tracker continues to report", 30, || {
         let now = guest.metric("ebb_balloon_reported_bytes_total");
         when(now >= reported + least, || format!("{reported} -> {now} bytes"))
     });
     module.check_well();
 
-    // A new kernel finds the target that the old one had got to.
+    // After a reboot the new kernel's driver finds the old target.
     guest.send(Command::Reboot);
     let Event::Ready { balloon_driver, warnings, .. } = guest.wait_ready(1) else { unreachable!() };
     assert_eq!((balloon_driver, warnings), (BalloonDriver::EbbBalloon, Vec::new()));
     guest.run(Command::Hold { bytes: 48 * MIB, pattern: 12 });
     guest.inflate_to(128 * MIB);
-    assert!(ask(guest, 0).request_id > answer.request_id);
+    assert!(request_free_pages(guest, 0).request_id > answer.request_id);
     guest.inflate_to(0);
     assert_eq!(guest.meminfo("MemTotal"), total);
     module.check_well();
 }
 
-/// What must not be given, and words of the line in the kernel's log that says what may be.
+/// Invalid parameters, and words of the kernel log message about their valid values.
 const WRONG_PARAMETERS: [(&str, &str); 6] = [
     ("tracker=sonar", "none, percpu, bitmap and reporting"),
     ("encoding=morse", "pfns"),
@@ -258,14 +257,14 @@ fn plain_device_and_wrong_parameters(scene: &Scene) {
         let log = module.kernel_log(&[parameters]);
         assert!(
             log.contains(words),
-            "{parameters}: the log should tell the legal values of {name}: {log:?}"
+            "{parameters}: the log should contain the valid values of {name}: {log:?}"
         );
     }
     assert_eq!(guest.balloon().state, BalloonState::DriverAbsent);
 
-    // A device as everybody else's, and what the stock driver does with it.
+    // A device without the extension, on which the driver behaves like the stock one.
     module.load("tracker=reporting");
-    eventually("the driver is there", 20, || {
+    eventually("the driver is loaded", 20, || {
         let info = guest.balloon();
         when(info.negotiated_features.contains(&BalloonFeature::PageReporting), || {
             format!("{info:?}")
@@ -295,12 +294,12 @@ fn plain_device_and_wrong_parameters(scene: &Scene) {
     assert_eq!(
         ["pfns", "bitmaps", "ranges"].map(|encoding| messages(guest, encoding)),
         [0, 0, 0],
-        "no messages for a device without them"
+        "no messages to a device without the extension"
     );
     module.check_well();
 }
 
-/// A program gets its memory out of the balloon instead of being killed.
+/// The balloon deflates for a program instead of the program being killed.
 fn deflates_on_oom(module: &Module) {
     let guest = &module.guest;
     guest.inflate_to(0);
@@ -308,11 +307,11 @@ fn deflates_on_oom(module: &Module) {
     guest.inflate_to(target / (4 * MIB) * (4 * MIB));
     let full = guest.balloon().actual_bytes;
     guest.run(Command::AllocTouchExit { bytes: 160 * MIB });
-    eventually("the guest says that the balloon is smaller", 20, || {
+    eventually("the guest reports a smaller balloon", 20, || {
         let info = guest.balloon();
         when(info.actual_bytes + 100 * MIB <= full, || format!("{full} -> {info:?}"))
     });
-    assert_eq!(guest.run(Command::VmStat)["oom_kill"], 0, "nobody had to be killed");
+    assert_eq!(guest.run(Command::VmStat)["oom_kill"], 0, "no process was killed");
     assert!(module.counter("oom_pages") >= 100 * MIB / 4096);
     guest.inflate_to(16 * MIB);
 }

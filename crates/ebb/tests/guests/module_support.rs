@@ -1,5 +1,4 @@
-//! Ebb's own balloon driver in a guest: loading, parameters, counters, and what the kernel says
-//! about it.
+//! Ebb's balloon driver in a guest: loading, parameters, counters and kernel messages.
 
 use ebb_agent::churn::ChurnReport;
 use ebb_agent::command_line::BalloonDriver;
@@ -11,13 +10,13 @@ use crate::harness::{Scene, WRONG_CONTENT, eventually, when};
 use crate::saved::Restore;
 use crate::setup::Setup;
 
-/// All its trackers.
+/// All trackers of the driver.
 pub const TRACKERS: [&str; 4] = ["percpu", "bitmap", "reporting", "none"];
-/// What the kernel's log must not hold, in lower case: warnings, bugs, lockups, blocked tasks and
-/// their traces.
+/// Words that the kernel's log must not contain, in lower case: warnings, bugs, lockups, blocked
+/// tasks and their traces.
 const COMPLAINTS: [&str; 6] =
     ["warning:", "bug:", "oops", "call trace", "blocked for more than", "bad page"];
-/// Where its counters are.
+/// Path of the driver's counters.
 const COUNTERS: &str = "/sys/kernel/debug/ebb_balloon/counters";
 
 /// A guest with Ebb's driver.
@@ -59,7 +58,7 @@ impl Module {
         Self { guest, release }
     }
 
-    /// Saves the guest to a file and goes on with it in another monitor.
+    /// Saves the guest to a file and restores it in another monitor.
     #[track_caller]
     pub fn save_and_restore(self, scene: &Scene) -> Self {
         let file = scene.path("vm.snapshot");
@@ -67,7 +66,7 @@ impl Module {
         Self { guest: Restore::new(scene, &file).start(), release: self.release }
     }
 
-    /// Loads the driver, or says why it cannot be loaded.
+    /// Loads the driver, or returns the error.
     #[track_caller]
     pub fn try_load(&self, parameters: &str) -> Result<(), String> {
         let path = ebb_virtual_host::balloon_module::path_in_guest(&self.release);
@@ -81,7 +80,7 @@ impl Module {
         self.try_load(parameters).unwrap_or_else(|error| panic!("{parameters}: {error}"));
     }
 
-    /// Unloads it.
+    /// Unloads the driver.
     #[track_caller]
     pub fn unload(&self) {
         self.guest.run(Command::UnloadModule { name: BalloonDriver::EbbBalloon.name().to_owned() });
@@ -102,7 +101,7 @@ impl Module {
         self.guest.outcome(id).expect_err("it is refused");
     }
 
-    /// One of its counters.
+    /// Reads a counter of the driver.
     #[track_caller]
     pub fn counter(&self, name: &str) -> u64 {
         let text = self.guest.read_file(COUNTERS);
@@ -110,14 +109,14 @@ impl Module {
         found.unwrap_or_else(|| panic!("no counter {name} in:\n{text}"))
     }
 
-    /// Lines of the kernel's log that hold one of these words.
+    /// Lines of the kernel's log that contain one of these words.
     #[track_caller]
     pub fn kernel_log(&self, words: &[&str]) -> String {
         let words = words.iter().map(|word| (*word).to_owned()).collect();
         self.guest.run(Command::KernelLog { words })["text"].as_str().expect("text").to_owned()
     }
 
-    /// Checks that neither the kernel nor the device has complained, and that no page is wrong.
+    /// Checks that neither the kernel nor the device reports errors, and that no page is wrong.
     #[track_caller]
     pub fn check_well(&self) {
         let complaints = self.kernel_log(&COMPLAINTS);
@@ -150,7 +149,7 @@ impl Module {
         }
     }
 
-    /// Waits until nothing is isolated and the guest's free memory is at least this.
+    /// Waits until no page is isolated and the guest has at least this much free memory.
     #[track_caller]
     pub fn wait_free(&self, least_free_bytes: u64) {
         eventually("free memory is back", 30, || {
@@ -159,7 +158,7 @@ impl Module {
         });
     }
 
-    /// The end of a churn: everything was right.
+    /// Waits for the end of a churn and checks that no page was wrong.
     #[track_caller]
     pub fn churned(&self, id: u64) -> ChurnReport {
         let result = self.guest.outcome(id).unwrap_or_else(|error| panic!("churn: {error}"));

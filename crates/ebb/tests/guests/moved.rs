@@ -1,4 +1,4 @@
-//! Guests that move: a monitor that waits for one, and sending one there.
+//! Migration of guests: the receiving monitor, and the command that sends a guest.
 
 use std::ffi::{OsStr, OsString};
 use std::net::TcpListener;
@@ -11,23 +11,23 @@ use crate::guest::Guest;
 use crate::harness::{Scene, eventually};
 use crate::saved::boot_files;
 
-/// What `ebb receive` says before the address that it has come to listen on.
+/// Message of `ebb receive` before the address that it listens on.
 const LISTENING: &str = "listening on ";
-/// Where monitors of these tests listen over TCP, before the port.
+/// TCP address of the monitors in these tests, without the port.
 const LOOPBACK: &str = "tcp:127.0.0.1:";
-/// Exit code of a monitor whose guest has moved away.
+/// Exit code of a monitor whose guest was migrated away.
 pub const MIGRATED: i32 = 8;
 
-/// How two monitors reach each other.
+/// Transport between two monitors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Route {
     /// A socket in the test's directory.
     Unix,
-    /// The loopback interface, any free port.
+    /// Any free port of the loopback interface.
     Tcp,
 }
 
-/// A monitor that is to take a guest, as a command line of `ebb receive`.
+/// A receiving monitor, as a command line of `ebb receive`.
 pub struct Receive<'a> {
     scene: &'a Scene,
     socket: PathBuf,
@@ -36,7 +36,7 @@ pub struct Receive<'a> {
 }
 
 impl<'a> Receive<'a> {
-    /// Reached by `route`; `name` is unique in the test. Over TCP it is not encrypted.
+    /// Receives over `route`, unencrypted over TCP; `name` is unique in the test.
     pub fn new(scene: &'a Scene, name: &str, route: Route) -> Self {
         let mut receive = Self::without_names(scene, name, route).args(boot_files(scene));
         if route == Route::Tcp {
@@ -45,7 +45,7 @@ impl<'a> Receive<'a> {
         receive
     }
 
-    /// The same with no file named, and nothing said of encryption.
+    /// The same without options for files and encryption.
     pub fn without_names(scene: &'a Scene, name: &str, route: Route) -> Self {
         let listen = match route {
             Route::Unix => format!("unix:{}", scene.path(&format!("{name}.migration")).display()),
@@ -54,7 +54,7 @@ impl<'a> Receive<'a> {
         Self { scene, socket: scene.path(name), listen, arguments: Vec::new() }
     }
 
-    /// More arguments.
+    /// Adds arguments.
     pub fn args<S: AsRef<OsStr>>(mut self, arguments: impl IntoIterator<Item = S>) -> Self {
         self.arguments.extend(arguments.into_iter().map(|argument| argument.as_ref().to_owned()));
         self
@@ -71,25 +71,25 @@ impl<'a> Receive<'a> {
             assert!(guest.is_running(), "the monitor has ended: {:?}", guest.wait_end());
             let line =
                 guest.log().lines().find_map(|line| Some(line.split_once(LISTENING)?.1.to_owned()));
-            line.ok_or_else(|| "it does not say so".to_owned())
+            line.ok_or_else(|| "not yet".to_owned())
         });
         (guest, address)
     }
 }
 
-/// A client's `ebb migrate`.
+/// A command line of `ebb migrate`.
 pub struct Migrate {
     program: Program,
 }
 
 impl Migrate {
-    /// Of `guest` to `address`; not encrypted over TCP.
+    /// Sends `guest` to `address`, unencrypted over TCP.
     pub fn new(scene: &Scene, guest: &Guest, address: &str) -> Self {
         let migrate = Self::with_defaults(scene, guest, address);
         if address.starts_with(LOOPBACK) { migrate.args(["--insecure"]) } else { migrate }
     }
 
-    /// The same with nothing said of encryption.
+    /// The same without options for encryption.
     pub fn with_defaults(scene: &Scene, guest: &Guest, address: &str) -> Self {
         let mut program = Program::new(&scene.world.ebb);
         program.arg("migrate").arg(guest.socket()).args(["--to", address, "--json"]);
@@ -97,27 +97,27 @@ impl Migrate {
         Self { program }
     }
 
-    /// More arguments.
+    /// Adds arguments.
     pub fn args<S: AsRef<OsStr>>(mut self, arguments: impl IntoIterator<Item = S>) -> Self {
         self.program.args(arguments);
         self
     }
 
-    /// Runs it to its end; exit code, report (`null` if there is none) and what it said.
+    /// Runs it to its end; returns exit code, report (`null` if none) and standard error.
     pub fn run(&mut self) -> (Option<i32>, Value, String) {
         let Output { status, stdout, stderr } = self.program.output().expect("ebb runs");
         let report = serde_json::from_slice(&stdout).unwrap_or(Value::Null);
         (status.code(), report, String::from_utf8_lossy(&stderr).into_owned())
     }
 
-    /// Starts it and does not wait.
+    /// Starts it without waiting.
     pub fn spawn(&mut self) -> std::process::Child {
         self.program.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("ebb runs")
     }
 }
 
-/// Moves `guest` to another monitor, with these arguments of `ebb migrate`. What it was is over,
-/// and says so.
+/// Migrates `guest` to another monitor, with these arguments of `ebb migrate`, and checks that the
+/// source's monitor has ended.
 #[track_caller]
 pub fn move_to<S: AsRef<OsStr>>(
     receive: Receive<'_>,
@@ -128,8 +128,8 @@ pub fn move_to<S: AsRef<OsStr>>(
     (receiver, report)
 }
 
-/// As [`move_to`]; also returns what the guest was, with what it has said there: a command may have
-/// ended on the way.
+/// As [`move_to`]; also returns the guest at the source, with its messages there: a command may
+/// have ended during the migration.
 #[track_caller]
 pub fn move_and_look_back<S: AsRef<OsStr>>(
     receive: Receive<'_>,
@@ -147,14 +147,14 @@ pub fn move_and_look_back<S: AsRef<OsStr>>(
     (receiver, report, guest)
 }
 
-/// A number of a report.
+/// A numeric field of a report.
 #[track_caller]
 pub fn number(report: &Value, name: &str) -> u64 {
     report[name].as_u64().unwrap_or_else(|| panic!("no {name} in {report}"))
 }
 
-/// An address of this machine at which nobody listens.
-pub fn nobody() -> String {
+/// An address of this machine on which no process listens.
+pub fn unused_address() -> String {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
     let address = listener.local_addr().expect("an address");
     format!("tcp:{address}")

@@ -1,4 +1,4 @@
-//! Where the tests run: here, or in a virtual host that is started for them.
+//! Selects where the tests run: on this machine, or in a virtual host that is started for them.
 
 use std::env;
 use std::fmt::Display;
@@ -20,57 +20,56 @@ use crate::harness::{
 };
 use crate::trace::Trace;
 
-/// Set in the virtual host.
+/// Environment variable that is set in the virtual host.
 const INSIDE: &str = "EBB_GUEST_TESTS_INSIDE";
-/// Names of tests, with commas between them: only these are run in the virtual host.
+/// Environment variable with the comma-separated names of the tests to run in the virtual host.
 const ONLY: &str = "EBB_GUEST_TESTS_ONLY";
-/// Where the tests in the virtual host leave their results.
+/// File for the results of the tests in the virtual host.
 const RESULTS_INSIDE: &str = "/tmp/results.json";
-/// Names a file for the results of a run, with date and commit.
+/// Environment variable for a file for the results of a run, with date and commit.
 const RESULTS_VARIABLE: &str = "EBB_TEST_RESULTS";
-/// So many tests are listed with the time that they took.
+/// Number of slowest tests that are listed with their time.
 const SLOWEST: usize = 10;
-/// How many virtual hosts share the tests; by processors and memory if it is not set.
+/// Environment variable for the number of virtual hosts; by default set by processors and memory.
 const HOSTS: &str = "EBB_GUEST_TESTS_HOSTS";
-/// More hosts than this are not worth their start.
+/// Maximum number of hosts: more are not worth their start.
 const MOST_HOSTS: usize = 4;
-/// Fewer tests than this are not shared.
+/// Minimum number of tests that are distributed over hosts.
 const LEAST_TO_SHARE: usize = 8;
-/// Memory for each host: what it has, and the emulator's own.
+/// Memory for each host: its own and the emulator's overhead.
 const HOST_NEEDS_MIB: usize = 5 << 10;
-/// So many failed tests have a second try at most; more are no accident.
+/// Maximum number of failed tests to repeat; more failures are no coincidence.
 const MOST_TRIED_AGAIN: usize = 6;
-/// This program in the virtual host, and the images made for it.
+/// Paths of this program and of its images in the virtual host.
 const PROGRAM_INSIDE: &str = "/init";
 const INITRD_INSIDE: &str = "/opt/guest.cpio";
 const HOSTILE_INITRD_INSIDE: &str = "/opt/hostile.cpio";
-/// This program in a guest of the hostile image.
+/// Path of this program in a guest of the hostile image.
 pub const PROGRAM_IN_GUEST: &str = "/bin/guests";
 /// Static busybox, as Debian installs it.
 const BUSYBOX: &str = "/bin/busybox";
-/// Beside the standard modules: the power button and those who hear of it, and the one that tells
-/// of a panic.
+/// Modules in addition to the standard ones: the power button, its input device, and the panic
+/// notifier.
 const MODULES: [&str; 3] = ["button", "evdev", "pvpanic-mmio"];
-/// All tests take a few minutes; this is for a host that hangs.
+/// Time limit for a hanging host; all tests take a few minutes.
 const HOST_LIMIT: Duration = Duration::from_secs(30 * 60);
-/// The same in a long run.
+/// Time limit for a hanging host in a long run.
 const LONG_HOST_LIMIT: Duration = Duration::from_secs(6 * 3600);
 
-/// Where to run.
+/// Place to run the tests.
 pub enum Place {
-    /// On this machine; the guests' files last as long as the directory, if they are not there
-    /// anyway.
+    /// On this machine, with the directory of the guests' files unless they are permanent.
     Here(World, Option<TempDir>),
     /// In a virtual host.
     VirtualHost(Outside),
 }
 
-/// What a virtual host is started with.
+/// Configuration of the virtual hosts.
 pub struct Outside {
     files: TempDir,
 }
 
-/// Decides by running a loop on KVM, and prepares the guests' files.
+/// Selects the place by running a loop on KVM, and prepares the guests' files.
 pub fn choose() -> Result<Place, String> {
     if env::var_os(INSIDE).is_some() {
         let trace = Trace::start()
@@ -115,14 +114,14 @@ pub fn choose() -> Result<Place, String> {
     Ok(Place::Here(world, Some(files)))
 }
 
-/// Names of the tests to which the run is limited, if it is.
+/// Names of the tests to which the run is limited, if any.
 pub fn only() -> Option<Vec<String>> {
     let names = env::var(ONLY).ok()?;
     Some(names.split(',').map(str::to_owned).collect())
 }
 
-/// Leaves the results of a run where [`Outside`] finds them, or reports them if this is the outer
-/// program.
+/// Writes the results of a run to the file that [`Outside`] reads, or reports them if this is the
+/// outer program.
 pub fn leave_results() -> Result<(), String> {
     if env::var_os(INSIDE).is_none() {
         return report(&results());
@@ -158,7 +157,7 @@ fn file(source: PathBuf, target: &str) -> HostFile {
     HostFile { source, target: target.into(), mode: Some(0o755) }
 }
 
-/// The agent beside `ebb`: cargo puts both there.
+/// The agent in the directory of `ebb`, where cargo puts both.
 fn agent() -> Result<PathBuf, String> {
     let beside = Path::new(env!("CARGO_BIN_EXE_ebb")).with_file_name("ebb-agent");
     let chosen =
@@ -167,7 +166,8 @@ fn agent() -> Result<PathBuf, String> {
         return Ok(chosen);
     }
     Err(format!(
-        "there is no guest agent at {}; build it with `cargo build -p ebb-agent` (with --release if the tests are)",
+        "there is no guest agent at {}; build it with `cargo build -p ebb-agent` (with --release \
+         if the tests are)",
         chosen.display()
     ))
 }
@@ -185,11 +185,11 @@ fn write_image(
     guest_image::build(&image, BufWriter::new(output)).map_err(text)?.flush().map_err(text)
 }
 
-/// Why the tests have no result.
+/// Reason why the tests have no result.
 enum Failure {
     /// The virtual host ended by itself.
     HostEnded(String),
-    /// Something else.
+    /// Another error.
     Other(String),
 }
 
@@ -208,16 +208,16 @@ impl From<String> for Failure {
     }
 }
 
-/// What came of the tests in a virtual host.
+/// Outcome of the tests in a virtual host.
 struct Outcome {
-    /// Exit code of the program in there.
+    /// Exit code of the program in the host.
     code: u8,
-    /// The tests that were run.
+    /// Results of the tests.
     results: Vec<TestResult>,
 }
 
 impl Outcome {
-    /// That of several hosts.
+    /// Combines the outcomes of several hosts.
     fn of_all(outcomes: Vec<Self>) -> Self {
         Self {
             code: outcomes.iter().map(|outcome| outcome.code).max().unwrap_or(0),
@@ -225,14 +225,14 @@ impl Outcome {
         }
     }
 
-    /// Names of the tests that have failed.
+    /// Names of the failed tests.
     fn failed(&self) -> Vec<String> {
         let failed = self.results.iter().filter(|result| result.end != TestEnd::Passed);
         failed.map(|result| result.name.clone()).collect()
     }
 
-    /// Names of the failed tests if all of them may be tried again: few, and each with a sign that
-    /// the emulated host was at fault.
+    /// Names of the failed tests if they may be repeated: few, and each with a sign that the
+    /// emulated host was at fault.
     fn to_try_again(&self) -> Vec<String> {
         let failed = self.failed();
         let excused = self.results.iter().all(|result| result.end != TestEnd::Failed);
@@ -240,7 +240,7 @@ impl Outcome {
     }
 }
 
-/// How many virtual hosts share the tests. A test keeps hardly more than one processor busy.
+/// Number of virtual hosts for the tests. A test uses little more than one processor.
 fn hosts(tests: usize) -> usize {
     if let Some(number) = env::var(HOSTS).ok().and_then(|text| text.parse().ok()) {
         return usize::max(number, 1).min(tests);
@@ -258,13 +258,13 @@ fn available_memory_mib() -> Option<usize> {
 }
 
 impl Outside {
-    /// Runs this program again in a virtual host, or in several that share the tests, with the same
-    /// arguments.
+    /// Runs this program with the same arguments in a virtual host, or in several that share the
+    /// tests.
     ///
-    /// The host is emulated down to its processor's virtualization, and emulators have broken
-    /// guests under any monitor (CONTRIBUTING.md). So a few tests that failed with a sign of that
-    /// are run once more, in a new virtual host; their first failure has been told in full. What
-    /// fails without such a sign, or twice, has failed.
+    /// The host's virtualization is emulated, and emulators have broken guests under any monitor
+    /// (CONTRIBUTING.md). Therefore a few tests that failed with a sign of that are repeated in a
+    /// new virtual host, after their first failure was printed in full. A test that fails without
+    /// such a sign, or twice, has failed.
     pub fn run_again(&self, names: &[&str]) -> ExitCode {
         let outcome = self.run_shared(names).and_then(|mut first| {
             let names = first.to_try_again();
@@ -301,8 +301,8 @@ impl Outside {
         }
     }
 
-    /// Deals the tests out to virtual hosts that run side by side. Neighbours in the list are of
-    /// one kind and take about as long, so they go to different ones.
+    /// Distributes the tests over concurrent virtual hosts. Neighbours in the list are similar and
+    /// take about as long, so they are assigned to different hosts.
     fn run_shared(&self, names: &[&str]) -> Result<Outcome, Failure> {
         let hosts = hosts(names.len());
         let share = |host: usize| -> Vec<String> {
@@ -325,9 +325,9 @@ impl Outside {
         Ok(Outcome::of_all(outcomes))
     }
 
-    /// The tests with these names, one after another: first those that any kernel will do for, in a
-    /// virtual host with the kernel of the guests, which is what the machines of most users have;
-    /// then the others, in one with a newer kernel.
+    /// Runs the tests with these names: first those without requirements on the kernel, in a
+    /// virtual host with the guests' kernel, which most users' machines have; then the others, in
+    /// one with a newer kernel.
     fn run_of_kinds(&self, number: usize, names: &[String]) -> Result<Outcome, Failure> {
         let mut outcomes = Vec::new();
         for (needs, kernel) in
@@ -351,7 +351,7 @@ impl Outside {
         Ok(Outcome::of_all(outcomes))
     }
 
-    /// The tests with these names, in virtual host number `number`.
+    /// Runs the tests with these names in virtual host number `number`.
     fn run(
         &self,
         number: usize,
@@ -409,7 +409,7 @@ impl Outside {
     }
 }
 
-/// What a host says, passed on in whole lines: several may talk at the same time.
+/// A host's output, passed on in whole lines, because several hosts may write at the same time.
 #[derive(Default)]
 struct Lines(Vec<u8>);
 

@@ -1,4 +1,4 @@
-//! Free page reporting gives memory back without being asked.
+//! Free page reporting returns memory to the host.
 
 use ebb_agent::protocol::Command;
 use ebb_vmm::api::BalloonFeature;
@@ -15,7 +15,7 @@ pub const TESTS: &[Test] = &[
     Test::new("reporting::needs_the_poison_feature", 240, needs_the_poison_feature),
 ];
 
-/// What the program writes to.
+/// Memory that the program writes to, in bytes.
 const PROGRAM_BYTES: u64 = 600 * MIB;
 
 /// Resident memory right after the program.
@@ -24,24 +24,24 @@ fn after_program(guest: &Guest) -> u64 {
     guest.resident()
 }
 
-/// Runs the program and waits until at least 80 % of its memory are the host's again.
+/// Runs the program and waits until at least 80 % of its memory are returned to the host.
 fn check_returns(guest: &Guest) {
-    // A guest reports what it has freed at boot as well; the peak is taken while the program holds
-    // its memory.
+    // A guest also reports memory freed at boot; the peak is measured while the program holds its
+    // memory.
     guest.run(Command::Hold { bytes: PROGRAM_BYTES, pattern: 3 });
     let (peak, process_peak) = (guest.resident(), guest.process_bytes());
     assert!(peak > PROGRAM_BYTES, "{peak}");
     guest.run(Command::Release);
     let must_fall = PROGRAM_BYTES / 10 * 8;
-    // Linux starts after 2 s and takes at most a sixteenth of a list every 2 s.
-    eventually("reported memory is the host's", 90, || {
+    // Linux starts after 2 s and reports at most a sixteenth of a list every 2 s.
+    eventually("reported memory is returned to the host", 90, || {
         let (resident, process) = (guest.resident(), guest.process_bytes());
         when(resident + must_fall <= peak && process + must_fall <= process_peak, || {
             format!("{peak} -> {resident} bytes, process {process_peak} -> {process}")
         })
     });
     assert!(guest.metric("ebb_balloon_reported_bytes_total") >= must_fall);
-    // What was given back can be used again.
+    // Reported memory can be used again.
     assert!(after_program(guest) > must_fall);
 }
 
@@ -58,7 +58,7 @@ fn off_keeps_memory(scene: &Scene) {
     assert!(!info.negotiated_features.contains(&BalloonFeature::PageReporting), "{info:?}");
     let peak = after_program(&guest);
     assert!(peak > PROGRAM_BYTES, "{peak}");
-    // Two passes of a guest that reports.
+    // Longer than two passes of a guest that reports.
     guest.run(Command::Sleep { ms: 4500 });
     assert!(guest.resident() >= peak - 8 * MIB, "{peak} -> {}", guest.resident());
     assert_eq!(guest.metric("ebb_balloon_reported_bytes_total"), 0);
@@ -75,20 +75,20 @@ fn with_init_on_free(scene: &Scene) {
     for feature in [BalloonFeature::PageReporting, BalloonFeature::PagePoison] {
         assert!(info.negotiated_features.contains(&feature), "{info:?}");
     }
-    // Free pages are zero, and so are discarded ones: nothing is kept back.
+    // Free pages are zero, and so are discarded ones: all can be discarded.
     assert_eq!(info.poison, None);
     check_returns(&guest);
 }
 
 fn needs_the_poison_feature(scene: &Scene) {
-    // Linux declines reporting when it initializes freed pages and cannot say so
+    // Linux declines reporting if it initializes freed pages and cannot report the pattern
     // (virtballoon_validate).
     let guest =
         Setup::new(scene).words("init_on_free=1").balloon("reporting=on,poison=off").start();
     let info = guest.balloon();
     assert!(info.offered_features.contains(&BalloonFeature::PageReporting), "{info:?}");
     assert!(!info.negotiated_features.contains(&BalloonFeature::PageReporting), "{info:?}");
-    // The other queues work, although a queue before them is missing.
+    // The other queues work, although a preceding queue is missing.
     guest.inflate_to(64 * MIB);
     guest.inflate_to(0);
     assert!(guest.statistics().unwrap().statistics.total_memory_bytes.is_some());

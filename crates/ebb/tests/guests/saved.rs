@@ -1,4 +1,4 @@
-//! Guests in files: saving one, and going on with it in another monitor.
+//! Guests in files: saving a guest, and restoring it in another monitor.
 
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
@@ -11,24 +11,24 @@ use serde_json::{Value, json};
 use crate::guest::Guest;
 use crate::harness::Scene;
 
-/// For writing a snapshot in an emulated host.
+/// Time limit for writing a snapshot in an emulated host.
 const SAVE_LIMIT: Duration = Duration::from_secs(120);
 
 impl Guest {
-    /// Writes a snapshot; the guest goes on afterwards, or stays paused.
+    /// Writes a snapshot; the guest then runs or is paused as before.
     #[track_caller]
     pub fn save(&self, path: &Path) -> SnapshotReport {
         self.try_save(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
     }
 
-    /// Writes a snapshot, or says why it was refused.
+    /// Writes a snapshot, or returns the error.
     pub fn try_save(&self, path: &Path) -> Result<SnapshotReport, String> {
         let client = Client::new(self.socket(), SAVE_LIMIT);
         client.put_json("/vm/snapshot", &json!({ "path": path })).map_err(|error| error.to_string())
     }
 
-    /// Writes a snapshot of a guest that is paused for it and ends its monitor: what runs
-    /// afterwards comes from the file.
+    /// Pauses the guest, writes a snapshot and ends the monitor, so that the guest can only
+    /// continue from the file.
     #[track_caller]
     pub fn save_and_end(self, path: &Path) -> SnapshotReport {
         self.put("/vm/pause");
@@ -37,7 +37,7 @@ impl Guest {
         report
     }
 
-    /// Ends the monitor without a word to the guest.
+    /// Ends the monitor without notice to the guest.
     #[track_caller]
     pub fn end(mut self) {
         self.put("/vm/kill");
@@ -46,7 +46,7 @@ impl Guest {
     }
 }
 
-/// How a saved guest is to go on, as a command line of `ebb restore`.
+/// A restore of a saved guest, as a command line of `ebb restore`.
 pub struct Restore<'a> {
     scene: &'a Scene,
     file: PathBuf,
@@ -54,7 +54,7 @@ pub struct Restore<'a> {
     arguments: Vec<OsString>,
 }
 
-/// Options that name the kernel and initramfs which guests reboot from, for a machine that goes on.
+/// Options for the kernel and initramfs from which a restored guest reboots.
 pub fn boot_files(scene: &Scene) -> Vec<OsString> {
     let world = &scene.world;
     vec![
@@ -66,23 +66,23 @@ pub fn boot_files(scene: &Scene) -> Vec<OsString> {
 }
 
 impl<'a> Restore<'a> {
-    /// The guest in `file`, as it was.
+    /// Restores the guest in `file`.
     pub fn new(scene: &'a Scene, file: &Path) -> Self {
         Self { arguments: boot_files(scene), ..Self::without_names(scene, file) }
     }
 
-    /// The same, with no file named.
+    /// The same without options for files.
     pub fn without_names(scene: &'a Scene, file: &Path) -> Self {
         Self { scene, file: file.to_owned(), socket: scene.path("api"), arguments: Vec::new() }
     }
 
-    /// Another name for the API socket, for a second guest in a test.
+    /// Sets the name of the API socket, for a second guest in a test.
     pub fn socket(mut self, name: &str) -> Self {
         self.socket = self.scene.path(name);
         self
     }
 
-    /// More arguments.
+    /// Adds arguments.
     pub fn args<S: AsRef<OsStr>>(mut self, arguments: impl IntoIterator<Item = S>) -> Self {
         self.arguments.extend(arguments.into_iter().map(|argument| argument.as_ref().to_owned()));
         self
@@ -100,13 +100,13 @@ impl<'a> Restore<'a> {
         program
     }
 
-    /// Starts the monitor and does not wait for anything.
+    /// Starts the monitor without waiting.
     fn spawn(self) -> Guest {
         Guest::spawn(self.program(), self.socket, &self.scene.guests())
     }
 
-    /// Starts the monitor and waits for its API. The guest's agent runs already: it does not say
-    /// that it is ready, it takes commands.
+    /// Starts the monitor and waits for its API. The guest's agent already runs: it accepts
+    /// commands without reporting that it is ready.
     #[track_caller]
     pub fn start(self) -> Guest {
         let mut guest = self.spawn();
@@ -114,7 +114,7 @@ impl<'a> Restore<'a> {
         guest
     }
 
-    /// The exit code and the log of a monitor that must refuse the file.
+    /// Exit code and log of a monitor that must refuse the file.
     #[track_caller]
     pub fn refused(self) -> (Option<i32>, String) {
         let socket = self.socket.clone();
@@ -124,7 +124,7 @@ impl<'a> Restore<'a> {
     }
 }
 
-/// What `ebb snapshot --json` says of a file.
+/// Output of `ebb snapshot --json` for a file.
 #[track_caller]
 pub fn describe(scene: &Scene, file: &Path) -> Value {
     let mut program = Program::new(&scene.world.ebb);

@@ -1,4 +1,4 @@
-//! What a guest is to be like, as a command line of `ebb run`.
+//! Configuration of a guest, as a command line of `ebb run`.
 
 use std::ffi::{OsStr, OsString};
 use std::fmt::Write as _;
@@ -8,13 +8,13 @@ use std::process::Command as Program;
 use crate::guest::Guest;
 use crate::harness::Scene;
 
-/// The fastest way up, and an end instead of a hang after a crash.
+/// Kernel arguments for a fast boot, and for an end instead of a hang after a crash.
 const CMDLINE: &str = "console=ttyS0 quiet loglevel=1 panic=-1 mitigations=off nokaslr";
 
-/// What the guest's kernel reads the time from.
+/// Clock source of the guest's kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Clocksource {
-    /// What KVM writes for it.
+    /// KVM's paravirtual clock.
     KvmClock,
     /// The time stamp counter alone.
     Tsc,
@@ -30,7 +30,7 @@ impl Clocksource {
     }
 }
 
-/// How a guest is to be started; the defaults are one vCPU, 512 MiB and an ELF kernel.
+/// Configuration of a guest; the defaults are one vCPU, 512 MiB and an ELF kernel.
 pub struct Setup<'a> {
     scene: &'a Scene,
     kernel: PathBuf,
@@ -62,55 +62,55 @@ impl<'a> Setup<'a> {
         }
     }
 
-    /// Another kernel.
+    /// Sets the kernel.
     pub fn kernel(mut self, path: &Path) -> Self {
         path.clone_into(&mut self.kernel);
         self
     }
 
-    /// Another initramfs.
+    /// Sets the initramfs.
     pub fn initrd(mut self, path: &Path) -> Self {
         path.clone_into(&mut self.initrd);
         self
     }
 
-    /// More words for the kernel.
+    /// Adds kernel arguments.
     pub fn words(mut self, words: &str) -> Self {
         let _ = write!(self.words, " {words}");
         self
     }
 
-    /// This clock source instead of the one that Linux thinks best.
+    /// Sets the clock source instead of Linux's choice.
     pub fn clocksource(mut self, clocksource: Clocksource) -> Self {
         self.clocksource = Some(clocksource);
         self
     }
 
-    /// The text of `--memory`.
+    /// Sets the value of `--memory`.
     pub fn memory(mut self, text: &str) -> Self {
         text.clone_into(&mut self.memory);
         self
     }
 
-    /// The text of `--balloon`.
+    /// Sets the value of `--balloon`.
     pub fn balloon(mut self, text: &str) -> Self {
         text.clone_into(&mut self.balloon);
         self
     }
 
-    /// The text of `--serial`.
+    /// Sets the value of `--serial`.
     pub fn serial(mut self, text: &'static str) -> Self {
         self.serial = text;
         self
     }
 
-    /// More arguments.
+    /// Adds arguments.
     pub fn args<S: AsRef<OsStr>>(mut self, arguments: impl IntoIterator<Item = S>) -> Self {
         self.arguments.extend(arguments.into_iter().map(|argument| argument.as_ref().to_owned()));
         self
     }
 
-    /// Another name for the API socket, for a second guest in a test.
+    /// Sets the name of the API socket, for a second guest in a test.
     pub fn socket(mut self, name: &str) -> Self {
         self.socket = self.scene.path(name);
         self
@@ -119,7 +119,7 @@ impl<'a> Setup<'a> {
     /// The command line.
     pub fn program(&self) -> Program {
         let mut program = Program::new(&self.scene.world.ebb);
-        // Linux trusts the time stamp counter of a virtual machine only when it is told to.
+        // Linux trusts the time stamp counter of a virtual machine only with an argument.
         let clock = match self.clocksource {
             None => "tsc=reliable",
             Some(Clocksource::KvmClock) => "clocksource=kvm-clock",
@@ -132,7 +132,7 @@ impl<'a> Setup<'a> {
         program
     }
 
-    /// Starts the monitor and does not wait for anything.
+    /// Starts the monitor without waiting.
     pub fn spawn(self) -> Guest {
         Guest::spawn(self.program(), self.socket, &self.scene.guests())
     }

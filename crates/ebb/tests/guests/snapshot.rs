@@ -1,5 +1,5 @@
-//! Snapshots of whole guests: what survives, what a file costs, how many guests it can become, and
-//! what is refused.
+//! Snapshots of guests: preserved state, size of the file, several guests from one file, and
+//! refused requests.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
@@ -31,7 +31,7 @@ fn shell(guest: &Guest, line: &str) -> serde_json::Value {
         .run(Command::Exec { argv: ["/bin/busybox", "sh", "-c", line].map(str::to_owned).to_vec() })
 }
 
-/// Writes and reads in the guest's disk, and fails unless that works.
+/// Runs a command line that accesses the guest's disk and must succeed.
 #[track_caller]
 fn check_disk(guest: &Guest, line: &str) {
     let result = shell(guest, line);
@@ -49,12 +49,13 @@ fn everything_goes_on(scene: &Scene) {
     guest.write_file("/tmp/note", "written before");
     check_disk(
         &guest,
-        "head -c 1048576 /dev/urandom > /tmp/a && dd if=/tmp/a of=/dev/vda bs=1M conv=notrunc,fsync",
+        "head -c 1048576 /dev/urandom > /tmp/a && \
+         dd if=/tmp/a of=/dev/vda bs=1M conv=notrunc,fsync",
     );
     guest.inflate_to(128 * MIB);
     eventually("statistics", 30, || guest.statistics().map_err(|error| error.to_string()));
     let vm = guest.vm();
-    // A program that runs on the other side.
+    // A program that continues after the restore.
     let line = "sleep 4; echo still here";
     let argv = ["/bin/busybox", "sh", "-c", line].map(str::to_owned).to_vec();
     let program = guest.send(Command::Exec { argv });
@@ -75,14 +76,13 @@ fn everything_goes_on(scene: &Scene) {
     assert_eq!(guest.wrong_pages(), 0);
     let restored = guest.vm();
     assert_eq!((restored.memory_bytes, restored.state), (vm.memory_bytes, VmState::Running));
-    // The disk: what was written before, and more.
+    // The disk: earlier writes are there, and new ones work.
     guest.run(Command::DropCaches);
     check_disk(&guest, "head -c 1048576 /dev/vda | cmp - /tmp/a");
     check_disk(&guest, "dd if=/tmp/a of=/dev/vda bs=1M seek=7 conv=notrunc,fsync");
     let content = fs::read(&disk).unwrap();
     assert!(content[..1 << 20] == content[7 << 20..] && content.len() == 8 << 20);
-    // The balloon: as large as before, with its queues where they were; the statistics' buffer was
-    // the device's.
+    // The balloon: its size and queues are restored; the device held the statistics buffer.
     let balloon = guest.balloon();
     assert_eq!((balloon.target_bytes, balloon.actual_bytes), (128 * MIB, 128 * MIB));
     eventually("statistics", 30, || guest.statistics().map_err(|error| error.to_string()));
@@ -119,7 +119,7 @@ fn reboot_after_restore(scene: &Scene) {
     guest.send(Command::PowerOff);
     let (code, log) = guest.wait_end();
     assert_eq!(code, Some(0), "{log}");
-    // What a reboot does can be chosen anew.
+    // The action on reboot can be changed.
     let mut guest = Restore::new(scene, &file).args(["--on-reboot", "exit"]).start();
     guest.send(Command::Reboot);
     let (code, log) = guest.wait_end();
@@ -137,13 +137,13 @@ fn while_inflating(scene: &Scene) {
     });
     let report = guest.save_and_end(&file);
     let guest = Restore::new(scene, &file).start();
-    eventually("the balloon gets to its target", 120, || {
+    eventually("the balloon reaches its target", 120, || {
         let info = guest.balloon();
         when((info.target_bytes, info.actual_bytes) == (240 * MIB, 240 * MIB), || {
             format!("{info:?}")
         })
     });
-    // More than the guest can give: it stays as far as it gets, and can be saved like that.
+    // More than the guest can give: the balloon stays below its target, and can be saved like that.
     guest.set_target(370 * MIB);
     let second = scene.path("second.snapshot");
     let smaller = guest.save_and_end(&second);
@@ -162,7 +162,7 @@ fn of_reported_memory_is_small(scene: &Scene) {
     // Linux reports for as long as it finds free blocks; then the guest is idle.
     let mut last = u64::MAX;
     let mut still = 0;
-    eventually("the guest has reported what it does not use", 150, || {
+    eventually("the guest has reported its unused memory", 150, || {
         std::thread::sleep(std::time::Duration::from_secs(1));
         let now = guest.process_bytes();
         still = if now.abs_diff(last) < 2 * MIB && now < 600 * MIB { still + 1 } else { 0 };
@@ -199,7 +199,7 @@ fn several_from_one_file(scene: &Scene) {
         guest.write_file("/tmp/note", name);
         guest
     });
-    // They need the file no more than by what they have opened.
+    // They keep the file open and do not need its name.
     fs::remove_file(&file).unwrap();
     let [first, changed, third] = &guests;
     first.run(Command::Release);
@@ -212,7 +212,7 @@ fn several_from_one_file(scene: &Scene) {
     assert_eq!(notes, ["first", "second", "third"]);
     third.put("/vm/pause");
     assert_eq!(changed.vm().state, VmState::Running);
-    // A guest from a file can be put into a file.
+    // A restored guest can be saved again.
     let [_, changed, _] = guests;
     changed.save_and_end(&second);
     let again = Restore::new(scene, &second).socket("again").start();
@@ -228,7 +228,7 @@ fn paused_or_not(scene: &Scene) {
     assert_eq!(guest.vm().state, VmState::Running);
     guest.write_file("/tmp/note", "after the first");
     guest.put("/vm/pause");
-    // A snapshot of that name may be replaced.
+    // An existing snapshot may be replaced.
     let report = guest.save(&file);
     assert_eq!((report.paused_ms, guest.vm().state), (0, VmState::Paused));
     let id = guest.send(Command::MemInfo);
@@ -248,7 +248,7 @@ fn paused_or_not(scene: &Scene) {
     assert_eq!(guest.read_file("/tmp/note"), "after the first");
 }
 
-/// A file system of its own, with little room.
+/// A separate small file system.
 struct SmallDisk(PathBuf);
 
 impl SmallDisk {
@@ -280,7 +280,7 @@ fn no_room_or_no_place(scene: &Scene) {
     assert_eq!(names(&small.0), [""; 0]);
     assert_eq!(guest.vm().state, VmState::Running);
 
-    // One that was there stays as it is.
+    // An existing file is kept.
     let precious = scene.path("precious");
     fs::write(&precious, "diary").unwrap();
     for (path, word) in [
@@ -295,7 +295,7 @@ fn no_room_or_no_place(scene: &Scene) {
     }
     assert_eq!(fs::read(&precious).unwrap(), b"diary");
     assert_eq!(guest.wrong_pages(), 0);
-    // With room it works, and paused it stays paused when there is none.
+    // With enough space it works; without, a paused guest stays paused.
     guest.save(&scene.path("vm.snapshot"));
     guest.put("/vm/pause");
     guest.try_save(&file).unwrap_err();
@@ -325,7 +325,7 @@ fn bad_files(scene: &Scene) {
     refused(&["bad.snapshot", "No such file"]);
     for (content, word) in [
         (Vec::new(), "not a snapshot"),
-        (b"rubbish\n".repeat(1000), "not a snapshot"),
+        (b"garbage\n".repeat(1000), "not a snapshot"),
         (vec![0; 8192], "not a snapshot"),
     ] {
         fs::write(&bad, content).unwrap();
@@ -348,7 +348,7 @@ fn bad_files(scene: &Scene) {
     refused(&["damaged"]);
     damage(whole - 100, b"?");
     refused(&["damaged"]);
-    // Other guest memory is found when it is looked for.
+    // Damaged guest memory is detected by `--verify`.
     let extent = (2 << 20) + (16 << 20);
     damage(extent + 5, b"not what was there");
     let (code, log) = Restore::new(scene, &bad).args(["--verify"]).refused();
@@ -358,7 +358,7 @@ fn bad_files(scene: &Scene) {
     fs::rename(&disk, &moved).unwrap();
     fs::copy(&good, &bad).unwrap();
     refused(&["disk", "No such file"]);
-    // It can be named anew, but only it.
+    // Its path can be replaced, but no disk can be added.
     let named = format!("path={},readonly=on", moved.display());
     let (code, log) =
         Restore::new(scene, &good).args(["--disk", &named, "--disk", &named]).refused();
@@ -368,7 +368,7 @@ fn bad_files(scene: &Scene) {
     assert_eq!(guest.read_file("/sys/block/vda/size").trim(), "2048");
     guest.end();
 
-    // What the file itself names is not opened, and a file that others can change is not used.
+    // Paths in the file are not opened, and a file that other users can change is not used.
     fs::rename(&moved, &disk).unwrap();
     let refused = |arguments: &[&str], words: &[&str]| {
         let (code, log) = Restore::without_names(scene, &good).args(arguments).refused();

@@ -1,4 +1,4 @@
-//! The guest's own figures: fresh, plausible, and an error instead of a wait when it cannot answer.
+//! The guest's statistics: fresh and plausible, and an error if the guest cannot answer.
 
 use std::time::{Duration, Instant};
 
@@ -16,8 +16,8 @@ pub const TESTS: &[Test] = &[
     Test::new("statistics::of_a_guest_that_cannot_answer", 240, of_a_guest_that_cannot_answer),
 ];
 
-/// Asks until the guest answers within the API's second, which a busy machine may not grant it at
-/// once.
+/// Retries until the guest answers within the API's time limit of a second, which it may exceed on
+/// a busy machine.
 fn fresh(guest: &Guest) -> StatisticsDocument {
     eventually("statistics", 30, || guest.statistics().map_err(|error| error.to_string()))
 }
@@ -40,7 +40,7 @@ fn fresh_and_plausible(scene: &Scene) {
         values.hugetlb_allocations,
         values.hugetlb_failures,
     ];
-    assert!(known.iter().all(Option::is_some), "Linux tells tags 0 to 9: {values:?}");
+    assert!(known.iter().all(Option::is_some), "Linux reports tags 0 to 9: {values:?}");
     assert_eq!(values.total_memory_bytes, Some(total));
     assert_eq!(
         (values.swap_in_bytes, values.swap_out_bytes),
@@ -58,13 +58,13 @@ fn fresh_and_plausible(scene: &Scene) {
     assert!(fell > 150 * MIB, "free memory fell by {fell} bytes");
     assert!(after.minor_faults > values.minor_faults, "{values:?} {after:?}");
 
-    // An old value is taken when the caller says so, and it is the same one.
+    // With a maximum age the previous values are returned.
     let old: StatisticsDocument =
         guest.client().get("/balloon/statistics?max_age_ms=600000").unwrap();
     assert_eq!(old.statistics, after);
 }
 
-/// The age of the values known, without asking the guest.
+/// Age of the known values, without a request to the guest.
 fn age_ms(guest: &Guest) -> Option<u64> {
     let document: Result<StatisticsDocument, _> =
         guest.client().get("/balloon/statistics?max_age_ms=600000");
@@ -76,7 +76,7 @@ fn at_an_interval(scene: &Scene) {
     assert_eq!(guest.balloon().statistics_interval_seconds, 1);
     let wait_for_newer = || {
         let mut last = age_ms(&guest).unwrap_or(u64::MAX);
-        eventually("values arrive by themselves", 30, || {
+        eventually("values arrive at the interval", 30, || {
             let now = age_ms(&guest).unwrap_or(u64::MAX);
             let newer = now < last;
             last = now;
@@ -92,7 +92,7 @@ fn at_an_interval(scene: &Scene) {
     let info: ebb_vmm::api::BalloonInfo =
         guest.client().put_json("/balloon/statistics-interval", &body).unwrap();
     assert_eq!(info.statistics_interval_seconds, 0);
-    // Values get old now; one that was under way may still arrive.
+    // No new values are requested; one that was pending may still arrive.
     eventually("values are three intervals old", 30, || {
         let age = age_ms(&guest);
         when(age.is_some_and(|age| age > 3000), || format!("{age:?}"))
@@ -128,7 +128,7 @@ fn of_a_guest_that_cannot_answer(scene: &Scene) {
     });
     let known = fresh(&guest).statistics;
 
-    // A kernel that has panicked and neither restarts nor tells the monitor.
+    // A kernel that has panicked and neither restarts nor notifies the monitor.
     guest.run(Command::UnloadModule { name: "pvpanic_mmio".to_owned() });
     guest.write_file("/proc/sys/kernel/panic", "0");
     guest.send(Command::Crash { how: Crash::Panic });
@@ -140,12 +140,12 @@ fn of_a_guest_that_cannot_answer(scene: &Scene) {
             other => Err(format!("{other:?}")),
         }
     });
-    assert!(asked.elapsed() >= Duration::from_secs(1), "it was given its second");
+    assert!(asked.elapsed() >= Duration::from_secs(1), "the API waited for a second");
     assert!(detail.message.contains("1000 ms"), "{detail:?}");
     assert!(
         detail.last_known.expect("the last values").statistics.total_memory_bytes
             == known.total_memory_bytes
     );
-    // The monitor itself is well.
+    // The monitor still answers.
     guest.vm();
 }

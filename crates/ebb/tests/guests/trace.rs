@@ -1,9 +1,8 @@
-//! What KVM did just before a guest ended in a way that it should not: the kernel's trace buffer,
-//! always on, small.
+//! Records KVM's last events before a guest's unexpected end in a small trace buffer of the kernel.
 //!
-//! Events cost microseconds in an emulated host: all exits of a test that writes much to its
-//! console take a third of its time. What is recorded here is rare, so that a test takes as long
-//! with it as without.
+//! Events cost microseconds in an emulated host: recording all exits would take a third of the time
+//! of a test that writes much to its console. Only rare events are recorded, which do not slow down
+//! tests.
 
 use std::collections::BTreeMap;
 use std::ffi::CStr;
@@ -14,43 +13,43 @@ use std::{fs, thread};
 
 use rustix::mount::{MountFlags, mount};
 
-/// Where tracefs is mounted (Linux Documentation/trace/ftrace.rst).
+/// Mount point of tracefs (Linux Documentation/trace/ftrace.rst).
 const TRACEFS: &str = "/sys/kernel/tracing";
-/// Size of the buffer of each processor: some thousand events.
+/// Size of each processor's buffer: some thousand events.
 const BUFFER_KIB: &str = "256";
-/// Events of the group `kvm`, each with a filter; a kernel may lack some. Of the exits the last one
-/// counts: it tells where the guest was and what was being delivered to it (AMD64 Architecture
-/// Programmer's Manual, volume 2, appendix C: 7Fh is a shutdown).
+/// Events of the group `kvm`, each with a filter; a kernel may lack some. Only the last exit is
+/// recorded: it contains the guest's address and the event that was being delivered (AMD64
+/// Architecture Programmer's Manual, volume 2, appendix C: 7Fh is a shutdown).
 const EVENTS: [(&str, &str); 3] =
     [("kvm_exit", "exit_reason == 0x7f"), ("kvm_inj_exception", "0"), ("kvm_page_fault", "0")];
-/// Lines that a report holds.
+/// Maximum number of lines of a report.
 const REPORT_LINES: usize = 80;
 
-/// How long a guest that does not answer is looked at.
+/// Time for which a guest that does not answer is traced.
 const MOMENT: Duration = Duration::from_millis(300);
-/// Lines on what it did.
+/// Maximum number of lines of that trace.
 const MOMENT_LINES: usize = 24;
 
-/// Begins a line that tells that the emulated host has failed, and neither a guest nor its monitor.
+/// Start of a line that reports a failure of the emulated host, not of a guest or its monitor.
 pub const HOST_FAILED: &str = "the emulated host has failed: ";
-/// Bits of a nested page fault's code (AMD64 Architecture Programmer's Manual, volume 2, section
-/// 15.25.6): a reserved bit was set, and the access was one of a walk through the guest's own page
+/// Bits of a nested page fault's error code (AMD64 Architecture Programmer's Manual, volume 2,
+/// section 15.25.6): a reserved bit was set, and the access was part of a walk of the guest's page
 /// tables.
 const RESERVED_BIT: u64 = 1 << 3;
 const GUEST_TABLE_WALK: u64 = 1 << 33;
-/// So many of the same such fault in a moment are no accident of one.
+/// Number of equal faults in [`MOMENT`] that indicates an endless loop.
 const FAULTS_WITHOUT_END: usize = 100;
-/// A processor of the host that counts no time for so long does nothing any more.
+/// Time without progress of its counters after which a processor of the host counts as stuck.
 const STILL: Duration = Duration::from_secs(2);
 
-/// A trace that runs.
+/// A running trace.
 #[derive(Debug, Clone)]
 pub struct Trace {
     directory: PathBuf,
 }
 
 impl Trace {
-    /// Mounts tracefs where it is not and begins to record; says why if it cannot.
+    /// Mounts tracefs if necessary and starts the trace.
     pub fn start() -> Result<Self, String> {
         let directory = PathBuf::from(TRACEFS);
         if !directory.join("trace").exists() {
@@ -66,7 +65,7 @@ impl Trace {
         for (event, filter) in EVENTS {
             let event = format!("events/kvm/{event}");
             if directory.join(&event).exists() {
-                // Zero stands for no filter.
+                // 0 means no filter.
                 write(&format!("{event}/filter"), filter)?;
                 write(&format!("{event}/enable"), "1")?;
             }
@@ -75,15 +74,14 @@ impl Trace {
         Ok(Self { directory })
     }
 
-    /// The last events of a vCPU whose guest has ended with a triple fault, that one being the
-    /// last.
+    /// The last events of a vCPU up to and including the triple fault that ended its guest.
     pub fn before_triple_fault(&self, vcpu: u32) -> String {
         report(&self.directory, vcpu)
     }
 }
 
-/// What the vCPUs of all guests do right now: how often each left the guest in a moment, why and
-/// from where. Without KVM's events, as anywhere but in a virtual host, nothing.
+/// Present activity of all guests' vCPUs: for each vCPU the number of exits in [`MOMENT`] by reason
+/// and address. Empty without KVM's events, that is, outside of a virtual host.
 pub fn moment() -> String {
     let directory = Path::new(TRACEFS).join("instances/ebb-moment");
     if fs::create_dir(&directory).is_err() {
@@ -116,17 +114,17 @@ pub fn moment() -> String {
     {
         let _ = writeln!(
             report,
-            "{HOST_FAILED}a guest's processor walks page tables that are not the guest's"
+            "{HOST_FAILED}a vCPU walks page tables that do not belong to its guest"
         );
     }
     if let Some(processor) = still_processor() {
-        let _ = writeln!(report, "{HOST_FAILED}{processor} counts no time any more");
+        let _ = writeln!(report, "{HOST_FAILED}{processor} no longer counts time");
     }
     report
 }
 
-/// Whether this is a fault at a page table of the guest that lies outside of its memory, where no
-/// guest puts one.
+/// Whether this is a fault on a page table of the guest outside of its memory, where no guest
+/// places one.
 fn walks_foreign_tables(event: &str) -> bool {
     const BITS: u64 = RESERVED_BIT | GUEST_TABLE_WALK;
     let code =
@@ -135,8 +133,8 @@ fn walks_foreign_tables(event: &str) -> bool {
         .is_some_and(|code| code & BITS == BITS)
 }
 
-/// A processor of the host for which no time is counted, neither busy nor idle (proc_stat(5)),
-/// while it is for others.
+/// A processor of the host whose counters of busy and idle time (proc_stat(5)) stand still while
+/// those of others advance.
 fn still_processor() -> Option<String> {
     let times = || -> Vec<(String, u64)> {
         let text = fs::read_to_string("/proc/stat").unwrap_or_default();
@@ -170,8 +168,8 @@ fn report(directory: &Path, vcpu: u32) -> String {
     report
 }
 
-/// The lines of the thread that saw a shutdown last, up to there, and page faults of others among
-/// them; without a shutdown those of the thread of this vCPU that was seen last.
+/// The lines of the thread with the last shutdown, up to the shutdown, including page faults of
+/// others; without a shutdown, those of the last thread of this vCPU.
 fn select(text: &str, vcpu: u32) -> Vec<&str> {
     let events: Vec<(&str, &str)> = text
         .lines()

@@ -1,5 +1,4 @@
-//! Trimming: what is all zero goes back to the host, and nothing else, whatever the guest does
-//! meanwhile.
+//! Trimming: only zero pages are returned to the host, also of a busy guest.
 
 use ebb_agent::protocol::Command;
 use ebb_vmm::api::TrimReport;

@@ -1,4 +1,4 @@
-//! Anything, in any order, from a seed.
+//! Random accesses to the device, from a seed.
 
 use super::memory::{HUGE_BYTES, PAGE_BYTES};
 use super::window::{CONFIG, Register};
@@ -8,8 +8,8 @@ use super::{
     messages,
 };
 
-/// Bound of a buffer's start in the huge page and of its length: none reaches the page that the
-/// device writes to.
+/// Maximum offset of a buffer in the huge page and maximum length, so that no buffer reaches the
+/// page that the device writes to.
 const SAFE_BYTES: u64 = (HUGE_BYTES - PAGE_BYTES) as u64 / 2;
 
 /// xorshift64* (Vigna, "An experimental exploration of Marsaglia's xorshift generators, scrambled",
@@ -30,18 +30,18 @@ impl Dice {
         (self.any() >> 16) % limit
     }
 
-    /// Whether something rare happens.
+    /// True with a probability of `1 / chances`.
     pub fn one_in(&mut self, chances: u64) -> bool {
         self.below(chances) == 0
     }
 
-    /// One of these.
+    /// A random element.
     pub fn pick<T: Copy>(&mut self, from: &[T]) -> T {
         from[self.below(from.len() as u64) as usize]
     }
 }
 
-/// Runs `rounds` rounds, each with a start of its own; the number of chains made available.
+/// Runs `rounds` rounds, each with a new start; returns the number of chains made available.
 pub fn run(device: &mut Device, seed: u64, rounds: u64) -> u64 {
     let mut dice = Dice(seed | 1);
     let mut chains = 0;
@@ -50,7 +50,7 @@ pub fn run(device: &mut Device, seed: u64, rounds: u64) -> u64 {
         let features = start(device, &mut dice);
         for _ in 0..=dice.below(40) {
             match dice.below(10) {
-                // Elsewhere its words would be page frame numbers.
+                // Without these features its words would be page frame numbers.
                 _ if features & (PAGE_BITMAP | PAGE_RANGES) != 0 && dice.one_in(2) => {
                     messages::send_any(device, &mut dice);
                     chains += 1;
@@ -71,8 +71,8 @@ pub fn run(device: &mut Device, seed: u64, rounds: u64) -> u64 {
     chains
 }
 
-/// Page frames of the huge page, and frames that are no memory. None is 0, so that two words never
-/// are an address below 4 GiB.
+/// Fills the huge page with its own page frame numbers and invalid ones. None is 0, so that two
+/// words never form an address below 4 GiB.
 fn fill_prey(device: &mut Device, dice: &mut Dice) {
     let first = device.memory.prey_frame();
     let words: Vec<u32> = (0..HUGE_BYTES / 4)
@@ -85,7 +85,7 @@ fn fill_prey(device: &mut Device, dice: &mut Dice) {
     device.memory.write_words(0, words);
 }
 
-/// Starts the device, well or not; returns the features that it was told.
+/// Starts the device, correctly or not; returns the features that were set.
 fn start(device: &mut Device, dice: &mut Dice) -> u64 {
     let offered = device.offered();
     let features = match dice.below(8) {
@@ -101,14 +101,14 @@ fn start(device: &mut Device, dice: &mut Dice) -> u64 {
             if dice.one_in(4) {
                 let page = device.memory.ring_address(index);
                 let size = dice.pick(&[0, 1, 2, 7, 64, 128, 129, 0xffff]);
-                // A table of descriptors at an odd place is refused.
+                // A misaligned descriptor table is refused.
                 let shift = dice.pick(&[0, 0, 0, 8]);
                 device.place(
                     index,
                     size,
                     [page + shift, page + AVAILABLE_OFFSET as u64, page + USED_OFFSET as u64],
                 );
-                // The device's writes go into memory that is named to it as well.
+                // The device writes to memory that it also reads.
                 if dice.one_in(2) {
                     let used = device.memory.written_by_device();
                     device.place(index, size, [page, page + AVAILABLE_OFFSET as u64, used]);
@@ -122,7 +122,7 @@ fn start(device: &mut Device, dice: &mut Dice) -> u64 {
     features
 }
 
-/// A value for the address of a buffer or ring: memory of ours, or none.
+/// A random address of a buffer or ring: in the driver's memory or invalid.
 fn address(device: &Device, dice: &mut Dice) -> u64 {
     let own = device.memory.prey() + dice.below(SAFE_BYTES);
     match dice.below(10) {
@@ -153,7 +153,7 @@ fn descriptor(device: &Device, dice: &mut Dice, index: usize) -> Descriptor {
     };
     let next =
         if dice.one_in(5) { dice.any() as u16 } else { dice.below(u64::from(QUEUE_SIZE)) as u16 };
-    // What the device writes for a request.
+    // A buffer for a request, which the device writes.
     let is_written = index == Queue::Requests as usize && flags & WRITE != 0;
     let address = if is_written {
         device.memory.written_by_device() + dice.below(1024)
@@ -185,9 +185,9 @@ fn chain(device: &mut Device, dice: &mut Dice) {
     device.offer(index, head);
 }
 
-/// Writes to a register that is not meant to be written now, of any width. The addresses of rings
-/// stay ours: the device would take the kernel's memory for a ring. Tables and available rings may
-/// become the same memory, used rings not: what the device wrote would become addresses.
+/// Writes to a register at the wrong time, with any width. The addresses of rings stay within the
+/// driver's memory; otherwise the device would use the kernel's memory as a ring. Tables and
+/// available rings may overlap, but not used rings: the device's writes would become addresses.
 fn poke(device: &mut Device, dice: &mut Dice) {
     const RINGS: std::ops::Range<usize> = 0x80..0xb0;
     let offset = dice.pick(&[

@@ -1,5 +1,5 @@
-//! Pages with known guest-physical addresses: one a queue for its rings, one for tables of
-//! descriptors, and a huge page whose parts are named to the device and lost.
+//! Pages with known guest-physical addresses: one per queue for its rings, one for descriptor
+//! tables, and a huge page whose parts are given to the device and discarded.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -15,10 +15,10 @@ pub const PAGE_BYTES: usize = 4096;
 pub const HUGE_BYTES: usize = 2 << 20;
 /// Offset in the huge page of the page that the device writes to.
 const WRITTEN_OFFSET: usize = HUGE_BYTES - PAGE_BYTES;
-/// Huge pages are few in a small guest; one of these is one.
+/// Maximum number of attempts to allocate a huge page, which may fail in a small guest.
 const ATTEMPTS: usize = 16;
 
-/// Locked memory; it is never given back.
+/// Locked memory, which is never freed.
 #[derive(Clone, Copy)]
 struct Area {
     start: NonNull<u8>,
@@ -29,10 +29,10 @@ struct Area {
 
 impl Area {
     fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: the area is mapped and readable until the process ends, and reached through this
-        // value alone. The device writes used rings and zeroes pages behind the compiler's back, as
-        // far as the host is concerned at any time; what is read here is used for nothing that
-        // memory safety depends on, and rings are read with volatile accesses.
+        // SAFETY: the area is mapped and readable until the process ends, and accessed only through
+        // this value. The device writes used rings and zeroes pages at any time, unknown to the
+        // compiler; memory safety does not depend on the values read here, and rings are read with
+        // volatile accesses.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.bytes) }
     }
 }
@@ -45,13 +45,12 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// Finds memory for `queues` queues.
+    /// Allocates memory for `queues` queues.
     pub fn allocate(queues: usize) -> Result<Self, String> {
-        // Locked pages are not swapped, but may be moved to make room for huge pages: not from now
-        // on.
+        // Locked pages are not swapped, but compaction may move them unless it is disabled.
         fs::write("/proc/sys/vm/compact_unevictable_allowed", "0")
             .map_err(|error| format!("compaction: {error}"))?;
-        // Linux switches huge pages off in small guests (mm/huge_memory.c, hugepage_init).
+        // Linux disables huge pages in small guests (mm/huge_memory.c, hugepage_init).
         fs::write("/sys/kernel/mm/transparent_hugepage/enabled", "madvise")
             .map_err(|error| format!("huge pages: {error}"))?;
         let rings = (0..queues).map(|_| page()).collect::<Result<_, _>>()?;
@@ -78,7 +77,7 @@ impl Memory {
         unsafe { index.read_volatile() }
     }
 
-    /// A page for tables of indirect descriptors.
+    /// A page for indirect descriptor tables.
     pub fn table_mut(&mut self) -> (&mut [u8], u64) {
         let address = self.table.address;
         (self.table.bytes_mut(), address)
@@ -94,13 +93,13 @@ impl Memory {
         (self.prey.address / PAGE_BYTES as u64) as u32
     }
 
-    /// Where the device may write: the huge page's last page, which nothing is read from. What it
-    /// writes would be page frame numbers of the guest's first memory.
+    /// Address that the device may write to: the huge page's last page, which is never used as
+    /// input. The device's output there would be page frame numbers of the guest's first memory.
     pub fn written_by_device(&self) -> u64 {
         self.prey.address + WRITTEN_OFFSET as u64
     }
 
-    /// The number of the request that the device wrote there; 0 if it did not.
+    /// The number of the request that the device wrote there; 0 if none.
     pub fn request_id(&mut self) -> u64 {
         let bytes = &self.prey.bytes_mut()[WRITTEN_OFFSET + 8..];
         bytes.first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes))
@@ -122,7 +121,7 @@ impl Memory {
 
 fn map(bytes: usize) -> Result<NonNull<u8>, String> {
     let protection = ProtFlags::READ | ProtFlags::WRITE;
-    // SAFETY: the kernel chooses an unused place.
+    // SAFETY: the kernel chooses an unused address.
     let mapped =
         unsafe { mmap_anonymous(std::ptr::null_mut(), bytes, protection, MapFlags::PRIVATE) };
     let start = mapped.map_err(|error| format!("{bytes} bytes: {error}"))?;
@@ -130,7 +129,7 @@ fn map(bytes: usize) -> Result<NonNull<u8>, String> {
 }
 
 fn lock(start: NonNull<u8>, bytes: usize) -> Result<(), String> {
-    // SAFETY: locking changes no content; the range is a mapping of ours.
+    // SAFETY: locking changes no content; the range is a mapping of this process.
     unsafe { mlock(start.as_ptr().cast(), bytes) }
         .map_err(|error| format!("cannot lock {bytes} bytes: {error}"))
 }
@@ -148,7 +147,7 @@ fn huge_page() -> Result<Area, String> {
         let offset = start.as_ptr().align_offset(HUGE_BYTES);
         // SAFETY: an offset below 2 MiB is inside the mapping of 4 MiB.
         let aligned = unsafe { start.add(offset) };
-        // SAFETY: advice changes no content; the range is a mapping of ours.
+        // SAFETY: this advice changes no content; the range is a mapping of this process.
         unsafe { madvise(aligned.as_ptr().cast(), HUGE_BYTES, Advice::LinuxHugepage) }
             .map_err(|error| format!("MADV_HUGEPAGE: {error}"))?;
         lock(aligned, HUGE_BYTES)?;

@@ -1,8 +1,7 @@
-//! Each mistake of docs/extension.md that the device tells apart, and messages that are nearly
-//! right.
+//! Each error of docs/extension.md that the device distinguishes, and nearly valid messages.
 //!
-//! Where messages were not agreed on, the words of one are page frame numbers of the guest's first
-//! memory. So nothing here is sent on the balloon's queues unless they were.
+//! If messages were not negotiated, their words are page frame numbers of the guest's first memory.
+//! Therefore messages are sent on the balloon's queues only if they were negotiated.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -20,14 +19,14 @@ const DONE: u16 = 2;
 const PFNS: u16 = 1;
 const BITMAP: u16 = 2;
 const RANGES: u16 = 3;
-/// Frames of the huge page.
+/// Number of page frames in the huge page.
 const FRAMES: u64 = (HUGE_BYTES / PAGE_BYTES) as u64;
 /// A frame above all RAM.
 const NO_FRAME: u64 = 0x80_0000;
-/// How long somebody is waited for who asks for free pages; they do it all the time.
+/// Maximum wait for a request for free pages, which the test sends continually.
 const REQUEST_LIMIT: Duration = Duration::from_millis(500);
 
-/// A message's header and payload; the fields are public to be wrong.
+/// A message's header and payload, with any values.
 #[derive(Clone, Debug)]
 struct Message {
     command: u16,
@@ -91,7 +90,7 @@ impl Message {
     }
 }
 
-/// Sends a message and waits for it to come back.
+/// Sends a message and waits until the device returns it.
 fn send(device: &mut Device, queue: Queue, message: &Message) {
     send_within(device, queue, message, ANSWER_LIMIT);
 }
@@ -107,7 +106,7 @@ fn frame(device: &Device) -> u64 {
     device.memory.prey_frame().into()
 }
 
-pub fn headers_that_cannot_be(device: &mut Device) {
+pub fn invalid_headers(device: &mut Device) {
     let good = Message::ranges(INFLATE, &[(frame(device), 1)]);
     let wrong = [
         Message { command: 0, ..good.clone() },
@@ -127,7 +126,7 @@ pub fn headers_that_cannot_be(device: &mut Device) {
         Message::bitmap(INFLATE, 21, frame(device) + 1, 1),
         Message::bitmap(INFLATE, 30, 1 << 52, 1),
         Message { count: (64 << 10) + 1, ..Message::pfns(INFLATE, &[]) },
-        // Another queue's.
+        // The command of another queue.
         Message { command: DEFLATE, ..good.clone() },
         Message::answer(1, DONE, &[]),
     ];
@@ -149,7 +148,7 @@ pub fn headers_that_cannot_be(device: &mut Device) {
     }
 }
 
-pub fn payloads_of_other_lengths(device: &mut Device) {
+pub fn payloads_of_wrong_length(device: &mut Device) {
     let frame = frame(device);
     let good = [
         Message::ranges(INFLATE, &[(frame, 1), (frame + 8, 8)]),
@@ -165,7 +164,7 @@ pub fn payloads_of_other_lengths(device: &mut Device) {
             send(device, Queue::Deflate, &Message { command: DEFLATE, ..message });
         }
     }
-    // More than a message can be, and one whose payload is nowhere.
+    // A message beyond the maximum size, and one whose payload is not in memory.
     let header = Message::bitmap(INFLATE, 12, frame, 512).to_bytes();
     device.memory.prey_mut()[..header.len()].copy_from_slice(&header);
     let address = device.memory.prey();
@@ -174,7 +173,7 @@ pub fn payloads_of_other_lengths(device: &mut Device) {
     device.send(Queue::Inflate, &[Descriptor::readable(address, 32), nowhere]);
 }
 
-pub fn encodings_not_agreed_on(device: &mut Device) {
+pub fn encodings_not_negotiated(device: &mut Device) {
     let frame = frame(device);
     for (agreed, other) in [
         (PAGE_RANGES, Message::bitmap(INFLATE, 12, frame, 8)),
@@ -186,7 +185,7 @@ pub fn encodings_not_agreed_on(device: &mut Device) {
     }
 }
 
-pub fn ranges_that_cannot_be(device: &mut Device) {
+pub fn invalid_ranges(device: &mut Device) {
     let frame = frame(device);
     for range in [
         (frame, 0),
@@ -196,7 +195,7 @@ pub fn ranges_that_cannot_be(device: &mut Device) {
         (1 << 52, 1),
         (0, 1 << 53),
     ] {
-        // Refused as a whole: the good one is not used either.
+        // The message is refused as a whole, including the valid range.
         send(device, Queue::Inflate, &Message::ranges(INFLATE, &[(frame, 1), range]));
         send(device, Queue::Deflate, &Message::ranges(DEFLATE, &[range]));
         send(device, Queue::Requests, &Message::answer(1, MORE, &[range]));
@@ -205,7 +204,7 @@ pub fn ranges_that_cannot_be(device: &mut Device) {
 
 pub fn frames_of_all_kinds_in_messages(device: &mut Device) {
     let frame = frame(device);
-    // Twice, partly or nowhere in memory, and as much as a message can name.
+    // Twice, partly or not in memory, and as many as a message can contain.
     for (command, queue) in [(INFLATE, Queue::Inflate), (DEFLATE, Queue::Deflate)] {
         let far = NO_FRAME << 8;
         send(
@@ -261,7 +260,7 @@ pub fn answers_without_end_or_truth(device: &mut Device) {
         thread::sleep(Duration::from_millis(1));
     }
     let request_id = device.memory.request_id();
-    // All of memory, over and over, and what is none.
+    // All of memory, repeatedly, and frames outside of it.
     for _ in 0..50 {
         send(
             device,
@@ -277,8 +276,8 @@ pub fn answers_without_end_or_truth(device: &mut Device) {
     }
 }
 
-/// Sends something that is nearly a message, or is one. Whatever is made of it, it names the huge
-/// page's frames or no memory.
+/// Sends a valid or nearly valid message. In any interpretation it contains only frames of the huge
+/// page or outside of memory.
 pub fn send_any(device: &mut Device, dice: &mut Dice) {
     let frame = frame(device);
     let queue = dice.pick(&[Queue::Inflate, Queue::Deflate, Queue::Requests]);
@@ -305,7 +304,7 @@ pub fn send_any(device: &mut Device, dice: &mut Dice) {
         message.request_id = dice.below(100);
         message.status = dice.below(5) as u16;
     }
-    // What is changed from here on makes a message illegal or leaves it as harmless as it is.
+    // The following changes make a message invalid or leave it harmless.
     match dice.below(12) {
         0 => message.status = dice.any() as u16,
         1 => message.request_id = dice.any(),

@@ -1,4 +1,4 @@
-//! Each mistake that the device tells apart, once.
+//! Each error that the device distinguishes, once.
 
 use super::memory::PAGE_BYTES;
 use super::window::{CONFIG, Register};
@@ -7,16 +7,16 @@ use super::{
     QUEUE_SIZE, Queue, STANDARD_QUEUES, messages,
 };
 
-/// Above all RAM of the guest, and below 2^44, which page frame numbers reach.
+/// An address above all RAM of the guest, and below 2^44, the limit of page frame numbers.
 const NO_MEMORY: u64 = 0x8_0000_0000;
 
-/// A mistake; the device has been started well before it, with all of the standard's features, or
-/// with the extension's as well.
+/// A mistake on a correctly started device, with all features of the standard, or also those of the
+/// extension.
 type Mistake = fn(&mut Device);
 
 const MISTAKES: [Mistake; 20] = [
-    head_that_does_not_exist,
-    chain_of_nothing,
+    invalid_head,
+    empty_chain,
     chain_that_loops,
     buffer_without_end,
     wrong_directions,
@@ -24,33 +24,33 @@ const MISTAKES: [Mistake; 20] = [
     part_of_an_entry,
     frames_outside_memory,
     frames_named_twice,
-    crooked_report,
+    misaligned_report,
     report_that_wraps_around,
     two_statistics_buffers,
     flood_of_statistics,
     hint_without_command,
     read_only_fields,
-    index_from_nowhere,
+    arbitrary_available_index,
     table_in_a_table,
     rings_outside_memory,
-    rings_of_impossible_sizes,
+    rings_of_invalid_sizes,
     queue_moved_while_in_use,
 ];
 
 const MISTAKES_IN_MESSAGES: [Mistake; 10] = [
-    messages::headers_that_cannot_be,
-    messages::payloads_of_other_lengths,
-    messages::encodings_not_agreed_on,
-    messages::ranges_that_cannot_be,
+    messages::invalid_headers,
+    messages::payloads_of_wrong_length,
+    messages::encodings_not_negotiated,
+    messages::invalid_ranges,
     messages::frames_of_all_kinds_in_messages,
     messages::request_buffers_too_many_and_too_short,
     messages::answers_to_nothing,
     messages::answers_without_end_or_truth,
-    chain_of_nothing,
-    index_from_nowhere,
+    empty_chain,
+    arbitrary_available_index,
 ];
 
-/// Makes all mistakes, each on a device that was started anew; their number.
+/// Makes all mistakes, each on a restarted device; returns their number.
 pub fn make_all(device: &mut Device) -> u64 {
     let offered = device.offered();
     for mistake in MISTAKES {
@@ -64,7 +64,7 @@ pub fn make_all(device: &mut Device) -> u64 {
     (MISTAKES.len() + MISTAKES_IN_MESSAGES.len()) as u64
 }
 
-fn head_that_does_not_exist(device: &mut Device) {
+fn invalid_head(device: &mut Device) {
     for head in [QUEUE_SIZE, u16::MAX] {
         device.offer(Queue::Inflate as usize, head);
     }
@@ -74,7 +74,7 @@ fn head_that_does_not_exist(device: &mut Device) {
     device.send(Queue::Inflate, &[Descriptor::readable(address, 4)]);
 }
 
-fn chain_of_nothing(device: &mut Device) {
+fn empty_chain(device: &mut Device) {
     for queue in Queue::STANDARD {
         device.send(queue, &[Descriptor::default()]);
     }
@@ -91,13 +91,13 @@ fn chain_that_loops(device: &mut Device) {
         }
         device.offer(index, 0);
     }
-    // Wait for the last queue through an honest chain behind it.
+    // Wait by means of a valid chain after it.
     device.send(Queue::Deflate, &[Descriptor::readable(address, 4)]);
 }
 
 fn buffer_without_end(device: &mut Device) {
     let (first, address) = (device.memory.prey_frame(), device.memory.prey());
-    // Frames of the huge page only, over and over: whatever the device reads of it is one of them.
+    // Only frames of the huge page, so that the device reads no others from any part of it.
     device.memory.write_words(0, (0..512 * 1024).map(|index| first + index % 512));
     for queue in [Queue::Inflate, Queue::Deflate, Queue::Statistics] {
         device.send(queue, &[Descriptor::readable(address, u32::MAX)]);
@@ -146,12 +146,12 @@ fn frames_named_twice(device: &mut Device) {
     let (first, address) = (device.memory.prey_frame(), device.memory.prey());
     device.memory.write_words(0, [first + 9, first + 9, first + 8, first + 9]);
     device.send(Queue::Inflate, &[Descriptor::readable(address, 16)]);
-    // Out again, without ever having been in.
+    // Deflate a page that was never inflated.
     device.memory.write_words(0, [first + 100]);
     device.send(Queue::Deflate, &[Descriptor::readable(address, 4)]);
 }
 
-fn crooked_report(device: &mut Device) {
+fn misaligned_report(device: &mut Device) {
     let address = device.memory.prey();
     let crooked = [
         Descriptor::writable(address + 17, 3 * PAGE_BYTES as u32),
@@ -187,7 +187,7 @@ fn flood_of_statistics(device: &mut Device) {
     device.memory.prey_mut().fill(0xa5);
     for _ in 0..100 {
         device.send(Queue::Statistics, &[Descriptor::readable(address, 1 << 20)]);
-        // A device that holds the buffer is started anew to get rid of it.
+        // Restart the device, so that it drops the buffer that it holds.
         device.start_with(device.offered() & !EXTENSION);
     }
     device.memory.prey_mut().fill(0);
@@ -203,7 +203,7 @@ fn hint_without_command(device: &mut Device) {
 }
 
 fn read_only_fields(device: &mut Device) {
-    // num_pages and free_page_hint_cmd_id are the device's (section 5.5.4).
+    // num_pages and free_page_hint_cmd_id are read-only for the driver (section 5.5.4).
     for offset in [0, 8] {
         device.window.write32(CONFIG + offset, u32::MAX);
         device.window.write16(CONFIG + offset + 2, 0x5555);
@@ -214,7 +214,7 @@ fn read_only_fields(device: &mut Device) {
     device.window.write32(0xffc, 1);
 }
 
-fn index_from_nowhere(device: &mut Device) {
+fn arbitrary_available_index(device: &mut Device) {
     for index in 0..super::QUEUES {
         device.publish(index, 0x8000);
         device.publish(index, QUEUE_SIZE + 1);
@@ -242,7 +242,7 @@ fn table_in_a_table(device: &mut Device) {
     }
 }
 
-/// Starts the device with one queue as told; it must refuse or live with it.
+/// Starts the device with one queue of this size and location, which it must refuse or survive.
 fn start_with(device: &mut Device, size: u32, rings: [u64; 3]) {
     let offered = device.offered();
     device.negotiate(offered & !EXTENSION);
@@ -269,7 +269,7 @@ fn rings_outside_memory(device: &mut Device) {
     }
 }
 
-fn rings_of_impossible_sizes(device: &mut Device) {
+fn rings_of_invalid_sizes(device: &mut Device) {
     let page = device.memory.ring_address(0);
     let rings = [page, page + super::AVAILABLE_OFFSET as u64, page + super::USED_OFFSET as u64];
     for size in [0, 3, 127, 256, 0x8000, 0xffff, 0x1_0080, u32::MAX] {

@@ -8,14 +8,14 @@ use rustix::mm::{MapFlags, ProtFlags, mmap};
 
 /// Size of a register window in bytes.
 const WINDOW_BYTES: usize = 4096;
-/// "virt" (virtio 1.3 section 4.2.2).
+/// Magic value "virt" (virtio 1.3 section 4.2.2).
 const MAGIC: u32 = 0x7472_6976;
-/// The balloon (section 5.5.1).
+/// Device type of the balloon (section 5.5.1).
 const BALLOON: u32 = 5;
-/// Start of the device's own configuration space.
+/// Offset of the device's configuration space.
 pub const CONFIG: usize = 0x100;
 
-/// Registers of section 4.2.2; those of an address are followed by its upper half.
+/// Registers of section 4.2.2; each address register is followed by that of its upper half.
 #[derive(Clone, Copy, Debug)]
 #[repr(usize)]
 pub enum Register {
@@ -39,7 +39,7 @@ pub enum Register {
 pub struct Window(NonNull<u8>);
 
 impl Window {
-    /// Finds the balloon among the devices that ACPI announced.
+    /// Finds the balloon among the devices announced by ACPI.
     pub fn open() -> Result<Self, String> {
         let map =
             fs::read_to_string("/proc/iomem").map_err(|error| format!("/proc/iomem: {error}"))?;
@@ -64,8 +64,8 @@ impl Window {
             .open("/dev/mem")
             .map_err(|error| format!("/dev/mem: {error}"))?;
         let protection = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: the kernel chooses an unused place; what is mapped is a device's registers, not
-        // memory of Rust's.
+        // SAFETY: the kernel chooses an unused address; the mapping contains a device's registers,
+        // not memory managed by Rust.
         let mapped = unsafe {
             mmap(std::ptr::null_mut(), WINDOW_BYTES, protection, MapFlags::SHARED, &memory, start)
         };
