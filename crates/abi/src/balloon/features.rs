@@ -29,8 +29,8 @@ pub enum Feature {
     PagePoison = 4,
     /// The page reporting queue exists.
     PageReporting = 5,
-    /// Compliance with virtio 1.0 or later (virtio 1.3 section 6). It is any device's, so documents
-    /// about the balloon leave it out.
+    /// Compliance with virtio 1.0 or later (virtio 1.3 section 6). Documents about the balloon omit
+    /// it, because every device has it.
     #[cfg_attr(feature = "serde", serde(skip))]
     Version1 = 32,
     /// Extension: messages may describe pages by a bitmap.

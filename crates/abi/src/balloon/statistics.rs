@@ -29,13 +29,13 @@ pub enum StatisticsTag {
     OomKills = 10,
     /// Allocations stalled by direct reclaim.
     AllocationStalls = 11,
-    /// Pages scanned in the background (kswapd).
+    /// Bytes scanned in the background (kswapd).
     AsyncScans = 12,
-    /// Pages scanned by direct reclaim.
+    /// Bytes scanned by direct reclaim.
     DirectScans = 13,
-    /// Pages reclaimed in the background.
+    /// Bytes reclaimed in the background.
     AsyncReclaims = 14,
-    /// Pages reclaimed by direct reclaim.
+    /// Bytes reclaimed by direct reclaim.
     DirectReclaims = 15,
 }
 
