@@ -12,7 +12,7 @@
 //! - [`tracker`]: what the three trackers have in common, and the [`Flaw`]s that they can be given.
 //! - [`percpu`], [`bitmap`], [`reporting`]: the trackers.
 //! - [`machine`]: a guest of one CPU and one zone, its programs and its host.
-//! - [`recording`], [`replay`]: what the module has done in a real guest, checked against the model.
+//! - [`recording`], [`replay`]: what the module did in a real guest, checked against the model.
 //!
 //! The last two tie the model to the module: the module records its own events and the allocator's,
 //! and [`replay::replay`] lets the same free lists and the same bitmap go through them. Each event
@@ -20,8 +20,8 @@
 //! of real guests do this with all trackers, and leave out events one at a time to show that the
 //! model notices.
 //!
-//! What the machine does not model: several zones (they share nothing), several CPUs (their arrays and lists
-//! share nothing, either), migrate types, time. A timer that is armed may fire at any step.
+//! What the machine does not model: several zones (they share nothing), several CPUs (their arrays
+//! and lists share nothing, either), migrate types, time. A timer that is armed may fire at any step.
 
 pub mod bitmap;
 pub mod buddy;

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::Problem;
+use super::problem::Problem;
 use crate::recording::ArrayEvent;
 use crate::units::{Block, Order, Pfn};
 

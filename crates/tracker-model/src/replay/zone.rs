@@ -2,8 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::Problem;
 use super::pages::{PageUse, Pages};
+use super::problem::Problem;
 use crate::bitmap::Bitmap;
 use crate::buddy::Allocator;
 use crate::tracker::{Batch, Flaw, Path, Tracker};
