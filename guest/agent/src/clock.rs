@@ -16,7 +16,7 @@ const COST_READINGS: u32 = 64;
 /// ones are more exact.
 const FREQUENCY_WORDS: [&str; 2] = ["tsc: Detected ", "tsc: Refined TSC clocksource calibration: "];
 
-/// All clocks, read one after the other.
+/// All clocks, read in turn.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ClockReading {
     /// CLOCK_MONOTONIC in ns.

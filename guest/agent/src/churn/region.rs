@@ -215,9 +215,9 @@ mod tests {
             let mut region = Region::map(source, 512, 7).unwrap();
             region.write(0..10);
             region.mapping.page_mut(3)[5..8].fill(0xeb_eb);
-            let told = wrong(&mut region);
-            assert_eq!(told.len(), 1, "{source:?}");
-            let page = &told[0];
+            let reported = wrong(&mut region);
+            assert_eq!(reported.len(), 1, "{source:?}");
+            let page = &reported[0];
             assert_eq!((page.source, page.word, page.wrong_words), (source, 5, 3));
             assert_eq!(page.address, hex((region.mapping.address() + 3 * PAGE_BYTES) as u64));
             assert_eq!(page.found[..3], ["0xebeb", "0xebeb", "0xebeb"]);
