@@ -2,7 +2,7 @@
 //!
 //! [`SocketFile::listen`] binds a stream socket to a name in the file system with the requested
 //! permissions. It takes over the name of a process that has died, but not that of a live one, and
-//! removes its own name at the end. [`LogLimit`] bounds the log lines that strangers can cause.
+//! removes its own name at the end. [`LogLimit`] limits the log lines that peers can cause.
 
 mod listener;
 mod lock;

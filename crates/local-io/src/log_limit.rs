@@ -1,9 +1,8 @@
-//! Log lines at a limited rate: what other processes and hosts can bring about as often as they
-//! like must not fill the log.
+//! A rate limit for log lines about events that other processes and hosts can cause at any rate.
 
 use std::time::{Duration, Instant};
 
-/// Lines in a period.
+/// Maximum number of lines in a period.
 const LINES: u32 = 5;
 const PERIOD: Duration = Duration::from_secs(10);
 
@@ -16,7 +15,8 @@ pub struct LogLimit {
 }
 
 impl LogLimit {
-    /// Whether a line may be logged; if so, how many have been left out since the last one.
+    /// Returns the number of lines suppressed since the last one if a line may be logged; else
+    /// `None`.
     pub fn permit(&mut self, now: Instant) -> Option<u64> {
         if self.period_start.is_none_or(|start| now.saturating_duration_since(start) >= PERIOD) {
             self.period_start = Some(now);

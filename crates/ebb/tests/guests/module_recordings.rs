@@ -1,4 +1,4 @@
-//! Recordings of what the trackers of Ebb's own driver do, replayed through the model of them.
+//! Replays recordings of the trackers of Ebb's balloon driver through their model.
 
 use std::io::Read;
 
@@ -16,21 +16,21 @@ use crate::setup::Setup;
 /// The tests.
 pub const TESTS: &[Test] = &[Test::new("module::recordings_replay", 300, recordings_replay)];
 
-/// Where recordings are begun, ended and read.
+/// File that starts, stops and returns recordings.
 const RECORDING: &str = "/sys/kernel/debug/ebb_balloon/recording";
-/// Bytes of a file that are asked for at a time; the agent has a limit.
+/// Bytes of a file to read at a time; the agent limits the length.
 const PIECE_BYTES: usize = 48 << 10;
-/// Most events of a recording; a few times what there are.
+/// Maximum number of events of a recording, a few times the usual number.
 const EVENTS: &str = "100000";
-/// What the program writes to: some blocks of 2 MiB, page by page.
+/// Bytes that the program writes page by page: some blocks of 2 MiB.
 const PROGRAM_BYTES: u64 = 4 * MIB;
-/// Events of a kind that are left out, one at a time, if there are more.
+/// Maximum number of events of each kind that are omitted, one at a time.
 const SAMPLE: usize = 40;
-/// What a tracker does to a block. Without any one of them, a recording is refused.
+/// Events of a tracker's handling of a block. A recording that lacks any one of them is refused.
 const HANDLING: [PageEvent; 4] =
     [PageEvent::Isolate, PageEvent::Report, PageEvent::Answer, PageEvent::Putback];
-/// What the allocator does. Without one of these a recording is refused if the same pages have
-/// another event later on, as most of them have.
+/// Events of the allocator. A recording that lacks one of them is refused if the same pages have a
+/// later event, as most of them have.
 const ALLOCATOR: [PageEvent; 2] = [PageEvent::Remove, PageEvent::Free];
 
 fn shell(guest: &Guest, line: &str) -> String {
@@ -97,7 +97,8 @@ fn recordings_replay(scene: &Scene) {
     }
 }
 
-/// A recording replays, and not without any one event that shows how a block is handled.
+/// Checks that a recording replays, and that it does not without any one event of a block's
+/// handling.
 fn check(kind: Kind, text: &str) {
     let recording = Recording::read(text).unwrap_or_else(|error| panic!("{kind:?}: {error}"));
     let replayed = replay(&recording).unwrap_or_else(|mismatch| {
