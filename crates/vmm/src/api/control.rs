@@ -86,14 +86,14 @@ pub enum Operation {
 /// What an operation has come to.
 pub enum Outcome {
     /// It is done, or has been passed on; this is what to answer.
-    Done(Document),
+    Done(Box<Document>),
     /// The answer is still to come.
     Await(Wait),
 }
 
 impl From<Document> for Outcome {
     fn from(document: Document) -> Self {
-        Self::Done(document)
+        Self::Done(Box::new(document))
     }
 }
 

@@ -16,8 +16,8 @@ pub fn fresh_statistics(
     read: impl Fn() -> Result<Statistics, ControlError> + Send + 'static,
     ask: impl FnOnce() -> Result<(), ControlError>,
 ) -> Result<Outcome, ControlError> {
-    fn stale(error: ControlError, last_known: Statistics) -> ControlError {
-        let last_known = Box::new(last_known.into());
+    fn stale(error: ControlError, last_known: &Statistics) -> ControlError {
+        let last_known = Box::new((*last_known).into());
         ControlError::NoFreshStatistics { error: Box::new(error), last_known }
     }
     let document = |statistics: Statistics| Document::Statistics(statistics.into());
@@ -27,11 +27,11 @@ pub fn fresh_statistics(
     if known.age_ms.is_some_and(is_young) {
         return Ok(document(known).into());
     }
-    ask().map_err(|error| stale(error, known))?;
+    ask().map_err(|error| stale(error, &known))?;
     let answer = move |left| match (read(), left) {
         (Ok(found), _) if found.updates != known.updates => Some(Ok(document(found))),
         (Ok(found), TimeLeft::None) => {
-            Some(Err(stale(ControlError::NoAnswer { limit: STATISTICS_TIME_LIMIT }, found)))
+            Some(Err(stale(ControlError::NoAnswer { limit: STATISTICS_TIME_LIMIT }, &found)))
         }
         (Ok(_), TimeLeft::Some) => None,
         (Err(error), _) => Some(Err(error)),

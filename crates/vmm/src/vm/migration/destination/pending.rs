@@ -9,7 +9,6 @@ use ebb_kvm_clock::ClockPolicy;
 
 use crate::api::control::{ControlError, Document, Machine, Operation, Outcome};
 use crate::api::metrics::Metrics;
-use crate::api::migration::MigrationStatus;
 use crate::api::vm::{ClockInfo, VmInfo, VmState};
 use crate::exit::{ExitSignal, GuestExit};
 use crate::vm::Vm;
@@ -73,9 +72,7 @@ impl Machine for PendingVm {
                 self.exit.raise(GuestExit::Killed);
                 self.info()
             }
-            Operation::Migration { .. } => {
-                Document::Migration(Box::new(MigrationStatus::default()))
-            }
+            Operation::Migration { .. } => Document::Migration(Box::default()),
             Operation::Metrics => Document::Metrics(Box::new(self.metrics())),
             _ => return Err(ControlError::not_running(VmState::Receiving)),
         };
