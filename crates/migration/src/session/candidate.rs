@@ -6,10 +6,10 @@ use std::time::Instant;
 
 use rustix::event::PollFlags;
 
-use super::error::Reason;
 use super::intake::{Arrival, Intake, Unwanted, examine};
 use super::message::Message;
 use super::preamble::{PreambleError, Role};
+use super::reason::Reason;
 use super::tls;
 use super::wire::Wire;
 

@@ -6,10 +6,11 @@ use std::time::{Duration, Instant};
 
 use super::cancel::CancelHandle;
 use super::connection::{Begun, Connection, Limit};
-use super::error::{Reason, SessionError};
+use super::error::SessionError;
 use super::limits::TimeLimits;
 use super::message::{FrameError, HEADER_BYTES, Message, MessageKind, parse_header};
 use super::protocol::{Protocol, Side};
+use super::reason::Reason;
 
 /// Bytes of a body read at a time, so that a false length costs no memory.
 const PIECE_BYTES: usize = 64 << 10;

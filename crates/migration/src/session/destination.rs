@@ -1,17 +1,23 @@
 //! The destination's side of a session, one type for each step.
 
+use std::io::Write as _;
 use std::os::fd::{AsFd, OwnedFd};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use serde::de::DeserializeOwned;
 
 use super::connection::Connection;
 use super::control::Control;
 use super::descriptors;
-use super::error::{Reason, SessionError};
+use super::error::SessionError;
+use super::intake::Arrival;
 use super::listener::{Listener, NoArrival};
-use super::message::{Acceptance, Greeting, MOST_DESCRIPTORS, Message, SetupBody};
-use super::preamble::SessionId;
+use super::message::{Acceptance, Greeting, MOST_DESCRIPTORS, Message, MessageKind, SetupBody};
+use super::preamble::Role;
+use super::protocol::Side;
+use super::reason::Reason;
+use super::session_id::SessionId;
+use super::wire::Wire;
 
 const SETUP: &str = "while waiting for its setup";
 const DESCRIPTORS: &str = "while waiting for its file descriptors";
@@ -60,6 +66,73 @@ pub struct DestinationCommitted {
     control: Control,
 }
 
+/// The first steps: a source arrives and describes its machine.
+impl Listener {
+    /// Waits until a source has sent its hello, at most for `limit`.
+    pub fn accept(&mut self, limit: Option<Duration>) -> Result<DestinationSession, SessionError> {
+        let deadline = limit.and_then(|limit| Instant::now().checked_add(limit));
+        let wanted = |arrival: &Arrival| match arrival {
+            Arrival::Control(_) => Ok(()),
+            Arrival::Data { .. } => Err("it is a data stream, but there is no session"),
+        };
+        loop {
+            let (wire, peer, arrival) =
+                self.next(wanted, deadline, None).map_err(|reason| match (reason, limit) {
+                    (NoArrival::Failed(error), _) => error,
+                    (_, limit) => SessionError::NobodyCame {
+                        address: self.address.to_string(),
+                        limit: limit.unwrap_or_default(),
+                    },
+                })?;
+            let Arrival::Control(source) = arrival else { continue };
+            match self.welcome(wire, &peer) {
+                Ok(control) => return Ok(DestinationSession::new(control, source)),
+                // It has disconnected; another one may connect.
+                Err(error) => self.refusals.note(&peer, &error.to_string()),
+            }
+        }
+    }
+
+    /// Waits until a source has described its machine, at most for `limit`. A source that sends a
+    /// hello and then fails counts as refused, and another one may connect: until a machine is
+    /// accepted, no connection can end the destination.
+    pub fn receive_setup<T: DeserializeOwned>(
+        &mut self,
+        limit: Option<Duration>,
+    ) -> Result<(DestinationSetup, T), SessionError> {
+        let begin = Instant::now();
+        loop {
+            let left = limit.map(|limit| limit.saturating_sub(begin.elapsed()));
+            let session = self.accept(left).map_err(|error| match (error, limit) {
+                (SessionError::NobodyCame { address, .. }, Some(limit)) => {
+                    SessionError::NobodyCame { address, limit }
+                }
+                (error, _) => error,
+            })?;
+            let peer = session.peer().to_owned();
+            match session.setup() {
+                Err(error) if !matches!(error, SessionError::Cancelled) => {
+                    self.refusals.note(&peer, &error.to_string());
+                }
+                result => return result,
+            }
+        }
+    }
+
+    /// Answers the hello of a source.
+    fn welcome(&self, wire: Wire, peer: &str) -> Result<Control, SessionError> {
+        const DOING: &str = "while answering its hello";
+        let connection = self.connection(wire, peer);
+        let mut control =
+            Control::new(connection, Side::Destination, self.limits, self.cancel.clone());
+        let answered = control.connection.write_all(&Role::Control.preamble());
+        answered.map_err(|error| control.connection.explain(&error, DOING))?;
+        control.note_received(MessageKind::Hello, DOING)?;
+        control.send(&Message::Hello(self.greeting.clone()), DOING)?;
+        Ok(control)
+    }
+}
+
 impl DestinationSession {
     pub(super) const fn new(control: Control, source: Greeting) -> Self {
         Self { control, source }
@@ -103,7 +176,9 @@ impl DestinationSetup {
 
     /// Accepts the machine, with at most `streams` data streams.
     pub fn accept(mut self, streams: u16) -> Result<DestinationAccepted, SessionError> {
-        let acceptance = match SessionId::random() {
+        let acceptance = match SessionId::random()
+            .map_err(SessionError::system("get random numbers"))
+        {
             Ok(session) => Acceptance { session, streams: streams.clamp(1, self.streams.max(1)) },
             Err(error) => return Err(self.control.end(error)),
         };

@@ -195,7 +195,7 @@ fn play_destination(listener: &UnixListener, answers: &[u8]) {
 }
 
 fn acceptance() -> Vec<u8> {
-    let session = super::preamble::SessionId::random();
+    let session = super::session_id::SessionId::random();
     session
         .map(|session| encode(&Message::Accept(Acceptance { session, streams: 1 })))
         .unwrap_or_default()

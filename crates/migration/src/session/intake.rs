@@ -2,7 +2,8 @@
 //! role.
 
 use super::message::{FrameError, Greeting, HEADER_BYTES, Message, MessageKind, parse_header};
-use super::preamble::{PREAMBLE_BYTES, PreambleError, Role, SessionId};
+use super::preamble::{PREAMBLE_BYTES, PreambleError, Role};
+use super::session_id::SessionId;
 
 /// Role of a new connection.
 #[derive(Debug, Clone, PartialEq, Eq)]

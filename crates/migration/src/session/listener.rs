@@ -9,22 +9,19 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::fs::Mode;
 use rustix::io::Errno;
 use rustix::net::SocketFlags;
-use serde::de::DeserializeOwned;
 
 use super::address::Address;
 use super::cancel::CancelHandle;
 use super::candidate::{Candidate, Step};
 use super::connection::{Connection, Limit, poll_until};
-use super::control::Control;
-use super::destination::{DestinationSession, DestinationSetup};
 use super::error::SessionError;
 use super::intake::Arrival;
 use super::limits::TimeLimits;
-use super::message::{Greeting, Message, MessageKind};
-use super::preamble::{Role, SessionId};
-use super::protocol::Side;
+use super::message::Greeting;
+use super::preamble::Role;
 use super::refusals::Refusals;
 use super::security::{Security, Transport};
+use super::session_id::SessionId;
 use super::tls::TlsServer;
 use super::users;
 use super::wire::{self, Wire};
@@ -52,10 +49,10 @@ pub struct Listener {
     /// can have taken over the name.
     _file: Option<SocketFile>,
     socket: OwnedFd,
-    address: Address,
+    pub(super) address: Address,
     tls: Option<TlsServer>,
     candidates: Vec<Candidate>,
-    refusals: Refusals,
+    pub(super) refusals: Refusals,
     accept_after: Option<Instant>,
     pub(super) greeting: Greeting,
     pub(super) limits: TimeLimits,
@@ -126,70 +123,6 @@ impl Listener {
         &self.refusals
     }
 
-    /// Waits until a source has sent its hello, at most for `limit`.
-    pub fn accept(&mut self, limit: Option<Duration>) -> Result<DestinationSession, SessionError> {
-        let deadline = limit.and_then(|limit| Instant::now().checked_add(limit));
-        let wanted = |arrival: &Arrival| match arrival {
-            Arrival::Control(_) => Ok(()),
-            Arrival::Data { .. } => Err("it is a data stream, but there is no session"),
-        };
-        loop {
-            let (wire, peer, arrival) =
-                self.next(wanted, deadline, None).map_err(|reason| match (reason, limit) {
-                    (NoArrival::Failed(error), _) => error,
-                    (_, limit) => SessionError::NobodyCame {
-                        address: self.address.to_string(),
-                        limit: limit.unwrap_or_default(),
-                    },
-                })?;
-            let Arrival::Control(source) = arrival else { continue };
-            match self.welcome(wire, &peer) {
-                Ok(control) => return Ok(DestinationSession::new(control, source)),
-                // It has disconnected; another one may connect.
-                Err(error) => self.refusals.note(&peer, &error.to_string()),
-            }
-        }
-    }
-
-    /// Waits until a source has described its machine, at most for `limit`. A source that sends a
-    /// hello and then fails counts as refused, and another one may connect: until a machine is
-    /// accepted, no connection can end the destination.
-    pub fn receive_setup<T: DeserializeOwned>(
-        &mut self,
-        limit: Option<Duration>,
-    ) -> Result<(DestinationSetup, T), SessionError> {
-        let begin = Instant::now();
-        loop {
-            let left = limit.map(|limit| limit.saturating_sub(begin.elapsed()));
-            let session = self.accept(left).map_err(|error| match (error, limit) {
-                (SessionError::NobodyCame { address, .. }, Some(limit)) => {
-                    SessionError::NobodyCame { address, limit }
-                }
-                (error, _) => error,
-            })?;
-            let peer = session.peer().to_owned();
-            match session.setup() {
-                Err(error) if !matches!(error, SessionError::Cancelled) => {
-                    self.refusals.note(&peer, &error.to_string());
-                }
-                result => return result,
-            }
-        }
-    }
-
-    /// Answers the hello of a source.
-    fn welcome(&self, wire: Wire, peer: &str) -> Result<Control, SessionError> {
-        const DOING: &str = "while answering its hello";
-        let connection = self.connection(wire, peer);
-        let mut control =
-            Control::new(connection, Side::Destination, self.limits, self.cancel.clone());
-        let answered = control.connection.write_all(&Role::Control.preamble());
-        answered.map_err(|error| control.connection.explain(&error, DOING))?;
-        control.note_received(MessageKind::Hello, DOING)?;
-        control.send(&Message::Hello(self.greeting.clone()), DOING)?;
-        Ok(control)
-    }
-
     /// Waits for another connection with the session's id. `missing` selects the streams that have
     /// not joined yet.
     pub(super) fn next_stream(
@@ -219,13 +152,13 @@ impl Listener {
         }
     }
 
-    fn connection(&self, wire: Wire, peer: &str) -> Connection {
+    pub(super) fn connection(&self, wire: Wire, peer: &str) -> Connection {
         let limit = Limit::from_now(self.limits.greeting);
         Connection::new(wire, format!("the source {peer}"), limit, self.cancel.clone())
     }
 
     /// Steps all candidates until one identifies itself and `wanted` accepts it.
-    fn next(
+    pub(super) fn next(
         &mut self,
         wanted: impl Fn(&Arrival) -> Result<(), &'static str>,
         deadline: Option<Instant>,

@@ -6,8 +6,8 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use super::error::Reason;
-use super::preamble::SessionId;
+use super::reason::{Reason, printable};
+use super::session_id::SessionId;
 
 /// Size of a frame's header: length of the body (32 bits, little endian) and kind.
 pub(super) const HEADER_BYTES: usize = 5;
@@ -244,7 +244,7 @@ impl Message {
 impl Greeting {
     /// Makes the program's name printable: the other side logs it.
     fn printable(self) -> Self {
-        Self { monitor: super::error::printable(&self.monitor, 80), ..self }
+        Self { monitor: printable(&self.monitor, 80), ..self }
     }
 }
 

@@ -56,8 +56,10 @@ mod listener;
 mod message;
 mod preamble;
 mod protocol;
+mod reason;
 mod refusals;
 mod security;
+mod session_id;
 mod source;
 mod tls;
 mod users;
@@ -70,11 +72,12 @@ pub use destination::{
     DestinationAccepted, DestinationCommitted, DestinationRestoring, DestinationSession,
     DestinationSetup, DestinationStreaming,
 };
-pub use error::{Reason, SessionError};
+pub use error::SessionError;
 pub use limits::TimeLimits;
 pub use listener::Listener;
 pub use message::{Greeting, LARGE_BYTES, MOST_DESCRIPTORS, MessageKind};
 pub use preamble::{MOST_STREAMS, PROTOCOL_VERSION};
+pub use reason::Reason;
 pub use refusals::Refusals;
 pub use security::{Security, TlsFiles};
 pub use source::{

@@ -11,14 +11,11 @@
 //!
 //! The destination answers with the same bytes, but with its own version.
 
-use std::fmt::Write as _;
-
-use serde::{Deserialize, Serialize};
-
-use super::error::{SessionError, printable};
+use super::reason::printable;
+use super::session_id::SessionId;
 
 /// Version of the protocol. Both sides must use the same one.
-pub const PROTOCOL_VERSION: u16 = 1;
+pub const PROTOCOL_VERSION: u16 = 2;
 
 /// First bytes of every connection.
 pub(super) const MAGIC: [u8; 8] = *b"EBB-MIG\n";
@@ -28,65 +25,6 @@ pub(super) const PREAMBLE_BYTES: usize = 32;
 
 /// Most data streams of a session.
 pub const MOST_STREAMS: u16 = 64;
-
-/// Id that proves that a data stream belongs to a session: 128 random bits known only to the two
-/// sides.
-#[derive(Clone, Copy, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
-pub struct SessionId([u8; 16]);
-
-impl std::fmt::Debug for SessionId {
-    /// Hides the id: it is a secret and must not be logged.
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("SessionId(..)")
-    }
-}
-
-impl PartialEq for SessionId {
-    /// Compares in constant time, so that the id cannot be guessed byte by byte.
-    fn eq(&self, other: &Self) -> bool {
-        self.0.iter().zip(&other.0).fold(0, |difference, (a, b)| difference | (a ^ b)) == 0
-    }
-}
-
-impl Eq for SessionId {}
-
-impl SessionId {
-    /// Generates a new id.
-    pub(super) fn random() -> Result<Self, SessionError> {
-        let mut bytes = [0; 16];
-        let flags = rustix::rand::GetRandomFlags::empty();
-        // getrandom(2) fills requests of up to 256 bytes completely.
-        rustix::rand::getrandom(&mut bytes, flags)
-            .map_err(SessionError::system("get random numbers"))?;
-        Ok(Self(bytes))
-    }
-}
-
-impl From<SessionId> for String {
-    fn from(id: SessionId) -> Self {
-        id.0.iter().fold(Self::new(), |mut text, byte| {
-            // Writing to a string cannot fail.
-            let _ = write!(text, "{byte:02x}");
-            text
-        })
-    }
-}
-
-impl TryFrom<String> for SessionId {
-    type Error = &'static str;
-
-    fn try_from(text: String) -> Result<Self, Self::Error> {
-        const PROBLEM: &str = "a session's id is 32 hexadecimal digits";
-        let digits = Some(text.as_bytes()).filter(|digits| digits.len() == 32).ok_or(PROBLEM)?;
-        let digit = |byte: u8| char::from(byte).to_digit(16).ok_or(PROBLEM);
-        let mut id = [0; 16];
-        for (byte, pair) in id.iter_mut().zip(digits.chunks_exact(2)) {
-            *byte = (digit(pair[0])? << 4 | digit(pair[1])?) as u8;
-        }
-        Ok(Self(id))
-    }
-}
 
 /// Role of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -114,7 +52,7 @@ impl Role {
             Self::Data { session, stream } => {
                 bytes[10] = 2;
                 bytes[12..16].copy_from_slice(&u32::from(stream).to_le_bytes());
-                bytes[16..].copy_from_slice(&session.0);
+                bytes[16..].copy_from_slice(session.bytes());
             }
         }
         bytes
@@ -139,7 +77,7 @@ impl Role {
         match (rest[0], rest[1], u16::try_from(stream)) {
             (1, 0, Ok(0)) if session == [0; 16] => Ok(Some(Self::Control)),
             (2, 0, Ok(stream)) if stream < MOST_STREAMS => {
-                Ok(Some(Self::Data { session: SessionId(session), stream }))
+                Ok(Some(Self::Data { session: SessionId::from_bytes(session), stream }))
             }
             _ => Err(PreambleError::Foreign("a preamble with invalid fields".to_owned())),
         }

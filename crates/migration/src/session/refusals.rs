@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use ebb_local_io::LogLimit;
 
-use super::error::printable;
+use super::reason::printable;
 
 /// Connections that a destination has refused.
 #[derive(Debug, Default)]

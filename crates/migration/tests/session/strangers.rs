@@ -43,7 +43,7 @@ fn strangers(address: &Address) -> Vec<TcpStream> {
         stream
     };
     let hello = |length: u32, kind: u8, body: &[u8]| {
-        let mut bytes = preamble(1, 1, 0, [0; 16]);
+        let mut bytes = preamble(ebb_migration::session::PROTOCOL_VERSION, 1, 0, [0; 16]);
         bytes.extend(length.to_le_bytes());
         bytes.push(kind);
         bytes.extend(body);
@@ -54,8 +54,8 @@ fn strangers(address: &Address) -> Vec<TcpStream> {
         speak(b"SSH-2.0-OpenSSH_9.2\r\n"),
         speak(&[0x16, 3, 1, 0, 5, 1, 2, 3, 4, 5]),
         speak(&[0xff; 100_000]),
-        speak(&preamble(1, 3, 0, [0; 16])),
-        speak(&preamble(1, 2, 0, [7; 16])),
+        speak(&preamble(ebb_migration::session::PROTOCOL_VERSION, 3, 0, [0; 16])),
+        speak(&preamble(ebb_migration::session::PROTOCOL_VERSION, 2, 0, [7; 16])),
         speak(&preamble(9, 1, 0, [0; 16])),
         speak(&hello(u32::MAX, 1, b"")),
         speak(&hello(10, 99, b"")),
@@ -64,7 +64,7 @@ fn strangers(address: &Address) -> Vec<TcpStream> {
         // These stall.
         speak(b""),
         speak(b"EBB-"),
-        speak(&preamble(1, 1, 0, [0; 16])),
+        speak(&preamble(ebb_migration::session::PROTOCOL_VERSION, 1, 0, [0; 16])),
         speak(&hello(60_000, 1, b"{")),
     ];
     drop(speak(b"EBB"));
@@ -120,7 +120,14 @@ fn data_streams_join_with_the_id_and_only_once() {
                 .into_iter()
                 .map(|(id, stream)| {
                     let mut guess = dial(&address);
-                    guess.write_all(&preamble(1, 2, stream, id)).unwrap();
+                    guess
+                        .write_all(&preamble(
+                            ebb_migration::session::PROTOCOL_VERSION,
+                            2,
+                            stream,
+                            id,
+                        ))
+                        .unwrap();
                     guess
                 })
                 .collect();
@@ -247,17 +254,17 @@ fn other_programs_are_detected() {
 
 #[test]
 fn another_version_is_reported_on_both_sides() {
-    // The destination of a later release.
-    let mut answer = preamble(2, 1, 0, [0; 16]);
+    // The previous release was version 1. A destination of it.
+    let mut answer = preamble(1, 1, 0, [0; 16]);
     answer.extend([0; 100]);
     let error = meet(answer.leak(), &TimeLimits::default());
-    assert!(matches!(error, SessionError::Version { theirs: 2, ours: 1, .. }), "{error:?}");
+    assert!(matches!(error, SessionError::Version { theirs: 1, ours: 2, .. }), "{error:?}");
     assert!(error.to_string().contains("same release"), "{error}");
 
-    // The source of a later release.
+    // A source of it.
     let mut listener = listen(&drive::loopback(), &Security::Insecure, &TimeLimits::default());
     let mut source = dial(listener.address());
-    source.write_all(&preamble(2, 1, 0, [0; 16])).unwrap();
+    source.write_all(&preamble(1, 1, 0, [0; 16])).unwrap();
     while listener.refusals().count() == 0 {
         listener.accept(Some(Duration::from_millis(20))).unwrap_err();
     }
@@ -265,7 +272,7 @@ fn another_version_is_reported_on_both_sides() {
     assert!(logged.contains("version 2") && logged.contains("version 1"), "{logged}");
     assert_eq!(
         read_all(source),
-        preamble(1, 1, 0, [0; 16]),
+        preamble(2, 1, 0, [0; 16]),
         "it receives the version of this side"
     );
 }

@@ -1,7 +1,7 @@
 use super::*;
 
 fn data(stream: u16) -> Role {
-    Role::Data { session: SessionId([7; 16]), stream }
+    Role::Data { session: SessionId::from_bytes([7; 16]), stream }
 }
 
 #[test]
