@@ -79,7 +79,8 @@ pub struct Region {
     pub start: GuestAddress,
     /// Size in bytes.
     pub size_bytes: u64,
-    /// Host address of the first byte, for KVM's memory slots. Valid as long as the [`GuestRam`].
+    /// Host address of the first byte, for KVM's memory slots. Valid as long as the
+    /// [`GuestRam`](crate::GuestRam).
     pub host_address: u64,
     /// Node of the host that the memory is bound to.
     pub host_node: Option<u32>,

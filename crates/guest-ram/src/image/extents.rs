@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// Version of [`RamImage`] that this crate writes, and the only one that it reads.
+/// Version of [`RamImage`](super::RamImage) that this crate writes, and the only one that it reads.
 pub const RAM_IMAGE_VERSION: u32 = 1;
 
 /// Bytes of guest memory that share a checksum: small enough to locate damage and to verify
