@@ -92,6 +92,10 @@ lint: style
 style:
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
+	@echo 'style: what embeds only parts, and the program without the features of tests'
+	$(CARGO) clippy --locked -p ebb-guest-ram -- -D warnings
+	$(CARGO) clippy --locked -p ebb-balloon -- -D warnings
+	$(CARGO) clippy --locked -p ebb -- -D warnings
 
 fmt:
 	$(CARGO) fmt --all

@@ -45,7 +45,7 @@ pub struct Args {
     /// Print one JSON document instead of a table
     #[arg(long, global = true)]
     json: bool,
-    /// How long the monitor may take to answer [default: 5; 600 for a snapshot; 5 more than the
+    /// How long the monitor may take to answer [default: 5; 600 for a snapshot and for merge; 5 more than the
     /// guest's for free-pages]
     #[arg(long, global = true, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=3600))]
     timeout: Option<u64>,
@@ -131,7 +131,7 @@ enum Form {
 
 fn execute(args: Args, out: &mut Vec<u8>) -> anyhow::Result<()> {
     let usual = match args.command {
-        Command::Snapshot { .. } => 600,
+        Command::Snapshot { .. } | Command::Merge(_) => 600,
         Command::FreePages(Settings(request)) => 5 + request.timeout_ms / 1000,
         _ => 5,
     };

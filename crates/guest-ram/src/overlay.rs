@@ -129,8 +129,17 @@ impl Overlay {
                     };
                     // SAFETY: the caller vouches for the piece.
                     match unsafe { self.fresh.put_over(&piece, done) } {
-                        // The rest of the process has used up the VMAs. The kernel says so before
-                        // it changes anything.
+                        // The rest of the process has used up the VMAs. The kernel reports that
+                        // before it changes anything. Memory without a file needs no VMA of its own.
+                        Err(RamError::Discard { source, .. })
+                            if is_out_of_memory(&source)
+                                && extents.mapped(piece.range).next().is_none() =>
+                        {
+                            outcome.ranges -= 1;
+                            #[cfg(feature = "merge")]
+                            extents.note_emptied(piece.range);
+                            ordinary.push(piece);
+                        }
                         Err(RamError::Discard { source, .. })
                             if is_out_of_memory(&source)
                                 && piece.range.pages < HUGE_PAGE_SIZE_PAGES =>

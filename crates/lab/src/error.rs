@@ -193,7 +193,6 @@ impl LabError {
         use ebb_virtual_host::HostError;
         match self {
             Self::TooLittleMemory { .. }
-            | Self::MissingFile { .. }
             | Self::Missing(_)
             | Self::MachineLacks(_)
             | Self::NoDirectKvm(_)

@@ -17,6 +17,10 @@ pub struct Effort {
     pub elapsed: Duration,
 }
 
+/// Most pages between two sleeps, so that the limits of processor time hold for a memory of any
+/// size.
+const MOST_AT_A_TIME: u64 = 1 << 15;
+
 impl Settings {
     /// Pages to look at in a second, in a memory of `pages` pages, if that was asked for.
     fn rate(&self, pages: u64) -> Option<u64> {
@@ -27,7 +31,7 @@ impl Settings {
     /// How many pages to look at between two sleeps, in a memory of `pages` pages.
     pub fn pages_at_a_time(&self, pages: u64) -> u64 {
         let at_rate = |rate: u64| rate.saturating_mul(self.sleep_millisecs.max(1)) / 1000;
-        self.rate(pages).map_or(self.pages_to_scan, at_rate).max(1)
+        self.rate(pages).map_or(self.pages_to_scan, at_rate).clamp(1, MOST_AT_A_TIME)
     }
 
     /// The sleep after a step, in a memory of `pages` pages: as long as was asked for, and long

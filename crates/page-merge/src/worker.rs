@@ -83,6 +83,8 @@ impl<M: Memory, S: StableStore> Worker<M, S> {
                 Next::Change(ticket, settings) => {
                     let answer = self.merger.change(settings);
                     self.pass = None;
+                    // Work done at the old pace must not be slept off at the new one.
+                    self.effort = Effort::default();
                     self.publish();
                     self.control.answer(ticket, self.merger.settings(), answer);
                     sleep = Some(Duration::ZERO);

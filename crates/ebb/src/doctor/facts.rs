@@ -49,7 +49,7 @@ pub(super) struct Facts {
 }
 
 impl Facts {
-    /// Looks at everything. Takes up to two seconds where KVM is emulated.
+    /// Examines everything. Takes up to a second where KVM is emulated.
     pub(super) fn collect() -> Self {
         Self {
             kvm: probe(),

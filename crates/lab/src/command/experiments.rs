@@ -79,7 +79,13 @@ enum PlaceArg {
 /// # Errors
 /// What went wrong, with what to do about it.
 pub fn run(args: &RunArgs) -> anyhow::Result<ExitCode> {
-    if args.name == ALL && args.series.is_none() && !args.json && !args.json_events {
+    if args.name == ALL {
+        if args.series.is_some() || args.json || args.json_events {
+            eprintln!(
+                "ebb-lab: all runs the default series and writes files: leave out --series and --json"
+            );
+            return Ok(ExitCode::from(ebb_program::USAGE));
+        }
         return run_all(args);
     }
     match request(args) {
@@ -137,7 +143,8 @@ fn run_all(args: &RunArgs) -> anyhow::Result<ExitCode> {
     io::stdout().write_all(text.as_bytes()).context("cannot write to standard output")?;
     eprintln!("written: {}", folder.display());
     let failed = endings.iter().any(|(_, ending)| matches!(ending, Ending::Failed(_)));
-    Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+    let any_done = endings.iter().any(|(_, ending)| *ending == Ending::Done);
+    Ok(if failed || !any_done { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
 fn run_and_report(request: &Request, args: &RunArgs) -> anyhow::Result<ExitCode> {

@@ -54,8 +54,13 @@ pub fn run(
         let ending = match one(experiment, size, place, folder, progress) {
             Ok(None) => Ending::Done,
             Ok(Some(failure)) => Ending::Failed(failure),
-            Err(error) if error.is_lack() => Ending::Skipped(error.to_string()),
-            Err(error) => Ending::Failed(error.to_string()),
+            Err(error) => {
+                let mut reason = error.to_string();
+                if collection::path(folder, name).exists() {
+                    reason.push_str("; the folder still has its document of an earlier run");
+                }
+                if error.is_lack() { Ending::Skipped(reason) } else { Ending::Failed(reason) }
+            }
         };
         progress.say(&format!("{name}: {}", ending.describe()));
         endings.push((name, ending));

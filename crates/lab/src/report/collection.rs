@@ -35,12 +35,17 @@ pub fn read_all(folder: &Path) -> Result<Vec<Results>, LabError> {
     paths.iter().map(|path| read(path)).collect()
 }
 
+/// The document of an experiment in a folder.
+pub fn path(folder: &Path, experiment: &str) -> PathBuf {
+    folder.join(format!("{experiment}.json"))
+}
+
 /// Writes a document into a folder under the name of its experiment; its path.
 ///
 /// # Errors
 /// [`LabError::Output`].
 pub fn write(folder: &Path, results: &Results) -> Result<PathBuf, LabError> {
-    let path = folder.join(format!("{}.json", results.experiment));
+    let path = path(folder, &results.experiment);
     let write = || {
         let mut file = Temporary::create(&path)?;
         file.write(&document(results)?)?;

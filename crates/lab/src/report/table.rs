@@ -62,8 +62,10 @@ fn body(results: &Results, bullet: &str) -> String {
         }
     }
     let too_noisy = |line: &String| format!("TOO NOISY TO TELL: {line}");
+    // An error may end in lines of a guest's console: on a page, they must stay in their item.
+    let plain = |line: &String| if bullet.is_empty() { line.clone() } else { escaped(line) };
     let lines = results.series.iter().flat_map(|series| {
-        let notes = series.notes.iter().chain(series.error.as_ref()).cloned();
+        let notes = series.notes.iter().chain(series.error.as_ref()).map(plain);
         let all = notes.chain(series.too_noisy.iter().map(too_noisy));
         all.map(|line| format!("{bullet}{}: {line}\n", series.name))
     });
@@ -72,6 +74,19 @@ fn body(results: &Results, bullet: &str) -> String {
         text.push('\n');
     }
     text + &lines
+}
+
+/// Text that stays one paragraph of a Markdown list item, whatever it contains.
+fn escaped(text: &str) -> String {
+    let mut escaped = String::new();
+    for character in text.chars() {
+        match character {
+            '\n' => escaped.push_str(" / "),
+            '<' | '>' | '|' | '`' | '[' | ']' | '\\' => escaped.extend(['\\', character]),
+            character => escaped.push(character),
+        }
+    }
+    escaped
 }
 
 fn data_table(data: &DataTable) -> Table {
@@ -88,6 +103,11 @@ fn data_table(data: &DataTable) -> Table {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn lines_of_a_guest_stay_in_their_item() {
+        assert_eq!(escaped("ended:\n# <b>|x`"), "ended: / # \\<b\\>\\|x\\`");
+    }
     use crate::report::results::tests::example;
 
     #[test]

@@ -6,11 +6,13 @@
 //! alone writes its own domain into it. The locks end with the processes, however they end.
 
 use std::fs::{DirBuilder, File, OpenOptions};
-use std::io::{self, Read as _, Write as _};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::io::{self, Read as _, Seek as _, Write as _};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt as _, OpenOptionsExt};
 use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
 
-use rustix::fs::{FlockOperation, flock};
+use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
 
 use super::error::KsmError;
@@ -19,6 +21,11 @@ use super::error::KsmError;
 pub const RUN_FOLDER: &str = "/run/ebb";
 /// Name of the file: the number of the process that has named the domain, and the domain.
 const FILE_NAME: &str = "ksm-domain";
+/// Longest content of the file that is read.
+const LONGEST_BYTES: u64 = 512;
+/// How long to try: others lock the file exclusively for microseconds.
+const LOCK_LIMIT: Duration = Duration::from_secs(5);
+const LOCK_PAUSE: Duration = Duration::from_millis(5);
 
 /// This process may let the kernel merge its pages, and processes of other trust domains may not.
 /// It holds until it is dropped; memory that was offered to the kernel must be gone by then.
@@ -43,37 +50,84 @@ impl KernelDomain {
         };
         let mut builder = DirBuilder::new();
         builder.recursive(true).mode(0o755).create(folder).map_err(error("make the folder of"))?;
-        let flags = (rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::CLOEXEC).bits() as i32;
-        let mut options = OpenOptions::new();
-        options.read(true).write(true).create(true).truncate(false).mode(0o600);
-        let mut file = options.custom_flags(flags).open(&path).map_err(error("open"))?;
+        let begin = Instant::now();
+        loop {
+            let file = open(&path).map_err(error("open"))?;
+            check(&file).map_err(error("trust"))?;
+            match Self::lock(file, &path, domain).map_err(error("use"))? {
+                Locked::InVain if begin.elapsed() < LOCK_LIMIT => thread::sleep(LOCK_PAUSE),
+                Locked::InVain => return Err(error("lock")(io::ErrorKind::TimedOut.into())),
+                Locked::With(file, Some((_, present))) if present == domain => {
+                    return Ok(Self { _file: file });
+                }
+                Locked::With(_, Some((pid, present))) => {
+                    return Err(KsmError::OtherDomain { present, pid, wanted: domain.to_owned() });
+                }
+                Locked::With(_, None) => {
+                    return Err(error("understand")(io::ErrorKind::InvalidData.into()));
+                }
+            }
+        }
+    }
 
+    /// Names the domain in the file if no other process uses it, and takes a shared lock.
+    fn lock(mut file: File, path: &Path, domain: &str) -> io::Result<Locked> {
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => {
                 let text = format!("{} {domain}", std::process::id());
-                file.set_len(0)
-                    .and_then(|()| file.write_all(text.as_bytes()))
-                    .and_then(|()| io::Seek::rewind(&mut file))
-                    .map_err(error("write"))?;
+                file.set_len(0)?;
+                file.write_all(text.as_bytes())?;
+                file.rewind()?;
             }
             Err(Errno::WOULDBLOCK) => {}
-            Err(errno) => return Err(error("lock")(errno.into())),
+            Err(errno) => return Err(errno.into()),
         }
         // The exclusive lock is gone for a moment before this one is there, and another process may
         // have written its own domain meanwhile: what counts is what the file says from now on,
         // when it cannot be written any more.
-        rustix::io::retry_on_intr(|| flock(&file, FlockOperation::LockShared))
-            .map_err(|errno| error("lock")(errno.into()))?;
-        let mut text = String::new();
-        file.read_to_string(&mut text).map_err(error("read"))?;
-        match text.split_once(' ') {
-            Some((_, present)) if present == domain => Ok(Self { _file: file }),
-            Some((pid, present)) => Err(KsmError::OtherDomain {
-                present: present.to_owned(),
-                pid: pid.parse().unwrap_or_default(),
-                wanted: domain.to_owned(),
-            }),
-            None => Err(error("understand")(io::ErrorKind::InvalidData.into())),
+        match flock(&file, FlockOperation::NonBlockingLockShared) {
+            Ok(()) => {}
+            Err(Errno::WOULDBLOCK | Errno::INTR) => return Ok(Locked::InVain),
+            Err(errno) => return Err(errno.into()),
         }
+        // A file that has lost its name to another one protects nothing.
+        let own = rustix::fs::fstat(&file)?;
+        match rustix::fs::lstat(path) {
+            Ok(named) if (named.st_dev, named.st_ino) == (own.st_dev, own.st_ino) => {}
+            Ok(_) | Err(Errno::NOENT) => return Ok(Locked::InVain),
+            Err(errno) => return Err(errno.into()),
+        }
+        let mut text = String::new();
+        (&file).take(LONGEST_BYTES).read_to_string(&mut text)?;
+        let present = text
+            .split_once(' ')
+            .map(|(pid, present)| (pid.parse().unwrap_or_default(), present.to_owned()));
+        Ok(Locked::With(file, present))
     }
+}
+
+/// What came of an attempt to lock the file.
+enum Locked {
+    /// Another process is about to name its domain, or the file was replaced.
+    InVain,
+    /// The locked file, with the process and the domain that it names.
+    With(File, Option<(u32, String)>),
+}
+
+fn open(path: &Path) -> io::Result<File> {
+    let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC).bits() as i32;
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).create(true).truncate(false).mode(0o600);
+    options.custom_flags(flags).open(path)
+}
+
+/// Refuses a file that another user could lock or write to.
+fn check(file: &File) -> io::Result<()> {
+    let metadata = file.metadata()?;
+    let is_ours = metadata.uid() == rustix::process::geteuid().as_raw();
+    let is_private = metadata.mode() & 0o777 == 0o600;
+    if metadata.is_file() && is_ours && is_private {
+        return Ok(());
+    }
+    Err(io::Error::other("it is not a file that only this user may read and write; remove it"))
 }

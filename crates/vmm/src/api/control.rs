@@ -77,7 +77,8 @@ pub enum Operation {
     /// `GET /merge`: what same-page merging is doing.
     Merge,
     /// `PUT /merge`: changes how pages are merged. It waits for a change of settings to take effect,
-    /// not for pages to be unmerged.
+    /// not for pages to be unmerged by their owner. The kernel unmerges within one system call, so
+    /// with `merge=kernel` it does wait: about a second for each 4 GiB of merged pages.
     SetMerge(Box<MergeSettings>),
     /// `GET /metrics`: all counters, for monitoring.
     Metrics,

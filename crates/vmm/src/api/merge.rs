@@ -85,7 +85,7 @@ pub struct MergeSettings {
     /// merged: unmerge first.
     pub merge_across_nodes: Option<bool>,
     /// How many pages share one at most; changes only while nothing is merged.
-    #[schemars(range(min = 2, max = 1_048_576), extend("x-unit" = "pages"))]
+    #[schemars(range(min = 2, max = 32_767), extend("x-unit" = "pages"))]
     pub max_page_sharing: Option<u64>,
     /// Whether pages of zeros are merged with none at all.
     pub use_zero_pages: Option<bool>,

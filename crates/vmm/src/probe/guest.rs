@@ -75,12 +75,14 @@ struct Guest {
 /// The best of up to `runs` runs, of which the first that is fast is the last.
 pub(super) fn best_run(kvm: &Kvm, runs: u32) -> Result<Run, GuestError> {
     let mut guest = Guest::new(kvm)?;
-    let mut best = guest.run()?;
+    // Page faults of the host and the first entry are not the loop's.
+    guest.run(1)?;
+    let mut best = guest.run(ITERATIONS)?;
     for _ in 1..runs {
         if super::KvmQuality::from_run(best.iterations, best.elapsed).runs_linux() {
             break;
         }
-        let run = guest.run()?;
+        let run = guest.run(ITERATIONS)?;
         if run.elapsed < best.elapsed {
             best = run;
         }
@@ -131,16 +133,17 @@ impl Guest {
         Ok(Self { vcpu, _vm: vm, _memory: memory })
     }
 
-    /// Runs the loop once.
-    fn run(&mut self) -> Result<Run, GuestError> {
+    /// Runs the loop with so many rounds. There is no time limit: a guest that executes anything at
+    /// all reaches the end, and a signal ends this process as any other.
+    fn run(&mut self, iterations: u64) -> Result<Run, GuestError> {
         let registers =
-            kvm_regs { rip: CODE, rcx: ITERATIONS, rflags: RFLAGS_RESERVED, ..kvm_regs::default() };
+            kvm_regs { rip: CODE, rcx: iterations, rflags: RFLAGS_RESERVED, ..kvm_regs::default() };
         self.vcpu.set_regs(&registers).map_err(kvm_error("set registers"))?;
         let begin = Instant::now();
         loop {
             match self.vcpu.run() {
                 Ok(VcpuExit::Hlt) => {
-                    return Ok(Run { iterations: ITERATIONS, elapsed: begin.elapsed() });
+                    return Ok(Run { iterations, elapsed: begin.elapsed() });
                 }
                 // A signal has come; the loop goes on where it was.
                 Ok(VcpuExit::Intr) => {}

@@ -88,3 +88,17 @@ fn a_file_that_cannot_be_used_is_named() {
     let error = KernelDomain::join(folder.path(), "a").unwrap_err().to_string();
     assert!(error.contains("ksm-domain") && error.contains("trust domain"), "{error}");
 }
+
+#[test]
+fn a_file_that_others_could_lock_is_refused() {
+    use std::os::unix::fs::PermissionsExt;
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("ksm-domain");
+    drop(KernelDomain::join(folder.path(), "a").unwrap());
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).unwrap();
+    let error = KernelDomain::join(folder.path(), "a").unwrap_err().to_string();
+    assert!(error.contains("only this user") && error.contains("ksm-domain"), "{error}");
+    fs::remove_file(&path).unwrap();
+    std::os::unix::fs::symlink("/dev/null", &path).unwrap();
+    assert!(KernelDomain::join(folder.path(), "a").is_err());
+}
