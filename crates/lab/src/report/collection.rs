@@ -136,6 +136,6 @@ mod tests {
         let page = render(&[example()]);
         assert!(page.contains("\n## density (demo)\n\nHow many guests fit.\n"), "{page}");
         assert!(page.contains("\n2026-09-21, A & B, 2 CPUs, 24000 MiB, Linux 6.1.0; ebb 0.1.0\n"));
-        assert!(page.contains("\n- no-reporting: swap was used <by> guest 4\n"), "{page}");
+        assert!(page.contains("\n- no-reporting: swap was used \\<by\\> guest 4\n"), "{page}");
     }
 }
