@@ -155,11 +155,11 @@ impl HostRequests {
 }
 
 impl Balloon {
-    /// Asks the driver which blocks of at least this order are free; `sink` is told. Returns
-    /// whether the interrupt of the host request queue is to be raised.
+    /// Requests the free blocks of at least this order from the driver; `sink` receives them.
+    /// Returns whether the interrupt of the host request queue is to be raised.
     ///
-    /// The answer comes when the guest gets to it, which may be never: whoever asks sets a time
-    /// limit and calls [`cancel_free_pages`](Self::cancel_free_pages). Writes to memory must be
+    /// The guest may never answer: the caller sets a time limit and calls
+    /// [`cancel_free_pages`](Self::cancel_free_pages). Writes to memory must be
     /// recorded from before this call on if pages are to be left out of a migration because of the
     /// answer.
     ///
@@ -301,9 +301,9 @@ impl Balloon {
 
     /// Passes the pages of a message on, as far as the budget goes.
     fn receive_answer(&mut self, message: &mut Message, negotiated: Features, budget: &mut Budget) {
-        // A free page is not allocated as a hinted one is: the guest expects its pattern there, or
-        // zeros, when it next takes the page, and whoever left the page out would have to see to
-        // that.
+        // Unlike a hinted page, a free page is not allocated: when the guest next takes it, it
+        // expects its poison pattern or zeros there, which a migration that skips the page would
+        // have to provide.
         let poisoned = negotiated.contains(Feature::PagePoison);
         let accepted = match message.verdict {
             Verdict::Accepted(Purpose::FreePages { request_id, .. }) => {

@@ -162,8 +162,8 @@ impl Balloon {
         self.discarder.insert(&self.scratch.ranges)
     }
 
-    /// The driver is about to use pages of the balloon that nobody knows: nothing that came before
-    /// may be discarded later on.
+    /// Discards all waiting pages and forgets the rest: the driver is about to use pages of the
+    /// balloon without naming them, so pages named earlier must not be discarded after this.
     fn settle_balloon(&mut self) {
         self.discarder.flush();
         self.ram.reclaim_all();

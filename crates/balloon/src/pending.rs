@@ -3,7 +3,7 @@
 //! Discarding takes long: about a millisecond for a few huge pages. It happens outside of the lock
 //! that guards the device, through a [`Discarder`], so that neither the driver's register accesses
 //! nor the API wait for it. The set has a lock of its own, which is held while its pages are being
-//! discarded: whoever takes pages out of the balloon waits there.
+//! discarded, so that taking pages out of the balloon waits for the discard.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;

@@ -191,8 +191,7 @@ impl Balloon {
     /// Asks the driver for new values by giving its buffer back, if the device has it. Returns
     /// whether the statistics queue's interrupt is to be raised.
     ///
-    /// The values come when the guest gets to it, which may be never; [`Statistics::updates`] tells
-    /// when they have.
+    /// The guest may never answer; [`Statistics::updates`] counts the answers.
     pub fn request_statistics(&mut self) -> bool {
         let memory = self.ram.memory();
         let Some(active) = &mut self.active else { return false };

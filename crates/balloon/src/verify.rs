@@ -2,7 +2,7 @@
 //!
 //! A discard alone can hide a guest's mistake: a page that is in use and was reported reads as
 //! zeros, which looks like fresh memory, and where nothing was discarded it keeps its content. With
-//! a pattern in it, whoever still uses the page finds something that nobody wrote there.
+//! a pattern in it, a guest that still uses the page finds content that it never wrote.
 
 use ebb_abi::{PAGE_SIZE_BYTES, PageRange};
 use ebb_guest_ram::GuestRam;
