@@ -25,6 +25,7 @@ use crate::keeper::{End, Keeper};
 use crate::kernel::Kernel;
 use crate::memory;
 use crate::qemu;
+use crate::translations;
 
 /// Number of frames queued for a slow reader before the channel blocks.
 const QUEUE_FRAMES: usize = 64;
@@ -74,6 +75,7 @@ impl VirtualHost {
             kernel: boot.kernel,
             initramfs: boot.initramfs,
             swap,
+            plugin: translations::plugin(&program)?,
         };
         let arguments = qemu::arguments(config, &files);
         let tail = Tail::default();

@@ -30,6 +30,7 @@ pub mod memory;
 pub mod modules;
 pub mod programs;
 mod qemu;
+mod translations;
 
 pub use channel::{ExitStatus, Hello, MemorySample};
 pub use command::{Captured, Command, Output};

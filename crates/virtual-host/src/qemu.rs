@@ -11,6 +11,7 @@ use std::process::{Child, Command, Stdio};
 use crate::channel::PORT_NAME;
 use crate::config::HostConfig;
 use crate::error::HostError;
+use crate::translations;
 
 /// The emulator's program.
 pub const PROGRAM: &str = "qemu-system-x86_64";
@@ -39,6 +40,8 @@ pub struct Files {
     pub initramfs: File,
     /// The swap disk.
     pub swap: Option<File>,
+    /// The emulator's plugin.
+    pub plugin: Option<File>,
 }
 
 /// Finds the emulator in `PATH`.
@@ -66,7 +69,11 @@ pub fn arguments(config: &HostConfig, files: &Files) -> Vec<OsString> {
     ]);
     add(&["-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny"]);
     // This machine's kernel must not merge pages of the host, which itself is used to test merging.
-    add(&["-M", "q35,mem-merge=off", "-accel", "tcg,thread=multi", "-cpu", CPU_MODEL]);
+    let emulator = format!("tcg,thread=multi,tb-size={}", translations::CODE_MIB);
+    add(&["-M", "q35,mem-merge=off", "-accel", &emulator, "-cpu", CPU_MODEL]);
+    if let Some(plugin) = &files.plugin {
+        add(&["-plugin", &format!("file=/proc/self/fd/{}", plugin.as_raw_fd())]);
+    }
     let processors = emulated_processors(config);
     add(&["-smp", &format!("{processors},sockets={processors},cores=1,threads=1")]);
     add(&["-m", &format!("{}M", config.total_memory_mib())]);
@@ -133,7 +140,7 @@ fn has_spare(config: &HostConfig) -> bool {
 pub fn spawn(program: &Path, arguments: &[OsString], files: &Files) -> Result<Child, HostError> {
     let mut kept: Vec<RawFd> = vec![files.control.as_raw_fd(), files.console.as_raw_fd()];
     kept.extend([&files.kernel, &files.initramfs].map(AsRawFd::as_raw_fd));
-    kept.extend(files.swap.as_ref().map(AsRawFd::as_raw_fd));
+    kept.extend([&files.swap, &files.plugin].into_iter().flatten().map(AsRawFd::as_raw_fd));
     let parent = rustix::process::getpid();
     let mut command = Command::new(program);
     command.args(arguments).env_clear().env("PATH", "/usr/bin:/bin").current_dir("/");
@@ -182,6 +189,7 @@ mod tests {
             kernel: null(),
             initramfs: null(),
             swap: Some(null()),
+            plugin: None,
         };
         let list = arguments(config, &files);
         list.iter().map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ")

@@ -82,7 +82,8 @@ impl Handle {
                     let _ = writeln!(text, "{line}");
                 }
                 text.push_str(&threads(pid));
-                text.push_str(&crate::trace::moment());
+                let started = !self.transcript.lock().events.is_empty();
+                text.push_str(&crate::trace::moment(started));
                 let client = Client::new(&self.socket, Duration::from_secs(2));
                 for target in ["/vm", "/balloon", "/balloon/statistics", "/merge"] {
                     match client.request("GET", target, "") {
@@ -99,6 +100,8 @@ impl Handle {
                 let _ = writeln!(text, "    {line}");
             }
         }
+        let console = said.console.lines().collect::<Vec<_>>().join("\n");
+        text.push_str(crate::trace::impossible_interrupt(&console).unwrap_or_default());
         let events: Vec<_> = said.events.iter().rev().take(3).rev().map(|it| &it.event).collect();
         let _ = writeln!(text, "last events: {events:?}");
         text

@@ -39,6 +39,12 @@ const RESERVED_BIT: u64 = 1 << 3;
 const GUEST_TABLE_WALK: u64 = 1 << 33;
 /// Number of equal faults in [`MOMENT`] that indicates an endless loop.
 const FAULTS_WITHOUT_END: usize = 100;
+/// Start of the kernel's addresses, and the length of a loop that waits for a spinlock.
+const KERNEL: u64 = 0xffff_8000_0000_0000;
+const LOOP_BYTES: u64 = 128;
+/// Entries of external interrupts in a trace of a guest's kernel, with the offset that a call from
+/// them has (Linux `arch/x86/include/asm/idtentry.h`).
+const INTERRUPT_ENTRIES: [&str; 2] = [" asm_sysvec_", " asm_common_interrupt+"];
 /// Time without progress of its counters after which a processor of the host counts as stuck.
 const STILL: Duration = Duration::from_secs(2);
 
@@ -81,8 +87,9 @@ impl Trace {
 }
 
 /// Present activity of all guests' vCPUs: for each vCPU the number of exits in [`MOMENT`] by reason
-/// and address. Empty without KVM's events, that is, outside of a virtual host.
-pub fn moment() -> String {
+/// and address. Empty without KVM's events, that is, outside of a virtual host. `started`: the
+/// guest's agent has answered at least once.
+pub fn moment(started: bool) -> String {
     let directory = Path::new(TRACEFS).join("instances/ebb-moment");
     if fs::create_dir(&directory).is_err() {
         return String::new();
@@ -117,10 +124,57 @@ pub fn moment() -> String {
             "{HOST_FAILED}a vCPU walks page tables that do not belong to its guest"
         );
     }
+    if !started && waits_for_itself(&exits) {
+        let _ = writeln!(
+            report,
+            "{HOST_FAILED}a vCPU waits in a loop for a lock that no running vCPU holds, before the \
+             guest has loaded a driver of Ebb"
+        );
+    }
     if let Some(processor) = still_processor() {
         let _ = writeln!(report, "{HOST_FAILED}{processor} no longer counts time");
     }
     report
+}
+
+/// Whether exactly one vCPU runs, and only in one short loop of the guest's kernel.
+///
+/// This is what an interrupt that is injected twice leaves behind (CONTRIBUTING.md): the handler
+/// waits for a lock that the code it interrupted holds with interrupts disabled.
+fn waits_for_itself(exits: &[((&str, &str), usize)]) -> bool {
+    let of_vcpus = || exits.iter().filter(|((thread, _), _)| thread.starts_with("vcpu"));
+    let Some(((first, _), _)) = of_vcpus().next() else { return false };
+    let mut addresses = Vec::new();
+    for ((thread, event), _) in of_vcpus() {
+        let address = event
+            .split_once("reason interrupt rip 0x")
+            .and_then(|(_, address)| u64::from_str_radix(address.trim(), 16).ok());
+        match address {
+            Some(address) if thread == first && address >= KERNEL => addresses.push(address),
+            _ => return false,
+        }
+    }
+    let (least, most) = (addresses.iter().min(), addresses.iter().max());
+    least.zip(most).is_some_and(|(least, most)| most - least < LOOP_BYTES)
+}
+
+/// Sign in a guest's console that an interrupt was delivered while they were disabled: the
+/// registers that an oops prints for an interrupted context have the interrupt flag clear, which no
+/// processor does (see CONTRIBUTING.md for the emulator that does).
+pub fn impossible_interrupt(console: &str) -> Option<&'static str> {
+    const SIGN: &str = "the emulated host has failed: an interrupt was delivered while disabled\n";
+    const INTERRUPT_FLAG: u64 = 1 << 9;
+    let mut lines = console.lines();
+    while lines.by_ref().any(|line| INTERRUPT_ENTRIES.iter().any(|name| line.contains(name))) {
+        // RIP, code and stack pointer follow the entry's line.
+        let flags =
+            lines.clone().take(3).find_map(|line| line.split_once("EFLAGS: ")).map(|it| it.1);
+        let flags = flags.and_then(|flags| u64::from_str_radix(flags.trim(), 16).ok());
+        if flags.is_some_and(|flags| flags & INTERRUPT_FLAG == 0) {
+            return Some(SIGN);
+        }
+    }
+    None
 }
 
 /// Whether this is a fault on a page table of the guest outside of its memory, where no guest
