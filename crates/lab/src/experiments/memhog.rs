@@ -55,8 +55,8 @@ fn sizes(scale: Scale) -> Sizes {
         },
         Scale::Full => Sizes {
             host: HostShape { memory_mib: 15 * 1024, swap_mib: 4096, nodes: 1 },
-            guest: GuestSize { memory_mib: 6 * 1024, cpus: 1 },
-            memhog_mib: 5632,
+            guest: GuestSize { memory_mib: 6 * 1024, cpus: 4 },
+            memhog_mib: 5376,
         },
     }
 }
