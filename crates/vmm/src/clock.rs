@@ -1,9 +1,9 @@
-//! The guest's clocks over a pause, a snapshot and a restore: reads and writes what `ebb-kvm-clock`
-//! computes with.
+//! The guest's clocks across pause, snapshot and restore: reads and writes the values that
+//! `ebb-kvm-clock` computes with.
 //!
-//! A guest has two clocks, KVM's (from which its pvclock pages are made) and the time stamp
-//! counters of its vCPUs. Both are read for one instant, and set for one instant, so that they go
-//! on meaning the same time.
+//! A guest has two clocks: KVM's, from which its pvclock pages are made, and the time stamp
+//! counters of its vCPUs. Both are read for one instant and set for one instant, so that they stay
+//! consistent.
 
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
@@ -21,31 +21,31 @@ use crate::cpu::{CpuError, tsc};
 /// The guest's clocks could not be read or set.
 #[derive(Debug, Error)]
 pub enum GuestClockError {
-    /// No clock can be computed.
+    /// The clock cannot be computed.
     #[error(transparent)]
     Policy(#[from] ClockError),
-    /// A vCPU's counter.
+    /// Reading or setting a vCPU's counter failed.
     #[error(transparent)]
     Cpu(#[from] CpuError),
-    /// KVM's clock.
+    /// KVM refused to read or set its clock.
     #[error("KVM cannot {action}: {source}")]
     Kvm {
-        /// What was asked.
+        /// The operation.
         action: &'static str,
-        /// Its answer.
+        /// KVM's error.
         source: kvm_ioctls::Error,
     },
-    /// KVM does not know how fast time stamp counters count.
-    #[error("KVM does not tell the frequency of this host's time stamp counter")]
+    /// KVM does not report the frequency of the time stamp counter.
+    #[error("KVM does not report the frequency of this host's time stamp counter")]
     NoFrequency,
-    /// A snapshot of another number of vCPUs.
+    /// The snapshot is of a machine with another number of vCPUs.
     #[error(
         "the saved clock has {saved} time stamp counters for {vcpus} vCPUs; the snapshot is damaged"
     )]
     Vcpus {
-        /// In the saved clock.
+        /// Counters in the saved clock.
         saved: usize,
-        /// There are.
+        /// vCPUs of the machine.
         vcpus: usize,
     },
 }
@@ -65,7 +65,7 @@ pub struct TscFrequencies {
 }
 
 impl TscFrequencies {
-    /// Gives the vCPU the frequency `wanted` where that is not the host's. The vCPU must be new.
+    /// Sets the vCPU's frequency to `wanted` if that is not the host's. The vCPU must be new.
     ///
     /// # Errors
     /// [`ClockError`] if this host cannot run a guest at that frequency.
@@ -96,16 +96,16 @@ impl TscFrequencies {
     }
 }
 
-/// Fraction bits of the scaling register of processors that `vendor` makes.
+/// Fraction bits of the TSC scaling register on processors of `vendor`.
 fn fraction_bits(vendor: &str) -> FractionBits {
     match vendor {
-        // The latter two make processors with VMX.
+        // The latter two vendors implement VMX.
         "GenuineIntel" | "CentaurHauls" | "??Shanghai??" => FractionBits::Intel48,
         _ => FractionBits::Amd32,
     }
 }
 
-/// One instant: KVM's clock, the real time, the host's counter where it can be known.
+/// One instant: KVM's clock, real time, and the host's counter where it is known.
 struct Reading {
     clock_ns: u64,
     realtime_ns: u64,
@@ -124,22 +124,23 @@ impl Reading {
             let (clock_ns, realtime_ns) = (data.clock, data.realtime);
             return Ok(Self { clock_ns, realtime_ns, host_tsc: Some(data.host_tsc) });
         }
-        // Without the master clock KVM reads no counter for us. A vCPU's counter less its offset is
-        // the host's, unless it is scaled; the readings are then some microseconds apart.
+        // Without the master clock KVM does not return the host's counter. A vCPU's counter minus
+        // its offset is the host's, unless it is scaled; the readings are then some microseconds
+        // apart.
         let mut host_tsc = None;
         if frequencies.rate()? == TscRate::Same {
             let counters =
                 vcpus.collect(move |vcpu| match (vcpu.index, tsc::offset(&vcpu.fd)) {
                     (0, Some(offset)) => {
-                        // The time comes first: the counter is then rather too late, and what the
-                        // guest has read is before it.
+                        // Read the time first: the counter is then too late rather than too early,
+                        // and no value that the guest has read lies after it.
                         let elapsed = start.elapsed();
                         Ok(Some((elapsed, tsc::read(&vcpu.fd)?.wrapping_sub(offset))))
                     }
                     _ => Ok(None),
                 })?;
             if let Some((elapsed, counter)) = counters.into_iter().flatten().next() {
-                // Brought back to the instant of the clock.
+                // Back to the instant at which the clock was read.
                 let elapsed_ns = u64::try_from(elapsed.as_nanos()).unwrap_or(0);
                 let ticks = frequencies.host.ticks_in_ns(elapsed_ns).unwrap_or(0);
                 host_tsc = Some(counter.wrapping_sub(ticks));
@@ -154,7 +155,7 @@ fn realtime_ns() -> u64 {
     u64::try_from(since_1970.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// KVM's clock and the real time of now. The vCPUs must be paused.
+/// Current time of KVM's clock and the host's real time. The vCPUs must be paused.
 pub fn now(
     vm: &VmFd,
     vcpus: &VcpuThreads,
@@ -189,7 +190,7 @@ pub fn save(
     })
 }
 
-/// What has to be set for the guest to go on now.
+/// Computes what to set for the guest to continue now.
 pub fn plan(
     saved: &SavedClock,
     policy: ClockPolicy,
@@ -211,20 +212,21 @@ pub fn plan(
     Ok(plan)
 }
 
-/// Makes KVM look whether its clock can follow the host's counter, as it does whenever the clock is
-/// set. Before that, the clock of a new virtual machine cannot be read together with the counter.
+/// Makes KVM check whether its clock can follow the host's counter, as it does whenever the clock
+/// is set. Before that, the clock of a new virtual machine cannot be read together with the
+/// counter.
 pub fn prime(vm: &VmFd) -> Result<(), GuestClockError> {
     vm.set_clock(&kvm_clock_data::default()).map_err(kvm("set the guest's clock"))
 }
 
-/// Sets the vCPUs' counters. Timers that wait for them have to be armed again afterwards.
+/// Sets the vCPUs' counters. Timers that depend on them must be armed again afterwards.
 pub fn set_counters(vcpus: &VcpuThreads, plan: &ClockPlan) -> Result<(), GuestClockError> {
     let counters = plan.vcpus.clone();
     vcpus.on_each(move |vcpu| tsc::set(&vcpu.fd, counters[usize::from(vcpu.index)]))?;
     Ok(())
 }
 
-/// As [`set_counters`], and arms the timers again.
+/// Like [`set_counters`], and arms the timers again.
 pub fn set_counters_and_timers(
     vcpus: &VcpuThreads,
     plan: &ClockPlan,
@@ -238,7 +240,7 @@ pub fn set_counters_and_timers(
     Ok(())
 }
 
-/// Sets KVM's clock; counters come before, since KVM relates the clock to them.
+/// Sets KVM's clock. The counters must be set first, since KVM relates the clock to them.
 pub fn set(vm: &VmFd, plan: &ClockPlan) -> Result<(), GuestClockError> {
     let clock = kvm_clock_data { clock: plan.clock_ns, ..Default::default() };
     if let Some(realtime) = plan.realtime_ns {
@@ -248,6 +250,6 @@ pub fn set(vm: &VmFd, plan: &ClockPlan) -> Result<(), GuestClockError> {
             return Ok(());
         }
     }
-    // Linux before 5.16 knows no flags: the clock loses the microseconds since the plan.
+    // Linux before 5.16 has no flags here: the clock loses the microseconds since the plan.
     vm.set_clock(&clock).map_err(kvm("set the guest's clock"))
 }

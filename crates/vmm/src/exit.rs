@@ -1,4 +1,4 @@
-//! Why a virtual machine ended, and the one place where that is decided.
+//! Why a virtual machine ended. [`ExitSignal`] is the only place where that is decided.
 
 use std::fmt;
 use std::sync::{Mutex, PoisonError};
@@ -8,32 +8,32 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 /// Why the guest no longer runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum GuestExit {
-    /// The guest switched itself off.
+    /// The guest powered off.
     PowerOff,
-    /// The guest asked for a reset.
+    /// The guest requested a reset.
     Reboot,
-    /// The guest's kernel panicked and said so.
+    /// The guest's kernel reported a panic.
     Panic,
-    /// A vCPU could not even deliver an exception (triple fault).
+    /// A vCPU could not deliver an exception (triple fault).
     TripleFault {
-        /// Which vCPU.
+        /// Index of the vCPU.
         vcpu: u8,
     },
     /// KVM could not run a vCPU.
     Kvm {
-        /// What it said.
+        /// KVM's error.
         message: String,
     },
-    /// The monitor was told to end by a signal.
+    /// A signal ended the monitor.
     Signal {
         /// Name of the signal.
         name: &'static str,
     },
-    /// The API was told to kill the guest.
+    /// The guest was killed through the API.
     Killed,
-    /// The machine runs in another monitor now.
+    /// The machine now runs in another monitor.
     Migrated {
-        /// Where.
+        /// Address of the destination.
         to: String,
     },
     /// A part of the monitor failed.
@@ -44,7 +44,7 @@ pub enum GuestExit {
 }
 
 impl GuestExit {
-    /// A word for programs.
+    /// Name of the kind, for programs.
     pub fn kind(&self) -> &'static str {
         match self {
             Self::PowerOff => "power_off",
@@ -59,7 +59,7 @@ impl GuestExit {
         }
     }
 
-    /// Exit code of the process; 1 and 2 are left to errors before the guest ran.
+    /// Exit code of the process. Codes 1 and 2 are reserved for errors before the guest runs.
     pub fn code(&self) -> u8 {
         match self {
             Self::PowerOff => 0,
@@ -91,7 +91,7 @@ impl fmt::Display for GuestExit {
     }
 }
 
-/// Carries the first reason to end from any thread to the main one.
+/// Carries the first reason to end from any thread to the main thread.
 #[derive(Debug)]
 pub struct ExitSignal {
     reason: Mutex<Option<GuestExit>>,
@@ -99,24 +99,24 @@ pub struct ExitSignal {
 }
 
 impl ExitSignal {
-    /// No reason yet.
+    /// A signal without a reason.
     pub fn new() -> std::io::Result<Self> {
         Ok(Self { reason: Mutex::new(None), event: EventFd::new(EFD_NONBLOCK)? })
     }
 
-    /// Gives a reason to end. The first one stays, whatever comes later, except that being killed
-    /// goes before a reboot: nobody would come to see it after that.
+    /// Raises a reason to end. The first one is kept, except that a kill replaces a reboot: after
+    /// the reboot the kill would be lost.
     pub fn raise(&self, exit: GuestExit) {
         let mut reason = self.reason.lock().unwrap_or_else(PoisonError::into_inner);
         let replaces = exit == GuestExit::Killed && *reason == Some(GuestExit::Reboot);
         if reason.is_none() || replaces {
             *reason = Some(exit);
-            // A full counter is as good as a written one: the reader is woken either way.
+            // A full counter is as good as a written one: the reader wakes up either way.
             let _ = self.event.write(1);
         }
     }
 
-    /// The reason, which stays.
+    /// The reason, which is kept.
     pub fn pending(&self) -> Option<GuestExit> {
         self.reason.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -128,7 +128,7 @@ impl ExitSignal {
         reason.take()
     }
 
-    /// Readable while a reason waits.
+    /// Readable while a reason is pending.
     pub fn event(&self) -> &EventFd {
         &self.event
     }
@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reboot_does_not_save_from_being_killed() {
+    fn a_kill_replaces_a_pending_reboot() {
         let signal = ExitSignal::new().unwrap();
         signal.raise(GuestExit::Reboot);
         signal.raise(GuestExit::Killed);

@@ -1,5 +1,5 @@
-//! Descriptors: opening files that a person has named, and eventfds of vmm-sys-util, which KVM's
-//! bindings take, to be polled.
+//! Descriptors: opens files named by the user, and makes eventfds of vmm-sys-util, which the KVM
+//! bindings require, usable with poll.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -10,7 +10,7 @@ use std::path::Path;
 use rustix::event::{PollFd, PollFlags};
 use vmm_sys_util::eventfd::EventFd;
 
-/// Whether a file is written to.
+/// Whether a file is opened for writing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Access {
     Read,
@@ -20,8 +20,8 @@ pub(crate) enum Access {
 /// Opens a regular file or a block device.
 ///
 /// # Errors
-/// Those of open(2), and [`io::ErrorKind::InvalidInput`] for anything else, which is neither waited
-/// for (a FIFO without a writer) nor read (a terminal).
+/// The errors of open(2), and [`io::ErrorKind::InvalidInput`] for any other type of file. Opening a
+/// FIFO without a writer does not block, and terminals are not read.
 pub(crate) fn open_image(path: &Path, access: Access) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options
@@ -44,9 +44,9 @@ pub(crate) fn open_image(path: &Path, access: Access) -> io::Result<File> {
     Err(io::Error::new(io::ErrorKind::InvalidInput, problem))
 }
 
-/// Polls `event` for being signalled.
+/// Polls `event` for readability.
 pub fn readable(event: &EventFd) -> PollFd<'_> {
-    // SAFETY: the descriptor stays open as long as `event` does, which the returned lifetime is
+    // SAFETY: the descriptor stays open as long as `event`, whose borrow the returned lifetime is
     // bound to.
     let fd = unsafe { BorrowedFd::borrow_raw(event.as_raw_fd()) };
     PollFd::from_borrowed_fd(fd, PollFlags::IN)
@@ -57,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_no_image_is_refused_at_once() {
+    fn files_that_are_not_images_are_refused_without_blocking() {
         let directory = tempfile::tempdir().unwrap();
         let fifo = directory.path().join("fifo");
         rustix::fs::mknodat(

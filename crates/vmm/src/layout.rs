@@ -1,10 +1,11 @@
-//! Where things are in the guest's physical address space.
+//! The guest-physical address map.
 //!
 //! ```text
 //!          0 ..  9 fc00   RAM: boot structures (below 0x9000 .. 0x60000), see the constants
 //!     9 fc00 ..  f ffff   not RAM; ACPI tables from 0xe0000
 //!    10 0000 .. c000 0000  RAM: kernel, initrd at the end
-//!  c000 0000 .. 1 0000 0000  the hole below 4 GiB: virtio-mmio at 0xd0000000, IOAPIC, local APIC, KVM's own pages
+//!  c000 0000 .. 1 0000 0000  the hole below 4 GiB: virtio-mmio at 0xd0000000, IOAPIC, local APIC,
+//!                            KVM's own pages
 //!  1 0000 0000 ..          RAM beyond the first 3 GiB
 //! ```
 
@@ -13,12 +14,12 @@ use std::ops::Range;
 /// End of the RAM below 1 MiB, where PCs keep the extended BIOS data area.
 pub const LOW_RAM_END: u64 = 0x9_fc00;
 /// First byte of the ACPI tables: inside the window that firmware uses for them, which no kernel
-/// takes for RAM.
+/// treats as RAM.
 pub const ACPI_START: u64 = 0xe_0000;
 /// End of the window for ACPI tables.
 pub const ACPI_END: u64 = 0x10_0000;
-/// Where a processor begins after a reset, and where kernels jump that restart through the
-/// firmware; the last bytes of the window for ACPI tables.
+/// Address at which a processor starts after a reset, and to which kernels jump that restart
+/// through the firmware; the last bytes of the window for ACPI tables.
 pub const RESET_VECTOR: u64 = 0xf_fff0;
 /// Start of the RAM above 1 MiB.
 pub const HIGH_RAM_START: u64 = 0x10_0000;
@@ -75,7 +76,7 @@ pub const ACPI_PORT: u16 = 0x600;
 /// Port of the panic notification device (QEMU's pvpanic interface).
 pub const PANIC_PORT: u16 = 0x505;
 
-/// Guest-physical ranges of RAM for `size_bytes` of it, in ascending order.
+/// Guest-physical RAM ranges of a guest with `size_bytes` of RAM, in ascending order.
 pub fn ram_ranges(size_bytes: u64) -> Vec<Range<u64>> {
     if size_bytes <= HOLE_START {
         vec![0..size_bytes]
@@ -85,7 +86,7 @@ pub fn ram_ranges(size_bytes: u64) -> Vec<Range<u64>> {
 }
 
 /// Splits guest RAM into pieces for nodes of the given sizes, in order: `(node, range)`. A node
-/// that lies across the hole has two pieces.
+/// that spans the hole has two pieces.
 pub fn node_ranges(node_sizes_bytes: &[u64]) -> Vec<(usize, Range<u64>)> {
     let mut ram = ram_ranges(node_sizes_bytes.iter().sum()).into_iter();
     let mut current = ram.next().unwrap_or(0..0);
@@ -108,7 +109,7 @@ pub fn node_ranges(node_sizes_bytes: &[u64]) -> Vec<(usize, Range<u64>)> {
     pieces
 }
 
-/// The memory map that the guest is told: RAM without the legacy area below 1 MiB.
+/// The memory map given to the guest: RAM without the legacy area below 1 MiB.
 pub fn usable_ram(size_bytes: u64) -> Vec<Range<u64>> {
     let mut usable = vec![0..LOW_RAM_END];
     for range in ram_ranges(size_bytes) {
@@ -133,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_across_the_hole_has_two_pieces() {
+    fn a_node_that_spans_the_hole_has_two_pieces() {
         let pieces = node_ranges(&[2 << 30, 2 << 30]);
         assert_eq!(
             pieces,
@@ -147,7 +148,8 @@ mod tests {
             let sizes: Vec<u64> = sizes.into_iter().map(|units| units * (2 << 20)).collect();
             let pieces = node_ranges(&sizes);
             for (node, &size) in sizes.iter().enumerate() {
-                let sum: u64 = pieces.iter().filter(|(n, _)| *n == node).map(|(_, r)| r.end - r.start).sum();
+                let own = pieces.iter().filter(|(n, _)| *n == node);
+                let sum: u64 = own.map(|(_, r)| r.end - r.start).sum();
                 prop_assert_eq!(sum, size);
             }
             for pair in pieces.windows(2) {

@@ -1,11 +1,11 @@
 //! The Ebb virtual machine monitor for x86_64 on KVM.
 //!
-//! [`vm::run`] takes a [`config::VmConfig`] and runs a guest to its end. The parts, from the
-//! guest's side outwards:
+//! [`vm::run`] takes a [`config::VmConfig`] and runs a guest until it ends. The modules, from the
+//! guest outwards:
 //!
-//! | module | what |
+//! | module | contents |
 //! | --- | --- |
-//! | [`layout`] | where things are in guest-physical memory |
+//! | [`layout`] | the guest-physical address map |
 //! | [`boot`] | kernel, initrd, command line, entry protocols |
 //! | [`acpi`] | the tables that announce devices, vCPUs, NUMA nodes |
 //! | [`cpu`] | CPUID, registers, vCPU threads |
@@ -14,7 +14,7 @@
 //! | [`snapshot`] | a virtual machine in a file |
 //! | [`vm`] | the whole machine: built, run, paused, reset, saved, restored, moved |
 //! | [`api`] | the control socket |
-//! | [`words`] | the words that stand for the values of an enum |
+//! | [`words`] | names of enum values, from their serde declarations |
 //! | [`seccomp`] | system call filters |
 //! | [`probe`] | whether this machine's KVM can run guests |
 

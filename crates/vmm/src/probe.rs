@@ -1,11 +1,12 @@
-//! Whether this machine's KVM can run guests, found out by running one; and whether a monitor of
-//! this user could merge pages, found out by trying.
+//! Measures whether this machine's KVM can run guests, by running one, and whether a monitor of
+//! this user could merge pages, by trying.
 //!
-//! That `/dev/kvm` is there says little: some machines have a KVM that emulates every instruction
-//! of an ordinary guest, at 0.1 to 2 million a second, on which Linux does not boot in reasonable
-//! time. A loop of ten thousand rounds in 64-bit mode takes 2 to 30 microseconds on hardware, and 10
-//! to 100 milliseconds there: a difference that the cost of entering and leaving a guest, some
-//! microseconds, does not hide. So the verdict costs less than a file that would keep it.
+//! The existence of `/dev/kvm` proves little: some machines have a KVM that emulates every
+//! instruction of an ordinary guest, at 0.1 to 2 million instructions a second, with which Linux
+//! does not boot in reasonable time. A loop of ten thousand iterations in 64-bit mode takes 2 to 30
+//! microseconds on hardware and 10 to 100 milliseconds there, a difference that the cost of
+//! entering and leaving a guest, some microseconds, does not hide. The measurement is cheaper than
+//! a file that would cache its result.
 
 use std::ffi::CString;
 use std::os::unix::ffi::OsStrExt as _;
@@ -22,24 +23,23 @@ use vm_memory::GuestAddress;
 
 mod guest;
 
-/// Rounds of the guest's loop; each is two instructions.
+/// Iterations of the guest's loop; each is two instructions.
 pub const ITERATIONS: u64 = 10_000;
 
-/// From this on KVM is considered to be emulated. Hardware takes 0.2 to 3 ns, emulation over 1000
-/// ns.
+/// Time of an iteration, in nanoseconds, from which KVM counts as emulated. Hardware takes 0.2 to 3
+/// ns, emulation over 1000 ns.
 pub const EMULATED_FROM_NS: f64 = 100.0;
 
-/// Most runs. A busy machine may take the processor away in the middle of one, which makes it look
-/// slow.
+/// Most runs. The scheduler of a busy machine may preempt a run, which then looks slow.
 const RUNS: u32 = 5;
 
-/// As little memory as can be merged by the monitor, in bytes.
+/// The smallest guest memory that the monitor can merge, in bytes.
 const LEAST_MERGED_BYTES: u64 = 2 << 20;
 
-/// The only KVM version there is (Linux Documentation/virt/kvm/api.rst, section 4.1).
+/// The only KVM API version (Linux Documentation/virt/kvm/api.rst, section 4.1).
 const API_VERSION: i32 = 12;
 
-/// What the monitor needs of KVM.
+/// KVM capabilities that the monitor needs.
 const NEEDED: [(Cap, &str); 10] = [
     (Cap::UserMemory, "KVM_CAP_USER_MEMORY"),
     (Cap::Irqchip, "KVM_CAP_IRQCHIP"),
@@ -53,30 +53,30 @@ const NEEDED: [(Cap, &str); 10] = [
     (Cap::AdjustClock, "KVM_CAP_ADJUST_CLOCK"),
 ];
 
-/// What KVM is worth here.
+/// Suitability of KVM on this machine.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum KvmQuality {
-    /// The processor itself runs guests (or a fast emulator of a whole machine does, underneath).
+    /// The processor runs guests (or a fast emulator of a whole machine does, underneath).
     Fast {
-        /// Time a round of the loop took, in the best run.
+        /// Time of one iteration of the loop, in the best run.
         ns_per_iteration: f64,
     },
-    /// Each instruction of a guest is emulated: Linux does not boot in reasonable time.
+    /// Every guest instruction is emulated: Linux does not boot in reasonable time.
     Emulated {
-        /// Time a round of the loop took, in the best run.
+        /// Time of one iteration of the loop, in the best run.
         ns_per_iteration: f64,
-        /// Rounds done before the time was up.
+        /// Iterations completed within the time limit.
         iterations: u64,
     },
-    /// There is no KVM that can be used.
+    /// No usable KVM.
     Unavailable {
         /// What is missing.
         reason: String,
         /// What to do.
         remedy: String,
     },
-    /// There is a KVM, but not for this user.
+    /// KVM exists, but this user may not use it.
     PermissionDenied {
         /// What was refused.
         reason: String,
@@ -86,10 +86,10 @@ pub enum KvmQuality {
 }
 
 impl KvmQuality {
-    /// The quality that follows from a run of `iterations` rounds in `elapsed`.
+    /// The quality that follows from a run of `iterations` iterations in `elapsed`.
     pub fn from_run(iterations: u64, elapsed: Duration) -> Self {
         if iterations == 0 {
-            // Not even one: slower than anything that can be told.
+            // Not even one iteration: too slow to measure.
             return Self::Emulated { ns_per_iteration: elapsed.as_nanos() as f64, iterations };
         }
         let ns_per_iteration = elapsed.as_nanos() as f64 / iterations as f64;
@@ -111,16 +111,16 @@ impl KvmQuality {
 pub struct KvmProbe {
     /// The device that was examined.
     pub device: String,
-    /// What it is worth.
+    /// Its suitability.
     pub quality: KvmQuality,
-    /// The API version it has; `None` if it could not be opened.
+    /// Its API version; `None` if it could not be opened.
     pub api_version: Option<i32>,
-    /// What the monitor needs and this KVM does not have; empty if it was not opened.
+    /// Capabilities that the monitor needs and this KVM lacks; empty if it was not opened.
     pub missing_capabilities: Vec<String>,
 }
 
 /// Examines `/dev/kvm`. Takes about a millisecond where KVM is fast, most of it to set up a virtual
-/// machine, and some hundred where it is emulated.
+/// machine, and some hundred milliseconds where it is emulated.
 pub fn probe() -> KvmProbe {
     probe_device(Path::new("/dev/kvm"))
 }
@@ -153,9 +153,8 @@ fn examine(device: &Path, result: &mut KvmProbe) -> Result<guest::Run, KvmQualit
     if version != API_VERSION {
         return Err(KvmQuality::Unavailable {
             reason: format!("{} is not a KVM device of version {API_VERSION}", device.display()),
-            remedy:
-                "see what /dev/kvm is (ls -l /dev/kvm): it should be a character device, major 10"
-                    .to_owned(),
+            remedy: "check /dev/kvm (ls -l /dev/kvm): it must be a character device, major 10"
+                .to_owned(),
         });
     }
     result.api_version = Some(version);
@@ -172,16 +171,16 @@ fn examine(device: &Path, result: &mut KvmProbe) -> Result<guest::Run, KvmQualit
     }
     guest::best_run(&kvm, RUNS).map_err(|error| KvmQuality::Unavailable {
         reason: error.to_string(),
-        remedy:
-            "see the kernel's log (dmesg); another hypervisor may be using the processor's virtualization"
-                .to_owned(),
+        remedy: "see the kernel's log (dmesg); another hypervisor may be using the \
+                     processor's virtualization"
+            .to_owned(),
     })
 }
 
-/// Prepares a little memory for merging by the monitor (merge=owner), as for a machine.
+/// Enables merging by the monitor (merge=owner) on a small region, as for a machine.
 ///
 /// # Errors
-/// Why it cannot be, with what to do.
+/// Why merging is not possible, with a remedy.
 pub fn probe_merging() -> Result<(), MergeUnavailable> {
     let spec =
         RegionSpec { start: GuestAddress(0), size_bytes: LEAST_MERGED_BYTES, host_node: None };
@@ -189,14 +188,14 @@ pub fn probe_merging() -> Result<(), MergeUnavailable> {
     ram.enable_merging(StableSegments::new())
 }
 
-/// Whether the processor says that it can virtualize.
+/// The processor's virtualization extension, from its feature flags.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Processor {
     /// Intel VT-x.
     Vmx,
     /// AMD-V.
     Svm,
-    /// Neither, or switched off, or hidden by the hypervisor that this machine runs on.
+    /// Neither, or disabled, or hidden by the hypervisor that this machine runs on.
     Neither,
 }
 
@@ -217,14 +216,15 @@ fn processor_of(cpuinfo: &str) -> Processor {
     }
 }
 
-/// What a failure to open the device means.
+/// Interprets a failure to open the device.
 fn cannot_open(device: &Path, errno: Errno, processor: Processor) -> KvmQuality {
     let device = device.display();
     match errno {
         Errno::ACCESS | Errno::PERM => KvmQuality::PermissionDenied {
             reason: format!("this user may not open {device}"),
             remedy: format!(
-                "join the group that owns {device}, usually kvm, and log in again: sudo usermod -aG kvm $USER"
+                "join the group that owns {device}, usually kvm, and log in again: \
+                 sudo usermod -aG kvm $USER"
             ),
         },
         Errno::NOENT | Errno::NODEV | Errno::NXIO => KvmQuality::Unavailable {
@@ -233,8 +233,9 @@ fn cannot_open(device: &Path, errno: Errno, processor: Processor) -> KvmQuality 
                 Processor::Vmx => "load the module: sudo modprobe kvm_intel".to_owned(),
                 Processor::Svm => "load the module: sudo modprobe kvm_amd".to_owned(),
                 Processor::Neither => {
-                    "switch on virtualization in the firmware's setup, or nested virtualization in the hypervisor that \
-                     this machine runs on; without it guests run in the virtual host"
+                    "switch on virtualization in the firmware's setup, or nested virtualization in \
+                     the hypervisor that this machine runs on; without it guests run in the virtual \
+                     host"
                         .to_owned()
                 }
             },
@@ -298,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_kvm_is_unavailable() {
+    fn paths_without_kvm_are_unavailable() {
         for path in ["/dev/null", "/nonexistent/kvm", "/dev", "/dev/kv\0m"] {
             let result = probe_device(Path::new(path));
             assert!(matches!(result.quality, KvmQuality::Unavailable { .. }), "{path}: {result:?}");
@@ -307,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn results_survive_json() {
+    fn results_round_trip_through_json() {
         let probe = KvmProbe {
             device: "/dev/kvm".into(),
             quality: KvmQuality::Fast { ns_per_iteration: 0.5 },
@@ -328,8 +329,7 @@ mod tests {
                 assert!(ns_per_iteration >= EMULATED_FROM_NS);
                 assert!(iterations > 0, "the guest got nowhere");
             }
-            // A machine without KVM, or a user without permission: nothing more can be said of it
-            // here.
+            // A machine without KVM, or a user without permission: no more to check here.
             KvmQuality::Unavailable { reason, remedy }
             | KvmQuality::PermissionDenied { reason, remedy } => {
                 assert!(!reason.is_empty() && !remedy.is_empty());
@@ -338,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn several_probes_at_a_time_do_not_disturb_each_other() {
+    fn concurrent_probes_do_not_interfere() {
         let kinds: Vec<_> = std::thread::scope(|scope| {
             let threads = [scope.spawn(probe), scope.spawn(probe)];
             threads.map(|thread| std::mem::discriminant(&thread.join().unwrap().quality)).to_vec()

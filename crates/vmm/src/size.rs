@@ -1,4 +1,4 @@
-//! Sizes of memory as people write them: `4G`, `512M`, `4096`.
+//! Memory sizes in the form that users write: `4G`, `512M`, `4096`.
 
 use std::fmt;
 use std::num::IntErrorKind;
@@ -10,7 +10,7 @@ use serde::{Serialize, Serializer};
 /// Suffixes in ascending order; each is 1024 times the one before.
 const SUFFIXES: [(char, u32); 4] = [('K', 10), ('M', 20), ('G', 30), ('T', 40)];
 
-/// A number of bytes, written by people with a binary suffix: `K`, `M`, `G` or `T` (1024 to the
+/// A number of bytes, written by users with a binary suffix: `K`, `M`, `G` or `T` (1024 to the
 /// power of 1 to 4), in either case, optionally followed by `iB`. No suffix means bytes.
 ///
 /// [`fmt::Display`] writes the shortest form that reads back as the same number (`1536M`, never
@@ -18,55 +18,58 @@ const SUFFIXES: [(char, u32); 4] = [('K', 10), ('M', 20), ('G', 30), ('T', 40)];
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ByteSize(u64);
 
-/// Why a text is not a [`ByteSize`]. Each message names the text.
+/// Why a text is not a [`ByteSize`]. Each message quotes the text.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SizeError {
-    /// Nothing was written.
+    /// The text is empty.
     #[error(
         "the size is empty: write a number with an optional suffix K, M, G or T, for example 4G"
     )]
     Empty,
-    /// It does not begin with a digit, or has other characters among the digits.
+    /// The text does not begin with a digit, or has other characters among the digits.
     #[error(
-        "'{text}' is not a size: write a whole number with an optional suffix K, M, G or T, for example 4G"
+        "'{text}' is not a size: write a whole number with an optional suffix K, M, G or T, \
+         for example 4G"
     )]
     NotANumber {
-        /// What was written.
+        /// The text.
         text: String,
     },
-    /// Something like `1.5G`.
+    /// The number has a fraction, as in `1.5G`.
     #[error(
-        "'{text}' has a fraction: write a whole number with a smaller suffix, for example 1536M for 1.5G"
+        "'{text}' has a fraction: write a whole number with a smaller suffix, \
+         for example 1536M for 1.5G"
     )]
     Fraction {
-        /// What was written.
+        /// The text.
         text: String,
     },
-    /// A number with an unknown suffix.
+    /// The suffix is unknown.
     #[error("'{text}' ends in the unknown suffix '{suffix}': use K, M, G or T (powers of 1024)")]
     UnknownSuffix {
-        /// What was written.
+        /// The text.
         text: String,
         /// The part after the number.
         suffix: String,
     },
-    /// Something like `4GB`, which means 4 x 10^9 to some and 4 x 2^30 to others.
+    /// The suffix is ambiguous: `4GB` means 4 x 10^9 to some and 4 x 2^30 to others.
     #[error(
-        "'{text}' is ambiguous, since '{suffix}' is a power of 1000 to some and of 1024 to others: write '{suggestion}' \
+        "'{text}' is ambiguous, since '{suffix}' is a power of 1000 to some and of 1024 to others: \
+         write '{suggestion}' \
          (powers of 1024)"
     )]
     Ambiguous {
-        /// What was written.
+        /// The text.
         text: String,
         /// The part after the number.
         suffix: String,
-        /// The same number with the suffix that is understood.
+        /// The same number with an accepted suffix.
         suggestion: String,
     },
     /// The number of bytes is 2^64 or more.
     #[error("'{text}' is too large: sizes are below 16 EiB (2^64 bytes)")]
     TooLarge {
-        /// What was written.
+        /// The text.
         text: String,
     },
 }
@@ -87,7 +90,7 @@ impl ByteSize {
         self.0
     }
 
-    /// The size rounded to one digit after the point with its unit, for tables: `326.4 MiB`.
+    /// The size rounded to one decimal place with its unit, for tables: `326.4 MiB`.
     pub fn rounded(self) -> Rounded {
         Rounded(self.0)
     }
@@ -190,7 +193,7 @@ impl fmt::Display for ByteSize {
     }
 }
 
-/// [`ByteSize::rounded`].
+/// A size for tables, see [`ByteSize::rounded`].
 #[derive(Clone, Copy, Debug)]
 pub struct Rounded(u64);
 

@@ -1,25 +1,25 @@
-//! The words that stand for the values of an enum, from its serde declaration.
+//! Names of enum values, from the serde declaration of the enum.
 
 use schemars::{Schema, SchemaGenerator, json_schema};
 use serde::de::value::{Error, StrDeserializer};
 use serde::de::{DeserializeOwned, Deserializer, IntoDeserializer as _, Visitor};
 use serde::{Deserialize, Serialize, forward_to_deserialize_any};
 
-/// The words of `T`, an enum whose variants hold nothing.
+/// The names of the variants of `T`, an enum of unit variants.
 pub fn words<'de, T: Deserialize<'de>>() -> &'static [&'static str] {
     let mut words: &'static [&'static str] = &[];
-    // An error in any case: nothing is there to be read.
+    // Always an error: there is no value to deserialize.
     let _ = T::deserialize(Words(&mut words));
     words
 }
 
-/// The value that `word` stands for.
+/// The value named `word`.
 pub fn from_word<T: DeserializeOwned>(word: &str) -> Option<T> {
     let word: StrDeserializer<'_, Error> = word.into_deserializer();
     T::deserialize(word).ok()
 }
 
-/// The word for `value`.
+/// The name of `value`.
 pub fn to_word(value: impl Serialize) -> String {
     match serde_json::to_value(value) {
         Ok(serde_json::Value::String(word)) => word,
@@ -32,7 +32,7 @@ pub fn one_of<T: DeserializeOwned>(_: &mut SchemaGenerator) -> Schema {
     json_schema!({ "enum": words::<T>() })
 }
 
-/// Notes the variants that it is asked for.
+/// Records the variant names that deserialization passes.
 struct Words<'a>(&'a mut &'static [&'static str]);
 
 impl<'de> Deserializer<'de> for Words<'_> {

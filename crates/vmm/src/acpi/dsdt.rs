@@ -28,7 +28,7 @@ pub(super) fn namespace(devices: &[MmioDevice]) -> Vec<u8> {
     aml
 }
 
-/// `\_S5_`: what to write to the sleep control register to switch off.
+/// `\_S5_`: the value to write to the sleep control register for power-off.
 fn soft_off(aml: &mut Vec<u8>) {
     Name::new("_S5_".into(), &Package::new(vec![&SLEEP_TYPE_S5])).to_aml_bytes(aml);
 }
@@ -46,7 +46,7 @@ fn serial(aml: &mut Vec<u8>) {
     in_system_bus(aml, vec![&Device::new("COM1".into(), vec![&hid, &uid, &crs])]);
 }
 
-/// A button, and the event device (`ACPI0013`) whose interrupt makes the guest read the event
+/// A power button, and the event device (`ACPI0013`) whose interrupt makes the guest read the event
 /// status register.
 fn power_button(aml: &mut Vec<u8>) {
     let id = EISAName::new("PNP0C0C");
@@ -80,8 +80,8 @@ fn power_button(aml: &mut Vec<u8>) {
     );
 }
 
-/// QEMU's pvpanic interface (QEMU docs/specs/pvpanic.rst): the guest's panic becomes an exit code
-/// of its own.
+/// QEMU's pvpanic interface (QEMU docs/specs/pvpanic.rst): a panic of the guest becomes an exit
+/// code of its own.
 fn panic_notifier(aml: &mut Vec<u8>) {
     let hid = Name::new("_HID".into(), &"QEMU0001");
     let port = IO::new(layout::PANIC_PORT, layout::PANIC_PORT, 1, 1);

@@ -1,5 +1,5 @@
-//! ACPI tables (ACPI specification 6.5): the only way in which a stock Debian kernel learns of
-//! virtio-mmio devices, of more than one vCPU and of NUMA nodes.
+//! ACPI tables (ACPI specification 6.5): the only way in which a stock Debian kernel discovers
+//! virtio-mmio devices, more than one vCPU, and NUMA nodes.
 //!
 //! The platform is "hardware-reduced" (section 4.1): no PM timer, no system control interrupt;
 //! power-off and reset are two I/O ports, the power button comes through a generic event device.
@@ -35,7 +35,7 @@ pub const SLEEP_STATUS: u16 = 1;
 pub const RESET: u16 = 2;
 /// Offset of the event status register: read by the event device's handler.
 pub const EVENT_STATUS: u16 = 3;
-/// Value of the reset register that resets.
+/// Value of the reset register that triggers a reset.
 pub const RESET_VALUE: u8 = 1;
 /// Sleep type of S5, "soft off", in bits 4:2 of the sleep control register.
 pub const SLEEP_TYPE_S5: u8 = 5;
@@ -44,15 +44,16 @@ pub const SLEEP_ENABLE: u8 = 1 << 5;
 /// Event status bit: the power button was pressed.
 pub const EVENT_POWER_BUTTON: u8 = 1;
 
-/// The tables did not fit into their window.
+/// The tables do not fit into their window.
 #[derive(Debug, Error)]
 #[error(
-    "the ACPI tables need {needed_bytes} bytes, there is room for {room_bytes}; use fewer vCPUs, nodes or devices"
+    "the ACPI tables need {needed_bytes} bytes, there is room for {room_bytes}; \
+     use fewer vCPUs, nodes or devices"
 )]
 pub struct AcpiError {
     /// Bytes needed.
     pub needed_bytes: u64,
-    /// Bytes there are.
+    /// Bytes available.
     pub room_bytes: u64,
 }
 
@@ -65,7 +66,7 @@ pub struct MmioDevice {
     pub gsi: u32,
 }
 
-/// What the tables describe.
+/// The platform that the tables describe.
 #[derive(Debug, Clone)]
 pub struct Platform {
     /// Number of vCPUs; APIC ids are 0 to `cpus - 1`.
@@ -76,7 +77,7 @@ pub struct Platform {
     pub nodes: Vec<NumaNode>,
 }
 
-/// Puts tables one behind the other.
+/// Writes tables one after the other.
 struct Writer<'a> {
     memory: &'a GuestMemory,
     next: u64,
@@ -103,7 +104,7 @@ impl Writer<'_> {
 
 /// Writes all tables into `memory` and returns the address of the root pointer (RSDP).
 pub fn write_tables(memory: &GuestMemory, platform: &Platform) -> Result<GuestAddress, AcpiError> {
-    // The root pointer comes first: its place does not depend on the rest.
+    // The root pointer comes first: its address does not depend on the rest.
     let rsdp_address = layout::ACPI_START;
     let mut writer =
         Writer { memory, next: rsdp_address + (Rsdp::len() as u64).next_multiple_of(16) };
@@ -201,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn every_table_has_a_right_checksum() {
+    fn every_table_has_a_correct_checksum() {
         let nodes = vec![
             NumaNode { cpus: vec![0], ranges: vec![0..1 << 30], distances: vec![10, 20] },
             NumaNode { cpus: vec![1], ranges: vec![1 << 30..2 << 30], distances: vec![20, 10] },

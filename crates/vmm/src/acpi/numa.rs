@@ -1,5 +1,4 @@
-//! NUMA tables: which memory and which vCPUs are near each other (SRAT, section 5.2.16; SLIT,
-//! section 5.2.17).
+//! NUMA tables: affinity of memory and vCPUs (SRAT, section 5.2.16; SLIT, section 5.2.17).
 
 use std::ops::Range;
 
@@ -20,8 +19,7 @@ pub struct NumaNode {
 
 const ENABLED: u32 = 1;
 
-/// The affinity table. It is put together by hand: acpi_tables has no local APIC affinity
-/// structure.
+/// The affinity table, built by hand: acpi_tables has no local APIC affinity structure.
 pub(super) fn srat(nodes: &[NumaNode]) -> Sdt {
     let mut srat = Sdt::new(*b"SRAT", 36, 3, OEM_ID, TABLE_ID, REVISION);
     srat.append(1u32.to_le_bytes());
@@ -61,7 +59,7 @@ fn memory_affinity(domain: u32, range: &Range<u64>) -> [u8; 40] {
     bytes
 }
 
-/// The distance table. Written by hand as well: the crate's is always symmetric, the
+/// The distance table, also built by hand: that of acpi_tables is always symmetric, the
 /// specification's need not be.
 pub(super) fn slit(nodes: &[NumaNode]) -> Sdt {
     let mut slit = Sdt::new(*b"SLIT", 36, 1, OEM_ID, TABLE_ID, REVISION);

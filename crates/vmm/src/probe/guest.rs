@@ -1,4 +1,4 @@
-//! A throw-away machine that counts down in 64-bit mode.
+//! A throw-away virtual machine that counts down in 64-bit mode.
 
 use std::time::{Duration, Instant};
 
@@ -41,12 +41,12 @@ const EFER_LMA: u64 = 1 << 10;
 /// Bit 1 of RFLAGS is always set.
 const RFLAGS_RESERVED: u64 = 1 << 1;
 
-/// What a run of the loop has shown.
+/// The result of a run of the loop.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Run {
-    /// Rounds done.
+    /// Iterations completed.
     pub(super) iterations: u64,
-    /// Time they took.
+    /// Their time.
     pub(super) elapsed: Duration,
 }
 
@@ -72,10 +72,10 @@ struct Guest {
     _memory: GuestMemoryMmap,
 }
 
-/// The best of up to `runs` runs, of which the first that is fast is the last.
+/// The best of up to `runs` runs; stops after the first fast one.
 pub(super) fn best_run(kvm: &Kvm, runs: u32) -> Result<Run, GuestError> {
     let mut guest = Guest::new(kvm)?;
-    // Page faults of the host and the first entry are not the loop's.
+    // Keep host page faults and the first entry out of the measurement.
     guest.run(1)?;
     let mut best = guest.run(ITERATIONS)?;
     for _ in 1..runs {
@@ -133,8 +133,8 @@ impl Guest {
         Ok(Self { vcpu, _vm: vm, _memory: memory })
     }
 
-    /// Runs the loop with so many rounds. There is no time limit: a guest that executes anything at
-    /// all reaches the end, and a signal ends this process as any other.
+    /// Runs the loop with `iterations` iterations. There is no time limit: a guest that executes
+    /// anything at all reaches the end, and a signal ends this process as usual.
     fn run(&mut self, iterations: u64) -> Result<Run, GuestError> {
         let registers =
             kvm_regs { rip: CODE, rcx: iterations, rflags: RFLAGS_RESERVED, ..kvm_regs::default() };
@@ -145,7 +145,7 @@ impl Guest {
                 Ok(VcpuExit::Hlt) => {
                     return Ok(Run { iterations, elapsed: begin.elapsed() });
                 }
-                // A signal has come; the loop goes on where it was.
+                // A signal arrived; the loop continues where it was.
                 Ok(VcpuExit::Intr) => {}
                 Err(error) if error.errno() == libc::EINTR => {}
                 Ok(other) => return Err(GuestError::Exit(format!("{other:?}"))),
