@@ -1,4 +1,4 @@
-//! Telling programs from kernels: both are ELF files.
+//! Distinguishes programs from kernels: both are ELF files.
 
 use std::io::{self, Read, Seek, SeekFrom};
 
@@ -12,8 +12,8 @@ const PROGRAM_HEADER_COUNT: usize = 56;
 const PT_INTERP: u32 = 3;
 const PT_TLS: u32 = 7;
 
-/// Whether the file is a program for an operating system. What is no ELF-64 file is not. The file's
-/// position is its start again afterwards.
+/// Whether the file is a program for an operating system; `false` for files that are not ELF-64.
+/// Rewinds the file.
 pub(super) fn is_program(file: &mut (impl Read + Seek)) -> io::Result<bool> {
     let mut header = [0; FILE_HEADER_BYTES];
     let found = match file.read_exact(&mut header) {

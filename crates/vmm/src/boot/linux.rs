@@ -24,9 +24,9 @@ pub(super) fn header_for_elf() -> bootparam::setup_header {
     }
 }
 
-/// Length of a bzImage in bytes by its own header: setup sectors, then the kernel in units of 16
-/// bytes (Linux Documentation/arch/x86/boot.rst, `setup_sects` and `syssize`). `head` is the start
-/// of the file; what is missing of it counts as zeros.
+/// Length of a bzImage in bytes according to its header: setup sectors, then the kernel in units of
+/// 16 bytes (Linux Documentation/arch/x86/boot.rst, `setup_sects` and `syssize`). `head` is the
+/// start of the file; missing bytes count as zeros.
 pub(super) fn image_bytes(head: &[u8]) -> u64 {
     const SETUP_SECTORS: usize = 0x1f1;
     const KERNEL_SIZE: usize = 0x1f4;

@@ -1,5 +1,5 @@
-//! Loads a Linux kernel, its initrd and its command line into guest memory and says how the boot
-//! vCPU enters it.
+//! Loads a Linux kernel, its initrd and its command line into guest memory and selects the entry
+//! point of the boot vCPU.
 //!
 //! Two entry protocols are used: the 64-bit entry of the Linux boot protocol (Linux
 //! Documentation/arch/x86/boot.rst) for bzImages and for ELF kernels without a PVH note, and PVH
@@ -29,29 +29,34 @@ use crate::size::ByteSize;
 #[derive(Debug, Error)]
 pub enum BootError {
     /// The file cannot be opened or read.
-    #[error("cannot read the {what} {}: {source}; check the path and its permissions", path.display())]
+    #[error(
+        "cannot read the {what} {}: {source}; check the path and its permissions",
+        path.display()
+    )]
     Read {
         /// `kernel` or `initrd`.
         what: &'static str,
         /// The file.
         path: PathBuf,
-        /// The system's answer.
+        /// The system's error.
         source: std::io::Error,
     },
     /// The file is neither a bzImage nor an x86_64 ELF kernel.
     #[error(
-        "{} is not a Linux kernel for x86_64: {problem}; give a bzImage (/boot/vmlinuz-*) or an ELF vmlinux",
+        "{} is not a Linux kernel for x86_64: {problem}; \
+         give a bzImage (/boot/vmlinuz-*) or an ELF vmlinux",
         path.display()
     )]
     NotAKernel {
         /// The file.
         path: PathBuf,
-        /// What was found.
+        /// What the file contains instead.
         problem: String,
     },
     /// The image does not fit into guest memory.
     #[error(
-        "the {what} {} needs guest memory up to {needed}, the guest has {available} there; give it more --memory",
+        "the {what} {} needs guest memory up to {needed}, the guest has {available} there; \
+         give it more --memory",
         path.display()
     )]
     DoesNotFit {
@@ -61,12 +66,12 @@ pub enum BootError {
         path: PathBuf,
         /// Memory needed.
         needed: ByteSize,
-        /// Memory there is.
+        /// Memory available.
         available: ByteSize,
     },
-    /// The command line is too long for the kernel or for its place.
+    /// The command line is too long for the kernel or for its buffer.
     #[error(
-        "the kernel command line has {length} bytes, this kernel takes {limit}; shorten --cmdline"
+        "the kernel command line has {length} bytes, this kernel accepts {limit}; shorten --cmdline"
     )]
     CmdlineTooLong {
         /// Length in bytes.
@@ -75,11 +80,11 @@ pub enum BootError {
         limit: usize,
     },
     /// A boot structure could not be written.
-    #[error("cannot write {what} into guest memory: {source}; this is a fault of the monitor")]
+    #[error("cannot write {what} into guest memory: {source}; this is a bug in the monitor")]
     Write {
-        /// Which structure.
+        /// The structure.
         what: &'static str,
-        /// The memory's answer.
+        /// The memory's error.
         source: vm_memory::GuestMemoryError,
     },
 }
@@ -93,8 +98,8 @@ pub enum Entry {
     Pvh(GuestAddress),
 }
 
-/// The files a guest starts from, opened once: they can be loaded again for a reboot, when nothing
-/// can be opened any more.
+/// The files a guest boots from, opened once: a reboot loads them again when no file can be opened
+/// any more.
 #[derive(Debug)]
 pub struct BootImage {
     kernel: NamedFile,
@@ -169,8 +174,8 @@ impl BootImage {
 }
 
 /// Real-mode code at the reset vector: writes the ACPI reset register, then halts. Linux on
-/// hardware-reduced ACPI takes it that it was started by UEFI, does not find its services and falls
-/// back to the BIOS, which is this (Linux arch/x86/kernel/reboot.c, `reboot_init` and
+/// hardware-reduced ACPI assumes that UEFI started it, does not find the UEFI services and falls
+/// back to the BIOS, which is this code (Linux arch/x86/kernel/reboot.c, `reboot_init` and
 /// `native_machine_emergency_restart`).
 const RESET_CODE: [u8; 9] = {
     let [low, high] = (layout::ACPI_PORT + acpi::RESET).to_le_bytes();
@@ -179,7 +184,7 @@ const RESET_CODE: [u8; 9] = {
 };
 
 struct LoadedKernel {
-    /// Everything below is taken by the kernel while it starts, in bytes from address 0.
+    /// End of the memory that the kernel uses while it starts, in bytes from address 0.
     end: u64,
     kind: Kind,
 }
@@ -190,8 +195,8 @@ enum Kind {
 }
 
 impl LoadedKernel {
-    /// Longest command line without its NUL, in bytes. ELF kernels do not say; Linux has 2048 with
-    /// the NUL on x86.
+    /// Longest command line without its NUL, in bytes. ELF kernels do not specify it; Linux allows
+    /// 2048 with the NUL on x86.
     fn cmdline_limit(&self) -> usize {
         match self.kind {
             Kind::Linux64 { header, .. } if header.cmdline_size > 0 => header.cmdline_size as usize,
@@ -255,7 +260,8 @@ fn load_kernel(
     let announced_bytes = linux::image_bytes(&head);
     if file_bytes < announced_bytes {
         return Err(not_a_kernel(format!(
-            "it has {file_bytes} of the {announced_bytes} bytes that its header announces; copy it again"
+            "it has {file_bytes} of the {announced_bytes} bytes that its header announces; \
+             copy it again"
         )));
     }
     if layout::HIGH_RAM_START + file_bytes > low_ram_end(ram_bytes) {
@@ -283,7 +289,7 @@ fn load_kernel(
     if end > low_ram_end(ram_bytes) {
         return Err(does_not_fit(end));
     }
-    // The 64-bit entry lies 0x200 bytes behind the 32-bit one (boot.rst, "64-bit boot protocol").
+    // The 64-bit entry is 0x200 bytes after the 32-bit one (boot.rst, "64-bit boot protocol").
     let entry = GuestAddress(result.kernel_load.0 + 0x200);
     Ok(LoadedKernel { end, kind: Kind::Linux64 { entry, header } })
 }
@@ -303,8 +309,8 @@ fn elf_error(
 ) -> BootError {
     use linux_loader::loader::{Error, elf};
     match error {
-        // The loader reports one error for a short file and for too little memory: the file has
-        // been read before.
+        // The loader reports the same error for a short file and for too little memory. The file
+        // has been read before.
         Error::Elf(elf::Error::ReadKernelImage) | Error::MemoryOverflow => does_not_fit(),
         Error::Elf(error) => not_a_kernel(error.to_string()),
         other => not_a_kernel(format!("{other:?}")),
@@ -316,7 +322,7 @@ fn low_ram_end(ram_bytes: u64) -> u64 {
     ram_bytes.min(layout::HOLE_START)
 }
 
-/// Loads the initrd as high as the kernel accepts it, on a page boundary.
+/// Loads the initrd at the highest page-aligned address that the kernel accepts.
 fn load_initrd(
     initrd: &mut NamedFile,
     memory: &GuestMemory,
@@ -355,7 +361,7 @@ fn write(
         .map_err(|source| BootError::Write { what, source })
 }
 
-/// Loads `bytes` as a kernel into a small memory and throws the result away: what a fuzzer drives.
+/// Loads `bytes` as a kernel into a small memory and discards the result: entry point for fuzzing.
 #[doc(hidden)]
 pub fn fuzz_kernel(bytes: &[u8]) {
     const RAM_BYTES: u64 = 64 << 20;

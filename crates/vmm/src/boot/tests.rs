@@ -18,7 +18,7 @@ fn file(bytes: &[u8]) -> tempfile::NamedTempFile {
     file
 }
 
-/// An ELF kernel of one page at 16 MiB; with a PVH note if asked.
+/// An ELF kernel of one page at 16 MiB, optionally with a PVH note.
 fn elf(memory_bytes: u64, pvh: bool) -> Vec<u8> {
     const HEADER: usize = 64;
     const PROGRAM_HEADER: usize = 56;
@@ -122,7 +122,7 @@ fn elf_with_note_is_entered_through_pvh() {
 }
 
 #[test]
-fn a_bzimage_that_was_cut_off_is_refused() {
+fn a_truncated_bzimage_is_refused() {
     let whole = bzimage(1 << 20);
     for length in [0x260, 1024, whole.len() - 1] {
         let error = load(&whole[..length], None, "", &memory()).unwrap_err();
@@ -152,7 +152,7 @@ fn elf_without_note_and_bzimage_are_entered_in_64_bit_mode() {
 }
 
 #[test]
-fn what_cannot_be_booted_is_named() {
+fn unbootable_files_are_refused_with_the_reason() {
     let memory = memory();
     let problem = |kernel: &[u8]| load(kernel, None, "", &memory).unwrap_err().to_string();
     assert!(problem(b"").contains("empty"));

@@ -1,5 +1,4 @@
-//! What a vCPU says of itself: the host's CPUID as KVM can virtualize it, with the guest's own
-//! topology.
+//! CPUID of the vCPUs: the host's as far as KVM can virtualize it, with the guest's own topology.
 
 use kvm_bindings::{CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
 
@@ -23,7 +22,7 @@ const X2APIC: u32 = 1 << 21;
 const HYPERVISOR: u32 = 1 << 31;
 /// Leaf 1 ECX: VMX. Nested guests are out of scope.
 const VMX: u32 = 1 << 5;
-/// Leaf 7 ECX: shadow stacks. Their pointer is in no register that can be saved by its number.
+/// Leaf 7 ECX: shadow stacks. Their pointer is in no register that can be saved by number.
 const SHADOW_STACKS: u32 = 1 << 7;
 /// Leaf 7 EDX: indirect branch tracking, the other half of the same extension.
 const BRANCH_TRACKING: u32 = 1 << 20;
@@ -36,21 +35,21 @@ const AMD_PERFORMANCE: u32 = (1 << 23) | (1 << 24) | (1 << 28);
 /// Leaf 0x80000001 ECX: topology extensions.
 const AMD_TOPOLOGY: u32 = 1 << 22;
 
-/// Whether KVM emulates the TSC deadline timer in its local APIC; its CPUID list leaves that to the
-/// monitor.
+/// Whether KVM emulates the TSC deadline timer in its local APIC; KVM leaves that out of its CPUID
+/// list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DeadlineTimer {
-    /// `KVM_CAP_TSC_DEADLINE_TIMER` is there.
+    /// KVM has `KVM_CAP_TSC_DEADLINE_TIMER`.
     Available,
-    /// It is not.
+    /// KVM lacks it.
     Missing,
 }
 
-/// What guests get of the processor that KVM supports, apart from the vCPU's place in it.
+/// CPUID for guests out of what KVM supports, without the topology of the vCPU.
 ///
 /// The KVM leaves at 0x40000000 (kvmclock among them) pass as KVM offers them. Performance counters
-/// and nested virtualization are taken out: both cost exits or memory in guests that never use
-/// them; shadow stacks, because a snapshot could not hold them.
+/// and nested virtualization are hidden because they cost exits or memory in guests that never use
+/// them; shadow stacks, because a snapshot could not hold their state.
 pub fn offered(supported: &CpuId, deadline: DeadlineTimer) -> CpuId {
     let mut cpuid = supported.clone();
     for entry in cpuid.as_mut_slice() {
@@ -73,8 +72,8 @@ pub fn offered(supported: &CpuId, deadline: DeadlineTimer) -> CpuId {
     cpuid
 }
 
-/// CPUID for vCPU `index` of `count`, out of [`offered`] or of what another vCPU got: every vCPU is
-/// one core of one package, its APIC id is its index.
+/// CPUID for vCPU `index` of `count`, derived from [`offered`] or from another vCPU's: every vCPU
+/// is one core of one package, and its APIC id is its index.
 pub fn for_vcpu(offered: &CpuId, index: u8, count: u8) -> CpuId {
     let mut cpuid = offered.clone();
     for entry in cpuid.as_mut_slice() {
@@ -87,7 +86,7 @@ pub fn for_vcpu(offered: &CpuId, index: u8, count: u8) -> CpuId {
             LEAF_CACHE_INTEL | LEAF_AMD_CACHE => set_cache_sharing(entry, count),
             LEAF_TOPOLOGY | LEAF_TOPOLOGY_V2 => set_topology(entry, index, count),
             LEAF_AMD_CAPACITY => {
-                // ECX 7:0 is the number of threads in the package less one, 15:12 the width of its
+                // ECX 7:0 is the number of threads in the package minus one, 15:12 the width of its
                 // APIC ids.
                 entry.ecx = (u32::from(count) - 1) | (apic_id_bits(count) << 12);
             }
@@ -106,7 +105,7 @@ fn clear(entry: &mut kvm_cpuid_entry2) {
     (entry.eax, entry.ebx, entry.ecx, entry.edx) = (0, 0, 0, 0);
 }
 
-/// Bits of an APIC id that number `count` vCPUs.
+/// Number of bits of an APIC id that numbers `count` vCPUs.
 fn apic_id_bits(count: u8) -> u32 {
     u32::from(count).next_power_of_two().trailing_zeros()
 }
@@ -185,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn nested_virtualization_and_counters_are_hidden_and_kvm_leaves_kept() {
+    fn nested_virtualization_and_counters_are_hidden_and_kvm_leaves_pass() {
         let cpuid = for_vcpu(&offered(&supported(), DeadlineTimer::Missing), 0, 1);
         let features = leaf(&cpuid, 1, 0);
         assert_eq!(features.ecx & VMX, 0);
@@ -198,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn any_vcpus_answers_serve_to_make_the_others() {
+    fn cpuid_of_any_vcpu_yields_that_of_the_others() {
         let offered = offered(&supported(), DeadlineTimer::Available);
         let first = for_vcpu(&offered, 0, 4);
         for index in 0..4 {
@@ -210,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn caches_are_shared_from_level_three() {
+    fn caches_are_shared_from_level_three_on() {
         let cpuid = for_vcpu(&offered(&supported(), DeadlineTimer::Available), 0, 4);
         assert_eq!((leaf(&cpuid, 4, 0).eax >> 14) & 0xfff, 0);
         assert_eq!((leaf(&cpuid, 4, 3).eax >> 14) & 0xfff, 3);

@@ -1,5 +1,4 @@
-//! vCPUs: what they say of themselves ([`cpuid`]), how they start (`registers`), their threads
-//! ([`threads`]).
+//! vCPUs: their CPUID ([`cpuid`]), their initial state (`registers`), their threads ([`threads`]).
 
 pub mod cpuid;
 mod registers;
@@ -24,21 +23,21 @@ pub enum CpuError {
     /// KVM refused.
     #[error("KVM cannot {action}: {source}")]
     Kvm {
-        /// What was asked.
+        /// The operation.
         action: &'static str,
-        /// Its answer.
+        /// KVM's error.
         source: kvm_ioctls::Error,
     },
-    /// KVM does not know a model specific register that every guest needs.
+    /// KVM lacks a model specific register that every guest needs.
     #[error("KVM has no model specific register {index:#x}; this host's KVM is too old")]
     NoMsr {
         /// The register.
         index: u32,
     },
-    /// KVM does not take the content that a register had.
+    /// KVM does not accept the saved content of a register.
     #[error(
-        "KVM refuses the value {value:#x} for the model specific register {index:#x}, which the guest had where it comes \
-         from; this host's processor or KVM is another one"
+        "KVM refuses the saved value {value:#x} of the model specific register {index:#x}; \
+         this host's processor or KVM differs from the one of the guest"
     )]
     MsrValue {
         /// The register.
@@ -49,8 +48,8 @@ pub enum CpuError {
     /// A vCPU's thread is gone.
     #[error("a vCPU thread has ended")]
     ThreadEnded,
-    /// Boot structures did not fit where they belong.
-    #[error("cannot place {0}; this is a fault of the monitor")]
+    /// A boot structure did not fit into its place.
+    #[error("cannot place {0}; this is a bug in the monitor")]
     Layout(&'static str),
 }
 
@@ -60,7 +59,7 @@ impl CpuError {
     }
 }
 
-/// The processor that guests of this host get, as vCPU 0 sees it.
+/// CPUID that guests on this host get, as vCPU 0 sees it.
 pub fn host_cpuid(kvm: &Kvm, count: u8) -> Result<CpuId, CpuError> {
     let supported = kvm
         .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
@@ -73,18 +72,18 @@ pub fn host_cpuid(kvm: &Kvm, count: u8) -> Result<CpuId, CpuError> {
     Ok(cpuid::for_vcpu(&cpuid::offered(&supported, deadline), 0, count))
 }
 
-/// A vCPU with the state in which it came out of its factory: what a reset puts back.
+/// A vCPU with the state it had when it was created, which a reset restores.
 pub struct Vcpu {
-    /// Number, and APIC id.
+    /// Index, and APIC id.
     pub index: u8,
-    /// KVM's handle.
+    /// KVM's file descriptor.
     pub fd: VcpuFd,
     msrs: Arc<MsrList>,
     pristine: VcpuState,
 }
 
 impl Vcpu {
-    /// Makes all vCPUs of a virtual machine, with the processor `cpuid` as vCPU 0 sees it.
+    /// Creates all vCPUs of a virtual machine with the CPUID `cpuid`, given as vCPU 0 sees it.
     pub fn create_all(
         kvm: &Kvm,
         vm: &VmFd,
@@ -99,7 +98,7 @@ impl Vcpu {
                 fd.set_cpuid2(&cpuid::for_vcpu(cpuid, index, count))
                     .map_err(CpuError::kvm("set the CPUID leaves"))?;
                 registers::initialize(&fd)?;
-                // What one vCPU has, all have.
+                // All vCPUs have the same registers.
                 let msrs = match &msrs {
                     Some(list) => Arc::clone(list),
                     None => Arc::clone(msrs.insert(Arc::new(MsrList::probe(kvm, &fd)?))),
@@ -110,7 +109,7 @@ impl Vcpu {
             .collect()
     }
 
-    /// The model specific registers that this vCPU has; its state has them all.
+    /// The model specific registers of this vCPU; its state contains all of them.
     pub fn msrs(&self) -> Arc<MsrList> {
         self.msrs.clone()
     }
@@ -120,14 +119,14 @@ impl Vcpu {
         VcpuState::capture(&self.fd, &self.msrs)
     }
 
-    /// Back to the state after creation.
+    /// Restores the state after creation.
     pub fn reset(&self) -> Result<(), CpuError> {
         self.pristine.apply(&self.fd)?;
         self.pristine.apply_deadline(&self.fd)?;
         self.pristine.apply_clock(&self.fd)
     }
 
-    /// Makes this the vCPU that starts the kernel.
+    /// Makes this vCPU the boot vCPU, which enters the kernel.
     pub fn enter(&self, memory: &GuestMemory, entry: Entry) -> Result<(), CpuError> {
         registers::enter(&self.fd, memory, entry)
     }

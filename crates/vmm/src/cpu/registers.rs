@@ -1,5 +1,4 @@
-//! The state in which a vCPU starts: registers, segments, page tables and MSRs for each entry
-//! protocol.
+//! Initial state of a vCPU: registers, segments, page tables and MSRs for each entry protocol.
 
 use ebb_guest_ram::GuestMemory;
 use kvm_bindings::{Msrs, kvm_fpu, kvm_lapic_state, kvm_msr_entry, kvm_regs, kvm_segment};
@@ -35,7 +34,7 @@ const LAPIC_LVT_LINT1: usize = 0x360;
 const DELIVERY_EXTINT: u32 = 7 << 8;
 const DELIVERY_NMI: u32 = 4 << 8;
 
-/// Sets up what every vCPU needs: floating point, MSRs, local interrupt lines.
+/// Sets what every vCPU needs: floating point state, MSRs, local interrupt lines.
 pub(super) fn initialize(vcpu: &VcpuFd) -> Result<(), CpuError> {
     let fpu = kvm_fpu { fcw: 0x37f, mxcsr: 0x1f80, ..Default::default() };
     vcpu.set_fpu(&fpu).map_err(CpuError::kvm("set the floating point state"))?;
@@ -63,7 +62,7 @@ fn set_delivery(lapic: &mut kvm_lapic_state, register: usize, mode: u32) {
     lapic.regs[register + 1] = (lapic.regs[register + 1] & !0x7) | mode;
 }
 
-/// Points the boot vCPU at the kernel, and writes the descriptor and page tables that it needs into
+/// Points the boot vCPU at the kernel, and writes the descriptor and page tables that it needs to
 /// `memory`.
 pub(super) fn enter(vcpu: &VcpuFd, memory: &GuestMemory, entry: Entry) -> Result<(), CpuError> {
     let mut sregs = vcpu.get_sregs().map_err(CpuError::kvm("read the system registers"))?;
@@ -105,7 +104,7 @@ pub(super) fn enter(vcpu: &VcpuFd, memory: &GuestMemory, entry: Entry) -> Result
         .map_err(CpuError::kvm("set the registers"))
 }
 
-/// Maps the first 4 GiB one to one with 2 MiB pages.
+/// Identity-maps the first 4 GiB with 2 MiB pages.
 fn write_page_tables(memory: &GuestMemory) -> Result<(), CpuError> {
     const TABLE_BYTES: u64 = 4096;
     const ENTRIES: u64 = 512;
@@ -161,7 +160,7 @@ fn task_segment() -> kvm_segment {
     kvm_segment { limit: 0x67, type_: 0xb, present: 1, ..Default::default() }
 }
 
-/// A segment as it stands in the descriptor table (Intel SDM volume 3, 3.4.5).
+/// A segment in the format of the descriptor table (Intel SDM volume 3, 3.4.5).
 fn descriptor(segment: &kvm_segment) -> u64 {
     let limit = u64::from(segment.limit >> if segment.g == 1 { 12 } else { 0 });
     let base = segment.base;
@@ -190,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn page_tables_map_four_gib_one_to_one() {
+    fn page_tables_identity_map_four_gib() {
         let memory = GuestMemory::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
         write_page_tables(&memory).unwrap();
         let read = |address: u64| memory.read_obj::<u64>(GuestAddress(address)).unwrap();

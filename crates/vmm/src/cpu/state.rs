@@ -1,4 +1,4 @@
-//! The state of a vCPU: what a reset puts back, and what a snapshot keeps.
+//! The state of a vCPU, for resets and snapshots.
 
 use kvm_bindings::{
     Msrs, kvm_debugregs, kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_sregs,
@@ -12,16 +12,16 @@ use super::CpuError;
 pub(super) const IA32_TSC: u32 = 0x10;
 pub(super) const IA32_TSC_DEADLINE: u32 = 0x6e0;
 
-/// Registers that are left out. The counter goes on between reading and setting (see
-/// [`clock`](crate::clock)). Writing one of the other two, old number and new, is a command: KVM
+/// Registers that are not saved. The time stamp counter runs on between reading and setting (see
+/// [`clock`](crate::clock)). A write to one of the other two, old number and new, is a command: KVM
 /// writes the wall clock to the address in it (Linux Documentation/virt/kvm/x86/msr.rst).
 const LEFT_OUT: [u32; 3] = [IA32_TSC, 0x11, 0x4b56_4d00];
 
-/// Where the guest has its pvclock page, old number and new. KVM takes the clock when it is
-/// written, so it comes after everything else about time.
+/// Address of the guest's pvclock page, old number and new. KVM updates the page when the register
+/// is written, so it is set after everything else about time.
 const CLOCK_MSRS: [u32; 2] = [0x12, 0x4b56_4d01];
 
-/// Memory type ranges: KVM has them, and does not list them.
+/// Memory type range registers: KVM has them but does not list them.
 fn memory_type_ranges() -> impl Iterator<Item = u32> {
     (0x200..=0x20f).chain([0x250, 0x258, 0x259]).chain(0x268..=0x26f).chain([0x2ff])
 }
@@ -31,7 +31,7 @@ fn memory_type_ranges() -> impl Iterator<Item = u32> {
 pub struct MsrList(Vec<u32>);
 
 impl MsrList {
-    /// Tries what KVM lists on a vCPU.
+    /// Tries each register that KVM lists on a vCPU.
     pub fn probe(kvm: &Kvm, vcpu: &VcpuFd) -> Result<Self, CpuError> {
         let listed =
             kvm.get_msr_index_list().map_err(CpuError::kvm("list its model specific registers"))?;
@@ -72,7 +72,7 @@ impl MsrList {
     }
 }
 
-/// Registers that KVM takes at a time (Linux arch/x86/kvm/x86.c).
+/// Most registers that KVM accepts in one call (Linux arch/x86/kvm/x86.c).
 const MAX_IO_MSRS: usize = 255;
 
 /// A model specific register with its content.
@@ -84,14 +84,14 @@ pub struct Msr {
     pub value: u64,
 }
 
-/// When a model specific register is set, in the order of the steps.
+/// The step of a restore in which a model specific register is set, in order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum MsrStep {
     /// With the other registers.
     General,
-    /// A deadline on the time stamp counter: when that is right.
+    /// The deadline on the time stamp counter: once the counter is set.
     Deadline,
-    /// When the clock is right.
+    /// The clock registers: once the clock is set.
     Clock,
 }
 
@@ -103,7 +103,7 @@ fn step(index: u32) -> MsrStep {
     }
 }
 
-/// Everything KVM keeps of a vCPU apart from its time stamp counter.
+/// The state that KVM keeps for a vCPU, apart from its time stamp counter.
 #[derive(Serialize, Deserialize)]
 pub struct VcpuState {
     regs: kvm_regs,
@@ -123,12 +123,13 @@ impl VcpuState {
     /// The extended state is the 4 KiB of `KVM_GET_XSAVE`: KVM offers state beyond that to guests
     /// only if the process has asked for it (arch_prctl), which this monitor never does.
     pub fn capture(vcpu: &VcpuFd, msrs: &MsrList) -> Result<Self, CpuError> {
-        // First, since it lets KVM finish what it has begun (INIT and start-up signals).
+        // First, since it makes KVM process pending INIT and start-up signals.
         let mp = vcpu.get_mp_state().map_err(CpuError::kvm("read the run state"))?;
-        // Before the registers: reading the events puts a pending page fault's address into CR2, a
-        // debug exception's cause into DR6 (`kvm_deliver_exception_payload`).
+        // Before the registers: reading the events moves a pending page fault's address into CR2
+        // and a debug exception's cause into DR6 (`kvm_deliver_exception_payload`).
         let events = vcpu.get_vcpu_events().map_err(CpuError::kvm("read the pending events"))?;
-        // Before the local APIC: a timer that fires in between is then in both and not in neither.
+        // Before the local APIC: a timer that fires in between is then in both rather than in
+        // neither.
         let msrs = msrs.read(vcpu)?;
         Ok(Self {
             regs: vcpu.get_regs().map_err(CpuError::kvm("read the registers"))?,
@@ -145,8 +146,8 @@ impl VcpuState {
         })
     }
 
-    /// Puts everything back that does not depend on the time. The local APIC goes after the system
-    /// registers, which hold its base address; events go last, since setting registers clears
+    /// Restores everything that does not depend on the time. The local APIC is set after the system
+    /// registers, which hold its base address; events are set last, since setting registers clears
     /// exceptions.
     pub fn apply(&self, vcpu: &VcpuFd) -> Result<(), CpuError> {
         vcpu.set_mp_state(self.mp).map_err(CpuError::kvm("set the run state"))?;
@@ -160,12 +161,12 @@ impl VcpuState {
         vcpu.set_vcpu_events(&self.events).map_err(CpuError::kvm("set the pending events"))
     }
 
-    /// Arms the local APIC's timer again; the time stamp counter must be right.
+    /// Arms the local APIC's timer again; the time stamp counter must be set.
     pub fn apply_deadline(&self, vcpu: &VcpuFd) -> Result<(), CpuError> {
         self.set_msrs(vcpu, MsrStep::Deadline)
     }
 
-    /// Tells KVM again where the guest's clock page is; the clock must be right.
+    /// Registers the guest's clock page with KVM again; the clock must be set.
     pub fn apply_clock(&self, vcpu: &VcpuFd) -> Result<(), CpuError> {
         self.set_msrs(vcpu, MsrStep::Clock)
     }
@@ -181,8 +182,8 @@ impl VcpuState {
                 left = &left[chunk.len()..];
                 continue;
             };
-            // Some registers can be read but not written, or not with every processor: that is no
-            // loss if the content is right already.
+            // Some registers can be read but not written, or not with every processor. That is
+            // harmless if the content is already right.
             if read_msr(vcpu, refused.index)? != Some(*refused) {
                 return Err(CpuError::MsrValue { index: refused.index, value: refused.value });
             }
@@ -194,21 +195,21 @@ impl VcpuState {
 
 fn set_xsave(vcpu: &VcpuFd, xsave: &kvm_xsave) -> Result<(), CpuError> {
     // SAFETY: KVM reads as many bytes as its XSAVE area has, which is the 4096 of the structure
-    // unless the process has asked for more with arch_prctl. It never does.
+    // unless the process has requested more with arch_prctl. It never does.
     unsafe { vcpu.set_xsave(xsave) }
         .map_err(CpuError::kvm("set the floating point and vector state"))
 }
 
 /// One register; `None` if this vCPU does not have it.
 pub(super) fn read_msr(vcpu: &VcpuFd, index: u32) -> Result<Option<Msr>, CpuError> {
-    // One at a time: a register that is not there ends a list early.
+    // One at a time: a missing register ends a list early.
     let mut entry = Msrs::from_entries(&[kvm_msr_entry { index, ..Default::default() }])
         .map_err(|_| CpuError::Layout("a list of one MSR"))?;
     let read = matches!(vcpu.get_msrs(&mut entry), Ok(1));
     Ok(entry.as_slice().first().filter(|_| read).map(|entry| Msr { index, value: entry.data }))
 }
 
-/// Writes registers in order; returns how many were taken.
+/// Writes registers in order; returns the number that KVM accepted.
 pub(super) fn write_msrs(vcpu: &VcpuFd, msrs: &[Msr]) -> Result<usize, CpuError> {
     let entries: Vec<_> = msrs
         .iter()

@@ -1,8 +1,8 @@
-//! The threads that run vCPUs, and how they are stopped and continued.
+//! The threads that run vCPUs: pausing, resuming, jobs on all of them.
 //!
-//! A thread in KVM_RUN is brought out with a signal. The signal's handler sets `immediate_exit` in
-//! the vCPU's run structure (Linux Documentation/virt/kvm/api.rst, section 5), so that a signal
-//! that comes just before KVM_RUN is not lost either.
+//! A signal interrupts a thread in KVM_RUN. Its handler sets `immediate_exit` in the vCPU's run
+//! structure (Linux Documentation/virt/kvm/api.rst, section 5), so that a signal just before
+//! KVM_RUN is not lost either.
 
 use std::cell::Cell;
 use std::io;
@@ -21,7 +21,7 @@ use crate::devices::bus::Bus;
 use crate::exit::{ExitSignal, GuestExit};
 use crate::seccomp::{Filters, ThreadKind};
 
-/// Ports and memory-mapped registers of the guest.
+/// Port and memory-mapped I/O of the guest.
 #[derive(Default)]
 pub struct Buses {
     /// Port I/O.
@@ -45,7 +45,7 @@ pub struct ExitCounters {
     pub kicked: AtomicU64,
 }
 
-/// What the threads should be doing.
+/// The state that the threads should be in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Goal {
     Run,
@@ -64,21 +64,21 @@ struct Shared {
 
 struct State {
     goal: Goal,
-    /// Threads that do not run their vCPU.
+    /// Number of threads that are not running their vCPU.
     parked: usize,
-    /// Work for each parked thread, counted by generation so that each does it once.
+    /// Job for each parked thread, with a generation so that each thread runs it once.
     job: Option<(u64, Job)>,
     job_generation: u64,
     job_done: usize,
     job_error: Option<CpuError>,
-    /// Threads that are gone; they count as parked.
+    /// Number of threads that have ended; they count as parked.
     ended: usize,
-    /// How long each vCPU is to stand still, once for each generation.
+    /// How long each vCPU should rest, once per generation.
     rest: Duration,
     rest_generation: u64,
 }
 
-/// All vCPU threads of a virtual machine; dropped, they end.
+/// All vCPU threads of a virtual machine. Dropping it ends them.
 pub struct VcpuThreads {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
@@ -138,8 +138,8 @@ impl VcpuThreads {
         self.threads.len()
     }
 
-    /// Stops all vCPUs; when it returns, none runs guest code, and none is in the middle of an
-    /// access to a device.
+    /// Pauses all vCPUs. When it returns, none runs guest code, and none is in the middle of a
+    /// device access.
     pub fn pause(&self) {
         self.set_goal(Goal::Pause);
         self.wait_until_parked();
@@ -171,7 +171,7 @@ impl VcpuThreads {
         state.job_error.take().map_or(Ok(()), Err)
     }
 
-    /// As [`on_each`](Self::on_each), for jobs with a result; the results come in the order of the
+    /// Like [`on_each`](Self::on_each), for jobs with a result. Results are in the order of the
     /// vCPUs.
     pub fn collect<T: Send + 'static>(
         &self,
@@ -190,8 +190,8 @@ impl VcpuThreads {
         Ok(results.into_iter().map(|(_, result)| result).collect())
     }
 
-    /// Lets each vCPU that runs stand still for this long, once; it can be paused meanwhile.
-    /// Returns at once.
+    /// Makes each running vCPU rest for `time`, once; a resting vCPU can be paused. Returns at
+    /// once.
     pub fn rest(&self, time: Duration) {
         let mut state = lock(&self.shared);
         state.rest_generation += 1;
@@ -200,7 +200,7 @@ impl VcpuThreads {
         self.kick();
     }
 
-    /// Processor time that the threads have used.
+    /// Processor time used by the threads.
     pub fn processor_time(&self) -> Duration {
         self.threads.iter().map(processor_time).sum()
     }
@@ -213,7 +213,7 @@ impl VcpuThreads {
         }
     }
 
-    /// Brings all threads out of KVM_RUN.
+    /// Interrupts KVM_RUN in all threads.
     fn kick(&self) {
         for thread in &self.threads {
             // A thread that has ended cannot be signalled and need not be.
@@ -229,7 +229,7 @@ impl VcpuThreads {
     }
 }
 
-/// Tells that a thread ends, also when it panics: nobody must wait for it.
+/// Records the end of a thread, also by a panic, so that no thread waits for it.
 struct Ended<'a>(&'a Shared);
 
 impl Drop for Ended<'_> {
@@ -245,7 +245,7 @@ impl Drop for VcpuThreads {
     fn drop(&mut self) {
         self.set_goal(Goal::Stop);
         for thread in self.threads.drain(..) {
-            // A panic of the thread has been printed where it happened.
+            // A panic was printed where it happened.
             let _ = thread.join();
         }
     }
@@ -277,14 +277,14 @@ fn install_kick_target(vcpu: &mut Vcpu) {
     KICK_TARGET.set(&raw mut vcpu.fd.get_kvm_run().immediate_exit);
 }
 
-/// Whether the thread goes on.
+/// Whether the thread continues.
 #[derive(PartialEq, Eq)]
 enum Next {
     Run,
     End,
 }
 
-/// Waits while the goal is to pause, and does the jobs that come meanwhile.
+/// Waits while the goal is to pause, and runs the jobs that arrive meanwhile.
 fn wait_for_goal(shared: &Shared, vcpu: &mut Vcpu, done: &mut u64) -> Next {
     let mut state = lock(shared);
     if state.goal == Goal::Run {
@@ -316,14 +316,14 @@ fn wait_for_goal(shared: &Shared, vcpu: &mut Vcpu, done: &mut u64) -> Next {
     state.parked -= 1;
     drop(state);
     if was_paused {
-        // Tells the guest's watchdogs that time has passed without them. It fails while no guest
+        // Informs the guest's watchdogs that time has passed without them. Fails before a guest
         // clock is set up.
         let _ = vcpu.fd.kvmclock_ctrl();
     }
     Next::Run
 }
 
-/// Lets the vCPU stand still if that was asked for since the last time, unless it is to be stopped.
+/// Rests if that was requested since the last call, unless the vCPU is to be paused.
 fn rest(shared: &Shared, rested: &mut u64) {
     let mut state = lock(shared);
     if state.rest_generation == *rested {
@@ -345,29 +345,29 @@ pub fn process_time() -> Duration {
     clock_time(libc::CLOCK_PROCESS_CPUTIME_ID)
 }
 
-/// Not rustix's: the first use of that looks for the vDSO with a system call that threads may not
-/// make.
+/// Reads a clock. Not with rustix, whose first use looks for the vDSO with a system call that the
+/// filters of these threads refuse.
 fn clock_time(clock: libc::clockid_t) -> Duration {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: a clock that does not exist is an error, and `time` is a place for the result.
+    // SAFETY: a clock that does not exist is an error, and `time` is valid for the result.
     if unsafe { libc::clock_gettime(clock, &raw mut time) } != 0 {
         return Duration::ZERO;
     }
     Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
 }
 
-/// Processor time of a thread; zero if the system does not tell.
+/// Processor time of a thread; zero if the system does not report it.
 fn processor_time(thread: &JoinHandle<()>) -> Duration {
     let mut clock = 0;
-    // SAFETY: the thread has not been joined, so its handle is valid, and `clock` is a place for
-    // the result.
+    // SAFETY: the thread has not been joined, so its handle is valid, and `clock` is valid for the
+    // result.
     if unsafe { libc::pthread_getcpuclockid(thread.as_pthread_t(), &raw mut clock) } != 0 {
         return Duration::ZERO;
     }
     clock_time(clock)
 }
 
-/// Parks this vCPU for good: it cannot go on until somebody resets or stops it.
+/// Parks this vCPU for good: it cannot continue until it is reset or ended.
 fn park_after(shared: &Shared, exit: GuestExit) {
     let mut state = lock(shared);
     if state.goal == Goal::Run {
@@ -379,8 +379,8 @@ fn park_after(shared: &Shared, exit: GuestExit) {
 
 fn run(shared: &Shared, buses: &Buses, vcpu: &mut Vcpu) {
     let (mut done, mut rested) = (0, 0);
-    // KVM finishes an access to a device only when it is entered again: until then, the vCPU's
-    // registers are those of an instruction half done, and must not be saved.
+    // KVM completes a device access only when the vCPU is entered again. Until then the registers
+    // are those of an incomplete instruction and must not be saved.
     let mut unfinished = false;
     let index = vcpu.index;
     let count = |counter: &AtomicU64| {
@@ -388,11 +388,11 @@ fn run(shared: &Shared, buses: &Buses, vcpu: &mut Vcpu) {
     };
     loop {
         if unfinished && lock(shared).goal != Goal::Run {
-            // Comes back before it runs anything of the guest, with EINTR or with the instruction's
-            // next access.
+            // Returns before any guest instruction runs, with EINTR or with the instruction's next
+            // access.
             vcpu.fd.set_kvm_immediate_exit(1);
         } else if wait_for_goal(shared, vcpu, &mut done) == Next::End {
-            // The count was raised by `wait_for_goal`; the caller raises it for a thread that ends.
+            // `wait_for_goal` increased the count; the caller increases it for a thread that ends.
             lock(shared).parked -= 1;
             return;
         }
@@ -444,7 +444,9 @@ fn run(shared: &Shared, buses: &Buses, vcpu: &mut Vcpu) {
             Ok(VcpuExit::InternalError) => {
                 park_after(
                     shared,
-                    kvm_error("internal error, mostly an instruction it cannot emulate".to_owned()),
+                    kvm_error(
+                        "internal error, usually an instruction it cannot emulate".to_owned(),
+                    ),
                 );
             }
             Ok(VcpuExit::Hlt | VcpuExit::Intr | VcpuExit::IrqWindowOpen) => {}
