@@ -1,23 +1,23 @@
-//! Finds the device for an address.
+//! Address dispatch to devices.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use thiserror::Error;
 
-/// A device that answers to a window of addresses, from several vCPUs at once.
+/// A device that serves a window of addresses, from several vCPUs at once.
 pub trait BusDevice: Send + Sync {
-    /// Fills `data` with what the guest reads at `offset` into the window.
+    /// Reads `data` at `offset` into the window.
     fn read(&self, offset: u64, data: &mut [u8]);
-    /// Takes what the guest writes at `offset` into the window.
+    /// Writes `data` at `offset` into the window.
     fn write(&self, offset: u64, data: &[u8]);
 }
 
-/// A device that one vCPU accesses at a time; behind a [`Mutex`] it is a [`BusDevice`].
+/// A device for one vCPU at a time; behind a [`Mutex`] it is a [`BusDevice`].
 pub trait ExclusiveDevice: Send {
-    /// As [`BusDevice::read`].
+    /// Like [`BusDevice::read`].
     fn read(&mut self, offset: u64, data: &mut [u8]);
-    /// As [`BusDevice::write`].
+    /// Like [`BusDevice::write`].
     fn write(&mut self, offset: u64, data: &[u8]);
 }
 
@@ -31,7 +31,7 @@ impl<D: ExclusiveDevice> BusDevice for Mutex<D> {
     }
 }
 
-/// Two devices want the same addresses: a mistake in the monitor's layout.
+/// Two devices claim the same addresses: a bug in the monitor's layout.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[error("two devices at {first:#x?} and {second:#x?}")]
 pub struct Overlap {
@@ -39,8 +39,8 @@ pub struct Overlap {
     second: Range<u64>,
 }
 
-/// Devices by address. It is filled before the first vCPU runs and not changed afterwards, so that
-/// looking up takes no lock.
+/// Devices by address. Filled before the first vCPU runs and not changed afterwards, so that
+/// lookups take no lock.
 #[derive(Default)]
 pub struct Bus {
     devices: Vec<(Range<u64>, Arc<dyn BusDevice>)>,
@@ -71,7 +71,7 @@ impl Bus {
         window.contains(&address).then(|| (address - window.start, device.as_ref()))
     }
 
-    /// Reads; without a device all bits are ones, as on a real bus.
+    /// Reads from the device at `address`; without a device all bits are ones, as on a real bus.
     pub fn read(&self, address: u64, data: &mut [u8]) {
         match self.find(address) {
             Some((offset, device)) => device.read(offset, data),
@@ -79,7 +79,7 @@ impl Bus {
         }
     }
 
-    /// Writes; without a device nothing happens.
+    /// Writes to the device at `address`; without a device the write is ignored.
     pub fn write(&self, address: u64, data: &[u8]) {
         if let Some((offset, device)) = self.find(address) {
             device.write(offset, data);
@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_reach_their_device_only() {
+    fn addresses_reach_only_their_device() {
         let latch = Arc::new(Mutex::new(Latch(Vec::new())));
         let mut bus = Bus::default();
         bus.insert(0x100..0x110, latch.clone()).unwrap();

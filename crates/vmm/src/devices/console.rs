@@ -1,7 +1,8 @@
-//! Where the bytes of a serial line go: standard output, the terminal, a file or nowhere.
+//! Output of a serial line: standard output, the terminal, a file or none.
 //!
-//! A reader that does not read must not stop the guest, and even less keep a vCPU from being
-//! paused. Output is written only when the descriptor takes it; up to [`BACKLOG_BYTES`] wait, more
+//! A reader that does not read must not stop the guest, and must not delay the pause of a vCPU.
+//! Output is written only when the descriptor accepts it; up to [`BACKLOG_BYTES`] are kept, more is
+//! dropped and counted.
 //! is dropped and counted.
 
 use std::collections::VecDeque;
@@ -13,9 +14,9 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::config::SerialConfig;
 
-/// Bytes of output that wait for a slow reader.
+/// Most bytes of output kept for a slow reader.
 pub const BACKLOG_BYTES: usize = 64 << 10;
-/// A pipe that is writable takes at least this much at once (POSIX `PIPE_BUF` on Linux).
+/// A writable pipe accepts at least this much at once (POSIX `PIPE_BUF` on Linux), in bytes.
 const CHUNK_BYTES: usize = 4096;
 
 /// The output side of a console.
@@ -39,7 +40,7 @@ impl ConsoleOutput {
         Ok(Self::new(target))
     }
 
-    /// An output that goes nowhere.
+    /// An output that discards everything.
     pub fn nowhere() -> Self {
         Self::new(None)
     }
@@ -48,17 +49,17 @@ impl ConsoleOutput {
         Self { target, backlog: VecDeque::new(), dropped_bytes: 0 }
     }
 
-    /// Bytes that nobody read in time.
+    /// Bytes dropped because they were not read in time.
     pub fn dropped_bytes(&self) -> u64 {
         self.dropped_bytes
     }
 
-    /// Whether bytes wait for the reader.
+    /// Whether output is waiting for the reader.
     pub fn has_backlog(&self) -> bool {
         !self.backlog.is_empty()
     }
 
-    /// Writes what the reader takes without waiting.
+    /// Writes as much as the descriptor accepts without blocking.
     pub fn drain(&mut self) {
         let Some(target) = &self.target else {
             self.backlog.clear();
@@ -80,7 +81,8 @@ impl ConsoleOutput {
                 }
                 Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => return,
                 Err(_) => {
-                    // The reader is gone or the disk is full: the guest goes on without a console.
+                    // The reader is gone or the disk is full: the guest continues without a
+                    // console.
                     self.dropped_bytes += self.backlog.len() as u64;
                     self.backlog.clear();
                     self.target = None;
@@ -120,7 +122,7 @@ mod tests {
     use std::io::Read;
 
     #[test]
-    fn a_reader_that_does_not_read_costs_output_and_nothing_else() {
+    fn a_stuck_reader_costs_only_output() {
         let (reader, writer) = rustix::pipe::pipe().unwrap();
         let pipe_bytes = rustix::pipe::fcntl_getpipe_size(&writer).unwrap();
         let mut console = ConsoleOutput::new(Some(writer));
@@ -130,7 +132,7 @@ mod tests {
         }
         assert!(console.has_backlog());
         assert!(console.dropped_bytes() > 0);
-        // What was not dropped comes out as the reader reads.
+        // Output that was not dropped arrives as the reader reads.
         let kept = total as u64 - console.dropped_bytes();
         let mut source = File::from(reader.try_clone().unwrap());
         let (mut received, mut buffer) = (0, [0; 4096]);
@@ -146,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_gets_everything() {
+    fn a_file_receives_all_output() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("console");
         let mut console = ConsoleOutput::open(&SerialConfig::File(path.clone())).unwrap();

@@ -1,5 +1,5 @@
-//! The few registers of the platform itself: sleep and reset (ACPI), the keyboard controller's
-//! reset line, the panic notification, and the power button.
+//! Platform registers: sleep and reset (ACPI), the keyboard controller's reset line, the panic
+//! notification, and the power button.
 
 use std::sync::Arc;
 
@@ -17,23 +17,23 @@ pub struct AcpiRegisters {
 }
 
 impl AcpiRegisters {
-    /// `interrupt` raises the event device's line.
+    /// Creates the registers; `interrupt` raises the event device's line.
     pub fn new(exit: Arc<ExitSignal>, interrupt: EventFd) -> Self {
         Self { exit, interrupt, events: 0 }
     }
 
-    /// Events that the guest has not asked for yet, for snapshots.
+    /// Events that the guest has not read yet, for snapshots.
     pub fn pending_events(&self) -> u8 {
         self.events
     }
 
-    /// Takes saved events, and interrupts the guest if there are any.
+    /// Restores saved events, and interrupts the guest if there are any.
     pub fn restore(&mut self, events: u8) -> std::io::Result<()> {
         self.events = events & acpi::EVENT_POWER_BUTTON;
         if self.events == 0 { Ok(()) } else { self.interrupt.write(1) }
     }
 
-    /// Presses the power button. The guest decides what it does; Linux needs its `button` module to
+    /// Presses the power button. The guest decides how to react; Linux needs its `button` module to
     /// notice.
     pub fn press_power_button(&mut self) -> std::io::Result<()> {
         self.events |= acpi::EVENT_POWER_BUTTON;
@@ -65,8 +65,8 @@ impl ExclusiveDevice for AcpiRegisters {
     }
 }
 
-/// Port 0x64 of the keyboard controller. There is no keyboard; the controller's pulse on the reset
-/// line is what kernels with `reboot=k` use.
+/// Port 0x64 of the keyboard controller. There is no keyboard; kernels with `reboot=k` pulse the
+/// reset line through it.
 pub struct KeyboardReset {
     exit: Arc<ExitSignal>,
 }
@@ -75,7 +75,7 @@ pub struct KeyboardReset {
 const PULSE_RESET: u8 = 0xfe;
 
 impl KeyboardReset {
-    /// The controller.
+    /// Creates the controller.
     pub fn new(exit: Arc<ExitSignal>) -> Self {
         Self { exit }
     }
@@ -93,8 +93,8 @@ impl ExclusiveDevice for KeyboardReset {
     }
 }
 
-/// QEMU's pvpanic interface (QEMU docs/specs/pvpanic.rst): bit 0 is a panic, bit 1 a panic that a
-/// crash kernel handles.
+/// QEMU's pvpanic interface (QEMU docs/specs/pvpanic.rst): bit 0 reports a panic, bit 1 a panic
+/// that a crash kernel handles.
 pub struct PanicNotifier {
     exit: Arc<ExitSignal>,
 }
@@ -102,7 +102,7 @@ pub struct PanicNotifier {
 const PANICKED: u8 = 1;
 
 impl PanicNotifier {
-    /// The notifier.
+    /// Creates the notifier.
     pub fn new(exit: Arc<ExitSignal>) -> Self {
         Self { exit }
     }

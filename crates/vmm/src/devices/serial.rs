@@ -10,7 +10,7 @@ use vmm_sys_util::eventfd::EventFd;
 use super::bus::ExclusiveDevice;
 use super::console::ConsoleOutput;
 
-/// The line's interrupt.
+/// The interrupt of the line.
 pub struct SerialInterrupt(EventFd);
 
 impl Trigger for SerialInterrupt {
@@ -21,7 +21,7 @@ impl Trigger for SerialInterrupt {
     }
 }
 
-/// Tells the thread that feeds the line when the guest has read everything.
+/// Signals the thread that feeds the line when the guest has read all input.
 pub struct InputRead(EventFd);
 
 impl SerialEvents for InputRead {
@@ -30,13 +30,13 @@ impl SerialEvents for InputRead {
     fn tx_lost_byte(&self) {}
 
     fn in_buffer_empty(&self) {
-        // A counter that is full has woken the reader already.
+        // A full counter has woken the reader already.
         let _ = self.0.write(1);
     }
 }
 
-/// The line's registers and the input that the guest has not read, for snapshots. Output has been
-/// written.
+/// The registers of the line and the input that the guest has not read, for snapshots. All output
+/// has been written by then.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SavedSerial {
     /// Divisor latch: low and high byte.
@@ -55,7 +55,7 @@ pub struct SavedSerial {
     pub modem_status: u8,
     /// Scratch register.
     pub scratch: u8,
-    /// Bytes that wait in the receiver.
+    /// Bytes in the receiver.
     pub input: Vec<u8>,
 }
 
@@ -66,7 +66,7 @@ pub struct Serial {
 
 impl Serial {
     /// A line that writes to `output`, raises `interrupt`, and signals `input_read` when the guest
-    /// has taken all input.
+    /// has read all input.
     pub fn new(interrupt: EventFd, input_read: EventFd, output: ConsoleOutput) -> Self {
         let line = vm_superio::Serial::with_events(
             SerialInterrupt(interrupt),
@@ -76,10 +76,10 @@ impl Serial {
         Self { line }
     }
 
-    /// Takes a saved state.
+    /// Restores a saved state.
     ///
     /// # Errors
-    /// What does not fit. The line is of no use then.
+    /// A description of the mismatch. The line is unusable then.
     pub fn restore(&mut self, saved: &SavedSerial) -> Result<(), String> {
         let state = SerialState {
             baud_divisor_low: saved.divisor[0],
@@ -118,30 +118,30 @@ impl Serial {
         }
     }
 
-    /// Raises the interrupt if one is pending: it may have been on its way when the interrupt
+    /// Raises the interrupt if one is pending: it may have been in flight when the interrupt
     /// controllers were saved.
     pub fn interrupt_again(&self) {
         /// Transmitter empty and received data, in the identification register.
         const CAUSES: u8 = 0b110;
         if self.line.state().interrupt_identification & CAUSES != 0 {
-            // A counter that is full has raised it already.
+            // A full counter has raised it already.
             let _ = self.line.interrupt_evt().trigger();
         }
     }
 
-    /// Bytes of input the guest can take at present.
+    /// Bytes of input that the guest can take now.
     pub fn input_room(&self) -> usize {
         self.line.fifo_capacity()
     }
 
-    /// Hands input to the guest; returns how many bytes it took.
+    /// Passes input to the guest; returns the number of bytes it took.
     pub fn input(&mut self, bytes: &[u8]) -> usize {
         let taken = bytes.len().min(self.line.fifo_capacity());
-        // The line may be in loopback mode, where the guest wants no input; then it takes none.
+        // In loopback mode the line takes no input.
         self.line.enqueue_raw_bytes(&bytes[..taken]).unwrap_or(0)
     }
 
-    /// Back to the state after power-on; input that the guest has not read is lost.
+    /// Restores the state after power-on; input that the guest has not read is lost.
     pub fn reset(&mut self) {
         const DATA: u8 = 0;
         const INTERRUPT_ENABLE: u8 = 1;
@@ -151,7 +151,7 @@ impl Serial {
         /// OUT2, which gates the interrupt line on PCs.
         const OUT2: u8 = 1 << 3;
         for (register, value) in [(LINE_CONTROL, 0), (MODEM_CONTROL, OUT2), (INTERRUPT_ENABLE, 0)] {
-            // With interrupts off nothing can fail.
+            // With interrupts disabled this cannot fail.
             let _ = self.line.write(register, value);
         }
         while self.line.read(LINE_STATUS) & 1 != 0 {
@@ -175,7 +175,7 @@ impl ExclusiveDevice for Serial {
 
     fn write(&mut self, offset: u64, data: &[u8]) {
         if let Some(&value) = data.first() {
-            // Only the interrupt can fail here: the guest then sees its byte late, at the next
+            // Only the interrupt can fail here: the guest then sees the byte late, at the next
             // interrupt.
             let _ = self.line.write(offset as u8, value);
         }

@@ -13,8 +13,8 @@ use super::state::DeviceState;
 use super::{DeferredWork, VirtioDevice, Work};
 use crate::config::{BalloonDeviceConfig, Switch};
 
-/// Pages that could become part of a whole huge page wait for this long after the last buffer of
-/// the guest.
+/// How long pages that could become part of a whole huge page are kept back after the guest's last
+/// buffer.
 const FLUSH_AFTER: Duration = Duration::from_millis(10);
 
 /// The device with its timers.
@@ -46,7 +46,7 @@ fn features(config: &BalloonDeviceConfig) -> Features {
 }
 
 impl BalloonDevice {
-    /// A balloon over `ram`.
+    /// Creates a balloon over `ram`.
     pub fn new(config: &BalloonDeviceConfig, ram: Arc<GuestRam>) -> Result<Self, BalloonError> {
         let check =
             if config.verify_reports.is_on() { ReportCheck::Overwrite } else { ReportCheck::None };
@@ -65,13 +65,13 @@ impl BalloonDevice {
         &self.balloon
     }
 
-    /// The device core, to be asked for something.
+    /// The device core, for requests to the guest.
     pub fn balloon_mut(&mut self) -> &mut Balloon {
         &mut self.balloon
     }
 
-    /// Asks the guest for its free pages; `sink` is told. Returns the number of the request, and
-    /// `true` when the driver has to be interrupted for it.
+    /// Requests the guest's free pages; `sink` receives them. Returns the number of the request,
+    /// and `true` if the driver must be interrupted for it.
     pub fn request_free_pages(
         &mut self,
         smallest: Order,
@@ -81,19 +81,19 @@ impl BalloonDevice {
         Ok((self.balloon.last_request_id(), interrupt))
     }
 
-    /// Withdraws the request with this number, unless it has ended; `true` when the driver has to
-    /// be interrupted.
+    /// Withdraws the request with this number, unless it has ended; `true` if the driver must be
+    /// interrupted.
     pub fn cancel_free_pages(&mut self, request_id: u64) -> bool {
         self.balloon.last_request_id() == request_id && self.balloon.cancel_free_pages()
     }
 
-    /// Asks for statistics regularly from now on, or no more.
+    /// Starts to request statistics at this interval; `None` stops the requests.
     pub fn set_statistics_interval(&mut self, interval: Option<Duration>) {
         self.balloon.set_statistics_interval(interval);
         self.poll_at = interval.map(|_| Instant::now());
     }
 
-    /// Gives back what waits to become a whole huge page.
+    /// Discards the pages kept back for a whole huge page.
     pub fn flush(&mut self) {
         self.balloon.flush();
         self.flush_at = None;
@@ -179,7 +179,7 @@ impl VirtioDevice for BalloonDevice {
         driver: Option<(u64, Vec<Queue>)>,
     ) -> Result<(), String> {
         let DeviceState::Balloon(state) = state else {
-            return Err("its state is that of another device".to_owned());
+            return Err("its state belongs to another device".to_owned());
         };
         let queues = driver.map(|(_, queues)| queues).unwrap_or_default();
         self.balloon =

@@ -20,36 +20,48 @@ use crate::file::{Access, open_image};
 const DEVICE_ID: u32 = 2;
 const QUEUE_SIZE: u16 = 128;
 const SECTOR_BYTES: u64 = 512;
-/// Requests worked on in one call.
+/// Most requests processed in one call.
 const REQUESTS_A_CALL: usize = 16;
-/// Largest transfer of one request. Linux asks for 1280 KiB at most (`BLK_DEF_MAX_SECTORS`).
+/// Largest transfer of one request, in bytes. Linux sends 1280 KiB at most (`BLK_DEF_MAX_SECTORS`).
 const MAX_TRANSFER_BYTES: usize = 4 << 20;
-/// Data passes through a buffer of this size: guest memory is never borrowed.
+/// Size of the buffer that data passes through, in bytes: guest memory is never borrowed.
 const COPY_BYTES: usize = 64 << 10;
 
 /// Why a disk cannot be used.
 #[derive(Debug, Error)]
 pub enum DiskError {
     /// It cannot be opened.
-    #[error("cannot open the disk {}: {source}; check the path and its permissions, or add readonly=on", path.display())]
+    #[error(
+        "cannot open the disk {}: {source}; check the path and its permissions, \
+         or add readonly=on",
+        path.display()
+    )]
     Open {
         /// The image.
         path: PathBuf,
-        /// The system's answer.
+        /// The system's error.
         source: io::Error,
     },
-    /// Somebody else has it.
-    #[error("the disk {} is in use by another process; stop that one, or give both readonly=on", path.display())]
+    /// Another process has the disk locked.
+    #[error(
+        "the disk {} is in use by another process; stop that process, \
+         or use readonly=on in both",
+        path.display()
+    )]
     InUse {
         /// The image.
         path: PathBuf,
     },
     /// The size is not a whole number of sectors.
-    #[error("the disk {} has {bytes} bytes, which is no multiple of 512; use `truncate` to enlarge it", path.display())]
+    #[error(
+        "the disk {} has {bytes} bytes, which is not a multiple of 512; \
+         use `truncate` to enlarge it",
+        path.display()
+    )]
     OddSize {
         /// The image.
         path: PathBuf,
-        /// Its size.
+        /// Its size in bytes.
         bytes: u64,
     },
 }
@@ -59,8 +71,8 @@ pub enum DiskError {
 pub enum DiskLock {
     /// When it is opened.
     Now,
-    /// When the machine [takes it over](VirtioDevice::acquire_exclusive): until then it belongs to the
-    /// monitor that sends the machine.
+    /// When the machine [acquires it](VirtioDevice::acquire_exclusive): until then it belongs to
+    /// the monitor that sends the machine.
     Later,
 }
 
@@ -83,10 +95,10 @@ struct RequestHeader {
     sector: u64,
 }
 
-// SAFETY: three integers without padding; every bit pattern is a value.
+// SAFETY: three integers without padding; every bit pattern is a valid value.
 unsafe impl ByteValued for RequestHeader {}
 
-/// How a request ends; the numbers are the status bytes.
+/// Result of a request; the numbers are the status bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 enum Status {
@@ -96,7 +108,7 @@ enum Status {
 }
 
 impl Block {
-    /// Opens the image; requests lie in `memory`.
+    /// Opens the image; requests are in `memory`.
     pub fn open(
         config: &DiskConfig,
         index: usize,
@@ -111,7 +123,7 @@ impl Block {
         if when == DiskLock::Now {
             lock(&file, path, config.readonly)?;
         }
-        // Seeking to the end works for block devices too, whose metadata say 0.
+        // Seeking to the end also works for block devices, whose metadata report size 0.
         let bytes = rustix::fs::seek(&file, rustix::fs::SeekFrom::End(0))
             .map_err(|error| open(error.into()))?;
         if !bytes.is_multiple_of(SECTOR_BYTES) {
@@ -130,7 +142,7 @@ impl Block {
         else {
             return 0;
         };
-        // The status byte is the last one that the device may write.
+        // The status byte is the last byte that the device may write.
         let Some(data_bytes) = writer.available_bytes().checked_sub(1) else { return 0 };
         let Ok(mut status_writer) = writer.split_at(data_bytes) else { return 0 };
         let status = match reader.read_obj::<RequestHeader>() {
@@ -181,7 +193,7 @@ impl Block {
         }
     }
 
-    /// Byte position of a transfer, if it lies inside the disk and is of whole sectors.
+    /// Byte position of a transfer, if it is inside the disk and consists of whole sectors.
     fn position(&self, sector: u64, bytes: usize) -> Option<u64> {
         let count = bytes as u64 / SECTOR_BYTES;
         let inside = sector.checked_add(count).is_some_and(|end| end <= self.sectors);
@@ -190,7 +202,7 @@ impl Block {
     }
 }
 
-/// Locks an image, so that no two machines write to it, or write where another one reads.
+/// Locks an image, so that no two machines write to it, and none writes while another reads.
 fn lock(file: &File, path: &Path, readonly: Switch) -> Result<(), DiskError> {
     let operation = match readonly {
         Switch::On => FlockOperation::NonBlockingLockShared,
@@ -203,7 +215,7 @@ fn lock(file: &File, path: &Path, readonly: Switch) -> Result<(), DiskError> {
     }
 }
 
-/// Moves `bytes` in pieces: `step` is given how many are done and a buffer for the next piece.
+/// Moves `bytes` in pieces: `step` gets the number of bytes done and a buffer for the next piece.
 fn copy(bytes: usize, mut step: impl FnMut(u64, &mut [u8]) -> io::Result<()>) -> io::Result<()> {
     let mut buffer = vec![0; bytes.min(COPY_BYTES)];
     let mut done = 0;
@@ -237,8 +249,8 @@ impl VirtioDevice for Block {
     }
 
     fn read_config(&self, offset: u64, data: &mut [u8]) {
-        // capacity u64, size_max u32, seg_max u32 (section 5.2.4): two descriptors go to header and
-        // status.
+        // capacity u64, size_max u32, seg_max u32 (section 5.2.4): header and status take two
+        // descriptors.
         let mut config = [0u8; 16];
         config[..8].copy_from_slice(&self.sectors.to_le_bytes());
         config[12..].copy_from_slice(&u32::from(QUEUE_SIZE - 2).to_le_bytes());
@@ -313,11 +325,12 @@ impl VirtioDevice for Block {
                 driver.map_or(Ok(()), |(features, queues)| self.activate(features, queues))
             }
             DeviceState::Disk { sectors } => Err(format!(
-                "the disk has {} bytes now and had {} when the snapshot was taken; use the disk that belongs to it",
+                "the disk has {} bytes, but had {} when the snapshot was taken; \
+                 use the image that belongs to the snapshot",
                 self.sectors * SECTOR_BYTES,
                 sectors.saturating_mul(SECTOR_BYTES)
             )),
-            _ => Err("its state is that of another device".to_owned()),
+            _ => Err("its state belongs to another device".to_owned()),
         }
     }
 }

@@ -1,6 +1,6 @@
 //! The register window of a virtio device (virtio 1.3 section 4.2.2).
 //!
-//! Everything a driver may do in the wrong order is either refused without effect or answered with
+//! Operations of a driver in the wrong order are either ignored or answered with
 //! DEVICE_NEEDS_RESET; nothing here trusts the guest.
 
 use std::io;
@@ -29,21 +29,21 @@ const INTERRUPT_CONFIG: u32 = reg::VIRTIO_MMIO_INT_CONFIG;
 /// Offset of the device's own configuration space.
 const CONFIG_SPACE: u64 = reg::VIRTIO_MMIO_CONFIG as u64;
 
-/// Most queues any device here has: the balloon's six, with room for more.
+/// Most queues of any device here: the balloon has six, the rest is reserve.
 const MAX_QUEUES: usize = 16;
 
-/// Eventfds that connect a device with KVM and with its worker thread.
+/// Eventfds that connect a device with KVM and its worker thread.
 pub struct Wires {
     /// Raises the device's interrupt line (irqfd).
     pub interrupt: EventFd,
     /// One for each queue, signalled by the driver's notification (ioeventfd).
     pub kicks: Vec<Arc<EventFd>>,
-    /// Signalled by the transport when all queues should be looked at, or timers read again.
+    /// Signalled by the transport when all queues must be checked or timers read again.
     pub wake: Arc<EventFd>,
 }
 
 impl Wires {
-    /// New eventfds for a device with `queues` queues.
+    /// Creates eventfds for a device with `queues` queues.
     pub fn new(queues: usize) -> io::Result<Self> {
         let kicks = (0..queues.min(MAX_QUEUES))
             .map(|_| EventFd::new(EFD_NONBLOCK).map(Arc::new))
@@ -102,9 +102,9 @@ impl<D: VirtioDevice> MmioTransport<D> {
         &self.device
     }
 
-    /// The device, to be changed by the monitor. Follow it with
-    /// [`config_changed`](Self::config_changed) or [`wake`](Self::wake) where the driver or the
-    /// worker should notice.
+    /// The device, for changes by the monitor. Follow it with
+    /// [`config_changed`](Self::config_changed) or [`wake`](Self::wake) if the driver or the worker
+    /// must notice.
     pub fn device_mut(&mut self) -> &mut D {
         &mut self.device
     }
@@ -114,12 +114,12 @@ impl<D: VirtioDevice> MmioTransport<D> {
         self.active
     }
 
-    /// Tells the driver that buffers were used, outside of a queue's processing.
+    /// Notifies the driver of used buffers, outside of a queue's processing.
     pub fn interrupt_used(&mut self) {
         self.interrupt(INTERRUPT_USED);
     }
 
-    /// Tells the driver that the configuration space has changed.
+    /// Notifies the driver of a change of the configuration space.
     pub fn config_changed(&mut self) {
         self.config_generation = self.config_generation.wrapping_add(1);
         if self.active {
@@ -132,7 +132,7 @@ impl<D: VirtioDevice> MmioTransport<D> {
         let _ = self.wires.wake.write(1);
     }
 
-    /// Works on a queue; called by the worker thread.
+    /// Processes a queue; called by the worker thread.
     pub fn process_queue(&mut self, index: usize) -> Work {
         if !self.active {
             return Work::default();
@@ -144,7 +144,7 @@ impl<D: VirtioDevice> MmioTransport<D> {
         work
     }
 
-    /// Lets the device do what is due; called by the worker thread.
+    /// Runs the device's due timers; called by the worker thread.
     pub fn on_timer(&mut self, now: std::time::Instant) -> Work {
         if !self.active {
             return Work::default();
@@ -156,7 +156,7 @@ impl<D: VirtioDevice> MmioTransport<D> {
         work
     }
 
-    /// Back to the state after power-on.
+    /// Restores the state after power-on.
     pub fn reset(&mut self) {
         if self.active {
             self.active = false;
@@ -173,7 +173,7 @@ impl<D: VirtioDevice> MmioTransport<D> {
 
     fn interrupt(&mut self, cause: u32) {
         self.interrupt_status.fetch_or(cause, Ordering::AcqRel);
-        // A full counter means that an interrupt is on its way already.
+        // A full counter means that an interrupt is pending already.
         let _ = self.wires.interrupt.write(1);
     }
 
@@ -222,7 +222,7 @@ impl<D: VirtioDevice> MmioTransport<D> {
             }
             reg::VIRTIO_MMIO_QUEUE_SEL => self.queue_select = value,
             reg::VIRTIO_MMIO_QUEUE_NUM => {
-                // An invalid size leaves the old one, which the driver reads back as unchanged.
+                // An invalid size leaves the old one, which the driver reads back unchanged.
                 self.with_selected(|queue| queue.set_size(u16::try_from(value).unwrap_or(0)));
             }
             reg::VIRTIO_MMIO_QUEUE_READY => self.with_selected(|queue| queue.set_ready(value == 1)),
@@ -244,7 +244,7 @@ impl<D: VirtioDevice> MmioTransport<D> {
             reg::VIRTIO_MMIO_QUEUE_USED_HIGH => {
                 self.with_selected(|queue| queue.set_used_ring_address(None, Some(value)));
             }
-            // With ioeventfd KVM answers this itself; it arrives here only for a queue that does
+            // With ioeventfd KVM handles this itself; it arrives here only for a queue that does
             // not exist.
             reg::VIRTIO_MMIO_QUEUE_NOTIFY => {
                 if let Some(kick) = self.wires.kicks.get(value as usize) {
@@ -282,7 +282,7 @@ impl<D: VirtioDevice> MmioTransport<D> {
             return;
         }
         if added & VIRTIO_CONFIG_S_FEATURES_OK != 0 && !self.accept_features() {
-            // The driver reads back that the bit did not stay.
+            // The driver reads back that the bit is clear.
             self.status |= added & !VIRTIO_CONFIG_S_FEATURES_OK;
             return;
         }
@@ -304,7 +304,7 @@ impl<D: VirtioDevice> MmioTransport<D> {
         let result = if ready {
             self.device.activate(self.driver_features, std::mem::take(&mut self.queues))
         } else {
-            Err("the driver did not agree on features or set up an invalid queue".to_owned())
+            Err("the driver did not negotiate features or set up an invalid queue".to_owned())
         };
         match result {
             Ok(()) => {
@@ -324,29 +324,29 @@ impl<D: VirtioDevice> MmioTransport<D> {
     }
 }
 
-/// A device as its machine handles it, whatever it is.
+/// A device as its machine handles it, whatever its type.
 pub trait ManagedDevice: Send {
-    /// Back to the state after power-on.
+    /// Restores the state after power-on.
     fn reset(&mut self);
 
-    /// The state for a snapshot. The worker must be paused.
+    /// Returns the state for a snapshot. The worker must be paused.
     fn save(&mut self) -> TransportState;
 
-    /// Takes a saved state. The device must be new, and nobody may run it yet. An error says what
-    /// does not fit.
+    /// Restores a saved state. The device must be new and not running. An error describes the
+    /// mismatch.
     fn restore(&mut self, state: &TransportState) -> Result<(), String>;
 
-    /// The device for a monitor that it is to be moved to.
+    /// Describes the device for the destination of a migration.
     fn describe(&self) -> DeviceDescription;
 
-    /// As [`VirtioDevice::release_exclusive`].
+    /// Like [`VirtioDevice::release_exclusive`].
     fn release_exclusive(&mut self) -> Result<(), String>;
 
-    /// As [`VirtioDevice::acquire_exclusive`].
+    /// Like [`VirtioDevice::acquire_exclusive`].
     fn acquire_exclusive(&mut self) -> Result<(), String>;
 
-    /// Raises the interrupt if the driver has causes to look at. An interrupt may be on its way to
-    /// the interrupt controller when that is saved, and would be lost; one too many does no harm.
+    /// Raises the interrupt if the driver has causes pending. An interrupt may be in flight when
+    /// the interrupt controller is saved, and would be lost; a spurious one is harmless.
     fn interrupt_again(&self);
 }
 
@@ -356,7 +356,7 @@ impl<D: VirtioDevice> ManagedDevice for MmioTransport<D> {
     }
 
     fn save(&mut self) -> TransportState {
-        // The device finishes what it has begun before its queues are looked at.
+        // The device finishes what it has begun before its queues are read.
         let device = self.device.save();
         let queues = if self.active {
             self.device.queue_states()
@@ -386,7 +386,7 @@ impl<D: VirtioDevice> ManagedDevice for MmioTransport<D> {
                 state.device_id
             ));
         }
-        // Before they are agreed on, a driver may have written anything.
+        // Before negotiation a driver may have written anything.
         let agreed = state.active || state.status & VIRTIO_CONFIG_S_FEATURES_OK != 0;
         if agreed && state.driver_features & !self.offered_features() != 0 {
             return Err(format!(
@@ -404,9 +404,7 @@ impl<D: VirtioDevice> ManagedDevice for MmioTransport<D> {
         }
         let queues = saved
             .iter()
-            .map(|&queue| {
-                Queue::try_from(queue).map_err(|error| format!("a queue cannot be: {error}"))
-            })
+            .map(|&queue| Queue::try_from(queue).map_err(|error| format!("invalid queue: {error}")))
             .collect::<Result<Vec<_>, _>>()?;
         if queues.iter().any(|queue| state.active && queue.ready() && !queue.is_valid(&self.memory))
         {
@@ -456,21 +454,21 @@ impl<D: VirtioDevice> ManagedDevice for MmioTransport<D> {
 
 /// The register window as vCPUs see it.
 ///
-/// The two interrupt registers are answered without the transport's lock: a driver touches them at
-/// every interrupt, and must not wait there for a device that is busy with its next buffer.
+/// The two interrupt registers are served without the transport's lock: a driver accesses them at
+/// every interrupt, and must not wait for a device that is processing its next buffer.
 pub struct MmioWindow<D> {
     transport: Arc<Mutex<MmioTransport<D>>>,
     interrupt_status: Arc<AtomicU32>,
 }
 
 impl<D: VirtioDevice> MmioWindow<D> {
-    /// The window of `transport`.
+    /// Creates the window of `transport`.
     pub fn new(transport: MmioTransport<D>) -> Self {
         let interrupt_status = transport.interrupt_status.clone();
         Self { transport: Arc::new(Mutex::new(transport)), interrupt_status }
     }
 
-    /// What is behind the window.
+    /// The transport behind the window.
     pub fn transport(&self) -> &Arc<Mutex<MmioTransport<D>>> {
         &self.transport
     }

@@ -9,8 +9,8 @@ use super::{VirtioDevice, Work};
 
 const DEVICE_ID: u32 = 4;
 const QUEUE_SIZE: u16 = 64;
-/// Buffers filled in one call, and bytes in each: a guest cannot keep the thread busy with one
-/// notification.
+/// Most buffers filled in one call, and bytes in each: a guest must not keep the thread busy with
+/// one notification.
 const BUFFERS_A_CALL: usize = 16;
 const BYTES_A_BUFFER: usize = 4096;
 
@@ -21,7 +21,7 @@ pub struct Rng {
 }
 
 impl Rng {
-    /// A device whose buffers lie in `memory`.
+    /// Creates a device whose buffers are in `memory`.
     pub fn new(memory: GuestMemory) -> Self {
         Self { memory, queue: None }
     }

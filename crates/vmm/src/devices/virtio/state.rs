@@ -7,13 +7,13 @@ use virtio_queue::{Queue, QueueState};
 /// A device behind its register window.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TransportState {
-    /// Device id (virtio 1.3 section 5), so that a state cannot go to another device.
+    /// Device id (virtio 1.3 section 5), so that a state cannot be given to another device.
     pub device_id: u32,
     /// Register `DeviceFeaturesSel`.
     pub features_page: u32,
     /// Register `DriverFeaturesSel`.
     pub driver_features_page: u32,
-    /// What the driver has accepted so far.
+    /// Features that the driver has accepted so far.
     pub driver_features: u64,
     /// Register `QueueSel`.
     pub queue_select: u32,
@@ -27,22 +27,22 @@ pub struct TransportState {
     pub active: bool,
     /// The queues in order.
     pub queues: Vec<SavedQueue>,
-    /// What the device itself keeps.
+    /// State of the device itself.
     pub device: DeviceState,
 }
 
-/// A virtqueue: where it lies and where the device stands in it.
+/// A virtqueue: its addresses and the device's position in it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SavedQueue {
-    /// Most entries it can have.
+    /// Largest possible number of entries.
     pub max_size: u16,
-    /// Entries.
+    /// Number of entries.
     pub size: u16,
     /// Whether the driver has made it ready.
     pub ready: bool,
-    /// Next entry of the available ring that the device takes.
+    /// Index of the next entry of the available ring that the device takes.
     pub next_avail: u16,
-    /// Next entry of the used ring that it fills.
+    /// Index of the next entry of the used ring that it fills.
     pub next_used: u16,
     /// Whether VIRTIO_F_EVENT_IDX was negotiated.
     pub event_idx: bool,
@@ -89,11 +89,11 @@ impl TryFrom<SavedQueue> for Queue {
     }
 }
 
-/// What a device keeps besides its queues.
+/// State of a device besides its queues.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum DeviceState {
-    /// Nothing.
+    /// No state.
     Queues,
     /// The balloon device.
     Balloon(BalloonState),
@@ -104,21 +104,21 @@ pub enum DeviceState {
     },
 }
 
-/// A virtio device as its driver knows it.
+/// A virtio device as seen by its driver.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceDescription {
     /// Device id (virtio 1.3 section 5).
     pub device_id: u32,
-    /// Features that it offers.
+    /// Offered features.
     pub features: u64,
     /// Largest size of each queue.
     pub queue_sizes: Vec<u16>,
-    /// Size of a disk.
+    /// Size of a disk in bytes.
     pub disk_bytes: Option<u64>,
 }
 
 impl DeviceDescription {
-    /// The device for people.
+    /// Name of the device for messages.
     pub fn name(&self) -> String {
         match self.device_id {
             2 => "disk".to_owned(),

@@ -60,7 +60,7 @@ fn queue() -> Queue {
     queue
 }
 
-/// Lets the device work until it has nothing more to do; a device that never comes to rest fails.
+/// Lets the device work until it is idle; panics if it never is.
 fn drive(device: &mut impl VirtioDevice) -> Work {
     device.activate(0, vec![queue()]).unwrap();
     let mut all = Work::default();
@@ -71,7 +71,7 @@ fn drive(device: &mut impl VirtioDevice) -> Work {
             return all;
         }
     }
-    panic!("the device never comes to rest");
+    panic!("the device never becomes idle");
 }
 
 fn image() -> tempfile::NamedTempFile {
@@ -125,9 +125,9 @@ fn sectors_are_read_and_written() {
     assert_eq!(std::fs::read(image.path()).unwrap()[7 * 512..], [9; 512]);
 }
 
-/// Pages that are not in a log do not reach the destination of a migration.
+/// Pages missing from the dirty log do not reach the destination of a migration.
 #[test]
-fn pages_that_devices_write_to_are_in_the_memory_s_log() {
+fn pages_written_by_devices_are_logged() {
     let image = image();
     let read = || request(blk::VIRTIO_BLK_T_IN, 0, 4096);
     let random = || {
@@ -166,7 +166,7 @@ fn pages_that_devices_write_to_are_in_the_memory_s_log() {
 }
 
 #[test]
-fn requests_that_cannot_be_are_answered_with_an_error() {
+fn invalid_requests_are_answered_with_an_error() {
     let image = image();
     let before = std::fs::read(image.path()).unwrap();
     let cases = [
@@ -200,7 +200,7 @@ fn a_disk_has_one_writer() {
 }
 
 #[test]
-fn entropy_fills_what_may_be_written() {
+fn entropy_fills_writable_buffers() {
     let memory = memory(&[Descriptor { address: DATA, length: 64, flags: WRITE, next: 0 }], &[0]);
     assert!(drive(&mut Rng::new(memory.clone())).interrupt);
     assert_eq!(memory.read_obj::<u32>(GuestAddress(USED + 8)).unwrap(), 64);

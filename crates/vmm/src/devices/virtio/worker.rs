@@ -1,4 +1,4 @@
-//! The thread of a device: waits for notifications and timers and lets the device work.
+//! The thread of a device: waits for notifications and timers and runs the device.
 
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -22,7 +22,7 @@ enum Mode {
     Stopping,
 }
 
-/// A running device thread; dropped, it ends.
+/// A running device thread. Dropping it ends the thread.
 pub struct Worker {
     control: Arc<Control>,
     thread: Option<JoinHandle<()>>,
@@ -36,9 +36,9 @@ struct Control {
 
 struct State {
     mode: Mode,
-    /// The thread has seen that it must not work. It stays set from then until the thread sees that
-    /// it may: a pause right after a resume finds a thread that has not woken up yet, and need not
-    /// wait for it.
+    /// The thread has seen that it must not work. Remains set until the thread sees that it may
+    /// work again: a pause right after a resume finds a thread that has not woken up yet, and need
+    /// not wait for it.
     parked: bool,
 }
 
@@ -69,8 +69,7 @@ impl Worker {
         Ok(Self { control, thread: Some(thread) })
     }
 
-    /// Stops the device's work and returns when the thread has finished what it was doing, or has
-    /// ended.
+    /// Stops the device's work. Returns when the thread has finished its current call or has ended.
     pub fn pause(&self) {
         self.set_mode(Mode::Paused);
         let mut state = lock(&self.control.state);
@@ -79,7 +78,7 @@ impl Worker {
         }
     }
 
-    /// Lets the device work again; notifications that came meanwhile are answered.
+    /// Lets the device work again; notifications that arrived meanwhile are processed.
     pub fn resume(&self) {
         self.set_mode(Mode::Running);
     }
@@ -92,8 +91,8 @@ impl Worker {
 }
 
 impl Control {
-    /// What the thread is to do now; notes that it knows. `quiesce` is called before it counts as
-    /// parked.
+    /// Returns the current mode and records that the thread knows it. Calls `quiesce` before the
+    /// thread counts as parked.
     fn observe(&self, quiesce: impl FnOnce()) -> Mode {
         let mut state = lock(&self.state);
         if state.mode == Mode::Paused && !state.parked {
@@ -106,7 +105,7 @@ impl Control {
         state.mode
     }
 
-    /// The thread will never work again, so nobody has to wait for it.
+    /// The thread will never work again, so that no caller waits for it.
     fn end(&self) {
         lock(&self.state).parked = true;
         self.changed.notify_all();
@@ -117,7 +116,7 @@ impl Drop for Worker {
     fn drop(&mut self) {
         self.set_mode(Mode::Stopping);
         if let Some(thread) = self.thread.take() {
-            // A panic of the thread has been printed where it happened.
+            // A panic was printed where it happened.
             let _ = thread.join();
         }
     }
@@ -132,7 +131,7 @@ fn run<D: VirtioDevice>(
     kicks: &[Arc<EventFd>],
     control: &Control,
 ) -> io::Result<()> {
-    // Queues to work on; one that was cut short stays set.
+    // Queues to process; an interrupted one remains set.
     let mut pending = vec![true; kicks.len()];
     loop {
         let mode = control.observe(|| lock(transport).device_mut().quiesce());
@@ -144,7 +143,7 @@ fn run<D: VirtioDevice>(
         if !parked {
             for (index, pending) in pending.iter_mut().enumerate().filter(|(_, pending)| **pending)
             {
-                // The lock is taken for each call, so that the API and vCPUs come in between.
+                // The lock is taken for each call, so that the API and vCPUs get their turn.
                 let (work, deferred_work) = {
                     let mut transport = lock(transport);
                     let work = transport.process_queue(index);
@@ -176,7 +175,7 @@ fn run<D: VirtioDevice>(
     }
 }
 
-/// Waits for a notification, a wake-up or the timeout, and marks the queues to look at.
+/// Waits for a notification, a wake-up or the timeout, and marks the queues to process.
 fn wait(
     kicks: &[Arc<EventFd>],
     control: &Control,
@@ -184,7 +183,7 @@ fn wait(
     parked: bool,
     pending: &mut [bool],
 ) -> io::Result<()> {
-    // While parked, notifications stay in their counters.
+    // While parked, notifications remain in their counters.
     let watched = if parked { &[][..] } else { kicks };
     let mut fds: Vec<PollFd<'_>> = Vec::with_capacity(watched.len() + 1);
     fds.push(readable(&control.wake));

@@ -15,7 +15,7 @@ use crate::devices::bus::ExclusiveDevice as _;
 use crate::devices::virtio::mmio::{ManagedDevice, MmioTransport, Wires};
 
 const ALL: Features = Features::ALL_WITH_EXTENSION.without(Feature::PagePoison);
-/// What Linux 6.1's driver accepts of it.
+/// Features that Linux 6.1's driver accepts.
 const STOCK: Features = Features::ALL_BALLOON.without(Feature::PagePoison);
 const VERSION_1: u64 = 1 << 32;
 
@@ -29,7 +29,7 @@ fn without_extension() -> BalloonDeviceConfig {
     }
 }
 
-/// A guest's memory with rings in it, and the device.
+/// Guest memory with rings in it, and the device.
 struct Machine {
     guest: Guest,
     transport: MmioTransport<BalloonDevice>,
@@ -60,7 +60,7 @@ impl Machine {
         u32::from_le_bytes(data)
     }
 
-    /// What a driver does (virtio 1.3 section 3.1.1).
+    /// Initializes the device as a driver does (virtio 1.3 section 3.1.1).
     fn start(&mut self, negotiated: Features) {
         self.write(reg::VIRTIO_MMIO_STATUS, 3);
         let accepted = negotiated.0 | VERSION_1;
@@ -115,7 +115,7 @@ impl Machine {
         self.transport.device_mut().request_free_pages(Order::PAGE, Box::new(collector))
     }
 
-    /// Goes on in a new device of this kind with what is in the file.
+    /// Continues in a new device with this configuration from the saved state.
     fn restore(&mut self, config: &BalloonDeviceConfig) {
         let text = serde_json::to_string(&self.transport.save()).unwrap();
         self.transport = transport(config, &self.guest.ram);
@@ -128,7 +128,7 @@ impl Machine {
 }
 
 #[test]
-fn a_driver_that_does_not_know_the_extension_finds_the_standards_device() {
+fn a_driver_without_the_extension_finds_the_standard_device() {
     let config = BalloonDeviceConfig::default();
     let mut machine = Machine::new(&config, STOCK);
     assert_eq!(machine.transport.device().queue_sizes().len(), 6);
@@ -145,33 +145,33 @@ fn a_driver_that_does_not_know_the_extension_finds_the_standards_device() {
 }
 
 #[test]
-fn a_snapshot_of_before_the_extension_goes_on() {
+fn a_snapshot_from_before_the_extension_continues() {
     let old = without_extension();
     let mut machine = Machine::new(&old, STOCK);
     assert_eq!(machine.transport.device().queue_sizes().len(), 5);
     machine.restore(&old);
     machine.report(PageRange::new(Pfn(2048), 512));
     assert_eq!(machine.discarded_bytes(), 512 * 4096);
-    // In a device that would offer more, the driver still finds what it knew.
+    // In a device that would offer more, the driver still finds the features it knew.
     machine.restore(&BalloonDeviceConfig::default());
     assert_eq!(machine.transport.device().features() & Features::EXTENSION.0, 0);
     machine.report(PageRange::new(Pfn(2048), 512));
     assert_eq!(machine.discarded_bytes(), 512 * 4096);
-    // Before a driver has come.
+    // Before the driver initializes.
     machine.write(reg::VIRTIO_MMIO_STATUS, 0);
     machine.restore(&old);
     machine.start(STOCK);
 }
 
 #[test]
-fn a_snapshot_of_a_driver_with_the_extension_goes_on() {
+fn a_snapshot_of_a_driver_with_the_extension_continues() {
     let config = BalloonDeviceConfig::default();
     let mut machine = Machine::new(&config, ALL);
     machine.leave_request_buffer();
     assert_eq!(machine.ask(), Ok((1, true)));
     let buffer = machine.leave_request_buffer();
     machine.restore(&config);
-    // The question did not come along; the buffer did, and numbers go on.
+    // The request is gone, the buffer is kept, and numbering continues.
     assert_eq!(machine.ask(), Ok((2, true)));
     let request = HostRequest::FreePages { request_id: 2, page_shift: 12 };
     assert_eq!(machine.guest.request_in(buffer), Some(request));
@@ -183,7 +183,7 @@ fn a_snapshot_of_a_driver_with_the_extension_goes_on() {
 }
 
 #[test]
-fn pages_are_overwritten_in_a_restored_machine_as_well() {
+fn a_restored_machine_also_overwrites_pages() {
     let config = BalloonDeviceConfig { verify_reports: Switch::On, ..Default::default() };
     let mut machine = Machine::new(&config, STOCK);
     machine.restore(&config);

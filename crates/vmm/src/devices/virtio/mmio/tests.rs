@@ -6,7 +6,7 @@ use vm_memory::GuestAddress;
 
 use super::*;
 
-/// A device that notes what reaches it.
+/// A device that records the calls to it.
 #[derive(Default)]
 struct Probe {
     activated: Option<u64>,
@@ -77,7 +77,7 @@ fn write(window: &MmioWindow<Probe>, register: u32, value: u32) {
     window.write(u64::from(register), &value.to_le_bytes());
 }
 
-/// What a driver does (virtio 1.3 section 3.1.1).
+/// Initializes the device as a driver does (virtio 1.3 section 3.1.1).
 fn initialize(window: &MmioWindow<Probe>) {
     for status in [1, 3] {
         write(window, reg::VIRTIO_MMIO_STATUS, status);
@@ -130,7 +130,7 @@ fn a_well_behaved_driver_gets_its_device() {
 }
 
 #[test]
-fn a_reset_brings_everything_back() {
+fn a_reset_restores_everything() {
     let window = window();
     initialize(&window);
     write(&window, reg::VIRTIO_MMIO_STATUS, 0);
@@ -202,7 +202,7 @@ fn saved(window: &MmioWindow<Probe>) -> TransportState {
 }
 
 #[test]
-fn a_running_device_goes_on_from_its_saved_state() {
+fn a_running_device_continues_from_its_saved_state() {
     let old = window();
     initialize(&old);
     behind(&old).device_mut().queues[1].set_next_avail(7);
@@ -222,7 +222,7 @@ fn a_running_device_goes_on_from_its_saved_state() {
 }
 
 #[test]
-fn states_that_cannot_be_are_refused() {
+fn invalid_states_are_refused() {
     let old = window();
     initialize(&old);
     let good = saved(&old);
@@ -245,7 +245,7 @@ fn states_that_cannot_be_are_refused() {
 }
 
 proptest! {
-    /// Wherever a driver stands in its set-up, it finds the same registers after a restore.
+    /// At any point of its set-up a driver finds the same registers after a restore.
     #[test]
     fn a_saved_state_is_the_whole_state(
         initialized: bool,
@@ -256,7 +256,7 @@ proptest! {
             initialize(&old);
         }
         for (register, value) in writes {
-            // Small numbers mean something to most registers.
+            // Small numbers are valid values of most registers.
             for value in [value, value % 16] {
                 old.write(register * 4, &value.to_le_bytes());
             }
@@ -266,11 +266,12 @@ proptest! {
         ManagedDevice::restore(&mut *behind(&new), &serde_json::from_str(&text).unwrap()).unwrap();
         prop_assert_eq!(saved(&new), saved(&old));
         for register in 0..0x40 {
-            prop_assert_eq!(read(&new, register * 4), read(&old, register * 4), "{:#x}", register * 4);
+            let offset = register * 4;
+            prop_assert_eq!(read(&new, offset), read(&old, offset), "{:#x}", offset);
         }
     }
 
-    /// Whatever a driver writes wherever: nothing panics, and after a reset the device works.
+    /// No writes of a driver cause a panic, and after a reset the device works.
     #[test]
     fn no_sequence_of_writes_breaks_the_window(
         writes in prop::collection::vec((0u64..0x200, any::<u64>(), 0usize..9), 0..200)

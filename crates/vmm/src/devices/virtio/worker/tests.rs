@@ -10,7 +10,7 @@ use crate::config::Switch;
 use crate::devices::virtio::Work;
 use crate::devices::virtio::mmio::Wires;
 
-/// Counts when it is told to finish its work.
+/// Counts its quiesce calls.
 struct Idle {
     quiesced: Arc<AtomicUsize>,
 }
@@ -63,7 +63,7 @@ fn within_a_minute(action: impl FnOnce() + Send + 'static) {
 }
 
 #[test]
-fn a_pause_right_after_a_resume_does_not_wait_for_ever() {
+fn a_pause_right_after_a_resume_returns() {
     within_a_minute(|| {
         let (worker, quiesced) = worker();
         for _ in 0..20_000 {
