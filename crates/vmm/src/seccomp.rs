@@ -1,8 +1,8 @@
 //! System call filters, one list for each kind of thread.
 //!
-//! A guest that takes over a thread of the monitor can then do no more than that kind of thread has
-//! to do: there is no `execve`, no `socket`, no writable `open`, no executable mapping. A refused
-//! call ends the process with a line that names thread and call.
+//! A guest that takes over a thread of the monitor can do no more than that kind of thread needs:
+//! there is no `execve`, no `socket`, no writable `open`, no executable mapping. A refused call
+//! ends the process with a line that names the thread and the call.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -21,23 +21,23 @@ mod handler;
 
 pub use handler::EXIT_CODE;
 
-/// What a thread is for.
+/// The task of a thread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ThreadKind {
-    /// Waits for the end, feeds the console.
+    /// Waits for the end of the guest, feeds the console.
     Main,
     /// Serves the API socket.
     Api,
     /// Runs a vCPU.
     Vcpu,
-    /// Works on a device's queues.
+    /// Processes a device's queues.
     Device,
-    /// Moves the machine to another monitor, or receives one; its data streams' threads inherit the
-    /// list.
+    /// Moves the machine to another monitor, or receives one; the threads of its data streams
+    /// inherit the filter.
     Migrate,
     /// Merges equal pages of guest memory.
     Merge,
-    /// Not a monitor's: the broker of shared pages.
+    /// Not part of a monitor: the broker of shared pages.
     Broker,
 }
 
@@ -62,7 +62,7 @@ pub struct Filters {
     programs: Option<Arc<Vec<BpfProgram>>>,
 }
 
-/// The filter of one thread.
+/// The filter for one thread.
 #[derive(Debug, Clone)]
 pub struct ThreadFilter {
     kind: ThreadKind,
@@ -80,19 +80,19 @@ impl Filters {
         Ok(Self { programs: Some(Arc::new(programs)) })
     }
 
-    /// The filter for a thread of `kind`.
+    /// Returns the filter for a thread of `kind`.
     pub fn for_thread(&self, kind: ThreadKind) -> ThreadFilter {
         ThreadFilter { kind, programs: self.programs.clone() }
     }
 }
 
 impl ThreadFilter {
-    /// Restricts the calling thread for good: no capabilities (filters or not), and the filter of
-    /// its kind.
+    /// Restricts the calling thread permanently: drops its capabilities (with or without filters),
+    /// and installs the filter of its kind.
     pub fn apply(&self) -> Result<(), SeccompError> {
         handler::drop_all().map_err(|error| SeccompError {
             kind: self.kind,
-            problem: format!("giving up capabilities: {error}"),
+            problem: format!("dropping capabilities: {error}"),
         })?;
         let Some(program) =
             self.programs.as_ref().and_then(|programs| programs.get(self.kind as usize))
@@ -115,7 +115,7 @@ fn compile(kind: ThreadKind) -> Result<BpfProgram, SeccompError> {
         .map_err(error)
 }
 
-/// What every Rust thread over glibc does: memory, locks, signals, time, ending.
+/// Calls of every Rust thread over glibc: memory, locks, signals, time, exit.
 const COMMON: &[c_long] = &[
     libc::SYS_brk,
     libc::SYS_clock_gettime,
@@ -144,11 +144,10 @@ const COMMON: &[c_long] = &[
     libc::SYS_writev,
 ];
 
-/// What gives guest memory back.
+/// Calls that discard guest memory.
 const DISCARD: &[c_long] = &[libc::SYS_fallocate, libc::SYS_process_madvise];
 
-/// What the API thread does beyond that: its socket, sizes read from /proc, and the files of
-/// snapshots.
+/// Further calls of the API thread: its socket, sizes read from /proc, and the files of snapshots.
 const API: &[c_long] = &[
     libc::SYS_accept4,
     libc::SYS_fstat,
@@ -169,12 +168,12 @@ const API: &[c_long] = &[
     libc::SYS_unlink,
 ];
 
-/// What a disk and the entropy device do.
+/// Calls of disks and the entropy device.
 const DEVICE: &[c_long] =
     &[libc::SYS_fdatasync, libc::SYS_fsync, libc::SYS_lseek, libc::SYS_pread64, libc::SYS_pwrite64];
 
-/// What the main thread does at the end and when the guest starts again: reload the images, remove
-/// the socket.
+/// Calls of the main thread at the end and when the guest reboots: reload the images, remove the
+/// socket.
 const MAIN: &[c_long] = &[
     libc::SYS_flock,
     libc::SYS_fstat,
@@ -192,9 +191,9 @@ const MAIN: &[c_long] = &[
     libc::SYS_unlinkat,
 ];
 
-/// What a migration does: connections, certificates (read only), the logs of what was written, what
-/// the host holds, threads for data streams, the locks of disks, the name of the socket that a
-/// receiver has listened on.
+/// Calls of a migration: connections, certificates (read only), dirty logs, resident memory,
+/// threads for data streams, the locks of disks, the name of the socket that a receiver listened
+/// on.
 const MIGRATE: &[c_long] = &[
     libc::SYS_accept4,
     libc::SYS_clone,
@@ -231,7 +230,7 @@ const MIGRATE: &[c_long] = &[
     libc::SYS_unlinkat,
 ];
 
-/// What merging does: shared pages in memory files, a broker's socket.
+/// Calls of merging: shared pages in memory files, a broker's socket.
 const MERGE: &[c_long] = &[
     libc::SYS_fstat,
     libc::SYS_ftruncate,
@@ -249,7 +248,7 @@ const MERGE: &[c_long] = &[
     libc::SYS_statx,
 ];
 
-/// What the broker does: its clients' sockets and lives, memory files of shared pages on their
+/// Calls of the broker: sockets and liveness of its clients, memory files of shared pages on their
 /// nodes.
 const BROKER: &[c_long] = &[
     libc::SYS_accept4,
@@ -304,17 +303,17 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
         }
         ThreadKind::Broker => allow(BROKER),
     }
-    // No memory becomes executable.
+    // No memory may become executable.
     let not_executable = || masked(2, libc::PROT_EXEC as u64, 0);
     rules.insert(libc::SYS_mmap, vec![not_executable()?]);
     rules.insert(libc::SYS_mprotect, vec![not_executable()?]);
-    // The allocator moves its mappings; a discard of memory that is mapped from a snapshot moves
+    // The allocator moves its mappings. Discarding memory that is mapped from a snapshot moves
     // fresh memory over it.
     let moves = libc::MREMAP_MAYMOVE as u64;
     let replaces = moves | (libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP) as u64;
     rules.insert(libc::SYS_mremap, vec![equal(3, moves)?, equal(3, replaces)?]);
-    // Files are opened for reading only; the API thread, which no guest talks to, also makes new
-    // files for snapshots.
+    // Files are opened for reading only. The API thread, which no guest communicates with, also
+    // creates files for snapshots.
     if !matches!(kind, ThreadKind::Vcpu | ThreadKind::Device) {
         let writable = (libc::O_ACCMODE | libc::O_CREAT | libc::O_EXCL | libc::O_TRUNC) as u64;
         let mut opens = vec![masked(2, writable, libc::O_RDONLY as u64)?];
@@ -330,7 +329,7 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
     let requests =
         ioctls(kind).iter().map(|&request| equal(1, request)).collect::<Result<Vec<_>, _>>()?;
     rules.insert(libc::SYS_ioctl, requests);
-    // Builds with debug assertions look whether a descriptor is open before they close it.
+    // Builds with debug assertions check that a descriptor is open before they close it.
     let mut controls = vec![libc::F_GETFD, libc::F_DUPFD_CLOEXEC];
     match kind {
         ThreadKind::Merge | ThreadKind::Broker => {
@@ -352,7 +351,7 @@ fn rules(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
     Ok(rules)
 }
 
-/// glibc names its arenas with it (include/uapi/linux/prctl.h).
+/// Used by glibc to name its arenas (include/uapi/linux/prctl.h).
 const PR_SET_VMA: u64 = 0x5356_4d41;
 
 /// `_IO`, `_IOR`, `_IOW` of KVM (type 0xae; Linux include/uapi/linux/kvm.h).
@@ -386,7 +385,7 @@ const KVM_SET_VCPU_EVENTS: u64 =
     kvm(WRITE, 0xa0, size_of::<kvm_bindings::kvm_vcpu_events>() as u64);
 const KVM_SET_DEBUGREGS: u64 = kvm(WRITE, 0xa2, size_of::<kvm_bindings::kvm_debugregs>() as u64);
 const KVM_SET_XCRS: u64 = kvm(WRITE, 0xa7, size_of::<kvm_bindings::kvm_xcrs>() as u64);
-// Declared as a read although it sets.
+// Declared as a read although it writes.
 const KVM_SET_IRQCHIP: u64 = kvm(READ, 0x63, size_of::<kvm_bindings::kvm_irqchip>() as u64);
 const KVM_SET_PIT2: u64 = kvm(WRITE, 0xa0, size_of::<kvm_bindings::kvm_pit_state2>() as u64);
 const KVM_SET_CLOCK: u64 = kvm(WRITE, 0x7b, size_of::<kvm_bindings::kvm_clock_data>() as u64);
@@ -399,7 +398,8 @@ const KVM_ENABLE_CAP: u64 = kvm(WRITE, 0xa3, size_of::<kvm_bindings::kvm_enable_
 const KVM_CLEAR_DIRTY_LOG: u64 =
     kvm(READ | WRITE, 0xc0, size_of::<kvm_bindings::kvm_clear_dirty_log>() as u64);
 
-/// Linux's `PAGEMAP_SCAN` (6.7), which counts resident pages: `_IOWR('f', 16, struct pm_scan_arg)`.
+/// Linux's `PAGEMAP_SCAN` (6.7), used to count resident pages: `_IOWR('f', 16, struct
+/// pm_scan_arg)`.
 const PAGEMAP_SCAN: u64 = 3 << 30 | 96 << 16 | (b'f' as u64) << 8 | 16;
 
 /// `_IOR` and `_IOWR` of userfaultfd (type 0xaa; Linux include/uapi/linux/userfaultfd.h).
@@ -449,7 +449,7 @@ fn ioctls(kind: ThreadKind) -> &'static [u64] {
             libc::TCSETS,
             libc::TCSETSW,
             libc::TCSETSF,
-            // With speeds: what rustix uses.
+            // With speeds: the variant that rustix uses.
             libc::TCGETS2,
             libc::TCSETS2,
             PAGEMAP_SCAN,
@@ -486,7 +486,7 @@ fn ioctls(kind: ThreadKind) -> &'static [u64] {
             UFFDIO_MOVE,
             UFFDIO_WRITEPROTECT,
         ],
-        // Never issued; a list must not be empty, or every request would pass.
+        // Never issued: the list must not be empty, or every request would pass.
         ThreadKind::Device | ThreadKind::Broker => &[libc::FIONBIO],
     }
 }

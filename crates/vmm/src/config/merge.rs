@@ -1,4 +1,4 @@
-//! Same-page merging as it is asked for (docs/merging.md).
+//! Configuration of same-page merging (docs/merging.md).
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -12,46 +12,46 @@ use super::{ConfigError, Switch};
 /// Longest name of a trust domain, in bytes.
 pub const MAX_MERGE_DOMAIN_BYTES: usize = 64;
 
-/// The trust domain of machines that the kernel merges and for which none was named.
+/// The trust domain of machines that the kernel merges and that name none.
 pub const DEFAULT_KERNEL_DOMAIN: &str = "default";
 
 /// Keys of `--memory` for merging.
 pub const MERGE_FORM: &str =
     "merge=off|owner|kernel[,merge_domain=NAME][,merge_broker=PATH][,merge_across_nodes=on|off]";
 
-/// Who merges equal pages.
+/// The component that merges equal pages.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum MergeBackend {
-    /// Nobody.
+    /// None.
     #[default]
     Off,
     /// The monitor, within a trust domain.
     Owner,
-    /// Linux's KSM, with all other processes of the host that asked for it.
+    /// Linux's KSM, with all other processes of the host that use it.
     Kernel,
 }
 
 /// Same-page merging of a machine.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MergeConfig {
-    /// Who merges.
+    /// The component that merges.
     pub backend: MergeBackend,
-    /// The trust domain: pages of different domains are never merged. `None`: a machine on its own,
-    /// or [`DEFAULT_KERNEL_DOMAIN`].
+    /// The trust domain: pages of different domains are never merged. `None`: the machine alone, or
+    /// [`DEFAULT_KERNEL_DOMAIN`].
     pub domain: Option<String>,
     /// Socket of the broker through which machines of the domain share pages (`ebb merge-broker`).
     pub broker: Option<PathBuf>,
-    /// Whether pages of different NUMA nodes of the host are merged. `None`: they are, or as KSM is
-    /// set already.
+    /// Whether pages of different NUMA nodes of the host are merged. `None`: yes, or as KSM is set
+    /// already.
     pub across_nodes: Option<bool>,
 }
 
-/// What the command line of a restored or received machine says of merging. What is `None` stays as
-/// described, if the description is trusted, or else has its default.
+/// Merging as given on the command line of a restored or received machine. A value of `None` is
+/// taken from the machine's description if that is trusted, or else is the default.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct MergeOverrides {
-    /// Who merges.
+    /// The component that merges.
     pub backend: Option<MergeBackend>,
     /// The trust domain.
     pub domain: Option<String>,
@@ -77,7 +77,7 @@ impl MergeOverrides {
             Some(path @ ("" | "unix:")) => {
                 return Err(pairs.error("merge_broker", path, "the path of a broker's socket"));
             }
-            // As the broker's own option has it, too.
+            // The option of the broker itself accepts the prefix, too.
             path => path.map(|path| PathBuf::from(path.strip_prefix("unix:").unwrap_or(path))),
         };
         Ok(Self {
@@ -88,13 +88,13 @@ impl MergeOverrides {
         })
     }
 
-    /// What becomes of `saved`.
+    /// Applies the overrides to `saved`.
     ///
     /// # Errors
-    /// What contradicts itself.
+    /// The contradiction in the result.
     pub fn apply(self, saved: MergeConfig) -> Result<MergeConfig, ConfigError> {
         let backend = self.backend.unwrap_or(saved.backend);
-        // What belongs to the one says nothing to the other.
+        // Settings of one backend mean nothing to another.
         let saved = if backend == saved.backend { saved } else { MergeConfig::default() };
         let config = MergeConfig {
             backend,
@@ -108,7 +108,7 @@ impl MergeOverrides {
 }
 
 impl MergeConfig {
-    /// Checks the request for contradictions.
+    /// Checks for contradictions.
     pub(super) fn validate(&self) -> Result<(), ConfigError> {
         let error =
             |problem: &str, remedy: &str| Err(ConfigError::new("--memory", problem, remedy));
@@ -121,25 +121,26 @@ impl MergeConfig {
                 ];
                 match given.iter().find(|(_, given)| *given) {
                     Some((key, _)) => error(
-                        &format!("`{key}` says how pages are merged, and `merge` is off"),
+                        &format!("`{key}` sets how pages are merged, but `merge` is off"),
                         "add merge=owner or merge=kernel, or leave it out",
                     ),
                     None => Ok(()),
                 }
             }
             MergeBackend::Owner if self.broker.is_some() && self.domain.is_none() => error(
-                "`merge_broker` is for machines of one trust domain, and `merge_domain` is missing",
+                "`merge_broker` is for machines of one trust domain, but `merge_domain` is missing",
                 "name the domain",
             ),
             MergeBackend::Kernel if self.broker.is_some() => error(
-                "`merge_broker` cannot be used with merge=kernel, which merges with all processes of the host",
+                "`merge_broker` cannot be used with merge=kernel, \
+                 which merges with all processes of the host",
                 "use merge=owner, or leave it out",
             ),
             MergeBackend::Owner | MergeBackend::Kernel => Ok(()),
         }
     }
 
-    /// Whether nobody merges.
+    /// Whether merging is off.
     pub fn is_off(&self) -> bool {
         self.backend == MergeBackend::Off
     }
@@ -150,7 +151,7 @@ fn is_domain(name: &str) -> bool {
     (1..=MAX_MERGE_DOMAIN_BYTES).contains(&name.len()) && name.bytes().all(known)
 }
 
-/// `--memory` where a machine that exists goes on: only merging can be chosen anew.
+/// `--memory` of a restored or received machine: only merging can be changed.
 impl FromStr for MergeOverrides {
     type Err = ConfigError;
 
@@ -177,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_off_unless_asked_for() {
+    fn it_is_off_by_default() {
         assert_eq!("64M".parse::<MemoryConfig>().unwrap().merge, MergeConfig::default());
         assert!(memory("merge=off").unwrap().is_off());
         let config =
@@ -208,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn who_goes_on_may_choose_anew() {
+    fn a_continued_machine_may_change_merging() {
         let overrides = |text: &str| text.parse::<MergeOverrides>().unwrap();
         let saved = memory("merge=owner,merge_domain=red,merge_broker=/run/b").unwrap();
         assert_eq!(memory("merge=owner,merge_domain=red,merge_broker=unix:/run/b").unwrap(), saved);
@@ -217,10 +218,10 @@ mod tests {
         assert_eq!(moved, MergeConfig { broker: Some("/run/c".into()), ..saved.clone() });
         assert!(overrides("merge=off").apply(saved.clone()).unwrap().is_off());
         let kernel = overrides("merge=kernel").apply(saved.clone()).unwrap();
-        assert_eq!((kernel.domain, kernel.broker), (None, None), "another one knows no broker");
+        assert_eq!((kernel.domain, kernel.broker), (None, None), "another backend has no broker");
         assert!(overrides("merge=off,merge_domain=red").apply(saved.clone()).is_err());
         assert!(overrides("merge_across_nodes=on").apply(MergeConfig::default()).is_err());
         let error = "size=1G,merge=off".parse::<MergeOverrides>().unwrap_err().to_string();
-        assert!(error.contains("`size` is not known here"), "{error}");
+        assert!(error.contains("`size` is unknown"), "{error}");
     }
 }

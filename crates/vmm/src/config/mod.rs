@@ -1,8 +1,8 @@
-//! What a virtual machine is made of, as its owner asks for it.
+//! Configuration of a virtual machine.
 //!
-//! The types here are plain values: they are checked against each other by [`VmConfig::validate`]
-//! before anything is opened, mapped or started, so that a wrong request costs nothing. [`options`]
-//! reads them from `key=value` text.
+//! The types here are plain values. [`VmConfig::validate`] checks them against each other before
+//! anything is opened, mapped or started, so that an invalid request costs nothing. [`options`]
+//! parses them from `key=value` text.
 
 pub mod merge;
 pub mod options;
@@ -20,20 +20,20 @@ use crate::size::ByteSize;
 pub use ebb_guest_ram::Backing;
 pub use merge::{MergeBackend, MergeConfig, MergeOverrides};
 
-/// Bytes in the smallest amount of RAM a guest can be given.
+/// The smallest guest RAM, in bytes.
 pub const MIN_MEMORY_BYTES: u64 = 16 << 20;
-/// Granularity of guest RAM and of NUMA nodes, in bytes: one huge page, so that no huge page is
-/// shared by two nodes.
+/// Granularity of guest RAM and of NUMA nodes, in bytes: one huge page, so that no huge page
+/// belongs to two nodes.
 pub const MEMORY_ALIGNMENT_BYTES: u64 = 2 << 20;
-/// Most vCPUs a guest can have: local APIC ids are 8 bits wide in the MADT entries and 255 is the
+/// Most vCPUs of a guest: local APIC ids are 8 bits wide in the MADT entries and 255 is the
 /// broadcast id.
 pub const MAX_VCPUS: u8 = 254;
 
-/// A request that contradicts itself or that this monitor cannot fulfil.
+/// A request that contradicts itself or that this monitor does not support.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[error("{option}: {problem}; {remedy}")]
 pub struct ConfigError {
-    /// The option as it is written on the command line, `--memory` for example.
+    /// The option as written on the command line, for example `--memory`.
     pub option: String,
     /// What is wrong.
     pub problem: String,
@@ -47,11 +47,10 @@ impl ConfigError {
     }
 }
 
-/// A whole virtual machine.
+/// Configuration of a whole virtual machine.
 #[derive(Debug, Clone)]
 pub struct VmConfig {
-    /// Files that the guest starts from; `None` for one that goes on and whose reboot ends the
-    /// monitor.
+    /// Files that the guest boots from; `None` for a continued guest whose reboot ends the monitor.
     pub boot: Option<BootFiles>,
     /// Kernel command line.
     pub cmdline: String,
@@ -67,19 +66,19 @@ pub struct VmConfig {
     pub disks: Vec<DiskConfig>,
     /// Whether the guest gets a virtio entropy device.
     pub rng: Switch,
-    /// Where the guest's first serial line goes.
+    /// Backend of the guest's first serial line.
     pub serial: SerialConfig,
     /// Path of the API socket.
     pub api: Option<PathBuf>,
     /// Whether system calls are filtered.
     pub seccomp: Switch,
-    /// What a reboot of the guest does.
+    /// Action on a reboot of the guest.
     pub on_reboot: RebootAction,
-    /// What the guest's clocks do while it is paused or lies in a snapshot.
+    /// Behaviour of the guest's clocks across pauses and snapshots.
     pub clock: ClockPolicy,
 }
 
-/// Files that a guest starts from.
+/// Files that a guest boots from.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BootFiles {
     /// bzImage, or ELF vmlinux (entered through its PVH note where it has one).
@@ -111,7 +110,7 @@ impl Switch {
     }
 }
 
-/// A [`Switch`] in descriptions of machines, where it is `true` or `false`.
+/// A [`Switch`] in descriptions of machines: `true` or `false`.
 mod as_bool {
     use serde::{Deserialize, Deserializer, Serializer};
 
@@ -132,9 +131,9 @@ mod as_bool {
 pub struct MemoryConfig {
     /// Size in bytes.
     pub size: ByteSize,
-    /// What the host backs it with.
+    /// The host memory behind it.
     pub backing: Backing,
-    /// Transparent huge pages; has no meaning for [`Backing::Hugetlb2M`].
+    /// Transparent huge pages; ignored for [`Backing::Hugetlb2M`].
     pub huge_pages: HugePages,
     /// Whether the host allocates all of it before the guest starts.
     pub populate: Populate,
@@ -150,18 +149,18 @@ pub struct NumaNodeConfig {
     pub size: ByteSize,
     /// vCPUs of the node.
     pub cpus: Vec<u8>,
-    /// Host node that the RAM is bound to; `None` leaves it to the host.
+    /// Host node that the RAM is bound to; `None` leaves the placement to the host.
     pub host_node: Option<u32>,
     /// Distance to every node in order, this one included (10); `None` means 10 to itself and 20 to
-    /// others.
+    /// the others.
     pub distances: Option<Vec<u8>>,
 }
 
-/// The balloon device (virtio 1.3 section 5.5). Its sizes are part of its state, and not of the
-/// description of its machine; what a description leaves out, its machine did not have.
+/// The balloon device (virtio 1.3 section 5.5). Its sizes are part of its state and not of the
+/// machine's description; a feature that a description omits was not present.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BalloonDeviceConfig {
-    /// Balloon size to ask for at start, in bytes.
+    /// Initial target size of the balloon, in bytes.
     #[serde(skip)]
     pub size: ByteSize,
     /// Free page reporting.
@@ -170,7 +169,7 @@ pub struct BalloonDeviceConfig {
     /// Free page hinting.
     #[serde(with = "as_bool")]
     pub hinting: Switch,
-    /// Whether the guest may take pages back when it runs out of memory.
+    /// Whether the guest may deflate the balloon when it runs out of memory.
     #[serde(with = "as_bool")]
     pub deflate_on_oom: Switch,
     /// Whether the guest may announce a page poison value.
@@ -188,11 +187,11 @@ pub struct BalloonDeviceConfig {
     /// The extension's queue on which the host asks for free pages.
     #[serde(default, with = "as_bool")]
     pub host_requests: Switch,
-    /// Whether pages that the guest gives away are overwritten before they go to the host: a slow
-    /// check of guests.
+    /// Whether pages that the guest reports or inflates are overwritten before they are discarded:
+    /// a slow check of guests.
     #[serde(default, with = "as_bool")]
     pub verify_reports: Switch,
-    /// How often statistics are asked for; `None`: only when somebody asks.
+    /// Interval of requests for statistics; `None`: only on demand.
     #[serde(skip)]
     pub statistics_interval: Option<Duration>,
 }
@@ -206,8 +205,7 @@ impl Default for BalloonDeviceConfig {
             deflate_on_oom: Switch::On,
             poison: Switch::On,
             statistics: Switch::On,
-            // A driver that does not know the extension does not accept it, and finds the
-            // standard's device.
+            // A driver without the extension does not accept it and finds the standard device.
             page_bitmap: Switch::On,
             page_ranges: Switch::On,
             host_requests: Switch::On,
@@ -227,32 +225,32 @@ pub struct DiskConfig {
     pub readonly: Switch,
 }
 
-/// Where the guest's first serial line goes.
+/// Backend of the guest's first serial line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum SerialConfig {
     /// Standard input and output as they are, for programs.
     Stdio,
     /// The terminal on standard input and output, in raw mode until the monitor ends.
     Tty,
-    /// Output into a file, no input.
+    /// Output to a file, no input.
     File(PathBuf),
-    /// Nowhere.
+    /// No input, and output is discarded.
     Null,
 }
 
-/// What a reboot of the guest does.
+/// Action on a reboot of the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RebootAction {
-    /// The guest starts again in the same process, with its memory given back to the host first.
+    /// The guest boots again in the same process; its memory is discarded first.
     #[default]
     Reset,
-    /// The monitor ends with the exit code for a reboot.
+    /// The monitor exits with the exit code for a reboot.
     Exit,
 }
 
 impl VmConfig {
-    /// Checks the request for contradictions. Files are not looked at.
+    /// Checks for contradictions. Files are not opened.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let size = self.memory.size.bytes();
         if size < MIN_MEMORY_BYTES {
@@ -267,7 +265,7 @@ impl VmConfig {
         if self.cpus == 0 || self.cpus > MAX_VCPUS {
             return Err(ConfigError::new(
                 "--cpus",
-                format!("{} vCPUs cannot be made", self.cpus),
+                format!("{} vCPUs are not possible", self.cpus),
                 format!("give a number from 1 to {MAX_VCPUS}"),
             ));
         }

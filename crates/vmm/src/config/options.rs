@@ -1,4 +1,4 @@
-//! `key=value,key=value` options in the style of Cloud Hypervisor.
+//! Parses `key=value,key=value` options in the style of Cloud Hypervisor.
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -14,7 +14,7 @@ use super::{
 use crate::size::ByteSize;
 use crate::words::{from_word, words};
 
-/// The pairs of one option. Every key must be taken exactly once; what is left over is an error.
+/// The pairs of one option. Every key must be taken exactly once; a remaining key is an error.
 pub(super) struct Pairs<'a> {
     option: &'static str,
     valid: &'static str,
@@ -56,7 +56,7 @@ impl<'a> Pairs<'a> {
     pub(super) fn error(&self, key: &str, value: &str, expected: &str) -> ConfigError {
         ConfigError::new(
             self.option,
-            format!("`{key}={value}` cannot be used"),
+            format!("`{key}={value}` is invalid"),
             format!("give {expected}"),
         )
     }
@@ -104,7 +104,7 @@ impl<'a> Pairs<'a> {
             None => Ok(()),
             Some((key, _)) => Err(ConfigError::new(
                 self.option,
-                format!("`{key}` is not known here"),
+                format!("`{key}` is unknown"),
                 format!("use {}", self.valid),
             )),
         }
@@ -117,8 +117,9 @@ pub const MEMORY_FORM: &str = "size=4G[,backing=anon|memfd|hugetlb][,thp=on|off]
 /// Form of `--numa`.
 pub const NUMA_FORM: &str = "size=2G,cpus=0-1:4[,host_node=0][,distances=10:20]";
 /// Form of `--balloon`.
-pub const BALLOON_FORM: &str = "off, or [size=0][,reporting=on|off][,hinting=on|off][,deflate_on_oom=on|off]\
-    [,poison=on|off][,statistics=on|off|SECONDS][,page_bitmap=on|off][,page_ranges=on|off][,host_requests=on|off][,verify_reports=on|off]";
+pub const BALLOON_FORM: &str = "off, or [size=0][,reporting=on|off][,hinting=on|off]\
+    [,deflate_on_oom=on|off][,poison=on|off][,statistics=on|off|SECONDS][,page_bitmap=on|off]\
+    [,page_ranges=on|off][,host_requests=on|off][,verify_reports=on|off]";
 /// Form of `--disk`.
 pub const DISK_FORM: &str = "path=FILE[,readonly=on|off]";
 /// Form of `--serial`.
@@ -128,7 +129,7 @@ impl FromStr for MemoryConfig {
     type Err = ConfigError;
 
     fn from_str(text: &str) -> Result<Self, ConfigError> {
-        // A bare size is what people type first.
+        // Users type a bare size first.
         let is_size = |first: &str| first.parse::<ByteSize>().is_ok();
         let named = text.split(',').next().is_some_and(is_size).then(|| format!("size={text}"));
         let text = named.as_deref().unwrap_or(text);
@@ -182,7 +183,7 @@ impl FromStr for NumaNodeConfig {
     }
 }
 
-/// Parses `0-1:4` to `[0, 1, 4]`; `None` when the text is not such a list.
+/// Parses `0-1:4` to `[0, 1, 4]`; `None` if the text is not such a list.
 fn parse_cpu_list(text: &str) -> Option<Vec<u8>> {
     let mut cpus = Vec::new();
     for part in text.split(':') {
@@ -196,7 +197,7 @@ fn parse_cpu_list(text: &str) -> Option<Vec<u8>> {
     Some(cpus)
 }
 
-/// Parses the text of `--balloon`; `off` leaves the device out.
+/// Parses the text of `--balloon`; `off` omits the device.
 pub fn parse_balloon(text: &str) -> Result<Option<BalloonDeviceConfig>, ConfigError> {
     if text == "off" {
         return Ok(None);
@@ -265,7 +266,7 @@ impl FromStr for SerialConfig {
                 Some(path) if !path.is_empty() => Ok(Self::File(PathBuf::from(path))),
                 _ => Err(ConfigError::new(
                     "--serial",
-                    format!("`{text}` is not a place for the console"),
+                    format!("`{text}` is not a console"),
                     format!("use {SERIAL_FORM}"),
                 )),
             },

@@ -22,7 +22,7 @@ fn config(memory: &str, cpus: u8, numa: &[&str]) -> VmConfig {
 }
 
 #[test]
-fn memory_is_read_with_defaults() {
+fn memory_is_parsed_with_defaults() {
     let memory: MemoryConfig = "size=4G".parse().unwrap();
     assert_eq!(memory.size.bytes(), 4 << 30);
     assert_eq!(memory.backing, Backing::Anonymous);
@@ -38,11 +38,11 @@ fn memory_is_read_with_defaults() {
 }
 
 #[test]
-fn wrong_options_name_the_thing_and_the_remedy() {
+fn errors_name_the_option_and_the_remedy() {
     let error = |text: &str| text.parse::<MemoryConfig>().unwrap_err().to_string();
     assert!(error("size=4Q").contains("`size=4Q`"));
     assert!(error("siez=4G").contains("`size` is missing"));
-    assert!(error("size=4G,siez=3").contains("`siez` is not known"));
+    assert!(error("size=4G,siez=3").contains("`siez` is unknown"));
     assert!(error("size=4G,size=3G").contains("given twice"));
     assert!(error("4G,size=3G").contains("given twice"));
     assert!(error("size=4G,backing=floppy").contains("anon, memfd, hugetlb"));

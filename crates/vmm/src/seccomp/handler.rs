@@ -1,20 +1,20 @@
-//! What goes with a filter: a thread drops its capabilities, and when the filter refuses a call, for
-//! which the kernel sends SIGSYS, a handler says which call it was.
+//! Companions of a filter: a thread drops its capabilities, and when the filter refuses a call, for
+//! which the kernel sends SIGSYS, a handler prints the call.
 
 use std::io;
 use std::sync::Once;
 
 use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
 
-/// Exit code of a process that was stopped by its filter: 128 + SIGSYS, as a shell shows a death by
-/// that signal.
+/// Exit code of a process that its filter stopped: 128 + SIGSYS, as a shell reports a death by that
+/// signal.
 pub const EXIT_CODE: i32 = 128 + libc::SIGSYS;
 
 static INSTALLED: Once = Once::new();
 
-/// Drops every capability of the calling thread, and the possibility to get any back through
-/// `execve`. Capabilities are a thread's own: each thread of the monitor does this when it starts,
-/// the main one when everything is opened.
+/// Drops every capability of the calling thread, and the possibility to regain any through
+/// `execve`. Capabilities are per thread: each thread of the monitor does this when it starts, the
+/// main thread once everything is open.
 pub(super) fn drop_all() -> io::Result<()> {
     rustix::thread::set_no_new_privs(true)?;
     let empty = CapabilitySet::empty();
@@ -25,7 +25,7 @@ pub(super) fn drop_all() -> io::Result<()> {
     Ok(())
 }
 
-/// Installs the handler, once for the process.
+/// Installs the handler, once per process.
 pub(super) fn install() -> Result<(), vmm_sys_util::errno::Error> {
     let mut result = Ok(());
     INSTALLED.call_once(|| {
@@ -58,7 +58,7 @@ extern "C" fn on_refused_call(
     line.push(b"; the monitor ends. Please report this; --seccomp off runs without filters\n");
     // SAFETY: the buffer is valid for its length; writing to a closed descriptor only fails.
     unsafe { libc::write(libc::STDERR_FILENO, line.bytes.as_ptr().cast(), line.length) };
-    // SAFETY: ends the process without running anything of it again.
+    // SAFETY: ends the process without running any more of its code.
     unsafe { libc::_exit(EXIT_CODE) };
 }
 

@@ -94,7 +94,7 @@ fn threads_may_do_nothing_else() {
     }
 }
 
-/// Writes a snapshot, replaces it, and lets one be unfinished.
+/// Writes a snapshot, replaces it, and abandons another one.
 fn write_snapshots(ram: &ebb_guest_ram::GuestRam) {
     use crate::snapshot::file::NewSnapshot;
     use crate::snapshot::tests::write_machine;
@@ -158,7 +158,7 @@ fn filters_can_be_left_out() {
 
 #[test]
 fn no_capability_is_left() {
-    // On a thread of its own: the test runner keeps what it has.
+    // On a thread of its own: the test runner must keep its capabilities.
     let left = std::thread::spawn(|| {
         handler::drop_all().unwrap();
         rustix::thread::capabilities(None).unwrap()
