@@ -1,4 +1,4 @@
-//! What the machine in a snapshot is made of, and what may be different where it is restored.
+//! Configuration of the machine in a snapshot, and what may differ where it is restored.
 
 use std::path::{Path, PathBuf};
 
@@ -14,10 +14,10 @@ use crate::config::{
 use crate::size::ByteSize;
 use crate::words::to_word;
 
-/// The part of a [`VmConfig`] that belongs to the machine, in a form that stays readable.
+/// The part of a [`VmConfig`] that belongs to the machine, in a stable readable form.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MachineConfig {
-    /// Kernel image, for reboots. `None` for a machine that ends with a reboot and has none here.
+    /// Kernel image, for reboots. `None` if a reboot ends the machine and it has no kernel.
     #[serde(default)]
     pub kernel: Option<PathBuf>,
     /// Initial RAM file system, for reboots.
@@ -29,11 +29,11 @@ pub struct MachineConfig {
     pub cpus: u8,
     /// RAM in bytes.
     pub memory_bytes: u64,
-    /// What backed it; restored RAM is a private mapping of the snapshot.
+    /// Backing of the RAM; restored RAM is a private mapping of the snapshot.
     pub backing: Backing,
     /// Whether the host may use transparent huge pages.
     pub huge_pages: bool,
-    /// Same-page merging. Snapshots without this field are of machines that did not have it.
+    /// Same-page merging. Snapshots without this field are of machines without merging.
     #[serde(default, skip_serializing_if = "MergeConfig::is_off")]
     pub merge: MergeConfig,
     /// NUMA nodes.
@@ -44,36 +44,36 @@ pub struct MachineConfig {
     pub disks: Vec<DiskConfig>,
     /// Whether there is an entropy device.
     pub rng: bool,
-    /// Whether the guest is started again after a reboot.
+    /// Whether the guest boots again after a reboot.
     pub restarts: bool,
-    /// What the guest's clocks did over pauses.
+    /// Behaviour of the guest's clocks across pauses.
     pub clock: ClockPolicy,
 }
 
-/// What is done with the paths in a snapshot or in another monitor's description of a machine.
-/// Their author is not the person who restores or receives the machine, and must not choose files
-/// that are opened with that person's rights.
+/// Handling of the paths in a snapshot or in another monitor's description of a machine. Their
+/// author is not the user who restores or receives the machine, and must not choose files that are
+/// opened with that user's rights.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum DescribedPaths {
-    /// None is opened, and no trust domain or broker of merging is joined.
+    /// No path is opened, and no trust domain or broker of merging is joined.
     #[default]
     Ignore,
-    /// They are used as if they were written on the command line.
+    /// The paths are used as if they were given on the command line.
     Trust,
 }
 
-/// What is decided where a machine goes on, for a snapshot or for one that another monitor sends.
+/// Settings made where a machine continues, from a snapshot or from another monitor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Overrides {
-    /// Where the first serial line goes.
+    /// Backend of the first serial line.
     pub serial: SerialConfig,
     /// Path of the API socket.
     pub api: Option<PathBuf>,
     /// Whether system calls are filtered.
     pub seccomp: Switch,
-    /// What the guest's clocks do; as before if `None`.
+    /// Behaviour of the guest's clocks; `None` keeps the saved one.
     pub clock: Option<ClockPolicy>,
-    /// What a reboot does; as before if `None`.
+    /// Action on a reboot; `None` keeps the saved one.
     pub on_reboot: Option<RebootAction>,
     /// Kernel and initrd for reboots.
     pub boot: Option<BootFiles>,
@@ -81,7 +81,7 @@ pub struct Overrides {
     pub disks: Vec<DiskConfig>,
     /// Same-page merging.
     pub merge: MergeOverrides,
-    /// What is done with paths that are not named here.
+    /// Handling of paths that are not given here.
     pub described_paths: DescribedPaths,
 }
 
@@ -102,7 +102,7 @@ impl Default for Overrides {
 }
 
 impl MachineConfig {
-    /// What a snapshot of a machine of `config` says of it.
+    /// Describes a machine with this configuration for a snapshot.
     pub fn of(config: &VmConfig) -> Self {
         Self {
             kernel: config.boot.as_ref().map(|boot| boot.kernel.clone()),
@@ -126,9 +126,8 @@ impl MachineConfig {
         }
     }
 
-    /// The machine where it is restored or received. Whatever names a file, a trust domain or a
-    /// socket of this host comes from `overrides`, unless those say that the description is
-    /// trusted.
+    /// Configuration of the restored or received machine. Names of files, trust domains and sockets
+    /// of this host come from `overrides`, unless those declare the description trusted.
     ///
     /// # Errors
     /// [`SnapshotError::Disks`], [`SnapshotError::PathsNotNamed`], [`SnapshotError::Merge`].
@@ -153,8 +152,8 @@ impl MachineConfig {
             let merge = std::mem::take(&mut self.merge);
             if !merge.is_off() && overrides.merge.backend.is_none() {
                 tracing::warn!(
-                    "pages of this machine were merged (merge={}) and are not any more: --memory merge=… says how \
-                     they are merged here",
+                    "pages of this machine were merged (merge={}) but are not merged here: \
+                     --memory merge=… sets how they are merged",
                     to_word(merge.backend)
                 );
             }
@@ -163,7 +162,7 @@ impl MachineConfig {
         if disks.is_empty() {
             disks = self.disks;
         } else {
-            // The guest knows such a disk as one that it cannot write to.
+            // The guest knows this disk as read-only.
             for (disk, described) in disks.iter_mut().zip(&self.disks) {
                 if described.readonly.is_on() {
                     disk.readonly = Switch::On;
@@ -193,14 +192,13 @@ impl MachineConfig {
         })
     }
 
-    /// The files that are described and not named on the command line, for people.
+    /// The described files that the command line does not override, for an error message.
     fn paths_not_named(&self, boot: bool, disks: bool) -> String {
         const MOST_DISKS: usize = 4;
         let mut files = Vec::new();
         let mut options = Vec::new();
         if boot {
-            let kernel =
-                self.kernel.as_deref().map_or_else(|| "that is not known".to_owned(), quoted);
+            let kernel = self.kernel.as_deref().map_or_else(|| "(unknown)".to_owned(), quoted);
             files.push(format!("the kernel {kernel} for reboots"));
             files.extend(self.initrd.iter().map(|initrd| format!("the initrd {}", quoted(initrd))));
             options.push("--kernel FILE [--initrd FILE], or --on-reboot exit".to_owned());
@@ -217,13 +215,13 @@ impl MachineConfig {
         }
         let (files, options) = (files.join(", "), options.join("; "));
         format!(
-            "it uses {files}, and paths in a snapshot or from another monitor are not opened; name the files of this \
-             host: {options}; or give --trust-paths to open those"
+            "it uses {files}, and paths in a snapshot or from another monitor are not opened; \
+             name the files of this host: {options}; or give --trust-paths to open those"
         )
     }
 }
 
-/// A path of the description, for a message: of bounded length and without control characters.
+/// A path of the description for a message: of limited length and without control characters.
 fn quoted(path: &Path) -> String {
     const MOST_CHARACTERS: usize = 120;
     let text = path.to_string_lossy();

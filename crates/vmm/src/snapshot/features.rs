@@ -1,81 +1,87 @@
-//! Names of processor features, as Linux has them in `/proc/cpuinfo`
-//! (arch/x86/include/asm/cpufeatures.h) and for KVM's own leaf in
-//! Documentation/virt/kvm/x86/cpuid.rst.
+//! Names of processor features as in `/proc/cpuinfo` (Linux arch/x86/include/asm/cpufeatures.h),
+//! and for KVM's own leaf as in Documentation/virt/kvm/x86/cpuid.rst.
 
-/// Leaf, subleaf, place of the register (EAX, EBX, ECX, EDX), and the names of its bits from 0 on,
-/// separated by blanks; `-` where a bit has no name.
+/// Leaf, subleaf, index of the register (EAX, EBX, ECX, EDX), and the names of its bits from 0 on,
+/// separated by blanks; `-` for a bit without a name.
 const NAMES: &[(u32, u32, usize, &str)] = &[
     (
         0x1,
         0,
         2,
-        "sse3 pclmulqdq dtes64 monitor ds_cpl vmx smx est tm2 ssse3 cid sdbg fma cx16 xtpr pdcm - pcid dca sse4_1 sse4_2 \
-         x2apic movbe popcnt tsc_deadline_timer aes xsave osxsave avx f16c rdrand hypervisor",
+        "sse3 pclmulqdq dtes64 monitor ds_cpl vmx smx est tm2 ssse3 cid sdbg fma cx16 xtpr pdcm \
+         - pcid dca sse4_1 sse4_2 x2apic movbe popcnt tsc_deadline_timer aes xsave osxsave avx \
+         f16c rdrand hypervisor",
     ),
     (
         0x1,
         0,
         3,
-        "fpu vme de pse tsc msr pae mce cx8 apic - sep mtrr pge mca cmov pat pse36 pn clflush - dts acpi mmx fxsr sse sse2 \
-         ss ht tm ia64 pbe",
+        "fpu vme de pse tsc msr pae mce cx8 apic - sep mtrr pge mca cmov pat pse36 pn clflush - \
+         dts acpi mmx fxsr sse sse2 ss ht tm ia64 pbe",
     ),
     (
         0x7,
         0,
         1,
-        "fsgsbase tsc_adjust sgx bmi1 hle avx2 fdp_excptn_only smep bmi2 erms invpcid rtm cqm zero_fcs_fds mpx rdt_a \
-         avx512f avx512dq rdseed adx smap avx512ifma - clflushopt clwb intel_pt avx512pf avx512er avx512cd sha_ni \
-         avx512bw avx512vl",
+        "fsgsbase tsc_adjust sgx bmi1 hle avx2 fdp_excptn_only smep bmi2 erms invpcid rtm cqm \
+         zero_fcs_fds mpx rdt_a avx512f avx512dq rdseed adx smap avx512ifma - clflushopt clwb \
+         intel_pt avx512pf avx512er avx512cd sha_ni avx512bw avx512vl",
     ),
     (
         0x7,
         0,
         2,
-        "- avx512vbmi umip pku ospke waitpkg avx512_vbmi2 shstk gfni vaes vpclmulqdq avx512_vnni avx512_bitalg tme \
-         avx512_vpopcntdq - la57 - - - - - rdpid - bus_lock_detect cldemote - movdiri movdir64b enqcmd sgx_lc pks",
+        "- avx512vbmi umip pku ospke waitpkg avx512_vbmi2 shstk gfni vaes vpclmulqdq \
+         avx512_vnni avx512_bitalg tme avx512_vpopcntdq - la57 - - - - - rdpid - \
+         bus_lock_detect cldemote - movdiri movdir64b enqcmd sgx_lc pks",
     ),
     (
         0x7,
         0,
         3,
-        "- - avx512_4vnniw avx512_4fmaps fsrm - - - avx512_vp2intersect srbds_ctrl md_clear rtm_always_abort - \
-         tsx_force_abort serialize hybrid_cpu tsxldtrk - pconfig arch_lbr ibt - amx_bf16 avx512_fp16 amx_tile amx_int8 \
-         spec_ctrl intel_stibp flush_l1d arch_capabilities core_capabilities spec_ctrl_ssbd",
+        "- - avx512_4vnniw avx512_4fmaps fsrm - - - avx512_vp2intersect srbds_ctrl md_clear \
+         rtm_always_abort - tsx_force_abort serialize hybrid_cpu tsxldtrk - pconfig arch_lbr \
+         ibt - amx_bf16 avx512_fp16 amx_tile amx_int8 spec_ctrl intel_stibp flush_l1d \
+         arch_capabilities core_capabilities spec_ctrl_ssbd",
     ),
     (
         0x7,
         1,
         0,
-        "- - - - avx_vnni avx512_bf16 - cmpccxadd - - fzrm fsrs fsrc - - - - fred lkgs - - amx_fp16 hreset avx_ifma - - lam",
+        "- - - - avx_vnni avx512_bf16 - cmpccxadd - - fzrm fsrs fsrc - - - - fred lkgs - - \
+         amx_fp16 hreset avx_ifma - - lam",
     ),
     (0xd, 1, 0, "xsaveopt xsavec xgetbv1 xsaves xfd"),
     (
         0x4000_0001,
         0,
         0,
-        "kvmclock kvm_nop_io_delay kvm_mmu_op kvmclock2 kvm_async_pf kvm_steal_time kvm_pv_eoi kvm_pv_unhalt - \
-         kvm_pv_tlb_flush kvm_async_pf_vmexit kvm_pv_send_ipi kvm_poll_control kvm_pv_sched_yield kvm_async_pf_int \
-         kvm_msi_ext_dest_id kvm_hc_map_gpa_range kvm_migration_control - - - - - - kvmclock_stable",
+        "kvmclock kvm_nop_io_delay kvm_mmu_op kvmclock2 kvm_async_pf kvm_steal_time kvm_pv_eoi \
+         kvm_pv_unhalt - kvm_pv_tlb_flush kvm_async_pf_vmexit kvm_pv_send_ipi kvm_poll_control \
+         kvm_pv_sched_yield kvm_async_pf_int kvm_msi_ext_dest_id kvm_hc_map_gpa_range \
+         kvm_migration_control - - - - - - kvmclock_stable",
     ),
     (
         0x8000_0001,
         0,
         2,
-        "lahf_lm cmp_legacy svm extapic cr8_legacy abm sse4a misalignsse 3dnowprefetch osvw ibs xop skinit wdt - lwp fma4 \
-         tce - nodeid_msr - tbm topoext perfctr_core perfctr_nb - bpext ptsc perfctr_llc mwaitx",
+        "lahf_lm cmp_legacy svm extapic cr8_legacy abm sse4a misalignsse 3dnowprefetch osvw ibs \
+         xop skinit wdt - lwp fma4 tce - nodeid_msr - tbm topoext perfctr_core perfctr_nb - \
+         bpext ptsc perfctr_llc mwaitx",
     ),
     (
         0x8000_0001,
         0,
         3,
-        "- - - - - - - - - - - syscall - - - - - - - mp nx - mmxext - - fxsr_opt pdpe1gb rdtscp - lm 3dnowext 3dnow",
+        "- - - - - - - - - - - syscall - - - - - - - mp nx - mmxext - - fxsr_opt pdpe1gb rdtscp \
+         - lm 3dnowext 3dnow",
     ),
     (
         0x8000_0008,
         0,
         1,
-        "clzero irperf xsaveerptr - rdpru - - - - wbnoinvd - - ibpb - ibrs stibp - stibp_always_on - - - - - amd_ppin \
-         amd_ssbd virt_ssbd ssb_no cppc psfd btc_no",
+        "clzero irperf xsaveerptr - rdpru - - - - wbnoinvd - - ibpb - ibrs stibp - \
+         stibp_always_on - - - - - amd_ppin amd_ssbd virt_ssbd ssb_no cppc psfd btc_no",
     ),
 ];
 

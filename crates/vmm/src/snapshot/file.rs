@@ -1,4 +1,4 @@
-//! The file itself: header, places of the parts, and how it comes to its name.
+//! The snapshot file: header, position of the parts, and atomic creation.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write as _};
@@ -10,12 +10,13 @@ use twox_hash::XxHash3_64;
 
 use super::{MachineState, SnapshotError};
 
-/// Format of the file. It changes when an older monitor would misunderstand the file.
+/// Format version of the file. Incremented when an older monitor would misread the file.
 pub const FORMAT_VERSION: u32 = 1;
-/// Where RAM begins: congruent with huge pages, which file systems that have them can then map.
+/// Offset of the RAM: a multiple of the huge page size, so that file systems with huge pages can
+/// map them.
 pub const RAM_OFFSET_BYTES: u64 = 2 << 20;
-/// No state is longer: the largest are a few MiB, for hundreds of vCPUs and badly fragmented
-/// memory.
+/// Largest state in bytes. Real states have at most a few MiB, for hundreds of vCPUs and badly
+/// fragmented memory.
 const MAX_STATE_BYTES: u64 = 256 << 20;
 
 const MAGIC: &[u8; 8] = b"EBB-VM\r\n";
@@ -56,10 +57,10 @@ impl Header {
         bytes
     }
 
-    /// Reads a header from the beginning of a file of `file_bytes`.
+    /// Parses a header from the beginning of a file of `file_bytes`.
     ///
     /// # Errors
-    /// [`SnapshotError`]: another file, another version, damage, a file that is too short.
+    /// [`SnapshotError`] for another file type, another version, damage, or a truncated file.
     pub fn parse(path: &Path, head: &[u8], file_bytes: u64) -> Result<Self, SnapshotError> {
         let path = || path.to_owned();
         let damaged =
@@ -75,7 +76,7 @@ impl Header {
                 found: file_bytes,
             })
         };
-        // Before everything else: another version may mean something else by the rest.
+        // Before everything else: in another version the rest may have another meaning.
         let found = number(8)? as u32;
         if found != FORMAT_VERSION {
             return Err(SnapshotError::Version { path: path(), found });
@@ -111,7 +112,7 @@ impl Header {
     }
 }
 
-/// An opened snapshot whose header and state are sound.
+/// An opened snapshot whose header and state are valid.
 #[derive(Debug)]
 pub struct SnapshotFile {
     /// The file's name.
@@ -120,9 +121,9 @@ pub struct SnapshotFile {
     pub file: File,
     /// Its header.
     pub header: Header,
-    /// What it says of everything but RAM.
+    /// Everything but the content of the RAM.
     pub state: MachineState,
-    /// Where the RAM's content is.
+    /// Location of the RAM's content.
     pub ram: RamImage,
 }
 
@@ -130,7 +131,7 @@ impl SnapshotFile {
     /// Opens and checks a snapshot. RAM is not read.
     ///
     /// # Errors
-    /// [`SnapshotError`] if the file is none, or not whole.
+    /// [`SnapshotError`] if the file is not a snapshot, or not complete.
     pub fn open(path: &Path) -> Result<Self, SnapshotError> {
         let read = |source| SnapshotError::Read { path: path.to_owned(), source };
         let damaged = |problem: String| SnapshotError::Damaged { path: path.to_owned(), problem };
@@ -148,14 +149,14 @@ impl SnapshotFile {
             return Err(damaged("the checksum of its state is wrong".to_owned()));
         }
         let mut state: MachineState = serde_json::from_slice(&text)
-            .map_err(|error| damaged(format!("its state cannot be understood: {error}")))?;
+            .map_err(|error| damaged(format!("its state is invalid: {error}")))?;
         state.validate(header.ram_bytes).map_err(damaged)?;
         let ram = state.take_ram(header.ram_bytes).map_err(damaged)?;
         Ok(Self { path: path.to_owned(), file, header, state, ram })
     }
 
-    /// Refuses a file whose content another user than this process's and root could change while a
-    /// machine runs from it.
+    /// Refuses a file that another user than this process's and root could change while a machine
+    /// runs from it.
     ///
     /// # Errors
     /// [`SnapshotError::Foreign`].
@@ -175,8 +176,7 @@ impl SnapshotFile {
         Ok(())
     }
 
-    /// Reads all of RAM and compares it with its checksums; `progress` is told how many bytes of it
-    /// are done.
+    /// Reads all of RAM and verifies its checksums; `progress` receives the number of bytes done.
     ///
     /// # Errors
     /// [`SnapshotError`] at the first difference.
@@ -185,7 +185,7 @@ impl SnapshotFile {
     }
 }
 
-/// Opens what may be anything: a pipe that nobody writes to does not block.
+/// Opens a path of any file type: a pipe without a writer does not block.
 fn open_to_read(path: &Path) -> io::Result<File> {
     OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)
 }
@@ -203,7 +203,7 @@ fn read_some(file: &File, buffer: &mut [u8]) -> io::Result<usize> {
     Ok(length)
 }
 
-/// A snapshot that is being written under a temporary name; dropped before it is finished, it is
+/// A snapshot that is being written under a temporary name. Dropped before it is finished, it is
 /// removed.
 #[derive(Debug)]
 pub struct NewSnapshot {
@@ -213,21 +213,21 @@ pub struct NewSnapshot {
     finished: bool,
 }
 
-/// What has been written.
+/// Sizes of a finished snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Written {
     /// Size of the file, holes included.
     pub file_bytes: u64,
-    /// What it takes of its disk.
+    /// Size on disk in bytes.
     pub stored_bytes: u64,
 }
 
 impl NewSnapshot {
-    /// Creates the file beside the place of `path`. Another snapshot of that name is replaced in
-    /// the end, another file is not.
+    /// Creates the file next to `path`. In the end it replaces a snapshot of that name, but no
+    /// other file.
     ///
     /// # Errors
-    /// [`SnapshotError`] if there can be no such file.
+    /// [`SnapshotError`] if the file cannot be created.
     pub fn create(path: &Path) -> Result<Self, SnapshotError> {
         let wrong = || SnapshotError::Path { path: path.to_owned() };
         let (Some(directory), Some(name)) = (path.parent(), path.file_name()) else {
@@ -253,27 +253,27 @@ impl NewSnapshot {
         }
         let mut temporary = std::ffi::OsString::from(".");
         temporary.push(name);
-        // By chance and not by process: those of two containers may have the same number.
+        // Random and not a process id: processes of two containers may have the same id.
         let mut chance = [0; 8];
         let read = rustix::rand::getrandom(&mut chance, rustix::rand::GetRandomFlags::empty());
         read.map_err(|error| create(error.into()))?;
         temporary.push(format!(".{:016x}.partial", u64::from_ne_bytes(chance)));
         let temporary = directory.join(temporary);
-        // Guest memory is the guest's secret.
+        // Guest memory is confidential.
         let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary);
         let file = file.map_err(create)?;
         Ok(Self { path: path.to_owned(), temporary, file, finished: false })
     }
 
-    /// The file, for RAM from [`RAM_OFFSET_BYTES`] on.
+    /// The file, for the RAM from [`RAM_OFFSET_BYTES`] on.
     pub fn file(&self) -> &File {
         &self.file
     }
 
-    /// Writes state and header, waits until the disk has everything, and gives the file its name.
+    /// Writes state and header, syncs the file, and gives it its name.
     ///
     /// # Errors
-    /// [`SnapshotError::Write`]; nothing is left then.
+    /// [`SnapshotError::Write`]; the file is removed then.
     pub fn finish(
         mut self,
         state: &MachineState,
@@ -302,8 +302,8 @@ impl NewSnapshot {
         let metadata = self.file.metadata()?;
         std::fs::rename(&self.temporary, &self.path)?;
         if let Some(directory) = self.path.parent() {
-            // The name is there; a file system that cannot sync a directory has it as safe as it
-            // can.
+            // The file has its name. A file system that cannot sync a directory has made it as
+            // durable as it can.
             let _ = File::open(directory).and_then(|directory| directory.sync_all());
         }
         Ok(Written { file_bytes: metadata.len(), stored_bytes: metadata.blocks() * 512 })

@@ -1,16 +1,15 @@
-//! A virtual machine in a file.
+//! Snapshots: a virtual machine in a file.
 //!
-//! One file holds everything, so that it can be renamed, copied and removed as one thing:
+//! One file holds everything, so that it can be renamed, copied and removed as a unit:
 //!
-//! | part | where | content |
-//! | --- | --- | --- |
-//! | header | first page | magic, format version, places and sizes of the other parts, checksums ([`mod@file`]) |
-//! | RAM | from 2 MiB on | guest memory by region; what the guest does not use is a hole and costs nothing |
-//! | state | behind the RAM | configuration, vCPUs, clocks, devices as one JSON document ([`state`]) |
+//! - header: the first page; magic, format version, offsets and sizes of the other parts, checksums
+//!   ([`mod@file`])
+//! - RAM: from 2 MiB on; guest memory by region, with holes for memory that the guest does not use
+//! - state: after the RAM; configuration, vCPUs, clocks, devices as one JSON document ([`state`])
 //!
-//! The header is written last, under a temporary name, and the file gets its name when all of it is
-//! on the disk: whatever has the name is whole. RAM is read lazily when the machine is restored, so
-//! its checksum is only looked at on request.
+//! The file has a temporary name while it is written. The header is written last, and the file gets
+//! its name when all of it is on the disk: a file with the final name is complete. RAM is read
+//! lazily when the machine is restored, so its checksums are only verified on request.
 
 pub mod config;
 mod features;
@@ -35,23 +34,29 @@ pub use state::MachineState;
 #[derive(Debug, Error)]
 pub enum SnapshotError {
     /// The file cannot be opened or read.
-    #[error("cannot read the snapshot {}: {source}; check the path and its permissions", path.display())]
+    #[error(
+        "cannot read the snapshot {}: {source}; check the path and its permissions",
+        path.display()
+    )]
     Read {
         /// The file.
         path: PathBuf,
-        /// The system's answer.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// Something else than a snapshot.
-    #[error("{} is not a snapshot of a virtual machine; `ebb ctl SOCKET snapshot FILE` writes one", path.display())]
+    /// The file is not a snapshot.
+    #[error(
+        "{} is not a snapshot of a virtual machine; `ebb ctl SOCKET snapshot FILE` writes one",
+        path.display()
+    )]
     NotASnapshot {
         /// The file.
         path: PathBuf,
     },
     /// Written by an incompatible monitor.
     #[error(
-        "the snapshot {} has format version {found}, this monitor reads version {FORMAT_VERSION}; restore it with the \
-         version of ebb that wrote it, or take a new one",
+        "the snapshot {} has format version {found}, this monitor reads version {FORMAT_VERSION}; \
+         restore it with the version of ebb that wrote it, or take a new one",
         path.display()
     )]
     Version {
@@ -60,8 +65,11 @@ pub enum SnapshotError {
         /// Its version.
         found: u32,
     },
-    /// The end is missing.
-    #[error("the snapshot {} was cut short: it has {found} of {expected} bytes; copy it again", path.display())]
+    /// The file is truncated.
+    #[error(
+        "the snapshot {} was cut short: it has {found} of {expected} bytes; copy it again",
+        path.display()
+    )]
     Truncated {
         /// The file.
         path: PathBuf,
@@ -70,21 +78,24 @@ pub enum SnapshotError {
         /// Bytes it has.
         found: u64,
     },
-    /// The content is not what was written.
-    #[error("the snapshot {} is damaged: {problem}; copy it again or take a new one", path.display())]
+    /// The content differs from what was written.
+    #[error(
+        "the snapshot {} is damaged: {problem}; copy it again or take a new one",
+        path.display()
+    )]
     Damaged {
         /// The file.
         path: PathBuf,
-        /// What does not fit.
+        /// The inconsistency.
         problem: String,
     },
-    /// What was said of merging does not go with what the machine has.
+    /// The merging options contradict those of the machine.
     #[error(transparent)]
     Merge(#[from] ConfigError),
-    /// The guest runs on another kind of processor.
+    /// The guest runs on a processor of another vendor.
     #[error(
-        "the virtual machine comes from a {saved} processor, this machine has a {host} one; a running guest cannot change \
-         that: use a machine like the one it comes from"
+        "the virtual machine comes from a {saved} processor, this machine has a {host} one; \
+         a running guest cannot change that: use a machine like the one it comes from"
     )]
     Vendor {
         /// Vendor in the snapshot.
@@ -92,83 +103,95 @@ pub enum SnapshotError {
         /// Vendor of this machine.
         host: String,
     },
-    /// The guest uses what this processor does not have.
+    /// The guest uses features that this processor lacks.
     #[error(
-        "this machine's processor or its KVM lacks features that the guest was started with: {missing}; use a machine that \
-         has them"
+        "this machine's processor or its KVM lacks features that the guest was started with: \
+         {missing}; use a machine that has them"
     )]
     Processor {
-        /// Which, as CPUID leaf, register and bits.
+        /// The missing features, as CPUID leaf, register and bits.
         missing: String,
     },
-    /// A device cannot take its state.
+    /// A device cannot restore its state.
     #[error("cannot restore the device {device}: {problem}")]
     Device {
-        /// Which.
+        /// The device.
         device: String,
-        /// What does not fit.
+        /// The mismatch.
         problem: String,
     },
-    /// A wrong number of `--disk`.
+    /// Wrong number of `--disk` options.
     #[error(
         "the machine has {saved} disks, --disk was given {given} times; give one for each disk"
     )]
     Disks {
         /// Disks of the machine.
         saved: usize,
-        /// Given.
+        /// Number of options given.
         given: usize,
     },
-    /// The description names files of the host on which it was made.
-    #[error("this machine's files have to be named here: {0}")]
+    /// The description names files of the host where it was made.
+    #[error("the machine's files must be named for this host: {0}")]
     PathsNotNamed(String),
-    /// Others could change the guest's memory.
+    /// Other users could change the guest's memory.
     #[error(
-        "the snapshot {} {problem}, who could change the guest's memory while it runs: use a copy, correct owner and \
-         permissions if nobody else has it open (chown, chmod go-w), or give --trust",
+        "the snapshot {} {problem}, who could change the guest's memory while it runs: use a copy, \
+         correct owner and permissions if no other process has it open (chown, chmod go-w), \
+         or give --trust",
         path.display()
     )]
     Foreign {
         /// The file.
         path: PathBuf,
-        /// Who may write to it.
+        /// The users who may write to it.
         problem: String,
     },
-    /// The name is taken by something precious.
-    #[error("{} exists and is not a snapshot, so it is not overwritten; choose another name or remove it", path.display())]
+    /// Another file has the name.
+    #[error(
+        "{} exists and is not a snapshot, so it is not overwritten; \
+         choose another name or remove it",
+        path.display()
+    )]
     Exists {
         /// The file.
         path: PathBuf,
     },
     /// A relative path, or one without a file name.
-    #[error("the path {:?} is not that of a file, from the root on; give an absolute path", path)]
+    #[error("the path {path:?} is not an absolute path of a file; give one")]
     Path {
         /// The path.
         path: PathBuf,
     },
-    /// The file cannot be made.
-    #[error("cannot create the snapshot {}: {source}; check its directory and the permissions", path.display())]
+    /// The file cannot be created.
+    #[error(
+        "cannot create the snapshot {}: {source}; check its directory and the permissions",
+        path.display()
+    )]
     Create {
         /// The file.
         path: PathBuf,
-        /// The system's answer.
+        /// The system's error.
         source: std::io::Error,
     },
     /// The file cannot be written.
-    #[error("cannot write the snapshot {}: {source}; nothing is left of it and the virtual machine goes on", path.display())]
+    #[error(
+        "cannot write the snapshot {}: {source}; the incomplete file was removed \
+         and the virtual machine continues",
+        path.display()
+    )]
     Write {
         /// The file.
         path: PathBuf,
-        /// The system's answer.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// Guest memory.
+    /// Reading or writing guest memory failed.
     #[error(transparent)]
     Ram(#[from] RamError),
 }
 
-/// Reads `bytes` as a snapshot's header and as its state, as far as that goes without a machine:
-/// what a fuzzer drives.
+/// Parses `bytes` as the header and as the state of a snapshot, as far as possible without a
+/// machine: entry point for fuzzing.
 #[doc(hidden)]
 pub fn fuzz_snapshot(bytes: &[u8]) {
     let path = std::path::Path::new("fuzz");

@@ -1,4 +1,4 @@
-//! What a guest was told of its processor, and whether another host can keep that promise.
+//! The processor that a guest was given, and whether another host can provide it.
 
 use kvm_bindings::{CpuId, kvm_cpuid_entry2};
 use serde::{Deserialize, Serialize};
@@ -8,13 +8,13 @@ use super::{SnapshotError, features};
 /// One CPUID leaf.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CpuidLeaf {
-    /// EAX of the question.
+    /// EAX of the query.
     pub function: u32,
-    /// ECX of the question.
+    /// ECX of the query.
     pub index: u32,
     /// `KVM_CPUID_FLAG_*`.
     pub flags: u32,
-    /// The answer: EAX, EBX, ECX, EDX.
+    /// The result: EAX, EBX, ECX, EDX.
     pub registers: [u32; 4],
 }
 
@@ -25,21 +25,21 @@ pub struct Processor {
     pub cpuid: Vec<CpuidLeaf>,
 }
 
-/// Registers of an answer, in the order of [`CpuidLeaf::registers`].
+/// Names of the registers, in the order of [`CpuidLeaf::registers`].
 const NAMES: [&str; 4] = ["EAX", "EBX", "ECX", "EDX"];
 const EAX: usize = 0;
 const EBX: usize = 1;
 const ECX: usize = 2;
 const EDX: usize = 3;
 
-/// Where features are bits: leaf, subleaf, registers (Intel SDM volume 2, CPUID; AMD APM volume 3,
-/// appendix E; Linux Documentation/virt/kvm/x86/cpuid.rst).
+/// Registers whose bits are features: leaf, subleaf, registers (Intel SDM volume 2, CPUID; AMD APM
+/// volume 3, appendix E; Linux Documentation/virt/kvm/x86/cpuid.rst).
 const FEATURES: &[(u32, u32, &[usize])] = &[
     (0x1, 0, &[ECX, EDX]),
     (0x7, 0, &[EBX, ECX, EDX]),
     (0x7, 1, &[EAX, EBX, ECX, EDX]),
     (0x7, 2, &[EDX]),
-    // State components, whose places the guest's kernel knows.
+    // State components, whose offsets the guest's kernel has read.
     (0xd, 0, &[EAX, EDX]),
     (0xd, 1, &[EAX, ECX, EDX]),
     (0x24, 0, &[EBX]),
@@ -51,7 +51,7 @@ const FEATURES: &[(u32, u32, &[usize])] = &[
 ];
 
 impl Processor {
-    /// Keeps `cpuid`.
+    /// Records `cpuid`.
     pub fn of(cpuid: &CpuId) -> Self {
         let leaf = |entry: &kvm_cpuid_entry2| CpuidLeaf {
             function: entry.function,
@@ -62,7 +62,7 @@ impl Processor {
         Self { cpuid: cpuid.as_slice().iter().map(leaf).collect() }
     }
 
-    /// As KVM takes it; `None` if there are more leaves than KVM knows of.
+    /// Converts to KVM's form; `None` if there are more leaves than KVM supports.
     pub fn to_cpuid(&self) -> Option<CpuId> {
         let entry = |leaf: &CpuidLeaf| {
             let [eax, ebx, ecx, edx] = leaf.registers;
@@ -75,7 +75,7 @@ impl Processor {
         CpuId::from_entries(&self.cpuid.iter().map(entry).collect::<Vec<_>>()).ok()
     }
 
-    /// The maker's name, for example `AuthenticAMD`; printable in any case.
+    /// The vendor's name, for example `AuthenticAMD`; always printable.
     pub fn vendor(&self) -> String {
         let [_, ebx, ecx, edx] = self.registers(0, 0);
         let bytes = [ebx, edx, ecx].map(u32::to_le_bytes).concat();
@@ -90,7 +90,7 @@ impl Processor {
         found.map_or([0; 4], |leaf| leaf.registers)
     }
 
-    /// Whether a guest that knows this processor can go on with `host`.
+    /// Checks whether a guest started on this processor can continue on `host`.
     ///
     /// # Errors
     /// [`SnapshotError::Vendor`], [`SnapshotError::Processor`].
@@ -110,8 +110,8 @@ impl Processor {
         self.registers(0x8000_0008, 0)[EAX] & 0xff
     }
 
-    /// Features of this processor that `other` does not have, for example
-    /// `avx2 (leaf 0x7.0 EBX bits 0x20)`.
+    /// Features of this processor that `other` lacks, for example `avx2 (leaf 0x7.0 EBX bits
+    /// 0x20)`.
     fn missing_in(&self, other: &Self) -> Vec<String> {
         let mut missing = Vec::new();
         for &(function, index, registers) in FEATURES {
@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn another_maker_and_missing_features_are_refused() {
+    fn another_vendor_and_missing_features_are_refused() {
         let maker = |text: &[u8; 4]| (0, [1, u32::from_le_bytes(*text), 0, 0]);
         let amd = processor(&[maker(b"Auth"), (1, [0, 0, 0b11, 0])]);
         let old = processor(&[maker(b"Auth"), (1, [0, 0, 0b01, 0])]);
@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn kvm_gets_back_what_it_said() {
+    fn cpuid_round_trips() {
         let saved = processor(&[(1, [1, 2, 3, 4]), (0x8000_0001, [5, 6, 7, 8])]);
         assert_eq!(Processor::of(&saved.to_cpuid().unwrap()), saved);
         let many =

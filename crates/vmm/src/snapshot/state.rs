@@ -11,36 +11,36 @@ use crate::cpu::state::VcpuState;
 use crate::devices::serial::SavedSerial;
 use crate::devices::virtio::state::TransportState;
 
-/// A machine that stands still.
+/// The state of a paused machine.
 #[derive(Serialize, Deserialize)]
 pub struct MachineState {
-    /// Version of the monitor that wrote it, for people.
+    /// Version of the monitor that wrote it, for information.
     pub monitor: String,
     /// When it was written, in milliseconds since 1970.
     pub created_unix_ms: u64,
-    /// What the machine is made of.
+    /// The machine's configuration.
     pub machine: MachineConfig,
-    /// The processor that the guest knows.
+    /// The processor that the guest was given.
     pub processor: Processor,
-    /// vCPUs by number.
+    /// vCPUs by index.
     pub vcpus: Vec<VcpuState>,
-    /// KVM's clock and the time stamp counters at the moment at which the vCPUs stopped.
+    /// KVM's clock and the time stamp counters when the vCPUs stopped.
     pub clock: SavedClock,
     /// KVM's interrupt controllers and timer.
     pub interrupts: InterruptControllers,
     /// The serial line.
     pub serial: SavedSerial,
-    /// ACPI events that the guest has not asked for.
+    /// ACPI events that the guest has not read.
     pub acpi_events: u8,
-    /// virtio devices in the order of their places.
+    /// virtio devices in slot order.
     pub devices: Vec<TransportState>,
-    /// Where the RAM's content is in the file; `None` if it goes another way than the state, as in
-    /// a migration.
+    /// Location of the RAM's content in the file; `None` if the RAM is transferred separately, as
+    /// in a migration.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ram: Option<RamImage>,
 }
 
-/// KVM's two interrupt controllers of the PC (one of them in two halves) and its timer.
+/// KVM's interrupt controllers of the PC (8259 pair and I/O APIC) and its timer.
 #[derive(Clone, Serialize, Deserialize)]
 pub struct InterruptControllers {
     /// Master and slave 8259 and the I/O APIC.
@@ -50,7 +50,7 @@ pub struct InterruptControllers {
 }
 
 impl std::fmt::Debug for MachineState {
-    /// Registers are not for people.
+    /// Omits the registers.
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         formatter
             .debug_struct("MachineState")
@@ -61,8 +61,8 @@ impl std::fmt::Debug for MachineState {
 }
 
 impl MachineState {
-    /// Checks what does not need a machine: the parts against each other and against the size of
-    /// the RAM. Returns what does not fit.
+    /// Checks the parts against each other and against the size of the RAM, without a machine.
+    /// Returns the mismatch.
     pub(crate) fn validate(&self, ram_bytes: u64) -> Result<(), String> {
         if self.vcpus.len() != usize::from(self.machine.cpus)
             || self.clock.guest_tsc.len() != self.vcpus.len()
@@ -83,13 +83,13 @@ impl MachineState {
         Ok(())
     }
 
-    /// Takes the places of the RAM's content out of the state of a snapshot, if they can be those
-    /// of `ram_bytes`.
+    /// Takes the location of the RAM's content out of the state of a snapshot, if it is valid for
+    /// `ram_bytes`.
     pub(super) fn take_ram(&mut self, ram_bytes: u64) -> Result<RamImage, String> {
-        let ram = self.ram.take().ok_or("it does not say where its RAM is")?;
+        let ram = self.ram.take().ok_or("the layout of its RAM is missing")?;
         if ram.ram_bytes() != ram_bytes {
             return Err(format!(
-                "it describes {} bytes of RAM and has {ram_bytes}",
+                "it describes {} bytes of RAM but has {ram_bytes}",
                 ram.ram_bytes()
             ));
         }

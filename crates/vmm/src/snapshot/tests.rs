@@ -43,12 +43,12 @@ fn config() -> VmConfig {
     }
 }
 
-/// What a machine is made of.
+/// Configuration of the test machine.
 pub(crate) fn machine() -> MachineConfig {
     MachineConfig::of(&config())
 }
 
-/// Guest memory with little in it.
+/// Mostly empty guest memory.
 pub(crate) fn ram() -> GuestRam {
     let spec = RegionSpec { start: GuestAddress(0), size_bytes: RAM_BYTES, host_node: None };
     let ram = GuestRam::new(&[spec], Backing::Anonymous, HugePages::Off, Populate::Lazy).unwrap();
@@ -105,7 +105,7 @@ fn names(directory: &TempDir) -> Vec<String> {
 }
 
 #[test]
-fn what_is_written_can_be_read() {
+fn a_written_snapshot_can_be_read() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("a");
     let written = write(&path).unwrap();
@@ -130,7 +130,7 @@ fn what_is_written_can_be_read() {
 }
 
 #[test]
-fn a_balloon_of_before_the_extension_does_not_get_it_over_a_restore() {
+fn a_restore_does_not_add_the_extension_to_an_old_balloon() {
     let mut document = serde_json::to_value(MachineConfig::of(&config())).unwrap();
     let options = document["balloon"].as_object_mut().unwrap();
     for field in ["page_bitmap", "page_ranges", "host_requests"] {
@@ -143,7 +143,7 @@ fn a_balloon_of_before_the_extension_does_not_get_it_over_a_restore() {
 }
 
 #[test]
-fn the_machine_is_the_same_again() {
+fn the_configuration_round_trips() {
     let saved = MachineConfig::of(&config());
     let text = serde_json::to_string(&saved).unwrap();
     let read: MachineConfig = serde_json::from_str(&text).unwrap();
@@ -154,7 +154,7 @@ fn the_machine_is_the_same_again() {
     let disk = |path: &str| DiskConfig { path: path.into(), readonly: Switch::Off };
     let readonly = |path: &str| DiskConfig { readonly: Switch::On, ..disk(path) };
     let disks = |disks| saved.clone().into_vm_config(Overrides { disks, ..Overrides::default() });
-    // A guest that could not write to its disk would notice if it could.
+    // A guest with a read-only disk would notice if it became writable.
     assert_eq!(disks(vec![disk("/copy")]).unwrap().disks, [readonly("/copy")]);
     let error = disks(vec![disk("/copy"), disk("/other")]).unwrap_err();
     assert!(error.to_string().contains("1 disks, --disk was given 2 times"), "{error}");
@@ -172,8 +172,8 @@ fn trusting() -> Overrides {
     Overrides { described_paths: DescribedPaths::Trust, ..Overrides::default() }
 }
 
-/// A description can come from anybody. With its paths opened, it could make a monitor that root
-/// has started write to the host's disks.
+/// A description is untrusted input. With its paths opened, it could make a monitor started by root
+/// write to the host's disks.
 #[test]
 fn no_path_of_a_description_is_opened() {
     let mut evil = config();
@@ -216,7 +216,8 @@ fn no_path_of_a_description_is_opened() {
     let ends = Overrides { on_reboot: Some(RebootAction::Exit), disks, ..Overrides::default() };
     let ends = evil.clone().into_vm_config(ends).unwrap();
     assert_eq!((ends.on_reboot, &ends.boot), (RebootAction::Exit, &None));
-    // Saved again, it has no kernel, so that even a trusted description can only end with a reboot.
+    // Saved again, it has no kernel, so that even with a trusted description a reboot can only end
+    // it.
     let again = MachineConfig::of(&ends);
     let resets = Overrides { on_reboot: Some(RebootAction::Reset), ..trusting() };
     assert!(matches!(again.clone().into_vm_config(resets), Err(SnapshotError::PathsNotNamed(_))));
@@ -227,7 +228,7 @@ fn no_path_of_a_description_is_opened() {
 }
 
 #[test]
-fn a_description_of_very_many_disks_is_refused_in_few_words() {
+fn a_description_with_very_many_disks_gets_a_short_error() {
     let mut machine = machine();
     let disk = DiskConfig { path: "x".repeat(5000).into(), readonly: Switch::Off };
     machine.disks = vec![disk; 10_000];
@@ -236,7 +237,7 @@ fn a_description_of_very_many_disks_is_refused_in_few_words() {
 }
 
 #[test]
-fn a_snapshot_that_others_can_change_is_named() {
+fn a_snapshot_that_other_users_can_change_is_refused() {
     use std::os::unix::fs::PermissionsExt as _;
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("a");
@@ -264,7 +265,7 @@ fn merging() -> MergeConfig {
 }
 
 #[test]
-fn merging_goes_on_as_described_if_that_is_trusted_and_nothing_else_is_said() {
+fn merging_continues_as_described_if_trusted_and_not_overridden() {
     let mut config = config();
     config.memory.merge = merging();
     let saved = MachineConfig::of(&config);
@@ -281,9 +282,9 @@ fn merging_goes_on_as_described_if_that_is_trusted_and_nothing_else_is_said() {
 }
 
 #[test]
-fn a_snapshot_from_before_there_was_merging_has_none() {
+fn a_snapshot_without_the_merging_field_is_accepted() {
     let text = serde_json::to_string(&machine()).unwrap();
-    assert!(!text.contains("merge"), "others need not know of it: {text}");
+    assert!(!text.contains("merge"), "the default is not written: {text}");
     let read: MachineConfig = serde_json::from_str(&text).unwrap();
     assert!(read.merge.is_off());
 }
@@ -317,10 +318,10 @@ fn only_snapshots_are_replaced() {
 }
 
 #[test]
-fn a_disk_that_fills_up_leaves_nothing() {
+fn a_full_disk_leaves_nothing() {
     let directory = tempfile::tempdir().unwrap();
     let new = NewSnapshot::create(&directory.path().join("a")).unwrap();
-    // /dev/full answers every write so.
+    // Every write to /dev/full fails with ENOSPC.
     let full = fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
     let ram = ram();
     assert!(ram.save(&full, RAM_OFFSET_BYTES, &mut |_| {}).is_err());
@@ -329,7 +330,7 @@ fn a_disk_that_fills_up_leaves_nothing() {
 }
 
 #[test]
-fn another_version_is_named() {
+fn another_version_is_refused_with_its_number() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("a");
     write(&path).unwrap();
@@ -369,10 +370,11 @@ fn files_that_are_no_snapshots_are_refused() {
 }
 
 proptest! {
-    /// The body of the fuzz target, on what a damaged state looks like: single bytes of a real one
-    /// changed.
+    /// The body of the fuzz target, on damaged states: single bytes of a real state changed.
     #[test]
-    fn no_state_makes_the_reader_fail(changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..8)) {
+    fn no_state_makes_the_reader_fail(
+        changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..8)
+    ) {
         static STATE: std::sync::OnceLock<Vec<u8>> = std::sync::OnceLock::new();
         let state = STATE.get_or_init(|| {
             let directory = tempfile::tempdir().unwrap();
@@ -388,9 +390,12 @@ proptest! {
         fuzz_snapshot(&bytes);
     }
 
-    /// The same on any header.
+    /// The same on arbitrary headers.
     #[test]
-    fn no_header_makes_the_reader_fail(bytes in prop::collection::vec(any::<u8>(), 0..128), magic: bool) {
+    fn no_header_makes_the_reader_fail(
+        bytes in prop::collection::vec(any::<u8>(), 0..128),
+        magic: bool
+    ) {
         let mut bytes = bytes;
         if magic && bytes.len() > 12 {
             bytes[..12].copy_from_slice(b"EBB-VM\r\n\x01\0\0\0");
@@ -402,10 +407,14 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// A file that was cut short or in which a byte of header, state or memory has changed is never
-    /// taken for whole.
+    /// A truncated file, or one with a changed bit in header, state or memory, is never accepted.
     #[test]
-    fn damage_is_found(place in 0usize..3, position: prop::sample::Index, bit in 0u8..8, cut: bool) {
+    fn damage_is_found(
+        place in 0usize..3,
+        position: prop::sample::Index,
+        bit in 0u8..8,
+        cut: bool
+    ) {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("a");
         write(&path).unwrap();
