@@ -1,4 +1,4 @@
-//! The balloon, as the API asks for it.
+//! Balloon operations of the API.
 
 use std::time::Duration;
 
@@ -17,12 +17,12 @@ use crate::devices::virtio::mmio::MmioTransport;
 
 use super::free_pages::Question;
 
-/// What there is to say of the balloon behind `transport`.
+/// State of the balloon behind `transport`.
 pub(super) fn info(transport: &MmioTransport<BalloonDevice>) -> BalloonInfo {
     BalloonInfo::of(transport.device().balloon(), driver(transport))
 }
 
-/// Its sizes and counters.
+/// Sizes and counters of the balloon behind `transport`.
 pub(super) fn metrics(transport: &MmioTransport<BalloonDevice>) -> BalloonMetrics {
     let balloon = transport.device().balloon();
     BalloonMetrics {
@@ -41,17 +41,17 @@ impl Vm {
         self.balloon.as_ref().ok_or(ControlError::NoBalloon)
     }
 
-    /// The balloon, if a driver in the guest can answer a question for `what` now.
+    /// The balloon, if a driver in the guest can report `what` now.
     fn answering_balloon(&self, what: &str) -> Result<&SharedTransport, ControlError> {
         let transport = self.balloon_transport()?;
         if self.state() != VmState::Running {
-            let message = format!("a virtual machine that does not run cannot tell {what}");
+            let message = format!("a virtual machine that is not running cannot report {what}");
             return Err(ControlError::wrong_state(message, "resume it"));
         }
         if driver(&lock(transport)) == DriverPresence::Absent {
             let remedy = "load virtio_balloon or ebb_balloon in the guest";
             return Err(ControlError::wrong_state(
-                "no driver in the guest runs the balloon",
+                "no driver in the guest has initialized the balloon",
                 remedy,
             ));
         }
@@ -74,9 +74,7 @@ impl Vm {
         let mut transport = lock(self.balloon_transport()?);
         let target_bytes = target.target_bytes;
         if !target_bytes.is_multiple_of(PAGE_SIZE_BYTES) {
-            return Err(invalid(format!(
-                "a balloon of {target_bytes} bytes is not made of whole pages"
-            )));
+            return Err(invalid(format!("{target_bytes} bytes are not a whole number of pages")));
         }
         let balloon = transport.device_mut().balloon_mut();
         if balloon.set_target_bytes(target_bytes).map_err(|error| invalid(error.to_string()))? {
@@ -96,8 +94,8 @@ impl Vm {
         let balloon = transport.device_mut().balloon_mut();
         if balloon.queue_index(QueueKind::Statistics).is_none() {
             return Err(ControlError::wrong_state(
-                "the guest's balloon driver and this device have not agreed on statistics",
-                "start with --balloon statistics=on and use a driver that tells them",
+                "the guest's balloon driver has not negotiated statistics",
+                "start with --balloon statistics=on and use a driver that supports them",
             ));
         }
         if balloon.request_statistics() {

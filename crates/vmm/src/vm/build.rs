@@ -1,4 +1,4 @@
-//! Builds a virtual machine out of its configuration or of a snapshot.
+//! Builds a virtual machine from its configuration or a snapshot.
 
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
@@ -38,7 +38,7 @@ use crate::snapshot::file::RAM_OFFSET_BYTES;
 use crate::snapshot::processor::Processor;
 use crate::snapshot::{SnapshotError, SnapshotFile};
 
-/// What the event loop needs besides the machine itself.
+/// The machine and what the event loop needs besides it.
 pub(super) struct Built {
     pub vm: Vm,
     /// Signalled when the guest has read all console input.
@@ -57,23 +57,23 @@ struct Assembly<'a> {
     managed: Vec<Arc<Mutex<dyn ManagedDevice>>>,
 }
 
-/// Where a machine comes from.
+/// Origin of a machine.
 pub(super) enum Origin {
-    /// Its kernel is to be started.
+    /// Boots its kernel.
     Kernel,
-    /// It goes on from a snapshot.
+    /// Continues from a snapshot.
     Snapshot(Box<SnapshotFile>),
-    /// Another monitor will send its memory and its state.
+    /// Another monitor will send its memory and state.
     Migration(Box<Arriving>),
 }
 
-/// What has to be known of a machine that another monitor sends before it can be built.
+/// Facts about a machine sent by another monitor that must be known before it is built.
 pub(super) struct Arriving {
-    /// The processor that the guest knows.
+    /// The processor that the guest was given.
     pub processor: Processor,
     /// Frequency of the guest's time stamp counters.
     pub tsc_khz: Kilohertz,
-    /// Its memory, if that is handed over.
+    /// Its memory, if that is shared with the source.
     pub shared: Option<SharedRam>,
 }
 
@@ -82,7 +82,7 @@ impl Origin {
         matches!(self, Self::Kernel)
     }
 
-    /// The processor that the guest knows already.
+    /// The processor that the guest was given, for a continued machine.
     fn processor(&self) -> Option<&Processor> {
         match self {
             Self::Kernel => None,
@@ -91,7 +91,7 @@ impl Origin {
         }
     }
 
-    /// The frequency at which the guest's time stamp counters count already.
+    /// The frequency of the guest's time stamp counters, for a continued machine.
     fn tsc_khz(&self) -> Option<Kilohertz> {
         match self {
             Self::Kernel => None,
@@ -101,7 +101,7 @@ impl Origin {
     }
 }
 
-/// Builds a machine that starts its kernel, or one that goes on. `exit` is where it tells its end.
+/// Builds a machine that boots its kernel or continues. `exit` receives the reason of its end.
 pub(super) fn build(
     config: VmConfig,
     mut origin: Origin,
@@ -109,7 +109,7 @@ pub(super) fn build(
     exit: &Arc<ExitSignal>,
 ) -> Result<Built, VmError> {
     config.validate()?;
-    // What costs nothing is tried first: files, then KVM, then memory.
+    // The cheapest checks first: files, then KVM, then memory.
     let image = open_image(&config, &origin)?;
     let kvm = open_kvm()?;
     let cpuid = processor(&kvm, config.cpus, origin.processor())?;
@@ -191,20 +191,20 @@ pub(super) fn build(
     match origin {
         Origin::Kernel => vm.load_and_enter()?,
         Origin::Snapshot(snapshot) => vm.restore(snapshot.state)?,
-        // Its devices must not look at memory that has not come, and need not be waited for when
-        // the state has.
+        // Devices must not access memory that has not arrived yet, and must be idle when the state
+        // arrives.
         Origin::Migration(_) => vm.workers.iter().for_each(Worker::pause),
     }
     Ok(Built { vm, input_read })
 }
 
-/// The files that the guest starts from. A machine that goes on needs them for a reboot only.
+/// The files that the guest boots from. A continued machine needs them for a reboot only.
 fn open_image(config: &VmConfig, origin: &Origin) -> Result<Option<BootImage>, VmError> {
     let open = || {
         let boot = config.boot.as_ref().ok_or_else(|| {
             ConfigError::new(
                 "--kernel",
-                "the guest has no kernel to start",
+                "the guest has no kernel to boot",
                 "give a bzImage or an ELF vmlinux",
             )
         })?;
@@ -222,8 +222,8 @@ fn open_image(config: &VmConfig, origin: &Origin) -> Result<Option<BootImage>, V
     }
 }
 
-/// The processor for the guest: this host's, or the one that the guest knows already, if this host
-/// can be that.
+/// The processor for the guest: this host's, or the one that the guest was given, if this host can
+/// provide it.
 fn processor(kvm: &Kvm, cpus: u8, saved: Option<&Processor>) -> Result<CpuId, VmError> {
     let host = cpu::host_cpuid(kvm, cpus)?;
     let Some(saved) = saved else { return Ok(host) };
@@ -259,8 +259,8 @@ fn set_tsc_frequency(
     for vcpu in vcpus {
         match TscFrequencies::set(kvm, &vcpu.fd, vendor, wanted) {
             Ok(set) => frequencies = Some(set),
-            // A KVM that does not know its counter's frequency can run guests, but not take them to
-            // another time.
+            // A KVM that does not report its counter's frequency can run guests, but not set their
+            // clocks.
             Err(GuestClockError::NoFrequency) if wanted.is_none() => return Ok(None),
             Err(error) => return Err(error.into()),
         }
@@ -284,7 +284,8 @@ fn open_kvm() -> Result<Kvm, VmError> {
         },
         libc::ENOENT | libc::ENODEV | libc::ENXIO => VmError::NoKvm {
             problem: "this machine has no /dev/kvm".to_owned(),
-            remedy: "load kvm_intel or kvm_amd; `ebb doctor` says more, and `ebb-lab virtual-host` brings a KVM of its own"
+            remedy: "load kvm_intel or kvm_amd; `ebb doctor` prints details, and \
+                     `ebb-lab virtual-host` provides a KVM of its own"
                 .to_owned(),
         },
         _ => VmError::NoKvm {
@@ -323,7 +324,7 @@ fn create_vm(kvm: &Kvm) -> Result<VmFd, VmError> {
     Ok(vm)
 }
 
-/// Guest memory by region: pieces of nodes, or the whole on both sides of the hole.
+/// Regions of guest memory: pieces of nodes, or all of it on both sides of the hole.
 fn regions(config: &VmConfig) -> Vec<RegionSpec> {
     let spec = |range: std::ops::Range<u64>, host_node| RegionSpec {
         start: GuestAddress(range.start),
@@ -386,7 +387,7 @@ fn register_memory(vm: &VmFd, ram: &GuestRam) -> Result<(), VmError> {
 }
 
 impl Assembly<'_> {
-    /// An eventfd wired to an interrupt line.
+    /// Creates an eventfd wired to an interrupt line.
     fn interrupt(&self, gsi: u32) -> Result<EventFd, VmError> {
         let line = event()?;
         self.vm_fd.register_irqfd(&line, gsi).map_err(VmError::kvm("wire an interrupt line"))?;

@@ -1,4 +1,4 @@
-//! What the API does to a virtual machine.
+//! Operations of the API on a virtual machine.
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -64,7 +64,7 @@ impl Machine for Vm {
 }
 
 impl Vm {
-    /// Refuses to change what has been saved for another monitor.
+    /// Refuses changes to a machine whose state was saved for another monitor.
     pub(super) fn not_given_away(&self) -> Result<(), ControlError> {
         match self.state() {
             state @ (VmState::Migrating | VmState::Receiving) => {
@@ -78,7 +78,7 @@ impl Vm {
         *lock(&self.state)
     }
 
-    /// Memory that shares pages with other memory, if anybody merges.
+    /// Memory that shares pages with other memory; `None` without merging.
     pub(super) fn merged_bytes(&self) -> Option<u64> {
         self.merging.merged_bytes()
     }
@@ -133,9 +133,10 @@ impl Vm {
         match *state {
             VmState::Running => Ok(()),
             VmState::Paused => {
-                // After a migration whose end is unknown: a destination that runs has the disks.
-                self.reacquire_exclusive()
-                    .map_err(|problem| ControlError::wrong_state(problem, "end the other one"))?;
+                // After a migration with unknown outcome, a destination that runs holds the disks.
+                self.reacquire_exclusive().map_err(|problem| {
+                    ControlError::wrong_state(problem, "end the other process")
+                })?;
                 self.thaw().map_err(ControlError::failed)?;
                 *lock(&self.handed_over) = None;
                 *state = VmState::Running;
@@ -148,7 +149,7 @@ impl Vm {
     fn power_button(&self) -> Result<(), ControlError> {
         if self.state() != VmState::Running {
             return Err(ControlError::wrong_state(
-                "a virtual machine that does not run cannot notice its power button",
+                "a virtual machine that is not running cannot react to its power button",
                 "resume it",
             ));
         }
@@ -196,7 +197,7 @@ impl Vm {
             process_resident_bytes: process_resident_bytes().unwrap_or(0),
             uptime_ms: self.uptime_ms(),
             balloon: self.balloon.as_ref().map(|shared| balloon::metrics(&lock(shared))),
-            // What cannot be read now is told by `GET /merge`.
+            // Unreadable statistics are omitted here; `GET /merge` reports the error.
             merge: self.merging.statistics().ok().flatten(),
             vcpu_exits: vec![
                 count("port_in", &counters.port_in),
@@ -209,7 +210,7 @@ impl Vm {
     }
 }
 
-/// What is wrong with the path is the client's to mend; what the disk says is not.
+/// Problems with the path are the client's errors; those of the disk are failures.
 fn snapshot_error(error: VmError) -> ControlError {
     match error {
         VmError::Snapshot(
@@ -227,8 +228,8 @@ pub(super) fn process_resident_bytes() -> io::Result<u64> {
         .split_ascii_whitespace()
         .nth(1)
         .and_then(|field| field.parse().ok())
-        .ok_or_else(|| io::Error::other("/proc/self/statm has no second number"))?;
-    // Pages of the host; x86_64 has one size of them.
+        .ok_or_else(|| io::Error::other("/proc/self/statm has no second field"))?;
+    // Pages of the host; x86_64 has one base page size.
     Ok(pages * ebb_abi::PAGE_SIZE_BYTES)
 }
 
@@ -238,7 +239,7 @@ mod tests {
 
     #[test]
     fn touched_memory_is_counted() {
-        // Much more than the other tests of this process use and free meanwhile.
+        // Much more than the other tests of this process allocate and free meanwhile.
         const BYTES: usize = 256 << 20;
         let before = process_resident_bytes().unwrap();
         let touched = std::hint::black_box(vec![1u8; BYTES]);

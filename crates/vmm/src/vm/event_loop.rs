@@ -1,4 +1,4 @@
-//! The main thread: waits for the guest's end, for signals and for console input.
+//! The main thread: waits for the end of the guest, for signals and for console input.
 
 use std::io::{self, IsTerminal};
 use std::os::fd::AsFd;
@@ -27,24 +27,24 @@ pub(super) mod signals;
 
 use signals::Signals;
 
-/// While output waits for a slow reader of the console, it is tried again after this time.
+/// Interval of retries while output waits for a slow reader of the console.
 const OUTPUT_RETRY: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
 
-/// Whether a restored machine runs at once.
+/// State of a restored machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Start {
-    /// It does.
+    /// The machine runs at once.
     Running,
-    /// It waits for somebody to resume it.
+    /// The machine waits for a resume through the API.
     Paused,
 }
 
-/// Starts a virtual machine and runs it to its end.
+/// Boots a virtual machine and runs it until it ends.
 pub fn run(config: VmConfig) -> Result<GuestExit, VmError> {
     run_from(config, Origin::Kernel, Start::Running)
 }
 
-/// Lets the machine of a snapshot go on, and runs it to its end.
+/// Continues the machine of a snapshot and runs it until it ends.
 pub fn restore(
     snapshot: SnapshotFile,
     overrides: Overrides,
@@ -55,19 +55,19 @@ pub fn restore(
     run_from(config, Origin::Snapshot(Box::new(snapshot)), start)
 }
 
-/// A guest keeps in memory what it knows of its file systems, so a disk must be as it was when the
-/// snapshot was taken.
+/// Warns of disks changed after the snapshot: a guest caches its file systems' state in memory, so
+/// a disk must be as it was when the snapshot was taken.
 fn warn_of_newer_disks(config: &VmConfig, created_unix_ms: u64) {
     let written_after = |path: &Path| -> Option<bool> {
         let modified = path.metadata().ok()?.modified().ok()?;
         let created = UNIX_EPOCH + Duration::from_millis(created_unix_ms);
-        // Times of files are coarser than clocks.
+        // File timestamps are coarser than clocks.
         Some(modified > created + Duration::from_secs(2))
     };
     for disk in config.disks.iter().filter(|disk| written_after(&disk.path) == Some(true)) {
         tracing::warn!(
-            "the disk {} was written after the snapshot was taken; the guest may damage its file systems: use a copy made \
-             together with the snapshot",
+            "the disk {} was written after the snapshot was taken; the guest may damage its \
+             file systems: use a copy made together with the snapshot",
             disk.path.display()
         );
     }
@@ -75,8 +75,7 @@ fn warn_of_newer_disks(config: &VmConfig, created_unix_ms: u64) {
 
 fn run_from(config: VmConfig, origin: Origin, start: Start) -> Result<GuestExit, VmError> {
     let on_reboot = config.on_reboot;
-    // Before any thread starts: signals are for this one, and what a thread inherits is already
-    // little.
+    // Before any thread starts: signals are handled by this thread, and threads inherit the mask.
     let signals = Signals::block().map_err(VmError::host("take over signals"))?;
     let filters = Filters::new(config.seccomp)?;
     let (serial, api) = (config.serial.clone(), config.api.clone());
@@ -84,12 +83,12 @@ fn run_from(config: VmConfig, origin: Origin, start: Start) -> Result<GuestExit,
     let Built { vm, input_read } = build(config, origin, &filters, &exit)?;
     let vm = Arc::new(vm);
     let _api = api.map(|path| start_api(&path, vm.clone(), &exit, &filters)).transpose()?;
-    // Ends before the API, which can then tell what has become of a migration.
+    // Dropped before the API, which can then report the outcome of a migration.
     let _migrations =
         vm.config.api.is_some().then(|| MigrationThread::start(&vm, &filters)).transpose()?;
     let console = ConsoleInput::open(&serial, input_read)?;
     filters.for_thread(ThreadKind::Main).apply()?;
-    // Nobody else starts it; it may have been killed already, which is seen below.
+    // No other call starts it. It may have been killed already, which is detected below.
     let _ = match start {
         Start::Running => vm.start()?,
         Start::Paused => vm.start_paused(),
@@ -99,7 +98,7 @@ fn run_from(config: VmConfig, origin: Origin, start: Start) -> Result<GuestExit,
     Ok(exit)
 }
 
-/// Serves the API for `vm`; `exit` is told if that cannot be.
+/// Serves the API for `vm`; a failure to restrict the thread is raised as `exit`.
 pub(super) fn start_api(
     path: &Path,
     vm: Arc<dyn Machine>,
@@ -115,7 +114,7 @@ pub(super) fn start_api(
     Ok(ApiServer::start_with(path, vm, Limits::default(), restrict)?)
 }
 
-/// Looks after a machine until it ends.
+/// Runs the event loop until the machine ends.
 pub(super) fn wait_for_end(
     vm: &Vm,
     signals: &Signals,
@@ -129,7 +128,7 @@ pub(super) fn wait_for_end(
                 tracing::info!("the guest rebooted");
                 if let Err(error) = vm.reset() {
                     return GuestExit::Monitor {
-                        message: format!("cannot start the guest again: {error}"),
+                        message: format!("cannot reboot the guest: {error}"),
                     };
                 }
             }
@@ -145,7 +144,7 @@ pub(super) fn wait_for_end(
             PollFd::new(signals, PollFlags::IN),
             readable(&console.input_read),
         ];
-        // A machine that has not arrived would lose what it is told.
+        // A machine that has not arrived yet would lose the input.
         if vm.state() != VmState::Receiving
             && let Some(input) = console.wanted()
         {
@@ -178,7 +177,7 @@ enum Wish {
     Quit,
 }
 
-/// Standard input on its way to the guest's serial line, whose FIFO takes 64 bytes at a time.
+/// Standard input for the guest's serial line, whose FIFO takes 64 bytes at a time.
 pub(super) struct ConsoleInput {
     source: Option<io::Stdin>,
     terminal: Option<(RawTerminal, EscapeSequence)>,
@@ -187,7 +186,7 @@ pub(super) struct ConsoleInput {
 }
 
 impl ConsoleInput {
-    /// Takes standard input over, if the serial line is there.
+    /// Takes over standard input, if the serial line uses it.
     pub(super) fn open(serial: &SerialConfig, input_read: EventFd) -> Result<Self, VmError> {
         let console = |source| VmError::Console { console: "tty".to_owned(), source };
         let terminal = match serial {
@@ -203,7 +202,7 @@ impl ConsoleInput {
         Ok(Self { source, terminal, input_read, pending: Vec::new() })
     }
 
-    /// Standard input, while the guest takes more of it.
+    /// Standard input, while the guest accepts more of it.
     fn wanted(&self) -> Option<&io::Stdin> {
         self.source.as_ref().filter(|_| self.pending.is_empty())
     }
@@ -212,7 +211,7 @@ impl ConsoleInput {
         if readable && let Some(source) = &self.source {
             let mut buffer = [0; 512];
             match rustix::io::read(source.as_fd(), &mut buffer) {
-                // The end of input is no end of the guest.
+                // The end of input does not end the guest.
                 Ok(0) => self.source = None,
                 Ok(length) => match &mut self.terminal {
                     None => self.pending.extend_from_slice(&buffer[..length]),

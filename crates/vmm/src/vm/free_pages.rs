@@ -1,4 +1,4 @@
-//! Asking the guest for its free pages, on behalf of the API.
+//! Requests for the guest's free pages, on behalf of the API.
 
 use std::time::{Duration, Instant};
 
@@ -12,7 +12,7 @@ use crate::api::free_pages::{
     FreeBlocks, FreePagesReport, FreePagesRequest, FreePagesStatus, MessageEncodings,
 };
 
-/// A question under way.
+/// A request in progress.
 pub(super) struct Question {
     transport: SharedTransport,
     collector: FreePageCollector,
@@ -23,7 +23,7 @@ pub(super) struct Question {
 }
 
 impl Question {
-    /// Asks. The device is locked only for that.
+    /// Sends the request. The device is locked only for that.
     pub(super) fn ask(
         request: FreePagesRequest,
         transport: &SharedTransport,
@@ -37,7 +37,7 @@ impl Question {
             .request_free_pages(Order(request.min_order), Box::new(collector.clone()))
             .map_err(|error| refused(&error))?;
         let balloon = device.balloon_mut();
-        // To be compared with; a guest that does not tell is asked for its free pages all the same.
+        // Statistics for comparison; guests without them are asked for free pages all the same.
         if balloon.queue_index(QueueKind::Statistics).is_some() {
             interrupt |= balloon.request_statistics();
         }
@@ -54,7 +54,7 @@ impl Question {
         })
     }
 
-    /// The answer, which is given up when the guest has had its time.
+    /// Waits for the answer; the request is withdrawn after the time limit.
     pub(super) fn wait(self) -> Wait {
         let deadline = self.asked_at + Duration::from_millis(self.request.timeout_ms);
         Wait::until(deadline, move |left| {
@@ -66,13 +66,12 @@ impl Question {
         })
     }
 
-    /// What the guest has said, once nothing more will come; `None` before.
+    /// The guest's answer, once it is complete; `None` before.
     fn report(&self) -> Option<FreePagesReport> {
         self.collector.answer().end.map(|(end, ended_at)| self.describe(end, ended_at))
     }
 
-    /// Withdraws the question, unless it has ended just now; returns what the guest has said so
-    /// far.
+    /// Withdraws the request, unless it has just ended; returns the answer so far.
     fn give_up(&self) -> FreePagesReport {
         self.withdraw();
         let (end, ended_at) =
@@ -137,15 +136,15 @@ impl Question {
     }
 }
 
-/// Why the guest cannot be asked.
+/// The error for a refused request.
 fn refused(error: &BalloonError) -> ControlError {
     match error {
         BalloonError::RequestActive => {
             ControlError::wrong_state(error.to_string(), "ask again when it has answered")
         }
         _ => ControlError::wrong_state(
-            "the guest's balloon driver and this device have not agreed on host requests",
-            "start with --balloon host_requests=on and use a driver that knows them, such as \
+            "the guest's balloon driver has not negotiated host requests",
+            "start with --balloon host_requests=on and use a driver that supports them, such as \
              ebb_balloon",
         ),
     }

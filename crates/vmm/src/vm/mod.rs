@@ -64,50 +64,50 @@ pub enum VmError {
         /// What to do.
         remedy: String,
     },
-    /// KVM refused something.
+    /// KVM refused an operation.
     #[error("KVM cannot {action}: {source}")]
     Kvm {
-        /// What was asked.
+        /// The operation.
         action: &'static str,
-        /// Its answer.
+        /// KVM's error.
         source: kvm_ioctls::Error,
     },
     /// KVM refused guest memory.
     #[error(
-        "KVM does not take {size_bytes} bytes of guest memory at {start:#x}: {source}; give less --memory"
+        "KVM refuses {size_bytes} bytes of guest memory at {start:#x}: {source}; give less --memory"
     )]
     MemorySlot {
         /// Guest-physical address.
         start: u64,
         /// Size in bytes.
         size_bytes: u64,
-        /// Its answer.
+        /// KVM's error.
         source: kvm_ioctls::Error,
     },
-    /// Guest memory could not be had.
+    /// Guest memory could not be allocated or restored.
     #[error(transparent)]
     Ram(#[from] RamError),
     /// Kernel or initrd could not be loaded.
     #[error(transparent)]
     Boot(#[from] BootError),
-    /// The files for a reboot of a restored machine.
+    /// The files for a reboot of a restored machine could not be opened.
     #[error(
-        "{0}; the guest would start again from there after a reboot: with --on-reboot exit it is not needed"
+        "{0}; the guest boots from this file after a reboot: with --on-reboot exit it is not needed"
     )]
     RebootImage(BootError),
-    /// A snapshot.
+    /// A snapshot could not be written or used.
     #[error(transparent)]
     Snapshot(#[from] SnapshotError),
-    /// The guest's clocks.
-    #[error("the guest's clocks cannot be kept: {0}")]
+    /// The guest's clocks could not be read or set.
+    #[error("cannot save or set the guest's clocks: {0}")]
     Clock(#[from] GuestClockError),
-    /// The ACPI tables could not be made.
+    /// The ACPI tables could not be written.
     #[error(transparent)]
     Acpi(#[from] AcpiError),
-    /// A vCPU could not be made.
+    /// A vCPU could not be created.
     #[error(transparent)]
     Cpu(#[from] CpuError),
-    /// The balloon could not be made.
+    /// The balloon could not be created.
     #[error(transparent)]
     Balloon(#[from] ebb_balloon::BalloonError),
     /// A disk could not be used.
@@ -116,43 +116,43 @@ pub enum VmError {
     /// More devices than interrupt lines.
     #[error("{count} virtio devices, but there are interrupt lines for {limit}; give fewer --disk")]
     TooManyDevices {
-        /// Devices asked for.
+        /// Devices configured.
         count: usize,
-        /// Devices possible.
+        /// Most devices possible.
         limit: usize,
     },
     /// The monitor's own layout is wrong.
-    #[error("{0}; this is a fault of the monitor")]
+    #[error("{0}; this is a bug in the monitor")]
     Layout(#[from] Overlap),
     /// The API socket could not be opened.
     #[error(transparent)]
     Api(#[from] ApiError),
-    /// System call filters.
+    /// System call filters could not be installed.
     #[error(transparent)]
     Seccomp(#[from] SeccompError),
-    /// The console's file or terminal.
+    /// The console's file or terminal cannot be used.
     #[error("cannot use the console {console}: {source}; choose another --serial")]
     Console {
-        /// Which one.
+        /// The console.
         console: String,
-        /// The system's answer.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// A machine that was to come from another monitor.
+    /// No machine arrived from another monitor.
     #[error("no virtual machine was received: {0}")]
     NotReceived(String),
-    /// A machine that cannot be here what it was there.
+    /// The destination cannot provide the machine that the source described.
     #[error(transparent)]
     Incompatible(#[from] Incompatible),
-    /// What only one monitor may have.
-    #[error("cannot take a device over: {0}")]
+    /// Another monitor holds what only one may have.
+    #[error("cannot acquire a device: {0}")]
     Device(String),
-    /// A resource of the host.
+    /// The host refused a resource.
     #[error("cannot {action}: {source}")]
     Host {
-        /// What was tried.
+        /// The operation.
         action: &'static str,
-        /// The system's answer.
+        /// The system's error.
         source: std::io::Error,
     },
 }
@@ -169,14 +169,14 @@ impl VmError {
 
 type SharedTransport = Arc<Mutex<MmioTransport<BalloonDevice>>>;
 
-/// A built virtual machine: everything that the main thread and the API thread share.
+/// A built virtual machine: the state shared by the main thread and the API thread.
 ///
 /// Lock order: `trim_cursor` before `state` before `frozen` before `image` before a device's
-/// transport; `clock_info` is taken last and held for an assignment only. No lock is held while a
-/// vCPU is waited for except `trim_cursor`, `state` and `frozen`, which no vCPU thread takes.
+/// transport; `clock_info` is taken last and held for an assignment only. While waiting for a vCPU,
+/// no lock is held except `trim_cursor`, `state` and `frozen`, which no vCPU thread takes.
 pub struct Vm {
-    // Fields are dropped from top to bottom: threads end before what they use goes away, guest
-    // memory goes last but for merging, which has shares of it of its own.
+    // Fields are dropped from top to bottom: threads end before what they use is dropped. Guest
+    // memory is dropped late; only merging, which holds references to it, is dropped later.
     vcpus: VcpuThreads,
     workers: Vec<Worker>,
     kvm: VmFd,
@@ -186,19 +186,19 @@ pub struct Vm {
     /// `None` for a restored machine that ends when its guest reboots.
     image: Option<Mutex<BootImage>>,
     balloon: Option<SharedTransport>,
-    /// All virtio devices in the order of their places.
+    /// All virtio devices in slot order.
     devices: Vec<Arc<Mutex<dyn ManagedDevice>>>,
     /// The processor as vCPU 0 sees it.
     cpuid: CpuId,
     /// The model specific registers of each vCPU.
     msrs: Arc<MsrList>,
-    /// What this host's KVM can do, by name.
+    /// Names of this host's KVM capabilities.
     capabilities: Vec<String>,
-    /// `None` if KVM does not know how fast the time stamp counter counts.
+    /// `None` if KVM does not report the frequency of the time stamp counter.
     tsc: Option<TscFrequencies>,
-    /// The guest's clocks at the moment at which it was paused or saved.
+    /// The guest's clocks when it was paused or saved.
     frozen: Mutex<Option<SavedClock>>,
-    /// What the clocks said when the machine was last stopped and started, for the API.
+    /// The guest's clocks when the machine was last stopped and started, for the API.
     clock_info: Mutex<ClockInfo>,
     serial: Arc<Mutex<Serial>>,
     acpi: Arc<Mutex<AcpiRegisters>>,
@@ -206,26 +206,27 @@ pub struct Vm {
     counters: Arc<ExitCounters>,
     state: Mutex<VmState>,
     migrations: Arc<Migrations>,
-    /// Memory that another monitor may have now, after a migration whose end is unknown.
+    /// Inhibits discarding of memory that another monitor may use, after a migration with unknown
+    /// outcome.
     handed_over: Mutex<Option<InhibitGuard>>,
-    /// Devices have let go of what only one monitor may have.
+    /// Whether devices have released what only one monitor may hold.
     released_exclusive: AtomicBool,
     started: Instant,
-    /// First page that the next trim looks at.
+    /// First page of the next trim.
     trim_cursor: Mutex<u64>,
     ram: Arc<GuestRam>,
-    /// After guest memory: as long as the kernel may merge it, no machine of another trust domain
-    /// may come.
+    /// After guest memory: while the kernel may merge it, machines of other trust domains must stay
+    /// out.
     merging: Merging,
 }
 
-/// Whether a call has brought a machine to life.
+/// Whether a call has started a machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[must_use]
 pub enum Started {
-    /// It has.
+    /// The machine was started.
     Yes,
-    /// Somebody was first, or has ended the machine: the call has done nothing.
+    /// Another call was first, or has ended the machine: this call had no effect.
     No,
 }
 
@@ -238,8 +239,8 @@ fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Vm {
-    /// Lets the vCPUs run for the first time, from the kernel's entry or from where they were
-    /// saved. After an error they have not run.
+    /// Lets the vCPUs run for the first time, from the kernel's entry or from their saved state.
+    /// After an error they have not run.
     pub fn start(&self) -> Result<Started, VmError> {
         let mut state = lock(&self.state);
         if !matches!(*state, VmState::Starting | VmState::Receiving) {
@@ -251,7 +252,7 @@ impl Vm {
         Ok(Started::Yes)
     }
 
-    /// Leaves a machine as if it had been paused before its first instruction here.
+    /// Leaves the machine paused before its first instruction here.
     pub fn start_paused(&self) -> Started {
         let mut state = lock(&self.state);
         if !matches!(*state, VmState::Starting | VmState::Receiving) {
@@ -261,11 +262,10 @@ impl Vm {
         Started::Yes
     }
 
-    /// Stops everything, and notes what the guest's clocks say. If they cannot be read, everything
-    /// runs on.
+    /// Stops everything and saves the guest's clocks. If they cannot be read, everything continues.
     fn freeze(&self) -> Result<(), VmError> {
         self.stop_all();
-        // Without a known frequency, the clocks go on as they always did: with the host's.
+        // Without a known frequency, the clocks keep following the host's.
         let saved = self.tsc.map(|tsc| clock::save(&self.kvm, &self.vcpus, tsc)).transpose();
         match saved {
             Ok(saved) => {
@@ -280,16 +280,16 @@ impl Vm {
         }
     }
 
-    /// Lets everything run on, with the clocks as the policy wants them. If they cannot be set,
-    /// everything stays stopped.
+    /// Continues everything, with the clocks set according to the policy. If they cannot be set,
+    /// everything remains stopped.
     fn thaw(&self) -> Result<(), VmError> {
         self.thaw_clocks()?;
         self.continue_all();
         Ok(())
     }
 
-    /// Puts the clocks back to where they were when the machine was stopped. KVM's own go on all
-    /// the time, so there is nothing to do for a guest that is to catch up.
+    /// Sets the clocks back to the time when the machine was stopped. KVM's own run on meanwhile,
+    /// so there is nothing to do for a guest that should catch up.
     fn thaw_clocks(&self) -> Result<(), VmError> {
         let mut frozen = lock(&self.frozen);
         if let (Some(saved), Some(tsc)) = (&*frozen, self.tsc) {
@@ -310,8 +310,9 @@ impl Vm {
         Ok(())
     }
 
-    /// Stops vCPUs, then devices: a vCPU could give a device new work, a device cannot start a
-    /// vCPU. Merging before both, so that neither waits for a page that is being merged.
+    /// Stops merging, then vCPUs, then devices: a vCPU could give a device new work, a device
+    /// cannot start a vCPU. Merging comes first, so that neither waits for a page that is being
+    /// merged.
     fn stop_all(&self) {
         self.merging.pause();
         self.vcpus.pause();
@@ -320,7 +321,7 @@ impl Vm {
         }
     }
 
-    /// Devices first, so that nothing the guest does waits for them.
+    /// Continues devices first, so that the guest does not wait for them.
     fn continue_all(&self) {
         for worker in &self.workers {
             worker.resume();
@@ -329,14 +330,14 @@ impl Vm {
         self.merging.resume();
     }
 
-    /// Starts the guest anew after a reboot. Its memory is given back to the host first: the new
-    /// kernel finds zeros, and the host does not keep what the old one had touched.
+    /// Reboots the guest. Its memory is discarded first: the new kernel finds zeros, and the host
+    /// does not keep the memory that the old one touched.
     fn reset(&self) -> Result<(), VmError> {
         let state = lock(&self.state);
         if *state == VmState::Stopping {
             return Ok(());
         }
-        // Only now: whoever had the state before saw that a reboot is due.
+        // Only now: the previous holder of the state lock saw that a reboot is due.
         self.exit.take();
         self.stop_all();
         lock(&self.serial).reset();

@@ -1,4 +1,4 @@
-//! Writing a machine to a snapshot, and taking one's state.
+//! Writes a machine to a snapshot, and restores one.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -19,14 +19,14 @@ use crate::snapshot::processor::Processor;
 use crate::snapshot::state::InterruptControllers;
 use crate::snapshot::{MachineConfig, MachineState, SnapshotError};
 
-const ENDED: WriteError = WriteError::State("the guest has ended or is about to start again");
+const ENDED: WriteError = WriteError::State("the guest has ended or is about to reboot");
 
 /// Why no snapshot was written.
 #[derive(Debug)]
 pub(super) enum WriteError {
-    /// The machine does not run, or is about to end.
+    /// The machine is not running, or is about to end.
     State(&'static str),
-    /// Something failed.
+    /// An operation failed.
     Vm(VmError),
 }
 
@@ -41,7 +41,7 @@ fn milliseconds(duration: Duration) -> u64 {
 }
 
 impl Vm {
-    /// Writes a snapshot to `path`. A machine that runs is stopped while its memory is copied.
+    /// Writes a snapshot to `path`. A running machine is paused while its memory is copied.
     pub(super) fn write_snapshot(&self, path: &Path) -> Result<SnapshotReport, WriteError> {
         let started = Instant::now();
         let new = NewSnapshot::create(path)?;
@@ -58,16 +58,16 @@ impl Vm {
         })
     }
 
-    /// Copies memory and state, and says how long a running machine stood still for it.
+    /// Copies memory and state. Returns how long a running machine was paused.
     fn stop_and_capture(&self, new: &NewSnapshot) -> Result<(MachineState, Duration), WriteError> {
         let mut state = lock(&self.state);
         if self.migrations.is_active() {
-            // The guest must not stand still for long while it is sent, and nobody knows which of
-            // both would be the newer one.
+            // A guest must not be paused for long while it is sent, and it would be unclear whether
+            // the snapshot or the destination is newer.
             return Err(WriteError::State(BEING_MOVED));
         }
         if self.exit.pending().is_some() {
-            // It would never go on from here: nobody answers the access with which it ended itself.
+            // It could not continue: the access with which it ended itself would never complete.
             return Err(ENDED);
         }
         match *state {
@@ -79,13 +79,13 @@ impl Vm {
             VmState::Running => {
                 self.freeze()?;
                 let stopped = Instant::now();
-                // A vCPU may have ended the guest on its way out.
+                // A vCPU may have ended the guest while it stopped.
                 let captured = match self.exit.pending() {
                     None => self.capture_with_ram(new).map_err(WriteError::Vm),
                     Some(_) => Err(ENDED),
                 };
                 if let Err(error) = self.thaw() {
-                    // It can be resumed when what is in the way is gone.
+                    // It can be resumed when the cause is removed.
                     *state = VmState::Paused;
                     return Err(error.into());
                 }
@@ -94,16 +94,15 @@ impl Vm {
         }
     }
 
-    /// Everything of a machine that stands still; its RAM goes into the file. RAM comes last:
-    /// reading the devices' state makes them finish what they have begun.
+    /// State of a paused machine; writes its RAM to the file. RAM comes last: saving the devices
+    /// makes them finish what they have begun.
     fn capture_with_ram(&self, new: &NewSnapshot) -> Result<MachineState, VmError> {
         let mut state = self.capture()?;
         state.ram = Some(self.ram.save(new.file(), RAM_OFFSET_BYTES, &mut |_| {})?);
         Ok(state)
     }
 
-    /// Everything of a machine that stands still, except its RAM, which the devices may write to
-    /// meanwhile.
+    /// State of a paused machine, except its RAM, which the devices may write to meanwhile.
     pub(super) fn capture(&self) -> Result<MachineState, VmError> {
         let vcpus = self.vcpus.collect(|vcpu| vcpu.capture())?;
         let interrupts = capture_interrupts(&self.kvm)?;
@@ -125,8 +124,8 @@ impl Vm {
         })
     }
 
-    /// Takes a saved state, before anything has run; RAM has its content already. Devices stand
-    /// still afterwards, until the machine is started.
+    /// Restores a saved state before anything has run; RAM has its content already. Devices remain
+    /// paused until the machine is started.
     pub(super) fn restore(&self, saved: MachineState) -> Result<(), VmError> {
         for worker in &self.workers {
             worker.pause();
@@ -194,8 +193,8 @@ pub(super) fn capture_interrupts(vm: &VmFd) -> Result<InterruptControllers, VmEr
     })
 }
 
-/// Sets that state. Interrupts that wait in the I/O APIC go to the local APICs at once, so those must have their
-/// state already.
+/// Sets that state. Interrupts pending in the I/O APIC go to the local APICs at once, so those must
+/// have their state already.
 pub(super) fn apply_interrupts(state: &InterruptControllers, vm: &VmFd) -> Result<(), VmError> {
     for chip in &state.chips {
         vm.set_irqchip(chip).map_err(VmError::kvm("set its interrupt controllers"))?;

@@ -1,11 +1,11 @@
-//! The terminal in raw mode, and back.
+//! Raw mode of the terminal.
 
 use std::io::{self, IsTerminal};
 use std::os::fd::OwnedFd;
 
 use rustix::termios::{OptionalActions, OutputModes, Termios, tcgetattr, tcsetattr};
 
-/// A terminal that hands every key to the guest; dropped, it is as it was.
+/// A terminal in raw mode. Dropping it restores the previous mode.
 #[derive(Debug)]
 pub struct RawTerminal {
     terminal: OwnedFd,
@@ -13,11 +13,11 @@ pub struct RawTerminal {
 }
 
 impl RawTerminal {
-    /// Puts the terminal on standard input into raw mode. Output processing stays on, so that the
-    /// monitor's own lines stay readable.
+    /// Puts the terminal on standard input into raw mode. Output processing remains enabled, so
+    /// that the monitor's own lines stay readable.
     ///
     /// # Errors
-    /// Standard input is no terminal, or the terminal refuses.
+    /// Standard input is not a terminal, or its mode cannot be changed.
     pub fn enter() -> io::Result<Self> {
         let stdin = io::stdin();
         if !stdin.is_terminal() {
@@ -37,30 +37,30 @@ impl RawTerminal {
 
 impl Drop for RawTerminal {
     fn drop(&mut self) {
-        // Nothing can be done if the terminal is gone.
+        // Ignored: the terminal is gone.
         let _ = tcsetattr(&self.terminal, OptionalActions::Now, &self.before);
     }
 }
 
-/// Finds the way out in what a person types: Ctrl-A x, as with QEMU; Ctrl-A twice is one Ctrl-A.
+/// Detects the escape sequence in typed input: Ctrl-A x, as in QEMU; Ctrl-A twice is one Ctrl-A.
 #[derive(Debug, Default)]
 pub struct EscapeSequence {
     pending: bool,
 }
 
-/// What to do with typed bytes.
+/// Result of filtering typed bytes.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Typed {
-    /// Hand these to the guest.
+    /// Bytes for the guest.
     Input(Vec<u8>),
-    /// The person wants to end the monitor.
+    /// The user wants to end the monitor.
     Quit,
 }
 
 const CTRL_A: u8 = 1;
 
 impl EscapeSequence {
-    /// Takes bytes as they were typed.
+    /// Filters bytes as they were typed.
     pub fn filter(&mut self, bytes: &[u8]) -> Typed {
         let mut input = Vec::with_capacity(bytes.len());
         for &byte in bytes {
@@ -80,7 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_the_escape_sequence_is_taken_out() {
+    fn only_the_escape_sequence_is_removed() {
         let mut escape = EscapeSequence::default();
         assert_eq!(escape.filter(b"ls\r"), Typed::Input(b"ls\r".to_vec()));
         assert_eq!(escape.filter(&[1, 1]), Typed::Input(vec![1]));

@@ -1,7 +1,7 @@
-//! Giving back memory that the guest has touched but that is all zero.
+//! Discards guest memory that was touched but is all zero.
 //!
-//! A page can only be looked at and discarded while nobody writes to it, so vCPUs and device
-//! threads are stopped for a slice of memory at a time.
+//! A page can only be checked and discarded while no thread writes to it, so vCPUs and device
+//! threads are paused for a slice of memory at a time.
 
 use std::time::{Duration, Instant};
 
@@ -10,15 +10,15 @@ use ebb_abi::{PageRange, Pfn};
 use super::{Vm, VmError, lock};
 use crate::api::vm::{TrimReport, VmState};
 
-/// Resident memory looked at in one pause is at most this much: some milliseconds.
+/// Most resident memory scanned in one pause, in pages: some milliseconds.
 const SLICE_PAGES: u64 = (64 << 20) / ebb_abi::PAGE_SIZE_BYTES;
-/// Time of one call; the API's thread serves nobody else meanwhile.
+/// Time limit of one call, during which the API thread serves no other client.
 const TIME_LIMIT: Duration = Duration::from_secs(1);
-/// The guest runs at least this many times as long as it was stopped.
+/// The guest runs at least this many times as long as it was paused.
 const RUN_SHARE: u32 = 1;
 
 impl Vm {
-    /// Looks at guest memory from where the last call ended.
+    /// Scans guest memory from where the last call ended.
     pub(super) fn trim_some(&self) -> Result<TrimReport, VmError> {
         let started = Instant::now();
         let mut report = TrimReport::default();
@@ -43,13 +43,13 @@ impl Vm {
         Ok(report)
     }
 
-    /// Looks at one slice; returns how long a running machine was stopped for it.
+    /// Scans one slice; returns how long a running machine was paused for it.
     fn trim_slice(&self, slice: PageRange, report: &mut TrimReport) -> Result<Duration, VmError> {
         let state = lock(&self.state);
         let running = match *state {
             VmState::Running => true,
             VmState::Paused => false,
-            // Somebody else has it, or will have it at once.
+            // Another monitor has it, or will have it soon.
             _ => return Ok(Duration::ZERO),
         };
         let stopped = Instant::now();

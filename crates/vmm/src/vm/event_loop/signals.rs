@@ -3,7 +3,7 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
 
-/// Which signals end the monitor, with their names.
+/// Signals that end the monitor, with their names.
 const SIGNALS: [(libc::c_int, &str); 4] = [
     (libc::SIGTERM, "SIGTERM"),
     (libc::SIGINT, "SIGINT"),
@@ -11,19 +11,19 @@ const SIGNALS: [(libc::c_int, &str); 4] = [
     (libc::SIGQUIT, "SIGQUIT"),
 ];
 
-/// A signal that would end the process when a file must not become larger (setrlimit(2),
-/// `RLIMIT_FSIZE`). The call that wanted it fails, which is enough: merging, for one, then has no
+/// Signal sent when a write would exceed the file size limit (setrlimit(2), `RLIMIT_FSIZE`); it
+/// would end the process. The failure of the write is enough: merging, for example, then has no
 /// room for shared pages.
 const FILE_TOO_LARGE: libc::c_int = libc::SIGXFSZ;
 
-/// Signals that arrive at a descriptor instead of interrupting.
+/// Signals read from a descriptor instead of interrupting.
 #[derive(Debug)]
 pub struct Signals {
     fd: OwnedFd,
 }
 
 impl Signals {
-    /// Blocks the signals for this thread and those it starts, and opens the descriptor.
+    /// Blocks the signals for this thread and the threads it starts, and opens the descriptor.
     pub fn block() -> io::Result<Self> {
         let set_of = |signals: &[libc::c_int]| {
             vmm_sys_util::signal::create_sigset(signals)
@@ -32,20 +32,20 @@ impl Signals {
         let ends = SIGNALS.map(|(signal, _)| signal);
         let set = set_of(&ends)?;
         let blocked = set_of(&[&ends[..], &[FILE_TOO_LARGE]].concat())?;
-        // SAFETY: `blocked` is an initialized signal set; the old mask is not asked for.
+        // SAFETY: `blocked` is an initialized signal set; the old mask is not requested.
         let result = unsafe {
             libc::pthread_sigmask(libc::SIG_BLOCK, &raw const blocked, std::ptr::null_mut())
         };
         if result != 0 {
             return Err(io::Error::from_raw_os_error(result));
         }
-        // SAFETY: `set` is an initialized signal set, and -1 asks for a new descriptor.
+        // SAFETY: `set` is an initialized signal set, and -1 requests a new descriptor.
         let fd =
             unsafe { libc::signalfd(-1, &raw const set, libc::SFD_CLOEXEC | libc::SFD_NONBLOCK) };
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: the descriptor is new and belongs to nobody else.
+        // SAFETY: the descriptor is new and has no other owner.
         Ok(Self { fd: unsafe { OwnedFd::from_raw_fd(fd) } })
     }
 

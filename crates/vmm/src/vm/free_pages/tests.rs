@@ -1,4 +1,4 @@
-//! Questions to a driver on rings in real memory; the device is the machine's own.
+//! Requests to a driver on rings in real memory; the device is the machine's own.
 
 use std::sync::{Arc, Mutex};
 
@@ -72,7 +72,7 @@ fn refusal(result: Result<Question, ControlError>) -> String {
 }
 
 #[test]
-fn what_the_guest_names_is_reported() {
+fn free_pages_named_by_the_guest_are_reported() {
     let mut machine = Machine::new(ALL);
     let buffer = machine.leave_buffer();
     let question = machine.ask(9).unwrap();
@@ -95,12 +95,12 @@ fn what_the_guest_names_is_reported() {
     assert_eq!(report.by_order, [block(9, 2 << 20), block(10, 4 << 20)]);
     assert_eq!((report.blocks, report.memory_bytes), (2, machine.guest.ram.size_bytes()));
     assert_eq!((report.messages, report.encodings.ranges, report.message_bytes), (2, 2, 48 + 64));
-    // The guest has told nothing that this could be compared with.
+    // The guest has reported no statistics to compare with.
     assert_eq!((report.free_memory_bytes, report.coverage_percent), (None, None));
 }
 
 #[test]
-fn it_is_compared_with_what_the_statistics_say() {
+fn it_is_compared_with_the_statistics() {
     let mut machine = Machine::new(ALL);
     // Tag 4, free memory (virtio 1.3 section 5.5.6.3), 8 MiB.
     let statistics = machine.guest.buffer(&[4, 0, 0, 0, 0x80, 0, 0, 0, 0, 0]);
@@ -108,7 +108,7 @@ fn it_is_compared_with_what_the_statistics_say() {
     machine.kick(QueueKind::Statistics);
     machine.leave_buffer();
     let question = machine.ask(0).unwrap();
-    assert_eq!(machine.guest.used(QueueKind::Statistics).len(), 1, "they are asked for as well");
+    assert_eq!(machine.guest.used(QueueKind::Statistics).len(), 1, "they are requested as well");
     machine.guest.offer(QueueKind::Statistics, &[statistics]);
     machine.kick(QueueKind::Statistics);
     machine.answer(1, AnswerStatus::Aborted, &[PageRange::new(Pfn(1024), 512)]);
@@ -119,7 +119,7 @@ fn it_is_compared_with_what_the_statistics_say() {
 }
 
 #[test]
-fn what_comes_too_late_is_withdrawn() {
+fn a_late_answer_is_withdrawn() {
     let mut machine = Machine::new(ALL);
     machine.leave_buffer();
     let question = machine.ask(0).unwrap();
@@ -139,7 +139,7 @@ fn what_comes_too_late_is_withdrawn() {
 }
 
 #[test]
-fn one_question_at_a_time_and_who_loses_interest_withdraws() {
+fn one_request_at_a_time_and_dropping_it_withdraws_it() {
     let mut machine = Machine::new(ALL);
     machine.leave_buffer();
     let question = machine.ask(0).unwrap();
@@ -153,9 +153,9 @@ fn one_question_at_a_time_and_who_loses_interest_withdraws() {
 }
 
 #[test]
-fn a_driver_that_does_not_know_the_question_is_not_asked() {
+fn a_driver_without_host_requests_is_not_asked() {
     let machine = Machine::new(Features::ALL_BALLOON);
-    assert!(refusal(machine.ask(0)).contains("have not agreed on host requests"));
+    assert!(refusal(machine.ask(0)).contains("has not negotiated host requests"));
     lock(&machine.transport).device_mut().reset();
     refusal(machine.ask(0));
 }

@@ -1,4 +1,5 @@
-//! Merging by Linux's KSM, whose settings are the host's: a machine offers its memory, no more.
+//! Merging by Linux's KSM. Its settings belong to the host: a machine only makes its memory
+//! mergeable.
 
 use std::path::Path;
 use std::sync::{Arc, Mutex};
@@ -18,13 +19,13 @@ use crate::config::MergeConfig;
 use crate::config::merge::DEFAULT_KERNEL_DOMAIN;
 use crate::vm::lock;
 
-/// Merging by the kernel; dropped, it ends, while what was merged stays so.
+/// Merging by the kernel. Dropping it ends it; merged pages stay merged.
 pub(super) struct KernelMerging {
     ksm: Ksm,
     status: Mutex<Status>,
     ram: Arc<GuestRam>,
-    /// Dropped last: as long as there is memory that the kernel may merge, others of another domain
-    /// must be kept away.
+    /// Dropped last: while there is memory that the kernel may merge, machines of other domains
+    /// must stay out.
     _domain: KernelDomain,
 }
 
@@ -32,12 +33,12 @@ impl KernelMerging {
     /// Lets the kernel merge the pages of `ram`.
     ///
     /// # Errors
-    /// Why it cannot.
+    /// Why the kernel cannot merge.
     pub(super) fn start(config: &MergeConfig, ram: &Arc<GuestRam>) -> Result<Self, String> {
         Self::start_among(Path::new(RUN_FOLDER), config, ram)
     }
 
-    /// The same among the machines whose domain is named in `folder`.
+    /// The same for the machines whose domain is recorded in `folder`.
     fn start_among(
         folder: &Path,
         config: &MergeConfig,
@@ -48,10 +49,10 @@ impl KernelMerging {
             let present = ksm.settings().map_err(text)?.get(Knob::MergeAcrossNodes);
             if present != Some(u64::from(across)) {
                 return Err(format!(
-                    "merge_across_nodes is a setting of the host for merge=kernel, and it is {}; set {SYSFS}/{} for all machines, \
-                     or leave it out",
+                    "merge_across_nodes is a setting of the host for merge=kernel, and it is {}; \
+                     set {SYSFS}/{} for all machines, or leave it out",
                     match present {
-                        None => "not there (this kernel knows no nodes)",
+                        None => "unavailable (this kernel does not support nodes)",
                         Some(0) => "off",
                         Some(_) => "on",
                     },
@@ -61,7 +62,7 @@ impl KernelMerging {
         }
         let domain = config.domain.as_deref().unwrap_or(DEFAULT_KERNEL_DOMAIN);
         let domain = KernelDomain::join(folder, domain).map_err(text)?;
-        // Only now: no machine of another domain is there.
+        // Only after joining: no machine of another domain is present.
         ram.advise_mergeable(Advice::Allow).map_err(text)?;
         Ok(Self { ksm, status: Mutex::default(), ram: ram.clone(), _domain: domain })
     }
@@ -92,8 +93,8 @@ impl KernelMerging {
         Ok(MergeStatistics { merged_bytes: self.merged_bytes(), ..statistics(&counters) })
     }
 
-    /// Offers the machine's memory to the kernel, or takes it back: its pages get memory of their
-    /// own again then, while those of others stay as they are. It returns when that is done.
+    /// Makes the machine's memory mergeable, or unmerges it: its pages become private again, while
+    /// those of other processes stay merged. Returns when that is done.
     pub(super) fn change(&self, change: &MergeChange) -> Result<(), ControlError> {
         if change.min_pass_millisecs.is_some() || change.clean_passes.is_some() {
             return Err(wrong_state(
@@ -104,7 +105,8 @@ impl KernelMerging {
         if let Some((what, file)) = of_the_host(change) {
             return Err(wrong_state(
                 format!(
-                    "{what} is a setting of the host for merge=kernel, and the same for all that the kernel merges"
+                    "{what} is a setting of the host for merge=kernel, \
+                     common to all processes whose pages the kernel merges"
                 ),
                 &format!("change it in {SYSFS}/{file}, or let the monitor merge (merge=owner)"),
             ));
@@ -134,7 +136,7 @@ fn text(error: impl std::fmt::Display) -> String {
     error.to_string()
 }
 
-/// The first of the settings in `change` that is the whole host's, and the file that has it.
+/// The first setting in `change` that belongs to the whole host, and its file.
 fn of_the_host(change: &MergeChange) -> Option<(&'static str, &'static str)> {
     [
         ("run=stop", change.run == Some(MergeRun::Stop), Knob::Run),
@@ -150,7 +152,7 @@ fn of_the_host(change: &MergeChange) -> Option<(&'static str, &'static str)> {
     .find_map(|(name, is_wanted, knob)| is_wanted.then_some((name, knob.name())))
 }
 
-/// KSM's settings in our terms.
+/// KSM's settings in terms of the API.
 fn settings(values: &Values, run: MergeRun) -> MergeSettings {
     let on = |knob| values.get(knob).map(|value| value != 0);
     let is_advised = values.get(Knob::AdvisorMode) == Some(ADVISOR_SCAN_TIME);
@@ -173,7 +175,7 @@ fn settings(values: &Values, run: MergeRun) -> MergeSettings {
     }
 }
 
-/// KSM's counters, which are about the whole host.
+/// KSM's counters, which cover the whole host.
 fn statistics(counters: &Counters) -> MergeStatistics {
     let count = |counter| counters.get(counter).and_then(|value| u64::try_from(value).ok());
     MergeStatistics {

@@ -1,7 +1,6 @@
 //! Same-page merging of a machine: by the monitor itself, or by the kernel.
 //!
-//! Merging never keeps a machine from running: where it is not possible, the machine runs without
-//! it, and says why.
+//! A machine runs even if merging is not possible, and reports the reason.
 
 mod kernel;
 mod owner;
@@ -21,7 +20,7 @@ use crate::seccomp::Filters;
 use kernel::KernelMerging;
 use owner::OwnerMerging;
 
-/// What merging is doing, and why not more.
+/// State of merging, and the reason if it is limited.
 #[derive(Clone, Debug)]
 struct Status {
     run: MergeRun,
@@ -51,14 +50,14 @@ pub(super) struct Merging {
 
 enum Backend {
     Off,
-    /// It was asked for, and this is why it cannot be.
+    /// Configured but not possible, for this reason.
     Unavailable(String),
     Kernel(KernelMerging),
     Owner(OwnerMerging),
 }
 
 impl Merging {
-    /// Begins, if that was asked for. The machine stands still, and so does merging until
+    /// Starts merging, if configured. The machine is paused, and so is merging until
     /// [`resume`](Self::resume).
     pub(super) fn start(
         config: &MergeConfig,
@@ -80,8 +79,7 @@ impl Merging {
         Self { config: config.clone(), backend }
     }
 
-    /// Memory of the machine that shares pages with other memory, in bytes; `None` where nobody
-    /// merges.
+    /// Memory of the machine that shares pages with other memory, in bytes; `None` without merging.
     pub(super) fn merged_bytes(&self) -> Option<u64> {
         match &self.backend {
             Backend::Off | Backend::Unavailable(_) => None,
@@ -90,15 +88,15 @@ impl Merging {
         }
     }
 
-    /// Stops the monitor's own merging, and returns when nothing is under way. The kernel's goes
-    /// on: what it does nobody can notice.
+    /// Pauses the monitor's own merging. Returns when no operation is in progress. The kernel's
+    /// continues, since its effects are not observable.
     pub(super) fn pause(&self) {
         if let Backend::Owner(owner) = &self.backend {
             owner.pause();
         }
     }
 
-    /// Lets it work again.
+    /// Resumes merging.
     pub(super) fn resume(&self) {
         if let Backend::Owner(owner) = &self.backend {
             owner.resume();
@@ -123,7 +121,7 @@ impl Merging {
         }
     }
 
-    /// What has been counted.
+    /// The counters of merging.
     pub(super) fn statistics(&self) -> Result<Option<MergeStatistics>, ControlError> {
         match &self.backend {
             Backend::Off | Backend::Unavailable(_) => Ok(None),
@@ -132,7 +130,7 @@ impl Merging {
         }
     }
 
-    /// Everything that is known of it.
+    /// Configuration, state, settings and counters.
     pub(super) fn info(&self) -> Result<MergeInfo, ControlError> {
         let Status { state, reason, .. } = self.status();
         Ok(MergeInfo {
@@ -146,16 +144,16 @@ impl Merging {
         })
     }
 
-    /// Changes how pages are merged.
+    /// Changes the settings of merging.
     pub(super) fn change(&self, change: &MergeChange) -> Result<(), ControlError> {
         match &self.backend {
             Backend::Off => Err(wrong_state(
-                "nobody merges pages of this virtual machine",
+                "same-page merging is off for this virtual machine",
                 "start it with --memory size=…,merge=owner or merge=kernel",
             )),
             Backend::Unavailable(reason) => {
                 let message = format!("pages of this virtual machine cannot be merged: {reason}");
-                Err(wrong_state(message, "start it again when that has changed"))
+                Err(wrong_state(message, "restart it when that has changed"))
             }
             Backend::Kernel(kernel) => kernel.change(change),
             Backend::Owner(owner) => owner.change(change),

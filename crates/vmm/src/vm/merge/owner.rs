@@ -20,28 +20,28 @@ use crate::exit::{ExitSignal, GuestExit};
 use crate::seccomp::{Filters, ThreadKind};
 use crate::vm::lock;
 
-/// Merging by the monitor; dropped, it ends, while what was merged stays so.
+/// Merging by the monitor. Dropping it ends it; merged pages stay merged.
 pub(super) struct OwnerMerging {
     ram: Arc<GuestRam>,
     control: Arc<Control>,
-    /// Whom pages are shared with.
+    /// The scope of sharing.
     sharing: Sharing,
-    /// Holds the thread while the machine stands still.
+    /// Pauses the thread while the machine is paused.
     brake: Mutex<Option<Paused>>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// Whom pages are shared with.
+/// The scope of sharing.
 enum Sharing {
-    /// With nobody: they are merged within this machine.
+    /// This machine only.
     Alone,
-    /// With nobody, although a broker was named: this is why.
+    /// This machine only although a broker was configured, for this reason.
     WithoutBroker(String),
-    /// With all of the broker's domain, as long as it is there.
+    /// All machines of the broker's domain, while the broker is connected.
     Broker,
 }
 
-/// What was opened for it.
+/// Resources opened for merging.
 struct Prepared {
     ram: Arc<GuestRam>,
     session: MergeSession,
@@ -50,7 +50,7 @@ struct Prepared {
 }
 
 impl OwnerMerging {
-    /// Prepares everything that needs privileges, and starts the thread, which stands still.
+    /// Prepares everything that needs privileges, and starts the thread paused.
     ///
     /// # Errors
     /// Why the pages of this machine cannot be merged.
@@ -80,13 +80,13 @@ impl OwnerMerging {
         }
     }
 
-    /// Stops it, and returns when nothing is under way.
+    /// Pauses merging. Returns when no operation is in progress.
     pub(super) fn pause(&self) {
         let paused = self.control.pause();
         *lock(&self.brake) = Some(paused);
     }
 
-    /// Lets it work again.
+    /// Resumes merging.
     pub(super) fn resume(&self) {
         *lock(&self.brake) = None;
     }
@@ -97,7 +97,7 @@ impl OwnerMerging {
             Sharing::Alone => None,
             Sharing::WithoutBroker(reason) => Some(reason.clone()),
             Sharing::Broker => self.control.why_gone().map(|reason| {
-                format!("the broker of shared pages is gone ({reason}); what is merged stays so")
+                format!("the broker of shared pages is gone ({reason}); merged pages stay merged")
             }),
         };
         let (run, state) = match settings.run {
@@ -131,14 +131,16 @@ impl OwnerMerging {
         }
     }
 
-    /// Changes settings, and waits for the thread to take them.
+    /// Changes settings, and waits until the thread has applied them.
     pub(super) fn change(&self, change: &MergeChange) -> Result<(), ControlError> {
         if matches!(self.sharing, Sharing::Broker)
             && (change.merge_across_nodes.is_some() || change.max_page_sharing.is_some())
         {
             return Err(wrong_state(
-                "which pages may share is the same for all machines of a domain, and the broker knows it from the start",
-                "start the machine again with another merge_across_nodes, or the broker with another limit",
+                "merge_across_nodes and max_page_sharing are the same for all machines of a \
+                 domain, and the broker gets them at the start",
+                "restart the machine with another merge_across_nodes, or the broker with another \
+                 limit",
             ));
         }
         self.control
@@ -153,13 +155,13 @@ impl Drop for OwnerMerging {
         self.control.stop();
         self.resume();
         if let Some(thread) = self.thread.take() {
-            // A panic of the thread has been printed where it happened.
+            // A panic was printed where it happened.
             let _ = thread.join();
         }
     }
 }
 
-/// The domain's stable pages, if there is a broker to have them from.
+/// The domain's stable pages, if a broker is configured.
 fn connect(
     config: &MergeConfig,
     nodes: Nodes,
@@ -186,7 +188,7 @@ impl Prepared {
     ) -> Result<OwnerMerging, String> {
         let mut secret = [0; 32];
         rustix::rand::getrandom(&mut secret, rustix::rand::GetRandomFlags::empty())
-            .map_err(|error| format!("no random numbers can be had: {error}"))?;
+            .map_err(|error| format!("no random numbers are available: {error}"))?;
         let store = StablePages::new(StableMemory::own(self.segments.clone()));
         self.merge_with(store, Secret(secret), sharing, filters, exit)
     }
@@ -203,8 +205,8 @@ impl Prepared {
             .map_err(|error| error.to_string())?;
         let (mut worker, control) = Worker::new(merger);
         let brake = Mutex::new(Some(control.pause()));
-        // The first look at a clock learns where the kernel's is, by calls that the filter does not
-        // know.
+        // The first read of a clock locates the kernel's vDSO, with calls that the filter does not
+        // allow.
         let _ = SystemClock.now();
         let (filter, exit) = (filters.for_thread(ThreadKind::Merge), exit.clone());
         let thread = std::thread::Builder::new()
@@ -229,7 +231,7 @@ fn refused(error: &SettingsError) -> ControlError {
     }
 }
 
-/// What `change` makes of `settings`.
+/// Applies `change` to `settings`.
 fn apply(change: &MergeChange, settings: &mut Settings) {
     fn set<T>(setting: &mut T, value: Option<T>) {
         if let Some(value) = value {
@@ -250,7 +252,7 @@ fn apply(change: &MergeChange, settings: &mut Settings) {
     set(&mut settings.max_page_sharing, change.max_page_sharing.map(number));
     set(&mut settings.use_zero_pages, change.use_zero_pages);
     set(&mut settings.smart_scan, change.smart_scan);
-    // One of the two at a time.
+    // Mutually exclusive settings.
     if change.pages_per_second.is_some() {
         settings.pages_per_second = change.pages_per_second;
         settings.target_scan_seconds = None;

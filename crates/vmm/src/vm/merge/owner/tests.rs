@@ -15,7 +15,7 @@ fn ram(backing: Backing) -> Arc<GuestRam> {
     Arc::new(GuestRam::new(&[spec], backing, HugePages::Off, Populate::Lazy).unwrap())
 }
 
-/// Fills all pages with the numbers of their kinds.
+/// Fills each page with the number of its kind.
 fn fill(ram: &GuestRam, kind: impl Fn(u64) -> u64) {
     for page in 0..PAGES {
         ram.memory()
@@ -50,7 +50,7 @@ fn owner() -> MergeConfig {
     MergeConfig { backend: MergeBackend::Owner, ..MergeConfig::default() }
 }
 
-/// Waits until `reached`; what is waited for takes seconds at most, but the machine may be busy.
+/// Waits until `reached`, which takes seconds at most; the limit is generous for busy machines.
 fn wait(what: &str, merging: &Merging, reached: impl Fn(&crate::api::merge::MergeInfo) -> bool) {
     let deadline = Instant::now() + Duration::from_secs(60);
     while !reached(&merging.info().unwrap()) {
@@ -74,7 +74,7 @@ fn equal_pages_are_merged_behind_the_filter_and_unmerged_again() {
     fill(&ram, |page| 7 + kind(page));
     let merging = start(&owner(), &ram);
     assert_eq!(merging.info().unwrap().state, MergeState::Merging, "{:?}", merging.info());
-    // It stands still until the machine runs.
+    // Merging is paused until the machine runs.
     std::thread::sleep(Duration::from_millis(50));
     assert_eq!(counted(&merging.info().unwrap()).pages_scanned, Some(0));
     merging.resume();
@@ -113,7 +113,7 @@ fn equal_pages_are_merged_behind_the_filter_and_unmerged_again() {
 }
 
 #[test]
-fn memory_that_cannot_be_merged_says_so() {
+fn unmergeable_memory_is_reported() {
     let ram = ram(Backing::Memfd);
     let merging = start(&owner(), &ram);
     let info = merging.info().unwrap();
@@ -138,7 +138,7 @@ fn without_its_broker_a_machine_merges_on_its_own() {
 }
 
 #[test]
-fn every_setting_is_what_was_asked_for() {
+fn every_setting_is_applied() {
     let mut changed = Settings::default();
     let fixed = MergeChange {
         run: Some(MergeRun::Merge),
