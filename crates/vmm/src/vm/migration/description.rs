@@ -1,4 +1,4 @@
-//! A machine as its destination has to know it before anything of it is sent.
+//! The description of a machine that its destination needs before memory is sent.
 
 use std::fmt;
 
@@ -13,12 +13,12 @@ use crate::size::ByteSize;
 use crate::snapshot::MachineConfig;
 use crate::snapshot::processor::Processor;
 
-/// A machine that is to be moved.
+/// A machine that will be migrated.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Description {
-    /// What it is made of. Paths are absolute.
+    /// The machine's configuration. Paths are absolute.
     pub machine: MachineConfig,
-    /// The processor that the guest knows.
+    /// The processor that the guest was given.
     pub processor: Processor,
     /// Frequency of the guest's time stamp counters.
     pub tsc_khz: Kilohertz,
@@ -26,15 +26,15 @@ pub struct Description {
     pub msrs: Vec<u32>,
     /// KVM's capabilities that the machine was built with, of those in [`KVM_CAPABILITIES`].
     pub capabilities: Vec<String>,
-    /// Where its memory is.
+    /// Regions of its memory.
     pub regions: Vec<MemoryRegion>,
-    /// Its virtio devices in the order of their places.
+    /// Its virtio devices in slot order.
     pub devices: Vec<DeviceDescription>,
-    /// Memory that its host holds, in bytes: what it needs at least.
+    /// Resident memory in bytes: the minimum that it needs at the destination.
     pub held_bytes: u64,
-    /// Whether it is paused, and stays so.
+    /// Whether it is paused, and remains so.
     pub paused: bool,
-    /// Its memory's files, if they are handed over instead of what is in them.
+    /// The files of its memory, if they are shared instead of their content being sent.
     pub shared: Option<SharedLayout>,
 }
 
@@ -47,8 +47,8 @@ pub struct MemoryRegion {
     pub size_bytes: u64,
 }
 
-/// KVM's capabilities without which a part of a machine's state could not be set, or without which
-/// the guest would miss something, with their names (Linux Documentation/virt/kvm/api.rst).
+/// KVM capabilities without which a part of a machine's state could not be restored, or the guest
+/// would miss a feature, with their names (Linux Documentation/virt/kvm/api.rst).
 pub const KVM_CAPABILITIES: [(Cap, &str); 8] = [
     (Cap::AdjustClock, "KVM_CAP_ADJUST_CLOCK"),
     (Cap::Debugregs, "KVM_CAP_DEBUGREGS"),
@@ -60,7 +60,7 @@ pub const KVM_CAPABILITIES: [(Cap, &str); 8] = [
     (Cap::Xsave, "KVM_CAP_XSAVE"),
 ];
 
-/// Names of those of [`KVM_CAPABILITIES`] that this KVM has.
+/// Names of the [`KVM_CAPABILITIES`] that this KVM has.
 pub fn capabilities(kvm: &Kvm) -> Vec<String> {
     KVM_CAPABILITIES
         .into_iter()
@@ -69,7 +69,7 @@ pub fn capabilities(kvm: &Kvm) -> Vec<String> {
         .collect()
 }
 
-/// What a destination has built for a machine.
+/// The machine that a destination has built.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Here {
     /// As [`Description::msrs`].
@@ -82,22 +82,25 @@ pub struct Here {
     pub devices: Vec<DeviceDescription>,
 }
 
-/// Why a destination cannot take a machine.
+/// Why a destination cannot accept a machine.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum Incompatible {
-    /// A KVM that is too old, or for another processor.
+    /// KVM is too old, or the processor is another.
     #[error(
-        "KVM on this host lacks {0}, which the machine was started with; use a kernel as on the source's host"
+        "KVM on this host lacks {0}, which the machine was started with; \
+         use a kernel like that of the source's host"
     )]
     Capabilities(Names),
-    /// Registers that vCPUs do not have here.
+    /// vCPUs here lack model specific registers.
     #[error(
-        "vCPUs on this host lack the model specific registers {0}; use a processor and a kernel like those of the source's host"
+        "vCPUs on this host lack the model specific registers {0}; \
+         use a processor and a kernel like those of the source's host"
     )]
     Registers(Names),
-    /// The memory is elsewhere.
+    /// The memory layouts differ.
     #[error(
-        "guest memory is laid out in another way here ({here} instead of {there}); use the same release of Ebb"
+        "guest memory has another layout here ({here} instead of {there}); \
+         use the same release of Ebb"
     )]
     Layout {
         /// Regions here.
@@ -105,9 +108,10 @@ pub enum Incompatible {
         /// Regions at the source.
         there: String,
     },
-    /// Another number of devices.
+    /// The numbers of devices differ.
     #[error(
-        "the machine has {there} virtio devices and would have {here} here; use the same release of Ebb"
+        "the machine has {there} virtio devices and would have {here} here; \
+         use the same release of Ebb"
     )]
     DeviceCount {
         /// Here.
@@ -115,29 +119,30 @@ pub enum Incompatible {
         /// At the source.
         there: usize,
     },
-    /// Another device.
-    #[error("the {device} in place {place} would be another one here: {problem}")]
+    /// A device differs.
+    #[error("the {device} in slot {place} differs here: {problem}")]
     Device {
-        /// What it is at the source.
+        /// The device at the source.
         device: String,
-        /// Its place, from 0.
+        /// Its slot, from 0.
         place: usize,
-        /// What is different, and what to do.
+        /// The difference, and what to do.
         problem: String,
     },
     /// Too little memory.
     #[error(
-        "this host has {available} of memory available, and the machine holds {needed} on its own; free some, or use another host"
+        "this host has {available} of memory available, but the machine needs {needed} of its own; \
+         free some, or use another host"
     )]
     Memory {
         /// `MemAvailable` of this host.
         available: ByteSize,
-        /// What the machine needs at least.
+        /// The machine's minimum.
         needed: ByteSize,
     },
 }
 
-/// A list of names for people.
+/// A list of names for messages.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Names(Vec<String>);
 
@@ -148,10 +153,10 @@ impl fmt::Display for Names {
 }
 
 impl Description {
-    /// Whether what was built for this machine can be this machine.
+    /// Checks that what was built for this machine can continue it.
     ///
     /// # Errors
-    /// The first thing that cannot.
+    /// The first mismatch.
     pub fn check(&self, here: &Here) -> Result<(), Incompatible> {
         let missing: Vec<_> = self
             .capabilities
@@ -189,7 +194,7 @@ impl Description {
         Ok(())
     }
 
-    /// Whether a host with `available_bytes` of memory can hold what the guest has in memory.
+    /// Checks that a host with `available_bytes` of memory can hold the guest's resident memory.
     ///
     /// # Errors
     /// [`Incompatible::Memory`].
@@ -204,7 +209,7 @@ impl Description {
     }
 }
 
-/// The first of what may be very many, for a message.
+/// The first elements of a possibly very long list, for a message.
 fn shown(texts: &[String], separator: &str) -> String {
     const MOST: usize = 8;
     const MOST_CHARACTERS: usize = 64;
@@ -224,10 +229,10 @@ fn layout(regions: &[MemoryRegion]) -> String {
     shown(&parts, " ")
 }
 
-/// What a driver would notice.
+/// The first difference that a driver would notice.
 fn difference(there: &DeviceDescription, here: &DeviceDescription) -> Option<String> {
     if there.device_id != here.device_id {
-        return Some(format!("it is the {} there; use the same release of Ebb", here.name()));
+        return Some(format!("it is the {} here; use the same release of Ebb", here.name()));
     }
     let missing = there.features & !here.features;
     if missing != 0 {
@@ -238,7 +243,8 @@ fn difference(there: &DeviceDescription, here: &DeviceDescription) -> Option<Str
     }
     match (there.disk_bytes, here.disk_bytes) {
         (Some(there), Some(here)) if there != here => Some(format!(
-            "its image has {here} bytes here and {there} at the source; both must use the same image, or give its path here with --disk"
+            "its image has {here} bytes here and {there} at the source; both must use the same \
+             image, or give its path here with --disk"
         )),
         _ => None,
     }

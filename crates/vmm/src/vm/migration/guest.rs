@@ -1,4 +1,4 @@
-//! The machine as the engine sees it: stopped and saved, let go on, slowed down.
+//! The machine as the migration engine sees it: paused and saved, resumed, throttled.
 
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex};
@@ -14,11 +14,11 @@ use crate::exit::GuestExit;
 use crate::snapshot::MachineState;
 use crate::vm::{Vm, lock};
 
-/// How often a guest that is throttled runs between two rests.
+/// How long a throttled guest runs between two rests.
 const SLICE: Duration = Duration::from_millis(10);
-/// How long a reboot of the guest may take that comes at the moment of the switch-over.
+/// Time limit for a reboot of the guest at the moment of the switch-over.
 const REBOOT_LIMIT: Duration = Duration::from_secs(20);
-/// How often it is looked for the end of a reboot.
+/// Interval of checks for the end of a reboot.
 const REBOOT_POLL: Duration = Duration::from_millis(5);
 
 /// The machine cannot be handed over.
@@ -28,19 +28,22 @@ enum NotReady {
     Ended(GuestExit),
     #[error("the machine is about to end")]
     Stopping,
-    #[error("the guest is starting again and is not through with it after {} s", REBOOT_LIMIT.as_secs())]
+    #[error(
+        "the guest is rebooting and has not finished after {} s",
+        REBOOT_LIMIT.as_secs()
+    )]
     Rebooting,
 }
 
-/// What a stop has found.
+/// Result of an attempt to stop the machine.
 enum Stop {
     Saved,
-    /// The guest starts again first.
+    /// The guest must reboot first.
     RebootFirst,
 }
 
-/// What is known of a machine that was stopped; the engine has the machine, and whoever runs the
-/// engine has this.
+/// Results of stopping the machine, shared by the engine, which owns the machine, and the code that
+/// runs the engine.
 #[derive(Clone, Default)]
 pub(super) struct Stopped(Arc<Mutex<Saved>>);
 
@@ -52,18 +55,18 @@ struct Saved {
 }
 
 impl Stopped {
-    /// What was saved.
+    /// Takes the saved state.
     pub(super) fn take_state(&self) -> Option<MachineState> {
         lock(&self.0).state.take()
     }
 
-    /// When the guest was stopped, if it ran before.
+    /// When the guest was stopped, if it was running.
     pub(super) fn at(&self) -> Option<Instant> {
         lock(&self.0).at
     }
 }
 
-/// A machine that is being moved.
+/// A machine that is being migrated.
 pub(super) struct MovedGuest {
     vm: Arc<Vm>,
     stopped: Stopped,
@@ -89,7 +92,7 @@ impl MovedGuest {
                 let at = Instant::now();
                 self.vm.freeze()?;
                 if self.vm.exit.pending().is_some() {
-                    // A vCPU has ended the guest on its way out, or started it again.
+                    // A vCPU has ended or rebooted the guest while it stopped.
                     self.vm.thaw()?;
                     return Ok(Stop::RebootFirst);
                 }
@@ -135,7 +138,7 @@ impl Guest for MovedGuest {
     }
 }
 
-/// A thread that lets the vCPUs rest again and again; dropped, it ends.
+/// A thread that makes the vCPUs rest repeatedly. Dropping it ends the thread.
 struct Throttle {
     stop: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
@@ -159,7 +162,7 @@ impl Drop for Throttle {
     fn drop(&mut self) {
         drop(self.stop.take());
         if let Some(thread) = self.thread.take() {
-            // A panic of the thread has been printed where it happened.
+            // A panic was printed where it happened.
             let _ = thread.join();
         }
     }

@@ -8,48 +8,48 @@ use ebb_migration::{BoxError, FreePageSource, HintReceiver};
 use crate::api::migration::FreePageChoice;
 use crate::vm::{SharedTransport, lock};
 
-/// How the driver is asked.
+/// How the driver is asked for free pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Way {
     /// Free page hinting (virtio 1.3 section 5.5.6.4).
     Hints,
-    /// The extension's question (docs/extension.md, "Host requests").
+    /// Host requests of the extension (docs/extension.md, "Host requests").
     Query,
 }
 
-/// The guest's driver can be asked in no way that was wanted.
+/// The driver cannot be asked by any of the allowed methods.
 #[derive(Debug, thiserror::Error)]
 enum Unasked {
-    #[error("no driver in the guest has agreed on {0}")]
+    #[error("no driver in the guest has negotiated {0}")]
     NotNegotiated(&'static str),
     #[error("the guest relies on the content of its free pages (page poison)")]
     Poisoned,
     #[error(
-        "the guest could not say whether it relies on the content of its free pages, since the device does not offer page \
-         poison; start it with --balloon poison=on"
+        "it is unknown whether the guest relies on the content of its free pages, since the \
+         device does not offer page poison; start the machine with --balloon poison=on"
     )]
     PoisonUnknown,
     #[error("{0}")]
     Refused(String),
 }
 
-/// Asks the driver, in the way that was chosen.
+/// Asks the driver with the configured method.
 pub(super) struct FreePages {
     transport: SharedTransport,
     choice: FreePageChoice,
-    /// What is under way, with the number of a question.
+    /// The request in progress, with its number.
     asked: Option<(Way, u64)>,
-    /// How it was asked last, for the report.
+    /// The method used last, for the report.
     used: FreePageChoice,
 }
 
 impl FreePages {
-    /// By `choice`, which is not [`FreePageChoice::Off`].
+    /// Uses the method `choice`, which is not [`FreePageChoice::Off`].
     pub(super) fn new(transport: SharedTransport, choice: FreePageChoice) -> Self {
         Self { transport, choice, asked: None, used: FreePageChoice::Off }
     }
 
-    /// How the driver was asked; off if it could not be.
+    /// The method used last; off if the driver could not be asked.
     pub(super) fn used(&self) -> FreePageChoice {
         self.used
     }
@@ -63,8 +63,8 @@ impl FreePages {
         if !asked {
             return Err(Unasked::PoisonUnknown);
         }
-        // The guest finds zeros at the destination where its pattern was, or an older content where
-        // it has put zeros.
+        // The destination would show zeros in place of the guest's poison pattern, or old content
+        // in place of zeros that the guest wrote.
         if negotiated.contains(Feature::PagePoison) {
             return Err(Unasked::Poisoned);
         }
@@ -84,7 +84,7 @@ impl FreePages {
         }
     }
 
-    /// Ends a question whose answer is not wanted any more.
+    /// Withdraws a request whose answer is no longer needed.
     fn withdraw(&mut self) {
         if let Some((Way::Query, request_id)) = self.asked {
             let mut transport = lock(&self.transport);

@@ -1,4 +1,4 @@
-//! The machine that is moved: what is said of it, and what changes hands with it.
+//! The migrated machine: its description, and the resources that change owners with it.
 
 use std::sync::atomic::Ordering;
 
@@ -10,14 +10,14 @@ use crate::snapshot::processor::Processor;
 use crate::vm::{Vm, VmError, lock};
 
 impl Vm {
-    /// The machine as its destination has to know it.
+    /// Describes the machine for its destination.
     pub(super) fn describe(&self) -> Result<Description, VmError> {
         let tsc = self.tsc.ok_or(GuestClockError::NoFrequency)?;
         let mut machine = MachineConfig::of(&self.config);
         let absolute = |path: &mut std::path::PathBuf| {
             std::path::absolute(&*path)
                 .map(|full| *path = full)
-                .map_err(VmError::host("find its own folder"))
+                .map_err(VmError::host("find its working directory"))
         };
         machine.kernel.as_mut().map(absolute).transpose()?;
         machine.merge.broker.as_mut().map(absolute).transpose()?;
@@ -32,14 +32,14 @@ impl Vm {
             capabilities: here.capabilities,
             regions: here.regions,
             devices: here.devices,
-            // What is shared here is shared with nobody there.
+            // Pages that are shared here need memory of their own there.
             held_bytes: self.ram.resident_bytes()? + self.merged_bytes().unwrap_or(0),
             paused: self.state() == VmState::Paused,
             shared: None,
         })
     }
 
-    /// What this monitor has built, to be compared with what another one has.
+    /// The machine as built by this monitor, for comparison with another's description.
     pub(in crate::vm) fn here(&self) -> Here {
         let region = |region: &ebb_guest_ram::Region| MemoryRegion {
             start: region.start.0,
@@ -53,13 +53,13 @@ impl Vm {
         }
     }
 
-    /// Lets devices go of what only one monitor may have.
+    /// Makes the devices release what only one monitor may hold.
     pub(in crate::vm) fn release_exclusive(&self) -> Result<(), String> {
         self.released_exclusive.store(true, Ordering::Relaxed);
         self.devices.iter().try_for_each(|device| lock(device).release_exclusive())
     }
 
-    /// Takes what only one monitor may have, if devices have let go of it.
+    /// Acquires what only one monitor may hold, if the devices have released it.
     pub(in crate::vm) fn reacquire_exclusive(&self) -> Result<(), String> {
         if self.released_exclusive.load(Ordering::Relaxed) {
             self.acquire_exclusive()?;
@@ -68,12 +68,12 @@ impl Vm {
         Ok(())
     }
 
-    /// Takes what only one monitor may have, for a machine that another one has given away.
+    /// Acquires what only one monitor may hold, for a machine that another monitor has released.
     pub(in crate::vm) fn acquire_exclusive(&self) -> Result<(), String> {
         self.devices.iter().try_for_each(|device| lock(device).acquire_exclusive())
     }
 
-    /// Lets a machine that was stopped for a migration go on here.
+    /// Continues a machine here that was stopped for a migration.
     pub(super) fn take_back(&self, was_paused: bool) -> Result<(), VmError> {
         let mut state = lock(&self.state);
         if *state != VmState::Migrating {

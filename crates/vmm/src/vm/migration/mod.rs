@@ -1,12 +1,12 @@
-//! Moving a machine to another monitor, and taking one in.
+//! Migration of a machine to another monitor, and reception of one.
 //!
-//! How monitors talk, and how memory gets across, is the crate `ebb-migration`. A
-//! [`description`] goes ahead of the memory: whatever the destination cannot provide is found
-//! before the first byte of memory is sent. The state that goes behind the memory is that of a
+//! The protocol between monitors and the transfer of memory are in the crate `ebb-migration`. A
+//! [`description`] is sent ahead of the memory, so that anything the destination cannot provide is
+//! found before the first byte of memory is sent. The state sent after the memory is that of a
 //! snapshot, a [`MachineState`](crate::snapshot::MachineState) without RAM.
 //!
-//! At the source, the API asks and looks ([`Migrations`]); a thread of its own
-//! ([`MigrationThread`]) does the work, because that takes system calls that no other thread may
+//! At the source, the API starts and observes migrations ([`Migrations`]). A separate thread
+//! ([`MigrationThread`]) does the work, because it needs system calls that no other thread may
 //! make, and waits for the network. The [`destination`] is a monitor that has no machine yet.
 
 pub(super) mod description;
@@ -28,11 +28,11 @@ use crate::api::vm::VmState;
 use crate::exit::GuestExit;
 use crate::seccomp::{Filters, ThreadKind};
 
-/// How long the monitor waits for somebody to read the report of a completed migration before it
+/// How long the monitor waits for a client to read the report of a completed migration before it
 /// ends.
 const REPORT_TIME_LIMIT: Duration = Duration::from_secs(1);
 
-/// The migration that is under way, or the last one.
+/// The migration in progress, or the last one.
 #[derive(Default)]
 pub(super) struct Migrations {
     slot: Mutex<Slot>,
@@ -42,19 +42,19 @@ pub(super) struct Migrations {
 #[derive(Default)]
 struct Slot {
     status: MigrationStatus,
-    /// Asked for, and not taken up by the thread.
+    /// Requested, and not yet taken by the thread.
     request: Option<MigrationRequest>,
-    /// When the present one was asked for.
+    /// When the current one was requested.
     asked_at: Option<Instant>,
-    /// Ends the present one, from when there is something to end.
+    /// Cancels the current one; set while there is something to cancel.
     cancel: Option<Box<dyn Fn() + Send>>,
-    /// It is to be given up.
+    /// The current one should be cancelled.
     cancelled: bool,
-    /// The machine was given away: too late for giving up.
+    /// The migration is committed: too late to cancel.
     committed: bool,
-    /// The thread is to end.
+    /// The thread should end.
     ending: bool,
-    /// Somebody has read the report.
+    /// A client has read the report.
     report_read: bool,
 }
 
@@ -63,12 +63,12 @@ impl Migrations {
         self.slot.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether a migration is under way.
+    /// Whether a migration is in progress.
     pub(super) fn is_active(&self) -> bool {
         self.lock().status.phase.is_active()
     }
 
-    /// Hands the request to the thread.
+    /// Passes the request to the thread.
     pub(super) fn ask(&self, request: MigrationRequest) -> Result<(), ControlError> {
         let mut slot = self.lock();
         if slot.status.phase.is_active() {
@@ -98,7 +98,7 @@ impl Migrations {
         Ok(())
     }
 
-    /// How far it is.
+    /// Progress of the migration.
     pub(super) fn status(&self) -> MigrationStatus {
         let mut slot = self.lock();
         let mut status = slot.status.clone();
@@ -112,12 +112,12 @@ impl Migrations {
         status
     }
 
-    /// The same as an answer of the API.
+    /// [`status`](Self::status) as an API document.
     pub(super) fn document(&self) -> Document {
         Document::Migration(Box::new(self.status()))
     }
 
-    /// How far it is; at its end, or after `wait`, if it is under way.
+    /// Progress of the migration; at its end, or after `wait`, if it is in progress.
     pub(super) fn outcome(self: &Arc<Self>, wait: Option<Duration>) -> Outcome {
         let Some(wait) = wait.filter(|_| self.is_active()) else { return self.document().into() };
         let migrations = self.clone();
@@ -127,18 +127,18 @@ impl Migrations {
         }))
     }
 
-    /// Gives the migration under way up.
+    /// Cancels the migration in progress.
     pub(super) fn cancel(&self) -> Result<(), ControlError> {
         let mut slot = self.lock();
         if !slot.status.phase.is_active() {
             return Err(ControlError::wrong_state(
                 "no migration is under way",
-                "look at /vm/migration for the last one",
+                "GET /vm/migration reports the last one",
             ));
         }
         if slot.committed {
             return Err(ControlError::wrong_state(
-                "the virtual machine has been given away to its destination already",
+                "the migration is committed: its destination may run the virtual machine",
                 "wait for the end of the migration",
             ));
         }
@@ -160,8 +160,8 @@ impl Migrations {
         }
     }
 
-    /// What ends the present migration from now on. It is called at once if it was given up
-    /// already.
+    /// Sets the function that cancels the current migration. Called at once if the migration is
+    /// cancelled already.
     fn set_cancel(&self, cancel: impl Fn() + Send + 'static) {
         let mut slot = self.lock();
         if slot.cancelled {
@@ -174,8 +174,8 @@ impl Migrations {
         self.lock().cancelled
     }
 
-    /// Notes that the machine is given away now, unless the migration was given up. Returns whether
-    /// it was noted.
+    /// Records that the machine is handed over now, unless the migration was cancelled. Returns
+    /// whether it was recorded.
     fn commit(&self) -> bool {
         let mut slot = self.lock();
         slot.committed = !slot.cancelled && !slot.ending;
@@ -191,7 +191,7 @@ impl Migrations {
         self.lock().asked_at.map_or(Duration::ZERO, |at| at.elapsed())
     }
 
-    /// The end of the present migration.
+    /// Ends the current migration with its report.
     fn finish(&self, mut report: MigrationReport) {
         let mut slot = self.lock();
         report.total_ms = slot.asked_at.map_or(0, |at| in_ms(at.elapsed()));
@@ -205,7 +205,7 @@ impl Migrations {
         self.changed.notify_all();
     }
 
-    /// Waits until somebody has read the report, for a short time.
+    /// Waits until a client has read the report, for at most [`REPORT_TIME_LIMIT`].
     fn wait_for_reader(&self) {
         let deadline = Instant::now() + REPORT_TIME_LIMIT;
         let mut slot = self.lock();
@@ -218,7 +218,7 @@ impl Migrations {
         }
     }
 
-    /// No more requests: the thread ends, and gives up what it is doing unless it is too late.
+    /// Stops accepting requests: the thread ends, and cancels its migration unless it is committed.
     fn end(&self) {
         let mut slot = self.lock();
         slot.ending = true;
@@ -229,7 +229,7 @@ impl Migrations {
     }
 }
 
-/// The thread that moves the machine when it is asked to; dropped, it ends.
+/// The thread that runs migrations on request. Dropping it ends the thread.
 pub(super) struct MigrationThread {
     vm: Arc<Vm>,
     thread: Option<JoinHandle<()>>,
@@ -254,7 +254,7 @@ impl Drop for MigrationThread {
     fn drop(&mut self) {
         self.vm.migrations.end();
         if let Some(thread) = self.thread.take() {
-            // A panic of the thread has been printed where it happened.
+            // A panic was printed where it happened.
             let _ = thread.join();
         }
     }

@@ -1,4 +1,4 @@
-//! What is asked for, in the words of the engine and of the session.
+//! Translates requests of the API into terms of the migration engine and session.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use ebb_migration::{AutoConverge, Config, Holes, TimeLimit, ZeroPages};
 use crate::api::control::ControlError;
 use crate::api::migration::MigrationRequest;
 
-/// Refuses an address that cannot be used. Host names are not looked up here: a resolver needs
+/// Refuses an address that cannot be used. Host names are not resolved here: a resolver needs
 /// system calls that a monitor does not make.
 pub(in crate::vm) fn check_address(text: &str) -> Result<(), ControlError> {
     let invalid = |message: String, remedy: Option<&str>| ControlError::Invalid {
@@ -22,24 +22,24 @@ pub(in crate::vm) fn check_address(text: &str) -> Result<(), ControlError> {
                 && !host.eq_ignore_ascii_case("localhost") =>
         {
             let message = format!(
-                "the host {host:?} in {text:?} is a name, and the monitor looks no names up"
+                "the host {host:?} in {text:?} is a name, and the monitor does not resolve names"
             );
-            Err(invalid(message, Some("write it in numbers; `ebb migrate` does that by itself")))
+            Err(invalid(message, Some("give an IP address; `ebb migrate` resolves names itself")))
         }
         Address::Unix { path } if path.is_relative() => {
             let message = format!(
-                "the path in {text:?} is relative, and the monitor may have another folder"
+                "the path in {text:?} is relative, and the monitor may have another working directory"
             );
             Err(invalid(
                 message,
-                Some("write it from the root on; `ebb migrate` does that by itself"),
+                Some("give an absolute path; `ebb migrate` converts paths itself"),
             ))
         }
         _ => Ok(()),
     }
 }
 
-/// Whom the connection trusts.
+/// The peers that the connection trusts.
 pub(super) fn security(request: &MigrationRequest) -> Security {
     match (&request.tls_cert, &request.tls_key, &request.tls_ca) {
         (Some(certificate), Some(key), Some(authorities)) => Security::Tls(TlsFiles {
@@ -76,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses_that_a_monitor_cannot_use_are_refused_with_what_to_do() {
+    fn unusable_addresses_are_refused_with_a_remedy() {
         for good in ["tcp:127.0.0.1:1", "tcp:[::1]:1", "tcp:localhost:1", "unix:/run/x"] {
             assert_eq!(check_address(good), Ok(()), "{good}");
         }
@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn every_wish_reaches_the_engine() {
+    fn every_option_reaches_the_engine() {
         let plain = MigrationRequest::new("unix:/x");
         assert_eq!(config(&plain), Config::default());
         let wishes = MigrationRequest {

@@ -1,4 +1,4 @@
-//! One migration, from the request to its end.
+//! A migration at the source, from the request to its end.
 
 use std::io::Write;
 use std::os::fd::AsFd;
@@ -27,11 +27,11 @@ use crate::api::vm::VmState;
 use crate::cpu::threads::process_time;
 use crate::vm::{Vm, lock};
 
-/// A migration that has not come to its end.
+/// A migration that was not completed.
 enum Broken {
-    /// The machine runs on here.
+    /// The machine continues here.
     Failed(String),
-    /// Nobody here knows where it runs.
+    /// It is unknown where the machine runs.
     Unknown(String),
 }
 
@@ -41,7 +41,7 @@ impl<E: std::error::Error> From<E> for Broken {
     }
 }
 
-/// An error with its causes, each told once.
+/// An error with its causes, each printed once.
 fn with_causes(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut next = error.source();
@@ -55,12 +55,12 @@ fn with_causes(error: &dyn std::error::Error) -> String {
     text
 }
 
-/// What this monitor says of itself.
+/// This monitor's introduction to its peer.
 pub(in crate::vm) fn greeting() -> Greeting {
     Greeting { monitor: format!("ebb {}", env!("CARGO_PKG_VERSION")), capabilities: Vec::new() }
 }
 
-/// Moves the machine; tells how that went.
+/// Migrates the machine; returns the report.
 pub(super) fn migrate(vm: &Arc<Vm>, request: &MigrationRequest) -> MigrationReport {
     let cpu_before = monitor_time(vm);
     let mut report =
@@ -71,7 +71,7 @@ pub(super) fn migrate(vm: &Arc<Vm>, request: &MigrationRequest) -> MigrationRepo
         Ok(()) => (MigrationPhase::Completed, None),
         Err(Broken::Unknown(problem)) => (MigrationPhase::Unknown, Some(problem)),
         Err(Broken::Failed(problem)) if vm.migrations.is_cancelled() => {
-            tracing::debug!("a cancelled migration ended so: {problem}");
+            tracing::debug!("a cancelled migration ended with: {problem}");
             (MigrationPhase::Cancelled, Some("it was cancelled".to_owned()))
         }
         Err(Broken::Failed(problem)) => (MigrationPhase::Failed, Some(problem)),
@@ -97,7 +97,7 @@ impl Migration<'_> {
         let (cancel, cancel_session) = (Cancel::new(), CancelHandle::new()?);
         let (session, engine) = (cancel_session.clone(), cancel.clone());
         self.migrations.set_cancel(move || {
-            // The session first, which knows whether it is too late.
+            // The session first: it knows whether it is too late.
             if session.cancel() == Cancellation::Cancelled {
                 engine.cancel();
             }
@@ -134,27 +134,27 @@ impl Migration<'_> {
         self.send(streaming, streams, &cancel)
     }
 
-    /// The files of the memory, if they are to be handed over.
+    /// The files of the memory, if they should be shared.
     fn shared(&self, address: &Address) -> Result<Option<SharedRam>, Broken> {
         if !self.request.share_memory {
             return Ok(None);
         }
         if !matches!(address, Address::Unix { .. }) {
             return Err(Broken::Failed(format!(
-                "memory can only be handed over on the same machine, and {address} may be elsewhere; use a unix: address, or \
-                 leave --share-memory away"
+                "memory can only be shared on the same host, and {address} may be another one; \
+                 use a unix: address, or omit --share-memory"
             )));
         }
         self.vm.ram.share()?.map(Some).ok_or_else(|| {
             Broken::Failed(format!(
-                "this machine's memory is private to its monitor ({}), so it cannot be handed over; leave --share-memory away, \
-                 or start machines with --memory backing=memfd",
+                "this machine's memory is private to its monitor ({}), so it cannot be shared; \
+                 omit --share-memory, or start machines with --memory backing=memfd",
                 self.vm.ram.backing()
             ))
         })
     }
 
-    /// Hands the rest over to a destination that has the memory already.
+    /// Hands over to a destination that has the memory already.
     fn send_shared(&mut self, streaming: SourceStreaming) -> Result<(), Broken> {
         self.report.shared_memory = true;
         self.report.free_pages = FreePageChoice::Off;
@@ -166,7 +166,7 @@ impl Migration<'_> {
             streaming.abort(problem.as_str());
             return Err(Kept::Stopped(problem).end(&mut guest));
         }
-        // What this monitor gave back to the host from now on would be gone at the destination.
+        // Memory discarded here from now on would be missing at the destination.
         let kept = self.vm.ram.inhibit_discard(InhibitReason::Migration);
         let result = self.hand_over(&stopped, &Mutex::new(Some(streaming)));
         if matches!(result, Err(Kept::Paused(_))) {
@@ -175,7 +175,7 @@ impl Migration<'_> {
         result.map_err(|kept| kept.end(&mut guest))
     }
 
-    /// Sends memory, and then what else there is.
+    /// Sends memory, then hands the machine over.
     fn send(
         &mut self,
         streaming: SourceStreaming,
@@ -187,7 +187,7 @@ impl Migration<'_> {
         let give_up = |problem: String| {
             let said =
                 lock(&streaming).take().and_then(|streaming| streaming.abort(problem.clone()));
-            // What the other side said first is the better reason.
+            // An error that the peer reported first is the better reason.
             Broken::Failed(said.map_or(problem, |said| with_causes(&said)))
         };
         // SAFETY: the regions of `vm.ram` are the memory slots of `vm.kvm` in their order, see
@@ -208,7 +208,7 @@ impl Migration<'_> {
             free_pages: free_pages.as_mut().map(|free_pages| free_pages as &mut dyn FreePageSource),
             streams,
             round_sync: &mut rounds,
-            observer: &mut |progress| observer.tell(progress),
+            observer: &mut |progress| observer.report(progress),
             cancel: cancel.clone(),
         };
         let switchover = match precopy.run() {
@@ -220,10 +220,10 @@ impl Migration<'_> {
         };
         fill(self.report, switchover.report());
         if let Some(at) = stopped.at() {
-            tracing::debug!("all memory is there {:?} after the stop", at.elapsed());
+            tracing::debug!("all memory arrived {:?} after the stop", at.elapsed());
         }
-        // All memory is there. The log goes on until the machine is elsewhere: to switch it off
-        // takes time, and the guest stands still.
+        // All memory has arrived. The dirty log stays enabled until the machine has moved:
+        // disabling it takes time while the guest is paused.
         let result = self.hand_over(&stopped, &streaming);
         switchover.stay_paused();
         drop(dirty);
@@ -231,7 +231,7 @@ impl Migration<'_> {
         result.map_err(|kept| kept.end(&mut guest))
     }
 
-    /// Gives the machine away, if the destination can run it.
+    /// Hands the machine over, if the destination can run it.
     fn hand_over(
         &mut self,
         stopped: &Stopped,
@@ -263,7 +263,8 @@ impl Migration<'_> {
                 }
                 self.report.downtime_ms = stopped_at.map_or(0, |at| in_ms(at.elapsed()));
                 Err(Kept::Paused(format!(
-                    "{}; the virtual machine stays paused here: resume it only if it does not run at {}",
+                    "{}; the virtual machine stays paused here: \
+                     resume it only if it does not run at {}",
                     with_causes(&error),
                     self.request.to
                 )))
@@ -271,20 +272,20 @@ impl Migration<'_> {
         }
     }
 
-    /// Sends the state, and waits until the destination could start the guest.
+    /// Sends the state, and waits until the destination is ready to start the guest.
     fn prepare(
         &mut self,
         stopped: &Stopped,
         streaming: &Mutex<Option<SourceStreaming>>,
     ) -> Result<SourcePrepared, String> {
-        let state = stopped.take_state().ok_or("the state of the machine is missing")?;
+        let state = stopped.take_state().ok_or("the machine's state is missing")?;
         let bytes = serde_json::to_vec(&state).map_err(|error| error.to_string())?;
         self.report.bytes_sent += bytes.len() as u64;
         let streaming = lock(streaming).take().ok_or("the session has ended")?;
         streaming.send_state(bytes).map_err(|error| with_causes(&error))
     }
 
-    /// The guest's driver, if it is to be asked and can answer.
+    /// The guest's driver, if it should be asked for free pages.
     fn free_pages(&self) -> Option<FreePages> {
         let balloon = self.vm.balloon.clone()?;
         let asks =
@@ -293,16 +294,16 @@ impl Migration<'_> {
     }
 }
 
-/// A machine that was stopped and not given away, and why.
+/// A machine that was stopped but not handed over, and the reason.
 enum Kept {
-    /// It is to go on here.
+    /// The machine must continue here.
     Stopped(String),
-    /// Perhaps it was given away after all: it must not go on here.
+    /// The destination may run the machine: it must not continue here.
     Paused(String),
 }
 
 impl Kept {
-    /// Lets the machine go on here if it may; what is to be told then.
+    /// Resumes the machine here if allowed; returns the failure to report.
     fn end(self, guest: &mut MovedGuest) -> Broken {
         let problem = match self {
             Self::Paused(problem) => return Broken::Unknown(problem),
@@ -311,14 +312,14 @@ impl Kept {
         match guest.resume() {
             Ok(()) => Broken::Failed(problem),
             Err(error) => Broken::Failed(format!(
-                "{problem}; and the guest cannot go on, it stays paused: {}",
+                "{problem}; and the guest cannot be resumed, it stays paused: {}",
                 with_causes(&*error)
             )),
         }
     }
 }
 
-/// The session as the engine sees it.
+/// The session, for the engine's rounds.
 struct Rounds(Arc<Mutex<Option<SourceStreaming>>>);
 
 impl RoundSync for Rounds {
@@ -329,7 +330,7 @@ impl RoundSync for Rounds {
     }
 }
 
-/// KVM's log as the engine sees it.
+/// KVM's dirty log, for the engine.
 struct GuestWrites<'a>(DirtyBitmap<'a>);
 
 impl DirtySource for GuestWrites<'_> {
@@ -360,7 +361,7 @@ struct Observer<'a> {
 }
 
 impl Observer<'_> {
-    fn tell(&self, progress: &Progress) {
+    fn report(&self, progress: &Progress) {
         self.migrations.update(|status| {
             status.phase = match progress.phase {
                 Phase::Final | Phase::Sent => MigrationPhase::SwitchOver,
@@ -376,7 +377,7 @@ impl Observer<'_> {
     }
 }
 
-/// Takes over what the engine has counted.
+/// Copies the engine's counters into the report.
 fn fill(report: &mut MigrationReport, engine: &Report) {
     report.bytes_sent = engine.bytes_sent;
     report.rounds = u64::from(engine.rounds);

@@ -32,7 +32,7 @@ fn one_at_a_time() {
 }
 
 #[test]
-fn giving_up_reaches_what_is_under_way_whenever_it_begins() {
+fn cancelling_reaches_the_migration_at_any_time() {
     let calls = Arc::new(AtomicU32::new(0));
     let count = |calls: &Arc<AtomicU32>| {
         let calls = calls.clone();
@@ -53,12 +53,12 @@ fn giving_up_reaches_what_is_under_way_whenever_it_begins() {
             migrations.cancel().unwrap();
         }
         assert_eq!((calls.load(Ordering::SeqCst), migrations.is_cancelled()), (1, true));
-        assert!(!migrations.commit(), "given away although it was given up");
+        assert!(!migrations.commit(), "committed although it was cancelled");
     }
 }
 
 #[test]
-fn what_was_given_away_cannot_be_kept() {
+fn a_committed_migration_cannot_be_cancelled() {
     let migrations = asked();
     let calls = Arc::new(AtomicU32::new(0));
     let counter = calls.clone();
@@ -67,13 +67,13 @@ fn what_was_given_away_cannot_be_kept() {
     });
     assert!(migrations.commit());
     let error = migrations.cancel().unwrap_err();
-    assert!(error.to_string().contains("given away"), "{error}");
+    assert!(error.to_string().contains("committed"), "{error}");
     migrations.end();
     assert_eq!(calls.load(Ordering::SeqCst), 0);
 }
 
 #[test]
-fn the_end_of_the_monitor_gives_up_and_ends_the_thread() {
+fn the_end_of_the_monitor_cancels_and_ends_the_thread() {
     let migrations = asked();
     assert!(migrations.next_request().is_some());
     migrations.end();

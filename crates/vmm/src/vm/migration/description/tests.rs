@@ -31,7 +31,7 @@ fn here() -> Here {
 }
 
 #[test]
-fn what_is_the_same_or_more_is_taken() {
+fn a_destination_with_the_same_or_more_is_accepted() {
     assert_eq!(description().check(&here()), Ok(()));
     let mut more = here();
     more.msrs.push(0x175);
@@ -41,7 +41,7 @@ fn what_is_the_same_or_more_is_taken() {
 }
 
 #[test]
-fn what_is_missing_is_named() {
+fn every_mismatch_is_named() {
     type Change = fn(&mut Here);
     let cases: [(Change, &str); 8] = [
         (|here| here.capabilities.truncate(1), "KVM_CAP_XCRS"),
@@ -50,7 +50,7 @@ fn what_is_missing_is_named() {
         (|here| here.devices.clear(), "1 virtio devices and would have 0"),
         (
             |here| here.devices[0].device_id = 4,
-            "disk in place 0 would be another one here: it is the entropy device",
+            "disk in slot 0 differs here: it is the entropy device here",
         ),
         (|here| here.devices[0].features = 0b01, "features 0x2"),
         (|here| here.devices[0].queue_sizes = vec![64], "other queues"),
@@ -65,7 +65,7 @@ fn what_is_missing_is_named() {
 }
 
 #[test]
-fn a_very_long_list_is_refused_in_few_words() {
+fn a_very_long_list_gets_a_short_error() {
     let mut machine = description();
     machine.capabilities = vec!["x".repeat(5000); 10_000];
     let error = machine.check(&here()).unwrap_err().to_string();
@@ -77,7 +77,7 @@ fn a_very_long_list_is_refused_in_few_words() {
 }
 
 #[test]
-fn a_full_host_is_refused_unless_memory_is_handed_over() {
+fn a_full_host_is_refused_unless_memory_is_shared() {
     let mut machine = description();
     assert_eq!(machine.check_memory(20 << 20), Ok(()));
     let error = machine.check_memory(19 << 20).unwrap_err().to_string();
@@ -89,7 +89,7 @@ fn a_full_host_is_refused_unless_memory_is_handed_over() {
 }
 
 #[test]
-fn it_goes_over_the_wire_unchanged() {
+fn it_round_trips_through_json() {
     let text = serde_json::to_string(&description()).unwrap();
     assert_eq!(serde_json::from_str::<Description>(&text).unwrap(), description());
 }

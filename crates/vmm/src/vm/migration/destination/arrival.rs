@@ -1,4 +1,4 @@
-//! Taking a machine in, on a thread of its own.
+//! Reception of a machine, on a thread of its own.
 
 use std::io::Read;
 use std::sync::Arc;
@@ -16,18 +16,18 @@ use super::super::description::Description;
 use crate::snapshot::MachineState;
 use crate::vm::{Started, Vm};
 
-/// Most data streams that are taken.
+/// Most data streams accepted.
 const MAX_STREAMS: u16 = 16;
 
-/// What the main thread has made of a description.
+/// The main thread's answer to a description.
 pub(super) enum Answer {
-    /// A machine; `running` is signalled when it runs.
+    /// The machine was built; `running` is signalled when it runs.
     Vm { vm: Arc<Vm>, running: EventFd },
     /// It cannot be built, for this reason.
     Refused(String),
 }
 
-/// What the thread has.
+/// State of the receiving thread.
 pub(super) struct Arrival {
     pub listener: Listener,
     pub time_limit: Option<Duration>,
@@ -38,25 +38,25 @@ pub(super) struct Arrival {
     pub event: EventFd,
 }
 
-/// Why the machine does not come. The source has been told.
+/// Why the machine does not arrive. The source has been informed.
 type Problem = String;
 
 fn problem(error: impl std::fmt::Display) -> Problem {
     error.to_string()
 }
 
-/// What the main thread builds a machine from.
+/// What the main thread needs to build the machine.
 pub(super) struct Announced {
     pub description: Description,
-    /// Its memory, if that is handed over.
+    /// Its memory, if that is shared.
     pub shared: Option<SharedRam>,
 }
 
 /// A source that waits for an answer.
 enum Source {
-    /// Whether the machine is taken.
+    /// Waits to be accepted.
     Answer(DestinationSetup),
-    /// It was taken for its memory's sake, and may still turn out not to be possible.
+    /// Was accepted to get its memory, and may still be refused.
     Taken(DestinationAccepted),
 }
 
@@ -80,14 +80,14 @@ impl Source {
 }
 
 impl Arrival {
-    /// Waits for a source, takes its machine and lets it run.
+    /// Waits for a source, receives its machine and starts it.
     pub(super) fn run(mut self) -> Result<(), Problem> {
         let (setup, description) =
             self.listener.receive_setup::<Description>(self.time_limit).map_err(problem)?;
         let (paused, shares, cpus) =
             (description.paused, description.shared.is_some(), description.machine.cpus);
         let (waiting, shared) = take_shared(setup, &description)?;
-        // The main thread waits for it, or has ended and closed its end.
+        // The main thread waits for this, or has ended and closed its end.
         let sent = self.descriptions.send(Box::new(Announced { description, shared }));
         let _ = self.event.write(1);
         let answer = sent.ok().and_then(|()| self.answers.recv().ok());
@@ -98,14 +98,14 @@ impl Arrival {
                 return Err(reason);
             }
             None => {
-                let reason = "the receiver was told to end";
+                let reason = "the receiver was stopped";
                 waiting.refuse(reason);
                 return Err(reason.to_owned());
             }
         };
         let (mut streaming, streams) =
             waiting.accept()?.join(&mut self.listener).map_err(problem)?;
-        // Its place in the file system is free again for the next one.
+        // Its name in the file system is free for the next receiver.
         drop(self.listener);
         if !shares {
             let streams = streams.into_iter().map(|stream| {
@@ -123,13 +123,13 @@ impl Arrival {
         }
         let committed = restoring.ready().map_err(problem)?;
         start(&vm, committed, paused)?;
-        // The main thread looks for console input from now on.
+        // Makes the main thread poll console input from now on.
         let _ = running.write(1);
         Ok(())
     }
 }
 
-/// Takes memory that is handed over. The source sends it when the machine is accepted.
+/// Receives shared memory. The source sends it when the machine is accepted.
 fn take_shared(
     setup: DestinationSetup,
     description: &Description,
@@ -148,7 +148,7 @@ fn take_shared(
     }
 }
 
-/// Takes all memory in.
+/// Receives all memory.
 fn receive_memory(
     vm: &Arc<Vm>,
     mut streaming: DestinationStreaming,
@@ -166,7 +166,7 @@ fn receive_memory(
     match receiver.run() {
         Ok(report) => {
             tracing::debug!(
-                "{} bytes of memory have come in {} rounds",
+                "received {} bytes of memory in {} rounds",
                 report.bytes_received,
                 report.rounds
             );
@@ -174,33 +174,33 @@ fn receive_memory(
         }
         Err(error) => {
             let reason = error.to_string();
-            // What the source said first is the better reason.
+            // An error that the source reported first is the better reason.
             let said = streaming.abort(reason.as_str());
             Err(said.map_or(reason, |said| said.to_string()))
         }
     }
 }
 
-/// Puts the machine into the state that has come.
+/// Restores the received state.
 fn restore(vm: &Vm, bytes: &[u8], cpus: u8) -> Result<(), Problem> {
     let begin = Instant::now();
     let state: MachineState = serde_json::from_slice(bytes)
-        .map_err(|error| format!("the state of the machine cannot be understood: {error}"))?;
+        .map_err(|error| format!("the machine's state is invalid: {error}"))?;
     tracing::debug!("a state of {} bytes was read in {:?}", bytes.len(), begin.elapsed());
     if state.machine.cpus != cpus {
         return Err(format!(
-            "the state is that of {} vCPUs, and {cpus} were announced",
+            "the state has {} vCPUs, but {cpus} were announced",
             state.machine.cpus
         ));
     }
     state
         .validate(vm.ram.size_bytes())
-        .map_err(|what| format!("the state of the machine cannot be: {what}"))?;
+        .map_err(|what| format!("the machine's state is inconsistent: {what}"))?;
     vm.restore(state).map_err(problem)
 }
 
-/// The source has given the machine away: lets it run here, or says that it never will. The latter
-/// only while no vCPU has run: whatever becomes of a machine that was started, it was started here.
+/// Starts the machine after the source has committed, or reports that it never will run. The latter
+/// only while no vCPU has run: after a start, the machine belongs here whatever happens.
 fn start(vm: &Arc<Vm>, committed: DestinationCommitted, paused: bool) -> Result<(), Problem> {
     let started = vm
         .acquire_exclusive()
@@ -210,10 +210,10 @@ fn start(vm: &Arc<Vm>, committed: DestinationCommitted, paused: bool) -> Result<
             committed.running();
             return Ok(());
         }
-        Ok(Started::No) => "the receiver was told to end".to_owned(),
+        Ok(Started::No) => "the receiver was stopped".to_owned(),
         Err(reason) => reason,
     };
-    // The source takes them back at once, perhaps before this process has ended.
+    // The source acquires them at once, perhaps before this process has ended.
     if let Err(problem) = vm.release_exclusive() {
         tracing::warn!("the source may not get its devices back: {problem}");
     }

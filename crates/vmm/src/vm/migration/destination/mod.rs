@@ -1,8 +1,8 @@
-//! A monitor that waits for a machine of another one, and goes on with it.
+//! A monitor that waits for another one's machine and continues it.
 //!
 //! The main thread builds the machine, since that takes system calls that no thread with a filter
-//! may make. What comes over the network is read by a thread with the filter for migrations
-//! ([`arrival`]), also before there is a machine.
+//! may make. Network input is read by a thread with the filter for migrations ([`arrival`]), even
+//! before there is a machine.
 
 mod arrival;
 mod pending;
@@ -33,27 +33,27 @@ use crate::vm::{Vm, VmError, lock};
 use arrival::{Announced, Answer, Arrival};
 use pending::PendingVm;
 
-/// What a monitor that waits for a machine has to know.
+/// Configuration of a monitor that waits for a machine.
 pub struct ReceiveConfig {
-    /// Where it listens.
+    /// The address to listen at.
     pub listen: Address,
-    /// Whom it trusts.
+    /// The peers that it trusts.
     pub security: Security,
-    /// How long it waits for a source; `None` for ever.
+    /// How long it waits for a source; `None` for no limit.
     pub time_limit: Option<Duration>,
-    /// What is decided here and not by the source.
+    /// Settings made here and not by the source.
     pub overrides: Overrides,
-    /// What backs guest memory; as at the source if `None`.
+    /// Backing of guest memory; `None` for that at the source.
     pub backing: Option<Backing>,
 }
 
-/// Waits for a machine, and runs it to its end. `on_listening` is told where it listens, as soon as
-/// it does.
+/// Waits for a machine, and runs it until it ends. Calls `on_listening` with the address as soon as
+/// it listens.
 pub fn receive(
     config: ReceiveConfig,
     on_listening: impl FnOnce(&Address),
 ) -> Result<GuestExit, VmError> {
-    // As for a machine that starts here: before any thread does.
+    // As for a machine that starts here: before any thread starts.
     let signals = Signals::block().map_err(VmError::host("take over signals"))?;
     let filters = Filters::new(config.overrides.seccomp)?;
     let exit = Arc::new(ExitSignal::new().map_err(VmError::host("create an event"))?);
@@ -70,7 +70,7 @@ pub fn receive(
     on_listening(listener.address());
     let mut waiting = Waiting::start(listener, config.time_limit, session, &exit, &filters)?;
 
-    // Until it is known what is to be built.
+    // Until the configuration is known.
     let Announced { description, shared } = match waiting.description(&exit, &signals)? {
         Next::Announced(announced) => *announced,
         Next::End(exit) => return Ok(exit),
@@ -91,7 +91,7 @@ pub fn receive(
     let wake = input_read.try_clone().map_err(VmError::host("duplicate an event"))?;
     let console = ConsoleInput::open(&serial, input_read)?;
     filters.for_thread(ThreadKind::Main).apply()?;
-    waiting.go_on(&vm, wake);
+    waiting.accept(&vm, wake);
     let end = wait_for_end(&vm, &signals, console, on_reboot);
     lock(&vm.serial).output().drain();
     match waiting.end() {
@@ -102,7 +102,7 @@ pub fn receive(
     }
 }
 
-/// Builds the machine and compares it with what it has to be.
+/// Builds the machine and compares it with its description.
 fn build_for(
     description: &Description,
     shared: Option<SharedRam>,
@@ -133,21 +133,21 @@ fn available_bytes() -> Option<u64> {
     Some(kib << 10)
 }
 
-/// What the main thread does next.
+/// The main thread's next step.
 enum Next {
     Announced(Box<Announced>),
     End(GuestExit),
 }
 
-/// The thread that takes the machine in, as the main thread has it. Dropped, it gives up.
+/// The main thread's handle of the receiving thread. Dropping it cancels the reception.
 struct Waiting {
     session: CancelHandle,
     cancel: Cancel,
-    /// Signalled when a description has come or the thread has ended.
+    /// Signalled when a description has arrived or the thread has ended.
     event: EventFd,
     descriptions: Receiver<Box<Announced>>,
     answers: Option<Sender<Answer>>,
-    /// Why the machine has not come.
+    /// Why the machine did not arrive.
     problem: Arc<Mutex<Option<String>>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -200,7 +200,7 @@ impl Waiting {
         })
     }
 
-    /// Waits for what is to be built.
+    /// Waits for a description.
     fn description(&mut self, exit: &ExitSignal, signals: &Signals) -> Result<Next, VmError> {
         loop {
             let mut fds = [
@@ -231,31 +231,31 @@ impl Waiting {
         }
     }
 
-    /// The machine is built.
-    fn go_on(&mut self, vm: &Arc<Vm>, running: EventFd) {
-        // A thread that has ended has said why.
+    /// Passes the built machine to the thread.
+    fn accept(&mut self, vm: &Arc<Vm>, running: EventFd) {
+        // A thread that has ended has recorded the reason.
         let _ =
             self.answers.take().map(|answers| answers.send(Answer::Vm { vm: vm.clone(), running }));
     }
 
-    /// The machine cannot be built.
+    /// Refuses the machine because it cannot be built.
     fn refuse(&mut self, error: &VmError) {
         let _ = self.answers.take().map(|answers| answers.send(Answer::Refused(error.to_string())));
         if let Some(thread) = self.thread.take() {
-            // A panic of the thread has been printed where it happened.
+            // A panic was printed where it happened.
             let _ = thread.join();
         }
     }
 
-    /// Gives up what has not come to its end; returns why the machine has not come, if it has not.
+    /// Cancels an incomplete reception; returns why the machine did not arrive, if it did not.
     fn end(&mut self) -> Option<String> {
         self.answers = None;
-        // The session first, which knows whether it is too late.
+        // The session first: it knows whether it is too late.
         if self.session.cancel() == Cancellation::Cancelled {
             self.cancel.cancel();
         }
         if let Some(thread) = self.thread.take() {
-            // A panic of the thread has been printed where it happened.
+            // A panic was printed where it happened.
             let _ = thread.join();
         }
         lock(&self.problem).take()

@@ -1,5 +1,5 @@
-//! The API of a machine that has not arrived yet: it says so, and can be ended. Everything else is
-//! passed on to the machine as soon as that is built.
+//! The API of a machine that has not arrived yet: it reports its state and can be killed. Once the
+//! machine is built, all operations are passed on to it.
 
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
@@ -14,7 +14,7 @@ use crate::exit::{ExitSignal, GuestExit};
 use crate::vm::Vm;
 use crate::vm::control::process_resident_bytes;
 
-/// A machine that will come, or has.
+/// A machine that will arrive or has arrived.
 pub(super) struct PendingVm {
     vm: OnceLock<Arc<Vm>>,
     exit: Arc<ExitSignal>,
@@ -27,9 +27,9 @@ impl PendingVm {
         Self { vm: OnceLock::new(), exit, clock, since: Instant::now() }
     }
 
-    /// The machine is built.
+    /// Sets the built machine.
     pub(super) fn arrive(&self, vm: &Arc<Vm>) {
-        // There is one machine only.
+        // Set only once.
         let _ = self.vm.set(vm.clone());
     }
 
