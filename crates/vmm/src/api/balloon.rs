@@ -1,4 +1,4 @@
-//! The balloon and the statistics of its guest: documents, and what is asked of the device.
+//! The balloon and the statistics of its guest: documents.
 
 use ebb_abi::balloon::Features;
 use ebb_balloon::Balloon;
@@ -10,17 +10,17 @@ use crate::words::words;
 pub use ebb_abi::balloon::Feature as BalloonFeature;
 pub use ebb_balloon::{Statistics, StatisticsValues};
 
-/// The longest interval between two requests for statistics: a day.
+/// The longest interval of requests for statistics: a day.
 pub const MAX_STATISTICS_INTERVAL_SECONDS: u64 = 24 * 60 * 60;
 
-/// The balloon in short.
+/// Summary of the balloon.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct BalloonSummary {
-    /// The size asked for.
+    /// Target size.
     pub target_bytes: u64,
-    /// The size the guest says it has got to.
+    /// Size last reported by the guest.
     pub actual_bytes: u64,
-    /// What the balloon is doing.
+    /// State of the balloon.
     pub state: BalloonState,
 }
 
@@ -30,11 +30,11 @@ impl From<BalloonInfo> for BalloonSummary {
     }
 }
 
-/// What a balloon is doing.
+/// State of a balloon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum BalloonState {
-    /// No driver in the guest has taken over the device (yet).
+    /// No driver in the guest has initialized the device.
     DriverAbsent,
     /// The actual size is the target.
     Idle,
@@ -45,7 +45,7 @@ pub enum BalloonState {
 }
 
 impl BalloonState {
-    /// The state that follows from the sizes, for a device whose driver is or is not there.
+    /// The state that follows from the presence of a driver and the sizes.
     pub fn from_sizes(driver: DriverPresence, target_bytes: u64, actual_bytes: u64) -> Self {
         match (driver, actual_bytes.cmp(&target_bytes)) {
             (DriverPresence::Absent, _) => Self::DriverAbsent,
@@ -56,7 +56,7 @@ impl BalloonState {
     }
 }
 
-/// Whether a driver in the guest has taken over a device (DRIVER_OK, virtio 1.3 section 2.1).
+/// Whether a driver in the guest has initialized a device (DRIVER_OK, virtio 1.3 section 2.1).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DriverPresence {
     /// No driver.
@@ -69,23 +69,23 @@ pub enum DriverPresence {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[schemars(rename = "Balloon")]
 pub struct BalloonInfo {
-    /// The size asked for.
+    /// Target size.
     pub target_bytes: u64,
-    /// The size the guest says it has got to.
+    /// Size last reported by the guest.
     pub actual_bytes: u64,
-    /// What the balloon is doing.
+    /// State of the balloon.
     pub state: BalloonState,
-    /// What the device offers.
+    /// Features offered by the device.
     #[schemars(schema_with = "features_schema")]
     pub offered_features: Vec<BalloonFeature>,
-    /// What guest and device have agreed on; empty without a driver.
+    /// Features negotiated by the guest; empty without a driver.
     #[schemars(schema_with = "features_schema")]
     pub negotiated_features: Vec<BalloonFeature>,
-    /// The value the guest fills free pages with; null unless page_poison was negotiated.
+    /// The value that the guest fills free pages with; null unless page_poison was negotiated.
     pub poison: Option<u32>,
-    /// Why memory is not given back to the host at present; null when it is.
+    /// Why memory is currently not discarded; null if it is.
     pub discard_inhibited: Option<String>,
-    /// Time between two requests for statistics; 0 when they are not asked for regularly.
+    /// Interval of requests for statistics; 0 without regular requests.
     pub statistics_interval_seconds: u32,
 }
 
@@ -101,7 +101,7 @@ fn features(bits: u64) -> Vec<BalloonFeature> {
 }
 
 impl BalloonInfo {
-    /// What there is to say of `balloon`.
+    /// Describes `balloon`.
     pub fn of(balloon: &Balloon, driver: DriverPresence) -> Self {
         let info = balloon.info();
         let interval = balloon.statistics_interval().unwrap_or_default();
@@ -118,7 +118,7 @@ impl BalloonInfo {
     }
 }
 
-/// `PUT /balloon`: a size for the balloon.
+/// `PUT /balloon`: a target size for the balloon.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct BalloonTarget {
     /// A multiple of 4096, at most the guest's memory.

@@ -1,4 +1,4 @@
-//! A client of the API: blocking, one connection a request, with one time limit for all of it.
+//! A client of the API: blocking, one connection per request, with one time limit for all of it.
 
 use std::io;
 use std::os::unix::fs::FileTypeExt as _;
@@ -14,14 +14,14 @@ use serde_json::Value;
 
 use super::reply::{ErrorDetail, ErrorDocument};
 
-/// Longest reply that is read.
+/// Longest reply accepted.
 const MAX_REPLY_BYTES: usize = 4 << 20;
-/// Most header fields of a reply.
+/// Most header fields accepted in a reply.
 const MAX_HEADERS: usize = 64;
-/// How long to wait before another attempt when the server's queue is full.
+/// Interval of attempts to connect while the server's queue is full.
 const CONNECT_RETRY: Duration = Duration::from_millis(10);
 
-/// Speaks to the API behind a socket.
+/// A client of the API on a socket.
 #[derive(Clone, Debug)]
 pub struct Client {
     path: PathBuf,
@@ -37,89 +37,98 @@ pub struct ClientReply {
     pub body: String,
 }
 
-/// Why a request was not carried out.
+/// Why a request was not executed.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    /// Nothing has this name.
+    /// There is no file at the path.
     #[error(
-        "there is no socket {path:?}: check the path, and that the machine still runs and was started with --api {path:?}"
+        "there is no socket {path:?}: check the path, and that the machine still runs and was \
+         started with --api {path:?}"
     )]
     NoSocket {
         /// The path.
         path: PathBuf,
     },
-    /// Something else has this name.
+    /// Another type of file is at the path.
     #[error(
-        "{path:?} is not a socket: give the path that the machine was started with (ebb run --api PATH)"
+        "{path:?} is not a socket: give the path that the machine was started with \
+         (ebb run --api PATH)"
     )]
     NotASocket {
         /// The path.
         path: PathBuf,
     },
-    /// Not this user's.
+    /// The socket belongs to another user.
     #[error(
-        "no permission to use the socket {path:?}: only the user who runs the machine (and root) may"
+        "no permission to use the socket {path:?}: only the user who runs the machine (and root) \
+         may"
     )]
     PermissionDenied {
         /// The path.
         path: PathBuf,
     },
-    /// The socket of a process that has ended.
+    /// The process of the socket has ended.
     #[error(
-        "nobody listens on the socket {path:?}: its machine has ended without removing it; the file can be deleted"
+        "no process listens on the socket {path:?}: its machine has ended without removing it; \
+         the file can be deleted"
     )]
-    NobodyListens {
+    NotListening {
         /// The path.
         path: PathBuf,
     },
     /// The path does not fit into a socket address.
     #[error(
-        "the socket path {path:?} is too long: at most 107 bytes are possible; use a shorter or relative one"
+        "the socket path {path:?} is too long: at most 107 bytes are possible; \
+         use a shorter or relative one"
     )]
     PathTooLong {
         /// The path.
         path: PathBuf,
     },
-    /// Something listens, but not an Ebb monitor.
-    #[error("what listens on {path:?} is not an Ebb monitor: {found}")]
+    /// The server is not an Ebb monitor.
+    #[error("the server on {path:?} is not an Ebb monitor: {found}")]
     NotEbb {
         /// The path.
         path: PathBuf,
-        /// What was received instead.
+        /// Description of what was received instead.
         found: String,
     },
-    /// The monitor takes too long.
-    #[error("the monitor behind {path:?} did not answer within {} ms; it may be stopped or overloaded", time_limit.as_millis())]
+    /// The monitor did not answer within the time limit.
+    #[error(
+        "the monitor behind {path:?} did not answer within {} ms; it may be stopped or overloaded",
+        time_limit.as_millis()
+    )]
     TimedOut {
         /// The path.
         path: PathBuf,
-        /// The limit.
+        /// The time limit.
         time_limit: Duration,
     },
-    /// The monitor has refused.
+    /// The monitor refused the request.
     #[error("{}{}", detail.message, remedy(detail))]
     Refused {
         /// The status.
         status: u16,
-        /// What the monitor says.
+        /// The monitor's explanation.
         detail: Box<ErrorDetail>,
     },
-    /// The reply is not what it should be.
+    /// The reply has an unexpected form.
     #[error(
-        "the monitor behind {path:?} sent a reply of another form than expected ({found}); are both of the same version?"
+        "the monitor behind {path:?} sent an unexpected reply ({found}); \
+         do both have the same version?"
     )]
     Unexpected {
         /// The path.
         path: PathBuf,
-        /// What is wrong.
+        /// Description of the mismatch.
         found: String,
     },
-    /// Anything else.
-    #[error("cannot speak to the monitor behind {path:?}: {source}")]
+    /// Any other failure of the connection.
+    #[error("cannot communicate with the monitor behind {path:?}: {source}")]
     Io {
         /// The path.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
 }
@@ -129,8 +138,8 @@ fn remedy(detail: &ErrorDetail) -> String {
 }
 
 impl Client {
-    /// A client for the socket at `path`; each request may take `time_limit`. Statistics take the
-    /// server up to a second.
+    /// Creates a client for the socket at `path`; each request may take `time_limit`. Requests for
+    /// statistics take the server up to a second.
     pub fn new(path: impl Into<PathBuf>, time_limit: Duration) -> Self {
         Self { path: path.into(), time_limit }
     }
@@ -145,13 +154,13 @@ impl Client {
         self.document(&self.request("GET", target, "")?)
     }
 
-    /// Sends an empty PUT and reads the document that comes back.
+    /// Sends an empty PUT and reads the document in the reply.
     pub fn put<T: DeserializeOwned>(&self, target: &str) -> Result<T, ClientError> {
         self.document(&self.request("PUT", target, "")?)
     }
 
-    /// Sends `body` as JSON and reads the document that comes back. A null is left out: it means
-    /// nothing in a request.
+    /// Sends `body` as JSON and reads the document in the reply. Nulls are omitted: they have no
+    /// meaning in a request.
     pub fn put_json<T: DeserializeOwned>(
         &self,
         target: &str,
@@ -181,7 +190,8 @@ impl Client {
         let deadline = Instant::now() + self.time_limit;
         let stream = self.connect(deadline)?;
         let request = format!(
-            "{method} {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n\
+            "{method} {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\
+             Content-Type: application/json\r\n\
              Content-Length: {}\r\n\r\n{body}",
             body.len()
         );
@@ -209,7 +219,7 @@ impl Client {
             Err(errno) => return Err(self.io(errno.into())),
         };
         // Non-blocking, because connecting to a stopped process with a full queue would block
-        // without limit.
+        // indefinitely.
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
             .map_err(|errno| self.io(errno.into()))?;
@@ -239,7 +249,7 @@ impl Client {
                     let is_socket = std::fs::metadata(&self.path)
                         .is_ok_and(|metadata| metadata.file_type().is_socket());
                     return Err(if is_socket {
-                        ClientError::NobodyListens { path: path() }
+                        ClientError::NotListening { path: path() }
                     } else {
                         ClientError::NotASocket { path: path() }
                     });
@@ -249,8 +259,8 @@ impl Client {
         }
     }
 
-    /// Sends `bytes`. A server that refuses early closes its end before it has read everything:
-    /// that is no failure, its reply waits to be read.
+    /// Sends `bytes`. A server that refuses early closes its end before it has read everything.
+    /// That is not a failure: its reply can still be read.
     fn send(
         &self,
         stream: &UnixStream,
@@ -334,12 +344,12 @@ impl Client {
         };
         let server = field("server").unwrap_or("nothing");
         if !server.starts_with("ebb/") {
-            return Err(not_ebb(format!("it calls itself '{}'", server.escape_debug())));
+            return Err(not_ebb(format!("it identifies as '{}'", server.escape_debug())));
         }
         let body_bytes: usize = field("content-length")
             .and_then(|length| length.parse().ok())
             .filter(|length| *length <= MAX_REPLY_BYTES)
-            .ok_or_else(|| not_ebb("its reply has no usable Content-Length".to_owned()))?;
+            .ok_or_else(|| not_ebb("its reply has no valid Content-Length".to_owned()))?;
         let Some(body) = bytes.get(head_bytes..head_bytes + body_bytes) else {
             return Ok(None);
         };
@@ -348,7 +358,7 @@ impl Client {
         Ok(Some(ClientReply { status: head.code.unwrap_or(0), body }))
     }
 
-    /// The time left, never zero, which would mean "no limit" to a socket.
+    /// The time left; never zero, which means "no limit" for a socket.
     fn left(&self, deadline: Instant) -> Result<Duration, ClientError> {
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() { Err(self.timed_out()) } else { Ok(left) }

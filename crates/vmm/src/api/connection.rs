@@ -1,4 +1,4 @@
-//! One client: reading, waiting for the guest, writing, all without blocking.
+//! One client's connection: reading, waiting for the guest, writing, all without blocking.
 
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
@@ -12,23 +12,23 @@ use super::http::{self, Parsed, Request};
 use super::reply::{BodyMode, Persistence, Problem, Reply, Status};
 use super::route::route;
 
-/// How long the rest of a refused request is read and thrown away, so that its sender comes to read
+/// How long the rest of a refused request is read and discarded, so that its sender gets to read
 /// the refusal.
 const LINGER_TIME_LIMIT: Duration = Duration::from_millis(500);
 
-/// Bytes read at a time.
+/// Bytes read in one call.
 const CHUNK_BYTES: usize = 4096;
 
-/// Limits on clients, so that a slow or hostile one costs little and blocks nobody.
+/// Limits for clients, so that a slow or hostile one costs little and blocks no other.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Most connections at a time. When they are used up, an idle one is closed for a new one.
+    /// Most connections at a time. When all are in use, a new one replaces an idle one.
     pub connections: usize,
-    /// From the first byte of a request to its last.
+    /// Time limit from the first byte of a request to its last.
     pub request: Duration,
-    /// From the first byte of a reply to its last.
+    /// Time limit from the first byte of a reply to its last.
     pub reply: Duration,
-    /// Between two requests.
+    /// Time limit between two requests.
     pub idle: Duration,
 }
 
@@ -46,38 +46,38 @@ impl Default for Limits {
 /// A client's connection.
 pub(super) struct Connection {
     socket: OwnedFd,
-    /// Received and not used yet: at most one incomplete request and a chunk.
+    /// Received and not yet processed: at most one incomplete request and a chunk.
     input: Vec<u8>,
-    /// To be sent; empty when everything was.
+    /// Bytes to send; empty when all were sent.
     output: Vec<u8>,
     sent_bytes: usize,
     phase: Phase,
     input_end: InputEnd,
     limits: Limits,
-    /// When the present phase has lasted too long.
+    /// When the current phase times out.
     deadline: Instant,
 }
 
-/// What a connection is doing.
+/// State of a connection.
 enum Phase {
-    /// Between requests or in one.
+    /// Between requests or receiving one.
     Reading(Leave),
-    /// The guest was asked for something.
+    /// Waiting for the guest.
     Awaiting(Wait, Persistence, BodyMode),
     /// Sending a reply.
     Writing(AfterReply),
-    /// Throwing away the rest of a refused request.
+    /// Discarding the rest of a refused request.
     Lingering,
 }
 
-/// Whether the leave to send a body (`100 Continue`) was given.
+/// Whether `100 Continue` was sent.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Leave {
     NotGiven,
     Given,
 }
 
-/// What happens when a reply is sent.
+/// The action after a reply is sent.
 #[derive(Clone, Copy)]
 enum AfterReply {
     NextRequest,
@@ -92,12 +92,12 @@ enum InputEnd {
     Reached,
 }
 
-/// Whether a connection lives on.
+/// Whether a connection remains open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Fate {
-    /// It does.
+    /// It remains open.
     Keep,
-    /// It is to be dropped.
+    /// It must be dropped.
     Close,
 }
 
@@ -119,7 +119,7 @@ impl Connection {
         &self.socket
     }
 
-    /// What to poll for. A hang-up is always reported.
+    /// The events to poll for. A hang-up is always reported.
     pub(super) fn interest(&self) -> PollFlags {
         match self.phase {
             Phase::Reading(_) | Phase::Lingering => PollFlags::IN,
@@ -133,12 +133,12 @@ impl Connection {
         self.deadline
     }
 
-    /// Whether the guest's answer is to be looked for.
+    /// Whether to check for the guest's answer.
     pub(super) fn awaits_guest(&self) -> bool {
         matches!(self.phase, Phase::Awaiting(..))
     }
 
-    /// Whether it is between two requests.
+    /// Whether the connection is between two requests.
     pub(super) fn is_idle(&self) -> bool {
         matches!(self.phase, Phase::Reading(_)) && self.input.is_empty()
     }
@@ -150,14 +150,14 @@ impl Connection {
         }
         match self.phase {
             Phase::Reading(_) => self.receive(vm, now),
-            // Only a hang-up or an error is reported then: nobody is left to answer.
+            // Only a hang-up or an error is reported then: no client is left to answer.
             Phase::Awaiting(..) => Fate::Close,
             Phase::Writing(_) => self.send(vm, now),
             Phase::Lingering => self.throw_away(),
         }
     }
 
-    /// Handles the passing of time.
+    /// Handles timeouts.
     pub(super) fn on_time(&mut self, vm: &dyn Machine, now: Instant) -> Fate {
         if let Phase::Awaiting(wait, persistence, body) = &mut self.phase {
             let (persistence, body) = (*persistence, *body);
@@ -184,7 +184,7 @@ impl Connection {
     }
 
     /// Answers a client that waits for the guest, because the monitor ends. Returns whether
-    /// anything is left to send.
+    /// anything remains to be sent.
     pub(super) fn end(&mut self, now: Instant) -> bool {
         if let Phase::Awaiting(wait, _, body) = &mut self.phase {
             let body = *body;
@@ -213,8 +213,8 @@ impl Connection {
         self.serve(vm, now)
     }
 
-    /// Carries out the requests that have arrived, until one has to wait or the reply cannot be
-    /// sent at once.
+    /// Executes the requests that have arrived, until one must wait or its reply cannot be sent at
+    /// once.
     fn serve(&mut self, vm: &dyn Machine, now: Instant) -> Fate {
         while let Phase::Reading(leave) = self.phase {
             match http::parse(&self.input) {
@@ -239,8 +239,8 @@ impl Connection {
                 }
                 Ok(Parsed::Incomplete { wants_continue: true }) if leave == Leave::NotGiven => {
                     self.phase = Phase::Reading(Leave::Given);
-                    // So few bytes fit into any socket buffer that is not already full of unread
-                    // replies; a client that does not get them sends the body anyway (RFC 9110
+                    // These few bytes fit into any socket buffer that is not full of unread
+                    // replies. A client that does not get them sends the body anyway (RFC 9110
                     // section 10.1.1).
                     let leave = b"HTTP/1.1 100 Continue\r\n\r\n";
                     let _ = rustix::net::send(
@@ -278,7 +278,7 @@ impl Connection {
         });
     }
 
-    /// Sends, then goes on with what the client has sent meanwhile.
+    /// Sends, then continues with the input that arrived meanwhile.
     fn send(&mut self, vm: &dyn Machine, now: Instant) -> Fate {
         match self.send_some(now) {
             Fate::Keep => self.serve(vm, now),
@@ -286,7 +286,7 @@ impl Connection {
         }
     }
 
-    /// Sends as much as the socket takes, and leaves [`Phase::Writing`] when that was all.
+    /// Sends as much as the socket accepts, and leaves [`Phase::Writing`] when everything was sent.
     pub(super) fn send_some(&mut self, now: Instant) -> Fate {
         let Phase::Writing(after) = self.phase else {
             return Fate::Keep;
@@ -331,14 +331,14 @@ impl Connection {
     }
 }
 
-/// What `request` comes to, and the status if it does so at once.
+/// The outcome of `request`, and the status if it is available at once.
 fn carry_out(request: &Request<'_>, vm: &dyn Machine) -> Result<(Status, Outcome), Problem> {
     let operation = route(request)?;
     let status = Status::of(&operation);
     Ok((status, vm.handle(operation)?))
 }
 
-/// The reply to what was waited for.
+/// The reply after waiting.
 fn late_reply(answer: Result<Document, ControlError>) -> Reply {
     match answer {
         Ok(document) => Reply::document(Status::Ok, &document),

@@ -1,4 +1,4 @@
-//! The API as one command: what can be asked of a machine, and what comes back.
+//! The API as commands: the operations of a machine, and their results.
 
 use std::time::{Duration, Instant};
 
@@ -13,80 +13,79 @@ use super::vm::{SnapshotReport, SnapshotTarget, TrimReport, VmInfo, VmState};
 
 /// A virtual machine as the API sees it.
 pub trait Machine: Send + Sync {
-    /// Carries out `operation`.
+    /// Executes `operation`.
     ///
-    /// One thread serves all clients, so this must not wait for the guest, for the network or for
-    /// the end of the monitor: what takes a while is an [`Outcome::Await`]. Waiting for vCPU threads
-    /// to leave the guest is fine.
+    /// One thread serves all clients, so this must not wait for the guest, the network or the end
+    /// of the monitor: long-running operations return [`Outcome::Await`]. Waiting for vCPU threads
+    /// to leave the guest is allowed.
     ///
     /// # Errors
-    /// Why it was not carried out; the machine is as before.
+    /// Why the operation was not executed; the machine is unchanged.
     fn handle(&self, operation: Operation) -> Result<Outcome, ControlError>;
 }
 
-/// Everything the API can do.
+/// The operations of the API.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Operation {
     /// `GET /openapi.json`
     OpenApi,
-    /// `GET /vm`: the state of the machine. It is answered in every state.
+    /// `GET /vm`: the state of the machine. Available in every state.
     VmInfo,
-    /// `PUT /vm/pause`: stops all vCPUs; returns when no vCPU runs guest code. Pausing a paused
-    /// machine is no error.
+    /// `PUT /vm/pause`: pauses all vCPUs; returns when no vCPU runs guest code. Pausing a paused
+    /// machine is not an error.
     Pause,
-    /// `PUT /vm/resume`: lets the vCPUs run again. Resuming a running machine is no error.
+    /// `PUT /vm/resume`: resumes the vCPUs. Resuming a running machine is not an error.
     Resume,
-    /// `PUT /vm/power-button`: presses the power button (ACPI); the guest decides what to do. A
-    /// paused machine is the wrong state.
+    /// `PUT /vm/power-button`: presses the power button (ACPI); the guest decides how to react. The
+    /// machine must not be paused.
     PowerButton,
-    /// `PUT /vm/trim`: gives back guest memory that holds nothing but zeros. A running machine is
-    /// stopped for it, a few milliseconds at a time. It works for about a second; the next call goes
-    /// on where this one ended.
+    /// `PUT /vm/trim`: discards guest memory that is all zero. A running machine is paused for it,
+    /// a few milliseconds at a time. A call works for about a second; the next one continues where
+    /// it ended.
     Trim,
-    /// `PUT /vm/snapshot`: writes the machine to a file. A running machine is stopped meanwhile. On
-    /// any error the machine is as before, and there is no file of that name that was not there
-    /// before.
+    /// `PUT /vm/snapshot`: writes the machine to a file. A running machine is paused meanwhile.
+    /// After any error the machine is as before, and no new file of that name exists.
     Snapshot(SnapshotTarget),
-    /// `PUT /vm/migrate`: begins to move the machine to another monitor, and returns at once.
+    /// `PUT /vm/migrate`: starts a migration to another monitor, and returns at once.
     Migrate(Box<MigrationRequest>),
-    /// `GET /vm/migration`: how far the migration under way is, or what the last one has come to.
+    /// `GET /vm/migration`: progress of the current migration, or the result of the last one.
     Migration {
         /// How long to wait for its end.
         wait: Option<Duration>,
     },
-    /// `PUT /vm/migration/cancel`: asks for the end of the migration under way, without waiting.
+    /// `PUT /vm/migration/cancel`: requests cancellation of the current migration, without waiting.
     CancelMigration,
-    /// `PUT /vm/kill`: ends the machine at once, like pulling the plug. It returns without waiting
-    /// for the end: the reply is sent afterwards, at the latest when the
+    /// `PUT /vm/kill`: ends the machine at once, like pulling the plug. Returns without waiting for
+    /// the end: the reply is sent afterwards, at the latest when the
     /// [`ApiServer`](super::ApiServer) is dropped.
     Kill,
     /// `GET /balloon`
     Balloon,
-    /// `PUT /balloon`: sets the size the balloon should get to.
+    /// `PUT /balloon`: sets the balloon's target size.
     SetBalloon(BalloonTarget),
-    /// `GET /balloon/statistics`: what the guest says of its memory, now.
+    /// `GET /balloon/statistics`: current memory statistics of the guest.
     Statistics {
-        /// Values at most this old will do without asking the guest.
+        /// Statistics of at most this age are returned without asking the guest.
         max_age: Option<Duration>,
     },
-    /// `PUT /balloon/statistics-interval`: asks the guest for statistics regularly from now on.
+    /// `PUT /balloon/statistics-interval`: sets the interval of requests for statistics.
     SetStatisticsInterval(StatisticsInterval),
-    /// `PUT /balloon/free-pages`: asks the guest which of its pages are free; one question at a
+    /// `PUT /balloon/free-pages`: asks the guest which of its pages are free; one request at a
     /// time.
     FreePages(FreePagesRequest),
-    /// `GET /merge`: what same-page merging is doing.
+    /// `GET /merge`: state, settings and statistics of same-page merging.
     Merge,
-    /// `PUT /merge`: changes how pages are merged. It waits for a change of settings to take effect,
-    /// not for pages to be unmerged by their owner. The kernel unmerges within one system call, so
-    /// with `merge=kernel` it does wait: about a second for each 4 GiB of merged pages.
+    /// `PUT /merge`: changes how pages are merged. Waits for settings to take effect, but not for
+    /// pages to be unmerged by the monitor. The kernel unmerges within one system call, so with
+    /// `merge=kernel` the call takes about a second for each 4 GiB of merged pages.
     SetMerge(Box<MergeSettings>),
     /// `GET /metrics`: all counters, for monitoring.
     Metrics,
 }
 
-/// What an operation has come to.
+/// Outcome of an operation.
 pub enum Outcome {
-    /// It is done, or has been passed on; this is what to answer.
+    /// It is done, or has been passed on; this is the answer.
     Done(Box<Document>),
     /// The answer is still to come.
     Await(Wait),
@@ -98,7 +97,7 @@ impl From<Document> for Outcome {
     }
 }
 
-/// What an operation answers.
+/// The answer to an operation.
 #[derive(Debug, Serialize)]
 #[serde(untagged)]
 #[expect(missing_docs, reason = "each is the document that it holds")]
@@ -117,7 +116,7 @@ pub enum Document {
     Metrics(Box<Metrics>),
 }
 
-/// An answer that is still to come. Dropping it withdraws the question.
+/// An answer that is still to come. Dropping it withdraws the request.
 pub struct Wait {
     deadline: Instant,
     answer: Box<dyn FnMut(TimeLeft) -> Option<Result<Document, ControlError>> + Send>,
@@ -126,14 +125,14 @@ pub struct Wait {
 /// Whether an answer may still be waited for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TimeLeft {
-    /// It may.
+    /// There is time left.
     Some,
-    /// It is to be given now.
+    /// The answer must be given now.
     None,
 }
 
 impl Wait {
-    /// Waits until `deadline` for `answer`, which must not be `None` when no time is left.
+    /// Waits for `answer` until `deadline`; it must not return `None` when no time is left.
     pub fn until(
         deadline: Instant,
         answer: impl FnMut(TimeLeft) -> Option<Result<Document, ControlError>> + Send + 'static,
@@ -141,74 +140,74 @@ impl Wait {
         Self { deadline, answer: Box::new(answer) }
     }
 
-    /// The answer, as soon as there is one or the time is up; `None` before.
+    /// The answer, once it is available or the time is up; `None` before.
     pub fn poll(&mut self) -> Option<Result<Document, ControlError>> {
         let is_late = Instant::now() >= self.deadline;
         (self.answer)(if is_late { TimeLeft::None } else { TimeLeft::Some })
     }
 }
 
-/// Why the machine did not do what it was asked. The variant decides the HTTP status.
+/// Why an operation was not executed. The variant determines the HTTP status.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ControlError {
     /// The machine has no balloon device (404).
     #[error("this virtual machine has no balloon device")]
     NoBalloon,
-    /// Not possible in the machine's present state (409).
+    /// Not possible in the current state of the machine (409).
     #[error("{message}")]
     WrongState {
-        /// What was asked and what state was found.
+        /// The request and the state found.
         message: String,
         /// What to do first.
         remedy: Option<String>,
     },
-    /// A value that cannot be used (422).
+    /// An invalid value (422).
     #[error("{message}")]
     Invalid {
         /// The JSON field.
         field: &'static str,
-        /// What was asked, and what the limits are.
+        /// The value and its limits.
         message: String,
-        /// What to ask for instead.
+        /// A valid alternative.
         remedy: Option<String>,
     },
-    /// It should have worked (500).
+    /// An unexpected failure (500).
     #[error("{message}")]
     Failed {
-        /// What was asked and what went wrong.
+        /// The request and the error.
         message: String,
     },
     /// The guest did not answer in time (504).
     #[error("the guest did not deliver statistics within {} ms", limit.as_millis())]
     NoAnswer {
-        /// How long it had.
+        /// The time limit.
         limit: Duration,
     },
     /// There are no fresh statistics; the status is that of `error`.
     #[error("{error}")]
     NoFreshStatistics {
-        /// Why not.
+        /// The reason.
         error: Box<ControlError>,
-        /// The statistics received last.
+        /// The last statistics received.
         last_known: Box<StatisticsDocument>,
     },
 }
 
-/// Why something does not go together with a migration.
+/// Message of operations that are not possible during a migration.
 pub(crate) const BEING_MOVED: &str = "the virtual machine is migrating to another monitor";
 
 impl ControlError {
-    /// Not possible now: `message` says why, and `remedy` what to do first.
+    /// An operation that is not possible now: `message` says why, and `remedy` what to do first.
     pub(crate) fn wrong_state(message: impl Into<String>, remedy: &str) -> Self {
         Self::WrongState { message: message.into(), remedy: Some(remedy.to_owned()) }
     }
 
-    /// Something that should have worked has failed with `error`.
+    /// An operation that failed unexpectedly with `error`.
     pub(crate) fn failed(error: impl std::fmt::Display) -> Self {
         Self::Failed { message: error.to_string() }
     }
 
-    /// Not possible with a machine that neither runs nor is paused.
+    /// An operation that is not possible with a machine that is neither running nor paused.
     pub(crate) fn not_running(state: VmState) -> Self {
         match state {
             VmState::Migrating => {

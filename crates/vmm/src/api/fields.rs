@@ -1,7 +1,7 @@
-//! What comes with a request: a JSON object of a declared type, and a query.
+//! Parameters of a request: a JSON object of a declared type, and a query.
 //!
-//! A type's schema says which fields there are, which values they can have and in which unit; a
-//! derived Deserialize alone would refuse a wrong value without naming its field.
+//! The schema of a type defines its fields, their values and units. A derived Deserialize alone
+//! would refuse an invalid value without naming its field.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -14,7 +14,7 @@ use serde_json::Value;
 use super::http::Request;
 use super::reply::{Problem, Status};
 
-/// The schema of `T` as a request: nothing in it can be null.
+/// The schema of `T` as a request, without null values.
 pub fn request_schema<T: JsonSchema>() -> Schema {
     let mut settings = SchemaSettings::draft2020_12();
     (settings.meta_schema, settings.inline_subschemas) = (None, true);
@@ -29,7 +29,7 @@ pub fn request_schema<T: JsonSchema>() -> Schema {
     schema
 }
 
-/// Takes null out of the values that `schema` allows.
+/// Removes null from the values that `schema` allows.
 pub fn drop_null(schema: &mut Value) {
     let Value::Object(members) = schema else { return };
     if members.get("default") == Some(&Value::Null) {
@@ -55,14 +55,14 @@ pub fn drop_null(schema: &mut Value) {
     }
 }
 
-/// Whether a request without a body is one with an empty object.
+/// Whether a request without a body is treated as an empty object.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum EmptyBody {
     Refused,
     Allowed,
 }
 
-/// The body of `request` as a `T`.
+/// Parses the body of `request` as a `T`.
 pub(super) fn body<T: JsonSchema + DeserializeOwned>(
     request: &Request<'_>,
     empty: EmptyBody,
@@ -86,7 +86,7 @@ pub(super) fn body<T: JsonSchema + DeserializeOwned>(
         }
     }
     let value = Value::Object(fields.0.into_iter().collect());
-    // What the schema allows can be read.
+    // Everything that the schema allows can be deserialized.
     serde_json::from_value(value)
         .map_err(|error| Problem::new(Status::UnprocessableContent, error.to_string()))
 }
@@ -99,7 +99,7 @@ fn missing(name: &str, property: &Value) -> Problem {
         .with_remedy(format!("send {}", wanted(property)))
 }
 
-/// The absolute path `path`, which a request must have together with other fields.
+/// The absolute path `path`, which is required together with other fields.
 pub(super) fn required_path(name: &str, path: Option<&PathBuf>) -> Result<PathBuf, Problem> {
     path.cloned().ok_or_else(|| missing(name, &serde_json::json!({ "pattern": "^/" })))
 }
@@ -121,14 +121,14 @@ fn check(name: &str, property: &Value, value: &Value) -> Result<(), Problem> {
     if is_right {
         return Ok(());
     }
-    let no_path = if is_path { ", which is no absolute path" } else { "" };
+    let no_path = if is_path { ", which is not an absolute path" } else { "" };
     let message = format!("the field '{name}' is {}{no_path}", describe(value));
     Err(Problem::new(Status::UnprocessableContent, message)
         .with_field(name)
         .with_remedy(format!("send {}", wanted(property))))
 }
 
-/// The words that a schema allows, if it is one of words.
+/// The words that a schema allows, if it is an enumeration.
 pub fn choices(property: &Value) -> Option<Vec<&str>> {
     if let Some(words) = property["enum"].as_array() {
         return Some(words.iter().filter_map(Value::as_str).collect());
@@ -137,13 +137,13 @@ pub fn choices(property: &Value) -> Option<Vec<&str>> {
     Some(variants.iter().filter_map(|variant| variant["const"].as_str()).collect())
 }
 
-/// The least and the greatest number that a schema allows.
+/// The minimum and maximum that a schema allows.
 pub fn bounds(property: &Value) -> (u64, u64) {
     let bound = |key: &str| property[key].as_u64();
     (bound("minimum").unwrap_or(0), bound("maximum").unwrap_or(u64::MAX))
 }
 
-/// What a schema allows, in words.
+/// Describes the values that a schema allows.
 fn wanted(property: &Value) -> String {
     match (choices(property), property["type"].as_str()) {
         (Some(words), _) => format!("one of {}", words.join(", ")),
@@ -154,13 +154,13 @@ fn wanted(property: &Value) -> String {
             format!("a whole number of {unit}, from {least} to {most}")
         }
         _ if property.get("pattern").is_some() => {
-            "the path of a file of the monitor's machine, from the root on".to_owned()
+            "an absolute path on the monitor's host".to_owned()
         }
         _ => property["x-form"].as_str().unwrap_or("a text").to_owned(),
     }
 }
 
-/// A value as an error shows it: short, with its type.
+/// A value for an error message: short, with its type.
 fn describe(value: &Value) -> String {
     match value {
         Value::Null => "null".to_owned(),
@@ -183,14 +183,14 @@ fn one_of(known: &[&str]) -> String {
     }
 }
 
-/// A PUT without parameters may have an empty JSON object as its body, because some clients always
-/// send one. A GET with a body is most likely meant to be a PUT.
+/// Checks for an absent body. A PUT without parameters may have an empty JSON object as its body,
+/// because some clients always send one. A GET with a body was probably meant to be a PUT.
 pub(super) fn no_body(request: &Request<'_>) -> Result<(), Problem> {
     if request.body.trim_ascii().is_empty() {
         return Ok(());
     }
     if request.method == "GET" {
-        let message = format!("GET {} takes no body", request.path);
+        let message = format!("GET {} must not have a body", request.path);
         return Err(
             Problem::new(Status::BadRequest, message).with_remedy("use PUT to change something")
         );
@@ -198,7 +198,7 @@ pub(super) fn no_body(request: &Request<'_>) -> Result<(), Problem> {
     Members::of_body(request, &[]).map(|_| ())
 }
 
-/// The parameters of a query, all of them known.
+/// The parameters of a query; unknown ones are refused.
 pub(super) struct Parameters<'a>(Vec<(&'a str, &'a str)>);
 
 impl<'a> Parameters<'a> {
@@ -238,7 +238,7 @@ impl<'a> Parameters<'a> {
     }
 }
 
-/// The members of a JSON object, all of them known and each there once.
+/// The members of a JSON object; unknown and duplicate ones are refused.
 struct Members(Vec<(String, Value)>);
 
 impl Members {

@@ -1,26 +1,26 @@
-//! Asking a guest for its free pages: what is asked, and what is answered.
+//! Requests for the guest's free pages: documents.
 //!
-//! An answer is a picture of the past: the guest may use any of the pages by now. It is for people,
-//! experiments and migrations, and never a reason to take a page away.
+//! An answer describes the past: the guest may use any of the pages by now. It serves users,
+//! experiments and migrations, and is never a reason to discard a page.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// The largest order that can be asked for: 1 GiB.
+/// The largest order in a request: 1 GiB.
 pub const MAX_FREE_PAGES_ORDER: u8 = 18;
-/// How long a guest may take to name its free pages, unless the request says otherwise.
+/// Default time limit of a request.
 pub const FREE_PAGES_TIME_LIMIT_MS: u64 = 5000;
-/// The longest that can be asked for: a minute.
+/// The longest time limit of a request: a minute.
 pub const MAX_FREE_PAGES_TIME_LIMIT_MS: u64 = 60 * 1000;
 
-/// `PUT /balloon/free-pages`: what to ask the guest.
+/// `PUT /balloon/free-pages`: the request to the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct FreePagesRequest {
-    /// Leave out blocks smaller than 2 to the power of this many pages.
+    /// Omit blocks smaller than 2 to the power of this many pages.
     #[schemars(range(max = MAX_FREE_PAGES_ORDER), extend("x-unit" = "binary orders of pages"))]
     pub min_order: u8,
-    /// How long the guest may take.
+    /// Time limit for the guest.
     #[schemars(range(min = 1, max = MAX_FREE_PAGES_TIME_LIMIT_MS))]
     #[schemars(extend("x-unit" = "milliseconds"))]
     pub timeout_ms: u64,
@@ -38,59 +38,58 @@ impl Default for FreePagesRequest {
 pub enum FreePagesStatus {
     /// The guest has named all free pages that it found.
     Done,
-    /// The guest has given up; what it has named was free.
+    /// The guest has given up; the pages it named were free.
     Aborted,
-    /// The guest was not through within the time limit, and has been told to stop.
+    /// The guest did not finish within the time limit, and the request was withdrawn.
     Timeout,
     /// The guest's driver was unloaded or the guest was reset.
     Reset,
 }
 
-/// `PUT /balloon/free-pages`: what the guest has said.
+/// `PUT /balloon/free-pages`: the guest's answer.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[schemars(rename = "FreePages")]
 pub struct FreePagesReport {
-    /// Number of the request, as the guest knows it.
+    /// Number of the request in the protocol.
     pub request_id: u64,
-    /// done: the guest has named all that it found. aborted: it has given up; what it named was
-    /// free. timeout: it was not through in time, and has been told to stop. reset: its driver is
-    /// gone.
+    /// done: the guest has named all that it found. aborted: it has given up; the pages it named
+    /// were free. timeout: it did not finish in time, and the request was withdrawn. reset: its
+    /// driver is gone.
     pub status: FreePagesStatus,
-    /// The smallest order that was asked for.
+    /// The smallest order requested.
     #[schemars(range(max = MAX_FREE_PAGES_ORDER))]
     pub min_order: u8,
-    /// Free memory that was named, each page once.
+    /// Free memory named by the guest, each page once.
     pub bytes: u64,
-    /// Blocks that it is made of, aligned to their size and of at most 4 MiB, as a buddy allocator
-    /// has them.
+    /// Blocks of this memory, aligned to their size and of at most 4 MiB, as in a buddy allocator.
     pub blocks: u64,
-    /// Contiguous ranges that it is made of.
+    /// Contiguous ranges of this memory.
     pub ranges: u64,
-    /// The largest of them.
+    /// The largest of these ranges.
     pub largest_range_bytes: u64,
-    /// The blocks by size; sizes of which there are none are left out.
+    /// The blocks by size, without sizes that do not occur.
     pub by_order: Vec<FreeBlocks>,
     /// Memory named that may not be treated as free because the guest relies on the content of free
-    /// pages (page_poison was negotiated); not in the figures above.
+    /// pages (page_poison was negotiated); not included in the figures above.
     pub poisoned_bytes: u64,
-    /// The guest's memory, without regard to the balloon.
+    /// Size of the guest's memory, including pages in the balloon.
     pub memory_bytes: u64,
-    /// What the guest's statistics, asked for at the same time, say is free; null if it has not
-    /// told.
+    /// Free memory according to the guest's statistics, requested at the same time; null if it has
+    /// not reported any.
     pub free_memory_bytes: Option<u64>,
-    /// Age of that value.
+    /// Age of this value.
     pub free_memory_age_ms: Option<u64>,
     /// `bytes` as a percentage of `free_memory_bytes`.
     pub coverage_percent: Option<f64>,
     /// Messages of the answer.
     pub messages: u64,
-    /// Messages by the way in which they named pages.
+    /// Messages by the encoding of pages.
     pub encodings: MessageEncodings,
     /// Length of all messages.
     pub message_bytes: u64,
-    /// Time it took the monitor to read them, in nanoseconds.
+    /// Time the monitor took to read them, in nanoseconds.
     pub translate_ns: u64,
-    /// Time from the decision to ask to the end of the answer, in microseconds.
+    /// Time from the request to the end of the answer, in microseconds.
     pub elapsed_us: u64,
 }
 
@@ -102,9 +101,9 @@ pub struct FreeBlocks {
     pub order: u8,
     /// Size of each.
     pub block_bytes: u64,
-    /// How many.
+    /// Number of blocks.
     pub blocks: u64,
-    /// Size of all of them.
+    /// Size of all blocks together.
     pub bytes: u64,
 }
 

@@ -1,7 +1,7 @@
-//! HTTP/1.1 requests out of bytes: a pure function with limits.
+//! Parses HTTP/1.1 requests: a pure function with limits.
 //!
-//! Lenient where common tools need it (no Host header, any Content-Type: `curl -d` calls JSON a
-//! form), strict where two readings are possible (Content-Length, Transfer-Encoding; RFC 9112
+//! Lenient where common tools require it (no Host header, any Content-Type: `curl -d` sends JSON as
+//! a form), strict where a request is ambiguous (Content-Length, Transfer-Encoding; RFC 9112
 //! section 6.3).
 
 use super::reply::{BodyMode, Persistence, Problem, Status};
@@ -10,7 +10,7 @@ use super::reply::{BodyMode, Persistence, Problem, Status};
 pub const MAX_HEAD_BYTES: usize = 8 << 10;
 /// Most header fields.
 pub const MAX_HEADERS: usize = 64;
-/// Longest body. The largest useful one has under a hundred bytes.
+/// Longest body. The largest valid one has under a hundred bytes.
 pub const MAX_BODY_BYTES: usize = 16 << 10;
 
 /// A complete request.
@@ -24,7 +24,7 @@ pub struct Request<'a> {
     pub query: Option<&'a str>,
     /// The body, empty if there is none.
     pub body: &'a [u8],
-    /// What the client wants of the connection.
+    /// Whether the client keeps the connection.
     pub persistence: Persistence,
 }
 
@@ -35,26 +35,26 @@ impl Request<'_> {
     }
 }
 
-/// What was found at the start of a buffer.
+/// Result of parsing the start of a buffer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Parsed<'a> {
     /// More bytes are needed.
     Incomplete {
-        /// The headers are complete and the client waits for leave to send the body
-        /// (`Expect: 100-continue`).
+        /// The headers are complete and the client waits for permission to send the body (`Expect:
+        /// 100-continue`).
         wants_continue: bool,
     },
     /// A request.
     Complete {
         /// The request.
         request: Request<'a>,
-        /// How many bytes of the buffer it takes.
+        /// Number of bytes of the buffer that the request takes.
         consumed_bytes: usize,
     },
 }
 
-/// Reads one request from the start of `buffer`. After a refusal the connection is useless, because
-/// nobody knows where the next request begins.
+/// Parses one request from the start of `buffer`. After a refusal the connection is unusable,
+/// because the start of the next request is unknown.
 pub fn parse(buffer: &[u8]) -> Result<Parsed<'_>, Problem> {
     let mut headers = [httparse::EMPTY_HEADER; MAX_HEADERS];
     let mut head = httparse::Request::new(&mut headers);
@@ -109,7 +109,7 @@ fn malformed(error: httparse::Error) -> Problem {
     }
 }
 
-/// The header fields that matter here.
+/// The relevant header fields.
 #[derive(Default)]
 struct HeaderFields {
     body_bytes: usize,
@@ -155,7 +155,7 @@ fn parse_content_length(value: &[u8]) -> Result<usize, Problem> {
         let message = format!("Content-Length is '{}', not a number", text.escape_ascii());
         return Err(Problem::new(Status::BadRequest, message));
     }
-    // A number too large for 64 bits is too large anyway.
+    // A number too large for 64 bits is above the limit anyway.
     let length = std::str::from_utf8(text)
         .ok()
         .and_then(|digits| digits.parse::<u64>().ok())
@@ -173,8 +173,7 @@ fn parse_content_length(value: &[u8]) -> Result<usize, Problem> {
 }
 
 /// Path and query of a request target in origin form (`/vm?x=1`) or absolute form
-/// (`http://localhost/vm?x=1`), RFC 9112 section 3.2. Other forms come out as a path that no route
-/// has.
+/// (`http://localhost/vm?x=1`), RFC 9112 section 3.2. Other forms yield a path that no route has.
 fn split_target(target: &str) -> (&str, Option<&str>) {
     let path = match target.split_once("://") {
         Some((scheme, rest)) if scheme.eq_ignore_ascii_case("http") => {
@@ -206,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn reads_a_request_and_leaves_the_next() {
+    fn parses_a_request_and_leaves_the_next() {
         let text =
             "PUT /balloon?x=1 HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}GET /vm";
         let (request, consumed) = complete(text);
@@ -261,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_what_is_malformed_or_too_large() {
+    fn refuses_malformed_and_too_large_requests() {
         assert_eq!(refused(b"\x16\x03\x01\x02\x00"), 400);
         assert_eq!(refused(b"GET /vm HTTP/2.0\r\n\r\n"), 505);
         assert_eq!(
@@ -296,7 +295,8 @@ mod tests {
             body in "[ -~]{0,24}",
             more in proptest::collection::vec(any::<u8>(), 0..40),
         ) {
-            let text = format!("PUT /balloon HTTP/1.1\r\nContent-Length: {length}\r\n\r\n{body}").into_bytes();
+            let head = format!("PUT /balloon HTTP/1.1\r\nContent-Length: {length}\r\n\r\n");
+            let text = format!("{head}{body}").into_bytes();
             let mut longer = text.clone();
             longer.extend_from_slice(&more);
             match parse(&text) {

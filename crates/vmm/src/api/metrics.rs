@@ -9,32 +9,32 @@ use super::merge::MergeStatistics;
 /// Counters for `GET /metrics`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Metrics {
-    /// Guest memory in bytes, without regard to the balloon.
+    /// Guest memory in bytes, including pages in the balloon.
     pub memory_bytes: u64,
-    /// Guest memory that the host holds at present.
+    /// Resident guest memory in bytes.
     pub guest_resident_bytes: u64,
-    /// Shared pages that are mapped for guest memory at present, each as often as it is mapped.
+    /// Mappings of shared pages in guest memory, in bytes, counted once per mapping.
     pub guest_shared_bytes: u64,
-    /// Resident memory of the whole monitor process.
+    /// Resident memory of the whole monitor process, in bytes.
     pub process_resident_bytes: u64,
     /// Milliseconds since the vCPUs were started.
     pub uptime_ms: u64,
     /// The balloon's counters; `None` without a balloon.
     pub balloon: Option<BalloonMetrics>,
-    /// What same-page merging has counted; `None` where nobody merges.
+    /// Counters of same-page merging; `None` without merging.
     pub merge: Option<MergeStatistics>,
-    /// vCPU exits by kind, all vCPUs together; empty when they are not counted.
+    /// vCPU exits by kind, all vCPUs together; empty if they are not counted.
     pub vcpu_exits: Vec<KindCount>,
 }
 
 /// The balloon's sizes, and its counters since the monitor started.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct BalloonMetrics {
-    /// The size asked for.
+    /// Target size.
     pub target_bytes: u64,
-    /// The size the guest says it has got to.
+    /// Size last reported by the guest.
     pub actual_bytes: u64,
-    /// What the device has counted.
+    /// Counters of the device.
     pub counters: Counters,
 }
 
@@ -43,7 +43,7 @@ pub struct BalloonMetrics {
 pub struct KindCount {
     /// The label's value, in snake_case.
     pub kind: Cow<'static, str>,
-    /// How often.
+    /// Value of the counter.
     pub count: u64,
 }
 

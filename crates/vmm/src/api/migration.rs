@@ -1,5 +1,4 @@
-//! Moving a running machine to another monitor: what is asked for, how far it is, and what it has
-//! cost.
+//! Migration of a running machine to another monitor: documents.
 
 use std::path::PathBuf;
 
@@ -10,68 +9,67 @@ use crate::words::{one_of, to_word};
 
 pub use ebb_migration::AtTimeLimit;
 
-/// The longest that `GET /vm/migration` waits for the end: ten seconds.
+/// The longest wait of `GET /vm/migration` for the end: ten seconds.
 pub const MAX_MIGRATION_WAIT_MS: u64 = 10 * 1000;
 /// The longest time limit of a migration: a day.
 pub const MAX_MIGRATION_SECONDS: u64 = 24 * 60 * 60;
 /// Most data streams.
 pub const MAX_MIGRATION_STREAMS: u16 = 16;
-/// The longest downtime that can be aimed at: a minute.
+/// The longest downtime that can be set as a target: a minute.
 pub const MAX_DOWNTIME_MS: u64 = 60 * 1000;
-/// The slowest rate that can be asked for: below, not even the state of a machine gets through in
+/// The slowest rate that can be set: below it, not even the state of a machine is sent in
 /// reasonable time.
 pub const MIN_BANDWIDTH_BYTES: u64 = 64 << 10;
 
-/// `PUT /vm/migrate`: where to, and how.
+/// `PUT /vm/migrate`: the destination and options.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 #[schemars(extend("required" = ["to"]))]
 pub struct MigrationRequest {
-    /// Where the receiver listens: `tcp:HOST:PORT` with the host in numbers or `localhost`
-    /// (`ebb migrate` looks names up), or `unix:PATH` with an absolute path.
+    /// Address of the receiver: `tcp:HOST:PORT` with an IP address or `localhost` as the host (`ebb
+    /// migrate` resolves names), or `unix:PATH` with an absolute path.
     #[schemars(extend("x-form" = "tcp:HOST:PORT or unix:PATH"))]
     pub to: String,
-    /// Data streams, each with a connection and a thread of its own.
+    /// Data streams, each with its own connection and thread.
     #[schemars(range(min = 1, max = MAX_MIGRATION_STREAMS), extend("x-unit" = "streams"))]
     pub streams: u16,
-    /// The machine is stopped when what is left can be sent in this time.
+    /// Expected downtime at which the machine is paused and the rest is sent.
     #[schemars(range(min = 1, max = MAX_DOWNTIME_MS), extend("x-unit" = "milliseconds"))]
     pub downtime_ms: u64,
-    /// Most bytes a second while the guest runs; without it, as many as possible.
+    /// Most bytes sent per second while the guest runs; unlimited by default.
     #[schemars(range(min = MIN_BANDWIDTH_BYTES), extend("x-unit" = "bytes"))]
     pub bandwidth_bytes_per_s: Option<u64>,
-    /// When `on_timeout` happens; without it, never.
+    /// Time after which `on_timeout` happens; never by default.
     #[schemars(range(min = 1, max = MAX_MIGRATION_SECONDS), extend("x-unit" = "seconds"))]
     pub timeout_seconds: Option<u64>,
-    /// cancel: the machine runs on here. force: it is stopped for as long as the rest takes.
+    /// cancel: the machine continues here. force: it is paused for as long as the rest takes.
     #[schemars(schema_with = "one_of::<AtTimeLimit>")]
     pub on_timeout: AtTimeLimit,
-    /// Slow the guest's vCPUs down when it writes faster than can be sent.
+    /// Slow the guest's vCPUs down if it writes faster than memory can be sent.
     pub auto_converge: bool,
-    /// What names pages that need not be sent because the guest does not use them.
+    /// How to find free pages of the guest, which need not be sent.
     pub free_pages: FreePageChoice,
-    /// Send pages that are zero as such.
+    /// Send zero pages as records without content.
     pub zero_pages: bool,
-    /// Leave out memory that the host does not hold: never touched, reported as free, in the
-    /// balloon.
+    /// Skip memory that is not resident: never touched, reported as free, or in the balloon.
     pub holes: bool,
-    /// Absolute path of our certificate (PEM), for TLS 1.3 with certificates on both sides. All
-    /// three files, or none.
+    /// Absolute path of this side's certificate (PEM), for TLS 1.3 with certificates on both sides.
+    /// All three files, or none.
     #[schemars(regex(pattern = "^/"))]
     pub tls_cert: Option<PathBuf>,
-    /// Absolute path of its private key (PEM).
+    /// Absolute path of this side's private key (PEM).
     #[schemars(regex(pattern = "^/"))]
     pub tls_key: Option<PathBuf>,
     /// Absolute path of the authorities (PEM) that the receiver's certificate must come from.
     #[schemars(regex(pattern = "^/"))]
     pub tls_ca: Option<PathBuf>,
-    /// Name in the receiver's certificate, where that is not the host of `to`.
+    /// Name in the receiver's certificate, if it is not the host of `to`.
     #[schemars(extend("x-form" = "the name in a certificate"))]
     pub tls_name: Option<String>,
-    /// Send the guest's memory over a plain TCP connection, on this host or to another one. Whoever
-    /// is on the way, or has taken the port, can read and change it.
+    /// Send the guest's memory over a plain TCP connection, on this host or to another one. Anyone
+    /// on the path, or who has taken the port, can read and change it.
     pub insecure: bool,
-    /// Hand the memory to a receiver on the same machine instead of copying it: needs
+    /// Share the memory with a receiver on the same host instead of copying it: needs
     /// `backing=memfd` or `hugetlb` and a `unix:` address.
     pub share_memory: bool,
 }
@@ -106,129 +104,128 @@ impl MigrationRequest {
     }
 }
 
-/// Who is asked which pages of the guest are free, so that they need not be sent.
+/// How the guest is asked for its free pages, which need not be sent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum FreePageChoice {
-    /// The guest's driver, by the best way that it knows.
+    /// By the best method that the guest's driver supports.
     #[default]
     Auto,
-    /// The driver, by free page hinting.
+    /// By free page hinting.
     Hints,
-    /// The driver, by the extension's question.
+    /// By host requests of the extension.
     Query,
-    /// Nobody.
+    /// Not at all.
     Off,
 }
 
-/// How far a migration is.
+/// Phase of a migration.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum MigrationPhase {
-    /// None was asked for.
+    /// No migration was requested.
     #[default]
     None,
-    /// The receiver is called, and asked whether it can take the machine.
+    /// Connecting to the receiver, which checks whether it can take the machine.
     Connecting,
     /// Memory is sent while the guest runs.
     Precopy,
-    /// The machine stands still: the rest of its memory and its state are sent.
+    /// The machine is paused: the rest of its memory and its state are sent.
     SwitchOver,
     /// The machine runs at its destination; this monitor ends.
     Completed,
-    /// It has failed; the machine runs on here.
+    /// The migration failed; the machine continues here.
     Failed,
-    /// It was cancelled; the machine runs on here.
+    /// The migration was cancelled; the machine continues here.
     Cancelled,
-    /// The connection broke when the machine had been given away: nobody here knows whether it runs
-    /// there. It stands still here.
+    /// The connection broke after the migration was committed: it is unknown here whether the
+    /// machine runs at the destination. It is paused here.
     Unknown,
 }
 
 impl MigrationPhase {
-    /// Whether nothing more will happen.
+    /// Whether the phase is final.
     pub fn is_end(self) -> bool {
         matches!(self, Self::Completed | Self::Failed | Self::Cancelled | Self::Unknown)
     }
 
-    /// The word for it.
+    /// The name of the phase.
     pub fn name(self) -> String {
         to_word(self)
     }
 
-    /// Whether it is under way.
+    /// Whether the migration is in progress.
     pub fn is_active(self) -> bool {
         matches!(self, Self::Connecting | Self::Precopy | Self::SwitchOver)
     }
 }
 
-/// `GET /vm/migration`: the migration that is under way, or the last one.
+/// `GET /vm/migration`: the migration in progress, or the last one.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[schemars(rename = "Migration")]
 pub struct MigrationStatus {
-    /// How far it is.
+    /// Current phase.
     pub phase: MigrationPhase,
-    /// Where to.
+    /// Address of the destination.
     pub to: Option<String>,
-    /// Number of the round that is being sent, from 1.
+    /// Number of the current round, from 1.
     pub round: u64,
-    /// Memory that has to be sent in this round yet.
+    /// Memory that remains to be sent in this round.
     pub remaining_bytes: u64,
     /// Bytes sent so far.
     pub bytes_sent: u64,
-    /// Bytes a second at present.
+    /// Current rate in bytes per second.
     pub rate_bytes_per_s: u64,
-    /// How long the machine would stand still if it were stopped now; null before that can be
-    /// known.
+    /// How long the machine would be paused if it were paused now; null while unknown.
     pub expected_downtime_ms: Option<u64>,
-    /// By how much the vCPUs are slowed down.
+    /// Throttling of the vCPUs.
     #[schemars(range(max = 100))]
     pub throttle_percent: u8,
     /// Time since the request.
     pub elapsed_ms: u64,
-    /// What it has come to, at its end.
+    /// The result, once the migration has ended.
     pub report: Option<MigrationReport>,
 }
 
-/// What a migration has come to.
+/// Result of a migration.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct MigrationReport {
     /// `completed`, `failed`, `cancelled` or `unknown`.
     pub status: MigrationPhase,
     /// Why it was not completed.
     pub error: Option<String>,
-    /// From the request to the end.
+    /// Time from the request to the end.
     pub total_ms: u64,
-    /// How long the guest stood still: from the stop of its vCPUs to the receiver's word that it
-    /// runs.
+    /// How long the guest was paused: from the stop of its vCPUs to the receiver's confirmation
+    /// that it runs.
     pub downtime_ms: u64,
-    /// From the request to the first byte of memory.
+    /// Time from the request to the first byte of memory.
     pub setup_ms: u64,
     /// Bytes of all memory records and of the state.
     pub bytes_sent: u64,
-    /// Rounds.
+    /// Number of rounds.
     pub rounds: u64,
-    /// Pages sent with their content; one that was sent twice counts twice.
+    /// Pages sent with their content, counted each time they were sent.
     pub pages_data: u64,
-    /// Pages that were zero.
+    /// Zero pages.
     pub pages_zero: u64,
-    /// Pages that the host did not hold.
+    /// Pages that were not resident.
     pub pages_discarded: u64,
-    /// Pages not sent because the guest said that they are free.
+    /// Pages skipped because the guest reported them as free.
     pub pages_skipped: u64,
-    /// The guest's memory.
+    /// Size of the guest's memory.
     pub memory_bytes: u64,
-    /// Processor time that it took in this monitor, without that of the guest's vCPUs.
+    /// Processor time used by this monitor, without that of the guest's vCPUs.
     pub source_cpu_ms: u64,
-    /// Bytes a second over the time in which memory was sent.
+    /// Average rate in bytes per second while memory was sent.
     pub bandwidth_bytes_per_s: u64,
-    /// Who was asked for free pages; auto if it was not decided.
+    /// How the guest was asked for free pages; auto if that was not decided.
     pub free_pages: FreePageChoice,
-    /// Why nobody was asked, if somebody was to be.
+    /// Why the guest was not asked for free pages, if it should have been.
     pub free_pages_error: Option<String>,
-    /// Whether memory was handed over instead of sent.
+    /// Whether memory was shared instead of sent.
     pub shared_memory: bool,
-    /// Each round.
+    /// The rounds.
     pub rounds_detail: Vec<MigrationRound>,
 }
 
@@ -237,23 +234,23 @@ pub struct MigrationReport {
 pub struct MigrationRound {
     /// Number, from 1.
     pub round: u64,
-    /// How long it took.
+    /// Duration of the round.
     pub elapsed_ms: u64,
     /// Pages sent with their content.
     pub pages_data: u64,
-    /// Pages that were zero.
+    /// Zero pages.
     pub pages_zero: u64,
-    /// Pages that the host did not hold.
+    /// Pages that were not resident.
     pub pages_discarded: u64,
-    /// Pages left out because the guest said that they are free.
+    /// Pages skipped because the guest reported them as free.
     pub pages_skipped: u64,
     /// Bytes sent.
     pub bytes_sent: u64,
-    /// Pages that were written meanwhile.
+    /// Pages written by the guest meanwhile.
     pub pages_written: u64,
-    /// How long nothing was sent because the guest was naming its free pages.
+    /// How long sending was suspended while the guest named its free pages.
     pub hint_wait_ms: u64,
-    /// By how much the vCPUs were slowed down.
+    /// Throttling of the vCPUs.
     #[schemars(range(max = 100))]
     pub throttle_percent: u8,
 }

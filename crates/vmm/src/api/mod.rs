@@ -1,24 +1,24 @@
 //! The control API: HTTP/1.1 and JSON on a unix socket, described by `docs/openapi.json`.
 //!
-//! It is written by hand over `httparse`. An asynchronous HTTP stack (hyper on tokio) would cost
-//! more memory than the whole monitor may use (5 to 8 MiB resident), and a socket for one
+//! The server is hand-written over `httparse`. An asynchronous HTTP stack (hyper on tokio) would
+//! take more memory than the whole monitor may use (5 to 8 MiB resident), and a socket for one
 //! operator's tools needs one thread and `poll`.
 //!
 //! | module | what |
 //! | --- | --- |
-//! | [`control`] | what can be asked of a [`Machine`], and what comes back |
+//! | [`control`] | operations of a [`Machine`], and their results |
 //! | [`vm`], [`balloon`], [`free_pages`], [`merge`], [`migration`] | documents |
-//! | [`metrics`], [`prometheus`] | counters, and their text |
+//! | [`metrics`], [`prometheus`] | counters, and their text format |
 //! | [`http`] | bytes -> [`http::Request`], pure |
 //! | [`route`], [`fields`] | [`http::Request`] -> [`Operation`], pure |
-//! | [`statistics`] | waiting for the guest to deliver them |
+//! | [`statistics`] | waits for the guest's statistics |
 //! | [`reply`] | statuses, errors and documents -> bytes, pure |
 //! | [`server`] | socket, thread, connections, time limits |
 //! | [`client`] | the other end of the socket |
 //!
-//! The types of the documents are their only declaration: fields, defaults, bounds and words are
-//! read from their schemas by [`fields`], by the test that writes `docs/openapi.json`, and by the
-//! command line.
+//! The types of the documents are their only declaration: [`fields`], the test that writes
+//! `docs/openapi.json`, and the command line derive fields, defaults, bounds and words from their
+//! schemas.
 
 pub mod balloon;
 pub mod client;
@@ -51,10 +51,9 @@ pub use server::{ApiError, ApiServer};
 pub use statistics::*;
 pub use vm::*;
 
-/// The way of one request from bytes to operation without any I/O, as an entry for fuzzing.
+/// Parses one request and routes it to an operation, without any I/O: entry point for fuzzing.
 ///
-/// Returns what would be executed, or the status of the refusal, or `None` when more bytes are
-/// needed.
+/// Returns the operation, or the status of the refusal, or `None` if more bytes are needed.
 pub fn parse_and_route(bytes: &[u8]) -> Option<Result<Operation, reply::Status>> {
     match http::parse(bytes) {
         Ok(http::Parsed::Incomplete { .. }) => None,

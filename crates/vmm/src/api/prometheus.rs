@@ -9,13 +9,13 @@ use rows::{BALLOON, MACHINE, MERGE, MERGE_OF_MACHINE, Row, Sampled};
 
 mod rows;
 
-/// All metrics as text. A machine without balloon has no `ebb_balloon_*` lines.
+/// Renders all metrics as text. A machine without balloon has no `ebb_balloon_*` lines.
 pub fn render(metrics: &Metrics) -> String {
     let mut text = String::with_capacity(4096);
     write_rows(&mut text, "ebb_", &MACHINE, metrics);
     if let Some(merge) = &metrics.merge {
-        // Counters of the host's kernel have names of their own, since each machine publishes the
-        // same ones.
+        // Counters of the host's kernel have separate names, since each machine publishes the same
+        // values.
         let prefix = match merge.scope {
             MergeScope::Machine => "ebb_merge_",
             MergeScope::Host => "ebb_merge_host_",
@@ -46,7 +46,7 @@ pub fn names() -> String {
     )
 }
 
-/// A row whose name ends in `_total` is a counter, which only rises; any other is a gauge.
+/// Writes `rows`. A row whose name ends in `_total` is a counter; any other is a gauge.
 fn write_rows<T>(text: &mut String, prefix: &str, rows: &[Row<T>], counted: &T) {
     for Row { name, help, value } in rows {
         let value = value(counted);
@@ -86,8 +86,8 @@ pub struct Sample {
     pub value: f64,
 }
 
-/// Reads back what [`render`] writes (no timestamps, no label but `kind`). Returns the first line
-/// that is something else as the error.
+/// Parses the output of [`render`] (no timestamps, no label but `kind`). Returns the first
+/// unexpected line as the error.
 pub fn parse(text: &str) -> Result<Vec<Sample>, String> {
     text.lines()
         .filter(|line| !line.is_empty() && !line.starts_with('#'))
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_is_counted_is_told() {
+    fn only_counted_values_are_published() {
         assert!(merge_names(MergeStatistics::default()).is_empty());
         let counted = MergeStatistics {
             pages_shared: Some(3),
@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn strange_text_is_returned() {
+    fn an_unexpected_line_is_returned() {
         for line in ["ebb", "ebb x", "ebb{other=\"x\"} 1", "ebb{kind=\"\\x\"} 1", "{kind=\"x\"} 1"]
         {
             assert_eq!(parse(line), Err(line.to_owned()));
@@ -216,7 +216,8 @@ mod tests {
     proptest! {
         #[test]
         fn labels_read_back(kind in "\\PC{0,12}|[\\\\\"\n]{0,6}", count in 0_u64..1 << 50) {
-            let metrics = Metrics { vcpu_exits: vec![KindCount::new(kind.clone(), count)], ..Metrics::default() };
+            let vcpu_exits = vec![KindCount::new(kind.clone(), count)];
+            let metrics = Metrics { vcpu_exits, ..Metrics::default() };
             let samples = parse(&render(&metrics)).unwrap();
             let sample = find(&samples, "ebb_vcpu_exits_total", Some(&kind)).unwrap();
             prop_assert!((sample.value - count as f64).abs() < 0.5);

@@ -13,33 +13,33 @@ use super::prometheus;
 /// The OpenAPI 3.1 description of everything the API serves; also at `GET /openapi.json`.
 pub const OPENAPI_JSON: &str = include_str!("../../../../docs/openapi.json");
 
-/// The statuses this server uses (RFC 9110 section 15, RFC 6585).
+/// The statuses used by this server (RFC 9110 section 15, RFC 6585).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u16)]
 pub enum Status {
     /// Done.
     Ok = 200,
-    /// Passed on; the guest or the monitor acts on it in its own time.
+    /// Passed on; the guest or the monitor completes the operation later.
     Accepted = 202,
     /// Not HTTP, not JSON, or an unknown query parameter.
     BadRequest = 400,
-    /// No such path, or a device the machine does not have.
+    /// No such path, or a device that the machine does not have.
     NotFound = 404,
-    /// The path exists, but not with this method.
+    /// The path does not support this method.
     MethodNotAllowed = 405,
     /// The request did not arrive in time.
     RequestTimeout = 408,
-    /// Not possible in the machine's present state.
+    /// Not possible in the current state of the machine.
     Conflict = 409,
     /// A body without Content-Length.
     LengthRequired = 411,
     /// The body is longer than [`MAX_BODY_BYTES`](super::http::MAX_BODY_BYTES).
     ContentTooLarge = 413,
-    /// JSON, but not what this path takes: unknown field, wrong type, value out of range.
+    /// JSON, but invalid for this path: unknown field, wrong type, value out of range.
     UnprocessableContent = 422,
     /// Request line and headers are longer than [`MAX_HEAD_BYTES`](super::http::MAX_HEAD_BYTES).
     HeadersTooLarge = 431,
-    /// It should have worked.
+    /// An unexpected failure.
     InternalServerError = 500,
     /// Too many connections, or the monitor is about to exit.
     ServiceUnavailable = 503,
@@ -50,12 +50,12 @@ pub enum Status {
 }
 
 impl Status {
-    /// The number.
+    /// The number of the status.
     pub fn code(self) -> u16 {
         self as u16
     }
 
-    /// The words after the number.
+    /// The reason phrase.
     pub fn reason(self) -> &'static str {
         match self {
             Self::Ok => "OK",
@@ -77,14 +77,14 @@ impl Status {
     }
 }
 
-/// A request that was not carried out: what was asked, what was found, what to do.
+/// A request that was not executed: what was requested, what was found, what to do.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Problem {
     /// The status of the reply.
     pub status: Status,
     /// The body of the reply.
     pub detail: ErrorDetail,
-    /// The methods the path has, for the Allow header of [`Status::MethodNotAllowed`].
+    /// The methods of the path, for the Allow header of [`Status::MethodNotAllowed`].
     pub allow: Option<String>,
 }
 
@@ -96,24 +96,24 @@ pub struct ErrorDocument {
     pub error: ErrorDetail,
 }
 
-/// What an error says.
+/// Description of an error.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct ErrorDetail {
-    /// What was asked and what was found.
+    /// What was requested and what was found.
     pub message: String,
     /// What to do.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub remedy: Option<String>,
-    /// The JSON field that is to blame.
+    /// The JSON field that caused the error.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub field: Option<String>,
-    /// The statistics received last, when fresh ones could not be had.
+    /// The last statistics received, if fresh ones were not available.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub last_known: Option<Box<StatisticsDocument>>,
 }
 
 impl Problem {
-    /// A problem with nothing but a message.
+    /// A problem with only a message.
     pub fn new(status: Status, message: impl Into<String>) -> Self {
         let detail = ErrorDetail { message: message.into(), ..ErrorDetail::default() };
         Self { status, detail, allow: None }
@@ -126,7 +126,7 @@ impl Problem {
         self
     }
 
-    /// Adds the JSON field that is to blame.
+    /// Adds the JSON field that caused the error.
     #[must_use]
     pub fn with_field(mut self, field: impl Into<String>) -> Self {
         self.detail.field = Some(field.into());
@@ -165,7 +165,7 @@ impl From<ControlError> for Problem {
     }
 }
 
-/// What a body is.
+/// Type of a body.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ContentType {
     /// `application/json`
@@ -175,7 +175,7 @@ pub enum ContentType {
 }
 
 impl ContentType {
-    /// The header's value.
+    /// Value of the Content-Type header.
     pub fn header_value(self) -> &'static str {
         match self {
             Self::Json => "application/json",
@@ -184,14 +184,14 @@ impl ContentType {
     }
 }
 
-/// A reply before it becomes bytes.
+/// A reply before it is encoded.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Reply {
     /// The status.
     pub status: Status,
-    /// What the body is.
+    /// Type of the body.
     pub content_type: ContentType,
-    /// The body. Borrowed for fixed documents, which then cost no memory.
+    /// The body. Borrowed for fixed documents, which then take no memory.
     pub body: Cow<'static, str>,
     /// The Allow header.
     pub allow: Option<String>,
@@ -229,7 +229,7 @@ impl Status {
 }
 
 impl Reply {
-    /// A reply with what an operation has come to.
+    /// A reply with the result of an operation.
     pub fn document(status: Status, document: &Document) -> Self {
         let (content_type, body) = match document {
             Document::OpenApi => (ContentType::Json, Cow::Borrowed(OPENAPI_JSON)),
@@ -253,7 +253,7 @@ impl Reply {
             Err(error) => Self {
                 status: Status::InternalServerError,
                 content_type: ContentType::Json,
-                // Nothing in an error's text needs escaping in JSON but quotes and backslashes.
+                // In an error's text only quotes and backslashes need escaping in JSON.
                 body: Cow::Owned(format!(
                     "{{\"error\":{{\"message\":\"the reply cannot be written as JSON: {}\"}}}}",
                     error.to_string().replace(['"', '\\'], "'")
@@ -273,7 +273,8 @@ impl Reply {
         // Writing into a Vec cannot fail.
         let _ = write!(
             bytes,
-            "HTTP/1.1 {} {}\r\nServer: ebb/{}\r\nContent-Type: {}\r\nContent-Length: {}\r\nConnection: {connection}\r\n",
+            "HTTP/1.1 {} {}\r\nServer: ebb/{}\r\nContent-Type: {}\r\nContent-Length: {}\r\n\
+             Connection: {connection}\r\n",
             self.status.code(),
             self.status.reason(),
             env!("CARGO_PKG_VERSION"),
@@ -324,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn control_errors_have_their_status_and_say_what_to_do() {
+    fn control_errors_have_their_status_and_remedy() {
         let invalid = ControlError::Invalid {
             field: "target_bytes",
             message: "too much".into(),

@@ -1,4 +1,4 @@
-//! What a request asks for: a pure function from [`Request`] to [`Operation`].
+//! Routing: a pure function from [`Request`] to [`Operation`].
 
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ use super::reply::{Problem, Status};
 pub enum Method {
     /// Reads.
     Get,
-    /// Changes; doing it twice is the same as doing it once.
+    /// Changes; idempotent.
     Put,
 }
 
@@ -48,7 +48,7 @@ const fn route_to(method: Method, path: &'static str, build: Build) -> Route {
     Route { method, path, build }
 }
 
-/// Everything that is served.
+/// All routes.
 pub const ROUTES: [Route; 19] = [
     route_to(Method::Get, "/openapi.json", |request| plain(request, Operation::OpenApi)),
     route_to(Method::Get, "/vm", |request| plain(request, Operation::VmInfo)),
@@ -75,7 +75,7 @@ pub const ROUTES: [Route; 19] = [
     route_to(Method::Get, "/metrics", |request| plain(request, Operation::Metrics)),
 ];
 
-/// What `request` asks for, or why it cannot be done.
+/// The operation of `request`, or the reason of its refusal.
 pub fn route(request: &Request<'_>) -> Result<Operation, Problem> {
     let mut allowed = Vec::new();
     for candidate in ROUTES.iter().filter(|candidate| candidate.path == request.path) {
@@ -104,7 +104,7 @@ fn plain(request: &Request<'_>, operation: Operation) -> Result<Operation, Probl
     Ok(operation)
 }
 
-/// An operation that is described by the body.
+/// An operation whose parameters are in the body.
 fn with<T: JsonSchema + DeserializeOwned>(
     request: &Request<'_>,
     operation: impl FnOnce(T) -> Operation,
@@ -132,7 +132,7 @@ fn migration(request: &Request<'_>) -> Result<Operation, Problem> {
     Ok(Operation::Migration { wait: wait_ms.map(Duration::from_millis) })
 }
 
-/// The files for TLS come all together, or none does.
+/// The files for TLS must be given together or not at all.
 fn migrate(request: &Request<'_>) -> Result<Operation, Problem> {
     Parameters::of_query(request, &[])?;
     let migration: MigrationRequest = body(request, EmptyBody::Refused)?;
@@ -151,7 +151,7 @@ fn set_merge(request: &Request<'_>) -> Result<Operation, Problem> {
     Parameters::of_query(request, &[])?;
     let change: MergeSettings = body(request, EmptyBody::Refused)?;
     if change == MergeSettings::default() {
-        let message = "the object says nothing that could be changed";
+        let message = "the object changes no setting";
         let fields = request_schema::<MergeSettings>();
         let fields = fields.get("properties").and_then(Value::as_object);
         let names: Vec<_> = fields.into_iter().flatten().map(|(name, _)| name.as_str()).collect();
@@ -163,7 +163,7 @@ fn set_merge(request: &Request<'_>) -> Result<Operation, Problem> {
                        follow from how much there is to scan";
         return Err(Problem::new(Status::UnprocessableContent, message)
             .with_field("pages_per_second")
-            .with_remedy("send one of both"));
+            .with_remedy("send one of them"));
     }
     Ok(Operation::SetMerge(Box::new(change)))
 }

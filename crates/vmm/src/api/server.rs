@@ -1,10 +1,9 @@
 //! The socket and its thread.
 //!
 //! System calls of the thread after `on_thread_start`, for its seccomp list: `ppoll`, `accept4`,
-//! `recvfrom`, `sendto`, `shutdown`, `close` (and `fcntl` with F_GETFD before it in debug builds of
-//! the standard library's owners), `write` for logs, memory allocation, `futex`, the end of a
-//! thread, and whatever the [`Machine`] does. The socket is bound and removed by the owner's
-//! thread.
+//! `recvfrom`, `sendto`, `shutdown`, `close` (preceded by `fcntl` with F_GETFD in debug builds),
+//! `write` for logs, memory allocation, `futex`, the end of a thread, and the calls of the
+//! [`Machine`]. The socket is bound and removed by the owner's thread.
 
 use std::fmt;
 use std::io;
@@ -25,19 +24,19 @@ use super::connection::{Connection, Fate};
 use super::control::Machine;
 use super::reply::{BodyMode, Persistence, Problem, Reply, Status};
 
-/// Clients that may wait to be accepted.
+/// Most clients waiting to be accepted.
 const BACKLOG: i32 = 16;
 
-/// How often the guest's answer is looked for while a client waits for it.
+/// Interval of checks for the guest's answer while a client waits for it.
 const GUEST_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// How long new clients wait after an accept failed for lack of file descriptors or memory.
+/// How long new clients wait after accept failed for lack of file descriptors or memory.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// How long replies are still sent when the server ends.
 const FINISH_TIME_LIMIT: Duration = Duration::from_millis(200);
 
-/// The thread needs little: requests are parsed from and replies written to the heap.
+/// Stack size in bytes. A small one suffices: requests and replies are on the heap.
 const STACK_BYTES: usize = 256 << 10;
 
 /// Why the API cannot be served.
@@ -46,18 +45,18 @@ pub enum ApiError {
     /// The socket cannot be bound.
     #[error("no API: {0}")]
     Listen(#[from] ListenError),
-    /// The system refused something else.
+    /// Another operation failed.
     #[error("no API: cannot {action}: {source}")]
     Io {
-        /// What was attempted.
+        /// The operation.
         action: &'static str,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
 }
 
-/// The API of one machine: a thread behind a socket. Dropping it sends the replies that are under
-/// way, ends the thread and removes the socket.
+/// The API of one machine: a thread behind a socket. Dropping it sends the remaining replies, ends
+/// the thread and removes the socket.
 pub struct ApiServer {
     socket: SocketFile,
     stop: Arc<OwnedFd>,
@@ -65,14 +64,14 @@ pub struct ApiServer {
 }
 
 impl ApiServer {
-    /// Serves `vm` on the socket `path`, with mode 0600. A socket that nobody listens on any more
-    /// is replaced.
+    /// Serves `vm` on the socket `path`, with mode 0600. A stale socket without a listener is
+    /// replaced.
     pub fn start(path: &Path, vm: Arc<dyn Machine>) -> Result<Self, ApiError> {
         Self::start_with(path, vm, Limits::default(), || ())
     }
 
-    /// Like [`start`](Self::start), with other limits and something to do on the new thread before
-    /// it serves anybody, for example to install a seccomp filter.
+    /// Like [`start`](Self::start), with other limits and a function that runs on the new thread
+    /// before it serves clients, for example to install a seccomp filter.
     pub fn start_with(
         path: &Path,
         vm: Arc<dyn Machine>,
@@ -103,7 +102,7 @@ impl ApiServer {
         Ok(Self { socket, stop, thread: Some(thread) })
     }
 
-    /// Where the socket is.
+    /// Path of the socket.
     pub fn path(&self) -> &Path {
         self.socket.path()
     }
@@ -117,7 +116,8 @@ impl fmt::Debug for ApiServer {
 
 impl Drop for ApiServer {
     fn drop(&mut self) {
-        // First, so that a client that comes from now on sees no socket rather than a dying one.
+        // First, so that a client that connects from now on finds no socket rather than a closing
+        // one.
         self.socket.remove();
         // Adding one to a counter of zero cannot fail.
         let _ = rustix::io::write(&*self.stop, &1_u64.to_ne_bytes());
@@ -129,18 +129,18 @@ impl Drop for ApiServer {
     }
 }
 
-/// What the thread owns.
+/// State of the thread.
 struct Service {
     listener: OwnedFd,
     stop: Arc<OwnedFd>,
     vm: Arc<dyn Machine>,
     limits: Limits,
     connections: Vec<Connection>,
-    /// No new clients before this time.
+    /// No new clients are accepted before this time.
     accept_after: Option<Instant>,
 }
 
-/// What poll has reported.
+/// The events reported by poll.
 struct Ready {
     stop: PollFlags,
     listener: PollFlags,
@@ -194,7 +194,7 @@ impl Service {
         })
     }
 
-    /// Time until something has to be done without an event; `None` for never.
+    /// Time until something must be done without an event; `None` for no limit.
     fn timeout(&self, now: Instant) -> Option<Duration> {
         let connections = self.connections.iter().map(|connection| {
             if connection.awaits_guest() {
@@ -221,7 +221,7 @@ impl Service {
 
     fn admit(&mut self, socket: OwnedFd, now: Instant) {
         if self.connections.len() >= self.limits.connections {
-            // The idle one with the earliest deadline has been idle longest.
+            // The idle connection with the earliest deadline has been idle longest.
             let idlest = (0..self.connections.len())
                 .filter(|index| self.connections[*index].is_idle())
                 .min_by_key(|index| self.connections[*index].deadline());
@@ -230,8 +230,8 @@ impl Service {
                 let problem = Problem::new(Status::ServiceUnavailable, message)
                     .with_remedy("try again in a moment");
                 let bytes = Reply::from(problem).encode(Persistence::Close, BodyMode::Full);
-                // It fits into the empty buffer of a new socket; a client that is gone already
-                // misses nothing.
+                // It fits into the empty buffer of a new socket. If the client is gone already,
+                // nothing is lost.
                 let _ =
                     rustix::net::send(&socket, &bytes, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
                 return;
@@ -241,7 +241,7 @@ impl Service {
         self.connections.push(Connection::new(socket, self.limits, now));
     }
 
-    /// Sends the replies that are under way, for a short while.
+    /// Sends the remaining replies, for a short while.
     fn finish(mut self) {
         let end = Instant::now() + FINISH_TIME_LIMIT;
         loop {
@@ -259,7 +259,7 @@ impl Service {
                 .iter()
                 .map(|connection| PollFd::new(connection.socket(), PollFlags::OUT))
                 .collect();
-            // Whatever it returns, the loop goes on until the time is up.
+            // Whatever it returns, the loop continues until the time is up.
             let _ = rustix::event::poll(&mut descriptors, Some(&to_timespec(end - now)));
         }
     }

@@ -1,16 +1,16 @@
-//! Statistics of the guest that are as fresh as a client wants them.
+//! Statistics of the guest with the freshness that a client requests.
 
 use std::time::{Duration, Instant};
 
 use super::balloon::Statistics;
 use super::control::{ControlError, Document, Outcome, TimeLeft, Wait};
 
-/// How long a guest may take to deliver statistics. A guest may be dead or paused by its own
-/// debugger, and the client wants an answer in any case.
+/// Time limit for the guest to deliver statistics. The guest may be dead or paused by its own
+/// debugger, and the client needs an answer in any case.
 pub const STATISTICS_TIME_LIMIT: Duration = Duration::from_secs(1);
 
-/// Answers with the statistics that `read` has if they are at most `max_age` old; else lets `ask`
-/// ask the guest for new ones, and waits for them.
+/// Answers with the statistics from `read` if they are at most `max_age` old. Otherwise requests
+/// new ones from the guest with `ask`, and waits for them.
 pub fn fresh_statistics(
     max_age: Option<Duration>,
     read: impl Fn() -> Result<Statistics, ControlError> + Send + 'static,

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use super::balloon::BalloonSummary;
 use crate::words::one_of;
 
-/// What a virtual machine is doing.
+/// State of a virtual machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum VmState {
@@ -18,27 +18,27 @@ pub enum VmState {
     Starting,
     /// Waiting for another monitor to send the machine, or receiving it.
     Receiving,
-    /// vCPUs run.
+    /// vCPUs are running.
     Running,
-    /// vCPUs are stopped until resumed.
+    /// vCPUs are paused.
     Paused,
-    /// vCPUs are stopped while the rest of the machine goes to another monitor.
+    /// vCPUs are paused while the rest of the machine is sent to another monitor.
     Migrating,
     /// The guest has ended or is being ended; the monitor is about to exit.
     Stopping,
 }
 
-/// What the guest's clocks do while it stands still, and what they said when it last did.
+/// Behaviour of the guest's clocks across pauses, and their values at the last pause.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[schemars(rename = "Clock")]
 pub struct ClockInfo {
-    /// Whether they stand still or catch up with real time.
+    /// Whether they pause too or catch up with real time.
     #[schemars(schema_with = "one_of::<ClockPolicy>")]
     pub policy: ClockPolicy,
-    /// When the machine was last stopped; for a restored machine that has not been stopped since,
+    /// When the machine was last paused; for a restored machine that has not been paused since,
     /// when the snapshot was taken. Null if it never was.
     pub stopped: Option<ClockInstant>,
-    /// When it last went on. Null if it never did.
+    /// When the machine was last continued. Null if it never was.
     pub started: Option<ClockInstant>,
 }
 
@@ -55,27 +55,27 @@ pub struct ClockInstant {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[schemars(rename = "Vm")]
 pub struct VmInfo {
-    /// What the machine is doing.
+    /// State of the machine.
     pub state: VmState,
-    /// Number of vCPUs; 0 while nothing is known of a machine that is to be received.
+    /// Number of vCPUs; 0 while a machine to be received is not yet known.
     pub cpus: u32,
-    /// Guest memory, without regard to the balloon.
+    /// Guest memory, including pages in the balloon.
     pub memory_bytes: u64,
-    /// What guest memory is made of: private anonymous memory, a shared memfd, or 2 MiB pages of
-    /// the host's hugetlb pool.
+    /// Backing of guest memory: private anonymous memory, a shared memfd, or 2 MiB pages of the
+    /// host's hugetlb pool.
     #[schemars(schema_with = "one_of::<Backing>")]
     pub backing: Backing,
-    /// Guest memory that the host holds at present.
+    /// Resident guest memory.
     pub resident_bytes: u64,
-    /// Memory that shares pages with other memory, as far as it is known that it was not written to
-    /// since; not part of resident_bytes. Null where nobody merges.
+    /// Memory that shares pages with other memory, as far as it is not known to have been written
+    /// to since; not part of resident_bytes. Null without merging.
     pub merged_bytes: Option<u64>,
     /// Memory that a restored machine reads from its snapshot and has not written: in the host's
     /// page cache once for all machines that read it. Null for a machine that was not restored.
     pub snapshot_bytes: Option<u64>,
     /// Time since the vCPUs were started; 0 before.
     pub uptime_ms: u64,
-    /// The guest's clocks over pauses.
+    /// The guest's clocks across pauses.
     pub clock: ClockInfo,
     /// Path of the kernel image; empty for a machine that was restored or received without one.
     pub kernel: String,
@@ -84,27 +84,27 @@ pub struct VmInfo {
     pub pid: u32,
     /// Version of the monitor.
     pub version: String,
-    /// The balloon in short; null if the machine has none.
+    /// Summary of the balloon; null if the machine has none.
     pub balloon: Option<BalloonSummary>,
 }
 
-/// What `PUT /vm/trim` did.
+/// `PUT /vm/trim`: the result.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct TrimReport {
-    /// Guest memory that the host held and that was looked at.
+    /// Resident guest memory that was scanned.
     pub scanned_bytes: u64,
-    /// Memory of it that was zero and was given back.
+    /// Scanned memory that was zero and was discarded.
     pub returned_bytes: u64,
-    /// How often the machine was stopped.
+    /// How often the machine was paused.
     pub pauses: u64,
-    /// The longest time it was stopped, in microseconds.
+    /// The longest pause, in microseconds.
     pub longest_pause_us: u64,
-    /// Whether all of guest memory has been looked at.
+    /// Whether all of guest memory has been scanned.
     pub complete: bool,
 }
 
 impl TrimReport {
-    /// Adds what a further call did.
+    /// Adds the result of another call.
     pub fn add(&mut self, part: &Self) {
         self.scanned_bytes += part.scanned_bytes;
         self.returned_bytes += part.returned_bytes;
@@ -114,27 +114,27 @@ impl TrimReport {
     }
 }
 
-/// `PUT /vm/snapshot`: where to.
+/// `PUT /vm/snapshot`: the destination.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct SnapshotTarget {
-    /// The file, on the monitor's machine, as an absolute path.
+    /// Absolute path of the file on the monitor's host.
     #[schemars(regex(pattern = "^/"))]
     pub path: PathBuf,
 }
 
-/// `PUT /vm/snapshot`: what was written.
+/// `PUT /vm/snapshot`: the result.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct SnapshotReport {
     /// The file.
     pub path: String,
     /// Size of the file, holes included.
     pub file_bytes: u64,
-    /// What it takes of its disk.
+    /// Size on disk.
     pub stored_bytes: u64,
     /// Guest memory in it: pages that are not all zero.
     pub ram_bytes: u64,
-    /// How long it took, in milliseconds.
+    /// Duration, in milliseconds.
     pub elapsed_ms: u64,
-    /// How long a running machine stood still for it, in milliseconds.
+    /// How long a running machine was paused for it, in milliseconds.
     pub paused_ms: u64,
 }

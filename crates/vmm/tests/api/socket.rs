@@ -75,7 +75,7 @@ fn the_client_says_what_is_wrong_with_a_socket() {
     assert!(matches!(get(&path("file")), Err(ClientError::NotASocket { .. })));
     assert!(matches!(get(folder.path()), Err(ClientError::NotASocket { .. })));
     drop(UnixListener::bind(path("stale")).unwrap());
-    assert!(matches!(get(&path("stale")), Err(ClientError::NobodyListens { .. })));
+    assert!(matches!(get(&path("stale")), Err(ClientError::NotListening { .. })));
     assert!(matches!(get(&path(&"a".repeat(200))), Err(ClientError::PathTooLong { .. })));
 }
 

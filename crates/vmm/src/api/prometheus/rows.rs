@@ -1,4 +1,4 @@
-//! The metrics: one row for each.
+//! The table of metrics.
 
 use ebb_abi::balloon::QueueKind;
 
@@ -9,7 +9,7 @@ use crate::api::metrics::{BalloonMetrics, KindCount, Metrics, QueueCounters};
 pub(super) struct Row<T> {
     /// Its name, after the prefix of its table.
     pub(super) name: &'static str,
-    /// What it means.
+    /// Its help text.
     pub(super) help: &'static str,
     /// Its value.
     pub(super) value: fn(&T) -> Sampled,
@@ -17,11 +17,11 @@ pub(super) struct Row<T> {
 
 /// The value of a metric.
 pub(super) enum Sampled {
-    /// It is not counted here.
+    /// Not counted here.
     None,
     /// A number.
     Number(i128),
-    /// A time, which is published in seconds.
+    /// A time, published in seconds.
     Milliseconds(u64),
     /// A number for each value of the label `kind`.
     Kinds(Vec<KindCount>),
@@ -43,7 +43,7 @@ fn kinds(counts: impl IntoIterator<Item = (&'static str, u64)>) -> Sampled {
     Sampled::Kinds(counts.into_iter().map(|(kind, count)| KindCount::new(kind, count)).collect())
 }
 
-/// A counter of each queue.
+/// Sum of a counter for each queue.
 fn queues(balloon: &BalloonMetrics, count: impl Fn(&QueueCounters) -> u64) -> Sampled {
     let of = |kind: QueueKind| (kind.name(), count(balloon.counters.queue(kind)));
     kinds(QueueKind::ALL.into_iter().map(of))
@@ -55,11 +55,9 @@ const fn row<T>(name: &'static str, help: &'static str, value: fn(&T) -> Sampled
 
 /// With the prefix `ebb_`.
 pub(super) const MACHINE: [Row<Metrics>; 7] = [
-    row("memory_bytes", "Guest memory, without regard to the balloon.", |m| m.memory_bytes.into()),
-    row("guest_resident_bytes", "Guest memory that the host holds at present.", |m| {
-        m.guest_resident_bytes.into()
-    }),
-    row("guest_shared_bytes", "Shared pages that are mapped for guest memory at present.", |m| {
+    row("memory_bytes", "Guest memory, including pages in the balloon.", |m| m.memory_bytes.into()),
+    row("guest_resident_bytes", "Resident guest memory.", |m| m.guest_resident_bytes.into()),
+    row("guest_shared_bytes", "Mappings of shared pages in guest memory.", |m| {
         m.guest_shared_bytes.into()
     }),
     row(
@@ -86,21 +84,19 @@ pub(super) const MACHINE: [Row<Metrics>; 7] = [
 /// With the prefix `ebb_merge_`, or `ebb_merge_host_` for counters of the host's kernel.
 pub(super) const MERGE: [Row<MergeStatistics>; 18] = [
     row("pages_shared", "Pages that are shared.", |m| m.pages_shared.into()),
-    row("pages_sharing", "Further pages that share them.", |m| m.pages_sharing.into()),
-    row("pages_unshared", "Pages without equal so far.", |m| m.pages_unshared.into()),
+    row("pages_sharing", "Further mappings of shared pages.", |m| m.pages_sharing.into()),
+    row("pages_unshared", "Pages without an equal one so far.", |m| m.pages_unshared.into()),
     row("pages_volatile", "Pages that change too fast to be merged.", |m| m.pages_volatile.into()),
-    row("ksm_zero_pages", "Pages of zeros that cost nothing.", |m| m.ksm_zero_pages.into()),
-    row("stable_node_chains", "Shared pages of which there are copies.", |m| {
-        m.stable_node_chains.into()
-    }),
+    row("ksm_zero_pages", "Zero pages that take no memory.", |m| m.ksm_zero_pages.into()),
+    row("stable_node_chains", "Shared pages with several copies.", |m| m.stable_node_chains.into()),
     row("stable_node_dups", "Copies of shared pages.", |m| m.stable_node_dups.into()),
-    row("pages_scanned_total", "Pages looked at.", |m| m.pages_scanned.into()),
-    row("pages_skipped_total", "Pages left out by smart scan.", |m| m.pages_skipped.into()),
-    row("full_scans_total", "Scans of everything.", |m| m.full_scans.into()),
-    row("remote_merged_pages", "Pages that share one of another NUMA node.", |m| {
+    row("pages_scanned_total", "Pages scanned.", |m| m.pages_scanned.into()),
+    row("pages_skipped_total", "Pages skipped by smart scan.", |m| m.pages_skipped.into()),
+    row("full_scans_total", "Full scans.", |m| m.full_scans.into()),
+    row("remote_merged_pages", "Pages that share a page of another NUMA node.", |m| {
         m.remote_merged_pages.into()
     }),
-    row("hashed_pages_total", "Pages whose content was looked at.", |m| m.hashed_pages.into()),
+    row("hashed_pages_total", "Pages whose content was hashed.", |m| m.hashed_pages.into()),
     row("clean_pages_total", "Pages that had not been written to since the last scan.", |m| {
         m.clean_pages.into()
     }),
@@ -115,34 +111,30 @@ pub(super) const MERGE: [Row<MergeStatistics>; 18] = [
         "Pages that were written to after a merge and are merged again.",
         |m| m.remerged_pages.into(),
     ),
-    row("metadata_bytes", "Memory that merging needs for itself.", |m| m.metadata_bytes.into()),
-    row("general_profit_bytes", "Memory saved without what it costs.", |m| m.general_profit.into()),
+    row("metadata_bytes", "Memory used by merging itself.", |m| m.metadata_bytes.into()),
+    row("general_profit_bytes", "Memory saved minus its cost.", |m| m.general_profit.into()),
 ];
 
-/// With the prefix `ebb_merge_` in any case.
+/// With the prefix `ebb_merge_` for either backend.
 pub(super) const MERGE_OF_MACHINE: [Row<MergeStatistics>; 2] = [
-    row("merged_bytes", "Memory of this machine that is shared.", |m| m.merged_bytes.into()),
-    row(
-        "replaced_pages_total",
-        "Pages that were to be replaced by a shared one, by what became of them.",
-        |m| {
-            m.replaced.map_or(Sampled::None, |replaced| {
-                kinds([
-                    ("done", replaced.done),
-                    ("different", replaced.different),
-                    ("busy", replaced.busy),
-                    ("no_mappings", replaced.no_mappings),
-                    ("gone", replaced.gone),
-                ])
-            })
-        },
-    ),
+    row("merged_bytes", "Shared memory of this machine.", |m| m.merged_bytes.into()),
+    row("replaced_pages_total", "Attempts to replace a page by a shared one, by result.", |m| {
+        m.replaced.map_or(Sampled::None, |replaced| {
+            kinds([
+                ("done", replaced.done),
+                ("different", replaced.different),
+                ("busy", replaced.busy),
+                ("no_mappings", replaced.no_mappings),
+                ("gone", replaced.gone),
+            ])
+        })
+    }),
 ];
 
 /// With the prefix `ebb_balloon_`.
 pub(super) const BALLOON: [Row<BalloonMetrics>; 17] = [
-    row("target_bytes", "The size the balloon should get to.", |m| m.target_bytes.into()),
-    row("actual_bytes", "The size the guest says the balloon has.", |m| m.actual_bytes.into()),
+    row("target_bytes", "Target size of the balloon.", |m| m.target_bytes.into()),
+    row("actual_bytes", "Size of the balloon as reported by the guest.", |m| m.actual_bytes.into()),
     row("reported_bytes_total", "Memory the guest reported as free.", |m| {
         m.counters.reporting.bytes.into()
     }),
@@ -152,24 +144,22 @@ pub(super) const BALLOON: [Row<BalloonMetrics>; 17] = [
     row("deflated_bytes_total", "Memory the guest took out of the balloon.", |m| {
         m.counters.deflate.bytes.into()
     }),
-    row("discarded_bytes_total", "Memory given back to the host.", |m| {
-        m.counters.discard.bytes.into()
-    }),
-    row("discarded_ranges_total", "Ranges given back to the host, after coalescing.", |m| {
+    row("discarded_bytes_total", "Memory discarded.", |m| m.counters.discard.bytes.into()),
+    row("discarded_ranges_total", "Ranges discarded, after coalescing.", |m| {
         m.counters.discard.ranges.into()
     }),
-    row("discard_syscalls_total", "System calls that gave memory back to the host.", |m| {
+    row("discard_syscalls_total", "System calls that discarded memory.", |m| {
         m.counters.discard.syscalls.into()
     }),
-    row("discard_nanoseconds_total", "Time the host took to take memory back.", |m| {
+    row("discard_nanoseconds_total", "Time spent in system calls that discard memory.", |m| {
         m.counters.discard.elapsed_ns.into()
     }),
     row(
         "verified_pages_total",
-        "Pages overwritten before they were given back, to check the guest.",
+        "Pages overwritten before they were discarded, to check the guest.",
         |m| m.counters.discard.verified_pages.into(),
     ),
-    row("kept_bytes_total", "Memory given away and kept, by reason.", |m| {
+    row("kept_bytes_total", "Memory given by the guest but not discarded, by reason.", |m| {
         let discard = &m.counters.discard;
         kinds([
             ("inhibited", discard.inhibited_bytes),
@@ -180,16 +170,16 @@ pub(super) const BALLOON: [Row<BalloonMetrics>; 17] = [
     }),
     row(
         "translate_nanoseconds_total",
-        "Time it took to read what came on a queue and to find its ranges.",
+        "Time spent reading the buffers of a queue and finding their ranges.",
         |m| queues(m, |queue| queue.translate_ns),
     ),
-    row("queue_buffers_total", "Buffers that came on a queue.", |m| {
+    row("queue_buffers_total", "Buffers received on a queue.", |m| {
         queues(m, |queue| queue.buffers)
     }),
-    row("queue_bytes_total", "Bytes of the arrays and messages that came on a queue.", |m| {
+    row("queue_bytes_total", "Bytes of the arrays and messages received on a queue.", |m| {
         queues(m, |queue| queue.message_bytes)
     }),
-    row("messages_total", "Arrays and messages that named pages, by the way they did.", |m| {
+    row("messages_total", "Arrays and messages that named pages, by encoding.", |m| {
         let encodings = &m.counters.encodings;
         kinds([
             ("arrays", encodings.arrays),
@@ -198,7 +188,7 @@ pub(super) const BALLOON: [Row<BalloonMetrics>; 17] = [
             ("ranges", encodings.ranges),
         ])
     }),
-    row("free_page_requests_total", "Requests for free pages, by what became of them.", |m| {
+    row("free_page_requests_total", "Requests for free pages, by result.", |m| {
         let requests = &m.counters.requests;
         kinds([
             ("sent", requests.sent),
@@ -207,7 +197,7 @@ pub(super) const BALLOON: [Row<BalloonMetrics>; 17] = [
             ("cancelled", requests.cancelled),
         ])
     }),
-    row("errors_total", "Mistakes of the guest and failures of the host, by kind.", |m| {
+    row("errors_total", "Errors of the guest and failures of the host, by kind.", |m| {
         let mistakes = m.counters.errors.iter().map(|(kind, count)| (kind.name(), count));
         kinds(mistakes.chain([("discard_failed", m.counters.discard.failures)]))
     }),

@@ -1,4 +1,4 @@
-//! What is asked for, and what is refused.
+//! Valid requests and refusals.
 
 use super::super::reply::Persistence;
 use super::*;
@@ -94,7 +94,7 @@ fn finds_every_operation() {
 }
 
 #[test]
-fn paths_are_exact_and_methods_are_told() {
+fn paths_are_exact_and_allowed_methods_are_named() {
     for path in ["", "/", "/VM", "/vm/", "//vm", "/vm/nope", "*", "/%76m"] {
         assert_eq!(refused("GET", path, "").0, 404, "{path}");
     }
@@ -111,7 +111,7 @@ fn paths_are_exact_and_methods_are_told() {
 }
 
 #[test]
-fn bad_bodies_are_named() {
+fn bad_bodies_are_refused_with_the_reason() {
     for (body, status, part) in [
         ("", 400, "needs a JSON object"),
         ("{", 400, "not JSON"),
@@ -164,7 +164,7 @@ fn bad_bodies_are_named() {
         (r#"{"max_page_sharing": 1}"#, "from 2"),
         (r#"{"cpu_percent": 101}"#, "from 1 to 100"),
         (r#"{"target_scan_seconds": 0}"#, "from 1 to 86400"),
-        (r#"{"pages_per_second": 5, "target_scan_seconds": 5}"#, "one of both"),
+        (r#"{"pages_per_second": 5, "target_scan_seconds": 5}"#, "one of them"),
         ("{}", "run, merge_across_nodes"),
         (r#"{"pages_to_scan": 5}"#, "pages_per_second"),
     ] {
@@ -177,7 +177,7 @@ fn bad_bodies_are_named() {
 }
 
 #[test]
-fn bad_queries_are_named() {
+fn bad_queries_are_refused_with_the_reason() {
     for (target, part) in [
         ("/vm?x", "'x'"),
         ("/balloon/statistics?max_age=5", "'max_age'"),
