@@ -233,9 +233,9 @@ fn cannot_open(device: &Path, errno: Errno, processor: Processor) -> KvmQuality 
                 Processor::Vmx => "load the module: sudo modprobe kvm_intel".to_owned(),
                 Processor::Svm => "load the module: sudo modprobe kvm_amd".to_owned(),
                 Processor::Neither => {
-                    "switch on virtualization in the firmware's setup, or nested virtualization in \
-                     the hypervisor that this machine runs on; without it guests run in the virtual \
-                     host"
+                    "switch on virtualization in the firmware's setup, or nested virtualization \
+                     in the hypervisor that this machine runs on; without it guests run in the \
+                     virtual host"
                         .to_owned()
                 }
             },

@@ -49,7 +49,8 @@ impl ThreadKind {
 /// The filters could not be built or installed.
 #[derive(Debug, Error)]
 #[error(
-    "system call filter for {kind:?} threads: {problem}; start with --seccomp off to run without filters"
+    "system call filter for {kind:?} threads: {problem}; \
+     start with --seccomp off to run without filters"
 )]
 pub struct SeccompError {
     kind: ThreadKind,

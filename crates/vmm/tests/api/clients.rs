@@ -1,5 +1,4 @@
-//! What clients of all kinds get: the own one, pipelining ones, half-closing ones, several at a
-//! time.
+//! Clients of all kinds: the monitor's own, pipelining ones, half-closing ones, several at a time.
 
 use std::io::Write as _;
 use std::net::Shutdown;
@@ -13,7 +12,7 @@ use crate::double::{MEMORY_BYTES, Mood};
 use crate::wire::{Served, read_answer, read_answers, request, serve};
 
 #[test]
-fn the_own_client_reads_every_document() {
+fn our_client_reads_every_document() {
     let served = serve(Mood::Willing);
     let client = served.client();
     let info: VmInfo = client.get("/vm").unwrap();
@@ -42,7 +41,7 @@ fn the_own_client_reads_every_document() {
 }
 
 #[test]
-fn refusals_reach_the_own_client_with_their_reason() {
+fn refusals_reach_our_client_with_their_reason() {
     let served = serve(Mood::Willing);
     let too_much = json!({ "target_bytes": MEMORY_BYTES + 4096 });
     match served.client().put_json::<BalloonInfo>("/balloon", &too_much) {
@@ -57,7 +56,7 @@ fn refusals_reach_the_own_client_with_their_reason() {
 }
 
 #[test]
-fn statistics_are_fresh_absent_ones_null_and_old_ones_only_on_demand() {
+fn statistics_are_fresh_and_old_ones_only_returned_on_demand() {
     let served = serve(Mood::Willing);
     let first: StatisticsDocument = served.client().get("/balloon/statistics").unwrap();
     assert!(first.age_ms.is_some());
@@ -68,13 +67,13 @@ fn statistics_are_fresh_absent_ones_null_and_old_ones_only_on_demand() {
     assert_eq!(served.vm.state().requests, 2);
     let _: StatisticsDocument =
         served.client().get("/balloon/statistics?max_age_ms=3600000").unwrap();
-    assert_eq!(served.vm.state().requests, 2, "young values need no question");
+    assert_eq!(served.vm.state().requests, 2, "recent values need no request");
     let _: StatisticsDocument = served.client().get("/balloon/statistics?max_age_ms=0").unwrap();
-    assert_eq!(served.vm.state().requests, 3, "too old values need one");
+    assert_eq!(served.vm.state().requests, 3, "old values need one");
 }
 
 #[test]
-fn a_silent_guest_is_a_time_out_with_what_it_said_before() {
+fn a_silent_guest_is_a_timeout_with_its_last_statistics() {
     let served = serve(Mood::Willing);
     let _: StatisticsDocument = served.client().get("/balloon/statistics").unwrap();
     served.vm.state().mood = Mood::Silent;
@@ -89,13 +88,13 @@ fn a_silent_guest_is_a_time_out_with_what_it_said_before() {
 }
 
 #[test]
-fn a_silent_guest_blocks_nobody_else() {
+fn a_silent_guest_blocks_no_other_client() {
     let served = serve(Mood::Silent);
     let mut waiting = served.connect();
     waiting.write_all(request("GET", "/balloon/statistics", "").as_bytes()).unwrap();
     served.vm.wait_for_requests(1);
-    // Had the server stopped to wait for the guest, this guest would never answer and the wait
-    // would end in a 504.
+    // If the server stopped to wait for the guest, this guest would never answer and the wait would
+    // end in a 504.
     let info: VmInfo = served.client().get("/vm").unwrap();
     assert_eq!(info.state, VmState::Running);
     served.vm.state().deliver();
@@ -103,7 +102,7 @@ fn a_silent_guest_blocks_nobody_else() {
 }
 
 #[test]
-fn a_client_that_leaves_while_the_guest_is_asked_does_no_harm() {
+fn a_client_may_leave_while_the_guest_is_asked() {
     let served = serve(Mood::Silent);
     for round in 1..=20 {
         let mut stream = served.connect();
@@ -114,7 +113,7 @@ fn a_client_that_leaves_while_the_guest_is_asked_does_no_harm() {
 }
 
 #[test]
-fn free_pages_are_named_and_a_silent_guest_is_told_to_stop() {
+fn free_pages_are_named_and_a_silent_request_is_withdrawn() {
     let served = serve(Mood::Willing);
     let report: FreePagesReport = served.client().put("/balloon/free-pages").unwrap();
     assert_eq!(
@@ -129,7 +128,7 @@ fn free_pages_are_named_and_a_silent_guest_is_told_to_stop() {
 }
 
 #[test]
-fn one_client_asks_for_free_pages_at_a_time_and_withdraws_by_leaving() {
+fn one_free_page_request_at_a_time_and_leaving_withdraws_it() {
     let served = serve(Mood::Silent);
     let question = request("PUT", "/balloon/free-pages", r#"{"timeout_ms": 60000}"#);
     for round in 1..=5 {
@@ -137,7 +136,7 @@ fn one_client_asks_for_free_pages_at_a_time_and_withdraws_by_leaving() {
         first.write_all(question.as_bytes()).unwrap();
         served.vm.wait_for_questions(1);
         let info: VmInfo = served.client().get("/vm").unwrap();
-        assert_eq!(info.state, VmState::Running, "nobody else waits");
+        assert_eq!(info.state, VmState::Running, "no other client waits");
         let second = served.ask("PUT", "/balloon/free-pages", "");
         assert_eq!(
             (second.status, second.body.contains("already")),
@@ -149,7 +148,7 @@ fn one_client_asks_for_free_pages_at_a_time_and_withdraws_by_leaving() {
         served.vm.wait_for_questions(0);
         assert_eq!(served.vm.state().withdrawn, round);
     }
-    // The monitor's end withdraws as well.
+    // The monitor's end withdraws the request as well.
     let mut stream = served.connect();
     stream.write_all(question.as_bytes()).unwrap();
     served.vm.wait_for_questions(1);
@@ -178,7 +177,7 @@ fn requests_in_one_packet_are_answered_in_order_on_one_connection() {
     assert_eq!(answers[1].json()["state"], "paused");
     assert_eq!(answers[5].json()["state"], "running");
     assert_eq!(answers[5].header("connection"), Some("close"));
-    assert_eq!(served.vm.state().kills, 0, "what follows Connection: close is not carried out");
+    assert_eq!(served.vm.state().kills, 0, "requests after Connection: close are not executed");
 }
 
 #[test]
@@ -192,7 +191,7 @@ fn a_request_in_single_bytes_is_answered() {
 }
 
 #[test]
-fn http_1_0_and_head_are_served_as_they_should_be() {
+fn http_1_0_and_head_are_served() {
     let served = serve(Mood::Willing);
     let mut stream = served.connect();
     stream.write_all(b"GET /vm HTTP/1.0\r\n\r\n").unwrap();
@@ -208,7 +207,7 @@ fn http_1_0_and_head_are_served_as_they_should_be() {
 }
 
 #[test]
-fn a_body_is_asked_for_when_the_client_waits_for_leave() {
+fn a_body_is_requested_when_the_client_expects_100_continue() {
     let served = serve(Mood::Willing);
     let mut stream = served.connect();
     stream
@@ -253,12 +252,19 @@ proptest! {
         method in "GET|PUT|[A-Z]{1,5}",
         path in "/vm|/vm/pause|/balloon|/balloon/statistics(-interval)?|/[a-z/?=&%\\PC]{0,30}",
         query in "(\\?(max_age_ms=)?[0-9a-z&=]{0,8})?",
-        body in r#"|\{"(target_bytes|interval_seconds|x)": ?(-?[0-9]{1,25}|"[a-zA-Z0-9]*"|null|\[\]|[0-9]e[0-9]{1,3})\}|\PC{0,40}"#,
+        body in concat!(
+            r#"|\{"(target_bytes|interval_seconds|x)": "#,
+            r#"?(-?[0-9]{1,25}|"[a-zA-Z0-9]*"|null|\[\]|[0-9]e[0-9]{1,3})\}|\PC{0,40}"#,
+        ),
     ) {
-        let text = format!("{method} {path}{query} HTTP/1.1\r\nContent-Length: {}\r\n\r\n{body}", body.len());
+        let length = body.len();
+        let text =
+            format!("{method} {path}{query} HTTP/1.1\r\nContent-Length: {length}\r\n\r\n{body}");
         match parse_and_route(text.as_bytes()) {
             None => prop_assert!(false, "the request is complete"),
-            Some(Err(status)) => prop_assert!((400..500).contains(&status.code()) || status.code() == 505),
+            Some(Err(status)) => {
+                prop_assert!((400..500).contains(&status.code()) || status.code() == 505);
+            }
             Some(Ok(_)) => prop_assert!(method == "GET" || method == "PUT"),
         }
     }

@@ -1,4 +1,4 @@
-//! A stand-in for a virtual machine. The server under test is the real one.
+//! A test double of a virtual machine. The server under test is the real one.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -8,7 +8,7 @@ use ebb_vmm::config::Backing;
 
 pub const MEMORY_BYTES: u64 = 4 << 30;
 
-/// What the stand-in does when it is asked.
+/// Behaviour of the double.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mood {
     /// Everything works.
@@ -23,7 +23,7 @@ pub enum Mood {
     NoBalloon,
 }
 
-/// What an operation works on.
+/// Requirements of an operation.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Needs {
     Nothing,
@@ -34,24 +34,24 @@ pub struct State {
     pub mood: Mood,
     pub vm: VmState,
     pub target_bytes: u64,
-    /// Seconds between two questions for statistics.
+    /// Interval of requests for statistics, in seconds.
     pub interval: u64,
     pub statistics_at: Option<Instant>,
     /// How often the guest has delivered statistics.
     pub updates: u64,
     pub requests: u32,
     pub kills: u32,
-    /// Questions for free pages that are under way.
+    /// Requests for free pages in progress.
     pub questions: u32,
-    /// Questions that were withdrawn.
+    /// Requests that were withdrawn.
     pub withdrawn: u32,
-    /// The migration asked for last.
+    /// The last migration requested.
     pub migration: Option<MigrationRequest>,
-    /// What is to be done about equal pages.
+    /// Operation of merging.
     pub merge_run: MergeRun,
 }
 
-/// Every counter of merging.
+/// All counters of merging.
 fn counted() -> MergeStatistics {
     MergeStatistics {
         scope: MergeScope::Machine,
@@ -84,7 +84,7 @@ struct Shared {
 }
 
 impl State {
-    /// The guest delivers statistics.
+    /// Delivers statistics as the guest.
     pub fn deliver(&mut self) {
         self.statistics_at = Some(Instant::now());
         self.updates += 1;
@@ -127,7 +127,7 @@ pub struct TestVm {
     shared: Arc<Shared>,
 }
 
-/// A question for free pages: in a silent machine it is never answered.
+/// A request for free pages; a silent machine never answers it.
 struct Question(Arc<Shared>, FreePagesRequest);
 
 impl Question {
@@ -188,14 +188,14 @@ impl TestVm {
         self.shared.state()
     }
 
-    /// Waits until statistics have been asked for `count` times.
+    /// Waits until statistics have been requested `count` times.
     pub fn wait_for_requests(&self, count: u32) {
-        self.shared.wait_until("nobody asked for statistics", |state| state.requests >= count);
+        self.shared.wait_until("statistics were not requested", |state| state.requests >= count);
     }
 
-    /// Waits until this many questions for free pages are under way.
+    /// Waits until `count` requests for free pages are in progress.
     pub fn wait_for_questions(&self, count: u32) {
-        self.shared.wait_until("another number of questions", |state| state.questions == count);
+        self.shared.wait_until("another number of requests", |state| state.questions == count);
     }
 
     fn change(&self, needs: Needs) -> Result<MutexGuard<'_, State>, ControlError> {

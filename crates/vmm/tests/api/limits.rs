@@ -1,4 +1,4 @@
-//! Slow, greedy and broken clients.
+//! Slow, greedy and misbehaving clients.
 
 use std::io::Write as _;
 use std::os::unix::net::UnixStream;
@@ -19,7 +19,7 @@ fn alive(served: &Served) {
 }
 
 #[test]
-fn an_incomplete_request_is_refused_after_its_time() {
+fn an_incomplete_request_is_refused_after_a_time_limit() {
     let served = serve_with(Mood::Willing, Limits { request: SHORT, ..Limits::default() });
     for start in ["GET /vm HT", "PUT /balloon HTTP/1.1\r\nContent-Length: 10\r\n\r\n{"] {
         let mut stream = served.connect();
@@ -32,7 +32,7 @@ fn an_incomplete_request_is_refused_after_its_time() {
 }
 
 #[test]
-fn an_idle_connection_is_closed_after_its_time() {
+fn an_idle_connection_is_closed_after_a_time_limit() {
     let served = serve_with(Mood::Willing, Limits { idle: SHORT, ..Limits::default() });
     let mut fresh = served.connect();
     assert!(read_answers(&mut fresh).is_empty());
@@ -55,7 +55,7 @@ fn stuff(stream: &mut UnixStream) {
 }
 
 #[test]
-fn a_client_that_reads_nothing_blocks_nobody_and_is_dropped() {
+fn a_client_that_reads_nothing_blocks_no_other_and_is_dropped() {
     let served = serve_with(Mood::Willing, Limits { reply: SHORT, ..Limits::default() });
     let mut stuck = served.connect();
     stuff(&mut stuck);
@@ -68,7 +68,7 @@ fn a_client_that_reads_nothing_blocks_nobody_and_is_dropped() {
 }
 
 #[test]
-fn more_clients_than_there_is_room_for_push_out_idle_ones_only() {
+fn excess_clients_replace_only_idle_ones() {
     let served = serve_with(Mood::Willing, Limits { connections: 3, ..Limits::default() });
     let mut idle: Vec<_> = (0..3)
         .map(|_| {
@@ -79,13 +79,13 @@ fn more_clients_than_there_is_room_for_push_out_idle_ones_only() {
         })
         .collect();
     alive(&served);
-    assert!(read_answers(&mut idle[0]).is_empty(), "the one that was idle longest has to go");
+    assert!(read_answers(&mut idle[0]).is_empty(), "the connection idle longest is closed");
     idle[1].write_all(request("GET", "/vm", "").as_bytes()).unwrap();
     assert_eq!(read_answer(&mut idle[1]).status, 200);
 }
 
 #[test]
-fn when_all_connections_are_busy_the_next_is_told_so() {
+fn the_next_client_is_refused_when_all_connections_are_busy() {
     let served = serve_with(Mood::Silent, Limits { connections: 2, ..Limits::default() });
     let mut busy: Vec<_> = (1..=2)
         .map(|count| {
@@ -107,7 +107,7 @@ fn when_all_connections_are_busy_the_next_is_told_so() {
 }
 
 #[test]
-fn what_is_too_large_is_refused_even_while_it_is_being_sent() {
+fn oversized_requests_are_refused_while_they_are_sent() {
     let served = serve(Mood::Willing);
     let body = "x".repeat(MAX_BODY_BYTES + 1);
     let answer = served.ask("PUT", "/balloon", &body);
@@ -126,7 +126,7 @@ fn what_is_too_large_is_refused_even_while_it_is_being_sent() {
 }
 
 #[test]
-fn after_malformed_bytes_nothing_of_the_connection_is_carried_out() {
+fn nothing_after_malformed_bytes_is_executed() {
     let served = serve(Mood::Willing);
     for start in [
         "\r\n\0 nonsense\r\n\r\n",
@@ -143,7 +143,7 @@ fn after_malformed_bytes_nothing_of_the_connection_is_carried_out() {
 }
 
 #[test]
-fn a_request_that_breaks_off_is_not_carried_out() {
+fn a_truncated_request_is_not_executed() {
     let served = serve(Mood::Willing);
     let text = request("PUT", "/vm/kill", "{}");
     for length in 0..text.len() {

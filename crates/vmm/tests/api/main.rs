@@ -1,4 +1,4 @@
-//! The API server over its real socket, on a stand-in for the machine behind it.
+//! The API server over its real socket, with a test double of the machine.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, missing_docs)]
 

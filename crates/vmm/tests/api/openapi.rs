@@ -1,5 +1,5 @@
 //! `docs/openapi.json` and the server agree: its schemas are those of the types, every documented
-//! answer can be had and has the documented form, and nothing is served that is not documented.
+//! answer can be provoked and has the documented form, and nothing undocumented is served.
 //!
 //! Paths, examples and statuses are written in the document by hand; schemas and names of metrics
 //! come from the code: `UPDATE=1 cargo test -p ebb-vmm --test api openapi` writes them.
@@ -40,7 +40,7 @@ fn schemas() -> Map<String, Value> {
     replies.subschema_for::<MergeInfo>();
     replies.subschema_for::<ErrorDocument>();
     let mut schemas = replies.take_definitions(false);
-    // Bounds are those of requests; a kernel may have been set otherwise.
+    // Bounds apply to requests; the kernel may be set otherwise.
     for setting in schemas["MergeSettings"]["properties"].as_object_mut().unwrap().values_mut() {
         let setting = setting.as_object_mut().unwrap();
         setting.shift_remove("maximum");
@@ -61,7 +61,7 @@ fn schemas() -> Map<String, Value> {
     schemas
 }
 
-/// Takes out what is of Rust or of this API only, joins lines, and closes objects.
+/// Removes keys specific to Rust or this API, joins lines, and closes objects.
 fn tidy(schema: &mut Value) {
     match schema {
         Value::Object(members) => {
@@ -143,7 +143,7 @@ fn validate(document: &Value, schema: &Value, instance: &Value) {
     assert!(errors.is_empty(), "{instance}\ndoes not match\n{schema}\n{errors:#?}");
 }
 
-/// A way to provoke each status: the machine's mood, what is added to the path, and the body.
+/// How to provoke each status: the machine's mood, a suffix of the path, and the body.
 fn provocation(method: &str, path: &str, status: &str) -> (Mood, &'static str, &'static str) {
     let good_body = match (method, path) {
         ("PUT", "/balloon") => r#"{"target_bytes": 4096}"#,
@@ -167,7 +167,7 @@ fn provocation(method: &str, path: &str, status: &str) -> (Mood, &'static str, &
 }
 
 #[test]
-fn every_documented_answer_can_be_had_and_matches_its_schema() {
+fn every_documented_answer_can_be_provoked_and_matches_its_schema() {
     let document = document();
     let moods = [Mood::Willing, Mood::Silent, Mood::WrongState, Mood::Broken, Mood::NoBalloon];
     let servers: Vec<(Mood, Served)> = moods.into_iter().map(|mood| (mood, serve(mood))).collect();

@@ -1,4 +1,4 @@
-//! The socket's file and the server's end.
+//! The file of the socket, and the end of the server.
 
 use std::fs;
 use std::io::Write as _;
@@ -18,7 +18,7 @@ fn get(path: &Path) -> Result<VmInfo, ClientError> {
 }
 
 #[test]
-fn only_its_owner_may_use_it_and_it_goes_with_the_server() {
+fn only_its_owner_may_use_it_and_it_is_removed_with_the_server() {
     let mut served = serve(Mood::Willing);
     let metadata = fs::symlink_metadata(&served.path).unwrap();
     assert!(metadata.file_type().is_socket());
@@ -29,7 +29,7 @@ fn only_its_owner_may_use_it_and_it_goes_with_the_server() {
 }
 
 #[test]
-fn a_path_that_cannot_be_used_is_named() {
+fn unusable_paths_are_named() {
     let served = serve(Mood::Willing);
     let error = ApiServer::start(&served.path, Arc::new(TestVm::new(Mood::Willing))).unwrap_err();
     assert!(matches!(error, ApiError::Listen(_)), "{error:?}");
@@ -38,7 +38,7 @@ fn a_path_that_cannot_be_used_is_named() {
 }
 
 #[test]
-fn the_end_answers_those_who_wait_and_drops_the_idle() {
+fn the_end_answers_waiting_clients_and_drops_idle_ones() {
     let mut served = serve(Mood::Silent);
     let mut idle = served.connect();
     let mut waiting = served.connect();
@@ -64,7 +64,7 @@ fn the_thread_can_be_prepared_before_it_serves() {
 }
 
 #[test]
-fn the_client_says_what_is_wrong_with_a_socket() {
+fn the_client_reports_what_is_wrong_with_a_socket() {
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name);
     let missing = path("missing");
@@ -79,7 +79,7 @@ fn the_client_says_what_is_wrong_with_a_socket() {
     assert!(matches!(get(&path(&"a".repeat(200))), Err(ClientError::PathTooLong { .. })));
 }
 
-/// Lets something that is not a monitor answer one client with `reply`.
+/// Answers one client with `reply` in place of a monitor.
 fn impostor(reply: &'static [u8]) -> ClientError {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("impostor");
@@ -95,7 +95,7 @@ fn impostor(reply: &'static [u8]) -> ClientError {
 }
 
 #[test]
-fn the_client_knows_an_impostor() {
+fn the_client_detects_an_impostor() {
     for reply in [
         &b""[..],
         b"SSH-2.0-OpenSSH_9.2p1\r\n",

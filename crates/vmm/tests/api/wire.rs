@@ -1,4 +1,4 @@
-//! A server on a socket of its own, and clients that send what they like.
+//! A server on its own socket, and clients that send arbitrary bytes.
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
@@ -13,7 +13,7 @@ use serde_json::Value;
 
 use crate::double::{Mood, TestVm};
 
-/// Far above what anything takes, so that a test that hangs ends.
+/// Far longer than any operation takes, so that a hanging test ends.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 
 pub struct Served {
@@ -47,7 +47,7 @@ impl Served {
         stream
     }
 
-    /// Sends `bytes`, says that no more follow, and reads everything that comes back.
+    /// Sends `bytes`, shuts down the sending side, and reads everything that comes back.
     pub fn exchange(&self, bytes: &[u8]) -> Vec<Answer> {
         let mut stream = self.connect();
         // A server that has refused already need not read the rest.
@@ -91,10 +91,10 @@ impl Answer {
     }
 }
 
-/// Everything until the server closes.
+/// Reads all answers until the server closes.
 pub fn read_answers(stream: &mut UnixStream) -> Vec<Answer> {
     let mut bytes = Vec::new();
-    // The server may reset a connection whose input it has not read; what came before counts.
+    // The server may reset a connection whose input it has not read; earlier answers count.
     match stream.read_to_end(&mut bytes) {
         Ok(_) => {}
         Err(error) if error.kind() == std::io::ErrorKind::ConnectionReset => {}
@@ -110,7 +110,7 @@ pub fn read_answers(stream: &mut UnixStream) -> Vec<Answer> {
     answers
 }
 
-/// One answer; the connection stays open.
+/// Reads one answer; the connection remains open.
 pub fn read_answer(stream: &mut UnixStream) -> Answer {
     let mut bytes = Vec::new();
     let mut byte = [0];

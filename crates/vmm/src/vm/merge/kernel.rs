@@ -73,7 +73,8 @@ impl KernelMerging {
         if status.state == MergeState::Merging && run != Some(RUN_MERGE) {
             status.state = MergeState::Stopped;
             status.reason = Some(format!(
-                "the kernel's merging does not run on this host; start it with `echo {RUN_MERGE} > {SYSFS}/run`"
+                "the kernel's merging does not run on this host; \
+                 start it with `echo {RUN_MERGE} > {SYSFS}/run`"
             ));
         }
         status

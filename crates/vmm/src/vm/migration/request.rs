@@ -28,7 +28,8 @@ pub(in crate::vm) fn check_address(text: &str) -> Result<(), ControlError> {
         }
         Address::Unix { path } if path.is_relative() => {
             let message = format!(
-                "the path in {text:?} is relative, and the monitor may have another working directory"
+                "the path in {text:?} is relative, \
+                 and the monitor may have another working directory"
             );
             Err(invalid(
                 message,
