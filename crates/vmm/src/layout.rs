@@ -1,7 +1,7 @@
 //! The guest-physical address map.
 //!
 //! ```text
-//!          0 ..  9 fc00   RAM: boot structures (below 0x9000 .. 0x60000), see the constants
+//!          0 ..  9 fc00   RAM: boot structures from 0x500 to 0x30000, see the constants
 //!     9 fc00 ..  f ffff   not RAM; ACPI tables from 0xe0000
 //!    10 0000 .. c000 0000  RAM: kernel, initrd at the end
 //!  c000 0000 .. 1 0000 0000  the hole below 4 GiB: virtio-mmio at 0xd0000000, IOAPIC, local APIC,

@@ -66,7 +66,7 @@ pub enum KvmQuality {
     Emulated {
         /// Time of one iteration of the loop, in the best run.
         ns_per_iteration: f64,
-        /// Iterations completed within the time limit.
+        /// Iterations completed.
         iterations: u64,
     },
     /// No usable KVM.
