@@ -53,6 +53,18 @@ const NEEDED: [(Cap, &str); 10] = [
     (Cap::AdjustClock, "KVM_CAP_ADJUST_CLOCK"),
 ];
 
+/// Remedy for a KVM without a needed capability.
+pub(crate) const KERNEL_REMEDY: &str = "use a Linux kernel of version 5.10 or later as the host";
+
+/// Names of the needed capabilities that this KVM lacks.
+pub(crate) fn missing_capabilities(kvm: &Kvm) -> Vec<String> {
+    NEEDED
+        .iter()
+        .filter(|(capability, _)| !kvm.check_extension(*capability))
+        .map(|(_, name)| (*name).to_owned())
+        .collect()
+}
+
 /// Suitability of KVM on this machine.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
@@ -158,15 +170,11 @@ fn examine(device: &Path, result: &mut KvmProbe) -> Result<guest::Run, KvmQualit
         });
     }
     result.api_version = Some(version);
-    result.missing_capabilities = NEEDED
-        .iter()
-        .filter(|(capability, _)| !kvm.check_extension(*capability))
-        .map(|(_, name)| (*name).to_owned())
-        .collect();
+    result.missing_capabilities = missing_capabilities(&kvm);
     if !result.missing_capabilities.is_empty() {
         return Err(KvmQuality::Unavailable {
             reason: format!("this KVM lacks {}", result.missing_capabilities.join(", ")),
-            remedy: "use a Linux kernel of version 5.10 or later as the host".to_owned(),
+            remedy: KERNEL_REMEDY.to_owned(),
         });
     }
     guest::best_run(&kvm, RUNS).map_err(|error| KvmQuality::Unavailable {

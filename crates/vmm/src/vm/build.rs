@@ -7,7 +7,7 @@ use std::time::Instant;
 use ebb_guest_ram::{GuestMemory, GuestRam, RegionSpec, SharedRam};
 use ebb_kvm_clock::Kilohertz;
 use kvm_bindings::{CpuId, KVM_PIT_SPEAKER_DUMMY, kvm_pit_config, kvm_userspace_memory_region};
-use kvm_ioctls::{Cap, IoEventAddress, Kvm, VmFd};
+use kvm_ioctls::{IoEventAddress, Kvm, VmFd};
 use vm_memory::GuestAddress;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
@@ -33,6 +33,7 @@ use crate::devices::virtio::rng::Rng;
 use crate::devices::virtio::worker::Worker;
 use crate::exit::ExitSignal;
 use crate::layout;
+use crate::probe;
 use crate::seccomp::Filters;
 use crate::snapshot::file::RAM_OFFSET_BYTES;
 use crate::snapshot::processor::Processor;
@@ -293,21 +294,12 @@ fn open_kvm() -> Result<Kvm, VmError> {
             remedy: "run `ebb doctor`".to_owned(),
         },
     })?;
-    let needed = [
-        (Cap::Irqchip, "KVM_CAP_IRQCHIP"),
-        (Cap::Ioeventfd, "KVM_CAP_IOEVENTFD"),
-        (Cap::Irqfd, "KVM_CAP_IRQFD"),
-        (Cap::Pit2, "KVM_CAP_PIT2"),
-        (Cap::UserMemory, "KVM_CAP_USER_MEMORY"),
-        (Cap::ImmediateExit, "KVM_CAP_IMMEDIATE_EXIT"),
-    ];
-    for (capability, name) in needed {
-        if !kvm.check_extension(capability) {
-            return Err(VmError::NoKvm {
-                problem: format!("this KVM lacks {name}"),
-                remedy: "use a host kernel of 4.12 or later".to_owned(),
-            });
-        }
+    let missing = probe::missing_capabilities(&kvm);
+    if !missing.is_empty() {
+        return Err(VmError::NoKvm {
+            problem: format!("this KVM lacks {}", missing.join(", ")),
+            remedy: probe::KERNEL_REMEDY.to_owned(),
+        });
     }
     Ok(kvm)
 }
