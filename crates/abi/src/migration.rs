@@ -81,7 +81,7 @@ impl core::fmt::Display for RecordError {
     fn fmt(&self, formatter: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
         match self {
             Self::Kind(kind) => {
-                write!(formatter, "a record of kind {kind}, which there is none of")
+                write!(formatter, "a record of unknown kind {kind}")
             }
             Self::Pages { start, pages } => {
                 write!(formatter, "an invalid record of {pages} pages from page {start:#x} on")

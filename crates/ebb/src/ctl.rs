@@ -1,4 +1,4 @@
-//! `ebb ctl`: looks at and changes a running machine through its API socket.
+//! `ebb ctl`: inspects and changes a running machine through its API socket.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -33,9 +33,9 @@ Examples:
   ebb ctl /tmp/vm.sock merge --run unmerge
   ebb ctl /tmp/vm.sock snapshot /tmp/vm.snapshot
 The same with curl: curl --unix-socket /tmp/vm.sock http://localhost/vm
-What the socket offers: curl --unix-socket /tmp/vm.sock http://localhost/openapi.json";
+Description of the API: curl --unix-socket /tmp/vm.sock http://localhost/openapi.json";
 
-/// Look at and change a running virtual machine.
+/// Inspect and change a running virtual machine.
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES, after_long_help = EXAMPLES)]
 pub struct Args {
@@ -45,9 +45,14 @@ pub struct Args {
     /// Print one JSON document instead of a table
     #[arg(long, global = true)]
     json: bool,
-    /// How long the monitor may take to answer [default: 5; 600 for a snapshot and for merge; 5 more than the
+    /// Time limit for the monitor's answer [default: 5; 600 for snapshot and merge; 5 more than the
     /// guest's for free-pages]
-    #[arg(long, global = true, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=3600))]
+    #[arg(
+        long,
+        global = true,
+        value_name = "SECONDS",
+        value_parser = clap::value_parser!(u64).range(1..=3600)
+    )]
     timeout: Option<u64>,
     #[command(subcommand)]
     command: Command,
@@ -57,19 +62,18 @@ pub struct Args {
 enum Command {
     /// Show the machine
     Vm,
-    /// Stop its vCPUs
+    /// Pause its vCPUs
     Pause,
-    /// Let its vCPUs run again
+    /// Resume its vCPUs
     Resume,
     /// Press its power button; the guest decides what to do
     PowerButton,
-    /// Give back guest memory that holds nothing but zeros; a running guest is stopped for
+    /// Return guest memory that contains only zeros to the host; a running guest is paused for
     /// milliseconds at a time
     Trim,
-    /// Write the machine to a file, from which `ebb restore` runs it; a running guest stands still
-    /// meanwhile
+    /// Write the machine to a file for `ebb restore`; a running guest is paused meanwhile
     Snapshot {
-        /// The file; one that exists is replaced if it is a snapshot
+        /// Path of the file; an existing file is replaced if it is a snapshot
         #[arg(value_name = "FILE")]
         file: PathBuf,
     },
@@ -77,21 +81,24 @@ enum Command {
     Kill,
     /// Show the balloon, or set its size
     Balloon(BalloonArgs),
-    /// Show what the guest says about its memory
+    /// Show the guest's memory statistics
     Statistics {
         /// Accept values at most this old without asking the guest
         #[arg(long, value_name = "MILLISECONDS")]
         max_age: Option<u64>,
     },
-    /// Ask the guest for statistics regularly
+    /// Request statistics from the guest periodically
     StatisticsInterval {
-        /// Seconds between two questions, 0 for never
-        #[arg(value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(0..=MAX_STATISTICS_INTERVAL_SECONDS))]
+        /// Interval between requests, 0 for none
+        #[arg(
+            value_name = "SECONDS",
+            value_parser = clap::value_parser!(u64).range(0..=MAX_STATISTICS_INTERVAL_SECONDS)
+        )]
         seconds: u64,
     },
-    /// Ask the guest which of its pages are free; its balloon driver must know Ebb's extension
+    /// Ask the guest which of its pages are free; its balloon driver must support Ebb's extension
     FreePages(Settings<FreePagesRequest>),
-    /// Show how equal pages are merged, or change it
+    /// Show or change the merging of equal pages
     Merge(Settings<MergeSettings>),
     /// Show all counters
     Metrics,
@@ -107,7 +114,7 @@ struct BalloonArgs {
 enum BalloonAction {
     /// Show the balloon
     Show,
-    /// Set the size the balloon should get to; the guest follows in its own time
+    /// Set the balloon's target size; the guest follows at its own pace
     Set {
         /// Size, with K, M, G or T for powers of 1024
         size: ByteSize,
@@ -122,7 +129,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     result.map(|()| ExitCode::SUCCESS)
 }
 
-/// How results are written.
+/// Output format.
 #[derive(Clone, Copy)]
 enum Form {
     Table,
@@ -174,7 +181,7 @@ fn execute(args: Args, out: &mut Vec<u8>) -> anyhow::Result<()> {
     }
 }
 
-/// Says in this program's words how to get at old values.
+/// Explains the error in terms of this program's options.
 fn explain_statistics(error: ClientError) -> anyhow::Error {
     let age_ms = match &error {
         ClientError::Refused { detail, .. } => {
@@ -209,7 +216,7 @@ fn show<T: Serialize>(
     Ok(())
 }
 
-/// A line of a table: what, and its value.
+/// A line of a table: a name and its value.
 struct Row(String, String);
 
 fn row(what: &str, value: impl Into<String>) -> Row {
@@ -228,7 +235,7 @@ fn bytes(number: u64) -> String {
     ByteSize::from_bytes(number).rounded().to_string()
 }
 
-/// Milliseconds as people say them.
+/// Formats milliseconds for people.
 fn duration(ms: u64) -> String {
     let seconds = ms / 1000;
     match seconds {
@@ -246,7 +253,7 @@ fn vm_state(state: VmState) -> &'static str {
         VmState::Receiving => "receiving",
         VmState::Running => "running",
         VmState::Paused => "paused",
-        VmState::Migrating => "going to another monitor",
+        VmState::Migrating => "migrating to another monitor",
         VmState::Stopping => "stopping",
     }
 }
@@ -260,7 +267,7 @@ fn balloon_state(state: BalloonState) -> &'static str {
     }
 }
 
-/// Asks until all of guest memory has been looked at.
+/// Repeats the request until all guest memory has been scanned.
 fn trim(client: &Client) -> anyhow::Result<TrimReport> {
     let mut total = TrimReport::default();
     while !total.complete {
@@ -280,17 +287,17 @@ fn snapshot_rows(report: &SnapshotReport) -> Vec<Row> {
     let seconds = |ms: u64| format!("{:.2} s", ms as f64 / 1000.0);
     vec![
         row("file", report.path.as_str()),
-        row("guest memory in it", bytes(report.ram_bytes)),
+        row("guest memory", bytes(report.ram_bytes)),
         row("on disk", bytes(report.stored_bytes)),
         row("took", seconds(report.elapsed_ms)),
-        row("guest stood still", seconds(report.paused_ms)),
+        row("guest paused for", seconds(report.paused_ms)),
     ]
 }
 
 fn trim_rows(report: &TrimReport) -> Vec<Row> {
     vec![
-        row("looked at", bytes(report.scanned_bytes)),
-        row("given back", bytes(report.returned_bytes)),
+        row("scanned", bytes(report.scanned_bytes)),
+        row("returned", bytes(report.returned_bytes)),
         row("pauses", report.pauses.to_string()),
         row("longest pause", format!("{:.1} ms", report.longest_pause_us as f64 / 1000.0)),
     ]
@@ -310,7 +317,7 @@ fn vm_rows(info: &VmInfo) -> Vec<Row> {
         row("state", vm_state(info.state)),
         row("vCPUs", info.cpus.to_string()),
         row("memory", format!("{}, {backing}", bytes(info.memory_bytes))),
-        row("held by the host", bytes(info.resident_bytes)),
+        row("resident memory", bytes(info.resident_bytes)),
         row("uptime", duration(info.uptime_ms)),
         row("clock", format!("{} over pauses", info.clock.policy)),
         row("kernel", if info.kernel.is_empty() { "none" } else { info.kernel.as_str() }),
@@ -390,9 +397,10 @@ fn balloon_rows(info: &BalloonInfo) -> Vec<Row> {
 
 fn statistics_rows(document: &StatisticsDocument) -> Vec<Row> {
     let values = &document.statistics;
-    let size = |value: Option<u64>| value.map_or_else(|| "not told".to_owned(), bytes);
-    let count =
-        |value: Option<u64>| value.map_or_else(|| "not told".to_owned(), |value| value.to_string());
+    let size = |value: Option<u64>| value.map_or_else(|| "not reported".to_owned(), bytes);
+    let count = |value: Option<u64>| {
+        value.map_or_else(|| "not reported".to_owned(), |value| value.to_string())
+    };
     vec![
         row("age", document.age_ms.map_or_else(|| "never received".to_owned(), duration)),
         row("total memory", size(values.total_memory_bytes)),
@@ -422,7 +430,10 @@ fn metrics(out: &mut Vec<u8>, form: Form, client: &Client) -> anyhow::Result<()>
         Form::Json => {
             let list: Vec<_> = samples
                 .iter()
-                .map(|sample| json!({ "name": sample.name, "kind": sample.kind, "value": number(sample.value) }))
+                .map(|sample| {
+                    let value = number(sample.value);
+                    json!({ "name": sample.name, "kind": sample.kind, "value": value })
+                })
                 .collect();
             serde_json::to_writer_pretty(&mut *out, &json!({ "metrics": list }))?;
             out.push(b'\n');
@@ -450,7 +461,7 @@ fn metrics(out: &mut Vec<u8>, form: Form, client: &Client) -> anyhow::Result<()>
     Ok(())
 }
 
-/// Whole numbers without a decimal point.
+/// Formats whole numbers without a decimal point.
 fn number(value: f64) -> serde_json::Value {
     // Beyond 2^53 a float has no fraction but is not exact either.
     if value.fract() == 0.0 && (0.0..9e15).contains(&value) {

@@ -13,7 +13,7 @@ mod merging;
 
 use facts::Facts;
 
-/// Say whether this machine can run guests.
+/// Check whether this machine can run guests.
 #[derive(Clone, Copy, Debug, clap::Args)]
 pub struct Args {
     /// Print one JSON document instead of a table
@@ -27,9 +27,9 @@ pub struct Args {
 enum Verdict {
     /// On this machine's KVM.
     Direct,
-    /// Nowhere.
+    /// Not at all.
     Cannot {
-        /// Why.
+        /// The reasons.
         reasons: Vec<String>,
     },
 }
@@ -43,18 +43,18 @@ impl Verdict {
     }
 }
 
-/// Everything the doctor has to say.
+/// The report of the doctor.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 struct Report {
     verdict: Verdict,
     /// The verdict in words.
     summary: String,
     checks: Vec<Check>,
-    /// The run that the verdict on KVM rests on.
+    /// The probe behind the verdict on KVM.
     kvm: ebb_vmm::probe::KvmProbe,
 }
 
-/// Examines the machine and prints what was found. Succeeds if guests run here.
+/// Examines the machine and prints the results. Succeeds if guests run here.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     let report = judge::judge(&Facts::collect());
     let text = if args.json {

@@ -1,4 +1,4 @@
-//! `ebb extract-vmlinux`: takes the ELF kernel out of a bzImage.
+//! `ebb extract-vmlinux`: extracts the ELF kernel from a bzImage.
 
 use std::fs;
 use std::path::PathBuf;
@@ -8,7 +8,7 @@ use anyhow::Context;
 use ebb_program::write_whole;
 use ebb_vmlinux::extract_vmlinux;
 
-/// Take the ELF kernel (vmlinux) out of a bzImage (gzip, xz, LZ4 or zstd).
+/// Extract the ELF kernel (vmlinux) from a bzImage (gzip, xz, LZ4 or zstd).
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The bzImage, such as /boot/vmlinuz-6.1.0-56-cloud-amd64.
@@ -22,7 +22,7 @@ pub struct Args {
     json: bool,
 }
 
-/// Writes the kernel; it appears under its name when it is whole.
+/// Writes the kernel; the file gets its name only when it is complete.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     let Args { input, output, json } = args;
     let image = fs::read(&input).with_context(|| format!("cannot read {}", input.display()))?;

@@ -1,5 +1,5 @@
-//! Options of the command line, from the declarations of what they set: the words of an enum, and
-//! the fields of a request of the API.
+//! Command-line options derived from the types that they set: the words of an enum, and the fields
+//! of a request of the API.
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Arg, ArgMatches, Command, value_parser};
@@ -10,14 +10,14 @@ use schemars::{JsonSchema, Schema};
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
-/// One of the words of `T`, an enum whose variants hold nothing.
+/// Parser for the words of `T`, an enum without fields.
 pub fn word<T: DeserializeOwned + Clone + Send + Sync + 'static>()
 -> impl TypedValueParser<Value = T> {
     PossibleValuesParser::new(words::<T>())
-        .try_map(|word| from_word(&word).ok_or_else(|| format!("'{word}' is not known")))
+        .try_map(|word| from_word(&word).ok_or_else(|| format!("unknown word '{word}'")))
 }
 
-/// A request of the API with an option for each field, which has its description and its bounds.
+/// A request of the API with an option for each field, with the field's description and bounds.
 #[derive(Clone, Debug)]
 pub struct Settings<T>(pub T);
 

@@ -1,5 +1,5 @@
-//! Options that `ebb run`, `ebb restore` and `ebb receive` share: what a monitor does on this host,
-//! whatever its machine is made of.
+//! Options shared by `ebb run`, `ebb restore` and `ebb receive`: the monitor's behaviour on this
+//! host, independent of its machine.
 
 use std::io::IsTerminal;
 use std::path::PathBuf;
@@ -10,10 +10,10 @@ use ebb_vmm::config::{SerialConfig, Switch};
 
 use crate::flags::word;
 
-/// How a clock policy is given.
+/// Value name of a clock policy.
 pub const CLOCK_FORM: &str = "continue|catch-up";
 
-/// What a monitor does on this host.
+/// A monitor's behaviour on this host.
 #[derive(Debug, clap::Args)]
 pub struct HostArgs {
     /// The guest's first serial line [default: tty on a terminal, else stdio]
@@ -29,19 +29,19 @@ pub struct HostArgs {
     pub end: EndArgs,
 }
 
-/// How a machine is run to its end.
+/// Options for the run of a machine.
 #[derive(Clone, Copy, Debug, clap::Args)]
 pub struct EndArgs {
-    /// A KVM that emulates each instruction of its guests: refuse it, or use it all the same
+    /// Whether to refuse or use a KVM that emulates each instruction of its guests
     #[arg(long, value_enum, default_value_t = EmulatedKvm::Refuse)]
     pub emulated_kvm: EmulatedKvm,
-    /// Say how the guest ended as one JSON line on standard error (standard output may be the
+    /// Print how the guest ended as one JSON line on standard error (standard output may be the
     /// guest's console)
     #[arg(long)]
     pub json: bool,
 }
 
-/// What to do about a KVM that emulates its guests.
+/// Handling of a KVM that emulates its guests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum EmulatedKvm {
     /// Refuse it.

@@ -42,17 +42,17 @@ enum Command {
     Restore(Box<restore::Args>),
     /// Move a running virtual machine to another monitor
     Migrate(Box<migrate::Args>),
-    /// Wait for the virtual machine of another monitor, and run it
+    /// Receive a virtual machine from another monitor and run it
     Receive(Box<receive::Args>),
-    /// Say what is in a snapshot, and whether it is whole
+    /// Describe a snapshot and check its integrity
     Snapshot(snapshot::Args),
-    /// Look at and change a running virtual machine through its API socket
+    /// Inspect and change a running virtual machine through its API socket
     Ctl(ctl::Args),
     /// Own the stable pages that machines of one trust domain share
     MergeBroker(merge_broker::Args),
-    /// Say whether this machine can run guests, and what to do if not
+    /// Check whether this machine can run guests, and what to do if not
     Doctor(doctor::Args),
-    /// Unpack the ELF kernel out of a bzImage
+    /// Extract the ELF kernel from a bzImage
     ExtractVmlinux(extract_vmlinux::Args),
 }
 
@@ -77,7 +77,7 @@ mod tests {
 
     use super::*;
 
-    /// Clap finds contradictions when a command is used first.
+    /// Clap detects contradictions only when a command is first used.
     #[test]
     fn the_command_line_is_sound() {
         Cli::command().debug_assert();

@@ -22,16 +22,18 @@ use serde_json::json;
 use crate::flags::word;
 
 const AFTER_HELP: &str = "\
-Machines that merge their own memory (ebb run --memory ...,merge=owner,merge_domain=NAME,merge_broker=PATH) share pages with other
-machines of the same trust domain through a broker. It hands out memory files that nobody but itself can write to, and frees a
-page when the last process that has it mapped has ended or given it up. Machines of different domains never share
-anything: whoever shares pages can find out, by the time that a write takes, which pages others have.
+Machines that merge their own memory (merge=owner, merge_domain=NAME and merge_broker=PATH of
+ebb run --memory) share pages with other machines of the same trust domain through a broker. It
+passes them memory files that only the broker can write to, and frees a page when the last process
+that has it mapped has ended or released it. Machines of different domains never share anything:
+a machine that shares pages can find out, from the time that a write takes, which pages others
+have.
 
-When it listens, it says so on standard output: \"listening on unix:/run/ebb-merge.sock\". It ends on SIGTERM, SIGINT or SIGHUP
-and removes the socket. Machines keep what they share then, and merge no further pages with others until they are started
-anew.
+When the broker listens, it prints its address: \"listening on unix:/run/ebb-merge.sock\".
+On SIGTERM, SIGINT or SIGHUP it removes the socket and ends. Machines then keep the pages that they
+share, and merge no further pages with others until they are restarted.
 
-Only processes of the broker's user and root can be clients, unless --domain says otherwise.
+Only processes of root and of the broker's user can be clients, unless --domain says otherwise.
 
 Examples:
   ebb merge-broker --listen unix:/run/ebb-merge.sock --quota 8G
@@ -58,11 +60,11 @@ pub struct Args {
     /// the broker's user]
     #[arg(long, value_name = "NAME[=UID]", conflicts_with = "status")]
     domain: Vec<DomainRule>,
-    /// Most stable pages of a domain; one machine may have made half of them [default: a quarter of
-    /// the host's memory]
+    /// Maximum number of bytes of a domain's stable pages; one machine may create half of them
+    /// [default: a quarter of the host's memory]
     #[arg(long, value_name = "SIZE", conflicts_with = "status")]
     quota: Option<ByteSize>,
-    /// Most sharers of one stable page; beyond it there are duplicates
+    /// Maximum number of sharers of one stable page; beyond it, duplicates are created
     #[arg(
         long,
         value_name = "N",
@@ -79,7 +81,7 @@ pub struct Args {
     json: bool,
 }
 
-/// Serves until a signal comes, or prints a state.
+/// Serves until a signal arrives, or prints the state of a broker.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     if let Some(path) = &args.status {
         return show(path, args.json);
@@ -88,7 +90,8 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
         Some(Address::Unix { path }) => path,
         Some(other) => {
             bail!(
-                "a broker cannot listen at {other}, since it hands out file descriptors; use unix:PATH"
+                "a broker cannot listen at {other}, since it hands out file descriptors; use \
+                 unix:PATH"
             )
         }
         None => bail!("--listen unix:PATH is missing"),
@@ -138,7 +141,7 @@ fn table(status: &BrokerStatus) -> String {
     if status.lost_clients > 0 {
         let _ = write!(
             text,
-            ", and {} that lost their connection and share still",
+            ", and {} that lost their connection but still share pages",
             status.lost_clients
         );
     }
@@ -158,7 +161,8 @@ fn table(status: &BrokerStatus) -> String {
                 node.node.map_or_else(|| "any node".to_owned(), |node| format!("node {node}"));
             let _ = writeln!(
                 text,
-                "  {place}: {} stable pages, {} sharers, {} being made, {} saved, {} hashes remembered",
+                "  {place}: {} stable pages, {} sharers, {} being created, {} saved, {} hashes \
+                 remembered",
                 node.stable_pages,
                 node.sharers,
                 node.reservations,
@@ -179,6 +183,6 @@ fn default_quota_bytes() -> u64 {
 fn raise_descriptor_limit() {
     let limit = getrlimit(Resource::Nofile);
     if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }) {
-        tracing::debug!("the limit of open files stays as it is: {error}");
+        tracing::debug!("cannot raise the limit of open files: {error}");
     }
 }

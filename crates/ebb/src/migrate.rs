@@ -21,19 +21,20 @@ use ebb_vmm::words::to_word;
 use crate::flags::word;
 
 const AFTER_HELP: &str = "\
-The other monitor waits for the machine: `ebb receive`, on this machine or on another one. Memory is sent while the guest
-runs; then it stands still while the rest is sent, and goes on there. This machine's monitor ends then, with exit code 8.
-Whatever fails before that leaves the machine running here.
+The destination's monitor, `ebb receive`, must be waiting on this machine or on another one. Memory
+is sent while the guest runs; then the guest is paused while the rest is sent, and resumes at the
+destination. This machine's monitor then ends with exit code 8. After any failure before that, the
+machine continues to run here.
 
-Pages that the guest does not use are not sent: those that it has never touched, given back by free page reporting or to
-the balloon, and those that its balloon driver names when it is asked (--free-pages). Both monitors need the same disks, which
-`ebb receive --disk` names there.
+Pages that the guest does not use are not sent: pages that it has never touched, that it has
+returned by free page reporting or the balloon, and that its balloon driver names on request
+(--free-pages). Both monitors need the same disks, which `ebb receive --disk` names there.
 
-Over TCP, on this machine too, both sides need certificates, and the other side's must be for the host in --to or for the
-name in --peer-name. --insecure does without.
+Over TCP, also within this machine, both sides need certificates, and the other side's must be for
+the host in --to or for the name in --peer-name. With --insecure, none are needed.
 
-Exit codes: 0 the machine runs at its destination, 1 it runs on here, 2 wrong usage, 3 nobody knows: the connection broke at
-the moment of the hand-over, and the machine stays paused here.
+Exit codes: 0 the machine runs at its destination, 1 it continues to run here, 2 wrong usage,
+3 unknown: the connection broke at the moment of the hand-over, and the machine stays paused here.
 
 Example: ebb receive --listen unix:/run/move.sock --on-reboot exit --api /run/b.sock &
          ebb migrate /run/a.sock --to unix:/run/move.sock";
@@ -46,57 +47,75 @@ pub struct Args {
     #[arg(value_name = "SOCKET")]
     socket: PathBuf,
     /// Where `ebb receive` listens
-    #[arg(long, value_name = "tcp:HOST:PORT|unix:PATH", required_unless_present_any = ["status", "cancel"])]
+    #[arg(
+        long,
+        value_name = "tcp:HOST:PORT|unix:PATH",
+        required_unless_present_any = ["status", "cancel"]
+    )]
     to: Option<Address>,
-    /// Show how far a migration is, or what the last one has come to
+    /// Show the progress of a migration, or the result of the last one
     #[arg(long, conflicts_with_all = ["to", "cancel"])]
     status: bool,
-    /// Give up the migration under way; the machine runs on here
+    /// Cancel the current migration; the machine continues to run here
     #[arg(long, conflicts_with = "to")]
     cancel: bool,
     /// Data streams
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=i64::from(MAX_MIGRATION_STREAMS)))]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 1,
+        value_parser = clap::value_parser!(u16).range(1..=i64::from(MAX_MIGRATION_STREAMS))
+    )]
     streams: u16,
-    /// How long the guest may stand still; it is stopped when what is left can be sent in this time
-    #[arg(long, value_name = "MILLISECONDS", default_value_t = MigrationRequest::default().downtime_ms, value_parser = clap::value_parser!(u64).range(1..=MAX_DOWNTIME_MS))]
+    /// Target downtime; the guest is paused when the remaining memory can be sent in this time
+    #[arg(
+        long,
+        value_name = "MILLISECONDS",
+        default_value_t = MigrationRequest::default().downtime_ms,
+        value_parser = clap::value_parser!(u64).range(1..=MAX_DOWNTIME_MS)
+    )]
     downtime: u64,
-    /// Most bytes a second while the guest runs, with K, M, G or T for powers of 1024 [default: as
-    /// many as possible]
+    /// Maximum bytes per second while the guest runs, with K, M, G or T for powers of 1024
+    /// [default: unlimited]
     #[arg(long, value_name = "SIZE")]
     bandwidth: Option<ByteSize>,
-    /// When --on-timeout happens [default: never]
-    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=MAX_MIGRATION_SECONDS))]
+    /// Time until --on-timeout takes effect [default: none]
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        value_parser = clap::value_parser!(u64).range(1..=MAX_MIGRATION_SECONDS)
+    )]
     timeout: Option<u64>,
-    /// What to do then: give up, or stop the guest for as long as the rest takes
+    /// Action at that time: cancel, or pause the guest for as long as sending the rest takes
     #[arg(long, default_value = "cancel", value_parser = word::<AtTimeLimit>())]
     on_timeout: AtTimeLimit,
     /// Slow the guest's vCPUs down when it writes faster than can be sent
     #[arg(long)]
     auto_converge: bool,
-    /// Who names pages that need not be sent: the guest's driver by free page hinting, by the
-    /// question of Ebb's extension, by the best that it knows, or nobody
+    /// How the guest's driver names free pages, which are not sent: by free page hinting, by a
+    /// request of Ebb's extension, by the best that it supports, or not at all
     #[arg(long, default_value = "auto", value_parser = word::<FreePageChoice>())]
     free_pages: FreePageChoice,
-    /// Whether to look for pages that are zero
+    /// Whether to detect zero pages
     #[arg(long, default_value = "on", value_parser = word::<Switch>())]
     zero_pages: Switch,
-    /// Whether to leave out memory that the host does not hold
+    /// Whether to skip memory that is not populated on the host
     #[arg(long, default_value = "on", value_parser = word::<Switch>())]
     holes: Switch,
-    /// Our certificate (PEM), for TLS; `ebb receive` needs one, too
+    /// Certificate (PEM) of this side, for TLS; `ebb receive` needs one, too
     #[arg(long, value_name = "FILE", requires_all = ["tls_key", "tls_ca"])]
     tls_cert: Option<PathBuf>,
     /// Its private key (PEM)
     #[arg(long, value_name = "FILE", requires_all = ["tls_cert", "tls_ca"])]
     tls_key: Option<PathBuf>,
-    /// Authorities (PEM) that the other side's certificate must come from
+    /// Authorities (PEM) that must have issued the other side's certificate
     #[arg(long, value_name = "FILE", requires_all = ["tls_cert", "tls_key"])]
     tls_ca: Option<PathBuf>,
     /// Name (or address) that the other monitor's certificate must be for [default: the host in
     /// --to]
     #[arg(long, value_name = "NAME", requires = "tls_cert")]
     peer_name: Option<String>,
-    /// Send the guest's memory unencrypted over TCP; any process on the way, or one that listens
+    /// Send the guest's memory unencrypted over TCP; any process on the path, or one that listens
     /// there, can read and change it
     #[arg(long, conflicts_with = "tls_cert")]
     insecure: bool,
@@ -109,11 +128,11 @@ pub struct Args {
     json: bool,
 }
 
-/// For answers of the monitor.
+/// Time limit for answers of the monitor.
 const API_LIMIT: Duration = Duration::from_secs(15);
-/// How long the monitor may wait for the end before it tells how far it is.
+/// Time after which the monitor reports the progress if the migration has not ended.
 const WAIT_MS: u64 = 500;
-/// Exit code if nobody knows where the machine runs.
+/// Exit code if it is unknown where the machine runs.
 const UNKNOWN: u8 = 3;
 
 /// Carries out the command.
@@ -155,7 +174,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
 
 impl Args {
     fn into_request(self) -> anyhow::Result<MigrationRequest> {
-        let here = std::env::current_dir().context("cannot find the present folder")?;
+        let here = std::env::current_dir().context("cannot determine the current directory")?;
         let address = self.to.context("--to is missing")?.absolute(&here);
         let absolute = |path: PathBuf| here.join(path);
         let mut tls_name = self.peer_name;
@@ -165,7 +184,7 @@ impl Args {
             && bandwidth.bytes() < MIN_BANDWIDTH_BYTES
         {
             anyhow::bail!(
-                "--bandwidth {bandwidth} a second is too little to get a machine through; give at least {}",
+                "--bandwidth {bandwidth} a second is too little for a migration; use at least {}",
                 ByteSize::from_bytes(MIN_BANDWIDTH_BYTES)
             );
         }
@@ -190,8 +209,8 @@ impl Args {
     }
 }
 
-/// The address without a name: a monitor looks none up. The name stays the one that a certificate
-/// must have.
+/// Resolves the address's host name, because a monitor does not. The other side's certificate must
+/// still be for the name.
 fn in_numbers(address: Address, tls_name: Option<&mut Option<String>>) -> anyhow::Result<Address> {
     let Address::Tcp { host, port } = address else { return Ok(address) };
     if host.parse::<IpAddr>().is_ok() || host.eq_ignore_ascii_case("localhost") {
@@ -200,17 +219,17 @@ fn in_numbers(address: Address, tls_name: Option<&mut Option<String>>) -> anyhow
     let found = (host.as_str(), port)
         .to_socket_addrs()
         .with_context(|| {
-            format!("cannot find the host {host}; check the name, or write its address in numbers")
+            format!("cannot find the host {host}; check the name, or use its numeric address")
         })?
         .next()
-        .with_context(|| format!("the host {host} has no address; write its address in numbers"))?;
+        .with_context(|| format!("the host {host} has no address; use its numeric address"))?;
     if let Some(name) = tls_name {
         name.get_or_insert(host);
     }
     Ok(Address::Tcp { host: found.ip().to_string(), port })
 }
 
-/// Waits for the end, and shows on a terminal how far it is.
+/// Waits for the end and shows the progress on a terminal.
 fn watch(client: &Client, to: &str) -> anyhow::Result<MigrationReport> {
     let shows = std::io::stderr().is_terminal();
     loop {
@@ -236,7 +255,7 @@ fn size(bytes: u64) -> String {
     ByteSize::from_bytes(bytes).rounded().to_string()
 }
 
-/// How far it is, in a line.
+/// The progress in one line.
 fn progress(status: &MigrationStatus) -> String {
     let mut text = match status.phase {
         MigrationPhase::Precopy => {
@@ -287,22 +306,22 @@ fn print(to: &str, report: &MigrationReport) {
     let rows = [
         ("to", to.to_owned()),
         ("took", format!("{:.2} s", report.total_ms as f64 / 1000.0)),
-        ("guest stood still", format!("{} ms", report.downtime_ms)),
+        ("downtime", format!("{} ms", report.downtime_ms)),
         ("sent", format!("{} in {} rounds", size(report.bytes_sent), report.rounds)),
         ("memory", size(report.memory_bytes)),
         ("  sent", pages(report.pages_data)),
         ("  zero", pages(report.pages_zero)),
-        ("  not held", pages(report.pages_discarded)),
+        ("  not populated", pages(report.pages_discarded)),
         (
             "  free",
-            format!("{} (asked: {})", pages(report.pages_skipped), to_word(report.free_pages)),
+            format!("{} (requested: {})", pages(report.pages_skipped), to_word(report.free_pages)),
         ),
     ];
     for (name, value) in rows {
         println!("{name:<18} {value}");
     }
     if let Some(problem) = &report.free_pages_error {
-        println!("{:<18} {problem}", "guest not asked");
+        println!("{:<18} {problem}", "guest not queried");
     }
 }
 
@@ -330,10 +349,11 @@ mod tests {
     }
 
     #[test]
-    fn every_option_arrives() {
+    fn every_option_reaches_the_request() {
         let request = parse(
-            "/run/a.sock --to unix:/run/m --streams 4 --downtime 50 --bandwidth 1G --timeout 9 --on-timeout force \
-             --auto-converge --free-pages query --zero-pages off --holes off --insecure --share-memory",
+            "/run/a.sock --to unix:/run/m --streams 4 --downtime 50 --bandwidth 1G --timeout 9 \
+             --on-timeout force --auto-converge --free-pages query --zero-pages off --holes off \
+             --insecure --share-memory",
         );
         let wanted = MigrationRequest {
             streams: 4,
@@ -367,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn wrong_lines_say_what_to_write() {
+    fn invalid_lines_are_refused_with_the_remedy() {
         for (line, words) in [
             ("/run/a.sock", "--to"),
             ("/run/a.sock --to 10.0.0.1:5", "tcp:HOST:PORT"),

@@ -1,5 +1,5 @@
-//! Options that `ebb restore` and `ebb receive` share: what is decided on this host for a machine
-//! that was made elsewhere.
+//! Options shared by `ebb restore` and `ebb receive`: decisions of this host about a machine that
+//! was created elsewhere.
 
 use std::path::PathBuf;
 
@@ -12,12 +12,12 @@ use ebb_vmm::snapshot::{DescribedPaths, Overrides};
 use crate::flags::word;
 use crate::host_options::{CLOCK_FORM, HostArgs};
 
-/// What this host decides, and neither the snapshot nor the other monitor.
+/// Decisions of this host, not of the snapshot or the other monitor.
 #[derive(Debug, clap::Args)]
 pub struct OverrideArgs {
     #[command(flatten)]
     pub host: HostArgs,
-    /// What the guest's clocks do over the time in between, and over later pauses [default: as
+    /// Behaviour of the guest's clocks over the interruption and over later pauses [default: as
     /// before]
     #[arg(long, value_name = CLOCK_FORM)]
     clock: Option<ClockPolicy>,
@@ -27,11 +27,10 @@ pub struct OverrideArgs {
     /// Initial RAM file system for reboots
     #[arg(long, value_name = "FILE", requires = "kernel")]
     initrd: Option<PathBuf>,
-    /// What a reboot of the guest does: start it again, or end the monitor [default: as before]
+    /// Action at a reboot of the guest: start it again, or end the monitor [default: as before]
     #[arg(long, value_parser = word::<RebootAction>())]
     on_reboot: Option<RebootAction>,
-    /// Image of a disk of the machine; give all of them, in their order. One that the guest could
-    /// not write stays so
+    /// Image of a disk of the machine; give all of them in order. A read-only disk stays read-only
     #[arg(long, value_name = DISK_FORM)]
     disk: Vec<DiskConfig>,
     /// How equal pages of guest memory are merged from now on [default: not at all]
@@ -45,7 +44,7 @@ pub struct OverrideArgs {
 }
 
 impl OverrideArgs {
-    /// As the monitor takes it.
+    /// Converts the options for the monitor.
     pub fn into_overrides(self) -> Overrides {
         let initrd = self.initrd;
         Overrides {

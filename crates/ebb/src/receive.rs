@@ -1,4 +1,4 @@
-//! `ebb receive`: waits for the machine of another monitor, and runs it in the foreground.
+//! `ebb receive`: receives a machine from another monitor and runs it in the foreground.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -13,31 +13,33 @@ use crate::overrides::OverrideArgs;
 use crate::run::run_machine;
 
 const AFTER_HELP: &str = "\
-Takes one machine, which `ebb migrate SOCKET --to ADDRESS` sends, and is its monitor from then on, as `ebb run` would be. It
-says on standard error where it listens, \"listening on tcp:127.0.0.1:40321\" for example, when it can be called and its API
-socket is there. Before any memory is sent, it looks whether it can provide what the machine has: processor, KVM, devices,
-disks, memory. After any failure it ends, and the machine runs on where it was.
+Receives one machine, sent by `ebb migrate SOCKET --to ADDRESS`, and is its monitor from then on,
+like `ebb run`. When it accepts connections and its API socket exists, it prints its address on
+standard error, for example \"listening on tcp:127.0.0.1:40321\". Before any memory is sent, it
+checks that it can provide the machine's processor, KVM features, devices, disks and memory. After
+any failure it ends, and the machine continues to run at the source.
 
-The other monitor says which kernel, initrd and disks the machine has, and is not believed: name them with --kernel,
---initrd and --disk, or give --trust-paths if the other monitor may open any file of this host. With --on-reboot exit, no
-kernel is needed.
+The paths of kernel, initrd and disks in the source's description are not trusted: name the files
+with --kernel, --initrd and --disk, or give --trust-paths if the source may open any file of this
+host. With --on-reboot exit, no kernel is needed.
 
-Over TCP, on this machine too, both sides need certificates, and --peer-name says which name the other side's must have.
---insecure does without. At a unix socket, the other monitor must be of the same user or root.
+Over TCP, also within this machine, both sides need certificates, and --peer-name gives the name
+that the other side's must have. With --insecure, none are needed. Over a unix socket, the other
+monitor must run as the same user or root.
 
-Exit codes as those of `ebb run`; 1 also if no machine has come.
+Exit codes are those of `ebb run`; 1 also if no machine arrived.
 
-Example: ebb receive --listen tcp:0.0.0.0:4444 --tls-cert me.pem --tls-key me.key --tls-ca ca.pem --peer-name host-a \
-             --disk path=/images/vm.raw --on-reboot exit --api /run/b.sock";
+Example: ebb receive --listen tcp:0.0.0.0:4444 --tls-cert me.pem --tls-key me.key --tls-ca ca.pem \\
+             --peer-name host-a --disk path=/images/vm.raw --on-reboot exit --api /run/b.sock";
 
-/// Waits for a virtual machine that another monitor sends, and runs it until its guest ends.
+/// Receives a virtual machine from another monitor and runs it until its guest ends.
 #[derive(Debug, clap::Args)]
 #[command(after_help = AFTER_HELP, next_line_help = true)]
 pub struct Args {
-    /// Where to wait for it; port 0 is any that is free
+    /// Address to listen at; port 0 selects a free port
     #[arg(long, value_name = "tcp:HOST:PORT|unix:PATH")]
     listen: Address,
-    /// How long to wait for it [default: for ever]
+    /// Time limit for the machine's arrival [default: none]
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
     timeout: Option<u64>,
     #[command(flatten)]
@@ -45,25 +47,25 @@ pub struct Args {
     /// What backs guest memory [default: as before]
     #[arg(long, value_parser = word::<Backing>())]
     backing: Option<Backing>,
-    /// Our certificate (PEM), for TLS; `ebb migrate` needs one, too
+    /// Certificate (PEM) of this side, for TLS; `ebb migrate` needs one, too
     #[arg(long, value_name = "FILE", requires_all = ["tls_key", "tls_ca", "peer_name"])]
     tls_cert: Option<PathBuf>,
     /// Its private key (PEM)
     #[arg(long, value_name = "FILE", requires_all = ["tls_cert", "tls_ca"])]
     tls_key: Option<PathBuf>,
-    /// Authorities (PEM) that the other side's certificate must come from
+    /// Authorities (PEM) that must have issued the other side's certificate
     #[arg(long, value_name = "FILE", requires_all = ["tls_cert", "tls_key"])]
     tls_ca: Option<PathBuf>,
-    /// Name (or address) that the other monitor's certificate must be for; several if any of them
-    /// will do
+    /// Name (or address) that the other monitor's certificate must be for; give several to accept
+    /// any of them
     #[arg(long, value_name = "NAME", requires = "tls_cert")]
     peer_name: Vec<String>,
-    /// Take a machine over TCP from anybody who can reach the port, unencrypted
+    /// Accept a machine over TCP from any process that can reach the port, unencrypted
     #[arg(long, conflicts_with = "tls_cert")]
     insecure: bool,
 }
 
-/// Runs the guest; the exit code says how it ended.
+/// Runs the guest; the exit code reports how it ended.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     let end = args.overrides.host.end;
     let overrides = args.overrides.into_overrides();

@@ -10,29 +10,31 @@ use crate::overrides::OverrideArgs;
 use crate::run::run_machine;
 
 const AFTER_HELP: &str = "\
-The machine has the memory, vCPUs and devices that it had. Its memory is read from the snapshot when the guest touches it,
-and written to memory of its own, so that any number of machines can run from one snapshot at a time; a disk that the guest
-may write belongs to one of them only, so give each its own copy with --disk. The file must stay as it is meanwhile; it may
-be renamed or removed.
+The machine has its former memory, vCPUs and devices. Its memory is read from the snapshot when the
+guest touches it, and written to private memory, so that any number of machines can run from one
+snapshot at a time; a writable disk belongs to only one of them, so give each machine its own copy
+with --disk. The file must not be changed while machines run from it; it may be renamed or removed.
 
-A snapshot says which kernel, initrd and disks its machine had, and is not believed: name them with --kernel, --initrd and
---disk, or give --trust-paths for a snapshot that you have made yourself. With --on-reboot exit, no kernel is needed.
+The paths of kernel, initrd and disks in a snapshot are not trusted: name the files with --kernel,
+--initrd and --disk, or give --trust-paths for a snapshot that you created yourself. With
+--on-reboot exit, no kernel is needed.
 
-Exit codes as those of `ebb run`.
+Exit codes are those of `ebb run`.
 
 Example: ebb ctl /run/ebb.sock snapshot /var/tmp/vm.snapshot
-         ebb restore /var/tmp/vm.snapshot --on-reboot exit --disk path=copy.raw --api /run/ebb2.sock";
+         ebb restore /var/tmp/vm.snapshot --on-reboot exit --disk path=copy.raw \\
+             --api /run/ebb2.sock";
 
 /// Runs the virtual machine of a snapshot until its guest ends.
 #[derive(Debug, clap::Args)]
 #[command(after_help = AFTER_HELP, next_line_help = true)]
 pub struct Args {
-    /// Snapshot that `ebb ctl SOCKET snapshot FILE` has written
+    /// Snapshot written by `ebb ctl SOCKET snapshot FILE`
     #[arg(value_name = "FILE")]
     snapshot: PathBuf,
     #[command(flatten)]
     overrides: OverrideArgs,
-    /// Do not run before `ebb ctl SOCKET resume`
+    /// Stay paused until `ebb ctl SOCKET resume`
     #[arg(long, requires = "api")]
     paused: bool,
     /// Read all of the snapshot's memory first and compare it with its checksums
@@ -43,7 +45,7 @@ pub struct Args {
     trust: bool,
 }
 
-/// Runs the guest; the exit code says how it ended.
+/// Runs the guest; the exit code reports how it ended.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     let snapshot = SnapshotFile::open(&args.snapshot)?;
     if !args.trust {

@@ -19,12 +19,13 @@ use crate::host_options::{CLOCK_FORM, EmulatedKvm, EndArgs, HostArgs};
 const AFTER_HELP: &str = "\
 Sizes take K, M, G and T for powers of 1024.
 
-Exit codes: 0 the guest powered off, 1 it could not be started, 2 wrong usage, 3 it rebooted (with --on-reboot exit),
-4 it crashed (triple fault, or a kernel panic that the pvpanic driver told), 5 KVM or the monitor failed, 6 ended by
-SIGTERM, SIGINT, SIGHUP or Ctrl-A x, 7 killed through the API, 8 it has migrated to another monitor.
+Exit codes: 0 the guest powered off, 1 it could not be started, 2 wrong usage, 3 it rebooted (with
+--on-reboot exit), 4 it crashed (triple fault, or a kernel panic reported by the pvpanic driver),
+5 KVM or the monitor failed, 6 ended by SIGTERM, SIGINT, SIGHUP or Ctrl-A x, 7 killed through the
+API, 8 it has migrated to another monitor.
 
-Example: ebb run --kernel /boot/vmlinuz-6.1.0-amd64 --initrd guest.cpio --cmdline 'console=ttyS0' --memory 1G \\
-             --api /run/ebb.sock";
+Example: ebb run --kernel /boot/vmlinuz-6.1.0-amd64 --initrd guest.cpio \\
+             --cmdline 'console=ttyS0' --memory 1G --api /run/ebb.sock";
 
 /// Runs a virtual machine until its guest ends.
 #[derive(Debug, clap::Args)]
@@ -48,7 +49,7 @@ pub struct Args {
     /// merge=owner lets the monitor merge equal pages of this machine, and with merge_broker also
     /// with those of other machines of the same merge_domain; merge=kernel lets Linux's KSM do it,
     /// for machines of one trust domain only. Merging lets machines of a domain find out what
-    /// others have in memory (docs/merging.md), so it is off unless it is asked for.
+    /// others have in memory (docs/merging.md), so it is off by default.
     #[arg(long, value_name = MEMORY_FORM, default_value = "512M")]
     memory: MemoryConfig,
     /// A NUMA node of the guest; give one for each node
@@ -57,10 +58,10 @@ pub struct Args {
     /// The balloon device
     ///
     /// page_bitmap, page_ranges and host_requests are features of Ebb's extension; Linux's own
-    /// driver leaves them out. verify_reports=on is a slow check of guests under test: each page
-    /// that the guest gives away, by reporting or by the balloon, is overwritten with a pattern
-    /// before it is discarded, so that a guest that still uses it notices. It does nothing where
-    /// the guest has negotiated page poison.
+    /// driver does not support them. verify_reports=on is a slow check of guests under test: each
+    /// page that the guest reports free or puts into the balloon is overwritten with a pattern
+    /// before it is discarded, so that a guest that still uses it notices. It has no effect if the
+    /// guest has negotiated page poison.
     #[arg(long, value_name = BALLOON_FORM, default_value = "reporting=on")]
     balloon: String,
     /// A raw disk image; give one for each disk
@@ -69,10 +70,11 @@ pub struct Args {
     /// An entropy device
     #[arg(long)]
     rng: bool,
-    /// What a reboot of the guest does: start it again, or end the monitor
+    /// Action at a reboot of the guest: start it again, or end the monitor
     #[arg(long, default_value = "reset", value_parser = word::<RebootAction>())]
     on_reboot: RebootAction,
-    /// What the guest's clocks do while it is paused: stand still, or catch up with real time
+    /// Behaviour of the guest's clocks over a pause: continue where they stopped, or catch up with
+    /// real time
     #[arg(long, value_name = CLOCK_FORM, default_value_t)]
     clock: ClockPolicy,
     #[command(flatten)]
@@ -101,8 +103,9 @@ impl Args {
     }
 }
 
-/// Refuses a KVM on which Linux does not boot in reasonable time. A processor that virtualizes is
-/// believed; anything else is tried with a loop, which takes a millisecond on a fast KVM.
+/// Refuses a KVM on which Linux does not boot in reasonable time. A processor with hardware
+/// virtualization is trusted; anything else is tested with a loop, which takes a millisecond on a
+/// fast KVM.
 fn check_kvm() -> anyhow::Result<()> {
     let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let virtualizes = |line: &str| {
@@ -112,18 +115,19 @@ fn check_kvm() -> anyhow::Result<()> {
     if cpuinfo.lines().any(virtualizes) {
         return Ok(());
     }
-    // Other faults are told when KVM is opened.
+    // Other problems are reported when KVM is opened.
     let KvmQuality::Emulated { ns_per_iteration, .. } = probe::probe().quality else {
         return Ok(());
     };
     anyhow::bail!(
-        "/dev/kvm emulates its guests on this machine: {ns_per_iteration:.0} ns for a round of a loop that takes hardware \
-         about 1 ns, so that Linux would boot for many minutes; run the same command in a KVM host of Ebb's own, \
-         `ebb-lab virtual-host -- ebb run …`, or give --emulated-kvm use"
+        "/dev/kvm emulates its guests on this machine: {ns_per_iteration:.0} ns for an iteration \
+         of a loop that takes about 1 ns on hardware, so that Linux would take many minutes to \
+         boot; run the same command in Ebb's own virtual host, `ebb-lab virtual-host -- ebb run \
+         …`, or give --emulated-kvm use"
     )
 }
 
-/// Runs the guest; the exit code says how it ended.
+/// Runs the guest; the exit code reports how it ended.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     let end = args.host.end;
     let config = match args.into_config() {
@@ -136,7 +140,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     run_machine(end, || ebb_vmm::vm::run(config))
 }
 
-/// Runs a machine to its end and says how it ended.
+/// Runs a machine to its end and reports how it ended.
 pub fn run_machine(
     end: EndArgs,
     machine: impl FnOnce() -> Result<GuestExit, VmError>,
@@ -146,7 +150,8 @@ pub fn run_machine(
     }
     let exit = machine()?;
     if end.json {
-        let document = serde_json::json!({ "end": exit.kind(), "code": exit.code(), "message": exit.to_string() });
+        let (end, code, message) = (exit.kind(), exit.code(), exit.to_string());
+        let document = serde_json::json!({ "end": end, "code": code, "message": message });
         eprintln!("{document}");
     } else if exit.code() == 0 {
         tracing::info!("{exit}");

@@ -1,4 +1,4 @@
-//! `ebb snapshot`: what is in a snapshot.
+//! `ebb snapshot`: describes a snapshot.
 
 use std::io::IsTerminal;
 use std::os::unix::fs::MetadataExt;
@@ -10,10 +10,10 @@ use ebb_vmm::size::ByteSize;
 use ebb_vmm::snapshot::{FORMAT_VERSION, MachineConfig, SnapshotFile};
 use serde::Serialize;
 
-/// Says what is in a snapshot, and whether it is whole.
+/// Describes a snapshot and checks its integrity.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Snapshot that `ebb ctl SOCKET snapshot FILE` has written
+    /// Snapshot written by `ebb ctl SOCKET snapshot FILE`
     #[arg(value_name = "FILE")]
     snapshot: PathBuf,
     /// Read all of its memory and compare it with its checksums
@@ -24,7 +24,7 @@ pub struct Args {
     json: bool,
 }
 
-/// What the command prints as JSON.
+/// The command's JSON output.
 #[derive(Debug, Serialize)]
 struct Description {
     path: PathBuf,
@@ -75,7 +75,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Compares the snapshot's memory with its checksums; shows how far it has got on a terminal.
+/// Compares the snapshot's memory with its checksums; shows the progress on a terminal.
 pub fn verify(snapshot: &SnapshotFile) -> anyhow::Result<()> {
     let shows = std::io::stderr().is_terminal();
     let total = snapshot.header.ram_bytes.max(1);
@@ -90,7 +90,7 @@ pub fn verify(snapshot: &SnapshotFile) -> anyhow::Result<()> {
     result.with_context(|| format!("the snapshot {} is damaged", snapshot.path.display()))
 }
 
-/// Prints the description. The text in it is the file's author's.
+/// Prints the description. Its text is controlled by the file's author.
 fn print(description: &Description) {
     let size = |bytes| ByteSize::from_bytes(bytes).to_string();
     let machine = &description.machine;

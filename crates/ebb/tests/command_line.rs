@@ -1,4 +1,4 @@
-//! The command line where no guest is needed.
+//! The command line as far as it needs no guest.
 
 #![allow(clippy::expect_used)]
 
@@ -15,7 +15,7 @@ fn errors(output: &Output) -> String {
 }
 
 #[test]
-fn wrong_usage_is_told_with_exit_code_2() {
+fn wrong_usage_is_reported_with_exit_code_2() {
     for arguments in [
         &["run"][..],
         &["run", "--kernel", "vmlinuz", "--memory", "size=4Q"],
@@ -36,7 +36,7 @@ fn a_kvm_that_emulates_is_refused() {
     let emulated = matches!(probe::probe().quality, KvmQuality::Emulated { .. });
     let output = ebb(&["run", "--kernel", "/nonexistent/vmlinuz", "--serial", "null"]);
     assert_eq!(output.status.code(), Some(1), "{}", errors(&output));
-    // Elsewhere the missing kernel is what is wrong.
+    // Elsewhere the missing kernel is the error.
     let expected = if emulated { "ebb-lab virtual-host" } else { "/nonexistent/vmlinuz" };
     assert!(errors(&output).contains(expected), "{}", errors(&output));
     let output = ebb(&[
@@ -52,14 +52,14 @@ fn a_kvm_that_emulates_is_refused() {
 }
 
 #[test]
-fn a_kernel_can_be_unpacked_once_it_is_one() {
+fn only_kernels_are_extracted() {
     let directory = tempfile::tempdir().expect("a directory");
     let output_path = directory.path().join("vmlinux");
     let unpack = |input: &str| {
         ebb(&["extract-vmlinux", "--json", input, output_path.to_str().expect("a path")])
     };
     let output = unpack(env!("CARGO_BIN_EXE_ebb"));
-    // An ELF file is taken as it is.
+    // An ELF file is copied unchanged.
     assert!(output.status.success(), "{}", errors(&output));
     let document: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
     let written = std::fs::metadata(&output_path).expect("a file").len();
@@ -68,7 +68,7 @@ fn a_kernel_can_be_unpacked_once_it_is_one() {
     let output = unpack("/etc/hostname");
     assert_eq!(output.status.code(), Some(1));
     assert!(errors(&output).contains("/etc/hostname"), "{}", errors(&output));
-    assert!(!output_path.exists(), "something half-made is left");
+    assert!(!output_path.exists(), "an incomplete file is left behind");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Every crate that Ebb is built from must have a licence that goes with Apache-2.0.
+//! Every crate that Ebb is built from must have a licence compatible with Apache-2.0.
 
 use std::process::Command;
 
@@ -28,7 +28,7 @@ fn allowed(licence: &str) -> bool {
 }
 
 #[test]
-fn all_licences_go_with_apache_2() {
+fn all_licences_are_compatible_with_apache_2() {
     let output = Command::new(env!("CARGO"))
         .args(["metadata", "--locked", "--format-version", "1"])
         .output()
@@ -45,11 +45,11 @@ fn all_licences_go_with_apache_2() {
             format!("{} {}: {}", package["name"], package["version"], package["license"])
         })
         .collect();
-    assert!(bad.is_empty(), "licences that do not go with Apache-2.0: {bad:#?}");
+    assert!(bad.is_empty(), "licences incompatible with Apache-2.0: {bad:#?}");
 }
 
 #[test]
-fn other_licences_are_noticed() {
+fn other_licences_are_detected() {
     assert!(allowed("MIT/Apache-2.0"));
     assert!(allowed("(MIT OR Apache-2.0) AND Unicode-3.0"));
     assert!(!allowed("GPL-3.0-only"));

@@ -56,7 +56,7 @@ impl Broker {
         serde_json::from_slice(&output.stdout).expect("a state")
     }
 
-    /// Ends it by a signal; what it said on standard error.
+    /// Ends it by a signal and returns its standard error.
     fn end(mut self, signal: rustix::process::Signal) -> String {
         let pid = rustix::process::Pid::from_raw(self.child.id() as i32).expect("a process");
         rustix::process::kill_process(pid, signal).expect("it lives");
@@ -65,7 +65,7 @@ impl Broker {
         let mut stream = self.child.stderr.take().expect("its errors");
         std::io::Read::read_to_string(&mut stream, &mut errors).expect("text");
         assert_eq!(status.code(), Some(0), "{errors}");
-        assert!(!self.path.exists(), "the socket is left");
+        assert!(!self.path.exists(), "the socket is left behind");
         errors
     }
 }
@@ -89,7 +89,7 @@ fn join(
 }
 
 #[test]
-fn clients_share_pages_through_it_and_it_ends_at_a_signal() {
+fn clients_share_pages_and_the_broker_ends_at_a_signal() {
     let mut broker = Broker::start(&["--domain", "web", "--domain", "numa", "--quota", "64M"]);
     assert_eq!(broker.line(), format!("listening on unix:{}", broker.path.display()));
     let page = vec![0x42; 4096];
@@ -116,7 +116,7 @@ fn clients_share_pages_through_it_and_it_ends_at_a_signal() {
         let found =
             status.domains.iter().find(|found| found.name.as_str() == domain).expect("the domain");
         assert_eq!((found.nodes[0].stable_pages, found.nodes[0].sharers), (1, 2));
-        // All the way back, through the closing of a segment.
+        // Undo everything, including the closing of a segment.
         for store in [&mut a, &mut b] {
             store.release(slots[0]);
             store.take_notifications(&mut Vec::new());
@@ -128,11 +128,11 @@ fn clients_share_pages_through_it_and_it_ends_at_a_signal() {
 }
 
 #[test]
-fn it_has_no_capabilities_and_a_filter() {
+fn it_has_a_filter_and_no_capabilities() {
     let mut broker = Broker::start(&["--json"]);
     let line: serde_json::Value = serde_json::from_str(&broker.line()).expect("JSON");
     assert_eq!(line["listening"], format!("unix:{}", broker.path.display()));
-    // Once it answers, it has given up what it does not need.
+    // When it answers, it has dropped its capabilities.
     broker.status();
     let status =
         std::fs::read_to_string(format!("/proc/{}/status", broker.child.id())).expect("its state");
@@ -147,7 +147,7 @@ fn it_has_no_capabilities_and_a_filter() {
 }
 
 #[test]
-fn wrong_use_is_told() {
+fn wrong_usage_is_reported() {
     for arguments in [
         &["merge-broker"][..],
         &["merge-broker", "--listen", "nowhere"],
@@ -171,7 +171,7 @@ fn wrong_use_is_told() {
         assert_eq!(output.status.code(), Some(1), "{arguments:?}");
         assert!(text(&output.stderr).contains(reason), "{}", text(&output.stderr));
     }
-    // A file that is no socket, and a broker that lives, are left alone.
+    // A file that is not a socket and the socket of a running broker are not replaced.
     let mut broker = Broker::start(&[]);
     broker.line();
     let file = broker.path.with_file_name("file");
@@ -187,7 +187,7 @@ fn wrong_use_is_told() {
 }
 
 #[test]
-fn a_second_one_is_refused_and_the_place_of_a_killed_one_is_taken() {
+fn a_second_broker_is_refused_and_a_killed_one_is_replaced() {
     let mut first = Broker::start(&[]);
     assert!(first.line().starts_with("listening on "));
     let address = format!("unix:{}", first.path.display());
@@ -198,11 +198,11 @@ fn a_second_one_is_refused_and_the_place_of_a_killed_one_is_taken() {
         "{}",
         text(&second.stderr)
     );
-    assert_eq!(first.status().clients, 0, "the first one goes on");
+    assert_eq!(first.status().clients, 0, "the first one continues to serve");
 
     first.child.kill().expect("it lives");
     first.child.wait().expect("it ends");
-    assert!(first.path.exists(), "nobody has removed the socket");
+    assert!(first.path.exists(), "the socket of the killed broker exists");
     let mut third = Command::new(env!("CARGO_BIN_EXE_ebb"))
         .args(["merge-broker", "--listen", &address])
         .stdout(Stdio::piped())

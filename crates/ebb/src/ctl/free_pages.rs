@@ -1,4 +1,4 @@
-//! What a guest has said about its free pages, as a table.
+//! The guest's report of its free pages, as a table.
 
 use ebb_vmm::api::{FreePagesReport, FreePagesStatus};
 
@@ -7,13 +7,13 @@ use super::{Row, bytes, duration, row};
 fn status(status: FreePagesStatus) -> &'static str {
     match status {
         FreePagesStatus::Done => "done",
-        FreePagesStatus::Aborted => "the guest has given up",
-        FreePagesStatus::Timeout => "not answered completely in time",
-        FreePagesStatus::Reset => "the guest's driver is gone",
+        FreePagesStatus::Aborted => "aborted by the guest",
+        FreePagesStatus::Timeout => "incomplete at the time limit",
+        FreePagesStatus::Reset => "the guest's driver was reset",
     }
 }
 
-/// The table.
+/// Rows of the table.
 pub(super) fn rows(report: &FreePagesReport) -> Vec<Row> {
     let encodings = report.encodings;
     let mut rows = vec![
@@ -26,7 +26,7 @@ pub(super) fn rows(report: &FreePagesReport) -> Vec<Row> {
         row(
             "messages",
             format!(
-                "{} ({} of numbers, {} bitmaps, {} of ranges), {}",
+                "{} ({} of pfns, {} bitmaps, {} of ranges), {}",
                 report.messages,
                 encodings.pfns,
                 encodings.bitmaps,
@@ -35,12 +35,11 @@ pub(super) fn rows(report: &FreePagesReport) -> Vec<Row> {
             ),
         ),
         row("took", format!("{:.1} ms", report.elapsed_us as f64 / 1000.0)),
-        row("reading it took", format!("{:.1} ms", report.translate_ns as f64 / 1e6)),
+        row("decoding took", format!("{:.1} ms", report.translate_ns as f64 / 1e6)),
     ];
     if let (Some(free), Some(percent)) = (report.free_memory_bytes, report.coverage_percent) {
         let age = duration(report.free_memory_age_ms.unwrap_or(0));
-        let text =
-            format!("{percent:.1} % of the {} that its statistics ({age} old) say", bytes(free));
+        let text = format!("{percent:.1} % of the {} in its statistics ({age} old)", bytes(free));
         rows.push(row("named", text));
     }
     if report.poisoned_bytes > 0 {
@@ -48,7 +47,7 @@ pub(super) fn rows(report: &FreePagesReport) -> Vec<Row> {
             "{}: the guest relies on the content of free pages",
             bytes(report.poisoned_bytes)
         );
-        rows.push(row("not to be used", text));
+        rows.push(row("not usable", text));
     }
     rows.push(row("blocks", report.blocks.to_string()));
     for blocks in report.by_order.iter().rev() {

@@ -1,4 +1,4 @@
-//! Same-page merging: changes and the table.
+//! Same-page merging: changes of settings, and the table.
 
 use ebb_vmm::api::{
     Client, ClientError, MergeBackend, MergeInfo, MergeScope, MergeSettings, MergeState,
@@ -8,7 +8,7 @@ use ebb_vmm::words::to_word;
 
 use super::{Row, bytes, row};
 
-/// Changes what is to change, and tells how it is.
+/// Applies the change, if any, and returns the resulting state.
 pub(super) fn execute(change: &MergeSettings, client: &Client) -> Result<MergeInfo, ClientError> {
     if *change == MergeSettings::default() {
         client.get("/merge")
@@ -19,7 +19,7 @@ pub(super) fn execute(change: &MergeSettings, client: &Client) -> Result<MergeIn
 
 fn state(state: MergeState) -> String {
     match state {
-        MergeState::Unavailable => "not possible here".to_owned(),
+        MergeState::Unavailable => "unavailable".to_owned(),
         state => to_word(state),
     }
 }
@@ -30,13 +30,13 @@ fn backend(info: &MergeInfo) -> String {
         (MergeBackend::Owner, None) => "the monitor, pages of this machine only".to_owned(),
         (MergeBackend::Owner, Some(domain)) => format!("the monitor, trust domain '{domain}'"),
         (MergeBackend::Kernel, None) => {
-            "the kernel, with all that it merges on this host".to_owned()
+            "the kernel, with all memory that it merges on this host".to_owned()
         }
         (MergeBackend::Kernel, Some(domain)) => format!("the kernel, trust domain '{domain}'"),
     }
 }
 
-/// The table.
+/// Rows of the table.
 pub(super) fn rows(info: &MergeInfo) -> Vec<Row> {
     let mut rows = vec![row("state", state(info.state)), row("merged by", backend(info))];
     if let Some(reason) = &info.reason {
@@ -75,7 +75,7 @@ fn statistics_rows(statistics: &MergeStatistics) -> Vec<Row> {
         rows.push(row("memory shared", bytes(merged_bytes)));
     }
     if statistics.scope == MergeScope::Host {
-        rows.push(row("counted below", "all that the kernel merges on this host"));
+        rows.push(row("counted below", "all memory that the kernel merges on this host"));
     }
     let counts = [
         ("pages_shared", statistics.pages_shared),
@@ -101,11 +101,11 @@ fn statistics_rows(statistics: &MergeStatistics) -> Vec<Row> {
         rows.push(row("general_profit", format!("{sign}{}", bytes(profit.unsigned_abs()))));
     }
     if let Some(metadata_bytes) = statistics.metadata_bytes {
-        rows.push(row("memory it needs", bytes(metadata_bytes)));
+        rows.push(row("metadata", bytes(metadata_bytes)));
     }
     if let Some(replaced) = statistics.replaced {
         let text = format!(
-            "{}; not: {} changed, {} busy, {} in too short runs, {} gone",
+            "{}; not replaced: {} changed, {} busy, {} in too short runs, {} gone",
             replaced.done, replaced.different, replaced.busy, replaced.no_mappings, replaced.gone
         );
         rows.push(row("pages replaced", text));

@@ -1,5 +1,5 @@
-//! `ebb ctl` against the real API server, on the stand-in for a machine that the server's own tests
-//! use.
+//! `ebb ctl` against the real API server, on the test double of a machine from the server's own
+//! tests.
 
 use std::sync::Arc;
 
@@ -70,7 +70,7 @@ fn the_machine_is_shown_and_changed() {
     let table = machine.ctl("vm");
     assert_eq!(value(&table, "state"), "running");
     assert_eq!(value(&table, "memory"), "4.0 GiB, anonymous");
-    assert_eq!(value(&table, "held by the host"), "123.0 MiB");
+    assert_eq!(value(&table, "resident memory"), "123.0 MiB");
     assert_eq!(value(&table, "uptime"), "1.2 s");
     assert_eq!(value(&machine.ctl("pause"), "state"), "paused");
     assert_eq!(machine.json("vm")["state"], "paused");
@@ -81,7 +81,7 @@ fn the_machine_is_shown_and_changed() {
 }
 
 #[test]
-fn the_balloon_takes_sizes_as_people_write_them() {
+fn the_balloon_accepts_sizes_with_units() {
     let machine = machine(Mood::Willing);
     let table = machine.ctl("balloon set 1536M");
     assert_eq!(machine.vm.state().target_bytes, 1536 << 20);
@@ -100,12 +100,12 @@ fn the_balloon_takes_sizes_as_people_write_them() {
 }
 
 #[test]
-fn statistics_show_what_was_told_and_what_was_not() {
+fn statistics_show_reported_and_missing_values() {
     let machine = machine(Mood::Willing);
     let table = machine.ctl("statistics");
     assert_eq!(value(&table, "free memory"), "1.0 GiB");
     assert_eq!(value(&table, "OOM kills"), "0");
-    assert_eq!(value(&table, "swapped in"), "not told");
+    assert_eq!(value(&table, "swapped in"), "not reported");
     assert_eq!(machine.json("statistics")["statistics"]["swap_in_bytes"], Value::Null);
     assert_eq!(value(&machine.ctl("statistics-interval 5"), "statistics"), "every 5 s");
     assert_eq!(value(&machine.ctl("statistics-interval 0"), "statistics"), "on demand");
@@ -143,7 +143,7 @@ fn free_pages_are_shown_by_size() {
     assert_eq!(value(&table, "request"), "7: done");
     assert_eq!(value(&table, "free"), "6.0 MiB of 4.0 GiB");
     assert_eq!(value(&table, "took"), "12.3 ms");
-    assert_eq!(value(&table, "named"), "75.0 % of the 8.0 MiB that its statistics (3 ms old) say");
+    assert_eq!(value(&table, "named"), "75.0 % of the 8.0 MiB in its statistics (3 ms old)");
     assert_eq!(value(&table, "  of order 9 (2.0 MiB)"), "3 = 6.0 MiB");
     let json = machine.json("free-pages --min-order 9 --timeout-ms 100");
     assert_eq!((&json["status"], &json["min_order"]), (&"done".into(), &9.into()));

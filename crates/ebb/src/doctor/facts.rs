@@ -1,4 +1,4 @@
-//! What the doctor reads off the machine, without judging it.
+//! Facts that the doctor collects about the machine, without judging them.
 
 use std::fs;
 
@@ -16,7 +16,7 @@ pub(super) enum Userfaultfd {
     Available,
     /// Only with more privileges.
     Restricted,
-    /// The kernel does not have it.
+    /// The kernel does not support it.
     Missing,
 }
 
@@ -35,7 +35,7 @@ pub(super) struct HugePages {
     pub(super) free: u64,
 }
 
-/// The machine as it was found.
+/// State of the machine.
 #[derive(Clone, Debug)]
 pub(super) struct Facts {
     pub(super) kvm: KvmProbe,
@@ -111,11 +111,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn files_of_the_kernel_are_understood() {
+    fn files_of_the_kernel_are_parsed() {
         assert_eq!(selected("always [madvise] never").as_deref(), Some("madvise"));
         assert_eq!(selected("[always] madvise never").as_deref(), Some("always"));
         assert_eq!(selected("strange"), None);
-        let text = "MemTotal:       24623456 kB\nMemFree: 1 kB\nMemAvailable:   20000000 kB\nSwapTotal:  0 kB\n";
+        let text = "MemTotal:       24623456 kB\nMemFree: 1 kB\nMemAvailable:   20000000 \
+                    kB\nSwapTotal:  0 kB\n";
         assert_eq!(
             memory(text),
             Some(Memory {

@@ -1,4 +1,4 @@
-//! What the facts mean: a pure function.
+//! Judges the facts: a pure function.
 
 use ebb_program::{Check, Grade};
 use ebb_vmm::probe::KvmQuality;
@@ -7,7 +7,7 @@ use ebb_vmm::size::ByteSize;
 use super::facts::{Facts, Userfaultfd};
 use super::{Report, Verdict};
 
-/// Below this not even a small guest fits.
+/// Minimum for a small guest.
 const LEAST_MEMORY: ByteSize = ByteSize::from_mib(512);
 
 pub(super) fn judge(facts: &Facts) -> Report {
@@ -51,8 +51,8 @@ fn kvm_checks(facts: &Facts) -> Vec<Check> {
         Check::new(PRESENT, Grade::Ok, format!("{}, version {version}", probe.device), None)
     };
     let permitted = || Check::new(PERMISSION, Grade::Ok, "this user may open it", None);
-    let complete = || Check::new(CAPABILITIES, Grade::Ok, "all that are needed", None);
-    let speed = |ns: f64| format!("a round of a loop in a guest takes {ns:.1} ns");
+    let complete = || Check::new(CAPABILITIES, Grade::Ok, "all required ones", None);
+    let speed = |ns: f64| format!("an iteration of a loop in a guest takes {ns:.1} ns");
     let version = probe.api_version.unwrap_or_default();
     match &probe.quality {
         KvmQuality::Fast { ns_per_iteration } => {
@@ -72,7 +72,8 @@ fn kvm_checks(facts: &Facts) -> Vec<Check> {
                 Grade::Problem,
                 format!("{}: each instruction is emulated", speed(*ns_per_iteration)),
                 Some(
-                    "Linux does not boot on it in reasonable time; use a machine with vmx or svm, or `ebb-lab virtual-host`",
+                    "Linux does not boot on it in reasonable time; use a machine with vmx or svm, \
+                     or `ebb-lab virtual-host`",
                 ),
             ),
         ],
@@ -101,13 +102,13 @@ fn transparent_huge_pages(facts: &Facts) -> Check {
         Some(mode) => Check::new(
             NAME,
             Grade::Warning,
-            format!("{mode}: guest memory is slower to touch and to give back"),
+            format!("{mode}: guest memory is slower to touch and to discard"),
             Some(remedy),
         ),
         None => Check::new(
             NAME,
             Grade::Warning,
-            "this kernel has none: guest memory is slower to touch and to give back",
+            "not supported by this kernel: guest memory is slower to touch and to discard",
             None,
         ),
     }
@@ -119,7 +120,7 @@ fn huge_pages(facts: &Facts) -> Check {
         Some(pages) if pages.total > 0 => format!("{} of {} free", pages.free, pages.total),
         Some(_) => "none reserved; only --memory backing=hugetlb needs them".to_owned(),
         None => {
-            let found = "this kernel has none: --memory backing=hugetlb cannot be used";
+            let found = "not supported by this kernel: --memory backing=hugetlb cannot be used";
             return Check::new(NAME, Grade::Warning, found, None);
         }
     };
@@ -135,10 +136,13 @@ fn userfaultfd(facts: &Facts) -> Check {
             Grade::Warning,
             "only with more privileges",
             Some(
-                "give this user access to /dev/userfaultfd, or: sudo sysctl vm.unprivileged_userfaultfd=1",
+                "give this user access to /dev/userfaultfd, or: sudo sysctl \
+                 vm.unprivileged_userfaultfd=1",
             ),
         ),
-        Userfaultfd::Missing => Check::new(NAME, Grade::Warning, "this kernel has none", None),
+        Userfaultfd::Missing => {
+            Check::new(NAME, Grade::Warning, "not supported by this kernel", None)
+        }
     }
 }
 
@@ -253,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_slow_or_missing_is_a_warning_with_a_remedy() {
+    fn slow_and_missing_features_are_warnings_with_a_remedy() {
         let report = judge(&Facts {
             transparent_huge_pages: Some("never".into()),
             merging: Merging { owner: Err("no".into()), kernel: Err("no".into()) },

@@ -6,17 +6,17 @@ use ebb_page_merge::kernel::{Counter, Knob, Ksm, RUN_FOLDER, SYSFS};
 use ebb_program::{Check, Grade};
 use ebb_vmm::probe::probe_merging;
 
-/// Linux KSM as it was found.
+/// State of Linux KSM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct KernelMerging {
     /// The setting `run`.
     run: u64,
     pages_sharing: u64,
-    /// Whether this user can name a machine's trust domain where others look for it.
+    /// Whether this user can record a machine's trust domain where other monitors look it up.
     may_join: bool,
 }
 
-/// What was found; `Err` holds what is wrong, with its remedy.
+/// The results; `Err` contains the reason and the remedy.
 #[derive(Clone, Debug)]
 pub(super) struct Merging {
     /// By the monitor (merge=owner): `vm.max_map_count`, which limits it.
@@ -26,7 +26,7 @@ pub(super) struct Merging {
 }
 
 impl Merging {
-    /// Tries both.
+    /// Probes both.
     pub(super) fn collect() -> Self {
         let max_map_count = || {
             let text = std::fs::read_to_string("/proc/sys/vm/max_map_count").ok()?;
@@ -38,7 +38,7 @@ impl Merging {
         }
     }
 
-    /// A check of each.
+    /// One check for each.
     pub(super) fn checks(&self) -> [Check; 2] {
         [self.check_owner(), self.check_kernel()]
     }
@@ -69,14 +69,15 @@ impl Merging {
                 let what = match run {
                     1 => format!("KSM runs, {pages_sharing} pages share others"),
                     _ => {
-                        format!("KSM is there and does not run (`echo 1 > {SYSFS}/run` starts it)")
+                        format!("KSM is present but off (`echo 1 > {SYSFS}/run` starts it)")
                     }
                 };
                 if *may_join {
                     Check::new(NAME, Grade::Ok, what, None)
                 } else {
                     let found = format!(
-                        "{what}; this user cannot write to {RUN_FOLDER}, so merge=kernel does not work"
+                        "{what}; this user cannot write to {RUN_FOLDER}, so merge=kernel does not \
+                         work"
                     );
                     Check::new(
                         NAME,
@@ -90,7 +91,7 @@ impl Merging {
         }
     }
 
-    /// For tests of what else is judged.
+    /// For tests of the other checks.
     #[cfg(test)]
     pub(super) fn possible() -> Self {
         let kernel = KernelMerging { run: 0, pages_sharing: 0, may_join: true };
@@ -107,7 +108,7 @@ fn kernel_merging() -> Result<KernelMerging, ebb_page_merge::kernel::KsmError> {
     })
 }
 
-/// Whether this user may write to a folder, or make it.
+/// Whether this user may write to a folder, or create it.
 fn may_write(folder: &Path) -> bool {
     let there = folder.ancestors().find(|folder| folder.exists());
     there.is_some_and(|folder| rustix::fs::access(folder, rustix::fs::Access::WRITE_OK).is_ok())
@@ -118,7 +119,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_does_not_work_is_a_warning_with_its_reason() {
+    fn unavailable_merging_is_a_warning_with_its_reason() {
         let grades = |merging: &Merging| merging.checks().map(|check| check.grade);
         assert_eq!(grades(&Merging::possible()), [Grade::Ok, Grade::Ok]);
         let kernel = KernelMerging { run: 1, pages_sharing: 7, may_join: false };
@@ -130,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn this_machine_is_looked_at() {
+    fn this_machine_is_examined() {
         let found = Merging::collect();
         assert_eq!(found.kernel.is_ok(), Path::new(SYSFS).join("run").exists(), "{found:?}");
         if let Err(reason) = &found.owner {

@@ -18,34 +18,34 @@ use serde_json::Value;
 
 use crate::harness::{Guests, eventually, when};
 
-/// From the start of the monitor to the agent's first word; about 2 s in a virtual host on an idle
-/// machine.
+/// Time limit from the start of the monitor to the agent's first message; it takes about 2 s in a
+/// virtual host on an idle machine.
 const BOOT_LIMIT_S: u64 = 60;
-/// For a command of the agent.
+/// Time limit for a command of the agent.
 const COMMAND_LIMIT: Duration = Duration::from_secs(60);
-/// For an answer of the API.
+/// Time limit for an answer of the API.
 const API_LIMIT: Duration = Duration::from_secs(10);
-/// For the end of a monitor whose guest has ended.
+/// Time limit for the end of a monitor whose guest has ended.
 const END_LIMIT_S: u64 = 20;
-/// What the monitor says before the number of a vCPU that could not go on.
+/// The monitor's message before the number of the vCPU that had a triple fault.
 const TRIPLE_FAULT: &str = "the guest crashed: triple fault on vCPU ";
-/// Number of the next command, of whatever guest: a restored one must not be asked under a number
-/// that it has answered.
+/// Number of the next command, for all guests: a restored guest must not get a command with a
+/// number that it has already answered.
 static NEXT_COMMAND: AtomicU64 = AtomicU64::new(1);
 /// One MiB in bytes.
 pub const MIB: u64 = 1 << 20;
 /// One GiB in bytes.
 pub const GIB: u64 = 1 << 30;
 
-/// What is left of a guest for those who have to end it or to say how it was.
+/// A guest as needed to end it or to report its state.
 #[derive(Clone)]
 pub struct Handle {
     transcript: Transcript,
-    /// `None` from when the process was waited for: its number may be somebody else's then.
+    /// `None` once the process was waited for: its pid may then belong to another process.
     pid: Arc<Mutex<Option<Pid>>>,
     socket: PathBuf,
     command: String,
-    /// Whether the guest was told to end with a triple fault.
+    /// Whether the test has requested a triple fault.
     triple_fault_asked: Arc<AtomicBool>,
 }
 
@@ -57,7 +57,7 @@ impl Handle {
         }
     }
 
-    /// The vCPU on which the guest has ended with a triple fault without being told to.
+    /// The vCPU on which the guest has ended with a triple fault that the test did not request.
     pub fn unasked_triple_fault(&self) -> Option<u32> {
         if self.triple_fault_asked.load(Ordering::Relaxed) {
             return None;
@@ -108,7 +108,7 @@ impl Handle {
     }
 }
 
-/// A running guest. Dropped, it is killed and waited for.
+/// A running guest; killed and waited for when dropped.
 pub struct Guest {
     process: GuestProcess,
     handle: Handle,
@@ -117,7 +117,7 @@ pub struct Guest {
 }
 
 impl Guest {
-    /// Runs a monitor whose guest has its console on standard input and output.
+    /// Starts a monitor with the guest's console on standard input and output.
     pub fn spawn(mut program: Program, socket: PathBuf, guests: &Arc<Guests>) -> Self {
         let command = format!("{program:?}");
         let process =
@@ -148,7 +148,7 @@ impl Guest {
         Client::new(&self.handle.socket, API_LIMIT)
     }
 
-    /// Waits until the agent has said "ready" for the `count`th time; what it said then.
+    /// Waits for the agent's "ready" message number `count` and returns it.
     #[track_caller]
     pub fn wait_ready(&self, count: usize) -> Event {
         self.wait(
@@ -161,7 +161,7 @@ impl Guest {
     /// Waits until the API answers.
     #[track_caller]
     pub fn wait_api(&mut self) {
-        eventually("the API is there", 30, || {
+        eventually("the API answers", 30, || {
             let asked = self.client().request("GET", "/vm", "");
             assert!(
                 asked.is_ok() || self.is_running(),
@@ -172,7 +172,7 @@ impl Guest {
         });
     }
 
-    /// Waits until `look` finds something in what was said.
+    /// Waits until `look` finds something in the output.
     #[track_caller]
     fn wait<T>(&self, limit: Duration, what: &str, look: impl FnMut(&Said) -> Option<T>) -> T {
         match self.handle.transcript.wait(Instant::now() + limit, look) {
@@ -195,13 +195,13 @@ impl Guest {
         id
     }
 
-    /// The end of a command, if it has come.
+    /// The result of a command, if it has ended.
     pub fn poll(&self, id: u64) -> Option<Result<Value, String>> {
         end_of(&self.handle.transcript.lock(), id)
     }
 
-    /// Waits until the agent has taken a command: what is on its way to the guest is in no
-    /// snapshot.
+    /// Waits until the agent has accepted a command: a command in transit to the guest is not part
+    /// of a snapshot.
     #[track_caller]
     pub fn wait_started(&self, id: u64) {
         self.wait(COMMAND_LIMIT, &format!("the start of command {id}"), |said| {
@@ -210,13 +210,13 @@ impl Guest {
         });
     }
 
-    /// Waits for the end of a command.
+    /// Waits for the end of a command and returns its result.
     #[track_caller]
     pub fn outcome(&self, id: u64) -> Result<Value, String> {
         self.wait(COMMAND_LIMIT, &format!("the end of command {id}"), |said| end_of(said, id))
     }
 
-    /// Runs a command of the agent, which must end well.
+    /// Runs a command of the agent, which must succeed.
     #[track_caller]
     pub fn run(&self, command: Command) -> Value {
         let text = format!("{command:?}");
@@ -244,7 +244,7 @@ impl Guest {
         all[name].as_u64().unwrap_or_else(|| panic!("no {name} in {all}")) * 1024
     }
 
-    /// Number of pages that do not hold what [`Command::Hold`] put there.
+    /// Number of pages whose content differs from what [`Command::Hold`] wrote.
     #[track_caller]
     pub fn wrong_pages(&self) -> u64 {
         self.run(Command::VerifyHeld)["wrong_pages"].as_u64().expect("a number")
@@ -262,12 +262,12 @@ impl Guest {
         self.client().get("/balloon").unwrap_or_else(|error| panic!("{error}"))
     }
 
-    /// Fresh statistics.
+    /// Requests fresh statistics.
     pub fn statistics(&self) -> Result<StatisticsDocument, ClientError> {
         self.client().get("/balloon/statistics")
     }
 
-    /// An empty PUT.
+    /// Sends a PUT without a body.
     #[track_caller]
     pub fn put(&self, target: &str) {
         self.client()
@@ -275,7 +275,7 @@ impl Guest {
             .unwrap_or_else(|error| panic!("{target}: {error}"));
     }
 
-    /// A PUT without a body that answers with a document.
+    /// Sends a PUT without a body and returns the document in the answer.
     pub fn put_for<T: serde::de::DeserializeOwned>(&self, target: &str) -> T {
         self.client().put(target).unwrap_or_else(|error| panic!("{target}: {error}"))
     }
@@ -301,23 +301,23 @@ impl Guest {
         assert_eq!(info.target_bytes, target_bytes);
     }
 
-    /// Sets the balloon's target and waits until the guest is there.
+    /// Sets the balloon's target and waits until the balloon reaches it.
     #[track_caller]
     pub fn inflate_to(&self, target_bytes: u64) {
         self.set_target(target_bytes);
-        eventually("the balloon gets to its target", 60, || {
+        eventually("the balloon reaches its target", 60, || {
             let info = self.balloon();
             when(info.actual_bytes == target_bytes, || format!("{info:?}"))
         });
     }
 
-    /// Guest memory that the host holds, as the API says.
+    /// Resident guest memory according to the API.
     #[track_caller]
     pub fn resident(&self) -> u64 {
         self.vm().resident_bytes
     }
 
-    /// Memory of the monitor's whole process at the host, as Linux says.
+    /// Resident memory of the monitor's whole process according to Linux.
     pub fn process_bytes(&self) -> u64 {
         let text =
             fs::read_to_string(format!("/proc/{}/status", self.pid())).expect("the monitor runs");
@@ -348,8 +348,8 @@ impl Guest {
         kill_process(pid, signal).expect("the monitor runs");
     }
 
-    /// Waits for the end of the monitor by itself; exit code or `None` for a signal, and all it
-    /// logged last.
+    /// Waits until the monitor ends by itself; returns the exit code, or `None` for a signal, and
+    /// the last part of its log.
     #[track_caller]
     pub fn wait_end(&mut self) -> (Option<i32>, String) {
         let status = eventually("the monitor ends", END_LIMIT_S, || {
@@ -369,12 +369,12 @@ impl Guest {
         self.status.and_then(|status| status.signal())
     }
 
-    /// What the monitor has logged, as far as it is kept.
+    /// The monitor's log, as far as it is kept.
     pub fn log(&self) -> String {
         self.handle.transcript.lock().log.lines().collect::<Vec<_>>().join("\n")
     }
 
-    /// Bytes the monitor has logged.
+    /// Number of bytes that the monitor has logged.
     pub fn log_bytes(&self) -> u64 {
         self.handle.transcript.lock().log_bytes
     }
@@ -389,8 +389,8 @@ impl Guest {
 impl Drop for Guest {
     fn drop(&mut self) {
         if thread::panicking() {
-            // With its last words, if there are any: a monitor removes its socket first and says
-            // then why it ends.
+            // Include the last messages: a monitor that ends removes its socket before it reports
+            // the reason.
             let deadline = Instant::now() + Duration::from_secs(5);
             while self.is_running() && !self.socket().exists() && Instant::now() < deadline {
                 thread::sleep(Duration::from_millis(50));
@@ -414,7 +414,7 @@ fn end_of(said: &Said, id: u64) -> Option<Result<Value, String>> {
     Some(outcome.map(|(_, result)| result.clone()).map_err(str::to_owned))
 }
 
-/// Name, processor time and place in the kernel of each thread.
+/// Name, processor time and wait channel of each thread.
 fn threads(pid: impl std::fmt::Display) -> String {
     let read = |path: PathBuf| fs::read_to_string(path).unwrap_or_default().trim().to_owned();
     let tasks = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
@@ -422,7 +422,7 @@ fn threads(pid: impl std::fmt::Display) -> String {
     for task in tasks {
         let [name, stat, place] =
             ["comm", "stat", "wchan"].map(|name| read(task.path().join(name)));
-        // utime and stime in ticks of 10 ms: proc(5), fields 14 and 15, counted behind the name in
+        // utime and stime in ticks of 10 ms: proc(5), fields 14 and 15, counted after the name in
         // parentheses.
         let fields: Vec<&str> = stat.rsplit(") ").next().unwrap_or_default().split(' ').collect();
         let ticks = |index: usize| fields.get(index).copied().unwrap_or("?");

@@ -281,7 +281,7 @@ pub fn slowest(results: &[TestResult], count: usize) -> String {
 
 /// Message of the failure of a test whose guest's memory had wrong content. Such a test is not
 /// repeated.
-pub const WRONG_CONTENT: &str = "pages hold what was not written there";
+pub const WRONG_CONTENT: &str = "pages have content that was not written to them";
 
 /// Reason of a test's failure.
 struct Failure {

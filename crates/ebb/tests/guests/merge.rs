@@ -1,4 +1,4 @@
-//! A guest whose equal pages are merged by its monitor, while all that changes memory goes on:
+//! A guest whose equal pages are merged by its monitor during everything that changes memory:
 //! writes, the balloon, reports of free pages, a reboot, snapshots and migration.
 
 use ebb_agent::count::CountReport;
@@ -19,17 +19,17 @@ pub const TESTS: &[Test] = &[
     Test::new("merge::saved_and_moved", 240, saved_and_moved).merging(),
 ];
 
-/// Memory with each page twice.
+/// Memory that contains each page twice, in bytes.
 const HELD: u64 = 2 * 16 * MIB;
-/// What is merged of it at least: here and there a page may be too lonely for the rules about
-/// mappings. A guest's kernel alone has less than half of it.
+/// Minimum of it that must be merged: the limits on mappings may exclude single pages. A guest's
+/// kernel alone has less than half as many equal pages.
 const MERGED: u64 = HELD / 4 * 3;
-/// Memory in which pages are counted up.
+/// Memory whose pages are incremented, in bytes.
 const COUNTED: u64 = 24 * MIB;
-/// So often at most, for some seconds each.
+/// Maximum number of rounds of some seconds.
 const MOST_ROUNDS: u32 = 12;
 
-/// Puts two copies of the same pages into the guest.
+/// Writes two copies of the same pages in the guest.
 #[track_caller]
 fn hold_twice(guest: &Guest, pattern: u64) {
     for _ in 0..2 {
@@ -40,11 +40,11 @@ fn hold_twice(guest: &Guest, pattern: u64) {
 fn no_write_is_lost(scene: &Scene) {
     let guest = merged(scene, "224M", "").args(["--cpus", "2"]).start_and_merge();
     let mut increments = 0;
-    // Twice at least, and as often as it takes a slow host to merge pages, and pages that were
-    // merged and written to before.
+    // At least two rounds, and as many as a slow host needs to merge pages, and to merge pages
+    // again that were merged and then written to.
     for round in 1..=MOST_ROUNDS {
-        // A sweep takes some hundred milliseconds, so each page stands still for a while and is
-        // then written to, wherever the merging thread is at that moment.
+        // A sweep takes some hundred milliseconds, so each page is unchanged for a while and then
+        // written to at any step of the merging thread.
         let count = Command::Count {
             bytes: COUNTED,
             tasks: 2,
@@ -57,9 +57,9 @@ fn no_write_is_lost(scene: &Scene) {
         assert_eq!(report.wrong_pages, 0, "{WRONG_CONTENT}: {report:?}");
         increments += report.increments;
         let now = guest.merge_statistics();
-        let merged = now.replaced.expect("what became of pages").done;
-        let again = now.remerged_pages.expect("what was merged again");
-        // Not a handful by accident.
+        let merged = now.replaced.expect("the counts of replaced pages").done;
+        let again = now.remerged_pages.expect("the count of remerged pages");
+        // More than a few by chance.
         if round > 1 && merged > COUNTED / PAGE_BYTES / 2 && again > COUNTED / PAGE_BYTES / 8 {
             break;
         }
@@ -68,8 +68,8 @@ fn no_write_is_lost(scene: &Scene) {
     assert_eq!(guest.merge().state, MergeState::Merging, "{increments} increments");
 }
 
-/// The guest uses the same memory for something else, which is there twice too, and gives nothing
-/// to the host in between.
+/// The guest reuses the same memory for other content, again twice, and returns nothing to the host
+/// in between.
 fn written_and_merged_again(scene: &Scene) {
     // Little memory, so that the same pages are used again.
     let guest = merged(scene, "128M", "").start_and_merge();
@@ -105,22 +105,21 @@ fn discards_and_a_reboot(scene: &Scene) {
     assert!(statistics.pages_sharing >= Some(MERGED / PAGE_BYTES / 2), "{statistics:?}");
     let resident = guest.resident();
     assert!(resident < before, "{before} -> {resident} bytes are the machine's own");
-    // The balloon takes free pages and gives them back, among them some that are merged or were
-    // made zero.
+    // The balloon inflates and deflates; some of its pages are merged or were zeroed.
     guest.inflate_to(80 * MIB);
     guest.check_held();
     guest.inflate_to(0);
     guest.run(Command::AllocTouchExit { bytes: 80 * MIB });
     guest.check_held();
-    // Merged pages are freed, reported, and used for something else.
+    // Merged pages are freed, reported, and reused for other content.
     let merged = || guest.merge_statistics().merged_bytes.unwrap();
     let (reported, merged_before) = (guest.metric("ebb_balloon_reported_bytes_total"), merged());
     guest.run(Command::Release);
-    eventually("what was held is reported", 60, || {
+    eventually("released memory is reported", 60, || {
         let now = guest.metric("ebb_balloon_reported_bytes_total");
         when(now >= reported + HELD / 2, || format!("{reported} -> {now} bytes"))
     });
-    eventually("it is not merged any more", 30, || {
+    eventually("released memory is no longer merged", 30, || {
         let now = merged();
         when(now + MERGED / 2 <= merged_before, || format!("{merged_before} -> {now} bytes"))
     });
@@ -137,7 +136,7 @@ fn discards_and_a_reboot(scene: &Scene) {
     hold_twice(&guest, 53);
     guest.wait_merged(MERGED);
     guest.check_held();
-    // Everything can be taken back, and nobody notices.
+    // Everything can be unmerged without an effect on the guest.
     guest.unmerge();
     guest.check_held();
     assert_eq!(guest.stable_frames().len(), 0);
@@ -152,15 +151,16 @@ fn saved_and_moved(scene: &Scene) {
     hold_twice(&guest, 54);
     guest.wait_merged(MERGED);
     guest.check_held();
-    // It goes on after a snapshot, and so does merging.
+    // The guest continues after a snapshot, and so does merging.
     guest.save(&file);
     guest.check_held();
     let scans = guest.merge_statistics().full_scans;
-    eventually("scans go on", 30, || {
+    eventually("scans continue", 30, || {
         let now = guest.merge_statistics().full_scans;
         when(now > scans, || format!("{now:?}"))
     });
-    // What is in the file is what the guest sees. Whether its pages are merged is said anew.
+    // The file contains memory as the guest sees it. Whether its pages are merged is decided at
+    // each restore.
     for (name, arguments, merges) in [
         ("apart", &[][..], false),
         ("merges", &["--memory", "merge=owner"], true),
@@ -176,7 +176,7 @@ fn saved_and_moved(scene: &Scene) {
     let (guest, report) = move_to(second, guest, ["--free-pages", "off"]);
     assert!(report["bytes_sent"].as_u64() >= Some(HELD / 2), "{report}");
     guest.check_held();
-    // It is merged again where it is now.
+    // The destination merges its pages again.
     guest.merge_quickly();
     guest.wait_merged(MERGED);
     guest.check_held();

@@ -1,4 +1,4 @@
-//! Merging that was asked for and cannot be: the machine runs without it and says why.
+//! Requested merging that is unavailable: the machine runs without it and reports the reason.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -27,7 +27,7 @@ pub const TESTS: &[Test] = &[
 /// User "nobody" of Linux.
 const NOBODY: u32 = 65534;
 
-/// Fails unless the machine runs, is not merged, and says so with these words, in its log too.
+/// Fails unless the machine runs unmerged and reports these words in the API and in its log.
 #[track_caller]
 fn check_unavailable(guest: &Guest, words: &[&str]) {
     let info = guest.merge();
@@ -46,7 +46,7 @@ fn kernels_without(scene: &Scene) {
     let release = rustix::system::uname().release().to_string_lossy().into_owned();
     let guest = merged(scene, "160M", "").start();
     if is_at_least(&release, 6, 8) {
-        // Nothing is missing here.
+        // This kernel lacks nothing.
         assert_eq!(guest.merge().state, MergeState::Merging);
     } else {
         check_unavailable(&guest, &["kernel", "Linux 6."]);
@@ -62,13 +62,13 @@ fn memory_that_cannot_be_merged(scene: &Scene) {
         check_unavailable(&guest, &[word]);
         guest.end();
     }
-    // Nearly no mappings: each run of merged pages takes one.
+    // Hardly any mappings are left: each run of merged pages takes one.
     let few = Knob::set("/proc/sys/vm/max_map_count", "2000");
     let guest = merged(scene, "160M", "").start_api();
     check_unavailable(&guest, &["vm.max_map_count", "2000"]);
     drop(few);
     guest.end();
-    // A broker that is not there: merging goes on, but with nobody.
+    // Without its broker, a machine merges only its own pages.
     let broker = member(&scene.path("nobody"), "red");
     let guest = merged(scene, "160M", &broker).start_api();
     let info = guest.merge();
@@ -77,7 +77,7 @@ fn memory_that_cannot_be_merged(scene: &Scene) {
     guest.end();
 }
 
-/// Permissions of a file that are changed for a test, and back at its end.
+/// Permissions of a file, changed for a test and restored at its end.
 struct Mode {
     path: PathBuf,
     before: fs::Permissions,
@@ -99,7 +99,7 @@ impl Drop for Mode {
 
 fn without_permission(scene: &Scene) {
     if !rustix::process::geteuid().is_root() {
-        // Only root can become somebody else.
+        // Only root can become another user.
         return;
     }
     let _kvm = Mode::set(Path::new("/dev/kvm"), 0o666);
@@ -138,7 +138,7 @@ fn nodes_while_merged(scene: &Scene) {
     let statistics = guest.merge_statistics();
     assert_eq!(statistics.remote_merged_pages, Some(0), "{statistics:?}");
     guest.check_held();
-    // As it was told to be at the start.
+    // As configured at the start.
     guest.end();
     let setup = merged(scene, "160M", ",merge_across_nodes=off").socket("apart");
     let settings = setup.start_api().merge().settings.expect("settings");

@@ -1,5 +1,5 @@
-//! Machines that share pages through a broker: within a trust domain and never beyond, and whatever
-//! is killed.
+//! Machines that share pages through a broker: only within a trust domain, and also when a machine
+//! or the broker is killed.
 
 use std::thread::sleep;
 use std::time::Duration;
@@ -20,7 +20,7 @@ pub const TESTS: &[Test] = &[
     Test::new("merge_domains::whatever_is_killed", 240, whatever_is_killed).merging(),
 ];
 
-/// What each guest holds; no page of it is twice in one guest.
+/// Memory held by each guest, in bytes; no page occurs twice in one guest.
 const HELD: u64 = 16 * MIB;
 
 fn start(scene: &Scene, name: &str, broker: &Broker, domain: &str) -> Guest {
@@ -35,8 +35,8 @@ fn within_and_never_beyond(scene: &Scene) {
         .map(|(name, domain)| start(scene, name, &broker, domain));
     // The stranger shares the same content with itself.
     stranger.run(Command::Hold { bytes: HELD, pattern: 61 });
-    eventually("each domain has pages that are shared", 90, || {
-        // Reading brings them in.
+    eventually("each domain has shared pages", 90, || {
+        // Reading maps them.
         for guest in [&first, &second, &stranger] {
             guest.check_held();
         }
@@ -49,7 +49,7 @@ fn within_and_never_beyond(scene: &Scene) {
         let common = frames[2].intersection(other).count();
         assert_eq!(common, 0, "pages of the stranger and of the {name}");
     }
-    // The one writes, the other does not see it.
+    // One guest's writes are not seen by the other.
     first.run(Command::Release);
     first.run(Command::Hold { bytes: HELD, pattern: 62 });
     for guest in [&first, &second, &stranger] {
@@ -57,7 +57,7 @@ fn within_and_never_beyond(scene: &Scene) {
     }
 }
 
-/// Some time within `limit_ms`.
+/// Sleeps for a random time of up to `limit_ms`.
 fn a_moment(random: &mut Random, limit_ms: usize) {
     sleep(Duration::from_millis(random.below(limit_ms) as u64));
 }
@@ -77,7 +77,7 @@ fn whatever_is_killed(scene: &Scene) {
         seconds,
     };
     let work = survivor.send(count(10));
-    // A machine that shares with it ends, at any moment of merging.
+    // A machine that shares with the survivor ends at a random moment of merging.
     for round in 0..2 {
         let mut victim = start(scene, &format!("victim{round}"), &broker, "red");
         if round == 0 {
@@ -89,17 +89,17 @@ fn whatever_is_killed(scene: &Scene) {
         survivor.check_held();
     }
     assert!(broker.is_running());
-    // Then the broker.
+    // The broker is killed last.
     a_moment(&mut random, 1500);
     broker.kill();
     survivor.check_held();
     let report: CountReport = serde_json::from_value(survivor.outcome(work).unwrap()).unwrap();
     assert_eq!(report.wrong_pages, 0, "{WRONG_CONTENT}: {report:?}");
-    eventually("the monitor says that its broker is gone", 30, || {
+    eventually("the monitor reports the loss of its broker", 30, || {
         let info = survivor.merge();
         when(info.state == MergeState::Degraded && info.reason.is_some(), || format!("{info:?}"))
     });
-    // All that was shared can still be written to, given back and read.
+    // All shared memory can still be written, discarded and read.
     survivor.run(Command::Release);
     survivor.run(Command::Hold { bytes: HELD, pattern: 63 });
     survivor.run(count(1));

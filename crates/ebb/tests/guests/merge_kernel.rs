@@ -1,5 +1,5 @@
-//! Merging by Linux's KSM on a machine's behalf: its settings are the host's, and it knows no
-//! trust domains.
+//! Merging by Linux's KSM on a machine's behalf: the settings are the host's, and KSM has no trust
+//! domains.
 
 use std::path::Path;
 
@@ -13,8 +13,8 @@ use crate::guest::MIB;
 use crate::harness::{Scene, Test, eventually, when};
 use crate::setup::Setup;
 
-/// The tests. They run where tests that merge do: settings of a host on which others are started
-/// would be theirs, too.
+/// The tests. They run with the other tests of merging, because the host's settings would also
+/// affect tests that are started on the same host.
 pub const TESTS: &[Test] =
     &[Test::new("merge_kernel::one_domain_on_a_host", 240, one_domain_on_a_host).merging()];
 
@@ -30,7 +30,7 @@ fn one_domain_on_a_host(scene: &Scene) {
         host.ksm().settings().unwrap()
     };
     set(&[(Knob::Run, RUN_STOP), (Knob::MergeAcrossNodes, 1)]);
-    // It is asked for what the host does not do.
+    // Merging is requested while KSM is off on the host.
     let apart = red(scene, "apart").start_api();
     let info = apart.merge();
     assert_eq!(info.state, MergeState::Unavailable);
@@ -60,7 +60,7 @@ fn one_domain_on_a_host(scene: &Scene) {
     assert_eq!(info.settings.unwrap().pages_per_second, Some(40_000));
     first.check_held();
 
-    // What holds for the whole host is not a machine's to change.
+    // A machine cannot change settings of the whole host.
     for (body, file) in [
         (r#"{"pages_per_second":100}"#, "pages_to_scan"),
         (r#"{"merge_across_nodes":true}"#, "merge_across_nodes"),
@@ -71,7 +71,7 @@ fn one_domain_on_a_host(scene: &Scene) {
         assert!(said.contains(&format!("{SYSFS}/{file}")), "{said}");
     }
 
-    // Nobody of another domain may join.
+    // No machine of another domain may join.
     let stranger = |name| {
         let setup = Setup::new(scene).memory("size=128M,merge=kernel,merge_domain=blue");
         setup.socket(name).start_api()
@@ -84,7 +84,7 @@ fn one_domain_on_a_host(scene: &Scene) {
         blue.end();
     };
     is_refused("stranger");
-    // As long as there is one, however others end.
+    // As long as one machine of the domain runs, however others end.
     let second = red(scene, "second").start_api();
     first.signal(Signal::KILL);
     first.wait_end();
@@ -94,7 +94,7 @@ fn one_domain_on_a_host(scene: &Scene) {
     assert_eq!(blue.merge().state, MergeState::Merging);
     blue.end();
     assert_eq!(host.ksm().settings().unwrap(), settings, "the settings are the host's");
-    // Unmerged, and as they were before.
+    // Unmerged, with the former settings.
     let before: Values = *host.before();
     drop(host);
     assert_eq!(Ksm::open(Path::new(SYSFS)).unwrap().settings().unwrap(), before);

@@ -1,5 +1,5 @@
 //! The stress of merging without a guest, on the kernel that guests' monitors have: threads write
-//! and know what they wrote. That it would notice a mistake is shown where it runs at full speed
+//! and verify what they wrote. That it detects mistakes is tested where it runs at full speed
 //! (`crates/guest-ram/tests/merge`).
 
 use ebb_guest_ram::HugePages;
@@ -22,6 +22,6 @@ fn no_write_is_lost(_scene: &Scene) {
     let report = run(&stress).unwrap_or_else(|error| panic!("{error}"));
     assert_eq!(report.lost, 0, "{WRONG_CONTENT}: {report:?}");
     assert!(report.writes >= 80_000, "{report:?}");
-    // What is written to was merged, over and over.
+    // Written pages were merged repeatedly.
     assert!(report.merged > 2000 && report.broken > 500 && report.discarded > 0, "{report:?}");
 }

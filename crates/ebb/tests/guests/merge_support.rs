@@ -1,5 +1,5 @@
-//! What tests of same-page merging share: guests whose memory is merged, the broker, and which
-//! pages of the host are shared in truth.
+//! Support for tests of same-page merging: guests whose memory is merged, the broker, and the
+//! host's pages that are actually shared.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -19,23 +19,24 @@ use crate::setup::Setup;
 
 /// Bytes of a page.
 pub const PAGE_BYTES: u64 = 4096;
-/// Files of stable pages have names that begin so.
+/// Prefix of the names of files of stable pages.
 const STABLE_NAME: &str = "memfd:ebb-stable";
-/// For pages to be merged: some passes over a guest's memory, in an emulated host.
+/// Time limit for merging in seconds: some passes over a guest's memory in an emulated host.
 const MERGE_LIMIT_S: u64 = 60;
 
-/// Pages looked at in a second: a guest of these tests in less than a second. Twice as much slows
-/// an emulated processor down.
+/// Pages scanned per second: a guest of these tests in less than a second. Twice as many slow an
+/// emulated processor down.
 const PAGES_PER_SECOND: u64 = 100_000;
 
-/// A guest of this size whose monitor merges its pages; `more` is the rest of `--memory`.
+/// Configuration of a guest of this size whose monitor merges its pages; `more` is the rest of
+/// `--memory`.
 pub fn merged<'a>(scene: &'a Scene, size: &str, more: &str) -> Setup<'a> {
     Setup::new(scene).memory(&format!("size={size},thp=off,merge=owner{more}"))
 }
 
 impl Setup<'_> {
-    /// Starts the monitor and waits for the agent; merging begins then. A guest that boots writes
-    /// to all that was just merged, which takes an emulated processor many seconds.
+    /// Starts the monitor and waits for the agent; merging begins then. A booting guest would write
+    /// to pages that were just merged, which takes an emulated processor many seconds.
     #[track_caller]
     pub fn start_and_merge(self) -> Guest {
         let guest = self.start_api();
@@ -54,20 +55,20 @@ impl Guest {
         self.client().get("/merge").unwrap_or_else(|error| panic!("{error}"))
     }
 
-    /// What has been counted, where anybody merges.
+    /// The statistics of a machine whose pages are merged.
     #[track_caller]
     pub fn merge_statistics(&self) -> MergeStatistics {
         let info = self.merge();
         info.statistics.clone().unwrap_or_else(|| panic!("no statistics in {info:?}"))
     }
 
-    /// `PUT /merge`, which must be taken.
+    /// `PUT /merge`, which must be accepted.
     #[track_caller]
     pub fn set_merge(&self, change: &Value) -> MergeInfo {
         self.client().put_json("/merge", change).unwrap_or_else(|error| panic!("{change}: {error}"))
     }
 
-    /// Lets it be scanned without the pauses that spare a guest in earnest.
+    /// Scans the guest without the pauses that limit the load on a real guest.
     #[track_caller]
     pub fn merge_quickly(&self) {
         self.set_merge(&json!({
@@ -78,7 +79,7 @@ impl Guest {
         }));
     }
 
-    /// Waits until at least `bytes` of its memory are merged, by its own account.
+    /// Waits until the monitor reports at least `bytes` of merged memory.
     #[track_caller]
     pub fn wait_merged(&self, bytes: u64) {
         eventually("equal pages are merged", MERGE_LIMIT_S, || {
@@ -88,7 +89,7 @@ impl Guest {
         });
     }
 
-    /// Waits until nothing is merged any more.
+    /// Waits until no memory is merged.
     #[track_caller]
     pub fn wait_unmerged(&self) {
         eventually("all pages are unmerged", MERGE_LIMIT_S, || {
@@ -99,21 +100,21 @@ impl Guest {
         });
     }
 
-    /// Gives each page a page of its own again.
+    /// Unmerges all pages.
     #[track_caller]
     pub fn unmerge(&self) {
         self.set_merge(&json!({ "run": "unmerge" }));
         self.wait_unmerged();
     }
 
-    /// Fails unless all held memory holds what was put there.
+    /// Fails unless all held memory has its content.
     #[track_caller]
     pub fn check_held(&self) {
         assert_eq!(self.wrong_pages(), 0, "{WRONG_CONTENT}");
     }
 
     /// Numbers of the host's pages that are mapped in the guest's memory as stable pages, whether
-    /// or not somebody else has them too.
+    /// or not other machines map them, too.
     pub fn stable_frames(&self) -> BTreeSet<u64> {
         frames(&format!("/proc/{}", self.pid()))
     }
@@ -127,7 +128,8 @@ fn frames(process: &str) -> BTreeSet<u64> {
     let maps = fs::read_to_string(format!("{process}/maps")).expect("the monitor runs");
     let pagemap = File::open(format!("{process}/pagemap")).expect("the monitor runs");
     let mut found = BTreeSet::new();
-    // The guest can write to its memory; what the merging thread compares with is only read.
+    // The guest's memory is mapped writable; the merging thread's mapping for comparisons is
+    // read-only.
     for line in maps.lines().filter(|line| line.contains(STABLE_NAME) && line.contains(" rw-p ")) {
         let (start, rest) = line.split_once('-').expect("a range");
         let end = rest.split(' ').next().expect("an end");
@@ -137,13 +139,9 @@ fn frames(process: &str) -> BTreeSet<u64> {
         pagemap.read_exact_at(&mut entries, start * 8).expect("entries of mapped pages");
         for entry in entries.as_chunks::<8>().0 {
             let entry = u64::from_le_bytes(*entry);
-            // One that was written to since is a copy.
+            // A page that was written to since is a private copy.
             if entry & PRESENT != 0 && entry & OF_A_FILE != 0 {
-                assert_ne!(
-                    entry & NUMBER,
-                    0,
-                    "numbers of pages are told to the administrator only"
-                );
+                assert_ne!(entry & NUMBER, 0, "page frame numbers are visible to root only");
                 found.insert(entry & NUMBER);
             }
         }
@@ -151,15 +149,15 @@ fn frames(process: &str) -> BTreeSet<u64> {
     found
 }
 
-/// `ebb merge-broker`. Dropped, it is killed.
+/// `ebb merge-broker`; killed when dropped.
 pub struct Broker {
     process: Child,
-    /// Where it listens.
+    /// Path of its socket.
     pub socket: PathBuf,
 }
 
 impl Broker {
-    /// Starts it; `name` tells it from others in the test.
+    /// Starts it; `name` is unique in the test.
     #[track_caller]
     pub fn start(scene: &Scene, name: &str) -> Self {
         let socket = scene.path(name);
@@ -179,7 +177,7 @@ impl Broker {
         Self { process, socket }
     }
 
-    /// What a member of a domain adds to `--memory`.
+    /// Options that a member of a domain adds to `--memory`.
     pub fn member(&self, domain: &str) -> String {
         member(&self.socket, domain)
     }
@@ -190,7 +188,7 @@ impl Broker {
         self.process.wait().unwrap();
     }
 
-    /// Whether it has not ended.
+    /// Whether it still runs.
     pub fn is_running(&mut self) -> bool {
         matches!(self.process.try_wait(), Ok(None))
     }
@@ -203,12 +201,12 @@ impl Drop for Broker {
     }
 }
 
-/// As [`Broker::member`], for a broker that may not be there.
+/// As [`Broker::member`], for a broker that may not exist.
 pub fn member(socket: &Path, domain: &str) -> String {
     format!(",merge_domain={domain},merge_broker={}", socket.display())
 }
 
-/// A file of the kernel that is written to for a test, and back at its end.
+/// A setting of the kernel, changed for a test and restored at its end.
 pub struct Knob {
     path: &'static str,
     before: String,

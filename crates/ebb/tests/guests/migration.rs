@@ -146,7 +146,7 @@ fn move_often(scene: &Scene, cpus: &str) {
         let _ = guest.outcome(guest.send(Command::Cancel { id: work }));
     }
     assert!(moves_at_work >= 3, "{moves_at_work} migrations while the workload ran");
-    assert!(checked > 0, "the workload has checked nothing");
+    assert!(checked > 0, "the workload has not checked any page");
     assert_eq!(complaints(&guest), "");
 }
 

@@ -1,5 +1,5 @@
-//! The trackers of Ebb's own driver: free memory goes to the host without being asked for, and only
-//! free memory.
+//! The trackers of Ebb's own driver: free memory, and only free memory, is returned to the host
+//! without a request.
 
 use ebb_agent::churn::ChurnReport;
 use ebb_agent::protocol::Command;
@@ -17,7 +17,7 @@ pub const TESTS: &[Test] = &[
     Test::new("module::soak", 600, soak),
 ];
 
-/// What the program writes to.
+/// Memory that the program writes to, in bytes.
 const PROGRAM_BYTES: u64 = 400 * MIB;
 
 fn trackers_return_memory(scene: &Scene) {
@@ -28,7 +28,7 @@ fn trackers_return_memory(scene: &Scene) {
     let module = Module::start(setup, &["tracker=none"]);
     let guest = &module.guest;
     guest.run(Command::Hold { bytes: 32 * MIB, pattern: 8 });
-    // Nothing is told by none.
+    // The tracker `none` reports nothing.
     guest.run(Command::AllocTouchExit { bytes: PROGRAM_BYTES });
     assert_eq!(guest.metric("ebb_balloon_reported_bytes_total"), 0);
 
@@ -37,7 +37,7 @@ fn trackers_return_memory(scene: &Scene) {
         let reported = guest.metric("ebb_balloon_reported_bytes_total");
         guest.run(Command::Hold { bytes: PROGRAM_BYTES, pattern: 9 });
         let peak = guest.resident();
-        // The program's end: what is held goes back, but not what was held before it.
+        // After the program's end its memory is returned, but not memory that was in use before.
         guest.run(Command::Release);
         guest.run(Command::Hold { bytes: 32 * MIB, pattern: 8 });
         let must_fall = (PROGRAM_BYTES - 32 * MIB) / 100 * part;
@@ -62,7 +62,7 @@ fn trackers_return_memory(scene: &Scene) {
     module.check_well();
 }
 
-/// A guest whose memory is short, whose device overwrites what it reports, and a churn in it.
+/// A guest with little memory, whose device overwrites reported pages.
 fn churned_guest(scene: &Scene) -> Module {
     let setup = Setup::new(scene)
         .args(["--cpus", "2"])
@@ -83,7 +83,7 @@ fn churn(module: &Module, seed: u64, operations: u64) -> u64 {
     })
 }
 
-/// Whether a churn is still at work.
+/// Whether a churn is still running.
 fn at_work(module: &Module, id: u64) -> bool {
     module.guest.poll(id).is_none()
 }
@@ -117,7 +117,7 @@ fn switched_and_reloaded_under_churn(scene: &Scene) {
         module.unload();
         assert_eq!(guest.balloon().state, BalloonState::DriverAbsent);
         module.load(&format!("tracker={} bitmap_threshold=1", TRACKERS[loads % TRACKERS.len()]));
-        // The next unloading comes in the middle of this.
+        // The next unload interrupts this.
         guest.set_target([96 * MIB, 0][loads % 2]);
         if loads % 3 == 0 {
             guest.run(Command::Compact);
@@ -126,16 +126,16 @@ fn switched_and_reloaded_under_churn(scene: &Scene) {
     }
     module.churned(work);
     module.unload();
-    assert_eq!(guest.meminfo("MemTotal"), total, "the driver keeps nothing");
-    // Caches of the kernel are fuller than before, by a few MiB at most.
+    assert_eq!(guest.meminfo("MemTotal"), total, "the driver keeps no memory");
+    // Caches of the kernel have grown by a few MiB at most.
     module.wait_free(free - 24 * MIB);
     module.load("tracker=none");
     guest.set_target(0);
     module.check_well();
 }
 
-/// All trackers in turn, with memory pressure and compaction, until enough was done: no page may be
-/// wrong.
+/// All trackers in turn, with memory pressure and compaction, until enough work is done: no page
+/// may be wrong.
 fn soak(scene: &Scene) {
     let module = churned_guest(scene);
     let guest = &module.guest;
@@ -147,7 +147,7 @@ fn soak(scene: &Scene) {
         if sum.operations >= operations {
             break;
         }
-        // None has nothing to be found wrong.
+        // The tracker `none` reports nothing that could be wrong.
         let tracker = TRACKERS[round % 3];
         if round % 6 == 5 {
             module.unload();
@@ -156,7 +156,7 @@ fn soak(scene: &Scene) {
             module.set("tracker", tracker);
         }
         let work = churn(&module, round as u64, 250.min(operations - sum.operations));
-        // What is left of memory now and then is taken for page cache and programs.
+        // At times the remaining memory is used for page cache and programs.
         let mut turn = 0;
         while at_work(&module, work) {
             match turn % 3 {

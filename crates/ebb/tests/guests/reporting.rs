@@ -81,7 +81,7 @@ fn with_init_on_free(scene: &Scene) {
 }
 
 fn needs_the_poison_feature(scene: &Scene) {
-    // Linux declines reporting if it initializes freed pages and cannot report the pattern
+    // Linux does not use reporting if it initializes freed pages and cannot report the pattern
     // (virtballoon_validate).
     let guest =
         Setup::new(scene).words("init_on_free=1").balloon("reporting=on,poison=off").start();
