@@ -1,6 +1,6 @@
-//! What can go wrong in the lab, said so that the reader knows what to do.
+//! Errors of the lab, with messages that name the remedy.
 //!
-//! Each message has its cause in it, so none is told twice as the source of another.
+//! Each message contains its cause, so that none is repeated as the source of another.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -10,30 +10,30 @@ use std::time::Duration;
 #[derive(Debug, thiserror::Error)]
 pub enum LabError {
     /// No experiment has this name.
-    #[error("unknown experiment '{name}'; there are: {known}")]
+    #[error("unknown experiment '{name}'; available: {known}")]
     UnknownExperiment {
-        /// The name asked for.
+        /// The requested name.
         name: String,
         /// The names there are.
         known: String,
     },
     /// The experiment has no such series.
-    #[error("experiment '{experiment}' has no series '{name}'; there are: {known}")]
+    #[error("experiment '{experiment}' has no series '{name}'; available: {known}")]
     UnknownSeries {
         /// The experiment.
         experiment: String,
-        /// The name asked for.
+        /// The requested name.
         name: String,
         /// The names there are.
         known: String,
     },
-    /// The list of series names nothing.
-    #[error("no series to run: name at least one of {known}, or leave --series out")]
+    /// The list of series is empty.
+    #[error("no series to run: name at least one of {known}, or omit --series")]
     NoSeries {
         /// The names there are.
         known: String,
     },
-    /// The directory for the results does not serve.
+    /// The directory for the results is not usable.
     #[error("cannot write results to {directory}: {cause}; give another directory with --out")]
     Output {
         /// The directory.
@@ -41,23 +41,23 @@ pub enum LabError {
         /// What the system said.
         cause: io::Error,
     },
-    /// A file is no document of the laboratory.
-    #[error("{path} is no results.json: {cause}")]
+    /// A file is not a document of the laboratory.
+    #[error("{path} is not a results.json: {cause}")]
     Document {
         /// The file.
         path: PathBuf,
         /// What the parser said.
         cause: serde_json::Error,
     },
-    /// Less memory than the scale takes.
+    /// Less memory is available than the scale needs.
     #[error(
-        "{what} needs {needed_mib} MiB of available memory, this machine has {available_mib} MiB: free some, or \
-         take a smaller scale (--scale demo)"
+        "{what} needs {needed_mib} MiB of available memory, this machine has {available_mib} MiB: \
+         free some, or take a smaller scale (--scale demo)"
     )]
     TooLittleMemory {
         /// The experiment and its scale.
         what: String,
-        /// What it needs.
+        /// Memory that it needs.
         needed_mib: u64,
         /// `MemAvailable`.
         available_mib: u64,
@@ -70,7 +70,7 @@ pub enum LabError {
         /// What the system said.
         cause: io::Error,
     },
-    /// A file of the system has not what proc(5) says.
+    /// A file of the system lacks a field of proc(5).
     #[error("{path} has no field {field}")]
     MissingField {
         /// The file.
@@ -83,9 +83,9 @@ pub enum LabError {
     MissingFile {
         /// What the file is.
         what: &'static str,
-        /// Where it was looked for.
+        /// Expected path.
         path: PathBuf,
-        /// What to do.
+        /// The remedy.
         remedy: &'static str,
     },
     /// A series needs something that the host does not have.
@@ -99,7 +99,7 @@ pub enum LabError {
         /// What the system said.
         cause: io::Error,
     },
-    /// A guest did not do what it was asked for.
+    /// A guest did not carry out a command.
     #[error("guest {guest}: {problem}{diagnostics}")]
     Guest {
         /// Number of the guest in its series.
@@ -110,7 +110,7 @@ pub enum LabError {
         diagnostics: String,
     },
     /// Swap could not be emptied between two series.
-    #[error("cannot empty swap on {path}: {cause}; the next series would start with a used host")]
+    #[error("cannot empty swap on {path}: {cause}; the next series would not start fresh")]
     EmptySwap {
         /// The swap device.
         path: String,
@@ -119,54 +119,57 @@ pub enum LabError {
     },
     /// A network link could not be set up.
     #[error(
-        "cannot set up a network link: {command}: {reason} (it takes root's rights and the kernel's modules veth and sch_tbf)"
+        "cannot set up a network link: {command}: {reason} (needs root and the kernel modules veth \
+         and sch_tbf)"
     )]
     Network {
-        /// What was asked of iproute2.
+        /// The command of iproute2.
         command: String,
-        /// What it said.
+        /// Its error message.
         reason: String,
     },
-    /// KVM refused something.
+    /// KVM refused an operation.
     #[error("KVM cannot {action}: {cause}")]
     Kvm {
-        /// What was asked.
+        /// The operation.
         action: &'static str,
-        /// What it said.
+        /// The error.
         cause: kvm_ioctls::Error,
     },
-    /// A small guest of the lab itself did something else than it should.
+    /// A small test guest of the lab misbehaved.
     #[error("the test guest {0}")]
     TestGuest(String),
     /// A series that changes the machine's clock, outside of the virtual host.
     #[error(
-        "series '{0}' slews the clock of its host, which is done in the virtual host only: add --where virtual-host"
+        "series '{0}' slews the clock of its host, which is allowed in the virtual host only: add \
+         --where virtual-host"
     )]
     SlewsHost(String),
     /// The clock could not be slewed.
     #[error("cannot slew the clock: {0}")]
     Slew(String),
-    /// KVM's clock is not what it should be.
+    /// KVM's clock failed its checks.
     #[error("checks of KVM's clock failed: {0}")]
     ChecksFailed(String),
-    /// This machine lacks what the series about it need.
-    #[error("this machine cannot be measured: {0}; with --where virtual-host another one is")]
+    /// This machine does not meet the requirements of the series about it.
+    #[error("this machine cannot be measured: {0}; --where virtual-host measures the virtual host")]
     MachineLacks(String),
-    /// The virtual host's kernel cannot do what an experiment on merging needs.
+    /// The virtual host's kernel is too old for an experiment on merging.
     #[error(
-        "merging in the monitor needs Linux 6.8 under it, and the virtual host has {release}; scripts/install-deps.sh gets a newer one"
+        "merging in the monitor needs Linux 6.8 on the host, and the virtual host has {release}; \
+         scripts/install-deps.sh installs a newer kernel"
     )]
     OldKernel {
-        /// What it runs.
+        /// Its kernel release.
         release: String,
     },
-    /// Pages could not be merged, or not looked at.
+    /// Pages could not be merged or examined.
     #[error("merging pages: {0}")]
     Merging(String),
-    /// KVM does not serve here, and the virtual host is not to be used.
+    /// KVM is not usable here, and the virtual host is excluded.
     #[error("guests cannot run directly on this machine: {0}; with --where virtual-host they can")]
     NoDirectKvm(String),
-    /// The virtual host, or what its guests are made from, failed.
+    /// The virtual host failed, or a file for its guests.
     #[error(transparent)]
     VirtualHost(Box<ebb_virtual_host::HostError>),
     /// The run inside the virtual host ended without a result.
@@ -178,7 +181,7 @@ pub enum LabError {
         output: String,
     },
     /// A line of the run inside the virtual host is not an event.
-    #[error("the run inside the virtual host wrote something that is no event ({cause}): {line}")]
+    #[error("the run inside the virtual host wrote a line that is not an event ({cause}): {line}")]
     InnerProtocol {
         /// The line.
         line: String,
@@ -188,7 +191,7 @@ pub enum LabError {
 }
 
 impl LabError {
-    /// Whether this machine lacks what was asked for, so that nothing was tried.
+    /// Whether this machine does not meet the requirements, so that nothing was tried.
     pub fn is_lack(&self) -> bool {
         use ebb_virtual_host::HostError;
         match self {
@@ -204,12 +207,12 @@ impl LabError {
         }
     }
 
-    /// A guest did not do what it was asked for, and its console says no more of it.
+    /// A guest did not carry out a command, and its console has no details.
     pub fn guest(guest: u32, problem: GuestProblem) -> Self {
         Self::Guest { guest, problem, diagnostics: String::new() }
     }
 
-    /// A guest or its monitor said something else than it should.
+    /// A guest or its monitor sent an unexpected message.
     pub fn unexpected(guest: u32, what: impl std::fmt::Display) -> Self {
         Self::guest(guest, GuestProblem::Protocol(what.to_string()))
     }
@@ -220,13 +223,13 @@ impl LabError {
     }
 }
 
-/// What a series needs and the host has not.
+/// A requirement of a series that the host does not meet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Missing {
-    /// There is no QEMU.
+    /// QEMU is missing.
     #[error("there is no qemu-system-x86_64 (Debian: apt-get install qemu-system-x86)")]
     Qemu,
-    /// There is no uncompressed kernel.
+    /// An uncompressed kernel is missing.
     #[error("there is no uncompressed kernel (ebb extract-vmlinux makes one)")]
     Elf,
     /// The module was not built.
@@ -234,13 +237,13 @@ pub enum Missing {
     Module,
 }
 
-/// What a guest did not do.
+/// A guest's failure.
 #[derive(Debug, thiserror::Error)]
 pub enum GuestProblem {
     /// It ended by itself.
-    #[error("the monitor ended ({0}) while it was waited for {1}")]
+    #[error("the monitor ended ({0}) while the lab waited for {1}")]
     Ended(String, &'static str),
-    /// It ended by itself while it had nothing to do.
+    /// It ended by itself while idle.
     #[error("the monitor of the idle guest ended ({0})")]
     EndedIdle(String),
     /// It did not answer in time.
@@ -251,16 +254,16 @@ pub enum GuestProblem {
         /// How long.
         limit: Duration,
     },
-    /// The agent could not do it.
+    /// The agent could not carry out the command.
     #[error("the command failed in the guest: {0}")]
     Failed(String),
-    /// The agent said something else than it should.
+    /// The agent sent an unexpected message.
     #[error("unexpected answer: {0}")]
     Protocol(String),
     /// It could not be moved to another monitor.
     #[error("it could not be moved: {0}")]
     Migration(String),
-    /// Its memory does not hold what was written to it.
+    /// Its memory does not have the content that was written to it.
     #[error("its memory is damaged: {0}")]
     Damaged(String),
     /// The command could not be sent.

@@ -1,4 +1,4 @@
-//! The experiments, one file or folder each, and which there are.
+//! The experiments, one file or folder each, and their list.
 
 use crate::LabError;
 use crate::harness::experiment::Experiment;
@@ -29,7 +29,7 @@ pub static ALL: [&Experiment; 9] = [
 /// The experiment of this name.
 ///
 /// # Errors
-/// [`LabError::UnknownExperiment`] with the names there are.
+/// [`LabError::UnknownExperiment`] with the available names.
 pub fn find(name: &str) -> Result<&'static Experiment, LabError> {
     ALL.into_iter().find(|experiment| experiment.name == name).ok_or_else(|| {
         LabError::UnknownExperiment {
@@ -51,13 +51,13 @@ mod tests {
     }
 
     #[test]
-    fn experiments_are_found_by_name_and_others_are_answered_with_the_list() {
+    fn experiments_are_found_by_name_and_unknown_names_are_refused_with_the_list() {
         assert_eq!(find("density").unwrap().name, "density");
         let message = find("densitiy").err().unwrap().to_string();
         assert_eq!(
             message,
-            "unknown experiment 'densitiy'; there are: density, memhog, inflate, free-pages, migrate, faults, clock, \
-             merge-speed, numa-merge"
+            "unknown experiment 'densitiy'; available: density, memhog, inflate, free-pages, \
+             migrate, faults, clock, merge-speed, numa-merge"
         );
     }
 
@@ -74,11 +74,11 @@ mod tests {
     }
 
     #[test]
-    fn unknown_and_missing_series_are_answered_with_the_list() {
+    fn unknown_and_missing_series_are_refused_with_the_list() {
         let experiment = find("memhog").unwrap();
         let unknown = experiment.choose(Some(&["fast".to_owned()])).unwrap_err().to_string();
         assert!(
-            unknown.contains("'memhog' has no series 'fast'; there are: no-reporting, reporting"),
+            unknown.contains("'memhog' has no series 'fast'; available: no-reporting, reporting"),
             "{unknown}"
         );
         assert!(matches!(experiment.choose(Some(&[])), Err(LabError::NoSeries { .. })));

@@ -1,4 +1,4 @@
-//! What experiments run on: guests and their monitors, the host, and the virtual host.
+//! The environment of experiments: guests and their monitors, the host, and the virtual host.
 
 pub mod all;
 pub mod assets;

@@ -1,9 +1,9 @@
 //! The lab: experiments on real guests, and on the machine itself.
 //!
-//! An experiment gives a host its shape, starts guests on it, lets them work and measures what the
-//! host has left. It runs the same code directly on a machine whose KVM serves, or in the virtual
-//! host (crate `ebb-virtual-host`) elsewhere. What it finds is one document ([`report::results::Results`])
-//! with a table and a page made from it.
+//! An experiment defines the shape of a host, starts guests on it, runs work in them and measures
+//! the host's memory. The same code runs directly on a machine with a usable KVM, or in the virtual
+//! host (crate `ebb-virtual-host`) elsewhere. The result is one document
+//! ([`report::results::Results`]) with a table and a page made from it.
 
 pub mod error;
 pub mod experiments;

@@ -31,13 +31,13 @@ enum Command {
     List(experiments::ListArgs),
     /// Run an experiment; writes results.json and report.html, and prints a table
     Run(experiments::RunArgs),
-    /// Make a page of Markdown from a folder of results
+    /// Render a page of Markdown from a folder of results
     Results(results::ResultsArgs),
-    /// Make the page of one run (report.html) from its results.json
+    /// Render the page of one run (report.html) from its results.json
     Report(results::ReportArgs),
-    /// Say where guests run on this machine, and what is missing for it
+    /// Show where guests can run on this machine, and what is missing
     Doctor(doctor::Args),
-    /// Run a command in a KVM host of our own, on machines whose KVM cannot run Linux
+    /// Run a command in a virtual KVM host, on machines whose KVM cannot run Linux
     VirtualHost(virtual_host::Args),
     /// Build the initial RAM file system of test guests
     GuestImage(guest_image::Args),
@@ -65,7 +65,7 @@ mod tests {
 
     use super::*;
 
-    /// Clap finds contradictions when a command is used first.
+    /// Clap detects contradictions only when a command is first used.
     #[test]
     fn the_command_line_is_sound() {
         Cli::command().debug_assert();

@@ -1,4 +1,4 @@
-//! What a run found: the document, and the table and the page made from it.
+//! Results of a run: the document, and the table and the page rendered from it.
 
 pub mod chart;
 pub mod collection;

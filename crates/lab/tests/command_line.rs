@@ -1,4 +1,4 @@
-//! The command line of `ebb-lab` where no guest is needed.
+//! The command line of `ebb-lab` as far as it needs no guest.
 
 #![allow(clippy::expect_used)]
 

@@ -1,4 +1,4 @@
-//! The page of committed results is what the laboratory makes of them.
+//! The committed page is the rendering of the committed results.
 
 #![allow(clippy::unwrap_used)]
 
@@ -7,9 +7,9 @@ use std::{env, fs};
 
 use ebb_lab::report::collection;
 
-/// `UPDATE=1 cargo test -p ebb-lab --test results` writes the page anew.
+/// `UPDATE=1 cargo test -p ebb-lab --test results` rewrites the page.
 #[test]
-fn the_page_is_made_from_the_documents_beside_it() {
+fn the_page_is_rendered_from_the_documents() {
     let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs");
     let all = collection::read_all(&docs.join("results")).unwrap();
     assert!(!all.is_empty());
@@ -24,7 +24,7 @@ fn the_page_is_made_from_the_documents_beside_it() {
     let committed = fs::read_to_string(&page).unwrap_or_default();
     assert!(
         committed == rendered,
-        "docs/results.md is not what docs/results says; write it anew with \
-         UPDATE=1 cargo test -p ebb-lab --test results"
+        "docs/results.md is out of date; rewrite it with UPDATE=1 cargo test -p ebb-lab --test \
+         results"
     );
 }

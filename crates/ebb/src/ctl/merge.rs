@@ -26,7 +26,7 @@ fn state(state: MergeState) -> String {
 
 fn backend(info: &MergeInfo) -> String {
     match (info.backend, &info.domain) {
-        (MergeBackend::Off, _) => "nobody".to_owned(),
+        (MergeBackend::Off, _) => "none".to_owned(),
         (MergeBackend::Owner, None) => "the monitor, pages of this machine only".to_owned(),
         (MergeBackend::Owner, Some(domain)) => format!("the monitor, trust domain '{domain}'"),
         (MergeBackend::Kernel, None) => {

@@ -187,7 +187,7 @@ fn walks_foreign_tables(event: &str) -> bool {
         .is_some_and(|code| code & BITS == BITS)
 }
 
-/// A processor of the host whose counters of busy and idle time (proc_stat(5)) stand still while
+/// A processor of the host whose counters of busy and idle time (proc_stat(5)) do not advance while
 /// those of others advance.
 fn still_processor() -> Option<String> {
     let times = || -> Vec<(String, u64)> {

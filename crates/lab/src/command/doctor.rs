@@ -1,4 +1,4 @@
-//! `ebb-lab doctor`: where guests run on this machine, and what is missing for it.
+//! `ebb-lab doctor`: where guests can run on this machine, and what is missing.
 
 use std::env;
 use std::io::{ErrorKind, Write as _};
@@ -17,7 +17,8 @@ use serde::Serialize;
 
 /// The emulator that the virtual host runs in.
 const QEMU: &str = "qemu-system-x86_64";
-/// An older QEMU may run stale translations of code that a processor of the guest has changed.
+/// First version that does not run stale translations of code that a processor of the guest has
+/// changed.
 const SOUND_QEMU: (u32, u32) = (8, 1);
 /// The smallest virtual host with a small guest.
 const LEAST_MEMORY: ByteSize = ByteSize::from_mib(1536);
@@ -36,7 +37,7 @@ const MODULES: [&str; 7] = [
     "virtio_rng",
 ];
 
-/// Say where guests run on this machine.
+/// Show where guests can run on this machine.
 #[derive(Clone, Copy, Debug, clap::Args)]
 pub struct Args {
     /// Print one JSON document instead of a table
@@ -44,7 +45,7 @@ pub struct Args {
     json: bool,
 }
 
-/// Where guests run here.
+/// Where guests can run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 enum Verdict {
@@ -52,14 +53,14 @@ enum Verdict {
     Direct,
     /// In the virtual host.
     VirtualHost,
-    /// Nowhere.
+    /// Not at all.
     Cannot {
-        /// Why.
+        /// The reasons.
         reasons: Vec<String>,
     },
 }
 
-/// Everything that was found.
+/// The report of the doctor.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 struct Report {
     verdict: Verdict,
@@ -68,21 +69,20 @@ struct Report {
     checks: Vec<Check>,
 }
 
-/// The machine as it was found. `Err` holds what is wrong, with its remedy.
+/// State of the machine. `Err` contains the problem and its remedy.
 #[derive(Clone, Debug)]
 struct Facts {
-    /// KVM here; why guests cannot run on it directly.
+    /// KVM of this machine; `Err` is the reason why guests cannot run on it directly.
     kvm: Result<(), String>,
     available: ByteSize,
-    /// What guests need wherever they run.
+    /// Requirements of guests wherever they run.
     everywhere: Vec<(&'static str, Result<String, String>)>,
     /// The first line of `qemu-system-x86_64 --version`.
     qemu: Result<String, String>,
     busybox: Result<String, String>,
 }
 
-/// Examines the machine and prints what was found. Succeeds if guests run here one way or the
-/// other.
+/// Examines the machine and prints the results. Succeeds if guests can run here in either way.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     let report = judge(&Facts::collect()?);
     let text = if args.json {
@@ -105,12 +105,12 @@ impl Facts {
                 .and_then(|index| index.load_order(&MODULES))
                 .map(|_| kernel.modules.display().to_string())
                 .map_err(|error| error.to_string()),
-            Err(_) => Err("they belong to the kernel, which is missing".to_owned()),
+            Err(_) => Err("they belong to the missing kernel".to_owned()),
         };
         let program = |name: &str, found: Option<PathBuf>| {
             found
                 .map(|path| path.display().to_string())
-                .ok_or_else(|| format!("it is not beside ebb-lab; cargo build -p {name}"))
+                .ok_or_else(|| format!("it is not next to ebb-lab; cargo build -p {name}"))
         };
         let available_kib = ebb_lab::harness::host::MemoryState::read()?.available_kib;
         Ok(Self {
@@ -160,8 +160,8 @@ fn busybox() -> Result<String, String> {
     if !listed.is_ok_and(|output| output.status.success()) {
         return Err(format!("{} does not run; {install}", path.display()));
     }
-    // A static program comes without libraries. Where ldd, which finds them, is missing, it is
-    // taken for one.
+    // A static program has no libraries. Without ldd, which lists them, the program is assumed to
+    // be static.
     match program_with_libraries(&path) {
         Ok(files) if files.len() > 1 => Err(format!("{} is not static; {install}", path.display())),
         Ok(_) | Err(_) => Ok(path.display().to_string()),
@@ -170,7 +170,7 @@ fn busybox() -> Result<String, String> {
 
 fn judge(facts: &Facts) -> Report {
     let verdict = verdict(facts);
-    // Where KVM runs guests the virtual host is not needed; elsewhere everything depends on it.
+    // Where KVM runs guests, the virtual host is not needed; elsewhere it is required.
     let lack = if verdict == Verdict::Direct { Grade::Warning } else { Grade::Problem };
     let mut checks = vec![
         match &facts.kvm {
@@ -242,7 +242,8 @@ fn qemu(fact: &Result<String, String>, lack: Grade) -> Check {
             Grade::Warning,
             format!("{found}: it may run stale translations of code that a processor has changed"),
             Some(
-                "guests may hang or crash at random; install 8.1 or newer, on Debian 12 from bookworm-backports",
+                "guests may hang or crash at random; install 8.1 or newer, on Debian 12 from \
+                 bookworm-backports",
             ),
         ),
         fact => part(NAME, fact, lack),
@@ -295,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn kvm_comes_first_and_the_virtual_host_is_the_other_way() {
+    fn kvm_is_preferred_to_the_virtual_host() {
         assert_eq!(judge(&facts(Ok(()))).summary, "guests run directly on KVM");
         assert_eq!(judge(&facts(slow())).summary, "guests run in the virtual host");
         let without_qemu = |kvm| Facts { qemu: lack(), ..facts(kvm) };
@@ -349,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn an_old_qemu_is_named_and_used_all_the_same() {
+    fn an_old_qemu_is_a_warning() {
         let grade = |line: &str| {
             let report = judge(&Facts { qemu: Ok(line.into()), ..facts(slow()) });
             assert_eq!(report.verdict, Verdict::VirtualHost, "{line}");

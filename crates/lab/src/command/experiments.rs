@@ -20,7 +20,7 @@ use ebb_lab::report::results::Scale;
 use ebb_lab::report::table;
 use serde_json::json;
 
-/// The name that stands for every experiment.
+/// The name that selects every experiment.
 const ALL: &str = "all";
 
 #[derive(Debug, clap::Args)]
@@ -32,16 +32,16 @@ pub struct ListArgs {
 
 #[derive(Debug, clap::Args)]
 pub struct RunArgs {
-    /// Experiment (see `ebb-lab list`), or `all`: each one writes NAME.json into one folder, and one
-    /// that fails or cannot run here does not stop the others
+    /// Experiment (see `ebb-lab list`), or `all`: each one writes NAME.json into one folder, and
+    /// one that fails or cannot run here does not stop the others
     name: String,
-    /// Size: demo takes minutes on two cores, full is the published experiment's
+    /// Size: demo takes minutes on two cores, full is that of the published experiment
     #[arg(long, value_enum, default_value = "demo")]
     scale: ScaleArg,
-    /// Series to run instead of the default ones, with commas between
+    /// Series to run instead of the default ones, separated by commas
     #[arg(long, value_name = "NAME,NAME", value_delimiter = ',')]
     series: Option<Vec<String>>,
-    /// Start no more than this many guests in a series
+    /// Maximum number of guests in a series
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     guests: Option<u32>,
     /// Directory for results.json and report.html, or for the documents of all experiments
@@ -51,12 +51,12 @@ pub struct RunArgs {
     /// Print results.json on standard output instead of the table
     #[arg(long)]
     json: bool,
-    /// Where the guests run: auto takes this machine if Linux guests run on its KVM, else the
+    /// Where the guests run: auto selects this machine if Linux guests run on its KVM, else the
     /// virtual host
     #[arg(long = "where", value_enum, default_value = "auto")]
     place: PlaceArg,
-    /// Print events as JSON lines and write no files: how a run inside the virtual host talks to
-    /// the one outside
+    /// Print events as JSON lines and write no files; a run inside the virtual host reports to the
+    /// outer one in this way
     #[arg(long, hide = true, conflicts_with_all = ["json", "out"])]
     json_events: bool,
 }
@@ -77,12 +77,13 @@ enum PlaceArg {
 /// Runs an experiment.
 ///
 /// # Errors
-/// What went wrong, with what to do about it.
+/// The cause, with a remedy.
 pub fn run(args: &RunArgs) -> anyhow::Result<ExitCode> {
     if args.name == ALL {
         if args.series.is_some() || args.json || args.json_events {
             eprintln!(
-                "ebb-lab: all runs the default series and writes files: leave out --series and --json"
+                "ebb-lab: all runs the default series and writes files: leave out --series and \
+                 --json"
             );
             return Ok(ExitCode::from(ebb_program::USAGE));
         }
@@ -101,7 +102,7 @@ pub fn run(args: &RunArgs) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// What the command line asks for; an error is the command line's fault.
+/// The request of the command line; an error is a usage error.
 fn request(args: &RunArgs) -> Result<Request, LabError> {
     let experiment = experiments::find(&args.name)?;
     let chosen = if args.series.is_some() { Chosen::ByName } else { Chosen::ByDefault };
@@ -186,7 +187,8 @@ fn describe(experiment: &Experiment) -> serde_json::Value {
     let series: Vec<_> = (experiment.series)()
         .into_iter()
         .map(|plan| {
-            json!({ "name": plan.name, "summary": plan.summary, "default": plan.runs == Runs::ByDefault })
+            let is_default = plan.runs == Runs::ByDefault;
+            json!({ "name": plan.name, "summary": plan.summary, "default": is_default })
         })
         .collect();
     json!({
@@ -248,10 +250,10 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_meant_is_refused_with_what_can() {
+    fn invalid_requests_are_refused_with_the_valid_values() {
         let message = |words: &str| request(&run_args(words).unwrap()).err().unwrap().to_string();
-        assert!(message("densty").contains("there are: density"));
-        assert!(message("memhog --series fast").contains("there are: no-reporting"));
+        assert!(message("densty").contains("available: density"));
+        assert!(message("memhog --series fast").contains("available: no-reporting"));
         for words in ["", "density --scale huge", "density --guests 0", "density --where moon"] {
             assert!(run_args(words).is_err(), "{words}");
         }

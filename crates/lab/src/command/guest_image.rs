@@ -17,17 +17,17 @@ pub struct Args {
     /// File to write.
     #[arg(long, value_name = "PATH")]
     out: PathBuf,
-    /// Put Debian's memhog into it (package numactl).
+    /// Include Debian's memhog (package numactl).
     #[arg(long)]
     memhog: bool,
     /// Load another module after the standard ones, with parameters after a space; repeat for more.
     #[arg(long, value_name = "NAME [PARAMETERS]")]
     module: Vec<String>,
-    /// Ebb's balloon driver for guests (default: EBB_BALLOON_MODULE, else what `make module` has
-    /// built for the kernel).
+    /// Ebb's balloon driver for guests (default: EBB_BALLOON_MODULE, else the module that
+    /// `make module` has built for the kernel).
     #[arg(long, value_name = "PATH")]
     balloon_module: Option<PathBuf>,
-    /// Put a file into it; repeat for more.
+    /// Include a file; repeat for more.
     #[arg(long, value_name = "SOURCE:TARGET")]
     add: Vec<HostFile>,
     /// Release of the kernel whose modules are used (default: EBB_KERNEL, else the newest cloud
@@ -42,14 +42,15 @@ pub struct Args {
     json: bool,
 }
 
-/// Writes the image; it appears under its name when it is whole.
+/// Writes the image; the file gets its name only when it is complete.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     let kernel = match &args.kernel_version {
         Some(release) => Kernel::of_release(release)?,
         None => Kernel::find(None)?,
     };
     let agent = find_agent(args.agent.as_deref()).context(
-        "no guest agent: build it with `cargo build -p ebb-agent`, or name it with --agent or in EBB_AGENT",
+        "no guest agent: build it with `cargo build -p ebb-agent`, or name it with --agent or in \
+         EBB_AGENT",
     )?;
     let mut image = GuestImage::new(agent, kernel);
     image.modules = args.module;
@@ -58,7 +59,8 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
         balloon_module::find(args.balloon_module.as_deref(), &image.kernel.release);
     if image.balloon_module.is_none() {
         tracing::warn!(
-            "no ebb_balloon.ko was built (`make module`): the guest has the stock balloon driver only"
+            "no ebb_balloon.ko was built (`make module`): the guest has the stock balloon driver \
+             only"
         );
     }
     image.memhog = if args.memhog { Inclusion::Included } else { Inclusion::Excluded };

@@ -1,4 +1,4 @@
-//! `ebb-lab results` and `ebb-lab report`: pages made from documents that were written earlier.
+//! `ebb-lab results` and `ebb-lab report`: pages rendered from documents of earlier runs.
 
 use std::fs;
 use std::io::{self, Write};
@@ -10,7 +10,7 @@ use ebb_lab::report::{collection, page};
 
 #[derive(Debug, clap::Args)]
 pub struct ResultsArgs {
-    /// Folder with one NAME.json for each experiment, as `ebb-lab run all` leaves it
+    /// Folder with one NAME.json for each experiment, as `ebb-lab run all` writes it
     folder: PathBuf,
     /// File for the page instead of standard output
     #[arg(long, value_name = "FILE")]

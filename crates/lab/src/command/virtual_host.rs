@@ -11,7 +11,7 @@ use ebb_virtual_host::{
     Output, VirtualHost, parse_duration, parse_size_mib,
 };
 
-/// Exit code of a program that SIGPIPE has ended, as a shell reports it.
+/// Exit code that a shell reports for a program killed by SIGPIPE.
 const BROKEN_PIPE_CODE: i32 = 141;
 
 const INSIDE: &str = "\
@@ -22,7 +22,7 @@ Inside the virtual host:
   /ebb/ebb-agent    the guest agent
   /bin/*            busybox with all of its programs, /bin/sh among them
   /tmp, /dev/shm    memory; /dev/hugepages takes 2 MiB pages (--huge-pages)
-Programs get an empty standard input. The file system is gone when the command ends.
+Programs get an empty standard input. The file system is discarded when the command ends.
 
 Examples:
   ebb-lab virtual-host -- uname -a
@@ -35,7 +35,13 @@ Examples:
 #[command(after_help = INSIDE, after_long_help = INSIDE)]
 pub struct Args {
     /// Memory of the host (K, M, G, T).
-    #[arg(long, value_parser = parse_size_mib, default_value = "2G", value_name = "SIZE", conflicts_with = "node")]
+    #[arg(
+        long,
+        value_parser = parse_size_mib,
+        default_value = "2G",
+        value_name = "SIZE",
+        conflicts_with = "node"
+    )]
     memory: u64,
     /// Processors of the host.
     #[arg(long, default_value_t = 2, value_name = "NUMBER")]
@@ -43,10 +49,15 @@ pub struct Args {
     /// NUMA node, such as `size=1G,cpus=0-1`; repeat for more. Replaces --memory.
     #[arg(long, value_name = "size=SIZE[,cpus=FIRST-LAST]")]
     node: Vec<NodeConfig>,
-    /// So many NUMA nodes that share memory and processors evenly.
-    #[arg(long, value_name = "NUMBER", conflicts_with = "node", value_parser = clap::value_parser!(u32).range(1..=64))]
+    /// Number of NUMA nodes, which share memory and processors evenly.
+    #[arg(
+        long,
+        value_name = "NUMBER",
+        conflicts_with = "node",
+        value_parser = clap::value_parser!(u32).range(1..=64)
+    )]
     nodes: Option<u32>,
-    /// Swap of the host; a sparse file without a name on this machine.
+    /// Swap of the host; an unnamed sparse file on this machine.
     #[arg(long, value_parser = parse_size_mib, default_value = "0", value_name = "SIZE")]
     swap: u64,
     /// Huge pages of 2 MiB to reserve inside.
@@ -61,24 +72,24 @@ pub struct Args {
     /// Put Debian's memhog into the host and into the test guests' initramfs.
     #[arg(long)]
     memhog: bool,
-    /// Put QEMU with its firmware into the host, to compare with.
+    /// Put QEMU with its firmware into the host, for comparison.
     #[arg(long)]
     qemu: bool,
     /// Copy a file out of the host after the command; repeat for more.
     #[arg(long, value_name = "INSIDE:TARGET", value_parser = parse_fetch)]
     fetch: Vec<(String, PathBuf)>,
-    /// Limit for everything, such as 90s or 10m.
+    /// Time limit for the whole run, such as 90s or 10m.
     #[arg(long, value_parser = parse_duration, default_value = "10m", value_name = "TIME")]
     time_limit: Duration,
     /// Kernel of guests, and of the host too unless --host-kernel is given (default: EBB_KERNEL,
     /// else the newest /boot/vmlinuz-*-cloud-amd64).
     #[arg(long, value_name = "PATH")]
     kernel: Option<PathBuf>,
-    /// Kernel of the host: `guests` for the guests' one, `newest` for EBB_HOST_KERNEL or else the
-    /// newest in /var/lib/ebb/kernels, or the path of an image.
+    /// Kernel of the host: `guests` for that of the guests, `newest` for EBB_HOST_KERNEL or else
+    /// the newest in /var/lib/ebb/kernels, or the path of an image.
     #[arg(long, value_name = "guests|newest|PATH", default_value = "guests")]
     host_kernel: HostKernel,
-    /// Further words for the kernel of the host.
+    /// Further arguments for the kernel of the host.
     #[arg(long, default_value = "", value_name = "TEXT")]
     kernel_arguments: String,
     /// Print one JSON document with the command's output, exit code and times.
@@ -142,8 +153,8 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
         host.get_file(inside, target)
             .with_context(|| format!("cannot fetch {inside} to {}", target.display()))?;
     }
-    // The command has done its work: a host that does not power off by itself is killed and no
-    // reason to fail.
+    // The command has ended: a host that does not power off by itself is killed, which is not a
+    // failure.
     if let Err(error) = host.shutdown() {
         tracing::debug!(%error, "shutdown");
     }
@@ -161,7 +172,7 @@ fn run_live(host: &VirtualHost, command: &Command) -> Result<ExitStatus, HostErr
             Output::Stderr(bytes) => write_now(io::stderr(), bytes),
         };
         match result {
-            // A reader such as `head` has seen enough: end as by SIGPIPE; QEMU ends with this
+            // A reader such as `head` has closed the pipe: end as by SIGPIPE; QEMU ends with this
             // process.
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {
                 std::process::exit(BROKEN_PIPE_CODE)

@@ -1,5 +1,5 @@
-//! KVM's clock: what happens to guests whose host mixes clocks that drift apart, and what the real
-//! one counts by.
+//! KVM's clock: the effect on guests of a host that mixes clocks that drift apart, and the clock
+//! that the real KVM advances with.
 //!
 //! In January 2020 a kernel took the base of KVM's clock from `CLOCK_MONOTONIC_RAW` and its offset
 //! from the clock that NTP slews; after two weeks of uptime a fresh guest could read a negative
@@ -8,9 +8,9 @@
 //!
 //! - `mixed`, `raw`: both kernels in a model of a host (`ebb_kvm_clock::model`), over uptimes and
 //!   slews;
-//! - `kvm`: the `/dev/kvm` of this machine, whose clock is real however slow its guests are;
+//! - `kvm`: the `/dev/kvm` of this machine, whose clock is real even if its guests are slow;
 //! - `kvm-slewed`: the same in the virtual host, whose clock is slewed meanwhile, so that rates
-//!   tell the clocks apart;
+//!   distinguish the clocks;
 //! - `guest-continue`, `guest-catch-up`: the clocks of a real Linux guest over pauses, snapshots
 //!   and restores, by clock policy.
 
@@ -40,7 +40,8 @@ mod slew;
 /// The experiment.
 pub static CLOCK: Experiment = Experiment {
     name: "clock",
-    summary: "What a guest's clock shows on a host whose clocks drift apart, in a model and on this machine's KVM",
+    summary: "What a guest's clock shows on a host whose clocks drift apart, in a model and on \
+              this machine's KVM",
     host: |scale, _| sizes(scale).host,
     parameters: |scale| parameters(&sizes(scale)),
     metrics: metrics::describe,
@@ -55,7 +56,7 @@ struct Sizes {
     host: HostShape,
     #[serde(flatten)]
     guest: GuestSize,
-    /// How long the real clocks are watched.
+    /// Seconds for which the real clocks are sampled.
     watch_s: u64,
     /// The longest uptime of the model.
     uptime_days: u64,
@@ -96,7 +97,7 @@ fn series() -> Vec<SeriesPlan> {
         ),
         guest(
             "guest-catch-up",
-            "a Linux guest over pauses and restores in which its clock goes on",
+            "a Linux guest over pauses and restores during which its clock advances",
             ClockPolicy::CatchUp,
         ),
     ]
@@ -116,7 +117,7 @@ fn measure(
 ) -> Result<(), LabError> {
     let sizes = sizes(size.scale);
     if let Some(mode) = KernelMode::ALL.into_iter().find(|mode| mode.name() == series.name) {
-        events.step(0, "runs weeks of host time in the model");
+        events.step(0, "simulates weeks of host time");
         model::sweep(mode, sizes.uptime_days).show(found, series);
         return Ok(());
     }
@@ -159,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn the_models_fill_the_metrics_that_are_theirs() {
+    fn the_models_fill_only_their_own_metrics() {
         for mode in KernelMode::ALL {
             let (series, outcome) = run_directly(mode.name());
             outcome.unwrap();
@@ -172,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn the_clock_of_the_machine_itself_is_not_slewed() {
+    fn the_clock_of_the_machine_is_not_slewed() {
         assert!(matches!(run_directly(KVM_SLEWED).1, Err(LabError::SlewsHost(_))));
     }
 }

@@ -1,5 +1,5 @@
-//! How many guests fit on a host without swap, when each has used most of its memory once and is
-//! idle since.
+//! Number of guests that fit on a host without swap, when each has used most of its memory once and
+//! is then idle.
 //!
 //! The procedure of the page hinting series for Linux (v8 and v10, 2019): guests are started one
 //! after another; in each a program allocates and writes four fifths of the guest's memory and
@@ -25,8 +25,8 @@ use crate::report::statistics::median;
 /// The experiment.
 pub static DENSITY: Experiment = Experiment {
     name: "density",
-    summary: "How many guests fit on a host without swap when each has once used four fifths of its memory and is idle \
-              since",
+    summary: "How many guests fit on a host without swap when each has once used four fifths of \
+              its memory and is idle since",
     host: |scale, _| sizes(scale).host,
     parameters: |scale| parameters(&sizes(scale)),
     guests: |scale| sizes(scale).most_guests,
@@ -43,12 +43,12 @@ struct Sizes {
     #[serde(flatten)]
     guest: GuestSize,
     program_mib: u64,
-    /// The series ends with so many guests even if the host has room for more.
+    /// Maximum number of guests of a series, even if the host has room for more.
     most_guests: u32,
 }
 
-/// How fast pages of guests are looked at, by each monitor or by the kernel for all; an emulated
-/// processor is slow.
+/// Pages scanned per second by each monitor, or by the kernel for all guests; an emulated processor
+/// is slow.
 const MERGED_PAGES_PER_SECOND: u64 = 200_000;
 
 fn sizes(scale: Scale) -> Sizes {
@@ -107,14 +107,11 @@ fn series() -> Vec<SeriesPlan> {
         ),
         (
             "module-reporting",
-            "Ebb with its driver in the guest, which reports through the kernel's own page reporting",
+            "Ebb with its driver in the guest, which reports through the kernel's own page \
+             reporting",
             tracking(Tracker::Reporting),
         ),
-        (
-            "reporting-trim",
-            "and the monitor looks once for memory that is all zero",
-            Setup { trim: true, ..ebb },
-        ),
+        ("reporting-trim", "and the monitor trims zero pages once", Setup { trim: true, ..ebb }),
         (
             "reporting-order-5",
             "the guest reports blocks of 128 KiB and up",
@@ -137,7 +134,7 @@ fn series() -> Vec<SeriesPlan> {
         ),
         (
             "no-swiotlb",
-            "the guest has no bounce buffer, which it needs for none of its devices",
+            "the guest has no bounce buffer, which none of its devices needs",
             Setup { bounce_buffer: false, ..ebb },
         ),
         (
@@ -156,14 +153,14 @@ fn series() -> Vec<SeriesPlan> {
     by_default.map(plan).into_iter().chain(named).collect()
 }
 
-/// What a series has found.
+/// Results of a series.
 #[derive(Debug, Default)]
 struct Found {
     guests: Vec<GuestRecord>,
-    /// Swap in use that does not say yet that the host is full.
+    /// Swap in use up to which the host does not count as full.
     threshold_mib: f64,
     swap_used_mib: f64,
-    /// What the host has in use more than before the first guest, swap included.
+    /// Increase of the host's use since before the first guest, swap included.
     grown_mib: f64,
     merge_cpu_s: Option<f64>,
 }
@@ -225,9 +222,9 @@ fn metrics() -> Vec<Metric<Found>> {
             uncaptured_mib,
         ),
         each("booted_rss_mib", "Memory of a guest after boot", "MiB", |guest| guest.booted_rss_mib),
-        // A guest at whose program the host was full was not waited for. Others whose memory never
-        // came back are the slowest: leaving them out would make a series look faster the more
-        // often it failed.
+        // A guest during whose program the host got full is not waited for. Others whose memory was
+        // never returned are the slowest: without them a series would look faster the more often it
+        // failed.
         Metric::median(
             "return_90_s",
             "90 % of the program's memory is back after",
@@ -253,7 +250,7 @@ fn run(testbed: &mut Testbed<'_>, series: &mut Series) -> Result<(), LabError> {
     let merge_cpu_before_s = testbed.merging_cpu_s()?;
     let filled = fill(testbed, series, sizes).and_then(|()| merge(testbed, series));
     let merge_cpu_s = testbed.merging_cpu_s().ok().filter(|_| merges);
-    // What has been measured is worth keeping even if a guest failed in the end.
+    // Keep the measurements even if a guest has failed.
     let ended = testbed.find_ended(&mut series.guests);
     let measured = filled
         .and_then(|()| testbed.measure_idle(&mut series.guests, sizes.guest))
@@ -272,7 +269,7 @@ fn run(testbed: &mut Testbed<'_>, series: &mut Series) -> Result<(), LabError> {
     measured
 }
 
-/// Lets the idle guests' pages be merged, if the series is about that, until nothing more comes.
+/// Merges the idle guests' pages in series with merging, until no more pages are merged.
 fn merge(testbed: &mut Testbed<'_>, series: &mut Series) -> Result<(), LabError> {
     if testbed.setup().merging == Merging::Off {
         return Ok(());
@@ -291,7 +288,7 @@ fn merge(testbed: &mut Testbed<'_>, series: &mut Series) -> Result<(), LabError>
     Ok(())
 }
 
-/// Notes what the guests' drivers have counted, which explains what a tracker did not capture.
+/// Records the counters of the guests' drivers, which explain what a tracker did not capture.
 fn ask_drivers(testbed: &mut Testbed<'_>, series: &mut Series) -> Result<(), LabError> {
     let mut all = Vec::new();
     for record in series.guests.iter().filter(|record| record.ended.is_none()) {
@@ -303,7 +300,7 @@ fn ask_drivers(testbed: &mut Testbed<'_>, series: &mut Series) -> Result<(), Lab
     Ok(())
 }
 
-/// The counters of each guest's driver: a row for each counter that any guest has used.
+/// The counters of each guest's driver: a row for each counter that is not zero in all guests.
 fn counters_table(guests: &[(u32, Counters)]) -> Option<DataTable> {
     let mut names: Vec<&str> = guests
         .iter()
@@ -324,14 +321,14 @@ fn counters_table(guests: &[(u32, Counters)]) -> Option<DataTable> {
     (!rows.is_empty()).then(|| DataTable::new("what the guests' drivers counted", columns, rows))
 }
 
-/// Memory that is free in a guest and has not come back to the host: what its process occupies
-/// beyond the monitor and what the guest has in use. It is at least so much, since the guest has
-/// not touched all that it counts as in use.
+/// Memory that is free in a guest and was not returned to the host: the footprint of its process
+/// minus the monitor and the guest's memory in use. This is a lower bound, since the guest has not
+/// touched all memory that it counts as in use.
 fn uncaptured_mib(guest: &GuestRecord) -> Option<f64> {
     Some((guest.idle_rss_mib? - guest.monitor_rss_mib? - guest.guest_in_use_mib?).max(0.0))
 }
 
-/// Starts guests until the host swaps or there are enough.
+/// Starts guests until the host swaps or the maximum is reached.
 fn fill(testbed: &mut Testbed<'_>, series: &mut Series, sizes: Sizes) -> Result<(), LabError> {
     let threshold_mib = testbed.swap_threshold_mib();
     let most_guests = testbed.guests(sizes.most_guests);
@@ -339,13 +336,13 @@ fn fill(testbed: &mut Testbed<'_>, series: &mut Series, sizes: Sizes) -> Result<
     while (series.guests.len() as u32) < most_guests {
         let mut record = testbed.start_guest(sizes.guest)?;
         if testbed.setup().merging != Merging::Off {
-            // While its program runs as well: what that costs the guest is part of the question.
+            // Also while its program runs, because the cost for the guest is part of the result.
             testbed.set_merging(&[record.guest], Some(MERGED_PAGES_PER_SECOND))?;
         }
         let command = Command::AllocTouchExit { bytes: sizes.program_mib << 20 };
         let ran = testbed.run_program(&mut record, command, sizes.program_mib);
         let full = record.swap_used_mib.is_some_and(|swap_mib| swap_mib > threshold_mib);
-        // A host that swaps has shown what it should; what comes back now says nothing any more.
+        // When the host swaps, the series is over: memory returned after that has no meaning.
         let settled = match ran {
             Ok(_) if !full => testbed.wait_for_return(&mut record, sizes.program_mib),
             Ok(_) => Ok(()),
@@ -370,18 +367,19 @@ fn fill(testbed: &mut Testbed<'_>, series: &mut Series, sizes: Sizes) -> Result<
     Ok(())
 }
 
-/// What trimming gave and what it cost.
+/// Result and cost of trimming.
 fn trim_note(trims: &[TrimReport]) -> Option<String> {
     let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
     let returned = median(trims.iter().map(|trim| mib(trim.returned_bytes)))?;
     let longest_us = trims.iter().map(|trim| trim.longest_pause_us).max()?;
     let longest_ms = longest_us as f64 / 1000.0;
     Some(format!(
-        "a trim gave back {returned:.0} MiB (median); the longest pause of a guest was {longest_ms:.1} ms"
+        "a trim returned {returned:.0} MiB (median); the longest pause of a guest was \
+         {longest_ms:.1} ms"
     ))
 }
 
-/// How many of these guests have stayed.
+/// Number of these guests that have not ended.
 fn alive<'a>(guests: impl Iterator<Item = &'a GuestRecord>) -> usize {
     guests.filter(|guest| guest.ended.is_none()).count()
 }
@@ -434,7 +432,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_captured_is_neither_the_monitors_nor_in_use() {
+    fn uncaptured_memory_is_neither_the_monitors_nor_in_use() {
         let record = GuestRecord {
             idle_rss_mib: Some(120.0),
             monitor_rss_mib: Some(5.0),
@@ -465,8 +463,8 @@ mod tests {
         for scale in [Scale::Demo, Scale::Full] {
             let sizes = sizes(scale);
             assert!(sizes.program_mib * 10 <= sizes.guest.memory_mib * 8);
-            // Even the smaller guest occupies 100 MiB beside its program, and the host something
-            // itself.
+            // Even the smaller guest occupies 100 MiB in addition to its program, and the host
+            // needs memory, too.
             let with_guests = |count: u64| count * (sizes.program_mib + 100) + 256;
             assert!(
                 with_guests(3) < sizes.host.memory_mib && sizes.host.memory_mib < with_guests(4)

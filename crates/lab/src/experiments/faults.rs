@@ -1,13 +1,13 @@
-//! What a tracker of free pages costs programs that do nothing but allocate and free: page faults
-//! per second.
+//! Cost of a tracker of free pages for programs that do nothing but allocate and free, in page
+//! faults per second.
 //!
 //! The test cases page_fault1 to page_fault3 of will-it-scale, and page_fault1 with huge pages, as
-//! in the patch series that the trackers come from (v8 and v10, 2019; v16.1, 2020). A machine on
-//! which anything else runs is noisier than the few percent that are looked for. So the trackers
-//! take turns within each guest, a few seconds each, in an order in which each follows each other
-//! equally often; each time is compared with that without a tracker in the same round, and the
-//! result is the median of these comparisons with a confidence interval. One more turn without a
-//! tracker shows what the comparison itself is worth.
+//! in the patch series that the trackers come from (v8 and v10, 2019; v16.1, 2020). The noise of a
+//! machine on which anything else runs exceeds the few percent to be measured. Therefore the
+//! trackers take turns within each guest, a few seconds each, in an order in which each follows
+//! each other equally often; each time is compared with that without a tracker in the same round,
+//! and the result is the median of these comparisons with a confidence interval. A second turn
+//! without a tracker shows the noise of the comparison.
 
 use ebb_agent::page_faults::{FaultKind, TaskKind};
 use serde::Serialize;
@@ -28,7 +28,8 @@ mod slots;
 /// The experiment.
 pub static FAULTS: Experiment = Experiment {
     name: "faults",
-    summary: "What trackers of free pages cost programs that do nothing but allocate and free (will-it-scale page_fault1 to 3)",
+    summary: "What trackers of free pages cost programs that do nothing but allocate and free \
+              (will-it-scale page_fault1 to 3)",
     host: |scale, _| sizes(scale).host,
     parameters: |scale| parameters(&sizes(scale)),
     guests: |scale| sizes(scale).boots * CPUS.len() as u32,
@@ -44,11 +45,11 @@ struct Sizes {
     host: HostShape,
     guest_mib: u64,
     mapping_mib: u64,
-    /// Guests of each number of vCPUs.
+    /// Number of guests for each number of vCPUs.
     boots: u32,
-    /// How often each tracker has its turn in a guest with each workload.
+    /// Number of turns of each tracker in a guest with each workload.
     rounds: u32,
-    /// Seconds of a turn that count, after those in which it settles.
+    /// Seconds of a turn that count, after those for settling.
     seconds: u32,
     #[serde(skip)]
     kinds: &'static [Kind],
@@ -60,14 +61,13 @@ struct Sizes {
 const CPUS: [u32; 2] = [1, 2];
 
 /// Seconds at the beginning of a turn that do not count. A tracker that was just switched on has
-/// work that it does not have again: `bitmap` and `reporting` report all that is free, 2 s after
-/// it.
+/// initial work: `bitmap` and `reporting` report all free memory after 2 s.
 const SETTLE_S: u32 = 3;
 
-/// A workload with its name in metrics and its name for people.
+/// A workload with its name in metrics and its title.
 type Kind = (FaultKind, &'static str, &'static str);
 
-/// All of them. The last one hardly frees memory: the file's pages stay allocated.
+/// All workloads. The last one hardly frees memory: the file's pages stay allocated.
 const KINDS: [Kind; 4] = [
     (FaultKind::Fault1, "fault1", "page_fault1"),
     (FaultKind::Fault1Huge, "fault1_huge", "page_fault1 with huge pages"),
@@ -75,7 +75,7 @@ const KINDS: [Kind; 4] = [
     (FaultKind::Fault3, "fault3", "page_fault3"),
 ];
 
-/// The trackers, by the names of their series. What is off is what the others are compared with.
+/// The trackers, by the names of their series. The others are compared with the one that is off.
 const TRACKERS: [Tracker; 4] = [Tracker::Off, Tracker::Percpu, Tracker::Bitmap, Tracker::Reporting];
 
 fn sizes(scale: Scale) -> Sizes {
@@ -139,12 +139,12 @@ mod tests {
             // page_fault2: each task has a file and its copy of it.
             let largest = u64::from(CPUS[1]) * 2 * sizes.mapping_mib;
             assert!(largest + 256 <= sizes.guest_mib);
-            assert!(sizes.guest_mib + 512 < sizes.host.memory_mib, "no swap shall disturb");
+            assert!(sizes.guest_mib + 512 < sizes.host.memory_mib, "the host must not swap");
         }
     }
 
     #[test]
-    fn the_full_size_is_that_which_was_asked_for() {
+    fn the_full_size_has_all_workloads_tasks_and_trackers() {
         let sizes = sizes(Scale::Full);
         assert!(sizes.boots >= 5 && sizes.task_kinds.len() == 2 && sizes.kinds.len() == 4);
         assert_eq!((FAULTS.series)().len(), 4);

@@ -1,10 +1,10 @@
-//! What it costs to ask a guest which of its pages are free, and what it answers.
+//! Cost and result of requests for a guest's free pages.
 //!
-//! The patch series of 2016 that proposed the question held a zone's lock over its whole walk,
-//! which its review objected to. Here the walk is made in steps (docs/extension.md, section 5);
-//! what a step holds the lock for, what all of it takes the guest, and how long the host waits are
-//! measured while nothing else happens in the guest: fresh from its boot, and after a program has
-//! used most of its memory.
+//! The patch series of 2016 that proposed the request held a zone's lock over its whole walk, which
+//! its review objected to. Here the walk is made in steps (docs/extension.md, section 5). The time
+//! under the lock in a step, the guest's time for the whole answer, and the host's time of waiting
+//! are measured in an otherwise idle guest: right after its boot, and after a program has used most
+//! of its memory.
 
 use ebb_agent::protocol::Command;
 use ebb_vmm::api::{FreeBlocks, FreePagesReport, FreePagesStatus};
@@ -41,7 +41,7 @@ struct Sizes {
     #[serde(flatten)]
     guest: GuestSize,
     program_mib: u64,
-    /// How often the guest is asked before and after the program.
+    /// Number of requests before and after the program.
     questions: u32,
 }
 
@@ -62,7 +62,7 @@ fn sizes(scale: Scale) -> Sizes {
     }
 }
 
-/// The series that asks for blocks of 2 MiB only.
+/// The series that requests blocks of 2 MiB only.
 const BLOCKS: &str = "blocks";
 /// The order of such a block.
 const BLOCK_ORDER: u8 = 9;
@@ -76,13 +76,13 @@ fn series() -> Vec<SeriesPlan> {
     vec![
         plan("ranges", "all free pages, answered in ranges", Encoding::Ranges),
         plan("bitmap", "all free pages, answered in bitmaps", Encoding::Bitmap),
-        plan(BLOCKS, "blocks of 2 MiB and up, in whatever is shorter", Encoding::Auto),
+        plan(BLOCKS, "blocks of 2 MiB and up, in the shorter encoding", Encoding::Auto),
     ]
 }
 
 fn metrics() -> Vec<Metric<Vec<Question>>> {
     type Questions = Vec<Question>;
-    /// The median of what was asked with this memory.
+    /// The median of requests with this memory.
     fn middle(
         memory: Memory,
         (name, title, unit): (&str, &str, &str),
@@ -159,23 +159,23 @@ fn fill(questions: &Vec<Question>, series: &mut Series) {
     series.details.extend(questions.last().map(|last| blocks_table(&last.report)));
 }
 
-/// What the guest's memory was when it was asked.
+/// State of the guest's memory at a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Memory {
     Fresh,
     Used,
 }
 
-/// One question and its answer.
+/// A request and its answer.
 #[derive(Debug, Clone, PartialEq)]
 struct Question {
     memory: Memory,
     report: FreePagesReport,
-    /// What the guest's driver counted meanwhile.
+    /// Growth of the counters of the guest's driver.
     driver: Counters,
     /// The longest time under a lock in this answer.
     longest_lock_ns: Option<f64>,
-    /// What the guest's kernel counted as free right before.
+    /// Free memory according to the guest's kernel right before the request.
     free_bytes: Option<u64>,
 }
 
@@ -211,7 +211,7 @@ fn ask_all(
             testbed.run_program(record, command, sizes.program_mib)?;
         }
         for number in 1..=sizes.questions {
-            testbed.events().step(record.guest, format!("is asked for its free pages, {number}"));
+            testbed.events().step(record.guest, format!("names its free pages, {number}"));
             questions.push(ask(testbed, record.guest, memory, min_order)?);
         }
     }
@@ -232,7 +232,7 @@ fn ask(
         let what = format!("its answer ended as {:?}", report.status);
         return Err(LabError::unexpected(guest, what));
     }
-    // Unlike the other counters this one begins anew with each request.
+    // Unlike the other counters, this one restarts with each request.
     let longest_lock_ns = now.get("longest_lock_ns");
     Ok(Question { memory, report, driver: now.since(&before), longest_lock_ns, free_bytes })
 }
@@ -280,10 +280,12 @@ mod tests {
 
     fn question(memory: Memory, walk_ns: u64, bytes: u64) -> Question {
         let report = serde_json::json!({
-            "request_id": 1, "status": "done", "min_order": 0, "bytes": bytes, "blocks": 1, "ranges": 1,
-            "largest_range_bytes": bytes, "by_order": [{"order": 10, "block_bytes": 4 << 20, "blocks": 1, "bytes": 4 << 20}],
-            "poisoned_bytes": 0, "memory_bytes": 1 << 30, "free_memory_bytes": null, "free_memory_age_ms": null,
-            "coverage_percent": null, "messages": 2, "encodings": {"pfns": 0, "bitmaps": 0, "ranges": 2},
+            "request_id": 1, "status": "done", "min_order": 0, "bytes": bytes, "blocks": 1,
+            "ranges": 1, "largest_range_bytes": bytes,
+            "by_order": [{"order": 10, "block_bytes": 4 << 20, "blocks": 1, "bytes": 4 << 20}],
+            "poisoned_bytes": 0, "memory_bytes": 1 << 30, "free_memory_bytes": null,
+            "free_memory_age_ms": null, "coverage_percent": null, "messages": 2,
+            "encodings": {"pfns": 0, "bitmaps": 0, "ranges": 2},
             "message_bytes": 2048, "translate_ns": 500_000, "elapsed_us": 7500
         });
         Question {
@@ -320,11 +322,11 @@ mod tests {
     }
 
     #[test]
-    fn the_program_leaves_the_guest_room_to_live() {
+    fn the_program_leaves_memory_for_the_guest() {
         for scale in [Scale::Demo, Scale::Full] {
             let sizes = sizes(scale);
             assert!(sizes.program_mib + 192 <= sizes.guest.memory_mib);
-            assert!(sizes.guest.memory_mib + 512 < sizes.host.memory_mib, "no swap shall disturb");
+            assert!(sizes.guest.memory_mib + 512 < sizes.host.memory_mib, "the host must not swap");
         }
     }
 }

@@ -1,5 +1,5 @@
-//! How fast a guest can be made smaller and larger again, by how its driver names the pages of the
-//! balloon.
+//! Speed of inflating and deflating a guest's balloon, by the encoding of its pages in the driver's
+//! messages.
 //!
 //! A guest fills its balloon to seven eighths of its memory: idle, as in the patch series of 2016
 //! that proposed a bitmap (an idle guest of 8 GiB, 7 GiB in the balloon, 4126 ms with arrays of
@@ -26,8 +26,8 @@ mod rounds;
 /// The experiment.
 pub static INFLATE: Experiment = Experiment {
     name: "inflate",
-    summary: "How fast the balloon of a guest inflates to most of its memory and deflates again, by how the driver names its \
-              pages",
+    summary: "How fast the balloon of a guest inflates to most of its memory and deflates again, \
+              by how the driver names its pages",
     host: |scale, _| sizes(scale).host,
     parameters: |scale| parameters(&sizes(scale)),
     metrics: metrics::describe,
@@ -45,7 +45,7 @@ struct Sizes {
     guest: GuestSize,
     balloon_mib: u64,
     program_mib: u64,
-    /// How often the balloon is inflated while the guest is idle, and how often after the program.
+    /// Number of inflations while the guest is idle, and after the program.
     rounds: u32,
 }
 
@@ -174,16 +174,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_balloon_leaves_the_guest_room_to_live() {
+    fn the_balloon_leaves_memory_for_the_guest() {
         for scale in [Scale::Demo, Scale::Full] {
             let sizes = sizes(scale);
             assert!(sizes.balloon_mib + 256 <= sizes.guest.memory_mib);
-            assert!(sizes.guest.memory_mib + 512 < sizes.host.memory_mib, "no swap shall disturb");
+            assert!(sizes.guest.memory_mib + 512 < sizes.host.memory_mib, "the host must not swap");
         }
     }
 
     #[test]
-    fn only_the_standards_series_do_without_the_extension() {
+    fn only_the_standards_series_do_not_use_the_extension() {
         for plan in series() {
             let setup = plan.setup().unwrap();
             assert_eq!(!setup.extension, plan.name.starts_with(metrics::PFN), "{}", plan.name);

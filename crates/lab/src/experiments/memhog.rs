@@ -1,8 +1,8 @@
-//! What a guest's hunger for memory costs on a host that is too small for all guests at once.
+//! Time that memhog takes in guests on a host that is too small for all of them at once.
 //!
 //! The second use case of the page hinting series v10 for Linux (2019): three guests, `memhog` in
-//! one after the other. Without reporting the guests keep what they had, and the last one runs
-//! against the host's swap.
+//! one after the other. Without reporting the guests keep their memory, and the last one makes the
+//! host swap.
 
 use std::collections::BTreeMap;
 
@@ -21,7 +21,8 @@ use crate::report::results::{GuestRecord, Scale, Series};
 /// The experiment.
 pub static MEMHOG: Experiment = Experiment {
     name: "memhog",
-    summary: "How long memhog takes in each of three guests, one after the other, on a host too small for all three",
+    summary: "How long memhog takes in each of three guests, one after the other, on a host too \
+              small for all three",
     host: |scale, _| sizes(scale).host,
     parameters: |scale| parameters(&sizes(scale)),
     guests: |_| GUESTS,
@@ -41,8 +42,7 @@ struct Sizes {
     host: HostShape,
     #[serde(flatten)]
     guest: GuestSize,
-    /// What memhog takes: as much of the guest as is left beside its kernel. The guests have no
-    /// swap of their own.
+    /// Memory that memhog takes: as much as the guest's kernel leaves. The guests have no swap.
     memhog_mib: u64,
 }
 
@@ -90,10 +90,10 @@ fn series() -> Vec<SeriesPlan> {
     ]
 }
 
-/// What a series has found.
+/// Results of a series.
 #[derive(Debug, Default)]
 struct Found {
-    /// How long memhog took, by guest.
+    /// Time that memhog took, by guest.
     memhog_s: BTreeMap<u32, f64>,
     swap_used_mib: f64,
 }
@@ -128,7 +128,7 @@ fn run(testbed: &mut Testbed<'_>, series: &mut Series) -> Result<(), LabError> {
     measured
 }
 
-/// Runs memhog in one guest and waits for what comes back.
+/// Runs memhog in one guest and waits until its memory is returned.
 fn hog(
     testbed: &mut Testbed<'_>,
     series: &mut Series,
@@ -138,7 +138,7 @@ fn hog(
 ) -> Result<(), LabError> {
     let command = Command::Memhog { bytes: sizes.memhog_mib << 20 };
     let answer = testbed.run_program(record, command, sizes.memhog_mib)?;
-    // The host's clock: a guest that waits for its host's swap need not notice.
+    // By the host's clock: a guest may not see the time for which it waits for its host's swap.
     found.memhog_s.insert(record.guest, answer.waited.as_secs_f64());
     if let (1, Some(program)) = (record.guest, answer.result["program"].as_str()) {
         series.notes.push(format!("program: {program} {}m", sizes.memhog_mib));
@@ -154,8 +154,8 @@ mod tests {
     fn two_guests_fit_and_three_do_not() {
         for scale in [Scale::Demo, Scale::Full] {
             let sizes = sizes(scale);
-            // A guest occupies 100 MiB beside its program, and as much before it; the host needs
-            // something itself.
+            // A guest occupies 100 MiB in addition to its program, and as much before it; the host
+            // needs memory, too.
             let with_programs = |count: u64| count * sizes.memhog_mib + 3 * 100 + 256;
             assert!(
                 with_programs(2) < sizes.host.memory_mib

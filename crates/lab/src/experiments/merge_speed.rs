@@ -2,8 +2,9 @@
 //! same memory in one process.
 //!
 //! Neither guests nor KVM are needed. Memories of four shapes are merged by each side in turns.
-//! What was freed is counted by the page frames behind the memory (`/proc/self/pagemap`), so that
-//! no side's own counters are believed. Processor time is that of the thread that merges.
+//! Freed pages are counted by the page frames of the memory (`/proc/self/pagemap`), so that the
+//! result does not depend on either side's counters. Processor time is that of the thread that
+//! merges.
 
 use ebb_virtual_host::kernel::is_at_least;
 use serde::Serialize;
@@ -33,7 +34,8 @@ mod side;
 /// The experiment.
 pub static MERGE_SPEED: Experiment = Experiment {
     name: "merge-speed",
-    summary: "What merging of equal pages costs: in the process that owns the memory, and by the kernel's thread on the same memory",
+    summary: "What merging of equal pages costs: in the process that owns the memory, and by the \
+              kernel's thread on the same memory",
     host: |scale, _| host_shape(scale),
     parameters: |scale| {
         parameters(&Sizes {
@@ -55,9 +57,9 @@ pub static MERGE_SPEED: Experiment = Experiment {
             ),
             plan(
                 metrics::KSMD,
-                "KSM without rests, each page looked at in each pass (smart_scan 0)",
+                "KSM without sleeps, each page scanned in each pass (smart_scan 0)",
             ),
-            plan(metrics::KSMD_SMART, "KSM without rests, with smart_scan"),
+            plan(metrics::KSMD_SMART, "KSM without sleeps, with smart_scan"),
         ]
     },
     compare: metrics::compare,
@@ -105,11 +107,11 @@ fn side(name: &str) -> Result<Box<dyn Side>, LabError> {
         metrics::OWNER => Box::new(Owner::new()),
         metrics::KSMD => Box::new(Ksmd::join(SmartScan::Off)?),
         metrics::KSMD_SMART => Box::new(Ksmd::join(SmartScan::On)?),
-        other => return Err(LabError::Merging(format!("there is no '{other}'"))),
+        other => return Err(LabError::Merging(format!("no side is called '{other}'"))),
     })
 }
 
-/// Passes before the steady state, and passes of it. Smart scan looks at a page that it could not
+/// Passes before the steady state, and passes of it. Smart scan scans a page that it could not
 /// merge in each of the first passes, and in one of five after the eighth (mm/ksm.c, `skip_age`).
 fn steady_passes(name: &str) -> (u64, u64) {
     if name == metrics::KSMD_SMART { (12, 5) } else { (2, 2) }
@@ -125,7 +127,7 @@ fn machine_lacks() -> Option<String> {
         return Some("its kernel has no KSM".to_owned());
     }
     (!rustix::process::geteuid().is_root())
-        .then(|| "only root can set KSM and look at page frames".to_owned())
+        .then(|| "only root can configure KSM and read page frame numbers".to_owned())
 }
 
 fn run(machine: OnMachine<'_>, series: &mut [Series]) {
@@ -133,7 +135,7 @@ fn run(machine: OnMachine<'_>, series: &mut [Series]) {
     let mut found: Vec<Found> = series.iter().map(|_| Found::default()).collect();
     for turn in turns(amount.rounds) {
         for (series, found) in series.iter_mut().zip(&mut found) {
-            // One that has failed once is not tried again.
+            // A side that has failed once is not retried.
             if series.error.is_none() {
                 machine.events.step(0, format!("{}: {}", series.name, turn.describe()));
                 series.error =
@@ -146,12 +148,12 @@ fn run(machine: OnMachine<'_>, series: &mut [Series]) {
     }
 }
 
-/// One measurement that all sides make, one after another, on the same memory.
+/// A measurement of all sides, one after another, on the same memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Turn {
     shape: Shape,
     company: Company,
-    /// What the memory's content depends on.
+    /// Seed of the memory's content.
     seed: u64,
 }
 

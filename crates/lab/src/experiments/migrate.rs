@@ -1,10 +1,10 @@
-//! How long a guest takes to another host, and what of its memory goes over the link.
+//! Time of a guest's migration to another host, and the part of its memory that is sent.
 //!
 //! The hints of free pages were proposed with an idle guest of 8 GiB that moved over 10 Gbit/s in
 //! 0.5 s instead of 2 s, because its free pages were not sent (Li, "Fast (de)inflating & fast live
-//! migration", 2016). Here such a guest has used most of its memory and freed it again, is moved
-//! from one network namespace to the other over a link of a known rate, and the next time back.
-//! What it holds is checked after each migration.
+//! migration", 2016). Here such a guest uses most of its memory, frees it, and is moved from one
+//! network namespace to the other over a link of a known rate, and back the next time. The memory
+//! that it holds is checked after each migration.
 
 use serde::Serialize;
 
@@ -28,7 +28,8 @@ mod subject;
 /// The experiment.
 pub static MIGRATE: Experiment = Experiment {
     name: "migrate",
-    summary: "How long an idle guest that has used most of its memory takes to another host, and what of its memory is sent",
+    summary: "How long an idle guest that has used most of its memory takes to another host, and \
+              what of its memory is sent",
     host: |scale, _| sizes(scale).host,
     parameters: |scale| {
         let constants = [
@@ -62,19 +63,19 @@ const SLOW: Rate = Rate::Megabits(SLOW_MBIT_S);
 /// Sizes of one scale.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 struct Sizes {
-    /// Room for a guest at both ends.
+    /// Memory for a guest at both ends.
     #[serde(flatten)]
     host: HostShape,
     #[serde(flatten)]
     guest: GuestSize,
-    /// What the guest writes and frees before each migration.
+    /// Memory that the guest writes and frees before each migration.
     program_mib: u64,
-    /// What it keeps, to be checked.
+    /// Memory that it keeps, for checks.
     hold_mib: u64,
-    /// What it rewrites while it is moved under load, and for how long.
+    /// Memory that it rewrites during a migration under load, and the duration.
     working_set_mib: u64,
     load_s: u64,
-    /// How often it is moved idle over the fast link.
+    /// Number of migrations while idle over the fast link.
     repeats: u32,
 }
 
@@ -104,7 +105,7 @@ fn sizes(scale: Scale) -> Sizes {
 /// The series that the others are compared with.
 const ALL_PAGES: &str = "all-pages";
 
-/// A series: when it runs, its name, what it shows, how its guests are run and how they are moved.
+/// A series: when it runs, its name, its summary, its setup and its strategy.
 type Row = (Runs, &'static str, &'static str, Setup, Strategy);
 
 /// All series.
@@ -119,7 +120,12 @@ fn rows() -> [Row; 9] {
     let row = |name, summary, setup, strategy| (Runs::ByDefault, name, summary, setup, strategy);
     let named = |name, summary, setup, strategy| (Runs::WhenNamed, name, summary, setup, strategy);
     [
-        row(ALL_PAGES, "every page is sent, whatever is in it", quiet, ebb("off", "off", "off")),
+        row(
+            ALL_PAGES,
+            "every page is sent, regardless of its content",
+            quiet,
+            ebb("off", "off", "off"),
+        ),
         row("zero-skip", "pages that are all zero are not sent", quiet, ebb("on", "off", "off")),
         row(
             "hints",
@@ -129,13 +135,13 @@ fn rows() -> [Row; 9] {
         ),
         row(
             "unused-query",
-            "nor are pages that Ebb's driver answers to be unused",
+            "nor are pages that Ebb's driver reports as unused on request",
             Setup { driver: module, ..quiet },
             lean("query"),
         ),
         row(
             "reported",
-            "free pages were reported before, and the host does not hold them any more",
+            "free pages were reported before and are no longer populated",
             Setup::EBB,
             lean("off"),
         ),
@@ -143,7 +149,8 @@ fn rows() -> [Row; 9] {
         row("qemu-hints", "the same with free page hinting", qemu_hints, Strategy::Qemu),
         named(
             "hints-uncleared",
-            "as hints, in a guest that does not clear pages at their allocation, also those that it names",
+            "as hints, in a guest that does not clear pages at their allocation, also those that \
+             it names",
             Setup { clearing: false, ..quiet },
             lean("hints"),
         ),
@@ -176,20 +183,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn both_guests_and_what_they_do_fit() {
+    fn both_guests_and_their_programs_fit() {
         for scale in [Scale::Demo, Scale::Full] {
             let sizes = sizes(scale);
             assert!(sizes.hold_mib + sizes.program_mib + 192 <= sizes.guest.memory_mib);
             assert!(sizes.working_set_mib < sizes.program_mib);
             assert!(
                 2 * sizes.guest.memory_mib + 512 <= sizes.host.memory_mib,
-                "no swap shall disturb"
+                "the host must not swap"
             );
         }
     }
 
     #[test]
-    fn only_one_series_gives_its_memory_back_before() {
+    fn only_one_series_returns_its_memory_before() {
         for (_, name, _, setup, strategy) in rows() {
             assert_eq!(setup.reporting, name == "reported", "{name}");
             assert_eq!(setup.monitor == MonitorKind::Qemu, strategy == Strategy::Qemu, "{name}");

@@ -1,10 +1,11 @@
-//! Merging of equal pages on hosts with several NUMA nodes: what is saved, and how far guests are
+//! Merging of equal pages on hosts with several NUMA nodes: the saving, and the distance of guests
 //! from their merged pages.
 //!
 //! The patch "ksm: allow trees per NUMA node" (2013) measured the access times of guests that were
 //! pinned to the nodes of machines with 2, 4 and 8 of them, with pages merged across nodes and
-//! within each. Here the machines are virtual hosts, whose nodes are all equally far: where merged
-//! pages are is real and is looked at from outside, the times of remote memory are a model's.
+//! within each. Here the machines are virtual hosts, whose nodes are all equally far: the places of
+//! merged pages are real and examined from outside, but the times of remote memory come from a
+//! model.
 
 use std::time::Duration;
 
@@ -29,8 +30,8 @@ mod model;
 /// The experiment.
 pub static NUMA_MERGE: Experiment = Experiment {
     name: "numa-merge",
-    summary: "Guests pinned to the nodes of a host with 2, 4 and 8: what merging their equal pages across and within nodes saves, and how \
-              far they are from their merged pages",
+    summary: "Guests pinned to the nodes of a host with 2, 4 and 8: what merging their equal pages \
+              across and within nodes saves, and how far they are from their merged pages",
     host: |scale, name| host_shape(scale, case(name).1),
     parameters: |scale| {
         let largest = host_shape(scale, MOST_NODES);
@@ -61,7 +62,7 @@ struct Sizes {
     guest: GuestSize,
     /// Memory with the same content in all guests.
     same_mib: u64,
-    /// How often it is read.
+    /// Number of times that it is read.
     passes: u32,
 }
 
@@ -84,20 +85,19 @@ fn sizes(scale: Scale) -> Sizes {
 
 /// The most nodes of a host.
 const MOST_NODES: u32 = 8;
-/// Series with more are run when they are named.
+/// Series with more nodes run only when named.
 const MOST_BY_DEFAULT: u32 = 4;
 /// A host of two nodes would have too little for itself with nodes as small as the others'.
 const LEAST_HOST_MIB: u64 = 1536;
 /// Seed of the content that is the same in all guests.
 const PATTERN: u64 = 0x0eb5;
-/// Each page of it is twice in each guest, so that there is something to merge within a node as
-/// well.
+/// Each page of it occurs twice in each guest, so that pages can be merged within a node as well.
 const COPIES: u64 = 2;
-/// How fast pages are looked at: an emulated processor is slow.
+/// Pages scanned per second: an emulated processor is slow.
 const PAGES_PER_SECOND: u64 = 200_000;
-/// How often memory is read while merging goes on, in one guest.
+/// Number of times that memory is read during merging, in one guest.
 const MEANWHILE_PASSES: u32 = 3;
-/// Reading all of it once takes far less.
+/// Time limit; reading all of it once takes far less.
 const READ_LIMIT: Duration = Duration::from_secs(180);
 
 fn host_shape(scale: Scale, nodes: u32) -> HostShape {
@@ -112,7 +112,7 @@ fn host_shape(scale: Scale, nodes: u32) -> HostShape {
     }
 }
 
-/// All series, by name and what it shows; neighbours share a host.
+/// All series, by name and summary; neighbours share a host.
 const NAMES: [(&str, &str); 12] = [
     ("owner-across-2", "merged by the monitors across 2 nodes"),
     ("owner-apart-2", "merged by the monitors within each of 2 nodes"),
@@ -128,7 +128,7 @@ const NAMES: [(&str, &str); 12] = [
     ("kernel-apart-8", "the same with 8 nodes"),
 ];
 
-/// What the name of a series says: who merges, how, and on how many nodes.
+/// Parses the name of a series: how pages are merged, and the number of nodes.
 fn case(name: &str) -> (Merging, u32) {
     let nodes = if name.contains("-across-") { Nodes::Across } else { Nodes::Apart };
     let merging =
@@ -153,7 +153,7 @@ fn run(testbed: &mut Testbed<'_>, series: &mut Series) -> Result<(), LabError> {
     measured
 }
 
-/// Starts a guest on each node, gives all of them the same memory, lets it be merged, and looks.
+/// Starts a guest on each node, writes the same content to all of them, merges it, and measures.
 fn measure(
     testbed: &mut Testbed<'_>,
     sizes: Sizes,
@@ -189,19 +189,17 @@ fn measure(
     let settled = testbed.wait_for_merging(&guests)?;
     found.merge_s = Some(settled.elapsed_s);
     if !settled.quiet {
-        series
-            .notes
-            .push("pages were still merged when the lab did not wait any longer".to_owned());
+        series.notes.push("pages were still being merged when the lab stopped waiting".to_owned());
     }
     if let Some(guest) = guests.first() {
-        testbed.events().step(*guest, "reads its memory while merging goes on");
+        testbed.events().step(*guest, "reads its memory during merging");
         found.meanwhile_ns = Some(read(testbed, *guest, MEANWHILE_PASSES)?);
     }
     testbed.set_merging(&guests, None)?;
-    for (guest, told) in guests.iter().zip(&mut found.guests) {
+    for (guest, guest_found) in guests.iter().zip(&mut found.guests) {
         testbed.events().step(*guest, "reads its memory");
-        told.after_ns = Some(read(testbed, *guest, sizes.passes)?);
-        told.statistics = testbed.merge_info(*guest)?.statistics.unwrap_or_default();
+        guest_found.after_ns = Some(read(testbed, *guest, sizes.passes)?);
+        guest_found.statistics = testbed.merge_info(*guest)?.statistics.unwrap_or_default();
     }
     found.shared = Some(testbed.shared()?);
     found.freed_mib = Some(used_mib - testbed.usage()?.used_mib);
@@ -235,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_has_room_for_its_guest_and_for_the_host() {
+    fn a_node_has_memory_for_its_guest_and_for_the_host() {
         for scale in [Scale::Demo, Scale::Full] {
             let sizes = sizes(scale);
             assert!(sizes.guest.memory_mib + 128 < sizes.node_mib);

@@ -12,19 +12,19 @@ use crate::harness::target::Wanted;
 use crate::report::collection;
 use crate::report::progress::Progress;
 
-/// How an experiment of the list ended.
+/// Outcome of an experiment of the list.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Ending {
-    /// All of its series did.
+    /// All of its series succeeded.
     Done,
-    /// It, or a series of it, failed. What was found is in the folder.
+    /// It, or a series of it, failed. The results so far are in the folder.
     Failed(String),
-    /// This machine cannot run it, for this reason.
+    /// This machine cannot run it, with the reason.
     Skipped(String),
 }
 
 impl Ending {
-    /// In words.
+    /// Describes the outcome.
     pub fn describe(&self) -> String {
         match self {
             Self::Done => "done".to_owned(),
@@ -34,7 +34,7 @@ impl Ending {
     }
 }
 
-/// Runs the default series of experiments, each of which leaves `NAME.json` in the folder. One that
+/// Runs the default series of experiments, each of which writes `NAME.json` to the folder. One that
 /// fails does not stop the others.
 ///
 /// # Errors

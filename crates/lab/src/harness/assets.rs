@@ -1,4 +1,4 @@
-//! Finding, or making, the files that guests are made from.
+//! Finding or creating the files for guests.
 
 use std::env;
 use std::fs::{self, File};
@@ -16,7 +16,7 @@ use crate::harness::monitor::{Assets, Presence};
 /// Name of the peer's program.
 const QEMU: &str = "qemu-system-x86_64";
 
-/// Assets, and the directory they lie in if they were made for this run.
+/// Assets, and their directory if they were created for this run.
 #[derive(Debug)]
 pub struct FoundAssets {
     /// The files.
@@ -26,17 +26,18 @@ pub struct FoundAssets {
 }
 
 impl FoundAssets {
-    /// The files that the virtual host has in fixed places.
+    /// The files at fixed paths in the virtual host.
     ///
     /// # Errors
-    /// [`LabError::MissingFile`] when one of them is not there.
+    /// [`LabError::MissingFile`] when one of them is missing.
     pub fn in_virtual_host() -> Result<Self, LabError> {
         let present = |what, path: &str| {
             let path = PathBuf::from(path);
             if path.is_file() {
                 return Ok(path);
             }
-            let remedy = "the virtual host has it when ebb-lab has ebb and ebb-agent beside it";
+            let remedy = "the virtual host has it if ebb and ebb-agent are in the directory of \
+                          ebb-lab";
             Err(LabError::MissingFile { what, path, remedy })
         };
         let elf = PathBuf::from("/ebb/vmlinux");
@@ -46,13 +47,13 @@ impl FoundAssets {
             bzimage: present("the guest's kernel", "/ebb/vmlinuz")?,
             elf: elf.is_file().then_some(elf),
             initrd: present("the guest's initramfs", "/ebb/guest.cpio")?,
-            // The run outside has left out what needs it if it is not.
+            // The outer run omits series that need it if it is missing.
             module: Presence::Present,
         };
         Ok(Self { assets, _directory: None })
     }
 
-    /// The machine's own kernel package, and an initramfs made for this run.
+    /// The machine's own kernel package, and an initramfs created for this run.
     ///
     /// # Errors
     /// [`LabError::VirtualHost`] when there is no kernel or its modules, [`LabError::MissingFile`]
@@ -62,7 +63,8 @@ impl FoundAssets {
         let agent = programs::find_agent(None).ok_or_else(|| LabError::MissingFile {
             what: "the guest agent",
             path: PathBuf::from("ebb-agent"),
-            remedy: "build it (cargo build -p ebb-agent) so that it lies beside ebb-lab, or name it in EBB_AGENT",
+            remedy: "build it (cargo build -p ebb-agent) into the directory of ebb-lab, or name it \
+                     in EBB_AGENT",
         })?;
         let directory = tempfile::tempdir().map_err(LabError::of_file(env::temp_dir()))?;
         let elf = directory.path().join("vmlinux");
@@ -77,7 +79,8 @@ impl FoundAssets {
         let ebb = programs::find_monitor(None).ok_or_else(|| LabError::MissingFile {
             what: "the monitor",
             path: PathBuf::from("ebb"),
-            remedy: "build it (cargo build -p ebb) so that it lies beside ebb-lab, or name it in EBB_MONITOR",
+            remedy: "build it (cargo build -p ebb) into the directory of ebb-lab, or name it in \
+                     EBB_MONITOR",
         })?;
         let assets = Assets {
             ebb,
@@ -95,7 +98,7 @@ fn presence(is_there: bool) -> Presence {
     if is_there { Presence::Present } else { Presence::Absent }
 }
 
-/// The module `ebb_balloon` for the guests' kernel: it is in their image where it was built.
+/// Whether the module `ebb_balloon` was built for the guests' kernel, and so is in their image.
 ///
 /// # Errors
 /// [`LabError::VirtualHost`] when there is no kernel.
@@ -109,8 +112,8 @@ fn find_program(name: &str) -> Option<PathBuf> {
     env::split_paths(&path).map(|directory| directory.join(name)).find(|program| program.is_file())
 }
 
-/// Debian's memhog, if it is needed and this machine has it: the agent's own does the same where it
-/// is missing.
+/// Debian's memhog, if it is needed and this machine has it; otherwise the agent's own does the
+/// same.
 pub fn memhog_here(needs: Needs) -> Inclusion {
     let is_here = needs.memhog && Path::new(guest_image::MEMHOG).is_file();
     if is_here { Inclusion::Included } else { Inclusion::Excluded }

@@ -13,9 +13,9 @@ use crate::harness::counters::Counters;
 use crate::harness::monitor::MonitorKind;
 use crate::harness::qmp::{Qmp, QmpError};
 
-/// How long a monitor may take to answer.
+/// Time limit for a monitor's answer.
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);
-/// How long a guest may take to name its free pages.
+/// Time limit for a guest's report of its free pages.
 const FREE_PAGES_LIMIT_MS: u64 = 20_000;
 const MIB: u64 = 1 << 20;
 
@@ -28,26 +28,26 @@ pub enum BalloonError {
     /// QEMU's machine protocol.
     #[error(transparent)]
     Qemu(#[from] QmpError),
-    /// The monitor has no such thing.
-    #[error("only Ebb can do that: {0}")]
+    /// The monitor does not support the operation.
+    #[error("only Ebb supports this: {0}")]
     OnlyEbb(&'static str),
 }
 
-/// A way to one guest's balloon.
+/// Connection to a guest's balloon.
 #[derive(Debug)]
 pub enum Balloon {
     /// Through Ebb's API.
     Ebb(Client),
-    /// Through QEMU's machine protocol, for a guest of so many MiB.
+    /// Through QEMU's machine protocol, for a guest of this size in MiB.
     Qemu(Box<Qmp>, u64),
 }
 
-/// A place for a monitor's control socket, in a directory of its own.
+/// Path for a monitor's control socket, in a separate directory.
 #[derive(Debug)]
 pub struct ControlSocket(tempfile::TempDir);
 
 impl ControlSocket {
-    /// Makes the directory.
+    /// Creates the directory.
     ///
     /// # Errors
     /// [`LabError::SystemFile`].
@@ -55,20 +55,20 @@ impl ControlSocket {
         tempfile::tempdir().map(Self).map_err(LabError::of_file(std::env::temp_dir()))
     }
 
-    /// Where the monitor shall listen.
+    /// Path for the monitor to listen at.
     pub fn path(&self) -> PathBuf {
         self.0.path().join("control")
     }
 }
 
-/// The way to one guest's monitor.
+/// Connection to a guest's monitor.
 #[derive(Debug)]
 pub struct Control {
     /// Number of the guest.
     pub guest: u32,
     /// Its balloon.
     pub balloon: Balloon,
-    /// Goes with it.
+    /// Removed with the connection.
     _socket: ControlSocket,
 }
 
@@ -92,7 +92,7 @@ impl Control {
 }
 
 impl Balloon {
-    /// Opens the way that a monitor offers at `socket`, for a guest of `guest_mib`.
+    /// Connects to the monitor at `socket`, for a guest of `guest_mib`.
     ///
     /// # Errors
     /// [`BalloonError`].
@@ -103,7 +103,7 @@ impl Balloon {
         })
     }
 
-    /// Asks the guest for a balloon of this size; it gets there by and by.
+    /// Sets the balloon's target; the guest follows at its own pace.
     ///
     /// # Errors
     /// [`BalloonError`].
@@ -114,14 +114,14 @@ impl Balloon {
                 client.put_json::<Value>("/balloon", &body).map(drop).map_err(BalloonError::Api)
             }
             Self::Qemu(qmp, guest_mib) => {
-                // QEMU counts what is left to the guest.
+                // QEMU's value is the memory left to the guest.
                 let left = guest_mib.saturating_sub(target_mib) * MIB;
                 Ok(qmp.call("balloon", &json!({ "value": left })).map(drop)?)
             }
         }
     }
 
-    /// Ebb's API, for what only it can do.
+    /// Ebb's API, for operations that QEMU does not support.
     fn api(&self, what: &'static str) -> Result<&Client, BalloonError> {
         match self {
             Self::Ebb(client) => Ok(client),
@@ -129,7 +129,7 @@ impl Balloon {
         }
     }
 
-    /// Gives back what is all zero, as a whole.
+    /// Trims all zero pages of the guest.
     ///
     /// # Errors
     /// [`BalloonError`]; QEMU has no such thing.
@@ -157,7 +157,7 @@ impl Balloon {
         }
     }
 
-    /// Asks the guest for its free blocks of at least this order.
+    /// Requests the guest's free blocks of at least this order.
     ///
     /// # Errors
     /// [`BalloonError`]; QEMU has no such thing.
@@ -167,7 +167,7 @@ impl Balloon {
         client.put_json("/balloon/free-pages", &body).map_err(BalloonError::Api)
     }
 
-    /// What the monitor says of the merging of the guest's pages.
+    /// The monitor's report on the merging of the guest's pages.
     ///
     /// # Errors
     /// [`BalloonError`]; QEMU has no such thing.
@@ -185,7 +185,7 @@ impl Balloon {
         client.put_json("/merge", change).map_err(BalloonError::Api)
     }
 
-    /// Size that the guest says its balloon has, MiB.
+    /// Size of the balloon according to the guest, MiB.
     ///
     /// # Errors
     /// [`BalloonError`].
@@ -214,7 +214,7 @@ mod tests {
     use crate::harness::qmp::tests::peer;
 
     #[test]
-    fn qemu_is_told_what_is_left_and_tells_what_is_left() {
+    fn qemu_takes_and_reports_the_memory_left_to_the_guest() {
         let directory = tempfile::tempdir().unwrap();
         let socket = directory.path().join("qmp");
         let peer = peer(
@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_that_is_not_there_is_named() {
+    fn a_missing_socket_is_named() {
         let error = Balloon::open(MonitorKind::Qemu, Path::new("/no/such/socket"), 1).unwrap_err();
         assert!(error.to_string().contains("/no/such/socket"));
         let mut ebb = Balloon::open(MonitorKind::Ebb, Path::new("/no/such/socket"), 1).unwrap();

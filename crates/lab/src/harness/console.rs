@@ -5,9 +5,9 @@ use std::io::{self, BufRead};
 
 use ebb_agent::protocol::{Event, RECORD_SEPARATOR};
 
-/// The longest line that is kept; a guest may send as much as it likes without an end of line.
+/// The longest line that is kept; a guest may send any number of bytes without an end of line.
 const LONGEST_LINE_BYTES: usize = 1 << 20;
-/// Lines kept, and those of them that explain a failure.
+/// Number of lines to keep, and of those to show with a failure.
 const KEPT_LINES: usize = 200;
 const SHOWN_LINES: usize = 12;
 
@@ -16,11 +16,11 @@ const SHOWN_LINES: usize = 12;
 pub enum Line {
     /// An event of the agent.
     Event(Box<Event>),
-    /// Anything else, damaged events too.
+    /// Any other line, including damaged events.
     Text(String),
 }
 
-/// Sorts a line without its end.
+/// Classifies a line without its end.
 fn classify(line: &[u8]) -> Line {
     match Event::from_line(line) {
         Some(event) => Line::Event(Box::new(event)),
@@ -28,9 +28,8 @@ fn classify(line: &[u8]) -> Line {
     }
 }
 
-/// Reads the next line; `None` at the end. What is longer than the limit is cut into several.
-/// `marked` is called as soon as the mark of an event has arrived, which may be long before its
-/// end.
+/// Reads the next line; `None` at the end. Lines beyond the limit are split. `marked` is called as
+/// soon as the mark of an event has arrived, which may be long before its end.
 ///
 /// # Errors
 /// Those of the reader.
@@ -60,7 +59,7 @@ pub fn read_line(reader: &mut impl BufRead, marked: &mut impl FnMut()) -> io::Re
 pub struct Tail(VecDeque<String>);
 
 impl Tail {
-    /// Takes a line; the oldest one goes when there are too many. Empty lines say nothing.
+    /// Adds a line, and drops the oldest one if there are too many. Empty lines are ignored.
     pub fn push(&mut self, line: String) {
         if line.is_empty() {
             return;
@@ -76,7 +75,7 @@ impl Tail {
         self.0.iter().map(String::as_str)
     }
 
-    /// The last few lines under a heading, each on a line of its own; nothing when there are none.
+    /// The last few lines under a heading, each on a separate line; empty without any.
     pub fn show(&self, heading: &str) -> String {
         if self.0.is_empty() {
             return String::new();
@@ -99,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn events_are_told_from_text() {
+    fn events_are_distinguished_from_text() {
         let event = Event::Started { id: 7 };
         let mut bytes = b"[0.1] Linux\r\n[0.2] half a line".to_vec();
         bytes.extend(event.to_line().unwrap());
@@ -162,9 +161,11 @@ mod tests {
             texts in prop::collection::vec("[a-z\u{1e}]{1,30}", 0..20),
             capacity in 1..40_usize,
         ) {
-            let bytes: Vec<u8> = texts.iter().flat_map(|text| [text.as_bytes(), b"\n"].concat()).collect();
+            let bytes: Vec<u8> =
+                texts.iter().flat_map(|text| [text.as_bytes(), b"\n"].concat()).collect();
             let mut reader = io::BufReader::with_capacity(capacity, bytes.as_slice());
-            let read: Vec<Line> = std::iter::from_fn(|| read_line(&mut reader, &mut || {}).unwrap()).collect();
+            let read: Vec<Line> =
+                std::iter::from_fn(|| read_line(&mut reader, &mut || {}).unwrap()).collect();
             let expected: Vec<Line> = texts.iter().map(|text| classify(text.as_bytes())).collect();
             prop_assert_eq!(read, expected);
         }

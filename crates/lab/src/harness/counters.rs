@@ -2,13 +2,13 @@
 
 use std::collections::BTreeMap;
 
-/// Counters at one moment, or what they grew by between two.
+/// Counters at one time, or their growth between two times.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Counters(BTreeMap<String, f64>);
 
 impl Counters {
-    /// Reads lines of a name and a value, as `/sys/kernel/debug/ebb_balloon/counters` has them;
-    /// what is no such line is left out.
+    /// Reads lines of a name and a value, as in `/sys/kernel/debug/ebb_balloon/counters`; other
+    /// lines are ignored.
     pub fn of_driver(text: &str) -> Self {
         Self(text.lines().filter_map(|line| split(line.trim())).collect())
     }
@@ -30,7 +30,7 @@ impl Counters {
         )
     }
 
-    /// One counter; `None` if there is none of this name.
+    /// The counter with this name, if any.
     pub fn get(&self, name: &str) -> Option<f64> {
         self.0.get(name).copied()
     }
@@ -40,7 +40,7 @@ impl Counters {
         self.0.iter().map(|(name, value)| (name.as_str(), *value))
     }
 
-    /// What each counter grew by since `earlier`.
+    /// Growth of each counter since `earlier`.
     #[must_use]
     pub fn since(&self, earlier: &Self) -> Self {
         let grown = |(name, value): (&String, &f64)| {
@@ -60,7 +60,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_drivers_lines_are_read_and_others_left_out() {
+    fn a_drivers_lines_are_read_and_others_ignored() {
         let counters = Counters::of_driver("tracker bitmap\ncaptured 12\nallocate_ns   3400\n\n");
         assert_eq!(
             counters.iter().collect::<Vec<_>>(),
@@ -80,14 +80,14 @@ mod tests {
     }
 
     #[test]
-    fn growth_is_by_name_and_new_counters_began_at_nothing() {
+    fn growth_is_by_name_and_new_counters_start_at_zero() {
         let earlier = Counters::of_driver("messages 2\n");
         let grown = Counters::of_driver("messages 5\nrequests 1\n").since(&earlier);
         assert_eq!(grown.iter().collect::<Vec<_>>(), [("messages", 3.0), ("requests", 1.0)]);
     }
 
     #[test]
-    fn what_the_monitor_writes_can_be_read() {
+    fn the_monitors_output_can_be_read() {
         use ebb_vmm::api::prometheus;
         let text = prometheus::render(&ebb_vmm::api::Metrics {
             balloon: Some(ebb_vmm::api::BalloonMetrics {

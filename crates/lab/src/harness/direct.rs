@@ -1,4 +1,4 @@
-//! Running the series of an experiment on the host, or the machine, that this process is on.
+//! Running the series of an experiment on the host, or the machine, of this process.
 
 use crate::LabError;
 use crate::error::Missing;
@@ -10,7 +10,7 @@ use crate::harness::testbed::Testbed;
 use crate::report::event::{Event, Events};
 use crate::report::results::{MemoryLimit, Place, Series};
 
-/// Which series, and how they were chosen.
+/// The series to run, and how they were chosen.
 #[derive(Debug, Clone)]
 pub struct Selection {
     /// The series, in order.
@@ -22,9 +22,9 @@ pub struct Selection {
 /// How series were chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Chosen {
-    /// The experiment's default: what cannot run here is left out.
+    /// The experiment's default: series that cannot run here are left out.
     ByDefault,
-    /// By their names: what cannot run here is an error.
+    /// By their names: a series that cannot run here is an error.
     ByName,
 }
 
@@ -35,11 +35,11 @@ impl Selection {
         (machine, Self { plans: guests, chosen: self.chosen })
     }
 
-    /// Leaves out, or refuses, what needs something that is not here; the reasons for what is left
-    /// out.
+    /// Leaves out, or refuses, series whose requirements are not met here; returns the reasons for
+    /// those left out.
     ///
     /// # Errors
-    /// [`LabError::Missing`] for a series that was asked for by its name, or when nothing is left.
+    /// [`LabError::Missing`] for a series that was requested by its name, or when none is left.
     pub fn keep_possible(
         &mut self,
         missing: impl Fn(&Setup) -> Option<Missing>,
@@ -65,14 +65,14 @@ impl Selection {
     }
 }
 
-/// Runs the series with guests one after another and reports what happens.
+/// Runs the series with guests one after another and reports the events.
 ///
 /// All series share the host. Between them all guests are killed, swap is emptied, caches are
-/// dropped and free memory is compacted, so that each finds the host as the first one did. A series
-/// that fails is reported with its error; the others run all the same.
+/// dropped and free memory is compacted, so that the host is the same for each. A series that fails
+/// is reported with its error; the others still run.
 ///
 /// # Errors
-/// What concerns the host and so every series.
+/// Errors of the host, which affect every series.
 pub fn run_guests(
     experiment: &Experiment,
     size: RunSize,
@@ -125,10 +125,10 @@ pub fn run_guests(
 }
 
 /// Runs the series that are about the machine itself; others are left out. A series that fails is
-/// reported with its error; the others run all the same.
+/// reported with its error; the others still run.
 ///
 /// # Errors
-/// What concerns the machine and so every series.
+/// Errors of the machine, which affect every series.
 pub fn run_on_machine(
     experiment: &Experiment,
     size: RunSize,
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn a_series_asked_for_by_name_is_refused_with_its_reason() {
+    fn a_series_requested_by_name_is_refused_with_its_reason() {
         let mut chosen = selection(&["vmlinux-pvh"], Chosen::ByName);
         assert!(matches!(
             chosen.keep_possible(|setup| bare().missing(setup)),
@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_left_is_an_error() {
+    fn an_empty_selection_is_an_error() {
         let mut chosen = selection(&["qemu-reporting"], Chosen::ByDefault);
         assert!(chosen.keep_possible(|setup| bare().missing(setup)).is_err());
     }

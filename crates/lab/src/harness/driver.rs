@@ -14,11 +14,11 @@ pub enum Driver {
 /// Settings of the module; its parameters on the guest's kernel command line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Module {
-    /// How free pages are found and told to the host.
+    /// How free pages are found and reported to the host.
     pub tracker: Tracker,
     /// How pages of the balloon are named.
     pub encoding: Encoding,
-    /// In what blocks the balloon takes memory.
+    /// Size of the blocks that the balloon allocates.
     pub blocks: Blocks,
 }
 
@@ -33,7 +33,7 @@ impl Module {
 pub enum Tracker {
     /// Not at all.
     Off,
-    /// An array for each CPU of what was freed on it, as in the page hinting patches v8 (2019).
+    /// An array for each CPU of the pages freed on it, as in the page hinting patches v8 (2019).
     Percpu,
     /// A bitmap for each zone of the blocks that were freed, as in the page hinting patches v10
     /// (2019).
@@ -54,14 +54,14 @@ impl Tracker {
     }
 }
 
-/// How the module names the pages that go into the balloon or out of it.
+/// How the module encodes the pages that it inflates and deflates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Encoding {
-    /// By whatever is shortest and was negotiated.
+    /// The shortest negotiated encoding.
     Auto,
-    /// By a bitmap with a start.
+    /// A bitmap with a start.
     Bitmap,
-    /// By ranges.
+    /// Ranges.
     Ranges,
 }
 
@@ -75,10 +75,10 @@ impl Encoding {
     }
 }
 
-/// In what blocks the module takes memory for the balloon.
+/// Size of the blocks that the module allocates for the balloon.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Blocks {
-    /// The largest that are free first.
+    /// The largest free blocks first.
     Largest,
     /// Single pages of 4 KiB, as the stock driver.
     SinglePages,
@@ -90,7 +90,7 @@ impl Driver {
         Self::Module(Module { tracker, ..Module::DEFAULT })
     }
 
-    /// What the guest's agent calls it.
+    /// The agent's value for it.
     pub fn in_guest(self) -> BalloonDriver {
         match self {
             Self::Stock => BalloonDriver::VirtioBalloon,
@@ -98,7 +98,7 @@ impl Driver {
         }
     }
 
-    /// The words that choose the driver on the guest's kernel command line.
+    /// Arguments for the guest's kernel that choose the driver.
     pub(crate) fn kernel_arguments(self) -> Option<String> {
         let Self::Module(Module { tracker, encoding, blocks }) = self else { return None };
         let encoding = match encoding {
@@ -110,7 +110,7 @@ impl Driver {
         Some(format!("ebb.balloon=ebb_balloon ebb_balloon.tracker={tracker}{encoding}{blocks}"))
     }
 
-    /// In words, for a document.
+    /// Description for a document.
     pub(crate) fn describe(self) -> Option<String> {
         let Self::Module(Module { tracker, encoding, blocks }) = self else { return None };
         let encoding = match encoding {
@@ -128,12 +128,12 @@ mod tests {
     use ebb_agent::command_line::CommandLine;
 
     #[test]
-    fn the_stock_driver_needs_no_words() {
+    fn the_stock_driver_needs_no_arguments() {
         assert_eq!((Driver::Stock.kernel_arguments(), Driver::Stock.describe()), (None, None));
     }
 
     #[test]
-    fn each_setting_of_the_module_is_a_word() {
+    fn each_setting_of_the_module_is_an_argument() {
         assert_eq!(
             Driver::Module(Module::DEFAULT).kernel_arguments().unwrap(),
             "ebb.balloon=ebb_balloon ebb_balloon.tracker=reporting"

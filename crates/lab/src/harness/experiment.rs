@@ -1,4 +1,4 @@
-//! What an experiment is: data, and functions that run its series.
+//! Definition of an experiment: data, and functions that run its series.
 
 use std::collections::BTreeMap;
 
@@ -11,34 +11,34 @@ use crate::harness::testbed::Testbed;
 use crate::report::event::Events;
 use crate::report::results::{MetricInfo, Place, Scale, Series};
 
-/// An experiment: series that do the same work on a host of one shape, and what is measured.
+/// An experiment: series that do the same work on a host of one shape, and their metrics.
 #[derive(Debug)]
 pub struct Experiment {
     /// Name for the command line and documents.
     pub name: &'static str,
-    /// What it does and measures, in a sentence.
+    /// Summary in a sentence.
     pub summary: &'static str,
     /// The host that the series of this name needs. Neighbours in the list of series with the same
     /// host share one.
     pub host: fn(Scale, &str) -> HostShape,
     /// Its sizes by name with unit, for the document.
     pub parameters: fn(Scale) -> Parameters,
-    /// How many guests a series may come to, for the progress bar.
+    /// Maximum number of guests of a series, for the progress bar.
     pub guests: fn(Scale) -> u32,
-    /// What it needs beside KVM.
+    /// Requirements in addition to KVM.
     pub needs: Needs,
     /// Why its series about the machine cannot run on this one; then they run in the virtual host.
     pub machine_lacks: fn() -> Option<String>,
-    /// What it measures, in the order of a table.
+    /// Its metrics, in the order of a table.
     pub metrics: fn() -> Vec<MetricInfo>,
-    /// The series it offers.
+    /// Its series.
     pub series: fn() -> Vec<SeriesPlan>,
-    /// Says of each series how it compares with the others, when all are over.
+    /// Compares each series with the others, when all have ended.
     pub compare: fn(&mut [Series]),
 }
 
 impl Experiment {
-    /// What most experiments have in common: a guest in a series, and nothing special.
+    /// Defaults of most experiments: one guest in a series, and no special requirements.
     pub const DEFAULT: Self = Self {
         name: "",
         summary: "",
@@ -56,7 +56,7 @@ impl Experiment {
     /// ones.
     ///
     /// # Errors
-    /// [`LabError::UnknownSeries`] and [`LabError::NoSeries`] with the names there are.
+    /// [`LabError::UnknownSeries`] and [`LabError::NoSeries`] with the available names.
     pub fn choose(&self, names: Option<&[String]>) -> Result<Vec<SeriesPlan>, LabError> {
         let plans = (self.series)();
         let Some(names) = names else {
@@ -89,49 +89,49 @@ pub fn parameters(sizes: &impl Serialize) -> Parameters {
     serde_json::to_value(sizes).map(numbers).unwrap_or_default()
 }
 
-/// What an experiment needs beside KVM.
+/// An experiment's requirements in addition to KVM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Needs {
     /// The real `memhog` in the guests' image, where this machine has it.
     pub memhog: bool,
-    /// The programs that set up network links; without them it cannot run.
+    /// Whether it needs the programs that set up network links.
     pub network: bool,
     /// A kernel under the monitors with which they can merge their guests' pages: Linux 6.8. A
-    /// virtual host gets the newest there is.
+    /// virtual host gets the newest available one.
     pub merging: bool,
 }
 
 /// When a series runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Runs {
-    /// Always, unless others are asked for.
+    /// By default, unless others are named.
     ByDefault,
     /// Only when its name is given to `--series`.
     WhenNamed,
 }
 
-/// What a series about the machine has at hand.
+/// Environment of a series about the machine.
 #[derive(Debug, Clone, Copy)]
 pub struct OnMachine<'a> {
     /// The size of the run.
     pub size: RunSize,
     /// The machine: the one the run was started on, or the virtual host.
     pub place: Place,
-    /// Where to report what goes on.
+    /// Receiver of the events.
     pub events: &'a Events,
 }
 
-/// How a series is run. What a function leaves in its series is kept when it fails.
+/// How a series is run. Results that a function has added to its series are kept if it fails.
 #[derive(Debug, Clone, Copy)]
 pub enum Run {
-    /// With guests of its own that are run like this, on a host that is as if it were fresh.
+    /// With its own guests, run with this setup on a reset host.
     Guests(Setup, fn(&mut Testbed<'_>, &mut Series) -> Result<(), LabError>),
     /// In the same guests as all others of this kind, to be compared within a guest.
     SameGuests(Setup, fn(&mut Testbed<'_>, &mut [Series]) -> Result<(), LabError>),
     /// On the machine itself, or as a calculation: without guests of the lab.
     Machine(fn(OnMachine<'_>, &mut Series) -> Result<(), LabError>),
-    /// The same, in turns with all others of this kind, since a machine changes from minute to
-    /// minute; one that fails gets its error.
+    /// The same, in turns with all others of this kind, because a machine's speed varies over time;
+    /// a series that fails gets its error.
     MachineInTurns(fn(OnMachine<'_>, &mut [Series])),
 }
 
@@ -140,7 +140,7 @@ pub enum Run {
 pub struct SeriesPlan {
     /// Name for `--series` and for documents.
     pub name: &'static str,
-    /// What it shows, in a few words.
+    /// Short summary.
     pub summary: &'static str,
     /// When it runs.
     pub runs: Runs,

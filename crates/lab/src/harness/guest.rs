@@ -1,4 +1,4 @@
-//! A running guest of a series: what it is asked, and what it answers.
+//! A running guest of a series: its commands and answers.
 
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command as Program, ExitStatus};
@@ -11,12 +11,12 @@ use crate::LabError;
 use crate::error::GuestProblem;
 use crate::harness::guest_process::{GuestProcess, NotSaid, Said, Sending};
 
-/// How often a waiting caller is asked to look around.
+/// Interval at which a waiting caller is called back.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
-/// How long a monitor that has closed its console may take to end.
+/// Time limit for the end of a monitor that has closed its console.
 const END_LIMIT: Duration = Duration::from_secs(5);
 
-/// A guest; killed with its monitor when dropped, and when this process ends in whatever way.
+/// A guest; killed with its monitor when dropped, and when this process ends in any way.
 #[derive(Debug)]
 pub struct Guest {
     number: u32,
@@ -25,22 +25,22 @@ pub struct Guest {
     next_id: u64,
 }
 
-/// What a command came to.
+/// Result of a command.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Answer {
     /// Right before the end of the command's line was sent: the guest did not do it earlier.
     pub sent: Instant,
-    /// When the first byte of the answer came: the guest did not do it later.
+    /// When the first byte of the answer arrived: the guest did not do it later.
     pub answered: Instant,
     /// Time it took by the guest's clock.
     pub elapsed: Duration,
     /// Time from sending the command to its answer by the host's clock.
     pub waited: Duration,
-    /// What the agent found.
+    /// The agent's result.
     pub result: serde_json::Value,
 }
 
-/// A command that was begun.
+/// A started command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Begun {
     id: u64,
@@ -66,8 +66,8 @@ impl Guest {
         Ok(Self { number, process, started, next_id: 1 })
     }
 
-    /// The guest of `earlier` in another monitor: its agent goes on with the commands' numbers, and
-    /// with those that were begun.
+    /// Takes over the state of `earlier`, the same guest in another monitor: the commands' numbers
+    /// continue, and started commands stay valid.
     pub fn goes_on_from(&mut self, earlier: &mut Self) {
         self.next_id = earlier.next_id;
         // A command may have ended before the guest was moved.
@@ -91,7 +91,7 @@ impl Guest {
         self.process.pid()
     }
 
-    /// Waits for the agent's first event; the time from the start of the monitor until then.
+    /// Waits for the agent's first event; returns the time since the start of the monitor.
     ///
     /// # Errors
     /// [`LabError::Guest`] when the monitor ends first, or the limit passes.
@@ -102,10 +102,10 @@ impl Guest {
         Ok(at - self.started)
     }
 
-    /// Makes sure that the guest has this balloon driver.
+    /// Checks that the guest has this balloon driver.
     ///
     /// # Errors
-    /// [`LabError::Guest`] with what its agent said when it was ready.
+    /// [`LabError::Guest`] with the agent's message when it was ready.
     pub fn require_driver(&self, wanted: BalloonDriver) -> Result<(), LabError> {
         let said = self.process.transcript().lock();
         let (loaded, warnings) = match said.starts().next().map(|arrival| &arrival.event) {
@@ -116,11 +116,11 @@ impl Guest {
             _ => ("nothing yet", String::new()),
         };
         drop(said);
-        let text = format!("it should have {}, and has {loaded} ({warnings})", wanted.name());
+        let text = format!("expected driver {}, found {loaded} ({warnings})", wanted.name());
         Err(self.failed(GuestProblem::Protocol(text)))
     }
 
-    /// Sends a command and waits for its end; `look` is called a few times a second meanwhile.
+    /// Sends a command and waits for its end; `look` is called a few times per second meanwhile.
     ///
     /// # Errors
     /// [`LabError::Guest`] when the command fails, the monitor ends, or the limit passes.
@@ -148,8 +148,8 @@ impl Guest {
         self.await_end(begun, begun.sent + limit, limit, look)
     }
 
-    /// Begins a command that is waited for later, by [`Self::finish`]; other commands may come in
-    /// between.
+    /// Starts a command whose end is awaited later, by [`Self::finish`]; other commands may be sent
+    /// in between.
     ///
     /// # Errors
     /// [`LabError::Guest`] when the command cannot be sent.
@@ -157,7 +157,7 @@ impl Guest {
         self.send(command, Sending::AtOnce)
     }
 
-    /// Waits for the end of a command that was begun.
+    /// Waits for the end of a started command.
     ///
     /// # Errors
     /// As [`Self::command`]; the limit counts from now.
@@ -174,7 +174,7 @@ impl Guest {
     ) -> Result<Answer, LabError> {
         let end = |said: &Said| {
             let Some((arrival, outcome)) = said.end_of(id) else {
-                // A second start means that the guest has forgotten the command.
+                // After a second start the guest no longer has the command.
                 let restarted = said.starts().nth(1).is_some();
                 let problem = GuestProblem::Protocol("the guest restarted".to_owned());
                 return restarted.then_some(Err(problem));
@@ -200,7 +200,7 @@ impl Guest {
         Some(self.failed(GuestProblem::EndedIdle(describe(status))))
     }
 
-    /// Sends the signal that no process survives, and does not wait.
+    /// Sends SIGKILL and does not wait.
     pub fn kill(&mut self) {
         self.process.kill();
     }
@@ -211,8 +211,8 @@ impl Guest {
         self.next_id += 1;
         match self.process.send(&Request { id, command }, sending) {
             Ok(sent) => Ok(Begun { id, sent }),
-            // A console that is not read any more: how the monitor ended says more than the broken
-            // pipe.
+            // The console is no longer read: the monitor's exit status explains more than the
+            // broken pipe.
             Err(error) => Err(match self.process.wait_end(END_LIMIT) {
                 Some(status) => {
                     self.failed(GuestProblem::Ended(describe(status), "the next command"))
@@ -222,7 +222,7 @@ impl Guest {
         }
     }
 
-    /// Waits until `find` finds something in what the guest has said.
+    /// Waits until `find` finds something in the guest's output.
     fn wait<T>(
         &mut self,
         what: &'static str,
@@ -264,7 +264,7 @@ impl Guest {
     }
 }
 
-/// An exit status as people say it.
+/// Describes an exit status.
 fn describe(status: ExitStatus) -> String {
     match (status.code(), status.signal()) {
         (Some(code), _) => format!("exit code {code}"),

@@ -1,6 +1,6 @@
 //! A guest as a process: its monitor as a child of this one, its agent on the serial console.
 //!
-//! The laboratory's guests and those of the tests on real guests are both made of it.
+//! Used by the laboratory and by the tests on real guests.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::process::CommandExt;
@@ -15,21 +15,21 @@ use serde_json::Value;
 
 use crate::harness::console::{self, Line, Tail};
 
-/// A guest has taken a command's text from its console by then.
+/// Time after which a guest has read a command's text from its console.
 const BEFORE_END: Duration = Duration::from_millis(4);
 
-/// An event of the agent, and when it came.
+/// An event of the agent, and when it arrived.
 #[derive(Debug, Clone)]
 pub struct Arrival {
-    /// When its first byte was here.
+    /// Arrival of its first byte.
     pub begun: Instant,
-    /// When all of it was here.
+    /// Arrival of its last byte.
     pub at: Instant,
-    /// What it says.
+    /// The event.
     pub event: Event,
 }
 
-/// What the console and the monitor's log have said.
+/// Output of the console and of the monitor's log.
 #[derive(Debug, Default)]
 pub struct Said {
     /// Events of the agent.
@@ -38,17 +38,17 @@ pub struct Said {
     pub console: Tail,
     /// The monitor's log.
     pub log: Tail,
-    /// All bytes of the log.
+    /// Total number of bytes of the log.
     pub log_bytes: u64,
-    /// Nothing more comes from the console.
+    /// Whether the console is closed.
     console_closed: bool,
 }
 
-/// What a command came to: time by the guest's clock, and result; or why it failed.
+/// Outcome of a command: time by the guest's clock, and result; or the reason of the failure.
 pub type Outcome<'a> = Result<(Duration, &'a Value), &'a str>;
 
 impl Said {
-    /// The end of the command with this number, and what it came to.
+    /// The end of the command with this number, and its outcome.
     pub fn end_of(&self, id: u64) -> Option<(&Arrival, Outcome<'_>)> {
         self.events.iter().find_map(|arrival| match &arrival.event {
             Event::Done { id: of, elapsed_ms, result } if *of == id => {
@@ -59,36 +59,36 @@ impl Said {
         })
     }
 
-    /// The events that say that the agent has started.
+    /// The events that report a start of the agent.
     pub fn starts(&self) -> impl Iterator<Item = &Arrival> {
         self.events.iter().filter(|arrival| matches!(arrival.event, Event::Ready { .. }))
     }
 }
 
-/// Why something was not said.
+/// Why an awaited output is missing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NotSaid {
-    /// The time was over.
+    /// The time limit was reached.
     TimeOut,
     /// The console is closed.
     Closed,
 }
 
-/// What a guest has said so far, shared with the threads that read it.
+/// A guest's output so far, shared with the threads that read it.
 #[derive(Debug, Clone, Default)]
 pub struct Transcript(Arc<(Mutex<Said>, Condvar)>);
 
 impl Transcript {
-    /// All of it.
+    /// Locks the output.
     pub fn lock(&self) -> MutexGuard<'_, Said> {
-        // Each line is whole, whatever happened to another holder of the lock.
+        // Each line is complete, even if another holder of the lock has panicked.
         self.0.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits until `look` finds something in it.
     ///
     /// # Errors
-    /// Why nothing was found.
+    /// The reason why nothing was found.
     pub fn wait<T>(
         &self,
         deadline: Instant,
@@ -145,13 +145,13 @@ impl Transcript {
 pub enum Sending {
     /// At once.
     AtOnce,
-    /// The end of its line a moment after the rest, when the guest has taken that: from the end to
-    /// the answer is all that the command takes, without the way of its text over the console.
+    /// The end of its line a moment after the rest, when the guest has read that: the time from the
+    /// end to the answer does not include the transfer of the text over the console.
     EndLast,
 }
 
 /// A guest; killed and waited for when dropped, and killed when the thread that started it ends in
-/// whatever way.
+/// any way.
 #[derive(Debug)]
 pub struct GuestProcess {
     process: Child,
@@ -165,7 +165,7 @@ impl GuestProcess {
     /// output.
     ///
     /// # Errors
-    /// Why the program cannot be run.
+    /// The reason why the program cannot be run.
     pub fn start(monitor: &mut Command) -> io::Result<Self> {
         monitor.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         end_with_parent(monitor);
@@ -185,12 +185,12 @@ impl GuestProcess {
         self.process.id()
     }
 
-    /// What the guest and its monitor have said.
+    /// The output of the guest and its monitor.
     pub fn transcript(&self) -> &Transcript {
         &self.transcript
     }
 
-    /// Sends a command; the time right before its end was sent.
+    /// Sends a command; returns the time right before its end was sent.
     ///
     /// # Errors
     /// Those of the console: a monitor that has ended does not read it.
@@ -218,12 +218,12 @@ impl GuestProcess {
         *self.input.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
-    /// How the monitor has ended; `None` while it runs.
+    /// The monitor's exit status; `None` while it runs.
     pub fn status(&mut self) -> Option<ExitStatus> {
         self.process.try_wait().ok().flatten()
     }
 
-    /// Waits for the monitor's end; `None` if it has not come by then.
+    /// Waits for the monitor's end; `None` at the time limit.
     pub fn wait_end(&mut self, limit: Duration) -> Option<ExitStatus> {
         let deadline = Instant::now() + limit;
         loop {
@@ -234,16 +234,16 @@ impl GuestProcess {
         }
     }
 
-    /// Sends the signal that no process survives, and does not wait.
+    /// Sends SIGKILL and does not wait.
     pub fn kill(&mut self) {
         // It may have ended already.
         let _ = self.process.kill();
     }
 
-    /// Waits until all that a monitor said which has ended is in the transcript.
+    /// Waits until all output of an ended monitor is in the transcript.
     pub fn finish_reading(&mut self) {
         for reader in self.readers.drain(..) {
-            // One that has panicked has said so itself.
+            // A thread that has panicked has reported it.
             let _ = reader.join();
         }
     }
@@ -252,7 +252,7 @@ impl GuestProcess {
 impl Drop for GuestProcess {
     fn drop(&mut self) {
         self.kill();
-        // Its memory is the host's again only when it has been waited for.
+        // Its memory is freed only when it has been waited for.
         let _ = self.process.wait();
     }
 }

@@ -1,4 +1,4 @@
-//! Measuring and tending the host that the guests run on.
+//! Measuring and resetting the host that the guests run on.
 
 use std::fs;
 use std::hint::black_box;
@@ -12,7 +12,7 @@ use crate::report::results::{Host, Machine, MemoryLimit, Place};
 
 const MEMINFO: &str = "/proc/meminfo";
 const KIB_PER_MIB: u64 = 1024;
-/// Memory that a warm-up leaves alone, so that it neither swaps nor meets the OOM killer.
+/// Memory that a warm-up does not touch, so that it neither swaps nor triggers the OOM killer.
 const WARM_UP_MARGIN_MIB: u64 = 128;
 /// Allocation step of a warm-up.
 const WARM_UP_CHUNK_MIB: u64 = 32;
@@ -44,7 +44,7 @@ pub struct MemoryState {
 }
 
 impl MemoryState {
-    /// Reads the present state.
+    /// Reads the current state.
     pub fn read() -> Result<Self, LabError> {
         Self::parse(&read(MEMINFO)?)
     }
@@ -65,7 +65,7 @@ impl MemoryState {
         })
     }
 
-    /// Memory in use that the kernel could not hand out without swapping.
+    /// Memory in use that the kernel could not reclaim without swapping.
     pub fn used_kib(self) -> u64 {
         self.total_kib.saturating_sub(self.available_kib)
     }
@@ -76,7 +76,7 @@ impl MemoryState {
     }
 }
 
-/// What the host has in use, in MiB.
+/// The host's memory in use, in MiB.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Usage {
     /// Memory.
@@ -85,7 +85,7 @@ pub struct Usage {
     pub swap_used_mib: f64,
 }
 
-/// Reads the use of a host, whatever its size is compared with the experiment's.
+/// Measures the use of a host, also if its size differs from the experiment's.
 #[derive(Debug, Clone, Copy)]
 pub struct Gauge {
     limit: MemoryLimit,
@@ -98,7 +98,7 @@ impl Gauge {
     /// A gauge for an experiment whose host has `shape_mib` of RAM and `swap_mib` of swap.
     ///
     /// A host whose RAM is within a tenth of that, and which has swap if the experiment's has, is
-    /// the experiment's host. Any other one is given a budget: the guests may take as much as the
+    /// the experiment's host. Any other host gets a budget: the guests may use as much as the
     /// experiment's host would have.
     pub fn new(shape_mib: u64, swap_mib: u64) -> Result<Self, LabError> {
         let state = MemoryState::read()?;
@@ -114,12 +114,12 @@ impl Gauge {
         Self { limit, budget_mib: shape_mib as f64, idle_used_mib: mib(state.used_kib()) }
     }
 
-    /// What bounds the guests.
+    /// The limit of the guests' memory.
     pub fn limit(&self) -> MemoryLimit {
         self.limit
     }
 
-    /// The present use.
+    /// The current use.
     pub fn read(&self) -> Result<Usage, LabError> {
         Ok(self.usage(MemoryState::read()?))
     }
@@ -145,8 +145,8 @@ pub fn monitor_rss_mib(pid: u32, guest_mib: u64) -> Option<f64> {
     Some(mib(proc::monitor_resident_kib(&proc::smaps(&text), guest_mib)))
 }
 
-/// Memory of a process, resident and swapped, with shared pages divided among those that have them
-/// mapped, MiB; `None` when it has ended.
+/// Memory of a process, resident and swapped, with each shared page divided by the number of its
+/// mappings, MiB; `None` when it has ended.
 pub fn proportional_mib(pid: u32) -> Option<f64> {
     let text = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?;
     let fields = proc::meminfo(&text);
@@ -155,7 +155,7 @@ pub fn proportional_mib(pid: u32) -> Option<f64> {
 
 /// Processor time of a monitor without its vCPUs, ms; `None` when it has ended.
 ///
-/// Threads of vCPUs are known by their names: `vcpu0` under Ebb, `CPU 0/KVM` under QEMU with
+/// Threads of vCPUs are identified by their names: `vcpu0` under Ebb, `CPU 0/KVM` under QEMU with
 /// `debug-threads=on`.
 pub fn monitor_cpu_ms(pid: u32) -> Option<f64> {
     let process = PathBuf::from(format!("/proc/{pid}"));
@@ -172,7 +172,7 @@ pub fn monitor_cpu_ms(pid: u32) -> Option<f64> {
     Some((total_ms - vcpus_ns.sum::<f64>() / 1e6).max(0.0))
 }
 
-/// Whether a process, or its network namespace, has something that listens on a TCP port.
+/// Whether a socket in the network namespace of a process listens on a TCP port.
 pub fn listens(pid: u32, port: u16) -> bool {
     fs::read_to_string(format!("/proc/{pid}/net/tcp")).is_ok_and(|text| proc::listens(&text, port))
 }
@@ -199,7 +199,7 @@ pub fn machine() -> Result<Machine, LabError> {
 /// Describes the host of the guests, which is the one that this process runs on.
 pub fn describe(place: Place, gauge: &Gauge) -> Result<Host, LabError> {
     let state = MemoryState::read()?;
-    // Kernels without NUMA have no such file, and one node.
+    // Kernels without NUMA lack this file and have one node.
     let nodes = fs::read_to_string("/sys/devices/system/node/has_memory").unwrap_or_default();
     Ok(Host {
         place,
@@ -212,10 +212,10 @@ pub fn describe(place: Place, gauge: &Gauge) -> Result<Host, LabError> {
     })
 }
 
-/// Makes a host fit for the next series: swap empty, caches dropped, free memory compacted.
+/// Resets a host for the next series: empties swap, drops caches and compacts free memory.
 ///
-/// Only for a host of the experiment's own size, which nobody else uses: there all guests of the
-/// last series are gone, so that everything swapped out fits into memory. On other machines it does
+/// Only for a host of the experiment's own size, which has no other users: all guests of the last
+/// series have ended, so that everything swapped out fits into memory. On other machines it does
 /// nothing.
 pub fn reset(gauge: &Gauge) -> Result<(), LabError> {
     if gauge.limit() == MemoryLimit::Budget {
@@ -240,10 +240,10 @@ fn run(program: &str, device: &str) -> Result<(), LabError> {
     }
 }
 
-/// Touches all free memory of the host once and gives it back.
+/// Touches all free memory of the host once and frees it.
 ///
 /// In a virtual host the first touch of each page costs several times a later one, because the
-/// machine below has to back it; without this the first series would pay for all others.
+/// machine below has to back it; without this the first series would be slower than the others.
 pub fn warm_up(gauge: &Gauge) -> Result<(), LabError> {
     if gauge.limit() == MemoryLimit::Budget {
         return Ok(());

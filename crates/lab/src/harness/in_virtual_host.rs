@@ -1,4 +1,4 @@
-//! Running the series of an experiment in a virtual host: the same program, the same code, another
+//! Running the series of an experiment in a virtual host: the same program and code in another
 //! place.
 
 use std::time::Duration;
@@ -21,14 +21,16 @@ use crate::harness::size::RunSize;
 use crate::report::event::{Event, Events};
 use crate::report::results::Scale;
 
-/// Processors of a virtual host at most: the guests run one after another and have one or two.
+/// Maximum number of processors of a virtual host: the guests run one after another and have one or
+/// two.
 const MOST_CPUS: u32 = 4;
-/// What QEMU's emulator takes beside the memory of the host it runs: translated code above all.
+/// Memory that QEMU's emulator needs in addition to that of the host it runs, mostly for translated
+/// code.
 const EMULATOR_MIB: u64 = 768;
-/// The first Linux under which a monitor can merge its guest's pages (UFFDIO_MOVE).
+/// First version of Linux on which a monitor can merge its guest's pages (UFFDIO_MOVE).
 pub(crate) const MERGING_SINCE: (u32, u32) = (6, 8);
 
-/// Starts a host of the experiment's shape, runs the series in it and passes on what happens.
+/// Starts a host of the experiment's shape, runs the series in it and forwards the events.
 ///
 /// # Errors
 /// [`LabError::TooLittleMemory`] before anything is started, [`LabError::VirtualHost`],
@@ -118,7 +120,7 @@ fn run_in_one(
     Ok(())
 }
 
-/// How long a run may take; it is an end for something that hangs, not a measure.
+/// Time limit for a run that hangs.
 fn time_limit(scale: Scale) -> Duration {
     match scale {
         Scale::Demo => Duration::from_secs(30 * 60),
@@ -126,7 +128,7 @@ fn time_limit(scale: Scale) -> Duration {
     }
 }
 
-/// The same experiment as it is run inside.
+/// The command that runs the same experiment inside.
 fn command(experiment: &Experiment, size: RunSize, selection: &Selection) -> Command {
     let series: Vec<&str> = selection.plans.iter().map(|plan| plan.name).collect();
     let command = Command::new("/init")
@@ -138,13 +140,14 @@ fn command(experiment: &Experiment, size: RunSize, selection: &Selection) -> Com
     }
 }
 
-/// Takes the output of the run inside: events line by line, and messages for the case of failure.
+/// Processes the output of the run inside: events line by line, and messages for the case of a
+/// failure.
 struct InnerRun<'a> {
     events: &'a Events,
     stdout: Vec<u8>,
     stderr: Vec<u8>,
     messages: Tail,
-    /// The first line that was no event.
+    /// The first line that was not an event.
     failure: Option<LabError>,
 }
 
@@ -207,7 +210,7 @@ fn inner_failed(status: String, messages: &Tail) -> LabError {
     LabError::InnerRun { status, output: messages.show("its last messages") }
 }
 
-/// Takes the complete lines out of a buffer.
+/// Removes the complete lines from a buffer.
 fn whole_lines(buffer: &mut Vec<u8>) -> Vec<String> {
     let Some(end) = buffer.iter().rposition(|&byte| byte == b'\n') else { return Vec::new() };
     let rest = buffer.split_off(end + 1);
@@ -227,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn events_arrive_however_the_output_is_cut() {
+    fn events_arrive_for_any_chunks_of_the_output() {
         let lines: String = ["starts", "runs"]
             .map(|text| serde_json::to_string(&step(text)).unwrap() + "\n")
             .concat();
@@ -243,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_inside_is_told_with_its_last_messages() {
+    fn a_failure_inside_is_reported_with_its_last_messages() {
         let (sender, _receiver) = mpsc::channel();
         let events = Events::new(sender);
         let mut inner = InnerRun::new(&events);
@@ -254,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_that_is_no_event_is_an_error_even_if_the_run_succeeds() {
+    fn a_line_that_is_not_an_event_is_an_error_even_if_the_run_succeeds() {
         let (sender, _receiver) = mpsc::channel();
         let events = Events::new(sender);
         let mut inner = InnerRun::new(&events);

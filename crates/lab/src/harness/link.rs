@@ -2,8 +2,8 @@
 //! them, and a token bucket (tbf) on each end.
 //!
 //! Programs are started in one namespace or the other ([`Namespace::enter`]) and reach each other
-//! over the link alone. It is set up by iproute2's `ip` and `tc`, takes root's rights, and is gone
-//! when the value is dropped.
+//! over the link alone. It is set up by iproute2's `ip` and `tc`, needs root, and is removed when
+//! the value is dropped.
 
 use std::fs::File;
 use std::io;
@@ -20,20 +20,20 @@ use crate::LabError;
 
 pub mod transfer;
 
-/// Where iproute2 is; a busybox in front of it in `PATH` may be without the half of it.
+/// Directories of iproute2; a busybox that precedes it in `PATH` may lack half of its functions.
 const TOOL_DIRECTORIES: [&str; 3] = ["/usr/sbin", "/sbin", "/usr/bin"];
 /// Name of the interface in both namespaces.
 const INTERFACE: &str = "link0";
-/// Where `ip netns` keeps its names.
+/// Directory of the names of `ip netns`.
 const NAMES: &str = "/run/netns";
-/// How much may pass at once after a silence: what passes in this time, since the timers of an
-/// emulated host are late, within bounds. The lower one is several of the largest packets that a
-/// veth pair hands over (64 KiB), so that the token bucket need not cut them up; the upper one is
-/// little of what is sent.
+/// Burst after an idle time: the amount that passes in this time, since the timers of an emulated
+/// host are late, within bounds. The lower bound is several of the largest packets of a veth pair
+/// (64 KiB), so that the token bucket need not segment them; the upper bound is a small part of the
+/// data sent.
 const BURST_MS: u64 = 20;
 const LEAST_BURST_BYTES: u64 = 256 << 10;
 const MOST_BURST_BYTES: u64 = 5_000_000;
-/// How long a packet may wait.
+/// Maximum time in ms that a packet may wait.
 const QUEUE_MS: u64 = 20;
 
 /// One end of the link.
@@ -58,7 +58,7 @@ impl End {
         }
     }
 
-    /// Its address: of a block for tests between networks (RFC 2544).
+    /// Its address, in a block for tests between networks (RFC 2544).
     pub fn address(self) -> Ipv4Addr {
         match self {
             Self::Left => Ipv4Addr::new(198, 18, 0, 1),
@@ -74,17 +74,17 @@ impl End {
     }
 }
 
-/// How fast the link is.
+/// Rate of the link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Rate {
-    /// As fast as the machine is.
+    /// Unlimited.
     Unshaped,
-    /// So many megabits a second, both ways.
+    /// Mbit/s in each direction.
     Megabits(u64),
 }
 
 impl Rate {
-    /// In words.
+    /// Describes the rate.
     pub fn describe(self) -> String {
         match self {
             Self::Unshaped => "unshaped".to_owned(),
@@ -93,7 +93,7 @@ impl Rate {
         }
     }
 
-    /// The words for `tc qdisc ... dev INTERFACE root`.
+    /// Arguments for `tc qdisc ... dev INTERFACE root`.
     fn discipline(self) -> Option<Vec<String>> {
         let Self::Megabits(rate) = self else { return None };
         let bytes_in = |milliseconds: u64| rate * 1_000_000 / 8 * milliseconds / 1000;
@@ -148,7 +148,7 @@ impl Namespace {
     /// Makes a program run in this namespace.
     ///
     /// # Errors
-    /// [`LabError::SystemFile`] when there are no descriptors left.
+    /// [`LabError::SystemFile`] without free descriptors.
     pub fn enter(&self, program: &mut Command) -> Result<(), LabError> {
         let namespace: OwnedFd =
             self.file.as_fd().try_clone_to_owned().map_err(LabError::of_file(&self.path))?;
@@ -163,14 +163,14 @@ impl Namespace {
         Ok(())
     }
 
-    /// Does something in this namespace: the sockets that it makes belong there, wherever they are
+    /// Runs an action in this namespace; sockets that it creates stay there, wherever they are
     /// used.
     fn inside<T: Send>(&self, action: impl FnOnce() -> io::Result<T> + Send) -> io::Result<T> {
         let in_thread = || {
             move_into_link_name_space(self.file.as_fd(), Some(LinkNameSpaceType::Network))?;
             action()
         };
-        // A thread has its own namespaces, and this one ends with the action.
+        // Namespaces are per thread, and this thread ends with the action.
         let result = thread::scope(|scope| scope.spawn(in_thread).join());
         result.unwrap_or_else(|_| Err(io::Error::other("a thread has panicked")))
     }
@@ -184,7 +184,7 @@ pub struct Link {
     namespaces: [Namespace; 2],
 }
 
-/// Names that are given back.
+/// Names of namespaces, deleted when dropped.
 #[derive(Debug)]
 struct Names {
     ip: PathBuf,
@@ -194,14 +194,14 @@ struct Names {
 impl Drop for Names {
     fn drop(&mut self) {
         for name in &self.names {
-            // One that was never made is no loss, and nobody is left to be told.
+            // The namespace may not exist, and a destructor cannot report errors.
             let _ = run(&self.ip, &["netns", "delete", name]);
         }
     }
 }
 
 impl Link {
-    /// Makes an unshaped link.
+    /// Creates an unshaped link.
     ///
     /// # Errors
     /// [`LabError::MissingFile`] without iproute2, and [`LabError::Network`] when the system
@@ -243,7 +243,7 @@ impl Link {
         for name in &self.names.names {
             let place = ["-n", name, "qdisc"];
             let on = ["dev", INTERFACE, "root"];
-            // Deleting what was never there is refused.
+            // Deleting a missing discipline is refused.
             let _ = run(&self.tools.tc, &[&place[..], &["delete"], &on].concat());
             if let Some(discipline) = rate.discipline() {
                 let words: Vec<&str> = discipline.iter().map(String::as_str).collect();
@@ -285,14 +285,14 @@ mod tests {
     }
 
     #[test]
-    fn rates_are_told_as_people_say_them() {
+    fn rates_are_described_in_readable_units() {
         assert_eq!(Rate::Megabits(10_000).describe(), "10 Gbit/s");
         assert_eq!(Rate::Megabits(2500).describe(), "2500 Mbit/s");
         assert_eq!(Rate::Unshaped.describe(), "unshaped");
     }
 
     #[test]
-    fn a_refusal_has_the_command_and_the_reason() {
+    fn an_error_has_the_command_and_the_reason() {
         let tools = Tools::find().unwrap();
         let message = run(&tools.ip, &["netns", "exec", "no-such-namespace", "true"])
             .unwrap_err()

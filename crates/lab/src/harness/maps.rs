@@ -1,5 +1,5 @@
-//! The address space of a process: its mappings (`/proc/PID/maps`), where a monitor has its guest's
-//! memory, and what is behind its pages (`/proc/PID/pagemap`).
+//! The address space of a process: its mappings (`/proc/PID/maps`), the place of guest memory in a
+//! monitor, and the state of its pages (`/proc/PID/pagemap`).
 
 use std::fs::File;
 use std::io;
@@ -17,7 +17,7 @@ const ENTRY_BYTES: usize = 8;
 pub const PRESENT: u64 = 1 << 63;
 /// The page is in swap.
 pub const SWAPPED: u64 = 1 << 62;
-/// The page is one of a file, or shared.
+/// The page belongs to a file, or is shared.
 pub const OF_FILE: u64 = 1 << 61;
 /// The page frame of a page that is present; 0 for all but root.
 pub const FRAME: u64 = (1 << 55) - 1;
@@ -38,20 +38,20 @@ pub fn entries(file: &File, first: u64, count: usize) -> io::Result<Vec<u64>> {
 pub struct Mapping {
     /// First address.
     pub start: u64,
-    /// Address behind the last one.
+    /// Address after the last one.
     pub end: u64,
-    /// What may be done with it, as `rw-p`.
+    /// Permissions, such as `rw-p`.
     pub permissions: String,
-    /// Where it begins in its file.
+    /// Offset in its file.
     pub offset: u64,
-    /// Number of its file; 0 for none.
+    /// Inode number of its file; 0 for none.
     pub inode: u64,
     /// File or name; empty for plain anonymous memory.
     pub name: String,
 }
 
 impl Mapping {
-    /// `start-end perms offset dev inode   name`, as `maps` and `smaps` have it.
+    /// `start-end perms offset dev inode   name`, as in `maps` and `smaps`.
     pub fn parse(line: &str) -> Option<Self> {
         let mut words = line.split_ascii_whitespace();
         let (start, end) = words.next()?.split_once('-')?;
@@ -64,27 +64,27 @@ impl Mapping {
         (start <= end).then_some(Self { start, end, permissions, offset, inode, name })
     }
 
-    /// Its pages: number of the first one in the address space, and how many they are.
+    /// Its pages: number of the first one in the address space, and the count.
     pub fn pages(&self) -> (u64, usize) {
         (self.start / PAGE_BYTES, ((self.end - self.start) / PAGE_BYTES) as usize)
     }
 
-    /// Of a file of stable pages: the file's number, and the number of the first page in it.
+    /// For a file of stable pages: the file's inode number, and the number of the first page in it.
     pub fn stable(&self) -> Option<(u64, u64)> {
         self.name.contains(STABLE_FILE_NAME).then_some((self.inode, self.offset / PAGE_BYTES))
     }
 
-    /// Whether it is memory that the process may write to, and no other process sees that.
+    /// Whether it is private writable memory.
     pub fn is_private_memory(&self) -> bool {
         self.permissions.starts_with("rw-p")
     }
 
-    /// Whether it is what the process reads stable pages through.
+    /// Whether it is the process's read-only mapping of stable pages.
     pub fn is_reader(&self) -> bool {
         self.stable().is_some() && self.permissions.starts_with("r--s")
     }
 
-    /// Whether nothing may be done with it: address space that is kept free.
+    /// Whether it is inaccessible: reserved address space.
     fn is_reserved(&self) -> bool {
         self.permissions.starts_with("---")
     }
@@ -98,11 +98,11 @@ pub fn parse(text: &str) -> Vec<Mapping> {
 /// Threads' stacks look like guest memory, but are smaller.
 const LEAST_BYTES: u64 = 16 << 20;
 
-/// Where guest memory is: private memory without gaps between two pieces of reserved address space
-/// that touch it.
+/// Ranges of guest memory: private memory without gaps between two adjacent pieces of reserved
+/// address space.
 pub fn guest_memory(mappings: &[Mapping]) -> Vec<Range<u64>> {
     let mut found = Vec::new();
-    // What began right behind reserved address space, and goes on.
+    // The current range, which began right after reserved address space.
     let mut open: Option<Range<u64>> = None;
     let mut before: Option<&Mapping> = None;
     for mapping in mappings {
@@ -151,7 +151,7 @@ rubbish
 ";
 
     #[test]
-    fn mappings_say_what_they_are_of() {
+    fn mappings_are_classified() {
         let mappings = parse(MAPS);
         assert_eq!(mappings.len(), 16);
         assert_eq!(mappings[1].stable(), Some((77, 3)));
@@ -164,7 +164,7 @@ rubbish
 
     #[test]
     fn guest_memory_is_between_reserved_address_space() {
-        // Neither what has a gap at its end, nor what is only read, nor a stack.
+        // Neither a range with a gap at its end, nor a read-only one, nor a stack.
         assert_eq!(guest_memory(&parse(MAPS)), [0x7f00_0000_1000..0x7f00_0200_1000]);
         assert_eq!(guest_memory(&[]), []);
     }

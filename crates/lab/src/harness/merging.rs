@@ -1,5 +1,5 @@
-//! Same-page merging of the guests of a series: whether, by whom, and the broker through which
-//! monitors share pages.
+//! Same-page merging of the guests of a series: its settings, and the broker through which monitors
+//! share pages.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -19,23 +19,23 @@ use crate::harness::survey::MergedBy;
 
 /// The trust domain of all guests of a series.
 const DOMAIN: &str = "lab";
-/// A broker listens by then.
+/// Time limit until a broker listens.
 const BROKER_LIMIT: Duration = Duration::from_secs(20);
 const LOOK_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Whether pages of different nodes are merged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Nodes {
-    /// They are (`merge_across_nodes=on`).
+    /// They are merged (`merge_across_nodes=on`).
     Across,
-    /// They are not.
+    /// They are kept apart.
     Apart,
 }
 
 /// Whether and how equal pages of a series' guests are merged; all of them are of one trust domain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Merging {
-    /// They are not.
+    /// They are not merged.
     Off,
     /// By the monitors, which share pages through a broker.
     Owner(Nodes),
@@ -44,7 +44,7 @@ pub enum Merging {
 }
 
 impl Merging {
-    /// By whom.
+    /// The component that merges.
     pub fn by(self) -> Option<MergedBy> {
         match self {
             Self::Off => None,
@@ -53,7 +53,7 @@ impl Merging {
         }
     }
 
-    /// What `--memory` gets for it.
+    /// Its part of the value of `--memory`.
     pub fn memory_option(self) -> String {
         let nodes = |nodes| match nodes {
             Nodes::Across => "on",
@@ -72,7 +72,7 @@ impl Merging {
         }
     }
 
-    /// In words, for a document.
+    /// Description for a document.
     pub fn describe(self) -> Option<String> {
         let (by, nodes) = match self {
             Self::Off => return None,
@@ -87,17 +87,17 @@ impl Merging {
     }
 }
 
-/// Where the broker of this process's guests listens.
+/// Socket of the broker of this process's guests.
 pub fn broker_socket() -> PathBuf {
     std::env::temp_dir().join(format!("ebb-lab-broker-{}", std::process::id()))
 }
 
-/// What is shared, as KSM counts it.
+/// Shared pages, counted like KSM.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct SharedCounts {
     /// Pages that are shared.
     pub pages_shared: u64,
-    /// Further pages that share them: what is saved.
+    /// Further pages that share them, which are saved.
     pub pages_sharing: u64,
 }
 
@@ -145,13 +145,13 @@ impl Broker {
 }
 
 impl Broker {
-    /// What its clients share.
+    /// The pages that its clients share.
     ///
     /// # Errors
     /// [`LabError::Merging`].
     pub fn shared(&self) -> Result<SharedCounts, LabError> {
         let status = ask_status(&broker_socket(), BROKER_LIMIT)
-            .map_err(|error| LabError::Merging(format!("cannot ask the broker: {error}")))?;
+            .map_err(|error| LabError::Merging(format!("cannot query the broker: {error}")))?;
         let nodes = status.domains.iter().flat_map(|domain| &domain.nodes);
         Ok(nodes.fold(SharedCounts::default(), |sum, node| SharedCounts {
             pages_shared: sum.pages_shared + node.stable_pages,
@@ -164,7 +164,7 @@ impl Drop for Broker {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
-        // It cannot do that itself any more.
+        // A killed broker cannot remove it.
         let _ = fs::remove_file(broker_socket());
     }
 }
@@ -172,13 +172,13 @@ impl Drop for Broker {
 /// The host's KSM while the kernel merges the pages of guests.
 #[derive(Debug)]
 pub struct HostKsm {
-    /// Puts the settings back when the guests are gone.
+    /// Restores the settings when the guests have ended.
     guard: KsmGuard,
     _domain: KernelDomain,
 }
 
 impl HostKsm {
-    /// Readies it, stopped, before any guest starts; machines of other trust domains are kept away.
+    /// Prepares it, stopped, before any guest starts; machines of other trust domains are refused.
     ///
     /// # Errors
     /// [`LabError::Merging`].
@@ -189,7 +189,7 @@ impl HostKsm {
         let ksm = Ksm::open(Path::new(SYSFS)).map_err(|error| failed(&error))?;
         let guard = KsmGuard::new(ksm).map_err(|error| failed(&error))?;
         let mut wanted = Values::new().with(Knob::Run, RUN_STOP);
-        // A kernel without NUMA has no such setting.
+        // A kernel without NUMA lacks this setting.
         if guard.before().get(Knob::MergeAcrossNodes).is_some() {
             wanted = wanted.with(Knob::MergeAcrossNodes, u64::from(nodes == Nodes::Across));
         }
@@ -197,7 +197,7 @@ impl HostKsm {
         Ok(Self { guard, _domain: domain })
     }
 
-    /// What the whole host shares.
+    /// The shared pages of the whole host.
     ///
     /// # Errors
     /// [`LabError::Merging`].
@@ -219,7 +219,7 @@ impl HostKsm {
         self.guard.ksm().apply(&wanted).map_err(|error| LabError::Merging(error.to_string()))
     }
 
-    /// Lets it look at so many pages a second, if they take it no time.
+    /// Sets the number of pages to scan per second, not counting the time of the scan.
     ///
     /// # Errors
     /// [`LabError::Merging`].
@@ -230,7 +230,7 @@ impl HostKsm {
     }
 }
 
-/// The number of the kernel's thread that merges.
+/// Thread id of the kernel's thread that merges.
 ///
 /// # Errors
 /// [`LabError::SystemFile`], [`LabError::Merging`].
@@ -249,7 +249,7 @@ pub(crate) fn kernel_thread() -> Result<u32, LabError> {
         })
 }
 
-/// Processor time of a process's thread; of one that runs, up to the last tick of the clock.
+/// Processor time of a process's thread; for a running one, up to the last tick of the clock.
 ///
 /// # Errors
 /// [`LabError::SystemFile`], [`LabError::MissingField`].
@@ -264,8 +264,8 @@ pub(crate) fn running_ns(pid: u32, thread: u32) -> Result<u64, LabError> {
 /// Processor time of the thread of a monitor that merges.
 ///
 /// # Errors
-/// [`LabError::SystemFile`], [`LabError::MissingField`], and [`LabError::Merging`] if there is no
-/// such thread.
+/// [`LabError::SystemFile`], [`LabError::MissingField`], and [`LabError::Merging`] without such a
+/// thread.
 pub(crate) fn monitor_running_ns(pid: u32) -> Result<u64, LabError> {
     let path = PathBuf::from(format!("/proc/{pid}/task"));
     let threads = fs::read_dir(&path).map_err(LabError::of_file(&path))?;
@@ -285,7 +285,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn options_say_by_whom_and_whether_across_nodes() {
+    fn options_name_the_backend_and_whether_nodes_are_merged() {
         assert_eq!(Merging::Off.memory_option(), "");
         let owner = Merging::Owner(Nodes::Apart).memory_option();
         assert!(owner.starts_with(",merge=owner,merge_domain=lab,merge_broker=/"), "{owner}");
@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn a_broker_that_cannot_be_run_or_ends_at_once_is_told() {
+    fn a_broker_that_cannot_be_run_or_ends_at_once_is_reported() {
         assert!(matches!(
             Broker::start(Path::new("/no/such/ebb")),
             Err(LabError::StartMonitor { .. })

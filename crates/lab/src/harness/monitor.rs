@@ -11,8 +11,8 @@ use crate::harness::driver::Driver;
 use crate::harness::merging::Merging;
 use crate::harness::size::GuestSize;
 
-/// Words that every guest's kernel gets: a quiet serial console, and an end instead of a hang after
-/// a crash.
+/// Arguments for every guest's kernel: a quiet serial console, and an end instead of a hang after a
+/// crash.
 const KERNEL_ARGUMENTS: &str = "console=ttyS0 quiet loglevel=1 panic=-1 reboot=t";
 
 /// A virtual machine monitor.
@@ -27,7 +27,7 @@ pub enum MonitorKind {
 /// How the guests of a series are run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Setup {
-    /// Under which monitor.
+    /// The monitor.
     pub monitor: MonitorKind,
     /// Whether the balloon offers free page reporting.
     pub reporting: bool,
@@ -35,14 +35,14 @@ pub struct Setup {
     /// leaves the kernel's default (`pageblock_order`, 9 on x86). Linux `mm/page_reporting.c`,
     /// parameter `page_reporting_order`.
     pub reporting_order: Option<u32>,
-    /// Whether the balloon offers free page hinting (what a guest says is free while it is moved)
-    /// also under QEMU, which does not by itself.
+    /// Whether the balloon offers free page hinting (a guest's free pages during migration) also
+    /// under QEMU, where it is off by default.
     pub hinting: bool,
-    /// With which driver of the balloon.
+    /// The driver of the balloon.
     pub driver: Driver,
     /// Whether the device offers the extension (docs/extension.md); Ebb only.
     pub extension: bool,
-    /// Whether the guest's memory is on transparent huge pages where the monitor likes.
+    /// Whether the guest's memory may use transparent huge pages.
     pub huge_pages: bool,
     /// Whether the kernel is an uncompressed one, entered through its PVH note, and no bzImage,
     /// which decompresses itself in the guest's memory.
@@ -51,13 +51,13 @@ pub struct Setup {
     /// (kernel/dma/swiotlb.c): 64 MiB, written with zeros at boot, for devices that cannot reach
     /// there. Virtio devices of a monitor reach everywhere.
     pub bounce_buffer: bool,
-    /// Whether the guest's kernel writes zeros to pages that it allocates, as it was built. Debian's
-    /// does (`CONFIG_INIT_ON_ALLOC_DEFAULT_ON`), also to those that a driver takes for its balloon.
+    /// Whether the guest's kernel clears the pages that it allocates, which is its default.
+    /// Debian's kernel does (`CONFIG_INIT_ON_ALLOC_DEFAULT_ON`), also for a driver's balloon.
     pub clearing: bool,
-    /// Whether an idle guest's monitor looks once for memory that is all zero (`PUT /vm/trim`), when
-    /// the guest's memory has come back after its program; Ebb only.
+    /// Whether an idle guest's zero pages are trimmed once (`PUT /vm/trim`), when the guest's
+    /// memory has been returned after its program; Ebb only.
     pub trim: bool,
-    /// What the guest's clocks do over pauses and restores; Ebb only.
+    /// Behaviour of the guest's clocks over pauses and restores; Ebb only.
     pub clock: ClockPolicy,
     /// With or without merging of equal pages; Ebb only.
     pub merging: Merging,
@@ -81,7 +81,7 @@ impl Setup {
         merging: Merging::Off,
     };
 
-    /// In words, for a document.
+    /// Description for a document.
     pub fn describe(&self) -> String {
         let when = |holds: bool, words: &str| holds.then(|| words.to_owned());
         let order = |order| format!("guest reports blocks of order {order} and up");
@@ -124,7 +124,7 @@ impl Setup {
         words.into_iter().flatten().collect::<Vec<_>>().join(" ")
     }
 
-    /// What these guests need of their initramfs and do not find in it; `None` when they have all.
+    /// A requirement of these guests that their initramfs does not meet, if any.
     pub fn missing_in_guest(&self, module: Presence) -> Option<Missing> {
         (self.driver != Driver::Stock && module == Presence::Absent).then_some(Missing::Module)
     }
@@ -134,16 +134,16 @@ fn on_off(is_on: bool) -> &'static str {
     if is_on { "on" } else { "off" }
 }
 
-/// Files and programs that guests are made from.
+/// Files and programs for guests.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Assets {
     /// The `ebb` program.
     pub ebb: PathBuf,
-    /// QEMU, where there is one.
+    /// QEMU, if installed.
     pub qemu: Option<PathBuf>,
     /// The guest's kernel as bzImage.
     pub bzimage: PathBuf,
-    /// The same kernel as ELF, where there is one.
+    /// The same kernel as ELF, if available.
     pub elf: Option<PathBuf>,
     /// The guest's initramfs with the agent.
     pub initrd: PathBuf,
@@ -151,17 +151,17 @@ pub struct Assets {
     pub module: Presence,
 }
 
-/// Whether something is there.
+/// Whether something exists.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Presence {
-    /// It is.
+    /// It exists.
     Present,
-    /// It is not.
+    /// It is missing.
     Absent,
 }
 
 impl Assets {
-    /// What the setup needs beyond these files; `None` when it can run.
+    /// A requirement of the setup that these files do not meet; `None` when it can run.
     pub fn missing(&self, setup: &Setup) -> Option<Missing> {
         if setup.monitor == MonitorKind::Qemu && self.qemu.is_none() {
             return Some(Missing::Qemu);
@@ -173,10 +173,10 @@ impl Assets {
     }
 
     /// The command that runs a guest with its serial console on standard input and output, and with
-    /// the monitor's control socket at `control` if there shall be one.
+    /// the monitor's control socket at `control`, if given.
     ///
     /// # Errors
-    /// [`Missing`], what is not there.
+    /// [`Missing`], the unmet requirement.
     pub fn command(
         &self,
         setup: &Setup,
@@ -216,8 +216,8 @@ impl Assets {
         Ok(command)
     }
 
-    /// The command that lets the guest of a snapshot go on, with its serial console and control
-    /// socket like [`Self::command`].
+    /// The command that continues the guest of a snapshot, with its serial console and control
+    /// socket as in [`Self::command`].
     pub fn restore_command(&self, setup: &Setup, snapshot: &Path, control: &Path) -> Command {
         let mut command = Command::new(&self.ebb);
         command.arg("restore").arg(snapshot);
@@ -225,9 +225,9 @@ impl Assets {
         command
     }
 
-    /// The command of a monitor that takes a guest of this kind over from another one, which
-    /// connects to `address` (`HOST:PORT`); with the guest's serial console and the control socket
-    /// like [`Self::command`].
+    /// The command of a monitor that receives a guest of this kind from another one, which connects
+    /// to `address` (`HOST:PORT`); with the guest's serial console and the control socket as in
+    /// [`Self::command`].
     ///
     /// # Errors
     /// As [`Self::command`].
@@ -262,7 +262,7 @@ impl Assets {
     }
 }
 
-/// What all of Ebb's monitors are told: the console, and what the clock does.
+/// Common arguments of Ebb's monitors: the console, and the clock policy.
 fn with_console<'a>(command: &'a mut Command, setup: &Setup) -> &'a mut Command {
     command.args(["--serial", "stdio", "--on-reboot", "exit"]).args(["--clock", setup.clock.name()])
 }
@@ -280,7 +280,7 @@ fn qemu_command(qemu: &PathBuf, setup: &Setup, size: GuestSize) -> Command {
     let words = "-accel kvm -M q35 -cpu host -nodefaults -no-user-config -no-reboot \
                  -display none -monitor none -serial stdio";
     command
-        // Threads have names then, by which those of vCPUs are told from the rest.
+        // This names the threads, so that those of vCPUs can be identified.
         .args(["-name", "ebb-lab,debug-threads=on"])
         .args(words.split_ascii_whitespace())
         .args(["-smp", &size.cpus.to_string(), "-m", &format!("{}M", size.memory_mib)])

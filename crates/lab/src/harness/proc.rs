@@ -6,8 +6,8 @@ use crate::harness::maps::Mapping;
 
 /// Fields of `/proc/meminfo` in kB (which are KiB), by name.
 ///
-/// Lines that are not `Name: number kB` are left out; `HugePages_Total` and its like are counts,
-/// kept as they are.
+/// Lines that are not `Name: number kB` are ignored; counts such as `HugePages_Total` are included
+/// unchanged.
 pub fn meminfo(text: &str) -> BTreeMap<&str, u64> {
     text.lines().filter_map(field_kib).collect()
 }
@@ -19,7 +19,7 @@ fn field_kib(line: &str) -> Option<(&str, u64)> {
     Some((name.trim(), number))
 }
 
-/// What the kernel says of one process's memory in `/proc/PID/status`, in KiB.
+/// Memory of a process in `/proc/PID/status`, in KiB.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ProcessMemory {
     /// Resident memory: anonymous, file and shared.
@@ -29,15 +29,14 @@ pub struct ProcessMemory {
 }
 
 impl ProcessMemory {
-    /// What the process occupies at the host, wherever it lies: swapping a page out does not give
-    /// it back.
+    /// The process's memory on the host, resident or swapped: swapping a page out does not return
+    /// it.
     pub fn footprint_kib(self) -> u64 {
         self.resident_kib + self.swapped_kib
     }
 }
 
-/// `VmRSS` and `VmSwap` of `/proc/PID/status`; `None` for a process that has no memory any more (a
-/// zombie).
+/// `VmRSS` and `VmSwap` of `/proc/PID/status`; `None` for a process without memory (a zombie).
 pub fn status(text: &str) -> Option<ProcessMemory> {
     let fields: BTreeMap<&str, u64> = text.lines().filter_map(field_kib).collect();
     Some(ProcessMemory {
@@ -64,7 +63,7 @@ pub fn smaps(text: &str) -> Vec<(Mapping, u64)> {
 
 /// Resident memory of a monitor without the RAM of its guest, in KiB.
 ///
-/// Guest RAM is what no other part of a monitor looks like: mappings of at least an eighth of the
+/// Guest RAM differs from all other parts of a monitor: its mappings have at least an eighth of the
 /// guest's size (RAM of a 5 GiB guest is one of 3 GiB below the hole and one of 2 GiB above 4 GiB).
 pub fn monitor_resident_kib(mappings: &[(Mapping, u64)], guest_mib: u64) -> u64 {
     let guest_ram_bytes = (guest_mib << 20) / 8;
@@ -72,8 +71,7 @@ pub fn monitor_resident_kib(mappings: &[(Mapping, u64)], guest_mib: u64) -> u64 
     others.map(|(_, resident_kib)| resident_kib).sum()
 }
 
-/// Free memory of `/proc/buddyinfo` in blocks below an order, in KiB: what is free, but in pieces
-/// too small for it.
+/// Free memory of `/proc/buddyinfo` in blocks below an order, in KiB.
 pub fn free_below_order_kib(text: &str, order: usize) -> u64 {
     const PAGE_KIB: u64 = 4;
     text.lines()
@@ -83,7 +81,7 @@ pub fn free_below_order_kib(text: &str, order: usize) -> u64 {
         .fold(0, u64::saturating_add)
 }
 
-/// Whether something listens on a TCP port, in the text of `/proc/PID/net/tcp` (IPv4).
+/// Whether a socket listens on a TCP port, in the text of `/proc/PID/net/tcp` (IPv4).
 pub fn listens(text: &str, port: u16) -> bool {
     // Number, local address and port in hexadecimal digits, the remote ones, state: 0A is LISTEN
     // (include/net/tcp_states.h).
@@ -100,8 +98,8 @@ pub fn listens(text: &str, port: u16) -> bool {
 pub fn process_cpu_ms(text: &str) -> Option<f64> {
     /// Clock ticks of user space on x86 are hundredths of a second (USER_HZ).
     const TICK_MS: f64 = 10.0;
-    // The name, in brackets, may have brackets in it; behind it come the state, which is field 3,
-    // and the rest.
+    // The name, in parentheses, may contain parentheses; after it follow the state, which is field
+    // 3, and the rest.
     let (_, fields) = text.rsplit_once(')')?;
     let mut times = fields.split_ascii_whitespace().skip(11).map(str::parse::<f64>);
     let (user, system) = (times.next()?.ok()?, times.next()?.ok()?);
@@ -113,7 +111,7 @@ pub fn process_cpu_ms(text: &str) -> Option<f64> {
 pub struct ThreadTimes {
     /// On a processor, ns.
     pub running_ns: u64,
-    /// Waiting for a processor that others had, ns.
+    /// Runnable but waiting for a processor, ns.
     pub waiting_ns: u64,
 }
 
@@ -141,7 +139,8 @@ pub fn cpu_name(text: &str) -> Option<&str> {
 
 /// Swap devices and files of `/proc/swaps`, in the order of the file.
 pub fn swaps(text: &str) -> Vec<String> {
-    // The first line is a heading; blanks in a path are written \040, and are none of a device's.
+    // The first line is a heading; blanks in a path are written \040, and do not occur in a
+    // device's.
     text.lines()
         .skip(1)
         .filter_map(|line| line.split_ascii_whitespace().next())
@@ -149,7 +148,7 @@ pub fn swaps(text: &str) -> Vec<String> {
         .collect()
 }
 
-/// How many entries a list such as `/sys/devices/system/node/has_memory` names: `0-1,4` are three.
+/// Number of entries of a list such as `/sys/devices/system/node/has_memory`: `0-1,4` are three.
 pub fn list_length(text: &str) -> u32 {
     text.trim()
         .split(',')
@@ -208,7 +207,7 @@ Rss:                  20 kB
     }
 
     #[test]
-    fn the_monitor_is_what_is_not_guest_ram() {
+    fn the_monitor_is_everything_except_guest_ram() {
         assert_eq!(monitor_resident_kib(&smaps(SMAPS), 1024), 1520);
         // A guest so large that the mapping cannot be its RAM: everything is the monitor's.
         assert_eq!(monitor_resident_kib(&smaps(SMAPS), 16 * 1024), 206_320);
@@ -216,7 +215,8 @@ Rss:                  20 kB
 
     #[test]
     fn fragments_are_the_free_blocks_below_an_order() {
-        let text = "Node 0, zone      DMA      1      0      2      5\nNode 0, zone   Normal     10      1      0      0\n";
+        let text = "Node 0, zone      DMA      1      0      2      5\nNode 0, zone   Normal     \
+                    10      1      0      0\n";
         assert_eq!(free_below_order_kib(text, 0), 0);
         assert_eq!(free_below_order_kib(text, 1), 44);
         assert_eq!(free_below_order_kib(text, 3), 44 + 8 + 32);
@@ -239,7 +239,7 @@ Rss:                  20 kB
     }
 
     #[test]
-    fn a_port_is_listened_on_or_used_otherwise() {
+    fn listening_ports_are_distinguished_from_connected_ones() {
         let text = "  sl  local_address rem_address   st tx_queue\n\
                     \x20  0: 020012C6:115C 00000000:0000 0A 00000000:00000000\n\
                     \x20  1: 020012C6:115D 010012C6:9C40 01 00000000:00000000\n";
@@ -248,7 +248,7 @@ Rss:                  20 kB
     }
 
     #[test]
-    fn processor_time_is_found_behind_any_name() {
+    fn processor_time_is_found_after_any_name() {
         let text = "12 (a) b) S 1 2 3 4 5 6 7 8 9 10 250 50 0 0 20 0";
         assert_eq!(process_cpu_ms(text), Some(3000.0));
         assert_eq!(process_cpu_ms("12 (a) S 1"), None);
@@ -268,7 +268,7 @@ Rss:                  20 kB
     }
 
     #[test]
-    fn the_files_of_this_very_process_parse() {
+    fn the_files_of_this_process_parse() {
         let own = status(&std::fs::read_to_string("/proc/self/status").unwrap()).unwrap();
         assert!(own.resident_kib > 0);
         let mappings = smaps(&std::fs::read_to_string("/proc/self/smaps").unwrap());
@@ -302,7 +302,9 @@ Rss:                  20 kB
         }
 
         #[test]
-        fn the_parts_of_a_process_add_up(sizes in prop::collection::vec((1..4096u64, 0..4096u64), 1..20)) {
+        fn the_parts_of_a_process_add_up(
+            sizes in prop::collection::vec((1..4096u64, 0..4096u64), 1..20),
+        ) {
             let mapping = |size_mib: u64| {
                 Mapping::parse(&format!("0-{:x} rw-p 0 00:00 0", size_mib << 20)).unwrap()
             };
@@ -310,7 +312,8 @@ Rss:                  20 kB
                 sizes.iter().map(|&(size_mib, resident)| (mapping(size_mib), resident)).collect();
             let all: u64 = mappings.iter().map(|(_, resident)| resident).sum();
             let monitor = monitor_resident_kib(&mappings, 4096);
-            let guest: u64 = sizes.iter().filter(|(size_mib, _)| *size_mib >= 512).map(|(_, it)| it).sum();
+            let guest: u64 =
+                sizes.iter().filter(|(size_mib, _)| *size_mib >= 512).map(|(_, it)| it).sum();
             prop_assert_eq!(monitor + guest, all);
         }
     }

@@ -1,4 +1,4 @@
-//! QEMU's machine protocol (QEMU docs/interop/qmp-spec.rst): JSON documents, one a line, over a
+//! QEMU's machine protocol (QEMU docs/interop/qmp-spec.rst): JSON documents, one per line, over a
 //! socket.
 
 use std::io::{self, BufRead, BufReader, Write};
@@ -8,10 +8,10 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-/// How long QEMU may take to answer.
+/// Time limit for QEMU's answer.
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);
 
-/// Why QEMU did not do something.
+/// Why QEMU did not carry out a command.
 #[derive(Debug, thiserror::Error)]
 pub enum QmpError {
     /// The connection.
@@ -22,7 +22,7 @@ pub enum QmpError {
         /// What the system said.
         cause: io::Error,
     },
-    /// It refused, or said something unexpected.
+    /// It refused, or sent an unexpected answer.
     #[error("QEMU answered {command} with {answer}")]
     Refused {
         /// The command.
@@ -49,13 +49,13 @@ impl Qmp {
         let stream = UnixStream::connect(path).map_err(failed)?;
         stream.set_read_timeout(Some(ANSWER_LIMIT)).map_err(failed)?;
         let mut qmp = Self { path: path.to_owned(), stream: BufReader::new(stream) };
-        // The greeting says what it can do; nothing of it matters here.
+        // The greeting lists capabilities, which do not matter here.
         qmp.read()?;
         qmp.call("qmp_capabilities", &json!({}))?;
         Ok(qmp)
     }
 
-    /// Sends a command; what it returned.
+    /// Sends a command and returns its result.
     ///
     /// # Errors
     /// [`QmpError`].
@@ -67,7 +67,7 @@ impl Qmp {
             if let Some(value) = answer.get_mut("return") {
                 return Ok(value.take());
             }
-            // Events such as BALLOON_CHANGE come between a command and its answer.
+            // Events such as BALLOON_CHANGE may arrive between a command and its answer.
             if answer.get("event").is_none() {
                 return Err(QmpError::Refused { command, answer: answer.to_string() });
             }
@@ -94,7 +94,8 @@ pub(crate) mod tests {
     use std::os::unix::net::UnixListener;
     use std::thread;
 
-    /// A peer that greets, then answers each line with the next of these texts; what it was sent.
+    /// A peer that greets, then answers each line with the next of these texts; returns the
+    /// received lines.
     pub(crate) fn peer(path: &Path, answers: Vec<&'static str>) -> thread::JoinHandle<Vec<Value>> {
         let listener = UnixListener::bind(path).unwrap();
         thread::spawn(move || {
@@ -133,7 +134,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_socket_that_is_not_there_is_named() {
+    fn a_missing_socket_is_named() {
         let error = Qmp::connect(Path::new("/no/such/socket")).unwrap_err();
         assert!(error.to_string().contains("/no/such/socket"));
     }

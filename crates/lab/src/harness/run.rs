@@ -17,7 +17,7 @@ use crate::report::event::{Collector, Event, Events};
 use crate::report::progress::Progress;
 use crate::report::results::{Place, Results, SCHEMA_VERSION};
 
-/// What to run, and where.
+/// The request for a run.
 #[derive(Clone)]
 pub struct Request {
     /// The experiment.
@@ -26,22 +26,22 @@ pub struct Request {
     pub size: RunSize,
     /// The series.
     pub selection: Selection,
-    /// Where the user wants it.
+    /// The requested place.
     pub place: Wanted,
 }
 
-/// Runs an experiment and shows its progress; its document.
+/// Runs an experiment and shows its progress; returns its document.
 ///
 /// A series that failed has its error in the document ([`Results::first_error`]).
 ///
 /// # Errors
-/// What kept the run from taking place or from ending.
+/// The error that prevented the run or its end.
 pub fn run(request: &Request, progress: &mut Progress) -> Result<Results, LabError> {
     let begin = Instant::now();
     let started_unix_s =
         SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
     let machine = host::machine()?;
-    // Series about the machine run on the machine, unless all shall run in the virtual host.
+    // Series about the machine run on the machine, unless the virtual host was requested for all.
     let wanted = where_to_run(request)?;
     let (on_machine, with_guests) = match wanted {
         Wanted::VirtualHost => (Vec::new(), request.selection.clone()),
@@ -77,7 +77,7 @@ pub fn run(request: &Request, progress: &mut Progress) -> Result<Results, LabErr
     }
     (experiment.compare)(&mut collector.series);
     let host = collector.host.ok_or_else(|| LabError::InnerRun {
-        status: "it never described its host".to_owned(),
+        status: "it did not describe its host".to_owned(),
         output: String::new(),
     })?;
     Ok(Results {
@@ -97,8 +97,8 @@ pub fn run(request: &Request, progress: &mut Progress) -> Result<Results, LabErr
     })
 }
 
-/// Where the run shall take place: in the virtual host too if this machine lacks what series about
-/// the machine need.
+/// The place of the run: also the virtual host if this machine does not meet the requirements of
+/// series about the machine.
 fn where_to_run(request: &Request) -> Result<Wanted, LabError> {
     let about_machine = request.selection.plans.iter().any(|plan| plan.setup().is_none());
     match (request.place, (request.experiment.machine_lacks)()) {
@@ -108,10 +108,10 @@ fn where_to_run(request: &Request) -> Result<Wanted, LabError> {
     }
 }
 
-/// The part of a run that takes place inside of the virtual host: events as JSON, one a line.
+/// The part of a run inside the virtual host; prints events as JSON, one per line.
 ///
 /// # Errors
-/// What kept the run from taking place or from ending.
+/// The error that prevented the run or its end.
 pub fn run_inside(request: &Request, mut output: impl Write) -> Result<(), LabError> {
     let (on_machine, with_guests) = request.selection.clone().by_subject();
     let Request { experiment, size, .. } = *request;
@@ -142,8 +142,8 @@ fn write_line(output: &mut impl Write, event: &Event) -> io::Result<()> {
     output.flush()
 }
 
-/// Lets the work happen on a thread of its own, which its guests are tied to, and hands on its
-/// events meanwhile.
+/// Runs the work in a separate thread, to which its guests are bound, and forwards its events
+/// meanwhile.
 fn follow(
     work: impl FnOnce(&Events) -> Result<(), LabError> + Send,
     mut take: impl FnMut(Event),
@@ -161,7 +161,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn all_events_are_taken_before_the_work_is_over() {
+    fn all_events_are_received_before_the_work_ends() {
         let mut taken = Vec::new();
         follow(
             |events| {
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_comes_after_the_events_before_it() {
+    fn an_error_follows_the_events_before_it() {
         let mut taken = 0;
         let outcome = follow(
             |events| {
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn inside_the_virtual_host_they_are_told_as_events() {
+    fn inside_the_virtual_host_they_are_reported_as_events() {
         let mut output = Vec::new();
         run_inside(&request(Wanted::Direct), &mut output).unwrap();
         let text = String::from_utf8(output).unwrap();

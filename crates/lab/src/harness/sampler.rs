@@ -18,11 +18,11 @@ pub struct GuestProcesses(Arc<Mutex<Vec<u32>>>);
 impl GuestProcesses {
     /// Adds the process of the next guest.
     pub fn add(&self, pid: u32) {
-        // The list is complete at each moment, whatever a thread that held the lock did afterwards.
+        // The list is always complete, even if a thread that held the lock has panicked.
         self.0.lock().unwrap_or_else(PoisonError::into_inner).push(pid);
     }
 
-    /// Makes these processes the only ones: a guest that goes on in another process.
+    /// Replaces the list by these processes, for a guest that continues in another process.
     pub fn only(&self, pids: &[u32]) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = pids.to_vec();
     }
@@ -32,7 +32,7 @@ impl GuestProcesses {
     }
 }
 
-/// A thread that tells a [`Sample`] at each interval until it is dropped.
+/// A thread that reports a [`Sample`] at each interval until it is dropped.
 #[derive(Debug)]
 pub struct Sampler {
     stop: Option<Sender<()>>,
@@ -69,7 +69,7 @@ impl Drop for Sampler {
     fn drop(&mut self) {
         self.stop = None;
         if let Some(thread) = self.thread.take() {
-            // A sampler that has panicked has said so itself.
+            // A sampler that has panicked has reported it.
             let _ = thread.join();
         }
     }
@@ -104,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn samples_show_the_guests_that_are_there_and_end_with_the_sampler() {
+    fn samples_show_the_running_guests_and_end_with_the_sampler() {
         let (sender, receiver) = mpsc::channel();
         let guests = GuestProcesses::default();
         guests.add(std::process::id());
@@ -124,10 +124,10 @@ mod tests {
             assert!(sample.guest_rss_mib[0] > 0.0);
             assert!(
                 sample.guest_rss_mib[1].abs() < f64::EPSILON,
-                "a guest that has ended has nothing"
+                "a guest that has ended has no memory"
             );
         }
-        // The sender went with the thread: what is left ends.
+        // The sender was dropped with the thread, so that the iteration ends.
         assert!(receiver.iter().count() < 1000);
     }
 }

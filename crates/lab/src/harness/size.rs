@@ -4,7 +4,7 @@ use serde::Serialize;
 
 use crate::report::results::Scale;
 
-/// The host that an experiment is made for.
+/// The host that an experiment is designed for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct HostShape {
     /// RAM in MiB.
@@ -28,17 +28,17 @@ pub struct GuestSize {
     pub cpus: u32,
 }
 
-/// How large a run is.
+/// Size of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RunSize {
     /// The experiment's size.
     pub scale: Scale,
-    /// The most guests that are wanted in a series; `None` leaves it to the experiment.
+    /// Maximum number of guests in a series; `None` leaves it to the experiment.
     pub most_guests: Option<u32>,
 }
 
 impl RunSize {
-    /// How many guests there may be when the experiment itself would start `planned`.
+    /// Number of guests to start when the experiment itself would start `planned`.
     pub fn guests(&self, planned: u32) -> u32 {
         self.most_guests.map_or(planned, |most| most.min(planned))
     }

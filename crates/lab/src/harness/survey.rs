@@ -1,13 +1,13 @@
-//! Merged pages as the host's kernel has them, seen from outside of the monitors: which ones there
-//! are, who shares them, and on which node they are.
+//! Merged pages according to the host's kernel, from outside of the monitors: the pages, their
+//! sharers, and their nodes.
 //!
-//! The counters of neither side are believed. Pages merged by their owner are those of private mappings of
-//! its files of stable pages in the place of guest memory, as long as they were not written to
-//! (`/proc/PID/maps`, `/proc/PID/pagemap`), whether or not they have been read since; pages
-//! merged by the kernel are those of guest memory that are mapped more than once
-//! (`/proc/kpagecount`), since monitors never fork. The mark for them in `/proc/kpageflags` is of
-//! no use: since Linux 6.10 all anonymous pages have it (fs/proc/page.c, `stable_page_flags`).
-//! move_pages(2) says where they are. All of that takes root's rights.
+//! The counters of either side are not used. Pages merged by their owner are those of private
+//! mappings of its files of stable pages in the place of guest memory, as long as they were not
+//! written to (`/proc/PID/maps`, `/proc/PID/pagemap`), whether or not they have been read since;
+//! pages merged by the kernel are those of guest memory that are mapped more than once
+//! (`/proc/kpagecount`), since monitors never fork. Their flag in `/proc/kpageflags` is not usable:
+//! since Linux 6.10 all anonymous pages have it (fs/proc/page.c, `stable_page_flags`).
+//! move_pages(2) reports their nodes. All of this needs root.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
@@ -18,10 +18,10 @@ use std::path::{Path, PathBuf};
 use crate::LabError;
 use crate::harness::maps::{self, FRAME, Mapping, OF_FILE, PAGE_BYTES, PRESENT, SWAPPED, entries};
 
-/// Pages that are asked about at once.
+/// Number of pages per query.
 const CHUNK: usize = 4096;
 
-/// Whose merging is looked for.
+/// The component whose merged pages are examined.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MergedBy {
     /// The process that owns the memory.
@@ -30,44 +30,43 @@ pub enum MergedBy {
     Kernel,
 }
 
-/// A page that others share, by what all sharers see of it.
+/// Identity of a shared page, the same for all sharers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum SharedPage {
-    /// The page of a file: the file's number, and the page's number in it.
+    /// The page of a file: the file's inode number, and the page's number in it.
     OfFile(u64, u64),
     /// A page frame.
     Frame(u64),
 }
 
-/// A merged page of a guest, as often as it is mapped.
+/// A mapping of a merged page in a guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MergedPage {
-    /// What is shared.
+    /// The shared page.
     pub page: SharedPage,
     /// Number of the guest's page, counted from the beginning of its memory.
     pub place: u64,
-    /// The node, where a mapping of the guest's memory tells it: nobody has read the page since it
-    /// was merged otherwise.
+    /// The node, if the mapping in the guest's memory has an entry in the page tables: otherwise
+    /// the page has not been read since it was merged.
     pub node: Option<u32>,
 }
 
-/// What is to be seen of one guest's memory.
+/// Observations of one guest's memory.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Observed {
     /// Its merged pages.
     pub merged: Vec<MergedPage>,
-    /// Those of them that the kernel has merged and that are all zeros. Owners have nothing in the
-    /// place of such pages.
+    /// Number of them that the kernel has merged and that are zero. Owners discard such pages.
     pub zero_pages: u64,
-    /// Pages that were merged and then written to, which have a copy in front of the stable page.
+    /// Number of pages that were merged and then written to, which have a private copy.
     pub copied_pages: u64,
-    /// Where other pages of it are, by node.
+    /// Number of its other pages by node.
     pub others: BTreeMap<u32, u64>,
-    /// Stable pages that the monitor has mapped to read them, and where they are.
+    /// Stable pages in the monitor's read-only mapping, and their nodes.
     pub stable: Vec<(SharedPage, u32)>,
 }
 
-/// What is to be seen of the guest memory of a process.
+/// Observes the guest memory of a process.
 ///
 /// # Errors
 /// [`LabError::SystemFile`], [`LabError::Merging`].
@@ -103,33 +102,33 @@ pub fn of_process(pid: u32, by: MergedBy) -> Result<Observed, LabError> {
 }
 
 fn failed(cause: &io::Error) -> LabError {
-    LabError::Merging(format!("cannot look at a process's pages: {cause}"))
+    LabError::Merging(format!("cannot examine a process's pages: {cause}"))
 }
 
 fn open(path: impl AsRef<Path>) -> Result<File, LabError> {
     File::open(&path).map_err(LabError::of_file(path))
 }
 
-/// What the kernel is asked with about one process.
+/// Open files of the kernel for the examination of one process.
 struct Look {
     pid: u32,
     pagemap: File,
-    /// How often page frames are mapped, where the kernel merges.
+    /// Counts of mappings of page frames, if the kernel merges.
     counts: Option<File>,
-    /// What it contains.
+    /// Its content.
     memory: File,
 }
 
 impl Look {
-    /// Looks at a piece of guest memory, whose first page has the number `place`.
+    /// Examines a piece of guest memory, whose first page has the number `place`.
     fn memory(&self, mapping: &Mapping, place: u64, observed: &mut Observed) -> io::Result<()> {
         let (first, count) = mapping.pages();
-        // Pages to ask the node of: mapped ones. Merged ones among them by what they share.
+        // Pages whose node to query: mapped ones. For merged pages, with the shared page.
         let (mut addresses, mut shared) = (Vec::new(), Vec::new());
         for (entry, page) in entries(&self.pagemap, first, count)?.into_iter().zip(0..) {
             let is_present = entry & PRESENT != 0;
             let merged = match (mapping.stable(), &self.counts) {
-                // A page of its own in front of the file.
+                // A private copy of a page of the file.
                 (Some(_), _) if entry & SWAPPED != 0 || (is_present && entry & OF_FILE == 0) => {
                     observed.copied_pages += 1;
                     None
@@ -169,10 +168,10 @@ impl Look {
         Ok(())
     }
 
-    /// Whether a page is all zeros.
+    /// Whether a page is zero.
     fn is_zero(&self, address: u64) -> io::Result<bool> {
         let mut content = [0; PAGE_BYTES as usize];
-        // Most others differ at once.
+        // Most other pages differ in the first bytes.
         self.memory.read_exact_at(&mut content[..8], address)?;
         if content[..8] != [0; 8] {
             return Ok(false);
@@ -181,7 +180,7 @@ impl Look {
         Ok(content == [0; PAGE_BYTES as usize])
     }
 
-    /// Stable pages that are mapped to be read.
+    /// Stable pages in a read-only mapping.
     fn stable(&self, mapping: &Mapping) -> io::Result<Vec<(SharedPage, u32)>> {
         let Some((inode, offset)) = mapping.stable() else { return Ok(Vec::new()) };
         let (first, count) = mapping.pages();
@@ -197,14 +196,13 @@ impl Look {
     }
 }
 
-/// The node of each page that a process has mapped; `None` for one that is not mapped at the
-/// moment.
+/// The node of each page of a process; `None` for a page that is not mapped at present.
 pub fn nodes(pid: u32, addresses: &[u64]) -> io::Result<Vec<Option<u32>>> {
     let mut nodes = Vec::with_capacity(addresses.len());
     for chunk in addresses.chunks(CHUNK) {
         let mut status = vec![0_i32; chunk.len()];
-        // SAFETY: without a list of nodes move_pages(2) only looks. It reads as many addresses as
-        // `chunk` has, none of which it follows in this process, and writes as many numbers to
+        // SAFETY: without a list of nodes move_pages(2) moves nothing. It reads as many addresses
+        // as `chunk` has, none of which it follows in this process, and writes as many numbers to
         // `status`, which has room for them.
         let result = unsafe {
             libc::syscall(
@@ -225,23 +223,23 @@ pub fn nodes(pid: u32, addresses: &[u64]) -> io::Result<Vec<Option<u32>>> {
     Ok(nodes)
 }
 
-/// What the memory of one guest looks like.
+/// Survey of one guest's memory.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct GuestSurvey {
-    /// How many of its merged pages are on which node.
+    /// Number of its merged pages by node.
     pub placement: BTreeMap<u32, u64>,
-    /// Merged pages of zeros, where they are merged with others like that.
+    /// Merged zero pages, if zero pages are merged with each other.
     pub zero_pages: u64,
-    /// Merged pages that somebody has read since: those that have an entry in the page tables.
+    /// Merged pages that were read since: those that have an entry in the page tables.
     pub read_pages: u64,
     /// Pages that were merged and written to since.
     pub copied_pages: u64,
-    /// Other pages of its memory that the host has something for.
+    /// Other populated pages of its memory.
     pub other_pages: u64,
     /// Those of them on another node than the guest's.
     pub misplaced_pages: u64,
-    /// Merged pages on another node: number of the first one in the guest's memory, how many follow
-    /// each other, the node.
+    /// Merged pages on another node: number of the first one in the guest's memory, length of the
+    /// run, the node.
     pub remote: Vec<(u64, u64, u32)>,
 }
 
@@ -252,7 +250,7 @@ impl GuestSurvey {
     }
 }
 
-/// What all processes together share.
+/// Survey of all processes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Survey {
     /// Pages that are shared.
@@ -261,16 +259,16 @@ pub struct Survey {
     pub pages_sharing: u64,
     /// Merged pages whose shared page is on another node than the memory of their guest.
     pub remote_merged_pages: u64,
-    /// Merged pages whose node is not known.
+    /// Merged pages whose node is unknown.
     pub pages_without_node: u64,
-    /// Each guest by itself.
+    /// The guests' surveys.
     pub guests: Vec<GuestSurvey>,
 }
 
 impl Survey {
-    /// Sums up what was found in processes, each with the node of its guest's memory.
+    /// Combines the observations of processes, each with the node of its guest's memory.
     pub fn new(processes: &[(u32, Observed)]) -> Self {
-        // What one process has not read another one may have.
+        // A page that one process has not read may have been read by another.
         let all = || processes.iter().flat_map(|(_, observed)| &observed.merged);
         let readers = processes.iter().flat_map(|(_, observed)| &observed.stable).copied();
         let known: BTreeMap<SharedPage, u32> =
@@ -313,7 +311,7 @@ impl Survey {
     }
 }
 
-/// Pages that follow each other, on the same node.
+/// Runs of contiguous pages on the same node.
 fn runs(pages: &[(u64, u32)]) -> Vec<(u64, u64, u32)> {
     let follow = |one: &(u64, u32), next: &(u64, u32)| one.0 + 1 == next.0 && one.1 == next.1;
     pages.chunk_by(follow).map(|run| (run[0].0, run.len() as u64, run[0].1)).collect()
@@ -350,8 +348,8 @@ mod tests {
         };
         let survey = Survey::new(&[(0, first), (1, second)]);
         assert_eq!((survey.pages_shared, survey.pages_sharing), (4, 3));
-        // The first process's page 2 and the second one's page 1. What page 4 is on only the first
-        // monitor's own mapping tells.
+        // The first process's page 2 and the second one's page 1. The node of page 4 is known only
+        // from the first monitor's own mapping.
         assert_eq!((survey.remote_merged_pages, survey.pages_without_node), (2, 1));
         let [first, second] = &survey.guests[..] else { panic!("two guests") };
         assert_eq!(first.placement, BTreeMap::from([(0, 2), (1, 1)]));
@@ -366,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn remote_pages_are_told_in_runs() {
+    fn remote_pages_are_listed_in_runs() {
         assert_eq!(runs(&[(3, 0), (4, 0), (5, 1), (7, 1)]), [(3, 2, 0), (5, 1, 1), (7, 1, 1)]);
     }
 
@@ -386,7 +384,7 @@ mod tests {
             GuestRam::new(&[spec], Backing::Anonymous, HugePages::Off, Populate::Lazy).unwrap();
         ram.memory().write_slice(&[7; 3 * PAGE_BYTES as usize], GuestAddress(0)).unwrap();
         let observed = of_process(std::process::id(), MergedBy::Owner).unwrap();
-        // Other tests may have some as well.
+        // Other tests may have guest memory as well.
         assert!(observed.others.values().sum::<u64>() >= 3, "{observed:?}");
         let look = Look {
             pid: std::process::id(),

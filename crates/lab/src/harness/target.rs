@@ -6,10 +6,10 @@ use crate::LabError;
 use crate::report::progress::Progress;
 use crate::report::results::Place;
 
-/// Where a run shall take place.
+/// The requested place of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Wanted {
-    /// Directly if KVM serves here, else in the virtual host.
+    /// Directly if KVM is usable here, else in the virtual host.
     #[default]
     Auto,
     /// Directly, or not at all.
@@ -18,10 +18,10 @@ pub enum Wanted {
     VirtualHost,
 }
 
-/// The place for a run: as it is wanted, or where the probe says that guests run well.
+/// Chooses the place for a run: as requested, or by the probe of KVM.
 ///
 /// # Errors
-/// [`LabError::NoDirectKvm`] when guests shall run directly and KVM does not run Linux here.
+/// [`LabError::NoDirectKvm`] when direct runs are requested and KVM does not run Linux here.
 pub fn choose(wanted: Wanted, progress: &Progress) -> Result<Place, LabError> {
     if wanted == Wanted::VirtualHost {
         return Ok(Place::VirtualHost);
@@ -54,7 +54,8 @@ fn obstacle(probe: &KvmProbe) -> Option<String> {
             Some(format!("{} lacks {}", probe.device, probe.missing_capabilities.join(", ")))
         }
         KvmQuality::Emulated { ns_per_iteration, .. } => Some(format!(
-            "{} emulates its guests ({ns_per_iteration:.0} ns for a round of a loop that takes hardware about 1 ns)",
+            "{} emulates its guests ({ns_per_iteration:.0} ns for an iteration of a loop that \
+             takes about 1 ns on hardware)",
             probe.device
         )),
         KvmQuality::Unavailable { reason, remedy }
@@ -90,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn the_virtual_host_is_for_those_who_want_it_and_those_who_need_it() {
+    fn the_virtual_host_is_used_on_request_or_without_usable_kvm() {
         let slow = || Some("it is slow".to_owned());
         assert_eq!(decide(Wanted::Auto, None).unwrap(), Place::Direct);
         assert_eq!(decide(Wanted::Auto, slow()).unwrap(), Place::VirtualHost);

@@ -1,4 +1,4 @@
-//! The testbed of one series: it starts guests, lets them work, and watches the host meanwhile.
+//! The testbed of one series: it starts guests, runs their work, and samples the host meanwhile.
 
 use std::path::Path;
 use std::process::Command as Program;
@@ -27,36 +27,36 @@ use crate::report::statistics::rounded;
 mod control;
 pub mod merging;
 
-/// How often the memory of a guest is looked at while it comes back.
+/// Interval of reading a guest's memory while it is returned.
 const LOOK_INTERVAL: Duration = Duration::from_millis(200);
-/// A guest that is not there by then will not come; an emulated host that swaps may be slow.
+/// Time limit for a guest's boot; an emulated host that swaps may be slow.
 const BOOT_LIMIT: Duration = Duration::from_secs(240);
-/// A program may take so long, plus the time that its memory takes at [`SLOWEST_MIB_PER_S`].
+/// Time limit for a program, plus the time that its memory takes at [`SLOWEST_MIB_PER_S`].
 const PROGRAM_LIMIT: Duration = Duration::from_secs(120);
-/// Writing to memory while the host swaps on an emulated disk.
+/// Rate of writing to memory while the host swaps on an emulated disk.
 const SLOWEST_MIB_PER_S: u64 = 4;
-/// Swap that is no sign of a full host, as a part of its RAM: a kernel moves out pages that its own
-/// services have not used since boot before it is short of memory.
+/// Swap in use up to which a host does not count as full, as a fraction of its RAM: a kernel swaps
+/// out pages that its own services have not used since boot before it is short of memory.
 const SWAP_THRESHOLD_PART: f64 = 1.0 / 200.0;
 
-/// A guest with nothing to do answers by then.
+/// Time limit for the answer of an idle guest.
 const ANSWER_LIMIT: Duration = Duration::from_secs(60);
-/// Counters of the module `ebb_balloon`, in lines of a name and a value.
+/// Counters of the module `ebb_balloon`, one line per counter with a name and a value.
 const DRIVER_COUNTERS: &str = "/sys/kernel/debug/ebb_balloon/counters";
 /// Order of the smallest blocks that Linux reports by default on x86: 2 MiB (`pageblock_order`).
 const PAGEBLOCK_ORDER: usize = 9;
 
-/// What a series has at hand.
+/// Environment of a series.
 pub struct Testbed<'a> {
-    // Dropped in this order: no sample is taken of guests that are gone.
+    // Dropped in this order: no sample is taken of ended guests.
     sampler: Option<Sampler>,
     controls: Vec<Control>,
     guests: Vec<Guest>,
-    /// Ends after the guests, which share pages through it.
+    /// Dropped after the guests, which share pages through it.
     broker: Option<Broker>,
-    /// Puts the kernel's settings back when the guests are gone.
+    /// Restores the kernel's settings when the guests have ended.
     ksm: Option<HostKsm>,
-    /// How many guests were started.
+    /// Number of guests started.
     started: u32,
     processes: GuestProcesses,
     size: RunSize,
@@ -68,7 +68,7 @@ pub struct Testbed<'a> {
 }
 
 impl<'a> Testbed<'a> {
-    /// Sets up for a series, and starts sampling.
+    /// Sets up a series and starts sampling.
     pub fn new(
         series: &str,
         size: RunSize,
@@ -107,27 +107,27 @@ impl<'a> Testbed<'a> {
         self.size.scale
     }
 
-    /// How many guests to start when the experiment itself would start `planned`.
+    /// Number of guests to start when the experiment itself would start `planned`.
     pub fn guests(&self, planned: u32) -> u32 {
         self.size.guests(planned)
     }
 
-    /// How the guests of this series are run.
+    /// Setup of the guests of this series.
     pub fn setup(&self) -> Setup {
         self.setup
     }
 
-    /// Runs further guests like this, for series that share them.
+    /// Changes the setup of further guests, for series that share them.
     pub fn run_like(&mut self, setup: Setup) {
         self.setup = setup;
     }
 
-    /// Where to report what goes on.
+    /// Receiver of the events.
     pub fn events(&self) -> &Events {
         &self.events
     }
 
-    /// The command that runs a guest of this series, for an experiment that keeps its guests
+    /// The command that runs a guest of this series, for an experiment that manages its guests
     /// itself.
     ///
     /// # Errors
@@ -136,12 +136,12 @@ impl<'a> Testbed<'a> {
         Ok(self.assets.command(&self.setup, size, control)?)
     }
 
-    /// The command that lets a guest of this series go on from its snapshot.
+    /// The command that continues a guest of this series from its snapshot.
     pub fn restore_command(&self, snapshot: &Path, control: &Path) -> Program {
         self.assets.restore_command(&self.setup, snapshot, control)
     }
 
-    /// The command of a monitor that takes over a guest of this series.
+    /// The command of a monitor that receives a guest of this series.
     ///
     /// # Errors
     /// [`LabError::Missing`].
@@ -159,18 +159,18 @@ impl<'a> Testbed<'a> {
         Program::new(&self.assets.ebb)
     }
 
-    /// Shows the processes of the only guest that an experiment keeps itself in the samples, in the
-    /// place of earlier ones.
+    /// Sets the processes in the samples, for an experiment that manages its only guest itself.
     pub fn show(&self, pids: &[u32]) {
         self.processes.only(pids);
     }
 
-    /// The host's present use.
+    /// The host's current use.
     pub fn usage(&self) -> Result<Usage, LabError> {
         self.gauge.read()
     }
 
-    /// Swap in use beyond this many MiB says that the host is full: half a percent of its RAM.
+    /// The host counts as full if more than this many MiB of swap are in use: half a percent of its
+    /// RAM.
     pub fn swap_threshold_mib(&self) -> f64 {
         self.host_memory_mib as f64 * SWAP_THRESHOLD_PART
     }
@@ -222,7 +222,7 @@ impl<'a> Testbed<'a> {
         Ok(guest)
     }
 
-    /// Runs a program that uses `program_mib` in a guest, noting the guest's peak.
+    /// Runs a program that uses `program_mib` in a guest, and records the guest's peak.
     ///
     /// # Errors
     /// [`LabError::Guest`].
@@ -247,7 +247,7 @@ impl<'a> Testbed<'a> {
         Ok(answer)
     }
 
-    /// Sends a command that takes next to no time; what it gave.
+    /// Sends a short command and returns its result.
     ///
     /// # Errors
     /// [`LabError::Guest`].
@@ -255,7 +255,7 @@ impl<'a> Testbed<'a> {
         self.work(guest, command, ANSWER_LIMIT)
     }
 
-    /// Sends a command that may take this long; what it gave.
+    /// Sends a command with this time limit and returns its result.
     ///
     /// # Errors
     /// [`LabError::Guest`].
@@ -268,7 +268,7 @@ impl<'a> Testbed<'a> {
         Ok(self.guest(guest)?.command(command, limit, &mut || {})?.result)
     }
 
-    /// The counters of the guest's balloon driver; `None` for Linux's own, which has none.
+    /// The counters of the guest's balloon driver; `None` for Linux's own, which has no counters.
     ///
     /// # Errors
     /// [`LabError::Guest`].
@@ -280,14 +280,14 @@ impl<'a> Testbed<'a> {
         Ok(answer["text"].as_str().map(Counters::of_driver))
     }
 
-    /// Ends a guest that nothing more is wanted of, and gives its memory back.
+    /// Ends a guest and frees its memory.
     pub fn end_guest(&mut self, number: u32) {
         self.controls.retain(|control| control.guest != number);
         self.guests.retain(|guest| guest.number() != number);
     }
 
-    /// Waits until the memory of a program that has just ended is back at the host, or nothing more
-    /// comes.
+    /// Waits until the memory of a program that has just ended is returned to the host, or no more
+    /// is returned.
     ///
     /// # Errors
     /// [`LabError::Guest`] when the guest ends meanwhile.
@@ -297,7 +297,7 @@ impl<'a> Testbed<'a> {
         program_mib: u64,
     ) -> Result<(), LabError> {
         let ended = Instant::now();
-        self.events.step(record.guest, "gives its memory back");
+        self.events.step(record.guest, "returns its memory");
         let patience = patience(self.size.scale);
         let guest = self.guest(record.guest)?;
         let mut watch =
@@ -314,13 +314,12 @@ impl<'a> Testbed<'a> {
         }
     }
 
-    /// Looks for guests that have ended by themselves while they had nothing to do, and notes it in
-    /// their records.
+    /// Finds guests that have ended by themselves while idle, and records it.
     ///
-    /// What they had is the host's again, so that they must not count as guests that fit.
+    /// Their memory is free again, so that they must not count as guests that fit.
     ///
     /// # Errors
-    /// [`LabError::Guest`] for the first of them, with its last words.
+    /// [`LabError::Guest`] for the first of them, with its last messages.
     pub fn find_ended(&mut self, records: &mut [GuestRecord]) -> Result<(), LabError> {
         let mut first = Ok(());
         for record in records {
@@ -332,7 +331,7 @@ impl<'a> Testbed<'a> {
         first
     }
 
-    /// Waits until the idle guests give back nothing more, and notes what each of them still has.
+    /// Waits until the idle guests return no more memory, and records their remaining memory.
     ///
     /// # Errors
     /// [`LabError::Guest`] when a guest has ended.
@@ -341,7 +340,7 @@ impl<'a> Testbed<'a> {
         records: &mut [GuestRecord],
         size: GuestSize,
     ) -> Result<(), LabError> {
-        self.events.step(0, "waits until the guests are quiet");
+        self.events.step(0, "waits until the guests' memory is stable");
         let pids: Vec<u32> = self.guests.iter().map(Guest::pid).collect();
         let total = || pids.iter().filter_map(|&pid| footprint_mib(pid)).sum::<f64>();
         let patience =
@@ -358,8 +357,8 @@ impl<'a> Testbed<'a> {
             let footprint = footprint_mib(pid);
             record.idle_rss_mib = Some(rounded(footprint.ok_or_else(|| guest.lost(lost))?));
             record.idle_pss_mib = host::proportional_mib(pid).map(rounded);
-            // Memory with merged pages is in many mappings, which cannot be told from the monitor's
-            // own.
+            // Memory with merged pages consists of many mappings, which cannot be distinguished
+            // from the monitor's own.
             if merging == Merging::Off {
                 record.monitor_rss_mib = host::monitor_rss_mib(pid, size.memory_mib).map(rounded);
             }
@@ -367,7 +366,8 @@ impl<'a> Testbed<'a> {
         Ok(())
     }
 
-    /// Asks the idle guests what they use themselves, which explains what they leave at the host.
+    /// Queries the idle guests' own use of memory, which explains their remaining memory on the
+    /// host.
     ///
     /// # Errors
     /// [`LabError::Guest`] when a guest does not answer.
@@ -390,7 +390,7 @@ impl<'a> Testbed<'a> {
         Ok(())
     }
 
-    /// What a guest occupies at the host, resident and swapped, MiB.
+    /// A guest's memory on the host, resident and swapped, MiB.
     ///
     /// # Errors
     /// [`LabError::Guest`] when it has ended.
@@ -408,7 +408,7 @@ impl<'a> Testbed<'a> {
 impl Drop for Testbed<'_> {
     fn drop(&mut self) {
         self.sampler = None;
-        // All at once: each takes a while to give its memory back.
+        // All at once: each takes a while to free its memory.
         self.guests.iter_mut().for_each(Guest::kill);
     }
 }
@@ -418,13 +418,13 @@ fn running(records: &mut [GuestRecord]) -> impl Iterator<Item = &mut GuestRecord
     records.iter_mut().filter(|record| record.ended.is_none())
 }
 
-/// What a guest occupies at the host, resident and swapped; `None` when it has ended.
+/// A guest's memory on the host, resident and swapped; `None` when it has ended.
 pub(crate) fn footprint_mib(pid: u32) -> Option<f64> {
     host::process_memory(pid).map(|memory| host::mib(memory.footprint_kib()))
 }
 
-/// How long memory may take to come back. Linux reports 2 s after a page was freed, then every 2 s
-/// a sixteenth of what is free and a batch (`mm/page_reporting.c`): quiet for more than two such
+/// Time limits for the return of memory. Linux reports 2 s after a page was freed, then every 2 s a
+/// sixteenth of free memory and a batch (`mm/page_reporting.c`): no change for more than two such
 /// passes means that all is reported.
 pub(crate) fn patience(scale: Scale) -> Patience {
     match scale {

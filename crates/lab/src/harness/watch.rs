@@ -1,40 +1,40 @@
-//! Watching a guest's memory come back to the host after its program has ended.
+//! Tracking the return of a guest's memory to the host after its program has ended.
 
 /// The part of the program's memory that counts as "returned".
 const RETURNED_PART: f64 = 0.9;
-/// A fall by less than this part of the program's memory is no progress.
+/// A decrease by less than this fraction of the program's memory is not progress.
 const STEP_PART: f64 = 0.005;
-/// A fall by less than this part says that nothing comes back at all.
+/// With a decrease by less than this fraction, no memory counts as returned.
 const BEGINNING_PART: f64 = 0.02;
 
-/// How long is waited, in seconds since the program's end.
+/// Time limits in seconds since the program's end.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Patience {
-    /// Nothing has come back by then: nothing will.
+    /// Limit if no memory has been returned.
     pub beginning_s: f64,
-    /// Nothing more has come back for so long: that was all.
+    /// Limit without further progress.
     pub quiet_s: f64,
-    /// The end in any case.
+    /// Limit in any case.
     pub whole_s: f64,
-    /// What happens once 90 % are back.
+    /// Action once 90 % are returned.
     pub after_return: AfterReturn,
 }
 
-/// What a watch does once 90 % of the memory are back.
+/// Action of a watch once 90 % of the memory are returned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AfterReturn {
-    /// It is over.
+    /// End the watch.
     Stop,
-    /// It goes on until nothing more comes.
+    /// Continue until no more memory is returned.
     UntilQuiet,
 }
 
-/// Whether a watch goes on.
+/// Whether a watch continues.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
-    /// Look again.
+    /// Continue.
     Continue,
-    /// There is nothing more to wait for.
+    /// End.
     Over,
 }
 
@@ -50,8 +50,7 @@ pub struct ReturnWatch {
 }
 
 impl ReturnWatch {
-    /// Begins when a program that used `program_mib` ends, with `peak_mib` the most its guest has
-    /// occupied.
+    /// Starts when a program that used `program_mib` ends; `peak_mib` is the guest's peak.
     pub fn new(peak_mib: f64, program_mib: f64, patience: Patience) -> Self {
         Self {
             peak_mib,
@@ -63,7 +62,7 @@ impl ReturnWatch {
         }
     }
 
-    /// Takes what the guest occupies `at_s` seconds after the program's end.
+    /// Adds the guest's footprint `at_s` seconds after the program's end.
     pub fn observe(&mut self, at_s: f64, footprint_mib: f64) -> Verdict {
         if self.return_90_s.is_none()
             && self.peak_mib - footprint_mib >= RETURNED_PART * self.program_mib
@@ -89,7 +88,7 @@ impl ReturnWatch {
         }
     }
 
-    /// Seconds until 90 % of the program's memory were back; `None` when they never were.
+    /// Seconds until 90 % of the program's memory were returned; `None` if they never were.
     pub fn return_90_s(&self) -> Option<f64> {
         self.return_90_s
     }
@@ -107,8 +106,8 @@ mod tests {
         after_return: AfterReturn::UntilQuiet,
     };
 
-    /// Watches a guest of 500 MiB after a program of 400 MiB, looking once a second; when it is
-    /// over and the time.
+    /// Watches a guest of 500 MiB after a program of 400 MiB, with one observation per second;
+    /// returns the end of the watch and the time of return.
     fn watch(patience: Patience, footprint: impl Fn(f64) -> f64) -> (f64, Option<f64>) {
         let mut watch = ReturnWatch::new(500.0, 400.0, patience);
         let mut at_s = 0.0;
@@ -119,12 +118,12 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_stays_is_given_up_early() {
+    fn memory_that_stays_ends_the_watch_early() {
         assert_eq!(watch(PATIENCE, |_| 499.0), (6.0, None));
     }
 
     #[test]
-    fn memory_that_comes_back_is_timed_and_waited_for() {
+    fn returned_memory_is_timed_and_awaited() {
         // 100 MiB a second from second 2 on, down to 90 MiB at second 6.
         let falling = |at_s: f64| (500.0 - 100.0 * (at_s - 2.0).max(0.0)).max(90.0);
         assert_eq!(watch(PATIENCE, falling), (11.0, Some(6.0)));
@@ -138,13 +137,13 @@ mod tests {
     }
 
     #[test]
-    fn a_slow_return_ends_with_the_patience() {
+    fn a_slow_return_ends_at_the_limit() {
         assert_eq!(watch(PATIENCE, |at_s| 500.0 - 5.0 * at_s), (30.0, None));
     }
 
     proptest! {
         #[test]
-        fn a_watch_ends_in_time_and_tells_only_what_it_saw(
+        fn a_watch_ends_in_time_and_reports_only_observed_times(
             footprints in prop::collection::vec(0.0..600.0f64, 31),
         ) {
             let (end_s, returned) = watch(PATIENCE, |at_s| footprints[at_s as usize]);

@@ -1,8 +1,8 @@
 //! Charts as SVG text.
 //!
-//! Texts and axes take the page's colour (`currentColor`), areas and curves a palette that reads on
-//! light and on dark ground. What explains a chart (title, legend) is text beside it, so that it
-//! wraps and never lies on the curves.
+//! Texts and axes take the page's colour (`currentColor`), areas and curves a palette that is
+//! readable on light and dark backgrounds. Title and legend are text beside the chart, so that they
+//! wrap and never cover the curves.
 
 use std::fmt::Write as _;
 use std::ops::Range;
@@ -11,21 +11,22 @@ use crate::report::figures::{Curve, Drawing};
 use crate::report::results::{Results, Sample};
 use crate::report::statistics::number;
 
-/// Size of a chart in CSS pixels, which it is scaled from, and what is left around the axes.
+/// Size of a chart in CSS pixels before scaling, and its margins.
 const WIDTH: f64 = 560.0;
 const HEIGHT: f64 = 240.0;
 const LEFT: f64 = 54.0;
 const RIGHT: f64 = 10.0;
 const TOP: f64 = 20.0;
 const BOTTOM: f64 = 36.0;
-/// About so many lines of a grid.
+/// Approximate number of grid lines.
 const TICKS: f64 = 5.0;
 
 /// The host's own memory, at the bottom of the stack.
 pub(crate) const HOST: &str = "#9aa0a6";
-/// Swap: the one thing that must catch the eye.
+/// Swap, in the most conspicuous colour.
 pub(crate) const SWAP: &str = "#d62728";
-/// Guests, repeated; neighbours differ in lightness too, so that the stack reads without colours.
+/// Guests, repeated; neighbours differ in lightness too, so that the stack is readable without
+/// colours.
 pub(crate) const GUESTS: [&str; 6] =
     ["#1f77b4", "#7fb8e0", "#2a8c6e", "#8fd1b5", "#6a51a3", "#b3a2d6"];
 /// Series and curves, repeated.
@@ -47,7 +48,7 @@ pub struct Extent {
 }
 
 impl Extent {
-    /// Holds every sample of the results and the host's memory.
+    /// The limits that contain every sample of the results and the host's memory.
     pub fn of(results: &Results) -> Self {
         let top = |sample: &Sample| {
             stacked(sample).last().map_or(0.0, |layer| layer.1).max(sample.swap_used_mib)
@@ -86,7 +87,7 @@ pub fn timeline(samples: &[&Sample], host_memory_mib: u64, extent: Extent, title
     let layers: Vec<Vec<(f64, f64)>> = samples.iter().map(|sample| stacked(sample)).collect();
     let depth = layers.iter().map(Vec::len).max().unwrap_or(0);
     for layer in 0..depth {
-        // A guest that is not there yet, or not any more, has no height.
+        // A guest that has not started, or has ended, has no height.
         let edge = |(sample, all): (&&Sample, &Vec<(f64, f64)>)| {
             let none = all.last().map_or((0.0, 0.0), |last| (last.1, last.1));
             (seconds(sample), all.get(layer).copied().unwrap_or(none))
@@ -120,7 +121,7 @@ pub fn curves(drawing: &Drawing) -> String {
     chart.end()
 }
 
-/// The smallest range with all values in it and some room; never empty.
+/// The smallest range that contains all values, with a margin; never empty.
 fn extent(values: impl Iterator<Item = f64>) -> Range<f64> {
     let (low, high) = values.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), value| {
         (low.min(value), high.max(value))
@@ -154,7 +155,7 @@ struct Chart {
 }
 
 impl Chart {
-    /// Begins with a grid and its numbers; each axis comes with what it shows.
+    /// Begins with a grid and its numbers; each axis has a label.
     fn new(title: &str, (x, of_x): (Range<f64>, &str), (y, of_y): (Range<f64>, &str)) -> Self {
         let mut chart = Self { svg: String::new(), x, y };
         let mut svg = format!(
@@ -197,7 +198,7 @@ impl Chart {
         chart
     }
 
-    /// Where a point is.
+    /// Position of a point.
     fn place(&self, (x, y): (f64, f64)) -> (f64, f64) {
         let part =
             |range: &Range<f64>, value: f64| (value - range.start) / (range.end - range.start);
@@ -207,7 +208,7 @@ impl Chart {
         )
     }
 
-    /// Adds a shape with these corners; nothing without any.
+    /// Adds a shape with these corners, if any.
     fn shape(&mut self, kind: &str, points: impl IntoIterator<Item = (f64, f64)>, style: &str) {
         let places: Vec<String> = points
             .into_iter()
@@ -231,7 +232,7 @@ mod tests {
     use crate::report::results::tests::example;
 
     #[test]
-    fn layers_stand_on_each_other_and_reach_what_the_host_uses() {
+    fn layers_are_stacked_up_to_the_hosts_use() {
         let results = example();
         let layers = stacked(&results.samples[2]);
         assert_eq!(layers.len(), 3);
@@ -247,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn the_extent_holds_all_samples() {
+    fn the_extent_contains_all_samples() {
         let results = example();
         let extent = Extent::of(&results);
         assert!(extent.seconds >= 2.0);
@@ -255,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn a_timeline_has_one_area_a_guest_and_one_for_the_host() {
+    fn a_timeline_has_one_area_per_guest_and_one_for_the_host() {
         let results = example();
         let samples: Vec<&Sample> = results.samples_of("no-reporting").collect();
         let svg = timeline(&samples, 2000, Extent::of(&results), "a \"b\"");
@@ -272,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn grids_are_of_round_numbers() {
+    fn grids_have_round_numbers() {
         assert_eq!(ticks(&(0.0..2080.0)), [0.0, 500.0, 1000.0, 1500.0, 2000.0]);
         assert_eq!(ticks(&(-1.3..2.6)), [-1.0, 0.0, 1.0, 2.0]);
         assert_eq!(ticks(&(0.0..61.0)), [0.0, 20.0, 40.0, 60.0]);
@@ -305,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn no_points_and_equal_points_are_drawn_as_well() {
+    fn curves_without_points_or_with_equal_points_are_drawn() {
         for points in [&[][..], &[&[(0.0, 0.0), (1.0, 0.0)][..]], &[&[(5.0, 5.0)][..]]] {
             assert!(!curves(&drawing(points)).contains("NaN"));
         }

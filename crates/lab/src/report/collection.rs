@@ -1,6 +1,7 @@
-//! A folder of results, and the Markdown page made from it.
+//! A folder of results, and the Markdown page rendered from it.
 //!
-//! The folder has one document for each experiment, `NAME.json`, exactly as the laboratory wrote it.
+//! The folder has one document for each experiment, `NAME.json`, exactly as the laboratory wrote
+//! it.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -11,10 +12,13 @@ use crate::report::output::{Temporary, document};
 use crate::report::results::Results;
 use crate::report::table;
 
+/// Columns of the page's prose.
+const COLUMNS: usize = 100;
+
 /// Reads a document.
 ///
 /// # Errors
-/// [`LabError::SystemFile`], and [`LabError::Document`] for a file that is none.
+/// [`LabError::SystemFile`], and [`LabError::Document`] for a file that is not a document.
 pub fn read(path: &Path) -> Result<Results, LabError> {
     let text = fs::read_to_string(path).map_err(LabError::of_file(path))?;
     serde_json::from_str(&text).map_err(|cause| LabError::Document { path: path.to_owned(), cause })
@@ -40,7 +44,7 @@ pub fn path(folder: &Path, experiment: &str) -> PathBuf {
     folder.join(format!("{experiment}.json"))
 }
 
-/// Writes a document into a folder under the name of its experiment; its path.
+/// Writes a document into a folder under the name of its experiment; returns its path.
 ///
 /// # Errors
 /// [`LabError::Output`].
@@ -57,9 +61,10 @@ pub fn write(folder: &Path, results: &Results) -> Result<PathBuf, LabError> {
 
 /// All results as one page of Markdown.
 pub fn render(all: &[Results]) -> String {
-    let mut text = "# Results\n\nMade from `docs/results` by `ebb-lab results docs/results`; what the experiments and \
-                    metrics are is in\n[experiments.md](experiments.md). Each table is one run on one machine: compare \
-                    columns, not rows with other\nmachines.\n"
+    let mut text = "# Results\n\nMade from `docs/results` by `ebb-lab results docs/results`; \
+                    [experiments.md](experiments.md) describes the experiments and metrics. Each \
+                    table is one run on one machine: compare columns, not rows with those of other \
+                    machines.\n"
         .to_owned();
     for results in all {
         let machine = &results.machine;
@@ -79,7 +84,34 @@ pub fn render(all: &[Results]) -> String {
             table::markdown(results),
         );
     }
-    text
+    wrapped(&text)
+}
+
+/// Breaks lines of prose before a word that cannot start another block of Markdown. Rows of tables
+/// stay whole, and list items are indented.
+fn wrapped(text: &str) -> String {
+    let mut page = String::new();
+    for line in text.lines() {
+        let indent = if line.starts_with("- ") { "  " } else { "" };
+        let mut column = 0;
+        for (index, word) in line.split(' ').enumerate() {
+            let width = word.chars().count();
+            let is_plain = word != "1."
+                && word.starts_with(|first: char| first.is_alphanumeric() || "`([".contains(first));
+            if index > 0 && is_plain && !line.starts_with('|') && column + 1 + width > COLUMNS {
+                page.push('\n');
+                page.push_str(indent);
+                column = indent.len();
+            } else if index > 0 {
+                page.push(' ');
+                column += 1;
+            }
+            page.push_str(word);
+            column += width;
+        }
+        page.push('\n');
+    }
+    page
 }
 
 /// The day of a time, in UTC (H. Hinnant, "chrono-Compatible Low-Level Date Algorithms").
@@ -117,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read_again_in_the_order_of_names() {
+    fn written_documents_are_read_in_the_order_of_names() {
         let folder = tempfile::tempdir().unwrap();
         let second = Results { experiment: "clock".to_owned(), ..example() };
         for results in [&example(), &second] {
@@ -129,6 +161,17 @@ mod tests {
         fs::write(folder.path().join("broken.json"), "{").unwrap();
         let message = read_all(folder.path()).unwrap_err().to_string();
         assert!(message.contains("broken.json"), "{message}");
+    }
+
+    #[test]
+    fn prose_is_wrapped_and_tables_and_lists_stay_valid() {
+        let long = "word ".repeat(20);
+        let text = format!("{long}- next\n\n| {long}|\n- item {long}end\n");
+        let first = long.trim_end();
+        let item = "word ".repeat(18);
+        let expected =
+            format!("{first} -\nnext\n\n| {long}|\n- item {}\n  word word end\n", item.trim_end());
+        assert_eq!(wrapped(&text), expected);
     }
 
     #[test]

@@ -1,7 +1,6 @@
-//! What a running experiment reports: the same events whether it runs here or in the virtual host.
+//! Events of a running experiment, the same here and in the virtual host.
 //!
-//! In the virtual host they cross the border as JSON, one a line on standard output
-//! (`--json-events`).
+//! From the virtual host they are sent as JSON, one per line on standard output (`--json-events`).
 
 use std::sync::mpsc::Sender;
 
@@ -10,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::LabError;
 use crate::report::results::{Host, Sample, Series};
 
-/// One thing that happened in a run.
+/// An event of a run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "kebab-case")]
 pub enum Event {
@@ -21,26 +20,26 @@ pub enum Event {
     SeriesBegins {
         /// Its name.
         series: String,
-        /// How many guests it may come to.
+        /// Maximum number of guests.
         guests: u32,
     },
-    /// Something that takes time begins.
+    /// A step that takes time begins.
     Step {
-        /// The guest it is about; 0 for the host.
+        /// Its guest; 0 for the host.
         guest: u32,
-        /// What, in a few words.
+        /// Short description.
         text: String,
     },
     /// The state of the host.
     Sample(Sample),
-    /// What a series has found until now, in case that it does not come to its end.
+    /// Results of a series so far, in case it does not end normally.
     SeriesSoFar(Series),
     /// A series is over.
     SeriesEnds(Series),
 }
 
-/// Where an experiment reports its events; a receiver that has gone away is no error, the run ends by
-/// other means.
+/// Sender of an experiment's events; a closed receiver is not an error, the run ends by other
+/// means.
 #[derive(Debug, Clone)]
 pub struct Events(Sender<Event>);
 
@@ -55,13 +54,13 @@ impl Events {
         let _ = self.0.send(event);
     }
 
-    /// Reports that something begins which takes time.
+    /// Reports the begin of a step.
     pub fn step(&self, guest: u32, text: impl Into<String>) {
         self.send(Event::Step { guest, text: text.into() });
     }
 }
 
-/// Gathers the events of a run into the parts of its document.
+/// Collects the events of a run into the parts of its document.
 #[derive(Debug, Default)]
 pub struct Collector {
     /// The host, once it is known.
@@ -72,12 +71,12 @@ pub struct Collector {
     pub samples: Vec<Sample>,
     /// The series that has begun and is not over.
     running: Option<String>,
-    /// What series that are not over have found until now.
+    /// Results so far of series that are not over.
     so_far: Vec<Series>,
 }
 
 impl Collector {
-    /// Takes what belongs into the document.
+    /// Adds an event's content to the document.
     pub fn take(&mut self, event: Event) {
         match event {
             Event::Host(host) => self.host = Some(host),
@@ -96,8 +95,8 @@ impl Collector {
         }
     }
 
-    /// The run ended in the middle of a series. What was measured before is worth keeping: the
-    /// series is noted with its error. An error before the first result is returned as it is.
+    /// The run ended in the middle of a series. Earlier measurements are kept: the series is
+    /// recorded with its error. An error before the first result is returned unchanged.
     ///
     /// # Errors
     /// The one given.
@@ -125,7 +124,7 @@ mod tests {
     use super::*;
     use crate::report::results::tests::example;
 
-    /// The events that a run with these results tells.
+    /// The events of a run with these results.
     fn events() -> Vec<Event> {
         let results = example();
         let mut events = vec![
@@ -139,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn events_survive_the_way_as_lines() {
+    fn events_survive_the_transfer_as_lines() {
         for event in events() {
             let line = serde_json::to_string(&event).unwrap();
             assert!(!line.contains('\n'));
@@ -148,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn a_host_that_dies_takes_only_its_series_with_it() {
+    fn a_host_that_ends_affects_only_its_series() {
         let lost = || LabError::InnerRun { status: "gone".to_owned(), output: String::new() };
         let begins = Event::SeriesBegins { series: "second".to_owned(), guests: 2 };
         let mut collector = Collector::default();
@@ -165,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_series_had_found_is_kept_when_its_host_dies() {
+    fn results_of_a_series_are_kept_when_its_host_ends() {
         let mut collector = Collector::default();
         collector.take(Event::Host(example().host));
         collector.take(Event::SeriesBegins { series: "none+bitmap".to_owned(), guests: 2 });
@@ -189,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn the_collector_keeps_what_belongs_into_the_document() {
+    fn the_collector_keeps_the_parts_of_the_document() {
         let mut collector = Collector::default();
         for event in events() {
             collector.take(event);

@@ -1,4 +1,4 @@
-//! What a series shows beside its metrics: tables and curves, as data of the document.
+//! Figures of a series in addition to its metrics: tables and curves, as data of the document.
 
 use serde::{Deserialize, Serialize};
 
@@ -11,15 +11,15 @@ pub struct DataTable {
     pub title: String,
     /// Headings, with units.
     pub columns: Vec<String>,
-    /// Rows of as many values.
+    /// Rows with one value per column.
     pub rows: Vec<Vec<Value>>,
 }
 
-/// A column: its heading, and what an item has below it.
+/// A column: its heading, and a function from an item to its value.
 pub type Column<'a, T> = (&'a str, &'a dyn Fn(&T) -> Value);
 
 impl DataTable {
-    /// A table with a row for each item: the headings, and what an item has below each.
+    /// A table with a row for each item.
     pub fn of<'a, T: 'a>(
         title: impl Into<String>,
         items: impl IntoIterator<Item = &'a T>,
@@ -50,16 +50,16 @@ impl DataTable {
 pub enum Value {
     /// An integer.
     Signed(i64),
-    /// An integer beyond those with a sign.
+    /// An integer beyond the signed ones.
     Unsigned(u64),
     /// A number.
     Float(f64),
-    /// Words.
+    /// Text.
     Text(String),
 }
 
 impl Value {
-    /// The value as people read it.
+    /// The value in readable form.
     pub fn shown(&self) -> String {
         match self {
             Self::Signed(value) => value.to_string(),
@@ -83,7 +83,7 @@ impl From<u32> for Value {
 }
 
 impl From<u64> for Value {
-    /// Documents do not tell the types of small numbers apart, so that there is one for them.
+    /// Documents do not distinguish the types of small numbers, so that they have a single type.
     fn from(value: u64) -> Self {
         i64::try_from(value).map_or(Self::Unsigned(value), Self::Signed)
     }
@@ -108,7 +108,7 @@ impl From<String> for Value {
 }
 
 impl<T: Into<Self>> From<Option<T>> for Value {
-    /// A dash for what was not measured.
+    /// A dash for a missing value.
     fn from(value: Option<T>) -> Self {
         value.map_or_else(|| Self::from("-"), Into::into)
     }
@@ -141,7 +141,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn integers_survive_the_way_through_json_exactly() {
+    fn integers_survive_json_exactly() {
         for value in [
             Value::from(-1_i64),
             Value::from(i64::MIN),

@@ -1,23 +1,23 @@
-//! Metrics: each is one row that says what it is called, and how it follows from what was found.
+//! Metrics: each has a description and a function that computes it from the results.
 
 use crate::report::results::{Better, MetricInfo, Series};
 use crate::report::statistics::{median, number, quantile, rounded};
 
-/// A metric of an experiment whose series find an `F`.
+/// A metric of an experiment whose series have results of type `F`.
 pub struct Metric<F> {
     info: MetricInfo,
     source: Source<F>,
 }
 
-/// Takes the measurements of a metric from what was found.
+/// Computes the measurements of a metric from the results.
 type Values<F> = Box<dyn Fn(&F) -> Vec<f64>>;
 
-/// Where a metric's value comes from.
+/// Source of a metric's value.
 enum Source<F> {
-    /// The repeated measurements of it, of which the median is shown; or the only one. One that
-    /// never came is infinite.
+    /// Repeated measurements, of which the median is shown, or a single one. A time that was never
+    /// reached is infinite.
     Values(Values<F>),
-    /// How many times as good a series is as the one that all are compared with, by this metric.
+    /// Ratio of a series to the one that all are compared with, by this metric; above 1 if better.
     Ratio(&'static str),
 }
 
@@ -32,7 +32,7 @@ impl<F> Metric<F> {
         Self { info, source }
     }
 
-    /// A metric that is better when it is lower: name with unit, title, unit, and how it is found.
+    /// A metric that is better when it is lower: name with unit, title, unit, and its function.
     pub fn lower(
         name: impl Into<String>,
         title: impl Into<String>,
@@ -70,7 +70,7 @@ impl<F> Metric<F> {
         self
     }
 
-    /// The same metric, of a part of what is found.
+    /// The same metric, of a part of the results.
     pub fn within<G: 'static>(self, part: fn(&G) -> Option<&F>) -> Metric<G>
     where
         F: 'static,
@@ -85,19 +85,19 @@ impl<F> Metric<F> {
         Metric { info: self.info, source }
     }
 
-    /// How many times as good a series is by the metric `of` as the one that [`compare`] is given.
+    /// Ratio of a series to the base of [`compare`] by the metric `of`; above 1 if better.
     pub fn ratio(name: &str, title: impl Into<String>, of: &'static str) -> Self {
         Self::new((name, title, ""), Better::Higher, Source::Ratio(of))
     }
 }
 
-/// What the metrics are, for the document.
+/// Descriptions of the metrics, for the document.
 pub fn describe<F>(metrics: Vec<Metric<F>>) -> Vec<MetricInfo> {
     metrics.into_iter().map(|metric| metric.info).collect()
 }
 
-/// Fills in all metrics of a series, and the spread of those that were measured repeatedly; what
-/// was not measured is `None`, and so are ratios.
+/// Fills in all metrics of a series, and the spread of those that were measured repeatedly; metrics
+/// that were not measured are `None`, and so are ratios.
 pub fn measure<F>(metrics: &[Metric<F>], found: &F, series: &mut Series) {
     for Metric { info, source } in metrics {
         let values = match source {
@@ -110,14 +110,14 @@ pub fn measure<F>(metrics: &[Metric<F>], found: &F, series: &mut Series) {
         {
             series.spread.insert(info.name.clone(), [low, high]);
         }
-        // What never came is infinitely late, and so is a median of which most never came.
+        // A time that was never reached is infinite, and so is a median of mostly such times.
         let value = median(values).filter(|value| value.is_finite());
         series.metrics.insert(info.name.clone(), value.map(rounded));
     }
 }
 
-/// Says of each series how many times as good it is as the series `base`, and of which of these
-/// numbers the machine was too noisy to tell: repeated measurements of both overlap.
+/// Fills in the ratios of each series to the series `base`, and lists those that are lost in the
+/// machine's noise because repeated measurements of both overlap.
 pub fn compare<F>(metrics: &[Metric<F>], base: &str, all: &mut [Series]) {
     let Some(base) = all.iter().find(|series| series.name == base).cloned() else { return };
     for series in all {
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn every_metric_that_is_described_is_measured() {
+    fn every_described_metric_is_measured() {
         let series = measured("a", &[3.0, 5.0, 4.0]);
         let described = describe(metrics());
         assert_eq!(described.len(), series.metrics.len());
@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn overlapping_measurements_are_too_noisy_to_tell() {
+    fn overlapping_measurements_are_too_noisy() {
         let mut all = [
             measured("base", &[90.0, 110.0]),
             measured("near", &[80.0, 95.0]),
@@ -210,9 +210,8 @@ mod tests {
         assert!(all[0].too_noisy.is_empty() && all[2].too_noisy.is_empty());
         assert_eq!(
             all[1].too_noisy,
-            [
-                "Times as fast: 1.14 is not certain, repeated measurements overlap (80 to 95, and 90 to 110 of base)"
-            ]
+            ["Times as fast: 1.14 is not certain, repeated measurements overlap (80 to 95, and \
+              90 to 110 of base)"]
         );
     }
 }

@@ -1,4 +1,4 @@
-//! The directory of the results: checked before a long run, filled at once after it.
+//! The directory of the results: checked before a long run, written after it.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -12,7 +12,7 @@ use crate::report::results::Results;
 pub const RESULTS_FILE: &str = "results.json";
 /// Name of the page in the directory.
 pub const REPORT_FILE: &str = "report.html";
-/// What a run at full scale may write; asked for before the run, because afterwards it is too late.
+/// Maximum size of the output of a run at full scale, reserved before the run as a check.
 const RESERVE_BYTES: usize = 8 << 20;
 
 /// A directory that results can be written to.
@@ -22,12 +22,11 @@ pub struct OutputDirectory {
 }
 
 impl OutputDirectory {
-    /// Makes sure that results can be written to the directory, and leaves everything as it was: a
-    /// directory that is not there yet appears with the results only.
+    /// Checks that results can be written to the directory, and leaves everything unchanged: a
+    /// missing directory is created only with the results.
     ///
     /// # Errors
-    /// [`LabError::Output`] when it cannot be made, is not writable, or its file system has no
-    /// room.
+    /// [`LabError::Output`] when it cannot be created, is not writable, or its file system is full.
     pub fn check(path: &Path) -> Result<Self, LabError> {
         let output = Self { path: path.to_owned() };
         let _made = output.make()?;
@@ -66,7 +65,7 @@ impl OutputDirectory {
         Ok(())
     }
 
-    /// Makes the directory and those above it that are missing.
+    /// Creates the directory and its missing parents.
     fn make(&self) -> Result<MadeDirectories, LabError> {
         let missing: Vec<&Path> = self
             .path
@@ -93,19 +92,19 @@ pub(crate) fn document(results: &Results) -> io::Result<Vec<u8>> {
     Ok(document)
 }
 
-/// Directories that were made, outermost first; removed when dropped.
+/// Created directories, outermost first; removed when dropped.
 struct MadeDirectories(Vec<PathBuf>);
 
 impl Drop for MadeDirectories {
     fn drop(&mut self) {
         for directory in self.0.iter().rev() {
-            // A directory that somebody else has put something into stays.
+            // A directory with other files stays.
             let _ = fs::remove_dir(directory);
         }
     }
 }
 
-/// A file under another name until it is complete; removed when it does not get that far.
+/// A file under another name until it is complete; removed if it is dropped before that.
 pub(crate) struct Temporary {
     file: File,
     path: PathBuf,
@@ -121,7 +120,7 @@ impl Temporary {
         Ok(Self { file, path, target: target.to_owned(), kept: false })
     }
 
-    /// Writes all of it through to the file system, which may find only then that it is full.
+    /// Writes and syncs all of it: the file system may detect only then that it is full.
     pub(crate) fn write(&mut self, content: &[u8]) -> io::Result<()> {
         self.file.write_all(content)?;
         self.file.sync_all()
@@ -157,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn results_are_written_whole_and_replace_older_ones() {
+    fn complete_results_replace_older_ones() {
         let top = tempfile::tempdir().unwrap();
         let directory = top.path().join("a/b");
         for elapsed_s in [1.0, 2.0] {
@@ -178,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_that_was_there_stays_as_it_was() {
+    fn an_existing_directory_is_unchanged() {
         let top = tempfile::tempdir().unwrap();
         fs::write(top.path().join(RESULTS_FILE), "older").unwrap();
         OutputDirectory::check(top.path()).unwrap();
@@ -197,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_file_system_is_found_before_the_run() {
+    fn a_full_file_system_is_detected_before_the_run() {
         // /dev/full answers each write with ENOSPC, as a full disk does.
         let mut file = Temporary {
             file: File::options().write(true).open("/dev/full").unwrap(),

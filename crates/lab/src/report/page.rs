@@ -1,7 +1,7 @@
-//! The results as one self-contained page: no script, no font and no picture from elsewhere.
+//! The results as one self-contained page: no external scripts, fonts or images.
 //!
-//! It begins with what one wants to see: the host's memory over time, then each metric as a small
-//! chart with the series side by side, then the numbers.
+//! It shows the host's memory over time, then each metric as a small chart of all series, then the
+//! numbers.
 
 use std::fmt::Write as _;
 
@@ -18,7 +18,8 @@ const STYLE: &str = "\
 :root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1160px; margin: 0 auto; padding: 1em; }
 h1 { font-size: 1.5em; margin: 0; } h2 { font-size: 1.15em; margin: 2em 0 .6em; }
-.grid { display: grid; gap: 1em; grid-template-columns: repeat(auto-fill, minmax(min(100%, 30em), 1fr)); }
+.grid { display: grid; gap: 1em;
+  grid-template-columns: repeat(auto-fill, minmax(min(100%, 30em), 1fr)); }
 .small { grid-template-columns: repeat(auto-fill, minmax(min(100%, 17em), 1fr)); }
 figure { margin: 0; padding: .6em .8em; border: 1px solid #8885; border-radius: 6px; min-width: 0; }
 figcaption { font-weight: 600; line-height: 1.3; margin-bottom: .4em; }
@@ -27,12 +28,14 @@ svg { display: block; width: 100%; height: auto; } svg text { fill: currentColor
 .legend i { display: inline-block; width: 1em; height: .8em; margin-right: .4em; }
 .bars { display: grid; grid-template-columns: fit-content(40%) 1fr max-content; gap: .15em .6em;
   align-items: center; font-size: .9em; overflow-wrap: anywhere; }
-.bars b { font-weight: 400; text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
+.bars b { font-weight: 400; text-align: right; white-space: nowrap;
+  font-variant-numeric: tabular-nums; }
 .bars div { position: relative; height: .9em; min-width: 3em; }
 .bars div * { position: absolute; top: 0; bottom: 0; min-width: 1px; border-radius: 1px; }
 .bars s { top: 45%; bottom: 45%; background: currentColor; opacity: .7; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; }
-th, td { padding: .25em .8em; border-bottom: 1px solid #8884; text-align: left; vertical-align: top; }
+th, td { padding: .25em .8em; border-bottom: 1px solid #8884; text-align: left;
+  vertical-align: top; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 details { margin: .4em 0; } summary { cursor: pointer; } li { margin: .15em 0; }
 .muted { opacity: .75; font-weight: 400; } .error { color: #d62728; font-weight: 600; }
@@ -40,8 +43,8 @@ details { margin: .4em 0; } summary { cursor: pointer; } li { margin: .15em 0; }
 ";
 
 /// The mark of a dashed line.
-const DASHED: &str = "repeating-linear-gradient(90deg, currentColor 0 4px, transparent 4px 7px) 0 50%/100% 2px \
-                      no-repeat";
+const DASHED: &str = "repeating-linear-gradient(90deg, currentColor 0 4px, transparent 4px 7px) 0 \
+                      50%/100% 2px no-repeat";
 
 /// The page.
 pub fn render(results: &Results) -> String {
@@ -52,7 +55,8 @@ pub fn render(results: &Results) -> String {
         page,
         "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
          <meta name=\"viewport\" content=\"width=device-width\">\n<title>Ebb lab: {0}</title>\n\
-         <style>\n{STYLE}</style>\n</head>\n<body>\n<h1>{0}</h1>\n<p>{1}</p>\n<p class=\"muted\">{2}</p>\n",
+         <style>\n{STYLE}</style>\n</head>\n<body>\n<h1>{0}</h1>\n<p>{1}</p>\n\
+         <p class=\"muted\">{2}</p>\n",
         escaped(&title),
         escaped(&results.summary),
         escaped(&origin(results)),
@@ -69,7 +73,7 @@ pub fn render(results: &Results) -> String {
     page
 }
 
-/// What went wrong, and what cannot be believed: before anything else.
+/// Errors and uncertain results, before anything else.
 fn errors(page: &mut String, results: &Results) {
     for Series { name, error, too_noisy, .. } in &results.series {
         if let Some(error) = error {
@@ -79,7 +83,7 @@ fn errors(page: &mut String, results: &Results) {
             let lines: Vec<String> = too_noisy.iter().map(|line| escaped(line)).collect();
             let _ = writeln!(
                 page,
-                "<p class=\"noisy\">{}: the machine was too noisy to tell. {}.</p>",
+                "<p class=\"noisy\">{}: lost in the machine's noise. {}.</p>",
                 escaped(name),
                 lines.join(".<br>")
             );
@@ -87,7 +91,7 @@ fn errors(page: &mut String, results: &Results) {
     }
 }
 
-/// Colours with what they stand for.
+/// Colours with their meaning.
 fn legend<'a>(page: &mut String, entries: impl IntoIterator<Item = (&'a str, &'a str)>) {
     page.push_str("<div class=\"legend\">");
     for (color, name) in entries {
@@ -171,7 +175,8 @@ fn bars(page: &mut String, all: &[Series], metric: &MetricInfo) {
     };
     let _ = writeln!(
         page,
-        "<figure><figcaption>{} <span class=\"muted\">({better})</span></figcaption>\n<div class=\"bars\">",
+        "<figure><figcaption>{} <span class=\"muted\">({better})</span></figcaption>\n<div \
+         class=\"bars\">",
         escaped(&heading(&metric.title, &metric.unit)),
     );
     let spread = |series: &Series| series.spread.get(&metric.name).copied();
@@ -291,7 +296,8 @@ fn setting(page: &mut String, results: &Results) {
         _ if !with_guests => "no guest of the lab ran",
         MemoryLimit::HostMemory => "the host has the experiment's size; it is full when it swaps",
         MemoryLimit::Budget => {
-            "the host has another size; it counts as full when its use has grown by the experiment's size"
+            "the host has another size; it counts as full when its use has grown by the \
+             experiment's size"
         }
     };
     let parameters: Vec<String> =
@@ -320,14 +326,14 @@ mod tests {
     use crate::report::results::tests::example;
 
     #[test]
-    fn the_page_needs_nothing_from_elsewhere() {
+    fn the_page_has_no_external_references() {
         let page = render(&example());
         for foreign in ["http://", "https://", "src=", "href=", "@import", "url("] {
             let found: Vec<&str> = page
                 .match_indices(foreign)
                 .map(|(at, _)| &page[at..(at + 40).min(page.len())])
                 .collect();
-            // The name of the SVG namespace is no address to fetch from.
+            // The name of the SVG namespace is not fetched.
             assert!(
                 found.iter().all(|text| text.starts_with("http://www.w3.org/2000/svg")),
                 "{found:?}"
@@ -363,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_measured_is_a_dash_and_what_nothing_measured_no_chart() {
+    fn missing_values_are_dashes_and_metrics_without_values_have_no_chart() {
         let mut results = example();
         let page = render(&results);
         assert!(page.contains("<span>no-reporting</span><div></div><b>-</b>"), "{page}");
@@ -377,16 +383,16 @@ mod tests {
     }
 
     #[test]
-    fn what_the_machine_was_too_noisy_for_is_said_first() {
+    fn uncertain_results_come_first() {
         let mut results = example();
         results.series[1].too_noisy.push("Times as fast: 1.1 is not certain".to_owned());
         let page = render(&results);
-        let at = page.find("too noisy to tell. Times as fast: 1.1").unwrap();
+        let at = page.find("lost in the machine's noise. Times as fast: 1.1").unwrap();
         assert!(at < page.find("<h2>").unwrap());
     }
 
     #[test]
-    fn tables_and_curves_are_shown_and_guests_that_were_not_there_are_not() {
+    fn tables_and_curves_are_shown_without_guests() {
         let mut results = example();
         results.samples.clear();
         for series in &mut results.series {

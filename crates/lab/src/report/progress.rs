@@ -1,4 +1,4 @@
-//! What a person sees while a run goes on: a bar on a terminal, plain lines elsewhere.
+//! Progress of a run for people: a bar on a terminal, plain lines elsewhere.
 
 use std::io::{self, IsTerminal, Write};
 use std::time::Duration;
@@ -17,7 +17,7 @@ pub enum Progress {
         /// Series that is running.
         series: String,
     },
-    /// One line an event, for logs.
+    /// One line per event, for logs.
     Lines,
     /// Nothing.
     Silent,
@@ -30,7 +30,7 @@ impl Progress {
             return Self::Lines;
         }
         let bar = ProgressBar::new(1);
-        // A template with a mistake would be found by the test below.
+        // The test below checks that the template is valid.
         if let Ok(style) = ProgressStyle::with_template(TEMPLATE) {
             bar.set_style(style.progress_chars("=> "));
         }
@@ -88,7 +88,7 @@ impl Drop for Progress {
 
 const TEMPLATE: &str = "{elapsed_precise} [{bar:24}] {pos}/{len} {wide_msg}";
 
-/// Standard error that has been closed is no reason to end a run.
+/// A closed standard error does not end a run.
 fn print_line(text: &str) {
     let _ = writeln!(io::stderr(), "{text}");
 }
@@ -100,7 +100,7 @@ fn step(series: &str, guest: u32, text: &str) -> String {
     }
 }
 
-/// An event as a line; samples are too many to be shown.
+/// An event as a line; samples are too numerous to be shown.
 fn line(event: &Event) -> Option<String> {
     match event {
         Event::SeriesBegins { series, .. } => Some(format!("series {series}")),
@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_tell_what_a_series_found() {
+    fn lines_contain_the_metrics_of_a_series() {
         let mut series = example().series.remove(1);
         assert_eq!(
             line(&Event::SeriesEnds(series.clone())).unwrap(),

@@ -1,4 +1,4 @@
-//! What a run of an experiment found: the document `results.json`.
+//! Results of a run of an experiment: the document `results.json`.
 //!
 //! Names carry their units (`_s`, `_mib`), so that a number can be read without this file;
 //! `metrics[]` describes them once for tables and plots. A metric that could not be measured is
@@ -18,7 +18,7 @@ pub const SCHEMA_VERSION: u32 = 1;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Scale {
-    /// About a tenth of the published experiment, over in a few minutes on two cores.
+    /// About a tenth of the published experiment, which takes a few minutes on two cores.
     Demo,
     /// The size of the published experiment.
     Full,
@@ -53,7 +53,7 @@ pub struct Machine {
     pub kernel: String,
 }
 
-/// Where the guests' host was.
+/// Place of the guests' host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Place {
@@ -66,10 +66,9 @@ pub enum Place {
 /// The host of the guests: the machine itself or the virtual host.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Host {
-    /// Where it ran.
+    /// Its place.
     pub place: Place,
-    /// What bounded the guests' memory: the host's own RAM, or a budget on a machine of another
-    /// size.
+    /// Limit of the guests' memory: the host's own RAM, or a budget on a machine of another size.
     pub limit: MemoryLimit,
     /// Processors.
     pub cpus: u32,
@@ -83,18 +82,18 @@ pub struct Host {
     pub kernel: String,
 }
 
-/// What stands for "the host is full" in a run.
+/// When the host counts as full in a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum MemoryLimit {
     /// The host has the experiment's size: it is full when it swaps.
     HostMemory,
     /// The host is larger or smaller: it counts as full when its use has grown by the experiment's
-    /// size, and what goes beyond counts as swap.
+    /// size, and use beyond that counts as swap.
     Budget,
 }
 
-/// Which way a metric is better.
+/// Direction in which a metric is better.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Better {
@@ -117,36 +116,36 @@ pub struct MetricInfo {
     pub better: Better,
 }
 
-/// One way of doing the same thing, measured.
+/// Results of a series.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Series {
     /// Its name, as given to `--series`.
     pub name: String,
     /// The monitor and the settings that make this series.
     pub setup: String,
-    /// Value by metric; `None` (null) where it could not be measured or never came.
+    /// Value by metric; `None` (null) if it was not measured or never reached.
     pub metrics: BTreeMap<String, Option<f64>>,
-    /// What each guest showed, in the order the guests were started.
+    /// Records of the guests, in the order of starting.
     pub guests: Vec<GuestRecord>,
-    /// Tables of what the metrics are made from, to be read beside them.
+    /// Tables of the data behind the metrics, shown with them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub tables: Vec<DataTable>,
-    /// Longer ones, to be looked up.
+    /// Longer tables, for reference.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub details: Vec<DataTable>,
-    /// Curves to be drawn.
+    /// Curves.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub drawings: Vec<Drawing>,
-    /// Why the series ended, and what a reader of its numbers should know.
+    /// Reason for the end of the series, and notes for the reader of its numbers.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub notes: Vec<String>,
     /// Lowest and highest of the repeated measurements behind a metric, by its name.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub spread: BTreeMap<String, [f64; 2]>,
-    /// What the metrics seem to show, and the machine was too noisy to tell.
+    /// Differences that are lost in the machine's noise.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub too_noisy: Vec<String>,
-    /// The error that ended the series early; its metrics cover what had been measured until then.
+    /// The error that ended the series early; its metrics cover the measurements until then.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }
@@ -170,7 +169,7 @@ impl Series {
     }
 }
 
-/// What one guest of a series showed.
+/// Record of one guest of a series.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct GuestRecord {
     /// Number in the order of starting, from 1.
@@ -184,19 +183,18 @@ pub struct GuestRecord {
     /// The most host memory (resident and swapped) its process had while and after its program ran,
     /// MiB.
     pub peak_mib: Option<f64>,
-    /// Seconds from the program's end until 90 % of its memory was back at the host; null if that
-    /// never came.
+    /// Seconds from the program's end until 90 % of its memory was returned to the host; null if
+    /// never.
     pub return_90_s: Option<f64>,
     /// Host memory of its process when the series ended, RAM and monitor, resident and swapped,
     /// MiB.
     pub idle_rss_mib: Option<f64>,
-    /// The same, with each page that is shared with others divided among those that have it mapped,
-    /// MiB.
+    /// The same, with each shared page divided by the number of its mappings, MiB.
     #[serde(default)]
     pub idle_pss_mib: Option<f64>,
     /// Resident memory of its monitor without the guest's RAM, MiB.
     pub monitor_rss_mib: Option<f64>,
-    /// Memory that the guest itself has in use when the series ended: its RAM without what its
+    /// Memory in use in the guest at the end of the series: its RAM without the memory that its
     /// kernel counts as free, so kernel, page structures and programs, MiB.
     #[serde(default)]
     pub guest_in_use_mib: Option<f64>,
@@ -204,7 +202,7 @@ pub struct GuestRecord {
     /// report by default, MiB.
     #[serde(default)]
     pub guest_fragments_mib: Option<f64>,
-    /// How the guest ended by itself before its series did; it counts for nothing then.
+    /// How the guest ended by itself before its series; it is then not counted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ended: Option<String>,
     /// Swap the host had in use after this guest's program, MiB.
@@ -218,7 +216,7 @@ pub struct Sample {
     pub series: String,
     /// Milliseconds since that series began.
     pub t_ms: u64,
-    /// Number of the youngest guest; 0 before the first.
+    /// Number of the last started guest; 0 before the first.
     pub guest: u32,
     /// Host memory in use (`MemTotal - MemAvailable`), MiB.
     pub host_used_mib: f64,
@@ -235,7 +233,7 @@ pub struct Results {
     pub schema: u32,
     /// Name of the experiment.
     pub experiment: String,
-    /// What the experiment does, in a sentence.
+    /// The experiment's summary in a sentence.
     pub summary: String,
     /// Its size.
     pub scale: Scale,
@@ -251,9 +249,9 @@ pub struct Results {
     pub machine: Machine,
     /// The host of the guests.
     pub host: Host,
-    /// What the metrics are.
+    /// Descriptions of the metrics.
     pub metrics: Vec<MetricInfo>,
-    /// One entry a series, in the order they ran.
+    /// One entry per series, in the order of running.
     pub series: Vec<Series>,
     /// The host over time.
     pub samples: Vec<Sample>,
@@ -340,14 +338,14 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_document_survives_the_way_through_json() {
+    fn a_document_survives_json() {
         let results = example();
         let text = serde_json::to_string(&results).unwrap();
         assert_eq!(serde_json::from_str::<Results>(&text).unwrap(), results);
     }
 
     #[test]
-    fn what_was_not_measured_is_null_and_present() {
+    fn missing_measurements_are_null_and_present() {
         let document = serde_json::to_value(example()).unwrap();
         let metrics = &document["series"][0]["metrics"];
         assert!(metrics.as_object().unwrap().contains_key("return_90_s"));

@@ -1,8 +1,8 @@
-//! Summaries of a handful of measurements, and numbers as they are written.
+//! Summaries of a few measurements, and formatting of numbers.
 
 /// The median: the middle value, or the mean of the two middle ones. `None` without values.
 ///
-/// Values that are not numbers (NaN) are left out; they say that nothing was measured.
+/// NaN values are ignored; they mean that nothing was measured.
 pub fn median(values: impl IntoIterator<Item = f64>) -> Option<f64> {
     let mut sorted: Vec<f64> = values.into_iter().filter(|value| !value.is_nan()).collect();
     sorted.sort_by(f64::total_cmp);
@@ -17,7 +17,7 @@ pub fn median(values: impl IntoIterator<Item = f64>) -> Option<f64> {
 /// The smallest value that at least this part (0 to 1) of all values does not exceed: 1 for the
 /// largest. `None` without values.
 ///
-/// Values that are not numbers (NaN) are left out.
+/// NaN values are ignored.
 pub fn quantile(values: impl IntoIterator<Item = f64>, part: f64) -> Option<f64> {
     let mut sorted: Vec<f64> = values.into_iter().filter(|value| !value.is_nan()).collect();
     sorted.sort_by(f64::total_cmp);
@@ -25,12 +25,12 @@ pub fn quantile(values: impl IntoIterator<Item = f64>, part: f64) -> Option<f64>
     sorted.get(rank.min(sorted.len()).checked_sub(1)?).copied()
 }
 
-/// Rounds for a document: three decimals are below every measure's own noise.
+/// Rounds for a document: three decimals are below the noise of every measurement.
 pub fn rounded(value: f64) -> f64 {
     (value * 1000.0).round() / 1000.0
 }
 
-/// A value as people read it: as many decimals as it is worth, a dash for what was not measured.
+/// Formats a value with its significant decimals; a dash if it was not measured.
 pub fn number(value: Option<f64>) -> String {
     match value {
         None => "-".to_owned(),
@@ -41,13 +41,13 @@ pub fn number(value: Option<f64>) -> String {
     }
 }
 
-/// How often values are drawn again for an interval.
+/// Number of resamples for an interval.
 const DRAWS: usize = 2000;
 
-/// An interval that holds the true median with this confidence (0 to 1), found by drawing again
-/// with replacement (bootstrap): groups first, then as many values of each as it has. Groups are
-/// what varies as a whole, for example the guests that values were measured in. `None` without
-/// values. The same values give the same interval.
+/// An interval that contains the true median with this confidence (0 to 1), by resampling with
+/// replacement (bootstrap): groups first, then as many values of each as it has. Groups vary as a
+/// whole, for example the guests in which values were measured. `None` without values. The same
+/// values give the same interval.
 pub fn median_interval(groups: &[Vec<f64>], confidence: f64) -> Option<(f64, f64)> {
     let groups: Vec<&[f64]> =
         groups.iter().map(Vec::as_slice).filter(|group| !group.is_empty()).collect();
@@ -67,8 +67,8 @@ pub fn median_interval(groups: &[Vec<f64>], confidence: f64) -> Option<(f64, f64
     Some((quantile(medians.iter().copied(), outside)?, quantile(medians, 1.0 - outside)?))
 }
 
-/// Numbers that look random and are the same each time (SplitMix64: G. Steele, D. Lea and C. Flood,
-/// "Fast splittable pseudorandom number generators", 2014).
+/// A deterministic pseudorandom generator (SplitMix64: G. Steele, D. Lea and C. Flood, "Fast
+/// splittable pseudorandom number generators", 2014).
 #[derive(Debug, Clone)]
 pub struct Random(pub u64);
 
@@ -97,7 +97,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn numbers_have_the_decimals_they_are_worth() {
+    fn numbers_have_their_significant_decimals() {
         assert_eq!(number(None), "-");
         assert_eq!(number(Some(3.0)), "3");
         assert_eq!(number(Some(4.256)), "4.26");
@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn the_middle_of_odd_and_even_counts() {
+    fn the_median_of_odd_and_even_counts() {
         assert_eq!(median([]), None);
         assert_eq!(median([7.0]), Some(7.0));
         assert_eq!(median([3.0, 1.0, 2.0]), Some(2.0));
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn quantiles_are_values_that_were_there() {
+    fn quantiles_are_among_the_values() {
         let values = || (1..=20).map(f64::from);
         assert_eq!(quantile(values(), 0.95), Some(19.0));
         assert_eq!(quantile(values(), 1.0), Some(20.0));
@@ -134,14 +134,16 @@ mod tests {
             high - low
         };
         assert!(width(&[values(1000)]) < width(&[values(20)]));
-        // Values that agree within their groups say only as much as there are groups.
+        // The precision of values that agree within their groups depends on the number of groups.
         let groups: Vec<Vec<f64>> = (0..10).map(|at| vec![f64::from(at); 100]).collect();
         assert!(width(&groups) > width(&[values(1000)]));
     }
 
     proptest! {
         #[test]
-        fn at_most_half_of_the_values_lie_on_either_side(values in prop::collection::vec(-1e6..1e6f64, 1..50)) {
+        fn at_most_half_of_the_values_lie_on_either_side(
+            values in prop::collection::vec(-1e6..1e6f64, 1..50),
+        ) {
             let middle = median(values.iter().copied()).unwrap();
             let below = values.iter().filter(|&&value| value < middle).count();
             let above = values.iter().filter(|&&value| value > middle).count();

@@ -1,4 +1,4 @@
-//! The results as a table for a terminal, in a form that Markdown understands as well.
+//! The results as a table for a terminal, which is also valid Markdown.
 
 use std::fmt::Write as _;
 
@@ -13,7 +13,7 @@ pub fn heading(title: &str, unit: &str) -> String {
     if unit.is_empty() { title.to_owned() } else { format!("{title}, {unit}") }
 }
 
-/// One line on where the numbers come from.
+/// One line on the origin of the numbers.
 pub fn origin(results: &Results) -> String {
     let place = match results.host.place {
         Place::Direct => "directly on this machine",
@@ -41,7 +41,7 @@ pub fn markdown(results: &Results) -> String {
     format!("{}\n\n{}", origin(results), body(results, "- "))
 }
 
-/// The tables, then a line for each note, which begins like this.
+/// The tables, then a line for each note, which begins with `bullet`.
 fn body(results: &Results, bullet: &str) -> String {
     let mut table = Table::new();
     table.load_style(presets::ASCII_MARKDOWN);
@@ -62,7 +62,7 @@ fn body(results: &Results, bullet: &str) -> String {
         }
     }
     let too_noisy = |line: &String| format!("TOO NOISY TO TELL: {line}");
-    // An error may end in lines of a guest's console: on a page, they must stay in their item.
+    // An error may end with lines of a guest's console, which must stay in their list item.
     let plain = |line: &String| if bullet.is_empty() { line.clone() } else { escaped(line) };
     let lines = results.series.iter().flat_map(|series| {
         let notes = series.notes.iter().chain(series.error.as_ref()).map(plain);
@@ -76,7 +76,7 @@ fn body(results: &Results, bullet: &str) -> String {
     text + &lines
 }
 
-/// Text that stays one paragraph of a Markdown list item, whatever it contains.
+/// Escapes text so that it stays one paragraph of a Markdown list item.
 fn escaped(text: &str) -> String {
     let mut escaped = String::new();
     for character in text.chars() {
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_machine_was_too_noisy_for_is_a_line() {
+    fn uncertain_results_are_lines() {
         let mut results = example();
         results.series[1].too_noisy.push("Times as fast: 1.1 is not certain".to_owned());
         assert!(

@@ -1,7 +1,7 @@
-//! Checks of KVM's clock on a real `/dev/kvm`, as Linux' selftest `kvm_clock_test` has them, and of
+//! Checks of KVM's clock on a real `/dev/kvm`, those of Linux's selftest `kvm_clock_test`, and of
 //! the notice that a guest was stopped.
 //!
-//! They need a KVM that gives each vCPU a clock page, and nothing of its speed.
+//! They need a KVM that gives each vCPU a clock page; its speed does not matter.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -17,9 +17,9 @@ use crate::LabError;
 use crate::report::figures::DataTable;
 use crate::report::results::Series;
 
-/// Readings of a check that compares the page with KVM's clock.
+/// Number of readings of a check that compares the page with KVM's clock.
 const READINGS: u32 = 50;
-/// Times that a clock is taken and set again.
+/// Number of times that a clock is read and set again.
 const CONTINUATIONS: u32 = 20;
 const SECOND_NS: i64 = 1_000_000_000;
 /// Base of the clock and offset of the real time given with it, in seconds; `None` without one.
@@ -28,14 +28,14 @@ const SETTINGS_S: [(i64, Option<i64>); 5] =
 /// TSC frequencies to be tried.
 const TSC_KHZ: [u32; 5] = [1_000_000, 2_000_000, 3_000_000, 4_000_000, 5_000_000];
 
-/// How a check ended.
+/// Outcome of a check.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Outcome {
-    /// As it should; what was seen.
+    /// Passed, with the observation.
     Passed(String),
-    /// Otherwise; what was seen.
+    /// Failed, with the observation.
     Failed(String),
-    /// It cannot be done here; why.
+    /// Not possible here, with the reason.
     Skipped(String),
 }
 
@@ -50,15 +50,15 @@ struct Check {
 #[derive(Debug, Default)]
 pub(super) struct Checks {
     all: Vec<Check>,
-    /// The smallest time that a fresh guest read.
+    /// The smallest time that a fresh guest has read.
     smallest_ns: Option<u64>,
 }
 
 /// Runs all checks on `kvm`.
 ///
 /// # Errors
-/// [`LabError::Kvm`] and [`LabError::TestGuest`] when a guest cannot be run at all. A check that
-/// fails is no error here.
+/// [`LabError::Kvm`] and [`LabError::TestGuest`] when a guest cannot be run at all. A failed check
+/// is not an error here.
 pub(super) fn run(kvm: &Kvm) -> Result<Checks, LabError> {
     let mut checks = Checks::default();
     let mut guest = ClockGuest::new(kvm, None)?;
@@ -81,7 +81,7 @@ pub(super) fn run(kvm: &Kvm) -> Result<Checks, LabError> {
     let without = between_two_clocks(&mut guest, &mut None)?;
     checks.add("the page is between two KVM_GET_CLOCKs without master clock".to_owned(), without);
     guest.set_master_clock(MasterClock::Allowed)?;
-    checks.add("a clock that is taken and set again goes on".to_owned(), continuation(&mut guest)?);
+    checks.add("a clock read and set again continues".to_owned(), continuation(&mut guest)?);
     checks.add("a stop notice stays until it is taken".to_owned(), stop_notice(&mut guest)?);
     for khz in TSC_KHZ {
         let name = format!("the page is between two KVM_GET_CLOCKs at {} GHz", khz / 1_000_000);
@@ -95,19 +95,19 @@ impl Checks {
         self.all.push(Check { name, outcome });
     }
 
-    /// The names of those that failed.
+    /// Names of the failed checks.
     fn failed(&self) -> Vec<&str> {
         let failed = self.all.iter().filter(|check| matches!(check.outcome, Outcome::Failed(_)));
         failed.map(|check| check.name.as_str()).collect()
     }
 
-    /// An error that names those that failed.
+    /// An error with the names of the failed checks, if any.
     pub(super) fn verdict(&self) -> Result<(), LabError> {
         let failed = self.failed();
         if failed.is_empty() { Ok(()) } else { Err(LabError::ChecksFailed(failed.join("; "))) }
     }
 
-    /// Puts them into the document.
+    /// Adds them to the document.
     pub(super) fn show(&self, found: &mut Found, series: &mut Series) {
         found.failed_checks = Some(self.failed().len() as f64);
         found.min_system_time = self.smallest_ns.map(|ns| ns.cast_signed() as f64);
@@ -128,7 +128,7 @@ impl Checks {
     }
 }
 
-/// Reads the guest's time between two `KVM_GET_CLOCK`s: all three.
+/// Reads the guest's time between two `KVM_GET_CLOCK`s; returns all three values.
 fn bracketed(guest: &mut ClockGuest) -> Result<(u64, u64, u64), LabError> {
     let before_ns = guest.clock()?.clock;
     let tsc = guest.run()?;
@@ -188,12 +188,12 @@ fn set_clock(
     let call_ns = realtime_ns() - call_ns;
     let (before_ns, time_ns, after_ns) = bracketed(guest)?;
     let end_ns = realtime_ns();
-    // The kernel adds the real time since the one given, and nothing if that is in the future.
+    // The kernel adds the real time since the given one, or nothing if that is in the future.
     let added_ns = if realtime_s.is_some() { (begin_ns - given_ns).max(0) } else { 0 };
     let lowest_ns = base_s * SECOND_NS + added_ns;
-    // Real time is slewed, by 1 in 1000 at most, and KVM's clock is not. And KVM takes the instant
-    // that its clock counts from a little before it looks at the real time
-    // (kvm_vm_ioctl_set_clock): the clock is ahead by up to the time of the call.
+    // Real time is slewed, by 1 in 1000 at most, and KVM's clock is not. KVM also takes the start
+    // instant of its clock a little before it reads the real time (kvm_vm_ioctl_set_clock): the
+    // clock is ahead by up to the time of the call.
     let elapsed_ns = end_ns - begin_ns;
     let highest_ns = lowest_ns + elapsed_ns + elapsed_ns / 1000 + call_ns + 1000;
     let expected = lowest_ns.cast_unsigned()..=highest_ns.cast_unsigned();
@@ -202,13 +202,14 @@ fn set_clock(
     }
     if !expected.contains(&before_ns) || !expected.contains(&after_ns) {
         return Ok(Outcome::Failed(format!(
-            "{before_ns} to {after_ns} ns, expected {lowest_ns} to {highest_ns}; real time may have been set meanwhile"
+            "{before_ns} to {after_ns} ns, expected {lowest_ns} to {highest_ns}; real time may \
+             have been set meanwhile"
         )));
     }
     Ok(Outcome::Passed(format!("{:.6} s", time_ns as f64 / SECOND_NS as f64)))
 }
 
-/// What a monitor does over a pause: the guest must not see time go back.
+/// The steps of a monitor over a pause: the guest must not see time go back.
 fn continuation(guest: &mut ClockGuest) -> Result<Outcome, LabError> {
     let mut largest_ns = 0;
     for _ in 0..CONTINUATIONS {
@@ -230,7 +231,7 @@ fn stop_notice(guest: &mut ClockGuest) -> Result<Outcome, LabError> {
     let failed = |what: &str| Ok(Outcome::Failed(what.to_owned()));
     guest.run()?;
     if guest.take_stop_notice()? {
-        return failed("there was one before it was given");
+        return failed("there was a notice before it was given");
     }
     guest.give_stop_notice()?;
     for _ in 0..2 {
@@ -239,7 +240,7 @@ fn stop_notice(guest: &mut ClockGuest) -> Result<Outcome, LabError> {
         guest.set_clock(&clock)?;
         guest.run()?;
         if !guest.info()?.flags.contains(TimeFlags::GUEST_STOPPED) {
-            return failed("it was given, and is not in the page");
+            return failed("it was given but is not in the page");
         }
     }
     if !guest.take_stop_notice()? {
@@ -249,7 +250,7 @@ fn stop_notice(guest: &mut ClockGuest) -> Result<Outcome, LabError> {
     guest.set_clock(&clock)?;
     guest.run()?;
     if guest.info()?.flags.contains(TimeFlags::GUEST_STOPPED) {
-        return failed("it came back after it was taken");
+        return failed("it reappeared after it was taken");
     }
     Ok(Outcome::Passed("given, kept over two writes of the page, taken, gone".to_owned()))
 }
@@ -300,7 +301,7 @@ mod tests {
         assert_eq!(outcomes, ["passed", "FAILED", "skipped"]);
     }
 
-    /// The checks themselves, where there is a KVM: there none fails.
+    /// The checks themselves on a host with KVM, where none fails.
     #[test]
     fn this_machines_kvm_passes() {
         let Ok(kvm) = Kvm::new() else {

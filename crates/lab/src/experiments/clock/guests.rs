@@ -1,10 +1,10 @@
 //! The clock of a real Linux guest against its host's, over pauses, snapshots and restores, with a
 //! clock policy.
 //!
-//! A guest's clocks are looked at before and after each stop. What its monotonic clock has gained
-//! on the host's must be what the policy promises: nothing with `catch-up`, and with `continue` the
-//! time that it stood still, lost. The same is done without a stop in between, which shows what the
-//! looks themselves are worth. A reader on each vCPU watches for steps backward all the time.
+//! A guest's clocks are sampled before and after each stop. The gain of its monotonic clock over
+//! the host's must match the policy: zero with `catch-up`, and minus the duration of the stop with
+//! `continue`. The same is done without a stop, which shows the precision of the samples. A reader
+//! on each vCPU checks for steps backward all the time.
 
 use std::thread;
 use std::time::Duration;
@@ -27,14 +27,14 @@ mod subject;
 
 pub(super) use subject::SIZE;
 
-/// Lengths of pauses, one after the other and from the beginning again.
+/// Durations of pauses, used in turn.
 const PAUSES_MS: [u64; 10] = [0, 5, 20, 50, 100, 200, 400, 800, 1500, 3000];
-/// How long a saved guest waits, likewise.
+/// Durations for which a saved guest waits, used in turn.
 const WAITS_MS: [u64; 5] = [0, 100, 500, 1000, 2000];
-/// Without a stop: the time between two looks.
+/// Time between two samples without a stop.
 const UNSTOPPED: Duration = Duration::from_millis(300);
 
-/// How many stops of each kind.
+/// Number of stops of each kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub(super) struct Stops {
     #[serde(skip)]
@@ -50,7 +50,7 @@ pub(super) const fn stops(scale: Scale) -> Stops {
     }
 }
 
-/// What happens between two looks.
+/// The event between two samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     /// Nothing: the guest runs.
@@ -73,7 +73,7 @@ impl Kind {
     }
 }
 
-/// What a snapshot and its restore cost.
+/// Cost of a snapshot and its restore.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Cost {
     save_ms: u64,
@@ -82,24 +82,25 @@ struct Cost {
     first_answer_ms: f64,
 }
 
-/// How long a guest stood still, by the host's clock.
+/// Duration of a guest's stop by the host's clock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Stopped {
     time: Interval,
-    /// How far KVM's clock is off the promise, by what the monitor says of both ends of the stop.
+    /// Deviation of KVM's clock from the policy, according to the monitor's report of both ends of
+    /// the stop.
     kvm_error_ns: Option<i64>,
-    /// Whether that agrees with when the monitor was asked.
+    /// Whether the report is consistent with the times of the requests to the monitor.
     agrees: bool,
 }
 
 impl Stopped {
-    /// Not at all.
+    /// No stop.
     const NOT: Self = Self { time: Interval::ZERO, kvm_error_ns: None, agrees: true };
 
-    /// What the monitor says, unless it cannot be.
+    /// The monitor's report, unless it is inconsistent.
     fn by(stop: &Stop, policy: ClockPolicy) -> Self {
         let asked = Self { time: stop.asked, kvm_error_ns: None, agrees: true };
-        let (Some(stopped), Some(started)) = (stop.told.stopped, stop.told.started) else {
+        let (Some(stopped), Some(started)) = (stop.reported.stopped, stop.reported.started) else {
             return asked;
         };
         let time_ns = started.realtime_ns.cast_signed() - stopped.realtime_ns.cast_signed();
@@ -119,28 +120,28 @@ impl Stopped {
     }
 }
 
-/// Two looks and what happened in between.
+/// Two samples and the event in between.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Cycle {
     kind: Kind,
-    /// How long the guest was left alone, by plan.
+    /// Planned time between the samples.
     planned: Duration,
     before: Look,
     after: Look,
-    /// How long it stood still.
+    /// Duration of the stop.
     stopped: Stopped,
-    /// The largest difference between two readings of a reader over the stop.
+    /// Largest difference between two readings of a reader over the stop.
     gap_ns: u64,
     cost: Option<Cost>,
 }
 
 impl Cycle {
-    /// How far the guest's monotonic clock has gone ahead of the policy's promise.
+    /// Deviation of the guest's monotonic clock from the policy; positive if it is ahead.
     fn error(&self, policy: ClockPolicy) -> Interval {
         self.after.monotonic.minus(self.before.monotonic).plus(lost(policy, self.stopped.time))
     }
 
-    /// How much larger a reader's gap was than the stop that it has to see.
+    /// Excess of a reader's gap over the stop that it must see, in ns.
     fn gap_beyond_ns(&self, policy: ClockPolicy) -> i64 {
         let promised_ns = match policy {
             ClockPolicy::Continue => 0,
@@ -150,7 +151,7 @@ impl Cycle {
     }
 }
 
-/// What a guest loses by a stop.
+/// Time that a guest loses by a stop.
 fn lost(policy: ClockPolicy, stopped: Interval) -> Interval {
     match policy {
         ClockPolicy::Continue => stopped,
@@ -158,21 +159,21 @@ fn lost(policy: ClockPolicy, stopped: Interval) -> Interval {
     }
 }
 
-/// All that a series has seen.
+/// All results of a series.
 #[derive(Debug)]
 pub(super) struct Record {
     policy: ClockPolicy,
     cycles: Vec<Cycle>,
-    /// What the readers have seen, last.
+    /// The readers' last report.
     watched: WatchReport,
     clock_source: String,
     /// Why the guest's clock was read over the console only, if it was.
     console_only: Option<String>,
-    /// Lines of the guest's kernel that were not there when it had booted.
+    /// Lines that the guest's kernel has logged since its boot.
     complaints: Vec<String>,
 }
 
-/// Runs a series: what was measured, also before something failed.
+/// Runs a series; returns the measurements, including those before a failure.
 pub(super) fn run(testbed: &mut Testbed<'_>) -> (Record, Result<(), LabError>) {
     let stops = stops(testbed.scale());
     let mut record = Record {
@@ -208,7 +209,7 @@ fn watch(testbed: &mut Testbed<'_>, stops: Stops, record: &mut Record) -> Result
     Ok(())
 }
 
-/// How long the guest is left alone.
+/// Planned time between the samples.
 fn planned(kind: Kind, number: usize) -> Duration {
     match kind {
         Kind::Unstopped => UNSTOPPED,

@@ -1,10 +1,10 @@
-//! Reading two clocks at the same time, as far as that can be done.
+//! Reading two clocks as simultaneously as possible.
 
 use std::convert::Infallible;
 
 use rustix::time::{ClockId, clock_gettime};
 
-/// Attempts at a reading, of which the one that took the shortest time counts.
+/// Number of attempts at a reading, of which the shortest one counts.
 const ATTEMPTS: u32 = 50;
 const NS_PER_SECOND: i64 = 1_000_000_000;
 
@@ -18,7 +18,7 @@ pub(super) enum HostClock {
 }
 
 impl HostClock {
-    /// Those that KVM's clock may advance with.
+    /// The clocks that KVM's clock may advance with.
     pub(super) const ALL: [Self; 3] = [Self::Raw, Self::Monotonic, Self::Boottime];
 
     pub(super) fn name(self) -> &'static str {
@@ -41,22 +41,22 @@ impl HostClock {
     }
 }
 
-/// How far a clock is ahead of another one, and how well that is known.
+/// How far a clock is ahead of another one, and the precision.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Ahead {
     pub(super) ns: i64,
-    /// The truth is within this of `ns`: half of the time between the two looks at the other clock.
+    /// Maximum error of `ns`: half of the time between the two readings of the other clock.
     pub(super) uncertainty_ns: i64,
 }
 
 impl Ahead {
-    /// From a value read between two looks at the other clock.
+    /// The result for a value read between two readings of the other clock.
     pub(super) fn between(before_ns: i64, value_ns: i64, after_ns: i64) -> Self {
         let uncertainty_ns = (after_ns - before_ns + 1) / 2;
         Self { ns: value_ns - (before_ns + uncertainty_ns), uncertainty_ns }
     }
 
-    /// The best of several attempts at reading `value` between two looks at `clock`.
+    /// The best of several attempts at reading `value` between two readings of `clock`.
     pub(super) fn of<E>(
         clock: HostClock,
         mut value: impl FnMut() -> Result<i64, E>,
@@ -83,7 +83,7 @@ impl Ahead {
         ahead
     }
 
-    /// How much further ahead it is than it was.
+    /// The change since an earlier reading.
     pub(super) fn since(self, earlier: Self) -> Self {
         Self {
             ns: self.ns - earlier.ns,
@@ -101,7 +101,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_value_read_between_two_looks_is_known_to_half_the_time_between() {
+    fn a_value_read_between_two_readings_is_known_to_half_the_time_between() {
         let read = Ahead::between(1000, 5060, 1100);
         assert_eq!(read, Ahead { ns: 4010, uncertainty_ns: 50 });
         let later = Ahead { ns: 4100, uncertainty_ns: 30 };

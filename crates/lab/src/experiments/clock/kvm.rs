@@ -1,7 +1,8 @@
-//! A guest of eight bytes with a clock page: what KVM writes there, and the guest's own TSC.
+//! A guest of eight bytes with a clock page: the values that KVM writes there, and the guest's own
+//! TSC.
 //!
-//! The guest reads its TSC and halts, over and over, in real mode, so that it runs on any KVM, also
-//! on one that emulates every instruction. Each run makes KVM bring the page up to date.
+//! The guest reads its TSC and halts, over and over, in real mode, so that it runs on any KVM, even
+//! on one that emulates every instruction. Each run makes KVM update the page.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
@@ -20,33 +21,33 @@ use crate::LabError;
 
 /// `wrmsr; hlt; again: rdtsc; hlt; jmp again`
 const PROGRAM: [u8; 8] = [0x0f, 0x30, 0xf4, 0x0f, 0x31, 0xf4, 0xeb, 0xfb];
-/// All of the guest's memory.
+/// Size of the guest's memory in bytes.
 const MEMORY_BYTES: usize = 64 << 10;
-/// Where the program is, which begins with the write of a register.
+/// Address of the program, which begins with the write of a register.
 const WRITE_REGISTER: u64 = 0x4000;
-/// Where it reads its TSC.
+/// Address at which it reads its TSC.
 const READ_TSC: u64 = WRITE_REGISTER + 3;
-/// Where the clock page is.
+/// Address of the clock page.
 const PAGE: u64 = 0x5000;
-/// Where KVM on Intel processors may put a task state segment of its own: below 4 GiB, outside of
-/// guest memory.
+/// Address for the task state segment of KVM on Intel processors: below 4 GiB, outside of guest
+/// memory.
 const TSS_ADDRESS: usize = 0xfffb_d000;
-/// Where the wall clock is.
+/// Address of the wall clock.
 const WALL_CLOCK: u64 = 0x6000;
 /// The register of the clock page before there was a flag for stable clocks
 /// (`MSR_KVM_SYSTEM_TIME`).
 const MSR_OLD_SYSTEM_TIME: u32 = 0x12;
 /// Bit 1 of RFLAGS is always set.
 const RFLAGS_RESERVED: u64 = 1 << 1;
-/// A read is tried so often: nobody writes the page while the guest does not run.
+/// Number of attempts to read the page; KVM does not write it while the guest does not run.
 const READ_ATTEMPTS: u32 = 3;
 
 fn refused(action: &'static str) -> impl FnOnce(kvm_ioctls::Error) -> LabError {
     move |cause| LabError::Kvm { action, cause }
 }
 
-/// What KVM's clock can do here (`KVM_CHECK_EXTENSION` of `KVM_CAP_ADJUST_CLOCK`: the flags that it
-/// knows).
+/// Flags of KVM's clock that this kernel supports (`KVM_CHECK_EXTENSION` of
+/// `KVM_CAP_ADJUST_CLOCK`).
 pub(super) fn clock_flags(kvm: &Kvm) -> u32 {
     kvm.check_extension_int(Cap::AdjustClock).unsigned_abs()
 }
@@ -54,9 +55,9 @@ pub(super) fn clock_flags(kvm: &Kvm) -> u32 {
 /// Whether KVM may use its master clock for a guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum MasterClock {
-    /// It may.
+    /// KVM may use it.
     Allowed,
-    /// It may not.
+    /// KVM must not use it.
     Refused,
 }
 
@@ -69,7 +70,7 @@ pub(super) struct ClockGuest {
 }
 
 impl ClockGuest {
-    /// Makes one, with a TSC of `tsc_khz` or of the host's frequency.
+    /// Creates a guest with a TSC of `tsc_khz` or of the host's frequency.
     ///
     /// # Errors
     /// [`LabError::Kvm`], also when KVM cannot give it that frequency, and [`LabError::TestGuest`]
@@ -103,14 +104,14 @@ impl ClockGuest {
             vcpu.set_tsc_khz(khz).map_err(refused("give a vCPU another TSC frequency"))?;
         }
         start(&vcpu)?;
-        // Tells KVM where the page is, as a guest's kernel does.
+        // Registers the page with KVM, as a guest's kernel does.
         write_register(&vcpu, MSR_SYSTEM_TIME, PAGE | SYSTEM_TIME_ENABLE)?;
         Ok(Self { vcpu, vm, memory, latest_ns: AtomicU64::new(0) })
     }
 
-    /// Makes KVM do with or without its master clock for this guest: a first vCPU that enables its
-    /// page by the old register gets none (Linux `kvm_write_system_time`). Only a write by the
-    /// guest itself counts.
+    /// Makes KVM use its master clock for this guest or not: a first vCPU that enables its page by
+    /// the old register gets none (Linux `kvm_write_system_time`). Only a write by the guest itself
+    /// counts.
     pub(super) fn set_master_clock(&mut self, clock: MasterClock) -> Result<(), LabError> {
         let index = match clock {
             MasterClock::Allowed => MSR_SYSTEM_TIME,
@@ -124,12 +125,12 @@ impl ClockGuest {
             ..kvm_regs::default()
         };
         self.vcpu.set_regs(&registers).map_err(refused("set registers"))?;
-        // The program goes on after its halt.
+        // The program continues after its halt.
         self.halt()?;
         self.run().map(drop)
     }
 
-    /// The wall clock, as KVM writes it when a guest's kernel asks for it.
+    /// The wall clock, as KVM writes it at the request of a guest's kernel.
     pub(super) fn wall_clock(&self) -> Result<WallClock, LabError> {
         write_register(&self.vcpu, MSR_WALL_CLOCK, WALL_CLOCK)?;
         let mut bytes = [0; WALL_CLOCK_BYTES];
@@ -139,7 +140,7 @@ impl ClockGuest {
         Ok(WallClock::from_bytes(&bytes))
     }
 
-    /// Lets the guest read its TSC: what it read. The page is up to date afterwards.
+    /// Lets the guest read its TSC and returns the value. The page is up to date afterwards.
     pub(super) fn run(&mut self) -> Result<u64, LabError> {
         self.halt()?;
         let registers = self.vcpu.get_regs().map_err(refused("read registers"))?;
@@ -147,7 +148,7 @@ impl ClockGuest {
         Ok(low(registers.rdx) << 32 | low(registers.rax))
     }
 
-    /// What a guest's kernel computes from its page and from a TSC that it read.
+    /// The time that a guest's kernel computes from its page and a TSC value.
     pub(super) fn reading(&self, tsc: u64) -> Result<Reading, LabError> {
         let reader = Reader::new(self.page()?, &self.latest_ns);
         (0..READ_ATTEMPTS).find_map(|_| reader.try_read(|| tsc)).ok_or_else(being_written)
@@ -162,12 +163,13 @@ impl ClockGuest {
             .ok_or_else(being_written)
     }
 
-    /// Takes the notice that the guest was stopped, as its kernel does; whether there was one.
+    /// Clears the notice that the guest was stopped, as its kernel does; returns whether it was
+    /// set.
     pub(super) fn take_stop_notice(&self) -> Result<bool, LabError> {
         Ok(take_stop_notice(&self.page()?))
     }
 
-    /// Tells KVM that the guest was stopped (`KVM_KVMCLOCK_CTRL`).
+    /// Notifies KVM that the guest was stopped (`KVM_KVMCLOCK_CTRL`).
     pub(super) fn give_stop_notice(&self) -> Result<(), LabError> {
         self.vcpu.kvmclock_ctrl().map_err(refused("give notice that a vCPU was stopped"))
     }
@@ -184,7 +186,7 @@ impl ClockGuest {
 
     /// Frequency of the guest's TSC in kHz, as KVM has it.
     pub(super) fn tsc_khz(&self) -> Result<u32, LabError> {
-        self.vcpu.get_tsc_khz().map_err(refused("tell the frequency of a vCPU's TSC"))
+        self.vcpu.get_tsc_khz().map_err(refused("report the frequency of a vCPU's TSC"))
     }
 
     /// Runs until the guest halts.
@@ -212,7 +214,7 @@ impl ClockGuest {
     }
 }
 
-/// Puts a vCPU where it reads its TSC.
+/// Sets a vCPU's registers so that it reads its TSC next.
 fn start(vcpu: &VcpuFd) -> Result<(), LabError> {
     let mut segments = vcpu.get_sregs().map_err(refused("read segments"))?;
     segments.cs.base = 0;
@@ -233,7 +235,7 @@ fn write_register(vcpu: &VcpuFd, index: u32, data: u64) -> Result<(), LabError> 
 }
 
 fn being_written() -> LabError {
-    LabError::TestGuest("has a clock page that KVM did not finish".to_owned())
+    LabError::TestGuest("has a clock page that KVM has not finished writing".to_owned())
 }
 
 /// The page in the guest's memory.

@@ -1,5 +1,5 @@
-//! The clock of this machine's KVM against the machine's own, and what a kernel that mixes them
-//! would do here now.
+//! The clock of this machine's KVM against the machine's own, and the values that a kernel that
+//! mixes them would show here now.
 
 use std::fmt::Write as _;
 use std::thread;
@@ -37,11 +37,11 @@ impl Guests {
     }
 }
 
-/// One look at all clocks.
+/// One sample of all clocks.
 #[derive(Debug, Clone, Copy)]
 struct Sample {
     raw_ns: i64,
-    /// KVM's clock ahead of each of the host's, with the master clock and without.
+    /// How far KVM's clock is ahead of each of the host's, with the master clock and without.
     master: [Ahead; 3],
     plain: [Ahead; 3],
     /// `CLOCK_MONOTONIC` ahead of `CLOCK_MONOTONIC_RAW`.
@@ -61,12 +61,12 @@ impl Sample {
     }
 }
 
-/// Watches KVM's clock for `watch_s` seconds, and checks its page. Without a KVM that can be used
-/// it says so and measures what it can.
+/// Samples KVM's clock for `watch_s` seconds and checks its page. Without a usable KVM it adds a
+/// note and measures only the host's clocks.
 ///
 /// # Errors
-/// [`LabError::Kvm`] and [`LabError::TestGuest`] when a KVM that is there fails,
-/// [`LabError::ChecksFailed`] when all has been measured and its clock is not what it should be.
+/// [`LabError::Kvm`] and [`LabError::TestGuest`] when KVM exists but fails,
+/// [`LabError::ChecksFailed`] when all has been measured and its clock has failed checks.
 pub(super) fn run(
     watch_s: u64,
     events: &Events,
@@ -78,8 +78,8 @@ pub(super) fn run(
         Ok(kvm) => kvm,
         Err(cause) => {
             series.notes.push(format!(
-                "KVM's clock was not measured: /dev/kvm cannot be opened ({cause}); `ebb doctor` says what to do, and \
-                 --where virtual-host measures the virtual host's"
+                "KVM's clock was not measured: /dev/kvm cannot be opened ({cause}); `ebb doctor` \
+                 says what to do, and --where virtual-host measures the virtual host's"
             ));
             return Ok(());
         }
@@ -87,9 +87,9 @@ pub(super) fn run(
     events.step(0, "checks the clock page of a small guest");
     let checks = checks::run(&kvm)?;
     checks.show(found, series);
-    events.step(0, "looks for what a mixed kernel would do");
+    events.step(0, "checks for signs of a mixed kernel");
     mixed::look(&kvm)?.show(found, series);
-    events.step(0, format!("watches KVM's clock for {watch_s} s"));
+    events.step(0, format!("samples KVM's clock for {watch_s} s"));
     let guests = Guests::new(&kvm)?;
     let stable = guests.master.clock()?.flags & KVM_CLOCK_TSC_STABLE != 0;
     series.notes.push(format!(
@@ -113,19 +113,20 @@ fn clock_source() -> String {
         .map_or_else(|_| "unknown".to_owned(), |name| name.trim().to_owned())
 }
 
-/// What a kernel that mixed raw and slewed clocks would do on this host now.
+/// Values that a kernel that mixes raw and slewed clocks would show on this host now.
 fn mixed_kernel(found: &mut Found, series: &mut Series) {
     let drift = Ahead::of_monotonic();
     found.drift = Some(drift.ns as f64);
     series.notes.push(error_now(drift, HostClock::Raw.now_ns()));
 }
 
-/// In words: the error of a mixed kernel now.
+/// Describes the error of a mixed kernel now.
 fn error_now(drift: Ahead, host_age_ns: i64) -> String {
     let drift_s = seconds(drift.ns);
     format!(
-        "{} is {} ahead of raw on this host, which is {:.0} s old: a mixed kernel would now give a guest that is one second \
-         old {:.3} s{}, jump by {drift_s:+.3} s when the master clock goes off, and be {:+.3} s off with the wall clock",
+        "{} is {} ahead of raw on this host, which is {:.0} s old: a mixed kernel would now give a \
+         guest that is one second old {:.3} s{}, jump by {drift_s:+.3} s when the master clock \
+         goes off, and be {:+.3} s off with the wall clock",
         HostClock::Monotonic.name(),
         drift.shown(),
         seconds(host_age_ns),
@@ -135,7 +136,7 @@ fn error_now(drift: Ahead, host_age_ns: i64) -> String {
     )
 }
 
-/// In words: the slew now, and how old the host will be when a guest that is one second old gets a
+/// Describes the slew now, and the age of the host at which a guest that is one second old gets a
 /// negative time from a mixed kernel.
 fn forecast(drift: Ahead, slewed: Ahead, elapsed_ns: i64, host_age_ns: i64) -> String {
     let slew = slewed.ns as f64 / elapsed_ns.max(1) as f64;
@@ -148,7 +149,7 @@ fn forecast(drift: Ahead, slewed: Ahead, elapsed_ns: i64, host_age_ns: i64) -> S
     );
     // Writing to a String cannot fail, here and below.
     let _ = if slewed.ns.abs() <= slewed.uncertainty_ns {
-        write!(text, ", which is none that can be seen: the error stays what it is")
+        write!(text, ", which is not measurable: the error stays constant")
     } else if drift.ns > NS_PER_SECOND as i64 {
         write!(text, "; the guest's time is negative already")
     } else if slew < 0.0 {
@@ -157,7 +158,8 @@ fn forecast(drift: Ahead, slewed: Ahead, elapsed_ns: i64, host_age_ns: i64) -> S
         let days = (seconds(host_age_ns) + (1.0 - seconds(drift.ns)) / slew) / 86_400.0;
         write!(
             text,
-            "; at this rate the guest's time is negative on this host from an age of {days:.1} days on"
+            "; at this rate the guest's time is negative on this host from an age of {days:.1} \
+             days on"
         )
     };
     text
@@ -168,7 +170,7 @@ fn seconds(ns: i64) -> f64 {
 }
 
 fn show(samples: &[Sample], found: &mut Found, series: &mut Series) {
-    /// With the master clock or without: a clock and what was gained on it.
+    /// With the master clock or without: a clock and the gain on it.
     type Row<'a> = (&'static str, &'a (HostClock, Ahead));
     let (Some(first), Some(last)) = (samples.first(), samples.last()) else { return };
     let elapsed_ns = last.raw_ns - first.raw_ns;
@@ -223,8 +225,8 @@ fn show(samples: &[Sample], found: &mut Found, series: &mut Series) {
     });
 }
 
-/// Which clocks KVM's clock advances with: the one with the least deviation, and those that cannot
-/// be told from it.
+/// The clocks that KVM's clock advances with: the one with the least deviation, and those that
+/// cannot be distinguished from it.
 fn judged(deviations: &[(HostClock, Ahead)], elapsed_ns: i64) -> String {
     let Some((_, least)) = deviations.iter().min_by_key(|(_, deviation)| deviation.ns.abs()) else {
         return "nothing was measured".to_owned();
@@ -245,7 +247,7 @@ fn judged(deviations: &[(HostClock, Ahead)], elapsed_ns: i64) -> String {
         list(&near, ", or with ")
     );
     if far.is_empty() {
-        text.push_str("; the host's clocks run too much alike now to tell which by their rates");
+        text.push_str("; the rates of the host's clocks are too similar now to distinguish them");
     } else {
         let _ = write!(text, "; not with {}", list(&far, ", nor with "));
     }
@@ -279,9 +281,9 @@ mod tests {
     }
 
     #[test]
-    fn clocks_that_run_alike_are_not_told_apart() {
+    fn clocks_with_similar_rates_are_not_distinguished() {
         let same = HostClock::ALL.map(|clock| (clock, ahead(100, 300)));
-        assert!(judged(&same, 1).ends_with("too much alike now to tell which by their rates"));
+        assert!(judged(&same, 1).ends_with("too similar now to distinguish them"));
     }
 
     #[test]
@@ -294,15 +296,15 @@ mod tests {
     }
 
     #[test]
-    fn the_forecast_follows_the_slew_of_now() {
+    fn the_forecast_follows_the_current_slew() {
         let (day_ns, second_ns) = (86_400 * NS_PER_SECOND as i64, NS_PER_SECOND as i64);
         let says = |drift_ns, slewed_ns| {
             forecast(ahead(drift_ns, 50), ahead(slewed_ns, 100), 10 * second_ns, day_ns)
         };
         // 1 ppm since boot and now: a second after 11.6 days.
         assert!(says(86_400_000, 10_000).ends_with("from an age of 11.6 days on"));
-        // The drift may be there since boot, and not grow.
-        assert!(says(248_000_000, 40).ends_with("the error stays what it is"));
+        // The drift may exist since boot and not grow.
+        assert!(says(248_000_000, 40).ends_with("the error stays constant"));
         assert!(says(86_400_000, -10_000).ends_with("never becomes negative"));
         assert!(says(1_500_000_000, 10_000).ends_with("negative already"));
     }

@@ -1,10 +1,10 @@
-//! What the series about clocks have found, as metrics.
+//! Results of the series about clocks, as metrics.
 
 use super::guests::Record;
 use crate::report::metrics::{self, Metric};
 use crate::report::results::{MetricInfo, Series};
 
-/// What a series has found, in ns; `None` for what it does not look for.
+/// Results of a series in ns; `None` for those that it does not measure.
 #[derive(Debug, Default)]
 pub(super) struct Found {
     pub(super) min_system_time: Option<f64>,
@@ -18,7 +18,7 @@ pub(super) struct Found {
 }
 
 impl Found {
-    /// What was seen of a guest.
+    /// The results of a series with a guest.
     pub(super) fn of_guest(record: Record) -> Self {
         Self {
             min_system_time: record.min_system_time_ns(),
@@ -62,7 +62,7 @@ fn metrics() -> Vec<Metric<Found>> {
     metrics
 }
 
-/// What the metrics are.
+/// Descriptions of the metrics.
 pub(super) fn describe() -> Vec<MetricInfo> {
     metrics::describe(metrics())
 }

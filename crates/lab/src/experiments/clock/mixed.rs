@@ -1,8 +1,8 @@
-//! What tells a kernel that mixes its clocks from one that does not, on a host whose clocks have
-//! drifted apart: three things that are off by the drift in the one and right in the other.
+//! Signs that distinguish a kernel that mixes its clocks from one that does not, on a host whose
+//! clocks have drifted apart: three values that are off by the drift in the former and right in the
+//! latter.
 //!
-//! Unlike the rates of the clocks these can be seen at once, however the clocks are slewed at the
-//! moment.
+//! Unlike the rates of the clocks, they are visible at once, whatever the current slew is.
 
 use kvm_bindings::KVM_CLOCK_TSC_STABLE;
 use kvm_ioctls::Kvm;
@@ -14,10 +14,10 @@ use crate::LabError;
 use crate::report::figures::{DataTable, Value};
 use crate::report::results::Series;
 
-/// Times that the master clock is switched off and on.
+/// Number of times that the master clock is switched off and on.
 const FLIPS: u32 = 5;
 
-/// What was seen, and what a mixed kernel would have shown.
+/// The observed values, to be compared with those of a mixed kernel.
 #[derive(Debug)]
 pub(super) struct Signs {
     drift: Ahead,
@@ -42,7 +42,7 @@ pub(super) fn look(kvm: &Kvm) -> Result<Signs, LabError> {
     let before_ns = HostClock::Raw.now_ns();
     let time_ns = time_ns(&mut guest)?;
     let after_ns = HostClock::Raw.now_ns();
-    // Its age is between the one at the beginning of the reading and the one at its end.
+    // Its age lies between those at the beginning and at the end of the reading.
     let fresh = Ahead::between(before_ns - created_ns, time_ns, after_ns - begin_ns);
     let drift = Ahead::of_monotonic();
     let before_ns = HostClock::Realtime.now_ns();
@@ -78,13 +78,13 @@ fn has_master_clock(guest: &ClockGuest) -> Result<bool, LabError> {
     Ok(guest.clock()?.flags & KVM_CLOCK_TSC_STABLE != 0)
 }
 
-/// The one that is furthest from zero.
+/// The jump furthest from zero.
 fn largest(jumps: &[Ahead]) -> Option<Ahead> {
     jumps.iter().copied().max_by_key(|jump| jump.ns.abs())
 }
 
 impl Signs {
-    /// Puts metrics, a table and a verdict into the document.
+    /// Adds metrics, a table and a verdict to the document.
     pub(super) fn show(self, found: &mut Found, series: &mut Series) {
         let off = largest(&self.off_jumps);
         let on = largest(&self.on_jumps);
@@ -93,8 +93,7 @@ impl Signs {
         found.wall_error = Some(self.wall.ns.abs() as f64);
         if jump.is_none() {
             series.notes.push(
-                "KVM did not switch its master clock, so that there is no jump to be seen"
-                    .to_owned(),
+                "KVM did not switch its master clock, so that no jump can be observed".to_owned(),
             );
         }
         let drift_ns = self.drift.ns;
@@ -119,13 +118,13 @@ impl Signs {
     }
 }
 
-/// Whether what was seen is nearer to what raw clocks give, which is zero, or to what mixed ones
-/// give.
+/// Whether the observed values are nearer to those of raw clocks, which are zero, or to those of
+/// mixed ones.
 fn verdict(signs: &[(&str, Option<Ahead>, i64)]) -> String {
     let (mut raw, mut mixed) = (0, 0);
     for (_, seen, mixed_ns) in signs {
         let Some(seen) = seen else { continue };
-        // Only what lies clearly apart tells anything.
+        // Only clearly different values count.
         if mixed_ns.abs() <= 4 * seen.uncertainty_ns {
             continue;
         }
@@ -137,15 +136,24 @@ fn verdict(signs: &[(&str, Option<Ahead>, i64)]) -> String {
     }
     match (raw, mixed) {
         (0, 0) => {
-            "this host's clocks are too close to each other to tell from which of them KVM makes its clock"
+            "this host's clocks are too close to each other to distinguish those that KVM's clock \
+             is derived from"
                 .to_owned()
         }
         (signs, 0) => {
-            format!("{signs} of {signs} signs say that this kernel makes KVM's clock from raw clocks only")
+            format!(
+                "{signs} of {signs} signs show that this kernel derives KVM's clock from raw \
+                 clocks only"
+            )
         }
-        (0, signs) => format!("{signs} of {signs} signs say that this kernel mixes raw and slewed clocks"),
+        (0, signs) => {
+            format!("{signs} of {signs} signs show that this kernel mixes raw and slewed clocks")
+        }
         (raw, mixed) => {
-            format!("{raw} signs are those of raw clocks, {mixed} those of mixed ones: see the table")
+            format!(
+                "{raw} signs are those of raw clocks, {mixed} those of mixed ones: see the \
+                 table"
+            )
         }
     }
 }
@@ -161,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_seen_decides() {
+    fn observed_values_decide() {
         let raw = [
             ("fresh", Some(ahead(-200_000)), -DRIFT_NS),
             ("off", Some(ahead(500)), DRIFT_NS),
@@ -169,7 +177,7 @@ mod tests {
         ];
         assert!(
             verdict(&raw)
-                .starts_with("2 of 2 signs say that this kernel makes KVM's clock from raw")
+                .starts_with("2 of 2 signs show that this kernel derives KVM's clock from raw")
         );
         let mixed = [
             ("fresh", Some(ahead(-DRIFT_NS)), -DRIFT_NS),
@@ -186,7 +194,7 @@ mod tests {
         );
     }
 
-    /// The signs themselves, where there is a KVM: kernels since Linux 5.6 do not mix.
+    /// The signs themselves on a host with KVM: kernels since Linux 5.6 do not mix clocks.
     #[test]
     fn this_machines_kvm_does_not_mix_its_clocks() {
         let Ok(kvm) = Kvm::new() else {

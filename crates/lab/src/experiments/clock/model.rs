@@ -13,7 +13,7 @@ const HOUR_NS: u64 = 3600 * SECOND_NS;
 const DAY_NS: u64 = 24 * HOUR_NS;
 const PPB_PER_PPM: i64 = 1000;
 
-/// The published case was seen after almost two weeks: densest there.
+/// The published case occurred after almost two weeks, where the values are densest.
 const UPTIMES_NS: [u64; 9] = [
     HOUR_NS,
     DAY_NS,
@@ -25,7 +25,7 @@ const UPTIMES_NS: [u64; 9] = [
     30 * DAY_NS,
     60 * DAY_NS,
 ];
-/// Slews in parts per million: small ones as NTP settles on, and one as of a bad crystal.
+/// Slews in parts per million: small ones as NTP uses in the long run, and one of a bad crystal.
 const SLEWS_PPM: [i64; 7] = [-100, -5, -1, 0, 1, 5, 100];
 /// The slews that fit one drawing.
 const DRAWN_PPM: [i64; 5] = [-5, -1, 0, 1, 5];
@@ -36,16 +36,16 @@ const OFF_NS: u64 = HOUR_NS;
 /// Frequency of the host's TSC.
 const TSC_KHZ: u32 = 2_600_000;
 
-/// What one host showed.
+/// Results of one host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Case {
     uptime_ns: u64,
     slew_ppm: i64,
     /// D: how far the slewed clock is ahead of the raw one at the guest's creation.
     drift_ns: i64,
-    /// What a guest one second old reads, as it is meant.
+    /// The time that a guest one second old reads, as a signed number.
     time_ns: i64,
-    /// The same, as the guest sees it.
+    /// The same as an unsigned number, as the guest sees it.
     seen_ns: u64,
     /// Jump of KVM's clock when the master clock goes off, and on again an hour later.
     off_jump_ns: i64,
@@ -65,7 +65,8 @@ fn case(mode: KernelMode, uptime_ns: u64, slew_ppm: i64) -> Option<Case> {
     machine.advance(AGE_NS);
     let seen_ns = machine.guest_time(vm)?.time_ns;
     let mut flip = |tscs| {
-        // The jump of the flip alone, without what the page's factor has lost since it was written.
+        // The jump of the flip alone, without the rounding error of the page's factor since it was
+        // written.
         machine.renew_clock(vm);
         let before_ns = machine.clock(vm).clock_ns;
         machine.set_vcpu_tscs(vm, tscs);
@@ -123,13 +124,13 @@ fn uptime(ns: u64) -> String {
     if ns < DAY_NS { format!("{} h", ns / HOUR_NS) } else { format!("{} d", ns / DAY_NS) }
 }
 
-/// To the millisecond, as the published numbers are.
+/// Formats a time to the millisecond, like the published numbers.
 fn milliseconds(ns: i64) -> String {
     format!("{:+.3}", seconds(ns))
 }
 
 impl Sweep {
-    /// Puts metrics, tables, curves and a summary into the document.
+    /// Adds metrics, tables, curves and a summary to the document.
     pub(super) fn show(self, found: &mut Found, series: &mut Series) {
         let largest = |of: fn(&Case) -> u64| self.cases.iter().map(of).max().map(|ns| ns as f64);
         found.min_system_time = self.cases.iter().map(|case| case.time_ns as f64).reduce(f64::min);
@@ -232,7 +233,7 @@ mod tests {
             assert_eq!(case.drift_ns, case.slew_ppm * (case.uptime_ns / SECOND_NS) as i64 * 1000);
             assert_eq!(case.time_ns, SECOND_NS as i64 - 1 - case.drift_ns, "{case:?}");
             assert_eq!(case.seen_ns, case.time_ns as u64);
-            // By then the drift has grown: by a second's and by an hour's.
+            // By then the drift has grown by that of a second and of an hour.
             assert_eq!(case.off_jump_ns, case.drift_ns + case.slew_ppm * 1000, "{case:?}");
             assert_eq!(case.on_jump_ns, -(case.drift_ns + case.slew_ppm * 1000 * 3601), "{case:?}");
             assert_eq!(case.wall_error_ns, -case.drift_ns);

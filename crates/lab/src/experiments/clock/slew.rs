@@ -1,4 +1,4 @@
-//! Slewing the clock of the virtual host, which is ours.
+//! Slewing the clock of the virtual host, which only the lab uses.
 
 use std::process::Command;
 
@@ -11,7 +11,7 @@ const SLEW_PPM: i64 = 100;
 /// `adjtimex` takes the frequency in ppm with a binary fraction of 16 bits.
 const FRACTION_BITS: u32 = 16;
 
-/// The virtual host's name for itself.
+/// Hostname of the virtual host.
 const VIRTUAL_HOST: &[u8] = b"ebb-virtual-host";
 
 /// A slew that ends when it is dropped.
@@ -22,8 +22,8 @@ impl Slew {
     /// Starts slewing `CLOCK_MONOTONIC` against `CLOCK_MONOTONIC_RAW`.
     ///
     /// # Errors
-    /// [`LabError::Slew`] outside of the virtual host, where the clock is somebody else's, and
-    /// without busybox.
+    /// [`LabError::Slew`] outside of the virtual host, where other programs depend on the clock,
+    /// and without busybox.
     pub(super) fn start() -> Result<Self, LabError> {
         if uname().nodename().to_bytes() != VIRTUAL_HOST {
             return Err(LabError::Slew("this is not the virtual host".to_owned()));

@@ -6,22 +6,21 @@ use super::slots::{Slot, Turn, Workload};
 use crate::harness::driver::Tracker;
 use crate::report::statistics::{self, median};
 
-/// The part of cases in which the true value shall lie in the interval.
+/// Confidence level: the fraction of cases in which the interval contains the true value.
 const CONFIDENCE: f64 = 0.95;
-/// Fewer guests than this say nothing of how guests differ.
+/// Minimum number of guests to estimate the variation between guests.
 const FEWEST_BOOTS: usize = 3;
 
-/// One turn against those without a tracker in its round.
+/// A turn compared with those without a tracker in its round.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Comparison {
     pub(super) boot: u32,
     pub(super) workload: Workload,
-    /// By how much fewer operations were done than without a tracker, in percent.
+    /// Decrease of operations compared with those without a tracker, in percent.
     pub(super) overhead_percent: f64,
 }
 
-/// All comparisons of a turn: with the mean of the turns without a tracker in its round, but for
-/// itself.
+/// All comparisons of a turn: each with the mean of the other turns without a tracker in its round.
 pub(super) fn comparisons(slots: &[Slot], turn: Turn) -> Vec<Comparison> {
     let compare = |slot: &Slot| {
         let round = |of: &Slot| (of.boot, of.workload, of.round);
@@ -41,20 +40,20 @@ pub(super) fn comparisons(slots: &[Slot], turn: Turn) -> Vec<Comparison> {
     slots.iter().filter(|slot| slot.turn == turn).filter_map(compare).collect()
 }
 
-/// What comparisons come to.
+/// Summary of comparisons.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Overhead {
     /// The median.
     pub(super) percent: f64,
     /// The bounds of its confidence interval; `None` for a single comparison.
     pub(super) interval: Option<(f64, f64)>,
-    /// How many comparisons.
+    /// Number of comparisons.
     pub(super) count: usize,
 }
 
-/// The median of comparisons with its confidence interval: by drawing guests, and comparisons
-/// within them, again (bootstrap). With fewer than three guests, only comparisons are drawn, and
-/// how guests differ is not in it.
+/// The median of comparisons with its confidence interval: by resampling guests, and comparisons
+/// within them (bootstrap). With fewer than three guests, only comparisons are resampled, and the
+/// variation between guests is not included.
 pub(super) fn overhead(comparisons: &[Comparison]) -> Option<Overhead> {
     let percent = median(comparisons.iter().map(|comparison| comparison.overhead_percent))?;
     let mut by_boot: BTreeMap<u32, Vec<f64>> = BTreeMap::new();
@@ -107,12 +106,12 @@ mod tests {
         ];
         let found: Vec<f64> =
             comparisons(&slots, bitmap).into_iter().map(|found| found.overhead_percent).collect();
-        assert_eq!(found.len(), 2, "a turn without its baseline says nothing");
+        assert_eq!(found.len(), 2, "a turn without its baseline is not compared");
         assert!(found.iter().all(|percent| (percent - 2.0).abs() < 1e-9), "{found:?}");
     }
 
     #[test]
-    fn both_turns_without_a_tracker_are_what_others_are_compared_with() {
+    fn others_are_compared_with_both_turns_without_a_tracker() {
         let (none, percpu) = (Turn::Of(Tracker::Off), Turn::Of(Tracker::Percpu));
         let slots = [
             slot(0, 0, Turn::Baseline, 1000.0),
@@ -129,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn the_interval_holds_the_median_and_grows_with_what_guests_differ_by() {
+    fn the_interval_contains_the_median_and_grows_with_the_variation_between_guests() {
         assert_eq!(overhead(&[]), None);
         assert_eq!(overhead(&[comparison(0, 1.5)]).unwrap().interval, None);
         let alike: Vec<Comparison> =

@@ -1,4 +1,4 @@
-//! What the turns come to, as metrics and tables of each series.
+//! Results of the turns, as metrics and tables of each series.
 
 use ebb_agent::page_faults::{FaultKind, TaskKind};
 
@@ -11,11 +11,11 @@ use crate::report::metrics::{self, Metric};
 use crate::report::results::{MetricInfo, Series};
 use crate::report::statistics::{median, number, quantile};
 
-/// What a series has found.
+/// Results of a series.
 struct Found {
     /// Its own turns.
     own: Vec<Slot>,
-    /// Each against those without a tracker.
+    /// Each compared with those without a tracker.
     compared: Vec<Comparison>,
 }
 
@@ -31,7 +31,7 @@ impl Found {
         overhead(&self.compared.iter().copied().filter(of_kind).collect::<Vec<_>>())
     }
 
-    /// Pages a second and vCPU, with a workload.
+    /// Pages per second and vCPU, with a workload.
     fn rate(&self, kind: FaultKind) -> Option<f64> {
         let of_kind = self.own.iter().filter(|slot| slot.workload.kind == kind);
         median(of_kind.map(|slot| slot.ops_per_s / f64::from(slot.workload.cpus)))
@@ -74,7 +74,7 @@ fn overheads(prefix: &str, title: &str, kind: Option<FaultKind>) -> [Metric<Foun
     ]
 }
 
-/// What the metrics are.
+/// Descriptions of the metrics.
 pub(super) fn describe() -> Vec<MetricInfo> {
     metrics::describe(metrics())
 }
@@ -95,7 +95,8 @@ pub(super) fn fill(slots: &[Slot], all: &mut [Series]) {
         series.details.extend(activity(&found.own));
         series.notes.extend(noise_percent.map(|percent| {
             format!(
-                "two turns without a tracker differed by {} % (median); anything else that the machine does goes into that",
+                "two turns without a tracker differed by {} % (median), including the influence of \
+                 other programs on the machine",
                 number(Some(percent))
             )
         }));
@@ -105,15 +106,15 @@ pub(super) fn fill(slots: &[Slot], all: &mut [Series]) {
     }
 }
 
-/// What the comparison of two turns is worth on this host, if there were two without a tracker: by
-/// how many percent they differ.
+/// Noise of the comparison of two turns on this host: the difference of two turns without a tracker
+/// in percent, if there were two.
 fn noise_percent(slots: &[Slot]) -> Option<f64> {
     let same = comparisons(slots, Turn::Of(Tracker::Off));
     median(same.iter().map(|comparison| comparison.overhead_percent.abs()))
 }
 
-/// The workloads whose overhead the machine was too noisy to tell: it is no larger than what two
-/// turns without a tracker differ by, or its interval holds zero, or there is none.
+/// The workloads whose overhead is lost in the machine's noise: it does not exceed the difference
+/// of two turns without a tracker, or its interval contains zero, or it has no interval.
 fn too_noisy(found: &Found, noise_percent: Option<f64>) -> Vec<String> {
     let all = std::iter::once((None, "all workloads"))
         .chain(KINDS.into_iter().map(|(kind, _, title)| (Some(kind), title)));
@@ -152,7 +153,7 @@ fn tasks_of(tasks: TaskKind) -> &'static str {
     }
 }
 
-/// What was compared with one workload.
+/// Comparisons with one workload.
 struct OfWorkload {
     workload: Workload,
     rates: Vec<f64>,
@@ -161,7 +162,7 @@ struct OfWorkload {
     by_guest: Vec<f64>,
 }
 
-/// Each workload by itself, with how comparisons and guests vary.
+/// Each workload, with the variation of comparisons and guests.
 fn workloads(found: &Found) -> DataTable {
     let tasks = [TaskKind::Processes, TaskKind::Threads];
     let all = KINDS.into_iter().flat_map(|(kind, ..)| {
@@ -228,10 +229,10 @@ fn turns(slots: &[Slot], turn: Turn) -> DataTable {
     )
 }
 
-/// What the guests' driver counted in a second of each workload, and what a free cost by its own
+/// Counters of the guests' driver per second of each workload, and the cost of a free by its own
 /// clock.
 fn activity(own: &[Slot]) -> Option<DataTable> {
-    /// A mean and numbers of the moment, which do not grow.
+    /// A mean and momentary values, which do not grow.
     const NO_COUNTERS: [&str; 4] = ["free_ns", "bitmap_set", "percpu_waiting", "isolated_now"];
     let mut names: Vec<&str> = own
         .iter()
@@ -249,8 +250,7 @@ fn activity(own: &[Slot]) -> Option<DataTable> {
             .map(|slot| slot.driver.get(name).unwrap_or(0.0))
             .sum()
     };
-    // The time in which a turn settles is not in what its workload counts, but in what the driver
-    // does.
+    // A workload does not count the time in which a turn settles, but the driver does.
     let seconds = |kind: FaultKind| -> f64 {
         own.iter()
             .filter(|slot| slot.workload.kind == kind)
@@ -276,7 +276,7 @@ fn activity(own: &[Slot]) -> Option<DataTable> {
     }));
     let mut columns = vec!["the driver's counters".to_owned()];
     columns.extend(kinds().map(|(_, _, title)| title.to_owned()));
-    Some(DataTable::new("what the driver did", columns, rows))
+    Some(DataTable::new("activity of the driver", columns, rows))
 }
 
 #[cfg(test)]
@@ -310,17 +310,17 @@ mod tests {
         slots
     }
 
-    fn told(name: &str) -> Series {
+    fn filled(name: &str) -> Series {
         let mut all = [Series::new(name, String::new())];
         fill(&slots(), &mut all);
-        let [told] = all;
-        told
+        let [filled] = all;
+        filled
     }
 
     #[test]
     fn overheads_are_shown_by_workload() {
-        let told = told("percpu");
-        let metric = |name: &str| told.metrics[name].unwrap();
+        let filled = filled("percpu");
+        let metric = |name: &str| filled.metrics[name].unwrap();
         assert_eq!(
             (metric("fault1_overhead_percent"), metric("fault2_overhead_percent")),
             (4.0, 0.0)
@@ -329,37 +329,38 @@ mod tests {
             (metric("fault1_overhead_low_percent"), metric("fault1_overhead_high_percent")),
             (4.0, 4.0)
         );
-        assert_eq!(told.metrics["fault1_ops_per_s"], Some(96_000.0));
+        assert_eq!(filled.metrics["fault1_ops_per_s"], Some(96_000.0));
         assert!(metric("ops_per_s") < 100_000.0);
-        assert_eq!(told.tables[0].rows.len(), 8, "four workloads in guests of two sizes");
+        assert_eq!(filled.tables[0].rows.len(), 8, "four workloads in guests of two sizes");
     }
 
     #[test]
-    fn the_noise_is_that_of_two_turns_without_a_tracker() {
-        let told = told("none");
-        assert_eq!(told.metrics["overhead_percent"], Some(0.0));
-        assert!(told.details[0].rows.iter().any(|row| row.contains(&Value::from("baseline"))));
-        assert!(told.notes[0].contains("differed by 0 %"), "{:?}", told.notes);
+    fn the_noise_is_the_difference_of_two_turns_without_a_tracker() {
+        let filled = filled("none");
+        assert_eq!(filled.metrics["overhead_percent"], Some(0.0));
+        assert!(filled.details[0].rows.iter().any(|row| row.contains(&Value::from("baseline"))));
+        assert!(filled.notes[0].contains("differed by 0 %"), "{:?}", filled.notes);
     }
 
     #[test]
     fn an_overhead_below_the_noise_is_not_certain() {
-        let noisy = told("percpu").too_noisy;
+        let noisy = filled("percpu").too_noisy;
         assert!(noisy.iter().all(|line| !line.contains("page_fault1:")), "{noisy:?}");
         assert!(
             noisy.contains(
-                &"Overhead, page_fault2: 0 % is not certain, two turns without a tracker differ by 0 %"
+                &"Overhead, page_fault2: 0 % is not certain, two turns without a tracker differ by \
+                  0 %"
                     .to_owned()
             ),
             "{noisy:?}"
         );
-        assert!(told("none").too_noisy.is_empty());
+        assert!(filled("none").too_noisy.is_empty());
     }
 
     #[test]
-    fn the_drivers_counters_explain_what_a_free_costs() {
-        let told = told("percpu");
-        let activity = &told.details[1];
+    fn the_drivers_counters_explain_the_cost_of_a_free() {
+        let filled = filled("percpu");
+        let activity = &filled.details[1];
         assert_eq!(activity.rows[0][..2], [Value::from("frees a second"), Value::from(25.0)]);
         assert_eq!(activity.rows.last().unwrap()[1], Value::from(25.0));
     }

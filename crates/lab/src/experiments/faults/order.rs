@@ -1,11 +1,11 @@
-//! In what order the turns of a round are taken.
+//! Order of the turns of a round.
 
 /// The turns of round `round` among `turns`: each comes once.
 ///
 /// A Latin square in which each turn follows each other one equally often (E. J. Williams,
 /// "Experimental designs balanced for the estimation of residual effects of treatments", 1949):
-/// what a turn leaves behind, and a slow change of the machine, meets all alike. For an odd number,
-/// two squares are needed, the second the first one backwards.
+/// after-effects of a turn, and slow changes of the machine, affect all turns equally. For an odd
+/// number, two squares are needed, the second the first one backwards.
 pub(super) fn order(round: usize, turns: usize) -> Vec<usize> {
     if turns == 0 {
         return Vec::new();

@@ -15,24 +15,24 @@ use crate::harness::testbed::Testbed;
 use crate::report::event::Event;
 use crate::report::results::{GuestRecord, Series};
 
-/// Where the module's tracker is read and changed.
+/// Path of the module's parameter for the tracker.
 const PARAMETER: &str = "/sys/module/ebb_balloon/parameters/tracker";
-/// A turn takes so much longer than its seconds at most.
+/// Maximum time of a turn beyond its seconds.
 const TURN_LIMIT: Duration = Duration::from_secs(120);
-/// A guest that fails is tried again so often; emulated hosts lose one now and then.
+/// Number of retries after a failed guest; emulated hosts lose one occasionally.
 const ATTEMPTS: u32 = 2;
 
-/// What has its turn in a round.
+/// A kind of turn in a round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Turn {
-    /// What all others are compared with.
+    /// No tracker, with which all others are compared.
     Baseline,
     /// A series.
     Of(Tracker),
 }
 
 impl Turn {
-    /// The tracker that is on meanwhile.
+    /// The tracker that is on during the turn.
     pub(super) fn tracker(self) -> Tracker {
         match self {
             Self::Baseline => Tracker::Off,
@@ -49,7 +49,7 @@ impl Turn {
     }
 }
 
-/// What is run in a turn.
+/// The workload of a turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Workload {
     pub(super) cpus: u32,
@@ -69,16 +69,16 @@ pub(super) struct Slot {
     pub(super) ops_per_s: f64,
     /// Seconds that counted.
     pub(super) seconds: u32,
-    /// What the guest's driver counted meanwhile.
+    /// Growth of the counters of the guest's driver.
     pub(super) driver: Counters,
-    /// What a call of the tracker's hook took on the average, in ns, if any was timed.
+    /// Mean time of a call of the tracker's hook in ns, if any was timed.
     pub(super) free_ns: Option<f64>,
 }
 
-/// Runs all guests; what was measured is filled in after each of them, even if some failed.
+/// Runs all guests; the measurements are filled in after each of them, even if some fail.
 ///
 /// # Errors
-/// The first failure of a guest that could not be made good by another one.
+/// The first failure of a guest that the retries could not replace.
 pub(super) fn run(
     testbed: &mut Testbed<'_>,
     sizes: Sizes,
@@ -116,7 +116,7 @@ pub(super) fn run(
     outcome
 }
 
-/// What has turns: the baseline, and each series.
+/// The kinds of turns: the baseline, and each series.
 fn turns(series: &[Series]) -> Vec<Turn> {
     let chosen = |tracker: &Tracker| series.iter().any(|series| series.name == tracker.name());
     std::iter::once(Turn::Baseline)
@@ -183,7 +183,7 @@ fn rounds(
     Ok(slots)
 }
 
-/// What a turn came to.
+/// Result of a turn.
 struct Taken {
     ops_per_s: f64,
     before: Counters,
@@ -203,7 +203,7 @@ fn take_turn(
         kind: workload.kind,
         tasks: workload.cpus,
         threads: workload.tasks,
-        // The first second is left out by the agent.
+        // The agent omits the first second.
         seconds: SETTLE_S - 1 + sizes.seconds,
         mapping_bytes: sizes.mapping_mib << 20,
     };
@@ -218,14 +218,14 @@ fn take_turn(
     Ok(Taken { ops_per_s, before, after })
 }
 
-/// The mean of those seconds that count, of which the agent has left out the first. Not a median:
-/// passes over memory come every two seconds, and are what costs.
+/// The mean of the seconds that count; the agent omits the first second. Not a median: passes over
+/// memory occur every two seconds and are the main cost.
 fn settled_rate(samples: &[f64]) -> Option<f64> {
     let counted = samples.get(SETTLE_S as usize - 1..).filter(|counted| !counted.is_empty())?;
     Some(counted.iter().sum::<f64>() / counted.len() as f64)
 }
 
-/// Makes this tracker the one that is on.
+/// Switches to this tracker.
 fn switch(testbed: &mut Testbed<'_>, guest: u32, tracker: Tracker) -> Result<(), LabError> {
     let path = || PARAMETER.to_owned();
     testbed.ask(guest, Command::WriteFile { path: path(), text: tracker.name().to_owned() })?;

@@ -1,4 +1,4 @@
-//! What the rounds of a series come to, as metrics and a table, and how the series compare.
+//! Results of the rounds of a series, as metrics and a table, and the comparison of series.
 
 use super::rounds::{Direction, Memory, Round};
 use crate::report::figures::{DataTable, Value};
@@ -8,7 +8,7 @@ use crate::report::table::heading;
 
 /// The series that the others are compared with: the standard's arrays of page numbers.
 pub(super) const PFN: &str = "pfn";
-/// And what stands for it where it was not run.
+/// The substitute where it was not run.
 const STOCK: &str = "stock";
 
 /// A column of the table of rounds, and of the metrics of idle inflation: name, title, unit, value.
@@ -16,7 +16,7 @@ type Stage = (&'static str, &'static str, &'static str, fn(&Round) -> Option<f64
 
 const NS_PER_MS: f64 = 1e6;
 
-/// What a round's time consists of, and what it cost.
+/// Components of a round's time, and its cost.
 const STAGES: [Stage; 7] = [
     ("allocate_ms", "guest: taking pages", "ms", |round| {
         Some(round.driver("allocate_ns")? / NS_PER_MS)
@@ -85,19 +85,19 @@ fn metrics() -> Vec<Metric<Vec<Round>>> {
     metrics
 }
 
-/// What the metrics are.
+/// Descriptions of the metrics.
 pub(super) fn describe() -> Vec<MetricInfo> {
     metrics::describe(metrics())
 }
 
-/// Fills in what is known without the other series.
+/// Fills in the results that do not depend on other series.
 pub(super) fn fill(rounds: &Vec<Round>, series: &mut Series) {
     metrics::measure(&metrics(), rounds, series);
     series.details.push(table(rounds));
     series.details.extend(blocks(rounds));
 }
 
-/// Every round by itself.
+/// All rounds.
 fn table(rounds: &[Round]) -> DataTable {
     let mut columns =
         ["", "memory", "ms", "settled, ms", "returned, MiB"].map(str::to_owned).to_vec();
@@ -143,7 +143,7 @@ fn blocks(rounds: &[Round]) -> Option<DataTable> {
     Some(DataTable::new(title, columns, inflations.iter().map(row)))
 }
 
-/// Says how many times as fast as the standard's arrays each series is.
+/// Compares the speed of each series with that of the standard's arrays.
 pub(super) fn compare(all: &mut [Series]) {
     let is_there = |name: &&str| all.iter().any(|series| series.name == *name);
     let Some(base) = [PFN, STOCK].into_iter().find(is_there) else { return };
@@ -175,42 +175,42 @@ mod tests {
         }
     }
 
-    fn told(inflate_ms: f64) -> Series {
-        let mut told = Series::new(PFN, String::new());
+    fn filled(inflate_ms: f64) -> Series {
+        let mut filled = Series::new(PFN, String::new());
         let rounds = [
             round(Memory::Idle, Direction::Inflate, inflate_ms),
             round(Memory::Idle, Direction::Deflate, 5.0),
             round(Memory::Used, Direction::Inflate, 2.0 * inflate_ms),
             round(Memory::Used, Direction::Deflate, 7.0),
         ];
-        fill(&rounds.to_vec(), &mut told);
-        told
+        fill(&rounds.to_vec(), &mut filled);
+        filled
     }
 
     #[test]
     fn metrics_follow_from_the_rounds() {
-        let told = told(100.0);
-        assert_eq!(told.metrics["inflate_ms"], Some(100.0));
-        assert_eq!(told.metrics["inflate_used_ms"], Some(200.0));
-        assert_eq!(told.metrics["settled_used_ms"], Some(210.0));
-        assert_eq!(told.metrics["deflate_ms"], Some(6.0));
-        assert_eq!(told.metrics["allocate_ms"], Some(2.0));
-        assert_eq!(told.metrics["queue_kib"], Some(2.0));
-        assert_eq!(told.metrics["discard_ms"], None, "what was not counted is not zero");
+        let filled = filled(100.0);
+        assert_eq!(filled.metrics["inflate_ms"], Some(100.0));
+        assert_eq!(filled.metrics["inflate_used_ms"], Some(200.0));
+        assert_eq!(filled.metrics["settled_used_ms"], Some(210.0));
+        assert_eq!(filled.metrics["deflate_ms"], Some(6.0));
+        assert_eq!(filled.metrics["allocate_ms"], Some(2.0));
+        assert_eq!(filled.metrics["queue_kib"], Some(2.0));
+        assert_eq!(filled.metrics["discard_ms"], None, "missing counts are not zero");
     }
 
     #[test]
     fn blocks_are_listed_by_the_orders_that_were_taken() {
-        let told = told(100.0);
-        let blocks = &told.details[1];
+        let filled = filled(100.0);
+        let blocks = &filled.details[1];
         assert_eq!(blocks.columns, ["order 0", "order 10"]);
         assert_eq!(blocks.rows, vec![vec![Value::from(3.0), Value::from(5.0)]; 2]);
     }
 
     #[test]
     fn series_are_compared_with_the_arrays_of_the_standard() {
-        let ranges = Series { name: "ranges".to_owned(), ..told(2.0) };
-        let mut all = [told(100.0), ranges];
+        let ranges = Series { name: "ranges".to_owned(), ..filled(2.0) };
+        let mut all = [filled(100.0), ranges];
         compare(&mut all);
         assert_eq!(all[0].metrics["inflate_speedup"], Some(1.0));
         assert_eq!(all[1].metrics["inflate_speedup"], Some(50.0));
@@ -220,13 +220,13 @@ mod tests {
 
     #[test]
     fn another_base_is_named() {
-        let stock = Series { name: STOCK.to_owned(), ..told(50.0) };
-        let ranges = Series { name: "ranges".to_owned(), ..told(5.0) };
+        let stock = Series { name: STOCK.to_owned(), ..filled(50.0) };
+        let ranges = Series { name: "ranges".to_owned(), ..filled(5.0) };
         let mut all = [stock, ranges];
         compare(&mut all);
         assert_eq!(all[1].metrics["inflate_used_speedup"], Some(10.0));
         assert!(all[1].notes[0].contains("stock"));
-        let mut alone = [Series { name: "ranges".to_owned(), ..told(5.0) }];
+        let mut alone = [Series { name: "ranges".to_owned(), ..filled(5.0) }];
         compare(&mut alone);
         assert_eq!(alone[0].metrics["inflate_speedup"], None);
     }

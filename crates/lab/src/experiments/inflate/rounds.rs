@@ -1,11 +1,11 @@
-//! One change of a balloon's size, with what guest and monitor counted meanwhile.
+//! A change of a balloon's size, with the growth of the counters of guest and monitor.
 
 use crate::LabError;
 use crate::harness::counters::Counters;
 use crate::harness::testbed::Testbed;
 use crate::report::statistics::rounded;
 
-/// What the guest's memory was before.
+/// Previous use of the guest's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Memory {
     /// Not used since the boot or the last round.
@@ -14,7 +14,7 @@ pub(super) enum Memory {
     Used,
 }
 
-/// Which way the balloon went.
+/// Direction of the change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Direction {
     Inflate,
@@ -36,17 +36,17 @@ impl Direction {
 pub(super) struct Round {
     pub(super) memory: Memory,
     pub(super) direction: Direction,
-    /// Until the guest said that its balloon had the size, in ms.
+    /// Time until the guest reported the new size, in ms.
     pub(super) elapsed_ms: f64,
-    /// Until the guest's memory at the host had come to rest, in ms.
+    /// Time until the guest's resident memory was stable, in ms.
     pub(super) settled_ms: f64,
-    /// What the guest's process occupied less afterwards.
+    /// Decrease of the footprint of the guest's process, in MiB.
     pub(super) returned_mib: f64,
-    /// What it occupied then.
+    /// The footprint afterwards, in MiB.
     pub(super) left_mib: f64,
-    /// What the guest's driver counted; `None` for Linux's own.
+    /// Growth of the driver's counters; `None` for Linux's own.
     pub(super) driver: Option<Counters>,
-    /// What the monitor counted; `None` under QEMU.
+    /// Growth of the monitor's counters; `None` under QEMU.
     pub(super) monitor: Option<Counters>,
 }
 
@@ -54,7 +54,7 @@ impl Round {
     /// Changes the balloon.
     ///
     /// # Errors
-    /// What the guest or its monitor did not do.
+    /// The failure of the guest or its monitor.
     pub(super) fn measure(
         testbed: &mut Testbed<'_>,
         guest: u32,

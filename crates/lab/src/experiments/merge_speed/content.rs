@@ -1,31 +1,30 @@
-//! What memory is filled with: which pages are alike, and where they are.
+//! Content of memory: which pages are equal, and where they are.
 
 use crate::report::statistics::Random;
 
 /// Pages of a run of duplicates.
 pub(super) const RUN_PAGES: usize = 64;
-/// How often a content occurs that occurs more than once.
+/// Number of pages with the same content, for contents that occur more than once.
 pub(super) const COPIES: usize = 4;
-/// Pages of a clone that were written to since are together like this.
+/// Length of runs of modified pages of a clone.
 const DIVERGED_RUN_PAGES: usize = 8;
-/// One in so many pages of a clone was written to.
+/// Number of pages of a clone per modified page.
 const DIVERGED_ONE_IN: usize = 10;
 /// Words of a page.
 const PAGE_WORDS: usize = PAGE_BYTES / size_of::<u64>();
 /// Size of a page.
 pub(super) const PAGE_BYTES: usize = 4096;
 
-/// A way in which pages of a memory are alike.
+/// Pattern of equal pages in a memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Shape {
-    /// No two pages are: what is scanned in vain.
+    /// No two pages are equal: scanning is in vain.
     Unique,
     /// Half of the pages, single ones anywhere, have a content that occurs four times.
     Scattered,
     /// The same, but in runs of 64 pages.
     Runs,
-    /// Four memories of the same origin, of which a tenth was written to since, in runs of eight
-    /// pages.
+    /// Four memories of the same origin, of which a tenth was modified, in runs of eight pages.
     Clones,
 }
 
@@ -43,7 +42,7 @@ impl Shape {
         }
     }
 
-    /// For people.
+    /// Its title.
     pub(super) fn title(self) -> &'static str {
         match self {
             Self::Unique => "unique pages",
@@ -54,7 +53,7 @@ impl Shape {
     }
 }
 
-/// Number of a content: pages with the same number are the same.
+/// Number of a content: pages with the same number are equal.
 pub(super) type ContentId = u64;
 
 /// The contents of one or more memories.
@@ -65,7 +64,7 @@ pub(super) struct Contents {
 }
 
 impl Contents {
-    /// A shape of about so many pages, which depends on a seed.
+    /// Contents of a shape with about this number of pages, from a seed.
     pub(super) fn new(shape: Shape, pages: usize, seed: u64) -> Self {
         let mut random = Random(seed);
         let memories = match shape {
@@ -74,20 +73,19 @@ impl Contents {
             Shape::Runs => vec![duplicates(pages, RUN_PAGES, &mut random)],
             Shape::Clones => clones(pages / COPIES, &mut random),
         };
-        // Contents of another seed are others, so that nothing is left over from an earlier memory.
+        // Another seed gives other contents, so that nothing from an earlier memory is reused.
         let memories = memories
             .into_iter()
             .map(|ids: Vec<u64>| ids.into_iter().map(|id| id ^ (seed << 40)).collect());
         Self { memories: memories.collect() }
     }
 
-    /// Where a memory begins, if all are one behind the other.
+    /// First page of a memory, if all are contiguous.
     pub(super) fn first_page(&self, memory: usize) -> usize {
         self.memories.iter().take(memory).map(Vec::len).sum()
     }
 
-    /// The contents of at most `most` neighbouring pages of a memory at a time, and where they
-    /// begin.
+    /// The contents of up to `most` neighbouring pages of a memory at a time, with the first page.
     pub(super) fn chunks(&self, most: usize) -> impl Iterator<Item = (usize, &[ContentId])> {
         self.memories.iter().enumerate().flat_map(move |(memory, ids)| {
             let first = self.first_page(memory);
@@ -95,12 +93,12 @@ impl Contents {
         })
     }
 
-    /// All pages.
+    /// Number of pages.
     pub(super) fn pages(&self) -> u64 {
         self.memories.iter().map(Vec::len).sum::<usize>() as u64
     }
 
-    /// Pages that need not be there, since another one is like them.
+    /// Number of pages that merging can free.
     pub(super) fn surplus(&self) -> u64 {
         let mut all: Vec<ContentId> = self.memories.iter().flatten().copied().collect();
         all.sort_unstable();
@@ -108,7 +106,7 @@ impl Contents {
         self.pages() - all.len() as u64
     }
 
-    /// The pages that another one is like, by memory and place.
+    /// The pages that have an equal one, by memory and place.
     pub(super) fn alike(&self) -> Vec<(usize, usize)> {
         let mut all: Vec<(ContentId, usize, usize)> = Vec::new();
         for (memory, ids) in self.memories.iter().enumerate() {
@@ -139,7 +137,7 @@ fn duplicates(pages: usize, run_pages: usize, random: &mut Random) -> Vec<Conten
     order.into_iter().flat_map(|first| first..first + run_pages as ContentId).collect()
 }
 
-/// [`COPIES`] memories that are the same but for what was written to since.
+/// [`COPIES`] memories that are equal except for the modified pages.
 fn clones(pages: usize, random: &mut Random) -> Vec<Vec<ContentId>> {
     let mut next = pages as ContentId;
     let mut clone = || {
@@ -167,7 +165,7 @@ pub(super) fn page(id: ContentId) -> [u8; PAGE_BYTES] {
     bytes
 }
 
-/// Any order is as likely as any other (R. A. Fisher and F. Yates).
+/// All orders are equally likely (R. A. Fisher and F. Yates).
 fn shuffle<T>(random: &mut Random, values: &mut [T]) {
     for last in (1..values.len()).rev() {
         values.swap(last, random.below(last + 1));
@@ -201,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn duplicates_are_in_runs_where_the_shape_says_so() {
+    fn duplicates_are_in_runs_in_the_shape_of_runs() {
         let neighbours = |shape| {
             let contents = contents(shape);
             let ids = &contents.memories[0];
@@ -218,14 +216,14 @@ mod tests {
     }
 
     #[test]
-    fn pages_alike_are_those_that_occur_more_than_once() {
+    fn equal_pages_are_those_that_occur_more_than_once() {
         let contents = Contents { memories: vec![vec![1, 2, 3], vec![2, 4, 2]] };
         assert_eq!(contents.alike(), [(0, 1), (1, 0), (1, 2)]);
         assert_eq!((contents.surplus(), contents.pages()), (2, 6));
     }
 
     #[test]
-    fn clones_are_the_same_in_the_same_places() {
+    fn clones_are_equal_in_the_same_places() {
         let contents = contents(Shape::Clones);
         assert_eq!(contents.memories.len(), COPIES);
         let (first, second) = (&contents.memories[0], &contents.memories[1]);

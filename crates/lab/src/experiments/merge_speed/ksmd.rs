@@ -16,26 +16,27 @@ use super::side::{PASSES_IN_VAIN, Side, Until, Work};
 use crate::LabError;
 use crate::harness::{merging, proc};
 
-/// Pages between two looks of the kernel's thread at its settings: it cannot be stopped in between.
+/// Pages that the kernel's thread scans between two checks of its settings: it cannot be stopped in
+/// between.
 const PAGES_TO_SCAN: u64 = 500;
-/// How often its counters are looked at.
+/// Interval of reading its counters.
 const LOOK: Duration = Duration::from_micros(500);
-/// It does not take longer, whatever is merged.
+/// Time limit for any merging.
 const LIMIT: Duration = Duration::from_secs(300);
-/// Of the pages of a first pass: it would be in the midst of the second one otherwise until it is
-/// stopped.
+/// Fraction of the pages of a first pass to wait for: with all of them, the thread would be in the
+/// middle of the second pass when it is stopped.
 const MOST_OF: f64 = 0.95;
 /// `struct ksm_rmap_item` of Linux 6.x on 64-bit machines (mm/ksm.c), where the kernel does not
-/// tell it itself.
+/// report it.
 const ITEM_BYTES: u64 = 64;
 const ITEM_SIZE_FILE: &str = "/sys/kernel/slab/ksm_rmap_item/object_size";
 
-/// Whether KSM leaves out pages that it could not merge several times (`smart_scan`, Linux 6.7).
+/// Whether KSM skips pages that it could not merge several times (`smart_scan`, Linux 6.7).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum SmartScan {
-    /// It does.
+    /// KSM skips them.
     On,
-    /// It looks at all of them in each pass.
+    /// KSM scans all of them in each pass.
     Off,
 }
 
@@ -52,10 +53,10 @@ fn failed(error: impl std::fmt::Display) -> LabError {
 }
 
 impl Ksmd {
-    /// Becomes KSM's only user, with settings that let it run without rests.
+    /// Becomes KSM's only user, with settings that let it run without sleeps.
     ///
     /// # Errors
-    /// [`LabError::Merging`]: no KSM, no right to change it, or somebody else uses it.
+    /// [`LabError::Merging`]: no KSM, no permission to change it, or another process uses it.
     pub(super) fn join(smart_scan: SmartScan) -> Result<Self, LabError> {
         let domain =
             KernelDomain::join(Path::new(RUN_FOLDER), "lab merge-speed").map_err(failed)?;
@@ -64,13 +65,14 @@ impl Ksmd {
         let others = counters.count(Counter::PagesShared) + counters.count(Counter::PagesUnshared);
         if others > 0 {
             return Err(LabError::Merging(format!(
-                "KSM has {others} pages of other programs already; end them first, or let it unmerge them (write 2 to {SYSFS}/run)"
+                "KSM has {others} pages of other programs already; end them first, or let it \
+                 unmerge them (write 2 to {SYSFS}/run)"
             )));
         }
         if let Some(name) = other_user() {
             return Err(LabError::Merging(format!(
-                "KSM would merge the pages of '{name}' as well; end it first, or start it so that it does not want that (QEMU: \
-                 -M ...,mem-merge=off)"
+                "KSM would merge the pages of '{name}' as well; end it first, or start it with \
+                 merging disabled (QEMU: -M ...,mem-merge=off)"
             )));
         }
         let wanted = [
@@ -97,7 +99,7 @@ impl Ksmd {
         self.guard.ksm().counters().map_err(failed)
     }
 
-    /// Makes sure that it had no other pages to look at than those of this process.
+    /// Checks that it has scanned only pages of this process.
     fn check_alone(&self) -> Result<(), LabError> {
         let now = self.counters()?;
         let kinds = [
@@ -110,7 +112,8 @@ impl Ksmd {
         let own = own_items()?;
         if all > own + own / 20 {
             return Err(LabError::Merging(format!(
-                "KSM knows {all} pages, of which this process has {own}: somebody else began to use it"
+                "KSM knows {all} pages, of which this process has {own}: another process has begun \
+                 to use it"
             )));
         }
         Ok(())
@@ -124,7 +127,7 @@ impl Ksmd {
 
 impl Drop for Ksmd {
     fn drop(&mut self) {
-        // Whoever comes next shall find nothing of this; a failure shows there.
+        // Restores KSM for its next user; a failure would show there.
         let _ = self.run(RUN_UNMERGE);
     }
 }
@@ -157,14 +160,12 @@ impl Side for Ksmd {
             }
             if begin.elapsed() > LIMIT {
                 self.run(RUN_STOP)?;
-                return Err(LabError::Merging(format!(
-                    "KSM did not come to an end within {LIMIT:?}"
-                )));
+                return Err(LabError::Merging(format!("KSM did not finish within {LIMIT:?}")));
             }
         }
         let wall_ns = begin.elapsed().as_nanos() as u64;
         self.run(RUN_STOP)?;
-        // It sleeps a moment after it was stopped, and its time is exact then.
+        // It goes to sleep shortly after it was stopped, and its time is then exact.
         thread::sleep(2 * LOOK);
         self.check_alone()?;
         Ok(Work { cpu_ns: self.cpu_ns()? - cpu_ns, wall_ns, pages: covered(&self.counters()?) })
@@ -190,7 +191,7 @@ fn own_items() -> Result<u64, LabError> {
         .ok_or(LabError::MissingField { path: PATH.into(), field: "ksm_rmap_items" })
 }
 
-/// The name of another process that wants KSM to merge its pages, as far as the kernel tells (Linux
+/// The name of another process that has enabled merging by KSM, if the kernel reports it (Linux
 /// 6.16).
 fn other_user() -> Option<String> {
     let own = std::process::id().to_string();

@@ -1,4 +1,4 @@
-//! The measuring: each side merges the same memories, one after another, in turns.
+//! The measurements: each side merges the same memories in turn.
 
 use std::thread;
 use std::time::Duration;
@@ -11,12 +11,12 @@ use super::sibling::Sibling;
 use super::side::{Side, Until, Work};
 use crate::LabError;
 
-/// How long a second thread is watched before merging begins.
+/// Time for which a second thread is measured before merging begins.
 const CALM: Duration = Duration::from_millis(250);
-/// Pages that are written to after they were merged.
+/// Number of merged pages that are then written to.
 const WRITES: usize = 20_000;
 
-/// How much memory there is of each shape, and how often it is measured.
+/// Amount of memory of each shape, and the number of measurements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub(super) struct Amount {
     pub(super) unique_mib: u64,
@@ -38,46 +38,46 @@ impl Amount {
     }
 }
 
-/// Whether another thread of the process works meanwhile.
+/// Whether another thread of the process runs during a measurement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Company {
-    /// None does.
+    /// No other thread.
     Alone,
-    /// One does.
+    /// A busy thread.
     Sibling,
 }
 
-/// What one side did to unique pages.
+/// Result of one side for unique pages.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Scanning {
-    /// Until each page was read once, or most of them.
+    /// The work until all or most pages were read once.
     pub(super) first: Work,
-    /// Passes when all is known.
+    /// The work of passes in the steady state.
     pub(super) steady: Work,
-    /// Bytes of its own for each page of the memory.
+    /// Bytes of metadata for each page of the memory.
     pub(super) metadata_bytes_per_page: f64,
 }
 
-/// What one side did to memory with duplicates.
+/// Result of one side for memory with duplicates.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Merging {
-    /// Of what shape.
+    /// Shape of the memory.
     pub(super) shape: Shape,
-    /// In whose company.
+    /// Whether another thread ran.
     pub(super) company: Company,
-    /// Until all was merged, or nothing more came.
+    /// The work until all was merged, or no more pages were.
     pub(super) work: Work,
-    /// Pages that could go.
+    /// Number of pages that merging could free.
     pub(super) surplus_pages: u64,
-    /// Page frames that have gone, by the kernel's account.
+    /// Number of freed page frames, according to the kernel.
     pub(super) freed_pages: u64,
-    /// The first write to a merged page, ns.
+    /// Time of the first write to a merged page, ns.
     pub(super) write_ns: Option<f64>,
-    /// What the second thread did in a second before and meanwhile.
+    /// Rounds per second of the second thread before and during merging.
     pub(super) sibling_per_s: Option<(f64, f64)>,
 }
 
-/// Lets a side look at memory in which no two pages are alike.
+/// Lets a side scan memory without equal pages.
 ///
 /// # Errors
 /// As [`Side::merge`].
@@ -92,7 +92,7 @@ pub(super) fn scan(
     let pages = arena.contents().pages();
     let until = side.first_pass(&arena);
     let first = side.merge(&arena, until)?;
-    // However often pages were looked at before they were read.
+    // Regardless of how often pages were visited before they were read.
     let first = Work { pages: first.pages.min(pages), ..first };
     side.merge(&arena, Until::Passes(settle_passes))?;
     let steady = side.merge(&arena, Until::Passes(steady_passes))?;
@@ -103,7 +103,7 @@ pub(super) fn scan(
 /// Lets a side merge memory with duplicates.
 ///
 /// # Errors
-/// As [`Side::merge`]; [`LabError::Merging`] if memory has another content afterwards.
+/// As [`Side::merge`]; [`LabError::Merging`] if the content of memory has changed.
 pub(super) fn merge(
     side: &mut dyn Side,
     shape: Shape,
@@ -119,7 +119,7 @@ pub(super) fn merge(
         Company::Sibling => Some(Sibling::start()?),
     };
     let before = sibling.as_ref().and_then(|sibling| {
-        // Its memory is touched for the first time now.
+        // The thread's memory is touched for the first time now.
         thread::sleep(CALM / 4);
         let mark = sibling.mark();
         thread::sleep(CALM);

@@ -1,4 +1,4 @@
-//! Memory with a known content, and what the kernel says of the page frames behind it.
+//! Memory with a known content, and its page frames according to the kernel.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -12,14 +12,14 @@ use super::content::{ContentId, Contents, PAGE_BYTES, page};
 use crate::LabError;
 use crate::harness::maps::{self, FRAME, PRESENT};
 
-/// Pages that are handled at a time.
+/// Number of pages to handle at a time.
 const CHUNK_PAGES: usize = 256;
 const PAGEMAP: &str = "/proc/self/pagemap";
 
-/// Memory of this process, written once with known contents: one memory behind the other.
+/// Memory of this process, written once with known contents; its memories are contiguous.
 #[derive(Debug)]
 pub(super) struct Arena {
-    /// As a monitor has its guest's memory.
+    /// Mapped like a guest's memory in a monitor.
     pub(super) ram: Arc<GuestRam>,
     contents: Contents,
 }
@@ -33,10 +33,10 @@ fn pages(first: usize, count: usize) -> PageRange {
 }
 
 impl Arena {
-    /// Maps memory for these contents, lets `prepare` have it, and writes all of it.
+    /// Maps memory for these contents, calls `prepare`, and writes all of it.
     ///
-    /// Without huge pages: what is compared is the merging of small pages, whoever breaks huge
-    /// ones.
+    /// Without huge pages: the comparison is about small pages, regardless of which side splits
+    /// huge ones.
     pub(super) fn new(
         contents: Contents,
         prepare: impl Fn(&GuestRam) -> Result<(), LabError>,
@@ -57,14 +57,13 @@ impl Arena {
         Ok(Self { ram: Arc::new(ram), contents })
     }
 
-    /// What was written.
+    /// The written contents.
     pub(super) fn contents(&self) -> &Contents {
         &self.contents
     }
 
-    /// Counts the page frames behind all memory, each once however often it is mapped, after a read
-    /// of each page: this is the kernel's own account of what is shared, whoever shared it. Takes
-    /// root's rights.
+    /// Counts the page frames of all memory, each once however often it is mapped, after a read of
+    /// each page: this counts shared pages independently of the side that shared them. Needs root.
     pub(super) fn frames(&self) -> Result<u64, LabError> {
         let cannot = failed("cannot count page frames");
         let pagemap = File::open(PAGEMAP).map_err(|error| cannot(&error))?;
@@ -81,20 +80,20 @@ impl Arena {
             frames.extend(present.map(|entry| entry & FRAME));
         }
         if frames.iter().all(|frame| *frame == 0) {
-            return Err(cannot(&"the kernel hides them from anybody but root"));
+            return Err(cannot(&"the kernel shows them to root only"));
         }
         frames.sort_unstable();
         frames.dedup();
         Ok(frames.len() as u64)
     }
 
-    /// Writes to each of these pages once; processor time for each, ns.
+    /// Writes to each of these pages once; returns the processor time per page, ns.
     pub(super) fn write_to(&self, places: &[(usize, usize)]) -> Result<f64, LabError> {
         let cannot = failed("cannot write to memory");
         let begin = thread_cpu_ns();
         for (memory, page) in places {
             let place = self.contents.first_page(*memory) + page;
-            // The content stays the same: only the fault is wanted.
+            // The content stays the same: only the fault is measured.
             let address = GuestAddress((place * PAGE_BYTES) as u64);
             let memory = self.ram.memory();
             let word: u64 = memory.read_obj(address).map_err(|error| cannot(&error))?;
@@ -103,7 +102,7 @@ impl Arena {
         Ok((thread_cpu_ns() - begin) as f64 / places.len().max(1) as f64)
     }
 
-    /// Pages that do not hold what was written to them.
+    /// Number of pages that do not have their written content.
     pub(super) fn wrong_pages(&self) -> Result<u64, LabError> {
         let cannot = failed("cannot read memory");
         let mut wrong = 0;

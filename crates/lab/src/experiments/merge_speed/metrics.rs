@@ -1,4 +1,4 @@
-//! What the measurements come to, as metrics and a table, and how the sides compare.
+//! Results of the measurements, as metrics and a table, and the comparison of the sides.
 
 use super::content::Shape;
 use super::measure::{Company, Merging, Scanning};
@@ -10,13 +10,13 @@ use crate::report::results::{MetricInfo, Series};
 pub(super) const OWNER: &str = "owner";
 /// Name of the kernel's series.
 pub(super) const KSMD: &str = "ksmd";
-/// And with smart scan.
+/// Name of the kernel's series with smart scan.
 pub(super) const KSMD_SMART: &str = "ksmd-smart";
 
 /// Shapes with duplicates.
 pub(super) const MERGED: [Shape; 3] = [Shape::Scattered, Shape::Runs, Shape::Clones];
 
-/// What a series has measured.
+/// Measurements of a series.
 #[derive(Debug, Default)]
 pub(super) struct Found {
     pub(super) scannings: Vec<Scanning>,
@@ -92,19 +92,19 @@ fn metrics() -> Vec<Metric<Found>> {
     metrics
 }
 
-/// How a metric follows from one measurement.
+/// Computes a metric from one measurement.
 type Value = fn(&Merging) -> Option<f64>;
 
 fn freed_rate(merging: &Merging) -> Option<f64> {
     merging.work.per_cpu_s(merging.freed_pages)
 }
 
-/// What the metrics are.
+/// Descriptions of the metrics.
 pub(super) fn describe() -> Vec<MetricInfo> {
     metrics::describe(metrics())
 }
 
-/// Says how many times as much as the kernel's thread each series does.
+/// Compares each series with the kernel's thread.
 pub(super) fn compare(all: &mut [Series]) {
     metrics::compare(&metrics(), KSMD, all);
 }
@@ -122,13 +122,13 @@ fn freed_percent(merging: &Merging) -> Option<f64> {
         .then(|| merging.freed_pages as f64 * 100.0 / merging.surplus_pages as f64)
 }
 
-/// By how much less the second thread did while pages were merged.
+/// Slowdown of the second thread during merging, in percent.
 fn loss_percent(merging: &Merging) -> Option<f64> {
     let (before, meanwhile) = merging.sibling_per_s?;
     (before > 0.0).then(|| (1.0 - meanwhile / before) * 100.0)
 }
 
-/// Every measurement by itself.
+/// All measurements.
 fn table(mergings: &[Merging]) -> DataTable {
     let company = |company| match company {
         Company::Alone => "none",
@@ -169,7 +169,7 @@ mod tests {
         }
     }
 
-    fn told(name: &str, cpu_ms: u64) -> Series {
+    fn filled(name: &str, cpu_ms: u64) -> Series {
         let work = Work { cpu_ns: cpu_ms * MS, wall_ns: 0, pages: 10_000 };
         let found = Found {
             scannings: vec![Scanning { first: work, steady: work, metadata_bytes_per_page: 64.0 }],
@@ -181,36 +181,36 @@ mod tests {
                 })
                 .collect(),
         };
-        let mut told = Series::new(name, String::new());
-        fill(&found, &mut told);
-        told
+        let mut filled = Series::new(name, String::new());
+        fill(&found, &mut filled);
+        filled
     }
 
     #[test]
     fn metrics_follow_from_the_measurements() {
-        let told = told(KSMD, 100);
-        assert_eq!(told.metrics["unique_steady_pages_per_cpu_s"], Some(100_000.0));
-        assert_eq!(told.metrics["runs_freed_per_cpu_s"], Some(10_000.0));
-        assert_eq!(told.metrics["runs_freed_percent"], Some(50.0));
-        assert_eq!(told.metrics["clones_sibling_loss_percent"], Some(25.0));
-        assert_eq!(told.metrics["clones_write_ns"], Some(700.0));
-        assert_eq!(told.metrics["runs_times_ksmd"], None);
+        let filled = filled(KSMD, 100);
+        assert_eq!(filled.metrics["unique_steady_pages_per_cpu_s"], Some(100_000.0));
+        assert_eq!(filled.metrics["runs_freed_per_cpu_s"], Some(10_000.0));
+        assert_eq!(filled.metrics["runs_freed_percent"], Some(50.0));
+        assert_eq!(filled.metrics["clones_sibling_loss_percent"], Some(25.0));
+        assert_eq!(filled.metrics["clones_write_ns"], Some(700.0));
+        assert_eq!(filled.metrics["runs_times_ksmd"], None);
     }
 
     #[test]
     fn series_are_compared_with_the_kernels_thread_without_smart_scan() {
-        let mut all = [told(KSMD, 100), told(KSMD_SMART, 50), told(OWNER, 10)];
+        let mut all = [filled(KSMD, 100), filled(KSMD_SMART, 50), filled(OWNER, 10)];
         compare(&mut all);
         assert_eq!(all[2].metrics["scattered_times_ksmd"], Some(10.0));
         assert_eq!(all[1].metrics["unique_steady_times_ksmd"], Some(2.0));
         assert_eq!(all[0].metrics["unique_first_times_ksmd"], Some(1.0));
-        let mut alone = [told(OWNER, 10)];
+        let mut alone = [filled(OWNER, 10)];
         compare(&mut alone);
         assert_eq!(alone[0].metrics["runs_times_ksmd"], None);
     }
 
     #[test]
-    fn nothing_measured_is_shown_as_nothing() {
+    fn missing_measurements_are_empty() {
         let mut empty = Series::new(OWNER, String::new());
         fill(&Found::default(), &mut empty);
         assert!(empty.metrics.values().all(Option::is_none));

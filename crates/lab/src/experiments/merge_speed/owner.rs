@@ -10,11 +10,11 @@ use super::memory::{Arena, thread_cpu_ns};
 use super::side::{PASSES_IN_VAIN, Side, Until, Work};
 use crate::LabError;
 
-/// Pages between two looks at what has been done.
+/// Number of pages between two checks of the progress.
 const STEP_PAGES: u64 = 2048;
-/// It does not take longer, whatever is merged.
+/// Time limit for any merging.
 const LIMIT: Duration = Duration::from_secs(300);
-/// Nobody makes pages here whose hashes collide on purpose.
+/// No process creates pages here whose hashes collide on purpose.
 const SECRET: Secret = Secret([0x5a; 32]);
 
 type OwnMerger = Merger<MergeSession, StablePages<StableMemory>>;
@@ -39,7 +39,7 @@ impl Owner {
         let merger = if let Some(merger) = self.merger.take() {
             merger
         } else {
-            // As KSM does it: what has not changed over one pass is a candidate.
+            // Like KSM: a page that has not changed over one pass is a candidate.
             let settings = Settings { run: Run::Merge, clean_passes: 1, ..Settings::default() };
             let store = StablePages::new(StableMemory::own(self.segments.clone()));
             let memory = MergeSession::new(arena.ram.clone()).map_err(failed)?;
@@ -78,7 +78,7 @@ impl Side for Owner {
             }
             if begin.elapsed() > LIMIT {
                 return Err(LabError::Merging(format!(
-                    "the owner did not come to an end within {LIMIT:?}"
+                    "the owner did not finish within {LIMIT:?}"
                 )));
             }
         }
@@ -90,7 +90,7 @@ impl Side for Owner {
     }
 
     fn first_pass(&self, _arena: &Arena) -> Until {
-        // The first one only begins to watch writes; what was not written to meanwhile is read in
+        // The first pass only begins to track writes; pages that were not written to are read in
         // the second one.
         Until::Passes(2)
     }

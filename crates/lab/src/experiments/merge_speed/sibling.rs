@@ -1,5 +1,4 @@
-//! A thread that works in the same process while its memory is merged, as vCPUs do: what it loses
-//! by that.
+//! A thread that runs in the same process during merging, like a vCPU, to measure its slowdown.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -15,7 +14,7 @@ use crate::LabError;
 use crate::harness::proc;
 use crate::report::statistics::Random;
 
-/// Memory that it writes to: more than translations are kept for.
+/// Memory that it writes to, in bytes: more than the TLB covers.
 const PAGES: usize = 8192;
 /// Writes between two page faults.
 const WRITES: usize = 512;
@@ -30,12 +29,12 @@ pub(super) struct Sibling {
     thread: Option<JoinHandle<()>>,
 }
 
-/// A moment in the life of the thread.
+/// State of the thread at one time.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Mark {
     at: Instant,
     rounds: u64,
-    /// Time in which it could have run but others did.
+    /// Time for which it was runnable but not running.
     waited_ns: f64,
 }
 
@@ -65,7 +64,7 @@ impl Sibling {
         Ok(Self { stop, rounds, thread_id, thread: Some(thread) })
     }
 
-    /// Where it is now.
+    /// Its present state.
     pub(super) fn mark(&self) -> Mark {
         let path = format!("/proc/self/task/{}/schedstat", self.thread_id.load(Ordering::Relaxed));
         let waited_ns = std::fs::read_to_string(path)
@@ -75,7 +74,7 @@ impl Sibling {
         Mark { at: Instant::now(), rounds: self.rounds.load(Ordering::Relaxed), waited_ns }
     }
 
-    /// Rounds a second since `mark`, without the time in which other programs had its processor.
+    /// Rounds per second since `mark`, without the time in which other programs had its processor.
     pub(super) fn rounds_per_s(&self, mark: Mark) -> Option<f64> {
         let now = self.mark();
         let ns = (now.at - mark.at).as_nanos() as f64 - (now.waited_ns - mark.waited_ns);
@@ -100,7 +99,7 @@ fn work(ram: &GuestRam, stop: &AtomicBool, rounds: &AtomicU64, thread_id: &Atomi
             let place = random.below(PAGES) * PAGE_BYTES + random.below(PAGE_BYTES / 8) * 8;
             let _ = ram.memory().write_obj(random.0, GuestAddress(place as u64));
         }
-        // A page that goes and comes again, as with a balloon.
+        // A page that is discarded and populated again, as with a balloon.
         let page = Pfn::containing((random.below(PAGES) * PAGE_BYTES) as u64);
         let _ = ram.discard(&[PageRange::new(page, 1)]);
         rounds.fetch_add(1, Ordering::Relaxed);

@@ -1,64 +1,65 @@
-//! Who merges: what both sides have in common.
+//! Common interface of the sides that merge.
 
 use ebb_guest_ram::GuestRam;
 
 use super::memory::Arena;
 use crate::LabError;
 
-/// How far merging goes on.
+/// Condition for the end of merging.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Until {
-    /// So many pages have been looked at.
+    /// This number of pages was scanned.
     Covered(u64),
-    /// So many more passes over all memory have come to their end.
+    /// This number of further passes over all memory has ended.
     Passes(u64),
-    /// So many pages are gone since another is like them, or six passes were in vain.
+    /// This number of pages was freed by merging, or six passes were in vain.
     Freed(u64),
 }
 
-/// Passes after which nothing more is to be expected: the first one sees pages for the first time,
-/// the next one finds that they have not changed, the third one merges what the second one did not.
+/// Number of passes after which no more merging is expected: the first one sees pages for the first
+/// time, the second finds that they have not changed, the third merges those that the second did
+/// not.
 pub(super) const PASSES_IN_VAIN: u64 = 6;
 
-/// What was done, and what it took.
+/// Amount and cost of work.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Work {
     /// Processor time of the thread that merges, ns.
     pub(super) cpu_ns: u64,
-    /// Time by the clock, ns.
+    /// Elapsed time, ns.
     pub(super) wall_ns: u64,
-    /// Pages that were looked at, those included that were known to be not worth it.
+    /// Number of scanned pages, including those that were skipped.
     pub(super) pages: u64,
 }
 
 impl Work {
-    /// So many in a second of processor time.
+    /// `count` per second of processor time.
     pub(super) fn per_cpu_s(&self, count: u64) -> Option<f64> {
         (self.cpu_ns > 0).then(|| count as f64 * 1e9 / self.cpu_ns as f64)
     }
 }
 
-/// Somebody who merges the pages of an [`Arena`].
+/// A side that merges the pages of an [`Arena`].
 pub(super) trait Side {
-    /// Readies memory before it is written.
+    /// Prepares memory before it is written.
     ///
     /// # Errors
-    /// Why it cannot be merged.
+    /// The reason why it cannot be merged.
     fn prepare(&self, ram: &GuestRam) -> Result<(), LabError>;
 
-    /// Begins or goes on with merging.
+    /// Starts or continues merging.
     ///
     /// # Errors
-    /// What went wrong; [`LabError::Merging`] also if it takes far too long.
+    /// The cause; [`LabError::Merging`] also at the time limit.
     fn merge(&mut self, arena: &Arena, until: Until) -> Result<Work, LabError>;
 
-    /// Until it has read each page of an arena once.
+    /// The condition under which it has read each page of an arena once.
     fn first_pass(&self, arena: &Arena) -> Until;
 
-    /// Bytes that it keeps for its own use, of whatever kind.
+    /// Bytes of its metadata of any kind.
     ///
     /// # Errors
-    /// When that cannot be told.
+    /// When the size is unknown.
     fn metadata_bytes(&mut self, arena: &Arena) -> Result<u64, LabError>;
 }
 

@@ -1,4 +1,4 @@
-//! Whether the link carries what it is shaped to: an emulated host may be slower.
+//! Checks that the link carries the rate that it is shaped to: an emulated host may be slower.
 
 use std::time::Duration;
 
@@ -7,12 +7,12 @@ use crate::LabError;
 use crate::harness::link::{Link, Rate, transfer};
 use crate::report::statistics::rounded;
 
-/// How long a plain transfer is measured.
+/// Duration of the measurement of a plain transfer.
 const COUNTED: Duration = Duration::from_millis(500);
-/// A link that carries less than this part of its rate is not what slows a migration down.
+/// A link that carries less than this fraction of its rate is not the bottleneck of a migration.
 const ENOUGH: f64 = 0.9;
 
-/// What a plain transfer came to, in megabits a second.
+/// Rates of plain transfers, in Mbit/s.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(super) struct Carried {
     pub(super) unshaped: f64,
@@ -33,12 +33,12 @@ impl Carried {
         Ok(Self { unshaped: at(Rate::Unshaped)?, fast: at(FAST)?, slow: at(SLOW)? })
     }
 
-    /// What a reader should know of the links.
+    /// Notes on the links for the reader.
     pub(super) fn notes(&self) -> Vec<String> {
         let slower = |(rate, carried): (Rate, f64)| match rate {
             Rate::Megabits(wanted) if carried < ENOUGH * wanted as f64 => Some(format!(
-                "a plain transfer over the link of {} comes to {carried:.0} Mbit/s ({:.0} without shaping): this host is \
-                 slower than the link",
+                "a plain transfer over the link of {} comes to {carried:.0} Mbit/s ({:.0} without \
+                 shaping): this host is slower than the link",
                 rate.describe(),
                 self.unshaped
             )),
@@ -53,7 +53,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_a_host_that_is_slower_than_its_link_is_told() {
+    fn only_a_host_that_is_slower_than_its_link_is_noted() {
         let good = Carried { unshaped: 20_000.0, fast: 9_600.0, slow: 955.0 };
         assert!(good.notes().is_empty());
         let emulated = Carried { unshaped: 3000.0, fast: 2900.0, slow: 950.0 };

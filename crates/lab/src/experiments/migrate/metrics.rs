@@ -1,4 +1,4 @@
-//! What the migrations of a series come to, as metrics and a table, and how the series compare.
+//! Results of the migrations of a series, as metrics and a table, and the comparison of series.
 
 use ebb_vmm::api::MigrationRound;
 
@@ -9,14 +9,14 @@ use crate::report::figures::DataTable;
 use crate::report::metrics::{self, Metric};
 use crate::report::results::{MetricInfo, Series};
 
-/// What a series has found.
+/// Results of a series.
 #[derive(Debug)]
 struct Found {
     moved: Vec<Moved>,
     carried: Carried,
 }
 
-/// A metric that each migration has: its name before and behind the case, title, unit, the cases in
+/// A metric that each migration has: its name before and after the case, title, unit, the cases in
 /// which it is shown, value.
 type Measure = (
     (&'static str, &'static str),
@@ -87,7 +87,11 @@ fn metrics() -> Vec<Metric<Found>> {
     let mut metrics: Vec<_> = ALL.iter().flat_map(of_case).collect();
     metrics.extend([
         Metric::ratio("times_faster", "Times as fast as all-pages", "total_ms"),
-        Metric::ratio("times_fewer_bytes", "All-pages sends so many times as much", "bytes_sent"),
+        Metric::ratio(
+            "times_fewer_bytes",
+            "Bytes sent by all-pages for each byte sent",
+            "bytes_sent",
+        ),
         link("link_10g_mbit_s", "link of 10 Gbit/s", |carried| carried.fast),
         link("link_1g_mbit_s", "link of 1 Gbit/s", |carried| carried.slow),
         link("link_unshaped_mbit_s", "link without a limit", |carried| carried.unshaped),
@@ -95,12 +99,12 @@ fn metrics() -> Vec<Metric<Found>> {
     metrics
 }
 
-/// What the metrics are.
+/// Descriptions of the metrics.
 pub(super) fn describe() -> Vec<MetricInfo> {
     metrics::describe(metrics())
 }
 
-/// Fills in what is known without the other series.
+/// Fills in the results that do not depend on other series.
 pub(super) fn fill(moved: Vec<Moved>, carried: Carried, series: &mut Series) {
     let found = Found { moved, carried };
     metrics::measure(&metrics(), &found, series);
@@ -108,7 +112,7 @@ pub(super) fn fill(moved: Vec<Moved>, carried: Carried, series: &mut Series) {
     series.details.extend(rounds_table(&found.moved));
 }
 
-/// Says of each series how much better it is than sending all pages.
+/// Compares each series with sending all pages.
 pub(super) fn compare(all: &mut [Series]) {
     metrics::compare(&metrics(), ALL_PAGES, all);
 }
@@ -117,7 +121,7 @@ fn mib(bytes: u64) -> f64 {
     bytes as f64 / f64::from(1 << 20)
 }
 
-/// Every migration by itself.
+/// All migrations.
 fn table(moved: &[Moved]) -> DataTable {
     let used = |moved: &Moved| moved.used_bytes.max(1) as f64;
     DataTable::of(
@@ -142,7 +146,7 @@ fn table(moved: &[Moved]) -> DataTable {
     )
 }
 
-/// Every round of every migration, where the monitor reports them.
+/// All rounds of all migrations, if the monitor reports them.
 fn rounds_table(moved: &[Moved]) -> Option<DataTable> {
     type Of<'a> = (&'a Moved, &'a MigrationRound);
     let all: Vec<Of<'_>> = moved
@@ -196,21 +200,21 @@ mod tests {
         Moved { case, report, answered_ms: total_ms + 20.0, used_bytes: 100_000 }
     }
 
-    fn told(name: &str, total_ms: f64) -> Series {
-        let mut told = Series::new(name, String::new());
+    fn filled(name: &str, total_ms: f64) -> Series {
+        let mut filled = Series::new(name, String::new());
         let moves = vec![
             moved(Case::Fast, total_ms),
             moved(Case::Fast, total_ms),
             moved(Case::Slow, 10.0 * total_ms),
             moved(Case::Busy, 2.0 * total_ms),
         ];
-        fill(moves, Carried { unshaped: 3.0, fast: 2.0, slow: 1.0 }, &mut told);
-        told
+        fill(moves, Carried { unshaped: 3.0, fast: 2.0, slow: 1.0 }, &mut filled);
+        filled
     }
 
     #[test]
     fn metrics_follow_from_the_migrations() {
-        let mut all = [told(ALL_PAGES, 400.0), told("hints", 100.0)];
+        let mut all = [filled(ALL_PAGES, 400.0), filled("hints", 100.0)];
         compare(&mut all);
         for series in &all {
             assert!(series.metrics.values().all(Option::is_some), "{:?}", series.metrics);
@@ -233,8 +237,8 @@ mod tests {
     }
 
     #[test]
-    fn without_all_pages_there_is_nothing_to_compare_with() {
-        let mut alone = [told("hints", 100.0)];
+    fn without_all_pages_no_series_is_compared() {
+        let mut alone = [filled("hints", 100.0)];
         compare(&mut alone);
         assert_eq!(alone[0].metrics["times_faster"], None);
     }

@@ -12,7 +12,7 @@ use crate::harness::link::{Link, Rate};
 use crate::harness::testbed::Testbed;
 use crate::report::results::Series;
 
-/// Under what a guest is moved.
+/// Condition of a migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Case {
     /// Idle, over the fast link.
@@ -31,7 +31,7 @@ impl Case {
         }
     }
 
-    /// In words.
+    /// Description of the guest's load.
     pub(super) fn load(self) -> &'static str {
         match self {
             Self::Fast | Self::Slow => "idle",
@@ -45,21 +45,21 @@ impl Case {
 pub(super) struct Moved {
     pub(super) case: Case,
     pub(super) report: Report,
-    /// From the order to the guest's first answer at the other end.
+    /// Time from the command to the guest's first answer at the other end.
     pub(super) answered_ms: f64,
-    /// What the guest used of its memory right before.
+    /// Memory that the guest used right before.
     pub(super) used_bytes: u64,
 }
 
-/// From the start of a load to the migration: its memory is in use by then.
+/// Delay from the start of a load to the migration, after which its memory is in use.
 const LOAD_LEAD: Duration = Duration::from_secs(1);
-/// Idle guests are over long before, at the rate of the slow link.
+/// Time limit of a migration, far more than an idle guest takes over the slow link.
 const PATIENCE: Duration = Duration::from_secs(150);
 
-/// Runs a series; `moved` has what was measured also if something failed.
+/// Runs a series; `moved` contains the measurements even after a failure.
 ///
 /// # Errors
-/// What the system, a guest or a monitor did not do.
+/// The failure of the system, a guest or a monitor.
 pub(super) fn run(
     testbed: &Testbed<'_>,
     link: &Link,
@@ -74,8 +74,8 @@ pub(super) fn run(
         let done = loop {
             match one(testbed, link, (sizes, strategy), case, &mut guest, &mut series.notes) {
                 Ok(done) => break done,
-                // An emulated host loses a guest now and then; memory that is damaged is another
-                // matter.
+                // An emulated host loses a guest occasionally, which is retried; damaged memory is
+                // not.
                 Err(error) if attempts == 0 && !is_damage(&error) => {
                     attempts += 1;
                     guest = None;
@@ -94,7 +94,7 @@ fn is_damage(error: &LabError) -> bool {
     matches!(error, LabError::Guest { problem: GuestProblem::Damaged(_), .. })
 }
 
-/// One migration of the guest, which is booted if there is none.
+/// One migration of the guest, which is booted if necessary.
 fn one<'a, 'b>(
     testbed: &'a Testbed<'b>,
     link: &'a Link,
@@ -131,11 +131,11 @@ fn one<'a, 'b>(
         ));
     }
     if let Some(reason) = &report.not_asked {
-        notes.push(format!("the guest was not asked for its free pages: {reason}"));
+        notes.push(format!("the guest's free pages were not requested: {reason}"));
     }
     if let Some(load) = load {
         if load.is_over() {
-            notes.push(format!("{}: that was over before the migration", case.load()));
+            notes.push(format!("{}: this ended before the migration", case.load()));
         }
         subject.finish_load(load)?;
     }

@@ -1,4 +1,4 @@
-//! How a guest is moved: `ebb migrate`, and QEMU's machine protocol. Each gives the same
+//! Ways of migrating a guest: `ebb migrate`, and QEMU's machine protocol. Both return the same
 //! report.
 
 use std::path::Path;
@@ -13,19 +13,19 @@ use crate::harness::host;
 use crate::harness::qmp::{Qmp, QmpError};
 use crate::report::statistics::rounded;
 
-/// The longest stop that a monitor may plan; QEMU's own default.
+/// Target downtime in ms; QEMU's default.
 pub(super) const DOWNTIME_LIMIT_MS: u64 = 300;
-/// How often a migration is looked at. QEMU answers in the thread that hands its pages over.
+/// Interval of status requests. QEMU answers in the thread that sends its pages.
 const LOOK_INTERVAL: Duration = Duration::from_millis(50);
-/// No limit for QEMU, in bytes a second: more than any link here.
+/// No limit for QEMU, in bytes per second: more than any link here.
 const QEMU_BANDWIDTH: u64 = 100_000_000_000;
-/// The largest downtime that QEMU can be told, in ms: so it stops the guest at the next
+/// The largest downtime that QEMU accepts, in ms, which makes it stop the guest at the next
 /// opportunity.
 const QEMU_ANY_DOWNTIME_MS: u64 = 2_000_000;
-/// Beyond the time after which the guest is stopped: for the end of the migration.
+/// Time for the end of the migration after the guest was stopped.
 const END_LIMIT: Duration = Duration::from_secs(120);
 
-/// What `ebb migrate` is told; the words of its options.
+/// Options of `ebb migrate`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Settings {
     pub(super) zero_pages: &'static str,
@@ -51,7 +51,7 @@ pub(super) enum Strategy {
 }
 
 impl Strategy {
-    /// In words, to go on from the description of the guest.
+    /// Description that continues that of the guest.
     pub(super) fn describe(self) -> String {
         let Self::Ebb(settings) = self else {
             return "; migrate over QMP, one connection".to_owned();
@@ -61,7 +61,7 @@ impl Strategy {
     }
 }
 
-/// What is moved, and where.
+/// A migration to be made.
 pub(super) struct Order<'a> {
     /// Process of the monitor.
     pub(super) pid: u32,
@@ -69,33 +69,33 @@ pub(super) struct Order<'a> {
     pub(super) control: &'a Path,
     /// Address that the other monitor listens on.
     pub(super) address: &'a str,
-    /// If it takes longer, the guest is stopped at the next opportunity.
+    /// After this time, the guest is stopped at the next opportunity.
     pub(super) patience: Duration,
 }
 
-/// What the source says of a migration.
+/// The source's report of a migration.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct Report {
     pub(super) total_ms: f64,
     pub(super) downtime_ms: f64,
     pub(super) bytes_sent: u64,
     pub(super) rounds: u64,
-    /// Pages left out because the guest named them as free.
+    /// Pages not sent because the guest named them as free.
     pub(super) pages_skipped: Option<u64>,
     pub(super) pages_data: Option<u64>,
     pub(super) pages_zero: Option<u64>,
-    /// Pages left out because the host does not hold them.
+    /// Pages not sent because they are not populated.
     pub(super) pages_discarded: Option<u64>,
     pub(super) source_cpu_ms: Option<f64>,
     /// Whether the guest was stopped because it took too long.
     pub(super) forced: bool,
-    /// Why the guest was not asked for its free pages, if it was to be.
+    /// Why the guest's free pages were not requested, if they should have been.
     pub(super) not_asked: Option<String>,
-    /// Each round; QEMU does not tell them.
+    /// The rounds; QEMU does not report them.
     pub(super) rounds_detail: Vec<MigrationRound>,
 }
 
-/// Moves a guest; `ebb` is that program. What went wrong is told in words.
+/// Migrates a guest; `ebb` is the program. An error is a message.
 pub(super) fn run(strategy: Strategy, ebb: Command, order: &Order<'_>) -> Result<Report, String> {
     match strategy {
         Strategy::Ebb(settings) => by_ebb(settings, ebb, order),
@@ -141,18 +141,18 @@ fn by_ebb(settings: Settings, mut ebb: Command, order: &Order<'_>) -> Result<Rep
     })
 }
 
-/// What a program printed.
+/// Output of a program.
 struct Printed {
     stdout: String,
     stderr: String,
 }
 
-/// Runs a program to its end, for so long at most.
+/// Runs a program to its end or the time limit.
 fn output(mut program: Command, limit: Duration) -> std::io::Result<Printed> {
     program.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = program.spawn()?;
     let begun = Instant::now();
-    // What it prints fits into the pipes.
+    // Its output fits into the pipes.
     while child.try_wait()?.is_none() {
         if begun.elapsed() > limit {
             child.kill()?;
@@ -182,7 +182,7 @@ fn by_qemu(order: &Order<'_>) -> Result<Report, String> {
     Ok(Report { source_cpu_ms, forced, ..of_qemu(&answer) })
 }
 
-/// Migrates; QEMU's last answer, and whether it had to be hurried.
+/// Migrates; returns QEMU's last answer, and whether the guest was stopped at the time limit.
 fn qemu_migrate(qmp: &mut Qmp, order: &Order<'_>) -> Result<(Value, bool), QmpError> {
     const SET: &str = "migrate-set-parameters";
     qmp.call(
@@ -214,7 +214,7 @@ fn of_qemu(answer: &Value) -> Report {
         downtime_ms: answer["downtime"].as_f64().unwrap_or_default(),
         bytes_sent: ram("transferred").unwrap_or_default(),
         rounds: ram("dirty-sync-count").unwrap_or_default(),
-        // It counts neither pages that the guest has named nor those that the host does not hold.
+        // It counts neither pages that the guest has named nor unpopulated ones.
         pages_data: ram("normal"),
         pages_zero: ram("duplicate"),
         ..Report::default()
@@ -226,12 +226,13 @@ mod tests {
     use super::*;
     use crate::harness::qmp::tests::peer;
 
-    const COMPLETED: &str = "{\"return\": {\"status\": \"completed\", \"total-time\": 2400, \"downtime\": 12, \"ram\": \
-        {\"total\": 1073741824, \"page-size\": 4096, \"normal\": 30000, \"duplicate\": 20000, \"transferred\": 123456789, \
-        \"dirty-sync-count\": 3}}}\n";
+    const COMPLETED: &str = "{\"return\": {\"status\": \"completed\", \"total-time\": 2400, \
+                             \"downtime\": 12, \"ram\": {\"total\": 1073741824, \"page-size\": \
+                             4096, \"normal\": 30000, \"duplicate\": 20000, \"transferred\": \
+                             123456789, \"dirty-sync-count\": 3}}}\n";
 
     #[test]
-    fn qemu_is_told_the_limits_and_its_report_is_read() {
+    fn qemu_gets_the_limits_and_its_report_is_parsed() {
         let directory = tempfile::tempdir().unwrap();
         let control = directory.path().join("qmp");
         let active = "{\"return\": {\"status\": \"active\"}}\n";
@@ -267,30 +268,31 @@ mod tests {
     }
 
     #[test]
-    fn ebb_is_run_as_its_users_would_and_its_report_is_read() {
-        let expected = "migrate /tmp/c --to tcp:198.18.0.2:4444 --insecure --json --downtime 300 --timeout 9 --on-timeout \
-                        force --zero-pages on --holes off --free-pages query";
-        let told = MigrationReport {
+    fn ebb_gets_the_options_and_its_report_is_parsed() {
+        let expected = "migrate /tmp/c --to tcp:198.18.0.2:4444 --insecure --json --downtime 300 \
+                        --timeout 9 --on-timeout force --zero-pages on --holes off --free-pages \
+                        query";
+        let finished = MigrationReport {
             status: MigrationPhase::Completed,
             total_ms: 350,
             downtime_ms: 7,
             pages_skipped: 4,
             ..MigrationReport::default()
         };
-        let told = serde_json::to_string(&told).unwrap();
-        let report = script(&format!("test \"$*\" = '{expected}' && echo '{told}'")).unwrap();
+        let finished = serde_json::to_string(&finished).unwrap();
+        let report = script(&format!("test \"$*\" = '{expected}' && echo '{finished}'")).unwrap();
         assert_eq!((report.downtime_ms, report.pages_skipped), (7.0, Some(4)));
         assert!(!report.forced);
     }
 
     #[test]
-    fn a_migration_that_failed_is_told_with_its_reason() {
-        let told = MigrationReport {
+    fn a_failed_migration_is_reported_with_its_reason() {
+        let finished = MigrationReport {
             status: MigrationPhase::Failed,
             error: Some("connection refused".to_owned()),
             ..MigrationReport::default()
         };
-        let text = script(&format!("echo '{}'; exit 1", serde_json::to_string(&told).unwrap()))
+        let text = script(&format!("echo '{}'; exit 1", serde_json::to_string(&finished).unwrap()))
             .unwrap_err();
         assert!(text.ends_with("failed: connection refused"), "{text}");
         let text = script("echo no such option >&2; exit 2").unwrap_err();

@@ -21,20 +21,20 @@ use crate::report::results::Scale;
 
 /// The only guest of its series.
 const NUMBER: u32 = 1;
-/// A guest that is not up by then will not come.
+/// Time limit for a guest's boot.
 const BOOT_LIMIT: Duration = Duration::from_secs(240);
-/// A guest that runs has answered by then.
+/// Time limit for an answer of a running guest.
 const ANSWER_LIMIT: Duration = Duration::from_secs(60);
-/// Writing to, or reading, all memory of a large guest takes no longer.
+/// Time limit for writing or reading all memory of a large guest.
 const MEMORY_LIMIT: Duration = Duration::from_secs(240);
-/// A monitor listens by then.
+/// Time limit until a monitor listens.
 const LISTEN_LIMIT: Duration = Duration::from_secs(60);
-/// How often a monitor that starts is looked at, and a guest that gives memory back.
+/// Interval of checks of a starting monitor, and of a guest that returns memory.
 const LISTEN_INTERVAL: Duration = Duration::from_millis(10);
 const RETURN_INTERVAL: Duration = Duration::from_millis(200);
-/// The port that the taking monitor listens on: its namespace is its own.
+/// Port that the receiving monitor listens on, in its own namespace.
 const PORT: u16 = 4444;
-/// Seeds of what the guest writes.
+/// Seeds of the content that the guest writes.
 const HOLD_PATTERN: u64 = 0x5eed_0001;
 const LOAD_SEED: u64 = 0x5eed_0002;
 
@@ -50,7 +50,7 @@ pub(super) struct Subject<'a, 'b> {
     moves: u32,
 }
 
-/// A load that goes on while the guest is moved.
+/// A load that runs during the migration.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Load {
     begun: Begun,
@@ -59,7 +59,7 @@ pub(super) struct Load {
 }
 
 impl Load {
-    /// Whether it may be over by now.
+    /// Whether it may have ended.
     pub(super) fn is_over(&self) -> bool {
         self.since.elapsed() >= self.lasts
     }
@@ -92,7 +92,7 @@ impl<'a, 'b> Subject<'a, 'b> {
         Ok(self.guest.command(command, limit, &mut || {})?.result)
     }
 
-    /// Tells what begins now.
+    /// Reports the step that begins now.
     pub(super) fn step(&self, text: impl Into<String>) {
         self.testbed.events().step(NUMBER, text);
     }
@@ -103,13 +103,13 @@ impl<'a, 'b> Subject<'a, 'b> {
         self.command(Command::AllocTouchExit { bytes: program_mib << 20 }, MEMORY_LIMIT).map(drop)
     }
 
-    /// Waits until the guest has given back what it has freed.
+    /// Waits until the guest has returned its freed memory.
     pub(super) fn wait_for_return(
         &mut self,
         program_mib: u64,
         scale: Scale,
     ) -> Result<(), LabError> {
-        self.step("gives its memory back");
+        self.step("returns its memory");
         let began = Instant::now();
         let mut watch: Option<ReturnWatch> = None;
         loop {
@@ -126,7 +126,7 @@ impl<'a, 'b> Subject<'a, 'b> {
         }
     }
 
-    /// What the guest uses of its memory: all that its kernel does not count as free.
+    /// Memory that the guest uses: all that its kernel does not count as free.
     pub(super) fn used_bytes(&mut self) -> Result<u64, LabError> {
         let memory = self.command(Command::MemInfo, ANSWER_LIMIT)?;
         let free_kib = memory["MemFree"].as_u64().ok_or_else(|| {
@@ -135,7 +135,7 @@ impl<'a, 'b> Subject<'a, 'b> {
         Ok((self.size.memory_mib << 20).saturating_sub(free_kib << 10))
     }
 
-    /// Begins to rewrite a working set.
+    /// Starts to rewrite a working set.
     pub(super) fn begin_load(
         &mut self,
         working_set_mib: u64,
@@ -151,7 +151,7 @@ impl<'a, 'b> Subject<'a, 'b> {
         Ok(Load { begun: self.guest.begin(churn)?, since: Instant::now(), lasts })
     }
 
-    /// Waits for the end of a load; what it has found.
+    /// Waits for the end of a load and returns its report.
     pub(super) fn finish_load(&mut self, load: Load) -> Result<ChurnReport, LabError> {
         let answer = self.guest.finish(load.begun, load.lasts + ANSWER_LIMIT)?;
         let report: ChurnReport = serde_json::from_value(answer.result)
@@ -162,7 +162,7 @@ impl<'a, 'b> Subject<'a, 'b> {
         }
     }
 
-    /// Makes sure that what the guest keeps is what was written there.
+    /// Checks that the memory that the guest keeps has its content.
     pub(super) fn verify(&mut self) -> Result<(), LabError> {
         let result = self.command(Command::VerifyHeld, MEMORY_LIMIT)?;
         if result["wrong_pages"].as_u64() == Some(0) && result["held_bytes"].as_u64() != Some(0) {
@@ -171,8 +171,8 @@ impl<'a, 'b> Subject<'a, 'b> {
         Err(self.guest.failed(GuestProblem::Damaged(result.to_string())))
     }
 
-    /// Moves the guest to the other end; what the source says of it, and the time until the guest
-    /// answered there, in ms.
+    /// Migrates the guest to the other end; returns the source's report, and the time until the
+    /// guest answered there, in ms.
     pub(super) fn migrate(
         &mut self,
         strategy: Strategy,
@@ -199,7 +199,7 @@ impl<'a, 'b> Subject<'a, 'b> {
         self.end = to;
         self.command(Command::MemInfo, ANSWER_LIMIT)?;
         let answered_ms = begun.elapsed().as_secs_f64() * 1e3;
-        // It is killed and waited for by this, which takes a while if it holds much memory.
+        // This kills it and waits for it, which takes a while if it has much memory.
         drop(earlier);
         self.testbed.show(&[self.guest.pid()]);
         Ok((report, answered_ms))

@@ -1,4 +1,4 @@
-//! What a series found of merged pages on several nodes, as metrics and tables.
+//! Results of a series on merged pages on several nodes, as metrics and tables.
 
 use ebb_vmm::api::{MergeScope, MergeStatistics};
 
@@ -9,21 +9,21 @@ use crate::report::figures::{DataTable, Value};
 use crate::report::metrics::{self, Metric};
 use crate::report::results::{MetricInfo, Series};
 
-/// What one guest showed.
+/// Results of one guest.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct GuestFound {
-    /// The node that it is on.
+    /// Its node.
     pub(super) node: u32,
     /// Time of a read before its pages were merged, ns.
     pub(super) before_ns: f64,
-    /// And afterwards.
+    /// Time of a read afterwards, ns.
     pub(super) after_ns: Option<f64>,
-    /// What its monitor has counted.
+    /// Its monitor's statistics.
     pub(super) statistics: MergeStatistics,
 }
 
 impl GuestFound {
-    /// Pages of zeros that its monitor has taken away; the host's kernel counts for the whole host.
+    /// Zero pages that its monitor has discarded; the host's kernel counts for the whole host.
     fn zeroed_pages(&self) -> Option<u64> {
         self.statistics.ksm_zero_pages.filter(|_| self.is_counted())
     }
@@ -34,20 +34,20 @@ impl GuestFound {
     }
 }
 
-/// What a series has found.
+/// Results of a series.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct Found {
     /// Nodes of the host.
     pub(super) nodes: u32,
     /// The guests, in the order of starting.
     pub(super) guests: Vec<GuestFound>,
-    /// Until nothing more was merged, s.
+    /// Time until no more pages were merged, s.
     pub(super) merge_s: Option<f64>,
-    /// Time of a read while merging goes on, in one guest, ns.
+    /// Time of a read during merging, in one guest, ns.
     pub(super) meanwhile_ns: Option<f64>,
-    /// What the host has in use less than before, MiB.
+    /// Decrease of the host's memory in use, MiB.
     pub(super) freed_mib: Option<f64>,
-    /// What is shared, as broker or kernel count it.
+    /// Shared pages according to the broker or kernel.
     pub(super) shared: Option<SharedCounts>,
     /// Merged pages, seen from outside.
     pub(super) survey: Option<Survey>,
@@ -56,15 +56,14 @@ pub(super) struct Found {
 }
 
 impl Found {
-    /// Pages of zeros that nobody has to keep: taken away, or shared like any others.
+    /// Zero pages that occupy no memory: discarded, or shared like any others.
     fn zero_pages(&self) -> Option<u64> {
         let survey = self.survey.as_ref()?;
         let zeroed: u64 = self.guests.iter().filter_map(GuestFound::zeroed_pages).sum();
         Some(zeroed + survey.guests.iter().map(|guest| guest.zero_pages).sum::<u64>())
     }
 
-    /// Pages less than without merging: further ones that share, and pages of zeros that were taken
-    /// away.
+    /// Number of pages saved by merging: further sharers, and discarded zero pages.
     fn saved_pages(&self) -> Option<u64> {
         let zeroed: u64 = self.guests.iter().filter_map(GuestFound::zeroed_pages).sum();
         Some(self.shared?.pages_sharing + zeroed)
@@ -137,11 +136,9 @@ fn metrics() -> Vec<Metric<Found>> {
             let times: Vec<f64> = found.guests.iter().map(|guest| guest.before_ns).collect();
             Some(Spread::new(&times)?.mean)
         }),
-        ns(
-            "access_meanwhile_ns",
-            "Read of a merged page while merging goes on, first guest",
-            |found| found.meanwhile_ns,
-        ),
+        ns("access_meanwhile_ns", "Read of a merged page during merging, first guest", |found| {
+            found.meanwhile_ns
+        }),
         ns(
             "access_ns",
             "Read of a merged page, mean of guests (all nodes are equally far here)",
@@ -161,7 +158,7 @@ fn metrics() -> Vec<Metric<Found>> {
     ]
 }
 
-/// What the metrics are.
+/// Descriptions of the metrics.
 pub(super) fn describe() -> Vec<MetricInfo> {
     metrics::describe(metrics())
 }
@@ -189,7 +186,7 @@ pub(super) fn fill(found: &Found, series: &mut Series) {
     let Some(survey) = &found.survey else { return };
     if survey.pages_without_node > 0 {
         let count = survey.pages_without_node;
-        series.notes.push(format!("of {count} merged pages the node is not known"));
+        series.notes.push(format!("the node of {count} merged pages is unknown"));
     }
     series.notes.extend(disagreement(found, survey));
     let guests: Vec<Guest<'_>> = found.guests.iter().zip(&survey.guests).collect();
@@ -197,20 +194,23 @@ pub(super) fn fill(found: &Found, series: &mut Series) {
     series.details.extend(remote(&guests));
 }
 
-/// What a guest showed, and what was seen of it from outside.
+/// A guest's results, and its survey from outside.
 type Guest<'a> = (&'a GuestFound, &'a GuestSurvey);
 
-/// Says so if the monitors count other numbers of remote pages than there are.
+/// A note if the monitors' count of remote pages differs from the survey.
 fn disagreement(found: &Found, survey: &Survey) -> Option<String> {
     let (counted, seen) = (found.counted_remote()?, survey.remote_merged_pages);
-    // Guests write to a few pages between the last look of their monitors and that from outside.
+    // Guests write to a few pages between the last check of their monitors and the survey.
     let most = seen / 50 + 64;
     (counted.abs_diff(seen) > most).then(|| {
-        format!("the monitors count {counted} remote pages, but {seen} are seen from outside: one of them is wrong")
+        format!(
+            "the monitors count {counted} remote pages, but {seen} are seen from outside: one \
+             of them is wrong"
+        )
     })
 }
 
-/// Each guest by itself: times, and where its merged pages are.
+/// Each guest's times, and the places of its merged pages.
 fn places(found: &Found, guests: &[Guest<'_>]) -> DataTable {
     let columns = ["guest's node", "read before, ns", "read after, ns", "modelled, ns"];
     let merged = (0..found.nodes).map(|node| format!("merged pages on node {node}"));
@@ -227,7 +227,7 @@ fn places(found: &Found, guests: &[Guest<'_>]) -> DataTable {
     DataTable::new("guests by node", columns, guests.iter().map(row))
 }
 
-/// What became of each guest's pages, and why some are not merged.
+/// The state of each guest's pages, and the reasons why some are not merged.
 fn reasons(guests: &[Guest<'_>]) -> DataTable {
     let counted = |guest: &GuestFound, count: fn(&MergeStatistics) -> Option<u64>| {
         Value::from(count(&guest.statistics).filter(|_| guest.is_counted()))
@@ -250,10 +250,9 @@ fn reasons(guests: &[Guest<'_>]) -> DataTable {
             ("other pages at the host", &|(_, seen)| seen.other_pages.into()),
             ("of these: without a duplicate", &|(guest, _)| counted(guest, |s| s.pages_unshared)),
             ("of these: written lately", &|(guest, _)| counted(guest, |s| s.pages_volatile)),
-            (
-                "of these: duplicates that were not replaced, and pages not looked at yet",
-                &|guest| rest(guest).into(),
-            ),
+            ("of these: duplicates that were not replaced, and pages not scanned yet", &|guest| {
+                rest(guest).into()
+            }),
             ("attempts: done", &|(guest, _)| counted(guest, |s| Some(s.replaced?.done))),
             ("content had changed", &|(guest, _)| counted(guest, |s| Some(s.replaced?.different))),
             ("pinned", &|(guest, _)| counted(guest, |s| Some(s.replaced?.busy))),
@@ -263,7 +262,7 @@ fn reasons(guests: &[Guest<'_>]) -> DataTable {
     )
 }
 
-/// Remote pages one by one, where they are few enough to be read.
+/// All remote pages, if they are few.
 fn remote(guests: &[Guest<'_>]) -> Option<DataTable> {
     const MOST: usize = 64;
     let runs =
@@ -284,7 +283,7 @@ fn remote(guests: &[Guest<'_>]) -> Option<DataTable> {
     (1..=MOST).contains(&runs.len()).then(table)
 }
 
-/// Puts the table of the patch beside what the model makes of the places of merged pages.
+/// Compares the table of the patch with the model's results for the places of merged pages.
 pub(super) fn compare(all: &mut [Series], case_of: &dyn Fn(&str) -> (Merging, u32)) {
     let spread = |merging: Merging, nodes: u32| {
         let series = all.iter().find(|series| case_of(&series.name) == (merging, nodes))?;
@@ -329,7 +328,8 @@ pub(super) fn compare(all: &mut [Series], case_of: &dyn Fn(&str) -> (Merging, u3
         "kernel: with the published share of memory, %",
     ];
     if let Some(first) = all.first_mut() {
-        let title = "deviation of access times between nodes: published, and MODELLED from where merged pages are";
+        let title = "deviation of access times between nodes: published, and MODELLED from where \
+                     merged pages are";
         first.tables.push(DataTable::new(title, columns, rows));
     }
 }
@@ -383,33 +383,33 @@ mod tests {
         }
     }
 
-    fn told(name: &str, nodes: u32, which: Nodes) -> Series {
-        let mut told = Series::new(name, String::new());
-        fill(&found(nodes, which), &mut told);
-        told
+    fn filled(name: &str, nodes: u32, which: Nodes) -> Series {
+        let mut filled = Series::new(name, String::new());
+        fill(&found(nodes, which), &mut filled);
+        filled
     }
 
     #[test]
     fn metrics_follow_from_what_was_found() {
-        let told = told("x", 2, Nodes::Across);
-        assert!(told.metrics.values().all(Option::is_some), "{:?}", told.metrics);
+        let filled = filled("x", 2, Nodes::Across);
+        assert!(filled.metrics.values().all(Option::is_some), "{:?}", filled.metrics);
         // The pages of zeros of both, too.
-        assert_eq!(told.metrics["saved_mib"], Some(3.0));
-        assert_eq!(told.metrics["zero_pages"], Some(256.0));
-        assert_eq!(told.metrics["read_merged_pages"], Some(120.0));
-        assert_eq!(told.metrics["remote_merged_pages_counted"], Some(14.0));
-        assert_eq!(told.metrics["modelled_access_ns"], Some(139.5));
-        assert!(told.details.iter().all(|table| table.rows.len() == 2));
+        assert_eq!(filled.metrics["saved_mib"], Some(3.0));
+        assert_eq!(filled.metrics["zero_pages"], Some(256.0));
+        assert_eq!(filled.metrics["read_merged_pages"], Some(120.0));
+        assert_eq!(filled.metrics["remote_merged_pages_counted"], Some(14.0));
+        assert_eq!(filled.metrics["modelled_access_ns"], Some(139.5));
+        assert!(filled.details.iter().all(|table| table.rows.len() == 2));
         assert_eq!(
-            told.details[1].rows[0][7],
+            filled.details[1].rows[0][7],
             Value::from(6_u64),
             "neither unique nor written lately"
         );
-        assert_eq!(told.details[2].rows[1][1..], [3_u64, 2, 0].map(Value::from));
+        assert_eq!(filled.details[2].rows[1][1..], [3_u64, 2, 0].map(Value::from));
     }
 
     #[test]
-    fn monitors_that_count_something_else_are_reported() {
+    fn wrong_counts_of_monitors_are_reported() {
         let mut found = found(2, Nodes::Across);
         let mut survey = found.survey.clone().unwrap();
         assert!(disagreement(&found, &survey).unwrap().contains("14 remote pages, but 100"));
@@ -420,7 +420,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_found_is_nothing_shown() {
+    fn missing_results_are_not_shown() {
         let mut empty = Series::new("x", String::new());
         fill(&Found::default(), &mut empty);
         assert!(empty.metrics.values().all(Option::is_none), "{:?}", empty.metrics);
@@ -433,15 +433,15 @@ mod tests {
             ("apart-2", 2, Nodes::Apart),
             ("across-8", 8, Nodes::Across),
         ];
-        let mut all = cases.map(|(name, nodes, which)| told(name, nodes, which));
+        let mut all = cases.map(|(name, nodes, which)| filled(name, nodes, which));
         compare(&mut all, &|name| {
             let (_, nodes, which) = cases.iter().find(|case| case.0 == name).unwrap();
             (Merging::Owner(*which), *nodes)
         });
         let rows = &all[0].tables[0].rows;
         assert_eq!(rows.len(), 6);
-        // What the one number was taken from comes out again; pages on their own node are equally
-        // far.
+        // The value that the one number was taken from is reproduced; pages on their own node are
+        // equally far.
         assert_eq!(rows[0][4], Value::from(1.4));
         assert_eq!(rows[1][3], Value::from(0.0));
         assert_eq!(rows[2][3], Value::from("-"));

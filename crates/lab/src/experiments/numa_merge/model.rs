@@ -1,18 +1,18 @@
-//! What access to merged pages would take on machines whose nodes are not equally far: calculated,
-//! not measured.
+//! Times of accesses to merged pages on machines whose nodes are not equally far: calculated, not
+//! measured.
 //!
-//! The nodes of an emulated host are all the same memory. What is real there is *where* merged
-//! pages are; how long it takes to reach them is put in by this model: distances as firmware tells
-//! them in its table of distances (ACPI SLIT, where 10 is a node's own memory), and a time in
-//! proportion to them. A remote node one link away has 21, the value that most machines with two or
-//! four directly connected sockets report, and each further link adds 10; eight sockets are corners
-//! of a cube, so up to three links apart.
+//! The nodes of an emulated host are all the same memory. Only the *places* of merged pages are
+//! real there; the times to reach them come from this model: distances as firmware reports them in
+//! its table of distances (ACPI SLIT, where 10 is a node's own memory), and a time in proportion to
+//! them. A remote node one link away has 21, the value that most machines with two or four directly
+//! connected sockets report, and each further link adds 10; eight sockets are corners of a cube, so
+//! up to three links apart.
 
 /// Distance of a node from itself (ACPI 6.5, section 5.2.17).
 const LOCAL: f64 = 10.0;
-/// One link away.
+/// Distance of a node one link away.
 const FIRST_LINK: f64 = 11.0;
-/// Each further link.
+/// Additional distance for each further link.
 const FURTHER_LINK: f64 = 10.0;
 /// Time of an access to a node's own memory, ns: about that of server processors of the last ten
 /// years.
@@ -22,11 +22,11 @@ pub(super) const LOCAL_NS: f64 = 90.0;
 /// allow trees per NUMA node" (2013): nodes, pages merged across nodes, and apart.
 pub(super) const PUBLISHED: [(u32, f64, f64); 3] = [(2, 1.4, 1.0), (4, 1.6, 0.32), (8, 1.7, 0.018)];
 
-/// Links between two nodes of a machine with so many.
+/// Number of links between two nodes of a machine with `nodes` nodes.
 fn links(nodes: u32, from: u32, to: u32) -> u32 {
     match (nodes, from == to) {
         (_, true) => 0,
-        // Each is linked with each other one.
+        // All nodes are linked with each other.
         (..=4, false) => 1,
         _ => (from ^ to).count_ones(),
     }
@@ -68,7 +68,7 @@ pub(super) struct Spread {
 }
 
 impl Spread {
-    /// Of these values; `None` without any.
+    /// The spread of these values; `None` without any.
     pub(super) fn new(values: &[f64]) -> Option<Self> {
         let count = values.len() as f64;
         if values.is_empty() {
@@ -84,7 +84,7 @@ impl Spread {
         100.0 * self.deviation / (self.mean + constant)
     }
 
-    /// What has to be added to each value for the deviation to be so many percent: the part of an
+    /// The constant to add to each value so that the deviation is `percent`: the part of an
     /// access's time that does not depend on the node, if the rest is the model's. `None` if the
     /// deviation is smaller without any.
     pub(super) fn constant_for(self, percent: f64) -> Option<f64> {

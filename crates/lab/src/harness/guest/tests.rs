@@ -8,7 +8,7 @@ use std::thread;
 
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// The agent's program, built if need be: cargo builds only the libraries that a test depends on.
+/// The agent's program, built if necessary: cargo builds only the libraries that a test depends on.
 fn agent() -> PathBuf {
     let status =
         Program::new(env!("CARGO")).args(["build", "--quiet", "--package", "ebb-agent"]).status();
@@ -22,7 +22,7 @@ fn script(text: &str) -> Guest {
     Guest::start(3, shell).unwrap()
 }
 
-/// What a guest prints when it is up, for `printf`.
+/// Output of a guest when it is ready, for `printf`.
 fn ready() -> String {
     let event = Event::Ready {
         uptime_ms: 1,
@@ -49,14 +49,14 @@ fn the_real_agent_answers() {
     let mut looks = 0;
     let slept = guest.command(Command::Sleep { ms: 700 }, LIMIT, &mut || looks += 1).unwrap();
     assert!(slept.waited >= slept.elapsed.saturating_sub(Duration::from_millis(1)));
-    assert!(looks >= 1, "the caller looks around while it waits");
+    assert!(looks >= 1, "the caller is called back while it waits");
     let split = guest.exchange(Command::MemInfo, Sending::EndLast, LIMIT, &mut || {}).unwrap();
     assert!(split.result["MemTotal"].as_u64().unwrap() > 0);
     assert!(split.sent <= split.answered && split.answered <= split.sent + split.waited);
 }
 
 #[test]
-fn a_command_that_fails_in_the_guest_is_told() {
+fn a_command_that_fails_in_the_guest_is_reported() {
     let mut guest = Guest::start(1, Program::new(agent())).unwrap();
     guest.wait_ready(LIMIT).unwrap();
     let command = Command::ReadFile { path: "/no/such/file".to_owned() };
@@ -65,7 +65,7 @@ fn a_command_that_fails_in_the_guest_is_told() {
 }
 
 #[test]
-fn a_monitor_that_ends_is_told_with_its_last_words() {
+fn a_monitor_that_ends_is_reported_with_its_last_messages() {
     let mut guest = script("echo '[0.1] Kernel panic'; echo 'cannot open /dev/kvm' >&2; exit 5");
     let text = message(&guest.wait_ready(LIMIT).unwrap_err());
     assert!(text.contains("exit code 5") && text.contains("sign of its agent"), "{text}");
@@ -82,7 +82,7 @@ fn the_log_of_the_monitor_is_part_of_the_explanation() {
 }
 
 #[test]
-fn a_monitor_that_is_killed_is_told_with_the_signal() {
+fn a_killed_monitor_is_reported_with_the_signal() {
     let mut guest = script(&format!("{}; read line; kill -9 $$", ready()));
     guest.wait_ready(LIMIT).unwrap();
     let text = message(&guest.command(Command::MemInfo, LIMIT, &mut || {}).unwrap_err());
@@ -98,7 +98,7 @@ fn a_silent_guest_runs_into_the_limit() {
 }
 
 #[test]
-fn a_guest_that_restarts_has_forgotten_its_command() {
+fn a_guest_that_restarts_has_lost_its_command() {
     let mut guest = script(&format!("{0}; read line; {0}; read forever", ready()));
     guest.wait_ready(LIMIT).unwrap();
     let text = message(&guest.command(Command::MemInfo, LIMIT, &mut || {}).unwrap_err());
@@ -106,7 +106,7 @@ fn a_guest_that_restarts_has_forgotten_its_command() {
 }
 
 #[test]
-fn answers_to_other_commands_are_not_taken_for_this_one() {
+fn answers_to_other_commands_are_ignored() {
     let done = |id: u64| {
         format!(
             "printf '\\036%s\\n' '{{\"done\":{{\"id\":{id},\"elapsed_ms\":{id},\"result\":null}}}}'"
@@ -120,7 +120,7 @@ fn answers_to_other_commands_are_not_taken_for_this_one() {
 }
 
 #[test]
-fn a_command_that_was_begun_is_waited_for_later_and_elsewhere() {
+fn a_started_command_can_be_awaited_later_and_in_another_monitor() {
     let done = |id: u64| {
         format!(
             "printf '\\036%s\\n' '{{\"done\":{{\"id\":{id},\"elapsed_ms\":{id},\"result\":null}}}}'"
@@ -141,7 +141,7 @@ fn a_command_that_was_begun_is_waited_for_later_and_elsewhere() {
 }
 
 #[test]
-fn a_guest_that_ends_while_idle_is_noticed() {
+fn a_guest_that_ends_while_idle_is_detected() {
     let mut guest = script("read line; exit 4");
     assert!(guest.ended_by_itself().is_none());
     guest.process.close_input();
@@ -151,7 +151,7 @@ fn a_guest_that_ends_while_idle_is_noticed() {
 }
 
 #[test]
-fn a_program_that_is_not_there_is_named() {
+fn a_missing_program_is_named() {
     let text = message(&Guest::start(1, Program::new("/no/such/monitor")).unwrap_err());
     assert!(text.contains("/no/such/monitor"), "{text}");
 }

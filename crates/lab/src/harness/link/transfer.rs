@@ -1,4 +1,4 @@
-//! What a link carries: one plain TCP connection from one end to the other.
+//! Rate of a plain TCP connection from one end of a link to the other.
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -8,24 +8,24 @@ use std::time::{Duration, Instant};
 use super::{End, Link, NAMES};
 use crate::LabError;
 
-/// Bytes of a read and of a write.
+/// Size of a read and of a write in bytes.
 const CHUNK_BYTES: usize = 1 << 20;
-/// The beginning of a connection does not count: it is slow, and the token bucket is full.
+/// Start of a connection that does not count: it is slow, and the token bucket is full.
 const BEGINNING: Duration = Duration::from_millis(200);
-/// An end that hears nothing for so long gives up.
+/// Time limit without data.
 const SILENCE_LIMIT: Duration = Duration::from_secs(20);
 
-/// Sends from the left to the right for a while; the rate of what arrives, in megabits a second.
+/// Sends from the left to the right for a while; returns the rate of arrival in Mbit/s.
 ///
 /// # Errors
-/// [`LabError::SystemFile`] with what a socket said.
+/// [`LabError::SystemFile`] with the error of a socket.
 pub fn megabits_per_s(link: &Link, counted: Duration) -> Result<f64, LabError> {
     transfer(link, counted).map_err(LabError::of_file(NAMES))
 }
 
 fn transfer(link: &Link, counted: Duration) -> io::Result<f64> {
-    // A socket stays in the namespace that it was made in; a connection is complete before it is
-    // accepted.
+    // A socket stays in the namespace in which it was created; a connection is complete before it
+    // is accepted.
     let listener =
         link.namespace(End::Right).inside(|| TcpListener::bind((End::Right.address(), 0)))?;
     let address = listener.local_addr()?;
@@ -37,7 +37,7 @@ fn transfer(link: &Link, counted: Duration) -> io::Result<f64> {
     thread::scope(|scope| {
         scope.spawn(|| send(&sending));
         let rate = receive(&receiving, counted);
-        // The sender ends by that; a connection that is broken already needs no more.
+        // This ends the sender; it fails if the connection is already broken.
         for end in [&receiving, &sending] {
             let _ = end.shutdown(Shutdown::Both);
         }
@@ -62,7 +62,7 @@ fn receive(mut stream: &TcpStream, counted: Duration) -> io::Result<f64> {
     Ok(bytes as f64 * 8.0 / begun.elapsed().as_secs_f64() / 1e6)
 }
 
-/// Sends until that fails; the receiver knows why.
+/// Sends until an error, whose reason the receiver reports.
 fn send(mut stream: &TcpStream) {
     let chunk = vec![0x5a; CHUNK_BYTES];
     while stream.write(&chunk).is_ok() {}

@@ -22,7 +22,7 @@ fn line(setup: &Setup) -> String {
 }
 
 #[test]
-fn ebb_is_run_as_its_users_would() {
+fn ebb_gets_the_setup_as_options() {
     let line = line(&Setup::EBB);
     assert!(line.starts_with("/bin/ebb run --serial stdio "), "{line}");
     assert!(
@@ -73,7 +73,7 @@ fn a_restored_guest_has_the_console_and_the_clock_of_its_series() {
 }
 
 #[test]
-fn a_guest_is_taken_over_by_a_monitor_of_its_kind() {
+fn a_guest_is_received_by_a_monitor_of_its_kind() {
     let line = |setup: &Setup| {
         let command =
             assets().receive_command(setup, SIZE, "198.18.0.2:4444", Path::new("/tmp/c")).unwrap();
@@ -81,7 +81,8 @@ fn a_guest_is_taken_over_by_a_monitor_of_its_kind() {
     };
     assert_eq!(
         line(&Setup::EBB),
-        "receive --listen tcp:198.18.0.2:4444 --insecure --serial stdio --on-reboot exit --clock continue --api /tmp/c"
+        "receive --listen tcp:198.18.0.2:4444 --insecure --serial stdio --on-reboot exit --clock \
+         continue --api /tmp/c"
     );
     let qemu = Setup { monitor: MonitorKind::Qemu, hinting: true, ..Setup::EBB };
     let hinted = line(&qemu);
@@ -105,7 +106,7 @@ fn qemu_gets_the_same_guest() {
 }
 
 #[test]
-fn what_is_not_there_is_said_and_not_run() {
+fn missing_files_are_reported() {
     let bare = Assets { qemu: None, elf: None, module: Presence::Absent, ..assets() };
     let module = Setup { driver: Driver::Module(Module::DEFAULT), ..Setup::EBB };
     assert_eq!(bare.missing(&module), Some(Missing::Module));
@@ -119,11 +120,11 @@ fn what_is_not_there_is_said_and_not_run() {
 }
 
 #[test]
-fn setups_are_described_by_what_makes_them_differ() {
+fn setups_are_described_by_their_differences() {
     let text = Setup { huge_pages: false, reporting_order: Some(0), ..Setup::EBB }.describe();
     assert_eq!(
         text,
-        "ebb run, free page reporting on, guest reports blocks of order 0 and up, guest memory without \
-         transparent huge pages"
+        "ebb run, free page reporting on, guest reports blocks of order 0 and up, guest memory \
+         without transparent huge pages"
     );
 }

@@ -1,4 +1,4 @@
-//! What a testbed does through a guest's monitor: balloon, trim, counters.
+//! Operations of a testbed through a guest's monitor: balloon, trim, counters.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -14,27 +14,27 @@ use crate::harness::guest::Guest;
 use crate::harness::size::GuestSize;
 use crate::report::results::GuestRecord;
 
-/// A balloon that is not there by then does not get there.
+/// Time limit for a balloon to reach its target.
 const BALLOON_LIMIT: Duration = Duration::from_secs(600);
-/// A balloon's size is asked for again after this part of the time that has passed, within these
-/// bounds: so its time is known to a few parts in a hundred, and asking takes little of the
-/// processors that the guest needs.
+/// A balloon's size is polled again after this fraction of the elapsed time, within these bounds,
+/// so that its time is known to a few percent and polling takes little processor time from the
+/// guest.
 const BALLOON_INTERVAL_PART: u32 = 50;
 const SHORTEST_INTERVAL: Duration = Duration::from_millis(2);
 const LONGEST_INTERVAL: Duration = Duration::from_millis(20);
-/// Memory of a guest that has not changed for so long has come to rest.
+/// A guest's memory is stable if it has not changed for this time.
 const REST: Duration = Duration::from_millis(200);
-/// And by less than this.
+/// Smallest change that counts, in MiB.
 const REST_MIB: f64 = 1.0;
-/// How often it is looked at.
+/// Interval of reading it.
 const REST_INTERVAL: Duration = Duration::from_millis(10);
 
-/// How a balloon's change of size went.
+/// Result of a balloon's change of size.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Resized {
-    /// Until the guest said that its balloon had the new size, in seconds.
+    /// Time until the guest reported the new size, in seconds.
     pub elapsed_s: f64,
-    /// Until what the guest occupies at the host did not change any more, in seconds.
+    /// Time until the guest's memory on the host was stable, in seconds.
     pub settled_s: f64,
 }
 
@@ -43,8 +43,8 @@ impl Testbed<'_> {
     /// changed.
     ///
     /// # Errors
-    /// As [`Testbed::start_guest`], and [`LabError::SystemFile`] when there is no place for the
-    /// socket.
+    /// As [`Testbed::start_guest`], and [`LabError::SystemFile`] when the directory of the socket
+    /// cannot be created.
     pub fn start_controlled_guest(&mut self, size: GuestSize) -> Result<GuestRecord, LabError> {
         let socket = ControlSocket::new()?;
         let record = self.start(size, Some(&socket.path()))?;
@@ -76,7 +76,7 @@ impl Testbed<'_> {
         Ok(())
     }
 
-    /// Trims a guest, if the series says so; returns what that did.
+    /// Trims a guest, if the series requests it; returns the report.
     ///
     /// # Errors
     /// [`LabError::Guest`] when the monitor refuses or the guest has no control socket.
@@ -96,7 +96,7 @@ impl Testbed<'_> {
         self.through(guest, Balloon::counters)
     }
 
-    /// Asks a guest for its free blocks of at least this order.
+    /// Requests a guest's free blocks of at least this order.
     ///
     /// # Errors
     /// [`LabError::Guest`] when the monitor refuses, as it does without Ebb's driver in the guest.
@@ -104,8 +104,8 @@ impl Testbed<'_> {
         self.through(guest, |balloon| balloon.free_pages(min_order))
     }
 
-    /// Sets the target of a guest's balloon, and waits until it is there and the guest's memory has
-    /// come to rest.
+    /// Sets the target of a guest's balloon, and waits until the balloon reaches it and the guest's
+    /// memory is stable.
     ///
     /// # Errors
     /// [`LabError::Guest`] when the monitor refuses, the guest ends, or it takes too long.
@@ -139,8 +139,8 @@ impl Testbed<'_> {
         })
     }
 
-    /// Waits until a guest's memory does not change any more; when it changed last, since `begin`;
-    /// nothing if it did not.
+    /// Waits until a guest's memory is stable; returns the time of the last change since `begin`, 0
+    /// without a change.
     fn wait_for_rest(&mut self, guest: u32, begin: Instant) -> Result<Duration, LabError> {
         let mut last_mib = self.footprint_mib(guest)?;
         let (mut changed, mut since) = (Duration::ZERO, Instant::now());
@@ -154,7 +154,7 @@ impl Testbed<'_> {
         Ok(changed)
     }
 
-    /// Does something through a guest's monitor.
+    /// Runs an operation through a guest's monitor.
     pub(super) fn through<T>(
         &mut self,
         guest: u32,
@@ -164,8 +164,8 @@ impl Testbed<'_> {
         let control =
             control.ok_or_else(|| LabError::unexpected(guest, "it has no control socket"))?;
         action(&mut control.balloon).map_err(|error| {
-            // That a monitor does not answer is not the news if it has ended; it closes its socket
-            // first.
+            // If the monitor has ended, report that instead of the missing answer; it closes its
+            // socket first.
             thread::sleep(REST);
             let ended = self.guest(guest).ok().and_then(Guest::ended_by_itself);
             ended.unwrap_or_else(|| LabError::unexpected(guest, error))

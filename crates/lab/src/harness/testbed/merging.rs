@@ -1,4 +1,4 @@
-//! What a testbed does about the merging of its guests' pages.
+//! Operations of a testbed for the merging of its guests' pages.
 
 use std::num::NonZero;
 use std::thread;
@@ -18,50 +18,50 @@ use crate::harness::survey::{self, Survey};
 use crate::report::results::GuestRecord;
 use crate::report::statistics::rounded;
 
-/// A monitor that starts answers by then.
+/// Time limit for the first answer of a starting monitor.
 const ANSWER_LIMIT: Duration = Duration::from_secs(60);
-/// How often it is asked how far merging has come.
+/// Interval of reading the progress of merging.
 const MERGE_INTERVAL: Duration = Duration::from_millis(500);
-/// Merging is over when nothing more was merged for so many passes over all memory.
+/// Merging has settled when no more pages were merged for this number of passes over all memory.
 const QUIET_PASSES: u64 = 2;
-/// And it is not waited for longer than this.
+/// Time limit for it to settle.
 const MERGE_LIMIT: Duration = Duration::from_secs(150);
-/// A change of so few pages is none: guests do something now and then.
+/// A change of up to this number of pages is ignored: guests are never completely idle.
 const FEW_PAGES: u64 = 64;
 
-/// How merging has come to rest.
+/// How merging has settled.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Settled {
-    /// Until the last pages were merged, s.
+    /// Time until the last pages were merged, s.
     pub elapsed_s: f64,
-    /// Whether it did.
+    /// Whether it settled before the time limit.
     pub quiet: bool,
 }
 
-/// Finds out when merging has come to rest.
+/// Detects when merging has settled.
 #[derive(Debug, Default)]
 struct Rest {
     merged: u64,
-    /// Passes over all memory that each one who merges had made at the first look: the kernel
-    /// counts from its start on.
+    /// Passes over all memory by each merger at the first observation: the kernel counts from its
+    /// start.
     first: Vec<u64>,
-    /// And when more or less was merged than before.
+    /// Passes at the last change of the number of merged pages.
     at_change: Vec<u64>,
 }
 
-/// What a look at merging has shown.
+/// Result of an observation of merging.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Seen {
-    /// It goes on.
+    /// Merging continues.
     Change,
-    /// Nothing yet.
+    /// Nothing has been merged yet.
     Nothing,
-    /// It is at rest.
+    /// Merging has settled.
     Rest,
 }
 
 impl Rest {
-    /// Takes how many pages are merged, and the passes that each one has made.
+    /// Adds an observation: the number of merged pages, and the passes of each merger.
     fn observe(&mut self, merged: u64, passes: &[u64]) -> Seen {
         let is_first = self.first.is_empty();
         if is_first {
@@ -72,8 +72,8 @@ impl Rest {
             self.at_change = passes.to_vec();
             return Seen::Change;
         }
-        // A page is merged in the second pass at the earliest, and the first one may have been
-        // under way.
+        // A page is merged in the second pass at the earliest, and the first one may have been in
+        // progress.
         let enough = |(now, (first, change)): (&u64, (&u64, &u64))| {
             *now >= change + QUIET_PASSES && *now > first + QUIET_PASSES + 1
         };
@@ -83,7 +83,7 @@ impl Rest {
 }
 
 impl Testbed<'_> {
-    /// Readies the host for the merging of a series' guests: the broker of monitors that merge, or
+    /// Prepares the host for the merging of a series' guests: the broker of monitors that merge, or
     /// the kernel's settings.
     ///
     /// # Errors
@@ -99,8 +99,8 @@ impl Testbed<'_> {
         Ok(())
     }
 
-    /// Lets the pages of all guests of the series be merged, so many a second, or not any more for
-    /// now.
+    /// Starts the merging of the pages of all guests of the series, with a rate in pages per
+    /// second, or pauses it.
     ///
     /// # Errors
     /// [`LabError::Guest`], [`LabError::Merging`].
@@ -109,7 +109,7 @@ impl Testbed<'_> {
         guests: &[u32],
         pages_per_second: Option<u64>,
     ) -> Result<(), LabError> {
-        // The kernel's settings are the host's, and no single monitor's.
+        // The kernel's settings belong to the host, not to a monitor.
         if let Some(ksm) = &self.ksm {
             if let Some(pages) = pages_per_second {
                 ksm.set_pace(pages)?;
@@ -126,8 +126,8 @@ impl Testbed<'_> {
     }
 
     /// Starts guests, each with its memory on one of these nodes of the host, with a control
-    /// socket. Merging stands still. At most as many boot at a time as the host has processors:
-    /// more would take longer, each of them and all together.
+    /// socket. Merging is paused. At most as many guests boot at a time as the host has processors:
+    /// more would take longer, each of them and in total.
     ///
     /// # Errors
     /// As [`Testbed::start_guest`], and [`Testbed::set_merging`].
@@ -147,7 +147,7 @@ impl Testbed<'_> {
                     .step(guest.number(), format!("boots on node {node} of {}", nodes.len()));
                 starting.push(guest);
             }
-            // Each monitor begins to merge when it starts, or has the kernel begin.
+            // Each monitor begins to merge when it starts, or starts the kernel's merging.
             let numbers: Vec<u32> = starting.iter().map(Guest::number).collect();
             self.stop_merging_from_the_start(&numbers)?;
             let mut booting = Vec::new();
@@ -166,8 +166,7 @@ impl Testbed<'_> {
         Ok(records)
     }
 
-    /// Has merging stand still as soon as the monitors of these guests, which are just starting,
-    /// can be told so.
+    /// Pauses merging as soon as the starting monitors of these guests accept requests.
     fn stop_merging_from_the_start(&mut self, guests: &[u32]) -> Result<(), LabError> {
         let begin = Instant::now();
         for guest in guests {
@@ -181,7 +180,7 @@ impl Testbed<'_> {
         self.set_merging(guests, None)
     }
 
-    /// What a guest's monitor says of merging.
+    /// The report on merging of a guest's monitor.
     ///
     /// # Errors
     /// [`LabError::Guest`].
@@ -189,10 +188,10 @@ impl Testbed<'_> {
         self.through(guest, Balloon::merge_info)
     }
 
-    /// Waits until nothing more is merged in any of the guests.
+    /// Waits until no more pages are merged in any of the guests.
     ///
     /// # Errors
-    /// [`LabError::Guest`], also for a guest whose pages are not merged at all.
+    /// [`LabError::Guest`], also for a guest whose pages are not merged.
     pub fn wait_for_merging(&mut self, guests: &[u32]) -> Result<Settled, LabError> {
         let begin = Instant::now();
         let (mut rest, mut changed_s) = (Rest::default(), 0.0);
@@ -222,8 +221,8 @@ impl Testbed<'_> {
         }
     }
 
-    /// Processor time that merging has taken until now: that of the threads of the guests'
-    /// monitors, or the kernel's.
+    /// Processor time of merging so far: that of the threads of the guests' monitors, or of the
+    /// kernel's.
     ///
     /// # Errors
     /// [`LabError::SystemFile`], [`LabError::MissingField`], [`LabError::Merging`].
@@ -243,7 +242,7 @@ impl Testbed<'_> {
         Ok(Duration::from_nanos(ns).as_secs_f64())
     }
 
-    /// What all guests share, as broker or kernel count it.
+    /// The shared pages of all guests according to the broker or kernel.
     ///
     /// # Errors
     /// [`LabError::Merging`].
@@ -255,7 +254,7 @@ impl Testbed<'_> {
         }
     }
 
-    /// Looks at the merged pages of guests from outside, each of which is on a node of the host.
+    /// Surveys the merged pages of guests from outside; each guest has a node of the host.
     ///
     /// # Errors
     /// [`LabError::SystemFile`], [`LabError::Merging`].
@@ -275,7 +274,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn merging_rests_when_passes_have_found_nothing_more() {
+    fn merging_has_settled_when_passes_merge_no_more_pages() {
         let mut rest = Rest::default();
         assert_eq!(rest.observe(0, &[0, 0]), Seen::Change);
         assert_eq!(rest.observe(900, &[2, 2]), Seen::Change);

@@ -1,9 +1,9 @@
-//! The readers' board in the guest's memory, where the host can see each reading of the guest's
-//! clock as it is made.
+//! The readers' board in the guest's memory, where the host sees each reading of the guest's clock
+//! as it is made.
 //!
 //! Over the console a reading comes with the delays of commands and answers, tens of milliseconds
-//! in an emulated host. The readers of the clock watch write each reading to memory; the host looks
-//! there as fast as it can.
+//! in an emulated host. The readers of the clock watch write each reading to memory; the host polls
+//! it as fast as it can.
 
 use std::io;
 use std::thread;
@@ -14,32 +14,33 @@ use ebb_agent::clock_watch::WatchReport;
 use super::interval::{Interval, Known, ns_between};
 use super::memory::GuestMemory;
 
-/// How long the board is looked at, at least.
+/// Minimum time for which the board is polled.
 const LOOK: Duration = Duration::from_millis(50);
-/// The same at most: a host with other work seldom runs a reader and the lab at the same time.
+/// Maximum time for which it is polled: a busy host seldom runs a reader and the lab at the same
+/// time.
 const LONG_LOOK: Duration = Duration::from_secs(3);
-/// What is known to within this is known well enough.
+/// Sufficient precision.
 const WELL_KNOWN_NS: i64 = 40_000;
-/// Between two looks at words that may be readings.
+/// Interval of checks of words that may be readings.
 const ADVANCE: Duration = Duration::from_millis(50);
-/// So often they are looked at: readers may wait for their processors.
+/// Number of these checks: readers may wait for their processors.
 const ADVANCES: u32 = 10;
-/// Smaller numbers are in too many pages: the readers have only just begun.
+/// Smaller gaps occur in too many pages: the readers have only just started.
 const LEAST_MARK_NS: u64 = 50_000;
-/// The board, and copies of reports in the agent's memory.
+/// Maximum number of candidates: the board, and copies of reports in the agent's memory.
 const MOST_PAGES: usize = 8;
-/// Readings may be so much later than the host's time says: its clock and the guest's differ.
+/// Tolerance for readings ahead of the host's time, because its clock and the guest's differ.
 const SLACK_NS: u64 = 100_000_000;
 
-/// Where two readers write their last readings of `CLOCK_MONOTONIC`, as places in guest memory.
+/// Places in guest memory where two readers write their last readings of `CLOCK_MONOTONIC`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Board {
     words: [u64; 2],
 }
 
 impl Board {
-    /// Looks for the board of the readers that made this report, which was asked for at `asked`;
-    /// `None` if there is none that is sure.
+    /// Searches for the board of the readers that made this report, which was requested at `asked`;
+    /// `None` if it cannot be identified with certainty.
     pub(super) fn find(
         memory: &GuestMemory,
         report: &WatchReport,
@@ -69,8 +70,8 @@ impl Board {
         Ok(None)
     }
 
-    /// Watches the readings as they are made: how far the guest's clock is ahead of the time since
-    /// `base`. `None` when the readers do not go on.
+    /// Polls the readings as they are made; returns how far the guest's clock is ahead of the time
+    /// since `base`, or `None` if the readers do not advance.
     pub(super) fn look(self, memory: &GuestMemory, base: Instant) -> io::Result<Option<Interval>> {
         let begin = Instant::now();
         let mut sightings = [Sightings::default(); 2];
@@ -92,9 +93,9 @@ impl Board {
     }
 }
 
-/// The words of a page that are the last readings of two readers. Their records are alike, so that
-/// they are as far apart as the gaps that the readers have told, of which one may have grown since;
-/// of pairs that fit, the one beside the gaps is it.
+/// The words of a page that are the last readings of two readers. Their records are alike, so their
+/// distance equals that of the gaps that the readers have reported, of which one may have grown
+/// since; of the matching pairs, the one next to the gaps is chosen.
 fn readers(
     before: &[u64],
     after: &[u64],
@@ -108,7 +109,7 @@ fn readers(
         }
         _ => false,
     };
-    // A number may be there twice: for the largest gap of all and for that since the last report.
+    // A number may occur twice: as the largest gap of all and as that since the last report.
     let aparts = (0..2).flat_map(|mark| {
         let seconds = move |first| {
             places(marks[1][mark])
@@ -123,18 +124,18 @@ fn readers(
     pairs.min().map(|(_, words)| words)
 }
 
-/// What was seen of one reader.
+/// Observations of one reader.
 #[derive(Debug, Clone, Copy, Default)]
 struct Sightings {
-    /// The value seen last, and a time at which it was not yet replaced.
+    /// The last observed value, and a time at which it was not yet replaced.
     last: Option<(i64, i64)>,
     /// The same of the value before it.
     earlier: Option<(i64, i64)>,
 }
 
 impl Sightings {
-    /// Takes a value that was there at some time between `before_ns` and `after_ns`; what that says
-    /// of the clock.
+    /// Adds a value that was present at some time between `before_ns` and `after_ns`; returns the
+    /// resulting bounds of the clock.
     ///
     /// A reader reads its clock, stores the value, and begins anew. When the value u was seen, the
     /// next one that was seen, v, had not been stored; the one seen after v was therefore read
@@ -180,11 +181,11 @@ mod tests {
     }
 
     #[test]
-    fn the_readers_words_are_told_from_others_that_advance() {
+    fn the_readers_words_are_distinguished_from_others_that_advance() {
         let find = |before: Vec<u64>, after: Vec<u64>| readers(&before, &after, MARKS, 500..600);
         assert_eq!(find(page([500, 501]), page([510, 511])), Some([49, 81]));
-        assert_eq!(find(page([500, 501]), page([510, 501])), None, "a reader that stands still");
-        assert_eq!(find(page([500, 501]), page([510, 700])), None, "a value that is no reading");
+        assert_eq!(find(page([500, 501]), page([510, 501])), None, "a stopped reader");
+        assert_eq!(find(page([500, 501]), page([510, 700])), None, "a value that is not a reading");
         assert_eq!(
             readers(&page([500, 501]), &page([510, 511]), [[7, 90], [8, 93]], 500..600),
             None
@@ -192,19 +193,19 @@ mod tests {
     }
 
     #[test]
-    fn a_reading_lies_between_two_looks() {
+    fn a_reading_lies_between_two_observations() {
         let mut sightings = Sightings::default();
         assert_eq!(sightings.see(1_000, 10, 12), None);
         assert_eq!(sightings.see(1_000, 20, 22), None);
         assert_eq!(sightings.see(1_025, 30, 32), None);
-        // Read after 20, when 1025 was not there yet, and before 42.
+        // Read after 20, when 1025 was not yet stored, and before 42.
         assert_eq!(sightings.see(1_035, 40, 42), Some(Interval { low_ns: 993, high_ns: 1_015 }));
     }
 
     proptest! {
-        /// A reader that reads and stores whenever it likes, a host that looks whenever it likes.
+        /// The reader reads and stores at any time, and the host polls at any time.
         #[test]
-        fn a_clock_is_where_the_sightings_say(
+        fn the_bounds_contain_the_clock(
             ahead_ns in -1_000_000_i64..1_000_000,
             reader in prop::collection::vec((1_i64..100, 1_i64..100), 1..200),
             looks in prop::collection::vec((1_i64..60, 0_i64..30, 0_i64..30), 1..300),
@@ -219,9 +220,13 @@ mod tests {
             for (to_look, to_load, to_end) in looks {
                 let (before_ns, load_ns) = (now + to_look, now + to_look + to_load);
                 now = load_ns + to_end;
-                let Some((_, value_ns)) = stores.iter().rev().find(|(at, _)| *at <= load_ns) else { continue };
+                let stored = stores.iter().rev().find(|(at, _)| *at <= load_ns);
+                let Some((_, value_ns)) = stored else { continue };
                 if let Some(seen) = sightings.see(*value_ns, before_ns, now) {
-                    prop_assert!(seen.low_ns <= ahead_ns && ahead_ns <= seen.high_ns, "{seen:?} {ahead_ns}");
+                    prop_assert!(
+                        seen.low_ns <= ahead_ns && ahead_ns <= seen.high_ns,
+                        "{seen:?} {ahead_ns}"
+                    );
                 }
             }
         }

@@ -1,5 +1,4 @@
-//! Times that are known to lie between two bounds, and guests' clocks that are looked at from
-//! outside.
+//! Times that are known to lie between two bounds, and samples of guests' clocks from outside.
 
 use std::time::Instant;
 
@@ -16,10 +15,10 @@ pub(super) struct Interval {
 }
 
 impl Interval {
-    /// Known exactly.
+    /// An exactly known time.
     pub(super) const ZERO: Self = Self { low_ns: 0, high_ns: 0 };
 
-    /// Between these two, in whatever order.
+    /// An interval between these two times, in any order.
     pub(super) fn between(one_ns: i64, other_ns: i64) -> Self {
         Self { low_ns: one_ns.min(other_ns), high_ns: one_ns.max(other_ns) }
     }
@@ -32,51 +31,51 @@ impl Interval {
         Self { low_ns: self.low_ns - other.high_ns, high_ns: self.high_ns - other.low_ns }
     }
 
-    /// Whether this may be the time.
+    /// Whether the interval contains this time.
     pub(super) fn holds(self, ns: i64) -> bool {
         self.low_ns <= ns && ns <= self.high_ns
     }
 
-    /// The best guess.
+    /// The best estimate.
     pub(super) fn middle_ns(self) -> i64 {
         i64::midpoint(self.low_ns, self.high_ns)
     }
 
-    /// The truth is within this of the guess.
+    /// Maximum error of the estimate.
     pub(super) fn uncertainty_ns(self) -> i64 {
         (self.high_ns - self.low_ns + 1) / 2
     }
 
-    /// How far from zero it is at least.
+    /// Minimum distance from zero.
     pub(super) fn surely_ns(self) -> i64 {
         self.low_ns.max(-self.high_ns).max(0)
     }
 
-    /// How far from zero it is at most.
+    /// Maximum distance from zero.
     pub(super) fn at_most_ns(self) -> i64 {
         self.high_ns.max(-self.low_ns)
     }
 }
 
-/// What many intervals say together of the same time.
+/// Intersection of intervals of the same time.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Known(Option<(i64, i64)>);
 
 impl Known {
-    /// Takes one more.
+    /// Adds an interval.
     pub(super) fn add(&mut self, next: Interval) {
         let (low_ns, high_ns) = self.0.unwrap_or((next.low_ns, next.high_ns));
         self.0 = Some((low_ns.max(next.low_ns), high_ns.min(next.high_ns)));
     }
 
-    /// Where the time is. If some contradict others, it was not steady: then it was everywhere
-    /// between them. `None` for nothing known.
+    /// The resulting interval. If some intervals contradict others, the time was not steady, and
+    /// the result covers the range between them. `None` without any.
     pub(super) fn interval(self) -> Option<Interval> {
         self.0.map(|(low_ns, high_ns)| Interval::between(low_ns, high_ns))
     }
 }
 
-/// The host's clocks, related to the one that this process takes its times with.
+/// The host's clocks relative to the clock of this process.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct HostTimes {
     base: Instant,
@@ -86,8 +85,8 @@ pub(super) struct HostTimes {
 }
 
 impl HostTimes {
-    /// Reads them now. They are good for seconds: the host's clocks may be slewed against each
-    /// other.
+    /// Reads them. The result is valid for some seconds: the host's clocks may be slewed against
+    /// each other.
     pub(super) fn read(base: Instant) -> Self {
         let ahead_of = |clock| {
             let Ok(ahead) = Ahead::of(clock, || {
@@ -114,7 +113,7 @@ pub(super) fn ns_between(from: Instant, to: Instant) -> i64 {
     i64::try_from(to.saturating_duration_since(from).as_nanos()).unwrap_or(i64::MAX)
 }
 
-/// A guest's clocks against the host's, at one time.
+/// A sample of a guest's clocks relative to the host's.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Look {
     /// The host's time, in seconds since the series began.
@@ -123,15 +122,15 @@ pub(super) struct Look {
     pub(super) monotonic: Interval,
     /// How far the guest's `CLOCK_REALTIME` is ahead of the host's.
     pub(super) real: Interval,
-    /// Whether that was seen in the guest's memory, not asked for over its console.
+    /// Whether it was read in the guest's memory, not over its console.
     pub(super) seen: bool,
     /// The smallest reading of the guest's `CLOCK_MONOTONIC`.
     pub(super) smallest_ns: i64,
 }
 
 impl Look {
-    /// From readings over the console, with the times between which each was made, and from what
-    /// was seen in the guest's memory if it could be. `None` without readings.
+    /// A sample from readings over the console, each with the times between which it was made, and
+    /// from the guest's memory if that could be read. `None` without readings.
     pub(super) fn from(
         host: HostTimes,
         readings: &[(ClockReading, Answer)],
@@ -161,8 +160,8 @@ impl Look {
     }
 }
 
-/// How far a guest's real time is ahead of its monotonic time, which was read before: less by no
-/// more than the reading took.
+/// How far a guest's real time is ahead of its monotonic time, which was read before it: too large
+/// by at most the duration of the reading.
 fn real_time(reading: &ClockReading) -> Interval {
     let ahead_ns = reading.realtime_ns.cast_signed() - reading.monotonic_ns.cast_signed();
     let ticks = reading.tsc_after.saturating_sub(reading.tsc);
@@ -178,7 +177,7 @@ mod tests {
     use proptest::prelude::*;
     use std::time::Duration;
 
-    /// A reading of a guest's clock that was asked for and answered at these times.
+    /// A reading of a guest's clock with the times of its request and answer.
     fn reading(
         base: Instant,
         guest_ns: i64,
@@ -208,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn readings_together_say_more_than_each() {
+    fn combined_readings_are_more_precise_than_each() {
         let base = Instant::now();
         // The guest is 5 ms ahead. One command was slow on its way in, one answer on its way out.
         let slow_in = reading(base, 5_000_000 + 3_000_000, 0, 3_100);
@@ -224,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn a_clock_that_is_not_steady_is_everywhere_between() {
+    fn an_unsteady_clock_has_an_interval_that_covers_all_readings() {
         let base = Instant::now();
         let readings = [reading(base, 1_000_000, 0, 100), reading(base, 3_000_000, 1_000, 1_100)];
         let look = Look::from(exact(base), &readings, None).unwrap();
@@ -232,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn the_host_s_clocks_are_those_of_the_system() {
+    fn the_hosts_clocks_are_those_of_the_system() {
         let host = HostTimes::read(Instant::now());
         let (before_ns, at) = (HostClock::Raw.now_ns(), Instant::now());
         let raw = host.raw(at);
@@ -241,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_sure_lies_outside_of_the_interval_around_zero() {
+    fn the_minimum_distance_is_zero_for_intervals_around_zero() {
         let surely = |low_ns, high_ns| Interval { low_ns, high_ns }.surely_ns();
         assert_eq!([surely(-5, 7), surely(3, 7), surely(-9, -4)], [0, 3, 4]);
         assert_eq!(Interval { low_ns: -9, high_ns: -4 }.at_most_ns(), 9);
@@ -249,19 +248,20 @@ mod tests {
 
     proptest! {
         #[test]
-        fn sums_and_differences_hold_those_of_all_values(
+        fn sums_and_differences_contain_those_of_all_values(
             a in -1_000_i64..1_000, b in 0_i64..1_000, c in -1_000_i64..1_000, d in 0_i64..1_000,
             x in 0.0..1.0_f64, y in 0.0..1.0_f64,
         ) {
             let (one, other) = (Interval::between(a, a + b), Interval::between(c + d, c));
             let (p, q) = (a + (b as f64 * x) as i64, c + (d as f64 * y) as i64);
-            let holds = |interval: Interval, value| interval.low_ns <= value && value <= interval.high_ns;
+            let holds =
+                |interval: Interval, value| interval.low_ns <= value && value <= interval.high_ns;
             prop_assert!(holds(one.plus(other), p + q) && holds(one.minus(other), p - q));
             prop_assert!((one.middle_ns() - p).abs() <= one.uncertainty_ns());
             prop_assert!(one.surely_ns() <= p.abs() && p.abs() <= one.at_most_ns());
         }
 
-        /// However long the ways are, a steady clock is where it is.
+        /// The bounds contain a steady clock for any delay of commands and answers.
         #[test]
         fn a_steady_clock_is_found(
             ahead_ns in 0_i64..1_000_000_000,

@@ -9,16 +9,16 @@ use crate::harness::maps::{self, Mapping, PRESENT};
 
 /// Bytes of a page.
 const PAGE_BYTES: usize = maps::PAGE_BYTES as usize;
-/// Pages that are read at a time.
+/// Number of pages to read at a time.
 const CHUNK_PAGES: usize = 256;
 
-/// The memory of the guest in a monitor. Reading it needs what ptrace(2) needs: a monitor that is a
-/// child of this process, or root.
+/// The memory of the guest in a monitor. Reading it needs the permissions of ptrace(2): a monitor
+/// that is a child of this process, or root.
 #[derive(Debug)]
 pub(super) struct GuestMemory {
     memory: File,
     pagemap: File,
-    /// Where guest memory begins in the monitor.
+    /// Start of guest memory in the monitor.
     start: u64,
     pages: usize,
 }
@@ -41,25 +41,24 @@ impl GuestMemory {
         })
     }
 
-    /// A word, which the guest may be writing. The kernel copies an aligned word in one piece
+    /// Reads a word, which the guest may be writing. The kernel copies an aligned word in one piece
     /// (`rep movsq` or a register, Linux arch/x86/lib/memcpy_64.S), except on processors for which
-    /// it prefers `rep movsb`; those move short strings in one as well, though no manual promises
-    /// it.
+    /// it prefers `rep movsb`; those also move short strings in one piece, though no manual
+    /// guarantees it.
     pub(super) fn word(&self, at: u64) -> io::Result<u64> {
         let mut bytes = [0; 8];
         self.memory.read_exact_at(&mut bytes, self.start + at)?;
         Ok(u64::from_ne_bytes(bytes))
     }
 
-    /// The words of the page at this place.
+    /// Reads the words of the page at this place.
     pub(super) fn page(&self, at: u64) -> io::Result<Vec<u64>> {
         let mut bytes = vec![0; PAGE_BYTES];
         self.memory.read_exact_at(&mut bytes, self.start + at)?;
         Ok(words(&bytes))
     }
 
-    /// Places of the pages that hold a word of each of these, among those that are in the host's
-    /// memory.
+    /// Places of the resident pages that contain a word of each of these pairs.
     pub(super) fn find(&self, wanted: &[[u64; 2]]) -> io::Result<Vec<u64>> {
         let wanted: Vec<_> = wanted.iter().map(|words| words.map(u64::to_ne_bytes)).collect();
         let holds_all = |page: &[u8]| {
@@ -83,7 +82,7 @@ impl GuestMemory {
         Ok(found)
     }
 
-    /// Runs of pages that are in the host's memory: reading others would bring them there.
+    /// Runs of resident pages: reading others would populate them.
     fn present(&self) -> io::Result<Vec<Range<usize>>> {
         let entries = maps::entries(&self.pagemap, self.start / maps::PAGE_BYTES, self.pages)?;
         let mut runs: Vec<Range<usize>> = Vec::new();
@@ -102,9 +101,9 @@ fn words(bytes: &[u8]) -> Vec<u64> {
     words.iter().map(|word| u64::from_ne_bytes(*word)).collect()
 }
 
-/// Where memory of this size begins, by the text of `/proc/PID/maps`: writable mappings side by
-/// side. The monitor keeps inaccessible pages at both ends of guest memory. Memory of a restored
-/// guest is partly that of a file; the monitor then has a range of that size without one beside it.
+/// Start of memory of this size in the text of `/proc/PID/maps`: adjacent writable mappings. The
+/// monitor keeps inaccessible pages at both ends of guest memory. Memory of a restored guest is
+/// partly that of a file; the monitor then has a range of that size without one beside it.
 fn start_of(maps: &str, bytes: u64) -> Option<u64> {
     let mappings = maps::parse(maps);
     let writable: Vec<&Mapping> =
@@ -122,7 +121,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn guest_memory_is_found_also_in_parts() {
+    fn guest_memory_in_several_mappings_is_found() {
         let maps = "\
 7e0000000000-7e0000200000 rw-p 00000000 00:00 0\n\
 7f0000000000-7f0000001000 rw-p 00000000 00:00 0\n\
@@ -138,7 +137,7 @@ mod tests {
 
     #[test]
     fn words_of_this_process_are_found() {
-        // Memory of its own, with a value that is nowhere else.
+        // A separate mapping, with a value that occurs nowhere else.
         let value = std::hint::black_box(0x1bad_c0de_u64) << 32 | u64::from(std::process::id());
         let mut own = vec![0_u64; 16 * PAGE_BYTES / 8];
         let at = 5 * PAGE_BYTES / 8 + 3;
@@ -160,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_is_not_there_has_no_memory() {
+    fn a_missing_process_is_an_error() {
         assert!(GuestMemory::open(u32::MAX, 4096).is_err());
     }
 }

@@ -1,4 +1,4 @@
-//! What a series about a guest's clock found, as metrics, tables and curves.
+//! Results of a series about a guest's clock, as metrics, tables and curves.
 
 use ebb_agent::clock_watch::{CpuReport, Steps};
 use ebb_kvm_clock::ClockPolicy;
@@ -10,13 +10,13 @@ use crate::report::metrics::Metric;
 use crate::report::results::Series;
 use crate::report::statistics::{median, quantile};
 
-/// The reach of a guest's clock against its policy's promise.
+/// Tolerance for a guest's clock against its policy.
 const REACH_NS: i64 = 1_000_000;
-/// The part of errors that is not above the 95th percentile.
+/// The 95th percentile, as a fraction.
 const MOST: f64 = 0.95;
 const MIB: f64 = (1_u64 << 20) as f64;
 
-/// The metrics that only these series have.
+/// The metrics of these series only.
 pub(in crate::experiments::clock) fn metrics() -> Vec<Metric<Record>> {
     type Of = fn(&Record) -> Option<f64>;
     let lower = |name, title, unit, value: Of| Metric::lower(name, title, unit, value);
@@ -67,7 +67,7 @@ pub(in crate::experiments::clock) fn metrics() -> Vec<Metric<Record>> {
     metrics
 }
 
-/// What is shown of the errors of a kind of stops: name, what it is called, value.
+/// Metrics of the errors of a kind of stops: name, title, value.
 type Measure = (&'static str, &'static str, fn(&Distribution) -> Option<f64>);
 const MEASURES: [Measure; 4] = [
     ("error", "Error", |errors| median(errors.sizes())),
@@ -102,7 +102,7 @@ impl Distribution {
             "the guest's monotonic clock against the policy's promise",
             all,
             &[
-                ("between two looks", &|(kind, _)| kind.name().into()),
+                ("between two samples", &|(kind, _)| kind.name().into()),
                 ("times", &|(_, errors)| errors.count(|_| true)),
                 ("median with sign, us", &|(_, errors)| us(middle(errors))),
                 ("median, us", &|(_, errors)| us(median(errors.sizes()))),
@@ -126,7 +126,7 @@ impl Record {
         Distribution { errors: of_kind.map(|cycle| cycle.error(self.policy)).collect() }
     }
 
-    /// Steps that a clock must not make, of all readers; `None` if it was never looked at.
+    /// Invalid steps of a clock, of all readers; `None` if it was never sampled.
     fn steps(&self, which: impl Fn(&CpuReport) -> Steps) -> Option<Steps> {
         self.cycles.first()?;
         let all = self.watched.cpus.iter().map(which);
@@ -136,14 +136,14 @@ impl Record {
         }))
     }
 
-    /// The smallest time that the guest read.
+    /// The smallest time that the guest has read.
     pub(in crate::experiments::clock) fn min_system_time_ns(&self) -> Option<f64> {
         let cycles = self.cycles.iter();
         let smallest = cycles.flat_map(|cycle| [cycle.before.smallest_ns, cycle.after.smallest_ns]);
         Some(smallest.min()? as f64)
     }
 
-    /// The largest step of its clock, or jump ahead over a stop that is sure.
+    /// The largest step of its clock, or certain jump ahead over a stop.
     pub(in crate::experiments::clock) fn max_jump_ns(&self) -> Option<f64> {
         let ahead = self.cycles.iter().map(|cycle| cycle.error(self.policy).low_ns).max()?;
         let steps = [
@@ -165,8 +165,8 @@ impl Record {
         self.cycles.iter().filter_map(|cycle| cycle.cost)
     }
 
-    /// What a clock of the guest has gained on the promise since the first look, at the end of each
-    /// cycle: with `continue` it is to lose all stops so far.
+    /// Deviation of a clock of the guest from the policy since the first sample, at the end of each
+    /// cycle: with `continue` it must have lost all stops so far.
     fn gained(&self, clock: fn(&Look) -> Interval) -> Vec<Interval> {
         let Some(first) = self.cycles.first() else { return Vec::new() };
         let mut late = Interval::ZERO;
@@ -177,7 +177,7 @@ impl Record {
         since_first.collect()
     }
 
-    /// Puts tables, curves and notes into the document.
+    /// Adds tables, curves and notes to the document.
     pub(in crate::experiments::clock) fn show(&self, series: &mut Series) {
         let all = Kind::ALL.map(|kind| (kind, self.distribution(kind)));
         let some: Vec<_> = all.into_iter().filter(|(_, all)| !all.errors.is_empty()).collect();
@@ -185,12 +185,12 @@ impl Record {
         series.details.push(self.details());
         series.drawings.extend([
             drawing(
-                "guest's monotonic time less the promise, since the first look",
+                "guest's monotonic time less the promise, since the first sample",
                 &self.gained(|look| look.monotonic),
             ),
             self.errors(),
             drawing(
-                "guest's real time less the promise, since the first look",
+                "guest's real time less the promise, since the first sample",
                 &self.gained(|look| look.real),
             ),
         ]);
@@ -207,22 +207,24 @@ impl Record {
             ClockPolicy::CatchUp => "the host's time",
         };
         series.notes.push(format!(
-            "the guest's clock source is {}; the policy promises {promise}; a stop lasts from and to the instants for which the \
-             monitor read and set KVM's clock",
+            "the guest's clock source is {}; the policy promises {promise}; a stop lasts from the \
+             instant at which the monitor read KVM's clock to the one for which it set it",
             self.clock_source
         ));
         let seen = self.cycles.iter().filter(|cycle| cycle.after.seen).count();
         series.notes.push(format!(
-            "{seen} of {} looks saw the guest's clock in its memory, where readers on its vCPUs write it, and are known to within the \
-             time between the host's looks there; others went over the console{}, and are known to within the ways of commands and answers. \
-             The same without a stop shows what that is worth",
+            "{seen} of {} samples were taken from the guest's memory, where readers on its vCPUs \
+             write the clock, with the precision of the host's polling; others were taken over the \
+             console{}, with the precision of the delays of commands and answers. The samples \
+             without a stop show the resulting precision",
             self.cycles.len(),
             self.console_only.as_ref().map(|why| format!(" ({why})")).unwrap_or_default(),
         ));
         let disagree = self.cycles.iter().filter(|cycle| !cycle.stopped.agrees).count();
         if disagree > 0 {
             series.notes.push(format!(
-                "what the monitor says of {disagree} stops cannot be, by when it was asked for them; they count by that"
+                "the monitor's report of {disagree} stops is inconsistent with the times of the \
+                 requests, which are used instead"
             ));
         }
         series
@@ -230,7 +232,8 @@ impl Record {
             .push(format!("the readers in the guest made {} readings", self.watched.readings()));
         if let Some(first) = self.cycles.first() {
             series.notes.push(format!(
-                "the guest's real time was {:+.1} ms ahead of the host's when it was looked at first; its error counts from there",
+                "the guest's real time was {:+.1} ms ahead of the host's at the first sample; its \
+                 error counts from there",
                 ms(first.before.real.middle_ns())
             ));
         }
@@ -239,7 +242,8 @@ impl Record {
             self.cycles.iter().filter(|cycle| cycle.kind == Kind::Unstopped).map(gap).max();
         if let Some(unstopped_ns) = unstopped {
             series.notes.push(format!(
-                "a reader sleeps between its bursts and waits for its processor: without a stop its largest gap is {unstopped_ns} ns"
+                "a reader sleeps between bursts and waits for its processor: its largest gap \
+                 without a stop is {unstopped_ns} ns"
             ));
         }
         let faults = self.watched.faults();
@@ -254,11 +258,11 @@ impl Record {
         let cost =
             |cycle: &Cycle, of: fn(&Cost) -> Value| cycle.cost.as_ref().map_or(Value::from(""), of);
         DataTable::of(
-            "all looks",
+            "all samples",
             &self.cycles.iter().enumerate().collect::<Vec<_>>(),
             &[
                 ("number", &|(number, _): &Of<'_>| (*number as u64 + 1).into()),
-                ("between two looks", &|(_, cycle)| cycle.kind.name().into()),
+                ("between two samples", &|(_, cycle)| cycle.kind.name().into()),
                 ("planned, ms", &|(_, cycle)| (cycle.planned.as_millis() as u64).into()),
                 ("stopped, ns", &|(_, cycle)| cycle.stopped.time.middle_ns().into()),
                 ("to within, ns", &|(_, cycle)| cycle.stopped.time.uncertainty_ns().into()),
@@ -267,7 +271,7 @@ impl Record {
                 }),
                 ("error, ns", &|(_, cycle)| cycle.error(self.policy).middle_ns().into()),
                 ("to within, ns", &|(_, cycle)| cycle.error(self.policy).uncertainty_ns().into()),
-                ("a look is good to, ns", &|(_, cycle)| {
+                ("precision of a sample, ns", &|(_, cycle)| {
                     cycle.after.monotonic.uncertainty_ns().into()
                 }),
                 ("real time ahead of the host's, ns", &|(_, cycle)| {
@@ -301,7 +305,7 @@ impl Record {
                 .collect(),
         };
         Drawing {
-            title: "error against the promise, each by itself".to_owned(),
+            title: "error against the promise, by cycle".to_owned(),
             x: "looks".to_owned(),
             y: "ms".to_owned(),
             curves: Kind::ALL.map(curve).to_vec(),
@@ -313,7 +317,7 @@ fn ms(ns: i64) -> f64 {
     ns as f64 / 1e6
 }
 
-/// Intervals by their number: the guess and both bounds.
+/// Intervals by their number: the estimate and both bounds.
 fn drawing(title: &str, intervals: &[Interval]) -> Drawing {
     let curve = |name: &str, of: fn(Interval) -> i64| Curve {
         name: name.to_owned(),

@@ -1,4 +1,4 @@
-//! The guest of a series: it is looked at, stopped, saved, and goes on in another monitor.
+//! The guest of a series: it is sampled, stopped, saved, and continued in another monitor.
 
 use std::path::PathBuf;
 use std::thread;
@@ -24,26 +24,26 @@ use crate::harness::testbed::Testbed;
 pub(in crate::experiments::clock) const SIZE: GuestSize = GuestSize { memory_mib: 512, cpus: 2 };
 /// The only guest of its series.
 const NUMBER: u32 = 1;
-/// A guest that is not up by then will not come.
+/// Time limit for a guest's boot.
 const BOOT_LIMIT: Duration = Duration::from_secs(240);
-/// A guest that runs has answered by then, also after its restore.
+/// Time limit for an answer of a running guest, also after its restore.
 const ANSWER_LIMIT: Duration = Duration::from_secs(60);
-/// For a request to the monitor.
+/// Time limit for a request to the monitor.
 const API_LIMIT: Duration = Duration::from_secs(30);
-/// For writing a snapshot.
+/// Time limit for writing a snapshot.
 const SAVE_LIMIT: Duration = Duration::from_secs(120);
-/// Readings over the console in a look; together they say more than the best of them.
+/// Number of readings over the console in a sample; combined they are more precise than the best of
+/// them.
 const READINGS: usize = 12;
-/// The same if the guest's memory says more.
+/// The same if the guest's memory gives the precise value.
 const READINGS_BESIDE: usize = 2;
-/// Attempts at finding the readers' board: the gaps that tell it from the rest of memory grow.
+/// Number of attempts to find the readers' board: the gaps that identify it grow with time.
 const SEARCHES: u32 = 5;
-/// Between two of them.
+/// Delay between two attempts.
 const SEARCH_INTERVAL: Duration = Duration::from_millis(500);
-/// The readers' rhythm: a quarter of a processor in an emulated host.
+/// Timing of the readers, which use a quarter of a processor in an emulated host.
 const WATCH: Command = Command::ClockWatchStart { burst_readings: 300, pause_us: 5000 };
-/// Lines of a kernel's log that tell of a guest that has stood still without knowing, or of a clock
-/// that it distrusts.
+/// Words of kernel messages about an unnoticed pause of the guest or a distrusted clock.
 const COMPLAINTS: [&str; 7] = [
     "soft lockup",
     "stall",
@@ -69,32 +69,31 @@ pub(super) struct Subject<'a, 'b> {
 enum View {
     /// In the guest's memory.
     Memory(GuestMemory, Board),
-    /// Over the console only, and why.
+    /// Over the console only, with the reason.
     Console(String),
 }
 
 /// A guest that has been saved: its monitor has ended.
 pub(super) struct Saved {
-    /// What its monitor said.
+    /// Its monitor's report.
     pub(super) report: SnapshotReport,
-    /// When it was asked to stop and had stopped, by the host's raw clock.
+    /// Times of the request to stop and of its completion, by the host's raw clock.
     stopped: Interval,
 }
 
 /// A stop of the guest.
 pub(super) struct Stop {
-    /// The host's time for which it stood still at least and at most, by the requests to its
-    /// monitor.
+    /// Bounds of the duration of the stop by the host's time, from the requests to its monitor.
     pub(super) asked: Interval,
-    /// What the monitor says of when it stopped and went on.
-    pub(super) told: ClockInfo,
+    /// The monitor's report of when it stopped and resumed.
+    pub(super) reported: ClockInfo,
 }
 
-/// A guest that goes on in another monitor.
+/// A guest that was continued in another monitor.
 pub(super) struct Restored {
     /// Its stop.
     pub(super) stop: Stop,
-    /// From the start of the monitor to the guest's first answer.
+    /// Time from the start of the monitor to the guest's first answer.
     pub(super) first_answer: Duration,
 }
 
@@ -121,7 +120,7 @@ impl<'a, 'b> Subject<'a, 'b> {
             Err(error) => return Ok(View::Console(error.to_string())),
         };
         for _ in 0..SEARCHES {
-            // By then the readers have seen gaps that tell their board from other memory.
+            // By then the readers have seen gaps that distinguish their board from other memory.
             thread::sleep(SEARCH_INTERVAL);
             let asked = Instant::now();
             let report = self.watched()?;
@@ -146,7 +145,7 @@ impl<'a, 'b> Subject<'a, 'b> {
         }
     }
 
-    /// Tells what begins now.
+    /// Reports the step that begins now.
     pub(super) fn step(&self, text: impl Into<String>) {
         self.testbed.events().step(NUMBER, text);
     }
@@ -172,14 +171,14 @@ impl<'a, 'b> Subject<'a, 'b> {
         Ok(self.document::<ClockReading>(Command::Clock)?.clocksource)
     }
 
-    /// Looks at the guest's clocks.
+    /// Takes a sample of the guest's clocks.
     pub(super) fn look(&mut self) -> Result<Look, LabError> {
         let seen = match &self.view {
             View::Console(_) => None,
             View::Memory(memory, board) => match board.look(memory, self.began) {
                 Ok(Some(seen)) => Some(seen),
                 Ok(None) => {
-                    // The guest's kernel may have moved the page.
+                    // The guest's kernel may have migrated the page.
                     self.view = self.find_board()?;
                     None
                 }
@@ -201,12 +200,12 @@ impl<'a, 'b> Subject<'a, 'b> {
         Look::from(host, &readings, seen).ok_or_else(|| self.unexpected(&"there was no reading"))
     }
 
-    /// What the readers have seen since the boot.
+    /// The readers' report since the boot.
     pub(super) fn watched(&mut self) -> Result<WatchReport, LabError> {
         self.document(Command::ClockWatchRead)
     }
 
-    /// What the guest's kernel complains about, line by line.
+    /// Complaints in the guest's kernel log, line by line.
     pub(super) fn complaints(&mut self) -> Result<Vec<String>, LabError> {
         let words = COMPLAINTS.map(str::to_owned).to_vec();
         let log = self.command(Command::KernelLog { words })?;
@@ -218,10 +217,10 @@ impl<'a, 'b> Subject<'a, 'b> {
         let stopped = self.put("/vm/pause")?;
         thread::sleep(pause);
         let asked = self.put("/vm/resume")?.minus(stopped);
-        Ok(Stop { asked, told: self.clock()? })
+        Ok(Stop { asked, reported: self.clock()? })
     }
 
-    /// Saves the guest and kills its monitor: what goes on afterwards comes from the file.
+    /// Saves the guest and kills its monitor, so that the guest can only continue from the file.
     pub(super) fn save_and_end(&mut self) -> Result<Saved, LabError> {
         let stopped = self.put("/vm/pause")?;
         let body = json!({ "path": self.snapshot() });
@@ -233,7 +232,7 @@ impl<'a, 'b> Subject<'a, 'b> {
         Ok(Saved { report, stopped })
     }
 
-    /// Lets the saved guest go on in a new monitor.
+    /// Continues the saved guest in a new monitor.
     pub(super) fn restore(&mut self, saved: &Saved) -> Result<Restored, LabError> {
         self.restores += 1;
         let command = self.testbed.restore_command(&self.snapshot(), &self.control());
@@ -241,7 +240,7 @@ impl<'a, 'b> Subject<'a, 'b> {
         let mut guest = Guest::start(NUMBER, command)?;
         guest.goes_on_from(&mut self.guest);
         self.testbed.show(&[guest.pid()]);
-        // The earlier process is waited for here.
+        // The assignment drops the former process and waits for it.
         self.guest = guest;
         self.command(Command::MemInfo)?;
         let first_answer = started.elapsed();
@@ -255,18 +254,18 @@ impl<'a, 'b> Subject<'a, 'b> {
             }
         }
         Ok(Restored {
-            stop: Stop { asked: resumed.minus(saved.stopped), told: self.clock()? },
+            stop: Stop { asked: resumed.minus(saved.stopped), reported: self.clock()? },
             first_answer,
         })
     }
 
-    /// What the monitor says of the guest's clocks.
+    /// The monitor's report of the guest's clocks.
     fn clock(&mut self) -> Result<ClockInfo, LabError> {
         let info = self.client(API_LIMIT).get::<VmInfo>("/vm");
         Ok(info.map_err(|error| self.refused(&error))?.clock)
     }
 
-    /// Sends an empty request: the time by the host's raw clock at which it was carried out.
+    /// Sends a request without a body; returns the time of its execution by the host's raw clock.
     fn put(&mut self, target: &str) -> Result<Interval, LabError> {
         let client = self.client(API_LIMIT);
         let before = Instant::now();
@@ -284,7 +283,7 @@ impl<'a, 'b> Subject<'a, 'b> {
         Client::new(self.control(), limit)
     }
 
-    /// The error for a request that failed: if the guest has ended, that says more.
+    /// The error for a failed request: the end of the guest, if it has ended, explains more.
     fn refused(&mut self, error: &ClientError) -> LabError {
         self.guest.ended_by_itself().unwrap_or_else(|| self.unexpected(error))
     }

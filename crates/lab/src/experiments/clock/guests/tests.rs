@@ -1,4 +1,4 @@
-//! What is made of looks and stops; the looks themselves need a guest.
+//! Evaluation of samples and stops; the samples themselves need a guest.
 
 use super::*;
 use crate::report::results::Series;
@@ -11,8 +11,8 @@ fn known(low_ns: i64, high_ns: i64) -> Interval {
     Interval::between(low_ns, high_ns)
 }
 
-/// A look at a guest whose clocks are so far ahead of the host's, known to within a tenth of a
-/// millisecond.
+/// A sample of a guest whose clocks are `ahead_ns` ahead of the host's, known to within a tenth of
+/// a millisecond.
 fn look(at_s: f64, ahead_ns: i64) -> Look {
     let ahead = known(ahead_ns - MS / 10, ahead_ns + MS / 10);
     Look {
@@ -28,7 +28,7 @@ fn stop(asked: Interval, stopped: (u64, u64), started: (u64, u64)) -> Stop {
     let instant = |(clock_ns, realtime_ns)| Some(ClockInstant { clock_ns, realtime_ns });
     Stop {
         asked,
-        told: ClockInfo {
+        reported: ClockInfo {
             stopped: instant(stopped),
             started: instant(started),
             ..ClockInfo::default()
@@ -69,23 +69,23 @@ fn shown(record: Record) -> Series {
 }
 
 #[test]
-fn a_stop_lasts_as_the_monitor_says_if_that_can_be() {
+fn the_monitors_report_of_a_stop_is_used_if_it_is_consistent() {
     let asked = known(90, 120);
-    let told = |policy| Stopped::by(&stop(asked, (500, 1_000), (507, 1_100)), policy);
+    let reported = |policy| Stopped::by(&stop(asked, (500, 1_000), (507, 1_100)), policy);
     assert_eq!(
-        told(ClockPolicy::Continue),
+        reported(ClockPolicy::Continue),
         Stopped { time: known(100, 100), kvm_error_ns: Some(7), agrees: true }
     );
-    assert_eq!(told(ClockPolicy::CatchUp).kvm_error_ns, Some(-93));
+    assert_eq!(reported(ClockPolicy::CatchUp).kvm_error_ns, Some(-93));
     let late = Stopped::by(&stop(asked, (500, 1_000), (500, 1_121)), ClockPolicy::Continue);
     assert_eq!(late, Stopped { time: asked, kvm_error_ns: None, agrees: false });
-    let silent = Stop { asked, told: ClockInfo::default() };
+    let silent = Stop { asked, reported: ClockInfo::default() };
     let silent = Stopped::by(&silent, ClockPolicy::CatchUp);
     assert_eq!(silent, Stopped { time: asked, kvm_error_ns: None, agrees: true });
 }
 
 #[test]
-fn the_error_is_what_the_policy_does_not_promise() {
+fn the_error_is_the_deviation_from_the_policy() {
     let (before, after) = (look(0.0, 0), look(1.0, -100 * MS));
     let cycle = pause(before, after, 98 * MS);
     assert_eq!(cycle.error(ClockPolicy::Continue), known(-2 * MS - MS / 5, -2 * MS + MS / 5));
@@ -93,7 +93,7 @@ fn the_error_is_what_the_policy_does_not_promise() {
 }
 
 #[test]
-fn gaps_of_readers_are_promised_to_guests_that_catch_up() {
+fn gaps_of_readers_are_expected_in_guests_that_catch_up() {
     let cycle = Cycle { gap_ns: 105, ..pause(look(0.0, 0), look(1.0, 0), 100) };
     assert_eq!(cycle.gap_beyond_ns(ClockPolicy::CatchUp), 5);
     assert_eq!(cycle.gap_beyond_ns(ClockPolicy::Continue), 105);
@@ -110,7 +110,7 @@ fn metrics_follow_from_the_cycles() {
     assert_eq!(metric("pause_error_max_ns"), ms(4 * MS));
     assert_eq!(metric("pause_error_ns"), ms(2 * MS));
     assert_eq!(metric("pause_uncertainty_ns"), ms(MS / 5));
-    // Of the jump this much is sure.
+    // The certain part of the jump.
     assert_eq!(metric("max_jump_ns"), ms(4 * MS - MS / 5));
     assert_eq!(metric("wall_error_ns"), ms(4 * MS));
     assert_eq!(metric("min_system_time_ns"), ms(5_000 * MS));
@@ -118,7 +118,7 @@ fn metrics_follow_from_the_cycles() {
     assert_eq!((metric("warps"), metric("backward_steps")), (Some(4.0), Some(0.0)));
     assert_eq!(metric("restore_error_ns"), None);
     assert!(series.notes.iter().any(|note| note.contains("CPU 0: 2 warps")), "{:?}", series.notes);
-    // One surely holds the promise to within 1 ms, one surely does not.
+    // One is certainly within 1 ms of the policy, one certainly not.
     let row = &series.tables[0].rows[0];
     assert_eq!(row[row.len() - 3..], [1_u64, 1, 1].map(crate::report::figures::Value::from));
     let curve = &series.drawings[0].curves[0];
@@ -126,7 +126,7 @@ fn metrics_follow_from_the_cycles() {
 }
 
 #[test]
-fn a_guest_that_never_came_leaves_the_metrics_empty() {
+fn a_guest_that_did_not_start_leaves_the_metrics_empty() {
     let series = shown(record(ClockPolicy::Continue, Vec::new()));
     assert!(series.metrics.values().all(Option::is_none), "{:?}", series.metrics);
 }
