@@ -169,7 +169,7 @@ pub enum LabError {
     /// KVM is not usable here, and the virtual host is excluded.
     #[error("guests cannot run directly on this machine: {0}; with --where virtual-host they can")]
     NoDirectKvm(String),
-    /// The virtual host failed, or a file for its guests.
+    /// The virtual host failed, or the creation of files for its guests.
     #[error(transparent)]
     VirtualHost(Box<ebb_virtual_host::HostError>),
     /// The run inside the virtual host ended without a result.

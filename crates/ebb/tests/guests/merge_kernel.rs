@@ -30,7 +30,7 @@ fn one_domain_on_a_host(scene: &Scene) {
         host.ksm().settings().unwrap()
     };
     set(&[(Knob::Run, RUN_STOP), (Knob::MergeAcrossNodes, 1)]);
-    // Merging is requested while KSM is off on the host.
+    // The machine requests a setting that differs from the host's.
     let apart = red(scene, "apart").start_api();
     let info = apart.merge();
     assert_eq!(info.state, MergeState::Unavailable);

@@ -14,7 +14,7 @@ use crate::LabError;
 use crate::harness::proc;
 use crate::report::statistics::Random;
 
-/// Memory that it writes to, in bytes: more than the TLB covers.
+/// Number of pages that it writes to: more than the TLB covers.
 const PAGES: usize = 8192;
 /// Writes between two page faults.
 const WRITES: usize = 512;
