@@ -120,8 +120,8 @@ mod tests {
         assert!(matches!(&endings[1].1, Ending::Skipped(why) if why.contains("another one")));
         assert_eq!(endings[2], ("well", Ending::Done));
         let written = collection::read_all(folder.path()).unwrap();
-        let names: Vec<&str> = written.iter().map(|results| results.experiment.as_str()).collect();
+        let names: Vec<&str> = written.iter().map(|(name, _)| name.as_str()).collect();
         assert_eq!(names, ["badly", "well"]);
-        assert!(written[0].first_error().is_some());
+        assert!(written[0].1.first_error().is_some());
     }
 }

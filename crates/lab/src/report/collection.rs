@@ -1,7 +1,7 @@
 //! A folder of results, and the Markdown page rendered from it.
 //!
-//! The folder has one document for each experiment, `NAME.json`, exactly as the laboratory wrote
-//! it.
+//! The folder has the documents of experiments, exactly as the laboratory wrote them: `NAME.json`,
+//! and `NAME-WORD.json` for further runs of the same experiment.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -24,11 +24,11 @@ pub fn read(path: &Path) -> Result<Results, LabError> {
     serde_json::from_str(&text).map_err(|cause| LabError::Document { path: path.to_owned(), cause })
 }
 
-/// Reads all documents of a folder, in the order of their names.
+/// Reads all documents of a folder with their names, in the order of these.
 ///
 /// # Errors
 /// As [`read`].
-pub fn read_all(folder: &Path) -> Result<Vec<Results>, LabError> {
+pub fn read_all(folder: &Path) -> Result<Vec<(String, Results)>, LabError> {
     let entries = fs::read_dir(folder).map_err(LabError::of_file(folder))?;
     let mut paths: Vec<PathBuf> = entries
         .flatten()
@@ -36,7 +36,8 @@ pub fn read_all(folder: &Path) -> Result<Vec<Results>, LabError> {
         .filter(|path| path.extension().is_some_and(|extension| extension == "json"))
         .collect();
     paths.sort();
-    paths.iter().map(|path| read(path)).collect()
+    let name = |path: &Path| path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+    paths.iter().map(|path| Ok((name(path), read(path)?))).collect()
 }
 
 /// The document of an experiment in a folder.
@@ -59,20 +60,20 @@ pub fn write(folder: &Path, results: &Results) -> Result<PathBuf, LabError> {
     Ok(path)
 }
 
-/// All results as one page of Markdown.
-pub fn render(all: &[Results]) -> String {
+/// All results, with their names, as one page of Markdown.
+pub fn render(all: &[(String, Results)]) -> String {
     let mut text = "# Results\n\nMade from `docs/results` by `ebb-lab results docs/results`; \
                     [experiments.md](experiments.md) describes the experiments and metrics. Each \
                     table is one run on one machine: compare columns, not rows with those of other \
                     machines.\n"
         .to_owned();
-    for results in all {
+    for (name, results) in all {
         let machine = &results.machine;
         // Writing to a String cannot fail.
         let _ = write!(
             text,
             "\n## {} ({})\n\n{}.\n\n{}, {}, {} CPUs, {} MiB, Linux {}; ebb {}\n\n{}",
-            results.experiment,
+            name,
             results.scale,
             results.summary,
             date(results.started_unix_s),
@@ -85,6 +86,14 @@ pub fn render(all: &[Results]) -> String {
         );
     }
     wrapped(&text)
+}
+
+/// A table of some metrics of some series, for a page that shows only these.
+pub fn excerpt(results: &Results, metrics: &[&str], series: &[&str]) -> String {
+    let mut part = results.clone();
+    part.metrics.retain(|metric| metrics.contains(&metric.name.as_str()));
+    part.series.retain(|one| series.contains(&one.name.as_str()));
+    table::metrics(&part)
 }
 
 /// Breaks lines of prose before a word that cannot start another block of Markdown. Rows of tables
@@ -157,7 +166,8 @@ mod tests {
             assert_eq!(&read(&path).unwrap(), results);
         }
         fs::write(folder.path().join("notes.txt"), "none").unwrap();
-        assert_eq!(read_all(folder.path()).unwrap(), [second, example()]);
+        let all = read_all(folder.path()).unwrap();
+        assert_eq!(all, [("clock".to_owned(), second), ("density".to_owned(), example())]);
         fs::write(folder.path().join("broken.json"), "{").unwrap();
         let message = read_all(folder.path()).unwrap_err().to_string();
         assert!(message.contains("broken.json"), "{message}");
@@ -176,7 +186,7 @@ mod tests {
 
     #[test]
     fn the_page_has_each_experiment_with_its_machine_and_day() {
-        let page = render(&[example()]);
+        let page = render(&[("density".to_owned(), example())]);
         assert!(page.contains("\n## density (demo)\n\nHow many guests fit.\n"), "{page}");
         assert!(page.contains("\n2026-09-21, A & B, 2 CPUs, 24000 MiB, Linux 6.1.0; ebb 0.1.0\n"));
         assert!(page.contains("\n- no-reporting: swap was used \\<by\\> guest 4\n"), "{page}");

@@ -41,8 +41,8 @@ pub fn markdown(results: &Results) -> String {
     format!("{}\n\n{}", origin(results), body(results, "- "))
 }
 
-/// The tables, then a line for each note, which begins with `bullet`.
-fn body(results: &Results, bullet: &str) -> String {
+/// The table of the metrics: a row for each, a column for each series.
+pub fn metrics(results: &Results) -> String {
     let mut table = Table::new();
     table.load_style(presets::ASCII_MARKDOWN);
     let cell = |text: String| Cell::new(text).set_alignment(CellAlignment::Right);
@@ -54,10 +54,15 @@ fn body(results: &Results, bullet: &str) -> String {
         let title = Cell::new(heading(&metric.title, &metric.unit));
         table.add_row([title].into_iter().chain(values));
     }
-    // Writing to a String cannot fail.
-    let mut text = format!("{table}\n");
+    format!("{table}\n")
+}
+
+/// The tables, then a line for each note, which begins with `bullet`.
+fn body(results: &Results, bullet: &str) -> String {
+    let mut text = metrics(results);
     for series in &results.series {
         for data in &series.tables {
+            // Writing to a String cannot fail.
             let _ = writeln!(text, "\n{}: {}\n\n{}", series.name, data.title, data_table(data));
         }
     }
